@@ -1,0 +1,38 @@
+"""Train LoRA adapters on a frozen 4-bit base and carry them as packs.
+
+    import mlx_packs as mp
+    base = mp.load_base("mlx-community/Qwen3-4B-4bit")
+    run = mp.train_pack(base, data="data/", lora=mp.LoRAConfig(rank=16))
+
+Names load when they are used, so that importing the package costs next to nothing.
+"""
+
+import importlib
+
+__version__ = "0.1.0"
+
+_PUBLIC = {
+    "Base": "loading",
+    "load_base": "loading",
+    "LoRAConfig": "config",
+    "TrainConfig": "config",
+    "DataConfig": "config",
+    "PackError": "errors",
+    "Pack": "pack",
+    "EvalReport": "evaluate",
+    "evaluate": "evaluate",
+    "TrainRun": "train",
+    "train_pack": "train",
+}
+__all__ = sorted(_PUBLIC)
+
+
+def __getattr__(name: str):
+    if name not in _PUBLIC:
+        raise AttributeError(f"module 'mlx_packs' has no attribute {name!r}")
+    module = importlib.import_module(f".{_PUBLIC[name]}", __name__)
+    return getattr(module, name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_PUBLIC])

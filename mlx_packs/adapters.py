@@ -1,0 +1,327 @@
+"""Attach adapters to a base and take them off again; the base's own modules are never changed.
+
+Attaching swaps attention and SwiGLU of the Llama family for blocks with grouped projections, and
+wraps any other linear; detaching puts the very same objects back. In memory adapters are grouped;
+their names and shapes on disk are mlx-lm's, per projection (`Attached.tensors`).
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import mlx.nn as nn
+
+from .config import LoRAConfig
+from .errors import PackError
+from .geometry import Geometry, GeometryError, Group, block_prefixes, find_groups
+from .loading import Base
+from .nn.blocks import GroupedAttention, GroupedMLP, RecomputedBlock, is_grouped_attention
+from .nn.lora import AdaptedLinear, AdapterShape, GroupedLoRA, adapter_key, low_rank_delta
+from .nn.quantized import (
+    HalfLinear,
+    apply_base_path,
+    dequantized_weight,
+    replace_modules,
+)
+from .runtime import mx
+
+
+@dataclass(frozen=True)
+class SliceSpec:
+    """Adapter of one slice of a projection; rank 0 is none."""
+
+    name: str
+    width: int
+    rank: int
+    alpha: float
+
+    @property
+    def scale(self) -> float:
+        return self.alpha / self.rank if self.rank else 0.0
+
+
+@dataclass(frozen=True)
+class ModuleSpec:
+    """Adapters of one projection (several slices if it is fused)."""
+
+    path: str
+    in_features: int
+    slices: tuple[SliceSpec, ...]
+
+    @property
+    def rank(self) -> int:
+        """Rank on disk: of all slices together, block-diagonal."""
+        return sum(s.rank for s in self.slices)
+
+
+Specs = dict[str, ModuleSpec]
+
+
+def _match(pattern: Mapping[str, float], path: str) -> str | None:
+    """The first key of a pattern that fits a path, by PEFT's rule."""
+    return next((key for key in pattern if re.match(rf"(.*\.)?({key})$", path)), None)
+
+
+def plan_specs(groups: list[Group], lora: LoRAConfig) -> Specs:
+    """Rank and alpha of every slice under a LoRAConfig.
+
+    Raises: PackError for a rank above a width, or a pattern that fits no projection.
+    """
+    specs: Specs = {}
+    used: set[str] = set()
+    for geometry in (g for group in groups for g in group.members):
+        slices = []
+        for name, width in geometry.slices:
+            path = geometry.path if len(geometry.slices) == 1 else f"{geometry.path}.{name}"
+            rank_key, alpha_key = _match(lora.rank_pattern, path), _match(lora.alpha_pattern, path)
+            used |= {k for k in (rank_key, alpha_key) if k}
+            rank = lora.rank_pattern[rank_key] if rank_key else lora.rank
+            alpha = lora.alpha_pattern[alpha_key] if alpha_key else lora.alpha
+            limit = min(geometry.in_features, width)
+            if rank > limit:
+                raise PackError(f"--rank {rank}: {path} is {geometry.in_features} x {width}, so its"
+                                f" rank can be at most {limit}.")  # fmt: skip
+            slices.append(SliceSpec(name, width, rank, 2.0 * rank if alpha is None else alpha))
+        specs[geometry.path] = ModuleSpec(geometry.path, geometry.in_features, tuple(slices))
+    if unused := (set(lora.rank_pattern) | set(lora.alpha_pattern)) - used:
+        raise PackError(f"rank_pattern, alpha_pattern: '{sorted(unused)[0]}' fits no projection.")
+    return specs
+
+
+@dataclass(frozen=True)
+class _Slot:
+    """Where the adapters of one projection live in memory."""
+
+    lora: GroupedLoRA
+    first: int
+    spec: ModuleSpec
+
+
+class Attached:
+    """Adapters on a base. ``tensors`` and ``load`` speak mlx-lm's names; ``detach`` undoes all."""
+
+    def __init__(self, base: Base, specs: Specs, groups: list[Group], notes: list[str]):
+        self.base = base
+        self.specs = specs
+        self.groups = groups
+        self.notes = notes
+        self.slots: dict[str, _Slot] = {}
+        self._originals: list[tuple[str, nn.Module]] = []
+
+    @property
+    def model(self) -> nn.Module:
+        return self.base.model
+
+    def swap(self, modules: list[tuple[str, nn.Module]]) -> None:
+        """Put modules at their paths, remembering what stood there."""
+        current = dict(self.model.named_modules())
+        self._originals += [(path, current[path]) for path, _ in modules]
+        replace_modules(self.model, modules)
+
+    def recompute_blocks(self) -> None:
+        """Recompute every transformer block in the backward (gradient checkpointing)."""
+        prefixes = block_prefixes(self.model)
+        self.swap(
+            [(p, RecomputedBlock(b)) for p, b in zip(prefixes, self.model.layers, strict=True)]
+        )
+
+    def detach(self) -> None:
+        """Put the base's own modules back, the same objects; can be called twice."""
+        while self._originals:
+            replace_modules(self.model, [self._originals.pop()])
+        self.model.eval()
+
+    def tensors(self) -> dict[str, mx.array]:
+        """Adapters by name on disk: ``<path>.lora_a`` [in, r], ``<path>.lora_b`` [r, out], fp32."""
+        found = {}
+        for path, slot in self.slots.items():
+            adapted = [s for s in slot.spec.slices if s.rank]
+            a = slot.lora.lora_a[slot.first : slot.first + len(adapted)]
+            b = slot.lora.lora_b[slot.first : slot.first + len(adapted)]
+            found[f"{path}.lora_a"] = a[0] if len(a) == 1 else mx.concatenate(a, axis=1)
+            found[f"{path}.lora_b"] = _block_diagonal(slot.spec, b)
+        return found
+
+    def load(self, tensors: Mapping[str, mx.array], where: str) -> None:
+        """Set all adapters from tensors named as on disk.
+
+        Raises: PackError listing every missing, unknown or misshaped tensor; nothing is changed.
+        """
+        wanted = {}
+        for path, slot in self.slots.items():
+            out = sum(s.width for s in slot.spec.slices)
+            wanted[f"{path}.lora_a"] = (slot.spec.in_features, slot.spec.rank)
+            wanted[f"{path}.lora_b"] = (slot.spec.rank, out)
+        faults = [f"{n}: missing" for n in wanted if n not in tensors]
+        faults += [f"{n}: not an adapter of this run" for n in tensors if n not in wanted]
+        faults += [
+            f"{n}: is {tuple(tensors[n].shape)}, must be {shape}"
+            for n, shape in wanted.items()
+            if n in tensors and tuple(tensors[n].shape) != shape
+        ]
+        if faults:
+            more = f" (and {len(faults) - 3} more)" if len(faults) > 3 else ""
+            raise PackError(f"{where}: adapters do not fit: {'; '.join(faults[:3])}{more}.")
+        for path, slot in self.slots.items():
+            a, b = tensors[f"{path}.lora_a"], tensors[f"{path}.lora_b"]
+            rank = column = 0
+            index = slot.first
+            for s in slot.spec.slices:
+                if s.rank:
+                    rows, columns = slice(rank, rank + s.rank), slice(column, column + s.width)
+                    slot.lora.lora_a[index] = a[:, rows].astype(mx.float32)
+                    slot.lora.lora_b[index] = b[rows, columns].astype(mx.float32)
+                    index += 1
+                rank, column = rank + s.rank, column + s.width
+
+    def parameter_count(self) -> int:
+        """Trainable weights."""
+        return sum(t.size for slot in self.slots.values() for t in self._arrays(slot))
+
+    @staticmethod
+    def _arrays(slot: _Slot) -> list[mx.array]:
+        last = slot.first + sum(1 for s in slot.spec.slices if s.rank)
+        return [*slot.lora.lora_a[slot.first : last], *slot.lora.lora_b[slot.first : last]]
+
+    def merged_weights(self) -> dict[str, mx.array]:
+        """Dense weight of every adapted projection with its delta added, [out, in] in float32."""
+        originals = dict(self._originals)
+        current = dict(self.model.named_modules())
+        tensors = self.tensors()
+        merged = {}
+        for path, slot in self.slots.items():
+            linear = originals.get(path, current.get(path))
+            quantized = isinstance(linear, nn.QuantizedLinear)
+            weight = dequantized_weight(linear) if quantized else linear.weight
+            a, b = tensors[f"{path}.lora_a"], tensors[f"{path}.lora_b"]
+            scales = [mx.full((s.rank,), s.scale) for s in slot.spec.slices if s.rank]
+            scaled = b * mx.concatenate(scales)[:, None]
+            merged[path] = weight.astype(mx.float32) + low_rank_delta(a, scaled, 1.0)
+        return merged
+
+
+def _block_diagonal(spec: ModuleSpec, parts: list[mx.array]) -> mx.array:
+    """B of a fused projection: each slice's B in its own rows and columns, zero elsewhere."""
+    if len(spec.slices) == 1:
+        return parts[0]
+    rows, remaining = [], iter(parts)
+    before, total = 0, sum(s.width for s in spec.slices)
+    for s in spec.slices:
+        if s.rank:
+            rows.append(mx.pad(next(remaining), ((0, 0), (before, total - before - s.width))))
+        before += s.width
+    return mx.concatenate(rows)
+
+
+def attach(
+    base: Base,
+    lora: LoRAConfig | None = None,
+    specs: Specs | None = None,
+    base_path: str = "quantized",
+    seed: int = 0,
+    fp16_fallback: bool = False,
+) -> Attached:
+    """Attach fresh adapters (B = 0: no logit changes) to a base.
+
+    Args:
+        lora: where and how large, for training; or
+        specs: exactly which adapters, as a pack's manifest has them.
+        base_path: how the frozen weights are multiplied while attached.
+        fp16_fallback: dequantize modules whose geometry cannot be probed to fp16 and train on.
+    Raises: PackError if a target does not exist or a geometry cannot be probed.
+    """
+    lora = lora or LoRAConfig()
+    targets = tuple(specs) if specs is not None else lora.target_modules
+    num_layers = -1 if specs is not None else lora.num_layers
+    groups, faults = find_groups(base.model, base.config, targets, num_layers)
+    if faults and not fp16_fallback:
+        raise faults[0]
+    fallback, notes = _fp16_modules(base, faults)
+    groups = groups + [Group(None, (geometry,)) for geometry, _ in fallback]
+    if not groups:
+        raise PackError("--target-modules: no projection carries an adapter.")
+    if specs is None:
+        specs = plan_specs(groups, lora)
+    attached = Attached(base, specs, groups, notes)
+    try:
+        attached.swap([(geometry.path, module) for geometry, module in fallback])
+        attached._originals += apply_base_path(base.model, base_path)
+        _swap_in_adapters(attached, lora.dropout, seed)
+    except BaseException:
+        attached.detach()
+        raise
+    return attached
+
+
+def _fp16_modules(
+    base: Base, faults: list[GeometryError]
+) -> tuple[list[tuple[Geometry, nn.Module]], list[str]]:
+    """An fp16 copy of each module that could not be probed, with what is then true of it."""
+    found, notes = [], []
+    modules = dict(base.model.named_modules())
+    for fault in faults:
+        module = modules[fault.path]
+        try:
+            weight = module.weight
+            if isinstance(module, nn.QuantizedLinear):
+                weight = dequantized_weight(module)
+            half = HalfLinear(weight.astype(mx.float16), module.get("bias"))
+            mx.eval(half.parameters())
+        except (ValueError, RuntimeError) as error:
+            reason = " ".join(str(error).split())
+            raise PackError(f"[geometry] {fault.path}: cannot be dequantized: {reason}") from None
+        out, width = half.weight.shape
+        name = fault.path.rsplit(".", 1)[-1]
+        found.append((Geometry(fault.path, width, out, None, None, None, width, "bias" in module,
+                               ((name, out),)), half))  # fmt: skip
+        notes.append(f"{fault.path}: geometry could not be probed, dequantized to fp16")
+    return found, notes
+
+
+def _swap_in_adapters(attached: Attached, dropout: float, seed: int) -> None:
+    """Replace modules by ones that carry GroupedLoRA: lone projections first, then whole blocks."""
+
+    def grouped(members: list[Geometry | None]) -> GroupedLoRA | None:
+        """One GroupedLoRA over the slices of projections in order; None has no adapter."""
+        present = [g for g in members if g is not None and attached.specs.get(g.path)]
+        if not present:
+            return None
+        shapes: list[AdapterShape | None] = []
+        keys = []
+        for g in members:
+            for s in attached.specs[g.path].slices if g in present else (None,):
+                keyed = g is not None and s is not None
+                shapes.append(AdapterShape(s.width, s.rank, s.scale) if keyed and s.rank else None)
+                keys.append(adapter_key(seed, f"{g.path}.{s.name}") if keyed else None)
+        lora = GroupedLoRA(present[0].in_features, shapes, dropout, keys)
+        first = 0
+        for g in present:
+            spec = attached.specs[g.path]
+            attached.slots[g.path] = _Slot(lora, first, spec)
+            first += sum(1 for s in spec.slices if s.rank)
+        return lora
+
+    modules = dict(attached.model.named_modules())
+    lone = []
+    for (g,) in (group.members for group in attached.groups if group.block is None):
+        lora = grouped([g])
+        if lora is not None:
+            widths = [width for _, width in g.slices]
+            lone.append((g.path, AdaptedLinear(modules[g.path], lora, widths)))
+    attached.swap(lone)
+    blocks: dict[str, dict[str, Geometry]] = {}
+    for group in attached.groups:
+        if group.block is not None:
+            blocks.setdefault(group.block, {}).update({g.name: g for g in group.members})
+    modules = dict(attached.model.named_modules())
+    swapped = []
+    for path, by_name in blocks.items():
+        block = modules[path]
+        attention = is_grouped_attention(block)
+        first = ("q_proj", "k_proj", "v_proj") if attention else ("gate_proj", "up_proj")
+        last = "o_proj" if attention else "down_proj"
+        loras = grouped([by_name.get(n) for n in first]), grouped([by_name.get(last)])
+        swapped.append((path, (GroupedAttention if attention else GroupedMLP)(block, *loras)))
+    attached.swap(swapped)
+    order = {path: i for i, path in enumerate(attached.specs)}
+    attached.slots = dict(sorted(attached.slots.items(), key=lambda item: order[item[0]]))

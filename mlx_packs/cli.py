@@ -1,0 +1,251 @@
+"""The `packs` command: thin, parse, call one function, print, exit code.
+
+Exit codes: 0 done, 1 a gate failed, 2 wrong use or bad input in one clear line.
+"""
+
+import importlib
+import json
+import os
+import sys
+from pathlib import Path
+
+import click
+
+from .errors import PackError, did_you_mean
+
+
+class _Commands(click.Group):
+    """Commands whose modules are imported when they are called: `packs inspect` stays quick."""
+
+    lazy = {"train": ("mlx_packs.train", "command")}
+
+    def list_commands(self, ctx):
+        return sorted({*super().list_commands(ctx), *self.lazy})
+
+    def get_command(self, ctx, name):
+        if name in self.lazy:
+            module, attribute = self.lazy[name]
+            return getattr(importlib.import_module(module), attribute)
+        return super().get_command(ctx, name)
+
+    def resolve_command(self, ctx, args):
+        name = args[0] if args else ""
+        if args and not name.startswith("-") and self.get_command(ctx, name) is None:
+            hint = did_you_mean(name, self.list_commands(ctx))
+            raise PackError(f"no such command '{name}'. {hint}")
+        return super().resolve_command(ctx, args)
+
+
+@click.group(cls=_Commands)
+@click.version_option(package_name="mlx-packs")
+def packs():
+    """Teach a 4-bit Qwen3 something of your own and carry the result around as a pack."""
+
+
+def _print(value: dict, as_json: bool, lines: list[str]) -> None:
+    click.echo(json.dumps(value, indent=2, ensure_ascii=False) if as_json else "\n".join(lines))
+
+
+@packs.command()
+@click.argument("pack", type=click.Path(path_type=Path))
+@click.option("--json", "as_json", is_flag=True, help="Print the manifest.")
+def inspect(pack, as_json):
+    """Show a pack's manifest, ranks, sizes and hashes; loads no tensor and no model."""
+    from .pack import Pack
+
+    found = Pack.open(pack)
+    found.verify()
+    m = found.manifest
+    base, modules = m["base"], m["adapters"]["modules"]
+    q = base["quantization"]
+    ranks = sorted({s["rank"] for module in modules for s in module["slices"]})
+    scales = sorted({round(s.scale, 4) for spec in found.specs.values() for s in spec.slices})
+    lines = [
+        f"pack    {found.path} ({found.size_mb:.2f} MB, {m.get('profile')})",
+        f"base    {base['id']} · {base['model_type']} · {base['num_layers']} blocks · "
+        + (f"{q.get('mode', 'affine')} {q['bits']}-bit g{q['group_size']}" if q else "dense")
+        + f" · fingerprint {base['fingerprint'][:12]}",
+        f"lora    rank {', '.join(map(str, ranks))} · scale {', '.join(map(str, scales))} · "
+        f"{m['adapters']['parameters']:,} weights on {len(modules)} projections in "
+        f"{len(m['adapters']['groups'])} groups",
+    ]
+    if data := m.get("data"):
+        rows = " / ".join(f"{n:,} {split}" for split, n in data["rows"].items())
+        lines.append(
+            f"data    {data['source']} · {rows} rows · loss on {m['objective']['loss_on']}"
+        )
+    if e := m.get("eval"):
+        lines.append(
+            f"eval    held-out PPL {e['ppl_before']:.2f} ± {e['ppl_before_se']:.2f} → "
+            f"{e['ppl_after']:.2f} ± {e['ppl_after_se']:.2f} on {e['rows']} {e['split']} rows"
+        )
+    if measured := m.get("measured"):
+        lines.append(f"made    {measured['created']} · mlx {m['versions'].get('mlx')}")
+    for name, facts in m["files"].items():
+        lines.append(f"file    {name} · {facts['bytes']:,} bytes · sha256 {facts['sha256']} ok")
+    _print(m, as_json, lines)
+
+
+@packs.command()
+@click.argument("pack", type=click.Path(path_type=Path))
+@click.option("--model", default="tiny", metavar="M", help="Base to hold the pack against. [tiny]")
+@click.option("--dry-run", is_flag=True, help="Check hashes, shapes and base; load no weights.")
+@click.option("--max-pack-mb", type=float, help="Gate: exit with 1 if the pack is larger.")
+@click.option("--json", "as_json", is_flag=True, help="Print what was checked.")
+def apply(pack, model, dry_run, max_pack_mb, as_json):
+    """Check that a pack fits a base; without --dry-run, attach it and compare one forward too."""
+    from .pack import Pack, check_against
+
+    found = Pack.open(pack)
+    report = check_against(found, model)
+    if not dry_run:
+        report |= _apply_for_real(found, model)
+    lines = [
+        f"fits    {report['pack']} on {report['model']}: hashes, base fingerprint "
+        f"{report['fingerprint'][:12]}, {report['projections']} projections, {report['pack_mb']} MB"
+    ]
+    if "largest_logit_change" in report:
+        lines.append(
+            f"applied logits moved by up to {report['largest_logit_change']:.3f}; after detaching "
+            "they are bit-equal to before"
+        )
+    if max_pack_mb is not None:
+        passed = report["pack_mb"] <= max_pack_mb
+        gate = {"limit": max_pack_mb, "value": report["pack_mb"], "passed": passed}
+        report["gates"] = {"max_pack_mb": gate}
+    _print(report, as_json, lines)
+    if max_pack_mb is not None and report["pack_mb"] > max_pack_mb:
+        click.echo(
+            f"packs: gate --max-pack-mb failed: {report['pack_mb']} > {max_pack_mb}", err=True
+        )
+        sys.exit(1)
+
+
+def _apply_for_real(pack, model: str) -> dict:
+    """Attach, run, detach: how far the logits move, and that detaching restores them."""
+    from .loading import load_base
+    from .runtime import mx
+
+    base = load_base(model)
+    probe = mx.arange(1, 33)[None]
+    before = base.model(probe)
+    mx.eval(before)
+    attached = pack.attach(base)
+    moved = mx.abs(base.model(probe) - before).max().item()
+    attached.detach()
+    if not mx.array_equal(base.model(probe), before).item():
+        raise PackError(f"{pack.path}: detaching did not restore the base; please report this.")
+    return {"largest_logit_change": moved}
+
+
+@packs.command()
+@click.argument("pack", type=click.Path(path_type=Path))
+@click.option("--model", default="tiny", metavar="M", help="Base of the pack. [tiny]")
+@click.option("--data", default="tiny", metavar="D", help="Rows: folder, file or 'tiny'. [tiny]")
+@click.option("--split", default="test", help="Split of a folder; valid if there is no test.")
+@click.option("--batch-size", default=4, show_default=True, type=click.IntRange(1))
+@click.option("--max-seq-length", default=2048, show_default=True, type=click.IntRange(2))
+@click.option("--loss-on", type=click.Choice(["all", "completion", "assistant"]))
+@click.option("--limit", default=-1, help="At most so many batches.")
+@click.option("--json", "as_json", is_flag=True, help="Print the report.")
+def eval(pack, model, data, split, batch_size, max_seq_length, loss_on, limit, as_json):
+    """Perplexity (± standard error) and token accuracy of base and base with pack, same rows."""
+    from .evaluate import evaluate
+    from .loading import load_base
+    from .pack import Pack
+
+    opened = Pack.open(pack)
+    report = evaluate(
+        load_base(model), opened, data, split, batch_size, max_seq_length, loss_on, limit
+    )
+    lines = [
+        f"{name}    PPL {s.ppl:.3f} ± {s.ppl_se:.3f} · token accuracy {s.accuracy:.1%}"
+        for name, s in (("base", report.base), ("pack", report.pack))
+    ]
+    lines.append(
+        f"ratio   {report.ppl_ratio:.3f} on {report.rows} rows, {report.targets:,} target tokens"
+    )
+    _print(report.to_json(), as_json, lines)
+
+
+@packs.command()
+@click.option("--model", default="tiny", metavar="M", help="Base: folder, hub id or 'tiny'. [tiny]")
+@click.option("--pack", metavar="P", help="Pack to apply.")
+@click.option("--prompt", required=True, help="What the user says; - reads standard input.")
+@click.option("--system", help="System message.")
+@click.option("--raw", is_flag=True, help="Continue the prompt as it is, without chat template.")
+@click.option("--max-tokens", default=100, show_default=True, type=click.IntRange(1))
+@click.option("--temp", default=0.0, show_default=True, type=click.FloatRange(0))
+@click.option("--seed", default=0, show_default=True)
+def generate(model, pack, prompt, system, raw, max_tokens, temp, seed):
+    """Stream text from a base, with a pack applied if one is named."""
+    from contextlib import nullcontext
+
+    from .generate import chat_prompt, stream
+    from .loading import load_base
+    from .pack import Pack
+
+    prompt = sys.stdin.read() if prompt == "-" else prompt
+    if not prompt.strip():
+        raise PackError("--prompt: is empty.")
+    opened = Pack.open(pack) if pack else None
+    base = load_base(model)
+    messages = [{"role": "system", "content": system}] if system else []
+    messages.append({"role": "user", "content": prompt})
+    tokens = base.tokenizer.encode(prompt) if raw else chat_prompt(base, messages)
+    with base.applied(opened) if opened else nullcontext():
+        for piece in stream(base, tokens, max_tokens, temp, seed):
+            click.echo(piece, nl=False)
+    click.echo()
+
+
+@packs.command()
+@click.option("--json", "as_json", is_flag=True, help="Print the report.")
+def doctor(as_json):
+    """Report device, versions, BLAS and memory, with what they measure here."""
+    from .doctor import examine
+
+    report = examine()
+    memory, blas = report["memory"], report["blas"]
+    lines = [
+        f"device  {report['device']} · {report['system']}",
+        "version " + " · ".join(f"{k} {v}" for k, v in report["versions"].items()),
+        f"blas    {blas['library']} · {blas['note']} · "
+        f"{blas['threads'] or '?'} threads · {blas['gflops']:.0f} GFLOP/s fp32",
+        f"memory  {memory['total_gb']:.1f} GB · this process {memory['process_peak_gb']:.2f} GB",
+        "kernels none yet: every op runs its reference in plain MLX",
+    ]
+    _print(report, as_json, lines)
+
+
+def run_command(command: click.Command) -> None:
+    """Run a command as a program: every error that a user can mend is one line and exit code 2."""
+    try:
+        sys.exit(command.main(standalone_mode=False) or 0)
+    except PackError as error:
+        _fail(str(error))
+    except click.exceptions.NoArgsIsHelpError as error:
+        click.echo(error.format_message())
+        sys.exit(2)
+    except click.ClickException as error:
+        _fail(" ".join(error.format_message().split()))
+    except (click.Abort, KeyboardInterrupt):
+        click.echo("packs: interrupted", err=True)
+        sys.exit(130)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
+
+
+def _fail(message: str) -> None:
+    click.echo(f"packs: {message}", err=True)
+    sys.exit(2)
+
+
+def main() -> None:
+    """Entry point of the `packs` command."""
+    run_command(packs)
+
+
+if __name__ == "__main__":
+    main()

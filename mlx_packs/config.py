@@ -1,0 +1,321 @@
+"""What a run is told: frozen dataclasses, read from YAML and overridden by flags.
+
+A field has its default and its sentence here and nowhere else; the command line, the docs and the
+error messages are made from them. YAML is typed on reading (PyYAML gives ``1e-5`` as a string).
+Every key of mlx-lm's ``lora_config.yaml`` is understood; `_flatten_mlx_lm` holds the renamed ones.
+"""
+
+import dataclasses
+import json
+import math
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from .errors import PackError, did_you_mean
+
+OPTIMIZERS = ("adamw", "adam", "adafactor", "sgd", "muon", "lion")
+BASE_PATHS = ("auto", "quantized", "transient", "dense")
+LOSS_ON = ("all", "completion", "assistant")
+QUANTIZE = ("none", "affine4", "affine8")
+FLAGS = "options"
+SCHEDULES = ("cosine", "linear", "constant")
+
+
+def _option(default, sentence: str, choices: tuple[str, ...] = ()):
+    metadata = {"help": sentence, "choices": choices}
+    if isinstance(default, dict):
+        return field(default_factory=lambda: dict(default), metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+@dataclass(frozen=True)
+class LoRAConfig:
+    """Where low-rank adapters sit and how large they are (LoRA: https://arxiv.org/abs/2106.09685)."""
+
+    rank: int = _option(16, "Rank of the adapters.")
+    alpha: float | None = _option(
+        None, "Scale of the adapters times the rank, as in PEFT: scale = alpha / rank. [2 x rank]"
+    )
+    dropout: float = _option(0.0, "Share of the adapter's input that is dropped in training.")
+    target_modules: tuple[str, ...] = _option(
+        (), "Projections that carry adapters, by name or path (q_proj,v_proj). [all in the blocks]"
+    )
+    num_layers: int = _option(-1, "Adapt only the last N blocks; -1 is all of them.")
+    rank_pattern: dict[str, int] = _option({}, "Rank by module path, exact or regex.")
+    alpha_pattern: dict[str, float] = _option({}, "Alpha by module path, exact or regex.")
+
+    def __post_init__(self):
+        checks = [
+            (self.rank > 0, f"rank must be positive, but got {self.rank}."),
+            (
+                self.alpha is None or (math.isfinite(self.alpha) and self.alpha > 0),
+                f"alpha must be positive, but got {self.alpha}.",
+            ),
+            (0 <= self.dropout < 1, f"dropout must be in [0, 1), but got {self.dropout}."),
+            (
+                all(r > 0 for r in self.rank_pattern.values()),
+                f"every rank of rank_pattern must be positive, but got {self.rank_pattern}.",
+            ),
+        ]
+        _raise_faults("LoRAConfig", checks)
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """How a run learns. ``iters`` counts batches, as in mlx-lm."""
+
+    iters: int = _option(600, "Batches to train on.")
+    batch_size: int = _option(4, "Rows of a batch.")
+    max_seq_length: int = _option(2048, "Rows longer than this many tokens are cut.")
+    learning_rate: float = _option(2e-4, "Peak learning rate.")
+    lr_schedule: str | dict = _option(
+        "cosine", "cosine, linear or constant; in YAML any schedule of mlx, as in mlx-lm."
+    )
+    warmup_steps: int = _option(0, "Updates over which the learning rate rises from zero.")
+    optimizer: str = _option("adamw", "Optimizer.", OPTIMIZERS)
+    optimizer_config: dict = _option({}, "Arguments of the optimizer, by its name, as in mlx-lm.")
+    grad_accumulation_steps: int = _option(1, "Batches per update; weighted by their tokens.")
+    max_grad_norm: float | None = _option(1.0, "Gradients are scaled down to this norm. 0 is off.")
+    grad_checkpoint: bool = _option(False, "Recompute each block in the backward to save memory.")
+    loss_on: str | None = _option(
+        None,
+        "What is learned: every token, the last answer, or all answers. "
+        "[assistant for chats, completion for prompt and completion, all for text]",
+        LOSS_ON,
+    )
+    ce_last_k: int | None = _option(None, "Learn only the last K target tokens of each row.")
+    base_path: str = _option(
+        "auto", "How the frozen weights are multiplied; auto measures here.", BASE_PATHS
+    )
+    quantize: str = _option("none", "Quantize the base as it is loaded.", QUANTIZE)
+    train_fp16_fallback: bool = _option(
+        False, "Dequantize to fp16 just the modules whose geometry cannot be probed."
+    )
+    seed: int = _option(0, "Seed of adapters, order and dropout.")
+    steps_per_report: int = _option(10, "Batches between lines of the log.")
+    steps_per_eval: int = _option(200, "Batches between evaluations on the validation rows.")
+    val_batches: int = _option(25, "Validation batches each time; -1 is all.")
+    test_batches: int = _option(-1, "Held-out batches before and after; -1 is all.")
+    save_every: int = _option(100, "Batches between checkpoints in the run folder.")
+    clear_cache_threshold: int | None = _option(
+        None, "Clear MLX's buffer cache between steps when it is larger than this many bytes."
+    )
+    max_pack_mb: float | None = _option(None, "Gate: exit with 1 if the pack is larger than this.")
+
+    def __post_init__(self):
+        positive = (
+            "iters batch_size max_seq_length grad_accumulation_steps steps_per_report "
+            "steps_per_eval save_every"
+        ).split()
+        checks = [
+            (getattr(self, k) > 0, f"{k} must be positive, but got {getattr(self, k)}.")
+            for k in positive
+        ]
+        checks += [
+            (
+                math.isfinite(self.learning_rate) and self.learning_rate > 0,
+                f"learning_rate must be positive, but got {self.learning_rate}.",
+            ),
+            (self.warmup_steps >= 0, f"warmup_steps must be 0 or more, got {self.warmup_steps}."),
+            (self.max_seq_length > 1, f"max_seq_length must be above 1: {self.max_seq_length}."),
+            (
+                self.max_grad_norm is None or self.max_grad_norm >= 0,
+                f"max_grad_norm must be 0 (off) or more, but got {self.max_grad_norm}.",
+            ),
+            (
+                self.ce_last_k is None or self.ce_last_k > 0,
+                f"ce_last_k must be positive, but got {self.ce_last_k}.",
+            ),
+            (self.val_batches >= -1, f"val_batches must be -1 or more, got {self.val_batches}."),
+            (self.test_batches >= -1, f"test_batches must be -1 or more, got {self.test_batches}."),
+        ]
+        for f in dataclasses.fields(self):
+            value, choices = getattr(self, f.name), f.metadata["choices"]
+            if choices and value is not None:
+                checks.append(
+                    (value in choices, f"{f.name} is one of {', '.join(choices)}; got '{value}'.")
+                )
+        if isinstance(self.lr_schedule, str):
+            checks.append(
+                (
+                    self.lr_schedule in SCHEDULES,
+                    f"lr_schedule is one of {', '.join(SCHEDULES)}; got '{self.lr_schedule}'.",
+                )
+            )
+        _raise_faults("TrainConfig", checks)
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Which rows, and what their columns are called."""
+
+    data: str = _option("tiny", "Folder or file of rows, a Hugging Face data set id, or 'tiny'.")
+    chat_feature: str = _option("messages", "Column with the messages of a chat.")
+    prompt_feature: str = _option("prompt", "Column with the prompt.")
+    completion_feature: str = _option("completion", "Column with the completion.")
+    text_feature: str = _option("text", "Column with plain text.")
+    hf_dataset: dict | list | None = _option(
+        None, "Data sets of the Hub with splits and columns, as in mlx-lm (YAML only)."
+    )
+
+
+def _raise_faults(where: str, checks: list[tuple[bool, str]]) -> None:
+    if faults := [message for ok, message in checks if not ok]:
+        raise PackError(f"[{where}] " + " ".join(faults))
+
+
+def _typed(value, kind, key: str):
+    """``value`` as ``kind``, or an error that names the key; ints pass for floats, '1e-5' too."""
+    origin = typing.get_origin(kind)
+    if origin in (typing.Union, types.UnionType):
+        kinds = typing.get_args(kind)
+        if value is None and type(None) in kinds:
+            return None
+        for k in (k for k in kinds if k is not type(None)):
+            try:
+                return _typed(value, k, key)
+            except PackError:
+                continue
+        expected = " or ".join(getattr(k, "__name__", str(k)) for k in kinds)
+        raise PackError(f"{key} must be {expected}, but got {value!r}.")
+    if origin is tuple:
+        items = value.split(",") if isinstance(value, str) else value
+        if not isinstance(items, (list, tuple)):
+            raise PackError(f"{key} must be a list, but got {value!r}.")
+        return tuple(_typed(v, typing.get_args(kind)[0], key) for v in items if v != "")
+    if origin is dict:
+        if not isinstance(value, Mapping):
+            raise PackError(f"{key} must be a mapping, but got {value!r}.")
+        return {str(k): _typed(v, typing.get_args(kind)[1], f"{key}.{k}") for k, v in value.items()}
+    if kind is bool and isinstance(value, bool):
+        return value
+    if kind is int and isinstance(value, (int, float, str)) and not isinstance(value, bool):
+        try:
+            if float(value) == int(float(value)):
+                return int(float(value))
+        except (ValueError, OverflowError):
+            pass
+    if kind is float and isinstance(value, (int, float, str)) and not isinstance(value, bool):
+        try:
+            return float(value)
+        except ValueError:
+            pass
+    if kind in (str, dict, list) and isinstance(value, kind):
+        return value
+    raise PackError(f"{key} must be of type {kind.__name__}, but got {value!r}.")
+
+
+def build(cls, values: Mapping, where: str = ""):
+    """``cls(**values)`` with every value typed; unknown keys are errors that name the nearest."""
+    kinds = typing.get_type_hints(cls)
+    typed = {}
+    for key, value in values.items():
+        if key not in kinds:
+            hint = did_you_mean(key, list(kinds))
+            raise PackError(f"{where or cls.__name__}: unknown key '{key}'. {hint}")
+        flag = "--" + key.replace("_", "-")
+        typed[key] = _typed(value, kinds[key], flag if where == FLAGS else f"{where}: {key}")
+    return cls(**typed)
+
+
+RUN_KEYS = (
+    "model out resume_adapter_file report_to project_name trust_remote_code overwrite resume"
+).split()
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Everything that `packs train` was told, resolved: what the pack's manifest records."""
+
+    lora: LoRAConfig = LoRAConfig()
+    train: TrainConfig = TrainConfig()
+    data: DataConfig = DataConfig()
+    run: dict = field(default_factory=dict)
+
+    def to_json(self) -> dict:
+        return {
+            **{k: v for k, v in sorted(self.run.items()) if v not in (None, False)},
+            **{
+                f.name: getattr(part, f.name)
+                for part in (self.data, self.lora, self.train)
+                for f in dataclasses.fields(part)
+            },
+        }
+
+
+def _flatten_mlx_lm(values: dict, where: str) -> dict:
+    """Replace what mlx-lm spells differently by our keys, with the same meaning."""
+    flat = dict(values)
+    kind = flat.pop("fine_tune_type", "lora")
+    if kind != "lora":
+        raise PackError(
+            f"{where}: fine_tune_type '{kind}' is not trained here, only 'lora'. "
+            f"Use mlx_lm.lora --fine-tune-type {kind} for it."
+        )
+    nested = flat.pop("lora_parameters", None) or {}
+    unknown = set(nested) - {"rank", "scale", "dropout", "keys", "alpha"}
+    if unknown:
+        raise PackError(f"{where}: unknown key 'lora_parameters.{sorted(unknown)[0]}'.")
+    if "scale" in nested:
+        rank = flat.get("rank", nested.get("rank", 8))
+        flat.setdefault("alpha", _typed(nested["scale"], float, "scale") * int(rank))
+        flat.setdefault("rank", rank)
+    for ours, theirs in (("rank", "rank"), ("dropout", "dropout"), ("alpha", "alpha")):
+        if theirs in nested:
+            flat.setdefault(ours, nested[theirs])
+    if nested.get("keys"):
+        flat.setdefault("target_modules", nested["keys"])
+    if flat.pop("mask_prompt", None):
+        flat.setdefault("loss_on", "completion")
+    for flag in ("train", "test"):
+        if flat.pop(flag, None) is False and flag == "train":
+            raise PackError(f"{where}: 'train: false' asks for evaluation only: use packs eval.")
+    flat.pop("config", None)
+    if "adapter_path" in flat:
+        flat.setdefault("out", flat.pop("adapter_path"))
+    return {k: v for k, v in flat.items() if v is not None}
+
+
+def resolve(values: Mapping, where: str = FLAGS) -> Recipe:
+    """The recipe for a flat mapping of keys (ours and mlx-lm's); errors name ``where``."""
+    flat = _flatten_mlx_lm(dict(values), where)
+    parts: dict[str, dict] = {"lora": {}, "train": {}, "data": {}, "run": {}}
+    owners = {
+        **{f.name: "lora" for f in dataclasses.fields(LoRAConfig)},
+        **{f.name: "train" for f in dataclasses.fields(TrainConfig)},
+        **{f.name: "data" for f in dataclasses.fields(DataConfig)},
+        **{key: "run" for key in RUN_KEYS},
+    }
+    for key, value in flat.items():
+        if key not in owners:
+            raise PackError(f"{where}: unknown key '{key}'. {did_you_mean(key, list(owners))}")
+        parts[owners[key]][key] = value
+    return Recipe(
+        lora=build(LoRAConfig, parts["lora"], where),
+        train=build(TrainConfig, parts["train"], where),
+        data=build(DataConfig, parts["data"], where),
+        run=parts["run"],
+    )
+
+
+def read_yaml(path: str | Path) -> dict:
+    """The mapping in a YAML or JSON file; one clear line if it cannot be read."""
+    import yaml
+
+    path = Path(path)
+    try:
+        text = path.read_text(encoding="utf-8")
+        values = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
+    except OSError as error:
+        raise PackError(f"{path}: cannot be read ({error.strerror}).") from None
+    except (yaml.YAMLError, json.JSONDecodeError, UnicodeDecodeError) as error:
+        line = " ".join(str(error).split())
+        raise PackError(f"{path}: is not valid YAML: {line}") from None
+    if values is None:
+        return {}
+    if not isinstance(values, dict):
+        raise PackError(f"{path}: must hold keys and values, but holds a {type(values).__name__}.")
+    return values

@@ -1,0 +1,584 @@
+"""From rows (JSONL, JSON, parquet, Hugging Face) to tokens, and which of them are targets.
+
+What is supervised is decided on the text that the chat template renders, never by encoding parts
+again: the conversation is rendered and encoded once, the spans of the answers are found in its
+text, and a token is a target if it starts inside one.
+"""
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from .config import DataConfig
+from .errors import PackError, did_you_mean
+
+SPLITS = ("train", "valid", "test")
+_SUFFIXES = (".jsonl", ".json", ".parquet")
+_SENTINEL = "\ue000\ue001\ue002"  # private use: in no template and no sane text
+_HELD_OUT_SHARE, _HELD_OUT_MOST = 0.05, 100
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row as it was read, with the place that messages name (``train.jsonl:17``)."""
+
+    where: str
+    value: Mapping
+
+
+@dataclass(frozen=True)
+class Example:
+    """Tokens of one row and which of them are learned.
+
+    ``tokens``: int32 [L].   ``target``: bool [L]; True where the token is to be predicted.
+    """
+
+    tokens: np.ndarray
+    target: np.ndarray
+    where: str
+
+
+@dataclass
+class Examples:
+    """The rows of a split, encoded; ``cut`` were longer than the maximum, ``dropped`` lost all."""
+
+    items: list[Example]
+    format: str
+    loss_on: str
+    cut: int = 0
+    dropped: int = 0
+
+    @property
+    def targets(self) -> int:
+        """Supervised tokens in all rows."""
+        return int(sum(e.target.sum() for e in self.items))
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+
+@dataclass
+class Splits:
+    """Rows of each split and where they come from; ``notes`` say what was decided for the user."""
+
+    rows: dict[str, list[Row]]
+    source: str
+    notes: list[str] = field(default_factory=list)
+
+
+def tiny_path() -> Path:
+    """The folder of the embedded data set: train.jsonl, valid.jsonl, test.jsonl."""
+    return Path(__file__).parent / "tiny" / "data"
+
+
+# ── reading ──────────────────────────────────────────────────────────────────────────────────────
+
+
+def load_rows(config: DataConfig) -> Splits:
+    """Rows of train, valid and test from a folder, a file, a Hugging Face id or ``tiny``.
+
+    Without valid and test rows, the last 5 % of the training rows (100 at most) are held out.
+    Raises: PackError naming file and line.
+    """
+    if config.hf_dataset is not None:
+        return _hf_collection(config)
+    path = tiny_path() if config.data == "tiny" else Path(config.data).expanduser()
+    if path.is_file():
+        rows = {"train": read_rows(path), "valid": [], "test": []}
+    elif path.is_dir():
+        rows = {}
+        for split in SPLITS:
+            files = [path / (split + s) for s in _SUFFIXES if (path / (split + s)).is_file()]
+            if len(files) > 1:
+                raise PackError(f"{path}: {files[0].name} and {files[1].name} both hold {split}.")
+            rows[split] = read_rows(files[0]) if files else []
+        if not any(rows.values()):
+            raise PackError(f"{path}: must hold train.jsonl (and valid.jsonl, test.jsonl).")
+    elif len(config.data.split("/")) == 2 and not config.data.startswith((".", "/", "~")):
+        rows = _hf_dataset(config.data, {s: s for s in SPLITS})
+    else:
+        raise PackError(
+            f"--data {config.data}: no such folder or file, and not a data set id (owner/name)."
+        )
+    splits = Splits(rows, str(config.data))
+    _hold_out(splits)
+    return splits
+
+
+def _hold_out(splits: Splits) -> None:
+    train = splits.rows["train"]
+    if splits.rows["valid"] or splits.rows["test"] or len(train) < 2:
+        return
+    n = max(1, min(_HELD_OUT_MOST, int(len(train) * _HELD_OUT_SHARE)))
+    splits.rows["train"], splits.rows["valid"] = train[:-n], train[-n:]
+    splits.notes.append(f"no valid rows: the last {n} training rows are held out")
+
+
+def read_rows(file: Path) -> list[Row]:
+    """The rows of a .jsonl, .json or .parquet file.
+
+    Raises: PackError with file and line for what is not a JSON object, or an empty file.
+    """
+    if file.suffix not in _SUFFIXES:
+        raise PackError(f"{file}: must end in {', '.join(_SUFFIXES)}.")
+    try:
+        rows = _parquet_rows(file) if file.suffix == ".parquet" else _json_rows(file)
+    except OSError as error:
+        raise PackError(f"{file}: cannot be read ({error.strerror}).") from None
+    except UnicodeDecodeError as error:
+        raise PackError(f"{file}: is not UTF-8 text (byte {error.start}).") from None
+    if not rows:
+        raise PackError(f"{file}: holds no rows.")
+    for row in rows:
+        if not isinstance(row.value, Mapping):
+            kind = type(row.value).__name__
+            raise PackError(f"{row.where}: must be a JSON object, but is a {kind}.")
+    return rows
+
+
+def _json_rows(file: Path) -> list[Row]:
+    text = file.read_text(encoding="utf-8")
+    if file.suffix == ".json":
+        try:
+            values = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise PackError(f"{file}:{error.lineno}: is not valid JSON: {error.msg}.") from None
+        if not isinstance(values, list):
+            raise PackError(f"{file}: must hold a list of rows, but is a {type(values).__name__}.")
+        return [Row(f"{file}[{i}]", v) for i, v in enumerate(values)]
+    rows = []
+    # not splitlines(): U+2028 may stand inside a JSON string
+    for number, line in enumerate(text.split("\n"), 1):
+        if not line.strip():
+            continue
+        try:
+            rows.append(Row(f"{file}:{number}", json.loads(line)))
+        except json.JSONDecodeError as error:
+            shown = line if len(line) < 60 else line[:60] + "…"
+            message = f"is not valid JSON ({error.msg} at column {error.colno}). Shown: {shown}"
+            raise PackError(f"{file}:{number}: {message}") from None
+    return rows
+
+
+def _parquet_rows(file: Path) -> list[Row]:
+    try:
+        import pyarrow.parquet as parquet
+    except ImportError:
+        raise PackError(f"{file}: reading parquet needs: pip install pyarrow") from None
+    return [Row(f"{file}[{i}]", v) for i, v in enumerate(parquet.read_table(file).to_pylist())]
+
+
+def _hf_library():
+    try:
+        import datasets
+    except ImportError:
+        raise PackError(
+            "Hugging Face data sets need: pip install datasets. Or give a folder with train.jsonl."
+        ) from None
+    return datasets
+
+
+def _hf_dataset(name: str, wanted: Mapping[str, str], **arguments) -> dict[str, list[Row]]:
+    datasets = _hf_library()
+    rows = {split: [] for split in SPLITS}
+    try:
+        if set(wanted.values()) <= set(SPLITS):
+            loaded = datasets.load_dataset(name, **arguments)
+            found = {s: loaded[s] for s in SPLITS if s in loaded}
+            if "validation" in loaded:
+                found.setdefault("valid", loaded["validation"])
+        else:
+            found = {
+                k: datasets.load_dataset(name, split=v, **arguments) for k, v in wanted.items()
+            }
+    except (OSError, ValueError, datasets.exceptions.DatasetNotFoundError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise PackError(f"--data {name}: cannot be loaded from the Hub: {reason}") from None
+    for split, loaded in found.items():
+        rows[split] = [Row(f"{name}/{split}[{i}]", dict(v)) for i, v in enumerate(loaded)]
+    return rows
+
+
+def _hf_collection(config: DataConfig) -> Splits:
+    """mlx-lm's ``hf_dataset`` key: one data set or several, each with splits and column names."""
+    wanted = config.hf_dataset if isinstance(config.hf_dataset, list) else [config.hf_dataset]
+    features = {f: getattr(config, f) for f in _FEATURES}
+    known = {"path", "name", "train_split", "valid_split", "test_split", "config", *features}
+    rows: dict[str, list[Row]] = {split: [] for split in SPLITS}
+    for entry in wanted:
+        for key in entry:
+            if key not in known:
+                raise PackError(
+                    f"hf_dataset: unknown key '{key}'. {did_you_mean(key, list(known))}"
+                )
+        name = entry.get("path") or entry.get("name")
+        if not name:
+            raise PackError("hf_dataset: every entry needs a 'path'.")
+        splits = {
+            "train": entry.get("train_split", "train[:80%]"),
+            "valid": entry.get("valid_split", "train[-10%:]"),
+        }
+        if "test_split" in entry:
+            splits["test"] = entry["test_split"]
+        found = _hf_dataset(name, splits, **entry.get("config", {}))
+        renames = {entry[f]: features[f] for f in features if f in entry}
+        for split in SPLITS:
+            rows[split] += [
+                Row(r.where, {renames.get(k, k): v for k, v in r.value.items()})
+                for r in found[split]
+            ]
+    return Splits(rows, ", ".join(str(e.get("path") or e.get("name")) for e in wanted))
+
+
+_FEATURES = ("chat_feature", "prompt_feature", "completion_feature", "text_feature")
+
+
+def fingerprint(rows: list[Row]) -> str:
+    """A hash of the rows' content, whatever file they stand in."""
+    digest = hashlib.sha256()
+    for row in rows:
+        line = json.dumps(row.value, sort_keys=True, ensure_ascii=False, default=str)
+        digest.update(line.encode() + b"\n")
+    return digest.hexdigest()
+
+
+# ── what is learned ──────────────────────────────────────────────────────────────────────────────
+
+
+def row_format(row: Row, config: DataConfig) -> str:
+    """chat, completion or text, by the columns of a row; the order is mlx-lm's."""
+    if config.prompt_feature in row.value and config.completion_feature in row.value:
+        return "completion"
+    if config.chat_feature in row.value:
+        return "chat"
+    if config.text_feature in row.value:
+        return "text"
+    raise PackError(
+        f"{row.where}: must have '{config.chat_feature}', or '{config.prompt_feature}' and "
+        f"'{config.completion_feature}', or '{config.text_feature}', but has "
+        f"{sorted(row.value) or 'nothing'}. Other names: --prompt-feature and its kin."
+    )
+
+
+def resolve_loss_on(kind: str, loss_on: str | None) -> str:
+    """What a format supervises by default, and which wishes it cannot fulfil."""
+    if loss_on is None:
+        return {"chat": "assistant", "completion": "completion", "text": "all"}[kind]
+    if kind == "text" and loss_on != "all":
+        raise PackError(f"--loss-on {loss_on}: text rows have no prompt; use --loss-on all.")
+    return loss_on
+
+
+def encode(
+    rows: list[Row],
+    tokenizer,
+    config: DataConfig,
+    *,
+    loss_on: str | None = None,
+    max_seq_length: int = 2048,
+    vocab_size: int | None = None,
+    ce_last_k: int | None = None,
+) -> Examples:
+    """Tokens and targets of every row.
+
+    Args:
+        tokenizer: mlx-lm's wrapper, as `load_base` gives it.
+        loss_on: ``all`` tokens, the last ``completion``, or all ``assistant`` turns.
+        max_seq_length: longer rows are cut; those that lose every target are dropped and counted.
+        vocab_size: token ids must lie below it.   ce_last_k: keep only the last K targets of a row.
+    Raises: PackError naming file and line for a row that cannot be used.
+    """
+    if not rows:
+        raise PackError("the split is empty: there are no rows to encode.")
+    kind = row_format(rows[0], config)
+    loss_on = resolve_loss_on(kind, loss_on)
+    rendered: list[tuple[str, list[tuple[int, int]]]] = []
+    for row in rows:
+        if (found := row_format(row, config)) != kind:
+            raise PackError(
+                f"{row.where}: mixed formats: this row is {found}, but {rows[0].where} is {kind}."
+            )
+        rendered.append(_render_row(row, kind, loss_on, tokenizer, config))
+    special = kind == "text"
+    encodings = tokenizer._tokenizer(
+        [text for text, _ in rendered],
+        add_special_tokens=special,
+        return_offsets_mapping=loss_on != "all",
+        return_attention_mask=False,
+    )
+    examples = Examples([], kind, loss_on)
+    ends = set(tokenizer.eos_token_ids) | set(tokenizer.all_special_ids)
+    for i, (row, (_, spans)) in enumerate(zip(rows, rendered, strict=True)):
+        tokens = list(encodings["input_ids"][i])
+        if special and tokens[-1:] != [tokenizer.eos_token_id]:
+            tokens.append(tokenizer.eos_token_id)
+        if loss_on == "all":
+            target = np.ones(len(tokens), dtype=bool)
+        else:
+            target = _targets(encodings["offset_mapping"][i], tokens, spans, ends)
+        _append(examples, row, tokens, target, max_seq_length, vocab_size, ce_last_k)
+    if not examples.items:
+        raise PackError(f"{rows[0].where}: no row has a target within {max_seq_length} tokens.")
+    return examples
+
+
+def _append(
+    examples: Examples,
+    row: Row,
+    tokens: list[int],
+    target: np.ndarray,
+    max_seq_length: int,
+    vocab_size: int | None,
+    ce_last_k: int | None,
+) -> None:
+    target[:1] = False  # nothing predicts the first token
+    if vocab_size is not None and tokens and max(tokens) >= vocab_size:
+        raise PackError(
+            f"{row.where}: token {max(tokens)} lies beyond the base's vocabulary of {vocab_size}: "
+            "the tokenizer belongs to another base."
+        )
+    if not target.any():
+        raise PackError(f"{row.where}: nothing to supervise (--loss-on {examples.loss_on}).")
+    if len(tokens) > max_seq_length:
+        examples.cut += 1
+        tokens, target = tokens[:max_seq_length], target[:max_seq_length]
+        if not target.any():
+            examples.dropped += 1
+            return
+    if ce_last_k is not None:
+        target[np.flatnonzero(target)[:-ce_last_k]] = False
+    examples.items.append(Example(np.array(tokens, dtype=np.int32), target, row.where))
+
+
+def _render_row(
+    row: Row, kind: str, loss_on: str, tokenizer, config: DataConfig
+) -> tuple[str, list[tuple[int, int]]]:
+    """The text of a row and the spans of it that are learned (none for ``all``)."""
+    if kind == "text":
+        text = row.value[config.text_feature]
+        if not isinstance(text, str) or not text:
+            raise PackError(f"{row.where}: '{config.text_feature}' must be a text, got {text!r}.")
+        return text, []
+    if kind == "completion":
+        pair = row.value[config.prompt_feature], row.value[config.completion_feature]
+        messages = [
+            {"role": "user", "content": pair[0]},
+            {"role": "assistant", "content": pair[1]},
+        ]
+    else:
+        messages = row.value[config.chat_feature]
+    _check_messages(row, messages, config.chat_feature)
+    render = _renderer(row, tokenizer)
+    full = render(messages)
+    if loss_on == "all":
+        return full, []
+    answers = [i for i, m in enumerate(messages) if m["role"] == "assistant"]
+    if loss_on == "completion":  # mlx-lm's --mask-prompt: all that follows the last prompt
+        last = len(messages) - 1
+        prompt = render(messages[:-1], add_generation_prompt=last in answers)
+        if not full.startswith(prompt):
+            raise PackError(
+                f"{row.where}: the chat template renders the prompt differently when the answer "
+                "follows, so it cannot be told apart; use --loss-on assistant."
+            )
+        return full, [(len(prompt), len(full))]
+    if not answers:
+        raise PackError(f"{row.where}: nothing to supervise: no message has role 'assistant'.")
+    return full, [_answer_span(row, render, messages, i, full) for i in answers]
+
+
+def _check_messages(row: Row, messages, column: str) -> None:
+    def fault(rule: str, value) -> PackError:
+        shown = json.dumps(value, ensure_ascii=False, default=str)
+        shown = shown if len(shown) < 60 else shown[:60] + "…"
+        return PackError(f"{row.where}: {rule} Shown: {shown}")
+
+    if not isinstance(messages, list) or not messages:
+        kind = type(messages).__name__
+        raise fault(f"'{column}' must be a list of {{role, content}}, but got a {kind}.", messages)
+    for message in messages:
+        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+            raise fault("every message must be an object with a 'role'.", message)
+        content = message.get("content")
+        if not isinstance(content, str) and not (content is None and message.get("tool_calls")):
+            raise fault("the 'content' of a message must be a text.", message)
+
+
+def _renderer(row: Row, tokenizer) -> Callable[..., str]:
+    """A function that renders messages with the chat template of the base."""
+    if not tokenizer.has_chat_template:
+        raise PackError(
+            f"{row.where}: the base's tokenizer has no chat template; use rows with 'text', or a "
+            "base that has one."
+        )
+    from jinja2.exceptions import TemplateError
+
+    tools = row.value.get("tools")
+    if isinstance(tools, str):
+        tools = json.loads(tools)
+
+    def render(messages, add_generation_prompt: bool = False) -> str:
+        if not messages:
+            return ""
+        try:
+            return tokenizer.apply_chat_template(
+                messages, tools=tools, tokenize=False, add_generation_prompt=add_generation_prompt
+            )
+        except (TemplateError, TypeError, ValueError) as error:
+            raise PackError(f"{row.where}: the chat template refuses this row: {error}") from None
+
+    return render
+
+
+def _answer_span(row: Row, render, messages: list, i: int, full: str) -> tuple[int, int]:
+    """Where answer ``i`` stands in the rendered conversation, its end-of-turn token included.
+
+    Usually the template renders a conversation as its beginning plus more. Where it does not (Qwen3
+    drops the thoughts of earlier turns), the answer's content is found by rendering it replaced.
+    """
+    before = render(messages[:i], add_generation_prompt=True)
+    through = full if i + 1 == len(messages) else render(messages[: i + 1])
+    if full.startswith(before) and full.startswith(through) and len(through) > len(before):
+        end = len(before) + len(through[len(before) :].rstrip())
+        return len(before), end
+    changed = [dict(m, content=_SENTINEL) if j == i else m for j, m in enumerate(messages)]
+    start, found, rest = render(changed).partition(_SENTINEL)
+    if found and full.startswith(start) and full.endswith(rest):
+        if len(full) > len(start) + len(rest):
+            return len(start), len(full) - len(rest)
+    raise PackError(
+        f"{row.where}: the chat template does not show where answer {i} stands; "
+        "use --loss-on completion or all."
+    )
+
+
+def _targets(
+    offsets: list[tuple[int, int]], tokens: list[int], spans: list[tuple[int, int]], ends: set[int]
+) -> np.ndarray:
+    """True for tokens that start inside a span, and for the special token that ends it."""
+    starts = np.array([o[0] for o in offsets])
+    target = np.zeros(len(tokens), dtype=bool)
+    for begin, end in spans:
+        inside = (starts >= begin) & (starts < end)
+        target |= inside
+        after = int(np.searchsorted(starts, end))
+        if after < len(tokens) and inside.any() and tokens[after] in ends:
+            if tokens[after - 1] not in ends:
+                target[after] = True
+    return target
+
+
+# ── batches ──────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True)
+class Batch:
+    """A fixed-shape batch of B rows of T inputs and M target slots.
+
+    tokens: int32 [B, T].   positions: int32 [M], index into the B x T flattened inputs whose
+    hidden state predicts the target.   targets: int32 [M].   weights: float32 [M], 0 where padding.
+    owners: int32 [M], row of the batch (-1 where padding).   count: number of real targets.
+    """
+
+    tokens: np.ndarray
+    positions: np.ndarray
+    targets: np.ndarray
+    weights: np.ndarray
+    owners: np.ndarray
+    rows: tuple[int, ...]
+    count: int
+
+
+def padded_length(longest: int, limit: int) -> int:
+    """T for a batch: the next of 32, 64, 96, 128, 192, 256, 384, 512, 768, ... (few shapes)."""
+    step = 32
+    while longest > 4 * step:
+        step *= 2
+    return min(-(-longest // step) * step, max(limit, 1))
+
+
+def padded_targets(count: int, slots: int) -> int:
+    """M for a batch: an eighth, quarter, half, three quarters or all of the B x T positions."""
+    for share in (0.125, 0.25, 0.5, 0.75):
+        if count <= int(slots * share):
+            return int(slots * share)
+    return slots
+
+
+def make_batch(examples: list[Example], indices, batch_size: int, limit: int) -> Batch:
+    """Lay rows out as a batch; missing rows of the last batch are empty."""
+    chosen = [examples[i] for i in indices]
+    longest = max(len(e.tokens) for e in chosen) - 1
+    width = padded_length(max(longest, 1), limit)
+    tokens = np.zeros((batch_size, width), dtype=np.int32)
+    positions, targets, owners = [], [], []
+    for b, e in enumerate(chosen):
+        tokens[b, : len(e.tokens) - 1] = e.tokens[:-1]
+        at = np.flatnonzero(e.target)
+        positions.append(b * width + at - 1)
+        targets.append(e.tokens[at])
+        owners.append(np.full(len(at), b, dtype=np.int32))
+    count = sum(len(t) for t in targets)
+    slots = padded_targets(count, batch_size * width)
+
+    def filled(parts: list[np.ndarray], value: int) -> np.ndarray:
+        out = np.full(slots, value, dtype=np.int32)
+        out[:count] = np.concatenate(parts)
+        return out
+
+    weights = np.zeros(slots, dtype=np.float32)
+    weights[:count] = 1
+    return Batch(
+        tokens,
+        filled(positions, 0),
+        filled(targets, 0),
+        weights,
+        filled(owners, -1),
+        tuple(int(i) for i in indices),
+        count,
+    )
+
+
+def epoch_order(lengths: np.ndarray, batch_size: int, seed: int, epoch: int) -> list[np.ndarray]:
+    """Rows of each batch of an epoch: shuffled, rows of like length together.
+
+    A function of its arguments alone, so that a resumed run continues where it stopped.
+    """
+    random = np.random.default_rng([seed, epoch])
+    order = random.permutation(len(lengths))
+    window = batch_size * 32
+    batches = []
+    for start in range(0, len(order), window):
+        part = order[start : start + window]
+        part = part[np.argsort(lengths[part], kind="stable")]
+        batches += [part[i : i + batch_size] for i in range(0, len(part), batch_size)]
+    return [batches[i] for i in random.permutation(len(batches))]
+
+
+def training_batches(
+    examples: Examples, batch_size: int, max_seq_length: int, seed: int, start: int = 0
+) -> Iterator[Batch]:
+    """Batches without end, epoch after epoch, from batch number ``start``."""
+    lengths = np.array([len(e.tokens) for e in examples.items])
+    per_epoch = len(epoch_order(lengths, batch_size, seed, 0))
+    epoch, skip = divmod(start, per_epoch)
+    while True:
+        for indices in epoch_order(lengths, batch_size, seed, epoch)[skip:]:
+            yield make_batch(examples.items, indices, batch_size, max_seq_length - 1)
+        epoch, skip = epoch + 1, 0
+
+
+def evaluation_batches(
+    examples: Examples, batch_size: int, max_seq_length: int, limit: int = -1
+) -> list[Batch]:
+    """Every row once, by length; ``limit`` takes the first so many batches' worth of rows."""
+    count = len(examples) if limit < 0 else min(len(examples), limit * batch_size)
+    order = sorted(range(count), key=lambda i: len(examples.items[i].tokens))
+    return [
+        make_batch(examples.items, order[i : i + batch_size], batch_size, max_seq_length - 1)
+        for i in range(0, count, batch_size)
+    ]

@@ -1,0 +1,87 @@
+"""What people see while something runs: one line for each question they have at that moment.
+
+Colour and movement only on a terminal, plain lines otherwise; everything goes to stderr, so that
+stdout carries results alone. Rich honours NO_COLOR and the width of the terminal.
+"""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+QUIET, NORMAL, VERBOSE = 0, 1, 2
+_PLAIN_SECONDS = 5.0
+
+
+class Display:
+    """Lines and bars for a person. ``level``: 0 nothing, 1 what matters, 2 the reasons too."""
+
+    def __init__(self, level: int = NORMAL):
+        self.level = level
+        self.console = Console(stderr=True, highlight=False, soft_wrap=True)
+        self.live = self.console.is_terminal and level > QUIET
+
+    def line(self, label: str, text: str, level: int = NORMAL) -> None:
+        """``label   text``, the label in bold."""
+        if self.level >= level:
+            self.console.print(f"[bold]{label:<7}[/bold] {escape(text)}")
+
+    @contextmanager
+    def task(self, label: str, total: int, unit: str = "") -> Iterator["Task"]:
+        """A bar on a terminal; else a plain line every few seconds."""
+        task = Task(self, label, total, unit)
+        try:
+            yield task
+        finally:
+            task.close()
+
+
+class Task:
+    """Progress of one long piece of work."""
+
+    def __init__(self, display: Display, label: str, total: int, unit: str):
+        self.display = display
+        self.label = label
+        self.total = total
+        self.unit = unit
+        self.done = 0
+        self.start = self.shown = time.monotonic()
+        self.bar: Progress | None = None
+        if display.live:
+            self.bar = Progress(
+                TextColumn(f"[bold]{label:<7}[/bold]"),
+                BarColumn(bar_width=30),
+                TextColumn("{task.completed:.0f}/{task.total:.0f} {task.fields[text]}"),
+                TimeRemainingColumn(compact=True),
+                TextColumn("left"),
+                console=display.console,
+                transient=True,
+            )
+            self.bar.start()
+            self.id = self.bar.add_task(label, total=total, text=unit)
+
+    def advance(self, text: str | None = None) -> None:
+        """One more is done; ``text`` stands beside the bar."""
+        self.done += 1
+        if self.bar is not None:
+            fields = {} if text is None else {"text": text}
+            self.bar.update(self.id, completed=self.done, **fields)
+        elif time.monotonic() - self.shown > _PLAIN_SECONDS and self.display.level > QUIET:
+            self.shown = time.monotonic()
+            left = (self.shown - self.start) / self.done * (self.total - self.done)
+            text = f" {text}" if text else ""
+            self.display.line(self.label, f"{self.done}/{self.total}{text}  {clock(left)} left")
+
+    def close(self) -> None:
+        if self.bar is not None:
+            self.bar.stop()
+
+
+def clock(seconds: float) -> str:
+    """Minutes and seconds, as people read them."""
+    seconds = max(0, round(seconds))
+    hours, rest = divmod(seconds, 3600)
+    return f"{hours}:{rest // 60:02}:{rest % 60:02}" if hours else f"{rest // 60}:{rest % 60:02}"

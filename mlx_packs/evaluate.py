@@ -1,0 +1,148 @@
+"""Held-out perplexity with its standard error, and token accuracy, of a base and a pack."""
+
+import math
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import mlx.nn as nn
+import numpy as np
+
+from . import data as rows_of
+from .base_path import choose_base_path
+from .config import DataConfig
+from .data import Batch
+from .errors import PackError
+from .loading import Base
+from .loss import Head, as_arrays, split_head, target_nll
+from .nn.quantized import apply_base_path, replace_modules
+from .pack import Pack
+from .runtime import mx
+
+
+@dataclass(frozen=True)
+class Score:
+    """PPL is exp(mean NLL a target); its standard error counts rows, not tokens, as independent."""
+
+    ppl: float
+    ppl_se: float
+    accuracy: float
+    nll: float
+    rows: int
+    targets: int
+
+
+@dataclass(frozen=True)
+class EvalReport:
+    """Base and base with pack on the same rows."""
+
+    rows: int
+    targets: int
+    base: Score
+    pack: Score | None
+    ppl_ratio: float | None
+
+    def to_json(self) -> dict:
+        return asdict(self)
+
+
+def perplexity(nll_sum: float, count: int) -> float:
+    """exp of the mean negative log-likelihood, capped where a float64 would overflow."""
+    return math.exp(min(nll_sum / count, 700.0))
+
+
+def score(model: nn.Module, head: Head | None, batches: list[Batch], advance=None) -> Score:
+    """Score batches by token-weighted negative log-likelihood.
+
+    The standard error is that of a ratio estimator over rows (tokens of a row depend on each
+    other): se = sqrt(R / (R - 1) * sum((nll_r - mean * n_r)^2)) / N, times PPL.
+    """
+    if not batches:
+        raise PackError("nothing to evaluate: there are no rows.")
+    model.eval()
+
+    def forward(tokens, positions, targets):
+        return target_nll(model, head, tokens, positions, targets)
+
+    compiled = mx.compile(forward)
+    nll_rows, count_rows, hits = [], [], 0.0
+    for batch in batches:
+        tokens, positions, targets, _ = as_arrays(batch)
+        nll, hit = compiled(tokens, positions, targets)
+        mx.eval(nll, hit)
+        real = batch.owners >= 0
+        owners = batch.owners[real]
+        values = np.array(nll, dtype=np.float64)[real]
+        nll_rows.append(np.bincount(owners, values, minlength=len(batch.rows)))
+        count_rows.append(np.bincount(owners, minlength=len(batch.rows)))
+        hits += float(np.array(hit)[real].sum())
+        if advance is not None:
+            advance()
+    nlls, counts = np.concatenate(nll_rows), np.concatenate(count_rows)
+    total, rows = int(counts.sum()), len(counts)
+    mean = nlls.sum() / total
+    spread = float(((nlls - mean * counts) ** 2).sum())
+    se = math.sqrt(spread * rows / (rows - 1)) / total if rows > 1 else 0.0
+    ppl = perplexity(nlls.sum(), total)
+    return Score(ppl, ppl * se, hits / total, float(mean), rows, total)
+
+
+def evaluate(
+    base: Base,
+    pack: str | Path | Pack | None = None,
+    data: str | Path = "tiny",
+    split: str = "test",
+    batch_size: int = 4,
+    max_seq_length: int = 2048,
+    loss_on: str | None = None,
+    limit: int = -1,
+    base_path: str = "auto",
+    columns: DataConfig | None = None,
+) -> EvalReport:
+    """Perplexity and token accuracy of a base, and of the base with a pack, on the same rows.
+
+    Args:
+        pack: a pack or its folder; None scores the base alone.
+        data: a folder (its ``split`` is taken, or ``valid`` where there is none), a file, ``tiny``.
+        loss_on: what counts, as in training; None is what the pack was trained on, else the
+            default of the format.   limit: at most so many batches.
+    Raises: PackError for unusable rows or a pack of another base.
+    """
+    columns = columns or DataConfig(data=str(data))
+    if pack is not None and not isinstance(pack, Pack):
+        pack = Pack.open(pack)
+    if pack is not None and loss_on is None:
+        loss_on = pack.manifest.get("objective", {}).get("loss_on")
+    rows = evaluation_rows(columns, split)
+    examples = rows_of.encode(
+        rows, base.tokenizer, columns,
+        loss_on=loss_on, max_seq_length=max_seq_length, vocab_size=base.vocab_size,
+    )  # fmt: skip
+    batches = rows_of.evaluation_batches(examples, batch_size, max_seq_length, limit)
+    if base_path == "auto":
+        base_path = choose_base_path(base.model, batches[-1].tokens.size).base_path
+    originals = apply_base_path(base.model, base_path)
+    try:
+        plain = score(base.model, split_head(base.model), batches)
+    finally:
+        replace_modules(base.model, originals)
+    if pack is None:
+        return EvalReport(plain.rows, plain.targets, plain, None, None)
+    attached = pack.attach(base, base_path=base_path)
+    try:
+        with_pack = score(base.model, split_head(base.model), batches)
+    finally:
+        attached.detach()
+    ratio = with_pack.ppl / plain.ppl
+    return EvalReport(plain.rows, plain.targets, plain, with_pack, ratio)
+
+
+def evaluation_rows(columns: DataConfig, split: str) -> list[rows_of.Row]:
+    """The rows of a file, or of a folder's ``split`` (``valid`` or ``train`` where it has none)."""
+    if Path(columns.data).is_file():
+        return rows_of.read_rows(Path(columns.data))
+    found = rows_of.load_rows(columns).rows
+    if split == "test" and not found["test"]:
+        split = "valid"
+    if not found.get(split):
+        raise PackError(f"--data {columns.data}: has no {split} rows.")
+    return found[split]

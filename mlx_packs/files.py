@@ -1,0 +1,88 @@
+"""Write whole or not at all: files and folders appear under their name only when complete."""
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from .errors import PackError
+
+
+@contextmanager
+def whole_folder(path: Path, replace: bool = False) -> Iterator[Path]:
+    """A temporary folder beside ``path`` that is renamed to it on success and removed on failure.
+
+    Raises: PackError if ``path`` is there and ``replace`` is not set, or if it cannot be written.
+    """
+    if path.exists() and not replace:
+        raise PackError(f"{path}: is there already; choose another name.")
+    partial = path.with_name(f".{path.name}.partial-{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir()
+        yield partial
+        for file in partial.rglob("*"):
+            if file.is_file():
+                _sync(file)
+        old = path.with_name(f".{path.name}.old-{os.getpid()}")
+        if path.exists():
+            os.rename(path, old)
+        os.rename(partial, path)
+        shutil.rmtree(old, ignore_errors=True)
+    except OSError as error:
+        raise PackError(f"{path}: cannot be written ({error.strerror or error}).") from None
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _sync(file: Path) -> None:
+    with file.open("rb") as f:
+        os.fsync(f.fileno())
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a text file under a temporary name and rename it."""
+    partial = path.with_name(f".{path.name}.partial-{os.getpid()}")
+    try:
+        partial.write_text(text, encoding="utf-8")
+        _sync(partial)
+        os.replace(partial, path)
+    except OSError as error:
+        raise PackError(f"{path}: cannot be written ({error.strerror or error}).") from None
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def to_json(value) -> str:
+    """JSON as people and diffs like it."""
+    return json.dumps(value, indent=2, ensure_ascii=False, sort_keys=False) + "\n"
+
+
+def sha256(file: Path) -> str:
+    """The SHA-256 of a file's bytes."""
+    digest = hashlib.sha256()
+    with file.open("rb") as f:
+        while block := f.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def save_tensors(file: Path, tensors: dict) -> None:
+    """Write MLX arrays as safetensors, in the order of their names.
+
+    Raises: PackError when the disk is full or the place cannot be written.
+    """
+    from .runtime import mx
+
+    try:
+        mx.save_safetensors(str(file), dict(sorted(tensors.items())), {"format": "mlx"})
+    except RuntimeError as error:
+        raise PackError(f"{file}: cannot be written ({error}).") from None
+    # MLX does not report a full disk: the file is then shorter than its header says
+    from .loading import read_header
+
+    read_header(file)

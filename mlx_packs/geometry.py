@@ -1,0 +1,241 @@
+"""Probe the geometry of the projections that carry adapters, and assert every assumption.
+
+A 4-bit q_proj of Qwen3-4B is stored as uint32 of width 320, but its input is 2560 wide
+(320 x 32 / 4), and q, k, v have 4096, 1024 and 1024 rows. Nothing here takes the stored width for
+the input, or q, k and v for alike: sizes come from the module's tensors and are held against the
+config.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import mlx.nn as nn
+
+from .errors import PackError, did_you_mean
+from .nn.blocks import is_grouped_attention, is_grouped_mlp
+
+# Projections that read the same input, by name; any other linear is a group of its own.
+GROUPS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """What is true of one frozen linear. ``slices`` are (name, width) of its output columns."""
+
+    path: str
+    in_features: int
+    out_features: int
+    bits: int | None
+    group_size: int | None
+    mode: str | None
+    packed_width: int
+    bias: bool
+    slices: tuple[tuple[str, int], ...]
+
+    @property
+    def name(self) -> str:
+        return self.path.rsplit(".", 1)[-1]
+
+    def describe(self) -> str:
+        """One line for people: stored and true shape."""
+        if self.bits is None:
+            stored = f"dense [{self.out_features}, {self.in_features}]"
+        else:
+            stored = f"{self.mode} {self.bits}-bit g{self.group_size}, stored width"
+            stored += f" {self.packed_width} = {self.in_features} x {self.bits} / 32"
+        return f"{self.path}: {self.in_features} -> {self.out_features} ({stored})"
+
+
+class GeometryError(PackError):
+    """A module whose tensors contradict each other or the config."""
+
+    def __init__(self, path: str, fault: str):
+        self.path = path
+        super().__init__(
+            f"[geometry] {path}: {fault} Pass --train-fp16-fallback to train on a dequantized copy "
+            "of just such modules, or leave it out of --target-modules."
+        )
+
+
+@dataclass(frozen=True)
+class Heads:
+    """The sizes that a config promises; None where it does not say."""
+
+    hidden: int | None
+    ffn: int | None
+    heads: int | None
+    kv_heads: int | None
+    head_dim: int | None
+
+    @classmethod
+    def of(cls, config: dict) -> "Heads":
+        text = config.get("text_config") or config
+        heads = text.get("num_attention_heads", text.get("n_head"))
+        hidden = text.get("hidden_size", text.get("n_embd"))
+        head_dim = text.get("head_dim") or (hidden // heads if hidden and heads else None)
+        kv_heads = text.get("num_key_value_heads") or heads
+        return cls(hidden, text.get("intermediate_size"), heads, kv_heads, head_dim)
+
+
+def probe(path: str, module: nn.Module, config: dict, grouped: bool = False) -> Geometry:
+    """The geometry of one linear, from its tensors, checked against the config.
+
+    Args:
+        path: where the module sits, for messages.
+        grouped: the parent is attention or SwiGLU of the Llama family; the config has its sizes.
+    Raises: GeometryError naming the module and both shapes.
+    """
+    weight = module.weight
+    if weight.ndim != 2:
+        raise GeometryError(path, f"its weight must have 2 axes, but is {list(weight.shape)}.")
+    out_features, packed_width = weight.shape
+    bits = group_size = mode = None
+    in_features = packed_width
+    if isinstance(module, nn.QuantizedLinear):
+        bits, group_size, mode = module.bits, module.group_size, module.mode
+        in_features = packed_width * 32 // bits
+        expected = [out_features, in_features // group_size]
+        if in_features % group_size or list(module.scales.shape) != expected:
+            raise GeometryError(
+                path,
+                f"weight {list(weight.shape)} at {bits} bits, group {group_size} asks for scales "
+                f"{expected}, but they are {list(module.scales.shape)}.",
+            )
+    if "bias" in module and list(module.bias.shape) != [out_features]:
+        raise GeometryError(path, f"bias {list(module.bias.shape)} for {out_features} outputs.")
+    name = path.rsplit(".", 1)[-1]
+    if grouped:
+        _check_config(path, name, in_features, out_features, Heads.of(config))
+    slices = _fused_slices(path, name, out_features, Heads.of(config))
+    return Geometry(
+        path,
+        in_features,
+        out_features,
+        bits,
+        group_size,
+        mode,
+        packed_width,
+        "bias" in module,
+        slices,
+    )
+
+
+def _check_config(path: str, name: str, in_features: int, out_features: int, c: Heads) -> None:
+    """Hold a projection of the Llama family against heads, head_dim, hidden and FFN width."""
+    attention = c.heads * c.head_dim if c.heads and c.head_dim else None
+    kv = c.kv_heads * c.head_dim if c.kv_heads and c.head_dim else None
+    promised = {
+        "q_proj": (c.hidden, attention),
+        "k_proj": (c.hidden, kv),
+        "v_proj": (c.hidden, kv),
+        "o_proj": (attention, c.hidden),
+        "gate_proj": (c.hidden, c.ffn),
+        "up_proj": (c.hidden, c.ffn),
+        "down_proj": (c.ffn, c.hidden),
+    }.get(name, (None, None))
+    for what, found, wanted in (
+        ("input", in_features, promised[0]),
+        ("output", out_features, promised[1]),
+    ):
+        if wanted is not None and found != wanted:
+            raise GeometryError(
+                path,
+                f"its true shape is [{out_features}, {in_features}], but the config promises "
+                f"[{promised[1]}, {promised[0]}] (heads {c.heads}, KV heads {c.kv_heads}, head_dim "
+                f"{c.head_dim}, hidden {c.hidden}, FFN {c.ffn}): the {what} does not fit.",
+            )
+
+
+def _fused_slices(path: str, name: str, width: int, c: Heads) -> tuple[tuple[str, int], ...]:
+    """The projections inside a fused linear, where its layout is known; else one slice."""
+    if name == "c_attn" and width % 3 == 0:  # GPT-2: q, k, v of equal width
+        return tuple((part, width // 3) for part in "qkv")
+    if name == "qkv_proj" and c.heads and c.head_dim and c.kv_heads:  # Phi-3
+        q, kv = c.heads * c.head_dim, c.kv_heads * c.head_dim
+        if q + 2 * kv == width:
+            return (("q", q), ("k", kv), ("v", kv))
+    if name == "gate_up_proj" and c.ffn and 2 * c.ffn == width:
+        return (("gate", c.ffn), ("up", c.ffn))
+    return ((name, width),)
+
+
+@dataclass(frozen=True)
+class Group:
+    """A projection group: the linears that read one input. ``block``: path of a grouped block."""
+
+    block: str | None
+    members: tuple[Geometry, ...]
+
+
+def linears(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Every linear of the model, quantized or not, in the order of the model."""
+    kinds = (nn.Linear, nn.QuantizedLinear)
+    return [(path, m) for path, m in model.named_modules() if isinstance(m, kinds)][::-1]
+
+
+def block_prefixes(model: nn.Module) -> list[str]:
+    """Paths of the transformer blocks, in order; they are ``model.layers``."""
+    paths = {id(m): path for path, m in model.named_modules()}
+    return [paths[id(block)] for block in model.layers]
+
+
+def select_targets(
+    model: nn.Module, target_modules: Sequence[str], num_layers: int
+) -> list[tuple[str, nn.Module]]:
+    """Linears that carry adapters: named by leaf (q_proj), by tail (self_attn.q_proj) or by path.
+
+    Without names: every linear inside the last ``num_layers`` blocks. A full path is taken wherever
+    it lies (as mlx-lm does with absolute keys).
+    Raises: PackError listing the names that exist when one matches nothing.
+    """
+    prefixes = block_prefixes(model)
+    if num_layers > len(prefixes):
+        raise PackError(f"--num-layers {num_layers}: the base has only {len(prefixes)} blocks.")
+    # 0 and -1 both mean all, as in mlx-lm
+    kept = tuple(p + "." for p in (prefixes[-num_layers:] if num_layers > 0 else prefixes))
+    every = linears(model)
+    inside = [(path, m) for path, m in every if path.startswith(kept)]
+    if not target_modules:
+        return inside
+    chosen: dict[str, nn.Module] = {}
+    for target in target_modules:
+        matched = [(p, m) for p, m in inside if p == target or p.endswith("." + target)]
+        matched = matched or [(p, m) for p, m in every if p == target]
+        if not matched:
+            names = sorted({p.rsplit(".", 1)[-1] for p, _ in every})
+            other = dict(model.named_modules()).get(target)
+            if other is not None:
+                kind = type(other).__name__
+                raise PackError(f"--target-modules {target}: a {kind} cannot carry an adapter.")
+            hint = did_you_mean(target, names)
+            raise PackError(
+                f"--target-modules {target}: no such projection. {hint} "
+                f"Those that exist: {', '.join(names)}."
+            )
+        chosen.update(matched)
+    return [(path, m) for path, m in every if path in chosen]
+
+
+def find_groups(
+    model: nn.Module, config: dict, target_modules: Sequence[str], num_layers: int
+) -> tuple[list[Group], list[GeometryError]]:
+    """Projection groups of the targets with their probed geometry, and what could not be probed."""
+    modules = dict(model.named_modules())
+    groups: list[Group] = []
+    faults: list[GeometryError] = []
+    members: dict[tuple[str, tuple[str, ...]], list[Geometry]] = {}
+    for path, module in select_targets(model, target_modules, num_layers):
+        parent, _, name = path.rpartition(".")
+        block = modules.get(parent)
+        grouped = block is not None and (is_grouped_attention(block) or is_grouped_mlp(block))
+        try:
+            geometry = probe(path, module, config, grouped)
+        except GeometryError as fault:
+            faults.append(fault)
+            continue
+        group = next((g for g in GROUPS if grouped and name in g), (name,))
+        members.setdefault((parent if grouped else path, group), []).append(geometry)
+    for (owner, names), found in members.items():
+        ordered = tuple(sorted(found, key=lambda g: names.index(g.name)))
+        groups.append(Group(None if owner == found[0].path else owner, ordered))
+    return groups, faults

@@ -1,0 +1,262 @@
+"""Load a base: any causal model of mlx-lm, from a folder, the Hugging Face cache or the Hub.
+
+Offline first: a local folder never touches the network, a cached hub id is used as it is cached.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import mlx.nn as nn
+from mlx.utils import tree_map
+
+from . import runtime
+from .errors import PackError
+from .runtime import mx
+
+if TYPE_CHECKING:
+    from .pack import Pack
+
+TINY = "tiny"
+_SAMPLE_BYTES = 4096
+_DTYPE_BYTES = {"F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4}
+_DTYPE_BYTES |= {"F16": 2, "BF16": 2, "I16": 2, "U16": 2}
+_CHECKPOINT_FILES = ["*.json", "model*.safetensors", "*.jinja", "tokenizer.model", "*.txt"]
+
+
+def tiny_base_path() -> Path:
+    """The folder of the tiny Qwen3 that the package carries; an ordinary mlx-lm checkpoint."""
+    return Path(__file__).parent / "tiny" / "base"
+
+
+@dataclass
+class Base:
+    """A frozen checkpoint with its tokenizer.
+
+    ``name`` is what the user called it, ``path`` the folder, ``fingerprint`` a hash of its tensors.
+    """
+
+    name: str
+    path: Path
+    model: nn.Module
+    tokenizer: object
+    config: dict
+    fingerprint: str
+    quantization: dict = field(default_factory=dict)
+
+    @property
+    def vocab_size(self) -> int:
+        """Rows of the embedding table."""
+        return int(_text_config(self.config)["vocab_size"])
+
+    @contextmanager
+    def applied(self, pack: "str | Path | Pack", base_path: str = "quantized") -> Iterator["Base"]:
+        """The base with a pack (or its folder) attached; detached on leaving, nothing reloaded.
+
+        Raises: PackError if the pack does not fit this base.
+        """
+        from .pack import Pack
+
+        opened = pack if isinstance(pack, Pack) else Pack.open(pack)
+        attached = opened.attach(self, base_path=base_path)
+        try:
+            yield self
+        finally:
+            attached.detach()
+
+    def summary(self) -> str:
+        """One line: architecture, blocks, quantization, size."""
+        text = _text_config(self.config)
+        q = self.quantization
+        kind = f"{q.get('mode', 'affine')} {q['bits']}-bit g{q['group_size']}" if q else "dense"
+        size = sum(f.stat().st_size for f in weight_files(self.path)) / 1e9
+        blocks = text.get("num_hidden_layers", text.get("n_layer", "?"))
+        model_type = self.config["model_type"]
+        return f"{self.name} · {model_type} · {blocks} blocks · {kind} · {size:.3g} GB"
+
+
+def _text_config(config: dict) -> dict:
+    return config if "vocab_size" in config else config.get("text_config", config)
+
+
+def resolve_base_path(name: str | Path) -> Path:
+    """The checkpoint folder for ``tiny``, a local folder, or a hub id (cached first).
+
+    Raises: PackError, one line with what to do, when there is none.
+    """
+    if str(name) == TINY:
+        return tiny_base_path()
+    path = Path(name).expanduser()
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise PackError(f"{path}: is not a checkpoint, it has no config.json.")
+        return path
+    if path.exists():
+        raise PackError(f"{path}: must be a checkpoint folder, but is a file.")
+    parts = str(name).split("/")
+    if len(parts) != 2 or not all(parts) or str(name).startswith((".", "~", "/")):
+        hint = f" Its 4-bit form may be 'mlx-community/{name}'." if len(parts) == 1 else ""
+        raise PackError(f"--model {name}: no such folder, and not a hub id (owner/name).{hint}")
+    return _hub_snapshot(str(name))
+
+
+def _hub_snapshot(repo: str) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError, RepositoryNotFoundError
+
+    wanted = {"repo_id": repo, "allow_patterns": _CHECKPOINT_FILES}
+    try:
+        return Path(snapshot_download(**wanted, local_files_only=True))
+    except LocalEntryNotFoundError:
+        pass
+    try:
+        return Path(snapshot_download(**wanted))
+    except RepositoryNotFoundError:
+        raise PackError(
+            f"--model {repo}: no folder of that name, and the Hub has no such model (or it is "
+            "private: hf auth login)."
+        ) from None
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0][:120] if str(error).strip() else type(error)
+        raise PackError(
+            f"--model {repo}: not a folder here, not in the Hugging Face cache, and the Hub cannot "
+            f"be reached ({reason}). On a machine with network: hf download {repo}"
+        ) from None
+
+
+def weight_files(path: Path) -> list[Path]:
+    """The safetensors shards of a checkpoint folder, in order."""
+    return sorted(path.glob("model*.safetensors"))
+
+
+def read_header(file: Path) -> tuple[dict[str, dict], int]:
+    """The header of a safetensors file (name -> dtype, shape, data_offsets) and where data starts.
+
+    Raises: PackError if the file is truncated or not safetensors.
+    """
+    size = file.stat().st_size
+    with file.open("rb") as f:
+        length = int.from_bytes(f.read(8), "little")
+        if size < 8 or length > size - 8:
+            raise PackError(f"{file}: is truncated or not a safetensors file.")
+        try:
+            header = json.loads(f.read(length))
+        except ValueError:
+            raise PackError(f"{file}: is not a safetensors file (its header is no JSON).") from None
+    header.pop("__metadata__", None)
+    end = 8 + length + max((t["data_offsets"][1] for t in header.values()), default=0)
+    if size < end:
+        raise PackError(f"{file}: is truncated: {size} bytes of {end}. Copy or download it again.")
+    return header, 8 + length
+
+
+def fingerprint(path: Path) -> str:
+    """A hash of a checkpoint's tensors: names, dtypes, shapes and a sample of each one's bytes.
+
+    It does not depend on how the tensors are spread over shards, and reads 4 KiB a tensor.
+    """
+    entries = {}
+    for file in weight_files(path):
+        header, start = read_header(file)
+        with file.open("rb") as f:
+            for name, tensor in header.items():
+                begin, end = tensor["data_offsets"]
+                middle = begin + max(0, (end - begin - _SAMPLE_BYTES) // 2)
+                f.seek(start + middle)
+                sample = f.read(min(_SAMPLE_BYTES, end - begin))
+                entries[name] = (tensor["dtype"], tensor["shape"], sample)
+    digest = hashlib.sha256()
+    for name, (dtype, shape, sample) in sorted(entries.items()):
+        digest.update(f"{name} {dtype} {shape}\n".encode() + sample)
+    return digest.hexdigest()
+
+
+def _check_files(path: Path) -> None:
+    """Refuse a folder without weights, with a truncated shard, or one that the index misses."""
+    files = weight_files(path)
+    if not files:
+        raise PackError(f"{path}: has no model*.safetensors; is it a checkpoint folder?")
+    for file in files:
+        read_header(file)
+    index = path / "model.safetensors.index.json"
+    if index.is_file():
+        named = set(json.loads(index.read_text())["weight_map"].values())
+        if missing := sorted(named - {f.name for f in files}):
+            raise PackError(f"{path}: shard {missing[0]} is named in the index but not there.")
+
+
+def _load_model(path: Path, trust_remote_code: bool) -> tuple[nn.Module, dict]:
+    from mlx_lm.utils import load_model
+
+    try:
+        return load_model(path, lazy=True, trust_remote_code=trust_remote_code)
+    except (ValueError, KeyError, TypeError) as error:
+        reason = " ".join(str(error).split())
+        reason = reason if len(reason) < 400 else reason[:400] + " …"
+        raise PackError(f"{path}: tensors and config.json do not fit: {reason}") from None
+    except RuntimeError as error:
+        raise PackError(f"{path}: cannot be read: {' '.join(str(error).split())}") from None
+
+
+def quantize_in_memory(model: nn.Module, config: dict, mode: str) -> dict:
+    """Quantize every linear and embedding of a dense model to affine 4 or 8 bits, group 64.
+
+    Returns: the quantization as config.json spells it.
+    """
+    bits = {"affine4": 4, "affine8": 8}[mode]
+    if config.get("quantization") or config.get("quantization_config"):
+        has = config.get("quantization") or config.get("quantization_config")
+        raise PackError(f"--quantize {mode}: the base is quantized already ({has}).")
+    nn.quantize(
+        model,
+        group_size=64,
+        bits=bits,
+        class_predicate=lambda _, m: hasattr(m, "to_quantized") and m.weight.shape[-1] % 64 == 0,
+    )
+    return {"group_size": 64, "bits": bits, "mode": "affine"}
+
+
+def load_base(
+    name: str | Path = TINY, quantize: str = "none", trust_remote_code: bool = False
+) -> Base:
+    """Load a checkpoint and its tokenizer, frozen, ready to carry adapters.
+
+    On a CPU the floating tensors (scales, norms) are taken to float32: MLX multiplies bf16 there 30
+    times slower than fp32. On a GPU they keep their dtype.
+
+    Args:
+        name: ``"tiny"``, a checkpoint folder or a hub id. Affine 2 to 8 bits, mixed bits by
+            module, bf16/fp16/fp32, sharded or not: whatever mlx-lm's loader reads.
+        quantize: ``"affine4"`` or ``"affine8"`` quantizes a dense checkpoint after reading it.
+    Raises: PackError when there is no such checkpoint or its tensors do not fit its config.
+    """
+    from mlx_lm.utils import load_tokenizer
+
+    path = resolve_base_path(name)
+    _check_files(path)
+    model, config = _load_model(path, trust_remote_code)
+    quantization = config.get("quantization") or {}
+    if quantize != "none":
+        quantization = quantize_in_memory(model, config, quantize)
+    if runtime.on_cpu():
+        half = (mx.float16, mx.bfloat16)
+        model.update(
+            tree_map(lambda a: a.astype(mx.float32) if a.dtype in half else a, model.parameters())
+        )
+    model.freeze()
+    model.eval()
+    mx.eval(model.parameters())
+    try:
+        tokenizer = load_tokenizer(
+            path,
+            {"trust_remote_code": trust_remote_code},
+            eos_token_ids=config.get("eos_token_id"),
+        )
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        reason = " ".join(str(error).split())[:300]
+        raise PackError(f"{path}: the tokenizer cannot be loaded: {reason}") from None
+    return Base(str(name), path, model, tokenizer, config, fingerprint(path), dict(quantization))

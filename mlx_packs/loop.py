@@ -1,0 +1,120 @@
+"""The loop over batches: step, report, validate, save."""
+
+import json
+import math
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from .adapters import Attached
+from .checkpoint import Cursor, latest_checkpoint, save_checkpoint
+from .config import TrainConfig
+from .data import Batch
+from .display import Display
+from .errors import PackError
+from .evaluate import Score
+from .loss import as_arrays
+from .runtime import mx
+from .step import Stepper
+
+
+@dataclass
+class Loop:
+    """Everything that the loop over batches needs, so that it reads as one function."""
+
+    attached: Attached
+    stepper: Stepper
+    config: TrainConfig
+    run: Path
+    cursor: Cursor
+    validate: Callable[[], Score] | None
+    display: Display
+    callback: object | None
+    curve: list[dict]
+
+    def learn(self, batches: Iterator[Batch]) -> None:
+        """Take batches up to ``iters``: step, report, validate, save.
+
+        Raises: PackError at a loss or gradient that is not finite; the last checkpoint stays.
+        """
+        config, cursor = self.config, self.cursor
+        alone = config.grad_accumulation_steps == 1
+        tokens, losses, seconds = 0, 0.0, 0.0
+        with self.display.task("train", config.iters) as bar:
+            bar.done = cursor.batches
+            while cursor.batches < config.iters:
+                batch = next(batches)
+                start = time.perf_counter()
+                number = cursor.batches + 1
+                last = number % config.grad_accumulation_steps == 0 or number == config.iters
+                loss, norm = self.stepper(as_arrays(batch), batch.count, last, alone)
+                elapsed = time.perf_counter() - start
+                self._stop_if_not_finite(loss, norm, number)
+                cursor.batches = number
+                cursor.updates += int(last)
+                cursor.trained_tokens += batch.count
+                cursor.train_s += elapsed
+                tokens, seconds = tokens + batch.count, seconds + elapsed
+                losses += loss * batch.count
+                self._limit_cache()
+                bar.advance(f"loss {loss:.3f}  {tokens / seconds:,.0f} tok/s")
+                if number % config.steps_per_report == 0 or number == config.iters:
+                    self._report(losses / tokens, norm, tokens, seconds)
+                    tokens, losses, seconds = 0, 0.0, 0.0
+                if self.validate and number % config.steps_per_eval == 0 and number < config.iters:
+                    self._validate()
+                if number % config.save_every == 0 and not self.stepper.pending:
+                    save_checkpoint(self.run, self.attached, self.stepper.optimizer, cursor)
+
+    def _stop_if_not_finite(self, loss: float, norm: float, number: int) -> None:
+        if math.isfinite(loss) and math.isfinite(norm):
+            return
+        kept = latest_checkpoint(self.run)
+        what = f"the loss is {loss}" if not math.isfinite(loss) else "the gradient is not finite"
+        raise PackError(
+            f"step {number}: {what}; stopped. "
+            + (f"The last good checkpoint is {kept}. " if kept else "No checkpoint was due yet. ")
+            + "Try a lower --learning-rate, or --max-grad-norm 1."
+        )
+
+    def _limit_cache(self) -> None:
+        limit = self.config.clear_cache_threshold
+        if limit is not None and mx.get_cache_memory() > limit:
+            mx.clear_cache()
+
+    def _log(self, line: dict) -> None:
+        self.curve.append(line)
+        with (self.run / "metrics.jsonl").open("a", encoding="utf-8") as f:
+            f.write(json.dumps(line) + "\n")
+
+    def _report(self, loss: float, norm: float, tokens: int, seconds: float) -> None:
+        line = {
+            "batch": self.cursor.batches,
+            "update": self.cursor.updates,
+            "loss": loss,
+            "grad_norm": norm,
+            "learning_rate": float(self.stepper.optimizer.learning_rate),
+            "tokens_per_s": tokens / seconds,
+            "trained_tokens": self.cursor.trained_tokens,
+            "peak_gb": mx.get_peak_memory() / 1e9,
+        }
+        self._log(line)
+        if self.callback is not None:
+            self.callback.on_train_loss_report({"iteration": line["batch"], "train_loss": loss,
+                                                **line})  # fmt: skip
+
+    def _validate(self) -> None:
+        start = time.perf_counter()
+        found = self.validate()
+        self.attached.model.train()
+        line = {"batch": self.cursor.batches, "valid_loss": found.nll, "valid_ppl": found.ppl}
+        self._log(line)
+        self.display.line(
+            "valid", f"batch {line['batch']}: loss {found.nll:.3f}, PPL {found.ppl:.2f}"
+        )
+        if self.callback is not None:
+            took = time.perf_counter() - start
+            self.callback.on_val_loss_report(
+                {"iteration": line["batch"], "val_loss": found.nll, "val_time": took}
+            )

@@ -1,0 +1,94 @@
+"""GroupedLoRA: the adapters of one projection group, and the module that carries a group of one."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from ..ops.grouped_lora import grouped_lora
+
+
+@dataclass(frozen=True)
+class AdapterShape:
+    """The adapter of one slice: output width, rank, and scale = alpha / rank."""
+
+    out_features: int
+    rank: int
+    scale: float
+
+
+class GroupedLoRA(nn.Module):
+    """Adapters of the projections that read one input; some of them may have none.
+
+    Args:
+        in_features: D of the shared input.
+        shapes: for each projection in order, its adapter or None.
+        dropout: share of the input dropped in training, one mask for the whole group.
+        keys: a random key for each projection; A is uniform in ±1/sqrt(D) and B is zero, so that
+            attaching changes no output (as in mlx-lm and the paper).
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        shapes: Sequence[AdapterShape | None],
+        dropout: float,
+        keys: Sequence[mx.array],
+    ):
+        super().__init__()
+        bound = 1 / math.sqrt(in_features)
+        adapted = [(i, s) for i, s in enumerate(shapes) if s is not None]
+        self._slots = [i for i, _ in adapted]
+        self._scales = [s.scale for _, s in adapted]
+        self.dropout = nn.Dropout(dropout)
+        self.lora_a = [
+            mx.random.uniform(-bound, bound, (in_features, s.rank), key=keys[i]) for i, s in adapted
+        ]
+        self.lora_b = [mx.zeros((s.rank, s.out_features)) for _, s in adapted]
+
+    def __call__(self, x: mx.array, outputs: Sequence[mx.array]) -> list[mx.array]:
+        """Base outputs of all projections, [..., O_i] each, with the deltas of the adapted ones."""
+        summed = grouped_lora(
+            self.dropout(x),
+            [outputs[i] for i in self._slots],
+            self.lora_a,
+            self.lora_b,
+            self._scales,
+        )
+        result = list(outputs)
+        for i, y in zip(self._slots, summed, strict=True):
+            result[i] = y
+        return result
+
+
+class AdaptedLinear(nn.Module):
+    """A frozen linear with adapters on slices of its output: one slice, or those of a fused one."""
+
+    def __init__(self, linear: nn.Module, lora: GroupedLoRA, widths: Sequence[int]):
+        super().__init__()
+        self.linear = linear
+        self.lora = lora
+        self._cuts = [sum(widths[: i + 1]) for i in range(len(widths) - 1)]
+
+    def __call__(self, x: mx.array) -> mx.array:
+        y = self.linear(x)
+        if not self._cuts:
+            return self.lora(x, [y])[0]
+        return mx.concatenate(self.lora(x, mx.split(y, self._cuts, axis=-1)), axis=-1)
+
+
+def low_rank_delta(lora_a: mx.array, lora_b: mx.array, scale: float) -> mx.array:
+    """What an adapter adds to its weight: scale * (A B)^T, [O, D] in float32."""
+    return scale * (lora_a.astype(mx.float32) @ lora_b.astype(mx.float32)).T
+
+
+def adapter_key(seed: int, path: str) -> mx.array:
+    """A random key for the adapter at ``path``; it depends on no other adapter."""
+    import zlib
+
+    return mx.random.key((seed << 32) ^ zlib.crc32(path.encode()))
+
+
+Adapters = Mapping[str, mx.array]

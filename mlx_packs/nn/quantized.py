@@ -1,0 +1,152 @@
+"""The three ways to multiply by a frozen weight (base paths), and swapping modules for them.
+
+``quantized``: MLX's fused kernel on the packed weight. ``transient``: dequantize for one use, then
+a dense product; the backward dequantizes again, so nothing dense is kept. ``dense``: dequantize
+once and keep. Which is fastest depends on device, rows and shape: `auto` measures (base_path.py).
+"""
+
+from functools import cache
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_unflatten
+
+QUANTIZED = (nn.QuantizedLinear, nn.QuantizedEmbedding)
+
+
+def dequantized_weight(module: nn.Module) -> mx.array:
+    """The weight of a quantized linear or embedding as [out, in], in the dtype of its scales."""
+    return mx.dequantize(
+        module.weight,
+        module.scales,
+        module.get("biases"),
+        group_size=module.group_size,
+        bits=module.bits,
+        mode=module.mode,
+    )
+
+
+@cache
+def _transient_matmul(group_size: int, bits: int, mode: str):
+    """x [..., D] times a packed weight [O, D], which is dense only while it is multiplied."""
+
+    def unpacked(weight, scales, biases, dtype):
+        return mx.dequantize(
+            weight, scales, biases, group_size=group_size, bits=bits, mode=mode
+        ).astype(dtype)
+
+    @mx.custom_function
+    def matmul(x, weight, scales, biases):
+        return x @ unpacked(weight, scales, biases, x.dtype).T
+
+    @matmul.vjp
+    def matmul_vjp(primals, cotangent, _):
+        x, weight, scales, biases = primals
+        dx = cotangent @ unpacked(weight, scales, biases, cotangent.dtype)
+        return dx, *(mx.zeros_like(frozen) for frozen in (weight, scales, biases))
+
+    return matmul
+
+
+def transient_matmul(x: mx.array, module: nn.Module) -> mx.array:
+    """``x @ W.T`` for a quantized module, dequantizing W for this one use.
+
+    Args:
+        x: [..., D].   module: quantized linear or embedding with a weight of [O, D].
+    Returns: [..., O] in the dtype of x. The gradient reaches x only; the weight is frozen.
+    """
+    biases = module.get("biases")
+    if biases is None:  # mxfp4 and its kin have scales only; an empty array stands in
+        return x @ mx.stop_gradient(dequantized_weight(module)).astype(x.dtype).T
+    matmul = _transient_matmul(module.group_size, module.bits, module.mode)
+    return matmul(x, module.weight, module.scales, biases)
+
+
+class TransientLinear(nn.Module):
+    """A quantized linear whose weight is dequantized for each use."""
+
+    def __init__(self, linear: nn.QuantizedLinear):
+        super().__init__()
+        self.linear = linear
+
+    def __call__(self, x: mx.array) -> mx.array:
+        y = transient_matmul(x, self.linear)
+        return y + self.linear.bias if "bias" in self.linear else y
+
+
+class TransientEmbedding(nn.Module):
+    """A quantized embedding whose table, used as a head, is dequantized for each use."""
+
+    def __init__(self, embedding: nn.QuantizedEmbedding):
+        super().__init__()
+        self.embedding = embedding
+
+    def __call__(self, tokens: mx.array) -> mx.array:
+        return self.embedding(tokens)
+
+    def as_linear(self, x: mx.array) -> mx.array:
+        return transient_matmul(x, self.embedding)
+
+
+class HalfLinear(nn.Module):
+    """A frozen fp16 copy of a weight [O, D] whose packed geometry could not be probed.
+
+    It multiplies in the dtype of its input, so that nothing downstream is promoted.
+    """
+
+    def __init__(self, weight: mx.array, bias: mx.array | None):
+        super().__init__()
+        self.weight = weight
+        if bias is not None:
+            self.bias = bias
+        self.freeze()
+
+    def __call__(self, x: mx.array) -> mx.array:
+        y = x @ self.weight.astype(x.dtype).T
+        return y + self.bias.astype(x.dtype) if "bias" in self else y
+
+
+def dense_module(module: nn.Module, dtype: mx.Dtype | None = None) -> nn.Module:
+    """A frozen nn.Linear or nn.Embedding with the dequantized weight of ``module``."""
+    weight = dequantized_weight(module)
+    if dtype is not None:
+        weight = weight.astype(dtype)
+    if isinstance(module, nn.QuantizedEmbedding):
+        dense = nn.Embedding(1, 1)
+    else:
+        dense = nn.Linear(1, 1, bias="bias" in module)
+        if "bias" in module:
+            dense.bias = module.bias if dtype is None else module.bias.astype(dtype)
+    dense.weight = weight
+    dense.freeze()
+    return dense
+
+
+def quantized_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Paths and modules of every quantized linear and embedding of a model."""
+    return [(path, m) for path, m in model.named_modules() if isinstance(m, QUANTIZED)]
+
+
+def replace_modules(model: nn.Module, modules: list[tuple[str, nn.Module]]) -> None:
+    """Put each module at its path."""
+    if modules:
+        model.update_modules(tree_unflatten(modules))
+
+
+def apply_base_path(model: nn.Module, base_path: str) -> list[tuple[str, nn.Module]]:
+    """Make every quantized module of ``model`` compute by ``base_path``.
+
+    Returns: (path, original module) of those replaced; `replace_modules` puts them back.
+    """
+    originals = quantized_modules(model) if base_path != "quantized" else []
+    replaced = []
+    for path, module in originals:
+        if base_path == "dense":
+            replaced.append((path, dense_module(module)))
+        elif isinstance(module, nn.QuantizedEmbedding):
+            replaced.append((path, TransientEmbedding(module)))
+        else:
+            replaced.append((path, TransientLinear(module)))
+    replace_modules(model, replaced)
+    mx.eval([m.parameters() for _, m in replaced])
+    return originals

@@ -1,0 +1,1 @@
+"""Operations of the training path; each module starts with its reference in plain MLX."""

@@ -1,0 +1,90 @@
+"""One compiled training step, and the accumulation of several batches into one update.
+
+Gradients are those of the *sum* over targets and are divided by their number once, at the update,
+so that N small batches equal one large one whatever their lengths.
+"""
+
+import mlx.nn as nn
+import mlx.optimizers as optimizers
+from mlx.utils import tree_flatten, tree_map
+
+from .loss import Arrays, Head, loss_sum
+from .runtime import mx
+
+
+class Stepper:
+    """Compiled steps over batches of one run; ``traces`` counts the shapes that were compiled."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        head: Head | None,
+        optimizer: optimizers.Optimizer,
+        max_grad_norm: float | None,
+    ):
+        self.optimizer = optimizer
+        self.state = [model.state, optimizer.state, mx.random.state]
+        self.shapes: set[tuple] = set()
+        self._pending: tuple | None = None
+
+        def loss(*batch):
+            return loss_sum(model, head, *batch)
+
+        value_and_grad = nn.value_and_grad(model, loss)
+
+        def update(grads, count):
+            """Mean gradient over ``count`` targets, clipped; its norm before clipping."""
+            grads = tree_map(lambda g: g / count, grads)
+            norm = mx.sqrt(sum(g.square().sum() for _, g in tree_flatten(grads)))
+            if max_grad_norm:
+                shrink = mx.minimum(max_grad_norm / (norm + 1e-6), 1.0)
+                grads = tree_map(lambda g: g * shrink, grads)
+            optimizer.update(model, grads)
+            return norm
+
+        def whole(*batch):
+            total, grads = value_and_grad(*batch)
+            count = batch[-1].sum()
+            return total / count, update(grads, count)
+
+        def gather(*batch):
+            total, grads = value_and_grad(*batch)
+            return total, batch[-1].sum(), grads
+
+        def add(pending, batch):
+            total, count, grads = gather(*batch)
+            return total, pending[0] + count, tree_map(mx.add, pending[1], grads)
+
+        self._whole = mx.compile(whole, inputs=self.state, outputs=self.state)
+        self._gather = mx.compile(gather, inputs=self.state, outputs=self.state)
+        self._add = mx.compile(add, inputs=self.state, outputs=self.state)
+        self._update = mx.compile(update, inputs=self.state, outputs=self.state)
+
+    def __call__(self, batch: Arrays, count: int, last: bool, alone: bool) -> tuple[float, float]:
+        """Learn from a batch; the update comes with the ``last`` of an accumulation.
+
+        Batches of one update count by their targets, so N small batches equal one large one.
+        Returns: mean loss of this batch and the gradient norm of the update (0 if none was made).
+        """
+        self.shapes.add(tuple(a.shape for a in batch))
+        if alone:
+            loss, norm = self._whole(*batch)
+            mx.eval(self.state, loss, norm)
+            return loss.item(), norm.item()
+        if self._pending is None:
+            total, *pending = self._gather(*batch)
+        else:
+            total, *pending = self._add(self._pending, batch)
+        self._pending = (pending[0], pending[1])
+        mx.eval(self._pending, total, mx.random.state)
+        if not last:
+            return total.item() / count, 0.0
+        norm = self._update(self._pending[1], self._pending[0])
+        self._pending = None
+        mx.eval(self.state, norm)
+        return total.item() / count, norm.item()
+
+    @property
+    def pending(self) -> bool:
+        """Whether gradients wait for the rest of their update."""
+        return self._pending is not None

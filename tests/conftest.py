@@ -1,0 +1,96 @@
+"""Fixtures: the embedded base, small models of several families, small data sets.
+
+In `.ci/run` (MLX_PACKS_NO_SKIP=1) a skipped test is a failure.
+"""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from mlx_packs.loading import Base, load_base
+from mlx_packs.runtime import mx
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item, call):
+    report = yield
+    if report.skipped and os.environ.get("MLX_PACKS_NO_SKIP") and not hasattr(report, "wasxfail"):
+        report.outcome = "failed"
+        report.longrepr = f"unexpected skip: {report.longrepr}"
+    return report
+
+
+@pytest.fixture
+def tiny() -> Base:
+    """The embedded base, freshly loaded."""
+    return load_base("tiny")
+
+
+@pytest.fixture(autouse=True)
+def _seeded():
+    mx.random.seed(7)
+
+
+def model_of(family: str, **changes):
+    """A small random model of a family of mlx-lm, and its config."""
+    import importlib
+
+    config = {
+        "model_type": family,
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "intermediate_size": 96,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "rms_norm_eps": 1e-6,
+        "vocab_size": 128,
+        "max_position_embeddings": 128,
+        "rope_theta": 10000.0,
+        "tie_word_embeddings": False,
+    }
+    if family == "gpt2":
+        config = {
+            "model_type": "gpt2",
+            "n_embd": 64,
+            "n_layer": 2,
+            "n_head": 4,
+            "n_positions": 128,
+            "n_ctx": 128,
+            "layer_norm_epsilon": 1e-5,
+            "vocab_size": 128,
+            "num_attention_heads": 4,
+        }
+    config |= changes
+    if family == "qwen2":
+        config.pop("head_dim", None)
+    module = importlib.import_module(f"mlx_lm.models.{family}")
+    mx.random.seed(3)
+    model = module.Model(module.ModelArgs.from_dict(config))
+    model.freeze()
+    model.eval()
+    mx.eval(model.parameters())
+    return model, config
+
+
+def base_of(family: str, **changes) -> Base:
+    """A Base around a small random model, without tokenizer."""
+    model, config = model_of(family, **changes)
+    return Base(family, Path("nowhere"), model, None, config, "0" * 64)
+
+
+def write_rows(folder: Path, **splits: list) -> Path:
+    """A data folder with the given rows for each split."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for split, rows in splits.items():
+        text = "".join(json.dumps(row) + "\n" for row in rows)
+        (folder / f"{split}.jsonl").write_text(text)
+    return folder
+
+
+def chat(*turns: str) -> dict:
+    """A chat row: user and assistant by turns."""
+    roles = ("user", "assistant")
+    return {"messages": [{"role": roles[i % 2], "content": t} for i, t in enumerate(turns)]}
