@@ -19,15 +19,18 @@ _PUBLIC = {
     "DataConfig": "config",
     "PackError": "errors",
     "Pack": "pack",
-    "EvalReport": "evaluate",
-    "evaluate": "evaluate",
+    "EvalReport": "evaluation",
+    "evaluate": "evaluation",
     "TrainRun": "train",
     "train_pack": "train",
 }
-__all__ = sorted(_PUBLIC)
+_MODULES = ("data",)
+__all__ = [*sorted(_PUBLIC), *_MODULES]
 
 
 def __getattr__(name: str):
+    if name in _MODULES:
+        return importlib.import_module(f".{name}", __name__)
     if name not in _PUBLIC:
         raise AttributeError(f"module 'mlx_packs' has no attribute {name!r}")
     module = importlib.import_module(f".{_PUBLIC[name]}", __name__)
@@ -35,4 +38,4 @@ def __getattr__(name: str):
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *_PUBLIC])
+    return sorted({*globals(), *__all__})

@@ -247,6 +247,7 @@ def attach(
         attached.swap([(geometry.path, module) for geometry, module in fallback])
         attached._originals += apply_base_path(base.model, base_path)
         _swap_in_adapters(attached, lora.dropout, seed)
+        base.model.train(base.model.training)  # new modules join the mode of the rest
     except BaseException:
         attached.detach()
         raise

@@ -72,6 +72,7 @@ def load_checkpoint(folder: Path, attached: Attached, optimizer: optimizers.Opti
     except (OSError, ValueError, TypeError, RuntimeError) as error:
         raise PackError(f"{folder}: is not a whole checkpoint ({error}).") from None
     attached.load(tensors, str(folder / ADAPTERS))
-    mx.random.state[0] = state.pop("random")
+    high, low = state.pop("random").tolist()
+    mx.random.seed((high << 32) | low)  # the state is a key, and seed(n) sets it to key(n)
     optimizer.state = tree_unflatten(list(state.items()))
     return cursor

@@ -150,7 +150,7 @@ def _apply_for_real(pack, model: str) -> dict:
 @click.option("--json", "as_json", is_flag=True, help="Print the report.")
 def eval(pack, model, data, split, batch_size, max_seq_length, loss_on, limit, as_json):
     """Perplexity (± standard error) and token accuracy of base and base with pack, same rows."""
-    from .evaluate import evaluate
+    from .evaluation import evaluate
     from .loading import load_base
     from .pack import Pack
 

@@ -8,9 +8,10 @@ Every key of mlx-lm's ``lora_config.yaml`` is understood; `_flatten_mlx_lm` hold
 import dataclasses
 import json
 import math
+import re
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -59,6 +60,15 @@ class LoRAConfig:
                 all(r > 0 for r in self.rank_pattern.values()),
                 f"every rank of rank_pattern must be positive, but got {self.rank_pattern}.",
             ),
+            (
+                all(math.isfinite(a) and a > 0 for a in self.alpha_pattern.values()),
+                f"every alpha of alpha_pattern must be positive, but got {self.alpha_pattern}.",
+            ),
+        ]
+        checks += [
+            (_is_regex(key), f"'{key}' in {name} must be a module path or a regular expression.")
+            for name in ("rank_pattern", "alpha_pattern")
+            for key in getattr(self, name)
         ]
         _raise_faults("LoRAConfig", checks)
 
@@ -101,7 +111,7 @@ class TrainConfig:
     test_batches: int = _option(-1, "Held-out batches before and after; -1 is all.")
     save_every: int = _option(100, "Batches between checkpoints in the run folder.")
     clear_cache_threshold: int | None = _option(
-        None, "Clear MLX's buffer cache between steps when it is larger than this many bytes."
+        None, "Clear MLX's buffer cache between steps when it is larger than this (2GB, 500M)."
     )
     max_pack_mb: float | None = _option(None, "Gate: exit with 1 if the pack is larger than this.")
 
@@ -130,7 +140,19 @@ class TrainConfig:
                 f"ce_last_k must be positive, but got {self.ce_last_k}.",
             ),
             (self.val_batches >= -1, f"val_batches must be -1 or more, got {self.val_batches}."),
-            (self.test_batches >= -1, f"test_batches must be -1 or more, got {self.test_batches}."),
+            (
+                self.test_batches == -1 or self.test_batches > 0,
+                f"test_batches must be positive, or -1 for all, but got {self.test_batches}.",
+            ),
+            (0 <= self.seed < 2**32, f"seed must be in [0, 2^32), but got {self.seed}."),
+            (
+                self.clear_cache_threshold is None or self.clear_cache_threshold >= 0,
+                f"clear_cache_threshold must be 0 or more, but got {self.clear_cache_threshold}.",
+            ),
+            (
+                self.max_pack_mb is None or self.max_pack_mb > 0,
+                f"max_pack_mb must be positive, but got {self.max_pack_mb}.",
+            ),
         ]
         for f in dataclasses.fields(self):
             value, choices = getattr(self, f.name), f.metadata["choices"]
@@ -167,6 +189,14 @@ def _raise_faults(where: str, checks: list[tuple[bool, str]]) -> None:
         raise PackError(f"[{where}] " + " ".join(faults))
 
 
+def _is_regex(pattern: str) -> bool:
+    try:
+        re.compile(pattern)
+    except re.error:
+        return False
+    return True
+
+
 def _typed(value, kind, key: str):
     """``value`` as ``kind``, or an error that names the key; ints pass for floats, '1e-5' too."""
     origin = typing.get_origin(kind)
@@ -185,6 +215,7 @@ def _typed(value, kind, key: str):
         items = value.split(",") if isinstance(value, str) else value
         if not isinstance(items, (list, tuple)):
             raise PackError(f"{key} must be a list, but got {value!r}.")
+        items = [v.strip() if isinstance(v, str) else v for v in items]
         return tuple(_typed(v, typing.get_args(kind)[0], key) for v in items if v != "")
     if origin is dict:
         if not isinstance(value, Mapping):
@@ -216,14 +247,29 @@ def build(cls, values: Mapping, where: str = ""):
         if key not in kinds:
             hint = did_you_mean(key, list(kinds))
             raise PackError(f"{where or cls.__name__}: unknown key '{key}'. {hint}")
-        flag = "--" + key.replace("_", "-")
-        typed[key] = _typed(value, kinds[key], flag if where == FLAGS else f"{where}: {key}")
-    return cls(**typed)
+        typed[key] = _typed(value, kinds[key], _spelled(key, where))
+    try:
+        return cls(**typed)
+    except PackError as error:
+        raise PackError(str(error) if where in ("", FLAGS) else f"{where}: {error}") from None
 
 
-RUN_KEYS = (
-    "model out resume_adapter_file report_to project_name trust_remote_code overwrite resume"
-).split()
+def _spelled(key: str, where: str) -> str:
+    """A key as the user wrote it: a flag, or a key of the file ``where``."""
+    return "--" + key.replace("_", "-") if where == FLAGS else f"{where}: {key}"
+
+
+_RUN_KINDS = {
+    "model": str,
+    "out": str,
+    "resume_adapter_file": str,
+    "report_to": str,
+    "project_name": str,
+    "trust_remote_code": bool,
+    "overwrite": bool,
+    "resume": bool,
+}
+_SIZES = {"": 1, "M": 10**6, "MB": 10**6, "G": 10**9, "GB": 10**9}  # as in mlx-lm
 
 
 @dataclass(frozen=True)
@@ -246,48 +292,94 @@ class Recipe:
         }
 
 
-def _flatten_mlx_lm(values: dict, where: str) -> dict:
-    """Replace what mlx-lm spells differently by our keys, with the same meaning."""
-    flat = dict(values)
+def _flatten_mlx_lm(values: Mapping, where: str) -> dict:
+    """Replace what mlx-lm spells differently by our keys, with the same meaning.
+
+    ``scale`` stays, because alpha = scale x rank needs the rank that is valid in the end.
+    """
+    flat = {str(k): v for k, v in values.items() if v is not None}
     kind = flat.pop("fine_tune_type", "lora")
     if kind != "lora":
         raise PackError(
             f"{where}: fine_tune_type '{kind}' is not trained here, only 'lora'. "
             f"Use mlx_lm.lora --fine-tune-type {kind} for it."
         )
-    nested = flat.pop("lora_parameters", None) or {}
-    unknown = set(nested) - {"rank", "scale", "dropout", "keys", "alpha"}
-    if unknown:
-        raise PackError(f"{where}: unknown key 'lora_parameters.{sorted(unknown)[0]}'.")
-    if "scale" in nested:
-        rank = flat.get("rank", nested.get("rank", 8))
-        flat.setdefault("alpha", _typed(nested["scale"], float, "scale") * int(rank))
-        flat.setdefault("rank", rank)
-    for ours, theirs in (("rank", "rank"), ("dropout", "dropout"), ("alpha", "alpha")):
-        if theirs in nested:
-            flat.setdefault(ours, nested[theirs])
-    if nested.get("keys"):
-        flat.setdefault("target_modules", nested["keys"])
-    if flat.pop("mask_prompt", None):
-        flat.setdefault("loss_on", "completion")
-    for flag in ("train", "test"):
-        if flat.pop(flag, None) is False and flag == "train":
-            raise PackError(f"{where}: 'train: false' asks for evaluation only: use packs eval.")
+    if "scale" in flat:
+        raise PackError(f"{where}: unknown key 'scale'. Write alpha (scale x rank).")
+    nested = flat.pop("lora_parameters", {})
+    if not isinstance(nested, Mapping):
+        raise PackError(f"{where}: lora_parameters must be a mapping, but got {nested!r}.")
+    ours = {"rank": "rank", "scale": "scale", "dropout": "dropout", "alpha": "alpha"}
+    ours["keys"] = "target_modules"
+    for key, value in nested.items():
+        if key not in ours:
+            hint = did_you_mean(str(key), list(ours))
+            raise PackError(f"{where}: unknown key 'lora_parameters.{key}'. {hint}")
+        if value is not None and value != []:
+            flat.setdefault(ours[key], value)
+    for key, kind in (("scale", float), ("rank", int)):
+        if key in flat:
+            flat[key] = _typed(flat[key], kind, _spelled(key, where))
+    if "scale" in flat and "alpha" in flat:
+        if where != FLAGS:
+            raise PackError(f"{where}: say either lora_parameters.scale or alpha (scale x rank).")
+        del flat["scale"]  # the nested form stands in files only, and flags override them
+    if "mask_prompt" in flat:
+        masked = _typed(flat.pop("mask_prompt"), bool, _spelled("mask_prompt", where))
+        wanted = "completion" if masked else "all"
+        if flat.setdefault("loss_on", wanted) != wanted:
+            raise PackError(
+                f"{where}: mask_prompt means loss_on '{wanted}', but loss_on is "
+                f"'{flat['loss_on']}'; say one of them."
+            )
     flat.pop("config", None)
     if "adapter_path" in flat:
         flat.setdefault("out", flat.pop("adapter_path"))
-    return {k: v for k, v in flat.items() if v is not None}
+    if isinstance(size := flat.get("clear_cache_threshold"), str):
+        flat["clear_cache_threshold"] = _bytes(size, _spelled("clear_cache_threshold", where))
+    return flat
 
 
-def resolve(values: Mapping, where: str = FLAGS) -> Recipe:
-    """The recipe for a flat mapping of keys (ours and mlx-lm's); errors name ``where``."""
-    flat = _flatten_mlx_lm(dict(values), where)
+def _bytes(size: str, key: str) -> int:
+    number, unit = re.fullmatch(r"([\d.]*)\s*(.*)", size.strip()).groups()
+    try:
+        return int(float(number) * _SIZES[unit.upper()])
+    except (ValueError, KeyError):
+        raise PackError(f"{key} must be a size such as 500M or 2GB, but got '{size}'.") from None
+
+
+def _merged(layers: Sequence[Mapping], where: str) -> dict:
+    """One flat mapping; later layers override earlier ones, under whatever name either used."""
+    merged: dict = {}
+    for layer in layers:
+        flat = _flatten_mlx_lm(layer, where)
+        for key, other in (("alpha", "scale"), ("scale", "alpha")):
+            if key in flat:
+                merged.pop(other, None)
+        merged |= flat
+    if "scale" in merged:
+        merged["alpha"] = merged.pop("scale") * merged.get("rank", LoRAConfig.rank)
+    return merged
+
+
+def resolve(values: Mapping, where: str = FLAGS, under: Sequence[Mapping] = ()) -> Recipe:
+    """The recipe for a flat mapping of keys (ours and mlx-lm's); errors name ``where``.
+
+    Args:
+        under: mappings that ``values`` override, from the weakest to the strongest.
+    """
+    flat = _merged([*under, values], where)
+    train, test = flat.pop("train", None), flat.pop("test", None)
+    if where == FLAGS and (train is False or (test and not train)):
+        raise PackError(
+            "--test without --train, or 'train: false', asks for evaluation alone: use packs eval."
+        )
     parts: dict[str, dict] = {"lora": {}, "train": {}, "data": {}, "run": {}}
     owners = {
         **{f.name: "lora" for f in dataclasses.fields(LoRAConfig)},
         **{f.name: "train" for f in dataclasses.fields(TrainConfig)},
         **{f.name: "data" for f in dataclasses.fields(DataConfig)},
-        **{key: "run" for key in RUN_KEYS},
+        **{key: "run" for key in _RUN_KINDS},
     }
     for key, value in flat.items():
         if key not in owners:
@@ -297,7 +389,7 @@ def resolve(values: Mapping, where: str = FLAGS) -> Recipe:
         lora=build(LoRAConfig, parts["lora"], where),
         train=build(TrainConfig, parts["train"], where),
         data=build(DataConfig, parts["data"], where),
-        run=parts["run"],
+        run={k: _typed(v, _RUN_KINDS[k], _spelled(k, where)) for k, v in parts["run"].items()},
     )
 
 
@@ -308,7 +400,7 @@ def read_yaml(path: str | Path) -> dict:
     path = Path(path)
     try:
         text = path.read_text(encoding="utf-8")
-        values = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
+        values = json.loads(text) if path.suffix == ".json" else yaml.load(text, _yaml_loader())
     except OSError as error:
         raise PackError(f"{path}: cannot be read ({error.strerror}).") from None
     except (yaml.YAMLError, json.JSONDecodeError, UnicodeDecodeError) as error:
@@ -319,3 +411,15 @@ def read_yaml(path: str | Path) -> dict:
     if not isinstance(values, dict):
         raise PackError(f"{path}: must hold keys and values, but holds a {type(values).__name__}.")
     return values
+
+
+def _yaml_loader() -> type:
+    """PyYAML's safe loader with YAML 1.2's numbers: ``1e-5`` is a float wherever it stands."""
+    import yaml
+
+    class Loader(yaml.SafeLoader):
+        pass
+
+    number = re.compile(r"[-+]?(\d[\d_]*\.?[\d_]*|\.\d[\d_]*)[eE][-+]?\d+")
+    Loader.add_implicit_resolver("tag:yaml.org,2002:float", number, list("-+.0123456789"))
+    return Loader

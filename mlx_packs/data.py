@@ -7,6 +7,7 @@ text, and a token is a target if it starts inside one.
 
 import hashlib
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -98,8 +99,8 @@ def load_rows(config: DataConfig) -> Splits:
             rows[split] = read_rows(files[0]) if files else []
         if not any(rows.values()):
             raise PackError(f"{path}: must hold train.jsonl (and valid.jsonl, test.jsonl).")
-    elif len(config.data.split("/")) == 2 and not config.data.startswith((".", "/", "~")):
-        rows = _hf_dataset(config.data, {s: s for s in SPLITS})
+    elif path.suffix not in _SUFFIXES and re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", config.data):
+        rows = _hf_dataset(config.data)
     else:
         raise PackError(
             f"--data {config.data}: no such folder or file, and not a data set id (owner/name)."
@@ -141,7 +142,7 @@ def read_rows(file: Path) -> list[Row]:
 
 
 def _json_rows(file: Path) -> list[Row]:
-    text = file.read_text(encoding="utf-8")
+    text = file.read_text(encoding="utf-8-sig")  # Windows editors begin with a byte order mark
     if file.suffix == ".json":
         try:
             values = json.loads(text)
@@ -172,35 +173,35 @@ def _parquet_rows(file: Path) -> list[Row]:
     return [Row(f"{file}[{i}]", v) for i, v in enumerate(parquet.read_table(file).to_pylist())]
 
 
-def _hf_library():
+def _hf_load(name: str, /, **arguments):
+    """`datasets.load_dataset`, or one line that says why not."""
     try:
         import datasets
     except ImportError:
         raise PackError(
-            "Hugging Face data sets need: pip install datasets. Or give a folder with train.jsonl."
+            f"--data {name}: no such folder or file here; to take it from the Hugging Face Hub: "
+            "pip install datasets."
         ) from None
-    return datasets
-
-
-def _hf_dataset(name: str, wanted: Mapping[str, str], **arguments) -> dict[str, list[Row]]:
-    datasets = _hf_library()
-    rows = {split: [] for split in SPLITS}
     try:
-        if set(wanted.values()) <= set(SPLITS):
-            loaded = datasets.load_dataset(name, **arguments)
-            found = {s: loaded[s] for s in SPLITS if s in loaded}
-            if "validation" in loaded:
-                found.setdefault("valid", loaded["validation"])
-        else:
-            found = {
-                k: datasets.load_dataset(name, split=v, **arguments) for k, v in wanted.items()
-            }
+        return datasets.load_dataset(name, **arguments)
     except (OSError, ValueError, datasets.exceptions.DatasetNotFoundError) as error:
         reason = " ".join(str(error).split())[:200]
         raise PackError(f"--data {name}: cannot be loaded from the Hub: {reason}") from None
-    for split, loaded in found.items():
-        rows[split] = [Row(f"{name}/{split}[{i}]", dict(v)) for i, v in enumerate(loaded)]
-    return rows
+
+
+def _hf_dataset(name: str) -> dict[str, list[Row]]:
+    """Every split of a data set of the Hub that has our name (or is called validation)."""
+    loaded = _hf_load(name)
+    found = {s: loaded[s] for s in SPLITS if s in loaded}
+    if "validation" in loaded:
+        found.setdefault("valid", loaded["validation"])
+    if "train" not in found:
+        raise PackError(f"--data {name}: has no train split, only {', '.join(loaded)}.")
+    return {s: _hf_rows(name, s, found.get(s, ())) for s in SPLITS}
+
+
+def _hf_rows(name: str, split: str, loaded) -> list[Row]:
+    return [Row(f"{name}/{split}[{i}]", dict(v)) for i, v in enumerate(loaded)]
 
 
 def _hf_collection(config: DataConfig) -> Splits:
@@ -210,6 +211,8 @@ def _hf_collection(config: DataConfig) -> Splits:
     known = {"path", "name", "train_split", "valid_split", "test_split", "config", *features}
     rows: dict[str, list[Row]] = {split: [] for split in SPLITS}
     for entry in wanted:
+        if not isinstance(entry, Mapping):
+            raise PackError(f"hf_dataset: must hold keys such as 'path', but got {entry!r}.")
         for key in entry:
             if key not in known:
                 raise PackError(
@@ -224,12 +227,13 @@ def _hf_collection(config: DataConfig) -> Splits:
         }
         if "test_split" in entry:
             splits["test"] = entry["test_split"]
-        found = _hf_dataset(name, splits, **entry.get("config", {}))
+        arguments = entry.get("config") or {}
         renames = {entry[f]: features[f] for f in features if f in entry}
-        for split in SPLITS:
+        for split, wanted_split in splits.items():
+            loaded = _hf_load(name, split=wanted_split, **arguments)
             rows[split] += [
                 Row(r.where, {renames.get(k, k): v for k, v in r.value.items()})
-                for r in found[split]
+                for r in _hf_rows(name, split, loaded)
             ]
     return Splits(rows, ", ".join(str(e.get("path") or e.get("name")) for e in wanted))
 
@@ -242,7 +246,7 @@ def fingerprint(rows: list[Row]) -> str:
     digest = hashlib.sha256()
     for row in rows:
         line = json.dumps(row.value, sort_keys=True, ensure_ascii=False, default=str)
-        digest.update(line.encode() + b"\n")
+        digest.update(line.encode(errors="surrogatepass") + b"\n")
     return digest.hexdigest()
 
 
@@ -302,14 +306,23 @@ def encode(
             raise PackError(
                 f"{row.where}: mixed formats: this row is {found}, but {rows[0].where} is {kind}."
             )
-        rendered.append(_render_row(row, kind, loss_on, tokenizer, config))
+        text, spans = _render_row(row, kind, loss_on, tokenizer, config)
+        if not _is_unicode(text):
+            raise PackError(f"{row.where}: holds half of a surrogate pair (\\ud800 to \\udfff).")
+        rendered.append((text, spans))
     special = kind == "text"
-    encodings = tokenizer._tokenizer(
-        [text for text, _ in rendered],
-        add_special_tokens=special,
-        return_offsets_mapping=loss_on != "all",
-        return_attention_mask=False,
-    )
+    try:
+        encodings = tokenizer._tokenizer(
+            [text for text, _ in rendered],
+            add_special_tokens=special,
+            return_offsets_mapping=loss_on != "all",
+            return_attention_mask=False,
+        )
+    except NotImplementedError:
+        raise PackError(
+            f"--loss-on {loss_on}: the base's tokenizer is a slow one and does not say where its "
+            "tokens stand; use --loss-on all, or a base with tokenizer.json."
+        ) from None
     examples = Examples([], kind, loss_on)
     ends = set(tokenizer.eos_token_ids) | set(tokenizer.all_special_ids)
     for i, (row, (_, spans)) in enumerate(zip(rows, rendered, strict=True)):
@@ -324,6 +337,14 @@ def encode(
     if not examples.items:
         raise PackError(f"{rows[0].where}: no row has a target within {max_seq_length} tokens.")
     return examples
+
+
+def _is_unicode(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _append(
@@ -364,11 +385,14 @@ def _render_row(
             raise PackError(f"{row.where}: '{config.text_feature}' must be a text, got {text!r}.")
         return text, []
     if kind == "completion":
-        pair = row.value[config.prompt_feature], row.value[config.completion_feature]
-        messages = [
-            {"role": "user", "content": pair[0]},
-            {"role": "assistant", "content": pair[1]},
-        ]
+        messages = []
+        for role, column in (
+            ("user", config.prompt_feature),
+            ("assistant", config.completion_feature),
+        ):
+            if not isinstance(text := row.value[column], str):
+                raise PackError(f"{row.where}: '{column}' must be a text, but got {text!r}.")
+            messages.append({"role": role, "content": text})
     else:
         messages = row.value[config.chat_feature]
     _check_messages(row, messages, config.chat_feature)
@@ -379,6 +403,8 @@ def _render_row(
     answers = [i for i, m in enumerate(messages) if m["role"] == "assistant"]
     if loss_on == "completion":  # mlx-lm's --mask-prompt: all that follows the last prompt
         last = len(messages) - 1
+        if answers == [0] == [last]:  # there is no prompt but the header of the answer
+            return full, [(_answer_span(row, render, messages, 0, full)[0], len(full))]
         prompt = render(messages[:-1], add_generation_prompt=last in answers)
         if not full.startswith(prompt):
             raise PackError(
@@ -397,7 +423,9 @@ def _check_messages(row: Row, messages, column: str) -> None:
         shown = shown if len(shown) < 60 else shown[:60] + "…"
         return PackError(f"{row.where}: {rule} Shown: {shown}")
 
-    if not isinstance(messages, list) or not messages:
+    if messages == []:
+        raise fault(f"'{column}' must hold at least one message.", messages)
+    if not isinstance(messages, list):
         kind = type(messages).__name__
         raise fault(f"'{column}' must be a list of {{role, content}}, but got a {kind}.", messages)
     for message in messages:
@@ -419,7 +447,10 @@ def _renderer(row: Row, tokenizer) -> Callable[..., str]:
 
     tools = row.value.get("tools")
     if isinstance(tools, str):
-        tools = json.loads(tools)
+        try:
+            tools = json.loads(tools)
+        except json.JSONDecodeError as error:
+            raise PackError(f"{row.where}: 'tools' is not valid JSON: {error}.") from None
 
     def render(messages, add_generation_prompt: bool = False) -> str:
         if not messages:
@@ -438,18 +469,28 @@ def _answer_span(row: Row, render, messages: list, i: int, full: str) -> tuple[i
     """Where answer ``i`` stands in the rendered conversation, its end-of-turn token included.
 
     Usually the template renders a conversation as its beginning plus more. Where it does not (Qwen3
-    drops the thoughts of earlier turns), the answer's content is found by rendering it replaced.
+    drops the thoughts of earlier turns), the answer is found by rendering another in its place.
     """
-    before = render(messages[:i], add_generation_prompt=True)
-    through = full if i + 1 == len(messages) else render(messages[: i + 1])
-    if full.startswith(before) and full.startswith(through) and len(through) > len(before):
-        end = len(before) + len(through[len(before) :].rstrip())
-        return len(before), end
-    changed = [dict(m, content=_SENTINEL) if j == i else m for j, m in enumerate(messages)]
-    start, found, rest = render(changed).partition(_SENTINEL)
-    if found and full.startswith(start) and full.endswith(rest):
-        if len(full) > len(start) + len(rest):
-            return len(start), len(full) - len(rest)
+
+    def attempt(*arguments, **keywords) -> str | None:
+        try:
+            return render(*arguments, **keywords)
+        except PackError:  # some templates refuse a part of a conversation
+            return None
+
+    if i > 0:  # without a message before it, the header of the answer cannot be rendered
+        before = attempt(messages[:i], add_generation_prompt=True)
+        through = full if i + 1 == len(messages) else attempt(messages[: i + 1])
+        if before and through and full.startswith(before) and full.startswith(through):
+            if len(through) > len(before):
+                return len(before), len(before) + len(through[len(before) :].rstrip())
+    bare = {"role": "assistant", "content": _SENTINEL}
+    for other in (bare, {**messages[i], **bare}):  # without and with its tool calls
+        changed = attempt([other if j == i else m for j, m in enumerate(messages)]) or ""
+        start, found, rest = changed.partition(_SENTINEL)
+        if found and full.startswith(start) and full.endswith(rest):
+            if len(full) > len(start) + len(rest):
+                return len(start), len(full) - len(rest)
     raise PackError(
         f"{row.where}: the chat template does not show where answer {i} stands; "
         "use --loss-on completion or all."

@@ -93,14 +93,19 @@ def probe(path: str, module: nn.Module, config: dict, grouped: bool = False) -> 
     in_features = packed_width
     if isinstance(module, nn.QuantizedLinear):
         bits, group_size, mode = module.bits, module.group_size, module.mode
-        in_features = packed_width * 32 // bits
+        in_features, odd = divmod(packed_width * 32, bits)
         expected = [out_features, in_features // group_size]
-        if in_features % group_size or list(module.scales.shape) != expected:
-            raise GeometryError(
-                path,
-                f"weight {list(weight.shape)} at {bits} bits, group {group_size} asks for scales "
-                f"{expected}, but they are {list(module.scales.shape)}.",
-            )
+        stored = {"scales": module.scales, "biases": module.get("biases")}
+        for name, tensor in stored.items():
+            found = list(tensor.shape) if tensor is not None else None
+            if name == "biases" and mode != "affine" and found is None:
+                continue
+            if odd or in_features % group_size or found != expected:
+                raise GeometryError(
+                    path,
+                    f"weight {list(weight.shape)} at {bits} bits, group {group_size} asks for "
+                    f"{name} {expected}, but they are {found}.",
+                )
     if "bias" in module and list(module.bias.shape) != [out_features]:
         raise GeometryError(path, f"bias {list(module.bias.shape)} for {out_features} outputs.")
     name = path.rsplit(".", 1)[-1]
@@ -148,7 +153,7 @@ def _check_config(path: str, name: str, in_features: int, out_features: int, c: 
 
 def _fused_slices(path: str, name: str, width: int, c: Heads) -> tuple[tuple[str, int], ...]:
     """The projections inside a fused linear, where its layout is known; else one slice."""
-    if name == "c_attn" and width % 3 == 0:  # GPT-2: q, k, v of equal width
+    if name == "c_attn" and c.hidden and width == 3 * c.hidden:  # GPT-2: q, k, v of equal width
         return tuple((part, width // 3) for part in "qkv")
     if name == "qkv_proj" and c.heads and c.head_dim and c.kv_heads:  # Phi-3
         q, kv = c.heads * c.head_dim, c.kv_heads * c.head_dim
@@ -206,7 +211,9 @@ def select_targets(
             other = dict(model.named_modules()).get(target)
             if other is not None:
                 kind = type(other).__name__
-                raise PackError(f"--target-modules {target}: a {kind} cannot carry an adapter.")
+                raise PackError(
+                    f"--target-modules {target}: is of type {kind} and cannot carry an adapter."
+                )
             hint = did_you_mean(target, names)
             raise PackError(
                 f"--target-modules {target}: no such projection. {hint} "

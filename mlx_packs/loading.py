@@ -5,6 +5,8 @@ Offline first: a local folder never touches the network, a cached hub id is used
 
 import hashlib
 import json
+import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -90,47 +92,84 @@ def resolve_base_path(name: str | Path) -> Path:
     """
     if str(name) == TINY:
         return tiny_base_path()
+    if not str(name):
+        raise PackError("--model: is empty; name a folder, a hub id (owner/name) or 'tiny'.")
     path = Path(name).expanduser()
-    if path.is_dir():
+    if os.path.isdir(path):  # unlike Path.is_dir, False for a name that is too long
         if not (path / "config.json").is_file():
             raise PackError(f"{path}: is not a checkpoint, it has no config.json.")
         return path
-    if path.exists():
+    if os.path.exists(path):
         raise PackError(f"{path}: must be a checkpoint folder, but is a file.")
-    parts = str(name).split("/")
-    if len(parts) != 2 or not all(parts) or str(name).startswith((".", "~", "/")):
-        hint = f" Its 4-bit form may be 'mlx-community/{name}'." if len(parts) == 1 else ""
+    if not re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", str(name), re.ASCII):
+        alone = "/" not in str(name)
+        hint = f" Its 4-bit form may be 'mlx-community/{name}'." if alone else ""
         raise PackError(f"--model {name}: no such folder, and not a hub id (owner/name).{hint}")
     return _hub_snapshot(str(name))
 
 
 def _hub_snapshot(repo: str) -> Path:
+    """The folder of a hub id: as it is cached, else (or if that is incomplete) downloaded."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError, RepositoryNotFoundError
 
     wanted = {"repo_id": repo, "allow_patterns": _CHECKPOINT_FILES}
+    cached = "not in the Hugging Face cache"
     try:
-        return Path(snapshot_download(**wanted, local_files_only=True))
+        path = Path(snapshot_download(**wanted, local_files_only=True))
+        if _is_whole(path):
+            return path
+        cached = "only in part in the Hugging Face cache"
     except LocalEntryNotFoundError:
         pass
+    except ValueError as error:  # the hub's rules for names
+        raise PackError(f"--model {repo}: no such folder, and {_first_line(error)}") from None
     try:
-        return Path(snapshot_download(**wanted))
+        path = Path(snapshot_download(**wanted))  # without network, what is cached of it
+        if _is_whole(path):
+            return path
+        reason = "some of its files are missing"
     except RepositoryNotFoundError:
         raise PackError(
             f"--model {repo}: no folder of that name, and the Hub has no such model (or it is "
             "private: hf auth login)."
         ) from None
     except (OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0][:120] if str(error).strip() else type(error)
-        raise PackError(
-            f"--model {repo}: not a folder here, not in the Hugging Face cache, and the Hub cannot "
-            f"be reached ({reason}). On a machine with network: hf download {repo}"
-        ) from None
+        reason = _first_line(error)
+    raise PackError(
+        f"--model {repo}: not a folder here, {cached}, and it cannot be had from the Hub "
+        f"({reason}). On a machine with network: hf download {repo}"
+    )
+
+
+def _is_whole(path: Path) -> bool:
+    found = (path / "config.json").is_file() and weight_files(path)
+    return bool(found) and not missing_shards(path)
+
+
+def _first_line(error: Exception) -> str:
+    text = str(error).strip() or type(error).__name__
+    return text.splitlines()[0][:120].rstrip(".")
 
 
 def weight_files(path: Path) -> list[Path]:
     """The safetensors shards of a checkpoint folder, in order."""
     return sorted(path.glob("model*.safetensors"))
+
+
+def missing_shards(path: Path) -> list[str]:
+    """Shards that the index of a checkpoint folder names and that are not there.
+
+    Raises: PackError if the index is no index.
+    """
+    index = path / "model.safetensors.index.json"
+    if not index.is_file():
+        return []
+    try:
+        named = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise PackError(f"{index}: is not an index of shards (no 'weight_map').") from None
+    return sorted(named - {f.name for f in weight_files(path)})
 
 
 def read_header(file: Path) -> tuple[dict[str, dict], int]:
@@ -145,10 +184,11 @@ def read_header(file: Path) -> tuple[dict[str, dict], int]:
             raise PackError(f"{file}: is truncated or not a safetensors file.")
         try:
             header = json.loads(f.read(length))
-        except ValueError:
+            header.pop("__metadata__", None)
+            data = max((int(t["data_offsets"][1]) for t in header.values()), default=0)
+        except (ValueError, KeyError, TypeError, AttributeError, IndexError):
             raise PackError(f"{file}: is not a safetensors file (its header is no JSON).") from None
-    header.pop("__metadata__", None)
-    end = 8 + length + max((t["data_offsets"][1] for t in header.values()), default=0)
+    end = 8 + length + data
     if size < end:
         raise PackError(f"{file}: is truncated: {size} bytes of {end}. Copy or download it again.")
     return header, 8 + length
@@ -182,11 +222,14 @@ def _check_files(path: Path) -> None:
         raise PackError(f"{path}: has no model*.safetensors; is it a checkpoint folder?")
     for file in files:
         read_header(file)
-    index = path / "model.safetensors.index.json"
-    if index.is_file():
-        named = set(json.loads(index.read_text())["weight_map"].values())
-        if missing := sorted(named - {f.name for f in files}):
-            raise PackError(f"{path}: shard {missing[0]} is named in the index but not there.")
+    if missing := missing_shards(path):
+        raise PackError(f"{path}: shard {missing[0]} is named in the index but not there.")
+    try:
+        config = json.loads((path / "config.json").read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise PackError(f"{path / 'config.json'}: is not valid JSON: {error}.") from None
+    if not isinstance(config, dict) or "model_type" not in config:
+        raise PackError(f"{path / 'config.json'}: has no 'model_type'.")
 
 
 def _load_model(path: Path, trust_remote_code: bool) -> tuple[nn.Module, dict]:
@@ -200,6 +243,24 @@ def _load_model(path: Path, trust_remote_code: bool) -> tuple[nn.Module, dict]:
         raise PackError(f"{path}: tensors and config.json do not fit: {reason}") from None
     except RuntimeError as error:
         raise PackError(f"{path}: cannot be read: {' '.join(str(error).split())}") from None
+
+
+def _load_tokenizer(path: Path, config: dict, trust_remote_code: bool) -> object:
+    from mlx_lm.utils import load_tokenizer
+
+    try:
+        tokenizer = load_tokenizer(
+            path,
+            {"trust_remote_code": trust_remote_code},
+            eos_token_ids=config.get("eos_token_id"),
+        )
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        reason = " ".join(str(error).split())[:300]
+        raise PackError(f"{path}: the tokenizer cannot be loaded: {reason}") from None
+    # without its files, transformers makes an empty tokenizer of the kind that the config names
+    if not tokenizer.encode("a b", add_special_tokens=False):
+        raise PackError(f"{path}: the tokenizer cannot be loaded: there is no tokenizer.json.")
+    return tokenizer
 
 
 def quantize_in_memory(model: nn.Module, config: dict, mode: str) -> dict:
@@ -234,8 +295,6 @@ def load_base(
         quantize: ``"affine4"`` or ``"affine8"`` quantizes a dense checkpoint after reading it.
     Raises: PackError when there is no such checkpoint or its tensors do not fit its config.
     """
-    from mlx_lm.utils import load_tokenizer
-
     path = resolve_base_path(name)
     _check_files(path)
     model, config = _load_model(path, trust_remote_code)
@@ -250,13 +309,5 @@ def load_base(
     model.freeze()
     model.eval()
     mx.eval(model.parameters())
-    try:
-        tokenizer = load_tokenizer(
-            path,
-            {"trust_remote_code": trust_remote_code},
-            eos_token_ids=config.get("eos_token_id"),
-        )
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        reason = " ".join(str(error).split())[:300]
-        raise PackError(f"{path}: the tokenizer cannot be loaded: {reason}") from None
+    tokenizer = _load_tokenizer(path, config, trust_remote_code)
     return Base(str(name), path, model, tokenizer, config, fingerprint(path), dict(quantization))

@@ -13,7 +13,7 @@ from .config import TrainConfig
 from .data import Batch
 from .display import Display
 from .errors import PackError
-from .evaluate import Score
+from .evaluation import Score
 from .loss import as_arrays
 from .runtime import mx
 from .step import Stepper

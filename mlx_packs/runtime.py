@@ -177,6 +177,11 @@ def _bind_blas() -> Blas:
 
 BLAS = _bind_blas()
 
+if sys.platform == "linux" and mx.default_device() == mx.Device(mx.cpu):
+    # On a CPU mx.compile calls g++ for every fused kernel: half a minute before the first step,
+    # for 3 % less time a step (benchmarks/LOG.md). Steps run uncompiled there.
+    mx.disable_compile()
+
 
 def on_cpu() -> bool:
     """Whether MLX computes on the CPU by default."""

@@ -21,7 +21,7 @@ from .checkpoint import Cursor, latest_checkpoint, load_checkpoint, save_checkpo
 from .config import DataConfig, LoRAConfig, Recipe, TrainConfig, read_yaml, resolve
 from .display import NORMAL, QUIET, VERBOSE, Display, clock
 from .errors import PackError
-from .evaluate import Score, score
+from .evaluation import Score, score
 from .files import to_json, write_whole
 from .generate import chat_prompt, complete
 from .loading import TINY, Base, load_base

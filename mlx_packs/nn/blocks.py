@@ -8,9 +8,9 @@ pass over their input.
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models.activations import swiglu
-from mlx_lm.models.base import scaled_dot_product_attention
 
+from ..ops.attention import attention
+from ..ops.exponential import swiglu
 from .lora import GroupedLoRA
 
 # Attention with q_proj, k_proj, v_proj, o_proj, rope, scale (and q_norm, k_norm), by module.
@@ -53,18 +53,29 @@ class GroupedAttention(nn.Module):
         if "q_norm" in self:
             queries, keys = self.q_norm(queries), self.k_norm(keys)
         queries, keys = queries.transpose(0, 2, 1, 3), keys.transpose(0, 2, 1, 3)
+        attend = self._attend if self.training else self._attend_as_mlx_lm
+        attended = attend(queries, keys, values, mask, cache)
+        attended = attended.transpose(0, 2, 1, 3).reshape(B, T, -1)
+        output = self.o_proj(attended)
+        return output if self.o_lora is None else self.o_lora(attended, [output])[0]
+
+    def _attend(self, queries, keys, values, mask, cache) -> mx.array:
+        """Attention in training, where there is no cache."""
+        return attention(self.rope(queries), self.rope(keys), values, self.scale, mask)
+
+    def _attend_as_mlx_lm(self, queries, keys, values, mask, cache) -> mx.array:
+        """Attention as mlx-lm's block has it, to the bit; its caches may be quantized."""
+        from mlx_lm.models.base import scaled_dot_product_attention
+
         if cache is None:
             queries, keys = self.rope(queries), self.rope(keys)
         else:
             queries = self.rope(queries, offset=cache.offset)
             keys = self.rope(keys, offset=cache.offset)
             keys, values = cache.update_and_fetch(keys, values)
-        attended = scaled_dot_product_attention(
+        return scaled_dot_product_attention(
             queries, keys, values, cache=cache, scale=self.scale, mask=mask
         )
-        attended = attended.transpose(0, 2, 1, 3).reshape(B, T, -1)
-        output = self.o_proj(attended)
-        return output if self.o_lora is None else self.o_lora(attended, [output])[0]
 
 
 class GroupedMLP(nn.Module):
@@ -82,7 +93,8 @@ class GroupedMLP(nn.Module):
         gated = [self.gate_proj(x), self.up_proj(x)]
         if self.gate_up_lora is not None:
             gated = self.gate_up_lora(x, gated)
-        inner = swiglu(*gated)
+        # in training ours, else mlx-lm's, so that attaching changes no bit of a logit
+        inner = swiglu(*gated) if self.training else nn.silu(gated[0]) * gated[1]
         output = self.down_proj(inner)
         return output if self.down_lora is None else self.down_lora(inner, [output])[0]
 
@@ -98,6 +110,8 @@ class RecomputedBlock(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
+            if name == "block":
+                raise
             return getattr(self["block"], name)
 
     def __call__(self, *args, **kwargs):

@@ -8,6 +8,8 @@ from collections.abc import Callable
 
 import mlx.core as mx
 
+from .exponential import exp
+
 CHUNK_BYTES = 64 * 2**20
 
 
@@ -22,7 +24,20 @@ def cross_entropy(logits: mx.array, targets: mx.array) -> mx.array:
     """
     logits = logits.astype(mx.float32)
     picked = mx.take_along_axis(logits, targets[:, None], axis=-1)[:, 0]
-    return mx.logsumexp(logits, axis=-1) - picked
+    return _logsumexp(logits)[0] - picked
+
+
+@mx.custom_function
+def _logsumexp(logits: mx.array) -> tuple[mx.array, mx.array]:
+    largest = logits.max(axis=-1, keepdims=True)
+    weights = exp(logits - largest)
+    total = weights.sum(axis=-1, keepdims=True)
+    return (mx.log(total) + largest)[:, 0], weights * mx.reciprocal(total)
+
+
+@_logsumexp.vjp
+def _logsumexp_vjp(_, cotangents, outputs):
+    return cotangents[0][:, None] * outputs[1]
 
 
 def linear_cross_entropy(
@@ -48,9 +63,11 @@ def linear_cross_entropy(
 
     if hidden.shape[0] <= rows:
         return chunk(hidden, targets)
-    recomputed = mx.checkpoint(chunk)
-    parts = [
-        recomputed(hidden[i : i + rows], targets[i : i + rows])
-        for i in range(0, hidden.shape[0], rows)
-    ]
+
+    def recomputed(h: mx.array, t: mx.array) -> tuple[mx.array, mx.array]:
+        # targets are closed over: mx.checkpoint wants a gradient for every argument
+        return mx.checkpoint(lambda states: chunk(states, t))(h)
+
+    starts = range(0, hidden.shape[0], rows)
+    parts = [recomputed(hidden[i : i + rows], targets[i : i + rows]) for i in starts]
     return mx.concatenate([p[0] for p in parts]), mx.concatenate([p[1] for p in parts])

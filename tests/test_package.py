@@ -1,0 +1,180 @@
+"""The package as it is installed: import time, import order, what the wheel carries, the README."""
+
+import ast
+import os
+import re
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "mlx_packs"
+
+# A file imports only from those above it.
+ORDER = """
+errors config runtime display files
+ops.exponential ops.attention ops.grouped_lora ops.linear_cross_entropy
+nn.lora nn.quantized nn.blocks
+loading geometry adapters base_path
+data loss optim step pack
+evaluation generate checkpoint loop train
+doctor cli
+""".split()
+
+
+def run(code: str, **environment: str) -> str:
+    """Standard output of a fresh interpreter."""
+    result = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        env={**os.environ, **environment},
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    return result.stdout.strip()
+
+
+def imports_of(module: str) -> set[str]:
+    """Modules of this package that a module imports at its top."""
+    file = PACKAGE / (module.replace(".", "/") + ".py")
+    parents = ["mlx_packs", *module.split(".")[:-1]]
+    found = set()
+    for node in ast.parse(file.read_text()).body:
+        if isinstance(node, ast.ImportFrom) and node.level:
+            prefix = parents[: len(parents) - node.level + 1][1:]
+            name = [*prefix, *(node.module or "").split(".")]
+            dotted = ".".join(p for p in name if p)
+            names = [f"{dotted}.{a.name}".strip(".") for a in node.names]
+            found |= {n for n in [dotted, *names] if n in ORDER}
+    return found
+
+
+def test_every_module_is_in_the_order_and_imports_only_from_above():
+    files = {
+        str(f.relative_to(PACKAGE))[:-3].replace("/", ".")
+        for f in PACKAGE.rglob("*.py")
+        if f.name not in ("__init__.py", "__main__.py")
+    }
+    assert files == set(ORDER)
+    for i, module in enumerate(ORDER):
+        below = imports_of(module) - set(ORDER[:i])
+        assert not below, f"{module} imports {below}, which stands below it"
+
+
+def test_import_is_quick_and_without_transformers():
+    code = (
+        "import sys, time; t = time.perf_counter(); import mlx_packs; "
+        "mlx_packs.LoRAConfig, mlx_packs.Pack; "
+        "print(time.perf_counter() - t, 'transformers' in sys.modules)"
+    )
+    seconds, heavy = run("import mlx_packs; " + code).split()
+    assert heavy == "False"
+    assert float(seconds) < 5  # a guard against a heavy import; the figure is in the README
+
+
+def test_inspect_does_not_import_transformers():
+    run(
+        "import sys, mlx_packs.cli, mlx_packs.pack; "
+        "assert 'transformers' not in sys.modules and 'mlx_lm.generate' not in sys.modules"
+    )
+
+
+def test_public_names_resolve_and_evaluate_is_a_function():
+    run(
+        "import mlx_packs as mp; [getattr(mp, n) for n in mp.__all__]; "
+        "import mlx_packs.train; assert callable(mp.evaluate) and callable(mp.train_pack); "
+        "assert (mp.data.tiny_path() / 'train.jsonl').is_file()"
+    )
+
+
+def test_real_blas_is_bound_and_can_be_turned_off():
+    code = "from mlx_packs import runtime; print(runtime.BLAS.bound, runtime.BLAS.name)"
+    bound = run(code)
+    if sys.platform == "linux":
+        assert bound.startswith("True") and "openblas" in bound
+        assert run(code, MLX_PACKS_BLAS="off") == "False reference"
+        assert run(code, MLX_PACKS_BLAS="/nowhere/lib.so").startswith("False")
+    else:
+        assert bound.startswith("False")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the BLAS is Accelerate here")
+def test_bound_blas_gives_the_products_of_numpy():
+    code = """
+import numpy as np
+from mlx_packs.runtime import mx
+r = np.random.default_rng(0)
+for m, k, n in ((1, 7, 5), (33, 65, 129), (128, 256, 512)):
+    a, b = (r.standard_normal(s).astype(np.float32) for s in ((m, k), (n, k)))
+    for x, y in ((mx.array(a) @ mx.array(b).T, a @ b.T), (mx.array(b) @ mx.array(a).T, b @ a.T)):
+        assert np.abs(np.array(x) - y).max() < 1e-4, (m, k, n)
+"""
+    run(code)
+
+
+def test_steps_are_the_same_compiled_and_uncompiled():
+    # without g++ on the PATH mlx traces and simplifies but does not fuse, which is quick
+    code = """
+import sys; sys.path.insert(0, "tests")
+from test_train import small_examples, weights_after, largest_difference, make_batch
+from mlx_packs.runtime import mx
+batches = [make_batch(small_examples(), range(4), 4, 64)]
+mx.disable_compile(); plain = weights_after(batches, 1)
+mx.enable_compile(); compiled = weights_after(batches, 1)
+parts = [make_batch(small_examples(), [i], 1, 64) for i in range(4)]
+print(largest_difference(plain, compiled), largest_difference(plain, weights_after(parts, 4)))
+"""
+    differences = [float(v) for v in run(code, PATH="").split()]
+    assert max(differences) < 1e-6
+
+
+def readme_commands() -> list[str]:
+    """The first code block of the README."""
+    block = re.search(r"```bash\n(.*?)```", (ROOT / "README.md").read_text(), re.S).group(1)
+    return [line for line in block.splitlines() if line and not line.startswith("#")]
+
+
+def test_readme_opens_with_two_commands_and_ci_runs_the_second():
+    train, tests = readme_commands()
+    assert train.endswith("packs train") and tests.endswith("python -m pytest")
+    assert "grep -m1 'python -m pytest' README.md" in (ROOT / ".ci" / "run").read_text()
+    first = next(
+        line for line in (ROOT / "README.md").read_text().splitlines() if "python -m pytest" in line
+    )
+    assert first == tests
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not (ROOT / ".git").exists(), reason="needs a checkout")
+def test_wheel_and_wheel_from_sdist_carry_the_same_files(tmp_path):
+    build = [sys.executable, "-m", "build", "--no-isolation", "--outdir"]
+    subprocess.run([*build, tmp_path / "a", "--wheel", ROOT], check=True, capture_output=True)
+    subprocess.run([*build, tmp_path / "b", ROOT], check=True, capture_output=True)
+    names = []
+    for folder in ("a", "b"):
+        wheel = next((tmp_path / folder).glob("*.whl"))
+        names.append(set(zipfile.ZipFile(wheel).namelist()))
+    assert names[0] == names[1]
+    for needed in ("base/model.safetensors", "base/config.json", "data/train.jsonl", "recipe.yaml"):
+        assert f"mlx_packs/tiny/{needed}" in names[0]
+
+
+@pytest.mark.slow
+def test_default_run_lowers_held_out_perplexity_by_a_third(tmp_path):
+    import json
+
+    result = subprocess.run(
+        [sys.executable, "-m", "mlx_packs.train", "--json"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    report = json.loads(result.stdout)
+    assert report["ppl_after"] < 0.7 * report["ppl_before"]
+    assert report["pack"] == "packs/tiny" and (tmp_path / "packs/tiny/pack.json").is_file()

@@ -1,0 +1,229 @@
+"""A run: what it writes; it is repeatable and resumable; every way of stepping agrees."""
+
+import json
+
+import pytest
+from click.testing import CliRunner
+from conftest import base_of, chat, write_rows
+
+from mlx_packs import LoRAConfig, Pack, TrainConfig, evaluate, train_pack
+from mlx_packs.adapters import attach
+from mlx_packs.data import Example, make_batch, tiny_path
+from mlx_packs.errors import PackError
+from mlx_packs.loss import as_arrays, split_head
+from mlx_packs.optim import make_optimizer
+from mlx_packs.runtime import mx
+from mlx_packs.step import Stepper
+from mlx_packs.train import command
+
+LORA = LoRAConfig(rank=4)
+QUICK = TrainConfig(
+    iters=4, batch_size=2, learning_rate=1e-3, base_path="dense", steps_per_eval=2, save_every=2
+)
+
+
+@pytest.fixture
+def rows(tmp_path):
+    """A handful of the embedded rows."""
+
+    def head(split: str, n: int) -> list[dict]:
+        lines = (tiny_path() / f"{split}.jsonl").read_text().split("\n")
+        short = sorted((line for line in lines if line), key=len)[:n]
+        return [json.loads(line) for line in short]
+
+    return write_rows(
+        tmp_path / "rows", train=head("train", 12), valid=head("valid", 4), test=head("test", 4)
+    )
+
+
+def pack_bytes(pack: Pack) -> dict[str, bytes]:
+    """Every file of a pack; the manifest without what a clock decides."""
+    files = {f.name: f.read_bytes() for f in pack.path.iterdir()}
+    manifest = json.loads(files["pack.json"])
+    manifest.pop("measured")
+    files["pack.json"] = json.dumps(manifest).encode()
+    return files
+
+
+def test_two_runs_with_one_seed_give_the_same_bytes(tiny, rows, tmp_path):
+    lora = LoRAConfig(rank=4, dropout=0.1)
+    first = train_pack(tiny, rows, lora, QUICK, tmp_path / "a" / "p").pack
+    second = train_pack(tiny, rows, lora, QUICK, tmp_path / "b" / "p").pack
+    assert pack_bytes(first) == pack_bytes(second)
+
+
+def test_run_reports_what_it_wrote_and_learns(tiny, rows, tmp_path):
+    train = TrainConfig(iters=12, batch_size=4, learning_rate=5e-3, base_path="dense")
+    run = train_pack(tiny, rows, LORA, train, tmp_path / "p")
+    report = run.report
+    assert report["ppl_after"] < report["ppl_before"]
+    assert {
+        *("pack run steps ppl_before ppl_after ppl_before_se ppl_after_se trained_tokens").split(),
+        *("tokens_per_s train_s peak_gb pack_mb base_path plan_peak_gb gates").split(),
+    } <= set(report)
+    lines = (tmp_path / "p-run" / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["batch"] for line in lines] == [10, 12]
+    again = evaluate(tiny, tmp_path / "p", rows)
+    assert abs(again.pack.ppl / report["ppl_after"] - 1) < 1e-4
+    assert abs(again.base.ppl / report["ppl_before"] - 1) < 1e-4
+
+
+def test_resumed_run_equals_an_unbroken_one(tiny, rows, tmp_path):
+    lora = LoRAConfig(rank=4, dropout=0.2)
+    long = TrainConfig(**{**vars(QUICK), "lr_schedule": "constant"})
+    short = TrainConfig(**{**vars(long), "iters": 2})
+    whole = train_pack(tiny, rows, lora, long, tmp_path / "whole")
+    train_pack(tiny, rows, lora, short, tmp_path / "broken")
+    resumed = train_pack(tiny, rows, lora, long, tmp_path / "broken", resume=True, overwrite=True)
+    for name, tensor in whole.pack.tensors.items():
+        assert mx.array_equal(tensor, resumed.pack.tensors[name]).item(), name
+
+
+def test_resume_refuses_another_recipe(tiny, rows, tmp_path):
+    train_pack(tiny, rows, LORA, QUICK, tmp_path / "p")
+    other = TrainConfig(**{**vars(QUICK), "learning_rate": 2e-3})
+    with pytest.raises(PackError, match="learning_rate was 0.001 and is 0.002"):
+        train_pack(tiny, rows, LORA, other, tmp_path / "p", resume=True)
+
+
+def test_evaluation_cadence_does_not_change_training(tiny, rows, tmp_path):
+    lora = LoRAConfig(rank=4, dropout=0.2)
+    often = train_pack(tiny, rows, lora, QUICK, tmp_path / "often")
+    seldom = TrainConfig(**{**vars(QUICK), "steps_per_eval": 1000})
+    never = train_pack(tiny, rows, lora, seldom, tmp_path / "seldom")
+    for name, tensor in often.pack.tensors.items():
+        assert mx.array_equal(tensor, never.pack.tensors[name]).item(), name
+
+
+def small_examples() -> list[Example]:
+    import numpy as np
+
+    random = np.random.default_rng(0)
+    found = []
+    for length in (9, 17, 5, 30):
+        tokens = random.integers(1, 128, length).astype(np.int32)
+        target = np.arange(length) >= length // 3
+        found.append(Example(tokens, target, "x"))
+    return found
+
+
+def weights_after(batches, accumulate: int, **changes) -> dict[str, mx.array]:
+    """Adapters of a small model after one update over the given batches."""
+    base = base_of("qwen3")
+    attached = attach(base, LORA)
+    if changes.get("grad_checkpoint"):
+        attached.recompute_blocks()
+    base.model.train()
+    optimizer = make_optimizer(TrainConfig(optimizer="sgd", learning_rate=0.1, iters=1))
+    optimizer.init(base.model.trainable_parameters())
+    stepper = Stepper(base.model, split_head(base.model), optimizer, 1.0)
+    for i, batch in enumerate(batches, 1):
+        stepper(as_arrays(batch), batch.count, i == len(batches), accumulate == 1)
+    return attached.tensors()
+
+
+def largest_difference(a: dict, b: dict) -> float:
+    return max(mx.abs(a[name] - b[name]).max().item() for name in a)
+
+
+def test_accumulated_batches_equal_one_large_batch_whatever_their_lengths():
+    rows = small_examples()
+    large = weights_after([make_batch(rows, range(4), 4, 64)], 1)
+    parts = [make_batch(rows, [i], 1, 64) for i in range(4)]
+    assert largest_difference(large, weights_after(parts, 4)) < 1e-6
+
+
+def test_recomputed_blocks_give_the_same_step():
+    batch = [make_batch(small_examples(), range(4), 4, 64)]
+    kept = weights_after(batch, 1)
+    assert largest_difference(kept, weights_after(batch, 1, grad_checkpoint=True)) < 1e-6
+
+
+def test_padding_rows_do_not_change_the_step():
+    rows = small_examples()
+    alone = weights_after([make_batch(rows, range(2), 2, 64)], 1)
+    padded = weights_after([make_batch(rows, range(2), 8, 64)], 1)
+    assert largest_difference(alone, padded) < 1e-6
+
+
+def test_one_block_at_true_qwen3_4b_geometry_trains(tmp_path):
+    import mlx.nn as nn
+
+    sizes = {"hidden_size": 2560, "num_attention_heads": 32, "num_key_value_heads": 8}
+    base = base_of(
+        "qwen3", **sizes, head_dim=128, intermediate_size=9728, num_hidden_layers=1, vocab_size=512
+    )
+    nn.quantize(base.model, group_size=64, bits=4)
+    attached = attach(base, LoRAConfig(rank=8), base_path="transient")
+    assert attached.groups[0].members[0].describe().startswith(
+        "model.layers.0.self_attn.q_proj: 2560 -> 4096 (affine 4-bit g64, stored width 320"
+    ) or any(
+        "q_proj: 2560 -> 4096 (affine 4-bit g64, stored width 320 =" in g.describe()
+        for group in attached.groups
+        for g in group.members
+    )
+    optimizer = make_optimizer(TrainConfig(learning_rate=1e-3, iters=6, lr_schedule="constant"))
+    optimizer.init(base.model.trainable_parameters())
+    stepper = Stepper(base.model, split_head(base.model), optimizer, 1.0)
+    batch = make_batch(small_examples(), range(4), 4, 64)
+    mx.reset_peak_memory()
+    losses = [stepper(as_arrays(batch), batch.count, True, True)[0] for _ in range(6)]
+    assert losses[-1] < losses[0] - 0.01
+    assert mx.get_peak_memory() > 0
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "adam", "adafactor", "sgd", "muon", "lion"])
+def test_every_optimizer_lowers_the_loss(optimizer):
+    rate = {"sgd": 0.3, "lion": 1e-3}.get(optimizer, 1e-2)
+    config = TrainConfig(optimizer=optimizer, learning_rate=rate, iters=8)
+    base = base_of("qwen3")
+    attach(base, LORA)
+    made = make_optimizer(config)
+    made.init(base.model.trainable_parameters())
+    stepper = Stepper(base.model, split_head(base.model), made, 1.0)
+    batch = make_batch(small_examples(), range(4), 4, 64)
+    losses = [stepper(as_arrays(batch), batch.count, True, True)[0] for _ in range(8)]
+    assert losses[-1] < losses[0]
+
+
+@pytest.mark.parametrize(
+    "lr_schedule",
+    [
+        "cosine",
+        "linear",
+        "constant",
+        {"name": "cosine_decay", "arguments": ["1e-3", 10], "warmup": 3, "warmup_init": 1e-7},
+        {"name": "exponential_decay", "arguments": [1e-3, 0.9]},
+    ],
+)
+def test_schedules_start_low_when_warmed_up_and_stay_positive(lr_schedule):
+    config = TrainConfig(lr_schedule=lr_schedule, warmup_steps=3, iters=10, learning_rate=1e-3)
+    rate = make_optimizer(config)
+    values = []
+    for _ in range(10):
+        rate.update(base_of("qwen3", num_hidden_layers=1).model, {})
+        values.append(float(rate.learning_rate))
+    assert all(v >= 0 for v in values) and 0 < max(values) <= 1.001e-3
+    if not isinstance(lr_schedule, dict) or "warmup" in lr_schedule:
+        assert values[0] < values[3]
+
+
+def test_size_gate_fails_with_exit_code_1_and_names_the_gate(rows, tmp_path):
+    arguments = f"--data {rows} --iters 1 --batch-size 2 --base-path dense --out {tmp_path / 'p'}"
+    result = CliRunner().invoke(command, [*arguments.split(), "--max-pack-mb", "0.001", "--json"])
+    assert result.exit_code == 1
+    assert "gate --max-pack-mb failed" in result.stderr
+    report = json.loads(result.stdout)
+    assert report["gates"]["max_pack_mb"]["passed"] is False
+    assert (tmp_path / "p" / "pack.json").is_file()
+
+
+def test_single_rows_and_last_k_targets_train(tiny, tmp_path):
+    rows = write_rows(
+        tmp_path / "rows",
+        train=[chat("a b c", "d e f g h"), chat("one", "two three")],
+        valid=[chat("hello", "world")],
+    )
+    train = TrainConfig(iters=1, batch_size=4, ce_last_k=1, base_path="dense")
+    run = train_pack(tiny, rows, LORA, train, tmp_path / "p")
+    assert run.report["trained_tokens"] == 2
