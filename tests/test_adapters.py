@@ -3,9 +3,9 @@
 import mlx.nn as nn
 import numpy as np
 import pytest
+from conftest import base_of
 from mlx.utils import tree_flatten
 
-from conftest import base_of
 from mlx_packs.adapters import attach
 from mlx_packs.config import LoRAConfig
 from mlx_packs.errors import PackError

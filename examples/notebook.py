@@ -1,0 +1,26 @@
+"""The Python interface, cell by cell, on the tiny base: train, evaluate, swap packs."""
+
+# %%
+import mlx_packs as mp
+from mlx_packs.generate import chat_prompt, complete
+
+base = mp.load_base("tiny")
+
+# %% Train: 40 batches of the embedded data
+run = mp.train_pack(
+    base,
+    data="tiny",
+    lora=mp.LoRAConfig(rank=8),
+    train=mp.TrainConfig(iters=40, learning_rate=3e-3, max_seq_length=128),
+)
+print(f"{run.report['pack']}: PPL {run.report['ppl_before']:.1f} → {run.report['ppl_after']:.1f}")
+
+# %% Evaluate on other rows
+report = mp.evaluate(base, pack=run.pack, data=mp.data.tiny_path() / "valid.jsonl")
+print(f"valid: ratio {report.ppl_ratio:.2f} on {report.rows} rows")
+
+# %% Hot-swap: with the pack, and without it again
+prompt = chat_prompt(base, [{"role": "user", "content": "Continue: And it came to pass"}])
+with base.applied(run.pack):
+    print("with   ", complete(base, prompt, 30))
+print("without", complete(base, prompt, 30))
