@@ -21,8 +21,8 @@ _PUBLIC = {
     "Pack": "pack",
     "EvalReport": "evaluation",
     "evaluate": "evaluation",
-    "TrainRun": "train",
-    "train_pack": "train",
+    "TrainRun": "training",
+    "train_pack": "training",
 }
 _MODULES = ("data",)
 __all__ = [*sorted(_PUBLIC), *_MODULES]

@@ -5,6 +5,7 @@ random state, and how many batches were taken (the order of the data is a functi
 """
 
 import json
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -49,6 +50,14 @@ def save_checkpoint(
         (partial / STATE).write_text(to_json(vars(cursor)))
     write_whole(run / "latest", folder.name + "\n")
     return folder
+
+
+def clear_run(run: Path) -> None:
+    """Remove what an earlier run left in its folder: checkpoints, pointer, metrics."""
+    for folder in run.glob("step-*"):
+        shutil.rmtree(folder)
+    for name in ("latest", "metrics.jsonl"):
+        (run / name).unlink(missing_ok=True)
 
 
 def latest_checkpoint(run: Path) -> Path | None:

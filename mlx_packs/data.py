@@ -105,9 +105,22 @@ def load_rows(config: DataConfig) -> Splits:
         raise PackError(
             f"--data {config.data}: no such folder or file, and not a data set id (owner/name)."
         )
+    _check_formats(rows, config)
     splits = Splits(rows, str(config.data))
     _hold_out(splits)
     return splits
+
+
+def _check_formats(rows: Mapping[str, list[Row]], config: DataConfig) -> None:
+    """Refuse splits of different formats: what is measured must be what is learned."""
+    first = [rows[s][0] for s in SPLITS if rows[s]]
+    for row in first[1:]:
+        found, wanted = row_format(row, config), row_format(first[0], config)
+        if found != wanted:
+            raise PackError(
+                f"{row.where}: mixed formats: this row is {found}, but "
+                f"{first[0].where} is {wanted}."
+            )
 
 
 def _hold_out(splits: Splits) -> None:
@@ -235,6 +248,7 @@ def _hf_collection(config: DataConfig) -> Splits:
                 Row(r.where, {renames.get(k, k): v for k, v in r.value.items()})
                 for r in _hf_rows(name, split, loaded)
             ]
+    _check_formats(rows, config)
     return Splits(rows, ", ".join(str(e.get("path") or e.get("name")) for e in wanted))
 
 

@@ -57,6 +57,23 @@ def write_whole(path: Path, text: str) -> None:
         partial.unlink(missing_ok=True)
 
 
+def append_line(path: Path, line: str) -> None:
+    """Add a line to a text file."""
+    try:
+        with path.open("a", encoding="utf-8") as f:
+            f.write(line + "\n")
+    except OSError as error:
+        raise PackError(f"{path}: cannot be written ({error.strerror or error}).") from None
+
+
+def make_folder(path: Path) -> None:
+    """Make a folder and those above it."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise PackError(f"{path}: cannot be made ({error.strerror or error}).") from None
+
+
 def to_json(value) -> str:
     """JSON as people and diffs like it."""
     return json.dumps(value, indent=2, ensure_ascii=False, sort_keys=False) + "\n"

@@ -215,10 +215,9 @@ def select_targets(
                     f"--target-modules {target}: is of type {kind} and cannot carry an adapter."
                 )
             hint = did_you_mean(target, names)
-            raise PackError(
-                f"--target-modules {target}: no such projection. {hint} "
-                f"Those that exist: {', '.join(names)}."
-            )
+            if not hint.startswith("Valid"):
+                hint += f" Those that exist: {', '.join(names)}."
+            raise PackError(f"--target-modules {target}: no such projection. {hint}")
         chosen.update(matched)
     return [(path, m) for path, m in every if path in chosen]
 

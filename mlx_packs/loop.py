@@ -14,6 +14,7 @@ from .data import Batch
 from .display import Display
 from .errors import PackError
 from .evaluation import Score
+from .files import append_line
 from .loss import as_arrays
 from .runtime import mx
 from .step import Stepper
@@ -40,7 +41,7 @@ class Loop:
         """
         config, cursor = self.config, self.cursor
         alone = config.grad_accumulation_steps == 1
-        tokens, losses, seconds = 0, 0.0, 0.0
+        tokens, losses, seconds, taken = 0, 0.0, 0.0, 0
         with self.display.task("train", config.iters) as bar:
             bar.done = cursor.batches
             while cursor.batches < config.iters:
@@ -55,13 +56,13 @@ class Loop:
                 cursor.updates += int(last)
                 cursor.trained_tokens += batch.count
                 cursor.train_s += elapsed
-                tokens, seconds = tokens + batch.count, seconds + elapsed
+                tokens, seconds, taken = tokens + batch.count, seconds + elapsed, taken + 1
                 losses += loss * batch.count
                 self._limit_cache()
                 bar.advance(f"loss {loss:.3f}  {tokens / seconds:,.0f} tok/s")
                 if number % config.steps_per_report == 0 or number == config.iters:
-                    self._report(losses / tokens, norm, tokens, seconds)
-                    tokens, losses, seconds = 0, 0.0, 0.0
+                    self._report(losses / tokens, norm, tokens, seconds, taken)
+                    tokens, losses, seconds, taken = 0, 0.0, 0.0, 0
                 if self.validate and number % config.steps_per_eval == 0 and number < config.iters:
                     self._validate()
                 if number % config.save_every == 0 and not self.stepper.pending:
@@ -85,10 +86,9 @@ class Loop:
 
     def _log(self, line: dict) -> None:
         self.curve.append(line)
-        with (self.run / "metrics.jsonl").open("a", encoding="utf-8") as f:
-            f.write(json.dumps(line) + "\n")
+        append_line(self.run / "metrics.jsonl", json.dumps(line))
 
-    def _report(self, loss: float, norm: float, tokens: int, seconds: float) -> None:
+    def _report(self, loss: float, norm: float, tokens: int, seconds: float, batches: int) -> None:
         line = {
             "batch": self.cursor.batches,
             "update": self.cursor.updates,
@@ -101,8 +101,17 @@ class Loop:
         }
         self._log(line)
         if self.callback is not None:
-            self.callback.on_train_loss_report({"iteration": line["batch"], "train_loss": loss,
-                                                **line})  # fmt: skip
+            self.callback.on_train_loss_report(
+                {
+                    "iteration": line["batch"],
+                    "train_loss": loss,
+                    "learning_rate": line["learning_rate"],
+                    "iterations_per_second": batches / seconds,
+                    "tokens_per_second": line["tokens_per_s"],
+                    "trained_tokens": line["trained_tokens"],
+                    "peak_memory": line["peak_gb"],
+                }
+            )
 
     def _validate(self) -> None:
         start = time.perf_counter()

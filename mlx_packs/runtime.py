@@ -26,7 +26,7 @@ _JUMP_SLOT = {"x86_64": 7, "aarch64": 1026}  # R_X86_64_JUMP_SLOT, R_AARCH64_JUM
 
 @dataclass(frozen=True)
 class Blas:
-    """Which library multiplies fp32 matrices on the CPU, and why that one."""
+    """Which library multiplies fp32 matrices on the CPU, where it lies, and why that one."""
 
     name: str
     bound: bool
@@ -172,7 +172,7 @@ def _bind_blas() -> Blas:
         for symbol, address in before.items():
             slots[symbol].value = address
         return Blas("reference", False, f"{name} gave a wrong product and was unbound")
-    return Blas(name, True, "bound", threads)
+    return Blas(Path(name).name, True, f"bound from {name}", threads)
 
 
 BLAS = _bind_blas()

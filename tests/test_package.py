@@ -20,7 +20,7 @@ ops.exponential ops.attention ops.grouped_lora ops.linear_cross_entropy
 nn.lora nn.quantized nn.blocks
 loading geometry adapters base_path
 data loss optim step pack
-evaluation generate checkpoint loop train
+evaluation generate checkpoint loop training train
 doctor cli
 """.split()
 

@@ -53,7 +53,7 @@ def test_two_runs_with_one_seed_give_the_same_bytes(tiny, rows, tmp_path):
 
 
 def test_run_reports_what_it_wrote_and_learns(tiny, rows, tmp_path):
-    train = TrainConfig(iters=12, batch_size=4, learning_rate=5e-3, base_path="dense")
+    train = TrainConfig(iters=12, batch_size=4, learning_rate=1e-3, base_path="dense")
     run = train_pack(tiny, rows, LORA, train, tmp_path / "p")
     report = run.report
     assert report["ppl_after"] < report["ppl_before"]
@@ -155,19 +155,14 @@ def test_one_block_at_true_qwen3_4b_geometry_trains(tmp_path):
     )
     nn.quantize(base.model, group_size=64, bits=4)
     attached = attach(base, LoRAConfig(rank=8), base_path="transient")
-    assert attached.groups[0].members[0].describe().startswith(
-        "model.layers.0.self_attn.q_proj: 2560 -> 4096 (affine 4-bit g64, stored width 320"
-    ) or any(
-        "q_proj: 2560 -> 4096 (affine 4-bit g64, stored width 320 =" in g.describe()
-        for group in attached.groups
-        for g in group.members
-    )
-    optimizer = make_optimizer(TrainConfig(learning_rate=1e-3, iters=6, lr_schedule="constant"))
+    described = [g.describe() for group in attached.groups for g in group.members]
+    assert any("q_proj: 2560 -> 4096 (affine 4-bit g64, stored width 320" in d for d in described)
+    optimizer = make_optimizer(TrainConfig(learning_rate=1e-3, iters=3, lr_schedule="constant"))
     optimizer.init(base.model.trainable_parameters())
     stepper = Stepper(base.model, split_head(base.model), optimizer, 1.0)
     batch = make_batch(small_examples(), range(4), 4, 64)
     mx.reset_peak_memory()
-    losses = [stepper(as_arrays(batch), batch.count, True, True)[0] for _ in range(6)]
+    losses = [stepper(as_arrays(batch), batch.count, True, True)[0] for _ in range(3)]
     assert losses[-1] < losses[0] - 0.01
     assert mx.get_peak_memory() > 0
 
