@@ -30,9 +30,9 @@ class Display:
             self.console.print(f"[bold]{label:<7}[/bold] {escape(text)}")
 
     @contextmanager
-    def task(self, label: str, total: int, unit: str = "") -> Iterator["Task"]:
-        """A bar on a terminal; else a plain line every few seconds."""
-        task = Task(self, label, total, unit)
+    def task(self, label: str, total: int, unit: str = "", done: int = 0) -> Iterator["Task"]:
+        """A bar on a terminal, else a plain line every few seconds; ``done`` were done before."""
+        task = Task(self, label, total, unit, done)
         try:
             yield task
         finally:
@@ -42,12 +42,12 @@ class Display:
 class Task:
     """Progress of one long piece of work."""
 
-    def __init__(self, display: Display, label: str, total: int, unit: str):
+    def __init__(self, display: Display, label: str, total: int, unit: str, done: int):
         self.display = display
         self.label = label
         self.total = total
         self.unit = unit
-        self.done = 0
+        self.done = self.before = done
         self.start = self.shown = time.monotonic()
         self.bar: Progress | None = None
         if display.live:
@@ -61,7 +61,7 @@ class Task:
                 transient=True,
             )
             self.bar.start()
-            self.id = self.bar.add_task(label, total=total, text=unit)
+            self.id = self.bar.add_task(label, total=total, completed=done, text=unit)
 
     def advance(self, text: str | None = None) -> None:
         """One more is done; ``text`` stands beside the bar."""
@@ -71,7 +71,8 @@ class Task:
             self.bar.update(self.id, completed=self.done, **fields)
         elif time.monotonic() - self.shown > _PLAIN_SECONDS and self.display.level > QUIET:
             self.shown = time.monotonic()
-            left = (self.shown - self.start) / self.done * (self.total - self.done)
+            pace = (self.shown - self.start) / (self.done - self.before)
+            left = pace * (self.total - self.done)
             text = f" {text}" if text else ""
             self.display.line(self.label, f"{self.done}/{self.total}{text}  {clock(left)} left")
 

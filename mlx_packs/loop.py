@@ -42,8 +42,7 @@ class Loop:
         config, cursor = self.config, self.cursor
         alone = config.grad_accumulation_steps == 1
         tokens, losses, seconds, taken = 0, 0.0, 0.0, 0
-        with self.display.task("train", config.iters) as bar:
-            bar.done = cursor.batches
+        with self.display.task("train", config.iters, done=cursor.batches) as bar:
             while cursor.batches < config.iters:
                 batch = next(batches)
                 start = time.perf_counter()

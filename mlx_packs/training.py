@@ -27,7 +27,7 @@ from .pack import Pack, check_output, versions_line
 from .runtime import mx
 from .step import Stepper
 
-_SAMPLE_TOKENS = 40
+_SAMPLE_TOKENS, _SAMPLE_TEMPERATURE = 40, 0.7
 # What may differ when a run is resumed: none of it changes a step that was taken.
 _MAY_CHANGE = (
     "iters steps_per_report steps_per_eval save_every val_batches test_batches max_pack_mb "
@@ -452,5 +452,6 @@ class SamplePrompt:
         return cls(messages[-1].get("content") or "", tokens)
 
     def complete(self, base: Base) -> str:
-        """What the model says to it now, greedily."""
-        return " ".join(complete(base, self.tokens, _SAMPLE_TOKENS).split())
+        """What the model says to it now, sampled with a fixed seed."""
+        text = complete(base, self.tokens, _SAMPLE_TOKENS, temperature=_SAMPLE_TEMPERATURE)
+        return " ".join(text.split())
