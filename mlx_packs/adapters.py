@@ -13,7 +13,14 @@ import mlx.nn as nn
 
 from .config import LoRAConfig
 from .errors import PackError
-from .geometry import Geometry, GeometryError, Group, block_prefixes, find_groups
+from .geometry import (
+    BLOCK_PROJECTIONS,
+    Geometry,
+    GeometryError,
+    Group,
+    block_prefixes,
+    find_groups,
+)
 from .loading import Base
 from .nn.blocks import GroupedAttention, GroupedMLP, RecomputedBlock, is_grouped_attention
 from .nn.lora import AdaptedLinear, AdapterShape, GroupedLoRA, adapter_key, low_rank_delta
@@ -52,6 +59,11 @@ class ModuleSpec:
     def rank(self) -> int:
         """Rank on disk: of all slices together, block-diagonal."""
         return sum(s.rank for s in self.slices)
+
+    @property
+    def widths(self) -> list[int]:
+        """Output columns of each slice."""
+        return [s.width for s in self.slices]
 
 
 Specs = dict[str, ModuleSpec]
@@ -149,7 +161,7 @@ class Attached:
         """
         wanted = {}
         for path, slot in self.slots.items():
-            out = sum(s.width for s in slot.spec.slices)
+            out = sum(slot.spec.widths)
             wanted[f"{path}.lora_a"] = (slot.spec.in_features, slot.spec.rank)
             wanted[f"{path}.lora_b"] = (slot.spec.rank, out)
         faults = [f"{n}: missing" for n in wanted if n not in tensors]
@@ -162,6 +174,10 @@ class Attached:
         if faults:
             more = f" (and {len(faults) - 3} more)" if len(faults) > 3 else ""
             raise PackError(f"{where}: adapters do not fit: {'; '.join(faults[:3])}{more}.")
+        for path, slot in self.slots.items():
+            b = tensors[f"{path}.lora_b"]
+            if not _is_block_diagonal(slot.spec, b):
+                raise PackError(f"{where}: {path}.lora_b couples the slices of a fused projection.")
         for path, slot in self.slots.items():
             a, b = tensors[f"{path}.lora_a"], tensors[f"{path}.lora_b"]
             rank = column = 0
@@ -211,6 +227,14 @@ def _block_diagonal(spec: ModuleSpec, parts: list[mx.array]) -> mx.array:
             rows.append(mx.pad(next(remaining), ((0, 0), (before, total - before - s.width))))
         before += s.width
     return mx.concatenate(rows)
+
+
+def _is_block_diagonal(spec: ModuleSpec, b: mx.array) -> bool:
+    """Whether B [r, out] of a projection is zero outside its slices."""
+    if len(spec.slices) == 1:
+        return True
+    ones = [mx.ones((s.rank, s.width)) for s in spec.slices if s.rank]
+    return not mx.any(mx.where(_block_diagonal(spec, ones) == 0, b, 0)).item()
 
 
 def attach(
@@ -279,50 +303,63 @@ def _fp16_modules(
     return found, notes
 
 
+def _make_lora(
+    attached: Attached, members: list[Geometry | None], dropout: float, seed: int
+) -> GroupedLoRA | None:
+    """One GroupedLoRA for projections that read the same input, in order; None carries nothing."""
+    shapes: list[AdapterShape | None] = []
+    keys: list[mx.array | None] = []
+    firsts: dict[str, int] = {}
+    for geometry in members:
+        spec = attached.specs.get(geometry.path) if geometry is not None else None
+        if spec is None:
+            shapes.append(None)
+            keys.append(None)
+            continue
+        if spec.widths != geometry.widths or spec.in_features != geometry.in_features:
+            raise PackError(
+                f"{spec.path}: the adapter is for {spec.in_features} -> {spec.widths}, but the "
+                f"projection is {geometry.in_features} -> {geometry.widths}."
+            )
+        firsts[spec.path] = sum(shape is not None for shape in shapes)
+        for s in spec.slices:
+            shapes.append(AdapterShape(s.width, s.rank, s.scale) if s.rank else None)
+            keys.append(adapter_key(seed, f"{spec.path}.{s.name}"))
+    if not firsts:
+        return None
+    in_features = attached.specs[next(iter(firsts))].in_features
+    lora = GroupedLoRA(in_features, shapes, dropout, keys)
+    for path, first in firsts.items():
+        attached.slots[path] = _Slot(lora, first, attached.specs[path])
+    return lora
+
+
 def _swap_in_adapters(attached: Attached, dropout: float, seed: int) -> None:
     """Replace modules by ones that carry GroupedLoRA: lone projections first, then whole blocks."""
 
-    def grouped(members: list[Geometry | None]) -> GroupedLoRA | None:
-        """One GroupedLoRA over the slices of projections in order; None has no adapter."""
-        present = [g for g in members if g is not None and attached.specs.get(g.path)]
-        if not present:
-            return None
-        shapes: list[AdapterShape | None] = []
-        keys = []
-        for g in members:
-            for s in attached.specs[g.path].slices if g in present else (None,):
-                keyed = g is not None and s is not None
-                shapes.append(AdapterShape(s.width, s.rank, s.scale) if keyed and s.rank else None)
-                keys.append(adapter_key(seed, f"{g.path}.{s.name}") if keyed else None)
-        lora = GroupedLoRA(present[0].in_features, shapes, dropout, keys)
-        first = 0
-        for g in present:
-            spec = attached.specs[g.path]
-            attached.slots[g.path] = _Slot(lora, first, spec)
-            first += sum(1 for s in spec.slices if s.rank)
-        return lora
+    def lora_of(members: list[Geometry | None]) -> GroupedLoRA | None:
+        return _make_lora(attached, members, dropout, seed)
 
     modules = dict(attached.model.named_modules())
-    lone = []
-    for (g,) in (group.members for group in attached.groups if group.block is None):
-        lora = grouped([g])
-        if lora is not None:
-            widths = [width for _, width in g.slices]
-            lone.append((g.path, AdaptedLinear(modules[g.path], lora, widths)))
-    attached.swap(lone)
+    lone = [group.members[0] for group in attached.groups if group.block is None]
+    wrapped = [
+        (g.path, AdaptedLinear(modules[g.path], lora, g.widths))
+        for g in lone
+        if (lora := lora_of([g])) is not None
+    ]
+    attached.swap(wrapped)
+
     blocks: dict[str, dict[str, Geometry]] = {}
     for group in attached.groups:
         if group.block is not None:
             blocks.setdefault(group.block, {}).update({g.name: g for g in group.members})
-    modules = dict(attached.model.named_modules())
     swapped = []
     for path, by_name in blocks.items():
-        block = modules[path]
-        attention = is_grouped_attention(block)
-        first = ("q_proj", "k_proj", "v_proj") if attention else ("gate_proj", "up_proj")
-        last = "o_proj" if attention else "down_proj"
-        loras = grouped([by_name.get(n) for n in first]), grouped([by_name.get(last)])
-        swapped.append((path, (GroupedAttention if attention else GroupedMLP)(block, *loras)))
+        attention = is_grouped_attention(modules[path])
+        make = GroupedAttention if attention else GroupedMLP
+        *shared, last = BLOCK_PROJECTIONS["attention" if attention else "mlp"]
+        loras = lora_of([by_name.get(n) for n in shared]), lora_of([by_name.get(last)])
+        swapped.append((path, make(modules[path], *loras)))
     attached.swap(swapped)
     order = {path: i for i, path in enumerate(attached.specs)}
     attached.slots = dict(sorted(attached.slots.items(), key=lambda item: order[item[0]]))

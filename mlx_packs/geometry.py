@@ -14,8 +14,12 @@ import mlx.nn as nn
 from .errors import PackError, did_you_mean
 from .nn.blocks import is_grouped_attention, is_grouped_mlp
 
-# Projections that read the same input, by name; any other linear is a group of its own.
-GROUPS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+# Projections of a grouped block: all but the last read the block's input and form one group, the
+# last is a group of its own. Any other linear is a group of its own, too.
+BLOCK_PROJECTIONS = {
+    "attention": ("q_proj", "k_proj", "v_proj", "o_proj"),
+    "mlp": ("gate_proj", "up_proj", "down_proj"),
+}
 
 
 @dataclass(frozen=True)
@@ -35,6 +39,11 @@ class Geometry:
     @property
     def name(self) -> str:
         return self.path.rsplit(".", 1)[-1]
+
+    @property
+    def widths(self) -> list[int]:
+        """Output columns of each slice."""
+        return [width for _, width in self.slices]
 
     def describe(self) -> str:
         """One line for people: stored and true shape."""
@@ -239,7 +248,8 @@ def find_groups(
         except GeometryError as fault:
             faults.append(fault)
             continue
-        group = next((g for g in GROUPS if grouped and name in g), (name,))
+        shared = (names[:-1] for names in BLOCK_PROJECTIONS.values() if grouped)
+        group = next((names for names in shared if name in names), (name,))
         members.setdefault((parent if grouped else path, group), []).append(geometry)
     for (owner, names), found in members.items():
         ordered = tuple(sorted(found, key=lambda g: names.index(g.name)))

@@ -180,7 +180,8 @@ class Pack:
         """Attach this pack to its base. Raises: PackError if it does not fit."""
         self.check_base(base.name, base.fingerprint, base.config)
         tensors = self.load_tensors()
-        attached = attach(base, specs=self.specs, base_path=base_path)
+        fallback = bool(self.manifest.get("recipe", {}).get("train_fp16_fallback"))
+        attached = attach(base, specs=self.specs, base_path=base_path, fp16_fallback=fallback)
         try:
             attached.load(tensors, str(self.path / ADAPTERS if self.path else "pack"))
         except PackError:

@@ -19,9 +19,10 @@ BATCH = (TOKENS, mx.array([2, 3, 4, 8, 10]), mx.array([9, 8, 7, 6, 5]), mx.array
 
 
 def randomize(attached) -> dict[str, mx.array]:
-    """Give every adapter values that matter, B included; off-diagonal parts of B stay zero."""
-    fresh = {n: mx.random.normal(t.shape) * 0.1 for n, t in attached.tensors().items()}
-    attached.load(fresh, "test")
+    """Give every adapter values that matter, B included."""
+    for slot in attached.slots.values():
+        for arrays in (slot.lora.lora_a, slot.lora.lora_b):
+            arrays[:] = [mx.random.normal(t.shape) * 0.1 for t in arrays]
     return attached.tensors()
 
 
@@ -202,7 +203,7 @@ def test_num_layers_adapts_the_last_blocks_only():
     [
         ({"target_modules": ("q_prj",)}, "Did you mean 'q_proj'"),
         ({"target_modules": ("q_prj",)}, "down_proj, gate_proj, k_proj"),
-        ({"target_modules": ("model.embed_tokens",)}, "Embedding cannot carry"),
+        ({"target_modules": ("model.embed_tokens",)}, "Embedding and cannot carry"),
         ({"rank": 1000}, "can be at most"),
         ({"num_layers": 9}, "only 2 blocks"),
         ({"rank_pattern": {"nothing": 3}}, "fits no projection"),
@@ -232,3 +233,10 @@ def test_quantized_modules_cover_head_and_embedding():
     base = base_of("qwen3", tie_word_embeddings=True)
     nn.quantize(base.model, group_size=32, bits=4)
     assert "model.embed_tokens" in dict(quantized_modules(base.model))
+
+
+def test_load_refuses_a_fused_b_that_couples_slices():
+    attached = attach(base_of("gpt2"), LoRAConfig(rank=2, target_modules=("c_attn",)))
+    tensors = {n: mx.ones_like(t) for n, t in attached.tensors().items()}
+    with pytest.raises(PackError, match="couples the slices"):
+        attached.load(tensors, "file")
