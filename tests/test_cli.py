@@ -1,0 +1,134 @@
+"""The `packs` command on a small pack: what it prints, what JSON it gives, how it exits."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+from conftest import chat, write_rows
+
+from mlx_packs import LoRAConfig, TrainConfig, load_base, train_pack
+from mlx_packs.cli import packs
+from mlx_packs.loading import tiny_base_path
+from mlx_packs.runtime import mx
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory) -> Path:
+    """A folder with rows and a pack trained on them."""
+    folder = tmp_path_factory.mktemp("made")
+    rows = [chat(f"What is {n}?", f"It is {n} and {n}.") for n in ("one", "two", "three", "four")]
+    write_rows(folder / "rows", train=rows, valid=rows[:2], test=rows[2:])
+    train = TrainConfig(iters=3, batch_size=4, learning_rate=5e-3, base_path="dense")
+    train_pack("tiny", folder / "rows", LoRAConfig(rank=4), train, folder / "pack")
+    return folder
+
+
+def invoke(*arguments) -> Result:
+    result = CliRunner().invoke(packs, [str(a) for a in arguments])
+    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+    return result
+
+
+def test_inspect_prints_the_manifest_with_hashes(made):
+    manifest = json.loads(invoke("inspect", made / "pack", "--json").stdout)
+    assert manifest == json.loads((made / "pack" / "pack.json").read_text())
+    assert set(manifest["files"]) == {"adapters.safetensors", "adapter_config.json", "README.md"}
+    text = invoke("inspect", made / "pack").stdout
+    assert "rank 4 · scale 2.0" in text and manifest["files"]["README.md"]["sha256"] in text
+
+
+@pytest.mark.parametrize("dry", [("--dry-run",), ()])
+def test_apply_says_that_the_pack_fits(made, dry):
+    report = json.loads(invoke("apply", made / "pack", "--model", "tiny", *dry, "--json").stdout)
+    assert report["fits"] and report["projections"] == 42
+    assert ("largest_logit_change" in report) == (not dry)
+
+
+def test_apply_gate_on_size_exits_with_1(made):
+    result = invoke("apply", made / "pack", "--dry-run", "--max-pack-mb", "0.01")
+    assert result.exit_code == 1 and "--max-pack-mb failed" in result.stderr
+
+
+def test_eval_scores_base_and_pack_on_the_same_rows(made):
+    data = made / "rows" / "test.jsonl"
+    report = json.loads(invoke("eval", made / "pack", "--data", data, "--json").stdout)
+    assert report["rows"] == 2 and report["base"]["targets"] == report["pack"]["targets"]
+    assert {"ppl", "ppl_se", "accuracy"} <= set(report["base"])
+    assert abs(report["ppl_ratio"] - report["pack"]["ppl"] / report["base"]["ppl"]) < 1e-9
+    assert "ratio" in invoke("eval", made / "pack", "--data", data).stdout
+
+
+def test_eval_agrees_with_stock_mlx_lm_on_the_same_rows(made):
+    """Perplexity of base and pack by mlx-lm's loader and forward, row by row."""
+    import mlx.nn as nn
+    from mlx_lm.utils import load
+
+    report = json.loads(invoke("eval", made / "pack", "--data", made / "rows", "--json").stdout)
+    for name, adapter in (("base", None), ("pack", str(made / "pack"))):
+        model, tokenizer = load(str(tiny_base_path()), adapter_path=adapter)
+        total, count = 0.0, 0
+        for line in (made / "rows" / "test.jsonl").read_text().splitlines():
+            messages = json.loads(line)["messages"]
+            tokens = tokenizer.apply_chat_template(messages)
+            start = len(tokenizer.apply_chat_template(messages[:-1], add_generation_prompt=True))
+            end = len(tokens) - 1  # the newline after the end of the turn is not learned
+            logits = model(mx.array([tokens[:-1]]))[0]
+            nll = nn.losses.cross_entropy(logits, mx.array(tokens[1:]))[start - 1 : end - 1]
+            total, count = total + nll.sum().item(), count + nll.size
+        assert count == report[name]["targets"]
+        assert abs(mx.exp(mx.array(total / count)).item() / report[name]["ppl"] - 1) < 1e-4
+
+
+def test_generate_streams_and_the_pack_changes_the_text(made):
+    arguments = ("generate", "--prompt", "What is one?", "--max-tokens", "8")
+    plain, packed = invoke(*arguments), invoke(*arguments, "--pack", made / "pack")
+    assert plain.exit_code == packed.exit_code == 0
+    assert plain.stdout.strip() and plain.stdout != packed.stdout
+    raw = invoke("generate", "--prompt", "The module", "--raw", "--max-tokens", "3")
+    assert raw.exit_code == 0 and raw.stdout.strip()
+
+
+def test_doctor_names_device_versions_blas_and_memory():
+    report = json.loads(invoke("doctor", "--json").stdout)
+    assert {"device", "versions", "blas", "memory", "kernels"} <= set(report)
+    assert report["versions"]["mlx"] and report["blas"]["gflops"] > 0
+    assert "GFLOP/s" in invoke("doctor").stdout
+
+
+def test_pack_is_applied_and_taken_off_without_a_trace(made):
+    base = load_base("tiny")
+    probe = mx.array([[1, 2, 3, 4]])
+    before = base.model(probe)
+    with base.applied(made / "pack") as applied:
+        assert applied is base
+        assert not mx.array_equal(base.model(probe), before).item()
+    assert mx.array_equal(base.model(probe), before).item()
+
+
+def test_module_is_the_command_and_json_is_alone_on_stdout(made):
+    result = subprocess.run(
+        [sys.executable, "-W", "error", "-m", "mlx_packs.train", "--data", str(made / "rows")]
+        + ["--iters", "1", "--out", str(made / "again"), "--json", "--rank", "2"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    assert json.loads(result.stdout)["steps"] == 1
+    assert "held-out batches" not in result.stdout
+
+
+def test_show_mask_marks_what_is_learned(made):
+    result = invoke("train", "--data", made / "rows", "--show-mask")
+    assert "⟦It is one and one.<|im_end|>⟧" in result.stdout
+
+
+def test_quiet_prints_the_result_line_only(made):
+    result = invoke(
+        *("train", "--data", made / "rows", "--iters", 1, "-q", "--out", made / "quiet")
+    )
+    assert result.stdout.count("\n") == 1 and result.stdout.startswith("done")
+    assert not result.stderr
