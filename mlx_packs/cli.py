@@ -235,6 +235,8 @@ def run_command(command: click.Command) -> None:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
+    except OSError as error:  # a disk that fills up, a folder that may not be read
+        _fail(f"{error.filename or 'input or output'}: {error.strerror or error}")
 
 
 def _fail(message: str) -> None:

@@ -9,8 +9,8 @@ import numpy as np
 
 from . import data as rows_of
 from .base_path import choose_base_path
+from .batches import Batch, evaluation_batches
 from .config import DataConfig
-from .data import Batch
 from .errors import PackError
 from .loading import Base
 from .loss import Head, as_arrays, split_head, target_nll
@@ -107,6 +107,8 @@ def evaluate(
             default of the format.   limit: at most so many batches.
     Raises: PackError for unusable rows or a pack of another base.
     """
+    if limit == 0 or limit < -1:
+        raise PackError(f"--limit must be positive, or -1 for all, but got {limit}.")
     columns = columns or DataConfig(data=str(data))
     if pack is not None and not isinstance(pack, Pack):
         pack = Pack.open(pack)
@@ -117,7 +119,7 @@ def evaluate(
         rows, base.tokenizer, columns,
         loss_on=loss_on, max_seq_length=max_seq_length, vocab_size=base.vocab_size,
     )  # fmt: skip
-    batches = rows_of.evaluation_batches(examples, batch_size, max_seq_length, limit)
+    batches = evaluation_batches(examples, batch_size, max_seq_length, limit)
     if base_path == "auto":
         base_path = choose_base_path(base.model, batches[-1].tokens.size).base_path
     originals = apply_base_path(base.model, base_path)

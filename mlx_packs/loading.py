@@ -4,6 +4,7 @@ Offline first: a local folder never touches the network, a cached hub id is used
 """
 
 import hashlib
+import inspect
 import json
 import os
 import re
@@ -75,10 +76,11 @@ class Base:
         text = _text_config(self.config)
         q = self.quantization
         kind = f"{q.get('mode', 'affine')} {q['bits']}-bit g{q['group_size']}" if q else "dense"
-        size = sum(f.stat().st_size for f in weight_files(self.path)) / 1e9
+        size = sum(f.stat().st_size for f in weight_files(self.path))
+        shown = f"{size / 1e9:.2f} GB" if size >= 1e8 else f"{size / 1e6:.1f} MB"
         blocks = text.get("num_hidden_layers", text.get("n_layer", "?"))
         model_type = self.config["model_type"]
-        return f"{self.name} · {model_type} · {blocks} blocks · {kind} · {size:.3g} GB"
+        return f"{self.name} · {model_type} · {blocks} blocks · {kind} · {shown}"
 
 
 def _text_config(config: dict) -> dict:
@@ -235,8 +237,12 @@ def _check_files(path: Path) -> None:
 def _load_model(path: Path, trust_remote_code: bool) -> tuple[nn.Module, dict]:
     from mlx_lm.utils import load_model
 
+    if "model_file" in json.loads((path / "config.json").read_text()) and not trust_remote_code:
+        raise PackError(f"{path}: brings code of its own; --trust-remote-code runs it.")
+    # mlx-lm before 0.32, the last for Python 3.10, has no such argument and always runs the code
+    known = "trust_remote_code" in inspect.signature(load_model).parameters
     try:
-        return load_model(path, lazy=True, trust_remote_code=trust_remote_code)
+        return load_model(path, lazy=True, **({"trust_remote_code": True} if known else {}))
     except (ValueError, KeyError, TypeError) as error:
         reason = " ".join(str(error).split())
         reason = reason if len(reason) < 400 else reason[:400] + " …"

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from .adapters import Attached
+from .batches import Batch
 from .checkpoint import Cursor, latest_checkpoint, save_checkpoint
 from .config import TrainConfig
-from .data import Batch
 from .display import Display
 from .errors import PackError
 from .evaluation import Score
@@ -29,6 +29,7 @@ class Loop:
     config: TrainConfig
     run: Path
     cursor: Cursor
+    judge: Callable[[Batch], Score]
     validate: Callable[[], Score] | None
     display: Display
     callback: object | None
@@ -41,7 +42,7 @@ class Loop:
         """
         config, cursor = self.config, self.cursor
         alone = config.grad_accumulation_steps == 1
-        tokens, losses, seconds, taken = 0, 0.0, 0.0, 0
+        tokens, losses, seconds, taken, due = 0, 0.0, 0.0, 0, False
         with self.display.task("train", config.iters, done=cursor.batches) as bar:
             while cursor.batches < config.iters:
                 batch = next(batches)
@@ -58,14 +59,30 @@ class Loop:
                 tokens, seconds, taken = tokens + batch.count, seconds + elapsed, taken + 1
                 losses += loss * batch.count
                 self._limit_cache()
-                bar.advance(f"loss {loss:.3f}  {tokens / seconds:,.0f} tok/s")
+                bar.advance(self._status(loss, tokens / seconds))
                 if number % config.steps_per_report == 0 or number == config.iters:
                     self._report(losses / tokens, norm, tokens, seconds, taken)
                     tokens, losses, seconds, taken = 0, 0.0, 0.0, 0
                 if self.validate and number % config.steps_per_eval == 0 and number < config.iters:
                     self._validate()
-                if number % config.save_every == 0 and not self.stepper.pending:
-                    save_checkpoint(self.run, self.attached, self.stepper.optimizer, cursor)
+                due = due or number % config.save_every == 0 or number == config.iters
+                if due and not self.stepper.pending:
+                    self._save(batch)
+                    due = False
+
+    def _save(self, batch: Batch) -> None:
+        """Checkpoint the model if it still works: the loss before an update does not tell."""
+        self._stop_if_not_finite(self.judge(batch).nll, 0.0, self.cursor.batches)
+        self.attached.model.train()
+        save_checkpoint(self.run, self.attached, self.stepper.optimizer, self.cursor)
+
+    def _status(self, loss: float, tokens_per_s: float) -> str:
+        """What stands beside the bar: losses, supervised tokens a second, peak memory."""
+        valid = [line["valid_loss"] for line in self.curve if "valid_loss" in line][-2:]
+        arrow = "" if len(valid) < 2 else " ↓" if valid[1] < valid[0] else " ↑"
+        held = f"  valid {valid[-1]:.3f}{arrow}" if valid else ""
+        memory = mx.get_peak_memory() / 1e9
+        return f"loss {loss:.3f}{held}  {tokens_per_s:,.0f} tok/s  {memory:.1f} GB"
 
     def _stop_if_not_finite(self, loss: float, norm: float, number: int) -> None:
         if math.isfinite(loss) and math.isfinite(norm):

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import mlx.nn as nn
 
-from .data import Batch
+from .batches import Batch
 from .ops.linear_cross_entropy import cross_entropy, linear_cross_entropy
 from .runtime import mx
 

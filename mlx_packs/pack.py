@@ -77,8 +77,12 @@ class Pack:
             raise PackError(f"{folder}: is {kind}: it has no {MANIFEST}.")
         try:
             manifest = json.loads(file.read_text(encoding="utf-8"))
-            version = manifest["format_version"]
+            version = int(manifest["format_version"])
             files = manifest["files"]
+            wanted = [ADAPTERS, *files]
+            sizes = {n: (int(files[n]["bytes"]), str(files[n]["sha256"])) for n in wanted}
+            if not {"id", "fingerprint", "model_type", "quantization"} <= set(manifest["base"]):
+                raise KeyError("base")
             _specs_of(manifest)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise PackError(
@@ -87,16 +91,16 @@ class Pack:
         if version > FORMAT_VERSION:
             raise PackError(f"{file}: format {version} is newer than this program's "
                             f"({FORMAT_VERSION}); upgrade mlx-packs.")  # fmt: skip
-        for name, facts in files.items():
+        for name, (size, digest) in sizes.items():
             if Path(name).name != name:
                 raise PackError(f"{file}: names a file outside the pack: {name!r}.")
             part = folder / name
             if not part.is_file() or part.is_symlink():
                 raise PackError(f"{part}: is named in {MANIFEST} but is not a file here.")
-            if part.stat().st_size != facts["bytes"]:
+            if part.stat().st_size != size:
                 raise PackError(
                     f"{part}: has {part.stat().st_size} bytes, but {MANIFEST} says "
-                    f"{facts['bytes']} (sha256 {facts['sha256'][:12]}…). Copy the pack again."
+                    f"{size} (sha256 {digest[:12]}…). Copy the pack again."
                 )
         return cls(manifest, None, folder)
 
@@ -250,7 +254,12 @@ def _specs_of(manifest: dict) -> Specs:
     modules = manifest["adapters"]["modules"]
     return {
         m["path"]: ModuleSpec(
-            m["path"], m["in_features"], tuple(SliceSpec(**s) for s in m["slices"])
+            m["path"],
+            int(m["in_features"]),
+            tuple(
+                SliceSpec(s["name"], int(s["width"]), int(s["rank"]), float(s["alpha"]))
+                for s in m["slices"]
+            ),
         )
         for m in modules
     }

@@ -69,9 +69,8 @@ def command(config, show_mask, as_json, verbose, quiet, **flags):
     flags = {k: v for k, v in flags.items() if v is not None}
     values = read_yaml(config) if config else {}
     resolve(values, str(config))  # so that a fault names the file that it stands in
-    if (flags.get("model") or values.get("model") or TINY) == TINY:
-        values = {**tiny_recipe(), **values}
-    recipe = resolve({**values, **_given(flags, values)})
+    tiny = (flags.get("model") or values.get("model") or TINY) == TINY
+    recipe = resolve(flags, under=[tiny_recipe() if tiny else {}, values])
     run = recipe.run
     display = Display(QUIET if quiet else VERBOSE if verbose else NORMAL)
     if show_mask:
@@ -97,15 +96,6 @@ def command(config, show_mask, as_json, verbose, quiet, **flags):
         click.echo(f"packs: gate {flag} failed: {gate['value']:.3f} > {gate['limit']}", err=True)
     if failed:
         sys.exit(1)
-
-
-def _given(flags: dict, values: dict) -> dict:
-    """Flags over a file: a flag also overrides what the file says under mlx-lm's nested name."""
-    nested = values.get("lora_parameters")
-    if isinstance(nested, dict) and {"rank", "alpha"} & set(flags) and "scale" in nested:
-        flags = {"alpha": float(nested["scale"]) * int(flags.get("rank", nested.get("rank", 8))),
-                 **flags}  # fmt: skip
-    return flags
 
 
 def _print_result(report: dict, model: str, quiet: bool) -> None:

@@ -4,6 +4,7 @@
 """
 
 import json
+import os
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,6 +13,7 @@ from . import data as rows_of
 from . import runtime
 from .adapters import Attached, attach
 from .base_path import BasePathChoice, choose_base_path
+from .batches import Batch, evaluation_batches, padded_length, training_batches
 from .checkpoint import Cursor, clear_run, latest_checkpoint, load_checkpoint, save_checkpoint
 from .config import DataConfig, LoRAConfig, Recipe, TrainConfig, read_yaml, resolve
 from .display import QUIET, VERBOSE, Display
@@ -102,6 +104,7 @@ def train_pack(
         tiny = resolve(tiny_recipe())
         lora, train = tiny.lora, tiny.train
     lora, train = lora or LoRAConfig(), train or TrainConfig()
+    make_optimizer(train)  # a wrong argument shows before anything is loaded
     folder, run = _output(out, columns, overwrite, resume)
     if not isinstance(base, Base):
         base = load_base(base, train.quantize, trust_remote_code)
@@ -118,7 +121,7 @@ def train_pack(
     }
     _check_resume(run, identity, resume)
     held_out = "test" if "test" in examples else "valid"
-    judged = rows_of.evaluation_batches(
+    judged = evaluation_batches(
         examples[held_out], train.batch_size, train.max_seq_length, train.test_batches
     )
     sample = SamplePrompt.of(splits.rows[held_out][0], base, columns)
@@ -134,9 +137,9 @@ def train_pack(
         with display.task("eval", len(judged), "held-out batches") as bar:
             before = _score_base(attached, head, judged, bar.advance)
         texts = {"before": sample.complete(base)}
+        callback = _callback(report_to, project_name, run, recipe)
         _start_run_folder(run, identity, resume)
-        learned = _learn(attached, head, train, examples, run, resume, display,
-                         _callback(report_to, project_name, run, recipe))  # fmt: skip
+        learned = _learn(attached, head, train, examples, run, resume, display, callback)
         with display.task("eval", len(judged), "held-out batches") as bar:
             after = score(base.model, head, judged, bar.advance)
         texts["after"] = sample.complete(base)
@@ -195,15 +198,22 @@ def _output(
     if out is None:
         if resume:
             raise PackError("--resume: name the run's pack with --out.")
-        name = Path(columns.data).stem or "pack"
+        name = Path(columns.data).expanduser().resolve().stem or "pack"
         folder, n = Path("packs") / name, 1
         while folder.exists() or run_of(folder).exists():
             n += 1
             folder = Path("packs") / f"{name}-{n}"
         return folder, run_of(folder)
     folder = Path(out).expanduser()
+    if folder.name in ("", ".."):
+        raise PackError(f"--out {out}: must name a folder of its own.")
     run = run_of(folder)
     check_output(folder, overwrite or resume)
+    parent = next(p for p in folder.absolute().parents if p.exists())
+    if not parent.is_dir() or not os.access(parent, os.W_OK):
+        raise PackError(f"--out {out}: cannot be written ({parent} is no folder to write in).")
+    if run.exists() and not (run.is_dir() and _is_run(run)):
+        raise PackError(f"{run}: is there and holds something else; choose another --out.")
     if resume and latest_checkpoint(run) is None:
         raise PackError(f"--resume: {run} has no checkpoint to continue from.")
     if latest_checkpoint(run) and not (overwrite or resume):
@@ -212,6 +222,10 @@ def _output(
             "with --overwrite, or choose another --out."
         )
     return folder, run
+
+
+def _is_run(folder: Path) -> bool:
+    return (folder / "config.json").is_file() or not any(folder.iterdir())
 
 
 def _check_resume(run: Path, identity: dict, resume: bool) -> None:
@@ -274,8 +288,8 @@ def _encode_splits(
     )
     if cut := sum(e.cut for e in examples.values()):
         dropped = sum(e.dropped for e in examples.values())
-        text = f"{cut} rows are longer than {train.max_seq_length} tokens and were cut"
-        text += f"; {dropped} of them have no target left and were dropped" if dropped else ""
+        text = f"longer than {train.max_seq_length} tokens and cut: {cut} rows"
+        text += f", {dropped} of them dropped, since no target was left" if dropped else ""
         display.line("data", f"{text} (--max-seq-length)")
     for note in splits.notes:
         display.line("data", note)
@@ -290,7 +304,7 @@ def _choose_path(
         choice = BasePathChoice(train.base_path, {}, "as asked")
     else:
         lengths = sorted(len(e.tokens) for e in examples.items)
-        typical = rows_of.padded_length(lengths[len(lengths) // 2], train.max_seq_length)
+        typical = padded_length(lengths[len(lengths) // 2], train.max_seq_length)
         choice = choose_base_path(base.model, train.batch_size * typical)
     display.line("path", choice.line())
     return choice
@@ -355,7 +369,7 @@ def _learn(
         display.line("resume", f"{run}: batch {cursor.batches} of {train.iters}")
     validate = None
     if "valid" in examples and train.val_batches:
-        valid = rows_of.evaluation_batches(
+        valid = evaluation_batches(
             examples["valid"], train.batch_size, train.max_seq_length, train.val_batches
         )
 
@@ -363,8 +377,12 @@ def _learn(
             return score(model, head, valid)
 
     stepper = Stepper(model, head, optimizer, train.max_grad_norm)
-    loop = Loop(attached, stepper, train, run, cursor, validate, display, callback, [])
-    batches = rows_of.training_batches(
+
+    def judge(batch: Batch) -> Score:
+        return score(model, head, [batch])
+
+    loop = Loop(attached, stepper, train, run, cursor, judge, validate, display, callback, [])
+    batches = training_batches(
         examples["train"], train.batch_size, train.max_seq_length, train.seed, cursor.batches
     )
     model.train()
@@ -376,7 +394,6 @@ def _learn(
             raise
         kept = save_checkpoint(run, attached, optimizer, cursor)
         raise PackError(f"interrupted; kept {kept}. Continue with --resume --out …") from None
-    save_checkpoint(run, attached, optimizer, cursor)
     measured = {
         "train_s": cursor.train_s,
         "tokens_per_s": cursor.trained_tokens / cursor.train_s,

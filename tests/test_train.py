@@ -8,7 +8,8 @@ from conftest import base_of, chat, write_rows
 
 from mlx_packs import LoRAConfig, Pack, TrainConfig, evaluate, train_pack
 from mlx_packs.adapters import attach
-from mlx_packs.data import Example, make_batch, tiny_path
+from mlx_packs.batches import make_batch
+from mlx_packs.data import Example, tiny_path
 from mlx_packs.errors import PackError
 from mlx_packs.loss import as_arrays, split_head
 from mlx_packs.optim import make_optimizer
