@@ -31,6 +31,13 @@ class Cursor:
     trained_tokens: int = 0
     train_s: float = 0.0
 
+    def count(self, targets: int, update: bool, seconds: float) -> None:
+        """Another batch was taken."""
+        self.batches += 1
+        self.updates += int(update)
+        self.trained_tokens += targets
+        self.train_s += seconds
+
 
 def step_folder(run: Path, batches: int) -> Path:
     """The folder of the checkpoint after so many batches."""

@@ -21,6 +21,27 @@ from .step import Stepper
 
 
 @dataclass
+class _Window:
+    """What was learned since the last report."""
+
+    batches: int = 0
+    targets: int = 0
+    loss_sum: float = 0.0
+    seconds: float = 0.0
+
+    def add(self, loss: float, targets: int, seconds: float) -> None:
+        self.batches += 1
+        self.targets += targets
+        self.loss_sum += loss * targets
+        self.seconds += seconds
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Supervised tokens a second."""
+        return self.targets / self.seconds
+
+
+@dataclass
 class Loop:
     """Everything that the loop over batches needs, so that it reads as one function."""
 
@@ -42,27 +63,23 @@ class Loop:
         """
         config, cursor = self.config, self.cursor
         alone = config.grad_accumulation_steps == 1
-        tokens, losses, seconds, taken, due = 0, 0.0, 0.0, 0, False
+        window, due = _Window(), False
         with self.display.task("train", config.iters, done=cursor.batches) as bar:
             while cursor.batches < config.iters:
                 batch = next(batches)
-                start = time.perf_counter()
                 number = cursor.batches + 1
                 last = number % config.grad_accumulation_steps == 0 or number == config.iters
+                start = time.perf_counter()
                 loss, norm = self.stepper(as_arrays(batch), batch.count, last, alone)
-                elapsed = time.perf_counter() - start
+                seconds = time.perf_counter() - start
                 self._stop_if_not_finite(loss, norm, number)
-                cursor.batches = number
-                cursor.updates += int(last)
-                cursor.trained_tokens += batch.count
-                cursor.train_s += elapsed
-                tokens, seconds, taken = tokens + batch.count, seconds + elapsed, taken + 1
-                losses += loss * batch.count
+                cursor.count(batch.count, last, seconds)
+                window.add(loss, batch.count, seconds)
                 self._limit_cache()
-                bar.advance(self._status(loss, tokens / seconds))
+                bar.advance(self._status(loss, window.tokens_per_s))
                 if number % config.steps_per_report == 0 or number == config.iters:
-                    self._report(losses / tokens, norm, tokens, seconds, taken)
-                    tokens, losses, seconds, taken = 0, 0.0, 0.0, 0
+                    self._report(window, norm)
+                    window = _Window()
                 if self.validate and number % config.steps_per_eval == 0 and number < config.iters:
                     self._validate()
                 due = due or number % config.save_every == 0 or number == config.iters
@@ -104,14 +121,14 @@ class Loop:
         self.curve.append(line)
         append_line(self.run / "metrics.jsonl", json.dumps(line))
 
-    def _report(self, loss: float, norm: float, tokens: int, seconds: float, batches: int) -> None:
+    def _report(self, window: _Window, norm: float) -> None:
         line = {
             "batch": self.cursor.batches,
             "update": self.cursor.updates,
-            "loss": loss,
+            "loss": window.loss_sum / window.targets,
             "grad_norm": norm,
             "learning_rate": float(self.stepper.optimizer.learning_rate),
-            "tokens_per_s": tokens / seconds,
+            "tokens_per_s": window.tokens_per_s,
             "trained_tokens": self.cursor.trained_tokens,
             "peak_gb": mx.get_peak_memory() / 1e9,
         }
@@ -120,9 +137,9 @@ class Loop:
             self.callback.on_train_loss_report(
                 {
                     "iteration": line["batch"],
-                    "train_loss": loss,
+                    "train_loss": line["loss"],
                     "learning_rate": line["learning_rate"],
-                    "iterations_per_second": batches / seconds,
+                    "iterations_per_second": window.batches / window.seconds,
                     "tokens_per_second": line["tokens_per_s"],
                     "trained_tokens": line["trained_tokens"],
                     "peak_memory": line["peak_gb"],
