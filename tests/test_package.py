@@ -164,6 +164,28 @@ def test_wheel_and_wheel_from_sdist_carry_the_same_files(tmp_path):
 
 
 @pytest.mark.slow
+def test_checkpoint_of_one_true_qwen3_4b_block_trains_from_the_command_line(tmp_path):
+    import json
+
+    script = [sys.executable, ROOT / "examples" / "random_checkpoint.py", "--blocks", "1"]
+    subprocess.run([*script, "--out", "block"], cwd=tmp_path, check=True, capture_output=True)
+    options = "--model block --data tiny --iters 4 --batch-size 2 --max-seq-length 64 --json"
+    more = "--test-batches 4 --learning-rate 1e-3 --steps-per-report 1 --rank 8 --out p"
+    result = subprocess.run(
+        [sys.executable, "-m", "mlx_packs.train", *options.split(), *more.split()],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    report = json.loads(result.stdout)
+    lines = (tmp_path / "p-run" / "metrics.jsonl").read_text().splitlines()
+    losses = [json.loads(line)["loss"] for line in lines]
+    assert losses[-1] < losses[0] and report["peak_gb"] > 0.1
+
+
+@pytest.mark.slow
 def test_default_run_lowers_held_out_perplexity_by_a_third(tmp_path):
     import json
 
