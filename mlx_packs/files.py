@@ -88,6 +88,28 @@ def sha256(file: Path) -> str:
     return digest.hexdigest()
 
 
+def read_header(file: Path) -> tuple[dict[str, dict], int]:
+    """The header of a safetensors file (name -> dtype, shape, data_offsets) and where data starts.
+
+    Raises: PackError if the file is truncated or not safetensors.
+    """
+    size = file.stat().st_size
+    with file.open("rb") as f:
+        length = int.from_bytes(f.read(8), "little")
+        if size < 8 or length > size - 8:
+            raise PackError(f"{file}: is truncated or not a safetensors file.")
+        try:
+            header = json.loads(f.read(length))
+            header.pop("__metadata__", None)
+            data = max((int(t["data_offsets"][1]) for t in header.values()), default=0)
+        except (ValueError, KeyError, TypeError, AttributeError, IndexError):
+            raise PackError(f"{file}: is not a safetensors file (its header is no JSON).") from None
+    end = 8 + length + data
+    if size < end:
+        raise PackError(f"{file}: is truncated: {size} bytes of {end}. Copy or download it again.")
+    return header, 8 + length
+
+
 def save_tensors(file: Path, tensors: dict) -> None:
     """Write MLX arrays as safetensors, in the order of their names.
 
@@ -100,6 +122,4 @@ def save_tensors(file: Path, tensors: dict) -> None:
     except RuntimeError as error:
         raise PackError(f"{file}: cannot be written ({error}).") from None
     # MLX does not report a full disk: the file is then shorter than its header says
-    from .loading import read_header
-
     read_header(file)

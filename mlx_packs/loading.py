@@ -19,6 +19,7 @@ from mlx.utils import tree_map
 
 from . import runtime
 from .errors import PackError
+from .files import read_header
 from .runtime import mx
 
 if TYPE_CHECKING:
@@ -26,9 +27,10 @@ if TYPE_CHECKING:
 
 TINY = "tiny"
 _SAMPLE_BYTES = 4096
-_DTYPE_BYTES = {"F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4}
-_DTYPE_BYTES |= {"F16": 2, "BF16": 2, "I16": 2, "U16": 2}
-_CHECKPOINT_FILES = ["*.json", "model*.safetensors", "*.jinja", "tokenizer.model", "*.txt"]
+# what mlx-lm downloads; code among it is run only with trust_remote_code
+_CHECKPOINT_FILES = (
+    "*.json model*.safetensors *.jinja *.txt *.jsonl tokenizer.model *.tiktoken tiktoken.model *.py"
+).split()
 
 
 def tiny_base_path() -> Path:
@@ -172,28 +174,6 @@ def missing_shards(path: Path) -> list[str]:
     except (ValueError, KeyError, TypeError, AttributeError):
         raise PackError(f"{index}: is not an index of shards (no 'weight_map').") from None
     return sorted(named - {f.name for f in weight_files(path)})
-
-
-def read_header(file: Path) -> tuple[dict[str, dict], int]:
-    """The header of a safetensors file (name -> dtype, shape, data_offsets) and where data starts.
-
-    Raises: PackError if the file is truncated or not safetensors.
-    """
-    size = file.stat().st_size
-    with file.open("rb") as f:
-        length = int.from_bytes(f.read(8), "little")
-        if size < 8 or length > size - 8:
-            raise PackError(f"{file}: is truncated or not a safetensors file.")
-        try:
-            header = json.loads(f.read(length))
-            header.pop("__metadata__", None)
-            data = max((int(t["data_offsets"][1]) for t in header.values()), default=0)
-        except (ValueError, KeyError, TypeError, AttributeError, IndexError):
-            raise PackError(f"{file}: is not a safetensors file (its header is no JSON).") from None
-    end = 8 + length + data
-    if size < end:
-        raise PackError(f"{file}: is truncated: {size} bytes of {end}. Copy or download it again.")
-    return header, 8 + length
 
 
 def fingerprint(path: Path) -> str:

@@ -13,9 +13,9 @@ from pathlib import Path
 from . import runtime
 from .adapters import Attached, ModuleSpec, SliceSpec, Specs, attach
 from .errors import PackError
-from .files import save_tensors, sha256, to_json, whole_folder
+from .files import read_header, save_tensors, sha256, to_json, whole_folder
 from .geometry import Heads, block_prefixes
-from .loading import Base, fingerprint, read_header, resolve_base_path
+from .loading import Base, fingerprint, resolve_base_path
 from .runtime import mx
 
 FORMAT_VERSION = 1

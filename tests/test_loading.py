@@ -14,7 +14,8 @@ from mlx_lm.utils import load_model
 
 from mlx_packs import loading
 from mlx_packs.errors import PackError
-from mlx_packs.loading import fingerprint, load_base, read_header, resolve_base_path, tiny_base_path
+from mlx_packs.files import read_header
+from mlx_packs.loading import fingerprint, load_base, resolve_base_path, tiny_base_path
 from mlx_packs.runtime import mx
 
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
