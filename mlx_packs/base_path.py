@@ -81,16 +81,28 @@ def _path_seconds(path: str, module: nn.Module, x: mx.array, dense: mx.array) ->
     return _seconds(fused, x)
 
 
-def choose_base_path(model: nn.Module, rows: int) -> BasePathChoice:
+def weight_kinds(model: nn.Module) -> int:
+    """How many kinds of quantized weights (shape, bits, group, mode) there are to measure."""
+    return len({_kind(m) for _, m in quantized_modules(model)})
+
+
+def _kind(module: nn.Module) -> tuple:
+    return _weight_shape(module), module.bits, module.group_size, module.mode
+
+
+def choose_base_path(
+    model: nn.Module, rows: int, advance: Callable[[], None] | None = None
+) -> BasePathChoice:
     """Measure the three base paths for steps of ``rows`` tokens and take the fastest that fits.
 
-    Embeddings count as heads. Times are for ``min(rows, 512)`` tokens, scaled up.
+    Embeddings count as heads. Times are for ``min(rows, 512)`` tokens, scaled up. ``advance`` is
+    called after each kind of weight.
     """
     modules = quantized_modules(model)
     if not modules:
         return BasePathChoice("quantized", {}, "the base is not quantized")
-    shapes = Counter((_weight_shape(m), m.bits, m.group_size, m.mode) for _, m in modules)
-    example = {(_weight_shape(m), m.bits, m.group_size, m.mode): m for _, m in modules}
+    shapes = Counter(_kind(m) for _, m in modules)
+    example = {_kind(m): m for _, m in modules}
     free = runtime.total_memory() - mx.get_active_memory()
     fits = dense_bytes(model) < _DENSE_SHARE * free
     sample = min(rows, _MEASURED_ROWS)
@@ -112,6 +124,8 @@ def choose_base_path(model: nn.Module, rows: int) -> BasePathChoice:
             seconds[path] = _path_seconds(path, module, x, weight)
         for path, value in seconds.items():
             totals[path] += value * count * rows / sample
+        if advance is not None:
+            advance()
     step_ms = {path: totals[path] * 1e3 for path in ("quantized", "transient", "dense")}
     candidates = {p: ms for p, ms in step_ms.items() if p != "dense" or fits}
     best_path = min(candidates, key=candidates.get)

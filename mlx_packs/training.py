@@ -12,7 +12,7 @@ from pathlib import Path
 from . import data as rows_of
 from . import runtime
 from .adapters import Attached, attach
-from .base_path import BasePathChoice, choose_base_path
+from .base_path import BasePathChoice, choose_base_path, weight_kinds
 from .batches import Batch, evaluation_batches, padded_length, training_batches
 from .checkpoint import Cursor, clear_run, latest_checkpoint, load_checkpoint, save_checkpoint
 from .config import DataConfig, LoRAConfig, Recipe, TrainConfig, read_yaml, resolve
@@ -305,7 +305,8 @@ def _choose_path(
     else:
         lengths = sorted(len(e.tokens) for e in examples.items)
         typical = padded_length(lengths[len(lengths) // 2], train.max_seq_length)
-        choice = choose_base_path(base.model, train.batch_size * typical)
+        with display.task("path", weight_kinds(base.model), "kinds of weights measured") as bar:
+            choice = choose_base_path(base.model, train.batch_size * typical, bar.advance)
     display.line("path", choice.line())
     return choice
 

@@ -1,7 +1,8 @@
 """GroupedLoRA: the adapters of one projection group, and the module that carries a group of one."""
 
 import math
-from collections.abc import Mapping, Sequence
+import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import mlx.core as mx
@@ -86,9 +87,4 @@ def low_rank_delta(lora_a: mx.array, lora_b: mx.array, scale: float) -> mx.array
 
 def adapter_key(seed: int, path: str) -> mx.array:
     """A random key for the adapter at ``path``; it depends on no other adapter."""
-    import zlib
-
     return mx.random.key((seed << 32) ^ zlib.crc32(path.encode()))
-
-
-Adapters = Mapping[str, mx.array]
