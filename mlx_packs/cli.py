@@ -50,7 +50,10 @@ def _print(value: dict, as_json: bool, lines: list[str]) -> None:
 @click.argument("pack", type=click.Path(path_type=Path))
 @click.option("--json", "as_json", is_flag=True, help="Print the manifest.")
 def inspect(pack, as_json):
-    """Show a pack's manifest, ranks, sizes and hashes; loads no tensor and no model."""
+    """Show a pack: base, ranks, results, hashes.
+
+    Loads no tensor and no model.
+    """
     from .pack import Pack
 
     found = Pack.open(pack)
@@ -93,7 +96,10 @@ def inspect(pack, as_json):
 @click.option("--max-pack-mb", type=float, help="Gate: exit with 1 if the pack is larger.")
 @click.option("--json", "as_json", is_flag=True, help="Print what was checked.")
 def apply(pack, model, dry_run, max_pack_mb, as_json):
-    """Check that a pack fits a base; without --dry-run, attach it and compare one forward too."""
+    """Check that a pack fits a base.
+
+    Without --dry-run it is attached, run and taken off again.
+    """
     from .pack import Pack, check_against
 
     found = Pack.open(pack)
@@ -149,7 +155,10 @@ def _apply_for_real(pack, model: str) -> dict:
 @click.option("--limit", default=-1, help="At most so many batches.")
 @click.option("--json", "as_json", is_flag=True, help="Print the report.")
 def eval(pack, model, data, split, batch_size, max_seq_length, loss_on, limit, as_json):
-    """Perplexity (± standard error) and token accuracy of base and base with pack, same rows."""
+    """Perplexity and accuracy, base and pack.
+
+    Both on the same rows, with the standard error of the perplexity.
+    """
     from .evaluation import evaluate
     from .loading import load_base
     from .pack import Pack
@@ -178,7 +187,7 @@ def eval(pack, model, data, split, batch_size, max_seq_length, loss_on, limit, a
 @click.option("--temp", default=0.0, show_default=True, type=click.FloatRange(0))
 @click.option("--seed", default=0, show_default=True)
 def generate(model, pack, prompt, system, raw, max_tokens, temp, seed):
-    """Stream text from a base, with a pack applied if one is named."""
+    """Stream text, with a pack or without."""
     from contextlib import nullcontext
 
     from .generate import chat_prompt, stream
@@ -202,7 +211,7 @@ def generate(model, pack, prompt, system, raw, max_tokens, temp, seed):
 @packs.command()
 @click.option("--json", "as_json", is_flag=True, help="Print the report.")
 def doctor(as_json):
-    """Report device, versions, BLAS and memory, with what they measure here."""
+    """Report device, versions, BLAS, memory."""
     from .doctor import examine
 
     report = examine()

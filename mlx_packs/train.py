@@ -21,7 +21,7 @@ def _config_option(f: dataclasses.Field):
     """A click option from a field of a config; its value is typed by `config.build`."""
     name = "--" + f.name.replace("_", "-")
     sentence = f.metadata["help"]
-    if f.default not in (None, (), dataclasses.MISSING):
+    if f.default not in (None, (), False, dataclasses.MISSING):
         sentence += f" [{f.default}]"
     if f.metadata["choices"]:
         return click.option(
@@ -61,10 +61,11 @@ def _config_options(command):
 @click.option("-v", "--verbose", is_flag=True, help="Explain decisions.")
 @click.option("-q", "--quiet", is_flag=True, help="Print the result line only.")
 def command(config, show_mask, as_json, verbose, quiet, **flags):
-    """Train a pack. Without arguments: the embedded tiny Qwen3 on the embedded data, in a minute.
+    """Train a pack; without arguments, the tiny Qwen3 on the embedded data.
 
     Rows: train.jsonl, valid.jsonl, test.jsonl with {"messages": [{"role", "content"}]}, {"prompt",
-    "completion"} or {"text"}. Every flag and YAML key of mlx_lm.lora is understood.
+    "completion"} or {"text"}. Every flag and YAML key of mlx_lm.lora is understood. Defaults in
+    brackets are for real bases; the tiny one brings a recipe of its own.
     """
     flags = {k: v for k, v in flags.items() if v is not None}
     values = read_yaml(config) if config else {}
