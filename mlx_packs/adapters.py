@@ -110,7 +110,10 @@ class _Slot:
 
 
 class Attached:
-    """Adapters on a base. ``tensors`` and ``load`` speak mlx-lm's names; ``detach`` undoes all."""
+    """Adapters on a base. ``tensors`` and ``load`` speak mlx-lm's names; ``detach`` undoes all.
+
+    ``slots`` has the adapters and ``frozen`` the base's own module, by path of the projection.
+    """
 
     def __init__(self, base: Base, specs: Specs, groups: list[Group], notes: list[str]):
         self.base = base
@@ -118,6 +121,7 @@ class Attached:
         self.groups = groups
         self.notes = notes
         self.slots: dict[str, _Slot] = {}
+        self.frozen: dict[str, nn.Module] = {}
         self._originals: list[tuple[str, nn.Module]] = []
 
     @property
@@ -201,12 +205,10 @@ class Attached:
 
     def merged_weights(self) -> dict[str, mx.array]:
         """Dense weight of every adapted projection with its delta added, [out, in] in float32."""
-        originals = dict(self._originals)
-        current = dict(self.model.named_modules())
         tensors = self.tensors()
         merged = {}
         for path, slot in self.slots.items():
-            linear = originals.get(path, current.get(path))
+            linear = self.frozen[path]
             quantized = isinstance(linear, nn.QuantizedLinear)
             weight = dequantized_weight(linear) if quantized else linear.weight
             a, b = tensors[f"{path}.lora_a"], tensors[f"{path}.lora_b"]
@@ -254,6 +256,8 @@ def attach(
         fp16_fallback: dequantize modules whose geometry cannot be probed to fp16 and train on.
     Raises: PackError if a target does not exist or a geometry cannot be probed.
     """
+    if any(isinstance(m, GroupedLoRA) for m in base.model.modules()):
+        raise PackError(f"{base.name}: carries adapters already; take them off first.")
     lora = lora or LoRAConfig()
     targets = tuple(specs) if specs is not None else lora.target_modules
     num_layers = -1 if specs is not None else lora.num_layers
@@ -269,6 +273,8 @@ def attach(
     attached = Attached(base, specs, groups, notes)
     try:
         attached.swap([(geometry.path, module) for geometry, module in fallback])
+        modules = dict(base.model.named_modules())
+        attached.frozen = {path: modules[path] for path in specs}
         attached._originals += apply_base_path(base.model, base_path)
         _swap_in_adapters(attached, lora.dropout, seed)
         base.model.train(base.model.training)  # new modules join the mode of the rest

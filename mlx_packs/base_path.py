@@ -55,11 +55,12 @@ def dense_bytes(model: nn.Module) -> int:
 
 def _seconds(multiply: Callable[[mx.array], mx.array], x: mx.array) -> float:
     """Forward and input gradient of one product; the best of two after a first run."""
-    gradient = mx.grad(lambda v: multiply(v).sum())
+    cotangent = mx.random.normal(multiply(x).shape, key=mx.random.key(1)).astype(x.dtype)
+    mx.eval(cotangent)
 
     def once() -> float:
         start = time.perf_counter()
-        mx.eval(gradient(x))
+        mx.eval(mx.vjp(multiply, [x], [cotangent]))  # both, or the forward would not run
         return time.perf_counter() - start
 
     first = once()
@@ -81,53 +82,68 @@ def _path_seconds(path: str, module: nn.Module, x: mx.array, dense: mx.array) ->
     return _seconds(fused, x)
 
 
+def _measured(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """The quantized weights that a step multiplies: not an embedding that is looked up only."""
+    modules = quantized_modules(model)
+    heads = [path for path, _ in modules if path.endswith("lm_head")] or "lm_head" in model
+    return [(p, m) for p, m in modules if not (heads and isinstance(m, nn.QuantizedEmbedding))]
+
+
+def _kind(path: str, module: nn.Module) -> tuple:
+    """What the time of a product depends on; a head has rows of its own."""
+    head = isinstance(module, nn.QuantizedEmbedding) or path.endswith("lm_head")
+    return _weight_shape(module), module.bits, module.group_size, module.mode, head
+
+
 def weight_kinds(model: nn.Module) -> int:
     """How many kinds of quantized weights (shape, bits, group, mode) there are to measure."""
-    return len({_kind(m) for _, m in quantized_modules(model)})
-
-
-def _kind(module: nn.Module) -> tuple:
-    return _weight_shape(module), module.bits, module.group_size, module.mode
+    return len({_kind(*item) for item in _measured(model)})
 
 
 def choose_base_path(
-    model: nn.Module, rows: int, advance: Callable[[], None] | None = None
+    model: nn.Module,
+    rows: int,
+    head_rows: int | None = None,
+    advance: Callable[[], None] | None = None,
 ) -> BasePathChoice:
     """Measure the three base paths for steps of ``rows`` tokens and take the fastest that fits.
 
-    Embeddings count as heads. Times are for ``min(rows, 512)`` tokens, scaled up. ``advance`` is
-    called after each kind of weight.
+    Times are for at most 512 tokens, scaled up.
+
+    Args:
+        rows: tokens of a batch.   head_rows: those that reach the head, by default all.
+        advance: called after each kind of weight.
     """
-    modules = quantized_modules(model)
+    modules = _measured(model)
     if not modules:
         return BasePathChoice("quantized", {}, "the base is not quantized")
-    shapes = Counter(_kind(m) for _, m in modules)
-    example = {_kind(m): m for _, m in modules}
-    free = runtime.total_memory() - mx.get_active_memory()
-    fits = dense_bytes(model) < _DENSE_SHARE * free
-    sample = min(rows, _MEASURED_ROWS)
-    totals = dict.fromkeys(("dense", "transient", "quantized"), 0.0)
-    for key, count in shapes.items():
-        module = example[key]
-        x = mx.random.normal((sample, key[0][1]), key=mx.random.key(0)).astype(module.scales.dtype)
-        weight = dequantized_weight(module)
-        mx.eval(x, weight)
-        seconds: dict[str, float] = {}
-        for path in totals:
-            small = max(1, sample // 16)
-            best = min(seconds.values(), default=None)
-            if path == "quantized" and best is not None and sample > small:
-                guess = _path_seconds(path, module, x[:small], weight) * sample / small
-                if guess > _GIVE_UP * best:
-                    seconds[path] = guess
-                    continue
-            seconds[path] = _path_seconds(path, module, x, weight)
-        for path, value in seconds.items():
-            totals[path] += value * count * rows / sample
+    counts = Counter(_kind(*item) for item in modules)
+    example = {_kind(*item): item[1] for item in modules}
+    totals = dict.fromkeys(("quantized", "transient", "dense"), 0.0)
+    for kind, count in counts.items():
+        is_head = kind[-1]
+        wanted = head_rows if is_head and head_rows else rows
+        for path, seconds in _kind_seconds(example[kind], wanted).items():
+            totals[path] += seconds * count
         if advance is not None:
             advance()
-    step_ms = {path: totals[path] * 1e3 for path in ("quantized", "transient", "dense")}
+    free = runtime.total_memory() - mx.get_active_memory()
+    fits = dense_bytes(model) < _DENSE_SHARE * free
+    step_ms = {path: seconds * 1e3 for path, seconds in totals.items()}
     candidates = {p: ms for p, ms in step_ms.items() if p != "dense" or fits}
-    best_path = min(candidates, key=candidates.get)
     reason = "" if fits else f"dense would need {dense_bytes(model) / 1e9:.1f} GB more"
-    return BasePathChoice(best_path, step_ms, reason)
+    return BasePathChoice(min(candidates, key=candidates.get), step_ms, reason)
+
+
+def _kind_seconds(module: nn.Module, rows: int) -> dict[str, float]:
+    """Seconds of one product by each path; the packed one is guessed where it is far behind."""
+    sample = min(rows, _MEASURED_ROWS)
+    weight = dequantized_weight(module)
+    x = mx.random.normal((sample, weight.shape[1]), key=mx.random.key(0)).astype(weight.dtype)
+    mx.eval(x, weight)
+    seconds = {path: _path_seconds(path, module, x, weight) for path in ("dense", "transient")}
+    small = max(1, sample // 16)
+    guess = _path_seconds("quantized", module, x[:small], weight) * sample / small
+    far_behind = guess > _GIVE_UP * min(seconds.values())
+    seconds["quantized"] = guess if far_behind else _path_seconds("quantized", module, x, weight)
+    return {path: value * rows / sample for path, value in seconds.items()}

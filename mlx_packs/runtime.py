@@ -38,7 +38,7 @@ def _candidates() -> list[tuple[str, str]]:
     """(library file, symbol prefix) in the order to try; ``MLX_PACKS_BLAS=/lib.so`` is the only."""
     wanted = os.environ.get(BLAS_VARIABLE, "auto")
     if wanted not in ("auto", ""):
-        return [(wanted, "")]
+        return [(wanted, ""), (wanted, "scipy_")]
     found: list[tuple[str, str]] = []
     try:
         import scipy_openblas32
@@ -153,8 +153,11 @@ def _bind_blas() -> Blas:
         return Blas("reference", False, f"no binding for {platform.machine()}")
     found = _open_blas()
     if found is None:
-        hint = "pip install scipy-openblas32, or apt install libopenblas0"
-        return Blas("reference", False, f"slow: no BLAS library found ({hint})")
+        hint = "none found (pip install scipy-openblas32, or apt install libopenblas0)"
+        if named := os.environ.get(BLAS_VARIABLE, "auto").removeprefix("auto"):
+            hint = f"{BLAS_VARIABLE}={named} has no CBLAS or cannot be loaded"
+            print(f"mlx_packs: {hint}; matrix products will be slow.", file=sys.stderr)
+        return Blas("reference", False, f"slow: {hint}")
     name, addresses, threads = found
     maps = _libmlx_maps()
     base = min((start for start, _, _, offset in maps if offset == 0), default=None)

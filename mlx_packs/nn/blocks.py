@@ -118,9 +118,22 @@ class RecomputedBlock(nn.Module):
         block = self["block"]
         if not self.training:
             return block(*args, **kwargs)
+        dropouts = [m.dropout for m in block.modules() if isinstance(m, GroupedLoRA)]
+        # drawn here, once: the inside runs again in the backward and must drop the same inputs
+        keys = [_fresh_key() if dropout.p else None for dropout in dropouts]
 
         def inner(parameters, *inner_args):
             block.update(parameters)
-            return block(*inner_args, **kwargs)
+            for dropout, key in zip(dropouts, keys, strict=True):
+                dropout.key = key
+            output = block(*inner_args, **kwargs)
+            for dropout in dropouts:
+                dropout.key = None
+            return output
 
         return mx.checkpoint(inner)(block.trainable_parameters(), *args)
+
+
+def _fresh_key() -> mx.array:
+    """A random key, drawn from MLX's own random state (which follows the seed of the run)."""
+    return mx.random.randint(0, 2**31 - 1, (2,)).astype(mx.uint32)

@@ -20,6 +20,22 @@ class AdapterShape:
     scale: float
 
 
+class InputDropout:
+    """Dropout whose mask can be drawn again: with a ``key``, every call gives the same mask.
+
+    A recomputed block runs twice, and both runs must drop the same inputs (nn/blocks.py).
+    """
+
+    def __init__(self, p: float):
+        self.p = p
+        self.key: mx.array | None = None
+
+    def __call__(self, x: mx.array) -> mx.array:
+        """x with a share p of its numbers at zero and the others scaled up by 1 / (1 - p)."""
+        mask = mx.random.bernoulli(1 - self.p, x.shape, key=self.key)
+        return mx.where(mask, x * (1 / (1 - self.p)), 0)
+
+
 class GroupedLoRA(nn.Module):
     """Adapters of the projections that read one input; some of them may have none.
 
@@ -43,7 +59,7 @@ class GroupedLoRA(nn.Module):
         adapted = [(i, s) for i, s in enumerate(shapes) if s is not None]
         self._slots = [i for i, _ in adapted]
         self._scales = [s.scale for _, s in adapted]
-        self.dropout = nn.Dropout(dropout)
+        self.dropout = InputDropout(dropout)
         self.lora_a = [
             mx.random.uniform(-bound, bound, (in_features, s.rank), key=keys[i]) for i, s in adapted
         ]
@@ -51,8 +67,10 @@ class GroupedLoRA(nn.Module):
 
     def __call__(self, x: mx.array, outputs: Sequence[mx.array]) -> list[mx.array]:
         """Base outputs of all projections, [..., O_i] each, with the deltas of the adapted ones."""
+        if self.training and self.dropout.p:
+            x = self.dropout(x)
         summed = grouped_lora(
-            self.dropout(x),
+            x,
             [outputs[i] for i in self._slots],
             self.lora_a,
             self.lora_b,

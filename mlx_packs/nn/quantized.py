@@ -11,6 +11,8 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_unflatten
 
+from ..runtime import on_cpu
+
 QUANTIZED = (nn.QuantizedLinear, nn.QuantizedEmbedding)
 
 
@@ -142,7 +144,8 @@ def apply_base_path(model: nn.Module, base_path: str) -> list[tuple[str, nn.Modu
     replaced = []
     for path, module in originals:
         if base_path == "dense":
-            replaced.append((path, dense_module(module)))
+            # on a CPU activations are float32, whatever the packed format dequantizes to
+            replaced.append((path, dense_module(module, mx.float32 if on_cpu() else None)))
         elif isinstance(module, nn.QuantizedEmbedding):
             replaced.append((path, TransientEmbedding(module)))
         else:
