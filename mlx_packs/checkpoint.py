@@ -5,6 +5,8 @@ random state, and how many batches were taken (the order of the data is a functi
 """
 
 import json
+import math
+import re
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +22,10 @@ from .runtime import mx
 ADAPTERS = "adapters.safetensors"
 OPTIMIZER = "optimizer.safetensors"
 STATE = "state.json"
+CONFIG = "config.json"
+METRICS = "metrics.jsonl"
+RUN_FORMAT = "mlx_packs run 1"
+_STEP = re.compile(r"step-\d{6,}")
 
 
 @dataclass
@@ -59,12 +65,58 @@ def save_checkpoint(
     return folder
 
 
+def run_folder(pack: Path) -> Path:
+    """The run folder that stands beside a pack."""
+    if pack.name in ("", ".."):
+        raise PackError(f"--out {pack}: must name a folder of its own.")
+    return pack.with_name(pack.name + "-run")
+
+
+def checkpoints(run: Path) -> list[Path]:
+    """The checkpoints of a run folder; nothing else that may stand in it."""
+    found = run.iterdir() if run.is_dir() else []
+    return sorted(f for f in found if _STEP.fullmatch(f.name) and f.is_dir() and not f.is_symlink())
+
+
 def clear_run(run: Path) -> None:
     """Remove what an earlier run left in its folder: checkpoints, pointer, metrics."""
-    for folder in run.glob("step-*"):
+    for folder in checkpoints(run):
         shutil.rmtree(folder)
-    for name in ("latest", "metrics.jsonl"):
+    for name in ("latest", METRICS):
         (run / name).unlink(missing_ok=True)
+
+
+def write_identity(run: Path, identity: dict) -> None:
+    """Write what a run is: its ``recipe``, and fingerprints of its ``base`` and ``data``."""
+    write_whole(run / CONFIG, to_json({"format": RUN_FORMAT, **identity}))
+
+
+def read_identity(run: Path) -> dict:
+    """What `write_identity` wrote. Raises: PackError if this is no run of ours."""
+    file = run / CONFIG
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        raise PackError(f"{file}: cannot be read as JSON; this is no run folder.") from None
+    kinds = {"recipe": dict, "base": str, "data": dict}
+    marked = isinstance(found, dict) and found.get("format") == RUN_FORMAT
+    if not marked or not all(isinstance(found.get(k), kind) for k, kind in kinds.items()):
+        raise PackError(
+            f"{file}: is not that of a run (it needs format '{RUN_FORMAT}', recipe, base, data)."
+        )
+    return found
+
+
+def is_run(folder: Path) -> bool:
+    """Whether a folder is a run of ours, or empty."""
+    if not folder.is_dir():
+        return False
+    if not any(folder.iterdir()):
+        return True
+    try:
+        return bool(read_identity(folder))
+    except PackError:
+        return False
 
 
 def latest_checkpoint(run: Path) -> Path | None:
@@ -72,23 +124,89 @@ def latest_checkpoint(run: Path) -> Path | None:
     pointer = run / "latest"
     if not pointer.is_file():
         return None
-    folder = run / pointer.read_text().strip()
-    return folder if folder.is_dir() else None
+    name = pointer.read_text(encoding="utf-8", errors="replace").strip()
+    return run / name if _STEP.fullmatch(name) and (run / name).is_dir() else None
+
+
+def check_resumable(run: Path) -> dict:
+    """The identity of a run that has a checkpoint to continue from.
+
+    Raises: PackError if there is none, or if the run folder is damaged.
+    """
+    if latest_checkpoint(run) is None:
+        if not (kept := checkpoints(run)):
+            raise PackError(f"--resume: {run} has no checkpoint to continue from.")
+        raise PackError(
+            f"--resume: {run / 'latest'} must name a checkpoint of this folder; the newest is "
+            f"{kept[-1].name}."
+        )
+    return read_identity(run)
+
+
+def kept_metrics(run: Path, batches: int) -> list[dict]:
+    """The curve up to a batch; what was logged beyond it is removed from the file."""
+    file, kept = run / METRICS, []
+    if not file.is_file():
+        return kept
+    for text in file.read_text(encoding="utf-8", errors="replace").splitlines():
+        try:
+            line = json.loads(text)
+            if line["batch"] <= batches:
+                kept.append(line)
+        except (ValueError, KeyError, TypeError):
+            continue  # a line that a crash cut short
+    write_whole(file, "".join(json.dumps(line) + "\n" for line in kept))
+    return kept
 
 
 def load_checkpoint(folder: Path, attached: Attached, optimizer: optimizers.Optimizer) -> Cursor:
-    """Set adapters, optimizer and random state from a checkpoint.
+    """Set adapters, optimizer and random state from a checkpoint; the optimizer is initialised.
 
-    Raises: PackError if it does not belong to this run's adapters.
+    Raises: PackError if it is damaged or does not belong to this run's adapters and optimizer.
     """
     try:
-        cursor = Cursor(**json.loads((folder / STATE).read_text()))
+        cursor = _cursor(json.loads((folder / STATE).read_text(encoding="utf-8")))
         tensors = mx.load(str(folder / ADAPTERS))
         state = mx.load(str(folder / OPTIMIZER))
     except (OSError, ValueError, TypeError, RuntimeError) as error:
         raise PackError(f"{folder}: is not a whole checkpoint ({error}).") from None
+    key = _take_state(folder / OPTIMIZER, state, optimizer)
     attached.load(tensors, str(folder / ADAPTERS))
-    high, low = state.pop("random").tolist()
+    high, low = key.tolist()
     mx.random.seed((high << 32) | low)  # the state is a key, and seed(n) sets it to key(n)
     optimizer.state = tree_unflatten(list(state.items()))
     return cursor
+
+
+def _cursor(found: object) -> Cursor:
+    """A cursor from JSON. Raises: ValueError or TypeError, in words, if it is none."""
+    if not isinstance(found, dict) or set(found) != set(vars(Cursor())):
+        raise ValueError(f"{STATE} must hold {', '.join(vars(Cursor()))}")
+    for key, value in found.items():
+        kinds = (int, float) if key == "train_s" else (int,)
+        number = isinstance(value, kinds) and not isinstance(value, bool)
+        if not number or not math.isfinite(value) or value < 0:
+            raise ValueError(f"{STATE}: {key} must be a number of 0 or more, but is {value!r}")
+    if found["batches"] and not found["train_s"]:
+        raise ValueError(f"{STATE}: train_s must be positive after {found['batches']} batches")
+    return Cursor(**found)
+
+
+def _take_state(file: Path, state: dict, optimizer: optimizers.Optimizer) -> mx.array:
+    """Hold an optimizer's state against a fresh one's; takes the random key out and returns it.
+
+    Raises: PackError listing what is missing, unknown or misshaped.
+    """
+    wanted = {name: tuple(a.shape) for name, a in tree_flatten(optimizer.state)} | {"random": (2,)}
+    found = {name: tuple(a.shape) for name, a in state.items()}
+    faults = [
+        f"{name}: is {found.get(name, 'missing')}, must be {wanted.get(name, 'absent')}"
+        for name in sorted(set(wanted) | set(found))
+        if found.get(name) != wanted.get(name)
+    ]
+    if "random" in state and state["random"].dtype != mx.uint32:
+        faults.append(f"random: is {state['random'].dtype}, must be uint32")
+    if faults:
+        more = f" (and {len(faults) - 3} more)" if len(faults) > 3 else ""
+        raise PackError(f"{file}: does not fit the optimizer: {'; '.join(faults[:3])}{more}.")
+    return state.pop("random")

@@ -55,6 +55,10 @@ class LoRAConfig:
                 self.alpha is None or (math.isfinite(self.alpha) and self.alpha > 0),
                 f"alpha must be positive, but got {self.alpha}.",
             ),
+            (
+                self.num_layers >= -1,
+                f"num_layers must be positive, or -1 for all blocks, but got {self.num_layers}.",
+            ),
             (0 <= self.dropout < 1, f"dropout must be in [0, 1), but got {self.dropout}."),
             (
                 all(r > 0 for r in self.rank_pattern.values()),
@@ -160,13 +164,18 @@ class TrainConfig:
                 checks.append(
                     (value in choices, f"{f.name} is one of {', '.join(choices)}; got '{value}'.")
                 )
-        if isinstance(self.lr_schedule, str):
-            checks.append(
-                (
-                    self.lr_schedule in SCHEDULES,
-                    f"lr_schedule is one of {', '.join(SCHEDULES)}; got '{self.lr_schedule}'.",
-                )
-            )
+        named = isinstance(self.lr_schedule, str)
+        checks += [
+            (
+                not named or self.lr_schedule in SCHEDULES,
+                f"lr_schedule is one of {', '.join(SCHEDULES)}; got '{self.lr_schedule}'.",
+            ),
+            (
+                named or not self.warmup_steps,
+                "warmup_steps goes with a schedule by name; beside a mapping write "
+                f"lr_schedule.warmup: {self.warmup_steps}.",
+            ),
+        ]
         _raise_faults("TrainConfig", checks)
 
 
@@ -197,7 +206,7 @@ def _is_regex(pattern: str) -> bool:
     return True
 
 
-def _typed(value, kind, key: str):
+def typed_value(value, kind, key: str):
     """``value`` as ``kind``, or an error that names the key; ints pass for floats, '1e-5' too."""
     origin = typing.get_origin(kind)
     if origin in (typing.Union, types.UnionType):
@@ -206,7 +215,7 @@ def _typed(value, kind, key: str):
             return None
         for k in (k for k in kinds if k is not type(None)):
             try:
-                return _typed(value, k, key)
+                return typed_value(value, k, key)
             except PackError:
                 continue
         expected = " or ".join(getattr(k, "__name__", str(k)) for k in kinds)
@@ -216,11 +225,13 @@ def _typed(value, kind, key: str):
         if not isinstance(items, (list, tuple)):
             raise PackError(f"{key} must be a list, but got {value!r}.")
         items = [v.strip() if isinstance(v, str) else v for v in items]
-        return tuple(_typed(v, typing.get_args(kind)[0], key) for v in items if v != "")
+        return tuple(typed_value(v, typing.get_args(kind)[0], key) for v in items if v != "")
     if origin is dict:
         if not isinstance(value, Mapping):
             raise PackError(f"{key} must be a mapping, but got {value!r}.")
-        return {str(k): _typed(v, typing.get_args(kind)[1], f"{key}.{k}") for k, v in value.items()}
+        return {
+            str(k): typed_value(v, typing.get_args(kind)[1], f"{key}.{k}") for k, v in value.items()
+        }
     if kind is bool and isinstance(value, bool):
         return value
     if kind is int and isinstance(value, (int, float, str)) and not isinstance(value, bool):
@@ -247,7 +258,7 @@ def build(cls, values: Mapping, where: str = ""):
         if key not in kinds:
             hint = did_you_mean(key, list(kinds))
             raise PackError(f"{where or cls.__name__}: unknown key '{key}'. {hint}")
-        typed[key] = _typed(value, kinds[key], _spelled(key, where))
+        typed[key] = typed_value(value, kinds[key], _spelled(key, where))
     try:
         return cls(**typed)
     except PackError as error:
@@ -269,6 +280,7 @@ _RUN_KINDS = {
     "overwrite": bool,
     "resume": bool,
 }
+_RATE_KEYS = ("learning_rate", "warmup_steps")
 _SIZES = {"": 1, "M": 10**6, "MB": 10**6, "G": 10**9, "GB": 10**9}  # as in mlx-lm
 
 
@@ -289,6 +301,7 @@ class Recipe:
                 for part in (self.data, self.lora, self.train)
                 for f in dataclasses.fields(part)
             },
+            "max_grad_norm": self.train.max_grad_norm or 0.0,  # None would read as its default
         }
 
 
@@ -319,13 +332,13 @@ def _flatten_mlx_lm(values: Mapping, where: str) -> dict:
             flat.setdefault(ours[key], value)
     for key, kind in (("scale", float), ("rank", int)):
         if key in flat:
-            flat[key] = _typed(flat[key], kind, _spelled(key, where))
+            flat[key] = typed_value(flat[key], kind, _spelled(key, where))
     if "scale" in flat and "alpha" in flat:
         if where != FLAGS:
             raise PackError(f"{where}: say either lora_parameters.scale or alpha (scale x rank).")
         del flat["scale"]  # the nested form stands in files only, and flags override them
     if "mask_prompt" in flat:
-        masked = _typed(flat.pop("mask_prompt"), bool, _spelled("mask_prompt", where))
+        masked = typed_value(flat.pop("mask_prompt"), bool, _spelled("mask_prompt", where))
         wanted = "completion" if masked else "all"
         if flat.setdefault("loss_on", wanted) != wanted:
             raise PackError(
@@ -349,10 +362,15 @@ def _bytes(size: str, key: str) -> int:
 
 
 def _merged(layers: Sequence[Mapping], where: str) -> dict:
-    """One flat mapping; later layers override earlier ones, under whatever name either used."""
+    """One flat mapping; later layers override earlier ones, under whatever name either used.
+
+    A schedule as a mapping has its own rate and warm-up, so it overrides those of earlier layers.
+    """
     merged: dict = {}
     for layer in layers:
         flat = _flatten_mlx_lm(layer, where)
+        if isinstance(flat.get("lr_schedule"), Mapping):
+            merged = {k: v for k, v in merged.items() if k not in _RATE_KEYS}
         for key, other in (("alpha", "scale"), ("scale", "alpha")):
             if key in flat:
                 merged.pop(other, None)
@@ -389,7 +407,7 @@ def resolve(values: Mapping, where: str = FLAGS, under: Sequence[Mapping] = ()) 
         lora=build(LoRAConfig, parts["lora"], where),
         train=build(TrainConfig, parts["train"], where),
         data=build(DataConfig, parts["data"], where),
-        run={k: _typed(v, _RUN_KINDS[k], _spelled(k, where)) for k, v in parts["run"].items()},
+        run={k: typed_value(v, _RUN_KINDS[k], _spelled(k, where)) for k, v in parts["run"].items()},
     )
 
 

@@ -5,6 +5,10 @@ class PackError(Exception):
     """Wrong use or bad input; the message names the place, the rule, the value, the next step."""
 
 
+class Interrupted(PackError):
+    """The user stopped a run, and it was kept; the command line exits with 130."""
+
+
 def did_you_mean(name: str, valid: list[str]) -> str:
     """A sentence that names the nearest valid spelling, or lists the valid ones."""
     import difflib

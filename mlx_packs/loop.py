@@ -2,8 +2,11 @@
 
 import json
 import math
+import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,12 +15,35 @@ from .batches import Batch
 from .checkpoint import Cursor, latest_checkpoint, save_checkpoint
 from .config import TrainConfig
 from .display import Display
-from .errors import PackError
+from .errors import Interrupted, PackError
 from .evaluation import Score
 from .files import append_line
 from .loss import as_arrays
 from .runtime import mx
 from .step import Stepper
+
+
+@contextmanager
+def _interrupts_noted() -> Iterator[list[int]]:
+    """Collect Ctrl-C instead of raising it in the middle of a step; the second one raises.
+
+    Outside the main thread Python delivers no signals, and the list stays empty.
+    """
+    noted: list[int] = []
+
+    def note(number: int, _) -> None:
+        if noted:
+            raise KeyboardInterrupt
+        noted.append(number)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield noted
+        return
+    before = signal.signal(signal.SIGINT, note)
+    try:
+        yield noted
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 @dataclass
@@ -63,15 +89,17 @@ class Loop:
         """
         config, cursor = self.config, self.cursor
         alone = config.grad_accumulation_steps == 1
-        window, due = _Window(), False
-        with self.display.task("train", config.iters, done=cursor.batches) as bar:
+        window, due, norm = _Window(), False, 0.0
+        task = self.display.task("train", config.iters, done=cursor.batches)
+        with task as bar, _interrupts_noted() as interrupted:
             while cursor.batches < config.iters:
                 batch = next(batches)
                 number = cursor.batches + 1
                 last = number % config.grad_accumulation_steps == 0 or number == config.iters
                 start = time.perf_counter()
-                loss, norm = self.stepper(as_arrays(batch), batch.count, last, alone)
+                loss, update_norm = self.stepper(as_arrays(batch), batch.count, last, alone)
                 seconds = time.perf_counter() - start
+                norm = update_norm if last else norm
                 self._stop_if_not_finite(loss, norm, number)
                 cursor.count(batch.count, last, seconds)
                 window.add(loss, batch.count, seconds)
@@ -83,15 +111,17 @@ class Loop:
                 if self.validate and number % config.steps_per_eval == 0 and number < config.iters:
                     self._validate()
                 due = due or number % config.save_every == 0 or number == config.iters
-                if due and not self.stepper.pending:
-                    self._save(batch)
+                if (due or interrupted) and not self.stepper.pending:
+                    kept = self._save(batch)
                     due = False
+                    if interrupted and number < config.iters:
+                        raise Interrupted(f"interrupted; kept {kept}. Go on with --resume.")
 
-    def _save(self, batch: Batch) -> None:
+    def _save(self, batch: Batch) -> Path:
         """Checkpoint the model if it still works: the loss before an update does not tell."""
         self._stop_if_not_finite(self.judge(batch).nll, 0.0, self.cursor.batches)
         self.attached.model.train()
-        save_checkpoint(self.run, self.attached, self.stepper.optimizer, self.cursor)
+        return save_checkpoint(self.run, self.attached, self.stepper.optimizer, self.cursor)
 
     def _status(self, loss: float, tokens_per_s: float) -> str:
         """What stands beside the bar: losses, supervised tokens a second, peak memory."""

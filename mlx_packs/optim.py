@@ -1,11 +1,12 @@
 """Optimizer and learning-rate schedule from a TrainConfig; both are mlx's own."""
 
 import inspect
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
 
 import mlx.optimizers as optimizers
 
-from .config import TrainConfig
+from .config import TrainConfig, typed_value
 from .errors import PackError, did_you_mean
 from .runtime import mx
 
@@ -47,44 +48,107 @@ def schedule(config: TrainConfig) -> float | Callable[[mx.array], mx.array]:
 def _mlx_lm_schedule(wanted: dict) -> Callable[[mx.array], mx.array]:
     name, arguments = wanted.get("name"), wanted.get("arguments")
     known = {"name", "arguments", "warmup", "warmup_init"}
-    if unknown := set(wanted) - known:
+    if unknown := {str(key) for key in wanted} - known:
         key = sorted(unknown)[0]
         raise PackError(f"lr_schedule: unknown key '{key}'. {did_you_mean(key, list(known))}")
-    if name not in _SCHEDULES or not isinstance(arguments, list) or not arguments:
+    if name not in _SCHEDULES or not isinstance(arguments, (list, tuple)) or not arguments:
         raise PackError(
             f"lr_schedule: needs 'name' (one of {', '.join(_SCHEDULES)}) and 'arguments' (a list "
             f"that starts with the learning rate), but got {wanted}."
         )
+    numbers = [_number(a, f"lr_schedule.arguments[{i}]") for i, a in enumerate(arguments)]
+    if numbers[0] <= 0:
+        raise PackError(
+            "lr_schedule.arguments[0] is the learning rate and must be positive, but got "
+            f"{numbers[0]}."
+        )
+    warmup = typed_value(wanted.get("warmup") or 0, int, "lr_schedule.warmup")
+    start = _number(wanted.get("warmup_init") or 0.0, "lr_schedule.warmup_init")
+    if warmup < 0 or start < 0:
+        raise PackError(
+            f"lr_schedule: warmup and warmup_init must be 0 or more, got {warmup} and {start}."
+        )
     try:
-        numbers = [float(a) for a in arguments]
         main = getattr(optimizers, name)(*numbers)
     except (TypeError, ValueError) as error:
         raise PackError(f"lr_schedule: {name}({arguments}): {error}") from None
-    warmup = int(wanted.get("warmup", 0))
     if not warmup:
         return main
-    start = float(wanted.get("warmup_init", 0.0))
     rise = optimizers.linear_schedule(start, numbers[0], warmup)
     return optimizers.join_schedules([rise, main], [warmup + 1])
 
 
-def make_optimizer(config: TrainConfig) -> optimizers.Optimizer:
-    """The optimizer of a run with its schedule and arguments.
+def unused_learning_rate(config: TrainConfig) -> str | None:
+    """A sentence if ``learning_rate`` was given beside a schedule that starts at another one."""
+    if not isinstance(config.lr_schedule, dict):
+        return None
+    first = float(config.lr_schedule["arguments"][0])
+    if config.learning_rate in (TrainConfig.learning_rate, first):
+        return None
+    return (
+        f"learning_rate {config.learning_rate:g} is not used: lr_schedule.arguments starts with "
+        f"{first:g}, and that counts, as in mlx-lm"
+    )
 
-    Raises: PackError naming an argument that the optimizer does not take.
+
+def make_optimizer(config: TrainConfig) -> optimizers.Optimizer:
+    """The optimizer of a run with its schedule and arguments, after one update on trial.
+
+    Raises: PackError naming an argument that the optimizer does not take, or a value that it does
+        not work with.
     """
-    made = _CLASSES[config.optimizer]
-    arguments = config.optimizer_config.get(config.optimizer, {}) or {}
-    takes = [p for p in inspect.signature(made).parameters if p != "learning_rate"]
-    for key in config.optimizer_config:
+    made, arguments = _CLASSES[config.optimizer], _arguments(config)
+    try:
+        trial = made(learning_rate=schedule(config), **arguments)
+        moved = trial.apply_gradients({"w": mx.ones((2, 2))}, {"w": mx.ones((2, 2))})["w"]
+        works = mx.isfinite(moved).all().item()
+    except (TypeError, ValueError, RuntimeError, ArithmeticError, IndexError) as error:
+        raise PackError(f"optimizer_config.{config.optimizer}: {error}") from None
+    if not works:
+        raise PackError(
+            f"optimizer {config.optimizer} with {arguments} and lr_schedule {config.lr_schedule}: "
+            "the first update is not finite; check their values."
+        )
+    return made(learning_rate=schedule(config), **arguments)
+
+
+def _arguments(config: TrainConfig) -> dict:
+    """The arguments of the chosen optimizer, each typed as its default is."""
+    for key, values in config.optimizer_config.items():
         if key not in _CLASSES:
             raise PackError(f"optimizer_config: unknown optimizer '{key}'. "
-                            f"{did_you_mean(key, list(_CLASSES))}")  # fmt: skip
-    for key in arguments:
-        if key not in takes:
-            raise PackError(f"optimizer_config.{config.optimizer}: unknown argument '{key}'. "
-                            f"{did_you_mean(key, takes)}")  # fmt: skip
-    extra = {"relative_step": False, "scale_parameter": False, "warmup_init": False}
-    if config.optimizer == "adafactor":
-        arguments = {**extra, **arguments}  # else it ignores the learning rate it is given
-    return made(learning_rate=schedule(config), **arguments)
+                            f"{did_you_mean(str(key), list(_CLASSES))}")  # fmt: skip
+        if not isinstance(values, Mapping | None):
+            raise PackError(f"optimizer_config.{key}: must be a mapping, but got {values!r}.")
+    where = f"optimizer_config.{config.optimizer}"
+    parameters = inspect.signature(_CLASSES[config.optimizer]).parameters
+    defaults = {name: p.default for name, p in parameters.items() if name != "learning_rate"}
+    given = config.optimizer_config.get(config.optimizer) or {}
+    for key in given:
+        if key not in defaults:
+            raise PackError(f"{where}: unknown argument '{key}'. "
+                            f"{did_you_mean(str(key), list(defaults))}")  # fmt: skip
+    typed = {key: _as_default(v, defaults[key], f"{where}.{key}") for key, v in given.items()}
+    if config.optimizer == "adafactor":  # else it ignores the learning rate it is given
+        return {"relative_step": False, "scale_parameter": False, "warmup_init": False} | typed
+    return typed
+
+
+def _as_default(value, default, key: str):
+    """``value`` of the kind of ``default``: number, switch, or a list of as many numbers."""
+    if isinstance(default, (list, tuple)):
+        if not isinstance(value, (list, tuple)) or len(value) != len(default):
+            raise PackError(f"{key} must be a list of {len(default)} numbers, but got {value!r}.")
+        return [_number(v, f"{key}[{i}]") for i, v in enumerate(value)]
+    if default is None and value is None:
+        return None
+    if isinstance(default, (bool, int)):
+        return typed_value(value, type(default), key)
+    return _number(value, key)
+
+
+def _number(value, key: str) -> float:
+    number = typed_value(value, float, key)
+    if not math.isfinite(number):
+        raise PackError(f"{key} must be finite, but got {number}.")
+    return number

@@ -3,13 +3,15 @@
 import dataclasses
 import json
 import sys
+from pathlib import Path
 
 import click
 
 from . import data as rows_of
+from .checkpoint import CONFIG, check_resumable, run_folder
 from .config import DataConfig, LoRAConfig, Recipe, TrainConfig, read_yaml, resolve
 from .display import NORMAL, QUIET, VERBOSE, Display, clock
-from .loading import TINY, Base, load_base
+from .loading import TINY, _check_files, _load_tokenizer, _text_config, resolve_base_path
 from .training import tiny_recipe, train_pack
 
 _RUN_ARGUMENTS = (
@@ -17,12 +19,16 @@ _RUN_ARGUMENTS = (
 ).split()
 
 
-def _config_option(f: dataclasses.Field):
+def _config_option(f: dataclasses.Field, tiny: dict):
     """A click option from a field of a config; its value is typed by `config.build`."""
     name = "--" + f.name.replace("_", "-")
     sentence = f.metadata["help"]
-    if f.default not in (None, (), False, dataclasses.MISSING):
-        sentence += f" [{f.default}]"
+    unsaid = f.default is False or f.default in (None, (), dataclasses.MISSING)
+    defaults = [] if unsaid else [str(f.default)]
+    if f.name in tiny and tiny[f.name] != f.default:
+        defaults.append(f"tiny: {tiny[f.name]}")
+    if defaults:
+        sentence += f" [{'; '.join(defaults)}]"
     if f.metadata["choices"]:
         return click.option(
             name, metavar="{" + ",".join(f.metadata["choices"]) + "}", help=sentence
@@ -34,10 +40,11 @@ def _config_option(f: dataclasses.Field):
 
 def _config_options(command):
     """Every field of the configs that a flag can say; mappings are for YAML."""
+    tiny = tiny_recipe()
     for cls in (TrainConfig, LoRAConfig, DataConfig):
         for f in reversed(dataclasses.fields(cls)):
             if f.name not in ("optimizer_config", "rank_pattern", "alpha_pattern", "hf_dataset"):
-                command = _config_option(f)(command)
+                command = _config_option(f, tiny)(command)
     return command
 
 
@@ -50,32 +57,33 @@ def _config_options(command):
 @click.option("--fine-tune-type", metavar="{lora}", help="mlx-lm; only lora is trained here.")
 @click.option("--train", is_flag=True, default=None, help="mlx-lm; training is what this does.")
 @click.option("--test", is_flag=True, default=None, help="mlx-lm; held-out rows are always scored.")
-@click.option("--resume", is_flag=True, default=None, help="Continue the run of --out.")
+@click.option("--resume", is_flag=True, default=None, help="Continue the run of --out as it began.")
 @click.option("--resume-adapter-file", metavar="FILE", help="Start from these adapters.")
 @click.option("--overwrite", is_flag=True, default=None, help="Replace the pack and run of --out.")
 @click.option("--report-to", metavar="NAMES", help="wandb, swanlab or both (comma).")
 @click.option("--project-name", metavar="NAME", help="Project for --report-to.")
 @click.option("--trust-remote-code", is_flag=True, default=None, help="Run code of the checkpoint.")
-@click.option("--show-mask", is_flag=True, help="Show what of some rows is learned, and stop.")
+@click.option("--show-mask", is_flag=True, help="Show what is learned of some rows, and stop.")
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON on stdout.")
 @click.option("-v", "--verbose", is_flag=True, help="Explain decisions.")
 @click.option("-q", "--quiet", is_flag=True, help="Print the result line only.")
 def command(config, show_mask, as_json, verbose, quiet, **flags):
-    """Train a pack; without arguments, the tiny Qwen3 on the embedded data.
+    """Train a pack; without arguments, a tiny one.
+
+    That is the tiny Qwen3 and the data that the package carries, in a minute or two.
 
     Rows: train.jsonl, valid.jsonl, test.jsonl with {"messages": [{"role", "content"}]}, {"prompt",
     "completion"} or {"text"}. Every flag and YAML key of mlx_lm.lora is understood. Defaults in
-    brackets are for real bases; the tiny one brings a recipe of its own.
+    brackets are for real bases, after "tiny:" for the tiny one.
     """
     flags = {k: v for k, v in flags.items() if v is not None}
     values = read_yaml(config) if config else {}
     resolve(values, str(config))  # so that a fault names the file that it stands in
-    tiny = (flags.get("model") or values.get("model") or TINY) == TINY
-    recipe = resolve(flags, under=[tiny_recipe() if tiny else {}, values])
+    recipe = _recipe(flags, values)
     run = recipe.run
     display = Display(QUIET if quiet else VERBOSE if verbose else NORMAL)
     if show_mask:
-        _show_mask(load_base(run.get("model", TINY)), recipe, display)
+        _show_mask(recipe, display, as_json)
         return
     result = train_pack(
         run.get("model", TINY),
@@ -97,6 +105,20 @@ def command(config, show_mask, as_json, verbose, quiet, **flags):
         click.echo(f"packs: gate {flag} failed: {gate['value']:.3f} > {gate['limit']}", err=True)
     if failed:
         sys.exit(1)
+
+
+def _recipe(flags: dict, values: dict) -> Recipe:
+    """Flags over the file's values over the recipe of the run to resume, or of the tiny base."""
+    told = resolve(flags, under=[values]).run
+    if told.get("resume") and "out" in told:
+        run = run_folder(Path(told["out"]).expanduser())
+        lowest = dict(check_resumable(run)["recipe"])
+        lowest.pop("resume_adapter_file", None)  # a name and a hash: the run has begun
+        resolve(lowest, str(run / CONFIG))
+        values = {k: v for k, v in values.items() if k != "resume_adapter_file"}
+        return resolve(flags, under=[lowest, values])
+    tiny = told.get("model", TINY) == TINY
+    return resolve(flags, under=[tiny_recipe() if tiny else {}, values])
 
 
 def _print_result(report: dict, model: str, quiet: bool) -> None:
@@ -133,33 +155,64 @@ def _shortened(text: str, width: int = 160) -> str:
     return text if len(text) <= width else text[: width - 1] + "…"
 
 
-def _show_mask(base: Base, recipe: Recipe, display: Display, rows: int = 5) -> None:
+def _tokenizer(model: str, trust_remote_code: bool) -> tuple[object, int]:
+    """The tokenizer of a base and the size of its vocabulary; loads no weights."""
+    from mlx_lm.utils import load_config
+
+    path = resolve_base_path(model)
+    _check_files(path)
+    config = load_config(path)
+    tokenizer = _load_tokenizer(path, config, trust_remote_code)
+    return tokenizer, int(_text_config(config)["vocab_size"])
+
+
+def _masked_rows(recipe: Recipe, rows: int) -> tuple[list[dict], str]:
+    """Some training rows in spans of text that are learned or not, and what the loss is on."""
+    run, train = recipe.run, recipe.train
+    tokenizer, vocab_size = _tokenizer(run.get("model", TINY), run.get("trust_remote_code", False))
+    examples = rows_of.encode(
+        rows_of.load_rows(recipe.data).rows["train"][:rows], tokenizer, recipe.data,
+        loss_on=train.loss_on, max_seq_length=train.max_seq_length,
+        vocab_size=vocab_size, ce_last_k=train.ce_last_k,
+    )  # fmt: skip
+    masked = []
+    for example in examples.items:
+        target, total = example.target, len(example.tokens)
+        edges = [0, *(i for i in range(1, total) if target[i] != target[i - 1]), total]
+        spans = [
+            {
+                "text": tokenizer.decode(example.tokens[start:end].tolist()),
+                "learned": bool(target[start]),
+            }
+            for start, end in zip(edges, edges[1:], strict=False)
+        ]
+        learned = int(target.sum())
+        masked.append({"where": example.where, "learned": learned, "total": total, "spans": spans})
+    return masked, examples.loss_on
+
+
+def _show_mask(recipe: Recipe, display: Display, as_json: bool, rows: int = 5) -> None:
     """Print some training rows; what is learned is green, or between ⟦ and ⟧ without colour."""
     from rich.console import Console
     from rich.text import Text
 
+    masked, loss_on = _masked_rows(recipe, rows)
+    if as_json:
+        click.echo(json.dumps(masked, indent=2, ensure_ascii=False))
+        return
     console = Console(highlight=False, soft_wrap=True)
-    splits = rows_of.load_rows(recipe.data)
-    train = recipe.train
-    examples = rows_of.encode(
-        splits.rows["train"][:rows], base.tokenizer, recipe.data,
-        loss_on=train.loss_on, max_seq_length=train.max_seq_length,
-        vocab_size=base.vocab_size, ce_last_k=train.ce_last_k,
-    )  # fmt: skip
     colour = console.is_terminal and not console.no_color
-    for example in examples.items:
-        learned, total = int(example.target.sum()), len(example.tokens)
-        console.print(Text(f"{example.where}: {learned} of {total} tokens are learned", "bold"))
-        edges = [0, *(i for i in range(1, total) if example.target[i] != example.target[i - 1])]
+    for row in masked:
+        count = f"{row['where']}: {row['learned']} of {row['total']} tokens are learned"
+        console.print(Text(count, "bold"))
         text = Text()
-        for start, end in zip(edges, [*edges[1:], total], strict=True):
-            part = base.tokenizer.decode(example.tokens[start:end].tolist())
+        for span in row["spans"]:
             if colour:
-                text.append(part, "green" if example.target[start] else "dim")
+                text.append(span["text"], "green" if span["learned"] else "dim")
             else:
-                text.append(f"⟦{part}⟧" if example.target[start] else part)
+                text.append(f"⟦{span['text']}⟧" if span["learned"] else span["text"])
         console.print(text)
-    display.line("mask", f"loss on {examples.loss_on}; --loss-on all, completion or assistant")
+    display.line("mask", f"loss on {loss_on}; --loss-on all, completion or assistant")
 
 
 def main() -> None:

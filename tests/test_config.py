@@ -49,6 +49,7 @@ def test_resolve_types_what_flags_say_as_text():
         ({"iters": "0"}, "iters must be positive, but got 0"),
         ({"rank": "0"}, "rank must be positive, but got 0"),
         ({"rank": "-4"}, "rank must be positive, but got -4"),
+        ({"num_layers": "-2"}, "num_layers must be positive, or -1 for all blocks, but got -2"),
         ({"alpha": "nan"}, "alpha must be positive"),
         ({"alpha": "0"}, "alpha must be positive"),
         ({"dropout": "1"}, r"dropout must be in \[0, 1\)"),
@@ -132,6 +133,28 @@ def test_recipe_to_json_is_json_and_comes_back():
     assert written["model"] == "m" and "resume" not in written
     back = resolve(written)
     assert (back.lora, back.train, back.data) == (recipe.lora, recipe.train, recipe.data)
+
+
+def test_recipe_to_json_of_every_field_is_resolved_to_the_same():
+    recipe = Recipe(
+        LoRAConfig(4, 8.0, 0.1, ("q_proj",), 2, {"q_proj": 2}, {"q_proj": 1.0}),
+        TrainConfig(
+            lr_schedule={"name": "step_decay", "arguments": [1e-3, 0.5, 10]},
+            optimizer_config={"adamw": {"betas": [0.9, 0.98]}},
+            clear_cache_threshold=5,
+            max_grad_norm=None,
+        ),
+        DataConfig("d", hf_dataset=[{"path": "a/b"}]),
+    )
+    written = json.loads(json.dumps(recipe.to_json()))
+    back = resolve(written)
+    assert (back.lora, back.data) == (recipe.lora, recipe.data)
+    assert back.train.max_grad_norm == 0.0  # off, as None is
+    assert (
+        back.to_json()
+        == resolve(back.to_json()).to_json()
+        == recipe.to_json() | {"target_modules": ("q_proj",)}
+    )
 
 
 def test_read_yaml_reads_numbers_without_a_dot_wherever_they_stand(tmp_path):

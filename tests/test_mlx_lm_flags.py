@@ -1,17 +1,22 @@
 """Every flag and key of the installed mlx-lm is understood here, and stands in the docs."""
 
 import inspect
+import json
 import re
 from pathlib import Path
 
 import pytest
-from conftest import model_of
+from click.testing import CliRunner
+from conftest import base_of, model_of
 from mlx_lm import lora as theirs
 from mlx_lm.tuner import datasets as their_data
 from mlx_lm.tuner import utils as their_tuner
 from mlx_lm.utils import _parse_size
 
-from mlx_packs.config import LoRAConfig, TrainConfig, read_yaml, resolve
+from mlx_packs import training
+from mlx_packs.adapters import attach
+from mlx_packs.config import DataConfig, LoRAConfig, TrainConfig, read_yaml, resolve
+from mlx_packs.display import NORMAL, Display
 from mlx_packs.errors import PackError
 from mlx_packs.geometry import select_targets
 from mlx_packs.optim import make_optimizer, schedule
@@ -297,3 +302,94 @@ def test_command_loss_on_overrides_mask_prompt_of_a_file(tmp_path, monkeypatch):
         args = ["-c", str(tmp_path / "c.yaml"), "--loss-on", "all"]
         command.main(args, standalone_mode=False)
     assert given["train"].loss_on == "all"
+
+
+# ── what is taken is used, or refused ────────────────────────────────────────────────────────────
+
+
+def packs_train(*args: str):
+    """`packs train ARGS`."""
+    return CliRunner().invoke(command, list(args))
+
+
+@pytest.fixture
+def nothing_is_loaded(monkeypatch):
+    """Loading weights fails the test."""
+    for place in ("mlx_packs.training.load_base", "mlx_packs.loading._load_model"):
+        monkeypatch.setattr(place, lambda *_, **__: pytest.fail("weights were loaded"))
+
+
+@pytest.mark.parametrize("service", ["wandb", "swanlab", "nonsense", "wandb,nonsense"])
+def test_report_to_is_refused_before_anything_is_loaded(monkeypatch, nothing_is_loaded, service):
+    for name in ("wandb", "swanlab"):
+        monkeypatch.setattr(f"mlx_lm.tuner.callbacks.{name}", None)
+    error = packs_train("--report-to", service).exception
+    assert isinstance(error, PackError) and str(error).startswith(f"--report-to {service}: ")
+
+
+def test_project_name_without_report_to_is_refused(nothing_is_loaded):
+    error = packs_train("--project-name", "p").exception
+    assert isinstance(error, PackError) and "--project-name" in str(error)
+
+
+def test_show_mask_prints_json_and_loads_no_weights(nothing_is_loaded):
+    result = packs_train("--show-mask", "--json")
+    rows = json.loads(result.stdout)
+    assert {"where", "learned", "total", "spans"} == set(rows[0]) and len(rows) == 5
+    assert 0 < rows[0]["learned"] < rows[0]["total"]
+    assert {span["learned"] for span in rows[0]["spans"]} == {True, False}
+
+
+def test_show_mask_passes_trust_remote_code(monkeypatch):
+    given = []
+    monkeypatch.setattr(
+        "mlx_packs.train._load_tokenizer", lambda *args: given.append(args) or 1 / 0
+    )
+    packs_train("--show-mask")
+    packs_train("--show-mask", "--trust-remote-code")
+    assert [args[-1] for args in given] == [False, True]
+
+
+def test_help_shows_what_the_tiny_base_changes():
+    recipe, shown = training.tiny_recipe(), " ".join(packs_train("--help").stdout.split())
+    assert recipe["iters"] != TrainConfig.iters
+    assert f"Batches to train on. [600; tiny: {recipe['iters']}]" in shown
+    assert "Seed of adapters, order and dropout. [0]" in shown
+
+
+@pytest.mark.parametrize("given", [{}, {"lora": LoRAConfig(3)}, {"train": TrainConfig(iters=7)}])
+def test_train_pack_takes_the_other_half_from_the_tiny_recipe(monkeypatch, given):
+    tiny, found = resolve(training.tiny_recipe()), {}
+    monkeypatch.setattr(
+        training, "Recipe", lambda lora, train, *_: found.update(lora=lora, train=train) or 1 / 0
+    )
+    with pytest.raises(ZeroDivisionError):
+        training.train_pack("tiny", **given)
+    assert found == {"lora": tiny.lora, "train": tiny.train} | given
+
+
+@pytest.mark.parametrize(("pattern", "said"), [({}, False), ({"down_proj": 2}, True)])
+def test_training_says_when_stock_mlx_lm_cannot_open_the_pack(capsys, pattern, said):
+    attached = attach(base_of("qwen3"), LoRAConfig(rank=4, rank_pattern=pattern))
+    training._describe(attached, Display(NORMAL))
+    assert ("stock mlx-lm cannot open" in capsys.readouterr().err) == said
+
+
+def test_examples_make_packs_that_stock_mlx_lm_opens():
+    for file in TABLE.parent.glob("*.yaml"):
+        assert not resolve(read_yaml(file), str(file)).lora.rank_pattern
+
+
+@pytest.mark.parametrize(
+    ("columns", "name"),
+    [
+        (DataConfig(), "tiny"),
+        (DataConfig("some/rows.jsonl"), "rows"),
+        (DataConfig(hf_dataset={"path": "billsum"}), "billsum"),
+        (DataConfig(hf_dataset=[{"path": "owner/first-v1.5"}, {"path": "b"}]), "first-v1.5"),
+    ],
+)
+def test_pack_is_named_after_its_first_data_set(tmp_path, monkeypatch, columns, name):
+    monkeypatch.chdir(tmp_path)
+    folder, run = training._output(None, columns, overwrite=False, resume=False)
+    assert (folder, run) == (Path("packs") / name, Path("packs") / f"{name}-run")

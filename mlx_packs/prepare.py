@@ -1,0 +1,179 @@
+"""What a run needs before its first step: folders, rows as tokens, a base path, its adapters."""
+
+import json
+import os
+from pathlib import Path
+
+from . import data as rows_of
+from .adapters import Attached
+from .base_path import BasePathChoice, choose_base_path, weight_kinds
+from .batches import padded_length
+from .checkpoint import checkpoints, is_run, run_folder
+from .config import DataConfig, TrainConfig
+from .display import VERBOSE, Display
+from .errors import PackError
+from .files import sha256
+from .loading import Base
+from .pack import check_output, mlx_lm_config
+from .runtime import mx
+
+# What may differ when a run is resumed: none of it changes a step that was taken.
+_MAY_CHANGE = (
+    "iters steps_per_report steps_per_eval save_every val_batches test_batches max_pack_mb "
+    "clear_cache_threshold base_path"
+).split()
+
+
+def output_folders(
+    out: str | Path | None, columns: DataConfig, overwrite: bool, resume: bool
+) -> tuple[Path, Path]:
+    """The folders of pack and run; refuses what would lose something."""
+    if out is None:
+        if resume:
+            raise PackError("--resume: name the run's pack with --out.")
+        name, n = _data_name(columns), 1
+        folder = Path("packs") / name
+        while folder.exists() or run_folder(folder).exists():
+            n += 1
+            folder = Path("packs") / f"{name}-{n}"
+        return folder, run_folder(folder)
+    folder = Path(out).expanduser()
+    run = run_folder(folder)
+    check_output(folder, overwrite or resume)
+    parent = next(p for p in folder.absolute().parents if p.exists())
+    if not parent.is_dir() or not os.access(parent, os.W_OK):
+        raise PackError(f"--out {out}: cannot be written ({parent} is no folder to write in).")
+    if resume:
+        return folder, run
+    if run.exists() and not is_run(run):
+        raise PackError(f"{run}: is there and holds something else; choose another --out.")
+    if checkpoints(run) and not overwrite:
+        raise PackError(
+            f"{run}: holds checkpoints of an earlier run; continue it with --resume, replace it "
+            "with --overwrite, or choose another --out."
+        )
+    return folder, run
+
+
+def _data_name(columns: DataConfig) -> str:
+    """What a pack is called that was given no name: as its data, or the first of several."""
+    entries = columns.hf_dataset
+    first = entries[0] if isinstance(entries, list) and entries else entries
+    if isinstance(first, dict) and isinstance(first.get("path"), str):
+        return Path(first["path"]).expanduser().resolve().name or "pack"
+    return Path(columns.data).expanduser().resolve().stem or "pack"
+
+
+def started_from(file: str | None, earlier: dict | None) -> dict | None:
+    """Name and hash of the adapters that a run began with, for the manifest."""
+    if earlier is not None:
+        if file is not None:
+            raise PackError(
+                "--resume and --resume-adapter-file: a resumed run goes on from its checkpoint; "
+                "say one of them."
+            )
+        return earlier["recipe"].get("resume_adapter_file")
+    if file is None:
+        return None
+    if not Path(file).is_file():
+        raise PackError(f"--resume-adapter-file {file}: no such file.")
+    return {"name": Path(file).name, "sha256": sha256(Path(file))}
+
+
+def check_resume(run: Path, identity: dict, earlier: dict) -> None:
+    """A resumed run must be the same run: base, data and everything that shapes a step."""
+    for key, what in (("base", "another base"), ("data", "other rows")):
+        if earlier[key] != identity[key]:
+            raise PackError(f"--resume: {run} was trained on {what}.")
+    then, now = earlier["recipe"], json.loads(json.dumps(identity["recipe"]))
+    for key in sorted(set(now) | set(then)):
+        if key not in _MAY_CHANGE and now.get(key) != then.get(key):
+            raise PackError(
+                f"--resume: {key} was {then.get(key)!r} and is {now.get(key)!r} now; a resumed run "
+                "must go on as it began."
+            )
+
+
+def encode_splits(
+    splits: rows_of.Splits, base: Base, columns: DataConfig, train: TrainConfig, display: Display
+) -> dict[str, rows_of.Examples]:
+    """Tokens of every split that has rows; says what was cut."""
+    if not splits.rows["train"]:
+        raise PackError(f"--data {splits.source}: the train split is empty.")
+    present = [s for s in rows_of.SPLITS if splits.rows[s]]
+    if present == ["train"]:
+        raise PackError(
+            f"--data {splits.source}: one row is too few: some must be held out (valid.jsonl)."
+        )
+    examples = {}
+    with display.task("data", len(present), "splits") as bar:
+        for split in present:
+            examples[split] = rows_of.encode(
+                splits.rows[split],
+                base.tokenizer,
+                columns,
+                loss_on=train.loss_on,
+                max_seq_length=train.max_seq_length,
+                vocab_size=base.vocab_size,
+                ce_last_k=train.ce_last_k if split == "train" else None,
+            )
+            bar.advance()
+    counts = " / ".join(f"{len(e):,} {s}" for s, e in examples.items())
+    first = examples["train"]
+    display.line(
+        "data",
+        f"{splits.source} · {counts} rows · {first.format} · {first.targets:,} supervised tokens "
+        f"(loss on {first.loss_on})",
+    )
+    if cut := sum(e.cut for e in examples.values()):
+        dropped = sum(e.dropped for e in examples.values())
+        text = f"longer than {train.max_seq_length} tokens and cut: {cut} rows"
+        text += f", {dropped} of them dropped, since no target was left" if dropped else ""
+        display.line("data", f"{text} (--max-seq-length)")
+    for note in splits.notes:
+        display.line("data", note)
+    return examples
+
+
+def choose_path(
+    base: Base, train: TrainConfig, examples: rows_of.Examples, display: Display
+) -> BasePathChoice:
+    """The base path as asked, or measured for the typical batch of this run."""
+    if train.base_path != "auto":
+        choice = BasePathChoice(train.base_path, {}, "as asked")
+    else:
+        lengths = sorted(len(e.tokens) for e in examples.items)
+        rows = train.batch_size * padded_length(lengths[len(lengths) // 2], train.max_seq_length)
+        head_rows = max(1, rows * examples.targets // sum(lengths))
+        with display.task("path", weight_kinds(base.model), "kinds of weights measured") as bar:
+            choice = choose_base_path(base.model, rows, head_rows, bar.advance)
+    display.line("path", choice.line())
+    return choice
+
+
+def describe(attached: Attached, display: Display) -> None:
+    ranks = sorted({s.rank for spec in attached.specs.values() for s in spec.slices if s.rank})
+    display.line(
+        "lora",
+        f"rank {', '.join(map(str, ranks))} · {attached.parameter_count():,} weights · geometry "
+        f"probed, {len(attached.specs)} projections in {len(attached.groups)} groups",
+    )
+    for note in attached.notes:
+        display.line("note", note)
+    if mlx_lm_config(attached.specs) is None:
+        display.line(
+            "note",
+            "ranks or scales differ between projections: stock mlx-lm cannot open this pack",
+        )
+    for group in attached.groups:
+        for geometry in group.members:
+            display.line("", geometry.describe(), VERBOSE)
+
+
+def load_adapters(attached: Attached, file: Path) -> None:
+    """Start from the adapters of a file; they must be exactly those of this run."""
+    try:
+        tensors = mx.load(str(file))
+    except (RuntimeError, ValueError) as error:
+        raise PackError(f"--resume-adapter-file {file}: {error}") from None
+    attached.load(tensors, str(file))

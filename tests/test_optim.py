@@ -1,0 +1,90 @@
+"""Optimizer and schedule: values are typed and tried before anything is loaded."""
+
+import pytest
+
+from mlx_packs.config import TrainConfig, resolve
+from mlx_packs.errors import PackError
+from mlx_packs.optim import make_optimizer, schedule, unused_learning_rate
+from mlx_packs.runtime import mx
+
+COSINE = {"name": "cosine_decay", "arguments": [1e-4, 100]}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"warmup": "ten"}, "lr_schedule.warmup must be of type int, but got 'ten'"),
+        ({"warmup": -1}, "warmup and warmup_init must be 0 or more"),
+        ({"warmup": 2, "warmup_init": "x"}, "lr_schedule.warmup_init must be of type float"),
+        ({"arguments": [-1e-4, 100]}, "is the learning rate and must be positive, but got -0.0001"),
+        ({"arguments": [0, 100]}, "is the learning rate and must be positive"),
+        ({"arguments": ["nan", 100]}, r"lr_schedule.arguments\[0\] must be finite, but got nan"),
+        ({"arguments": [1e-4, "x"]}, r"lr_schedule.arguments\[1\] must be of type float"),
+        ({"arguments": [1e-4]}, "lr_schedule: cosine_decay"),
+        ({"name": [1]}, "lr_schedule: needs 'name'"),
+        ({5: 1}, "lr_schedule: unknown key '5'"),
+    ],
+)
+def test_schedule_mapping_names_what_is_wrong(changes, message):
+    with pytest.raises(PackError, match=message):
+        make_optimizer(TrainConfig(lr_schedule={**COSINE, **changes}))
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "given", "message"),
+    [
+        ("adamw", {"adamw": {"weight_decay": "x"}}, "adamw.weight_decay must be of type float"),
+        ("adamw", {"adamw": {"weight_decay": None}}, "adamw.weight_decay must be of type float"),
+        ("adamw", {"adamw": {"eps": "inf"}}, "adamw.eps must be finite"),
+        ("adamw", {"adamw": {"betas": [0.9]}}, "adamw.betas must be a list of 2 numbers, but got"),
+        ("adamw", {"adamw": {"betas": 0.9}}, "adamw.betas must be a list of 2 numbers"),
+        ("adamw", {"adamw": {"betas": [0.9, "x"]}}, r"adamw.betas\[1\] must be of type float"),
+        ("adamw", {"adamw": {"bias_correction": "yes"}}, "bias_correction must be of type bool"),
+        ("adamw", {"adamw": 3}, "optimizer_config.adamw: must be a mapping, but got 3"),
+        ("adamw", {"lion": 3}, "optimizer_config.lion: must be a mapping, but got 3"),
+        ("adamw", {5: {}}, "optimizer_config: unknown optimizer '5'"),
+        ("adamw", {"adamw": {5: 1}}, "optimizer_config.adamw: unknown argument '5'"),
+        ("adam", {"adam": {"betas": [1, 1]}}, r"optimizer_config.adam: .*\[0, 1\)"),
+        ("adamw", {"adamw": {"weight_decay": 1e300}}, "the first update is not finite"),
+        ("adafactor", {"adafactor": {"beta_1": "x"}}, "adafactor.beta_1 must be of type float"),
+        ("sgd", {"sgd": {"nesterov": True}}, "optimizer_config.sgd: "),
+        ("muon", {"muon": {"ns_steps": 1.5}}, "muon.ns_steps must be of type int"),
+    ],
+)
+def test_optimizer_arguments_name_what_is_wrong(optimizer, given, message):
+    with pytest.raises(PackError, match=message):
+        make_optimizer(TrainConfig(optimizer=optimizer, optimizer_config=given))
+
+
+def test_optimizer_arguments_are_typed_as_their_defaults():
+    given = {
+        "adafactor": {"eps": ["1e-30", 1], "beta_1": None, "relative_step": True},
+        "adam": None,
+    }
+    made = make_optimizer(TrainConfig(optimizer="adafactor", optimizer_config=given))
+    assert (made.eps, made.beta_1, made.relative_step) == ([1e-30, 1.0], None, True)
+
+
+def test_make_optimizer_is_fresh_after_its_trial():
+    made = make_optimizer(TrainConfig())
+    assert made.step.item() == 0 and "w" not in made.state
+
+
+def test_warmup_steps_beside_a_schedule_mapping_are_refused():
+    with pytest.raises(PackError, match="beside a mapping write lr_schedule.warmup: 3"):
+        TrainConfig(lr_schedule=COSINE, warmup_steps=3)
+    with pytest.raises(PackError, match=r"my.yaml: .*write lr_schedule.warmup: 3"):
+        resolve({"lr_schedule": COSINE, "warmup_steps": 3}, "my.yaml")
+
+
+def test_schedule_mapping_overrides_rate_and_warmup_under_it():
+    under = [{"warmup_steps": 10, "learning_rate": 3e-3}, {"lr_schedule": COSINE}]
+    train = resolve({}, under=under).train
+    assert (train.warmup_steps, unused_learning_rate(train)) == (0, None)
+    assert schedule(train)(mx.array(0)).item() == pytest.approx(1e-4)
+
+
+@pytest.mark.parametrize(("rate", "said"), [("1e-4", False), ("3e-3", True)])
+def test_learning_rate_beside_a_schedule_mapping_is_said_to_be_unused(rate, said):
+    train = resolve({"lr_schedule": COSINE, "learning_rate": rate}).train
+    assert bool(unused_learning_rate(train)) == said
