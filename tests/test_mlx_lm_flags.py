@@ -13,7 +13,7 @@ from mlx_lm.tuner import datasets as their_data
 from mlx_lm.tuner import utils as their_tuner
 from mlx_lm.utils import _parse_size
 
-from mlx_packs import training
+from mlx_packs import prepare, training
 from mlx_packs.adapters import attach
 from mlx_packs.config import DataConfig, LoRAConfig, TrainConfig, read_yaml, resolve
 from mlx_packs.display import NORMAL, Display
@@ -371,7 +371,7 @@ def test_train_pack_takes_the_other_half_from_the_tiny_recipe(monkeypatch, given
 @pytest.mark.parametrize(("pattern", "said"), [({}, False), ({"down_proj": 2}, True)])
 def test_training_says_when_stock_mlx_lm_cannot_open_the_pack(capsys, pattern, said):
     attached = attach(base_of("qwen3"), LoRAConfig(rank=4, rank_pattern=pattern))
-    training._describe(attached, Display(NORMAL))
+    prepare.describe(attached, Display(NORMAL))
     assert ("stock mlx-lm cannot open" in capsys.readouterr().err) == said
 
 
@@ -391,5 +391,5 @@ def test_examples_make_packs_that_stock_mlx_lm_opens():
 )
 def test_pack_is_named_after_its_first_data_set(tmp_path, monkeypatch, columns, name):
     monkeypatch.chdir(tmp_path)
-    folder, run = training._output(None, columns, overwrite=False, resume=False)
+    folder, run = prepare.output_folders(None, columns, overwrite=False, resume=False)
     assert (folder, run) == (Path("packs") / name, Path("packs") / f"{name}-run")
