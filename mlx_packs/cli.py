@@ -11,7 +11,11 @@ from pathlib import Path
 
 import click
 
-from .errors import PackError, did_you_mean
+from .errors import Interrupted, PackError, did_you_mean
+
+_trust_remote_code = click.option(
+    "--trust-remote-code", is_flag=True, help="Run code that the checkpoint brings."
+)
 
 
 class _Commands(click.Group):
@@ -58,35 +62,41 @@ def inspect(pack, as_json):
 
     found = Pack.open(pack)
     found.verify()
-    m = found.manifest
+    _print(found.manifest, as_json, _inspect_lines(found))
+
+
+def _inspect_lines(pack) -> list[str]:
+    """A pack for people; optional parts of its manifest only as far as they are there."""
+    from .manifest import quantization_name, shown_result
+
+    m = pack.manifest
     base, modules = m["base"], m["adapters"]["modules"]
-    q = base["quantization"]
     ranks = sorted({s["rank"] for module in modules for s in module["slices"]})
-    scales = sorted({round(s.scale, 4) for spec in found.specs.values() for s in spec.slices})
+    scales = sorted({round(s.scale, 4) for spec in pack.specs.values() for s in spec.slices})
     lines = [
-        f"pack    {found.path} ({found.size_mb:.2f} MB, {m.get('profile')})",
+        f"pack    {pack.path} ({pack.size_mb:.2f} MB, {m.get('profile')})",
         f"base    {base['id']} · {base['model_type']} · {base['num_layers']} blocks · "
-        + (f"{q.get('mode', 'affine')} {q['bits']}-bit g{q['group_size']}" if q else "dense")
-        + f" · fingerprint {base['fingerprint'][:12]}",
+        f"{quantization_name(base['quantization'])} · fingerprint {base['fingerprint'][:12]}",
         f"lora    rank {', '.join(map(str, ranks))} · scale {', '.join(map(str, scales))} · "
         f"{m['adapters']['parameters']:,} weights on {len(modules)} projections in "
         f"{len(m['adapters']['groups'])} groups",
     ]
-    if data := m.get("data"):
-        rows = " / ".join(f"{n:,} {split}" for split, n in data["rows"].items())
+    if data := pack.part("data"):
+        rows = " / ".join(f"{n:,} {split}" for split, n in (data.get("rows") or {}).items())
+        loss_on = pack.part("objective").get("loss_on") or "?"
+        lines.append(f"data    {data.get('source')} · {rows or '?'} rows · loss on {loss_on}")
+    result = pack.part("eval")
+    before, after = (shown_result(result, when) for when in ("before", "after"))
+    if before and after:
         lines.append(
-            f"data    {data['source']} · {rows} rows · loss on {m['objective']['loss_on']}"
+            f"eval    held-out PPL {before} → {after} on {result.get('rows', '?')} "
+            f"{result.get('split', '?')} rows"
         )
-    if e := m.get("eval"):
-        lines.append(
-            f"eval    held-out PPL {e['ppl_before']:.2f} ± {e['ppl_before_se']:.2f} → "
-            f"{e['ppl_after']:.2f} ± {e['ppl_after_se']:.2f} on {e['rows']} {e['split']} rows"
-        )
-    if measured := m.get("measured"):
-        lines.append(f"made    {measured['created']} · mlx {m['versions'].get('mlx')}")
+    if created := pack.part("measured").get("created"):
+        lines.append(f"made    {created} · mlx {pack.part('versions').get('mlx')}")
     for name, facts in m["files"].items():
         lines.append(f"file    {name} · {facts['bytes']:,} bytes · sha256 {facts['sha256']} ok")
-    _print(m, as_json, lines)
+    return lines
 
 
 @packs.command()
@@ -94,8 +104,9 @@ def inspect(pack, as_json):
 @click.option("--model", default="tiny", metavar="M", help="Base to hold the pack against. [tiny]")
 @click.option("--dry-run", is_flag=True, help="Check hashes, shapes and base; load no weights.")
 @click.option("--max-pack-mb", type=float, help="Gate: exit with 1 if the pack is larger.")
+@_trust_remote_code
 @click.option("--json", "as_json", is_flag=True, help="Print what was checked.")
-def apply(pack, model, dry_run, max_pack_mb, as_json):
+def apply(pack, model, dry_run, max_pack_mb, trust_remote_code, as_json):
     """Check that a pack fits a base.
 
     Without --dry-run it is attached, run and taken off again.
@@ -105,7 +116,7 @@ def apply(pack, model, dry_run, max_pack_mb, as_json):
     found = Pack.open(pack)
     report = check_against(found, model)
     if not dry_run:
-        report |= _apply_for_real(found, model)
+        report |= _apply_for_real(found, model, trust_remote_code)
     lines = [
         f"fits    {report['pack']} on {report['model']}: hashes, base fingerprint "
         f"{report['fingerprint'][:12]}, {report['projections']} projections, {report['pack_mb']} MB"
@@ -127,12 +138,11 @@ def apply(pack, model, dry_run, max_pack_mb, as_json):
         sys.exit(1)
 
 
-def _apply_for_real(pack, model: str) -> dict:
+def _apply_for_real(pack, model: str, trust_remote_code: bool) -> dict:
     """Attach, run, detach: how far the logits move, and that detaching restores them."""
-    from .loading import load_base
     from .runtime import mx
 
-    base = load_base(model)
+    base = pack.load_base(model, trust_remote_code)
     probe = mx.arange(1, 33)[None]
     before = base.model(probe)
     mx.eval(before)
@@ -150,23 +160,30 @@ def _apply_for_real(pack, model: str) -> dict:
 @click.option("--data", default="tiny", metavar="D", help="Rows: folder, file or 'tiny'. [tiny]")
 @click.option("--split", default="test", help="Split of a folder; valid if there is no test.")
 @click.option("--batch-size", default=4, show_default=True, type=click.IntRange(1))
-@click.option("--max-seq-length", default=2048, show_default=True, type=click.IntRange(2))
+@click.option("--max-seq-length", type=click.IntRange(2), help="[as the pack was trained]")
+@click.option("--chat-feature", metavar="COLUMN", help="Column with chats. [the pack's own]")
+@click.option("--prompt-feature", metavar="COLUMN", help="Column with prompts. [the pack's own]")
+@click.option("--completion-feature", metavar="COLUMN", help="Completions. [the pack's own]")
+@click.option("--text-feature", metavar="COLUMN", help="Column with text. [the pack's own]")
 @click.option("--loss-on", type=click.Choice(["all", "completion", "assistant"]))
 @click.option("--limit", default=-1, help="At most so many batches.")
+@_trust_remote_code
 @click.option("--json", "as_json", is_flag=True, help="Print the report.")
-def eval(pack, model, data, split, batch_size, max_seq_length, loss_on, limit, as_json):
+def eval(pack, model, data, split, batch_size, max_seq_length, loss_on, limit,
+         trust_remote_code, as_json, **features):  # fmt: skip
     """Perplexity and accuracy, base and pack.
 
     Both on the same rows, with the standard error of the perplexity.
     """
-    from .evaluation import evaluate
-    from .loading import load_base
+    from .evaluation import columns_of, evaluate
     from .pack import Pack
 
     opened = Pack.open(pack)
+    given = {name: column for name, column in features.items() if column is not None}
     report = evaluate(
-        load_base(model), opened, data, split, batch_size, max_seq_length, loss_on, limit
-    )
+        opened.load_base(model, trust_remote_code), opened, data, split, batch_size,
+        max_seq_length, loss_on, limit, columns=columns_of(opened, data, **given),
+    )  # fmt: skip
     lines = [
         f"{name}    PPL {s.ppl:.3f} ± {s.ppl_se:.3f} · token accuracy {s.accuracy:.1%}"
         for name, s in (("base", report.base), ("pack", report.pack))
@@ -186,7 +203,9 @@ def eval(pack, model, data, split, batch_size, max_seq_length, loss_on, limit, a
 @click.option("--max-tokens", default=100, show_default=True, type=click.IntRange(1))
 @click.option("--temp", default=0.0, show_default=True, type=click.FloatRange(0))
 @click.option("--seed", default=0, show_default=True)
-def generate(model, pack, prompt, system, raw, max_tokens, temp, seed):
+@_trust_remote_code
+@click.option("--json", "as_json", is_flag=True, help="Print prompt and text as JSON, at the end.")
+def generate(model, pack, prompt, system, raw, max_tokens, temp, seed, trust_remote_code, as_json):
     """Stream text, with a pack or without."""
     from contextlib import nullcontext
 
@@ -198,14 +217,19 @@ def generate(model, pack, prompt, system, raw, max_tokens, temp, seed):
     if not prompt.strip():
         raise PackError("--prompt: is empty.")
     opened = Pack.open(pack) if pack else None
-    base = load_base(model)
+    load = opened.load_base if opened else load_base
+    base = load(model, trust_remote_code=trust_remote_code)
     messages = [{"role": "system", "content": system}] if system else []
     messages.append({"role": "user", "content": prompt})
     tokens = base.tokenizer.encode(prompt) if raw else chat_prompt(base, messages)
     with base.applied(opened) if opened else nullcontext():
+        pieces = []
         for piece in stream(base, tokens, max_tokens, temp, seed):
-            click.echo(piece, nl=False)
-    click.echo()
+            pieces.append(piece)
+            if not as_json:
+                click.echo(piece, nl=False)
+    report = {"prompt": prompt, "text": "".join(pieces), "pack": pack, "model": model}
+    _print(report, as_json, [""])
 
 
 @packs.command()
@@ -231,6 +255,9 @@ def run_command(command: click.Command) -> None:
     """Run a command as a program: every error that a user can mend is one line and exit code 2."""
     try:
         sys.exit(command.main(standalone_mode=False) or 0)
+    except Interrupted as error:
+        click.echo(f"packs: {error}", err=True)
+        sys.exit(130)
     except PackError as error:
         _fail(str(error))
     except click.exceptions.NoArgsIsHelpError as error:
@@ -246,6 +273,20 @@ def run_command(command: click.Command) -> None:
         sys.exit(1)
     except OSError as error:  # a disk that fills up, a folder that may not be read
         _fail(f"{error.filename or 'input or output'}: {error.strerror or error}")
+    except (RuntimeError, MemoryError) as error:
+        if not _is_out_of_memory(error):
+            raise
+        _fail(
+            f"memory is exhausted ({' '.join(str(error).split())[:120]}); pass a smaller "
+            "--batch-size or --max-seq-length, or train with --grad-checkpoint."
+        )
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    """Whether MLX (Metal, CUDA or host) could not get memory; it raises plain RuntimeErrors."""
+    told = str(error).lower()
+    signs = ("malloc", "memory", "resource limit")
+    return isinstance(error, MemoryError) or any(sign in told for sign in signs)
 
 
 def _fail(message: str) -> None:

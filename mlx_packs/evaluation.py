@@ -10,13 +10,15 @@ import numpy as np
 from . import data as rows_of
 from .base_path import choose_base_path
 from .batches import Batch, evaluation_batches
-from .config import DataConfig
+from .config import DataConfig, TrainConfig
 from .errors import PackError
 from .loading import Base
 from .loss import Head, as_arrays, split_head, target_nll
 from .nn.quantized import apply_base_path, replace_modules
 from .pack import Pack
 from .runtime import mx
+
+_FEATURES = ("chat_feature", "prompt_feature", "completion_feature", "text_feature")
 
 
 @dataclass(frozen=True)
@@ -92,7 +94,7 @@ def evaluate(
     data: str | Path = "tiny",
     split: str = "test",
     batch_size: int = 4,
-    max_seq_length: int = 2048,
+    max_seq_length: int | None = None,
     loss_on: str | None = None,
     limit: int = -1,
     base_path: str = "auto",
@@ -103,17 +105,22 @@ def evaluate(
     Args:
         pack: a pack or its folder; None scores the base alone.
         data: a folder (its ``split`` is taken, or ``valid`` where there is none), a file, ``tiny``.
+        max_seq_length: longer rows are cut; None is as the pack was trained, else 2048.
+        columns: what the rows' columns are called, and in place of ``data`` where they are; None
+            is as the pack was trained.
         loss_on: what counts, as in training; None is what the pack was trained on, else the
             default of the format.   limit: at most so many batches.
     Raises: PackError for unusable rows or a pack of another base.
     """
     if limit == 0 or limit < -1:
         raise PackError(f"--limit must be positive, or -1 for all, but got {limit}.")
-    columns = columns or DataConfig(data=str(data))
     if pack is not None and not isinstance(pack, Pack):
         pack = Pack.open(pack)
-    if pack is not None and loss_on is None:
-        loss_on = pack.manifest.get("objective", {}).get("loss_on")
+    columns = columns or columns_of(pack, data)
+    if pack is not None:
+        loss_on = loss_on or pack.part("objective").get("loss_on")
+        max_seq_length = max_seq_length or pack.part("recipe").get("max_seq_length")
+    max_seq_length = max_seq_length or TrainConfig.max_seq_length
     rows = evaluation_rows(columns, split)
     examples = rows_of.encode(
         rows, base.tokenizer, columns,
@@ -136,6 +143,16 @@ def evaluate(
         attached.detach()
     ratio = with_pack.ppl / plain.ppl
     return EvalReport(plain.rows, plain.targets, plain, with_pack, ratio)
+
+
+def columns_of(pack: Pack | None, data: str | Path, **given: str) -> DataConfig:
+    """Rows in ``data`` with their columns named as ``given``, else as the pack was trained.
+
+    The embedded data set has the default names whatever a pack was trained on.
+    """
+    recipe = pack.part("recipe") if pack is not None and str(data) != "tiny" else {}
+    trained = {name: recipe[name] for name in _FEATURES if recipe.get(name)}
+    return DataConfig(data=str(data), **{**trained, **given})
 
 
 def evaluation_rows(columns: DataConfig, split: str) -> list[rows_of.Row]:

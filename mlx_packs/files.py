@@ -31,7 +31,12 @@ def whole_folder(path: Path, replace: bool = False) -> Iterator[Path]:
         old = path.with_name(f".{path.name}.old-{os.getpid()}")
         if path.exists():
             os.rename(path, old)
-        os.rename(partial, path)
+        try:
+            os.rename(partial, path)
+        except OSError:
+            if old.exists():
+                os.rename(old, path)
+            raise
         shutil.rmtree(old, ignore_errors=True)
     except OSError as error:
         raise PackError(f"{path}: cannot be written ({error.strerror or error}).") from None
@@ -101,6 +106,8 @@ def read_header(file: Path) -> tuple[dict[str, dict], int]:
         try:
             header = json.loads(f.read(length))
             header.pop("__metadata__", None)
+            if any(not t["dtype"] or min(t["shape"], default=0) < 0 for t in header.values()):
+                raise ValueError
             data = max((int(t["data_offsets"][1]) for t in header.values()), default=0)
         except (ValueError, KeyError, TypeError, AttributeError, IndexError):
             raise PackError(f"{file}: is not a safetensors file (its header is no JSON).") from None

@@ -56,7 +56,7 @@ class Base:
     @property
     def vocab_size(self) -> int:
         """Rows of the embedding table."""
-        return int(_text_config(self.config)["vocab_size"])
+        return int(text_config(self.config)["vocab_size"])
 
     @contextmanager
     def applied(self, pack: "str | Path | Pack", base_path: str = "quantized") -> Iterator["Base"]:
@@ -73,9 +73,14 @@ class Base:
         finally:
             attached.detach()
 
+    @property
+    def public_name(self) -> str:
+        """The name that leaves this machine: a hub id as it is, a folder without its path."""
+        return Path(self.name).resolve().name if Path(self.name).exists() else self.name
+
     def summary(self) -> str:
         """One line: architecture, blocks, quantization, size."""
-        text = _text_config(self.config)
+        text = text_config(self.config)
         q = self.quantization
         kind = f"{q.get('mode', 'affine')} {q['bits']}-bit g{q['group_size']}" if q else "dense"
         size = sum(f.stat().st_size for f in weight_files(self.path))
@@ -85,7 +90,7 @@ class Base:
         return f"{self.name} · {model_type} · {blocks} blocks · {kind} · {shown}"
 
 
-def _text_config(config: dict) -> dict:
+def text_config(config: dict) -> dict:
     return config if "vocab_size" in config else config.get("text_config", config)
 
 
@@ -197,7 +202,7 @@ def fingerprint(path: Path) -> str:
     return digest.hexdigest()
 
 
-def _check_files(path: Path) -> None:
+def check_files(path: Path) -> None:
     """Refuse a folder without weights, with a truncated shard, or one that the index misses."""
     files = weight_files(path)
     if not files:
@@ -231,7 +236,7 @@ def _load_model(path: Path, trust_remote_code: bool) -> tuple[nn.Module, dict]:
         raise PackError(f"{path}: cannot be read: {' '.join(str(error).split())}") from None
 
 
-def _load_tokenizer(path: Path, config: dict, trust_remote_code: bool) -> object:
+def load_base_tokenizer(path: Path, config: dict, trust_remote_code: bool) -> object:
     from mlx_lm.utils import load_tokenizer
 
     try:
@@ -282,7 +287,7 @@ def load_base(
     Raises: PackError when there is no such checkpoint or its tensors do not fit its config.
     """
     path = resolve_base_path(name)
-    _check_files(path)
+    check_files(path)
     model, config = _load_model(path, trust_remote_code)
     quantization = config.get("quantization") or {}
     if quantize != "none":
@@ -295,5 +300,5 @@ def load_base(
     model.freeze()
     model.eval()
     mx.eval(model.parameters())
-    tokenizer = _load_tokenizer(path, config, trust_remote_code)
+    tokenizer = load_base_tokenizer(path, config, trust_remote_code)
     return Base(str(name), path, model, tokenizer, config, fingerprint(path), dict(quantization))

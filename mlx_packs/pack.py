@@ -7,22 +7,39 @@ mlx-lm's names and shapes; with one rank and scale throughout, ``adapter_config.
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 from . import runtime
-from .adapters import Attached, ModuleSpec, SliceSpec, Specs, attach
+from .adapters import Attached, Specs, attach
 from .errors import PackError
 from .files import read_header, save_tensors, sha256, to_json, whole_folder
 from .geometry import Heads, block_prefixes
-from .loading import Base, fingerprint, resolve_base_path
+from .loading import (
+    TINY,
+    Base,
+    check_files,
+    fingerprint,
+    load_base,
+    resolve_base_path,
+    weight_files,
+)
+from .manifest import (
+    ADAPTER_CONFIG,
+    ADAPTERS,
+    CARD,
+    FORMAT_VERSION,
+    MANIFEST,
+    check_quantization,
+    mlx_lm_config,
+    model_card,
+    quantization_name,
+    read_manifest,
+    spec_json,
+    specs_of,
+)
 from .runtime import mx
 
-FORMAT_VERSION = 1
-MANIFEST = "pack.json"
-ADAPTERS = "adapters.safetensors"
-ADAPTER_CONFIG = "adapter_config.json"
-CARD = "README.md"
 LITE_MB = 10
 
 
@@ -43,7 +60,7 @@ class Pack:
             "format_version": FORMAT_VERSION,
             "kind": "lora",
             "base": {
-                "id": base.name,
+                "id": base.public_name,
                 "fingerprint": base.fingerprint,
                 "model_type": base.config["model_type"],
                 "quantization": base.quantization or None,
@@ -56,7 +73,7 @@ class Pack:
             "adapters": {
                 "parameters": attached.parameter_count(),
                 "groups": [[g.path for g in group.members] for group in attached.groups],
-                "modules": [_spec_json(spec) for spec in attached.specs.values()],
+                "modules": [spec_json(spec) for spec in attached.specs.values()],
             },
             **facts,
         }
@@ -75,23 +92,9 @@ class Pack:
         if not file.is_file():
             kind = "an mlx-lm adapter" if (folder / ADAPTERS).is_file() else "no pack"
             raise PackError(f"{folder}: is {kind}: it has no {MANIFEST}.")
-        try:
-            manifest = json.loads(file.read_text(encoding="utf-8"))
-            version = int(manifest["format_version"])
-            files = manifest["files"]
-            wanted = [ADAPTERS, *files]
-            sizes = {n: (int(files[n]["bytes"]), str(files[n]["sha256"])) for n in wanted}
-            if not {"id", "fingerprint", "model_type", "quantization"} <= set(manifest["base"]):
-                raise KeyError("base")
-            _specs_of(manifest)
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise PackError(
-                f"{file}: is not a manifest ({type(error).__name__} {error})."
-            ) from None
-        if version > FORMAT_VERSION:
-            raise PackError(f"{file}: format {version} is newer than this program's "
-                            f"({FORMAT_VERSION}); upgrade mlx-packs.")  # fmt: skip
-        for name, (size, digest) in sizes.items():
+        manifest = read_manifest(file)
+        for name, facts in manifest["files"].items():
+            size, digest = facts["bytes"], facts["sha256"]
             if Path(name).name != name:
                 raise PackError(f"{file}: names a file outside the pack: {name!r}.")
             part = folder / name
@@ -128,7 +131,11 @@ class Pack:
     @property
     def specs(self) -> Specs:
         """Every adapter that the manifest promises."""
-        return _specs_of(self.manifest)
+        return specs_of(self.manifest)
+
+    def part(self, name: str) -> dict:
+        """An optional part of the manifest (recipe, objective, eval), empty where there is none."""
+        return self.manifest.get(name) or {}
 
     @property
     def size_mb(self) -> float:
@@ -162,29 +169,63 @@ class Pack:
         self.path, self.manifest = folder, manifest
         return self
 
-    def check_base(self, name: str, found: str, config: dict) -> None:
-        """Hold the pack against a base: model type, fingerprint.
+    def check_base(self, name: str, found: str, config: dict, quantization: Mapping | None) -> None:
+        """Hold the pack against a base: model type, fingerprint, quantization (None is dense).
 
         Raises: PackError naming both.
         """
-        wanted = self.manifest["base"]
+        wanted, where = self.manifest["base"], self.path or "this pack"
         if wanted["model_type"] != config["model_type"]:
             raise PackError(
-                f"{self.path}: was trained on a {wanted['model_type']} ({wanted['id']}), but "
+                f"{where}: was trained on a {wanted['model_type']} ({wanted['id']}), but "
                 f"{name} is a {config['model_type']}."
             )
         if wanted["fingerprint"] != found:
             raise PackError(
-                f"{self.path}: was trained on {wanted['id']} (fingerprint "
+                f"{where}: was trained on {wanted['id']} (fingerprint "
                 f"{wanted['fingerprint'][:12]}), but {name} is another base (fingerprint "
                 f"{found[:12]})."
             )
+        was, now = (quantization_name(q) for q in (wanted["quantization"], quantization))
+        if was != now:
+            mode = _quantize_mode(wanted["quantization"])
+            how = f"with load_base(…, quantize='{mode}')" if mode != "none" else "without quantize"
+            raise PackError(
+                f"{where}: was trained on {wanted['id']} as {was}, but {name} is {now}; load it "
+                f"{how}."
+            )
+
+    def check_checkpoint(self, model: str | Path) -> tuple[Path, dict]:
+        """Hold the pack against a checkpoint from its headers and config.json alone.
+
+        Returns: the checkpoint's folder and config. Raises: PackError as `check_base` does.
+        """
+        path, config = _read_checkpoint(model)
+        stored = config.get("quantization")
+        if not stored and (_is_foreign(config) or self.quantize_for(config) != "none"):
+            stored = self.manifest["base"]["quantization"]  # as it will be once it is loaded
+        self.check_base(str(model), fingerprint(path), config, stored)
+        return path, config
+
+    def quantize_for(self, config: dict) -> str:
+        """What to tell `load_base` to quantize, so that a checkpoint is what was trained on."""
+        if config.get("quantization") or _is_foreign(config):
+            return "none"
+        return _quantize_mode(self.manifest["base"]["quantization"])
+
+    def load_base(self, model: str | Path = TINY, trust_remote_code: bool = False) -> Base:
+        """Load the pack's base, checked from headers first and quantized as the pack was trained.
+
+        Raises: PackError if it is another base.
+        """
+        _, config = self.check_checkpoint(model)
+        return load_base(model, self.quantize_for(config), trust_remote_code)
 
     def attach(self, base: Base, base_path: str = "quantized") -> Attached:
         """Attach this pack to its base. Raises: PackError if it does not fit."""
-        self.check_base(base.name, base.fingerprint, base.config)
+        self.check_base(base.name, base.fingerprint, base.config, base.quantization)
         tensors = self.load_tensors()
-        fallback = bool(self.manifest.get("recipe", {}).get("train_fp16_fallback"))
+        fallback = bool(self.part("recipe").get("train_fp16_fallback"))
         attached = attach(base, specs=self.specs, base_path=base_path, fp16_fallback=fallback)
         try:
             attached.load(tensors, str(self.path / ADAPTERS if self.path else "pack"))
@@ -217,9 +258,7 @@ def check_against(pack: Pack, model: str) -> dict:
     Returns: what was checked. Raises: PackError for the first thing that does not fit.
     """
     pack.verify()
-    path = resolve_base_path(model)
-    config = json.loads((path / "config.json").read_text())
-    pack.check_base(model, fingerprint(path), config)
+    path, config = pack.check_checkpoint(model)
     header, _ = read_header(pack.path / ADAPTERS)
     wanted = {}
     for spec in pack.specs.values():
@@ -231,10 +270,12 @@ def check_against(pack: Pack, model: str) -> dict:
         if shape != wanted.get(name):
             raise PackError(f"{pack.path / ADAPTERS}: {name} is {shape}, but the manifest says "
                             f"{wanted.get(name)}.")  # fmt: skip
+    checked = _check_geometry(pack, str(model), path, config)
     return {
         "pack": str(pack.path),
         "model": str(model),
         "fits": True,
+        "geometry": "checked" if checked else "not in the headers",
         "fingerprint": pack.manifest["base"]["fingerprint"],
         "projections": len(pack.specs),
         "dtype": sorted({t["dtype"] for t in header.values()}),
@@ -242,82 +283,61 @@ def check_against(pack: Pack, model: str) -> dict:
     }
 
 
-def _spec_json(spec: ModuleSpec) -> dict:
-    return {
-        "path": spec.path,
-        "in_features": spec.in_features,
-        "slices": [asdict(s) for s in spec.slices],
-    }
+def _read_checkpoint(model: str | Path) -> tuple[Path, dict]:
+    """The folder and config of a checkpoint whose files are whole."""
+    path = resolve_base_path(model)
+    check_files(path)
+    config = json.loads((path / "config.json").read_text(encoding="utf-8"))
+    if config.get("quantization"):
+        try:
+            check_quantization("quantization", config["quantization"])
+        except ValueError as error:
+            raise PackError(f"{path / 'config.json'}: {error}.") from None
+    return path, config
 
 
-def _specs_of(manifest: dict) -> Specs:
-    modules = manifest["adapters"]["modules"]
-    return {
-        m["path"]: ModuleSpec(
-            m["path"],
-            int(m["in_features"]),
-            tuple(
-                SliceSpec(s["name"], int(s["width"]), int(s["rank"]), float(s["alpha"]))
-                for s in m["slices"]
-            ),
-        )
-        for m in modules
-    }
+def _is_foreign(config: dict) -> bool:
+    """Whether a checkpoint is quantized in a format that mlx-lm converts as it loads."""
+    text = config.get("text_config")
+    configs = (config, text if isinstance(text, dict) else {})
+    return not config.get("quantization") and any(c.get("quantization_config") for c in configs)
 
 
-def mlx_lm_config(specs: Specs) -> dict | None:
-    """``adapter_config.json`` for stock mlx-lm, or None where its one rank and scale do not do."""
-    ranks = {spec.rank for spec in specs.values()}
-    scales = {s.scale for spec in specs.values() for s in spec.slices if s.rank}
-    if len(ranks) != 1 or len(scales) != 1:
-        return None
-    return {
-        "fine_tune_type": "lora",
-        "num_layers": -1,
-        "lora_parameters": {
-            "rank": ranks.pop(),
-            "scale": scales.pop(),
-            "dropout": 0.0,
-            "keys": list(specs),
-        },
-    }
+def _check_geometry(pack: Pack, model: str, path: Path, config: dict) -> bool:
+    """Hold the adapters against the shapes in a checkpoint's headers.
+
+    Returns: False where the headers cannot tell, as mlx-lm renames or converts these tensors.
+    Raises: PackError naming the module and both shapes.
+    """
+    stored: dict[str, dict] = {}
+    for file in weight_files(path):
+        stored |= read_header(file)[0]
+    specs = pack.specs.values()
+    if _is_foreign(config) or not any(f"{s.path}.weight" in stored for s in specs):
+        return False
+    for spec in specs:
+        if f"{spec.path}.weight" not in stored:
+            raise PackError(f"{pack.path}: {spec.path}: {model} has no such module.")
+        shape = list(stored[f"{spec.path}.weight"]["shape"])
+        if f"{spec.path}.scales" in stored:
+            q = config.get("quantization") or {}
+            own = q.get(spec.path)
+            bits = (own if isinstance(own, dict) else q).get("bits")
+            if not isinstance(bits, int) or bits < 1:
+                return False
+            shape[-1] = shape[-1] * 32 // bits
+        if shape != (wanted := [sum(spec.widths), spec.in_features]):
+            raise PackError(
+                f"{pack.path}: {spec.path}: the adapter is for a weight of {wanted}, but that of "
+                f"{model} is {shape}."
+            )
+    return True
 
 
-def model_card(manifest: dict, name: str) -> str:
-    """README.md of a pack: what it is, what it was measured to do, how to use it."""
-    base = manifest["base"]
-    specs = _specs_of(manifest)
-    ranks = sorted({s.rank for spec in specs.values() for s in spec.slices if s.rank})
-    targets = sorted({path.rsplit(".", 1)[-1] for path in specs})
-    lines = [
-        "---",
-        "library_name: mlx",
-        "tags: [mlx, lora, mlx-packs]",
-        "---",
-        "",
-        f"# {name}",
-        "",
-        f"A LoRA pack for `{base['id']}` ({base['model_type']}, {base['num_layers']} blocks), rank "
-        f"{', '.join(map(str, ranks))} on {', '.join(targets)}.",
-        "",
-    ]
-    if result := manifest.get("eval"):
-        drop = 1 - result["ppl_after"] / result["ppl_before"]
-        lines += [
-            f"Held-out perplexity: {result['ppl_before']:.2f} ± {result['ppl_before_se']:.2f} "
-            f"before, {result['ppl_after']:.2f} ± {result['ppl_after_se']:.2f} with the pack "
-            f"(-{drop:.0%}), on {result['rows']} rows of `{result['split']}`.",
-            "",
-        ]
-    if mlx_lm_config(specs):
-        lines += [
-            "```",
-            f"mlx_lm.generate --model {base['id']} --adapter-path . --prompt ...",
-            "```",
-            "",
-        ]
-    lines += [f"Base fingerprint: `{base['fingerprint']}`"]
-    return "\n".join(lines) + "\n"
+def _quantize_mode(q: Mapping | None) -> str:
+    """The name that `load_base` has for a quantization that it makes itself, else ``none``."""
+    names = {f"affine {bits}-bit g64": f"affine{bits}" for bits in (4, 8)}
+    return names.get(quantization_name(q), "none")
 
 
 def versions_line() -> dict[str, str]:

@@ -14,7 +14,8 @@ from .display import VERBOSE, Display
 from .errors import PackError
 from .files import sha256
 from .loading import Base
-from .pack import check_output, mlx_lm_config
+from .manifest import mlx_lm_config
+from .pack import check_output
 from .runtime import mx
 
 # What may differ when a run is resumed: none of it changes a step that was taken.

@@ -11,7 +11,7 @@ from . import data as rows_of
 from .checkpoint import CONFIG, check_resumable, run_folder
 from .config import DataConfig, LoRAConfig, Recipe, TrainConfig, read_yaml, resolve
 from .display import NORMAL, QUIET, VERBOSE, Display, clock
-from .loading import TINY, _check_files, _load_tokenizer, _text_config, resolve_base_path
+from .loading import TINY, check_files, load_base_tokenizer, resolve_base_path, text_config
 from .training import tiny_recipe, train_pack
 
 _RUN_ARGUMENTS = (
@@ -160,10 +160,10 @@ def _tokenizer(model: str, trust_remote_code: bool) -> tuple[object, int]:
     from mlx_lm.utils import load_config
 
     path = resolve_base_path(model)
-    _check_files(path)
+    check_files(path)
     config = load_config(path)
-    tokenizer = _load_tokenizer(path, config, trust_remote_code)
-    return tokenizer, int(_text_config(config)["vocab_size"])
+    tokenizer = load_base_tokenizer(path, config, trust_remote_code)
+    return tokenizer, int(text_config(config)["vocab_size"])
 
 
 def _masked_rows(recipe: Recipe, rows: int) -> tuple[list[dict], str]:

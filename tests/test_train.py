@@ -228,9 +228,7 @@ def test_every_optimizer_lowers_the_loss(optimizer):
 )
 def test_schedules_start_low_when_warmed_up_and_stay_positive(lr_schedule):
     warmup = 0 if isinstance(lr_schedule, dict) else 3
-    config = TrainConfig(
-        lr_schedule=lr_schedule, warmup_steps=warmup, iters=10, learning_rate=1e-3
-    )
+    config = TrainConfig(lr_schedule=lr_schedule, warmup_steps=warmup, iters=10, learning_rate=1e-3)
     rate = make_optimizer(config)
     values = []
     for _ in range(10):

@@ -1,0 +1,258 @@
+"""The manifest of a pack: what every key must be, and what people and mlx-lm read of it."""
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+
+from .adapters import ModuleSpec, SliceSpec, Specs
+from .errors import PackError
+from .loading import TINY
+
+FORMAT_VERSION = 1
+MANIFEST = "pack.json"
+ADAPTERS = "adapters.safetensors"
+ADAPTER_CONFIG = "adapter_config.json"
+CARD = "README.md"
+
+
+_MISSING = object()
+
+
+def _is_int(value, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and least <= value < 2**53
+
+
+def _is_number(value) -> bool:
+    return _is_int(value, -(2**53)) or (isinstance(value, float) and math.isfinite(value))
+
+
+_KINDS = {
+    "text": lambda v: isinstance(v, str),
+    "true or false": lambda v: isinstance(v, bool),
+    "an integer of 0 or more": lambda v: _is_int(v, 0),
+    "an integer above 0": lambda v: _is_int(v, 1),
+    "an integer above 1": lambda v: _is_int(v, 2),
+    "a number": _is_number,
+    "a finite number above 0": lambda v: _is_number(v) and v > 0,
+    "a mapping": lambda v: isinstance(v, dict),
+    "a list": lambda v: isinstance(v, list),
+    "a list with something in it": lambda v: isinstance(v, list) and bool(v),
+    "a mapping or null": lambda v: v is None or isinstance(v, dict),
+}
+_REQUIRED = {
+    "base": "a mapping",
+    "base.id": "text",
+    "base.fingerprint": "text",
+    "base.model_type": "text",
+    "base.quantization": "a mapping or null",
+    "base.num_layers": "an integer of 0 or more",
+    "adapters": "a mapping",
+    "adapters.parameters": "an integer of 0 or more",
+    "adapters.groups": "a list",
+    "adapters.modules": "a list with something in it",
+    "files": "a mapping",
+}
+# What may be missing or null. A part stands before what is in it.
+_OPTIONAL = {
+    "profile": "text",
+    "objective": "a mapping",
+    "objective.loss_on": "text",
+    "data": "a mapping",
+    "data.source": "text",
+    "data.rows": "a mapping",
+    "recipe": "a mapping",
+    "recipe.max_seq_length": "an integer above 1",
+    "recipe.train_fp16_fallback": "true or false",
+    **{
+        f"recipe.{key}": "text"
+        for key in "quantize chat_feature prompt_feature completion_feature text_feature".split()
+    },
+    "versions": "a mapping",
+    "measured": "a mapping",
+    "measured.created": "text",
+    "eval": "a mapping",
+    "eval.split": "text",
+    "eval.rows": "an integer of 0 or more",
+    **{
+        f"eval.{key}": "a number"
+        for key in "ppl_before ppl_before_se ppl_after ppl_after_se".split()
+    },
+}
+
+
+def _hold(key: str, value, kind: str) -> None:
+    """Raises: ValueError naming the key, unless a value is of a kind."""
+    if not _KINDS[kind](value):
+        shown = "is missing" if value is _MISSING else f"is {repr(value)[:60]}"
+        raise ValueError(f"{key} must be {kind}, but {shown}")
+
+
+def _look_up(manifest: dict, key: str):
+    value = manifest
+    for part in key.split("."):
+        value = value.get(part, _MISSING) if isinstance(value, dict) else _MISSING
+    return value
+
+
+def _hold_all(key: str, value, kinds: Mapping[str, str]) -> None:
+    """Hold a mapping and its keys."""
+    _hold(key, value, "a mapping")
+    for name, kind in kinds.items():
+        _hold(f"{key}.{name}", value.get(name, _MISSING), kind)
+
+
+def read_manifest(file: Path) -> dict:
+    """The manifest in a file, with every key held that this program reads.
+
+    Raises: PackError naming the file and the key, or a format that is newer than this program.
+    """
+    try:
+        manifest = json.loads(file.read_text(encoding="utf-8"))
+        _hold("it", manifest, "a mapping")
+        version = manifest.get("format_version", _MISSING)
+        _hold("format_version", version, "an integer above 0")
+        if version <= FORMAT_VERSION:
+            _check_manifest(manifest)
+    except (ValueError, RecursionError) as error:
+        raise PackError(f"{file}: is not a manifest ({error}).") from None
+    if version > FORMAT_VERSION:
+        raise PackError(
+            f"{file}: format {version} is newer than this program's ({FORMAT_VERSION}); upgrade "
+            "mlx-packs."
+        )
+    return manifest
+
+
+def _check_manifest(manifest: dict) -> None:
+    """Hold every key that is read. Raises: ValueError naming the first that is not as it must."""
+    for key, kind in _REQUIRED.items():
+        _hold(key, _look_up(manifest, key), kind)
+    for key, kind in _OPTIONAL.items():
+        if (value := _look_up(manifest, key)) is not _MISSING and value is not None:
+            _hold(key, value, kind)
+    if (q := manifest["base"]["quantization"]) is not None:
+        check_quantization("base.quantization", q)
+    for split, rows in ((manifest.get("data") or {}).get("rows") or {}).items():
+        _hold(f"data.rows.{split}", rows, "an integer of 0 or more")
+    files = manifest["files"]
+    for name in (ADAPTERS, *files):
+        kinds = {"bytes": "an integer of 0 or more", "sha256": "text"}
+        _hold_all(f"files.{name}", files.get(name, _MISSING), kinds)
+    for i, module in enumerate(manifest["adapters"]["modules"]):
+        _check_module(f"adapters.modules[{i}]", module)
+
+
+def check_quantization(key: str, q) -> None:
+    """Hold what MLX needs to know of packed weights. Raises: ValueError naming the key."""
+    _hold_all(key, q, {"bits": "an integer above 0", "group_size": "an integer above 0"})
+    _hold(f"{key}.mode", q.get("mode", "affine"), "text")
+
+
+def _check_module(key: str, module) -> None:
+    kinds = {"path": "text", "in_features": "an integer above 0"}
+    _hold_all(key, module, {**kinds, "slices": "a list with something in it"})
+    for i, part in enumerate(module["slices"]):
+        where = f"{key}.slices[{i}]"
+        kinds = {"name": "text", "width": "an integer above 0", "rank": "an integer of 0 or more"}
+        _hold_all(where, part, kinds)
+        kind = "a finite number above 0" if part["rank"] else "a number"
+        _hold(f"{where}.alpha", part.get("alpha", _MISSING), kind)
+
+
+def spec_json(spec: ModuleSpec) -> dict:
+    return {
+        "path": spec.path,
+        "in_features": spec.in_features,
+        "slices": [asdict(s) for s in spec.slices],
+    }
+
+
+def specs_of(manifest: dict) -> Specs:
+    modules = manifest["adapters"]["modules"]
+    return {
+        m["path"]: ModuleSpec(
+            m["path"],
+            int(m["in_features"]),
+            tuple(
+                SliceSpec(s["name"], int(s["width"]), int(s["rank"]), float(s["alpha"]))
+                for s in m["slices"]
+            ),
+        )
+        for m in modules
+    }
+
+
+def quantization_name(q: Mapping | None) -> str:
+    """A quantization for people: ``affine 4-bit g64``, or ``dense``."""
+    return f"{q.get('mode', 'affine')} {q['bits']}-bit g{q['group_size']}" if q else "dense"
+
+
+def mlx_lm_config(specs: Specs) -> dict | None:
+    """``adapter_config.json`` for stock mlx-lm, or None where its one rank and scale do not do."""
+    ranks = {spec.rank for spec in specs.values()}
+    scales = {s.scale for spec in specs.values() for s in spec.slices if s.rank}
+    if len(ranks) != 1 or len(scales) != 1:
+        return None
+    return {
+        "fine_tune_type": "lora",
+        "num_layers": -1,
+        "lora_parameters": {
+            "rank": ranks.pop(),
+            "scale": scales.pop(),
+            "dropout": 0.0,
+            "keys": list(specs),
+        },
+    }
+
+
+def model_card(manifest: dict, name: str) -> str:
+    """README.md of a pack: what it is, what it was measured to do, how to use it."""
+    base = manifest["base"]
+    specs = specs_of(manifest)
+    ranks = sorted({s.rank for spec in specs.values() for s in spec.slices if s.rank})
+    targets = sorted({path.rsplit(".", 1)[-1] for path in specs})
+    lines = [
+        "---",
+        "library_name: mlx",
+        "tags: [mlx, lora, mlx-packs]",
+        "---",
+        "",
+        f"# {name}",
+        "",
+        f"A LoRA pack for `{base['id']}` ({base['model_type']}, {base['num_layers']} blocks), rank "
+        f"{', '.join(map(str, ranks))} on {', '.join(targets)}.",
+        "",
+    ]
+    result = manifest.get("eval") or {}
+    before, after = (shown_result(result, when) for when in ("before", "after"))
+    if before and after:
+        change = result["ppl_after"] / result["ppl_before"] - 1
+        lines += [
+            f"Held-out perplexity: {before} before, {after} with the pack ({change:+.0%}), on "
+            f"{result.get('rows', '?')} rows of `{result.get('split', '?')}`.",
+            "",
+        ]
+    lines += ["```", _card_command(manifest, specs), "```", ""]
+    lines += [f"Base fingerprint: `{base['fingerprint']}`"]
+    return "\n".join(lines) + "\n"
+
+
+def shown_result(result: Mapping, when: str) -> str | None:
+    """The perplexity before or after with its standard error, as far as a manifest has them."""
+    ppl, se = result.get(f"ppl_{when}"), result.get(f"ppl_{when}_se")
+    if ppl is None:
+        return None
+    return f"{ppl:.2f}" if se is None else f"{ppl:.2f} ± {se:.2f}"
+
+
+def _card_command(manifest: dict, specs: Specs) -> str:
+    """A command that loads the pack: stock mlx-lm's, where that loads base and adapters as here."""
+    base = manifest["base"]["id"]
+    if base == TINY:
+        return "packs generate --pack . --prompt ..."
+    quantize = (manifest.get("recipe") or {}).get("quantize") or "none"
+    if quantize == "none" and mlx_lm_config(specs):
+        return f"mlx_lm.generate --model {base} --adapter-path . --prompt ..."
+    return f"packs generate --model {base} --pack . --prompt ..."

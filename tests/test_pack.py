@@ -1,0 +1,448 @@
+"""Packs beside the base they were made on: quantization, geometry, manifests, cards."""
+
+import json
+import os
+import shutil
+import sys
+from pathlib import Path
+
+import mlx.nn as nn
+import pytest
+from conftest import model_of, write_rows
+from mlx.utils import tree_flatten
+
+from mlx_packs import DataConfig, LoRAConfig, Pack, evaluate, load_base
+from mlx_packs.adapters import attach
+from mlx_packs.cli import packs, run_command
+from mlx_packs.errors import Interrupted, PackError
+from mlx_packs.files import sha256, whole_folder
+from mlx_packs.loading import tiny_base_path
+from mlx_packs.manifest import model_card
+from mlx_packs.pack import check_against
+from mlx_packs.runtime import mx
+
+EVAL = {
+    **{"split": "test", "rows": 2, "targets": 9, "ppl_before": 10.0, "ppl_after": 5.0},
+    **{"ppl_before_se": 0.5, "ppl_after_se": 0.25, "accuracy_before": 0.1, "accuracy_after": 0.2},
+}
+
+
+def write_base(folder: Path, bits: int | None = None, finer: tuple[str, ...] = ()) -> Path:
+    """A small Qwen3 checkpoint, dense or quantized (``finer`` modules in 8 bits), that speaks."""
+    folder.mkdir()
+    model, config = model_of("qwen3", vocab_size=4096, intermediate_size=128)
+    if bits:
+        chosen = {"group_size": 32, "bits": bits}
+        finer = {path: {"group_size": 64, "bits": 8} for path in finer}
+
+        def how(path, module):
+            return finer.get(path, chosen) if hasattr(module, "to_quantized") else False
+
+        nn.quantize(model, class_predicate=how)
+        config["quantization"] = {**chosen, **finer}
+    mx.save_safetensors(str(folder / "model.safetensors"), dict(tree_flatten(model.parameters())))
+    (folder / "config.json").write_text(json.dumps(config))
+    for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        shutil.copy(tiny_base_path() / file, folder)
+    return folder
+
+
+def make_pack(base, folder: Path, **facts) -> Pack:
+    """A pack of random adapters on q_proj and down_proj."""
+    attached = attach(base, LoRAConfig(rank=2, target_modules=("q_proj", "down_proj")))
+    try:
+        noise = {n: mx.random.normal(t.shape) * 0.1 for n, t in attached.tensors().items()}
+        attached.load(noise, "noise")
+        return Pack.of(attached, **facts).save(folder)
+    finally:
+        attached.detach()
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture(scope="module")
+def dense(tmp_path_factory) -> Path:
+    """A folder with a dense checkpoint ``base`` and a pack ``p4`` made on it in 4 bits."""
+    folder = tmp_path_factory.mktemp("dense")
+    base = load_base(write_base(folder / "base"), quantize="affine4")
+    make_pack(base, folder / "p4", recipe={"quantize": "affine4"})
+    return folder
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory) -> Path:
+    """A pack on the tiny base with every optional part in its manifest; tests copy it."""
+    folder = tmp_path_factory.mktemp("made") / "p"
+    recipe = {"quantize": "none", "chat_feature": "talk", "text_feature": "words"}
+    make_pack(
+        load_base("tiny"), folder,
+        objective={"loss_on": "all"},
+        data={"source": "d", "rows": {"train": 4, "test": 2}},
+        recipe={**recipe, "max_seq_length": 16},
+        versions={"mlx": "0"}, eval=EVAL, measured={"created": "2026-01-01"},
+    )  # fmt: skip
+    return folder
+
+
+@pytest.fixture
+def pack(made, here) -> Path:
+    return Path(shutil.copytree(made, here / "p"))
+
+
+@pytest.fixture
+def run(monkeypatch, capsys):
+    """Run `packs ARGS` as a program; its exit code, stdout and stderr."""
+
+    def go(*args) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["packs", *map(str, args)])
+        with pytest.raises(SystemExit) as exit:
+            run_command(packs)
+        out, err = capsys.readouterr()
+        return int(exit.value.code or 0), out, err
+
+    return go
+
+
+@pytest.fixture
+def refused(run):
+    def go(*args) -> str:
+        code, out, err = run(*args)
+        assert (code, out) == (2, ""), err
+        assert err.startswith("packs: ") and err.count("\n") == 1
+        return err.removeprefix("packs: ").rstrip("\n")
+
+    return go
+
+
+def edit(pack: Path, change) -> None:
+    manifest = json.loads((pack / "pack.json").read_text())
+    change(manifest)
+    (pack / "pack.json").write_text(json.dumps(manifest))
+
+
+def replace_adapters(pack: Path, change) -> None:
+    """Change the adapters and the manifest, so that the pack agrees with itself."""
+    tensors = mx.load(str(pack / "adapters.safetensors"))
+    mx.eval(tensors)
+    change(tensors)
+    file = pack / "adapters.safetensors"
+    mx.save_safetensors(str(file), tensors)
+    facts = {"bytes": file.stat().st_size, "sha256": sha256(file)}
+    edit(pack, lambda m: m["files"].update({"adapters.safetensors": facts}))
+
+
+# ── quantization ─────────────────────────────────────────────────────────────────────────────────
+
+
+def test_attach_refuses_the_base_in_another_quantization(dense):
+    base = load_base(dense / "base")
+    with pytest.raises(PackError, match=r"affine 4-bit g64.*is dense.*quantize='affine4'"):
+        Pack.open(dense / "p4").attach(base)
+    with pytest.raises(PackError, match="affine 4-bit g64.*is affine 8-bit g64"):
+        Pack.open(dense / "p4").attach(load_base(dense / "base", quantize="affine8"))
+    Pack.open(dense / "p4").attach(load_base(dense / "base", quantize="affine4")).detach()
+
+
+def test_attach_refuses_a_quantized_base_for_a_pack_of_the_dense_one(dense, tmp_path):
+    pack = make_pack(load_base(dense / "base"), tmp_path / "p")
+    with pytest.raises(PackError, match="as dense.*affine 4-bit.*without quantize"):
+        pack.attach(load_base(dense / "base", quantize="affine4"))
+
+
+@pytest.mark.parametrize("recorded", [True, False], ids=["recipe", "base loaded so"])
+def test_commands_quantize_the_base_as_the_pack_was_trained(dense, here, run, recorded):
+    pack = Path(shutil.copytree(dense / "p4", here / "p4"))
+    if not recorded:
+        edit(pack, lambda m: m["recipe"].update(quantize="none"))
+    rows = write_rows(here / "d", train=[{"text": "one two three"}], test=[{"text": "four five"}])
+    model = ("--model", dense / "base")
+    for dry in (("--dry-run",), ()):
+        code, out, err = run("apply", pack, *model, *dry, "--json")
+        assert code == 0 and json.loads(out)["fits"], err
+    code, out, err = run("eval", pack, *model, "--data", rows, "--json")
+    report = json.loads(out)
+    assert code == 0 and report["ppl_ratio"] != 1, err
+    alone = evaluate(load_base(dense / "base", quantize="affine4"), None, rows)
+    assert alone.base.ppl == pytest.approx(report["base"]["ppl"], rel=1e-5)
+    assert run("generate", "--pack", pack, *model, "--prompt", "a", "--max-tokens", 2)[0] == 0
+
+
+# ── the base's own headers ───────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("content", ["{", "{}", "[]"])
+@pytest.mark.parametrize("dry", [("--dry-run",), ()])
+def test_apply_names_a_bad_config_of_the_base(made, here, refused, content, dry):
+    base = write_base(here / "base")
+    (base / "config.json").write_text(content)
+    assert refused("apply", made, "--model", "base", *dry).startswith("base/config.json: ")
+
+
+@pytest.mark.parametrize("finer", [(), ("model.layers.1.mlp.down_proj",)], ids=["", "mixed"])
+@pytest.mark.parametrize("bits", [None, 3, 4])
+def test_check_against_reads_the_geometry_from_headers(tmp_path, bits, finer):
+    folder = write_base(tmp_path / "base", bits, finer)
+    pack = make_pack(load_base(folder), tmp_path / "p")
+    assert check_against(pack, str(folder))["geometry"] == "checked"
+
+
+def test_apply_dry_run_names_module_and_both_shapes(pack, refused):
+    name = "model.layers.0.mlp.down_proj"
+
+    def grow(m):
+        module = next(x for x in m["adapters"]["modules"] if x["path"] == name)
+        module["in_features"] += 32
+
+    edit(pack, grow)
+    replace_adapters(
+        pack, lambda t: t.update({f"{name}.lora_a": mx.pad(t[f"{name}.lora_a"], ((0, 32), (0, 0)))})
+    )
+    message = refused("apply", "p", "--dry-run")
+    assert message == (
+        f"p: {name}: the adapter is for a weight of [256, 800], but that of tiny is [256, 768]."
+    )
+
+
+def test_apply_dry_run_names_a_module_that_the_base_lacks(pack, refused):
+    old, new = "model.layers.5.mlp.down_proj", "model.layers.6.mlp.down_proj"
+
+    def move(m):
+        next(x for x in m["adapters"]["modules"] if x["path"] == old)["path"] = new
+
+    edit(pack, move)
+    replace_adapters(
+        pack,
+        lambda t: [t.update({f"{new}.{x}": t.pop(f"{old}.{x}")}) for x in ("lora_a", "lora_b")],
+    )
+    assert refused("apply", "p", "--dry-run") == f"p: {new}: tiny has no such module."
+
+
+# ── manifests ────────────────────────────────────────────────────────────────────────────────────
+
+
+def _set(path: str, value=None, drop: bool = False):
+    def change(manifest):
+        *parents, last = path.split(".")
+        for key in parents:
+            manifest = manifest[int(key) if key.isdigit() else key]
+        last = int(last) if last.isdigit() else last
+        if drop:
+            del manifest[last]
+        else:
+            manifest[last] = value
+
+    return change
+
+
+SLICE = "adapters.modules.0.slices.0"
+DAMAGED = [
+    *[
+        (_set(path, drop=True), path)
+        for path in (
+            "base.num_layers base.id base.fingerprint base.model_type base.quantization "
+            "adapters.parameters adapters.groups adapters.modules files"
+        ).split()
+    ],
+    (_set("base.quantization", "x"), "base.quantization"),
+    (_set("base.quantization", {"bits": "4", "group_size": 64}), "base.quantization.bits"),
+    (_set("base.quantization", {"bits": 4}), "base.quantization.group_size"),
+    (_set("base.fingerprint", None), "base.fingerprint"),
+    (_set("base.num_layers", True), "base.num_layers"),
+    (_set("recipe", "x"), "recipe"),
+    (_set("recipe.quantize", 4), "recipe.quantize"),
+    (_set("recipe.max_seq_length", "x"), "recipe.max_seq_length"),
+    (_set("objective", 3), "objective"),
+    (_set("data.rows", [1]), "data.rows"),
+    (_set("data.rows.train", "many"), "data.rows.train"),
+    (_set("eval.ppl_after", "low"), "eval.ppl_after"),
+    (_set("adapters.modules", []), "adapters.modules"),
+    (_set("adapters.modules.0", 5), "adapters.modules[0]"),
+    (_set("adapters.modules.0.path", 5), "adapters.modules[0].path"),
+    (_set("adapters.modules.0.in_features", 0), "adapters.modules[0].in_features"),
+    (_set("adapters.modules.0.slices", []), "adapters.modules[0].slices"),
+    (_set(f"{SLICE}.rank", -1), "adapters.modules[0].slices[0].rank"),
+    (_set(f"{SLICE}.rank", 1.5), "adapters.modules[0].slices[0].rank"),
+    (_set(f"{SLICE}.width", 0), "adapters.modules[0].slices[0].width"),
+    (_set(f"{SLICE}.alpha", float("nan")), "adapters.modules[0].slices[0].alpha"),
+    (_set(f"{SLICE}.alpha", float("inf")), "adapters.modules[0].slices[0].alpha"),
+    (_set(f"{SLICE}.alpha", 0), "adapters.modules[0].slices[0].alpha"),
+    (_set("files", {"adapters.safetensors": {"bytes": 1}}), "files.adapters.safetensors.sha256"),
+]
+
+
+@pytest.mark.parametrize(("change", "key"), DAMAGED, ids=lambda v: v if isinstance(v, str) else "")
+def test_open_names_the_key_of_a_damaged_manifest(pack, change, key):
+    edit(pack, change)
+    with pytest.raises(PackError) as error:
+        Pack.open("p")
+    assert str(error.value).startswith(f"p/pack.json: is not a manifest ({key} must be ")
+
+
+@pytest.mark.parametrize("content", ["[]", "3", "null", "[" * 100_000, '{"format_version": 0}'])
+def test_open_refuses_json_that_is_no_manifest(pack, refused, content):
+    (pack / "pack.json").write_text(content)
+    assert refused("inspect", "p").startswith("p/pack.json: is not a manifest (")
+
+
+def test_open_of_a_newer_format_says_so_whatever_else_it_holds(pack, refused):
+    (pack / "pack.json").write_text('{"format_version": 2}')
+    assert "format 2 is newer than this program's (1)" in refused("inspect", "p")
+
+
+@pytest.mark.parametrize("part", ["versions", "objective", "measured", "data", "eval", "recipe"])
+@pytest.mark.parametrize("value", [None, {}], ids=["null", "empty"])
+def test_optional_parts_of_a_manifest_may_be_missing(pack, run, part, value):
+    edit(pack, _set(part, value))
+    code, out, err = run("inspect", "p")
+    assert code == 0 and "base    tiny" in out, err
+    if part == "recipe":
+        assert run("apply", "p")[0] == 0
+
+
+def test_inspect_prints_a_result_without_error_of_the_perplexity(pack, run):
+    edit(pack, lambda m: (m["eval"].pop("ppl_before_se"), m["eval"].update(ppl_after_se=None)))
+    assert "held-out PPL 10.00 → 5.00 on 2 test rows" in run("inspect", "p")[1]
+
+
+# ── model card ───────────────────────────────────────────────────────────────────────────────────
+
+
+def test_model_card_signs_the_change_of_perplexity(made):
+    manifest = Pack.open(made).manifest
+    assert "10.00 ± 0.50 before, 5.00 ± 0.25 with the pack (-50%)" in model_card(manifest, "p")
+    worse = {**manifest, "eval": {**EVAL, "ppl_after": 32.7}}
+    assert "(+227%)" in model_card(worse, "p")
+
+
+def test_model_card_prints_a_command_that_can_load_the_base(made, dense):
+    manifest = Pack.open(made).manifest
+    assert "\npacks generate --pack . --prompt ...\n" in model_card(manifest, "p")
+    named = {**manifest, "base": {**manifest["base"], "id": "owner/name"}}
+    stock = "\nmlx_lm.generate --model owner/name --adapter-path . --prompt ...\n"
+    assert stock in model_card(named, "p")
+    quantized = {**named, "recipe": {"quantize": "affine4"}}
+    ours = "\npacks generate --model owner/name --pack . --prompt ...\n"
+    assert ours in model_card(quantized, "p")
+
+
+# ── evaluation with the pack's own columns ───────────────────────────────────────────────────────
+
+
+def test_evaluate_takes_columns_and_length_from_the_pack(pack, tiny):
+    rows = write_rows(Path("d"), train=[{"words": "x"}], test=[{"words": "one two three " * 20}])
+    assert evaluate(tiny, "p", rows).targets == 15  # 16 tokens, the first is not predicted
+    assert evaluate(tiny, "p", rows, max_seq_length=9).targets == 8
+    given = DataConfig(data=str(rows), text_feature="text")
+    with pytest.raises(PackError, match="'text'"):
+        evaluate(tiny, "p", columns=given)
+
+
+def test_eval_takes_columns_as_flags(pack, run):
+    rows = write_rows(Path("d"), train=[{"w": "x"}], test=[{"w": "one two three"}])
+    code, _, err = run("eval", "p", "--data", rows)
+    assert code == 2 and "'words'" in err
+    code, out, err = run("eval", "p", "--data", rows, "--text-feature", "w", "--json")
+    assert code == 0 and json.loads(out)["rows"] == 1, err
+
+
+# ── commands ─────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("command", ["apply", "eval", "generate"])
+def test_commands_run_code_of_a_checkpoint_only_when_told_to(here, monkeypatch, run, command):
+    from mlx_packs import loading
+
+    base = write_base(here / "base")
+    make_pack(load_base(base), here / "p")
+    write_rows(here / "d", train=[{"text": "x y"}], test=[{"text": "one two"}])
+    given = []
+
+    def load(path, trust_remote_code):
+        given.append(trust_remote_code)
+        raise PackError("stop")
+
+    monkeypatch.setattr(loading, "_load_model", load)
+    args = {
+        "apply": ("apply", "p"),
+        "eval": ("eval", "p", "--data", "d"),
+        "generate": ("generate", "--pack", "p", "--prompt", "a"),
+    }[command]
+    run(*args, "--model", "base")
+    run(*args, "--model", "base", "--trust-remote-code")
+    assert given == [False, True]
+
+
+def test_generate_json_is_alone_on_stdout(pack, run):
+    code, out, err = run("generate", "--pack", "p", "--prompt", "Hi", "--max-tokens", 3, "--json")
+    assert code == 0, err
+    report = json.loads(out)
+    assert {k: report[k] for k in ("prompt", "pack", "model")} == {
+        **{"prompt": "Hi", "pack": "p", "model": "tiny"}
+    }
+    assert report["text"].strip() == run(
+        *("generate", "--pack", "p", "--prompt", "Hi", "--max-tokens", 3)
+    )[1].strip()  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[metal::malloc] Attempting to allocate 9 bytes which is too much.",
+        "[METAL] Command buffer failed: Insufficient Memory (00000008)\nkIOGPU",
+        "[metal::malloc] Resource limit (499000) exceeded.",
+    ],
+)
+def test_run_command_says_what_to_do_when_memory_is_out(monkeypatch, refused, text):
+    def fail(*_, **__):
+        raise RuntimeError(text)
+
+    monkeypatch.setattr(packs, "main", fail)
+    message = refused("train")
+    assert text.splitlines()[0][:40] in message
+    assert "--batch-size" in message and "--max-seq-length" in message
+    assert "--grad-checkpoint" in message and len(message) < 300
+
+
+def test_run_command_exits_with_130_when_an_interrupted_run_was_kept(monkeypatch, run):
+    def fail(*_, **__):
+        raise Interrupted("interrupted; kept x. Go on with --resume.")
+
+    monkeypatch.setattr(packs, "main", fail)
+    assert run("train") == (130, "", "packs: interrupted; kept x. Go on with --resume.\n")
+
+
+def test_run_command_leaves_other_errors_of_mlx_alone(monkeypatch):
+    def fail(*_, **__):
+        raise RuntimeError("[matmul] shapes")
+
+    monkeypatch.setattr(packs, "main", fail)
+    with pytest.raises(RuntimeError, match="shapes"):
+        run_command(packs)
+
+
+# ── files ────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_whole_folder_puts_the_old_folder_back_when_it_cannot_be_replaced(tmp_path, monkeypatch):
+    folder = tmp_path / "p"
+    folder.mkdir()
+    (folder / "old").write_text("1")
+    rename = os.rename
+
+    def fail(source, target):
+        if ".partial-" in str(source):
+            raise OSError(5, "Input/output error")
+        rename(source, target)
+
+    monkeypatch.setattr(os, "rename", fail)
+    with (
+        pytest.raises(PackError, match="p: cannot be written"),
+        whole_folder(folder, replace=True) as partial,
+    ):
+        (partial / "new").write_text("2")
+    assert [f.name for f in tmp_path.iterdir()] == ["p"]
+    assert (folder / "old").read_text() == "1"
