@@ -30,6 +30,15 @@ class Display:
             self.console.print(f"[bold]{label:<7}[/bold] {escape(text)}")
 
     @contextmanager
+    def working(self, label: str, text: str) -> Iterator[None]:
+        """A sign of life on a terminal while something runs whose length is not known."""
+        if not self.live:
+            yield
+            return
+        with self.console.status(f"[bold]{label:<7}[/bold] {escape(text)}"):
+            yield
+
+    @contextmanager
     def task(self, label: str, total: int, unit: str = "", done: int = 0) -> Iterator["Task"]:
         """A bar on a terminal, else a plain line every few seconds; ``done`` were done before."""
         task = Task(self, label, total, unit, done)

@@ -38,6 +38,12 @@ def tiny_base_path() -> Path:
     return Path(__file__).parent / "tiny" / "base"
 
 
+def public_name(name: str) -> str:
+    """What a manifest calls a base or data: a hub id as it is, a folder without its path."""
+    path = Path(name).expanduser()
+    return path.resolve().name if path.exists() else name
+
+
 @dataclass
 class Base:
     """A frozen checkpoint with its tokenizer.
@@ -75,8 +81,8 @@ class Base:
 
     @property
     def public_name(self) -> str:
-        """The name that leaves this machine: a hub id as it is, a folder without its path."""
-        return Path(self.name).resolve().name if Path(self.name).exists() else self.name
+        """The name that leaves this machine in a manifest."""
+        return public_name(self.name)
 
     def summary(self) -> str:
         """One line: architecture, blocks, quantization, size."""

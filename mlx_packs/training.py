@@ -26,7 +26,7 @@ from .errors import PackError
 from .evaluation import Score, score
 from .files import make_folder
 from .generate import chat_prompt, complete
-from .loading import TINY, Base, load_base
+from .loading import TINY, Base, load_base, public_name
 from .loop import Loop
 from .loss import Head, split_head
 from .optim import make_optimizer, unused_learning_rate
@@ -119,7 +119,8 @@ def train_pack(
     earlier = check_resumable(run) if resume else None
     started = started_from(resume_adapter_file, earlier)
     if not isinstance(base, Base):
-        base = load_base(base, train.quantize, trust_remote_code)
+        with display.working("base", f"loading {base}"):
+            base = load_base(base, train.quantize, trust_remote_code)
     elif train.quantize != "none":
         raise PackError("quantize: this base is loaded already; give it to load_base instead.")
     display.line("base", base.summary())
@@ -163,11 +164,15 @@ def train_pack(
             attached,
             objective={"loss_on": examples["train"].loss_on, "ce_last_k": train.ce_last_k},
             data={
-                "source": splits.source,
+                "source": public_name(splits.source),
                 "fingerprint": identity["data"],
                 "rows": {split: len(e) for split, e in examples.items()},
             },
-            recipe=recipe.to_json(),
+            recipe={
+                **recipe.to_json(),
+                "model": base.public_name,
+                "data": public_name(columns.data),
+            },
             versions=versions_line(),
             eval=result,
             measured={

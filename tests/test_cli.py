@@ -132,3 +132,8 @@ def test_quiet_prints_the_result_line_only(made):
     )
     assert result.stdout.count("\n") == 1 and result.stdout.startswith("done")
     assert not result.stderr
+
+
+def test_manifest_and_card_hold_no_path_of_this_machine(made):
+    for name in ("pack.json", "README.md", "adapter_config.json"):
+        assert str(made) not in (made / "pack" / name).read_text()
