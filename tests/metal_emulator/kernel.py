@@ -1,0 +1,242 @@
+"""Kernels that run here: the same call as MLX's, emulated instead of launched."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import fields
+
+import mlx.core as mx
+import numpy as np
+
+from . import machine, metal_source
+from .launch import Call, Definition, Program, Template, Triple
+from .passes import Compiled, compile_call, quote
+from .report import Checks, KernelFault, Report
+
+
+class EmulatedKernel:
+    """What ``mx.fast.metal_kernel`` returns, for this machine: call it with the same arguments.
+
+    With ``compile_only`` set, a call is checked but not run, and gives zeros: for real model sizes.
+    """
+
+    def __init__(self, language: str, definition: Definition, checks: Checks) -> None:
+        self.language = language
+        self.definition = definition
+        self.checks = checks
+        self.reports: list[Report] = []
+        self.compile_only = False
+
+    def __call__(
+        self,
+        *,
+        inputs: Sequence[mx.array | float],
+        output_shapes: Sequence[Sequence[int]],
+        output_dtypes: Sequence[mx.Dtype],
+        grid: Triple,
+        threadgroup: Triple,
+        template: Template | None = None,
+        init_value: float | None = None,
+        verbose: bool = False,
+        stream: mx.Stream | None = None,
+    ) -> list[mx.array]:
+        """The outputs; the report of the run is appended to ``reports``."""
+        call = Call(
+            inputs=tuple(x if isinstance(x, mx.array) else mx.array(x) for x in inputs),
+            output_shapes=tuple(tuple(shape) for shape in output_shapes),
+            output_dtypes=tuple(output_dtypes),
+            grid=tuple(grid),
+            threadgroup=tuple(threadgroup),
+            template=tuple(template or ()),
+            init_value=init_value,
+        )
+        if self.compile_only:
+            report = compile_call(self.language, self.definition, call, self.checks).report
+            self.reports.append(report)
+            return [mx.zeros(s, d) for s, d in zip(output_shapes, output_dtypes, strict=True)]
+        outputs, report = emulate(self.language, self.definition, call, self.checks)
+        self.reports.append(report)
+        if verbose:
+            print(report.source)
+        return outputs
+
+
+def metal_kernel(
+    name: str,
+    input_names: Sequence[str],
+    output_names: Sequence[str],
+    source: str,
+    header: str = "",
+    ensure_row_contiguous: bool = True,
+    atomic_outputs: bool = False,
+    compile_options: object | None = None,
+    *,
+    checks: Checks = Checks(),  # noqa: B008 - frozen
+) -> EmulatedKernel:
+    """``mx.fast.metal_kernel`` for this machine."""
+    definition = Definition(
+        name,
+        tuple(input_names),
+        tuple(output_names),
+        source,
+        header,
+        ensure_row_contiguous,
+        atomic_outputs,
+    )
+    return EmulatedKernel("metal", definition, checks)
+
+
+def cuda_kernel(
+    name: str,
+    input_names: Sequence[str],
+    output_names: Sequence[str],
+    source: str,
+    header: str = "",
+    ensure_row_contiguous: bool = True,
+    shared_memory: int = 0,
+    *,
+    checks: Checks = Checks(),  # noqa: B008 - frozen
+) -> EmulatedKernel:
+    """``mx.fast.cuda_kernel`` for this machine."""
+    if shared_memory:
+        raise KernelFault("launch", name, "dynamic shared memory is not emulated")
+    definition = Definition(
+        name, tuple(input_names), tuple(output_names), source, header, ensure_row_contiguous
+    )
+    return EmulatedKernel("cuda", definition, checks)
+
+
+def emulate(
+    language: str, definition: Definition, call: Call, checks: Checks
+) -> tuple[list[mx.array], Report]:
+    """Compiles, checks and runs one call; a broken rule raises ``KernelFault``."""
+    compiled = compile_call(language, definition, call, checks)
+    try:
+        return _run_all(compiled, language == "cuda", definition, call, checks)
+    except KernelFault as fault:
+        message = quote(fault.message, compiled.program.source)
+        raise KernelFault(fault.kind, fault.kernel, message) from None
+
+
+def _run_all(
+    compiled: Compiled, cuda: bool, definition: Definition, call: Call, checks: Checks
+) -> tuple[list[mx.array], Report]:
+    """One run for each order of the threads; all must give the same bytes."""
+    library, report = compiled.library(cuda), compiled.report
+    first: list[machine.Buffer] = []
+    for order in checks.orders:
+        buffers = _buffers(compiled.program, definition, call)
+        if 0 not in call.grid:
+            totals = machine.run(
+                library,
+                definition.name,
+                buffers,
+                call.grid,
+                compiled.group,
+                whole_groups=cuda,
+                order=order,
+                seed=checks.seed,
+                threadgroup_limit=compiled.threadgroup_limit,
+            )
+            for field in fields(totals):
+                setattr(report, field.name, getattr(totals, field.name))
+        outputs = [buffer for buffer in buffers if buffer.output]
+        first = first or outputs
+        if not definition.atomic_outputs:
+            _same(definition.name, checks.orders[0], first, order, outputs)
+    _demand(definition, call, checks, report, first)
+    return [_array(b, s, d) for b, s, d in _outputs(first, call)], report
+
+
+def _same(
+    kernel: str,
+    first_order: str,
+    first: list[machine.Buffer],
+    order: str,
+    outputs: list[machine.Buffer],
+) -> None:
+    for a, b in zip(first, outputs, strict=True):
+        if a.data != b.data:
+            message = f"`{a.name}` differs between the orders {first_order} and {order}"
+            raise KernelFault("order", kernel, message)
+
+
+def _demand(
+    definition: Definition,
+    call: Call,
+    checks: Checks,
+    report: Report,
+    outputs: list[machine.Buffer],
+) -> None:
+    """Every output byte is written, unless it had a value; no arithmetic in 16 bits."""
+    report.unwritten = {b.name: b.unwritten for b in outputs if b.unwritten}
+    poisoned = call.init_value is None or call.init_value != call.init_value
+    if report.unwritten and poisoned and 0 not in call.grid:
+        shown = ", ".join(f"{n} bytes of `{name}`" for name, n in report.unwritten.items())
+        raise KernelFault("unwritten", definition.name, f"the kernel never writes {shown}")
+    operations = report.half_operations + report.bfloat_operations
+    if operations and not checks.low_precision:
+        message = (
+            f"{report.half_operations} operations in half and {report.bfloat_operations} in bfloat;"
+            " compute in float and round once, at the store"
+        )
+        raise KernelFault("precision", definition.name, message)
+
+
+_SAME_SIZE = {mx.bfloat16: mx.uint16}  # numpy has no bfloat16
+_NUMPY = {
+    mx.bool_: np.bool_,
+    mx.uint8: np.uint8,
+    mx.uint16: np.uint16,
+    mx.uint32: np.uint32,
+    mx.uint64: np.uint64,
+    mx.int8: np.int8,
+    mx.int16: np.int16,
+    mx.int32: np.int32,
+    mx.int64: np.int64,
+    mx.float16: np.float16,
+    mx.float32: np.float32,
+    mx.complex64: np.complex64,
+}
+
+
+def _bytes(array: mx.array) -> bytes:
+    flat = mx.contiguous(array).reshape(-1)
+    return np.array(flat.view(_SAME_SIZE.get(array.dtype, array.dtype))).tobytes()
+
+
+def _array(buffer: machine.Buffer, shape: tuple[int, ...], dtype: mx.Dtype) -> mx.array:
+    seen = _SAME_SIZE.get(dtype, dtype)
+    values = np.frombuffer(buffer.data, dtype=_NUMPY[seen]).reshape(shape)
+    return mx.array(values, dtype=seen).view(dtype) if buffer.data else mx.zeros(shape, dtype)
+
+
+def _outputs(
+    outputs: list[machine.Buffer], call: Call
+) -> Iterator[tuple[machine.Buffer, tuple[int, ...], mx.Dtype]]:
+    return zip(outputs, call.output_shapes, call.output_dtypes, strict=True)
+
+
+def _buffers(program: Program, definition: Definition, call: Call) -> list[machine.Buffer]:
+    """Memory for each parameter, in order: inputs with their shapes, then poisoned outputs."""
+    known: dict[str, bytes] = {}
+    for name, array in zip(definition.input_names, call.inputs, strict=True):
+        strides = [int(np.prod(array.shape[i + 1 :])) for i in range(array.ndim)]
+        # CUDA passes shapes by value, in arrays of MAX_NDIM elements.
+        known[name] = _bytes(array)
+        known[f"{name}_shape"] = np.resize(np.array(array.shape, np.int32), 8).tobytes()
+        known[f"{name}_strides"] = np.resize(np.array(strides, np.int64), 8).tobytes()
+        known[f"{name}_ndim"] = np.array(array.ndim, np.int32).tobytes()
+        if isinstance(program, metal_source.MetalProgram):
+            known[f"{name}_shape"] = known[f"{name}_shape"][: 4 * array.ndim]
+            known[f"{name}_strides"] = known[f"{name}_strides"][: 8 * array.ndim]
+    buffers = []
+    count = len(program.buffers) - len(definition.output_names)
+    for name in program.buffers[:count]:
+        buffers.append(machine.Buffer(name, known[name]))
+    for name, shape, dtype in zip(
+        definition.output_names, call.output_shapes, call.output_dtypes, strict=True
+    ):
+        poison = b"\xff" * (int(np.prod(shape)) * dtype.size)
+        filled = call.init_value is not None and call.init_value == call.init_value
+        data = _bytes(mx.full(shape, call.init_value, dtype)) if filled else poison
+        buffers.append(machine.Buffer(name, data, output=True, initialised=filled))
+    return buffers

@@ -1,0 +1,112 @@
+"""The passes before a run: MLX's text, what Metal refuses, the size of threadgroup memory."""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from . import cuda_source, metal_source
+from .launch import Call, Definition, Program
+from .lint import lint_llvm, lint_words, threadgroup_bytes
+from .report import Checks, KernelFault, Report
+from .toolchain import (
+    HERE,
+    STRICT_FLAGS,
+    SYNTAX_FLAGS,
+    CompileError,
+    Toolchain,
+    find_toolchain,
+    why_not,
+)
+
+METAL_SHIM, CUDA_SHIM = HERE / "shim", HERE / "shim" / "cuda"
+CUDA_SHARED_BYTES = 49152
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """A call that a device's compiler and launch would take, as far as can be seen without one."""
+
+    program: Program
+    report: Report
+    group: tuple[int, int, int]
+    threadgroup_limit: int
+    toolchain: Toolchain
+
+    def library(self, cuda: bool) -> Path:
+        """The library for the run."""
+        try:
+            return self.toolchain.build(self.program.run_text, CUDA_SHIM if cuda else METAL_SHIM)
+        except CompileError as error:
+            raise KernelFault("compile", self.program.name, str(error)) from None
+
+
+def compile_call(language: str, definition: Definition, call: Call, checks: Checks) -> Compiled:
+    """All that can be checked of a call without running it; a broken rule is a ``KernelFault``."""
+    if reason := why_not():
+        raise RuntimeError(f"[emulator] {reason}")
+    toolchain = find_toolchain()
+    cuda = language == "cuda"
+    call.check(definition, checks)
+    program = (cuda_source if cuda else metal_source).prepare(definition, call)
+    if not cuda and len(program.buffers) > checks.buffers:
+        message = f"{len(program.buffers)} buffers, the limit is {checks.buffers}"
+        raise KernelFault("launch", definition.name, message)
+    if cuda:
+        used = _check_cuda(toolchain, program)
+    else:
+        used = _check_metal(toolchain, program) if checks.strict else 0
+    limit = CUDA_SHARED_BYTES if cuda else checks.threadgroup_bytes
+    if used > limit:
+        message = f"threadgroup arrays take {used} bytes, the limit is {limit}"
+        raise KernelFault("threadgroup memory", definition.name, message)
+    # Metal runs the threads of the grid and no more; CUDA rounds up to whole groups.
+    sizes = zip(call.threadgroup, call.grid, strict=True)
+    group = call.threadgroup if cuda else tuple(max(1, min(t, g)) for t, g in sizes)
+    groups = [-(-threads // size) for threads, size in zip(call.grid, group, strict=True)]
+    report = Report(
+        kernel=definition.name,
+        source=program.source,
+        threads_per_group=group[0] * group[1] * group[2],
+        groups=groups[0] * groups[1] * groups[2],
+        orders=checks.orders,
+        threadgroup_bytes=used,
+    )
+    return Compiled(program, report, group, limit, toolchain)
+
+
+def _check_metal(toolchain: Toolchain, program: metal_source.MetalProgram) -> int:
+    """The strict pass: types, address spaces, and language that Metal does not have."""
+    _refuse(program.name, lint_words(program.source), program.source)
+    llvm = _llvm(toolchain, program, program.strict_text, METAL_SHIM, STRICT_FLAGS)
+    _refuse(program.name, lint_llvm(llvm, metal=True), program.source)
+    return threadgroup_bytes(llvm)
+
+
+def _check_cuda(toolchain: Toolchain, program: Program) -> int:
+    """The twin compiles, and computes nothing in double."""
+    llvm = _llvm(toolchain, program, program.run_text, CUDA_SHIM, SYNTAX_FLAGS)
+    _refuse(program.name, lint_llvm(llvm, metal=False), program.source)
+    return threadgroup_bytes(llvm)
+
+
+def _llvm(
+    toolchain: Toolchain, program: Program, text: str, include: Path, flags: Sequence[str]
+) -> str:
+    try:
+        return toolchain.llvm(text, include, flags)
+    except CompileError as error:
+        raise KernelFault("compile", program.name, str(error)) from None
+
+
+def _refuse(kernel: str, problems: list[str], source: str) -> None:
+    if problems:
+        raise KernelFault("lint", kernel, quote("; ".join(problems), source))
+
+
+def quote(message: str, source: str) -> str:
+    """The message, and the source lines that it speaks of."""
+    lines = source.splitlines()
+    numbers = dict.fromkeys(int(n) for n in re.findall(r"\bline (\d+)", message))
+    shown = [f"\n  {n}: {lines[n - 1].strip()}" for n in numbers if 0 < n <= len(lines)]
+    return message + "".join(shown)

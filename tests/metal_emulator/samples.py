@@ -1,0 +1,148 @@
+"""A small kernel in both languages into which the tests plant bugs, and the way to call it.
+
+y[n] = scale * sum over k of x[n, k] * w[k]. A threadgroup of two simdgroups takes ROWS rows, one
+after the other: lanes sum over k, simdgroups reduce, the first thread adds the parts. Everything a
+kernel of this project does is in it: tails in n and k, threadgroup memory, barriers, a reduction.
+"""
+
+from dataclasses import dataclass
+
+import mlx.core as mx
+
+from . import Checks, EmulatedKernel, cuda_kernel, metal_kernel
+
+METAL_HEADER = """
+template <typename T>
+inline float row_part(const device T* x, const device T* w, int width, uint first, uint step) {
+  float sum = 0.0f;
+  for (uint k = first; k < uint(width); k += step) {
+    sum += float(x[k]) * float(w[k]);
+  }
+  return sum;
+}
+
+inline float total(const threadgroup float* parts, int count) {
+  float sum = 0.0f;
+  for (int i = 0; i < count; i++) sum += parts[i];
+  return sum;
+}
+"""
+METAL_BODY = """
+  threadgroup float parts[SIMDGROUPS];
+  uint thread_index = thread_index_in_threadgroup;
+  uint lane = thread_index_in_simdgroup;
+  uint simd = simdgroup_index_in_threadgroup;
+  for (int r = 0; r < ROWS; r++) {
+    int row = int(threadgroup_position_in_grid.x) * ROWS + r;
+    bool inside = row < N;
+    float sum = inside ? row_part(x + row * K, w, K, thread_index, 32 * SIMDGROUPS) : 0.0f;
+    sum = metal::simd_sum(sum);
+    if (lane == 0) parts[simd] = sum;
+    threadgroup_barrier(mem_flags::mem_threadgroup);  // parts written
+    if (thread_index == 0 && inside) y[row] = T(total(parts, SIMDGROUPS) * scale[0]);
+    threadgroup_barrier(mem_flags::mem_threadgroup);  // parts read
+  }
+"""
+CUDA_HEADER = """
+template <typename T>
+__device__ float row_part(const T* x, const T* w, int width, unsigned first, unsigned step) {
+  float sum = 0.0f;
+  for (unsigned k = first; k < unsigned(width); k += step) {
+    sum += float(x[k]) * float(w[k]);
+  }
+  return sum;
+}
+
+__device__ inline float warp_sum(float sum) {
+  for (int offset = 16; offset > 0; offset /= 2) {
+    sum += __shfl_xor_sync(0xffffffff, sum, offset);
+  }
+  return sum;
+}
+
+__device__ inline float total(const float* parts, int count) {
+  float sum = 0.0f;
+  for (int i = 0; i < count; i++) sum += parts[i];
+  return sum;
+}
+"""
+CUDA_BODY = """
+  __shared__ float parts[SIMDGROUPS];
+  unsigned thread_index = threadIdx.x;
+  unsigned lane = threadIdx.x % 32;
+  unsigned simd = threadIdx.x / 32;
+  for (int r = 0; r < ROWS; r++) {
+    int row = int(blockIdx.x) * ROWS + r;
+    bool inside = row < N;
+    float sum = inside ? row_part(x + row * K, w, K, thread_index, 32 * SIMDGROUPS) : 0.0f;
+    sum = warp_sum(sum);
+    if (lane == 0) parts[simd] = sum;
+    __syncthreads();  // parts written
+    if (thread_index == 0 && inside) y[row] = T(total(parts, SIMDGROUPS) * scale[0]);
+    __syncthreads();  // parts read
+  }
+"""
+ROWS, SIMDGROUPS, N, K = 2, 2, 5, 70
+
+
+@dataclass(frozen=True)
+class Sample:
+    """The kernel in one language, ready to be changed and run."""
+
+    language: str
+    header: str
+    body: str
+
+    def planted(self, *changes: tuple[str, str]) -> "Sample":
+        """The same kernel with each text replaced; each must be there exactly once."""
+        parts = {"header": self.header, "body": self.body}
+        for old, new in changes:
+            places = [name for name, text in parts.items() if text.count(old) == 1]
+            assert len(places) == 1, f"{old!r} is not in the kernel exactly once"
+            parts[places[0]] = parts[places[0]].replace(old, new)
+        return Sample(self.language, **parts)
+
+    def kernel(self, checks: Checks = Checks()) -> EmulatedKernel:  # noqa: B008 - frozen
+        make = metal_kernel if self.language == "metal" else cuda_kernel
+        return make(
+            name="row_dots",
+            input_names=["x", "w", "scale"],
+            output_names=["y"],
+            source=self.body,
+            header=self.header,
+            checks=checks,
+        )
+
+    def run(
+        self,
+        dtype: mx.Dtype = mx.float32,
+        checks: Checks = Checks(),  # noqa: B008 - frozen
+        **changes,
+    ) -> tuple[mx.array, EmulatedKernel]:
+        """y, and the kernel with its report; ``changes`` replace arguments of the call."""
+        kernel = self.kernel(checks)
+        call = {
+            "inputs": list(inputs(dtype)),
+            "template": [("T", dtype), *dict(ROWS=ROWS, SIMDGROUPS=SIMDGROUPS, N=N, K=K).items()],
+            "grid": (-(-N // ROWS) * 32 * SIMDGROUPS, 1, 1),
+            "threadgroup": (32 * SIMDGROUPS, 1, 1),
+            "output_shapes": [(N,)],
+            "output_dtypes": [dtype],
+        }
+        return kernel(**(call | changes))[0], kernel
+
+
+def inputs(dtype: mx.Dtype) -> tuple[mx.array, mx.array, mx.array]:
+    x = mx.random.normal((N, K), key=mx.random.key(5))
+    w = mx.random.normal((K,), key=mx.random.key(6))
+    return x.astype(dtype), w.astype(dtype), mx.array([0.5])
+
+
+def expected(dtype: mx.Dtype) -> mx.array:
+    """The reference in float32, from the rounded inputs."""
+    x, w, scale = (a.astype(mx.float32) for a in inputs(dtype))
+    return (x * w).sum(axis=1) * scale
+
+
+METAL = Sample("metal", METAL_HEADER, METAL_BODY)
+CUDA = Sample("cuda", CUDA_HEADER, CUDA_BODY)

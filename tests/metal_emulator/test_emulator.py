@@ -1,0 +1,313 @@
+"""The emulator itself: what its library computes, how threads are laid out, how it is called."""
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from . import Checks, KernelFault, cuda_kernel, metal_kernel, toolchain, why_not
+from .lint import lint_llvm, lint_words
+from .passes import quote
+from .samples import CUDA, METAL
+
+pytestmark = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
+
+RELAXED = Checks(low_precision=True)
+
+
+def run(source: str, *inputs: mx.array, shape=None, dtype=mx.float32, header="", **changes):
+    """The output of a small kernel: inputs a, b, c.., output y, one thread for each element."""
+    shape = inputs[0].shape if shape is None else shape
+    checks = changes.pop("checks", RELAXED)
+    size = int(np.prod(shape))
+    kernel = metal_kernel(
+        "small", list("abcdef"[: len(inputs)]), ["y"], source, header, checks=checks
+    )
+    call = {
+        "inputs": list(inputs),
+        "grid": (size, 1, 1),
+        "threadgroup": (min(size, 256), 1, 1),
+        "output_shapes": [shape],
+        "output_dtypes": [dtype],
+    }
+    return kernel(**(call | changes))[0]
+
+
+@pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16], ids=str)
+def test_every_16_bit_number_widens_and_rounds_as_mlx_does(dtype):
+    bits = mx.arange(65536).astype(mx.uint16)
+    body = "uint i = thread_position_in_grid.x; y[i] = float(a[i]);"
+    checks = Checks(orders=("forward",))
+    wide = run(body, bits.view(dtype), checks=checks)
+    expected = bits.view(dtype).astype(mx.float32)
+    assert np.array_equal(np.array(wide), np.array(expected), equal_nan=True)
+
+    # Between two neighbours, at the middle, and beyond the largest number.
+    values = mx.concatenate([expected * 1.0001, expected * (1 + 2**-9), expected * (1 + 2**-12)])
+    body = "uint i = thread_position_in_grid.x; y[i] = T(a[i]);"
+    narrow = run(body, values, dtype=dtype, template=[("T", dtype)], checks=checks)
+    rounded = values.astype(dtype)
+    same = (narrow.view(mx.uint16) == rounded.view(mx.uint16)) | mx.isnan(rounded)
+    assert same.all() and (mx.isnan(narrow) == mx.isnan(rounded)).all()
+
+
+# One line for each thing that the shim offers; both faces must compile all of it.
+LIBRARY = """
+  uint i = thread_position_in_grid.x;
+  float x = a[i];
+  T h = T(x);
+  float s = 0.0f;
+  s += exp(x) + exp2(x) + exp10(x) + log(x) + log2(x) + log10(x) + sin(x) + cos(x) + tan(x);
+  s += asin(x) + acos(x) + atan(x) + sinh(x) + cosh(x) + tanh(x) + asinh(x) + atanh(x / 4.0f);
+  s += sqrt(x) + rsqrt(x) + fabs(x) + floor(x) + ceil(x) + round(x) + rint(x) + trunc(x);
+  s += sign(x) + fract(x) + saturate(x) + pow(x, 2.0f) + powr(x, 2.0f) + fmod(x, 3.0f);
+  s += atan2(x, 2.0f) + fmin(x, 2.0f) + fmax(x, 2.0f) + copysign(x, -1.0f) + fdim(x, 1.0f);
+  s += fma(x, x, x) + mix(x, 2.0f, 0.5f) + step(x, 1.0f) + min(x, 2.0f) + max(x, 2.0f);
+  s += clamp(x, 0.0f, 1.0f) + abs(x) + select(x, 1.0f, true) + metal::precise::exp(x);
+  s += metal::fast::exp(x) + float(exp(h)) + float(max(h, T(1))) + float(-h) + float(h * h);
+  s += float(isnan(x)) + float(isinf(x)) + float(isfinite(x)) + as_type<float>(as_type<uint>(x));
+  s += float(popcount(i) + clz(i) + ctz(i) + mulhi(i, i));
+  float4 v = float4(x, 2.0f, 3.0f, 4.0f);
+  v = v * v + v - v / v;
+  v *= 2.0f;
+  float2 pair = float2(v.x, v.y);
+  uint3 whole = uint3(1, 2, 3);
+  v.zw = v.xy;
+  float3 three = v.xyz;
+  s += v.z + v[3] + pair.x + three.y + three.xy.x + dot(v, v);
+  s += float(whole.z) + float(short2(1, 2).y);
+  s += simd_sum(x) + simd_product(x) + simd_max(x) + simd_min(x) + float(simd_and(i) + simd_or(i));
+  s += float(simd_xor(i)) + simd_prefix_inclusive_sum(x) + simd_prefix_exclusive_sum(x);
+  s += simd_broadcast_first(x) + simd_broadcast(x, 3) + simd_shuffle(x, 5) + simd_shuffle_xor(x, 1);
+  s += simd_shuffle_up(x, 1) + simd_shuffle_down(x, 1) + simd_shuffle_rotate_up(x, 1);
+  s += simd_shuffle_rotate_down(x, 1) + quad_sum(x) + quad_max(x) + quad_min(x) + quad_product(x);
+  s += quad_broadcast(x, 1) + quad_shuffle(x, 1) + quad_shuffle_xor(x, 1);
+  s += float(simd_all(true)) + float(simd_any(false)) + float(ulong(simd_ballot(true)) >> 31);
+  s += float(simd_is_first());
+  s += metal::numeric_limits<float>::epsilon() + float(Limits<int>::max - Limits<int>::max);
+  s += INFINITY > x ? M_PI_F : NAN;
+  threadgroup int box[2];
+  threadgroup atomic_uint count;
+  if (i == 0) box[0] = 0;
+  if (i == 0) atomic_store_explicit(&count, 0u, memory_order_relaxed);
+  threadgroup_barrier(mem_flags::mem_threadgroup | mem_flags::mem_device);
+  simdgroup_barrier(mem_flags::mem_none);
+  atomic_fetch_add_explicit(&count, 1u, memory_order_relaxed);
+  atomic_fetch_max_explicit(&count, 1u, memory_order_relaxed);
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  s += float(atomic_load_explicit(&count, memory_order_relaxed)) + float(box[0]);
+  simdgroup_matrix<T, 8, 8> left = make_filled_simdgroup_matrix<T, 8, 8>(T(1)), right(T(2));
+  simdgroup_float8x8 sum(0.0f);
+  simdgroup_multiply_accumulate(sum, left, right, sum);
+  s += sum.thread_elements()[0];
+  y[i] = s;
+"""
+
+
+@pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16], ids=str)
+def test_both_faces_offer_the_whole_library(dtype):
+    y = run(LIBRARY, mx.linspace(0.1, 0.9, 32), template=[("T", dtype)])
+    assert mx.isfinite(y).all()
+
+
+def test_operations_of_a_simdgroup_compute_what_they_say():
+    x = mx.random.normal((64,), key=mx.random.key(3))
+    groups = np.array(x).reshape(2, 32)
+    fours = groups.reshape(2, 8, 4)
+    expected = {
+        "simd_sum(x)": groups.sum(1, keepdims=True),
+        "simd_max(x)": groups.max(1, keepdims=True),
+        "simd_prefix_inclusive_sum(x)": groups.cumsum(1),
+        "simd_prefix_exclusive_sum(x)": groups.cumsum(1) - groups,
+        "simd_broadcast(x, 7)": groups[:, 7:8],
+        "simd_shuffle_xor(x, 5)": groups[:, np.arange(32) ^ 5],
+        "simd_shuffle_down(x, 3)": groups[:, [*range(3, 32), 29, 30, 31]],
+        "simd_shuffle_up(x, 3)": groups[:, [0, 1, 2, *range(29)]],
+        "simd_shuffle_rotate_down(x, 3)": np.roll(groups, -3, 1),
+        "quad_sum(x)": np.repeat(fours.sum(2), 4, 1),
+        "quad_shuffle_xor(x, 1)": fours[:, :, [1, 0, 3, 2]].reshape(2, 32),
+    }
+    rows = "".join(f"y[{n} * 64 + i] = {text};\n" for n, text in enumerate(expected))
+    body = f"uint i = thread_position_in_grid.x; float x = a[i];\n{rows}"
+    y = run(body, x, shape=(len(expected), 2, 32), grid=(64, 1, 1), threadgroup=(64, 1, 1))
+    for got, (text, wanted) in zip(np.array(y), expected.items(), strict=True):
+        np.testing.assert_allclose(got, np.broadcast_to(wanted, (2, 32)), atol=2e-6, err_msg=text)
+
+
+def test_simdgroup_matrices_load_transposed_and_multiply():
+    body = """
+    simdgroup_float8x8 left, right, sum(0.0f);
+    simdgroup_load(left, a, 16, ulong2(8, 0));
+    simdgroup_load(right, b, 8, ulong2(0, 0), true);
+    simdgroup_multiply_accumulate(sum, left, right, sum);
+    simdgroup_store(sum, y, 8);
+    """
+    a, b = mx.random.normal((8, 16)), mx.random.normal((8, 8))
+    y = run(body, a, b, shape=(8, 8), grid=(32, 1, 1), threadgroup=(32, 1, 1))
+    assert mx.abs(y - a[:, 8:] @ b.T).max() < 1e-5
+
+
+def test_metal_has_the_threads_of_the_grid_and_smaller_groups_at_its_edge():
+    body = """
+    uint3 t = thread_position_in_grid, n = threads_per_grid, g = threads_per_threadgroup;
+    uint at = ((t.z * n.y + t.y) * n.x + t.x) * 4;
+    y[at] = g.x * 100 + g.y * 10 + g.z;
+    y[at + 1] = thread_index_in_threadgroup;
+    y[at + 2] = simdgroups_per_threadgroup;
+    y[at + 3] = threadgroups_per_grid.x * 100 + threadgroup_position_in_grid.x;
+    """
+    zero = mx.zeros((1,))
+    y = run(
+        body, zero, shape=(2, 3, 10, 4), dtype=mx.uint32, grid=(10, 3, 2), threadgroup=(8, 2, 4)
+    )
+    assert y[0, 0, 0].tolist() == [822, 0, 1, 200]
+    assert y[1, 2, 9].tolist() == [212, 3, 1, 201]
+
+
+def test_small_and_0d_inputs_shapes_and_strides_are_as_mlx_generates_them():
+    """Under 8 elements means `constant` memory, 0-d a reference: MLX's own text says so."""
+    body = """
+    uint i = thread_position_in_grid.x;
+    y[i] = a[elem_to_loc(i, a_shape, a_strides, a_ndim)] * b[1] + c;
+    """
+    a = mx.random.normal((3, 5))
+    y = run(body, a.T, mx.array([0.0, 2.0]), mx.array(1.0))
+    assert mx.allclose(y, a.T * 2 + 1)
+
+
+def test_kernel_runs_inside_a_gradient():
+    """As the library uses it: behind ``mx.custom_function``, with the real kernel's arguments."""
+
+    def launch(source: str, *inputs: mx.array) -> mx.array:
+        return run("uint i = thread_position_in_grid.x; " + source, *inputs)
+
+    @mx.custom_function
+    def square(x: mx.array) -> mx.array:
+        return launch("y[i] = a[i] * a[i];", x)
+
+    @square.vjp
+    def square_vjp(x, cotangent, _):
+        return launch("y[i] = 2.0f * a[i] * b[i];", x, cotangent)
+
+    mx.disable_compile()
+    x = mx.random.normal((40,))
+    value, gradient = mx.value_and_grad(lambda x: (mx.checkpoint(square)(x) * 3).sum())(x)
+    assert mx.allclose(value, 3 * (x * x).sum()) and mx.allclose(gradient, 6 * x)
+
+
+def test_changed_text_under_the_same_name_is_a_new_library():
+    body = "uint i = thread_position_in_grid.x; y[i] = a[i] + {};"
+    assert [run(body.format(n), mx.zeros((9,)))[0].item() for n in ("1.0f", "2.0f")] == [1, 2]
+
+
+def test_no_threads_and_no_elements():
+    body = "y[thread_position_in_grid.x] = a[thread_position_in_grid.x];"
+    y = run(body, mx.zeros((0, 4)), grid=(0, 1, 1), threadgroup=(32, 1, 1))
+    assert y.shape == (0, 4)
+
+
+@pytest.mark.parametrize("dtype", [mx.bool_, mx.uint8, mx.int16, mx.uint32, mx.int64], ids=str)
+def test_integers_pass_through(dtype):
+    x = mx.random.randint(0, 100, (20,)).astype(dtype)
+    body = "uint i = thread_position_in_grid.x; y[i] = a[i];"
+    assert (run(body, x, dtype=dtype) == x).all()
+
+
+def test_init_value_fills_what_the_kernel_leaves():
+    body = "uint i = thread_position_in_grid.x; if (i % 2) y[i] = a[i];"
+    assert run(body, mx.ones((4,)), init_value=5.0).tolist() == [5, 1, 5, 1]
+    for poison in (None, float("nan")):
+        with pytest.raises(KernelFault, match="never writes 8 bytes of `y`"):
+            run(body, mx.ones((4,)), init_value=poison)
+
+
+@pytest.mark.parametrize("sample", [METAL, CUDA], ids=["metal", "cuda"])
+def test_a_call_can_be_compiled_and_not_run(sample):
+    """At the size of a real model: types, launch and threadgroup memory are checked."""
+    kernel = sample.kernel()
+    kernel.compile_only = True
+    rows, width = 4096, 12288
+    call = {
+        "inputs": [mx.zeros((rows, width)), mx.zeros((width,)), mx.array([1.0])],
+        "template": [("T", mx.float32), ("ROWS", 2), ("SIMDGROUPS", 8), ("N", rows), ("K", width)],
+        "grid": (rows // 2 * 256, 1, 1),
+        "threadgroup": (256, 1, 1),
+        "output_shapes": [(rows,)],
+        "output_dtypes": [mx.float32],
+    }
+    assert kernel(**call)[0].shape == (rows,)
+    report = kernel.reports[-1]
+    assert (report.threadgroup_bytes, report.threads_per_group, report.groups) == (32, 256, 2048)
+    assert report.accesses == 0
+    large = sample.planted(("parts[SIMDGROUPS];", "parts[12289];")).kernel()
+    large.compile_only = True
+    with pytest.raises(KernelFault, match="threadgroup memory: .* 49168 bytes"):
+        large(**call)
+
+
+def test_wrong_count_of_inputs_is_refused():
+    kernel = metal_kernel("two", ["a", "b"], ["y"], "y[0] = a[0];")
+    with pytest.raises(KernelFault, match="`inputs` must have size 2 but got 1"):
+        kernel(
+            inputs=[mx.zeros((9,))],
+            grid=(1, 1, 1),
+            threadgroup=(1, 1, 1),
+            output_shapes=[(1,)],
+            output_dtypes=[mx.float32],
+        )
+
+
+def test_message_quotes_the_line():
+    with pytest.raises(KernelFault, match=r"\n  \d+: y\[i\] = 1 << k;"):
+        run(
+            "uint i = thread_position_in_grid.x;\nint k = int(a[i]);\ny[i] = 1 << k;",
+            40 + mx.zeros(8),
+        )
+    assert quote("at line 2", "one\n  two\n") == "at line 2\n  2: two"
+
+
+def test_cuda_refuses_dynamic_shared_memory():
+    with pytest.raises(KernelFault, match="dynamic shared memory"):
+        cuda_kernel("k", ["a"], ["y"], "", shared_memory=64)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "void f(const device float* x);",
+        "thread auto& y = z;",
+        "float a = b * c; int d = e & f;",
+        "(const device uint8_t*)w",
+        "constant int N = 4;",
+        "static constant constexpr const int M = 2;",
+        "void f() { constexpr int n = 3; const int k = n; }",
+        "// double* p",
+    ],
+)
+def test_words_that_are_right(text):
+    assert not lint_words(text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "double x;",
+        "void f(float* x);",
+        "(float*)p",
+        "const int N = 4;",
+        "struct S { constexpr int a = 1; };",
+    ],
+)
+def test_words_that_are_wrong(text):
+    assert len(lint_words(text)) == 1
+
+
+def test_double_in_the_abi_of_a_struct_is_no_hit():
+    assert not lint_llvm("define double @f() {\n  %1 = load double, ptr %0\n", metal=True)
+
+
+def test_without_a_compiler_there_is_a_reason(monkeypatch):
+    toolchain.find_toolchain.cache_clear()
+    monkeypatch.setattr(toolchain.shutil, "which", lambda name: None)
+    monkeypatch.setattr(toolchain.importlib.util, "find_spec", lambda name: None)
+    assert "pip install ziglang" in toolchain.why_not()
+    toolchain.find_toolchain.cache_clear()

@@ -1,0 +1,146 @@
+"""Bugs planted in the CUDA twin of the kernel of test_planted_metal.py."""
+
+import mlx.core as mx
+import pytest
+
+from . import Checks, KernelFault, cuda_kernel, why_not
+from .samples import CUDA, N, expected, inputs
+
+pytestmark = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
+
+WRITTEN = "__syncthreads();  // parts written"
+READ = "__syncthreads();  // parts read"
+LAST = "y[row] = T(total(parts, SIMDGROUPS) * scale[0]);"
+SUM = "sum = warp_sum(sum);"
+
+# A thread that comes too early finds memory that nobody has written, or races with the writer.
+EARLY = "race|uninitialised"
+
+# name: (kind of the fault, a word of its message, the changes of the text)
+BUGS = {
+    "missing_barrier": (EARLY, "parts", (WRITTEN, "")),
+    "missing_second_barrier": ("race", "parts", (READ, "")),
+    "barrier_of_the_warp_only": (EARLY, "parts", (WRITTEN, "__syncwarp();")),
+    "all_lanes_write": ("race", "parts", ("if (lane == 0) parts", "parts")),
+    "groups_write_the_same_rows": ("race", "threadgroup 1", (LAST, LAST.replace("[row]", "[r]"))),
+    "sum_without_atomic": (EARLY, "`y`", ("if (thread_index == 0 && inside) y[row] =", "y[0] +=")),
+    "barrier_in_half_the_lanes": ("divergence", "barrier", (WRITTEN, f"if (lane < 16) {WRITTEN}")),
+    "early_return": ("divergence", "has ended", (SUM, f"if (thread_index > 40) return; {SUM}")),
+    "shuffle_in_half_the_lanes": ("divergence", "__shfl_xor_sync", (SUM, f"if (lane < 16) {SUM}")),
+    "mask_of_half_the_lanes": ("lane", "mask", ("0xffffffff", "0xffff")),
+    "shuffle_from_lane_32": (
+        "lane",
+        "lane 64",
+        (SUM, f"sum += 0.0f * __shfl_sync(0xffffffff, sum, lane + 2); {SUM}"),
+    ),
+    "missing_row_test": ("bounds", "`x`", ("row < N", "true")),
+    "missing_row_test_at_the_store": ("bounds", "`y`", (" && inside", "")),
+    "missing_tail_test": ("bounds", "reads 4 bytes", ("k < unsigned(width)", "k < 128u")),
+    "shared_array_one_short": (
+        "bounds",
+        "outside an array",
+        ("parts[SIMDGROUPS];", "parts[SIMDGROUPS - 1];"),
+    ),
+    "write_to_an_input": ("bounds", "read only", (LAST, f"{{ ((T*)x)[0] = T(1); {LAST} }}")),
+    "wrong_order_of_arguments": (
+        "bounds",
+        "`w`",
+        ("row_part(x + row * K, w, K,", "row_part(w + row * K, x, K,"),
+    ),
+    "shared_memory_not_written": (
+        "uninitialised",
+        "parts",
+        ("if (lane == 0) parts", "if (thread_index == 0) parts"),
+    ),
+    "output_never_written": ("unwritten", "`y`", ("row < N", "row < N - 1")),
+    "local_accumulator_not_set": (
+        "compile",
+        "uninitialized",
+        ("float sum = 0.0f;\n  for (unsigned", "float sum;\n  for (unsigned"),
+    ),
+    "double_literal": ("lint", "double", ("* scale[0]", "* 1.0 * scale[0]")),
+    "too_much_shared_memory": (
+        "threadgroup memory",
+        "limit is 49152",
+        ("parts[SIMDGROUPS];", "parts[SIMDGROUPS]; __shared__ float more[12288]; more[0] = 0.0f;"),
+    ),
+}
+
+
+def fault(*changes: tuple[str, str], **arguments) -> KernelFault:
+    with pytest.raises(KernelFault) as caught:
+        CUDA.planted(*changes).run(**arguments)
+    return caught.value
+
+
+def test_the_kernel_without_bugs_is_right():
+    for dtype, bound in ((mx.float32, 1e-5), (mx.float16, 1e-2), (mx.bfloat16, 5e-2)):
+        y, kernel = CUDA.run(dtype)
+        assert mx.abs(y.astype(mx.float32) - expected(dtype)).max() < bound
+        assert kernel.reports[-1].half_operations == kernel.reports[-1].bfloat_operations == 0
+
+
+@pytest.mark.parametrize("bug", BUGS)
+def test_planted_bug_is_seen(bug):
+    kind, word, *changes = BUGS[bug]
+    seen = fault(*changes)
+    assert seen.kind in kind.split("|") and word in seen.message, seen
+
+
+def test_arithmetic_in_16_bits_is_counted():
+    change = ("float(x[k]) * float(w[k])", "float(x[k] * w[k])")
+    for dtype in (mx.float16, mx.bfloat16):
+        assert fault(change, dtype=dtype).kind == "precision"
+        assert CUDA.planted(change).run(dtype, Checks(low_precision=True))[0].shape == (N,)
+
+
+def test_reduction_over_half_the_lanes_shows_against_the_reference():
+    wrong = CUDA.planted(("int offset = 16", "int offset = 8")).run()[0]
+    assert mx.abs(wrong - expected(mx.float32)).max() > 1e-2
+
+
+def test_inputs_in_the_wrong_order_are_seen():
+    x, w, scale = inputs(mx.float32)
+    assert fault(inputs=[w, x, scale]).kind == "bounds"
+
+
+def test_threads_past_the_grid_exist():
+    """CUDA rounds the grid up to whole blocks: without its own test the kernel writes too far."""
+
+    def run(test: str) -> mx.array:
+        body = "int i = blockIdx.x * blockDim.x + threadIdx.x; {} y[i] = x[i] * 2.0f;"
+        kernel = cuda_kernel("twice", ["x"], ["y"], body.format(test))
+        return kernel(
+            inputs=[mx.arange(50).astype(mx.float32)],
+            grid=(50, 1, 1),
+            threadgroup=(32, 1, 1),
+            output_shapes=[(50,)],
+            output_dtypes=[mx.float32],
+        )[0]
+
+    assert run("if (i < 50)").tolist() == [2.0 * i for i in range(50)]
+    with pytest.raises(KernelFault, match="bounds"):
+        run("")
+
+
+def test_shapes_templates_and_cooperative_groups():
+    """The rules of MLX that cuda_source.py states again, in one kernel."""
+    kernel = cuda_kernel(
+        "rules",
+        ["x", "c"],
+        ["y"],
+        """
+        auto i = cg::this_grid().thread_rank();
+        float more = float(c[0]) * x_ndim * (FLAG ? R : 0);
+        if (i < x_shape[0] * x_strides[0]) y[i] = T(float(x[i]) + more);
+        """,
+    )
+    y = kernel(
+        inputs=[mx.ones((3, 5), mx.bfloat16), mx.array(2.0)],
+        template=[("T", mx.float16), ("R", 3), ("FLAG", True)],
+        grid=(15, 1, 1),
+        threadgroup=(32, 1, 1),
+        output_shapes=[(3, 5)],
+        output_dtypes=[mx.float16],
+    )[0]
+    assert y.dtype == mx.float16 and (y == 13).all()

@@ -1,0 +1,438 @@
+"""Bugs planted in a right Metal kernel, one at a time: each must be seen for its own reason."""
+
+import mlx.core as mx
+import pytest
+
+from . import Checks, KernelFault, find_toolchain, metal_kernel, why_not
+from .samples import METAL, N, expected, inputs
+from .toolchain import LOCAL_BOUNDS_CLANG
+
+pytestmark = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
+
+WRITTEN = "threadgroup_barrier(mem_flags::mem_threadgroup);  // parts written"
+READ = "threadgroup_barrier(mem_flags::mem_threadgroup);  // parts read"
+LAST = "y[row] = T(total(parts, SIMDGROUPS) * scale[0]);"
+BUTTERFLY = "for (ushort m = {}; m > 0; m /= 2) sum += metal::simd_shuffle_xor(sum, m);"
+SUM = "sum = metal::simd_sum(sum);"
+TOTAL = "inline float total"
+
+
+def before_sum(text: str) -> tuple[str, str]:
+    return SUM, f"{text} {SUM}"
+
+
+def before_total(text: str) -> tuple[str, str]:
+    """At file scope."""
+    return TOTAL, f"{text}\n{TOTAL}"
+
+
+def instead_of_written(old: str, new: str) -> tuple[str, str]:
+    return WRITTEN, WRITTEN.replace(old, new)
+
+
+# A thread that comes too early finds memory that nobody has written, or races with the writer.
+EARLY = "race|uninitialised"
+
+# name: (kind of the fault, a word of its message, the changes of the text)
+RUN = {
+    "missing_barrier": (EARLY, "parts", (WRITTEN, "")),
+    "missing_second_barrier": ("race", "parts", (READ, "")),
+    "barrier_without_memory": (
+        EARLY,
+        "parts",
+        instead_of_written("mem_threadgroup", "mem_none"),
+    ),
+    "barrier_of_device_memory": (
+        EARLY,
+        "parts",
+        instead_of_written("mem_threadgroup", "mem_device"),
+    ),
+    "barrier_of_the_simdgroup_only": (
+        EARLY,
+        "parts",
+        instead_of_written("threadgroup_barrier", "simdgroup_barrier"),
+    ),
+    "all_lanes_write": ("race", "parts", ("if (lane == 0) parts", "parts")),
+    "wrong_simdgroup_stride": ("race", "parts", ("parts[simd] =", "parts[simd / 2] =")),
+    "groups_write_the_same_rows": ("race", "threadgroup 1", (LAST, LAST.replace("[row]", "[r]"))),
+    "sum_without_atomic": (EARLY, "`y`", ("if (thread_index == 0 && inside) y[row] =", "y[0] +=")),
+    "barrier_in_half_the_lanes": ("divergence", "barrier", (WRITTEN, f"if (lane < 16) {WRITTEN}")),
+    "early_return": ("divergence", "has ended", before_sum("if (thread_index > 40) return;")),
+    "simd_sum_in_half_the_lanes": ("divergence", "simd_sum", before_sum("if (lane < 16)")),
+    "different_barriers": (
+        "divergence",
+        "barrier",
+        (WRITTEN, f"if (simd == 0) {WRITTEN}\n else threadgroup_barrier(mem_flags::mem_none);"),
+    ),
+    "missing_row_test": ("bounds", "`x`", ("row < N", "true")),
+    "missing_row_test_at_the_store": ("bounds", "`y`", (" && inside", "")),
+    "missing_tail_test": ("bounds", "reads 4 bytes", ("k < uint(width)", "k < uint(128)")),
+    "read_before_the_start": ("bounds", "offset -", ("x[k]", "x[int(k) - 1]")),
+    "wild_pointer": ("bounds", "far from every array", ("x[k]", "x[k + 0x7fffffff]")),
+    "threadgroup_array_one_short": (
+        "bounds",
+        "outside an array",
+        ("parts[SIMDGROUPS];", "parts[SIMDGROUPS - 1];"),
+    ),
+    "private_array_overrun": (
+        "bounds",
+        "outside an array",
+        before_sum("float a[4]; for (int i = 0; i <= ROWS * 2; i++) a[i] = sum; sum = a[r];"),
+    ),
+    "private_array_overrun_through_a_pointer": (
+        "bounds",
+        "private array",
+        before_sum(
+            "float a[4]; thread float* p = a; p[3 + int(4.0f * scale[0])] = sum; sum = p[r];"
+        ),
+    ),
+    "write_to_an_input": ("bounds", "read only", (LAST, f"{{ ((device T*)x)[0] = T(1); {LAST} }}")),
+    "wide_store_across_the_end": (
+        "bounds",
+        "8 bytes at offset 16 of `y`",
+        (LAST, f"{{ {LAST} if (row == N - 1) ((device ulong*)y)[2] = 0; }}"),
+    ),
+    "wrong_order_of_arguments": (
+        "bounds",
+        "`w`",
+        ("row_part(x + row * K, w, K,", "row_part(w + row * K, x, K,"),
+    ),
+    "threadgroup_memory_not_written": (
+        "uninitialised",
+        "parts",
+        ("if (lane == 0) parts", "if (thread_index == 0) parts"),
+    ),
+    "output_read_before_written": ("uninitialised", "`y`", (LAST, LAST.replace("=", "+="))),
+    "output_never_written": ("unwritten", "`y`", ("row < N", "row < N - 1")),
+    "store_in_the_wrong_place": (
+        "unwritten",
+        "`y`",
+        (LAST, LAST.replace("y[row]", "y[row / 2 * 2]")),
+    ),
+    "shuffle_from_lane_32": (
+        "lane",
+        "lane 32",
+        before_sum("sum += 0.0f * metal::simd_shuffle(sum, ushort(lane + 1));"),
+    ),
+    "misaligned_vector": (
+        "alignment",
+        "aligned",
+        before_sum("if (inside) sum += ((const device float4*)(x + 1))->x;"),
+    ),
+    "shift_by_32": ("undefined", "shift", before_sum("sum += float(1 << (N * ROWS + 22 + r));")),
+    "signed_overflow": (
+        "undefined",
+        "overflow",
+        before_sum("int big = 0x7fffffff - int(lane); sum += float(big + int(lane) + r);"),
+    ),
+    "division_by_zero": ("undefined", "zero", before_sum("sum += float(int(lane) / r);")),
+    "too_much_threadgroup_memory": (
+        "threadgroup memory",
+        "limit is 32768",
+        ("parts[SIMDGROUPS];", "parts[SIMDGROUPS]; threadgroup float more[8192]; more[0] = 0.0f;"),
+    ),
+}
+
+
+def fault(*changes: tuple[str, str], **arguments) -> KernelFault:
+    with pytest.raises(KernelFault) as caught:
+        METAL.planted(*changes).run(**arguments)
+    return caught.value
+
+
+def test_the_kernel_without_bugs_is_right():
+    for dtype, bound in ((mx.float32, 1e-5), (mx.float16, 1e-2), (mx.bfloat16, 5e-2)):
+        y, kernel = METAL.run(dtype)
+        assert mx.abs(y.astype(mx.float32) - expected(dtype)).max() < bound
+        report = kernel.reports[-1]
+        assert (report.groups, report.threads_per_group) == (3, 64)
+        assert report.threadgroup_bytes == 16
+        assert report.half_operations == report.bfloat_operations == 0
+        assert report.roundings == (0 if dtype == mx.float32 else N)
+
+
+@pytest.mark.parametrize("bug", RUN)
+def test_run_sees(bug):
+    if bug == "private_array_overrun_through_a_pointer":
+        if find_toolchain().version < LOCAL_BOUNDS_CLANG:
+            pytest.skip("this clang is too old for -fsanitize=local-bounds: pip install ziglang")
+    kind, word, *changes = RUN[bug]
+    seen = fault(*changes)
+    assert seen.kind in kind.split("|") and word in seen.message, seen
+
+
+@pytest.mark.parametrize("order", ["forward", "reverse", "shuffled"])
+@pytest.mark.parametrize("bug", ["missing_barrier", "groups_write_the_same_rows", "early_return"])
+def test_bugs_are_seen_in_each_order_alone(bug, order):
+    kind, _, *changes = RUN[bug]
+    assert fault(*changes, checks=Checks(orders=(order,))).kind in kind.split("|")
+
+
+# What the strict pass and the linters refuse before anything runs.
+STRICT = {
+    "wrong_address_space": (
+        "compile",
+        "no matching function",
+        ("const threadgroup float* parts", "const device float* parts"),
+    ),
+    "pointer_without_address_space": ("lint", "address space", ("const device T* x", "const T* x")),
+    "cast_between_address_spaces": (
+        "lint",
+        "address space to another",
+        before_sum("sum += ((const device float*)parts)[0];"),
+    ),
+    "pointer_to_a_local_without_thread": (
+        "lint",
+        "names no address space",
+        before_sum("float* q = &sum; *q += 1.0f;"),
+    ),
+    "write_through_constant": (
+        "compile",
+        "read-only|const",
+        (LAST, f"scale[0] = 1.0f; {LAST}"),
+    ),
+    "double": ("lint", "double", before_sum("double wide = sum; sum = wide;")),
+    "double_literal": ("lint", "double", ("* scale[0]", "* 1.0 * scale[0]")),
+    "local_accumulator_not_set": (
+        "compile",
+        "uninitialized",
+        ("float sum = 0.0f;\n  for (uint", "float sum;\n  for (uint"),
+    ),
+    "recursion": (
+        "lint",
+        "recursion",
+        before_total("inline int down(int n) { return n > 0 ? down(n - 1) : n; }"),
+        ("int count) {", "int count) { count += down(count) - down(count);"),
+    ),
+    "function_pointer": (
+        "lint",
+        "function pointer",
+        before_sum("auto f = &metal::simd_is_first; if (f()) sum += 0.0f;"),
+    ),
+    "new": ("compile", "poisoned", before_sum("thread float* q = new float(1.0f);")),
+    "throw": ("compile", "poisoned", before_sum("if (r > 5) throw 1;")),
+    "goto": ("compile", "poisoned", before_sum("if (r > 5) goto end; end:")),
+    "virtual": ("compile", "poisoned", before_total("struct S { virtual int f() { return 1; } };")),
+    "printf": ("compile", "printf", before_sum('printf("%d", r);')),
+    "standard_library": ("compile", "std", before_sum("sum = std::max(sum, 0.0f);")),
+    "unknown_function": (
+        "lint",
+        "does not have",
+        before_total("float secret(float);"),
+        before_sum("sum += secret(sum);"),
+    ),
+    "static_variable": ("lint", "outlives", before_sum("static int calls = 0; calls++;")),
+    "global_variable": ("lint", "outlives", before_total("int calls = 0;"), before_sum("calls++;")),
+    "constant_outside_constant_memory": (
+        "lint",
+        "`constant` memory",
+        before_total("constexpr int Width = 4;"),
+    ),
+    "variable_length_array": (
+        "compile",
+        "variable length",
+        before_sum("float kept[r + 1]; kept[0] = sum;"),
+    ),
+    "lambda": (
+        "lint",
+        "lambda",
+        before_sum("auto twice = [](float v) { return v + v; }; sum = twice(sum);"),
+    ),
+    "threadgroup_array_in_a_helper": (
+        "compile",
+        "address space",
+        ("int count) {", "int count) { threadgroup float own[4]; own[0] = 0.0f;"),
+    ),
+}
+
+
+@pytest.mark.parametrize("bug", STRICT)
+def test_strict_pass_sees(bug):
+    kind, word, *changes = STRICT[bug]
+    seen = fault(*changes)
+    assert seen.kind == kind and any(w in seen.message for w in word.split("|")), seen
+
+
+def test_accumulator_not_set_is_nan_in_the_run():
+    bug = METAL.planted(STRICT["local_accumulator_not_set"][2])
+    assert mx.isnan(bug.run(checks=Checks(strict=False))[0]).all()
+
+
+@pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        [("float sum = 0.0f;\n  for (uint", "T sum = T(0);\n  for (uint")],
+        [("float(x[k]) * float(w[k])", "float(x[k] * w[k])")],
+    ],
+    ids=["accumulator", "product"],
+)
+def test_arithmetic_in_16_bits_is_counted(changes, dtype):
+    assert fault(*changes, dtype=dtype).kind == "precision"
+    assert METAL.planted(*changes).run(dtype, Checks(low_precision=True))[0].shape == (N,)
+
+
+def test_rounding_in_the_loop_shows_in_the_report():
+    """An accumulator that is float by type but rounded each time: the count of roundings tells."""
+    bug = METAL.planted(
+        ("sum += float(x[k]) * float(w[k]);", "sum = T(sum + float(x[k]) * float(w[k]));")
+    )
+    assert bug.run(mx.float16)[1].reports[-1].roundings > 50 * N
+
+
+def test_reduction_over_half_the_lanes_shows_against_the_reference():
+    """No rule is broken, only the sum is wrong: the comparison with the reference must tell."""
+    right = METAL.planted((SUM, BUTTERFLY.format(16))).run()[0]
+    wrong = METAL.planted((SUM, BUTTERFLY.format(8))).run()[0]
+    assert mx.abs(right - expected(mx.float32)).max() < 1e-5
+    assert mx.abs(wrong - expected(mx.float32)).max() > 1e-2
+
+
+def test_inputs_in_the_wrong_order_are_seen():
+    x, w, scale = inputs(mx.float32)
+    assert fault(inputs=[w, x, scale]).kind == "bounds"
+    assert fault(inputs=[x, scale, w]).kind == "compile"  # `scale` is small: constant memory
+
+
+def test_numbers_in_the_wrong_order_are_seen():
+    """Two ints change places: the loop starts and steps wrongly, which only the result shows."""
+    bug = METAL.planted(
+        ("K, thread_index, 32 * SIMDGROUPS", "K, 32 * SIMDGROUPS, thread_index + 1")
+    )
+    assert mx.abs(bug.run()[0] - expected(mx.float32)).max() > 1e-2
+
+
+def test_grid_in_groups_instead_of_threads_leaves_output_unwritten():
+    assert fault(grid=(-(-N // 2), 1, 1)).kind in ("unwritten", "uninitialised")
+
+
+def test_too_many_threads_are_refused():
+    assert fault(threadgroup=(2048, 1, 1)).kind == "launch"
+
+
+def test_too_many_buffers_are_refused():
+    names = [f"a{i}" for i in range(31)]
+    kernel = metal_kernel("many", names, ["y"], "y[thread_position_in_grid.x] = a0[0];")
+    with pytest.raises(KernelFault, match="32 buffers"):
+        kernel(
+            inputs=[mx.zeros((9,))] * 31,
+            grid=(4, 1, 1),
+            threadgroup=(4, 1, 1),
+            output_shapes=[(4,)],
+            output_dtypes=[mx.float32],
+        )
+
+
+def _histogram(body: str, **changes):
+    kernel = metal_kernel("count", ["x"], ["y"], body, **changes)
+    return kernel(
+        inputs=[mx.arange(64) % 4],
+        grid=(64, 1, 1),
+        threadgroup=(32, 1, 1),
+        output_shapes=[(4,)],
+        output_dtypes=[mx.uint32],
+        init_value=0,
+    )[0]
+
+
+def test_atomics_are_no_race_and_their_absence_is():
+    body = "uint i = thread_position_in_grid.x; {}"
+    atomic = "atomic_fetch_add_explicit(&y[x[i]], 1u, memory_order_relaxed);"
+    counts = _histogram(body.format(atomic), atomic_outputs=True)
+    assert counts.tolist() == [16, 16, 16, 16]
+    with pytest.raises(KernelFault, match="race"):
+        _histogram(body.format("y[x[i]] += 1u;"))
+
+
+def test_result_that_depends_on_the_order_of_threads_is_seen():
+    """Atomics alone make no order: who comes first takes the first place."""
+    kernel = metal_kernel(
+        "places",
+        ["x"],
+        ["y"],
+        """
+        threadgroup atomic_uint next;
+        uint i = thread_position_in_grid.x;
+        if (i == 0) atomic_store_explicit(&next, 0u, memory_order_relaxed);
+        threadgroup_barrier(mem_flags::mem_threadgroup);
+        y[atomic_fetch_add_explicit(&next, 1u, memory_order_relaxed)] = x[i];
+        """,
+    )
+    with pytest.raises(KernelFault, match="differs between the orders"):
+        kernel(
+            inputs=[mx.arange(16)],
+            grid=(16, 1, 1),
+            threadgroup=(16, 1, 1),
+            output_shapes=[(16,)],
+            output_dtypes=[mx.int32],
+        )
+
+
+@pytest.mark.parametrize(
+    ("memory", "right", "wrong"),
+    [
+        ("parts[lane + 32 * simd]", "simdgroup_barrier(mem_flags::mem_threadgroup)", ""),
+        (
+            "y[i]",
+            "threadgroup_barrier(mem_flags::mem_device)",
+            "simdgroup_barrier(mem_flags::mem_none)",
+        ),
+    ],
+    ids=["threadgroup", "device"],
+)
+def test_neighbours_exchange_through_memory_behind_the_right_barrier(memory, right, wrong):
+    """A lane reads what its neighbour in the simdgroup has written."""
+    body = """
+    threadgroup float parts[64];
+    uint i = thread_position_in_grid.x;
+    uint lane = thread_index_in_simdgroup, simd = simdgroup_index_in_threadgroup;
+    MEMORY = x[i];
+    BARRIER;
+    lane ^= 1;
+    i ^= 1;
+    float seen = MEMORY;
+    threadgroup_barrier(mem_flags::mem_threadgroup_and_device);
+    y[i] = seen + parts[0] * 0.0f;
+    """.replace("MEMORY", memory)
+    if memory == "y[i]":
+        body = body.replace(" + parts[0] * 0.0f", "")
+
+    def run(barrier: str) -> list[float]:
+        kernel = metal_kernel("swap", ["x"], ["y"], body.replace("BARRIER", barrier))
+        return kernel(
+            inputs=[mx.arange(64).astype(mx.float32)],
+            grid=(64, 1, 1),
+            threadgroup=(64, 1, 1),
+            output_shapes=[(64,)],
+            output_dtypes=[mx.float32],
+        )[0].tolist()
+
+    assert run(right) == list(range(64))
+    with pytest.raises(KernelFault, match="race|uninitialised"):
+        run(wrong)
+
+
+def test_matrix_multiply_in_half_the_lanes_is_divergence():
+    body = """
+    simdgroup_matrix<float, 8, 8> a, b, c(0.0f);
+    simdgroup_load(a, x, 8);
+    simdgroup_load(b, x, 8);
+    if (thread_index_in_simdgroup < LANES) simdgroup_multiply_accumulate(c, a, b, c);
+    simdgroup_store(c, y, 8);
+    """
+    x = mx.random.normal((8, 8))
+
+    def run(lanes: int) -> mx.array:
+        kernel = metal_kernel("square", ["x"], ["y"], body)
+        return kernel(
+            inputs=[x],
+            template=[("LANES", lanes)],
+            grid=(32, 1, 1),
+            threadgroup=(32, 1, 1),
+            output_shapes=[(8, 8)],
+            output_dtypes=[mx.float32],
+        )[0]
+
+    assert mx.abs(run(32) - x @ x).max() < 1e-5
+    with pytest.raises(KernelFault, match="divergence"):
+        run(16)
