@@ -1,6 +1,8 @@
 """A run: what it writes; it is repeatable and resumable; every way of stepping agrees."""
 
 import json
+import os
+import signal
 
 import mlx.nn as nn
 import pytest
@@ -12,7 +14,8 @@ from mlx_packs import LoRAConfig, Pack, TrainConfig, evaluate, train_pack
 from mlx_packs.adapters import attach
 from mlx_packs.batches import make_batch
 from mlx_packs.data import Example, tiny_path
-from mlx_packs.errors import PackError
+from mlx_packs.errors import Interrupted, PackError
+from mlx_packs.loop import Loop
 from mlx_packs.loss import as_arrays, loss_sum, split_head
 from mlx_packs.optim import make_optimizer
 from mlx_packs.runtime import mx
@@ -78,6 +81,25 @@ def test_resumed_run_equals_an_unbroken_one(tiny, rows, tmp_path):
     whole = train_pack(tiny, rows, lora, long, tmp_path / "whole")
     train_pack(tiny, rows, lora, short, tmp_path / "broken")
     resumed = train_pack(tiny, rows, lora, long, tmp_path / "broken", resume=True, overwrite=True)
+    for name, tensor in whole.pack.tensors.items():
+        assert mx.array_equal(tensor, resumed.pack.tensors[name]).item(), name
+
+
+def test_interrupted_run_goes_on_to_the_same_weights(tiny, rows, tmp_path, monkeypatch):
+    lora = LoRAConfig(rank=4, dropout=0.2)
+    train = TrainConfig(**{**vars(QUICK), "grad_accumulation_steps": 2, "save_every": 100})
+    whole = train_pack(tiny, rows, lora, train, tmp_path / "whole")
+
+    def interrupt(loop):
+        if loop.cursor.batches == 1:  # in the middle of an update, which is finished first
+            os.kill(os.getpid(), signal.SIGINT)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Loop, "_limit_cache", interrupt)
+        with pytest.raises(Interrupted, match="step-000002"):
+            train_pack(tiny, rows, lora, train, tmp_path / "broken")
+    assert not (tmp_path / "broken").exists()
+    resumed = train_pack(tiny, rows, lora, train, tmp_path / "broken", resume=True)
     for name, tensor in whole.pack.tensors.items():
         assert mx.array_equal(tensor, resumed.pack.tensors[name]).item(), name
 
