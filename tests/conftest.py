@@ -5,10 +5,12 @@ In `.ci/run` (MLX_PACKS_NO_SKIP=1) a skipped test is a failure.
 
 import json
 import os
+import sys
 from pathlib import Path
 
 import pytest
 
+from mlx_packs.cli import packs, run_command
 from mlx_packs.loading import Base, load_base
 from mlx_packs.runtime import mx
 
@@ -26,6 +28,20 @@ def pytest_runtest_makereport(item, call):
 def tiny() -> Base:
     """The embedded base, freshly loaded."""
     return load_base("tiny")
+
+
+@pytest.fixture
+def run(monkeypatch, capsys):
+    """Run `packs ARGS` as a program; its exit code, stdout and stderr."""
+
+    def go(*args) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["packs", *map(str, args)])
+        with pytest.raises(SystemExit) as exit:
+            run_command(packs)
+        out, err = capsys.readouterr()
+        return int(exit.value.code or 0), out, err
+
+    return go
 
 
 @pytest.fixture(autouse=True)

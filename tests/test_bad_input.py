@@ -11,7 +11,6 @@ import pytest
 from conftest import chat, write_rows
 
 from mlx_packs import LoRAConfig, TrainConfig, train_pack
-from mlx_packs.cli import packs, run_command
 from mlx_packs.errors import PackError
 from mlx_packs.loading import tiny_base_path
 from mlx_packs.runtime import mx
@@ -28,20 +27,6 @@ def here(tmp_path, monkeypatch):
     write_rows(tmp_path / "d", train=GOOD, valid=VALID)
     monkeypatch.chdir(tmp_path)
     return tmp_path
-
-
-@pytest.fixture
-def run(monkeypatch, capsys):
-    """Run `packs ARGS` as a program; its exit code, stdout and stderr."""
-
-    def go(*args) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["packs", *map(str, args)])
-        with pytest.raises(SystemExit) as exit:
-            run_command(packs)
-        out, err = capsys.readouterr()
-        return int(exit.value.code or 0), out, err
-
-    return go
 
 
 @pytest.fixture

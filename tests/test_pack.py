@@ -3,7 +3,6 @@
 import json
 import os
 import shutil
-import sys
 from pathlib import Path
 
 import mlx.nn as nn
@@ -91,20 +90,6 @@ def made(tmp_path_factory) -> Path:
 @pytest.fixture
 def pack(made, here) -> Path:
     return Path(shutil.copytree(made, here / "p"))
-
-
-@pytest.fixture
-def run(monkeypatch, capsys):
-    """Run `packs ARGS` as a program; its exit code, stdout and stderr."""
-
-    def go(*args) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["packs", *map(str, args)])
-        with pytest.raises(SystemExit) as exit:
-            run_command(packs)
-        out, err = capsys.readouterr()
-        return int(exit.value.code or 0), out, err
-
-    return go
 
 
 @pytest.fixture
