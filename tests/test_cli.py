@@ -9,9 +9,10 @@ import pytest
 from click.testing import CliRunner, Result
 from conftest import chat, write_rows
 
-from mlx_packs import LoRAConfig, TrainConfig, load_base, train_pack
+from mlx_packs import LoRAConfig, Pack, TrainConfig, load_base, train_pack
 from mlx_packs.cli import packs
 from mlx_packs.loading import tiny_base_path
+from mlx_packs.nn.quantized import replace_modules
 from mlx_packs.runtime import mx
 
 
@@ -137,3 +138,26 @@ def test_quiet_prints_the_result_line_only(made):
 def test_manifest_and_card_hold_no_path_of_this_machine(made):
     for name in ("pack.json", "README.md", "adapter_config.json"):
         assert str(made) not in (made / "pack" / name).read_text()
+
+
+def test_attached_merged_and_stock_mlx_lm_give_the_same_logits_on_the_tiny_base(made):
+    import mlx.nn as nn
+    from mlx_lm.utils import load
+
+    base = load_base("tiny")
+    probe = mx.random.randint(0, 4000, (2, 48))
+    plain = base.model(probe)
+    attached = Pack.open(made / "pack").attach(base)
+    with_pack = base.model(probe)
+    merged = attached.merged_weights()
+    attached.detach()
+    stock, _ = load(str(tiny_base_path()), adapter_path=str(made / "pack"))
+    linears = []
+    for path, weight in merged.items():
+        linear = nn.Linear(1, 1, bias=False)
+        linear.weight = weight
+        linears.append((path, linear))
+    replace_modules(base.model, linears)
+    assert mx.abs(with_pack - plain).max().item() > 0.1
+    assert mx.abs(with_pack - base.model(probe)).max().item() < 1e-4
+    assert mx.abs(with_pack - stock(probe)).max().item() < 1e-4
