@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .data import Example, Examples
+from .encoding import Example, Examples
 
 
 @dataclass(frozen=True)

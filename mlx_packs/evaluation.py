@@ -11,6 +11,7 @@ from . import data as rows_of
 from .base_path import choose_base_path
 from .batches import Batch, evaluation_batches
 from .config import DataConfig, TrainConfig
+from .encoding import encode
 from .errors import PackError
 from .loading import Base
 from .loss import Head, as_arrays, split_head, target_nll
@@ -122,7 +123,7 @@ def evaluate(
         max_seq_length = max_seq_length or pack.part("recipe").get("max_seq_length")
     max_seq_length = max_seq_length or TrainConfig.max_seq_length
     rows = evaluation_rows(columns, split)
-    examples = rows_of.encode(
+    examples = encode(
         rows, base.tokenizer, columns,
         loss_on=loss_on, max_seq_length=max_seq_length, vocab_size=base.vocab_size,
     )  # fmt: skip
@@ -156,7 +157,7 @@ def columns_of(pack: Pack | None, data: str | Path, **given: str) -> DataConfig:
 
 
 def evaluation_rows(columns: DataConfig, split: str) -> list[rows_of.Row]:
-    """The rows of a file, or of a folder's ``split`` (``valid`` or ``train`` where it has none)."""
+    """The rows of a file, or of a folder's ``split`` (``valid`` where it has no ``test``)."""
     if Path(columns.data).is_file():
         return rows_of.read_rows(Path(columns.data))
     found = rows_of.load_rows(columns).rows

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from .adapters import Attached
 from .batches import Batch
-from .checkpoint import Cursor, latest_checkpoint, save_checkpoint
+from .checkpoint import METRICS, Cursor, latest_checkpoint, save_checkpoint
 from .config import TrainConfig
 from .display import Display
 from .errors import Interrupted, PackError
@@ -149,7 +149,7 @@ class Loop:
 
     def _log(self, line: dict) -> None:
         self.curve.append(line)
-        append_line(self.run / "metrics.jsonl", json.dumps(line))
+        append_line(self.run / METRICS, json.dumps(line))
 
     def _report(self, window: _Window, norm: float) -> None:
         line = {

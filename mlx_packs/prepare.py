@@ -11,6 +11,7 @@ from .batches import padded_length
 from .checkpoint import checkpoints, is_run, run_folder
 from .config import DataConfig, TrainConfig
 from .display import VERBOSE, Display
+from .encoding import Examples, encode
 from .errors import PackError
 from .files import sha256
 from .loading import Base
@@ -97,7 +98,7 @@ def check_resume(run: Path, identity: dict, earlier: dict) -> None:
 
 def encode_splits(
     splits: rows_of.Splits, base: Base, columns: DataConfig, train: TrainConfig, display: Display
-) -> dict[str, rows_of.Examples]:
+) -> dict[str, Examples]:
     """Tokens of every split that has rows; says what was cut."""
     if not splits.rows["train"]:
         raise PackError(f"--data {splits.source}: the train split is empty.")
@@ -109,7 +110,7 @@ def encode_splits(
     examples = {}
     with display.task("data", len(present), "splits") as bar:
         for split in present:
-            examples[split] = rows_of.encode(
+            examples[split] = encode(
                 splits.rows[split],
                 base.tokenizer,
                 columns,
@@ -137,7 +138,7 @@ def encode_splits(
 
 
 def choose_path(
-    base: Base, train: TrainConfig, examples: rows_of.Examples, display: Display
+    base: Base, train: TrainConfig, examples: Examples, display: Display
 ) -> BasePathChoice:
     """The base path as asked, or measured for the typical batch of this run."""
     if train.base_path != "auto":

@@ -11,6 +11,7 @@ from . import data as rows_of
 from .checkpoint import CONFIG, check_resumable, run_folder
 from .config import DataConfig, LoRAConfig, Recipe, TrainConfig, read_yaml, resolve
 from .display import NORMAL, QUIET, VERBOSE, Display, clock
+from .encoding import encode
 from .loading import TINY, check_files, load_base_tokenizer, resolve_base_path, text_config
 from .training import tiny_recipe, train_pack
 
@@ -170,7 +171,7 @@ def _masked_rows(recipe: Recipe, rows: int) -> tuple[list[dict], str]:
     """Some training rows in spans of text that are learned or not, and what the loss is on."""
     run, train = recipe.run, recipe.train
     tokenizer, vocab_size = _tokenizer(run.get("model", TINY), run.get("trust_remote_code", False))
-    examples = rows_of.encode(
+    examples = encode(
         rows_of.load_rows(recipe.data).rows["train"][:rows], tokenizer, recipe.data,
         loss_on=train.loss_on, max_seq_length=train.max_seq_length,
         vocab_size=vocab_size, ce_last_k=train.ce_last_k,

@@ -22,6 +22,7 @@ from .checkpoint import (
 )
 from .config import DataConfig, LoRAConfig, Recipe, TrainConfig, read_yaml, resolve
 from .display import QUIET, Display
+from .encoding import Examples
 from .errors import PackError
 from .evaluation import Score, score
 from .files import make_folder
@@ -228,7 +229,7 @@ def _learn(
     attached: Attached,
     head: Head | None,
     train: TrainConfig,
-    examples: dict[str, rows_of.Examples],
+    examples: dict[str, Examples],
     run: Path,
     resume: bool,
     display: Display,

@@ -10,7 +10,7 @@ from mlx_packs.batches import (
     padded_length,
     training_batches,
 )
-from mlx_packs.data import Example, Examples
+from mlx_packs.encoding import Example, Examples
 
 
 @pytest.fixture(scope="module")

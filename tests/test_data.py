@@ -12,7 +12,8 @@ from mlx_lm.utils import load_tokenizer
 
 from mlx_packs import data
 from mlx_packs.config import DataConfig
-from mlx_packs.data import Row, encode, load_rows
+from mlx_packs.data import Row, load_rows
+from mlx_packs.encoding import encode
 from mlx_packs.errors import PackError
 from mlx_packs.loading import tiny_base_path
 

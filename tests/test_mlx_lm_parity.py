@@ -18,7 +18,7 @@ from mlx_lm.utils import load_adapters
 from mlx_packs.adapters import attach
 from mlx_packs.batches import make_batch
 from mlx_packs.config import LoRAConfig
-from mlx_packs.data import Example
+from mlx_packs.encoding import Example
 from mlx_packs.loss import as_arrays, split_head
 from mlx_packs.pack import Pack
 from mlx_packs.runtime import mx

@@ -19,7 +19,7 @@ errors config runtime display files
 ops.exponential ops.attention ops.grouped_lora ops.linear_cross_entropy
 nn.lora nn.quantized nn.blocks
 loading geometry adapters base_path
-data batches loss optim step manifest pack
+data encoding batches loss optim step manifest pack
 evaluation generate checkpoint prepare loop training train
 doctor cli
 """.split()

@@ -13,7 +13,8 @@ from mlx.utils import tree_flatten
 from mlx_packs import LoRAConfig, Pack, TrainConfig, evaluate, train_pack
 from mlx_packs.adapters import attach
 from mlx_packs.batches import make_batch
-from mlx_packs.data import Example, tiny_path
+from mlx_packs.data import tiny_path
+from mlx_packs.encoding import Example
 from mlx_packs.errors import Interrupted, PackError
 from mlx_packs.loop import Loop
 from mlx_packs.loss import as_arrays, loss_sum, split_head
