@@ -176,6 +176,7 @@ def eval(pack, model, data, split, batch_size, max_seq_length, loss_on, limit,
     Both on the same rows, with the standard error of the perplexity.
     """
     from .evaluation import columns_of, evaluate
+    from .manifest import shown_perplexity
     from .pack import Pack
 
     opened = Pack.open(pack)
@@ -185,7 +186,7 @@ def eval(pack, model, data, split, batch_size, max_seq_length, loss_on, limit,
         max_seq_length, loss_on, limit, columns=columns_of(opened, data, **given),
     )  # fmt: skip
     lines = [
-        f"{name}    PPL {s.ppl:.3f} ± {s.ppl_se:.3f} · token accuracy {s.accuracy:.1%}"
+        f"{name}    PPL {shown_perplexity(s.ppl, s.ppl_se, 3)} · token accuracy {s.accuracy:.1%}"
         for name, s in (("base", report.base), ("pack", report.pack))
     ]
     lines.append(

@@ -24,10 +24,13 @@ _FEATURES = ("chat_feature", "prompt_feature", "completion_feature", "text_featu
 
 @dataclass(frozen=True)
 class Score:
-    """PPL is exp(mean NLL a target); its standard error counts rows, not tokens, as independent."""
+    """PPL is exp(mean NLL a target); its standard error counts rows, not tokens, as independent.
+
+    One row alone tells nothing of the error: ``ppl_se`` is None then.
+    """
 
     ppl: float
-    ppl_se: float
+    ppl_se: float | None
     accuracy: float
     nll: float
     rows: int
@@ -84,9 +87,9 @@ def score(model: nn.Module, head: Head | None, batches: list[Batch], advance=Non
     total, rows = int(counts.sum()), len(counts)
     mean = nlls.sum() / total
     spread = float(((nlls - mean * counts) ** 2).sum())
-    se = math.sqrt(spread * rows / (rows - 1)) / total if rows > 1 else 0.0
     ppl = perplexity(nlls.sum(), total)
-    return Score(ppl, ppl * se, hits / total, float(mean), rows, total)
+    se = ppl * math.sqrt(spread * rows / (rows - 1)) / total if rows > 1 else None
+    return Score(ppl, se, hits / total, float(mean), rows, total)
 
 
 def evaluate(

@@ -242,9 +242,12 @@ def model_card(manifest: dict, name: str) -> str:
 def shown_result(result: Mapping, when: str) -> str | None:
     """The perplexity before or after with its standard error, as far as a manifest has them."""
     ppl, se = result.get(f"ppl_{when}"), result.get(f"ppl_{when}_se")
-    if ppl is None:
-        return None
-    return f"{ppl:.2f}" if se is None else f"{ppl:.2f} ± {se:.2f}"
+    return None if ppl is None else shown_perplexity(ppl, se)
+
+
+def shown_perplexity(ppl: float, se: float | None, digits: int = 2) -> str:
+    """A perplexity for people, with its standard error where there is one."""
+    return f"{ppl:.{digits}f}" + ("" if se is None else f" ± {se:.{digits}f}")
 
 
 def _card_command(manifest: dict, specs: Specs) -> str:

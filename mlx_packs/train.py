@@ -13,6 +13,7 @@ from .config import DataConfig, LoRAConfig, Recipe, TrainConfig, read_yaml, reso
 from .display import NORMAL, QUIET, VERBOSE, Display, clock
 from .encoding import encode
 from .loading import TINY, check_files, load_base_tokenizer, resolve_base_path, text_config
+from .manifest import shown_result
 from .training import tiny_recipe, train_pack
 
 _RUN_ARGUMENTS = (
@@ -130,8 +131,8 @@ def _print_result(report: dict, model: str, quiet: bool) -> None:
     )
     held = report["held_out"]
     click.echo(
-        f"done    held-out PPL {report['ppl_before']:.2f} ± {report['ppl_before_se']:.2f} → "
-        f"{report['ppl_after']:.2f} ± {report['ppl_after_se']:.2f} ({-drop:+.0%}) on "
+        f"done    held-out PPL {shown_result(report, 'before')} → "
+        f"{shown_result(report, 'after')} ({-drop:+.0%}) on "
         f"{held['rows']} {held['split']} rows{gates}"
     )
     if quiet:

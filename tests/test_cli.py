@@ -161,3 +161,13 @@ def test_attached_merged_and_stock_mlx_lm_give_the_same_logits_on_the_tiny_base(
     assert mx.abs(with_pack - plain).max().item() > 0.1
     assert mx.abs(with_pack - base.model(probe)).max().item() < 1e-4
     assert mx.abs(with_pack - stock(probe)).max().item() < 1e-4
+
+
+def test_one_row_has_no_standard_error(made, tmp_path):
+    line = (made / "rows" / "test.jsonl").read_text().splitlines()[0]
+    (tmp_path / "one.jsonl").write_text(line + "\n")
+    report = json.loads(
+        invoke("eval", made / "pack", "--data", tmp_path / "one.jsonl", "--json").stdout
+    )
+    assert report["base"]["ppl_se"] is None
+    assert "±" not in invoke("eval", made / "pack", "--data", tmp_path / "one.jsonl").stdout

@@ -1,6 +1,7 @@
 """The package as it is installed: import time, import order, what the wheel carries, the README."""
 
 import ast
+import json
 import os
 import re
 import subprocess
@@ -36,6 +37,20 @@ def run(code: str, **environment: str) -> str:
     )
     assert result.returncode == 0, result.stderr
     return result.stdout.strip()
+
+
+def train(options: str, folder: Path, **environment: str) -> dict:
+    """What `python -m mlx_packs.train --json` reports, run in a folder."""
+    result = subprocess.run(
+        [sys.executable, "-m", "mlx_packs.train", "--json", *options.split()],
+        cwd=folder,
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    return json.loads(result.stdout)
 
 
 def imports_of(module: str) -> set[str]:
@@ -158,16 +173,8 @@ def test_wheel_and_wheel_from_sdist_carry_the_same_files_and_train(tmp_path):
     installed = tmp_path / "installed"
     pip = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", installed]
     subprocess.run([*pip, wheels[1]], check=True, capture_output=True)
-    options = "--iters 1 --batch-size 1 --test-batches 1 --val-batches 0 --max-seq-length 64 --json"
-    result = subprocess.run(
-        [sys.executable, "-m", "mlx_packs.train", *options.split(), "--base-path", "dense"],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(installed)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert result.returncode == 0, result.stderr
+    options = "--iters 1 --batch-size 1 --test-batches 1 --val-batches 0 --max-seq-length 64"
+    train(f"{options} --base-path dense", tmp_path, PYTHONPATH=str(installed))
     found = run(
         "import mlx_packs; print(mlx_packs.__file__)", PYTHONPATH=str(installed), PYTHONSAFEPATH="1"
     )
@@ -176,21 +183,11 @@ def test_wheel_and_wheel_from_sdist_carry_the_same_files_and_train(tmp_path):
 
 @pytest.mark.slow
 def test_checkpoint_of_one_true_qwen3_4b_block_trains_from_the_command_line(tmp_path):
-    import json
-
     script = [sys.executable, ROOT / "examples" / "random_checkpoint.py", "--blocks", "1"]
     subprocess.run([*script, "--out", "block"], cwd=tmp_path, check=True, capture_output=True)
-    options = "--model block --data tiny --iters 4 --batch-size 2 --max-seq-length 64 --json"
+    options = "--model block --data tiny --iters 4 --batch-size 2 --max-seq-length 64"
     more = "--test-batches 4 --learning-rate 1e-3 --steps-per-report 1 --rank 8 --out p"
-    result = subprocess.run(
-        [sys.executable, "-m", "mlx_packs.train", *options.split(), *more.split()],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert result.returncode == 0, result.stderr
-    report = json.loads(result.stdout)
+    report = train(f"{options} {more}", tmp_path)
     lines = (tmp_path / "p-run" / "metrics.jsonl").read_text().splitlines()
     losses = [json.loads(line)["loss"] for line in lines]
     assert losses[-1] < losses[0] and report["peak_gb"] > 0.1
@@ -198,16 +195,6 @@ def test_checkpoint_of_one_true_qwen3_4b_block_trains_from_the_command_line(tmp_
 
 @pytest.mark.slow
 def test_default_run_lowers_held_out_perplexity_by_a_third(tmp_path):
-    import json
-
-    result = subprocess.run(
-        [sys.executable, "-m", "mlx_packs.train", "--json"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert result.returncode == 0, result.stderr
-    report = json.loads(result.stdout)
+    report = train("", tmp_path)
     assert report["ppl_after"] < 0.7 * report["ppl_before"]
     assert report["pack"] == "packs/tiny" and (tmp_path / "packs/tiny/pack.json").is_file()
