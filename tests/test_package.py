@@ -17,6 +17,7 @@ PACKAGE = ROOT / "mlx_packs"
 # A file imports only from those above it.
 ORDER = """
 errors config runtime display files
+ops._cost ops._backend ops._check
 ops.exponential ops.attention ops.grouped_lora ops.linear_cross_entropy
 nn.lora nn.quantized nn.blocks
 loading geometry adapters base_path

@@ -81,6 +81,19 @@ class GroupedLoRA(nn.Module):
             result[i] = y
         return result
 
+    def fused(self, x: mx.array, output: mx.array, widths: Sequence[int]) -> mx.array:
+        """The same for the output [..., sum(widths)] of one projection made of several slices."""
+        if self.training and self.dropout.p:
+            x = self.dropout(x)
+        empty_a = mx.zeros((x.shape[-1], 0))
+        a, b, scales = [], [], []
+        for i, width in enumerate(widths):
+            at = self._slots.index(i) if i in self._slots else None
+            a.append(empty_a if at is None else self.lora_a[at])
+            b.append(mx.zeros((0, width)) if at is None else self.lora_b[at])
+            scales.append(0.0 if at is None else self._scales[at])
+        return grouped_lora(x, [output], a, b, scales)[0]
+
 
 class AdaptedLinear(nn.Module):
     """A frozen linear with adapters on slices of its output: one slice, or those of a fused one."""
@@ -89,13 +102,10 @@ class AdaptedLinear(nn.Module):
         super().__init__()
         self.linear = linear
         self.lora = lora
-        self._cuts = [sum(widths[: i + 1]) for i in range(len(widths) - 1)]
+        self._widths = tuple(widths)
 
     def __call__(self, x: mx.array) -> mx.array:
-        y = self.linear(x)
-        if not self._cuts:
-            return self.lora(x, [y])[0]
-        return mx.concatenate(self.lora(x, mx.split(y, self._cuts, axis=-1)), axis=-1)
+        return self.lora.fused(x, self.linear(x), self._widths)
 
 
 def low_rank_delta(lora_a: mx.array, lora_b: mx.array, scale: float) -> mx.array:

@@ -1,13 +1,20 @@
 """Low-rank deltas of projections that read the same input.
 
-q, k and v (or gate and up) share ``x``, so ``x @ A`` is one product over the stacked A's: ``x`` is
-read once for the whole group. The deltas are added where the base outputs are, with ``addmm``; they
-never exist at full width on their own.
+q, k and v (or gate and up) share ``x``, so ``x @ A`` is one product over all A's: ``x`` is read
+once for the whole group. Each delta is added where its base output is and never exists on its own.
+The reference comes first; below it the kernels of kernels/grouped_lora, whose README has the plan.
 """
 
+import functools
 from collections.abc import Sequence
+from dataclasses import dataclass
 
-import mlx.core as mx
+from ..runtime import mx
+from ._backend import Kernel, choose, decline, float_table, int_table
+from ._check import Check, Instance, first_fault, normal, sparse_signs
+from ._cost import Launch
+
+OP = "grouped_lora"
 
 
 def grouped_lora(
@@ -19,25 +26,528 @@ def grouped_lora(
 ) -> list[mx.array]:
     """Base outputs of a projection group with their low-rank deltas added.
 
-    Semantics: y[i] = outputs[i] + scales[i] * (x @ lora_a[i]) @ lora_b[i]
+    Semantics: y[slice i] = outputs[slice i] + scales[i] * (x @ lora_a[i]) @ lora_b[i]
 
     Args:
         x: [..., D], any float dtype; products run in it and accumulate in float32.
-        outputs: what the frozen projections made of the same input, [..., O_i] each.
-        lora_a: [D, R_i] each, masters in float32.   lora_b: [R_i, O_i] each, masters in float32.
+        outputs: what the frozen projections made of the same input, [..., O] each. A fused
+            projection has several slices; they fill the columns of its output in order.
+        lora_a: [D, R_i] of each slice.   lora_b: [R_i, O_i] of each; masters in float32.
+            R_i = 0 leaves a slice as it is.
         scales: alpha_i / R_i of each slice.
-    Returns: [..., O_i] each, in the dtype of its base output.
+    Returns: [..., O] each, in the dtype of its base output.
 
     LoRA: https://arxiv.org/abs/2106.09685
     """
+    layout = _layout(
+        tuple(y.shape[-1] for y in outputs), tuple(b.shape for b in lora_b), tuple(scales)
+    )
+    backend = _backend_of(x, outputs, layout)
+    if backend == "reference":
+        return reference(x, outputs, lora_a, lora_b, scales)
+    return _by_kernel(backend, layout, x, outputs, lora_a, lora_b)
+
+
+def reference(
+    x: mx.array,
+    outputs: Sequence[mx.array],
+    lora_a: Sequence[mx.array],
+    lora_b: Sequence[mx.array],
+    scales: Sequence[float],
+) -> list[mx.array]:
+    """The same in plain MLX: one product over the stacked A's, then ``addmm`` for each slice."""
+    layout = _layout(
+        tuple(y.shape[-1] for y in outputs), tuple(b.shape for b in lora_b), tuple(scales)
+    )
+    if not any(layout.ranks):
+        return list(outputs)
     rows = x.reshape(-1, x.shape[-1])  # [N, D]
-    stacked = lora_a[0] if len(lora_a) == 1 else mx.concatenate(lora_a, axis=1)
+    present = [a for a in lora_a if a.shape[1]]
+    stacked = present[0] if len(present) == 1 else mx.concatenate(present, axis=1)
     hidden = rows @ stacked.astype(x.dtype)  # [N, sum(R)]
-    deltas, start = [], 0
-    for y, b, scale in zip(outputs, lora_b, scales, strict=True):
-        h = hidden[:, start : start + b.shape[0]]
-        start += b.shape[0]
-        flat = y.reshape(-1, y.shape[-1])
-        summed = mx.addmm(flat, h.astype(y.dtype), b.astype(y.dtype), alpha=scale)
-        deltas.append(summed.reshape(y.shape))
-    return deltas
+    summed, first = [], 0
+    for m, y in enumerate(outputs):
+        slices = [i for i, at in enumerate(layout.output_of) if at == m]
+        cuts = [layout.offsets[i] for i in slices[1:]]
+        parts = mx.split(y, cuts, axis=-1) if cuts else [y]
+        for j, i in enumerate(slices):
+            rank = layout.ranks[i]
+            if rank == 0:
+                continue
+            h = hidden[:, first : first + rank].astype(y.dtype)
+            first += rank
+            flat = parts[j].reshape(-1, layout.widths[i])
+            delta = mx.addmm(flat, h, lora_b[i].astype(y.dtype), alpha=scales[i])
+            parts[j] = delta.reshape(*y.shape[:-1], layout.widths[i])
+        summed.append(parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=-1))
+    return summed
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where the slices of a group lie: by slice its rank, width, output, first column, scale."""
+
+    ranks: tuple[int, ...]
+    widths: tuple[int, ...]
+    output_of: tuple[int, ...]
+    offsets: tuple[int, ...]
+    scales: tuple[float, ...]
+    strides: tuple[int, ...]  # columns of each output
+
+    @property
+    def adapted(self) -> list[int]:
+        """Slices with a rank."""
+        return [i for i, rank in enumerate(self.ranks) if rank]
+
+    @property
+    def firsts(self) -> list[int]:
+        """First column of each slice among the ranks of all."""
+        return [sum(self.ranks[:i]) for i in range(len(self.ranks))]
+
+
+@functools.cache
+def _layout(
+    strides: tuple[int, ...], shapes: tuple[tuple[int, int], ...], scales: tuple[float, ...]
+) -> Layout:
+    """Raises ValueError if the slices do not fill the outputs."""
+    output_of, offsets, m, column = [], [], 0, 0
+    for _, width in shapes:
+        output_of.append(m)
+        offsets.append(column)
+        column += width
+        if m < len(strides) and column == strides[m]:
+            m, column = m + 1, 0
+    if m != len(strides) or column:
+        widths = [width for _, width in shapes]
+        raise ValueError(
+            f"[grouped_lora] slices of {widths} columns must fill outputs of {list(strides)}."
+        )
+    return Layout(
+        tuple(r for r, _ in shapes), tuple(w for _, w in shapes), tuple(output_of), tuple(offsets),
+        scales, strides,
+    )  # fmt: skip
+
+
+# ── kernels: launch tables ───────────────────────────────────────────────────────────────────────
+
+THREADS = 256  # a group; every thread owns one column, or one rank and one lane over columns
+DEPTH = 256  # columns of a staged tile
+MAX_SLICES, MAX_RANK, MAX_RANKS = 4, 64, 256  # pointers of a launch; registers; threads
+# Four rows of a float4 each: few for decoding, more where a tile of A or B is read again by each.
+FEW_ROWS4, MANY_ROWS4 = 1, 4
+BACKWARD_ROWS4 = 2  # x 256 columns x 16 bytes = 8 KB, and registers for a column of B's gradient
+BACKWARD_CHUNK = 256  # rows that one group adds up; chunks are summed in a second launch
+WANTED_GROUPS = 64  # below that many the columns of x are split, so that all cores read
+A_BLOCK = 64  # ranks whose gradient of A one thread holds
+
+
+def _rows4(rows: int) -> int:
+    return FEW_ROWS4 if rows <= 4 * FEW_ROWS4 else MANY_ROWS4
+
+
+def _down_chunk(rows: int, depth: int) -> int:
+    """Columns of x that one group takes."""
+    row_tiles = _tiles(rows, 4 * _rows4(rows))
+    tiles = _tiles(depth, DEPTH)
+    parts = min(tiles, _tiles(WANTED_GROUPS, row_tiles))
+    return _tiles(tiles, parts) * DEPTH
+
+
+def _tiles(count: int, size: int) -> int:
+    return -(-count // size)
+
+
+def _four(values: Sequence, empty) -> list:
+    return [*values, *[empty] * (MAX_SLICES - len(values))]
+
+
+@functools.cache
+def _down_kernel() -> Kernel:
+    return Kernel(
+        OP, "grouped_lora_down", ("x", "a0", "a1", "a2", "a3", "sizes"), ("h",),
+        "{shared} float4 tile[DEPTH * ROWS4];\n"
+        "down<T, ROWS4, R0, R1, R2, R3>(x, a0, a1, a2, a3, sizes, h, tile, {group}, {thread});",
+        THREADS,
+    )  # fmt: skip
+
+
+@functools.cache
+def _up_kernel(layout: Layout) -> Kernel:
+    """One line for each slice: groups along y are tiles of columns, slice after slice."""
+    lines = ["{shared} float4 tile[TILE];", "const int row0 = {group}.x * 4 * ROWS4;"]
+    lines += ["int first_tile = 0;"]
+    for i, (rank, m) in enumerate(zip(layout.ranks, layout.output_of, strict=True)):
+        b = f"b{i}" if rank else "h"
+        lines += [
+            f"const int tiles{i} = (sizes[{3 + i}] + THREADS - 1) / THREADS;",
+            f"if (int({{group}}.y) >= first_tile && int({{group}}.y) < first_tile + tiles{i})",
+            f"  up_slice<T, ROWS4, {rank}>(y{m}, h, {b}, scales[{i}], sizes[0], sizes[1], sizes[2],"
+            f" {layout.firsts[i]}, sizes[{3 + i}], sizes[{_STRIDE + i}], sizes[{_OFFSET + i}],"
+            f" out{m}, tile, row0, (int({{group}}.y) - first_tile) * THREADS + int({{thread}}),"
+            " {thread});",
+            f"first_tile += tiles{i};",
+        ]
+    outputs = range(len(layout.strides))
+    inputs = [f"y{m}" for m in outputs] + [f"b{i}" for i in layout.adapted]
+    return Kernel(
+        OP, f"grouped_lora_up_{_shape_name(layout)}", (*inputs, "h", "scales", "sizes"),
+        tuple(f"out{m}" for m in outputs), "\n".join(lines), THREADS,
+    )  # fmt: skip
+
+
+_STRIDE, _OFFSET = 3 + 8, 3 + 16  # where sizes has them, for up to 8 slices
+
+
+@functools.cache
+def _backward_out_kernel(layout: Layout) -> Kernel:
+    """One line for each adapted slice: groups along z."""
+    lines = ["{shared} float4 tile[DEPTH * ROWS4];", "{shared} float4 hidden[TILE];"]
+    for z, i in enumerate(layout.adapted):
+        m = layout.output_of[i]
+        lines += [
+            f"if ({{group}}.z == {z})",
+            f"  backward_out_slice<T, ROWS4, {layout.ranks[i]}>(dy{m}, h, b{i}, scales[{i}],"
+            f" sizes[0], sizes[1], sizes[2], {layout.firsts[i]}, sizes[{3 + i}],"
+            f" sizes[{_STRIDE + i}], sizes[{_OFFSET + i}], CHUNK, dh, db{i}, tile, hidden,"
+            " {group}, {thread});",
+        ]
+    inputs = [f"dy{m}" for m in range(len(layout.strides))] + [f"b{i}" for i in layout.adapted]
+    return Kernel(
+        OP, f"grouped_lora_backward_out_{_shape_name(layout)}",
+        (*inputs, "h", "scales", "sizes"), ("dh", *(f"db{i}" for i in layout.adapted)),
+        "\n".join(lines), THREADS,
+    )  # fmt: skip
+
+
+@functools.cache
+def _a_gradient_kernel() -> Kernel:
+    return Kernel(
+        OP, "grouped_lora_a_gradient", ("x", "dh", "sizes"), ("da",),
+        "{shared} float4 tile[BLOCK * ROWS4];\n"
+        "a_gradient<T, ROWS4, RANKS, BLOCK>(x, dh, sizes, da, tile, {group}, {thread});",
+        THREADS,
+    )  # fmt: skip
+
+
+@functools.cache
+def _x_gradient_kernel() -> Kernel:
+    return Kernel(
+        OP, "grouped_lora_x_gradient", ("dh", "a0", "a1", "a2", "a3", "sizes"), ("dx",),
+        "{shared} float4 tile[(R0 + R1 + R2 + R3) * ROWS4];\n"
+        "x_gradient<T, ROWS4, R0, R1, R2, R3>"
+        "(dh, a0, a1, a2, a3, sizes, dx, tile, {group}, {thread});",
+        THREADS,
+    )  # fmt: skip
+
+
+def _shape_name(layout: Layout) -> str:
+    """What makes the text of a body: rank and output of each slice."""
+    pairs = zip(layout.ranks, layout.output_of, strict=True)
+    return "_".join(f"{rank}at{m}" for rank, m in pairs)
+
+
+# ── kernels: the op and its gradients ────────────────────────────────────────────────────────────
+
+
+def _by_kernel(backend, layout, x, outputs, lora_a, lora_b) -> list[mx.array]:
+    flat_x = x.reshape(-1, x.shape[-1])
+    flat = [y.reshape(-1, y.shape[-1]) for y in outputs]
+    a = [lora_a[i].astype(mx.float32) for i in layout.adapted]
+    b = [lora_b[i].astype(mx.float32) for i in layout.adapted]
+    found = _differentiable(backend, layout)(flat_x, *flat, *a, *b)
+    return [s.reshape(y.shape) for s, y in zip(found, outputs, strict=False)]  # h comes last
+
+
+@functools.cache
+def _differentiable(backend: str, layout: Layout):
+    """(x, *outputs, *A, *B) to (*sums, h); h, [parts, N, RANKS], is kept for the backward."""
+    m, s = len(layout.strides), len(layout.adapted)
+
+    @mx.custom_function
+    def op(x, *rest):
+        outputs, a, b = rest[:m], rest[m : m + s], rest[m + s :]
+        h = _down(backend, layout, x, a)
+        return (*_up(backend, layout, outputs, b, h), h)
+
+    @op.vjp
+    def op_vjp(primals, cotangents, results):
+        x, a, b = primals[0], primals[1 + m : 1 + m + s], primals[1 + m + s :]
+        dy = cotangents[:m]
+        dh, db = _backward_out(backend, layout, dy, b, results[m])
+        dx, da = _backward_in(backend, layout, x, a, dh)
+        return (dx, *dy, *da, *db)
+
+    return op
+
+
+def _ranks(layout: Layout) -> list[int]:
+    return [layout.ranks[i] for i in layout.adapted]
+
+
+def _rank_template(layout: Layout) -> dict[str, int]:
+    return {f"R{j}": r for j, r in enumerate(_four(_ranks(layout), 0))}
+
+
+def _down(backend, layout, x, a) -> mx.array:
+    rows, depth = x.shape
+    rows4, chunk = _rows4(rows), _down_chunk(rows, depth)
+    parts = _tiles(depth, chunk)
+    (h,) = _down_kernel().launch(
+        backend,
+        [x, *_four(a, a[0]), int_table((rows, depth, chunk))],
+        {"T": x.dtype, "ROWS4": rows4, **_rank_template(layout)},
+        (_tiles(rows, 4 * rows4), parts, 1),
+        [((parts, rows, sum(_ranks(layout))), mx.float32)],
+    )
+    return h
+
+
+def _sizes(layout: Layout, rows: int, h: mx.array) -> mx.array:
+    def eight(values):
+        return (*values, *[0] * (8 - len(values)))
+
+    strides = [layout.strides[m] for m in layout.output_of]
+    return int_table(
+        (rows, h.shape[0], h.shape[2], *eight(layout.widths), *eight(strides),
+         *eight(layout.offsets))
+    )  # fmt: skip
+
+
+def _up(backend, layout, outputs, b, h) -> list[mx.array]:
+    rows, rows4 = outputs[0].shape[0], _rows4(outputs[0].shape[0])
+    tiles = sum(_tiles(width, THREADS) for width in layout.widths)
+    return _up_kernel(_text(layout)).launch(
+        backend,
+        [*outputs, *b, h, float_table(layout.scales), _sizes(layout, rows, h)],
+        {"T": outputs[0].dtype, "ROWS4": rows4, "TILE": max(layout.ranks) * rows4},
+        (_tiles(rows, 4 * rows4), tiles, 1),
+        [(y.shape, y.dtype) for y in outputs],
+    )
+
+
+def _backward_out(backend, layout, dy, b, h) -> tuple[mx.array, list[mx.array]]:
+    """Gradients of h (times the scale) and of every B."""
+    rows, adapted = dy[0].shape[0], layout.adapted
+    tiles = max(_tiles(layout.widths[i], DEPTH) for i in adapted)
+    chunks = _tiles(rows, BACKWARD_CHUNK)
+    dh, *db = _backward_out_kernel(_text(layout)).launch(
+        backend,
+        [*dy, *b, h, float_table(layout.scales), _sizes(layout, rows, h)],
+        {
+            "T": dy[0].dtype,
+            "ROWS4": BACKWARD_ROWS4,
+            "CHUNK": BACKWARD_CHUNK,
+            "TILE": max(layout.ranks) * BACKWARD_ROWS4,
+        },
+        (tiles, chunks, len(adapted)),
+        [((tiles, rows, h.shape[2]), mx.float32)]
+        + [((chunks, layout.ranks[i], layout.widths[i]), mx.float32) for i in adapted],
+    )
+    return _total(dh), [_total(part) for part in db]
+
+
+def _backward_in(backend, layout, x, a, dh) -> tuple[mx.array, list[mx.array]]:
+    """Gradients of x and of every A."""
+    rows, depth = x.shape
+    ranks = dh.shape[-1]
+    block = min(ranks, A_BLOCK)
+    chunks = _tiles(rows, BACKWARD_CHUNK)
+    sizes = int_table((rows, depth, BACKWARD_CHUNK))
+    (da,) = _a_gradient_kernel().launch(
+        backend,
+        [x, dh, sizes],
+        {"T": x.dtype, "ROWS4": BACKWARD_ROWS4, "RANKS": ranks, "BLOCK": block},
+        (_tiles(depth, THREADS), chunks, _tiles(ranks, block)),
+        [((chunks, depth, ranks), mx.float32)],
+    )
+    (dx,) = _x_gradient_kernel().launch(
+        backend,
+        [dh, *_four(a, a[0]), sizes],
+        {"T": x.dtype, "ROWS4": _rows4(rows), **_rank_template(layout)},
+        (_tiles(depth, THREADS), _tiles(rows, 4 * _rows4(rows)), 1),
+        [((rows, depth), x.dtype)],
+    )
+    cuts = [layout.firsts[i] for i in layout.adapted[1:]]
+    return dx, mx.split(_total(da), cuts, axis=1)
+
+
+def _total(parts: mx.array) -> mx.array:
+    """The sum over the first axis."""
+    return parts.reshape(parts.shape[1:]) if parts.shape[0] == 1 else parts.sum(axis=0)
+
+
+def _text(layout: Layout) -> Layout:
+    """The layout as far as the text of a body depends on it, so that one kernel serves many."""
+    none = (0,) * len(layout.ranks)
+    return Layout(layout.ranks, none, layout.output_of, none, (), (0,) * len(layout.strides))
+
+
+# ── choosing, checking ───────────────────────────────────────────────────────────────────────────
+
+
+def _backend_of(x: mx.array, outputs: Sequence[mx.array], layout: Layout) -> str:
+    if x.size == 0 or not any(layout.ranks) or any(y.dtype != x.dtype for y in outputs):
+        return "reference"
+    rows = x.size // x.shape[-1]
+    ranks = _ranks(layout)
+    instance = (x.dtype, layout.ranks, layout.output_of, _rows4(rows))
+    sizes = (rows, x.shape[-1], layout.widths)
+    if len(layout.ranks) > MAX_SLICES or max(ranks) > MAX_RANK or sum(ranks) > MAX_RANKS:
+        return decline(OP, f"ranks {layout.ranks}", "more slices or ranks than a launch can hold")
+    return choose(
+        OP,
+        instance,
+        sizes,
+        lambda backend: first_fault(checks(backend, *instance)),
+        lambda: plans(x.dtype.size, rows, x.shape[-1], layout.ranks, layout.widths),
+    )
+
+
+def checks(
+    backend: str, dtype: mx.Dtype, ranks: tuple[int, ...], output_of: tuple[int, ...], rows4: int
+) -> list[Check]:
+    """Small inputs with tails in rows and columns, exact and random, for one kernel instance."""
+    rows = 3 if rows4 == FEW_ROWS4 else 4 * rows4 + 3
+    widths = [max(rank, (THREADS + 40, 36, 20, 52)[i % 4]) for i, rank in enumerate(ranks)]
+    sizes = (rows, DEPTH + 44, ranks, widths, output_of)
+    return [_check(backend, dtype, *sizes, exact) for exact in (True, False)]
+
+
+def _check(backend, dtype, rows, depth, ranks, widths, output_of, exact) -> Check:
+    scales = [(2.0, 0.5, 1.0, 4.0)[i % 4] for i in range(len(ranks))]
+    strides = [0] * (max(output_of) + 1)
+    for m, width in zip(output_of, widths, strict=True):
+        strides[m] += width
+    layout = _layout(tuple(strides), tuple(zip(ranks, widths, strict=True)), tuple(scales))
+    m, s = len(strides), len(layout.adapted)
+
+    def by_kernel(x, *rest):
+        return _by_kernel(backend, layout, x, rest[:m], *factors(rest[m:]))
+
+    def by_reference(x, *rest):
+        return reference(x, rest[:m], *factors(rest[m:]), scales)
+
+    def factors(present):
+        """A and B of every slice; those of rank 0 are empty."""
+        a, b = iter(present[:s]), iter(present[s:])
+        return (
+            [next(a) if r else mx.zeros((depth, 0)) for r in ranks],
+            [next(b) if r else mx.zeros((0, w)) for r, w in zip(ranks, widths, strict=True)],
+        )
+
+    shapes = [(rows, depth), *((rows, stride) for stride in strides)]
+    shapes += [(depth, ranks[i]) for i in layout.adapted]
+    shapes += [(ranks[i], widths[i]) for i in layout.adapted]
+    draw = sparse_signs if exact else normal
+    drawn = [draw(shape, i) for i, shape in enumerate(shapes)]
+    drawn[: 1 + m] = [v.astype(dtype) for v in drawn[: 1 + m]]
+    name = f"{'exact' if exact else 'random'} {rows} x {depth}"
+    return Check(name, by_kernel, by_reference, drawn, exact)
+
+
+def instances() -> list[Instance]:
+    """q, k and v of Qwen3-4B (2560 to 4096, 1024, 1024) and its o (4096 to 2560), one row and 512."""
+    found = []
+    for dtype in (mx.float32, mx.bfloat16, mx.float16):
+        for rank in (8, 16, 64):
+            for depth, widths in ((2560, (4096, 1024, 1024)), (4096, (2560,))):
+                for rows in (1, 512):
+                    ranks, output_of = (rank,) * len(widths), tuple(range(len(widths)))
+                    shape = (dtype, rows, depth, ranks, widths, output_of, False)
+                    found.append(
+                        Instance(
+                            OP,
+                            f"{str(dtype).removeprefix('mlx.core.')} rank {rank} "
+                            f"{depth} to {'/'.join(map(str, widths))} rows {rows}",
+                            functools.partial(
+                                checks, dtype=dtype, ranks=ranks, output_of=output_of,
+                                rows4=_rows4(rows),
+                            ),
+                            functools.partial(_workload, shape=shape),
+                        )
+                    )  # fmt: skip
+    return found
+
+
+def _workload(backend: str, shape: tuple) -> Check:
+    return _check(backend, *shape)
+
+
+def plans(
+    itemsize: int, rows: int, depth: int, ranks: Sequence[int], widths: Sequence[int]
+) -> tuple[list[Launch], list[Launch]]:
+    """Launches of plain MLX and of the kernels, forward and backward."""
+    forward_plain, forward = forward_plans(itemsize, rows, depth, ranks, widths)
+    backward_plain, backward = backward_plans(itemsize, rows, depth, ranks, widths)
+    return forward_plain + backward_plain, forward + backward
+
+
+def forward_plans(itemsize, rows, depth, ranks, widths) -> tuple[list[Launch], list[Launch]]:
+    """Launches of one forward."""
+    e, n, d, total = itemsize, rows, depth, sum(ranks)
+    adapted = [(r, o) for r, o in zip(ranks, widths, strict=True) if r]
+    plain = []
+    if len(adapted) > 1:
+        plain += [Launch("copy A into the stack", 8 * d * r) for r, _ in adapted]
+    if e < 4:
+        plain += [Launch("cast A", (4 + e) * d * total)]
+        plain += [Launch("cast B", (4 + e) * r * o) for r, o in adapted]
+    plain += [Launch("x A", e * (n * d + d * total + n * total), 2 * n * d * total, matmul=True)]
+    plain += [
+        Launch("y + h B", e * (2 * n * o + n * r + r * o), 2 * n * r * o, matmul=True)
+        for r, o in adapted
+    ]
+    tiles = _tiles(n, 4 * _rows4(n))
+    parts = _tiles(d, _down_chunk(n, d))
+    hidden = 4 * parts * n * total
+    down = Launch("down", e * n * d + 4 * d * total + hidden, 2 * n * d * total,
+                  4 * tiles * d * total)  # fmt: skip
+    area = sum(r * o for r, o in adapted)
+    up = Launch("up", 2 * e * n * sum(widths) + 4 * area + hidden, 2 * n * area, 4 * tiles * area)
+    return plain, [down, up]
+
+
+def backward_plans(itemsize, rows, depth, ranks, widths) -> tuple[list[Launch], list[Launch]]:
+    """Launches of one backward, as automatic differentiation of the reference makes them."""
+    e, n, d, total = itemsize, rows, depth, sum(ranks)
+    adapted = [(r, o) for r, o in zip(ranks, widths, strict=True) if r]
+    area = sum(r * o for r, o in adapted)
+    plain = []
+    for r, o in adapted:
+        plain += [
+            Launch("dy B^T", e * (n * o + n * r + r * o), 2 * n * r * o, matmul=True),
+            Launch("scale it", 2 * e * n * r),
+            Launch("h^T dy", e * (n * o + n * r + r * o), 2 * n * r * o, matmul=True),
+            Launch("scale it", 2 * e * r * o),
+        ]
+        if e < 4:
+            plain += [Launch("cast gradient of B", (4 + e) * r * o)]
+        if len(adapted) > 1:
+            plain += [Launch("put into the stack", e * n * total), Launch("add", 3 * e * n * total)]
+    plain += [
+        Launch("dh A^T", e * (n * d + d * total + n * total), 2 * n * d * total, matmul=True),
+        Launch("x^T dh", e * (n * d + d * total + n * total), 2 * n * d * total, matmul=True),
+    ]
+    if e < 4:
+        plain += [Launch("cast gradient of A", (4 + e) * d * total)]
+    chunks = _tiles(n, BACKWARD_CHUNK)
+    column_tiles = max(_tiles(o, DEPTH) for _, o in adapted)
+    row_tiles = _tiles(n, 4 * BACKWARD_ROWS4)
+    dh = 4 * n * total
+    kernel = [
+        Launch("backward_out", e * n * sum(widths) + column_tiles * dh + 4 * chunks * area,
+               4 * n * area, 4 * row_tiles * area),
+    ]  # fmt: skip
+    if column_tiles > 1:
+        kernel += [Launch("sum of dh", (column_tiles + 1) * dh)]
+    if chunks > 1:
+        kernel += [Launch("sum of dB", 4 * (chunks + 1) * r * o) for r, o in adapted]
+    kernel += [
+        Launch("a_gradient", e * n * d + dh + 4 * chunks * d * total, 2 * n * d * total,
+               dh * _tiles(d, THREADS)),
+        Launch("x_gradient", e * n * d + dh + 4 * d * total, 2 * n * d * total,
+               4 * _tiles(n, 4 * _rows4(n)) * d * total),
+    ]  # fmt: skip
+    if chunks > 1:
+        kernel += [Launch("sum of dA", 4 * (chunks + 1) * d * total)]
+    return plain, kernel

@@ -1,0 +1,246 @@
+"""Which code computes an op: plain MLX (the reference), or the text of a Metal or CUDA kernel.
+
+An op asks `choose` before it launches a kernel. The default follows the device; a name forces one.
+A kernel instance (what the device compiles as one program) is compared with its reference when it
+is first asked for; if it does not compile or is wrong, its op stays with the reference in this
+process, and that is said once.
+"""
+
+import functools
+import logging
+import os
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..errors import PackError
+from ..runtime import mx, on_cpu
+from ._cost import Launch, chip_here, seconds
+
+BACKENDS = ("reference", "metal", "cuda")
+VARIABLE = "MLX_PACKS_BACKEND"
+MAKERS = {"metal": mx.fast.metal_kernel, "cuda": mx.fast.cuda_kernel}
+_SUFFIX = {"metal": "metal", "cuda": "cu"}
+# How the two languages name what a body needs: {shared} {group} {thread} in its text.
+_WORDS = {
+    "metal": {
+        "shared": "threadgroup",
+        "group": "threadgroup_position_in_grid",
+        "thread": "thread_index_in_threadgroup",
+    },
+    "cuda": {"shared": "__shared__", "group": "blockIdx", "thread": "threadIdx.x"},
+}
+_PACKAGE = Path(__file__).parents[1]
+_log = logging.getLogger("mlx_packs")
+
+_forced: str | None = None
+_decided: dict[tuple, str] = {}  # by backend, op, instance and sizes: what computes the call
+_checked: set[tuple] = set()  # instances that agreed with their reference
+_fallbacks: dict[str, str] = {}  # by op: why its kernels are off in this process
+_preferred: dict[str, str] = {}  # by op and sizes: why plain MLX is expected to be faster
+
+
+def detect() -> str:
+    """The backend of MLX's default device."""
+    if on_cpu():
+        return "reference"
+    return "metal" if mx.metal.is_available() else "cuda"
+
+
+def forced() -> str | None:
+    """The backend asked for by name, here or in the environment.
+
+    Raises: PackError if there is no such backend, or not on this machine.
+    """
+    name = _forced or os.environ.get(VARIABLE) or None
+    if name is None:
+        return None
+    said = "--backend" if _forced else VARIABLE
+    if name not in BACKENDS:
+        raise PackError(f"{said} {name}: must be one of {', '.join(BACKENDS)}.")
+    if name not in ("reference", here := detect()):
+        raise PackError(f"{said} {name}: is not available, MLX computes by '{here}' here.")
+    return name
+
+
+def force(name: str | None) -> None:
+    """Compute every op by this backend from now on; None follows the device again.
+
+    Raises: PackError if there is no such backend, or not on this machine.
+    """
+    global _forced
+    before, _forced = _forced, name
+    try:
+        forced()
+    except PackError:
+        _forced = before
+        raise
+
+
+@contextmanager
+def backend(name: str) -> Iterator[None]:
+    """Compute every op in this context by ``reference``, ``metal`` or ``cuda``.
+
+    Raises: PackError if there is no such backend, or not on this machine.
+    """
+    before = _forced
+    force(name)
+    try:
+        yield
+    finally:
+        force(before)
+
+
+def record() -> dict:
+    """For reports: the backend in force, ops that fell back, sizes at which plain MLX was taken."""
+    return {
+        "backend": forced() or detect(),
+        "fallbacks": dict(_fallbacks),
+        "plain_mlx": dict(_preferred),
+    }
+
+
+def choose(
+    op: str,
+    instance: Hashable,
+    sizes: Hashable,
+    check: Callable[[str], str | None],
+    plans: Callable[[], tuple[Sequence[Launch], Sequence[Launch]]],
+) -> str:
+    """The backend that computes one call of an op.
+
+    Args:
+        instance: what the device compiles as one program: dtypes, ranks, tile.
+        sizes: all else that the cost depends on.
+        check: compares the instance with its reference on the given backend; what is wrong, or
+            None. It may raise whatever a compiler or a device raises.
+        plans: launches of plain MLX and of the kernel, for the cost model.
+    """
+    wanted = forced()
+    name = wanted or detect()
+    if name == "reference":
+        return name
+    key = (name, wanted, op, instance, sizes)
+    if key not in _decided:
+        _decided[key] = _decide(name, wanted, op, instance, sizes, check, plans)
+    return _decided[key]
+
+
+def _decide(name, wanted, op, instance, sizes, check, plans) -> str:
+    if op in _fallbacks:
+        return "reference"
+    if wanted is None:
+        chip = chip_here()
+        plain, kernel = (1e6 * seconds(plan, chip) for plan in plans())
+        if plain < kernel:
+            _preferred[f"{op} {sizes}"] = f"{plain:.0f} us, kernel {kernel:.0f} us ({chip.name})"
+            return "reference"
+    if (name, op, instance) not in _checked:
+        try:
+            fault = check(name)
+        except Exception as error:  # compilers and devices raise what they like
+            fault = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        if fault is not None:
+            fall_back(op, f"{name} kernel {instance}: {fault}")
+            return "reference"
+        _checked.add((name, op, instance))
+    return name
+
+
+def decline(op: str, sizes: str, reason: str) -> str:
+    """Take the reference for sizes that an op has no kernel for, and keep the reason."""
+    if (forced() or detect()) != "reference":
+        _preferred[f"{op} {sizes}"] = reason
+    return "reference"
+
+
+def fall_back(op: str, reason: str) -> None:
+    """Compute an op by its reference for the rest of this process, and say so once."""
+    if op not in _fallbacks:
+        _fallbacks[op] = reason
+        _decided.clear()
+        _log.warning("packs: %s is computed by plain MLX from here on: %s", op, reason)
+
+
+def forget() -> None:
+    """Forget all verdicts, as in a new process."""
+    for known in (_decided, _checked, _fallbacks, _preferred):
+        known.clear()
+
+
+# ── launching ────────────────────────────────────────────────────────────────────────────────────
+
+
+@functools.cache
+def source(op: str, suffix: str) -> str:
+    """Text of ``kernels/<op>/<op>.<suffix>``, from the wheel or from a checkout."""
+    for root in (_PACKAGE / "_kernels", _PACKAGE.parent / "kernels"):
+        if (path := root / op / f"{op}.{suffix}").is_file():
+            return path.read_text(encoding="utf-8")
+    raise FileNotFoundError(f"[ops] no kernel source {op}/{op}.{suffix} beside {_PACKAGE}")
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A kernel of ``kernels/<op>/``: its name, buffers, and the body that calls its functions.
+
+    includes: other ops whose text stands before that of this op.
+
+    The body is the same for both languages; ``{shared}``, ``{group}`` and ``{thread}`` stand for
+    what differs. Every launch consists of whole groups of ``threads`` threads.
+    """
+
+    op: str
+    name: str
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    body: str
+    threads: int = 256
+    includes: tuple[str, ...] = ()
+
+    def launch(
+        self,
+        backend: str,
+        inputs: Sequence[mx.array],
+        template: Mapping[str, int | mx.Dtype],
+        groups: tuple[int, int, int],
+        outputs: Sequence[tuple[Sequence[int], mx.Dtype]],
+    ) -> list[mx.array]:
+        """Outputs of the given shapes and dtypes; ``groups`` counts groups of threads."""
+        return _built(backend, self)(
+            inputs=list(inputs),
+            template=list(template.items()),
+            grid=(groups[0] * self.threads, groups[1], groups[2]),
+            threadgroup=(self.threads, 1, 1),
+            output_shapes=[tuple(shape) for shape, _ in outputs],
+            output_dtypes=[dtype for _, dtype in outputs],
+        )
+
+
+@functools.cache
+def _built(backend: str, kernel: Kernel):
+    """The launchable object. Built when first used: without CUDA, building one raises."""
+    body = kernel.body
+    for word, text in _WORDS[backend].items():
+        body = body.replace("{" + word + "}", text)
+    texts = [source(op, _SUFFIX[backend]) for op in (*kernel.includes, kernel.op)]
+    return MAKERS[backend](
+        name=f"mlx_packs_{kernel.name}",
+        input_names=list(kernel.inputs),
+        output_names=list(kernel.outputs),
+        source=body,
+        header="\n".join(texts),
+    )
+
+
+@functools.cache
+def int_table(values: tuple[int, ...]) -> mx.array:
+    """Small numbers for a kernel, padded to 8: shorter inputs lie in another address space."""
+    return mx.array([*values, *[0] * (8 - len(values))], dtype=mx.int32)
+
+
+@functools.cache
+def float_table(values: tuple[float, ...]) -> mx.array:
+    """The same for floats."""
+    return mx.array([*values, *[0.0] * (8 - len(values))], dtype=mx.float32)

@@ -1,0 +1,129 @@
+"""Hold a kernel to its reference: outputs and every gradient, bit for bit where sums are exact.
+
+The bound is the plain op's own error: a kernel may be no further from a float64 truth than plain
+MLX in the same dtype, but for a rounding of the result. Where all sums are exact, the kernel must
+give the truth itself, rounded once.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from ..runtime import mx
+
+Op = Callable[..., Sequence[mx.array]]
+_FLOATS = (mx.float32, mx.float16, mx.bfloat16)
+
+
+@dataclass(frozen=True)
+class Check:
+    """One set of inputs for a kernel and its reference; both give a list of arrays.
+
+    exact: all sums are small integers, so that any order gives the same bits.
+    """
+
+    name: str
+    kernel: Op
+    reference: Op
+    inputs: Sequence[mx.array]
+    exact: bool = False
+
+
+@dataclass(frozen=True)
+class Instance:
+    """A kernel instance that people are likely to meet, for the doctor and for tests.
+
+    checks: by backend, small inputs with tails.   workload: by backend, inputs of a real size.
+    """
+
+    op: str
+    name: str
+    checks: Callable[[str], list[Check]]
+    workload: Callable[[str], Check]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """The largest error of a check, relative to the largest number of that output or gradient."""
+
+    max_error: float
+    fault: str | None
+
+
+def examine(check: Check) -> Finding:
+    """Run a check: outputs, and gradients for every floating-point input."""
+    found = _outputs_and_gradients(check.kernel, check.inputs)
+    plain = _outputs_and_gradients(check.reference, check.inputs)
+    with mx.stream(mx.cpu):
+        truth = _outputs_and_gradients(check.reference, [_double(v) for v in check.inputs])
+    worst, fault = 0.0, None
+    for name, value in found.items():
+        if check.exact:
+            error, allowed = _error(value, truth[name].astype(value.dtype)), 0.0
+        else:
+            error = _error(value, truth[name])
+            allowed = _error(plain[name], truth[name]) + _rounding(value.dtype)
+        if value.dtype != plain[name].dtype or value.shape != plain[name].shape:
+            fault = fault or f"{check.name}: {name} is {value.dtype} {value.shape}"
+        if not error <= allowed:  # NaN too
+            fault = fault or f"{check.name}: {name} is off by {error:.1e}, allowed {allowed:.1e}"
+        worst = error if not error <= worst else worst
+    return Finding(worst, fault)
+
+
+def first_fault(checks: Sequence[Check]) -> str | None:
+    """What is wrong with a kernel, or None."""
+    return next((fault for c in checks if (fault := examine(c).fault) is not None), None)
+
+
+def _outputs_and_gradients(op: Op, inputs: Sequence[mx.array]) -> dict[str, mx.array]:
+    floating = [i for i, v in enumerate(inputs) if v.dtype in (*_FLOATS, mx.float64)]
+
+    def of_floats(*floats):
+        values = list(inputs)
+        for i, v in zip(floating, floats, strict=True):
+            values[i] = v
+        return list(op(*values))
+
+    primals = [inputs[i] for i in floating]
+    outputs = of_floats(*primals)
+    cotangents = [_signs(y, i) for i, y in enumerate(outputs)]
+    _, gradients = mx.vjp(of_floats, primals, cotangents)
+    found = {f"output {i}": y for i, y in enumerate(outputs)}
+    found |= {f"gradient {i}": g for i, g in zip(floating, gradients, strict=True)}
+    mx.eval(found)
+    return found
+
+
+def _double(value: mx.array) -> mx.array:
+    return value.astype(mx.float64) if value.dtype in _FLOATS else value
+
+
+def _signs(like: mx.array, seed: int) -> mx.array:
+    """A cotangent of ones, zeros and minus ones: exact in every dtype."""
+    return sparse_signs(like.shape, seed).astype(like.dtype)
+
+
+def sparse_signs(shape: Sequence[int], seed: int) -> mx.array:
+    """Mostly zeros, else 1 or -1, in float32: products and sums of a few of them are exact."""
+    drawn = mx.random.randint(-3, 4, tuple(shape), key=mx.random.key(seed))
+    return mx.where(mx.abs(drawn) == 3, mx.sign(drawn), 0).astype(mx.float32)
+
+
+def normal(shape: Sequence[int], seed: int) -> mx.array:
+    """Random numbers that depend on the seed alone, in float32."""
+    return mx.random.normal(tuple(shape), key=mx.random.key(seed))
+
+
+def _error(value: mx.array, truth: mx.array) -> float:
+    """Largest difference, relative to the largest number of the truth."""
+    if truth.size == 0:
+        return 0.0
+    with mx.stream(mx.cpu):
+        largest = mx.maximum(mx.abs(truth).max(), 1e-30)
+        difference = value.astype(mx.float64) - truth.astype(mx.float64)
+        return float((mx.abs(difference).max() / largest).item())
+
+
+def _rounding(dtype: mx.Dtype) -> float:
+    """What rounding may add: one of the result; in float32, whose sums are no finer, a few."""
+    return float(mx.finfo(dtype).eps) * (8 if dtype == mx.float32 else 1)
