@@ -18,6 +18,7 @@ _PUBLIC = {
     "TrainConfig": "config",
     "DataConfig": "config",
     "PackError": "errors",
+    "backend": "ops._backend",
     "Pack": "pack",
     "EvalReport": "evaluation",
     "evaluate": "evaluation",

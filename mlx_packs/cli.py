@@ -11,11 +11,8 @@ from pathlib import Path
 
 import click
 
+from . import options
 from .errors import Interrupted, PackError, did_you_mean
-
-_trust_remote_code = click.option(
-    "--trust-remote-code", is_flag=True, help="Run code that the checkpoint brings."
-)
 
 
 class _Commands(click.Group):
@@ -104,7 +101,8 @@ def _inspect_lines(pack) -> list[str]:
 @click.option("--model", default="tiny", metavar="M", help="Base to hold the pack against. [tiny]")
 @click.option("--dry-run", is_flag=True, help="Check hashes, shapes and base; load no weights.")
 @click.option("--max-pack-mb", type=float, help="Gate: exit with 1 if the pack is larger.")
-@_trust_remote_code
+@options.trust_remote_code()
+@options.backend
 @click.option("--json", "as_json", is_flag=True, help="Print what was checked.")
 def apply(pack, model, dry_run, max_pack_mb, trust_remote_code, as_json):
     """Check that a pack fits a base.
@@ -167,7 +165,8 @@ def _apply_for_real(pack, model: str, trust_remote_code: bool) -> dict:
 @click.option("--text-feature", metavar="COLUMN", help="Column with text. [the pack's own]")
 @click.option("--loss-on", type=click.Choice(["all", "completion", "assistant"]))
 @click.option("--limit", default=-1, help="At most so many batches.")
-@_trust_remote_code
+@options.trust_remote_code()
+@options.backend
 @click.option("--json", "as_json", is_flag=True, help="Print the report.")
 def eval(pack, model, data, split, batch_size, max_seq_length, loss_on, limit,
          trust_remote_code, as_json, **features):  # fmt: skip
@@ -204,7 +203,8 @@ def eval(pack, model, data, split, batch_size, max_seq_length, loss_on, limit,
 @click.option("--max-tokens", default=100, show_default=True, type=click.IntRange(1))
 @click.option("--temp", default=0.0, show_default=True, type=click.FloatRange(0))
 @click.option("--seed", default=0, show_default=True)
-@_trust_remote_code
+@options.trust_remote_code()
+@options.backend
 @click.option("--json", "as_json", is_flag=True, help="Print prompt and text as JSON, at the end.")
 def generate(model, pack, prompt, system, raw, max_tokens, temp, seed, trust_remote_code, as_json):
     """Stream text, with a pack or without."""
@@ -234,12 +234,34 @@ def generate(model, pack, prompt, system, raw, max_tokens, temp, seed, trust_rem
 
 
 @packs.command()
+@click.option("--report", "file", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE",
+              help="Write the whole report as JSON, to attach to an issue.")  # fmt: skip
+@options.backend
 @click.option("--json", "as_json", is_flag=True, help="Print the report.")
-def doctor(as_json):
-    """Report device, versions, BLAS, memory."""
-    from .doctor import examine
+def doctor(file, as_json):
+    """Check this machine and every kernel on it.
 
-    report = examine()
+    Each kernel instance is compared with its reference in plain MLX, and timed. Exit code 1 if one
+    is wrong; training then takes the reference by itself.
+    """
+    from .display import Display
+    from .doctor import examine_all, kernel_instances
+    from .files import to_json, write_whole
+
+    if file is not None and not file.parent.is_dir():
+        raise PackError(f"--report {file}: there is no folder {file.parent}.")
+    with Display().task("kernels", len(kernel_instances()), "instances") as bar:
+        report = examine_all(bar.advance)
+    if file is not None:
+        write_whole(file, to_json(report))
+    _print(report, as_json, _doctor_lines(report))
+    if not all(kernel["ok"] for kernel in report["kernels"]):
+        click.echo("packs: a kernel is wrong on this machine; please report it", err=True)
+        sys.exit(1)
+
+
+def _doctor_lines(report: dict) -> list[str]:
+    """The machine, and a table of kernels."""
     memory, blas = report["memory"], report["blas"]
     lines = [
         f"device  {report['device']} · {report['system']}",
@@ -247,9 +269,23 @@ def doctor(as_json):
         f"blas    {blas['library']} · {blas['note']} · "
         f"{blas['threads'] or '?'} threads · {blas['gflops']:.0f} GFLOP/s fp32",
         f"memory  {memory['total_gb']:.1f} GB · this process {memory['process_peak_gb']:.2f} GB",
-        "kernels none yet: every op runs its reference in plain MLX",
     ]
-    _print(report, as_json, lines)
+    backend = report["kernels"][0]["backend"]
+    if backend == "reference":
+        lines.append("kernels not used on this device: plain MLX (the reference), held to float64")
+    else:
+        lines.append(f"kernels {backend}, held to plain MLX (the reference)")
+    width = max(len(kernel["instance"]) for kernel in report["kernels"])
+    lines.append(f"        {'op':<13} {'instance':<{width}}  error    kernel us  plain us")
+    for k in report["kernels"]:
+        kernel_us, plain_us = (
+            "-" if k[key] is None else f"{k[key]:,.0f}" for key in ("kernel_us", "reference_us")
+        )
+        lines.append(
+            f"        {k['op']:<13} {k['instance']:<{width}}  {k['max_error']:.1e}  "
+            f"{kernel_us:>9}  {plain_us:>8}  {'ok' if k['ok'] else k['fault']}"
+        )
+    return lines
 
 
 def run_command(command: click.Command) -> None:

@@ -1,10 +1,21 @@
-"""What this machine is and how fast it multiplies: the first thing to paste into a bug report."""
+"""What this machine is, how fast it multiplies, and whether every kernel is right on it.
+
+The first thing to paste into a bug report.
+"""
 
 import platform
+import statistics
 import time
+from collections.abc import Callable
+from dataclasses import replace
 
 from . import runtime
+from .ops import _backend, grouped_lora, multi_lora, nf4
+from .ops._check import Check, Instance, examine
 from .runtime import mx
+
+OPS = (grouped_lora, multi_lora, nf4)
+_REPEATS = 5
 
 
 def matmul_gflops(rows: int = 512, inner: int = 1024, columns: int = 2048) -> float:
@@ -20,8 +31,63 @@ def matmul_gflops(rows: int = 512, inner: int = 1024, columns: int = 2048) -> fl
     return 2 * rows * inner * columns / best / 1e9
 
 
-def examine() -> dict:
-    """Device, versions, BLAS, memory and kernels of this machine."""
+def kernel_instances() -> list[Instance]:
+    """Every instance that `examine_kernel` is asked about."""
+    return [instance for op in OPS for instance in op.instances()]
+
+
+def examine_kernel(instance: Instance) -> dict:
+    """One kernel instance against its reference: errors on small inputs, time on real sizes.
+
+    Returns: ``op``, ``instance``, ``backend``, ``max_error`` (relative to the largest number, over
+    outputs and gradients), ``ok``, ``fault`` (None or what is wrong), ``kernel_us`` and
+    ``reference_us`` (forward, median). Without a GPU the reference itself is held to float64, and
+    timed in float32 alone: nothing here computes in half precision on a CPU, which is far slower.
+    """
+    backend = _backend.forced() or _backend.detect()
+    kernel_us, worst, fault = None, 0.0, None
+    try:
+        for check in instance.checks(backend):
+            finding = examine(_reference_alone(check) if backend == "reference" else check)
+            worst = max(worst, finding.max_error)
+            fault = fault or finding.fault
+        workload = instance.workload(backend)
+        if backend != "reference" and fault is None:
+            kernel_us = _microseconds(workload.kernel, workload)
+    except Exception as error:  # compilers and devices raise what they like
+        fault = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        workload = instance.workload("reference")
+    return {
+        "op": instance.op,
+        "instance": instance.name,
+        "backend": backend,
+        "max_error": worst,
+        "ok": fault is None,
+        "fault": fault,
+        "kernel_us": kernel_us,
+        "reference_us": _microseconds(workload.reference, workload)
+        if backend != "reference" or workload.inputs[0].dtype == mx.float32
+        else None,
+    }
+
+
+def _reference_alone(check: Check) -> Check:
+    """The same check of the reference by itself: no plain error is forgiven but rounding."""
+    return replace(check, kernel=check.reference, exact=False, alone=True)
+
+
+def _microseconds(op: Callable, workload: Check) -> float:
+    mx.eval(op(*workload.inputs))
+    seconds = []
+    for _ in range(_REPEATS):
+        start = time.perf_counter()
+        mx.eval(op(*workload.inputs))
+        seconds.append(time.perf_counter() - start)
+    return 1e6 * statistics.median(seconds)
+
+
+def examine_machine() -> dict:
+    """Device, versions, BLAS and memory of this machine."""
     return {
         "device": runtime.device_name(),
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
@@ -37,5 +103,13 @@ def examine() -> dict:
             "total_gb": runtime.total_memory() / 1e9,
             "process_peak_gb": runtime.peak_process_bytes() / 1e9,
         },
-        "kernels": [],
     }
+
+
+def examine_all(advance: Callable[[], None] = lambda: None) -> dict:
+    """The machine, and every kernel instance in ``kernels``; ``advance`` is called after each."""
+    report = examine_machine() | {"kernels": []}
+    for instance in kernel_instances():
+        report["kernels"].append(examine_kernel(instance))
+        advance()
+    return report

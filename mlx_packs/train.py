@@ -8,6 +8,7 @@ from pathlib import Path
 import click
 
 from . import data as rows_of
+from . import options
 from .checkpoint import CONFIG, check_resumable, run_folder
 from .config import DataConfig, LoRAConfig, Recipe, TrainConfig, read_yaml, resolve
 from .display import NORMAL, QUIET, VERBOSE, Display, clock
@@ -64,7 +65,8 @@ def _config_options(command):
 @click.option("--overwrite", is_flag=True, default=None, help="Replace the pack and run of --out.")
 @click.option("--report-to", metavar="NAMES", help="wandb, swanlab or both (comma).")
 @click.option("--project-name", metavar="NAME", help="Project for --report-to.")
-@click.option("--trust-remote-code", is_flag=True, default=None, help="Run code of the checkpoint.")
+@options.trust_remote_code(default=None)
+@options.backend
 @click.option("--show-mask", is_flag=True, help="Show what is learned of some rows, and stop.")
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON on stdout.")
 @click.option("-v", "--verbose", is_flag=True, help="Explain decisions.")

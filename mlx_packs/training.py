@@ -30,6 +30,7 @@ from .generate import chat_prompt, complete
 from .loading import TINY, Base, load_base, public_name
 from .loop import Loop
 from .loss import Head, split_head
+from .ops import _backend
 from .optim import make_optimizer, unused_learning_rate
 from .pack import Pack, versions_line
 from .prepare import (
@@ -157,6 +158,8 @@ def train_pack(
         callback = _callback(report_to, project_name, run, recipe)
         _start_run_folder(run, identity, resume)
         learned = _learn(attached, head, train, examples, run, resume, display, callback)
+        if _backend.detect() != "reference":
+            display.line("kernels", _backend.summary())
         with display.task("eval", len(judged), "held-out batches") as bar:
             after = score(base.model, head, judged, bar.advance)
         texts["after"] = sample.complete(base)
@@ -181,6 +184,7 @@ def train_pack(
                 **learned.measured,
                 "base_path": choice.base_path,
                 "base_path_ms": choice.step_ms,
+                "ops": _backend.record(),
             },
         ).save(folder, overwrite=overwrite or resume)
     finally:
@@ -197,6 +201,7 @@ def train_pack(
         "process_peak_gb": runtime.peak_process_bytes() / 1e9,
         "pack_mb": pack.size_mb,
         "base_path": choice.base_path,
+        "ops": _backend.record(),
         "plan_peak_gb": None,
         "traces": learned.traces,
         "sample": {"prompt": sample.shown, **texts},

@@ -6,12 +6,15 @@ In `.ci/run` (MLX_PACKS_NO_SKIP=1) a skipped test is a failure.
 import json
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from mlx_packs.cli import packs, run_command
 from mlx_packs.loading import Base, load_base
+from mlx_packs.ops import _backend
 from mlx_packs.runtime import mx
 
 
@@ -42,6 +45,44 @@ def run(monkeypatch, capsys):
         return int(exit.value.code or 0), out, err
 
     return go
+
+
+@contextmanager
+def emulation(language: str, orders=("forward", "reverse", "shuffled"), compile_only=False):
+    """Make a backend available whose kernels run in the emulator; gives the list of those built."""
+    import metal_emulator
+
+    if reason := metal_emulator.why_not():
+        pytest.skip(reason)
+    make = {"metal": metal_emulator.metal_kernel, "cuda": metal_emulator.cuda_kernel}[language]
+    built = []
+
+    def maker(**definition):
+        built.append(make(**definition, checks=metal_emulator.Checks(orders=orders)))
+        built[-1].compile_only = compile_only
+        return built[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(_backend.MAKERS, language, maker)
+        patch.setattr(_backend, "detect", lambda: language)
+        _forget_kernels()
+        yield built
+    _forget_kernels()
+
+
+def _forget_kernels() -> None:
+    _backend.forget()
+    _backend._built.cache_clear()
+
+
+@pytest.fixture(params=["metal", "cuda"])
+def emulated(request) -> Iterator[str]:
+    """A backend by name, forced, whose kernels run in the emulator; each must have been run."""
+    with emulation(request.param) as built, _backend.backend(request.param):
+        yield request.param
+        assert not _backend.record()["fallbacks"]
+        for kernel in built:
+            assert sum(r.half_operations + r.bfloat_operations for r in kernel.reports) == 0
 
 
 @pytest.fixture(autouse=True)

@@ -13,7 +13,17 @@ from mlx_packs.runtime import BLAS, mx
 sys.path.append(str(Path(__file__).parent.parent))  # benchmarks/ stands in the checkout only
 
 from benchmarks import __main__ as benchmarks_main
-from benchmarks import history, report, shipped, train_step
+from benchmarks import (
+    bench_grouped_lora,
+    bench_multi_lora,
+    bench_nf4,
+    cost_tables,
+    history,
+    op_race,
+    report,
+    shipped,
+    train_step,
+)
 
 CONFIG = train_step.GEOMETRIES["qwen3_4b_block"].config | {
     "hidden_size": 64,
@@ -166,3 +176,33 @@ def test_a_peer_gets_mlxs_own_blas_and_compile_and_leaves_ours_as_they_were(monk
         assert mx.allclose(left @ right, expected, atol=1e-4).item()
     assert shipped.compiles() == before
     assert mx.array_equal(left @ right, expected).item()
+
+
+@pytest.mark.parametrize(
+    "task, bench, shape",
+    [
+        ("grouped_lora", bench_grouped_lora, "qwen3_0_6b q/k/v, 1 rows, rank 8, forward"),
+        ("multi_lora", bench_multi_lora, "1 x 1 rows, rank 16"),
+        ("nf4", bench_nf4, "qwen3_0_6b q, 1 rows"),
+    ],
+)
+def test_an_op_is_raced_in_turns_and_recorded(task, bench, shape, tmp_path, capsys):
+    file = tmp_path / "history.jsonl"
+    arguments = ["--rounds", "1", "--only", shape, "--history", str(file)]
+    assert op_race.main(task, bench.contests(), arguments) == 0
+    records = history.read(file)
+    assert report.render(records) == capsys.readouterr().out.strip()
+    assert len(records) == 2 and records[0].ratio == 1.0 and records[1].p50 > 0
+    assert {r.task for r in records} == {f"op {task}"} and {r.samples for r in records} == {2}
+
+
+def test_an_op_that_computes_something_else_gets_no_time():
+    calls = {"right": lambda: [mx.ones((3,))], "wrong": lambda: [mx.zeros((3,))]}
+    with pytest.raises(SystemExit, match="wrong differs from right"):
+        op_race.check(op_race.Contest("case", "float32", calls))
+
+
+@pytest.mark.parametrize("op", cost_tables.cases())
+def test_cost_tables_in_the_readmes_are_those_that_are_printed(op):
+    readme = (cost_tables.KERNELS / op / "README.md").read_text()
+    assert cost_tables.with_table(readme, op) == readme

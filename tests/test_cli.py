@@ -3,16 +3,18 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
-from conftest import chat, write_rows
+from conftest import chat, emulation, write_rows
 
 from mlx_packs import LoRAConfig, Pack, TrainConfig, load_base, train_pack
 from mlx_packs.cli import packs
 from mlx_packs.loading import tiny_base_path
 from mlx_packs.nn.quantized import replace_modules
+from mlx_packs.ops import _backend
 from mlx_packs.runtime import mx
 
 
@@ -92,11 +94,40 @@ def test_generate_streams_and_the_pack_changes_the_text(made):
     assert raw.exit_code == 0 and raw.stdout.strip()
 
 
-def test_doctor_names_device_versions_blas_and_memory():
-    report = json.loads(invoke("doctor", "--json").stdout)
+def test_doctor_names_the_machine_and_every_kernel_and_writes_a_report(tmp_path):
+    result = invoke("doctor", "--json", "--report", tmp_path / "report.json")
+    report = json.loads(result.stdout)
+    assert json.loads((tmp_path / "report.json").read_text()) == report
     assert {"device", "versions", "blas", "memory", "kernels"} <= set(report)
     assert report["versions"]["mlx"] and report["blas"]["gflops"] > 0
-    assert "GFLOP/s" in invoke("doctor").stdout
+    assert {k["op"] for k in report["kernels"]} == {"grouped_lora", "multi_lora", "nf4"}
+    for kernel in report["kernels"]:
+        assert {"op", "instance", "backend", "max_error", "ok"} <= set(kernel)
+        assert kernel["ok"] and kernel["backend"] == "reference" and kernel["max_error"] > 0
+
+
+def test_doctor_shows_a_failing_kernel_and_exits_with_1(monkeypatch):
+    from mlx_packs import doctor
+
+    instances = [i for i in doctor.kernel_instances() if "float32 rank 8 4096" in i.name]
+    monkeypatch.setattr(doctor, "kernel_instances", lambda: instances)
+    monkeypatch.setattr(doctor, "matmul_gflops", lambda: 1.0)
+    with emulation("metal", orders=("forward",)):
+        small = [replace(i, workload=lambda b, i=i: i.checks(b)[0]) for i in instances]
+        monkeypatch.setattr(doctor, "kernel_instances", lambda: small)
+        good = invoke("doctor")
+        assert good.exit_code == 0 and "kernels metal" in good.stdout
+        assert good.stdout.count(" ok\n") == len(small) and "GFLOP/s" in good.stdout
+        monkeypatch.setitem(_backend.MAKERS, "metal", lambda **_: 1 / 0)
+        _backend._built.cache_clear()
+        bad = invoke("doctor")
+        assert bad.exit_code == 1 and "ZeroDivisionError" in bad.stdout
+        assert "a kernel is wrong on this machine" in bad.stderr
+
+
+def test_doctor_refuses_a_report_in_a_folder_that_is_not_there(run, tmp_path):
+    code, out, err = run("doctor", "--report", tmp_path / "no" / "report.json")
+    assert (code, out) == (2, "") and "there is no folder" in err and err.count("\n") == 1
 
 
 def test_pack_is_applied_and_taken_off_without_a_trace(made):

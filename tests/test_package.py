@@ -16,9 +16,9 @@ PACKAGE = ROOT / "mlx_packs"
 
 # A file imports only from those above it.
 ORDER = """
-errors config runtime display files
+errors config options runtime display files
 ops._cost ops._backend ops._check
-ops.exponential ops.attention ops.grouped_lora ops.linear_cross_entropy
+ops.exponential ops.attention ops.nf4 ops.grouped_lora ops.multi_lora ops.linear_cross_entropy
 nn.lora nn.quantized nn.blocks
 loading geometry adapters base_path
 data encoding batches loss optim step manifest pack
@@ -160,6 +160,24 @@ def test_readme_opens_with_two_commands_and_ci_runs_the_second():
     assert first == tests
 
 
+def check_kernel_sources(installed: Path, empty: Path) -> None:
+    """An installed copy, started in an empty folder, loads the text of every kernel."""
+    empty.mkdir(exist_ok=True)
+    code = (
+        "import json, mlx_packs; from mlx_packs.ops._backend import source; from mlx_packs.doctor "
+        "import OPS; print(json.dumps([mlx_packs.__file__, {op.OP + '.' + suffix: source(op.OP, "
+        "suffix) for op in OPS for suffix in ('metal', 'cu')}]))"
+    )
+    found = subprocess.run(
+        [sys.executable, "-c", code], cwd=empty, check=True, capture_output=True, text=True,
+        env={**os.environ, "PYTHONPATH": str(installed), "PYTHONSAFEPATH": "1"},
+    )  # fmt: skip
+    file, texts = json.loads(found.stdout)
+    assert file.startswith(str(installed))
+    for name, text in texts.items():
+        assert text == (ROOT / "kernels" / name.split(".")[0] / name).read_text()
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(not (ROOT / ".git").exists(), reason="needs a checkout")
 def test_wheel_and_wheel_from_sdist_carry_the_same_files_and_train(tmp_path):
@@ -171,9 +189,15 @@ def test_wheel_and_wheel_from_sdist_carry_the_same_files_and_train(tmp_path):
     assert names[0] == names[1]
     for needed in ("base/model.safetensors", "base/config.json", "data/train.jsonl", "recipe.yaml"):
         assert f"mlx_packs/tiny/{needed}" in names[0]
+    sources = sorted((ROOT / "kernels").glob("*/*.*"))
+    assert len(sources) >= 9 and {s.suffix for s in sources} == {".metal", ".cu", ".md"}
+    for source in sources:
+        assert f"mlx_packs/_kernels/{source.relative_to(ROOT / 'kernels').as_posix()}" in names[0]
+    pip = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target"]
+    for wheel, folder in zip(wheels, ("from-tree", "installed"), strict=True):
+        subprocess.run([*pip, tmp_path / folder, wheel], check=True, capture_output=True)
+        check_kernel_sources(tmp_path / folder, tmp_path / "empty")
     installed = tmp_path / "installed"
-    pip = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", installed]
-    subprocess.run([*pip, wheels[1]], check=True, capture_output=True)
     options = "--iters 1 --batch-size 1 --test-batches 1 --val-batches 0 --max-seq-length 64"
     train(f"{options} --base-path dense", tmp_path, PYTHONPATH=str(installed))
     found = run(

@@ -111,7 +111,7 @@ __device__ inline void up_slice(
   }
   for (int i = 0; i < 4 * ROWS4 && row0 + i < rows; i++) {
     const size_t at = size_t(row0 + i) * stride + offset + column;
-    out[at] = T(float(y[at]) + row_of(sum[i / 4], i % 4));
+    out[at] = R == 0 ? y[at] : T(float(y[at]) + row_of(sum[i / 4], i % 4));
   }
 }
 

@@ -93,12 +93,34 @@ def backend(name: str) -> Iterator[None]:
 
 
 def record() -> dict:
-    """For reports: the backend in force, ops that fell back, sizes at which plain MLX was taken."""
+    """For reports: the backend in force, by op and sizes what it computed, and why not the rest.
+
+    Returns: ``backend``; ``kernels``, calls that ran as kernels; ``plain_mlx``, those for which
+    plain MLX was taken, with the reason; ``fallbacks``, ops whose kernel failed here.
+    """
+    name = forced() or detect()
     return {
-        "backend": forced() or detect(),
-        "fallbacks": dict(_fallbacks),
+        "backend": name,
+        "kernels": sorted(
+            f"{op} {sizes}" for (_, _, op, _, sizes), taken in _decided.items() if taken == name
+        ),
         "plain_mlx": dict(_preferred),
+        "fallbacks": dict(_fallbacks),
     }
+
+
+def summary() -> str:
+    """One line on what `record` has."""
+    known = record()
+    if known["backend"] == "reference":
+        return "plain MLX"
+    parts = [f"{known['backend']} for {len(known['kernels'])} sizes"]
+    if known["plain_mlx"]:
+        reasons = "; ".join(f"{call}: {why}" for call, why in known["plain_mlx"].items())
+        parts.append(f"plain MLX for {len(known['plain_mlx'])} ({reasons})")
+    if known["fallbacks"]:
+        parts.append(f"failed: {', '.join(known['fallbacks'])}")
+    return " · ".join(parts)
 
 
 def choose(
@@ -207,9 +229,13 @@ class Kernel:
         groups: tuple[int, int, int],
         outputs: Sequence[tuple[Sequence[int], mx.Dtype]],
     ) -> list[mx.array]:
-        """Outputs of the given shapes and dtypes; ``groups`` counts groups of threads."""
+        """Outputs of the given shapes and dtypes; ``groups`` counts groups of threads.
+
+        Inputs of fewer than 8 numbers are padded: MLX puts shorter ones into Metal's ``constant``
+        address space, and the functions take ``device`` pointers.
+        """
         return _built(backend, self)(
-            inputs=list(inputs),
+            inputs=[v if v.size >= 8 else mx.pad(v.flatten(), (0, 8 - v.size)) for v in inputs],
             template=list(template.items()),
             grid=(groups[0] * self.threads, groups[1], groups[2]),
             threadgroup=(self.threads, 1, 1),
@@ -236,7 +262,7 @@ def _built(backend: str, kernel: Kernel):
 
 @functools.cache
 def int_table(values: tuple[int, ...]) -> mx.array:
-    """Small numbers for a kernel, padded to 8: shorter inputs lie in another address space."""
+    """Small numbers for a kernel, the same array each time."""
     return mx.array([*values, *[0] * (8 - len(values))], dtype=mx.int32)
 
 

@@ -39,7 +39,7 @@ CHIPS = (
     Chip("Apple M4 Max", 546, 18.4, 18.4, 2.75),
     Chip("NVIDIA H200", 4800, 67, 990, 2.0),
 )
-_LIKE = (("M1 ", "M1"), ("Max", "M3 Max"), ("Ultra", "M4 Max"), ("Pro", "M2 Pro"), ("Apple", "M1"))
+_LIKE = (("Max", "M3 Max"), ("Ultra", "M4 Max"), ("Pro", "M2 Pro"), ("Apple", "M1"))
 
 
 @dataclass(frozen=True)

@@ -39,13 +39,11 @@ def grouped_lora(
 
     LoRA: https://arxiv.org/abs/2106.09685
     """
-    layout = _layout(
-        tuple(y.shape[-1] for y in outputs), tuple(b.shape for b in lora_b), tuple(scales)
-    )
+    layout = _layout_of(outputs, lora_b, scales)
     backend = _backend_of(x, outputs, layout)
     if backend == "reference":
         return reference(x, outputs, lora_a, lora_b, scales)
-    return _by_kernel(backend, layout, x, outputs, lora_a, lora_b)
+    return by_kernel(backend, x, outputs, lora_a, lora_b, scales)
 
 
 def reference(
@@ -56,9 +54,7 @@ def reference(
     scales: Sequence[float],
 ) -> list[mx.array]:
     """The same in plain MLX: one product over the stacked A's, then ``addmm`` for each slice."""
-    layout = _layout(
-        tuple(y.shape[-1] for y in outputs), tuple(b.shape for b in lora_b), tuple(scales)
-    )
+    layout = _layout_of(outputs, lora_b, scales)
     if not any(layout.ranks):
         return list(outputs)
     rows = x.reshape(-1, x.shape[-1])  # [N, D]
@@ -103,6 +99,14 @@ class Layout:
     def firsts(self) -> list[int]:
         """First column of each slice among the ranks of all."""
         return [sum(self.ranks[:i]) for i in range(len(self.ranks))]
+
+
+def _layout_of(
+    outputs: Sequence[mx.array], lora_b: Sequence[mx.array], scales: Sequence[float]
+) -> Layout:
+    return _layout(
+        tuple(y.shape[-1] for y in outputs), tuple(b.shape for b in lora_b), tuple(scales)
+    )
 
 
 @functools.cache
@@ -249,7 +253,16 @@ def _shape_name(layout: Layout) -> str:
 # ── kernels: the op and its gradients ────────────────────────────────────────────────────────────
 
 
-def _by_kernel(backend, layout, x, outputs, lora_a, lora_b) -> list[mx.array]:
+def by_kernel(
+    backend: str,
+    x: mx.array,
+    outputs: Sequence[mx.array],
+    lora_a: Sequence[mx.array],
+    lora_b: Sequence[mx.array],
+    scales: Sequence[float],
+) -> list[mx.array]:
+    """`grouped_lora` by the kernels of a backend, whatever the cost model thinks of it."""
+    layout = _layout_of(outputs, lora_b, scales)
     flat_x = x.reshape(-1, x.shape[-1])
     flat = [y.reshape(-1, y.shape[-1]) for y in outputs]
     a = [lora_a[i].astype(mx.float32) for i in layout.adapted]
@@ -410,10 +423,11 @@ def checks(
     rows = 3 if rows4 == FEW_ROWS4 else 4 * rows4 + 3
     widths = [max(rank, (THREADS + 40, 36, 20, 52)[i % 4]) for i, rank in enumerate(ranks)]
     sizes = (rows, DEPTH + 44, ranks, widths, output_of)
-    return [_check(backend, dtype, *sizes, exact) for exact in (True, False)]
+    return [check_of(backend, dtype, *sizes, exact) for exact in (True, False)]
 
 
-def _check(backend, dtype, rows, depth, ranks, widths, output_of, exact) -> Check:
+def check_of(backend, dtype, rows, depth, ranks, widths, output_of, exact) -> Check:
+    """Seeded inputs of these sizes; a scale for each slice, powers of two."""
     scales = [(2.0, 0.5, 1.0, 4.0)[i % 4] for i in range(len(ranks))]
     strides = [0] * (max(output_of) + 1)
     for m, width in zip(output_of, widths, strict=True):
@@ -421,10 +435,10 @@ def _check(backend, dtype, rows, depth, ranks, widths, output_of, exact) -> Chec
     layout = _layout(tuple(strides), tuple(zip(ranks, widths, strict=True)), tuple(scales))
     m, s = len(strides), len(layout.adapted)
 
-    def by_kernel(x, *rest):
-        return _by_kernel(backend, layout, x, rest[:m], *factors(rest[m:]))
+    def kernel(x, *rest):
+        return by_kernel(backend, x, rest[:m], *factors(rest[m:]), scales)
 
-    def by_reference(x, *rest):
+    def plain(x, *rest):
         return reference(x, rest[:m], *factors(rest[m:]), scales)
 
     def factors(present):
@@ -442,11 +456,11 @@ def _check(backend, dtype, rows, depth, ranks, widths, output_of, exact) -> Chec
     drawn = [draw(shape, i) for i, shape in enumerate(shapes)]
     drawn[: 1 + m] = [v.astype(dtype) for v in drawn[: 1 + m]]
     name = f"{'exact' if exact else 'random'} {rows} x {depth}"
-    return Check(name, by_kernel, by_reference, drawn, exact)
+    return Check(name, kernel, plain, drawn, exact)
 
 
 def instances() -> list[Instance]:
-    """q, k and v of Qwen3-4B (2560 to 4096, 1024, 1024) and its o (4096 to 2560), one row and 512."""
+    """q, k, v of Qwen3-4B (2560 to 4096, 1024, 1024) and its o (4096 to 2560), 1 and 512 rows."""
     found = []
     for dtype in (mx.float32, mx.bfloat16, mx.float16):
         for rank in (8, 16, 64):
@@ -470,7 +484,7 @@ def instances() -> list[Instance]:
 
 
 def _workload(backend: str, shape: tuple) -> Check:
-    return _check(backend, *shape)
+    return check_of(backend, *shape)
 
 
 def plans(
@@ -480,6 +494,17 @@ def plans(
     forward_plain, forward = forward_plans(itemsize, rows, depth, ranks, widths)
     backward_plain, backward = backward_plans(itemsize, rows, depth, ranks, widths)
     return forward_plain + backward_plain, forward + backward
+
+
+def cost_cases() -> list[tuple[str, tuple[list[Launch], list[Launch]]]]:
+    """For the table in kernels/grouped_lora/README.md: bfloat16, q, k, v of Qwen3-4B."""
+    forward, both = [], []
+    for rank in (8, 16, 64):
+        for rows in (1, 8, 64, 512, 4096):
+            sizes = (2, rows, 2560, (rank,) * 3, (4096, 1024, 1024))
+            forward.append((f"forward, rank {rank}, {rows:,} rows", forward_plans(*sizes)))
+            both.append((f"with backward, rank {rank}, {rows:,} rows", plans(*sizes)))
+    return forward + both
 
 
 def forward_plans(itemsize, rows, depth, ranks, widths) -> tuple[list[Launch], list[Launch]]:

@@ -1,9 +1,12 @@
-"""The grouped low-rank deltas against one projection at a time, in float32 truth."""
+"""The grouped low-rank deltas: reference against one projection at a time, kernels against it."""
 
 import pytest
 
-from mlx_packs.ops.grouped_lora import grouped_lora
+from mlx_packs.ops._check import examine
+from mlx_packs.ops.grouped_lora import check_of, grouped_lora, reference
 from mlx_packs.runtime import mx
+
+DTYPES = (mx.float32, mx.bfloat16, mx.float16)
 
 GROUPS = {  # widths and ranks of the slices
     "qwen3_like_qkv": ((96, 32, 32), (4, 4, 4)),
@@ -60,3 +63,91 @@ def test_grouped_lora_in_low_precision_is_no_worse_than_the_plain_op(dtype):
         assert ours.dtype == dtype
         error, allowed = (mx.abs(v.astype(up) - exact).max().item() for v in (ours, theirs))
         assert error <= allowed + epsilon * mx.abs(exact).max().item()
+
+
+def test_slices_of_a_fused_output_equal_separate_outputs_with_all_gradients():
+    x = mx.random.normal((5, 40))
+    widths, ranks = (24, 16, 8), (4, 0, 2)
+    y = mx.random.normal((5, sum(widths)))
+    a = [mx.random.normal((40, r)) for r in ranks]
+    b = [mx.random.normal((r, w)) for r, w in zip(ranks, widths, strict=True)]
+    scales = [2.0, 0.0, 0.5]
+
+    def fused(x, y, a, b):
+        return grouped_lora(x, [y], a, b, scales)
+
+    def apart(x, y, a, b):
+        return [mx.concatenate(plain(x, mx.split(y, [24, 40], axis=-1), a, b, scales), axis=-1)]
+
+    weight = mx.random.normal(y.shape)
+    for f, g in ((fused, apart),):
+        grads, wanted = (
+            mx.grad(lambda *v, f=h: (f(*v)[0] * weight).sum(), argnums=(0, 1, 2, 3))(x, y, a, b)
+            for h in (f, g)
+        )
+        assert mx.allclose(f(x, y, a, b)[0], g(x, y, a, b)[0], atol=1e-4).item()
+        flat = zip(
+            [*grads[:2], *grads[2], *grads[3]], [*wanted[:2], *wanted[2], *wanted[3]], strict=True
+        )
+        for gradient, exact in flat:
+            assert gradient.shape == exact.shape
+            assert gradient.size == 0 or mx.allclose(gradient, exact, atol=1e-4).item()
+
+
+def test_slices_that_do_not_fill_the_outputs_are_refused():
+    x, y = mx.zeros((2, 8)), mx.zeros((2, 12))
+    with pytest.raises(ValueError, match=r"slices of \[8\] columns must fill outputs of \[12\]"):
+        grouped_lora(x, [y], [mx.zeros((8, 2))], [mx.zeros((2, 8))], [1.0])
+
+
+# ── kernels, executed ────────────────────────────────────────────────────────────────────────────
+
+WORKLOADS = {  # rows, D, ranks, widths, output of each slice
+    "uneven_4096_1024_1024": (5, 64, (16, 16, 16), (4096, 1024, 1024), (0, 1, 2)),
+    "decode_1": (1, 2560, (8, 8, 8), (512, 128, 128), (0, 1, 2)),
+    "ragged_63": (63, 300, (4, 4), (272, 272), (0, 1)),
+    "two_row_chunks_with_a_tail": (301, 40, (2,), (24,), (0,)),
+    "mixed_ranks_1_33_8": (7, 260, (1, 33, 8), (64, 16, 48), (0, 1, 2)),
+    "rank_64_three_times": (6, 257, (64, 64, 64), (65, 64, 64), (0, 1, 2)),
+    "fused_with_a_zero_rank_slice": (9, 48, (4, 0, 4), (48, 48, 48), (0, 0, 0)),
+    "zero_rank_slice": (3, 33, (0, 5), (24, 40), (0, 1)),
+    "one_column": (2, 1, (1,), (1,), (0,)),
+}
+
+
+@pytest.mark.parametrize("name", WORKLOADS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_kernel_is_no_worse_than_the_plain_op_in_outputs_and_all_gradients(emulated, dtype, name):
+    assert examine(check_of(emulated, dtype, *WORKLOADS[name], exact=False)).fault is None
+
+
+@pytest.mark.parametrize("rank", [1, 4, 8, 16, 33, 64])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_kernel_gives_exact_sums_bit_for_bit_at_every_rank(emulated, dtype, rank):
+    check = check_of(emulated, dtype, 18, 140, (rank, rank), (70, 64), (0, 1), exact=True)
+    assert examine(check).fault is None
+
+
+def test_public_op_runs_the_kernel_and_training_shapes_reach_it(emulated):
+    x, outputs, a, b, scales = inputs("mixed_ranks", (3, 7), mx.float32)
+    for ours, wanted in zip(
+        grouped_lora(x, outputs, a, b, scales), reference(x, outputs, a, b, scales), strict=True
+    ):
+        assert ours.shape == wanted.shape
+        assert mx.allclose(ours, wanted, atol=1e-4).item()
+
+
+def test_a_zero_rank_slice_of_a_fused_output_is_kept_to_the_bit(emulated):
+    y = mx.concatenate([mx.ones((3, 8)), mx.full((3, 8), -0.0)], axis=1)
+    a, b = [mx.ones((8, 2)), mx.ones((8, 0))], [mx.ones((2, 8)), mx.ones((0, 8))]
+    found = grouped_lora(mx.ones((3, 8)), [y], a, b, [1.0, 0.0])[0]
+    assert (found[:, :8] == 17).all().item()
+    assert mx.array_equal(found[:, 8:].view(mx.uint32), y[:, 8:].view(mx.uint32)).item()
+
+
+def test_an_empty_batch_and_no_rank_at_all_launch_nothing(emulated):
+    y = mx.ones((2, 0, 12))
+    found = grouped_lora(mx.ones((2, 0, 8)), [y], [mx.ones((8, 2))], [mx.ones((2, 12))], [1.0])
+    assert found[0].shape == (2, 0, 12)
+    y = mx.ones((3, 12))
+    assert grouped_lora(mx.ones((3, 8)), [y], [mx.ones((8, 0))], [mx.ones((0, 12))], [1.0]) == [y]

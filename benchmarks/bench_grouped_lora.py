@@ -1,0 +1,93 @@
+"""Low-rank deltas of q, k and v: mlx-lm's LoRALinear one by one, ours in plain MLX, our kernels.
+
+The frozen products are left out: each side gets their outputs.
+
+    python -m benchmarks.bench_grouped_lora
+"""
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+
+from mlx_lm.tuner.lora import LoRALinear
+
+from mlx_packs.ops import _backend, grouped_lora
+from mlx_packs.runtime import mx
+
+from . import op_race
+from .op_race import Contest
+
+GEOMETRIES = {  # D, and the widths of q, k, v
+    "qwen3_0_6b": (1024, (2048, 1024, 1024)),
+    "qwen3_4b": (2560, (4096, 1024, 1024)),
+    "qwen3_8b": (4096, (4096, 1024, 1024)),
+}
+SCALE = 2.0
+
+
+def implementations(rows: int, depth: int, widths: Sequence[int], rank: int) -> dict[str, Callable]:
+    """Calls (x, outputs, A, B) to summed outputs."""
+
+    layers = [LoRALinear(1, 1, r=rank, scale=SCALE).eval() for _ in widths]
+
+    def mlx_lm(x, outputs, a, b):
+        summed = []
+        for layer, y, p, q in zip(layers, outputs, a, b, strict=True):
+            layer.linear, layer.lora_a, layer.lora_b = (lambda _, y=y: y), p, q
+            summed.append(layer(x))
+        return summed
+
+    def ours(backend):
+        def call(x, outputs, a, b):
+            with _backend.backend(backend):
+                return grouped_lora.grouped_lora(x, outputs, a, b, [SCALE] * len(a))
+
+        return call
+
+    found = {"mlx-lm LoRALinear": mlx_lm, "mlx_packs plain MLX": ours("reference")}
+    if name := op_race.kernel_backend():
+        found[f"mlx_packs {name} kernel"] = ours(name)
+    return found
+
+
+def contests() -> Iterator[Contest]:
+    """Forward, and forward with all gradients, at each geometry, rows and rank."""
+    dtype = op_race.activation_dtype()
+    for name, (depth, widths) in GEOMETRIES.items():
+        for rank in (8, 16, 64):
+            for rows in (1, 8, 512, 4096):
+                x, *outputs = (
+                    mx.random.normal((rows, w), key=mx.random.key(i)).astype(dtype)
+                    for i, w in enumerate((depth, *widths))
+                )
+                a = [mx.random.normal((depth, rank), key=mx.random.key(9)) * 0.02 for _ in widths]
+                b = [mx.random.normal((rank, w), key=mx.random.key(8)) * 0.1 for w in widths]
+                mx.eval(x, outputs, a, b)
+                calls = implementations(rows, depth, widths, rank)
+                shape = f"{name} q/k/v, {rows} rows, rank {rank}"
+                short = str(dtype).rsplit(".", 1)[-1]
+                values = (x, outputs, a, b)
+                forward = {n: _bound(f, values) for n, f in calls.items()}
+                gradients = {n: _bound(_gradients(f), values) for n, f in calls.items()}
+                yield Contest(f"{shape}, forward", short, forward)
+                yield Contest(f"{shape}, gradients", short, gradients)
+
+
+def _bound(call: Callable, values: tuple) -> Callable[[], Sequence[mx.array]]:
+    return lambda: call(*values)
+
+
+def _gradients(call: Callable) -> Callable:
+    """All gradients of the sum of squares of a call's outputs, flat."""
+
+    def loss(*values):
+        return sum(y.astype(mx.float32).square().mean() for y in call(*values))
+
+    def gradients(*values):
+        dx, dy, da, db = mx.grad(loss, argnums=(0, 1, 2, 3))(*values)
+        return [dx, *dy, *da, *db]
+
+    return gradients
+
+
+if __name__ == "__main__":
+    sys.exit(op_race.main("grouped_lora", contests()))

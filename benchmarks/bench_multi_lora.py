@@ -1,0 +1,73 @@
+"""A batch whose sequences use different packs: one after the other, gathered in plain MLX, kernels.
+
+The frozen products are left out: each side gets their outputs.
+
+    python -m benchmarks.bench_multi_lora
+"""
+
+import sys
+from collections.abc import Callable, Iterator
+
+from mlx_packs.ops import _backend
+from mlx_packs.ops.grouped_lora import grouped_lora
+from mlx_packs.ops.multi_lora import multi_lora
+from mlx_packs.runtime import mx
+
+from . import op_race
+from .op_race import Contest
+
+DEPTH, WIDTHS = 2560, (4096, 1024, 1024)  # q, k, v of Qwen3-4B
+PACKS, SCALE = 4, 2.0
+
+
+def implementations(x, outputs, a, b, scales, pack) -> dict[str, Callable]:
+    """Calls without arguments, each giving the summed outputs."""
+    of_sequence = pack.tolist()
+
+    def one_by_one():
+        each = [
+            grouped_lora(
+                x[i : i + 1],
+                [y[i : i + 1] for y in outputs],
+                [v[p] for v in a],
+                [v[p] for v in b],
+                [SCALE] * len(a),
+            )
+            for i, p in enumerate(of_sequence)
+        ]
+        return [mx.concatenate(parts) for parts in zip(*each, strict=True)]
+
+    def ours(backend):
+        def call():
+            with _backend.backend(backend):
+                return multi_lora(x, outputs, a, b, scales, pack)
+
+        return call
+
+    found = {"a pack at a time": one_by_one, "mlx_packs plain MLX": ours("reference")}
+    if name := op_race.kernel_backend():
+        found[f"mlx_packs {name} kernel"] = ours(name)
+    return found
+
+
+def contests() -> Iterator[Contest]:
+    """Decoding 1, 8 and 64 sequences, and 4 prompts of 128, over four packs."""
+    dtype = op_race.activation_dtype()
+    for rank in (16, 64):
+        for sequences, rows in ((1, 1), (8, 1), (64, 1), (4, 128)):
+            x, *outputs = (
+                mx.random.normal((sequences, rows, w), key=mx.random.key(i)).astype(dtype)
+                for i, w in enumerate((DEPTH, *WIDTHS))
+            )
+            a = [mx.random.normal((PACKS, DEPTH, rank), key=mx.random.key(9)) * 0.02] * len(WIDTHS)
+            b = [mx.random.normal((PACKS, rank, w), key=mx.random.key(8)) * 0.1 for w in WIDTHS]
+            scales = [mx.full((8,), SCALE)] * len(WIDTHS)
+            pack = mx.array([i % PACKS for i in range(max(8, sequences))], dtype=mx.int32)
+            mx.eval(x, outputs, a, b, scales, pack)
+            shape = f"qwen3_4b q/k/v, {sequences} x {rows} rows, rank {rank}"
+            calls = implementations(x, outputs, a, b, scales, pack[:sequences])
+            yield Contest(shape, str(dtype).rsplit(".", 1)[-1], calls)
+
+
+if __name__ == "__main__":
+    sys.exit(op_race.main("multi_lora", contests()))

@@ -1,0 +1,51 @@
+"""A product with an NF4 weight: kept dense, packed in plain MLX, packed by kernels.
+
+python -m benchmarks.bench_nf4
+"""
+
+import sys
+from collections.abc import Callable, Iterator
+
+from mlx_packs.ops import _backend, nf4
+from mlx_packs.runtime import mx
+
+from . import op_race
+from .op_race import Contest
+
+SHAPES = {"qwen3_0_6b q": (2048, 1024), "qwen3_4b q": (4096, 2560), "qwen3_4b down": (2560, 9728)}
+
+
+def implementations(x: mx.array, w: mx.array) -> dict[str, Callable]:
+    """Calls without arguments; the first is the baseline."""
+    weight = nf4.quantize(w)
+    mx.eval(weight.weight, weight.absmax, weight.nested_absmax, weight.offset)
+    dense = nf4.dequantize(weight, x.dtype)
+    mx.eval(dense)
+
+    def ours(backend):
+        def call():
+            with _backend.backend(backend):
+                return [nf4.matmul(x, weight)]
+
+        return call
+
+    found = {"dense, kept": lambda: [x @ dense.T], "mlx_packs plain MLX": ours("reference")}
+    if name := op_race.kernel_backend():
+        found[f"mlx_packs {name} kernel"] = ours(name)
+    return found
+
+
+def contests() -> Iterator[Contest]:
+    """Few rows and many, double-quantized."""
+    dtype = op_race.activation_dtype()
+    for name, (outputs, depth) in SHAPES.items():
+        w = mx.random.normal((outputs, depth), key=mx.random.key(0)) * 0.02
+        for rows in (1, 8, 512):
+            x = mx.random.normal((rows, depth), key=mx.random.key(1)).astype(dtype)
+            mx.eval(x, w)
+            calls = implementations(x, w)
+            yield Contest(f"{name}, {rows} rows", str(dtype).rsplit(".", 1)[-1], calls)
+
+
+if __name__ == "__main__":
+    sys.exit(op_race.main("nf4", contests()))

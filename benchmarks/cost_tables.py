@@ -1,0 +1,97 @@
+"""Prints the cost-model tables of kernels/*/README.md from the launch tables in mlx_packs/ops.
+
+python -m benchmarks.cost_tables            # print
+python -m benchmarks.cost_tables --write    # put them into the READMEs, between their marks
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from mlx_packs.doctor import OPS
+from mlx_packs.ops._cost import CHIPS, Launch, seconds
+
+KERNELS = Path(__file__).parent.parent / "kernels"
+BEGIN, END = "<!-- cost table -->", "<!-- end of cost table -->"
+Plans = tuple[Sequence[Launch], Sequence[Launch]]  # plain MLX, kernels
+
+
+def cases() -> dict[str, list[tuple[str, Plans]]]:
+    """By op, what is computed and its two plans."""
+    return {op.OP: op.cost_cases() for op in OPS}
+
+
+def table(op: str) -> str:
+    """Two tables in markdown: launches of the first case of few and of many rows, and times."""
+    found = cases()[op]
+    lines = [
+        f"Microseconds, plain MLX / kernel, expected from bytes and operations; not measured. "
+        f"`{op}` takes the smaller one.",
+        "",
+        _row(["", *(chip.name for chip in CHIPS)]),
+        _row(["---"] * (len(CHIPS) + 1)),
+    ]
+    for name, plans in found:
+        lines.append(_row([name, *(_times(plans, chip) for chip in CHIPS)]))
+    lines += ["", "Chips as the model has them:", ""]
+    lines += [
+        _row(["chip", "GB/s", "float32 TFLOP/s", "matrix TFLOP/s", "launch us"]),
+        _row(["---"] * 5),
+    ]
+    lines += [
+        _row([c.name, c.bandwidth_gb_s, c.vector_tflops, c.matrix_tflops, c.launch_us])
+        for c in CHIPS
+    ]
+    return "\n".join([*_launches(found), "", *lines])
+
+
+def _launches(found: list[tuple[str, Plans]]) -> list[str]:
+    """Bytes and operations of each kernel launch of the first and last case."""
+    lines = [
+        _row(["launch", "of", "MB from and to memory", "MB again from cache", "MFLOP"]),
+        _row(["---"] * 5),
+    ]
+    for name, (_, kernel) in (found[0], found[-1]):
+        lines += [
+            _row(
+                [x.what, name, f"{x.bytes / 1e6:.3g}", f"{x.cached_bytes / 1e6:.3g}",
+                 f"{x.flops / 1e6:.3g}"]
+            )
+            for x in kernel
+        ]  # fmt: skip
+    return lines
+
+
+def _times(plans: Plans, chip) -> str:
+    plain, kernel = (1e6 * seconds(plan, chip) for plan in plans)
+    first, second = f"{plain:,.0f}", f"{kernel:,.0f}"
+    return f"{first} / **{second}**" if kernel <= plain else f"**{first}** / {second}"
+
+
+def _row(cells: Sequence) -> str:
+    return "| " + " | ".join(map(str, cells)) + " |"
+
+
+def with_table(readme: str, op: str) -> str:
+    """The README's text with the table between its marks."""
+    before, rest = readme.split(BEGIN)
+    _, after = rest.split(END)
+    return f"{before}{BEGIN}\n\n{table(op)}\n\n{END}{after}"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser("python -m benchmarks.cost_tables", allow_abbrev=False)
+    parser.add_argument("--write", action="store_true", help="put them into kernels/*/README.md")
+    write = parser.parse_args(arguments).write
+    for op in cases():
+        readme = KERNELS / op / "README.md"
+        if write:
+            readme.write_text(with_table(readme.read_text(), op))
+        else:
+            print(f"## {op}\n\n{table(op)}\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

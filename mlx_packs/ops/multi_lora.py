@@ -1,0 +1,395 @@
+"""Low-rank deltas of a batch whose sequences use different packs, for serving.
+
+Each sequence of the batch names its pack, or none; the base projections run once for all of them
+and only the small factors differ. The kernels are those of `grouped_lora`, pointed at the factors
+of the sequence's pack; kernels/multi_lora has the plan.
+
+S-LoRA: https://arxiv.org/abs/2311.03285   Punica: https://arxiv.org/abs/2310.18547
+"""
+
+import functools
+from collections.abc import Sequence
+
+from ..runtime import mx
+from ._backend import Kernel, choose, decline, int_table
+from ._check import Check, Instance, first_fault, normal, sparse_signs
+from ._cost import Launch
+from .grouped_lora import (
+    DEPTH,
+    FEW_ROWS4,
+    MANY_ROWS4,
+    MAX_RANK,
+    MAX_RANKS,
+    MAX_SLICES,
+    THREADS,
+    WANTED_GROUPS,
+)
+
+OP = "multi_lora"
+
+
+def multi_lora(
+    x: mx.array,
+    outputs: Sequence[mx.array],
+    lora_a: Sequence[mx.array],
+    lora_b: Sequence[mx.array],
+    scales: Sequence[mx.array],
+    pack: mx.array,
+) -> list[mx.array]:
+    """Base outputs of a projection group with the deltas of each sequence's pack added.
+
+    Semantics: y[i][b] = outputs[i][b] + scales[i][p] * (x[b] @ lora_a[i][p]) @ lora_b[i][p],
+    p = pack[b]; outputs[i][b] to the bit where there is no pack.
+
+    Args:
+        x: [B, T, D], any float dtype; products accumulate in float32.
+        outputs: what the frozen projections made of the same input, [B, T, O_i] for each slice.
+        lora_a: [P, D, R_i] of each slice.   lora_b: [P, R_i, O_i] of each; masters in float32.
+            R_i is the largest rank among the packs, the others are padded with zeros. A slice
+            with R_i = 0 keeps its output.
+        scales: [P] or longer, of each slice: alpha / rank of the pack, by its own rank.
+        pack: int32, [B] or longer; -1 is none. It lies on the device and is not looked at here:
+            the caller checks it. Any number that is no pack counts as none.
+    Returns: [B, T, O_i] each, in the dtype of its base output.
+    Raises: ValueError if the shapes do not fit each other.
+
+    The kernels read ``scales`` and ``pack`` in place if they have 8 numbers or more; shorter ones
+    are copied at each call, so pad them once if many layers share them.
+    """
+    _check_shapes(x, outputs, lora_a, lora_b, scales, pack)
+    adapted = [i for i, a in enumerate(lora_a) if a.size]
+    if x.size == 0 or not adapted:
+        return list(outputs)
+    slices = [[v[i] for i in adapted] for v in (outputs, lora_a, lora_b, scales)]
+    backend = _backend_of(x, *slices[:2])
+    compute = reference if backend == "reference" else functools.partial(by_kernel, backend)
+    summed = list(outputs)
+    for i, y in zip(adapted, compute(x, *slices, pack), strict=True):
+        summed[i] = y
+    return summed
+
+
+def reference(
+    x: mx.array,
+    outputs: Sequence[mx.array],
+    lora_a: Sequence[mx.array],
+    lora_b: Sequence[mx.array],
+    scales: Sequence[mx.array],
+    pack: mx.array,
+) -> list[mx.array]:
+    """The same in plain MLX, for slices with a rank: two gathered products for each."""
+    pack = pack[: x.shape[0]]
+    index = mx.clip(pack, 0, lora_a[0].shape[0] - 1)
+    present = (pack == index)[:, None, None]
+    if x.dtype != mx.float64:
+        x = x.astype(mx.float32)
+    summed = []
+    for y, a, b, scale in zip(outputs, lora_a, lora_b, scales, strict=True):
+        h = _gathered_product(x, a, index) * scale[index][:, None, None]  # [B, T, R]
+        delta = _gathered_product(h, b, index).astype(y.dtype)
+        summed.append(mx.where(present, y + delta, y))
+    return summed
+
+
+def _gathered_product(x: mx.array, factors: mx.array, index: mx.array) -> mx.array:
+    """x[b] @ factors[index[b]] without a copy of the factors for each sequence."""
+    if x.dtype == mx.float64:  # of checks alone; gather_mm has none
+        return x @ factors[index]
+    return mx.gather_mm(x, factors.astype(mx.float32), rhs_indices=index)
+
+
+def _check_shapes(x, outputs, lora_a, lora_b, scales, pack) -> None:
+    """Raises ValueError with all that does not fit."""
+    sequences, rows, depth = x.shape
+    packs = lora_a[0].shape[0]
+    faults = []
+    if pack.ndim != 1 or pack.shape[0] < sequences:
+        faults.append(f"'pack' must be [{sequences}] but is {list(pack.shape)}")
+    for i, (y, a, b, scale) in enumerate(zip(outputs, lora_a, lora_b, scales, strict=True)):
+        rank, width = a.shape[-1], y.shape[-1]
+        wanted = {
+            "outputs": (y, (sequences, rows, width)),
+            "lora_a": (a, (packs, depth, rank)),
+            "lora_b": (b, (packs, rank, width)),
+        }
+        faults += [
+            f"'{name}' of slice {i} must be {list(shape)} but is {list(value.shape)}"
+            for name, (value, shape) in wanted.items()
+            if value.shape != shape
+        ]
+        if scale.ndim != 1 or scale.shape[0] < packs:
+            faults.append(f"'scales' of slice {i} must be [{packs}] but is {list(scale.shape)}")
+    if faults:
+        raise ValueError(f"[multi_lora] {'; '.join(faults)}.")
+
+
+# ── kernels: launch tables ───────────────────────────────────────────────────────────────────────
+# Sizes of tiles are those of grouped_lora; a tile has rows of one sequence, groups along z are
+# sequences.
+
+
+def _rows4(rows: int) -> int:
+    return FEW_ROWS4 if rows <= 4 * FEW_ROWS4 else MANY_ROWS4
+
+
+def _row_tiles(rows: int) -> int:
+    return _tiles(rows, 4 * _rows4(rows))
+
+
+def _down_chunk(sequences: int, rows: int, depth: int) -> int:
+    """Columns of x that one group takes: fewer when sequences are few, so that all cores read."""
+    tiles = _tiles(depth, DEPTH)
+    parts = min(tiles, _tiles(WANTED_GROUPS, sequences * _row_tiles(rows)))
+    return _tiles(tiles, parts) * DEPTH
+
+
+def _tiles(count: int, size: int) -> int:
+    return -(-count // size)
+
+
+def _four(values: Sequence, empty) -> list:
+    return [*values, *[empty] * (MAX_SLICES - len(values))]
+
+
+@functools.cache
+def _down_kernel() -> Kernel:
+    return Kernel(
+        OP, "multi_lora_down", ("x", "pack", "a0", "a1", "a2", "a3", "sizes"), ("h",),
+        "{shared} float4 tile[DEPTH * ROWS4];\n"
+        "multi_down<T, ROWS4, R0, R1, R2, R3>"
+        "(x, pack, a0, a1, a2, a3, sizes, h, tile, {group}, {thread});",
+        THREADS, includes=("grouped_lora",),
+    )  # fmt: skip
+
+
+@functools.cache
+def _up_kernel(ranks: tuple[int, ...]) -> Kernel:
+    """One line for each slice: groups along y are tiles of columns, slice after slice."""
+    lines = [
+        "{shared} float4 tile[TILE];",
+        "const int p = pack_of(pack, {group}.z, sizes[2]);",
+        "int first_tile = 0;",
+    ]
+    for i, rank in enumerate(ranks):
+        lines += [
+            f"const int tiles{i} = (sizes[{3 + i}] + THREADS - 1) / THREADS;",
+            f"if (int({{group}}.y) >= first_tile && int({{group}}.y) < first_tile + tiles{i})",
+            f"  multi_up_slice<T, ROWS4, {rank}, {sum(ranks)}>(y{i}, h, b{i}, scales{i}, p,"
+            f" sizes[0], sizes[1], {sum(ranks[:i])}, sizes[{3 + i}], out{i}, tile,"
+            " (int({group}.y) - first_tile) * THREADS + int({thread}), {group}, {thread});",
+            f"first_tile += tiles{i};",
+        ]
+    slices = range(len(ranks))
+    inputs = [f"{name}{i}" for name in ("y", "b", "scales") for i in slices]
+    return Kernel(
+        OP, f"multi_lora_up_{'_'.join(map(str, ranks))}", (*inputs, "h", "pack", "sizes"),
+        tuple(f"out{i}" for i in slices), "\n".join(lines), THREADS, includes=("grouped_lora",),
+    )  # fmt: skip
+
+
+# ── kernels: the op and its gradient ─────────────────────────────────────────────────────────────
+
+
+def by_kernel(backend, x, outputs, lora_a, lora_b, scales, pack) -> list[mx.array]:
+    masters = [[v.astype(mx.float32) for v in part] for part in (lora_a, lora_b, scales)]
+    op = _differentiable(backend, len(outputs))
+    return list(op(x, pack.astype(mx.int32), *outputs, *masters[0], *masters[1], *masters[2]))
+
+
+@functools.cache
+def _differentiable(backend: str, slices: int):
+    """(x, pack, *outputs, *A, *B, *scales) to sums. Nobody trains so: the gradient is plain MLX."""
+
+    def by_kind(values):
+        return [values[k * slices : (k + 1) * slices] for k in range(4)]
+
+    @mx.custom_function
+    def op(x, pack, *rest):
+        outputs, a, b, scales = by_kind(rest)
+        h = _down(backend, x, a, pack)
+        return tuple(_up(backend, outputs, b, scales, pack, h))
+
+    @op.vjp
+    def op_vjp(primals, cotangents, results):
+        x, pack, *rest = primals
+
+        def plain(x, *rest):
+            return reference(x, *by_kind(rest), pack)
+
+        _, (dx, *others) = mx.vjp(plain, [x, *rest], list(cotangents))
+        return (dx, mx.zeros_like(pack), *others)
+
+    return op
+
+
+def _down(backend, x, a, pack) -> mx.array:
+    """h, [B, parts, T, sum(R)]: each part is the product over a chunk of D."""
+    sequences, rows, depth = x.shape
+    ranks = [v.shape[-1] for v in a]
+    chunk = _down_chunk(sequences, rows, depth)
+    parts = _tiles(depth, chunk)
+    (h,) = _down_kernel().launch(
+        backend,
+        [x, pack, *_four(a, a[0]), int_table((rows, depth, chunk, a[0].shape[0]))],
+        {
+            "T": x.dtype,
+            "ROWS4": _rows4(rows),
+            **{f"R{i}": rank for i, rank in enumerate(_four(ranks, 0))},
+        },
+        (_row_tiles(rows), parts, sequences),
+        [((sequences, parts, rows, sum(ranks)), mx.float32)],
+    )
+    return h
+
+
+def _up(backend, outputs, b, scales, pack, h) -> list[mx.array]:
+    sequences, parts, rows, _ = h.shape
+    ranks = tuple(v.shape[1] for v in b)
+    widths = [y.shape[-1] for y in outputs]
+    return _up_kernel(ranks).launch(
+        backend,
+        [*outputs, *b, *scales, h, pack, int_table((rows, parts, b[0].shape[0], *widths))],
+        {"T": outputs[0].dtype, "ROWS4": _rows4(rows), "TILE": max(ranks) * _rows4(rows)},
+        (_row_tiles(rows), sum(_tiles(width, THREADS) for width in widths), sequences),
+        [(y.shape, y.dtype) for y in outputs],
+    )
+
+
+# ── choosing, checking ───────────────────────────────────────────────────────────────────────────
+
+
+def _backend_of(x, outputs, lora_a) -> str:
+    if any(y.dtype != x.dtype for y in outputs):
+        return "reference"
+    sequences, rows, depth = x.shape
+    ranks = tuple(a.shape[-1] for a in lora_a)
+    if len(ranks) > MAX_SLICES or max(ranks) > MAX_RANK or sum(ranks) > MAX_RANKS:
+        return decline(OP, f"ranks {ranks}", "more slices or ranks than a launch can hold")
+    packs, widths = lora_a[0].shape[0], tuple(y.shape[-1] for y in outputs)
+    instance = (x.dtype, ranks, _rows4(rows))
+    return choose(
+        OP,
+        instance,
+        (sequences, rows, depth, widths, packs),
+        lambda backend: first_fault(checks(backend, *instance)),
+        lambda: plans(x.dtype.size, sequences, rows, depth, packs, ranks, widths),
+    )
+
+
+def checks(backend: str, dtype: mx.Dtype, ranks: tuple[int, ...], rows4: int) -> list[Check]:
+    """Small inputs with tails in rows and columns, exact and random, for one kernel instance."""
+    rows = 1 if rows4 == FEW_ROWS4 else 4 * rows4 + 3
+    widths = [max(rank, (THREADS + 40, 36, 20, 52)[i % 4]) for i, rank in enumerate(ranks)]
+    sizes = ((2, -1, 0), rows, DEPTH + 44, 3, ranks, tuple(widths))
+    return [check_of(backend, dtype, *sizes, exact) for exact in (True, False)]
+
+
+def check_of(backend, dtype, pack, rows, depth, packs, ranks, widths, exact) -> Check:
+    """Seeded inputs for sequences that use these packs; every scale is a power of two.
+
+    ``pack`` and ``scales`` are long enough for kernels to read them in place.
+    """
+    s, sequences = len(ranks), len(pack)
+
+    def by_kind(values):
+        return [values[k * s : (k + 1) * s] for k in range(4)]
+
+    index = mx.array([*pack, *[-1] * (8 - sequences)], dtype=mx.int32)
+
+    def by_kernel(x, *rest):
+        return by_kernel(backend, x, *by_kind(rest), index)
+
+    def by_reference(x, *rest):
+        return reference(x, *by_kind(rest), index)
+
+    shapes = [(sequences, rows, depth), *((sequences, rows, width) for width in widths)]
+    shapes += [(packs, depth, rank) for rank in ranks]
+    shapes += [(packs, rank, width) for rank, width in zip(ranks, widths, strict=True)]
+    draw = sparse_signs if exact else normal
+    drawn = [draw(shape, i) for i, shape in enumerate(shapes)]
+    drawn[: 1 + s] = [v.astype(dtype) for v in drawn[: 1 + s]]
+    drawn += [mx.array([2.0 ** ((i + p) % 4 - 1) for p in range(max(packs, 8))]) for i in range(s)]
+    name = f"{'exact' if exact else 'random'} {sequences} x {rows} x {depth}"
+    return Check(name, by_kernel, by_reference, drawn, exact)
+
+
+def instances() -> list[Instance]:
+    """q, k, v of Qwen3-4B (2560 to 4096, 1024, 1024) at rank 16 with 4 packs: decode, prefill."""
+    ranks, widths, packs = (16, 16, 16), (4096, 1024, 1024), 4
+    found = []
+    for dtype in (mx.float32, mx.bfloat16, mx.float16):
+        for sequences, rows in ((1, 1), (8, 1), (64, 1), (4, 128)):
+            pack = tuple(b % packs for b in range(sequences))
+            shape = (dtype, pack, rows, 2560, packs, ranks, widths, False)
+            found.append(
+                Instance(
+                    OP,
+                    f"{str(dtype).removeprefix('mlx.core.')} rank 16 "
+                    f"2560 to {'/'.join(map(str, widths))} sequences {sequences} rows {rows}",
+                    functools.partial(checks, dtype=dtype, ranks=ranks, rows4=_rows4(rows)),
+                    functools.partial(_workload, shape=shape),
+                )
+            )
+    return found
+
+
+def _workload(backend: str, shape: tuple) -> Check:
+    return check_of(backend, *shape)
+
+
+PLAIN_TILE = 64  # rows that share one read of a factor in MLX's gathered product; assumed
+
+
+def cost_cases() -> list[tuple[str, tuple[list[Launch], list[Launch]]]]:
+    """For the table in kernels/multi_lora/README.md: bfloat16, q, k, v of Qwen3-4B, 4 packs."""
+    shapes = ((1, 1), (8, 1), (64, 1), (4, 128), (4, 1024))
+    return [
+        (
+            f"rank {rank}, {sequences} x {rows:,} rows",
+            plans(2, sequences, rows, 2560, 4, (rank,) * 3, (4096, 1024, 1024)),
+        )
+        for rank in (16, 64)
+        for sequences, rows in shapes
+    ]
+
+
+def plans(
+    itemsize: int,
+    sequences: int,
+    rows: int,
+    depth: int,
+    packs: int,
+    ranks: Sequence[int],
+    widths: Sequence[int],
+) -> tuple[list[Launch], list[Launch]]:
+    """Launches of plain MLX and of the kernels, forward; every sequence has a pack.
+
+    ``scales`` and ``pack`` are taken to need no copy.
+    """
+    e, d, total = itemsize, depth, sum(ranks)
+    n, used = sequences * rows, min(sequences, packs)
+    plain = [Launch(f"index of packs: {what}", 16 * sequences) for what in ("max", "min", "equal")]
+    if e < 4:
+        plain += [Launch("cast x", (e + 4) * n * d)]
+    reads = sequences * _tiles(rows, PLAIN_TILE)
+    for r, o in zip(ranks, widths, strict=True):
+        plain += [
+            Launch("x A", 4 * (n * d + used * d * r + n * r), 2 * n * d * r, 4 * reads * d * r,
+                   matmul=True),
+            Launch("scales of packs", 12 * sequences),
+            Launch("scale it", 8 * n * r),
+            Launch("h B", 4 * (n * r + used * r * o + n * o), 2 * n * r * o, 4 * reads * r * o,
+                   matmul=True),
+        ]  # fmt: skip
+        if e < 4:
+            plain += [Launch("cast delta", (4 + e) * n * o)]
+        plain += [Launch("add", 3 * e * n * o), Launch("keep rows without a pack", 3 * e * n * o)]
+    area = sum(r * o for r, o in zip(ranks, widths, strict=True))
+    tiles = sequences * _row_tiles(rows)
+    computed = tiles * 4 * _rows4(rows)  # rows, with those of no use in a tile of four
+    hidden = 4 * _tiles(d, _down_chunk(sequences, rows, d)) * n * total
+    down = Launch("down", e * n * d + 4 * used * d * total + hidden, 2 * computed * d * total,
+                  4 * tiles * d * total)  # fmt: skip
+    up = Launch("up", 2 * e * n * sum(widths) + 4 * used * area + hidden, 2 * computed * area,
+                4 * tiles * area)  # fmt: skip
+    return plain, [down, up]

@@ -1,0 +1,503 @@
+"""Frozen weights in 4-bit NormalFloat, as bitsandbytes stores them.
+
+Every weight is one of 16 levels, the quantiles of a normal distribution, times the largest
+magnitude of its block (absmax). Double quantization stores the absmax in 8 bits too. The reference
+comes first; below it the kernels of kernels/nf4, whose README has the plan.
+
+QLoRA: https://arxiv.org/abs/2305.14314
+"""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..runtime import mx
+from ._backend import Kernel, choose, int_table
+from ._check import Check, Instance, first_fault, normal, sparse_signs
+from ._cost import Launch
+
+OP = "nf4"
+BLOCK_SIZES = (32, 64, 128, 256)
+NESTED_BLOCK_SIZE = 256  # absmax codes that share a nested absmax
+LEVELS = (
+    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635,
+    -0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725,
+    0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941,
+    0.7229568362236023, 1.0,
+)  # fmt: skip
+
+
+@dataclass(frozen=True, eq=False)
+class NF4Weight:
+    """A packed weight [O, D]. Blocks are consecutive elements of the flattened weight.
+
+    weight: uint8 [O, D / 2]; of two neighbours the first is in the high half of the byte.
+    absmax: float32 [blocks], or with double quantization uint8, codes of `absmax_map`.
+    nested_absmax: float32 [blocks / 256, rounded up], of the codes.   offset: float32 [1]; an
+        absmax is absmax_map[code] * nested_absmax[block // 256] + offset.
+    """
+
+    weight: mx.array
+    absmax: mx.array
+    nested_absmax: mx.array | None = None
+    offset: mx.array | None = None
+    block_size: int = 64
+
+    def __post_init__(self):
+        if self.block_size not in BLOCK_SIZES:
+            raise ValueError(
+                f"[NF4Weight] 'block_size' must be one of {BLOCK_SIZES} but got {self.block_size}."
+            )
+        blocks = _tiles(2 * self.weight.size, self.block_size)
+        wanted = {"absmax": f"float32 [{blocks}]"}
+        if self.double_quant:
+            nested = _tiles(blocks, NESTED_BLOCK_SIZE)
+            wanted = {"absmax": f"uint8 [{blocks}]", "nested_absmax": f"float32 [{nested}]"}
+            wanted["offset"] = "float32 [1]"
+        faults = [
+            f"'{name}' must be {must} but got {has}"
+            for name, must in wanted.items()
+            if (has := _kind(getattr(self, name))) != must
+        ]
+        if self.weight.ndim != 2 or self.weight.dtype != mx.uint8:
+            faults.insert(0, f"'weight' must be uint8 [O, D / 2] but got {_kind(self.weight)}")
+        if faults:
+            raise ValueError(f"[NF4Weight] {'; '.join(faults)}.")
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """[O, D] of the weight that is packed."""
+        return self.weight.shape[0], 2 * self.weight.shape[1]
+
+    @property
+    def double_quant(self) -> bool:
+        """Whether the absmax are codes themselves."""
+        return self.nested_absmax is not None or self.offset is not None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are stored."""
+        parts = (self.weight, self.absmax, self.nested_absmax, self.offset)
+        return sum(part.nbytes for part in parts if part is not None)
+
+
+def _kind(value: mx.array | None) -> str:
+    if value is None:
+        return "None"
+    return f"{str(value.dtype).removeprefix('mlx.core.')} {list(value.shape)}"
+
+
+def quantize(w: mx.array, block_size: int = 64, double_quant: bool = True) -> NF4Weight:
+    """Pack a weight [O, D] of any float dtype; D must be even."""
+    outputs, depth = w.shape
+    if depth % 2:
+        raise ValueError(f"[nf4] columns of a weight must be even but got {depth}.")
+    scaled, absmax = _normalized(w.astype(mx.float32).flatten(), block_size)
+    codes = _nearest(scaled, _levels()).reshape(outputs, depth // 2, 2)
+    weight = (codes[..., 0] << 4) | codes[..., 1]
+    if not double_quant:
+        return NF4Weight(weight, absmax, block_size=block_size)
+    offset = absmax.mean(keepdims=True)
+    scaled, nested_absmax = _normalized(absmax - offset, NESTED_BLOCK_SIZE)
+    return NF4Weight(weight, _nearest(scaled, absmax_map()), nested_absmax, offset, block_size)
+
+
+def dequantize(weight: NF4Weight, dtype: mx.Dtype = mx.bfloat16) -> mx.array:
+    """The weight as [O, D].
+
+    Semantics: w.flatten()[i] = LEVELS[code[i]] * absmax[i // block_size]
+    The product is float32, rounded to ``dtype`` once.
+    """
+    return _dequantized(_dequantize_backend(weight, dtype), weight, dtype)
+
+
+def matmul(x: mx.array, weight: NF4Weight) -> mx.array:
+    """Product with a packed weight, which is frozen: the gradient reaches x only.
+
+    Semantics: y = x @ dequantize(weight, x.dtype).T
+    Nothing dense is kept for the backward. For few rows the 4-bit weight is read as it is, and
+    not rounded to the dtype of x.
+
+    Args:
+        x: [..., D], any float dtype; products accumulate in float32.
+    Returns: [..., O] in the dtype of x.
+    """
+    outputs, depth = weight.shape
+    if x.shape[-1] != depth:
+        raise ValueError(f"[nf4] x must have {depth} columns but its shape is {x.shape}.")
+    rows = x.reshape(-1, depth)  # [N, D]
+    product = _product(weight, _matvec_backend(rows, weight), dequantize)
+    return product(rows).reshape(*x.shape[:-1], outputs)
+
+
+def reference(x: mx.array, weight: NF4Weight) -> mx.array:
+    """The product in plain MLX."""
+    return x @ reference_dequantize(weight, x.dtype).T
+
+
+def reference_dequantize(weight: NF4Weight, dtype: mx.Dtype) -> mx.array:
+    """The dense weight in plain MLX."""
+    absmax = weight.absmax
+    if weight.double_quant:
+        nested = _by_block(absmax_map()[absmax], weight.nested_absmax, NESTED_BLOCK_SIZE)
+        absmax = nested + weight.offset
+    dense = _by_block(_levels_of_byte()[weight.weight].flatten(), absmax, weight.block_size)
+    return dense.astype(dtype).reshape(weight.shape)
+
+
+def _by_block(values: mx.array, factors: mx.array, block_size: int) -> mx.array:
+    """values[i] * factors[i // block_size]; the last block may be short."""
+    if values.size % block_size == 0:
+        return (values.reshape(-1, block_size) * factors[:, None]).flatten()
+    return values * mx.repeat(factors, block_size)[: values.size]
+
+
+def _normalized(values: mx.array, block_size: int) -> tuple[mx.array, mx.array]:
+    """values over the largest magnitude of their block, and those magnitudes."""
+    padded = mx.pad(values, (0, -values.size % block_size)).reshape(-1, block_size)
+    absmax = mx.abs(padded).max(axis=1)
+    scaled = padded / mx.where(absmax > 0, absmax, 1)[:, None]
+    return scaled.flatten()[: values.size], absmax
+
+
+def _nearest(values: mx.array, table: mx.array) -> mx.array:
+    """Index of the nearest entry of a sorted table, by bisection; its size is a power of two."""
+    middles = (table[1:] + table[:-1]) / 2
+    found = mx.zeros(values.shape, mx.uint8)
+    step = table.size // 2
+    while step:
+        found = mx.where(values > middles[found + (step - 1)], found + step, found)
+        step //= 2
+    return found
+
+
+@functools.cache
+def _levels() -> mx.array:
+    return mx.array(LEVELS, dtype=mx.float32)
+
+
+@functools.cache
+def _levels_of_byte() -> mx.array:
+    """[256, 2]: one look-up for both codes of a byte."""
+    return mx.array([[LEVELS[byte >> 4], LEVELS[byte & 15]] for byte in range(256)])
+
+
+@functools.cache
+def absmax_map() -> mx.array:
+    """The 256 values of an absmax code: bitsandbytes' signed dynamic map, to the bit.
+
+    Seven decades from 1e-6 to 1; decade i has 2^i values of each sign, in the middles of equal
+    parts of [0.1, 1]. 0 and 1 are added.
+    """
+    low, width = np.float32(0.1), np.float64(np.float32(0.9))
+    values = [0.0, 1.0]
+    for i in range(7):
+        parts = 2**i
+        k, step = np.arange(parts + 1), width / parts
+        # each half from its own end, as torch.linspace does
+        ends = np.where(k < (parts + 1) // 2, low + step * k, 1 - step * (parts - k))
+        ends = ends.astype(np.float32)
+        middles = (ends[1:] + ends[:-1]) / np.float32(2) * np.float32(10.0 ** (i - 6))
+        values += [*middles, *-middles]
+    return mx.array(np.sort(np.array(values, dtype=np.float32)))
+
+
+# ── kernels: launch tables ───────────────────────────────────────────────────────────────────────
+
+LANES = 32  # of a simdgroup, of a warp
+DEQUANTIZE_THREADS = 256  # one word of codes each
+# As MLX's own quantized matrix-vector product: small groups, so that 1024 outputs fill all cores,
+# and 4 outputs a simdgroup, so that x is loaded once for 4.
+MATVEC_THREADS, MATVEC_OUTPUTS = 64, 4
+ROW_TILES = (1, 2, 4, 8)  # rows that share an unpacked word
+MATVEC_ROWS = 16  # at 24 a dense weight and MLX's product cost the same, by the cost model of Macs
+UNPACK_FLOPS = 6  # shift, mask, look up; each costs as much as a multiply-add
+
+
+def _tiles(count: int, size: int) -> int:
+    return -(-count // size)
+
+
+def _row_tile(rows: int) -> int:
+    return next((tile for tile in ROW_TILES if rows <= tile), ROW_TILES[-1])
+
+
+def _word_dtype(depth: int) -> mx.Dtype:
+    """Codes are read 8 at a time where rows begin at a whole word, else 2."""
+    return mx.uint32 if depth % 8 == 0 else mx.uint8
+
+
+_INPUTS = ("weight", "absmax", "map", "nested", "offset", "levels", "sizes")
+_ARGUMENTS = "weight, absmax, map, nested, offset, levels, sizes"
+
+
+@functools.cache
+def _dequantize_kernel() -> Kernel:
+    return Kernel(
+        OP, "nf4_dequantize", _INPUTS, ("w",),
+        "{shared} float table[LEVELS];\n"
+        f"dequantize<T, W, A, BLOCK>({_ARGUMENTS}, w, table,"
+        f" {{group}}.x * {DEQUANTIZE_THREADS} + {{thread}}, {{thread}});",
+        DEQUANTIZE_THREADS,
+    )  # fmt: skip
+
+
+@functools.cache
+def _matvec_kernel() -> Kernel:
+    return Kernel(
+        OP, "nf4_matvec", ("x", *_INPUTS), ("y",),
+        "{shared} float table[LEVELS];\n"
+        f"matvec<T, W, A, BLOCK, ROWS, {MATVEC_OUTPUTS}, {MATVEC_THREADS}>"
+        f"(x, {_ARGUMENTS}, y, table, {{group}}, {{thread}});",
+        MATVEC_THREADS,
+    )  # fmt: skip
+
+
+# ── kernels: the op and its gradient ─────────────────────────────────────────────────────────────
+
+
+def _product(
+    weight: NF4Weight, matvec_by: str, unpack: Callable[[NF4Weight, mx.Dtype], mx.array]
+) -> Callable[[mx.array], mx.array]:
+    """x [N, D] to [N, O]. The weight is bound, not passed: only x has a gradient."""
+
+    @mx.custom_function
+    def product(x):
+        if matvec_by != "reference":
+            return _matvec(matvec_by, x, weight)
+        return x @ unpack(weight, x.dtype).T
+
+    @product.vjp
+    def product_vjp(x, cotangent, _):
+        return cotangent @ unpack(weight, cotangent.dtype)
+
+    return product
+
+
+def _dequantized(backend: str, weight: NF4Weight, dtype: mx.Dtype) -> mx.array:
+    if backend == "reference":
+        return reference_dequantize(weight, dtype)
+    packed, template = _packed(weight, dtype)
+    words = packed[0].size
+    (w,) = _dequantize_kernel().launch(
+        backend,
+        [*packed, int_table((words,))],
+        template,
+        (_tiles(words, DEQUANTIZE_THREADS), 1, 1),
+        [(weight.shape, dtype)],
+    )
+    return w
+
+
+def _matvec(backend: str, x: mx.array, weight: NF4Weight) -> mx.array:
+    rows, (outputs, depth) = x.shape[0], weight.shape
+    packed, template = _packed(weight, x.dtype)
+    tile = _row_tile(rows)
+    outputs_of_group = MATVEC_OUTPUTS * MATVEC_THREADS // LANES
+    (y,) = _matvec_kernel().launch(
+        backend,
+        [x, *packed, int_table((rows, depth, outputs))],
+        {**template, "ROWS": tile},
+        (_tiles(outputs, outputs_of_group), _tiles(rows, tile), 1),
+        [((rows, outputs), x.dtype)],
+    )
+    return y
+
+
+def _packed(weight: NF4Weight, dtype: mx.Dtype) -> tuple[list[mx.array], dict]:
+    """Inputs of both kernels but the sizes, and their template arguments."""
+    word = _word_dtype(weight.shape[1])
+    nested, offset = absmax_map(), absmax_map()  # without double quantization they are not read
+    if weight.double_quant:
+        nested, offset = weight.nested_absmax, weight.offset
+    inputs = [weight.weight.flatten().view(word), weight.absmax, absmax_map(), nested, offset]
+    template = {"T": dtype, "W": word, "A": weight.absmax.dtype, "BLOCK": weight.block_size}
+    return [*inputs, _levels()], template
+
+
+# ── choosing, checking ───────────────────────────────────────────────────────────────────────────
+
+
+def _instance(weight: NF4Weight, dtype: mx.Dtype) -> tuple:
+    return dtype, _word_dtype(weight.shape[1]), weight.block_size, weight.double_quant
+
+
+def _dequantize_backend(weight: NF4Weight, dtype: mx.Dtype) -> str:
+    if weight.weight.size == 0:
+        return "reference"
+    instance = _instance(weight, dtype)
+    return choose(
+        OP,
+        ("dequantize", *instance),
+        ("dequantize", *weight.shape),
+        lambda backend: first_fault(checks(backend, *instance, rows=MATVEC_ROWS + 1)),
+        lambda: dequantize_plans(dtype.size, weight.shape, weight.block_size, weight.double_quant),
+    )
+
+
+def _matvec_backend(x: mx.array, weight: NF4Weight) -> str:
+    rows = x.shape[0]
+    if x.size == 0 or weight.weight.size == 0 or rows > MATVEC_ROWS:
+        return "reference"
+    instance, tile = _instance(weight, x.dtype), _row_tile(rows)
+    return choose(
+        OP,
+        ("matvec", *instance, tile),
+        ("matvec", rows, *weight.shape),
+        lambda backend: first_fault(checks(backend, *instance, rows=_rows_of_check(tile))),
+        lambda: matvec_plans(
+            x.dtype.size, rows, weight.shape, weight.block_size, weight.double_quant
+        ),
+    )
+
+
+def _rows_of_check(tile: int) -> int:
+    """Rows that take this tile; of the largest a second one, with a tail."""
+    return tile + 3 if tile == ROW_TILES[-1] else tile
+
+
+def checks(
+    backend: str, dtype: mx.Dtype, word: mx.Dtype, block_size: int, double_quant: bool, rows: int
+) -> list[Check]:
+    """Small inputs with tails in all directions and blocks across rows, exact and random."""
+    depth = 264 + (0 if word == mx.uint32 else 2)
+    outputs = _tiles((NESTED_BLOCK_SIZE + 1) * block_size, depth) | 1  # two nested blocks, a tail
+    shape = (dtype, rows, depth, outputs, block_size, double_quant)
+    return [check_of(backend, *shape, exact) for exact in (True, False)]
+
+
+def check_of(backend, dtype, rows, depth, outputs, block_size, double_quant, exact) -> Check:
+    """A seeded weight of these sizes and rows of x; exact ones have levels -1, 0 and 1 only."""
+    drawn = _drawn_weight(outputs, depth, block_size, double_quant, exact)
+    matvec_by = backend if rows <= MATVEC_ROWS else "reference"
+
+    def by_kernel(x):
+        return [_product(drawn, matvec_by, functools.partial(_dequantized, backend))(x)]
+
+    def by_reference(x):
+        return [reference(x, drawn)]
+
+    x = (sparse_signs if exact else normal)((rows, depth), 0).astype(dtype)
+    name = f"{'exact' if exact else 'random'} {rows} x {depth} to {outputs}"
+    return Check(name, by_kernel, by_reference, [x], exact)
+
+
+def _drawn_weight(outputs, depth, block_size, double_quant, exact) -> NF4Weight:
+    if not exact:
+        return quantize(normal((outputs, depth), 1), block_size, double_quant)
+    signs = sparse_signs((outputs, depth), 1)
+    packed = quantize(signs, block_size, double_quant=False)
+    blocks = packed.absmax.size
+    powers = 2.0 ** (mx.arange(blocks) % 3)
+    if not double_quant:
+        return NF4Weight(packed.weight, powers, block_size=block_size)
+    values = mx.arange(blocks) % 2  # of the map: 0 or 1
+    codes = _nearest(values.astype(mx.float32), absmax_map())
+    nested = 2.0 ** (mx.arange(_tiles(blocks, NESTED_BLOCK_SIZE)) % 3)
+    return NF4Weight(packed.weight, codes, nested, mx.array([2.0]), block_size)
+
+
+def instances() -> list[Instance]:
+    """The q projection of Qwen3-4B, 2560 to 4096: one row, and 512."""
+    found = []
+    for dtype in (mx.float32, mx.bfloat16, mx.float16):
+        for double_quant in (False, True):
+            for rows in (1, 512):
+                kind = "nf4 double" if double_quant else "nf4"
+                found.append(
+                    Instance(
+                        OP,
+                        f"{str(dtype).removeprefix('mlx.core.')} {kind} 2560 to 4096 rows {rows}",
+                        functools.partial(
+                            checks, dtype=dtype, word=_word_dtype(2560), block_size=64,
+                            double_quant=double_quant, rows=min(rows, MATVEC_ROWS + 1),
+                        ),
+                        functools.partial(
+                            check_of, dtype=dtype, rows=rows, depth=2560, outputs=4096,
+                            block_size=64, double_quant=double_quant, exact=False,
+                        ),
+                    )
+                )  # fmt: skip
+    return found
+
+
+def plans(
+    itemsize: int,
+    rows: int,
+    shape: tuple[int, int],
+    block_size: int = 64,
+    double_quant: bool = True,
+) -> tuple[list[Launch], list[Launch]]:
+    """Launches of one forward: of plain MLX, and of the kernels with MLX's product."""
+    plain, unpack = dequantize_plans(itemsize, shape, block_size, double_quant)
+    product = [_product_launch(itemsize, rows, shape)]
+    if rows > MATVEC_ROWS:
+        return plain + product, unpack + product
+    return plain + product, matvec_plans(itemsize, rows, shape, block_size, double_quant)[1]
+
+
+def cost_cases() -> list[tuple[str, tuple[list[Launch], list[Launch]]]]:
+    """For the table in kernels/nf4/README.md: bfloat16, the q projection of Qwen3-4B."""
+    shape = (4096, 2560)
+    rows = (1, 4, 8, 16, 64, 512, 4096)
+    unpacked = dequantize_plans(2, shape, 64, True)
+    return [*((f"rows {n:,}", plans(2, n, shape)) for n in rows), ("dequantize", unpacked)]
+
+
+def dequantize_plans(
+    itemsize: int, shape: tuple[int, int], block_size: int, double_quant: bool
+) -> tuple[list[Launch], list[Launch]]:
+    """Launches that make the weight dense: of plain MLX, and the kernel."""
+    n = shape[0] * shape[1]
+    blocks = _tiles(n, block_size)
+    plain = []
+    if double_quant:
+        plain += [
+            Launch("look up absmax", 5 * blocks),
+            Launch("times nested absmax", 8 * blocks),
+            Launch("add offset", 8 * blocks),
+        ]
+    plain += [
+        Launch("look up levels", 4.5 * n),
+        Launch("times absmax", 8 * n + 4 * blocks),
+    ]
+    if itemsize < 4:
+        plain += [Launch("cast", (4 + itemsize) * n)]
+    packed = _packed_bytes(n, block_size, double_quant)
+    return plain, [Launch("dequantize", packed + itemsize * n, (UNPACK_FLOPS + 2) * n)]
+
+
+def matvec_plans(
+    itemsize: int, rows: int, shape: tuple[int, int], block_size: int, double_quant: bool
+) -> tuple[list[Launch], list[Launch]]:
+    """Launches of a product with few rows: by a dense weight, and by the matvec kernel."""
+    outputs, depth = shape
+    n = outputs * depth
+    dense = dequantize_plans(itemsize, shape, block_size, double_quant)[1]
+    dense += [_product_launch(itemsize, rows, shape)]
+    row_tiles, tile = _tiles(rows, _row_tile(rows)), _row_tile(rows)
+    packed = _packed_bytes(n, block_size, double_quant)
+    x = itemsize * rows * depth
+    simdgroups = _tiles(outputs, MATVEC_OUTPUTS)
+    kernel = Launch(
+        "matvec",
+        packed + x + itemsize * rows * outputs,
+        row_tiles * (UNPACK_FLOPS + 2 * tile) * n,
+        row_tiles * packed + simdgroups * x,
+    )
+    return dense, [kernel]
+
+
+def _product_launch(itemsize: int, rows: int, shape: tuple[int, int]) -> Launch:
+    outputs, depth = shape
+    n = outputs * depth
+    moved = itemsize * (rows * depth + n + rows * outputs)
+    return Launch("MLX's product", moved, 2 * rows * n, matmul=True)
+
+
+def _packed_bytes(n: int, block_size: int, double_quant: bool) -> float:
+    blocks = _tiles(n, block_size)
+    absmax = blocks + 4 * _tiles(blocks, NESTED_BLOCK_SIZE) if double_quant else 4 * blocks
+    return n / 2 + absmax

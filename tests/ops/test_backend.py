@@ -1,0 +1,147 @@
+"""Choosing a backend, and what happens on a machine where a kernel fails."""
+
+import logging
+
+import pytest
+from conftest import emulation
+
+import mlx_packs as mp
+from mlx_packs.ops import _backend, _cost, grouped_lora
+from mlx_packs.ops._check import Check, examine
+from mlx_packs.runtime import mx
+
+
+def call() -> list[mx.array]:
+    """A call of an op with its seeded inputs."""
+    x, y = (mx.random.normal((6, w), key=mx.random.key(w)) for w in (40, 24))
+    a = mx.random.normal((40, 4), key=mx.random.key(1))
+    b = mx.random.normal((4, 24), key=mx.random.key(2))
+    return grouped_lora.grouped_lora(x, [y], [a], [b], [2.0])
+
+
+def test_reference_is_the_default_on_a_cpu_and_can_be_named():
+    assert _backend.detect() == "reference" and _backend.forced() is None
+    with mp.backend("reference"):
+        assert _backend.forced() == "reference"
+    assert _backend.forced() is None
+
+
+@pytest.mark.parametrize("name", ["metal", "cuda", "vulkan"])
+def test_a_backend_that_is_not_here_is_an_error_by_every_way_to_name_it(name, monkeypatch, run):
+    with pytest.raises(mp.PackError, match=f"--backend {name}"), mp.backend(name):
+        pass
+    assert _backend.forced() is None  # the failed one left nothing behind
+    monkeypatch.setenv("MLX_PACKS_BACKEND", name)
+    with pytest.raises(mp.PackError, match=f"MLX_PACKS_BACKEND {name}"):
+        call()
+    for command in (["generate", "--prompt", "x"], ["train"], ["doctor"]):
+        code, out, err = run(*command)
+        assert (code, out) == (2, "") and f"MLX_PACKS_BACKEND {name}" in err
+    monkeypatch.delenv("MLX_PACKS_BACKEND")
+    code, out, err = run("train", "--backend", name)
+    assert (code, out) == (2, "") and err.count("\n") == 1 and f"--backend {name}" in err
+
+
+def test_backend_of_one_command_does_not_outlive_it(run):
+    assert run("generate", "--prompt", "x", "--max-tokens", 1, "--backend", "reference")[0] == 0
+    assert _backend.forced() is None
+
+
+def broken(kind: str, maker):
+    """A maker of kernels that do not compile, that raise when run, or that are wrong."""
+
+    def make(**definition):
+        if kind == "compile":
+            raise RuntimeError("[metal::Device] Unable to build metal library from source")
+        kernel = maker(**definition)
+
+        def run(**arguments):
+            if kind == "exception":
+                raise ValueError("threadgroup of 256 exceeds the pipeline's limit of 224")
+            outputs = kernel(**arguments)
+            return [v + mx.where(mx.arange(v.size).reshape(v.shape) == 5, 0.5, 0) for v in outputs]
+
+        return run
+
+    return make
+
+
+@pytest.mark.parametrize("forced", [False, True])
+@pytest.mark.parametrize("kind", ["compile", "exception", "wrong"])
+def test_a_failing_kernel_falls_back_once_with_a_reason_and_right_numbers(
+    kind, forced, monkeypatch, caplog
+):
+    expected = call()
+    with emulation("metal"), caplog.at_level(logging.WARNING, "mlx_packs"):
+        monkeypatch.setitem(_backend.MAKERS, "metal", broken(kind, _backend.MAKERS["metal"]))
+        if not forced:
+            monkeypatch.setattr(_backend, "chip_here", lambda: _cost.chip_named("Apple M1"))
+        with _backend.backend("metal" if forced else None):
+            for _ in range(3):
+                assert mx.array_equal(call()[0], expected[0]).item()
+        reason = _backend.record()["fallbacks"]["grouped_lora"]
+        assert {"compile": "Unable to build", "exception": "limit of 224", "wrong": "off by"}[
+            kind
+        ] in reason
+        assert len(caplog.records) == 1 and reason in caplog.records[0].getMessage()
+
+
+def test_chooser_takes_kernels_for_few_rows_and_plain_mlx_where_the_cost_model_says_so(monkeypatch):
+    with emulation("metal") as built:
+        monkeypatch.setattr(_backend, "chip_here", lambda: _cost.chip_named("Apple M3 Max"))
+        call()
+        assert built and _backend.record()["kernels"] == ["grouped_lora (6, 40, (24,))"]
+        slow = _cost.Launch("kernel", bytes=1e9)
+        monkeypatch.setattr(grouped_lora, "plans", lambda *_: ([], [slow]))
+        _backend.forget()
+        call()
+        assert "plain MLX for 1 (grouped_lora (6, 40, (24,)): 0 us, kernel" in _backend.summary()
+
+
+def test_launches_that_no_kernel_can_hold_take_the_reference_and_say_so():
+    with emulation("metal") as built, _backend.backend("metal"):
+        x, y = mx.ones((3, 80)), mx.ones((3, 96))
+        grouped_lora.grouped_lora(x, [y], [mx.ones((80, 65))], [mx.ones((65, 96))], [1.0])
+        assert not built
+        assert list(_backend.record()["plain_mlx"].values()) == [
+            "more slices or ranks than a launch can hold"
+        ]
+
+
+def test_examine_sees_a_wrong_value_a_wrong_gradient_and_a_nan():
+    x = mx.random.normal((4, 8))
+
+    def right(v):
+        return [v * 2]
+
+    @mx.custom_function
+    def wrong_gradient(v):
+        return v * 2
+
+    @wrong_gradient.vjp
+    def _(primals, cotangent, output):
+        return cotangent
+
+    cases = {
+        "output 0": lambda v: [mx.where(v == x[0, 0], 0, v * 2)],
+        "gradient 0": lambda v: [wrong_gradient(v)],
+        "off by nan": lambda v: [v * 2 + mx.array(float("nan"))],
+    }
+    for told, op in cases.items():
+        for exact in (True, False):
+            assert told in examine(Check("case", op, right, [x], exact)).fault
+    assert examine(Check("case", right, right, [x])).fault is None
+
+
+def test_cost_model_knows_this_chip_or_one_in_proportion():
+    for name, like in (
+        ("Apple M3 Max", "Apple M3 Max"),
+        ("Apple M2 Max", "Apple M3 Max"),
+        ("Apple M1 Pro", "Apple M2 Pro"),
+        ("Apple M5", "Apple M1"),
+        ("NVIDIA H100 80GB HBM3", "NVIDIA H200"),
+    ):
+        assert _cost.chip_named(name).name == like
+    chip = _cost.chip_named("Apple M3 Max")
+    read = _cost.seconds([_cost.Launch("read", bytes=3e9)], chip)
+    assert read == pytest.approx(2.75e-6 + 3 / (400 * 0.75))

@@ -1,0 +1,108 @@
+"""Every kernel instance that real models ask for compiles, within the limits of a launch."""
+
+import pytest
+from conftest import emulation
+
+from mlx_packs.ops import grouped_lora, multi_lora, nf4
+from mlx_packs.runtime import mx
+
+# hidden, FFN, query heads x 128, KV heads x 128
+MODELS = {
+    "qwen3_0_6b": (1024, 3072, 2048, 1024),
+    "qwen3_4b": (2560, 9728, 4096, 1024),
+    "qwen3_8b": (4096, 12288, 4096, 1024),
+    "qwen3_14b": (5120, 17408, 5120, 1024),
+    "llama3_8b": (4096, 14336, 4096, 1024),
+    "mistral_7b": (4096, 14336, 4096, 1024),
+}
+RANKS = (1, 4, 8, 16, 32, 33, 64)
+ROWS = (1, 8, 2048)
+DTYPES = (mx.float32, mx.bfloat16, mx.float16)
+
+
+def groups(name: str) -> list[tuple[int, tuple[int, ...]]]:
+    """Input and output widths of each projection group."""
+    hidden, ffn, q, kv = MODELS[name]
+    return [(hidden, (q, kv, kv)), (q, (hidden,)), (hidden, (ffn, ffn)), (ffn, (hidden,))]
+
+
+def check_launches(built) -> None:
+    """What the emulator saw of each launch; it refuses more than these limits by itself."""
+    for kernel in built:
+        for report in kernel.reports:
+            assert report.threads_per_group <= 1024 and report.threadgroup_bytes <= 32768
+            assert report.threadgroup_bytes <= 20480, "two groups must fit into a core"
+
+
+def trace(language: str, rows: int, depth: int, widths, rank: int, dtype: mx.Dtype) -> None:
+    """Ask for every launch of one group, forward and backward; nothing is computed."""
+    count = len(widths)
+
+    def call(x, *rest):
+        y, a, b = rest[:count], rest[count : 2 * count], rest[2 * count :]
+        return grouped_lora.by_kernel(language, x, y, a, b, (1.0,) * count)
+
+    outputs = [mx.zeros((rows, w), dtype) for w in widths]
+    a = [mx.zeros((depth, rank)) for _ in widths]
+    b = [mx.zeros((rank, w)) for w in widths]
+    mx.vjp(call, [mx.zeros((rows, depth), dtype), *outputs, *a, *b], outputs)
+
+
+def trace_all(name: str, language: str, ranks: tuple[int, ...]) -> None:
+    with emulation(language, compile_only=True) as built:
+        for depth, widths in groups(name):
+            for rank in ranks:
+                for dtype in DTYPES:
+                    for rows in ROWS:
+                        trace(language, rows, depth, widths, rank, dtype)
+        launches = 5 * 4 * len(DTYPES) * len(ranks) * len(ROWS)
+        assert sum(len(kernel.reports) for kernel in built) == launches
+        check_launches(built)
+
+
+@pytest.mark.parametrize("language", ["metal", "cuda"])
+@pytest.mark.parametrize("name", MODELS)
+def test_grouped_lora_compiles_at_every_geometry(name, language):
+    trace_all(name, language, (16,))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("language", ["metal", "cuda"])
+def test_grouped_lora_compiles_at_every_rank(language):
+    trace_all("qwen3_4b", language, RANKS)
+
+
+@pytest.mark.parametrize("language", ["metal", "cuda"])
+@pytest.mark.parametrize("name", MODELS)
+def test_multi_lora_and_nf4_compile_at_every_geometry(name, language):
+    with emulation(language, compile_only=True) as built:
+        for depth, widths in groups(name):
+            for dtype in DTYPES:
+                for sequences, rows in ((1, 1), (64, 1), (4, 128)):
+                    x = mx.zeros((sequences, rows, depth), dtype)
+                    y = [mx.zeros((sequences, rows, w), dtype) for w in widths]
+                    a = [mx.zeros((2, depth, 16)) for _ in widths]
+                    b = [mx.zeros((2, 16, w)) for w in widths]
+                    scales = [mx.ones((8,))] * len(widths)
+                    pack = mx.zeros((max(8, sequences),), mx.int32)
+                    multi_lora.by_kernel(language, x, y, a, b, scales, pack)
+                for width in widths:
+                    for double_quant in (False, True):
+                        weight = packed(width, depth, double_quant)
+                        nf4._dequantized(language, weight, dtype)
+                        for rows in nf4.ROW_TILES:
+                            nf4._matvec(language, mx.zeros((rows, depth), dtype), weight)
+        assert {k.definition.name for k in built} >= {
+            "mlx_packs_nf4_dequantize", "mlx_packs_nf4_matvec",
+        }  # fmt: skip
+        check_launches(built)
+
+
+def packed(outputs: int, depth: int, double_quant: bool) -> nf4.NF4Weight:
+    """A weight of zeros in the blocks of 64 that QLoRA takes."""
+    blocks = outputs * depth // 64
+    codes = mx.zeros((outputs, depth // 2), mx.uint8)
+    if not double_quant:
+        return nf4.NF4Weight(codes, mx.zeros((blocks,)))
+    nested = mx.zeros((-(-blocks // 256),))
+    return nf4.NF4Weight(codes, mx.zeros((blocks,), mx.uint8), nested, mx.zeros((1,)))

@@ -1,0 +1,236 @@
+"""Deltas of many packs in a batch: reference against a loop over sequences, kernels against it."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+from conftest import emulation
+
+from mlx_packs.ops import _backend
+from mlx_packs.ops._check import examine, sparse_signs
+from mlx_packs.ops.grouped_lora import grouped_lora
+from mlx_packs.ops.multi_lora import check_of, instances, multi_lora, plans, reference
+from mlx_packs.runtime import mx
+
+DTYPES = (mx.float32, mx.bfloat16, mx.float16)
+DEPTH, PACKS = 40, 3
+
+
+def inputs(sequences, rows, dtype=mx.float32, ranks=(4, 2), widths=(48, 16)):
+    x = mx.random.normal((sequences, rows, DEPTH)).astype(dtype)
+    outputs = [mx.random.normal((sequences, rows, w)).astype(dtype) for w in widths]
+    a = [mx.random.normal((PACKS, DEPTH, r)) * 0.2 for r in ranks]
+    b = [mx.random.normal((PACKS, r, w)) * 0.2 for r, w in zip(ranks, widths, strict=True)]
+    scales = [mx.random.uniform(0.5, 2.0, (PACKS,)) for _ in ranks]
+    pack = mx.array([(2, 0, -1, 1, 2)[i % 5] for i in range(sequences)], dtype=mx.int32)
+    return x, outputs, a, b, scales, pack
+
+
+def looped(x, outputs, a, b, scales, pack):
+    """One sequence and one projection at a time, all in the dtype of the arguments."""
+    summed = []
+    for y, p, q, s in zip(outputs, a, b, scales, strict=True):
+        rows = [
+            y[i] if k < 0 else y[i] + s[k].astype(x.dtype) * ((x[i] @ p[k]) @ q[k])
+            for i, k in enumerate(pack.tolist())
+        ]
+        summed.append(mx.stack(rows))
+    return summed
+
+
+def gradients(f, x, outputs, a, b, scales, pack):
+    """Of a weighted sum of all outputs, in the order of the arguments."""
+    weights = [mx.random.normal(y.shape, key=mx.random.key(i)) for i, y in enumerate(outputs)]
+
+    def loss(x, outputs, a, b, scales):
+        summed = f(x, outputs, a, b, scales, pack)
+        return sum((y * w).sum() for y, w in zip(summed, weights, strict=True))
+
+    found = mx.grad(loss, argnums=(0, 1, 2, 3, 4))(x, outputs, a, b, scales)
+    return [found[0], *found[1], *found[2], *found[3], *found[4]]
+
+
+def bits(value: mx.array) -> mx.array:
+    return value.view(mx.uint32 if value.dtype == mx.float32 else mx.uint16)
+
+
+# ── the reference ────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(("sequences", "rows"), [(1, 1), (8, 1), (64, 1), (5, 7)])
+def test_multi_lora_equals_a_loop_over_sequences_with_all_gradients(sequences, rows):
+    batch = inputs(sequences, rows)
+    for found, wanted in zip(multi_lora(*batch), looped(*batch), strict=True):
+        assert mx.allclose(found, wanted, atol=1e-4).item()
+    for found, wanted in zip(gradients(multi_lora, *batch), gradients(looped, *batch), strict=True):
+        assert mx.allclose(found, wanted, rtol=1e-4, atol=1e-4).item()
+
+
+@pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16])
+def test_multi_lora_in_low_precision_is_no_worse_than_the_loop(dtype):
+    x, outputs, a, b, scales, pack = inputs(5, 7, dtype)
+    up = mx.float32
+    truth = looped(x.astype(up), [y.astype(up) for y in outputs], a, b, scales, pack)
+    low = looped(
+        x, outputs, [p.astype(dtype) for p in a], [q.astype(dtype) for q in b], scales, pack
+    )
+    found = multi_lora(x, outputs, a, b, scales, pack)
+    for ours, theirs, exact in zip(found, low, truth, strict=True):
+        assert ours.dtype == dtype
+        error, allowed = (mx.abs(v.astype(up) - exact).max().item() for v in (ours, theirs))
+        assert error <= allowed + mx.finfo(dtype).eps * mx.abs(exact).max().item()
+
+
+def test_a_pack_of_lower_rank_is_padded_with_zeros():
+    x, outputs, a, b, scales, _ = inputs(2, 3)
+    pack = mx.array([1, 1])
+    a[0][1, :, 3:], b[0][1, 3:] = 0.0, 0.0
+    small_a, small_b = [a[0][:, :, :3], a[1]], [b[0][:, :3], b[1]]
+    found = multi_lora(x, outputs, a, b, scales, pack)
+    for ours, wanted in zip(found, looped(x, outputs, small_a, small_b, scales, pack), strict=True):
+        assert mx.allclose(ours, wanted, atol=1e-5).item()
+
+
+def test_shapes_that_do_not_fit_are_all_reported():
+    x, outputs, a, b, scales, pack = inputs(4, 1)
+    with pytest.raises(ValueError) as error:
+        multi_lora(x, outputs, a, [b[0], b[1][:2]], [scales[0][:2], scales[1]], pack[:3])
+    assert str(error.value) == (
+        "[multi_lora] 'pack' must be [4] but is [3]; 'scales' of slice 0 must be [3] but is [2]; "
+        "'lora_b' of slice 1 must be [3, 2, 16] but is [2, 2, 16]."
+    )
+
+
+# ── what both keep to ────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.fixture(params=["reference", "metal", "cuda"])
+def each_backend(request) -> Iterator[str]:
+    """Plain MLX, and the kernels executed."""
+    if request.param == "reference":
+        with _backend.backend("reference"):
+            yield "reference"
+    else:
+        with emulation(request.param) as built, _backend.backend(request.param):
+            yield request.param
+            assert built and not _backend.record()["fallbacks"]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_sequence_without_a_pack_keeps_its_output_to_the_bit(each_backend, dtype):
+    x, outputs, a, b, scales, _ = inputs(3, 2, dtype)
+    special = mx.array([-0.0, 0.0, float("inf"), float("nan")]).astype(dtype)
+    outputs = [mx.concatenate([special, y.flatten()[4:]]).reshape(y.shape) for y in outputs]
+    x[0] = float("inf")
+    pack = mx.array([-1, 2, -1], dtype=mx.int32)
+    for found, y in zip(multi_lora(x, outputs, a, b, scales, pack), outputs, strict=True):
+        for i in (0, 2):
+            assert mx.array_equal(bits(found[i]), bits(y[i])).item()
+        assert not mx.array_equal(found[1], y[1]).item()
+
+
+def test_a_number_that_is_no_pack_counts_as_none(each_backend):
+    x, outputs, a, b, scales, _ = inputs(4, 1)
+    wild = mx.array([PACKS, 1, -7, 2**31 - 1], dtype=mx.int32)
+    tame = mx.array([-1, 1, -1, -1], dtype=mx.int32)
+    found, wanted = (multi_lora(x, outputs, a, b, scales, pack) for pack in (wild, tame))
+    for ours, theirs in zip(found, wanted, strict=True):
+        assert mx.array_equal(ours, theirs).item()
+
+
+def test_one_pack_for_all_equals_grouped_lora(each_backend):
+    x, outputs, a, b, _, _ = inputs(2, 2)
+    x, *outputs = (sparse_signs(v.shape, i) for i, v in enumerate((x, *outputs)))
+    a, b = ([sparse_signs(v.shape, i) for i, v in enumerate(m)] for m in (a, b))
+    scales = [mx.array([1.0, 2.0, 0.5]), mx.array([1.0, 0.5, 4.0])]
+    found = multi_lora(x, outputs, a, b, scales, mx.array([1, 1]))
+    alone = [v[1] for v in a], [v[1] for v in b], [s[1].item() for s in scales]
+    for ours, theirs in zip(found, grouped_lora(x, outputs, *alone), strict=True):
+        assert mx.array_equal(ours, theirs).item()
+
+
+def test_longer_pack_and_scales_change_nothing(each_backend):
+    x, outputs, a, b, scales, pack = inputs(3, 1)
+    longer = [mx.pad(s, (0, 5)) for s in scales], mx.pad(pack, (0, 5))
+    found, wanted = multi_lora(x, outputs, a, b, *longer), looped(x, outputs, a, b, scales, pack)
+    for ours, theirs in zip(found, wanted, strict=True):
+        assert mx.allclose(ours, theirs, atol=1e-5).item()
+
+
+# ── kernels, executed ────────────────────────────────────────────────────────────────────────────
+
+WORKLOADS = {  # pack of each sequence, rows, D, packs, ranks, widths
+    "decode_1": ((3,), 1, 2560, 4, (4, 2), (512, 128)),
+    "decode_8": ((0, 1, -1, 3, 2, 2, -1, 0), 1, 520, 4, (4, 2), (272, 40)),
+    "decode_64": (tuple(i % 6 - 1 for i in range(64)), 1, 24, 5, (4, 2), (16, 12)),
+    "prefill_with_tails_and_mixed_ranks": ((1, -1), 19, 260, 2, (1, 33, 8), (16, 40, 257)),
+    "rank_64": ((1,), 5, 24, 2, (64, 64), (65, 24)),
+}
+
+
+@pytest.mark.parametrize("name", WORKLOADS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_kernel_is_no_worse_than_the_reference_and_exact_sums_agree_to_the_bit(
+    emulated, dtype, name
+):
+    for exact in (False, True):
+        assert examine(check_of(emulated, dtype, *WORKLOADS[name], exact)).fault is None
+
+
+def test_arrays_of_fewer_than_8_numbers_reach_the_kernel(emulated):
+    x, outputs, a, b, scales, pack = inputs(1, 1, ranks=(1,), widths=(2,))
+    few = x[..., :2], outputs, [a[0][:, :2]], b, scales, pack
+    assert mx.allclose(multi_lora(*few)[0], looped(*few)[0], atol=1e-5).item()
+
+
+def test_public_op_runs_the_kernel_and_a_rank_0_slice_keeps_its_output(emulated):
+    batch = inputs(8, 3, ranks=(4, 0, 2), widths=(48, 16, 40))
+    found, wanted = multi_lora(*batch), looped(*batch)
+    assert found[1] is batch[1][1]
+    for ours, theirs in zip(found, wanted, strict=True):
+        assert ours.shape == theirs.shape
+        assert mx.allclose(ours, theirs, atol=1e-4).item()
+    assert _backend.record()["kernels"] == ["multi_lora (8, 3, 40, (48, 40), 3)"]
+
+
+def test_gradients_through_the_kernel_are_those_of_the_reference(emulated):
+    batch = inputs(5, 2)
+    for found, wanted in zip(
+        gradients(multi_lora, *batch), gradients(reference, *batch), strict=True
+    ):
+        assert mx.array_equal(found, wanted).item()
+
+
+def test_nothing_to_add_launches_nothing(emulated):
+    x, outputs, a, b, scales, _ = inputs(0, 3)
+    assert multi_lora(x, outputs, a, b, scales, mx.zeros((0,), mx.int32)) == outputs
+    x, outputs, a, b, scales, pack = inputs(2, 3, ranks=(0, 0))
+    assert multi_lora(x, outputs, a, b, scales, pack) == outputs
+    a, b, scales = ([v[:0] for v in m] for m in (a, b, scales))
+    assert multi_lora(x, outputs, a, b, scales, pack) == outputs
+    assert not _backend.record()["kernels"]
+
+
+def test_a_rank_that_no_launch_holds_is_left_to_plain_mlx(emulated):
+    batch = inputs(2, 1, ranks=(65,), widths=(80,))
+    assert mx.array_equal(multi_lora(*batch)[0], reference(*batch)[0]).item()
+    assert list(_backend.record()["plain_mlx"]) == ["multi_lora ranks (65,)"]
+
+
+# ── the plan ─────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_doctor_is_given_every_dtype_and_shape_once_and_the_reference_passes_alone():
+    found = instances()
+    assert len({instance.name for instance in found}) == len(found) == 12
+    for instance in found[2::4] + found[3::4]:  # one of decode and one of prefill in each dtype
+        for check in instance.checks("reference"):
+            alone = replace(check, kernel=check.reference, exact=False, alone=True)
+            assert examine(alone).fault is None
+
+
+def test_the_plan_counts_a_read_of_a_and_b_for_each_sequence_of_a_decode_step():
+    d, r, o = 2560, 16, 4096
+    for sequences in (1, 64):
+        for plan in plans(2, sequences, 1, d, 4, (r,), (o,)):
+            assert sum(launch.cached_bytes for launch in plan) == 4 * sequences * r * (d + o)

@@ -1,0 +1,207 @@
+"""NF4 weights: the definition written out in numpy, and the kernels against the reference."""
+
+import numpy as np
+import pytest
+
+from mlx_packs.ops import _backend, nf4
+from mlx_packs.ops._check import examine
+from mlx_packs.ops._cost import CHIPS, seconds
+from mlx_packs.runtime import mx
+
+DTYPES = (mx.float32, mx.bfloat16, mx.float16)
+LEVELS = np.array(
+    [-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635,
+     -0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725,
+     0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941,
+     0.7229568362236023, 1.0], np.float32,
+)  # fmt: skip
+SHAPES = {  # O, D
+    "whole_blocks": (6, 256),
+    "blocks_across_rows": (7, 72),
+    "rows_of_odd_bytes": (5, 90),
+    "less_than_a_block": (1, 6),
+    "two_nested_blocks": (40, 512),
+}
+
+
+def by_definition(packed: nf4.NF4Weight) -> np.ndarray:
+    """level * absmax of every element, in float32."""
+    numbers = np.arange(2 * packed.weight.size)
+    byte = np.array(packed.weight).ravel()[numbers // 2]
+    codes = np.where(numbers % 2 == 0, byte // 16, byte % 16)
+    absmax = np.array(packed.absmax)
+    if packed.double_quant:
+        nested = np.array(packed.nested_absmax)[np.arange(absmax.size) // 256]
+        absmax = dynamic_map()[absmax] * nested + np.array(packed.offset)
+    return (LEVELS[codes] * absmax[numbers // packed.block_size]).reshape(packed.shape)
+
+
+def dynamic_map() -> np.ndarray:
+    """bitsandbytes' create_dynamic_map(signed=True, max_exponent_bits=7, total_bits=8)."""
+    values = [0.0, 1.0]
+    for i in range(7):
+        edges = np.linspace(0.1, 1, 2**i + 1)
+        middles = 10.0 ** (i - 6) * (edges[1:] + edges[:-1]) / 2
+        values += [*middles, *-middles]
+    return np.sort(values).astype(np.float32)
+
+
+def nearest(values: np.ndarray, table: np.ndarray) -> np.ndarray:
+    return np.abs(values[:, None] - table).argmin(axis=1)
+
+
+def random_weight(name: str) -> mx.array:
+    return mx.random.normal(SHAPES[name], key=mx.random.key(3))
+
+
+def test_absmax_map_is_that_of_bitsandbytes():
+    values = np.array(nf4.absmax_map())
+    assert values.shape == (256,) and values.dtype == np.float32 and (np.diff(values) > 0).all()
+    assert np.allclose(values, dynamic_map(), rtol=3e-7, atol=0)
+    # float32 as its published tables have it, where other orders of rounding give neighbours
+    for published in (0.7117187976837158, 0.5148437023162842, 0.00038125002, 5.500000384017767e-07):
+        assert {np.float32(published), -np.float32(published)} <= set(values)
+    assert values[0] == np.float32(-0.992968738079071) and values[-1] == 1 and 0 in values
+
+
+@pytest.mark.parametrize("block_size", nf4.BLOCK_SIZES)
+@pytest.mark.parametrize("name", SHAPES)
+def test_quantize_takes_the_nearest_level_and_the_nearest_absmax(name, block_size):
+    w = random_weight(name)
+    single = nf4.quantize(w, block_size, double_quant=False)
+    flat = np.array(w).ravel()
+    blocks = np.arange(flat.size) // block_size
+    absmax = np.array([np.abs(flat[blocks == b]).max() for b in range(blocks[-1] + 1)])
+    assert np.array_equal(np.array(single.absmax), absmax)
+    codes = nearest(flat / absmax[blocks], LEVELS).reshape(-1, 2)
+    assert np.array_equal(np.array(single.weight).ravel(), codes[:, 0] * 16 + codes[:, 1])
+
+    double = nf4.quantize(w, block_size)
+    assert mx.array_equal(double.weight, single.weight).item()
+    offset = np.array(double.offset)
+    assert np.allclose(offset, absmax.mean(), rtol=1e-6)
+    left = absmax - offset
+    for first in range(0, left.size, 256):
+        part, number = left[first : first + 256], first // 256
+        assert np.array(double.nested_absmax)[number] == np.abs(part).max()
+        if left.size > 1:
+            wanted = nearest(part / np.abs(part).max(), np.array(nf4.absmax_map()))
+            assert np.array_equal(np.array(double.absmax)[first : first + 256], wanted)
+
+
+@pytest.mark.parametrize("double_quant", [False, True])
+@pytest.mark.parametrize("block_size", nf4.BLOCK_SIZES)
+@pytest.mark.parametrize("name", SHAPES)
+def test_dequantize_equals_the_definition(name, block_size, double_quant):
+    packed = nf4.quantize(random_weight(name), block_size, double_quant)
+    dense = by_definition(packed)
+    assert np.allclose(np.array(nf4.dequantize(packed, mx.float32)), dense, rtol=1e-6, atol=1e-7)
+    for dtype in (mx.bfloat16, mx.float16):
+        low = nf4.dequantize(packed, dtype)
+        assert low.dtype == dtype and low.shape == packed.shape
+        assert mx.allclose(low, mx.array(dense), rtol=mx.finfo(dtype).eps, atol=1e-6).item()
+
+
+def test_first_of_two_neighbours_is_in_the_high_half_of_the_byte():
+    packed = nf4.NF4Weight(mx.array([[0x7F, 0x0E]], dtype=mx.uint8), mx.array([2.0]))
+    row = np.array(nf4.dequantize(packed, mx.float32))[0]
+    assert np.array_equal(row, 2 * LEVELS[[7, 15, 0, 14]])
+
+
+def test_round_trip_of_a_normal_weight_is_close_and_takes_4_127_bits():
+    w = mx.random.normal((256, 512))
+    for double_quant, bits in ((False, 4.5), (True, 4.127)):
+        packed = nf4.quantize(w, double_quant=double_quant)
+        error = nf4.dequantize(packed, mx.float32) - w
+        assert (mx.sqrt((error**2).mean()) / mx.sqrt((w**2).mean())).item() < 0.1
+        assert packed.nbytes * 8 / w.size == pytest.approx(bits, abs=1e-3)
+
+
+@pytest.mark.parametrize("double_quant", [False, True])
+def test_zeros_stay_zeros(double_quant):
+    w = mx.concatenate([mx.zeros((2, 64)), mx.ones((1, 64))])
+    dense = nf4.dequantize(nf4.quantize(w, 64, double_quant), mx.float32)
+    assert mx.array_equal(dense[:2], w[:2]).item()
+
+
+def test_matmul_equals_the_dense_product_with_its_gradient_for_x():
+    packed = nf4.quantize(random_weight("blocks_across_rows"))
+    dense = mx.array(by_definition(packed))
+    x, cotangent = mx.random.normal((2, 3, 72)), mx.random.normal((2, 3, 7))
+    (y,), (dx,) = mx.vjp(lambda x: nf4.matmul(x, packed), [x], [cotangent])
+    assert mx.allclose(y, x @ dense.T, atol=1e-5).item()
+    assert mx.allclose(dx, cotangent @ dense, atol=1e-5).item()
+
+
+def test_an_empty_batch_gives_an_empty_product():
+    packed = nf4.quantize(random_weight("blocks_across_rows"))
+    assert nf4.matmul(mx.zeros((2, 0, 72), mx.bfloat16), packed).shape == (2, 0, 7)
+
+
+def test_what_does_not_fit_is_refused_with_all_faults():
+    packed = nf4.quantize(random_weight("whole_blocks"))
+    with pytest.raises(ValueError, match=r"'block_size' must be one of .* but got 48"):
+        nf4.NF4Weight(packed.weight, packed.absmax, block_size=48)
+    said = r"'absmax' must be uint8 \[24\] but got float32 \[3\]; .*'offset' .* but got None"
+    with pytest.raises(ValueError, match=said):
+        nf4.NF4Weight(packed.weight, mx.zeros(3), packed.nested_absmax)
+    with pytest.raises(ValueError, match=r"'weight' must be uint8 \[O, D / 2\]"):
+        nf4.NF4Weight(packed.weight.flatten(), packed.absmax, packed.nested_absmax, packed.offset)
+    with pytest.raises(ValueError, match="must be even but got 7"):
+        nf4.quantize(mx.zeros((4, 7)))
+    with pytest.raises(ValueError, match=r"x must have 256 columns but its shape is \[?\(?3, 255"):
+        nf4.matmul(mx.zeros((3, 255)), packed)
+
+
+def test_cost_model_takes_matvec_for_one_row_and_a_dense_weight_for_many():
+    for chip in CHIPS:
+        for rows, matvec_wins in ((1, True), (32, False)):
+            dense, matvec = nf4.matvec_plans(2, rows, (4096, 2560), 64, True)
+            assert (seconds(matvec, chip) < seconds(dense, chip)) == matvec_wins
+
+
+# ── kernels, executed ────────────────────────────────────────────────────────────────────────────
+
+WORKLOADS = {  # rows, D, O, block size, double quantization
+    "decode_1": (1, 640, 40, 64, True),
+    "two_rows_blocks_across_rows": (2, 72, 19, 32, False),
+    "rows_of_odd_bytes": (3, 90, 43, 128, False),
+    "ragged_11": (11, 266, 35, 256, True),
+    "prefill_65": (65, 264, 43, 64, False),
+    "fewer_than_8_inputs": (1, 6, 5, 64, True),
+}
+
+
+@pytest.mark.parametrize("name", WORKLOADS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_kernel_is_no_worse_than_the_plain_op_and_exact_where_sums_are(emulated, dtype, name):
+    for exact in (True, False):
+        assert examine(nf4.check_of(emulated, dtype, *WORKLOADS[name], exact)).fault is None
+
+
+@pytest.mark.parametrize("double_quant", [False, True])
+def test_public_functions_run_the_kernels(emulated, double_quant):
+    packed = nf4.quantize(random_weight("blocks_across_rows"), double_quant=double_quant)
+    dense = nf4.reference_dequantize(packed, mx.float32)
+    assert mx.allclose(nf4.dequantize(packed, mx.float32), dense, rtol=1e-6).item()
+    for rows in (3, nf4.MATVEC_ROWS + 1):
+        x = mx.random.normal((rows, 1, 72))
+        loss = mx.checkpoint(lambda x: (nf4.matmul(x, packed) ** 2).sum())
+        value, gradient = mx.value_and_grad(loss)(x)
+        y = x @ dense.T
+        assert mx.allclose(value, (y**2).sum(), rtol=1e-5).item()
+        assert mx.allclose(gradient, 2 * y @ dense, atol=1e-3).item()
+    assert _backend.record()["kernels"] == ["nf4 ('dequantize', 7, 72)", "nf4 ('matvec', 3, 7, 72)"]
+
+
+def test_an_empty_batch_launches_nothing(emulated):
+    packed = nf4.quantize(random_weight("blocks_across_rows"))
+    assert nf4.matmul(mx.zeros((0, 72)), packed).shape == (0, 7)
+
+
+def test_the_doctor_asks_about_every_dtype_both_forms_and_one_and_many_rows(emulated):
+    instances = nf4.instances()
+    assert len({instance.name for instance in instances}) == len(instances) == 12
+    one = next(i for i in instances if i.name == "bfloat16 nf4 double 2560 to 4096 rows 1")
+    assert all(examine(check).fault is None for check in one.checks(emulated))
+    assert one.workload(emulated).inputs[0].shape == (1, 2560)
