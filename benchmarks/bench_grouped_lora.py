@@ -5,6 +5,7 @@ The frozen products are left out: each side gets their outputs.
     python -m benchmarks.bench_grouped_lora
 """
 
+import functools
 import sys
 from collections.abc import Callable, Iterator, Sequence
 
@@ -24,7 +25,7 @@ GEOMETRIES = {  # D, and the widths of q, k, v
 SCALE = 2.0
 
 
-def implementations(rows: int, depth: int, widths: Sequence[int], rank: int) -> dict[str, Callable]:
+def implementations(widths: Sequence[int], rank: int) -> dict[str, Callable]:
     """Calls (x, outputs, A, B) to summed outputs."""
 
     layers = [LoRALinear(1, 1, r=rank, scale=SCALE).eval() for _ in widths]
@@ -50,30 +51,32 @@ def implementations(rows: int, depth: int, widths: Sequence[int], rank: int) -> 
 
 
 def contests() -> Iterator[Contest]:
-    """Forward, and forward with all gradients, at each geometry, rows and rank."""
+    """Forward, and all gradients, at each geometry, rank and number of rows."""
     dtype = op_race.activation_dtype()
     for name, (depth, widths) in GEOMETRIES.items():
         for rank in (8, 16, 64):
             for rows in (1, 8, 512, 4096):
-                x, *outputs = (
-                    mx.random.normal((rows, w), key=mx.random.key(i)).astype(dtype)
-                    for i, w in enumerate((depth, *widths))
-                )
-                a = [mx.random.normal((depth, rank), key=mx.random.key(9)) * 0.02 for _ in widths]
-                b = [mx.random.normal((rank, w), key=mx.random.key(8)) * 0.1 for w in widths]
-                mx.eval(x, outputs, a, b)
-                calls = implementations(rows, depth, widths, rank)
-                shape = f"{name} q/k/v, {rows} rows, rank {rank}"
-                short = str(dtype).rsplit(".", 1)[-1]
-                values = (x, outputs, a, b)
-                forward = {n: _bound(f, values) for n, f in calls.items()}
-                gradients = {n: _bound(_gradients(f), values) for n, f in calls.items()}
-                yield Contest(f"{shape}, forward", short, forward)
-                yield Contest(f"{shape}, gradients", short, gradients)
+                for what in ("forward", "gradients"):
+                    yield Contest(
+                        f"{name} q/k/v, {rows} rows, rank {rank}, {what}",
+                        str(dtype).rsplit(".", 1)[-1],
+                        functools.partial(prepare, dtype, rows, depth, widths, rank, what),
+                    )
 
 
-def _bound(call: Callable, values: tuple) -> Callable[[], Sequence[mx.array]]:
-    return lambda: call(*values)
+def prepare(dtype, rows, depth, widths, rank, what) -> op_race.Calls:
+    """Seeded inputs, and the calls on them."""
+    x, *outputs = (
+        mx.random.normal((rows, w), key=mx.random.key(i)).astype(dtype)
+        for i, w in enumerate((depth, *widths))
+    )
+    a = [mx.random.normal((depth, rank), key=mx.random.key(9)) * 0.02 for _ in widths]
+    b = [mx.random.normal((rank, w), key=mx.random.key(8)) * 0.1 for w in widths]
+    mx.eval(x, outputs, a, b)
+    calls = implementations(widths, rank)
+    if what == "gradients":
+        calls = {name: _gradients(call) for name, call in calls.items()}
+    return {n: functools.partial(call, x, outputs, a, b) for n, call in calls.items()}
 
 
 def _gradients(call: Callable) -> Callable:

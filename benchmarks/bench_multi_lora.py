@@ -5,6 +5,7 @@ The frozen products are left out: each side gets their outputs.
     python -m benchmarks.bench_multi_lora
 """
 
+import functools
 import sys
 from collections.abc import Callable, Iterator
 
@@ -22,7 +23,7 @@ PACKS, SCALE = 4, 2.0
 
 def implementations(x, outputs, a, b, scales, pack) -> dict[str, Callable]:
     """Calls without arguments, each giving the summed outputs."""
-    of_sequence = pack.tolist()
+    of_sequence = pack.tolist()[: x.shape[0]]
 
     def one_by_one():
         each = [
@@ -55,18 +56,23 @@ def contests() -> Iterator[Contest]:
     dtype = op_race.activation_dtype()
     for rank in (16, 64):
         for sequences, rows in ((1, 1), (8, 1), (64, 1), (4, 128)):
-            x, *outputs = (
-                mx.random.normal((sequences, rows, w), key=mx.random.key(i)).astype(dtype)
-                for i, w in enumerate((DEPTH, *WIDTHS))
-            )
-            a = [mx.random.normal((PACKS, DEPTH, rank), key=mx.random.key(9)) * 0.02] * len(WIDTHS)
-            b = [mx.random.normal((PACKS, rank, w), key=mx.random.key(8)) * 0.1 for w in WIDTHS]
-            scales = [mx.full((8,), SCALE)] * len(WIDTHS)
-            pack = mx.array([i % PACKS for i in range(max(8, sequences))], dtype=mx.int32)
-            mx.eval(x, outputs, a, b, scales, pack)
             shape = f"qwen3_4b q/k/v, {sequences} x {rows} rows, rank {rank}"
-            calls = implementations(x, outputs, a, b, scales, pack[:sequences])
-            yield Contest(shape, str(dtype).rsplit(".", 1)[-1], calls)
+            prepared = functools.partial(prepare, dtype, sequences, rows, rank)
+            yield Contest(shape, str(dtype).rsplit(".", 1)[-1], prepared)
+
+
+def prepare(dtype: mx.Dtype, sequences: int, rows: int, rank: int) -> op_race.Calls:
+    """Seeded inputs, and the calls on them; every sequence has a pack."""
+    x, *outputs = (
+        mx.random.normal((sequences, rows, w), key=mx.random.key(i)).astype(dtype)
+        for i, w in enumerate((DEPTH, *WIDTHS))
+    )
+    a = [mx.random.normal((PACKS, DEPTH, rank), key=mx.random.key(9)) * 0.02] * len(WIDTHS)
+    b = [mx.random.normal((PACKS, rank, w), key=mx.random.key(8)) * 0.1 for w in WIDTHS]
+    scales = [mx.full((8,), SCALE)] * len(WIDTHS)  # 8 or more: read in place
+    pack = mx.array([i % PACKS for i in range(max(8, sequences))], dtype=mx.int32)
+    mx.eval(x, outputs, a, b, scales, pack)
+    return implementations(x, outputs, a, b, scales, pack)
 
 
 if __name__ == "__main__":

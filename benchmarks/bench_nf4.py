@@ -3,8 +3,9 @@
 python -m benchmarks.bench_nf4
 """
 
+import functools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from mlx_packs.ops import _backend, nf4
 from mlx_packs.runtime import mx
@@ -15,12 +16,21 @@ from .op_race import Contest
 SHAPES = {"qwen3_0_6b q": (2048, 1024), "qwen3_4b q": (4096, 2560), "qwen3_4b down": (2560, 9728)}
 
 
-def implementations(x: mx.array, w: mx.array) -> dict[str, Callable]:
-    """Calls without arguments; the first is the baseline."""
-    weight = nf4.quantize(w)
-    mx.eval(weight.weight, weight.absmax, weight.nested_absmax, weight.offset)
-    dense = nf4.dequantize(weight, x.dtype)
-    mx.eval(dense)
+def contests() -> Iterator[Contest]:
+    """Few rows and many, double-quantized."""
+    dtype = op_race.activation_dtype()
+    for name, (outputs, depth) in SHAPES.items():
+        for rows in (1, 8, 512):
+            prepared = functools.partial(prepare, dtype, rows, outputs, depth)
+            yield Contest(f"{name}, {rows} rows", str(dtype).rsplit(".", 1)[-1], prepared)
+
+
+def prepare(dtype: mx.Dtype, rows: int, outputs: int, depth: int) -> op_race.Calls:
+    """A seeded weight and rows, and the calls on them."""
+    weight = nf4.quantize(mx.random.normal((outputs, depth), key=mx.random.key(0)) * 0.02)
+    x = mx.random.normal((rows, depth), key=mx.random.key(1)).astype(dtype)
+    dense = nf4.dequantize(weight, dtype)
+    mx.eval(x, dense)
 
     def ours(backend):
         def call():
@@ -33,18 +43,6 @@ def implementations(x: mx.array, w: mx.array) -> dict[str, Callable]:
     if name := op_race.kernel_backend():
         found[f"mlx_packs {name} kernel"] = ours(name)
     return found
-
-
-def contests() -> Iterator[Contest]:
-    """Few rows and many, double-quantized."""
-    dtype = op_race.activation_dtype()
-    for name, (outputs, depth) in SHAPES.items():
-        w = mx.random.normal((outputs, depth), key=mx.random.key(0)) * 0.02
-        for rows in (1, 8, 512):
-            x = mx.random.normal((rows, depth), key=mx.random.key(1)).astype(dtype)
-            mx.eval(x, w)
-            calls = implementations(x, w)
-            yield Contest(f"{name}, {rows} rows", str(dtype).rsplit(".", 1)[-1], calls)
 
 
 if __name__ == "__main__":

@@ -25,16 +25,19 @@ _TOLERANCE = {"float32": 1e-4, "float16": 1e-2, "bfloat16": 5e-2}  # of the larg
 
 @dataclass(frozen=True)
 class Contest:
-    """One op at one shape. ``implementations``: by name, a call; the first is the baseline."""
+    """One op at one shape. ``prepare`` makes its inputs and gives, by name, calls on them."""
 
     shape: str
     dtype: str
-    implementations: dict[str, Callable[[], Sequence[mx.array]]]
+    prepare: Callable[[], "Calls"]
 
 
-def check(contest: Contest) -> None:
+Calls = dict[str, Callable[[], Sequence[mx.array]]]  # the first is the baseline
+
+
+def check(contest: Contest, calls: Calls) -> None:
     """Raises SystemExit if an implementation's results differ from the first's."""
-    first, *others = contest.implementations.items()
+    first, *others = calls.items()
     expected = [v.astype(mx.float32) for v in first[1]()]
     for name, call in others:
         for want, got in zip(expected, call(), strict=True):
@@ -43,14 +46,14 @@ def check(contest: Contest) -> None:
                 sys.exit(f"{contest.shape}: {name} differs from {first[0]} by {error:.1e}")
 
 
-def race(contest: Contest, rounds: int) -> dict[str, list[float]]:
+def race(calls: Calls, rounds: int) -> dict[str, list[float]]:
     """Microseconds of a call, one number for each turn."""
-    repeats = {name: _repeats(call) for name, call in contest.implementations.items()}
-    found: dict[str, list[float]] = {name: [] for name in contest.implementations}
-    names = list(contest.implementations)
+    repeats = {name: _repeats(call) for name, call in calls.items()}
+    found: dict[str, list[float]] = {name: [] for name in calls}
+    names = list(calls)
     for turn in range(2 * rounds):
         for name in names if turn % 2 == 0 else names[::-1]:
-            call = contest.implementations[name]
+            call = calls[name]
             mx.eval(call())
             start = time.perf_counter()
             for _ in range(repeats[name]):
@@ -96,8 +99,9 @@ def main(task: str, contests: Iterable[Contest], arguments: list[str] | None = N
         if options.only not in contest.shape:
             continue
         print(contest.shape, file=sys.stderr)
-        check(contest)
-        for record in records(f"op {task}", contest, race(contest, options.rounds)):
+        calls = contest.prepare()
+        check(contest, calls)
+        for record in records(f"op {task}", contest, race(calls, options.rounds)):
             date = date or record.date
             made.append(dataclasses.replace(record, date=date))  # one run, one date
     if not made:
