@@ -296,10 +296,10 @@ def check_of(backend, dtype, pack, rows, depth, packs, ranks, widths, exact) -> 
 
     index = mx.array([*pack, *[-1] * (8 - sequences)], dtype=mx.int32)
 
-    def by_kernel(x, *rest):
+    def kernel(x, *rest):
         return by_kernel(backend, x, *by_kind(rest), index)
 
-    def by_reference(x, *rest):
+    def plain(x, *rest):
         return reference(x, *by_kind(rest), index)
 
     shapes = [(sequences, rows, depth), *((sequences, rows, width) for width in widths)]
@@ -310,7 +310,7 @@ def check_of(backend, dtype, pack, rows, depth, packs, ranks, widths, exact) -> 
     drawn[: 1 + s] = [v.astype(dtype) for v in drawn[: 1 + s]]
     drawn += [mx.array([2.0 ** ((i + p) % 4 - 1) for p in range(max(packs, 8))]) for i in range(s)]
     name = f"{'exact' if exact else 'random'} {sequences} x {rows} x {depth}"
-    return Check(name, by_kernel, by_reference, drawn, exact)
+    return Check(name, kernel, plain, drawn, exact)
 
 
 def instances() -> list[Instance]:
