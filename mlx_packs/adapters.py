@@ -25,6 +25,7 @@ from .loading import Base
 from .nn.blocks import GroupedAttention, GroupedMLP, RecomputedBlock, is_grouped_attention
 from .nn.lora import AdaptedLinear, AdapterShape, GroupedLoRA, adapter_key, low_rank_delta
 from .nn.quantized import (
+    LINEARS,
     HalfLinear,
     apply_base_path,
     dequantized_weight,
@@ -209,7 +210,7 @@ class Attached:
         merged = {}
         for path, slot in self.slots.items():
             linear = self.frozen[path]
-            quantized = isinstance(linear, nn.QuantizedLinear)
+            quantized = isinstance(linear, LINEARS)
             weight = dequantized_weight(linear) if quantized else linear.weight
             a, b = tensors[f"{path}.lora_a"], tensors[f"{path}.lora_b"]
             scales = [mx.full((s.rank,), s.scale) for s in slot.spec.slices if s.rank]
@@ -294,7 +295,7 @@ def _fp16_modules(
         module = modules[fault.path]
         try:
             weight = module.weight
-            if isinstance(module, nn.QuantizedLinear):
+            if isinstance(module, LINEARS):
                 weight = dequantized_weight(module)
             half = HalfLinear(weight.astype(mx.float16), module.get("bias"))
             mx.eval(half.parameters())

@@ -13,7 +13,15 @@ from dataclasses import dataclass
 import mlx.nn as nn
 
 from . import runtime
-from .nn.quantized import dequantized_weight, quantized_modules, transient_matmul
+from .nn.quantized import (
+    EMBEDDINGS,
+    dense_dtype,
+    dequantized_weight,
+    packed_matmul,
+    quantized_modules,
+    transient_matmul,
+    true_shape,
+)
 from .runtime import mx
 
 _MEASURED_ROWS = 512
@@ -39,16 +47,12 @@ class BasePathChoice:
         )
 
 
-def _weight_shape(module: nn.Module) -> tuple[int, int]:
-    return module.weight.shape[0], module.weight.shape[1] * 32 // module.bits
-
-
 def dense_bytes(model: nn.Module) -> int:
     """Bytes that the dense path adds: every quantized weight in the dtype of its scales."""
     total = 0
     for _, module in quantized_modules(model):
-        out, width = _weight_shape(module)
-        itemsize = 4 if module.scales.dtype == mx.float32 else 2
+        out, width = true_shape(module)
+        itemsize = 4 if dense_dtype(module) == mx.float32 else 2
         total += out * width * itemsize
     return total
 
@@ -73,26 +77,20 @@ def _path_seconds(path: str, module: nn.Module, x: mx.array, dense: mx.array) ->
     if path == "transient":
         return _seconds(lambda v: transient_matmul(v, module), x)
 
-    def fused(v: mx.array) -> mx.array:
-        return mx.quantized_matmul(
-            v, module.weight, module.scales, module.get("biases"), transpose=True,
-            group_size=module.group_size, bits=module.bits, mode=module.mode,
-        )  # fmt: skip
-
-    return _seconds(fused, x)
+    return _seconds(lambda v: packed_matmul(v, module), x)
 
 
 def _measured(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """The quantized weights that a step multiplies: not an embedding that is looked up only."""
     modules = quantized_modules(model)
     heads = [path for path, _ in modules if path.endswith("lm_head")] or "lm_head" in model
-    return [(p, m) for p, m in modules if not (heads and isinstance(m, nn.QuantizedEmbedding))]
+    return [(p, m) for p, m in modules if not (heads and isinstance(m, EMBEDDINGS))]
 
 
 def _kind(path: str, module: nn.Module) -> tuple:
     """What the time of a product depends on; a head has rows of its own."""
-    head = isinstance(module, nn.QuantizedEmbedding) or path.endswith("lm_head")
-    return _weight_shape(module), module.bits, module.group_size, module.mode, head
+    head = isinstance(module, EMBEDDINGS) or path.endswith("lm_head")
+    return true_shape(module), module.bits, module.group_size, module.mode, head
 
 
 def weight_kinds(model: nn.Module) -> int:

@@ -64,7 +64,8 @@ def inspect(pack, as_json):
 
 def _inspect_lines(pack) -> list[str]:
     """A pack for people; optional parts of its manifest only as far as they are there."""
-    from .manifest import quantization_name, shown_result
+    from .loading import quantization_name
+    from .manifest import shown_result
 
     m = pack.manifest
     base, modules = m["base"], m["adapters"]["modules"]

@@ -20,7 +20,7 @@ from .errors import PackError, did_you_mean
 OPTIMIZERS = ("adamw", "adam", "adafactor", "sgd", "muon", "lion")
 BASE_PATHS = ("auto", "quantized", "transient", "dense")
 LOSS_ON = ("all", "completion", "assistant")
-QUANTIZE = ("none", "affine4", "affine8")
+QUANTIZE = ("none", "affine4", "affine8", "nf4")
 FLAGS = "options"
 SCHEDULES = ("cosine", "linear", "constant")
 
@@ -105,6 +105,7 @@ class TrainConfig:
         "auto", "How the frozen weights are multiplied; auto measures here.", BASE_PATHS
     )
     quantize: str = _option("none", "Quantize the base as it is loaded.", QUANTIZE)
+    double_quant: bool = _option(True, "With nf4: the scales of blocks in 8 bits, too.")
     train_fp16_fallback: bool = _option(
         False, "Dequantize to fp16 just the modules whose geometry cannot be probed."
     )
@@ -142,6 +143,10 @@ class TrainConfig:
             (
                 self.ce_last_k is None or self.ce_last_k > 0,
                 f"ce_last_k must be positive, but got {self.ce_last_k}.",
+            ),
+            (
+                self.double_quant or self.quantize == "nf4",
+                f"no-double-quant goes with quantize nf4, but that is {self.quantize}.",
             ),
             (self.val_batches >= -1, f"val_batches must be -1 or more, got {self.val_batches}."),
             (

@@ -13,6 +13,7 @@ import mlx.nn as nn
 
 from .errors import PackError, did_you_mean
 from .nn.blocks import is_grouped_attention, is_grouped_mlp
+from .nn.quantized import LINEARS, NF4Linear
 
 # Projections of a grouped block: all but the last read the block's input and form one group, the
 # last is a group of its own. Any other linear is a group of its own, too.
@@ -50,8 +51,9 @@ class Geometry:
         if self.bits is None:
             stored = f"dense [{self.out_features}, {self.in_features}]"
         else:
+            unit = 8 if self.mode == "nf4" else 32  # codes are packed into bytes or words
             stored = f"{self.mode} {self.bits}-bit g{self.group_size}, stored width"
-            stored += f" {self.packed_width} = {self.in_features} x {self.bits} / 32"
+            stored += f" {self.packed_width} = {self.in_features} x {self.bits} / {unit}"
         return f"{self.path}: {self.in_features} -> {self.out_features} ({stored})"
 
 
@@ -100,7 +102,13 @@ def probe(path: str, module: nn.Module, config: dict, grouped: bool = False) -> 
     out_features, packed_width = weight.shape
     bits = group_size = mode = None
     in_features = packed_width
-    if isinstance(module, nn.QuantizedLinear):
+    if isinstance(module, NF4Linear):
+        bits, group_size, mode = module.bits, module.group_size, module.mode
+        try:
+            out_features, in_features = module.packed.shape
+        except ValueError as error:
+            raise GeometryError(path, f"its packed tensors do not fit: {error}") from None
+    elif isinstance(module, nn.QuantizedLinear):
         bits, group_size, mode = module.bits, module.group_size, module.mode
         in_features, odd = divmod(packed_width * 32, bits)
         expected = [out_features, in_features // group_size]
@@ -183,7 +191,7 @@ class Group:
 
 def linears(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """Every linear of the model, quantized or not, in the order of the model."""
-    kinds = (nn.Linear, nn.QuantizedLinear)
+    kinds = (nn.Linear, *LINEARS)
     return [(path, m) for path, m in model.named_modules() if isinstance(m, kinds)][::-1]
 
 

@@ -8,7 +8,7 @@ import inspect
 import json
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,6 +20,10 @@ from mlx.utils import tree_map
 from . import runtime
 from .errors import PackError
 from .files import read_header
+from .nn.nf4 import NF4Embedding, NF4Linear
+from .nn.quantized import replace_modules
+from .ops import nf4
+from .ops.nf4 import BLOCK_SIZES, NF4Weight
 from .runtime import mx
 
 if TYPE_CHECKING:
@@ -87,13 +91,20 @@ class Base:
     def summary(self) -> str:
         """One line: architecture, blocks, quantization, size."""
         text = text_config(self.config)
-        q = self.quantization
-        kind = f"{q.get('mode', 'affine')} {q['bits']}-bit g{q['group_size']}" if q else "dense"
+        kind = quantization_name(self.quantization)
         size = sum(f.stat().st_size for f in weight_files(self.path))
         shown = f"{size / 1e9:.2f} GB" if size >= 1e8 else f"{size / 1e6:.1f} MB"
         blocks = text.get("num_hidden_layers", text.get("n_layer", "?"))
         model_type = self.config["model_type"]
         return f"{self.name} · {model_type} · {blocks} blocks · {kind} · {shown}"
+
+
+def quantization_name(q: Mapping | None) -> str:
+    """A quantization for people: ``affine 4-bit g64``, or ``dense``."""
+    if not q:
+        return "dense"
+    double = " double-quantized" if q.get("double_quant") else ""
+    return f"{q.get('mode', 'affine')} {q['bits']}-bit g{q['group_size']}{double}"
 
 
 def text_config(config: dict) -> dict:
@@ -225,15 +236,44 @@ def check_files(path: Path) -> None:
         raise PackError(f"{path / 'config.json'}: has no 'model_type'.")
 
 
-def _load_model(path: Path, trust_remote_code: bool) -> tuple[nn.Module, dict]:
-    from mlx_lm.utils import load_model
+Weights = dict[str, mx.array]
+
+
+def _load_model(
+    path: Path, trust_remote_code: bool, pack: Callable[[nn.Module, Weights], Weights]
+) -> tuple[nn.Module, dict]:
+    """mlx-lm's loader; ``pack`` gets the model and its lazy weights by the model's names."""
+    from mlx_lm.utils import _get_classes, load_model
 
     if "model_file" in json.loads((path / "config.json").read_text()) and not trust_remote_code:
         raise PackError(f"{path}: brings code of its own; --trust-remote-code runs it.")
     # mlx-lm before 0.32, the last for Python 3.10, has no such argument and always runs the code
     known = "trust_remote_code" in inspect.signature(load_model).parameters
+
+    def classes(config):
+        model_class, arguments_class = _get_classes(config)
+
+        def make(arguments):
+            model = model_class(arguments)
+            to_names_of_model = getattr(model, "sanitize", lambda weights: weights)
+
+            def sanitize(weights):
+                own = dict(weights)
+                weights.clear()  # the caller keeps this one: nothing else may hold a dense weight
+                return pack(model, dict(to_names_of_model(own)))
+
+            model.sanitize = sanitize
+            return model
+
+        return make, arguments_class
+
     try:
-        return load_model(path, lazy=True, **({"trust_remote_code": True} if known else {}))
+        model, config = load_model(
+            path, lazy=True, get_model_classes=classes,
+            **({"trust_remote_code": True} if known else {}),
+        )  # fmt: skip
+        vars(model).pop("sanitize", None)
+        return model, config
     except (ValueError, KeyError, TypeError) as error:
         reason = " ".join(str(error).split())
         reason = reason if len(reason) < 400 else reason[:400] + " …"
@@ -260,26 +300,93 @@ def load_base_tokenizer(path: Path, config: dict, trust_remote_code: bool) -> ob
     return tokenizer
 
 
-def quantize_in_memory(model: nn.Module, config: dict, mode: str) -> dict:
-    """Quantize every linear and embedding of a dense model to affine 4 or 8 bits, group 64.
+def _place_nf4(model: nn.Module, weights: Weights, dtype: mx.Dtype) -> None:
+    """Put an NF4 module wherever the weights are packed; the tensors are loaded into it later."""
+    modules = dict(model.named_modules())
+    placed = []
+    for path in [name.removesuffix(".absmax") for name in weights if name.endswith(".absmax")]:
+        parts = [weights.get(f"{path}.{part}") for part in ("nested_absmax", "offset")]
+        module = modules.get(path)
+        if not isinstance(module, (nn.Linear, nn.Embedding)):
+            kind = "nothing" if module is None else type(module).__name__
+            raise PackError(
+                f"{path}.absmax: NF4 is read for linears and embeddings, here is {kind}."
+            )
+        weight, absmax = weights[f"{path}.weight"], weights[f"{path}.absmax"]
+        block_size = _block_size(weight, absmax)
+        try:
+            packed = NF4Weight(weight, absmax, *parts, block_size)
+        except ValueError as error:
+            raise PackError(f"{path}: packed tensors do not fit: {error}") from None
+        if list(packed.shape) != list(module.weight.shape):
+            raise PackError(f"{path}: is packed for {list(packed.shape)}, but the config asks for "
+                            f"{list(module.weight.shape)}.")  # fmt: skip
+        if isinstance(module, nn.Embedding):
+            placed.append((path, NF4Embedding(packed, dtype)))
+        else:
+            placed.append((path, NF4Linear(packed, module.get("bias"), dtype)))
+    replace_modules(model, placed)
 
-    Returns: the quantization as config.json spells it.
+
+def _block_size(weight: mx.array, absmax: mx.array) -> int:
+    """The block size that gives so many absmax; the default if none does."""
+    fitting = [b for b in BLOCK_SIZES if -(-2 * weight.size // b) == absmax.size]
+    return fitting[0] if len(fitting) == 1 else 64
+
+
+def _quantize_weights(model: nn.Module, weights: Weights, mode: str, double_quant: bool) -> Weights:
+    """Quantize every linear and embedding of a dense checkpoint as its weights are read.
+
+    One dense weight exists at a time. Modules whose width does not fit stay dense.
+    Returns: the weights with packed ones instead; the model has the modules for them.
     """
-    bits = {"affine4": 4, "affine8": 8}[mode]
-    if config.get("quantization") or config.get("quantization_config"):
-        has = config.get("quantization") or config.get("quantization_config")
-        raise PackError(f"--quantize {mode}: the base is quantized already ({has}).")
-    nn.quantize(
-        model,
-        group_size=64,
-        bits=bits,
-        class_predicate=lambda _, m: hasattr(m, "to_quantized") and m.weight.shape[-1] % 64 == 0,
-    )
-    return {"group_size": 64, "bits": bits, "mode": "affine"}
+    affine = {"affine4": 4, "affine8": 8}
+    for path, module in model.named_modules():
+        name = f"{path}.weight"
+        if not isinstance(module, (nn.Linear, nn.Embedding)) or name not in weights:
+            continue
+        if weights[name].shape[-1] % 64:
+            continue
+        dense = weights.pop(name)
+        if mode == "nf4":
+            packed = nf4.quantize(dense, 64, double_quant)
+            parts = {"weight": packed.weight, "absmax": packed.absmax}
+            if double_quant:
+                parts |= {"nested_absmax": packed.nested_absmax, "offset": packed.offset}
+        else:
+            names = ("weight", "scales", "biases")
+            parts = dict(zip(names, mx.quantize(dense, 64, affine[mode]), strict=True))
+        mx.eval(parts)
+        weights |= {f"{path}.{part}": value for part, value in parts.items()}
+        del dense
+    if mode in affine:
+        nn.quantize(
+            model, 64, affine[mode],
+            class_predicate=lambda path, _: f"{path}.scales" in weights,
+        )  # fmt: skip
+    return weights
+
+
+def _quantization_made(mode: str, double_quant: bool) -> dict:
+    """What `_quantize_weights` makes, as config.json spells it."""
+    if mode == "nf4":
+        return {"group_size": 64, "bits": 4, "mode": "nf4", "double_quant": double_quant}
+    return {"group_size": 64, "bits": int(mode.removeprefix("affine")), "mode": "affine"}
+
+
+def _activation_dtype(config: dict) -> mx.Dtype:
+    """What hidden states are computed in: float32 on a CPU, else what the config names."""
+    if runtime.on_cpu():
+        return mx.float32
+    named = str(text_config(config).get("torch_dtype") or text_config(config).get("dtype"))
+    return {"float16": mx.float16, "float32": mx.float32}.get(named, mx.bfloat16)
 
 
 def load_base(
-    name: str | Path = TINY, quantize: str = "none", trust_remote_code: bool = False
+    name: str | Path = TINY,
+    quantize: str = "none",
+    trust_remote_code: bool = False,
+    double_quant: bool = True,
 ) -> Base:
     """Load a checkpoint and its tokenizer, frozen, ready to carry adapters.
 
@@ -289,15 +396,28 @@ def load_base(
     Args:
         name: ``"tiny"``, a checkpoint folder or a hub id. Affine 2 to 8 bits, mixed bits by
             module, bf16/fp16/fp32, sharded or not: whatever mlx-lm's loader reads.
-        quantize: ``"affine4"`` or ``"affine8"`` quantizes a dense checkpoint after reading it.
+            NF4 as `packs quantize` and as bitsandbytes write it.
+        quantize: ``"affine4"``, ``"affine8"`` or ``"nf4"`` quantizes a dense checkpoint tensor by
+            tensor as it is read; with ``double_quant``, the absmax of NF4 are 8-bit too.
     Raises: PackError when there is no such checkpoint or its tensors do not fit its config.
     """
     path = resolve_base_path(name)
     check_files(path)
-    model, config = _load_model(path, trust_remote_code)
+    stored = json.loads((path / "config.json").read_text(encoding="utf-8"))
+    has = stored.get("quantization") or stored.get("quantization_config")
+    if quantize != "none" and has:
+        raise PackError(f"--quantize {quantize}: the base is quantized already ({has}).")
+
+    def pack(model: nn.Module, weights: Weights) -> Weights:
+        if quantize != "none":
+            weights = _quantize_weights(model, weights, quantize, double_quant)
+        _place_nf4(model, weights, _activation_dtype(stored))
+        return weights
+
+    model, config = _load_model(path, trust_remote_code, pack)
     quantization = config.get("quantization") or {}
     if quantize != "none":
-        quantization = quantize_in_memory(model, config, quantize)
+        quantization = _quantization_made(quantize, double_quant)
     if runtime.on_cpu():
         half = (mx.float16, mx.bfloat16)
         model.update(

@@ -184,11 +184,6 @@ def specs_of(manifest: dict) -> Specs:
     }
 
 
-def quantization_name(q: Mapping | None) -> str:
-    """A quantization for people: ``affine 4-bit g64``, or ``dense``."""
-    return f"{q.get('mode', 'affine')} {q['bits']}-bit g{q['group_size']}" if q else "dense"
-
-
 def mlx_lm_config(specs: Specs) -> dict | None:
     """``adapter_config.json`` for stock mlx-lm, or None where its one rank and scale do not do."""
     ranks = {spec.rank for spec in specs.values()}

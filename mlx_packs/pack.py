@@ -21,6 +21,7 @@ from .loading import (
     check_files,
     fingerprint,
     load_base,
+    quantization_name,
     resolve_base_path,
     weight_files,
 )
@@ -33,7 +34,6 @@ from .manifest import (
     check_quantization,
     mlx_lm_config,
     model_card,
-    quantization_name,
     read_manifest,
     spec_json,
     specs_of,
@@ -219,7 +219,9 @@ class Pack:
         Raises: PackError if it is another base.
         """
         _, config = self.check_checkpoint(model)
-        return load_base(model, self.quantize_for(config), trust_remote_code)
+        double_quant = bool((self.manifest["base"]["quantization"] or {}).get("double_quant"))
+        mode = self.quantize_for(config)
+        return load_base(model, mode, trust_remote_code, double_quant)
 
     def attach(self, base: Base, base_path: str = "quantized") -> Attached:
         """Attach this pack to its base. Raises: PackError if it does not fit."""
@@ -326,6 +328,8 @@ def _check_geometry(pack: Pack, model: str, path: Path, config: dict) -> bool:
             if not isinstance(bits, int) or bits < 1:
                 return False
             shape[-1] = shape[-1] * 32 // bits
+        elif f"{spec.path}.absmax" in stored:
+            shape[-1] *= 2  # NF4: two codes a byte
         if shape != (wanted := [sum(spec.widths), spec.in_features]):
             raise PackError(
                 f"{pack.path}: {spec.path}: the adapter is for a weight of {wanted}, but that of "
@@ -337,6 +341,7 @@ def _check_geometry(pack: Pack, model: str, path: Path, config: dict) -> bool:
 def _quantize_mode(q: Mapping | None) -> str:
     """The name that `load_base` has for a quantization that it makes itself, else ``none``."""
     names = {f"affine {bits}-bit g64": f"affine{bits}" for bits in (4, 8)}
+    names |= {f"nf4 4-bit g64{double}": "nf4" for double in ("", " double-quantized")}
     return names.get(quantization_name(q), "none")
 
 

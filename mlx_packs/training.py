@@ -122,7 +122,7 @@ def train_pack(
     started = started_from(resume_adapter_file, earlier)
     if not isinstance(base, Base):
         with display.working("base", f"loading {base}"):
-            base = load_base(base, train.quantize, trust_remote_code)
+            base = load_base(base, train.quantize, trust_remote_code, train.double_quant)
     elif train.quantize != "none":
         raise PackError("quantize: this base is loaded already; give it to load_base instead.")
     display.line("base", base.summary())

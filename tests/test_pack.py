@@ -346,7 +346,7 @@ def test_commands_run_code_of_a_checkpoint_only_when_told_to(here, monkeypatch, 
     write_rows(here / "d", train=[{"text": "x y"}], test=[{"text": "one two"}])
     given = []
 
-    def load(path, trust_remote_code):
+    def load(path, trust_remote_code, pack):
         given.append(trust_remote_code)
         raise PackError("stop")
 

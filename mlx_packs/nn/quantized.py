@@ -11,13 +11,35 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_unflatten
 
+from ..ops import nf4
 from ..runtime import on_cpu
+from .nf4 import NF4Embedding, NF4Linear
 
-QUANTIZED = (nn.QuantizedLinear, nn.QuantizedEmbedding)
+LINEARS = (nn.QuantizedLinear, NF4Linear)
+EMBEDDINGS = (nn.QuantizedEmbedding, NF4Embedding)
+NF4 = (NF4Linear, NF4Embedding)
+QUANTIZED = (*LINEARS, *EMBEDDINGS)
+
+
+def true_shape(module: nn.Module) -> tuple[int, int]:
+    """[out, in] of the weight that a quantized linear or embedding holds packed."""
+    if isinstance(module, NF4):
+        return module.packed.shape
+    return module.weight.shape[0], module.weight.shape[1] * 32 // module.bits
+
+
+def dense_dtype(module: nn.Module) -> mx.Dtype:
+    """The dtype that a quantized module has when it is dense."""
+    return module.dtype if isinstance(module, NF4) else module.scales.dtype
 
 
 def dequantized_weight(module: nn.Module) -> mx.array:
-    """The weight of a quantized linear or embedding as [out, in], in the dtype of its scales."""
+    """The weight of a quantized linear or embedding as [out, in], in the dtype of its scales.
+
+    NF4, whose scales are float32, has the dtype that its module names.
+    """
+    if isinstance(module, NF4):
+        return module.dequantized()
     return mx.dequantize(
         module.weight,
         module.scales,
@@ -50,6 +72,16 @@ def _transient_matmul(group_size: int, bits: int, mode: str):
     return matmul
 
 
+def packed_matmul(x: mx.array, module: nn.Module) -> mx.array:
+    """``x @ W.T`` for a quantized module by the kernel that reads W packed."""
+    if isinstance(module, NF4):
+        return nf4.matmul(x, module.packed)
+    return mx.quantized_matmul(
+        x, module.weight, module.scales, module.get("biases"), transpose=True,
+        group_size=module.group_size, bits=module.bits, mode=module.mode,
+    )  # fmt: skip
+
+
 def transient_matmul(x: mx.array, module: nn.Module) -> mx.array:
     """``x @ W.T`` for a quantized module, dequantizing W for this one use.
 
@@ -57,6 +89,8 @@ def transient_matmul(x: mx.array, module: nn.Module) -> mx.array:
         x: [..., D].   module: quantized linear or embedding with a weight of [O, D].
     Returns: [..., O] in the dtype of x. The gradient reaches x only; the weight is frozen.
     """
+    if isinstance(module, NF4):  # for more than a few rows that is what the op does anyway
+        return nf4.matmul(x, module.packed)
     biases = module.get("biases")
     if biases is None:  # mxfp4 and its kin have scales only; an empty array stands in
         return x @ mx.stop_gradient(dequantized_weight(module)).astype(x.dtype).T
@@ -113,7 +147,7 @@ def dense_module(module: nn.Module, dtype: mx.Dtype | None = None) -> nn.Module:
     weight = dequantized_weight(module)
     if dtype is not None:
         weight = weight.astype(dtype)
-    if isinstance(module, nn.QuantizedEmbedding):
+    if isinstance(module, EMBEDDINGS):
         dense = nn.Embedding(1, 1)
     else:
         dense = nn.Linear(1, 1, bias="bias" in module)
@@ -141,12 +175,14 @@ def apply_base_path(model: nn.Module, base_path: str) -> list[tuple[str, nn.Modu
     Returns: (path, original module) of those replaced; `replace_modules` puts them back.
     """
     originals = quantized_modules(model) if base_path != "quantized" else []
+    if base_path == "transient":  # NF4 dequantizes for each use by itself
+        originals = [(path, m) for path, m in originals if not isinstance(m, NF4)]
     replaced = []
     for path, module in originals:
         if base_path == "dense":
             # on a CPU activations are float32, whatever the packed format dequantizes to
             replaced.append((path, dense_module(module, mx.float32 if on_cpu() else None)))
-        elif isinstance(module, nn.QuantizedEmbedding):
+        elif isinstance(module, EMBEDDINGS):
             replaced.append((path, TransientEmbedding(module)))
         else:
             replaced.append((path, TransientLinear(module)))

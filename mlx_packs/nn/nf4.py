@@ -1,0 +1,112 @@
+"""NF4Linear and NF4Embedding: frozen weights in 4-bit NormalFloat, with the face of MLX's own.
+
+QLoRA: https://arxiv.org/abs/2305.14314
+"""
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from ..ops import nf4
+from ..ops.nf4 import NF4Weight
+
+BITS, MODE = 4, "nf4"
+
+
+class _Packed(nn.Module):
+    """The arrays of an `NF4Weight`, under the names that a checkpoint has for them."""
+
+    bits, mode = BITS, MODE
+
+    def __init__(self, packed: NF4Weight, dtype: mx.Dtype):
+        super().__init__()
+        self.weight = packed.weight
+        self.absmax = packed.absmax
+        if packed.double_quant:
+            self.nested_absmax = packed.nested_absmax
+            self.offset = packed.offset
+        self.group_size = packed.block_size
+        self.dtype = dtype
+        self._packed = packed
+        self.freeze()
+
+    @property
+    def packed(self) -> NF4Weight:
+        """The weight as ops/nf4.py takes it; it changes when parameters are loaded."""
+        known = self._packed
+        if known.weight is not self.weight or known.absmax is not self.absmax:
+            known = NF4Weight(
+                self.weight,
+                self.absmax,
+                self.get("nested_absmax"),
+                self.get("offset"),
+                self.group_size,
+            )
+            self._packed = known
+        return known
+
+    @property
+    def double_quant(self) -> bool:
+        """Whether the absmax are 8-bit codes."""
+        return "nested_absmax" in self
+
+    def dequantized(self) -> mx.array:
+        """The weight [O, D] in ``dtype``."""
+        return nf4.dequantize(self.packed, self.dtype)
+
+    def _extra_repr(self) -> str:
+        outputs, depth = self.packed.shape
+        kind = "double-quantized" if self.double_quant else "float32 absmax"
+        return f"input_dims={depth}, output_dims={outputs}, block={self.group_size}, {kind}"
+
+
+class NF4Linear(_Packed):
+    """A frozen linear with a packed weight [O, D] and perhaps a bias [O].
+
+    Args:
+        packed: the weight.   bias: added to the product.
+        dtype: of the dense weight where one is asked for; the product is in the dtype of x.
+    """
+
+    def __init__(
+        self, packed: NF4Weight, bias: mx.array | None = None, dtype: mx.Dtype = mx.bfloat16
+    ):
+        super().__init__(packed, dtype)
+        if bias is not None:
+            self.bias = bias
+            self.freeze()
+
+    @classmethod
+    def from_linear(
+        cls, linear: nn.Linear, group_size: int = 64, double_quant: bool = True
+    ) -> "NF4Linear":
+        """Quantize a dense linear. Its width must be even."""
+        packed = nf4.quantize(linear.weight, group_size, double_quant)
+        return cls(packed, linear.get("bias"), linear.weight.dtype)
+
+    def __call__(self, x: mx.array) -> mx.array:
+        """x [..., D] to [..., O], in the dtype of x."""
+        y = nf4.matmul(x, self.packed)
+        return y + self.bias if "bias" in self else y
+
+
+class NF4Embedding(_Packed):
+    """A frozen embedding table [V, D]; rows are dequantized as they are looked up."""
+
+    def __init__(self, packed: NF4Weight, dtype: mx.Dtype = mx.bfloat16):
+        super().__init__(packed, dtype)
+
+    @classmethod
+    def from_embedding(
+        cls, embedding: nn.Embedding, group_size: int = 64, double_quant: bool = True
+    ) -> "NF4Embedding":
+        """Quantize a dense table. Its width must be even."""
+        packed = nf4.quantize(embedding.weight, group_size, double_quant)
+        return cls(packed, embedding.weight.dtype)
+
+    def __call__(self, tokens: mx.array) -> mx.array:
+        """Rows [..., D] of the table, in ``dtype``."""
+        return nf4.rows(self.packed, tokens, self.dtype)
+
+    def as_linear(self, x: mx.array) -> mx.array:
+        """x [..., D] times the table: the head of a model with tied embeddings, [..., V]."""
+        return nf4.matmul(x, self.packed)
