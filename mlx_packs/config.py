@@ -21,6 +21,7 @@ OPTIMIZERS = ("adamw", "adam", "adafactor", "sgd", "muon", "lion")
 BASE_PATHS = ("auto", "quantized", "transient", "dense")
 LOSS_ON = ("all", "completion", "assistant")
 QUANTIZE = ("none", "affine4", "affine8", "nf4")
+COMPUTE_DTYPES = ("auto", "bfloat16", "float16", "float32")
 FLAGS = "options"
 SCHEDULES = ("cosine", "linear", "constant")
 
@@ -106,6 +107,12 @@ class TrainConfig:
     )
     quantize: str = _option("none", "Quantize the base as it is loaded.", QUANTIZE)
     double_quant: bool = _option(True, "With nf4: the scales of blocks in 8 bits, too.")
+    keep: tuple[str, ...] = _option((), "With --quantize: modules left dense, by name (comma).")
+    compute_dtype: str = _option(
+        "auto",
+        "Dtype of activations; auto is as stored. A CPU computes in float32 whatever is said.",
+        COMPUTE_DTYPES,
+    )
     train_fp16_fallback: bool = _option(
         False, "Dequantize to fp16 just the modules whose geometry cannot be probed."
     )
@@ -147,6 +154,10 @@ class TrainConfig:
             (
                 self.double_quant or self.quantize == "nf4",
                 f"no-double-quant goes with quantize nf4, but that is {self.quantize}.",
+            ),
+            (
+                not self.keep or self.quantize != "none",
+                "keep goes with quantize, but that is none.",
             ),
             (self.val_batches >= -1, f"val_batches must be -1 or more, got {self.val_batches}."),
             (

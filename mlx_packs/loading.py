@@ -8,7 +8,7 @@ import inspect
 import json
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,10 +18,10 @@ import mlx.nn as nn
 from mlx.utils import tree_map
 
 from . import runtime
-from .errors import PackError
+from .errors import PackError, did_you_mean
 from .files import read_header
 from .nn.nf4 import NF4Embedding, NF4Linear
-from .nn.quantized import replace_modules
+from .nn.quantized import NF4, replace_modules
 from .ops import nf4
 from .ops.nf4 import BLOCK_SIZES, NF4Weight
 from .runtime import mx
@@ -104,7 +104,8 @@ def quantization_name(q: Mapping | None) -> str:
     if not q:
         return "dense"
     double = " double-quantized" if q.get("double_quant") else ""
-    return f"{q.get('mode', 'affine')} {q['bits']}-bit g{q['group_size']}{double}"
+    kept = f" without {', '.join(q['keep'])}" if q.get("keep") else ""
+    return f"{q.get('mode', 'affine')} {q['bits']}-bit g{q['group_size']}{double}{kept}"
 
 
 def text_config(config: dict) -> dict:
@@ -334,18 +335,27 @@ def _block_size(weight: mx.array, absmax: mx.array) -> int:
     return fitting[0] if len(fitting) == 1 else 64
 
 
-def _quantize_weights(model: nn.Module, weights: Weights, mode: str, double_quant: bool) -> Weights:
+def _quantize_weights(
+    model: nn.Module, weights: Weights, mode: str, double_quant: bool, keep: Sequence[str]
+) -> Weights:
     """Quantize every linear and embedding of a dense checkpoint as its weights are read.
 
     One dense weight exists at a time. Modules whose width does not fit stay dense.
     Returns: the weights with packed ones instead; the model has the modules for them.
     """
     affine = {"affine4": 4, "affine8": 8}
+    paths = [p for p, m in model.named_modules() if isinstance(m, (nn.Linear, nn.Embedding))]
+    for name in keep:
+        if not any(_is_named(path, name) for path in paths):
+            # a tied head has no module of its own: its table is the embedding
+            if name != "lm_head":
+                hint = did_you_mean(name, sorted({p.rsplit(".", 1)[-1] for p in paths}))
+                raise PackError(f"--keep {name}: no such module. {hint}")
     for path, module in model.named_modules():
         name = f"{path}.weight"
         if not isinstance(module, (nn.Linear, nn.Embedding)) or name not in weights:
             continue
-        if weights[name].shape[-1] % 64:
+        if weights[name].shape[-1] % 64 or any(_is_named(path, name) for name in keep):
             continue
         dense = weights.pop(name)
         if mode == "nf4":
@@ -367,17 +377,24 @@ def _quantize_weights(model: nn.Module, weights: Weights, mode: str, double_quan
     return weights
 
 
-def _quantization_made(mode: str, double_quant: bool) -> dict:
+def _is_named(path: str, name: str) -> bool:
+    return path == name or path.endswith("." + name)
+
+
+def _quantization_made(mode: str, double_quant: bool, keep: Sequence[str]) -> dict:
     """What `_quantize_weights` makes, as config.json spells it."""
+    kept = {"keep": list(keep)} if keep else {}
     if mode == "nf4":
-        return {"group_size": 64, "bits": 4, "mode": "nf4", "double_quant": double_quant}
-    return {"group_size": 64, "bits": int(mode.removeprefix("affine")), "mode": "affine"}
+        return {"group_size": 64, "bits": 4, "mode": "nf4", "double_quant": double_quant, **kept}
+    return {"group_size": 64, "bits": int(mode.removeprefix("affine")), "mode": "affine", **kept}
 
 
-def _activation_dtype(config: dict) -> mx.Dtype:
-    """What hidden states are computed in: float32 on a CPU, else what the config names."""
+def _activation_dtype(config: dict, wanted: str) -> mx.Dtype:
+    """What hidden states are computed in: float32 on a CPU, else as asked for or as stored."""
     if runtime.on_cpu():
         return mx.float32
+    if wanted != "auto":
+        return {"float16": mx.float16, "float32": mx.float32, "bfloat16": mx.bfloat16}[wanted]
     named = str(text_config(config).get("torch_dtype") or text_config(config).get("dtype"))
     return {"float16": mx.float16, "float32": mx.float32}.get(named, mx.bfloat16)
 
@@ -386,7 +403,10 @@ def load_base(
     name: str | Path = TINY,
     quantize: str = "none",
     trust_remote_code: bool = False,
+    *,
     double_quant: bool = True,
+    keep: Sequence[str] = (),
+    compute_dtype: str = "auto",
 ) -> Base:
     """Load a checkpoint and its tokenizer, frozen, ready to carry adapters.
 
@@ -398,7 +418,11 @@ def load_base(
             module, bf16/fp16/fp32, sharded or not: whatever mlx-lm's loader reads.
             NF4 as `packs quantize` and as bitsandbytes write it.
         quantize: ``"affine4"``, ``"affine8"`` or ``"nf4"`` quantizes a dense checkpoint tensor by
-            tensor as it is read; with ``double_quant``, the absmax of NF4 are 8-bit too.
+            tensor as it is read; with ``double_quant``, the absmax of NF4 are 8-bit too. A base
+            that is NF4 already stays as it is.
+        keep: names of modules that ``quantize`` leaves dense: leaf (lm_head), tail or path.
+        compute_dtype: ``auto`` as stored, or ``bfloat16``, ``float16``, ``float32``; on a CPU
+            always float32.
     Raises: PackError when there is no such checkpoint or its tensors do not fit its config.
     """
     path = resolve_base_path(name)
@@ -406,22 +430,30 @@ def load_base(
     stored = json.loads((path / "config.json").read_text(encoding="utf-8"))
     has = stored.get("quantization") or stored.get("quantization_config")
     if quantize != "none" and has:
-        raise PackError(f"--quantize {quantize}: the base is quantized already ({has}).")
+        if quantize != "nf4" or has.get("mode", has.get("bnb_4bit_quant_type")) != "nf4":
+            raise PackError(f"--quantize {quantize}: the base is quantized already ({has}).")
+        quantize = "none"
+    dtype = _activation_dtype(stored, compute_dtype)
 
     def pack(model: nn.Module, weights: Weights) -> Weights:
         if quantize != "none":
-            weights = _quantize_weights(model, weights, quantize, double_quant)
-        _place_nf4(model, weights, _activation_dtype(stored))
+            weights = _quantize_weights(model, weights, quantize, double_quant, keep)
+        _place_nf4(model, weights, dtype)
         return weights
 
     model, config = _load_model(path, trust_remote_code, pack)
     quantization = config.get("quantization") or {}
     if quantize != "none":
-        quantization = _quantization_made(quantize, double_quant)
-    if runtime.on_cpu():
+        quantization = _quantization_made(quantize, double_quant, keep)
+    if runtime.on_cpu() or compute_dtype != "auto":
         half = (mx.float16, mx.bfloat16)
+        changed = half if runtime.on_cpu() else (*half, mx.float32)
+        frozen = {id(v) for m in model.modules() if isinstance(m, NF4) for v in m.values()}
         model.update(
-            tree_map(lambda a: a.astype(mx.float32) if a.dtype in half else a, model.parameters())
+            tree_map(
+                lambda a: a.astype(dtype) if a.dtype in changed and id(a) not in frozen else a,
+                model.parameters(),
+            )
         )
     model.freeze()
     model.eval()

@@ -219,9 +219,11 @@ class Pack:
         Raises: PackError if it is another base.
         """
         _, config = self.check_checkpoint(model)
-        double_quant = bool((self.manifest["base"]["quantization"] or {}).get("double_quant"))
-        mode = self.quantize_for(config)
-        return load_base(model, mode, trust_remote_code, double_quant)
+        q = self.manifest["base"]["quantization"] or {}
+        return load_base(
+            model, self.quantize_for(config), trust_remote_code,
+            double_quant=bool(q.get("double_quant")), keep=q.get("keep", ()),
+        )  # fmt: skip
 
     def attach(self, base: Base, base_path: str = "quantized") -> Attached:
         """Attach this pack to its base. Raises: PackError if it does not fit."""
@@ -340,9 +342,10 @@ def _check_geometry(pack: Pack, model: str, path: Path, config: dict) -> bool:
 
 def _quantize_mode(q: Mapping | None) -> str:
     """The name that `load_base` has for a quantization that it makes itself, else ``none``."""
-    names = {f"affine {bits}-bit g64": f"affine{bits}" for bits in (4, 8)}
-    names |= {f"nf4 4-bit g64{double}": "nf4" for double in ("", " double-quantized")}
-    return names.get(quantization_name(q), "none")
+    if not q or q["group_size"] != 64:
+        return "none"
+    names = {("affine", 4): "affine4", ("affine", 8): "affine8", ("nf4", 4): "nf4"}
+    return names.get((q.get("mode", "affine"), q["bits"]), "none")
 
 
 def versions_line() -> dict[str, str]:

@@ -13,6 +13,7 @@ from .checkpoint import CONFIG, check_resumable, run_folder
 from .config import DataConfig, LoRAConfig, Recipe, TrainConfig, read_yaml, resolve
 from .display import NORMAL, QUIET, VERBOSE, Display, clock
 from .encoding import encode
+from .layouts import translate
 from .loading import TINY, check_files, load_base_tokenizer, resolve_base_path, text_config
 from .manifest import shown_result
 from .training import tiny_recipe, train_pack
@@ -53,7 +54,8 @@ def _config_options(command):
 
 @click.command()
 @click.option("--model", metavar="M", help="Base: a folder, a hub id, or 'tiny'. [tiny]")
-@click.option("-c", "--config", metavar="FILE", help="YAML with any of these options.")
+@click.option("-c", "--config", "configs", metavar="FILE", multiple=True,
+              help="YAML of these options, or a recipe of QLoRA, PEFT, bitsandbytes.")  # fmt: skip
 @click.option("--out", "--adapter-path", metavar="DIR", help="Folder of the pack. [packs/<data>]")
 @_config_options
 @click.option("--mask-prompt", is_flag=True, default=None, help="mlx-lm: --loss-on completion.")
@@ -71,7 +73,7 @@ def _config_options(command):
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON on stdout.")
 @click.option("-v", "--verbose", is_flag=True, help="Explain decisions.")
 @click.option("-q", "--quiet", is_flag=True, help="Print the result line only.")
-def command(config, show_mask, as_json, verbose, quiet, **flags):
+def command(configs, show_mask, as_json, verbose, quiet, **flags):
     """Train a pack; without arguments, a tiny one.
 
     That is the tiny Qwen3 and the data that the package carries, in a minute or two.
@@ -81,8 +83,11 @@ def command(config, show_mask, as_json, verbose, quiet, **flags):
     brackets are for real bases, after "tiny:" for the tiny one.
     """
     flags = {k: v for k, v in flags.items() if v is not None}
-    values = read_yaml(config) if config else {}
-    resolve(values, str(config))  # so that a fault names the file that it stands in
+    values: dict = {}
+    for file in configs:
+        told = translate(read_yaml(file), file)
+        resolve(told, file)  # so that a fault names the file that it stands in
+        values |= told
     recipe = _recipe(flags, values)
     run = recipe.run
     display = Display(QUIET if quiet else VERBOSE if verbose else NORMAL)

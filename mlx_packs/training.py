@@ -122,7 +122,10 @@ def train_pack(
     started = started_from(resume_adapter_file, earlier)
     if not isinstance(base, Base):
         with display.working("base", f"loading {base}"):
-            base = load_base(base, train.quantize, trust_remote_code, train.double_quant)
+            base = load_base(
+                base, train.quantize, trust_remote_code, double_quant=train.double_quant,
+                keep=train.keep, compute_dtype=train.compute_dtype,
+            )  # fmt: skip
     elif train.quantize != "none":
         raise PackError("quantize: this base is loaded already; give it to load_base instead.")
     display.line("base", base.summary())

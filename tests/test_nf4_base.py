@@ -88,6 +88,26 @@ def test_a_stored_base_gives_the_logits_of_the_one_quantized_on_loading(dense, s
     assert mx.array_equal(base.model(TOKENS), made.model(TOKENS)).item()
 
 
+def test_modules_are_left_dense_by_name(dense, tmp_path):
+    base = load_base(dense, "nf4", keep=("down_proj", "lm_head", "embed_tokens"))
+    modules = dict(base.model.named_modules())
+    assert type(modules["model.embed_tokens"]) is nn.Embedding
+    assert type(modules["model.layers.3.mlp.down_proj"]) is nn.Linear
+    assert type(modules["model.layers.3.mlp.up_proj"]) is NF4Linear
+    assert "nf4 4-bit g64 double-quantized without down_proj, lm_head, embed" in base.summary()
+    with pytest.raises(
+        PackError, match="--keep down_prj: no such module. Did you mean 'down_proj'"
+    ):
+        load_base(dense, "nf4", keep=("down_prj",))
+    train = TrainConfig(
+        iters=1, batch_size=1, max_seq_length=64, val_batches=0, test_batches=1, quantize="affine4",
+        keep=("down_proj",),
+    )  # fmt: skip
+    train_pack(str(dense), "tiny", LoRAConfig(rank=2), train, tmp_path / "p")
+    again = Pack.open(tmp_path / "p").load_base(dense)
+    assert type(again.model.layers[0].mlp.down_proj) is nn.Linear
+
+
 def test_embedding_rows_are_those_of_the_dense_table():
     for width, block in ((128, 64), (96, 64), (40, 32)):  # blocks inside and across rows
         for double_quant in (True, False):
@@ -218,8 +238,9 @@ def test_broken_packed_tensors_are_named(stored, tmp_path, name):
 
 
 def test_quantizing_what_is_quantized_and_a_flag_without_its_mode_are_refused(stored, run):
-    with pytest.raises(PackError, match="--quantize nf4: the base is quantized already.*nf4"):
-        load_base(stored, "nf4")
+    with pytest.raises(PackError, match="--quantize affine4: the base is quantized already.*nf4"):
+        load_base(stored, "affine4")
+    assert load_base(stored, "nf4").quantization == load_base(stored).quantization
     for mode in ("none", "affine4"):
         code, out, err = run("train", "--quantize", mode, "--no-double-quant")
         assert (code, out) == (2, "") and "no-double-quant goes with quantize nf4" in err

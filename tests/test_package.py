@@ -16,7 +16,7 @@ PACKAGE = ROOT / "mlx_packs"
 
 # A file imports only from those above it.
 ORDER = """
-errors config options runtime display files
+errors config layouts options runtime display files
 ops._cost ops._backend ops._check
 ops.exponential ops.attention ops.nf4 ops.grouped_lora ops.multi_lora ops.linear_cross_entropy
 nn.lora nn.nf4 nn.quantized nn.blocks
