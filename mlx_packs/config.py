@@ -17,7 +17,7 @@ from pathlib import Path
 
 from .errors import PackError, did_you_mean
 
-OPTIMIZERS = ("adamw", "adam", "adafactor", "sgd", "muon", "lion")
+OPTIMIZERS = ("adamw", "adamw_8bit", "adam", "adafactor", "sgd", "muon", "lion")
 BASE_PATHS = ("auto", "quantized", "transient", "dense")
 LOSS_ON = ("all", "completion", "assistant")
 QUANTIZE = ("none", "affine4", "affine8", "nf4")

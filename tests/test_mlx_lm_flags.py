@@ -52,7 +52,7 @@ def keys_read_by(function, *names: str) -> set[str]:
 def recipe_of(*args: str, under=()):
     """The recipe that `packs train ARGS` resolves to."""
     params = command.make_context("train", list(args)).params
-    own = {"config", "show_mask", "as_json", "verbose", "quiet"}
+    own = {"configs", "show_mask", "as_json", "verbose", "quiet"}
     flags = {k: v for k, v in params.items() if v is not None and k not in own}
     return resolve(flags, under=under)
 

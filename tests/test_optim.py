@@ -88,3 +88,33 @@ def test_schedule_mapping_overrides_rate_and_warmup_under_it():
 def test_learning_rate_beside_a_schedule_mapping_is_said_to_be_unused(rate, said):
     train = resolve({"lr_schedule": COSINE, "learning_rate": rate}).train
     assert bool(unused_learning_rate(train)) == said
+
+
+def test_adamw_in_8_bits_keeps_two_bytes_a_weight_and_follows_adamw():
+    weights = {"w": mx.random.normal((96, 64)), "small": mx.random.normal((10,))}
+    config = {"learning_rate": 1e-2, "lr_schedule": "constant", "iters": 40}
+    paths = {}
+    for name in ("adamw", "adamw_8bit"):
+        optimizer = make_optimizer(TrainConfig(optimizer=name, **config))
+        optimizer.init(weights)
+        current = dict(weights)
+        for i in range(40):
+            wanted = mx.random.normal((96, 64), key=mx.random.key(i)) * 0.1
+            gradients = {"w": current["w"] - wanted, "small": current["small"]}
+            current = optimizer.apply_gradients(gradients, current)
+            mx.eval(current, optimizer.state)
+        paths[name] = current, optimizer
+    exact, found = (paths[name][0]["w"] for name in ("adamw", "adamw_8bit"))
+    assert mx.abs(found - exact).max() < 0.15 * mx.abs(weights["w"] - exact).max()
+    assert mx.array_equal(paths["adamw"][0]["small"], paths["adamw_8bit"][0]["small"]).item()
+    state = paths["adamw_8bit"][1].state["w"]
+    assert state["m"].dtype == state["v"].dtype == mx.uint8
+    held = sum(part.nbytes for part in state.values())
+    assert held / weights["w"].size == pytest.approx(2 * (1 + 4 / 256), abs=0.01)
+    assert paths["adamw_8bit"][1].state["small"]["m"].dtype == mx.float32
+
+
+def test_adamw_in_8_bits_takes_the_arguments_of_adamw():
+    given = {"adamw_8bit": {"weight_decay": 0.1, "betas": [0.9, 0.99]}}
+    made = make_optimizer(TrainConfig(optimizer="adamw_8bit", optimizer_config=given))
+    assert made.weight_decay == 0.1 and made.betas == [0.9, 0.99]

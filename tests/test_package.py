@@ -18,7 +18,8 @@ PACKAGE = ROOT / "mlx_packs"
 ORDER = """
 errors config layouts options runtime display files
 ops._cost ops._backend ops._check
-ops.exponential ops.attention ops.nf4 ops.grouped_lora ops.multi_lora ops.linear_cross_entropy
+ops.exponential ops.attention ops.blockwise ops.nf4
+ops.grouped_lora ops.multi_lora ops.linear_cross_entropy
 nn.lora nn.nf4 nn.quantized nn.blocks
 loading geometry adapters base_path
 data encoding batches loss optim step manifest pack
