@@ -19,6 +19,7 @@ from mlx_packs.config import DataConfig, LoRAConfig, TrainConfig, read_yaml, res
 from mlx_packs.display import NORMAL, Display
 from mlx_packs.errors import PackError
 from mlx_packs.geometry import select_targets
+from mlx_packs.layouts import translate
 from mlx_packs.optim import make_optimizer, schedule
 from mlx_packs.runtime import mx
 from mlx_packs.train import command
@@ -377,7 +378,8 @@ def test_training_says_when_stock_mlx_lm_cannot_open_the_pack(capsys, pattern, s
 
 def test_examples_make_packs_that_stock_mlx_lm_opens():
     for file in TABLE.parent.glob("*.yaml"):
-        assert not resolve(read_yaml(file), str(file)).lora.rank_pattern
+        recipe = resolve(translate(read_yaml(file), str(file)), str(file))
+        assert not recipe.lora.rank_pattern
 
 
 @pytest.mark.parametrize(
