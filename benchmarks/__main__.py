@@ -13,10 +13,11 @@ def main(arguments: list[str] | None = None) -> int:
     shown = commands.add_parser("report", help="markdown tables from the history of measurements")
     shown.add_argument("--history", type=Path, default=history.HISTORY, metavar="FILE",
                        help="records to show [benchmarks/history.jsonl]")  # fmt: skip
+    shown.add_argument("--task", default="", metavar="TEXT", help="tasks that contain TEXT")
     options = parser.parse_args(arguments)
-    records = history.read(options.history)
+    records = [r for r in history.read(options.history) if options.task in r.task]
     if not records:
-        print("no records there yet: python -m benchmarks.train_step", file=sys.stderr)
+        print("no such records there yet: python -m benchmarks.train_step", file=sys.stderr)
         return 2
     print(report.render(records))
     return 0

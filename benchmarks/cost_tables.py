@@ -13,6 +13,11 @@ from mlx_packs.doctor import OPS
 from mlx_packs.ops._cost import CHIPS, Launch, seconds
 
 KERNELS = Path(__file__).parent.parent / "kernels"
+# How the op decides where that is not by the row itself.
+DECIDES = {
+    "grouped_lora": " The op decides by the rows with backward, in generation too.",
+    "nf4": " At each size the op compares its kernels with what plain MLX would do with them.",
+}
 BEGIN, END = "<!-- cost table -->", "<!-- end of cost table -->"
 Plans = tuple[Sequence[Launch], Sequence[Launch]]  # plain MLX, kernels
 
@@ -26,8 +31,8 @@ def table(op: str) -> str:
     """Two tables in markdown: launches of the first case of few and of many rows, and times."""
     found = cases()[op]
     lines = [
-        f"Microseconds, plain MLX / kernel, expected from bytes and operations; not measured. "
-        f"`{op}` takes the smaller one.",
+        "Microseconds, plain MLX / kernel, expected from bytes and operations; not measured. The "
+        f"smaller is bold.{DECIDES.get(op, '')}",
         "",
         _row(["", *(chip.name for chip in CHIPS)]),
         _row(["---"] * (len(CHIPS) + 1)),

@@ -40,16 +40,18 @@ def _table(run: list[Record]) -> list[str]:
     for r in run:
         rows.setdefault((r.implementation, r.shape, r.dtype), {})[r.metric] = r
     titles = ["implementation", "BLAS", "shape", "dtype"]
-    titles += [f"{metric}, {unit}" for metric, unit in metrics]
-    titles += [f"times {run[0].baseline}", "peak MB"]
+    titles += [", ".join(filter(None, pair)) for pair in metrics]
+    has_ratio = any(r.ratio is not None for r in run)
+    has_peak = any(r.peak_mb is not None for r in run)
+    titles += [f"times {run[0].baseline}"] * has_ratio + ["peak MB"] * has_peak
     lines = [_line(titles), _line("---" for _ in titles)]
     for (implementation, shape, dtype), found in rows.items():
         any_record = next(iter(found.values()))
         ratio = next((r.ratio for r in found.values() if r.ratio is not None), None)
         cells = [implementation, _blas(any_record), shape, dtype]
         cells += [_spread(found.get(metric)) for metric, _ in metrics]
-        cells += ["" if ratio is None else f"{ratio:.2f}x"]
-        cells += ["" if any_record.peak_mb is None else f"{any_record.peak_mb:,.0f}"]
+        cells += ["" if ratio is None else f"{ratio:.2f}x"] * has_ratio
+        cells += ["" if any_record.peak_mb is None else f"{any_record.peak_mb:,.0f}"] * has_peak
         lines.append(_line(cells))
     return lines
 
@@ -66,6 +68,8 @@ def _blas(record: Record) -> str:
 def _spread(record: Record | None) -> str:
     if record is None:
         return ""
+    if record.p20 == record.p80:
+        return _number(record.p50)
     return f"{_number(record.p50)} ({_number(record.p20)} to {_number(record.p80)})"
 
 

@@ -3,6 +3,7 @@
 The first thing to paste into a bug report.
 """
 
+import math
 import platform
 import statistics
 import time
@@ -40,35 +41,39 @@ def examine_kernel(instance: Instance) -> dict:
     """One kernel instance against its reference: errors on small inputs, time on real sizes.
 
     Returns: ``op``, ``instance``, ``backend``, ``max_error`` (relative to the largest number, over
-    outputs and gradients), ``ok``, ``fault`` (None or what is wrong), ``kernel_us`` and
-    ``reference_us`` (forward, median). Without a GPU the reference itself is held to float64, and
-    timed in float32 alone: nothing here computes in half precision on a CPU, which is far slower.
+    outputs and gradients; None if there is none), ``ok``, ``fault`` (None or what is wrong),
+    ``kernel_us`` and ``reference_us`` (forward, median). Without a GPU the reference itself is held
+    to float64, and timed in float32 alone: half precision on a CPU is far slower, and not used.
     """
     backend = _backend.forced() or _backend.detect()
-    kernel_us, worst, fault = None, 0.0, None
-    try:
-        for check in instance.checks(backend):
-            finding = examine(_reference_alone(check) if backend == "reference" else check)
-            worst = max(worst, finding.max_error)
-            fault = fault or finding.fault
-        workload = instance.workload(backend)
-        if backend != "reference" and fault is None:
-            kernel_us = _microseconds(workload.kernel, workload)
-    except Exception as error:  # compilers and devices raise what they like
-        fault = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-        workload = instance.workload("reference")
-    return {
+    report = {
         "op": instance.op,
         "instance": instance.name,
         "backend": backend,
-        "max_error": worst,
-        "ok": fault is None,
-        "fault": fault,
-        "kernel_us": kernel_us,
-        "reference_us": _microseconds(workload.reference, workload)
-        if backend != "reference" or workload.inputs[0].dtype == mx.float32
-        else None,
+        "max_error": None,
+        "ok": False,
+        "fault": None,
+        "kernel_us": None,
+        "reference_us": None,
     }
+    try:
+        findings = [
+            examine(_reference_alone(check) if backend == "reference" else check)
+            for check in instance.checks(backend)
+        ]
+        report["fault"] = next((f.fault for f in findings if f.fault is not None), None)
+        errors = [finding.max_error for finding in findings]
+        if all(map(math.isfinite, errors)):
+            report["max_error"] = max(errors)
+        workload = instance.workload(backend)
+        if backend != "reference" or workload.inputs[0].dtype == mx.float32:
+            report["reference_us"] = _microseconds(workload.reference, workload)
+        if backend != "reference" and report["fault"] is None:
+            report["kernel_us"] = _microseconds(workload.kernel, workload)
+    except Exception as error:  # compilers and devices raise what they like
+        report["fault"] = f"{type(error).__name__}: {' '.join(str(error).split())}"
+    report["ok"] = report["fault"] is None
+    return report
 
 
 def _reference_alone(check: Check) -> Check:
@@ -90,7 +95,16 @@ def examine_machine() -> dict:
     """Device, versions, BLAS and memory of this machine."""
     return {
         "device": runtime.device_name(),
-        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+        "system": " ".join(
+            part
+            for part in (
+                platform.system(),
+                platform.release(),
+                platform.machine(),
+                platform.mac_ver()[0] and f"macOS {platform.mac_ver()[0]}",
+            )
+            if part
+        ),
         "versions": runtime.versions(),
         "blas": {
             "library": runtime.BLAS.name,

@@ -9,7 +9,7 @@ process, and that is said once.
 import functools
 import logging
 import os
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,10 +35,11 @@ _PACKAGE = Path(__file__).parents[1]
 _log = logging.getLogger("mlx_packs")
 
 _forced: str | None = None
-_decided: dict[tuple, str] = {}  # by backend, op, instance and sizes: what computes the call
-_checked: set[tuple] = set()  # instances that agreed with their reference
+_checked: set[tuple] = set()  # backend, op, instance: agreed with their reference
 _fallbacks: dict[str, str] = {}  # by op: why its kernels are off in this process
-_preferred: dict[str, str] = {}  # by op and sizes: why plain MLX is expected to be faster
+_decided: dict[tuple, str] = {}  # what computes a call, by everything that this depends on
+_calls: dict[tuple, str] = {}  # op, instance, rows, sizes to what computed it, since `start_record`
+_reasons: dict[tuple, str] = {}  # the same to why plain MLX
 
 
 def detect() -> str:
@@ -53,10 +54,11 @@ def forced() -> str | None:
 
     Raises: PackError if there is no such backend, or not on this machine.
     """
-    name = _forced or os.environ.get(VARIABLE) or None
+    name, said = _forced, "--backend"
+    if name is None:
+        name, said = os.environ.get(VARIABLE) or None, VARIABLE
     if name is None:
         return None
-    said = "--backend" if _forced else VARIABLE
     if name not in BACKENDS:
         raise PackError(f"{said} {name}: must be one of {', '.join(BACKENDS)}.")
     if name not in ("reference", here := detect()):
@@ -64,47 +66,47 @@ def forced() -> str | None:
     return name
 
 
-def force(name: str | None) -> None:
-    """Compute every op by this backend from now on; None follows the device again.
+@contextmanager
+def backend(name: str | None) -> Iterator[None]:
+    """Compute every op of this process by ``reference``, ``metal`` or ``cuda`` for a while.
 
+    None follows the environment and the device again.
     Raises: PackError if there is no such backend, or not on this machine.
     """
     global _forced
     before, _forced = _forced, name
     try:
         forced()
-    except PackError:
-        _forced = before
-        raise
-
-
-@contextmanager
-def backend(name: str) -> Iterator[None]:
-    """Compute every op in this context by ``reference``, ``metal`` or ``cuda``.
-
-    Raises: PackError if there is no such backend, or not on this machine.
-    """
-    before = _forced
-    force(name)
-    try:
         yield
     finally:
-        force(before)
+        _forced = before
+
+
+def start_record() -> None:
+    """Forget which calls were computed by what; a run that reports them begins here."""
+    _calls.clear()
 
 
 def record() -> dict:
-    """For reports: the backend in force, by op and sizes what it computed, and why not the rest.
+    """What computed the calls since `start_record`, for reports.
 
-    Returns: ``backend``; ``kernels``, calls that ran as kernels; ``plain_mlx``, those for which
-    plain MLX was taken, with the reason; ``fallbacks``, ops whose kernel failed here.
+    Returns: ``backend``; ``kernels``, what ran as kernels; ``plain_mlx``, what plain MLX was taken
+    for, with one reason; ``fallbacks``, ops whose kernel failed in this process, and why.
     """
     name = forced() or detect()
+    by_kernel: dict[str, list[int]] = {}
+    plain: dict[str, tuple[list[int], str]] = {}
+    for call, taken in _calls.items():
+        op, instance, rows, sizes = call
+        said = f"{op} {_words(instance)} · {_words(sizes)}"
+        if taken != "reference":
+            by_kernel.setdefault(said, []).append(rows)
+        elif call in _reasons:
+            plain.setdefault(said, ([], _reasons[call]))[0].append(rows)
     return {
         "backend": name,
-        "kernels": sorted(
-            f"{op} {sizes}" for (_, _, op, _, sizes), taken in _decided.items() if taken == name
-        ),
-        "plain_mlx": dict(_preferred),
+        "kernels": {said: _span(rows) for said, rows in by_kernel.items()},
+        "plain_mlx": {said: f"{_span(rows)}: {why}" for said, (rows, why) in plain.items()},
         "fallbacks": dict(_fallbacks),
     }
 
@@ -114,27 +116,46 @@ def summary() -> str:
     known = record()
     if known["backend"] == "reference":
         return "plain MLX"
-    parts = [f"{known['backend']} for {len(known['kernels'])} sizes"]
+    parts = [f"{known['backend']} for {len(known['kernels'])} kinds of calls"]
     if known["plain_mlx"]:
-        reasons = "; ".join(f"{call}: {why}" for call, why in known["plain_mlx"].items())
-        parts.append(f"plain MLX for {len(known['plain_mlx'])} ({reasons})")
+        call, why = next(iter(known["plain_mlx"].items()))
+        parts.append(f"plain MLX for {len(known['plain_mlx'])} ({call}, {why})")
     if known["fallbacks"]:
-        parts.append(f"failed: {', '.join(known['fallbacks'])}")
+        parts.append(f"failed here: {', '.join(known['fallbacks'])}")
     return " · ".join(parts)
+
+
+def _span(rows: list[int]) -> str:
+    low, high = min(rows), max(rows)
+    return f"{low:,} rows" if low == high else f"{low:,} to {high:,} rows"
+
+
+def _words(value: object) -> str:
+    """An instance or sizes for people."""
+    if isinstance(value, mx.Dtype):
+        return str(value).removeprefix("mlx.core.")
+    if hasattr(value, "_asdict"):
+        parts = value._asdict().items()
+        return ", ".join(
+            _words(v) if isinstance(v, (str, mx.Dtype)) else f"{key.replace('_', ' ')} {_words(v)}"
+            for key, v in parts
+        )
+    return "/".join(map(_words, value)) if isinstance(value, tuple) else str(value)
 
 
 def choose(
     op: str,
-    instance: Hashable,
-    sizes: Hashable,
+    instance: tuple,
+    rows: int,
+    sizes: tuple,
     check: Callable[[str], str | None],
     plans: Callable[[], tuple[Sequence[Launch], Sequence[Launch]]],
 ) -> str:
     """The backend that computes one call of an op.
 
     Args:
-        instance: what the device compiles as one program: dtypes, ranks, tile.
-        sizes: all else that the cost depends on.
+        instance: what the device compiles as one program, a named tuple: dtype, ranks, tile.
+        rows, sizes: all else that the cost depends on; sizes is a named tuple.
         check: compares the instance with its reference on the given backend; what is wrong, or
             None. It may raise whatever a compiler or a device raises.
         plans: launches of plain MLX and of the kernel, for the cost model.
@@ -143,51 +164,60 @@ def choose(
     name = wanted or detect()
     if name == "reference":
         return name
-    key = (name, wanted, op, instance, sizes)
-    if key not in _decided:
-        _decided[key] = _decide(name, wanted, op, instance, sizes, check, plans)
-    return _decided[key]
+    call = (op, instance, rows, sizes)
+    taken = _decided.get((name, wanted, call))
+    if taken is None:
+        taken = _decide(name, wanted, call, check, plans)
+        _decided[(name, wanted, call)] = taken
+    _calls[call] = taken
+    return taken
 
 
-def _decide(name, wanted, op, instance, sizes, check, plans) -> str:
+def _decide(name: str, wanted: str | None, call: tuple, check, plans) -> str:
+    op, instance, _, _ = call
     if op in _fallbacks:
         return "reference"
     if wanted is None:
         chip = chip_here()
         plain, kernel = (1e6 * seconds(plan, chip) for plan in plans())
         if plain < kernel:
-            _preferred[f"{op} {sizes}"] = f"{plain:.0f} us, kernel {kernel:.0f} us ({chip.name})"
+            _reasons[call] = f"{plain:.0f} us, kernel {kernel:.0f} us ({chip.name})"
             return "reference"
     if (name, op, instance) not in _checked:
         try:
             fault = check(name)
         except Exception as error:  # compilers and devices raise what they like
-            fault = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+            fault = f"{type(error).__name__}: {' '.join(str(error).split())}"
         if fault is not None:
-            fall_back(op, f"{name} kernel {instance}: {fault}")
+            fall_back(op, f"{name} kernel ({_words(instance)}): {fault}")
             return "reference"
         _checked.add((name, op, instance))
     return name
 
 
-def decline(op: str, sizes: str, reason: str) -> str:
-    """Take the reference for sizes that an op has no kernel for, and keep the reason."""
+def decline(op: str, instance: tuple, rows: int, sizes: tuple, reason: str) -> str:
+    """Take the reference for a call that an op has no kernel for, and keep the reason."""
     if (forced() or detect()) != "reference":
-        _preferred[f"{op} {sizes}"] = reason
+        call = (op, instance, rows, sizes)
+        _calls[call], _reasons[call] = "reference", reason
     return "reference"
 
 
 def fall_back(op: str, reason: str) -> None:
-    """Compute an op by its reference for the rest of this process, and say so once."""
+    """Compute an op by its reference for the rest of this process, and say so once.
+
+    Steps that were compiled before keep the kernels that passed their check.
+    """
     if op not in _fallbacks:
         _fallbacks[op] = reason
         _decided.clear()
-        _log.warning("packs: %s is computed by plain MLX from here on: %s", op, reason)
+        short = reason if len(reason) < 240 else reason[:240] + " …"
+        _log.warning("packs: %s is computed by plain MLX from here on: %s", op, short)
 
 
 def forget() -> None:
     """Forget all verdicts, as in a new process."""
-    for known in (_decided, _checked, _fallbacks, _preferred):
+    for known in (_checked, _fallbacks, _decided, _calls, _reasons):
         known.clear()
 
 

@@ -8,6 +8,7 @@ The reference comes first; below it the kernels of kernels/grouped_lora, whose R
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from ..runtime import mx
 from ._backend import Kernel, choose, decline, float_table, int_table
@@ -398,18 +399,36 @@ def _text(layout: Layout) -> Layout:
 # ── choosing, checking ───────────────────────────────────────────────────────────────────────────
 
 
+class Compiled(NamedTuple):
+    """What one program is compiled for."""
+
+    dtype: mx.Dtype
+    ranks: tuple[int, ...]
+    outputs: tuple[int, ...]  # of each slice
+    row_tile: int  # in fours
+
+
+class Sizes(NamedTuple):
+    """What the cost depends on besides the rows."""
+
+    inputs: int
+    widths: tuple[int, ...]
+
+
 def _backend_of(x: mx.array, outputs: Sequence[mx.array], layout: Layout) -> str:
     if x.size == 0 or not any(layout.ranks) or any(y.dtype != x.dtype for y in outputs):
         return "reference"
     rows = x.size // x.shape[-1]
     ranks = _ranks(layout)
-    instance = (x.dtype, layout.ranks, layout.output_of, _rows4(rows))
-    sizes = (rows, x.shape[-1], layout.widths)
+    instance = Compiled(x.dtype, layout.ranks, layout.output_of, _rows4(rows))
+    sizes = Sizes(x.shape[-1], layout.widths)
     if len(layout.ranks) > MAX_SLICES or max(ranks) > MAX_RANK or sum(ranks) > MAX_RANKS:
-        return decline(OP, f"ranks {layout.ranks}", "more slices or ranks than a launch can hold")
+        reason = "more slices or ranks than a launch can hold"
+        return decline(OP, instance, rows, sizes, reason)
     return choose(
         OP,
         instance,
+        rows,
         sizes,
         lambda backend: first_fault(checks(backend, *instance)),
         lambda: plans(x.dtype.size, rows, x.shape[-1], layout.ranks, layout.widths),
@@ -419,11 +438,17 @@ def _backend_of(x: mx.array, outputs: Sequence[mx.array], layout: Layout) -> str
 def checks(
     backend: str, dtype: mx.Dtype, ranks: tuple[int, ...], output_of: tuple[int, ...], rows4: int
 ) -> list[Check]:
-    """Small inputs with tails in rows and columns, exact and random, for one kernel instance."""
-    rows = 3 if rows4 == FEW_ROWS4 else 4 * rows4 + 3
+    """Inputs with tails in rows and columns, exact and random, for one kernel instance.
+
+    Where rows are many, the exact ones take two chunks of rows in the backward.
+    """
+    few = rows4 == FEW_ROWS4
     widths = [max(rank, (THREADS + 40, 36, 20, 52)[i % 4]) for i, rank in enumerate(ranks)]
-    sizes = (rows, DEPTH + 44, ranks, widths, output_of)
-    return [check_of(backend, dtype, *sizes, exact) for exact in (True, False)]
+    sizes = (DEPTH + 44, ranks, widths, output_of)
+    return [
+        check_of(backend, dtype, 3 if few else BACKWARD_CHUNK + 3, *sizes, exact=True),
+        check_of(backend, dtype, 3 if few else 4 * rows4 + 3, *sizes, exact=False),
+    ]
 
 
 def check_of(backend, dtype, rows, depth, ranks, widths, output_of, exact) -> Check:

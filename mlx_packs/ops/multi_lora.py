@@ -9,6 +9,7 @@ S-LoRA: https://arxiv.org/abs/2311.03285   Punica: https://arxiv.org/abs/2310.18
 
 import functools
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from ..runtime import mx
 from ._backend import Kernel, choose, decline, int_table
@@ -258,19 +259,39 @@ def _up(backend, outputs, b, scales, pack, h) -> list[mx.array]:
 # ── choosing, checking ───────────────────────────────────────────────────────────────────────────
 
 
+class Compiled(NamedTuple):
+    """What one program is compiled for."""
+
+    dtype: mx.Dtype
+    ranks: tuple[int, ...]
+    row_tile: int  # in fours
+
+
+class Sizes(NamedTuple):
+    """What the cost depends on besides the rows."""
+
+    sequences: int
+    inputs: int
+    widths: tuple[int, ...]
+    packs: int
+
+
 def _backend_of(x, outputs, lora_a) -> str:
     if any(y.dtype != x.dtype for y in outputs):
         return "reference"
     sequences, rows, depth = x.shape
     ranks = tuple(a.shape[-1] for a in lora_a)
-    if len(ranks) > MAX_SLICES or max(ranks) > MAX_RANK or sum(ranks) > MAX_RANKS:
-        return decline(OP, f"ranks {ranks}", "more slices or ranks than a launch can hold")
     packs, widths = lora_a[0].shape[0], tuple(y.shape[-1] for y in outputs)
-    instance = (x.dtype, ranks, _rows4(rows))
+    instance = Compiled(x.dtype, ranks, _rows4(rows))
+    sizes = Sizes(sequences, depth, widths, packs)
+    if len(ranks) > MAX_SLICES or max(ranks) > MAX_RANK or sum(ranks) > MAX_RANKS:
+        reason = "more slices or ranks than a launch can hold"
+        return decline(OP, instance, rows, sizes, reason)
     return choose(
         OP,
         instance,
-        (sequences, rows, depth, widths, packs),
+        rows,
+        sizes,
         lambda backend: first_fault(checks(backend, *instance)),
         lambda: plans(x.dtype.size, sequences, rows, depth, packs, ranks, widths),
     )

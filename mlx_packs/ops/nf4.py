@@ -10,6 +10,7 @@ QLoRA: https://arxiv.org/abs/2305.14314
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -101,7 +102,9 @@ def quantize(w: mx.array, block_size: int = 64, double_quant: bool = True) -> NF
     if depth % 2:
         raise ValueError(f"[nf4] columns of a weight must be even but got {depth}.")
     scaled, absmax = _normalized(w.astype(mx.float32).flatten(), block_size)
-    codes = _above(scaled, _middles()).reshape(outputs, depth // 2, 2)
+    # 15 comparisons of all values are 10 times faster than a bisection, which gathers
+    above = [(scaled > middle).view(mx.uint8) for middle in _middles()]
+    codes = functools.reduce(mx.add, above).reshape(outputs, depth // 2, 2)
     weight = (codes[..., 0] << 4) | codes[..., 1]
     packed = NF4Weight(weight, absmax, block_size=block_size)
     return quantize_absmax(packed) if double_quant else packed
@@ -425,19 +428,38 @@ def _packed(weight: NF4Weight, dtype: mx.Dtype) -> tuple[list[mx.array], dict]:
 # ── choosing, checking ───────────────────────────────────────────────────────────────────────────
 
 
-def _instance(weight: NF4Weight, dtype: mx.Dtype) -> tuple:
-    return dtype, _word_dtype(weight.shape[1]), weight.block_size, weight.double_quant
+class Compiled(NamedTuple):
+    """What one program is compiled for."""
+
+    kernel: str
+    dtype: mx.Dtype
+    word: mx.Dtype
+    block: int
+    double_quant: bool
+    row_tile: int = 0
+
+
+class Sizes(NamedTuple):
+    """What the cost depends on besides the rows."""
+
+    weight: tuple[int, int]
+
+
+def _instance(kernel: str, weight: NF4Weight, dtype: mx.Dtype, row_tile: int = 0) -> Compiled:
+    word = _word_dtype(weight.shape[1])
+    return Compiled(kernel, dtype, word, weight.block_size, weight.double_quant, row_tile)
 
 
 def _dequantize_backend(weight: NF4Weight, dtype: mx.Dtype) -> str:
     if weight.weight.size == 0:
         return "reference"
-    instance = _instance(weight, dtype)
+    instance = _instance("dequantize", weight, dtype)
     return choose(
         OP,
-        ("dequantize", *instance),
-        ("dequantize", *weight.shape),
-        lambda backend: first_fault(checks(backend, *instance, rows=MATVEC_ROWS + 1)),
+        instance,
+        weight.shape[0],
+        Sizes(weight.shape),
+        lambda backend: first_fault(checks(backend, *instance[1:5], rows=MATVEC_ROWS + 1)),
         lambda: dequantize_plans(dtype.size, weight.shape, weight.block_size, weight.double_quant),
     )
 
@@ -446,12 +468,14 @@ def _matvec_backend(x: mx.array, weight: NF4Weight) -> str:
     rows = x.shape[0]
     if x.size == 0 or weight.weight.size == 0 or rows > MATVEC_ROWS:
         return "reference"
-    instance, tile = _instance(weight, x.dtype), _row_tile(rows)
+    tile = _row_tile(rows)
+    instance = _instance("matvec", weight, x.dtype, tile)
     return choose(
         OP,
-        ("matvec", *instance, tile),
-        ("matvec", rows, *weight.shape),
-        lambda backend: first_fault(checks(backend, *instance, rows=_rows_of_check(tile))),
+        instance,
+        rows,
+        Sizes(weight.shape),
+        lambda backend: first_fault(checks(backend, *instance[1:5], rows=_rows_of_check(tile))),
         lambda: matvec_plans(
             x.dtype.size, rows, weight.shape, weight.block_size, weight.double_quant
         ),

@@ -42,6 +42,17 @@ def test_a_backend_that_is_not_here_is_an_error_by_every_way_to_name_it(name, mo
     assert (code, out) == (2, "") and err.count("\n") == 1 and f"--backend {name}" in err
 
 
+def test_leaving_a_backend_neither_raises_nor_hides_an_error(monkeypatch, run):
+    monkeypatch.setenv("MLX_PACKS_BACKEND", "metal")
+    with pytest.raises(KeyError), mp.backend("reference"):
+        raise KeyError("of the body")
+    assert run("generate", "--backend", "reference", "--prompt", "x", "--max-tokens", 1)[0] == 0
+    monkeypatch.delenv("MLX_PACKS_BACKEND")
+    assert _backend.forced() is None
+    with pytest.raises(mp.PackError, match="--backend : must be one of"), mp.backend(""):
+        pass
+
+
 def test_backend_of_one_command_does_not_outlive_it(run):
     assert run("generate", "--prompt", "x", "--max-tokens", 1, "--backend", "reference")[0] == 0
     assert _backend.forced() is None
@@ -90,12 +101,17 @@ def test_chooser_takes_kernels_for_few_rows_and_plain_mlx_where_the_cost_model_s
     with emulation("metal") as built:
         monkeypatch.setattr(_backend, "chip_here", lambda: _cost.chip_named("Apple M3 Max"))
         call()
-        assert built and _backend.record()["kernels"] == ["grouped_lora (6, 40, (24,))"]
+        said = "grouped_lora float32, ranks 4, outputs 0, row tile 4 · inputs 40, widths 24"
+        assert built and _backend.record()["kernels"] == {said: "6 rows"}
         slow = _cost.Launch("kernel", bytes=1e9)
         monkeypatch.setattr(grouped_lora, "plans", lambda *_: ([], [slow]))
         _backend.forget()
         call()
-        assert "plain MLX for 1 (grouped_lora (6, 40, (24,)): 0 us, kernel" in _backend.summary()
+        assert f"plain MLX for 1 ({said}, 6 rows: 0 us, kernel 333" in _backend.summary()
+        _backend.start_record()
+        assert not _backend.record()["plain_mlx"]
+        call()  # decided before, and recorded again
+        assert set(_backend.record()["plain_mlx"]) == {said}
 
 
 def test_launches_that_no_kernel_can_hold_take_the_reference_and_say_so():
@@ -103,9 +119,8 @@ def test_launches_that_no_kernel_can_hold_take_the_reference_and_say_so():
         x, y = mx.ones((3, 80)), mx.ones((3, 96))
         grouped_lora.grouped_lora(x, [y], [mx.ones((80, 65))], [mx.ones((65, 96))], [1.0])
         assert not built
-        assert list(_backend.record()["plain_mlx"].values()) == [
-            "more slices or ranks than a launch can hold"
-        ]
+        (reason,) = _backend.record()["plain_mlx"].values()
+        assert reason == "3 rows: more slices or ranks than a launch can hold"
 
 
 def test_examine_sees_a_wrong_value_a_wrong_gradient_and_a_nan():

@@ -37,8 +37,6 @@ def test_decoding_gives_back_what_the_codes_can_hold(shape, signed):
     assert found.shape == values.shape
     if values.size:
         assert (mx.abs(found - values).max() / mx.abs(values).max()).item() < 0.04
-        again = decode(*encode(found, signed), shape, signed)
-        assert mx.allclose(again, found, rtol=1e-6).item()
 
 
 def test_zeros_stay_zeros():

@@ -190,7 +190,8 @@ def test_public_op_runs_the_kernel_and_a_rank_0_slice_keeps_its_output(emulated)
     for ours, theirs in zip(found, wanted, strict=True):
         assert ours.shape == theirs.shape
         assert mx.allclose(ours, theirs, atol=1e-4).item()
-    assert _backend.record()["kernels"] == ["multi_lora (8, 3, 40, (48, 40), 3)"]
+    (said,) = _backend.record()["kernels"]
+    assert said.endswith("sequences 8, inputs 40, widths 48/40, packs 3")
 
 
 def test_gradients_through_the_kernel_are_those_of_the_reference(emulated):
@@ -214,7 +215,8 @@ def test_nothing_to_add_launches_nothing(emulated):
 def test_a_rank_that_no_launch_holds_is_left_to_plain_mlx(emulated):
     batch = inputs(2, 1, ranks=(65,), widths=(80,))
     assert mx.array_equal(multi_lora(*batch)[0], reference(*batch)[0]).item()
-    assert list(_backend.record()["plain_mlx"]) == ["multi_lora ranks (65,)"]
+    (said,) = _backend.record()["plain_mlx"]
+    assert said.startswith("multi_lora float32, ranks 65")
 
 
 # ── the plan ─────────────────────────────────────────────────────────────────────────────────────
