@@ -4,11 +4,25 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from .errors import PackError
+
+if TYPE_CHECKING:
+    import mlx.core as mx
+
+
+_DTYPES = {  # of MLX, and how safetensors calls them
+    f"mlx.core.{name}": short
+    for name, short in {
+        "bool_": "BOOL", "bool": "BOOL", "uint8": "U8", "uint16": "U16", "uint32": "U32",
+        "uint64": "U64", "int8": "I8", "int16": "I16", "int32": "I32", "int64": "I64",
+        "float16": "F16", "bfloat16": "BF16", "float32": "F32", "float64": "F64",
+    }.items()
+}  # fmt: skip
 
 
 @contextmanager
@@ -28,20 +42,28 @@ def whole_folder(path: Path, replace: bool = False) -> Iterator[Path]:
         for file in partial.rglob("*"):
             if file.is_file():
                 _sync(file)
-        old = path.with_name(f".{path.name}.old-{os.getpid()}")
-        if path.exists():
-            os.rename(path, old)
-        try:
-            os.rename(partial, path)
-        except OSError:
-            if old.exists():
-                os.rename(old, path)
-            raise
-        shutil.rmtree(old, ignore_errors=True)
+        put_in_place(partial, path)
     except OSError as error:
         raise PackError(f"{path}: cannot be written ({error.strerror or error}).") from None
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+
+
+def put_in_place(partial: Path, path: Path) -> None:
+    """Rename a finished folder to its name; one that has this name is removed, or kept on failure.
+
+    Raises: OSError.
+    """
+    old = path.with_name(f".{path.name}.old-{os.getpid()}")
+    if path.exists():
+        os.rename(path, old)
+    try:
+        os.rename(partial, path)
+    except OSError:
+        if old.exists():
+            os.rename(old, path)
+        raise
+    shutil.rmtree(old, ignore_errors=True)
 
 
 def _sync(file: Path) -> None:
@@ -130,3 +152,49 @@ def save_tensors(file: Path, tensors: dict) -> None:
         raise PackError(f"{file}: cannot be written ({error}).") from None
     # MLX does not report a full disk: the file is then shorter than its header says
     read_header(file)
+
+
+def write_tensors(
+    file: Path, outline: dict, tensors: Iterable[tuple[str, "mx.array"]], kind: str = "mlx"
+) -> None:
+    """Write safetensors one at a time: none is kept, the file appears when it is complete.
+
+    Args:
+        outline: arrays of the shapes and dtypes to come, by name; they are not evaluated.
+        tensors: all of them with their names, in any order.
+        kind: ``mlx`` or ``pt``, whose conventions the names follow.
+    Raises: PackError when the disk is full or the place cannot be written.
+    """
+    # wide dtypes first, so that each is aligned
+    names = sorted(outline, key=lambda name: (-outline[name].dtype.size, name))
+    header: dict = {"__metadata__": {"format": kind}}
+    end = 0
+    for name in names:
+        begin, end = end, end + outline[name].nbytes
+        dtype, shape = _DTYPES[str(outline[name].dtype)], list(outline[name].shape)
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    partial = file.with_name(f"{file.name}.partial-{os.getpid()}")
+    try:
+        with partial.open("wb") as f:
+            f.write(len(text).to_bytes(8, "little") + text)
+            for name, tensor in tensors:
+                begin, end = header[name]["data_offsets"]
+                assert tensor.dtype == outline[name].dtype and tensor.nbytes == end - begin
+                f.seek(8 + len(text) + begin)
+                f.write(_bytes(tensor))
+            os.fsync(f.fileno())
+        os.replace(partial, file)
+    except OSError as error:
+        raise PackError(f"{file}: cannot be written ({error.strerror or error}).") from None
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def _bytes(tensor: "mx.array") -> memoryview:
+    from .runtime import mx
+
+    flat = tensor.flatten().view(mx.uint8)
+    mx.eval(flat)
+    return memoryview(flat)

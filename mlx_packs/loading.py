@@ -18,12 +18,13 @@ import mlx.nn as nn
 from mlx.utils import tree_map
 
 from . import runtime
+from .bitsandbytes import from_bitsandbytes
 from .errors import PackError, did_you_mean
 from .files import read_header
 from .nn.nf4 import NF4Embedding, NF4Linear
 from .nn.quantized import NF4, replace_modules
-from .ops import nf4
 from .ops.nf4 import BLOCK_SIZES, NF4Weight
+from .packing import Packing, quantized_tensors
 from .runtime import mx
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 TINY = "tiny"
 _SAMPLE_BYTES = 4096
 # what mlx-lm downloads; code among it is run only with trust_remote_code
-_CHECKPOINT_FILES = (
+CHECKPOINT_FILES = (
     "*.json model*.safetensors *.jinja *.txt *.jsonl tokenizer.model *.tiktoken tiktoken.model *.py"
 ).split()
 
@@ -140,7 +141,7 @@ def _hub_snapshot(repo: str) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError, RepositoryNotFoundError
 
-    wanted = {"repo_id": repo, "allow_patterns": _CHECKPOINT_FILES}
+    wanted = {"repo_id": repo, "allow_patterns": CHECKPOINT_FILES}
     cached = "not in the Hugging Face cache"
     try:
         path = Path(snapshot_download(**wanted, local_files_only=True))
@@ -238,9 +239,10 @@ def check_files(path: Path) -> None:
 
 
 Weights = dict[str, mx.array]
+_PACKINGS = {f"affine{bits}": Packing("affine", bits) for bits in (4, 8)}
 
 
-def _load_model(
+def load_model_of(
     path: Path, trust_remote_code: bool, pack: Callable[[nn.Module, Weights], Weights]
 ) -> tuple[nn.Module, dict]:
     """mlx-lm's loader; ``pack`` gets the model and its lazy weights by the model's names."""
@@ -259,7 +261,7 @@ def _load_model(
             to_names_of_model = getattr(model, "sanitize", lambda weights: weights)
 
             def sanitize(weights):
-                own = dict(weights)
+                own = from_bitsandbytes(dict(weights), str(path))
                 weights.clear()  # the caller keeps this one: nothing else may hold a dense weight
                 return pack(model, dict(to_names_of_model(own)))
 
@@ -336,17 +338,16 @@ def _block_size(weight: mx.array, absmax: mx.array) -> int:
 
 
 def _quantize_weights(
-    model: nn.Module, weights: Weights, mode: str, double_quant: bool, keep: Sequence[str]
+    model: nn.Module, weights: Weights, packing: Packing, keep: Sequence[str]
 ) -> Weights:
     """Quantize every linear and embedding of a dense checkpoint as its weights are read.
 
     One dense weight exists at a time. Modules whose width does not fit stay dense.
     Returns: the weights with packed ones instead; the model has the modules for them.
     """
-    affine = {"affine4": 4, "affine8": 8}
     paths = [p for p, m in model.named_modules() if isinstance(m, (nn.Linear, nn.Embedding))]
     for name in keep:
-        if not any(_is_named(path, name) for path in paths):
+        if not any(is_named(path, name) for path in paths):
             # a tied head has no module of its own: its table is the embedding
             if name != "lm_head":
                 hint = did_you_mean(name, sorted({p.rsplit(".", 1)[-1] for p in paths}))
@@ -355,38 +356,31 @@ def _quantize_weights(
         name = f"{path}.weight"
         if not isinstance(module, (nn.Linear, nn.Embedding)) or name not in weights:
             continue
-        if weights[name].shape[-1] % 64 or any(_is_named(path, name) for name in keep):
+        if weights[name].shape[-1] % 64 or any(is_named(path, name) for name in keep):
             continue
         dense = weights.pop(name)
-        if mode == "nf4":
-            packed = nf4.quantize(dense, 64, double_quant)
-            parts = {"weight": packed.weight, "absmax": packed.absmax}
-            if double_quant:
-                parts |= {"nested_absmax": packed.nested_absmax, "offset": packed.offset}
-        else:
-            names = ("weight", "scales", "biases")
-            parts = dict(zip(names, mx.quantize(dense, 64, affine[mode]), strict=True))
-        mx.eval(parts)
-        weights |= {f"{path}.{part}": value for part, value in parts.items()}
+        weights |= quantized_tensors(name, dense, packing)
         del dense
-    if mode in affine:
+    if packing.mode == "affine":
         nn.quantize(
-            model, 64, affine[mode],
+            model, packing.group_size, packing.bits,
             class_predicate=lambda path, _: f"{path}.scales" in weights,
         )  # fmt: skip
     return weights
 
 
-def _is_named(path: str, name: str) -> bool:
+def is_named(path: str, name: str) -> bool:
+    """Whether a module at ``path`` is called so: by its whole path or the end of it."""
     return path == name or path.endswith("." + name)
 
 
-def _quantization_made(mode: str, double_quant: bool, keep: Sequence[str]) -> dict:
-    """What `_quantize_weights` makes, as config.json spells it."""
-    kept = {"keep": list(keep)} if keep else {}
-    if mode == "nf4":
-        return {"group_size": 64, "bits": 4, "mode": "nf4", "double_quant": double_quant, **kept}
-    return {"group_size": 64, "bits": int(mode.removeprefix("affine")), "mode": "affine", **kept}
+def _nf4_quantization(model: nn.Module) -> dict:
+    """What config.json would say of a checkpoint that bitsandbytes packed; {} if it did not."""
+    module = next((m for m in model.modules() if isinstance(m, NF4)), None)
+    if module is None:
+        return {}
+    return {"group_size": module.group_size, "bits": 4, "mode": "nf4",
+            "double_quant": module.double_quant}  # fmt: skip
 
 
 def _activation_dtype(config: dict, wanted: str) -> mx.Dtype:
@@ -434,17 +428,18 @@ def load_base(
             raise PackError(f"--quantize {quantize}: the base is quantized already ({has}).")
         quantize = "none"
     dtype = _activation_dtype(stored, compute_dtype)
+    packing = _PACKINGS.get(quantize, Packing(double_quant=double_quant))
 
     def pack(model: nn.Module, weights: Weights) -> Weights:
         if quantize != "none":
-            weights = _quantize_weights(model, weights, quantize, double_quant, keep)
+            weights = _quantize_weights(model, weights, packing, keep)
         _place_nf4(model, weights, dtype)
         return weights
 
-    model, config = _load_model(path, trust_remote_code, pack)
-    quantization = config.get("quantization") or {}
+    model, config = load_model_of(path, trust_remote_code, pack)
+    quantization = config.get("quantization") or _nf4_quantization(model)
     if quantize != "none":
-        quantization = _quantization_made(quantize, double_quant, keep)
+        quantization = packing.to_config() | ({"keep": list(keep)} if keep else {})
     if runtime.on_cpu() or compute_dtype != "auto":
         half = (mx.float16, mx.bfloat16)
         changed = half if runtime.on_cpu() else (*half, mx.float32)

@@ -156,7 +156,7 @@ def test_train_refuses_chats_for_a_base_without_chat_template(here, refused):
         (["--rank", "400"], "--rank 400: model.layers.0.self_attn.q_proj is 256 x 512"),
         (["--learning-rate", "-1"], "[TrainConfig] learning_rate must be positive, but got -1.0."),
         (["--learning-rate", "nan"], "[TrainConfig] learning_rate must be positive, but got nan."),
-        (["--optimizer", "adamm"], "[TrainConfig] optimizer is one of adamw, adam,"),
+        (["--optimizer", "adamm"], "[TrainConfig] optimizer is one of adamw, adamw_8bit,"),
         (["--target-modules", "q_pro"], "--target-modules q_pro: no such projection. Did you mean"),
         (["--num-layers", "99"], "--num-layers 99: the base has only 6 blocks."),
         (["--quantize", "affine4"], "--quantize affine4: the base is quantized already"),

@@ -11,6 +11,7 @@ from mlx.utils import tree_flatten
 
 from mlx_packs import LoRAConfig, Pack, PackError, TrainConfig, load_base, train_pack
 from mlx_packs.adapters import attach
+from mlx_packs.bitsandbytes import config_of, to_bitsandbytes
 from mlx_packs.geometry import probe
 from mlx_packs.loading import tiny_base_path
 from mlx_packs.loss import split_head
@@ -86,6 +87,30 @@ def test_a_stored_base_gives_the_logits_of_the_one_quantized_on_loading(dense, s
     assert base.quantization == made.quantization
     assert isinstance(base.model.model.embed_tokens, NF4Embedding)
     assert mx.array_equal(base.model(TOKENS), made.model(TOKENS)).item()
+
+
+def test_a_bitsandbytes_checkpoint_is_read_without_quantizing_again(dense, tmp_path):
+    made = load_base(dense, "nf4", keep=("embed_tokens",))
+    tensors = {}
+    for name, tensor in tree_flatten(made.model.parameters()):
+        path, _, part = name.rpartition(".")
+        module = dict(made.model.named_modules())[path]
+        if not isinstance(module, NF4Linear):
+            tensors[name] = tensor.astype(mx.bfloat16)
+        elif part == "weight":
+            tensors |= to_bitsandbytes(name, module.packed, "bfloat16")
+    config = {"quantization_config": config_of(True, "bfloat16", ["lm_head"])}
+    folder = save_checkpoint(tmp_path / "bnb", tensors, **config)
+    base = load_base(folder)
+    assert base.quantization == {
+        "group_size": 64, "bits": 4, "mode": "nf4", "double_quant": True,
+    }  # fmt: skip
+    assert mx.array_equal(base.model(TOKENS), made.model(TOKENS)).item()
+    assert load_base(folder, "nf4").quantization == base.quantization
+    train = TrainConfig(iters=1, batch_size=1, max_seq_length=64, val_batches=0, test_batches=1)
+    train_pack(str(folder), "tiny", LoRAConfig(rank=2), train, tmp_path / "p")
+    with Pack.open(tmp_path / "p").load_base(folder).applied(tmp_path / "p"):
+        pass
 
 
 def test_modules_are_left_dense_by_name(dense, tmp_path):
@@ -244,3 +269,18 @@ def test_quantizing_what_is_quantized_and_a_flag_without_its_mode_are_refused(st
     for mode in ("none", "affine4"):
         code, out, err = run("train", "--quantize", mode, "--no-double-quant")
         assert (code, out) == (2, "") and "no-double-quant goes with quantize nf4" in err
+
+
+@pytest.mark.slow
+def test_200_steps_on_nf4_end_within_two_percent_of_affine_4_bit(dense, tmp_path):
+    found = {}
+    for mode in ("affine4", "nf4"):
+        train = TrainConfig(
+            iters=200, batch_size=2, max_seq_length=256, learning_rate=1e-3, val_batches=0,
+            quantize=mode, base_path="dense",
+        )  # fmt: skip
+        run = train_pack(str(dense), "tiny", LoRAConfig(rank=16), train, tmp_path / mode)
+        found[mode] = run.report
+        print(mode, {k: v for k, v in run.report.items() if k.startswith("ppl")})
+    assert found["nf4"]["ppl_after"] < 0.7 * found["nf4"]["ppl_before"]
+    assert found["nf4"]["ppl_after"] == pytest.approx(found["affine4"]["ppl_after"], rel=0.02)

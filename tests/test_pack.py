@@ -350,7 +350,7 @@ def test_commands_run_code_of_a_checkpoint_only_when_told_to(here, monkeypatch, 
         given.append(trust_remote_code)
         raise PackError("stop")
 
-    monkeypatch.setattr(loading, "_load_model", load)
+    monkeypatch.setattr(loading, "load_model_of", load)
     args = {
         "apply": ("apply", "p"),
         "eval": ("eval", "p", "--data", "d"),

@@ -1,0 +1,176 @@
+"""bitsandbytes' 4-bit tensors, to and from ours: the same bits under other names and shapes.
+
+A weight [O, D] of theirs is uint8 [O * D / 2, 1] and has beside it ``weight.absmax``, the tables
+that codes stand for, and ``weight.quant_state.bitsandbytes__nf4``: JSON, as bytes.
+"""
+
+import json
+
+import numpy as np
+
+from .errors import PackError
+from .ops.nf4 import BLOCK_SIZES, LEVELS, NESTED_BLOCK_SIZE, NF4Weight, absmax_map
+from .runtime import mx
+
+METHOD = "bitsandbytes"  # quant_method in a config.json
+_STATE = ".quant_state.bitsandbytes__"
+_PARTS = ("absmax", "quant_map", "nested_absmax", "nested_quant_map")
+_STATE_BYTES = 256  # more than any state takes; blanks after JSON mean nothing
+_MEND = "Download the checkpoint again, or `packs quantize` the one that is not quantized."
+
+
+def config_of(double_quant: bool, compute_dtype: str, skipped: list[str]) -> dict:
+    """``quantization_config`` as transformers writes it; ``skipped`` are modules left dense."""
+    return {
+        "_load_in_4bit": True,
+        "_load_in_8bit": False,
+        "bnb_4bit_compute_dtype": compute_dtype,
+        "bnb_4bit_quant_storage": "uint8",
+        "bnb_4bit_quant_type": "nf4",
+        "bnb_4bit_use_double_quant": double_quant,
+        "llm_int8_enable_fp32_cpu_offload": False,
+        "llm_int8_has_fp16_weight": False,
+        "llm_int8_skip_modules": skipped,
+        "llm_int8_threshold": 6.0,
+        "load_in_4bit": True,
+        "load_in_8bit": False,
+        "quant_method": METHOD,
+    }
+
+
+def to_bitsandbytes(name: str, packed: NF4Weight, dtype: str) -> dict[str, mx.array]:
+    """The tensors of a weight called ``name`` (with its ``.weight``), which had this dtype.
+
+    Their sizes do not depend on the values, so that a file can be laid out before they are known.
+    """
+    state = {
+        "quant_type": "nf4",
+        "blocksize": packed.block_size,
+        "dtype": dtype,
+        "shape": list(packed.shape),
+    }
+    tensors = {
+        name: packed.weight.reshape(-1, 1),
+        f"{name}.absmax": packed.absmax,
+        f"{name}.quant_map": mx.array(LEVELS),
+    }
+    if packed.double_quant:
+        state["nested_blocksize"] = NESTED_BLOCK_SIZE
+        state["nested_dtype"] = "float32"
+        state["nested_offset"] = packed.offset.item()
+        tensors[f"{name}.nested_absmax"] = packed.nested_absmax
+        tensors[f"{name}.nested_quant_map"] = absmax_map()
+    text = json.dumps(state).ljust(_STATE_BYTES)
+    tensors[f"{name}{_STATE}nf4"] = mx.array(np.frombuffer(text.encode(), np.uint8))
+    return tensors
+
+
+def from_bitsandbytes(weights: dict[str, mx.array], where: str) -> dict[str, mx.array]:
+    """All weights of a checkpoint, its 4-bit ones under our names; nothing is quantized again.
+
+    Codes stay lazy: only the small tensors beside them are read.
+    Args:
+        where: the checkpoint, for errors.
+    Raises: PackError, one line that names the first tensor which cannot be read as it is.
+    """
+    _refuse_other_kinds(weights, where)
+    found = dict(weights)
+    for state_name in [name for name in weights if name.endswith(f"{_STATE}nf4")]:
+        name = state_name.removesuffix(f"{_STATE}nf4")
+        has = {part: found.pop(f"{name}.{part}", None) for part in _PARTS}
+        weight, state = found.pop(name, None), found.pop(state_name)
+        try:
+            packed = _packed(weight, _state(state), **has)
+        except ValueError as error:
+            raise PackError(f"{where}: {name}: {error} {_MEND}") from None
+        if not name.endswith(".weight"):
+            raise PackError(
+                f"{where}: {name}: 4-bit is read for the weights of modules only. {_MEND}"
+            )
+        path = name.removesuffix(".weight")
+        found |= {name: packed.weight, f"{path}.absmax": packed.absmax}
+        if packed.double_quant:
+            found[f"{path}.nested_absmax"] = packed.nested_absmax
+            found[f"{path}.offset"] = packed.offset
+    return found
+
+
+def _refuse_other_kinds(weights: dict[str, mx.array], where: str) -> None:
+    with_state = {name.partition(_STATE)[0] for name in weights if _STATE in name}
+    for name in weights:
+        if name.endswith(".SCB"):
+            raise PackError(
+                f"{where}: {name}: is 8-bit bitsandbytes (load_in_8bit); only NF4 is read. {_MEND}"
+            )
+        base, is_state, kind = name.partition(_STATE)
+        if is_state and kind != "nf4":
+            raise PackError(f"{where}: {base}: has quant_type '{kind}'; only NF4 is read. {_MEND}")
+        base, is_map, _ = name.rpartition(".quant_map")
+        if is_map and base not in with_state:
+            raise PackError(
+                f"{where}: {base}: has a quant_map but no quant_state; only NF4 is read. {_MEND}"
+            )
+
+
+def _state(state: mx.array) -> dict:
+    try:
+        return dict(json.loads(np.array(state).tobytes()))
+    except (ValueError, TypeError):
+        raise ValueError("its quant_state is no JSON.") from None
+
+
+def _packed(
+    weight: mx.array | None,
+    state: dict,
+    absmax: mx.array | None,
+    quant_map: mx.array | None,
+    nested_absmax: mx.array | None,
+    nested_quant_map: mx.array | None,
+) -> NF4Weight:
+    """A weight from its tensors. Raises: ValueError with what contradicts what."""
+    if (kind := state.get("quant_type")) != "nf4":
+        raise ValueError(f"quant_type must be 'nf4' but its quant_state says {kind!r}.")
+    block_size, shape = state.get("blocksize"), state.get("shape")
+    if block_size not in BLOCK_SIZES:
+        raise ValueError(f"blocksize must be one of {BLOCK_SIZES} but is {block_size!r}.")
+    if not _is_matrix(shape):
+        raise ValueError(f"shape must be [O, D] with even D but its quant_state says {shape!r}.")
+    bytes_wanted = shape[0] * shape[1] // 2
+    if weight is None or weight.nbytes != bytes_wanted:
+        has = "there is no weight" if weight is None else f"its weight has {weight.nbytes}"
+        raise ValueError(f"shape {shape} takes {bytes_wanted} bytes but {has}.")
+    _check_table("quant_map", quant_map, mx.array(LEVELS))
+    offset = None
+    if nested_absmax is not None:
+        _check_table("nested_quant_map", nested_quant_map, absmax_map())
+        if (size := state.get("nested_blocksize")) != NESTED_BLOCK_SIZE:
+            raise ValueError(f"nested_blocksize must be {NESTED_BLOCK_SIZE} but is {size!r}.")
+        offset = _offset(state)
+    for part, values in (("absmax", absmax), ("nested_absmax", nested_absmax)):
+        if values is not None and mx.issubdtype(values.dtype, mx.floating):
+            if not mx.isfinite(values).all().item():
+                raise ValueError(f"{part} has NaN or infinite values.")
+    codes = weight.flatten().view(mx.uint8).reshape(shape[0], shape[1] // 2)
+    return NF4Weight(codes, absmax, nested_absmax, offset, block_size)
+
+
+def _is_matrix(shape: object) -> bool:
+    if not isinstance(shape, list) or len(shape) != 2:
+        return False
+    return all(type(n) is int and n > 0 for n in shape) and shape[1] % 2 == 0
+
+
+def _offset(state: dict) -> mx.array:
+    value = state.get("nested_offset")
+    if not isinstance(value, (int, float)) or not np.isfinite(value):
+        raise ValueError(f"nested_offset must be a finite number but is {value!r}.")
+    return mx.array([value], dtype=mx.float32)
+
+
+def _check_table(part: str, has: mx.array | None, wanted: mx.array) -> None:
+    """A table of levels must be the one that the ops know."""
+    if has is None or has.shape != wanted.shape:
+        shape = "is missing" if has is None else f"has shape {list(has.shape)}"
+        raise ValueError(f"{part} must have {wanted.size} levels but {shape}.")
+    if not mx.array_equal(has.astype(mx.float32), wanted).item():
+        raise ValueError(f"{part} must be the levels of NF4 as bitsandbytes has them but differs.")

@@ -1,0 +1,323 @@
+"""Checkpoint to checkpoint: what is written, that it is written whole, and what is refused."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from conftest import model_of
+from mlx.utils import tree_flatten
+
+from mlx_packs import packing, quantize
+from mlx_packs.errors import Interrupted, PackError
+from mlx_packs.files import sha256
+from mlx_packs.loading import load_base, tiny_base_path
+from mlx_packs.ops import nf4
+from mlx_packs.packing import Packing, quantized_tensors
+from mlx_packs.quantize import Recipe
+from mlx_packs.runtime import mx
+
+TOKENS = mx.arange(1, 33)[None]
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+SMALL_SHARDS = 2e-5  # GB; a few modules each
+
+
+def write_dense(folder: Path, dtype: mx.Dtype = mx.bfloat16, family="qwen3", **changes) -> Path:
+    """A small dense checkpoint with the tokenizer of the tiny base."""
+    model, config = model_of(family, hidden_size=128, intermediate_size=192, **changes)
+    model.set_dtype(dtype)
+    folder.mkdir()
+    save(folder, dict(tree_flatten(model.parameters())))
+    (folder / "config.json").write_text(json.dumps(config))
+    for name in TOKENIZER_FILES:
+        shutil.copy(tiny_base_path() / name, folder / name)
+    return folder
+
+
+def save(folder: Path, tensors: dict) -> None:
+    mx.save_safetensors(str(folder / "model.safetensors"), tensors, {"format": "mlx"})
+
+
+def tensors_of(folder: Path) -> dict:
+    found = {}
+    for file in folder.glob("model*.safetensors"):
+        found |= mx.load(str(file))
+    return found
+
+
+def same(a: dict, b: dict) -> bool:
+    return a.keys() == b.keys() and all(
+        a[name].dtype == b[name].dtype and mx.array_equal(a[name], b[name]).item() for name in a
+    )
+
+
+@pytest.fixture
+def dense(tmp_path) -> Path:
+    return write_dense(tmp_path / "dense")
+
+
+@pytest.fixture
+def refused(run, tmp_path):
+    """The one line of a refused command that leaves nothing behind."""
+
+    def go(*args) -> str:
+        before = sorted(tmp_path.rglob("*"))
+        code, out, err = run("quantize", "--out", tmp_path / "out", *args)
+        lines = [line for line in err.splitlines() if line.startswith("packs: ")]
+        assert code == 2 and not out and len(lines) == 1, err
+        assert sorted(tmp_path.rglob("*")) == before
+        return lines[0]
+
+    return go
+
+
+@pytest.mark.parametrize("double_quant", [True, False])
+def test_an_nf4_folder_is_the_base_that_is_quantized_on_loading(dense, tmp_path, double_quant):
+    quantize.quantize(dense, tmp_path / "q", Recipe(Packing(double_quant=double_quant)))
+    written, made = load_base(tmp_path / "q"), load_base(dense, "nf4", double_quant=double_quant)
+    assert written.quantization["double_quant"] is double_quant
+    assert mx.array_equal(written.model(TOKENS), made.model(TOKENS)).item()
+
+
+@pytest.mark.parametrize("bits, group_size", [(4, 64), (8, 32), (3, 64)])
+def test_affine_is_what_mlx_lm_convert_writes(dense, tmp_path, bits, group_size):
+    from mlx_lm.convert import convert
+
+    convert(str(dense), tmp_path / "theirs", True, group_size, bits)
+    recipe = Recipe(Packing("affine", bits, group_size), max_shard_gb=SMALL_SHARDS)
+    quantize.quantize(dense, tmp_path / "ours", recipe)
+    assert same(tensors_of(tmp_path / "ours"), tensors_of(tmp_path / "theirs"))
+    ours, theirs = (
+        json.loads((tmp_path / who / "config.json").read_text()) for who in ("ours", "theirs")
+    )
+    for key in ("quantization", "quantization_config"):
+        assert ours[key] == theirs[key]
+
+
+@pytest.mark.parametrize("double_quant, bits", [(True, 4.13), (False, 4.50)])
+def test_bits_per_weight_on_disk(dense, tmp_path, double_quant, bits):
+    recipe = Recipe(Packing(double_quant=double_quant))
+    report = quantize.quantize(dense, tmp_path / "q", recipe)
+    dense_sizes = {name: t.size for name, t in tensors_of(dense).items()}
+    packed = [n for n in tensors_of(tmp_path / "q") if n.endswith(".absmax")]
+    paths = {name.removesuffix(".absmax") for name in packed}
+    stored = sum(
+        tensor.nbytes for name, tensor in tensors_of(tmp_path / "q").items()
+        if name.rpartition(".")[0] in paths
+    )  # fmt: skip
+    measured = 8 * stored / sum(dense_sizes[f"{path}.weight"] for path in paths)
+    assert measured == pytest.approx(bits, abs=0.02)
+    assert report["bits_per_quantized_weight"] == pytest.approx(measured, abs=1e-4)
+
+
+@pytest.mark.parametrize("double_quant", [True, False])
+@pytest.mark.parametrize("shape", [(40, 256), (37, 72), (64, 90), (1, 6)])
+def test_slices_give_the_bits_of_the_whole(monkeypatch, shape, double_quant):
+    monkeypatch.setattr(packing, "_SLICE", 500)
+    w = mx.random.normal(shape).astype(mx.bfloat16)
+    whole = nf4.quantize(w, 64, double_quant)
+    found = quantized_tensors("p.weight", w, Packing(double_quant=double_quant))
+    for name in ("weight", "absmax", "nested_absmax", "offset"):
+        part = getattr(whole, name)
+        assert part is None or mx.array_equal(found.pop(f"p.{name}"), part).item()
+    assert not found
+
+
+def test_mixed_recipes_keep_modules_dense_or_give_them_other_bits(dense, tmp_path, run):
+    given = ("--keep", "embed_tokens,layers.0.mlp.up_proj", "--bits-for", "down_proj|lm_head=8")
+    code, out, err = run("quantize", "--model", dense, "--out", tmp_path / "q", *given, "--json")
+    assert code == 0, err
+    assert json.loads(out)["quantized"] == 14
+    stated = json.loads((tmp_path / "q" / "config.json").read_text())["quantization"]
+    assert stated.pop("model.embed_tokens") is False
+    assert stated.pop("model.layers.0.mlp.up_proj") is False
+    assert stated.pop("lm_head") == {"group_size": 64, "bits": 8, "mode": "affine"}
+    tensors = tensors_of(tmp_path / "q")
+    assert tensors["model.embed_tokens.weight"].dtype == mx.bfloat16
+    assert tensors["model.layers.1.mlp.down_proj.weight"].dtype == mx.uint32
+    base = load_base(tmp_path / "q")
+    packed = {path: type(module).__name__ for path, module in base.model.named_modules()}
+    assert packed["lm_head"] == "QuantizedLinear"
+    assert packed["model.layers.0.mlp.up_proj"] == "Linear"
+    assert packed["model.layers.1.mlp.up_proj"] == "NF4Linear"
+    assert mx.isfinite(base.model(TOKENS)).all().item()
+
+
+def test_a_folder_has_an_index_a_tokenizer_and_the_hash_of_every_shard(dense, tmp_path):
+    out = tmp_path / "q"
+    report = quantize.quantize(dense, out, Recipe(max_shard_gb=SMALL_SHARDS))
+    shards = sorted(out.glob("model*.safetensors"))
+    assert len(shards) == report["shards"] > 3
+    index = json.loads((out / "model.safetensors.index.json").read_text())
+    for shard in shards:
+        for name in mx.load(str(shard)):
+            assert index["weight_map"].pop(name) == shard.name
+    assert not index["weight_map"]
+    record = json.loads((out / quantize.RECORD).read_text())
+    assert {name: facts["sha256"] for name, facts in record["files"].items()} == {
+        shard.name: sha256(shard) for shard in shards
+    }
+    for name in TOKENIZER_FILES:
+        assert (out / name).read_bytes() == (dense / name).read_bytes()
+
+
+def test_stock_mlx_lm_loads_mixed_affine_bits(dense, tmp_path):
+    from mlx_lm.utils import load_model
+
+    recipe = Recipe(Packing("affine"), bits_for=(("down_proj", 8),), keep=("lm_head",))
+    quantize.quantize(dense, tmp_path / "q", recipe)
+    model, _ = load_model(tmp_path / "q")
+    assert model.layers[0].mlp.down_proj.bits == 8 and model.layers[0].mlp.up_proj.bits == 4
+    assert mx.isfinite(model(TOKENS)).all().item()
+
+
+@pytest.fixture
+def interrupted(dense, tmp_path, monkeypatch):
+    """A run that was stopped after some shards; what is kept of it, by name and inode."""
+    real, calls = quantize.quantized_tensors, []
+
+    def stop(*args):
+        calls.append(args)
+        if len(calls) == 9:
+            raise KeyboardInterrupt
+        return real(*args)
+
+    monkeypatch.setattr(quantize, "quantized_tensors", stop)
+    with pytest.raises(Interrupted, match=r"\d of \d+ shards are kept"):
+        quantize.quantize(dense, tmp_path / "q", Recipe(max_shard_gb=SMALL_SHARDS))
+    monkeypatch.setattr(quantize, "quantized_tensors", real)
+    assert not (tmp_path / "q").exists()
+    return {f.name: f.stat().st_ino for f in (tmp_path / ".q.partial").glob("*.safetensors")}
+
+
+def test_an_interrupted_run_goes_on_without_redoing_shards(dense, tmp_path, interrupted):
+    recipe = Recipe(max_shard_gb=SMALL_SHARDS)
+    report = quantize.quantize(dense, tmp_path / "q", recipe)
+    assert report["shards_found"] == len(interrupted) > 0
+    for name, inode in interrupted.items():
+        assert (tmp_path / "q" / name).stat().st_ino == inode
+    quantize.quantize(dense, tmp_path / "unbroken", recipe)
+    for file in (tmp_path / "unbroken").iterdir():
+        assert (tmp_path / "q" / file.name).read_bytes() == file.read_bytes()
+    assert not (tmp_path / ".q.partial").exists()
+
+
+@pytest.mark.parametrize("change", ["recipe", "source"])
+def test_shards_of_another_request_are_not_reused(dense, tmp_path, interrupted, change):
+    recipe = Recipe(max_shard_gb=SMALL_SHARDS)
+    if change == "recipe":
+        recipe = Recipe(Packing(double_quant=False), max_shard_gb=SMALL_SHARDS)
+    else:
+        save(dense, {name: 2 * tensor for name, tensor in tensors_of(dense).items()})
+    assert quantize.quantize(dense, tmp_path / "q", recipe)["shards_found"] == 0
+
+
+def test_a_folder_that_is_there_is_replaced_only_with_overwrite(dense, tmp_path, run, refused):
+    given = ("--model", dense, "--out", tmp_path / "q")
+    assert run("quantize", *given)[0] == 0
+    assert "is there already; choose another name, or --overwrite" in refused(*given)
+    assert run("quantize", *given, "--mode", "affine", "--overwrite")[0] == 0
+    assert (
+        json.loads((tmp_path / "q" / "config.json").read_text())["quantization"]["mode"] == "affine"
+    )
+    assert sorted(f.name for f in tmp_path.iterdir()) == ["dense", "q"]
+    assert "is the checkpoint itself" in refused("--model", dense, "--out", dense, "--overwrite")
+
+
+def test_modules_with_bias_are_packed_and_the_bias_stays(tmp_path):
+    folder = write_dense(tmp_path / "dense", family="qwen2")
+    quantize.quantize(folder, tmp_path / "q")
+    found = tensors_of(tmp_path / "q")
+    name = "model.layers.0.self_attn.q_proj"
+    assert found[f"{name}.weight"].dtype == mx.uint8
+    assert same({"b": found[f"{name}.bias"]}, {"b": tensors_of(folder)[f"{name}.bias"]})
+    assert mx.isfinite(load_base(tmp_path / "q").model(TOKENS)).all().item()
+
+
+def test_a_module_of_odd_width_stays_dense(tmp_path):
+    folder = write_dense(tmp_path / "dense", head_dim=33, num_attention_heads=3,
+                         num_key_value_heads=3)  # fmt: skip
+    quantize.quantize(folder, tmp_path / "q")
+    found = tensors_of(tmp_path / "q")
+    assert found["model.layers.0.self_attn.o_proj.weight"].dtype == mx.bfloat16
+    assert found["model.layers.0.self_attn.q_proj.weight"].dtype == mx.uint8
+
+
+@pytest.mark.parametrize("format", ["mlx", "bitsandbytes"])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("name", ["model.layers.1.mlp.up_proj.weight", "model.norm.weight"])
+def test_a_weight_that_is_not_finite_is_named(dense, refused, name, bad, format):
+    tensors = tensors_of(dense)
+    flat = tensors[name].flatten()
+    flat[3] = bad
+    save(dense, {**tensors, name: flat.reshape(tensors[name].shape)})
+    assert f"{name}: has NaN or infinite weights" in refused("--model", dense, "--format", format)
+
+
+def test_tensors_without_rows_or_numbers_are_checked_too():
+    packing.check_finite("scalar", mx.array(1.0))
+    packing.check_finite("empty", mx.zeros((0, 3)))
+    with pytest.raises(PackError, match="scalar: has NaN"):
+        packing.check_finite("scalar", mx.array(float("nan")))
+
+
+def test_what_is_quantized_already_is_refused_with_what_it_is(dense, tmp_path, refused, run):
+    config = json.loads((dense / "config.json").read_text())
+    assert "is quantized already (affine 4-bit g64)" in refused("--model", "tiny")
+    for arguments, said in (
+        (["--mode", "nf4"], "nf4 4-bit g64 double-quantized"),
+        (["--format", "bitsandbytes"], "bitsandbytes nf4"),
+    ):
+        run("quantize", "--model", dense, "--out", tmp_path / "q", "--overwrite", *arguments)
+        assert f"is quantized already ({said})" in refused("--model", tmp_path / "q")
+    (tmp_path / "q" / "config.json").write_text(json.dumps(config))
+    assert "is U8, so it is quantized already" in refused("--model", tmp_path / "q")
+
+
+def test_a_damaged_source_is_refused(dense, refused):
+    file = dense / "model.safetensors"
+    whole = file.read_bytes()
+    file.write_bytes(whole[:-100])
+    assert "is truncated" in refused("--model", dense)
+    file.write_bytes(whole)
+    index = {"weight_map": {"a": "model-00002-of-00002.safetensors"}}
+    (dense / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert "named in the index but not there" in refused("--model", dense)
+
+
+@pytest.mark.parametrize(
+    "given, said",
+    {
+        "--keep up_porj": "--keep up_porj: no such module. Did you mean 'up_proj'?",
+        "--bits-for nothing=8": "--bits-for nothing: finds no module; there are",
+        "--bits-for up_proj=7": "--bits-for must give one of (2, 3, 4, 5, 6, 8) but gives 7",
+        "--bits-for up_proj": "--bits-for up_proj: must be REGEX=BITS",
+        "--bits-for (=8": "--bits-for '(' is no regular expression",
+        "--block 48": "--block must be one of (32, 64, 128, 256) but is 48",
+        "--bits 3": "--bits: not with --mode nf4",
+        "--mode affine --block 64": "--block: not with --mode affine",
+        "--mode affine --no-double-quant": "--no-double-quant: not with --mode affine",
+        "--mode affine --bits 7": "--bits must be one of (2, 3, 4, 5, 6, 8) but is 7",
+        "--mode affine --group-size 48": "--group-size must be one of (32, 64, 128) but is 48",
+        "--mode affine --format bitsandbytes": "--format bitsandbytes takes --mode nf4 only",
+        "--max-shard-gb 0": "--max-shard-gb must be positive but is 0.0",
+        "--model nowhere": "--model nowhere: no such folder",
+    }.items(),
+)  # fmt: skip
+def test_a_wrong_flag_is_one_line_that_names_it(dense, refused, given, said):
+    assert said in refused("--model", dense, *given.split())
+
+
+def test_a_recipe_that_leaves_nothing_to_quantize_is_refused(dense, refused):
+    every = "q_proj,k_proj,v_proj,o_proj,up_proj,gate_proj,down_proj,embed_tokens,lm_head"
+    assert "nothing is left to quantize" in refused("--model", dense, "--keep", every)
+
+
+def test_a_full_disk_leaves_nothing_behind(dense, tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", full)
+    with pytest.raises(PackError, match="No space left on device"):
+        quantize.quantize(dense, tmp_path / "q")
+    assert [f.name for f in tmp_path.iterdir()] == ["dense"]
