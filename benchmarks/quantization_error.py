@@ -1,9 +1,9 @@
 """What 4-bit and 8-bit formats cost: error of the weights, and perplexity of the tiny base.
 
-The tiny base was trained through affine 4-bit weights in groups of 64 and is stored so, which favours
-that format. So it is also measured *rescaled*: columns of a weight times random
-factors in [0.5, 2], and what feeds them divided by the same. The function is the same (its
-perplexity shows it), but the weights lie on no grid.
+The tiny base was trained through affine 4-bit weights in groups of 64 and is stored so, which
+favours that format. So it is also measured *rescaled*: columns of a weight times random factors in
+[0.5, 2], and what feeds them divided by the same. The function is the same (its perplexity shows
+it), but the weights lie on no grid.
 
     python -m benchmarks.quantization_error
 """

@@ -105,6 +105,24 @@ def training_batches(
         epoch, skip = epoch + 1, 0
 
 
+def batch_shapes(
+    examples: Examples, batch_size: int, max_seq_length: int, seed: int, iters: int
+) -> set[tuple[int, int]]:
+    """(T, M) of the first ``iters`` batches of training, without laying them out."""
+    lengths = np.array([len(e.tokens) for e in examples.items])
+    counts = np.array([int(e.target.sum()) for e in examples.items])
+    shapes: set[tuple[int, int]] = set()
+    epoch = done = 0
+    while done < iters:
+        order = epoch_order(lengths, batch_size, seed, epoch)[: iters - done]
+        for indices in order:
+            width = padded_length(max(int(lengths[indices].max()) - 1, 1), max_seq_length - 1)
+            slots = padded_targets(int(counts[indices].sum()), batch_size * width)
+            shapes.add((width, slots))
+        epoch, done = epoch + 1, done + len(order)
+    return shapes
+
+
 def evaluation_batches(
     examples: Examples, batch_size: int, max_seq_length: int, limit: int = -1
 ) -> list[Batch]:

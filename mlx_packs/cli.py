@@ -43,7 +43,7 @@ def packs():
     """Teach a 4-bit Qwen3 something of your own and carry the result around as a pack."""
 
 
-def _print(value: dict, as_json: bool, lines: list[str]) -> None:
+def _print(value: dict | list, as_json: bool, lines: list[str]) -> None:
     click.echo(json.dumps(value, indent=2, ensure_ascii=False) if as_json else "\n".join(lines))
 
 
@@ -235,14 +235,115 @@ def generate(model, pack, prompt, system, raw, max_tokens, temp, seed, trust_rem
 
 
 @packs.command()
+@click.option("--model", required=True, metavar="M", help="Dense checkpoint: folder or hub id.")
+@click.option("--out", required=True, metavar="DIR", help="Folder to write.")
+@click.option("--mode", type=click.Choice(["nf4", "affine"]), default="nf4", show_default=True)
+@click.option("--no-double-quant", is_flag=True, help="nf4: absmax in float32, not 8 bits.")
+@click.option("--block", type=int, metavar="N", help="nf4: weights that share an absmax. [64]")
+@click.option("--bits", type=int, metavar="N", help="affine: 2, 3, 4, 5, 6 or 8. [4]")
+@click.option("--group-size", type=int, metavar="N", help="affine: 32, 64 or 128. [64]")
+@click.option(
+    "--keep", default="", metavar="NAMES", help="Modules left dense: leaf or path, comma."
+)
+@click.option("--bits-for", multiple=True, metavar="REGEX=N",
+              help="Modules, by path, that become affine with N bits; repeatable.")  # fmt: skip
+@click.option("--format", type=click.Choice(["mlx", "bitsandbytes"]), default="mlx",
+              show_default=True, help="bitsandbytes: for transformers.")  # fmt: skip
+@click.option("--max-shard-gb", default=1.0, show_default=True, metavar="GB")
+@click.option("--overwrite", is_flag=True, help="Replace DIR if it is there.")
+@options.trust_remote_code()
+@click.option("--json", "as_json", is_flag=True, help="Print the report.")
+def quantize(model, out, mode, no_double_quant, block, bits, group_size, keep, bits_for, format,
+             max_shard_gb, overwrite, trust_remote_code, as_json):  # fmt: skip
+    """Write a 4-bit (or 2- to 8-bit) copy of a checkpoint.
+
+    Tensor by tensor, so that a model larger than memory can be quantized. After an interruption the
+    same command goes on.
+    """
+    from .display import Display
+    from .packing import Packing
+    from .quantize import Recipe
+    from .quantize import quantize as write
+
+    of_nf4 = {"--block": block, "--no-double-quant": no_double_quant or None}
+    of_affine = {"--bits": bits, "--group-size": group_size}
+    others = of_affine if mode == "nf4" else of_nf4
+    if misplaced := [flag for flag, value in others.items() if value is not None]:
+        raise PackError(f"{', '.join(misplaced)}: not with --mode {mode}.")
+    size = block if mode == "nf4" else group_size
+    packing = Packing(
+        mode, 4 if bits is None else bits, 64 if size is None else size, not no_double_quant
+    )
+    recipe = Recipe(
+        packing,
+        tuple(name.strip() for name in keep.split(",") if name.strip()),
+        tuple(_bits_for(text) for text in bits_for),
+        format,
+        max_shard_gb,
+    )
+    report = write(model, out, recipe, overwrite, trust_remote_code, Display())
+    _print(report, as_json, _quantize_lines(report))
+
+
+def _bits_for(text: str) -> tuple[str, int]:
+    expression, _, bits = text.rpartition("=")
+    if not expression or not bits.isdecimal():
+        raise PackError(f"--bits-for {text}: must be REGEX=BITS, as in 'down_proj=8'.")
+    return expression, int(bits)
+
+
+def _quantize_lines(report: dict) -> list[str]:
+    found = f", {report['shards_found']} of them found finished" if report["shards_found"] else ""
+    return [
+        f"wrote   {report['out']} ({report['gb']:.2f} GB, {report['shards']} shards{found})",
+        f"bits    {report['bits_per_weight']:.2f} a weight, "
+        f"{report['bits_per_quantized_weight']:.2f} where quantized · "
+        f"{report['quantized']} tensors quantized, {report['dense']} as they were",
+        f"took    {report['seconds']:.1f} s · process peak {report['process_peak_gb']:.2f} GB",
+    ]
+
+
+@packs.command()
+@click.option("--model", default="tiny", metavar="M", help="Base: folder or hub id. [tiny]")
+@click.option("--memory", type=float, metavar="GB", help="Memory to fit. [this machine's]")
+@click.option("--rank", metavar="RANK", help="Rank of the adapters. [16]")
+@click.option("--num-layers", metavar="N", help="Adapt only the last N blocks. [all]")
+@click.option("--target-modules", metavar="NAMES", help="Projections with adapters. [all]")
+@click.option("--batch-size", metavar="N", help="Rows of a batch. [searched: 4 to 1]")
+@click.option("--max-seq-length", metavar="N", help="Tokens of a row. [searched: 2048 to 256]")
+@click.option("--grad-checkpoint/--no-grad-checkpoint", default=None, help="[searched]")
+@click.option("--base-path", metavar="{quantized,transient,dense}", help="[all]")
+@click.option("--quantize", metavar="{none,affine4,affine8,nf4}", help="[none, nf4, affine4]")
+@click.option("--double-quant/--no-double-quant", default=None, help="With --quantize nf4.")
+@click.option("--optimizer", metavar="NAME", help="Optimizer. [adamw]")
+@click.option("--json", "as_json", is_flag=True, help="Print the options as a list.")
+def plan(model, memory, as_json, **flags):
+    """Say what fits into a memory, and how to start it.
+
+    Reads config.json and the headers of the tensors only, of a hub id too.
+    """
+    from .advice import advise, table
+    from .config import resolve
+    from .plan import read_checkpoint
+    from .runtime import total_memory
+
+    asked = {k: v for k, v in flags.items() if v is not None}
+    recipe = resolve(asked)
+    limit = total_memory() if memory is None else int(memory * 1e9)
+    found = advise(read_checkpoint(model), limit, recipe.lora, recipe.train, frozenset(asked))
+    _print([option.to_json() for option in found], as_json, table(found, model, limit))
+
+
+@packs.command()
 @click.option("--report", "file", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE",
               help="Write the whole report as JSON, to attach to an issue.")  # fmt: skip
 @options.backend
+@click.option("-v", "--verbose", is_flag=True, help="Show every instance, on a CPU too.")
 @click.option("--json", "as_json", is_flag=True, help="Print the report.")
-def doctor(file, as_json):
-    """Check this machine and every kernel on it.
+def doctor(file, verbose, as_json):
+    """Check this machine and its kernels.
 
-    Each kernel instance is compared with its reference in plain MLX, and timed. Exit code 1 if one
+    The usual instances of every kernel are compared with plain MLX, and timed. Exit code 1 if one
     is wrong; training then takes the reference by itself.
     """
     from .display import Display
@@ -253,16 +354,18 @@ def doctor(file, as_json):
         raise PackError(f"--report {file}: there is no folder {file.parent}.")
     with Display().task("kernels", len(kernel_instances()), "instances") as bar:
         report = examine_all(bar.advance)
+    lines = _doctor_lines(report, verbose)
     if file is not None:
         write_whole(file, to_json(report))
-    _print(report, as_json, _doctor_lines(report))
+        lines.append(f"report  {file}: attach it to an issue")
+    _print(report, as_json, lines)
     if not all(kernel["ok"] for kernel in report["kernels"]):
         click.echo("packs: a kernel is wrong on this machine; please report it", err=True)
         sys.exit(1)
 
 
-def _doctor_lines(report: dict) -> list[str]:
-    """The machine, and a table of kernels."""
+def _doctor_lines(report: dict, verbose: bool) -> list[str]:
+    """The machine, and a table of kernels; without kernels one line for each op and dtype."""
     memory, blas = report["memory"], report["blas"]
     lines = [
         f"device  {report['device']} · {report['system']}",
@@ -271,21 +374,43 @@ def _doctor_lines(report: dict) -> list[str]:
         f"{blas['threads'] or '?'} threads · {blas['gflops']:.0f} GFLOP/s fp32",
         f"memory  {memory['total_gb']:.1f} GB · this process {memory['process_peak_gb']:.2f} GB",
     ]
-    backend = report["kernels"][0]["backend"]
-    if backend == "reference":
-        lines.append("kernels not used on this device: plain MLX (the reference), held to float64")
+    kernels = report["kernels"]
+    if kernels[0]["backend"] != "reference":
+        lines.append(f"kernels {kernels[0]['backend']}, compared with plain MLX")
     else:
-        lines.append(f"kernels {backend}, held to plain MLX (the reference)")
-    width = max(len(kernel["instance"]) for kernel in report["kernels"])
+        lines.append("kernels none on a CPU; plain MLX compared with float64")
+        if not verbose:
+            return lines + _doctor_groups(kernels)
+    width = max(len(kernel["instance"]) for kernel in kernels)
     lines.append(f"        {'op':<13} {'instance':<{width}}  error    kernel us  plain us")
-    for k in report["kernels"]:
+    for k in kernels:
+        error = "-      " if k["max_error"] is None else f"{k['max_error']:.1e}"
         kernel_us, plain_us = (
             "-" if k[key] is None else f"{k[key]:,.0f}" for key in ("kernel_us", "reference_us")
         )
         lines.append(
-            f"        {k['op']:<13} {k['instance']:<{width}}  {k['max_error']:.1e}  "
-            f"{kernel_us:>9}  {plain_us:>8}  {'ok' if k['ok'] else k['fault']}"
+            f"        {k['op']:<13} {k['instance']:<{width}}  {error}  "
+            f"{kernel_us:>9}  {plain_us:>8}  {_verdict(k)}"
         )
+    return lines
+
+
+def _verdict(kernel: dict) -> str:
+    return "ok" if kernel["ok"] else kernel["fault"][:160]
+
+
+def _doctor_groups(kernels: list[dict]) -> list[str]:
+    """Instances of one op and dtype together: how many, the worst error, what is wrong."""
+    groups: dict[tuple[str, str], list[dict]] = {}
+    for kernel in kernels:
+        groups.setdefault((kernel["op"], kernel["instance"].split()[0]), []).append(kernel)
+    lines = []
+    for (op, dtype), found in groups.items():
+        worst = max((k["max_error"] for k in found if k["max_error"] is not None), default=None)
+        error = "-" if worst is None else f"{worst:.1e}"
+        bad = next((k for k in found if not k["ok"]), None)
+        verdict = "ok" if bad is None else f"{bad['instance']}: {_verdict(bad)}"
+        lines.append(f"        {op:<13} {dtype:<9} {len(found):>2} sizes  error {error}  {verdict}")
     return lines
 
 

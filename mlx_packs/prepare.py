@@ -1,15 +1,17 @@
 """What a run needs before its first step: folders, rows as tokens, a base path, its adapters."""
 
+import dataclasses
 import json
 import os
 from pathlib import Path
 
 from . import data as rows_of
+from . import runtime
 from .adapters import Attached
 from .base_path import BasePathChoice, choose_base_path, weight_kinds
-from .batches import padded_length
+from .batches import batch_shapes, padded_length
 from .checkpoint import checkpoints, is_run, run_folder
-from .config import DataConfig, TrainConfig
+from .config import DataConfig, LoRAConfig, TrainConfig
 from .display import VERBOSE, Display
 from .encoding import Examples, encode
 from .errors import PackError
@@ -17,6 +19,7 @@ from .files import sha256
 from .loading import Base
 from .manifest import mlx_lm_config
 from .pack import check_output
+from .plan import ERROR, MemoryPlan, estimate_batches, tensors_of
 from .runtime import mx
 
 # What may differ when a run is resumed: none of it changes a step that was taken.
@@ -151,6 +154,47 @@ def choose_path(
             choice = choose_base_path(base.model, rows, head_rows, bar.advance)
     display.line("path", choice.line())
     return choice
+
+
+def plan_run(
+    base: Base,
+    lora: LoRAConfig,
+    train: TrainConfig,
+    examples: Examples,
+    base_path: str,
+    display: Display,
+    force: bool = False,
+) -> MemoryPlan | None:
+    """The peak that the loop over these rows should have; None where no plan is possible.
+
+    Raises: PackError when it is more than this machine has, unless forced.
+    """
+    loaded = dataclasses.replace(train, quantize="none", keep=(), double_quant=True)
+    shapes = batch_shapes(examples, train.batch_size, train.max_seq_length, train.seed, train.iters)
+    try:
+        found = estimate_batches(
+            base.config, tensors_of(base.model), lora, loaded, base_path, shapes
+        )
+    except PackError as error:
+        display.line("plan", f"{error} Memory is not checked.")
+        return None
+    total = runtime.total_memory() / 1e9
+    method = "QLoRA" if base.quantization else "LoRA"
+    display.line(
+        "plan",
+        f"{method} r{lora.rank} · {found.adapter_weights:,} weights · {_gb(found.peak_gb)} of "
+        f"{_gb(total)} (estimate ± {ERROR:.0%})",
+    )
+    if found.peak_gb > total and not force:
+        raise PackError(
+            f"training would take {_gb(found.peak_gb)} (± {ERROR:.0%}) of {_gb(total)}: pass a "
+            "smaller --batch-size or --max-seq-length, or --grad-checkpoint; --force tries anyway."
+        )
+    return found
+
+
+def _gb(size: float) -> str:
+    return f"{size:.1f} GB" if size >= 1 else f"{size:.2f} GB"
 
 
 def describe(attached: Attached, display: Display) -> None:

@@ -69,11 +69,12 @@ def _config_options(command):
 @click.option("--project-name", metavar="NAME", help="Project for --report-to.")
 @options.trust_remote_code(default=None)
 @options.backend
+@click.option("--force", is_flag=True, help="Train even if the plan says that it cannot fit.")
 @click.option("--show-mask", is_flag=True, help="Show what is learned of some rows, and stop.")
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON on stdout.")
 @click.option("-v", "--verbose", is_flag=True, help="Explain decisions.")
 @click.option("-q", "--quiet", is_flag=True, help="Print the result line only.")
-def command(configs, show_mask, as_json, verbose, quiet, **flags):
+def command(configs, force, show_mask, as_json, verbose, quiet, **flags):
     """Train a pack; without arguments, a tiny one.
 
     That is the tiny Qwen3 and the data that the package carries, in a minute or two.
@@ -101,6 +102,7 @@ def command(configs, show_mask, as_json, verbose, quiet, **flags):
         out=run.get("out"),
         columns=recipe.data,
         display=display,
+        force=force,
         **{k: run[k] for k in _RUN_ARGUMENTS if k in run},
     )
     if as_json:
@@ -144,9 +146,11 @@ def _print_result(report: dict, model: str, quiet: bool) -> None:
     )
     if quiet:
         return
+    planned = report["plan_peak_gb"]
+    planned = "" if planned is None else f" ({planned:.2f} estimated)"
     click.echo(
         f"speed   {report['tokens_per_s']:,.0f} supervised tokens/s · {clock(report['train_s'])} "
-        f"for {report['steps']} updates · peak {report['peak_gb']:.2f} GB of arrays, "
+        f"for {report['steps']} updates · peak {report['peak_gb']:.2f} GB of arrays{planned}, "
         f"{report['process_peak_gb']:.2f} GB of process"
     )
     sample = report["sample"]

@@ -40,6 +40,7 @@ from .prepare import (
     encode_splits,
     load_adapters,
     output_folders,
+    plan_run,
     started_from,
 )
 from .runtime import mx
@@ -94,6 +95,7 @@ def train_pack(
     report_to: str | None = None,
     project_name: str | None = None,
     trust_remote_code: bool = False,
+    force: bool = False,
     display: Display | None = None,
 ) -> TrainRun:
     """Teach a base something and save it as a pack.
@@ -108,6 +110,7 @@ def train_pack(
             other arguments must be those that it began with.
         resume_adapter_file: start from these adapters (mlx-lm's names) instead of fresh ones.
         report_to: wandb, swanlab or both (comma), with ``project_name``.
+        force: train even if the estimate says that it takes more memory than there is.
     Raises: PackError for anything that a user can mend; nothing half-written stays.
     """
     display = display or Display(QUIET)
@@ -115,6 +118,7 @@ def train_pack(
     tiny = str(getattr(base, "name", base)) == TINY
     suited = resolve(tiny_recipe()) if tiny else Recipe()
     lora, train = lora or suited.lora, train or suited.train
+    _backend.start_record()
     make_optimizer(train)  # a wrong argument shows before anything is loaded
     _check_report_to(report_to, project_name)
     folder, run = output_folders(out, columns, overwrite, resume)
@@ -147,6 +151,8 @@ def train_pack(
     )
     sample = SamplePrompt.of(splits.rows[held_out][0], base, columns)
     choice = choose_path(base, train, examples["train"], display)
+    plan = plan_run(base, lora, train, examples["train"], choice.base_path, display, force)
+    plan_peak_gb = plan.peak_gb if plan else None
     attached = attach(base, lora, None, choice.base_path, train.seed, train.train_fp16_fallback)
     try:
         describe(attached, display)
@@ -185,6 +191,7 @@ def train_pack(
             measured={
                 "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
                 **learned.measured,
+                "plan_peak_gb": plan_peak_gb,
                 "base_path": choice.base_path,
                 "base_path_ms": choice.step_ms,
                 "ops": _backend.record(),
@@ -205,7 +212,7 @@ def train_pack(
         "pack_mb": pack.size_mb,
         "base_path": choice.base_path,
         "ops": _backend.record(),
-        "plan_peak_gb": None,
+        "plan_peak_gb": plan_peak_gb,
         "traces": learned.traces,
         "sample": {"prompt": sample.shown, **texts},
         "gates": _gates(train, pack),

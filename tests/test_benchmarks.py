@@ -24,6 +24,7 @@ from benchmarks import (
     shipped,
     train_step,
 )
+from benchmarks import quantize as quantize_bench
 
 CONFIG = train_step.GEOMETRIES["qwen3_4b_block"].config | {
     "hidden_size": 64,
@@ -206,3 +207,16 @@ def test_an_op_that_computes_something_else_gets_no_time():
 def test_cost_tables_in_the_readmes_are_those_that_are_printed(op):
     readme = (cost_tables.KERNELS / op / "README.md").read_text()
     assert cost_tables.with_table(readme, op) == readme
+
+
+def test_quantizing_is_timed_in_programs_of_their_own(tmp_path, monkeypatch, capsys):
+    code = "import os, sys; os.mkdir(sys.argv[2])"
+    make = [sys.executable, "-c", code, "{model}", "{out}"]
+    monkeypatch.setattr(quantize_bench, "COMMANDS", {quantize_bench.BASELINE: make, "ours": make})
+    monkeypatch.setattr(quantize_bench, "write_dense", lambda *_: 0.1)
+    file = tmp_path / "history.jsonl"
+    assert quantize_bench.main(["--rounds", "1", "--history", str(file)]) == 0
+    records = history.read(file)
+    assert report.render(records) == capsys.readouterr().out.strip()
+    assert [r.implementation for r in records] == [quantize_bench.BASELINE, "ours"]
+    assert records[0].ratio == 1 and 1 < records[1].peak_mb < 100 and records[1].samples == 2

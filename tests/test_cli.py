@@ -11,7 +11,7 @@ from click.testing import CliRunner, Result
 from conftest import chat, emulation, write_rows
 
 from mlx_packs import LoRAConfig, Pack, TrainConfig, load_base, train_pack
-from mlx_packs.cli import packs
+from mlx_packs.cli import _doctor_lines, packs
 from mlx_packs.loading import tiny_base_path
 from mlx_packs.nn.quantized import replace_modules
 from mlx_packs.ops import _backend
@@ -98,6 +98,8 @@ def test_doctor_names_the_machine_and_every_kernel_and_writes_a_report(tmp_path)
     result = invoke("doctor", "--json", "--report", tmp_path / "report.json")
     report = json.loads(result.stdout)
     assert json.loads((tmp_path / "report.json").read_text()) == report
+    assert _doctor_lines(report, verbose=False)[-1].startswith("        nf4           float16")
+    assert len(_doctor_lines(report, verbose=True)) == 6 + len(report["kernels"])
     assert {"device", "versions", "blas", "memory", "kernels"} <= set(report)
     assert report["versions"]["mlx"] and report["blas"]["gflops"] > 0
     assert {k["op"] for k in report["kernels"]} == {"grouped_lora", "multi_lora", "nf4"}
@@ -121,7 +123,8 @@ def test_doctor_shows_a_failing_kernel_and_exits_with_1(monkeypatch):
         monkeypatch.setitem(_backend.MAKERS, "metal", lambda **_: 1 / 0)
         _backend._built.cache_clear()
         bad = invoke("doctor")
-        assert bad.exit_code == 1 and "ZeroDivisionError" in bad.stdout
+        assert bad.exit_code == 1 and "  -        " in bad.stdout
+        assert bad.stdout.count("ZeroDivisionError") == len(small)
         assert "a kernel is wrong on this machine" in bad.stderr
 
 

@@ -53,7 +53,7 @@ def keys_read_by(function, *names: str) -> set[str]:
 def recipe_of(*args: str, under=()):
     """The recipe that `packs train ARGS` resolves to."""
     params = command.make_context("train", list(args)).params
-    own = {"configs", "show_mask", "as_json", "verbose", "quiet"}
+    own = {"configs", "force", "show_mask", "as_json", "verbose", "quiet"}
     flags = {k: v for k, v in params.items() if v is not None and k not in own}
     return resolve(flags, under=under)
 
@@ -316,7 +316,7 @@ def packs_train(*args: str):
 @pytest.fixture
 def nothing_is_loaded(monkeypatch):
     """Loading weights fails the test."""
-    for place in ("mlx_packs.training.load_base", "mlx_packs.loading._load_model"):
+    for place in ("mlx_packs.training.load_base", "mlx_packs.loading.load_model_of"):
         monkeypatch.setattr(place, lambda *_, **__: pytest.fail("weights were loaded"))
 
 

@@ -21,8 +21,8 @@ ops._cost ops._backend ops._check
 ops.exponential ops.attention ops.blockwise ops.nf4
 ops.grouped_lora ops.multi_lora ops.linear_cross_entropy
 nn.lora nn.nf4 nn.quantized nn.blocks
-loading geometry adapters base_path
-data encoding batches loss optim step manifest pack
+bitsandbytes packing loading quantize geometry adapters base_path
+data encoding batches loss optim step plan advice manifest pack
 evaluation generate checkpoint prepare loop training train
 doctor cli
 """.split()

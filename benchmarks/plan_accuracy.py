@@ -1,0 +1,177 @@
+"""The estimate of `packs plan` against the measured peak of `packs train`, run by run.
+
+    python -m benchmarks.plan_accuracy
+
+Each case is a process of its own: a few steps on rows of random words, long enough to fill
+``max_seq_length``. The estimate is the one that the run printed before its first step. Rows are not
+packed yet, so there is no case with packing.
+"""
+
+import argparse
+import dataclasses
+import json
+import random
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from mlx_packs import runtime
+
+from . import history, shipped
+from .history import Environment, Record
+
+LIMIT = 0.15
+_CHECKOUT = Path(__file__).parent.parent
+_MEASURED, _PLAN = "measured", "plan"
+
+
+@dataclass(frozen=True)
+class Case:
+    """One run: ``base`` is ``tiny`` or ``qwen3_4b_block`` (one block, vocabulary 8192)."""
+
+    base: str
+    base_path: str
+    batch_size: int
+    length: int
+    rank: int = 16
+    grad_checkpoint: bool = False
+    iters: int = 3
+
+    @property
+    def shape(self) -> str:
+        recomputed = ", recomputed" if self.grad_checkpoint else ""
+        return (
+            f"{self.base} {self.base_path}, {self.batch_size} x {self.length}, "
+            f"rank {self.rank}{recomputed}"
+        )
+
+
+CASES = (
+    Case("tiny", "dense", 4, 256),
+    Case("tiny", "dense", 4, 256, grad_checkpoint=True),
+    Case("tiny", "dense", 2, 512, rank=64),
+    Case("tiny", "transient", 8, 128),
+    Case("tiny", "transient", 4, 128, grad_checkpoint=True),
+    Case("tiny", "quantized", 2, 64, iters=2),
+    Case("qwen3_4b_block", "dense", 2, 128),
+    Case("qwen3_4b_block", "dense", 4, 128, rank=8, grad_checkpoint=True),
+    Case("qwen3_4b_block", "transient", 4, 128),
+    Case("qwen3_4b_block", "transient", 1, 256, rank=32, grad_checkpoint=True),
+    Case("qwen3_4b_block", "quantized", 1, 32, iters=2),
+)
+
+
+@dataclass(frozen=True)
+class Result:
+    """Peak of one case in GB, estimated and measured."""
+
+    case: Case
+    plan_gb: float
+    measured_gb: float
+
+    @property
+    def error(self) -> float:
+        return self.plan_gb / self.measured_gb - 1
+
+
+def write_rows(folder: Path, words: int) -> None:
+    """Text rows, every token of which is learned."""
+    draw = random.Random(0)
+    vocabulary = "the and of to unto him that he said lord in all shall king house day".split()
+    folder.mkdir()
+    for split, count in (("train", 24), ("valid", 2), ("test", 2)):
+        rows = [{"text": " ".join(draw.choices(vocabulary, k=words))} for _ in range(count)]
+        text = "".join(json.dumps(row) + "\n" for row in rows)
+        (folder / f"{split}.jsonl").write_text(text)
+
+
+def run(case: Case, folder: Path) -> Result:
+    """Train in a process of its own. Raises: CalledProcessError if that fails."""
+    base = "tiny" if case.base == "tiny" else str(_block(folder))
+    rows = folder / f"rows-{case.length}"
+    if not rows.exists():
+        write_rows(rows, 2 * case.length)
+    done = subprocess.run(
+        [
+            sys.executable, "-m", "mlx_packs.train", "--json", "--quiet", "--overwrite",
+            "--model", base, "--data", str(rows), "--out", str(folder / "pack"),
+            "--iters", str(case.iters), "--batch-size", str(case.batch_size),
+            "--max-seq-length", str(case.length), "--rank", str(case.rank),
+            "--base-path", case.base_path, "--test-batches", "1", "--val-batches", "0",
+            *["--grad-checkpoint"] * case.grad_checkpoint,
+        ],
+        capture_output=True, text=True, check=True, cwd=_CHECKOUT,
+    )  # fmt: skip
+    report = json.loads(done.stdout)
+    return Result(case, report["plan_peak_gb"], report["peak_gb"])
+
+
+def _block(folder: Path) -> Path:
+    """One block at the geometry of Qwen3-4B, made once."""
+    out = folder / "qwen3-4b-block"
+    if not out.exists():
+        script = _CHECKOUT / "examples" / "random_checkpoint.py"
+        subprocess.run(
+            [sys.executable, str(script), "--blocks", "1", "--out", str(out)],
+            check=True, capture_output=True, cwd=_CHECKOUT,
+        )  # fmt: skip
+    return out
+
+
+def table(results: list[Result]) -> str:
+    """Estimate, measured peak and error of each case, in markdown."""
+    lines = ["| run | estimate, GB | measured, GB | error |", "| --- | --- | --- | --- |"]
+    lines += [
+        f"| {r.case.shape} | {r.plan_gb:.3f} | {r.measured_gb:.3f} | {r.error:+.1%} |"
+        for r in results
+    ]
+    return "\n".join(lines)
+
+
+def records(results: list[Result]) -> list[Record]:
+    """Two records for each case, in GB; ratio is estimate over measured."""
+    here = dataclasses.asdict(Environment.here())
+    made = []
+    for r in results:
+        for name, value in ((_MEASURED, r.measured_gb), (_PLAN, r.plan_gb)):
+            each = float(f"{value:.4g}")
+            made.append(
+                Record(
+                    task="plan_accuracy", implementation=name, shape=r.case.shape, dtype="float32",
+                    metric="peak", unit="GB", p20=each, p50=each, p80=each, samples=1,
+                    baseline=_MEASURED, ratio=float(f"{value / r.measured_gb:.4g}"), peak_mb=None,
+                    blas=shipped.blas_name(), blas_threads=runtime.BLAS.threads,
+                    note="ratio is the estimate over the measured peak; rows are not packed.",
+                    **here,
+                )
+            )  # fmt: skip
+    return made
+
+
+def main(arguments: list[str] | None = None) -> int:
+    asked = argparse.ArgumentParser("python -m benchmarks.plan_accuracy", allow_abbrev=False)
+    asked.add_argument("--only", default="", metavar="TEXT", help="cases whose name has this")
+    asked.add_argument("--history", type=Path, default=history.HISTORY, metavar="FILE",
+                       help="where records are appended [benchmarks/history.jsonl]")  # fmt: skip
+    options = asked.parse_args(arguments)
+    cases = [case for case in CASES if options.only in case.shape]
+    if not cases:
+        asked.error(f"--only {options.only}: no such case")
+    results = []
+    with tempfile.TemporaryDirectory() as folder:
+        for case in cases:
+            print(case.shape, file=sys.stderr)
+            try:
+                results.append(run(case, Path(folder)))
+            except subprocess.CalledProcessError as error:
+                print(f"benchmarks: {case.shape}: {error.stderr.strip()}", file=sys.stderr)
+                return 2
+    history.append(records(results), options.history)
+    print(table(results))
+    return 1 if any(abs(r.error) > LIMIT for r in results) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,509 @@
+"""What fits into a memory: the peak of a training run, from `config.json` and tensor headers alone.
+
+A step of training is followed by hand: what the forward keeps for the backward, what is held until
+its end, and what is in flight at the four moments that can be the worst. MLX evaluates ahead of
+what is computed, so "in flight" is about one block's worth of temporaries, not one; the counts
+below are those of MLX's CPU backend (about 50 operations), read off and checked by
+`benchmarks/plan_accuracy.py`. Rows are not packed yet: a batch is as wide as its longest row.
+
+On a GPU the same formula is used with the dtype of the checkpoint. It was **not measured there**.
+"""
+
+import json
+import math
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import mlx.nn as nn
+from mlx.utils import tree_flatten
+
+from . import runtime
+from .adapters import plan_specs
+from .config import LoRAConfig, TrainConfig
+from .errors import PackError, did_you_mean
+from .files import read_header
+from .geometry import BLOCK_PROJECTIONS, Geometry, Group, Heads
+from .loading import TINY, check_files, missing_shards, resolve_base_path, weight_files
+from .ops.linear_cross_entropy import CHUNK_BYTES
+from .optim import make_optimizer
+from .runtime import mx
+
+ERROR = 0.15  # largest error seen in benchmarks/plan_accuracy.py is below this
+FAMILIES = ("qwen3", "qwen2", "llama", "mistral")
+
+Tensors = Mapping[str, Mapping]  # name -> {"dtype": as safetensors spells it, "shape": [...]}
+
+_ITEM_BYTES = {"F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2}
+_HALF = ("F16", "BF16")
+_GROUP = 64  # of --quantize
+
+# Copies of a chunk of logits that are in flight in the loss, by chunks: MLX evaluates independent
+# chunks breadth first, so more of them take more, though each is made on its own.
+_LOSS_CHUNKS = ((0, 0.0), (1, 11.0), (2, 19.0), (4, 24.0))
+_LOSS_MORE = 1.25
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """The peak of a run at its worst moment, in bytes by part; ``peak_gb`` is in 10^9 bytes.
+
+    base: frozen weights, packed and dense.   optimizer: its state.   gradients: of the adapters.
+    activations: kept for the backward.   loss: chunks of logits.   working: temporaries in flight,
+    dequantized weights among them.   moment: ``loss``, ``mlp``, ``attention`` or ``update``.
+    adapter_weights, base_weights: how many there are.
+    """
+
+    base: int
+    adapters: int
+    gradients: int
+    optimizer: int
+    activations: int
+    loss: int
+    working: int
+    moment: str
+    base_path: str
+    adapter_weights: int
+    base_weights: int
+
+    @property
+    def peak_bytes(self) -> int:
+        return sum(self.parts().values())
+
+    @property
+    def peak_gb(self) -> float:
+        """What `mx.get_peak_memory` should report, in GB."""
+        return self.peak_bytes / 1e9
+
+    def parts(self) -> dict[str, int]:
+        """Bytes by part, in the order of the docstring."""
+        names = "base adapters gradients optimizer activations loss working".split()
+        return {name: getattr(self, name) for name in names}
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """What is known of a base without its weights."""
+
+    name: str
+    config: dict
+    tensors: Tensors
+
+
+# ── reading: headers only ────────────────────────────────────────────────────────────────────────
+
+
+def read_checkpoint(name: str | Path) -> Checkpoint:
+    """Config and tensor headers of a folder, ``tiny`` or a hub id (cached first, else by range).
+
+    Raises: PackError, one line, when there is none or the Hub cannot be reached.
+    """
+    is_id = str(name) != TINY and "/" in str(name) and not os.path.exists(Path(name).expanduser())
+    path = _cached(str(name)) if is_id else resolve_base_path(name)
+    if path is None:
+        return Checkpoint(str(name), *_from_hub(str(name)))
+    check_files(path)
+    config = json.loads((path / "config.json").read_text(encoding="utf-8"))
+    tensors: dict[str, Mapping] = {}
+    for file in weight_files(path):
+        tensors |= read_header(file)[0]
+    return Checkpoint(str(name), config, tensors)
+
+
+def _cached(repo: str) -> Path | None:
+    """The folder of a hub id if the cache has all of it."""
+    from huggingface_hub import snapshot_download
+
+    try:
+        path = Path(snapshot_download(repo, local_files_only=True))
+    except (OSError, ValueError):  # not there, or no name of the Hub's
+        return None
+    whole = (path / "config.json").is_file() and weight_files(path) and not missing_shards(path)
+    return path if whole else None
+
+
+def _from_hub(repo: str) -> tuple[dict, Tensors]:
+    """Config and headers of a hub id: the config is downloaded, the headers by range requests."""
+    import huggingface_hub
+    from huggingface_hub import errors
+
+    unreachable = (OSError, ValueError, errors.HTTPError, errors.SafetensorsParsingError)
+    try:
+        headers = huggingface_hub.get_safetensors_metadata(repo)
+        file = huggingface_hub.hf_hub_download(repo, "config.json")
+        config = json.loads(Path(file).read_text(encoding="utf-8"))
+    except errors.RepositoryNotFoundError:
+        raise PackError(
+            f"--model {repo}: no folder of that name, and the Hub has no such model (or it is "
+            "private: hf auth login)."
+        ) from None
+    except unreachable as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0][:120].rstrip(".")
+        raise PackError(
+            f"--model {repo}: not a folder here, not in the Hugging Face cache, and its headers "
+            f"cannot be had from the Hub ({reason})."
+        ) from None
+    tensors = {
+        name: {"dtype": str(getattr(t.dtype, "value", t.dtype)), "shape": list(t.shape)}
+        for file in headers.files_metadata.values()
+        for name, t in file.tensors.items()
+    }
+    return config, tensors
+
+
+def tensors_of(model: nn.Module) -> Tensors:
+    """The same of a loaded model, before adapters are attached."""
+    spelled = {mx.float32: "F32", mx.bfloat16: "BF16", mx.float16: "F16", mx.uint32: "U32"}
+    return {
+        name: {"dtype": spelled.get(a.dtype, "U8" if a.dtype.size == 1 else "F64"),
+               "shape": list(a.shape)}
+        for name, a in tree_flatten(model.parameters())
+    }  # fmt: skip
+
+
+# ── geometry: from the config ────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True)
+class _Sizes:
+    """Widths of a base of the Llama family, and where its modules are."""
+
+    hidden: int
+    ffn: int
+    blocks: int
+    heads: int
+    queries: int  # heads x head_dim
+    keys: int  # KV heads x head_dim
+    vocab: int
+    head_norms: bool
+    modules: dict[str, tuple[int, int]]  # path -> (out, in) of linears and embeddings
+
+    @property
+    def weights(self) -> int:
+        return sum(out * width for out, width in self.modules.values())
+
+    def widths(self, name: str) -> tuple[int, int]:
+        """(out, in) of a projection of a block."""
+        return self.modules[_projection_path(0, name)]
+
+
+def _projection_path(block: int, name: str) -> str:
+    parent = "self_attn" if name in BLOCK_PROJECTIONS["attention"] else "mlp"
+    return f"model.layers.{block}.{parent}.{name}"
+
+
+def _sizes(config: Mapping, tensors: Tensors) -> _Sizes:
+    """Raises: PackError for a family or a config that the formula does not know."""
+    family = config.get("model_type")
+    if family not in FAMILIES:
+        raise PackError(f"no plan for model_type '{family}'; known are {', '.join(FAMILIES)}.")
+    heads = Heads.of(dict(config))
+    blocks, vocab = config.get("num_hidden_layers"), config.get("vocab_size")
+    numbers = (*asdict(heads).values(), blocks, vocab)
+    if not all(isinstance(n, int) and n > 0 for n in numbers):
+        raise PackError("no plan: config.json lacks a size (hidden, FFN, heads, blocks or vocab).")
+    hidden, ffn = heads.hidden, heads.ffn
+    queries, keys = heads.heads * heads.head_dim, heads.kv_heads * heads.head_dim
+    shapes = {
+        "q_proj": (queries, hidden), "k_proj": (keys, hidden), "v_proj": (keys, hidden),
+        "o_proj": (hidden, queries), "gate_proj": (ffn, hidden), "up_proj": (ffn, hidden),
+        "down_proj": (hidden, ffn),
+    }  # fmt: skip
+    modules = {"model.embed_tokens": (vocab, hidden)}
+    for i in range(blocks):
+        modules |= {_projection_path(i, name): shape for name, shape in shapes.items()}
+    if "lm_head.weight" in tensors and not config.get("tie_word_embeddings"):
+        modules["lm_head"] = (vocab, hidden)
+    norms = any(name.endswith("self_attn.q_norm.weight") for name in tensors)
+    return _Sizes(hidden, ffn, blocks, heads.heads, queries, keys, vocab, norms, modules)
+
+
+def _groups(sizes: _Sizes, lora: LoRAConfig) -> list[Group]:
+    """Projections that carry adapters, by the rules of `geometry.select_targets`."""
+    if lora.num_layers > sizes.blocks:
+        raise PackError(f"--num-layers {lora.num_layers}: the base has only {sizes.blocks} blocks.")
+    first = sizes.blocks - lora.num_layers if lora.num_layers > 0 else 0
+    paths = [
+        _projection_path(i, name)
+        for i in range(first, sizes.blocks)
+        for names in BLOCK_PROJECTIONS.values()
+        for name in names
+    ]
+    chosen = set() if lora.target_modules else set(paths)
+    for target in lora.target_modules:
+        matched = {p for p in paths if p == target or p.endswith("." + target)}
+        matched |= {p for p in sizes.modules if p == target and "layers" in p}
+        if not matched:
+            names = [name for names in BLOCK_PROJECTIONS.values() for name in names]
+            hint = did_you_mean(target, names)
+            raise PackError(f"--target-modules {target}: no such projection in a plan. {hint}")
+        chosen |= matched
+    members = []
+    for path in sizes.modules:
+        if path in chosen:
+            out, width = sizes.modules[path]
+            name = path.rpartition(".")[2]
+            members.append(
+                Geometry(path, width, out, None, None, None, width, False, ((name, out),))
+            )
+    return [Group(None, (geometry,)) for geometry in members]
+
+
+# ── bytes that stay ──────────────────────────────────────────────────────────────────────────────
+
+
+def activation_bytes(config: Mapping, train: TrainConfig) -> int:
+    """Bytes of an activation: 4 on a CPU, on a GPU as asked for or as the base is stored."""
+    if runtime.on_cpu():
+        return 4
+    if train.compute_dtype != "auto":
+        return 4 if train.compute_dtype == "float32" else 2
+    return 4 if (config.get("torch_dtype") or config.get("dtype")) == "float32" else 2
+
+
+def _packed_paths(tensors: Tensors) -> set[str]:
+    """Modules whose weight is packed: affine and its kin, NF4, bitsandbytes."""
+    tails = (".scales", ".weight.absmax", ".absmax")
+    return {name.removesuffix(tail) for tail in tails for name in tensors if name.endswith(tail)}
+
+
+def is_packed(tensors: Tensors) -> bool:
+    """Whether any weight is quantized."""
+    return bool(_packed_paths(tensors))
+
+
+def _tensor_bytes(tensor: Mapping, widen: bool) -> int:
+    """Bytes in memory; ``widen``: half precision is taken to float32, as on CPUs."""
+    each = _ITEM_BYTES.get(tensor["dtype"], 1)
+    if widen and tensor["dtype"] in _HALF:
+        each = 4
+    return each * math.prod(tensor["shape"])
+
+
+def packed_bytes(shape: tuple[int, int], quantize: str, double_quant: bool, scale: int) -> int:
+    """Bytes of a weight [out, in] under --quantize; ``scale`` is the size of an affine scale."""
+    count = shape[0] * shape[1]
+    blocks = count // _GROUP
+    if quantize != "nf4":
+        return count * int(quantize.removeprefix("affine")) // 8 + 2 * blocks * scale
+    if not double_quant:
+        return count // 2 + 4 * blocks
+    return count // 2 + blocks + 4 * -(-blocks // 256) + 4
+
+
+def _base_bytes(
+    sizes: _Sizes, tensors: Tensors, train: TrainConfig, base_path: str, itemsize: int
+) -> int:
+    """Frozen weights: as stored or packed while loading, and their dense copies."""
+    skipped = ("quant_map", "bitsandbytes__nf4", "bitsandbytes__fp4")
+    widen = itemsize == 4
+    total = sum(_tensor_bytes(t, widen) for n, t in tensors.items() if not n.endswith(skipped))
+    packed = _packed_paths(tensors)
+    if train.quantize != "none" and not packed:
+        for path, shape in sizes.modules.items():
+            kept = any(path == name or path.endswith("." + name) for name in train.keep)
+            stored = tensors.get(f"{path}.weight")
+            if stored is None or kept or shape[1] % _GROUP:
+                continue
+            packed.add(path)
+            total -= _tensor_bytes(stored, widen)
+            total += packed_bytes(shape, train.quantize, train.double_quant, itemsize)
+    if base_path == "dense":
+        total += sum(math.prod(s) * itemsize for p, s in sizes.modules.items() if p in packed)
+    return total
+
+
+def _optimizer_bytes(specs: Mapping, train: TrainConfig) -> int:
+    """The state of the optimizer for all adapters; its arrays are described, never made."""
+    shapes: dict[tuple[int, int], int] = {}
+    for spec in specs.values():
+        for s in spec.slices:
+            for shape in ((spec.in_features, s.rank), (s.rank, s.width)):
+                shapes[shape] = shapes.get(shape, 0) + 1
+    total = 0
+    for shape, count in shapes.items():
+        optimizer = make_optimizer(train)
+        optimizer.init({"w": mx.zeros(shape)})
+        total += count * sum(a.nbytes for _, a in tree_flatten(optimizer.state["w"]))
+    return total
+
+
+# ── a step ───────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True)
+class _Block:
+    """Numbers per token that one adapted block holds.
+
+    kept: from forward to backward.   deferred: what the gradients of A and B are made of, which
+    MLX leaves to the end of the step: inputs of the projections and gradients of their outputs.
+    """
+
+    kept: float
+    deferred: float
+
+
+def _block(sizes: _Sizes, adapted: Mapping[str, int], attention: float) -> _Block:
+    """``adapted``: rank of each adapted projection of the block; ``attention``: heads x T."""
+    d, f, q, k = sizes.hidden, sizes.ffn, sizes.queries, sizes.keys
+    ranks = sum(adapted.values())
+    qkv = any(name in adapted for name in ("q_proj", "k_proj", "v_proj"))
+    gate_up = any(name in adapted for name in ("gate_proj", "up_proj"))
+    inputs = d * (qkv + gate_up) + q * ("o_proj" in adapted) + f * ("down_proj" in adapted)
+    # two residual streams; q and k after RoPE, v, probabilities, output; gate, up, sigmoid
+    kept = 2 * d + (2 * q + 2 * k + attention) + 3 * f + inputs + ranks
+    if sizes.head_norms:
+        kept += q + k  # what q_norm and k_norm read
+    outputs = sum(sizes.widths(name)[0] for name in adapted)
+    return _Block(kept, inputs + outputs + 2 * ranks)
+
+
+def _loss_bytes(vocab: int, targets: int) -> float:
+    """Chunks of logits [rows, V] in float32 that are in flight."""
+    rows = max(32, CHUNK_BYTES // (4 * vocab))
+    chunks = targets / rows
+    n, copies = _LOSS_CHUNKS[-1]
+    copies += _LOSS_MORE * max(0.0, chunks - n)
+    for (n0, c0), (n1, c1) in zip(_LOSS_CHUNKS, _LOSS_CHUNKS[1:], strict=False):
+        if n0 <= chunks <= n1:
+            copies = c0 + (c1 - c0) * (chunks - n0) / (n1 - n0)
+    return copies * rows * vocab * 4
+
+
+def estimate(
+    config: Mapping,
+    tensors: Tensors,
+    lora: LoRAConfig,
+    train: TrainConfig,
+    base_path: str = "quantized",
+    *,
+    length: int | None = None,
+    targets: int | None = None,
+    itemsize: int | None = None,
+) -> MemoryPlan:
+    """The peak memory of training with these settings, by part.
+
+    Args:
+        config: of the base.   tensors: name -> dtype and shape, as in safetensors headers.
+        base_path: ``quantized``, ``transient`` or ``dense`` (which a dense base is anyway).
+        length: T, inputs of a row; by default all of max_seq_length.
+        targets: M, target slots of a batch; by default every position.
+        itemsize: bytes of an activation; by default 4 on a CPU and as the base has it on a GPU.
+    Raises: PackError for a family that the formula does not know.
+    """
+    sizes = _sizes(config, tensors)
+    itemsize = itemsize or activation_bytes(config, train)
+    specs = plan_specs(_groups(sizes, lora), lora)
+    weights = sum(s.rank * (m.in_features + s.width) for m in specs.values() for s in m.slices)
+    optimizer = _optimizer_bytes(specs, train)
+    packed = is_packed(tensors) or train.quantize != "none"
+    base = _base_bytes(sizes, tensors, train, base_path, itemsize)
+    stays = {"base": base, "adapters": 4 * weights, "optimizer": optimizer}
+
+    time = length or train.max_seq_length - 1
+    tokens = train.batch_size * time
+    unit = tokens * itemsize
+    adapted = [_adapted(specs, i) for i in range(sizes.blocks)]
+    tracked = adapted[next(i for i, ranks in enumerate(adapted) if ranks) :]
+    attention = sizes.heads * time
+    blocks = [_block(sizes, ranks, attention) for ranks in tracked]
+    moments = _moments(sizes, blocks, attention, train.grad_checkpoint)
+
+    targets = tokens if targets is None else targets
+    logits = _loss_bytes(sizes.vocab, targets)
+    pending = 4 * weights * (train.grad_accumulation_steps > 1)
+    dense = _transient_bytes(sizes, len(blocks), train, itemsize)
+    if not packed or (base_path != "transient" and not _unpacks_always(tensors, train)):
+        dense = dict.fromkeys(dense, 0)
+    candidates = []
+    for moment, (kept, working) in moments.items():
+        loss = logits + targets * sizes.hidden * itemsize if moment == "loss" else 0
+        moving = unit * working + dense[moment]
+        candidates.append((moment, pending, unit * kept, loss, moving))
+    # every gradient is there before the first update, whose temporaries span 1.3 blocks
+    candidates.append(("update", pending + 4 * weights, 0, 0, 1.3 * 4 * weights / len(blocks)))
+    worst = max(candidates, key=lambda c: sum(c[1:]))
+    moment, gradients, activations, loss, working = worst
+    return MemoryPlan(
+        **stays,
+        gradients=int(gradients),
+        activations=int(activations),
+        loss=int(loss),
+        working=int(working),
+        moment=moment,
+        base_path=base_path if packed else "dense",
+        adapter_weights=weights,
+        base_weights=sizes.weights,
+    )
+
+
+def _adapted(specs: Mapping, block: int) -> dict[str, int]:
+    """Rank by projection of one block."""
+    prefix = f"model.layers.{block}."
+    return {
+        path.rpartition(".")[2]: spec.rank
+        for path, spec in specs.items()
+        if path.startswith(prefix) and spec.rank
+    }
+
+
+def _moments(
+    sizes: _Sizes, blocks: list[_Block], attention: float, recomputed: bool
+) -> dict[str, tuple[float, float]]:
+    """(kept, in flight) in numbers per token at the moments that can be the worst.
+
+    The loss comes when all blocks have run. In the feed-forward of a block its temporaries and
+    those of the attention beside it are in flight; in attention, nine arrays of [heads, T]. With
+    recomputed blocks the lowest one is the worst: all others hold what is deferred.
+    """
+    d, f, q, k = sizes.hidden, sizes.ffn, sizes.queries, sizes.keys
+    kept = sum(block.kept for block in blocks)
+    if not recomputed:
+        return {
+            "loss": (kept + 2 * d, 0),
+            "mlp": (kept + 2 * d, 4 * d + 6 * f + 2 * q),
+            "attention": (kept - 4 * f - d, 9 * attention),
+        }
+    deferred = sum(block.deferred for block in blocks)
+    inputs = len(blocks) * d
+    return {
+        "loss": (inputs + 2 * d, 0),
+        "mlp": (deferred, 4 * d + 13 * f + 2.25 * q + 0.5 * attention + k),
+        "attention": (deferred + inputs, 2 * (q + k) + 9 * attention),
+    }
+
+
+def _unpacks_always(tensors: Tensors, train: TrainConfig) -> bool:
+    """NF4 has no kernel on a CPU that multiplies packed weights: each use unpacks."""
+    nf4 = train.quantize == "nf4" or any(name.endswith("absmax") for name in tensors)
+    return nf4 and runtime.on_cpu()
+
+
+def _transient_bytes(
+    sizes: _Sizes, blocks: int, train: TrainConfig, itemsize: int
+) -> dict[str, float]:
+    """Dequantized weights in flight: about a block's, and one small one that every block holds."""
+    d, f, q, k = sizes.hidden, sizes.ffn, sizes.queries, sizes.keys
+    held = 0.85 * f * d if train.grad_checkpoint else k * d
+    return {
+        "loss": itemsize * sizes.vocab * d,
+        "mlp": itemsize * (4.4 * f * d + (blocks - 1) * held),
+        "attention": itemsize * (f * d + 2 * (q + k) * d + (blocks - 1) * held),
+    }
+
+
+def estimate_batches(
+    config: Mapping,
+    tensors: Tensors,
+    lora: LoRAConfig,
+    train: TrainConfig,
+    base_path: str,
+    shapes: Iterable[tuple[int, int]],
+) -> MemoryPlan:
+    """The largest estimate over batches of these shapes, (T, M) each."""
+    plans = [
+        estimate(config, tensors, lora, train, base_path, length=length, targets=targets)
+        for length, targets in shapes
+    ]
+    return max(plans, key=lambda plan: plan.peak_bytes)
