@@ -23,6 +23,7 @@ class Option:
     plan: MemoryPlan
     fits: bool
     why: str
+    path_asked: bool = False
 
     def to_json(self) -> dict:
         """Sizes of ``parts`` are in bytes; ``error`` is the share by which peak_gb may be off."""
@@ -52,8 +53,8 @@ class Option:
         words += ["--max-seq-length", str(self.train.max_seq_length)]
         words += ["--rank", str(self.lora.rank)]
         if self.quantize != "none":
-            words += ["--quantize", self.quantize, "--base-path", self.plan.base_path]
-        elif self.method == "qlora":
+            words += ["--quantize", self.quantize]
+        if self.path_asked:  # else training measures the paths, and minds the memory
             words += ["--base-path", self.plan.base_path]
         words += ["--grad-checkpoint"] * self.train.grad_checkpoint
         words += ["--num-layers", str(self.lora.num_layers)] * (self.lora.num_layers > 0)
@@ -83,8 +84,8 @@ def advise(
     lora, train = lora or LoRAConfig(), train or TrainConfig()
     ways = _ways(checkpoint, train, asked)
     found = [_option(checkpoint, memory, lora, train, asked, *way) for way in ways]
-    adapters = found[0].plan
-    small = adapters.base_weights < SMALL_WEIGHTS
+    found = [replace(option, path_asked="base_path" in asked) for option in found]
+    small = found[0].plan.base_weights < SMALL_WEIGHTS
     order = ("lora-fp32", "lora", "qlora") if small else ("lora", "qlora", "lora-fp32")
     found.sort(key=lambda o: (not o.fits, order.index(o.method)))
     if small:

@@ -292,10 +292,14 @@ def _bits_for(text: str) -> tuple[str, int]:
     return expression, int(bits)
 
 
+def _size(gb: float) -> str:
+    return f"{gb:.2f} GB" if gb >= 0.1 else f"{gb * 1e3:.1f} MB"
+
+
 def _quantize_lines(report: dict) -> list[str]:
     found = f", {report['shards_found']} of them found finished" if report["shards_found"] else ""
     return [
-        f"wrote   {report['out']} ({report['gb']:.2f} GB, {report['shards']} shards{found})",
+        f"wrote   {report['out']} ({_size(report['gb'])}, {report['shards']} shard(s){found})",
         f"bits    {report['bits_per_weight']:.2f} a weight, "
         f"{report['bits_per_quantized_weight']:.2f} where quantized · "
         f"{report['quantized']} tensors quantized, {report['dense']} as they were",
