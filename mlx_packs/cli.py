@@ -292,6 +292,13 @@ def _bits_for(text: str) -> tuple[str, int]:
     return expression, int(bits)
 
 
+def _left_dense(paths: list[str]) -> list[str]:
+    if not paths:
+        return []
+    more = f" and {len(paths) - 3} more" if len(paths) > 3 else ""
+    return [f"dense   {', '.join(paths[:3])}{more} (kept by name, or the width does not fit)"]
+
+
 def _size(gb: float) -> str:
     return f"{gb:.2f} GB" if gb >= 0.1 else f"{gb * 1e3:.1f} MB"
 
@@ -303,6 +310,7 @@ def _quantize_lines(report: dict) -> list[str]:
         f"bits    {report['bits_per_weight']:.2f} a weight, "
         f"{report['bits_per_quantized_weight']:.2f} where quantized · "
         f"{report['quantized']} tensors quantized, {report['dense']} as they were",
+        *_left_dense(report["left_dense"]),
         f"took    {report['seconds']:.1f} s · process peak {report['process_peak_gb']:.2f} GB",
     ]
 

@@ -356,7 +356,8 @@ def _quantize_weights(
         name = f"{path}.weight"
         if not isinstance(module, (nn.Linear, nn.Embedding)) or name not in weights:
             continue
-        if weights[name].shape[-1] % 64 or any(is_named(path, name) for name in keep):
+        kept = any(is_named(path, name) for name in keep)
+        if kept or not packing.fits(weights[name].shape[-1]):
             continue
         dense = weights.pop(name)
         weights |= quantized_tensors(name, dense, packing)

@@ -30,6 +30,10 @@ class Packing:
     group_size: int = 64
     double_quant: bool = True
 
+    def fits(self, width: int) -> bool:
+        """Whether rows of this width can be packed so; blocks of nf4 may go across rows."""
+        return width % (2 if self.mode == "nf4" else self.group_size) == 0
+
     def to_config(self) -> dict:
         """As config.json spells it."""
         spelled = {"group_size": self.group_size, "bits": self.bits, "mode": self.mode}

@@ -89,13 +89,19 @@ class Item:
 
 @dataclass(frozen=True)
 class Plan:
-    """What `quantize` does. tensors: of the source, lazy.   shards: the items of each new file."""
+    """What `quantize` does.
+
+    tensors: of the source, lazy.   shards: the items of each new file.
+    left_dense: linears and embeddings that are not packed, kept by name or of a width that does
+    not fit.
+    """
 
     recipe: Recipe
     tensors: dict[str, mx.array]
     shards: dict[str, list[Item]]
     config: dict
     fingerprint: str
+    left_dense: list[str]
 
     @property
     def items(self) -> list[Item]:
@@ -158,6 +164,7 @@ def quantize(
         "out": str(out),
         "model": loading.public_name(str(model)),
         **{key: record[key] for key in ("quantization", "format", "quantized", "dense")},
+        "left_dense": plan.left_dense,
         "bits_per_weight": record["bits_per_weight"],
         "bits_per_quantized_weight": record["bits_per_quantized_weight"],
         "gb": sum(file["bytes"] for file in record["files"].values()) / 1e9,
@@ -192,7 +199,8 @@ def plan_of(source: Path, recipe: Recipe, trust_remote_code: bool = False) -> Pl
         raise PackError(f"{source}: nothing is left to quantize with this recipe.")
     shards = _in_shards(items, recipe.max_shard_gb)
     config = _new_config(config, recipe, packings, items)
-    return Plan(recipe, tensors, shards, config, loading.fingerprint(source))
+    dense = [path for path, how in packings.items() if how is None]
+    return Plan(recipe, tensors, shards, config, loading.fingerprint(source), dense)
 
 
 def _refuse_quantized(source: Path, config: dict) -> None:
@@ -242,11 +250,11 @@ def _packing(path: str, module: nn.Module, recipe: Recipe, advice) -> Packing | 
         return None
     if recipe.format == "bitsandbytes":
         is_head = path.rsplit(".", 1)[-1] == "lm_head"  # transformers leaves it dense
-        return how if isinstance(module, nn.Linear) and not is_head and width % 2 == 0 else None
+        return how if isinstance(module, nn.Linear) and not is_head and how.fits(width) else None
     affine_group = how.group_size if how.mode == "affine" else 64
     for expression, bits in recipe.bits_for:
         if re.search(expression, path):
-            if width % affine_group:
+            if not Packing("affine", bits, affine_group).fits(width):
                 raise PackError(f"--bits-for {expression}: {path} has {width} columns, which "
                                 f"{affine_group} does not divide; --keep it dense.")  # fmt: skip
             return Packing("affine", bits, affine_group)
@@ -255,9 +263,7 @@ def _packing(path: str, module: nn.Module, recipe: Recipe, advice) -> Packing | 
         return Packing("affine", wanted["bits"], wanted["group_size"])
     if not wanted:
         return None
-    if how.mode == "nf4":
-        return how if is_plain and width % 2 == 0 else None
-    return how if width % how.group_size == 0 else None
+    return how if how.fits(width) and (is_plain or how.mode == "affine") else None
 
 
 def _by_names_of_transformers(

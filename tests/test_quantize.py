@@ -321,3 +321,10 @@ def test_a_full_disk_leaves_nothing_behind(dense, tmp_path, monkeypatch):
     with pytest.raises(PackError, match="No space left on device"):
         quantize.quantize(dense, tmp_path / "q")
     assert [f.name for f in tmp_path.iterdir()] == ["dense"]
+
+
+def test_modules_left_dense_are_named(dense, tmp_path, run):
+    code, out, _ = run("quantize", "--model", dense, "--out", tmp_path / "q", "--keep", "down_proj")
+    assert code == 0 and "dense   model.layers." in out and "(kept by name" in out
+    report = quantize.quantize(dense, tmp_path / "r", Recipe(keep=("embed_tokens",)))
+    assert report["left_dense"] == ["model.embed_tokens"]
