@@ -290,6 +290,11 @@ def _built(backend: str, kernel: Kernel):
     )
 
 
+def tiles(count: int, size: int) -> int:
+    """Tiles of a size that cover a count."""
+    return -(-count // size)
+
+
 @functools.cache
 def int_table(values: tuple[int, ...]) -> mx.array:
     """Small numbers for a kernel, the same array each time."""

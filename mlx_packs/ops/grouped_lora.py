@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from ..runtime import mx
-from ._backend import Kernel, choose, decline, float_table, int_table
+from ._backend import Kernel, choose, decline, float_table, int_table, tiles
 from ._check import Check, Instance, first_fault, normal, sparse_signs
 from ._cost import Launch
 
@@ -146,23 +146,19 @@ WANTED_GROUPS = 64  # below that many the columns of x are split, so that all co
 A_BLOCK = 64  # ranks whose gradient of A one thread holds
 
 
-def _rows4(rows: int) -> int:
+def row_tile(rows: int) -> int:
     return FEW_ROWS4 if rows <= 4 * FEW_ROWS4 else MANY_ROWS4
 
 
-def _down_chunk(rows: int, depth: int) -> int:
-    """Columns of x that one group takes."""
-    row_tiles = _tiles(rows, 4 * _rows4(rows))
-    tiles = _tiles(depth, DEPTH)
-    parts = min(tiles, _tiles(WANTED_GROUPS, row_tiles))
-    return _tiles(tiles, parts) * DEPTH
+def down_chunk(row_tiles: int, depth: int) -> int:
+    """Columns of x that one group takes: fewer where row tiles are few, so that all cores read."""
+    column_tiles = tiles(depth, DEPTH)
+    parts = min(column_tiles, tiles(WANTED_GROUPS, row_tiles))
+    return tiles(column_tiles, parts) * DEPTH
 
 
-def _tiles(count: int, size: int) -> int:
-    return -(-count // size)
-
-
-def _four(values: Sequence, empty) -> list:
+def four(values: Sequence, empty) -> list:
+    """Values for the four places that a launch has for slices."""
     return [*values, *[empty] * (MAX_SLICES - len(values))]
 
 
@@ -299,18 +295,18 @@ def _ranks(layout: Layout) -> list[int]:
 
 
 def _rank_template(layout: Layout) -> dict[str, int]:
-    return {f"R{j}": r for j, r in enumerate(_four(_ranks(layout), 0))}
+    return {f"R{j}": r for j, r in enumerate(four(_ranks(layout), 0))}
 
 
 def _down(backend, layout, x, a) -> mx.array:
     rows, depth = x.shape
-    rows4, chunk = _rows4(rows), _down_chunk(rows, depth)
-    parts = _tiles(depth, chunk)
+    rows4, chunk = row_tile(rows), down_chunk(tiles(rows, 4 * row_tile(rows)), depth)
+    parts = tiles(depth, chunk)
     (h,) = _down_kernel().launch(
         backend,
-        [x, *_four(a, a[0]), int_table((rows, depth, chunk))],
+        [x, *four(a, a[0]), int_table((rows, depth, chunk))],
         {"T": x.dtype, "ROWS4": rows4, **_rank_template(layout)},
-        (_tiles(rows, 4 * rows4), parts, 1),
+        (tiles(rows, 4 * rows4), parts, 1),
         [((parts, rows, sum(_ranks(layout))), mx.float32)],
     )
     return h
@@ -328,13 +324,13 @@ def _sizes(layout: Layout, rows: int, h: mx.array) -> mx.array:
 
 
 def _up(backend, layout, outputs, b, h) -> list[mx.array]:
-    rows, rows4 = outputs[0].shape[0], _rows4(outputs[0].shape[0])
-    tiles = sum(_tiles(width, THREADS) for width in layout.widths)
+    rows, rows4 = outputs[0].shape[0], row_tile(outputs[0].shape[0])
+    column_tiles = sum(tiles(width, THREADS) for width in layout.widths)
     return _up_kernel(_text(layout)).launch(
         backend,
         [*outputs, *b, h, float_table(layout.scales), _sizes(layout, rows, h)],
         {"T": outputs[0].dtype, "ROWS4": rows4, "TILE": max(layout.ranks) * rows4},
-        (_tiles(rows, 4 * rows4), tiles, 1),
+        (tiles(rows, 4 * rows4), column_tiles, 1),
         [(y.shape, y.dtype) for y in outputs],
     )
 
@@ -342,8 +338,8 @@ def _up(backend, layout, outputs, b, h) -> list[mx.array]:
 def _backward_out(backend, layout, dy, b, h) -> tuple[mx.array, list[mx.array]]:
     """Gradients of h (times the scale) and of every B."""
     rows, adapted = dy[0].shape[0], layout.adapted
-    tiles = max(_tiles(layout.widths[i], DEPTH) for i in adapted)
-    chunks = _tiles(rows, BACKWARD_CHUNK)
+    column_tiles = max(tiles(layout.widths[i], DEPTH) for i in adapted)
+    chunks = tiles(rows, BACKWARD_CHUNK)
     dh, *db = _backward_out_kernel(_text(layout)).launch(
         backend,
         [*dy, *b, h, float_table(layout.scales), _sizes(layout, rows, h)],
@@ -353,8 +349,8 @@ def _backward_out(backend, layout, dy, b, h) -> tuple[mx.array, list[mx.array]]:
             "CHUNK": BACKWARD_CHUNK,
             "TILE": max(layout.ranks) * BACKWARD_ROWS4,
         },
-        (tiles, chunks, len(adapted)),
-        [((tiles, rows, h.shape[2]), mx.float32)]
+        (column_tiles, chunks, len(adapted)),
+        [((column_tiles, rows, h.shape[2]), mx.float32)]
         + [((chunks, layout.ranks[i], layout.widths[i]), mx.float32) for i in adapted],
     )
     return _total(dh), [_total(part) for part in db]
@@ -365,20 +361,20 @@ def _backward_in(backend, layout, x, a, dh) -> tuple[mx.array, list[mx.array]]:
     rows, depth = x.shape
     ranks = dh.shape[-1]
     block = min(ranks, A_BLOCK)
-    chunks = _tiles(rows, BACKWARD_CHUNK)
+    chunks = tiles(rows, BACKWARD_CHUNK)
     sizes = int_table((rows, depth, BACKWARD_CHUNK))
     (da,) = _a_gradient_kernel().launch(
         backend,
         [x, dh, sizes],
         {"T": x.dtype, "ROWS4": BACKWARD_ROWS4, "RANKS": ranks, "BLOCK": block},
-        (_tiles(depth, THREADS), chunks, _tiles(ranks, block)),
+        (tiles(depth, THREADS), chunks, tiles(ranks, block)),
         [((chunks, depth, ranks), mx.float32)],
     )
     (dx,) = _x_gradient_kernel().launch(
         backend,
-        [dh, *_four(a, a[0]), sizes],
-        {"T": x.dtype, "ROWS4": _rows4(rows), **_rank_template(layout)},
-        (_tiles(depth, THREADS), _tiles(rows, 4 * _rows4(rows)), 1),
+        [dh, *four(a, a[0]), sizes],
+        {"T": x.dtype, "ROWS4": row_tile(rows), **_rank_template(layout)},
+        (tiles(depth, THREADS), tiles(rows, 4 * row_tile(rows)), 1),
         [((rows, depth), x.dtype)],
     )
     cuts = [layout.firsts[i] for i in layout.adapted[1:]]
@@ -420,7 +416,7 @@ def _backend_of(x: mx.array, outputs: Sequence[mx.array], layout: Layout) -> str
         return "reference"
     rows = x.size // x.shape[-1]
     ranks = _ranks(layout)
-    instance = Compiled(x.dtype, layout.ranks, layout.output_of, _rows4(rows))
+    instance = Compiled(x.dtype, layout.ranks, layout.output_of, row_tile(rows))
     sizes = Sizes(x.shape[-1], layout.widths)
     if len(layout.ranks) > MAX_SLICES or max(ranks) > MAX_RANK or sum(ranks) > MAX_RANKS:
         reason = "more slices or ranks than a launch can hold"
@@ -500,7 +496,7 @@ def instances() -> list[Instance]:
                             f"{depth} to {'/'.join(map(str, widths))} rows {rows}",
                             functools.partial(
                                 checks, dtype=dtype, ranks=ranks, output_of=output_of,
-                                rows4=_rows4(rows),
+                                rows4=row_tile(rows),
                             ),
                             functools.partial(_workload, shape=shape),
                         )
@@ -547,13 +543,15 @@ def forward_plans(itemsize, rows, depth, ranks, widths) -> tuple[list[Launch], l
         Launch("y + h B", e * (2 * n * o + n * r + r * o), 2 * n * r * o, matmul=True)
         for r, o in adapted
     ]
-    tiles = _tiles(n, 4 * _rows4(n))
-    parts = _tiles(d, _down_chunk(n, d))
+    row_tiles = tiles(n, 4 * row_tile(n))
+    parts = tiles(d, down_chunk(row_tiles, d))
     hidden = 4 * parts * n * total
     down = Launch("down", e * n * d + 4 * d * total + hidden, 2 * n * d * total,
-                  4 * tiles * d * total)  # fmt: skip
+                  4 * row_tiles * d * total)  # fmt: skip
     area = sum(r * o for r, o in adapted)
-    up = Launch("up", 2 * e * n * sum(widths) + 4 * area + hidden, 2 * n * area, 4 * tiles * area)
+    up = Launch(
+        "up", 2 * e * n * sum(widths) + 4 * area + hidden, 2 * n * area, 4 * row_tiles * area
+    )
     return plain, [down, up]
 
 
@@ -580,9 +578,9 @@ def backward_plans(itemsize, rows, depth, ranks, widths) -> tuple[list[Launch], 
     ]
     if e < 4:
         plain += [Launch("cast gradient of A", (4 + e) * d * total)]
-    chunks = _tiles(n, BACKWARD_CHUNK)
-    column_tiles = max(_tiles(o, DEPTH) for _, o in adapted)
-    row_tiles = _tiles(n, 4 * BACKWARD_ROWS4)
+    chunks = tiles(n, BACKWARD_CHUNK)
+    column_tiles = max(tiles(o, DEPTH) for _, o in adapted)
+    row_tiles = tiles(n, 4 * BACKWARD_ROWS4)
     dh = 4 * n * total
     kernel = [
         Launch("backward_out", e * n * sum(widths) + column_tiles * dh + 4 * chunks * area,
@@ -594,9 +592,9 @@ def backward_plans(itemsize, rows, depth, ranks, widths) -> tuple[list[Launch], 
         kernel += [Launch("sum of dB", 4 * (chunks + 1) * r * o) for r, o in adapted]
     kernel += [
         Launch("a_gradient", e * n * d + dh + 4 * chunks * d * total, 2 * n * d * total,
-               dh * _tiles(d, THREADS)),
+               dh * tiles(d, THREADS)),
         Launch("x_gradient", e * n * d + dh + 4 * d * total, 2 * n * d * total,
-               4 * _tiles(n, 4 * _rows4(n)) * d * total),
+               4 * tiles(n, 4 * row_tile(n)) * d * total),
     ]  # fmt: skip
     if chunks > 1:
         kernel += [Launch("sum of dA", 4 * (chunks + 1) * d * total)]

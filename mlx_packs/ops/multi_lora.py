@@ -12,18 +12,19 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from ..runtime import mx
-from ._backend import Kernel, choose, decline, int_table
+from ._backend import Kernel, choose, decline, int_table, tiles
 from ._check import Check, Instance, first_fault, normal, sparse_signs
 from ._cost import Launch
 from .grouped_lora import (
     DEPTH,
     FEW_ROWS4,
-    MANY_ROWS4,
     MAX_RANK,
     MAX_RANKS,
     MAX_SLICES,
     THREADS,
-    WANTED_GROUPS,
+    down_chunk,
+    four,
+    row_tile,
 )
 
 OP = "multi_lora"
@@ -129,27 +130,8 @@ def _check_shapes(x, outputs, lora_a, lora_b, scales, pack) -> None:
 # sequences.
 
 
-def _rows4(rows: int) -> int:
-    return FEW_ROWS4 if rows <= 4 * FEW_ROWS4 else MANY_ROWS4
-
-
 def _row_tiles(rows: int) -> int:
-    return _tiles(rows, 4 * _rows4(rows))
-
-
-def _down_chunk(sequences: int, rows: int, depth: int) -> int:
-    """Columns of x that one group takes: fewer when sequences are few, so that all cores read."""
-    tiles = _tiles(depth, DEPTH)
-    parts = min(tiles, _tiles(WANTED_GROUPS, sequences * _row_tiles(rows)))
-    return _tiles(tiles, parts) * DEPTH
-
-
-def _tiles(count: int, size: int) -> int:
-    return -(-count // size)
-
-
-def _four(values: Sequence, empty) -> list:
-    return [*values, *[empty] * (MAX_SLICES - len(values))]
+    return tiles(rows, 4 * row_tile(rows))
 
 
 @functools.cache
@@ -227,15 +209,15 @@ def _down(backend, x, a, pack) -> mx.array:
     """h, [B, parts, T, sum(R)]: each part is the product over a chunk of D."""
     sequences, rows, depth = x.shape
     ranks = [v.shape[-1] for v in a]
-    chunk = _down_chunk(sequences, rows, depth)
-    parts = _tiles(depth, chunk)
+    chunk = down_chunk(sequences * _row_tiles(rows), depth)
+    parts = tiles(depth, chunk)
     (h,) = _down_kernel().launch(
         backend,
-        [x, pack, *_four(a, a[0]), int_table((rows, depth, chunk, a[0].shape[0]))],
+        [x, pack, *four(a, a[0]), int_table((rows, depth, chunk, a[0].shape[0]))],
         {
             "T": x.dtype,
-            "ROWS4": _rows4(rows),
-            **{f"R{i}": rank for i, rank in enumerate(_four(ranks, 0))},
+            "ROWS4": row_tile(rows),
+            **{f"R{i}": rank for i, rank in enumerate(four(ranks, 0))},
         },
         (_row_tiles(rows), parts, sequences),
         [((sequences, parts, rows, sum(ranks)), mx.float32)],
@@ -250,8 +232,8 @@ def _up(backend, outputs, b, scales, pack, h) -> list[mx.array]:
     return _up_kernel(ranks).launch(
         backend,
         [*outputs, *b, *scales, h, pack, int_table((rows, parts, b[0].shape[0], *widths))],
-        {"T": outputs[0].dtype, "ROWS4": _rows4(rows), "TILE": max(ranks) * _rows4(rows)},
-        (_row_tiles(rows), sum(_tiles(width, THREADS) for width in widths), sequences),
+        {"T": outputs[0].dtype, "ROWS4": row_tile(rows), "TILE": max(ranks) * row_tile(rows)},
+        (_row_tiles(rows), sum(tiles(width, THREADS) for width in widths), sequences),
         [(y.shape, y.dtype) for y in outputs],
     )
 
@@ -282,7 +264,7 @@ def _backend_of(x, outputs, lora_a) -> str:
     sequences, rows, depth = x.shape
     ranks = tuple(a.shape[-1] for a in lora_a)
     packs, widths = lora_a[0].shape[0], tuple(y.shape[-1] for y in outputs)
-    instance = Compiled(x.dtype, ranks, _rows4(rows))
+    instance = Compiled(x.dtype, ranks, row_tile(rows))
     sizes = Sizes(sequences, depth, widths, packs)
     if len(ranks) > MAX_SLICES or max(ranks) > MAX_RANK or sum(ranks) > MAX_RANKS:
         reason = "more slices or ranks than a launch can hold"
@@ -347,7 +329,7 @@ def instances() -> list[Instance]:
                     OP,
                     f"{str(dtype).removeprefix('mlx.core.')} rank 16 "
                     f"2560 to {'/'.join(map(str, widths))} sequences {sequences} rows {rows}",
-                    functools.partial(checks, dtype=dtype, ranks=ranks, rows4=_rows4(rows)),
+                    functools.partial(checks, dtype=dtype, ranks=ranks, rows4=row_tile(rows)),
                     functools.partial(_workload, shape=shape),
                 )
             )
@@ -392,7 +374,7 @@ def plans(
     plain = [Launch(f"index of packs: {what}", 16 * sequences) for what in ("max", "min", "equal")]
     if e < 4:
         plain += [Launch("cast x", (e + 4) * n * d)]
-    reads = sequences * _tiles(rows, PLAIN_TILE)
+    reads = sequences * tiles(rows, PLAIN_TILE)
     for r, o in zip(ranks, widths, strict=True):
         plain += [
             Launch("x A", 4 * (n * d + used * d * r + n * r), 2 * n * d * r, 4 * reads * d * r,
@@ -406,11 +388,11 @@ def plans(
             plain += [Launch("cast delta", (4 + e) * n * o)]
         plain += [Launch("add", 3 * e * n * o), Launch("keep rows without a pack", 3 * e * n * o)]
     area = sum(r * o for r, o in zip(ranks, widths, strict=True))
-    tiles = sequences * _row_tiles(rows)
-    computed = tiles * 4 * _rows4(rows)  # rows, with those of no use in a tile of four
-    hidden = 4 * _tiles(d, _down_chunk(sequences, rows, d)) * n * total
+    row_tiles = sequences * _row_tiles(rows)
+    computed = row_tiles * 4 * row_tile(rows)  # rows, with those of no use in a tile of four
+    hidden = 4 * tiles(d, down_chunk(row_tiles, d)) * n * total
     down = Launch("down", e * n * d + 4 * used * d * total + hidden, 2 * computed * d * total,
-                  4 * tiles * d * total)  # fmt: skip
+                  4 * row_tiles * d * total)  # fmt: skip
     up = Launch("up", 2 * e * n * sum(widths) + 4 * used * area + hidden, 2 * computed * area,
-                4 * tiles * area)  # fmt: skip
+                4 * row_tiles * area)  # fmt: skip
     return plain, [down, up]

@@ -15,9 +15,10 @@ from typing import NamedTuple
 import numpy as np
 
 from ..runtime import mx
-from ._backend import Kernel, choose, int_table
+from ._backend import Kernel, choose, int_table, tiles
 from ._check import Check, Instance, first_fault, normal, sparse_signs
 from ._cost import Launch
+from .blockwise import dynamic_map
 
 OP = "nf4"
 BLOCK_SIZES = (32, 64, 128, 256)
@@ -53,10 +54,10 @@ class NF4Weight:
             raise ValueError(
                 f"[NF4Weight] 'block_size' must be one of {BLOCK_SIZES} but got {self.block_size}."
             )
-        blocks = _tiles(2 * self.weight.size, self.block_size)
+        blocks = tiles(2 * self.weight.size, self.block_size)
         wanted = {"absmax": f"float32 [{blocks}]"}
         if self.double_quant:
-            nested = _tiles(blocks, NESTED_BLOCK_SIZE)
+            nested = tiles(blocks, NESTED_BLOCK_SIZE)
             wanted = {"absmax": f"uint8 [{blocks}]", "nested_absmax": f"float32 [{nested}]"}
             wanted["offset"] = "float32 [1]"
         faults = [
@@ -269,24 +270,9 @@ def _levels_of_byte() -> mx.array:
     return mx.array([[LEVELS[byte >> 4], LEVELS[byte & 15]] for byte in range(256)])
 
 
-@functools.cache
 def absmax_map() -> mx.array:
-    """The 256 values of an absmax code: bitsandbytes' signed dynamic map, to the bit.
-
-    Seven decades from 1e-6 to 1; decade i has 2^i values of each sign, in the middles of equal
-    parts of [0.1, 1]. 0 and 1 are added.
-    """
-    low, width = np.float32(0.1), np.float64(np.float32(0.9))
-    values = [0.0, 1.0]
-    for i in range(7):
-        parts = 2**i
-        k, step = np.arange(parts + 1), width / parts
-        # each half from its own end, as torch.linspace does
-        ends = np.where(k < (parts + 1) // 2, low + step * k, 1 - step * (parts - k))
-        ends = ends.astype(np.float32)
-        middles = (ends[1:] + ends[:-1]) / np.float32(2) * np.float32(10.0 ** (i - 6))
-        values += [*middles, *-middles]
-    return mx.array(np.sort(np.array(values, dtype=np.float32)))
+    """The 256 values of an absmax code: bitsandbytes' signed dynamic map, to the bit."""
+    return dynamic_map(signed=True)
 
 
 @functools.cache
@@ -322,10 +308,6 @@ MATVEC_THREADS, MATVEC_OUTPUTS = 64, 4
 ROW_TILES = (1, 2, 4, 8)  # rows that share an unpacked word
 MATVEC_ROWS = 16  # at 24 a dense weight and MLX's product cost the same, by the cost model of Macs
 UNPACK_FLOPS = 6  # shift, mask, look up; each costs as much as a multiply-add
-
-
-def _tiles(count: int, size: int) -> int:
-    return -(-count // size)
 
 
 def _row_tile(rows: int) -> int:
@@ -393,7 +375,7 @@ def _dequantized(backend: str, weight: NF4Weight, dtype: mx.Dtype) -> mx.array:
         backend,
         [*packed, int_table((words,))],
         template,
-        (_tiles(words, DEQUANTIZE_THREADS), 1, 1),
+        (tiles(words, DEQUANTIZE_THREADS), 1, 1),
         [(weight.shape, dtype)],
     )
     return w
@@ -408,7 +390,7 @@ def _matvec(backend: str, x: mx.array, weight: NF4Weight) -> mx.array:
         backend,
         [x, *packed, int_table((rows, depth, outputs))],
         {**template, "ROWS": tile},
-        (_tiles(outputs, outputs_of_group), _tiles(rows, tile), 1),
+        (tiles(outputs, outputs_of_group), tiles(rows, tile), 1),
         [((rows, outputs), x.dtype)],
     )
     return y
@@ -492,7 +474,7 @@ def checks(
 ) -> list[Check]:
     """Small inputs with tails in all directions and blocks across rows, exact and random."""
     depth = 264 + (0 if word == mx.uint32 else 2)
-    outputs = _tiles((NESTED_BLOCK_SIZE + 1) * block_size, depth) | 1  # two nested blocks, a tail
+    outputs = tiles((NESTED_BLOCK_SIZE + 1) * block_size, depth) | 1  # two nested blocks, a tail
     shape = (dtype, rows, depth, outputs, block_size, double_quant)
     return [check_of(backend, *shape, exact) for exact in (True, False)]
 
@@ -524,7 +506,7 @@ def _drawn_weight(outputs, depth, block_size, double_quant, exact) -> NF4Weight:
         return NF4Weight(packed.weight, powers, block_size=block_size)
     values = mx.arange(blocks) % 2  # of the map: 0 or 1
     codes = _above(values.astype(mx.float32), (absmax_map()[1:] + absmax_map()[:-1]) / 2)
-    nested = 2.0 ** (mx.arange(_tiles(blocks, NESTED_BLOCK_SIZE)) % 3)
+    nested = 2.0 ** (mx.arange(tiles(blocks, NESTED_BLOCK_SIZE)) % 3)
     return NF4Weight(packed.weight, codes, nested, mx.array([2.0]), block_size)
 
 
@@ -580,7 +562,7 @@ def dequantize_plans(
 ) -> tuple[list[Launch], list[Launch]]:
     """Launches that make the weight dense: of plain MLX, and the kernel."""
     n = shape[0] * shape[1]
-    blocks = _tiles(n, block_size)
+    blocks = tiles(n, block_size)
     plain = []
     if double_quant:
         plain += [
@@ -606,10 +588,10 @@ def matvec_plans(
     n = outputs * depth
     dense = dequantize_plans(itemsize, shape, block_size, double_quant)[1]
     dense += [_product_launch(itemsize, rows, shape)]
-    row_tiles, tile = _tiles(rows, _row_tile(rows)), _row_tile(rows)
+    row_tiles, tile = tiles(rows, _row_tile(rows)), _row_tile(rows)
     packed = _packed_bytes(n, block_size, double_quant)
     x = itemsize * rows * depth
-    simdgroups = _tiles(outputs, MATVEC_OUTPUTS)
+    simdgroups = tiles(outputs, MATVEC_OUTPUTS)
     kernel = Launch(
         "matvec",
         packed + x + itemsize * rows * outputs,
@@ -627,6 +609,6 @@ def _product_launch(itemsize: int, rows: int, shape: tuple[int, int]) -> Launch:
 
 
 def _packed_bytes(n: int, block_size: int, double_quant: bool) -> float:
-    blocks = _tiles(n, block_size)
-    absmax = blocks + 4 * _tiles(blocks, NESTED_BLOCK_SIZE) if double_quant else 4 * blocks
+    blocks = tiles(n, block_size)
+    absmax = blocks + 4 * tiles(blocks, NESTED_BLOCK_SIZE) if double_quant else 4 * blocks
     return n / 2 + absmax
