@@ -54,30 +54,39 @@ def reference(
     lora_b: Sequence[mx.array],
     scales: Sequence[float],
 ) -> list[mx.array]:
-    """The same in plain MLX: one product over the stacked A's, then ``addmm`` for each slice."""
+    """The same in plain MLX: products with the A's, one over all of them where rows are many, then
+    ``addmm`` for each slice.
+    """
     layout = _layout_of(outputs, lora_b, scales)
     if not any(layout.ranks):
         return list(outputs)
     rows = x.reshape(-1, x.shape[-1])  # [N, D]
     present = [a for a in lora_a if a.shape[1]]
-    stacked = present[0] if len(present) == 1 else mx.concatenate(present, axis=1)
-    hidden = rows @ stacked.astype(x.dtype)  # [N, sum(R)]
-    summed, first = [], 0
+    if _stacks(rows.shape[0], [a.shape[1] for a in present]):
+        stacked = mx.concatenate(present, axis=1).astype(x.dtype)
+        cuts = [layout.firsts[i] for i in layout.adapted[1:]]
+        hidden = iter(mx.split(rows @ stacked, cuts, axis=1))
+    else:
+        hidden = iter([rows @ a.astype(x.dtype) for a in present])
+    summed = []
     for m, y in enumerate(outputs):
         slices = [i for i, at in enumerate(layout.output_of) if at == m]
         cuts = [layout.offsets[i] for i in slices[1:]]
         parts = mx.split(y, cuts, axis=-1) if cuts else [y]
         for j, i in enumerate(slices):
-            rank = layout.ranks[i]
-            if rank == 0:
+            if layout.ranks[i] == 0:
                 continue
-            h = hidden[:, first : first + rank].astype(y.dtype)
-            first += rank
+            h = next(hidden).astype(y.dtype)  # [N, R]
             flat = parts[j].reshape(-1, layout.widths[i])
             delta = mx.addmm(flat, h, lora_b[i].astype(y.dtype), alpha=scales[i])
             parts[j] = delta.reshape(*y.shape[:-1], layout.widths[i])
         summed.append(parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=-1))
     return summed
+
+
+def _stacks(rows: int, ranks: Sequence[int]) -> bool:
+    """Whether one product over the stacked A's moves less than one for each: stacking copies A."""
+    return rows * (len(ranks) - 1) > 2 * sum(ranks)
 
 
 @dataclass(frozen=True)
@@ -533,12 +542,18 @@ def forward_plans(itemsize, rows, depth, ranks, widths) -> tuple[list[Launch], l
     e, n, d, total = itemsize, rows, depth, sum(ranks)
     adapted = [(r, o) for r, o in zip(ranks, widths, strict=True) if r]
     plain = []
-    if len(adapted) > 1:
-        plain += [Launch("copy A into the stack", 8 * d * r) for r, _ in adapted]
     if e < 4:
-        plain += [Launch("cast A", (4 + e) * d * total)]
         plain += [Launch("cast B", (4 + e) * r * o) for r, o in adapted]
-    plain += [Launch("x A", e * (n * d + d * total + n * total), 2 * n * d * total, matmul=True)]
+    if _stacks(n, [r for r, _ in adapted]):
+        plain += [Launch("copy A into the stack", 8 * d * r) for r, _ in adapted]
+        of_products = [total]
+    else:
+        of_products = [r for r, _ in adapted]
+    if e < 4:
+        plain += [Launch("cast A", (4 + e) * d * r) for r in of_products]
+    plain += [
+        Launch("x A", e * (n * d + d * r + n * r), 2 * n * d * r, matmul=True) for r in of_products
+    ]
     plain += [
         Launch("y + h B", e * (2 * n * o + n * r + r * o), 2 * n * r * o, matmul=True)
         for r, o in adapted
@@ -570,14 +585,21 @@ def backward_plans(itemsize, rows, depth, ranks, widths) -> tuple[list[Launch], 
         ]
         if e < 4:
             plain += [Launch("cast gradient of B", (4 + e) * r * o)]
-        if len(adapted) > 1:
-            plain += [Launch("put into the stack", e * n * total), Launch("add", 3 * e * n * total)]
-    plain += [
-        Launch("dh A^T", e * (n * d + d * total + n * total), 2 * n * d * total, matmul=True),
-        Launch("x^T dh", e * (n * d + d * total + n * total), 2 * n * d * total, matmul=True),
-    ]
-    if e < 4:
-        plain += [Launch("cast gradient of A", (4 + e) * d * total)]
+    stacks = _stacks(n, [r for r, _ in adapted])
+    if stacks:
+        plain += [
+            Launch("put into the stack", e * n * total),
+            Launch("add", 3 * e * n * total),
+        ] * len(adapted)
+    for r in [total] if stacks else [r for r, _ in adapted]:
+        plain += [
+            Launch("dh A^T", e * (n * d + d * r + n * r), 2 * n * d * r, matmul=True),
+            Launch("x^T dh", e * (n * d + d * r + n * r), 2 * n * d * r, matmul=True),
+        ]
+        if e < 4:
+            plain += [Launch("cast gradient of A", (4 + e) * d * r)]
+    if not stacks:
+        plain += [Launch("add dx", 3 * e * n * d)] * (len(adapted) - 1)
     chunks = tiles(n, BACKWARD_CHUNK)
     column_tiles = max(tiles(o, DEPTH) for _, o in adapted)
     row_tiles = tiles(n, 4 * BACKWARD_ROWS4)
