@@ -54,6 +54,9 @@ class Option:
         words += ["--rank", str(self.lora.rank)]
         if self.quantize != "none":
             words += ["--quantize", self.quantize]
+            words += ["--no-double-quant"] * (not self.train.double_quant)
+        if self.method == "lora-fp32":
+            words += ["--compute-dtype", "float32"]
         if self.path_asked:  # else training measures the paths, and minds the memory
             words += ["--base-path", self.plan.base_path]
         words += ["--grad-checkpoint"] * self.train.grad_checkpoint
@@ -136,7 +139,7 @@ def _option(checkpoint, memory, lora, train, asked, method, quantize, path, item
 def _why(plan: MemoryPlan, memory: int) -> str:
     """What takes most, in one line."""
     name, size = max(plan.parts().items(), key=lambda item: item[1])
-    share = f"{name} {size / 1e9:.2g} GB is most of it"
+    share = f"{name} {size / 1e9:.2g} GB is the largest part"
     if plan.peak_gb * (1 + ERROR) <= memory / 1e9:
         return share
     return f"does not fit with {ERROR:.0%} to spare: {share}"

@@ -5,6 +5,7 @@ Exit codes: 0 done, 1 a gate failed, 2 wrong use or bad input in one clear line.
 
 import importlib
 import json
+import math
 import os
 import sys
 from pathlib import Path
@@ -341,6 +342,8 @@ def plan(model, memory, as_json, **flags):
 
     asked = {k: v for k, v in flags.items() if v is not None}
     recipe = resolve(asked)
+    if memory is not None and not (math.isfinite(memory) and memory > 0):
+        raise PackError(f"--memory {memory:g}: must be a positive number of GB.")
     limit = total_memory() if memory is None else int(memory * 1e9)
     found = advise(read_checkpoint(model), limit, recipe.lora, recipe.train, frozenset(asked))
     _print([option.to_json() for option in found], as_json, table(found, model, limit))

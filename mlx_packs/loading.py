@@ -321,6 +321,11 @@ def _place_nf4(model: nn.Module, weights: Weights, dtype: mx.Dtype) -> None:
             packed = NF4Weight(weight, absmax, *parts, block_size)
         except ValueError as error:
             raise PackError(f"{path}: packed tensors do not fit: {error}") from None
+        for part in ("absmax", "nested_absmax", "offset"):
+            values = weights.get(f"{path}.{part}")
+            if values is not None and not mx.isfinite(values).all().item():
+                raise PackError(f"{path}.{part}: has NaN or infinite values; the checkpoint is "
+                                "damaged, get it again.")  # fmt: skip
         if list(packed.shape) != list(module.weight.shape):
             raise PackError(f"{path}: is packed for {list(packed.shape)}, but the config asks for "
                             f"{list(module.weight.shape)}.")  # fmt: skip
@@ -375,6 +380,19 @@ def is_named(path: str, name: str) -> bool:
     return path == name or path.endswith("." + name)
 
 
+def _check_stored(model: nn.Module, name: str, double_quant: bool, keep: Sequence[str]) -> None:
+    """An NF4 base that is asked to be NF4 stays as it is, if that is what was asked for."""
+    packed = [(path, m) for path, m in model.named_modules() if isinstance(m, NF4)]
+    if other := next((path for path, m in packed if m.double_quant != double_quant), None):
+        has = "single" if double_quant else "double"
+        raise PackError(f"--quantize nf4: {name} is NF4 already, {has}-quantized ({other}); leave "
+                        "--no-double-quant as the base has it.")  # fmt: skip
+    for kept in keep:
+        if path := next((path for path, _ in packed if is_named(path, kept)), None):
+            raise PackError(f"--keep {kept}: {name} is NF4 already, {path} too; take the "
+                            "checkpoint that it was made from.")  # fmt: skip
+
+
 def _nf4_quantization(model: nn.Module) -> dict:
     """What config.json would say of a checkpoint that bitsandbytes packed; {} if it did not."""
     module = next((m for m in model.modules() if isinstance(m, NF4)), None)
@@ -424,10 +442,11 @@ def load_base(
     check_files(path)
     stored = json.loads((path / "config.json").read_text(encoding="utf-8"))
     has = stored.get("quantization") or stored.get("quantization_config")
+    as_stored = False
     if quantize != "none" and has:
         if quantize != "nf4" or has.get("mode", has.get("bnb_4bit_quant_type")) != "nf4":
             raise PackError(f"--quantize {quantize}: the base is quantized already ({has}).")
-        quantize = "none"
+        quantize, as_stored = "none", True
     dtype = _activation_dtype(stored, compute_dtype)
     packing = _PACKINGS.get(quantize, Packing(double_quant=double_quant))
 
@@ -438,6 +457,8 @@ def load_base(
         return weights
 
     model, config = load_model_of(path, trust_remote_code, pack)
+    if as_stored:
+        _check_stored(model, str(name), double_quant, keep)
     quantization = config.get("quantization") or _nf4_quantization(model)
     if quantize != "none":
         quantization = packing.to_config() | ({"keep": list(keep)} if keep else {})

@@ -133,14 +133,8 @@ def quantize(
     """
     recipe, display = recipe or Recipe(), display or Display(QUIET)
     recipe.check()
-    out, started = Path(out).expanduser(), time.monotonic()
     source = loading.resolve_base_path(model)
-    if out.exists() and out.resolve() == source.resolve():
-        raise PackError(f"--out {out}: is the checkpoint itself; choose another name.")
-    if out.is_file():
-        raise PackError(f"--out {out}: must be a folder, but is a file.")
-    if out.exists() and not overwrite:
-        raise PackError(f"{out}: is there already; choose another name, or --overwrite.")
+    given, out, started = out, _output(str(out), source, overwrite), time.monotonic()
     plan = plan_of(source, recipe, trust_remote_code)
     partial = out.with_name(f".{out.name}.partial")
     try:
@@ -161,7 +155,7 @@ def quantize(
             raise PackError(f"{out}: cannot be written ({error.strerror or error}).") from None
         raise
     return {
-        "out": str(out),
+        "out": str(given),
         "model": loading.public_name(str(model)),
         **{key: record[key] for key in ("quantization", "format", "quantized", "dense")},
         "left_dense": plan.left_dense,
@@ -173,6 +167,26 @@ def quantize(
         "seconds": round(time.monotonic() - started, 2),
         "process_peak_gb": runtime.peak_process_bytes() / 1e9,
     }
+
+
+def _output(given: str, source: Path, overwrite: bool) -> Path:
+    """The folder to write; only one that an earlier `packs quantize` made may be replaced."""
+    if not given.strip():
+        raise PackError("--out: is empty; name a folder.")
+    out = Path(given).expanduser()
+    whole = out.resolve()
+    if source.resolve().is_relative_to(whole):
+        raise PackError(f"--out {out}: holds the checkpoint itself; choose another name.")
+    if out.is_file():
+        raise PackError(f"--out {out}: must be a folder, but is a file.")
+    if not out.exists():
+        return whole
+    if not overwrite:
+        raise PackError(f"{out}: is there already; choose another name, or --overwrite.")
+    if any(out.iterdir()) and not (out / RECORD).is_file():
+        raise PackError(f"--out {out}: holds something else than what packs quantize wrote (no "
+                        f"{RECORD}), so it is not replaced; choose another name.")  # fmt: skip
+    return whole
 
 
 def plan_of(source: Path, recipe: Recipe, trust_remote_code: bool = False) -> Plan:

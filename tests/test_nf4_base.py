@@ -106,7 +106,8 @@ def test_a_bitsandbytes_checkpoint_is_read_without_quantizing_again(dense, tmp_p
         "group_size": 64, "bits": 4, "mode": "nf4", "double_quant": True,
     }  # fmt: skip
     assert mx.array_equal(base.model(TOKENS), made.model(TOKENS)).item()
-    assert load_base(folder, "nf4").quantization == base.quantization
+    asked = load_base(folder, "nf4", keep=("lm_head", "embed_tokens"))  # as a bnb_4bit recipe does
+    assert asked.quantization == base.quantization
     train = TrainConfig(iters=1, batch_size=1, max_seq_length=64, val_batches=0, test_batches=1)
     train_pack(str(folder), "tiny", LoRAConfig(rank=2), train, tmp_path / "p")
     with Pack.open(tmp_path / "p").load_base(folder).applied(tmp_path / "p"):
@@ -241,6 +242,12 @@ def test_a_pack_is_trained_saved_and_applied_on_nf4(dense, stored, tmp_path):
 BROKEN = {
     "absmax of another size": ("absmax", lambda t: t[:-3], "q_proj: packed tensors do not fit"),
     "weight of another size": ("weight", lambda t: t[:-8], "q_proj"),
+    "NaN in nested absmax": (
+        "nested_absmax",
+        lambda t: t * float("nan"),
+        "q_proj.nested_absmax: has NaN or infinite",
+    ),
+    "infinite offset": ("offset", lambda t: t + float("inf"), "q_proj.offset: has NaN or infinite"),
     "no offset": ("offset", None, "q_proj: packed tensors do not fit.*offset"),
 }
 
@@ -266,6 +273,10 @@ def test_quantizing_what_is_quantized_and_a_flag_without_its_mode_are_refused(st
     with pytest.raises(PackError, match="--quantize affine4: the base is quantized already.*nf4"):
         load_base(stored, "affine4")
     assert load_base(stored, "nf4").quantization == load_base(stored).quantization
+    with pytest.raises(PackError, match="is NF4 already, double-quantized"):
+        load_base(stored, "nf4", double_quant=False)
+    with pytest.raises(PackError, match="--keep down_proj: .* is NF4 already"):
+        load_base(stored, "nf4", keep=("down_proj",))
     for mode in ("none", "affine4"):
         code, out, err = run("train", "--quantize", mode, "--no-double-quant")
         assert (code, out) == (2, "") and "no-double-quant goes with quantize nf4" in err

@@ -227,3 +227,9 @@ def test_a_base_without_a_plan_is_trained_all_the_same(monkeypatch, tiny, rows, 
     train = TrainConfig(iters=1, batch_size=2, base_path="dense", val_batches=0)
     run = train_pack(tiny, rows, LoRAConfig(rank=4), train, tmp_path / "p")
     assert run.report["plan_peak_gb"] is None
+
+
+@pytest.mark.parametrize("memory", ["nan", "inf", "0", "-4"])
+def test_memory_that_is_no_size_is_refused(run, memory):
+    code, out, err = run("plan", "--model", "tiny", "--memory", memory)
+    assert (code, out) == (2, "") and err.count("\n") == 1 and "--memory" in err

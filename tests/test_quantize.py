@@ -221,7 +221,7 @@ def test_a_folder_that_is_there_is_replaced_only_with_overwrite(dense, tmp_path,
         json.loads((tmp_path / "q" / "config.json").read_text())["quantization"]["mode"] == "affine"
     )
     assert sorted(f.name for f in tmp_path.iterdir()) == ["dense", "q"]
-    assert "is the checkpoint itself" in refused("--model", dense, "--out", dense, "--overwrite")
+    assert "holds the checkpoint itself" in refused("--model", dense, "--out", dense, "--overwrite")
 
 
 def test_modules_with_bias_are_packed_and_the_bias_stays(tmp_path):
@@ -328,3 +328,24 @@ def test_modules_left_dense_are_named(dense, tmp_path, run):
     assert code == 0 and "dense   model.layers." in out and "(kept by name" in out
     report = quantize.quantize(dense, tmp_path / "r", Recipe(keep=("embed_tokens",)))
     assert report["left_dense"] == ["model.embed_tokens"]
+
+
+def test_overwrite_replaces_only_what_packs_quantize_made(dense, tmp_path, refused, monkeypatch):
+    parent = dense.parent / "holder"
+    parent.mkdir()
+    source = parent / "source"
+    shutil.copytree(dense, source)
+    (parent / "thesis.txt").write_text("mine")
+    told = refused("--model", source, "--out", parent, "--overwrite")
+    assert "holds the checkpoint itself" in told
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "thesis.txt").write_text("mine")
+    told = refused("--model", source, "--out", other, "--overwrite")
+    assert "holds something else" in told and "quantization.json" in told
+    assert (parent / "thesis.txt").is_file() and (other / "thesis.txt").is_file()
+    monkeypatch.chdir(source)
+    assert "holds the checkpoint itself" in refused("--model", source, "--out", ".", "--overwrite")
+    assert "is empty" in refused("--model", source, "--out", " ")
+    quantize.quantize(source, tmp_path / "q")
+    quantize.quantize(source, tmp_path / "q", overwrite=True)
