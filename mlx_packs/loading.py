@@ -1,14 +1,8 @@
-"""Load a base: any causal model of mlx-lm, from a folder, the Hugging Face cache or the Hub.
+"""Load a base: any causal model of mlx-lm, dense or quantized, or quantized while it is read."""
 
-Offline first: a local folder never touches the network, a cached hub id is used as it is cached.
-"""
-
-import hashlib
 import inspect
 import json
-import os
-import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,9 +12,20 @@ import mlx.nn as nn
 from mlx.utils import tree_map
 
 from . import runtime
+from .base_files import (
+    TINY,
+    check_files,
+    fingerprint,
+    public_name,
+    quantization_name,
+    resolve_base_path,
+    text_config,
+    weight_files,
+)
+from .base_files import missing_shards as missing_shards  # others take these two from here
+from .base_files import tiny_base_path as tiny_base_path
 from .bitsandbytes import from_bitsandbytes
 from .errors import PackError
-from .files import read_header
 from .nn.nf4 import NF4Embedding, NF4Linear
 from .nn.quantized import NF4, replace_modules
 from .ops.nf4 import BLOCK_SIZES, NF4Weight
@@ -29,24 +34,6 @@ from .runtime import mx
 
 if TYPE_CHECKING:
     from .pack import Pack
-
-TINY = "tiny"
-_SAMPLE_BYTES = 4096
-# what mlx-lm downloads; code among it is run only with trust_remote_code
-CHECKPOINT_FILES = (
-    "*.json model*.safetensors *.jinja *.txt *.jsonl tokenizer.model *.tiktoken tiktoken.model *.py"
-).split()
-
-
-def tiny_base_path() -> Path:
-    """The folder of the tiny Qwen3 that the package carries; an ordinary mlx-lm checkpoint."""
-    return Path(__file__).parent / "tiny" / "base"
-
-
-def public_name(name: str) -> str:
-    """What a manifest calls a base or data: a hub id as it is, a folder without its path."""
-    path = Path(name).expanduser()
-    return path.resolve().name if path.exists() else name
 
 
 @dataclass
@@ -98,144 +85,6 @@ class Base:
         blocks = text.get("num_hidden_layers", text.get("n_layer", "?"))
         model_type = self.config["model_type"]
         return f"{self.name} · {model_type} · {blocks} blocks · {kind} · {shown}"
-
-
-def quantization_name(q: Mapping | None) -> str:
-    """A quantization for people: ``affine 4-bit g64``, or ``dense``."""
-    if not q:
-        return "dense"
-    double = " double-quantized" if q.get("double_quant") else ""
-    kept = f" without {', '.join(q['keep'])}" if q.get("keep") else ""
-    return f"{q.get('mode', 'affine')} {q['bits']}-bit g{q['group_size']}{double}{kept}"
-
-
-def text_config(config: dict) -> dict:
-    return config if "vocab_size" in config else config.get("text_config", config)
-
-
-def resolve_base_path(name: str | Path) -> Path:
-    """The checkpoint folder for ``tiny``, a local folder, or a hub id (cached first).
-
-    Raises: PackError, one line with what to do, when there is none.
-    """
-    if str(name) == TINY:
-        return tiny_base_path()
-    if not str(name):
-        raise PackError("--model: is empty; name a folder, a hub id (owner/name) or 'tiny'.")
-    path = Path(name).expanduser()
-    if os.path.isdir(path):  # unlike Path.is_dir, False for a name that is too long
-        if not (path / "config.json").is_file():
-            raise PackError(f"{path}: is not a checkpoint, it has no config.json.")
-        return path
-    if os.path.exists(path):
-        raise PackError(f"{path}: must be a checkpoint folder, but is a file.")
-    if not re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", str(name), re.ASCII):
-        alone = "/" not in str(name)
-        hint = f" Its 4-bit form may be 'mlx-community/{name}'." if alone else ""
-        raise PackError(f"--model {name}: no such folder, and not a hub id (owner/name).{hint}")
-    return _hub_snapshot(str(name))
-
-
-def _hub_snapshot(repo: str) -> Path:
-    """The folder of a hub id: as it is cached, else (or if that is incomplete) downloaded."""
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import LocalEntryNotFoundError, RepositoryNotFoundError
-
-    wanted = {"repo_id": repo, "allow_patterns": CHECKPOINT_FILES}
-    cached = "not in the Hugging Face cache"
-    try:
-        path = Path(snapshot_download(**wanted, local_files_only=True))
-        if _is_whole(path):
-            return path
-        cached = "only in part in the Hugging Face cache"
-    except LocalEntryNotFoundError:
-        pass
-    except ValueError as error:  # the hub's rules for names
-        raise PackError(f"--model {repo}: no such folder, and {_first_line(error)}") from None
-    try:
-        path = Path(snapshot_download(**wanted))  # without network, what is cached of it
-        if _is_whole(path):
-            return path
-        reason = "some of its files are missing"
-    except RepositoryNotFoundError:
-        raise PackError(
-            f"--model {repo}: no folder of that name, and the Hub has no such model (or it is "
-            "private: hf auth login)."
-        ) from None
-    except (OSError, ValueError) as error:
-        reason = _first_line(error)
-    raise PackError(
-        f"--model {repo}: not a folder here, {cached}, and it cannot be had from the Hub "
-        f"({reason}). On a machine with network: hf download {repo}"
-    )
-
-
-def _is_whole(path: Path) -> bool:
-    found = (path / "config.json").is_file() and weight_files(path)
-    return bool(found) and not missing_shards(path)
-
-
-def _first_line(error: Exception) -> str:
-    text = str(error).strip() or type(error).__name__
-    return text.splitlines()[0][:120].rstrip(".")
-
-
-def weight_files(path: Path) -> list[Path]:
-    """The safetensors shards of a checkpoint folder, in order."""
-    return sorted(path.glob("model*.safetensors"))
-
-
-def missing_shards(path: Path) -> list[str]:
-    """Shards that the index of a checkpoint folder names and that are not there.
-
-    Raises: PackError if the index is no index.
-    """
-    index = path / "model.safetensors.index.json"
-    if not index.is_file():
-        return []
-    try:
-        named = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-    except (ValueError, KeyError, TypeError, AttributeError):
-        raise PackError(f"{index}: is not an index of shards (no 'weight_map').") from None
-    return sorted(named - {f.name for f in weight_files(path)})
-
-
-def fingerprint(path: Path) -> str:
-    """A hash of a checkpoint's tensors: names, dtypes, shapes and a sample of each one's bytes.
-
-    It does not depend on how the tensors are spread over shards, and reads 4 KiB a tensor.
-    """
-    entries = {}
-    for file in weight_files(path):
-        header, start = read_header(file)
-        with file.open("rb") as f:
-            for name, tensor in header.items():
-                begin, end = tensor["data_offsets"]
-                middle = begin + max(0, (end - begin - _SAMPLE_BYTES) // 2)
-                f.seek(start + middle)
-                sample = f.read(min(_SAMPLE_BYTES, end - begin))
-                entries[name] = (tensor["dtype"], tensor["shape"], sample)
-    digest = hashlib.sha256()
-    for name, (dtype, shape, sample) in sorted(entries.items()):
-        digest.update(f"{name} {dtype} {shape}\n".encode() + sample)
-    return digest.hexdigest()
-
-
-def check_files(path: Path) -> None:
-    """Refuse a folder without weights, with a truncated shard, or one that the index misses."""
-    files = weight_files(path)
-    if not files:
-        raise PackError(f"{path}: has no model*.safetensors; is it a checkpoint folder?")
-    for file in files:
-        read_header(file)
-    if missing := missing_shards(path):
-        raise PackError(f"{path}: shard {missing[0]} is named in the index but not there.")
-    try:
-        config = json.loads((path / "config.json").read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise PackError(f"{path / 'config.json'}: is not valid JSON: {error}.") from None
-    if not isinstance(config, dict) or "model_type" not in config:
-        raise PackError(f"{path / 'config.json'}: has no 'model_type'.")
 
 
 Weights = dict[str, mx.array]

@@ -14,10 +14,11 @@ from pathlib import Path
 
 from mlx.utils import tree_flatten
 
-from . import bitsandbytes, loading, runtime
+from . import base_files, bitsandbytes, runtime
 from .display import QUIET, Display
 from .errors import Interrupted, PackError
 from .files import put_in_place, read_header, sha256, to_json, write_tensors, write_whole
+from .loading import load_model_of
 from .packing import Packing, Recipe, check_finite, outline, packings_of, quantized_tensors
 from .runtime import mx
 
@@ -87,7 +88,7 @@ def quantize(
     """
     recipe, display = recipe or Recipe(), display or Display(QUIET)
     recipe.check()
-    source = loading.resolve_base_path(model)
+    source = base_files.resolve_base_path(model)
     given, out, started = out, _output(str(out), source, overwrite), time.monotonic()
     plan = plan_of(source, recipe, trust_remote_code)
     partial = out.with_name(f".{out.name}.partial")
@@ -110,7 +111,7 @@ def quantize(
         raise
     return {
         "out": str(given),
-        "model": loading.public_name(str(model)),
+        "model": base_files.public_name(str(model)),
         **{key: record[key] for key in ("quantization", "format", "quantized", "dense")},
         "left_dense": plan.left_dense,
         "bits_per_weight": record["bits_per_weight"],
@@ -148,10 +149,10 @@ def plan_of(source: Path, recipe: Recipe, trust_remote_code: bool = False) -> Pl
 
     Raises: PackError if it is quantized already, or has no module that the recipe names.
     """
-    loading.check_files(source)
+    base_files.check_files(source)
     config = json.loads((source / "config.json").read_text(encoding="utf-8"))
     _refuse_quantized(source, config)
-    model, _ = loading.load_model_of(source, trust_remote_code, lambda _, weights: weights)
+    model, _ = load_model_of(source, trust_remote_code, lambda _, weights: weights)
     packings = packings_of(model, recipe)
     tensors = dict(tree_flatten(model.parameters()))
     del model
@@ -168,7 +169,7 @@ def plan_of(source: Path, recipe: Recipe, trust_remote_code: bool = False) -> Pl
     shards = _in_shards(items, recipe.max_shard_gb)
     config = _new_config(config, recipe, packings, items)
     dense = [path for path, how in packings.items() if how is None]
-    return Plan(recipe, tensors, shards, config, loading.fingerprint(source), dense)
+    return Plan(recipe, tensors, shards, config, base_files.fingerprint(source), dense)
 
 
 def _refuse_quantized(source: Path, config: dict) -> None:
@@ -176,13 +177,13 @@ def _refuse_quantized(source: Path, config: dict) -> None:
               for key in ("quantization", "quantization_config")]  # fmt: skip
     if found := next(filter(None, stored), None):
         known = "bits" in found and "group_size" in found
-        kind = loading.quantization_name(found) if known else found.get("quant_method", found)
+        kind = base_files.quantization_name(found) if known else found.get("quant_method", found)
         if found.get("quant_method") == bitsandbytes.METHOD:
             kind = f"bitsandbytes {found.get('bnb_4bit_quant_type', '')}".strip()
         raise PackError(
             f"{source}: is quantized already ({kind}); take the checkpoint that it was made from."
         )
-    for file in loading.weight_files(source):
+    for file in base_files.weight_files(source):
         for name, tensor in read_header(file)[0].items():
             if name.endswith(".weight") and tensor["dtype"] not in ("F32", "F16", "BF16"):
                 raise PackError(
@@ -196,7 +197,7 @@ def _by_names_of_transformers(
 ) -> dict[str, mx.array]:
     """The tensors as the files name them; those that are packed must be called alike here."""
     theirs: dict[str, mx.array] = {}
-    for file in loading.weight_files(source):
+    for file in base_files.weight_files(source):
         theirs |= mx.load(str(file))
     for path, how in packings.items():
         name = f"{path}.weight"
@@ -296,7 +297,7 @@ def _made(items: list[Item], plan: Plan, bar) -> Iterator[tuple[str, mx.array]]:
 
 def _write_rest(partial: Path, source: Path, plan: Plan) -> dict:
     """config.json, index, tokenizer and other small files, and the record with the hashes."""
-    for pattern in loading.CHECKPOINT_FILES:
+    for pattern in base_files.CHECKPOINT_FILES:
         for file in source.glob(pattern):
             if file.suffix != ".safetensors" and file.name != "model.safetensors.index.json":
                 shutil.copyfile(file, partial / file.name)

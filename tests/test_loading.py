@@ -12,10 +12,10 @@ from conftest import model_of
 from mlx.utils import tree_flatten
 from mlx_lm.utils import load_model
 
-from mlx_packs import loading
+from mlx_packs.base_files import fingerprint, resolve_base_path, tiny_base_path, weight_files
 from mlx_packs.errors import PackError
 from mlx_packs.files import read_header
-from mlx_packs.loading import fingerprint, load_base, resolve_base_path, tiny_base_path
+from mlx_packs.loading import load_base
 from mlx_packs.runtime import mx
 
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
@@ -293,4 +293,4 @@ def test_resolve_base_path_of_a_file_is_refused(tmp_path):
 def test_weight_files_leave_out_adapters(checkpoint):
     folder = checkpoint(shards=2)
     shutil.copy(folder / "model-00001-of-00002.safetensors", folder / "adapters.safetensors")
-    assert [f.name[:11] for f in loading.weight_files(folder)] == ["model-00001", "model-00002"]
+    assert [f.name[:11] for f in weight_files(folder)] == ["model-00001", "model-00002"]

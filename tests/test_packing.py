@@ -10,7 +10,8 @@ from mlx.utils import tree_flatten
 from test_quantize import TOKENIZER_FILES, TOKENS, save
 
 from mlx_packs import LoRAConfig, PackError, TrainConfig
-from mlx_packs.loading import load_base, tiny_base_path
+from mlx_packs.base_files import tiny_base_path
+from mlx_packs.loading import load_base
 from mlx_packs.nn.quantized import quantized_modules
 from mlx_packs.packing import (
     Packing,

@@ -9,9 +9,10 @@ from conftest import model_of
 from mlx.utils import tree_flatten
 
 from mlx_packs import packing, quantize
+from mlx_packs.base_files import tiny_base_path
 from mlx_packs.errors import Interrupted, PackError
 from mlx_packs.files import sha256
-from mlx_packs.loading import load_base, tiny_base_path
+from mlx_packs.loading import load_base
 from mlx_packs.ops import nf4
 from mlx_packs.packing import Packing, quantized_tensors
 from mlx_packs.quantize import Recipe
