@@ -7,13 +7,15 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from .bitsandbytes import METHOD
 from .errors import PackError
-from .files import read_header
+from .files import read_header, sha256
 
 TINY = "tiny"
+RECORD = "quantization.json"  # that `packs quantize` leaves: what was asked, a hash of every shard
 _SAMPLE_BYTES = 4096
 # what mlx-lm downloads; code among it is run only with trust_remote_code
 CHECKPOINT_FILES = (
@@ -149,6 +151,7 @@ def check_files(path: Path) -> None:
         read_header(file)
     if missing := missing_shards(path):
         raise PackError(f"{path}: shard {missing[0]} is named in the index but not there.")
+    check_record(path)
     try:
         config = json.loads((path / "config.json").read_text(encoding="utf-8"))
     except ValueError as error:
@@ -157,14 +160,72 @@ def check_files(path: Path) -> None:
         raise PackError(f"{path / 'config.json'}: has no 'model_type'.")
 
 
-def quantization_name(q: Mapping | None) -> str:
-    """A quantization for people: ``affine 4-bit g64``, or ``dense``."""
-    if not q:
-        return "dense"
-    double = " double-quantized" if q.get("double_quant") else ""
-    kept = f" without {', '.join(q['keep'])}" if q.get("keep") else ""
-    return f"{q.get('mode', 'affine')} {q['bits']}-bit g{q['group_size']}{double}{kept}"
+def read_record(path: Path) -> dict | None:
+    """What `packs quantize` wrote about a folder; None if it did not write this folder."""
+    try:
+        record = json.loads((path / RECORD).read_text(encoding="utf-8"))
+        facts = [(each["bytes"], each["sha256"]) for each in record["files"].values()]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None  # not there, or a file of somebody else
+    return record if facts else None
+
+
+def check_record(path: Path, advance: Callable[[], None] | None = None) -> None:
+    """Hold the shards of a folder against its record: sizes, and with ``advance`` hashes too.
+
+    Args:
+        advance: called after each file; all of its bytes are read.
+    Raises: PackError that names the first file which differs.
+    """
+    mend = f"Copy or quantize it again, or remove {RECORD} if that was meant."
+    for name, facts in (read_record(path) or {"files": {}})["files"].items():
+        file = path / name
+        if not file.is_file():
+            raise PackError(f"{path}: {name} is named in {RECORD} but not there. {mend}")
+        if (size := file.stat().st_size) != facts["bytes"]:
+            raise PackError(f"{file}: has {size} bytes, but {facts['bytes']} in {RECORD}. {mend}")
+        if advance is not None:
+            if (found := sha256(file)) != facts["sha256"]:
+                raise PackError(f"{file}: has sha256 {found[:12]}…, but {facts['sha256'][:12]}… "
+                                f"in {RECORD}. {mend}")  # fmt: skip
+            advance()
 
 
 def text_config(config: dict) -> dict:
+    """The part of a config that describes the language model."""
     return config if "vocab_size" in config else config.get("text_config", config)
+
+
+def stored_quantization(config: Mapping) -> dict:
+    """What a config.json says of quantization; {} if it says nothing."""
+    for part in (config, config.get("text_config") or {}):
+        for key in ("quantization", "quantization_config"):
+            if part.get(key):
+                return dict(part[key])
+    return {}
+
+
+def quantization_name(q: Mapping | None) -> str:
+    """A quantization for people: ``affine 4-bit g64``, ``bitsandbytes nf4``, or ``dense``."""
+    if not q:
+        return "dense"
+    if q.get("quant_method") == METHOD:
+        kind = "8-bit" if q.get("load_in_8bit") else q.get("bnb_4bit_quant_type", "4-bit")
+        return f"{METHOD} {kind}"
+    mode = q.get("mode", q.get("quant_method", "affine"))
+    if "bits" not in q or "group_size" not in q:
+        return mode
+    double = " double-quantized" if q.get("double_quant") else ""
+    kept = f" without {', '.join(q['keep'])}" if q.get("keep") else ""
+    return f"{mode} {q['bits']}-bit g{q['group_size']}{double}{kept}"
+
+
+def quantized_as(path: Path, config: Mapping) -> str | None:
+    """What a checkpoint is quantized as, by its config or its tensors; None if it is dense."""
+    if stored := stored_quantization(config):
+        return quantization_name(stored)
+    for file in weight_files(path):
+        for name, tensor in read_header(file)[0].items():
+            if name.endswith(".weight") and tensor["dtype"] not in ("F32", "F16", "BF16"):
+                return f"{name} is {tensor['dtype']}"
+    return None

@@ -50,22 +50,47 @@ def _print(value: dict | list, as_json: bool, lines: list[str]) -> None:
 
 @packs.command()
 @click.argument("pack", type=click.Path(path_type=Path))
-@click.option("--json", "as_json", is_flag=True, help="Print the manifest.")
+@click.option("--json", "as_json", is_flag=True, help="Print the manifest, or quantization.json.")
 def inspect(pack, as_json):
     """Show a pack: base, ranks, results, hashes.
 
-    Loads no tensor and no model.
+    Loads no tensor and no model. PACK may be a folder of `packs quantize` too: every shard is then
+    held against its hash.
     """
+    from .base_files import RECORD
     from .pack import Pack
 
+    if (pack / RECORD).is_file():
+        from .display import Display
+        from .quantize import verify
+
+        record = verify(pack, Display())
+        _print(record, as_json, _record_lines(pack, record))
+        return
     found = Pack.open(pack)
     found.verify()
     _print(found.manifest, as_json, _inspect_lines(found))
 
 
+def _record_lines(folder: Path, record: dict) -> list[str]:
+    """A folder that `packs quantize` wrote, for people."""
+    from .base_files import quantization_name
+
+    size = sum(facts["bytes"] for facts in record["files"].values())
+    kind = quantization_name(record["quantization"])
+    lines = [
+        f"base    {folder} ({_size(size / 1e9)}) · {kind} · format {record['format']}",
+        _bits_line(record),
+        f"source  fingerprint {record['source'][:12]} · mlx {record['versions'].get('mlx')}",
+    ]
+    for name, facts in record["files"].items():
+        lines.append(f"file    {name} · {facts['bytes']:,} bytes · sha256 {facts['sha256']} ok")
+    return lines
+
+
 def _inspect_lines(pack) -> list[str]:
     """A pack for people; optional parts of its manifest only as far as they are there."""
-    from .loading import quantization_name
+    from .base_files import quantization_name
     from .manifest import shown_result
 
     m = pack.manifest
@@ -293,24 +318,33 @@ def _bits_for(text: str) -> tuple[str, int]:
     return expression, int(bits)
 
 
-def _left_dense(paths: list[str]) -> list[str]:
-    if not paths:
-        return []
-    more = f" and {len(paths) - 3} more" if len(paths) > 3 else ""
-    return [f"dense   {', '.join(paths[:3])}{more} (kept by name, or the width does not fit)"]
+def _left_dense(reasons: dict[str, str]) -> list[str]:
+    """A line for each reason, with the first modules that it holds for."""
+    lines = []
+    for reason in dict.fromkeys(reasons.values()):
+        paths = [path for path, why in reasons.items() if why == reason]
+        more = f" and {len(paths) - 3} more" if len(paths) > 3 else ""
+        lines.append(f"dense   {', '.join(paths[:3])}{more} ({reason})")
+    return lines
 
 
 def _size(gb: float) -> str:
     return f"{gb:.2f} GB" if gb >= 0.1 else f"{gb * 1e3:.1f} MB"
 
 
+def _bits_line(report: dict) -> str:
+    return (
+        f"bits    {report['bits_per_weight']:.2f} a weight, "
+        f"{report['bits_per_quantized_weight']:.2f} where quantized · "
+        f"{report['quantized']} tensors quantized, {report['dense']} as they were"
+    )
+
+
 def _quantize_lines(report: dict) -> list[str]:
     found = f", {report['shards_found']} of them found finished" if report["shards_found"] else ""
     return [
         f"wrote   {report['out']} ({_size(report['gb'])}, {report['shards']} shard(s){found})",
-        f"bits    {report['bits_per_weight']:.2f} a weight, "
-        f"{report['bits_per_quantized_weight']:.2f} where quantized · "
-        f"{report['quantized']} tensors quantized, {report['dense']} as they were",
+        _bits_line(report),
         *_left_dense(report["left_dense"]),
         f"took    {report['seconds']:.1f} s · process peak {report['process_peak_gb']:.2f} GB",
     ]

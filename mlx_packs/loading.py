@@ -18,7 +18,9 @@ from .base_files import (
     fingerprint,
     public_name,
     quantization_name,
+    quantized_as,
     resolve_base_path,
+    stored_quantization,
     text_config,
     weight_files,
 )
@@ -88,6 +90,8 @@ class Base:
 
 
 Weights = dict[str, mx.array]
+_PARTS = ("weight", "absmax", "nested_absmax", "offset")
+_AGAIN = "The checkpoint is damaged: get it again."
 
 
 def load_model_of(
@@ -134,6 +138,7 @@ def load_model_of(
 
 
 def load_base_tokenizer(path: Path, config: dict, trust_remote_code: bool) -> object:
+    from huggingface_hub.errors import StrictDataclassError  # of a config that transformers refuses
     from mlx_lm.utils import load_tokenizer
 
     try:
@@ -142,7 +147,7 @@ def load_base_tokenizer(path: Path, config: dict, trust_remote_code: bool) -> ob
             {"trust_remote_code": trust_remote_code},
             eos_token_ids=config.get("eos_token_id"),
         )
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, StrictDataclassError) as error:
         reason = " ".join(str(error).split())[:300]
         raise PackError(f"{path}: the tokenizer cannot be loaded: {reason}") from None
     # without its files, transformers makes an empty tokenizer of the kind that the config names
@@ -151,37 +156,47 @@ def load_base_tokenizer(path: Path, config: dict, trust_remote_code: bool) -> ob
     return tokenizer
 
 
-def _place_nf4(model: nn.Module, weights: Weights, dtype: mx.Dtype) -> None:
+def _place_nf4(model: nn.Module, weights: Weights, dtype: mx.Dtype, where: Path) -> None:
     """Put an NF4 module wherever the weights are packed; the tensors are loaded into it later."""
     modules = dict(model.named_modules())
     placed = []
     for path in [name.removesuffix(".absmax") for name in weights if name.endswith(".absmax")]:
-        parts = [weights.get(f"{path}.{part}") for part in ("nested_absmax", "offset")]
         module = modules.get(path)
         if not isinstance(module, (nn.Linear, nn.Embedding)):
             kind = "nothing" if module is None else type(module).__name__
-            raise PackError(
-                f"{path}.absmax: NF4 is read for linears and embeddings, here is {kind}."
-            )
-        weight, absmax = weights[f"{path}.weight"], weights[f"{path}.absmax"]
-        block_size = _block_size(weight, absmax)
+            raise PackError(f"{where}: {path}.absmax: NF4 is read for linears and embeddings, here "
+                            f"is {kind}.")  # fmt: skip
+        parts = {part: weights.get(f"{path}.{part}") for part in _PARTS}
+        if parts["weight"] is None:
+            raise PackError(f"{where}: {path}.weight: is missing beside {path}.absmax. {_AGAIN}")
+        block_size = _block_size(parts["weight"], parts["absmax"])
         try:
-            packed = NF4Weight(weight, absmax, *parts, block_size)
+            packed = NF4Weight(*parts.values(), block_size)
         except ValueError as error:
-            raise PackError(f"{path}: packed tensors do not fit: {error}") from None
-        for part in ("absmax", "nested_absmax", "offset"):
-            values = weights.get(f"{path}.{part}")
+            raise PackError(
+                f"{where}: {path}: packed tensors do not fit: {error} {_AGAIN}"
+            ) from None
+        for part, values in parts.items():
             if values is not None and not mx.isfinite(values).all().item():
-                raise PackError(f"{path}.{part}: has NaN or infinite values; the checkpoint is "
-                                "damaged, get it again.")  # fmt: skip
+                raise PackError(f"{where}: {path}.{part}: has NaN or infinite values. {_AGAIN}")
         if list(packed.shape) != list(module.weight.shape):
-            raise PackError(f"{path}: is packed for {list(packed.shape)}, but the config asks for "
-                            f"{list(module.weight.shape)}.")  # fmt: skip
+            raise PackError(f"{where}: {path}: is packed for {list(packed.shape)}, but the config "
+                            f"asks for {list(module.weight.shape)}.")  # fmt: skip
         if isinstance(module, nn.Embedding):
             placed.append((path, NF4Embedding(packed, dtype)))
         else:
             placed.append((path, NF4Linear(packed, module.get("bias"), dtype)))
     replace_modules(model, placed)
+
+
+def _refuse_codes_alone(weights: Weights, where: Path) -> None:
+    """Raises: PackError if a weight of an NF4 folder has codes but no absmax."""
+    for name, tensor in weights.items():
+        path = name.removesuffix(".weight")
+        scaled = f"{path}.absmax" in weights or f"{path}.scales" in weights
+        if name.endswith(".weight") and tensor.dtype == mx.uint8 and not scaled:
+            raise PackError(f"{where}: {path}.absmax: is missing beside {name}, which is NF4. "
+                            f"{_AGAIN}")  # fmt: skip
 
 
 def _block_size(weight: mx.array, absmax: mx.array) -> int:
@@ -196,9 +211,9 @@ def _quantize_weights(model: nn.Module, weights: Weights, recipe: Recipe) -> Wei
     Returns: the weights with packed ones instead; the model has the affine modules for them.
     """
     affine = {}
-    for path, how in packings_of(model, recipe).items():
+    for path, how in packings_of(model, recipe)[0].items():
         name = f"{path}.weight"
-        if how is None or name not in weights:
+        if name not in weights:
             continue
         dense = weights.pop(name)
         weights |= quantized_tensors(name, dense, how)
@@ -273,18 +288,22 @@ def load_base(
     path = resolve_base_path(name)
     check_files(path)
     stored = json.loads((path / "config.json").read_text(encoding="utf-8"))
-    has = stored.get("quantization") or stored.get("quantization_config")
-    as_stored = False
-    if recipe and has:
-        if quantize != "nf4" or has.get("mode", has.get("bnb_4bit_quant_type")) != "nf4":
-            raise PackError(f"--quantize {quantize}: the base is quantized already ({has}).")
-        recipe, as_stored = None, True
+    has = stored_quantization(stored)
+    is_nf4 = "nf4" in (has.get("mode"), has.get("bnb_4bit_quant_type"))
+    as_stored = bool(recipe) and quantize == "nf4" and is_nf4
+    if as_stored:
+        recipe = None
+    elif recipe and (kind := quantized_as(path, stored)):
+        raise PackError(f"--quantize {quantize}: the base is quantized already ({kind}); train on "
+                        "it as it is, or name the checkpoint that it was made from.")  # fmt: skip
     dtype = _activation_dtype(stored, compute_dtype)
 
     def pack(model: nn.Module, weights: Weights) -> Weights:
         if recipe:
             weights = _quantize_weights(model, weights, recipe)
-        _place_nf4(model, weights, dtype)
+        if is_nf4:
+            _refuse_codes_alone(weights, path)
+        _place_nf4(model, weights, dtype, path)
         return weights
 
     model, config = load_model_of(path, trust_remote_code, pack)

@@ -36,9 +36,14 @@ class Packing:
     group_size: int = 64
     double_quant: bool = True
 
+    @property
+    def divisor(self) -> int:
+        """What must divide the width of a weight; blocks of nf4 may go across rows."""
+        return 2 if self.mode == "nf4" else self.group_size
+
     def fits(self, width: int) -> bool:
-        """Whether rows of this width can be packed so; blocks of nf4 may go across rows."""
-        return width % (2 if self.mode == "nf4" else self.group_size) == 0
+        """Whether rows of this width can be packed so."""
+        return width % self.divisor == 0
 
     def to_config(self) -> dict:
         """As config.json spells it."""
@@ -134,41 +139,55 @@ def packing_of(
             group_size. What the recipe says of the module by name goes before it.
     Raises: PackError if ``bits_for`` finds a module whose width does not fit.
     """
+    how = _packing_or_reason(path, shape, recipe, kind, advice)
+    return how if isinstance(how, Packing) else None
+
+
+def _packing_or_reason(path, shape, recipe, kind, advice) -> Packing | str:
+    """How a weight is packed, or why it is left dense."""
     how, width = recipe.packing, shape[-1]
     if any(is_named(path, name) for name in recipe.keep):
-        return None
+        return "kept by name"
     if recipe.format == "bitsandbytes":
         # transformers packs linears alone, and leaves the head dense
-        packed = kind == "linear" and not is_named(path, "lm_head") and how.fits(width)
-        return how if packed else None
-    for expression, bits in recipe.bits_for:
-        if re.search(expression, path):
-            group_size = how.group_size if how.mode == "affine" else 64
-            if width % group_size:
-                raise PackError(f"--bits-for {expression}: {path} has {width} columns, which "
-                                f"{group_size} does not divide; --keep it dense.")  # fmt: skip
-            return Packing("affine", bits, group_size)
-    if isinstance(advice, Mapping):
-        how = Packing("affine", advice.get("bits", 4), advice.get("group_size", 64))
-    possible = how.fits(width) and (how.mode == "affine" or kind != "other")
-    return how if advice and possible else None
+        if kind != "linear" or is_named(path, "lm_head"):
+            return "bitsandbytes packs neither embeddings nor heads nor experts"
+    else:
+        for expression, bits in recipe.bits_for:
+            if re.search(expression, path):
+                group_size = how.group_size if how.mode == "affine" else 64
+                if width % group_size:
+                    raise PackError(f"--bits-for {expression}: {path} has {width} columns, which "
+                                    f"{group_size} does not divide; --keep it dense.")  # fmt: skip
+                return Packing("affine", bits, group_size)
+        if not advice:
+            return "its family advises so"
+        if isinstance(advice, Mapping):
+            how = Packing("affine", advice.get("bits", 4), advice.get("group_size", 64))
+        if kind == "other" and how.mode != "affine":
+            return "NF4 is for linears and embeddings"
+    if not how.fits(width):
+        return f"{width} columns, which {how.divisor} does not divide"
+    return how
 
 
-def packings_of(model: nn.Module, recipe: Recipe) -> dict[str, Packing | None]:
-    """How each module of a dense model that can be quantized is packed, by path.
+def packings_of(model: nn.Module, recipe: Recipe) -> tuple[dict[str, Packing], dict[str, str]]:
+    """How each module of a dense model is packed, and why the others are left dense; by path.
 
     Raises: PackError if the recipe names a module that is not there.
     """
     advise = getattr(model, "quant_predicate", None) or (lambda *_: True)
     modules = {
-        path: module for path, module in model.named_modules()
+        path: module for path, module in reversed(model.named_modules())
         if hasattr(module, "to_quantized") and "weight" in module
     }  # fmt: skip
     check_names(recipe, modules)
-    return {
-        path: packing_of(path, module.weight.shape, recipe, _kind(module), advise(path, module))
-        for path, module in modules.items()
-    }
+    packed, dense = {}, {}
+    for path, module in modules.items():
+        shape, kind, advice = module.weight.shape, _kind(module), advise(path, module)
+        how = _packing_or_reason(path, shape, recipe, kind, advice)
+        (packed if isinstance(how, Packing) else dense)[path] = how
+    return packed, dense
 
 
 def _kind(module: nn.Module) -> str:

@@ -15,15 +15,22 @@ from pathlib import Path
 from mlx.utils import tree_flatten
 
 from . import base_files, bitsandbytes, runtime
+from .base_files import RECORD
 from .display import QUIET, Display
 from .errors import Interrupted, PackError
-from .files import put_in_place, read_header, sha256, to_json, write_tensors, write_whole
+from .files import (
+    make_folder,
+    only_writer,
+    put_in_place,
+    sha256,
+    to_json,
+    write_tensors,
+    write_whole,
+)
 from .loading import load_model_of
 from .packing import Packing, Recipe, check_finite, outline, packings_of, quantized_tensors
 from .runtime import mx
 
-RECORD = "quantization.json"  # in the new folder: what was asked, and the hash of every shard
-_REQUEST = "request.json"  # in the folder of an unfinished run: what it is for
 _CACHE_BYTES = 1 << 24  # of buffers that MLX may keep between two slices of a tensor
 
 
@@ -47,8 +54,7 @@ class Plan:
     """What `quantize` does.
 
     tensors: of the source, lazy.   shards: the items of each new file.
-    left_dense: linears and embeddings that are not packed, kept by name or of a width that does
-    not fit.
+    left_dense: modules that are not packed though they could be, and why.
     """
 
     recipe: Recipe
@@ -56,17 +62,23 @@ class Plan:
     shards: dict[str, list[Item]]
     config: dict
     fingerprint: str
-    left_dense: list[str]
+    left_dense: dict[str, str]
 
     @property
     def items(self) -> list[Item]:
         return [item for items in self.shards.values() for item in items]
 
     def request(self) -> dict:
-        """What a later run must ask for to go on with the shards of this one."""
-        recipe = dataclasses.asdict(self.recipe)
-        return {"version": 1, "recipe": recipe, "source": self.fingerprint,
-                "shards": list(self.shards)}  # fmt: skip
+        """How a record begins: what a later run must ask for to go on with the shards of this one.
+
+        Another version of this package or of MLX may pack other tensors to other bits.
+        """
+        return {
+            "version": 1,
+            "source": self.fingerprint,
+            "recipe": dataclasses.asdict(self.recipe),
+            "versions": runtime.versions(),
+        }
 
 
 def quantize(
@@ -91,24 +103,10 @@ def quantize(
     source = base_files.resolve_base_path(model)
     given, out, started = out, _output(str(out), source, overwrite), time.monotonic()
     plan = plan_of(source, recipe, trust_remote_code)
-    partial = out.with_name(f".{out.name}.partial")
-    try:
-        finished = _begin(partial, plan)
-        _write_shards(partial, plan, finished, display)
-        record = _write_rest(partial, source, plan)
-        (partial / _REQUEST).unlink()
-        put_in_place(partial, out)
-    except KeyboardInterrupt:
-        done = len(_finished(partial, plan))
-        raise Interrupted(
-            f"interrupted; {done} of {len(plan.shards)} shards are kept in {partial}, and the same "
-            "command goes on from there."
-        ) from None
-    except (PackError, OSError) as error:
-        shutil.rmtree(partial, ignore_errors=True)
-        if isinstance(error, OSError):
-            raise PackError(f"{out}: cannot be written ({error.strerror or error}).") from None
-        raise
+    make_folder(out.parent)
+    with only_writer(out):
+        _output(str(given), source, overwrite)  # another run may have ended since
+        record, finished = _write(out, source, plan, display)
     return {
         "out": str(given),
         "model": base_files.public_name(str(model)),
@@ -122,6 +120,33 @@ def quantize(
         "seconds": round(time.monotonic() - started, 2),
         "process_peak_gb": runtime.peak_process_bytes() / 1e9,
     }
+
+
+def _write(out: Path, source: Path, plan: Plan, display: Display) -> tuple[dict, list[str]]:
+    """Write all files beside ``out`` and rename the folder.
+
+    Returns: the record, and the shards that an earlier run had finished.
+    """
+    partial = out.with_name(f".{out.name}.partial")
+    try:
+        finished = _begin(partial, plan)
+        _write_shards(partial, plan, finished, display)
+        record = _write_rest(partial, source, plan)
+        put_in_place(partial, out)
+    except KeyboardInterrupt:
+        if not partial.exists() and _begins_with(out / RECORD, plan.request()):
+            raise Interrupted(f"interrupted, but {out} was complete.") from None
+        done = len(_finished(partial, plan))
+        raise Interrupted(
+            f"interrupted; {done} of {len(plan.shards)} shards are kept in {partial}, and the same "
+            "command goes on from there."
+        ) from None
+    except (PackError, OSError) as error:
+        shutil.rmtree(partial, ignore_errors=True)
+        if isinstance(error, OSError):
+            raise PackError(f"{out}: cannot be written ({error.strerror or error}).") from None
+        raise
+    return record, finished
 
 
 def _output(given: str, source: Path, overwrite: bool) -> Path:
@@ -151,9 +176,12 @@ def plan_of(source: Path, recipe: Recipe, trust_remote_code: bool = False) -> Pl
     """
     base_files.check_files(source)
     config = json.loads((source / "config.json").read_text(encoding="utf-8"))
-    _refuse_quantized(source, config)
+    if kind := base_files.quantized_as(source, config):
+        raise PackError(
+            f"{source}: is quantized already ({kind}); take the checkpoint that it was made from."
+        )
     model, _ = load_model_of(source, trust_remote_code, lambda _, weights: weights)
-    packings = packings_of(model, recipe)
+    packings, dense = packings_of(model, recipe)
     tensors = dict(tree_flatten(model.parameters()))
     del model
     if recipe.format == "bitsandbytes":
@@ -167,41 +195,20 @@ def plan_of(source: Path, recipe: Recipe, trust_remote_code: bool = False) -> Pl
     if not any(item.packing for item in items):
         raise PackError(f"{source}: nothing is left to quantize with this recipe.")
     shards = _in_shards(items, recipe.max_shard_gb)
-    config = _new_config(config, recipe, packings, items)
-    dense = [path for path, how in packings.items() if how is None]
+    config = _new_config(config, recipe, packings, list(dense), items)
     return Plan(recipe, tensors, shards, config, base_files.fingerprint(source), dense)
 
 
-def _refuse_quantized(source: Path, config: dict) -> None:
-    stored = [c.get(key) for c in (config, config.get("text_config") or {})
-              for key in ("quantization", "quantization_config")]  # fmt: skip
-    if found := next(filter(None, stored), None):
-        known = "bits" in found and "group_size" in found
-        kind = base_files.quantization_name(found) if known else found.get("quant_method", found)
-        if found.get("quant_method") == bitsandbytes.METHOD:
-            kind = f"bitsandbytes {found.get('bnb_4bit_quant_type', '')}".strip()
-        raise PackError(
-            f"{source}: is quantized already ({kind}); take the checkpoint that it was made from."
-        )
-    for file in base_files.weight_files(source):
-        for name, tensor in read_header(file)[0].items():
-            if name.endswith(".weight") and tensor["dtype"] not in ("F32", "F16", "BF16"):
-                raise PackError(
-                    f"{file}: {name} is {tensor['dtype']}, so it is quantized already; take a "
-                    "checkpoint in bf16, fp16 or fp32."
-                )
-
-
 def _by_names_of_transformers(
-    source: Path, ours: dict[str, mx.array], packings: dict[str, Packing | None]
+    source: Path, ours: dict[str, mx.array], packings: dict[str, Packing]
 ) -> dict[str, mx.array]:
     """The tensors as the files name them; those that are packed must be called alike here."""
     theirs: dict[str, mx.array] = {}
     for file in base_files.weight_files(source):
         theirs |= mx.load(str(file))
-    for path, how in packings.items():
+    for path in packings:
         name = f"{path}.weight"
-        if how and (name not in theirs or theirs[name].shape != ours[name].shape):
+        if name not in theirs or theirs[name].shape != ours[name].shape:
             raise PackError(f"{source}: --format bitsandbytes: its files have no {name} of shape "
                             f"{list(ours[name].shape)}; this family is written with --format mlx "
                             "only.")  # fmt: skip
@@ -224,38 +231,43 @@ def _in_shards(items: list[Item], max_shard_gb: float) -> dict[str, list[Item]]:
 
 
 def _new_config(
-    config: dict, recipe: Recipe, packings: dict[str, Packing | None], items: list[Item]
+    config: dict, recipe: Recipe, packings: dict[str, Packing], dense: list[str], items: list[Item]
 ) -> dict:
     """config.json with the quantization as mlx-lm, or transformers, spells it."""
     how = recipe.packing
     if recipe.format == "bitsandbytes":
-        dense = [path for path, packing in packings.items() if packing is None]
         dtype = next(item.dtype for item in items if item.packing)
         skipped = list(dict.fromkeys(["lm_head", *dense]))
         stated = bitsandbytes.config_of(how.double_quant, dtype, skipped)
         return dict(sorted({**config, "quantization_config": stated}.items()))
     stated = how.to_config()
-    for path, packing in packings.items():
-        if packing is None and how.mode == "nf4":
-            stated[path] = False
-        elif packing not in (None, how):
-            stated[path] = packing.to_config()
+    stated |= {path: False for path in dense if how.mode == "nf4"}
+    stated |= {path: packing.to_config() for path, packing in packings.items() if packing != how}
     return dict(sorted({**config, "quantization": stated, "quantization_config": stated}.items()))
 
 
 def _begin(partial: Path, plan: Plan) -> list[str]:
     """Make the folder of a run, or find it as an interrupted run with this request left it."""
-    request = partial / _REQUEST
-    wanted = to_json(plan.request())
-    if request.is_file() and request.read_text(encoding="utf-8") == wanted:
+    record = partial / RECORD
+    if _begins_with(record, plan.request()):
         for file in partial.iterdir():
-            if file.name not in (*plan.shards, _REQUEST):
+            if file.name not in (*plan.shards, RECORD):
                 file.unlink()
         return _finished(partial, plan)
     shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    write_whole(request, wanted)
+    partial.mkdir()
+    write_whole(record, to_json(plan.request()))
     return []
+
+
+def _begins_with(record: Path, request: dict) -> bool:
+    """Whether a record, of a run that ended or not, is of this request."""
+    wanted = json.loads(to_json(request))
+    try:
+        found = json.loads(record.read_text(encoding="utf-8"))
+        return all(found[key] == value for key, value in wanted.items())
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
 
 
 def _finished(partial: Path, plan: Plan) -> list[str]:
@@ -314,16 +326,13 @@ def _write_rest(partial: Path, source: Path, plan: Plan) -> dict:
     index = {"metadata": metadata, "weight_map": dict(sorted(names.items()))}
     packed = [item for item in plan.items if item.packing]
     record = {
-        "version": 1,
-        "source": plan.fingerprint,
-        "recipe": dataclasses.asdict(plan.recipe),
+        **plan.request(),
         "format": plan.recipe.format,
         "quantization": plan.recipe.packing.to_config(),
         "quantized": len(packed),
         "dense": len(plan.items) - len(packed),
         "bits_per_weight": _bits(plan.items),
         "bits_per_quantized_weight": _bits(packed),
-        "versions": runtime.versions(),
         "files": {
             shard: {
                 "bytes": (partial / shard).stat().st_size,
@@ -341,3 +350,17 @@ def _write_rest(partial: Path, source: Path, plan: Plan) -> dict:
 def _bits(items: list[Item]) -> float:
     """Bits on disk for each weight."""
     return round(8 * sum(i.nbytes for i in items) / sum(i.size for i in items), 4)
+
+
+def verify(folder: Path, display: Display | None = None) -> dict:
+    """Hold every shard of a folder that `quantize` wrote against its hash.
+
+    Returns: the record.   Raises: PackError that names the first file which differs.
+    """
+    base_files.check_files(folder)
+    record = base_files.read_record(folder)
+    if record is None:
+        raise PackError(f"{folder}: has no {RECORD} with hashes; packs quantize did not write it.")
+    with (display or Display(QUIET)).task("check", len(record["files"]), "files") as bar:
+        base_files.check_record(folder, bar.advance)
+    return record

@@ -1,16 +1,11 @@
 """The rule for which modules are packed: one for every way to quantize; and the bytes they take."""
 
-import json
-import math
-import shutil
-
 import pytest
 from conftest import model_of
 from mlx.utils import tree_flatten
-from test_quantize import TOKENIZER_FILES, TOKENS, save
+from test_quantize import TOKENS, write_dense
 
 from mlx_packs import LoRAConfig, PackError, TrainConfig
-from mlx_packs.base_files import tiny_base_path
 from mlx_packs.loading import load_base
 from mlx_packs.nn.quantized import quantized_modules
 from mlx_packs.packing import (
@@ -28,18 +23,6 @@ from mlx_packs.runtime import mx
 
 MOE = {"num_experts": 4, "num_experts_per_tok": 2, "decoder_sparse_step": 1, "mlp_only_layers": [],
        "moe_intermediate_size": 64, "norm_topk_prob": True}  # fmt: skip
-SMALL = {"hidden_size": 128, "vocab_size": 4096}
-
-
-def checkpoint(folder, family, **changes):
-    model, config = model_of(family, **SMALL, **changes)
-    model.set_dtype(mx.bfloat16)
-    folder.mkdir()
-    save(folder, dict(tree_flatten(model.parameters())))
-    (folder / "config.json").write_text(json.dumps(config))
-    for name in TOKENIZER_FILES:
-        shutil.copy(tiny_base_path() / name, folder / name)
-    return folder
 
 
 def kinds(base) -> dict[str, tuple]:
@@ -63,7 +46,7 @@ def kinds(base) -> dict[str, tuple]:
 def test_quantizing_on_loading_packs_what_packs_quantize_packs(
     tmp_path, family, changes, keep, asked
 ):
-    dense = checkpoint(tmp_path / "dense", family, **changes)
+    dense = write_dense(tmp_path / "dense", family=family, **changes)
     report = quantize(dense, tmp_path / "q", Recipe(packing_named(asked), keep))
     written, made = load_base(tmp_path / "q"), load_base(dense, asked, keep=keep)
     assert kinds(written) == kinds(made) and len(kinds(made)) == report["quantized"]
@@ -71,7 +54,7 @@ def test_quantizing_on_loading_packs_what_packs_quantize_packs(
 
 
 def test_routers_are_packed_as_their_family_advises(tmp_path):
-    dense = checkpoint(tmp_path / "dense", "qwen3_moe", **MOE)
+    dense = write_dense(tmp_path / "dense", family="qwen3_moe", **MOE)
     found = kinds(load_base(dense, "nf4"))
     router, expert = "model.layers.0.mlp.gate", "model.layers.0.mlp.switch_mlp.up_proj"
     assert found[router] == ("QuantizedLinear", "affine", 8, 64)
@@ -107,8 +90,8 @@ def test_packed_nbytes_is_what_the_outline_takes(shape, dtype):
 @pytest.mark.parametrize("asked", ["nf4", "affine4"])
 def test_the_plan_counts_the_modules_that_are_packed(tmp_path, asked):
     # 72 is even but no multiple of 64: NF4 packs such rows, affine does not
-    dense = checkpoint(tmp_path / "dense", "qwen3", intermediate_size=72, num_attention_heads=3,
-                       num_key_value_heads=3)  # fmt: skip
+    dense = write_dense(tmp_path / "dense", intermediate_size=72, num_attention_heads=3,
+                        num_key_value_heads=3)  # fmt: skip
     keep = ("v_proj",)
     base, plain = load_base(dense, asked, keep=keep), load_base(dense)
     train = TrainConfig(quantize=asked, keep=keep)
@@ -121,12 +104,11 @@ def test_the_plan_counts_the_modules_that_are_packed(tmp_path, asked):
 def test_the_rule_needs_no_model():
     model, _ = model_of("qwen3", tie_word_embeddings=True)
     recipe = Recipe(keep=("up_proj",))
-    found = packings_of(model, recipe)
+    packed, dense = packings_of(model, recipe)
+    assert len(packed) == 2 * 6 + 1 and len(dense) == 2
     for path, module in model.named_modules():
-        if path in found:
-            assert packing_of(path, module.weight.shape, recipe) == found[path]
-    assert sum(math.prod(w.shape) for p, w in tree_flatten(model.parameters())
-               if found.get(p.removesuffix(".weight"))) > 0  # fmt: skip
+        if path in packed or path in dense:
+            assert packing_of(path, module.weight.shape, recipe) == packed.get(path)
 
 
 def test_an_unknown_way_to_quantize_is_refused():
