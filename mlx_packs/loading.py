@@ -2,7 +2,7 @@
 
 import inspect
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -224,10 +224,39 @@ def _quantize_weights(model: nn.Module, weights: Weights, recipe: Recipe) -> Wei
     return weights
 
 
-def _check_stored(model: nn.Module, name: str, double_quant: bool, keep: Sequence[str]) -> None:
-    """An NF4 base that is asked to be NF4 stays as it is, if that is what was asked for."""
-    packed = [(path, m) for path, m in model.named_modules() if isinstance(m, NF4)]
-    if other := next((path for path, m in packed if m.double_quant != double_quant), None):
+def stored_as_asked(config: Mapping, quantize: str) -> bool:
+    """Whether --quantize asks a checkpoint for the NF4 that it is stored in.
+
+    Raises: PackError if it is quantized and asked to be so otherwise.
+    """
+    has = stored_quantization(config)
+    if quantize == "none" or not has:
+        return False
+    if quantize == "nf4" and _is_nf4(has):
+        return True
+    raise _quantized_already(quantize, quantization_name(has))
+
+
+def _is_nf4(quantization: Mapping) -> bool:
+    return "nf4" in (quantization.get("mode"), quantization.get("bnb_4bit_quant_type"))
+
+
+def _quantized_already(quantize: str, kind: str) -> PackError:
+    return PackError(
+        f"--quantize {quantize}: the base is quantized already ({kind}); train on it as it is, or "
+        "name the checkpoint that it was made from."
+    )
+
+
+def check_stored_nf4(
+    packed: Sequence[tuple[str, bool]], name: str, double_quant: bool, keep: Sequence[str]
+) -> None:
+    """An NF4 base that is asked to be NF4 stays as it is, if that is what was asked for.
+
+    Args:
+        packed: paths of its NF4 modules, and whether each is double-quantized.
+    """
+    if other := next((path for path, double in packed if double != double_quant), None):
         has = "single" if double_quant else "double"
         raise PackError(f"--quantize nf4: {name} is NF4 already, {has}-quantized ({other}); leave "
                         "--no-double-quant as the base has it.")  # fmt: skip
@@ -288,14 +317,11 @@ def load_base(
     path = resolve_base_path(name)
     check_files(path)
     stored = json.loads((path / "config.json").read_text(encoding="utf-8"))
-    has = stored_quantization(stored)
-    is_nf4 = "nf4" in (has.get("mode"), has.get("bnb_4bit_quant_type"))
-    as_stored = bool(recipe) and quantize == "nf4" and is_nf4
-    if as_stored:
-        recipe = None
-    elif recipe and (kind := quantized_as(path, stored)):
-        raise PackError(f"--quantize {quantize}: the base is quantized already ({kind}); train on "
-                        "it as it is, or name the checkpoint that it was made from.")  # fmt: skip
+    as_stored = stored_as_asked(stored, quantize)
+    recipe = None if as_stored else recipe
+    if recipe and (kind := quantized_as(path, stored)):
+        raise _quantized_already(quantize, kind)
+    is_nf4 = _is_nf4(stored_quantization(stored))
     dtype = _activation_dtype(stored, compute_dtype)
 
     def pack(model: nn.Module, weights: Weights) -> Weights:
@@ -308,7 +334,8 @@ def load_base(
 
     model, config = load_model_of(path, trust_remote_code, pack)
     if as_stored:
-        _check_stored(model, str(name), double_quant, keep)
+        packed = [(p, m.double_quant) for p, m in model.named_modules() if isinstance(m, NF4)]
+        check_stored_nf4(packed, str(name), double_quant, keep)
     quantization = config.get("quantization") or _nf4_quantization(model)
     if recipe:
         quantization = recipe.packing.to_config() | ({"keep": list(keep)} if keep else {})
