@@ -176,8 +176,8 @@ def _place_nf4(model: nn.Module, weights: Weights, dtype: mx.Dtype, where: Path)
             raise PackError(
                 f"{where}: {path}: packed tensors do not fit: {error} {_AGAIN}"
             ) from None
-        for part, values in parts.items():
-            if values is not None and not mx.isfinite(values).all().item():
+        for part in _PARTS[1:]:  # the codes stay lazy
+            if parts[part] is not None and not mx.isfinite(parts[part]).all().item():
                 raise PackError(f"{where}: {path}.{part}: has NaN or infinite values. {_AGAIN}")
         if list(packed.shape) != list(module.weight.shape):
             raise PackError(f"{where}: {path}: is packed for {list(packed.shape)}, but the config "

@@ -143,7 +143,9 @@ def packing_of(
     return how if isinstance(how, Packing) else None
 
 
-def _packing_or_reason(path, shape, recipe, kind, advice) -> Packing | str:
+def _packing_or_reason(
+    path: str, shape: tuple[int, ...], recipe: Recipe, kind: str, advice: bool | Mapping
+) -> Packing | str:
     """How a weight is packed, or why it is left dense."""
     how, width = recipe.packing, shape[-1]
     if any(is_named(path, name) for name in recipe.keep):
@@ -167,7 +169,7 @@ def _packing_or_reason(path, shape, recipe, kind, advice) -> Packing | str:
         if kind == "other" and how.mode != "affine":
             return "NF4 is for linears and embeddings"
     if not how.fits(width):
-        return f"{width} columns, which {how.divisor} does not divide"
+        return f"width {width} is no multiple of {how.divisor}"
     return how
 
 

@@ -449,7 +449,7 @@ def test_modules_left_dense_are_named_with_the_reason(tmp_path, run):
         f"dense   {', '.join(f'model.layers.{i}.{name}' for i in range(2))} ({why})"
         for name, why in (
             ("self_attn.q_proj", "kept by name"),
-            ("mlp.down_proj", "33 columns, which 2 does not divide"),
+            ("mlp.down_proj", "width 33 is no multiple of 2"),
         )
     ]
     recipe = Recipe(keep=("q_proj",), format="bitsandbytes")
