@@ -19,12 +19,12 @@ from mlx.utils import tree_map
 
 from . import runtime
 from .bitsandbytes import from_bitsandbytes
-from .errors import PackError, did_you_mean
+from .errors import PackError
 from .files import read_header
 from .nn.nf4 import NF4Embedding, NF4Linear
 from .nn.quantized import NF4, replace_modules
 from .ops.nf4 import BLOCK_SIZES, NF4Weight
-from .packing import Packing, quantized_tensors
+from .packing import Recipe, is_named, packing_named, packings_of, quantized_tensors
 from .runtime import mx
 
 if TYPE_CHECKING:
@@ -239,7 +239,6 @@ def check_files(path: Path) -> None:
 
 
 Weights = dict[str, mx.array]
-_PACKINGS = {f"affine{bits}": Packing("affine", bits) for bits in (4, 8)}
 
 
 def load_model_of(
@@ -342,42 +341,23 @@ def _block_size(weight: mx.array, absmax: mx.array) -> int:
     return fitting[0] if len(fitting) == 1 else 64
 
 
-def _quantize_weights(
-    model: nn.Module, weights: Weights, packing: Packing, keep: Sequence[str]
-) -> Weights:
-    """Quantize every linear and embedding of a dense checkpoint as its weights are read.
+def _quantize_weights(model: nn.Module, weights: Weights, recipe: Recipe) -> Weights:
+    """Quantize a dense checkpoint as its weights are read; one dense weight exists at a time.
 
-    One dense weight exists at a time. Modules whose width does not fit stay dense.
-    Returns: the weights with packed ones instead; the model has the modules for them.
+    Returns: the weights with packed ones instead; the model has the affine modules for them.
     """
-    paths = [p for p, m in model.named_modules() if isinstance(m, (nn.Linear, nn.Embedding))]
-    for name in keep:
-        if not any(is_named(path, name) for path in paths):
-            # a tied head has no module of its own: its table is the embedding
-            if name != "lm_head":
-                hint = did_you_mean(name, sorted({p.rsplit(".", 1)[-1] for p in paths}))
-                raise PackError(f"--keep {name}: no such module. {hint}")
-    for path, module in model.named_modules():
+    affine = {}
+    for path, how in packings_of(model, recipe).items():
         name = f"{path}.weight"
-        if not isinstance(module, (nn.Linear, nn.Embedding)) or name not in weights:
-            continue
-        kept = any(is_named(path, name) for name in keep)
-        if kept or not packing.fits(weights[name].shape[-1]):
+        if how is None or name not in weights:
             continue
         dense = weights.pop(name)
-        weights |= quantized_tensors(name, dense, packing)
+        weights |= quantized_tensors(name, dense, how)
         del dense
-    if packing.mode == "affine":
-        nn.quantize(
-            model, packing.group_size, packing.bits,
-            class_predicate=lambda path, _: f"{path}.scales" in weights,
-        )  # fmt: skip
+        if how.mode == "affine":
+            affine[path] = how.to_config()
+    nn.quantize(model, class_predicate=lambda path, _: affine.get(path, False))
     return weights
-
-
-def is_named(path: str, name: str) -> bool:
-    """Whether a module at ``path`` is called so: by its whole path or the end of it."""
-    return path == name or path.endswith("." + name)
 
 
 def _check_stored(model: nn.Module, name: str, double_quant: bool, keep: Sequence[str]) -> None:
@@ -438,21 +418,23 @@ def load_base(
             always float32.
     Raises: PackError when there is no such checkpoint or its tensors do not fit its config.
     """
+    recipe = None
+    if quantize != "none":
+        recipe = Recipe(packing_named(quantize, double_quant), tuple(keep))
     path = resolve_base_path(name)
     check_files(path)
     stored = json.loads((path / "config.json").read_text(encoding="utf-8"))
     has = stored.get("quantization") or stored.get("quantization_config")
     as_stored = False
-    if quantize != "none" and has:
+    if recipe and has:
         if quantize != "nf4" or has.get("mode", has.get("bnb_4bit_quant_type")) != "nf4":
             raise PackError(f"--quantize {quantize}: the base is quantized already ({has}).")
-        quantize, as_stored = "none", True
+        recipe, as_stored = None, True
     dtype = _activation_dtype(stored, compute_dtype)
-    packing = _PACKINGS.get(quantize, Packing(double_quant=double_quant))
 
     def pack(model: nn.Module, weights: Weights) -> Weights:
-        if quantize != "none":
-            weights = _quantize_weights(model, weights, packing, keep)
+        if recipe:
+            weights = _quantize_weights(model, weights, recipe)
         _place_nf4(model, weights, dtype)
         return weights
 
@@ -460,8 +442,8 @@ def load_base(
     if as_stored:
         _check_stored(model, str(name), double_quant, keep)
     quantization = config.get("quantization") or _nf4_quantization(model)
-    if quantize != "none":
-        quantization = packing.to_config() | ({"keep": list(keep)} if keep else {})
+    if recipe:
+        quantization = recipe.packing.to_config() | ({"keep": list(keep)} if keep else {})
     if runtime.on_cpu() or compute_dtype != "auto":
         half = (mx.float16, mx.bfloat16)
         changed = half if runtime.on_cpu() else (*half, mx.float32)

@@ -28,6 +28,7 @@ from .geometry import BLOCK_PROJECTIONS, Geometry, Group, Heads
 from .loading import TINY, check_files, missing_shards, resolve_base_path, weight_files
 from .ops.linear_cross_entropy import CHUNK_BYTES
 from .optim import make_optimizer
+from .packing import Recipe, packed_nbytes, packing_named, packing_of
 from .runtime import mx
 
 ERROR = 0.15  # largest error seen in benchmarks/plan_accuracy.py is below this
@@ -37,7 +38,6 @@ Tensors = Mapping[str, Mapping]  # name -> {"dtype": as safetensors spells it, "
 
 _ITEM_BYTES = {"F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2}
 _HALF = ("F16", "BF16")
-_GROUP = 64  # of --quantize
 
 # Copies of a chunk of logits that are in flight in the loss, by chunks: MLX evaluates independent
 # chunks breadth first, so more of them take more, though each is made on its own.
@@ -281,17 +281,6 @@ def _tensor_bytes(tensor: Mapping, widen: bool) -> int:
     return each * math.prod(tensor["shape"])
 
 
-def packed_bytes(shape: tuple[int, int], quantize: str, double_quant: bool, scale: int) -> int:
-    """Bytes of a weight [out, in] under --quantize; ``scale`` is the size of an affine scale."""
-    count = shape[0] * shape[1]
-    blocks = count // _GROUP
-    if quantize != "nf4":
-        return count * int(quantize.removeprefix("affine")) // 8 + 2 * blocks * scale
-    if not double_quant:
-        return count // 2 + 4 * blocks
-    return count // 2 + blocks + 4 * -(-blocks // 256) + 4
-
-
 def _base_bytes(
     sizes: _Sizes, tensors: Tensors, train: TrainConfig, base_path: str, itemsize: int
 ) -> int:
@@ -301,14 +290,15 @@ def _base_bytes(
     total = sum(_tensor_bytes(t, widen) for n, t in tensors.items() if not n.endswith(skipped))
     packed = _packed_paths(tensors)
     if train.quantize != "none" and not packed:
+        recipe = Recipe(packing_named(train.quantize, train.double_quant), tuple(train.keep))
         for path, shape in sizes.modules.items():
-            kept = any(path == name or path.endswith("." + name) for name in train.keep)
             stored = tensors.get(f"{path}.weight")
-            if stored is None or kept or shape[1] % _GROUP:
+            how = packing_of(path, shape, recipe)
+            if stored is None or how is None:
                 continue
             packed.add(path)
             total -= _tensor_bytes(stored, widen)
-            total += packed_bytes(shape, train.quantize, train.double_quant, itemsize)
+            total += packed_nbytes(shape, how, itemsize)
     if base_path == "dense":
         total += sum(math.prod(s) * itemsize for p, s in sizes.modules.items() if p in packed)
     return total

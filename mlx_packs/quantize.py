@@ -6,70 +6,24 @@ then reads, packs and writes one tensor after another. Finished shards outlive a
 
 import dataclasses
 import json
-import re
 import shutil
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from . import bitsandbytes, loading, runtime
 from .display import QUIET, Display
-from .errors import Interrupted, PackError, did_you_mean
+from .errors import Interrupted, PackError
 from .files import put_in_place, read_header, sha256, to_json, write_tensors, write_whole
-from .ops.nf4 import BLOCK_SIZES
-from .packing import Packing, check_finite, outline, quantized_tensors
+from .packing import Packing, Recipe, check_finite, outline, packings_of, quantized_tensors
 from .runtime import mx
 
-AFFINE_BITS = (2, 3, 4, 5, 6, 8)
-AFFINE_GROUP_SIZES = (32, 64, 128)
 RECORD = "quantization.json"  # in the new folder: what was asked, and the hash of every shard
 _REQUEST = "request.json"  # in the folder of an unfinished run: what it is for
 _CACHE_BYTES = 1 << 24  # of buffers that MLX may keep between two slices of a tensor
-
-
-@dataclass(frozen=True)
-class Recipe:
-    """What is asked.
-
-    keep: modules left dense: leaf (lm_head), tail or path.   bits_for: (regular expression, bits);
-    paths that it finds become affine with so many bits, in groups of 64 under nf4.
-    format: ``mlx``, or ``bitsandbytes`` for transformers.   max_shard_gb: in 10^9 bytes; no more
-    than one shard is lost by an interruption.
-    """
-
-    packing: Packing = Packing()
-    keep: tuple[str, ...] = ()
-    bits_for: tuple[tuple[str, int], ...] = ()
-    format: str = "mlx"
-    max_shard_gb: float = 1.0
-
-    def check(self) -> None:
-        """Raises: PackError with all faults, in the words of the command line."""
-        how, faults = self.packing, []
-        if how.mode == "nf4" and how.group_size not in BLOCK_SIZES:
-            faults.append(f"--block must be one of {BLOCK_SIZES} but is {how.group_size}")
-        if how.mode == "affine" and how.group_size not in AFFINE_GROUP_SIZES:
-            faults.append(f"--group-size must be one of {AFFINE_GROUP_SIZES} but is "
-                          f"{how.group_size}")  # fmt: skip
-        if how.mode == "affine" and how.bits not in AFFINE_BITS:
-            faults.append(f"--bits must be one of {AFFINE_BITS} but is {how.bits}")
-        for expression, bits in self.bits_for:
-            if bits not in AFFINE_BITS:
-                faults.append(f"--bits-for must give one of {AFFINE_BITS} but gives {bits}")
-            try:
-                re.compile(expression)
-            except re.error as error:
-                faults.append(f"--bits-for '{expression}' is no regular expression ({error})")
-        if self.format == "bitsandbytes" and (how.mode != "nf4" or self.bits_for):
-            faults.append("--format bitsandbytes takes --mode nf4 only, and no --bits-for")
-        if not self.max_shard_gb > 0:
-            faults.append(f"--max-shard-gb must be positive but is {self.max_shard_gb}")
-        if faults:
-            raise PackError("; ".join(faults) + ".")
 
 
 @dataclass(frozen=True)
@@ -198,7 +152,7 @@ def plan_of(source: Path, recipe: Recipe, trust_remote_code: bool = False) -> Pl
     config = json.loads((source / "config.json").read_text(encoding="utf-8"))
     _refuse_quantized(source, config)
     model, _ = loading.load_model_of(source, trust_remote_code, lambda _, weights: weights)
-    packings = _packings(model, recipe)
+    packings = packings_of(model, recipe)
     tensors = dict(tree_flatten(model.parameters()))
     del model
     if recipe.format == "bitsandbytes":
@@ -235,49 +189,6 @@ def _refuse_quantized(source: Path, config: dict) -> None:
                     f"{file}: {name} is {tensor['dtype']}, so it is quantized already; take a "
                     "checkpoint in bf16, fp16 or fp32."
                 )
-
-
-def _packings(model: nn.Module, recipe: Recipe) -> dict[str, Packing | None]:
-    """How each linear and embedding is packed, None if it is left dense."""
-    advice = getattr(model, "quant_predicate", None)  # of mlx-lm: what a family needs for quality
-    modules = {
-        path: module for path, module in model.named_modules()
-        if hasattr(module, "to_quantized") and "weight" in module
-    }  # fmt: skip
-    paths = list(modules)
-    leaves = sorted({path.rsplit(".", 1)[-1] for path in paths})
-    for name in recipe.keep:
-        # a tied head has no module of its own
-        if name != "lm_head" and not any(loading.is_named(path, name) for path in paths):
-            raise PackError(f"--keep {name}: no such module. {did_you_mean(name, leaves)}")
-    for expression, _ in recipe.bits_for:
-        if not any(re.search(expression, path) for path in paths):
-            raise PackError(f"--bits-for {expression}: finds no module; there are "
-                            f"{', '.join(leaves)}.")  # fmt: skip
-    return {path: _packing(path, module, recipe, advice) for path, module in modules.items()}
-
-
-def _packing(path: str, module: nn.Module, recipe: Recipe, advice) -> Packing | None:
-    how, width = recipe.packing, module.weight.shape[-1]
-    is_plain = isinstance(module, (nn.Linear, nn.Embedding))  # experts are stacked, for one
-    if any(loading.is_named(path, name) for name in recipe.keep):
-        return None
-    if recipe.format == "bitsandbytes":
-        is_head = path.rsplit(".", 1)[-1] == "lm_head"  # transformers leaves it dense
-        return how if isinstance(module, nn.Linear) and not is_head and how.fits(width) else None
-    affine_group = how.group_size if how.mode == "affine" else 64
-    for expression, bits in recipe.bits_for:
-        if re.search(expression, path):
-            if not Packing("affine", bits, affine_group).fits(width):
-                raise PackError(f"--bits-for {expression}: {path} has {width} columns, which "
-                                f"{affine_group} does not divide; --keep it dense.")  # fmt: skip
-            return Packing("affine", bits, affine_group)
-    wanted = advice(path, module) if advice else True
-    if isinstance(wanted, dict):
-        return Packing("affine", wanted["bits"], wanted["group_size"])
-    if not wanted:
-        return None
-    return how if how.fits(width) and (is_plain or how.mode == "affine") else None
 
 
 def _by_names_of_transformers(
