@@ -360,10 +360,28 @@ def _quantize_weights(model: nn.Module, weights: Weights, recipe: Recipe) -> Wei
     return weights
 
 
-def _check_stored(model: nn.Module, name: str, double_quant: bool, keep: Sequence[str]) -> None:
-    """An NF4 base that is asked to be NF4 stays as it is, if that is what was asked for."""
-    packed = [(path, m) for path, m in model.named_modules() if isinstance(m, NF4)]
-    if other := next((path for path, m in packed if m.double_quant != double_quant), None):
+def stored_as_asked(config: Mapping, quantize: str) -> bool:
+    """Whether --quantize asks a checkpoint for the NF4 that it is stored in.
+
+    Raises: PackError if it is quantized and asked to be so otherwise.
+    """
+    has = config.get("quantization") or config.get("quantization_config")
+    if quantize == "none" or not has:
+        return False
+    if quantize != "nf4" or has.get("mode", has.get("bnb_4bit_quant_type")) != "nf4":
+        raise PackError(f"--quantize {quantize}: the base is quantized already ({has}).")
+    return True
+
+
+def check_stored_nf4(
+    packed: Sequence[tuple[str, bool]], name: str, double_quant: bool, keep: Sequence[str]
+) -> None:
+    """An NF4 base that is asked to be NF4 stays as it is, if that is what was asked for.
+
+    Args:
+        packed: paths of its NF4 modules, and whether each is double-quantized.
+    """
+    if other := next((path for path, double in packed if double != double_quant), None):
         has = "single" if double_quant else "double"
         raise PackError(f"--quantize nf4: {name} is NF4 already, {has}-quantized ({other}); leave "
                         "--no-double-quant as the base has it.")  # fmt: skip
@@ -424,12 +442,8 @@ def load_base(
     path = resolve_base_path(name)
     check_files(path)
     stored = json.loads((path / "config.json").read_text(encoding="utf-8"))
-    has = stored.get("quantization") or stored.get("quantization_config")
-    as_stored = False
-    if recipe and has:
-        if quantize != "nf4" or has.get("mode", has.get("bnb_4bit_quant_type")) != "nf4":
-            raise PackError(f"--quantize {quantize}: the base is quantized already ({has}).")
-        recipe, as_stored = None, True
+    as_stored = stored_as_asked(stored, quantize)
+    recipe = None if as_stored else recipe
     dtype = _activation_dtype(stored, compute_dtype)
 
     def pack(model: nn.Module, weights: Weights) -> Weights:
@@ -440,7 +454,8 @@ def load_base(
 
     model, config = load_model_of(path, trust_remote_code, pack)
     if as_stored:
-        _check_stored(model, str(name), double_quant, keep)
+        packed = [(p, m.double_quant) for p, m in model.named_modules() if isinstance(m, NF4)]
+        check_stored_nf4(packed, str(name), double_quant, keep)
     quantization = config.get("quantization") or _nf4_quantization(model)
     if recipe:
         quantization = recipe.packing.to_config() | ({"keep": list(keep)} if keep else {})
