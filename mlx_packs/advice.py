@@ -291,28 +291,28 @@ def table(
 ) -> list[str]:
     """Options for people in lines of ``width`` columns, and the next command in one line."""
     best = options[0]
+    kinds = [" ".join([o.method, *[o.quantize] * (o.quantize != "none")]) for o in options]
     lines = [
         f"base    {checkpoint.name} · {_count(best.plan.base_weights)} weights · "
         f"memory {size(memory)}",
         "",
         f"{'method':<13} {'path':<9} {'rank':>4} {'batch':>9} {'recomp':>6} {'peak':>8} fits",
     ]
-    for o in options:
+    for o, kind in zip(options, kinds, strict=True):
         full = o.method == "full"
-        kind = o.method if o.quantize == "none" else f"{o.method} {o.quantize}"
         batch = f"{o.train.batch_size} x {o.train.max_seq_length}"
         recomputed = "yes" if o.train.grad_checkpoint else "no"
         lines.append(
             f"{kind:<13} {o.plan.base_path:<9} {'-' if full else o.lora.rank:>4} {batch:>9} "
             f"{recomputed:>6} {size(o.plan.peak_bytes):>8} {_ANSWERS[o.fit]}"
         )
-    lines += ["", f"{'parts of ' + best.method:<24} {'at the peak':>12} {'at most':>9}"]
+    lines += ["", f"{'parts of ' + kinds[0]:<24} {'at the peak':>12} {'at most':>9}"]
     most = best.plan.most()
     for name, now in best.plan.parts().items():
         lines.append(f"  {name:<22} {_part(now):>12} {_part(most[name]):>9}")
     lines += [f"  {'peak, at ' + best.plan.moment:<22} {size(best.plan.peak_bytes):>12}", ""]
     told = [
-        ("why", f"{best.method}: {best.why}"),
+        ("why", f"{kinds[0]}: {best.why}"),
         ("error", f"± {ERROR:.0%} against runs on a CPU (benchmarks/plan_accuracy.py); on a GPU "
                   "the formula is not measured. Every token is taken as a target."),
         ("cache", "not counted: the buffers that MLX has freed and keeps; it gives them back when "
@@ -324,8 +324,13 @@ def table(
             break_long_words=False, break_on_hyphens=False,
         )  # fmt: skip
     if best.fit == "no":
+
+        def peak(lora: LoRAConfig, train: TrainConfig) -> int:
+            path = train.base_path
+            return estimate(checkpoint.config, checkpoint.tensors, lora, train, path).peak_bytes
+
         dense = not is_packed(checkpoint.tensors)
-        ways = [*remedies(best.plan, best.lora, best.train, dense), "more memory"]
+        ways = [*remedies(peak, best.lora, best.train, dense), "more memory"]
         lines.append(f"try:    {', '.join(ways[:-1])} or {ways[-1]}")
     else:
         lines.append(f"try:    {best.command(checkpoint.name, configs, under)}")

@@ -134,8 +134,10 @@ def choose_base_path(
         fits = dense_bytes(model) < _DENSE_SHARE * free
         planned = {path for path in step_ms if path != "dense" or fits}
     candidates = {path: ms for path, ms in step_ms.items() if path in planned}
-    reason = ", ".join(path for path in step_ms if path not in planned)
-    reason = f"memory is too small for {reason}" if reason else ""
+    left_out = [path for path in step_ms if path not in planned]
+    reason = f"{' and '.join(left_out)} would not fit" if left_out else ""
+    if left_out == ["dense"]:
+        reason = f"dense would need {dense_bytes(model) / 1e9:.1f} GB more"
     return BasePathChoice(min(candidates, key=candidates.get), step_ms, reason)
 
 

@@ -12,8 +12,8 @@ On a GPU the same formula is used with the dtype of the checkpoint. It was **not
 import json
 import math
 import os
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import mlx.nn as nn
@@ -42,6 +42,7 @@ from .runtime import mx
 
 ERROR = 0.15  # largest error seen in benchmarks/plan_accuracy.py is below this
 PARTS = "base adapters gradients optimizer activations logits working".split()
+_HELPS = 0.98  # a remedy takes less than this share
 SHORTEST, LEAST_RANK = 256, 4  # a plan proposes nothing smaller
 FAMILIES = ("qwen3", "qwen2", "llama", "mistral")
 
@@ -116,22 +117,35 @@ def fit(plan: MemoryPlan, memory: int) -> str:
     return "tight" if plan.peak_bytes <= memory else "no"
 
 
-def remedies(plan: MemoryPlan, lora: LoRAConfig, train: TrainConfig, dense: bool) -> list[str]:
-    """What takes less memory and is not so already, the mildest first.
+def remedies(
+    peak: Callable[[LoRAConfig, TrainConfig], int],
+    lora: LoRAConfig,
+    train: TrainConfig,
+    dense: bool,
+) -> list[str]:
+    """What would take less memory, the mildest first.
 
-    dense: whether the base is stored dense, so that it could be quantized.
+    Args:
+        peak: bytes with these settings, on ``train.base_path``.
+        dense: whether the base is stored dense, so that it could be quantized.
     """
-    packed = not dense or train.quantize != "none"
-    ways = [
-        ("--quantize nf4", not packed),
-        ("--base-path transient", packed and plan.base_path == "dense"),
-        ("a smaller --batch-size", train.batch_size > 1),
-        ("--grad-checkpoint", not train.grad_checkpoint),
-        ("a smaller --max-seq-length", train.max_seq_length > SHORTEST),
-        ("a smaller --rank", lora.rank > LEAST_RANK),
-        ("a smaller base", True),
-    ]
-    return [way for way, helps in ways if helps]
+    packed = replace(train, base_path="transient")
+    ways = {
+        "--quantize nf4": (lora, replace(packed, quantize="nf4")),
+        "--base-path transient": (lora, packed),
+        "a smaller --batch-size": (lora, replace(train, batch_size=-(-train.batch_size // 2))),
+        "--grad-checkpoint": (lora, replace(train, grad_checkpoint=True)),
+        "a smaller --max-seq-length": (
+            lora, replace(train, max_seq_length=max(train.max_seq_length // 2, SHORTEST))
+        ),
+        "a smaller --rank": (replace(lora, rank=max(lora.rank // 2, LEAST_RANK)), train),
+    }  # fmt: skip
+    if not dense or train.quantize != "none":
+        del ways["--quantize nf4"]
+    if train.base_path != "dense" or dense and train.quantize == "none":
+        del ways["--base-path transient"]
+    now = peak(lora, train)
+    return [*(way for way, less in ways.items() if peak(*less) < _HELPS * now), "a smaller base"]
 
 
 @dataclass(frozen=True)

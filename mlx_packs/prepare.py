@@ -167,7 +167,11 @@ def refuse_from_headers(
     except PackError:
         return
     if fit(plan, runtime.total_memory()) == "no":
-        raise _too_large(plan, lora, train, not is_packed(checkpoint.tensors), "at least ")
+        ways = remedies(
+            lambda *settings: least(checkpoint, *settings).peak_bytes, lora, train,
+            dense=not is_packed(checkpoint.tensors),
+        )  # fmt: skip
+        raise _too_large(plan, ways, "at least ")
 
 
 def plan_paths(
@@ -202,7 +206,18 @@ def plan_paths(
     cheapest = min(plans.values(), key=lambda plan: plan.peak_bytes)
     if force:
         return {cheapest.base_path: cheapest}
-    raise _too_large(cheapest, lora, loaded, not base.quantization)
+
+    def peak(lora: LoRAConfig, less: TrainConfig) -> int:
+        share = less.batch_size / train.batch_size
+        cut = {
+            (min(length, less.max_seq_length - 1), int(targets * share))
+            for length, targets in shapes
+        }  # fmt: skip
+        path = less.base_path
+        return estimate_batches(base.config, tensors, lora, less, path, cut).peak_bytes
+
+    taken = dataclasses.replace(loaded, base_path=cheapest.base_path)
+    raise _too_large(cheapest, remedies(peak, lora, taken, not is_packed(tensors)))
 
 
 def choose_path(
@@ -227,26 +242,21 @@ def choose_path(
     return choice
 
 
-def show_plan(
-    base: Base, lora: LoRAConfig, train: TrainConfig, plan: MemoryPlan, display: Display
-) -> None:
+def show_plan(base: Base, lora: LoRAConfig, plan: MemoryPlan, display: Display) -> None:
     """The estimate of the path that was taken, and a warning if it is tight."""
     memory = runtime.total_memory()
-    dense = not base.quantization
+    method = "QLoRA" if base.quantization else "LoRA"
     display.line(
         "plan",
-        f"{'LoRA' if dense else 'QLoRA'} r{lora.rank} · {plan.adapter_weights:,} weights · "
+        f"{method} r{lora.rank} · {plan.adapter_weights:,} weights · "
         f"{size(plan.peak_bytes)} of {size(memory)} (estimate ± {ERROR:.0%})",
     )
     if (found := fit(plan, memory)) != "fits":
-        told = f"tight: {ERROR:.0%} more would not fit" if found == "tight" else "does not fit"
-        display.line("plan", f"{told}; {', '.join(remedies(plan, lora, train, dense))} take less")
+        told = f"tight: {ERROR:.0%} more would not fit" if found == "tight" else "forced to fit"
+        display.line("plan", told)
 
 
-def _too_large(
-    plan: MemoryPlan, lora: LoRAConfig, train: TrainConfig, dense: bool, least: str = ""
-) -> PackError:
-    ways = remedies(plan, lora, train, dense)
+def _too_large(plan: MemoryPlan, ways: list[str], least: str = "") -> PackError:
     told = f"{', '.join(ways[:-1])} or {ways[-1]}" if len(ways) > 1 else ways[0]
     return PackError(
         f"training would take {least}{size(plan.peak_bytes)} (± {ERROR:.0%}) of "

@@ -158,7 +158,7 @@ def train_pack(
     plan = plans.get(choice.base_path)
     plan_peak_gb = plan.peak_gb if plan else None
     if plan:
-        show_plan(base, lora, train, plan, display)
+        show_plan(base, lora, plan, display)
     attached = attach(base, lora, None, choice.base_path, train.seed, train.train_fp16_fallback)
     try:
         describe(attached, display)

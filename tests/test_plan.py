@@ -256,16 +256,26 @@ def test_what_is_asked_for_is_not_searched():
         assert (option.train.batch_size, option.train.max_seq_length) == (3, 300)
 
 
-def test_remedies_name_only_what_is_not_so_already():
-    tiny = read_checkpoint("tiny")
-    plan = estimate(tiny.config, tiny.tensors, LoRAConfig(), TrainConfig(), "dense")
-    smallest = TrainConfig(batch_size=1, max_seq_length=256, grad_checkpoint=True)
-    assert remedies(plan, LoRAConfig(rank=4), smallest, True) == [
-        "--quantize nf4", "a smaller base"
+def test_remedies_name_only_what_is_not_so_already_and_helps():
+    small, tiny = checkpoint("qwen3-0.6b"), read_checkpoint("tiny")
+
+    def told(found: Checkpoint, lora: dict, **train) -> list[str]:
+        def peak(lora, train):
+            path = train.base_path
+            return estimate(found.config, found.tensors, lora, train, path).peak_bytes
+
+        settings = TrainConfig(**{"base_path": "dense", **train})
+        return remedies(peak, LoRAConfig(**lora), settings, found is small)
+
+    smallest = {"batch_size": 1, "max_seq_length": 256, "grad_checkpoint": True}
+    assert told(small, {"rank": 4}, **smallest) == ["--quantize nf4", "a smaller base"]
+    assert told(tiny, {"rank": 4}, **smallest) == ["--base-path transient", "a smaller base"]
+    assert told(tiny, {"rank": 4}, **smallest, base_path="transient") == ["a smaller base"]
+    assert told(tiny, {}, base_path="transient") == [
+        "a smaller --batch-size", "--grad-checkpoint", "a smaller --max-seq-length",
+        "a smaller base",
     ]  # fmt: skip
-    assert "--base-path transient" in remedies(plan, LoRAConfig(), smallest, False)
-    told = " ".join(remedies(plan, LoRAConfig(), TrainConfig(), False))
-    assert "--grad-checkpoint" in told and "--batch-size" in told and "--quantize" not in told
+    assert "a smaller --rank" in told(tiny, {"rank": 128}, **smallest)
 
 
 def test_command_prints_a_list_of_options_and_the_next_command(run):
@@ -351,7 +361,7 @@ def test_where_nothing_fits_it_says_what_is_left_to_do(run):
     assert last == "try:    a smaller base or more memory"
     asked = ["--batch-size", "4", "--no-grad-checkpoint", "--rank", "16"]
     last = run("plan", "--memory", "0.05", *asked)[1].splitlines()[-1]
-    assert "--batch-size" in last and "--grad-checkpoint" in last and "--rank" in last
+    assert "--batch-size" in last and "--grad-checkpoint" in last and "--quantize" not in last
 
 
 @pytest.mark.parametrize("quantize", ["nf4", "affine8"])
