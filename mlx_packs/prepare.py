@@ -208,11 +208,11 @@ def plan_paths(
         return {cheapest.base_path: cheapest}
 
     def peak(lora: LoRAConfig, less: TrainConfig) -> int:
-        share = less.batch_size / train.batch_size
-        cut = {
-            (min(length, less.max_seq_length - 1), int(targets * share))
-            for length, targets in shapes
-        }  # fmt: skip
+        cut = set()
+        for length, targets in shapes:
+            kept = min(length, less.max_seq_length - 1)
+            share = less.batch_size * kept / (train.batch_size * length)
+            cut.add((kept, int(targets * share)))
         path = less.base_path
         return estimate_batches(base.config, tensors, lora, less, path, cut).peak_bytes
 
@@ -251,15 +251,15 @@ def show_plan(base: Base, lora: LoRAConfig, plan: MemoryPlan, display: Display) 
         f"{method} r{lora.rank} · {plan.adapter_weights:,} weights · "
         f"{size(plan.peak_bytes)} of {size(memory)} (estimate ± {ERROR:.0%})",
     )
-    if (found := fit(plan, memory)) != "fits":
-        told = f"tight: {ERROR:.0%} more would not fit" if found == "tight" else "forced to fit"
-        display.line("plan", told)
+    warnings = {"tight": f"tight: {ERROR:.0%} more would not fit", "no": "does not fit; forced"}
+    if warning := warnings.get(fit(plan, memory)):
+        display.line("plan", warning)
 
 
-def _too_large(plan: MemoryPlan, ways: list[str], least: str = "") -> PackError:
+def _too_large(plan: MemoryPlan, ways: list[str], bound: str = "") -> PackError:
     told = f"{', '.join(ways[:-1])} or {ways[-1]}" if len(ways) > 1 else ways[0]
     return PackError(
-        f"training would take {least}{size(plan.peak_bytes)} (± {ERROR:.0%}) of "
+        f"training would take {bound}{size(plan.peak_bytes)} (± {ERROR:.0%}) of "
         f"{size(runtime.total_memory())}: take {told}; --force tries anyway."
     )
 
