@@ -3,16 +3,19 @@
 Exit codes: 0 done, 1 a gate failed, 2 wrong use or bad input in one clear line.
 """
 
+import dataclasses
 import importlib
 import json
 import math
 import os
+import shutil
 import sys
 from pathlib import Path
 
 import click
 
 from . import options
+from .config import MEMORY_SETTINGS, LoRAConfig, TrainConfig
 from .errors import Interrupted, PackError, did_you_mean
 
 
@@ -350,37 +353,58 @@ def _quantize_lines(report: dict) -> list[str]:
     ]
 
 
+_SEARCHED = {
+    "batch_size": "{}, less if need be", "max_seq_length": "{}, less if need be",
+    "rank": "{}, less if need be", "grad_checkpoint": "if need be", "base_path": "all",
+    "quantize": "none, nf4 and affine4",
+}  # fmt: skip
+
+
+def _memory_options(command):
+    """Those of `packs train` that change its peak."""
+    for cls in (TrainConfig, LoRAConfig):
+        for f in reversed(dataclasses.fields(cls)):
+            if f.name in MEMORY_SETTINGS:
+                default = _SEARCHED.get(f.name, "{}").format(options.default_of(f))
+                command = options.of_field(f, default.removeprefix("None"))(command)
+    return command
+
+
 @packs.command()
-@click.option("--model", default="tiny", metavar="M", help="Base: folder or hub id. [tiny]")
+@click.option("--model", metavar="M", help="Base: folder, hub id or 'tiny'. [tiny]")
 @click.option("--memory", type=float, metavar="GB", help="Memory to fit. [this machine's]")
-@click.option("--rank", metavar="RANK", help="Rank of the adapters. [16]")
-@click.option("--num-layers", metavar="N", help="Adapt only the last N blocks. [all]")
-@click.option("--target-modules", metavar="NAMES", help="Projections with adapters. [all]")
-@click.option("--batch-size", metavar="N", help="Rows of a batch. [searched: 4 to 1]")
-@click.option("--max-seq-length", metavar="N", help="Tokens of a row. [searched: 2048 to 256]")
-@click.option("--grad-checkpoint/--no-grad-checkpoint", default=None, help="[searched]")
-@click.option("--base-path", metavar="{quantized,transient,dense}", help="[all]")
-@click.option("--quantize", metavar="{none,affine4,affine8,nf4}", help="[none, nf4, affine4]")
-@click.option("--double-quant/--no-double-quant", default=None, help="With --quantize nf4.")
-@click.option("--optimizer", metavar="NAME", help="Optimizer. [adamw]")
+@options.configs
+@_memory_options
 @click.option("--json", "as_json", is_flag=True, help="Print the options as a list.")
-def plan(model, memory, as_json, **flags):
+def plan(memory, configs, as_json, **flags):
     """Say what fits into a memory, and how to start it.
 
-    Reads config.json and the headers of the tensors only, of a hub id too.
+    Reads config.json and the headers of the tensors only, of a hub id too. What is said by a flag
+    or a file stands; batch, recomputation, length and rank give way in this order until it fits.
+    The command at the end has the peak that is shown.
     """
     from .advice import advise, table
-    from .config import resolve
+    from .config import said
+    from .loading import TINY
     from .plan import read_checkpoint
     from .runtime import total_memory
+    from .train import read_configs, recipe_of
 
-    asked = {k: v for k, v in flags.items() if v is not None}
-    recipe = resolve(asked)
     if memory is not None and not (math.isfinite(memory) and memory > 0):
         raise PackError(f"--memory {memory:g}: must be a positive number of GB.")
+    flags = {k: v for k, v in flags.items() if v is not None}
+    values = read_configs(configs)
+    recipe = recipe_of(flags, values)
+    model = recipe.run.get("model", TINY)
+    under = recipe_of({"model": model}, values)
     limit = total_memory() if memory is None else int(memory * 1e9)
-    found = advise(read_checkpoint(model), limit, recipe.lora, recipe.train, frozenset(asked))
-    _print([option.to_json() for option in found], as_json, table(found, model, limit))
+    checkpoint = read_checkpoint(model)
+    found = advise(checkpoint, limit, recipe.lora, recipe.train, said(values, flags))
+    report = [
+        {**option.to_json(), "command": option.command(model, configs, under)} for option in found
+    ]
+    width = min(100, shutil.get_terminal_size((100, 24)).columns)
+    _print(report, as_json, table(found, checkpoint, limit, configs, under, width))
 
 
 @packs.command()

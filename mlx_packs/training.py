@@ -40,7 +40,9 @@ from .prepare import (
     encode_splits,
     load_adapters,
     output_folders,
-    plan_run,
+    plan_paths,
+    refuse_from_headers,
+    show_plan,
     started_from,
 )
 from .runtime import mx
@@ -125,6 +127,7 @@ def train_pack(
     earlier = check_resumable(run) if resume else None
     started = started_from(resume_adapter_file, earlier)
     if not isinstance(base, Base):
+        refuse_from_headers(base, lora, train, force)
         with display.working("base", f"loading {base}"):
             base = load_base(
                 base, train.quantize, trust_remote_code, double_quant=train.double_quant,
@@ -150,9 +153,12 @@ def train_pack(
         examples[held_out], train.batch_size, train.max_seq_length, train.test_batches
     )
     sample = SamplePrompt.of(splits.rows[held_out][0], base, columns)
-    choice = choose_path(base, train, examples["train"], display)
-    plan = plan_run(base, lora, train, examples["train"], choice.base_path, display, force)
+    plans = plan_paths(base, lora, train, examples["train"], display, force)
+    choice = choose_path(base, train, examples["train"], plans, display)
+    plan = plans.get(choice.base_path)
     plan_peak_gb = plan.peak_gb if plan else None
+    if plan:
+        show_plan(base, lora, plan, display)
     attached = attach(base, lora, None, choice.base_path, train.seed, train.train_fp16_fallback)
     try:
         describe(attached, display)
