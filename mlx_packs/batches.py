@@ -66,7 +66,7 @@ def make_batch(examples: Sequence[Example], indices, batch_size: int, limit: int
 def make_packed_batch(
     examples: Sequence[Example], packed: Sequence[np.ndarray], batch_size: int, limit: int
 ) -> Batch:
-    """Lay out packed rows, given by the rows of each; every row of the batch has ``limit`` inputs."""
+    """Lay out packed rows, given by the rows that each holds, with ``limit`` inputs each."""
     segments = np.zeros((batch_size, limit), dtype=np.int32)
     chosen, starts = [], []
     for b, indices in enumerate(packed):

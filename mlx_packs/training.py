@@ -33,6 +33,7 @@ from .loss import Head, split_head
 from .ops import _backend
 from .optim import make_optimizer, unused_learning_rate
 from .pack import Pack, versions_line
+from .packable import prepare_packing
 from .prepare import (
     check_resume,
     choose_path,
@@ -161,6 +162,8 @@ def train_pack(
         if train.grad_checkpoint:
             attached.recompute_blocks()
         head = split_head(base.model)
+        if train.packing:
+            prepare_packing(attached, head, train.max_seq_length, base.vocab_size)
         with display.task("eval", len(judged), "held-out batches") as bar:
             before = _score_base(attached, head, judged, bar.advance)
         texts = {"before": sample.complete(base)}
@@ -276,8 +279,9 @@ def _learn(
 
     loop = Loop(attached, stepper, train, run, cursor, judge, validate, display, callback, curve)
     batches = training_batches(
-        examples["train"], train.batch_size, train.max_seq_length, train.seed, cursor.batches
-    )
+        examples["train"], train.batch_size, train.max_seq_length, train.seed, cursor.batches,
+        train.packing,
+    )  # fmt: skip
     model.train()
     mx.reset_peak_memory()
     loop.learn(batches)
