@@ -6,6 +6,7 @@ row of a batch holds as many rows of the data as fit, one behind the other: its 
 
 import itertools
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
@@ -194,6 +195,18 @@ def training_batches(
     make = make_packed_batch if packing else make_batch
     for rows in _orders(examples.lengths, batch_size, limit, seed, packing, start):
         yield make(examples.items, rows, batch_size, limit)
+
+
+def prefetched(batches: Iterator[Batch]) -> Iterator[Batch]:
+    """The same batches, the next one made in a thread while the caller works on this one.
+
+    Close it, and the thread has ended. What making a batch raises is raised where it was due.
+    """
+    with ThreadPoolExecutor(1, "batches") as thread:
+        ahead = thread.submit(next, batches, None)
+        while (batch := ahead.result()) is not None:
+            ahead = thread.submit(next, batches, None)
+            yield batch
 
 
 def batch_shapes(

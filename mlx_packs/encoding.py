@@ -6,7 +6,7 @@ text, and a token is a target if it starts inside one.
 """
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -35,7 +35,7 @@ class Example:
 class Examples:
     """The rows of a split, encoded; ``cut`` were longer than the maximum, ``dropped`` lost all."""
 
-    items: list[Example]
+    items: Sequence[Example]
     format: str
     loss_on: str
     cut: int = 0

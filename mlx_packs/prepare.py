@@ -15,7 +15,7 @@ from .batches import batch_shapes, packed_rows, padded_length
 from .checkpoint import checkpoints, is_run, run_folder
 from .config import DataConfig, LoRAConfig, TrainConfig
 from .display import VERBOSE, Display
-from .encoding import Examples, encode
+from .encoding import Examples
 from .errors import PackError
 from .files import sha256
 from .loading import Base
@@ -23,6 +23,7 @@ from .manifest import mlx_lm_config
 from .pack import check_output
 from .plan import ERROR, MemoryPlan, estimate_batches, tensors_of
 from .runtime import mx
+from .token_cache import encode_cached
 
 # What may differ when a run is resumed: none of it changes a step that was taken.
 _MAY_CHANGE = (
@@ -115,7 +116,7 @@ def encode_splits(
     examples = {}
     with display.task("data", len(present), "splits") as bar:
         for split in present:
-            examples[split] = encode(
+            examples[split], file = encode_cached(
                 splits.rows[split],
                 base.tokenizer,
                 columns,
@@ -124,6 +125,8 @@ def encode_splits(
                 vocab_size=base.vocab_size,
                 ce_last_k=train.ce_last_k if split == "train" else None,
             )
+            if file is not None:
+                display.line("data", f"tokens of {split} are in {file}", VERBOSE)
             bar.advance()
     first = examples["train"]
     counts = " / ".join(f"{len(e):,} {s}" for s, e in examples.items()) + " rows"

@@ -4,13 +4,14 @@
 """
 
 import time
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from . import data as rows_of
 from . import runtime
 from .adapters import Attached, attach
-from .batches import Batch, evaluation_batches, training_batches
+from .batches import Batch, evaluation_batches, prefetched, training_batches
 from .checkpoint import (
     Cursor,
     check_resumable,
@@ -151,6 +152,7 @@ def train_pack(
         examples[held_out], train.batch_size, train.max_seq_length, train.test_batches
     )
     sample = SamplePrompt.of(splits.rows[held_out][0], base, columns)
+    splits.rows.clear()  # from here on only their tokens are needed
     choice = choose_path(base, train, examples["train"], display)
     plan = plan_run(base, lora, train, examples["train"], choice.base_path, display, force)
     plan_peak_gb = plan.peak_gb if plan else None
@@ -284,7 +286,8 @@ def _learn(
     )  # fmt: skip
     model.train()
     mx.reset_peak_memory()
-    loop.learn(batches)
+    with closing(prefetched(batches)) as ahead:
+        loop.learn(ahead)
     measured = {
         "train_s": cursor.train_s,
         "tokens_per_s": cursor.trained_tokens / cursor.train_s,

@@ -1,5 +1,8 @@
 """Batches: every row once an epoch, an order that repeats, shapes that are few."""
 
+import threading
+from contextlib import closing
+
 import numpy as np
 import pytest
 
@@ -12,6 +15,7 @@ from mlx_packs.batches import (
     packed_order,
     packed_rows,
     padded_length,
+    prefetched,
     training_batches,
 )
 from mlx_packs.encoding import Example, Examples
@@ -178,3 +182,46 @@ def test_row_of_the_maximal_length_fills_a_packed_row():
     items = [Example(np.arange(n, dtype=np.int32), np.arange(n) > 0, "x") for n in (9, 9, 2)]
     stream = training_batches(Examples(items, "text", "all"), 2, 9, 0, packing=True)
     assert sorted(r for _ in range(2) for r in next(stream).rows) == [0, 1, 2]
+
+
+# ── one batch ahead ──────────────────────────────────────────────────────────────────────────────
+
+
+def batch_threads() -> list[threading.Thread]:
+    return [t for t in threading.enumerate() if t.name.startswith("batches")]
+
+
+def test_prefetched_batches_are_the_same_in_order(examples):
+    plain = training_batches(examples, 8, 150, 3, 20)
+    with closing(prefetched(training_batches(examples, 8, 150, 3, 20))) as ahead:
+        for _ in range(30):
+            assert next(ahead).rows == next(plain).rows
+        assert len(batch_threads()) == 1
+    assert not batch_threads()
+
+
+def test_next_batch_is_made_while_this_one_is_worked_on():
+    made = threading.Event()
+
+    def batches():
+        yield "first"
+        made.set()
+        yield "second"
+
+    with closing(prefetched(batches())) as ahead:
+        assert next(ahead) == "first"
+        assert made.wait(10)  # nobody has asked for the second
+        assert list(ahead) == ["second"]
+    assert not batch_threads()
+
+
+def test_error_of_a_batch_is_raised_where_it_was_due():
+    def batches():
+        yield "first"
+        raise OSError("the disk is gone")
+
+    ahead = prefetched(batches())
+    assert next(ahead) == "first"
+    with pytest.raises(OSError, match="the disk is gone"):
+        next(ahead)
+    assert not batch_threads()

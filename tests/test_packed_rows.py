@@ -1,5 +1,7 @@
 """Packed rows: each is learned as if it were alone, in every family; or packing is refused."""
 
+import threading
+
 import mlx.nn as nn
 import numpy as np
 import pytest
@@ -12,6 +14,7 @@ from mlx_packs.batches import first_fit, make_batch, make_packed_batch
 from mlx_packs.encoding import Example
 from mlx_packs.errors import PackError
 from mlx_packs.evaluation import score
+from mlx_packs.loop import Loop
 from mlx_packs.loss import as_arrays, loss_sum, split_head
 from mlx_packs.nn.segments import SegmentCache, places_in_segments
 from mlx_packs.optim import make_optimizer
@@ -245,3 +248,15 @@ def test_packed_run_says_how_full_it_is_and_plans_its_own_shapes(rows, tmp_path,
     assert "40 rows → " in line and " packed rows of 96 (" in line and " % full)" in line
     assert " supervised tokens" in line
     assert {width for width, _ in planned[0]} == {95}
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, PackError])
+def test_no_thread_is_left_when_a_run_breaks_off(tiny, rows, tmp_path, monkeypatch, error):
+    def fail(loop):
+        assert any(t.name.startswith("batches") for t in threading.enumerate())
+        raise error("now")
+
+    monkeypatch.setattr(Loop, "_limit_cache", fail)
+    with pytest.raises(error):
+        train_pack(tiny, rows, LoRAConfig(rank=2), PACKED, tmp_path / "p")
+    assert not any(t.name.startswith("batches") for t in threading.enumerate())
