@@ -1,6 +1,10 @@
 """Packed rows: each is learned as if it were alone, in every family; or packing is refused."""
 
+import os
+import subprocess
+import sys
 import threading
+from pathlib import Path
 
 import mlx.nn as nn
 import numpy as np
@@ -260,3 +264,34 @@ def test_no_thread_is_left_when_a_run_breaks_off(tiny, rows, tmp_path, monkeypat
     with pytest.raises(error):
         train_pack(tiny, rows, LoRAConfig(rank=2), PACKED, tmp_path / "p")
     assert not any(t.name.startswith("batches") for t in threading.enumerate())
+
+
+def test_packed_steps_are_the_same_compiled_and_uncompiled():
+    # as in test_package.py: without g++ on the PATH mlx traces but does not fuse
+    code = """
+import sys; sys.path.insert(0, "tests")
+from test_packed_rows import *
+def weights(family):
+    mx.random.seed(7)
+    attached, head = attached_model(family, recompute=True)
+    optimizer = make_optimizer(TrainConfig(optimizer="sgd", learning_rate=0.1, iters=1))
+    optimizer.init(attached.model.trainable_parameters())
+    stepper = Stepper(attached.model, head, optimizer, 1.0)
+    for _ in range(2):
+        stepper(as_arrays(packed_batch()), packed_batch().count, True, True)
+    return attached.tensors()
+for family in ("qwen3", "gpt2"):
+    mx.disable_compile(); plain = weights(family)
+    mx.enable_compile(); compiled = weights(family)
+    print(max(mx.abs(plain[n] - compiled[n]).max().item() for n in plain))
+"""
+    result = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=Path(__file__).parents[1],
+        env={**os.environ, "PATH": ""},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    assert max(float(v) for v in result.stdout.split()) < 1e-6
