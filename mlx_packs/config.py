@@ -90,6 +90,9 @@ class TrainConfig:
     iters: int = _option(600, "Batches to train on.")
     batch_size: int = _option(4, "Rows of a batch.")
     max_seq_length: int = _option(2048, "Rows longer than this many tokens are cut.")
+    packing: bool = _option(
+        False, "Fill rows of the maximal length with several rows each, none seeing another."
+    )
     learning_rate: float = _option(2e-4, "Peak learning rate.")
     lr_schedule: str | dict = _option(
         "cosine", "cosine, linear or constant; in YAML any schedule of mlx, as in mlx-lm."

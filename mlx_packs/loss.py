@@ -10,17 +10,18 @@ from dataclasses import dataclass
 import mlx.nn as nn
 
 from .batches import Batch
+from .nn.segments import restarting, segment_caches
 from .ops.linear_cross_entropy import cross_entropy, linear_cross_entropy
 from .runtime import mx
 
-Arrays = tuple[mx.array, mx.array, mx.array, mx.array]
+Arrays = tuple[mx.array, ...]
 
 
 @dataclass(frozen=True)
 class Head:
     """``hidden``: tokens [B, T] to states [B, T, D].   ``logits``: states [n, D] to [n, V]."""
 
-    hidden: Callable[[mx.array], mx.array]
+    hidden: Callable[..., mx.array]
     logits: Callable[[mx.array], mx.array]
 
 
@@ -48,25 +49,54 @@ def split_head(model: nn.Module) -> Head | None:
 
 
 def as_arrays(batch: Batch) -> Arrays:
-    """What the step takes of a batch: tokens [B, T], positions, targets, weights [M]."""
-    parts = batch.tokens, batch.positions, batch.targets, batch.weights
-    return tuple(mx.array(p) for p in parts)  # type: ignore[return-value]
+    """What the step takes of a batch: tokens [B, T], positions, targets, weights [M].
+
+    Of a packed batch also its segments [B, T].
+    """
+    parts = [batch.tokens, batch.positions, batch.targets, batch.weights]
+    if batch.segments is not None:
+        parts.append(batch.segments)
+    return tuple(mx.array(p) for p in parts)
+
+
+def forward(
+    model: nn.Module,
+    part: Callable[..., mx.array],
+    tokens: mx.array,
+    segments: mx.array | None = None,
+    offset: int = 0,
+) -> mx.array:
+    """What ``part`` (the model, or its hidden states) makes of tokens [B, T].
+
+    Args:
+        segments: [B, T], where rows are packed; an input sees its own segment alone.
+        offset: position of the first input of packed rows.
+    """
+    if segments is None:
+        return part(tokens)
+    with restarting(model, segments):
+        return part(tokens, cache=segment_caches(model, segments, offset))
 
 
 def target_nll(
-    model: nn.Module, head: Head | None, tokens: mx.array, positions: mx.array, targets: mx.array
+    model: nn.Module,
+    head: Head | None,
+    tokens: mx.array,
+    positions: mx.array,
+    targets: mx.array,
+    segments: mx.array | None = None,
 ) -> tuple[mx.array, mx.array]:
     """Negative log-likelihood [M] float32 of each target and whether it ranks first [M].
 
     Args:
         tokens: [B, T].   positions: [M], flat index of the input that predicts each target.
-        targets: [M], token ids.
+        targets: [M], token ids.   segments: [B, T], where rows are packed.
     """
     if head is None:
-        logits = model(tokens)
+        logits = forward(model, model, tokens, segments)
         rows = logits.reshape(-1, logits.shape[-1])[positions]
         return cross_entropy(rows, targets), mx.argmax(rows, axis=-1) == targets
-    states = head.hidden(tokens)
+    states = forward(model, head.hidden, tokens, segments)
     rows = states.reshape(-1, states.shape[-1])[positions]
     vocab_size = getattr(getattr(model, "args", None), "vocab_size", 2**17)
     return linear_cross_entropy(rows, targets, head.logits, vocab_size)
@@ -79,7 +109,8 @@ def loss_sum(
     positions: mx.array,
     targets: mx.array,
     weights: mx.array,
+    segments: mx.array | None = None,
 ) -> mx.array:
     """Sum of the targets' negative log-likelihoods; the caller divides by their number."""
-    nll, _ = target_nll(model, head, tokens, positions, targets)
+    nll, _ = target_nll(model, head, tokens, positions, targets, segments)
     return (nll * weights).sum()

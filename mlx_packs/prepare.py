@@ -5,15 +5,17 @@ import json
 import os
 from pathlib import Path
 
+import numpy as np
+
 from . import data as rows_of
 from . import runtime
 from .adapters import Attached
 from .base_path import BasePathChoice, choose_base_path, weight_kinds
-from .batches import batch_shapes, padded_length
+from .batches import batch_shapes, packed_rows, padded_length
 from .checkpoint import checkpoints, is_run, run_folder
 from .config import DataConfig, LoRAConfig, TrainConfig
 from .display import VERBOSE, Display, size
-from .encoding import Examples, encode
+from .encoding import Examples
 from .errors import PackError
 from .files import sha256
 from .loading import Base
@@ -32,6 +34,7 @@ from .plan import (
     tensors_of,
 )
 from .runtime import mx
+from .token_cache import encode_cached
 
 # What may differ when a run is resumed: none of it changes a step that was taken.
 _MAY_CHANGE = (
@@ -124,7 +127,7 @@ def encode_splits(
     examples = {}
     with display.task("data", len(present), "splits") as bar:
         for split in present:
-            examples[split] = encode(
+            examples[split], file = encode_cached(
                 splits.rows[split],
                 base.tokenizer,
                 columns,
@@ -133,12 +136,19 @@ def encode_splits(
                 vocab_size=base.vocab_size,
                 ce_last_k=train.ce_last_k if split == "train" else None,
             )
+            if file is not None:
+                display.line("data", f"tokens of {split} are in {file}", VERBOSE)
             bar.advance()
-    counts = " / ".join(f"{len(e):,} {s}" for s, e in examples.items())
     first = examples["train"]
+    counts = " / ".join(f"{len(e):,} {s}" for s, e in examples.items()) + " rows"
+    if train.packing:
+        number, fill = packed_rows(first, train.batch_size, train.max_seq_length, train.seed)
+        packed = f"{number:,} packed rows of {train.max_seq_length} ({100 * fill:.1f} % full)"
+        held_out = "".join(f" / {len(e):,} {s}" for s, e in examples.items() if s != "train")
+        counts = f"{len(first):,} rows → {packed}{held_out}"
     display.line(
         "data",
-        f"{splits.source} · {counts} rows · {first.format} · {first.targets:,} supervised tokens "
+        f"{splits.source} · {counts} · {first.format} · {first.targets:,} supervised tokens "
         f"(loss on {first.loss_on})",
     )
     if cut := sum(e.cut for e in examples.values()):
@@ -190,7 +200,9 @@ def plan_paths(
     """
     loaded = dataclasses.replace(train, quantize="none", keep=(), double_quant=True)
     tensors = tensors_of(base.model)
-    shapes = batch_shapes(examples, train.batch_size, train.max_seq_length, train.seed, train.iters)
+    shapes = batch_shapes(
+        examples, train.batch_size, train.max_seq_length, train.seed, train.iters, train.packing
+    )
     try:
         plans = {
             path: estimate_batches(base.config, tensors, lora, loaded, path, shapes)
@@ -231,9 +243,11 @@ def choose_path(
     if train.base_path != "auto":
         choice = BasePathChoice(train.base_path, {}, "as asked")
     else:
-        lengths = sorted(len(e.tokens) for e in examples.items)
-        rows = train.batch_size * padded_length(lengths[len(lengths) // 2], train.max_seq_length)
-        head_rows = max(1, rows * examples.targets // sum(lengths))
+        lengths = np.sort(examples.lengths)
+        typical = int(lengths[len(lengths) // 2])
+        width = padded_length(typical, train.max_seq_length)
+        rows = train.batch_size * (train.max_seq_length - 1 if train.packing else width)
+        head_rows = max(1, rows * examples.targets // int(lengths.sum()))
         with display.task("path", weight_kinds(base.model), "kinds of weights measured") as bar:
             choice = choose_base_path(
                 base.model, rows, head_rows, bar.advance, frozenset(plans) or None

@@ -44,12 +44,12 @@ class Stepper:
 
         def whole(*batch):
             total, grads = value_and_grad(*batch)
-            count = batch[-1].sum()
+            count = batch[3].sum()  # of the weights
             return total / count, update(grads, count)
 
         def gather(*batch):
             total, grads = value_and_grad(*batch)
-            return total, batch[-1].sum(), grads
+            return total, batch[3].sum(), grads
 
         def add(pending, batch):
             total, count, grads = gather(*batch)

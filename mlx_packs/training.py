@@ -4,13 +4,14 @@
 """
 
 import time
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from . import data as rows_of
 from . import runtime
 from .adapters import Attached, attach
-from .batches import Batch, evaluation_batches, training_batches
+from .batches import Batch, evaluation_batches, prefetched, training_batches
 from .checkpoint import (
     Cursor,
     check_resumable,
@@ -33,6 +34,7 @@ from .loss import Head, split_head
 from .ops import _backend
 from .optim import make_optimizer, unused_learning_rate
 from .pack import Pack, versions_line
+from .packable import prepare_packing
 from .prepare import (
     check_resume,
     choose_path,
@@ -153,6 +155,7 @@ def train_pack(
         examples[held_out], train.batch_size, train.max_seq_length, train.test_batches
     )
     sample = SamplePrompt.of(splits.rows[held_out][0], base, columns)
+    splits.rows.clear()  # from here on only their tokens are needed
     plans = plan_paths(base, lora, train, examples["train"], display, force)
     choice = choose_path(base, train, examples["train"], plans, display)
     plan = plans.get(choice.base_path)
@@ -167,6 +170,8 @@ def train_pack(
         if train.grad_checkpoint:
             attached.recompute_blocks()
         head = split_head(base.model)
+        if train.packing:
+            prepare_packing(attached, head, train.max_seq_length, base.vocab_size)
         with display.task("eval", len(judged), "held-out batches") as bar:
             before = _score_base(attached, head, judged, bar.advance)
         texts = {"before": sample.complete(base)}
@@ -282,11 +287,13 @@ def _learn(
 
     loop = Loop(attached, stepper, train, run, cursor, judge, validate, display, callback, curve)
     batches = training_batches(
-        examples["train"], train.batch_size, train.max_seq_length, train.seed, cursor.batches
-    )
+        examples["train"], train.batch_size, train.max_seq_length, train.seed, cursor.batches,
+        train.packing,
+    )  # fmt: skip
     model.train()
     mx.reset_peak_memory()
-    loop.learn(batches)
+    with closing(prefetched(batches)) as ahead:
+        loop.learn(ahead)
     measured = {
         "train_s": cursor.train_s,
         "tokens_per_s": cursor.trained_tokens / cursor.train_s,
