@@ -18,6 +18,8 @@ import numpy as np
 
 from mlx_packs import runtime
 
+from . import shipped
+
 HISTORY = Path(__file__).parent / "history.jsonl"
 _CHECKOUT = Path(__file__).parent.parent
 
@@ -94,7 +96,38 @@ class Record:
 def percentiles(samples: Sequence[float]) -> dict[str, float]:
     """p20, p50 and p80 of samples, to four significant digits."""
     values = np.percentile(samples, (20, 50, 80))
-    return {f"p{p}": float(f"{v:.4g}") for p, v in zip((20, 50, 80), values, strict=True)}
+    return {f"p{p}": _rounded(v) for p, v in zip((20, 50, 80), values, strict=True)}
+
+
+def record(
+    here: Environment,
+    task: str,
+    implementation: str,
+    shape: str,
+    metric: str,
+    unit: str,
+    samples: Sequence[float],
+    *,
+    dtype: str = "float32",
+    baseline: str = "",
+    ratio: float | None = None,
+    peak_mb: float | None = None,
+    blas_as_shipped: bool = False,
+    note: str = "",
+) -> Record:
+    """A record of samples taken ``here``; numbers to four significant digits."""
+    return Record(
+        task=task, implementation=implementation, shape=shape, dtype=dtype, metric=metric,
+        unit=unit, **percentiles(samples), samples=len(samples), baseline=baseline,
+        ratio=_rounded(ratio), peak_mb=_rounded(peak_mb),
+        blas=shipped.REFERENCE_BLAS if blas_as_shipped else shipped.blas_name(),
+        blas_threads=1 if blas_as_shipped else runtime.BLAS.threads, note=note,
+        **dataclasses.asdict(here),
+    )  # fmt: skip
+
+
+def _rounded(value: float | None) -> float | None:
+    return None if value is None else float(f"{value:.4g}")
 
 
 def append(records: Iterable[Record], file: Path = HISTORY) -> None:
