@@ -4,6 +4,7 @@
 Records hold no paths and no host names.
 """
 
+import argparse
 import dataclasses
 import json
 import os
@@ -135,6 +136,12 @@ def append(records: Iterable[Record], file: Path = HISTORY) -> None:
     lines = [json.dumps(dataclasses.asdict(r), ensure_ascii=False) + "\n" for r in records]
     with file.open("a", encoding="utf-8") as f:
         f.write("".join(lines))
+
+
+def add_option(parser: argparse.ArgumentParser) -> None:
+    """``--history FILE``: where the records of a run go."""
+    parser.add_argument("--history", type=Path, default=HISTORY, metavar="FILE",
+                        help="where records are appended [benchmarks/history.jsonl]")  # fmt: skip
 
 
 def read(file: Path = HISTORY) -> list[Record]:

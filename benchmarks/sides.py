@@ -31,6 +31,7 @@ from mlx_packs.step import Stepper
 
 from . import mended
 
+RECOMPUTE = ("none", "block")  # what the backward of ours computes again
 SHIPPED = "mlx-lm as shipped"
 SAME_BLAS = "mlx-lm with our BLAS"
 MENDED = "mlx-lm mended"
@@ -98,9 +99,9 @@ class Adapters:
         return cls(rank, scale, tensors)
 
 
-def ours_name(base_path: str, recompute: bool) -> str:
+def ours_name(base_path: str, recompute: str) -> str:
     """What records call a side of ours."""
-    return f"mlx_packs {base_path}" + ", recomputed" * recompute
+    return f"mlx_packs {base_path}" + (f", recompute {recompute}" if recompute != "none" else "")
 
 
 class MlxLm(TrainingCallback):
@@ -156,21 +157,22 @@ class MlxLm(TrainingCallback):
 
 
 class Ours:
-    """The step that `mlx_packs.train` takes, on one base path, with blocks recomputed or not."""
+    """The step that `mlx_packs.train` takes, on one base path, with a policy of recomputation."""
 
     def __init__(
         self,
         load: Callable[[], Base],
         adapters: Adapters,
         base_path: str,
-        recompute: bool = False,
+        recompute: str = "none",
     ):
         start = _active_memory()
         base = load()
         lora = LoRAConfig(rank=adapters.rank, alpha=adapters.scale * adapters.rank)
         attached = attach(base, lora, base_path=base_path)
+        self.attached = attached
         attached.load(adapters.tensors, "benchmark")
-        if recompute:
+        if recompute == "block":
             attached.recompute_blocks()
         optimizer = optimizers.Adam(learning_rate=LEARNING_RATE)
         optimizer.init(base.model.trainable_parameters())

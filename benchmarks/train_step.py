@@ -21,7 +21,18 @@ from mlx_packs.runtime import mx
 
 from . import history, mended, report, shipped
 from .history import Environment, Record, percentiles, record
-from .sides import MENDED, SAME_BLAS, SHIPPED, Adapters, Entry, MlxLm, Ours, Rows, ours_name
+from .sides import (
+    MENDED,
+    RECOMPUTE,
+    SAME_BLAS,
+    SHIPPED,
+    Adapters,
+    Entry,
+    MlxLm,
+    Ours,
+    Rows,
+    ours_name,
+)
 from .works import WORKS, activation_dtype, base_name, load
 
 CHECKED_STEPS = 2  # the second loss has gradients and optimizer in it
@@ -197,7 +208,8 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--model", default=TINY, help="another checkpoint for a work on the tiny base")
     p.add_argument("--base-path", action="append", choices=BASE_PATHS[1:],
                    help="of ours, repeatable [the work's]")  # fmt: skip
-    p.add_argument("--recompute", action="store_true", help="ours recomputes its blocks")
+    p.add_argument("--recompute", choices=RECOMPUTE, default="none",
+                   help="what ours computes again in the backward [none]")  # fmt: skip
     number("--batch-size", None, "rows of a batch")
     number("--length", None, "tokens of a row; half are targets")
     number("--rank", 8, "of the adapters, on all projections")
