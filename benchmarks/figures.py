@@ -8,12 +8,15 @@ IMAGES = Path(__file__).parent / "images"
 
 
 @contextmanager
-def saved(file: Path, rows: int = 1, columns: int = 1) -> Iterator[list]:
-    """Axes to draw on, row by row; the file is written on leaving. Needs matplotlib, no screen."""
+def saved(file: Path, rows: int = 1, columns: int = 1, height: float = 2.5) -> Iterator[list]:
+    """Axes to draw on, row by row, of so many inches; the file is written on leaving.
+
+    Needs matplotlib, but no screen.
+    """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(4.5 + 4.5 * columns, 1.5 + 2.5 * rows), layout="constrained")
+    figure = Figure(figsize=(4.5 + 4.5 * columns, 1.5 + height * rows), layout="constrained")
     FigureCanvasAgg(figure)
     axes = list(figure.subplots(rows, columns, squeeze=False).flat)
     for ax in axes:

@@ -200,7 +200,7 @@ def records(found: dict[str, dict], target: float, options: argparse.Namespace) 
             note = (f"{name} had not reached {target:.4f} after {batches:.0f} batches (loss "
                     f"{side['curve'][-1][2]:.4f}): its time is a lower bound.")  # fmt: skip
         if "base_path" in side:
-            note += f" Base path chosen: {side['base_path']}."
+            note = f"Base path chosen by ours: {side['base_path']}."
         about = {"baseline": SHIPPED, "peak_mb": side["peak"] / 1e6, "note": note,
                  "blas_as_shipped": name == SHIPPED and shipped.blas_is_replaced()}  # fmt: skip
         ratio = spent[SHIPPED][1] / seconds if SHIPPED in spent else None

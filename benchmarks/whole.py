@@ -77,10 +77,11 @@ def records(found: dict, options: argparse.Namespace) -> list[Record]:
         ("step", "s"): found["step_s"],
         ("speed", "tokens/s"): [tokens / s for s in found["step_s"]],
     }
+    name = ours_name(options.base_path, options.recompute)
     note = f"{found['adapter_weights'] / 1e6:.1f} M adapter weights with Adam."
     return [
-        record(here, f"whole {options.model}", ours_name(options.base_path, options.recompute), shape,
-               metric, unit, samples, dtype=found["dtype"], note=note)
+        record(here, f"whole {options.model}", name, shape, metric, unit, samples,
+               dtype=found["dtype"], note=note)
         for (metric, unit), samples in metrics.items()
     ]  # fmt: skip
 
