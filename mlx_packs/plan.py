@@ -486,7 +486,10 @@ def estimate(
     logits = _loss_bytes(sizes.vocab, targets)
     pending = 4 * weights * (train.grad_accumulation_steps > 1)
     dense = _transient_bytes(sizes, len(blocks), train, itemsize)
-    if not packed or (base_path != "transient" and not _unpacks_always(tensors, train)):
+    unpacks = base_path == "transient" or (
+        base_path == "quantized" and _unpacks_always(tensors, train)
+    )
+    if not packed or not unpacks:
         dense = dict.fromkeys(dense, 0)
     held = {}
     for moment, (kept, working) in moments.items():
