@@ -14,6 +14,7 @@ UNTRAINABLE = {
     "dbrx": "its experts are chosen on the host, which a compiled step cannot do",
     "deepseek_v41": "its router lets gradients into indices, which MLX refuses",
     "muse_spark": "its attention and norms are kernels for Metal that have no gradient",
+    "olmo": "mlx-lm needs the package ai2-olmo for it and ends the program without",
     "prism_hadamard_qwen35": "its projections are HadamardQuantizedLinear, which carry no adapters",
     "recurrent_gemma": "mlx-lm's Model is not set up as a module and cannot be frozen",
 }

@@ -4,14 +4,26 @@ A config is filled in by the names of the architecture's own fields; `SPECIAL` h
 needs besides. `python tests/families.py` prints docs/families.md.
 """
 
+import contextlib
 import copy
 import dataclasses
 import importlib
+import io
 import pkgutil
 from functools import cache
+from importlib import metadata
+from pathlib import Path
+from types import ModuleType
 
+import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_map
 
+from mlx_packs.adapters import Attached, attach
+from mlx_packs.config import LoRAConfig
+from mlx_packs.families import UNTRAINABLE, UNTRAINABLE_ON_METAL
+from mlx_packs.geometry import linears
+from mlx_packs.loading import Base
+from mlx_packs.nn.experts import is_switch_linear
 from mlx_packs.runtime import mx
 
 LARGEST = 64e6  # bytes; a field of an unknown name has its default, which may be a whole model's
@@ -224,14 +236,21 @@ SPECIAL = {
     "plamo": {"n_shared_head": 2},
     "prism_hadamard_qwen35": {
         "text": "qwen3_5",
-        "num_experts": 0,
         "hidden_size": 128,
+        "head_dim": 32,
+        "intermediate_size": 128,
+        "linear_value_head_dim": 64,
         "schema_version": 1,
         "tensor_namespace": "mlx-lm-text",
         "quantization": {"bits": 2, "group_size": 128, "mode": "affine"},
         "modules": [
-            {"path": "model.layers.0.mlp.gate_proj", "embedding": False, "dtype": "float16",
-             "block": 0}
+            {"path": f"model.layers.{block}", "embedding": False, "dtype": "float16", "block": 0}
+            for block in (
+                *(f"0.linear_attn.in_proj_{part}" for part in ("qkv", "z", "a", "b")),
+                "0.linear_attn.out_proj",
+                *(f"1.self_attn.{part}_proj" for part in "qkvo"),
+                *(f"{i}.mlp.{part}_proj" for i in (0, 1) for part in ("gate", "up", "down")),
+            )
         ],
     },
     "qwen": {"intermediate_size": 192},
@@ -246,16 +265,17 @@ SPECIAL = {
 
 
 @cache
-def architectures() -> dict[str, object]:
-    """The modules of mlx-lm's models that are architectures, by name; why not if not importable."""
+def architectures() -> dict[str, ModuleType | None]:
+    """The modules of mlx-lm's models that are architectures, by name; None if not importable."""
     from mlx_lm import models
 
     found = {}
     for info in sorted(pkgutil.iter_modules(models.__path__), key=lambda info: info.name):
         try:
-            module = importlib.import_module(f"mlx_lm.models.{info.name}")
-        except SystemExit:  # mlx-lm's olmo ends the program
-            found[info.name] = "needs the package ai2-olmo to be imported"
+            with contextlib.redirect_stdout(io.StringIO()):  # olmo prints what it misses
+                module = importlib.import_module(f"mlx_lm.models.{info.name}")
+        except SystemExit:  # olmo ends the program where ai2-olmo is missing
+            found[info.name] = None
             continue
         if hasattr(module, "Model") and hasattr(module, "ModelArgs"):
             found[info.name] = module
@@ -274,14 +294,15 @@ def config_of(family: str) -> dict:
     """A small config of a family, as its config.json would have it."""
     special = dict(SPECIAL.get(family, {}))
     text = special.pop("text", family)
-    module = architectures()[text]
-    fields = _fields(module)
+    inside = {key: value for key, value in SPECIAL.get(text, {}).items() if key != "text"}
+    fields = _fields(architectures()[text])
     filled = {key: value for key, value in SIZES.items() if key in fields}
-    filled |= {"model_type": text} | SPECIAL.get(text, {}) | special
-    filled.pop("text", None)
-    if "text_config" not in _fields(architectures()[family]):
+    filled |= {"model_type": text} | inside | special
+    own = _fields(architectures()[family])
+    if "text_config" not in own:
         return filled
-    return {"model_type": family, "vocab_size": filled["vocab_size"], "text_config": filled}
+    outside = {key: value for key, value in special.items() if key in own and text != family}
+    return {"model_type": family, "vocab_size": 128, "text_config": filled} | outside
 
 
 def _not_zero(array: mx.array) -> mx.array:
@@ -305,3 +326,77 @@ def build(family: str):
     model.eval()
     mx.eval(model.parameters())
     return model, config
+
+
+def base_of(family: str, bits: int | None = None) -> Base:
+    """A base without tokenizer around a small model; packed weights where their width allows."""
+    model, config = build(family)
+    if bits:
+        nn.quantize(model, 32, bits, class_predicate=_can_be_packed)
+        model.freeze()
+    return Base(family, Path("nowhere"), model, None, config, "0" * 64)
+
+
+def _can_be_packed(path: str, module: nn.Module) -> bool:
+    return hasattr(module, "to_quantized") and module.weight.shape[-1] % 32 == 0
+
+
+def expert_paths(model: nn.Module) -> list[str]:
+    """Paths of the switch linears."""
+    return [path for path, module in linears(model) if is_switch_linear(module)]
+
+
+def _row(family: str) -> str:
+    """The line of a family in the table."""
+    if reason := UNTRAINABLE.get(family):
+        return f"| {family} | not supported | {reason} | |"
+    base = base_of(family)
+    attached: Attached = attach(base, LoRAConfig(rank=2))
+    grouped = any(group.block for group in attached.groups)
+    attached.detach()
+    leaves = dict.fromkeys(path.rpartition(".")[2] for path in attached.specs)
+    experts = dict.fromkeys(path.rpartition(".")[2] for path in expert_paths(base.model))
+    how = "grouped" if grouped else "per projection"
+    how += ", MoE" if experts else ""
+    how += " (not on Metal)" if family in UNTRAINABLE_ON_METAL else ""
+    return f"| {family} | {how} | {', '.join(leaves)} | {', '.join(experts)} |"
+
+
+def table() -> str:
+    """docs/families.md for the mlx-lm that is installed."""
+    from mlx_lm.utils import MODEL_REMAPPING
+
+    rows = [_row(family) for family in architectures()]
+    refused = [row for row in rows if "| not supported |" in row]
+    aliases = [f"`{name}` as `{of}`" for name, of in sorted(MODEL_REMAPPING.items())]
+    metal = [f"`{name}`: {reason}" for name, reason in UNTRAINABLE_ON_METAL.items()]
+    return "\n".join([
+        "# Families",
+        "",
+        "<!-- made by `python tests/families.py > docs/families.md`; do not edit -->",
+        "",
+        f"The {len(rows)} architectures of mlx-lm {metadata.version('mlx-lm')}: "
+        f"`packs train` works on {len(rows) - len(refused)}, {len(refused)} cannot be trained. "
+        "tests/test_families.py builds each one small and holds a step's loss and "
+        "gradients against plain LoRA.",
+        "",
+        "- **grouped**: q, k, v (and gate, up) share one pass over their input. "
+        "**per projection**: the family's own blocks, an adapter on each linear.",
+        "- **adapters by default** sit on these linears of every block. A linear that is narrower "
+        "than the rank is left out, and a note says so.",
+        "- **MoE**: experts carry adapters only where `--target-modules` names them, as there "
+        "would be one for each expert: 128 experts of 2048 x 768 at rank 16 are 17 M weights a "
+        "block. Routers and the indexers of sparse attention carry none unless named.",
+        *[f"- Not on Metal: {line}. A CPU or CUDA trains it." for line in metal],
+        "",
+        "mlx-lm loads some model types by another's code: " + ", ".join(aliases) + ".",
+        "",
+        "| family | how | adapters by default, or why not | experts, where named |",
+        "|---|---|---|---|",
+        *rows,
+        "",
+    ])  # fmt: skip
+
+
+if __name__ == "__main__":
+    print(table(), end="")
