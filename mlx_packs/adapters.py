@@ -288,7 +288,8 @@ def attach(
     """
     if any(isinstance(m, GroupedLoRA) for m in base.model.modules()):
         raise PackError(f"{base.name}: carries adapters already; take them off first.")
-    check_trainable(base.name, base.model)
+    if specs is None:
+        check_trainable(base.name, base.model)
     lora = lora or LoRAConfig()
     targets = tuple(specs) if specs is not None else lora.target_modules
     num_layers = -1 if specs is not None else lora.num_layers

@@ -3,9 +3,12 @@
 Every other one can; docs/families.md lists them all, and tests/test_families.py trains each.
 """
 
+from importlib import metadata
+
 import mlx.nn as nn
 
 from .errors import PackError
+from .nn.experts import is_switch_linear
 from .runtime import mx
 
 # By the name of the module in mlx_lm.models.
@@ -21,6 +24,7 @@ UNTRAINABLE = {
 UNTRAINABLE_ON_METAL = {
     "rwkv7": "its kernel for Metal (the recurrence) has no gradient",
 }
+MIXTURES_SINCE = (0, 32)  # of mlx-lm
 
 
 def family_of(model: nn.Module) -> str:
@@ -39,5 +43,23 @@ def why_untrainable(family: str) -> str | None:
 def check_trainable(name: str, model: nn.Module) -> None:
     """Raises: PackError with the reason, if a model is of a family that cannot be trained."""
     family = family_of(model)
-    if reason := why_untrainable(family):
+    reason = why_untrainable(family)
+    if reason is None and any(is_switch_linear(m) for m in model.modules()):
+        reason = _why_no_mixture()
+    if reason:
         raise PackError(f"{name}: mlx-lm's {family} cannot carry adapters: {reason}.")
+
+
+def version_of_mlx_lm() -> tuple[int, int]:
+    """Major and minor version of the mlx-lm that is installed."""
+    major, minor = metadata.version("mlx-lm").split(".")[:2]
+    return int(major), int(minor)
+
+
+def _why_no_mixture() -> str | None:
+    if version_of_mlx_lm() >= MIXTURES_SINCE:
+        return None
+    return (
+        f"in mlx-lm {metadata.version('mlx-lm')} gradients reach the indices of a mixture's "
+        "experts, which MLX refuses; upgrade mlx-lm (0.32 needs Python 3.11)"
+    )

@@ -346,6 +346,22 @@ def expert_paths(model: nn.Module) -> list[str]:
     return [path for path, module in linears(model) if is_switch_linear(module)]
 
 
+def randomized(attached: Attached) -> dict[str, mx.array]:
+    """Give every adapter values that matter, B included; as they lie on disk."""
+    for slot in attached.slots.values():
+        for arrays in (slot.lora.lora_a, slot.lora.lora_b):
+            arrays[:] = [mx.random.normal(t.shape) * 0.1 for t in arrays]
+    return attached.tensors()
+
+
+def targets_of(base: Base, rank: int) -> tuple[str, ...]:
+    """The default projections and the experts."""
+    attached = attach(base, LoRAConfig(rank=rank))
+    paths = (*attached.specs, *expert_paths(base.model))
+    attached.detach()
+    return paths
+
+
 def _row(family: str) -> str:
     """The line of a family in the table."""
     if reason := UNTRAINABLE.get(family):
