@@ -180,11 +180,12 @@ def main(arguments: list[str] | None = None) -> int:
         for case in cases:
             print(case.shape, file=sys.stderr)
             try:
-                results.append(run(case, Path(folder)))
+                result = run(case, Path(folder))
             except subprocess.CalledProcessError as error:
                 print(f"benchmarks: {case.shape}: {error.stderr.strip()}", file=sys.stderr)
                 return 2
-    history.append(records(results), options.history)
+            results.append(result)
+            history.append(records([result]), options.history)
     print(table(results))
     return 1 if any(abs(r.error) > LIMIT for r in results) else 0
 
