@@ -67,7 +67,7 @@ def here(monkeypatch, capsys):
     def run(module, arguments, own_blas=True):
         capsys.readouterr()
         assert importlib.import_module(f"benchmarks.{module}").main(list(arguments)) == 0
-        return json.loads(capsys.readouterr().out)
+        return json.loads(capsys.readouterr().out.splitlines()[-1])
 
     monkeypatch.setattr(alone, "run", run)
 
