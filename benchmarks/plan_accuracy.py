@@ -146,9 +146,9 @@ def table(results: list[Result]) -> str:
     return "\n".join(lines)
 
 
-def records(results: list[Result]) -> list[Record]:
+def records(results: list[Result], where: Environment) -> list[Record]:
     """Two records for each case, in GB; ratio is estimate over measured."""
-    here = dataclasses.asdict(Environment.here())
+    here = dataclasses.asdict(where)
     made = []
     for r in results:
         for name, value in ((_MEASURED, r.measured_gb), (_PLAN, r.plan_gb)):
@@ -175,7 +175,7 @@ def main(arguments: list[str] | None = None) -> int:
     cases = [case for case in CASES if options.only in case.shape]
     if not cases:
         asked.error(f"--only {options.only}: no such case")
-    results = []
+    results, here = [], Environment.here()
     with tempfile.TemporaryDirectory() as folder:
         for case in cases:
             print(case.shape, file=sys.stderr)
@@ -185,7 +185,7 @@ def main(arguments: list[str] | None = None) -> int:
                 print(f"benchmarks: {case.shape}: {error.stderr.strip()}", file=sys.stderr)
                 return 2
             results.append(result)
-            history.append(records([result]), options.history)
+            history.append(records([result], here), options.history)
     print(table(results))
     return 1 if any(abs(r.error) > LIMIT for r in results) else 0
 
