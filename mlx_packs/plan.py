@@ -26,7 +26,6 @@ from .errors import PackError, did_you_mean
 from .files import read_header
 from .geometry import BLOCK_PROJECTIONS, Geometry, Group, Heads
 from .loading import TINY, check_files, missing_shards, resolve_base_path, weight_files
-from .ops.linear_cross_entropy import CHUNK_BYTES
 from .optim import make_optimizer
 from .runtime import mx
 
@@ -361,7 +360,7 @@ def _block(sizes: _Sizes, adapted: Mapping[str, int], attention: float) -> _Bloc
 
 def _loss_bytes(vocab: int, targets: int) -> float:
     """Chunks of logits [rows, V] in float32 that are in flight."""
-    rows = max(32, CHUNK_BYTES // (4 * vocab))
+    rows = max(32, 2**26 // (4 * vocab))
     chunks = targets / rows
     n, copies = _LOSS_CHUNKS[-1]
     copies += _LOSS_MORE * max(0.0, chunks - n)

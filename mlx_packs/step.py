@@ -21,6 +21,8 @@ class Stepper:
         head: Head | None,
         optimizer: optimizers.Optimizer,
         max_grad_norm: float | None,
+        z_loss: float = 0.0,
+        label_smoothing: float = 0.0,
     ):
         self.optimizer = optimizer
         self.state = [model.state, optimizer.state, mx.random.state]
@@ -28,7 +30,7 @@ class Stepper:
         self._pending: tuple | None = None
 
         def loss(*batch):
-            return loss_sum(model, head, *batch)
+            return loss_sum(model, head, *batch, z_loss, label_smoothing)
 
         value_and_grad = nn.value_and_grad(model, loss)
 

@@ -158,8 +158,7 @@ def train_pack(
         describe(attached, display)
         if resume_adapter_file is not None:
             load_adapters(attached, Path(resume_adapter_file))
-        if train.grad_checkpoint:
-            attached.recompute_blocks()
+        attached.recompute(train.recomputes)
         head = split_head(base.model)
         with display.task("eval", len(judged), "held-out batches") as bar:
             before = _score_base(attached, head, judged, bar.advance)
@@ -269,7 +268,9 @@ def _learn(
         def validate() -> Score:
             return score(model, head, valid)
 
-    stepper = Stepper(model, head, optimizer, train.max_grad_norm)
+    stepper = Stepper(
+        model, head, optimizer, train.max_grad_norm, train.z_loss, train.label_smoothing
+    )
 
     def judge(batch: Batch) -> Score:
         return score(model, head, [batch])

@@ -19,7 +19,7 @@ ORDER = """
 errors config layouts options runtime display files
 ops._cost ops._backend ops._check
 ops.exponential ops.attention ops.blockwise ops.nf4
-ops.grouped_lora ops.multi_lora ops.linear_cross_entropy
+ops.grouped_lora ops.multi_lora ops.sliced_matmul ops.linear_cross_entropy
 nn.lora nn.nf4 nn.quantized nn.blocks
 bitsandbytes packing loading quantize geometry adapters base_path
 data encoding batches loss optim step plan advice manifest pack

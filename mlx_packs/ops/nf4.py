@@ -15,6 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ..runtime import mx
+from . import sliced_matmul
 from ._backend import Kernel, choose, int_table, tiles
 from ._check import Check, Instance, first_fault, normal, sparse_signs
 from ._cost import Launch
@@ -147,7 +148,7 @@ def matmul(x: mx.array, weight: NF4Weight) -> mx.array:
     if x.shape[-1] != depth:
         raise ValueError(f"[nf4] x must have {depth} columns but its shape is {x.shape}.")
     rows = x.reshape(-1, depth)  # [N, D]
-    product = _product(weight, _matvec_backend(rows, weight), dequantize)
+    product = _product(weight, _matvec_backend(rows, weight), _dense_rows)
     return product(rows).reshape(*x.shape[:-1], outputs)
 
 
@@ -182,6 +183,16 @@ def reference_dequantize(weight: NF4Weight, dtype: mx.Dtype) -> mx.array:
         absmax = nested + weight.offset
     dense = _by_block(_levels_of_byte()[weight.weight].flatten(), absmax, weight.block_size)
     return dense.astype(dtype).reshape(weight.shape)
+
+
+def _dense_rows(weight: NF4Weight, start: int, stop: int, dtype: mx.Dtype) -> mx.array:
+    """Rows [start, stop) of the weight, which begin with a block."""
+    if (start, stop) == (0, weight.shape[0]):
+        return dequantize(weight, dtype)
+    depth, size = weight.shape[1], weight.block_size
+    blocks = mx.arange(start * depth // size, tiles(stop * depth, size))
+    part = NF4Weight(weight.weight[start:stop], _absmax(weight, blocks), block_size=size)
+    return dequantize(part, dtype)
 
 
 def _absmax(weight: NF4Weight, block: mx.array) -> mx.array:
@@ -349,19 +360,20 @@ def _matvec_kernel() -> Kernel:
 
 
 def _product(
-    weight: NF4Weight, matvec_by: str, unpack: Callable[[NF4Weight, mx.Dtype], mx.array]
+    weight: NF4Weight, matvec_by: str, unpack: Callable[[NF4Weight, int, int, mx.Dtype], mx.array]
 ) -> Callable[[mx.array], mx.array]:
     """x [N, D] to [N, O]. The weight is bound, not passed: only x has a gradient."""
+    rows = functools.partial(unpack, weight)
 
     @mx.custom_function
     def product(x):
         if matvec_by != "reference":
             return _matvec(matvec_by, x, weight)
-        return x @ unpack(weight, x.dtype).T
+        return sliced_matmul.forward(x, weight.shape, rows)
 
     @product.vjp
     def product_vjp(x, cotangent, _):
-        return cotangent @ unpack(weight, cotangent.dtype)
+        return sliced_matmul.backward(cotangent, weight.shape, rows)
 
     return product
 
