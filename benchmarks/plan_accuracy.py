@@ -29,7 +29,10 @@ _MEASURED, _PLAN = "measured", "plan"
 
 @dataclass(frozen=True)
 class Case:
-    """One run: ``base`` is ``tiny`` or ``qwen3_4b_block`` (one block, vocabulary 8192)."""
+    """One run: ``base`` is ``tiny`` or ``qwen3_4b_block`` (one block, vocabulary 8192).
+
+    The block is affine 4-bit, or dense where ``quantize`` says what is done to it on loading.
+    """
 
     base: str
     base_path: str
@@ -38,12 +41,14 @@ class Case:
     rank: int = 16
     grad_checkpoint: bool = False
     iters: int = 3
+    quantize: str = "none"
 
     @property
     def shape(self) -> str:
         recomputed = ", recomputed" if self.grad_checkpoint else ""
+        kind = "" if self.quantize == "none" else f" {self.quantize}"
         return (
-            f"{self.base} {self.base_path}, {self.batch_size} x {self.length}, "
+            f"{self.base}{kind} {self.base_path}, {self.batch_size} x {self.length}, "
             f"rank {self.rank}{recomputed}"
         )
 
@@ -60,6 +65,9 @@ CASES = (
     Case("qwen3_4b_block", "transient", 4, 128),
     Case("qwen3_4b_block", "transient", 1, 256, rank=32, grad_checkpoint=True),
     Case("qwen3_4b_block", "quantized", 1, 32, iters=2),
+    Case("qwen3_4b_block", "dense", 2, 128, quantize="nf4"),
+    Case("qwen3_4b_block", "transient", 4, 128, quantize="nf4"),
+    Case("qwen3_4b_block", "quantized", 1, 256, rank=32, grad_checkpoint=True, quantize="nf4"),
 )
 
 
@@ -89,7 +97,7 @@ def write_rows(folder: Path, words: int) -> None:
 
 def run(case: Case, folder: Path) -> Result:
     """Train in a process of its own. Raises: CalledProcessError if that fails."""
-    base = "tiny" if case.base == "tiny" else str(_block(folder))
+    base = "tiny" if case.base == "tiny" else str(_block(folder, case.quantize != "none"))
     rows = folder / f"rows-{case.length}"
     if not rows.exists():
         write_rows(rows, 2 * case.length)
@@ -99,7 +107,8 @@ def run(case: Case, folder: Path) -> Result:
             "--model", base, "--data", str(rows), "--out", str(folder / "pack"),
             "--iters", str(case.iters), "--batch-size", str(case.batch_size),
             "--max-seq-length", str(case.length), "--rank", str(case.rank),
-            "--base-path", case.base_path, "--test-batches", "1", "--val-batches", "0",
+            "--base-path", case.base_path, "--quantize", case.quantize,
+            "--test-batches", "1", "--val-batches", "0",
             *["--grad-checkpoint"] * case.grad_checkpoint,
         ],
         capture_output=True, text=True, check=True, cwd=_CHECKOUT,
@@ -108,13 +117,14 @@ def run(case: Case, folder: Path) -> Result:
     return Result(case, report["plan_peak_gb"], report["peak_gb"])
 
 
-def _block(folder: Path) -> Path:
-    """One block at the geometry of Qwen3-4B, made once."""
-    out = folder / "qwen3-4b-block"
+def _block(folder: Path, dense: bool) -> Path:
+    """One block at the geometry of Qwen3-4B, made once; 4-bit or dense."""
+    out = folder / ("qwen3-4b-block-dense" if dense else "qwen3-4b-block")
     if not out.exists():
         script = _CHECKOUT / "examples" / "random_checkpoint.py"
         subprocess.run(
-            [sys.executable, str(script), "--blocks", "1", "--out", str(out)],
+            [sys.executable, str(script), "--blocks", "1", "--out", str(out),
+             *["--dense"] * dense],
             check=True, capture_output=True, cwd=_CHECKOUT,
         )  # fmt: skip
     return out

@@ -1,4 +1,4 @@
-"""Write a checkpoint of a real model's geometry with random 4-bit weights; nothing is downloaded.
+"""Write a checkpoint of a real model's geometry with random weights; nothing is downloaded.
 
 Shapes, bytes and flops are the real ones, so memory and speed of a run can be tried before the
 model is there, and a machine too small for the whole of it can try one block:
@@ -30,8 +30,10 @@ GEOMETRIES = {
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 
 
-def write_checkpoint(out: Path, geometry: str, blocks: int | None, vocab: int, seed: int) -> None:
-    """An mlx-lm checkpoint folder: affine 4 bit, group 64, scales in bfloat16."""
+def write_checkpoint(
+    out: Path, geometry: str, blocks: int | None, vocab: int, seed: int, dense: bool = False
+) -> None:
+    """An mlx-lm checkpoint folder in bfloat16: affine 4 bit, group 64, or ``dense``."""
     from mlx_lm.models import qwen3
 
     hidden, ffn, all_blocks, heads, kv_heads, tied = GEOMETRIES[geometry]
@@ -49,12 +51,14 @@ def write_checkpoint(out: Path, geometry: str, blocks: int | None, vocab: int, s
         "max_position_embeddings": 40960,
         "rope_theta": 1000000.0,
         "tie_word_embeddings": tied,
-        "quantization": {"group_size": 64, "bits": 4, "mode": "affine"},
     }
+    if not dense:
+        config["quantization"] = {"group_size": 64, "bits": 4, "mode": "affine"}
     mx.random.seed(seed)
     model = qwen3.Model(qwen3.ModelArgs.from_dict(config))
     model.set_dtype(mx.bfloat16)
-    nn.quantize(model, group_size=64, bits=4)
+    if not dense:
+        nn.quantize(model, group_size=64, bits=4)
     out.mkdir(parents=True)
     weights = dict(tree_flatten(model.parameters()))
     mx.save_safetensors(str(out / "model.safetensors"), weights, {"format": "mlx"})
@@ -68,12 +72,13 @@ def main() -> None:
     parser.add_argument("--geometry", choices=GEOMETRIES, default="qwen3-4b")
     parser.add_argument("--blocks", type=int, help="number of blocks, by default all")
     parser.add_argument("--vocab", type=int, default=8192, help="rows of the embedding (151936)")
+    parser.add_argument("--dense", action="store_true", help="bfloat16 weights instead of 4-bit")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, required=True)
     given = parser.parse_args()
     if given.out.exists():
         parser.error(f"--out {given.out}: is there already")
-    write_checkpoint(given.out, given.geometry, given.blocks, given.vocab, given.seed)
+    write_checkpoint(given.out, given.geometry, given.blocks, given.vocab, given.seed, given.dense)
     size = (given.out / "model.safetensors").stat().st_size / 1e9
     print(f"{given.out}: {given.geometry}, {given.blocks or 'all'} blocks, {size:.2f} GB")
 

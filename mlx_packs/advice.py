@@ -1,32 +1,65 @@
-"""`packs plan`: which way of training fits into a memory, the best first, and the next command."""
+"""`packs plan`: which way of training fits into a memory, the best first, and the next command.
+
+What is given up to fit, the least harm first: rows of a batch (more of them can be accumulated),
+time (recomputed blocks), length of rows, rank. Ways are compared by the same scale from its other
+end, with the precision of the base between what is learned (rank, length) and what it costs.
+"""
 
 import shlex
+import textwrap
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from .config import LoRAConfig, TrainConfig
+from . import runtime
+from .config import MEMORY_SETTINGS, LoRAConfig, Recipe, TrainConfig
+from .display import size
 from .errors import PackError
-from .plan import ERROR, Checkpoint, MemoryPlan, activation_bytes, estimate, is_packed
+from .plan import (
+    ERROR,
+    LEAST_RANK,
+    SHORTEST,
+    Checkpoint,
+    MemoryPlan,
+    activation_bytes,
+    base_paths,
+    check_stored,
+    dense_tensors,
+    estimate,
+    fit,
+    is_packed,
+    remedies,
+)
 
 SMALL_WEIGHTS = 1e9  # a base of fewer weights is better left unquantized, if that fits
-_LENGTHS, _BATCHES = (2048, 1024, 512, 256), (4, 2, 1)
-_SMALL = "small: full precision fits, and quantizing would cost accuracy for memory not needed"
+_SMALL = "small base: full precision fits, quantizing would cost accuracy for memory not needed"
+_METHODS = {True: ("lora-fp32", "lora", "qlora"), False: ("lora", "lora-fp32", "qlora")}  # if small
+_ALWAYS = ("batch_size", "max_seq_length", "rank", "base_path")  # named in every command
 
 
 @dataclass(frozen=True)
 class Option:
-    """One way of training a base. ``method``: lora, qlora, lora-fp32, or full (as information)."""
+    """One way of training a base. ``method``: lora, qlora, lora-fp32, or full (as information).
+
+    quantize: what is done to the base on loading.   fit: as of `plan.fit`.
+    """
 
     method: str
     quantize: str
     lora: LoRAConfig
     train: TrainConfig
     plan: MemoryPlan
-    fits: bool
+    fit: str
     why: str
-    path_asked: bool = False
+
+    @property
+    def fits(self) -> bool:
+        return self.fit == "fits"
 
     def to_json(self) -> dict:
-        """Sizes of ``parts`` are in bytes; ``error`` is the share by which peak_gb may be off."""
+        """Sizes of ``parts`` are in bytes; ``error`` is the share by which peak_gb may be off.
+
+        ``parts`` add up to the peak; ``parts_max`` is each when it is largest.
+        """
         return {
             "method": self.method,
             "quantize": self.quantize,
@@ -39,33 +72,43 @@ class Option:
             "peak_gb": self.plan.peak_gb,
             "error": ERROR,
             "fits": self.fits,
+            "fit": self.fit,
             "why": self.why,
             "moment": self.plan.moment,
             "parts": self.plan.parts(),
+            "parts_max": self.plan.most(),
             "adapter_weights": self.plan.adapter_weights,
             "base_weights": self.plan.base_weights,
         }
 
-    def command(self, model: str) -> str:
-        """The `packs train` that does this."""
-        words = ["packs train", "--model", shlex.quote(model)]
-        words += ["--batch-size", str(self.train.batch_size)]
-        words += ["--max-seq-length", str(self.train.max_seq_length)]
-        words += ["--rank", str(self.lora.rank)]
-        if self.quantize != "none":
-            words += ["--quantize", self.quantize]
-            words += ["--no-double-quant"] * (not self.train.double_quant)
-        if self.method == "lora-fp32":
-            words += ["--compute-dtype", "float32"]
-        if self.path_asked:  # else training measures the paths, and minds the memory
-            words += ["--base-path", self.plan.base_path]
-        words += ["--grad-checkpoint"] * self.train.grad_checkpoint
-        words += ["--num-layers", str(self.lora.num_layers)] * (self.lora.num_layers > 0)
-        if self.lora.target_modules:
-            words += ["--target-modules", ",".join(self.lora.target_modules)]
-        if self.train.optimizer != TrainConfig.optimizer:
-            words += ["--optimizer", self.train.optimizer]
-        return " ".join(words)
+    def command(
+        self, model: str, configs: Sequence[str] = (), under: Recipe | None = None
+    ) -> str | None:
+        """The `packs train` whose peak this is; None for full fine-tuning, which packs does not do.
+
+        The base path is always named: left to `auto`, the run would choose, and peak, by the
+        machine that it is on.
+        Args:
+            under: what that run is told without these flags, by ``configs`` and defaults.
+        """
+        if self.method == "full":
+            return None
+        words = ["packs", "train", *(w for file in configs for w in ("-c", str(file)))]
+        words += ["--model", model]
+        under = under or Recipe()
+        told = {**vars(under.train), **vars(under.lora)}
+        wanted = {**vars(self.train), **vars(self.lora)}
+        for name in MEMORY_SETTINGS:
+            if name in _ALWAYS or wanted[name] != told[name]:
+                words += _flag(name, wanted[name])
+        return shlex.join(words)
+
+
+def _flag(name: str, value) -> list[str]:
+    spelled = name.replace("_", "-")
+    if isinstance(value, bool):
+        return [f"--{spelled}" if value else f"--no-{spelled}"]
+    return [f"--{spelled}", ",".join(value) if isinstance(value, tuple) else str(value)]
 
 
 def advise(
@@ -78,109 +121,228 @@ def advise(
     """Ways of training ``checkpoint`` within ``memory`` bytes, the best first.
 
     Args:
-        asked: names of settings of ``train`` that stand; the rest (batch_size, max_seq_length,
-            grad_checkpoint, quantize, base_path) is searched.
+        lora, train: what is wanted.
+        asked: names of settings that stand. Of batch_size, grad_checkpoint, max_seq_length and
+            rank, the rest give way in this order until it fits; base_path and quantize are tried.
     Raises: PackError where no plan is possible.
     """
     if memory <= 0:
         raise PackError(f"--memory must be positive, but got {memory / 1e9:g} GB.")
     lora, train = lora or LoRAConfig(), train or TrainConfig()
+    check_stored(checkpoint, train)
     ways = _ways(checkpoint, train, asked)
     found = [_option(checkpoint, memory, lora, train, asked, *way) for way in ways]
-    found = [replace(option, path_asked="base_path" in asked) for option in found]
     small = found[0].plan.base_weights < SMALL_WEIGHTS
-    order = ("lora-fp32", "lora", "qlora") if small else ("lora", "qlora", "lora-fp32")
-    found.sort(key=lambda o: (not o.fits, order.index(o.method)))
-    if small:
-        found = [replace(o, why=_SMALL) if o.fits and o.method == "lora-fp32" else o for o in found]
-    return [*found, _full(found[0], memory)]
+    found.sort(key=lambda option: _harm(option, small))
+    best = found[0]
+    if small and best.method == "lora-fp32" and best.fits and not is_packed(checkpoint.tensors):
+        found[0] = replace(best, why=f"{_SMALL}; {best.why}")
+    return [*found, _full(checkpoint, best, memory, asked)]
+
+
+def _harm(option: Option, small: bool) -> tuple:
+    """What makes an option worse than another, the weightiest first."""
+    if option.fit == "no":
+        return 2, option.plan.peak_bytes
+    path, train = option.plan.base_path, option.train
+    # MLX's packed products on a CPU take ten times as long as dense ones (README, "Measured")
+    slow = runtime.on_cpu() and path == "quantized"
+    paths = ("dense", "transient", "quantized")
+    return (
+        option.fit == "tight", -option.lora.rank, -train.max_seq_length, slow,
+        _METHODS[small].index(option.method), -train.batch_size, train.grad_checkpoint,
+        paths.index(path) if runtime.on_cpu() else -paths.index(path), option.quantize != "nf4",
+    )  # fmt: skip
 
 
 def _ways(checkpoint: Checkpoint, train: TrainConfig, asked: frozenset[str]) -> list[tuple]:
-    """(method, quantize, base path, bytes of an activation) to try."""
-    paths = [train.base_path] if train.base_path != "auto" else ["quantized", "transient", "dense"]
+    """(method, quantize, base path, compute dtype) to try."""
+    dtype = train.compute_dtype
     if is_packed(checkpoint.tensors):
-        return [("qlora", "none", path, None) for path in paths]
-    wanted = [train.quantize] if "quantize" in asked else ["none", "nf4", "affine4"]
+        return [("qlora", "none", path, dtype) for path in base_paths(checkpoint.tensors, train)]
     ways = []
-    for quantize in wanted:
-        if quantize == "none":
-            ways += [("lora-fp32", "none", "dense", 4)]
-            if activation_bytes(checkpoint.config, train) == 2:
-                ways += [("lora", "none", "dense", None)]
-        else:
-            searched = "transient" if quantize == "nf4" else "quantized"
-            ways += [("qlora", quantize, paths[0] if len(paths) == 1 else searched, None)]
+    for quantize in [train.quantize] if "quantize" in asked else ["none", "nf4", "affine4"]:
+        if quantize != "none":
+            # of NF4 both packed paths are one; affine is slow packed on a CPU
+            packed = "transient" if quantize == "nf4" or runtime.on_cpu() else "quantized"
+            path = packed if train.base_path == "auto" else train.base_path
+            ways.append(("qlora", quantize, path, dtype))
+            continue
+        half = activation_bytes(checkpoint.config, train) == 2
+        if half:
+            ways.append(("lora", "none", "dense", dtype))
+        if not half or dtype == "auto":
+            ways.append(("lora-fp32", "none", "dense", "float32" if dtype == "auto" else dtype))
     return ways
 
 
-def _option(checkpoint, memory, lora, train, asked, method, quantize, path, itemsize) -> Option:
-    """The largest batch and length that fit this way; the smallest tried if none does."""
-    lengths = [train.max_seq_length] if "max_seq_length" in asked else _LENGTHS
-    batches = [train.batch_size] if "batch_size" in asked else _BATCHES
+def _option(checkpoint, memory, lora, train, asked, method, quantize, path, dtype) -> Option:
+    """What gives up least of what is wanted and fits this way; the smallest where nothing does."""
+    stored = is_packed(checkpoint.tensors)
+    tried = []
+    for rank, length, recompute, batch in _search(checkpoint, lora, train, asked):
+        less_lora = replace(lora, rank=rank)
+        less = replace(
+            train, quantize=train.quantize if stored else quantize, base_path=path,
+            compute_dtype=dtype, batch_size=batch, max_seq_length=length,
+            grad_checkpoint=recompute,
+        )  # fmt: skip
+        plan = estimate(checkpoint.config, checkpoint.tensors, less_lora, less, path)
+        tried.append((less_lora, less, plan, fit(plan, memory)))
+        if tried[-1][-1] == "fits":
+            break
+    else:  # a smaller rank frees little: it goes only where nothing else is tight
+        tried.sort(key=lambda t: (t[3] == "no", t[3] == "tight" and -t[0].rank, t[2].peak_bytes))
+        tried = tried[:1]
+    less_lora, less, plan, found = tried[-1]
+    why = _why(plan, found, (lora, less_lora), (train, less))
+    return Option(method, quantize, less_lora, less, plan, found, why)
+
+
+def _search(checkpoint, lora, train, asked) -> list[tuple[int, int, bool, int]]:
+    """(rank, length, recompute, batch), what gives up least first."""
+    longest = checkpoint.config.get("max_position_embeddings") or train.max_seq_length
+    ranks = [lora.rank, *(r for r in (8, LEAST_RANK) if r < lora.rank)]
+    lengths = _halved(min(train.max_seq_length, longest), SHORTEST)
     recomputed = [train.grad_checkpoint] if "grad_checkpoint" in asked else [False, True]
-    for length in lengths:
-        for batch in batches:
-            for recompute in recomputed:
-                tried = replace(
-                    train, quantize=quantize, base_path=path, batch_size=batch,
-                    max_seq_length=length, grad_checkpoint=recompute,
-                    keep=train.keep if quantize != "none" else (),
-                    double_quant=train.double_quant or quantize != "nf4",
-                )  # fmt: skip
-                plan = estimate(
-                    checkpoint.config, checkpoint.tensors, lora, tried, path, itemsize=itemsize
-                )
-                if plan.peak_gb * (1 + ERROR) <= memory / 1e9:
-                    return Option(method, quantize, lora, tried, plan, True, _why(plan, memory))
-    return Option(method, quantize, lora, tried, plan, False, _why(plan, memory))
+    if "rank" in asked:
+        ranks = [lora.rank]
+    if "max_seq_length" in asked:
+        lengths = [train.max_seq_length]
+    batches = [train.batch_size] if "batch_size" in asked else _halved(train.batch_size, 1)
+    return [(r, t, c, b) for r in ranks for t in lengths for c in recomputed for b in batches]
 
 
-def _why(plan: MemoryPlan, memory: int) -> str:
-    """What takes most, in one line."""
-    name, size = max(plan.parts().items(), key=lambda item: item[1])
-    share = f"{name} {size / 1e9:.2g} GB is the largest part"
-    if plan.peak_gb * (1 + ERROR) <= memory / 1e9:
-        return share
-    return f"does not fit with {ERROR:.0%} to spare: {share}"
+def _halved(largest: int, least: int) -> list[int]:
+    """``largest`` and its halves down to ``least``."""
+    sizes = [largest]
+    while sizes[-1] // 2 >= least:
+        sizes.append(sizes[-1] // 2)
+    return sizes
 
 
-def _full(best: Option, memory: int) -> Option:
-    """Full fine-tuning, as information: weights, gradients and two moments in float32."""
-    weights = best.plan.base_weights
-    plan = replace(
-        best.plan, base=0, adapters=4 * weights, gradients=4 * weights, optimizer=8 * weights,
-        base_path="dense",
+def _why(
+    plan: MemoryPlan,
+    found: str,
+    lora: tuple[LoRAConfig, LoRAConfig],
+    train: tuple[TrainConfig, TrainConfig],
+) -> str:
+    """What was given up between (wanted, taken), and what takes most, in one line."""
+    gave = []
+    for name, (wanted, taken) in (
+        ("rank", [which.rank for which in lora]),
+        ("length", [which.max_seq_length for which in train]),
+        ("batch", [which.batch_size for which in train]),
+    ):
+        if taken != wanted:
+            gave.append(f"{name} {taken} instead of {wanted}")
+    if train[1].grad_checkpoint and not train[0].grad_checkpoint:
+        gave.append("blocks recomputed")
+    name, largest = max(plan.parts().items(), key=lambda item: item[1])
+    share = f"{name} {size(largest)} is the largest part"
+    if found == "no":
+        asked = f" with {', '.join(gave)}" if gave else ""
+        return f"does not fit{asked}: {share}"
+    told = "; ".join([", ".join(gave), share] if gave else [share])
+    return told if found == "fits" else f"tight, {ERROR:.0%} more would not fit: {told}"
+
+
+def _full(checkpoint: Checkpoint, best: Option, memory: int, asked: frozenset[str]) -> Option:
+    """Full fine-tuning, as information: the least that it takes at the length of the best option.
+
+    Weights, gradients and both moments of AdamW in float32; float32 activations of the smallest
+    batch with recomputed blocks. Inputs of linears are kept as for adapters on all of them.
+    """
+    train = replace(
+        best.train, quantize="none", keep=(), double_quant=True, base_path="dense",
+        batch_size=best.train.batch_size if "batch_size" in asked else 1,
+        compute_dtype="float32", grad_checkpoint=True, optimizer="adamw",
+        grad_accumulation_steps=1,
     )  # fmt: skip
-    fits = plan.peak_gb * (1 + ERROR) <= memory / 1e9
-    why = "for information: 16 bytes a weight with AdamW; packs trains adapters only"
-    return Option("full", "none", best.lora, best.train, plan, fits, why)
-
-
-def table(options: list[Option], model: str, memory: int) -> list[str]:
-    """Options for people, and the next command."""
-    best = options[0]
-    lines = [
-        f"base    {model} · {best.plan.base_weights / 1e9:.2f} B weights · "
-        f"memory {memory / 1e9:.1f} GB",
-        f"        {'method':<10} {'base':<9} {'path':<10} batch length recompute  peak GB  fits",
-    ]
-    for o in options:
-        kind = o.quantize if o.quantize != "none" else "as it is"
-        lines.append(
-            f"        {o.method:<10} {kind:<9} {o.plan.base_path:<10} {o.train.batch_size:>5} "
-            f"{o.train.max_seq_length:>6} {'yes' if o.train.grad_checkpoint else 'no':>9} "
-            f"{o.plan.peak_gb:>8.2f}  {'yes' if o.fits else 'no'}"
-        )
-    parts = [f"{name} {size / 1e9:.3g}" for name, size in best.plan.parts().items() if size]
-    lines.append(f"parts   {' · '.join(parts)} GB, worst at {best.plan.moment}")
-    lines.append(f"why     {best.method}: {best.why}")
-    lines.append(
-        f"error   ± {ERROR:.0%} against runs on a CPU (benchmarks/plan_accuracy.py); on a GPU the "
-        "formula is not measured; every token is taken as a target"
+    plan = estimate(
+        checkpoint.config, dense_tensors(checkpoint.tensors), LoRAConfig(rank=1), train, "dense"
     )
-    if best.fits:
-        lines.append(f"try:    {best.command(model)}")
+    weights = plan.base_weights
+    moments = {
+        moment: {**held, "gradients": 0 if moment == "loss" else 4 * weights}
+        for moment, held in plan.moments.items()
+    }
+    plan = replace(
+        plan, base=4 * weights, adapters=0, optimizer=8 * weights, moments=moments,
+        adapter_weights=0,
+    )  # fmt: skip
+    why = (
+        "for information, the least it takes: 16 bytes a weight (float32 weights, gradients, "
+        f"AdamW), float32 activations of batch {train.batch_size}; packs trains adapters only"
+    )
+    return Option("full", "none", best.lora, train, plan, fit(plan, memory), why)
+
+
+# ── for people ───────────────────────────────────────────────────────────────────────────────────
+
+
+def table(
+    options: list[Option],
+    checkpoint: Checkpoint,
+    memory: int,
+    configs: Sequence[str] = (),
+    under: Recipe | None = None,
+    width: int = 100,
+) -> list[str]:
+    """Options for people in lines of ``width`` columns, and the next command in one line."""
+    best = options[0]
+    kinds = [" ".join([o.method, *[o.quantize] * (o.quantize != "none")]) for o in options]
+    lines = [
+        f"base    {checkpoint.name} · {_count(best.plan.base_weights)} weights · "
+        f"memory {size(memory)}",
+        "",
+        f"{'method':<13} {'path':<9} {'rank':>4} {'batch':>9} {'recomp':>6} {'peak':>8} fits",
+    ]
+    for o, kind in zip(options, kinds, strict=True):
+        full = o.method == "full"
+        batch = f"{o.train.batch_size} x {o.train.max_seq_length}"
+        recomputed = "yes" if o.train.grad_checkpoint else "no"
+        lines.append(
+            f"{kind:<13} {o.plan.base_path:<9} {'-' if full else o.lora.rank:>4} {batch:>9} "
+            f"{recomputed:>6} {size(o.plan.peak_bytes):>8} {_ANSWERS[o.fit]}"
+        )
+    lines += ["", f"{'parts of ' + kinds[0]:<24} {'at the peak':>12} {'at most':>9}"]
+    most = best.plan.most()
+    for name, now in best.plan.parts().items():
+        lines.append(f"  {name:<22} {_part(now):>12} {_part(most[name]):>9}")
+    lines += [f"  {'peak, at ' + best.plan.moment:<22} {size(best.plan.peak_bytes):>12}", ""]
+    told = [
+        ("why", f"{kinds[0]}: {best.why}"),
+        ("error", f"± {ERROR:.0%} against runs on a CPU (benchmarks/plan_accuracy.py); on a GPU "
+                  "the formula is not measured. Every token is taken as a target."),
+        ("cache", "not counted: the buffers that MLX has freed and keeps; it gives them back when "
+                  "memory is short."),
+    ]  # fmt: skip
+    for label, text in told:
+        lines += textwrap.wrap(
+            text, width, initial_indent=f"{label:<8}", subsequent_indent=" " * 8,
+            break_long_words=False, break_on_hyphens=False,
+        )  # fmt: skip
+    if best.fit == "no":
+
+        def peak(lora: LoRAConfig, train: TrainConfig) -> int:
+            path = train.base_path
+            return estimate(checkpoint.config, checkpoint.tensors, lora, train, path).peak_bytes
+
+        dense = not is_packed(checkpoint.tensors)
+        ways = [*remedies(peak, best.lora, best.train, dense), "more memory"]
+        lines.append(f"try:    {', '.join(ways[:-1])} or {ways[-1]}")
     else:
-        lines.append("try:    packs plan with --grad-checkpoint, a smaller base or more --memory")
+        lines.append(f"try:    {best.command(checkpoint.name, configs, under)}")
     return lines
+
+
+_ANSWERS = {"fits": "yes", "tight": "tight", "no": "no"}
+
+
+def _count(weights: int) -> str:
+    return f"{weights / 1e9:.2f} B" if weights >= 1e8 else f"{weights / 1e6:.1f} M"
+
+
+def _part(count: int) -> str:
+    return size(count) if count else "0"

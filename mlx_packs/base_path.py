@@ -7,7 +7,7 @@ and one that is far behind is given up early.
 
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from dataclasses import dataclass
 
 import mlx.nn as nn
@@ -103,6 +103,7 @@ def choose_base_path(
     rows: int,
     head_rows: int | None = None,
     advance: Callable[[], None] | None = None,
+    planned: Set[str] | None = None,
 ) -> BasePathChoice:
     """Measure the three base paths for steps of ``rows`` tokens and take the fastest that fits.
 
@@ -111,10 +112,12 @@ def choose_base_path(
     Args:
         rows: tokens of a batch.   head_rows: those that reach the head, by default all.
         advance: called after each kind of weight.
+        planned: the paths that fit by the plan of the run; without a plan, ``dense`` must leave
+            some of the free memory to the run.
     """
     modules = _measured(model)
     if not modules:
-        return BasePathChoice("quantized", {}, "the base is not quantized")
+        return BasePathChoice("dense", {}, "the base is not quantized")
     counts = Counter(_kind(*item) for item in modules)
     example = {_kind(*item): item[1] for item in modules}
     totals = dict.fromkeys(("quantized", "transient", "dense"), 0.0)
@@ -125,11 +128,16 @@ def choose_base_path(
             totals[path] += seconds * count
         if advance is not None:
             advance()
-    free = runtime.total_memory() - mx.get_active_memory()
-    fits = dense_bytes(model) < _DENSE_SHARE * free
     step_ms = {path: seconds * 1e3 for path, seconds in totals.items()}
-    candidates = {p: ms for p, ms in step_ms.items() if p != "dense" or fits}
-    reason = "" if fits else f"dense would need {dense_bytes(model) / 1e9:.1f} GB more"
+    if planned is None:
+        free = runtime.total_memory() - mx.get_active_memory()
+        fits = dense_bytes(model) < _DENSE_SHARE * free
+        planned = {path for path in step_ms if path != "dense" or fits}
+    candidates = {path: ms for path, ms in step_ms.items() if path in planned}
+    left_out = [path for path in step_ms if path not in planned]
+    reason = f"{' and '.join(left_out)} would not fit" if left_out else ""
+    if left_out == ["dense"]:
+        reason = f"dense would need {dense_bytes(model) / 1e9:.1f} GB more"
     return BasePathChoice(min(candidates, key=candidates.get), step_ms, reason)
 
 

@@ -1,11 +1,20 @@
-"""Fixed-shape batches of encoded rows, in an order that depends on the seed alone."""
+"""Fixed-shape batches of encoded rows, in an order that depends on the seed alone.
 
-from collections.abc import Iterator
+Unpacked, a row of a batch is a row of the data, and rows of like length stand together. Packed, a
+row of a batch holds as many rows of the data as fit, one behind the other: its *segments*.
+"""
+
+import itertools
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
 
 from .encoding import Example, Examples
+
+# Packed rows that a window of shuffled rows fills; its last one is half full on average.
+_PACKED_WINDOW = 128
 
 
 @dataclass(frozen=True)
@@ -14,7 +23,10 @@ class Batch:
 
     tokens: int32 [B, T].   positions: int32 [M], index into the B x T flattened inputs whose
     hidden state predicts the target.   targets: int32 [M].   weights: float32 [M], 0 where padding.
-    owners: int32 [M], row of the batch (-1 where padding).   count: number of real targets.
+    owners: int32 [M], index into ``rows`` (-1 where padding).   count: number of real targets.
+    rows: which rows of the data it holds, in the order in which they stand.
+    segments: int32 [B, T], number of the segment in its row of the batch, from 0 and rising; what
+    is left of a row is a segment of its own. None where a row of the batch is one of the data.
     """
 
     tokens: np.ndarray
@@ -24,6 +36,7 @@ class Batch:
     owners: np.ndarray
     rows: tuple[int, ...]
     count: int
+    segments: np.ndarray | None = None
 
 
 def padded_length(longest: int, limit: int) -> int:
@@ -42,21 +55,49 @@ def padded_targets(count: int, slots: int) -> int:
     return slots
 
 
-def make_batch(examples: list[Example], indices, batch_size: int, limit: int) -> Batch:
+def make_batch(examples: Sequence[Example], indices, batch_size: int, limit: int) -> Batch:
     """Lay rows out as a batch; missing rows of the last batch are empty."""
     chosen = [examples[i] for i in indices]
     longest = max(len(e.tokens) for e in chosen) - 1
     width = padded_length(max(longest, 1), limit)
-    tokens = np.zeros((batch_size, width), dtype=np.int32)
+    starts = [b * width for b in range(len(chosen))]
+    return _laid_out(chosen, starts, (batch_size, width), indices)
+
+
+def make_packed_batch(
+    examples: Sequence[Example], packed: Sequence[np.ndarray], batch_size: int, limit: int
+) -> Batch:
+    """Lay out packed rows, given by the rows that each holds, with ``limit`` inputs each."""
+    segments = np.zeros((batch_size, limit), dtype=np.int32)
+    chosen, starts = [], []
+    for b, indices in enumerate(packed):
+        at = 0
+        for number, i in enumerate(indices):
+            chosen.append(examples[i])
+            starts.append(b * limit + at)
+            at += len(chosen[-1].tokens) - 1
+            segments[b, at:] = number + 1
+    return _laid_out(chosen, starts, (batch_size, limit), np.concatenate(packed), segments)
+
+
+def _laid_out(
+    chosen: list[Example],
+    starts: list[int],
+    shape: tuple[int, int],
+    indices,
+    segments: np.ndarray | None = None,
+) -> Batch:
+    """A batch with the inputs of each example from its start on, in the flattened [B, T]."""
+    tokens = np.zeros(shape[0] * shape[1], dtype=np.int32)
     positions, targets, owners = [], [], []
-    for b, e in enumerate(chosen):
-        tokens[b, : len(e.tokens) - 1] = e.tokens[:-1]
+    for owner, (e, start) in enumerate(zip(chosen, starts, strict=True)):
+        tokens[start : start + len(e.tokens) - 1] = e.tokens[:-1]
         at = np.flatnonzero(e.target)
-        positions.append(b * width + at - 1)
+        positions.append(start + at - 1)
         targets.append(e.tokens[at])
-        owners.append(np.full(len(at), b, dtype=np.int32))
+        owners.append(np.full(len(at), owner, dtype=np.int32))
     count = sum(len(t) for t in targets)
-    slots = padded_targets(count, batch_size * width)
+    slots = padded_targets(count, tokens.size)
 
     def filled(parts: list[np.ndarray], value: int) -> np.ndarray:
         out = np.full(slots, value, dtype=np.int32)
@@ -66,13 +107,14 @@ def make_batch(examples: list[Example], indices, batch_size: int, limit: int) ->
     weights = np.zeros(slots, dtype=np.float32)
     weights[:count] = 1
     return Batch(
-        tokens,
+        tokens.reshape(shape),
         filled(positions, 0),
         filled(targets, 0),
         weights,
         filled(owners, -1),
         tuple(int(i) for i in indices),
         count,
+        segments,
     )
 
 
@@ -92,35 +134,108 @@ def epoch_order(lengths: np.ndarray, batch_size: int, seed: int, epoch: int) -> 
     return [batches[i] for i in random.permutation(len(batches))]
 
 
+def packed_order(
+    lengths: np.ndarray, batch_size: int, limit: int, seed: int, epoch: int
+) -> list[list[np.ndarray]]:
+    """Packed rows of each batch of an epoch, each given by its rows.
+
+    The rows are shuffled and packed a window at a time, so that a packed row holds rows of any
+    length and of any place; then the packed rows are shuffled. A function of its arguments alone.
+    """
+    random = np.random.default_rng([seed, epoch])
+    order = random.permutation(len(lengths))
+    inputs = lengths - 1
+    windows = max(1, round(int(inputs.sum()) / (limit * _PACKED_WINDOW)))
+    packed = [p for part in np.array_split(order, windows) for p in first_fit(inputs, part, limit)]
+    packed = [packed[i] for i in random.permutation(len(packed))]
+    return [packed[i : i + batch_size] for i in range(0, len(packed), batch_size)]
+
+
+def first_fit(inputs: np.ndarray, rows: np.ndarray, limit: int) -> list[np.ndarray]:
+    """Rows put into packed rows of ``limit`` inputs: the longest first, each where it first fits.
+
+    Every row has at most ``limit`` inputs.
+    """
+    rows = rows[np.argsort(-inputs[rows], kind="stable")]
+    free = np.full(len(rows), limit)
+    held: list[list[int]] = []
+    for row in rows:
+        at = int(np.argmax(free[: len(held) + 1] >= inputs[row]))  # the last of these is empty
+        if at == len(held):
+            held.append([])
+        held[at].append(row)
+        free[at] -= inputs[row]
+    return [np.array(indices) for indices in held]
+
+
+def _orders(
+    lengths: np.ndarray, batch_size: int, limit: int, seed: int, packing: bool, start: int = 0
+) -> Iterator[np.ndarray | list[np.ndarray]]:
+    """Rows (packed: packed rows) of each batch, epoch after epoch, from batch number ``start``."""
+    for epoch in itertools.count():
+        order = (
+            packed_order(lengths, batch_size, limit, seed, epoch)
+            if packing
+            else epoch_order(lengths, batch_size, seed, epoch)
+        )
+        yield from order[start:]
+        start = max(0, start - len(order))
+
+
 def training_batches(
-    examples: Examples, batch_size: int, max_seq_length: int, seed: int, start: int = 0
+    examples: Examples,
+    batch_size: int,
+    max_seq_length: int,
+    seed: int,
+    start: int = 0,
+    packing: bool = False,
 ) -> Iterator[Batch]:
     """Batches without end, epoch after epoch, from batch number ``start``."""
-    lengths = np.array([len(e.tokens) for e in examples.items])
-    per_epoch = len(epoch_order(lengths, batch_size, seed, 0))
-    epoch, skip = divmod(start, per_epoch)
-    while True:
-        for indices in epoch_order(lengths, batch_size, seed, epoch)[skip:]:
-            yield make_batch(examples.items, indices, batch_size, max_seq_length - 1)
-        epoch, skip = epoch + 1, 0
+    limit = max_seq_length - 1
+    make = make_packed_batch if packing else make_batch
+    for rows in _orders(examples.lengths, batch_size, limit, seed, packing, start):
+        yield make(examples.items, rows, batch_size, limit)
+
+
+def prefetched(batches: Iterator[Batch]) -> Iterator[Batch]:
+    """The same batches, the next one made in a thread while the caller works on this one.
+
+    Close it, and the thread has ended. What making a batch raises is raised where it was due.
+    """
+    with ThreadPoolExecutor(1, "batches") as thread:
+        ahead = thread.submit(next, batches, None)
+        while (batch := ahead.result()) is not None:
+            ahead = thread.submit(next, batches, None)
+            yield batch
 
 
 def batch_shapes(
-    examples: Examples, batch_size: int, max_seq_length: int, seed: int, iters: int
+    examples: Examples,
+    batch_size: int,
+    max_seq_length: int,
+    seed: int,
+    iters: int,
+    packing: bool = False,
 ) -> set[tuple[int, int]]:
     """(T, M) of the first ``iters`` batches of training, without laying them out."""
-    lengths = np.array([len(e.tokens) for e in examples.items])
-    counts = np.array([int(e.target.sum()) for e in examples.items])
+    lengths, counts, limit = examples.lengths, examples.target_counts, max_seq_length - 1
     shapes: set[tuple[int, int]] = set()
-    epoch = done = 0
-    while done < iters:
-        order = epoch_order(lengths, batch_size, seed, epoch)[: iters - done]
-        for indices in order:
-            width = padded_length(max(int(lengths[indices].max()) - 1, 1), max_seq_length - 1)
-            slots = padded_targets(int(counts[indices].sum()), batch_size * width)
-            shapes.add((width, slots))
-        epoch, done = epoch + 1, done + len(order)
+    for order in itertools.islice(_orders(lengths, batch_size, limit, seed, packing), iters):
+        rows = np.concatenate(order) if packing else order
+        longest = max(int(lengths[rows].max()) - 1, 1)
+        width = limit if packing else padded_length(longest, limit)
+        shapes.add((width, padded_targets(int(counts[rows].sum()), batch_size * width)))
     return shapes
+
+
+def packed_rows(
+    examples: Examples, batch_size: int, max_seq_length: int, seed: int
+) -> tuple[int, float]:
+    """How many packed rows the first epoch has, and the share of their inputs that is filled."""
+    limit = max_seq_length - 1
+    order = packed_order(examples.lengths, batch_size, limit, seed, 0)
+    count = sum(len(batch) for batch in order)
+    return count, float((examples.lengths - 1).sum()) / (count * limit)
 
 
 def evaluation_batches(
@@ -128,7 +243,7 @@ def evaluation_batches(
 ) -> list[Batch]:
     """Every row once, by length; ``limit`` takes the first so many batches' worth of rows."""
     count = len(examples) if limit < 0 else min(len(examples), limit * batch_size)
-    order = sorted(range(count), key=lambda i: len(examples.items[i].tokens))
+    order = sorted(range(count), key=lambda i: examples.lengths[i])
     return [
         make_batch(examples.items, order[i : i + batch_size], batch_size, max_seq_length - 1)
         for i in range(0, count, batch_size)

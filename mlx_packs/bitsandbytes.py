@@ -15,6 +15,7 @@ from .runtime import mx
 METHOD = "bitsandbytes"  # quant_method in a config.json
 _STATE = ".quant_state.bitsandbytes__"
 _PARTS = ("absmax", "quant_map", "nested_absmax", "nested_quant_map")
+_DTYPES = ("float32", "float16", "bfloat16")  # of what was packed
 _STATE_BYTES = 256  # more than any state takes; blanks after JSON mean nothing
 _MEND = "Download the checkpoint again, or `packs quantize` the one that is not quantized."
 
@@ -135,6 +136,7 @@ def _packed(
         raise ValueError(f"blocksize must be one of {BLOCK_SIZES} but is {block_size!r}.")
     if not _is_matrix(shape):
         raise ValueError(f"shape must be [O, D] with even D but its quant_state says {shape!r}.")
+    _check_dtype("dtype", state.get("dtype"), _DTYPES)
     bytes_wanted = shape[0] * shape[1] // 2
     if weight is None or weight.nbytes != bytes_wanted:
         has = "there is no weight" if weight is None else f"its weight has {weight.nbytes}"
@@ -145,13 +147,15 @@ def _packed(
         _check_table("nested_quant_map", nested_quant_map, absmax_map())
         if (size := state.get("nested_blocksize")) != NESTED_BLOCK_SIZE:
             raise ValueError(f"nested_blocksize must be {NESTED_BLOCK_SIZE} but is {size!r}.")
+        _check_dtype("nested_dtype", state.get("nested_dtype"), ("float32",))
         offset = _offset(state)
-    for part, values in (("absmax", absmax), ("nested_absmax", nested_absmax)):
-        if values is not None and mx.issubdtype(values.dtype, mx.floating):
-            if not mx.isfinite(values).all().item():
-                raise ValueError(f"{part} has NaN or infinite values.")
     codes = weight.flatten().view(mx.uint8).reshape(shape[0], shape[1] // 2)
     return NF4Weight(codes, absmax, nested_absmax, offset, block_size)
+
+
+def _check_dtype(part: str, has: object, wanted: tuple[str, ...]) -> None:
+    if has not in wanted:
+        raise ValueError(f"{part} must be one of {', '.join(wanted)} but is {has!r}.")
 
 
 def _is_matrix(shape: object) -> bool:

@@ -3,16 +3,19 @@
 Exit codes: 0 done, 1 a gate failed, 2 wrong use or bad input in one clear line.
 """
 
+import dataclasses
 import importlib
 import json
 import math
 import os
+import shutil
 import sys
 from pathlib import Path
 
 import click
 
 from . import options
+from .config import MEMORY_SETTINGS, LoRAConfig, TrainConfig
 from .errors import Interrupted, PackError, did_you_mean
 
 
@@ -50,22 +53,47 @@ def _print(value: dict | list, as_json: bool, lines: list[str]) -> None:
 
 @packs.command()
 @click.argument("pack", type=click.Path(path_type=Path))
-@click.option("--json", "as_json", is_flag=True, help="Print the manifest.")
+@click.option("--json", "as_json", is_flag=True, help="Print the manifest, or quantization.json.")
 def inspect(pack, as_json):
     """Show a pack: base, ranks, results, hashes.
 
-    Loads no tensor and no model.
+    Loads no tensor and no model. PACK may be a folder of `packs quantize` too: every shard is then
+    held against its hash.
     """
+    from .base_files import RECORD
     from .pack import Pack
 
+    if (pack / RECORD).is_file():
+        from .display import Display
+        from .quantize import verify
+
+        record = verify(pack, Display())
+        _print(record, as_json, _record_lines(pack, record))
+        return
     found = Pack.open(pack)
     found.verify()
     _print(found.manifest, as_json, _inspect_lines(found))
 
 
+def _record_lines(folder: Path, record: dict) -> list[str]:
+    """A folder that `packs quantize` wrote, for people."""
+    from .base_files import quantization_name
+
+    size = sum(facts["bytes"] for facts in record["files"].values())
+    kind = quantization_name(record["quantization"])
+    lines = [
+        f"base    {folder} ({_size(size / 1e9)}) · {kind} · format {record['format']}",
+        _bits_line(record),
+        f"source  fingerprint {record['source'][:12]} · mlx {record['versions'].get('mlx')}",
+    ]
+    for name, facts in record["files"].items():
+        lines.append(f"file    {name} · {facts['bytes']:,} bytes · sha256 {facts['sha256']} ok")
+    return lines
+
+
 def _inspect_lines(pack) -> list[str]:
     """A pack for people; optional parts of its manifest only as far as they are there."""
-    from .loading import quantization_name
+    from .base_files import quantization_name
     from .manifest import shown_result
 
     m = pack.manifest
@@ -293,60 +321,90 @@ def _bits_for(text: str) -> tuple[str, int]:
     return expression, int(bits)
 
 
-def _left_dense(paths: list[str]) -> list[str]:
-    if not paths:
-        return []
-    more = f" and {len(paths) - 3} more" if len(paths) > 3 else ""
-    return [f"dense   {', '.join(paths[:3])}{more} (kept by name, or the width does not fit)"]
+def _left_dense(reasons: dict[str, str]) -> list[str]:
+    """A line for each reason, with the first modules that it holds for."""
+    lines = []
+    for reason in dict.fromkeys(reasons.values()):
+        paths = [path for path, why in reasons.items() if why == reason]
+        more = f" and {len(paths) - 3} more" if len(paths) > 3 else ""
+        lines.append(f"dense   {', '.join(paths[:3])}{more} ({reason})")
+    return lines
 
 
 def _size(gb: float) -> str:
     return f"{gb:.2f} GB" if gb >= 0.1 else f"{gb * 1e3:.1f} MB"
 
 
+def _bits_line(report: dict) -> str:
+    return (
+        f"bits    {report['bits_per_weight']:.2f} a weight, "
+        f"{report['bits_per_quantized_weight']:.2f} where quantized · "
+        f"{report['quantized']} tensors quantized, {report['dense']} as they were"
+    )
+
+
 def _quantize_lines(report: dict) -> list[str]:
     found = f", {report['shards_found']} of them found finished" if report["shards_found"] else ""
     return [
         f"wrote   {report['out']} ({_size(report['gb'])}, {report['shards']} shard(s){found})",
-        f"bits    {report['bits_per_weight']:.2f} a weight, "
-        f"{report['bits_per_quantized_weight']:.2f} where quantized · "
-        f"{report['quantized']} tensors quantized, {report['dense']} as they were",
+        _bits_line(report),
         *_left_dense(report["left_dense"]),
         f"took    {report['seconds']:.1f} s · process peak {report['process_peak_gb']:.2f} GB",
     ]
 
 
+_SEARCHED = {
+    "batch_size": "{}, less if need be", "max_seq_length": "{}, less if need be",
+    "rank": "{}, less if need be", "grad_checkpoint": "if need be", "base_path": "all",
+    "quantize": "none, nf4 and affine4",
+}  # fmt: skip
+
+
+def _memory_options(command):
+    """Those of `packs train` that change its peak."""
+    for cls in (TrainConfig, LoRAConfig):
+        for f in reversed(dataclasses.fields(cls)):
+            if f.name in MEMORY_SETTINGS:
+                default = _SEARCHED.get(f.name, "{}").format(options.default_of(f))
+                command = options.of_field(f, default.removeprefix("None"))(command)
+    return command
+
+
 @packs.command()
-@click.option("--model", default="tiny", metavar="M", help="Base: folder or hub id. [tiny]")
+@click.option("--model", metavar="M", help="Base: folder, hub id or 'tiny'. [tiny]")
 @click.option("--memory", type=float, metavar="GB", help="Memory to fit. [this machine's]")
-@click.option("--rank", metavar="RANK", help="Rank of the adapters. [16]")
-@click.option("--num-layers", metavar="N", help="Adapt only the last N blocks. [all]")
-@click.option("--target-modules", metavar="NAMES", help="Projections with adapters. [all]")
-@click.option("--batch-size", metavar="N", help="Rows of a batch. [searched: 4 to 1]")
-@click.option("--max-seq-length", metavar="N", help="Tokens of a row. [searched: 2048 to 256]")
-@click.option("--grad-checkpoint/--no-grad-checkpoint", default=None, help="[searched]")
-@click.option("--base-path", metavar="{quantized,transient,dense}", help="[all]")
-@click.option("--quantize", metavar="{none,affine4,affine8,nf4}", help="[none, nf4, affine4]")
-@click.option("--double-quant/--no-double-quant", default=None, help="With --quantize nf4.")
-@click.option("--optimizer", metavar="NAME", help="Optimizer. [adamw]")
+@options.configs
+@_memory_options
 @click.option("--json", "as_json", is_flag=True, help="Print the options as a list.")
-def plan(model, memory, as_json, **flags):
+def plan(memory, configs, as_json, **flags):
     """Say what fits into a memory, and how to start it.
 
-    Reads config.json and the headers of the tensors only, of a hub id too.
+    Reads config.json and the headers of the tensors only, of a hub id too. What is said by a flag
+    or a file stands; batch, recomputation, length and rank give way in this order until it fits.
+    The command at the end has the peak that is shown.
     """
     from .advice import advise, table
-    from .config import resolve
+    from .config import said
+    from .loading import TINY
     from .plan import read_checkpoint
     from .runtime import total_memory
+    from .train import read_configs, recipe_of
 
-    asked = {k: v for k, v in flags.items() if v is not None}
-    recipe = resolve(asked)
     if memory is not None and not (math.isfinite(memory) and memory > 0):
         raise PackError(f"--memory {memory:g}: must be a positive number of GB.")
+    flags = {k: v for k, v in flags.items() if v is not None}
+    values = read_configs(configs)
+    recipe = recipe_of(flags, values)
+    model = recipe.run.get("model", TINY)
+    under = recipe_of({"model": model}, values)
     limit = total_memory() if memory is None else int(memory * 1e9)
-    found = advise(read_checkpoint(model), limit, recipe.lora, recipe.train, frozenset(asked))
-    _print([option.to_json() for option in found], as_json, table(found, model, limit))
+    checkpoint = read_checkpoint(model)
+    found = advise(checkpoint, limit, recipe.lora, recipe.train, said(values, flags))
+    report = [
+        {**option.to_json(), "command": option.command(model, configs, under)} for option in found
+    ]
+    width = min(100, shutil.get_terminal_size((100, 24)).columns)
+    _print(report, as_json, table(found, checkpoint, limit, configs, under, width))
 
 
 @packs.command()

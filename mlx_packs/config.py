@@ -25,6 +25,11 @@ QUANTIZE = ("none", "affine4", "affine8", "nf4")
 COMPUTE_DTYPES = ("auto", "bfloat16", "float16", "float32")
 FLAGS = "options"
 SCHEDULES = ("cosine", "linear", "constant")
+# settings that the peak memory of a run depends on
+MEMORY_SETTINGS = (
+    "batch_size max_seq_length rank base_path grad_checkpoint quantize double_quant keep "
+    "compute_dtype optimizer grad_accumulation_steps num_layers target_modules"
+).split()
 
 
 def _option(default, sentence: str, choices: tuple[str, ...] = ()):
@@ -86,6 +91,9 @@ class TrainConfig:
     iters: int = _option(600, "Batches to train on.")
     batch_size: int = _option(4, "Rows of a batch.")
     max_seq_length: int = _option(2048, "Rows longer than this many tokens are cut.")
+    packing: bool = _option(
+        False, "Fill rows of the maximal length with several rows each, none seeing another."
+    )
     learning_rate: float = _option(2e-4, "Peak learning rate.")
     lr_schedule: str | dict = _option(
         "cosine", "cosine, linear or constant; in YAML any schedule of mlx, as in mlx-lm."
@@ -420,6 +428,11 @@ def _merged(layers: Sequence[Mapping], where: str) -> dict:
     if "scale" in merged:
         merged["alpha"] = merged.pop("scale") * merged.get("rank", LoRAConfig.rank)
     return merged
+
+
+def said(*layers: Mapping) -> frozenset[str]:
+    """Names of the settings that mappings of keys (ours and mlx-lm's) say something about."""
+    return frozenset(_merged(layers, FLAGS))
 
 
 def resolve(values: Mapping, where: str = FLAGS, under: Sequence[Mapping] = ()) -> Recipe:

@@ -95,3 +95,10 @@ def clock(seconds: float) -> str:
     seconds = max(0, round(seconds))
     hours, rest = divmod(seconds, 3600)
     return f"{hours}:{rest // 60:02}:{rest % 60:02}" if hours else f"{rest // 60}:{rest % 60:02}"
+
+
+def size(count: float) -> str:
+    """Bytes, as people read them: 4.1 MB, 0.39 GB, 25.3 GB."""
+    if count >= 1e10:
+        return f"{count / 1e9:.1f} GB"
+    return f"{count / 1e9:.2f} GB" if count >= 1e8 else f"{count / 1e6:.1f} MB"

@@ -6,8 +6,9 @@ text, and a token is a target if it starts inside one.
 """
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -34,16 +35,26 @@ class Example:
 class Examples:
     """The rows of a split, encoded; ``cut`` were longer than the maximum, ``dropped`` lost all."""
 
-    items: list[Example]
+    items: Sequence[Example]
     format: str
     loss_on: str
     cut: int = 0
     dropped: int = 0
 
+    @cached_property
+    def lengths(self) -> np.ndarray:
+        """Tokens of each row."""
+        return np.array([len(e.tokens) for e in self.items])
+
+    @cached_property
+    def target_counts(self) -> np.ndarray:
+        """Supervised tokens of each row."""
+        return np.array([int(e.target.sum()) for e in self.items])
+
     @property
     def targets(self) -> int:
         """Supervised tokens in all rows."""
-        return int(sum(e.target.sum() for e in self.items))
+        return int(self.target_counts.sum())
 
     def __len__(self) -> int:
         return len(self.items)

@@ -66,14 +66,14 @@ def score(model: nn.Module, head: Head | None, batches: list[Batch], advance=Non
         raise PackError("nothing to evaluate: there are no rows.")
     model.eval()
 
-    def forward(tokens, positions, targets):
-        return target_loss(model, head, tokens, positions, targets)
+    def forward(*arrays):
+        return target_loss(model, head, *arrays, gradient=False)
 
     compiled = mx.compile(forward)
     nll_rows, count_rows, hits = [], [], 0.0
     for batch in batches:
-        tokens, positions, targets, _ = as_arrays(batch)
-        nll, hit = compiled(tokens, positions, targets)
+        tokens, positions, targets, _, *segments = as_arrays(batch)
+        nll, hit = compiled(tokens, positions, targets, *segments)
         mx.eval(nll, hit)
         real = batch.owners >= 0
         owners = batch.owners[real]

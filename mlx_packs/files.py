@@ -1,5 +1,6 @@
 """Write whole or not at all: files and folders appear under their name only when complete."""
 
+import fcntl
 import hashlib
 import json
 import os
@@ -7,7 +8,7 @@ import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import IO, TYPE_CHECKING
 
 from .errors import PackError
 
@@ -55,15 +56,52 @@ def put_in_place(partial: Path, path: Path) -> None:
     Raises: OSError.
     """
     old = path.with_name(f".{path.name}.old-{os.getpid()}")
-    if path.exists():
-        os.rename(path, old)
     try:
+        if path.exists():
+            os.rename(path, old)
         os.rename(partial, path)
-    except OSError:
-        if old.exists():
+    except BaseException:  # an interruption too
+        if old.exists() and not path.exists():
             os.rename(old, path)
         raise
     shutil.rmtree(old, ignore_errors=True)
+
+
+@contextmanager
+def only_writer(path: Path) -> Iterator[None]:
+    """Let one process at a time write ``path``; a lock file beside it is there meanwhile.
+
+    Raises: PackError at once if another process is writing it.
+    """
+    lock = path.with_name(f".{path.name}.lock")
+    with _locked(lock, path):
+        try:
+            yield
+        finally:
+            lock.unlink(missing_ok=True)
+
+
+def _locked(lock: Path, path: Path) -> IO:
+    """The lock file, open and locked until it is closed."""
+    while True:
+        try:
+            file = lock.open("a")
+        except OSError as error:
+            raise PackError(f"{path}: cannot be written ({error.strerror or error}).") from None
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # who had the lock may have removed this file since it was opened here
+            if os.path.samestat(os.fstat(file.fileno()), os.stat(lock)):
+                return file
+        except BlockingIOError:
+            file.close()
+            raise PackError(f"{path}: another process is writing it; wait for it, or choose "
+                            "another name.") from None  # fmt: skip
+        except FileNotFoundError:
+            pass
+        except OSError:
+            return file  # a file system without locks
+        file.close()
 
 
 def _sync(file: Path) -> None:

@@ -1,13 +1,7 @@
-"""Load a base: any causal model of mlx-lm, from a folder, the Hugging Face cache or the Hub.
+"""Load a base: any causal model of mlx-lm, dense or quantized, or quantized while it is read."""
 
-Offline first: a local folder never touches the network, a cached hub id is used as it is cached.
-"""
-
-import hashlib
 import inspect
 import json
-import os
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -18,35 +12,30 @@ import mlx.nn as nn
 from mlx.utils import tree_map
 
 from . import runtime
+from .base_files import (
+    TINY,
+    check_files,
+    fingerprint,
+    public_name,
+    quantization_name,
+    quantized_as,
+    resolve_base_path,
+    stored_quantization,
+    text_config,
+    weight_files,
+)
+from .base_files import missing_shards as missing_shards  # others take these two from here
+from .base_files import tiny_base_path as tiny_base_path
 from .bitsandbytes import from_bitsandbytes
-from .errors import PackError, did_you_mean
-from .files import read_header
+from .errors import PackError
 from .nn.nf4 import NF4Embedding, NF4Linear
 from .nn.quantized import NF4, replace_modules
 from .ops.nf4 import BLOCK_SIZES, NF4Weight
-from .packing import Packing, quantized_tensors
+from .packing import Recipe, is_named, packing_named, packings_of, quantized_tensors
 from .runtime import mx
 
 if TYPE_CHECKING:
     from .pack import Pack
-
-TINY = "tiny"
-_SAMPLE_BYTES = 4096
-# what mlx-lm downloads; code among it is run only with trust_remote_code
-CHECKPOINT_FILES = (
-    "*.json model*.safetensors *.jinja *.txt *.jsonl tokenizer.model *.tiktoken tiktoken.model *.py"
-).split()
-
-
-def tiny_base_path() -> Path:
-    """The folder of the tiny Qwen3 that the package carries; an ordinary mlx-lm checkpoint."""
-    return Path(__file__).parent / "tiny" / "base"
-
-
-def public_name(name: str) -> str:
-    """What a manifest calls a base or data: a hub id as it is, a folder without its path."""
-    path = Path(name).expanduser()
-    return path.resolve().name if path.exists() else name
 
 
 @dataclass
@@ -100,146 +89,9 @@ class Base:
         return f"{self.name} · {model_type} · {blocks} blocks · {kind} · {shown}"
 
 
-def quantization_name(q: Mapping | None) -> str:
-    """A quantization for people: ``affine 4-bit g64``, or ``dense``."""
-    if not q:
-        return "dense"
-    double = " double-quantized" if q.get("double_quant") else ""
-    kept = f" without {', '.join(q['keep'])}" if q.get("keep") else ""
-    return f"{q.get('mode', 'affine')} {q['bits']}-bit g{q['group_size']}{double}{kept}"
-
-
-def text_config(config: dict) -> dict:
-    return config if "vocab_size" in config else config.get("text_config", config)
-
-
-def resolve_base_path(name: str | Path) -> Path:
-    """The checkpoint folder for ``tiny``, a local folder, or a hub id (cached first).
-
-    Raises: PackError, one line with what to do, when there is none.
-    """
-    if str(name) == TINY:
-        return tiny_base_path()
-    if not str(name):
-        raise PackError("--model: is empty; name a folder, a hub id (owner/name) or 'tiny'.")
-    path = Path(name).expanduser()
-    if os.path.isdir(path):  # unlike Path.is_dir, False for a name that is too long
-        if not (path / "config.json").is_file():
-            raise PackError(f"{path}: is not a checkpoint, it has no config.json.")
-        return path
-    if os.path.exists(path):
-        raise PackError(f"{path}: must be a checkpoint folder, but is a file.")
-    if not re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", str(name), re.ASCII):
-        alone = "/" not in str(name)
-        hint = f" Its 4-bit form may be 'mlx-community/{name}'." if alone else ""
-        raise PackError(f"--model {name}: no such folder, and not a hub id (owner/name).{hint}")
-    return _hub_snapshot(str(name))
-
-
-def _hub_snapshot(repo: str) -> Path:
-    """The folder of a hub id: as it is cached, else (or if that is incomplete) downloaded."""
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import LocalEntryNotFoundError, RepositoryNotFoundError
-
-    wanted = {"repo_id": repo, "allow_patterns": CHECKPOINT_FILES}
-    cached = "not in the Hugging Face cache"
-    try:
-        path = Path(snapshot_download(**wanted, local_files_only=True))
-        if _is_whole(path):
-            return path
-        cached = "only in part in the Hugging Face cache"
-    except LocalEntryNotFoundError:
-        pass
-    except ValueError as error:  # the hub's rules for names
-        raise PackError(f"--model {repo}: no such folder, and {_first_line(error)}") from None
-    try:
-        path = Path(snapshot_download(**wanted))  # without network, what is cached of it
-        if _is_whole(path):
-            return path
-        reason = "some of its files are missing"
-    except RepositoryNotFoundError:
-        raise PackError(
-            f"--model {repo}: no folder of that name, and the Hub has no such model (or it is "
-            "private: hf auth login)."
-        ) from None
-    except (OSError, ValueError) as error:
-        reason = _first_line(error)
-    raise PackError(
-        f"--model {repo}: not a folder here, {cached}, and it cannot be had from the Hub "
-        f"({reason}). On a machine with network: hf download {repo}"
-    )
-
-
-def _is_whole(path: Path) -> bool:
-    found = (path / "config.json").is_file() and weight_files(path)
-    return bool(found) and not missing_shards(path)
-
-
-def _first_line(error: Exception) -> str:
-    text = str(error).strip() or type(error).__name__
-    return text.splitlines()[0][:120].rstrip(".")
-
-
-def weight_files(path: Path) -> list[Path]:
-    """The safetensors shards of a checkpoint folder, in order."""
-    return sorted(path.glob("model*.safetensors"))
-
-
-def missing_shards(path: Path) -> list[str]:
-    """Shards that the index of a checkpoint folder names and that are not there.
-
-    Raises: PackError if the index is no index.
-    """
-    index = path / "model.safetensors.index.json"
-    if not index.is_file():
-        return []
-    try:
-        named = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-    except (ValueError, KeyError, TypeError, AttributeError):
-        raise PackError(f"{index}: is not an index of shards (no 'weight_map').") from None
-    return sorted(named - {f.name for f in weight_files(path)})
-
-
-def fingerprint(path: Path) -> str:
-    """A hash of a checkpoint's tensors: names, dtypes, shapes and a sample of each one's bytes.
-
-    It does not depend on how the tensors are spread over shards, and reads 4 KiB a tensor.
-    """
-    entries = {}
-    for file in weight_files(path):
-        header, start = read_header(file)
-        with file.open("rb") as f:
-            for name, tensor in header.items():
-                begin, end = tensor["data_offsets"]
-                middle = begin + max(0, (end - begin - _SAMPLE_BYTES) // 2)
-                f.seek(start + middle)
-                sample = f.read(min(_SAMPLE_BYTES, end - begin))
-                entries[name] = (tensor["dtype"], tensor["shape"], sample)
-    digest = hashlib.sha256()
-    for name, (dtype, shape, sample) in sorted(entries.items()):
-        digest.update(f"{name} {dtype} {shape}\n".encode() + sample)
-    return digest.hexdigest()
-
-
-def check_files(path: Path) -> None:
-    """Refuse a folder without weights, with a truncated shard, or one that the index misses."""
-    files = weight_files(path)
-    if not files:
-        raise PackError(f"{path}: has no model*.safetensors; is it a checkpoint folder?")
-    for file in files:
-        read_header(file)
-    if missing := missing_shards(path):
-        raise PackError(f"{path}: shard {missing[0]} is named in the index but not there.")
-    try:
-        config = json.loads((path / "config.json").read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise PackError(f"{path / 'config.json'}: is not valid JSON: {error}.") from None
-    if not isinstance(config, dict) or "model_type" not in config:
-        raise PackError(f"{path / 'config.json'}: has no 'model_type'.")
-
-
 Weights = dict[str, mx.array]
-_PACKINGS = {f"affine{bits}": Packing("affine", bits) for bits in (4, 8)}
+_PARTS = ("weight", "absmax", "nested_absmax", "offset")
+_AGAIN = "The checkpoint is damaged: get it again."
 
 
 def load_model_of(
@@ -286,6 +138,7 @@ def load_model_of(
 
 
 def load_base_tokenizer(path: Path, config: dict, trust_remote_code: bool) -> object:
+    from huggingface_hub.errors import StrictDataclassError  # of a config that transformers refuses
     from mlx_lm.utils import load_tokenizer
 
     try:
@@ -294,7 +147,7 @@ def load_base_tokenizer(path: Path, config: dict, trust_remote_code: bool) -> ob
             {"trust_remote_code": trust_remote_code},
             eos_token_ids=config.get("eos_token_id"),
         )
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, StrictDataclassError) as error:
         reason = " ".join(str(error).split())[:300]
         raise PackError(f"{path}: the tokenizer cannot be loaded: {reason}") from None
     # without its files, transformers makes an empty tokenizer of the kind that the config names
@@ -303,37 +156,47 @@ def load_base_tokenizer(path: Path, config: dict, trust_remote_code: bool) -> ob
     return tokenizer
 
 
-def _place_nf4(model: nn.Module, weights: Weights, dtype: mx.Dtype) -> None:
+def _place_nf4(model: nn.Module, weights: Weights, dtype: mx.Dtype, where: Path) -> None:
     """Put an NF4 module wherever the weights are packed; the tensors are loaded into it later."""
     modules = dict(model.named_modules())
     placed = []
     for path in [name.removesuffix(".absmax") for name in weights if name.endswith(".absmax")]:
-        parts = [weights.get(f"{path}.{part}") for part in ("nested_absmax", "offset")]
         module = modules.get(path)
         if not isinstance(module, (nn.Linear, nn.Embedding)):
             kind = "nothing" if module is None else type(module).__name__
-            raise PackError(
-                f"{path}.absmax: NF4 is read for linears and embeddings, here is {kind}."
-            )
-        weight, absmax = weights[f"{path}.weight"], weights[f"{path}.absmax"]
-        block_size = _block_size(weight, absmax)
+            raise PackError(f"{where}: {path}.absmax: NF4 is read for linears and embeddings, here "
+                            f"is {kind}.")  # fmt: skip
+        parts = {part: weights.get(f"{path}.{part}") for part in _PARTS}
+        if parts["weight"] is None:
+            raise PackError(f"{where}: {path}.weight: is missing beside {path}.absmax. {_AGAIN}")
+        block_size = _block_size(parts["weight"], parts["absmax"])
         try:
-            packed = NF4Weight(weight, absmax, *parts, block_size)
+            packed = NF4Weight(*parts.values(), block_size)
         except ValueError as error:
-            raise PackError(f"{path}: packed tensors do not fit: {error}") from None
-        for part in ("absmax", "nested_absmax", "offset"):
-            values = weights.get(f"{path}.{part}")
-            if values is not None and not mx.isfinite(values).all().item():
-                raise PackError(f"{path}.{part}: has NaN or infinite values; the checkpoint is "
-                                "damaged, get it again.")  # fmt: skip
+            raise PackError(
+                f"{where}: {path}: packed tensors do not fit: {error} {_AGAIN}"
+            ) from None
+        for part in _PARTS[1:]:  # the codes stay lazy
+            if parts[part] is not None and not mx.isfinite(parts[part]).all().item():
+                raise PackError(f"{where}: {path}.{part}: has NaN or infinite values. {_AGAIN}")
         if list(packed.shape) != list(module.weight.shape):
-            raise PackError(f"{path}: is packed for {list(packed.shape)}, but the config asks for "
-                            f"{list(module.weight.shape)}.")  # fmt: skip
+            raise PackError(f"{where}: {path}: is packed for {list(packed.shape)}, but the config "
+                            f"asks for {list(module.weight.shape)}.")  # fmt: skip
         if isinstance(module, nn.Embedding):
             placed.append((path, NF4Embedding(packed, dtype)))
         else:
             placed.append((path, NF4Linear(packed, module.get("bias"), dtype)))
     replace_modules(model, placed)
+
+
+def _refuse_codes_alone(weights: Weights, where: Path) -> None:
+    """Raises: PackError if a weight of an NF4 folder has codes but no absmax."""
+    for name, tensor in weights.items():
+        path = name.removesuffix(".weight")
+        scaled = f"{path}.absmax" in weights or f"{path}.scales" in weights
+        if name.endswith(".weight") and tensor.dtype == mx.uint8 and not scaled:
+            raise PackError(f"{where}: {path}.absmax: is missing beside {name}, which is NF4. "
+                            f"{_AGAIN}")  # fmt: skip
 
 
 def _block_size(weight: mx.array, absmax: mx.array) -> int:
@@ -342,48 +205,58 @@ def _block_size(weight: mx.array, absmax: mx.array) -> int:
     return fitting[0] if len(fitting) == 1 else 64
 
 
-def _quantize_weights(
-    model: nn.Module, weights: Weights, packing: Packing, keep: Sequence[str]
-) -> Weights:
-    """Quantize every linear and embedding of a dense checkpoint as its weights are read.
+def _quantize_weights(model: nn.Module, weights: Weights, recipe: Recipe) -> Weights:
+    """Quantize a dense checkpoint as its weights are read; one dense weight exists at a time.
 
-    One dense weight exists at a time. Modules whose width does not fit stay dense.
-    Returns: the weights with packed ones instead; the model has the modules for them.
+    Returns: the weights with packed ones instead; the model has the affine modules for them.
     """
-    paths = [p for p, m in model.named_modules() if isinstance(m, (nn.Linear, nn.Embedding))]
-    for name in keep:
-        if not any(is_named(path, name) for path in paths):
-            # a tied head has no module of its own: its table is the embedding
-            if name != "lm_head":
-                hint = did_you_mean(name, sorted({p.rsplit(".", 1)[-1] for p in paths}))
-                raise PackError(f"--keep {name}: no such module. {hint}")
-    for path, module in model.named_modules():
+    affine = {}
+    for path, how in packings_of(model, recipe)[0].items():
         name = f"{path}.weight"
-        if not isinstance(module, (nn.Linear, nn.Embedding)) or name not in weights:
-            continue
-        kept = any(is_named(path, name) for name in keep)
-        if kept or not packing.fits(weights[name].shape[-1]):
+        if name not in weights:
             continue
         dense = weights.pop(name)
-        weights |= quantized_tensors(name, dense, packing)
+        weights |= quantized_tensors(name, dense, how)
         del dense
-    if packing.mode == "affine":
-        nn.quantize(
-            model, packing.group_size, packing.bits,
-            class_predicate=lambda path, _: f"{path}.scales" in weights,
-        )  # fmt: skip
+        if how.mode == "affine":
+            affine[path] = how.to_config()
+    nn.quantize(model, class_predicate=lambda path, _: affine.get(path, False))
     return weights
 
 
-def is_named(path: str, name: str) -> bool:
-    """Whether a module at ``path`` is called so: by its whole path or the end of it."""
-    return path == name or path.endswith("." + name)
+def stored_as_asked(config: Mapping, quantize: str) -> bool:
+    """Whether --quantize asks a checkpoint for the NF4 that it is stored in.
+
+    Raises: PackError if it is quantized and asked to be so otherwise.
+    """
+    has = stored_quantization(config)
+    if quantize == "none" or not has:
+        return False
+    if quantize == "nf4" and _is_nf4(has):
+        return True
+    raise _quantized_already(quantize, quantization_name(has))
 
 
-def _check_stored(model: nn.Module, name: str, double_quant: bool, keep: Sequence[str]) -> None:
-    """An NF4 base that is asked to be NF4 stays as it is, if that is what was asked for."""
-    packed = [(path, m) for path, m in model.named_modules() if isinstance(m, NF4)]
-    if other := next((path for path, m in packed if m.double_quant != double_quant), None):
+def _is_nf4(quantization: Mapping) -> bool:
+    return "nf4" in (quantization.get("mode"), quantization.get("bnb_4bit_quant_type"))
+
+
+def _quantized_already(quantize: str, kind: str) -> PackError:
+    return PackError(
+        f"--quantize {quantize}: the base is quantized already ({kind}); train on it as it is, or "
+        "name the checkpoint that it was made from."
+    )
+
+
+def check_stored_nf4(
+    packed: Sequence[tuple[str, bool]], name: str, double_quant: bool, keep: Sequence[str]
+) -> None:
+    """An NF4 base that is asked to be NF4 stays as it is, if that is what was asked for.
+
+    Args:
+        packed: paths of its NF4 modules, and whether each is double-quantized.
+    """
+    if other := next((path for path, double in packed if double != double_quant), None):
         has = "single" if double_quant else "double"
         raise PackError(f"--quantize nf4: {name} is NF4 already, {has}-quantized ({other}); leave "
                         "--no-double-quant as the base has it.")  # fmt: skip
@@ -438,30 +311,34 @@ def load_base(
             always float32.
     Raises: PackError when there is no such checkpoint or its tensors do not fit its config.
     """
+    recipe = None
+    if quantize != "none":
+        recipe = Recipe(packing_named(quantize, double_quant), tuple(keep))
     path = resolve_base_path(name)
     check_files(path)
     stored = json.loads((path / "config.json").read_text(encoding="utf-8"))
-    has = stored.get("quantization") or stored.get("quantization_config")
-    as_stored = False
-    if quantize != "none" and has:
-        if quantize != "nf4" or has.get("mode", has.get("bnb_4bit_quant_type")) != "nf4":
-            raise PackError(f"--quantize {quantize}: the base is quantized already ({has}).")
-        quantize, as_stored = "none", True
+    as_stored = stored_as_asked(stored, quantize)
+    recipe = None if as_stored else recipe
+    if recipe and (kind := quantized_as(path, stored)):
+        raise _quantized_already(quantize, kind)
+    is_nf4 = _is_nf4(stored_quantization(stored))
     dtype = _activation_dtype(stored, compute_dtype)
-    packing = _PACKINGS.get(quantize, Packing(double_quant=double_quant))
 
     def pack(model: nn.Module, weights: Weights) -> Weights:
-        if quantize != "none":
-            weights = _quantize_weights(model, weights, packing, keep)
-        _place_nf4(model, weights, dtype)
+        if recipe:
+            weights = _quantize_weights(model, weights, recipe)
+        if is_nf4:
+            _refuse_codes_alone(weights, path)
+        _place_nf4(model, weights, dtype, path)
         return weights
 
     model, config = load_model_of(path, trust_remote_code, pack)
     if as_stored:
-        _check_stored(model, str(name), double_quant, keep)
+        packed = [(p, m.double_quant) for p, m in model.named_modules() if isinstance(m, NF4)]
+        check_stored_nf4(packed, str(name), double_quant, keep)
     quantization = config.get("quantization") or _nf4_quantization(model)
-    if quantize != "none":
-        quantization = packing.to_config() | ({"keep": list(keep)} if keep else {})
+    if recipe:
+        quantization = recipe.packing.to_config() | ({"keep": list(keep)} if keep else {})
     if runtime.on_cpu() or compute_dtype != "auto":
         half = (mx.float16, mx.bfloat16)
         changed = half if runtime.on_cpu() else (*half, mx.float32)

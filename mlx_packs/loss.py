@@ -11,10 +11,11 @@ import mlx.nn as nn
 
 from .batches import Batch
 from .nn.quantized import frozen_head
+from .nn.segments import restarting, segment_caches
 from .ops.linear_cross_entropy import FrozenHead, cross_entropy, linear_cross_entropy
 from .runtime import mx
 
-Arrays = tuple[mx.array, mx.array, mx.array, mx.array]
+Arrays = tuple[mx.array, ...]
 
 
 @dataclass(frozen=True)
@@ -24,7 +25,7 @@ class Head:
     frozen: the same head by slices of its rows; None if it learns, or cannot be sliced.
     """
 
-    hidden: Callable[[mx.array], mx.array]
+    hidden: Callable[..., mx.array]
     logits: Callable[[mx.array], mx.array]
     frozen: FrozenHead | None
 
@@ -53,9 +54,33 @@ def split_head(model: nn.Module) -> Head | None:
 
 
 def as_arrays(batch: Batch) -> Arrays:
-    """What the step takes of a batch: tokens [B, T], positions, targets, weights [M]."""
-    parts = batch.tokens, batch.positions, batch.targets, batch.weights
-    return tuple(mx.array(p) for p in parts)  # type: ignore[return-value]
+    """What the step takes of a batch: tokens [B, T], positions, targets, weights [M].
+
+    Of a packed batch also its segments [B, T].
+    """
+    parts = [batch.tokens, batch.positions, batch.targets, batch.weights]
+    if batch.segments is not None:
+        parts.append(batch.segments)
+    return tuple(mx.array(p) for p in parts)
+
+
+def forward(
+    model: nn.Module,
+    part: Callable[..., mx.array],
+    tokens: mx.array,
+    segments: mx.array | None = None,
+    offset: int = 0,
+) -> mx.array:
+    """What ``part`` (the model, or its hidden states) makes of tokens [B, T].
+
+    Args:
+        segments: [B, T], where rows are packed; an input sees its own segment alone.
+        offset: position of the first input of packed rows.
+    """
+    if segments is None:
+        return part(tokens)
+    with restarting(model, segments):
+        return part(tokens, cache=segment_caches(model, segments, offset))
 
 
 def target_loss(
@@ -64,8 +89,10 @@ def target_loss(
     tokens: mx.array,
     positions: mx.array,
     targets: mx.array,
+    segments: mx.array | None = None,
     z_loss: float = 0.0,
     label_smoothing: float = 0.0,
+    gradient: bool = True,
 ) -> tuple[mx.array, mx.array]:
     """Loss [M] float32 of each target and whether it ranks first [M].
 
@@ -73,17 +100,18 @@ def target_loss(
 
     Args:
         tokens: [B, T].   positions: [M], flat index of the input that predicts each target.
-        targets: [M], token ids.
+        targets: [M], token ids.   segments: [B, T], where rows are packed.
+        gradient: whether one will be asked for.
     """
     if head is not None and head.frozen is not None:
-        states = _rows(head.hidden(tokens), positions)
+        states = _rows(forward(model, head.hidden, tokens, segments), positions)
         return linear_cross_entropy(
-            states, targets, head.frozen, z_loss, label_smoothing, gradient=model.training
+            states, targets, head.frozen, z_loss, label_smoothing, gradient
         )
     if head is None:
-        logits = _rows(model(tokens), positions)
+        logits = _rows(forward(model, model, tokens, segments), positions)
     else:
-        logits = head.logits(_rows(head.hidden(tokens), positions))
+        logits = head.logits(_rows(forward(model, head.hidden, tokens, segments), positions))
     loss = cross_entropy(logits, targets, z_loss, label_smoothing)
     return loss, mx.argmax(logits, axis=-1) == targets
 
@@ -100,9 +128,12 @@ def loss_sum(
     positions: mx.array,
     targets: mx.array,
     weights: mx.array,
+    segments: mx.array | None = None,
     z_loss: float = 0.0,
     label_smoothing: float = 0.0,
 ) -> mx.array:
     """Sum of the targets' losses; the caller divides by their number."""
-    loss, _ = target_loss(model, head, tokens, positions, targets, z_loss, label_smoothing)
+    loss, _ = target_loss(
+        model, head, tokens, positions, targets, segments, z_loss, label_smoothing
+    )
     return (loss * weights).sum()

@@ -1,6 +1,36 @@
 """Options that several commands share."""
 
+import dataclasses
+
 import click
+
+
+def of_field(f: dataclasses.Field, default: str | None):
+    """An option from a field of a config; `config.build` types its value.
+
+    default: what stands in brackets after the field's sentence.
+    """
+    name = "--" + f.name.replace("_", "-")
+    sentence = f.metadata["help"] + (f" [{default}]" if default else "")
+    if f.metadata["choices"]:
+        return click.option(
+            name, metavar="{" + ",".join(f.metadata["choices"]) + "}", help=sentence
+        )
+    if isinstance(f.default, bool):
+        return click.option(f"{name}/--no-{name[2:]}", default=None, help=sentence)
+    return click.option(name, metavar=f.name.split("_")[-1].upper(), help=sentence)
+
+
+def default_of(f: dataclasses.Field) -> str | None:
+    """A field's default as help shows it, None if it goes without saying."""
+    unsaid = f.default is False or f.default in (None, (), dataclasses.MISSING)
+    return None if unsaid else str(f.default)
+
+
+configs = click.option(
+    "-c", "--config", "configs", metavar="FILE", multiple=True,
+    help="YAML of these options, or a recipe of QLoRA, PEFT, bitsandbytes.",
+)  # fmt: skip
 
 
 def trust_remote_code(default: bool | None = False):

@@ -1,18 +1,24 @@
-"""One dense weight to the tensors that stand for it on disk, with little memory beside the two.
+"""Which modules are packed and how, and one dense weight to the tensors that stand for it on disk.
 
-The same names are written by `packs quantize`, read by `load_base` and made while loading.
+`packing_of` is the rule for `packs quantize`, for quantizing while loading and for `packs plan`.
+The names of tensors are those that `packs quantize` writes and `load_base` reads.
 """
 
 import math
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
+import mlx.nn as nn
+
 from .bitsandbytes import to_bitsandbytes
-from .errors import PackError
+from .errors import PackError, did_you_mean
 from .ops import nf4
-from .ops.nf4 import NESTED_BLOCK_SIZE, NF4Weight
+from .ops.nf4 import BLOCK_SIZES, NESTED_BLOCK_SIZE, NF4Weight
 from .runtime import mx
 
+AFFINE_BITS = (2, 3, 4, 5, 6, 8)
+AFFINE_GROUP_SIZES = (32, 64, 128)
 _SLICE = 1 << 20  # weights that are packed at a time
 _INFINITY = {  # as a word, without its sign; what lies above is NaN
     mx.float32: (mx.uint32, 0x7F800000),
@@ -30,14 +36,184 @@ class Packing:
     group_size: int = 64
     double_quant: bool = True
 
+    @property
+    def divisor(self) -> int:
+        """What must divide the width of a weight; blocks of nf4 may go across rows."""
+        return 2 if self.mode == "nf4" else self.group_size
+
     def fits(self, width: int) -> bool:
-        """Whether rows of this width can be packed so; blocks of nf4 may go across rows."""
-        return width % (2 if self.mode == "nf4" else self.group_size) == 0
+        """Whether rows of this width can be packed so."""
+        return width % self.divisor == 0
 
     def to_config(self) -> dict:
         """As config.json spells it."""
         spelled = {"group_size": self.group_size, "bits": self.bits, "mode": self.mode}
         return spelled | ({"double_quant": self.double_quant} if self.mode == "nf4" else {})
+
+
+def packing_named(quantize: str, double_quant: bool = True) -> Packing:
+    """What --quantize means: ``nf4``, ``affine4`` or ``affine8``, in groups of 64."""
+    known = {"nf4": Packing(double_quant=double_quant)}
+    known |= {f"affine{bits}": Packing("affine", bits) for bits in (4, 8)}
+    if quantize not in known:
+        hint = did_you_mean(quantize, list(known))
+        raise PackError(f"--quantize {quantize}: no such way to quantize. {hint}")
+    return known[quantize]
+
+
+# ── which modules ────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What is asked.
+
+    keep: modules left dense: leaf (lm_head), tail or path.   bits_for: (regular expression, bits);
+    paths that it finds become affine with so many bits, in groups of 64 under nf4.
+    format: ``mlx``, or ``bitsandbytes`` for transformers.   max_shard_gb: in 10^9 bytes; no more
+    than one shard is lost by an interruption.
+    """
+
+    packing: Packing = Packing()
+    keep: tuple[str, ...] = ()
+    bits_for: tuple[tuple[str, int], ...] = ()
+    format: str = "mlx"
+    max_shard_gb: float = 1.0
+
+    def check(self) -> None:
+        """Raises: PackError with all faults, in the words of the command line."""
+        how, faults = self.packing, []
+        if how.mode == "nf4" and how.group_size not in BLOCK_SIZES:
+            faults.append(f"--block must be one of {BLOCK_SIZES} but is {how.group_size}")
+        if how.mode == "affine" and how.group_size not in AFFINE_GROUP_SIZES:
+            faults.append(f"--group-size must be one of {AFFINE_GROUP_SIZES} but is "
+                          f"{how.group_size}")  # fmt: skip
+        if how.mode == "affine" and how.bits not in AFFINE_BITS:
+            faults.append(f"--bits must be one of {AFFINE_BITS} but is {how.bits}")
+        for expression, bits in self.bits_for:
+            if bits not in AFFINE_BITS:
+                faults.append(f"--bits-for must give one of {AFFINE_BITS} but gives {bits}")
+            try:
+                re.compile(expression)
+            except re.error as error:
+                faults.append(f"--bits-for '{expression}' is no regular expression ({error})")
+        if self.format == "bitsandbytes" and (how.mode != "nf4" or self.bits_for):
+            faults.append("--format bitsandbytes takes --mode nf4 only, and no --bits-for")
+        if not self.max_shard_gb > 0:
+            faults.append(f"--max-shard-gb must be positive but is {self.max_shard_gb}")
+        if faults:
+            raise PackError("; ".join(faults) + ".")
+
+
+def is_named(path: str, name: str) -> bool:
+    """Whether a module at ``path`` is called so: by its whole path or the end of it."""
+    return path == name or path.endswith("." + name)
+
+
+def check_names(recipe: Recipe, paths: Collection[str]) -> None:
+    """Raises: PackError if the recipe names a module that is not among these."""
+    leaves = sorted({path.rpartition(".")[2] for path in paths})
+    for name in recipe.keep:
+        # a tied head has no module of its own: its table is the embedding
+        if name != "lm_head" and not any(is_named(path, name) for path in paths):
+            raise PackError(f"--keep {name}: no such module. {did_you_mean(name, leaves)}")
+    for expression, _ in recipe.bits_for:
+        if not any(re.search(expression, path) for path in paths):
+            raise PackError(f"--bits-for {expression}: finds no module; there are "
+                            f"{', '.join(leaves)}.")  # fmt: skip
+
+
+def packing_of(
+    path: str,
+    shape: tuple[int, ...],
+    recipe: Recipe,
+    kind: str = "linear",
+    advice: bool | Mapping = True,
+) -> Packing | None:
+    """How the weight of one module is packed; None if it is left dense.
+
+    Args:
+        shape: [O, D] of its weight.   kind: ``linear``, ``embedding``, or ``other`` for what else
+            can be quantized, such as stacked experts [E, O, D]; these are never NF4.
+        advice: of the model's family (mlx-lm's ``quant_predicate``): False for dense, or bits and
+            group_size. What the recipe says of the module by name goes before it.
+    Raises: PackError if ``bits_for`` finds a module whose width does not fit.
+    """
+    how = _packing_or_reason(path, shape, recipe, kind, advice)
+    return how if isinstance(how, Packing) else None
+
+
+def _packing_or_reason(
+    path: str, shape: tuple[int, ...], recipe: Recipe, kind: str, advice: bool | Mapping
+) -> Packing | str:
+    """How a weight is packed, or why it is left dense."""
+    how, width = recipe.packing, shape[-1]
+    if any(is_named(path, name) for name in recipe.keep):
+        return "kept by name"
+    if recipe.format == "bitsandbytes":
+        # transformers packs linears alone, and leaves the head dense
+        if kind != "linear" or is_named(path, "lm_head"):
+            return "bitsandbytes packs neither embeddings nor heads nor experts"
+    else:
+        for expression, bits in recipe.bits_for:
+            if re.search(expression, path):
+                group_size = how.group_size if how.mode == "affine" else 64
+                if width % group_size:
+                    raise PackError(f"--bits-for {expression}: {path} has {width} columns, which "
+                                    f"{group_size} does not divide; --keep it dense.")  # fmt: skip
+                return Packing("affine", bits, group_size)
+        if not advice:
+            return "its family advises so"
+        if isinstance(advice, Mapping):
+            how = Packing("affine", advice.get("bits", 4), advice.get("group_size", 64))
+        if kind == "other" and how.mode != "affine":
+            return "NF4 is for linears and embeddings"
+    if not how.fits(width):
+        return f"width {width} is no multiple of {how.divisor}"
+    return how
+
+
+def packings_of(model: nn.Module, recipe: Recipe) -> tuple[dict[str, Packing], dict[str, str]]:
+    """How each module of a dense model is packed, and why the others are left dense; by path.
+
+    Raises: PackError if the recipe names a module that is not there.
+    """
+    advise = getattr(model, "quant_predicate", None) or (lambda *_: True)
+    modules = {
+        path: module for path, module in reversed(model.named_modules())
+        if hasattr(module, "to_quantized") and "weight" in module
+    }  # fmt: skip
+    check_names(recipe, modules)
+    packed, dense = {}, {}
+    for path, module in modules.items():
+        shape, kind, advice = module.weight.shape, _kind(module), advise(path, module)
+        how = _packing_or_reason(path, shape, recipe, kind, advice)
+        (packed if isinstance(how, Packing) else dense)[path] = how
+    return packed, dense
+
+
+def _kind(module: nn.Module) -> str:
+    if isinstance(module, nn.Linear):
+        return "linear"
+    return "embedding" if isinstance(module, nn.Embedding) else "other"
+
+
+def packed_nbytes(shape: tuple[int, ...], how: Packing, scale_itemsize: int) -> int:
+    """Bytes of a weight of this shape once it is packed: of all arrays that `outline` gives.
+
+    Args:
+        scale_itemsize: of a scale and of a bias of affine groups, which have the weights' dtype.
+    """
+    count = math.prod(shape)
+    if how.mode == "affine":
+        return count * how.bits // 8 + 2 * scale_itemsize * (count // how.group_size)
+    blocks = -(-count // how.group_size)
+    if not how.double_quant:
+        return count // 2 + 4 * blocks
+    return count // 2 + blocks + 4 * -(-blocks // NESTED_BLOCK_SIZE) + 4
+
+
+# ── one weight ───────────────────────────────────────────────────────────────────────────────────
 
 
 def quantized_tensors(

@@ -12,8 +12,8 @@ On a GPU the same formula is used with the dtype of the checkpoint. It was **not
 import json
 import math
 import os
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import mlx.nn as nn
@@ -21,22 +21,34 @@ from mlx.utils import tree_flatten
 
 from . import runtime
 from .adapters import plan_specs
+from .batches import padded_length, padded_targets
 from .config import LoRAConfig, TrainConfig
 from .errors import PackError, did_you_mean
 from .files import read_header
 from .geometry import BLOCK_PROJECTIONS, Geometry, Group, Heads
-from .loading import TINY, check_files, missing_shards, resolve_base_path, weight_files
+from .loading import (
+    TINY,
+    check_files,
+    check_stored_nf4,
+    missing_shards,
+    resolve_base_path,
+    stored_as_asked,
+    weight_files,
+)
 from .optim import make_optimizer
+from .packing import Recipe, packed_nbytes, packing_named, packing_of
 from .runtime import mx
 
 ERROR = 0.15  # largest error seen in benchmarks/plan_accuracy.py is below this
+PARTS = "base adapters gradients optimizer activations logits working".split()
+_HELPS = 0.98  # a remedy takes less than this share
+SHORTEST, LEAST_RANK = 256, 4  # a plan proposes nothing smaller
 FAMILIES = ("qwen3", "qwen2", "llama", "mistral")
 
 Tensors = Mapping[str, Mapping]  # name -> {"dtype": as safetensors spells it, "shape": [...]}
 
 _ITEM_BYTES = {"F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2}
 _HALF = ("F16", "BF16")
-_GROUP = 64  # of --quantize
 
 # Copies of a chunk of logits that are in flight in the loss, by chunks: MLX evaluates independent
 # chunks breadth first, so more of them take more, though each is made on its own.
@@ -46,25 +58,29 @@ _LOSS_MORE = 1.25
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """The peak of a run at its worst moment, in bytes by part; ``peak_gb`` is in 10^9 bytes.
+    """What a run holds at the moments that can be its worst, in bytes by part.
 
-    base: frozen weights, packed and dense.   optimizer: its state.   gradients: of the adapters.
-    activations: kept for the backward.   loss: chunks of logits.   working: temporaries in flight,
-    dequantized weights among them.   moment: ``loss``, ``mlp``, ``attention`` or ``update``.
-    adapter_weights, base_weights: how many there are.
+    base: frozen weights, packed and dense.   adapters.   optimizer: its state.   moments: what
+    comes and goes, at ``loss``, ``mlp``, ``attention`` and ``update``: gradients of the adapters;
+    activations kept for the backward; logits in chunks; working, temporaries in flight with
+    dequantized weights among them.   adapter_weights, base_weights: how many there are.
+
+    The buffers that MLX has freed and caches are no part of it: neither `mx.get_peak_memory` nor
+    the need of a run counts them, since MLX takes them first when memory is short.
     """
 
     base: int
     adapters: int
-    gradients: int
     optimizer: int
-    activations: int
-    loss: int
-    working: int
-    moment: str
+    moments: Mapping[str, Mapping[str, int]]
     base_path: str
     adapter_weights: int
     base_weights: int
+
+    @property
+    def moment(self) -> str:
+        """The worst one."""
+        return max(self.moments, key=lambda name: sum(self.moments[name].values()))
 
     @property
     def peak_bytes(self) -> int:
@@ -72,13 +88,63 @@ class MemoryPlan:
 
     @property
     def peak_gb(self) -> float:
-        """What `mx.get_peak_memory` should report, in GB."""
+        """What `mx.get_peak_memory` should report, in GB of 10^9 bytes."""
         return self.peak_bytes / 1e9
 
     def parts(self) -> dict[str, int]:
-        """Bytes by part, in the order of the docstring."""
-        names = "base adapters gradients optimizer activations loss working".split()
-        return {name: getattr(self, name) for name in names}
+        """Bytes by part at the worst moment; they add up to the peak."""
+        return self._parts(self.moments[self.moment])
+
+    def most(self) -> dict[str, int]:
+        """Each part when it is largest; they are not all so at once."""
+        names = next(iter(self.moments.values()))
+        return self._parts({n: max(held[n] for held in self.moments.values()) for n in names})
+
+    def _parts(self, held: Mapping[str, int]) -> dict[str, int]:
+        stays = {"base": self.base, "adapters": self.adapters, "optimizer": self.optimizer}
+        return {name: (stays | held)[name] for name in PARTS}
+
+
+def fit(plan: MemoryPlan, memory: int) -> str:
+    """``fits`` with the error of the estimate to spare, ``tight`` by the estimate alone, ``no``.
+
+    One rule for `packs plan`, which recommends what fits, and for `packs train`, which warns of
+    what is tight and refuses the rest.
+    """
+    if plan.peak_bytes * (1 + ERROR) <= memory:
+        return "fits"
+    return "tight" if plan.peak_bytes <= memory else "no"
+
+
+def remedies(
+    peak: Callable[[LoRAConfig, TrainConfig], int],
+    lora: LoRAConfig,
+    train: TrainConfig,
+    dense: bool,
+) -> list[str]:
+    """What would take less memory, the mildest first.
+
+    Args:
+        peak: bytes with these settings, on ``train.base_path``.
+        dense: whether the base is stored dense, so that it could be quantized.
+    """
+    packed = replace(train, base_path="transient")
+    ways = {
+        "--quantize nf4": (lora, replace(packed, quantize="nf4")),
+        "--base-path transient": (lora, packed),
+        "a smaller --batch-size": (lora, replace(train, batch_size=-(-train.batch_size // 2))),
+        "--grad-checkpoint": (lora, replace(train, grad_checkpoint=True)),
+        "a smaller --max-seq-length": (
+            lora, replace(train, max_seq_length=max(train.max_seq_length // 2, SHORTEST))
+        ),
+        "a smaller --rank": (replace(lora, rank=max(lora.rank // 2, LEAST_RANK)), train),
+    }  # fmt: skip
+    if not dense or train.quantize != "none":
+        del ways["--quantize nf4"]
+    if train.base_path != "dense" or dense and train.quantize == "none":
+        del ways["--base-path transient"]
+    now = peak(lora, train)
+    return [*(way for way, less in ways.items() if peak(*less) < _HELPS * now), "a smaller base"]
 
 
 @dataclass(frozen=True)
@@ -261,15 +327,36 @@ def activation_bytes(config: Mapping, train: TrainConfig) -> int:
     return 4 if (config.get("torch_dtype") or config.get("dtype")) == "float32" else 2
 
 
+def check_stored(checkpoint: Checkpoint, train: TrainConfig) -> None:
+    """Raises: PackError, as `load_base` does, if a base that is quantized is to be otherwise."""
+    if not stored_as_asked(checkpoint.config, train.quantize):
+        return
+    tails = (".weight.absmax", ".absmax")
+    packed = []
+    for name in checkpoint.tensors:
+        if tail := next((tail for tail in tails if name.endswith(tail)), None):
+            path = name.removesuffix(tail)
+            packed.append((path, f"{path}{tail.replace('absmax', 'nested_absmax')}"
+                           in checkpoint.tensors))  # fmt: skip
+    check_stored_nf4(packed, checkpoint.name, train.double_quant, train.keep)
+
+
+_PACKED_TAILS = (".scales", ".weight.absmax", ".absmax")
+
+
 def _packed_paths(tensors: Tensors) -> set[str]:
     """Modules whose weight is packed: affine and its kin, NF4, bitsandbytes."""
-    tails = (".scales", ".weight.absmax", ".absmax")
-    return {name.removesuffix(tail) for tail in tails for name in tensors if name.endswith(tail)}
+    return {n.removesuffix(tail) for tail in _PACKED_TAILS for n in tensors if n.endswith(tail)}
 
 
 def is_packed(tensors: Tensors) -> bool:
     """Whether any weight is quantized."""
-    return bool(_packed_paths(tensors))
+    return any(name.endswith(_PACKED_TAILS) for name in tensors)
+
+
+def dense_tensors(tensors: Tensors) -> Tensors:
+    """The same names, as if no weight were quantized."""
+    return {name: tensor for name, tensor in tensors.items() if not name.endswith(_PACKED_TAILS)}
 
 
 def _tensor_bytes(tensor: Mapping, widen: bool) -> int:
@@ -278,17 +365,6 @@ def _tensor_bytes(tensor: Mapping, widen: bool) -> int:
     if widen and tensor["dtype"] in _HALF:
         each = 4
     return each * math.prod(tensor["shape"])
-
-
-def packed_bytes(shape: tuple[int, int], quantize: str, double_quant: bool, scale: int) -> int:
-    """Bytes of a weight [out, in] under --quantize; ``scale`` is the size of an affine scale."""
-    count = shape[0] * shape[1]
-    blocks = count // _GROUP
-    if quantize != "nf4":
-        return count * int(quantize.removeprefix("affine")) // 8 + 2 * blocks * scale
-    if not double_quant:
-        return count // 2 + 4 * blocks
-    return count // 2 + blocks + 4 * -(-blocks // 256) + 4
 
 
 def _base_bytes(
@@ -300,14 +376,15 @@ def _base_bytes(
     total = sum(_tensor_bytes(t, widen) for n, t in tensors.items() if not n.endswith(skipped))
     packed = _packed_paths(tensors)
     if train.quantize != "none" and not packed:
+        recipe = Recipe(packing_named(train.quantize, train.double_quant), tuple(train.keep))
         for path, shape in sizes.modules.items():
-            kept = any(path == name or path.endswith("." + name) for name in train.keep)
             stored = tensors.get(f"{path}.weight")
-            if stored is None or kept or shape[1] % _GROUP:
+            how = packing_of(path, shape, recipe)
+            if stored is None or how is None:
                 continue
             packed.add(path)
             total -= _tensor_bytes(stored, widen)
-            total += packed_bytes(shape, train.quantize, train.double_quant, itemsize)
+            total += packed_nbytes(shape, how, itemsize)
     if base_path == "dense":
         total += sum(math.prod(s) * itemsize for p, s in sizes.modules.items() if p in packed)
     return total
@@ -320,12 +397,12 @@ def _optimizer_bytes(specs: Mapping, train: TrainConfig) -> int:
         for s in spec.slices:
             for shape in ((spec.in_features, s.rank), (s.rank, s.width)):
                 shapes[shape] = shapes.get(shape, 0) + 1
-    total = 0
-    for shape, count in shapes.items():
-        optimizer = make_optimizer(train)
-        optimizer.init({"w": mx.zeros(shape)})
-        total += count * sum(a.nbytes for _, a in tree_flatten(optimizer.state["w"]))
-    return total
+    optimizer = make_optimizer(train)
+    optimizer.init({str(shape): mx.zeros(shape) for shape in shapes})
+    return sum(
+        count * sum(a.nbytes for _, a in tree_flatten(optimizer.state[str(shape)]))
+        for shape, count in shapes.items()
+    )
 
 
 # ── a step ───────────────────────────────────────────────────────────────────────────────────────
@@ -379,7 +456,6 @@ def estimate(
     *,
     length: int | None = None,
     targets: int | None = None,
-    itemsize: int | None = None,
 ) -> MemoryPlan:
     """The peak memory of training with these settings, by part.
 
@@ -388,22 +464,18 @@ def estimate(
         base_path: ``quantized``, ``transient`` or ``dense`` (which a dense base is anyway).
         length: T, inputs of a row; by default all of max_seq_length.
         targets: M, target slots of a batch; by default every position.
-        itemsize: bytes of an activation; by default 4 on a CPU and as the base has it on a GPU.
     Raises: PackError for a family that the formula does not know.
     """
     sizes = _sizes(config, tensors)
-    itemsize = itemsize or activation_bytes(config, train)
+    itemsize = activation_bytes(config, train)
     specs = plan_specs(_groups(sizes, lora), lora)
     weights = sum(s.rank * (m.in_features + s.width) for m in specs.values() for s in m.slices)
-    optimizer = _optimizer_bytes(specs, train)
     packed = is_packed(tensors) or train.quantize != "none"
-    base = _base_bytes(sizes, tensors, train, base_path, itemsize)
-    stays = {"base": base, "adapters": 4 * weights, "optimizer": optimizer}
 
     time = length or train.max_seq_length - 1
     tokens = train.batch_size * time
     unit = tokens * itemsize
-    adapted = [_adapted(specs, i) for i in range(sizes.blocks)]
+    adapted = _adapted(specs, sizes.blocks)
     tracked = adapted[next(i for i, ranks in enumerate(adapted) if ranks) :]
     attention = sizes.heads * time
     blocks = [_block(sizes, ranks, attention) for ranks in tracked]
@@ -415,36 +487,33 @@ def estimate(
     dense = _transient_bytes(sizes, len(blocks), train, itemsize)
     if not packed or (base_path != "transient" and not _unpacks_always(tensors, train)):
         dense = dict.fromkeys(dense, 0)
-    candidates = []
+    held = {}
     for moment, (kept, working) in moments.items():
-        loss = logits + targets * sizes.hidden * itemsize if moment == "loss" else 0
-        moving = unit * working + dense[moment]
-        candidates.append((moment, pending, unit * kept, loss, moving))
+        lost = logits + targets * sizes.hidden * itemsize if moment == "loss" else 0
+        held[moment] = (pending, unit * kept, lost, unit * working + dense[moment])
     # every gradient is there before the first update, whose temporaries span 1.3 blocks
-    candidates.append(("update", pending + 4 * weights, 0, 0, 1.3 * 4 * weights / len(blocks)))
-    worst = max(candidates, key=lambda c: sum(c[1:]))
-    moment, gradients, activations, loss, working = worst
+    held["update"] = (pending + 4 * weights, 0, 0, 1.3 * 4 * weights / len(blocks))
+    names = ("gradients", "activations", "logits", "working")
     return MemoryPlan(
-        **stays,
-        gradients=int(gradients),
-        activations=int(activations),
-        loss=int(loss),
-        working=int(working),
-        moment=moment,
+        base=_base_bytes(sizes, tensors, train, base_path, itemsize),
+        adapters=4 * weights,
+        optimizer=_optimizer_bytes(specs, train),
+        moments={
+            moment: dict(zip(names, map(int, each), strict=True)) for moment, each in held.items()
+        },
         base_path=base_path if packed else "dense",
         adapter_weights=weights,
         base_weights=sizes.weights,
     )
 
 
-def _adapted(specs: Mapping, block: int) -> dict[str, int]:
-    """Rank by projection of one block."""
-    prefix = f"model.layers.{block}."
-    return {
-        path.rpartition(".")[2]: spec.rank
-        for path, spec in specs.items()
-        if path.startswith(prefix) and spec.rank
-    }
+def _adapted(specs: Mapping, blocks: int) -> list[dict[str, int]]:
+    """Rank by projection of each block."""
+    adapted: list[dict[str, int]] = [{} for _ in range(blocks)]
+    for path, spec in specs.items():
+        if spec.rank:  # model.layers.N.….projection
+            adapted[int(path.split(".")[2])][path.rpartition(".")[2]] = spec.rank
+    return adapted
 
 
 def _moments(
@@ -490,6 +559,28 @@ def _transient_bytes(
         "mlp": itemsize * (4.4 * f * d + (blocks - 1) * held),
         "attention": itemsize * (f * d + 2 * (q + k) * d + (blocks - 1) * held),
     }
+
+
+def base_paths(tensors: Tensors, train: TrainConfig) -> list[str]:
+    """The base paths that a run may take, the cheapest in memory first."""
+    if train.base_path != "auto":
+        return [train.base_path]
+    packed = is_packed(tensors) or train.quantize != "none"
+    return ["quantized", "transient", "dense"] if packed else ["dense"]
+
+
+def least(checkpoint: Checkpoint, lora: LoRAConfig, train: TrainConfig) -> MemoryPlan:
+    """What a run takes whatever its rows are: its shortest batches, on its cheapest base path."""
+    length = padded_length(1, train.max_seq_length - 1)
+    targets = padded_targets(1, train.batch_size * length)
+    plans = [
+        estimate(
+            checkpoint.config, checkpoint.tensors, lora, train, path,
+            length=length, targets=targets,
+        )
+        for path in base_paths(checkpoint.tensors, train)
+    ]  # fmt: skip
+    return min(plans, key=lambda plan: plan.peak_bytes)
 
 
 def estimate_batches(

@@ -5,22 +5,36 @@ import json
 import os
 from pathlib import Path
 
+import numpy as np
+
 from . import data as rows_of
 from . import runtime
 from .adapters import Attached
 from .base_path import BasePathChoice, choose_base_path, weight_kinds
-from .batches import batch_shapes, padded_length
+from .batches import batch_shapes, packed_rows, padded_length
 from .checkpoint import checkpoints, is_run, run_folder
 from .config import DataConfig, LoRAConfig, TrainConfig
-from .display import VERBOSE, Display
-from .encoding import Examples, encode
+from .display import VERBOSE, Display, size
+from .encoding import Examples
 from .errors import PackError
 from .files import sha256
 from .loading import Base
 from .manifest import mlx_lm_config
 from .pack import check_output
-from .plan import ERROR, MemoryPlan, estimate_batches, tensors_of
+from .plan import (
+    ERROR,
+    MemoryPlan,
+    base_paths,
+    estimate_batches,
+    fit,
+    is_packed,
+    least,
+    read_checkpoint,
+    remedies,
+    tensors_of,
+)
 from .runtime import mx
+from .token_cache import encode_cached
 
 # What may differ when a run is resumed: none of it changes a step that was taken.
 _MAY_CHANGE = (
@@ -113,7 +127,7 @@ def encode_splits(
     examples = {}
     with display.task("data", len(present), "splits") as bar:
         for split in present:
-            examples[split] = encode(
+            examples[split], file = encode_cached(
                 splits.rows[split],
                 base.tokenizer,
                 columns,
@@ -122,12 +136,19 @@ def encode_splits(
                 vocab_size=base.vocab_size,
                 ce_last_k=train.ce_last_k if split == "train" else None,
             )
+            if file is not None:
+                display.line("data", f"tokens of {split} are in {file}", VERBOSE)
             bar.advance()
-    counts = " / ".join(f"{len(e):,} {s}" for s, e in examples.items())
     first = examples["train"]
+    counts = " / ".join(f"{len(e):,} {s}" for s, e in examples.items()) + " rows"
+    if train.packing:
+        number, fill = packed_rows(first, train.batch_size, train.max_seq_length, train.seed)
+        packed = f"{number:,} packed rows of {train.max_seq_length} ({100 * fill:.1f} % full)"
+        held_out = "".join(f" / {len(e):,} {s}" for s, e in examples.items() if s != "train")
+        counts = f"{len(first):,} rows → {packed}{held_out}"
     display.line(
         "data",
-        f"{splits.source} · {counts} rows · {first.format} · {first.targets:,} supervised tokens "
+        f"{splits.source} · {counts} · {first.format} · {first.targets:,} supervised tokens "
         f"(loss on {first.loss_on})",
     )
     if cut := sum(e.cut for e in examples.values()):
@@ -140,61 +161,121 @@ def encode_splits(
     return examples
 
 
-def choose_path(
-    base: Base, train: TrainConfig, examples: Examples, display: Display
-) -> BasePathChoice:
-    """The base path as asked, or measured for the typical batch of this run."""
-    if train.base_path != "auto":
-        choice = BasePathChoice(train.base_path, {}, "as asked")
-    else:
-        lengths = sorted(len(e.tokens) for e in examples.items)
-        rows = train.batch_size * padded_length(lengths[len(lengths) // 2], train.max_seq_length)
-        head_rows = max(1, rows * examples.targets // sum(lengths))
-        with display.task("path", weight_kinds(base.model), "kinds of weights measured") as bar:
-            choice = choose_base_path(base.model, rows, head_rows, bar.advance)
-    display.line("path", choice.line())
-    return choice
+def refuse_from_headers(
+    name: str | Path, lora: LoRAConfig, train: TrainConfig, force: bool = False
+) -> None:
+    """Refuse a base that cannot fit whatever its rows are, before a weight is read.
+
+    Where headers cannot be had or no plan is possible, loading has its own say.
+    Raises: PackError when the least that a run takes is more than this machine has, unless forced.
+    """
+    if force:
+        return
+    try:
+        checkpoint = read_checkpoint(name)
+        plan = least(checkpoint, lora, train)
+    except PackError:
+        return
+    if fit(plan, runtime.total_memory()) == "no":
+        ways = remedies(
+            lambda *settings: least(checkpoint, *settings).peak_bytes, lora, train,
+            dense=not is_packed(checkpoint.tensors),
+        )  # fmt: skip
+        raise _too_large(plan, ways, "at least ")
 
 
-def plan_run(
+def plan_paths(
     base: Base,
     lora: LoRAConfig,
     train: TrainConfig,
     examples: Examples,
-    base_path: str,
     display: Display,
     force: bool = False,
-) -> MemoryPlan | None:
-    """The peak that the loop over these rows should have; None where no plan is possible.
+) -> dict[str, MemoryPlan]:
+    """The peak that the loop over these rows should have on each base path that may be taken.
 
-    Raises: PackError when it is more than this machine has, unless forced.
+    Paths that do not fit, or not as well as another one, are left out. Empty where no plan is
+    possible.
+    Raises: PackError when none is within what this machine has, unless forced.
     """
     loaded = dataclasses.replace(train, quantize="none", keep=(), double_quant=True)
-    shapes = batch_shapes(examples, train.batch_size, train.max_seq_length, train.seed, train.iters)
+    tensors = tensors_of(base.model)
+    shapes = batch_shapes(
+        examples, train.batch_size, train.max_seq_length, train.seed, train.iters, train.packing
+    )
     try:
-        found = estimate_batches(
-            base.config, tensors_of(base.model), lora, loaded, base_path, shapes
-        )
+        plans = {
+            path: estimate_batches(base.config, tensors, lora, loaded, path, shapes)
+            for path in base_paths(tensors, loaded)
+        }
     except PackError as error:
         display.line("plan", f"{error} Memory is not checked.")
-        return None
-    total = runtime.total_memory() / 1e9
+        return {}
+    memory = runtime.total_memory()
+    for wanted in ("fits", "tight"):
+        if found := {p: plan for p, plan in plans.items() if fit(plan, memory) == wanted}:
+            return found
+    cheapest = min(plans.values(), key=lambda plan: plan.peak_bytes)
+    if force:
+        return {cheapest.base_path: cheapest}
+
+    def peak(lora: LoRAConfig, less: TrainConfig) -> int:
+        cut = set()
+        for length, targets in shapes:
+            kept = min(length, less.max_seq_length - 1)
+            share = less.batch_size * kept / (train.batch_size * length)
+            cut.add((kept, int(targets * share)))
+        path = less.base_path
+        return estimate_batches(base.config, tensors, lora, less, path, cut).peak_bytes
+
+    taken = dataclasses.replace(loaded, base_path=cheapest.base_path)
+    raise _too_large(cheapest, remedies(peak, lora, taken, not is_packed(tensors)))
+
+
+def choose_path(
+    base: Base,
+    train: TrainConfig,
+    examples: Examples,
+    plans: dict[str, MemoryPlan],
+    display: Display,
+) -> BasePathChoice:
+    """The base path as asked, or the fastest for the typical batch of this run among ``plans``."""
+    if train.base_path != "auto":
+        choice = BasePathChoice(train.base_path, {}, "as asked")
+    else:
+        lengths = np.sort(examples.lengths)
+        typical = int(lengths[len(lengths) // 2])
+        width = padded_length(typical, train.max_seq_length)
+        rows = train.batch_size * (train.max_seq_length - 1 if train.packing else width)
+        head_rows = max(1, rows * examples.targets // int(lengths.sum()))
+        with display.task("path", weight_kinds(base.model), "kinds of weights measured") as bar:
+            choice = choose_base_path(
+                base.model, rows, head_rows, bar.advance, frozenset(plans) or None
+            )
+    display.line("path", choice.line())
+    return choice
+
+
+def show_plan(base: Base, lora: LoRAConfig, plan: MemoryPlan, display: Display) -> None:
+    """The estimate of the path that was taken, and a warning if it is tight."""
+    memory = runtime.total_memory()
     method = "QLoRA" if base.quantization else "LoRA"
     display.line(
         "plan",
-        f"{method} r{lora.rank} · {found.adapter_weights:,} weights · {_gb(found.peak_gb)} of "
-        f"{_gb(total)} (estimate ± {ERROR:.0%})",
+        f"{method} r{lora.rank} · {plan.adapter_weights:,} weights · "
+        f"{size(plan.peak_bytes)} of {size(memory)} (estimate ± {ERROR:.0%})",
     )
-    if found.peak_gb > total and not force:
-        raise PackError(
-            f"training would take {_gb(found.peak_gb)} (± {ERROR:.0%}) of {_gb(total)}: pass a "
-            "smaller --batch-size or --max-seq-length, or --grad-checkpoint; --force tries anyway."
-        )
-    return found
+    warnings = {"tight": f"tight: {ERROR:.0%} more would not fit", "no": "does not fit; forced"}
+    if warning := warnings.get(fit(plan, memory)):
+        display.line("plan", warning)
 
 
-def _gb(size: float) -> str:
-    return f"{size:.1f} GB" if size >= 1 else f"{size:.2f} GB"
+def _too_large(plan: MemoryPlan, ways: list[str], bound: str = "") -> PackError:
+    told = f"{', '.join(ways[:-1])} or {ways[-1]}" if len(ways) > 1 else ways[0]
+    return PackError(
+        f"training would take {bound}{size(plan.peak_bytes)} (± {ERROR:.0%}) of "
+        f"{size(runtime.total_memory())}: take {told}; --force tries anyway."
+    )
 
 
 def describe(attached: Attached, display: Display) -> None:

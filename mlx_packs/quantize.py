@@ -6,70 +6,32 @@ then reads, packs and writes one tensor after another. Finished shards outlive a
 
 import dataclasses
 import json
-import re
 import shutil
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import mlx.nn as nn
 from mlx.utils import tree_flatten
 
-from . import bitsandbytes, loading, runtime
+from . import base_files, bitsandbytes, runtime
+from .base_files import RECORD
 from .display import QUIET, Display
-from .errors import Interrupted, PackError, did_you_mean
-from .files import put_in_place, read_header, sha256, to_json, write_tensors, write_whole
-from .ops.nf4 import BLOCK_SIZES
-from .packing import Packing, check_finite, outline, quantized_tensors
+from .errors import Interrupted, PackError
+from .files import (
+    make_folder,
+    only_writer,
+    put_in_place,
+    sha256,
+    to_json,
+    write_tensors,
+    write_whole,
+)
+from .loading import load_model_of
+from .packing import Packing, Recipe, check_finite, outline, packings_of, quantized_tensors
 from .runtime import mx
 
-AFFINE_BITS = (2, 3, 4, 5, 6, 8)
-AFFINE_GROUP_SIZES = (32, 64, 128)
-RECORD = "quantization.json"  # in the new folder: what was asked, and the hash of every shard
-_REQUEST = "request.json"  # in the folder of an unfinished run: what it is for
 _CACHE_BYTES = 1 << 24  # of buffers that MLX may keep between two slices of a tensor
-
-
-@dataclass(frozen=True)
-class Recipe:
-    """What is asked.
-
-    keep: modules left dense: leaf (lm_head), tail or path.   bits_for: (regular expression, bits);
-    paths that it finds become affine with so many bits, in groups of 64 under nf4.
-    format: ``mlx``, or ``bitsandbytes`` for transformers.   max_shard_gb: in 10^9 bytes; no more
-    than one shard is lost by an interruption.
-    """
-
-    packing: Packing = Packing()
-    keep: tuple[str, ...] = ()
-    bits_for: tuple[tuple[str, int], ...] = ()
-    format: str = "mlx"
-    max_shard_gb: float = 1.0
-
-    def check(self) -> None:
-        """Raises: PackError with all faults, in the words of the command line."""
-        how, faults = self.packing, []
-        if how.mode == "nf4" and how.group_size not in BLOCK_SIZES:
-            faults.append(f"--block must be one of {BLOCK_SIZES} but is {how.group_size}")
-        if how.mode == "affine" and how.group_size not in AFFINE_GROUP_SIZES:
-            faults.append(f"--group-size must be one of {AFFINE_GROUP_SIZES} but is "
-                          f"{how.group_size}")  # fmt: skip
-        if how.mode == "affine" and how.bits not in AFFINE_BITS:
-            faults.append(f"--bits must be one of {AFFINE_BITS} but is {how.bits}")
-        for expression, bits in self.bits_for:
-            if bits not in AFFINE_BITS:
-                faults.append(f"--bits-for must give one of {AFFINE_BITS} but gives {bits}")
-            try:
-                re.compile(expression)
-            except re.error as error:
-                faults.append(f"--bits-for '{expression}' is no regular expression ({error})")
-        if self.format == "bitsandbytes" and (how.mode != "nf4" or self.bits_for):
-            faults.append("--format bitsandbytes takes --mode nf4 only, and no --bits-for")
-        if not self.max_shard_gb > 0:
-            faults.append(f"--max-shard-gb must be positive but is {self.max_shard_gb}")
-        if faults:
-            raise PackError("; ".join(faults) + ".")
 
 
 @dataclass(frozen=True)
@@ -92,8 +54,7 @@ class Plan:
     """What `quantize` does.
 
     tensors: of the source, lazy.   shards: the items of each new file.
-    left_dense: linears and embeddings that are not packed, kept by name or of a width that does
-    not fit.
+    left_dense: modules that are not packed though they could be, and why.
     """
 
     recipe: Recipe
@@ -101,17 +62,23 @@ class Plan:
     shards: dict[str, list[Item]]
     config: dict
     fingerprint: str
-    left_dense: list[str]
+    left_dense: dict[str, str]
 
     @property
     def items(self) -> list[Item]:
         return [item for items in self.shards.values() for item in items]
 
     def request(self) -> dict:
-        """What a later run must ask for to go on with the shards of this one."""
-        recipe = dataclasses.asdict(self.recipe)
-        return {"version": 1, "recipe": recipe, "source": self.fingerprint,
-                "shards": list(self.shards)}  # fmt: skip
+        """How a record begins: what a later run must ask for to go on with the shards of this one.
+
+        Another version of this package or of MLX may pack other tensors to other bits.
+        """
+        return {
+            "version": 1,
+            "source": self.fingerprint,
+            "recipe": dataclasses.asdict(self.recipe),
+            "versions": runtime.versions(),
+        }
 
 
 def quantize(
@@ -133,30 +100,16 @@ def quantize(
     """
     recipe, display = recipe or Recipe(), display or Display(QUIET)
     recipe.check()
-    source = loading.resolve_base_path(model)
+    source = base_files.resolve_base_path(model)
     given, out, started = out, _output(str(out), source, overwrite), time.monotonic()
     plan = plan_of(source, recipe, trust_remote_code)
-    partial = out.with_name(f".{out.name}.partial")
-    try:
-        finished = _begin(partial, plan)
-        _write_shards(partial, plan, finished, display)
-        record = _write_rest(partial, source, plan)
-        (partial / _REQUEST).unlink()
-        put_in_place(partial, out)
-    except KeyboardInterrupt:
-        done = len(_finished(partial, plan))
-        raise Interrupted(
-            f"interrupted; {done} of {len(plan.shards)} shards are kept in {partial}, and the same "
-            "command goes on from there."
-        ) from None
-    except (PackError, OSError) as error:
-        shutil.rmtree(partial, ignore_errors=True)
-        if isinstance(error, OSError):
-            raise PackError(f"{out}: cannot be written ({error.strerror or error}).") from None
-        raise
+    make_folder(out.parent)
+    with only_writer(out):
+        _output(str(given), source, overwrite)  # another run may have ended since
+        record, finished = _write(out, source, plan, display)
     return {
         "out": str(given),
-        "model": loading.public_name(str(model)),
+        "model": base_files.public_name(str(model)),
         **{key: record[key] for key in ("quantization", "format", "quantized", "dense")},
         "left_dense": plan.left_dense,
         "bits_per_weight": record["bits_per_weight"],
@@ -167,6 +120,33 @@ def quantize(
         "seconds": round(time.monotonic() - started, 2),
         "process_peak_gb": runtime.peak_process_bytes() / 1e9,
     }
+
+
+def _write(out: Path, source: Path, plan: Plan, display: Display) -> tuple[dict, list[str]]:
+    """Write all files beside ``out`` and rename the folder.
+
+    Returns: the record, and the shards that an earlier run had finished.
+    """
+    partial = out.with_name(f".{out.name}.partial")
+    try:
+        finished = _begin(partial, plan)
+        _write_shards(partial, plan, finished, display)
+        record = _write_rest(partial, source, plan)
+        put_in_place(partial, out)
+    except KeyboardInterrupt:
+        if not partial.exists() and _begins_with(out / RECORD, plan.request()):
+            raise Interrupted(f"interrupted, but {out} was complete.") from None
+        done = len(_finished(partial, plan))
+        raise Interrupted(
+            f"interrupted; {done} of {len(plan.shards)} shards are kept in {partial}, and the same "
+            "command goes on from there."
+        ) from None
+    except (PackError, OSError) as error:
+        shutil.rmtree(partial, ignore_errors=True)
+        if isinstance(error, OSError):
+            raise PackError(f"{out}: cannot be written ({error.strerror or error}).") from None
+        raise
+    return record, finished
 
 
 def _output(given: str, source: Path, overwrite: bool) -> Path:
@@ -194,11 +174,14 @@ def plan_of(source: Path, recipe: Recipe, trust_remote_code: bool = False) -> Pl
 
     Raises: PackError if it is quantized already, or has no module that the recipe names.
     """
-    loading.check_files(source)
+    base_files.check_files(source)
     config = json.loads((source / "config.json").read_text(encoding="utf-8"))
-    _refuse_quantized(source, config)
-    model, _ = loading.load_model_of(source, trust_remote_code, lambda _, weights: weights)
-    packings = _packings(model, recipe)
+    if kind := base_files.quantized_as(source, config):
+        raise PackError(
+            f"{source}: is quantized already ({kind}); take the checkpoint that it was made from."
+        )
+    model, _ = load_model_of(source, trust_remote_code, lambda _, weights: weights)
+    packings, dense = packings_of(model, recipe)
     tensors = dict(tree_flatten(model.parameters()))
     del model
     if recipe.format == "bitsandbytes":
@@ -212,84 +195,20 @@ def plan_of(source: Path, recipe: Recipe, trust_remote_code: bool = False) -> Pl
     if not any(item.packing for item in items):
         raise PackError(f"{source}: nothing is left to quantize with this recipe.")
     shards = _in_shards(items, recipe.max_shard_gb)
-    config = _new_config(config, recipe, packings, items)
-    dense = [path for path, how in packings.items() if how is None]
-    return Plan(recipe, tensors, shards, config, loading.fingerprint(source), dense)
-
-
-def _refuse_quantized(source: Path, config: dict) -> None:
-    stored = [c.get(key) for c in (config, config.get("text_config") or {})
-              for key in ("quantization", "quantization_config")]  # fmt: skip
-    if found := next(filter(None, stored), None):
-        known = "bits" in found and "group_size" in found
-        kind = loading.quantization_name(found) if known else found.get("quant_method", found)
-        if found.get("quant_method") == bitsandbytes.METHOD:
-            kind = f"bitsandbytes {found.get('bnb_4bit_quant_type', '')}".strip()
-        raise PackError(
-            f"{source}: is quantized already ({kind}); take the checkpoint that it was made from."
-        )
-    for file in loading.weight_files(source):
-        for name, tensor in read_header(file)[0].items():
-            if name.endswith(".weight") and tensor["dtype"] not in ("F32", "F16", "BF16"):
-                raise PackError(
-                    f"{file}: {name} is {tensor['dtype']}, so it is quantized already; take a "
-                    "checkpoint in bf16, fp16 or fp32."
-                )
-
-
-def _packings(model: nn.Module, recipe: Recipe) -> dict[str, Packing | None]:
-    """How each linear and embedding is packed, None if it is left dense."""
-    advice = getattr(model, "quant_predicate", None)  # of mlx-lm: what a family needs for quality
-    modules = {
-        path: module for path, module in model.named_modules()
-        if hasattr(module, "to_quantized") and "weight" in module
-    }  # fmt: skip
-    paths = list(modules)
-    leaves = sorted({path.rsplit(".", 1)[-1] for path in paths})
-    for name in recipe.keep:
-        # a tied head has no module of its own
-        if name != "lm_head" and not any(loading.is_named(path, name) for path in paths):
-            raise PackError(f"--keep {name}: no such module. {did_you_mean(name, leaves)}")
-    for expression, _ in recipe.bits_for:
-        if not any(re.search(expression, path) for path in paths):
-            raise PackError(f"--bits-for {expression}: finds no module; there are "
-                            f"{', '.join(leaves)}.")  # fmt: skip
-    return {path: _packing(path, module, recipe, advice) for path, module in modules.items()}
-
-
-def _packing(path: str, module: nn.Module, recipe: Recipe, advice) -> Packing | None:
-    how, width = recipe.packing, module.weight.shape[-1]
-    is_plain = isinstance(module, (nn.Linear, nn.Embedding))  # experts are stacked, for one
-    if any(loading.is_named(path, name) for name in recipe.keep):
-        return None
-    if recipe.format == "bitsandbytes":
-        is_head = path.rsplit(".", 1)[-1] == "lm_head"  # transformers leaves it dense
-        return how if isinstance(module, nn.Linear) and not is_head and how.fits(width) else None
-    affine_group = how.group_size if how.mode == "affine" else 64
-    for expression, bits in recipe.bits_for:
-        if re.search(expression, path):
-            if not Packing("affine", bits, affine_group).fits(width):
-                raise PackError(f"--bits-for {expression}: {path} has {width} columns, which "
-                                f"{affine_group} does not divide; --keep it dense.")  # fmt: skip
-            return Packing("affine", bits, affine_group)
-    wanted = advice(path, module) if advice else True
-    if isinstance(wanted, dict):
-        return Packing("affine", wanted["bits"], wanted["group_size"])
-    if not wanted:
-        return None
-    return how if how.fits(width) and (is_plain or how.mode == "affine") else None
+    config = _new_config(config, recipe, packings, list(dense), items)
+    return Plan(recipe, tensors, shards, config, base_files.fingerprint(source), dense)
 
 
 def _by_names_of_transformers(
-    source: Path, ours: dict[str, mx.array], packings: dict[str, Packing | None]
+    source: Path, ours: dict[str, mx.array], packings: dict[str, Packing]
 ) -> dict[str, mx.array]:
     """The tensors as the files name them; those that are packed must be called alike here."""
     theirs: dict[str, mx.array] = {}
-    for file in loading.weight_files(source):
+    for file in base_files.weight_files(source):
         theirs |= mx.load(str(file))
-    for path, how in packings.items():
+    for path in packings:
         name = f"{path}.weight"
-        if how and (name not in theirs or theirs[name].shape != ours[name].shape):
+        if name not in theirs or theirs[name].shape != ours[name].shape:
             raise PackError(f"{source}: --format bitsandbytes: its files have no {name} of shape "
                             f"{list(ours[name].shape)}; this family is written with --format mlx "
                             "only.")  # fmt: skip
@@ -312,38 +231,43 @@ def _in_shards(items: list[Item], max_shard_gb: float) -> dict[str, list[Item]]:
 
 
 def _new_config(
-    config: dict, recipe: Recipe, packings: dict[str, Packing | None], items: list[Item]
+    config: dict, recipe: Recipe, packings: dict[str, Packing], dense: list[str], items: list[Item]
 ) -> dict:
     """config.json with the quantization as mlx-lm, or transformers, spells it."""
     how = recipe.packing
     if recipe.format == "bitsandbytes":
-        dense = [path for path, packing in packings.items() if packing is None]
         dtype = next(item.dtype for item in items if item.packing)
         skipped = list(dict.fromkeys(["lm_head", *dense]))
         stated = bitsandbytes.config_of(how.double_quant, dtype, skipped)
         return dict(sorted({**config, "quantization_config": stated}.items()))
     stated = how.to_config()
-    for path, packing in packings.items():
-        if packing is None and how.mode == "nf4":
-            stated[path] = False
-        elif packing not in (None, how):
-            stated[path] = packing.to_config()
+    stated |= {path: False for path in dense if how.mode == "nf4"}
+    stated |= {path: packing.to_config() for path, packing in packings.items() if packing != how}
     return dict(sorted({**config, "quantization": stated, "quantization_config": stated}.items()))
 
 
 def _begin(partial: Path, plan: Plan) -> list[str]:
     """Make the folder of a run, or find it as an interrupted run with this request left it."""
-    request = partial / _REQUEST
-    wanted = to_json(plan.request())
-    if request.is_file() and request.read_text(encoding="utf-8") == wanted:
+    record = partial / RECORD
+    if _begins_with(record, plan.request()):
         for file in partial.iterdir():
-            if file.name not in (*plan.shards, _REQUEST):
+            if file.name not in (*plan.shards, RECORD):
                 file.unlink()
         return _finished(partial, plan)
     shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    write_whole(request, wanted)
+    partial.mkdir()
+    write_whole(record, to_json(plan.request()))
     return []
+
+
+def _begins_with(record: Path, request: dict) -> bool:
+    """Whether a record, of a run that ended or not, is of this request."""
+    wanted = json.loads(to_json(request))
+    try:
+        found = json.loads(record.read_text(encoding="utf-8"))
+        return all(found[key] == value for key, value in wanted.items())
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
 
 
 def _finished(partial: Path, plan: Plan) -> list[str]:
@@ -385,7 +309,7 @@ def _made(items: list[Item], plan: Plan, bar) -> Iterator[tuple[str, mx.array]]:
 
 def _write_rest(partial: Path, source: Path, plan: Plan) -> dict:
     """config.json, index, tokenizer and other small files, and the record with the hashes."""
-    for pattern in loading.CHECKPOINT_FILES:
+    for pattern in base_files.CHECKPOINT_FILES:
         for file in source.glob(pattern):
             if file.suffix != ".safetensors" and file.name != "model.safetensors.index.json":
                 shutil.copyfile(file, partial / file.name)
@@ -402,16 +326,13 @@ def _write_rest(partial: Path, source: Path, plan: Plan) -> dict:
     index = {"metadata": metadata, "weight_map": dict(sorted(names.items()))}
     packed = [item for item in plan.items if item.packing]
     record = {
-        "version": 1,
-        "source": plan.fingerprint,
-        "recipe": dataclasses.asdict(plan.recipe),
+        **plan.request(),
         "format": plan.recipe.format,
         "quantization": plan.recipe.packing.to_config(),
         "quantized": len(packed),
         "dense": len(plan.items) - len(packed),
         "bits_per_weight": _bits(plan.items),
         "bits_per_quantized_weight": _bits(packed),
-        "versions": runtime.versions(),
         "files": {
             shard: {
                 "bytes": (partial / shard).stat().st_size,
@@ -429,3 +350,17 @@ def _write_rest(partial: Path, source: Path, plan: Plan) -> dict:
 def _bits(items: list[Item]) -> float:
     """Bits on disk for each weight."""
     return round(8 * sum(i.nbytes for i in items) / sum(i.size for i in items), 4)
+
+
+def verify(folder: Path, display: Display | None = None) -> dict:
+    """Hold every shard of a folder that `quantize` wrote against its hash.
+
+    Returns: the record.   Raises: PackError that names the first file which differs.
+    """
+    base_files.check_files(folder)
+    record = base_files.read_record(folder)
+    if record is None:
+        raise PackError(f"{folder}: has no {RECORD} with hashes; packs quantize did not write it.")
+    with (display or Display(QUIET)).task("check", len(record["files"]), "files") as bar:
+        base_files.check_record(folder, bar.advance)
+    return record

@@ -30,7 +30,7 @@ class Stepper:
         self._pending: tuple | None = None
 
         def loss(*batch):
-            return loss_sum(model, head, *batch, z_loss, label_smoothing)
+            return loss_sum(model, head, *batch, z_loss=z_loss, label_smoothing=label_smoothing)
 
         value_and_grad = nn.value_and_grad(model, loss)
 
@@ -46,12 +46,12 @@ class Stepper:
 
         def whole(*batch):
             total, grads = value_and_grad(*batch)
-            count = batch[-1].sum()
+            count = batch[3].sum()  # of the weights
             return total / count, update(grads, count)
 
         def gather(*batch):
             total, grads = value_and_grad(*batch)
-            return total, batch[-1].sum(), grads
+            return total, batch[3].sum(), grads
 
         def add(pending, batch):
             total, count, grads = gather(*batch)

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import click
@@ -23,39 +24,21 @@ _RUN_ARGUMENTS = (
 ).split()
 
 
-def _config_option(f: dataclasses.Field, tiny: dict):
-    """A click option from a field of a config; its value is typed by `config.build`."""
-    name = "--" + f.name.replace("_", "-")
-    sentence = f.metadata["help"]
-    unsaid = f.default is False or f.default in (None, (), dataclasses.MISSING)
-    defaults = [] if unsaid else [str(f.default)]
-    if f.name in tiny and tiny[f.name] != f.default:
-        defaults.append(f"tiny: {tiny[f.name]}")
-    if defaults:
-        sentence += f" [{'; '.join(defaults)}]"
-    if f.metadata["choices"]:
-        return click.option(
-            name, metavar="{" + ",".join(f.metadata["choices"]) + "}", help=sentence
-        )
-    if isinstance(f.default, bool):
-        return click.option(f"{name}/--no-{name[2:]}", default=None, help=sentence)
-    return click.option(name, metavar=f.name.split("_")[-1].upper(), help=sentence)
-
-
 def _config_options(command):
     """Every field of the configs that a flag can say; mappings are for YAML."""
     tiny = tiny_recipe()
     for cls in (TrainConfig, LoRAConfig, DataConfig):
         for f in reversed(dataclasses.fields(cls)):
             if f.name not in ("optimizer_config", "rank_pattern", "alpha_pattern", "hf_dataset"):
-                command = _config_option(f, tiny)(command)
+                own = f"tiny: {tiny[f.name]}" if tiny.get(f.name, f.default) != f.default else None
+                defaults = [text for text in (options.default_of(f), own) if text]
+                command = options.of_field(f, "; ".join(defaults))(command)
     return command
 
 
 @click.command()
 @click.option("--model", metavar="M", help="Base: a folder, a hub id, or 'tiny'. [tiny]")
-@click.option("-c", "--config", "configs", metavar="FILE", multiple=True,
-              help="YAML of these options, or a recipe of QLoRA, PEFT, bitsandbytes.")  # fmt: skip
+@options.configs
 @click.option("--out", "--adapter-path", metavar="DIR", help="Folder of the pack. [packs/<data>]")
 @_config_options
 @click.option("--mask-prompt", is_flag=True, default=None, help="mlx-lm: --loss-on completion.")
@@ -84,12 +67,7 @@ def command(configs, force, show_mask, as_json, verbose, quiet, **flags):
     brackets are for real bases, after "tiny:" for the tiny one.
     """
     flags = {k: v for k, v in flags.items() if v is not None}
-    values: dict = {}
-    for file in configs:
-        told = translate(read_yaml(file), file)
-        resolve(told, file)  # so that a fault names the file that it stands in
-        values |= told
-    recipe = _recipe(flags, values)
+    recipe = recipe_of(flags, read_configs(configs))
     run = recipe.run
     display = Display(QUIET if quiet else VERBOSE if verbose else NORMAL)
     if show_mask:
@@ -118,7 +96,17 @@ def command(configs, force, show_mask, as_json, verbose, quiet, **flags):
         sys.exit(1)
 
 
-def _recipe(flags: dict, values: dict) -> Recipe:
+def read_configs(files: Sequence[str]) -> dict:
+    """What recipe files say; later ones override earlier ones."""
+    values: dict = {}
+    for file in files:
+        told = translate(read_yaml(file), file)
+        resolve(told, file)  # so that a fault names the file that it stands in
+        values |= told
+    return values
+
+
+def recipe_of(flags: dict, values: dict) -> Recipe:
     """Flags over the file's values over the recipe of the run to resume, or of the tiny base."""
     told = resolve(flags, under=[values]).run
     if told.get("resume") and "out" in told:

@@ -4,13 +4,14 @@
 """
 
 import time
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from . import data as rows_of
 from . import runtime
 from .adapters import Attached, attach
-from .batches import Batch, evaluation_batches, training_batches
+from .batches import Batch, evaluation_batches, prefetched, training_batches
 from .checkpoint import (
     Cursor,
     check_resumable,
@@ -33,6 +34,7 @@ from .loss import Head, split_head
 from .ops import _backend
 from .optim import make_optimizer, unused_learning_rate
 from .pack import Pack, versions_line
+from .packable import prepare_packing
 from .prepare import (
     check_resume,
     choose_path,
@@ -40,7 +42,9 @@ from .prepare import (
     encode_splits,
     load_adapters,
     output_folders,
-    plan_run,
+    plan_paths,
+    refuse_from_headers,
+    show_plan,
     started_from,
 )
 from .runtime import mx
@@ -125,6 +129,7 @@ def train_pack(
     earlier = check_resumable(run) if resume else None
     started = started_from(resume_adapter_file, earlier)
     if not isinstance(base, Base):
+        refuse_from_headers(base, lora, train, force)
         with display.working("base", f"loading {base}"):
             base = load_base(
                 base, train.quantize, trust_remote_code, double_quant=train.double_quant,
@@ -150,9 +155,13 @@ def train_pack(
         examples[held_out], train.batch_size, train.max_seq_length, train.test_batches
     )
     sample = SamplePrompt.of(splits.rows[held_out][0], base, columns)
-    choice = choose_path(base, train, examples["train"], display)
-    plan = plan_run(base, lora, train, examples["train"], choice.base_path, display, force)
+    splits.rows.clear()  # from here on only their tokens are needed
+    plans = plan_paths(base, lora, train, examples["train"], display, force)
+    choice = choose_path(base, train, examples["train"], plans, display)
+    plan = plans.get(choice.base_path)
     plan_peak_gb = plan.peak_gb if plan else None
+    if plan:
+        show_plan(base, lora, plan, display)
     attached = attach(base, lora, None, choice.base_path, train.seed, train.train_fp16_fallback)
     try:
         describe(attached, display)
@@ -160,6 +169,8 @@ def train_pack(
             load_adapters(attached, Path(resume_adapter_file))
         attached.recompute(train.recomputes)
         head = split_head(base.model)
+        if train.packing:
+            prepare_packing(attached, head, train.max_seq_length, base.vocab_size)
         with display.task("eval", len(judged), "held-out batches") as bar:
             before = _score_base(attached, head, judged, bar.advance)
         texts = {"before": sample.complete(base)}
@@ -277,11 +288,13 @@ def _learn(
 
     loop = Loop(attached, stepper, train, run, cursor, judge, validate, display, callback, curve)
     batches = training_batches(
-        examples["train"], train.batch_size, train.max_seq_length, train.seed, cursor.batches
-    )
+        examples["train"], train.batch_size, train.max_seq_length, train.seed, cursor.batches,
+        train.packing,
+    )  # fmt: skip
     model.train()
     mx.reset_peak_memory()
-    loop.learn(batches)
+    with closing(prefetched(batches)) as ahead:
+        loop.learn(ahead)
     measured = {
         "train_s": cursor.train_s,
         "tokens_per_s": cursor.trained_tokens / cursor.train_s,

@@ -17,6 +17,8 @@ from mlx_packs.loading import Base, load_base
 from mlx_packs.ops import _backend
 from mlx_packs.runtime import mx
 
+os.environ["MLX_PACKS_CACHE"] = "off"  # nothing is left in the home of who runs the tests
+
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item, call):

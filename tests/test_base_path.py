@@ -60,7 +60,7 @@ def test_dense_is_not_taken_where_it_does_not_fit(monkeypatch):
 
 def test_a_dense_base_needs_no_choice():
     choice = choose_base_path(base_of("qwen3").model, 64)
-    assert (choice.base_path, choice.step_ms) == ("quantized", {})
+    assert (choice.base_path, choice.step_ms) == ("dense", {})
 
 
 def test_scales_without_biases_are_measured_too():

@@ -12,10 +12,17 @@ from conftest import model_of
 from mlx.utils import tree_flatten
 from mlx_lm.utils import load_model
 
-from mlx_packs import loading
+from mlx_packs.base_files import (
+    fingerprint,
+    quantization_name,
+    resolve_base_path,
+    stored_quantization,
+    tiny_base_path,
+    weight_files,
+)
 from mlx_packs.errors import PackError
 from mlx_packs.files import read_header
-from mlx_packs.loading import fingerprint, load_base, resolve_base_path, tiny_base_path
+from mlx_packs.loading import load_base
 from mlx_packs.runtime import mx
 
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
@@ -136,8 +143,39 @@ def test_load_base_quantizes_a_dense_checkpoint(checkpoint, quantize, bits):
 
 
 def test_load_base_refuses_to_quantize_twice(checkpoint):
-    with pytest.raises(PackError, match="--quantize affine4: the base is quantized already"):
+    told = r"--quantize affine4: the base is quantized already \(affine 4-bit g32\); train on it"
+    with pytest.raises(PackError, match=told):
         load_base(checkpoint(bits=4), quantize="affine4")
+    folder = checkpoint("unsaid", bits=4)
+    edit_config(folder, quantization=None)
+    with pytest.raises(PackError, match=r"is quantized already \(.*\.weight is U32\)"):
+        load_base(folder, quantize="nf4")
+
+
+@pytest.mark.parametrize(
+    ("config", "name"),
+    [
+        ({}, "dense"),
+        ({"quantization": {"group_size": 64, "bits": 4}}, "affine 4-bit g64"),
+        ({"text_config": {"quantization": {"group_size": 32, "bits": 4, "mode": "mxfp4"}}},
+         "mxfp4 4-bit g32"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "fp8"),
+        ({"quantization_config": {"quant_method": "awq", "bits": 4, "group_size": 128}},
+         "awq 4-bit g128"),
+        ({"quantization_config": {"quant_method": "bitsandbytes", "load_in_8bit": True}},
+         "bitsandbytes 8-bit"),
+        ({"quantization_config": {"quant_method": "bitsandbytes", "bnb_4bit_quant_type": "fp4"}},
+         "bitsandbytes fp4"),
+    ],
+)  # fmt: skip
+def test_what_a_checkpoint_is_quantized_as_has_a_name(config, name):
+    assert quantization_name(stored_quantization(config)) == name
+
+
+def test_a_config_that_transformers_refuses_is_one_line(checkpoint):
+    folder = checkpoint(head_dim=33)
+    with pytest.raises(PackError, match="tokenizer cannot be loaded: .*head_dim"):
+        load_base(folder)
 
 
 def test_load_base_tiny_speaks_and_has_grouped_heads(tiny):
@@ -293,4 +331,4 @@ def test_resolve_base_path_of_a_file_is_refused(tmp_path):
 def test_weight_files_leave_out_adapters(checkpoint):
     folder = checkpoint(shards=2)
     shutil.copy(folder / "model-00001-of-00002.safetensors", folder / "adapters.safetensors")
-    assert [f.name[:11] for f in loading.weight_files(folder)] == ["model-00001", "model-00002"]
+    assert [f.name[:11] for f in weight_files(folder)] == ["model-00001", "model-00002"]

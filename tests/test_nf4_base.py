@@ -248,6 +248,8 @@ BROKEN = {
         "q_proj.nested_absmax: has NaN or infinite",
     ),
     "infinite offset": ("offset", lambda t: t + float("inf"), "q_proj.offset: has NaN or infinite"),
+    "no absmax": ("absmax", None, "q_proj.absmax: is missing beside model.*q_proj.weight"),
+    "no weight": ("weight", None, "q_proj.weight: is missing beside model.*q_proj.absmax"),
     "no offset": ("offset", None, "q_proj: packed tensors do not fit.*offset"),
 }
 
@@ -265,12 +267,31 @@ def test_broken_packed_tensors_are_named(stored, tmp_path, name):
         tmp_path / "b", tensors, quantization=json.loads(
             (stored / "config.json").read_text())["quantization"]
     )  # fmt: skip
-    with pytest.raises(PackError, match=told):
+    with pytest.raises(PackError, match=told) as error:
+        load_base(folder)
+    assert str(error.value).startswith(f"{folder}: ")
+
+
+@pytest.mark.parametrize("double_quant, part", [(True, "nested_absmax"), (False, "absmax")])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_an_absmax_of_bitsandbytes_that_is_not_finite_is_named(
+    dense, tmp_path, double_quant, part, bad
+):
+    tensors = mx.load(str(dense / "model.safetensors"))
+    name = "model.layers.2.mlp.up_proj.weight"
+    packed = nf4.quantize(tensors.pop(name), 64, double_quant)
+    tensors |= to_bitsandbytes(name, packed, "bfloat16")
+    tensors[f"{name}.{part}"][3] = bad
+    config = {"quantization_config": config_of(double_quant, "bfloat16", [])}
+    folder = save_checkpoint(tmp_path / "bnb", tensors, **config)
+    with pytest.raises(PackError, match=rf"bnb: .*layers\.2\.mlp\.up_proj\.{part}: has NaN or inf"):
         load_base(folder)
 
 
 def test_quantizing_what_is_quantized_and_a_flag_without_its_mode_are_refused(stored, run):
-    with pytest.raises(PackError, match="--quantize affine4: the base is quantized already.*nf4"):
+    with pytest.raises(
+        PackError, match=r"--quantize affine4: the base is quantized already \(nf4 4-bit g64 double"
+    ):
         load_base(stored, "affine4")
     assert load_base(stored, "nf4").quantization == load_base(stored).quantization
     with pytest.raises(PackError, match="is NF4 already, double-quantized"):

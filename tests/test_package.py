@@ -18,11 +18,11 @@ PACKAGE = ROOT / "mlx_packs"
 ORDER = """
 errors config layouts options runtime display files
 ops._cost ops._backend ops._check
-ops.exponential ops.attention ops.blockwise ops.nf4
-ops.grouped_lora ops.multi_lora ops.sliced_matmul ops.linear_cross_entropy
-nn.lora nn.nf4 nn.quantized nn.blocks
-bitsandbytes packing loading quantize geometry adapters base_path
-data encoding batches loss optim step plan advice manifest pack
+ops.exponential ops.sliced_matmul ops.attention ops.linear_cross_entropy
+ops.blockwise ops.nf4 ops.grouped_lora ops.multi_lora
+nn.lora nn.nf4 nn.quantized nn.segments nn.recompute nn.blocks
+bitsandbytes packing base_files loading quantize geometry adapters base_path
+data encoding token_cache batches loss packable optim step plan advice manifest pack
 evaluation generate checkpoint prepare loop training train
 doctor cli
 """.split()

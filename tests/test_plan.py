@@ -1,6 +1,10 @@
 """What fits: counts by hand and against the table of real geometries, directions, the commands."""
 
+import dataclasses
 import json
+import math
+import shlex
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,10 +15,26 @@ from conftest import base_of, chat, write_rows
 from mlx_packs import LoRAConfig, PackError, TrainConfig, runtime, train_pack
 from mlx_packs.adapters import attach
 from mlx_packs.advice import advise
-from mlx_packs.plan import ERROR, Checkpoint, estimate, read_checkpoint, tensors_of
+from mlx_packs.config import DataConfig
+from mlx_packs.data import load_rows
+from mlx_packs.display import QUIET, Display
+from mlx_packs.loading import tiny_base_path
+from mlx_packs.plan import (
+    ERROR,
+    Checkpoint,
+    estimate,
+    fit,
+    read_checkpoint,
+    remedies,
+    tensors_of,
+)
+from mlx_packs.prepare import choose_path, encode_splits, plan_paths
+from mlx_packs.train import command as train_command
+from mlx_packs.train import read_configs, recipe_of
 
 # hidden, FFN, blocks, heads, KV heads, vocab, tied; head_dim 128: weights and adapters at rank 16
 REAL = {
+    "llama-3-8b": ((4096, 14336, 32, 32, 8, 128256, False), 8.03e9, 41.94e6),
     "qwen3-0.6b": ((1024, 3072, 28, 16, 8, 151936, True), 0.60e9, 10.09e6),
     "qwen3-4b": ((2560, 9728, 36, 32, 8, 151936, True), 4.02e9, 33.03e6),
     "qwen3-8b": ((4096, 12288, 36, 32, 8, 151936, False), 8.19e9, 43.65e6),
@@ -22,22 +42,32 @@ REAL = {
 }
 
 
+# of the size of all-MiniLM-L6-v2, whose family (BERT) has no plan
+SMALL = (384, 1536, 6, 3, 3, 30522, True)
+
+
 def checkpoint(name: str) -> Checkpoint:
     """A dense bfloat16 checkpoint of a real geometry: config and headers, no weights."""
-    hidden, ffn, blocks, heads, kv_heads, vocab, tied = REAL[name][0]
+    sizes = REAL[name][0] if name in REAL else SMALL
+    hidden, ffn, blocks, heads, kv_heads, vocab, tied = sizes
+    family = "qwen3" if name.startswith("qwen3") else "llama"
     config = {
-        "model_type": "qwen3", "hidden_size": hidden, "intermediate_size": ffn,
+        "model_type": family, "hidden_size": hidden, "intermediate_size": ffn,
         "num_hidden_layers": blocks, "num_attention_heads": heads, "vocab_size": vocab,
         "num_key_value_heads": kv_heads, "head_dim": 128, "tie_word_embeddings": tied,
+        "rms_norm_eps": 1e-6, "rope_theta": 1e4,
     }  # fmt: skip
     q, k = heads * 128, kv_heads * 128
     shapes = {
         "self_attn.q_proj": [q, hidden], "self_attn.k_proj": [k, hidden],
         "self_attn.v_proj": [k, hidden], "self_attn.o_proj": [hidden, q],
         "mlp.gate_proj": [ffn, hidden], "mlp.up_proj": [ffn, hidden],
-        "mlp.down_proj": [hidden, ffn], "self_attn.q_norm": [128], "self_attn.k_norm": [128],
+        "mlp.down_proj": [hidden, ffn],
+        "input_layernorm": [hidden], "post_attention_layernorm": [hidden],
     }  # fmt: skip
-    tensors = {"model.embed_tokens.weight": [vocab, hidden]}
+    if family == "qwen3":
+        shapes |= {"self_attn.q_norm": [128], "self_attn.k_norm": [128]}
+    tensors = {"model.embed_tokens.weight": [vocab, hidden], "model.norm.weight": [hidden]}
     if not tied:
         tensors["lm_head.weight"] = [vocab, hidden]
     for i in range(blocks):
@@ -115,16 +145,108 @@ def test_more_work_takes_more_and_recomputing_less():
     assert peak() < peak(base_path="dense")
 
 
+def on_a_gpu(monkeypatch) -> None:
+    monkeypatch.setattr(runtime, "on_cpu", lambda: False)
+
+
+# best (method, quantize, length) on a CPU and on a GPU, None where nothing fits
+ADVICE = [
+    ("small", 8, ("lora-fp32", "none", 2048), ("lora-fp32", "none", 2048)),
+    ("small", 64, ("lora-fp32", "none", 2048), ("lora-fp32", "none", 2048)),
+    ("qwen3-4b", 8, None, ("qlora", "affine4", 512)),
+    ("qwen3-4b", 16, ("qlora", "nf4", 512), ("qlora", "affine4", 2048)),
+    ("qwen3-4b", 24, ("qlora", "nf4", 1024), ("lora", "none", 2048)),
+    ("qwen3-4b", 64, ("lora-fp32", "none", 2048), ("lora", "none", 2048)),
+    ("llama-3-8b", 8, None, ("qlora", "affine4", 256)),
+    ("llama-3-8b", 16, ("qlora", "nf4", 256), ("qlora", "affine4", 1024)),
+    ("llama-3-8b", 24, ("qlora", "nf4", 512), ("qlora", "affine4", 2048)),
+    ("llama-3-8b", 64, ("qlora", "nf4", 2048), ("lora", "none", 2048)),
+]
+
+
+@pytest.mark.parametrize("name, gb, on_cpu, on_gpu", ADVICE)
+def test_what_comes_first(name, gb, on_cpu, on_gpu, monkeypatch):
+    for best, device in ((on_cpu, "cpu"), (on_gpu, "gpu")):
+        if device == "gpu":
+            on_a_gpu(monkeypatch)
+        first = advise(checkpoint(name), int(gb * 1e9))[0]
+        found = (first.method, first.quantize, first.train.max_seq_length)
+        assert (found if first.fits else None) == best, device
+
+
 def test_a_small_base_is_not_to_be_quantized():
-    best = advise(checkpoint("qwen3-0.6b"), int(32e9))[0]
+    best = advise(checkpoint("small"), int(16e9))[0]
+    assert best.plan.base_weights == pytest.approx(22.7e6, rel=0.2)
     assert best.method == "lora-fp32" and best.fits and "small" in best.why
 
 
-def test_8b_in_16_gb_is_qlora():
-    options = advise(checkpoint("qwen3-8b"), int(16e9))
-    assert options[0].method == "qlora" and options[0].fits
-    assert options[-1].method == "full" and not options[-1].fits
-    assert "--quantize" in options[0].command("Qwen/Qwen3-8B")
+def test_what_fits_comes_first_and_what_is_learned_before_precision(monkeypatch):
+    on_a_gpu(monkeypatch)
+    for gb in (8, 16, 24, 64):
+        *ways, full = advise(checkpoint("qwen3-4b"), int(gb * 1e9))
+        states = [("fits", "tight", "no").index(option.fit) for option in ways]
+        assert states == sorted(states) and full.method == "full"
+        fitting = [(-o.lora.rank, -o.train.max_seq_length) for o in ways if o.fits]
+        assert fitting == sorted(fitting)
+
+
+def given_up(memory: float, asked=frozenset()) -> tuple:
+    """(rank, length, recompute, batch) of NF4 on Qwen3-4B."""
+    train = TrainConfig(quantize="nf4")
+    asked = asked | {"quantize"}
+    best = advise(checkpoint("qwen3-4b"), int(memory * 1e9), train=train, asked=asked)[0]
+    settings = best.train
+    return (
+        best.lora.rank, settings.max_seq_length, settings.grad_checkpoint, settings.batch_size,
+    )  # fmt: skip
+
+
+def test_batch_gives_way_before_time_length_and_rank():
+    assert given_up(256) == (16, 2048, False, 4)
+    assert given_up(120) == (16, 2048, False, 2)
+    assert given_up(60) == (16, 2048, False, 1)
+    assert given_up(40) == (16, 2048, True, 1)
+    assert given_up(20) == (16, 1024, True, 1)
+    assert given_up(9.05) == (16, 256, True, 1)
+    assert given_up(8.85) == (8, 256, True, 1)
+    assert given_up(40, frozenset({"batch_size"})) == (16, 512, False, 4)
+    told = advise(checkpoint("qwen3-4b"), int(40e9))[0].why
+    assert "batch 1 instead of 4, blocks recomputed" in told
+
+
+def test_rows_are_planned_no_longer_than_the_base_reads():
+    found = checkpoint("small")
+    found.config["max_position_embeddings"] = 512
+    assert advise(found, int(64e9))[0].train.max_seq_length == 512
+
+
+def test_full_fine_tuning_takes_16_bytes_a_weight_and_float32_activations(monkeypatch):
+    on_a_gpu(monkeypatch)
+    full = advise(checkpoint("qwen3-4b"), int(16e9))[-1]
+    weights, parts = full.plan.base_weights, full.plan.parts()
+    assert (parts["base"], parts["optimizer"], parts["adapters"]) == (4 * weights, 8 * weights, 0)
+    assert full.plan.most()["gradients"] == 4 * weights
+    assert full.train.batch_size == 1 and "16 bytes a weight" in full.why
+    # inputs of 36 blocks of one row, in float32
+    assert full.plan.most()["activations"] > 36 * (full.train.max_seq_length - 1) * 2560 * 4
+    assert full.plan.peak_bytes > 16 * weights and full.command("m") is None
+
+
+def test_parts_add_up_to_the_peak_and_each_is_largest_somewhere():
+    tiny = read_checkpoint("tiny")
+    plan = estimate(tiny.config, tiny.tensors, LoRAConfig(), TrainConfig(), "dense")
+    assert sum(plan.parts().values()) == plan.peak_bytes
+    assert plan.parts()["gradients"] == 0 and plan.most()["gradients"] == 4 * plan.adapter_weights
+    assert all(plan.most()[name] >= size for name, size in plan.parts().items())
+    assert plan.most()["logits"] > 0 and plan.most()["working"] > 0
+
+
+def test_one_rule_says_what_fits():
+    tiny = read_checkpoint("tiny")
+    plan = estimate(tiny.config, tiny.tensors, LoRAConfig(), TrainConfig(), "dense")
+    assert fit(plan, int(plan.peak_bytes * (1 + ERROR)) + 1) == "fits"
+    assert fit(plan, int(plan.peak_bytes * (1 + ERROR)) - 1) == "tight"
+    assert fit(plan, plan.peak_bytes) == "tight" and fit(plan, plan.peak_bytes - 1) == "no"
 
 
 def test_what_is_asked_for_is_not_searched():
@@ -134,15 +256,135 @@ def test_what_is_asked_for_is_not_searched():
         assert (option.train.batch_size, option.train.max_seq_length) == (3, 300)
 
 
+def test_remedies_name_only_what_is_not_so_already_and_helps():
+    small, tiny = checkpoint("qwen3-0.6b"), read_checkpoint("tiny")
+
+    def told(found: Checkpoint, lora: dict, **train) -> list[str]:
+        def peak(lora, train):
+            path = train.base_path
+            return estimate(found.config, found.tensors, lora, train, path).peak_bytes
+
+        settings = TrainConfig(**{"base_path": "dense", **train})
+        return remedies(peak, LoRAConfig(**lora), settings, found is small)
+
+    smallest = {"batch_size": 1, "max_seq_length": 256, "grad_checkpoint": True}
+    assert told(small, {"rank": 4}, **smallest) == ["--quantize nf4", "a smaller base"]
+    assert told(tiny, {"rank": 4}, **smallest) == ["--base-path transient", "a smaller base"]
+    assert told(tiny, {"rank": 4}, **smallest, base_path="transient") == ["a smaller base"]
+    assert told(tiny, {}, base_path="transient") == [
+        "a smaller --batch-size", "--grad-checkpoint", "a smaller --max-seq-length",
+        "a smaller base",
+    ]  # fmt: skip
+    assert "a smaller --rank" in told(tiny, {"rank": 128}, **smallest)
+
+
 def test_command_prints_a_list_of_options_and_the_next_command(run):
     code, out, _ = run("plan", "--memory", "16", "--json")
     options = json.loads(out)
     assert code == 0
-    keys = "method base_path batch_size max_seq_length peak_gb fits why".split()
+    keys = "method base_path batch_size max_seq_length peak_gb fits why parts parts_max".split()
     assert all(set(keys) <= set(option) for option in options)
     code, out, _ = run("plan", "--memory", "16", "--grad-checkpoint")
     assert code == 0 and out.splitlines()[-1].startswith("try:    packs train --model tiny")
     assert f"{ERROR:.0%}" in out
+
+
+def peak_of(command: str, found: Checkpoint) -> float:
+    """The estimate for a `packs train` as its own command line reads it."""
+    words = shlex.split(command)
+    assert words[:2] == ["packs", "train"]
+    told = dict(train_command.make_context("train", words[2:]).params)
+    values = read_configs(told.pop("configs"))
+    names = {f.name for c in (LoRAConfig, TrainConfig) for f in dataclasses.fields(c)} | {"model"}
+    flags = {k: v for k, v in told.items() if v is not None and k in names}
+    recipe = recipe_of(flags, values)
+    assert recipe.run["model"] == found.name
+    return estimate(
+        found.config, found.tensors, recipe.lora, recipe.train, recipe.train.base_path
+    ).peak_gb
+
+
+RECIPE = {"batch_size": 2, "lora_parameters": {"rank": 32, "scale": 2.0}, "grad_checkpoint": True}
+
+
+@pytest.mark.parametrize("device", ["cpu", "gpu"])
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "", "--memory 8", "--memory 0.3", "--memory 16 --optimizer adamw_8bit --num-layers 2",
+        "--memory 16 --grad-accumulation-steps 4 --target-modules q_proj,v_proj -c FILE",
+        "--memory 16 -c FILE --no-grad-checkpoint", "--memory 64 --model DENSE -c FILE",
+        "--memory 8 --model DENSE --quantize nf4 --keep embed_tokens --no-double-quant",
+        "--memory 8 --model DENSE --compute-dtype float32", "--memory 4 --model DENSE",
+    ],
+)  # fmt: skip
+def test_the_printed_command_has_the_peak_that_is_shown(flags, device, run, tmp_path, monkeypatch):
+    if device == "gpu":
+        on_a_gpu(monkeypatch)
+    folder = write_headers(tmp_path / "a dense base", checkpoint("small"))
+    (tmp_path / "c.yaml").write_text(json.dumps(RECIPE))
+    names = {"FILE": str(tmp_path / "c.yaml"), "DENSE": str(folder)}
+    arguments = [names.get(word, word) for word in flags.split()]
+    code, out, err = run("plan", "--json", *arguments)
+    assert code == 0, err
+    found = read_checkpoint(folder if "DENSE" in flags else "tiny")
+    *ways, _ = json.loads(out)
+    for option in ways:
+        assert peak_of(option["command"], found) == option["peak_gb"], option["command"]
+    _, out, _ = run("plan", *arguments)
+    assert out.splitlines()[-1] == f"try:    {ways[0]['command']}"
+
+
+def test_flags_and_files_are_what_is_planned(run, tmp_path):
+    (tmp_path / "c.yaml").write_text(json.dumps(RECIPE))
+    code, out, _ = run("plan", "--memory", "64", "--json", "-c", tmp_path / "c.yaml")
+    best = json.loads(out)[0]
+    assert code == 0
+    assert (best["rank"], best["batch_size"], best["grad_checkpoint"]) == (32, 2, True)
+    accumulated = run("plan", "--json", "--memory", "64", "--grad-accumulation-steps", "4")[1]
+    plain = run("plan", "--json", "--memory", "64")[1]
+    weights = json.loads(plain)[0]["adapter_weights"]
+    assert json.loads(accumulated)[0]["parts"]["gradients"] == 4 * weights
+
+
+@pytest.mark.parametrize("columns", [60, 100])
+@pytest.mark.parametrize("memory", ["0.05", "8"])
+def test_the_table_fits_the_terminal(columns, memory, run, monkeypatch):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    lines = run("plan", "--memory", memory)[1].splitlines()
+    assert max(len(line) for line in lines[:-1]) <= columns  # the command is one line, to be copied
+    assert ("50.0 MB" if memory == "0.05" else "8.00 GB") in lines[0]
+
+
+def test_where_nothing_fits_it_says_what_is_left_to_do(run):
+    last = run("plan", "--memory", "0.05")[1].splitlines()[-1]
+    assert last == "try:    a smaller base or more memory"
+    asked = ["--batch-size", "4", "--no-grad-checkpoint", "--rank", "16"]
+    last = run("plan", "--memory", "0.05", *asked)[1].splitlines()[-1]
+    assert "--batch-size" in last and "--grad-checkpoint" in last and "--quantize" not in last
+
+
+@pytest.mark.parametrize("quantize", ["nf4", "affine8"])
+def test_plan_and_train_refuse_to_quantize_what_is_quantized_in_one_line(quantize, run, tmp_path):
+    planned = run("plan", "--quantize", quantize)
+    trained = run("train", "--quantize", quantize, "--out", tmp_path / "p")
+    assert planned[0] == trained[0] == 2 and planned[2] == trained[2]
+    assert "quantized already" in planned[2]
+
+
+def test_plan_knows_an_nf4_base_as_it_is_stored(run, tmp_path):
+    found = checkpoint("small")
+    dense = write_headers(tmp_path / "dense", found)
+    out = tmp_path / "nf4"
+    assert run("quantize", "--model", dense, "--out", out)[0] == 0
+    code, told, _ = run("plan", "--model", out, "--quantize", "nf4", "--memory", "64", "--json")
+    assert code == 0
+    for option in json.loads(told)[:-1]:
+        assert peak_of(option["command"], read_checkpoint(out)) == option["peak_gb"]
+    code, _, err = run("plan", "--model", out, "--quantize", "nf4", "--no-double-quant")
+    assert code == 2 and "double-quantized" in err
+    code, _, err = run("plan", "--model", out, "--quantize", "nf4", "--keep", "q_proj")
+    assert code == 2 and "--keep q_proj" in err
 
 
 @pytest.mark.parametrize(
@@ -211,15 +453,126 @@ def test_the_estimate_is_within_its_error_of_the_measured_peak(recomputed, tiny,
     assert report["plan_peak_gb"] == pytest.approx(report["peak_gb"], rel=ERROR)
 
 
+def write_headers(folder: Path, found: Checkpoint) -> Path:
+    """A checkpoint folder that takes no space: the weights are a hole in the file, zeros."""
+    at, header = 0, {}
+    for name, tensor in found.tensors.items():
+        end = at + 2 * math.prod(tensor["shape"])
+        header[name] = {**tensor, "data_offsets": [at, end]}
+        at = end
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    folder.mkdir()
+    with (folder / "model.safetensors").open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.truncate(8 + len(text) + at)
+    (folder / "config.json").write_text(json.dumps(found.config))
+    return folder
+
+
+@pytest.fixture
+def nothing_is_loaded(monkeypatch):
+    """Loading weights raises."""
+
+    def load(*_, **__):
+        raise AssertionError("weights were loaded")
+
+    monkeypatch.setattr("mlx_packs.training.load_base", load)
+
+
+def test_a_base_that_cannot_fit_is_refused_before_it_is_loaded(
+    nothing_is_loaded, rows, tmp_path, monkeypatch, run
+):
+    monkeypatch.setattr(runtime, "total_memory", lambda: int(4e9))
+    base = write_headers(tmp_path / "base", checkpoint("llama-3-8b"))
+    arguments = ["train", "--model", base, "--data", rows, "--out", tmp_path / "p"]
+    code, _, err = run(*arguments)
+    assert code == 2 and len(err.splitlines()) == 1 and "at least 3" in err and "GB" in err
+    assert "--quantize nf4" in err and "--force" in err and not (tmp_path / "p").exists()
+    code, _, err = run(*arguments, "--quantize", "nf4")
+    assert code == 2 and "of 4.00 GB" in err and "--quantize" not in err
+    monkeypatch.setattr(runtime, "total_memory", lambda: int(64e9))
+    for more in (["--quantize", "nf4"], []):
+        with pytest.raises(AssertionError, match="weights were loaded"):
+            run(*arguments, *more)
+    monkeypatch.setattr(runtime, "total_memory", lambda: int(4e9))
+    with pytest.raises(AssertionError, match="weights were loaded"):
+        run(*arguments, "--force")
+
+
+def test_a_base_whose_headers_cannot_be_had_is_left_to_loading(monkeypatch, tmp_path, run):
+    def unreachable(*_, **__):
+        raise huggingface_hub.errors.LocalEntryNotFoundError("no network")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", unreachable)
+    monkeypatch.setattr(huggingface_hub, "get_safetensors_metadata", unreachable)
+    code, _, err = run("train", "--model", "owner/name", "--out", tmp_path / "p")
+    assert code == 2 and "hf download owner/name" in err
+
+
 def test_training_that_cannot_fit_is_refused_unless_forced(rows, tmp_path, monkeypatch, run):
-    monkeypatch.setattr(runtime, "total_memory", lambda: int(20e6))
+    monkeypatch.setattr(runtime, "total_memory", lambda: int(60e6))
+    measured = []
+    monkeypatch.setattr("mlx_packs.prepare.choose_base_path", lambda *_: measured.append(1))
     out = tmp_path / "p"
-    arguments = ["train", "--data", rows, "--out", out, "--iters", "1", "--base-path", "transient"]
-    code, _, err = run(*arguments, "-q")
-    assert code == 2 and "--force" in err and "--grad-checkpoint" in err and not out.exists()
-    assert len(err.splitlines()) == 1
-    assert run(*arguments, "--force", "-q")[0] == 0
-    assert json.loads((out / "pack.json").read_text())["measured"]["plan_peak_gb"] > 0.02
+    arguments = ["train", "--data", rows, "--out", out, "--iters", "1"]
+    code, _, err = run(*arguments)
+    told = err.splitlines()[-1]
+    assert code == 2 and "--force" in told and "--grad-checkpoint" in told and not out.exists()
+    assert "at least" not in told and "data" in err, "the rows are known by now"
+    assert not measured, "refused before any weight is dequantized"
+    assert run(*arguments, "--force", "-q", "--base-path", "transient")[0] == 0
+    assert json.loads((out / "pack.json").read_text())["measured"]["plan_peak_gb"] > 0.06
+
+
+def test_what_is_tight_is_trained_with_a_warning(rows, tmp_path, monkeypatch, run):
+    arguments = ["train", "--data", rows, "--iters", "1", "--base-path", "dense", "--json",
+                 "--test-batches", "1", "--val-batches", "0", "--batch-size", "1"]  # fmt: skip
+    peak = json.loads(run(*arguments, "--out", tmp_path / "p")[1])["plan_peak_gb"]
+    for memory, warned in ((1.05 * peak, True), (1.2 * peak, False)):
+        monkeypatch.setattr(runtime, "total_memory", lambda memory=memory: int(memory * 1e9))
+        code, _, err = run(*arguments, "--out", tmp_path / "p", "--overwrite")
+        assert code == 0 and ("tight: 15% more would not fit" in err) is warned
+
+
+def test_auto_takes_the_fastest_path_that_fits(tiny, rows, monkeypatch):
+    display, train = Display(QUIET), TrainConfig(batch_size=4, max_seq_length=128, iters=4)
+    columns = DataConfig(data=str(rows))
+    examples = encode_splits(load_rows(columns), tiny, columns, train, display)["train"]
+    seconds = {"quantized": 3.0, "transient": 2.0, "dense": 1.0}
+    monkeypatch.setattr("mlx_packs.base_path._kind_seconds", lambda *_: seconds)
+
+    def taken(memory: int) -> str:
+        monkeypatch.setattr(runtime, "total_memory", lambda: memory)
+        plans = plan_paths(tiny, LoRAConfig(), train, examples, display)
+        return choose_path(tiny, train, examples, plans, display).base_path
+
+    monkeypatch.setattr(runtime, "total_memory", lambda: int(64e9))
+    plans = plan_paths(tiny, LoRAConfig(), train, examples, display)
+    assert set(plans) == set(seconds)
+    assert taken(int(64e9)) == "dense"
+    assert taken(int(plans["dense"].peak_bytes * (1 + ERROR)) - 1) == "transient"
+    with pytest.raises(PackError, match="--force"):
+        taken(plans["quantized"].peak_bytes - 1)
+
+
+def test_a_dense_base_has_its_estimate(rows, tmp_path, run):
+    base = write_headers(tmp_path / "base", base_checkpoint())
+    for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        shutil.copy(tiny_base_path() / file, base / file)
+    arguments = ["--model", base, "--data", rows, "--iters", "1", "--val-batches", "0", "--json"]
+    code, out, err = run("train", *arguments, "--out", tmp_path / "p")
+    assert code == 0, err
+    assert json.loads(out)["plan_peak_gb"] > 0 and json.loads(out)["base_path"] == "dense"
+
+
+def base_checkpoint() -> Checkpoint:
+    """A small dense checkpoint with the vocabulary of the tiny base."""
+    found = checkpoint("small")
+    config = json.loads((tiny_base_path() / "config.json").read_text())
+    vocab = config["vocab_size"]
+    found.tensors["model.embed_tokens.weight"]["shape"] = [vocab, SMALL[0]]
+    return Checkpoint("small", {**found.config, "vocab_size": vocab}, found.tensors)
 
 
 def test_a_base_without_a_plan_is_trained_all_the_same(monkeypatch, tiny, rows, tmp_path):

@@ -8,10 +8,11 @@ import pytest
 from conftest import model_of
 from mlx.utils import tree_flatten
 
-from mlx_packs import packing, quantize
+from mlx_packs import base_files, files, packing, quantize
+from mlx_packs.base_files import tiny_base_path
 from mlx_packs.errors import Interrupted, PackError
 from mlx_packs.files import sha256
-from mlx_packs.loading import load_base, tiny_base_path
+from mlx_packs.loading import load_base
 from mlx_packs.ops import nf4
 from mlx_packs.packing import Packing, quantized_tensors
 from mlx_packs.quantize import Recipe
@@ -24,7 +25,7 @@ SMALL_SHARDS = 2e-5  # GB; a few modules each
 
 def write_dense(folder: Path, dtype: mx.Dtype = mx.bfloat16, family="qwen3", **changes) -> Path:
     """A small dense checkpoint with the tokenizer of the tiny base."""
-    model, config = model_of(family, hidden_size=128, intermediate_size=192, **changes)
+    model, config = model_of(family, **{"hidden_size": 128, "intermediate_size": 192} | changes)
     model.set_dtype(dtype)
     folder.mkdir()
     save(folder, dict(tree_flatten(model.parameters())))
@@ -153,7 +154,7 @@ def test_a_folder_has_an_index_a_tokenizer_and_the_hash_of_every_shard(dense, tm
         for name in mx.load(str(shard)):
             assert index["weight_map"].pop(name) == shard.name
     assert not index["weight_map"]
-    record = json.loads((out / quantize.RECORD).read_text())
+    record = json.loads((out / base_files.RECORD).read_text())
     assert {name: facts["sha256"] for name, facts in record["files"].items()} == {
         shard.name: sha256(shard) for shard in shards
     }
@@ -202,14 +203,130 @@ def test_an_interrupted_run_goes_on_without_redoing_shards(dense, tmp_path, inte
     assert not (tmp_path / ".q.partial").exists()
 
 
-@pytest.mark.parametrize("change", ["recipe", "source"])
-def test_shards_of_another_request_are_not_reused(dense, tmp_path, interrupted, change):
+@pytest.mark.parametrize("change", ["recipe", "source", "versions"])
+def test_shards_of_another_request_are_not_reused(
+    dense, tmp_path, interrupted, change, monkeypatch
+):
     recipe = Recipe(max_shard_gb=SMALL_SHARDS)
+    if change == "versions":
+        monkeypatch.setattr("mlx_packs.runtime.versions", lambda: {"mlx": "another"})
     if change == "recipe":
         recipe = Recipe(Packing(double_quant=False), max_shard_gb=SMALL_SHARDS)
-    else:
+    elif change == "source":
         save(dense, {name: 2 * tensor for name, tensor in tensors_of(dense).items()})
     assert quantize.quantize(dense, tmp_path / "q", recipe)["shards_found"] == 0
+
+
+def test_an_interruption_before_the_rename_keeps_every_shard(dense, tmp_path, monkeypatch):
+    def stop(*_):
+        raise KeyboardInterrupt
+
+    recipe, real = Recipe(max_shard_gb=SMALL_SHARDS), quantize.put_in_place
+    monkeypatch.setattr(quantize, "put_in_place", stop)
+    with pytest.raises(Interrupted, match=r"(\d+) of \1 shards are kept"):
+        quantize.quantize(dense, tmp_path / "q", recipe)
+    monkeypatch.setattr(quantize, "put_in_place", real)
+    report = quantize.quantize(dense, tmp_path / "q", recipe)
+    assert report["shards_found"] == report["shards"] > 3
+    quantize.quantize(dense, tmp_path / "unbroken", recipe)
+    names = sorted(file.name for file in (tmp_path / "unbroken").iterdir())
+    assert names == sorted(file.name for file in (tmp_path / "q").iterdir())
+    for name in names:
+        assert (tmp_path / "q" / name).read_bytes() == (tmp_path / "unbroken" / name).read_bytes()
+
+
+def test_an_interruption_after_the_rename_says_that_the_folder_is_complete(
+    dense, tmp_path, monkeypatch
+):
+    def stop(*folders):
+        files.put_in_place(*folders)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(quantize, "put_in_place", stop)
+    with pytest.raises(Interrupted, match="q was complete"):
+        quantize.quantize(dense, tmp_path / "q")
+    assert sorted(f.name for f in tmp_path.iterdir()) == ["dense", "q"]
+    quantize.verify(tmp_path / "q")
+
+
+def test_an_interruption_between_two_renames_keeps_the_old_folder(tmp_path, monkeypatch):
+    for name in ("new", "q"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / name).touch()
+    real, calls = files.os.rename, []
+
+    def second(*names):
+        calls.append(names)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        real(*names)
+
+    monkeypatch.setattr(files.os, "rename", second)
+    with pytest.raises(KeyboardInterrupt):
+        files.put_in_place(tmp_path / "new", tmp_path / "q")
+    assert (tmp_path / "q" / "q").is_file() and (tmp_path / "new" / "new").is_file()
+
+
+def test_one_run_at_a_time_writes_a_folder(dense, tmp_path, refused):
+    with files.only_writer(tmp_path / "out"):
+        told = refused("--model", dense)
+        assert f"{tmp_path / 'out'}: another process is writing it" in told
+        quantize.quantize(dense, tmp_path / "other")
+    (tmp_path / ".out.lock").touch()  # of a run that was killed
+    quantize.quantize(dense, tmp_path / "out")
+    assert sorted(f.name for f in tmp_path.iterdir()) == ["dense", "other", "out"]
+
+
+def test_a_folder_that_appeared_meanwhile_is_not_replaced(dense, tmp_path, monkeypatch):
+    real = quantize.plan_of
+
+    def slow(*given):
+        monkeypatch.setattr(quantize, "plan_of", real)
+        quantize.quantize(dense, tmp_path / "q")
+        return real(*given)
+
+    monkeypatch.setattr(quantize, "plan_of", slow)
+    with pytest.raises(PackError, match="is there already"):
+        quantize.quantize(dense, tmp_path / "q", Recipe(Packing("affine")))
+    assert quantize.verify(tmp_path / "q")["quantization"]["mode"] == "nf4"
+
+
+def test_inspect_holds_every_shard_against_its_hash(dense, tmp_path, run):
+    out = tmp_path / "q"
+    quantize.quantize(dense, out, Recipe(max_shard_gb=SMALL_SHARDS))
+    code, shown, _ = run("inspect", out)
+    shards = sorted(out.glob("model*.safetensors"))
+    assert code == 0 and shown.count(" ok\n") == len(shards)
+    assert shown.startswith(f"base    {out} (") and "nf4 4-bit g64 double-quantized" in shown
+    code, shown, _ = run("inspect", out, "--json")
+    assert json.loads(shown) == json.loads((out / base_files.RECORD).read_text())
+    data = bytearray(shards[1].read_bytes())
+    data[-1] ^= 1
+    shards[1].write_bytes(data)
+    load_base(out)  # reads no hash
+    code, shown, err = run("inspect", out)
+    assert (code, shown) == (2, "") and len(err.splitlines()) == 1
+    assert err.startswith(f"packs: {shards[1]}: has sha256 ") and "quantize it again" in err
+
+
+def test_a_shard_of_another_size_is_refused_when_it_is_loaded(dense, tmp_path):
+    quantize.quantize(dense, tmp_path / "q", Recipe(max_shard_gb=SMALL_SHARDS))
+    shard = sorted((tmp_path / "q").glob("model*.safetensors"))[2]
+    shard.write_bytes(shard.read_bytes() + b"more")
+    with pytest.raises(PackError, match=rf"{shard}: has \d+ bytes, but \d+ in quantization.json"):
+        load_base(tmp_path / "q")
+    (tmp_path / "q" / "model.safetensors.index.json").unlink()
+    shard.unlink()
+    with pytest.raises(PackError, match=f"{shard.name} is named in quantization.json but not"):
+        load_base(tmp_path / "q")
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"bits": 4}', '{"files": {"a": 3}}'])
+def test_a_quantization_json_of_somebody_else_is_no_record(dense, run, text):
+    (dense / base_files.RECORD).write_text(text)
+    load_base(dense)
+    code, out, err = run("inspect", dense)
+    assert (code, out) == (2, "") and "packs quantize did not write it" in err
 
 
 def test_a_folder_that_is_there_is_replaced_only_with_overwrite(dense, tmp_path, run, refused):
@@ -271,7 +388,7 @@ def test_what_is_quantized_already_is_refused_with_what_it_is(dense, tmp_path, r
         run("quantize", "--model", dense, "--out", tmp_path / "q", "--overwrite", *arguments)
         assert f"is quantized already ({said})" in refused("--model", tmp_path / "q")
     (tmp_path / "q" / "config.json").write_text(json.dumps(config))
-    assert "is U8, so it is quantized already" in refused("--model", tmp_path / "q")
+    assert ".weight is U8); take the checkpoint" in refused("--model", tmp_path / "q")
 
 
 def test_a_damaged_source_is_refused(dense, refused):
@@ -323,11 +440,23 @@ def test_a_full_disk_leaves_nothing_behind(dense, tmp_path, monkeypatch):
     assert [f.name for f in tmp_path.iterdir()] == ["dense"]
 
 
-def test_modules_left_dense_are_named(dense, tmp_path, run):
-    code, out, _ = run("quantize", "--model", dense, "--out", tmp_path / "q", "--keep", "down_proj")
-    assert code == 0 and "dense   model.layers." in out and "(kept by name" in out
-    report = quantize.quantize(dense, tmp_path / "r", Recipe(keep=("embed_tokens",)))
-    assert report["left_dense"] == ["model.embed_tokens"]
+def test_modules_left_dense_are_named_with_the_reason(tmp_path, run):
+    folder = write_dense(tmp_path / "dense", intermediate_size=33)
+    given = ("--model", folder, "--out", tmp_path / "q")
+    code, out, _ = run("quantize", *given, "--keep", "q_proj")
+    lines = [line for line in out.splitlines() if line.startswith("dense")]
+    assert code == 0 and lines == [
+        f"dense   {', '.join(f'model.layers.{i}.{name}' for i in range(2))} ({why})"
+        for name, why in (
+            ("self_attn.q_proj", "kept by name"),
+            ("mlp.down_proj", "width 33 is no multiple of 2"),
+        )
+    ]
+    recipe = Recipe(keep=("q_proj",), format="bitsandbytes")
+    found = quantize.quantize(folder, tmp_path / "b", recipe)["left_dense"]
+    for path in ("model.embed_tokens", "lm_head"):
+        assert found[path].startswith("bitsandbytes packs neither embeddings nor heads")
+    assert found["model.layers.0.self_attn.q_proj"] == "kept by name" and len(found) == 6
 
 
 def test_overwrite_replaces_only_what_packs_quantize_made(dense, tmp_path, refused, monkeypatch):

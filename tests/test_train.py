@@ -142,7 +142,7 @@ def weights_after(
     for slot in attached.slots.values():  # with B at zero, A would get no gradient
         slot.lora.lora_b[:] = [0.1 * mx.random.normal(b.shape) for b in slot.lora.lora_b]
     if recompute:
-        attached.recompute_blocks()
+        attached.recompute("block")
     base.model.train()
     mx.random.seed(11)
     optimizer = make_optimizer(TrainConfig(optimizer="sgd", learning_rate=0.1, iters=1))
@@ -176,7 +176,7 @@ def test_recomputed_blocks_drop_the_same_inputs_in_forward_and_backward():
     attached = attach(base, LoRAConfig(rank=2, dropout=0.4))
     for slot in attached.slots.values():
         slot.lora.lora_b[:] = [0.3 * mx.random.normal(b.shape) for b in slot.lora.lora_b]
-    attached.recompute_blocks()
+    attached.recompute("block")
     base.model.train()
     head = split_head(base.model)
     batch = as_arrays(make_batch(small_examples(), range(4), 4, 64))

@@ -71,8 +71,11 @@ class GroupedAttention(nn.Module):
         return attended.transpose(0, 2, 1, 3).reshape(B, T, -1)
 
     def _attend(self, queries, keys, values, mask, cache) -> mx.array:
-        """Attention in training, where there is no cache."""
-        return attention(self.rope(queries), self.rope(keys), values, self.scale, mask)
+        """Attention in training; rows are packed where there is a cache (nn/segments.py)."""
+        segments = None
+        if cache is not None and mask is cache.unwindowed:
+            mask, segments = "causal", cache.segments
+        return attention(self.rope(queries), self.rope(keys), values, self.scale, mask, segments)
 
     def _attend_as_mlx_lm(self, queries, keys, values, mask, cache) -> mx.array:
         """Attention as mlx-lm's block has it, to the bit; its caches may be quantized."""

@@ -45,13 +45,18 @@ def dequantized_weight(module: nn.Module) -> mx.array:
     return _dequantized_rows(module, slice(None))
 
 
-def _dequantized_rows(module: nn.Module, at: slice | mx.array) -> mx.array:
-    """Some rows of an affine weight, or of one of its kin that have no biases."""
-    biases = module.get("biases")
+def _dequantized_rows(
+    module: nn.Module, at: slice | mx.array, after: mx.array | None = None
+) -> mx.array:
+    """Some rows of an affine weight, or of one of its kin that have no biases; not before
+    ``after`` is there.
+    """
+    names = [name for name in ("weight", "scales", "biases") if name in module]
+    packed = [module[name][at] for name in names]
+    if after is not None:
+        packed = mx.depends(packed, after)
     return mx.dequantize(
-        module.weight[at],
-        module.scales[at],
-        None if biases is None else biases[at],
+        *packed,
         group_size=module.group_size,
         bits=module.bits,
         mode=module.mode,
@@ -78,8 +83,8 @@ def transient_matmul(x: mx.array, module: nn.Module) -> mx.array:
     if isinstance(module, NF4):  # for more than a few rows that is what the op does anyway
         return nf4.matmul(x, module.packed)
 
-    def rows(start: int, stop: int, dtype: mx.Dtype) -> mx.array:
-        return _dequantized_rows(module, slice(start, stop)).astype(dtype)
+    def rows(start: int, stop: int, after: mx.array) -> mx.array:
+        return _dequantized_rows(module, slice(start, stop), after).astype(after.dtype)
 
     return sliced_matmul(x, true_shape(module), rows)
 

@@ -37,8 +37,8 @@ def recomputed(function: Callable, modules: Sequence[nn.Module], *args, **kwargs
         for lora in m.modules()
         if isinstance(lora, GroupedLoRA) and lora.training and lora.dropout.p
     ]
-    # drawn here, once: both calls must drop the same inputs
-    keys = [_fresh_key() for _ in dropouts]
+    # drawn here, once: both calls must drop the same inputs; within another such call, its keys
+    keys = [_fresh_key() if d.key is None else d.key for d in dropouts]
 
     def set_parameters(values: Sequence[mx.array]) -> None:
         remaining = iter(values)
@@ -52,14 +52,15 @@ def recomputed(function: Callable, modules: Sequence[nn.Module], *args, **kwargs
             lambda leaf: next(remaining) if _is_differentiable(leaf) else leaf, (args, kwargs)
         )
         set_parameters(arrays[: len(own)])
+        before = [dropout.key for dropout in dropouts]
         for dropout, key in zip(dropouts, keys, strict=True):
             dropout.key = key
         try:
             return function(*placed[0], **placed[1])
         finally:
             set_parameters(own)
-            for dropout in dropouts:
-                dropout.key = None
+            for dropout, key in zip(dropouts, before, strict=True):
+                dropout.key = key
 
     kept = mx.custom_function(call)
 

@@ -148,7 +148,7 @@ def matmul(x: mx.array, weight: NF4Weight) -> mx.array:
     if x.shape[-1] != depth:
         raise ValueError(f"[nf4] x must have {depth} columns but its shape is {x.shape}.")
     rows = x.reshape(-1, depth)  # [N, D]
-    product = _product(weight, _matvec_backend(rows, weight), _dense_rows)
+    product = _product(weight, _matvec_backend(rows, weight), dequantize)
     return product(rows).reshape(*x.shape[:-1], outputs)
 
 
@@ -185,14 +185,20 @@ def reference_dequantize(weight: NF4Weight, dtype: mx.Dtype) -> mx.array:
     return dense.astype(dtype).reshape(weight.shape)
 
 
-def _dense_rows(weight: NF4Weight, start: int, stop: int, dtype: mx.Dtype) -> mx.array:
-    """Rows [start, stop) of the weight, which begin with a block."""
+def _dense_rows(
+    unpack: Callable[[NF4Weight, mx.Dtype], mx.array],
+    weight: NF4Weight,
+    start: int,
+    stop: int,
+    after: mx.array,
+) -> mx.array:
+    """Rows [start, stop) of the weight, which begin with a block; not before ``after``."""
     if (start, stop) == (0, weight.shape[0]):
-        return dequantize(weight, dtype)
+        return unpack(weight, after.dtype)
     depth, size = weight.shape[1], weight.block_size
     blocks = mx.arange(start * depth // size, tiles(stop * depth, size))
-    part = NF4Weight(weight.weight[start:stop], _absmax(weight, blocks), block_size=size)
-    return dequantize(part, dtype)
+    packed = mx.depends([weight.weight[start:stop], _absmax(weight, blocks)], after)
+    return unpack(NF4Weight(*packed, block_size=size), after.dtype)
 
 
 def _absmax(weight: NF4Weight, block: mx.array) -> mx.array:
@@ -360,10 +366,10 @@ def _matvec_kernel() -> Kernel:
 
 
 def _product(
-    weight: NF4Weight, matvec_by: str, unpack: Callable[[NF4Weight, int, int, mx.Dtype], mx.array]
+    weight: NF4Weight, matvec_by: str, unpack: Callable[[NF4Weight, mx.Dtype], mx.array]
 ) -> Callable[[mx.array], mx.array]:
     """x [N, D] to [N, O]. The weight is bound, not passed: only x has a gradient."""
-    rows = functools.partial(unpack, weight)
+    rows = functools.partial(_dense_rows, unpack, weight)
 
     @mx.custom_function
     def product(x):

@@ -11,7 +11,8 @@ import mlx.core as mx
 SLICE_WEIGHTS = {"cpu": 1 << 20, "gpu": 1 << 26}  # that are dense at a time
 _MULTIPLE = 128  # of rows, so that blocks of up to 256 weights are whole for every even width
 
-Rows = Callable[[int, int, mx.Dtype], mx.array]  # (start, stop, dtype) to dense rows W[start:stop]
+# (start, stop, after) to dense rows W[start:stop] in the dtype of ``after``, not before it is there
+Rows = Callable[[int, int, mx.array], mx.array]
 
 
 def device() -> str:
@@ -22,7 +23,7 @@ def device() -> str:
 def sliced_matmul(x: mx.array, shape: tuple[int, int], rows: Rows) -> mx.array:
     """Product with a frozen weight W; the gradient reaches x only, and unpacks W again.
 
-    Semantics: y = x @ rows(0, O).T
+    Semantics: y = x @ rows(0, O, x).T
 
     Args:
         x: [..., D], any float dtype.   shape: (O, D) of W.   rows: dense slices of W.
@@ -46,7 +47,7 @@ def forward(x: mx.array, shape: tuple[int, int], rows: Rows) -> mx.array:
     for start, stop in _slices(shape):
         if parts:
             x = mx.depends(x, parts[-1])
-        parts.append(x @ rows(start, stop, x.dtype).T)
+        parts.append(x @ rows(start, stop, x).T)
     return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=1)
 
 
@@ -54,7 +55,8 @@ def backward(dy: mx.array, shape: tuple[int, int], rows: Rows) -> mx.array:
     """dy [N, O] @ W, [N, D]."""
     total: mx.array | None = None
     for start, stop in _slices(shape):
-        part, weight = dy[:, start:stop], rows(start, stop, dy.dtype)
+        part = dy[:, start:stop]
+        weight = rows(start, stop, part if total is None else total)
         total = part @ weight if total is None else mx.addmm(total, part, weight)
     return total
 

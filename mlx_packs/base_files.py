@@ -1,0 +1,231 @@
+"""The files of a base: found by name, checked to be whole, told from others by a fingerprint.
+
+Offline first: a local folder never touches the network, a cached hub id is used as it is cached.
+"""
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from .bitsandbytes import METHOD
+from .errors import PackError
+from .files import read_header, sha256
+
+TINY = "tiny"
+RECORD = "quantization.json"  # that `packs quantize` leaves: what was asked, a hash of every shard
+_SAMPLE_BYTES = 4096
+# what mlx-lm downloads; code among it is run only with trust_remote_code
+CHECKPOINT_FILES = (
+    "*.json model*.safetensors *.jinja *.txt *.jsonl tokenizer.model *.tiktoken tiktoken.model *.py"
+).split()
+
+
+def tiny_base_path() -> Path:
+    """The folder of the tiny Qwen3 that the package carries; an ordinary mlx-lm checkpoint."""
+    return Path(__file__).parent / "tiny" / "base"
+
+
+def public_name(name: str) -> str:
+    """What a manifest calls a base or data: a hub id as it is, a folder without its path."""
+    path = Path(name).expanduser()
+    return path.resolve().name if path.exists() else name
+
+
+def resolve_base_path(name: str | Path) -> Path:
+    """The checkpoint folder for ``tiny``, a local folder, or a hub id (cached first).
+
+    Raises: PackError, one line with what to do, when there is none.
+    """
+    if str(name) == TINY:
+        return tiny_base_path()
+    if not str(name):
+        raise PackError("--model: is empty; name a folder, a hub id (owner/name) or 'tiny'.")
+    path = Path(name).expanduser()
+    if os.path.isdir(path):  # unlike Path.is_dir, False for a name that is too long
+        if not (path / "config.json").is_file():
+            raise PackError(f"{path}: is not a checkpoint, it has no config.json.")
+        return path
+    if os.path.exists(path):
+        raise PackError(f"{path}: must be a checkpoint folder, but is a file.")
+    if not re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", str(name), re.ASCII):
+        alone = "/" not in str(name)
+        hint = f" Its 4-bit form may be 'mlx-community/{name}'." if alone else ""
+        raise PackError(f"--model {name}: no such folder, and not a hub id (owner/name).{hint}")
+    return _hub_snapshot(str(name))
+
+
+def _hub_snapshot(repo: str) -> Path:
+    """The folder of a hub id: as it is cached, else (or if that is incomplete) downloaded."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError, RepositoryNotFoundError
+
+    wanted = {"repo_id": repo, "allow_patterns": CHECKPOINT_FILES}
+    cached = "not in the Hugging Face cache"
+    try:
+        path = Path(snapshot_download(**wanted, local_files_only=True))
+        if _is_whole(path):
+            return path
+        cached = "only in part in the Hugging Face cache"
+    except LocalEntryNotFoundError:
+        pass
+    except ValueError as error:  # the hub's rules for names
+        raise PackError(f"--model {repo}: no such folder, and {_first_line(error)}") from None
+    try:
+        path = Path(snapshot_download(**wanted))  # without network, what is cached of it
+        if _is_whole(path):
+            return path
+        reason = "some of its files are missing"
+    except RepositoryNotFoundError:
+        raise PackError(
+            f"--model {repo}: no folder of that name, and the Hub has no such model (or it is "
+            "private: hf auth login)."
+        ) from None
+    except (OSError, ValueError) as error:
+        reason = _first_line(error)
+    raise PackError(
+        f"--model {repo}: not a folder here, {cached}, and it cannot be had from the Hub "
+        f"({reason}). On a machine with network: hf download {repo}"
+    )
+
+
+def _is_whole(path: Path) -> bool:
+    found = (path / "config.json").is_file() and weight_files(path)
+    return bool(found) and not missing_shards(path)
+
+
+def _first_line(error: Exception) -> str:
+    text = str(error).strip() or type(error).__name__
+    return text.splitlines()[0][:120].rstrip(".")
+
+
+def weight_files(path: Path) -> list[Path]:
+    """The safetensors shards of a checkpoint folder, in order."""
+    return sorted(path.glob("model*.safetensors"))
+
+
+def missing_shards(path: Path) -> list[str]:
+    """Shards that the index of a checkpoint folder names and that are not there.
+
+    Raises: PackError if the index is no index.
+    """
+    index = path / "model.safetensors.index.json"
+    if not index.is_file():
+        return []
+    try:
+        named = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise PackError(f"{index}: is not an index of shards (no 'weight_map').") from None
+    return sorted(named - {f.name for f in weight_files(path)})
+
+
+def fingerprint(path: Path) -> str:
+    """A hash of a checkpoint's tensors: names, dtypes, shapes and a sample of each one's bytes.
+
+    It does not depend on how the tensors are spread over shards, and reads 4 KiB a tensor.
+    """
+    entries = {}
+    for file in weight_files(path):
+        header, start = read_header(file)
+        with file.open("rb") as f:
+            for name, tensor in header.items():
+                begin, end = tensor["data_offsets"]
+                middle = begin + max(0, (end - begin - _SAMPLE_BYTES) // 2)
+                f.seek(start + middle)
+                sample = f.read(min(_SAMPLE_BYTES, end - begin))
+                entries[name] = (tensor["dtype"], tensor["shape"], sample)
+    digest = hashlib.sha256()
+    for name, (dtype, shape, sample) in sorted(entries.items()):
+        digest.update(f"{name} {dtype} {shape}\n".encode() + sample)
+    return digest.hexdigest()
+
+
+def check_files(path: Path) -> None:
+    """Refuse a folder without weights, with a truncated shard, or one that the index misses."""
+    files = weight_files(path)
+    if not files:
+        raise PackError(f"{path}: has no model*.safetensors; is it a checkpoint folder?")
+    for file in files:
+        read_header(file)
+    if missing := missing_shards(path):
+        raise PackError(f"{path}: shard {missing[0]} is named in the index but not there.")
+    check_record(path)
+    try:
+        config = json.loads((path / "config.json").read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise PackError(f"{path / 'config.json'}: is not valid JSON: {error}.") from None
+    if not isinstance(config, dict) or "model_type" not in config:
+        raise PackError(f"{path / 'config.json'}: has no 'model_type'.")
+
+
+def read_record(path: Path) -> dict | None:
+    """What `packs quantize` wrote about a folder; None if it did not write this folder."""
+    try:
+        record = json.loads((path / RECORD).read_text(encoding="utf-8"))
+        facts = [(each["bytes"], each["sha256"]) for each in record["files"].values()]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None  # not there, or a file of somebody else
+    return record if facts else None
+
+
+def check_record(path: Path, advance: Callable[[], None] | None = None) -> None:
+    """Hold the shards of a folder against its record: sizes, and with ``advance`` hashes too.
+
+    Args:
+        advance: called after each file; all of its bytes are read.
+    Raises: PackError that names the first file which differs.
+    """
+    mend = f"Copy or quantize it again, or remove {RECORD} if that was meant."
+    for name, facts in (read_record(path) or {"files": {}})["files"].items():
+        file = path / name
+        if not file.is_file():
+            raise PackError(f"{path}: {name} is named in {RECORD} but not there. {mend}")
+        if (size := file.stat().st_size) != facts["bytes"]:
+            raise PackError(f"{file}: has {size} bytes, but {facts['bytes']} in {RECORD}. {mend}")
+        if advance is not None:
+            if (found := sha256(file)) != facts["sha256"]:
+                raise PackError(f"{file}: has sha256 {found[:12]}…, but {facts['sha256'][:12]}… "
+                                f"in {RECORD}. {mend}")  # fmt: skip
+            advance()
+
+
+def text_config(config: dict) -> dict:
+    """The part of a config that describes the language model."""
+    return config if "vocab_size" in config else config.get("text_config", config)
+
+
+def stored_quantization(config: Mapping) -> dict:
+    """What a config.json says of quantization; {} if it says nothing."""
+    for part in (config, config.get("text_config") or {}):
+        for key in ("quantization", "quantization_config"):
+            if part.get(key):
+                return dict(part[key])
+    return {}
+
+
+def quantization_name(q: Mapping | None) -> str:
+    """A quantization for people: ``affine 4-bit g64``, ``bitsandbytes nf4``, or ``dense``."""
+    if not q:
+        return "dense"
+    if q.get("quant_method") == METHOD:
+        kind = "8-bit" if q.get("load_in_8bit") else q.get("bnb_4bit_quant_type", "4-bit")
+        return f"{METHOD} {kind}"
+    mode = q.get("mode", q.get("quant_method", "affine"))
+    if "bits" not in q or "group_size" not in q:
+        return mode
+    double = " double-quantized" if q.get("double_quant") else ""
+    kept = f" without {', '.join(q['keep'])}" if q.get("keep") else ""
+    return f"{mode} {q['bits']}-bit g{q['group_size']}{double}{kept}"
+
+
+def quantized_as(path: Path, config: Mapping) -> str | None:
+    """What a checkpoint is quantized as, by its config or its tensors; None if it is dense."""
+    if stored := stored_quantization(config):
+        return quantization_name(stored)
+    for file in weight_files(path):
+        for name, tensor in read_header(file)[0].items():
+            if name.endswith(".weight") and tensor["dtype"] not in ("F32", "F16", "BF16"):
+                return f"{name} is {tensor['dtype']}"
+    return None

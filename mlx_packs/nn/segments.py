@@ -1,0 +1,92 @@
+"""Rows packed one behind the other: what a model of mlx-lm is given so that none sees another.
+
+Every model of mlx-lm asks the cache that it is given for its attention mask, so a cache without
+memory that answers with the mask of the segments packs any of them. Rotary positions are relative
+and stay as they are; a table of learned positions must start again in each segment.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import mlx.core as mx
+import mlx.nn as nn
+
+
+class SegmentCache:
+    """Stands where mlx-lm expects a KV cache: keeps nothing and masks by segment.
+
+    segments: int [B, T], rising along a row.   offset: position of the first input.
+    head_axes: axes of the mask between B and T: how many the scores of the attention have there.
+    unwindowed: the last mask without a window; who gets it may use ``segments`` in its place.
+    """
+
+    def __init__(self, segments: mx.array, offset: int = 0, head_axes: int = 1):
+        self.segments = segments
+        self.offset = offset
+        self.head_axes = head_axes
+        self.unwindowed: mx.array | None = None
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        """The keys and values of this forward alone."""
+        return keys, values
+
+    def make_mask(
+        self, N: int, return_array: bool = True, window_size: int | None = None
+    ) -> mx.array:
+        """Boolean [B, 1, N, N]: same segment, not later, in the window. Names are mlx-lm's."""
+        places = mx.arange(N)
+        distance = places[:, None] - places[None]
+        seen = distance >= 0
+        if window_size is not None:
+            seen = seen & (distance < window_size)
+        same = self.segments[:, :, None] == self.segments[:, None, :]
+        mask = mx.expand_dims(same & seen, list(range(1, 1 + self.head_axes)))
+        if window_size is None:
+            self.unwindowed = mask
+        return mask
+
+
+def segment_caches(model: nn.Module, segments: mx.array, offset: int = 0) -> list[SegmentCache]:
+    """As many caches as the model would make for itself."""
+    from mlx_lm.models.cache import make_prompt_cache
+
+    head_axes = 1
+    if type(model).__module__ == "mlx_lm.models.gemma2":  # its scores are [B, KV, H / KV, T, T]
+        head_axes += model.args.num_attention_heads != model.args.num_key_value_heads
+    cache = SegmentCache(segments, offset, head_axes)
+    return [cache for _ in make_prompt_cache(model)]
+
+
+def places_in_segments(segments: mx.array) -> mx.array:
+    """Place of each input in its segment, from 0: int32 [B, T] of segments [B, T]."""
+    places = mx.broadcast_to(mx.arange(segments.shape[1]), segments.shape)
+    begins = mx.concatenate(
+        [mx.ones_like(segments[:, :1]), segments[:, 1:] != segments[:, :-1]], axis=1
+    )
+    return places - mx.cummax(mx.where(begins, places, 0), axis=1)
+
+
+class RestartedPositions(nn.Module):
+    """A table of learned positions that starts again in each segment while `restarting`."""
+
+    def __init__(self, table: nn.Module):
+        super().__init__()
+        self.table = table
+        self._places: list[mx.array] = []
+
+    def __call__(self, positions: mx.array) -> mx.array:
+        return self.table(self._places[0] if self._places else positions)
+
+
+@contextmanager
+def restarting(model: nn.Module, segments: mx.array) -> Iterator[None]:
+    """Let every `RestartedPositions` of a model count within the segments [B, T]."""
+    tables = [m for m in model.modules() if isinstance(m, RestartedPositions)]
+    places = places_in_segments(segments) if tables else None
+    for table in tables:
+        table._places.append(places)
+    try:
+        yield
+    finally:
+        for table in tables:
+            table._places.clear()

@@ -1,0 +1,80 @@
+"""Whether rows can be packed for a model so that each is computed as if it were alone.
+
+Nothing is assumed of a family: two short rows are packed, at the begin and at the end of the
+longest row of the run, and must come out as each does alone.
+"""
+
+import mlx.nn as nn
+import numpy as np
+
+from .adapters import Attached
+from .errors import PackError
+from .loss import Head, forward
+from .nn.segments import RestartedPositions
+from .runtime import mx
+
+_LEARNED_POSITIONS = ("wpe",)  # gpt2 and gpt_bigcode are all of mlx-lm that have them
+_PROBE = (9, 7)  # tokens of the two rows
+_TOLERANCE = {mx.float32: 1e-4, mx.float16: 1e-2, mx.bfloat16: 5e-2}
+_ROTARY_ERROR = 1e-6  # an angle in float32 loses this much for each position
+
+
+def prepare_packing(
+    attached: Attached, head: Head | None, max_seq_length: int, vocab_size: int
+) -> None:
+    """Let learned positions start again in each packed row's segments; check that packing is exact.
+
+    Raises: PackError for a model whose rows would see each other.
+    """
+    model = attached.model
+    attached.swap(
+        [
+            (path, RestartedPositions(module))
+            for path, module in model.named_modules()
+            if path.rsplit(".", 1)[-1] in _LEARNED_POSITIONS
+        ]
+    )
+    if reason := why_not_packed(model, head, max_seq_length - 1, vocab_size):
+        family = attached.base.config.get("model_type", attached.base.name)
+        raise PackError(
+            f"--packing: rows of a {family} model cannot be packed exactly ({reason}); "
+            "train with --no-packing."
+        )
+
+
+def why_not_packed(model: nn.Module, head: Head | None, limit: int, vocab_size: int) -> str | None:
+    """Why packed rows of ``limit`` inputs would not be computed as each alone; None if they are."""
+    from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
+
+    kinds = {type(cache) for cache in make_prompt_cache(model)}
+    if others := kinds - {KVCache, RotatingKVCache}:
+        names = ", ".join(sorted(kind.__name__ for kind in others))
+        return f"it keeps more than keys and values: {names}"
+    part = head.hidden if head is not None else model
+    tokens = mx.array(np.random.default_rng(0).integers(0, vocab_size, (2, sum(_PROBE))))
+    segments = mx.array([[number for number, n in enumerate(_PROBE) for _ in range(n)]] * 2)
+    training = model.training
+    model.eval()
+    try:
+        alone = mx.concatenate(
+            [forward(model, part, row) for row in mx.split(tokens, [_PROBE[0]], axis=1)], axis=1
+        )
+        for offset in {0, max(0, limit - sum(_PROBE))}:
+            try:
+                packed = forward(model, part, tokens, segments, offset)
+                error = _relative_error(packed, alone)
+            except (TypeError, ValueError, AttributeError, IndexError, KeyError) as fault:
+                return f"it does not take a mask of segments: {' '.join(str(fault).split())}"
+            allowed = _TOLERANCE[alone.dtype] + offset * _ROTARY_ERROR
+            if not error <= allowed:
+                return f"off by {error:.1e} at position {offset}, where {allowed:.1e} is rounding"
+    finally:
+        model.train(training)
+    return None
+
+
+def _relative_error(found: mx.array, wanted: mx.array) -> float:
+    """The largest error of a position's vector, as a share of that vector's length."""
+    found, wanted = found.astype(mx.float32), wanted.astype(mx.float32)
+    lengths = mx.linalg.norm(wanted, axis=-1)
+    return (mx.linalg.norm(found - wanted, axis=-1) / (lengths + 1e-9)).max().item()

@@ -1,0 +1,179 @@
+"""Tokens of a split kept on disk: encoded once, then mapped into memory and read row by row.
+
+The key of a file covers everything that its tokens depend on, so an entry is right or not found;
+what is damaged, or is not ours, is encoded again and replaced.
+"""
+
+import hashlib
+import json
+import os
+import time
+from collections.abc import Sequence
+from importlib.metadata import version
+from pathlib import Path
+
+import numpy as np
+
+from . import encoding
+from .config import DataConfig
+from .data import Row, row_format
+from .encoding import Example, Examples, encode, resolve_loss_on
+from .errors import PackError
+from .files import read_header, sha256, write_tensors
+from .runtime import mx
+
+CACHE_VARIABLE = "MLX_PACKS_CACHE"
+_WORTHWHILE_BYTES = 2 << 20  # of rows: a second or two of encoding
+_KEPT_DAYS = 30
+_DTYPES = {
+    "ends": ("I64", np.int64),  # [R], where each example ends
+    "rows": ("I64", np.int64),  # [R], which of the given rows it is
+    "counts": ("I64", np.int64),  # cut, dropped
+    "tokens": ("I32", np.int32),  # [sum of lengths]
+    "target": ("BOOL", np.bool_),  # the same
+    "digest": ("U8", np.uint8),  # [32], SHA-256 of the key and all of the above
+}
+
+
+class StoredExamples(Sequence):
+    """Examples that lie one behind the other in a file; each is made when it is asked for."""
+
+    def __init__(self, parts: dict[str, np.ndarray], places: list[str]):
+        self.tokens, self.target = np.asarray(parts["tokens"]), np.asarray(parts["target"])
+        self.edges = [0, *parts["ends"].tolist()]
+        self.places = [places[i] for i in parts["rows"]]
+
+    def __len__(self) -> int:
+        return len(self.places)
+
+    def __getitem__(self, i: int) -> Example:
+        i = range(len(self))[i]
+        here = slice(self.edges[i], self.edges[i + 1])
+        return Example(self.tokens[here], self.target[here], self.places[i])
+
+
+def cache_folder() -> Path | None:
+    """Where tokens are kept: ``$MLX_PACKS_CACHE/tokens``, or nowhere if it is ``off``."""
+    named = os.environ.get(CACHE_VARIABLE) or "~/.cache/mlx_packs"
+    return None if named == "off" else Path(named).expanduser() / "tokens"
+
+
+def encode_cached(
+    rows: list[Row], tokenizer, config: DataConfig, **options
+) -> tuple[Examples, Path | None]:
+    """`encoding.encode`, or what it gave for the same before; and the file, if there is one.
+
+    Small splits are encoded each time, and so is what the key cannot cover.
+    """
+    folder = cache_folder()
+    if folder is None or _estimated_bytes(rows) < _WORTHWHILE_BYTES:
+        return encode(rows, tokenizer, config, **options), None
+    key = cache_key(rows, tokenizer, config, options)
+    if key is None:
+        return encode(rows, tokenizer, config, **options), None
+    file = folder / f"{key}.safetensors"
+    kind = row_format(rows[0], config)
+    loss_on = resolve_loss_on(kind, options.get("loss_on"))
+    if (found := _read(file, key, rows, kind, loss_on)) is not None:
+        os.utime(file)
+        return found, file
+    examples = encode(rows, tokenizer, config, **options)
+    try:
+        _write(file, key, rows, examples)
+    except (PackError, OSError):  # a full or read-only disk must not stop a run
+        return examples, None
+    _forget_unused(folder)
+    return _read(file, key, rows, kind, loss_on) or examples, file
+
+
+def _estimated_bytes(rows: list[Row]) -> int:
+    """Bytes of all rows, from a hundred of them."""
+    sample = rows[:: max(1, len(rows) // 100)]
+    return sum(len(str(row.value)) for row in sample) * len(rows) // max(1, len(sample))
+
+
+def cache_key(rows: list[Row], tokenizer, config: DataConfig, options: dict) -> str | None:
+    """A hash of all that the tokens depend on; None where something of it cannot be seen."""
+    backend = getattr(tokenizer._tokenizer, "backend_tokenizer", None)
+    plain = tokenizer._tokenizer
+    if backend is None or not type(plain).__module__.startswith("transformers."):
+        return None  # a slow tokenizer, or one that brings its own code
+    template = str(plain.chat_template)
+    special = getattr(tokenizer, "_chat_template", None)
+    known = {
+        "code": sha256(Path(encoding.__file__)),
+        "versions": [version(name) for name in ("mlx-lm", "transformers", "tokenizers")],
+        "class": type(plain).__qualname__,
+        "tokenizer": hashlib.sha256(backend.to_str().encode()).hexdigest(),
+        "special": [plain.special_tokens_map, sorted(plain.all_special_ids)],
+        "ends": [tokenizer.eos_token_id, sorted(tokenizer.eos_token_ids)],
+        "template": [template, getattr(special, "__module__", None)],
+        "today": time.strftime("%Y-%m-%d") if "strftime_now" in template else None,
+        "columns": [config.chat_feature, config.prompt_feature, config.completion_feature,
+                    config.text_feature],
+        "options": options,
+    }  # fmt: skip
+    digest = hashlib.sha256()
+    try:
+        digest.update(json.dumps(known, sort_keys=True, default=str).encode())
+        for row in rows:  # as they are: the order of keys shows in what a template renders
+            line = json.dumps(row.value, ensure_ascii=False)
+            digest.update(line.encode(errors="surrogatepass") + b"\n")
+    except (TypeError, ValueError):  # a value that JSON does not have
+        return None
+    return digest.hexdigest()
+
+
+def _digest(key: str, parts: dict[str, np.ndarray]) -> np.ndarray:
+    digest = hashlib.sha256(key.encode())
+    for name in _DTYPES:
+        if name != "digest":
+            digest.update(np.ascontiguousarray(parts[name]).data)
+    return np.frombuffer(digest.digest(), np.uint8)
+
+
+def _write(file: Path, key: str, rows: list[Row], examples: Examples) -> None:
+    index = {row.where: i for i, row in enumerate(rows)}
+    parts = {
+        "ends": np.cumsum(examples.lengths, dtype=np.int64),
+        "rows": np.array([index[e.where] for e in examples.items], np.int64),
+        "counts": np.array([examples.cut, examples.dropped], np.int64),
+        "tokens": np.concatenate([e.tokens for e in examples.items]),
+        "target": np.concatenate([e.target for e in examples.items]),
+    }
+    parts["digest"] = _digest(key, parts)
+    file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)  # rows may be private
+    tensors = {name: mx.array(part) for name, part in parts.items()}
+    write_tensors(file, tensors, tensors.items())
+
+
+def _read(file: Path, key: str, rows: list[Row], kind: str, loss_on: str) -> Examples | None:
+    """The examples of a file, mapped; None if there is none or it is not whole and of this key."""
+    try:
+        header, start = read_header(file)
+        parts = {
+            name: np.memmap(
+                file, dtype, "r", start + header[name]["data_offsets"][0],
+                tuple(header[name]["shape"]),
+            )
+            for name, (stored, dtype) in _DTYPES.items()
+            if header[name]["dtype"] == stored
+        }  # fmt: skip
+        if not np.array_equal(_digest(key, parts), parts["digest"]):
+            return None
+    except (PackError, OSError, ValueError, KeyError, TypeError):
+        return None
+    cut, dropped = parts["counts"].tolist()
+    items = StoredExamples(parts, [row.where for row in rows])
+    return Examples(items, kind, loss_on, cut, dropped)
+
+
+def _forget_unused(folder: Path) -> None:
+    """Remove entries that no run has read for a month."""
+    oldest = time.time() - _KEPT_DAYS * 24 * 3600
+    for file in folder.glob("*.safetensors"):
+        try:
+            if file.stat().st_mtime < oldest:
+                file.unlink()
+        except OSError:  # another process was faster
+            continue
