@@ -1,26 +1,30 @@
-"""``python -m benchmarks report``: print the tables of the latest runs as markdown."""
+"""``python -m benchmarks NAME``: one benchmark by name, or the report of what they found."""
 
-import argparse
+import importlib
 import sys
-from pathlib import Path
 
-from . import history, report
+# What each shows is the first line of its module.
+NAMES = (
+    "targets", "train_step", "memory", "train_run", "load", "generate", "ops", "steady", "profile",
+    "timeline", "whole", "quantization_error", "plan_accuracy", "quantize", "cost_tables", "report",
+)  # fmt: skip
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser("python -m benchmarks", allow_abbrev=False)
-    commands = parser.add_subparsers(dest="command", required=True)
-    shown = commands.add_parser("report", help="markdown tables from the history of measurements")
-    shown.add_argument("--history", type=Path, default=history.HISTORY, metavar="FILE",
-                       help="records to show [benchmarks/history.jsonl]")  # fmt: skip
-    shown.add_argument("--task", default="", metavar="TEXT", help="tasks that contain TEXT")
-    options = parser.parse_args(arguments)
-    records = [r for r in history.read(options.history) if options.task in r.task]
-    if not records:
-        print("no such records there yet: python -m benchmarks.train_step", file=sys.stderr)
+    name, *rest = (sys.argv[1:] if arguments is None else arguments) or ["--help"]
+    if name in ("-h", "--help"):
+        print("usage: python -m benchmarks NAME [--help] ...\n")
+        for each in NAMES:
+            print(f"  {each:<20} {_first_line(each)}")
+        return 0
+    if name not in NAMES:
+        print(f"benchmarks: no '{name}'; there are {', '.join(NAMES)}", file=sys.stderr)
         return 2
-    print(report.render(records))
-    return 0
+    return importlib.import_module(f"benchmarks.{name}").main(rest)
+
+
+def _first_line(name: str) -> str:
+    return importlib.import_module(f"benchmarks.{name}").__doc__.split("\n")[0]
 
 
 if __name__ == "__main__":

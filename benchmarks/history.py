@@ -4,6 +4,7 @@
 Records hold no paths and no host names.
 """
 
+import argparse
 import dataclasses
 import json
 import os
@@ -17,6 +18,8 @@ from pathlib import Path
 import numpy as np
 
 from mlx_packs import runtime
+
+from . import shipped
 
 HISTORY = Path(__file__).parent / "history.jsonl"
 _CHECKOUT = Path(__file__).parent.parent
@@ -94,7 +97,38 @@ class Record:
 def percentiles(samples: Sequence[float]) -> dict[str, float]:
     """p20, p50 and p80 of samples, to four significant digits."""
     values = np.percentile(samples, (20, 50, 80))
-    return {f"p{p}": float(f"{v:.4g}") for p, v in zip((20, 50, 80), values, strict=True)}
+    return {f"p{p}": _rounded(v) for p, v in zip((20, 50, 80), values, strict=True)}
+
+
+def record(
+    here: Environment,
+    task: str,
+    implementation: str,
+    shape: str,
+    metric: str,
+    unit: str,
+    samples: Sequence[float],
+    *,
+    dtype: str = "float32",
+    baseline: str = "",
+    ratio: float | None = None,
+    peak_mb: float | None = None,
+    blas_as_shipped: bool = False,
+    note: str = "",
+) -> Record:
+    """A record of samples taken ``here``; numbers to four significant digits."""
+    return Record(
+        task=task, implementation=implementation, shape=shape, dtype=dtype, metric=metric,
+        unit=unit, **percentiles(samples), samples=len(samples), baseline=baseline,
+        ratio=_rounded(ratio), peak_mb=_rounded(peak_mb),
+        blas=shipped.REFERENCE_BLAS if blas_as_shipped else shipped.blas_name(),
+        blas_threads=1 if blas_as_shipped else runtime.BLAS.threads, note=note,
+        **dataclasses.asdict(here),
+    )  # fmt: skip
+
+
+def _rounded(value: float | None) -> float | None:
+    return None if value is None else float(f"{value:.4g}")
 
 
 def append(records: Iterable[Record], file: Path = HISTORY) -> None:
@@ -102,6 +136,12 @@ def append(records: Iterable[Record], file: Path = HISTORY) -> None:
     lines = [json.dumps(dataclasses.asdict(r), ensure_ascii=False) + "\n" for r in records]
     with file.open("a", encoding="utf-8") as f:
         f.write("".join(lines))
+
+
+def add_option(parser: argparse.ArgumentParser) -> None:
+    """``--history FILE``: where the records of a run go."""
+    parser.add_argument("--history", type=Path, default=HISTORY, metavar="FILE",
+                        help="where records are appended [benchmarks/history.jsonl]")  # fmt: skip
 
 
 def read(file: Path = HISTORY) -> list[Record]:

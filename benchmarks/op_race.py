@@ -10,7 +10,6 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from mlx_packs import runtime
 from mlx_packs.ops import _backend
@@ -86,14 +85,18 @@ def records(task: str, contest: Contest, times: dict[str, list[float]]) -> list[
     ]  # fmt: skip
 
 
+def parser(name: str) -> argparse.ArgumentParser:
+    """The options of a race of ops."""
+    p = argparse.ArgumentParser(f"python -m benchmarks.{name}", allow_abbrev=False)
+    p.add_argument("--rounds", type=int, default=5, help="A B B A, so many times [5]")
+    p.add_argument("--only", default="", metavar="TEXT", help="shapes that contain TEXT")
+    history.add_option(p)
+    return p
+
+
 def main(task: str, contests: Iterable[Contest], arguments: list[str] | None = None) -> int:
     """Race every contest, print the table, append to the history."""
-    parser = argparse.ArgumentParser(f"python -m benchmarks.bench_{task}", allow_abbrev=False)
-    parser.add_argument("--rounds", type=int, default=5, help="A B B A, so many times [5]")
-    parser.add_argument("--only", default="", metavar="TEXT", help="shapes that contain TEXT")
-    parser.add_argument("--history", type=Path, default=history.HISTORY, metavar="FILE",
-                        help="where records go [benchmarks/history.jsonl]")  # fmt: skip
-    options = parser.parse_args(arguments)
+    options = parser(f"bench_{task}").parse_args(arguments)
     made, date = [], None
     for contest in contests:
         if options.only not in contest.shape:

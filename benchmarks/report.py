@@ -1,8 +1,24 @@
-"""Markdown tables of the latest run of every task, from records."""
+"""Tables of the latest run of every task, from the history: printed, or put into the READMEs.
 
+In a README a table stands between two marks, the first of which names its task; a test holds what
+stands there to the history.
+
+    python -m benchmarks report [--task TEXT]    # print
+    python -m benchmarks report --write          # the READMEs, and images/ratios.png
+"""
+
+import argparse
+import re
+import sys
 from collections.abc import Iterable
+from pathlib import Path
 
+from . import figures, history
 from .history import Record
+
+_CHECKOUT = Path(__file__).parent.parent
+READMES = (_CHECKOUT / "README.md", _CHECKOUT / "benchmarks" / "README.md")
+_MARKED = re.compile(r"(<!-- measured: (.+?) -->\n).*?(<!-- end of measured -->)", re.DOTALL)
 
 
 def latest(records: Iterable[Record]) -> list[list[Record]]:
@@ -76,3 +92,76 @@ def _spread(record: Record | None) -> str:
 def _number(value: float) -> str:
     """Three digits that matter, thousands parted."""
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
+
+
+def with_tables(text: str, records: list[Record]) -> str:
+    """A README with the table of each task between its marks; nothing there if it has not run."""
+
+    def table(found: re.Match) -> str:
+        shown = render(r for r in records if r.task == found[2])
+        return found[1] + (f"\n{shown}\n\n" if shown else "") + found[3]
+
+    return _MARKED.sub(table, text)
+
+
+def plot(records: list[Record], file: Path) -> bool:
+    """How many times mlx-lm as shipped: speeds of a step, and its memory; whether there was any."""
+    panels = {
+        "times its speed": _ratios(records, "train_step "),
+        "times its transient memory": _ratios(records, "memory "),
+    }
+    panels = {title: found for title, found in panels.items() if found}
+    if not panels:
+        return False
+    several = len({r.device for found in panels.values() for r in found}) > 1
+    height = 0.22 * max(len(found) for found in panels.values())
+    with figures.saved(file, columns=len(panels), height=height) as axes:
+        for ax, (title, found) in zip(axes, panels.items(), strict=True):
+            names = [
+                f"{r.task.split(maxsplit=1)[1]} · {r.implementation}"
+                + (f" · {r.device}" if several else "")
+                for r in found
+            ]
+            colours = ["C0" if "mlx_packs" in name else "0.6" for name in names]
+            bars = ax.barh(names, [r.ratio for r in found], color=colours)
+            ax.bar_label(bars, [f"{r.ratio:.3g}" for r in found], padding=3, fontsize="small")
+            ax.axvline(1, color="k", lw=0.8)
+            ax.set(xlabel=f"{title} (mlx-lm as shipped is 1)", xscale="log")
+            ax.tick_params(axis="y", labelsize="small")
+            ax.invert_yaxis()
+            ax.margins(x=0.12)
+    return True
+
+
+def _ratios(records: list[Record], task: str) -> list[Record]:
+    """The latest records with a ratio, of tasks that begin so."""
+    runs = latest(r for r in records if r.task.startswith(task))
+    return [r for run in runs for r in run if r.ratio is not None]
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser("python -m benchmarks report",
+                                     description=__doc__.split("\n")[0])  # fmt: skip
+    parser.add_argument("--history", type=Path, default=history.HISTORY, metavar="FILE",
+                        help="records to show [benchmarks/history.jsonl]")  # fmt: skip
+    parser.add_argument("--task", default="", metavar="TEXT", help="tasks that contain TEXT")
+    parser.add_argument("--write", action="store_true", help="put tables and plot in their places")
+    options = parser.parse_args(arguments)
+    if options.task and options.write:
+        parser.error("--task: chooses what is printed; --write takes all")
+    records = [r for r in history.read(options.history) if options.task in r.task]
+    if not records:
+        print("no such records there yet: python -m benchmarks.train_step", file=sys.stderr)
+        return 2
+    if not options.write:
+        print(render(records))
+        return 0
+    for readme in READMES:
+        text = readme.read_text(encoding="utf-8")
+        readme.write_text(with_tables(text, records), encoding="utf-8")
+    plot(records, figures.IMAGES / "ratios.png")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

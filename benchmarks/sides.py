@@ -1,4 +1,4 @@
-"""The two sides of the training-step benchmark: mlx-lm's real trainer, and ours.
+"""The sides of the training benchmarks: mlx-lm's real trainer, as it is or mended, and ours.
 
 Both get the same rows, the same start of A and B, the same optimizer and learning rate, and no
 gradient clipping (mlx-lm has none). Each loads its own copy of the base, so that its memory can be
@@ -16,6 +16,7 @@ from pathlib import Path
 
 import mlx.optimizers as optimizers
 import numpy as np
+from mlx.utils import tree_map
 from mlx_lm.tuner.trainer import TrainingArgs, TrainingCallback, iterate_batches, train
 from mlx_lm.tuner.utils import linear_to_lora_layers
 
@@ -28,6 +29,12 @@ from mlx_packs.loss import as_arrays, split_head
 from mlx_packs.runtime import mx
 from mlx_packs.step import Stepper
 
+from . import mended
+
+RECOMPUTE = ("none", "block")  # what the backward of ours computes again
+SHIPPED = "mlx-lm as shipped"
+SAME_BLAS = "mlx-lm with our BLAS"
+MENDED = "mlx-lm mended"
 LEARNING_RATE = 1e-4
 _NEVER = 10**9
 
@@ -92,8 +99,17 @@ class Adapters:
         return cls(rank, scale, tensors)
 
 
+def ours_name(base_path: str, recompute: str) -> str:
+    """What records call a side of ours."""
+    return f"mlx_packs {base_path}" + (f", recompute {recompute}" if recompute != "none" else "")
+
+
 class MlxLm(TrainingCallback):
-    """mlx-lm's ``train()``, timed by its own clock: it reports after every step."""
+    """mlx-lm's ``train()``, timed by its own clock: it reports after every step.
+
+    It learns from batches as shipped, and from those that are `mended.with_targets`; ``mend``
+    switches the rest. ``reset`` takes adapters and optimizer back to where they started.
+    """
 
     def __init__(self, load: Callable[[], Base], adapters: Adapters):
         start = _active_memory()
@@ -105,6 +121,7 @@ class MlxLm(TrainingCallback):
         self.optimizer.init(self.model.trainable_parameters())
         mx.eval(self.model.parameters(), self.optimizer.state)
         self.resident_bytes = _active_memory() - start
+        self.args = TrainingArgs(iters=_NEVER, steps_per_report=1, steps_per_save=_NEVER)
         self.step_ms = self.loss = 0.0
         self.trained_tokens = 0
 
@@ -113,33 +130,50 @@ class MlxLm(TrainingCallback):
         self.loss = train_info["train_loss"]
         self.trained_tokens = train_info["trained_tokens"]
 
-    def train(self, batches: Iterator[tuple[mx.array, mx.array]]) -> None:
+    def mend(self, mend: bool) -> None:
+        """Whether MLX's buffer cache is kept between steps."""
+        self.args.clear_cache_threshold = mended.KEEP_CACHE if mend else 0
+
+    def reset(self, adapters: Adapters) -> None:
+        """Adapters as given and an optimizer that has seen nothing, in the arrays' own places."""
+        self.model.load_weights(list(adapters.tensors.items()), strict=False)
+        self.optimizer.state.update(tree_map(mx.zeros_like, self.optimizer.state))
+        self.optimizer.learning_rate = LEARNING_RATE
+        mx.eval(self.model.parameters(), self.optimizer.state)
+
+    def train(self, batches: Iterator[tuple[mx.array, ...]]) -> None:
         """Run mlx-lm's trainer over ``batches``; what it prints is dropped."""
         with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
+            self.args.adapter_file = str(Path(folder) / "adapters.safetensors")
             train(
                 self.model,
                 self.optimizer,
                 train_dataset=[],
-                args=TrainingArgs(
-                    iters=_NEVER,
-                    steps_per_report=1,
-                    steps_per_save=_NEVER,
-                    adapter_file=str(Path(folder) / "adapters.safetensors"),
-                ),
+                args=self.args,
+                loss=mended.loss,
                 iterate_batches=lambda **_: batches,
                 training_callback=self,
             )
 
 
 class Ours:
-    """The step that `mlx_packs.train` takes, on one base path."""
+    """The step that `mlx_packs.train` takes, on one base path, with a policy of recomputation."""
 
-    def __init__(self, load: Callable[[], Base], adapters: Adapters, base_path: str):
+    def __init__(
+        self,
+        load: Callable[[], Base],
+        adapters: Adapters,
+        base_path: str,
+        recompute: str = "none",
+    ):
         start = _active_memory()
         base = load()
         lora = LoRAConfig(rank=adapters.rank, alpha=adapters.scale * adapters.rank)
         attached = attach(base, lora, base_path=base_path)
+        self.attached = attached
         attached.load(adapters.tensors, "benchmark")
+        if recompute == "block":
+            attached.recompute_blocks()
         optimizer = optimizers.Adam(learning_rate=LEARNING_RATE)
         optimizer.init(base.model.trainable_parameters())
         self.stepper = Stepper(base.model, split_head(base.model), optimizer, max_grad_norm=None)
@@ -165,6 +199,7 @@ class Entry:
     side: MlxLm | Ours
     rows: Rows
     blas_as_shipped: bool = False
+    mended: bool = False
     step_ms: list[float] = field(default_factory=list)
     transient_bytes: int = 0
 

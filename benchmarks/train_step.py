@@ -4,97 +4,44 @@ Everything runs inside mlx-lm's own ``train()``. It asks for its next batch, and
 other implementations take their turns, in the order A B C C B A. Losses and counted tokens of all
 of them are held against each other first; if they differ, no speed is printed and the exit is 1.
 
-    python -m benchmarks.train_step --geometry tiny
+    python -m benchmarks.train_step --work tiny
 """
 
 import argparse
 import contextlib
-import dataclasses
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import mlx.nn as nn
-
-from mlx_packs import runtime
 from mlx_packs.config import BASE_PATHS
 from mlx_packs.errors import PackError
-from mlx_packs.loading import TINY, Base, load_base
+from mlx_packs.loading import TINY, Base
 from mlx_packs.runtime import mx
 
-from . import history, report, shipped
-from .history import Environment, Record, percentiles
-from .sides import Adapters, Entry, MlxLm, Ours, Rows
+from . import history, mended, report, shipped
+from .history import Environment, Record, percentiles, record
+from .sides import (
+    MENDED,
+    RECOMPUTE,
+    SAME_BLAS,
+    SHIPPED,
+    Adapters,
+    Entry,
+    MlxLm,
+    Ours,
+    Rows,
+    ours_name,
+)
+from .works import WORKS, activation_dtype, base_name, load
 
 CHECKED_STEPS = 2  # the second loss has gradients and optimizer in it
 TOLERANCE = {"float32": 1e-5, "float16": 1e-2, "bfloat16": 1e-2}  # of the loss, by activations
 SCALE = 2.0
-SHIPPED = "mlx-lm as shipped"
-SAME_BLAS = "mlx-lm with our BLAS"
 
 
 class LossesDiffer(Exception):
     """The implementations do not compute the same thing, so their speeds say nothing."""
-
-
-@dataclass(frozen=True)
-class Geometry:
-    """A base and the defaults that suit it.
-
-    config: of a random model, None loads one.   base_paths: of ours.   mlx_lm_rows: of mlx-lm's
-    batch, None is as many as ours.   mlx_lm_steps: timed each turn.
-    """
-
-    config: dict | None
-    base_paths: tuple[str, ...]
-    mlx_lm_rows: int | None
-    mlx_lm_steps: int
-
-
-GEOMETRIES = {
-    "tiny": Geometry(None, ("quantized", "transient", "dense"), mlx_lm_rows=None, mlx_lm_steps=3),
-    "qwen3_4b_block": Geometry(
-        {
-            "model_type": "qwen3",
-            "hidden_size": 2560,
-            "num_hidden_layers": 1,
-            "intermediate_size": 9728,
-            "num_attention_heads": 32,
-            "num_key_value_heads": 8,
-            "head_dim": 128,
-            "rms_norm_eps": 1e-6,
-            "vocab_size": 8192,
-            "max_position_embeddings": 40960,
-            "rope_theta": 1000000.0,
-            "tie_word_embeddings": True,
-        },
-        ("transient", "dense"),
-        mlx_lm_rows=1,
-        mlx_lm_steps=1,
-    ),
-}
-
-
-def load(geometry: Geometry, model: str, seed: int) -> Base:
-    """The base of a geometry: loaded, or random 4-bit weights in groups of 64 from its config."""
-    if geometry.config is None:
-        return load_base(model)
-    from mlx_lm.models import qwen3
-
-    mx.random.seed(seed)
-    made = qwen3.Model(qwen3.ModelArgs.from_dict(geometry.config))
-    if not runtime.on_cpu():
-        made.set_dtype(mx.bfloat16)
-    nn.quantize(made, group_size=64, bits=4)
-    made.freeze()
-    mx.eval(made.parameters())
-    return Base("random", Path(), made, None, geometry.config, "")
-
-
-def activation_dtype(base: Base) -> str:
-    """The dtype that hidden states have, without the ``mlx.core.`` before its name."""
-    return str(base.model.layers[0].input_layernorm.weight.dtype).rsplit(".", 1)[-1]
 
 
 @dataclass(frozen=True)
@@ -106,55 +53,77 @@ class Turns:
     mlx_lm_steps: int
 
 
-def race(peer: MlxLm, entries: list[Entry], turns: Turns, tolerance: float) -> None:
+def race(
+    peer: MlxLm, adapters: Adapters, entries: list[Entry], turns: Turns, tolerance: float
+) -> None:
     """Check that all entries compute the same on the peer's rows, then time them in turns.
 
     mlx-lm steps with `mx.compile` on, as shipped, whatever mlx_packs has set; ours as mlx_packs has
     it. Each turn starts as that side would find things alone: mlx-lm's trainer empties MLX's buffer
-    cache after every step; ours keeps it, and so takes one untimed step first.
+    cache after every step; ours keeps it, and so takes one untimed step first, as does the mended
+    mlx-lm.
     Raises: LossesDiffer before anything is timed.
     """
     peers = [e for e in entries if e.side is peer]
     ours = [e for e in entries if e.side is not peer]
     rows = peers[0].rows
-    peer_batch = rows.for_mlx_lm()
+    batch_as_shipped = rows.for_mlx_lm()
+    batch_with_targets = mended.with_targets(*batch_as_shipped)
 
-    def batches() -> Iterator[tuple[mx.array, mx.array]]:
-        _say("checking mlx-lm")
-        expected = []
+    def checked(batch: tuple, losses: list[float]) -> Iterator[tuple[mx.array, ...]]:
+        """The peer's first steps on a batch, and what they lose."""
+        before = peer.trained_tokens
         with shipped.mlx(reference_blas=False):
             for _ in range(CHECKED_STEPS):
-                yield peer_batch
-                expected.append(peer.loss)
-        if (counted := peer.trained_tokens) != rows.targets * CHECKED_STEPS:
+                yield batch
+                losses.append(peer.loss)
+        if (counted := peer.trained_tokens - before) != rows.targets * CHECKED_STEPS:
             raise LossesDiffer(f"mlx-lm counts {counted} targets in {CHECKED_STEPS} steps, "
                                f"ours {rows.targets} in each")  # fmt: skip
+
+    def turn_of_peer(entry: Entry) -> Iterator[tuple[mx.array, ...]]:
+        batch = batch_with_targets if entry.mended else batch_as_shipped
+        peer.mend(entry.mended)
+        mx.clear_cache()
+        with shipped.mlx(reference_blas=entry.blas_as_shipped):
+            if entry.mended:
+                yield batch
+            for _ in range(turns.mlx_lm_steps):
+                with entry.memory():
+                    yield batch
+                entry.step_ms.append(peer.step_ms)
+
+    def batches() -> Iterator[tuple[mx.array, ...]]:
+        _say("checking mlx-lm")
+        expected: list[float] = []
+        yield from checked(batch_as_shipped, expected)
+        for entry in (e for e in peers if e.mended):
+            _say(f"checking {entry.name}")
+            peer.reset(adapters)
+            found: list[float] = []
+            yield from checked(batch_with_targets, found)
+            check_losses(expected, found, entry.name, tolerance)
         for entry in ours:
             _say(f"checking {entry.name}")
-            check_losses(expected, entry, rows, tolerance)
+            batch = rows.for_ours()
+            found = [entry.side.step(batch)[1] for _ in expected]
+            check_losses(expected, found, entry.name, tolerance)
         for turn in range(2 * turns.rounds):
             for entry in entries if turn % 2 == 0 else entries[::-1]:
                 _say(f"turn {turn + 1} of {2 * turns.rounds}: {entry.name}")
-                if entry.side is not peer:
+                if entry.side is peer:
+                    yield from turn_of_peer(entry)
+                else:
                     _time_ours(entry, turns.steps)
-                    continue
-                mx.clear_cache()
-                with shipped.mlx(reference_blas=entry.blas_as_shipped):
-                    for _ in range(turns.mlx_lm_steps):
-                        with entry.memory():
-                            yield peer_batch
-                        entry.step_ms.append(peer.step_ms)
 
     with contextlib.closing(batches()) as schedule:
         peer.train(schedule)
 
 
-def check_losses(expected: list[float], entry: Entry, rows: Rows, tolerance: float) -> None:
-    """Take as many steps as mlx-lm took and hold each loss against its. Raises: LossesDiffer."""
-    batch = rows.for_ours()
-    found = [entry.side.step(batch)[1] for _ in expected]
+def check_losses(expected: list[float], found: list[float], name: str, tolerance: float) -> None:
+    """Hold the losses of an implementation's first steps against mlx-lm's. Raises: LossesDiffer."""
     if not all(abs(a - b) <= tolerance * a for a, b in zip(expected, found, strict=True)):
-        raise LossesDiffer(f"losses of mlx-lm {expected} and of {entry.name} {found} differ by "
+        raise LossesDiffer(f"losses of mlx-lm {expected} and of {name} {found} differ by "
                            f"more than {tolerance:g} of mlx-lm's")  # fmt: skip
 
 
@@ -168,7 +137,7 @@ def _time_ours(entry: Entry, steps: int) -> None:
 
 def records(entries: list[Entry], task: str, dtype: str, rank: int) -> list[Record]:
     """Milliseconds a step and supervised tokens a second of every entry, against the first."""
-    here = dataclasses.asdict(Environment.here())
+    here = Environment.here()
     baseline = entries[0]
     note = ""
     if any(e.rows.tokens.shape != baseline.rows.tokens.shape for e in entries):
@@ -177,52 +146,50 @@ def records(entries: list[Entry], task: str, dtype: str, rank: int) -> list[Reco
     made = []
     for entry in entries:
         count, width = entry.rows.tokens.shape
-        speed = percentiles(entry.tokens_per_s)
-        facts = {
-            "task": task,
-            "implementation": entry.name,
-            "shape": f"{count} x {width - 1}, {entry.rows.targets} targets, rank {rank}",
+        shape = f"{count} x {width - 1}, {entry.rows.targets} targets, rank {rank}"
+        about = {
             "dtype": dtype,
-            "samples": len(entry.step_ms),
             "baseline": baseline.name,
-            "peak_mb": float(f"{entry.peak_mb:.4g}"),
-            "blas": shipped.REFERENCE_BLAS if entry.blas_as_shipped else shipped.blas_name(),
-            "blas_threads": 1 if entry.blas_as_shipped else runtime.BLAS.threads,
+            "peak_mb": entry.peak_mb,
+            "blas_as_shipped": entry.blas_as_shipped,
             "note": note,
-            **here,
         }
-        ratio = float(f"{speed['p50'] / base_speed:.4g}")
-        time = percentiles(entry.step_ms)
-        made.append(Record(metric="step", unit="ms", ratio=None, **time, **facts))
-        made.append(Record(metric="speed", unit="supervised tokens/s", ratio=ratio,
-                           **speed, **facts))  # fmt: skip
+        speed = entry.tokens_per_s
+        ratio = percentiles(speed)["p50"] / base_speed
+        made.append(record(here, task, entry.name, shape, "step", "ms", entry.step_ms, **about))
+        made.append(record(here, task, entry.name, shape, "speed", "supervised tokens/s", speed,
+                           ratio=ratio, **about))  # fmt: skip
     return made
 
 
 def run(options: argparse.Namespace) -> list[Record]:
     """Build the sides, race them, and record. Raises: LossesDiffer, PackError."""
-    geometry = GEOMETRIES[options.geometry]
-    name = options.geometry if options.model == TINY else Path(options.model).name
+    work = WORKS[options.work]
+    batch_size, length = options.batch_size or work.batch_size, options.length or work.length
 
     def fresh() -> Base:
-        return load(geometry, options.model, options.seed)
+        return load(work, options.model, options.seed)
 
     base = fresh()
     dtype, vocab_size = activation_dtype(base), base.vocab_size
     adapters = Adapters.random(base, options.rank, SCALE, options.seed)
     del base
-    rows = Rows.random(options.batch_size, options.length, vocab_size, options.seed)
-    peer_rows = rows.first(options.mlx_lm_rows or geometry.mlx_lm_rows or options.batch_size)
+    rows = Rows.random(batch_size, length, vocab_size, options.seed)
+    peer_rows = rows.first(options.mlx_lm_rows or work.mlx_lm_rows or batch_size)
     _say("loading")
     peer = MlxLm(fresh, adapters)
-    entries = [Entry(SHIPPED, peer, peer_rows, blas_as_shipped=shipped.blas_is_replaced())]
-    if shipped.blas_is_replaced():
+    replaced = shipped.blas_is_replaced()
+    entries = [Entry(SHIPPED, peer, peer_rows, blas_as_shipped=replaced)]
+    if replaced:
         entries.append(Entry(SAME_BLAS, peer, peer_rows))
-    for path in options.base_path or geometry.base_paths:
-        entries.append(Entry(f"mlx_packs {path}", Ours(fresh, adapters, path), rows))
-    turns = Turns(options.rounds, options.steps, options.mlx_lm_steps or geometry.mlx_lm_steps)
-    race(peer, entries, turns, TOLERANCE[dtype])
-    return records(entries, f"train_step {name}", dtype, options.rank)
+    entries.append(Entry(MENDED, peer, peer_rows, mended=True))
+    for path in options.base_path or work.base_paths:
+        ours = Ours(fresh, adapters, path, options.recompute)
+        entries.append(Entry(ours_name(path, options.recompute), ours, rows))
+    turns = Turns(options.rounds, options.steps, options.mlx_lm_steps or work.mlx_lm_steps)
+    race(peer, adapters, entries, turns, TOLERANCE[dtype])
+    task = f"train_step {base_name(options.work, options.model)}"
+    return records(entries, task, dtype, options.rank)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -233,16 +200,18 @@ def parser() -> argparse.ArgumentParser:
     )
 
     def number(flag: str, default: int | None, sentence: str) -> None:
-        shown = "the geometry's" if default is None else default
+        shown = "the work's" if default is None else default
         p.add_argument(flag, type=_positive, default=default, metavar="N",
                        help=f"{sentence} [{shown}]")  # fmt: skip
 
-    p.add_argument("--geometry", choices=GEOMETRIES, default="tiny", help="which base [tiny]")
-    p.add_argument("--model", default=TINY, help="another checkpoint for the geometry 'tiny'")
+    p.add_argument("--work", choices=WORKS, default="tiny", help="base and batch [tiny]")
+    p.add_argument("--model", default=TINY, help="another checkpoint for a work on the tiny base")
     p.add_argument("--base-path", action="append", choices=BASE_PATHS[1:],
-                   help="of ours, repeatable [the geometry's]")  # fmt: skip
-    number("--batch-size", 4, "rows of a batch")
-    number("--length", 128, "tokens of a row; half are targets")
+                   help="of ours, repeatable [the work's]")  # fmt: skip
+    p.add_argument("--recompute", choices=RECOMPUTE, default="none",
+                   help="what ours computes again in the backward [none]")  # fmt: skip
+    number("--batch-size", None, "rows of a batch")
+    number("--length", None, "tokens of a row; half are targets")
     number("--rank", 8, "of the adapters, on all projections")
     number("--rounds", 2, "forth and back, A B B A")
     number("--steps", 3, "timed steps of ours each turn")
@@ -268,9 +237,10 @@ def _say(text: str) -> None:
 def main(arguments: list[str] | None = None) -> int:
     asked = parser()
     options = asked.parse_args(arguments)
-    if options.model != TINY and options.geometry != "tiny":
-        asked.error(f"--model: the base of {options.geometry} is random")
-    if (options.mlx_lm_rows or 0) > options.batch_size:
+    work = WORKS[options.work]
+    if options.model != TINY and work.config is not None:
+        asked.error(f"--model: the base of {options.work} is random")
+    if (options.mlx_lm_rows or 0) > (options.batch_size or work.batch_size):
         asked.error("--mlx-lm-rows: must not be more than --batch-size")
     try:
         made = run(options)

@@ -13,6 +13,7 @@ import mlx.nn as nn
 
 from .config import LoRAConfig
 from .errors import PackError
+from .families import check_trainable
 from .geometry import (
     BLOCK_PROJECTIONS,
     Geometry,
@@ -20,9 +21,11 @@ from .geometry import (
     Group,
     block_prefixes,
     find_groups,
+    linears,
 )
 from .loading import Base
 from .nn.blocks import GroupedAttention, GroupedMLP, is_grouped_attention
+from .nn.experts import AdaptedSwitchLinear, expert_weights, is_switch_linear
 from .nn.lora import AdaptedLinear, AdapterShape, GroupedLoRA, adapter_key, low_rank_delta
 from .nn.quantized import (
     LINEARS,
@@ -51,11 +54,15 @@ class SliceSpec:
 
 @dataclass(frozen=True)
 class ModuleSpec:
-    """Adapters of one projection (several slices if it is fused)."""
+    """Adapters of one projection (several slices if it is fused).
+
+    ``experts``: the projection is a switch linear, and each of its experts has an adapter.
+    """
 
     path: str
     in_features: int
     slices: tuple[SliceSpec, ...]
+    experts: int | None = None
 
     @property
     def rank(self) -> int:
@@ -66,6 +73,14 @@ class ModuleSpec:
     def widths(self) -> list[int]:
         """Output columns of each slice."""
         return [s.width for s in self.slices]
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Tensors on disk by name: [in, r] and [r, out], or mlx-lm's [E, r, in] and [E, out, r]."""
+        a, b = (self.in_features, self.rank), (self.rank, sum(self.widths))
+        if self.experts is not None:
+            a, b = (self.experts, *a[::-1]), (self.experts, *b[::-1])
+        return {f"{self.path}.lora_a": a, f"{self.path}.lora_b": b}
 
 
 Specs = dict[str, ModuleSpec]
@@ -96,7 +111,9 @@ def plan_specs(groups: list[Group], lora: LoRAConfig) -> Specs:
                 raise PackError(f"--rank {rank}: {path} is {geometry.in_features} x {width}, so its"
                                 f" rank can be at most {limit}.")  # fmt: skip
             slices.append(SliceSpec(name, width, rank, 2.0 * rank if alpha is None else alpha))
-        specs[geometry.path] = ModuleSpec(geometry.path, geometry.in_features, tuple(slices))
+        specs[geometry.path] = ModuleSpec(
+            geometry.path, geometry.in_features, tuple(slices), geometry.experts
+        )
     if unused := (set(lora.rank_pattern) | set(lora.alpha_pattern)) - used:
         raise PackError(f"rank_pattern, alpha_pattern: '{sorted(unused)[0]}' fits no projection.")
     return specs
@@ -157,12 +174,17 @@ class Attached:
         self.model.eval()
 
     def tensors(self) -> dict[str, mx.array]:
-        """Adapters by name on disk: ``<path>.lora_a`` [in, r], ``<path>.lora_b`` [r, out], fp32."""
+        """Adapters by name on disk: ``<path>.lora_a`` [in, r], ``<path>.lora_b`` [r, out], fp32.
+
+        Those of experts lie as mlx-lm has them, [E, r, in] and [E, out, r].
+        """
         found = {}
         for path, slot in self.slots.items():
             adapted = [s for s in slot.spec.slices if s.rank]
             a = slot.lora.lora_a[slot.first : slot.first + len(adapted)]
             b = slot.lora.lora_b[slot.first : slot.first + len(adapted)]
+            if slot.spec.experts is not None:
+                a, b = ([t.swapaxes(-1, -2) for t in tensors] for tensors in (a, b))
             found[f"{path}.lora_a"] = a[0] if len(a) == 1 else mx.concatenate(a, axis=1)
             found[f"{path}.lora_b"] = _block_diagonal(slot.spec, b)
         return found
@@ -172,11 +194,7 @@ class Attached:
 
         Raises: PackError listing every missing, unknown or misshaped tensor; nothing is changed.
         """
-        wanted = {}
-        for path, slot in self.slots.items():
-            out = sum(slot.spec.widths)
-            wanted[f"{path}.lora_a"] = (slot.spec.in_features, slot.spec.rank)
-            wanted[f"{path}.lora_b"] = (slot.spec.rank, out)
+        wanted = {n: shape for s in self.slots.values() for n, shape in s.spec.shapes.items()}
         faults = [f"{n}: missing" for n in wanted if n not in tensors]
         faults += [f"{n}: not an adapter of this run" for n in tensors if n not in wanted]
         faults += [
@@ -193,13 +211,15 @@ class Attached:
                 raise PackError(f"{where}: {path}.lora_b couples the slices of a fused projection.")
         for path, slot in self.slots.items():
             a, b = tensors[f"{path}.lora_a"], tensors[f"{path}.lora_b"]
+            if slot.spec.experts is not None:
+                a, b = a.swapaxes(-1, -2), b.swapaxes(-1, -2)
             rank = column = 0
             index = slot.first
             for s in slot.spec.slices:
                 if s.rank:
                     rows, columns = slice(rank, rank + s.rank), slice(column, column + s.width)
-                    slot.lora.lora_a[index] = a[:, rows].astype(mx.float32)
-                    slot.lora.lora_b[index] = b[rows, columns].astype(mx.float32)
+                    slot.lora.lora_a[index] = a[..., rows].astype(mx.float32)
+                    slot.lora.lora_b[index] = b[..., rows, columns].astype(mx.float32)
                     index += 1
                 rank, column = rank + s.rank, column + s.width
 
@@ -213,14 +233,23 @@ class Attached:
         return [*slot.lora.lora_a[slot.first : last], *slot.lora.lora_b[slot.first : last]]
 
     def merged_weights(self) -> dict[str, mx.array]:
-        """Dense weight of every adapted projection with its delta added, [out, in] in float32."""
+        """Dense weight of every adapted projection with its delta added, [out, in] in float32.
+
+        A switch linear has one for each expert, [E, out, in].
+        """
         tensors = self.tensors()
         merged = {}
         for path, slot in self.slots.items():
             linear = self.frozen[path]
+            a, b = tensors[f"{path}.lora_a"], tensors[f"{path}.lora_b"]
+            if slot.spec.experts is not None:
+                delta = low_rank_delta(
+                    a.swapaxes(-1, -2), b.swapaxes(-1, -2), slot.spec.slices[0].scale
+                )
+                merged[path] = expert_weights(linear).astype(mx.float32) + delta
+                continue
             quantized = isinstance(linear, LINEARS)
             weight = dequantized_weight(linear) if quantized else linear.weight
-            a, b = tensors[f"{path}.lora_a"], tensors[f"{path}.lora_b"]
             scales = [mx.full((s.rank,), s.scale) for s in slot.spec.slices if s.rank]
             scaled = b * mx.concatenate(scales)[:, None]
             merged[path] = weight.astype(mx.float32) + low_rank_delta(a, scaled, 1.0)
@@ -267,6 +296,8 @@ def attach(
     """
     if any(isinstance(m, GroupedLoRA) for m in base.model.modules()):
         raise PackError(f"{base.name}: carries adapters already; take them off first.")
+    if specs is None:
+        check_trainable(base.name, base.model)
     lora = lora or LoRAConfig()
     targets = tuple(specs) if specs is not None else lora.target_modules
     num_layers = -1 if specs is not None else lora.num_layers
@@ -275,6 +306,9 @@ def attach(
         raise faults[0]
     fallback, notes = _fp16_modules(base, faults)
     groups = groups + [Group(None, (geometry,)) for geometry, _ in fallback]
+    if not targets:
+        groups, left_out = _without_narrow(groups, lora)
+        notes += left_out + _experts_note(base.model)
     if not groups:
         raise PackError("--target-modules: no projection carries an adapter.")
     if specs is None:
@@ -293,6 +327,34 @@ def attach(
     return attached
 
 
+def _without_narrow(groups: list[Group], lora: LoRAConfig) -> tuple[list[Group], list[str]]:
+    """Groups without the linears that nobody named and that are too narrow for the rank.
+
+    Such are gates and steps by head of a recurrence or a mixture. What is left out is noted; if
+    that were all, it stays, and `plan_specs` says what is wrong with the rank. So does a projection
+    of a grouped block.
+    """
+
+    def is_narrow(group: Group) -> bool:
+        (geometry, *others) = group.members
+        limit = min(geometry.in_features, *geometry.widths)
+        named = _match(lora.rank_pattern, geometry.path)
+        return group.block is None and not others and not named and lora.rank > limit
+
+    kept = [group for group in groups if not is_narrow(group)]
+    if not kept or len(kept) == len(groups):
+        return groups, []
+    names = sorted({group.members[0].name for group in groups if is_narrow(group)})
+    return kept, [f"{', '.join(names)}: narrower than rank {lora.rank}, carry no adapter"]
+
+
+def _experts_note(model: nn.Module) -> list[str]:
+    names = {path.rpartition(".")[2] for path, m in linears(model) if is_switch_linear(m)}
+    if not names:
+        return []
+    return [f"experts carry adapters only where named: --target-modules {','.join(sorted(names))}"]
+
+
 def _fp16_modules(
     base: Base, faults: list[GeometryError]
 ) -> tuple[list[tuple[Geometry, nn.Module]], list[str]]:
@@ -301,6 +363,8 @@ def _fp16_modules(
     modules = dict(base.model.named_modules())
     for fault in faults:
         module = modules[fault.path]
+        if is_switch_linear(module):
+            raise fault
         try:
             weight = module.weight
             if isinstance(module, LINEARS):
@@ -331,14 +395,17 @@ def _make_lora(
             shapes.append(None)
             keys.append(None)
             continue
-        if spec.widths != geometry.widths or spec.in_features != geometry.in_features:
+        wanted = spec.in_features, spec.widths, spec.experts
+        found = geometry.in_features, geometry.widths, geometry.experts
+        if wanted != found:
             raise PackError(
-                f"{spec.path}: the adapter is for {spec.in_features} -> {spec.widths}, but the "
-                f"projection is {geometry.in_features} -> {geometry.widths}."
+                f"{spec.path}: the adapter is for {_sizes(*wanted)}, but the projection is "
+                f"{_sizes(*found)}."
             )
         firsts[spec.path] = sum(shape is not None for shape in shapes)
         for s in spec.slices:
-            shapes.append(AdapterShape(s.width, s.rank, s.scale) if s.rank else None)
+            shape = AdapterShape(s.width, s.rank, s.scale, spec.experts)
+            shapes.append(shape if s.rank else None)
             keys.append(adapter_key(seed, f"{spec.path}.{s.name}"))
     if not firsts:
         return None
@@ -347,6 +414,17 @@ def _make_lora(
     for path, first in firsts.items():
         attached.slots[path] = _Slot(lora, first, attached.specs[path])
     return lora
+
+
+def _sizes(in_features: int, widths: list[int], experts: int | None) -> str:
+    return f"{in_features} -> {widths}" + ("" if experts is None else f" x {experts} experts")
+
+
+def _adapted(linear: nn.Module, lora: GroupedLoRA, geometry: Geometry) -> nn.Module:
+    """A module that stands for a lone projection and adds what its adapters give."""
+    if geometry.experts is not None:
+        return AdaptedSwitchLinear(linear, lora)
+    return AdaptedLinear(linear, lora, geometry.widths)
 
 
 def _swap_in_adapters(attached: Attached, dropout: float, seed: int) -> None:
@@ -358,7 +436,7 @@ def _swap_in_adapters(attached: Attached, dropout: float, seed: int) -> None:
     modules = dict(attached.model.named_modules())
     lone = [group.members[0] for group in attached.groups if group.block is None]
     wrapped = [
-        (g.path, AdaptedLinear(modules[g.path], lora, g.widths))
+        (g.path, _adapted(modules[g.path], lora, g))
         for g in lone
         if (lora := lora_of([g])) is not None
     ]

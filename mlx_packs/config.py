@@ -49,7 +49,9 @@ class LoRAConfig:
     )
     dropout: float = _option(0.0, "Share of the adapter's input that is dropped in training.")
     target_modules: tuple[str, ...] = _option(
-        (), "Projections that carry adapters, by name or path (q_proj,v_proj). [all in the blocks]"
+        (),
+        "Projections that carry adapters, by name or path (q_proj,v_proj). "
+        "[all in the blocks but routers and the experts of a mixture]",
     )
     num_layers: int = _option(-1, "Adapt only the last N blocks; -1 is all of them.")
     rank_pattern: dict[str, int] = _option({}, "Rank by module path, exact or regex.")

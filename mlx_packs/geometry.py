@@ -12,7 +12,9 @@ from dataclasses import dataclass
 import mlx.nn as nn
 
 from .errors import PackError, did_you_mean
+from .loading import is_named
 from .nn.blocks import is_grouped_attention, is_grouped_mlp
+from .nn.experts import is_switch_linear
 from .nn.quantized import LINEARS, NF4Linear
 
 # Projections of a grouped block: all but the last read the block's input and form one group, the
@@ -25,7 +27,10 @@ BLOCK_PROJECTIONS = {
 
 @dataclass(frozen=True)
 class Geometry:
-    """What is true of one frozen linear. ``slices`` are (name, width) of its output columns."""
+    """What is true of one frozen linear. ``slices`` are (name, width) of its output columns.
+
+    ``experts``: how many weights of these sizes are stacked, where it is a switch linear.
+    """
 
     path: str
     in_features: int
@@ -36,6 +41,7 @@ class Geometry:
     packed_width: int
     bias: bool
     slices: tuple[tuple[str, int], ...]
+    experts: int | None = None
 
     @property
     def name(self) -> str:
@@ -54,7 +60,8 @@ class Geometry:
             unit = 8 if self.mode == "nf4" else 32  # codes are packed into bytes or words
             stored = f"{self.mode} {self.bits}-bit g{self.group_size}, stored width"
             stored += f" {self.packed_width} = {self.in_features} x {self.bits} / {unit}"
-        return f"{self.path}: {self.in_features} -> {self.out_features} ({stored})"
+        experts = "" if self.experts is None else f"{self.experts} experts of "
+        return f"{self.path}: {experts}{self.in_features} -> {self.out_features} ({stored})"
 
 
 class GeometryError(PackError):
@@ -97,9 +104,10 @@ def probe(path: str, module: nn.Module, config: dict, grouped: bool = False) -> 
     Raises: GeometryError naming the module and both shapes.
     """
     weight = module.weight
-    if weight.ndim != 2:
-        raise GeometryError(path, f"its weight must have 2 axes, but is {list(weight.shape)}.")
-    out_features, packed_width = weight.shape
+    axes = 3 if is_switch_linear(module) else 2
+    if weight.ndim != axes:
+        raise GeometryError(path, f"its weight must have {axes} axes, but is {list(weight.shape)}.")
+    *stack, out_features, packed_width = weight.shape
     bits = group_size = mode = None
     in_features = packed_width
     if isinstance(module, NF4Linear):
@@ -108,10 +116,10 @@ def probe(path: str, module: nn.Module, config: dict, grouped: bool = False) -> 
             out_features, in_features = module.packed.shape
         except ValueError as error:
             raise GeometryError(path, f"its packed tensors do not fit: {error}") from None
-    elif isinstance(module, nn.QuantizedLinear):
+    elif "scales" in module:
         bits, group_size, mode = module.bits, module.group_size, module.mode
         in_features, odd = divmod(packed_width * 32, bits)
-        expected = [out_features, in_features // group_size]
+        expected = [*stack, out_features, in_features // group_size]
         stored = {"scales": module.scales, "biases": module.get("biases")}
         for name, tensor in stored.items():
             found = list(tensor.shape) if tensor is not None else None
@@ -123,12 +131,15 @@ def probe(path: str, module: nn.Module, config: dict, grouped: bool = False) -> 
                     f"weight {list(weight.shape)} at {bits} bits, group {group_size} asks for "
                     f"{name} {expected}, but they are {found}.",
                 )
-    if "bias" in module and list(module.bias.shape) != [out_features]:
+    if "bias" in module and list(module.bias.shape) != [*stack, out_features]:
         raise GeometryError(path, f"bias {list(module.bias.shape)} for {out_features} outputs.")
     name = path.rsplit(".", 1)[-1]
     if grouped:
         _check_config(path, name, in_features, out_features, Heads.of(config))
-    slices = _fused_slices(path, name, out_features, Heads.of(config))
+    if stack:
+        slices = ((name, out_features),)
+    else:
+        slices = _own_slices(name, module) or _fused_slices(name, out_features, Heads.of(config))
     return Geometry(
         path,
         in_features,
@@ -139,6 +150,7 @@ def probe(path: str, module: nn.Module, config: dict, grouped: bool = False) -> 
         packed_width,
         "bias" in module,
         slices,
+        *stack,
     )
 
 
@@ -168,7 +180,16 @@ def _check_config(path: str, name: str, in_features: int, out_features: int, c: 
             )
 
 
-def _fused_slices(path: str, name: str, width: int, c: Heads) -> tuple[tuple[str, int], ...]:
+def _own_slices(name: str, module: nn.Module) -> tuple[tuple[str, int], ...] | None:
+    """The slices of a linear that cuts its own output, as that of Apple's foundation model does."""
+    widths = getattr(module, "output_dims", None)
+    if not isinstance(widths, list):
+        return None
+    names = "qkv" if name == "qkv_proj" else range(len(widths))
+    return tuple((str(part), width) for part, width in zip(names, widths, strict=True))
+
+
+def _fused_slices(name: str, width: int, c: Heads) -> tuple[tuple[str, int], ...]:
     """The projections inside a fused linear, where its layout is known; else one slice."""
     if name == "c_attn" and c.hidden and width == 3 * c.hidden:  # GPT-2: q, k, v of equal width
         return tuple((part, width // 3) for part in "qkv")
@@ -190,9 +211,28 @@ class Group:
 
 
 def linears(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Every linear of the model, quantized or not, in the order of the model."""
-    kinds = (nn.Linear, *LINEARS)
-    return [(path, m) for path, m in model.named_modules() if isinstance(m, kinds)][::-1]
+    """Every linear and switch linear that can carry adapters, in the order of the model."""
+    found = [(path, m) for path, m in model.named_modules() if _is_linear(m)][::-1]
+    return [(path, m) for path, m in found if path.rpartition(".")[2] not in _READ_AS_DATA]
+
+
+def _is_linear(module: nn.Module) -> bool:
+    return isinstance(module, (nn.Linear, *LINEARS)) or is_switch_linear(module)
+
+
+# Parts of the paths of linears that choose the highest of their outputs: routers, and the indexer
+# of sparse attention. Little gradient reaches them, or none.
+_CHOOSERS = ("gate", "indexer")
+# Linears of Gemma 3n and Kimi K3 that are never called: the block reads their weight itself.
+_READ_AS_DATA = (
+    "prediction_coefs", "correction_coefs", "self_attention_res_proj", "mlp_res_proj",
+    "output_attn_res_proj",
+)  # fmt: skip
+
+
+def chooses(path: str) -> bool:
+    """Whether a linear decides what a token sees: which experts, or which keys."""
+    return any(part in _CHOOSERS or part.endswith("router") for part in path.split("."))
 
 
 def block_prefixes(model: nn.Module) -> list[str]:
@@ -206,8 +246,9 @@ def select_targets(
 ) -> list[tuple[str, nn.Module]]:
     """Linears that carry adapters: named by leaf (q_proj), by tail (self_attn.q_proj) or by path.
 
-    Without names: every linear inside the last ``num_layers`` blocks. A full path is taken wherever
-    it lies (as mlx-lm does with absolute keys).
+    Without names: every linear inside the last ``num_layers`` blocks but routers, indexers and the
+    experts of a mixture, whose adapters would be as many as there are experts. A full path is taken
+    wherever it lies (as mlx-lm does with absolute keys).
     Raises: PackError listing the names that exist when one matches nothing.
     """
     prefixes = block_prefixes(model)
@@ -218,14 +259,14 @@ def select_targets(
     every = linears(model)
     inside = [(path, m) for path, m in every if path.startswith(kept)]
     if not target_modules:
-        return inside
+        return [(p, m) for p, m in inside if not is_switch_linear(m) and not chooses(p)]
     chosen: dict[str, nn.Module] = {}
     for target in target_modules:
-        matched = [(p, m) for p, m in inside if p == target or p.endswith("." + target)]
+        matched = [(p, m) for p, m in inside if is_named(p, target)]
         matched = matched or [(p, m) for p, m in every if p == target]
         if not matched:
             names = sorted({p.rsplit(".", 1)[-1] for p, _ in every})
-            other = dict(model.named_modules()).get(target)
+            other = next((m for p, m in model.named_modules() if is_named(p, target)), None)
             if other is not None:
                 kind = type(other).__name__
                 raise PackError(

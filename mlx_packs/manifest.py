@@ -153,6 +153,10 @@ def check_quantization(key: str, q) -> None:
 def _check_module(key: str, module) -> None:
     kinds = {"path": "text", "in_features": "an integer above 0"}
     _hold_all(key, module, {**kinds, "slices": "a list with something in it"})
+    if "experts" in module:
+        _hold(f"{key}.experts", module["experts"], "an integer above 0")
+        if len(module["slices"]) > 1:
+            raise ValueError(f"{key}: a switch linear has one slice, not {len(module['slices'])}")
     for i, part in enumerate(module["slices"]):
         where = f"{key}.slices[{i}]"
         kinds = {"name": "text", "width": "an integer above 0", "rank": "an integer of 0 or more"}
@@ -162,9 +166,11 @@ def _check_module(key: str, module) -> None:
 
 
 def spec_json(spec: ModuleSpec) -> dict:
+    experts = {} if spec.experts is None else {"experts": spec.experts}
     return {
         "path": spec.path,
         "in_features": spec.in_features,
+        **experts,
         "slices": [asdict(s) for s in spec.slices],
     }
 
@@ -179,6 +185,7 @@ def specs_of(manifest: dict) -> Specs:
                 SliceSpec(s["name"], int(s["width"]), int(s["rank"]), float(s["alpha"]))
                 for s in m["slices"]
             ),
+            m.get("experts"),
         )
         for m in modules
     }

@@ -266,9 +266,7 @@ def check_against(pack: Pack, model: str) -> dict:
     header, _ = read_header(pack.path / ADAPTERS)
     wanted = {}
     for spec in pack.specs.values():
-        out = sum(s.width for s in spec.slices)
-        wanted[f"{spec.path}.lora_a"] = [spec.in_features, spec.rank]
-        wanted[f"{spec.path}.lora_b"] = [spec.rank, out]
+        wanted |= {name: list(shape) for name, shape in spec.shapes.items()}
     for name in sorted(set(wanted) | set(header)):
         shape = header.get(name, {}).get("shape")
         if shape != wanted.get(name):
@@ -321,6 +319,8 @@ def _check_geometry(pack: Pack, model: str, path: Path, config: dict) -> bool:
         return False
     for spec in specs:
         if f"{spec.path}.weight" not in stored:
+            if spec.experts is not None:  # mlx-lm stacks experts that lie one by one as it loads
+                continue
             raise PackError(f"{pack.path}: {spec.path}: {model} has no such module.")
         shape = list(stored[f"{spec.path}.weight"]["shape"])
         if f"{spec.path}.scales" in stored:
@@ -332,7 +332,8 @@ def _check_geometry(pack: Pack, model: str, path: Path, config: dict) -> bool:
             shape[-1] = shape[-1] * 32 // bits
         elif f"{spec.path}.absmax" in stored:
             shape[-1] *= 2  # NF4: two codes a byte
-        if shape != (wanted := [sum(spec.widths), spec.in_features]):
+        stack = [] if spec.experts is None else [spec.experts]
+        if shape != (wanted := [*stack, sum(spec.widths), spec.in_features]):
             raise PackError(
                 f"{pack.path}: {spec.path}: the adapter is for a weight of {wanted}, but that of "
                 f"{model} is {shape}."

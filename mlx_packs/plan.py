@@ -484,8 +484,11 @@ def estimate(
     targets = tokens if targets is None else targets
     logits = _loss_bytes(sizes.vocab, targets)
     pending = 4 * weights * (train.grad_accumulation_steps > 1)
-    dense = _transient_bytes(sizes, len(blocks), train, itemsize)
-    if not packed or (base_path != "transient" and not _unpacks_always(tensors, train)):
+    dense = _transient_bytes(sizes, len(blocks), train, itemsize, _is_nf4(tensors, train))
+    unpacks = base_path == "transient" or (
+        base_path == "quantized" and _unpacks_always(tensors, train)
+    )
+    if not packed or not unpacks:
         dense = dict.fromkeys(dense, 0)
     held = {}
     for moment, (kept, working) in moments.items():
@@ -542,21 +545,27 @@ def _moments(
     }
 
 
+def _is_nf4(tensors: Tensors, train: TrainConfig) -> bool:
+    return train.quantize == "nf4" or any(name.endswith("absmax") for name in tensors)
+
+
 def _unpacks_always(tensors: Tensors, train: TrainConfig) -> bool:
     """NF4 has no kernel on a CPU that multiplies packed weights: each use unpacks."""
-    nf4 = train.quantize == "nf4" or any(name.endswith("absmax") for name in tensors)
-    return nf4 and runtime.on_cpu()
+    return _is_nf4(tensors, train) and runtime.on_cpu()
 
 
 def _transient_bytes(
-    sizes: _Sizes, blocks: int, train: TrainConfig, itemsize: int
+    sizes: _Sizes, blocks: int, train: TrainConfig, itemsize: int, nf4: bool
 ) -> dict[str, float]:
-    """Dequantized weights in flight: about a block's, and one small one that every block holds."""
+    """Dequantized weights in flight: about a block's, and one small one that every block holds.
+
+    NF4 takes more operations to unpack, so fewer of its weights are in flight.
+    """
     d, f, q, k = sizes.hidden, sizes.ffn, sizes.queries, sizes.keys
     held = 0.85 * f * d if train.grad_checkpoint else k * d
     return {
         "loss": itemsize * sizes.vocab * d,
-        "mlp": itemsize * (4.4 * f * d + (blocks - 1) * held),
+        "mlp": itemsize * ((3.1 if nf4 else 4.4) * f * d + (blocks - 1) * held),
         "attention": itemsize * (f * d + 2 * (q + k) * d + (blocks - 1) * held),
     }
 

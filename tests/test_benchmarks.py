@@ -22,11 +22,14 @@ from benchmarks import (
     op_race,
     report,
     shipped,
+    sides,
     train_step,
+    works,
 )
 from benchmarks import quantize as quantize_bench
 
-CONFIG = train_step.GEOMETRIES["qwen3_4b_block"].config | {
+CONFIG = works.QWEN3_4B | {
+    "num_hidden_layers": 1,
     "hidden_size": 64,
     "intermediate_size": 64,
     "num_attention_heads": 2,
@@ -34,14 +37,14 @@ CONFIG = train_step.GEOMETRIES["qwen3_4b_block"].config | {
     "head_dim": 32,
     "vocab_size": 128,
 }
-QUICK = ["--geometry", "small", "--length", "32", "--rounds", "1", "--steps", "1"]
+QUICK = ["--work", "small", "--rounds", "1", "--steps", "1"]
 
 
 @pytest.fixture(autouse=True)
 def _small(monkeypatch):
-    """A geometry of milliseconds. mlx-lm steps as mlx_packs has set MLX: compiling takes g++."""
-    small = train_step.Geometry(CONFIG, ("quantized", "dense"), mlx_lm_rows=2, mlx_lm_steps=1)
-    monkeypatch.setitem(train_step.GEOMETRIES, "small", small)
+    """A work of milliseconds. mlx-lm steps as mlx_packs has set MLX: compiling takes g++."""
+    small = works.Work(CONFIG, 4, 32, ("quantized", "dense"), mlx_lm_rows=2)
+    monkeypatch.setitem(works.WORKS, "small", small)
     monkeypatch.setattr(shipped, "_compile_on", contextlib.nullcontext)
 
 
@@ -51,7 +54,7 @@ def test_a_run_prints_its_table_and_appends_whole_records(tmp_path, capsys):
     printed = capsys.readouterr().out
     records = history.read(file)
     assert report.render(records) == printed.strip()
-    names = [train_step.SHIPPED] + [train_step.SAME_BLAS] * BLAS.bound
+    names = [sides.SHIPPED] + [sides.SAME_BLAS] * BLAS.bound + [sides.MENDED]
     names += ["mlx_packs quantized", "mlx_packs dense"]
     assert [r.implementation for r in records[::2]] == names
     assert {r.metric for r in records} == {"step", "speed"}
@@ -109,7 +112,7 @@ def test_a_base_that_is_not_there_is_one_line_and_exit_2(tmp_path, capsys):
         ["--no-such-option"],
         ["--rounds", "0"],
         ["--mlx-lm-rows", "5"],
-        ["--geometry", "qwen3_4b_block", "--model", "somewhere"],
+        ["--work", "qwen3_4b_block", "--model", "somewhere"],
     ],
 )
 def test_wrong_options_are_errors(wrong, capsys):

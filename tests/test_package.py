@@ -20,8 +20,8 @@ errors config layouts options runtime display files
 ops._cost ops._backend ops._check
 ops.exponential ops.sliced_matmul ops.attention ops.linear_cross_entropy
 ops.blockwise ops.nf4 ops.grouped_lora ops.multi_lora
-nn.lora nn.nf4 nn.quantized nn.segments nn.recompute nn.blocks
-bitsandbytes packing base_files loading quantize geometry adapters base_path
+nn.lora nn.nf4 nn.quantized nn.segments nn.experts nn.recompute nn.blocks
+bitsandbytes packing base_files loading quantize families geometry adapters base_path
 data encoding token_cache batches loss packable optim step plan advice manifest pack
 evaluation generate checkpoint prepare loop training train
 doctor cli

@@ -127,6 +127,17 @@ def test_nf4_takes_its_bits_a_weight(bits, double):
     assert plan.base == pytest.approx(4.02e9 * bits / 8, rel=0.002)
 
 
+def test_dense_copies_of_nf4_are_not_unpacked_again():
+    found = checkpoint("qwen3-4b")
+    train = TrainConfig(quantize="nf4")
+
+    def working(path: str) -> int:
+        return estimate(found.config, found.tensors, LoRAConfig(), train, path).most()["working"]
+
+    dense = estimate(found.config, found.tensors, LoRAConfig(), TrainConfig(), "dense")
+    assert working("dense") == dense.most()["working"] < working("quantized")
+
+
 @pytest.mark.parametrize("optimizer, each", [("adamw", 8), ("lion", 4), ("adamw_8bit", 2.03)])
 def test_optimizer_takes_its_bytes_a_weight(optimizer, each):
     found = checkpoint("qwen3-4b")

@@ -13,11 +13,20 @@ from ..ops.grouped_lora import grouped_lora
 
 @dataclass(frozen=True)
 class AdapterShape:
-    """The adapter of one slice: output width, rank, and scale = alpha / rank."""
+    """The adapter of one slice: output width, rank, and scale = alpha / rank.
+
+    ``experts``: how many there are of it, one for each expert of a mixture.
+    """
 
     out_features: int
     rank: int
     scale: float
+    experts: int | None = None
+
+    @property
+    def stack(self) -> tuple[int, ...]:
+        """The axes before those of one adapter."""
+        return () if self.experts is None else (self.experts,)
 
 
 class InputDropout:
@@ -61,9 +70,10 @@ class GroupedLoRA(nn.Module):
         self._scales = [s.scale for _, s in adapted]
         self.dropout = InputDropout(dropout)
         self.lora_a = [
-            mx.random.uniform(-bound, bound, (in_features, s.rank), key=keys[i]) for i, s in adapted
+            mx.random.uniform(-bound, bound, (*s.stack, in_features, s.rank), key=keys[i])
+            for i, s in adapted
         ]
-        self.lora_b = [mx.zeros((s.rank, s.out_features)) for _, s in adapted]
+        self.lora_b = [mx.zeros((*s.stack, s.rank, s.out_features)) for _, s in adapted]
 
     def __call__(self, x: mx.array, outputs: Sequence[mx.array]) -> list[mx.array]:
         """Base outputs of all projections, [..., O_i] each, with the deltas of the adapted ones."""
@@ -94,9 +104,25 @@ class GroupedLoRA(nn.Module):
             scales.append(0.0 if at is None else self._scales[at])
         return grouped_lora(x, [output], a, b, scales)[0]
 
+    def of_experts(
+        self, x: mx.array, output: mx.array, indices: mx.array, sorted_indices: bool
+    ) -> mx.array:
+        """The same for experts: each row of x [..., 1, D] by the adapter that ``indices`` names."""
+        if not self._slots:
+            return output
+        if self.training and self.dropout.p:
+            x = self.dropout(x)
+        chosen = {"rhs_indices": indices, "sorted_indices": sorted_indices}
+        hidden = mx.gather_mm(x, self.lora_a[0].astype(x.dtype), **chosen)  # [..., 1, R]
+        hidden = (self._scales[0] * hidden).astype(output.dtype)
+        return output + mx.gather_mm(hidden, self.lora_b[0].astype(output.dtype), **chosen)
+
 
 class AdaptedLinear(nn.Module):
-    """A frozen linear with adapters on slices of its output: one slice, or those of a fused one."""
+    """A frozen linear with adapters on slices of its output: one slice, or those of a fused one.
+
+    A fused linear that cuts its output itself (Apple's foundation model) gives a list of slices.
+    """
 
     def __init__(self, linear: nn.Module, lora: GroupedLoRA, widths: Sequence[int]):
         super().__init__()
@@ -105,12 +131,16 @@ class AdaptedLinear(nn.Module):
         self._widths = tuple(widths)
 
     def __call__(self, x: mx.array) -> mx.array:
-        return self.lora.fused(x, self.linear(x), self._widths)
+        output = self.linear(x)
+        if isinstance(output, (list, tuple)):
+            return self.lora(x, output)
+        return self.lora.fused(x, output, self._widths)
 
 
 def low_rank_delta(lora_a: mx.array, lora_b: mx.array, scale: float) -> mx.array:
-    """What an adapter adds to its weight: scale * (A B)^T, [O, D] in float32."""
-    return scale * (lora_a.astype(mx.float32) @ lora_b.astype(mx.float32)).T
+    """What an adapter adds to its weight: scale * (A B)^T, [O, D] (or [E, O, D]) in float32."""
+    product = lora_a.astype(mx.float32) @ lora_b.astype(mx.float32)
+    return scale * product.swapaxes(-1, -2)
 
 
 def adapter_key(seed: int, path: str) -> mx.array:

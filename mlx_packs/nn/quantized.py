@@ -224,6 +224,8 @@ def apply_base_path(model: nn.Module, base_path: str) -> list[tuple[str, nn.Modu
     Returns: (path, original module) of those replaced; `replace_modules` puts them back.
     """
     originals = quantized_modules(model) if base_path != "quantized" else []
+    # a subclass computes something of its own with the product: it stays as it is
+    originals = [(path, m) for path, m in originals if type(m) in QUANTIZED]
     if base_path == "transient":  # NF4 dequantizes for each use by itself
         originals = [(path, m) for path, m in originals if not isinstance(m, NF4)]
     replaced = []

@@ -1,0 +1,61 @@
+"""A measurement in a process of its own: nothing that another side left behind is counted.
+
+A benchmark that measures so has two forms: asked for, it starts itself once for each side with
+``--alone SIDE``; that process measures one side and prints what it found as a line of JSON.
+"""
+
+import json
+import os
+import resource
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from mlx_packs.runtime import BLAS_VARIABLE
+
+_CHECKOUT = Path(__file__).parent.parent
+
+
+class Failed(Exception):
+    """A process ended with an error; its own words are on stderr."""
+
+
+def run(module: str, arguments: Sequence[str], own_blas: bool = True) -> dict:
+    """What ``python -m benchmarks.<module>`` prints as its last line.
+
+    Args:
+        own_blas: False leaves MLX the BLAS that its wheel brings, as its users have it.
+    Raises: Failed.
+    """
+    environment = os.environ if own_blas else {**os.environ, BLAS_VARIABLE: "off"}
+    done = subprocess.run(
+        [sys.executable, "-m", f"benchmarks.{module}", *arguments],
+        stdout=subprocess.PIPE, text=True, env=environment, cwd=_CHECKOUT,
+    )  # fmt: skip
+    if done.returncode:
+        raise Failed(f"benchmarks.{module} {' '.join(arguments)}: exit code {done.returncode}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def rss_bytes() -> int:
+    """Resident bytes of this process now; where the system does not say, the most it has had."""
+    return _proc_status("VmRSS") or peak_rss_bytes()
+
+
+def peak_rss_bytes() -> int:
+    """The most resident bytes that this process has had.
+
+    Linux' ru_maxrss begins with that of the program that started this one; VmHWM does not.
+    """
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return _proc_status("VmHWM") or (peak if sys.platform == "darwin" else peak * 1024)
+
+
+def _proc_status(key: str) -> int:
+    """A size in /proc/self/status, in bytes; 0 where there is no such file."""
+    file = Path("/proc/self/status")
+    if not file.is_file():
+        return 0
+    line = next(line for line in file.read_text().splitlines() if line.startswith(key))
+    return int(line.split()[1]) * 1024

@@ -1,0 +1,147 @@
+"""Generating with a pack attached, against mlx-lm with the same adapter loaded, by turns.
+
+All sides must say the same greedy text before a speed is printed.
+
+    python -m benchmarks.generate
+"""
+
+import argparse
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import mlx.nn as nn
+import mlx_lm
+
+from mlx_packs.adapters import attach
+from mlx_packs.config import BASE_PATHS, LoRAConfig
+from mlx_packs.errors import PackError
+from mlx_packs.generate import chat_prompt
+from mlx_packs.loading import TINY, load_base, resolve_base_path
+from mlx_packs.pack import Pack
+from mlx_packs.runtime import mx
+
+from . import history, report, shipped
+from .history import Environment, Record, percentiles, record
+from .sides import SAME_BLAS, SHIPPED, Adapters
+
+RANK, SCALE = 16, 2.0
+QUESTION = "Continue the passage: In the beginning God created the heaven and the earth."
+
+
+class TextsDiffer(Exception):
+    """The implementations do not say the same, so their speeds say nothing."""
+
+
+def write_pack(model: str, folder: Path, seed: int) -> Path:
+    """A pack of random adapters (B is not zero), which mlx-lm can load too."""
+    base = load_base(model)
+    adapters = Adapters.random(base, RANK, SCALE, seed)
+    attached = attach(base, LoRAConfig(rank=RANK, alpha=SCALE * RANK))
+    attached.load(adapters.tensors, "benchmark")
+    Pack.of(attached).save(folder)
+    return folder
+
+
+def spoken(model: nn.Module, tokenizer, prompt: list[int], tokens: int) -> dict:
+    """A greedy continuation of so many tokens, and mlx-lm's own rates of making it."""
+    last, said = None, []
+    for last in mlx_lm.stream_generate(model, tokenizer, prompt, max_tokens=tokens):
+        said.append(last.token)
+    return {"said": said, "prompt": last.prompt_tps, "decode": last.generation_tps}
+
+
+def race(sides: dict[str, Callable[[], dict]], rounds: int) -> dict[str, list[dict]]:
+    """What each side said and how fast, forth and back. Raises: TextsDiffer."""
+    first, *others = sides
+    expected = sides[first]()["said"]
+    for name in others:
+        if (said := sides[name]()["said"]) != expected:
+            at = next(
+                (i for i, (a, b) in enumerate(zip(said, expected, strict=False)) if a != b), 0
+            )
+            raise TextsDiffer(f"{name} says something else than {first} from token {at} on")
+    found: dict[str, list[dict]] = {name: [] for name in sides}
+    for turn in range(2 * rounds):
+        for name in list(sides)[:: 1 if turn % 2 == 0 else -1]:
+            print(f"turn {turn + 1} of {2 * rounds}: {name}", file=sys.stderr)
+            found[name].append(sides[name]())
+    return found
+
+
+def records(found: dict[str, list[dict]], task: str, shape: str) -> list[Record]:
+    """Tokens a second of prompt and decoding; the ratio is of decoding."""
+    here = Environment.here()
+    base = percentiles([run["decode"] for run in found[SHIPPED]])["p50"]
+    made = []
+    for name, runs in found.items():
+        about = {"baseline": SHIPPED,
+                 "blas_as_shipped": name == SHIPPED and shipped.blas_is_replaced()}  # fmt: skip
+        for key in ("prompt", "decode"):
+            rates = [run[key] for run in runs]
+            ratio = percentiles(rates)["p50"] / base if key == "decode" else None
+            made.append(record(here, task, name, shape, key, "tokens/s", rates,
+                               ratio=ratio, **about))  # fmt: skip
+    return made
+
+
+def run(options: argparse.Namespace) -> list[Record]:
+    """Load both, attach, race. Raises: TextsDiffer, PackError."""
+    path = resolve_base_path(options.model)
+    with tempfile.TemporaryDirectory() as work:
+        folder = write_pack(options.model, Path(work) / "pack", options.seed)
+        peer, tokenizer = mlx_lm.load(str(path), adapter_path=str(folder))
+        pack = Pack.open(folder)
+        bases = {p: load_base(options.model) for p in options.base_path or ("quantized", "dense")}
+        # mlx-lm keeps the checkpoint's dtype; on a CPU ours is float32, and so must the peer be
+        peer.set_dtype(bases[next(iter(bases))].model.layers[0].input_layernorm.weight.dtype)
+        for base_path, base in bases.items():
+            pack.attach(base, base_path=base_path)
+            base.model.eval()
+        mx.eval(peer.parameters())
+    first = next(iter(bases.values()))
+    prompt = chat_prompt(first, [{"role": "user", "content": QUESTION * options.repeat}])
+    tokens = options.tokens
+
+    def of_peer(reference_blas: bool) -> Callable[[], dict]:
+        def call() -> dict:
+            with shipped.mlx(reference_blas):
+                return spoken(peer, tokenizer, prompt, tokens)
+
+        return call
+
+    def of_ours(base) -> Callable[[], dict]:
+        return lambda: spoken(base.model, base.tokenizer, prompt, tokens)
+
+    replaced = shipped.blas_is_replaced()
+    sides = {SHIPPED: of_peer(replaced)} | ({SAME_BLAS: of_peer(False)} if replaced else {})
+    sides |= {f"mlx_packs {path}": of_ours(base) for path, base in bases.items()}
+    shape = f"{len(prompt)} tokens of prompt, {tokens} decoded, rank {RANK}"
+    return records(race(sides, options.rounds), f"generate {Path(options.model).name}", shape)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser("python -m benchmarks.generate",
+                                     description=__doc__.split("\n")[0])  # fmt: skip
+    parser.add_argument("--model", default=TINY, help="checkpoint folder [tiny]")
+    parser.add_argument("--base-path", action="append", choices=BASE_PATHS[1:],
+                        help="of ours, repeatable [quantized, dense]")  # fmt: skip
+    parser.add_argument("--tokens", type=int, default=64, help="to decode [64]")
+    parser.add_argument("--repeat", type=int, default=8, help="length of the prompt [8]")
+    parser.add_argument("--rounds", type=int, default=3, help="forth and back [3]")
+    parser.add_argument("--seed", type=int, default=0, help="of the adapters [0]")
+    history.add_option(parser)
+    options = parser.parse_args(arguments)
+    try:
+        made = run(options)
+    except (TextsDiffer, PackError) as error:
+        print(f"benchmarks: {error}", file=sys.stderr)
+        return 1 if isinstance(error, TextsDiffer) else 2
+    history.append(made, options.history)
+    print(report.render(made))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,85 @@
+"""Loading a base and its tokenizer: `load_base` against `mlx_lm.load`, by turns.
+
+Every load is in a process of its own; imports are not in its time.
+
+    python -m benchmarks.load --model tiny
+"""
+
+import argparse
+import json
+import sys
+import time
+from pathlib import Path
+
+import mlx_lm
+
+from mlx_packs.errors import PackError
+from mlx_packs.loading import TINY, load_base, resolve_base_path
+from mlx_packs.runtime import mx
+
+from . import alone, history, report
+from .history import Environment, Record, percentiles, record
+
+BASELINE, OURS = "mlx_lm.load", "mlx_packs load_base"
+
+
+def measure(side: str, model: str) -> dict:
+    """Seconds and bytes of one load; for a process of its own."""
+    path = resolve_base_path(model)
+    before, start = alone.rss_bytes(), time.perf_counter()
+    loaded = load_base(path).model if side == OURS else mlx_lm.load(str(path))[0]
+    mx.eval(loaded.parameters())
+    seconds = time.perf_counter() - start
+    return {"s": seconds, "peak": mx.get_peak_memory(), "held": mx.get_active_memory(),
+            "process": alone.peak_rss_bytes() - before}  # fmt: skip
+
+
+def race(model: str, rounds: int) -> dict[str, list[dict]]:
+    """What each side took, forth and back ``rounds`` times. Raises: alone.Failed."""
+    found: dict[str, list[dict]] = {BASELINE: [], OURS: []}
+    for turn in range(2 * rounds):
+        for side in list(found)[:: 1 if turn % 2 == 0 else -1]:
+            found[side].append(alone.run("load", ["--model", model, "--alone", side]))
+    return found
+
+
+def records(found: dict[str, list[dict]], model: str) -> list[Record]:
+    """Seconds and megabytes of both."""
+    here = Environment.here()
+    base = percentiles([run["s"] for run in found[BASELINE]])["p50"]
+    made = []
+    for side, runs in found.items():
+        seconds = [run["s"] for run in runs]
+        about = {"baseline": BASELINE, "note": "On a CPU ours takes scales and norms to float32."}
+        name, shape = f"load {Path(model).name}", f"{runs[0]['held'] / 1e6:.1f} MB"
+        made.append(record(here, name, side, shape, "load", "s", seconds,
+                           ratio=base / percentiles(seconds)["p50"], **about))  # fmt: skip
+        for metric, key in (("most in MLX", "peak"), ("process", "process")):
+            samples = [run[key] / 1e6 for run in runs]
+            made.append(record(here, name, side, shape, metric, "MB", samples, **about))
+    return made
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser("python -m benchmarks.load",
+                                     description=__doc__.split("\n")[0])  # fmt: skip
+    parser.add_argument("--model", default=TINY, help="checkpoint folder [tiny]")
+    parser.add_argument("--rounds", type=int, default=5, help="forth and back [5]")
+    parser.add_argument("--alone", choices=(BASELINE, OURS), help=argparse.SUPPRESS)
+    history.add_option(parser)
+    options = parser.parse_args(arguments)
+    try:
+        if options.alone:
+            print(json.dumps(measure(options.alone, options.model)))
+            return 0
+        made = records(race(options.model, options.rounds), options.model)
+    except (PackError, alone.Failed) as error:
+        print(f"benchmarks: {error}", file=sys.stderr)
+        return 2
+    history.append(made, options.history)
+    print(report.render(made))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,157 @@
+"""What a training step takes in memory: every side in a process of its own, on the same rows.
+
+*Beyond the base* is the most that MLX held at once, less the base's own bytes: dense copies,
+adapters and optimizer count. *Transient* is the part of it that a step takes and gives back.
+
+    python -m benchmarks.memory --work tiny_long
+"""
+
+import argparse
+import json
+import sys
+
+from mlx_packs.config import BASE_PATHS
+from mlx_packs.errors import PackError
+from mlx_packs.loading import TINY, Base
+from mlx_packs.runtime import mx
+
+from . import alone, history, mended, report, shipped
+from .history import Environment, Record, record
+from .sides import MENDED, RECOMPUTE, SHIPPED, Adapters, MlxLm, Ours, Rows, ours_name
+from .train_step import SCALE, TOLERANCE, LossesDiffer, check_losses
+from .works import WORKS, activation_dtype, base_bytes, base_name, load
+
+STEPS = 2
+
+
+def measure(side: str, options: argparse.Namespace) -> dict:
+    """Bytes that ``side`` needs for `STEPS` steps, and its losses; for a process of its own.
+
+    Args:
+        side: `SHIPPED`, `MENDED`, or a base path of ours.
+    """
+    work = WORKS[options.work]
+    base = load(work, options.model, options.seed)
+    found = {"base": base_bytes(base), "dtype": activation_dtype(base)}
+    batch_size, length = options.batch_size or work.batch_size, options.length or work.length
+    rows = Rows.random(batch_size, length, base.vocab_size, options.seed)
+    adapters = Adapters.random(base, options.rank, SCALE, options.seed)
+
+    def loaded() -> Base:
+        return base
+
+    losses: list[float] = []
+    if side in (SHIPPED, MENDED):
+        peer = MlxLm(loaded, adapters)
+        del adapters
+        peer.mend(side == MENDED)
+
+        def batches():
+            batch = rows.for_mlx_lm()
+            batch = mended.with_targets(*batch) if side == MENDED else batch
+            found.update(_at_rest())
+            for _ in range(STEPS):
+                yield batch
+                losses.append(peer.loss)
+
+        with shipped.mlx(reference_blas=False):
+            peer.train(batches())
+    else:
+        ours = Ours(loaded, adapters, side, options.recompute)
+        del adapters
+        batch = rows.for_ours()
+        found.update(_at_rest())
+        losses += [ours.step(batch)[1] for _ in range(STEPS)]
+    return found | {
+        "peak": mx.get_peak_memory(),
+        "peak_rss": alone.peak_rss_bytes(),
+        "losses": losses,
+        "targets": rows.targets,
+        "blas_as_shipped": not shipped.blas_is_replaced(),
+    }
+
+
+def _at_rest() -> dict:
+    """What is held before the first step; the peak counts from here."""
+    mx.clear_cache()
+    mx.reset_peak_memory()
+    return {"resident": mx.get_active_memory(), "rss": alone.rss_bytes()}
+
+
+def records(found: dict[str, dict], task: str, shape: str) -> list[Record]:
+    """Megabytes of every side; ratios of bytes, ours over mlx-lm's as shipped."""
+    here = Environment.here()
+    made = []
+    for name, bytes_of in found.items():
+        for metric, of in _METRICS.items():
+            value = of(bytes_of) / 1e6
+            ratio = of(bytes_of) / of(found[SHIPPED]) if metric == "transient" else None
+            made.append(
+                record(
+                    here, task, name, shape, metric, "MB", [value],
+                    dtype=bytes_of["dtype"], baseline=f"{SHIPPED}'s transient memory",
+                    ratio=ratio, blas_as_shipped=bytes_of["blas_as_shipped"],
+                )
+            )  # fmt: skip
+    return made
+
+
+_METRICS = {
+    "transient": lambda b: b["peak"] - b["resident"],
+    "beyond the base": lambda b: b["peak"] - b["base"],
+    "process beyond loading": lambda b: b["peak_rss"] - b["rss"],
+    "process": lambda b: b["peak_rss"],
+}
+
+
+def run(options: argparse.Namespace, arguments: list[str]) -> list[Record]:
+    """Measure every side in turn. Raises: LossesDiffer, alone.Failed."""
+    work = WORKS[options.work]
+    found = {}
+    for side in (SHIPPED, MENDED, *(options.base_path or work.base_paths)):
+        name = side if side in (SHIPPED, MENDED) else ours_name(side, options.recompute)
+        print(name, file=sys.stderr)
+        found[name] = alone.run("memory", [*arguments, "--alone", side], own_blas=side != SHIPPED)
+        first = found[SHIPPED]
+        check_losses(first["losses"], found[name]["losses"], name, TOLERANCE[first["dtype"]])
+    batch_size, length = options.batch_size or work.batch_size, options.length or work.length
+    shape = f"{batch_size} x {length}, {first['targets']} targets, rank {options.rank}"
+    return records(found, f"memory {base_name(options.work, options.model)}", shape)
+
+
+def parser() -> argparse.ArgumentParser:
+    p = argparse.ArgumentParser("python -m benchmarks.memory",
+                                description=__doc__.split("\n")[0], allow_abbrev=False)  # fmt: skip
+    p.add_argument("--work", choices=WORKS, default="tiny", help="base and batch [tiny]")
+    p.add_argument("--model", default=TINY, help="another checkpoint for a work on the tiny base")
+    p.add_argument("--base-path", action="append", choices=BASE_PATHS[1:],
+                   help="of ours, repeatable [the work's]")  # fmt: skip
+    p.add_argument("--recompute", choices=RECOMPUTE, default="none",
+                   help="what ours computes again in the backward [none]")  # fmt: skip
+    p.add_argument("--batch-size", type=int, metavar="N", help="rows [the work's]")
+    p.add_argument("--length", type=int, metavar="N", help="tokens of a row [the work's]")
+    p.add_argument("--rank", type=int, default=8, metavar="N", help="of the adapters [8]")
+    p.add_argument("--seed", type=int, default=0)
+    p.add_argument("--alone", metavar="SIDE", help=argparse.SUPPRESS)
+    history.add_option(p)
+    return p
+
+
+def main(arguments: list[str] | None = None) -> int:
+    arguments = sys.argv[1:] if arguments is None else arguments
+    options = parser().parse_args(arguments)
+    try:
+        if options.alone:
+            print(json.dumps(measure(options.alone, options)))
+            return 0
+        made = run(options, arguments)
+    except (LossesDiffer, PackError, alone.Failed) as error:
+        print(f"benchmarks: {error}", file=sys.stderr)
+        return 1 if isinstance(error, LossesDiffer) else 2
+    history.append(made, options.history)
+    print(report.render(made))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,285 @@
+"""Every target of the training engine, measured from a clean checkout by one command.
+
+Each benchmark runs in a process of its own; what it records goes to the history, and so do the
+figures and what they must be. Speed and memory of a work are those of one configuration of ours:
+the one that meets most of its targets, and of these the fastest. Exit code 1 if a target is missed.
+
+    python -m benchmarks targets
+    python -m benchmarks targets --only tiny
+"""
+
+import argparse
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from mlx_packs import runtime
+
+from . import alone, history, report
+from .history import Environment, Record, record
+from .sides import SAME_BLAS, SHIPPED
+
+_CHECKOUT = Path(__file__).parent.parent
+Found = dict[str, list[Record]]  # records by run
+
+
+@dataclass(frozen=True)
+class Target:
+    """One figure of one configuration of ours. ``of`` finds it in the records of the runs."""
+
+    what: str
+    of: Callable[[Found, str], float]
+    unit: str = "x"
+    at_least: float | None = None
+    at_most: float | None = None
+
+    def met(self, figure: float) -> bool:
+        return figure >= self.at_least if self.at_least is not None else figure <= self.at_most
+
+    @property
+    def wanted(self) -> str:
+        sign, value = ("≥", self.at_least) if self.at_least is not None else ("≤", self.at_most)
+        return f"{sign} {value:g} {self.unit}"
+
+
+@dataclass(frozen=True)
+class Goal:
+    """A piece of work, the runs that measure it (name to arguments), and its targets."""
+
+    work: str
+    runs: dict[str, list[str]]
+    targets: tuple[Target, ...]
+    on_cpu: bool = True
+
+
+def _value(records: list[Record], implementation: str, metric: str) -> float:
+    return next(r.p50 for r in records if r.implementation == implementation and r.metric == metric)
+
+
+def _speed_over(peer: str) -> Callable[[Found, str], float]:
+    """Supervised tokens a second, as times the peer's."""
+
+    def of(found: Found, ours: str) -> float:
+        steps = found["train_step"]
+        return _value(steps, ours, "speed") / _value(steps, peer, "speed")
+
+    return of
+
+
+def _memory(metric: str) -> Callable[[Found, str], float]:
+    """Bytes in a process of its own, as times those of mlx-lm as shipped."""
+
+    def of(found: Found, ours: str) -> float:
+        return _value(found["memory"], ours, metric) / _value(found["memory"], SHIPPED, metric)
+
+    return of
+
+
+def _run_speed(peer: str) -> Callable[[Found, str], float]:
+    def of(found: Found, ours: str) -> float:
+        runs = found["train_run"]
+        return _value(runs, peer, "to the loss") / _value(runs, ours, "to the loss")
+
+    return of
+
+
+def _run_memory(found: Found, ours: str) -> float:
+    peaks = {r.implementation: r.peak_mb for r in found["train_run"]}
+    return peaks[ours] / peaks[SHIPPED]
+
+
+def _figure(run: str, metric: str, implementation: str | None = None):
+    """One number of one run."""
+
+    def of(found: Found, ours: str) -> float:
+        return _value(found[run], implementation or ours, metric)
+
+    return of
+
+
+def _step(work: str, *more: str) -> dict[str, list[str]]:
+    return {"train_step": ["--work", work, *more], "memory": ["--work", work]}
+
+
+_SAME_BLAS = "speed, times mlx-lm with our BLAS"
+_SPEED, _PEAK = "speed, times mlx-lm as shipped", "peak memory, times mlx-lm as shipped"
+_TRANSIENT = "transient memory, times mlx-lm as shipped"
+_BEYOND = "peak beyond the base"
+GOALS = (
+    Goal(
+        "tiny base, 4 x 128, half supervised",
+        _step("tiny"),
+        (
+            Target(_SPEED, _speed_over(SHIPPED), at_least=8),
+            Target(_SAME_BLAS, _speed_over(SAME_BLAS), at_least=5),
+            Target(_PEAK, _memory("beyond the base"), at_most=1),
+        ),
+    ),
+    Goal(
+        "tiny base, whole run to the same held-out loss",
+        {"train_run": []},
+        (
+            Target(_SPEED, _run_speed(SHIPPED), at_least=15),
+            Target(_PEAK, _run_memory, at_most=1),
+        ),
+    ),
+    Goal(
+        "one block of Qwen3-4B, 4 x 128",
+        _step("qwen3_4b_block"),
+        (
+            Target(_SPEED, _speed_over(SHIPPED), at_least=40),
+            Target(_TRANSIENT, _memory("transient"), at_most=0.6),
+        ),
+    ),
+    Goal(
+        "one block of Qwen3-4B, 4 x 128, roofline",
+        {"profile": ["--work", "qwen3_4b_block", "--base-path", "dense"]},
+        (
+            Target(
+                "share of the measured matmul rate",
+                _figure("profile", "share of the roofline", "whole step"),
+                "%",
+                at_least=60,
+            ),
+        ),
+    ),  # fmt: skip
+    Goal(
+        "tiny base, 1 x 4096",
+        _step("tiny_long", "--rounds", "1"),
+        (
+            Target(_SPEED, _speed_over(SHIPPED), at_least=10),
+            Target(_TRANSIENT, _memory("transient"), at_most=0.25),
+        ),
+    ),
+    Goal(
+        "Qwen3-4B whole, 1 x 512",
+        {"whole": ["--model", "qwen3_4b"]},
+        (Target(_BEYOND, _figure("whole", "beyond the base"), "GB", at_most=2.6),),
+    ),
+    Goal(
+        "Llama-3-8B whole, 1 x 512",
+        {"whole": ["--model", "llama3_8b"]},
+        (Target(_BEYOND, _figure("whole", "beyond the base"), "GB", at_most=4.0),),
+    ),
+    Goal(
+        "Qwen3-4B, 4 x 2048",
+        _step("qwen3_4b"),
+        (
+            Target(_SPEED, _speed_over(SHIPPED), at_least=2),
+            Target(_TRANSIENT, _memory("transient"), at_most=0.4),
+        ),
+        on_cpu=False,
+    ),
+    Goal(
+        "Qwen3-4B whole, 1 x 2048",
+        {"whole": ["--model", "qwen3_4b", "--length", "2048"]},
+        (Target(_BEYOND, _figure("whole", "beyond the base"), "GB", at_most=1.3),),
+        on_cpu=False,
+    ),
+    Goal(
+        "Llama-3-8B whole, 1 x 2048",
+        {"whole": ["--model", "llama3_8b", "--length", "2048"]},
+        (Target(_BEYOND, _figure("whole", "beyond the base"), "GB", at_most=2.0),),
+        on_cpu=False,
+    ),
+)
+
+
+@dataclass(frozen=True)
+class Result:
+    """A figure of a configuration of ours."""
+
+    work: str
+    target: Target
+    ours: str
+    figure: float
+
+
+def run(name: str, arguments: list[str]) -> list[Record]:
+    """The records of a benchmark in a process of its own. Raises: alone.Failed."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "history.jsonl"
+        command = [sys.executable, "-m", "benchmarks", name, *arguments, "--history", str(file)]
+        print(f"== {name} {' '.join(arguments)}", file=sys.stderr)
+        if code := subprocess.run(command, stdout=sys.stderr, cwd=_CHECKOUT).returncode:
+            raise alone.Failed(f"benchmarks {name} {' '.join(arguments)}: exit code {code}")
+        return history.read(file)
+
+
+def judge(goal: Goal, found: Found) -> list[Result]:
+    """The figures of the configuration of ours that meets most targets of a goal."""
+    names = [{r.implementation for r in records} for records in found.values()]
+    ours = sorted(n for n in set.intersection(*names) if n.startswith("mlx_packs")) or [
+        "whole step"
+    ]
+
+    def results(name: str) -> list[Result]:
+        return [Result(goal.work, t, name, t.of(found, name)) for t in goal.targets]
+
+    def rank(made: list[Result]) -> tuple[int, float]:
+        first = made[0]
+        better = first.figure if first.target.at_least is not None else -first.figure
+        return sum(r.target.met(r.figure) for r in made), better
+
+    return max((results(name) for name in ours), key=rank)
+
+
+def records(results: list[Result]) -> list[Record]:
+    """Figure and bound of every target."""
+    here = Environment.here()
+    made = []
+    for r in results:
+        name = f"{r.work}: {r.target.what}"
+        unit = r.target.unit
+        bound = ("at least", r.target.at_least) if r.target.at_least is not None else (
+            "at most", r.target.at_most)  # fmt: skip
+        made.append(record(here, "targets", name, r.ours, "figure", unit, [r.figure]))
+        made.append(record(here, "targets", name, r.ours, bound[0], unit, [bound[1]]))
+    return made
+
+
+def table(results: list[Result]) -> str:
+    """Target, figure, met or not, in markdown."""
+    lines = [
+        "| work | figure | target | measured | of | |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
+    for r in results:
+        met = "met" if r.target.met(r.figure) else "**missed**"
+        lines.append(f"| {r.work} | {r.target.what} | {r.target.wanted} | "
+                     f"{r.figure:.3g} {r.target.unit} | {r.ours} | {met} |")  # fmt: skip
+    return "\n".join(lines)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser("python -m benchmarks targets",
+                                     description=__doc__.split("\n")[0])  # fmt: skip
+    parser.add_argument("--only", default="", metavar="TEXT", help="works whose name has this")
+    history.add_option(parser)
+    options = parser.parse_args(arguments)
+    goals = [g for g in GOALS if options.only in g.work and g.on_cpu == runtime.on_cpu()]
+    if not goals:
+        parser.error(f"--only {options.only}: no such work on this device")
+    results, failed = [], False
+    for goal in goals:
+        try:
+            found = {name: run(name, given) for name, given in goal.runs.items()}
+        except alone.Failed as error:
+            print(f"benchmarks: {error}", file=sys.stderr)
+            failed = True
+            continue
+        history.append((r for records_of in found.values() for r in records_of), options.history)
+        results += judge(goal, found)
+        print(report.render(records(results[-len(goal.targets) :])), file=sys.stderr)
+    history.append(records(results), options.history)
+    print(table(results))
+    if failed:
+        return 2
+    return 0 if all(r.target.met(r.figure) for r in results) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,269 @@
+"""A whole run on the tiny base and the embedded data set: seconds until the same held-out loss.
+
+Ours trains for ``--iters`` batches; the mean held-out loss it reaches is the target. mlx-lm's real
+trainer then runs, with the same recipe, until it reaches that loss; between two looks the time is
+interpolated. The clock counts loading, tokenizing, training and writing the adapters. It stands
+still for imports, and for the looks at the held-out rows, which are ours on every side.
+
+    python -m benchmarks.train_run
+"""
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import mlx.nn as nn
+import mlx.optimizers as optimizers
+import mlx_lm
+import numpy as np
+from mlx_lm.tuner.datasets import CacheDataset, load_dataset
+from mlx_lm.tuner.trainer import TrainingArgs, TrainingCallback, iterate_batches, train
+from mlx_lm.tuner.utils import linear_to_lora_layers
+
+from mlx_packs.batches import Batch, evaluation_batches
+from mlx_packs.config import DataConfig, LoRAConfig, TrainConfig
+from mlx_packs.data import tiny_path
+from mlx_packs.encoding import encode
+from mlx_packs.errors import PackError
+from mlx_packs.evaluation import evaluation_rows, score
+from mlx_packs.loading import TINY, Base, load_base, tiny_base_path
+from mlx_packs.loss import split_head
+from mlx_packs.runtime import mx
+from mlx_packs.training import train_pack
+
+from . import alone, history, mended, report, shipped
+from .history import Environment, Record, record
+from .sides import MENDED, SAME_BLAS, SHIPPED
+
+OURS = "mlx_packs"
+RANK, SCALE, RATE, WARMUP, BATCH_SIZE, MAX_LENGTH = 16, 2.0, 1e-3, 5, 4, 256
+_FARTHER = 2  # mlx-lm gives up after so many times the batches of ours
+
+
+def held_out(base: Base, rows: int) -> list[Batch]:
+    """The first so many held-out rows, as ours reads them."""
+    columns = DataConfig()
+    found = evaluation_rows(columns, "test")[:rows]
+    examples = encode(
+        found, base.tokenizer, columns,
+        loss_on="completion", max_seq_length=MAX_LENGTH, vocab_size=base.vocab_size,
+    )  # fmt: skip
+    return evaluation_batches(examples, BATCH_SIZE, MAX_LENGTH)
+
+
+def loss_on(model: nn.Module, batches: list[Batch]) -> float:
+    """Mean held-out loss of a target, in nats; the model is training again afterwards."""
+    found = score(model, split_head(model), batches).nll
+    model.train()
+    return found
+
+
+class Clock:
+    """Seconds that count."""
+
+    def __init__(self):
+        self.start = time.perf_counter()
+
+    @property
+    def seconds(self) -> float:
+        return time.perf_counter() - self.start
+
+    def stopped(self, look: Callable[[], float]) -> float:
+        """What ``look`` gives, while the clock stands still."""
+        before = time.perf_counter()
+        found = look()
+        self.start += time.perf_counter() - before
+        return found
+
+
+def measure_ours(options: argparse.Namespace) -> dict:
+    """The whole of `train_pack`, and the held-out loss of the pack it made."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "pack"
+        clock = Clock()
+        run = train_pack(
+            TINY,
+            "tiny",
+            LoRAConfig(rank=RANK, alpha=SCALE * RANK),
+            TrainConfig(
+                iters=options.iters, batch_size=BATCH_SIZE, max_seq_length=MAX_LENGTH,
+                learning_rate=RATE, warmup_steps=WARMUP, lr_schedule="constant", max_grad_norm=0.0,
+                loss_on="completion", val_batches=0, test_batches=1,
+            ),
+            out,
+        )  # fmt: skip
+        seconds, peak = clock.seconds, mx.get_peak_memory()
+        base = load_base(TINY)
+        batches = held_out(base, options.held_out)
+        start = loss_on(base.model, batches)
+        with base.applied(run.pack):
+            end = loss_on(base.model, batches)
+    print(f"{OURS}: {seconds:.1f} s, loss {start:.4f} to {end:.4f}", file=sys.stderr)
+    return {"curve": [[0, 0.0, start], [options.iters, seconds, end]], "peak": peak,
+            "base_path": run.report["base_path"]}  # fmt: skip
+
+
+class _Reached(Exception):
+    """The target loss, or the last batch that is waited for."""
+
+
+class _Looks(TrainingCallback):
+    """Looks at the held-out rows every few batches of mlx-lm's trainer, with the clock stopped."""
+
+    def __init__(self, clock: Clock, look: Callable[[], float], target: float, limit: int):
+        self.clock, self.look, self.target, self.limit = clock, look, target, limit
+        self.curve: list[tuple[int, float, float]] = []
+
+    def on_train_loss_report(self, train_info: dict) -> None:
+        seconds, iteration = self.clock.seconds, train_info["iteration"]
+        loss = self.clock.stopped(self.look)
+        self.curve.append((iteration, seconds, loss))
+        print(f"  batch {iteration}: {seconds:.1f} s, loss {loss:.4f}", file=sys.stderr)
+        if loss <= self.target or iteration >= self.limit:
+            raise _Reached
+
+
+def measure_mlx_lm(options: argparse.Namespace) -> dict:
+    """mlx-lm's load, data sets, LoRA layers and trainer, until the target loss."""
+    mend = options.alone == MENDED
+    base = load_base(TINY)
+    batches = held_out(base, options.held_out)
+    start = loss_on(base.model, batches)
+    del base
+    mx.random.seed(options.seed)
+    np.random.seed(options.seed)
+    with tempfile.TemporaryDirectory() as folder, shipped.mlx(reference_blas=False):
+        clock = Clock()
+        model, tokenizer = mlx_lm.load(str(tiny_base_path()))
+        data = SimpleNamespace(
+            data=str(tiny_path()), mask_prompt=True, train=True, test=False, hf_dataset=False
+        )
+        rows, *_ = load_dataset(data, tokenizer)
+        model.freeze()
+        linear_to_lora_layers(model, -1, {"rank": RANK, "scale": SCALE, "dropout": 0.0})
+
+        def look() -> float:
+            mx.disable_compile()  # it would call g++ for the scoring, each time anew
+            try:
+                return loss_on(model, batches)
+            finally:
+                mx.enable_compile()
+
+        rise = optimizers.linear_schedule(RATE / (WARMUP + 1), RATE, WARMUP)
+        rate = optimizers.join_schedules([rise, lambda _: mx.array(RATE)], [WARMUP])
+        looks = _Looks(clock, look, options.target, _FARTHER * options.iters)
+        try:
+            train(
+                model,
+                optimizers.AdamW(learning_rate=rate),
+                mended.RowsByLength(rows) if mend else CacheDataset(rows),
+                args=TrainingArgs(
+                    batch_size=BATCH_SIZE, iters=looks.limit + 1, max_seq_length=MAX_LENGTH,
+                    steps_per_report=options.look_every,
+                    clear_cache_threshold=mended.KEEP_CACHE if mend else 0,
+                    adapter_file=str(Path(folder) / "adapters.safetensors"),
+                ),
+                loss=mended.loss,
+                iterate_batches=mended.batches if mend else iterate_batches,
+                training_callback=looks,
+            )  # fmt: skip
+        except _Reached:
+            pass
+    return {"curve": [(0, 0.0, start), *looks.curve], "peak": mx.get_peak_memory()}
+
+
+def time_at(curve: list, target: float) -> tuple[float, float] | None:
+    """Batches and seconds at which a curve of (batch, seconds, loss) first is at the target."""
+    for (batch, seconds, loss), (batch_2, seconds_2, loss_2) in zip(curve, curve[1:], strict=False):
+        if loss_2 <= target:
+            share = (loss - target) / (loss - loss_2)
+            return batch + share * (batch_2 - batch), seconds + share * (seconds_2 - seconds)
+    return None
+
+
+def records(found: dict[str, dict], target: float, options: argparse.Namespace) -> list[Record]:
+    """Seconds and batches to the target of every side; a side that gave up has those until then."""
+    here = Environment.here()
+    reached = {name: time_at(side["curve"], target) for name, side in found.items()}
+    spent = {name: reached[name] or side["curve"][-1][:2] for name, side in found.items()}
+    made = []
+    for name, side in found.items():
+        batches, seconds = spent[name]
+        shape = f"{options.iters} batches of ours of {BATCH_SIZE}, rank {RANK}"
+        note = f"Held-out loss {side['curve'][0][2]:.3f} to {target:.3f}, seconds without imports."
+        if reached[name] is None:
+            note = (f"{name} had not reached {target:.4f} after {batches:.0f} batches (loss "
+                    f"{side['curve'][-1][2]:.4f}): its time is a lower bound.")  # fmt: skip
+        if "base_path" in side:
+            note = f"Base path chosen by ours: {side['base_path']}."
+        about = {"baseline": SHIPPED, "peak_mb": side["peak"] / 1e6, "note": note,
+                 "blas_as_shipped": name == SHIPPED and shipped.blas_is_replaced()}  # fmt: skip
+        ratio = spent[SHIPPED][1] / seconds if SHIPPED in spent else None
+        made += [
+            record(here, "train_run tiny", name, shape, "to the loss", "s", [seconds],
+                   ratio=ratio, **about),
+            record(here, "train_run tiny", name, shape, "batches", "", [batches], **about),
+        ]  # fmt: skip
+    return made
+
+
+def parser() -> argparse.ArgumentParser:
+    p = argparse.ArgumentParser("python -m benchmarks.train_run",
+                                description=__doc__.split("\n")[0], allow_abbrev=False)  # fmt: skip
+    p.add_argument("--iters", type=int, default=24, metavar="N", help="batches of ours [24]")
+    p.add_argument("--look-every", type=int, default=2, metavar="N",
+                   help="batches of mlx-lm between looks at the held-out rows [2]")  # fmt: skip
+    p.add_argument("--held-out", type=int, default=60, metavar="N", help="rows looked at [60]")
+    p.add_argument("--side", action="append", choices=(SHIPPED, SAME_BLAS, MENDED),
+                   help="of mlx-lm, repeatable [all]")  # fmt: skip
+    p.add_argument("--seed", type=int, default=0, help="of mlx-lm's adapters [0]")
+    p.add_argument("--alone", help=argparse.SUPPRESS)
+    p.add_argument("--target", type=float, help=argparse.SUPPRESS)
+    history.add_option(p)
+    return p
+
+
+def run(options: argparse.Namespace, arguments: list[str]) -> list[Record]:
+    """Ours, then each side of mlx-lm to the loss of ours. Raises: alone.Failed."""
+    sides = options.side or [SHIPPED, *[SAME_BLAS] * shipped.blas_is_replaced(), MENDED]
+    print(OURS, file=sys.stderr)
+    ours = alone.run("train_run", [*arguments, "--alone", OURS])
+    target = ours["curve"][-1][2]
+    if not target < ours["curve"][0][2]:
+        raise PackError(f"--iters {options.iters}: ours has not learned anything in so few.")
+    found = {}
+    for side in sides:
+        print(side, file=sys.stderr)
+        if side != SAME_BLAS:  # once for each kind of step, g++ compiles its kernels
+            alone.run("train_run", [*arguments, "--alone", side, "--target", "inf"])
+        found[side] = alone.run(
+            "train_run", [*arguments, "--alone", side, "--target", str(target)],
+            own_blas=side != SHIPPED,
+        )  # fmt: skip
+    return records(found | {OURS: ours}, target, options)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    arguments = sys.argv[1:] if arguments is None else arguments
+    options = parser().parse_args(arguments)
+    try:
+        if options.alone:
+            measured = measure_ours if options.alone == OURS else measure_mlx_lm
+            print(json.dumps(measured(options)))
+            return 0
+        made = run(options, arguments)
+    except (PackError, alone.Failed) as error:
+        print(f"benchmarks: {error}", file=sys.stderr)
+        return 2
+    history.append(made, options.history)
+    print(report.render(made))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

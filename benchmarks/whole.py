@@ -1,0 +1,128 @@
+"""A whole model of random 4-bit weights, and real training steps on it: what it takes beside the
+base's own bytes.
+
+All seven projections of every block carry adapters, and blocks are recomputed in the backward. The
+model runs in a process of its own, and no dense weight of it ever exists.
+
+    python -m benchmarks.whole --model qwen3_4b --length 512
+"""
+
+import argparse
+import json
+import sys
+import time
+
+import numpy as np
+
+from mlx_packs import runtime
+from mlx_packs.config import BASE_PATHS
+from mlx_packs.errors import PackError
+from mlx_packs.runtime import mx
+
+from . import alone, history, report
+from .history import Environment, Record, record
+from .sides import RECOMPUTE, Adapters, Ours, Rows, ours_name
+from .train_step import SCALE
+from .works import CONFIGS, activation_dtype, base_bytes, random_base
+
+
+def measure(options: argparse.Namespace) -> dict:
+    """Build the model, take the steps; bytes, seconds and losses. For a process of its own."""
+    config = CONFIGS[options.model] | (
+        {"num_hidden_layers": options.blocks} if options.blocks else {}
+    )
+    start = time.perf_counter()
+    base = random_base(config, options.seed)
+    found = {
+        "dtype": activation_dtype(base),
+        "base": base_bytes(base),
+        "build_s": time.perf_counter() - start,
+        "build_peak": mx.get_peak_memory(),
+    }
+    print(f"built in {found['build_s']:.0f} s: {found['base'] / 1e9:.2f} GB", file=sys.stderr)
+    adapters = Adapters.random(base, options.rank, SCALE, options.seed)
+    found["adapter_weights"] = sum(t.size for t in adapters.tensors.values())
+    rows = Rows.random(options.batch_size, options.length, base.vocab_size, options.seed)
+    ours = Ours(lambda: base, adapters, options.base_path, options.recompute)
+    del adapters
+    mx.clear_cache()
+    mx.reset_peak_memory()
+    found |= {
+        "resident": mx.get_active_memory(),
+        "targets": rows.targets,
+        "step_s": [],
+        "losses": [],
+    }
+    for step in range(options.steps):
+        ms, loss = ours.step(rows.for_ours())
+        print(f"step {step + 1} of {options.steps}: {ms / 1e3:.1f} s, loss {loss:.4f}",
+              file=sys.stderr)  # fmt: skip
+        found["step_s"].append(ms / 1e3)
+        found["losses"].append(loss)
+    return found | {"peak": mx.get_peak_memory(), "peak_rss": alone.peak_rss_bytes()}
+
+
+def records(found: dict, options: argparse.Namespace) -> list[Record]:
+    """Gigabytes, seconds a step and tokens a second of one model."""
+    here = Environment.here()
+    blocks = options.blocks or CONFIGS[options.model]["num_hidden_layers"]
+    shape = (f"{blocks} blocks, {options.batch_size} x {options.length}, {found['targets']} "
+             f"targets, rank {options.rank}")  # fmt: skip
+    tokens = options.batch_size * options.length
+    metrics = {
+        ("base", "GB"): [found["base"] / 1e9],
+        ("most while building", "GB"): [found["build_peak"] / 1e9],
+        ("beyond the base", "GB"): [(found["peak"] - found["base"]) / 1e9],
+        ("process", "GB"): [found["peak_rss"] / 1e9],
+        ("step", "s"): found["step_s"],
+        ("speed", "tokens/s"): [tokens / s for s in found["step_s"]],
+    }
+    name = ours_name(options.base_path, options.recompute)
+    note = f"{found['adapter_weights'] / 1e6:.1f} M adapter weights with Adam."
+    return [
+        record(here, f"whole {options.model}", name, shape, metric, unit, samples,
+               dtype=found["dtype"], note=note)
+        for (metric, unit), samples in metrics.items()
+    ]  # fmt: skip
+
+
+def parser() -> argparse.ArgumentParser:
+    p = argparse.ArgumentParser("python -m benchmarks.whole",
+                                description=__doc__.split("\n")[0], allow_abbrev=False)  # fmt: skip
+    p.add_argument("--model", choices=CONFIGS, default="qwen3_4b", help="geometry [qwen3_4b]")
+    p.add_argument("--blocks", type=int, metavar="N", help="only so many, for a trial [all]")
+    p.add_argument("--base-path", choices=BASE_PATHS[1:],
+                   default="transient" if runtime.on_cpu() else "quantized",
+                   help="[transient on a CPU, else quantized]")  # fmt: skip
+    p.add_argument("--recompute", choices=RECOMPUTE, default="block",
+                   help="what the backward computes again [block]")  # fmt: skip
+    for flag, default in (("batch-size", 1), ("length", 512), ("rank", 16), ("steps", 2)):
+        p.add_argument(f"--{flag}", type=int, default=default, metavar="N", help=f"[{default}]")
+    p.add_argument("--seed", type=int, default=0)
+    p.add_argument("--alone", action="store_true", help=argparse.SUPPRESS)
+    history.add_option(p)
+    return p
+
+
+def main(arguments: list[str] | None = None) -> int:
+    arguments = sys.argv[1:] if arguments is None else arguments
+    options = parser().parse_args(arguments)
+    try:
+        if options.alone:
+            print(json.dumps(measure(options)))
+            return 0
+        found = alone.run("whole", [*arguments, "--alone"])
+    except (PackError, alone.Failed) as error:
+        print(f"benchmarks: {error}", file=sys.stderr)
+        return 2
+    if not np.isfinite(found["losses"]).all():
+        print(f"benchmarks: losses are not finite: {found['losses']}", file=sys.stderr)
+        return 1
+    made = records(found, options)
+    history.append(made, options.history)
+    print(report.render(made))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
