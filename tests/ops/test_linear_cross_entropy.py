@@ -86,3 +86,19 @@ def test_hits_are_those_of_the_whole_logits(rows, small_slices):
 
 def test_a_head_that_learns_is_not_sliced():
     assert frozen_head(nn.Sequential(nn.Linear(4, 4))) is None
+
+
+@pytest.mark.parametrize("base_path", ["dense", "transient"])
+def test_logits_and_head_are_never_whole(base_path):
+    vocab, rows, width = 32768, 512, 256
+    table = nn.Embedding(vocab, width)
+    if base_path == "transient":
+        table = TransientEmbedding(nn.QuantizedEmbedding.from_embedding(table))
+    head = frozen_head(table)
+    states, targets = mx.random.normal((rows, width)), mx.random.randint(0, vocab, (rows,))
+    mx.eval(table.parameters(), states, targets)
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    mx.eval(mx.value_and_grad(lambda h: linear_cross_entropy(h, targets, head)[0].sum())(states))
+    used = mx.get_peak_memory() - before
+    assert used < vocab * rows * 4 / 2  # whole logits; all of the dense head is half of that
