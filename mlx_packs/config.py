@@ -27,7 +27,7 @@ FLAGS = "options"
 SCHEDULES = ("cosine", "linear", "constant")
 # settings that the peak memory of a run depends on
 MEMORY_SETTINGS = (
-    "batch_size max_seq_length rank base_path grad_checkpoint quantize double_quant keep "
+    "batch_size max_seq_length rank base_path grad_checkpoint recompute quantize double_quant keep "
     "compute_dtype optimizer grad_accumulation_steps num_layers target_modules"
 ).split()
 

@@ -71,10 +71,10 @@ def _logsumexp_vjp(_, cotangents, outputs):
     return cotangents[0][:, None] * outputs[1]
 
 
-def columns(rows: int, head: FrozenHead) -> int:
-    """Columns of the logits that are made at a time for so many rows of hidden states."""
+def columns(rows: int, width: int) -> int:
+    """Columns of the logits that are made at a time for so many rows of hidden states [., D]."""
     room, weights = LOGIT_BYTES[device()], SLICE_WEIGHTS[device()]
-    fitting = min(room // (4 * rows), weights // head.width)
+    fitting = min(room // (4 * rows), weights // width)
     return max(_LEAST_COLUMNS, fitting)
 
 
@@ -116,7 +116,7 @@ def linear_cross_entropy(
         gradient: whether the gradient of ``hidden`` will be asked for.
     Returns: loss [N] float32, hit [N] bool.
     """
-    step = columns(hidden.shape[0], head)
+    step = columns(hidden.shape[0], head.width)
     smooth = label_smoothing > 0
 
     def forward(h):
