@@ -105,9 +105,7 @@ def target_loss(
     """
     if head is not None and head.frozen is not None:
         states = _rows(forward(model, head.hidden, tokens, segments), positions)
-        return linear_cross_entropy(
-            states, targets, head.frozen, z_loss, label_smoothing, gradient
-        )
+        return linear_cross_entropy(states, targets, head.frozen, z_loss, label_smoothing, gradient)
     if head is None:
         logits = _rows(forward(model, model, tokens, segments), positions)
     else:
