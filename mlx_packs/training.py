@@ -22,7 +22,7 @@ from .checkpoint import (
     write_identity,
 )
 from .config import DataConfig, LoRAConfig, Recipe, TrainConfig, read_yaml, resolve
-from .display import QUIET, Display
+from .display import QUIET, VERBOSE, Display
 from .encoding import Examples
 from .errors import PackError
 from .evaluation import Score, score
@@ -36,8 +36,10 @@ from .optim import make_optimizer, unused_learning_rate
 from .pack import Pack, versions_line
 from .packable import prepare_packing
 from .prepare import (
+    base_paths_at_work,
     check_resume,
     choose_path,
+    compiled_shapes,
     describe,
     encode_splits,
     load_adapters,
@@ -85,6 +87,7 @@ def tiny_recipe() -> dict:
     return read_yaml(Path(__file__).parent / "tiny" / "recipe.yaml")
 
 
+@runtime.memory_limits()
 def train_pack(
     base: Base | str | Path = TINY,
     data: str | Path | None = None,
@@ -165,6 +168,7 @@ def train_pack(
     attached = attach(base, lora, None, choice.base_path, train.seed, train.train_fp16_fallback)
     try:
         describe(attached, display)
+        at_work = base_paths_at_work(attached, choice)
         if resume_adapter_file is not None:
             load_adapters(attached, Path(resume_adapter_file))
         attached.recompute(train.recomputes)
@@ -221,8 +225,10 @@ def train_pack(
         "process_peak_gb": runtime.peak_process_bytes() / 1e9,
         "pack_mb": pack.size_mb,
         "base_path": choice.base_path,
+        "base_paths_at_work": at_work,
         "ops": _backend.record(),
         "plan_peak_gb": plan_peak_gb,
+        "batch_shapes": learned.batch_shapes,
         "traces": learned.traces,
         "sample": {"prompt": sample.shown, **texts},
         "gates": _gates(train, pack),
@@ -247,6 +253,7 @@ class _Learned:
     cursor: Cursor
     curve: list[dict]
     measured: dict
+    batch_shapes: int
     traces: int
 
 
@@ -289,18 +296,21 @@ def _learn(
     loop = Loop(attached, stepper, train, run, cursor, judge, validate, display, callback, curve)
     batches = training_batches(
         examples["train"], train.batch_size, train.max_seq_length, train.seed, cursor.batches,
-        train.packing,
+        train.packing, compiled_shapes(train, examples["train"]),
     )  # fmt: skip
     model.train()
     mx.reset_peak_memory()
-    with closing(prefetched(batches)) as ahead:
+    limits = runtime.memory_limits(train.clear_cache_threshold or 0)
+    with closing(prefetched(batches)) as ahead, limits:
         loop.learn(ahead)
+    shapes, traces = len(stepper.shapes), stepper.traces
+    display.line("shapes", f"{shapes} of batches, {traces} compiled traces", VERBOSE)
     measured = {
         "train_s": cursor.train_s,
         "tokens_per_s": cursor.trained_tokens / cursor.train_s,
         "peak_gb": mx.get_peak_memory() / 1e9,
     }
-    return _Learned(cursor, loop.curve, measured, len(stepper.shapes))
+    return _Learned(cursor, loop.curve, measured, shapes, traces)
 
 
 def _check_report_to(report_to: str | None, project: str | None) -> None:

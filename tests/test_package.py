@@ -18,7 +18,7 @@ PACKAGE = ROOT / "mlx_packs"
 ORDER = """
 errors config layouts options runtime display files
 ops._cost ops._backend ops._check
-ops.exponential ops.sliced_matmul ops.attention ops.linear_cross_entropy
+ops.exponential ops.sliced_matmul ops.affine ops.attention ops.linear_cross_entropy
 ops.blockwise ops.nf4 ops.grouped_lora ops.multi_lora
 nn.lora nn.nf4 nn.quantized nn.segments nn.experts nn.recompute nn.blocks
 bitsandbytes packing base_files loading quantize families geometry adapters base_path
@@ -94,6 +94,26 @@ def test_inspect_does_not_import_transformers():
         "import sys, mlx_packs.cli, mlx_packs.pack; "
         "assert 'transformers' not in sys.modules and 'mlx_lm.generate' not in sys.modules"
     )
+
+
+@pytest.mark.parametrize("given", [None, "0"])
+@pytest.mark.parametrize(
+    "first", ["mlx_packs.nn.quantized", "mlx_packs.ops.nf4", "mlx_packs.train", "mlx_packs.cli"]
+)
+def test_the_watchdog_switch_is_set_before_mlx_is_imported_and_the_users_own_stays(first, given):
+    """`find_spec` of a finder that finds nothing sees the environment when MLX is asked for."""
+    code = f"""
+import os, sys
+os.environ.pop("AGX_RELAX_CDM_CTXSTORE_TIMEOUT", None)
+if {given!r}: os.environ["AGX_RELAX_CDM_CTXSTORE_TIMEOUT"] = {given!r}
+class Finder:
+    @staticmethod
+    def find_spec(name, path=None, target=None):
+        if name == "mlx.core": print(os.environ.get("AGX_RELAX_CDM_CTXSTORE_TIMEOUT"))
+sys.meta_path.insert(0, Finder)
+import {first}, mlx_packs.runtime
+"""
+    assert run(code) == (given or "1")
 
 
 def test_public_names_resolve_and_evaluate_is_a_function():

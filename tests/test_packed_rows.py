@@ -233,7 +233,7 @@ def test_resumed_packed_run_equals_an_unbroken_one(tiny, rows, tmp_path):
     resumed = train_pack(tiny, rows, lora, PACKED, tmp_path / "broken", resume=True, overwrite=True)
     for name, tensor in whole.pack.tensors.items():
         assert mx.array_equal(tensor, resumed.pack.tensors[name]).item(), name
-    assert whole.report["traces"] <= 4
+    assert whole.report["batch_shapes"] <= 4
     unpacked = TrainConfig(**{**vars(PACKED), "packing": False})
     with pytest.raises(PackError, match="packing was True and is False"):
         train_pack(tiny, rows, lora, unpacked, tmp_path / "broken", resume=True, overwrite=True)

@@ -12,6 +12,7 @@ import mlx.nn as nn
 from mlx.utils import tree_unflatten
 
 from ..ops import nf4
+from ..ops.affine import dequantize
 from ..ops.linear_cross_entropy import FrozenHead, HeadSlice
 from ..ops.sliced_matmul import sliced_matmul
 from ..runtime import on_cpu
@@ -42,7 +43,10 @@ def dequantized_weight(module: nn.Module) -> mx.array:
     """
     if isinstance(module, NF4):
         return module.dequantized()
-    return _dequantized_rows(module, slice(None))
+    return mx.dequantize(
+        module.weight, module.scales, module.get("biases"),
+        group_size=module.group_size, bits=module.bits, mode=module.mode,
+    )  # fmt: skip
 
 
 def _dequantized_rows(
@@ -55,12 +59,9 @@ def _dequantized_rows(
     packed = [module[name][at] for name in names]
     if after is not None:
         packed = mx.depends(packed, after)
-    return mx.dequantize(
-        *packed,
-        group_size=module.group_size,
-        bits=module.bits,
-        mode=module.mode,
-    )
+    weight, scales, *biases = packed
+    how = module.group_size, module.bits, module.mode
+    return dequantize(weight, scales, biases[0] if biases else None, *how)
 
 
 def packed_matmul(x: mx.array, module: nn.Module) -> mx.array:
@@ -210,6 +211,17 @@ def _packed_head(module: nn.Module, dense: bool) -> FrozenHead:
 def quantized_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """Paths and modules of every quantized linear and embedding of a model."""
     return [(path, m) for path, m in model.named_modules() if isinstance(m, QUANTIZED)]
+
+
+def path_at_work(module: nn.Module) -> str | None:
+    """The base path of a frozen linear or embedding; None for other modules."""
+    if isinstance(module, (TransientLinear, TransientEmbedding)):
+        return "transient"
+    if isinstance(module, QUANTIZED):
+        return "quantized"
+    if isinstance(module, (nn.Linear, nn.Embedding, HalfLinear)):
+        return "dense"
+    return None
 
 
 def replace_modules(model: nn.Module, modules: list[tuple[str, nn.Module]]) -> None:

@@ -1,25 +1,28 @@
 """Attention in training: softmax(scale Q K^T + mask) V with grouped heads, K and V never repeated.
 
-Scores exist for one block of queries at a time, forward and backward: the backward makes each block
-again from Q, K and V instead of keeping T x S probabilities (https://arxiv.org/abs/2205.14135,
-section 3.1); only where one block is all, on a CPU, it is kept. A block leaves out keys that none
-of its queries sees. On a GPU the forward is MLX's fused kernel, whose own backward would store all
-scores; with CUDA both are MLX's.
+Scores exist for one block of queries and keys at a time, forward and backward: the backward makes
+each block again from Q, K and V instead of keeping T x S probabilities; blocks of the same queries
+are merged by their largest score and their sum (https://arxiv.org/abs/2205.14135). Only where one
+block is all, on a CPU, it is kept. Keys that no query of a block sees are left out. On a GPU the
+forward is MLX's fused kernel, whose own backward would store all scores, and a block has all keys;
+with CUDA both are MLX's.
 """
 
-from collections.abc import Iterator
+import itertools
 from typing import NamedTuple
 
 import mlx.core as mx
 import numpy as np
 
-from .exponential import exp
+from .exponential import exp2
 from .sliced_matmul import device
 
 Mask = mx.array | str | None
 
 SCORE_BYTES = {"cpu": 2 << 20, "gpu": 64 << 20}  # of one block of scores
 _LEAST_QUERIES = 32
+_CPU_KEYS, _CPU_BYTES = 512, 1 << 20  # of a block where there are several: it stays in the cache
+_LOG2_E = 1.4426950408889634
 
 
 def attention(
@@ -49,10 +52,8 @@ def attention(
             queries, keys, values, scale=scale, mask=seen.whole()
         )
     batch, heads, length, _ = queries.shape
-    room = SCORE_BYTES[device()]
-    fitting = room // (4 * batch * heads * keys.shape[2]) // _LEAST_QUERIES * _LEAST_QUERIES
-    blocks = list(seen.blocks(length, keys.shape[2], max(_LEAST_QUERIES, fitting)))
-    return _attention(scale, seen, blocks, on_cpu)(queries, keys, values)[0]
+    blocks, width = seen.blocks(length, keys.shape[2], 4 * batch * heads, on_cpu)
+    return _attention(scale, seen, blocks, width, on_cpu)(queries, keys, values)[0]
 
 
 class _Block(NamedTuple):
@@ -77,14 +78,28 @@ class _Seen(NamedTuple):
         length = self.segments.shape[1]
         return self.block(_Block(0, length, 0, length), 0)
 
-    def blocks(self, length: int, keys_length: int, rows: int) -> Iterator[_Block]:
-        """Blocks of so many queries, in order."""
+    def blocks(
+        self, length: int, keys_length: int, pair_bytes: int, on_cpu: bool
+    ) -> tuple[list[list[_Block]], int]:
+        """Blocks in order, those of the same queries together, and how many keys they may have.
+
+        One pair of a query and a key has scores of ``pair_bytes``. On a CPU keys are cut too.
+        """
+        width, room = keys_length, SCORE_BYTES["cpu" if on_cpu else "gpu"]
+        if on_cpu and pair_bytes * length * keys_length > room:
+            width, room = min(_CPU_KEYS, keys_length), _CPU_BYTES
+        fitting = room // (pair_bytes * width) // _LEAST_QUERIES * _LEAST_QUERIES
+        rows = max(_LEAST_QUERIES, fitting)
         causal = isinstance(self.mask, str)
         firsts = None if self.segments is None else _first_keys(self.segments)
+        found = []
         for start in range(0, length, rows):
             stop = min(start + rows, length)
+            first = int(firsts[start]) if firsts is not None else 0
             last = stop + keys_length - length if causal else keys_length
-            yield _Block(start, stop, int(firsts[start]) if firsts is not None else 0, last)
+            cuts = [first, *range((first // width + 1) * width, last, width), last]
+            found.append([_Block(start, stop, *keys) for keys in itertools.pairwise(cuts)])
+        return found, width
 
     def block(self, at: _Block, offset: int) -> mx.array | None:
         """The mask of a block, broadcastable to [B, H, queries, keys]; query t stands at key
@@ -95,6 +110,8 @@ class _Seen(NamedTuple):
             rows = slice(at.start, at.stop) if self.mask.shape[-2] > 1 else slice(None)
             columns = slice(at.first, at.last) if self.mask.shape[-1] > 1 else slice(None)
             return self.mask[..., rows, columns]
+        if self.segments is None and at.last <= at.start + offset + 1:
+            return None
         queries = mx.arange(at.start + offset, at.stop + offset)[:, None]
         seen = queries >= mx.arange(at.first, at.last)[None]
         if self.segments is not None:
@@ -121,85 +138,153 @@ def _folded(x: mx.array, kv_heads: int) -> mx.array:
     return x.reshape(batch, kv_heads, heads // kv_heads * length, width)
 
 
-def _probabilities(
-    queries: mx.array, keys: mx.array, scale: float, mask: mx.array | None
-) -> mx.array:
-    """Softmax of a block's scores, [B, KV, H / KV * n, keys] in the dtype of queries."""
+def _scores(queries: mx.array, keys: mx.array, scale: float, mask: mx.array | None) -> mx.array:
+    """Scores of a block times log2(e), float32 [B, KV, H / KV * n, keys]; those of hidden keys are
+    finite, so that a block may hide all of its keys from a query."""
     batch, heads, n, _ = queries.shape
-    scores = (_folded(queries, keys.shape[1]) * scale) @ keys.swapaxes(-1, -2)
-    dtype, shape = scores.dtype, scores.shape
+    scores = (_folded(queries, keys.shape[1]) * (scale * _LOG2_E)) @ keys.swapaxes(-1, -2)
+    shape, least = scores.shape, mx.finfo(mx.float32).min
     scores = scores.astype(mx.float32)
-    if mask is not None:
-        scores = scores.reshape(batch, heads, n, -1)
-        if mask.dtype == mx.bool_:
-            scores = mx.where(mask, scores, mx.finfo(mx.float32).min)
-        else:
-            scores = scores + mask
-        scores = scores.reshape(shape)
-    weights = exp(scores - scores.max(axis=-1, keepdims=True))
-    return (weights * mx.reciprocal(weights.sum(axis=-1, keepdims=True))).astype(dtype)
+    if mask is None:
+        return scores
+    # an addition, since MLX's choice between two arrays takes three times as long on CPUs
+    if mask.dtype == mx.bool_:
+        added = mx.where(mask, 0.0, least)
+    else:
+        added = mx.maximum(mask.astype(mx.float32) * _LOG2_E, least)
+    return (scores.reshape(batch, heads, n, -1) + added).reshape(shape)
 
 
-def _attention(scale: float, seen: _Seen, blocks: list[_Block], on_cpu: bool):
+class _Partial(NamedTuple):
+    """Of a block of queries over the keys so far, float32: largest score and sum of
+    2^(score - largest), [..., 1], and the sum of 2^(score - largest) * value, [..., D]."""
+
+    largest: mx.array
+    total: mx.array
+    output: mx.array
+
+    def merged(self, other: "_Partial") -> "_Partial":
+        """Over the keys of both."""
+        largest = mx.maximum(self.largest, other.largest)
+        own, others = exp2(self.largest - largest), exp2(other.largest - largest)
+        total = self.total * own + other.total * others
+        return _Partial(largest, total, self.output * own + other.output * others)
+
+
+def _powers(scores: mx.array) -> tuple[mx.array, mx.array, mx.array]:
+    """2^(score - largest) [..., keys], their sum and the largest, [..., 1]."""
+    largest = scores.max(axis=-1, keepdims=True)
+    powers = exp2(scores - largest)
+    # as a product a sum takes a fifth of the time on CPUs
+    return powers, powers @ mx.ones((scores.shape[-1], 1)), largest
+
+
+def _attention(scale: float, seen: _Seen, blocks: list[list[_Block]], width: int, on_cpu: bool):
     """Attention over these blocks as a function with its own gradient.
 
     MLX computes what is independent side by side; each block is made to wait for the one before.
-    Returns: a function to (output, probabilities if they are one block on a CPU).
+    Returns: a function to the output, and on a CPU: the probabilities of the only block, or for
+    the blocks of the same queries log2 of the sum of 2^score.
     """
+    only = len(blocks) == 1 and len(blocks[0]) == 1
 
-    def of_block(at: _Block, queries, keys):
+    def scores_of(at: _Block, queries, keys):
         offset = keys.shape[2] - queries.shape[2]
         part = queries[:, :, at.start : at.stop]
-        return _probabilities(part, keys[:, :, at.first : at.last], scale, seen.block(at, offset))
+        return _scores(part, keys[:, :, at.first : at.last], scale, seen.block(at, offset))
+
+    def probabilities(at: _Block, queries, keys, kept: mx.array | None):
+        """Of a block, from what the forward kept of its queries."""
+        if only and on_cpu:
+            return kept
+        scores = scores_of(at, queries, keys)
+        if on_cpu:
+            return exp2(scores - kept).astype(queries.dtype)
+        powers, total, _ = _powers(scores)
+        return (powers * mx.reciprocal(total)).astype(queries.dtype)
 
     @mx.custom_function
     def attend(queries, keys, values):
         if not on_cpu:
             fused = mx.fast.scaled_dot_product_attention
             return (fused(queries, keys, values, scale=scale, mask=seen.whole()),)
-        outputs = []
-        for at in blocks:
-            if outputs:
-                queries = mx.depends(queries, outputs[-1])
-            weights = of_block(at, queries, keys)
-            output = weights @ values[:, :, at.first : at.last]
-            outputs.append(output.reshape(*queries.shape[:2], at.stop - at.start, -1))
-        if len(blocks) == 1:
-            return outputs[0], weights
-        return (mx.concatenate(outputs, axis=2),)
+        outputs, kept = [], []
+        for row in blocks:
+            found: _Partial | None = None
+            for at in row:
+                powers, total, largest = _powers(scores_of(at, queries, keys))
+                visible = values[:, :, at.first : at.last]
+                if only:
+                    kept.append((powers * mx.reciprocal(total)).astype(queries.dtype))
+                    found = _Partial(largest, mx.ones_like(total), kept[0] @ visible)
+                    continue
+                output = (powers.astype(queries.dtype) @ visible).astype(mx.float32)
+                part = _Partial(largest, total, output)
+                found = part if found is None else found.merged(part)
+                queries = mx.depends(queries, list(found))
+            if not only:
+                kept.append(found.largest + mx.log2(found.total))
+            output = (found.output * mx.reciprocal(found.total)).astype(queries.dtype)
+            outputs.append(output.reshape(*queries.shape[:2], row[0].stop - row[0].start, -1))
+        whole = outputs[0] if len(outputs) == 1 else mx.concatenate(outputs, axis=2)
+        return (whole, *kept)
 
     @attend.vjp
     def attend_vjp(primals, cotangents, outputs):
         queries, keys, values = primals
         cotangent, kv_heads = cotangents[0], keys.shape[1]
-        d_queries, d_keys, d_values = [], None, None
-        for at in blocks:
-            if d_queries:
-                queries = mx.depends(queries, d_queries[-1])
-            visible = slice(at.first, at.last)
-            weights = outputs[1] if len(outputs) > 1 else of_block(at, queries, keys)
-            d_output = _folded(cotangent[:, :, at.start : at.stop], kv_heads)
-            d_weights = d_output @ values[:, :, visible].swapaxes(-1, -2)
-            shared = (weights * d_weights).sum(axis=-1, keepdims=True)
-            d_scores = weights * (d_weights - shared) * scale
-            own = _folded(queries[:, :, at.start : at.stop], kv_heads)
-            d_keys = _added(d_keys, d_scores.swapaxes(-1, -2) @ own, visible, keys)
-            d_values = _added(d_values, weights.swapaxes(-1, -2) @ d_output, visible, values)
-            part = d_scores @ keys[:, :, visible]
-            part = part.reshape(*queries.shape[:2], at.stop - at.start, -1)
-            if len(blocks) > 1:
-                part = mx.depends(part, [d_keys, d_values])
-            d_queries.append(part)
-        whole = d_queries[0] if len(blocks) == 1 else mx.concatenate(d_queries, axis=2)
-        return whole, d_keys, d_values
+        # sum over keys of p * dp, a number a query, equals that of output * d_output
+        shared = (cotangent * outputs[0]).sum(axis=-1, keepdims=True)
+        d_queries, d_keys, d_values = [], _Slices(keys, width), _Slices(values, width)
+        for number, row in enumerate(blocks):
+            rows = slice(row[0].start, row[0].stop)
+            own_shared = _folded(shared[:, :, rows], kv_heads)
+            total = None
+            for at in row:
+                visible = slice(at.first, at.last)
+                kept = outputs[1 + number] if on_cpu else None
+                weights = probabilities(at, queries, keys, kept)
+                d_output = _folded(cotangent[:, :, rows], kv_heads)
+                d_weights = d_output @ values[:, :, visible].swapaxes(-1, -2)
+                d_scores = weights * (d_weights - own_shared)
+                own = _folded(queries[:, :, rows], kv_heads) * scale
+                added_keys = d_keys.add(d_scores.swapaxes(-1, -2) @ own, at)
+                added_values = d_values.add(weights.swapaxes(-1, -2) @ d_output, at)
+                part = d_scores @ keys[:, :, visible]
+                total = part if total is None else total + part
+                if not only:
+                    found = [total, added_keys, added_values]
+                    queries, cotangent = mx.depends([queries, cotangent], found)
+            d_queries.append((total * scale).reshape(queries[:, :, rows].shape))
+        whole = d_queries[0] if len(d_queries) == 1 else mx.concatenate(d_queries, axis=2)
+        return whole, d_keys.whole(), d_values.whole()
 
     return attend
 
 
-def _added(total: mx.array | None, part: mx.array, at: slice, like: mx.array) -> mx.array:
-    """``total`` with ``part`` added at these keys; None is zero."""
-    if part.shape == like.shape:
-        return part if total is None else total + part
-    total = mx.zeros_like(like) if total is None else total
-    total[:, :, at] = total[:, :, at] + part
-    return total
+class _Slices:
+    """A sum like ``like`` [B, KV, S, D] in slices of ``width`` keys, so that adding to a few keys
+    copies no more than a slice."""
+
+    def __init__(self, like: mx.array, width: int):
+        self.width = width
+        self.shape = like.shape
+        self.parts: dict[int, mx.array] = {}
+
+    def add(self, part: mx.array, at: _Block) -> mx.array:
+        """Add to the keys of a block, all of one slice; the slice as it is now."""
+        number, offset = divmod(at.first, self.width)
+        batch, heads, keys, depth = self.shape
+        width = min(self.width, keys - number * self.width)
+        total = self.parts.get(number)
+        if part.shape[2] < width:
+            total = mx.zeros((batch, heads, width, depth), part.dtype) if total is None else total
+            visible = slice(offset, offset + part.shape[2])
+            total[:, :, visible] = total[:, :, visible] + part
+        else:
+            total = part if total is None else total + part
+        self.parts[number] = total
+        return total
+
+    def whole(self) -> mx.array:
+        return mx.concatenate([self.parts[number] for number in sorted(self.parts)], axis=2)
