@@ -14,7 +14,7 @@ import mlx.core as mx
 from .exponential import exp
 from .sliced_matmul import SLICE_WEIGHTS, device
 
-LOGIT_BYTES = {"cpu": 4 << 20, "gpu": 64 << 20}  # of one slice of logits
+LOGIT_BYTES = {"cpu": 1 << 20, "gpu": 64 << 20}  # of one slice of logits
 _LEAST_COLUMNS = 256
 
 
@@ -124,7 +124,7 @@ def linear_cross_entropy(
         for start in range(0, head.vocab_size, step):
             stop = min(start + step, head.vocab_size)
             if seen is not None:
-                h = mx.depends(h, [seen.largest])
+                h = mx.depends(h, list(seen))
             seen = _with_slice(seen, h, targets, head.part(start, stop), start, gradient, smooth)
         lse = (mx.log(seen.total) + seen.largest)[:, 0]
         loss = lse - seen.picked
