@@ -142,7 +142,9 @@ class TrainConfig:
     test_batches: int = _option(-1, "Held-out batches before and after; -1 is all.")
     save_every: int = _option(100, "Batches between checkpoints in the run folder.")
     clear_cache_threshold: int | None = _option(
-        None, "Clear MLX's buffer cache between steps when it is larger than this (2GB, 500M)."
+        None,
+        "Clear MLX's buffer cache between steps when it is larger than this (2GB, 500M); more than "
+        "the run's own limit raises that.",
     )
     max_pack_mb: float | None = _option(None, "Gate: exit with 1 if the pack is larger than this.")
 

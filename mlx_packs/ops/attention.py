@@ -53,7 +53,8 @@ def attention(
         )
     batch, heads, length, _ = queries.shape
     blocks, width = seen.blocks(length, keys.shape[2], 4 * batch * heads, on_cpu)
-    return _attention(scale, seen, blocks, width, on_cpu)(queries, keys, values)[0]
+    output = _attention(scale, seen, blocks, width, on_cpu)(queries, keys, values)[0]
+    return output.transpose(0, 2, 1, 3)
 
 
 class _Block(NamedTuple):
@@ -183,8 +184,9 @@ def _attention(scale: float, seen: _Seen, blocks: list[list[_Block]], width: int
     """Attention over these blocks as a function with its own gradient.
 
     MLX computes what is independent side by side; each block is made to wait for the one before.
-    Returns: a function to the output, and on a CPU: the probabilities of the only block, or for
-    the blocks of the same queries log2 of the sum of 2^score.
+    Returns: a function to the output [B, T, H, D], as the next projection keeps it for its own
+    backward, and on a CPU: the probabilities of the only block, or for the blocks of the same
+    queries log2 of the sum of 2^score.
     """
     only = len(blocks) == 1 and len(blocks[0]) == 1
 
@@ -207,7 +209,8 @@ def _attention(scale: float, seen: _Seen, blocks: list[list[_Block]], width: int
     def attend(queries, keys, values):
         if not on_cpu:
             fused = mx.fast.scaled_dot_product_attention
-            return (fused(queries, keys, values, scale=scale, mask=seen.whole()),)
+            output = fused(queries, keys, values, scale=scale, mask=seen.whole())
+            return (output.transpose(0, 2, 1, 3),)
         outputs, kept = [], []
         for row in blocks:
             found: _Partial | None = None
@@ -225,16 +228,18 @@ def _attention(scale: float, seen: _Seen, blocks: list[list[_Block]], width: int
             if not only:
                 kept.append(found.largest + mx.log2(found.total))
             output = (found.output * mx.reciprocal(found.total)).astype(queries.dtype)
-            outputs.append(output.reshape(*queries.shape[:2], row[0].stop - row[0].start, -1))
-        whole = outputs[0] if len(outputs) == 1 else mx.concatenate(outputs, axis=2)
+            rows = row[0].stop - row[0].start
+            outputs.append(output.reshape(*queries.shape[:2], rows, -1).transpose(0, 2, 1, 3))
+        whole = outputs[0] if len(outputs) == 1 else mx.concatenate(outputs, axis=1)
         return (whole, *kept)
 
     @attend.vjp
     def attend_vjp(primals, cotangents, outputs):
         queries, keys, values = primals
-        cotangent, kv_heads = cotangents[0], keys.shape[1]
+        kv_heads = keys.shape[1]
         # sum over keys of p * dp, a number a query, equals that of output * d_output
-        shared = (cotangent * outputs[0]).sum(axis=-1, keepdims=True)
+        shared = (cotangents[0] * outputs[0]).sum(axis=-1, keepdims=True).transpose(0, 2, 1, 3)
+        cotangent = cotangents[0].transpose(0, 2, 1, 3)
         d_queries, d_keys, d_values = [], _Slices(keys, width), _Slices(values, width)
         for number, row in enumerate(blocks):
             rows = slice(row[0].start, row[0].stop)
@@ -257,7 +262,8 @@ def _attention(scale: float, seen: _Seen, blocks: list[list[_Block]], width: int
                     queries, cotangent = mx.depends([queries, cotangent], found)
             d_queries.append((total * scale).reshape(queries[:, :, rows].shape))
         whole = d_queries[0] if len(d_queries) == 1 else mx.concatenate(d_queries, axis=2)
-        return whole, d_keys.whole(), d_values.whole()
+        found = [d_keys.whole(), d_values.whole()]
+        return mx.depends(whole, found), *found
 
     return attend
 
