@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
 
+import mlx.nn as nn
 import numpy as np
 
 from . import runtime
@@ -61,14 +62,14 @@ class PrefixCache:
         self._part = head.hidden if head is not None else attached.model
         self._examples, self._train = examples, train
         self._dtype = states.dtype
-        self._token_bytes = states.shape[-1] * states.dtype.size
+        self.token_bytes = states.shape[-1] * states.dtype.size
         self._inputs = examples.lengths - 1
         self._order = _first_epoch(examples, train)
         self._group_of = np.empty(len(examples), np.int64)
         for number, rows in enumerate(self._order):
             self._group_of[np.concatenate(rows) if train.packing else rows] = number
         self.store = StateStore(
-            self._inputs * self._token_bytes, memory_limit, file, key,
+            self._inputs * self.token_bytes, memory_limit, file, key,
             lambda note: display.line("prefix", f"states are {note}"),
         )  # fmt: skip
         self.found = len(self.store.kept())
@@ -76,7 +77,7 @@ class PrefixCache:
     @property
     def total_bytes(self) -> int:
         """Bytes of the states of all rows."""
-        return int(self._inputs.sum()) * self._token_bytes
+        return int(self._inputs.sum()) * self.token_bytes
 
     def ahead(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         """The same batches, with their states where all of them are there already."""
@@ -113,7 +114,7 @@ class PrefixCache:
         tokens, *_ = as_arrays(batch)
         segments = None if batch.segments is None else mx.array(batch.segments)
         states = states_of(self._model, lambda: forward(self._model, self._part, tokens, segments))
-        flat = np.array(states.view(mx.uint8)).reshape(-1, self._token_bytes)
+        flat = np.array(states.view(mx.uint8)).reshape(-1, self.token_bytes)
         self.computed += len(batch.rows)
         return {
             row: flat[start : start + self._inputs[row]].reshape(-1)
@@ -142,7 +143,7 @@ class PrefixCache:
             self.found = 0
             return
         kept, made = (
-            mx.array(np.ascontiguousarray(states).reshape(-1, self._token_bytes)).view(self._dtype)
+            mx.array(np.ascontiguousarray(states).reshape(-1, self.token_bytes)).view(self._dtype)
             for states in (self.store.get(row), self.compute(int(self._group_of[row]))[row])
         )
         self.computed = 0
@@ -153,10 +154,10 @@ class PrefixCache:
     def _laid_out(self, batch: Batch, found: dict[int, np.ndarray]) -> np.ndarray:
         """uint8 [B, T, bytes] of a batch; zero where it holds no row."""
         B, T = batch.tokens.shape
-        out = np.zeros((B * T, self._token_bytes), np.uint8)
+        out = np.zeros((B * T, self.token_bytes), np.uint8)
         for row, start in zip(batch.rows, batch.starts, strict=True):
             here = slice(start, start + self._inputs[row])
-            out[here] = found[row].reshape(-1, self._token_bytes)
+            out[here] = found[row].reshape(-1, self.token_bytes)
         return out.reshape(B, T, -1)
 
 
@@ -184,14 +185,14 @@ def open_prefix(
         display.line("prefix", f"not cached: {opened}", VERBOSE)
         return None
     store = opened.store
-    all_held = opened.total_bytes <= store.memory_limit
-    held = "all in memory" if all_held else f"{size(store.memory_limit)} in memory"
+    held = held_bytes(examples, opened.token_bytes, plan_bytes)
+    shown = "all" if held == opened.total_bytes else size(held)
     place = ", kept on disk" if store.is_on_disk else f", {store.note}" if store.note else ""
     again = f", {opened.found:,} rows from an earlier run" if opened.found else ""
     display.line(
         "prefix",
         f"{opened.blocks} of {len(attached.model.layers)} blocks lie below the adapters: computed "
-        f"once for each row · {size(opened.total_bytes)} of states, {held}{place}{again}",
+        f"once for each row · {size(opened.total_bytes)}, {shown} in memory{place}{again}",
     )
     return opened
 
@@ -240,7 +241,8 @@ def _opened_or_reason(
             return f"only {frozen} of {blocks} blocks lie below the adapters"
         if train.iters <= (batches := len(_first_epoch(examples, train))):
             return f"{train.iters} batches take no row twice (an epoch has {batches})"
-    states = _swapped_in(attached, head, frozen)
+    stand_ins = _stand_ins(attached.model, frozen)
+    states = _example_or_reason(attached, head, stand_ins)
     if isinstance(states, str):
         return states
     needed = int((examples.lengths - 1).sum()) * states.shape[-1] * states.dtype.size
@@ -259,6 +261,8 @@ def _opened_or_reason(
     if needed > memory and not cache.store.is_on_disk:
         cache.close()
         return f"the states of all rows take {size(needed)} and are {cache.store.note}"
+    attached.swap(stand_ins)
+    attached.model.train(attached.model.training)  # new modules join the mode of the rest
     cache.drop_if_foreign()
     return cache
 
@@ -271,35 +275,34 @@ def _first_epoch(examples: Examples, train: TrainConfig) -> list:
     return epoch_order(examples.lengths, train.batch_size, train.seed, 0)
 
 
-def _swapped_in(attached: Attached, head: Head | None, frozen: int) -> mx.array | str:
-    """Let the frozen blocks take states: an example of these, or why the model cannot.
-
-    Two rows with adapters that are not zero must come out as they do without the cache.
-    """
-    model, feed = attached.model, Feed()
-    paths = block_prefixes(model)[:frozen]
-    blocks = model.layers[:frozen]
-    stand_ins = [
-        (path, FrozenBlock(block, feed, i == frozen - 1))
-        for i, (path, block) in enumerate(zip(paths, blocks, strict=True))
+def _stand_ins(model: nn.Module, frozen: int) -> list[tuple[str, FrozenBlock]]:
+    """What stands at the paths of the frozen blocks while their states are cached."""
+    feed, paths = Feed(), block_prefixes(model)[:frozen]
+    return [
+        (path, FrozenBlock(block, feed, path == paths[-1]))
+        for path, block in zip(paths, model.layers, strict=False)
     ]
+
+
+def _example_or_reason(
+    attached: Attached, head: Head | None, stand_ins: list[tuple[str, FrozenBlock]]
+) -> mx.array | str:
+    """States of some tokens, or why the model cannot take states."""
+    model, training = attached.model, attached.model.training
+    blocks = [(path, stand_in["block"]) for path, stand_in in stand_ins]
     replace_modules(model, stand_ins)
-    training = model.training
     model.eval()
     try:
-        found = _probed(attached, head)
+        return _probed(attached, head)
     except (TypeError, ValueError, AttributeError, IndexError, KeyError) as fault:
-        found = f"its blocks do not take states: {' '.join(str(fault).split())}"
+        return f"its blocks do not take states: {' '.join(str(fault).split())}"
     finally:
-        replace_modules(model, list(zip(paths, blocks, strict=True)))
+        replace_modules(model, blocks)
         model.train(training)
-    if not isinstance(found, str):
-        attached.swap(stand_ins)
-        model.train(training)
-    return found
 
 
 def _probed(attached: Attached, head: Head | None) -> mx.array | str:
+    """Two rows with adapters that are not zero must come out as they do without a cache."""
     model = attached.model
     part = head.hidden if head is not None else model
     tokens = np.random.default_rng(0).integers(0, attached.base.vocab_size, _PROBE)

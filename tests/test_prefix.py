@@ -491,7 +491,9 @@ def test_an_adapter_below_the_blocks_is_seen():
 def test_too_large_states_are_refused_or_left(monkeypatch):
     monkeypatch.setattr(prefixes, "memory_budget", lambda plan: 100)
     assert "--cache-prefix on: the states of all rows take" in refusal()
-    assert Opened(train=changed(TRAIN, cache_prefix="auto")).cache is None
+    opened = Opened(train=changed(TRAIN, cache_prefix="auto"))
+    assert opened.cache is None
+    assert not any(isinstance(m, FrozenBlock) for m in opened.model.modules())
 
 
 @pytest.mark.parametrize(
