@@ -173,7 +173,7 @@ class Ours:
         self.attached = attached
         attached.load(adapters.tensors, "benchmark")
         if recompute == "block":
-            attached.recompute_blocks()
+            attached.recompute("block")
         optimizer = optimizers.Adam(learning_rate=LEARNING_RATE)
         optimizer.init(base.model.trainable_parameters())
         self.stepper = Stepper(base.model, split_head(base.model), optimizer, max_grad_norm=None)
