@@ -28,9 +28,11 @@ class Batch:
     tokens: int32 [B, T].   positions: int32 [M], index into the B x T flattened inputs whose
     hidden state predicts the target.   targets: int32 [M].   weights: float32 [M], 0 where padding.
     owners: int32 [M], index into ``rows`` (-1 where padding).   count: number of real targets.
-    rows: which rows of the data it holds, in the order in which they stand.
+    rows: which rows of the data it holds, in the order in which they stand.   starts: where the
+    inputs of each begin in the B x T flattened ones.
     segments: int32 [B, T], number of the segment in its row of the batch, from 0 and rising; what
     is left of a row is a segment of its own. None where a row of the batch is one of the data.
+    states: uint8 [B, T, bytes], what enters the first adapted block (prefix.py), or None.
     """
 
     tokens: np.ndarray
@@ -39,8 +41,10 @@ class Batch:
     weights: np.ndarray
     owners: np.ndarray
     rows: tuple[int, ...]
+    starts: tuple[int, ...]
     count: int
     segments: np.ndarray | None = None
+    states: np.ndarray | None = None
 
 
 def padded_length(longest: int, limit: int) -> int:
@@ -139,6 +143,7 @@ def _laid_out(
         weights,
         filled(owners, -1),
         tuple(int(i) for i in indices),
+        tuple(starts),
         count,
         segments,
     )

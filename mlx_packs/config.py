@@ -20,6 +20,7 @@ from .errors import PackError, did_you_mean
 OPTIMIZERS = ("adamw", "adamw_8bit", "adam", "adafactor", "sgd", "muon", "lion")
 BASE_PATHS = ("auto", "quantized", "transient", "dense")
 RECOMPUTE = ("none", "selective", "block")
+CACHE_PREFIX = ("auto", "on", "off")
 LOSS_ON = ("all", "completion", "assistant")
 QUANTIZE = ("none", "affine4", "affine8", "nf4")
 COMPUTE_DTYPES = ("auto", "bfloat16", "float16", "float32")
@@ -111,6 +112,12 @@ class TrainConfig:
         "What the backward computes again instead of keeping it: nothing, what is cheap, or each "
         "block (least memory, most time).",
         RECOMPUTE,
+    )
+    cache_prefix: str = _option(
+        "auto",
+        "Compute the blocks below the adapters once for each row and keep what they make; auto "
+        "does where it pays.",
+        CACHE_PREFIX,
     )
     loss_on: str | None = _option(
         None,
@@ -399,6 +406,8 @@ def _flatten_mlx_lm(values: Mapping, where: str) -> dict:
                 f"{where}: mask_prompt means loss_on '{wanted}', but loss_on is "
                 f"'{flat['loss_on']}'; say one of them."
             )
+    if isinstance(flat.get("cache_prefix"), bool):  # on and off, as YAML reads them
+        flat["cache_prefix"] = "on" if flat["cache_prefix"] else "off"
     flat.pop("config", None)
     if "adapter_path" in flat:
         flat.setdefault("out", flat.pop("adapter_path"))

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import mlx.nn as nn
 
 from .batches import Batch
+from .nn.prefix import fed
 from .nn.quantized import frozen_head
 from .nn.segments import restarting, segment_caches
 from .ops.linear_cross_entropy import FrozenHead, cross_entropy, linear_cross_entropy
@@ -74,9 +75,14 @@ def forward(
     """What ``part`` (the model, or its hidden states) makes of tokens [B, T].
 
     Args:
+        tokens: or float [B, T, D], what enters the first adapted block in their place (prefix.py).
         segments: [B, T], where rows are packed; an input sees its own segment alone.
         offset: position of the first input of packed rows.
     """
+    if tokens.ndim == 3:
+        with fed(model, tokens):
+            unread = mx.zeros(tokens.shape[:2], mx.int32)
+            return forward(model, part, unread, segments, offset)
     if segments is None:
         return part(tokens)
     with restarting(model, segments):
@@ -99,7 +105,8 @@ def target_loss(
     By default the loss is the negative log-likelihood; ops/linear_cross_entropy.py has the rest.
 
     Args:
-        tokens: [B, T].   positions: [M], flat index of the input that predicts each target.
+        tokens: [B, T], or their states (`forward`).   positions: [M], flat index of the input that
+            predicts each target.
         targets: [M], token ids.   segments: [B, T], where rows are packed.
         gradient: whether one will be asked for.
     """

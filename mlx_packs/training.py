@@ -30,11 +30,12 @@ from .files import make_folder
 from .generate import chat_prompt, complete
 from .loading import TINY, Base, load_base, public_name
 from .loop import Loop
-from .loss import Head, split_head
+from .loss import Head, as_arrays, split_head
 from .ops import _backend
 from .optim import make_optimizer, unused_learning_rate
 from .pack import Pack, versions_line
 from .packable import prepare_packing
+from .prefix import PrefixCache, open_prefix
 from .prepare import (
     base_paths_at_work,
     check_resume,
@@ -166,6 +167,7 @@ def train_pack(
     if plan:
         show_plan(base, lora, plan, display)
     attached = attach(base, lora, None, choice.base_path, train.seed, train.train_fp16_fallback)
+    prefix = None
     try:
         describe(attached, display)
         at_work = base_paths_at_work(attached, choice)
@@ -175,12 +177,16 @@ def train_pack(
         head = split_head(base.model)
         if train.packing:
             prepare_packing(attached, head, train.max_seq_length, base.vocab_size)
+        prefix = open_prefix(
+            attached, head, train, examples["train"], choice.base_path,
+            plan.peak_bytes if plan else None, display,
+        )  # fmt: skip
         with display.task("eval", len(judged), "held-out batches") as bar:
             before = _score_base(attached, head, judged, bar.advance)
         texts = {"before": sample.complete(base)}
         callback = _callback(report_to, project_name, run, recipe)
         _start_run_folder(run, identity, resume)
-        learned = _learn(attached, head, train, examples, run, resume, display, callback)
+        learned = _learn(attached, head, prefix, train, examples, run, resume, display, callback)
         if _backend.detect() != "reference":
             display.line("kernels", _backend.summary())
         with display.task("eval", len(judged), "held-out batches") as bar:
@@ -212,6 +218,8 @@ def train_pack(
             },
         ).save(folder, overwrite=overwrite or resume)
     finally:
+        if prefix is not None:
+            prefix.close()
         attached.detach()
     report = {
         "pack": str(folder),
@@ -230,6 +238,7 @@ def train_pack(
         "plan_peak_gb": plan_peak_gb,
         "batch_shapes": learned.batch_shapes,
         "traces": learned.traces,
+        "cache_prefix": prefix.to_json() if prefix else None,
         "sample": {"prompt": sample.shown, **texts},
         "gates": _gates(train, pack),
     }
@@ -260,6 +269,7 @@ class _Learned:
 def _learn(
     attached: Attached,
     head: Head | None,
+    prefix: PrefixCache | None,
     train: TrainConfig,
     examples: dict[str, Examples],
     run: Path,
@@ -293,7 +303,10 @@ def _learn(
     def judge(batch: Batch) -> Score:
         return score(model, head, [batch])
 
-    loop = Loop(attached, stepper, train, run, cursor, judge, validate, display, callback, curve)
+    loop = Loop(
+        attached, stepper, train, run, cursor, prefix.arrays if prefix else as_arrays, judge,
+        validate, display, callback, curve,
+    )  # fmt: skip
     batches = training_batches(
         examples["train"], train.batch_size, train.max_seq_length, train.seed, cursor.batches,
         train.packing, compiled_shapes(train, examples["train"]),
@@ -301,7 +314,7 @@ def _learn(
     model.train()
     mx.reset_peak_memory()
     limits = runtime.memory_limits(train.clear_cache_threshold or 0)
-    with closing(prefetched(batches)) as ahead, limits:
+    with closing(prefetched(prefix.ahead(batches) if prefix else batches)) as ahead, limits:
         loop.learn(ahead)
     shapes, traces = len(stepper.shapes), stepper.traces
     display.line("shapes", f"{shapes} of batches, {traces} compiled traces", VERBOSE)
