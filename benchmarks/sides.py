@@ -172,8 +172,7 @@ class Ours:
         attached = attach(base, lora, base_path=base_path)
         self.attached = attached
         attached.load(adapters.tensors, "benchmark")
-        if recompute == "block":
-            attached.recompute_blocks()
+        attached.recompute(recompute)
         optimizer = optimizers.Adam(learning_rate=LEARNING_RATE)
         optimizer.init(base.model.trainable_parameters())
         self.stepper = Stepper(base.model, split_head(base.model), optimizer, max_grad_norm=None)

@@ -320,7 +320,7 @@ def test_a_long_run_is_sampled_plotted_and_its_growth_recorded(tmp_path):
     found = history.read(file)
     assert found[0].metric == "step" and found[0].samples == 3
     assert sum(r.metric.startswith("growth") for r in found) == 4
-    assert "shapes of batches were compiled" in found[0].note
+    assert "shapes of batches, 0 compiled traces" in found[0].note
 
 
 def test_growth_is_from_the_second_tenth_to_the_last():
