@@ -6,7 +6,8 @@ import sys
 # What each shows is the first line of its module.
 NAMES = (
     "targets", "train_step", "memory", "train_run", "load", "generate", "ops", "steady", "profile",
-    "timeline", "whole", "quantization_error", "plan_accuracy", "quantize", "cost_tables", "report",
+    "timeline", "whole", "prefix", "quantization_error", "plan_accuracy", "quantize", "cost_tables",
+    "report",
 )  # fmt: skip
 
 

@@ -10,14 +10,14 @@ import argparse
 import json
 import sys
 
-from mlx_packs.config import BASE_PATHS
+from mlx_packs.config import BASE_PATHS, RECOMPUTE, TrainConfig
 from mlx_packs.errors import PackError
 from mlx_packs.loading import TINY, Base
 from mlx_packs.runtime import mx
 
 from . import alone, history, mended, report, shipped
 from .history import Environment, Record, record
-from .sides import MENDED, RECOMPUTE, SHIPPED, Adapters, MlxLm, Ours, Rows, ours_name
+from .sides import MENDED, SHIPPED, Adapters, MlxLm, Ours, Rows, ours_name
 from .train_step import SCALE, TOLERANCE, LossesDiffer, check_losses
 from .works import WORKS, activation_dtype, base_bytes, base_name, load
 
@@ -126,8 +126,8 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--model", default=TINY, help="another checkpoint for a work on the tiny base")
     p.add_argument("--base-path", action="append", choices=BASE_PATHS[1:],
                    help="of ours, repeatable [the work's]")  # fmt: skip
-    p.add_argument("--recompute", choices=RECOMPUTE, default="none",
-                   help="what ours computes again in the backward [none]")  # fmt: skip
+    p.add_argument("--recompute", choices=RECOMPUTE, default=TrainConfig.recompute,
+                   help="what ours computes again in the backward [%(default)s]")  # fmt: skip
     p.add_argument("--batch-size", type=int, metavar="N", help="rows [the work's]")
     p.add_argument("--length", type=int, metavar="N", help="tokens of a row [the work's]")
     p.add_argument("--rank", type=int, default=8, metavar="N", help="of the adapters [8]")

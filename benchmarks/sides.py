@@ -22,7 +22,7 @@ from mlx_lm.tuner.utils import linear_to_lora_layers
 
 from mlx_packs.adapters import attach
 from mlx_packs.batches import Batch, make_batch
-from mlx_packs.config import LoRAConfig
+from mlx_packs.config import LoRAConfig, TrainConfig
 from mlx_packs.encoding import Example
 from mlx_packs.loading import Base
 from mlx_packs.loss import as_arrays, split_head
@@ -31,7 +31,6 @@ from mlx_packs.step import Stepper
 
 from . import mended
 
-RECOMPUTE = ("none", "block")  # what the backward of ours computes again
 SHIPPED = "mlx-lm as shipped"
 SAME_BLAS = "mlx-lm with our BLAS"
 MENDED = "mlx-lm mended"
@@ -100,8 +99,9 @@ class Adapters:
 
 
 def ours_name(base_path: str, recompute: str) -> str:
-    """What records call a side of ours."""
-    return f"mlx_packs {base_path}" + (f", recompute {recompute}" if recompute != "none" else "")
+    """What records call a side of ours; ``selective`` is what training does unless told."""
+    told = "" if recompute == TrainConfig.recompute else f", recompute {recompute}"
+    return f"mlx_packs {base_path}{told}"
 
 
 class MlxLm(TrainingCallback):
@@ -164,7 +164,7 @@ class Ours:
         load: Callable[[], Base],
         adapters: Adapters,
         base_path: str,
-        recompute: str = "none",
+        recompute: str = TrainConfig.recompute,
     ):
         start = _active_memory()
         base = load()
@@ -172,8 +172,7 @@ class Ours:
         attached = attach(base, lora, base_path=base_path)
         self.attached = attached
         attached.load(adapters.tensors, "benchmark")
-        if recompute == "block":
-            attached.recompute_blocks()
+        attached.recompute(recompute)
         optimizer = optimizers.Adam(learning_rate=LEARNING_RATE)
         optimizer.init(base.model.trainable_parameters())
         self.stepper = Stepper(base.model, split_head(base.model), optimizer, max_grad_norm=None)

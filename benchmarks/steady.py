@@ -131,10 +131,10 @@ def run(options: argparse.Namespace) -> list[Record]:
     plot(samples, options.out.with_suffix(".png"), f"Tiny base, {shape}")
     found = drift(samples)
     here = Environment.here()
-    traces = trained.report["traces"]
+    shapes, traces = trained.report["batch_shapes"], trained.report["traces"]
     start = f"from batch {samples[max(0, int(len(samples) * _START) - 1)].batch} on"
-    note = (f"{traces} shapes of batches were compiled in all. Growth is between the medians of "
-            "the second and of the last tenth of the run.")  # fmt: skip
+    note = (f"{shapes} shapes of batches, {traces} compiled traces. Growth is between the medians "
+            "of the second and of the last tenth of the run.")  # fmt: skip
     path = f"mlx_packs {trained.report['base_path']}"
     made = [
         record(here, "steady tiny", path, shape, "step", "ms", [s.step_ms for s in samples],

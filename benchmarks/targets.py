@@ -155,6 +155,17 @@ GOALS = (
         ),
     ),
     Goal(
+        "top quarter of 8 blocks, 5 epochs",
+        {"prefix": ["--work", "eight_blocks"]},
+        (
+            Target(
+                "speed, times without the prefix cache",
+                _figure("prefix", "times without"),
+                at_least=2,
+            ),
+        ),
+    ),
+    Goal(
         "Qwen3-4B whole, 1 x 512",
         {"whole": ["--model", "qwen3_4b"]},
         (Target(_BEYOND, _figure("whole", "beyond the base"), "GB", at_most=2.6),),

@@ -19,7 +19,7 @@ from pathlib import Path
 from mlx.utils import tree_flatten
 
 from mlx_packs.base_path import dense_bytes
-from mlx_packs.config import BASE_PATHS
+from mlx_packs.config import BASE_PATHS, RECOMPUTE, TrainConfig
 from mlx_packs.errors import PackError
 from mlx_packs.geometry import Heads
 from mlx_packs.loading import TINY, Base
@@ -28,7 +28,7 @@ from mlx_packs.runtime import mx
 
 from . import figures, history, report
 from .history import Environment, Record, record
-from .sides import RECOMPUTE, Adapters, Ours, Rows, ours_name
+from .sides import Adapters, Ours, Rows, ours_name
 from .train_step import SCALE
 from .works import WORKS, activation_dtype, base_bytes, base_name, load
 
@@ -173,8 +173,8 @@ def main(arguments: list[str] | None = None) -> int:
         "--model", default=TINY, help="another checkpoint in place of the tiny base"
     )
     parser.add_argument("--base-path", choices=BASE_PATHS[1:], help="[the work's first]")
-    parser.add_argument("--recompute", choices=RECOMPUTE, default="none",
-                        help="what the backward computes again [none]")  # fmt: skip
+    parser.add_argument("--recompute", choices=RECOMPUTE, default=TrainConfig.recompute,
+                        help="what the backward computes again [%(default)s]")  # fmt: skip
     parser.add_argument("--batch-size", type=int, metavar="N", help="rows [the work's]")
     parser.add_argument("--length", type=int, metavar="N", help="tokens of a row [the work's]")
     parser.add_argument("--rank", type=int, default=8, metavar="N", help="of the adapters [8]")

@@ -15,13 +15,13 @@ import time
 import numpy as np
 
 from mlx_packs import runtime
-from mlx_packs.config import BASE_PATHS
+from mlx_packs.config import BASE_PATHS, RECOMPUTE
 from mlx_packs.errors import PackError
 from mlx_packs.runtime import mx
 
 from . import alone, history, report
 from .history import Environment, Record, record
-from .sides import RECOMPUTE, Adapters, Ours, Rows, ours_name
+from .sides import Adapters, Ours, Rows, ours_name
 from .train_step import SCALE
 from .works import CONFIGS, activation_dtype, base_bytes, random_base
 
@@ -95,7 +95,7 @@ def parser() -> argparse.ArgumentParser:
                    default="transient" if runtime.on_cpu() else "quantized",
                    help="[transient on a CPU, else quantized]")  # fmt: skip
     p.add_argument("--recompute", choices=RECOMPUTE, default="block",
-                   help="what the backward computes again [block]")  # fmt: skip
+                   help="what the backward computes again [%(default)s]")  # fmt: skip
     for flag, default in (("batch-size", 1), ("length", 512), ("rank", 16), ("steps", 2)):
         p.add_argument(f"--{flag}", type=int, default=default, metavar="N", help=f"[{default}]")
     p.add_argument("--seed", type=int, default=0)

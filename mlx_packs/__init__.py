@@ -8,6 +8,11 @@ Names load when they are used, so that importing the package costs next to nothi
 """
 
 import importlib
+import os
+
+# macOS kills GPU work that delays the display; this asks for patience (ml-explore/mlx#3267). It has
+# to be there before MLX is, and this file is read before any other of the package.
+os.environ.setdefault("AGX_RELAX_CDM_CTXSTORE_TIMEOUT", "1")
 
 __version__ = "0.1.0"
 

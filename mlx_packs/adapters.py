@@ -24,7 +24,7 @@ from .geometry import (
     linears,
 )
 from .loading import Base
-from .nn.blocks import GroupedAttention, GroupedMLP, RecomputedBlock, is_grouped_attention
+from .nn.blocks import GroupedAttention, GroupedMLP, is_grouped_attention
 from .nn.experts import AdaptedSwitchLinear, expert_weights, is_switch_linear
 from .nn.lora import AdaptedLinear, AdapterShape, GroupedLoRA, adapter_key, low_rank_delta
 from .nn.quantized import (
@@ -34,6 +34,7 @@ from .nn.quantized import (
     dequantized_weight,
     replace_modules,
 )
+from .nn.recompute import RecomputedBlock
 from .runtime import mx
 
 
@@ -152,12 +153,19 @@ class Attached:
         self._originals += [(path, current[path]) for path, _ in modules]
         replace_modules(self.model, modules)
 
-    def recompute_blocks(self) -> None:
-        """Recompute every transformer block in the backward (gradient checkpointing)."""
-        prefixes = block_prefixes(self.model)
-        self.swap(
-            [(p, RecomputedBlock(b)) for p, b in zip(prefixes, self.model.layers, strict=True)]
-        )
+    def recompute(self, policy: str) -> None:
+        """What the backward computes again: ``none``, ``selective`` or ``block``.
+
+        ``selective`` acts in blocks with grouped projections; other families keep all.
+        """
+        for module in self.model.modules():
+            if isinstance(module, (GroupedAttention, GroupedMLP)):
+                module.recompute = policy != "none"
+        if policy == "block":
+            prefixes = block_prefixes(self.model)
+            self.swap(
+                [(p, RecomputedBlock(b)) for p, b in zip(prefixes, self.model.layers, strict=True)]
+            )
 
     def detach(self) -> None:
         """Put the base's own modules back, the same objects; can be called twice."""

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from . import runtime
-from .config import MEMORY_SETTINGS, LoRAConfig, Recipe, TrainConfig
+from .config import MEMORY_SETTINGS, RECOMPUTE, LoRAConfig, Recipe, TrainConfig
 from .display import size
 from .errors import PackError
 from .plan import (
@@ -67,7 +67,7 @@ class Option:
             "rank": self.lora.rank,
             "batch_size": self.train.batch_size,
             "max_seq_length": self.train.max_seq_length,
-            "grad_checkpoint": self.train.grad_checkpoint,
+            "recompute": self.train.recomputes,
             "optimizer": self.train.optimizer,
             "peak_gb": self.plan.peak_gb,
             "error": ERROR,
@@ -122,7 +122,7 @@ def advise(
 
     Args:
         lora, train: what is wanted.
-        asked: names of settings that stand. Of batch_size, grad_checkpoint, max_seq_length and
+        asked: names of settings that stand. Of batch_size, recompute, max_seq_length and
             rank, the rest give way in this order until it fits; base_path and quantize are tried.
     Raises: PackError where no plan is possible.
     """
@@ -150,7 +150,7 @@ def _harm(option: Option, small: bool) -> tuple:
     paths = ("dense", "transient", "quantized")
     return (
         option.fit == "tight", -option.lora.rank, -train.max_seq_length, slow,
-        _METHODS[small].index(option.method), -train.batch_size, train.grad_checkpoint,
+        _METHODS[small].index(option.method), -train.batch_size, RECOMPUTE.index(train.recomputes),
         paths.index(path) if runtime.on_cpu() else -paths.index(path), option.quantize != "nf4",
     )  # fmt: skip
 
@@ -185,7 +185,7 @@ def _option(checkpoint, memory, lora, train, asked, method, quantize, path, dtyp
         less = replace(
             train, quantize=train.quantize if stored else quantize, base_path=path,
             compute_dtype=dtype, batch_size=batch, max_seq_length=length,
-            grad_checkpoint=recompute,
+            recompute=recompute,
         )  # fmt: skip
         plan = estimate(checkpoint.config, checkpoint.tensors, less_lora, less, path)
         tried.append((less_lora, less, plan, fit(plan, memory)))
@@ -199,18 +199,19 @@ def _option(checkpoint, memory, lora, train, asked, method, quantize, path, dtyp
     return Option(method, quantize, less_lora, less, plan, found, why)
 
 
-def _search(checkpoint, lora, train, asked) -> list[tuple[int, int, bool, int]]:
+def _search(checkpoint, lora, train, asked) -> list[tuple[int, int, str, int]]:
     """(rank, length, recompute, batch), what gives up least first."""
     longest = checkpoint.config.get("max_position_embeddings") or train.max_seq_length
     ranks = [lora.rank, *(r for r in (8, LEAST_RANK) if r < lora.rank)]
     lengths = _halved(min(train.max_seq_length, longest), SHORTEST)
-    recomputed = [train.grad_checkpoint] if "grad_checkpoint" in asked else [False, True]
+    stands = asked & {"grad_checkpoint", "recompute"}
+    policies = [train.recompute] if stands else [train.recompute, "block"]
     if "rank" in asked:
         ranks = [lora.rank]
     if "max_seq_length" in asked:
         lengths = [train.max_seq_length]
     batches = [train.batch_size] if "batch_size" in asked else _halved(train.batch_size, 1)
-    return [(r, t, c, b) for r in ranks for t in lengths for c in recomputed for b in batches]
+    return [(r, t, c, b) for r in ranks for t in lengths for c in policies for b in batches]
 
 
 def _halved(largest: int, least: int) -> list[int]:
@@ -236,7 +237,7 @@ def _why(
     ):
         if taken != wanted:
             gave.append(f"{name} {taken} instead of {wanted}")
-    if train[1].grad_checkpoint and not train[0].grad_checkpoint:
+    if train[1].recomputes != train[0].recomputes:
         gave.append("blocks recomputed")
     name, largest = max(plan.parts().items(), key=lambda item: item[1])
     share = f"{name} {size(largest)} is the largest part"
@@ -256,7 +257,7 @@ def _full(checkpoint: Checkpoint, best: Option, memory: int, asked: frozenset[st
     train = replace(
         best.train, quantize="none", keep=(), double_quant=True, base_path="dense",
         batch_size=best.train.batch_size if "batch_size" in asked else 1,
-        compute_dtype="float32", grad_checkpoint=True, optimizer="adamw",
+        compute_dtype="float32", recompute="block", optimizer="adamw",
         grad_accumulation_steps=1,
     )  # fmt: skip
     plan = estimate(
@@ -296,15 +297,14 @@ def table(
         f"base    {checkpoint.name} · {_count(best.plan.base_weights)} weights · "
         f"memory {size(memory)}",
         "",
-        f"{'method':<13} {'path':<9} {'rank':>4} {'batch':>9} {'recomp':>6} {'peak':>8} fits",
+        f"{'method':<13} {'path':<9}{'rank':>4} {'batch':>8} {'recompute':>9} {'peak':>8} fits",
     ]
     for o, kind in zip(options, kinds, strict=True):
         full = o.method == "full"
         batch = f"{o.train.batch_size} x {o.train.max_seq_length}"
-        recomputed = "yes" if o.train.grad_checkpoint else "no"
         lines.append(
-            f"{kind:<13} {o.plan.base_path:<9} {'-' if full else o.lora.rank:>4} {batch:>9} "
-            f"{recomputed:>6} {size(o.plan.peak_bytes):>8} {_ANSWERS[o.fit]}"
+            f"{kind:<13} {o.plan.base_path:<9}{'-' if full else o.lora.rank:>4} {batch:>8} "
+            f"{o.train.recomputes:>9} {size(o.plan.peak_bytes):>8} {_ANSWERS[o.fit]}"
         )
     lines += ["", f"{'parts of ' + kinds[0]:<24} {'at the peak':>12} {'at most':>9}"]
     most = best.plan.most()

@@ -1,12 +1,13 @@
 """Choose how the frozen weights are multiplied, by measuring it here.
 
 For each distinct weight shape of the base the three paths run forward and backward on the rows of
-this run; their times are added up over the base. A path that cannot fit into memory is not taken,
+this run; their times are added up over the base, which takes one path: a path for each kind of
+weight never won more than 3 % (benchmarks/LOG.md). A path that cannot fit into memory is not taken,
 and one that is far behind is given up early.
 """
 
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Set
 from dataclasses import dataclass
 
@@ -30,12 +31,29 @@ _DENSE_SHARE = 0.6  # of the memory that is left
 
 
 @dataclass(frozen=True)
+class KindTimes:
+    """Weights of one shape and packing: their last names, how many a step multiplies, and the
+    milliseconds a step that each path would take for all of them."""
+
+    names: tuple[str, ...]
+    shape: tuple[int, int]
+    count: int
+    step_ms: dict[str, float]
+
+    def line(self) -> str:
+        parts = [f"{name} {ms:,.1f} ms" for name, ms in self.step_ms.items()]
+        return f"{self.count} x {list(self.shape)} {', '.join(self.names)}: {' · '.join(parts)}"
+
+
+@dataclass(frozen=True)
 class BasePathChoice:
-    """``base_path`` and the milliseconds a step that each measured path would take."""
+    """``base_path`` and the milliseconds a step that each measured path would take; of which
+    ``kinds`` has those of each kind of weight."""
 
     base_path: str
     step_ms: dict[str, float]
     reason: str
+    kinds: tuple[KindTimes, ...] = ()
 
     def line(self) -> str:
         """The numbers and the choice, for the log."""
@@ -120,15 +138,19 @@ def choose_base_path(
         return BasePathChoice("dense", {}, "the base is not quantized")
     counts = Counter(_kind(*item) for item in modules)
     example = {_kind(*item): item[1] for item in modules}
-    totals = dict.fromkeys(("quantized", "transient", "dense"), 0.0)
+    names: dict[tuple, set[str]] = defaultdict(set)
+    for path, module in modules:
+        names[_kind(path, module)].add(path.rsplit(".", 1)[-1])
+    kinds = []
     for kind, count in counts.items():
         is_head = kind[-1]
         wanted = head_rows if is_head and head_rows else rows
-        for path, seconds in _kind_seconds(example[kind], wanted).items():
-            totals[path] += seconds * count
+        seconds = _kind_seconds(example[kind], wanted)
+        ms = {path: 1e3 * seconds[path] * count for path in ("quantized", "transient", "dense")}
+        kinds.append(KindTimes(tuple(sorted(names[kind])), kind[0], count, ms))
         if advance is not None:
             advance()
-    step_ms = {path: seconds * 1e3 for path, seconds in totals.items()}
+    step_ms = {path: sum(kind.step_ms[path] for kind in kinds) for path in kinds[0].step_ms}
     if planned is None:
         free = runtime.total_memory() - mx.get_active_memory()
         fits = dense_bytes(model) < _DENSE_SHARE * free
@@ -138,7 +160,8 @@ def choose_base_path(
     reason = f"{' and '.join(left_out)} would not fit" if left_out else ""
     if left_out == ["dense"]:
         reason = f"dense would need {dense_bytes(model) / 1e9:.1f} GB more"
-    return BasePathChoice(min(candidates, key=candidates.get), step_ms, reason)
+    base_path = min(candidates, key=candidates.get)
+    return BasePathChoice(base_path, step_ms, reason, tuple(kinds))
 
 
 def _kind_seconds(module: nn.Module, rows: int) -> dict[str, float]:

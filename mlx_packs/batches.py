@@ -5,7 +5,8 @@ row of a batch holds as many rows of the data as fit, one behind the other: its 
 """
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -13,6 +14,9 @@ import numpy as np
 
 from .encoding import Example, Examples
 
+# Of the batches of a run that is compiled: each shape is compiled by itself and kept for good.
+MOST_SHAPES = 8
+_COUNTED_BATCHES = 2000
 # Packed rows that a window of shuffled rows fills; its last one is half full on average.
 _PACKED_WINDOW = 128
 
@@ -24,9 +28,11 @@ class Batch:
     tokens: int32 [B, T].   positions: int32 [M], index into the B x T flattened inputs whose
     hidden state predicts the target.   targets: int32 [M].   weights: float32 [M], 0 where padding.
     owners: int32 [M], index into ``rows`` (-1 where padding).   count: number of real targets.
-    rows: which rows of the data it holds, in the order in which they stand.
+    rows: which rows of the data it holds, in the order in which they stand.   starts: where the
+    inputs of each begin in the B x T flattened ones.
     segments: int32 [B, T], number of the segment in its row of the batch, from 0 and rising; what
     is left of a row is a segment of its own. None where a row of the batch is one of the data.
+    states: uint8 [B, T, bytes], what enters the first adapted block (prefix.py), or None.
     """
 
     tokens: np.ndarray
@@ -35,8 +41,10 @@ class Batch:
     weights: np.ndarray
     owners: np.ndarray
     rows: tuple[int, ...]
+    starts: tuple[int, ...]
     count: int
     segments: np.ndarray | None = None
+    states: np.ndarray | None = None
 
 
 def padded_length(longest: int, limit: int) -> int:
@@ -55,13 +63,32 @@ def padded_targets(count: int, slots: int) -> int:
     return slots
 
 
-def make_batch(examples: Sequence[Example], indices, batch_size: int, limit: int) -> Batch:
-    """Lay rows out as a batch; missing rows of the last batch are empty."""
+def fitting_shape(
+    shape: tuple[int, int], batch_size: int, shapes: Collection[tuple[int, int]] | None
+) -> tuple[int, int]:
+    """The cheapest of ``shapes`` (T, M) that holds a batch of ``shape``; itself without any."""
+    if shapes is None:
+        return shape
+    fitting = [s for s in shapes if s[0] >= shape[0] and s[1] >= shape[1]]
+    return min(fitting, key=lambda s: _shape_cost(s, batch_size))
+
+
+def make_batch(
+    examples: Sequence[Example],
+    indices,
+    batch_size: int,
+    limit: int,
+    shapes: Collection[tuple[int, int]] | None = None,
+) -> Batch:
+    """Lay rows out as a batch, of one of ``shapes`` (T, M); missing rows of the last batch are
+    empty."""
     chosen = [examples[i] for i in indices]
     longest = max(len(e.tokens) for e in chosen) - 1
     width = padded_length(max(longest, 1), limit)
+    slots = padded_targets(sum(int(e.target.sum()) for e in chosen), batch_size * width)
+    width, slots = fitting_shape((width, slots), batch_size, shapes)
     starts = [b * width for b in range(len(chosen))]
-    return _laid_out(chosen, starts, (batch_size, width), indices)
+    return _laid_out(chosen, starts, (batch_size, width), slots, indices)
 
 
 def make_packed_batch(
@@ -77,17 +104,21 @@ def make_packed_batch(
             starts.append(b * limit + at)
             at += len(chosen[-1].tokens) - 1
             segments[b, at:] = number + 1
-    return _laid_out(chosen, starts, (batch_size, limit), np.concatenate(packed), segments)
+    slots = padded_targets(sum(int(e.target.sum()) for e in chosen), batch_size * limit)
+    rows = np.concatenate(packed)
+    return _laid_out(chosen, starts, (batch_size, limit), slots, rows, segments)
 
 
 def _laid_out(
     chosen: list[Example],
     starts: list[int],
     shape: tuple[int, int],
+    slots: int,
     indices,
     segments: np.ndarray | None = None,
 ) -> Batch:
-    """A batch with the inputs of each example from its start on, in the flattened [B, T]."""
+    """A batch with the inputs of each example from its start on, in the flattened [B, T], and
+    room for so many targets."""
     tokens = np.zeros(shape[0] * shape[1], dtype=np.int32)
     positions, targets, owners = [], [], []
     for owner, (e, start) in enumerate(zip(chosen, starts, strict=True)):
@@ -97,7 +128,6 @@ def _laid_out(
         targets.append(e.tokens[at])
         owners.append(np.full(len(at), owner, dtype=np.int32))
     count = sum(len(t) for t in targets)
-    slots = padded_targets(count, tokens.size)
 
     def filled(parts: list[np.ndarray], value: int) -> np.ndarray:
         out = np.full(slots, value, dtype=np.int32)
@@ -113,6 +143,7 @@ def _laid_out(
         weights,
         filled(owners, -1),
         tuple(int(i) for i in indices),
+        tuple(starts),
         count,
         segments,
     )
@@ -189,12 +220,16 @@ def training_batches(
     seed: int,
     start: int = 0,
     packing: bool = False,
+    shapes: Collection[tuple[int, int]] | None = None,
 ) -> Iterator[Batch]:
-    """Batches without end, epoch after epoch, from batch number ``start``."""
+    """Batches without end, epoch after epoch, from batch number ``start``; unpacked ones have one
+    of ``shapes``, if there are any."""
     limit = max_seq_length - 1
-    make = make_packed_batch if packing else make_batch
     for rows in _orders(examples.lengths, batch_size, limit, seed, packing, start):
-        yield make(examples.items, rows, batch_size, limit)
+        if packing:
+            yield make_packed_batch(examples.items, rows, batch_size, limit)
+        else:
+            yield make_batch(examples.items, rows, batch_size, limit, shapes)
 
 
 def prefetched(batches: Iterator[Batch]) -> Iterator[Batch]:
@@ -216,16 +251,58 @@ def batch_shapes(
     seed: int,
     iters: int,
     packing: bool = False,
+    shapes: Collection[tuple[int, int]] | None = None,
 ) -> set[tuple[int, int]]:
-    """(T, M) of the first ``iters`` batches of training, without laying them out."""
+    """(T, M) of the first ``iters`` batches of `training_batches`, without laying them out."""
+    found = _shape_counts(examples, batch_size, max_seq_length, seed, iters, packing)
+    return {s if packing else fitting_shape(s, batch_size, shapes) for s in found}
+
+
+def _shape_counts(
+    examples: Examples, batch_size: int, max_seq_length: int, seed: int, iters: int, packing: bool
+) -> Counter[tuple[int, int]]:
+    """How many of the first ``iters`` batches have each shape, where any is allowed."""
     lengths, counts, limit = examples.lengths, examples.target_counts, max_seq_length - 1
-    shapes: set[tuple[int, int]] = set()
+    found: Counter[tuple[int, int]] = Counter()
     for order in itertools.islice(_orders(lengths, batch_size, limit, seed, packing), iters):
         rows = np.concatenate(order) if packing else order
         longest = max(int(lengths[rows].max()) - 1, 1)
         width = limit if packing else padded_length(longest, limit)
-        shapes.add((width, padded_targets(int(counts[rows].sum()), batch_size * width)))
-    return shapes
+        found[width, padded_targets(int(counts[rows].sum()), batch_size * width)] += 1
+    return found
+
+
+def few_shapes(
+    examples: Examples, batch_size: int, max_seq_length: int, seed: int
+) -> frozenset[tuple[int, int]]:
+    """At most `MOST_SHAPES` shapes (T, M), one of which holds whatever batch of unpacked rows.
+
+    Begins with those of the first batches and joins the two that add the least padding. It does
+    not depend on the number of batches, so that a run resumed for more has the same ones.
+    """
+    batches = min(-(-len(examples) // batch_size), _COUNTED_BATCHES)
+    counts = _shape_counts(examples, batch_size, max_seq_length, seed, batches, packing=False)
+    longest = padded_length(int(examples.lengths.max()) - 1, max_seq_length - 1)
+    counts[longest, batch_size * longest] += 0  # a later epoch may put any rows together
+
+    def joined(one: tuple[int, int], other: tuple[int, int]) -> tuple[tuple[int, int], int]:
+        both = max(one[0], other[0]), max(one[1], other[1])
+        cost = _shape_cost(both, batch_size)
+        added = sum(counts[s] * (cost - _shape_cost(s, batch_size)) for s in (one, other))
+        return both, added
+
+    while len(counts) > MOST_SHAPES:
+        pairs = itertools.combinations(sorted(counts), 2)
+        one, other = min(pairs, key=lambda pair: joined(*pair)[1])
+        both = joined(one, other)[0]
+        counts[both] = counts.pop(one) + counts.pop(other)
+    return frozenset(counts)
+
+
+def _shape_cost(shape: tuple[int, int], batch_size: int) -> int:
+    """What a batch of a shape (T, M) costs: a row of the head as much as a quarter of a token in
+    the blocks (a tenth in Qwen3-4B, a third in Qwen3-0.6B)."""
+    return 4 * batch_size * shape[0] + shape[1]
 
 
 def packed_rows(

@@ -355,7 +355,7 @@ def _quantize_lines(report: dict) -> list[str]:
 
 _SEARCHED = {
     "batch_size": "{}, less if need be", "max_seq_length": "{}, less if need be",
-    "rank": "{}, less if need be", "grad_checkpoint": "if need be", "base_path": "all",
+    "rank": "{}, less if need be", "recompute": "{}, block if need be", "base_path": "all",
     "quantize": "none, nf4 and affine4",
 }  # fmt: skip
 

@@ -19,6 +19,8 @@ from .errors import PackError, did_you_mean
 
 OPTIMIZERS = ("adamw", "adamw_8bit", "adam", "adafactor", "sgd", "muon", "lion")
 BASE_PATHS = ("auto", "quantized", "transient", "dense")
+RECOMPUTE = ("none", "selective", "block")
+CACHE_PREFIX = ("auto", "on", "off")
 LOSS_ON = ("all", "completion", "assistant")
 QUANTIZE = ("none", "affine4", "affine8", "nf4")
 COMPUTE_DTYPES = ("auto", "bfloat16", "float16", "float32")
@@ -26,7 +28,7 @@ FLAGS = "options"
 SCHEDULES = ("cosine", "linear", "constant")
 # settings that the peak memory of a run depends on
 MEMORY_SETTINGS = (
-    "batch_size max_seq_length rank base_path grad_checkpoint quantize double_quant keep "
+    "batch_size max_seq_length rank base_path grad_checkpoint recompute quantize double_quant keep "
     "compute_dtype optimizer grad_accumulation_steps num_layers target_modules"
 ).split()
 
@@ -104,7 +106,19 @@ class TrainConfig:
     optimizer_config: dict = _option({}, "Arguments of the optimizer, by its name, as in mlx-lm.")
     grad_accumulation_steps: int = _option(1, "Batches per update; weighted by their tokens.")
     max_grad_norm: float | None = _option(1.0, "Gradients are scaled down to this norm. 0 is off.")
-    grad_checkpoint: bool = _option(False, "Recompute each block in the backward to save memory.")
+    grad_checkpoint: bool = _option(False, "The same as recompute block, as in mlx-lm.")
+    recompute: str = _option(
+        "selective",
+        "What the backward computes again instead of keeping it: nothing, what is cheap, or each "
+        "block (least memory, most time).",
+        RECOMPUTE,
+    )
+    cache_prefix: str = _option(
+        "auto",
+        "Compute the blocks below the adapters once for each row and keep what they make; auto "
+        "does where it pays.",
+        CACHE_PREFIX,
+    )
     loss_on: str | None = _option(
         None,
         "What is learned: every token, the last answer, or all answers. "
@@ -112,6 +126,8 @@ class TrainConfig:
         LOSS_ON,
     )
     ce_last_k: int | None = _option(None, "Learn only the last K target tokens of each row.")
+    z_loss: float = _option(0.0, "Weight of logsumexp^2 in the loss, which keeps logits small.")
+    label_smoothing: float = _option(0.0, "Share of each target that is spread over all tokens.")
     base_path: str = _option(
         "auto", "How the frozen weights are multiplied; auto measures here.", BASE_PATHS
     )
@@ -133,9 +149,16 @@ class TrainConfig:
     test_batches: int = _option(-1, "Held-out batches before and after; -1 is all.")
     save_every: int = _option(100, "Batches between checkpoints in the run folder.")
     clear_cache_threshold: int | None = _option(
-        None, "Clear MLX's buffer cache between steps when it is larger than this (2GB, 500M)."
+        None,
+        "Clear MLX's buffer cache between steps when it is larger than this (2GB, 500M); more than "
+        "the run's own limit raises that.",
     )
     max_pack_mb: float | None = _option(None, "Gate: exit with 1 if the pack is larger than this.")
+
+    @property
+    def recomputes(self) -> str:
+        """The policy of recomputation, whichever of its two options named it."""
+        return "block" if self.grad_checkpoint else self.recompute
 
     def __post_init__(self):
         positive = (
@@ -162,6 +185,10 @@ class TrainConfig:
                 f"ce_last_k must be positive, but got {self.ce_last_k}.",
             ),
             (
+                not (self.grad_checkpoint and self.recompute == "none"),
+                "grad_checkpoint is recompute block, but recompute is none; say one of them.",
+            ),
+            (
                 self.double_quant or self.quantize == "nf4",
                 f"no-double-quant goes with quantize nf4, but that is {self.quantize}.",
             ),
@@ -173,6 +200,14 @@ class TrainConfig:
             (
                 self.test_batches == -1 or self.test_batches > 0,
                 f"test_batches must be positive, or -1 for all, but got {self.test_batches}.",
+            ),
+            (
+                math.isfinite(self.z_loss) and self.z_loss >= 0,
+                f"z_loss must be 0 or more, but got {self.z_loss}.",
+            ),
+            (
+                0 <= self.label_smoothing < 1,
+                f"label_smoothing must be in [0, 1), but got {self.label_smoothing}.",
             ),
             (0 <= self.seed < 2**32, f"seed must be in [0, 2^32), but got {self.seed}."),
             (
@@ -371,6 +406,8 @@ def _flatten_mlx_lm(values: Mapping, where: str) -> dict:
                 f"{where}: mask_prompt means loss_on '{wanted}', but loss_on is "
                 f"'{flat['loss_on']}'; say one of them."
             )
+    if isinstance(flat.get("cache_prefix"), bool):  # on and off, as YAML reads them
+        flat["cache_prefix"] = "on" if flat["cache_prefix"] else "off"
     flat.pop("config", None)
     if "adapter_path" in flat:
         flat.setdefault("out", flat.pop("adapter_path"))

@@ -14,7 +14,7 @@ from .config import DataConfig, TrainConfig
 from .encoding import encode
 from .errors import PackError
 from .loading import Base
-from .loss import Head, as_arrays, split_head, target_nll
+from .loss import Head, as_arrays, split_head, target_loss
 from .nn.quantized import apply_base_path, replace_modules
 from .pack import Pack
 from .runtime import mx
@@ -67,7 +67,7 @@ def score(model: nn.Module, head: Head | None, batches: list[Batch], advance=Non
     model.eval()
 
     def forward(*arrays):
-        return target_nll(model, head, *arrays)
+        return target_loss(model, head, *arrays, gradient=False)
 
     compiled = mx.compile(forward)
     nll_rows, count_rows, hits = [], [], 0.0

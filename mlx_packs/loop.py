@@ -18,7 +18,7 @@ from .display import Display
 from .errors import Interrupted, PackError
 from .evaluation import Score
 from .files import append_line
-from .loss import as_arrays
+from .loss import Arrays
 from .runtime import mx
 from .step import Stepper
 
@@ -69,13 +69,17 @@ class _Window:
 
 @dataclass
 class Loop:
-    """Everything that the loop over batches needs, so that it reads as one function."""
+    """Everything that the loop over batches needs, so that it reads as one function.
+
+    arrays: of a batch, what the step takes.
+    """
 
     attached: Attached
     stepper: Stepper
     config: TrainConfig
     run: Path
     cursor: Cursor
+    arrays: Callable[[Batch], Arrays]
     judge: Callable[[Batch], Score]
     validate: Callable[[], Score] | None
     display: Display
@@ -97,7 +101,7 @@ class Loop:
                 number = cursor.batches + 1
                 last = number % config.grad_accumulation_steps == 0 or number == config.iters
                 start = time.perf_counter()
-                loss, update_norm = self.stepper(as_arrays(batch), batch.count, last, alone)
+                loss, update_norm = self.stepper(self.arrays(batch), batch.count, last, alone)
                 seconds = time.perf_counter() - start
                 norm = update_norm if last else norm
                 self._stop_if_not_finite(loss, norm, number)

@@ -10,8 +10,10 @@ from dataclasses import dataclass
 import mlx.nn as nn
 
 from .batches import Batch
+from .nn.prefix import fed
+from .nn.quantized import frozen_head
 from .nn.segments import restarting, segment_caches
-from .ops.linear_cross_entropy import cross_entropy, linear_cross_entropy
+from .ops.linear_cross_entropy import FrozenHead, cross_entropy, linear_cross_entropy
 from .runtime import mx
 
 Arrays = tuple[mx.array, ...]
@@ -19,10 +21,14 @@ Arrays = tuple[mx.array, ...]
 
 @dataclass(frozen=True)
 class Head:
-    """``hidden``: tokens [B, T] to states [B, T, D].   ``logits``: states [n, D] to [n, V]."""
+    """``hidden``: tokens [B, T] to states [B, T, D].   ``logits``: states [n, D] to [n, V].
+
+    frozen: the same head by slices of its rows; None if it learns, or cannot be sliced.
+    """
 
     hidden: Callable[..., mx.array]
     logits: Callable[[mx.array], mx.array]
+    frozen: FrozenHead | None
 
 
 def split_head(model: nn.Module) -> Head | None:
@@ -33,16 +39,16 @@ def split_head(model: nn.Module) -> Head | None:
     inner = model.get("model", model.get("transformer"))
     if not isinstance(inner, nn.Module):
         return None
-    heads = [model["lm_head"]] if "lm_head" in model else []
+    heads = [(model["lm_head"], model["lm_head"])] if "lm_head" in model else []
     for name in ("embed_tokens", "wte"):
         if name in inner:
-            heads.append(inner[name].as_linear)
+            heads.append((inner[name], inner[name].as_linear))
     probe = mx.array([[1, 2, 3, 1]])
     try:
         expected, states = model(probe), inner(probe)
-        for head in heads:
-            if mx.array_equal(head(states), expected).item():
-                return Head(inner, head)
+        for module, logits in heads:
+            if mx.array_equal(logits(states), expected).item():
+                return Head(inner, logits, frozen_head(module))
     except (TypeError, ValueError, AttributeError):
         return None
     return None
@@ -69,37 +75,55 @@ def forward(
     """What ``part`` (the model, or its hidden states) makes of tokens [B, T].
 
     Args:
+        tokens: or float [B, T, D], what enters the first adapted block in their place (prefix.py).
         segments: [B, T], where rows are packed; an input sees its own segment alone.
         offset: position of the first input of packed rows.
     """
+    if tokens.ndim == 3:
+        with fed(model, tokens):
+            unread = mx.zeros(tokens.shape[:2], mx.int32)
+            return forward(model, part, unread, segments, offset)
     if segments is None:
         return part(tokens)
     with restarting(model, segments):
         return part(tokens, cache=segment_caches(model, segments, offset))
 
 
-def target_nll(
+def target_loss(
     model: nn.Module,
     head: Head | None,
     tokens: mx.array,
     positions: mx.array,
     targets: mx.array,
     segments: mx.array | None = None,
+    z_loss: float = 0.0,
+    label_smoothing: float = 0.0,
+    gradient: bool = True,
 ) -> tuple[mx.array, mx.array]:
-    """Negative log-likelihood [M] float32 of each target and whether it ranks first [M].
+    """Loss [M] float32 of each target and whether it ranks first [M].
+
+    By default the loss is the negative log-likelihood; ops/linear_cross_entropy.py has the rest.
 
     Args:
-        tokens: [B, T].   positions: [M], flat index of the input that predicts each target.
+        tokens: [B, T], or their states (`forward`).   positions: [M], flat index of the input that
+            predicts each target.
         targets: [M], token ids.   segments: [B, T], where rows are packed.
+        gradient: whether one will be asked for.
     """
+    if head is not None and head.frozen is not None:
+        states = _rows(forward(model, head.hidden, tokens, segments), positions)
+        return linear_cross_entropy(states, targets, head.frozen, z_loss, label_smoothing, gradient)
     if head is None:
-        logits = forward(model, model, tokens, segments)
-        rows = logits.reshape(-1, logits.shape[-1])[positions]
-        return cross_entropy(rows, targets), mx.argmax(rows, axis=-1) == targets
-    states = forward(model, head.hidden, tokens, segments)
-    rows = states.reshape(-1, states.shape[-1])[positions]
-    vocab_size = getattr(getattr(model, "args", None), "vocab_size", 2**17)
-    return linear_cross_entropy(rows, targets, head.logits, vocab_size)
+        logits = _rows(forward(model, model, tokens, segments), positions)
+    else:
+        logits = head.logits(_rows(forward(model, head.hidden, tokens, segments), positions))
+    loss = cross_entropy(logits, targets, z_loss, label_smoothing)
+    return loss, mx.argmax(logits, axis=-1) == targets
+
+
+def _rows(x: mx.array, positions: mx.array) -> mx.array:
+    """[B, T, D] to its rows [M, D] at these flat positions."""
+    return x.reshape(-1, x.shape[-1])[positions]
 
 
 def loss_sum(
@@ -110,7 +134,11 @@ def loss_sum(
     targets: mx.array,
     weights: mx.array,
     segments: mx.array | None = None,
+    z_loss: float = 0.0,
+    label_smoothing: float = 0.0,
 ) -> mx.array:
-    """Sum of the targets' negative log-likelihoods; the caller divides by their number."""
-    nll, _ = target_nll(model, head, tokens, positions, targets, segments)
-    return (nll * weights).sum()
+    """Sum of the targets' losses; the caller divides by their number."""
+    loss, _ = target_loss(
+        model, head, tokens, positions, targets, segments, z_loss, label_smoothing
+    )
+    return (loss * weights).sum()

@@ -15,7 +15,7 @@ from .runtime import mx
 
 _LEARNED_POSITIONS = ("wpe",)  # gpt2 and gpt_bigcode are all of mlx-lm that have them
 _PROBE = (9, 7)  # tokens of the two rows
-_TOLERANCE = {mx.float32: 1e-4, mx.float16: 1e-2, mx.bfloat16: 5e-2}
+TOLERANCE = {mx.float32: 1e-4, mx.float16: 1e-2, mx.bfloat16: 5e-2}
 _ROTARY_ERROR = 1e-6  # an angle in float32 loses this much for each position
 
 
@@ -62,10 +62,10 @@ def why_not_packed(model: nn.Module, head: Head | None, limit: int, vocab_size: 
         for offset in {0, max(0, limit - sum(_PROBE))}:
             try:
                 packed = forward(model, part, tokens, segments, offset)
-                error = _relative_error(packed, alone)
+                error = relative_error(packed, alone)
             except (TypeError, ValueError, AttributeError, IndexError, KeyError) as fault:
                 return f"it does not take a mask of segments: {' '.join(str(fault).split())}"
-            allowed = _TOLERANCE[alone.dtype] + offset * _ROTARY_ERROR
+            allowed = TOLERANCE[alone.dtype] + offset * _ROTARY_ERROR
             if not error <= allowed:
                 return f"off by {error:.1e} at position {offset}, where {allowed:.1e} is rounding"
     finally:
@@ -73,7 +73,7 @@ def why_not_packed(model: nn.Module, head: Head | None, limit: int, vocab_size: 
     return None
 
 
-def _relative_error(found: mx.array, wanted: mx.array) -> float:
+def relative_error(found: mx.array, wanted: mx.array) -> float:
     """The largest error of a position's vector, as a share of that vector's length."""
     found, wanted = found.astype(mx.float32), wanted.astype(mx.float32)
     lengths = mx.linalg.norm(wanted, axis=-1)

@@ -1,10 +1,9 @@
 """What fits into a memory: the peak of a training run, from `config.json` and tensor headers alone.
 
-A step of training is followed by hand: what the forward keeps for the backward, what is held until
-its end, and what is in flight at the four moments that can be the worst. MLX evaluates ahead of
-what is computed, so "in flight" is about one block's worth of temporaries, not one; the counts
-below are those of MLX's CPU backend (about 50 operations), read off and checked by
-`benchmarks/plan_accuracy.py`. Rows are not packed yet: a batch is as wide as its longest row.
+A step of training is followed by hand: what the forward keeps for the backward, and what is in
+flight at the four moments that can be the worst. MLX allocates ahead of what it computes, so "in
+flight" is about one block's worth of temporaries, not one; the counts below are those of MLX's CPU
+backend, read off measured peaks and checked by `benchmarks/plan_accuracy.py`.
 
 On a GPU the same formula is used with the dtype of the checkpoint. It was **not measured there**.
 """
@@ -35,7 +34,9 @@ from .loading import (
     stored_as_asked,
     weight_files,
 )
-from .ops.linear_cross_entropy import CHUNK_BYTES
+from .ops.attention import SCORE_BYTES
+from .ops.linear_cross_entropy import columns as loss_columns
+from .ops.sliced_matmul import SLICE_WEIGHTS, device
 from .optim import make_optimizer
 from .packing import Recipe, packed_nbytes, packing_named, packing_of
 from .runtime import mx
@@ -51,11 +52,6 @@ Tensors = Mapping[str, Mapping]  # name -> {"dtype": as safetensors spells it, "
 _ITEM_BYTES = {"F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2}
 _HALF = ("F16", "BF16")
 
-# Copies of a chunk of logits that are in flight in the loss, by chunks: MLX evaluates independent
-# chunks breadth first, so more of them take more, though each is made on its own.
-_LOSS_CHUNKS = ((0, 0.0), (1, 11.0), (2, 19.0), (4, 24.0))
-_LOSS_MORE = 1.25
-
 
 @dataclass(frozen=True)
 class MemoryPlan:
@@ -63,7 +59,7 @@ class MemoryPlan:
 
     base: frozen weights, packed and dense.   adapters.   optimizer: its state.   moments: what
     comes and goes, at ``loss``, ``mlp``, ``attention`` and ``update``: gradients of the adapters;
-    activations kept for the backward; logits in chunks; working, temporaries in flight with
+    activations kept for the backward; logits in slices; working, temporaries in flight with
     dequantized weights among them.   adapter_weights, base_weights: how many there are.
 
     The buffers that MLX has freed and caches are no part of it: neither `mx.get_peak_memory` nor
@@ -134,7 +130,7 @@ def remedies(
         "--quantize nf4": (lora, replace(packed, quantize="nf4")),
         "--base-path transient": (lora, packed),
         "a smaller --batch-size": (lora, replace(train, batch_size=-(-train.batch_size // 2))),
-        "--grad-checkpoint": (lora, replace(train, grad_checkpoint=True)),
+        "--recompute block": (lora, replace(train, recompute="block")),
         "a smaller --max-seq-length": (
             lora, replace(train, max_seq_length=max(train.max_seq_length // 2, SHORTEST))
         ),
@@ -409,43 +405,65 @@ def _optimizer_bytes(specs: Mapping, train: TrainConfig) -> int:
 # ── a step ───────────────────────────────────────────────────────────────────────────────────────
 
 
-@dataclass(frozen=True)
-class _Block:
-    """Numbers per token that one adapted block holds.
+def _kept(sizes: _Sizes, adapted: Mapping[str, int], scores: float, recompute: str) -> float:
+    """Numbers per token that one adapted block holds from forward to backward.
 
-    kept: from forward to backward.   deferred: what the gradients of A and B are made of, which
-    MLX leaves to the end of the step: inputs of the projections and gradients of their outputs.
+    Args:
+        adapted: rank of each adapted projection of the block.
+        scores: attention probabilities, heads x T, if they are one piece; else 0.
     """
-
-    kept: float
-    deferred: float
-
-
-def _block(sizes: _Sizes, adapted: Mapping[str, int], attention: float) -> _Block:
-    """``adapted``: rank of each adapted projection of the block; ``attention``: heads x T."""
     d, f, q, k = sizes.hidden, sizes.ffn, sizes.queries, sizes.keys
-    ranks = sum(adapted.values())
     qkv = any(name in adapted for name in ("q_proj", "k_proj", "v_proj"))
     gate_up = any(name in adapted for name in ("gate_proj", "up_proj"))
-    inputs = d * (qkv + gate_up) + q * ("o_proj" in adapted) + f * ("down_proj" in adapted)
-    # two residual streams; q and k after RoPE, v, probabilities, output; gate, up, sigmoid
-    kept = 2 * d + (2 * q + 2 * k + attention) + 3 * f + inputs + ranks
-    if sizes.head_norms:
-        kept += q + k  # what q_norm and k_norm read
-    outputs = sum(sizes.widths(name)[0] for name in adapted)
-    return _Block(kept, inputs + outputs + 2 * ranks)
+    # two residual streams, and what the gradients of A are made of
+    kept = d * (2 + qkv + gate_up) + q * ("o_proj" in adapted) + sum(adapted.values())
+    if recompute != "none":
+        return kept + q + 2 * k + 2 * f  # outputs of the frozen products
+    # q and k after RoPE, v, attended; gate, up, sigmoid; the input of down
+    kept += 2 * q + 2 * k + scores + 3 * f + f * ("down_proj" in adapted)
+    return kept + (q + k) * sizes.head_norms  # what q_norm and k_norm read
 
 
-def _loss_bytes(vocab: int, targets: int) -> float:
-    """Chunks of logits [rows, V] in float32 that are in flight."""
-    rows = max(32, CHUNK_BYTES // (4 * vocab))
-    chunks = targets / rows
-    n, copies = _LOSS_CHUNKS[-1]
-    copies += _LOSS_MORE * max(0.0, chunks - n)
-    for (n0, c0), (n1, c1) in zip(_LOSS_CHUNKS, _LOSS_CHUNKS[1:], strict=False):
-        if n0 <= chunks <= n1:
-            copies = c0 + (c1 - c0) * (chunks - n0) / (n1 - n0)
-    return copies * rows * vocab * 4
+def _moments(
+    sizes: _Sizes, adapted: list[dict[str, int]], scores: float, recompute: str, sliced: bool
+) -> dict[str, tuple[float, float]]:
+    """(kept, in flight) in numbers per token at the moments that can be the worst.
+
+    The loss comes when all blocks have run. In the feed-forward of a block its temporaries and
+    those of the attention beside it are in flight. Recomputed blocks hold their inputs, and one of
+    them what it holds anyway.
+
+    Args:
+        adapted: rank by projection of each block from the first adapted one.
+        sliced: whether weights are dense by slices, which wait for each other.
+    """
+    d, f, q = sizes.hidden, sizes.ffn, sizes.queries
+    blocks = [_kept(sizes, ranks, scores, recompute) for ranks in adapted]
+    kept = sum(blocks)
+    before = len(blocks) * d if recompute == "block" else kept
+    if recompute == "block":
+        kept = before + max(blocks)
+    if recompute == "none":
+        mlp = 4 * d + (4 if sliced else 6) * f + 2 * q
+    else:
+        mlp = 4 * d + (11 if sliced else 14) * f + 4 * scores
+    attention = 2 * (q + sizes.keys)
+    return {"loss": (before + 2 * d, 0), "mlp": (kept, mlp), "attention": (kept - f, attention)}
+
+
+def _loss_numbers(sizes: _Sizes, targets: int, unpacks: bool) -> float:
+    """Numbers in flight in the loss: slices of logits, states [M, D] and slices of the head."""
+    columns = min(loss_columns(targets, sizes.hidden), sizes.vocab)
+    head = 1.25 * columns * sizes.hidden if unpacks else 0
+    return 12.5 * targets * columns + 3 * targets * sizes.hidden + head
+
+
+def _dense_slices(sizes: _Sizes, recompute: str) -> float:
+    """Dense weights in flight while products unpack theirs; recomputed blocks wait for each."""
+    if recompute != "none":
+        return 0
+    block = sum(math.prod(sizes.widths(n)) for names in BLOCK_PROJECTIONS.values() for n in names)
+    return min(5 * SLICE_WEIGHTS[device()], block)
 
 
 def estimate(
@@ -475,28 +493,33 @@ def estimate(
 
     time = length or train.max_seq_length - 1
     tokens = train.batch_size * time
-    unit = tokens * itemsize
     adapted = _adapted(specs, sizes.blocks)
     tracked = adapted[next(i for i, ranks in enumerate(adapted) if ranks) :]
-    attention = sizes.heads * time
-    blocks = [_block(sizes, ranks, attention) for ranks in tracked]
-    moments = _moments(sizes, blocks, attention, train.grad_checkpoint)
+    block = SCORE_BYTES[device()] / 4
+    scores = sizes.heads * time  # of a token; kept if they are one block
+    nf4 = _is_nf4(tensors, train)
+    # NF4 has no kernel on a CPU that multiplies packed weights
+    always = nf4 and base_path == "quantized" and runtime.on_cpu()
+    unpacks = packed and (always or base_path == "transient")
+    policy = train.recomputes
+    kept_scores = scores if tokens * scores <= block else 0
+    moments = _moments(sizes, tracked, kept_scores, policy, unpacks and not nf4)
 
     targets = tokens if targets is None else targets
-    logits = _loss_bytes(sizes.vocab, targets)
-    pending = 4 * weights * (train.grad_accumulation_steps > 1)
-    dense = _transient_bytes(sizes, len(blocks), train, itemsize, _is_nf4(tensors, train))
-    unpacks = base_path == "transient" or (
-        base_path == "quantized" and _unpacks_always(tensors, train)
-    )
-    if not packed or not unpacks:
-        dense = dict.fromkeys(dense, 0)
+    # in recomputed blocks the last one is the worst, and the gradients of all others are there
+    pending = 4 * weights * (train.grad_accumulation_steps > 1 or policy == "block")
+    logits = {"loss": _loss_numbers(sizes, targets, unpacks)}
+    working = {
+        "mlp": _dense_slices(sizes, policy) if unpacks else 0,
+        "attention": 9 * min(block, tokens * scores),
+    }
     held = {}
-    for moment, (kept, working) in moments.items():
-        lost = logits + targets * sizes.hidden * itemsize if moment == "loss" else 0
-        held[moment] = (pending, unit * kept, lost, unit * working + dense[moment])
+    for moment, (kept, flying) in moments.items():
+        numbers = tokens * kept, logits.get(moment, 0), tokens * flying + working.get(moment, 0)
+        held[moment] = (pending, *(itemsize * n for n in numbers))
     # every gradient is there before the first update, whose temporaries span 1.3 blocks
-    held["update"] = (pending + 4 * weights, 0, 0, 1.3 * 4 * weights / len(blocks))
+    gradients = 4 * weights * (1 + (train.grad_accumulation_steps > 1))
+    held["update"] = (gradients, 0, 0, 1.3 * 4 * weights / len(tracked))
     names = ("gradients", "activations", "logits", "working")
     return MemoryPlan(
         base=_base_bytes(sizes, tensors, train, base_path, itemsize),
@@ -520,55 +543,8 @@ def _adapted(specs: Mapping, blocks: int) -> list[dict[str, int]]:
     return adapted
 
 
-def _moments(
-    sizes: _Sizes, blocks: list[_Block], attention: float, recomputed: bool
-) -> dict[str, tuple[float, float]]:
-    """(kept, in flight) in numbers per token at the moments that can be the worst.
-
-    The loss comes when all blocks have run. In the feed-forward of a block its temporaries and
-    those of the attention beside it are in flight; in attention, nine arrays of [heads, T]. With
-    recomputed blocks the lowest one is the worst: all others hold what is deferred.
-    """
-    d, f, q, k = sizes.hidden, sizes.ffn, sizes.queries, sizes.keys
-    kept = sum(block.kept for block in blocks)
-    if not recomputed:
-        return {
-            "loss": (kept + 2 * d, 0),
-            "mlp": (kept + 2 * d, 4 * d + 6 * f + 2 * q),
-            "attention": (kept - 4 * f - d, 9 * attention),
-        }
-    deferred = sum(block.deferred for block in blocks)
-    inputs = len(blocks) * d
-    return {
-        "loss": (inputs + 2 * d, 0),
-        "mlp": (deferred, 4 * d + 13 * f + 2.25 * q + 0.5 * attention + k),
-        "attention": (deferred + inputs, 2 * (q + k) + 9 * attention),
-    }
-
-
 def _is_nf4(tensors: Tensors, train: TrainConfig) -> bool:
     return train.quantize == "nf4" or any(name.endswith("absmax") for name in tensors)
-
-
-def _unpacks_always(tensors: Tensors, train: TrainConfig) -> bool:
-    """NF4 has no kernel on a CPU that multiplies packed weights: each use unpacks."""
-    return _is_nf4(tensors, train) and runtime.on_cpu()
-
-
-def _transient_bytes(
-    sizes: _Sizes, blocks: int, train: TrainConfig, itemsize: int, nf4: bool
-) -> dict[str, float]:
-    """Dequantized weights in flight: about a block's, and one small one that every block holds.
-
-    NF4 takes more operations to unpack, so fewer of its weights are in flight.
-    """
-    d, f, q, k = sizes.hidden, sizes.ffn, sizes.queries, sizes.keys
-    held = 0.85 * f * d if train.grad_checkpoint else k * d
-    return {
-        "loss": itemsize * sizes.vocab * d,
-        "mlp": itemsize * ((3.1 if nf4 else 4.4) * f * d + (blocks - 1) * held),
-        "attention": itemsize * (f * d + 2 * (q + k) * d + (blocks - 1) * held),
-    }
 
 
 def base_paths(tensors: Tensors, train: TrainConfig) -> list[str]:

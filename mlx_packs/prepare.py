@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,7 @@ from . import data as rows_of
 from . import runtime
 from .adapters import Attached
 from .base_path import BasePathChoice, choose_base_path, weight_kinds
-from .batches import batch_shapes, packed_rows, padded_length
+from .batches import batch_shapes, few_shapes, packed_rows, padded_length
 from .checkpoint import checkpoints, is_run, run_folder
 from .config import DataConfig, LoRAConfig, TrainConfig
 from .display import VERBOSE, Display, size
@@ -20,6 +21,7 @@ from .errors import PackError
 from .files import sha256
 from .loading import Base
 from .manifest import mlx_lm_config
+from .nn.quantized import path_at_work
 from .pack import check_output
 from .plan import (
     ERROR,
@@ -39,7 +41,7 @@ from .token_cache import encode_cached
 # What may differ when a run is resumed: none of it changes a step that was taken.
 _MAY_CHANGE = (
     "iters steps_per_report steps_per_eval save_every val_batches test_batches max_pack_mb "
-    "clear_cache_threshold base_path"
+    "clear_cache_threshold base_path cache_prefix"
 ).split()
 
 
@@ -201,8 +203,9 @@ def plan_paths(
     loaded = dataclasses.replace(train, quantize="none", keep=(), double_quant=True)
     tensors = tensors_of(base.model)
     shapes = batch_shapes(
-        examples, train.batch_size, train.max_seq_length, train.seed, train.iters, train.packing
-    )
+        examples, train.batch_size, train.max_seq_length, train.seed, train.iters, train.packing,
+        compiled_shapes(train, examples),
+    )  # fmt: skip
     try:
         plans = {
             path: estimate_batches(base.config, tensors, lora, loaded, path, shapes)
@@ -232,6 +235,13 @@ def plan_paths(
     raise _too_large(cheapest, remedies(peak, lora, taken, not is_packed(tensors)))
 
 
+def compiled_shapes(train: TrainConfig, examples: Examples) -> frozenset[tuple[int, int]] | None:
+    """The shapes that batches may have where each costs a compilation, else None."""
+    if train.packing or not runtime.COMPILES:
+        return None
+    return few_shapes(examples, train.batch_size, train.max_seq_length, train.seed)
+
+
 def choose_path(
     base: Base,
     train: TrainConfig,
@@ -253,7 +263,31 @@ def choose_path(
                 base.model, rows, head_rows, bar.advance, frozenset(plans) or None
             )
     display.line("path", choice.line())
+    for kind in choice.kinds:
+        display.line("", kind.line(), VERBOSE)
     return choice
+
+
+def base_paths_at_work(attached: Attached, choice: BasePathChoice) -> dict[str, dict]:
+    """How the frozen weights of each name are multiplied in this run, and the times that decided.
+
+    Returns: last name of the modules → ``paths`` (base path → how many; weights that were dense
+    already are ``dense`` too) and, where they were measured, ``step_ms`` by path (of all weights
+    of this shape, together).
+    """
+    found: dict[str, dict] = {}
+    answered: set[str] = set()
+    for path, module in attached.model.named_modules():  # a module comes before those inside it
+        if path.rpartition(".")[0] in answered or (at_work := path_at_work(module)) is None:
+            continue
+        answered.add(path)
+        name = path.removesuffix(".linear").rpartition(".")[2]  # .linear: an adapted projection's
+        found.setdefault(name, {"paths": Counter()})["paths"][at_work] += 1
+    for kind in choice.kinds:
+        for name in kind.names:
+            if name in found:
+                found[name]["step_ms"] = kind.step_ms
+    return found
 
 
 def show_plan(base: Base, lora: LoRAConfig, plan: MemoryPlan, display: Display) -> None:

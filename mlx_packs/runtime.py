@@ -1,7 +1,7 @@
-"""The process around MLX: a real BLAS on Linux CPUs, the watchdog switch on Macs, memory readings.
+"""The process around MLX: a real BLAS on Linux CPUs, memory limits and readings.
 
-Every module of this package that computes imports ``mx`` after this one, so that the switches below
-are in force before the first array exists.
+Every module of this package that computes imports this one, so that the switches below are in force
+before the first array exists.
 """
 
 import ctypes
@@ -10,17 +10,18 @@ import platform
 import resource
 import struct
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-
-# macOS kills GPU work that delays the display; this asks for patience (ml-explore/mlx#3267).
-os.environ.setdefault("AGX_RELAX_CDM_CTXSTORE_TIMEOUT", "1")
 
 import mlx.core as mx
 
 BLAS_VARIABLE = "MLX_PACKS_BLAS"
 _SYSTEM_BLAS = ("libopenblas.so.0", "libblis.so.4", "libmkl_rt.so.2")
 _GEMM_SYMBOLS = ("cblas_sgemm", "cblas_dgemm", "cblas_cgemm")
+_CPU_CACHE_BYTES = 128 << 20
+_GPU_CACHE_SHARE = 1 / 8  # of the memory: less than what `plan.fit` leaves free
 _JUMP_SLOT = {"x86_64": 7, "aarch64": 1026}  # R_X86_64_JUMP_SLOT, R_AARCH64_JUMP_SLOT
 
 
@@ -180,7 +181,8 @@ def _bind_blas() -> Blas:
 
 BLAS = _bind_blas()
 
-if sys.platform == "linux" and mx.default_device() == mx.Device(mx.cpu):
+COMPILES = sys.platform != "linux" or mx.default_device() != mx.Device(mx.cpu)
+if not COMPILES:
     # On a CPU mx.compile calls g++ for every fused kernel: half a minute before the first step,
     # for 3 % less time a step (benchmarks/LOG.md). Steps run uncompiled there.
     mx.disable_compile()
@@ -204,6 +206,36 @@ def total_memory() -> int:
     if recommended and not on_cpu():
         return int(recommended)
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def cache_limit() -> int:
+    """Bytes of freed buffers that MLX may keep for reuse in a run.
+
+    A process is at most so much larger than its arrays. MLX's own limit is 32 MB on Linux CPUs,
+    where steps then ask the system for the same pages again and again (benchmarks/LOG.md), and
+    nearly all memory on Macs.
+    """
+    return _CPU_CACHE_BYTES if on_cpu() else int(_GPU_CACHE_SHARE * total_memory())
+
+
+@contextmanager
+def memory_limits(cache_bytes: int = 0) -> Iterator[None]:
+    """MLX's memory limits of a run, and those of before when it ends, however it ends.
+
+    The buffer cache is limited to `cache_limit`, or ``cache_bytes`` if that is more. On Macs what
+    the run uses stays resident (wired), up to what Metal recommends.
+    """
+    cache = mx.set_cache_limit(max(cache_limit(), cache_bytes))
+    wired = None
+    try:
+        if mx.metal.is_available():
+            wired = mx.set_wired_limit(mx.device_info()["max_recommended_working_set_size"])
+        yield
+    finally:
+        mx.set_cache_limit(cache)
+        if wired is not None:
+            mx.synchronize()
+            mx.set_wired_limit(wired)
 
 
 def peak_process_bytes() -> int:

@@ -6,6 +6,7 @@ so that N small batches equal one large one whatever their lengths.
 
 import mlx.nn as nn
 import mlx.optimizers as optimizers
+import numpy as np
 from mlx.utils import tree_flatten, tree_map
 
 from .loss import Arrays, Head, loss_sum
@@ -13,7 +14,10 @@ from .runtime import mx
 
 
 class Stepper:
-    """Compiled steps over batches of one run; ``traces`` counts the shapes that were compiled."""
+    """Compiled steps over batches of one run.
+
+    shapes: of the batches so far.   traces: of the functions below that MLX has compiled.
+    """
 
     def __init__(
         self,
@@ -21,14 +25,18 @@ class Stepper:
         head: Head | None,
         optimizer: optimizers.Optimizer,
         max_grad_norm: float | None,
+        z_loss: float = 0.0,
+        label_smoothing: float = 0.0,
     ):
         self.optimizer = optimizer
         self.state = [model.state, optimizer.state, mx.random.state]
         self.shapes: set[tuple] = set()
+        self.traces = 0
         self._pending: tuple | None = None
 
         def loss(*batch):
-            return loss_sum(model, head, *batch)
+            self.traces += _is_traced(batch[0])
+            return loss_sum(model, head, *batch, z_loss=z_loss, label_smoothing=label_smoothing)
 
         value_and_grad = nn.value_and_grad(model, loss)
 
@@ -88,3 +96,12 @@ class Stepper:
     def pending(self) -> bool:
         """Whether gradients wait for the rest of their update."""
         return self._pending is not None
+
+
+def _is_traced(array: mx.array) -> bool:
+    """Whether a function is being compiled: its arguments have no values then."""
+    try:
+        np.array(array, copy=None)
+    except ValueError:
+        return True
+    return False

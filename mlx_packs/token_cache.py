@@ -52,10 +52,10 @@ class StoredExamples(Sequence):
         return Example(self.tokens[here], self.target[here], self.places[i])
 
 
-def cache_folder() -> Path | None:
-    """Where tokens are kept: ``$MLX_PACKS_CACHE/tokens``, or nowhere if it is ``off``."""
+def cache_folder(part: str = "tokens") -> Path | None:
+    """Where a part of the cache is: ``$MLX_PACKS_CACHE/<part>``, or nowhere if that is ``off``."""
     named = os.environ.get(CACHE_VARIABLE) or "~/.cache/mlx_packs"
-    return None if named == "off" else Path(named).expanduser() / "tokens"
+    return None if named == "off" else Path(named).expanduser() / part
 
 
 def encode_cached(

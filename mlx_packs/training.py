@@ -22,7 +22,7 @@ from .checkpoint import (
     write_identity,
 )
 from .config import DataConfig, LoRAConfig, Recipe, TrainConfig, read_yaml, resolve
-from .display import QUIET, Display
+from .display import QUIET, VERBOSE, Display
 from .encoding import Examples
 from .errors import PackError
 from .evaluation import Score, score
@@ -30,14 +30,17 @@ from .files import make_folder
 from .generate import chat_prompt, complete
 from .loading import TINY, Base, load_base, public_name
 from .loop import Loop
-from .loss import Head, split_head
+from .loss import Head, as_arrays, split_head
 from .ops import _backend
 from .optim import make_optimizer, unused_learning_rate
 from .pack import Pack, versions_line
 from .packable import prepare_packing
+from .prefix import PrefixCache, open_prefix
 from .prepare import (
+    base_paths_at_work,
     check_resume,
     choose_path,
+    compiled_shapes,
     describe,
     encode_splits,
     load_adapters,
@@ -85,6 +88,7 @@ def tiny_recipe() -> dict:
     return read_yaml(Path(__file__).parent / "tiny" / "recipe.yaml")
 
 
+@runtime.memory_limits()
 def train_pack(
     base: Base | str | Path = TINY,
     data: str | Path | None = None,
@@ -163,21 +167,26 @@ def train_pack(
     if plan:
         show_plan(base, lora, plan, display)
     attached = attach(base, lora, None, choice.base_path, train.seed, train.train_fp16_fallback)
+    prefix = None
     try:
         describe(attached, display)
+        at_work = base_paths_at_work(attached, choice)
         if resume_adapter_file is not None:
             load_adapters(attached, Path(resume_adapter_file))
-        if train.grad_checkpoint:
-            attached.recompute_blocks()
+        attached.recompute(train.recomputes)
         head = split_head(base.model)
         if train.packing:
             prepare_packing(attached, head, train.max_seq_length, base.vocab_size)
+        prefix = open_prefix(
+            attached, head, train, examples["train"], choice.base_path,
+            plan.peak_bytes if plan else None, display,
+        )  # fmt: skip
         with display.task("eval", len(judged), "held-out batches") as bar:
             before = _score_base(attached, head, judged, bar.advance)
         texts = {"before": sample.complete(base)}
         callback = _callback(report_to, project_name, run, recipe)
         _start_run_folder(run, identity, resume)
-        learned = _learn(attached, head, train, examples, run, resume, display, callback)
+        learned = _learn(attached, head, prefix, train, examples, run, resume, display, callback)
         if _backend.detect() != "reference":
             display.line("kernels", _backend.summary())
         with display.task("eval", len(judged), "held-out batches") as bar:
@@ -209,6 +218,8 @@ def train_pack(
             },
         ).save(folder, overwrite=overwrite or resume)
     finally:
+        if prefix is not None:
+            prefix.close()
         attached.detach()
     report = {
         "pack": str(folder),
@@ -222,9 +233,12 @@ def train_pack(
         "process_peak_gb": runtime.peak_process_bytes() / 1e9,
         "pack_mb": pack.size_mb,
         "base_path": choice.base_path,
+        "base_paths_at_work": at_work,
         "ops": _backend.record(),
         "plan_peak_gb": plan_peak_gb,
+        "batch_shapes": learned.batch_shapes,
         "traces": learned.traces,
+        "cache_prefix": prefix.to_json() if prefix else None,
         "sample": {"prompt": sample.shown, **texts},
         "gates": _gates(train, pack),
     }
@@ -248,12 +262,14 @@ class _Learned:
     cursor: Cursor
     curve: list[dict]
     measured: dict
+    batch_shapes: int
     traces: int
 
 
 def _learn(
     attached: Attached,
     head: Head | None,
+    prefix: PrefixCache | None,
     train: TrainConfig,
     examples: dict[str, Examples],
     run: Path,
@@ -280,26 +296,34 @@ def _learn(
         def validate() -> Score:
             return score(model, head, valid)
 
-    stepper = Stepper(model, head, optimizer, train.max_grad_norm)
+    stepper = Stepper(
+        model, head, optimizer, train.max_grad_norm, train.z_loss, train.label_smoothing
+    )
 
     def judge(batch: Batch) -> Score:
         return score(model, head, [batch])
 
-    loop = Loop(attached, stepper, train, run, cursor, judge, validate, display, callback, curve)
+    loop = Loop(
+        attached, stepper, train, run, cursor, prefix.arrays if prefix else as_arrays, judge,
+        validate, display, callback, curve,
+    )  # fmt: skip
     batches = training_batches(
         examples["train"], train.batch_size, train.max_seq_length, train.seed, cursor.batches,
-        train.packing,
+        train.packing, compiled_shapes(train, examples["train"]),
     )  # fmt: skip
     model.train()
     mx.reset_peak_memory()
-    with closing(prefetched(batches)) as ahead:
+    limits = runtime.memory_limits(train.clear_cache_threshold or 0)
+    with closing(prefetched(prefix.ahead(batches) if prefix else batches)) as ahead, limits:
         loop.learn(ahead)
+    shapes, traces = len(stepper.shapes), stepper.traces
+    display.line("shapes", f"{shapes} of batches, {traces} compiled traces", VERBOSE)
     measured = {
         "train_s": cursor.train_s,
         "tokens_per_s": cursor.trained_tokens / cursor.train_s,
         "peak_gb": mx.get_peak_memory() / 1e9,
     }
-    return _Learned(cursor, loop.curve, measured, len(stepper.shapes))
+    return _Learned(cursor, loop.curve, measured, shapes, traces)
 
 
 def _check_report_to(report_to: str | None, project: str | None) -> None:

@@ -147,7 +147,7 @@ def test_merged_weights_do_not_depend_on_the_base_path_or_recomputation():
     found = []
     for base_path in ("quantized", "transient", "dense"):
         attached = attach(base, LoRAConfig(rank=4), base_path=base_path)
-        attached.recompute_blocks()
+        attached.recompute("block")
         found.append(attached.merged_weights())
         attached.detach()
     for path, weight in found[0].items():

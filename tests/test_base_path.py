@@ -50,6 +50,12 @@ def test_choice_names_every_path_with_its_time():
     assert choice.step_ms[choice.base_path] == min(choice.step_ms.values())
     assert len(counted) == weight_kinds(quantized())
     assert choice.line().endswith(f"→ {choice.base_path}")
+    assert len(choice.kinds) == weight_kinds(quantized())
+    for path, ms in choice.step_ms.items():
+        assert ms == pytest.approx(sum(kind.step_ms[path] for kind in choice.kinds))
+    measured = {name for kind in choice.kinds for name in kind.names}
+    assert {"q_proj", "down_proj", "lm_head"} <= measured
+    assert sum(kind.count for kind in choice.kinds) == 2 * 7 + 1
 
 
 def test_dense_is_not_taken_where_it_does_not_fit(monkeypatch):

@@ -7,9 +7,11 @@ import numpy as np
 import pytest
 
 from mlx_packs.batches import (
+    MOST_SHAPES,
     Batch,
     batch_shapes,
     evaluation_batches,
+    few_shapes,
     first_fit,
     make_batch,
     packed_order,
@@ -68,6 +70,30 @@ def test_training_batches_come_in_few_shapes(examples):
     shapes = {(b.tokens.shape, b.targets.shape) for b in epoch_of(examples, 0)}
     assert len(shapes) <= 12
     assert max(shape[1] for shape, _ in shapes) < 150
+
+
+def test_a_compiled_run_has_at_most_eight_shapes_in_any_epoch_and_the_same_rows(examples):
+    free = batch_shapes(examples, 2, 150, 3, 1000)
+    few = few_shapes(examples, 2, 150, 3)
+    assert len(free) > MOST_SHAPES >= len(few)
+    stream = training_batches(examples, 2, 150, 3, shapes=few)
+    batches = [next(stream) for _ in range(1000)]
+    assert {(b.tokens.shape[1], b.targets.size) for b in batches} <= few
+    assert batch_shapes(examples, 2, 150, 3, 1000, shapes=few) <= few
+    for batch, plain in zip(batches[:100], training_batches(examples, 2, 150, 3), strict=False):
+        assert batch.rows == plain.rows and batch.count == plain.count
+        width, least = batch.tokens.shape[1], plain.tokens.shape[1]
+        assert np.array_equal(batch.tokens[:, :least], plain.tokens) and width >= least
+        assert np.array_equal(
+            batch.tokens.reshape(-1)[batch.positions[: batch.count]],
+            plain.tokens.reshape(-1)[plain.positions[: plain.count]],
+        )
+        assert np.array_equal(batch.targets[: batch.count], plain.targets[: plain.count])
+
+
+def test_few_shapes_are_those_of_the_batches_where_they_are_few(examples):
+    one = few_shapes(examples, len(examples), 150, 3)
+    assert one == {(149, m) for _, m in one} | {(149, 149 * len(examples))}
 
 
 def test_make_batch_positions_and_targets_rebuild_the_rows(examples):

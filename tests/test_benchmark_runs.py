@@ -29,6 +29,7 @@ from benchmarks import (
     memory,
     mended,
     ops,
+    prefix,
     profile,
     report,
     shipped,
@@ -183,6 +184,39 @@ def test_a_process_that_fails_is_named(capfd):
     assert "nowhere" in capfd.readouterr().err
 
 
+# ── the prefix cache ─────────────────────────────────────────────────────────────────────────────
+
+
+def test_the_prefix_cache_is_timed_over_all_epochs(tmp_path, monkeypatch):
+    monkeypatch.setenv(prefix.CACHE_VARIABLE, "")  # the benchmark turns it off
+    file = tmp_path / "h.jsonl"
+    given = ["--work", "small", "--rows", "3", "--rank", "2", "--rounds", "1"]
+    assert prefix.main([*given, "--history", str(file)]) == 0
+    found = history.read(file)
+    names = ["without the cache, transient", "mlx_packs transient", "mlx_packs transient"]
+    assert [r.implementation for r in found[:3]] == names and len(found) == 6
+    assert [(r.metric, r.unit) for r in found[1:3]] == [("5 epochs", "s"), ("times without", "x")]
+    assert found[0].samples == 2 and found[0].ratio == 1 and found[1].ratio > 0
+    assert found[0].shape == "3 rows of 32, batch 2, top 1 of 2 blocks, rank 2"
+    goal = next(g for g in targets.GOALS if "prefix" in g.runs)
+    (result,) = targets.judge(goal, {"prefix": found})
+    assert result.ours.startswith("mlx_packs") and result.figure > 0
+
+
+def test_a_cache_that_changes_a_loss_is_not_timed(tmp_path, monkeypatch, capsys):
+    run = prefix.Side.run
+
+    def changed(side):
+        return [loss * (1.01 if side.cache is not None else 1) for loss in run(side)]
+
+    monkeypatch.setenv(prefix.CACHE_VARIABLE, "")
+    monkeypatch.setattr(prefix.Side, "run", changed)
+    file = tmp_path / "h.jsonl"
+    given = ["--work", "small", "--rows", "3", "--rank", "2", "--base-path", "dense"]
+    assert prefix.main([*given, "--history", str(file)]) == 1
+    assert "differ by 1.0e-02" in capsys.readouterr().err and not file.exists()
+
+
 # ── a whole run ──────────────────────────────────────────────────────────────────────────────────
 
 
@@ -320,7 +354,7 @@ def test_a_long_run_is_sampled_plotted_and_its_growth_recorded(tmp_path):
     found = history.read(file)
     assert found[0].metric == "step" and found[0].samples == 3
     assert sum(r.metric.startswith("growth") for r in found) == 4
-    assert "shapes of batches were compiled" in found[0].note
+    assert "shapes of batches, 0 compiled traces" in found[0].note
 
 
 def test_growth_is_from_the_second_tenth_to_the_last():

@@ -78,7 +78,7 @@ def attached_model(family: str, recompute: bool = False, max_seq_length: int = L
     for slot in attached.slots.values():  # with B at zero, A would get no gradient
         slot.lora.lora_b[:] = [0.1 * mx.random.normal(b.shape) for b in slot.lora.lora_b]
     if recompute:
-        attached.recompute_blocks()
+        attached.recompute("block")
     head = split_head(base.model)
     prepare_packing(attached, head, max_seq_length, 128)
     base.model.train()
@@ -233,7 +233,7 @@ def test_resumed_packed_run_equals_an_unbroken_one(tiny, rows, tmp_path):
     resumed = train_pack(tiny, rows, lora, PACKED, tmp_path / "broken", resume=True, overwrite=True)
     for name, tensor in whole.pack.tensors.items():
         assert mx.array_equal(tensor, resumed.pack.tensors[name]).item(), name
-    assert whole.report["traces"] <= 4
+    assert whole.report["batch_shapes"] <= 4
     unpacked = TrainConfig(**{**vars(PACKED), "packing": False})
     with pytest.raises(PackError, match="packing was True and is False"):
         train_pack(tiny, rows, lora, unpacked, tmp_path / "broken", resume=True, overwrite=True)

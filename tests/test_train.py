@@ -10,7 +10,7 @@ from click.testing import CliRunner
 from conftest import base_of, chat, write_rows
 from mlx.utils import tree_flatten
 
-from mlx_packs import LoRAConfig, Pack, TrainConfig, evaluate, train_pack
+from mlx_packs import LoRAConfig, Pack, TrainConfig, evaluate, runtime, train_pack
 from mlx_packs.adapters import attach
 from mlx_packs.batches import make_batch
 from mlx_packs.data import tiny_path
@@ -19,6 +19,7 @@ from mlx_packs.errors import Interrupted, PackError
 from mlx_packs.loop import Loop
 from mlx_packs.loss import as_arrays, loss_sum, split_head
 from mlx_packs.optim import make_optimizer
+from mlx_packs.plan import ERROR
 from mlx_packs.runtime import mx
 from mlx_packs.step import Stepper
 from mlx_packs.train import command
@@ -142,7 +143,7 @@ def weights_after(
     for slot in attached.slots.values():  # with B at zero, A would get no gradient
         slot.lora.lora_b[:] = [0.1 * mx.random.normal(b.shape) for b in slot.lora.lora_b]
     if recompute:
-        attached.recompute_blocks()
+        attached.recompute("block")
     base.model.train()
     mx.random.seed(11)
     optimizer = make_optimizer(TrainConfig(optimizer="sgd", learning_rate=0.1, iters=1))
@@ -176,7 +177,7 @@ def test_recomputed_blocks_drop_the_same_inputs_in_forward_and_backward():
     attached = attach(base, LoRAConfig(rank=2, dropout=0.4))
     for slot in attached.slots.values():
         slot.lora.lora_b[:] = [0.3 * mx.random.normal(b.shape) for b in slot.lora.lora_b]
-    attached.recompute_blocks()
+    attached.recompute("block")
     base.model.train()
     head = split_head(base.model)
     batch = as_arrays(make_batch(small_examples(), range(4), 4, 64))
@@ -281,3 +282,116 @@ def test_single_rows_and_last_k_targets_train(tiny, tmp_path):
     train = TrainConfig(iters=1, batch_size=4, ce_last_k=1, base_path="dense")
     run = train_pack(tiny, rows, LORA, train, tmp_path / "p")
     assert run.report["trained_tokens"] == 2
+
+
+@pytest.mark.parametrize("adapted", ["", "--target-modules q_proj"])
+def test_json_says_which_path_every_kind_of_weight_ran_on_and_why(rows, tmp_path, adapted):
+    arguments = f"--data {rows} --out {tmp_path / 'p'} --iters 2 --batch-size 1 --rank 2 {adapted}"
+    result = CliRunner().invoke(command, [*arguments.split(), "--json", "-v"])
+    assert result.exit_code == 0, result.stderr
+    report = json.loads(result.stdout)
+    at_work = report["base_paths_at_work"]
+    projections = "q_proj k_proj v_proj o_proj gate_proj up_proj down_proj".split()
+    assert set(at_work) == {*projections, "embed_tokens"}
+    for name, found in at_work.items():
+        assert found["paths"] == {report["base_path"]: 1 if name == "embed_tokens" else 6}
+        assert set(found["step_ms"]) == {"quantized", "transient", "dense"}
+    assert "24 x" not in result.stderr and "12 x [768, 256] gate_proj, up_proj:" in result.stderr
+    assert f"{report['batch_shapes']} of batches" in result.stderr
+
+
+def test_a_run_has_its_own_cache_limit_and_leaves_that_of_before(tiny, rows, tmp_path, monkeypatch):
+    seen = []
+
+    class Stop:
+        def on_train_loss_report(self, info):
+            seen.append(mx.set_cache_limit(7 << 20))
+            mx.set_cache_limit(seen[-1])
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr("mlx_packs.training._callback", lambda *_: Stop())
+    before = mx.set_cache_limit(5 << 20)
+    try:
+        for threshold, limit in ((None, runtime.cache_limit()), (1 << 30, 1 << 30)):
+            config = TrainConfig(
+                **{**vars(QUICK), "steps_per_report": 1, "clear_cache_threshold": threshold}
+            )
+            with pytest.raises(KeyboardInterrupt):
+                train_pack(tiny, rows, LORA, config, tmp_path / str(limit))
+            assert seen.pop() == limit and mx.set_cache_limit(5 << 20) == 5 << 20
+    finally:
+        mx.set_cache_limit(before)
+
+
+def stand_in_for_metal(monkeypatch) -> list[int]:
+    """Wired limits in the order in which they are set, on a Mac that recommends 1000 bytes."""
+    wired = [0]
+
+    def set_wired_limit(limit):
+        wired.append(limit)
+        return wired[-2]
+
+    monkeypatch.setattr(mx.metal, "is_available", lambda: True)
+    monkeypatch.setattr(mx, "set_wired_limit", set_wired_limit)
+    monkeypatch.setattr(mx, "device_info", lambda: {"max_recommended_working_set_size": 1000})
+    return wired
+
+
+def test_on_a_mac_memory_is_wired_for_the_run_and_released_whatever_ends_it(monkeypatch):
+    wired = stand_in_for_metal(monkeypatch)
+    with runtime.memory_limits():
+        assert wired == [0, 1000]
+    assert wired == [0, 1000, 0]
+    with pytest.raises(KeyboardInterrupt), runtime.memory_limits():
+        raise KeyboardInterrupt
+    assert wired == [0, 1000, 0, 1000, 0]
+
+
+def test_a_refused_wired_limit_leaves_the_cache_limit_of_before(monkeypatch):
+    stand_in_for_metal(monkeypatch)
+
+    def refuse(_):
+        raise ValueError("refused")
+
+    monkeypatch.setattr(mx, "set_wired_limit", refuse)
+    before = mx.set_cache_limit(5 << 20)
+    try:
+        with pytest.raises(ValueError, match="refused"), runtime.memory_limits():
+            pass
+        assert mx.set_cache_limit(before) == 5 << 20
+    finally:
+        mx.set_cache_limit(before)
+
+
+def test_without_metal_nothing_is_wired(monkeypatch):
+    monkeypatch.setattr(mx, "set_wired_limit", None)
+    with runtime.memory_limits():
+        pass
+
+
+def test_cache_limit_on_a_gpu_is_less_than_a_fitting_plan_leaves_free(monkeypatch):
+    monkeypatch.setattr(runtime, "on_cpu", lambda: False)
+    monkeypatch.setattr(runtime, "total_memory", lambda: 8 << 30)
+    assert runtime.cache_limit() == 1 << 30
+    assert runtime.cache_limit() < (1 - 1 / (1 + ERROR)) * (8 << 30)
+
+
+def test_three_hundred_steps_leave_memory_as_it_was(tmp_path):
+    attached = attach(base_of("qwen3"), LORA, None, "quantized", 0)
+    head, optimizer = split_head(attached.model), make_optimizer(QUICK)
+    optimizer.init(attached.model.trainable_parameters())
+    stepper = Stepper(attached.model, head, optimizer, 1.0)
+    batches = [
+        as_arrays(make_batch(small_examples(), range(n), 4, limit))
+        for n in (1, 4)
+        for limit in (29, 40, 64)
+    ]
+    active = []
+    with runtime.memory_limits():
+        for number in range(300):
+            stepper(batches[number % len(batches)], 10, True, True)
+            active.append(mx.get_active_memory())
+            assert mx.get_cache_memory() <= runtime.cache_limit()
+    assert max(active[100:]) <= max(active[:20]) and max(active[290:]) <= max(active[10:20])
+    assert 1 < len(stepper.shapes) <= len(batches)
+    assert stepper.traces == 0 or runtime.COMPILES

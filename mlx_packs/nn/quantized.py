@@ -5,13 +5,16 @@ a dense product; the backward dequantizes again, so nothing dense is kept. ``den
 once and keep. Which is fastest depends on device, rows and shape: `auto` measures (base_path.py).
 """
 
-from functools import cache
+from collections.abc import Callable
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_unflatten
 
 from ..ops import nf4
+from ..ops.affine import dequantize
+from ..ops.linear_cross_entropy import FrozenHead, HeadSlice
+from ..ops.sliced_matmul import sliced_matmul
 from ..runtime import on_cpu
 from .nf4 import NF4Embedding, NF4Linear
 
@@ -41,35 +44,24 @@ def dequantized_weight(module: nn.Module) -> mx.array:
     if isinstance(module, NF4):
         return module.dequantized()
     return mx.dequantize(
-        module.weight,
-        module.scales,
-        module.get("biases"),
-        group_size=module.group_size,
-        bits=module.bits,
-        mode=module.mode,
-    )
+        module.weight, module.scales, module.get("biases"),
+        group_size=module.group_size, bits=module.bits, mode=module.mode,
+    )  # fmt: skip
 
 
-@cache
-def _transient_matmul(group_size: int, bits: int, mode: str):
-    """x [..., D] times a packed weight [O, D], which is dense only while it is multiplied."""
-
-    def unpacked(weight, scales, biases, dtype):
-        return mx.dequantize(
-            weight, scales, biases, group_size=group_size, bits=bits, mode=mode
-        ).astype(dtype)
-
-    @mx.custom_function
-    def matmul(x, weight, scales, biases):
-        return x @ unpacked(weight, scales, biases, x.dtype).T
-
-    @matmul.vjp
-    def matmul_vjp(primals, cotangent, _):
-        x, weight, scales, biases = primals
-        dx = cotangent @ unpacked(weight, scales, biases, cotangent.dtype)
-        return dx, *(mx.zeros_like(frozen) for frozen in (weight, scales, biases))
-
-    return matmul
+def _dequantized_rows(
+    module: nn.Module, at: slice | mx.array, after: mx.array | None = None
+) -> mx.array:
+    """Some rows of an affine weight, or of one of its kin that have no biases; not before
+    ``after`` is there.
+    """
+    names = [name for name in ("weight", "scales", "biases") if name in module]
+    packed = [module[name][at] for name in names]
+    if after is not None:
+        packed = mx.depends(packed, after)
+    weight, scales, *biases = packed
+    how = module.group_size, module.bits, module.mode
+    return dequantize(weight, scales, biases[0] if biases else None, *how)
 
 
 def packed_matmul(x: mx.array, module: nn.Module) -> mx.array:
@@ -91,11 +83,11 @@ def transient_matmul(x: mx.array, module: nn.Module) -> mx.array:
     """
     if isinstance(module, NF4):  # for more than a few rows that is what the op does anyway
         return nf4.matmul(x, module.packed)
-    biases = module.get("biases")
-    if biases is None:  # mxfp4 and its kin have scales only; an empty array stands in
-        return x @ mx.stop_gradient(dequantized_weight(module)).astype(x.dtype).T
-    matmul = _transient_matmul(module.group_size, module.bits, module.mode)
-    return matmul(x, module.weight, module.scales, biases)
+
+    def rows(start: int, stop: int, after: mx.array) -> mx.array:
+        return _dequantized_rows(module, slice(start, stop), after).astype(after.dtype)
+
+    return sliced_matmul(x, true_shape(module), rows)
 
 
 class TransientLinear(nn.Module):
@@ -158,9 +150,78 @@ def dense_module(module: nn.Module, dtype: mx.Dtype | None = None) -> nn.Module:
     return dense
 
 
+def frozen_head(module: nn.Module) -> FrozenHead | None:
+    """A linear or embedding as a head that is read by slices of rows; None if it is neither.
+
+    By the transient path, and from NF4, a slice is dense while it is used.
+    """
+    if isinstance(module, (TransientLinear, TransientEmbedding)):
+        return _packed_head(module["linear" if "linear" in module else "embedding"], dense=True)
+    if isinstance(module, QUANTIZED):
+        return _packed_head(module, dense=isinstance(module, NF4))
+    if type(module) in (nn.Linear, nn.Embedding, HalfLinear):
+        return _head(module, *module.weight.shape, lambda at: module.weight[at])
+    return None
+
+
+def _head(
+    module: nn.Module, vocab_size: int, width: int, rows: Callable[[slice | mx.array], mx.array]
+) -> FrozenHead:
+    """A head whose rows can be had dense."""
+
+    def part(start: int, stop: int) -> HeadSlice:
+        weight = rows(slice(start, stop))
+        bias = module.bias[start:stop] if "bias" in module else None
+        return HeadSlice(
+            lambda h: _biased(h @ weight.astype(h.dtype).T, bias),
+            lambda p: p @ weight.astype(p.dtype),
+        )
+
+    return FrozenHead(vocab_size, width, part, rows)
+
+
+def _biased(y: mx.array, bias: mx.array | None) -> mx.array:
+    return y if bias is None else y + bias.astype(y.dtype)
+
+
+def _packed_head(module: nn.Module, dense: bool) -> FrozenHead:
+    """A head in packed rows; ``dense``: slices of it are unpacked, else multiplied as they are."""
+    vocab_size, width = true_shape(module)
+
+    def rows(at: slice | mx.array) -> mx.array:
+        if isinstance(module, NF4):
+            at = mx.arange(at.start, at.stop) if isinstance(at, slice) else at
+            return nf4.rows(module.packed, at, module.dtype)
+        return _dequantized_rows(module, at)
+
+    def part(start: int, stop: int) -> HeadSlice:
+        biases = module.get("biases")
+        arrays = [p if p is None else p[start:stop] for p in (module.weight, module.scales, biases)]
+        how = {"group_size": module.group_size, "bits": module.bits, "mode": module.mode}
+        bias = module.bias[start:stop] if "bias" in module else None
+        return HeadSlice(
+            lambda h: _biased(mx.quantized_matmul(h, *arrays, transpose=True, **how), bias),
+            lambda p: mx.quantized_matmul(p, *arrays, transpose=False, **how),
+        )
+
+    head = _head(module, vocab_size, width, rows)
+    return head if dense else head._replace(part=part)
+
+
 def quantized_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """Paths and modules of every quantized linear and embedding of a model."""
     return [(path, m) for path, m in model.named_modules() if isinstance(m, QUANTIZED)]
+
+
+def path_at_work(module: nn.Module) -> str | None:
+    """The base path of a frozen linear or embedding; None for other modules."""
+    if isinstance(module, (TransientLinear, TransientEmbedding)):
+        return "transient"
+    if isinstance(module, QUANTIZED):
+        return "quantized"
+    if isinstance(module, (nn.Linear, nn.Embedding, HalfLinear)):
+        return "dense"
+    return None
 
 
 def replace_modules(model: nn.Module, modules: list[tuple[str, nn.Module]]) -> None:

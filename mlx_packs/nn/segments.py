@@ -17,12 +17,14 @@ class SegmentCache:
 
     segments: int [B, T], rising along a row.   offset: position of the first input.
     head_axes: axes of the mask between B and T: how many the scores of the attention have there.
+    unwindowed: the last mask without a window; who gets it may use ``segments`` in its place.
     """
 
     def __init__(self, segments: mx.array, offset: int = 0, head_axes: int = 1):
         self.segments = segments
         self.offset = offset
         self.head_axes = head_axes
+        self.unwindowed: mx.array | None = None
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """The keys and values of this forward alone."""
@@ -38,7 +40,10 @@ class SegmentCache:
         if window_size is not None:
             seen = seen & (distance < window_size)
         same = self.segments[:, :, None] == self.segments[:, None, :]
-        return mx.expand_dims(same & seen, list(range(1, 1 + self.head_axes)))
+        mask = mx.expand_dims(same & seen, list(range(1, 1 + self.head_axes)))
+        if window_size is None:
+            self.unwindowed = mask
+        return mask
 
 
 def segment_caches(model: nn.Module, segments: mx.array, offset: int = 0) -> list[SegmentCache]:

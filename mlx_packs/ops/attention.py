@@ -1,73 +1,37 @@
 """Attention in training: softmax(scale Q K^T + mask) V with grouped heads, K and V never repeated.
 
-On a GPU this is MLX's own. On a CPU MLX composes it from operations whose softmax is most of the
-time; here the softmax uses `exponential.exp` and the backward is written out, from the
-probabilities that the forward made (as in https://arxiv.org/abs/2205.14135, section 3.1, untiled).
+Scores exist for one block of queries and keys at a time, forward and backward: the backward makes
+each block again from Q, K and V instead of keeping T x S probabilities; blocks of the same queries
+are merged by their largest score and their sum (https://arxiv.org/abs/2205.14135). Only where one
+block is all, on a CPU, it is kept. Keys that no query of a block sees are left out. On a GPU the
+forward is MLX's fused kernel, whose own backward would store all scores, and a block has all keys;
+with CUDA both are MLX's.
 """
 
-from functools import cache
+import itertools
+from typing import NamedTuple
 
 import mlx.core as mx
+import numpy as np
 
-from .exponential import exp
+from .exponential import exp2
+from .sliced_matmul import device
 
 Mask = mx.array | str | None
 
-
-def _folded(x: mx.array, kv_heads: int) -> mx.array:
-    """[B, H, T, D] to [B, KV, H / KV * T, D]: query heads of one KV head are more rows."""
-    batch, heads, length, width = x.shape
-    return x.reshape(batch, kv_heads, heads // kv_heads * length, width)
-
-
-@cache
-def _attention(scale: float, causal: bool, masked: bool):
-    """Attention on CPUs as a function with its own gradient; one for each static shape of call."""
-
-    @mx.custom_function
-    def attend(queries, keys, values, mask):
-        kv_heads, length, keys_length = keys.shape[1], queries.shape[2], keys.shape[2]
-        folded = _folded(queries, kv_heads)
-        scores = (folded * scale) @ keys.swapaxes(-1, -2)  # [B, KV, H / KV * T, S]
-        shape = (*queries.shape[:3], keys_length)  # [B, H, T, S]
-        if causal or masked:
-            scores = _add_mask(scores.reshape(shape), causal, mask if masked else None)
-            scores = scores.reshape(*folded.shape[:3], keys_length)
-        weights = exp(scores - scores.max(axis=-1, keepdims=True))
-        weights = weights * mx.reciprocal(weights.sum(axis=-1, keepdims=True))
-        return (weights @ values).reshape(*queries.shape[:2], length, -1), weights
-
-    @attend.vjp
-    def attend_vjp(primals, cotangents, outputs):
-        queries, keys, values, mask = primals
-        kv_heads = keys.shape[1]
-        output, weights = _folded(outputs[0], kv_heads), outputs[1]
-        d_output = _folded(cotangents[0], kv_heads)
-        d_values = weights.swapaxes(-1, -2) @ d_output
-        d_weights = d_output @ values.swapaxes(-1, -2)
-        shared = (d_output * output).sum(axis=-1, keepdims=True)
-        d_scores = weights * (d_weights - shared)
-        d_queries = (d_scores @ keys) * scale
-        d_keys = d_scores.swapaxes(-1, -2) @ (_folded(queries, kv_heads) * scale)
-        return d_queries.reshape(queries.shape), d_keys, d_values, mx.zeros_like(mask)
-
-    return attend
-
-
-def _add_mask(scores: mx.array, causal: bool, mask: mx.array | None) -> mx.array:
-    """Scores [B, H, T, S] with what may not be seen at a large negative number."""
-    lowest = mx.finfo(scores.dtype).min
-    if causal:
-        length, keys_length = scores.shape[-2:]
-        rows = mx.arange(keys_length - length, keys_length)[:, None]
-        scores = mx.where(rows >= mx.arange(keys_length)[None], scores, lowest)
-    if mask is None:
-        return scores
-    return mx.where(mask, scores, lowest) if mask.dtype == mx.bool_ else scores + mask
+SCORE_BYTES = {"cpu": 2 << 20, "gpu": 64 << 20}  # of one block of scores
+_LEAST_QUERIES = 32
+_CPU_KEYS, _CPU_BYTES = 512, 1 << 20  # of a block where there are several: it stays in the cache
+_LOG2_E = 1.4426950408889634
 
 
 def attention(
-    queries: mx.array, keys: mx.array, values: mx.array, scale: float, mask: Mask = None
+    queries: mx.array,
+    keys: mx.array,
+    values: mx.array,
+    scale: float,
+    mask: Mask = None,
+    segments: mx.array | None = None,
 ) -> mx.array:
     """Attention with grouped heads, and its gradient.
 
@@ -77,12 +41,256 @@ def attention(
         queries: [B, H, T, D].   keys, values: [B, KV, S, D] with KV dividing H.
         mask: ``"causal"``, boolean (True is seen) or additive, broadcastable to [B, H, T, S].
             No row may be fully masked.
+        segments: [B, T], with T = S, numbers that never fall along T: a query sees keys of its own
+            segment only. Together with ``mask="causal"`` only.
     Returns: [B, H, T, D] in the dtype of queries. The mask gets no gradient.
     """
-    on_cpu = mx.default_device() == mx.Device(mx.cpu)
-    if not on_cpu or queries.dtype != mx.float32:
-        return mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask=mask)
-    causal = isinstance(mask, str)
-    masked = mask is not None and not causal
-    given = mask if masked else mx.zeros((1,))
-    return _attention(scale, causal, masked)(queries, keys, values, given)[0]
+    on_cpu = device() == "cpu"
+    seen = _Seen(mask, segments)
+    if not on_cpu and mx.cuda.is_available():
+        return mx.fast.scaled_dot_product_attention(
+            queries, keys, values, scale=scale, mask=seen.whole()
+        )
+    batch, heads, length, _ = queries.shape
+    blocks, width = seen.blocks(length, keys.shape[2], 4 * batch * heads, on_cpu)
+    output = _attention(scale, seen, blocks, width, on_cpu)(queries, keys, values)[0]
+    return output.transpose(0, 2, 1, 3)
+
+
+class _Block(NamedTuple):
+    """Queries [start, stop) and the keys [first, last) that any of them sees."""
+
+    start: int
+    stop: int
+    first: int
+    last: int
+
+
+class _Seen(NamedTuple):
+    """Which keys a query sees."""
+
+    mask: Mask
+    segments: mx.array | None
+
+    def whole(self) -> Mask:
+        """As one mask."""
+        if self.segments is None:
+            return self.mask
+        length = self.segments.shape[1]
+        return self.block(_Block(0, length, 0, length), 0)
+
+    def blocks(
+        self, length: int, keys_length: int, pair_bytes: int, on_cpu: bool
+    ) -> tuple[list[list[_Block]], int]:
+        """Blocks in order, those of the same queries together, and how many keys they may have.
+
+        One pair of a query and a key has scores of ``pair_bytes``. On a CPU keys are cut too.
+        """
+        width, room = keys_length, SCORE_BYTES["cpu" if on_cpu else "gpu"]
+        if on_cpu and pair_bytes * length * keys_length > room:
+            width, room = min(_CPU_KEYS, keys_length), _CPU_BYTES
+        fitting = room // (pair_bytes * width) // _LEAST_QUERIES * _LEAST_QUERIES
+        rows = max(_LEAST_QUERIES, fitting)
+        causal = isinstance(self.mask, str)
+        firsts = None if self.segments is None else _first_keys(self.segments)
+        found = []
+        for start in range(0, length, rows):
+            stop = min(start + rows, length)
+            first = int(firsts[start]) if firsts is not None else 0
+            last = stop + keys_length - length if causal else keys_length
+            cuts = [first, *range((first // width + 1) * width, last, width), last]
+            found.append([_Block(start, stop, *keys) for keys in itertools.pairwise(cuts)])
+        return found, width
+
+    def block(self, at: _Block, offset: int) -> mx.array | None:
+        """The mask of a block, broadcastable to [B, H, queries, keys]; query t stands at key
+        t + offset."""
+        if self.mask is None:
+            return None
+        if not isinstance(self.mask, str):
+            rows = slice(at.start, at.stop) if self.mask.shape[-2] > 1 else slice(None)
+            columns = slice(at.first, at.last) if self.mask.shape[-1] > 1 else slice(None)
+            return self.mask[..., rows, columns]
+        if self.segments is None and at.last <= at.start + offset + 1:
+            return None
+        queries = mx.arange(at.start + offset, at.stop + offset)[:, None]
+        seen = queries >= mx.arange(at.first, at.last)[None]
+        if self.segments is not None:
+            own = self.segments[:, at.start : at.stop, None]
+            seen = seen & (own == self.segments[:, None, at.first : at.last])
+            seen = seen[:, None]
+        return seen
+
+
+def _first_keys(segments: mx.array) -> np.ndarray | None:
+    """First key [T] that a query at t sees in any row; None while a step is being compiled."""
+    try:
+        numbers = np.array(segments)
+    except ValueError:  # a traced array has no values
+        return None
+    starts = np.diff(numbers, axis=1, prepend=numbers[:, :1] - 1) != 0
+    firsts = np.maximum.accumulate(np.where(starts, np.arange(numbers.shape[1]), 0), axis=1)
+    return firsts.min(axis=0)
+
+
+def _folded(x: mx.array, kv_heads: int) -> mx.array:
+    """[B, H, T, D] to [B, KV, H / KV * T, D]: query heads of one KV head are more rows."""
+    batch, heads, length, width = x.shape
+    return x.reshape(batch, kv_heads, heads // kv_heads * length, width)
+
+
+def _scores(queries: mx.array, keys: mx.array, scale: float, mask: mx.array | None) -> mx.array:
+    """Scores of a block times log2(e), float32 [B, KV, H / KV * n, keys]; those of hidden keys are
+    finite, so that a block may hide all of its keys from a query."""
+    batch, heads, n, _ = queries.shape
+    scores = (_folded(queries, keys.shape[1]) * (scale * _LOG2_E)) @ keys.swapaxes(-1, -2)
+    shape, least = scores.shape, mx.finfo(mx.float32).min
+    scores = scores.astype(mx.float32)
+    if mask is None:
+        return scores
+    # an addition, since MLX's choice between two arrays takes three times as long on CPUs
+    if mask.dtype == mx.bool_:
+        added = mx.where(mask, 0.0, least)
+    else:
+        added = mx.maximum(mask.astype(mx.float32) * _LOG2_E, least)
+    return (scores.reshape(batch, heads, n, -1) + added).reshape(shape)
+
+
+class _Partial(NamedTuple):
+    """Of a block of queries over the keys so far, float32: largest score and sum of
+    2^(score - largest), [..., 1], and the sum of 2^(score - largest) * value, [..., D]."""
+
+    largest: mx.array
+    total: mx.array
+    output: mx.array
+
+    def merged(self, other: "_Partial") -> "_Partial":
+        """Over the keys of both."""
+        largest = mx.maximum(self.largest, other.largest)
+        own, others = exp2(self.largest - largest), exp2(other.largest - largest)
+        total = self.total * own + other.total * others
+        return _Partial(largest, total, self.output * own + other.output * others)
+
+
+def _powers(scores: mx.array) -> tuple[mx.array, mx.array, mx.array]:
+    """2^(score - largest) [..., keys], their sum and the largest, [..., 1]."""
+    largest = scores.max(axis=-1, keepdims=True)
+    powers = exp2(scores - largest)
+    # as a product a sum takes a fifth of the time on CPUs
+    return powers, powers @ mx.ones((scores.shape[-1], 1)), largest
+
+
+def _attention(scale: float, seen: _Seen, blocks: list[list[_Block]], width: int, on_cpu: bool):
+    """Attention over these blocks as a function with its own gradient.
+
+    MLX computes what is independent side by side; each block is made to wait for the one before.
+    Returns: a function to the output [B, T, H, D], as the next projection keeps it for its own
+    backward, and on a CPU: the probabilities of the only block, or for the blocks of the same
+    queries log2 of the sum of 2^score.
+    """
+    only = len(blocks) == 1 and len(blocks[0]) == 1
+
+    def scores_of(at: _Block, queries, keys):
+        offset = keys.shape[2] - queries.shape[2]
+        part = queries[:, :, at.start : at.stop]
+        return _scores(part, keys[:, :, at.first : at.last], scale, seen.block(at, offset))
+
+    def probabilities(at: _Block, queries, keys, kept: mx.array | None):
+        """Of a block, from what the forward kept of its queries."""
+        if only and on_cpu:
+            return kept
+        scores = scores_of(at, queries, keys)
+        if on_cpu:
+            return exp2(scores - kept).astype(queries.dtype)
+        powers, total, _ = _powers(scores)
+        return (powers * mx.reciprocal(total)).astype(queries.dtype)
+
+    @mx.custom_function
+    def attend(queries, keys, values):
+        if not on_cpu:
+            fused = mx.fast.scaled_dot_product_attention
+            output = fused(queries, keys, values, scale=scale, mask=seen.whole())
+            return (output.transpose(0, 2, 1, 3),)
+        outputs, kept = [], []
+        for row in blocks:
+            found: _Partial | None = None
+            for at in row:
+                powers, total, largest = _powers(scores_of(at, queries, keys))
+                visible = values[:, :, at.first : at.last]
+                if only:
+                    kept.append((powers * mx.reciprocal(total)).astype(queries.dtype))
+                    found = _Partial(largest, mx.ones_like(total), kept[0] @ visible)
+                    continue
+                output = (powers.astype(queries.dtype) @ visible).astype(mx.float32)
+                part = _Partial(largest, total, output)
+                found = part if found is None else found.merged(part)
+                queries = mx.depends(queries, list(found))
+            if not only:
+                kept.append(found.largest + mx.log2(found.total))
+            output = (found.output * mx.reciprocal(found.total)).astype(queries.dtype)
+            rows = row[0].stop - row[0].start
+            outputs.append(output.reshape(*queries.shape[:2], rows, -1).transpose(0, 2, 1, 3))
+        whole = outputs[0] if len(outputs) == 1 else mx.concatenate(outputs, axis=1)
+        return (whole, *kept)
+
+    @attend.vjp
+    def attend_vjp(primals, cotangents, outputs):
+        queries, keys, values = primals
+        kv_heads = keys.shape[1]
+        # sum over keys of p * dp, a number a query, equals that of output * d_output
+        shared = (cotangents[0] * outputs[0]).sum(axis=-1, keepdims=True).transpose(0, 2, 1, 3)
+        cotangent = cotangents[0].transpose(0, 2, 1, 3)
+        d_queries, d_keys, d_values = [], _Slices(keys, width), _Slices(values, width)
+        for number, row in enumerate(blocks):
+            rows = slice(row[0].start, row[0].stop)
+            own_shared = _folded(shared[:, :, rows], kv_heads)
+            total = None
+            for at in row:
+                visible = slice(at.first, at.last)
+                kept = outputs[1 + number] if on_cpu else None
+                weights = probabilities(at, queries, keys, kept)
+                d_output = _folded(cotangent[:, :, rows], kv_heads)
+                d_weights = d_output @ values[:, :, visible].swapaxes(-1, -2)
+                d_scores = weights * (d_weights - own_shared)
+                own = _folded(queries[:, :, rows], kv_heads) * scale
+                added_keys = d_keys.add(d_scores.swapaxes(-1, -2) @ own, at)
+                added_values = d_values.add(weights.swapaxes(-1, -2) @ d_output, at)
+                part = d_scores @ keys[:, :, visible]
+                total = part if total is None else total + part
+                if not only:
+                    found = [total, added_keys, added_values]
+                    queries, cotangent = mx.depends([queries, cotangent], found)
+            d_queries.append((total * scale).reshape(queries[:, :, rows].shape))
+        whole = d_queries[0] if len(d_queries) == 1 else mx.concatenate(d_queries, axis=2)
+        found = [d_keys.whole(), d_values.whole()]
+        return mx.depends(whole, found), *found
+
+    return attend
+
+
+class _Slices:
+    """A sum like ``like`` [B, KV, S, D] in slices of ``width`` keys, so that adding to a few keys
+    copies no more than a slice."""
+
+    def __init__(self, like: mx.array, width: int):
+        self.width = width
+        self.shape = like.shape
+        self.parts: dict[int, mx.array] = {}
+
+    def add(self, part: mx.array, at: _Block) -> mx.array:
+        """Add to the keys of a block, all of one slice; the slice as it is now."""
+        number, offset = divmod(at.first, self.width)
+        batch, heads, keys, depth = self.shape
+        width = min(self.width, keys - number * self.width)
+        total = self.parts.get(number)
+        if part.shape[2] < width:
+            total = mx.zeros((batch, heads, width, depth), part.dtype) if total is None else total
+            visible = slice(offset, offset + part.shape[2])
+            total[:, :, visible] = total[:, :, visible] + part
+        else:
+            total = part if total is None else total + part
+        self.parts[number] = total
+        return total
+
+    def whole(self) -> mx.array:
+        return mx.concatenate([self.parts[number] for number in sorted(self.parts)], axis=2)

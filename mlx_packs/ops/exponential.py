@@ -1,29 +1,27 @@
 """exp, and what is made of it, for MLX on CPUs.
 
 MLX's CPU backend on Linux takes exp one element at a time (12 ns each); in a training step that is
-a third of the time. The usual range reduction and a polynomial, written as MLX array operations,
-are 3 times as fast, since additions and products are vectorized. On other devices, and for other
-dtypes than float32, the reference is used.
+a third of the time. The usual range reduction and a rational function, written as MLX array
+operations, are 3 to 6 times as fast, since additions and products are vectorized. On other devices,
+and for other dtypes than float32, the reference is used.
 """
 
 import mlx.core as mx
 import mlx.nn as nn
 
 _LOG2_E = 1.4426950408889634
+_LN_2 = 1 / _LOG2_E
 # ln 2 in two parts: n * _LN2_HIGH is exact in float32 for every n in range (Cody and Waite 1980)
 _LN2_HIGH, _LN2_LOW = 0.693359375, -2.12194440e-4
-# exp(r) = 1 + r + r^2 p(r) on [-ln 2 / 2, ln 2 / 2]; coefficients of Cephes' expf
-_POLYNOMIAL = (
-    1.9875691500e-4,
-    1.3981999507e-3,
-    8.3334519073e-3,
-    4.1665795894e-2,
-    1.6666665459e-1,
-    5.0000001201e-1,
-)
+# 1.5 * 2^23: a float32 of up to 2^22 that it is added to is rounded, and stands in the low bits
+_ROUNDING = 12582912.0
+# exp(r) = (u + r) / (u - r) with u = r coth(r / 2) = 2 + r^2 / 6 - r^4 / 360 + ...; the same for
+# 2^r, whose u has been divided by ln 2. On [-ln 2 / 2, ln 2 / 2] three terms are right to 3e-8.
+_NATURAL = (2.0, 1 / 6, -1 / 360)
+_BINARY = (2 * _LOG2_E, _LN_2 / 6, -(_LN_2**3) / 360)
 
 
-def _by_polynomial(x: mx.array) -> bool:
+def _by_formula(x: mx.array) -> bool:
     return x.dtype == mx.float32 and mx.default_device() == mx.Device(mx.cpu)
 
 
@@ -34,16 +32,36 @@ def exp(x: mx.array) -> mx.array:
 
     Args: x: any shape and float dtype.   Returns: the same shape and dtype.
     """
-    if not _by_polynomial(x):
+    if not _by_formula(x):
         return mx.exp(x)
     x = mx.clip(x, -87.0, 88.0)
-    n = mx.round(x * _LOG2_E)
-    r = x - n * _LN2_HIGH - n * _LN2_LOW
-    p = r * _POLYNOMIAL[0] + _POLYNOMIAL[1]
-    for coefficient in _POLYNOMIAL[2:]:
-        p = p * r + coefficient
-    power_of_two = ((n.astype(mx.int32) + 127) << 23).view(mx.float32)
-    return (p * (r * r) + (r + 1)) * power_of_two
+    rounded = x * _LOG2_E + _ROUNDING
+    n = rounded - _ROUNDING
+    return _scaled(x - n * _LN2_HIGH - n * _LN2_LOW, rounded, _NATURAL)
+
+
+def exp2(x: mx.array) -> mx.array:
+    """2 to the power of x, for x that are not above 127; without a gradient, as `exp`.
+
+    It takes two thirds of the operations of `exp`.
+
+    Semantics: mx.power(2, x), within 4e-7 relative for -126 <= x; 2^-126 below.
+
+    Args: x: any shape and float dtype.   Returns: the same shape and dtype.
+    """
+    if not _by_formula(x):
+        return mx.exp(x * _LN_2)
+    x = mx.maximum(x, -126.0)
+    rounded = x + _ROUNDING
+    return _scaled(x - (rounded - _ROUNDING), rounded, _BINARY)
+
+
+def _scaled(r: mx.array, rounded: mx.array, terms: tuple[float, float, float]) -> mx.array:
+    """exp or 2^ of r times the power of two in the low bits of ``rounded``."""
+    square = r * r
+    u = (square * terms[2] + terms[1]) * square + terms[0]
+    power = ((u + r) / (u - r)).view(mx.int32)
+    return (power + (rounded.view(mx.int32) << 23)).view(mx.float32)
 
 
 @mx.custom_function
@@ -66,6 +84,6 @@ def swiglu(gate: mx.array, up: mx.array) -> mx.array:
 
     Args: gate, up: the same shape, any float dtype.   Returns: the same.
     """
-    if not _by_polynomial(gate):
+    if not _by_formula(gate):
         return nn.silu(gate) * up
     return _swiglu(gate, up)[0]

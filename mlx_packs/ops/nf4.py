@@ -15,6 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ..runtime import mx
+from . import sliced_matmul
 from ._backend import Kernel, choose, int_table, tiles
 from ._check import Check, Instance, first_fault, normal, sparse_signs
 from ._cost import Launch
@@ -182,6 +183,22 @@ def reference_dequantize(weight: NF4Weight, dtype: mx.Dtype) -> mx.array:
         absmax = nested + weight.offset
     dense = _by_block(_levels_of_byte()[weight.weight].flatten(), absmax, weight.block_size)
     return dense.astype(dtype).reshape(weight.shape)
+
+
+def _dense_rows(
+    unpack: Callable[[NF4Weight, mx.Dtype], mx.array],
+    weight: NF4Weight,
+    start: int,
+    stop: int,
+    after: mx.array,
+) -> mx.array:
+    """Rows [start, stop) of the weight, which begin with a block; not before ``after``."""
+    if (start, stop) == (0, weight.shape[0]):
+        return unpack(weight, after.dtype)
+    depth, size = weight.shape[1], weight.block_size
+    blocks = mx.arange(start * depth // size, tiles(stop * depth, size))
+    packed = mx.depends([weight.weight[start:stop], _absmax(weight, blocks)], after)
+    return unpack(NF4Weight(*packed, block_size=size), after.dtype)
 
 
 def _absmax(weight: NF4Weight, block: mx.array) -> mx.array:
@@ -352,16 +369,17 @@ def _product(
     weight: NF4Weight, matvec_by: str, unpack: Callable[[NF4Weight, mx.Dtype], mx.array]
 ) -> Callable[[mx.array], mx.array]:
     """x [N, D] to [N, O]. The weight is bound, not passed: only x has a gradient."""
+    rows = functools.partial(_dense_rows, unpack, weight)
 
     @mx.custom_function
     def product(x):
         if matvec_by != "reference":
             return _matvec(matvec_by, x, weight)
-        return x @ unpack(weight, x.dtype).T
+        return sliced_matmul.forward(x, weight.shape, rows)
 
     @product.vjp
     def product_vjp(x, cotangent, _):
-        return cotangent @ unpack(weight, cotangent.dtype)
+        return sliced_matmul.backward(cotangent, weight.shape, rows)
 
     return product
 

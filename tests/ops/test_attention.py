@@ -2,6 +2,7 @@
 
 import pytest
 
+from mlx_packs.ops import attention as module
 from mlx_packs.ops.attention import attention
 from mlx_packs.runtime import mx
 
@@ -12,6 +13,15 @@ SHAPES = {  # batch, heads, KV heads, queries, keys, head_dim
     "one_query": (1, 4, 2, 1, 9, 16),
     "more_keys": (1, 4, 2, 5, 12, 16),
 }
+
+
+@pytest.fixture
+def small_blocks(monkeypatch):
+    """Many blocks of few queries and keys, whatever the shapes."""
+    monkeypatch.setitem(module.SCORE_BYTES, "cpu", 0)
+    monkeypatch.setattr(module, "_LEAST_QUERIES", 4)
+    monkeypatch.setattr(module, "_CPU_KEYS", 8)
+    monkeypatch.setattr(module, "_CPU_BYTES", 0)
 
 
 def masks(shape: tuple) -> dict:
@@ -48,3 +58,53 @@ def test_attention_and_its_gradients_are_those_of_mlx(name, mask):
     _, wanted = both(reference)
     for gradient, expected in zip(grads, wanted, strict=True):
         assert mx.allclose(gradient, expected, rtol=1e-4, atol=1e-5).item()
+
+
+@pytest.mark.parametrize("mask", ["none", "causal", "boolean", "additive"])
+@pytest.mark.parametrize("name", SHAPES)
+def test_many_blocks_are_as_one(name, mask, small_blocks):
+    test_attention_and_its_gradients_are_those_of_mlx(name, mask)
+
+
+def test_a_block_may_hide_all_of_its_keys_by_minus_infinity(small_blocks):
+    q, k, v = (mx.random.normal((1, 2, 24, 8)) for _ in range(3))
+    near = mx.abs(mx.arange(24)[:, None] - mx.arange(24)[None]) < 3
+    hidden = mx.where(near, 0.0, -float("inf"))
+
+    def both(f, mask):
+        loss = lambda *a: f(*a, scale=0.3, mask=mask).square().sum()  # noqa: E731
+        return mx.value_and_grad(loss, argnums=(0, 1, 2))(q, k, v)
+
+    found, gradients = both(attention, hidden)
+    expected, wanted = both(mx.fast.scaled_dot_product_attention, near)
+    assert mx.allclose(found, expected, rtol=1e-5).item()
+    for gradient, reference in zip(gradients, wanted, strict=True):
+        assert mx.allclose(gradient, reference, rtol=1e-4, atol=1e-5).item()
+
+
+def test_segments_in_many_blocks_are_the_mask_that_they_stand_for(small_blocks):
+    q, k, v = (mx.random.normal((2, h, 30, 8)) for h in (4, 2, 2))
+    segments = mx.array([[0] * 5 + [1] * 12 + [2] * 13, [0] * 9 + [1] * 11 + [2] * 10])
+    own = (segments[:, :, None] == segments[:, None])[:, None]
+    mask = own & (mx.arange(30)[:, None] >= mx.arange(30)[None])
+
+    def both(**how):
+        loss = lambda *a: attention(*a, 0.3, **how).square().sum()  # noqa: E731
+        return mx.value_and_grad(loss, argnums=(0, 1, 2))(q, k, v)
+
+    found, gradients = both(mask="causal", segments=segments)
+    expected, wanted = both(mask=mask)
+    assert mx.allclose(found, expected, rtol=1e-5).item()
+    for gradient, reference in zip(gradients, wanted, strict=True):
+        assert mx.allclose(gradient, reference, rtol=1e-4, atol=1e-5).item()
+
+
+def test_memory_of_a_long_row_is_that_of_a_few_blocks():
+    q, w = (mx.random.normal((1, 8, 1024, 32)) for _ in range(2))
+    k, v = (mx.random.normal((1, 2, 1024, 32)) for _ in range(2))
+    mx.eval(q, k, v, w)
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    mx.eval(mx.vjp(lambda *a: [attention(*a, 0.2, "causal")], [q, k, v], [w]))
+    scores = 4 * 8 * 1024 * 1024
+    assert mx.get_peak_memory() - before < 0.7 * scores

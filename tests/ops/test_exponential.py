@@ -4,7 +4,7 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 
-from mlx_packs.ops.exponential import exp, swiglu
+from mlx_packs.ops.exponential import exp, exp2, swiglu
 from mlx_packs.runtime import mx
 
 
@@ -18,6 +18,15 @@ def test_exp_is_within_4e_7_of_float64_over_its_range():
 def test_exp_is_finite_where_float32_would_overflow_and_tiny_where_it_would_vanish():
     values = np.array(exp(mx.array([-1e30, -100.0, 89.0, 1e30])))
     assert np.isfinite(values).all() and (values[:2] < 1e-37).all() and (values[2:] > 1e38).all()
+
+
+def test_exp2_is_within_4e_7_of_float64_and_tiny_below_its_range():
+    x = np.concatenate([np.linspace(-126, 127, 100_001), np.linspace(-1, 1, 10_001)])
+    x = x.astype(np.float32)
+    expected = np.exp2(x.astype(np.float64))
+    assert np.abs(np.array(exp2(mx.array(x))) / expected - 1).max() < 4e-7
+    below = np.array(exp2(mx.array([-126.4, -1e30, -float("inf")])))
+    assert (below > 0).all() and (below < 1.2e-38).all()
 
 
 @pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16, mx.float16])

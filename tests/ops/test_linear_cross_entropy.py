@@ -3,6 +3,8 @@
 import mlx.nn as nn
 import pytest
 
+from mlx_packs.nn.nf4 import NF4Embedding
+from mlx_packs.nn.quantized import HalfLinear, TransientEmbedding, TransientLinear, frozen_head
 from mlx_packs.ops import linear_cross_entropy as module
 from mlx_packs.ops.linear_cross_entropy import cross_entropy, linear_cross_entropy
 from mlx_packs.runtime import mx
@@ -18,21 +20,85 @@ def test_cross_entropy_is_that_of_mlx():
     assert mx.allclose(gradient, wanted, atol=1e-6).item()
 
 
-@pytest.mark.parametrize("rows", [1, 32, 33, 100])
-def test_chunks_give_the_whole(rows, monkeypatch):
-    monkeypatch.setattr(module, "CHUNK_BYTES", 4 * 64 * 32)  # 32 rows of 64 logits
-    head = nn.Linear(16, 64, bias=False)
-    states, targets = mx.random.normal((rows, 16)), mx.random.randint(0, 64, (rows,))
-    weight = mx.random.normal((rows,))
+VOCABULARY = 150  # of no whole number of slices
 
-    def chunked(h):
-        return (linear_cross_entropy(h, targets, head, 64)[0] * weight).sum()
+
+def heads() -> dict:
+    """Frozen heads of 64 columns, and the call that gives the logits of each."""
+    linear, biased = (nn.Linear(64, VOCABULARY, bias=bias) for bias in (False, True))
+    half = HalfLinear(linear.weight.astype(mx.float16), None)
+    packed = nn.QuantizedLinear.from_linear(biased, 32, 4)
+    table = nn.QuantizedEmbedding.from_embedding(nn.Embedding(VOCABULARY, 64), 32, 4)
+    nf4 = NF4Embedding.from_embedding(nn.Embedding(VOCABULARY, 64))
+    mxfp4 = nn.QuantizedLinear.from_linear(linear, 32, 4, mode="mxfp4")
+    dense = nn.Embedding(VOCABULARY, 64)
+    return {
+        "linear": (linear, linear), "biased": (biased, biased), "half": (half, half),
+        "packed": (packed, packed), "tied": (table, table.as_linear), "nf4": (nf4, nf4.as_linear),
+        "mxfp4": (mxfp4, mxfp4), "dense_tied": (dense, dense.as_linear),
+        "transient": (TransientLinear(packed), packed),
+        "transient_tied": (TransientEmbedding(table), table.as_linear),
+    }  # fmt: skip
+
+
+@pytest.fixture
+def small_slices(monkeypatch):
+    monkeypatch.setitem(module.LOGIT_BYTES, "cpu", 4 * 33 * 40)  # 40 columns of 33 rows
+    monkeypatch.setattr(module, "_LEAST_COLUMNS", 16)
+
+
+@pytest.mark.parametrize("name", heads())
+@pytest.mark.parametrize(("z_loss", "smoothing"), [(0, 0), (1e-2, 0), (0, 0.1), (1e-2, 0.1)])
+def test_slices_of_the_vocabulary_give_the_whole(name, z_loss, smoothing, small_slices):
+    mx.random.seed(1)
+    layer, call = heads()[name]
+    head = frozen_head(layer)
+    states, targets = mx.random.normal((33, 64)) * 2, mx.random.randint(0, VOCABULARY, (33,))
+    weight = mx.random.normal((33,))
+    assert module.columns(33, 64) == 40
+
+    def sliced(h):
+        return (linear_cross_entropy(h, targets, head, z_loss, smoothing)[0] * weight).sum()
 
     def whole(h):
-        return (nn.losses.cross_entropy(head(h), targets) * weight).sum()
+        logits = call(h).astype(mx.float32)
+        lse = mx.logsumexp(logits, axis=-1)
+        own = mx.take_along_axis(logits, targets[:, None], axis=-1)[:, 0]
+        spread = smoothing * (own - logits.mean(axis=-1))
+        return ((lse - own + z_loss * lse**2 + spread) * weight).sum()
 
-    (value, gradient), (expected, wanted) = (mx.value_and_grad(f)(states) for f in (chunked, whole))
+    (value, gradient), (expected, wanted) = (mx.value_and_grad(f)(states) for f in (sliced, whole))
     assert abs(value.item() - expected.item()) < 1e-4
     assert mx.allclose(gradient, wanted, atol=1e-5).item()
-    hits = linear_cross_entropy(states, targets, head, 64)[1]
+    by_logits = cross_entropy(call(states), targets, z_loss, smoothing)
+    assert abs((by_logits * weight).sum().item() - expected.item()) < 1e-4
+
+
+@pytest.mark.parametrize("rows", [1, 33, 100])
+def test_hits_are_those_of_the_whole_logits(rows, small_slices):
+    head = nn.Linear(64, VOCABULARY)
+    states = mx.random.normal((rows, 64))
+    targets = mx.where(mx.arange(rows) % 2 == 0, mx.argmax(head(states), axis=-1), 3)
+    loss, hits = linear_cross_entropy(states, targets, frozen_head(head), gradient=False)
     assert mx.array_equal(hits, mx.argmax(head(states), axis=-1) == targets).item()
+    assert mx.allclose(loss, cross_entropy(head(states), targets), atol=1e-5).item()
+
+
+def test_a_head_that_learns_is_not_sliced():
+    assert frozen_head(nn.Sequential(nn.Linear(4, 4))) is None
+
+
+@pytest.mark.parametrize("base_path", ["dense", "transient"])
+def test_logits_and_head_are_never_whole(base_path):
+    vocab, rows, width = 32768, 512, 256
+    table = nn.Embedding(vocab, width)
+    if base_path == "transient":
+        table = TransientEmbedding(nn.QuantizedEmbedding.from_embedding(table))
+    head = frozen_head(table)
+    states, targets = mx.random.normal((rows, width)), mx.random.randint(0, vocab, (rows,))
+    mx.eval(table.parameters(), states, targets)
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    mx.eval(mx.value_and_grad(lambda h: linear_cross_entropy(h, targets, head)[0].sum())(states))
+    used = mx.get_peak_memory() - before
+    assert used < vocab * rows * 4 / 2  # whole logits; all of the dense head is half of that

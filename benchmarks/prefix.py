@@ -1,0 +1,207 @@
+"""Adapters on the top quarter of the blocks, 5 epochs: ours with the prefix cache against without.
+
+Both take the same rows in the same order; the time is that of the whole run, computing the cache
+included. Losses of all steps are held against each other first; if they differ, no time is printed
+and the exit is 1. Then the two sides run by turns, in the order A B B A.
+
+    python -m benchmarks prefix --work tiny
+"""
+
+import argparse
+import os
+import sys
+import time
+from dataclasses import dataclass, field
+
+import mlx.optimizers as optimizers
+import numpy as np
+from mlx.utils import tree_map
+
+from mlx_packs.adapters import attach
+from mlx_packs.batches import training_batches
+from mlx_packs.config import BASE_PATHS, LoRAConfig, TrainConfig
+from mlx_packs.display import QUIET, Display
+from mlx_packs.encoding import Example, Examples
+from mlx_packs.loading import TINY, Base
+from mlx_packs.loss import as_arrays, split_head
+from mlx_packs.prefix import open_prefix
+from mlx_packs.runtime import mx
+from mlx_packs.step import Stepper
+from mlx_packs.token_cache import CACHE_VARIABLE
+
+from . import history, report
+from .history import Environment, Record, record
+from .sides import LEARNING_RATE, Rows
+from .train_step import SCALE, TOLERANCE, LossesDiffer
+from .works import QWEN3_4B, WORKS, Work, activation_dtype, base_name, load
+
+EPOCHS = 5
+EIGHT_BLOCKS = Work(  # of the tiny base's geometry, which has six: a quarter of eight is whole
+    QWEN3_4B
+    | {"num_hidden_layers": 8, "hidden_size": 256, "intermediate_size": 768, "vocab_size": 4096}
+    | {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64},
+    4,
+    128,
+    ("transient", "dense"),
+)
+_WORKS = {"eight_blocks": EIGHT_BLOCKS}
+
+
+def work_named(name: str) -> Work:
+    """A work of this benchmark, or of all that train."""
+    return _WORKS[name] if name in _WORKS else WORKS[name]
+
+
+@dataclass
+class Side:
+    """Ours on one base path, with the cache or without, and the seconds of its runs."""
+
+    base: Base
+    examples: Examples
+    train: TrainConfig
+    lora: LoRAConfig
+    seconds: list[float] = field(default_factory=list)
+    peaks: list[int] = field(default_factory=list)
+
+    def __post_init__(self):
+        model = self.base.model
+        self.attached = attach(self.base, self.lora, base_path=self.train.base_path)
+        keys = mx.random.split(mx.random.key(self.train.seed), len(self.attached.specs))
+        started = self.attached.tensors()
+        for path, key in zip(self.attached.specs, keys, strict=True):  # so A has gradients at once
+            shape = started[f"{path}.lora_b"].shape
+            started[f"{path}.lora_b"] = mx.random.normal(shape, key=key) * (shape[0] ** -0.5 / 4)
+        self.started = started
+        self.attached.recompute(self.train.recomputes)
+        head = split_head(model)
+        self.cache = open_prefix(
+            self.attached, head, self.train, self.examples, self.train.base_path, None,
+            Display(QUIET),
+        )  # fmt: skip
+        self.optimizer = optimizers.Adam(learning_rate=LEARNING_RATE)
+        self.optimizer.init(model.trainable_parameters())
+        self.stepper = Stepper(model, head, self.optimizer, max_grad_norm=None)
+        model.train()
+        mx.eval(model.parameters(), self.optimizer.state)
+
+    def run(self) -> list[float]:
+        """All epochs from the start, with nothing cached; the losses of the steps."""
+        self.attached.load(self.started, "benchmark")
+        self.optimizer.state.update(tree_map(mx.zeros_like, self.optimizer.state))
+        self.optimizer.learning_rate = LEARNING_RATE
+        mx.eval(self.base.model.parameters(), self.optimizer.state)
+        arrays = as_arrays
+        if self.cache is not None:
+            self.cache.store.forget()
+            arrays = self.cache.arrays
+        mx.clear_cache()
+        mx.reset_peak_memory()
+        start = time.perf_counter()
+        batches = training_batches(
+            self.examples, self.train.batch_size, self.train.max_seq_length, self.train.seed
+        )
+        losses = []
+        for _ in range(self.train.iters):
+            batch = next(batches)
+            losses.append(self.stepper(arrays(batch), batch.count, last=True, alone=True)[0])
+        self.seconds.append(time.perf_counter() - start)
+        self.peaks.append(mx.get_peak_memory())
+        return losses
+
+
+def race(name: str, plain: Side, cached: Side, rounds: int, tolerance: float) -> None:
+    """Hold all losses of both sides against each other, then time them by turns.
+
+    Raises: LossesDiffer before anything is timed.
+    """
+    _say(f"checking {name}")
+    expected, found = plain.run(), cached.run()
+    if not np.allclose(expected, found, rtol=tolerance, atol=0):
+        worst = np.abs(np.array(found) / expected - 1).max()
+        raise LossesDiffer(f"losses with the cache differ by {worst:.1e} from those without")
+    for side in (plain, cached):
+        side.seconds.clear()
+        side.peaks.clear()
+    for turn in range(2 * rounds):
+        _say(f"turn {turn + 1} of {2 * rounds}: {name}")
+        for side in (plain, cached) if turn % 2 == 0 else (cached, plain):
+            side.run()
+
+
+def _say(text: str) -> None:
+    print(f"  {text}", file=sys.stderr)
+
+
+def _records(
+    here: Environment, task: str, shape: str, path: str, dtype: str, plain: Side, cached: Side
+) -> list[Record]:
+    without, ours = f"without the cache, {path}", f"mlx_packs {path}"
+    whole = f"{EPOCHS} epochs"
+    times = [a / b for a, b in zip(plain.seconds, cached.seconds, strict=True)]
+    states = cached.cache.total_bytes / 1e6
+    note = f"states of all rows: {states:.1f} MB; computing them is part of the time"
+    made = []
+    for name, side in ((without, plain), (ours, cached)):
+        ratio = float(np.median(plain.seconds) / np.median(side.seconds))
+        made.append(
+            record(here, task, name, shape, whole, "s", side.seconds, dtype=dtype,
+                   baseline=without, ratio=ratio, peak_mb=max(side.peaks) / 1e6, note=note)
+        )  # fmt: skip
+    made.append(record(here, task, ours, shape, "times without", "x", times, dtype=dtype))
+    return made
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser("python -m benchmarks prefix",
+                                     description=__doc__.split("\n")[0])  # fmt: skip
+    parser.add_argument("--work", choices=[*_WORKS, *WORKS], default="eight_blocks")
+    parser.add_argument("--model", default=TINY, help="base of the tiny works [tiny]")
+    parser.add_argument("--base-path", choices=[p for p in BASE_PATHS if p != "auto"])
+    parser.add_argument("--rows", type=int, default=32, help="rows of the data [32]")
+    parser.add_argument("--rank", type=int, default=8)
+    parser.add_argument("--rounds", type=int, default=2, help="of forth and back [2]")
+    parser.add_argument("--seed", type=int, default=0)
+    history.add_option(parser)
+    options = parser.parse_args(arguments)
+    os.environ[CACHE_VARIABLE] = "off"  # a run of before must not pay for this one
+    work = work_named(options.work)
+    here, made = Environment.here(), []
+    for path in (options.base_path,) if options.base_path else work.base_paths:
+        bases = [load(work, options.model, options.seed) for _ in range(2)]
+        blocks = len(bases[0].model.layers)
+        top = max(1, blocks // 4)
+        rows = Rows.random(options.rows, work.length, bases[0].vocab_size, options.seed)
+        target = np.arange(rows.tokens.shape[1]) >= rows.offset
+        examples = Examples(
+            [Example(row, target, "benchmark") for row in rows.tokens], "text", "all"
+        )
+        dtype = activation_dtype(bases[0])
+        plain, cached = (
+            Side(
+                base,
+                examples,
+                TrainConfig(
+                    iters=EPOCHS * -(-options.rows // work.batch_size), batch_size=work.batch_size,
+                    max_seq_length=work.length + 1, base_path=path, cache_prefix=cache,
+                    seed=options.seed,
+                ),
+                LoRAConfig(rank=options.rank, alpha=SCALE * options.rank, num_layers=top),
+            )
+            for base, cache in zip(bases, ("off", "on"), strict=True)
+        )  # fmt: skip
+        try:
+            race(path, plain, cached, options.rounds, TOLERANCE[dtype])
+        except LossesDiffer as error:
+            print(f"benchmarks: {error}", file=sys.stderr)
+            return 1
+        shape = (f"{options.rows} rows of {work.length}, batch {work.batch_size}, top {top} of "
+                 f"{blocks} blocks, rank {options.rank}")  # fmt: skip
+        task = f"prefix {base_name(options.work, options.model)}"
+        made += _records(here, task, shape, path, dtype, plain, cached)
+    history.append(made, options.history)
+    print(report.render(made))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,176 @@
+"""Rows of bytes by number: in memory up to a limit, and in a file that other runs can use.
+
+A row of the file counts if its digest fits: what is damaged, half-written or foreign is not found.
+"""
+
+import hashlib
+import os
+import threading
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+
+import numpy as np
+
+from .errors import PackError
+from .files import only_writer
+
+_DIGEST_BYTES = 16
+_KEPT_DAYS = 7
+
+
+class StateStore:
+    """Rows of known sizes, each there or not yet there. Threads may share it.
+
+    row_bytes: size of each row.   memory_limit: bytes.   file, key: where rows are kept beyond the
+    process, and a hash (hex) of all that they depend on; without a file they live in memory alone.
+    is_on_disk: whether rows are kept in the file; if that cannot be, ``note`` says why.   say: told
+    of it if that ends while rows are put.
+    """
+
+    def __init__(
+        self,
+        row_bytes: np.ndarray,
+        memory_limit: int,
+        file: Path | None = None,
+        key: str = "",
+        say: Callable[[str], None] = lambda text: None,
+    ):
+        self.memory_limit = memory_limit
+        self.memory_bytes = 0
+        self.is_on_disk = False
+        self.note = ""
+        self._say = say
+        self._in_memory: dict[int, np.ndarray] = {}
+        self._sizes = row_bytes.astype(np.int64)
+        self._ends = len(row_bytes) * _DIGEST_BYTES + np.cumsum(self._sizes)
+        self._key = bytes.fromhex(key)
+        self._lock = threading.RLock()
+        self._open = ExitStack()
+        self._file: int | None = None
+        self._digests = np.zeros((len(row_bytes), _DIGEST_BYTES), np.uint8)
+        self._trusted = np.zeros(len(row_bytes), bool)
+        if file is not None:
+            self._open_file(file)
+
+    def kept(self) -> np.ndarray:
+        """Numbers of the rows that the file says to have; `get` finds out which are whole."""
+        return np.flatnonzero(self._digests.any(axis=1))
+
+    def get(self, row: int) -> np.ndarray | None:
+        """A row's bytes, uint8; None if it is not there."""
+        with self._lock:
+            if row in self._in_memory:
+                return self._in_memory[row]
+            if self._file is None or not self._digests[row].any():
+                return None
+            found = self._read(row)
+            if found is None:
+                self._digests[row] = 0
+            else:
+                self._remember(row, found)
+            return found
+
+    def put(self, row: int, found: np.ndarray) -> None:
+        """Keep a row's bytes, uint8 and contiguous, as far as there is room."""
+        with self._lock:
+            self._remember(row, found)
+            if self._file is None:
+                return
+            digest = self._digest(row, found)
+            try:
+                self._write(found, self._ends[row] - self._sizes[row])
+                self._write(digest, row * _DIGEST_BYTES)
+            except OSError as error:  # a full disk must not stop a run
+                self.note = f"no longer kept on disk ({error.strerror or error})"
+                self.is_on_disk = False
+                self._close_file()
+                self._say(self.note)
+                return
+            self._digests[row] = digest
+            self._trusted[row] = True
+
+    def forget(self) -> None:
+        """Forget all rows."""
+        with self._lock:
+            self._in_memory.clear()
+            self.memory_bytes = 0
+            self._digests[:] = 0
+            self._trusted[:] = False
+
+    def close(self) -> None:
+        """Let go of the file and the memory."""
+        with self._lock:
+            self._close_file()
+            self._in_memory.clear()
+
+    def _remember(self, row: int, found: np.ndarray) -> None:
+        if row not in self._in_memory and self.memory_bytes + found.nbytes <= self.memory_limit:
+            self._in_memory[row] = found.copy()  # of its own: it may be part of a batch
+            self.memory_bytes += found.nbytes
+
+    def _open_file(self, file: Path) -> None:
+        try:
+            file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)  # rows may be private
+            _forget_unused(file.parent)
+            self._open.enter_context(only_writer(file))
+            self._file = os.open(file, os.O_RDWR | os.O_CREAT, 0o600)
+            size = int(self._ends[-1])
+            if os.fstat(self._file).st_size != size:
+                os.ftruncate(self._file, 0)
+                os.ftruncate(self._file, size)
+            os.utime(file)
+            os.preadv(self._file, [self._digests], 0)
+            self.is_on_disk = True
+        except PackError:
+            self.note = "not kept on disk (another run is at it, or the folder is read-only)"
+        except OSError as error:
+            self.note = f"not kept on disk ({error.strerror or error})"
+        if not self.is_on_disk:
+            self._digests[:] = 0
+            self._close_file()
+
+    def _close_file(self) -> None:
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
+        self._open.close()
+
+    def _digest(self, row: int, found: np.ndarray) -> np.ndarray:
+        salt = row.to_bytes(8, "little")
+        digest = hashlib.blake2b(found.data, digest_size=_DIGEST_BYTES, key=self._key, salt=salt)
+        return np.frombuffer(digest.digest(), np.uint8)
+
+    def _read(self, row: int) -> np.ndarray | None:
+        found = np.empty(self._sizes[row], np.uint8)
+        at, place = 0, int(self._ends[row] - self._sizes[row])
+        try:
+            while at < len(found):
+                count = os.preadv(self._file, [found[at:]], place + at)
+                if not count:
+                    return None
+                at += count
+        except OSError:
+            return None
+        if not self._trusted[row]:
+            if not np.array_equal(self._digest(row, found), self._digests[row]):
+                return None
+            self._trusted[row] = True
+        return found
+
+    def _write(self, found: np.ndarray, place: int) -> None:
+        at = 0
+        while at < len(found):
+            at += os.pwrite(self._file, found[at:].data, int(place) + at)
+
+
+def _forget_unused(folder: Path) -> None:
+    """Remove the files that no run has used for a week; states are large."""
+    oldest = time.time() - _KEPT_DAYS * 24 * 3600
+    for file in folder.glob("*.states"):
+        try:
+            if file.stat().st_mtime < oldest:
+                file.unlink()
+        except OSError:  # another process was faster
+            continue
