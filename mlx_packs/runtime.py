@@ -4,6 +4,7 @@ Every module of this package that computes imports this one, so that the switche
 before the first array exists.
 """
 
+import atexit
 import ctypes
 import os
 import platform
@@ -180,6 +181,18 @@ def _bind_blas() -> Blas:
 
 
 BLAS = _bind_blas()
+
+
+@atexit.register
+def _finish() -> None:
+    """Wait for what MLX still computes (mlx-lm begins a token that nobody may ask for).
+
+    A process that ends meanwhile takes the BLAS from under MLX's thread, which then crashes.
+    """
+    mx.synchronize()
+    if generate := sys.modules.get("mlx_lm.generate"):
+        mx.synchronize(generate.generation_stream)
+
 
 COMPILES = sys.platform != "linux" or mx.default_device() != mx.Device(mx.cpu)
 if not COMPILES:

@@ -136,6 +136,22 @@ def test_real_blas_is_bound_and_can_be_turned_off():
         assert bound.startswith("False")
 
 
+@pytest.mark.parametrize("stream", ["default_stream(mx.cpu)", "generation_stream"])
+def test_a_process_ends_well_while_mlx_computes(stream):
+    code = f"""
+from mlx_packs.runtime import mx
+from mlx.core import default_stream
+from mlx_lm.generate import generation_stream
+with mx.stream({stream}):
+    a = b = mx.random.normal((1000, 1000))
+    for _ in range(20):
+        b = b @ a * 0.01
+    mx.async_eval(b)
+"""
+    for _ in range(3):
+        run(code)
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="the BLAS is Accelerate here")
 def test_bound_blas_gives_the_products_of_numpy():
     code = """
