@@ -24,6 +24,10 @@ _PUBLIC = {
     "evaluate": "evaluation",
     "TrainRun": "training",
     "train_pack": "training",
+    "diff": "compare",
+    "list_packs": "shelf",
+    "pull": "hub",
+    "push": "hub",
 }
 _MODULES = ("data",)
 __all__ = [*sorted(_PUBLIC), *_MODULES]

@@ -1,0 +1,483 @@
+"""Packs on the Hugging Face Hub: pushed as they are, pulled from one commit, checked to the byte.
+
+Only what a manifest names is fetched, under plain names that end in .safetensors or .json, and a
+pack appears in its place after every hash was right. huggingface_hub does the transfers; a download
+that was killed goes on from what is there, which its own downloads no longer do.
+"""
+
+import copy
+import glob
+import json
+import re
+import shutil
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path, PurePosixPath, PureWindowsPath
+from typing import IO
+
+from .display import QUIET, Display, Task, size
+from .errors import PackError
+from .files import (
+    only_writer,
+    put_in_place,
+    read_header,
+    sha256,
+    to_json,
+    whole_folder,
+    write_whole,
+)
+from .manifest import ADAPTERS, CARD, HUB_ID, MANIFEST, PIN, model_card, read_manifest, read_pin
+from .pack import Pack, check_output
+
+MAIN = "main"
+_REVISION = r"[\w][\w.-]*(/[\w][\w.-]*)*"
+_FILE = r"[A-Za-z0-9][\w.-]*\.(safetensors|json)|README\.md"
+_USUAL = (".gitattributes", MANIFEST, PIN)  # in a repository beside what a manifest names
+_MAX_MANIFEST_BYTES = 64 << 20
+_STEP = 1_000_000  # bytes between two signs of progress
+_TRIES = 3  # of a download in which nothing comes
+# a path of this machine inside a text: from / or ~ or C:\ through its last separator
+_FOLDERS = re.compile(r"(?<![\w.~/:\\-])(~|[A-Za-z]:)?[/\\](?!/)([^\s/\\'\"`,;]+[/\\])+")
+
+
+# ── pull ─────────────────────────────────────────────────────────────────────────────────────────
+
+
+def split_name(name: str) -> tuple[str, str]:
+    """``owner/name`` or ``owner/name@revision`` as both parts. Raises: PackError if it is neither.
+
+    A revision is a branch, a tag or a commit; without one it is ``main``.
+    """
+    repo, at, revision = name.partition("@")
+    if not re.fullmatch(HUB_ID, repo, re.ASCII) or ".." in repo or "--" in repo:
+        raise PackError(f"{name}: is not a hub id (owner/name, or owner/name@revision).")
+    if at and (not re.fullmatch(_REVISION, revision, re.ASCII) or ".." in revision):
+        raise PackError(f"{name}: '{revision}' is not a revision (a branch, a tag or a commit).")
+    return repo, revision or MAIN
+
+
+def pull(
+    name: str,
+    out: str | Path | None = None,
+    *,
+    overwrite: bool = False,
+    endpoint: str | None = None,
+    display: Display | None = None,
+) -> Pack:
+    """Fetch a pack from the Hub, whole or not at all.
+
+    A branch or tag is resolved to its commit first; ``hub.json`` beside the pack records both.
+
+    Args:
+        name: ``owner/name``, with ``@revision`` if it is not ``main``.
+        out: folder to write; without it the cache, where ``owner/name`` is found as a pack.
+    Raises: PackError if the Hub cannot be reached, the pack is not whole, or a hash differs.
+    """
+    repo, revision = split_name(str(name))
+    show = display or Display(QUIET)
+    with _errors_of_hub(f"{repo}@{revision}", "cannot be pulled"):
+        commit, listed = _resolve(repo, revision, endpoint)
+    folder = _cache(repo) / commit if out is None else Path(out).expanduser()
+    if folder.is_symlink():
+        raise PackError(f"--out {folder}: is a symlink; name a folder.")
+    pin = {"repo": repo, "revision": revision, "commit": commit}
+    if out is None and _is_whole(folder):
+        write_whole(folder / PIN, to_json(pin))  # the newest one tells where a branch was last
+    else:
+        check_output(folder, overwrite or out is None)
+        _fetch(pin, listed, folder, endpoint, show)
+    return Pack.open(folder)
+
+
+def cached(name: str) -> Path:
+    """The folder of a hub id in the cache, as it is there; pulled if it is not.
+
+    Raises: PackError as `pull` does.
+    """
+    repo, revision = split_name(name)
+    found = [f.parent for f in _cache(repo).glob(f"[!.]*/{PIN}")]
+    pins = {folder: read_pin(folder) or {} for folder in found}
+    asked = [f for f, pin in pins.items() if revision in (pin.get("revision"), pin.get("commit"))]
+    if asked:
+        return max(asked, key=lambda folder: (folder / PIN).stat().st_mtime_ns)
+    return pull(name, display=Display()).path
+
+
+def _is_whole(folder: Path) -> bool:
+    """Whether a pack lies in the cache with every hash right."""
+    try:
+        Pack.open(folder).verify()
+    except (PackError, OSError):
+        return False
+    return True
+
+
+def cache_roots() -> list[Path]:
+    """Where packs of the Hub lie: what was pulled by name, and the Hub's own cache."""
+    from huggingface_hub import constants
+
+    return [Path(constants.HF_ASSETS_CACHE) / "mlx_packs", Path(constants.HF_HUB_CACHE)]
+
+
+def _cache(repo: str) -> Path:
+    return cache_roots()[0] / repo.replace("/", "--")
+
+
+def _resolve(repo: str, revision: str, endpoint: str | None) -> tuple[str, list[str]]:
+    """The commit of a revision, and the names of its files."""
+    from huggingface_hub import HfApi
+    from huggingface_hub.constants import HF_HUB_ETAG_TIMEOUT
+
+    info = HfApi(endpoint).model_info(repo, revision=revision, timeout=HF_HUB_ETAG_TIMEOUT)
+    if not re.fullmatch(r"[0-9a-f]{40}", info.sha or ""):
+        raise PackError(f"{repo}@{revision}: the Hub names no commit ({info.sha}).")
+    listed = [file.rfilename for file in info.siblings or []]
+    for name in listed:
+        if PurePosixPath(name).is_absolute() or ".." in re.split(r"[/\\]", name):
+            raise PackError(f"{repo}@{revision}: holds a file that leads elsewhere: {name!r}.")
+    if MANIFEST not in listed:
+        raise PackError(f"{repo}@{revision}: is no pack: it has no {MANIFEST}.")
+    return info.sha, listed
+
+
+def _fetch(pin: dict, listed: list[str], folder: Path, endpoint: str | None, show: Display) -> None:
+    """Download a pack of one commit beside ``folder``, check it, and put it there.
+
+    What was fetched stays there after a failure, and is gone on with if the commit is the same.
+    """
+    repo, commit, name = pin["repo"], pin["commit"], f"{pin['repo']}@{pin['revision']}"
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise PackError(f"{folder}: cannot be written ({error.strerror or error}).") from None
+    partial = folder.with_name(f".{folder.name}.pull-{commit[:12]}")
+    with only_writer(folder), _errors_of_hub(name, "cannot be pulled whole"):
+        _clear(partial)
+        _download(repo, commit, partial / MANIFEST, None, endpoint, show)
+        manifest = read_manifest(partial / MANIFEST)
+        check_names(manifest, name)
+        files = manifest["files"]
+        total = sum(facts["bytes"] for facts in files.values())
+        show.line("pull", f"{name} · commit {commit[:12]} · {len(files)} files · {size(total)}")
+        if beyond := sorted(set(listed) - {*files, *_USUAL}):
+            more = f" and {len(beyond) - 5} more" if len(beyond) > 5 else ""
+            show.line("left", f"{', '.join(beyond[:5])}{more}: not of the pack, not fetched")
+        if missing := [file for file in files if file not in listed]:
+            raise PackError(f"{name}: {MANIFEST} names {missing[0]}, which is not there.")
+        for file, facts in files.items():
+            _download(repo, commit, partial / file, facts["bytes"], endpoint, show)
+            _check_hash(partial / file, facts["sha256"], name)
+        read_header(partial / ADAPTERS)
+        for stray in {file.name for file in partial.iterdir()} - {MANIFEST, *files}:
+            (partial / stray).unlink()
+        (partial / PIN).write_text(to_json(pin), encoding="utf-8")
+        put_in_place(partial, folder)
+        for other in folder.parent.glob(f".{glob.escape(folder.name)}.pull-*"):
+            shutil.rmtree(other, ignore_errors=True)  # of commits that are past
+
+
+def _clear(partial: Path) -> None:
+    """Make a folder for downloads, or see that one from before holds plain files alone."""
+    if partial.is_symlink():
+        raise PackError(f"{partial}: is a symlink; remove it.")
+    partial.mkdir(exist_ok=True)
+    for file in partial.iterdir():
+        if file.is_symlink() or not file.is_file():
+            raise PackError(f"{file}: is not a plain file; remove {partial}.")
+    (partial / MANIFEST).unlink(missing_ok=True)
+
+
+def _download(
+    repo: str, commit: str, file: Path, wanted: int | None, endpoint: str | None, show: Display
+) -> None:
+    """Fetch a file of a commit, from where an earlier try left off.
+
+    Args:
+        wanted: its size by the manifest; None for the manifest itself.
+    """
+    from huggingface_hub import get_hf_file_metadata, hf_hub_url
+    from huggingface_hub.errors import HfHubHTTPError
+
+    name = file.name
+    if wanted is not None and file.is_file() and file.stat().st_size == wanted:
+        return
+    url = hf_hub_url(repo, name, revision=commit, endpoint=endpoint)
+    found = get_hf_file_metadata(url, endpoint=endpoint).size
+    if wanted is None and (found is None or found > _MAX_MANIFEST_BYTES):
+        raise PackError(f"{repo}: {name} has {found} bytes, which no manifest has.")
+    if wanted is not None and found not in (None, wanted):
+        raise PackError(f"{repo}: {name} has {found} bytes, but {MANIFEST} says {wanted}.")
+    total = found if wanted is None else wanted
+    with file.open("ab", buffering=0) as f:  # what has come is there, however this ends
+        if f.tell() > total:
+            f.truncate(0)
+        with show.task("pull", -(-total // _STEP), f"MB {name}", f.tell() // _STEP) as bar:
+            tries = 0
+            while f.tell() < total:
+                before = f.tell()
+                try:
+                    _receive(url, f, total, bar)
+                except (ConnectionError, *HfHubHTTPError.__bases__[:1]) as error:
+                    if isinstance(error, HfHubHTTPError):  # an answer, and it is no
+                        raise
+                    tries = 0 if f.tell() > before else tries + 1
+                    if tries == _TRIES:
+                        raise
+                    time.sleep(tries)
+
+
+def _receive(url: str, file: IO[bytes], total: int, bar: Task) -> None:
+    """Add to a file what it lacks. Raises: what the HTTP library does when the connection ends."""
+    from huggingface_hub import constants
+    from huggingface_hub.utils import build_hf_headers, hf_raise_for_status, http_stream_backoff
+
+    done = file.tell()
+    headers = {**build_hf_headers(), "Accept-Encoding": "identity"}
+    if done:
+        headers["Range"] = f"bytes={done}-"
+    with http_stream_backoff(
+        "GET", url, headers=headers, timeout=constants.HF_HUB_DOWNLOAD_TIMEOUT,
+        retry_on_exceptions=(),
+    ) as response:  # fmt: skip
+        hf_raise_for_status(response)
+        if done and response.status_code != 206:  # the whole file comes
+            file.truncate(0)
+        for chunk in response.iter_bytes():
+            if file.tell() + len(chunk) > total:
+                raise PackError(f"{url}: sends more than the {total} bytes that it should.")
+            done = file.tell() // _STEP
+            file.write(chunk)
+            for _ in range(file.tell() // _STEP - done):
+                bar.advance()
+    if file.tell() < total:
+        raise ConnectionError(f"the connection ended after {file.tell()} of {total} bytes")
+
+
+def check_names(manifest: dict, where: str) -> None:
+    """Raises: PackError if a manifest names a file that no pack holds."""
+    for name in manifest["files"]:
+        if name in (MANIFEST, PIN) or not re.fullmatch(_FILE, name):
+            raise PackError(
+                f"{where}: {MANIFEST} names {name!r}; a pack holds only safetensors, JSON and its "
+                "card, under plain names."
+            )
+
+
+def _check_hash(file: Path, wanted: str, where: str) -> None:
+    """Raises: PackError, and the file goes, unless it has the hash that the manifest says."""
+    if (found := sha256(file)) != wanted:
+        file.unlink()
+        raise PackError(
+            f"{where}: {file.name} has sha256 {found[:12]}…, but {MANIFEST} says {wanted[:12]}…; "
+            "it was changed or damaged, and is not kept."
+        )
+
+
+# ── push ─────────────────────────────────────────────────────────────────────────────────────────
+
+
+def push(
+    pack: str | Path | Pack,
+    repo: str,
+    *,
+    private: bool = False,
+    revision: str | None = None,
+    license: str | None = None,
+    endpoint: str | None = None,
+    display: Display | None = None,
+) -> dict:
+    """Check a pack and upload it: the manifest and what it names, byte for byte, in one commit.
+
+    Before that the pack is made ready where it lies, if need be: a licence is written into its
+    manifest and card, a path of this machine is cut to its last part, and a card without the Hub's
+    metadata is written anew.
+
+    Args:
+        repo: ``owner/name``; it is made if it is not there.
+        license: the Hub's name for one (``apache-2.0``); without it the base's, if the Hub has it.
+    Returns: ``repo``, ``revision``, ``commit``, ``url``, ``files``, ``bytes``, ``changed``.
+    Raises: PackError if the pack is damaged, or the Hub refuses it or cannot be reached.
+    """
+    from huggingface_hub import CommitOperationAdd, HfApi
+
+    show = display or Display(QUIET)
+    opened = pack if isinstance(pack, Pack) else Pack.open(pack)
+    if opened.path is None:
+        raise PackError("push: the pack is not saved yet; pack.save(folder) comes first.")
+    given, revision = split_name(repo if revision is None else f"{repo}@{revision}")
+    if license is not None and not re.fullmatch(r"[a-z0-9][a-z0-9.-]*", license):
+        raise PackError(f"--license {license}: must be the Hub's name for it, like apache-2.0.")
+    opened.verify()
+    check_names(opened.manifest, str(opened.path))
+    opened, changed = make_ready(opened, license)
+    with _errors_of_hub(given, "cannot be pushed"):
+        api = HfApi(endpoint)
+        url = api.create_repo(given, private=private or None, exist_ok=True)
+        if private and api.model_info(given).private is False:
+            raise PackError(f"--private: {given} is there already, and is public.")
+        if not opened.manifest.get("license") and (found := _license_of_base(opened, api)):
+            opened, more = make_ready(opened, found)
+            changed += more
+        for line in changed:
+            show.line("changed", line)
+        if revision != MAIN:
+            api.create_branch(given, branch=revision, exist_ok=True)
+        names = [MANIFEST, *opened.manifest["files"]]
+        with _bars_of_hub(show.live):
+            done = api.create_commit(
+                given,
+                [CommitOperationAdd(name, str(opened.path / name)) for name in names],
+                commit_message=f"Pack {opened.path.resolve().name}",
+                revision=revision,
+            )
+    total = sum((opened.path / name).stat().st_size for name in names)
+    report = {"repo": given, "revision": revision, "commit": done.oid, "url": str(url)}
+    return report | {"files": names, "bytes": total, "changed": changed}
+
+
+def make_ready(pack: Pack, license: str | None = None) -> tuple[Pack, list[str]]:
+    """A saved pack as it may be seen by others, rewritten where it lies if something was not.
+
+    Returns: the pack, and a line for each change. Raises: PackError if a path of this machine is
+        in a file other than the manifest.
+    """
+    manifest, changed = _without_paths(copy.deepcopy(pack.manifest))
+    if license and license != manifest.get("license"):
+        manifest["license"] = license
+        changed.append(f"licence {license}, in manifest and card")
+    if changed or not _has_metadata(pack.path / CARD, manifest):
+        changed = changed or ["the card, which had no metadata for the Hub"]
+        pack = _rewritten(pack, manifest)
+    for name in pack.manifest["files"]:
+        text = _text_of(pack.path / name)
+        if found := re.search(_home(), text) or (name != CARD and _FOLDERS.search(text)):
+            raise PackError(f"{pack.path / name}: holds a path of this machine, "
+                            f"{found[0][:80]!r}; take it out before others see it.")  # fmt: skip
+    return pack, changed
+
+
+def _rewritten(pack: Pack, manifest: dict) -> Pack:
+    """The pack with another manifest and the card of it, in its place."""
+    with whole_folder(pack.path, replace=True) as partial:
+        shutil.copytree(pack.path, partial, symlinks=True, dirs_exist_ok=True)
+        card = partial / CARD
+        card.write_text(model_card(manifest, pack.path.resolve().name), encoding="utf-8")
+        manifest["files"][CARD] = {"bytes": card.stat().st_size, "sha256": sha256(card)}
+        (partial / MANIFEST).write_text(to_json(manifest), encoding="utf-8")
+    return Pack.open(pack.path)
+
+
+def _has_metadata(card: Path, manifest: dict) -> bool:
+    """Whether a card begins with the metadata that the Hub reads of this pack."""
+    if not card.is_file():
+        return False
+    wanted = model_card(manifest, "").split("\n---\n", 1)[0]
+    return card.read_text(encoding="utf-8", errors="replace").startswith(wanted + "\n---\n")
+
+
+def _license_of_base(pack: Pack, api) -> str | None:
+    """What the Hub says of the base; None where it says nothing or does not know the base."""
+    base = pack.manifest["base"]["id"]
+    if not re.fullmatch(HUB_ID, base, re.ASCII):
+        return None
+    try:
+        found = (api.model_info(base).card_data or {}).get("license")
+    except _http_errors():
+        return None
+    return found if isinstance(found, str) else None
+
+
+def _without_paths(manifest: dict) -> tuple[dict, list[str]]:
+    """A manifest whose texts hold no path of this machine, and a line for each that did."""
+    changed = []
+
+    def clean(value, key: str):
+        if isinstance(value, dict):
+            return {k: clean(v, f"{key}.{k}" if key else k) for k, v in value.items()}
+        if isinstance(value, list):
+            return [clean(v, key) for v in value]
+        if isinstance(value, str) and (short := _without_folders(value)) != value:
+            changed.append(f"{key}: {value} → {short}")
+            return short
+        return value
+
+    return clean(manifest, ""), changed
+
+
+def _without_folders(text: str) -> str:
+    """A path as its last part; in another text, each path in it."""
+    if text.startswith(("/", "~/")) and "\n" not in text:
+        return PurePosixPath(text).name
+    if PureWindowsPath(text).drive and PureWindowsPath(text).root:
+        return PureWindowsPath(text).name
+    return re.sub(_home(), "~", _FOLDERS.sub("", re.sub(_home() + r"(?=[/\\])", "~", text)))
+
+
+def _home() -> str:
+    """The home folder as a pattern; one that fits nothing if it is the root."""
+    home = str(Path.home())
+    return re.escape(home) + r"(?![\w-])" if len(home) > 1 else r"(?!)"
+
+
+def _text_of(file: Path) -> str:
+    """What a file of a pack says in words: all of it, or the notes in a safetensors header."""
+    if file.suffix != ".safetensors":
+        return file.read_text(encoding="utf-8", errors="replace")
+    with file.open("rb") as f:
+        header = json.loads(f.read(int.from_bytes(f.read(8), "little")))
+    return json.dumps(header.get("__metadata__") or {})
+
+
+# ── errors ───────────────────────────────────────────────────────────────────────────────────────
+
+
+@contextmanager
+def _bars_of_hub(shown: bool) -> Iterator[None]:
+    """Let huggingface_hub draw its bars, or not."""
+    from huggingface_hub.utils import (
+        are_progress_bars_disabled,
+        disable_progress_bars,
+        enable_progress_bars,
+    )
+
+    if shown or are_progress_bars_disabled():
+        yield
+        return
+    disable_progress_bars()
+    try:
+        yield
+    finally:
+        enable_progress_bars()
+
+
+def _http_errors() -> tuple[type[Exception], ...]:
+    """What huggingface_hub raises when a request fails; its HTTP library differs by version."""
+    from huggingface_hub.errors import HfHubHTTPError
+
+    return (OSError, ValueError, RuntimeError, *HfHubHTTPError.__bases__)
+
+
+@contextmanager
+def _errors_of_hub(name: str, what: str) -> Iterator[None]:
+    """Say in one line what went wrong between here and the Hub."""
+    from huggingface_hub import errors
+
+    try:
+        yield
+    except errors.GatedRepoError:
+        raise PackError(f"{name}: is gated; ask for access on its page on the Hub.") from None
+    except errors.RepositoryNotFoundError:
+        raise PackError(
+            f"{name}: the Hub has no such pack, or it is private (hf auth login)."
+        ) from None
+    except errors.RevisionNotFoundError:
+        raise PackError(f"{name}: the Hub has the pack, but no such revision.") from None
+    except errors.OfflineModeIsEnabled:
+        raise PackError(f"{name}: {what}: HF_HUB_OFFLINE is set.") from None
+    except _http_errors() as error:
+        status = getattr(getattr(error, "response", None), "status_code", None)
+        login = " (hf auth login, with a token that may write)" if status in (401, 403) else ""
+        cause = (error.__cause__ if isinstance(error, RuntimeError) else None) or error
+        text = next(iter(str(cause).strip().splitlines()), "") or type(cause).__name__
+        raise PackError(f"{name}: {what}: {text[:160].rstrip('.')}{login}.") from None
