@@ -27,7 +27,17 @@ from .files import (
     whole_folder,
     write_whole,
 )
-from .manifest import ADAPTERS, CARD, HUB_ID, MANIFEST, PIN, model_card, read_manifest, read_pin
+from .manifest import (
+    ADAPTER_CONFIG,
+    ADAPTERS,
+    CARD,
+    HUB_ID,
+    MANIFEST,
+    PIN,
+    model_card,
+    read_manifest,
+    read_pin,
+)
 from .pack import Pack, check_output
 
 MAIN = "main"
@@ -36,6 +46,7 @@ _FILE = r"[A-Za-z0-9][\w.-]*\.(safetensors|json)|README\.md"
 _USUAL = (".gitattributes", MANIFEST, PIN)  # in a repository beside what a manifest names
 _MAX_MANIFEST_BYTES = 64 << 20
 _STEP = 1_000_000  # bytes between two signs of progress
+_KEPT = "cannot be pulled whole (the same command goes on where it stopped)"
 _TRIES = 3  # of a download in which nothing comes
 # a path of this machine inside a text: from / or ~ or C:\ through its last separator
 _FOLDERS = re.compile(r"(?<![\w.~/:\\-])(~|[A-Za-z]:)?[/\\](?!/)([^\s/\\'\"`,;]+[/\\])+")
@@ -79,6 +90,8 @@ def pull(
     with _errors_of_hub(f"{repo}@{revision}", "cannot be pulled"):
         commit, listed = _resolve(repo, revision, endpoint)
     folder = _cache(repo) / commit if out is None else Path(out).expanduser()
+    if folder.name in ("", ".."):
+        raise PackError(f"--out {out}: must name the folder that the pack becomes.")
     if folder.is_symlink():
         raise PackError(f"--out {folder}: is a symlink; name a folder.")
     pin = {"repo": repo, "revision": revision, "commit": commit}
@@ -152,7 +165,7 @@ def _fetch(pin: dict, listed: list[str], folder: Path, endpoint: str | None, sho
     except OSError as error:
         raise PackError(f"{folder}: cannot be written ({error.strerror or error}).") from None
     partial = folder.with_name(f".{folder.name}.pull-{commit[:12]}")
-    with only_writer(folder), _errors_of_hub(name, "cannot be pulled whole"):
+    with only_writer(folder), _errors_of_hub(name, _KEPT):
         _clear(partial)
         _download(repo, commit, partial / MANIFEST, None, endpoint, show)
         manifest = read_manifest(partial / MANIFEST)
@@ -299,7 +312,7 @@ def push(
     Returns: ``repo``, ``revision``, ``commit``, ``url``, ``files``, ``bytes``, ``changed``.
     Raises: PackError if the pack is damaged, or the Hub refuses it or cannot be reached.
     """
-    from huggingface_hub import CommitOperationAdd, HfApi
+    from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
 
     show = display or Display(QUIET)
     opened = pack if isinstance(pack, Pack) else Pack.open(pack)
@@ -324,12 +337,13 @@ def push(
         if revision != MAIN:
             api.create_branch(given, branch=revision, exist_ok=True)
         names = [MANIFEST, *opened.manifest["files"]]
+        steps = [CommitOperationAdd(name, str(opened.path / name)) for name in names]
+        there = api.model_info(given, revision=revision).siblings or []
+        if ADAPTER_CONFIG not in names and ADAPTER_CONFIG in {file.rfilename for file in there}:
+            steps.append(CommitOperationDelete(ADAPTER_CONFIG))  # mlx-lm would take it for this one
         with _bars_of_hub(show.live):
             done = api.create_commit(
-                given,
-                [CommitOperationAdd(name, str(opened.path / name)) for name in names],
-                commit_message=f"Pack {opened.path.resolve().name}",
-                revision=revision,
+                given, steps, commit_message=f"Pack {opened.path.resolve().name}", revision=revision
             )
     total = sum((opened.path / name).stat().st_size for name in names)
     report = {"repo": given, "revision": revision, "commit": done.oid, "url": str(url)}

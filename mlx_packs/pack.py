@@ -105,7 +105,7 @@ class Pack:
             if Path(name).name != name:
                 raise PackError(f"{file}: names a file outside the pack: {name!r}.")
             part = folder / name
-            if not part.is_file() or part.is_symlink():
+            if not part.is_file() or (part.is_symlink() and not _is_hub_blob(part)):
                 raise PackError(f"{part}: is named in {MANIFEST} but is not a file here.")
             if part.stat().st_size != size:
                 raise PackError(
@@ -245,6 +245,12 @@ class Pack:
             raise
         base.model.eval()
         return attached
+
+
+def _is_hub_blob(link: Path) -> bool:
+    """Whether a link is one of a snapshot in the Hub's cache, to a file that belongs to it."""
+    snapshots, target = link.parent.parent, link.resolve()
+    return snapshots.name == "snapshots" and target.parent == snapshots.resolve().parent / "blobs"
 
 
 def _is_hub_name(path: str | Path) -> bool:

@@ -19,8 +19,8 @@ def list_packs(folder: str | Path | None = ".", hub_cache: bool = False) -> list
         folder: looked through with all below it; with ``hub_cache`` None for the caches alone.
     Returns: an object for each, by name: ``pack`` (folder), ``name``, ``error`` (None if it is
         whole) and, from its manifest, ``base``, ``fingerprint``, ``model_type``, ``quantization``,
-        ``ranks``, ``parameters``, ``mb``, ``ppl_before``, ``ppl_after``, ``created``, ``license``,
-        ``hub`` (repo, revision, commit of a pulled one).
+        ``ranks``, ``parameters``, ``pack_mb``, ``ppl_before``, ``ppl_after``, ``created``,
+        ``license``, ``hub`` (repo, revision, commit of a pulled one).
     Raises: PackError if there is no such folder.
     """
     found = []
@@ -63,21 +63,22 @@ def _hub_name(folder: str, commit: str) -> str:
 def _described(name: str, folder: Path) -> dict:
     """A pack for a list; where its manifest cannot be read or a file is not whole, the error."""
     entry = dict.fromkeys(
-        "base fingerprint model_type quantization ranks parameters mb ppl_before ppl_after created "
-        "license".split()
+        "base fingerprint model_type quantization ranks parameters pack_mb ppl_before ppl_after "
+        "created license".split()
     )
     entry = {"pack": str(folder), "name": name, "error": None, **entry, "hub": read_pin(folder)}
     try:
         manifest = read_manifest(folder / MANIFEST)
         base, adapters, files = (manifest[key] for key in ("base", "adapters", "files"))
         slices = [s for module in adapters["modules"] for s in module["slices"]]
+        own = (folder / MANIFEST).stat().st_size
         result, measured = (manifest.get(key) or {} for key in ("eval", "measured"))
         entry |= {
             **{key: base[key] for key in ("fingerprint", "model_type", "quantization")},
             "base": base["id"],
             "ranks": sorted({s["rank"] for s in slices if s["rank"]}),
             "parameters": adapters["parameters"],
-            "mb": round(sum(facts["bytes"] for facts in files.values()) / 1e6, 3),
+            "pack_mb": round((own + sum(facts["bytes"] for facts in files.values())) / 1e6, 3),
             "ppl_before": result.get("ppl_before"),
             "ppl_after": result.get("ppl_after"),
             "created": measured.get("created"),
@@ -133,7 +134,7 @@ def _cells(entry: dict) -> tuple[str, ...]:
     some = [f"{ranks[0]}" if len(ranks) == 1 else f"{ranks[0]}-{ranks[-1]}"] if ranks else ["0"]
     measured = before is not None and after is not None
     return (
-        entry["name"], entry["base"].rsplit("/", 1)[-1], f"{entry['mb']:.1f}", *some,
+        entry["name"], entry["base"].rsplit("/", 1)[-1], f"{entry['pack_mb']:.1f}", *some,
         f"{_short(before)}→{_short(after)}" if measured else "-", (entry["created"] or "-")[:10],
     )  # fmt: skip
 

@@ -42,13 +42,19 @@ class Repo:
 
 @dataclass
 class LocalHub:
-    """``requests``: method, path and Range of each. ``cut`` and ``hold``: bytes of a file to send
-    before its connection is closed (once), or stands still until the hub is closed."""
+    """Repositories by name, and what happened to them.
+
+    ``requests``: method, path and Range of each.   ``tokens``: Authorization seen, by host.
+    ``cut``, ``hold``: bytes of a file to send before its connection is closed (once), or stands
+    still until the hub is closed.   ``elsewhere``: address that LFS files are redirected to.
+    """
 
     url: str = ""
     repos: dict[str, Repo] = field(default_factory=dict)
     objects: dict[str, bytes] = field(default_factory=dict)
     requests: list[tuple[str, str, str | None]] = field(default_factory=list)
+    tokens: dict[str, set[str | None]] = field(default_factory=dict)
+    elsewhere: str = ""
     cut: dict[str, int] = field(default_factory=dict)
     hold: dict[str, int] = field(default_factory=dict)
     held: threading.Event = field(default_factory=threading.Event)
@@ -111,6 +117,8 @@ class _Handler(BaseHTTPRequestHandler):
     def _serve(self, method: str) -> None:
         path = unquote(urlsplit(self.path).path)
         self.hub.requests.append((method, path, self.headers.get("Range")))
+        host = self.headers["Host"].partition(":")[0]
+        self.hub.tokens.setdefault(host, set()).add(self.headers.get("Authorization"))
         self.body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
         routes = {
             ("POST", "/api/repos/create"): self._create,
@@ -235,6 +243,8 @@ class _Handler(BaseHTTPRequestHandler):
                 files[value["path"]] = base64.b64decode(value["content"])
             elif item["key"] == "lfsFile":
                 files[value["path"]] = self.hub.objects[value["oid"]]
+            elif item["key"] == "deletedFile":
+                files[value["path"]] = None
         sha = self.hub.repos[repo].commit(files, revision)
         self._json({"commitUrl": f"{self.hub.url}/{repo}/commit/{sha}", "commitOid": sha})
 
@@ -250,7 +260,10 @@ class _Handler(BaseHTTPRequestHandler):
             return self._bytes(data, 200, headers | {"ETag": f'"{_git_oid(data)}"'}, name)
         oid = hashlib.sha256(data).hexdigest()
         self.hub.objects[oid] = data
-        elsewhere = {"Location": f"{self.hub.url}/objects/{oid}/{name}", "X-Linked-Etag": oid}
+        elsewhere = {
+            "Location": f"{self.hub.elsewhere or self.hub.url}/objects/{oid}/{name}",
+            "X-Linked-Etag": oid,
+        }
         self._bytes(b"", 302, headers | elsewhere | {"X-Linked-Size": len(data)})
 
     def _object(self, oid: str, name: str) -> None:

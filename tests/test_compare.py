@@ -183,6 +183,15 @@ def test_the_table_fits_60_columns(tmp_path):
     assert "adapters  same" in lines(mp.diff(a, a))[-1]
 
 
+def test_what_is_no_factor_is_named(tmp_path):
+    a = lone(tmp_path / "a", 3, 1)
+    more = factors(Q, 24, 3, 40, 1) | {f"{Q}.m": np.ones(40, np.float32)}
+    b = make(tmp_path / "b", {Q: (24, [("q_proj", 40, 3, 6.0)], {})}, more)
+    report = mp.diff(a, b)
+    assert report["not_comparable"] == {f"{Q}.m": "is no factor of a LoRA"}
+    assert f"unlike  {Q}.m: is no factor of a LoRA" in "\n".join(lines(report))
+
+
 def test_diff_refuses_a_damaged_pack_in_one_line(tmp_path, run):
     write_pack(tmp_path / "a")
     data = bytearray((tmp_path / "a" / "adapters.safetensors").read_bytes())

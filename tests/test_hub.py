@@ -332,6 +332,13 @@ def test_without_a_network_each_command_says_so_in_one_line(here, hub, monkeypat
         told = refused(*command)
         assert told.startswith("me/p") and "cannot be pu" in told and "refused" in told
     assert {f.name for f in here.iterdir()} == {"p"}
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert refused("pull", "me/p") == "me/p@main: cannot be pulled: HF_HUB_OFFLINE is set."
+
+
+@pytest.mark.parametrize("out", ["", ".", ".."])
+def test_pull_needs_a_name_for_the_folder(pushed, refused, out):
+    assert "must name the folder" in refused("pull", "me/p", "--out", out)
 
 
 # ── push ─────────────────────────────────────────────────────────────────────────────────────────
@@ -432,6 +439,25 @@ def test_push_refuses_a_path_of_this_machine_in_other_files(hub, here, refused, 
     (here / "p" / "pack.json").write_text(json.dumps(manifest))
     assert f"{where}: holds a path of this machine" in refused("push", "p", "me/p")
     assert hub.requests == []
+
+
+def test_a_config_of_an_earlier_pack_does_not_stay_on_the_hub(hub, here):
+    """Stock mlx-lm would read the new adapters with the old rank."""
+    mp.push(write_pack(here / "p"), "me/p")
+    other = write_pack(here / "q")
+    (here / "q" / "adapter_config.json").unlink()
+    files = {k: v for k, v in other.manifest["files"].items() if k != "adapter_config.json"}
+    (here / "q" / "pack.json").write_text(json.dumps(other.manifest | {"files": files}))
+    mp.push("q", "me/p")
+    sent = hub.repos["me/p"].commits[hub.repos["me/p"].branches[MAIN]]
+    assert set(sent) == {".gitattributes"} | NAMES - {"adapter_config.json"}
+
+
+def test_a_token_goes_to_the_hub_and_nowhere_else(pushed, hub, here, monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    hub.elsewhere = hub.url.replace("127.0.0.1", "localhost")
+    mp.pull("me/p", "q")
+    assert hub.tokens == {"127.0.0.1": {"Bearer hf_secret"}, "localhost": {None}}
 
 
 def test_private_is_private(hub, here, refused):

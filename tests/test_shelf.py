@@ -10,6 +10,8 @@ from huggingface_hub import constants
 from test_hub import BASE, EVAL, write_pack
 
 import mlx_packs as mp
+from mlx_packs import Pack
+from mlx_packs.errors import PackError
 
 MEASURED = {"created": "2026-11-21T10:00:00Z"}
 
@@ -36,9 +38,7 @@ def test_list_finds_packs_at_any_depth_with_what_they_are(shelf):
     assert (b["created"], b["license"], b["error"], b["hub"]) == (
         MEASURED["created"], "mit", None, None
     )  # fmt: skip
-    size = sum((shelf / "b" / name).stat().st_size for name in
-               ("adapters.safetensors", "adapter_config.json", "README.md"))  # fmt: skip
-    assert b["mb"] == round(size / 1e6, 3)
+    assert b["pack_mb"] == round(Pack.open(shelf / "b").size_mb, 3)
     assert found["deep/er/a"]["ranks"] == [3] and found["deep/er/a"]["ppl_after"] is None
     assert [entry["name"] for entry in mp.list_packs(shelf / "b")] == ["b"]
 
@@ -93,16 +93,21 @@ def test_list_shows_both_caches_of_the_hub(tmp_path, run, monkeypatch):
     pulled = write_pack(tmp_path / "assets" / "mlx_packs" / "me--mine" / commit).path
     pin = {"repo": "me/mine", "revision": "main", "commit": commit}
     (pulled / "hub.json").write_text(json.dumps(pin))
-    source = write_pack(tmp_path / "source").path
-    snapshot = tmp_path / "hub" / "models--you--theirs" / "snapshots" / commit
+    blobs = write_pack(tmp_path / "hub" / "models--you--theirs" / "blobs").path
+    snapshot = blobs.parent / "snapshots" / commit
     snapshot.mkdir(parents=True)
-    for file in source.iterdir():  # as huggingface_hub lays files out
-        (snapshot / file.name).symlink_to(file)
+    for file in blobs.iterdir():  # as huggingface_hub lays files out
+        (snapshot / file.name).symlink_to(Path("..", "..", "blobs", file.name))
     (tmp_path / "hub" / "models--you--base" / "snapshots" / commit).mkdir(parents=True)
     found = mp.list_packs(None, hub_cache=True)
     assert [e["name"] for e in found] == ["me/mine@0123456", "you/theirs@0123456"]
     assert [e["error"] for e in found] == [None, None]
     assert found[0]["hub"] == pin
+    Pack.open(found[1]["pack"]).verify()
+    (snapshot / "README.md").unlink()
+    (snapshot / "README.md").symlink_to(pulled / "README.md")  # not of its repository
+    with pytest.raises(PackError, match="README.md: is named in pack.json but is not a file here"):
+        Pack.open(snapshot)
     assert len(json.loads(run("list", ".", "--hub-cache", "--json")[1])) == 5
 
 
