@@ -8,6 +8,8 @@ import importlib
 import json
 import math
 import os
+import re
+import shlex
 import shutil
 import sys
 from pathlib import Path
@@ -48,7 +50,9 @@ def packs():
 
 
 def _print(value: dict | list, as_json: bool, lines: list[str]) -> None:
-    click.echo(json.dumps(value, indent=2, ensure_ascii=False) if as_json else "\n".join(lines))
+    """The object, or lines about it; what a stranger's manifest says cannot steer a terminal."""
+    text = re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", "?", "\n".join(lines))
+    click.echo(json.dumps(value, indent=2, ensure_ascii=False) if as_json else text)
 
 
 @packs.command()
@@ -495,10 +499,11 @@ def pull(repo, out, overwrite, as_json):
     if overwrite and out is None:
         raise PackError("--overwrite: is for --out DIR; the cache is always brought up to date.")
     pack = pull(repo, out, overwrite=overwrite, display=Display())
+    base = shlex.quote(pack.manifest["base"]["id"])
     report = {"pack": str(pack.path), "pack_mb": pack.size_mb, **(read_pin(pack.path) or {})}
     lines = [
         f"pulled  {pack.path} ({pack.size_mb:.2f} MB) · commit {report['commit'][:12]} · hashes ok",
-        f'try     packs generate --pack {out or repo} --prompt "…"',
+        f'try     packs generate --model {base} --pack {out or repo} --prompt "…"',
     ]
     _print(report, as_json, lines)
 

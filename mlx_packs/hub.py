@@ -143,7 +143,7 @@ def _resolve(repo: str, revision: str, endpoint: str | None) -> tuple[str, list[
     from huggingface_hub.constants import HF_HUB_ETAG_TIMEOUT
 
     info = HfApi(endpoint).model_info(repo, revision=revision, timeout=HF_HUB_ETAG_TIMEOUT)
-    if not re.fullmatch(r"[0-9a-f]{40}", info.sha or ""):
+    if not re.fullmatch(r"[0-9a-f]{7,64}", info.sha or ""):
         raise PackError(f"{repo}@{revision}: the Hub names no commit ({info.sha}).")
     listed = [file.rfilename for file in info.siblings or []]
     for name in listed:
@@ -167,27 +167,43 @@ def _fetch(pin: dict, listed: list[str], folder: Path, endpoint: str | None, sho
     partial = folder.with_name(f".{folder.name}.pull-{commit[:12]}")
     with only_writer(folder), _errors_of_hub(name, _KEPT):
         _clear(partial)
-        _download(repo, commit, partial / MANIFEST, None, endpoint, show)
-        manifest = read_manifest(partial / MANIFEST)
-        check_names(manifest, name)
-        files = manifest["files"]
-        total = sum(facts["bytes"] for facts in files.values())
-        show.line("pull", f"{name} · commit {commit[:12]} · {len(files)} files · {size(total)}")
-        if beyond := sorted(set(listed) - {*files, *_USUAL}):
-            more = f" and {len(beyond) - 5} more" if len(beyond) > 5 else ""
-            show.line("left", f"{', '.join(beyond[:5])}{more}: not of the pack, not fetched")
-        if missing := [file for file in files if file not in listed]:
-            raise PackError(f"{name}: {MANIFEST} names {missing[0]}, which is not there.")
-        for file, facts in files.items():
-            _download(repo, commit, partial / file, facts["bytes"], endpoint, show)
-            _check_hash(partial / file, facts["sha256"], name)
-        read_header(partial / ADAPTERS)
+        try:
+            files = _fetch_files(repo, commit, name, listed, partial, endpoint, show)
+        except PackError:  # refused, not broken off
+            shutil.rmtree(partial)
+            raise
         for stray in {file.name for file in partial.iterdir()} - {MANIFEST, *files}:
             (partial / stray).unlink()
         (partial / PIN).write_text(to_json(pin), encoding="utf-8")
         put_in_place(partial, folder)
         for other in folder.parent.glob(f".{glob.escape(folder.name)}.pull-*"):
             shutil.rmtree(other, ignore_errors=True)  # of commits that are past
+
+
+def _fetch_files(
+    repo: str, commit: str, name: str, listed: list[str], partial: Path,
+    endpoint: str | None, show: Display,
+) -> dict:  # fmt: skip
+    """Download the manifest and what it names into a folder, each file checked.
+
+    Returns: size and hash of each file. Raises: PackError for what is refused.
+    """
+    _download(repo, commit, partial / MANIFEST, None, endpoint, show)
+    manifest = read_manifest(partial / MANIFEST)
+    check_names(manifest, name)
+    files = manifest["files"]
+    total = sum(facts["bytes"] for facts in files.values())
+    show.line("pull", f"{name} · commit {commit[:12]} · {len(files)} files · {size(total)}")
+    if beyond := sorted(set(listed) - {*files, *_USUAL}):
+        more = f" and {len(beyond) - 5} more" if len(beyond) > 5 else ""
+        show.line("left", f"{', '.join(beyond[:5])}{more}: not of the pack, not fetched")
+    if missing := [file for file in files if file not in listed]:
+        raise PackError(f"{name}: {MANIFEST} names {missing[0]}, which is not there.")
+    for file, facts in files.items():
+        _download(repo, commit, partial / file, facts["bytes"], endpoint, show)
+        _check_hash(partial / file, facts["sha256"], name)
+    read_header(partial / ADAPTERS)
+    return files
 
 
 def _clear(partial: Path) -> None:
@@ -224,7 +240,7 @@ def _download(
     total = found if wanted is None else wanted
     with file.open("ab", buffering=0) as f:  # what has come is there, however this ends
         if f.tell() > total:
-            f.truncate(0)
+            f.truncate(f.seek(0))
         with show.task("pull", -(-total // _STEP), f"MB {name}", f.tell() // _STEP) as bar:
             tries = 0
             while f.tell() < total:
@@ -255,7 +271,7 @@ def _receive(url: str, file: IO[bytes], total: int, bar: Task) -> None:
     ) as response:  # fmt: skip
         hf_raise_for_status(response)
         if done and response.status_code != 206:  # the whole file comes
-            file.truncate(0)
+            file.truncate(file.seek(0))
         for chunk in response.iter_bytes():
             if file.tell() + len(chunk) > total:
                 raise PackError(f"{url}: sends more than the {total} bytes that it should.")
@@ -278,9 +294,8 @@ def check_names(manifest: dict, where: str) -> None:
 
 
 def _check_hash(file: Path, wanted: str, where: str) -> None:
-    """Raises: PackError, and the file goes, unless it has the hash that the manifest says."""
+    """Raises: PackError unless a file has the hash that the manifest says."""
     if (found := sha256(file)) != wanted:
-        file.unlink()
         raise PackError(
             f"{where}: {file.name} has sha256 {found[:12]}…, but {MANIFEST} says {wanted[:12]}…; "
             "it was changed or damaged, and is not kept."
@@ -475,7 +490,7 @@ def _http_errors() -> tuple[type[Exception], ...]:
 @contextmanager
 def _errors_of_hub(name: str, what: str) -> Iterator[None]:
     """Say in one line what went wrong between here and the Hub."""
-    from huggingface_hub import errors
+    from huggingface_hub import constants, errors
 
     try:
         yield
@@ -491,7 +506,10 @@ def _errors_of_hub(name: str, what: str) -> Iterator[None]:
         raise PackError(f"{name}: {what}: HF_HUB_OFFLINE is set.") from None
     except _http_errors() as error:
         status = getattr(getattr(error, "response", None), "status_code", None)
-        login = " (hf auth login, with a token that may write)" if status in (401, 403) else ""
+        unheard = isinstance(error, (ConnectionError, *errors.HfHubHTTPError.__bases__[:1]))
+        hint = f"; no answer from {constants.ENDPOINT}" if unheard and status is None else ""
+        if status in (401, 403):
+            hint = "; hf auth login, with a token that may write"
         cause = (error.__cause__ if isinstance(error, RuntimeError) else None) or error
         text = next(iter(str(cause).strip().splitlines()), "") or type(cause).__name__
-        raise PackError(f"{name}: {what}: {text[:160].rstrip('.')}{login}.") from None
+        raise PackError(f"{name}: {what}: {text[:160].rstrip('.')}{hint}.") from None

@@ -196,7 +196,6 @@ def train_pack(
                 **recipe.to_json(),
                 "model": base.public_name,
                 "data": public_name(columns.data),
-                **({"resume_adapter_file": public_name(started)} if started else {}),
             },
             versions=versions_line(),
             eval=result,

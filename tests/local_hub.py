@@ -55,6 +55,8 @@ class LocalHub:
     requests: list[tuple[str, str, str | None]] = field(default_factory=list)
     tokens: dict[str, set[str | None]] = field(default_factory=dict)
     elsewhere: str = ""
+    no_ranges: bool = False
+    forbidden: bool = False
     cut: dict[str, int] = field(default_factory=dict)
     hold: dict[str, int] = field(default_factory=dict)
     held: threading.Event = field(default_factory=threading.Event)
@@ -149,7 +151,8 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _bytes(self, data: bytes, status: int, headers: dict, name: str = "") -> None:
         begin = 0
-        if status == 200 and (found := re.match(r"bytes=(\d+)-", self.headers.get("Range") or "")):
+        ranged = status == 200 and not self.hub.no_ranges
+        if ranged and (found := re.match(r"bytes=(\d+)-", self.headers.get("Range") or "")):
             status, begin = 206, int(found[1])
             headers |= {"Content-Range": f"bytes {begin}-{len(data) - 1}/{len(data)}"}
         self.send_response(status)
@@ -177,6 +180,8 @@ class _Handler(BaseHTTPRequestHandler):
     # ── routes ───────────────────────────────────────────────────────────────────────────────────
 
     def _create(self) -> None:
+        if self.hub.forbidden:
+            return self._fail(403, "Forbidden")
         asked = json.loads(self.body)
         name = f"{asked['organization']}/{asked['name']}"
         answer = {"url": f"{self.hub.url}/{name}"}

@@ -74,6 +74,15 @@ def test_the_table_fits_60_columns_and_uses_more(shelf, run, monkeypatch):
     assert "a-pack-with-quite-a-long-name-for-a-table  Some-4bit" in out
 
 
+@pytest.mark.parametrize("command", [("list", "."), ("inspect", "p"), ("diff", "p", "q")])
+def test_a_manifest_cannot_steer_the_terminal(tmp_path, run, monkeypatch, command):
+    monkeypatch.chdir(tmp_path)
+    for name in ("p", "q"):
+        write_pack(tmp_path / name, base=BASE | {"id": "x\x1b[2Jy"})
+    code, out, _ = run(*command)
+    assert code == 0 and "x?[2Jy" in out and "\x1b" not in out
+
+
 def test_list_says_so_when_there_is_nothing(tmp_path, run, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert run("list") == (0, "no packs below .\n", "")
