@@ -27,7 +27,7 @@ _PUBLIC = {
     "diff": "compare",
     "list_packs": "shelf",
     "pull": "hub",
-    "push": "hub",
+    "push": "publish",
 }
 _MODULES = ("data",)
 __all__ = [*sorted(_PUBLIC), *_MODULES]

@@ -467,7 +467,7 @@ def push(pack, repo, private, revision, license, as_json):
     a licence or a card without the Hub's metadata is written there before.
     """
     from .display import Display
-    from .hub import push
+    from .publish import push
 
     report = push(
         pack, repo, private=private, revision=revision, license=license, display=Display()

@@ -398,6 +398,14 @@ def test_a_licence_is_given_or_the_bases_and_never_invented(hub, here, refused):
     assert "must be the Hub's name" in refused("push", "a", "me/a", "--license", "My own!")
 
 
+def test_a_pulled_pack_that_is_changed_is_no_longer_that_commit(pushed, hub, here):
+    mp.pull("me/p", "q")
+    mp.push("q", "me/own")
+    assert (here / "q" / "hub.json").is_file()
+    mp.push("q", "me/own", license="mit")
+    assert not (here / "q" / "hub.json").exists()
+
+
 def test_an_old_card_gets_metadata_before_it_is_pushed(hub, here):
     pack = write_pack(here / "p")
     card = here / "p" / "README.md"
@@ -418,7 +426,8 @@ def test_push_leaves_no_path_of_this_machine_in_what_it_sends(hub, here):
     home = Path.home()
     recipe = {"resume_adapter_file": f"{home}/private/notes/adapters", "model": "/data/x/base",
               "keep": ["lm_head"], "chat_feature": "messages", "data": "org/set",
-              "win": "C:\\Users\\me\\notes"}  # fmt: skip
+              "win": "C:\\Users\\me\\notes",
+              "regex": "(\\.q_proj|\\.k_proj)"}  # fmt: skip
     measured = {"ops": {"fallbacks": {"nf4": f"clang: {home}/lib/a.metal:3: error at /opt/x/b.h"}}}
     write_pack(here / "p", recipe=recipe, measured=measured, data={"source": "https://a.b/c/d"})
     changed = mp.push("p", "me/p")["changed"]
@@ -428,6 +437,7 @@ def test_push_leaves_no_path_of_this_machine_in_what_it_sends(hub, here):
     assert manifest["recipe"] == {
         "resume_adapter_file": "adapters", "model": "base", "keep": ["lm_head"],
         "chat_feature": "messages", "data": "org/set", "win": "notes",
+        "regex": "(\\.q_proj|\\.k_proj)",
     }  # fmt: skip
     assert manifest["measured"]["ops"]["fallbacks"]["nf4"] == "clang: a.metal:3: error at b.h"
     assert manifest["data"]["source"] == "https://a.b/c/d"
