@@ -22,7 +22,7 @@ def shelf(tmp_path) -> Path:
     write_pack(tmp_path / "b", eval=EVAL, measured=MEASURED, license="mit")
     write_pack(tmp_path / "deep" / "er" / "a", rank=3)
     write_pack(tmp_path / "deep" / "c", base=BASE | {"id": "tiny"})
-    (tmp_path / "b" / "inner").mkdir()
+    write_pack(tmp_path / "b" / "inner")  # a pack is not looked into
     write_pack(tmp_path / ".hidden" / "p")
     (tmp_path / "adapter").mkdir()
     (tmp_path / "adapter" / "adapters.safetensors").write_bytes(b"")
