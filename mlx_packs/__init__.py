@@ -24,7 +24,7 @@ _PUBLIC = {
     "evaluate": "evaluation",
     "TrainRun": "training",
     "train_pack": "training",
-    "diff": "compare",
+    "diff": "distance",
     "list_packs": "shelf",
     "pull": "hub",
     "push": "publish",

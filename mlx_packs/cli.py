@@ -447,7 +447,7 @@ def diff(a, b, as_json):
     By layer: norms of both deltas and of their difference, the cosine between them, and how far the
     directions overlap that they read and write. Loads no base.
     """
-    from .compare import diff, lines
+    from .distance import diff, lines
 
     report = diff(a, b)
     _print(report, as_json, lines(report))

@@ -23,7 +23,7 @@ ops.grouped_lora ops.multi_lora ops.linear_cross_entropy
 nn.lora nn.nf4 nn.quantized nn.segments nn.experts nn.blocks
 bitsandbytes packing base_files loading quantize families geometry adapters base_path
 data encoding token_cache batches loss packable optim step plan advice manifest pack
-hub publish shelf compare
+hub publish shelf distance
 evaluation generate checkpoint prepare loop training train
 doctor cli
 """.split()

@@ -8,7 +8,7 @@ from test_hub import BASE, write_pack
 
 import mlx_packs as mp
 from mlx_packs import Pack
-from mlx_packs.compare import lines
+from mlx_packs.distance import lines
 from mlx_packs.errors import PackError
 from mlx_packs.runtime import mx
 
