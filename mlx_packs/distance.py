@@ -79,7 +79,8 @@ def diff(a: str | Path | Pack, b: str | Path | Pack) -> dict:
         ranks = {"rank_a": spec[0].rank if spec[0] else 0, "rank_b": spec[1].rank if spec[1] else 0}
         modules.append({"path": path, **ranks, **apart.to_json(), **overlap})
     for spec, found in zip(specs, tensors, strict=True):
-        for name in sorted(set(found) - {name for s in spec.values() for name in s.shapes}):
+        factors = {f"{path}.{factor}" for path in spec for factor in ("lora_a", "lora_b")}
+        for name in sorted(set(found) - factors):
             refused[name] = "is no factor of a LoRA"
     if not modules:
         raise PackError(
