@@ -83,10 +83,9 @@ def diff(a: str | Path | Pack, b: str | Path | Pack) -> dict:
         for name in sorted(set(found) - factors):
             refused[name] = "is no factor of a LoRA"
     if not modules:
-        raise PackError(
-            f"{packs[0].path} and {packs[1].path}: no projection of one fits one of the other: "
-            f"{next(iter(refused.items()))}."
-        )
+        path, reason = next(iter(refused.items()))
+        raise PackError(f"{packs[0].path} and {packs[1].path}: no projection of one fits: "
+                        f"{path} is {reason}.")  # fmt: skip
     layers = {name: sum(parts, _Apart()) for name, parts in sums.items()}
     shared = _shared(*packs)
     return {
