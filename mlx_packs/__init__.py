@@ -29,6 +29,10 @@ _PUBLIC = {
     "evaluate": "evaluation",
     "TrainRun": "training",
     "train_pack": "training",
+    "diff": "distance",
+    "list_packs": "shelf",
+    "pull": "hub",
+    "push": "publish",
 }
 _MODULES = ("data",)
 __all__ = [*sorted(_PUBLIC), *_MODULES]

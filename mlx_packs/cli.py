@@ -8,6 +8,8 @@ import importlib
 import json
 import math
 import os
+import re
+import shlex
 import shutil
 import sys
 from pathlib import Path
@@ -48,7 +50,9 @@ def packs():
 
 
 def _print(value: dict | list, as_json: bool, lines: list[str]) -> None:
-    click.echo(json.dumps(value, indent=2, ensure_ascii=False) if as_json else "\n".join(lines))
+    """The object, or lines about it; what a stranger's manifest says cannot steer a terminal."""
+    text = re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", "?", "\n".join(lines))
+    click.echo(json.dumps(value, indent=2, ensure_ascii=False) if as_json else text)
 
 
 @packs.command()
@@ -61,6 +65,7 @@ def inspect(pack, as_json):
     held against its hash.
     """
     from .base_files import RECORD
+    from .manifest import read_pin
     from .pack import Pack
 
     if (pack / RECORD).is_file():
@@ -72,7 +77,9 @@ def inspect(pack, as_json):
         return
     found = Pack.open(pack)
     found.verify()
-    _print(found.manifest, as_json, _inspect_lines(found))
+    pin = read_pin(found.path)
+    report = found.manifest | ({"hub": pin} if pin else {})
+    _print(report, as_json, _inspect_lines(found))
 
 
 def _record_lines(folder: Path, record: dict) -> list[str]:
@@ -94,7 +101,7 @@ def _record_lines(folder: Path, record: dict) -> list[str]:
 def _inspect_lines(pack) -> list[str]:
     """A pack for people; optional parts of its manifest only as far as they are there."""
     from .base_files import quantization_name
-    from .manifest import shown_result
+    from .manifest import read_pin, shown_result
 
     m = pack.manifest
     base, modules = m["base"], m["adapters"]["modules"]
@@ -108,6 +115,10 @@ def _inspect_lines(pack) -> list[str]:
         f"{m['adapters']['parameters']:,} weights on {len(modules)} projections in "
         f"{len(m['adapters']['groups'])} groups",
     ]
+    if pin := read_pin(pack.path):
+        lines.append(f"hub     {pin['repo']}@{pin['revision']} · commit {pin['commit']}")
+    if license := m.get("license"):
+        lines.append(f"licence {license}")
     if data := pack.part("data"):
         rows = " / ".join(f"{n:,} {split}" for split, n in (data.get("rows") or {}).items())
         loss_on = pack.part("objective").get("loss_on") or "?"
@@ -405,6 +416,96 @@ def plan(memory, configs, as_json, **flags):
     ]
     width = min(100, shutil.get_terminal_size((100, 24)).columns)
     _print(report, as_json, table(found, checkpoint, limit, configs, under, width))
+
+
+@packs.command("list")
+@click.argument("folder", required=False)
+@click.option("--hub-cache", is_flag=True, help="Packs in the caches of the Hub.")
+@click.option("--json", "as_json", is_flag=True, help="Print a list of objects.")
+def list_(folder, hub_cache, as_json):
+    """Show the packs below a folder.
+
+    Without FOLDER below this one, or with --hub-cache those in the caches of the Hub alone. Reads
+    manifests and sizes of files; hashes are for `packs inspect`.
+    """
+    from .shelf import list_packs, table
+
+    top = folder or (None if hub_cache else ".")
+    found = list_packs(top, hub_cache)
+    width = max(60, min(120, shutil.get_terminal_size((100, 24)).columns))
+    where = " or ".join(filter(None, (top and f"below {top}", hub_cache and "in the Hub's caches")))
+    _print(found, as_json, table(found, width) if found else [f"no packs {where}"])
+
+
+@packs.command()
+@click.argument("a")
+@click.argument("b")
+@click.option("--json", "as_json", is_flag=True, help="Print the report.")
+def diff(a, b, as_json):
+    """Show what two packs share, and how far apart they are.
+
+    By layer: norms of both deltas and of their difference, the cosine between them, and how far the
+    directions overlap that they read and write. Loads no base.
+    """
+    from .distance import diff, lines
+
+    report = diff(a, b)
+    _print(report, as_json, lines(report))
+
+
+@packs.command()
+@click.argument("pack")
+@click.argument("repo")
+@click.option("--private", is_flag=True, help="Make a repository that is new a private one.")
+@click.option("--revision", metavar="BRANCH", help="Branch to push to. [main]")
+@click.option("--license", metavar="ID", help="The Hub's name for it. [the base's]")
+@click.option("--json", "as_json", is_flag=True, help="Print the report.")
+def push(pack, repo, private, revision, license, as_json):
+    """Upload a pack to the Hugging Face Hub.
+
+    REPO is owner/name. The pack is checked first; what is uploaded is what lies in its folder, so
+    a licence or a card without the Hub's metadata is written there before.
+    """
+    from .display import Display
+    from .publish import push
+
+    report = push(
+        pack, repo, private=private, revision=revision, license=license, display=Display()
+    )
+    name = report["repo"] + ("" if revision is None else f"@{report['revision']}")
+    lines = [
+        f"pushed  {len(report['files'])} files ({_size(report['bytes'] / 1e9)}) · commit "
+        f"{report['commit'][:12]} · {report['url']}",
+        f"try     packs pull {name} --out packs/{report['repo'].rsplit('/', 1)[-1]}",
+    ]
+    _print(report, as_json, lines)
+
+
+@packs.command()
+@click.argument("repo")
+@click.option("--out", metavar="DIR", help="Folder to write. [the cache, for --pack owner/name]")
+@click.option("--overwrite", is_flag=True, help="Replace a pack in DIR.")
+@click.option("--json", "as_json", is_flag=True, help="Print what was pulled.")
+def pull(repo, out, overwrite, as_json):
+    """Fetch a pack from the Hugging Face Hub.
+
+    REPO is owner/name or owner/name@revision. Only the files of its manifest are fetched, each is
+    checked, and DIR appears when all are right. After an interruption the same command goes on.
+    """
+    from .display import Display
+    from .hub import pull
+    from .manifest import read_pin
+
+    if overwrite and out is None:
+        raise PackError("--overwrite: is for --out DIR; the cache is always brought up to date.")
+    pack = pull(repo, out, overwrite=overwrite, display=Display())
+    base = shlex.quote(pack.manifest["base"]["id"])
+    report = {"pack": str(pack.path), "pack_mb": pack.size_mb, **(read_pin(pack.path) or {})}
+    lines = [
+        f"pulled  {pack.path} ({pack.size_mb:.2f} MB) · commit {report['commit'][:12]} · hashes ok",
+        f'try     packs generate --model {base} --pack {out or repo} --prompt "…"',
+    ]
+    _print(report, as_json, lines)
 
 
 @packs.command()

@@ -2,19 +2,24 @@
 
 import json
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from .adapters import ModuleSpec, SliceSpec, Specs
 from .errors import PackError
-from .loading import TINY
+
+if TYPE_CHECKING:  # importing these loads MLX, and `packs list` reads manifests alone
+    from .adapters import ModuleSpec, Specs
 
 FORMAT_VERSION = 1
 MANIFEST = "pack.json"
 ADAPTERS = "adapters.safetensors"
 ADAPTER_CONFIG = "adapter_config.json"
 CARD = "README.md"
+PIN = "hub.json"  # in a pulled pack, beyond what the manifest names: where it comes from
+HUB_ID = r"[\w-][\w.-]*/[\w-][\w.-]*"
 
 
 _MISSING = object()
@@ -57,6 +62,7 @@ _REQUIRED = {
 # What may be missing or null. A part stands before what is in it.
 _OPTIONAL = {
     "profile": "text",
+    "license": "text",
     "objective": "a mapping",
     "objective.loss_on": "text",
     "data": "a mapping",
@@ -165,7 +171,7 @@ def _check_module(key: str, module) -> None:
         _hold(f"{where}.alpha", part.get("alpha", _MISSING), kind)
 
 
-def spec_json(spec: ModuleSpec) -> dict:
+def spec_json(spec: "ModuleSpec") -> dict:
     experts = {} if spec.experts is None else {"experts": spec.experts}
     return {
         "path": spec.path,
@@ -175,7 +181,9 @@ def spec_json(spec: ModuleSpec) -> dict:
     }
 
 
-def specs_of(manifest: dict) -> Specs:
+def specs_of(manifest: dict) -> "Specs":
+    from .adapters import ModuleSpec, SliceSpec
+
     modules = manifest["adapters"]["modules"]
     return {
         m["path"]: ModuleSpec(
@@ -191,7 +199,7 @@ def specs_of(manifest: dict) -> Specs:
     }
 
 
-def mlx_lm_config(specs: Specs) -> dict | None:
+def mlx_lm_config(specs: "Specs") -> dict | None:
     """``adapter_config.json`` for stock mlx-lm, or None where its one rank and scale do not do."""
     ranks = {spec.rank for spec in specs.values()}
     scales = {s.scale for spec in specs.values() for s in spec.slices if s.rank}
@@ -216,10 +224,7 @@ def model_card(manifest: dict, name: str) -> str:
     ranks = sorted({s.rank for spec in specs.values() for s in spec.slices if s.rank})
     targets = sorted({path.rsplit(".", 1)[-1] for path in specs})
     lines = [
-        "---",
-        "library_name: mlx",
-        "tags: [mlx, lora, mlx-packs]",
-        "---",
+        *_card_metadata(manifest),
         "",
         f"# {name}",
         "",
@@ -238,7 +243,50 @@ def model_card(manifest: dict, name: str) -> str:
         ]
     lines += ["```", _card_command(manifest, specs), "```", ""]
     lines += [f"Base fingerprint: `{base['fingerprint']}`"]
+    if license := manifest.get("license"):
+        lines += ["", f"Licence: {license}"]
+    lines += _card_data(manifest.get("data") or {})
     return "\n".join(lines) + "\n"
+
+
+def _card_metadata(manifest: dict) -> list[str]:
+    """What the Hub reads of a card, in YAML; a base is named there only if it is a hub id."""
+    base = manifest["base"]["id"]
+    license = manifest.get("license")
+    return [
+        "---",
+        "library_name: mlx",
+        *([f"license: {json.dumps(license)}"] if license else []),
+        *([f"base_model: {json.dumps(base)}", "base_model_relation: adapter"]
+          if re.fullmatch(HUB_ID, base, re.ASCII) else []),
+        "pipeline_tag: text-generation",
+        "tags: [mlx, lora, mlx-packs]",
+        "---",
+    ]  # fmt: skip
+
+
+def _card_data(data: Mapping) -> list[str]:
+    """What it was trained on, by name and fingerprint; the rows stay where they are."""
+    prints = data.get("fingerprint")
+    if not isinstance(prints, dict) or not prints:
+        return []
+    rows = data.get("rows") or {}
+    lines = ["", f"Data `{data.get('source', '?')}`, by fingerprint:", ""]
+    for split, value in prints.items():
+        count = f", {rows[split]:,} rows" if split in rows else ""
+        lines.append(f"- {split}{count}: `{value}`")
+    return lines
+
+
+def read_pin(folder: Path) -> dict | None:
+    """Where a pulled pack comes from (repo, revision, commit); None if it was not pulled."""
+    try:
+        pin = json.loads((folder / PIN).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    keys = ("repo", "revision", "commit")
+    whole = isinstance(pin, dict) and all(isinstance(pin.get(key), str) for key in keys)
+    return {key: pin[key] for key in keys} if whole else None
 
 
 def shown_result(result: Mapping, when: str) -> str | None:
@@ -252,8 +300,10 @@ def shown_perplexity(ppl: float, se: float | None, digits: int = 2) -> str:
     return f"{ppl:.{digits}f}" + ("" if se is None else f" ± {se:.{digits}f}")
 
 
-def _card_command(manifest: dict, specs: Specs) -> str:
+def _card_command(manifest: dict, specs: "Specs") -> str:
     """A command that loads the pack: stock mlx-lm's, where that loads base and adapters as here."""
+    from .base_files import TINY
+
     base = manifest["base"]["id"]
     if base == TINY:
         return "packs generate --pack . --prompt ..."

@@ -6,6 +6,7 @@ mlx-lm's names and shapes; with one rank and scale throughout, ``adapter_config.
 """
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +31,7 @@ from .manifest import (
     ADAPTERS,
     CARD,
     FORMAT_VERSION,
+    HUB_ID,
     MANIFEST,
     check_quantization,
     mlx_lm_config,
@@ -83,9 +85,14 @@ class Pack:
     def open(cls, path: str | Path) -> "Pack":
         """Read a pack's manifest and check its files' sizes; loads no tensor.
 
+        path: a folder, or where there is none of that name a hub id (``owner/name@revision``).
         Raises: PackError naming the file and what is wrong with it.
         """
         folder = Path(path).expanduser()
+        if _is_hub_name(path):
+            from .hub import cached
+
+            folder = cached(str(path))
         file = folder / MANIFEST
         if not folder.is_dir():
             raise PackError(f"{folder}: no such pack folder.")
@@ -98,7 +105,7 @@ class Pack:
             if Path(name).name != name:
                 raise PackError(f"{file}: names a file outside the pack: {name!r}.")
             part = folder / name
-            if not part.is_file() or part.is_symlink():
+            if not part.is_file() or (part.is_symlink() and not _is_hub_blob(part)):
                 raise PackError(f"{part}: is named in {MANIFEST} but is not a file here.")
             if part.stat().st_size != size:
                 raise PackError(
@@ -238,6 +245,18 @@ class Pack:
             raise
         base.model.eval()
         return attached
+
+
+def _is_hub_blob(link: Path) -> bool:
+    """Whether a link is one of a snapshot in the Hub's cache, to a file that belongs to it."""
+    snapshots, target = link.parent.parent, link.resolve()
+    return snapshots.name == "snapshots" and target.parent == snapshots.resolve().parent / "blobs"
+
+
+def _is_hub_name(path: str | Path) -> bool:
+    """Whether a pack's name can only be meant for the Hub: nothing here begins like it."""
+    named = re.fullmatch(HUB_ID + r"(@[\w./-]+)?", str(path), re.ASCII)
+    return bool(named) and not Path(Path(path).parts[0]).exists()
 
 
 def check_output(folder: Path, overwrite: bool) -> None:

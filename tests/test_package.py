@@ -24,7 +24,8 @@ ops.blockwise ops.nf4 ops.grouped_lora ops.multi_lora
 nn.lora nn.nf4 nn.quantized nn.segments nn.experts nn.recompute nn.prefix nn.blocks
 bitsandbytes packing base_files loading quantize families geometry adapters base_path
 data encoding token_cache batches loss packable state_store prefix optim step plan advice
-manifest pack evaluation generate checkpoint prepare loop training train
+manifest pack hub publish shelf distance
+evaluation generate checkpoint prepare loop training train
 doctor cli
 """.split()
 
