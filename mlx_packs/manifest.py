@@ -18,6 +18,7 @@ CARD = "README.md"
 
 
 _MISSING = object()
+_ADAPTER_KINDS = ("lora", "dora", "embedding")
 
 
 def _is_int(value, least: int) -> bool:
@@ -142,6 +143,10 @@ def _check_manifest(manifest: dict) -> None:
         _hold_all(f"files.{name}", files.get(name, _MISSING), kinds)
     for i, module in enumerate(manifest["adapters"]["modules"]):
         _check_module(f"adapters.modules[{i}]", module)
+    replaced = manifest["adapters"].get("replaced")
+    _hold("adapters.replaced", [] if replaced is None else replaced, "a list")
+    for i, tensor in enumerate(replaced or []):
+        _hold_all(f"adapters.replaced[{i}]", tensor, {"name": "text", "shape": "a list"})
 
 
 def check_quantization(key: str, q) -> None:
@@ -153,6 +158,13 @@ def check_quantization(key: str, q) -> None:
 def _check_module(key: str, module) -> None:
     kinds = {"path": "text", "in_features": "an integer above 0"}
     _hold_all(key, module, {**kinds, "slices": "a list with something in it"})
+    if module.get("kind", "lora") not in _ADAPTER_KINDS:
+        raise ValueError(f"{key}.kind must be one of {', '.join(_ADAPTER_KINDS)}, but is "
+                         f"{module['kind']!r}")  # fmt: skip
+    if module.get("head") is not None:
+        _hold(f"{key}.head", module["head"], "true or false")
+    if module.get("kind", "lora") != "lora" and ("experts" in module or len(module["slices"]) > 1):
+        raise ValueError(f"{key}: {module['kind']} has one slice and no experts")
     if "experts" in module:
         _hold(f"{key}.experts", module["experts"], "an integer above 0")
         if len(module["slices"]) > 1:
@@ -166,11 +178,13 @@ def _check_module(key: str, module) -> None:
 
 
 def spec_json(spec: ModuleSpec) -> dict:
-    experts = {} if spec.experts is None else {"experts": spec.experts}
+    rest = {} if spec.experts is None else {"experts": spec.experts}
+    rest |= {} if spec.kind == "lora" else {"kind": spec.kind}
+    rest |= {} if spec.head is None else {"head": spec.head}
     return {
         "path": spec.path,
         "in_features": spec.in_features,
-        **experts,
+        **rest,
         "slices": [asdict(s) for s in spec.slices],
     }
 
@@ -186,19 +200,40 @@ def specs_of(manifest: dict) -> Specs:
                 for s in m["slices"]
             ),
             m.get("experts"),
+            m.get("kind", "lora"),
+            m.get("head"),
         )
         for m in modules
     }
 
 
+def replaced_of(manifest: dict) -> dict[str, tuple[int, ...]]:
+    """Tensors of the base that a pack brings whole (PEFT's modules_to_save): name and shape."""
+    return {t["name"]: tuple(t["shape"]) for t in manifest["adapters"].get("replaced") or []}
+
+
+def shapes_of(manifest: dict) -> dict[str, tuple[int, ...]]:
+    """Every tensor that the manifest promises, and its shape."""
+    shapes = replaced_of(manifest)
+    for spec in specs_of(manifest).values():
+        shapes |= spec.shapes
+    return shapes
+
+
 def mlx_lm_config(specs: Specs) -> dict | None:
-    """``adapter_config.json`` for stock mlx-lm, or None where its one rank and scale do not do."""
+    """``adapter_config.json`` for stock mlx-lm, or None where its one rank and scale do not do.
+
+    Neither do LoRA and DoRA in one, nor an embedding's adapter that leaves the tied head alone.
+    """
+    kinds = {spec.kind == "dora" for spec in specs.values()}
+    if len(kinds) != 1 or any(spec.head is False for spec in specs.values()):
+        return None
     ranks = {spec.rank for spec in specs.values()}
     scales = {s.scale for spec in specs.values() for s in spec.slices if s.rank}
     if len(ranks) != 1 or len(scales) != 1:
         return None
     return {
-        "fine_tune_type": "lora",
+        "fine_tune_type": "dora" if kinds.pop() else "lora",
         "num_layers": -1,
         "lora_parameters": {
             "rank": ranks.pop(),
@@ -258,6 +293,6 @@ def _card_command(manifest: dict, specs: Specs) -> str:
     if base == TINY:
         return "packs generate --pack . --prompt ..."
     quantize = (manifest.get("recipe") or {}).get("quantize") or "none"
-    if quantize == "none" and mlx_lm_config(specs):
+    if quantize == "none" and mlx_lm_config(specs) and not replaced_of(manifest):
         return f"mlx_lm.generate --model {base} --adapter-path . --prompt ..."
     return f"packs generate --model {base} --pack . --prompt ..."

@@ -20,10 +20,11 @@ errors config layouts options runtime display files
 ops._cost ops._backend ops._check
 ops.exponential ops.attention ops.blockwise ops.nf4
 ops.grouped_lora ops.multi_lora ops.linear_cross_entropy
-nn.lora nn.nf4 nn.quantized nn.segments nn.experts nn.blocks
-bitsandbytes packing base_files loading quantize families geometry adapters base_path
+nn.lora nn.nf4 nn.quantized nn.segments nn.experts nn.blocks nn.fixed
+bitsandbytes packing base_files loading quantize families geometry adapters fixed base_path
 data encoding token_cache batches loss packable optim step plan advice manifest pack
 evaluation generate checkpoint prepare loop training train
+drift merge combine interop
 doctor cli
 """.split()
 
