@@ -353,6 +353,110 @@ def _quantize_lines(report: dict) -> list[str]:
     ]
 
 
+@packs.command()
+@click.argument("pack", type=click.Path(path_type=Path))
+@click.option("--model", default="tiny", metavar="M", help="Base of the pack. [tiny]")
+@click.option("--out", required=True, metavar="DIR", help="Folder to write.")
+@click.option("--requantize", default="none", metavar="{none,same,affine4,affine8,nf4}",
+              help="Bits of merged weights: none is dense. [none]")  # fmt: skip
+@click.option("--max-drift", type=float, metavar="KL",
+              help="Gate: largest mean KL. [0.02, a tenth of the pack's]")  # fmt: skip
+@click.option("--data", default="tiny", metavar="D", help="Rows to measure on. [tiny]")
+@click.option("--rows", default=32, show_default=True, type=click.IntRange(1))
+@click.option("--max-shard-gb", default=1.0, show_default=True, metavar="GB")
+@click.option("--overwrite", is_flag=True, help="Replace DIR if it is there.")
+@options.trust_remote_code()
+@options.backend
+@click.option("--json", "as_json", is_flag=True, help="Print the report.")
+def merge(pack, model, out, requantize, max_drift, data, rows, max_shard_gb, overwrite,
+          trust_remote_code, as_json):  # fmt: skip
+    """Write the base with a pack merged into it.
+
+    The merged model is measured against the base with the pack attached first (mean KL, nats a
+    token). Where rounding to few bits would take the pack out again, nothing is written, the way
+    that would pass is named, and the exit code is 1.
+    """
+    from .display import Display
+    from .merge import merge as write
+
+    report = write(
+        pack, model, out, requantize, max_drift, data, rows, max_shard_gb, overwrite,
+        trust_remote_code, display=Display(),
+    )  # fmt: skip
+    lines = _drift_lines(report)
+    if report["passed"]:
+        lines.append(
+            f"wrote   {report['out']} ({_size(report['gb'])}, {report['shards']} shard(s)): "
+            f"{report['changed']} weights changed, requantize {requantize}"
+        )
+    _print(report, as_json, lines)
+    if not report["passed"]:
+        advice = (
+            f"--requantize {report['passes']} passes ({report['tried'][report['passes']]:.2g})"
+            if report["passes"]
+            else f"nothing passes ({', '.join(f'{k} {v:.2g}' for k, v in report['tried'].items())})"
+        )
+        _gate_failed("max-drift", report["kl_mean"], report["max_drift"], advice)
+
+
+def _drift_lines(report: dict) -> list[str]:
+    """What was measured between two ways of applying adapters."""
+    lines = [
+        f"drift   KL {report['kl_mean']:.2g} nats a token · PPL {report['ppl_before']:.3f} → "
+        f"{report['ppl_after']:.3f} (ratio {report['ppl_ratio']:.4f}) · same first token "
+        f"{report['same_token']:.1%} · {report['rows']} rows, {report['targets']:,} targets"
+    ]
+    if report["kl_of_pack"] is not None:
+        lines.append(f"pack    moves the base by KL {report['kl_of_pack']:.2g}")
+    return lines
+
+
+def _gate_failed(name: str, value: float, limit: float, advice: str) -> None:
+    click.echo(f"packs: gate --{name} failed: {value:.2g} > {limit:g}; nothing was written; "
+               f"{advice}.", err=True)  # fmt: skip
+    sys.exit(1)
+
+
+@packs.command()
+@click.argument("pack", type=click.Path(path_type=Path))
+@click.option("--to", required=True, type=click.Choice(["mlx-lm", "peft"]))
+@click.option("--out", required=True, metavar="DIR", help="Folder to write.")
+@click.option("--json", "as_json", is_flag=True, help="Print the report.")
+def export(pack, to, out, as_json):
+    """Write a pack as an adapter of PEFT or mlx-lm."""
+    from .interop import export as write
+
+    report = write(pack, to, out)
+    lines = [f"wrote   {report['out']} ({report['mb']:.2f} MB): {report['modules']} modules for "
+             f"{to}, proven by numbers"]  # fmt: skip
+    _print(report, as_json, lines + [f"note    {note}" for note in report["notes"]])
+
+
+@packs.command("import")
+@click.argument("folder", metavar="DIR", type=click.Path(path_type=Path))
+@click.option("--out", required=True, metavar="PACK", help="Pack to write.")
+@click.option("--model", metavar="M", help="Its base here. [as the adapter names it]")
+@click.option("--overwrite", is_flag=True, help="Replace PACK if it is there.")
+@options.trust_remote_code()
+@click.option("--json", "as_json", is_flag=True, help="Print the report.")
+def import_(folder, out, model, overwrite, trust_remote_code, as_json):
+    """Make a pack of an adapter of PEFT or mlx-lm.
+
+    Safetensors only. What cannot be carried exactly is refused with the reason.
+    """
+    from .interop import import_adapter
+
+    report = import_adapter(folder, out, model, overwrite, trust_remote_code)
+    whole = f" · whole: {', '.join(report['replaced'])}" if report["replaced"] else ""
+    ranks = ", ".join(map(str, report["ranks"]))
+    lines = [
+        f"pack    {report['out']} ({report['pack_mb']:.2f} MB) from {report['from']}: "
+        f"{', '.join(report['kinds'])} of rank {ranks} on {report['modules']} modules of "
+        f"{report['base']}{whole}"
+    ]
+    _print(report, as_json, lines)
+
+
 _SEARCHED = {
     "batch_size": "{}, less if need be", "max_seq_length": "{}, less if need be",
     "rank": "{}, less if need be", "grad_checkpoint": "if need be", "base_path": "all",

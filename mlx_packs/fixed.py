@@ -53,7 +53,7 @@ def attach_fixed(
         found = tuple(tensors[name].shape) if name in tensors else "missing"
         if found != shape:
             raise PackError(f"{where}: {name} is {found}, must be {shape}.")
-    attached.swap(_replacements(attached.model, replaced, tensors, where))
+    attached.swap(replacements(attached.model, replaced, tensors, where))
     modules = dict(attached.model.named_modules())
     attached.swap([
         (path, _adapted(path, modules.get(path), spec, tensors, where))
@@ -61,7 +61,7 @@ def attach_fixed(
     ])  # fmt: skip
 
 
-def _replacements(
+def replacements(
     model: nn.Module, names: Mapping[str, object], tensors: Mapping[str, mx.array], where: str
 ) -> list[tuple[str, nn.Module]]:
     """A copy of each module with its own tensors, dense where the base's is packed."""

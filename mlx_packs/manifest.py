@@ -115,7 +115,7 @@ def read_manifest(file: Path) -> dict:
         version = manifest.get("format_version", _MISSING)
         _hold("format_version", version, "an integer above 0")
         if version <= FORMAT_VERSION:
-            _check_manifest(manifest)
+            check_manifest(manifest)
     except (ValueError, RecursionError) as error:
         raise PackError(f"{file}: is not a manifest ({error}).") from None
     if version > FORMAT_VERSION:
@@ -126,9 +126,11 @@ def read_manifest(file: Path) -> dict:
     return manifest
 
 
-def _check_manifest(manifest: dict) -> None:
+def check_manifest(manifest: dict, with_files: bool = True) -> None:
     """Hold every key that is read. Raises: ValueError naming the first that is not as it must."""
     for key, kind in _REQUIRED.items():
+        if key == "files" and not with_files:
+            continue
         _hold(key, _look_up(manifest, key), kind)
     for key, kind in _OPTIONAL.items():
         if (value := _look_up(manifest, key)) is not _MISSING and value is not None:
@@ -137,8 +139,8 @@ def _check_manifest(manifest: dict) -> None:
         check_quantization("base.quantization", q)
     for split, rows in ((manifest.get("data") or {}).get("rows") or {}).items():
         _hold(f"data.rows.{split}", rows, "an integer of 0 or more")
-    files = manifest["files"]
-    for name in (ADAPTERS, *files):
+    files = manifest["files"] if with_files else {}
+    for name in (ADAPTERS, *files) if with_files else ():
         kinds = {"bytes": "an integer of 0 or more", "sha256": "text"}
         _hold_all(f"files.{name}", files.get(name, _MISSING), kinds)
     for i, module in enumerate(manifest["adapters"]["modules"]):

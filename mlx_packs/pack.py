@@ -76,8 +76,10 @@ class Pack:
         if not folder.is_dir():
             raise PackError(f"{folder}: no such pack folder.")
         if not file.is_file():
+            foreign = (folder / ADAPTER_CONFIG).is_file()
+            hint = f" As an adapter of another tool: packs import {folder}" if foreign else ""
             kind = "an mlx-lm adapter" if (folder / ADAPTERS).is_file() else "no pack"
-            raise PackError(f"{folder}: is {kind}: it has no {MANIFEST}.")
+            raise PackError(f"{folder}: is {kind}: it has no {MANIFEST}.{hint}")
         manifest = read_manifest(file)
         for name, facts in manifest["files"].items():
             size, digest = facts["bytes"], facts["sha256"]

@@ -180,8 +180,10 @@ def output_folder(given: str, source: Path, overwrite: bool) -> Path:
     if not overwrite:
         raise PackError(f"{out}: is there already; choose another name, or --overwrite.")
     if any(out.iterdir()) and not (out / RECORD).is_file():
-        raise PackError(f"--out {out}: holds something else than what packs quantize or merge "
-                        f"wrote (no {RECORD}), so it is not replaced; choose another name.")  # fmt: skip
+        raise PackError(
+            f"--out {out}: holds something else than what packs quantize or merge wrote"
+            f" (no {RECORD}), so it is not replaced; choose another name."
+        )
     return whole
 
 
