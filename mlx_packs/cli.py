@@ -359,6 +359,8 @@ def _quantize_lines(report: dict) -> list[str]:
 @click.option("--out", required=True, metavar="DIR", help="Folder to write.")
 @click.option("--requantize", default="none", metavar="{none,same,affine4,affine8,nf4}",
               help="Bits of merged weights: none is dense. [none]")  # fmt: skip
+@click.option("--dtype", default="auto", metavar="{auto,float32,bfloat16,float16}",
+              help="Of the weights that change. [auto: as in the base]")  # fmt: skip
 @click.option("--max-drift", type=float, metavar="KL",
               help="Gate: largest mean KL. [0.02, a tenth of the pack's]")  # fmt: skip
 @click.option("--data", default="tiny", metavar="D", help="Rows to measure on. [tiny]")
@@ -368,7 +370,7 @@ def _quantize_lines(report: dict) -> list[str]:
 @options.trust_remote_code()
 @options.backend
 @click.option("--json", "as_json", is_flag=True, help="Print the report.")
-def merge(pack, model, out, requantize, max_drift, data, rows, max_shard_gb, overwrite,
+def merge(pack, model, out, requantize, dtype, max_drift, data, rows, max_shard_gb, overwrite,
           trust_remote_code, as_json):  # fmt: skip
     """Write the base with a pack merged into it.
 
@@ -380,7 +382,7 @@ def merge(pack, model, out, requantize, max_drift, data, rows, max_shard_gb, ove
     from .merge import merge as write
 
     report = write(
-        pack, model, out, requantize, max_drift, data, rows, max_shard_gb, overwrite,
+        pack, model, out, requantize, dtype, max_drift, data, rows, max_shard_gb, overwrite,
         trust_remote_code, display=Display(),
     )  # fmt: skip
     lines = _drift_lines(report)
@@ -406,15 +408,64 @@ def _drift_lines(report: dict) -> list[str]:
         f"{report['ppl_after']:.3f} (ratio {report['ppl_ratio']:.4f}) · same first token "
         f"{report['same_token']:.1%} · {report['rows']} rows, {report['targets']:,} targets"
     ]
-    if report["kl_of_pack"] is not None:
-        lines.append(f"pack    moves the base by KL {report['kl_of_pack']:.2g}")
-    return lines
+    return lines + [f"pack    moves the base by KL {report['kl_of_pack']:.2g}"]
 
 
 def _gate_failed(name: str, value: float, limit: float, advice: str) -> None:
     click.echo(f"packs: gate --{name} failed: {value:.2g} > {limit:g}; nothing was written; "
                f"{advice}.", err=True)  # fmt: skip
     sys.exit(1)
+
+
+@packs.command()
+@click.argument("packs_given", metavar="PACK=WEIGHT...", nargs=-1)
+@click.option("--out", required=True, metavar="PACK", help="Pack to write.")
+@click.option("--method", default="linear", metavar="{linear,svd,ties,dare}",
+              help="linear keeps all ranks. [linear]")  # fmt: skip
+@click.option("--rank", type=int, metavar="R", help="Of the pack, for svd, ties and dare.")
+@click.option("--density", type=float, metavar="D", help="Share that ties and dare keep. [0.5]")
+@click.option("--seed", default=0, show_default=True, help="Of what dare drops.")
+@click.option("--model", default="tiny", metavar="M", help="Base of the packs. [tiny]")
+@click.option("--max-drift", type=float, metavar="KL",
+              help="Gate: largest mean KL. [0.02, a tenth of the pack's]")  # fmt: skip
+@click.option("--data", default="tiny", metavar="D", help="Rows to measure on. [tiny]")
+@click.option("--rows", default=32, show_default=True, type=click.IntRange(1))
+@click.option("--overwrite", is_flag=True, help="Replace PACK if it is there.")
+@options.trust_remote_code()
+@options.backend
+@click.option("--json", "as_json", is_flag=True, help="Print the report.")
+def combine(packs_given, out, method, rank, density, seed, model, max_drift, data, rows, overwrite,
+            trust_remote_code, as_json):  # fmt: skip
+    """Make one pack of several of one base.
+
+    Deltas are added by weight (linear), brought to a rank (svd), trimmed and elected by sign (TIES)
+    or thinned out at random (DARE); what bringing them to a rank loses is measured.
+    """
+    from .combine import combine as write
+    from .display import Display
+
+    report = write(
+        [_weighted(text) for text in packs_given], out, method, rank, density, seed, model,
+        max_drift, data, rows, overwrite, trust_remote_code, display=Display(),
+    )  # fmt: skip
+    lines = _drift_lines(report)
+    if report["passed"]:
+        lines.append(f"pack    {report['out']} ({report['pack_mb']:.2f} MB) by {method}")
+    _print(report, as_json, lines)
+    if not report["passed"]:
+        advice = f"--rank {report['passes']} passes" if report["passes"] else "no rank passes"
+        _gate_failed("max-drift", report["kl_mean"], report["max_drift"], advice)
+
+
+def _weighted(text: str) -> tuple[str, float]:
+    """PACK=WEIGHT."""
+    folder, _, weight = text.rpartition("=")
+    try:
+        if folder:
+            return folder, float(weight)
+    except ValueError:
+        pass
+    raise PackError(f"{text}: must be PACK=WEIGHT, as in packs/notes=0.7.")
 
 
 @packs.command()

@@ -18,11 +18,11 @@ from .errors import PackError
 from .evaluation import evaluation_rows, perplexity
 from .loading import Base
 from .loss import Head, as_arrays, forward, split_head
-from .nn.quantized import replace_modules
+from .nn.quantized import apply_base_path, replace_modules
 from .pack import Pack
 from .runtime import mx
 
-# The default limit, in nats a token. A fixed one alone would let a small pack be rounded away whole.
+# The default limit, in nats a token. Without a share a small pack could be rounded away whole.
 MAX_DRIFT = 0.02
 MAX_SHARE = 0.1  # of what the pack itself moves the base by
 _NOISE = 2e-5  # of float32 products in another order, and of bf16 weights
@@ -37,12 +37,12 @@ class Drift:
     """Two models on the targets of the same rows.
 
     kl_mean: of the first from the second, nats a target.   kl_of_pack: of the first from the base
-    without a pack, None if that was not asked.   same_token: share of targets where both rank the
+    without a pack.   same_token: share of targets where both rank the
     same token first.   ppl_ratio: ppl_after / ppl_before, second over first.
     """
 
     kl_mean: float
-    kl_of_pack: float | None
+    kl_of_pack: float
     same_token: float
     ppl_before: float
     ppl_after: float
@@ -57,7 +57,7 @@ class Drift:
         """What was asked for; None is a tenth of what the pack does, and 0.02 nats at most."""
         if max_drift is not None:
             return max_drift
-        return max(_NOISE, min(MAX_DRIFT, MAX_SHARE * (self.kl_of_pack or 0.0)))
+        return max(_NOISE, min(MAX_DRIFT, MAX_SHARE * self.kl_of_pack))
 
 
 def drift_batches(
@@ -79,12 +79,26 @@ def _length_of(pack: Pack) -> int:
     return pack.part("recipe").get("max_seq_length") or TrainConfig.max_seq_length
 
 
-def put_pack(pack: Pack, base: Base, batches: list[Batch]) -> Put:
-    """What attaches a pack, by the base path that is fastest for these batches."""
-    path = choose_base_path(base.model, batches[-1].tokens.size).base_path
+def fastest_path(base: Base, batches: list[Batch]) -> str:
+    """The base path that is fastest for these batches."""
+    return choose_base_path(base.model, batches[-1].tokens.size).base_path
+
+
+def put_pack(pack: Pack, base: Base, base_path: str) -> Put:
+    """What attaches a pack."""
 
     def put() -> Callable[[], None]:
-        return pack.attach(base, base_path=path).detach
+        return pack.attach(base, base_path=base_path).detach
+
+    return put
+
+
+def put_base(base: Base, base_path: str) -> Put:
+    """What leaves a base without a pack."""
+
+    def put() -> Callable[[], None]:
+        originals = apply_base_path(base.model, base_path)
+        return lambda: replace_modules(base.model, originals)
 
     return put
 
@@ -102,12 +116,12 @@ def put_modules(base: Base, modules: list[tuple[str, nn.Module]]) -> Put:
 
 
 def measure(
-    base: Base, first: Put, second: Put, batches: list[Batch], with_base: bool = True, advance=None
+    base: Base, first: Put, second: Put, plain: Put, batches: list[Batch], advance=None
 ) -> Drift:
     """KL and perplexity of a base with ``second`` against the same base with ``first``.
 
     Args:
-        with_base: also the KL of ``first`` from the base alone: what there is to lose.
+        plain: the base alone; its KL from ``first`` is what there is to lose.
     """
     base.model.eval()
     kl = kl_base = same = nll_before = nll_after = 0.0
@@ -115,11 +129,11 @@ def measure(
     for some in _portions(batches, base.vocab_size):
         before = _log_probabilities(base.model, some, first)
         after = _log_probabilities(base.model, some, second)
-        plain = _log_probabilities(base.model, some, None) if with_base else [None] * len(some)
-        for batch, p, q, r in zip(some, before, after, plain, strict=True):
+        alone = _log_probabilities(base.model, some, plain)
+        for batch, p, q, r in zip(some, before, after, alone, strict=True):
             wanted = mx.array(batch.targets[batch.owners >= 0])[:, None]
             kl += _kl(p, q)
-            kl_base += _kl(p, r) if r is not None else 0.0
+            kl_base += _kl(p, r)
             same += (mx.argmax(p, axis=-1) == mx.argmax(q, axis=-1)).sum().item()
             nll_before -= mx.take_along_axis(p, wanted, axis=-1).sum().item()
             nll_after -= mx.take_along_axis(q, wanted, axis=-1).sum().item()
@@ -130,9 +144,14 @@ def measure(
     ppl_before, ppl_after = perplexity(nll_before, targets), perplexity(nll_after, targets)
     ratio = math.exp(max(-700.0, min((nll_after - nll_before) / targets, 700.0)))
     return Drift(
-        kl / targets, kl_base / targets if with_base else None, same / targets, ppl_before,
+        _not_negative(kl / targets), _not_negative(kl_base / targets), same / targets, ppl_before,
         ppl_after, ratio, rows, targets,
     )  # fmt: skip
+
+
+def _not_negative(kl: float) -> float:
+    """KL is not; its rounding errors are. NaN stays."""
+    return 0.0 if kl < 0 else kl
 
 
 def _portions(batches: list[Batch], vocab_size: int):
@@ -148,17 +167,16 @@ def _portions(batches: list[Batch], vocab_size: int):
         yield portion
 
 
-def _log_probabilities(model: nn.Module, batches: list[Batch], put: Put | None) -> list[mx.array]:
+def _log_probabilities(model: nn.Module, batches: list[Batch], put: Put) -> list[mx.array]:
     """Log-probabilities [targets, V] float32 at each batch's targets."""
-    take_off = put() if put is not None else None
+    take_off = put()
     try:
         head = split_head(model)
         found = [_at_targets(model, head, batch) for batch in batches]
         mx.eval(found)
         return found
     finally:
-        if take_off is not None:
-            take_off()
+        take_off()
 
 
 def _at_targets(model: nn.Module, head: Head | None, batch: Batch) -> mx.array:

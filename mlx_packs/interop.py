@@ -14,7 +14,6 @@ from . import __version__, mlx_lm_format, peft_format
 from .base_files import TINY
 from .errors import PackError
 from .files import save_tensors, sha256, to_json, whole_folder, write_tensors
-from .fixed import is_fixed
 from .foreign import (
     CONFIG,
     Foreign,
@@ -31,7 +30,7 @@ from .foreign import (
 )
 from .loading import lazy_base
 from .manifest import FORMAT_VERSION, check_manifest, replaced_of, shapes_of, spec_json, specs_of
-from .pack import Pack, manifest_of, versions_line
+from .pack import Pack, grouped, manifest_of, versions_line
 from .runtime import mx
 
 FORMATS = {"mlx-lm": mlx_lm_format, "peft": peft_format}
@@ -271,8 +270,4 @@ def _converted(
     }
     source["base"] = source["base"] if isinstance(source["base"], str) else None
     pack = Pack(manifest_of(base, adapters, imported=source, versions=versions_line()), ours)
-    attached = pack.attach(base)  # every name and shape is held; no weight of the base is read
-    members = [[g.path for g in group.members] for group in attached.groups]
-    attached.detach()
-    adapters["groups"] = members + [[p] for p, spec in specs.items() if is_fixed(spec)]
-    return pack
+    return grouped(pack, base)  # no weight of the base is read

@@ -21,7 +21,16 @@ from .adapters import ModuleSpec, delta_of
 from .bitsandbytes import METHOD
 from .config import DataConfig
 from .display import QUIET, Display
-from .drift import ROWS, Drift, drift_batches, measure, put_modules, put_pack
+from .drift import (
+    ROWS,
+    Drift,
+    drift_batches,
+    fastest_path,
+    measure,
+    put_base,
+    put_modules,
+    put_pack,
+)
 from .errors import PackError
 from .evaluation import columns_of
 from .fixed import replacements
@@ -38,6 +47,7 @@ from .runtime import mx
 
 REQUANTIZE = ("none", "same", "affine4", "affine8", "nf4")
 _CHEAPEST_FIRST = ("affine8", "none")  # what is tried where a merge drifts too far
+_DTYPES = {"auto": None, "float32": mx.float32, "bfloat16": mx.bfloat16, "float16": mx.float16}
 _MATRICES = (nn.Linear, nn.Embedding, *QUANTIZED)
 _PARTS = ("scales", "biases", "absmax", "nested_absmax", "offset")
 
@@ -56,6 +66,7 @@ def merge(
     model: str | Path,
     out: str | Path,
     requantize: str = "none",
+    dtype: str = "auto",
     max_drift: float | None = None,
     data: str | Path = "tiny",
     rows: int = ROWS,
@@ -71,6 +82,8 @@ def merge(
         requantize: ``none`` writes dense weights in the base's float dtype; ``same`` packs as the
             base is packed; ``affine4``, ``affine8``, ``nf4`` pack the weights that change so, and
             of the others those that become smaller by it.
+        dtype: of the weights that change (with packed ones, of what they are packed from): ``auto``
+            is the base's, or ``float32``, ``bfloat16``, ``float16``.
         max_drift: largest mean KL, nats a token, of the attached pack from the merged model; None
             is a tenth of the KL that the pack itself makes, and 0.02 at most.
         data: rows to measure on, at most ``rows`` of them.
@@ -80,6 +93,8 @@ def merge(
     """
     if requantize not in REQUANTIZE:
         raise PackError(f"--requantize {requantize}: must be one of {', '.join(REQUANTIZE)}.")
+    if dtype not in _DTYPES:
+        raise PackError(f"--dtype {dtype}: must be one of {', '.join(_DTYPES)}.")
     if max_drift is not None and not max_drift >= 0:
         raise PackError(f"--max-drift must be 0 or more, but is {max_drift}.")
     started, display = time.monotonic(), display or Display(QUIET)
@@ -88,7 +103,7 @@ def merge(
     quantize.output_folder(str(out), source, overwrite)
     columns = columns or columns_of(pack, data)
     found, tried, passes = _measured(
-        pack, model, requantize, max_drift, columns, rows, trust_remote_code, display
+        pack, model, requantize, dtype, max_drift, columns, rows, trust_remote_code, display
     )
     limit = found.limit(max_drift)
     passed = found.kl_mean <= limit
@@ -96,6 +111,7 @@ def merge(
         "out": str(out),
         "model": base_files.public_name(str(model)),
         "requantize": requantize,
+        "dtype": dtype,
         **found.to_json(),
         "max_drift": limit,
         "passed": passed,
@@ -108,10 +124,11 @@ def merge(
         "base": base_files.public_name(str(model)),
         "pack_sha256": _adapters_hash(pack),
         "requantize": requantize,
+        "dtype": dtype,
         "kl_mean": found.kl_mean,
         "ppl_ratio": found.ppl_ratio,
     }
-    plan = plan_of(pack, model, requantize, max_shard_gb, trust_remote_code, facts)
+    plan = plan_of(pack, model, requantize, dtype, max_shard_gb, trust_remote_code, facts)
     record, _ = quantize.write(out, source, plan, overwrite, display)
     return report | {
         "changed": record["merged"]["changed"],
@@ -126,6 +143,7 @@ def _measured(
     pack: Pack,
     model: str | Path,
     requantize: str,
+    dtype: str,
     max_drift: float | None,
     columns: DataConfig,
     rows: int,
@@ -133,22 +151,25 @@ def _measured(
     display: Display,
 ) -> tuple[Drift, dict[str, float], str | None]:
     """The drift of a merge; the mean KL of each way tried, and the cheapest within the limit."""
-    planned = _planned(pack, model, requantize, trust_remote_code)
+    planned = _planned(pack, model, requantize, dtype, trust_remote_code)
     base = pack.load_base(model, trust_remote_code)
     batches = drift_batches(base, pack, columns, rows=rows)
-    attached = put_pack(pack, base, batches)
+    path = fastest_path(base, batches)
+    attached, plain = put_pack(pack, base, path), put_base(base, path)
 
     def drift_of(changes: list[Change]) -> Drift:
-        merged = put_modules(base, _modules_of(base, changes, pack))
+        merged = put_modules(base, modules_of(base, changes, pack))
         with display.task("drift", len(batches), "batches") as bar:
-            return measure(base, attached, merged, batches, advance=bar.advance)
+            return measure(base, attached, merged, plain, batches, bar.advance)
 
     found = drift_of(planned.changes)
     tried, limit = {requantize: found.kl_mean}, found.limit(max_drift)
     if found.kl_mean <= limit:
         return found, tried, requantize
     for finer in _finer(requantize):
-        tried[finer] = drift_of(_planned(pack, model, finer, trust_remote_code).changes).kl_mean
+        tried[finer] = drift_of(
+            _planned(pack, model, finer, dtype, trust_remote_code).changes
+        ).kl_mean
         if tried[finer] <= limit:
             return found, tried, finer
     return found, tried, None
@@ -179,7 +200,7 @@ class _Planned:
     recipe: Recipe
 
 
-def _planned(pack: Pack, model: str | Path, requantize: str, trust: bool) -> _Planned:
+def _planned(pack: Pack, model: str | Path, requantize: str, dtype: str, trust: bool) -> _Planned:
     base = lazy_base(model, trust)
     _refuse_unmergeable(pack)
     modules = dict(base.model.named_modules())
@@ -212,14 +233,14 @@ def _planned(pack: Pack, model: str | Path, requantize: str, trust: bool) -> _Pl
     for path, spec in pack.specs.items():
         if (module := modules.get(path)) is None:
             raise PackError(f"{pack.path}: {path}: {model} has no such module.")
-        weight = weights.get(path, _dense(module))
+        weight = weights.get(path, dense_weight(module))
         merged = _merged(spec, tensors, weight)
-        weights[path] = merged.astype(_dtype_of(module))
+        weights[path] = merged.astype(_DTYPES[dtype] or _dtype_of(module))
     for path in [*weights, *packings]:
         module = modules[path]
         if path not in weights:
-            weights[path] = _dense(module)
-        weights[path] = weights[path].astype(_dtype_of(module))
+            weights[path] = dense_weight(module)
+        weights[path] = weights[path].astype(_DTYPES[dtype] or _dtype_of(module))
         packings.setdefault(path, _packing_for(path, module, requantize))
     if base.quantization and requantize != "same":
         for path, module in modules.items():
@@ -227,7 +248,10 @@ def _planned(pack: Pack, model: str | Path, requantize: str, trust: bool) -> _Pl
                 continue
             how = _packing_for(path, module, requantize)
             if how is None or _bits(how) < _bits(_stored(path, module)):
-                weights[path], packings[path] = _dense(module).astype(_dtype_of(module)), how
+                weights[path], packings[path] = (
+                    dense_weight(module).astype(_DTYPES[dtype] or _dtype_of(module)),
+                    how,
+                )
     order = [path for path in reversed(modules) if path in weights]
     changes = [Change(path, weights[path], packings[path]) for path in order]
     config = _config(_stored_config(base.path), base.quantization, changes, recipe, requantize)
@@ -243,7 +267,8 @@ def _refuse_unmergeable(pack: Pack) -> None:
             )
 
 
-def _dense(module: nn.Module) -> mx.array:
+def dense_weight(module: nn.Module) -> mx.array:
+    """The weight of any linear, embedding or stack of experts, unpacked."""
     if is_switch_linear(module):
         return expert_weights(module)
     return dequantized_weight(module) if isinstance(module, QUANTIZED) else module.weight
@@ -292,7 +317,7 @@ def _packing_for(path: str, module: nn.Module, requantize: str) -> Packing | Non
     if wanted.mode == "nf4" and is_switch_linear(module):
         raise PackError(f"--requantize nf4: {path} holds experts, and NF4 is for linears and "
                         "embeddings; choose same, affine4 or affine8.")  # fmt: skip
-    return wanted if wanted.fits(_dense(module).shape[-1]) else None
+    return wanted if wanted.fits(dense_weight(module).shape[-1]) else None
 
 
 def _bits(how: Packing) -> float:
@@ -338,7 +363,9 @@ def _config(
     return dict(sorted({**plain, "quantization": stated, "quantization_config": stated}.items()))
 
 
-def _modules_of(base: Base, changes: list[Change], pack: Pack) -> list[tuple[str, nn.Module]]:
+def modules_of(
+    base: Base, changes: list[Change], pack: Pack | None = None
+) -> list[tuple[str, nn.Module]]:
     """Dense modules that compute what the written ones will, for a base that is loaded."""
     modules = dict(base.model.named_modules())
     made = []
@@ -361,8 +388,8 @@ def _modules_of(base: Base, changes: list[Change], pack: Pack) -> list[tuple[str
         mx.eval(dense.parameters())
         made.append((change.path, dense))
     known = {path for path, _ in made}
-    whole = [n for n in replaced_of(pack.manifest) if n.rpartition(".")[0] not in known]
-    if whole:
+    whole = replaced_of(pack.manifest) if pack is not None else {}
+    if whole := [n for n in whole if n.rpartition(".")[0] not in known]:
         made += replacements(base.model, whole, pack.load_tensors(), str(pack.path))
     return made
 
@@ -394,12 +421,13 @@ def plan_of(
     pack: Pack,
     model: str | Path,
     requantize: str,
+    dtype: str = "auto",
     max_shard_gb: float = 1.0,
     trust_remote_code: bool = False,
     facts: Mapping | None = None,
 ) -> Plan:
     """The merged checkpoint as the writer of `packs quantize` takes it; reads headers only."""
-    planned = _planned(pack, model, requantize, trust_remote_code)
+    planned = _planned(pack, model, requantize, dtype, trust_remote_code)
     base, source = planned.base, base_files.resolve_base_path(model)
     foreign = base_files.stored_quantization(base.config).get("quant_method") == METHOD
     spelled = "bitsandbytes" if foreign and requantize in ("same", "nf4") else "mlx"

@@ -256,6 +256,19 @@ def manifest_of(base: Base, adapters: dict, **facts) -> dict:
     }
 
 
+def grouped(pack: Pack, base: Base) -> Pack:
+    """A pack that was not trained, with its projection groups; every name and shape is held.
+
+    Raises: PackError if it does not fit the base.
+    """
+    attached = pack.attach(base)
+    members = [[g.path for g in group.members] for group in attached.groups]
+    attached.detach()
+    fixed = [[path] for path, spec in pack.specs.items() if is_fixed(spec)]
+    pack.manifest["adapters"]["groups"] = members + fixed
+    return pack
+
+
 def check_output(folder: Path, overwrite: bool) -> None:
     """Refuse to write over something that is not a pack, or over a pack without being told to."""
     if not folder.exists():

@@ -24,7 +24,7 @@ nn.lora nn.nf4 nn.quantized nn.segments nn.experts nn.blocks nn.fixed
 bitsandbytes packing base_files loading quantize families geometry adapters fixed base_path
 data encoding token_cache batches loss packable optim step plan advice manifest pack
 evaluation generate checkpoint prepare loop training train
-drift merge foreign peft_format mlx_lm_format interop
+drift merge combine foreign peft_format mlx_lm_format interop
 doctor cli
 """.split()
 
