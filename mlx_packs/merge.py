@@ -43,7 +43,7 @@ from .ops.nf4 import NF4Weight
 from .pack import Pack
 from .packing import Packing, Recipe, outline, packing_named, packings_of, quantized_tensors
 from .quantize import Item, Plan
-from .runtime import mx
+from .runtime import mx, on_cpu
 
 REQUANTIZE = ("none", "same", "affine4", "affine8", "nf4")
 _CHEAPEST_FIRST = ("affine8", "none")  # what is tried where a merge drifts too far
@@ -276,9 +276,7 @@ def dense_weight(module: nn.Module) -> mx.array:
 
 def _dtype_of(module: nn.Module) -> mx.Dtype:
     """Of a weight when it is dense."""
-    if isinstance(module, NF4):
-        return module.dtype
-    return module.scales.dtype if "scales" in module else module.weight.dtype
+    return dense_weight(module).dtype
 
 
 def _merged(spec: ModuleSpec, tensors: Mapping[str, mx.array], weight: mx.array) -> mx.array:
@@ -371,8 +369,7 @@ def modules_of(
     made = []
     for change in changes:
         module = modules[change.path]
-        dtype = _compute_dtype(module)
-        weight = _as_loaded(change, dtype)
+        weight = _as_loaded(change, mx.float32 if on_cpu() else _dtype_of(module))
         if is_switch_linear(module):
             from mlx_lm.models.switch_layers import SwitchLinear
 
@@ -392,12 +389,6 @@ def modules_of(
     if whole := [n for n in whole if n.rpartition(".")[0] not in known]:
         made += replacements(base.model, whole, pack.load_tensors(), str(pack.path))
     return made
-
-
-def _compute_dtype(module: nn.Module) -> mx.Dtype:
-    if isinstance(module, NF4):
-        return module.dtype
-    return module.scales.dtype if "scales" in module else module.weight.dtype
 
 
 def _as_loaded(change: Change, dtype: mx.Dtype) -> mx.array:
