@@ -253,6 +253,7 @@ def _converted(
     facts = {"base": {"model_type": base.config["model_type"]}}
     found = _read(kind, tensors, config, facts, file.parent)
     if kind == "peft":
+        found = peft_format.without_copies(found, base)
         found = peft_format.without_tied_head(found, base, file)
     specs = specs_for(base, found, file)
     ours = {**found.tensors, **found.whole}

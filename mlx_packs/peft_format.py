@@ -7,9 +7,11 @@ in a way that a pack cannot carry is refused by name.
 
 import math
 import re
+from collections.abc import Collection
 from pathlib import Path
 
 import numpy as np
+from mlx.utils import tree_flatten
 
 from .adapters import Specs
 from .errors import PackError
@@ -138,6 +140,23 @@ def read(tensors: Tensors, config: dict, model_type: str, where: Path) -> Foreig
     return found
 
 
+def without_copies(found: Foreign, base: Base) -> Foreign:
+    """Without whole tensors that are the base's own: PEFT saves embeddings that it left alone."""
+    own = dict(tree_flatten(base.model.parameters()))
+    for name, tensor in list(found.whole.items()):
+        tied = "lm_head.weight" not in own and name == "lm_head.weight"
+        ours = own.get(_table_of(own) if tied else name)
+        if ours is not None and ours.shape == tensor.shape and ours.dtype == tensor.dtype:
+            if mx.array_equal(ours, tensor).item():
+                del found.whole[name]
+    return found
+
+
+def _table_of(names: Collection[str]) -> str | None:
+    """The embedding's tensor."""
+    return next((n for n in names if n.endswith(("embed_tokens.weight", "wte.weight"))), None)
+
+
 def without_tied_head(found: Foreign, base: Base, where: Path) -> Foreign:
     """Whole embeddings of a base that ties its head: one table stands for both, or neither.
 
@@ -201,11 +220,16 @@ def write(pack: Pack) -> tuple[Tensors, dict, list[str]]:
             tensors[f"{name}.{key}"] = mx.contiguous(tensor.T)
         if spec.kind == "dora":
             tensors[f"{name}.lora_magnitude_vector"] = ours[f"{path}.m"]
-    whole = {path_there(name, model_type): ours[name] for name in replaced_of(pack.manifest)}
-    tensors |= {_PREFIX + name: tensor for name, tensor in whole.items()}
-    config = _config(pack, model_type, specs)
-    if whole:
-        config["modules_to_save"] = sorted({name.rpartition(".")[0] for name in whole})
+    config, whole = _config(pack, model_type, specs), []
+    for name in replaced_of(pack.manifest):
+        path, _, parameter = name.rpartition(".")
+        there = path_there(path, model_type)
+        if path in specs:  # an embedding that has an adapter as well
+            tensors[f"{_PREFIX}{there}.base_layer.{parameter}"] = ours[name]
+        else:
+            tensors[f"{_PREFIX}{there}.{parameter}"] = ours[name]
+            whole.append(there)
+    config["modules_to_save"] = sorted(set(whole)) or None
     return tensors, dict(sorted(config.items())), _notes(specs, config, whole)
 
 
@@ -295,7 +319,7 @@ def _number(value: float) -> float | int:
     return int(value) if value == int(value) else value
 
 
-def _notes(specs: Specs, config: dict, whole: Tensors) -> list[str]:
+def _notes(specs: Specs, config: dict, whole: list[str]) -> list[str]:
     """What other readers of the folder cannot take."""
     notes = []
     if config["alpha_pattern"]:
