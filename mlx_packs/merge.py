@@ -102,7 +102,7 @@ def merge(
     source, _ = pack.check_checkpoint(model)
     quantize.output_folder(str(out), source, overwrite)
     columns = columns or columns_of(pack, data)
-    found, tried, passes = _measured(
+    found, tried, passes = measured(
         pack, model, requantize, dtype, max_drift, columns, rows, trust_remote_code, display
     )
     limit = found.limit(max_drift)
@@ -139,18 +139,19 @@ def merge(
     }
 
 
-def _measured(
+def measured(
     pack: Pack,
     model: str | Path,
     requantize: str,
     dtype: str,
     max_drift: float | None,
     columns: DataConfig,
-    rows: int,
-    trust_remote_code: bool,
-    display: Display,
+    rows: int = ROWS,
+    trust_remote_code: bool = False,
+    display: Display | None = None,
 ) -> tuple[Drift, dict[str, float], str | None]:
     """The drift of a merge; the mean KL of each way tried, and the cheapest within the limit."""
+    display = display or Display(QUIET)
     planned = _planned(pack, model, requantize, dtype, trust_remote_code)
     base = pack.load_base(model, trust_remote_code)
     batches = drift_batches(base, pack, columns, rows=rows)

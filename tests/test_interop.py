@@ -591,3 +591,10 @@ def test_a_fold_that_cannot_be_undone_is_kept_beside_it(bases, tmp_path):
     header, _ = read_header(tmp_path / "out" / ORIGINALS)
     assert set(header) == {f"{s.path}.lora_b" for s in odd}
     assert sharing.factors(odd[0], odd[0].slices[0].scale) is None
+
+
+def test_tables_that_peft_saved_but_left_alone_are_not_carried(bases, tmp_path):
+    own = mx.load(str(bases["qwen3"] / "model.safetensors"))
+    same = {n: own[n] for n in ("model.embed_tokens.weight", "lm_head.weight")}
+    folder = write_peft(tmp_path / "in", {Q0: 4}, SIZES, tensors=same)
+    assert import_adapter(folder, tmp_path / "pack", bases["qwen3"])["replaced"] == []

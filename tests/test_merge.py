@@ -58,10 +58,12 @@ def write_quantized(folder: Path, source: Path, bits: int = 4, mode: str = "affi
     return folder
 
 
-def noisy_pack(base, folder: Path, size: float = 0.1, targets=("q_proj", "down_proj")) -> Pack:
+def noisy_pack(
+    base, folder: Path, size: float = 0.1, targets=("q_proj", "down_proj"), seed: int = 1
+) -> Pack:
     attached = attach(base, LoRAConfig(rank=2, target_modules=targets))
     try:
-        mx.random.seed(1)
+        mx.random.seed(seed)
         for lora in {id(slot.lora): slot.lora for slot in attached.slots.values()}.values():
             for factors in (lora.lora_a, lora.lora_b):
                 factors[:] = [mx.random.normal(t.shape) * size for t in factors]
