@@ -24,6 +24,10 @@ _PUBLIC = {
     "evaluate": "evaluation",
     "TrainRun": "training",
     "train_pack": "training",
+    "merge_pack": "merge",
+    "combine_packs": "combine",
+    "export_pack": "interop",
+    "import_adapter": "interop",
 }
 _MODULES = ("data",)
 __all__ = [*sorted(_PUBLIC), *_MODULES]

@@ -379,9 +379,9 @@ def merge(pack, model, out, requantize, dtype, max_drift, data, rows, max_shard_
     that would pass is named, and the exit code is 1.
     """
     from .display import Display
-    from .merge import merge as write
+    from .merge import merge_pack
 
-    report = write(
+    report = merge_pack(
         pack, model, out, requantize, dtype, max_drift, data, rows, max_shard_gb, overwrite,
         trust_remote_code, display=Display(),
     )  # fmt: skip
@@ -441,10 +441,10 @@ def combine(packs_given, out, method, rank, density, seed, model, max_drift, dat
     Deltas are added by weight (linear), brought to a rank (svd), trimmed and elected by sign (TIES)
     or thinned out at random (DARE); what bringing them to a rank loses is measured.
     """
-    from .combine import combine as write
+    from .combine import combine_packs
     from .display import Display
 
-    report = write(
+    report = combine_packs(
         [_weighted(text) for text in packs_given], out, method, rank, density, seed, model,
         max_drift, data, rows, overwrite, trust_remote_code, display=Display(),
     )  # fmt: skip
@@ -475,9 +475,9 @@ def _weighted(text: str) -> tuple[str, float]:
 @click.option("--json", "as_json", is_flag=True, help="Print the report.")
 def export(pack, to, out, as_json):
     """Write a pack as an adapter of PEFT or mlx-lm."""
-    from .interop import export as write
+    from .interop import export_pack
 
-    report = write(pack, to, out)
+    report = export_pack(pack, to, out)
     lines = [f"wrote   {report['out']} ({report['mb']:.2f} MB): {report['modules']} modules for "
              f"{to}, proven by numbers"]  # fmt: skip
     _print(report, as_json, lines + [f"note    {note}" for note in report["notes"]])

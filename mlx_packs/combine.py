@@ -89,7 +89,7 @@ _METHODS: dict[str, Callable[..., mx.array]] = {
 }  # fmt: skip
 
 
-def combine(
+def combine_packs(
     packs: Sequence[tuple[str | Path | Pack, float]],
     out: str | Path,
     method: str = "linear",
@@ -112,7 +112,7 @@ def combine(
         method: ``linear`` keeps all ranks; ``svd``, ``ties`` and ``dare`` come down to ``rank``.
         density: share of each delta that ``ties`` and ``dare`` keep; 0.5.
         max_drift: largest mean KL, nats a token, of the deltas as the method makes them from the
-            pack of this rank; None as in `merge`.
+            pack of this rank; None as in `merge_pack`.
     Returns: what `packs combine --json` prints. With ``passed`` false nothing is written, and
         ``passes`` names the smallest doubling of the rank that would pass.
     Raises: PackError if the packs are not of one base, or not of kinds that add up.
@@ -132,7 +132,11 @@ def combine(
         **({"rank": rank} if rank else {}),
         **({"density": density, "seed": seed} if method in ("ties", "dare") else {}),
         "packs": [
-            {"name": p.path.name, "weight": w, "sha256": sha256(p.path / ADAPTERS)}
+            {
+                "name": p.path.name if p.path else None,
+                "weight": w,
+                "sha256": sha256(p.path / ADAPTERS) if p.path else None,
+            }
             for p, w in opened
         ],
     }

@@ -1,4 +1,4 @@
-"""Packs to and from PEFT and mlx-lm: `export` writes their folders, `import_adapter` reads them.
+"""Packs to and from PEFT and mlx-lm: `export_pack` writes a folder, `import_adapter` reads one.
 
 Every conversion is proven by numbers (`foreign.prove`). A folder that was exported here carries the
 pack's manifest beside what the other tool reads, so that it comes back to the byte; once the other
@@ -38,7 +38,7 @@ SIDECAR = "mlx_packs.json"
 ORIGINALS = "mlx_packs.safetensors"  # lora_b that cannot be had back from what it was folded into
 
 
-def export(pack: str | Path | Pack, to: str, out: str | Path) -> dict:
+def export_pack(pack: str | Path | Pack, to: str, out: str | Path) -> dict:
     """Write a pack as a folder of another tool; whole or not at all.
 
     Args:

@@ -61,7 +61,7 @@ class Change:
     packing: Packing | None
 
 
-def merge(
+def merge_pack(
     pack: str | Path | Pack,
     model: str | Path,
     out: str | Path,

@@ -9,7 +9,7 @@ from test_merge import logits, noisy_pack, write_checkpoint, write_quantized
 
 from mlx_packs import Pack, load_base
 from mlx_packs.adapters import delta_of
-from mlx_packs.combine import _nearest, _svd, combine, dare, linear, ties
+from mlx_packs.combine import _nearest, _svd, combine_packs, dare, linear, ties
 from mlx_packs.errors import PackError
 from mlx_packs.runtime import mx
 
@@ -34,7 +34,7 @@ def delta(pack: Pack, path: str) -> np.ndarray:
 
 def test_linear_keeps_all_ranks_and_is_the_weighted_sum(made, tmp_path):
     base, a, b = made
-    report = combine([(a, 0.7), (b, -0.3)], tmp_path / "c", model=base, **LOOSE)
+    report = combine_packs([(a, 0.7), (b, -0.3)], tmp_path / "c", model=base, **LOOSE)
     made_one = Pack.open(report["out"])
     for path, spec in made_one.specs.items():
         expected = 0.7 * delta(a, path) - 0.3 * delta(b, path)
@@ -51,14 +51,14 @@ def test_linear_keeps_all_ranks_and_is_the_weighted_sum(made, tmp_path):
 
 def test_svd_is_the_nearest_of_its_rank(made, tmp_path):
     base, a, b = made
-    report = combine([(a, 1.0), (b, 1.0)], tmp_path / "c", "svd", 3, model=base, **LOOSE)
+    report = combine_packs([(a, 1.0), (b, 1.0)], tmp_path / "c", "svd", 3, model=base, **LOOSE)
     made_one = Pack.open(report["out"])
     path = "model.layers.0.self_attn.q_proj"
     whole = delta(a, path) + delta(b, path)
     u, s, vt = np.linalg.svd(whole)
     assert np.abs(delta(made_one, path) - (u[:, :3] * s[:3]) @ vt[:3]).max() < 1e-5
     assert {spec.rank for spec in made_one.specs.values()} == {3}
-    exact = combine([(a, 1.0), (b, 1.0)], tmp_path / "d", "svd", 4, model=base, **LOOSE)
+    exact = combine_packs([(a, 1.0), (b, 1.0)], tmp_path / "d", "svd", 4, model=base, **LOOSE)
     assert exact["kl_mean"] < 1e-6 and exact["kl_mean"] < 0.01 * report["kl_mean"]
 
 
@@ -102,7 +102,7 @@ def test_experts_are_combined(tmp_path):
     b = noisy_pack(loaded, tmp_path / "b", size=0.2, targets=("switch_mlp.down_proj",), seed=2)
     for method, rank in (("linear", None), ("svd", 4)):
         out = tmp_path / method
-        report = combine([(a, 0.5), (b, 0.5)], out, method, rank, model=base, **LOOSE)
+        report = combine_packs([(a, 0.5), (b, 0.5)], out, method, rank, model=base, **LOOSE)
         path = next(iter(a.specs))
         expected = 0.5 * (delta(a, path) + delta(b, path))
         assert np.abs(delta(Pack.open(out), path) - expected).max() < 1e-4
@@ -130,7 +130,7 @@ def test_packs_of_two_bases_and_kinds_that_do_not_add_up_are_named(made, tmp_pat
     other = write_quantized(tmp_path / "q", base)
     c = noisy_pack(load_base(other), tmp_path / "c")
     with pytest.raises(PackError, match="packs of one base are combined"):
-        combine([(a, 1.0), (c, 1.0)], tmp_path / "x", model=base)
+        combine_packs([(a, 1.0), (c, 1.0)], tmp_path / "x", model=base)
     for packs, options, message in (
         ([(a, 1.0)], {}, "takes two packs or more"),
         ([(a, 1.0), (a, 0.0)], {}, "weights must be numbers other than 0"),
@@ -141,7 +141,7 @@ def test_packs_of_two_bases_and_kinds_that_do_not_add_up_are_named(made, tmp_pat
         ([(a, 1.0), (a, 1.0)], {"method": "ties", "rank": 2, "density": 2.0}, "at most 1"),
     ):
         with pytest.raises(PackError, match=message):
-            combine(packs, tmp_path / "x", model=base, **options)
+            combine_packs(packs, tmp_path / "x", model=base, **options)
     assert not (tmp_path / "x").exists()
 
 

@@ -14,8 +14,8 @@ from mlx_packs import foreign as sharing
 from mlx_packs.adapters import attach
 from mlx_packs.errors import PackError
 from mlx_packs.files import read_header, sha256
-from mlx_packs.interop import ORIGINALS, SIDECAR, export, import_adapter
-from mlx_packs.merge import merge
+from mlx_packs.interop import ORIGINALS, SIDECAR, export_pack, import_adapter
+from mlx_packs.merge import merge_pack
 from mlx_packs.runtime import mx
 
 PREFIX = "base_model.model."
@@ -98,7 +98,7 @@ KINDS = {
 def test_a_pack_comes_back_to_the_byte(kind, to, bases, tmp_path):
     family, lora = KINDS[kind]
     pack = pack_with(bases[family], tmp_path / "pack", **lora)
-    export(pack, to, tmp_path / "out")
+    export_pack(pack, to, tmp_path / "out")
     report = import_adapter(tmp_path / "out", tmp_path / "back")
     assert report["exported_here"]
     assert is_the_same(Pack.open(tmp_path / "back"), pack)
@@ -109,7 +109,7 @@ def test_a_pack_comes_back_to_the_byte(kind, to, bases, tmp_path):
 def test_without_what_was_noted_the_logits_are_the_same(kind, to, bases, tmp_path):
     family, lora = KINDS[kind]
     pack = pack_with(bases[family], tmp_path / "pack", **lora)
-    export(pack, to, tmp_path / "out")
+    export_pack(pack, to, tmp_path / "out")
     for file in (SIDECAR, ORIGINALS):
         (tmp_path / "out" / file).unlink(missing_ok=True)
     report = import_adapter(tmp_path / "out", tmp_path / "back", bases[family])
@@ -129,7 +129,7 @@ def test_stock_mlx_lm_loads_an_export_and_gives_the_same_logits(kind, bases, tmp
 
     family, lora = KINDS[kind]
     pack = pack_with(bases[family], tmp_path / "pack", **lora)
-    export(pack, "mlx-lm", tmp_path / "out")
+    export_pack(pack, "mlx-lm", tmp_path / "out")
     model, _ = load_model(bases[family])
     load_adapters(model, str(tmp_path / "out")).eval()
     found = np.array(model(mx.arange(1, 33)[None]))
@@ -141,7 +141,7 @@ def test_stock_mlx_lm_generates_with_a_pack_and_with_an_export_of_several_ranks(
 
     pack = pack_with(bases["qwen3"], tmp_path / "pack", rank=4, target_modules=("q_proj",))
     ragged = pack_with(bases["qwen3"], tmp_path / "ragged", **RAGGED)
-    export(ragged, "mlx-lm", tmp_path / "out")
+    export_pack(ragged, "mlx-lm", tmp_path / "out")
     for adapter in (pack.path, tmp_path / "out"):
         model, tokenizer = load(str(bases["qwen3"]), adapter_path=str(adapter))
         assert isinstance(generate(model, tokenizer, "In the", max_tokens=4), str)
@@ -150,7 +150,7 @@ def test_stock_mlx_lm_generates_with_a_pack_and_with_an_export_of_several_ranks(
 def test_what_peft_reads_is_what_peft_expects(bases, tmp_path):
     """Also llama.cpp's convert_lora_to_gguf: names, 2 axes, one alpha, ranks by shape."""
     pack = pack_with(bases["qwen3"], tmp_path / "pack", rank=4, alpha=6.0)
-    report = export(pack, "peft", tmp_path / "out")
+    report = export_pack(pack, "peft", tmp_path / "out")
     config = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
     assert (config["r"], config["lora_alpha"], config["use_rslora"]) == (4, 6, False)
     assert config["target_modules"] == sorted(
@@ -165,7 +165,7 @@ def test_what_peft_reads_is_what_peft_expects(bases, tmp_path):
         assert tensor["shape"] == ([4, width] if match[2] == "A" else [out, 4])
     assert not report["notes"] and not list((tmp_path / "out").glob("*.bin"))
     ragged = pack_with(bases["qwen3"], tmp_path / "ragged", **RAGGED)
-    report = export(ragged, "peft", tmp_path / "several")
+    report = export_pack(ragged, "peft", tmp_path / "several")
     assert "llama.cpp's converter knows one lora_alpha" in report["notes"][0]
     config = json.loads((tmp_path / "several" / "adapter_config.json").read_text())
     assert config["rank_pattern"][r"^model\.layers\.0\.self_attn\.q_proj"] == 2
@@ -174,11 +174,11 @@ def test_what_peft_reads_is_what_peft_expects(bases, tmp_path):
 
 def test_the_last_blocks_are_named_by_layers_to_transform_and_gpt2_by_its_own(bases, tmp_path):
     pack = pack_with(bases["llama"], tmp_path / "p", rank=2, num_layers=1)
-    export(pack, "peft", tmp_path / "llama")
+    export_pack(pack, "peft", tmp_path / "llama")
     config = json.loads((tmp_path / "llama" / "adapter_config.json").read_text())
     assert (config["layers_to_transform"], config["layers_pattern"]) == ([1], "layers")
     pack = pack_with(bases["gpt2"], tmp_path / "g", rank=2, target_modules=("attn.c_proj",))
-    export(pack, "peft", tmp_path / "gpt2")
+    export_pack(pack, "peft", tmp_path / "gpt2")
     config = json.loads((tmp_path / "gpt2" / "adapter_config.json").read_text())
     assert config["fan_in_fan_out"] and config["target_modules"] == ["attn.c_proj"]
     header, _ = read_header(tmp_path / "gpt2" / "adapter_model.safetensors")
@@ -287,7 +287,7 @@ def test_dora_is_carried_applied_merged_and_is_that_of_mlx_lm(bits, bases, tmp_p
     load_adapters(stock, str(pack.path)).eval()
     assert np.abs(np.array(stock(mx.arange(1, 33)[None])) - expected).max() < 1e-4
     for to in ("peft", "mlx-lm"):
-        export(pack, to, tmp_path / to)
+        export_pack(pack, to, tmp_path / to)
         import_adapter(tmp_path / to, tmp_path / f"{to}-back")
         assert is_the_same(Pack.open(tmp_path / f"{to}-back"), pack)
 
@@ -316,7 +316,7 @@ def test_an_adapter_on_an_untied_embedding_goes_both_ways(bases, tmp_path):
     merged(pack, bases["qwen3"], tmp_path / "out")
     assert np.abs(logits(load_base(tmp_path / "out")) - expected).max() < 1e-4
     for to in ("peft", "mlx-lm"):
-        export(pack, to, tmp_path / to)
+        export_pack(pack, to, tmp_path / to)
         import_adapter(tmp_path / to, tmp_path / f"{to}-back")
         assert is_the_same(Pack.open(tmp_path / f"{to}-back"), pack)
 
@@ -330,9 +330,9 @@ def test_on_a_tied_embedding_peft_acts_on_the_input_and_mlx_lm_on_the_head_too(b
     peft = Pack.open(tmp_path / "peft")
     assert peft.specs["model.embed_tokens"].head is False
     with pytest.raises(PackError, match="leaves the tied head alone"):
-        export(peft, "mlx-lm", tmp_path / "x")
+        export_pack(peft, "mlx-lm", tmp_path / "x")
     with pytest.raises(PackError, match="acts on the input alone, but the base ties the head"):
-        merge(peft, bases["tied"], tmp_path / "x")
+        merge_pack(peft, bases["tied"], tmp_path / "x")
     assert not (peft.path / "adapter_config.json").exists()  # stock mlx-lm would get it wrong
 
     theirs = tmp_path / "theirs"
@@ -347,12 +347,12 @@ def test_on_a_tied_embedding_peft_acts_on_the_input_and_mlx_lm_on_the_head_too(b
     ours = Pack.open(tmp_path / "mlx")
     assert ours.specs["model.embed_tokens"].head is True
     with pytest.raises(PackError, match="acts on the tied head too"):
-        export(ours, "peft", tmp_path / "x")
+        export_pack(ours, "peft", tmp_path / "x")
     expected = attached_logits(ours, bases["tied"])
     assert np.abs(expected - attached_logits(peft, bases["tied"])).max() > 0.1
     merged(ours, bases["tied"], tmp_path / "out")
     assert np.abs(logits(load_base(tmp_path / "out")) - expected).max() < 1e-4
-    export(ours, "mlx-lm", tmp_path / "again")
+    export_pack(ours, "mlx-lm", tmp_path / "again")
     stock, _ = load_model(bases["tied"])
     load_adapters(stock, str(tmp_path / "again")).eval()
     assert np.abs(np.array(stock(mx.arange(1, 33)[None])) - expected).max() < 1e-4
@@ -379,9 +379,9 @@ def test_modules_to_save_are_carried_applied_and_merged_and_not_for_mlx_lm(bases
         pass
     assert np.array_equal(logits(base), before)
     with pytest.raises(PackError, match="mlx-lm loads adapters alone"):
-        export(pack, "mlx-lm", tmp_path / "x")
+        export_pack(pack, "mlx-lm", tmp_path / "x")
     assert not (pack.path / "adapter_config.json").exists()
-    export(pack, "peft", tmp_path / "peft")
+    export_pack(pack, "peft", tmp_path / "peft")
     config = json.loads((tmp_path / "peft" / "adapter_config.json").read_text())
     assert config["modules_to_save"] == ["lm_head", "model.norm"]
     import_adapter(tmp_path / "peft", tmp_path / "back")
@@ -408,8 +408,8 @@ def test_whole_tables_of_a_tied_base_must_be_one(bases, tmp_path):
 def test_experts_go_to_mlx_lm_and_not_to_peft(bases, tmp_path):
     pack = noisy_pack(load_base(bases["moe"]), tmp_path / "p", targets=("switch_mlp.down_proj",))
     with pytest.raises(PackError, match="experts of a mixture, which transformers keeps as one"):
-        export(pack, "peft", tmp_path / "x")
-    export(pack, "mlx-lm", tmp_path / "out")
+        export_pack(pack, "peft", tmp_path / "x")
+    export_pack(pack, "mlx-lm", tmp_path / "out")
     import_adapter(tmp_path / "out", tmp_path / "back")
     assert is_the_same(Pack.open(tmp_path / "back"), pack)
     (tmp_path / "out" / SIDECAR).unlink()
@@ -418,7 +418,7 @@ def test_experts_go_to_mlx_lm_and_not_to_peft(bases, tmp_path):
     found, expected = (attached_logits(p, bases["moe"]) for p in (again, pack))
     assert np.abs(found - expected).max() < 1e-5
     attention = noisy_pack(load_base(bases["moe"]), tmp_path / "a", targets=("q_proj",))
-    assert export(attention, "peft", tmp_path / "attention")["modules"] == 2
+    assert export_pack(attention, "peft", tmp_path / "attention")["modules"] == 2
 
 
 # ── bad input ────────────────────────────────────────────────────────────────────────────────────
@@ -527,7 +527,7 @@ def test_damaged_poisoned_and_misplaced_files_are_named(bases, tmp_path):
 
 def test_a_changed_export_is_read_by_its_own_config_and_a_forged_note_is_caught(bases, tmp_path):
     pack = pack_with(bases["qwen3"], tmp_path / "pack", **RAGGED)
-    export(pack, "peft", tmp_path / "out")
+    export_pack(pack, "peft", tmp_path / "out")
     config = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
     doubled = {**config, "lora_alpha": 2 * config["lora_alpha"]}
     shutil.copytree(tmp_path / "out", tmp_path / "changed")
@@ -564,7 +564,7 @@ def test_a_family_whose_names_are_not_known_is_not_exported_to_peft(bases, tmp_p
     pack = pack_with(bases["qwen3"], tmp_path / "pack", rank=2)
     pack.manifest["base"]["model_type"] = "mamba2"
     with pytest.raises(PackError, match="modules of mamba2 is not known here"):
-        export(pack, "peft", tmp_path / "x")
+        export_pack(pack, "peft", tmp_path / "x")
 
 
 def test_commands_print_what_was_done(bases, tmp_path, run):
@@ -585,7 +585,7 @@ def test_commands_print_what_was_done(bases, tmp_path, run):
 
 def test_a_fold_that_cannot_be_undone_is_kept_beside_it(bases, tmp_path):
     pack = pack_with(bases["qwen3"], tmp_path / "pack", **RAGGED)
-    export(pack, "mlx-lm", tmp_path / "out")
+    export_pack(pack, "mlx-lm", tmp_path / "out")
     specs = pack.specs.values()
     odd = [s for s in specs if s.slices[0].scale not in (0.5, 1.0, 2.0)]
     header, _ = read_header(tmp_path / "out" / ORIGINALS)

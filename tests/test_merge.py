@@ -16,7 +16,7 @@ from mlx_packs.errors import PackError
 from mlx_packs.files import read_header, sha256
 from mlx_packs.loading import tiny_base_path
 from mlx_packs.manifest import ADAPTERS
-from mlx_packs.merge import merge
+from mlx_packs.merge import merge_pack
 from mlx_packs.packing import Packing, Recipe
 from mlx_packs.quantize import quantize, verify
 from mlx_packs.runtime import mx
@@ -94,7 +94,7 @@ def layout(folder: Path) -> dict:
 
 def merged(pack: Pack, model: Path, out: Path, **options) -> dict:
     options = {"rows": 2, "max_drift": 10.0, **options}
-    report = merge(pack, model, out, **options)
+    report = merge_pack(pack, model, out, **options)
     assert report["passed"] and verify(out)["merged"]["kl_mean"] == report["kl_mean"]
     return report
 
@@ -209,7 +209,7 @@ def test_packed_experts_are_merged_and_not_into_nf4(tmp_path):
     assert layout(tmp_path / "out") == layout(base)
     assert np.abs(logits(load_base(tmp_path / "out")) - attached_logits(pack, base)).max() < 0.05
     with pytest.raises(PackError, match="holds experts, and NF4 is for linears"):
-        merge(pack, base, tmp_path / "nf4", requantize="nf4", rows=2)
+        merge_pack(pack, base, tmp_path / "nf4", requantize="nf4", rows=2)
 
 
 def test_shards_and_dtype(tmp_path):
@@ -281,7 +281,7 @@ def test_a_link_to_the_base_is_the_base(faint, tmp_path):
     base, pack = faint
     (tmp_path / "link").symlink_to(base)
     with pytest.raises(PackError, match="holds the checkpoint itself"):
-        merge(pack, base, tmp_path / "link", overwrite=True)
+        merge_pack(pack, base, tmp_path / "link", overwrite=True)
 
 
 def test_bad_requests_and_another_base_are_named(faint, tmp_path):
@@ -292,9 +292,9 @@ def test_bad_requests_and_another_base_are_named(faint, tmp_path):
         ({"max_drift": float("nan")}, "--max-drift must be 0 or more"),
     ):
         with pytest.raises(PackError, match=message):
-            merge(pack, base, tmp_path / "out", **options)
+            merge_pack(pack, base, tmp_path / "out", **options)
     with pytest.raises(PackError, match="is another base"):
-        merge(pack, "tiny", tmp_path / "out")
+        merge_pack(pack, "tiny", tmp_path / "out")
 
 
 def test_a_merge_that_is_interrupted_goes_on(faint, tmp_path, monkeypatch):
@@ -313,9 +313,9 @@ def test_a_merge_that_is_interrupted_goes_on(faint, tmp_path, monkeypatch):
     monkeypatch.setattr(writer, "write_tensors", stop)
     options = {"rows": 2, "max_drift": 10.0, "max_shard_gb": 0.0002}
     with pytest.raises(Interrupted, match="2 of"):
-        merge(pack, base, tmp_path / "out", **options)
+        merge_pack(pack, base, tmp_path / "out", **options)
     assert not (tmp_path / "out").exists()
-    merge(pack, base, tmp_path / "out", **options)
+    merge_pack(pack, base, tmp_path / "out", **options)
     assert len(count) == len(list((tmp_path / "out").glob("*.safetensors"))) + 1
     verify(tmp_path / "out")
 
@@ -331,7 +331,7 @@ def test_nan_in_the_pack_stops_the_merge(faint, tmp_path):
     manifest["files"][ADAPTERS]["bytes"] = (pack.path / ADAPTERS).stat().st_size
     (pack.path / "pack.json").write_text(json.dumps(manifest))
     with pytest.raises(PackError, match="holds NaN"):
-        merge(Pack.open(pack.path), base, tmp_path / "out")
+        merge_pack(Pack.open(pack.path), base, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
@@ -344,7 +344,7 @@ def test_mxfp4_is_not_written_and_says_what_is(tmp_path):
     (folder / "config.json").write_text(json.dumps(config))
     pack = noisy_pack(load_base(folder), tmp_path / "pack")
     with pytest.raises(PackError, match="is mxfp4, which is not written here; choose affine4"):
-        merge(pack, folder, tmp_path / "same", requantize="same", rows=2)
+        merge_pack(pack, folder, tmp_path / "same", requantize="same", rows=2)
     merged(pack, folder, tmp_path / "out", requantize="affine8")
     found, expected = logits(load_base(tmp_path / "out")), attached_logits(pack, folder)
     assert np.abs(found - expected).max() < 0.05

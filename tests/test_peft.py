@@ -10,7 +10,7 @@ import pytest
 from test_merge import attached_logits, noisy_pack
 
 from mlx_packs import Pack, load_base
-from mlx_packs.interop import export, import_adapter
+from mlx_packs.interop import export_pack, import_adapter
 from mlx_packs.loading import tiny_base_path
 from mlx_packs.nn.quantized import QUANTIZED, dequantized_weight
 from mlx_packs.runtime import mx
@@ -92,7 +92,7 @@ ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_pro
 
 def test_a_folder_from_here_has_the_same_logits_in_peft(base, tmp_path):
     pack = noisy_pack(load_base(base), tmp_path / "pack", targets=TARGETS.get(base.name, ALL))
-    export(pack, "peft", tmp_path / "out")
+    export_pack(pack, "peft", tmp_path / "out")
     expected = attached_logits(pack, base)
     there = with_peft(base, tmp_path / "out")
     assert np.abs(there - logits_there(transformers_model(base))).max() > 0.05
@@ -106,7 +106,7 @@ def test_over_the_dequantized_base_of_a_4_bit_pack_too(base, tmp_path):
         targets = ALL
     loaded = load_base(base, quantize="affine4")
     pack = noisy_pack(loaded, tmp_path / "pack", targets=targets)
-    export(pack, "peft", tmp_path / "out")
+    export_pack(pack, "peft", tmp_path / "out")
     there = transformers_model(base)
     state = there.state_dict()
     import torch
@@ -164,7 +164,7 @@ def test_a_folder_from_peft_has_the_same_logits_here(case, base, tmp_path):
     import_adapter(tmp_path / "in", tmp_path / "pack", base)
     pack = Pack.open(tmp_path / "pack")
     assert np.abs(attached_logits(pack, base) - theirs).max() < 1e-4
-    export(pack, "peft", tmp_path / "out")  # and back again
+    export_pack(pack, "peft", tmp_path / "out")  # and back again
     assert np.abs(with_peft(base, tmp_path / "out") - theirs).max() < 1e-4
 
 
@@ -179,5 +179,5 @@ def test_modules_to_save_and_embeddings_of_peft(base, tmp_path):
     kinds = {path: spec.kind for path, spec in pack.specs.items()}
     assert kinds[f"model.{table}"] == "embedding" and len(pack.manifest["adapters"]["replaced"])
     assert np.abs(attached_logits(pack, base) - theirs).max() < 1e-4
-    export(pack, "peft", tmp_path / "out")
+    export_pack(pack, "peft", tmp_path / "out")
     assert np.abs(with_peft(base, tmp_path / "out") - theirs).max() < 1e-4
