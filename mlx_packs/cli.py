@@ -336,9 +336,9 @@ def _size(gb: float) -> str:
 
 
 def _bits_line(report: dict) -> str:
+    where = f", {report['bits_per_quantized_weight']:.2f} where quantized"
     return (
-        f"bits    {report['bits_per_weight']:.2f} a weight, "
-        f"{report['bits_per_quantized_weight']:.2f} where quantized · "
+        f"bits    {report['bits_per_weight']:.2f} a weight{where if report['quantized'] else ''} · "
         f"{report['quantized']} tensors quantized, {report['dense']} as they were"
     )
 
@@ -412,7 +412,7 @@ def _drift_lines(report: dict) -> list[str]:
 
 
 def _gate_failed(name: str, value: float, limit: float, advice: str) -> None:
-    click.echo(f"packs: gate --{name} failed: {value:.2g} > {limit:g}; nothing was written; "
+    click.echo(f"packs: gate --{name} failed: {value:.2g} > {limit:.2g}; nothing was written; "
                f"{advice}.", err=True)  # fmt: skip
     sys.exit(1)
 

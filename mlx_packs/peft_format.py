@@ -16,6 +16,7 @@ from mlx.utils import tree_flatten
 from .adapters import Specs
 from .errors import PackError
 from .foreign import Foreign, Tensors, folded, scale_of
+from .geometry import chooses
 from .loading import Base
 from .manifest import replaced_of
 from .pack import Pack
@@ -245,6 +246,9 @@ def _check_specs(pack: Pack, model_type: str, specs: Specs) -> None:
                 " parameter of another layout and PEFT adapts by target_parameters; export it to "
                 "mlx-lm, or merge it."
             )
+        if chooses(path):
+            raise PackError(f"{where}: {path}: adapts a router, no linear in transformers; "
+                            "export it to mlx-lm, or merge it.")  # fmt: skip
         if spec.head:
             raise PackError(
                 f"{where}: {path}: this adapter acts on the tied head too, and PEFT's on the input "

@@ -419,6 +419,9 @@ def test_experts_go_to_mlx_lm_and_not_to_peft(bases, tmp_path):
     assert np.abs(found - expected).max() < 1e-5
     attention = noisy_pack(load_base(bases["moe"]), tmp_path / "a", targets=("q_proj",))
     assert export_pack(attention, "peft", tmp_path / "attention")["modules"] == 2
+    router = noisy_pack(load_base(bases["moe"]), tmp_path / "r", targets=("mlp.gate",))
+    with pytest.raises(PackError, match="adapts a router, no linear in transformers"):
+        export_pack(router, "peft", tmp_path / "x")
 
 
 # ── bad input ────────────────────────────────────────────────────────────────────────────────────

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from test_merge import attached_logits, noisy_pack
 
-from mlx_packs import Pack, load_base
+from mlx_packs import Pack, load_base, peft_format
+from mlx_packs.geometry import chooses
 from mlx_packs.interop import export_pack, import_adapter
 from mlx_packs.loading import tiny_base_path
 from mlx_packs.nn.quantized import QUANTIZED, dequantized_weight
@@ -181,3 +182,25 @@ def test_modules_to_save_and_embeddings_of_peft(base, tmp_path):
     assert np.abs(attached_logits(pack, base) - theirs).max() < 1e-4
     export_pack(pack, "peft", tmp_path / "out")
     assert np.abs(with_peft(base, tmp_path / "out") - theirs).max() < 1e-4
+
+
+@pytest.mark.parametrize("family", peft_format._SAME_NAMES)
+def test_mlx_lm_and_transformers_name_the_modules_of_a_family_alike(family):
+    import importlib
+
+    import torch
+    from mlx import nn
+    from mlx_lm.utils import MODEL_REMAPPING
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    some = {"num_experts": 4, "num_local_experts": 4, "head_dim": 128} if "mo" in family else {}
+    config = AutoConfig.for_model(family, num_hidden_layers=1, **some)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    there = {n for n, m in model.named_modules() if type(m).__name__ in ("Linear", "Conv1D")}
+    sizes = {**config.to_dict(), **(getattr(config, "rope_parameters", None) or {}), **some}
+    sizes |= {"n_ctx": 1024, "num_attention_heads": config.num_attention_heads}
+    module = importlib.import_module(f"mlx_lm.models.{MODEL_REMAPPING.get(family, family)}")
+    here = module.Model(module.ModelArgs.from_dict(sizes))
+    ours = {n for n, m in here.named_modules() if isinstance(m, nn.Linear) and not chooses(n)}
+    assert {peft_format.path_there(path, family) for path in ours} <= there and ours
