@@ -33,6 +33,10 @@ _PUBLIC = {
     "list_packs": "shelf",
     "pull": "hub",
     "push": "publish",
+    "merge_pack": "merge",
+    "combine_packs": "combine",
+    "export_pack": "interop",
+    "import_adapter": "interop",
 }
 _MODULES = ("data",)
 __all__ = [*sorted(_PUBLIC), *_MODULES]

@@ -347,9 +347,9 @@ def _size(gb: float) -> str:
 
 
 def _bits_line(report: dict) -> str:
+    where = f", {report['bits_per_quantized_weight']:.2f} where quantized"
     return (
-        f"bits    {report['bits_per_weight']:.2f} a weight, "
-        f"{report['bits_per_quantized_weight']:.2f} where quantized · "
+        f"bits    {report['bits_per_weight']:.2f} a weight{where if report['quantized'] else ''} · "
         f"{report['quantized']} tensors quantized, {report['dense']} as they were"
     )
 
@@ -362,6 +362,161 @@ def _quantize_lines(report: dict) -> list[str]:
         *_left_dense(report["left_dense"]),
         f"took    {report['seconds']:.1f} s · process peak {report['process_peak_gb']:.2f} GB",
     ]
+
+
+@packs.command()
+@click.argument("pack", type=click.Path(path_type=Path))
+@click.option("--model", default="tiny", metavar="M", help="Base of the pack. [tiny]")
+@click.option("--out", required=True, metavar="DIR", help="Folder to write.")
+@click.option("--requantize", default="none", metavar="{none,same,affine4,affine8,nf4}",
+              help="Bits of merged weights: none is dense. [none]")  # fmt: skip
+@click.option("--dtype", default="auto", metavar="{auto,float32,bfloat16,float16}",
+              help="Of the weights that change. [auto: as in the base]")  # fmt: skip
+@click.option("--max-drift", type=float, metavar="KL",
+              help="Gate: largest mean KL. [0.02, a tenth of the pack's]")  # fmt: skip
+@click.option("--data", default="tiny", metavar="D", help="Rows to measure on. [tiny]")
+@click.option("--rows", default=32, show_default=True, type=click.IntRange(1))
+@click.option("--max-shard-gb", default=1.0, show_default=True, metavar="GB")
+@click.option("--overwrite", is_flag=True, help="Replace DIR if it is there.")
+@options.trust_remote_code()
+@options.backend
+@click.option("--json", "as_json", is_flag=True, help="Print the report.")
+def merge(pack, model, out, requantize, dtype, max_drift, data, rows, max_shard_gb, overwrite,
+          trust_remote_code, as_json):  # fmt: skip
+    """Write the base with a pack merged into it.
+
+    The merged model is measured against the base with the pack attached first (mean KL, nats a
+    token). Where rounding to few bits would take the pack out again, nothing is written, the way
+    that would pass is named, and the exit code is 1.
+    """
+    from .display import Display
+    from .merge import merge_pack
+
+    report = merge_pack(
+        pack, model, out, requantize, dtype, max_drift, data, rows, max_shard_gb, overwrite,
+        trust_remote_code, display=Display(),
+    )  # fmt: skip
+    lines = _drift_lines(report)
+    if report["passed"]:
+        lines.append(
+            f"wrote   {report['out']} ({_size(report['gb'])}, {report['shards']} shard(s)): "
+            f"{report['changed']} weights changed, requantize {requantize}"
+        )
+    _print(report, as_json, lines)
+    if not report["passed"]:
+        advice = (
+            f"--requantize {report['passes']} passes ({report['tried'][report['passes']]:.2g})"
+            if report["passes"]
+            else f"nothing passes ({', '.join(f'{k} {v:.2g}' for k, v in report['tried'].items())})"
+        )
+        _gate_failed("max-drift", report["kl_mean"], report["max_drift"], advice)
+
+
+def _drift_lines(report: dict) -> list[str]:
+    """What was measured between two ways of applying adapters."""
+    lines = [
+        f"drift   KL {report['kl_mean']:.2g} nats a token · PPL {report['ppl_before']:.3f} → "
+        f"{report['ppl_after']:.3f} (ratio {report['ppl_ratio']:.4f}) · same first token "
+        f"{report['same_token']:.1%} · {report['rows']} rows, {report['targets']:,} targets"
+    ]
+    return lines + [f"pack    moves the base by KL {report['kl_of_pack']:.2g}"]
+
+
+def _gate_failed(name: str, value: float, limit: float, advice: str) -> None:
+    click.echo(f"packs: gate --{name} failed: {value:.2g} > {limit:.2g}; nothing was written; "
+               f"{advice}.", err=True)  # fmt: skip
+    sys.exit(1)
+
+
+@packs.command()
+@click.argument("packs_given", metavar="PACK=WEIGHT...", nargs=-1)
+@click.option("--out", required=True, metavar="PACK", help="Pack to write.")
+@click.option("--method", default="linear", metavar="{linear,svd,ties,dare}",
+              help="linear keeps all ranks. [linear]")  # fmt: skip
+@click.option("--rank", type=int, metavar="R", help="Of the pack, for svd, ties and dare.")
+@click.option("--density", type=float, metavar="D", help="Share that ties and dare keep. [0.5]")
+@click.option("--seed", default=0, show_default=True, help="Of what dare drops.")
+@click.option("--model", default="tiny", metavar="M", help="Base of the packs. [tiny]")
+@click.option("--max-drift", type=float, metavar="KL",
+              help="Gate: largest mean KL. [0.02, a tenth of the pack's]")  # fmt: skip
+@click.option("--data", default="tiny", metavar="D", help="Rows to measure on. [tiny]")
+@click.option("--rows", default=32, show_default=True, type=click.IntRange(1))
+@click.option("--overwrite", is_flag=True, help="Replace PACK if it is there.")
+@options.trust_remote_code()
+@options.backend
+@click.option("--json", "as_json", is_flag=True, help="Print the report.")
+def combine(packs_given, out, method, rank, density, seed, model, max_drift, data, rows, overwrite,
+            trust_remote_code, as_json):  # fmt: skip
+    """Make one pack of several of one base.
+
+    Deltas are added by weight (linear), brought to a rank (svd), trimmed and elected by sign (TIES)
+    or thinned out at random (DARE); what bringing them to a rank loses is measured.
+    """
+    from .combine import combine_packs
+    from .display import Display
+
+    report = combine_packs(
+        [_weighted(text) for text in packs_given], out, method, rank, density, seed, model,
+        max_drift, data, rows, overwrite, trust_remote_code, display=Display(),
+    )  # fmt: skip
+    lines = _drift_lines(report)
+    if report["passed"]:
+        lines.append(f"pack    {report['out']} ({report['pack_mb']:.2f} MB) by {method}")
+    _print(report, as_json, lines)
+    if not report["passed"]:
+        advice = f"--rank {report['passes']} passes" if report["passes"] else "no rank passes"
+        _gate_failed("max-drift", report["kl_mean"], report["max_drift"], advice)
+
+
+def _weighted(text: str) -> tuple[str, float]:
+    """PACK=WEIGHT."""
+    folder, _, weight = text.rpartition("=")
+    try:
+        if folder:
+            return folder, float(weight)
+    except ValueError:
+        pass
+    raise PackError(f"{text}: must be PACK=WEIGHT, as in packs/notes=0.7.")
+
+
+@packs.command()
+@click.argument("pack", type=click.Path(path_type=Path))
+@click.option("--to", required=True, type=click.Choice(["mlx-lm", "peft"]))
+@click.option("--out", required=True, metavar="DIR", help="Folder to write.")
+@click.option("--json", "as_json", is_flag=True, help="Print the report.")
+def export(pack, to, out, as_json):
+    """Write a pack as an adapter of PEFT or mlx-lm."""
+    from .interop import export_pack
+
+    report = export_pack(pack, to, out)
+    lines = [f"wrote   {report['out']} ({report['mb']:.2f} MB): {report['modules']} modules for "
+             f"{to}, proven by numbers"]  # fmt: skip
+    _print(report, as_json, lines + [f"note    {note}" for note in report["notes"]])
+
+
+@packs.command("import")
+@click.argument("folder", metavar="DIR", type=click.Path(path_type=Path))
+@click.option("--out", required=True, metavar="PACK", help="Pack to write.")
+@click.option("--model", metavar="M", help="Its base here. [as the adapter names it]")
+@click.option("--overwrite", is_flag=True, help="Replace PACK if it is there.")
+@options.trust_remote_code()
+@click.option("--json", "as_json", is_flag=True, help="Print the report.")
+def import_(folder, out, model, overwrite, trust_remote_code, as_json):
+    """Make a pack of an adapter of PEFT or mlx-lm.
+
+    Safetensors only. What cannot be carried exactly is refused with the reason.
+    """
+    from .interop import import_adapter
+
+    report = import_adapter(folder, out, model, overwrite, trust_remote_code)
+    whole = f" · whole: {', '.join(report['replaced'])}" if report["replaced"] else ""
+    ranks = ", ".join(map(str, report["ranks"]))
+    lines = [
+        f"pack    {report['out']} ({report['pack_mb']:.2f} MB) from {report['from']}: "
+        f"{', '.join(report['kinds'])} of rank {ranks} on {report['modules']} modules of "
+        f"{report['base']}{whole}"
+    ]
+    _print(report, as_json, lines)
 
 
 _SEARCHED = {

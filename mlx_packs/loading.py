@@ -354,3 +354,35 @@ def load_base(
     mx.eval(model.parameters())
     tokenizer = load_base_tokenizer(path, config, trust_remote_code)
     return Base(str(name), path, model, tokenizer, config, fingerprint(path), dict(quantization))
+
+
+def lazy_base(name: str | Path, trust_remote_code: bool = False) -> Base:
+    """A base whose weights are not read, in the dtypes in which they are stored; no tokenizer.
+
+    Raises: PackError as `load_base` does.
+    """
+    path = resolve_base_path(name)
+    check_files(path)
+    stored = json.loads((path / "config.json").read_text(encoding="utf-8"))
+
+    def pack(model: nn.Module, weights: Weights) -> Weights:
+        if _is_nf4(stored_quantization(stored)):
+            _refuse_codes_alone(weights, path)
+        _place_nf4(model, weights, _dense_dtype(weights), path)
+        return weights
+
+    model, config = load_model_of(path, trust_remote_code, pack)
+    model.freeze()
+    model.eval()
+    quantization = config.get("quantization") or _nf4_quantization(model)
+    return Base(str(name), path, model, None, config, fingerprint(path), dict(quantization))
+
+
+def _dense_dtype(weights: Weights) -> mx.Dtype:
+    """The dtype of most tensors of a checkpoint that are not packed, such as norms."""
+    found = [
+        w.dtype
+        for name, w in weights.items()
+        if name.endswith((".weight", ".bias")) and w.dtype in (mx.float32, mx.float16, mx.bfloat16)
+    ]
+    return max(set(found), key=found.count) if found else mx.bfloat16

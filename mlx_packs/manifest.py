@@ -23,6 +23,7 @@ HUB_ID = r"[\w-][\w.-]*/[\w-][\w.-]*"
 
 
 _MISSING = object()
+_ADAPTER_KINDS = ("lora", "dora", "embedding")
 
 
 def _is_int(value, least: int) -> bool:
@@ -120,7 +121,7 @@ def read_manifest(file: Path) -> dict:
         version = manifest.get("format_version", _MISSING)
         _hold("format_version", version, "an integer above 0")
         if version <= FORMAT_VERSION:
-            _check_manifest(manifest)
+            check_manifest(manifest)
     except (ValueError, RecursionError) as error:
         raise PackError(f"{file}: is not a manifest ({error}).") from None
     if version > FORMAT_VERSION:
@@ -131,9 +132,11 @@ def read_manifest(file: Path) -> dict:
     return manifest
 
 
-def _check_manifest(manifest: dict) -> None:
+def check_manifest(manifest: dict, with_files: bool = True) -> None:
     """Hold every key that is read. Raises: ValueError naming the first that is not as it must."""
     for key, kind in _REQUIRED.items():
+        if key == "files" and not with_files:
+            continue
         _hold(key, _look_up(manifest, key), kind)
     for key, kind in _OPTIONAL.items():
         if (value := _look_up(manifest, key)) is not _MISSING and value is not None:
@@ -142,12 +145,16 @@ def _check_manifest(manifest: dict) -> None:
         check_quantization("base.quantization", q)
     for split, rows in ((manifest.get("data") or {}).get("rows") or {}).items():
         _hold(f"data.rows.{split}", rows, "an integer of 0 or more")
-    files = manifest["files"]
-    for name in (ADAPTERS, *files):
+    files = manifest["files"] if with_files else {}
+    for name in (ADAPTERS, *files) if with_files else ():
         kinds = {"bytes": "an integer of 0 or more", "sha256": "text"}
         _hold_all(f"files.{name}", files.get(name, _MISSING), kinds)
     for i, module in enumerate(manifest["adapters"]["modules"]):
         _check_module(f"adapters.modules[{i}]", module)
+    replaced = manifest["adapters"].get("replaced")
+    _hold("adapters.replaced", [] if replaced is None else replaced, "a list")
+    for i, tensor in enumerate(replaced or []):
+        _hold_all(f"adapters.replaced[{i}]", tensor, {"name": "text", "shape": "a list"})
 
 
 def check_quantization(key: str, q) -> None:
@@ -159,6 +166,13 @@ def check_quantization(key: str, q) -> None:
 def _check_module(key: str, module) -> None:
     kinds = {"path": "text", "in_features": "an integer above 0"}
     _hold_all(key, module, {**kinds, "slices": "a list with something in it"})
+    if module.get("kind", "lora") not in _ADAPTER_KINDS:
+        raise ValueError(f"{key}.kind must be one of {', '.join(_ADAPTER_KINDS)}, but is "
+                         f"{module['kind']!r}")  # fmt: skip
+    if module.get("head") is not None:
+        _hold(f"{key}.head", module["head"], "true or false")
+    if module.get("kind", "lora") != "lora" and ("experts" in module or len(module["slices"]) > 1):
+        raise ValueError(f"{key}: {module['kind']} has one slice and no experts")
     if "experts" in module:
         _hold(f"{key}.experts", module["experts"], "an integer above 0")
         if len(module["slices"]) > 1:
@@ -172,11 +186,13 @@ def _check_module(key: str, module) -> None:
 
 
 def spec_json(spec: "ModuleSpec") -> dict:
-    experts = {} if spec.experts is None else {"experts": spec.experts}
+    rest = {} if spec.experts is None else {"experts": spec.experts}
+    rest |= {} if spec.kind == "lora" else {"kind": spec.kind}
+    rest |= {} if spec.head is None else {"head": spec.head}
     return {
         "path": spec.path,
         "in_features": spec.in_features,
-        **experts,
+        **rest,
         "slices": [asdict(s) for s in spec.slices],
     }
 
@@ -194,19 +210,40 @@ def specs_of(manifest: dict) -> "Specs":
                 for s in m["slices"]
             ),
             m.get("experts"),
+            m.get("kind", "lora"),
+            m.get("head"),
         )
         for m in modules
     }
 
 
+def replaced_of(manifest: dict) -> dict[str, tuple[int, ...]]:
+    """Tensors of the base that a pack brings whole (PEFT's modules_to_save): name and shape."""
+    return {t["name"]: tuple(t["shape"]) for t in manifest["adapters"].get("replaced") or []}
+
+
+def shapes_of(manifest: dict) -> dict[str, tuple[int, ...]]:
+    """Every tensor that the manifest promises, and its shape."""
+    shapes = replaced_of(manifest)
+    for spec in specs_of(manifest).values():
+        shapes |= spec.shapes
+    return shapes
+
+
 def mlx_lm_config(specs: "Specs") -> dict | None:
-    """``adapter_config.json`` for stock mlx-lm, or None where its one rank and scale do not do."""
+    """``adapter_config.json`` for stock mlx-lm, or None where its one rank and scale do not do.
+
+    Neither do LoRA and DoRA in one, nor an embedding's adapter that leaves the tied head alone.
+    """
+    kinds = {spec.kind == "dora" for spec in specs.values()}
+    if len(kinds) != 1 or any(spec.head is False for spec in specs.values()):
+        return None
     ranks = {spec.rank for spec in specs.values()}
     scales = {s.scale for spec in specs.values() for s in spec.slices if s.rank}
     if len(ranks) != 1 or len(scales) != 1:
         return None
     return {
-        "fine_tune_type": "lora",
+        "fine_tune_type": "dora" if kinds.pop() else "lora",
         "num_layers": -1,
         "lora_parameters": {
             "rank": ranks.pop(),
@@ -308,6 +345,6 @@ def _card_command(manifest: dict, specs: "Specs") -> str:
     if base == TINY:
         return "packs generate --pack . --prompt ..."
     quantize = (manifest.get("recipe") or {}).get("quantize") or "none"
-    if quantize == "none" and mlx_lm_config(specs):
+    if quantize == "none" and mlx_lm_config(specs) and not replaced_of(manifest):
         return f"mlx_lm.generate --model {base} --adapter-path . --prompt ..."
     return f"packs generate --model {base} --pack . --prompt ..."

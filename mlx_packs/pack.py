@@ -15,6 +15,7 @@ from . import runtime
 from .adapters import Attached, Specs, attach
 from .errors import PackError
 from .files import read_header, save_tensors, sha256, to_json, whole_folder
+from .fixed import attach_fixed, is_fixed
 from .geometry import Heads, block_prefixes
 from .loading import (
     TINY,
@@ -37,6 +38,8 @@ from .manifest import (
     mlx_lm_config,
     model_card,
     read_manifest,
+    replaced_of,
+    shapes_of,
     spec_json,
     specs_of,
 )
@@ -56,30 +59,13 @@ class Pack:
     @classmethod
     def of(cls, attached: Attached, **facts) -> "Pack":
         """The pack of adapters that are attached to a base; ``facts`` go into the manifest."""
-        base = attached.base
-        heads = Heads.of(base.config)
-        manifest = {
-            "format_version": FORMAT_VERSION,
-            "kind": "lora",
-            "base": {
-                "id": base.public_name,
-                "fingerprint": base.fingerprint,
-                "model_type": base.config["model_type"],
-                "quantization": base.quantization or None,
-                "num_layers": len(block_prefixes(base.model)),
-                "num_heads": heads.heads,
-                "num_kv_heads": heads.kv_heads,
-                "head_dim": heads.head_dim,
-                "hidden_size": heads.hidden,
-            },
-            "adapters": {
-                "parameters": attached.parameter_count(),
-                "groups": [[g.path for g in group.members] for group in attached.groups],
-                "modules": [spec_json(spec) for spec in attached.specs.values()],
-            },
-            **facts,
+        groups = [[g.path for g in group.members] for group in attached.groups]
+        adapters = {
+            "parameters": attached.parameter_count(),
+            "groups": groups,
+            "modules": [spec_json(spec) for spec in attached.specs.values()],
         }
-        return cls(manifest, attached.tensors())
+        return cls(manifest_of(attached.base, adapters, **facts), attached.tensors())
 
     @classmethod
     def open(cls, path: str | Path) -> "Pack":
@@ -97,8 +83,10 @@ class Pack:
         if not folder.is_dir():
             raise PackError(f"{folder}: no such pack folder.")
         if not file.is_file():
+            foreign = (folder / ADAPTER_CONFIG).is_file()
+            hint = f" As an adapter of another tool: packs import {folder}" if foreign else ""
             kind = "an mlx-lm adapter" if (folder / ADAPTERS).is_file() else "no pack"
-            raise PackError(f"{folder}: is {kind}: it has no {MANIFEST}.")
+            raise PackError(f"{folder}: is {kind}: it has no {MANIFEST}.{hint}")
         manifest = read_manifest(file)
         for name, facts in manifest["files"].items():
             size, digest = facts["bytes"], facts["sha256"]
@@ -160,7 +148,7 @@ class Pack:
         check_output(folder, overwrite)
         with whole_folder(folder, replace=True) as partial:
             save_tensors(partial / ADAPTERS, dict(self.load_tensors()))
-            if config := mlx_lm_config(self.specs):
+            if not replaced_of(self.manifest) and (config := mlx_lm_config(self.specs)):
                 (partial / ADAPTER_CONFIG).write_text(to_json(config))
             (partial / CARD).write_text(model_card(self.manifest, folder.name), encoding="utf-8")
             names = [ADAPTERS, ADAPTER_CONFIG, CARD]
@@ -237,9 +225,15 @@ class Pack:
         self.check_base(base.name, base.fingerprint, base.config, base.quantization)
         tensors = self.load_tensors()
         fallback = bool(self.part("recipe").get("train_fp16_fallback"))
-        attached = attach(base, specs=self.specs, base_path=base_path, fp16_fallback=fallback)
+        where = str(self.path / ADAPTERS if self.path else "pack")
+        fixed = {path: spec for path, spec in self.specs.items() if is_fixed(spec)}
+        plain = {path: spec for path, spec in self.specs.items() if path not in fixed}
+        replaced = replaced_of(self.manifest)
+        apart = {name for spec in fixed.values() for name in spec.shapes} | set(replaced)
+        attached = attach(base, specs=plain, base_path=base_path, fp16_fallback=fallback)
         try:
-            attached.load(tensors, str(self.path / ADAPTERS if self.path else "pack"))
+            attached.load({n: t for n, t in tensors.items() if n not in apart}, where)
+            attach_fixed(attached, fixed, replaced, tensors, where)
         except PackError:
             attached.detach()
             raise
@@ -257,6 +251,41 @@ def _is_hub_name(path: str | Path) -> bool:
     """Whether a pack's name can only be meant for the Hub: nothing here begins like it."""
     named = re.fullmatch(HUB_ID + r"(@[\w./-]+)?", str(path), re.ASCII)
     return bool(named) and not Path(Path(path).parts[0]).exists()
+
+
+def manifest_of(base: Base, adapters: dict, **facts) -> dict:
+    """The manifest of adapters on a base; ``facts`` are its optional parts."""
+    heads = Heads.of(base.config)
+    return {
+        "format_version": FORMAT_VERSION,
+        "kind": "lora",
+        "base": {
+            "id": base.public_name,
+            "fingerprint": base.fingerprint,
+            "model_type": base.config["model_type"],
+            "quantization": base.quantization or None,
+            "num_layers": len(block_prefixes(base.model)),
+            "num_heads": heads.heads,
+            "num_kv_heads": heads.kv_heads,
+            "head_dim": heads.head_dim,
+            "hidden_size": heads.hidden,
+        },
+        "adapters": adapters,
+        **facts,
+    }
+
+
+def grouped(pack: Pack, base: Base) -> Pack:
+    """A pack that was not trained, with its projection groups; every name and shape is held.
+
+    Raises: PackError if it does not fit the base.
+    """
+    attached = pack.attach(base)
+    members = [[g.path for g in group.members] for group in attached.groups]
+    attached.detach()
+    fixed = [[path] for path, spec in pack.specs.items() if is_fixed(spec)]
+    pack.manifest["adapters"]["groups"] = members + fixed
+    return pack
 
 
 def check_output(folder: Path, overwrite: bool) -> None:
@@ -283,9 +312,7 @@ def check_against(pack: Pack, model: str) -> dict:
     pack.verify()
     path, config = pack.check_checkpoint(model)
     header, _ = read_header(pack.path / ADAPTERS)
-    wanted = {}
-    for spec in pack.specs.values():
-        wanted |= {name: list(shape) for name, shape in spec.shapes.items()}
+    wanted = {name: list(shape) for name, shape in shapes_of(pack.manifest).items()}
     for name in sorted(set(wanted) | set(header)):
         shape = header.get(name, {}).get("shape")
         if shape != wanted.get(name):
@@ -352,7 +379,10 @@ def _check_geometry(pack: Pack, model: str, path: Path, config: dict) -> bool:
         elif f"{spec.path}.absmax" in stored:
             shape[-1] *= 2  # NF4: two codes a byte
         stack = [] if spec.experts is None else [spec.experts]
-        if shape != (wanted := [*stack, sum(spec.widths), spec.in_features]):
+        wanted = [*stack, sum(spec.widths), spec.in_features]
+        if spec.kind == "embedding":
+            wanted.reverse()
+        if shape != wanted:
             raise PackError(
                 f"{pack.path}: {spec.path}: the adapter is for a weight of {wanted}, but that of "
                 f"{model} is {shape}."
