@@ -22,6 +22,10 @@ _PUBLIC = {
     "Pack": "pack",
     "EvalReport": "evaluation",
     "evaluate": "evaluation",
+    "Compared": "comparison",
+    "evaluate_batch": "comparison",
+    "weighted_sum": "weighted",
+    "evaluate_tasks": "harness",
     "TrainRun": "training",
     "train_pack": "training",
 }

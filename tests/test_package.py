@@ -16,15 +16,16 @@ PACKAGE = ROOT / "mlx_packs"
 
 # A file imports only from those above it.
 ORDER = """
-errors config layouts options runtime display files
+errors gates config layouts options runtime display files
 ops._cost ops._backend ops._check
 ops.exponential ops.attention ops.blockwise ops.nf4
 ops.grouped_lora ops.multi_lora ops.linear_cross_entropy
 nn.lora nn.nf4 nn.quantized nn.segments nn.experts nn.blocks
 bitsandbytes packing base_files loading quantize families geometry adapters base_path
 data encoding token_cache batches loss packable optim step plan advice manifest pack
-evaluation generate checkpoint prepare loop training train
-doctor cli
+weighted swapping evaluation generate speed comparison harness
+checkpoint prepare loop training train
+eval_batch eval_tasks doctor cli
 """.split()
 
 
