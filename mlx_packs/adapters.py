@@ -165,12 +165,10 @@ class Attached:
             replace_modules(self.model, [self._originals.pop()])
         self.model.eval()
 
-    def take_off(self) -> list[tuple[str, nn.Module]]:
-        """Detach; returns the modules that stood in for the base's, for `swap` to put back."""
+    def standing(self) -> tuple[list[tuple[str, nn.Module]], list[tuple[str, nn.Module]]]:
+        """The base's own modules that are away, and those that stand in for them, by path."""
         current = dict(self.model.named_modules())
-        stood = [(path, current[path]) for path, _ in self._originals]
-        self.detach()
-        return stood
+        return list(self._originals), [(path, current[path]) for path, _ in self._originals]
 
     def tensors(self) -> dict[str, mx.array]:
         """Adapters by name on disk: ``<path>.lora_a`` [in, r], ``<path>.lora_b`` [r, out], fp32.

@@ -144,14 +144,13 @@ def _table(head: list[str], rows: list[list[str]]) -> list[str]:
 
     width = max(60, min(100, shutil.get_terminal_size((80, 24)).columns))
     widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
-    names = max(8, width - sum(widths[1:]) - 2 * len(widths[1:]))  # the figures are never cut
-    console = Console(width=width, highlight=False, file=sys.stdout)
+    most = max(8, width - sum(w + 2 for w in widths[1:]))  # names are cut, figures never
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
-    for i, (title, least) in enumerate(zip(head, widths, strict=True)):
-        size = {"min_width": least} if i else {"max_width": names}
-        table.add_column(title, justify="right" if i else "left", no_wrap=True, **size)
-    for row in rows:
-        table.add_row(*row)
+    for i, title in enumerate(head):
+        table.add_column(title, justify="right" if i else "left", no_wrap=True)
+    for name, *figures in rows:
+        table.add_row(name if len(name) <= most else name[: most - 1] + "…", *figures)
+    console = Console(width=2 * width + sum(widths), highlight=False, file=sys.stdout)
     with console.capture() as captured:
         console.print(table)
     return [line.rstrip() for line in captured.get().splitlines()]

@@ -20,22 +20,36 @@ from .runtime import mx
 _FRAMES = 4
 
 
-@dataclass
-class Carried:
-    """What a base carries: a pack, and the modules that hold its adapters."""
-
-    pack: Pack
-    attached: Attached
-    base_path: str
-
-
-@dataclass
+@dataclass(frozen=True, eq=False)
 class Frame:
-    """Modules of a pack's shape that were taken off, and where they stood."""
+    """Modules that hold adapters of one kind and shape, and the base's own in their places."""
 
     kind: str
     attached: Attached
+    own: list[tuple[str, nn.Module]]
     modules: list[tuple[str, nn.Module]]
+
+    def fits(self, pack: Pack) -> bool:
+        """Whether it is made for the pack's kind, targets, ranks and scales."""
+        return self.kind == _kind(pack) and self.attached.specs == pack.specs
+
+
+@dataclass(frozen=True, eq=False)
+class Carried:
+    """What a base carries."""
+
+    pack: Pack
+    frame: Frame
+    base_path: str
+
+    @property
+    def attached(self) -> Attached:
+        return self.frame.attached
+
+    @property
+    def is_light(self) -> bool:
+        """Whether nothing of the base was copied: what is taken off can be kept."""
+        return self.base_path == "quantized" and not self.attached.notes
 
 
 def swap_in(base: Base, pack: Pack | None, base_path: str = "quantized") -> None:
@@ -44,9 +58,9 @@ def swap_in(base: Base, pack: Pack | None, base_path: str = "quantized") -> None
     if pack is not None:
         pack.check_base(base.name, base.fingerprint, base.config, base.quantization)
         tensors = pack.load_tensors()
-        if before and before.base_path == base_path and _fits(before, pack):
+        if before and before.base_path == base_path and before.frame.fits(pack):
             before.attached.load(tensors, pack.name)
-            base.carried = Carried(pack, before.attached, base_path)
+            base.carried = Carried(pack, before.frame, base_path)
             return
     _take_off(base)
     if pack is None:
@@ -73,38 +87,38 @@ def carrying(base: Base, pack: Pack | None, base_path: str = "quantized") -> Ite
         replace_modules(base.model, originals)
 
 
-def _fits(held: Carried | Frame, pack: Pack) -> bool:
-    """Whether these modules are made for adapters of the pack's kind, targets, ranks and scales."""
-    kind = held.kind if isinstance(held, Frame) else _kind(held.pack)
-    return kind == _kind(pack) and held.attached.specs == pack.specs
-
-
 def _kind(pack: Pack) -> str:
     return pack.manifest.get("kind", "lora")
 
 
 def _put_on(base: Base, pack: Pack, base_path: str) -> None:
-    frame = next((f for f in base.frames if _fits(f, pack)), None)
+    frame = next((f for f in base.frames if f.fits(pack)), None)
     if frame is None or base_path != "quantized":
-        base.carried = Carried(pack, pack.attach(base, base_path), base_path)
-        return
-    frame.attached.load(pack.load_tensors(), pack.name)
-    base.frames.remove(frame)
-    frame.attached.swap(frame.modules)
-    base.model.eval()
-    base.carried = Carried(pack, frame.attached, base_path)
+        attached = pack.attach(base, base_path)
+        frame = Frame(_kind(pack), attached, *attached.standing())
+    else:
+        frame.attached.load(pack.load_tensors(), pack.name)
+        base.frames.remove(frame)
+        replace_modules(base.model, frame.modules)
+        if base.model.training:
+            base.model.eval()
+    base.carried = Carried(pack, frame, base_path)
 
 
 def _take_off(base: Base) -> None:
-    """Put the base's own modules back; keep those taken off, unless they hold weights."""
+    """Put the base's own modules back; keep those taken off, if they are light."""
     carried, base.carried = base.carried, None
     if carried is None:
         return
-    modules = carried.attached.take_off()
-    if carried.base_path == "quantized" and not carried.attached.notes:
-        _let_go(carried.attached)
-        base.frames.insert(0, Frame(_kind(carried.pack), carried.attached, modules))
-        del base.frames[_FRAMES:]
+    if not carried.is_light:
+        carried.attached.detach()
+        return
+    if base.model.training:
+        base.model.eval()  # as detaching does; what is kept must not come back in training
+    replace_modules(base.model, carried.frame.own)
+    _let_go(carried.attached)
+    base.frames.insert(0, carried.frame)
+    del base.frames[_FRAMES:]
 
 
 def _let_go(attached: Attached) -> None:

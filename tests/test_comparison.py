@@ -102,7 +102,7 @@ def test_eval_batch_prints_tables_that_fit_60_columns(here, run, monkeypatch):
     lines = out.splitlines()
     tables = [line for line in lines if line.startswith(("base ", "b ", "a-pack"))]
     assert len(tables) == 6 and max(map(len, tables)) <= 60 and "\x1b" not in out
-    assert "±" in tables[0] and "gates   ok" in lines
+    assert "±" in tables[0] and tables[-1].endswith(" GB") and "gates   ok" in lines
 
 
 def test_a_failing_gate_exits_with_1_and_is_named_with_limit_and_value(here, run):

@@ -135,6 +135,16 @@ def vars_of(base) -> dict:
     return {name: getattr(base, name) for name in names}
 
 
+def test_modules_that_were_taken_off_in_training_come_back_to_answer(base, packs):
+    with base.applied(packs["a"]):
+        wanted = logits(base)
+        base.model.train()
+    assert not any(module.training for module in base.model.modules())
+    with base.applied(packs["a"]):
+        assert not any(module.training for module in base.model.modules())
+        assert same(logits(base), wanted)
+
+
 def test_memory_is_flat_over_a_thousand_swaps(base, packs):
     def swap(count):
         for i in range(count):
