@@ -150,10 +150,9 @@ def named_packs(packs: Sequence | Mapping) -> dict[str, Pack]:
     else:
         opened = [as_pack(pack) for pack in packs]
         check_distinct(opened)
-        short = [pack.path.resolve().name if pack.path else f"pack {i + 1}"
-                 for i, pack in enumerate(opened)]  # fmt: skip
+        short = [pack.path.resolve().name if pack.path else pack.name for pack in opened]
         named = {
-            name if short.count(name) == 1 and name != BASE else str(pack.path): pack
+            name if short.count(name) == 1 and name != BASE else pack.name: pack
             for name, pack in zip(short, opened, strict=True)
         }
     check_distinct(list(named.values()))

@@ -98,11 +98,11 @@ def _lines(found: Sequence[Compared], csv_path: Path | None) -> list[str]:
     lines = [
         f"rows    {first.rows} of at most {first.sequence_length} tokens · {first.targets:,} "
         f"targets · scored {first.scoring}, {first.scoring_path}",
-        *_table(["", "PPL", "of the base", "accuracy", "MB"], [_quality(one) for one in quality]),
-        f"speed   prompts of {first.sequence_length} tokens, all of a batch together, "
-        f"{first.generation_path}",
+        *_table(["", "PPL", "ratio", "accuracy", "MB"], [_quality(one) for one in quality]),
+        f"speed   prompts of {first.sequence_length} tokens, a batch together, "
+        f"{first.generation_path}; first token, peak",
         *_table(
-            ["", "batch", "prompt/s", "decode/s", "of base", "first", "peak"],
+            ["", "batch", "prompt/s", "decode/s", "ratio", "ms", "GB"],
             [_speed(one) for one in found],
         ),
     ]
@@ -132,8 +132,8 @@ def _speed(one: Compared) -> list[str]:
         f"{one.prompt_tps:,.0f}",
         f"{one.decode_tps:,.0f}",
         "" if one.name == BASE else f"{one.tps_ratio:.2f}",
-        f"{one.first_token_ms:,.0f} ms",
-        f"{one.peak_gb:.2f} GB",
+        f"{one.first_token_ms:,.0f}",
+        f"{one.peak_gb:.2f}",
     ]
 
 

@@ -140,7 +140,7 @@ class Pack:
     @property
     def name(self) -> str:
         """What messages call it: its folder, or those of the packs that it is the sum of."""
-        parts = [str(part["pack"]) for part in self.manifest.get("sum_of", ())]
+        parts = [f"{part['weight']:g} {part['pack']}" for part in self.manifest.get("sum_of", ())]
         return str(self.path or " + ".join(parts) or "this pack")
 
     @property

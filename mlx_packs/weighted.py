@@ -99,16 +99,22 @@ def weighted_sum(packs: Sequence[tuple[Pack, float]]) -> Pack:
             "modules": [spec_json(spec) for spec in specs.values()],
         },
         **{name: _agreed([p.pack.part(name) for p in parts]) for name in ("recipe", "objective")},
-        "sum_of": [{"pack": p.name, "weight": p.weight} for p in parts],
+        "sum_of": [{"pack": _folder_name(p.pack), "weight": p.weight} for p in parts],
     }
     return Pack(manifest, tensors)
+
+
+def _folder_name(pack: Pack) -> str:
+    """The name of a pack that may leave this machine in a manifest."""
+    return pack.path.resolve().name if pack.path else pack.name
 
 
 def check_distinct(packs: Sequence[Pack]) -> None:
     """Raises: PackError if two of the packs are one folder, or one object."""
     seen = set()
     for pack in packs:
-        key = pack.path.resolve() if pack.path else id(pack)
+        key = pack.path.resolve() if pack.path else pack.manifest.get("sum_of") and pack.name
+        key = key or id(pack)
         if key in seen:
             raise PackError(f"--pack {pack.name}: is given twice.")
         seen.add(key)

@@ -11,7 +11,7 @@ import pytest
 from conftest import base_of, chat, write_rows
 from test_swapping import random_pack
 
-from mlx_packs import comparison, evaluate, evaluate_batch, load_base, speed
+from mlx_packs import comparison, evaluate, evaluate_batch, load_base, speed, weighted_sum
 from mlx_packs.batches import evaluation_batches
 from mlx_packs.encoding import Example, Examples
 from mlx_packs.errors import PackError
@@ -102,7 +102,7 @@ def test_eval_batch_prints_tables_that_fit_60_columns(here, run, monkeypatch):
     lines = out.splitlines()
     tables = [line for line in lines if line.startswith(("base ", "b ", "a-pack"))]
     assert len(tables) == 6 and max(map(len, tables)) <= 60 and "\x1b" not in out
-    assert "±" in tables[0] and tables[-1].endswith(" GB") and "gates   ok" in lines
+    assert "±" in tables[0] and tables[-1].split()[-1].startswith("0.") and "gates   ok" in lines
 
 
 def test_a_failing_gate_exits_with_1_and_is_named_with_limit_and_value(here, run):
@@ -213,6 +213,14 @@ def test_prompts_of_are_cut_from_the_rows_one_behind_the_other():
     assert speed.prompts_of(rows, 3, 2) == [[1, 2], [3, 4], [5, 1]]
 
 
+def test_named_packs_are_called_after_their_folders(here):
+    shutil.copytree("a", "more/a", dirs_exist_ok=True)
+    half = weighted_sum([(comparison.as_pack("a"), 0.5)])
+    found = comparison.named_packs(["a", "more/a", "c", half])
+    assert list(found) == ["a", "more/a", "c", "0.5 a"]
+    assert list(comparison.named_packs({"x": "a", "y": half})) == ["x", "y"]
+
+
 # ── gates ────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -244,6 +252,7 @@ def test_limits_must_be_positive_numbers(limit):
         (("--pack", "a", "--batch-size", "0"), "--batch-size 0: must be numbers above 0"),
         (("--pack", "a", "--batch-size", "2,2"), "--batch-size 2,2: has a number twice"),
         (("--pack", "a", "--pack", "rows/../a"), "rows/../a: is given twice"),
+        (("--pack", "a=0.5", "--pack", "a=0.50"), "--pack 0.5 a: is given twice"),
         (("--pack", "a=x"), "--pack a=x: the weight must be a number"),
         (("--pack", "nowhere"), "nowhere: no such pack folder"),
         (("--pack", "a", "--sequence-length", "1"), "--sequence-length 1: must be 2 or more"),
