@@ -178,6 +178,11 @@ class Attached:
             replace_modules(self.model, [self._originals.pop()])
         self.model.eval()
 
+    def standing(self) -> tuple[list[tuple[str, nn.Module]], list[tuple[str, nn.Module]]]:
+        """The base's own modules that are away, and those that stand in for them, by path."""
+        current = dict(self.model.named_modules())
+        return list(self._originals), [(path, current[path]) for path, _ in self._originals]
+
     def tensors(self) -> dict[str, mx.array]:
         """Adapters by name on disk: ``<path>.lora_a`` [in, r], ``<path>.lora_b`` [r, out], fp32.
 

@@ -24,7 +24,11 @@ from .errors import Interrupted, PackError, did_you_mean
 class _Commands(click.Group):
     """Commands whose modules are imported when they are called: `packs inspect` stays quick."""
 
-    lazy = {"train": ("mlx_packs.train", "command")}
+    lazy = {
+        "train": ("mlx_packs.train", "command"),
+        "eval-batch": ("mlx_packs.eval_batch", "command"),
+        "eval-tasks": ("mlx_packs.eval_tasks", "command"),
+    }
 
     def list_commands(self, ctx):
         return sorted({*super().list_commands(ctx), *self.lazy})
@@ -101,6 +105,7 @@ def _record_lines(folder: Path, record: dict) -> list[str]:
 def _inspect_lines(pack) -> list[str]:
     """A pack for people; optional parts of its manifest only as far as they are there."""
     from .base_files import quantization_name
+    from .gates import shown
     from .manifest import read_pin, shown_result
 
     m = pack.manifest
@@ -130,6 +135,8 @@ def _inspect_lines(pack) -> list[str]:
             f"eval    held-out PPL {before} → {after} on {result.get('rows', '?')} "
             f"{result.get('split', '?')} rows"
         )
+    if gates := pack.part("gates"):
+        lines.append(f"gates   {shown(gates).removeprefix(' · ')}")
     if created := pack.part("measured").get("created"):
         lines.append(f"made    {created} · mlx {pack.part('versions').get('mlx')}")
     for name, facts in m["files"].items():
@@ -150,8 +157,10 @@ def apply(pack, model, dry_run, max_pack_mb, trust_remote_code, as_json):
 
     Without --dry-run it is attached, run and taken off again.
     """
+    from .gates import failures, judge, limits
     from .pack import Pack, check_against
 
+    held = limits(max_pack_mb=max_pack_mb)
     found = Pack.open(pack)
     report = check_against(found, model)
     if not dry_run:
@@ -165,16 +174,11 @@ def apply(pack, model, dry_run, max_pack_mb, trust_remote_code, as_json):
             f"applied logits moved by up to {report['largest_logit_change']:.3f}; after detaching "
             "they are bit-equal to before"
         )
-    if max_pack_mb is not None:
-        passed = report["pack_mb"] <= max_pack_mb
-        gate = {"limit": max_pack_mb, "value": report["pack_mb"], "passed": passed}
-        report["gates"] = {"max_pack_mb": gate}
+    gates = judge(held, {"max_pack_mb": report["pack_mb"]})
+    if gates:
+        report["gates"] = gates
     _print(report, as_json, lines)
-    if max_pack_mb is not None and report["pack_mb"] > max_pack_mb:
-        click.echo(
-            f"packs: gate --max-pack-mb failed: {report['pack_mb']} > {max_pack_mb}", err=True
-        )
-        sys.exit(1)
+    options.exit_by(failures(gates))
 
 
 def _apply_for_real(pack, model: str, trust_remote_code: bool) -> dict:
@@ -194,8 +198,10 @@ def _apply_for_real(pack, model: str, trust_remote_code: bool) -> dict:
 
 
 @packs.command()
-@click.argument("pack", type=click.Path(path_type=Path))
+@click.argument("pack", required=False)
 @click.option("--model", default="tiny", metavar="M", help="Base of the pack. [tiny]")
+@click.option("--pack", "packs", multiple=True, metavar="P=W",
+              help="Pack with a weight, repeatable: the deltas add up.")  # fmt: skip
 @click.option("--data", default="tiny", metavar="D", help="Rows: folder, file or 'tiny'. [tiny]")
 @click.option("--split", default="test", help="Split of a folder; valid if there is no test.")
 @click.option("--batch-size", default=4, show_default=True, type=click.IntRange(1))
@@ -209,17 +215,19 @@ def _apply_for_real(pack, model: str, trust_remote_code: bool) -> dict:
 @options.trust_remote_code()
 @options.backend
 @click.option("--json", "as_json", is_flag=True, help="Print the report.")
-def eval(pack, model, data, split, batch_size, max_seq_length, loss_on, limit,
+def eval(pack, packs, model, data, split, batch_size, max_seq_length, loss_on, limit,
          trust_remote_code, as_json, **features):  # fmt: skip
     """Perplexity and accuracy, base and pack.
 
-    Both on the same rows, with the standard error of the perplexity.
+    Both on the same rows, with standard errors; that of the ratio is paired by row, and so far
+    smaller. PACK may be PACK=W, and several with --pack are taken as one, their deltas added up.
     """
     from .evaluation import columns_of, evaluate
     from .manifest import shown_perplexity
-    from .pack import Pack
 
-    opened = Pack.open(pack)
+    opened = _one_pack([pack] if pack else [], packs)
+    if opened is None:
+        raise PackError("eval: name a PACK, or packs to add up: --pack a=0.7 --pack b=0.3.")
     given = {name: column for name, column in features.items() if column is not None}
     report = evaluate(
         opened.load_base(model, trust_remote_code), opened, data, split, batch_size,
@@ -229,15 +237,25 @@ def eval(pack, model, data, split, batch_size, max_seq_length, loss_on, limit,
         f"{name}    PPL {shown_perplexity(s.ppl, s.ppl_se, 3)} · token accuracy {s.accuracy:.1%}"
         for name, s in (("base", report.base), ("pack", report.pack))
     ]
+    ratio = shown_perplexity(report.ppl_ratio, report.difference.ppl_ratio_se, 3)
     lines.append(
-        f"ratio   {report.ppl_ratio:.3f} on {report.rows} rows, {report.targets:,} target tokens"
+        f"ratio   {ratio}, paired by row, on {report.rows} rows, {report.targets:,} target tokens"
     )
     _print(report.to_json(), as_json, lines)
 
 
+def _one_pack(*given):
+    """The pack that ``DIR`` or ``DIR=0.7`` texts name together; None if there is none."""
+    from .weighted import open_weighted, weighted_sum
+
+    texts = [text for group in given for text in group]
+    return weighted_sum([open_weighted(text) for text in texts]) if texts else None
+
+
 @packs.command()
 @click.option("--model", default="tiny", metavar="M", help="Base: folder, hub id or 'tiny'. [tiny]")
-@click.option("--pack", metavar="P", help="Pack to apply.")
+@click.option("--pack", "packs", multiple=True, metavar="P",
+              help="Pack to apply; several add up: --pack a=0.7 --pack b=0.3.")  # fmt: skip
 @click.option("--prompt", required=True, help="What the user says; - reads standard input.")
 @click.option("--system", help="System message.")
 @click.option("--raw", is_flag=True, help="Continue the prompt as it is, without chat template.")
@@ -247,18 +265,17 @@ def eval(pack, model, data, split, batch_size, max_seq_length, loss_on, limit,
 @options.trust_remote_code()
 @options.backend
 @click.option("--json", "as_json", is_flag=True, help="Print prompt and text as JSON, at the end.")
-def generate(model, pack, prompt, system, raw, max_tokens, temp, seed, trust_remote_code, as_json):
+def generate(model, packs, prompt, system, raw, max_tokens, temp, seed, trust_remote_code, as_json):
     """Stream text, with a pack or without."""
     from contextlib import nullcontext
 
     from .generate import chat_prompt, stream
     from .loading import load_base
-    from .pack import Pack
 
     prompt = sys.stdin.read() if prompt == "-" else prompt
     if not prompt.strip():
         raise PackError("--prompt: is empty.")
-    opened = Pack.open(pack) if pack else None
+    opened = _one_pack(packs)
     load = opened.load_base if opened else load_base
     base = load(model, trust_remote_code=trust_remote_code)
     messages = [{"role": "system", "content": system}] if system else []
@@ -270,6 +287,7 @@ def generate(model, pack, prompt, system, raw, max_tokens, temp, seed, trust_rem
             pieces.append(piece)
             if not as_json:
                 click.echo(piece, nl=False)
+    pack = " + ".join(packs) or None
     report = {"prompt": prompt, "text": "".join(pieces), "pack": pack, "model": model}
     _print(report, as_json, [""])
 

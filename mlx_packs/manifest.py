@@ -79,6 +79,7 @@ _OPTIONAL = {
     "versions": "a mapping",
     "measured": "a mapping",
     "measured.created": "text",
+    "gates": "a mapping",
     "eval": "a mapping",
     "eval.split": "text",
     "eval.rows": "an integer of 0 or more",
@@ -87,6 +88,8 @@ _OPTIONAL = {
         for key in "ppl_before ppl_before_se ppl_after ppl_after_se".split()
     },
 }
+
+_GATE = {"limit": "a number", "value": "a number", "passed": "true or false"}
 
 
 def _hold(key: str, value, kind: str) -> None:
@@ -145,6 +148,8 @@ def check_manifest(manifest: dict, with_files: bool = True) -> None:
         check_quantization("base.quantization", q)
     for split, rows in ((manifest.get("data") or {}).get("rows") or {}).items():
         _hold(f"data.rows.{split}", rows, "an integer of 0 or more")
+    for name, gate in (manifest.get("gates") or {}).items():
+        _hold_all(f"gates.{name}", gate, _GATE)
     files = manifest["files"] if with_files else {}
     for name in (ADAPTERS, *files) if with_files else ():
         kinds = {"bytes": "an integer of 0 or more", "sha256": "text"}

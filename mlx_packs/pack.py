@@ -14,7 +14,7 @@ from pathlib import Path
 from . import runtime
 from .adapters import Attached, Specs, attach
 from .errors import PackError
-from .files import read_header, save_tensors, sha256, to_json, whole_folder
+from .files import read_header, save_tensors, sha256, to_json, whole_folder, write_whole
 from .fixed import attach_fixed, is_fixed
 from .geometry import Heads, block_prefixes
 from .loading import (
@@ -133,6 +133,12 @@ class Pack:
         return self.manifest.get(name) or {}
 
     @property
+    def name(self) -> str:
+        """What messages call it: its folder, or those of the packs that it is the sum of."""
+        parts = [f"{part['weight']:g} {part['pack']}" for part in self.manifest.get("sum_of", ())]
+        return str(self.path or " + ".join(parts) or "this pack")
+
+    @property
     def size_mb(self) -> float:
         """Megabytes (10^6) of all files of a saved pack."""
         files = [f for f in self.path.iterdir() if f.is_file()]
@@ -164,12 +170,17 @@ class Pack:
         self.path, self.manifest = folder, manifest
         return self
 
+    def note(self, **facts) -> None:
+        """Add facts to the manifest of a saved pack; its other files stay as they are."""
+        self.manifest = {**self.manifest, **facts}
+        write_whole(self.path / MANIFEST, to_json(self.manifest))
+
     def check_base(self, name: str, found: str, config: dict, quantization: Mapping | None) -> None:
         """Hold the pack against a base: model type, fingerprint, quantization (None is dense).
 
         Raises: PackError naming both.
         """
-        wanted, where = self.manifest["base"], self.path or "this pack"
+        wanted, where = self.manifest["base"], self.name
         if wanted["model_type"] != config["model_type"]:
             raise PackError(
                 f"{where}: was trained on a {wanted['model_type']} ({wanted['id']}), but "

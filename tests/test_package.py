@@ -17,7 +17,7 @@ PACKAGE = ROOT / "mlx_packs"
 
 # A file imports only from those above it.
 ORDER = """
-errors config layouts options runtime display files
+errors gates config layouts options runtime display files
 ops._cost ops._backend ops._check
 ops.exponential ops.sliced_matmul ops.affine ops.attention ops.linear_cross_entropy
 ops.blockwise ops.nf4 ops.grouped_lora ops.multi_lora
@@ -25,9 +25,10 @@ nn.lora nn.nf4 nn.quantized nn.segments nn.experts nn.recompute nn.prefix nn.blo
 bitsandbytes packing base_files loading quantize families geometry adapters fixed base_path
 data encoding token_cache batches loss packable state_store prefix optim step plan advice
 manifest pack hub publish shelf distance
-evaluation generate checkpoint prepare loop training train
+weighted swapping evaluation generate speed comparison harness
+checkpoint prepare loop training train
 drift merge combine foreign peft_format mlx_lm_format interop
-doctor cli
+eval_batch eval_tasks doctor cli
 """.split()
 
 
