@@ -446,7 +446,7 @@ def _moments(
     if recompute == "none":
         mlp = 4 * d + (4 if sliced else 6) * f + 2 * q
     else:
-        mlp = 4 * d + (11 if sliced else 14) * f + 4 * scores
+        mlp = 4 * d + (15.5 if sliced else 18) * f
     attention = 2 * (q + sizes.keys)
     return {"loss": (before + 2 * d, 0), "mlp": (kept, mlp), "attention": (kept - f, attention)}
 
@@ -458,12 +458,12 @@ def _loss_numbers(sizes: _Sizes, targets: int, unpacks: bool) -> float:
     return 12.5 * targets * columns + 3 * targets * sizes.hidden + head
 
 
-def _dense_slices(sizes: _Sizes, recompute: str) -> float:
+def _dense_slices(sizes: _Sizes, recompute: str, nf4: bool) -> float:
     """Dense weights in flight while products unpack theirs; recomputed blocks wait for each."""
     if recompute != "none":
         return 0
     block = sum(math.prod(sizes.widths(n)) for names in BLOCK_PROJECTIONS.values() for n in names)
-    return min(5 * SLICE_WEIGHTS[device()], block)
+    return min((10 if nf4 else 5) * SLICE_WEIGHTS[device()], block)
 
 
 def estimate(
@@ -503,14 +503,14 @@ def estimate(
     unpacks = packed and (always or base_path == "transient")
     policy = train.recomputes
     kept_scores = scores if tokens * scores <= block else 0
-    moments = _moments(sizes, tracked, kept_scores, policy, unpacks and not nf4)
+    moments = _moments(sizes, tracked, kept_scores, policy, unpacks)
 
     targets = tokens if targets is None else targets
     # in recomputed blocks the last one is the worst, and the gradients of all others are there
     pending = 4 * weights * (train.grad_accumulation_steps > 1 or policy == "block")
     logits = {"loss": _loss_numbers(sizes, targets, unpacks)}
     working = {
-        "mlp": _dense_slices(sizes, policy) if unpacks else 0,
+        "mlp": _dense_slices(sizes, policy, nf4) if unpacks else 0,
         "attention": 9 * min(block, tokens * scores),
     }
     held = {}
