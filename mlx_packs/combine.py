@@ -28,13 +28,13 @@ from .drift import (
 from .errors import PackError
 from .evaluation import columns_of
 from .files import sha256
-from .fixed import is_fixed
 from .loading import Base
-from .manifest import ADAPTERS, replaced_of, spec_json
+from .manifest import ADAPTERS, spec_json
 from .merge import Change, dense_weight, modules_of
 from .nn.lora import adapter_key
 from .pack import Pack, check_output, grouped, manifest_of, versions_line
 from .runtime import mx
+from .weighted import check_addable, weighted_sum
 
 METHODS = ("linear", "svd", "ties", "dare")
 _EXACT_SVD = 512  # of the smaller side; above it the range is found by random projections
@@ -123,7 +123,7 @@ def combine_packs(
     out = Path(out).expanduser()
     check_output(out, overwrite)
     opened = [(p if isinstance(p, Pack) else Pack.open(p), weight) for p, weight in packs]
-    _check_alike([pack for pack, _ in opened])
+    check_addable([pack for pack, _ in opened])
     first = opened[0][0]
     base = first.load_base(model, trust_remote_code)
     deltas = _deltas(opened, method, density, seed)
@@ -142,7 +142,11 @@ def combine_packs(
     }
 
     def pack_of(rank: int | None) -> Pack:
-        specs, tensors = _factors(opened, deltas, rank)
+        if rank is None:
+            summed = weighted_sum(opened)
+            specs, tensors = summed.specs, summed.load_tensors()
+        else:
+            specs, tensors = _factors(opened, deltas, rank)
         return _as_pack(base, first, specs, tensors, {**facts, **({"rank": rank} if rank else {})})
 
     made = pack_of(rank)
@@ -201,25 +205,6 @@ def _check_request(packs, method, rank, density, max_drift) -> None:
         raise PackError(f"--max-drift must be 0 or more, but is {max_drift}.")
 
 
-def _check_alike(packs: list[Pack]) -> None:
-    """Raises: PackError naming two packs that are not of one base, or what does not add up."""
-    first = packs[0]
-    for pack in packs:
-        ours, theirs = first.manifest["base"], pack.manifest["base"]
-        if any(ours[k] != theirs[k] for k in ("fingerprint", "quantization")):
-            raise PackError(
-                f"{pack.path}: was trained on {theirs['id']} ({theirs['fingerprint'][:12]}), but "
-                f"{first.path} on {ours['id']} ({ours['fingerprint'][:12]}); packs of one base are "
-                "combined."
-            )
-        for path, spec in pack.specs.items():
-            if is_fixed(spec):
-                raise PackError(f"{pack.path}: {path} is {spec.kind}, which is no sum of weight and"
-                                " delta of a linear; merge it instead.")  # fmt: skip
-        if whole := replaced_of(pack.manifest):
-            raise PackError(f"{pack.path}: brings {next(iter(whole))} whole; merge it instead.")
-
-
 def _deltas(opened, method: str, density: float, seed: int) -> dict[str, mx.array]:
     """What the method makes of each module's deltas, [out, in] or [E, out, in], lazily."""
     found: dict[str, Weighted] = {}
@@ -233,34 +218,17 @@ def _deltas(opened, method: str, density: float, seed: int) -> dict[str, mx.arra
     return {path: make(deltas, density, keys[path]) for path, deltas in found.items()}
 
 
-def _factors(opened, deltas: dict[str, mx.array], rank: int | None) -> tuple[Specs, dict]:
-    """Adapters of scale 1: of the rank that is asked for, or side by side where none is."""
+def _factors(opened, deltas: dict[str, mx.array], rank: int) -> tuple[Specs, dict]:
+    """Adapters of scale 1 of this rank."""
     specs, tensors = {}, {}
     for path, delta in deltas.items():
-        having = [(p, w) for p, w in opened if path in p.specs]
-        spec = having[0][0].specs[path]
-        if rank is None:
-            a, b = _side_by_side(path, having)
-        else:
-            a, b = _nearest(np.array(delta), min(rank, *delta.shape[-2:]))
+        spec = next(p.specs[path] for p, _ in opened if path in p.specs)
+        a, b = _nearest(np.array(delta), min(rank, *delta.shape[-2:]))
         width, found = sum(spec.widths), a.shape[1]
         part = SliceSpec(path.rpartition(".")[2], width, found, float(found))
         specs[path] = ModuleSpec(path, spec.in_features, (part,), spec.experts)
         tensors |= {f"{path}.lora_a": a, f"{path}.lora_b": b}
     return specs, tensors
-
-
-def _side_by_side(path: str, having) -> tuple[mx.array, mx.array]:
-    """All ranks of all packs; scales and weights go into lora_b."""
-    a_parts, b_parts = [], []
-    for pack, weight in having:
-        spec, tensors = pack.specs[path], pack.load_tensors()
-        scales = mx.concatenate([mx.full((s.rank,), weight * s.scale) for s in spec.slices])
-        b = tensors[f"{path}.lora_b"].astype(mx.float32)
-        a_parts.append(tensors[f"{path}.lora_a"].astype(mx.float32))
-        b_parts.append(b * (scales if spec.experts is not None else scales[:, None]))
-    experts = having[0][0].specs[path].experts is not None
-    return mx.concatenate(a_parts, axis=1), mx.concatenate(b_parts, axis=2 if experts else 0)
 
 
 def _nearest(delta: np.ndarray, rank: int) -> tuple[mx.array, mx.array]:

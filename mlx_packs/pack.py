@@ -128,6 +128,15 @@ class Pack:
         """Every adapter that the manifest promises."""
         return specs_of(self.manifest)
 
+    @property
+    def beyond_lora(self) -> str:
+        """What of it is no LoRA of a linear, in words; empty if nothing is."""
+        for path, spec in self.specs.items():
+            if is_fixed(spec):
+                return f"{path} is {spec.kind}"
+        whole = replaced_of(self.manifest)
+        return f"{next(iter(whole))} is brought whole" if whole else ""
+
     def part(self, name: str) -> dict:
         """An optional part of the manifest (recipe, objective, eval), empty where there is none."""
         return self.manifest.get(name) or {}

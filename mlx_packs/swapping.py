@@ -22,16 +22,21 @@ _FRAMES = 4
 
 @dataclass(frozen=True, eq=False)
 class Frame:
-    """Modules that hold adapters of one kind and shape, and the base's own in their places."""
+    """Modules that hold adapters of one shape, and the base's own in their places.
 
-    kind: str
+    beyond_lora: what else they hold, as `Pack.beyond_lora`; such a frame serves one pack only.
+    """
+
+    beyond_lora: str
     attached: Attached
     own: list[tuple[str, nn.Module]]
     modules: list[tuple[str, nn.Module]]
 
     def fits(self, pack: Pack) -> bool:
-        """Whether it is made for the pack's kind, targets, ranks and scales."""
-        return self.kind == _kind(pack) and self.attached.specs == pack.specs
+        """Whether it is made for the pack's targets, ranks and scales."""
+        if self.beyond_lora or pack.beyond_lora:
+            return False
+        return self.attached.specs == pack.specs
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,7 +54,9 @@ class Carried:
     @property
     def is_light(self) -> bool:
         """Whether nothing of the base was copied: what is taken off can be kept."""
-        return self.base_path == "quantized" and not self.attached.notes
+        if self.frame.beyond_lora or self.attached.notes:
+            return False
+        return self.base_path == "quantized"
 
 
 def swap_in(base: Base, pack: Pack | None, base_path: str = "quantized") -> None:
@@ -87,15 +94,11 @@ def carrying(base: Base, pack: Pack | None, base_path: str = "quantized") -> Ite
         replace_modules(base.model, originals)
 
 
-def _kind(pack: Pack) -> str:
-    return pack.manifest.get("kind", "lora")
-
-
 def _put_on(base: Base, pack: Pack, base_path: str) -> None:
     frame = next((f for f in base.frames if f.fits(pack)), None)
     if frame is None or base_path != "quantized":
         attached = pack.attach(base, base_path)
-        frame = Frame(_kind(pack), attached, *attached.standing())
+        frame = Frame(pack.beyond_lora, attached, *attached.standing())
     else:
         frame.attached.load(pack.load_tensors(), pack.name)
         base.frames.remove(frame)

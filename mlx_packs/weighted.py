@@ -81,8 +81,7 @@ def weighted_sum(packs: Sequence[tuple[Pack, float]]) -> Pack:
     first = parts[0].pack
     if len(parts) == 1 and parts[0].weight == 1:
         return first
-    for part in parts:
-        _check_addable(part, parts[0])
+    check_addable([part.pack for part in parts])
     specs, tensors = {}, {}
     for path in dict.fromkeys(path for part in parts for path in part.specs):
         held = [part for part in parts if path in part.specs]
@@ -120,16 +119,19 @@ def check_distinct(packs: Sequence[Pack]) -> None:
         seen.add(key)
 
 
-def _check_addable(part: _Part, first: _Part) -> None:
-    if (kind := part.pack.manifest.get("kind", "lora")) != "lora":
-        raise PackError(f"{part.name}: is of kind {kind}; only the deltas of lora packs can be "
-                        "weighted and added up.")  # fmt: skip
-    ours, theirs = first.pack.manifest["base"], part.pack.manifest["base"]
-    if any(ours[key] != theirs[key] for key in ("fingerprint", "quantization")):
-        told = [f"{b['id']} as {quantization_name(b['quantization'])} (fingerprint "
-                f"{b['fingerprint'][:12]})" for b in (theirs, ours)]  # fmt: skip
-        raise PackError(f"{part.name}: was trained on {told[0]}, but {first.name} on {told[1]}; "
-                        "only packs of one base can be added up.")  # fmt: skip
+def check_addable(packs: Sequence[Pack]) -> None:
+    """Raises: PackError if one is for another base than the first, or no sum of low-rank deltas."""
+    first = packs[0]
+    for pack in packs:
+        if found := pack.beyond_lora:
+            raise PackError(f"{pack.name}: {found}, which is no delta of a linear that can be "
+                            "weighted and added; merge it instead.")  # fmt: skip
+        ours, theirs = first.manifest["base"], pack.manifest["base"]
+        if any(ours[key] != theirs[key] for key in ("fingerprint", "quantization")):
+            told = [f"{b['id']} as {quantization_name(b['quantization'])} (fingerprint "
+                    f"{b['fingerprint'][:12]})" for b in (theirs, ours)]  # fmt: skip
+            raise PackError(f"{pack.name}: was trained on {told[0]}, but {first.name} on "
+                            f"{told[1]}; only packs of one base can be added up.")  # fmt: skip
 
 
 def _agreed(parts: list[dict]) -> dict:

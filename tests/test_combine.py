@@ -129,7 +129,7 @@ def test_packs_of_two_bases_and_kinds_that_do_not_add_up_are_named(made, tmp_pat
     base, a, _ = made
     other = write_quantized(tmp_path / "q", base)
     c = noisy_pack(load_base(other), tmp_path / "c")
-    with pytest.raises(PackError, match="packs of one base are combined"):
+    with pytest.raises(PackError, match="only packs of one base can be added up"):
         combine_packs([(a, 1.0), (c, 1.0)], tmp_path / "x", model=base)
     for packs, options, message in (
         ([(a, 1.0)], {}, "takes two packs or more"),

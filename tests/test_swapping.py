@@ -41,6 +41,15 @@ def random_pack(base, seed: int, rank: int = 2, targets=("q_proj", "down_proj"),
         attached.detach()
 
 
+def with_whole_norm(base, pack: Pack) -> Pack:
+    """The pack with the last norm, halved, brought whole."""
+    norm = base.model.model.norm.weight / 2
+    replaced = [{"name": "model.norm.weight", "shape": list(norm.shape)}]
+    adapters = {**pack.manifest["adapters"], "replaced": replaced}
+    tensors = {**pack.load_tensors(), "model.norm.weight": norm}
+    return Pack({**pack.manifest, "adapters": adapters}, tensors)
+
+
 def logits(base) -> mx.array:
     found = base.model(mx.array(PROBE))
     mx.eval(found)
@@ -267,6 +276,21 @@ def test_weighted_sum_of_one_pack_with_weight_1_is_that_pack(packs):
     assert weighted_sum([(packs["a"], 1.0)]) is packs["a"]
 
 
+def test_what_a_pack_brings_whole_goes_with_it(base, packs):
+    plain, whole = packs["a"], with_whole_norm(base, packs["a"])
+    alone = logits(base)
+    with base.applied(plain):
+        expected = logits(base)
+    for _ in range(2):
+        with base.applied(whole):
+            assert not mx.allclose(logits(base), expected).item()
+            base.swap_pack(plain)
+            assert mx.array_equal(logits(base), expected).item()
+        with base.applied(plain):
+            assert mx.array_equal(logits(base), expected).item()
+    assert mx.array_equal(logits(base), alone).item()
+
+
 def test_weighted_sum_refuses_what_cannot_be_added(base, packs, tmp_path):
     a = packs["a"].save(tmp_path / "a")
     model, config = model_of("qwen3")
@@ -278,9 +302,8 @@ def test_weighted_sum_refuses_what_cannot_be_added(base, packs, tmp_path):
         weighted_sum([(a, 0.5), (Pack.open(tmp_path / "a"), 0.5)])
     with pytest.raises(PackError, match="no pack"):
         weighted_sum([])
-    kind = Pack({**a.manifest, "kind": "dora"}, a.tensors)
-    with pytest.raises(PackError, match="is of kind dora"):
-        weighted_sum([(a, 0.5), (kind, 0.5)])
+    with pytest.raises(PackError, match="model.norm.weight is brought whole.*merge it instead"):
+        weighted_sum([(a, 0.5), (with_whole_norm(base, a), 0.5)])
 
 
 @pytest.mark.parametrize("weight", ["x", "", "nan", "inf", "0", "1e999"])
