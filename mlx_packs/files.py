@@ -34,6 +34,8 @@ def whole_folder(path: Path, replace: bool = False) -> Iterator[Path]:
     """
     if path.exists() and not replace:
         raise PackError(f"{path}: is there already; choose another name.")
+    if path.is_symlink():  # the link stays, and leads to what is written
+        path = path.resolve()
     partial = path.with_name(f".{path.name}.partial-{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

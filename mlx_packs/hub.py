@@ -27,6 +27,7 @@ from .files import (
 from .manifest import (
     ADAPTERS,
     HUB_ID,
+    MAIN,
     MANIFEST,
     PIN,
     read_manifest,
@@ -34,7 +35,6 @@ from .manifest import (
 )
 from .pack import Pack, check_output
 
-MAIN = "main"
 _REVISION = r"[\w][\w.-]*(/[\w][\w.-]*)*"
 _FILE = r"[A-Za-z0-9][\w.-]*\.(safetensors|json)|README\.md"
 _USUAL = (".gitattributes", MANIFEST, PIN)  # in a repository beside what a manifest names
@@ -86,8 +86,8 @@ def pull(
     if folder.is_symlink():
         raise PackError(f"--out {folder}: is a symlink; name a folder.")
     pin = {"repo": repo, "revision": revision, "commit": commit}
-    if out is None and _is_whole(folder):
-        write_whole(folder / PIN, to_json(pin))  # the newest one tells where a branch was last
+    if out is None and _is_whole(folder, commit):
+        _pin(folder, pin)  # the newest one tells where a branch was last
     else:
         check_output(folder, overwrite or out is None)
         _fetch(pin, listed, folder, endpoint, show)
@@ -108,13 +108,21 @@ def cached(name: str) -> Path:
     return pull(name, display=Display()).path
 
 
-def _is_whole(folder: Path) -> bool:
-    """Whether a pack lies in the cache with every hash right."""
+def _is_whole(folder: Path, commit: str) -> bool:
+    """Whether a pack lies in the cache as it came: manifest and files with every hash right."""
+    pin = read_pin(folder)
     try:
+        if pin is None or pin["commit"] != commit:
+            return False
         Pack.open(folder).verify()
+        return pin.get("manifest_sha256") == sha256(folder / MANIFEST)
     except (PackError, OSError):
         return False
-    return True
+
+
+def _pin(folder: Path, pin: dict) -> None:
+    """Note beside a pack where it comes from, and the hash of its manifest."""
+    write_whole(folder / PIN, to_json(pin | {"manifest_sha256": sha256(folder / MANIFEST)}))
 
 
 def cache_roots() -> list[Path]:
@@ -165,7 +173,7 @@ def _fetch(pin: dict, listed: list[str], folder: Path, endpoint: str | None, sho
             raise
         for stray in {file.name for file in partial.iterdir()} - {MANIFEST, *files}:
             (partial / stray).unlink()
-        (partial / PIN).write_text(to_json(pin), encoding="utf-8")
+        _pin(partial, pin)
         put_in_place(partial, folder)
         for other in folder.parent.glob(f".{glob.escape(folder.name)}.pull-*"):
             shutil.rmtree(other, ignore_errors=True)  # of commits that are past

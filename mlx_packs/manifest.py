@@ -20,6 +20,7 @@ ADAPTER_CONFIG = "adapter_config.json"
 CARD = "README.md"
 PIN = "hub.json"  # in a pulled pack, beyond what the manifest names: where it comes from
 HUB_ID = r"[\w-][\w.-]*/[\w-][\w.-]*"
+MAIN = "main"  # the Hub's branch where none is named
 
 
 _MISSING = object()
@@ -321,14 +322,18 @@ def _card_data(data: Mapping) -> list[str]:
 
 
 def read_pin(folder: Path) -> dict | None:
-    """Where a pulled pack comes from (repo, revision, commit); None if it was not pulled."""
+    """Where a pulled pack comes from (repo, revision, commit); None if it was not pulled.
+
+    ``manifest_sha256``, of the manifest as it came, is there unless an older program wrote it.
+    """
     try:
         pin = json.loads((folder / PIN).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
     keys = ("repo", "revision", "commit")
-    whole = isinstance(pin, dict) and all(isinstance(pin.get(key), str) for key in keys)
-    return {key: pin[key] for key in keys} if whole else None
+    if not isinstance(pin, dict) or not all(isinstance(pin.get(key), str) for key in keys):
+        return None
+    return {key: pin[key] for key in (*keys, "manifest_sha256") if isinstance(pin.get(key), str)}
 
 
 def shown_result(result: Mapping, when: str) -> str | None:

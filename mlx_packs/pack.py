@@ -33,11 +33,13 @@ from .manifest import (
     CARD,
     FORMAT_VERSION,
     HUB_ID,
+    MAIN,
     MANIFEST,
     check_quantization,
     mlx_lm_config,
     model_card,
     read_manifest,
+    read_pin,
     replaced_of,
     shapes_of,
     spec_json,
@@ -143,9 +145,21 @@ class Pack:
 
     @property
     def name(self) -> str:
-        """What messages call it: its folder, or those of the packs that it is the sum of."""
-        parts = [f"{part['weight']:g} {part['pack']}" for part in self.manifest.get("sum_of", ())]
-        return str(self.path or " + ".join(parts) or "this pack")
+        """What messages call it: its folder, or the packs that it is the sum of."""
+        if self.path:
+            return str(self.path)
+        parts = [f"{p['weight']:g} {p['pack']}" for p in self.manifest.get("sum_of") or ()]
+        return " + ".join(parts) or "this pack"
+
+    @property
+    def short_name(self) -> str:
+        """What it is called off this machine: as on the Hub if it was pulled, else its folder."""
+        if self.path is None:
+            return self.name
+        if (pin := read_pin(self.path)) is None:
+            return self.path.resolve().name
+        revision = pin["revision"] if pin["revision"] != pin["commit"] else pin["commit"][:7]
+        return pin["repo"] + ("" if revision == MAIN else f"@{revision}")
 
     @property
     def size_mb(self) -> float:

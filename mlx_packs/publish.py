@@ -2,12 +2,14 @@
 
 What others see holds no path of this machine, and a licence that somebody gave; if a pack is not so
 yet, its manifest and card are rewritten in its folder, so that here and there the bytes are one.
+Of a pack that was pulled that is done in a copy: what came from a commit stays what it was.
 """
 
 import copy
 import json
 import re
 import shutil
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath, PureWindowsPath
@@ -15,9 +17,9 @@ from typing import TYPE_CHECKING
 
 from .display import QUIET, Display
 from .errors import PackError
-from .files import sha256, to_json, whole_folder
-from .hub import MAIN, check_names, errors_of_hub, http_errors, split_name
-from .manifest import ADAPTER_CONFIG, CARD, HUB_ID, MANIFEST, PIN, model_card
+from .files import sha256, to_json, whole_folder, write_whole
+from .hub import cache_roots, check_names, errors_of_hub, http_errors, split_name
+from .manifest import ADAPTER_CONFIG, CARD, HUB_ID, MAIN, MANIFEST, model_card, read_pin
 from .pack import Pack
 
 if TYPE_CHECKING:
@@ -41,9 +43,9 @@ def push(
 ) -> dict:
     """Check a pack and upload it: the manifest and what it names, byte for byte, in one commit.
 
-    Before that the pack is made ready where it lies, if need be: a licence is written into its
-    manifest and card, a path of this machine is cut to its last part, and a card without the Hub's
-    metadata is written anew.
+    Before that the pack is made ready where it lies (one that was pulled: in a copy), if need be: a
+    licence is written into its manifest and card, a path of this machine is cut to its last part,
+    and a card without the Hub's metadata is written anew.
 
     Args:
         repo: ``owner/name``; it is made if it is not there.
@@ -62,8 +64,8 @@ def push(
         raise PackError(f"--license {license}: must be the Hub's name for it, like apache-2.0.")
     opened.verify()
     check_names(opened.manifest, str(opened.path))
-    opened, changed = make_ready(opened, license)
-    with errors_of_hub(given, "cannot be pushed"):
+    with _of_ones_own(opened) as own, errors_of_hub(given, "cannot be pushed"):
+        opened, changed = make_ready(own, license)
         api = HfApi(endpoint)
         url = api.create_repo(given, private=private or None, exist_ok=True)
         if private and api.model_info(given).private is False:
@@ -85,9 +87,25 @@ def push(
             done = api.create_commit(
                 given, steps, commit_message=f"Pack {opened.path.resolve().name}", revision=revision
             )
-    total = sum((opened.path / name).stat().st_size for name in names)
+        total = sum((opened.path / name).stat().st_size for name in names)
     report = {"repo": given, "revision": revision, "commit": done.oid, "url": str(url)}
     return report | {"files": names, "bytes": total, "changed": changed}
+
+
+@contextmanager
+def _of_ones_own(pack: Pack) -> Iterator[Pack]:
+    """The pack where it may be rewritten: a copy of its files, if it was pulled."""
+    folder = pack.path.resolve()
+    in_cache = any(folder.is_relative_to(root.resolve()) for root in cache_roots())
+    if read_pin(folder) is None and not in_cache:
+        yield pack
+        return
+    with tempfile.TemporaryDirectory() as above:
+        copy = Path(above) / pack.short_name.rpartition("/")[2]
+        copy.mkdir()
+        for name in (MANIFEST, *pack.manifest["files"]):
+            shutil.copyfile(folder / name, copy / name)
+        yield Pack.open(copy)
 
 
 def make_ready(pack: Pack, license: str | None = None) -> tuple[Pack, list[str]]:
@@ -115,11 +133,10 @@ def _rewritten(pack: Pack, manifest: dict) -> Pack:
     """The pack with another manifest and the card of it, in its place."""
     with whole_folder(pack.path, replace=True) as partial:
         shutil.copytree(pack.path, partial, symlinks=True, dirs_exist_ok=True)
-        (partial / PIN).unlink(missing_ok=True)  # it is no longer what was pulled
-        card = partial / CARD
-        card.write_text(model_card(manifest, pack.path.resolve().name), encoding="utf-8")
+        card = partial / CARD  # a link is replaced, never written through
+        write_whole(card, model_card(manifest, pack.path.resolve().name))
         manifest["files"][CARD] = {"bytes": card.stat().st_size, "sha256": sha256(card)}
-        (partial / MANIFEST).write_text(to_json(manifest), encoding="utf-8")
+        write_whole(partial / MANIFEST, to_json(manifest))
     return Pack.open(pack.path)
 
 

@@ -17,6 +17,7 @@ from mlx_packs import Pack
 from mlx_packs.errors import PackError
 from mlx_packs.files import sha256
 from mlx_packs.hub import MAIN, split_name
+from mlx_packs.publish import make_ready
 from mlx_packs.runtime import mx
 
 # huggingface_hub's upload of LFS files uses an argument that its HTTP library will drop
@@ -120,7 +121,8 @@ def test_push_then_pull_gives_the_same_bytes(hub, here, run):
     pulled = contents(here / "q")
     pin = json.loads(pulled.pop("hub.json"))
     assert pulled == contents(here / "p") and set(pulled) == NAMES
-    assert pin == {"repo": "me/p", "revision": MAIN, "commit": report["commit"]}
+    assert pin == {"repo": "me/p", "revision": MAIN, "commit": report["commit"],
+                   "manifest_sha256": sha256(here / "q" / "pack.json")}  # fmt: skip
     assert json.loads(out)["commit"] == report["commit"]
     assert [p.name for p in here.iterdir() if p.name.startswith(".")] == []
 
@@ -398,12 +400,59 @@ def test_a_licence_is_given_or_the_bases_and_never_invented(hub, here, refused):
     assert "must be the Hub's name" in refused("push", "a", "me/a", "--license", "My own!")
 
 
-def test_a_pulled_pack_that_is_changed_is_no_longer_that_commit(pushed, hub, here):
-    mp.pull("me/p", "q")
-    mp.push("q", "me/own")
-    assert (here / "q" / "hub.json").is_file()
-    mp.push("q", "me/own", license="mit")
-    assert not (here / "q" / "hub.json").exists()
+@pytest.mark.parametrize("out", ["q", None], ids=["folder", "cache"])
+def test_a_pulled_pack_is_pushed_from_a_copy_and_stays_what_was_pulled(pushed, hub, out):
+    pulled = mp.pull("me/p", out)
+    before = contents(pulled.path)
+    assert mp.push(pulled.path, "me/own", license="mit")["changed"]
+    sent = hub.repos["me/own"].commits[hub.repos["me/own"].branches[MAIN]]
+    assert json.loads(sent["pack.json"])["license"] == "mit"
+    assert b"\n# p\n" in sent["README.md"] or b"\n# q\n" in sent["README.md"]
+    assert contents(pulled.path) == before
+
+
+def snapshot_of(pack: Path, cache: Path) -> Path:
+    """A pack as huggingface_hub's own cache has it: links to blobs."""
+    repo = cache / "models--me--p"
+    snapshot = repo / "snapshots" / ("a" * 40)
+    for folder in (repo / "blobs", snapshot):
+        folder.mkdir(parents=True)
+    for file in pack.iterdir():
+        shutil.copyfile(file, repo / "blobs" / file.name)
+        (snapshot / file.name).symlink_to(f"../../blobs/{file.name}")
+    return snapshot
+
+
+def test_nothing_is_written_through_the_links_of_a_snapshot(made, hub, here):
+    snapshot = snapshot_of(made, here / "hf" / "hub")
+    mp.push(snapshot, "me/own", license="mit")
+    assert all(file.is_symlink() for file in snapshot.iterdir())
+    elsewhere = snapshot_of(made, here / "other")
+    make_ready(Pack.open(elsewhere), "mit")
+    assert Pack.open(elsewhere).manifest["license"] == "mit"
+    for cache in ("hf/hub", "other"):
+        assert contents(here / cache / "models--me--p" / "blobs") == contents(made)
+
+
+def test_a_link_to_a_pack_stays_a_link_when_the_pack_is_written(hub, here):
+    write_pack(here / "p")
+    (here / "link").symlink_to("p")
+    mp.push("link", "me/p", license="mit")
+    assert Pack.open("p").manifest["license"] == "mit"
+    Pack.open("p").save("link", overwrite=True)
+    assert (here / "link").is_symlink() and {f.name for f in here.iterdir()} == {"p", "link"}
+
+
+@pytest.mark.parametrize("harm", ["edited", "without its pin"])
+def test_a_pack_in_the_cache_that_is_not_what_came_is_fetched_again(pushed, hub, harm):
+    folder = mp.pull("me/p").path
+    if harm == "edited":
+        manifest = json.loads((folder / "pack.json").read_text())
+        (folder / "pack.json").write_text(json.dumps(manifest | {"license": "mit"}))
+    else:
+        (folder / "hub.json").unlink()
+    hub.requests.clear()
+    assert mp.pull("me/p").manifest == pushed.manifest and hub.fetched() == NAMES
 
 
 def test_an_old_card_gets_metadata_before_it_is_pushed(hub, here):
