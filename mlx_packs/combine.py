@@ -34,7 +34,7 @@ from .merge import Change, dense_weight, modules_of
 from .nn.lora import adapter_key
 from .pack import Pack, check_output, grouped, manifest_of, versions_line
 from .runtime import mx
-from .weighted import check_addable, weighted_sum
+from .weighted import check_addable, check_distinct, weighted_sum
 
 METHODS = ("linear", "svd", "ties", "dare")
 _EXACT_SVD = 512  # of the smaller side; above it the range is found by random projections
@@ -123,6 +123,7 @@ def combine_packs(
     out = Path(out).expanduser()
     check_output(out, overwrite)
     opened = [(p if isinstance(p, Pack) else Pack.open(p), weight) for p, weight in packs]
+    check_distinct([pack for pack, _ in opened])
     check_addable([pack for pack, _ in opened])
     first = opened[0][0]
     base = first.load_base(model, trust_remote_code)
@@ -133,7 +134,7 @@ def combine_packs(
         **({"density": density, "seed": seed} if method in ("ties", "dare") else {}),
         "packs": [
             {
-                "name": p.path.name if p.path else None,
+                "name": p.short_name if p.path else None,
                 "weight": w,
                 "sha256": sha256(p.path / ADAPTERS) if p.path else None,
             }

@@ -8,6 +8,7 @@ import csv
 import io
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import chain, count
 from pathlib import Path
 
 import numpy as np
@@ -109,9 +110,9 @@ def evaluate_batch(
     _check_counts(limit, rounds)
     if base.carried:
         raise PackError(f"{base.name}: carries a pack already; leave `applied` first.")
-    for pack in named.values():
+    opened = [pack for _, pack in named]
+    for pack in opened:
         pack.check_base(base.name, base.fingerprint, base.config, base.quantization)
-    opened = list(named.values())
     length = _sequence_length(sequence_length, opened, base, max_tokens)
     examples = _examples(base, opened, data, split, length, loss_on, columns, limit)
     batches, scoring = _scoring_batches(base, examples, max(sizes), length)
@@ -135,28 +136,33 @@ def evaluate_batch(
             sequence_length=length, scoring=scoring, scoring_path=scoring_path,
             generation_path=generation_path,
         )
-        for i, (name, pack) in enumerate({BASE: None, **named}.items())
+        for i, (name, pack) in enumerate([(BASE, None), *named])
         for by_model in speeds
     ]  # fmt: skip
 
 
-def named_packs(packs: Sequence | Mapping) -> dict[str, Pack]:
-    """Packs by a name for people: that of the folder, or the whole path where two have the same.
+def named_packs(packs: Sequence | Mapping) -> list[tuple[str, Pack]]:
+    """Packs with names for people: short ones, or the whole path where two have the same.
 
-    Raises: PackError if one is given twice, or is called as the base is.
+    No name is given twice, and none is the base's.
+    Raises: PackError if a pack is given twice, or a mapping calls one as the base is called.
     """
     if isinstance(packs, Mapping):
-        named = {name: as_pack(pack) for name, pack in packs.items()}
-    else:
-        opened = [as_pack(pack) for pack in packs]
-        check_distinct(opened)
-        short = [pack.path.resolve().name if pack.path else pack.name for pack in opened]
-        named = {
-            name if short.count(name) == 1 and name != BASE else pack.name: pack
-            for name, pack in zip(short, opened, strict=True)
-        }
-    check_distinct(list(named.values()))
-    return named
+        if BASE in packs:
+            raise PackError(f"packs: '{BASE}' is what the base is called; choose another name.")
+        named = [(name, as_pack(pack)) for name, pack in packs.items()]
+        check_distinct([pack for _, pack in named])
+        return named
+    opened = [as_pack(pack) for pack in packs]
+    check_distinct(opened)
+    short = [BASE, *(pack.short_name for pack in opened)]
+    names = [BASE]
+    for pack, name in zip(opened, short[1:], strict=True):
+        longer = [pack.name, *([str(pack.path.resolve())] if pack.path else [])]
+        wanted = chain(longer if short.count(name) > 1 else [name], longer,
+                       (f"{name} ({i})" for i in count(2)))  # fmt: skip
+        names.append(next(each for each in wanted if each not in names))
+    return list(zip(names[1:], opened, strict=True))
 
 
 def _sizes(batch_sizes: Sequence[int]) -> list[int]:

@@ -57,13 +57,15 @@ def command(more, model, packs, data, split, sizes, csv_file, trust_remote_code,
     csv_path = _writable(csv_file)
     chosen = named_packs([weighted_sum([open_weighted(text)]) for text in (*packs, *more)])
     batch_sizes = _numbers(sizes)
-    first = next(iter(chosen.values()), None)
+    first = chosen[0][1] if chosen else None
     load = first.load_base if first else load_base
     display = Display()
     with display.working("base", f"loading {model}"):
         base = load(model, trust_remote_code=trust_remote_code)
     display.line("base", base.summary())
-    found = evaluate_batch(base, chosen, data, split, batch_sizes, display=display, **how)
+    found = evaluate_batch(
+        base, [pack for _, pack in chosen], data, split, batch_sizes, display=display, **how
+    )
     if csv_path is not None:
         write_whole(csv_path, as_csv(found))
     if as_json:

@@ -52,11 +52,20 @@ LITE_MB = 10
 
 @dataclass
 class Pack:
-    """A pack in memory: manifest and adapters. ``path`` is its folder once saved or opened."""
+    """A pack in memory: manifest and adapters. ``path`` is its folder once saved or opened.
+
+    ``parts``: of a sum that was not saved, which packs it is of, with their weights.
+    """
 
     manifest: dict
     tensors: Mapping[str, mx.array] | None = None
     path: Path | None = None
+    parts: tuple = ()
+
+    @property
+    def identity(self):
+        """What is equal for two that are the same pack: the folder, or the parts of a sum."""
+        return self.path.resolve() if self.path else self.parts or id(self)
 
     @classmethod
     def of(cls, attached: Attached, **facts) -> "Pack":

@@ -86,7 +86,7 @@ def weighted_sum(packs: Sequence[tuple[Pack, float]]) -> Pack:
     for path in dict.fromkeys(path for part in parts for path in part.specs):
         held = [part for part in parts if path in part.specs]
         specs[path] = _sum_spec(path, held)
-        tensors |= _sum_tensors(path, held)
+        tensors |= _sum_tensors(specs[path], held)
     mx.eval(tensors)
     manifest = {
         "format_version": first.manifest["format_version"],
@@ -98,25 +98,18 @@ def weighted_sum(packs: Sequence[tuple[Pack, float]]) -> Pack:
             "modules": [spec_json(spec) for spec in specs.values()],
         },
         **{name: _agreed([p.pack.part(name) for p in parts]) for name in ("recipe", "objective")},
-        "sum_of": [{"pack": _folder_name(p.pack), "weight": p.weight} for p in parts],
+        "sum_of": [{"pack": p.pack.short_name, "weight": p.weight} for p in parts],
     }
-    return Pack(manifest, tensors)
-
-
-def _folder_name(pack: Pack) -> str:
-    """The name of a pack that may leave this machine in a manifest."""
-    return pack.path.resolve().name if pack.path else pack.name
+    return Pack(manifest, tensors, parts=tuple((p.pack.identity, p.weight) for p in parts))
 
 
 def check_distinct(packs: Sequence[Pack]) -> None:
-    """Raises: PackError if two of the packs are one folder, or one object."""
+    """Raises: PackError if two of the packs are one folder, one object, or the same sum."""
     seen = set()
     for pack in packs:
-        key = pack.path.resolve() if pack.path else pack.manifest.get("sum_of") and pack.name
-        key = key or id(pack)
-        if key in seen:
+        if pack.identity in seen:
             raise PackError(f"--pack {pack.name}: is given twice.")
-        seen.add(key)
+        seen.add(pack.identity)
 
 
 def check_addable(packs: Sequence[Pack]) -> None:
@@ -151,37 +144,44 @@ def _sum_groups(parts: list[_Part]) -> list[list[str]]:
 
 
 def _sum_spec(path: str, parts: list[_Part]) -> ModuleSpec:
-    """One projection's adapter with the ranks of all packs, and scale 1."""
+    """One projection's adapter with the ranks of all packs, and scale 1.
+
+    Where one pack has slices that another has not, they become one slice with all ranks.
+    """
     found = [part.specs[path] for part in parts]
+    first = found[0]
     for part, spec in zip(parts, found, strict=True):
-        if (spec.in_features, spec.widths, spec.experts) != (
-            found[0].in_features, found[0].widths, found[0].experts
+        if (spec.in_features, sum(spec.widths), spec.experts) != (
+            first.in_features, sum(first.widths), first.experts
         ):  # fmt: skip
             raise PackError(f"{part.name}: {path}: its shape differs from that in {parts[0].name}.")
+    if any(spec.widths != first.widths for spec in found):
+        rank, leaf = sum(spec.rank for spec in found), path.rpartition(".")[2]
+        whole = SliceSpec(leaf, sum(first.widths), rank, float(rank))
+        return ModuleSpec(path, first.in_features, (whole,), first.experts)
     slices = []
     for same in zip(*(spec.slices for spec in found), strict=True):
         rank = sum(s.rank for s in same)
         slices.append(SliceSpec(same[0].name, same[0].width, rank, float(rank)))
-    return ModuleSpec(path, found[0].in_features, tuple(slices), found[0].experts)
+    return ModuleSpec(path, first.in_features, tuple(slices), first.experts)
 
 
-def _sum_tensors(path: str, parts: list[_Part]) -> dict[str, mx.array]:
+def _sum_tensors(spec: ModuleSpec, parts: list[_Part]) -> dict[str, mx.array]:
     """A and B of one projection on disk: slice by slice, and in each slice the packs in order."""
-    names = f"{path}.lora_a", f"{path}.lora_b"
-    experts = parts[0].specs[path].experts is not None
-    slices = range(len(parts[0].specs[path].slices))
-    columns: list[list[mx.array]] = [[] for _ in slices]
-    rows: list[list[mx.array]] = [[] for _ in slices]
+    names = f"{spec.path}.lora_a", f"{spec.path}.lora_b"
+    experts = spec.experts is not None
+    columns: list[list[mx.array]] = [[] for _ in spec.slices]
+    rows: list[list[mx.array]] = [[] for _ in spec.slices]
     for part in parts:
         tensors = part.pack.load_tensors()
         a, b = (tensors[name].astype(mx.float32) for name in names)
         if experts:
             a, b = a.swapaxes(-1, -2), b.swapaxes(-1, -2)
         at = 0
-        for i, s in enumerate(part.specs[path].slices):
-            own = slice(at, at + s.rank)
-            columns[i].append(a[..., own])
-            rows[i].append(part.weight * s.scale * b[..., own, :])
+        for i, s in enumerate(part.specs[spec.path].slices):
+            own, to = slice(at, at + s.rank), min(i, len(spec.slices) - 1)
+            columns[to].append(a[..., own])
+            rows[to].append(part.weight * s.scale * b[..., own, :])
             at += s.rank
     a = mx.concatenate([x for found in columns for x in found], axis=-1)
     b = mx.concatenate([x for found in rows for x in found], axis=-2)

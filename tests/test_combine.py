@@ -43,10 +43,19 @@ def test_linear_keeps_all_ranks_and_is_the_weighted_sum(made, tmp_path):
     assert report["kl_mean"] < 1e-6 and report["kl_of_pack"] > 1e-3
     assert set(made_one.specs) == set(a.specs) | set(b.specs)
     assert [p["weight"] for p in made_one.manifest["combined"]["packs"]] == [0.7, -0.3]
+    assert [p["name"] for p in made_one.manifest["combined"]["packs"]] == ["a", "b"]
     loaded = load_base(base)
     before = logits(loaded)
     with loaded.applied(made_one):
         assert np.abs(logits(loaded) - before).max() > 0.01
+
+
+@pytest.mark.parametrize(("method", "rank"), [("linear", None), ("svd", 2), ("ties", 2)])
+def test_no_method_takes_one_pack_twice(method, rank, made, tmp_path):
+    base, a, _ = made
+    given = [(a, 0.5), (Pack.open(a.path), 0.2)]
+    with pytest.raises(PackError, match="a: is given twice"):
+        combine_packs(given, tmp_path / "c", method, rank, model=base, **LOOSE)
 
 
 def test_svd_is_the_nearest_of_its_rank(made, tmp_path):

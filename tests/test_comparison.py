@@ -217,8 +217,34 @@ def test_named_packs_are_called_after_their_folders(here):
     shutil.copytree("a", "more/a", dirs_exist_ok=True)
     half = weighted_sum([(comparison.as_pack("a"), 0.5)])
     found = comparison.named_packs(["a", "more/a", "c", half])
-    assert list(found) == ["a", "more/a", "c", "0.5 a"]
-    assert list(comparison.named_packs({"x": "a", "y": half})) == ["x", "y"]
+    assert [name for name, _ in found] == ["a", "more/a", "c", "0.5 a"]
+    assert [name for name, _ in comparison.named_packs({"x": "a", "y": half})] == ["x", "y"]
+
+
+def test_named_packs_have_the_name_of_the_hub_and_never_that_of_the_base(here):
+    for folder in ("base", "x/n", "y/n", "o--p/" + "a" * 40):
+        shutil.copytree("a", folder, dirs_exist_ok=True)
+    pin = {"repo": "o/p", "revision": "v2", "commit": "a" * 40}
+    (here / "o--p" / ("a" * 40) / "hub.json").write_text(json.dumps(pin))
+    pulled = comparison.as_pack("o--p/" + "a" * 40)
+    sums = [weighted_sum([(comparison.as_pack(f"{folder}/n"), 0.5)]) for folder in "xy"]
+    found = [name for name, _ in comparison.named_packs(["base", pulled, *sums])]
+    assert found == [str(here / "base"), "o/p@v2", "0.5 n", "0.5 n (2)"]
+    again = weighted_sum([(comparison.as_pack("x/n"), 0.5)])
+    with pytest.raises(PackError, match="is given twice"):
+        comparison.named_packs([*sums, again])
+    with pytest.raises(PackError, match="'base' is what the base is called"):
+        comparison.named_packs({"base": "a"})
+
+
+def test_a_pack_called_base_is_held_to_the_gates(here):
+    shutil.copytree("a", "base", dirs_exist_ok=True)
+    found = evaluate_batch(
+        load_base("tiny"), ["base"], "rows", batch_sizes=(1,), sequence_length=48, max_tokens=2,
+        rounds=1, max_pack_mb=0.001,
+    )  # fmt: skip
+    assert [one.name for one in found] == ["base", str(here / "base")]
+    assert len(comparison.failed(found)) == 1
 
 
 # ── gates ────────────────────────────────────────────────────────────────────────────────────────

@@ -8,7 +8,7 @@ from mlx.utils import tree_flatten
 from test_package import run as run_python
 
 from mlx_packs import LoRAConfig, Pack, load_base, weighted_sum
-from mlx_packs.adapters import attach
+from mlx_packs.adapters import attach, delta_of
 from mlx_packs.errors import PackError
 from mlx_packs.loading import Base
 from mlx_packs.runtime import mx
@@ -256,6 +256,22 @@ def test_weighted_sum_keeps_the_ranks_of_a_fused_projection_apart():
     a = random_pack(base, 0, 2, ("c_attn",), rank_pattern={"c_attn.q": 3})
     total = weighted_sum([(a, 1.0), (random_pack(base, 1, 4, ("c_attn",)), 0.5)])
     assert [s.rank for s in next(iter(total.specs.values())).slices] == [7, 6, 6]
+
+
+def test_weighted_sum_of_slices_and_a_whole_projection_has_one_slice():
+    base, *_ = some_base("gpt2")
+    sliced, whole = random_pack(base, 0, 2, ("c_attn",)), random_pack(base, 1, 4, ("c_attn",))
+    for module in whole.manifest["adapters"]["modules"]:
+        width = sum(part["width"] for part in module["slices"])
+        module["slices"] = [{"name": "c_attn", "width": width, "rank": 12, "alpha": 12.0}]
+    total = weighted_sum([(sliced, 0.7), (whole, -0.3)])
+    for path, spec in total.specs.items():
+        assert [s.rank for s in spec.slices] == [6 + 12]
+        parts = [delta_of(p.specs[path], p.load_tensors()) for p in (sliced, whole)]
+        wanted = 0.7 * parts[0] - 0.3 * parts[1]
+        assert mx.allclose(delta_of(spec, total.load_tensors()), wanted, atol=1e-6).item()
+    with base.applied(total):
+        logits(base)
 
 
 def test_applied_takes_packs_with_weights(base, packs, tmp_path):
