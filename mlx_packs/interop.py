@@ -13,7 +13,7 @@ from pathlib import Path
 from . import __version__, mlx_lm_format, peft_format
 from .base_files import TINY
 from .errors import PackError
-from .files import save_tensors, sha256, to_json, whole_folder, write_tensors
+from .files import read_tensors, save_tensors, sha256, to_json, whole_folder, write_tensors
 from .foreign import (
     CONFIG,
     Foreign,
@@ -21,7 +21,6 @@ from .foreign import (
     folded,
     plain_file,
     prove,
-    read_tensors,
     refuse_pack,
     refuse_pickle,
     scale_of,
@@ -132,7 +131,7 @@ def import_adapter(
     file = plain_file(folder, form.TENSORS)
     tensors = read_tensors(file)
     sidecar = _read_sidecar(folder)
-    unchanged = sidecar is not None and _is_unchanged(folder, sidecar)
+    unchanged = sidecar is not None and _is_unchanged(folder, sidecar, (form.TENSORS, CONFIG))
     if unchanged:
         pack = _given_back(folder, kind, config, tensors, sidecar)
         if model is not None:
@@ -200,13 +199,17 @@ def _read_sidecar(folder: Path) -> dict | None:
     hashes = found.get("sha256")
     if not isinstance(hashes, dict) or not isinstance(found.get("pack"), dict):
         raise PackError(f"{file}: has no 'sha256' and 'pack'; remove it to import by {CONFIG}.")
+    if outside := next((name for name in hashes if Path(name).name != name), None):
+        raise PackError(f"{file}: names a file outside: {outside!r}.")
     return found
 
 
-def _is_unchanged(folder: Path, sidecar: dict) -> bool:
-    """Whether tensors and config are what was exported."""
-    return all(
-        sha256(plain_file(folder, name)) == digest for name, digest in sidecar["sha256"].items()
+def _is_unchanged(folder: Path, sidecar: dict, names: tuple[str, str]) -> bool:
+    """Whether tensors and config, and what else was noted, are what was exported."""
+    hashes = sidecar["sha256"]
+    return set(names) <= set(hashes) and all(
+        (folder / name).exists() and sha256(plain_file(folder, name)) == digest
+        for name, digest in hashes.items()
     )
 
 

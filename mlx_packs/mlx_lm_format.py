@@ -4,7 +4,6 @@ Names and shapes are a pack's own. mlx-lm has one rank and one scale for all mod
 padded with zeros to the largest rank, and scales that differ go into lora_b.
 """
 
-import math
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -12,7 +11,7 @@ import numpy as np
 
 from .adapters import ModuleSpec, Specs
 from .errors import PackError
-from .foreign import Foreign, Tensors, folded
+from .foreign import Foreign, Tensors, folded, hold_magnitudes, is_positive
 from .manifest import replaced_of
 from .pack import Pack
 from .runtime import mx
@@ -34,7 +33,7 @@ def check_config(config: dict, where: Path) -> None:
         raise PackError(f"{where}: fine_tune_type {kind!r} is not known; it must be lora or dora.")
     parameters = config.get("lora_parameters")
     scale = parameters.get("scale") if isinstance(parameters, dict) else None
-    if not isinstance(scale, (int, float)) or not math.isfinite(scale) or scale <= 0:
+    if not is_positive(scale):
         raise PackError(f"{where}: lora_parameters.scale must be a number above 0, but is "
                         f"{scale!r}.")  # fmt: skip
 
@@ -67,6 +66,8 @@ def read(
         found.tensors |= _cut(path, a, b, rank)
     if not found.scales:
         raise PackError(f"{where}: holds no adapter (no lora_a).")
+    if config.get("fine_tune_type") == "dora":
+        hold_magnitudes(found, where)
     return found
 
 

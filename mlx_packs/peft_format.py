@@ -15,7 +15,7 @@ from mlx.utils import tree_flatten
 
 from .adapters import Specs
 from .errors import PackError
-from .foreign import Foreign, Tensors, folded, scale_of
+from .foreign import Foreign, Tensors, folded, hold_magnitudes, is_positive, scale_of
 from .geometry import chooses
 from .loading import Base
 from .manifest import replaced_of
@@ -88,8 +88,29 @@ def check_config(config: dict, where: Path) -> None:
         )
     for key in ("lora_alpha", "r"):
         value = config.get(key)
-        if not isinstance(value, (int, float)) or not math.isfinite(value) or value <= 0:
+        if not is_positive(value):
             raise PackError(f"{where}: {key} must be a number above 0, but is {value!r}.")
+    for key in ("rank_pattern", "alpha_pattern"):
+        _check_pattern(config.get(key) or {}, key, where)
+
+
+def _check_pattern(pattern, key: str, where: Path) -> None:
+    if not isinstance(pattern, dict):
+        raise PackError(f"{where}: {key} must be a mapping, but is {pattern!r}.")
+    for expression, value in pattern.items():
+        try:
+            re.compile(expression)
+        except (re.error, RecursionError, OverflowError) as error:
+            raise PackError(f"{where}: {key}: {expression!r} is no expression: {error}.") from None
+        if not is_positive(value):
+            raise PackError(f"{where}: {key}: {expression!r} must be a number above 0, but is "
+                            f"{value!r}.")  # fmt: skip
+
+
+def _turned(name: str, tensor: mx.array, model_type: str) -> mx.array:
+    """A whole tensor as it lies on the other side: GPT-2's Conv1D has its weights as [in, out]."""
+    of_conv = model_type == "gpt2" and re.search(r"\.(c_attn|c_proj|c_fc)\.weight$", name)
+    return mx.contiguous(tensor.T) if of_conv and tensor.ndim == 2 else tensor
 
 
 def scale_in(config: dict, theirs: str, rank: int) -> float:
@@ -133,11 +154,13 @@ def read(tensors: Tensors, config: dict, model_type: str, where: Path) -> Foreig
                             "adapter has lora_A and lora_B.")  # fmt: skip
         else:
             bare = re.sub(r"\.(modules_to_save(\.default)?|base_layer)\.", ".", bare)
-            found.whole[path_here(bare, model_type)] = tensor
+            found.whole[path_here(bare, model_type)] = _turned(bare, tensor, model_type)
     if lonely := next((n for n in found.tensors if n.rpartition(".")[0] not in found.scales), None):
         raise PackError(f"{where}: {lonely.rpartition('.')[0]}: has no lora_A.")
     if not found.scales:
         raise PackError(f"{where}: holds no adapter (no lora_A).")
+    if config.get("use_dora"):
+        hold_magnitudes(found, where)
     return found
 
 
@@ -224,11 +247,11 @@ def write(pack: Pack) -> tuple[Tensors, dict, list[str]]:
     config, whole = _config(pack, model_type, specs), []
     for name in replaced_of(pack.manifest):
         path, _, parameter = name.rpartition(".")
-        there = path_there(path, model_type)
+        there, tensor = path_there(path, model_type), _turned(name, ours[name], model_type)
         if path in specs:  # an embedding that has an adapter as well
-            tensors[f"{_PREFIX}{there}.base_layer.{parameter}"] = ours[name]
+            tensors[f"{_PREFIX}{there}.base_layer.{parameter}"] = tensor
         else:
-            tensors[f"{_PREFIX}{there}.{parameter}"] = ours[name]
+            tensors[f"{_PREFIX}{there}.{parameter}"] = tensor
             whole.append(there)
     config["modules_to_save"] = sorted(set(whole)) or None
     return tensors, dict(sorted(config.items())), _notes(specs, config, whole)

@@ -1,6 +1,7 @@
 """packs export and import: PEFT's and mlx-lm's folders, to the byte and by numbers."""
 
 import json
+import math
 import re
 import shutil
 from pathlib import Path
@@ -388,6 +389,33 @@ def test_modules_to_save_are_carried_applied_and_merged_and_not_for_mlx_lm(bases
     assert is_the_same(Pack.open(tmp_path / "back"), pack)
 
 
+def test_whole_conv1d_weights_of_gpt2_are_turned_both_ways(bases, tmp_path):
+    path = "transformer.h.0.attn.c_attn"
+    own = mx.load(str(bases["gpt2"] / "model.safetensors"))
+    names = ["h.0.attn.c_proj.weight", "h.1.mlp.c_fc.weight"]  # [in, out]; the first is square
+    whole = {f"transformer.{n}": own[n] + 0.1 * mx.random.normal(own[n].shape) for n in names}
+    given = write_peft(tmp_path / "in", {path: 4}, {path: (64, 192)}, tensors=whole)
+    import_adapter(given, tmp_path / "pack", bases["gpt2"])
+    pack = Pack.open(tmp_path / "pack")
+    for name in whole:
+        ours = pack.load_tensors()[name.replace("transformer.", "model.")]
+        assert mx.array_equal(ours, whole[name].T).item()
+    merged(pack, bases["gpt2"], tmp_path / "out")
+    written = mx.load(str(tmp_path / "out" / "model.safetensors"))
+    assert all(mx.array_equal(written[n], whole[f"transformer.{n}"]).item() for n in names)
+    export_pack(pack, "peft", tmp_path / "peft")
+    found = mx.load(str(tmp_path / "peft" / "adapter_model.safetensors"))
+    assert all(mx.array_equal(found[PREFIX + n], whole[n]).item() for n in whole)
+
+
+def test_nan_proves_nothing(bases, tmp_path):
+    pack = pack_with(bases["qwen3"], tmp_path / "pack", rank=2, target_modules=("q_proj",))
+    tensors = {name: tensor * math.nan for name, tensor in pack.load_tensors().items()}
+    theirs = dict.fromkeys(pack.specs, lambda x: np.zeros((4, 128)))
+    with pytest.raises(PackError, match="computes other numbers"):
+        sharing.prove(pack.specs, tensors, theirs, tmp_path)
+
+
 def test_whole_tables_of_a_tied_base_must_be_one(bases, tmp_path):
     table = mx.random.normal((4096, 64), key=mx.random.key(5))
     both = {"lm_head.weight": table, "model.embed_tokens.weight": table}
@@ -445,6 +473,13 @@ def refused(folder: Path, out: Path, model, message: str) -> None:
         ({"alora_invocation_tokens": [3]}, "is switched on by tokens of the prompt"),
         ({"init_lora_weights": "pissa_niter_4"}, "belongs to weights that PEFT changed"),
         ({"lora_alpha": None}, "lora_alpha must be a number above 0"),
+        ({"alpha_pattern": {"q_proj": 0}}, "alpha_pattern: 'q_proj' must be a number above 0"),
+        ({"alpha_pattern": {"q_proj": -8}}, "alpha_pattern: 'q_proj' must be a number above 0"),
+        ({"alpha_pattern": {"q_proj": math.nan}}, "'q_proj' must be a number above 0, but is nan"),
+        ({"rank_pattern": {"q_proj": "8"}}, "rank_pattern: 'q_proj' must be a number above 0"),
+        ({"alpha_pattern": {"[": 8}}, r"alpha_pattern: '\[' is no expression"),
+        ({"alpha_pattern": ["q_proj"]}, "alpha_pattern must be a mapping"),
+        ({"use_dora": True}, "q_proj: is DoRA by adapter_config.json, but has no magnitudes"),
     ],
 )
 def test_kinds_that_cannot_be_converted_are_named_with_the_reason(config, message, bases, tmp_path):
@@ -470,7 +505,9 @@ def test_tensors_that_have_no_place_are_named(name, shape, message, bases, tmp_p
 
 
 def test_dora_on_an_embedding_is_refused(bases, tmp_path):
-    extra = {**embedding_adapter(), "model.embed_tokens.lora_magnitude_vector": mx.ones((64,))}
+    magnitudes = {"model.embed_tokens": mx.ones((64,)), Q0: mx.ones((128,))}
+    extra = embedding_adapter()
+    extra |= {f"{path}.lora_magnitude_vector": m for path, m in magnitudes.items()}
     folder = write_peft(tmp_path / "in", {Q0: 4}, SIZES, tensors=extra, use_dora=True)
     refused(folder, tmp_path / "pack", bases["qwen3"], "is DoRA on an embedding")
 
@@ -558,6 +595,10 @@ def test_full_fine_tuning_of_mlx_lm_and_its_other_tensors_are_refused(bases, tmp
     refused(folder, tmp_path / "x", bases["qwen3"], "weights of the base itself")
     (folder / "adapter_config.json").write_text(json.dumps({**config, "fine_tune_type": "lora"}))
     refused(folder, tmp_path / "x", bases["qwen3"], "is of a kind that cannot be converted")
+    tensors = {f"{Q0}.lora_a": mx.ones((64, 2)), f"{Q0}.lora_b": mx.ones((2, 128))}
+    mx.save_safetensors(str(folder / "adapters.safetensors"), tensors)
+    (folder / "adapter_config.json").write_text(json.dumps({**config, "fine_tune_type": "dora"}))
+    refused(folder, tmp_path / "x", bases["qwen3"], "q_proj: is DoRA by .* has no magnitudes")
     config["lora_parameters"] = {"alpha": 3}
     (folder / "adapter_config.json").write_text(json.dumps({**config, "fine_tune_type": "lora"}))
     refused(folder, tmp_path / "x", bases["qwen3"], "lora_parameters.scale must be a number")
@@ -594,6 +635,11 @@ def test_a_fold_that_cannot_be_undone_is_kept_beside_it(bases, tmp_path):
     header, _ = read_header(tmp_path / "out" / ORIGINALS)
     assert set(header) == {f"{s.path}.lora_b" for s in odd}
     assert sharing.factors(odd[0], odd[0].slices[0].scale) is None
+    (tmp_path / "out" / ORIGINALS).unlink()
+    assert not import_adapter(tmp_path / "out", tmp_path / "back", bases["qwen3"])["exported_here"]
+    note = json.loads((tmp_path / "out" / SIDECAR).read_text()) | {"sha256": {}}
+    (tmp_path / "out" / SIDECAR).write_text(json.dumps(note))
+    assert not import_adapter(tmp_path / "out", tmp_path / "two", bases["qwen3"])["exported_here"]
 
 
 def test_tables_that_peft_saved_but_left_alone_are_not_carried(bases, tmp_path):
