@@ -73,7 +73,7 @@ def replacements(
     made = []
     for path, parameters in by_path.items():
         module = _bare(modules.get(path))
-        if module is None or any(p not in module for p in parameters):
+        if module is None or not all(isinstance(module.get(p), mx.array) for p in parameters):
             raise PackError(f"{where}: {path}: the base has no such module to replace.")
         packed = isinstance(module, (*LINEARS, *EMBEDDINGS))
         mine = dense_module(module) if packed else copy.copy(module)

@@ -45,6 +45,8 @@ _KINDS = {
     "a finite number above 0": lambda v: _is_number(v) and v > 0,
     "a mapping": lambda v: isinstance(v, dict),
     "a list": lambda v: isinstance(v, list),
+    "a list of texts": lambda v: isinstance(v, list) and all(isinstance(x, str) for x in v),
+    "a list of integers": lambda v: isinstance(v, list) and all(_is_int(x, 0) for x in v),
     "a list with something in it": lambda v: isinstance(v, list) and bool(v),
     "a mapping or null": lambda v: v is None or isinstance(v, dict),
 }
@@ -81,6 +83,7 @@ _OPTIONAL = {
     "measured": "a mapping",
     "measured.created": "text",
     "gates": "a mapping",
+    "sum_of": "a list",
     "eval": "a mapping",
     "eval.split": "text",
     "eval.rows": "an integer of 0 or more",
@@ -155,18 +158,27 @@ def check_manifest(manifest: dict, with_files: bool = True) -> None:
     for name in (ADAPTERS, *files) if with_files else ():
         kinds = {"bytes": "an integer of 0 or more", "sha256": "text"}
         _hold_all(f"files.{name}", files.get(name, _MISSING), kinds)
+    for i, part in enumerate(manifest.get("sum_of") or ()):
+        _hold_all(f"sum_of[{i}]", part, {"pack": "text", "weight": "a number"})
+    for i, group in enumerate(manifest["adapters"]["groups"]):
+        _hold(f"adapters.groups[{i}]", group, "a list of texts")
     for i, module in enumerate(manifest["adapters"]["modules"]):
         _check_module(f"adapters.modules[{i}]", module)
     replaced = manifest["adapters"].get("replaced")
     _hold("adapters.replaced", [] if replaced is None else replaced, "a list")
     for i, tensor in enumerate(replaced or []):
-        _hold_all(f"adapters.replaced[{i}]", tensor, {"name": "text", "shape": "a list"})
+        where, kinds = f"adapters.replaced[{i}]", {"name": "text", "shape": "a list of integers"}
+        _hold_all(where, tensor, kinds)
+        if not tensor["name"].rpartition(".")[0]:
+            raise ValueError(f"{where}.name must be of a module's tensor, but is "
+                             f"{tensor['name']!r}")  # fmt: skip
 
 
 def check_quantization(key: str, q) -> None:
     """Hold what MLX needs to know of packed weights. Raises: ValueError naming the key."""
     _hold_all(key, q, {"bits": "an integer above 0", "group_size": "an integer above 0"})
     _hold(f"{key}.mode", q.get("mode", "affine"), "text")
+    _hold(f"{key}.keep", q.get("keep") or [], "a list of texts")
 
 
 def _check_module(key: str, module) -> None:

@@ -14,7 +14,15 @@ from pathlib import Path
 from . import runtime
 from .adapters import Attached, Specs, attach
 from .errors import PackError
-from .files import read_header, save_tensors, sha256, to_json, whole_folder, write_whole
+from .files import (
+    read_header,
+    read_tensors,
+    save_tensors,
+    sha256,
+    to_json,
+    whole_folder,
+    write_whole,
+)
 from .fixed import attach_fixed, is_fixed
 from .geometry import Heads, block_prefixes
 from .loading import (
@@ -35,6 +43,7 @@ from .manifest import (
     HUB_ID,
     MAIN,
     MANIFEST,
+    check_manifest,
     check_quantization,
     mlx_lm_config,
     model_card,
@@ -126,12 +135,7 @@ class Pack:
         """The adapters, after checking hashes and that every number is finite."""
         if self.tensors is None:
             self.verify()
-            read_header(self.path / ADAPTERS)
-            tensors = mx.load(str(self.path / ADAPTERS))
-            for name, tensor in tensors.items():
-                if not mx.isfinite(tensor).all().item():
-                    raise PackError(f"{self.path / ADAPTERS}: {name} holds NaN or infinity.")
-            self.tensors = tensors
+            self.tensors = read_tensors(self.path / ADAPTERS)
         return self.tensors
 
     @property
@@ -180,7 +184,7 @@ class Pack:
         """Write the pack's folder, whole or not at all.
 
         Raises: PackError if the folder holds something else than a pack, or a pack and not
-            ``overwrite``.
+            ``overwrite``, or if the manifest is none that can be opened.
         """
         folder = Path(path).expanduser()
         check_output(folder, overwrite)
@@ -198,6 +202,10 @@ class Pack:
             weight = files[ADAPTERS]["bytes"] / 1e6
             profile = {"profile": "lite" if weight <= LITE_MB else "heavy"}
             manifest = {**self.manifest, **profile, "files": files}
+            try:
+                check_manifest(manifest)
+            except ValueError as error:
+                raise PackError(f"{folder}: the manifest would be faulty ({error}).") from None
             (partial / MANIFEST).write_text(to_json(manifest), encoding="utf-8")
         self.path, self.manifest = folder, manifest
         return self
