@@ -22,13 +22,13 @@ from .display import QUIET, Display
 from .encoding import Examples, encode
 from .errors import PackError
 from .evaluation import Difference, RowScores, Scorer, columns_of, evaluation_rows
-from .gates import Gates, failures, judge, limits
+from .gates import Gates, failures, flag_of, judge, limits
 from .loading import Base
 from .loss import split_head
 from .pack import Pack
 from .packable import why_not_packed
-from .speed import Speed, answering_path, prompts_of, race
-from .swapping import carrying
+from .speed import Speed, answering_path, check_tokens, prompts_of, race
+from .swapping import carrying, hold_bare
 from .weighted import as_pack, check_distinct
 
 BATCH_SIZES = (1, 4, 8)
@@ -107,9 +107,10 @@ def evaluate_batch(
     held = limits(max_ppl_ratio=max_ppl_ratio, min_tps_ratio=min_tps_ratio, max_pack_mb=max_pack_mb)
     named = named_packs(packs)
     sizes = _sizes(batch_sizes)
-    _check_counts(limit, rounds)
-    if base.carried:
-        raise PackError(f"{base.name}: carries a pack already; leave `applied` first.")
+    _check_counts(limit, rounds, max_tokens)
+    if held and not named:
+        raise PackError(f"{flag_of(next(iter(held)))}: is a gate for packs, but there is no pack.")
+    hold_bare(base)
     opened = [pack for _, pack in named]
     for pack in opened:
         pack.check_base(base.name, base.fingerprint, base.config, base.quantization)
@@ -174,11 +175,12 @@ def _sizes(batch_sizes: Sequence[int]) -> list[int]:
     return list(batch_sizes)
 
 
-def _check_counts(limit: int, rounds: int) -> None:
+def _check_counts(limit: int, rounds: int, max_tokens: int) -> None:
     if limit == 0 or limit < -1:
         raise PackError(f"--limit must be positive, or -1 for all, but got {limit}.")
     if rounds < 1:
         raise PackError(f"--rounds {rounds}: must be 1 or more.")
+    check_tokens(max_tokens)
 
 
 def _sequence_length(given: int | None, packs: Sequence[Pack], base: Base, max_tokens: int) -> int:

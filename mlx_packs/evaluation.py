@@ -20,6 +20,7 @@ from .nn.lora import GroupedLoRA
 from .nn.quantized import apply_base_path, replace_modules
 from .pack import Pack
 from .runtime import mx
+from .swapping import hold_bare
 
 _FEATURES = ("chat_feature", "prompt_feature", "completion_feature", "text_feature")
 
@@ -184,8 +185,9 @@ def evaluate(
             is as the pack was trained.
         loss_on: what counts, as in training; None is what the pack was trained on, else the
             default of the format.   limit: at most so many batches.
-    Raises: PackError for unusable rows or a pack of another base.
+    Raises: PackError for unusable rows, a pack of another base, or a base that carries one.
     """
+    hold_bare(base)
     if limit == 0 or limit < -1:
         raise PackError(f"--limit must be positive, or -1 for all, but got {limit}.")
     if pack is not None and not isinstance(pack, Pack):

@@ -14,7 +14,7 @@ def limits(**given: float | None) -> dict[str, float]:
     """The limits that are set. Raises: PackError unless each is a positive number."""
     for name, limit in given.items():
         if limit is not None and not (math.isfinite(limit) and limit > 0):
-            raise PackError(f"{_flag(name)} {limit:g}: must be a positive number.")
+            raise PackError(f"{flag_of(name)} {limit:g}: must be a positive number.")
     return {name: limit for name, limit in given.items() if limit is not None}
 
 
@@ -31,7 +31,7 @@ def judge(limits: Mapping[str, float], values: Mapping[str, float]) -> Gates:
 def failures(gates: Gates, where: str = "") -> list[str]:
     """A line for each gate that failed; ``where`` says of what."""
     return [
-        f"gate {_flag(name)} failed{where and f' ({where})'}: {gate['value']:.6g} "
+        f"gate {flag_of(name)} failed{where and f' ({where})'}: {gate['value']:.6g} "
         f"{'>' if name.startswith('max') else '<'} {gate['limit']:g}"
         for name, gate in gates.items()
         if not gate["passed"]
@@ -47,5 +47,6 @@ def shown(gates: Gates) -> str:
     )
 
 
-def _flag(name: str) -> str:
+def flag_of(name: str) -> str:
+    """What a limit is called on the command line."""
     return "--" + name.replace("_", "-")

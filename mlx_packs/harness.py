@@ -7,7 +7,9 @@ https://github.com/EleutherAI/lm-evaluation-harness
 """
 
 import math
+import sys
 from collections.abc import Mapping, Sequence
+from contextlib import redirect_stdout
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +23,7 @@ from .generate import complete_batch
 from .loading import Base
 from .loss import split_head
 from .pack import Pack
-from .swapping import carrying
+from .swapping import carrying, hold_bare
 from .weighted import as_pack
 
 _ANSWER_TOKENS = 256  # the harness's own default, where a task names none
@@ -47,8 +49,10 @@ def evaluate_tasks(
         limit: at most so many questions of a task.
         task_path: folder with tasks of your own (YAML), besides those of the harness.
         chat: put questions into the base's chat template.
-    Raises: PackError if lm_eval is not installed, a task is not known, or the pack does not fit.
+    Raises: PackError if lm_eval is not installed, a task is not known, the pack does not fit, or
+        the base carries one.
     """
+    hold_bare(base)
     manager = _task_manager(tasks, task_path)
     if limit is not None and limit < 1:
         raise PackError(f"--limit {limit}: must be positive.")
@@ -87,10 +91,11 @@ def _run(base: Base, manager, tasks, num_fewshot, limit, batch_size, chat) -> di
     from lm_eval import simple_evaluate
 
     try:
-        done = simple_evaluate(
-            model=language_model(base, batch_size), tasks=list(tasks), num_fewshot=num_fewshot,
-            limit=limit, task_manager=manager, log_samples=False, apply_chat_template=chat,
-        )  # fmt: skip
+        with redirect_stdout(sys.stderr):  # the harness prints, and stdout is for results
+            done = simple_evaluate(
+                model=language_model(base, batch_size), tasks=list(tasks), num_fewshot=num_fewshot,
+                limit=limit, task_manager=manager, log_samples=False, apply_chat_template=chat,
+            )  # fmt: skip
     except (OSError, ConnectionError) as error:  # data that cannot be had from the hub
         reason = " ".join(str(error).split())[:300]
         raise PackError(f"--tasks {','.join(tasks)}: the data cannot be read: {reason}") from None

@@ -44,6 +44,12 @@ def answering_path(measured: str) -> str:
     return measured if on_cpu() else "quantized"
 
 
+def check_tokens(max_tokens: int) -> None:
+    """Raises: PackError for answers that are too short to have a speed."""
+    if max_tokens < 2:
+        raise PackError(f"--max-tokens {max_tokens}: must be 2 or more.")
+
+
 def race(
     base: Base,
     packs: Sequence[Pack | None],
@@ -58,8 +64,7 @@ def race(
     Each is run once to warm up; then they take turns, forth and back, so that a machine that slows
     down or speeds up favours none.
     """
-    if max_tokens < 2:
-        raise PackError(f"--max-tokens {max_tokens}: must be 2 or more.")
+    check_tokens(max_tokens)
     found: list[list[_Run]] = [[] for _ in packs]
     order = list(range(len(packs)))
     for number in range(rounds + 1):

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import mlx.nn as nn
 
 from .adapters import Attached
+from .errors import PackError
 from .loading import Base
 from .nn.quantized import apply_base_path, replace_modules
 from .pack import Pack
@@ -80,6 +81,12 @@ def swap_in(base: Base, pack: Pack | None, base_path: str = "quantized") -> None
         raise
 
 
+def hold_bare(base: Base) -> None:
+    """Raises: PackError if a base carries a pack: it could not be measured alone."""
+    if base.carried:
+        raise PackError(f"{base.name}: carries a pack already; leave `applied` first.")
+
+
 @contextmanager
 def carrying(base: Base, pack: Pack | None, base_path: str = "quantized") -> Iterator[None]:
     """The base with a pack, or alone, its frozen weights multiplied by ``base_path``."""
@@ -99,6 +106,7 @@ def _put_on(base: Base, pack: Pack, base_path: str) -> None:
     if frame is None or base_path != "quantized":
         attached = pack.attach(base, base_path)
         frame = Frame(pack.beyond_lora, attached, *attached.standing())
+        mx.eval([module.parameters() for _, module in frame.modules])  # DoRA's norms
     else:
         frame.attached.load(pack.load_tensors(), pack.name)
         base.frames.remove(frame)

@@ -287,6 +287,7 @@ def test_limits_must_be_positive_numbers(limit):
         (("--pack", "a", "--rounds", "0"), "--rounds 0: must be 1 or more"),
         (("--pack", "a", "--limit", "0"), "--limit must be positive"),
         (("--pack", "a", "--max-ppl-ratio", "0"), "--max-ppl-ratio 0: must be a positive number"),
+        (("--min-tps-ratio", "0.5"), "--min-tps-ratio: is a gate for packs, but there is no pack"),
         (("--pack", "a", "--csv", "no/x.csv"), "--csv no/x.csv: there is no folder no"),
         (("--pack", "a", "--csv", "rows"), "--csv rows: is a folder"),
         (("--data", "empty.jsonl"), "empty.jsonl"),
@@ -294,7 +295,8 @@ def test_limits_must_be_positive_numbers(limit):
         (("--pack", "stranger"), "was trained on tiny (fingerprint ffffffffffff), but tiny is"),
     ],
 )
-def test_eval_batch_refuses_in_one_line(here, run, args, message):
+def test_eval_batch_refuses_in_one_line(here, run, args, message, monkeypatch):
+    monkeypatch.delattr(comparison, "_score_all")  # before anything is scored
     Path("empty.jsonl").write_text("")
     if not Path("stranger").exists():
         shutil.copytree("a", "stranger")

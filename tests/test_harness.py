@@ -8,7 +8,7 @@ import mlx.nn as nn
 import pytest
 from test_swapping import random_pack
 
-from mlx_packs import evaluate_tasks, load_base
+from mlx_packs import evaluate, evaluate_tasks, load_base
 from mlx_packs.errors import PackError
 from mlx_packs.evaluation import Scorer
 from mlx_packs.harness import _figures, _until, language_model, log_likelihoods
@@ -109,6 +109,7 @@ def stand_in(monkeypatch):
         prefix_token_id = 0
 
     def simple_evaluate(model, tasks, **options):
+        print("bootstrapping for stddev: known")  # as the harness does
         requests = [((), [5, 6], [7]), ((), [8], [9, 10])]
         scored = model._loglikelihood_tokens(requests)
         ask = [SimpleNamespace(args=("He was a", {"until": ["."], "max_gen_toks": 4}))]
@@ -148,6 +149,19 @@ def test_evaluate_tasks_scores_base_and_pack(base, stand_in):
 def test_evaluate_tasks_refuses_in_one_line(base, stand_in, how, message):
     with pytest.raises(PackError, match=message):
         evaluate_tasks(base, None, **how)
+
+
+def test_eval_tasks_prints_json_alone_on_stdout(stand_in, run):
+    code, out, err = run("eval-tasks", "--tasks", "known", "--json")
+    assert (code, set(json.loads(out)["known"])) == (0, {"nll"}) and "bootstrapping" in err
+
+
+def test_a_base_that_carries_a_pack_is_not_taken_for_the_base(base, stand_in):
+    with base.applied(random_pack(base, 0)):
+        with pytest.raises(PackError, match="carries a pack already"):
+            evaluate_tasks(base, None, ["known"])
+        with pytest.raises(PackError, match="carries a pack already"):
+            evaluate(base, None, limit=1)
 
 
 def test_sampled_answers_are_refused(base, stand_in):

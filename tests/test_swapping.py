@@ -11,6 +11,7 @@ from mlx_packs import LoRAConfig, Pack, load_base, weighted_sum
 from mlx_packs.adapters import attach, delta_of
 from mlx_packs.errors import PackError
 from mlx_packs.loading import Base
+from mlx_packs.nn.fixed import DoRALinear
 from mlx_packs.runtime import mx
 from mlx_packs.weighted import open_weighted
 
@@ -305,6 +306,23 @@ def test_what_a_pack_brings_whole_goes_with_it(base, packs):
         with base.applied(plain):
             assert mx.array_equal(logits(base), expected).item()
     assert mx.array_equal(logits(base), alone).item()
+
+
+def test_a_swap_leaves_nothing_of_dora_to_the_first_forward(base, packs):
+    lora = packs["a"]
+    modules, tensors = [], dict(lora.load_tensors())
+    for module in lora.manifest["adapters"]["modules"]:
+        modules.append({**module, "kind": "dora"})
+        tensors[f"{module['path']}.m"] = mx.ones((module["slices"][0]["width"],))
+    adapters = {**lora.manifest["adapters"], "modules": modules}
+    base.swap_pack(Pack({**lora.manifest, "adapters": adapters}, tensors))
+    try:
+        made = [m.magnitude for m in base.model.modules() if isinstance(m, DoRALinear)]
+        before = mx.get_active_memory()
+        mx.eval(made)
+        assert made and mx.get_active_memory() == before
+    finally:
+        base.swap_pack(None)
 
 
 def test_weighted_sum_refuses_what_cannot_be_added(base, packs, tmp_path):
