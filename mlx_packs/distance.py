@@ -18,6 +18,7 @@ import numpy as np
 from .adapters import ModuleSpec
 from .base_files import quantization_name
 from .errors import PackError
+from .manifest import ADAPTERS, replaced_of
 from .pack import Pack
 from .runtime import mx
 
@@ -78,13 +79,14 @@ def diff(a: str | Path | Pack, b: str | Path | Pack) -> dict:
         sums.setdefault(_layer(path), []).append(apart)
         ranks = {"rank_a": spec[0].rank if spec[0] else 0, "rank_b": spec[1].rank if spec[1] else 0}
         modules.append({"path": path, **ranks, **apart.to_json(), **overlap})
-    for spec, found in zip(specs, tensors, strict=True):
-        factors = {f"{path}.{factor}" for path in spec for factor in ("lora_a", "lora_b")}
-        for name in sorted(set(found) - factors):
+    for pack, spec, found in zip(packs, specs, tensors, strict=True):
+        refused |= dict.fromkeys(replaced_of(pack.manifest), "is brought whole")
+        parts = {name for path in spec for name in spec[path].shapes}
+        for name in sorted(set(found) - parts - set(refused)):
             refused[name] = "is no factor of a LoRA"
     if not modules:
         path, reason = next(iter(refused.items()))
-        raise PackError(f"{packs[0].path} and {packs[1].path}: no projection of one fits: "
+        raise PackError(f"{packs[0].name} and {packs[1].name}: no projection of one fits: "
                         f"{path} is {reason}.")  # fmt: skip
     layers = {name: sum(parts, _Apart()) for name, parts in sums.items()}
     shared = _shared(*packs)
@@ -186,6 +188,10 @@ def _mean_overlap(modules: Iterable[dict]) -> dict:
 
 def _unlike(a: ModuleSpec | None, b: ModuleSpec | None) -> str | None:
     """Why two adapters of one path cannot be compared; None if they can."""
+    kinds = [spec.kind for spec in (a, b) if spec]
+    if "dora" in kinds or len(set(kinds)) > 1:
+        named = [f"{spec.kind} in {of}" for spec, of in ((a, "A"), (b, "B")) if spec]
+        return ", ".join(named) + (": its delta is of the base too" if "dora" in kinds else "")
     if a is None or b is None:
         return None
     shapes = [(s.in_features, sum(s.widths), s.experts) for s in (a, b)]
@@ -212,7 +218,7 @@ def _reading_order(path: str) -> list:
 def _facts(pack: Pack) -> dict:
     base = pack.manifest["base"]
     ranks = sorted({s.rank for spec in pack.specs.values() for s in spec.slices if s.rank})
-    return {"pack": str(pack.path), "base": base["id"], "fingerprint": base["fingerprint"],
+    return {"pack": pack.name, "base": base["id"], "fingerprint": base["fingerprint"],
             "ranks": ranks, "parameters": pack.manifest["adapters"]["parameters"]}  # fmt: skip
 
 
@@ -233,8 +239,15 @@ def _shared(a: Pack, b: Pack) -> dict[str, dict]:
     keys = [k for k in {**recipes[0], **recipes[1]} if recipes[0].get(k) != recipes[1].get(k)]
     hold("recipe", *({k: recipe.get(k) for k in keys} for recipe in recipes))
     hold("versions", *(pack.part("versions") for pack in (a, b)))
-    hold("adapters", *(pack.manifest["files"]["adapters.safetensors"]["sha256"] for pack in (a, b)))
+    hold("adapters", *(_adapters_hash(pack) for pack in (a, b)))
+    if found["adapters"]["a"] is None:  # neither of two sums lies on a disk
+        found["adapters"]["same"] = a.identity == b.identity
     return found
+
+
+def _adapters_hash(pack: Pack) -> str | None:
+    """Of the file; None if there is none, as of a sum."""
+    return pack.manifest.get("files", {}).get(ADAPTERS, {}).get("sha256")
 
 
 def _targets(pack: Pack) -> list[str]:
@@ -264,8 +277,9 @@ def lines(report: dict) -> list[str]:
     for name, key in (("A", "only_in_a"), ("B", "only_in_b")):
         if paths := report[key]:
             shown.append(f"only {name}  {len(paths)} projections: {_some(paths)}")
-    for path, reason in list(report["not_comparable"].items())[:3]:
-        shown.append(f"unlike  {path}: {reason}")
+    if refused := report["not_comparable"]:
+        shown += [f"unlike  {path}: {reason}" for path, reason in list(refused.items())[:3]]
+        shown.append(f"unlike  {len(refused)} in all, which are in no figure above")
     if chances := [m["chance"] for m in report["modules"] if m["chance"]]:
         read, written = np.mean(chances, axis=0)
         shown.append(f"overlap of what is read/written: 1 same, {read:.2f}/{written:.2f} by chance")

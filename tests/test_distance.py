@@ -194,6 +194,33 @@ def test_what_is_no_factor_is_named(tmp_path):
     assert f"unlike  {Q}.m: is no factor of a LoRA" in "\n".join(lines(report))
 
 
+def test_what_is_no_plain_delta_is_in_no_figure(tmp_path):
+    """DoRA and LoRA of the same factors are not the same, whatever A @ B says."""
+    slices, norm = [("q_proj", 40, 3, 6.0)], {"model.norm.weight": np.ones(24, np.float32)}
+    plain = factors(Q, 24, 3, 40, 1) | factors(DOWN, 24, 3, 40, 2)
+    a = make(tmp_path / "a", {Q: (24, slices, {}), DOWN: (24, slices, {})}, plain)
+    dora = plain | norm | {f"{Q}.m": np.ones(40, np.float32)}
+    modules = {Q: (24, slices, {"kind": "dora"}), DOWN: (24, slices, {})}
+    b = make(tmp_path / "b", modules, dora)
+    b.manifest["adapters"]["replaced"] = [{"name": "model.norm.weight", "shape": [24]}]
+    report = mp.diff(a, b)
+    assert [m["path"] for m in report["modules"]] == [DOWN]
+    assert report["not_comparable"] == {
+        Q: "lora in A, dora in B: its delta is of the base too",
+        "model.norm.weight": "is brought whole",
+    }
+    assert "unlike  2 in all, which are in no figure above" in lines(report)
+
+
+def test_a_sum_is_compared_too(tmp_path):
+    a = lone(tmp_path / "a", 3, 1)
+    half, other = (mp.weighted_sum([(a, weight)]) for weight in (0.5, 2.0))
+    report = mp.diff(half, a)
+    assert report["a"]["pack"] == "0.5 a" and close(report["total"]["relative"], 1.0)
+    assert not mp.diff(half, other)["shared"]["adapters"]["same"]
+    assert mp.diff(half, half)["shared"]["adapters"]["same"]
+
+
 def test_diff_refuses_a_damaged_pack_in_one_line(tmp_path, run):
     write_pack(tmp_path / "a")
     data = bytearray((tmp_path / "a" / "adapters.safetensors").read_bytes())
