@@ -30,7 +30,7 @@ from .evaluation import columns_of
 from .files import sha256
 from .loading import Base
 from .manifest import ADAPTERS, spec_json
-from .merge import Change, dense_weight, modules_of
+from .merge import Change, check_max_drift, dense_weight, modules_of
 from .nn.lora import adapter_key
 from .pack import Pack, check_output, grouped, manifest_of, versions_line
 from .runtime import mx
@@ -202,8 +202,7 @@ def _check_request(packs, method, rank, density, max_drift) -> None:
         raise PackError(f"--density: not with --method {method}.")
     if density is not None and not 0 < density <= 1:
         raise PackError(f"--density must be above 0 and at most 1, but is {density}.")
-    if max_drift is not None and not max_drift >= 0:
-        raise PackError(f"--max-drift must be 0 or more, but is {max_drift}.")
+    check_max_drift(max_drift)
 
 
 def _deltas(opened, method: str, density: float, seed: int) -> dict[str, mx.array]:

@@ -88,15 +88,14 @@ def merge_pack(
             is a tenth of the KL that the pack itself makes, and 0.02 at most.
         data: rows to measure on, at most ``rows`` of them.
     Returns: what `packs merge --json` prints. With ``passed`` false nothing is written, and
-        ``passes`` names the cheapest way that would pass.
+        ``passes`` names the cheapest way that would pass (``affine8``, ``none --dtype float32``).
     Raises: PackError if the pack is not of this base, cannot be merged, or ``out`` is no place.
     """
     if requantize not in REQUANTIZE:
         raise PackError(f"--requantize {requantize}: must be one of {', '.join(REQUANTIZE)}.")
     if dtype not in _DTYPES:
         raise PackError(f"--dtype {dtype}: must be one of {', '.join(_DTYPES)}.")
-    if max_drift is not None and not max_drift >= 0:
-        raise PackError(f"--max-drift must be 0 or more, but is {max_drift}.")
+    check_max_drift(max_drift)
     started, display = time.monotonic(), display or Display(QUIET)
     pack = pack if isinstance(pack, Pack) else Pack.open(pack)
     source, _ = pack.check_checkpoint(model)
@@ -167,12 +166,13 @@ def measured(
     tried, limit = {requantize: found.kl_mean}, found.limit(max_drift)
     if found.kl_mean <= limit:
         return found, tried, requantize
-    for finer in _finer(requantize):
-        tried[finer] = drift_of(
-            _planned(pack, model, finer, dtype, trust_remote_code).changes
-        ).kl_mean
-        if tried[finer] <= limit:
-            return found, tried, finer
+    ways = {finer: (finer, dtype) for finer in _finer(requantize)}
+    if any(change.weight.dtype != mx.float32 for change in planned.changes):
+        ways["none --dtype float32"] = ("none", "float32")
+    for way, how in ways.items():
+        tried[way] = drift_of(_planned(pack, model, *how, trust_remote_code).changes).kl_mean
+        if tried[way] <= limit:
+            return found, tried, way
     return found, tried, None
 
 
@@ -181,6 +181,12 @@ def _finer(requantize: str) -> tuple[str, ...]:
     if requantize not in _CHEAPEST_FIRST:
         return _CHEAPEST_FIRST
     return _CHEAPEST_FIRST[_CHEAPEST_FIRST.index(requantize) + 1 :]
+
+
+def check_max_drift(max_drift: float | None) -> None:
+    """Raises: PackError for what is no limit; JSON has no infinity either."""
+    if max_drift is not None and not 0 <= max_drift < math.inf:
+        raise PackError(f"--max-drift must be a number of 0 or more, but is {max_drift}.")
 
 
 def _adapters_hash(pack: Pack) -> str | None:
@@ -210,10 +216,8 @@ def _planned(pack: Pack, model: str | Path, requantize: str, dtype: str, trust: 
     packings: dict[str, Packing | None] = {}
     recipe = Recipe()
     if on_loading != "none":  # the pack was trained on what the dense checkpoint becomes
-        q = pack.manifest["base"]["quantization"]
-        recipe = Recipe(
-            packing_named(on_loading, bool(q.get("double_quant", True))), tuple(q.get("keep", ()))
-        )
+        options = pack.quantize_options
+        recipe = Recipe(packing_named(on_loading, options["double_quant"]), options["keep"])
         for path, how in packings_of(base.model, recipe)[0].items():
             weights[path] = _rounded(modules[path].weight, how)
             packings[path] = how if requantize == "same" else None

@@ -259,17 +259,21 @@ class Pack:
             return "none"
         return _quantize_mode(self.manifest["base"]["quantization"])
 
+    @property
+    def quantize_options(self) -> dict:
+        """What `load_base` needs beside the mode of `quantize_for`."""
+        q = self.manifest["base"]["quantization"] or {}
+        return {"double_quant": bool(q.get("double_quant")), "keep": tuple(q.get("keep") or ())}
+
     def load_base(self, model: str | Path = TINY, trust_remote_code: bool = False) -> Base:
         """Load the pack's base, checked from headers first and quantized as the pack was trained.
 
         Raises: PackError if it is another base.
         """
         _, config = self.check_checkpoint(model)
-        q = self.manifest["base"]["quantization"] or {}
         return load_base(
-            model, self.quantize_for(config), trust_remote_code,
-            double_quant=bool(q.get("double_quant")), keep=q.get("keep", ()),
-        )  # fmt: skip
+            model, self.quantize_for(config), trust_remote_code, **self.quantize_options
+        )
 
     def attach(self, base: Base, base_path: str = "quantized") -> Attached:
         """Attach this pack to its base. Raises: PackError if it does not fit."""

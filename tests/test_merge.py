@@ -267,6 +267,16 @@ def test_a_limit_that_is_said_stands(faint, tmp_path, run):
     assert run(*args, "--out", tmp_path / "a", "--max-drift", "1")[0] == 0
 
 
+def test_a_dense_merge_that_16_bits_would_spoil_names_float32(faint, tmp_path, run):
+    base, pack = faint
+    args = ("merge", pack.path, "--model", base, "--rows", 2, "--out", tmp_path / "out",
+            "--dtype", "bfloat16", "--max-drift", "3e-7", "--json")  # fmt: skip
+    code, out, err = run(*args)
+    assert code == 1 and json.loads(out)["passes"] == "none --dtype float32"
+    assert "--requantize none --dtype float32 passes" in err
+    assert run(*args, "--dtype", "float32")[0] == 0
+
+
 @pytest.mark.parametrize("out", ["base", ".", "pack", "base/../base"])
 def test_no_base_pack_or_folder_above_is_written_over(faint, out, tmp_path, run):
     base, pack = faint
@@ -289,7 +299,8 @@ def test_bad_requests_and_another_base_are_named(faint, tmp_path):
     for options, message in (
         ({"requantize": "int4"}, "--requantize int4"),
         ({"dtype": "int8"}, "--dtype int8"),
-        ({"max_drift": float("nan")}, "--max-drift must be 0 or more"),
+        ({"max_drift": float("nan")}, "--max-drift must be a number of 0 or more"),
+        ({"max_drift": float("inf")}, "--max-drift must be a number of 0 or more"),
     ):
         with pytest.raises(PackError, match=message):
             merge_pack(pack, base, tmp_path / "out", **options)
