@@ -18,7 +18,7 @@ import click
 
 from . import options
 from .config import MEMORY_SETTINGS, LoRAConfig, TrainConfig
-from .errors import Interrupted, PackError, did_you_mean
+from .errors import Interrupted, PackError, did_you_mean, printable
 
 
 class _Commands(click.Group):
@@ -55,8 +55,11 @@ def packs():
 
 def _print(value: dict | list, as_json: bool, lines: list[str]) -> None:
     """The object, or lines about it; what a stranger's manifest says cannot steer a terminal."""
-    text = re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", "?", "\n".join(lines))
-    click.echo(json.dumps(value, indent=2, ensure_ascii=False) if as_json else text)
+    if not as_json:
+        click.echo("\n".join(map(printable, lines)))
+        return
+    text = json.dumps(value, indent=2, ensure_ascii=False)
+    click.echo(re.sub(r"[\x7f-\x9f]", lambda control: f"\\u{ord(control[0]):04x}", text))
 
 
 @packs.command()
@@ -296,10 +299,12 @@ def generate(model, packs, prompt, system, raw, max_tokens, temp, seed, trust_re
 @click.option("--model", required=True, metavar="M", help="Dense checkpoint: folder or hub id.")
 @click.option("--out", required=True, metavar="DIR", help="Folder to write.")
 @click.option("--mode", type=click.Choice(["nf4", "affine"]), default="nf4", show_default=True)
-@click.option("--no-double-quant", is_flag=True, help="nf4: absmax in float32, not 8 bits.")
-@click.option("--block", type=int, metavar="N", help="nf4: weights that share an absmax. [64]")
+@click.option("--double-quant/--no-double-quant", default=None,
+              help="nf4: absmax in 8 bits, or in float32. [double]")  # fmt: skip
 @click.option("--bits", type=int, metavar="N", help="affine: 2, 3, 4, 5, 6 or 8. [4]")
-@click.option("--group-size", type=int, metavar="N", help="affine: 32, 64 or 128. [64]")
+@click.option("--group-size", type=int, metavar="N",
+              help="Weights that share a scale: 32, 64 or 128, nf4 256 too. [64]")  # fmt: skip
+@click.option("--block", type=int, metavar="N", help="nf4: another name of --group-size.")
 @click.option(
     "--keep", default="", metavar="NAMES", help="Modules left dense: leaf or path, comma."
 )
@@ -311,7 +316,7 @@ def generate(model, packs, prompt, system, raw, max_tokens, temp, seed, trust_re
 @click.option("--overwrite", is_flag=True, help="Replace DIR if it is there.")
 @options.trust_remote_code()
 @click.option("--json", "as_json", is_flag=True, help="Print the report.")
-def quantize(model, out, mode, no_double_quant, block, bits, group_size, keep, bits_for, format,
+def quantize(model, out, mode, double_quant, block, bits, group_size, keep, bits_for, format,
              max_shard_gb, overwrite, trust_remote_code, as_json):  # fmt: skip
     """Write a 4-bit (or 2- to 8-bit) copy of a checkpoint.
 
@@ -323,14 +328,15 @@ def quantize(model, out, mode, no_double_quant, block, bits, group_size, keep, b
     from .quantize import Recipe
     from .quantize import quantize as write
 
-    of_nf4 = {"--block": block, "--no-double-quant": no_double_quant or None}
-    of_affine = {"--bits": bits, "--group-size": group_size}
-    others = of_affine if mode == "nf4" else of_nf4
+    double = "--no-double-quant" if double_quant is False else "--double-quant"
+    others = {"--bits": bits} if mode == "nf4" else {"--block": block, double: double_quant}
     if misplaced := [flag for flag, value in others.items() if value is not None]:
         raise PackError(f"{', '.join(misplaced)}: not with --mode {mode}.")
-    size = block if mode == "nf4" else group_size
+    if None not in (block, group_size) and block != group_size:
+        raise PackError(f"--block {block}: is --group-size by another name, which is {group_size}.")
+    size = group_size if block is None else block
     packing = Packing(
-        mode, 4 if bits is None else bits, 64 if size is None else size, not no_double_quant
+        mode, 4 if bits is None else bits, 64 if size is None else size, double_quant is not False
     )
     recipe = Recipe(
         packing,
@@ -637,7 +643,8 @@ def push(pack, repo, private, revision, license, as_json):
     """Upload a pack to the Hugging Face Hub.
 
     REPO is owner/name. The pack is checked first; what is uploaded is what lies in its folder, so
-    a licence or a card without the Hub's metadata is written there before.
+    a licence or a card without the Hub's metadata is written there before. A pack that was pulled
+    stays as it is, and a copy is changed.
     """
     from .display import Display
     from .publish import push
@@ -800,7 +807,7 @@ def _is_out_of_memory(error: Exception) -> bool:
 
 
 def _fail(message: str) -> None:
-    click.echo(f"packs: {message}", err=True)
+    click.echo(f"packs: {printable(message)}", err=True)
     sys.exit(2)
 
 

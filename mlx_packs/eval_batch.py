@@ -19,7 +19,7 @@ from .comparison import (
     named_packs,
 )
 from .display import Display
-from .errors import PackError
+from .errors import PackError, printable
 from .files import write_whole
 from .loading import load_base
 from .manifest import shown_perplexity
@@ -71,7 +71,7 @@ def command(more, model, packs, data, split, sizes, csv_file, trust_remote_code,
     if as_json:
         click.echo(json.dumps([one.to_json() for one in found], indent=2, ensure_ascii=False))
     else:
-        click.echo("\n".join(_lines(found, csv_path)))
+        click.echo("\n".join(map(printable, _lines(found, csv_path))))
     options.exit_by(failed(found))
 
 

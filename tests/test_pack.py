@@ -282,6 +282,13 @@ def test_save_refuses_what_could_not_be_opened(made, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize(("more", "double"), [({}, False), ({"double_quant": True}, True)])
+def test_double_quantization_is_what_the_manifest_says_and_else_single(pack, more, double):
+    nf4 = {"mode": "nf4", "bits": 4, "group_size": 64, "keep": None, **more}
+    edit(pack, _set("base.quantization", nf4))
+    assert Pack.open(pack).quantize_options == {"double_quant": double, "keep": ()}
+
+
 def test_a_pack_that_is_open_is_called_by_its_folder_whatever_its_manifest_says(pack):
     edit(pack, _set("sum_of", None))
     assert Pack.open(pack).name == str(pack)

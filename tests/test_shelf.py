@@ -11,6 +11,7 @@ from test_hub import BASE, EVAL, write_pack
 
 import mlx_packs as mp
 from mlx_packs import Pack
+from mlx_packs.display import Display
 from mlx_packs.errors import PackError
 
 MEASURED = {"created": "2026-11-21T10:00:00Z"}
@@ -81,6 +82,22 @@ def test_a_manifest_cannot_steer_the_terminal(tmp_path, run, monkeypatch, comman
         write_pack(tmp_path / name, base=BASE | {"id": "x\x1b[2Jy"})
     code, out, _ = run(*command)
     assert code == 0 and "x?[2Jy" in out and "\x1b" not in out
+
+
+def test_a_manifest_cannot_steer_the_terminal_by_errors_json_or_new_lines(
+    tmp_path, run, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    write_pack(tmp_path / "p", base=BASE | {"id": "x\x1b[2J\n\x9by", "model_type": "qwen3\x7f"})
+    code, out, err = run("apply", "p", "--dry-run")
+    assert (code, out) == (2, "") and "qwen3? (x?[2J??y)" in err and err.count("\n") == 1
+    assert "x?[2J??y" in run("inspect", "p")[1]
+    out = run("inspect", "p", "--json")[1]
+    assert json.loads(out)["base"]["id"] == "x\x1b[2J\n\x9by"
+    assert not {"\x1b", "\x7f", "\x9b"} & set(out)
+    capsys.readouterr()
+    Display().line("base", "x\x1b[2J\n\x9by")
+    assert capsys.readouterr().err == "base    x?[2J??y\n"
 
 
 def test_list_says_so_when_there_is_nothing(tmp_path, run, monkeypatch):
