@@ -173,7 +173,11 @@ def test_modules_to_save_and_embeddings_of_peft(base, tmp_path):
     gpt2, tied = base.name == "gpt2", base.name in ("gpt2", "tied")
     table = "wte" if gpt2 else "embed_tokens"
     targets = [*TARGETS.get(base.name, ALL), table]
-    whole = ["ln_f"] if gpt2 else ["norm"] if tied else ["lm_head", "norm"]
+    if gpt2:  # a square Conv1D and one that is not come whole
+        targets = ["c_attn", "mlp.c_fc", table]
+    whole = (
+        ["ln_f", "attn.c_proj", "mlp.c_proj"] if gpt2 else ["norm"] if tied else ["lm_head", "norm"]
+    )
     theirs = peft_folder(base, tmp_path / "in", target_modules=targets, modules_to_save=whole)
     import_adapter(tmp_path / "in", tmp_path / "pack", base)
     pack = Pack.open(tmp_path / "pack")
