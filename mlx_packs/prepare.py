@@ -29,6 +29,7 @@ from .plan import (
     base_paths,
     estimate_batches,
     fit,
+    fitted,
     is_packed,
     least,
     read_checkpoint,
@@ -206,15 +207,21 @@ def plan_paths(
         examples, train.batch_size, train.max_seq_length, train.seed, train.iters, train.packing,
         compiled_shapes(train, examples),
     )  # fmt: skip
+    memory = runtime.total_memory()
     try:
         plans = {
-            path: estimate_batches(base.config, tensors, lora, loaded, path, shapes)
+            path: fitted(
+                lambda run, path=path: estimate_batches(
+                    base.config, tensors, lora, run, path, shapes
+                ),
+                loaded,
+                memory,
+            )
             for path in base_paths(tensors, loaded)
         }
     except PackError as error:
         display.line("plan", f"{error} Memory is not checked.")
         return {}
-    memory = runtime.total_memory()
     for wanted in ("fits", "tight"):
         if found := {p: plan for p, plan in plans.items() if fit(plan, memory) == wanted}:
             return found
@@ -231,7 +238,9 @@ def plan_paths(
         path = less.base_path
         return estimate_batches(base.config, tensors, lora, less, path, cut).peak_bytes
 
-    taken = dataclasses.replace(loaded, base_path=cheapest.base_path)
+    taken = dataclasses.replace(
+        loaded, base_path=cheapest.base_path, recompute=cheapest.recompute, grad_checkpoint=False
+    )
     raise _too_large(cheapest, remedies(peak, lora, taken, not is_packed(tensors)))
 
 
@@ -296,7 +305,7 @@ def show_plan(base: Base, lora: LoRAConfig, plan: MemoryPlan, display: Display) 
     method = "QLoRA" if base.quantization else "LoRA"
     display.line(
         "plan",
-        f"{method} r{lora.rank} · {plan.adapter_weights:,} weights · "
+        f"{method} r{lora.rank} · {plan.adapter_weights:,} weights · recompute {plan.recompute} · "
         f"{size(plan.peak_bytes)} of {size(memory)} (estimate ± {ERROR:.0%})",
     )
     warnings = {"tight": f"tight: {ERROR:.0%} more would not fit", "no": "does not fit; forced"}

@@ -173,7 +173,10 @@ def train_pack(
         at_work = base_paths_at_work(attached, choice)
         if resume_adapter_file is not None:
             load_adapters(attached, Path(resume_adapter_file))
-        attached.recompute(train.recomputes)
+        policy = train.recomputes
+        if policy == "auto":
+            policy = plan.recompute if plan else "selective"  # what it needs is not known then
+        attached.recompute(policy)
         head = split_head(base.model)
         if train.packing:
             prepare_packing(attached, head, train.max_seq_length, base.vocab_size)
@@ -234,6 +237,7 @@ def train_pack(
         "pack_mb": pack.size_mb,
         "base_path": choice.base_path,
         "base_paths_at_work": at_work,
+        "recompute": policy,
         "ops": _backend.record(),
         "plan_peak_gb": plan_peak_gb,
         "batch_shapes": learned.batch_shapes,

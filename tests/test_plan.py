@@ -153,7 +153,9 @@ def test_more_work_takes_more_and_recomputing_less():
     assert peak() < peak({"rank": 64})
     assert peak({"num_layers": 2}) < peak()
     assert peak({"target_modules": ("q_proj", "v_proj")}) < peak()
-    assert peak(grad_checkpoint=True) < peak() < peak(recompute="none")
+    assert (
+        peak(grad_checkpoint=True) < peak(recompute="selective") < peak(recompute="none") == peak()
+    )
     assert peak() < peak(base_path="dense")
 
 
@@ -213,8 +215,9 @@ def given_up(memory: float, asked=frozenset()) -> tuple:
 
 
 def test_batch_gives_way_before_time_length_and_rank():
-    assert given_up(256) == (16, 2048, "selective", 4)
-    assert given_up(60) == (16, 2048, "selective", 2)
+    assert given_up(256) == (16, 2048, "none", 4)
+    assert given_up(60) == (16, 2048, "none", 2)
+    assert given_up(30) == (16, 2048, "none", 1)
     assert given_up(20) == (16, 2048, "selective", 1)
     assert given_up(16) == (16, 2048, "block", 4)
     assert given_up(7) == (16, 2048, "block", 1)
@@ -373,7 +376,7 @@ def test_where_nothing_fits_it_says_what_is_left_to_do(run):
     assert last == "try:    a smaller base or more memory"
     asked = ["--batch-size", "4", "--no-grad-checkpoint", "--rank", "16"]
     last = run("plan", "--memory", "0.02", *asked)[1].splitlines()[-1]
-    assert "--batch-size" in last and "--recompute block" in last and "--quantize" not in last
+    assert "--batch-size" in last and "--recompute" not in last and "--quantize" not in last
 
 
 @pytest.mark.parametrize("quantize", ["nf4", "affine8"])
@@ -527,7 +530,7 @@ def test_training_that_cannot_fit_is_refused_unless_forced(rows, tmp_path, monke
     measured = []
     monkeypatch.setattr("mlx_packs.prepare.choose_base_path", lambda *_: measured.append(1))
     out = tmp_path / "p"
-    arguments = ["train", "--data", rows, "--out", out, "--iters", "1"]
+    arguments = ["train", "--data", rows, "--out", out, "--iters", "1", "--recompute", "none"]
     code, _, err = run(*arguments)
     told = err.splitlines()[-1]
     assert code == 2 and "--force" in told and "--recompute block" in told and not out.exists()
@@ -539,7 +542,8 @@ def test_training_that_cannot_fit_is_refused_unless_forced(rows, tmp_path, monke
 
 def test_what_is_tight_is_trained_with_a_warning(rows, tmp_path, monkeypatch, run):
     arguments = ["train", "--data", rows, "--iters", "1", "--base-path", "dense", "--json",
-                 "--test-batches", "1", "--val-batches", "0", "--batch-size", "1"]  # fmt: skip
+                 "--test-batches", "1", "--val-batches", "0", "--batch-size", "1",
+                 "--recompute", "none"]  # fmt: skip
     peak = json.loads(run(*arguments, "--out", tmp_path / "p")[1])["plan_peak_gb"]
     for memory, warned in ((1.05 * peak, True), (1.2 * peak, False)):
         monkeypatch.setattr(runtime, "total_memory", lambda memory=memory: int(memory * 1e9))
@@ -548,7 +552,8 @@ def test_what_is_tight_is_trained_with_a_warning(rows, tmp_path, monkeypatch, ru
 
 
 def test_auto_takes_the_fastest_path_that_fits(tiny, rows, monkeypatch):
-    display, train = Display(QUIET), TrainConfig(batch_size=4, max_seq_length=128, iters=4)
+    display = Display(QUIET)
+    train = TrainConfig(batch_size=4, max_seq_length=128, iters=4, recompute="none")
     columns = DataConfig(data=str(rows))
     examples = encode_splits(load_rows(columns), tiny, columns, train, display)["train"]
     seconds = {"quantized": 3.0, "transient": 2.0, "dense": 1.0}
@@ -566,6 +571,26 @@ def test_auto_takes_the_fastest_path_that_fits(tiny, rows, monkeypatch):
     assert taken(int(plans["dense"].peak_bytes * (1 + ERROR)) - 1) == "transient"
     with pytest.raises(PackError, match="--force"):
         taken(min(plan.peak_bytes for plan in plans.values()) - 1)
+
+
+def test_the_plan_takes_the_first_policy_of_recomputation_that_fits(
+    rows, tmp_path, monkeypatch, run
+):
+    arguments = ["train", "--data", rows, "--iters", "1", "--base-path", "dense", "--json",
+                 "--test-batches", "1", "--val-batches", "0", "--overwrite",
+                 "--out", tmp_path / "p"]  # fmt: skip
+    peaks = {}
+    for policy in ("none", "selective", "block"):
+        report = json.loads(run(*arguments, "--recompute", policy)[1])
+        assert report["recompute"] == policy
+        peaks[policy] = report["plan_peak_gb"]
+    assert peaks["none"] > peaks["selective"] > peaks["block"]
+    for policy, peak in peaks.items():
+        memory = int((1 + ERROR) * peak * 1e9) + 1000
+        monkeypatch.setattr(runtime, "total_memory", lambda memory=memory: memory)
+        code, out, err = run(*arguments)
+        assert code == 0 and json.loads(out)["recompute"] == policy
+        assert f"recompute {policy}" in err
 
 
 def test_a_dense_base_has_its_estimate(rows, tmp_path, run):
