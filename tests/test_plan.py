@@ -502,6 +502,20 @@ def test_blocks_keep_no_scores_whichever_of_their_projections_carry_adapters(
     assert mx.get_peak_memory() == pytest.approx(planned.peak_bytes, rel=ERROR)
 
 
+def test_probabilities_are_kept_on_cpus_alone(monkeypatch):
+    def activations(length):
+        train = TrainConfig(batch_size=1, recompute="none", base_path="dense")
+        known = checkpoint("qwen3-0.6b")
+        plan = estimate(
+            known.config, known.tensors, LoRAConfig(), train, "dense", length=length, targets=1
+        )
+        return plan.moments["mlp"]["activations"]
+
+    assert activations(128) > 2.05 * activations(64)
+    on_a_gpu(monkeypatch)
+    assert activations(128) == pytest.approx(2 * activations(64))
+
+
 def write_headers(folder: Path, found: Checkpoint) -> Path:
     """A checkpoint folder that takes no space: the weights are a hole in the file, zeros."""
     at, header = 0, {}
