@@ -16,7 +16,7 @@ from .adapters import Attached
 from .base_path import BasePathChoice, choose_base_path, weight_kinds
 from .batches import batch_shapes, few_shapes, packed_rows, padded_length
 from .checkpoint import checkpoints, is_run, run_folder
-from .config import DataConfig, LoRAConfig, TrainConfig
+from .config import DataConfig, LoRAConfig, Recipe, TrainConfig
 from .display import VERBOSE, Display, size
 from .encoding import Examples
 from .errors import PackError
@@ -46,6 +46,9 @@ _MAY_CHANGE = (
     "iters steps_per_report steps_per_eval save_every val_batches test_batches max_pack_mb "
     "clear_cache_threshold base_path cache_prefix"
 ).split()
+
+# The same up to float error; dropout would draw other masks.
+_MAY_CHANGE_WITHOUT_DROPOUT = ("recompute", "grad_checkpoint")
 
 
 @contextmanager
@@ -143,8 +146,11 @@ def check_resume(run: Path, identity: dict, earlier: dict) -> None:
         if earlier[key] != identity[key]:
             raise PackError(f"--resume: {run} was trained on {what}.")
     then, now = earlier["recipe"], json.loads(json.dumps(identity["recipe"]))
+    # an option that is newer than the run was what it is by default
+    then = json.loads(json.dumps(Recipe().to_json())) | then
+    may_change = (*_MAY_CHANGE, *(() if then["dropout"] else _MAY_CHANGE_WITHOUT_DROPOUT))
     for key in sorted(set(now) | set(then)):
-        if key not in _MAY_CHANGE and now.get(key) != then.get(key):
+        if key not in may_change and now.get(key) != then.get(key):
             raise PackError(
                 f"--resume: {key} was {then.get(key)!r} and is {now.get(key)!r} now; a resumed run "
                 "must go on as it began."

@@ -181,6 +181,24 @@ def test_resume_flags_and_files_override_what_the_run_was_told(here):
     assert "learning_rate was 0.001 and is 0.002 now" in str(error)
 
 
+def test_resume_may_recompute_otherwise_unless_there_is_dropout(trained, here):
+    args = "tiny", trained / "d"
+    other = TrainConfig(**{**vars(LONGER), "recompute": "block"})
+    train_pack(*args, LORA, other, "o", resume=True)
+    dropping = LoRAConfig(rank=2, num_layers=1, dropout=0.1)
+    train_pack(*args, dropping, TRAIN, "p")
+    with pytest.raises(PackError, match="recompute was 'auto' and is 'block' now"):
+        train_pack(*args, dropping, other, "p", resume=True)
+
+
+def test_what_an_older_run_does_not_mention_was_as_by_default(here, resumed):
+    file = here / "o-run" / "config.json"
+    found = json.loads(file.read_text())
+    del found["recipe"]["z_loss"], found["recipe"]["cache_prefix"]
+    file.write_text(json.dumps(found))
+    assert resumed().report["batches"] == 3
+
+
 def test_resume_names_the_file_whose_recipe_is_damaged(here):
     file = here / "o-run" / "config.json"
     file.write_text(file.read_text().replace('"rank": 2', '"rank": "x"'))
