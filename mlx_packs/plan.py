@@ -505,7 +505,7 @@ def estimate(
     always = nf4 and base_path == "quantized" and runtime.on_cpu()
     unpacks = packed and (always or base_path == "transient")
     policy = policies(train)[0]
-    kept_scores = scores if tokens * scores <= block else 0
+    kept_scores = scores if runtime.on_cpu() and tokens * scores <= block else 0
     moments = _moments(sizes, tracked, kept_scores, policy, unpacks)
 
     targets = tokens if targets is None else targets

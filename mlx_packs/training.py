@@ -1,6 +1,6 @@
 """Train a pack: rows in, adapters on a frozen base, a folder out.
 
-`train_pack` reads from top to bottom: rows, base path, attach, measure, learn, measure, save.
+`_train_into` reads from top to bottom: rows, base path, attach, measure, learn, measure, save.
 """
 
 import time
@@ -129,7 +129,30 @@ def train_pack(
     _backend.start_record()
     make_optimizer(train)  # a wrong argument shows before anything is loaded
     _check_report_to(report_to, project_name)
-    folder, run = output_folders(out, columns, overwrite, resume)
+    with output_folders(out, columns, overwrite, resume) as (folder, run):
+        return _train_into(
+            folder, run, base, lora, train, columns, display, overwrite, resume,
+            resume_adapter_file, report_to, project_name, trust_remote_code, force,
+        )  # fmt: skip
+
+
+def _train_into(
+    folder: Path,
+    run: Path,
+    base: Base | str | Path,
+    lora: LoRAConfig,
+    train: TrainConfig,
+    columns: DataConfig,
+    display: Display,
+    overwrite: bool,
+    resume: bool,
+    resume_adapter_file: str | None,
+    report_to: str | None,
+    project_name: str | None,
+    trust_remote_code: bool,
+    force: bool,
+) -> TrainRun:
+    """`train_pack` once everything is said and the folders are its own."""
     earlier = check_resumable(run) if resume else None
     started = started_from(resume_adapter_file, earlier)
     if not isinstance(base, Base):

@@ -9,16 +9,21 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import huggingface_hub
+import numpy as np
 import pytest
 from conftest import base_of, chat, write_rows
 
 from mlx_packs import LoRAConfig, PackError, TrainConfig, runtime, train_pack
 from mlx_packs.adapters import attach
 from mlx_packs.advice import advise
+from mlx_packs.batches import make_batch
 from mlx_packs.config import DataConfig
 from mlx_packs.data import load_rows
 from mlx_packs.display import QUIET, Display
+from mlx_packs.encoding import Example
 from mlx_packs.loading import tiny_base_path
+from mlx_packs.loss import as_arrays, split_head
+from mlx_packs.optim import make_optimizer
 from mlx_packs.plan import (
     ERROR,
     Checkpoint,
@@ -29,6 +34,8 @@ from mlx_packs.plan import (
     tensors_of,
 )
 from mlx_packs.prepare import choose_path, encode_splits, plan_paths
+from mlx_packs.runtime import mx
+from mlx_packs.step import Stepper
 from mlx_packs.train import command as train_command
 from mlx_packs.train import read_configs, recipe_of
 
@@ -466,6 +473,47 @@ def test_the_estimate_is_within_its_error_of_the_measured_peak(recomputed, tiny,
     )  # fmt: skip
     report = train_pack(tiny, rows, LoRAConfig(rank=8), train, tmp_path / "p").report
     assert report["plan_peak_gb"] == pytest.approx(report["peak_gb"], rel=ERROR)
+
+
+@pytest.mark.parametrize("targets", ["gate_proj up_proj down_proj", "q_proj o_proj"])
+@pytest.mark.parametrize("recompute", ["none", "selective"])
+def test_blocks_keep_no_scores_whichever_of_their_projections_carry_adapters(
+    targets, recompute, tiny
+):
+    """A step of one long row, whose T x T probabilities would be most of its memory."""
+    length = 768
+    lora = LoRAConfig(rank=8, target_modules=tuple(targets.split()))
+    train = TrainConfig(
+        iters=1, batch_size=1, max_seq_length=length + 1, base_path="dense", recompute=recompute
+    )
+    planned = estimate(tiny.config, tensors_of(tiny.model), lora, train, "dense", targets=256)
+    attached = attach(tiny, lora, base_path="dense")
+    attached.recompute(recompute)
+    optimizer = make_optimizer(train)
+    optimizer.init(tiny.model.trainable_parameters())
+    stepper = Stepper(tiny.model, split_head(tiny.model), optimizer, None)
+    tiny.model.train()
+    rows = [Example(np.arange(length + 1, dtype=np.int32) % 1000, np.arange(length + 1) > 512, "x")]
+    batch = make_batch(rows, [0], 1, length)
+    mx.eval(tiny.model.parameters(), optimizer.state)
+    for _ in range(2):
+        mx.reset_peak_memory()
+        stepper(as_arrays(batch), batch.count, True, True)
+    assert mx.get_peak_memory() == pytest.approx(planned.peak_bytes, rel=ERROR)
+
+
+def test_probabilities_are_kept_on_cpus_alone(monkeypatch):
+    def activations(length):
+        train = TrainConfig(batch_size=1, recompute="none", base_path="dense")
+        known = checkpoint("qwen3-0.6b")
+        plan = estimate(
+            known.config, known.tensors, LoRAConfig(), train, "dense", length=length, targets=1
+        )
+        return plan.moments["mlp"]["activations"]
+
+    assert activations(128) > 2.05 * activations(64)
+    on_a_gpu(monkeypatch)
+    assert activations(128) == pytest.approx(2 * activations(64))
 
 
 def write_headers(folder: Path, found: Checkpoint) -> Path:
