@@ -10,7 +10,7 @@ import argparse
 import json
 import sys
 
-from mlx_packs.config import BASE_PATHS, RECOMPUTE, TrainConfig
+from mlx_packs.config import BASE_PATHS, POLICIES
 from mlx_packs.errors import PackError
 from mlx_packs.loading import TINY, Base
 from mlx_packs.runtime import mx
@@ -126,7 +126,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--model", default=TINY, help="another checkpoint for a work on the tiny base")
     p.add_argument("--base-path", action="append", choices=BASE_PATHS[1:],
                    help="of ours, repeatable [the work's]")  # fmt: skip
-    p.add_argument("--recompute", choices=RECOMPUTE, default=TrainConfig.recompute,
+    p.add_argument("--recompute", choices=POLICIES, default="none",
                    help="what ours computes again in the backward [%(default)s]")  # fmt: skip
     p.add_argument("--batch-size", type=int, metavar="N", help="rows [the work's]")
     p.add_argument("--length", type=int, metavar="N", help="tokens of a row [the work's]")

@@ -39,14 +39,14 @@ class Case:
     batch_size: int
     length: int
     rank: int = 16
-    grad_checkpoint: bool = False
+    recompute: str = "none"
     iters: int = 3
     quantize: str = "none"
     packing: bool = False
 
     @property
     def shape(self) -> str:
-        recomputed = ", recomputed" if self.grad_checkpoint else ""
+        recomputed = "" if self.recompute == "none" else f", recompute {self.recompute}"
         packed = ", packed" if self.packing else ""
         kind = "" if self.quantize == "none" else f" {self.quantize}"
         return (
@@ -57,22 +57,23 @@ class Case:
 
 CASES = (
     Case("tiny", "dense", 4, 256),
-    Case("tiny", "dense", 4, 256, grad_checkpoint=True),
+    Case("tiny", "dense", 4, 256, recompute="selective"),
+    Case("tiny", "dense", 4, 256, recompute="block"),
     Case("tiny", "dense", 2, 512, rank=64),
-    Case("tiny", "transient", 8, 128),
-    Case("tiny", "transient", 4, 128, grad_checkpoint=True),
+    Case("tiny", "transient", 8, 128, recompute="selective"),
+    Case("tiny", "transient", 4, 128, recompute="block"),
     Case("tiny", "quantized", 2, 64, iters=2),
     Case("qwen3_4b_block", "dense", 2, 128),
-    Case("qwen3_4b_block", "dense", 4, 128, rank=8, grad_checkpoint=True),
+    Case("qwen3_4b_block", "dense", 4, 128, rank=8, recompute="block"),
     Case("qwen3_4b_block", "transient", 4, 128),
-    Case("qwen3_4b_block", "transient", 1, 256, rank=32, grad_checkpoint=True),
+    Case("qwen3_4b_block", "transient", 1, 256, rank=32, recompute="selective"),
     Case("qwen3_4b_block", "quantized", 1, 32, iters=2),
     Case("tiny", "dense", 4, 256, packing=True),
-    Case("tiny", "transient", 2, 512, grad_checkpoint=True, packing=True),
-    Case("qwen3_4b_block", "transient", 2, 128, packing=True),
+    Case("tiny", "transient", 2, 512, recompute="block", packing=True),
+    Case("qwen3_4b_block", "transient", 2, 128, packing=True, recompute="selective"),
     Case("qwen3_4b_block", "dense", 2, 128, quantize="nf4"),
     Case("qwen3_4b_block", "transient", 4, 128, quantize="nf4"),
-    Case("qwen3_4b_block", "quantized", 1, 256, rank=32, grad_checkpoint=True, quantize="nf4"),
+    Case("qwen3_4b_block", "quantized", 1, 256, rank=32, recompute="block", quantize="nf4"),
 )
 
 
@@ -114,8 +115,8 @@ def run(case: Case, folder: Path) -> Result:
             "--iters", str(case.iters), "--batch-size", str(case.batch_size),
             "--max-seq-length", str(case.length), "--rank", str(case.rank),
             "--base-path", case.base_path, "--quantize", case.quantize,
-            "--test-batches", "1", "--val-batches", "0",
-            *["--grad-checkpoint"] * case.grad_checkpoint, *["--packing"] * case.packing,
+            "--test-batches", "1", "--val-batches", "0", "--recompute", case.recompute,
+            *["--packing"] * case.packing,
         ],
         capture_output=True, text=True, check=True, cwd=_CHECKOUT,
     )  # fmt: skip

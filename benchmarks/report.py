@@ -72,6 +72,28 @@ def _table(run: list[Record]) -> list[str]:
     return lines
 
 
+def targets(records: Iterable[Record]) -> str:
+    """What each target was and whether it was met, by the latest run of its work on each device."""
+    found: dict[tuple[str, str], dict[str, Record]] = {}
+    for r in records:
+        if r.task == "targets":
+            found.setdefault((r.shape, r.device), {})[r.metric] = r
+    if not found:
+        return ""
+    lines = [_line(["work", "target", "measured", "of", "", "on", "commit"]), _line(["---"] * 7)]
+    for (work, device), parts in found.items():
+        figure = parts.pop("figure")
+        (bound, limit), *_ = parts.items()
+        met = figure.p50 >= limit.p50 if bound == "at least" else figure.p50 <= limit.p50
+        wanted = f"{bound} {_number(limit.p50)} {limit.unit}"
+        shown = f"{_number(figure.p50)} {figure.unit}"
+        said = "met" if met else "**missed**"
+        lines.append(
+            _line([work, wanted, shown, figure.implementation, said, device, figure.commit])
+        )
+    return "\n".join(lines)
+
+
 def _line(cells: Iterable[str]) -> str:
     return "| " + " | ".join(cells) + " |"
 
@@ -98,7 +120,8 @@ def with_tables(text: str, records: list[Record]) -> str:
     """A README with the table of each task between its marks; nothing there if it has not run."""
 
     def table(found: re.Match) -> str:
-        shown = render(r for r in records if r.task == found[2])
+        named = [r for r in records if r.task == found[2]]
+        shown = targets(named) if found[2] == "targets" else render(named)
         return found[1] + (f"\n{shown}\n\n" if shown else "") + found[3]
 
     return _MARKED.sub(table, text)

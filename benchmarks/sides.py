@@ -22,7 +22,7 @@ from mlx_lm.tuner.utils import linear_to_lora_layers
 
 from mlx_packs.adapters import attach
 from mlx_packs.batches import Batch, make_batch
-from mlx_packs.config import LoRAConfig, TrainConfig
+from mlx_packs.config import LoRAConfig
 from mlx_packs.encoding import Example
 from mlx_packs.loading import Base
 from mlx_packs.loss import as_arrays, split_head
@@ -99,8 +99,8 @@ class Adapters:
 
 
 def ours_name(base_path: str, recompute: str) -> str:
-    """What records call a side of ours; ``selective`` is what training does unless told."""
-    told = "" if recompute == TrainConfig.recompute else f", recompute {recompute}"
+    """What records call a side of ours."""
+    told = "" if recompute == "none" else f", recompute {recompute}"
     return f"mlx_packs {base_path}{told}"
 
 
@@ -164,7 +164,7 @@ class Ours:
         load: Callable[[], Base],
         adapters: Adapters,
         base_path: str,
-        recompute: str = TrainConfig.recompute,
+        recompute: str = "none",
     ):
         start = _active_memory()
         base = load()

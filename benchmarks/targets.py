@@ -39,11 +39,6 @@ class Target:
     def met(self, figure: float) -> bool:
         return figure >= self.at_least if self.at_least is not None else figure <= self.at_most
 
-    @property
-    def wanted(self) -> str:
-        sign, value = ("≥", self.at_least) if self.at_least is not None else ("≤", self.at_most)
-        return f"{sign} {value:g} {self.unit}"
-
 
 @dataclass(frozen=True)
 class Goal:
@@ -247,22 +242,9 @@ def records(results: list[Result]) -> list[Record]:
         unit = r.target.unit
         bound = ("at least", r.target.at_least) if r.target.at_least is not None else (
             "at most", r.target.at_most)  # fmt: skip
-        made.append(record(here, "targets", name, r.ours, "figure", unit, [r.figure]))
-        made.append(record(here, "targets", name, r.ours, bound[0], unit, [bound[1]]))
+        made.append(record(here, "targets", r.ours, name, "figure", unit, [r.figure]))
+        made.append(record(here, "targets", r.ours, name, bound[0], unit, [bound[1]]))
     return made
-
-
-def table(results: list[Result]) -> str:
-    """Target, figure, met or not, in markdown."""
-    lines = [
-        "| work | figure | target | measured | of | |",
-        "| --- | --- | --- | --- | --- | --- |",
-    ]
-    for r in results:
-        met = "met" if r.target.met(r.figure) else "**missed**"
-        lines.append(f"| {r.work} | {r.target.what} | {r.target.wanted} | "
-                     f"{r.figure:.3g} {r.target.unit} | {r.ours} | {met} |")  # fmt: skip
-    return "\n".join(lines)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -274,7 +256,7 @@ def main(arguments: list[str] | None = None) -> int:
     goals = [g for g in GOALS if options.only in g.work and g.on_cpu == runtime.on_cpu()]
     if not goals:
         parser.error(f"--only {options.only}: no such work on this device")
-    results, failed = [], False
+    results, made, failed = [], [], False
     for goal in goals:
         try:
             found = {name: run(name, given) for name, given in goal.runs.items()}
@@ -284,9 +266,9 @@ def main(arguments: list[str] | None = None) -> int:
             continue
         history.append((r for records_of in found.values() for r in records_of), options.history)
         results += judge(goal, found)
-        print(report.render(records(results[-len(goal.targets) :])), file=sys.stderr)
-    history.append(records(results), options.history)
-    print(table(results))
+        made += records(results[-len(goal.targets) :])
+        history.append(made[-2 * len(goal.targets) :], options.history)
+    print(report.targets(made))
     if failed:
         return 2
     return 0 if all(r.target.met(r.figure) for r in results) else 1

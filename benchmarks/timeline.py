@@ -19,7 +19,7 @@ from pathlib import Path
 from mlx.utils import tree_flatten
 
 from mlx_packs.base_path import dense_bytes
-from mlx_packs.config import BASE_PATHS, RECOMPUTE, TrainConfig
+from mlx_packs.config import BASE_PATHS, POLICIES
 from mlx_packs.errors import PackError
 from mlx_packs.geometry import Heads
 from mlx_packs.loading import TINY, Base
@@ -173,7 +173,7 @@ def main(arguments: list[str] | None = None) -> int:
         "--model", default=TINY, help="another checkpoint in place of the tiny base"
     )
     parser.add_argument("--base-path", choices=BASE_PATHS[1:], help="[the work's first]")
-    parser.add_argument("--recompute", choices=RECOMPUTE, default=TrainConfig.recompute,
+    parser.add_argument("--recompute", choices=POLICIES, default="none",
                         help="what the backward computes again [%(default)s]")  # fmt: skip
     parser.add_argument("--batch-size", type=int, metavar="N", help="rows [the work's]")
     parser.add_argument("--length", type=int, metavar="N", help="tokens of a row [the work's]")

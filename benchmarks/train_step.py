@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from mlx_packs.config import BASE_PATHS, RECOMPUTE, TrainConfig
+from mlx_packs.config import BASE_PATHS, POLICIES
 from mlx_packs.errors import PackError
 from mlx_packs.loading import TINY, Base
 from mlx_packs.runtime import mx
@@ -207,7 +207,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--model", default=TINY, help="another checkpoint for a work on the tiny base")
     p.add_argument("--base-path", action="append", choices=BASE_PATHS[1:],
                    help="of ours, repeatable [the work's]")  # fmt: skip
-    p.add_argument("--recompute", choices=RECOMPUTE, default=TrainConfig.recompute,
+    p.add_argument("--recompute", choices=POLICIES, default="none",
                    help="what ours computes again in the backward [%(default)s]")  # fmt: skip
     number("--batch-size", None, "rows of a batch")
     number("--length", None, "tokens of a row; half are targets")

@@ -15,7 +15,7 @@ import time
 import numpy as np
 
 from mlx_packs import runtime
-from mlx_packs.config import BASE_PATHS, RECOMPUTE
+from mlx_packs.config import BASE_PATHS, POLICIES
 from mlx_packs.errors import PackError
 from mlx_packs.runtime import mx
 
@@ -94,7 +94,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--base-path", choices=BASE_PATHS[1:],
                    default="transient" if runtime.on_cpu() else "quantized",
                    help="[transient on a CPU, else quantized]")  # fmt: skip
-    p.add_argument("--recompute", choices=RECOMPUTE, default="block",
+    p.add_argument("--recompute", choices=POLICIES, default="block",
                    help="what the backward computes again [%(default)s]")  # fmt: skip
     for flag, default in (("batch-size", 1), ("length", 512), ("rank", 16), ("steps", 2)):
         p.add_argument(f"--{flag}", type=int, default=default, metavar="N", help=f"[{default}]")

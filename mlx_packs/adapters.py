@@ -24,7 +24,7 @@ from .geometry import (
     linears,
 )
 from .loading import Base
-from .nn.blocks import GroupedAttention, GroupedMLP, is_grouped_attention
+from .nn.blocks import GroupedAttention, GroupedMLP, is_grouped_attention, is_grouped_mlp
 from .nn.experts import AdaptedSwitchLinear, expert_weights, is_switch_linear
 from .nn.lora import AdaptedLinear, AdapterShape, GroupedLoRA, adapter_key, low_rank_delta
 from .nn.quantized import (
@@ -452,7 +452,11 @@ def _adapted(linear: nn.Module, lora: GroupedLoRA, spec: ModuleSpec) -> nn.Modul
 
 
 def _swap_in_adapters(attached: Attached, dropout: float, seed: int) -> None:
-    """Replace modules by ones that carry GroupedLoRA: lone projections first, then whole blocks."""
+    """Replace modules by ones that carry GroupedLoRA: lone projections first, then whole blocks.
+
+    Blocks that carry nothing are replaced too: training by ours keeps no T x T scores, nor do they
+    exist on the way through.
+    """
 
     def lora_of(members: list[Geometry | None]) -> GroupedLoRA | None:
         return _make_lora(attached, members, dropout, seed)
@@ -466,10 +470,12 @@ def _swap_in_adapters(attached: Attached, dropout: float, seed: int) -> None:
     ]
     attached.swap(wrapped)
 
-    blocks: dict[str, dict[str, Geometry]] = {}
+    blocks: dict[str, dict[str, Geometry]] = {
+        path: {} for path, m in modules.items() if is_grouped_attention(m) or is_grouped_mlp(m)
+    }
     for group in attached.groups:
         if group.block is not None:
-            blocks.setdefault(group.block, {}).update({g.name: g for g in group.members})
+            blocks[group.block].update({g.name: g for g in group.members})
     swapped = []
     for path, by_name in blocks.items():
         attention = is_grouped_attention(modules[path])

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from . import runtime
-from .config import MEMORY_SETTINGS, RECOMPUTE, LoRAConfig, Recipe, TrainConfig
+from .config import MEMORY_SETTINGS, POLICIES, LoRAConfig, Recipe, TrainConfig
 from .display import size
 from .errors import PackError
 from .plan import (
@@ -27,12 +27,14 @@ from .plan import (
     estimate,
     fit,
     is_packed,
+    policies,
     remedies,
 )
 
 SMALL_WEIGHTS = 1e9  # a base of fewer weights is better left unquantized, if that fits
 _SMALL = "small base: full precision fits, quantizing would cost accuracy for memory not needed"
 _METHODS = {True: ("lora-fp32", "lora", "qlora"), False: ("lora", "lora-fp32", "qlora")}  # if small
+_RECOMPUTED = {"selective": "what is cheap recomputed", "block": "blocks recomputed"}
 _ALWAYS = ("batch_size", "max_seq_length", "rank", "base_path")  # named in every command
 
 
@@ -150,7 +152,7 @@ def _harm(option: Option, small: bool) -> tuple:
     paths = ("dense", "transient", "quantized")
     return (
         option.fit == "tight", -option.lora.rank, -train.max_seq_length, slow,
-        _METHODS[small].index(option.method), -train.batch_size, RECOMPUTE.index(train.recomputes),
+        _METHODS[small].index(option.method), -train.batch_size, POLICIES.index(train.recomputes),
         paths.index(path) if runtime.on_cpu() else -paths.index(path), option.quantize != "nf4",
     )  # fmt: skip
 
@@ -204,14 +206,12 @@ def _search(checkpoint, lora, train, asked) -> list[tuple[int, int, str, int]]:
     longest = checkpoint.config.get("max_position_embeddings") or train.max_seq_length
     ranks = [lora.rank, *(r for r in (8, LEAST_RANK) if r < lora.rank)]
     lengths = _halved(min(train.max_seq_length, longest), SHORTEST)
-    stands = asked & {"grad_checkpoint", "recompute"}
-    policies = [train.recompute] if stands else [train.recompute, "block"]
     if "rank" in asked:
         ranks = [lora.rank]
     if "max_seq_length" in asked:
         lengths = [train.max_seq_length]
     batches = [train.batch_size] if "batch_size" in asked else _halved(train.batch_size, 1)
-    return [(r, t, c, b) for r in ranks for t in lengths for c in policies for b in batches]
+    return [(r, t, c, b) for r in ranks for t in lengths for c in policies(train) for b in batches]
 
 
 def _halved(largest: int, least: int) -> list[int]:
@@ -237,8 +237,8 @@ def _why(
     ):
         if taken != wanted:
             gave.append(f"{name} {taken} instead of {wanted}")
-    if train[1].recomputes != train[0].recomputes:
-        gave.append("blocks recomputed")
+    if train[1].recomputes not in ("none", train[0].recomputes):
+        gave.append(_RECOMPUTED[train[1].recomputes])
     name, largest = max(plan.parts().items(), key=lambda item: item[1])
     share = f"{name} {size(largest)} is the largest part"
     if found == "no":

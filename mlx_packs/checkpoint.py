@@ -195,9 +195,15 @@ def _cursor(found: object) -> Cursor:
 def _take_state(file: Path, state: dict, optimizer: optimizers.Optimizer) -> mx.array:
     """Hold an optimizer's state against a fresh one's; takes the random key out and returns it.
 
+    Names become those of the fresh one, whose blocks may be recomputed where those of the file were
+    not, or the other way round.
     Raises: PackError listing what is missing, unknown or misshaped.
     """
     wanted = {name: tuple(a.shape) for name, a in tree_flatten(optimizer.state)} | {"random": (2,)}
+    here = {_unwrapped(name): name for name in wanted}
+    renamed = {here.get(_unwrapped(name), name): a for name, a in state.items()}
+    state.clear()
+    state.update(renamed)
     found = {name: tuple(a.shape) for name, a in state.items()}
     faults = [
         f"{name}: is {found.get(name, 'missing')}, must be {wanted.get(name, 'absent')}"
@@ -210,3 +216,8 @@ def _take_state(file: Path, state: dict, optimizer: optimizers.Optimizer) -> mx.
         more = f" (and {len(faults) - 3} more)" if len(faults) > 3 else ""
         raise PackError(f"{file}: does not fit the optimizer: {'; '.join(faults[:3])}{more}.")
     return state.pop("random")
+
+
+def _unwrapped(name: str) -> str:
+    """A name as if no block were recomputed (`nn.recompute.RecomputedBlock`)."""
+    return name.replace(".block.", ".")

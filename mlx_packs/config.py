@@ -19,7 +19,8 @@ from .errors import PackError, did_you_mean
 
 OPTIMIZERS = ("adamw", "adamw_8bit", "adam", "adafactor", "sgd", "muon", "lion")
 BASE_PATHS = ("auto", "quantized", "transient", "dense")
-RECOMPUTE = ("none", "selective", "block")
+POLICIES = ("none", "selective", "block")
+RECOMPUTE = ("auto", *POLICIES)
 CACHE_PREFIX = ("auto", "on", "off")
 LOSS_ON = ("all", "completion", "assistant")
 QUANTIZE = ("none", "affine4", "affine8", "nf4")
@@ -108,9 +109,9 @@ class TrainConfig:
     max_grad_norm: float | None = _option(1.0, "Gradients are scaled down to this norm. 0 is off.")
     grad_checkpoint: bool = _option(False, "The same as recompute block, as in mlx-lm.")
     recompute: str = _option(
-        "selective",
+        "auto",
         "What the backward computes again instead of keeping it: nothing, what is cheap, or each "
-        "block (least memory, most time).",
+        "block (least memory, most time); auto takes the first that fits by the plan.",
         RECOMPUTE,
     )
     cache_prefix: str = _option(

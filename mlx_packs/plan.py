@@ -21,7 +21,7 @@ from mlx.utils import tree_flatten
 from . import runtime
 from .adapters import plan_specs
 from .batches import padded_length, padded_targets
-from .config import LoRAConfig, TrainConfig
+from .config import POLICIES, LoRAConfig, TrainConfig
 from .errors import PackError, did_you_mean
 from .files import read_header
 from .geometry import BLOCK_PROJECTIONS, Geometry, Group, Heads
@@ -71,6 +71,7 @@ class MemoryPlan:
     optimizer: int
     moments: Mapping[str, Mapping[str, int]]
     base_path: str
+    recompute: str
     adapter_weights: int
     base_weights: int
 
@@ -478,6 +479,8 @@ def estimate(
 ) -> MemoryPlan:
     """The peak memory of training with these settings, by part.
 
+    Where the policy of recomputation is left to the plan (`fitted`), this is of keeping all.
+
     Args:
         config: of the base.   tensors: name -> dtype and shape, as in safetensors headers.
         base_path: ``quantized``, ``transient`` or ``dense`` (which a dense base is anyway).
@@ -501,8 +504,8 @@ def estimate(
     # NF4 has no kernel on a CPU that multiplies packed weights
     always = nf4 and base_path == "quantized" and runtime.on_cpu()
     unpacks = packed and (always or base_path == "transient")
-    policy = train.recomputes
-    kept_scores = scores if tokens * scores <= block else 0
+    policy = policies(train)[0]
+    kept_scores = scores if runtime.on_cpu() and tokens * scores <= block else 0
     moments = _moments(sizes, tracked, kept_scores, policy, unpacks)
 
     targets = tokens if targets is None else targets
@@ -529,6 +532,7 @@ def estimate(
             moment: dict(zip(names, map(int, each), strict=True)) for moment, each in held.items()
         },
         base_path=base_path if packed else "dense",
+        recompute=policy,
         adapter_weights=weights,
         base_weights=sizes.weights,
     )
@@ -555,16 +559,35 @@ def base_paths(tensors: Tensors, train: TrainConfig) -> list[str]:
     return ["quantized", "transient", "dense"] if packed else ["dense"]
 
 
+def policies(train: TrainConfig) -> tuple[str, ...]:
+    """The policies of recomputation that a run may take, the one that takes least time first."""
+    return POLICIES if train.recomputes == "auto" else (train.recomputes,)
+
+
+def fitted(
+    planned: Callable[[TrainConfig], MemoryPlan], train: TrainConfig, memory: int
+) -> MemoryPlan:
+    """The plan of the first policy of recomputation that fits, or of the one that takes least."""
+    plans = []
+    for policy in policies(train):
+        plans.append(planned(replace(train, recompute=policy)))
+        if fit(plans[-1], memory) == "fits":
+            return plans[-1]
+    return min(plans, key=lambda plan: plan.peak_bytes)
+
+
 def least(checkpoint: Checkpoint, lora: LoRAConfig, train: TrainConfig) -> MemoryPlan:
-    """What a run takes whatever its rows are: its shortest batches, on its cheapest base path."""
+    """What a run takes whatever its rows are: its shortest batches, on its cheapest base path, with
+    the policy of recomputation that takes least."""
     length = padded_length(1, train.max_seq_length - 1)
     targets = padded_targets(1, train.batch_size * length)
     plans = [
         estimate(
-            checkpoint.config, checkpoint.tensors, lora, train, path,
+            checkpoint.config, checkpoint.tensors, lora, replace(train, recompute=policy), path,
             length=length, targets=targets,
         )
         for path in base_paths(checkpoint.tensors, train)
+        for policy in policies(train)
     ]  # fmt: skip
     return min(plans, key=lambda plan: plan.peak_bytes)
 

@@ -18,6 +18,7 @@ import numpy as np
 
 from . import runtime
 from .adapters import Attached
+from .base_files import weight_files
 from .batches import Batch, epoch_order, make_batch, make_packed_batch, packed_order
 from .config import TrainConfig
 from .display import VERBOSE, Display, size
@@ -90,12 +91,15 @@ class PrefixCache:
     def arrays(self, batch: Batch) -> Arrays:
         """What the step takes of a batch, states [B, T, D] in the place of tokens.
 
-        What is not there is computed.
+        What is not there is computed, with the batch that has it in the first epoch; a batch whose
+        states could not be kept stays as it is.
         """
         laid_out = batch.states
         if laid_out is None:
             found = {row: self.store.get(row) for row in batch.rows}
             missing = [row for row, states in found.items() if states is None]
+            if not self.store.has_room(missing):
+                return as_arrays(batch)
             for group in sorted({int(self._group_of[row]) for row in missing}):
                 made = self.compute(group)
                 for row, states in made.items():
@@ -137,19 +141,26 @@ class PrefixCache:
         self.store.close()
 
     def drop_if_foreign(self) -> None:
-        """Compute a row of an earlier run again; forget all rows if it is not what was kept."""
+        """Compute some rows of an earlier run again; forget all if one is not what was kept."""
         row = next((int(r) for r in self.store.kept() if self.store.get(int(r)) is not None), None)
         if row is None:
             self.found = 0
             return
-        kept, made = (
-            mx.array(np.ascontiguousarray(states).reshape(-1, self.token_bytes)).view(self._dtype)
-            for states in (self.store.get(row), self.compute(int(self._group_of[row]))[row])
-        )
+        for other, made in self.compute(int(self._group_of[row])).items():
+            kept = self.store.get(other)
+            if kept is not None and not self._is_same(made, kept):
+                self.store.forget()
+                self.found = 0
+                break
         self.computed = 0
-        if not relative_error(made, kept) <= TOLERANCE[self._dtype]:
-            self.store.forget()
-            self.found = 0
+
+    def _is_same(self, made: np.ndarray, kept: np.ndarray) -> bool:
+        """Whether the bytes of a row's states are those that were kept, to float error."""
+        found, wanted = (
+            mx.array(np.ascontiguousarray(states).reshape(-1, self.token_bytes)).view(self._dtype)
+            for states in (made, kept)
+        )
+        return relative_error(found, wanted) <= TOLERANCE[self._dtype]
 
     def _laid_out(self, batch: Batch, found: dict[int, np.ndarray]) -> np.ndarray:
         """uint8 [B, T, bytes] of a batch; zero where it holds no row."""
@@ -209,7 +220,7 @@ def frozen_blocks(attached: Attached) -> int:
 
 def memory_budget(plan_bytes: int | None) -> int:
     """Bytes of states that may be held in memory, beside a run that peaks at ``plan_bytes``."""
-    total = runtime.total_memory()
+    total = runtime.host_memory()
     return max(0, int(_MEMORY_SHARE * (total - (total // 2 if plan_bytes is None else plan_bytes))))
 
 
@@ -261,9 +272,13 @@ def _opened_or_reason(
     if needed > memory and not cache.store.is_on_disk:
         cache.close()
         return f"the states of all rows take {size(needed)} and are {cache.store.note}"
-    attached.swap(stand_ins)
-    attached.model.train(attached.model.training)  # new modules join the mode of the rest
-    cache.drop_if_foreign()
+    try:
+        attached.swap(stand_ins)
+        attached.model.train(attached.model.training)  # new modules join the mode of the rest
+        cache.drop_if_foreign()
+    except BaseException:  # an interruption too: the file must be free for the next run
+        cache.close()
+        raise
     return cache
 
 
@@ -330,10 +345,10 @@ def _probed(attached: Attached, head: Head | None) -> mx.array | str:
 
 
 def _disk_budget(file: Path) -> int:
-    """Bytes that a file may have: a share of what is free, and of what it takes already."""
+    """Bytes that a file may have: what it takes already, and a share of what is free."""
     folder = next(p for p in file.parents if p.exists())
     taken = file.stat().st_blocks * 512 if file.is_file() else 0
-    return int(_DISK_SHARE * (shutil.disk_usage(folder).free + taken))
+    return taken + int(_DISK_SHARE * shutil.disk_usage(folder).free)
 
 
 def _key(
@@ -350,6 +365,8 @@ def _key(
         "format": _FORMAT,
         "base": [
             base.fingerprint,
+            [[f.name, f.stat().st_size, f.stat().st_mtime_ns] for f in weight_files(base.path)],
+            base.config,
             base.quantization,
             train.quantize,
             train.double_quant,
@@ -361,7 +378,7 @@ def _key(
         "device": [runtime.device_name(), runtime.BLAS.name, runtime.BLAS.threads],
         "versions": [version(name) for name in ("mlx", "mlx-lm")],
     }
-    digest = hashlib.sha256(json.dumps(known, sort_keys=True).encode())
+    digest = hashlib.sha256(json.dumps(known, sort_keys=True, default=str).encode())
     digest.update(examples.lengths.astype(np.int64).tobytes())
     for example in examples.items:
         digest.update(np.ascontiguousarray(example.tokens).data)

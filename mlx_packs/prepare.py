@@ -4,6 +4,8 @@ import dataclasses
 import json
 import os
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import numpy as np
@@ -14,11 +16,11 @@ from .adapters import Attached
 from .base_path import BasePathChoice, choose_base_path, weight_kinds
 from .batches import batch_shapes, few_shapes, packed_rows, padded_length
 from .checkpoint import checkpoints, is_run, run_folder
-from .config import DataConfig, LoRAConfig, TrainConfig
+from .config import DataConfig, LoRAConfig, Recipe, TrainConfig
 from .display import VERBOSE, Display, size
 from .encoding import Examples
 from .errors import PackError
-from .files import sha256
+from .files import make_folder, only_writer, sha256
 from .loading import Base
 from .manifest import mlx_lm_config
 from .nn.quantized import path_at_work
@@ -29,6 +31,7 @@ from .plan import (
     base_paths,
     estimate_batches,
     fit,
+    fitted,
     is_packed,
     least,
     read_checkpoint,
@@ -44,28 +47,65 @@ _MAY_CHANGE = (
     "max_ppl_ratio min_tps_ratio clear_cache_threshold base_path cache_prefix"
 ).split()
 
+# The same up to float error; dropout would draw other masks.
+_MAY_CHANGE_WITHOUT_DROPOUT = ("recompute", "grad_checkpoint")
 
+
+@contextmanager
 def output_folders(
     out: str | Path | None, columns: DataConfig, overwrite: bool, resume: bool
-) -> tuple[Path, Path]:
-    """The folders of pack and run; refuses what would lose something."""
+) -> Iterator[tuple[Path, Path]]:
+    """The folders of pack and run, this run's alone meanwhile; refuses what would lose something.
+
+    A name that nobody gave is reserved by making the run folder. What is still empty at the end is
+    removed.
+    """
     if out is None:
         if resume:
             raise PackError("--resume: name the run's pack with --out.")
-        name, n = _data_name(columns), 1
-        folder = Path("packs") / name
-        while folder.exists() or run_folder(folder).exists():
-            n += 1
-            folder = Path("packs") / f"{name}-{n}"
-        return folder, run_folder(folder)
-    folder = Path(out).expanduser()
-    run = run_folder(folder)
-    check_output(folder, overwrite or resume)
+        folder = Path("packs") / _data_name(columns)
+    else:
+        folder = Path(out).expanduser()
+        run_folder(folder)  # there can be one
+        check_output(folder, overwrite or resume)
     parent = next(p for p in folder.absolute().parents if p.exists())
     if not parent.is_dir() or not os.access(parent, os.W_OK):
-        raise PackError(f"--out {out}: cannot be written ({parent} is no folder to write in).")
-    if resume:
-        return folder, run
+        said = folder if out is None else out
+        raise PackError(f"--out {said}: cannot be written ({parent} is no folder to write in).")
+    made = [p for p in folder.absolute().parents if not p.exists()]
+    try:
+        make_folder(folder.parent)
+        if out is None:
+            folder = _reserved(folder)
+            made.insert(0, run_folder(folder).absolute())
+        run = run_folder(folder)
+        with only_writer(run):
+            if out is not None and not resume:
+                _check_run(run, overwrite)
+            yield folder, run
+    finally:
+        for path in made:
+            with suppress(OSError):  # it holds something
+                path.rmdir()
+
+
+def _reserved(folder: Path) -> Path:
+    """This pack, or the first free one with a number, whose run folder was not there and now is."""
+    free, n = folder, 1
+    while True:
+        try:
+            if not free.exists():
+                run_folder(free).mkdir()
+                return free
+        except FileExistsError:
+            pass
+        except OSError as error:
+            raise PackError(f"{free}: cannot be made ({error.strerror or error}).") from None
+        n += 1
+        free = folder.with_name(f"{folder.name}-{n}")
+
+
+def _check_run(run: Path, overwrite: bool) -> None:
     if run.exists() and not is_run(run):
         raise PackError(f"{run}: is there and holds something else; choose another --out.")
     if checkpoints(run) and not overwrite:
@@ -73,7 +113,6 @@ def output_folders(
             f"{run}: holds checkpoints of an earlier run; continue it with --resume, replace it "
             "with --overwrite, or choose another --out."
         )
-    return folder, run
 
 
 def _data_name(columns: DataConfig) -> str:
@@ -107,8 +146,11 @@ def check_resume(run: Path, identity: dict, earlier: dict) -> None:
         if earlier[key] != identity[key]:
             raise PackError(f"--resume: {run} was trained on {what}.")
     then, now = earlier["recipe"], json.loads(json.dumps(identity["recipe"]))
+    # an option that is newer than the run was what it is by default
+    then = json.loads(json.dumps(Recipe().to_json())) | then
+    may_change = (*_MAY_CHANGE, *(() if then["dropout"] else _MAY_CHANGE_WITHOUT_DROPOUT))
     for key in sorted(set(now) | set(then)):
-        if key not in _MAY_CHANGE and now.get(key) != then.get(key):
+        if key not in may_change and now.get(key) != then.get(key):
             raise PackError(
                 f"--resume: {key} was {then.get(key)!r} and is {now.get(key)!r} now; a resumed run "
                 "must go on as it began."
@@ -206,15 +248,21 @@ def plan_paths(
         examples, train.batch_size, train.max_seq_length, train.seed, train.iters, train.packing,
         compiled_shapes(train, examples),
     )  # fmt: skip
+    memory = runtime.total_memory()
     try:
         plans = {
-            path: estimate_batches(base.config, tensors, lora, loaded, path, shapes)
+            path: fitted(
+                lambda run, path=path: estimate_batches(
+                    base.config, tensors, lora, run, path, shapes
+                ),
+                loaded,
+                memory,
+            )
             for path in base_paths(tensors, loaded)
         }
     except PackError as error:
         display.line("plan", f"{error} Memory is not checked.")
         return {}
-    memory = runtime.total_memory()
     for wanted in ("fits", "tight"):
         if found := {p: plan for p, plan in plans.items() if fit(plan, memory) == wanted}:
             return found
@@ -231,7 +279,9 @@ def plan_paths(
         path = less.base_path
         return estimate_batches(base.config, tensors, lora, less, path, cut).peak_bytes
 
-    taken = dataclasses.replace(loaded, base_path=cheapest.base_path)
+    taken = dataclasses.replace(
+        loaded, base_path=cheapest.base_path, recompute=cheapest.recompute, grad_checkpoint=False
+    )
     raise _too_large(cheapest, remedies(peak, lora, taken, not is_packed(tensors)))
 
 
@@ -296,7 +346,7 @@ def show_plan(base: Base, lora: LoRAConfig, plan: MemoryPlan, display: Display) 
     method = "QLoRA" if base.quantization else "LoRA"
     display.line(
         "plan",
-        f"{method} r{lora.rank} · {plan.adapter_weights:,} weights · "
+        f"{method} r{lora.rank} · {plan.adapter_weights:,} weights · recompute {plan.recompute} · "
         f"{size(plan.peak_bytes)} of {size(memory)} (estimate ± {ERROR:.0%})",
     )
     warnings = {"tight": f"tight: {ERROR:.0%} more would not fit", "no": "does not fit; forced"}

@@ -12,7 +12,7 @@ import resource
 import struct
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,6 +23,10 @@ _SYSTEM_BLAS = ("libopenblas.so.0", "libblis.so.4", "libmkl_rt.so.2")
 _GEMM_SYMBOLS = ("cblas_sgemm", "cblas_dgemm", "cblas_cgemm")
 _CPU_CACHE_BYTES = 128 << 20
 _GPU_CACHE_SHARE = 1 / 8  # of the memory: less than what `plan.fit` leaves free
+_MEMORY_LIMITS = [  # of a container, by cgroups 2 and 1
+    Path("/sys/fs/cgroup/memory.max"),
+    Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
+]
 _JUMP_SLOT = {"x86_64": 7, "aarch64": 1026}  # R_X86_64_JUMP_SLOT, R_AARCH64_JUMP_SLOT
 
 
@@ -214,11 +218,20 @@ def device_name() -> str:
 
 
 def total_memory() -> int:
-    """Bytes of memory that this machine has; on Macs what Metal recommends to use at most."""
-    recommended = mx.device_info().get("max_recommended_working_set_size")
-    if recommended and not on_cpu():
-        return int(recommended)
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    """Bytes of memory that MLX's device has; on Macs what Metal recommends to use at most."""
+    info = {} if on_cpu() else mx.device_info()
+    # Metal's name and CUDA's
+    known = info.get("max_recommended_working_set_size") or info.get("total_memory")
+    return int(known or host_memory())
+
+
+def host_memory() -> int:
+    """Bytes of memory that this process may have beside a GPU's own: a container may limit it."""
+    limits = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
+    for file in _MEMORY_LIMITS:
+        with suppress(OSError, ValueError):  # no such file, or "max"
+            limits.append(int(file.read_text()))
+    return min(limits)
 
 
 def cache_limit() -> int:
@@ -241,8 +254,9 @@ def memory_limits(cache_bytes: int = 0) -> Iterator[None]:
     cache = mx.set_cache_limit(max(cache_limit(), cache_bytes))
     wired = None
     try:
-        if mx.metal.is_available():
-            wired = mx.set_wired_limit(mx.device_info()["max_recommended_working_set_size"])
+        recommended = mx.device_info().get("max_recommended_working_set_size")
+        if recommended and mx.metal.is_available() and not on_cpu():
+            wired = mx.set_wired_limit(recommended)
         yield
     finally:
         mx.set_cache_limit(cache)

@@ -7,7 +7,7 @@ import hashlib
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -25,8 +25,8 @@ class StateStore:
 
     row_bytes: size of each row.   memory_limit: bytes.   file, key: where rows are kept beyond the
     process, and a hash (hex) of all that they depend on; without a file they live in memory alone.
-    is_on_disk: whether rows are kept in the file; if that cannot be, ``note`` says why.   say: told
-    of it if that ends while rows are put.
+    is_on_disk: whether rows are put into the file; if that cannot be, ``note`` says why.   say: is
+    told of it if that ends while rows are put; those that are there stay.
     """
 
     def __init__(
@@ -76,28 +76,35 @@ class StateStore:
         """Keep a row's bytes, uint8 and contiguous, as far as there is room."""
         with self._lock:
             self._remember(row, found)
-            if self._file is None:
+            if not self.is_on_disk:
                 return
             digest = self._digest(row, found)
             try:
                 self._write(found, self._ends[row] - self._sizes[row])
                 self._write(digest, row * _DIGEST_BYTES)
             except OSError as error:  # a full disk must not stop a run
-                self.note = f"no longer kept on disk ({error.strerror or error})"
-                self.is_on_disk = False
-                self._close_file()
-                self._say(self.note)
+                self._stop_writing(error)
                 return
             self._digests[row] = digest
             self._trusted[row] = True
 
+    def has_room(self, rows: Sequence[int]) -> bool:
+        """Whether these rows would be kept if they were put now."""
+        needed = int(self._sizes[list(rows)].sum())
+        return self.is_on_disk or self.memory_bytes + needed <= self.memory_limit
+
     def forget(self) -> None:
-        """Forget all rows."""
+        """Forget all rows, in the file too."""
         with self._lock:
             self._in_memory.clear()
             self.memory_bytes = 0
             self._digests[:] = 0
             self._trusted[:] = False
+            if self.is_on_disk:
+                try:
+                    self._write(self._digests.reshape(-1), 0)
+                except OSError as error:
+                    self._stop_writing(error)
 
     def close(self) -> None:
         """Let go of the file and the memory."""
@@ -109,6 +116,11 @@ class StateStore:
         if row not in self._in_memory and self.memory_bytes + found.nbytes <= self.memory_limit:
             self._in_memory[row] = found.copy()  # of its own: it may be part of a batch
             self.memory_bytes += found.nbytes
+
+    def _stop_writing(self, error: OSError) -> None:
+        self.note = f"no longer kept on disk ({error.strerror or error})"
+        self.is_on_disk = False
+        self._say(self.note)
 
     def _open_file(self, file: Path) -> None:
         try:

@@ -35,7 +35,7 @@ class Stepper:
         self._pending: tuple | None = None
 
         def loss(*batch):
-            self.traces += _is_traced(batch[0])
+            self.traces += _is_traced(batch[1])  # numpy has no bfloat16, which states may be
             return loss_sum(model, head, *batch, z_loss=z_loss, label_smoothing=label_smoothing)
 
         value_and_grad = nn.value_and_grad(model, loss)

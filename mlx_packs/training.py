@@ -1,6 +1,6 @@
 """Train a pack: rows in, adapters on a frozen base, a folder out.
 
-`train_pack` reads from top to bottom: rows, base path, attach, measure, learn, measure, save.
+`_train_into` reads from top to bottom: rows, base path, attach, measure, learn, measure, save.
 """
 
 import time
@@ -132,7 +132,30 @@ def train_pack(
     _backend.start_record()
     make_optimizer(train)  # a wrong argument shows before anything is loaded
     _check_report_to(report_to, project_name)
-    folder, run = output_folders(out, columns, overwrite, resume)
+    with output_folders(out, columns, overwrite, resume) as (folder, run):
+        return _train_into(
+            folder, run, base, lora, train, columns, display, overwrite, resume,
+            resume_adapter_file, report_to, project_name, trust_remote_code, force,
+        )  # fmt: skip
+
+
+def _train_into(
+    folder: Path,
+    run: Path,
+    base: Base | str | Path,
+    lora: LoRAConfig,
+    train: TrainConfig,
+    columns: DataConfig,
+    display: Display,
+    overwrite: bool,
+    resume: bool,
+    resume_adapter_file: str | None,
+    report_to: str | None,
+    project_name: str | None,
+    trust_remote_code: bool,
+    force: bool,
+) -> TrainRun:
+    """`train_pack` once everything is said and the folders are its own."""
     earlier = check_resumable(run) if resume else None
     started = started_from(resume_adapter_file, earlier)
     if not isinstance(base, Base):
@@ -176,7 +199,10 @@ def train_pack(
         at_work = base_paths_at_work(attached, choice)
         if resume_adapter_file is not None:
             load_adapters(attached, Path(resume_adapter_file))
-        attached.recompute(train.recomputes)
+        policy = train.recomputes
+        if policy == "auto":
+            policy = plan.recompute if plan else "selective"  # what it needs is not known then
+        attached.recompute(policy)
         head = split_head(base.model)
         if train.packing:
             prepare_packing(attached, head, train.max_seq_length, base.vocab_size)
@@ -238,6 +264,7 @@ def train_pack(
         "pack_mb": pack.size_mb,
         "base_path": choice.base_path,
         "base_paths_at_work": at_work,
+        "recompute": policy,
         "ops": _backend.record(),
         "plan_peak_gb": plan_peak_gb,
         "batch_shapes": learned.batch_shapes,

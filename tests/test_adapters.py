@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 from conftest import base_of
 from mlx.utils import tree_flatten
+from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_packs.adapters import attach
 from mlx_packs.config import LoRAConfig
@@ -264,3 +265,30 @@ def test_load_refuses_a_fused_b_that_couples_slices():
     tensors = {n: mx.ones_like(t) for n, t in attached.tensors().items()}
     with pytest.raises(PackError, match="couples the slices"):
         attached.load(tensors, "file")
+
+
+def test_a_kv_cache_is_used_in_training_mode_too():
+    base = base_of("qwen3")
+    attach(base, LoRAConfig(rank=2))
+    tokens = mx.arange(12)[None]
+    expected = base.model(tokens)
+    base.model.train()
+    cache = make_prompt_cache(base.model)
+    found = mx.concatenate([base.model(tokens[:, :7], cache), base.model(tokens[:, 7:], cache)], 1)
+    assert mx.allclose(found, expected, atol=1e-4).item()
+
+
+def test_evaluation_of_a_long_row_keeps_no_whole_scores():
+    length = 2048
+    base = base_of("llama", max_position_embeddings=length)
+    tokens = mx.random.randint(0, 128, (1, length))
+    expected = base.model(tokens)
+    attach(base, LoRAConfig(rank=2, num_layers=1))
+    mx.eval(expected, base.model.parameters())
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    found = base.model(tokens)
+    mx.eval(found)
+    scores = 4 * base.config["num_attention_heads"] * length**2
+    assert mx.get_peak_memory() - before < 0.5 * scores
+    assert mx.allclose(found, expected, atol=1e-4).item()

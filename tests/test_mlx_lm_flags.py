@@ -393,5 +393,5 @@ def test_examples_make_packs_that_stock_mlx_lm_opens():
 )
 def test_pack_is_named_after_its_first_data_set(tmp_path, monkeypatch, columns, name):
     monkeypatch.chdir(tmp_path)
-    folder, run = prepare.output_folders(None, columns, overwrite=False, resume=False)
-    assert (folder, run) == (Path("packs") / name, Path("packs") / f"{name}-run")
+    with prepare.output_folders(None, columns, overwrite=False, resume=False) as (folder, run):
+        assert (folder, run) == (Path("packs") / name, Path("packs") / f"{name}-run")

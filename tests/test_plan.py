@@ -9,16 +9,21 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import huggingface_hub
+import numpy as np
 import pytest
 from conftest import base_of, chat, write_rows
 
 from mlx_packs import LoRAConfig, PackError, TrainConfig, runtime, train_pack
 from mlx_packs.adapters import attach
 from mlx_packs.advice import advise
+from mlx_packs.batches import make_batch
 from mlx_packs.config import DataConfig
 from mlx_packs.data import load_rows
 from mlx_packs.display import QUIET, Display
+from mlx_packs.encoding import Example
 from mlx_packs.loading import tiny_base_path
+from mlx_packs.loss import as_arrays, split_head
+from mlx_packs.optim import make_optimizer
 from mlx_packs.plan import (
     ERROR,
     Checkpoint,
@@ -29,6 +34,8 @@ from mlx_packs.plan import (
     tensors_of,
 )
 from mlx_packs.prepare import choose_path, encode_splits, plan_paths
+from mlx_packs.runtime import mx
+from mlx_packs.step import Stepper
 from mlx_packs.train import command as train_command
 from mlx_packs.train import read_configs, recipe_of
 
@@ -153,7 +160,9 @@ def test_more_work_takes_more_and_recomputing_less():
     assert peak() < peak({"rank": 64})
     assert peak({"num_layers": 2}) < peak()
     assert peak({"target_modules": ("q_proj", "v_proj")}) < peak()
-    assert peak(grad_checkpoint=True) < peak() < peak(recompute="none")
+    assert (
+        peak(grad_checkpoint=True) < peak(recompute="selective") < peak(recompute="none") == peak()
+    )
     assert peak() < peak(base_path="dense")
 
 
@@ -213,8 +222,9 @@ def given_up(memory: float, asked=frozenset()) -> tuple:
 
 
 def test_batch_gives_way_before_time_length_and_rank():
-    assert given_up(256) == (16, 2048, "selective", 4)
-    assert given_up(60) == (16, 2048, "selective", 2)
+    assert given_up(256) == (16, 2048, "none", 4)
+    assert given_up(60) == (16, 2048, "none", 2)
+    assert given_up(30) == (16, 2048, "none", 1)
     assert given_up(20) == (16, 2048, "selective", 1)
     assert given_up(16) == (16, 2048, "block", 4)
     assert given_up(7) == (16, 2048, "block", 1)
@@ -373,7 +383,7 @@ def test_where_nothing_fits_it_says_what_is_left_to_do(run):
     assert last == "try:    a smaller base or more memory"
     asked = ["--batch-size", "4", "--no-grad-checkpoint", "--rank", "16"]
     last = run("plan", "--memory", "0.02", *asked)[1].splitlines()[-1]
-    assert "--batch-size" in last and "--recompute block" in last and "--quantize" not in last
+    assert "--batch-size" in last and "--recompute" not in last and "--quantize" not in last
 
 
 @pytest.mark.parametrize("quantize", ["nf4", "affine8"])
@@ -465,6 +475,47 @@ def test_the_estimate_is_within_its_error_of_the_measured_peak(recomputed, tiny,
     assert report["plan_peak_gb"] == pytest.approx(report["peak_gb"], rel=ERROR)
 
 
+@pytest.mark.parametrize("targets", ["gate_proj up_proj down_proj", "q_proj o_proj"])
+@pytest.mark.parametrize("recompute", ["none", "selective"])
+def test_blocks_keep_no_scores_whichever_of_their_projections_carry_adapters(
+    targets, recompute, tiny
+):
+    """A step of one long row, whose T x T probabilities would be most of its memory."""
+    length = 768
+    lora = LoRAConfig(rank=8, target_modules=tuple(targets.split()))
+    train = TrainConfig(
+        iters=1, batch_size=1, max_seq_length=length + 1, base_path="dense", recompute=recompute
+    )
+    planned = estimate(tiny.config, tensors_of(tiny.model), lora, train, "dense", targets=256)
+    attached = attach(tiny, lora, base_path="dense")
+    attached.recompute(recompute)
+    optimizer = make_optimizer(train)
+    optimizer.init(tiny.model.trainable_parameters())
+    stepper = Stepper(tiny.model, split_head(tiny.model), optimizer, None)
+    tiny.model.train()
+    rows = [Example(np.arange(length + 1, dtype=np.int32) % 1000, np.arange(length + 1) > 512, "x")]
+    batch = make_batch(rows, [0], 1, length)
+    mx.eval(tiny.model.parameters(), optimizer.state)
+    for _ in range(2):
+        mx.reset_peak_memory()
+        stepper(as_arrays(batch), batch.count, True, True)
+    assert mx.get_peak_memory() == pytest.approx(planned.peak_bytes, rel=ERROR)
+
+
+def test_probabilities_are_kept_on_cpus_alone(monkeypatch):
+    def activations(length):
+        train = TrainConfig(batch_size=1, recompute="none", base_path="dense")
+        known = checkpoint("qwen3-0.6b")
+        plan = estimate(
+            known.config, known.tensors, LoRAConfig(), train, "dense", length=length, targets=1
+        )
+        return plan.moments["mlp"]["activations"]
+
+    assert activations(128) > 2.05 * activations(64)
+    on_a_gpu(monkeypatch)
+    assert activations(128) == pytest.approx(2 * activations(64))
+
+
 def write_headers(folder: Path, found: Checkpoint) -> Path:
     """A checkpoint folder that takes no space: the weights are a hole in the file, zeros."""
     at, header = 0, {}
@@ -527,7 +578,7 @@ def test_training_that_cannot_fit_is_refused_unless_forced(rows, tmp_path, monke
     measured = []
     monkeypatch.setattr("mlx_packs.prepare.choose_base_path", lambda *_: measured.append(1))
     out = tmp_path / "p"
-    arguments = ["train", "--data", rows, "--out", out, "--iters", "1"]
+    arguments = ["train", "--data", rows, "--out", out, "--iters", "1", "--recompute", "none"]
     code, _, err = run(*arguments)
     told = err.splitlines()[-1]
     assert code == 2 and "--force" in told and "--recompute block" in told and not out.exists()
@@ -539,7 +590,8 @@ def test_training_that_cannot_fit_is_refused_unless_forced(rows, tmp_path, monke
 
 def test_what_is_tight_is_trained_with_a_warning(rows, tmp_path, monkeypatch, run):
     arguments = ["train", "--data", rows, "--iters", "1", "--base-path", "dense", "--json",
-                 "--test-batches", "1", "--val-batches", "0", "--batch-size", "1"]  # fmt: skip
+                 "--test-batches", "1", "--val-batches", "0", "--batch-size", "1",
+                 "--recompute", "none"]  # fmt: skip
     peak = json.loads(run(*arguments, "--out", tmp_path / "p")[1])["plan_peak_gb"]
     for memory, warned in ((1.05 * peak, True), (1.2 * peak, False)):
         monkeypatch.setattr(runtime, "total_memory", lambda memory=memory: int(memory * 1e9))
@@ -548,7 +600,8 @@ def test_what_is_tight_is_trained_with_a_warning(rows, tmp_path, monkeypatch, ru
 
 
 def test_auto_takes_the_fastest_path_that_fits(tiny, rows, monkeypatch):
-    display, train = Display(QUIET), TrainConfig(batch_size=4, max_seq_length=128, iters=4)
+    display = Display(QUIET)
+    train = TrainConfig(batch_size=4, max_seq_length=128, iters=4, recompute="none")
     columns = DataConfig(data=str(rows))
     examples = encode_splits(load_rows(columns), tiny, columns, train, display)["train"]
     seconds = {"quantized": 3.0, "transient": 2.0, "dense": 1.0}
@@ -566,6 +619,26 @@ def test_auto_takes_the_fastest_path_that_fits(tiny, rows, monkeypatch):
     assert taken(int(plans["dense"].peak_bytes * (1 + ERROR)) - 1) == "transient"
     with pytest.raises(PackError, match="--force"):
         taken(min(plan.peak_bytes for plan in plans.values()) - 1)
+
+
+def test_the_plan_takes_the_first_policy_of_recomputation_that_fits(
+    rows, tmp_path, monkeypatch, run
+):
+    arguments = ["train", "--data", rows, "--iters", "1", "--base-path", "dense", "--json",
+                 "--test-batches", "1", "--val-batches", "0", "--overwrite",
+                 "--out", tmp_path / "p"]  # fmt: skip
+    peaks = {}
+    for policy in ("none", "selective", "block"):
+        report = json.loads(run(*arguments, "--recompute", policy)[1])
+        assert report["recompute"] == policy
+        peaks[policy] = report["plan_peak_gb"]
+    assert peaks["none"] > peaks["selective"] > peaks["block"]
+    for policy, peak in peaks.items():
+        memory = int((1 + ERROR) * peak * 1e9) + 1000
+        monkeypatch.setattr(runtime, "total_memory", lambda memory=memory: memory)
+        code, out, err = run(*arguments)
+        assert code == 0 and json.loads(out)["recompute"] == policy
+        assert f"recompute {policy}" in err
 
 
 def test_a_dense_base_has_its_estimate(rows, tmp_path, run):

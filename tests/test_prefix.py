@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import families
 import mlx.nn as nn
@@ -17,7 +18,7 @@ from mlx.utils import tree_flatten
 from test_families import FAMILIES as ALL_FAMILIES
 from test_packed_rows import FAMILIES, assert_same, loss_and_gradients, rows_of
 
-from mlx_packs import LoRAConfig, TrainConfig, train_pack
+from mlx_packs import LoRAConfig, TrainConfig, runtime, train_pack
 from mlx_packs import prefix as prefixes
 from mlx_packs.adapters import attach
 from mlx_packs.batches import training_batches
@@ -28,10 +29,12 @@ from mlx_packs.errors import PackError
 from mlx_packs.loop import Loop
 from mlx_packs.loss import as_arrays, loss_sum, split_head
 from mlx_packs.nn.prefix import FrozenBlock
+from mlx_packs.optim import make_optimizer
 from mlx_packs.packable import prepare_packing
 from mlx_packs.prefix import frozen_blocks, held_bytes, memory_budget, open_prefix
 from mlx_packs.runtime import mx
 from mlx_packs.state_store import StateStore
+from mlx_packs.step import Stepper
 from mlx_packs.training import SamplePrompt
 
 LENGTHS = (9, 17, 5, 30, 2, 21, 12)
@@ -299,7 +302,7 @@ def test_whatever_changes_the_states_has_a_file_of_its_own(folder):
     assert len(list(folder.glob("*.states"))) == 1 + len(runs)
 
 
-def test_tokens_and_base_path_are_in_the_key():
+def test_tokens_base_path_config_and_weight_files_are_in_the_key(tmp_path):
     opened = Opened()
 
     def key(examples, base_path="quantized"):
@@ -308,8 +311,14 @@ def test_tokens_and_base_path_are_in_the_key():
 
     other = examples()
     other.items[2].tokens[1] += 1
-    assert len({key(examples()), key(other), key(examples(), "dense")}) == 3
+    found = {key(examples()), key(other), key(examples(), "dense")}
     assert key(examples()) == key(examples())
+    opened.attached.base.config["rms_norm_eps"] *= 2
+    found.add(key(examples()))
+    (tmp_path / "model.safetensors").write_bytes(b"0")
+    opened.attached.base.path = tmp_path
+    found.add(key(examples()))
+    assert len(found) == 5
 
 
 @pytest.mark.parametrize("damage", ["states", "digests", "short", "long", "empty"])
@@ -342,6 +351,18 @@ def test_states_of_another_base_under_the_same_name_are_made_again(folder):
     assert cached_loss_and_gradients(again, batches)[0] == pytest.approx(wanted, rel=1e-6)
 
 
+def test_one_foreign_row_among_those_computed_again_is_enough(folder):
+    base = base_of("qwen3", num_hidden_layers=BLOCKS)
+    opened = Opened(base=base)
+    for batch in opened.batches(4):
+        opened.cache.arrays(batch)
+    last = max(opened.cache.compute(int(opened.cache._group_of[0])))
+    opened.cache.store.put(last, np.zeros_like(opened.cache.store.get(last)))
+    opened.cache.close()
+    opened.attached.detach()
+    assert last > 0 and Opened(base=base).cache.found == 0
+
+
 def test_a_file_in_use_is_left_to_the_other_run(folder):
     base = base_of("qwen3", num_hidden_layers=BLOCKS)
     first = Opened(base=base)
@@ -352,24 +373,50 @@ def test_a_file_in_use_is_left_to_the_other_run(folder):
     assert second.states(second.batches(1)[0]).any()
 
 
-def test_a_full_disk_does_not_stop_a_run(folder, monkeypatch):
-    monkeypatch.setattr(prefixes, "memory_budget", lambda plan: 10_000)
+def test_on_a_full_disk_what_is_kept_is_read_and_the_rest_is_left_as_it_is(folder, monkeypatch):
+    monkeypatch.setattr(prefixes, "memory_budget", lambda plan: 0)
     opened = Opened()
-    wanted = [opened.states(b) for b in opened.batches(4)]
+    batches = opened.batches(4)
+    wanted = [opened.states(b) for b in batches[:2]]
+    opened.cache.store.forget()
+    opened.cache.computed = 0
+    opened.states(batches[0])
 
     def full(*_):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "pwrite", full)
-    opened.cache.store.forget()
-    for _ in range(2):
-        for batch, states in zip(opened.batches(4), wanted, strict=True):
-            assert np.array_equal(opened.states(batch), states)
+    assert np.array_equal(opened.states(batches[1]), wanted[1])
+    computed = opened.cache.computed
+    assert np.array_equal(opened.states(batches[0]), wanted[0])
+    for batch in batches[1:]:
+        assert np.array_equal(opened.states(batch), batch.tokens)
+    assert opened.cache.computed == computed == sum(len(b.rows) for b in batches[:2])
     assert [t for t, _ in opened.lines[1:]] == [
         "states are no longer kept on disk (No space left on device)"
     ]
     assert not opened.cache.store.is_on_disk
     opened.cache.close()
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
+def test_a_cache_that_cannot_be_opened_lets_go_of_its_file(folder, monkeypatch, error):
+    def fail(_):
+        raise error
+
+    base = base_of("qwen3", num_hidden_layers=BLOCKS)
+    with monkeypatch.context() as patch, pytest.raises(error) as raised:
+        patch.setattr(prefixes.PrefixCache, "drop_if_foreign", fail)
+        Opened(base=base)
+    assert not list(folder.glob(".*.lock")), raised.traceback  # which holds on to the cache
+
+
+def test_a_file_that_is_there_has_room_whatever_else_is_on_the_disk(folder, monkeypatch):
+    base = base_of("qwen3", num_hidden_layers=BLOCKS)
+    filled(base)
+    usage = SimpleNamespace(free=0)
+    monkeypatch.setattr(prefixes.shutil, "disk_usage", lambda _: usage)
+    assert filled(base).cache.found == len(LENGTHS)
 
 
 def test_files_that_no_run_has_used_for_long_are_removed(folder):
@@ -379,6 +426,19 @@ def test_files_that_no_run_has_used_for_long_are_removed(folder):
     os.utime(old, (0, 0))
     filled(base, seed=9)
     assert not old.exists() and len(list(folder.glob("*.states"))) == 1
+
+
+def test_what_a_store_forgot_is_not_in_its_file(tmp_path):
+    given = np.full(3, 2), 0, tmp_path / "a.states", "ab" * 32
+    store = StateStore(*given)
+    for row in range(3):
+        store.put(row, np.full(2, row + 1, np.uint8))
+    store.forget()
+    store.put(0, np.full(2, 1, np.uint8))
+    store.close()
+    again = StateStore(*given)
+    assert again.kept().tolist() == [0]
+    again.close()
 
 
 def test_a_store_gives_back_what_was_put_or_nothing(tmp_path):
@@ -524,6 +584,20 @@ def test_auto_does_not_cache_a_block_among_many():
 
 def test_off_never_caches():
     assert Opened(train=changed(TRAIN, cache_prefix="off")).cache is None
+
+
+@pytest.mark.skipif(runtime.COMPILES, reason="steps are compiled here")
+def test_half_precision_states_are_not_taken_for_traces():
+    base = base_of("qwen3", num_hidden_layers=BLOCKS)
+    base.model.set_dtype(mx.bfloat16)
+    opened = Opened(base=base)
+    optimizer = make_optimizer(opened.train)
+    optimizer.init(opened.model.trainable_parameters())
+    stepper = Stepper(opened.model, opened.head, optimizer, 1.0)
+    (batch,) = opened.batches(1)
+    arrays = opened.cache.arrays(batch)
+    stepper(arrays, batch.count, True, True)
+    assert arrays[0].dtype == mx.bfloat16 and stepper.traces == 0
 
 
 def test_held_bytes_are_those_of_all_rows_within_the_budget():

@@ -11,8 +11,10 @@ from conftest import chat, write_rows
 
 from mlx_packs import LoRAConfig, TrainConfig, train_pack
 from mlx_packs.checkpoint import clear_run, is_run, kept_metrics, latest_checkpoint
+from mlx_packs.config import DataConfig
 from mlx_packs.errors import PackError
-from mlx_packs.files import sha256
+from mlx_packs.files import only_writer, sha256
+from mlx_packs.prepare import output_folders
 from mlx_packs.runtime import mx
 from mlx_packs.train import command
 
@@ -179,6 +181,24 @@ def test_resume_flags_and_files_override_what_the_run_was_told(here):
     assert "learning_rate was 0.001 and is 0.002 now" in str(error)
 
 
+def test_resume_may_recompute_otherwise_unless_there_is_dropout(trained, here):
+    args = "tiny", trained / "d"
+    other = TrainConfig(**{**vars(LONGER), "recompute": "block"})
+    train_pack(*args, LORA, other, "o", resume=True)
+    dropping = LoRAConfig(rank=2, num_layers=1, dropout=0.1)
+    train_pack(*args, dropping, TRAIN, "p")
+    with pytest.raises(PackError, match="recompute was 'auto' and is 'block' now"):
+        train_pack(*args, dropping, other, "p", resume=True)
+
+
+def test_what_an_older_run_does_not_mention_was_as_by_default(here, resumed):
+    file = here / "o-run" / "config.json"
+    found = json.loads(file.read_text())
+    del found["recipe"]["z_loss"], found["recipe"]["cache_prefix"]
+    file.write_text(json.dumps(found))
+    assert resumed().report["batches"] == 3
+
+
 def test_resume_names_the_file_whose_recipe_is_damaged(here):
     file = here / "o-run" / "config.json"
     file.write_text(file.read_text().replace('"rank": 2', '"rank": "x"'))
@@ -222,3 +242,27 @@ def test_start_from_adapters_is_in_the_manifest_and_can_be_resumed(trained, tmp_
     assert packs_train("--out", tmp_path / "p", "--resume", "--iters", "3", "-q") is None
     manifest = json.loads((tmp_path / "p" / "pack.json").read_text())
     assert manifest["recipe"]["resume_adapter_file"] == recorded
+
+
+# ── two runs at once ─────────────────────────────────────────────────────────────────────────────
+
+
+def test_runs_at_once_take_different_names_and_leave_nothing_that_is_empty(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    args = None, DataConfig(), False, False
+    with output_folders(*args) as first, output_folders(*args) as second:
+        assert [folder.name for folder, _ in (first, second)] == ["tiny", "tiny-2"]
+        assert first[1].is_dir() and second[1].is_dir()
+    with pytest.raises(KeyboardInterrupt), output_folders("a/b/c", *args[1:]):
+        raise KeyboardInterrupt
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("flags", ["--resume", "--overwrite"])
+def test_a_run_that_another_process_is_at_is_refused(here, trained, flags, run):
+    kept = sorted((here / "o-run").iterdir())
+    with only_writer(Path("o-run")):
+        code, _, err = run("train", "-q", "--out", "o", "--iters", "4", flags)
+    assert code == 2 and len(err.splitlines()) == 1
+    assert "o-run: another process is writing it" in err
+    assert sorted((here / "o-run").iterdir()) == kept

@@ -3,16 +3,18 @@
 `GroupedAttention` and `GroupedMLP` hold the very same projection modules, norms and RoPE as the
 block that they stand in for, under the same names and with the same call, so that
 `mlx_lm.generate` and its KV caches work on them. What changes: q, k, v (and gate, up) share one
-pass over their input.
+pass over their input. Attention is ours in training, and on CPUs where the scores of rows without a
+KV cache would be more than one block; else mlx-lm's, to the bit.
 """
 
 import mlx.core as mx
 import mlx.nn as nn
 
-from ..ops.attention import attention
+from ..ops.attention import attention, scores_are_cut
 from ..ops.exponential import swiglu
 from .lora import GroupedLoRA
 from .recompute import recomputed
+from .segments import SegmentCache
 
 # Attention with q_proj, k_proj, v_proj, o_proj, rope, scale (and q_norm, k_norm), by module.
 _GROUPED_MODULES = ("mlx_lm.models.qwen3", "mlx_lm.models.qwen2", "mlx_lm.models.llama")
@@ -66,12 +68,14 @@ class GroupedAttention(nn.Module):
         if "q_norm" in self:
             queries, keys = self.q_norm(queries), self.k_norm(keys)
         queries, keys = queries.transpose(0, 2, 1, 3), keys.transpose(0, 2, 1, 3)
-        attend = self._attend if self.training else self._attend_as_mlx_lm
+        ours = cache is None or isinstance(cache, SegmentCache)
+        ours = ours and (self.training or scores_are_cut(B * self.n_heads, T))
+        attend = self._attend if ours else self._attend_as_mlx_lm
         attended = attend(queries, keys, values, mask, cache)
         return attended.transpose(0, 2, 1, 3).reshape(B, T, -1)
 
     def _attend(self, queries, keys, values, mask, cache) -> mx.array:
-        """Attention in training; rows are packed where there is a cache (nn/segments.py)."""
+        """Attention by blocks; rows are packed where there is a cache (nn/segments.py)."""
         segments = None
         if cache is not None and mask is cache.unwindowed:
             mask, segments = "causal", cache.segments

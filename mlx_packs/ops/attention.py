@@ -3,9 +3,9 @@
 Scores exist for one block of queries and keys at a time, forward and backward: the backward makes
 each block again from Q, K and V instead of keeping T x S probabilities; blocks of the same queries
 are merged by their largest score and their sum (https://arxiv.org/abs/2205.14135). Only where one
-block is all, on a CPU, it is kept. Keys that no query of a block sees are left out. On a GPU the
-forward is MLX's fused kernel, whose own backward would store all scores, and a block has all keys;
-with CUDA both are MLX's.
+block is all, on a CPU, it is kept. Keys that no query of a block sees are left out. On a GPU a
+block has all keys, and its forward is MLX's: the fused kernel, but on Metal the scores of a block
+while gradients are traced. With CUDA forward and backward are MLX's.
 """
 
 import itertools
@@ -55,6 +55,11 @@ def attention(
     blocks, width = seen.blocks(length, keys.shape[2], 4 * batch * heads, on_cpu)
     output = _attention(scale, seen, blocks, width, on_cpu)(queries, keys, values)[0]
     return output.transpose(0, 2, 1, 3)
+
+
+def scores_are_cut(heads: int, length: int) -> bool:
+    """Whether a CPU computes T x T scores of so many heads (of all rows) block by block."""
+    return device() == "cpu" and 4 * heads * length**2 > SCORE_BYTES["cpu"]
 
 
 class _Block(NamedTuple):
@@ -143,9 +148,9 @@ def _scores(queries: mx.array, keys: mx.array, scale: float, mask: mx.array | No
     """Scores of a block times log2(e), float32 [B, KV, H / KV * n, keys]; those of hidden keys are
     finite, so that a block may hide all of its keys from a query."""
     batch, heads, n, _ = queries.shape
+    queries, keys = queries.astype(mx.float32), keys.astype(mx.float32)
     scores = (_folded(queries, keys.shape[1]) * (scale * _LOG2_E)) @ keys.swapaxes(-1, -2)
     shape, least = scores.shape, mx.finfo(mx.float32).min
-    scores = scores.astype(mx.float32)
     if mask is None:
         return scores
     # an addition, since MLX's choice between two arrays takes three times as long on CPUs
@@ -207,12 +212,19 @@ def _attention(scale: float, seen: _Seen, blocks: list[list[_Block]], width: int
 
     @mx.custom_function
     def attend(queries, keys, values):
-        if not on_cpu:
-            fused = mx.fast.scaled_dot_product_attention
-            output = fused(queries, keys, values, scale=scale, mask=seen.whole())
-            return (output.transpose(0, 2, 1, 3),)
         outputs, kept = [], []
+        offset = keys.shape[2] - queries.shape[2]
         for row in blocks:
+            if not on_cpu:
+                (at,) = row
+                visible = slice(at.first, at.last)
+                output = mx.fast.scaled_dot_product_attention(
+                    queries[:, :, at.start : at.stop], keys[:, :, visible], values[:, :, visible],
+                    scale=scale, mask=seen.block(at, offset),
+                )  # fmt: skip
+                queries = mx.depends(queries, output)
+                outputs.append(output.transpose(0, 2, 1, 3))
+                continue
             found: _Partial | None = None
             for at in row:
                 powers, total, largest = _powers(scores_of(at, queries, keys))
@@ -255,12 +267,13 @@ def _attention(scale: float, seen: _Seen, blocks: list[list[_Block]], width: int
                 own = _folded(queries[:, :, rows], kv_heads) * scale
                 added_keys = d_keys.add(d_scores.swapaxes(-1, -2) @ own, at)
                 added_values = d_values.add(weights.swapaxes(-1, -2) @ d_output, at)
-                part = d_scores @ keys[:, :, visible]
+                part = (d_scores @ keys[:, :, visible]).astype(mx.float32)
                 total = part if total is None else total + part
                 if not only:
                     found = [total, added_keys, added_values]
                     queries, cotangent = mx.depends([queries, cotangent], found)
-            d_queries.append((total * scale).reshape(queries[:, :, rows].shape))
+            total = (total * scale).astype(queries.dtype)
+            d_queries.append(total.reshape(queries[:, :, rows].shape))
         whole = d_queries[0] if len(d_queries) == 1 else mx.concatenate(d_queries, axis=2)
         found = [d_keys.whole(), d_values.whole()]
         return mx.depends(whole, found), *found
@@ -269,12 +282,13 @@ def _attention(scale: float, seen: _Seen, blocks: list[list[_Block]], width: int
 
 
 class _Slices:
-    """A sum like ``like`` [B, KV, S, D] in slices of ``width`` keys, so that adding to a few keys
-    copies no more than a slice."""
+    """A sum in float32 like ``like`` [B, KV, S, D] in slices of ``width`` keys, so that adding to a
+    few keys copies no more than a slice."""
 
     def __init__(self, like: mx.array, width: int):
         self.width = width
         self.shape = like.shape
+        self.dtype = like.dtype
         self.parts: dict[int, mx.array] = {}
 
     def add(self, part: mx.array, at: _Block) -> mx.array:
@@ -282,7 +296,7 @@ class _Slices:
         number, offset = divmod(at.first, self.width)
         batch, heads, keys, depth = self.shape
         width = min(self.width, keys - number * self.width)
-        total = self.parts.get(number)
+        total, part = self.parts.get(number), part.astype(mx.float32)
         if part.shape[2] < width:
             total = mx.zeros((batch, heads, width, depth), part.dtype) if total is None else total
             visible = slice(offset, offset + part.shape[2])
@@ -293,4 +307,6 @@ class _Slices:
         return total
 
     def whole(self) -> mx.array:
-        return mx.concatenate([self.parts[number] for number in sorted(self.parts)], axis=2)
+        """In the dtype of ``like``."""
+        parts = [self.parts[number] for number in sorted(self.parts)]
+        return mx.concatenate(parts, axis=2).astype(self.dtype)

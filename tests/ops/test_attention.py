@@ -99,6 +99,54 @@ def test_segments_in_many_blocks_are_the_mask_that_they_stand_for(small_blocks):
         assert mx.allclose(gradient, reference, rtol=1e-4, atol=1e-5).item()
 
 
+@pytest.fixture
+def off_cpu(monkeypatch):
+    """The way of Metal with many blocks of queries, computed here."""
+    monkeypatch.setattr(module, "device", lambda: "gpu")
+    monkeypatch.setitem(module.SCORE_BYTES, "gpu", 0)
+
+
+@pytest.mark.parametrize("mask", ["none", "causal", "boolean", "additive"])
+@pytest.mark.parametrize("name", SHAPES)
+def test_blocks_off_the_cpu_are_as_one(name, mask, off_cpu, monkeypatch):
+    monkeypatch.setattr(module, "_LEAST_QUERIES", 4)
+    test_attention_and_its_gradients_are_those_of_mlx(name, mask)
+
+
+def test_segments_off_the_cpu_are_the_mask_that_they_stand_for(off_cpu, monkeypatch):
+    monkeypatch.setattr(module, "_LEAST_QUERIES", 4)
+    test_segments_in_many_blocks_are_the_mask_that_they_stand_for(None)
+
+
+def test_gradients_of_many_blocks_in_bfloat16_are_as_good_as_those_of_mlx(off_cpu):
+    q = mx.random.normal((1, 4, 1024, 32))
+    k, v = (mx.random.normal((1, 2, 1024, 32)) for _ in range(2))
+    fused = mx.fast.scaled_dot_product_attention
+
+    def gradients(attend, dtype):
+        given = [a.astype(mx.bfloat16).astype(dtype) for a in (q, k, v)]
+        weight = q.astype(mx.bfloat16).astype(dtype)
+        return mx.vjp(lambda *a: [attend(*a, scale=0.2, mask="causal")], given, [weight])[1]
+
+    exact = gradients(fused, mx.float32)
+    for ours, theirs, wanted in zip(
+        gradients(attention, mx.bfloat16), gradients(fused, mx.bfloat16), exact, strict=True
+    ):
+        assert ours.dtype == mx.bfloat16
+        error, accepted = (mx.linalg.norm(g.astype(mx.float32) - wanted) for g in (ours, theirs))
+        assert error.item() < 1.5 * accepted.item()
+
+
+def test_a_forward_off_the_cpu_has_the_scores_of_one_block_at_a_time(off_cpu):
+    q = mx.random.normal((1, 8, 1024, 32))
+    k, v = (mx.random.normal((1, 2, 1024, 32)) for _ in range(2))
+    mx.eval(q, k, v)
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    mx.eval(attention(q, k, v, 0.2, "causal"))
+    assert mx.get_peak_memory() - before < 0.5 * 4 * 8 * 1024 * 1024
+
+
 def test_memory_of_a_long_row_is_that_of_a_few_blocks():
     q, w = (mx.random.normal((1, 8, 1024, 32)) for _ in range(2))
     k, v = (mx.random.normal((1, 2, 1024, 32)) for _ in range(2))
