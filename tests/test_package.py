@@ -201,7 +201,7 @@ def readme_commands() -> list[str]:
 
 def test_readme_opens_with_two_commands_and_ci_runs_the_second():
     train, tests = readme_commands()
-    assert train.endswith("packs train") and tests.endswith("python -m pytest")
+    assert train.endswith("packs train") and tests.endswith("python -m pytest -n 2")
     assert "grep -m1 'python -m pytest' README.md" in (ROOT / ".ci" / "run").read_text()
     first = next(
         line for line in (ROOT / "README.md").read_text().splitlines() if "python -m pytest" in line
