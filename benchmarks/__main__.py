@@ -5,9 +5,9 @@ import sys
 
 # What each shows is the first line of its module.
 NAMES = (
-    "targets", "train_step", "memory", "train_run", "load", "generate", "ops", "steady", "profile",
-    "timeline", "whole", "prefix", "quantization_error", "plan_accuracy", "quantize", "cost_tables",
-    "report",
+    "targets", "train_step", "memory", "train_run", "load", "generate", "swap", "ops", "steady",
+    "profile", "timeline", "whole", "prefix", "quantization_error", "plan_accuracy", "quantize",
+    "cost_tables", "report",
 )  # fmt: skip
 
 

@@ -19,6 +19,13 @@ print(f"{run.report['pack']}: PPL {run.report['ppl_before']:.1f} → {run.report
 report = mp.evaluate(base, pack=run.pack, data=mp.data.tiny_path() / "valid.jsonl")
 print(f"valid: ratio {report.ppl_ratio:.2f} on {report.rows} rows")
 
+# %% Judge: the pack at half and full strength beside the base, at two batch sizes
+half = mp.weighted_sum([(run.pack, 0.5)])
+for one in mp.evaluate_batch(
+    base, {"half": half, "full": run.pack}, batch_sizes=[1, 4], limit=40, sequence_length=128
+):
+    print(f"{one.name:<5} x {one.batch_size}: PPL {one.ppl:.1f}, {one.decode_tps:.0f} tokens/s")
+
 # %% Hot-swap: with the pack, and without it again
 prompt = chat_prompt(base, [{"role": "user", "content": "Continue: And it came to pass"}])
 with base.applied(run.pack):

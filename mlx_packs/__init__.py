@@ -27,8 +27,20 @@ _PUBLIC = {
     "Pack": "pack",
     "EvalReport": "evaluation",
     "evaluate": "evaluation",
+    "Compared": "comparison",
+    "evaluate_batch": "comparison",
+    "weighted_sum": "weighted",
+    "evaluate_tasks": "harness",
     "TrainRun": "training",
     "train_pack": "training",
+    "diff": "distance",
+    "list_packs": "shelf",
+    "pull": "hub",
+    "push": "publish",
+    "merge_pack": "merge",
+    "combine_packs": "combine",
+    "export_pack": "interop",
+    "import_adapter": "interop",
 }
 _MODULES = ("data",)
 __all__ = [*sorted(_PUBLIC), *_MODULES]

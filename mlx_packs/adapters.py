@@ -57,12 +57,16 @@ class ModuleSpec:
     """Adapters of one projection (several slices if it is fused).
 
     ``experts``: the projection is a switch linear, and each of its experts has an adapter.
+    ``kind``: ``lora``; what comes by import may be ``dora``, or ``embedding``, where in_features is
+    the vocabulary. ``head``: the embedding is the head too, and the adapter acts there (or not).
     """
 
     path: str
     in_features: int
     slices: tuple[SliceSpec, ...]
     experts: int | None = None
+    kind: str = "lora"
+    head: bool | None = None
 
     @property
     def rank(self) -> int:
@@ -80,7 +84,8 @@ class ModuleSpec:
         a, b = (self.in_features, self.rank), (self.rank, sum(self.widths))
         if self.experts is not None:
             a, b = (self.experts, *a[::-1]), (self.experts, *b[::-1])
-        return {f"{self.path}.lora_a": a, f"{self.path}.lora_b": b}
+        shapes = {f"{self.path}.lora_a": a, f"{self.path}.lora_b": b}
+        return shapes | ({f"{self.path}.m": (sum(self.widths),)} if self.kind == "dora" else {})
 
 
 Specs = dict[str, ModuleSpec]
@@ -173,6 +178,11 @@ class Attached:
             replace_modules(self.model, [self._originals.pop()])
         self.model.eval()
 
+    def standing(self) -> tuple[list[tuple[str, nn.Module]], list[tuple[str, nn.Module]]]:
+        """The base's own modules that are away, and those that stand in for them, by path."""
+        current = dict(self.model.named_modules())
+        return list(self._originals), [(path, current[path]) for path, _ in self._originals]
+
     def tensors(self) -> dict[str, mx.array]:
         """Adapters by name on disk: ``<path>.lora_a`` [in, r], ``<path>.lora_b`` [r, out], fp32.
 
@@ -241,19 +251,26 @@ class Attached:
         merged = {}
         for path, slot in self.slots.items():
             linear = self.frozen[path]
-            a, b = tensors[f"{path}.lora_a"], tensors[f"{path}.lora_b"]
             if slot.spec.experts is not None:
-                delta = low_rank_delta(
-                    a.swapaxes(-1, -2), b.swapaxes(-1, -2), slot.spec.slices[0].scale
-                )
-                merged[path] = expert_weights(linear).astype(mx.float32) + delta
-                continue
-            quantized = isinstance(linear, LINEARS)
-            weight = dequantized_weight(linear) if quantized else linear.weight
-            scales = [mx.full((s.rank,), s.scale) for s in slot.spec.slices if s.rank]
-            scaled = b * mx.concatenate(scales)[:, None]
-            merged[path] = weight.astype(mx.float32) + low_rank_delta(a, scaled, 1.0)
+                weight = expert_weights(linear)
+            else:
+                quantized = isinstance(linear, LINEARS)
+                weight = dequantized_weight(linear) if quantized else linear.weight
+            merged[path] = weight.astype(mx.float32) + delta_of(slot.spec, tensors)
         return merged
+
+
+def delta_of(spec: ModuleSpec, tensors: Mapping[str, mx.array]) -> mx.array:
+    """What adapters, named as on disk, add to their weight: [out, in] in float32.
+
+    Of experts [E, out, in]; of an embedding [vocab, dim], which is how its table lies.
+    """
+    a, b = tensors[f"{spec.path}.lora_a"], tensors[f"{spec.path}.lora_b"]
+    if spec.experts is not None:
+        return low_rank_delta(a.swapaxes(-1, -2), b.swapaxes(-1, -2), spec.slices[0].scale)
+    scales = [mx.full((s.rank,), s.scale) for s in spec.slices if s.rank]
+    delta = low_rank_delta(a, b * mx.concatenate(scales)[:, None], 1.0)
+    return delta.T if spec.kind == "embedding" else delta
 
 
 def _block_diagonal(spec: ModuleSpec, parts: list[mx.array]) -> mx.array:
@@ -289,7 +306,7 @@ def attach(
 
     Args:
         lora: where and how large, for training; or
-        specs: exactly which adapters, as a pack's manifest has them.
+        specs: exactly which adapters, as a pack's manifest has them; none at all is allowed.
         base_path: how the frozen weights are multiplied while attached.
         fp16_fallback: dequantize modules whose geometry cannot be probed to fp16 and train on.
     Raises: PackError if a target does not exist or a geometry cannot be probed.
@@ -301,15 +318,17 @@ def attach(
     lora = lora or LoRAConfig()
     targets = tuple(specs) if specs is not None else lora.target_modules
     num_layers = -1 if specs is not None else lora.num_layers
-    groups, faults = find_groups(base.model, base.config, targets, num_layers)
+    groups, faults = [], []
+    if specs is None or specs:
+        groups, faults = find_groups(base.model, base.config, targets, num_layers)
     if faults and not fp16_fallback:
         raise faults[0]
     fallback, notes = _fp16_modules(base, faults)
     groups = groups + [Group(None, (geometry,)) for geometry, _ in fallback]
-    if not targets:
+    if not targets and specs is None:
         groups, left_out = _without_narrow(groups, lora)
         notes += left_out + _experts_note(base.model)
-    if not groups:
+    if not groups and specs != {}:
         raise PackError("--target-modules: no projection carries an adapter.")
     if specs is None:
         specs = plan_specs(groups, lora)
@@ -397,7 +416,9 @@ def _make_lora(
             continue
         wanted = spec.in_features, spec.widths, spec.experts
         found = geometry.in_features, geometry.widths, geometry.experts
-        if wanted != found:
+        # one adapter over all slices of a fused projection, as other tools train it
+        whole = geometry.in_features, [sum(geometry.widths)], geometry.experts
+        if wanted not in (found, whole):
             raise PackError(
                 f"{spec.path}: the adapter is for {_sizes(*wanted)}, but the projection is "
                 f"{_sizes(*found)}."
@@ -420,11 +441,14 @@ def _sizes(in_features: int, widths: list[int], experts: int | None) -> str:
     return f"{in_features} -> {widths}" + ("" if experts is None else f" x {experts} experts")
 
 
-def _adapted(linear: nn.Module, lora: GroupedLoRA, geometry: Geometry) -> nn.Module:
+def _adapted(linear: nn.Module, lora: GroupedLoRA, spec: ModuleSpec) -> nn.Module:
     """A module that stands for a lone projection and adds what its adapters give."""
-    if geometry.experts is not None:
+    if spec.experts is not None:
         return AdaptedSwitchLinear(linear, lora)
-    return AdaptedLinear(linear, lora, geometry.widths)
+    own = getattr(linear, "output_dims", None)
+    if isinstance(own, list) and spec.widths != own:
+        raise PackError(f"{spec.path}: cuts its output into {own}, and the adapter does not.")
+    return AdaptedLinear(linear, lora, spec.widths)
 
 
 def _swap_in_adapters(attached: Attached, dropout: float, seed: int) -> None:
@@ -440,7 +464,7 @@ def _swap_in_adapters(attached: Attached, dropout: float, seed: int) -> None:
     modules = dict(attached.model.named_modules())
     lone = [group.members[0] for group in attached.groups if group.block is None]
     wrapped = [
-        (g.path, _adapted(modules[g.path], lora, g))
+        (g.path, _adapted(modules[g.path], lora, attached.specs[g.path]))
         for g in lone
         if (lora := lora_of([g])) is not None
     ]

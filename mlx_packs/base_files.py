@@ -160,14 +160,25 @@ def check_files(path: Path) -> None:
         raise PackError(f"{path / 'config.json'}: has no 'model_type'.")
 
 
+_RECORD_KEYS = {
+    "files": dict, "format": str, "source": str, "versions": dict,
+    "quantization": (dict, type(None)), "quantized": int, "dense": int,
+    "bits_per_weight": (int, float), "bits_per_quantized_weight": (int, float),
+}  # fmt: skip
+
+
 def read_record(path: Path) -> dict | None:
     """What `packs quantize` wrote about a folder; None if it did not write this folder."""
     try:
         record = json.loads((path / RECORD).read_text(encoding="utf-8"))
-        facts = [(each["bytes"], each["sha256"]) for each in record["files"].values()]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        whole = all(isinstance(record[key], kind) for key, kind in _RECORD_KEYS.items())
+        whole = whole and all(
+            isinstance(each["bytes"], int) and isinstance(each["sha256"], str)
+            for each in record["files"].values()
+        )
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None  # not there, or a file of somebody else
-    return record if facts else None
+    return record if whole and record["files"] else None
 
 
 def check_record(path: Path, advance: Callable[[], None] | None = None) -> None:

@@ -8,6 +8,8 @@ import importlib
 import json
 import math
 import os
+import re
+import shlex
 import shutil
 import sys
 from pathlib import Path
@@ -16,13 +18,17 @@ import click
 
 from . import options
 from .config import MEMORY_SETTINGS, LoRAConfig, TrainConfig
-from .errors import Interrupted, PackError, did_you_mean
+from .errors import Interrupted, PackError, did_you_mean, printable
 
 
 class _Commands(click.Group):
     """Commands whose modules are imported when they are called: `packs inspect` stays quick."""
 
-    lazy = {"train": ("mlx_packs.train", "command")}
+    lazy = {
+        "train": ("mlx_packs.train", "command"),
+        "eval-batch": ("mlx_packs.eval_batch", "command"),
+        "eval-tasks": ("mlx_packs.eval_tasks", "command"),
+    }
 
     def list_commands(self, ctx):
         return sorted({*super().list_commands(ctx), *self.lazy})
@@ -48,7 +54,12 @@ def packs():
 
 
 def _print(value: dict | list, as_json: bool, lines: list[str]) -> None:
-    click.echo(json.dumps(value, indent=2, ensure_ascii=False) if as_json else "\n".join(lines))
+    """The object, or lines about it; what a stranger's manifest says cannot steer a terminal."""
+    if not as_json:
+        click.echo("\n".join(map(printable, lines)))
+        return
+    text = json.dumps(value, indent=2, ensure_ascii=False)
+    click.echo(re.sub(r"[\x7f-\x9f]", lambda control: f"\\u{ord(control[0]):04x}", text))
 
 
 @packs.command()
@@ -61,6 +72,7 @@ def inspect(pack, as_json):
     held against its hash.
     """
     from .base_files import RECORD
+    from .manifest import read_pin
     from .pack import Pack
 
     if (pack / RECORD).is_file():
@@ -72,7 +84,9 @@ def inspect(pack, as_json):
         return
     found = Pack.open(pack)
     found.verify()
-    _print(found.manifest, as_json, _inspect_lines(found))
+    pin = read_pin(found.path)
+    report = found.manifest | ({"hub": pin} if pin else {})
+    _print(report, as_json, _inspect_lines(found))
 
 
 def _record_lines(folder: Path, record: dict) -> list[str]:
@@ -94,7 +108,8 @@ def _record_lines(folder: Path, record: dict) -> list[str]:
 def _inspect_lines(pack) -> list[str]:
     """A pack for people; optional parts of its manifest only as far as they are there."""
     from .base_files import quantization_name
-    from .manifest import shown_result
+    from .gates import shown
+    from .manifest import read_pin, shown_result
 
     m = pack.manifest
     base, modules = m["base"], m["adapters"]["modules"]
@@ -108,6 +123,10 @@ def _inspect_lines(pack) -> list[str]:
         f"{m['adapters']['parameters']:,} weights on {len(modules)} projections in "
         f"{len(m['adapters']['groups'])} groups",
     ]
+    if pin := read_pin(pack.path):
+        lines.append(f"hub     {pin['repo']}@{pin['revision']} · commit {pin['commit']}")
+    if license := m.get("license"):
+        lines.append(f"licence {license}")
     if data := pack.part("data"):
         rows = " / ".join(f"{n:,} {split}" for split, n in (data.get("rows") or {}).items())
         loss_on = pack.part("objective").get("loss_on") or "?"
@@ -119,6 +138,8 @@ def _inspect_lines(pack) -> list[str]:
             f"eval    held-out PPL {before} → {after} on {result.get('rows', '?')} "
             f"{result.get('split', '?')} rows"
         )
+    if gates := pack.part("gates"):
+        lines.append(f"gates   {shown(gates).removeprefix(' · ')}")
     if created := pack.part("measured").get("created"):
         lines.append(f"made    {created} · mlx {pack.part('versions').get('mlx')}")
     for name, facts in m["files"].items():
@@ -139,8 +160,10 @@ def apply(pack, model, dry_run, max_pack_mb, trust_remote_code, as_json):
 
     Without --dry-run it is attached, run and taken off again.
     """
+    from .gates import failures, judge, limits
     from .pack import Pack, check_against
 
+    held = limits(max_pack_mb=max_pack_mb)
     found = Pack.open(pack)
     report = check_against(found, model)
     if not dry_run:
@@ -154,16 +177,11 @@ def apply(pack, model, dry_run, max_pack_mb, trust_remote_code, as_json):
             f"applied logits moved by up to {report['largest_logit_change']:.3f}; after detaching "
             "they are bit-equal to before"
         )
-    if max_pack_mb is not None:
-        passed = report["pack_mb"] <= max_pack_mb
-        gate = {"limit": max_pack_mb, "value": report["pack_mb"], "passed": passed}
-        report["gates"] = {"max_pack_mb": gate}
+    gates = judge(held, {"max_pack_mb": report["pack_mb"]})
+    if gates:
+        report["gates"] = gates
     _print(report, as_json, lines)
-    if max_pack_mb is not None and report["pack_mb"] > max_pack_mb:
-        click.echo(
-            f"packs: gate --max-pack-mb failed: {report['pack_mb']} > {max_pack_mb}", err=True
-        )
-        sys.exit(1)
+    options.exit_by(failures(gates))
 
 
 def _apply_for_real(pack, model: str, trust_remote_code: bool) -> dict:
@@ -183,8 +201,10 @@ def _apply_for_real(pack, model: str, trust_remote_code: bool) -> dict:
 
 
 @packs.command()
-@click.argument("pack", type=click.Path(path_type=Path))
+@click.argument("pack", required=False)
 @click.option("--model", default="tiny", metavar="M", help="Base of the pack. [tiny]")
+@click.option("--pack", "packs", multiple=True, metavar="P=W",
+              help="Pack with a weight, repeatable: the deltas add up.")  # fmt: skip
 @click.option("--data", default="tiny", metavar="D", help="Rows: folder, file or 'tiny'. [tiny]")
 @click.option("--split", default="test", help="Split of a folder; valid if there is no test.")
 @click.option("--batch-size", default=4, show_default=True, type=click.IntRange(1))
@@ -198,17 +218,19 @@ def _apply_for_real(pack, model: str, trust_remote_code: bool) -> dict:
 @options.trust_remote_code()
 @options.backend
 @click.option("--json", "as_json", is_flag=True, help="Print the report.")
-def eval(pack, model, data, split, batch_size, max_seq_length, loss_on, limit,
+def eval(pack, packs, model, data, split, batch_size, max_seq_length, loss_on, limit,
          trust_remote_code, as_json, **features):  # fmt: skip
     """Perplexity and accuracy, base and pack.
 
-    Both on the same rows, with the standard error of the perplexity.
+    Both on the same rows, with standard errors; that of the ratio is paired by row, and so far
+    smaller. PACK may be PACK=W, and several with --pack are taken as one, their deltas added up.
     """
     from .evaluation import columns_of, evaluate
     from .manifest import shown_perplexity
-    from .pack import Pack
 
-    opened = Pack.open(pack)
+    opened = _one_pack([pack] if pack else [], packs)
+    if opened is None:
+        raise PackError("eval: name a PACK, or packs to add up: --pack a=0.7 --pack b=0.3.")
     given = {name: column for name, column in features.items() if column is not None}
     report = evaluate(
         opened.load_base(model, trust_remote_code), opened, data, split, batch_size,
@@ -218,15 +240,25 @@ def eval(pack, model, data, split, batch_size, max_seq_length, loss_on, limit,
         f"{name}    PPL {shown_perplexity(s.ppl, s.ppl_se, 3)} · token accuracy {s.accuracy:.1%}"
         for name, s in (("base", report.base), ("pack", report.pack))
     ]
+    ratio = shown_perplexity(report.ppl_ratio, report.difference.ppl_ratio_se, 3)
     lines.append(
-        f"ratio   {report.ppl_ratio:.3f} on {report.rows} rows, {report.targets:,} target tokens"
+        f"ratio   {ratio}, paired by row, on {report.rows} rows, {report.targets:,} target tokens"
     )
     _print(report.to_json(), as_json, lines)
 
 
+def _one_pack(*given):
+    """The pack that ``DIR`` or ``DIR=0.7`` texts name together; None if there is none."""
+    from .weighted import open_weighted, weighted_sum
+
+    texts = [text for group in given for text in group]
+    return weighted_sum([open_weighted(text) for text in texts]) if texts else None
+
+
 @packs.command()
 @click.option("--model", default="tiny", metavar="M", help="Base: folder, hub id or 'tiny'. [tiny]")
-@click.option("--pack", metavar="P", help="Pack to apply.")
+@click.option("--pack", "packs", multiple=True, metavar="P",
+              help="Pack to apply; several add up: --pack a=0.7 --pack b=0.3.")  # fmt: skip
 @click.option("--prompt", required=True, help="What the user says; - reads standard input.")
 @click.option("--system", help="System message.")
 @click.option("--raw", is_flag=True, help="Continue the prompt as it is, without chat template.")
@@ -236,18 +268,17 @@ def eval(pack, model, data, split, batch_size, max_seq_length, loss_on, limit,
 @options.trust_remote_code()
 @options.backend
 @click.option("--json", "as_json", is_flag=True, help="Print prompt and text as JSON, at the end.")
-def generate(model, pack, prompt, system, raw, max_tokens, temp, seed, trust_remote_code, as_json):
+def generate(model, packs, prompt, system, raw, max_tokens, temp, seed, trust_remote_code, as_json):
     """Stream text, with a pack or without."""
     from contextlib import nullcontext
 
     from .generate import chat_prompt, stream
     from .loading import load_base
-    from .pack import Pack
 
     prompt = sys.stdin.read() if prompt == "-" else prompt
     if not prompt.strip():
         raise PackError("--prompt: is empty.")
-    opened = Pack.open(pack) if pack else None
+    opened = _one_pack(packs)
     load = opened.load_base if opened else load_base
     base = load(model, trust_remote_code=trust_remote_code)
     messages = [{"role": "system", "content": system}] if system else []
@@ -259,6 +290,7 @@ def generate(model, pack, prompt, system, raw, max_tokens, temp, seed, trust_rem
             pieces.append(piece)
             if not as_json:
                 click.echo(piece, nl=False)
+    pack = " + ".join(packs) or None
     report = {"prompt": prompt, "text": "".join(pieces), "pack": pack, "model": model}
     _print(report, as_json, [""])
 
@@ -267,10 +299,12 @@ def generate(model, pack, prompt, system, raw, max_tokens, temp, seed, trust_rem
 @click.option("--model", required=True, metavar="M", help="Dense checkpoint: folder or hub id.")
 @click.option("--out", required=True, metavar="DIR", help="Folder to write.")
 @click.option("--mode", type=click.Choice(["nf4", "affine"]), default="nf4", show_default=True)
-@click.option("--no-double-quant", is_flag=True, help="nf4: absmax in float32, not 8 bits.")
-@click.option("--block", type=int, metavar="N", help="nf4: weights that share an absmax. [64]")
+@click.option("--double-quant/--no-double-quant", default=None,
+              help="nf4: absmax in 8 bits, or in float32. [double]")  # fmt: skip
 @click.option("--bits", type=int, metavar="N", help="affine: 2, 3, 4, 5, 6 or 8. [4]")
-@click.option("--group-size", type=int, metavar="N", help="affine: 32, 64 or 128. [64]")
+@click.option("--group-size", type=int, metavar="N",
+              help="Weights that share a scale: 32, 64 or 128, nf4 256 too. [64]")  # fmt: skip
+@click.option("--block", type=int, metavar="N", help="nf4: another name of --group-size.")
 @click.option(
     "--keep", default="", metavar="NAMES", help="Modules left dense: leaf or path, comma."
 )
@@ -282,7 +316,7 @@ def generate(model, pack, prompt, system, raw, max_tokens, temp, seed, trust_rem
 @click.option("--overwrite", is_flag=True, help="Replace DIR if it is there.")
 @options.trust_remote_code()
 @click.option("--json", "as_json", is_flag=True, help="Print the report.")
-def quantize(model, out, mode, no_double_quant, block, bits, group_size, keep, bits_for, format,
+def quantize(model, out, mode, double_quant, block, bits, group_size, keep, bits_for, format,
              max_shard_gb, overwrite, trust_remote_code, as_json):  # fmt: skip
     """Write a 4-bit (or 2- to 8-bit) copy of a checkpoint.
 
@@ -294,14 +328,15 @@ def quantize(model, out, mode, no_double_quant, block, bits, group_size, keep, b
     from .quantize import Recipe
     from .quantize import quantize as write
 
-    of_nf4 = {"--block": block, "--no-double-quant": no_double_quant or None}
-    of_affine = {"--bits": bits, "--group-size": group_size}
-    others = of_affine if mode == "nf4" else of_nf4
+    double = "--no-double-quant" if double_quant is False else "--double-quant"
+    others = {"--bits": bits} if mode == "nf4" else {"--block": block, double: double_quant}
     if misplaced := [flag for flag, value in others.items() if value is not None]:
         raise PackError(f"{', '.join(misplaced)}: not with --mode {mode}.")
-    size = block if mode == "nf4" else group_size
+    if None not in (block, group_size) and block != group_size:
+        raise PackError(f"--block {block}: is --group-size by another name, which is {group_size}.")
+    size = group_size if block is None else block
     packing = Packing(
-        mode, 4 if bits is None else bits, 64 if size is None else size, not no_double_quant
+        mode, 4 if bits is None else bits, 64 if size is None else size, double_quant is not False
     )
     recipe = Recipe(
         packing,
@@ -336,9 +371,9 @@ def _size(gb: float) -> str:
 
 
 def _bits_line(report: dict) -> str:
+    where = f", {report['bits_per_quantized_weight']:.2f} where quantized"
     return (
-        f"bits    {report['bits_per_weight']:.2f} a weight, "
-        f"{report['bits_per_quantized_weight']:.2f} where quantized · "
+        f"bits    {report['bits_per_weight']:.2f} a weight{where if report['quantized'] else ''} · "
         f"{report['quantized']} tensors quantized, {report['dense']} as they were"
     )
 
@@ -351,6 +386,161 @@ def _quantize_lines(report: dict) -> list[str]:
         *_left_dense(report["left_dense"]),
         f"took    {report['seconds']:.1f} s · process peak {report['process_peak_gb']:.2f} GB",
     ]
+
+
+@packs.command()
+@click.argument("pack", type=click.Path(path_type=Path))
+@click.option("--model", default="tiny", metavar="M", help="Base of the pack. [tiny]")
+@click.option("--out", required=True, metavar="DIR", help="Folder to write.")
+@click.option("--requantize", default="none", metavar="{none,same,affine4,affine8,nf4}",
+              help="Bits of merged weights: none is dense. [none]")  # fmt: skip
+@click.option("--dtype", default="auto", metavar="{auto,float32,bfloat16,float16}",
+              help="Of the weights that change. [auto: as in the base]")  # fmt: skip
+@click.option("--max-drift", type=float, metavar="KL",
+              help="Gate: largest mean KL. [0.02, a tenth of the pack's]")  # fmt: skip
+@click.option("--data", default="tiny", metavar="D", help="Rows to measure on. [tiny]")
+@click.option("--rows", default=32, show_default=True, type=click.IntRange(1))
+@click.option("--max-shard-gb", default=1.0, show_default=True, metavar="GB")
+@click.option("--overwrite", is_flag=True, help="Replace DIR if it is there.")
+@options.trust_remote_code()
+@options.backend
+@click.option("--json", "as_json", is_flag=True, help="Print the report.")
+def merge(pack, model, out, requantize, dtype, max_drift, data, rows, max_shard_gb, overwrite,
+          trust_remote_code, as_json):  # fmt: skip
+    """Write the base with a pack merged into it.
+
+    The merged model is measured against the base with the pack attached first (mean KL, nats a
+    token). Where rounding to few bits would take the pack out again, nothing is written, the way
+    that would pass is named, and the exit code is 1.
+    """
+    from .display import Display
+    from .merge import merge_pack
+
+    report = merge_pack(
+        pack, model, out, requantize, dtype, max_drift, data, rows, max_shard_gb, overwrite,
+        trust_remote_code, display=Display(),
+    )  # fmt: skip
+    lines = _drift_lines(report)
+    if report["passed"]:
+        lines.append(
+            f"wrote   {report['out']} ({_size(report['gb'])}, {report['shards']} shard(s)): "
+            f"{report['changed']} weights changed, requantize {requantize}"
+        )
+    _print(report, as_json, lines)
+    if not report["passed"]:
+        advice = (
+            f"--requantize {report['passes']} passes ({report['tried'][report['passes']]:.2g})"
+            if report["passes"]
+            else f"nothing passes ({', '.join(f'{k} {v:.2g}' for k, v in report['tried'].items())})"
+        )
+        _gate_failed("max-drift", report["kl_mean"], report["max_drift"], advice)
+
+
+def _drift_lines(report: dict) -> list[str]:
+    """What was measured between two ways of applying adapters."""
+    lines = [
+        f"drift   KL {report['kl_mean']:.2g} nats a token · PPL {report['ppl_before']:.3f} → "
+        f"{report['ppl_after']:.3f} (ratio {report['ppl_ratio']:.4f}) · same first token "
+        f"{report['same_token']:.1%} · {report['rows']} rows, {report['targets']:,} targets"
+    ]
+    return lines + [f"pack    moves the base by KL {report['kl_of_pack']:.2g}"]
+
+
+def _gate_failed(name: str, value: float, limit: float, advice: str) -> None:
+    click.echo(f"packs: gate --{name} failed: {value:.2g} > {limit:.2g}; nothing was written; "
+               f"{advice}.", err=True)  # fmt: skip
+    sys.exit(1)
+
+
+@packs.command()
+@click.argument("packs_given", metavar="PACK=WEIGHT...", nargs=-1)
+@click.option("--out", required=True, metavar="PACK", help="Pack to write.")
+@click.option("--method", default="linear", metavar="{linear,svd,ties,dare}",
+              help="linear keeps all ranks. [linear]")  # fmt: skip
+@click.option("--rank", type=int, metavar="R", help="Of the pack, for svd, ties and dare.")
+@click.option("--density", type=float, metavar="D", help="Share that ties and dare keep. [0.5]")
+@click.option("--seed", default=0, show_default=True, help="Of what dare drops.")
+@click.option("--model", default="tiny", metavar="M", help="Base of the packs. [tiny]")
+@click.option("--max-drift", type=float, metavar="KL",
+              help="Gate: largest mean KL. [0.02, a tenth of the pack's]")  # fmt: skip
+@click.option("--data", default="tiny", metavar="D", help="Rows to measure on. [tiny]")
+@click.option("--rows", default=32, show_default=True, type=click.IntRange(1))
+@click.option("--overwrite", is_flag=True, help="Replace PACK if it is there.")
+@options.trust_remote_code()
+@options.backend
+@click.option("--json", "as_json", is_flag=True, help="Print the report.")
+def combine(packs_given, out, method, rank, density, seed, model, max_drift, data, rows, overwrite,
+            trust_remote_code, as_json):  # fmt: skip
+    """Make one pack of several of one base.
+
+    Deltas are added by weight (linear), brought to a rank (svd), trimmed and elected by sign (TIES)
+    or thinned out at random (DARE); what bringing them to a rank loses is measured.
+    """
+    from .combine import combine_packs
+    from .display import Display
+
+    report = combine_packs(
+        [_weighted(text) for text in packs_given], out, method, rank, density, seed, model,
+        max_drift, data, rows, overwrite, trust_remote_code, display=Display(),
+    )  # fmt: skip
+    lines = _drift_lines(report)
+    if report["passed"]:
+        lines.append(f"pack    {report['out']} ({report['pack_mb']:.2f} MB) by {method}")
+    _print(report, as_json, lines)
+    if not report["passed"]:
+        advice = f"--rank {report['passes']} passes" if report["passes"] else "no rank passes"
+        _gate_failed("max-drift", report["kl_mean"], report["max_drift"], advice)
+
+
+def _weighted(text: str) -> tuple[str, float]:
+    """PACK=WEIGHT."""
+    folder, _, weight = text.rpartition("=")
+    try:
+        if folder:
+            return folder, float(weight)
+    except ValueError:
+        pass
+    raise PackError(f"{text}: must be PACK=WEIGHT, as in packs/notes=0.7.")
+
+
+@packs.command()
+@click.argument("pack", type=click.Path(path_type=Path))
+@click.option("--to", required=True, type=click.Choice(["mlx-lm", "peft"]))
+@click.option("--out", required=True, metavar="DIR", help="Folder to write.")
+@click.option("--json", "as_json", is_flag=True, help="Print the report.")
+def export(pack, to, out, as_json):
+    """Write a pack as an adapter of PEFT or mlx-lm."""
+    from .interop import export_pack
+
+    report = export_pack(pack, to, out)
+    lines = [f"wrote   {report['out']} ({report['mb']:.2f} MB): {report['modules']} modules for "
+             f"{to}, proven by numbers"]  # fmt: skip
+    _print(report, as_json, lines + [f"note    {note}" for note in report["notes"]])
+
+
+@packs.command("import")
+@click.argument("folder", metavar="DIR", type=click.Path(path_type=Path))
+@click.option("--out", required=True, metavar="PACK", help="Pack to write.")
+@click.option("--model", metavar="M", help="Its base here. [as the adapter names it]")
+@click.option("--overwrite", is_flag=True, help="Replace PACK if it is there.")
+@options.trust_remote_code()
+@click.option("--json", "as_json", is_flag=True, help="Print the report.")
+def import_(folder, out, model, overwrite, trust_remote_code, as_json):
+    """Make a pack of an adapter of PEFT or mlx-lm.
+
+    Safetensors only. What cannot be carried exactly is refused with the reason.
+    """
+    from .interop import import_adapter
+
+    report = import_adapter(folder, out, model, overwrite, trust_remote_code)
+    whole = f" · whole: {', '.join(report['replaced'])}" if report["replaced"] else ""
+    ranks = ", ".join(map(str, report["ranks"]))
+    lines = [
+        f"pack    {report['out']} ({report['pack_mb']:.2f} MB) from {report['from']}: "
+        f"{', '.join(report['kinds'])} of rank {ranks} on {report['modules']} modules of "
+        f"{report['base']}{whole}"
+    ]
+    _print(report, as_json, lines)
 
 
 _SEARCHED = {
@@ -405,6 +595,97 @@ def plan(memory, configs, as_json, **flags):
     ]
     width = min(100, shutil.get_terminal_size((100, 24)).columns)
     _print(report, as_json, table(found, checkpoint, limit, configs, under, width))
+
+
+@packs.command("list")
+@click.argument("folder", required=False)
+@click.option("--hub-cache", is_flag=True, help="Packs in the caches of the Hub.")
+@click.option("--json", "as_json", is_flag=True, help="Print a list of objects.")
+def list_(folder, hub_cache, as_json):
+    """Show the packs below a folder.
+
+    Without FOLDER below this one, or with --hub-cache those in the caches of the Hub alone. Reads
+    manifests and sizes of files; hashes are for `packs inspect`.
+    """
+    from .shelf import list_packs, table
+
+    top = folder or (None if hub_cache else ".")
+    found = list_packs(top, hub_cache)
+    width = max(60, min(120, shutil.get_terminal_size((100, 24)).columns))
+    where = " or ".join(filter(None, (top and f"below {top}", hub_cache and "in the Hub's caches")))
+    _print(found, as_json, table(found, width) if found else [f"no packs {where}"])
+
+
+@packs.command()
+@click.argument("a")
+@click.argument("b")
+@click.option("--json", "as_json", is_flag=True, help="Print the report.")
+def diff(a, b, as_json):
+    """Show what two packs share, and how far apart they are.
+
+    By layer: norms of both deltas and of their difference, the cosine between them, and how far the
+    directions overlap that they read and write. Loads no base.
+    """
+    from .distance import diff, lines
+
+    report = diff(a, b)
+    _print(report, as_json, lines(report))
+
+
+@packs.command()
+@click.argument("pack")
+@click.argument("repo")
+@click.option("--private", is_flag=True, help="Make a repository that is new a private one.")
+@click.option("--revision", metavar="BRANCH", help="Branch to push to. [main]")
+@click.option("--license", metavar="ID", help="The Hub's name for it. [the base's]")
+@click.option("--json", "as_json", is_flag=True, help="Print the report.")
+def push(pack, repo, private, revision, license, as_json):
+    """Upload a pack to the Hugging Face Hub.
+
+    REPO is owner/name. The pack is checked first; what is uploaded is what lies in its folder, so
+    a licence or a card without the Hub's metadata is written there before. A pack that was pulled
+    stays as it is, and a copy is changed.
+    """
+    from .display import Display
+    from .publish import push
+
+    report = push(
+        pack, repo, private=private, revision=revision, license=license, display=Display()
+    )
+    name = report["repo"] + ("" if revision is None else f"@{report['revision']}")
+    lines = [
+        f"pushed  {len(report['files'])} files ({_size(report['bytes'] / 1e9)}) · commit "
+        f"{report['commit'][:12]} · {report['url']}",
+        f"try     packs pull {name} --out packs/{report['repo'].rsplit('/', 1)[-1]}",
+    ]
+    _print(report, as_json, lines)
+
+
+@packs.command()
+@click.argument("repo")
+@click.option("--out", metavar="DIR", help="Folder to write. [the cache, for --pack owner/name]")
+@click.option("--overwrite", is_flag=True, help="Replace a pack in DIR.")
+@click.option("--json", "as_json", is_flag=True, help="Print what was pulled.")
+def pull(repo, out, overwrite, as_json):
+    """Fetch a pack from the Hugging Face Hub.
+
+    REPO is owner/name or owner/name@revision. Only the files of its manifest are fetched, each is
+    checked, and DIR appears when all are right. After an interruption the same command goes on.
+    """
+    from .display import Display
+    from .hub import pull
+    from .manifest import read_pin
+
+    if overwrite and out is None:
+        raise PackError("--overwrite: is for --out DIR; the cache is always brought up to date.")
+    pack = pull(repo, out, overwrite=overwrite, display=Display())
+    base = shlex.quote(pack.manifest["base"]["id"])
+    report = {"pack": str(pack.path), "pack_mb": pack.size_mb, **(read_pin(pack.path) or {})}
+    lines = [
+        f"pulled  {pack.path} ({pack.size_mb:.2f} MB) · commit {report['commit'][:12]} · hashes ok",
+        f'try     packs generate --model {base} --pack {out or repo} --prompt "…"',
+    ]
+    _print(report, as_json, lines)
 
 
 @packs.command()
@@ -526,7 +807,7 @@ def _is_out_of_memory(error: Exception) -> bool:
 
 
 def _fail(message: str) -> None:
-    click.echo(f"packs: {message}", err=True)
+    click.echo(f"packs: {printable(message)}", err=True)
     sys.exit(2)
 
 

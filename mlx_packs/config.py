@@ -155,6 +155,12 @@ class TrainConfig:
         "the run's own limit raises that.",
     )
     max_pack_mb: float | None = _option(None, "Gate: exit with 1 if the pack is larger than this.")
+    max_ppl_ratio: float | None = _option(
+        None, "Gate: exit with 1 if held-out PPL after is above this share of PPL before."
+    )
+    min_tps_ratio: float | None = _option(
+        None, "Gate: exit with 1 if it decodes at less than this share of the base's tokens/s."
+    )
 
     @property
     def recomputes(self) -> str:
@@ -215,10 +221,13 @@ class TrainConfig:
                 self.clear_cache_threshold is None or self.clear_cache_threshold >= 0,
                 f"clear_cache_threshold must be 0 or more, but got {self.clear_cache_threshold}.",
             ),
+        ]
+        checks += [
             (
-                self.max_pack_mb is None or self.max_pack_mb > 0,
-                f"max_pack_mb must be positive, but got {self.max_pack_mb}.",
-            ),
+                limit is None or (math.isfinite(limit) and limit > 0),
+                f"{name} must be positive, but got {limit}.",
+            )
+            for name, limit in self.gates.items()
         ]
         for f in dataclasses.fields(self):
             value, choices = getattr(self, f.name), f.metadata["choices"]
@@ -239,6 +248,12 @@ class TrainConfig:
             ),
         ]
         _raise_faults("TrainConfig", checks)
+
+    @property
+    def gates(self) -> dict[str, float | None]:
+        """The limits that the pack must meet at the end; None where there is none."""
+        names = ("max_pack_mb", "max_ppl_ratio", "min_tps_ratio")
+        return {name: getattr(self, name) for name in names}
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
+from .errors import printable
+
 QUIET, NORMAL, VERBOSE = 0, 1, 2
 _PLAIN_SECONDS = 5.0
 
@@ -27,7 +29,7 @@ class Display:
     def line(self, label: str, text: str, level: int = NORMAL) -> None:
         """``label   text``, the label in bold."""
         if self.level >= level:
-            self.console.print(f"[bold]{label:<7}[/bold] {escape(text)}")
+            self.console.print(f"[bold]{label:<7}[/bold] {escape(printable(text))}")
 
     @contextmanager
     def working(self, label: str, text: str) -> Iterator[None]:
@@ -35,7 +37,7 @@ class Display:
         if not self.live:
             yield
             return
-        with self.console.status(f"[bold]{label:<7}[/bold] {escape(text)}"):
+        with self.console.status(f"[bold]{label:<7}[/bold] {escape(printable(text))}"):
             yield
 
     @contextmanager

@@ -1,5 +1,7 @@
 """Errors that a user can act on; the command line prints them as one line and exits with 2."""
 
+import re
+
 
 class PackError(Exception):
     """Wrong use or bad input; the message names the place, the rule, the value, the next step."""
@@ -7,6 +9,11 @@ class PackError(Exception):
 
 class Interrupted(PackError):
     """The user stopped a run, and it was kept; the command line exits with 130."""
+
+
+def printable(text: str) -> str:
+    """One line for a terminal: what a stranger's file says cannot steer it."""
+    return re.sub(r"[\x00-\x1f\x7f-\x9f]", "?", text)
 
 
 def did_you_mean(name: str, valid: list[str]) -> str:

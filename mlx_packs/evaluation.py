@@ -1,6 +1,7 @@
-"""Held-out perplexity with its standard error, and token accuracy, of a base and a pack."""
+"""Held-out perplexity and its standard error, token accuracy, and the paired difference of two."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -15,9 +16,11 @@ from .encoding import encode
 from .errors import PackError
 from .loading import Base
 from .loss import Head, as_arrays, split_head, target_loss
+from .nn.lora import GroupedLoRA
 from .nn.quantized import apply_base_path, replace_modules
 from .pack import Pack
 from .runtime import mx
+from .swapping import hold_bare
 
 _FEATURES = ("chat_feature", "prompt_feature", "completion_feature", "text_feature")
 
@@ -38,14 +41,69 @@ class Score:
 
 
 @dataclass(frozen=True)
+class RowScores:
+    """Sum of the NLL [R] of each row, its targets [R], and how many of them ranked first [R].
+
+    Rows stand in the order of the data, whatever batches they were scored in.
+    """
+
+    nll: np.ndarray
+    targets: np.ndarray
+    hits: np.ndarray
+
+    @property
+    def score(self) -> Score:
+        """All rows together. Their error is that of a ratio (tokens of a row depend on each other):
+
+        se = sqrt(R / (R - 1) * sum((nll_r - mean * n_r)^2)) / N, times PPL.
+        """
+        count = int(self.targets.sum())
+        mean, se = _mean_and_error(self.nll, self.targets)
+        ppl = perplexity(float(self.nll.sum()), count)
+        accuracy = float(self.hits.sum()) / count
+        return Score(ppl, None if se is None else ppl * se, accuracy, mean, len(self.nll), count)
+
+
+@dataclass(frozen=True)
+class Difference:
+    """NLL a target with a pack less that without, row by row, and its standard error.
+
+    ``ppl_ratio`` is its exponential. What makes a row hard cancels out, so that the error is far
+    smaller than the two perplexities' own. One row alone tells nothing of the error: None then.
+    """
+
+    nll: float
+    nll_se: float | None
+    ppl_ratio: float
+    ppl_ratio_se: float | None
+
+    @classmethod
+    def between(cls, base: RowScores, pack: RowScores) -> "Difference":
+        mean, se = _mean_and_error(pack.nll - base.nll, base.targets)
+        ratio = math.exp(min(mean, 700.0))
+        return cls(mean, se, ratio, None if se is None else ratio * se)
+
+
+def _mean_and_error(sums: np.ndarray, targets: np.ndarray) -> tuple[float, float | None]:
+    """Mean a target of sums a row, and its standard error with rows as independent."""
+    total, rows = int(targets.sum()), len(targets)
+    mean = float(sums.sum() / total)
+    if rows < 2:
+        return mean, None
+    spread = float(((sums - mean * targets) ** 2).sum())
+    return mean, math.sqrt(spread * rows / (rows - 1)) / total
+
+
+@dataclass(frozen=True)
 class EvalReport:
-    """Base and base with pack on the same rows."""
+    """Base and base with pack on the same rows; ``difference`` is the paired one."""
 
     rows: int
     targets: int
     base: Score
     pack: Score | None
     ppl_ratio: float | None
+    difference: Difference | None = None
 
     def to_json(self) -> dict:
         return asdict(self)
@@ -56,40 +114,53 @@ def perplexity(nll_sum: float, count: int) -> float:
     return math.exp(min(nll_sum / count, 700.0))
 
 
-def score(model: nn.Module, head: Head | None, batches: list[Batch], advance=None) -> Score:
-    """Score batches by token-weighted negative log-likelihood.
+class Scorer:
+    """Scores batches with what a base carries; one trace for each shape of batch.
 
-    The standard error is that of a ratio estimator over rows (tokens of a row depend on each
-    other): se = sqrt(R / (R - 1) * sum((nll_r - mean * n_r)^2)) / N, times PPL.
+    Adapters are inputs of the traces: packs that are swapped in place (`Base.swap_pack`) are scored
+    by the traces of the first.
     """
-    if not batches:
-        raise PackError("nothing to evaluate: there are no rows.")
-    model.eval()
 
-    def forward(*arrays):
-        return target_loss(model, head, *arrays, gradient=False)
+    def __init__(self, model: nn.Module, head: Head | None):
+        self.model = model
+        loras = [m for m in model.modules() if isinstance(m, GroupedLoRA)]
 
-    compiled = mx.compile(forward)
-    nll_rows, count_rows, hits = [], [], 0.0
-    for batch in batches:
-        tokens, positions, targets, _, *segments = as_arrays(batch)
-        nll, hit = compiled(tokens, positions, targets, *segments)
-        mx.eval(nll, hit)
-        real = batch.owners >= 0
-        owners = batch.owners[real]
-        values = np.array(nll, dtype=np.float64)[real]
-        nll_rows.append(np.bincount(owners, values, minlength=len(batch.rows)))
-        count_rows.append(np.bincount(owners, minlength=len(batch.rows)))
-        hits += float(np.array(hit)[real].sum())
-        if advance is not None:
-            advance()
-    nlls, counts = np.concatenate(nll_rows), np.concatenate(count_rows)
-    total, rows = int(counts.sum()), len(counts)
-    mean = nlls.sum() / total
-    spread = float(((nlls - mean * counts) ** 2).sum())
-    ppl = perplexity(nlls.sum(), total)
-    se = ppl * math.sqrt(spread * rows / (rows - 1)) / total if rows > 1 else None
-    return Score(ppl, se, hits / total, float(mean), rows, total)
+        def forward(*arrays):
+            return target_loss(model, head, *arrays, gradient=False)
+
+        self._forward = mx.compile(forward, inputs=[m.state for m in loras])
+
+    def rows(self, batches: Sequence[Batch], advance=None) -> RowScores:
+        """Every row of the batches. Raises: PackError if there is none."""
+        if not batches:
+            raise PackError("nothing to evaluate: there are no rows.")
+        self.model.eval()
+        order: list[int] = []
+        parts = []
+        for batch in batches:
+            tokens, positions, targets, _, *segments = as_arrays(batch)
+            nll, hit = self._forward(tokens, positions, targets, *segments)
+            mx.eval(nll, hit)
+            real = batch.owners >= 0
+            owners, rows = batch.owners[real], len(batch.rows)
+            sums = [np.array(values, dtype=np.float64)[real] for values in (nll, hit)]
+            parts.append(
+                (
+                    np.bincount(owners, sums[0], rows),
+                    np.bincount(owners, minlength=rows),
+                    np.bincount(owners, sums[1], rows),
+                )
+            )
+            order += batch.rows
+            if advance is not None:
+                advance()
+        by_row = np.argsort(order, kind="stable")
+        return RowScores(*(np.concatenate(part)[by_row] for part in zip(*parts, strict=True)))
+
+
+def score(model: nn.Module, head: Head | None, batches: list[Batch], advance=None) -> Score:
+    """Score batches by token-weighted negative log-likelihood."""
+    return Scorer(model, head).rows(batches, advance).score
 
 
 def evaluate(
@@ -114,8 +185,9 @@ def evaluate(
             is as the pack was trained.
         loss_on: what counts, as in training; None is what the pack was trained on, else the
             default of the format.   limit: at most so many batches.
-    Raises: PackError for unusable rows or a pack of another base.
+    Raises: PackError for unusable rows, a pack of another base, or a base that carries one.
     """
+    hold_bare(base)
     if limit == 0 or limit < -1:
         raise PackError(f"--limit must be positive, or -1 for all, but got {limit}.")
     if pack is not None and not isinstance(pack, Pack):
@@ -135,18 +207,21 @@ def evaluate(
         base_path = choose_base_path(base.model, batches[-1].tokens.size).base_path
     originals = apply_base_path(base.model, base_path)
     try:
-        plain = score(base.model, split_head(base.model), batches)
+        plain = Scorer(base.model, split_head(base.model)).rows(batches)
     finally:
         replace_modules(base.model, originals)
+    found = plain.score
     if pack is None:
-        return EvalReport(plain.rows, plain.targets, plain, None, None)
+        return EvalReport(found.rows, found.targets, found, None, None)
     attached = pack.attach(base, base_path=base_path)
     try:
-        with_pack = score(base.model, split_head(base.model), batches)
+        with_pack = Scorer(base.model, split_head(base.model)).rows(batches)
     finally:
         attached.detach()
-    ratio = with_pack.ppl / plain.ppl
-    return EvalReport(plain.rows, plain.targets, plain, with_pack, ratio)
+    difference = Difference.between(plain, with_pack)
+    return EvalReport(
+        found.rows, found.targets, found, with_pack.score, difference.ppl_ratio, difference
+    )
 
 
 def columns_of(pack: Pack | None, data: str | Path, **given: str) -> DataConfig:

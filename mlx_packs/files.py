@@ -24,6 +24,7 @@ _DTYPES = {  # of MLX, and how safetensors calls them
         "float16": "F16", "bfloat16": "BF16", "float32": "F32", "float64": "F64",
     }.items()
 }  # fmt: skip
+_FLOATS = ("F32", "F16", "BF16")  # that adapters are of
 
 
 @contextmanager
@@ -34,6 +35,8 @@ def whole_folder(path: Path, replace: bool = False) -> Iterator[Path]:
     """
     if path.exists() and not replace:
         raise PackError(f"{path}: is there already; choose another name.")
+    if path.is_symlink():  # the link stays, and leads to what is written
+        path = path.resolve()
     partial = path.with_name(f".{path.name}.partial-{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -175,6 +178,27 @@ def read_header(file: Path) -> tuple[dict[str, dict], int]:
     if size < end:
         raise PackError(f"{file}: is truncated: {size} bytes of {end}. Copy or download it again.")
     return header, 8 + length
+
+
+def read_tensors(file: Path) -> dict[str, "mx.array"]:
+    """The adapters of a safetensors file, all of them finite.
+
+    Raises: PackError if it is damaged, or a tensor holds NaN or infinity.
+    """
+    from .runtime import mx
+
+    header, _ = read_header(file)
+    if bad := next((n for n, t in header.items() if t["dtype"] not in _FLOATS), None):
+        raise PackError(f"{file}: {bad} is {header[bad]['dtype']}; adapters are F32, F16 or BF16.")
+    try:
+        tensors = mx.load(str(file))
+        mx.eval(tensors)
+    except (RuntimeError, ValueError) as error:
+        raise PackError(f"{file}: cannot be read: {' '.join(str(error).split())}") from None
+    for name, tensor in tensors.items():
+        if not mx.isfinite(tensor).all().item():
+            raise PackError(f"{file}: {name} holds NaN or infinity.")
+    return tensors
 
 
 def save_tensors(file: Path, tensors: dict) -> None:

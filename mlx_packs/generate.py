@@ -1,4 +1,4 @@
-"""Text from a base, with or without a pack; decoding is mlx-lm's."""
+"""Text from a base, with or without a pack, one prompt or many; decoding is mlx-lm's."""
 
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -46,3 +46,70 @@ def stream(
 def complete(base: Base, prompt: Sequence[int], max_tokens: int = 100, **sampling) -> str:
     """The text that follows ``prompt``, whole."""
     return "".join(stream(base, prompt, max_tokens, **sampling))
+
+
+def stream_batch(
+    base: Base,
+    prompts: Sequence[Sequence[int]],
+    max_tokens: int | Sequence[int] = 100,
+    batch_size: int = 8,
+    stop: bool = True,
+) -> Iterator[tuple[int, int]]:
+    """(prompt, token) of many prompts as they come, greedy, ``batch_size`` at a time.
+
+    Batching is continuous, by mlx-lm: prompts of different lengths share a batch, and when one has
+    ended the next takes its place.
+
+    Args:
+        max_tokens: for each answer, or one number for all.
+        stop: end an answer at the end of its turn; else it has ``max_tokens`` whatever it says.
+    Raises: PackError for a model that keeps what cannot be put into one batch, or an empty prompt.
+    """
+    from mlx_lm.generate import BatchGenerator
+    from mlx_lm.models.cache import make_prompt_cache
+
+    base.model.eval()
+    if other := next((c for c in make_prompt_cache(base.model) if not hasattr(c, "merge")), None):
+        raise PackError(f"{base.name}: answers cannot be batched: mlx-lm has no batch of "
+                        f"{type(other).__name__}.")  # fmt: skip
+    if not all(len(prompt) for prompt in prompts):
+        raise PackError("a prompt is empty.")
+    most = [max_tokens] * len(prompts) if isinstance(max_tokens, int) else list(max_tokens)
+    generator = BatchGenerator(
+        base.model,
+        stop_tokens=[[token] for token in base.tokenizer.eos_token_ids] if stop else None,
+        completion_batch_size=batch_size,
+        prefill_batch_size=batch_size,
+    )
+    try:
+        numbers = generator.insert([list(prompt) for prompt in prompts], most)
+        order = {number: i for i, number in enumerate(numbers)}
+        while found := generator.next_generated():
+            for answer in found:
+                if answer.finish_reason != "stop":
+                    yield order[answer.uid], answer.token
+    finally:
+        generator.close()
+
+
+def complete_batch(
+    base: Base,
+    prompts: Sequence[Sequence[int]],
+    max_tokens: int | Sequence[int] = 100,
+    batch_size: int = 8,
+) -> list[str]:
+    """The greedy text that follows each prompt, in their order."""
+    tokens: list[list[int]] = [[] for _ in prompts]
+    for i, token in stream_batch(base, prompts, max_tokens, batch_size):
+        tokens[i].append(token)
+    return [_text(base, found) for found in tokens]
+
+
+def _text(base: Base, tokens: Sequence[int]) -> str:
+    """Tokens as `stream` turns them into text."""
+    detokenizer = base.tokenizer.detokenizer
+    detokenizer.reset()
+    for token in tokens:
+        detokenizer.add_token(token)
+    detokenizer.finalize()
+    return detokenizer.text

@@ -36,6 +36,10 @@ from .runtime import mx
 
 if TYPE_CHECKING:
     from .pack import Pack
+    from .swapping import Carried, Frame
+
+    OnePack = str | Path | Pack
+    Packs = OnePack | Mapping[str | Path, float] | Sequence[tuple[OnePack, float]]
 
 
 @dataclass
@@ -52,6 +56,8 @@ class Base:
     config: dict
     fingerprint: str
     quantization: dict = field(default_factory=dict)
+    carried: "Carried | None" = field(default=None, init=False, repr=False, compare=False)
+    frames: "list[Frame]" = field(default_factory=list, init=False, repr=False, compare=False)
 
     @property
     def vocab_size(self) -> int:
@@ -59,19 +65,36 @@ class Base:
         return int(text_config(self.config)["vocab_size"])
 
     @contextmanager
-    def applied(self, pack: "str | Path | Pack", base_path: str = "quantized") -> Iterator["Base"]:
-        """The base with a pack (or its folder) attached; detached on leaving, nothing reloaded.
+    def applied(self, pack: "Packs", base_path: str = "quantized") -> Iterator["Base"]:
+        """The base with a pack attached; on leaving it is as it was, to the bit, nothing reloaded.
 
+        An inner pack stands in for the outer one until it is left.
+
+        Args:
+            pack: a pack, its folder, or several with weights, whose deltas add up:
+                ``{"packs/a": 0.7, "packs/b": 0.3}``, or pairs of pack and weight.
         Raises: PackError if the pack does not fit this base.
         """
-        from .pack import Pack
-
-        opened = pack if isinstance(pack, Pack) else Pack.open(pack)
-        attached = opened.attach(self, base_path=base_path)
+        before = self.carried
+        self.swap_pack(pack, base_path)
         try:
             yield self
         finally:
-            attached.detach()
+            self.swap_pack(before and before.pack, before.base_path if before else "quantized")
+
+    def swap_pack(self, pack: "Packs | None", base_path: str = "quantized") -> None:
+        """Put a pack in place of the one that the base carries; None takes it off.
+
+        A pack of the same targets, ranks and scales is put into the adapters that are there: traces
+        stay good. For others the base's modules are swapped. Base weights are never touched.
+
+        Args: as for `applied`.
+        Raises: PackError if the pack does not fit; the base then carries what it did.
+        """
+        from .swapping import swap_in
+        from .weighted import as_pack
+
+        swap_in(self, None if pack is None else as_pack(pack), base_path)
 
     @property
     def public_name(self) -> str:
@@ -354,3 +377,35 @@ def load_base(
     mx.eval(model.parameters())
     tokenizer = load_base_tokenizer(path, config, trust_remote_code)
     return Base(str(name), path, model, tokenizer, config, fingerprint(path), dict(quantization))
+
+
+def lazy_base(name: str | Path, trust_remote_code: bool = False) -> Base:
+    """A base whose weights are not read, in the dtypes in which they are stored; no tokenizer.
+
+    Raises: PackError as `load_base` does.
+    """
+    path = resolve_base_path(name)
+    check_files(path)
+    stored = json.loads((path / "config.json").read_text(encoding="utf-8"))
+
+    def pack(model: nn.Module, weights: Weights) -> Weights:
+        if _is_nf4(stored_quantization(stored)):
+            _refuse_codes_alone(weights, path)
+        _place_nf4(model, weights, _dense_dtype(weights), path)
+        return weights
+
+    model, config = load_model_of(path, trust_remote_code, pack)
+    model.freeze()
+    model.eval()
+    quantization = config.get("quantization") or _nf4_quantization(model)
+    return Base(str(name), path, model, None, config, fingerprint(path), dict(quantization))
+
+
+def _dense_dtype(weights: Weights) -> mx.Dtype:
+    """The dtype of most tensors of a checkpoint that are not packed, such as norms."""
+    found = [
+        w.dtype
+        for name, w in weights.items()
+        if name.endswith((".weight", ".bias")) and w.dtype in (mx.float32, mx.float16, mx.bfloat16)
+    ]
+    return max(set(found), key=found.count) if found else mx.bfloat16

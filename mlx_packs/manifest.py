@@ -2,22 +2,29 @@
 
 import json
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from .adapters import ModuleSpec, SliceSpec, Specs
 from .errors import PackError
-from .loading import TINY
+
+if TYPE_CHECKING:  # importing these loads MLX, and `packs list` reads manifests alone
+    from .adapters import ModuleSpec, Specs
 
 FORMAT_VERSION = 1
 MANIFEST = "pack.json"
 ADAPTERS = "adapters.safetensors"
 ADAPTER_CONFIG = "adapter_config.json"
 CARD = "README.md"
+PIN = "hub.json"  # in a pulled pack, beyond what the manifest names: where it comes from
+HUB_ID = r"[\w-][\w.-]*/[\w-][\w.-]*"
+MAIN = "main"  # the Hub's branch where none is named
 
 
 _MISSING = object()
+_ADAPTER_KINDS = ("lora", "dora", "embedding")
 
 
 def _is_int(value, least: int) -> bool:
@@ -38,6 +45,8 @@ _KINDS = {
     "a finite number above 0": lambda v: _is_number(v) and v > 0,
     "a mapping": lambda v: isinstance(v, dict),
     "a list": lambda v: isinstance(v, list),
+    "a list of texts": lambda v: isinstance(v, list) and all(isinstance(x, str) for x in v),
+    "a list of integers": lambda v: isinstance(v, list) and all(_is_int(x, 0) for x in v),
     "a list with something in it": lambda v: isinstance(v, list) and bool(v),
     "a mapping or null": lambda v: v is None or isinstance(v, dict),
 }
@@ -57,6 +66,7 @@ _REQUIRED = {
 # What may be missing or null. A part stands before what is in it.
 _OPTIONAL = {
     "profile": "text",
+    "license": "text",
     "objective": "a mapping",
     "objective.loss_on": "text",
     "data": "a mapping",
@@ -72,6 +82,8 @@ _OPTIONAL = {
     "versions": "a mapping",
     "measured": "a mapping",
     "measured.created": "text",
+    "gates": "a mapping",
+    "sum_of": "a list",
     "eval": "a mapping",
     "eval.split": "text",
     "eval.rows": "an integer of 0 or more",
@@ -80,6 +92,8 @@ _OPTIONAL = {
         for key in "ppl_before ppl_before_se ppl_after ppl_after_se".split()
     },
 }
+
+_GATE = {"limit": "a number", "value": "a number", "passed": "true or false"}
 
 
 def _hold(key: str, value, kind: str) -> None:
@@ -114,7 +128,7 @@ def read_manifest(file: Path) -> dict:
         version = manifest.get("format_version", _MISSING)
         _hold("format_version", version, "an integer above 0")
         if version <= FORMAT_VERSION:
-            _check_manifest(manifest)
+            check_manifest(manifest)
     except (ValueError, RecursionError) as error:
         raise PackError(f"{file}: is not a manifest ({error}).") from None
     if version > FORMAT_VERSION:
@@ -125,9 +139,11 @@ def read_manifest(file: Path) -> dict:
     return manifest
 
 
-def _check_manifest(manifest: dict) -> None:
+def check_manifest(manifest: dict, with_files: bool = True) -> None:
     """Hold every key that is read. Raises: ValueError naming the first that is not as it must."""
     for key, kind in _REQUIRED.items():
+        if key == "files" and not with_files:
+            continue
         _hold(key, _look_up(manifest, key), kind)
     for key, kind in _OPTIONAL.items():
         if (value := _look_up(manifest, key)) is not _MISSING and value is not None:
@@ -136,23 +152,45 @@ def _check_manifest(manifest: dict) -> None:
         check_quantization("base.quantization", q)
     for split, rows in ((manifest.get("data") or {}).get("rows") or {}).items():
         _hold(f"data.rows.{split}", rows, "an integer of 0 or more")
-    files = manifest["files"]
-    for name in (ADAPTERS, *files):
+    for name, gate in (manifest.get("gates") or {}).items():
+        _hold_all(f"gates.{name}", gate, _GATE)
+    files = manifest["files"] if with_files else {}
+    for name in (ADAPTERS, *files) if with_files else ():
         kinds = {"bytes": "an integer of 0 or more", "sha256": "text"}
         _hold_all(f"files.{name}", files.get(name, _MISSING), kinds)
+    for i, part in enumerate(manifest.get("sum_of") or ()):
+        _hold_all(f"sum_of[{i}]", part, {"pack": "text", "weight": "a number"})
+    for i, group in enumerate(manifest["adapters"]["groups"]):
+        _hold(f"adapters.groups[{i}]", group, "a list of texts")
     for i, module in enumerate(manifest["adapters"]["modules"]):
         _check_module(f"adapters.modules[{i}]", module)
+    replaced = manifest["adapters"].get("replaced")
+    _hold("adapters.replaced", [] if replaced is None else replaced, "a list")
+    for i, tensor in enumerate(replaced or []):
+        where, kinds = f"adapters.replaced[{i}]", {"name": "text", "shape": "a list of integers"}
+        _hold_all(where, tensor, kinds)
+        if not tensor["name"].rpartition(".")[0]:
+            raise ValueError(f"{where}.name must be of a module's tensor, but is "
+                             f"{tensor['name']!r}")  # fmt: skip
 
 
 def check_quantization(key: str, q) -> None:
     """Hold what MLX needs to know of packed weights. Raises: ValueError naming the key."""
     _hold_all(key, q, {"bits": "an integer above 0", "group_size": "an integer above 0"})
     _hold(f"{key}.mode", q.get("mode", "affine"), "text")
+    _hold(f"{key}.keep", q.get("keep") or [], "a list of texts")
 
 
 def _check_module(key: str, module) -> None:
     kinds = {"path": "text", "in_features": "an integer above 0"}
     _hold_all(key, module, {**kinds, "slices": "a list with something in it"})
+    if module.get("kind", "lora") not in _ADAPTER_KINDS:
+        raise ValueError(f"{key}.kind must be one of {', '.join(_ADAPTER_KINDS)}, but is "
+                         f"{module['kind']!r}")  # fmt: skip
+    if module.get("head") is not None:
+        _hold(f"{key}.head", module["head"], "true or false")
+    if module.get("kind", "lora") != "lora" and ("experts" in module or len(module["slices"]) > 1):
+        raise ValueError(f"{key}: {module['kind']} has one slice and no experts")
     if "experts" in module:
         _hold(f"{key}.experts", module["experts"], "an integer above 0")
         if len(module["slices"]) > 1:
@@ -165,17 +203,21 @@ def _check_module(key: str, module) -> None:
         _hold(f"{where}.alpha", part.get("alpha", _MISSING), kind)
 
 
-def spec_json(spec: ModuleSpec) -> dict:
-    experts = {} if spec.experts is None else {"experts": spec.experts}
+def spec_json(spec: "ModuleSpec") -> dict:
+    rest = {} if spec.experts is None else {"experts": spec.experts}
+    rest |= {} if spec.kind == "lora" else {"kind": spec.kind}
+    rest |= {} if spec.head is None else {"head": spec.head}
     return {
         "path": spec.path,
         "in_features": spec.in_features,
-        **experts,
+        **rest,
         "slices": [asdict(s) for s in spec.slices],
     }
 
 
-def specs_of(manifest: dict) -> Specs:
+def specs_of(manifest: dict) -> "Specs":
+    from .adapters import ModuleSpec, SliceSpec
+
     modules = manifest["adapters"]["modules"]
     return {
         m["path"]: ModuleSpec(
@@ -186,19 +228,40 @@ def specs_of(manifest: dict) -> Specs:
                 for s in m["slices"]
             ),
             m.get("experts"),
+            m.get("kind", "lora"),
+            m.get("head"),
         )
         for m in modules
     }
 
 
-def mlx_lm_config(specs: Specs) -> dict | None:
-    """``adapter_config.json`` for stock mlx-lm, or None where its one rank and scale do not do."""
+def replaced_of(manifest: dict) -> dict[str, tuple[int, ...]]:
+    """Tensors of the base that a pack brings whole (PEFT's modules_to_save): name and shape."""
+    return {t["name"]: tuple(t["shape"]) for t in manifest["adapters"].get("replaced") or []}
+
+
+def shapes_of(manifest: dict) -> dict[str, tuple[int, ...]]:
+    """Every tensor that the manifest promises, and its shape."""
+    shapes = replaced_of(manifest)
+    for spec in specs_of(manifest).values():
+        shapes |= spec.shapes
+    return shapes
+
+
+def mlx_lm_config(specs: "Specs") -> dict | None:
+    """``adapter_config.json`` for stock mlx-lm, or None where its one rank and scale do not do.
+
+    Neither do LoRA and DoRA in one, nor an embedding's adapter that leaves the tied head alone.
+    """
+    kinds = {spec.kind == "dora" for spec in specs.values()}
+    if len(kinds) != 1 or any(spec.head is False for spec in specs.values()):
+        return None
     ranks = {spec.rank for spec in specs.values()}
     scales = {s.scale for spec in specs.values() for s in spec.slices if s.rank}
     if len(ranks) != 1 or len(scales) != 1:
         return None
     return {
-        "fine_tune_type": "lora",
+        "fine_tune_type": "dora" if kinds.pop() else "lora",
         "num_layers": -1,
         "lora_parameters": {
             "rank": ranks.pop(),
@@ -216,10 +279,7 @@ def model_card(manifest: dict, name: str) -> str:
     ranks = sorted({s.rank for spec in specs.values() for s in spec.slices if s.rank})
     targets = sorted({path.rsplit(".", 1)[-1] for path in specs})
     lines = [
-        "---",
-        "library_name: mlx",
-        "tags: [mlx, lora, mlx-packs]",
-        "---",
+        *_card_metadata(manifest),
         "",
         f"# {name}",
         "",
@@ -238,7 +298,54 @@ def model_card(manifest: dict, name: str) -> str:
         ]
     lines += ["```", _card_command(manifest, specs), "```", ""]
     lines += [f"Base fingerprint: `{base['fingerprint']}`"]
+    if license := manifest.get("license"):
+        lines += ["", f"Licence: {license}"]
+    lines += _card_data(manifest.get("data") or {})
     return "\n".join(lines) + "\n"
+
+
+def _card_metadata(manifest: dict) -> list[str]:
+    """What the Hub reads of a card, in YAML; a base is named there only if it is a hub id."""
+    base = manifest["base"]["id"]
+    license = manifest.get("license")
+    return [
+        "---",
+        "library_name: mlx",
+        *([f"license: {json.dumps(license)}"] if license else []),
+        *([f"base_model: {json.dumps(base)}", "base_model_relation: adapter"]
+          if re.fullmatch(HUB_ID, base, re.ASCII) else []),
+        "pipeline_tag: text-generation",
+        "tags: [mlx, lora, mlx-packs]",
+        "---",
+    ]  # fmt: skip
+
+
+def _card_data(data: Mapping) -> list[str]:
+    """What it was trained on, by name and fingerprint; the rows stay where they are."""
+    prints = data.get("fingerprint")
+    if not isinstance(prints, dict) or not prints:
+        return []
+    rows = data.get("rows") or {}
+    lines = ["", f"Data `{data.get('source', '?')}`, by fingerprint:", ""]
+    for split, value in prints.items():
+        count = f", {rows[split]:,} rows" if split in rows else ""
+        lines.append(f"- {split}{count}: `{value}`")
+    return lines
+
+
+def read_pin(folder: Path) -> dict | None:
+    """Where a pulled pack comes from (repo, revision, commit); None if it was not pulled.
+
+    ``manifest_sha256``, of the manifest as it came, is there unless an older program wrote it.
+    """
+    try:
+        pin = json.loads((folder / PIN).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    keys = ("repo", "revision", "commit")
+    if not isinstance(pin, dict) or not all(isinstance(pin.get(key), str) for key in keys):
+        return None
+    return {key: pin[key] for key in (*keys, "manifest_sha256") if isinstance(pin.get(key), str)}
 
 
 def shown_result(result: Mapping, when: str) -> str | None:
@@ -252,12 +359,14 @@ def shown_perplexity(ppl: float, se: float | None, digits: int = 2) -> str:
     return f"{ppl:.{digits}f}" + ("" if se is None else f" ± {se:.{digits}f}")
 
 
-def _card_command(manifest: dict, specs: Specs) -> str:
+def _card_command(manifest: dict, specs: "Specs") -> str:
     """A command that loads the pack: stock mlx-lm's, where that loads base and adapters as here."""
+    from .base_files import TINY
+
     base = manifest["base"]["id"]
     if base == TINY:
         return "packs generate --pack . --prompt ..."
     quantize = (manifest.get("recipe") or {}).get("quantize") or "none"
-    if quantize == "none" and mlx_lm_config(specs):
+    if quantize == "none" and mlx_lm_config(specs) and not replaced_of(manifest):
         return f"mlx_lm.generate --model {base} --adapter-path . --prompt ..."
     return f"packs generate --model {base} --pack . --prompt ..."

@@ -1,6 +1,8 @@
 """Options that several commands share."""
 
 import dataclasses
+import sys
+from collections.abc import Sequence
 
 import click
 
@@ -38,6 +40,26 @@ def trust_remote_code(default: bool | None = False):
     return click.option(
         "--trust-remote-code", is_flag=True, default=default, help="Run code of the checkpoint."
     )
+
+
+def gates(command):
+    """The limits of `gates`, as flags."""
+    for flag, text in (
+        ("--max-pack-mb", "a pack is larger than this"),
+        ("--min-tps-ratio", "a pack decodes at less than this share of the base's tokens/s"),
+        ("--max-ppl-ratio", "a pack's PPL is above this share of the base's"),
+    ):
+        option = click.option(flag, type=float, metavar="X", help=f"Gate: exit with 1 if {text}.")
+        command = option(command)
+    return command
+
+
+def exit_by(failures: Sequence[str]) -> None:
+    """Exit code 1 and a line for each gate that failed; nothing if none did."""
+    for failure in failures:
+        click.echo(f"packs: {failure}", err=True)
+    if failures:
+        sys.exit(1)
 
 
 def _use_backend(ctx: click.Context, _, name: str | None) -> None:

@@ -6,6 +6,7 @@ mlx-lm's names and shapes; with one rank and scale throughout, ``adapter_config.
 """
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +14,16 @@ from pathlib import Path
 from . import runtime
 from .adapters import Attached, Specs, attach
 from .errors import PackError
-from .files import read_header, save_tensors, sha256, to_json, whole_folder
+from .files import (
+    read_header,
+    read_tensors,
+    save_tensors,
+    sha256,
+    to_json,
+    whole_folder,
+    write_whole,
+)
+from .fixed import attach_fixed, is_fixed
 from .geometry import Heads, block_prefixes
 from .loading import (
     TINY,
@@ -30,11 +40,17 @@ from .manifest import (
     ADAPTERS,
     CARD,
     FORMAT_VERSION,
+    HUB_ID,
+    MAIN,
     MANIFEST,
+    check_manifest,
     check_quantization,
     mlx_lm_config,
     model_card,
     read_manifest,
+    read_pin,
+    replaced_of,
+    shapes_of,
     spec_json,
     specs_of,
 )
@@ -45,60 +61,59 @@ LITE_MB = 10
 
 @dataclass
 class Pack:
-    """A pack in memory: manifest and adapters. ``path`` is its folder once saved or opened."""
+    """A pack in memory: manifest and adapters. ``path`` is its folder once saved or opened.
+
+    ``parts``: of a sum that was not saved, which packs it is of, with their weights.
+    """
 
     manifest: dict
     tensors: Mapping[str, mx.array] | None = None
     path: Path | None = None
+    parts: tuple = ()
+
+    @property
+    def identity(self):
+        """What is equal for two that are the same pack: the folder, or the parts of a sum."""
+        return self.path.resolve() if self.path else self.parts or id(self)
 
     @classmethod
     def of(cls, attached: Attached, **facts) -> "Pack":
         """The pack of adapters that are attached to a base; ``facts`` go into the manifest."""
-        base = attached.base
-        heads = Heads.of(base.config)
-        manifest = {
-            "format_version": FORMAT_VERSION,
-            "kind": "lora",
-            "base": {
-                "id": base.public_name,
-                "fingerprint": base.fingerprint,
-                "model_type": base.config["model_type"],
-                "quantization": base.quantization or None,
-                "num_layers": len(block_prefixes(base.model)),
-                "num_heads": heads.heads,
-                "num_kv_heads": heads.kv_heads,
-                "head_dim": heads.head_dim,
-                "hidden_size": heads.hidden,
-            },
-            "adapters": {
-                "parameters": attached.parameter_count(),
-                "groups": [[g.path for g in group.members] for group in attached.groups],
-                "modules": [spec_json(spec) for spec in attached.specs.values()],
-            },
-            **facts,
+        groups = [[g.path for g in group.members] for group in attached.groups]
+        adapters = {
+            "parameters": attached.parameter_count(),
+            "groups": groups,
+            "modules": [spec_json(spec) for spec in attached.specs.values()],
         }
-        return cls(manifest, attached.tensors())
+        return cls(manifest_of(attached.base, adapters, **facts), attached.tensors())
 
     @classmethod
     def open(cls, path: str | Path) -> "Pack":
         """Read a pack's manifest and check its files' sizes; loads no tensor.
 
+        path: a folder, or where there is none of that name a hub id (``owner/name@revision``).
         Raises: PackError naming the file and what is wrong with it.
         """
         folder = Path(path).expanduser()
+        if _is_hub_name(path):
+            from .hub import cached
+
+            folder = cached(str(path))
         file = folder / MANIFEST
         if not folder.is_dir():
             raise PackError(f"{folder}: no such pack folder.")
         if not file.is_file():
+            foreign = (folder / ADAPTER_CONFIG).is_file()
+            hint = f" As an adapter of another tool: packs import {folder}" if foreign else ""
             kind = "an mlx-lm adapter" if (folder / ADAPTERS).is_file() else "no pack"
-            raise PackError(f"{folder}: is {kind}: it has no {MANIFEST}.")
+            raise PackError(f"{folder}: is {kind}: it has no {MANIFEST}.{hint}")
         manifest = read_manifest(file)
         for name, facts in manifest["files"].items():
             size, digest = facts["bytes"], facts["sha256"]
             if Path(name).name != name:
                 raise PackError(f"{file}: names a file outside the pack: {name!r}.")
             part = folder / name
-            if not part.is_file() or part.is_symlink():
+            if not part.is_file() or (part.is_symlink() and not _is_hub_blob(part)):
                 raise PackError(f"{part}: is named in {MANIFEST} but is not a file here.")
             if part.stat().st_size != size:
                 raise PackError(
@@ -120,12 +135,7 @@ class Pack:
         """The adapters, after checking hashes and that every number is finite."""
         if self.tensors is None:
             self.verify()
-            read_header(self.path / ADAPTERS)
-            tensors = mx.load(str(self.path / ADAPTERS))
-            for name, tensor in tensors.items():
-                if not mx.isfinite(tensor).all().item():
-                    raise PackError(f"{self.path / ADAPTERS}: {name} holds NaN or infinity.")
-            self.tensors = tensors
+            self.tensors = read_tensors(self.path / ADAPTERS)
         return self.tensors
 
     @property
@@ -133,9 +143,36 @@ class Pack:
         """Every adapter that the manifest promises."""
         return specs_of(self.manifest)
 
+    @property
+    def beyond_lora(self) -> str:
+        """What of it is no LoRA of a linear, in words; empty if nothing is."""
+        for path, spec in self.specs.items():
+            if is_fixed(spec):
+                return f"{path} is {spec.kind}"
+        whole = replaced_of(self.manifest)
+        return f"{next(iter(whole))} is brought whole" if whole else ""
+
     def part(self, name: str) -> dict:
         """An optional part of the manifest (recipe, objective, eval), empty where there is none."""
         return self.manifest.get(name) or {}
+
+    @property
+    def name(self) -> str:
+        """What messages call it: its folder, or the packs that it is the sum of."""
+        if self.path:
+            return str(self.path)
+        parts = [f"{p['weight']:g} {p['pack']}" for p in self.manifest.get("sum_of") or ()]
+        return " + ".join(parts) or "this pack"
+
+    @property
+    def short_name(self) -> str:
+        """What it is called off this machine: as on the Hub if it was pulled, else its folder."""
+        if self.path is None:
+            return self.name
+        if (pin := read_pin(self.path)) is None:
+            return self.path.resolve().name
+        revision = pin["revision"] if pin["revision"] != pin["commit"] else pin["commit"][:7]
+        return pin["repo"] + ("" if revision == MAIN else f"@{revision}")
 
     @property
     def size_mb(self) -> float:
@@ -147,13 +184,13 @@ class Pack:
         """Write the pack's folder, whole or not at all.
 
         Raises: PackError if the folder holds something else than a pack, or a pack and not
-            ``overwrite``.
+            ``overwrite``, or if the manifest is none that can be opened.
         """
         folder = Path(path).expanduser()
         check_output(folder, overwrite)
         with whole_folder(folder, replace=True) as partial:
             save_tensors(partial / ADAPTERS, dict(self.load_tensors()))
-            if config := mlx_lm_config(self.specs):
+            if not replaced_of(self.manifest) and (config := mlx_lm_config(self.specs)):
                 (partial / ADAPTER_CONFIG).write_text(to_json(config))
             (partial / CARD).write_text(model_card(self.manifest, folder.name), encoding="utf-8")
             names = [ADAPTERS, ADAPTER_CONFIG, CARD]
@@ -165,16 +202,25 @@ class Pack:
             weight = files[ADAPTERS]["bytes"] / 1e6
             profile = {"profile": "lite" if weight <= LITE_MB else "heavy"}
             manifest = {**self.manifest, **profile, "files": files}
+            try:
+                check_manifest(manifest)
+            except ValueError as error:
+                raise PackError(f"{folder}: the manifest would be faulty ({error}).") from None
             (partial / MANIFEST).write_text(to_json(manifest), encoding="utf-8")
         self.path, self.manifest = folder, manifest
         return self
+
+    def note(self, **facts) -> None:
+        """Add facts to the manifest of a saved pack; its other files stay as they are."""
+        self.manifest = {**self.manifest, **facts}
+        write_whole(self.path / MANIFEST, to_json(self.manifest))
 
     def check_base(self, name: str, found: str, config: dict, quantization: Mapping | None) -> None:
         """Hold the pack against a base: model type, fingerprint, quantization (None is dense).
 
         Raises: PackError naming both.
         """
-        wanted, where = self.manifest["base"], self.path or "this pack"
+        wanted, where = self.manifest["base"], self.name
         if wanted["model_type"] != config["model_type"]:
             raise PackError(
                 f"{where}: was trained on a {wanted['model_type']} ({wanted['id']}), but "
@@ -213,31 +259,88 @@ class Pack:
             return "none"
         return _quantize_mode(self.manifest["base"]["quantization"])
 
+    @property
+    def quantize_options(self) -> dict:
+        """What `load_base` needs beside the mode of `quantize_for`."""
+        q = self.manifest["base"]["quantization"] or {}
+        return {"double_quant": bool(q.get("double_quant")), "keep": tuple(q.get("keep") or ())}
+
     def load_base(self, model: str | Path = TINY, trust_remote_code: bool = False) -> Base:
         """Load the pack's base, checked from headers first and quantized as the pack was trained.
 
         Raises: PackError if it is another base.
         """
         _, config = self.check_checkpoint(model)
-        q = self.manifest["base"]["quantization"] or {}
         return load_base(
-            model, self.quantize_for(config), trust_remote_code,
-            double_quant=bool(q.get("double_quant")), keep=q.get("keep", ()),
-        )  # fmt: skip
+            model, self.quantize_for(config), trust_remote_code, **self.quantize_options
+        )
 
     def attach(self, base: Base, base_path: str = "quantized") -> Attached:
         """Attach this pack to its base. Raises: PackError if it does not fit."""
         self.check_base(base.name, base.fingerprint, base.config, base.quantization)
         tensors = self.load_tensors()
         fallback = bool(self.part("recipe").get("train_fp16_fallback"))
-        attached = attach(base, specs=self.specs, base_path=base_path, fp16_fallback=fallback)
+        where = str(self.path / ADAPTERS if self.path else "pack")
+        fixed = {path: spec for path, spec in self.specs.items() if is_fixed(spec)}
+        plain = {path: spec for path, spec in self.specs.items() if path not in fixed}
+        replaced = replaced_of(self.manifest)
+        apart = {name for spec in fixed.values() for name in spec.shapes} | set(replaced)
+        attached = attach(base, specs=plain, base_path=base_path, fp16_fallback=fallback)
         try:
-            attached.load(tensors, str(self.path / ADAPTERS if self.path else "pack"))
+            attached.load({n: t for n, t in tensors.items() if n not in apart}, where)
+            attach_fixed(attached, fixed, replaced, tensors, where)
         except PackError:
             attached.detach()
             raise
         base.model.eval()
         return attached
+
+
+def _is_hub_blob(link: Path) -> bool:
+    """Whether a link is one of a snapshot in the Hub's cache, to a file that belongs to it."""
+    snapshots, target = link.parent.parent, link.resolve()
+    return snapshots.name == "snapshots" and target.parent == snapshots.resolve().parent / "blobs"
+
+
+def _is_hub_name(path: str | Path) -> bool:
+    """Whether a pack's name can only be meant for the Hub: nothing here begins like it."""
+    named = re.fullmatch(HUB_ID + r"(@[\w./-]+)?", str(path), re.ASCII)
+    return bool(named) and not Path(Path(path).parts[0]).exists()
+
+
+def manifest_of(base: Base, adapters: dict, **facts) -> dict:
+    """The manifest of adapters on a base; ``facts`` are its optional parts."""
+    heads = Heads.of(base.config)
+    return {
+        "format_version": FORMAT_VERSION,
+        "kind": "lora",
+        "base": {
+            "id": base.public_name,
+            "fingerprint": base.fingerprint,
+            "model_type": base.config["model_type"],
+            "quantization": base.quantization or None,
+            "num_layers": len(block_prefixes(base.model)),
+            "num_heads": heads.heads,
+            "num_kv_heads": heads.kv_heads,
+            "head_dim": heads.head_dim,
+            "hidden_size": heads.hidden,
+        },
+        "adapters": adapters,
+        **facts,
+    }
+
+
+def grouped(pack: Pack, base: Base) -> Pack:
+    """A pack that was not trained, with its projection groups; every name and shape is held.
+
+    Raises: PackError if it does not fit the base.
+    """
+    attached = pack.attach(base)
+    members = [[g.path for g in group.members] for group in attached.groups]
+    attached.detach()
+    fixed = [[path] for path, spec in pack.specs.items() if is_fixed(spec)]
+    pack.manifest["adapters"]["groups"] = members + fixed
+    return pack
 
 
 def check_output(folder: Path, overwrite: bool) -> None:
@@ -264,9 +367,7 @@ def check_against(pack: Pack, model: str) -> dict:
     pack.verify()
     path, config = pack.check_checkpoint(model)
     header, _ = read_header(pack.path / ADAPTERS)
-    wanted = {}
-    for spec in pack.specs.values():
-        wanted |= {name: list(shape) for name, shape in spec.shapes.items()}
+    wanted = {name: list(shape) for name, shape in shapes_of(pack.manifest).items()}
     for name in sorted(set(wanted) | set(header)):
         shape = header.get(name, {}).get("shape")
         if shape != wanted.get(name):
@@ -333,7 +434,10 @@ def _check_geometry(pack: Pack, model: str, path: Path, config: dict) -> bool:
         elif f"{spec.path}.absmax" in stored:
             shape[-1] *= 2  # NF4: two codes a byte
         stack = [] if spec.experts is None else [spec.experts]
-        if shape != (wanted := [*stack, sum(spec.widths), spec.in_features]):
+        wanted = [*stack, sum(spec.widths), spec.in_features]
+        if spec.kind == "embedding":
+            wanted.reverse()
+        if shape != wanted:
             raise PackError(
                 f"{pack.path}: {spec.path}: the adapter is for a weight of {wanted}, but that of "
                 f"{model} is {shape}."

@@ -84,7 +84,9 @@ class Recipe:
         """Raises: PackError with all faults, in the words of the command line."""
         how, faults = self.packing, []
         if how.mode == "nf4" and how.group_size not in BLOCK_SIZES:
-            faults.append(f"--block must be one of {BLOCK_SIZES} but is {how.group_size}")
+            faults.append(
+                f"--group-size or --block must be one of {BLOCK_SIZES} but is {how.group_size}"
+            )
         if how.mode == "affine" and how.group_size not in AFFINE_GROUP_SIZES:
             faults.append(f"--group-size must be one of {AFFINE_GROUP_SIZES} but is "
                           f"{how.group_size}")  # fmt: skip

@@ -1,7 +1,8 @@
 """Quantize a checkpoint to another, tensor by tensor: the model is never in memory as a whole.
 
-`plan_of` says which modules are packed and how, and spreads what comes out over shards; `quantize`
+`plan_of` says which modules are packed and how, and spreads what comes out over shards; `write`
 then reads, packs and writes one tensor after another. Finished shards outlive an interruption.
+`packs merge` makes plans of its own (merge.py).
 """
 
 import dataclasses
@@ -51,10 +52,11 @@ class Item:
 
 @dataclass(frozen=True)
 class Plan:
-    """What `quantize` does.
+    """What `write` does.
 
     tensors: of the source, lazy.   shards: the items of each new file.
     left_dense: modules that are not packed though they could be, and why.
+    quantization: of the whole, for the record.   merged: the pack that went into it, if one did.
     """
 
     recipe: Recipe
@@ -63,6 +65,8 @@ class Plan:
     config: dict
     fingerprint: str
     left_dense: dict[str, str]
+    quantization: dict | None
+    merged: dict | None = None
 
     @property
     def items(self) -> list[Item]:
@@ -78,7 +82,7 @@ class Plan:
             "source": self.fingerprint,
             "recipe": dataclasses.asdict(self.recipe),
             "versions": runtime.versions(),
-        }
+        } | ({"merged": self.merged} if self.merged else {})
 
 
 def quantize(
@@ -101,14 +105,12 @@ def quantize(
     recipe, display = recipe or Recipe(), display or Display(QUIET)
     recipe.check()
     source = base_files.resolve_base_path(model)
-    given, out, started = out, _output(str(out), source, overwrite), time.monotonic()
+    started = time.monotonic()
+    output_folder(str(out), source, overwrite)
     plan = plan_of(source, recipe, trust_remote_code)
-    make_folder(out.parent)
-    with only_writer(out):
-        _output(str(given), source, overwrite)  # another run may have ended since
-        record, finished = _write(out, source, plan, display)
+    record, finished = write(out, source, plan, overwrite, display)
     return {
-        "out": str(given),
+        "out": str(out),
         "model": base_files.public_name(str(model)),
         **{key: record[key] for key in ("quantization", "format", "quantized", "dense")},
         "left_dense": plan.left_dense,
@@ -120,6 +122,20 @@ def quantize(
         "seconds": round(time.monotonic() - started, 2),
         "process_peak_gb": runtime.peak_process_bytes() / 1e9,
     }
+
+
+def write(
+    given: str | Path, source: Path, plan: Plan, overwrite: bool, display: Display
+) -> tuple[dict, list[str]]:
+    """Carry a plan out, one process at a time.
+
+    Returns: the record, and the shards that an earlier run had finished.
+    """
+    out = output_folder(str(given), source, overwrite)
+    make_folder(out.parent)
+    with only_writer(out):
+        output_folder(str(given), source, overwrite)  # another run may have ended since
+        return _write(out, source, plan, display)
 
 
 def _write(out: Path, source: Path, plan: Plan, display: Display) -> tuple[dict, list[str]]:
@@ -149,8 +165,8 @@ def _write(out: Path, source: Path, plan: Plan, display: Display) -> tuple[dict,
     return record, finished
 
 
-def _output(given: str, source: Path, overwrite: bool) -> Path:
-    """The folder to write; only one that an earlier `packs quantize` made may be replaced."""
+def output_folder(given: str, source: Path, overwrite: bool) -> Path:
+    """The folder to write; only one that `packs quantize` or `merge` made may be replaced."""
     if not given.strip():
         raise PackError("--out: is empty; name a folder.")
     out = Path(given).expanduser()
@@ -164,8 +180,10 @@ def _output(given: str, source: Path, overwrite: bool) -> Path:
     if not overwrite:
         raise PackError(f"{out}: is there already; choose another name, or --overwrite.")
     if any(out.iterdir()) and not (out / RECORD).is_file():
-        raise PackError(f"--out {out}: holds something else than what packs quantize wrote (no "
-                        f"{RECORD}), so it is not replaced; choose another name.")  # fmt: skip
+        raise PackError(
+            f"--out {out}: holds something else than what packs quantize or merge wrote"
+            f" (no {RECORD}), so it is not replaced; choose another name."
+        )
     return whole
 
 
@@ -194,9 +212,10 @@ def plan_of(source: Path, recipe: Recipe, trust_remote_code: bool = False) -> Pl
         items.append(Item(name, tensor.size, dtype, how, made))
     if not any(item.packing for item in items):
         raise PackError(f"{source}: nothing is left to quantize with this recipe.")
-    shards = _in_shards(items, recipe.max_shard_gb)
+    shards = in_shards(items, recipe.max_shard_gb)
     config = _new_config(config, recipe, packings, list(dense), items)
-    return Plan(recipe, tensors, shards, config, base_files.fingerprint(source), dense)
+    stated = recipe.packing.to_config()
+    return Plan(recipe, tensors, shards, config, base_files.fingerprint(source), dense, stated)
 
 
 def _by_names_of_transformers(
@@ -215,7 +234,7 @@ def _by_names_of_transformers(
     return theirs
 
 
-def _in_shards(items: list[Item], max_shard_gb: float) -> dict[str, list[Item]]:
+def in_shards(items: list[Item], max_shard_gb: float) -> dict[str, list[Item]]:
     """Items by file, in their order; tensors of one module stay together."""
     shards, size = [[]], 0
     for item in items:
@@ -328,7 +347,7 @@ def _write_rest(partial: Path, source: Path, plan: Plan) -> dict:
     record = {
         **plan.request(),
         "format": plan.recipe.format,
-        "quantization": plan.recipe.packing.to_config(),
+        "quantization": plan.quantization,
         "quantized": len(packed),
         "dense": len(plan.items) - len(packed),
         "bits_per_weight": _bits(plan.items),
@@ -349,7 +368,7 @@ def _write_rest(partial: Path, source: Path, plan: Plan) -> dict:
 
 def _bits(items: list[Item]) -> float:
     """Bits on disk for each weight."""
-    return round(8 * sum(i.nbytes for i in items) / sum(i.size for i in items), 4)
+    return round(8 * sum(i.nbytes for i in items) / max(1, sum(i.size for i in items)), 4)
 
 
 def verify(folder: Path, display: Display | None = None) -> dict:

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from .checkpoint import CONFIG, check_resumable, run_folder
 from .config import DataConfig, LoRAConfig, Recipe, TrainConfig, read_yaml, resolve
 from .display import NORMAL, QUIET, VERBOSE, Display, clock
 from .encoding import encode
+from .gates import failures, shown
 from .layouts import translate
 from .loading import TINY, check_files, load_base_tokenizer, resolve_base_path, text_config
 from .manifest import shown_result
@@ -87,13 +87,7 @@ def command(configs, force, show_mask, as_json, verbose, quiet, **flags):
         click.echo(json.dumps(result.to_json(), indent=2, ensure_ascii=False))
     else:
         _print_result(result.report, run.get("model", TINY), quiet)
-    failed = [name for name, gate in result.report["gates"].items() if not gate["passed"]]
-    for name in failed:
-        gate = result.report["gates"][name]
-        flag = "--" + name.replace("_", "-")
-        click.echo(f"packs: gate {flag} failed: {gate['value']:.3f} > {gate['limit']}", err=True)
-    if failed:
-        sys.exit(1)
+    options.exit_by(failures(result.report["gates"]))
 
 
 def read_configs(files: Sequence[str]) -> dict:
@@ -122,15 +116,11 @@ def recipe_of(flags: dict, values: dict) -> Recipe:
 
 def _print_result(report: dict, model: str, quiet: bool) -> None:
     drop = 1 - report["ppl_after"] / report["ppl_before"]
-    gates = "".join(
-        f" · {name} {g['value']:.2f} of {g['limit']} {'ok' if g['passed'] else 'FAILED'}"
-        for name, g in report["gates"].items()
-    )
     held = report["held_out"]
     click.echo(
         f"done    held-out PPL {shown_result(report, 'before')} → "
         f"{shown_result(report, 'after')} ({-drop:+.0%}) on "
-        f"{held['rows']} {held['split']} rows{gates}"
+        f"{held['rows']} {held['split']} rows{shown(report['gates'])}"
     )
     if quiet:
         return

@@ -27,6 +27,7 @@ from .encoding import Examples
 from .errors import PackError
 from .evaluation import Score, score
 from .files import make_folder
+from .gates import Gates, judge, limits
 from .generate import chat_prompt, complete
 from .loading import TINY, Base, load_base, public_name
 from .loop import Loop
@@ -51,9 +52,11 @@ from .prepare import (
     started_from,
 )
 from .runtime import mx
+from .speed import answering_path, prompts_of, race
 from .step import Stepper
 
 _SAMPLE_TOKENS, _SAMPLE_TEMPERATURE = 40, 0.7
+_PROMPT_TOKENS = 64  # of the prompt that the gate on speed answers
 
 
 @dataclass
@@ -247,6 +250,7 @@ def _train_into(
         if prefix is not None:
             prefix.close()
         attached.detach()
+    gates = _gates(train, base, pack, result, examples[held_out], choice.base_path, display)
     report = {
         "pack": str(folder),
         "run": str(run),
@@ -267,7 +271,7 @@ def _train_into(
         "traces": learned.traces,
         "cache_prefix": prefix.to_json() if prefix else None,
         "sample": {"prompt": sample.shown, **texts},
-        "gates": _gates(train, pack),
+        "gates": gates,
     }
     return TrainRun(pack, run, report, learned.curve)
 
@@ -405,11 +409,26 @@ def _result(held_out: str, before: Score, after: Score) -> dict:
     return result
 
 
-def _gates(train: TrainConfig, pack: Pack) -> dict:
-    if train.max_pack_mb is None:
+def _gates(
+    train: TrainConfig, base: Base, pack: Pack, result: dict, held_out: Examples, base_path: str,
+    display: Display,
+) -> Gates:  # fmt: skip
+    """Hold the saved pack against its gates; their results go into its manifest."""
+    held = limits(**train.gates)
+    if not held:
         return {}
-    passed = pack.size_mb <= train.max_pack_mb
-    return {"max_pack_mb": {"limit": train.max_pack_mb, "value": pack.size_mb, "passed": passed}}
+    found = {"max_ppl_ratio": result["ppl_after"] / result["ppl_before"]}
+    if "min_tps_ratio" in held:
+        prompts = prompts_of([e.tokens for e in held_out.items], 1, _PROMPT_TOKENS)
+        with display.working("gates", "measuring the speed of answers"):
+            speeds = race(
+                base, [None, pack], prompts, _SAMPLE_TOKENS, base_path=answering_path(base_path)
+            )
+        found["min_tps_ratio"] = speeds[1].tps_ratio
+    for _ in range(2):  # the manifest, which has the result, is part of the size
+        gates = judge(held, {**found, "max_pack_mb": pack.size_mb})
+        pack.note(gates=gates)
+    return gates
 
 
 @dataclass(frozen=True)

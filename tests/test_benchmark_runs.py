@@ -35,6 +35,7 @@ from benchmarks import (
     shipped,
     sides,
     steady,
+    swap,
     targets,
     timeline,
     train_run,
@@ -176,6 +177,14 @@ def test_loads_are_timed_in_processes_of_their_own(tmp_path):
     assert [r.metric for r in found] == ["load", "most in MLX", "process"] * 2
     assert found[0].ratio == 1 and found[3].ratio > 0 and found[0].samples == 2
     assert 4 < found[1].p50 < 10  # MB of the tiny base
+
+
+def test_swaps_are_timed_against_loading_anew(tmp_path):
+    file = tmp_path / "h.jsonl"
+    assert swap.main(["--rounds", "2", "--rank", "2", "--history", str(file)]) == 0
+    found = {r.implementation: r for r in history.read(file)}
+    assert list(found) == [swap.BASELINE, swap.SAME, swap.OTHER, swap.ON_OFF]
+    assert all(r.unit == "ms" and r.p50 > 0 for r in found.values())
 
 
 def test_a_process_that_fails_is_named(capfd):

@@ -68,6 +68,8 @@ def test_resolve_types_what_flags_say_as_text():
         ({"test_batches": "0"}, "test_batches must be positive, or -1"),
         ({"seed": "-1"}, r"seed must be in \[0, 2\^32\)"),
         ({"max_pack_mb": "-1"}, "max_pack_mb must be positive"),
+        ({"max_ppl_ratio": "nan"}, "max_ppl_ratio must be positive"),
+        ({"min_tps_ratio": "0"}, "min_tps_ratio must be positive"),
         ({"optimizer": "adamx"}, "optimizer is one of adamw, .*; got 'adamx'"),
         ({"base_path": "fast"}, "base_path is one of auto, .*; got 'fast'"),
         ({"loss_on": "answers"}, "loss_on is one of all, .*; got 'answers'"),

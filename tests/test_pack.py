@@ -256,6 +256,11 @@ DAMAGED = [
     (_set(f"{SLICE}.alpha", float("inf")), "adapters.modules[0].slices[0].alpha"),
     (_set(f"{SLICE}.alpha", 0), "adapters.modules[0].slices[0].alpha"),
     (_set("files", {"adapters.safetensors": {"bytes": 1}}), "files.adapters.safetensors.sha256"),
+    (_set("sum_of", [1]), "sum_of[0]"),
+    (_set("adapters.groups", [5]), "adapters.groups[0]"),
+    (_set("base.quantization", {"bits": 4, "group_size": 64, "keep": 5}), "base.quantization.keep"),
+    (_set("adapters.replaced", [{"name": "model", "shape": []}]), "adapters.replaced[0].name"),
+    (_set("adapters.replaced", [{"name": "m.x", "shape": ["a"]}]), "adapters.replaced[0].shape"),
 ]
 
 
@@ -265,6 +270,53 @@ def test_open_names_the_key_of_a_damaged_manifest(pack, change, key):
     with pytest.raises(PackError) as error:
         Pack.open("p")
     assert str(error.value).startswith(f"p/pack.json: is not a manifest ({key} must be ")
+
+
+def test_save_refuses_what_could_not_be_opened(made, tmp_path):
+    pack = Pack.open(made)
+    pack.load_tensors()
+    pack.manifest = json.loads(json.dumps(pack.manifest))
+    _set(f"{SLICE}.alpha", -1.0)(pack.manifest)
+    with pytest.raises(PackError, match=r"the manifest would be faulty .*slices\[0\].alpha"):
+        pack.save(tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("more", "double"), [({}, False), ({"double_quant": True}, True)])
+def test_double_quantization_is_what_the_manifest_says_and_else_single(pack, more, double):
+    nf4 = {"mode": "nf4", "bits": 4, "group_size": 64, "keep": None, **more}
+    edit(pack, _set("base.quantization", nf4))
+    assert Pack.open(pack).quantize_options == {"double_quant": double, "keep": ()}
+
+
+def test_a_pack_that_is_open_is_called_by_its_folder_whatever_its_manifest_says(pack):
+    edit(pack, _set("sum_of", None))
+    assert Pack.open(pack).name == str(pack)
+
+
+def test_attach_names_what_a_pack_brings_whole_but_is_no_tensor_of_the_base(pack, tiny):
+    edit(pack, _set("adapters.replaced", [{"name": "model.layers", "shape": [1]}]))
+    replace_adapters(pack, lambda t: t.update({"model.layers": mx.ones((1,))}))
+    with pytest.raises(PackError, match="model: the base has no such module to replace"):
+        Pack.open(pack).attach(tiny)
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [({"dtype": "XX"}, "is XX; adapters are F32"), ({"dtype": "F64"}, "is F64; adapters are F32"),
+     ({"shape": [100_000, 100_000]}, "cannot be read"), ({"data_offsets": [-4, 4]}, "cannot be")],
+)  # fmt: skip
+def test_a_header_that_lies_is_one_clear_line(pack, refused, change, told):
+    file = pack / "adapters.safetensors"
+    raw = file.read_bytes()
+    size = int.from_bytes(raw[:8], "little")
+    header = json.loads(raw[8 : 8 + size])
+    next(t for name, t in header.items() if name != "__metadata__").update(change)
+    text = json.dumps(header).encode()
+    file.write_bytes(len(text).to_bytes(8, "little") + text + raw[8 + size :])
+    facts = {"bytes": file.stat().st_size, "sha256": sha256(file)}
+    edit(pack, lambda m: m["files"].update({"adapters.safetensors": facts}))
+    assert told in refused("diff", "p", "p")
 
 
 @pytest.mark.parametrize("content", ["[]", "3", "null", "[" * 100_000, '{"format_version": 0}'])

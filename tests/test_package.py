@@ -17,15 +17,18 @@ PACKAGE = ROOT / "mlx_packs"
 
 # A file imports only from those above it.
 ORDER = """
-errors config layouts options runtime display files
+errors gates config layouts options runtime display files
 ops._cost ops._backend ops._check
 ops.exponential ops.sliced_matmul ops.affine ops.attention ops.linear_cross_entropy
 ops.blockwise ops.nf4 ops.grouped_lora ops.multi_lora
-nn.lora nn.nf4 nn.quantized nn.segments nn.experts nn.recompute nn.prefix nn.blocks
-bitsandbytes packing base_files loading quantize families geometry adapters base_path
+nn.lora nn.nf4 nn.quantized nn.segments nn.experts nn.recompute nn.prefix nn.blocks nn.fixed
+bitsandbytes packing base_files loading quantize families geometry adapters fixed base_path
 data encoding token_cache batches loss packable state_store prefix optim step plan advice
-manifest pack evaluation generate checkpoint prepare loop training train
-doctor cli
+manifest pack hub publish shelf distance
+weighted swapping evaluation generate speed comparison harness
+checkpoint prepare loop training train
+drift merge combine foreign peft_format mlx_lm_format interop
+eval_batch eval_tasks doctor cli
 """.split()
 
 
@@ -198,7 +201,7 @@ def readme_commands() -> list[str]:
 
 def test_readme_opens_with_two_commands_and_ci_runs_the_second():
     train, tests = readme_commands()
-    assert train.endswith("packs train") and tests.endswith("python -m pytest")
+    assert train.endswith("packs train") and tests.endswith("python -m pytest -n 2")
     assert "grep -m1 'python -m pytest' README.md" in (ROOT / ".ci" / "run").read_text()
     first = next(
         line for line in (ROOT / "README.md").read_text().splitlines() if "python -m pytest" in line

@@ -410,6 +410,9 @@ def test_a_damaged_source_is_refused(dense, refused):
         "--bits-for up_proj=7": "--bits-for must give one of (2, 3, 4, 5, 6, 8) but gives 7",
         "--bits-for up_proj": "--bits-for up_proj: must be REGEX=BITS",
         "--bits-for (=8": "--bits-for '(' is no regular expression",
+        "--group-size 48": "--group-size or --block must be one of (32, 64, 128, 256) but is 48",
+        "--block 32 --group-size 64": "--block 32: is --group-size by another name, which is 64",
+        "--mode affine --double-quant": "--double-quant: not with --mode affine",
         "--block 48": "--block must be one of (32, 64, 128, 256) but is 48",
         "--bits 3": "--bits: not with --mode nf4",
         "--mode affine --block 64": "--block: not with --mode affine",
@@ -423,6 +426,25 @@ def test_a_damaged_source_is_refused(dense, refused):
 )  # fmt: skip
 def test_a_wrong_flag_is_one_line_that_names_it(dense, refused, given, said):
     assert said in refused("--model", dense, *given.split())
+
+
+@pytest.mark.parametrize("flag", ["--block", "--group-size"])
+def test_group_size_is_the_block_of_nf4_and_double_quant_may_be_said(dense, run, tmp_path, flag):
+    args = ("quantize", "--model", dense, "--out", tmp_path / "q", "--mode", "nf4", flag, 32)
+    assert run(*args, "--double-quant")[0] == 0
+    found = base_files.read_record(tmp_path / "q")["quantization"]
+    assert (found["group_size"], found["double_quant"]) == (32, True)
+
+
+@pytest.mark.parametrize("missing", ["quantization", "format", "source", "versions", "dense"])
+def test_a_record_of_somebody_else_is_not_taken_for_ours(dense, run, tmp_path, missing):
+    quantize.quantize(dense, tmp_path / "q")
+    file = tmp_path / "q" / "quantization.json"
+    record = json.loads(file.read_text())
+    del record[missing]
+    file.write_text(json.dumps(record))
+    code, out, err = run("inspect", tmp_path / "q")
+    assert (code, out) == (2, "") and "packs quantize did not write it" in err
 
 
 def test_a_recipe_that_leaves_nothing_to_quantize_is_refused(dense, refused):

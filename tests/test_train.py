@@ -13,6 +13,7 @@ from mlx.utils import tree_flatten
 from mlx_packs import LoRAConfig, Pack, TrainConfig, evaluate, runtime, train_pack
 from mlx_packs.adapters import attach
 from mlx_packs.batches import make_batch
+from mlx_packs.cli import packs
 from mlx_packs.data import tiny_path
 from mlx_packs.encoding import Example
 from mlx_packs.errors import Interrupted, PackError
@@ -271,6 +272,29 @@ def test_size_gate_fails_with_exit_code_1_and_names_the_gate(rows, tmp_path):
     report = json.loads(result.stdout)
     assert report["gates"]["max_pack_mb"]["passed"] is False
     assert (tmp_path / "p" / "pack.json").is_file()
+
+
+def test_gates_are_held_at_the_end_and_their_results_are_in_the_manifest(rows, tmp_path):
+    arguments = f"--data {rows} --iters 1 --batch-size 2 --base-path dense --out {tmp_path / 'p'}"
+    limits = "--max-ppl-ratio 0.001 --min-tps-ratio 0.001 --max-pack-mb 50"
+    result = CliRunner().invoke(command, [*arguments.split(), *limits.split(), "--json"])
+    assert result.exit_code == 1
+    assert "gate --max-ppl-ratio failed: " in result.stderr and " > 0.001" in result.stderr
+    assert result.stderr.count("packs: gate") == 1
+    report = json.loads(result.stdout)
+    gates = report["gates"]
+    assert {name: gate["passed"] for name, gate in gates.items()} == {
+        "max_ppl_ratio": False, "min_tps_ratio": True, "max_pack_mb": True,
+    }  # fmt: skip
+    ratio = report["ppl_after"] / report["ppl_before"]
+    assert gates["max_ppl_ratio"]["value"] == pytest.approx(ratio)
+    pack = Pack.open(tmp_path / "p")
+    pack.verify()
+    assert pack.manifest["gates"] == gates
+    assert gates["max_pack_mb"]["value"] == pytest.approx(report["pack_mb"], abs=2e-5)
+    assert report["pack_mb"] == pack.size_mb
+    shown = CliRunner().invoke(packs, ["inspect", str(tmp_path / "p")])
+    assert "PPL ratio" in shown.stdout and "0.001 FAILED" in shown.stdout
 
 
 def test_single_rows_and_last_k_targets_train(tiny, tmp_path):

@@ -1,0 +1,74 @@
+"""How far a merge at each precision lies from the attached pack; writes the table of docs/merge.md.
+
+    python -m benchmarks.merge_drift PACK... [--model tiny] [--data tiny] [--rows 32] [--write]
+
+Drift does not depend on the machine, but for the order of float32 sums.
+"""
+
+import argparse
+import math
+from pathlib import Path
+
+from mlx_packs import Pack
+from mlx_packs.evaluation import columns_of
+from mlx_packs.merge import measured
+from mlx_packs.pack import versions_line
+
+DOC = Path(__file__).parents[1] / "docs" / "merge.md"
+BEGIN, END = "<!-- merge drift -->", "<!-- end of merge drift -->"
+WAYS = {
+    "fp32": ("none", "float32"),
+    "bf16": ("none", "bfloat16"),
+    "8-bit affine": ("affine8", "auto"),
+    "4-bit affine": ("affine4", "auto"),
+    "4-bit NF4": ("nf4", "auto"),
+}
+
+
+def table(packs: list[Pack], model: str, data: str, rows: int) -> list[str]:
+    """A row for each pack and precision."""
+    lines = [
+        "| pack | merged into | KL, nats a token | of the pack's own | PPL ratio | same first "
+        "token | default gate |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for pack in packs:
+        columns = columns_of(pack, data)
+        for name, (requantize, dtype) in WAYS.items():
+            drift, _, _ = measured(pack, model, requantize, dtype, math.inf, columns, rows)
+            verdict = "passes" if drift.kl_mean <= drift.limit(None) else "**refused**"
+            lines.append(
+                f"| {_name(pack)}, moves the base by {drift.kl_of_pack:.2g} | {name} | "
+                f"{drift.kl_mean:.2g} | {drift.kl_mean / drift.kl_of_pack:.1%} | "
+                f"{drift.ppl_ratio:.4f} | {drift.same_token:.1%} | {verdict} |"
+            )
+            print(lines[-1], flush=True)
+    return lines
+
+
+def _name(pack: Pack) -> str:
+    steps = pack.part("recipe").get("iters")
+    return f"{steps} updates" if steps else pack.path.name
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("packs", nargs="+", type=Path)
+    parser.add_argument("--model", default="tiny")
+    parser.add_argument("--data", default="tiny")
+    parser.add_argument("--rows", type=int, default=32)
+    parser.add_argument("--write", action="store_true", help="put the table into docs/merge.md")
+    given = parser.parse_args()
+    packs = [Pack.open(path) for path in given.packs]
+    versions = " · ".join(f"{k} {v}" for k, v in versions_line().items())
+    found = [*table(packs, given.model, given.data, given.rows), "", f"{given.rows} rows of "
+             f"`{given.data}`, base `{given.model}`. {versions}."]  # fmt: skip
+    if given.write:
+        text = DOC.read_text(encoding="utf-8")
+        before, rest = text.split(BEGIN)
+        after = rest.split(END)[1]
+        DOC.write_text(before + "\n".join([BEGIN, "", *found, "", END]) + after, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,103 @@
+"""Another pack in place of the one that is carried: `swap_pack` against loading anew with mlx-lm.
+
+Packs are opened beforehand, as a server holds them; loading reads base and adapter from disk.
+
+    python -m benchmarks.swap --model tiny
+"""
+
+import argparse
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import mlx_lm
+
+from mlx_packs import LoRAConfig, Pack
+from mlx_packs.adapters import attach
+from mlx_packs.errors import PackError
+from mlx_packs.loading import TINY, Base, load_base
+from mlx_packs.runtime import mx
+
+from . import history, report
+from .history import Environment, Record, percentiles, record
+
+BASELINE = "mlx_lm.load with the adapter"
+SAME, OTHER, ON_OFF = "swap_pack, same shape", "swap_pack, other shape", "applied, on and off"
+
+
+def random_pack(base: Base, seed: int, rank: int) -> Pack:
+    """A pack of random adapters on every projection."""
+    attached = attach(base, LoRAConfig(rank=rank), seed=seed)
+    try:
+        mx.random.seed(seed)
+        noise = {n: mx.random.normal(t.shape) * 0.01 for n, t in attached.tensors().items()}
+        attached.load(noise, "noise")
+        pack = Pack.of(attached)
+        mx.eval(pack.tensors)
+        return pack
+    finally:
+        attached.detach()
+
+
+def samples(base: Base, rank: int, rounds: int) -> dict[str, list[float]]:
+    """Milliseconds of every way, by turns; each swap is warm, as in a server that runs."""
+    one, two = (random_pack(base, seed, rank) for seed in (0, 1))
+    other = random_pack(base, 2, rank + 1)
+    found: dict[str, list[float]] = {BASELINE: [], SAME: [], OTHER: [], ON_OFF: []}
+
+    def timed(name: str, action) -> None:
+        start = time.perf_counter()
+        action()
+        found[name].append((time.perf_counter() - start) * 1e3)
+
+    def on_and_off(pack: Pack) -> None:
+        with base.applied(pack):
+            pass
+
+    with tempfile.TemporaryDirectory() as folder:
+        adapter = str(one.save(Path(folder) / "p").path)
+        for turn in range(rounds):
+            if turn % 20 == 0:
+                timed(BASELINE, lambda: mlx_lm.load(str(base.path), adapter_path=adapter))
+            base.swap_pack(one)
+            timed(SAME, lambda: base.swap_pack(two))
+            timed(OTHER, lambda: base.swap_pack(other))
+            timed(OTHER, lambda: base.swap_pack(one))
+            base.swap_pack(None)
+            timed(ON_OFF, lambda: on_and_off(two))
+    return {name: values[min(2, len(values) - 1) :] for name, values in found.items()}
+
+
+def records(found: dict[str, list[float]], model: str, rank: int) -> list[Record]:
+    """Milliseconds of each way."""
+    here = Environment.here()
+    base = percentiles(found[BASELINE])["p50"]
+    return [
+        record(here, f"swap {Path(model).name}", way, f"rank {rank}, all projections", "swap", "ms",
+               values, ratio=base / percentiles(values)["p50"], baseline=BASELINE)
+        for way, values in found.items()
+    ]  # fmt: skip
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser("python -m benchmarks.swap",
+                                     description=__doc__.split("\n")[0])  # fmt: skip
+    parser.add_argument("--model", default=TINY, help="checkpoint folder [tiny]")
+    parser.add_argument("--rank", type=int, default=16, help="of all adapters [16]")
+    parser.add_argument("--rounds", type=int, default=200, help="swaps of each kind [200]")
+    history.add_option(parser)
+    options = parser.parse_args(arguments)
+    try:
+        base = load_base(options.model)
+        made = records(samples(base, options.rank, options.rounds), options.model, options.rank)
+    except PackError as error:
+        print(f"benchmarks: {error}", file=sys.stderr)
+        return 2
+    history.append(made, options.history)
+    print(report.render(made))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

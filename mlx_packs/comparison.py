@@ -1,0 +1,312 @@
+"""A base and packs side by side: quality on the same rows, speed at several batch sizes, gates.
+
+The base is loaded once; packs are swapped. Rows are scored once for each model, packed where that
+is exact, else by length; speeds are of answers to a whole batch of prompts (speed.py).
+"""
+
+import csv
+import io
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import chain, count
+from pathlib import Path
+
+import numpy as np
+
+from .adapters import Attached
+from .base_files import text_config
+from .base_path import choose_base_path
+from .batches import Batch, evaluation_batches, first_fit, make_packed_batch, padded_length
+from .config import DataConfig, TrainConfig
+from .display import QUIET, Display
+from .encoding import Examples, encode
+from .errors import PackError
+from .evaluation import Difference, RowScores, Scorer, columns_of, evaluation_rows
+from .gates import Gates, failures, flag_of, judge, limits
+from .loading import Base
+from .loss import split_head
+from .pack import Pack
+from .packable import why_not_packed
+from .speed import Speed, answering_path, check_tokens, prompts_of, race
+from .swapping import carrying, hold_bare
+from .weighted import as_pack, check_distinct
+
+BATCH_SIZES = (1, 4, 8)
+BASE = "base"
+
+
+@dataclass(frozen=True)
+class Compared:
+    """One model at one batch size. ``tps_ratio`` is of decode_tps, in turns with the base.
+
+    ``ppl_ratio`` and its error are paired by row. A base has a pack of 0 MB and no gates.
+    """
+
+    name: str
+    batch_size: int
+    sequence_length: int
+    rows: int
+    targets: int
+    ppl: float
+    ppl_se: float | None
+    ppl_ratio: float
+    ppl_ratio_se: float | None
+    nll_difference: float
+    nll_difference_se: float | None
+    accuracy: float
+    prompt_tps: float
+    decode_tps: float
+    tps_ratio: float
+    first_token_ms: float
+    peak_gb: float
+    pack_mb: float
+    scoring: str
+    scoring_path: str
+    generation_path: str
+    gates: Gates
+
+    def to_json(self) -> dict:
+        return asdict(self)
+
+
+def evaluate_batch(
+    base: Base,
+    packs: Sequence[Pack | str | Path] | Mapping[str, Pack | str | Path] = (),
+    data: str | Path = "tiny",
+    split: str = "test",
+    batch_sizes: Sequence[int] = BATCH_SIZES,
+    sequence_length: int | None = None,
+    loss_on: str | None = None,
+    limit: int = -1,
+    max_tokens: int = 32,
+    rounds: int = 3,
+    base_path: str = "auto",
+    columns: DataConfig | None = None,
+    max_ppl_ratio: float | None = None,
+    min_tps_ratio: float | None = None,
+    max_pack_mb: float | None = None,
+    display: Display | None = None,
+) -> list[Compared]:
+    """PPL, token accuracy, speed, memory and size of a base and of packs on it.
+
+    Args:
+        packs: packs or their folders; a mapping gives them names.
+        data, split, loss_on, columns: as in `evaluate`; None is what the packs agree on.
+        batch_sizes: how many prompts are answered together.
+        sequence_length: rows are cut to so many tokens, and prompts have so many; None is the
+            longest that a pack was trained with, else 2048.
+        limit: at most so many rows.   max_tokens: of each answer.
+        rounds: how often each speed is taken, after a warm-up.
+        base_path: for both scoring and answering; ``auto`` is measured for scoring, and for
+            answering is the same on a CPU and ``quantized`` elsewhere, as `packs generate` has it.
+        max_ppl_ratio, min_tps_ratio, max_pack_mb: gates; see `failed`.
+    Returns: the base and then the packs, each at every batch size.
+    Raises: PackError for unusable rows, a pack of another base, or sizes that make no sense.
+    """
+    display = display or Display(QUIET)
+    held = limits(max_ppl_ratio=max_ppl_ratio, min_tps_ratio=min_tps_ratio, max_pack_mb=max_pack_mb)
+    named = named_packs(packs)
+    sizes = _sizes(batch_sizes)
+    _check_counts(limit, rounds, max_tokens)
+    if held and not named:
+        raise PackError(f"{flag_of(next(iter(held)))}: is a gate for packs, but there is no pack.")
+    hold_bare(base)
+    opened = [pack for _, pack in named]
+    for pack in opened:
+        pack.check_base(base.name, base.fingerprint, base.config, base.quantization)
+    length = _sequence_length(sequence_length, opened, base, max_tokens)
+    examples = _examples(base, opened, data, split, length, loss_on, columns, limit)
+    batches, scoring = _scoring_batches(base, examples, max(sizes), length)
+    scoring_path = base_path
+    if base_path == "auto":
+        scoring_path = choose_base_path(base.model, batches[-1].tokens.size).base_path
+    generation_path = answering_path(scoring_path) if base_path == "auto" else base_path
+    models = [None, *opened]
+    with display.task("score", len(models) * len(batches), "batches") as bar:
+        scored = _score_all(base, models, batches, scoring_path, bar.advance)
+    speeds: list[list[Speed]] = []
+    with display.task("speed", len(sizes) * len(models) * (rounds + 1), "runs") as bar:
+        for size in sizes:
+            prompts = prompts_of([e.tokens for e in examples.items], size, length)
+            speeds.append(
+                race(base, models, prompts, max_tokens, rounds, generation_path, bar.advance)
+            )
+    return [
+        _compared(
+            name, pack, scored[0], scored[i], by_model[i], held,
+            sequence_length=length, scoring=scoring, scoring_path=scoring_path,
+            generation_path=generation_path,
+        )
+        for i, (name, pack) in enumerate([(BASE, None), *named])
+        for by_model in speeds
+    ]  # fmt: skip
+
+
+def named_packs(packs: Sequence | Mapping) -> list[tuple[str, Pack]]:
+    """Packs with names for people: short ones, or the whole path where two have the same.
+
+    No name is given twice, and none is the base's.
+    Raises: PackError if a pack is given twice, or a mapping calls one as the base is called.
+    """
+    if isinstance(packs, Mapping):
+        if BASE in packs:
+            raise PackError(f"packs: '{BASE}' is what the base is called; choose another name.")
+        named = [(name, as_pack(pack)) for name, pack in packs.items()]
+        check_distinct([pack for _, pack in named])
+        return named
+    opened = [as_pack(pack) for pack in packs]
+    check_distinct(opened)
+    short = [BASE, *(pack.short_name for pack in opened)]
+    names = [BASE]
+    for pack, name in zip(opened, short[1:], strict=True):
+        longer = [pack.name, *([str(pack.path.resolve())] if pack.path else [])]
+        wanted = chain(longer if short.count(name) > 1 else [name], longer,
+                       (f"{name} ({i})" for i in count(2)))  # fmt: skip
+        names.append(next(each for each in wanted if each not in names))
+    return list(zip(names[1:], opened, strict=True))
+
+
+def _sizes(batch_sizes: Sequence[int]) -> list[int]:
+    given = ",".join(map(str, batch_sizes))
+    if not batch_sizes or any(size < 1 for size in batch_sizes):
+        raise PackError(f"--batch-size {given}: must be numbers above 0, as in 1,4,8.")
+    if len(set(batch_sizes)) < len(batch_sizes):
+        raise PackError(f"--batch-size {given}: has a number twice.")
+    return list(batch_sizes)
+
+
+def _check_counts(limit: int, rounds: int, max_tokens: int) -> None:
+    if limit == 0 or limit < -1:
+        raise PackError(f"--limit must be positive, or -1 for all, but got {limit}.")
+    if rounds < 1:
+        raise PackError(f"--rounds {rounds}: must be 1 or more.")
+    check_tokens(max_tokens)
+
+
+def _sequence_length(given: int | None, packs: Sequence[Pack], base: Base, max_tokens: int) -> int:
+    if given is not None and given < 2:
+        raise PackError(f"--sequence-length {given}: must be 2 or more.")
+    trained = [n for pack in packs if (n := pack.part("recipe").get("max_seq_length"))]
+    length = given or max(trained, default=TrainConfig.max_seq_length)
+    text = text_config(base.config)
+    most = text.get("n_positions", text.get("max_position_embeddings"))
+    if most and length + max_tokens > most:
+        if given:
+            raise PackError(f"--sequence-length {given}: with --max-tokens {max_tokens} it is "
+                            f"longer than the {most} positions of {base.name}.")  # fmt: skip
+        length = max(2, most - max_tokens)
+    return length
+
+
+def _agreed(values: list):
+    """The value that all have, else None."""
+    return values[0] if values and all(value == values[0] for value in values) else None
+
+
+def _examples(
+    base: Base, packs: list[Pack], data, split: str, length: int, loss_on: str | None,
+    columns: DataConfig | None, limit: int,
+) -> Examples:  # fmt: skip
+    """The rows as tokens. Raises: PackError if there is none."""
+    columns = columns or columns_of(packs[0] if packs else None, data)
+    rows = evaluation_rows(columns, split)
+    rows = rows if limit < 0 else rows[:limit]
+    loss_on = loss_on or _agreed([pack.part("objective").get("loss_on") for pack in packs])
+    examples = encode(
+        rows, base.tokenizer, columns,
+        loss_on=loss_on, max_seq_length=length, vocab_size=base.vocab_size,
+    )  # fmt: skip
+    if not len(examples):
+        raise PackError(f"--data {columns.data}: has no row with something to predict.")
+    return examples
+
+
+def _scoring_batches(
+    base: Base, examples: Examples, batch_size: int, length: int
+) -> tuple[list[Batch], str]:
+    """Batches that have every row once, and how they were made: ``packed`` or ``by length``."""
+    width = padded_length(int(examples.lengths.max()) - 1, length - 1)
+    if why_not_packed(base.model, split_head(base.model), width, base.vocab_size):
+        return evaluation_batches(examples, batch_size, length), "by length"
+    packed = first_fit(examples.lengths - 1, np.arange(len(examples)), width)
+    return [
+        make_packed_batch(examples.items, packed[i : i + batch_size], batch_size, width)
+        for i in range(0, len(packed), batch_size)
+    ], "packed"
+
+
+def _score_all(
+    base: Base, models: Sequence[Pack | None], batches: list[Batch], base_path: str, advance
+) -> list[RowScores]:
+    """Every model on the batches; packs of one shape share the traces of the first."""
+    found: list[RowScores] = []
+    scorers: dict[Attached, Scorer] = {}
+    try:
+        for pack in models:
+            if pack is None:
+                with carrying(base, None, base_path):
+                    scorer = Scorer(base.model, split_head(base.model))
+                    found.append(scorer.rows(batches, advance))
+                continue
+            base.swap_pack(pack, base_path)
+            if (attached := base.carried.attached) not in scorers:
+                scorers = {attached: Scorer(base.model, split_head(base.model))}
+            found.append(scorers[attached].rows(batches, advance))
+    finally:
+        base.swap_pack(None)
+    return found
+
+
+def _compared(
+    name: str, pack: Pack | None, base: RowScores, own: RowScores, speed: Speed,
+    held: Mapping[str, float], **how,
+) -> Compared:  # fmt: skip
+    score, difference = own.score, Difference.between(base, own)
+    pack_mb = pack_megabytes(pack) if pack else 0.0
+    values = {
+        "max_ppl_ratio": difference.ppl_ratio,
+        "min_tps_ratio": speed.tps_ratio,
+        "max_pack_mb": pack_mb,
+    }
+    return Compared(
+        name=name, rows=score.rows, targets=score.targets, ppl=score.ppl, ppl_se=score.ppl_se,
+        accuracy=score.accuracy, ppl_ratio=difference.ppl_ratio,
+        ppl_ratio_se=difference.ppl_ratio_se, nll_difference=difference.nll,
+        nll_difference_se=difference.nll_se, pack_mb=pack_mb,
+        gates=judge(held, values) if pack else {}, **asdict(speed), **how,
+    )  # fmt: skip
+
+
+def pack_megabytes(pack: Pack) -> float:
+    """Size of a pack's folder, or of the tensors of one that was never saved."""
+    if pack.path:
+        return pack.size_mb
+    return sum(tensor.nbytes for tensor in pack.load_tensors().values()) / 1e6
+
+
+def failed(compared: Sequence[Compared]) -> list[str]:
+    """A line for each gate that a pack failed; that of speed for each batch size."""
+    lines = []
+    for found in compared:
+        for name, gate in found.gates.items():
+            of_speed = name == "min_tps_ratio"
+            where = f"{found.name}, batch {found.batch_size}" if of_speed else found.name
+            lines += failures({name: gate}, where)
+    return list(dict.fromkeys(lines))
+
+
+def as_csv(compared: Sequence[Compared]) -> str:
+    """A line for each model and batch size; gates as ``NAME_passed``."""
+    rows = []
+    for found in compared:
+        row = found.to_json()
+        gates = row.pop("gates")
+        every = dict.fromkeys(name for c in compared for name in c.gates)
+        rows.append(
+            row | {f"{name}_passed": gates.get(name, {}).get("passed", "") for name in every}
+        )
+    text = io.StringIO()
+    writer = csv.DictWriter(text, list(rows[0]), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return text.getvalue()

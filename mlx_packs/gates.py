@@ -1,0 +1,52 @@
+"""Gates: limits that a pack must meet. One that fails makes the exit code 1."""
+
+import math
+from collections.abc import Mapping
+
+from .errors import PackError
+
+# What each limit is of: PPL and decoded tokens/s over those of the base, size of the folder.
+MEANING = {"max_ppl_ratio": "PPL ratio", "min_tps_ratio": "speed ratio", "max_pack_mb": "MB"}
+Gates = dict[str, dict]
+
+
+def limits(**given: float | None) -> dict[str, float]:
+    """The limits that are set. Raises: PackError unless each is a positive number."""
+    for name, limit in given.items():
+        if limit is not None and not (math.isfinite(limit) and limit > 0):
+            raise PackError(f"{flag_of(name)} {limit:g}: must be a positive number.")
+    return {name: limit for name, limit in given.items() if limit is not None}
+
+
+def judge(limits: Mapping[str, float], values: Mapping[str, float]) -> Gates:
+    """Each limit with the value that was found and whether it passed; NaN never does."""
+    gates = {}
+    for name, limit in limits.items():
+        value = values[name]
+        passed = value <= limit if name.startswith("max") else value >= limit
+        gates[name] = {"limit": limit, "value": value, "passed": passed}
+    return gates
+
+
+def failures(gates: Gates, where: str = "") -> list[str]:
+    """A line for each gate that failed; ``where`` says of what."""
+    return [
+        f"gate {flag_of(name)} failed{where and f' ({where})'}: {gate['value']:.6g} "
+        f"{'>' if name.startswith('max') else '<'} {gate['limit']:g}"
+        for name, gate in gates.items()
+        if not gate["passed"]
+    ]
+
+
+def shown(gates: Gates) -> str:
+    """All gates for the end of a line: `` · MB 2.11 of 10 ok``."""
+    return "".join(
+        f" · {MEANING.get(name, name)} {gate['value']:.2f} of {gate['limit']:g} "
+        f"{'ok' if gate['passed'] else 'FAILED'}"
+        for name, gate in gates.items()
+    )
+
+
+def flag_of(name: str) -> str:
+    """What a limit is called on the command line."""
+    return "--" + name.replace("_", "-")

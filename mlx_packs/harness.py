@@ -1,0 +1,198 @@
+"""Standard tasks of lm-evaluation-harness on a base and a pack (the extra ``lm-eval``).
+
+The harness asks in text; rows are scored and answers made as everywhere here: scoring in batches of
+like length, answers batched continuously.
+
+https://github.com/EleutherAI/lm-evaluation-harness
+"""
+
+import math
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import redirect_stdout
+from pathlib import Path
+
+import numpy as np
+
+from .base_files import text_config
+from .batches import evaluation_batches
+from .encoding import Example, Examples
+from .errors import PackError
+from .evaluation import Scorer
+from .generate import complete_batch
+from .loading import Base
+from .loss import split_head
+from .pack import Pack
+from .swapping import carrying, hold_bare
+from .weighted import as_pack
+
+_ANSWER_TOKENS = 256  # the harness's own default, where a task names none
+_LONGEST = 2048
+
+
+def evaluate_tasks(
+    base: Base,
+    pack: Pack | str | Path | Mapping[str | Path, float] | None = None,
+    tasks: Sequence[str] = (),
+    num_fewshot: int | None = None,
+    limit: int | None = None,
+    batch_size: int = 8,
+    task_path: str | Path | None = None,
+    chat: bool = False,
+    base_path: str = "quantized",
+) -> dict:
+    """Results of tasks by name: ``{task: {metric: {base, base_se, pack, pack_se}}}``.
+
+    Args:
+        pack: a pack, its folder, or several with weights; None evaluates the base alone.
+        num_fewshot: examples before each question; None is as the task has it.
+        limit: at most so many questions of a task.
+        task_path: folder with tasks of your own (YAML), besides those of the harness.
+        chat: put questions into the base's chat template.
+    Raises: PackError if lm_eval is not installed, a task is not known, the pack does not fit, or
+        the base carries one.
+    """
+    hold_bare(base)
+    manager = _task_manager(tasks, task_path)
+    if limit is not None and limit < 1:
+        raise PackError(f"--limit {limit}: must be positive.")
+    if chat and not base.tokenizer.has_chat_template:
+        raise PackError(f"{base.name}: the tokenizer has no chat template.")
+    opened = None if pack is None else as_pack(pack)
+    if opened is not None:
+        opened.check_base(base.name, base.fingerprint, base.config, base.quantization)
+    found: dict[str, dict] = {}
+    for side, own in {"base": None, **({"pack": opened} if opened else {})}.items():
+        with carrying(base, own, base_path):
+            results = _run(base, manager, tasks, num_fewshot, limit, batch_size, chat)
+        for task, metric, part, value in _figures(results):
+            found.setdefault(task, {}).setdefault(metric, {})[side + part] = value
+    return found
+
+
+def _task_manager(tasks: Sequence[str], task_path: str | Path | None):
+    try:
+        from lm_eval.tasks import TaskManager
+    except ImportError as error:
+        raise PackError(f"lm_eval cannot be imported ({error}); pip install 'mlx-packs[lm-eval]'."
+                        ) from None  # fmt: skip
+    if task_path is not None and not Path(task_path).is_dir():
+        raise PackError(f"--task-path {task_path}: is no folder.")
+    manager = TaskManager(include_path=None if task_path is None else str(task_path))
+    if not tasks:
+        raise PackError("--tasks: name one or more, by comma.")
+    for task in tasks:
+        if not manager.match_tasks([task]):
+            raise PackError(f"--tasks {task}: lm_eval has no such task.")
+    return manager
+
+
+def _run(base: Base, manager, tasks, num_fewshot, limit, batch_size, chat) -> dict:
+    from lm_eval import simple_evaluate
+
+    try:
+        with redirect_stdout(sys.stderr):  # the harness prints, and stdout is for results
+            done = simple_evaluate(
+                model=language_model(base, batch_size), tasks=list(tasks), num_fewshot=num_fewshot,
+                limit=limit, task_manager=manager, log_samples=False, apply_chat_template=chat,
+            )  # fmt: skip
+    except (OSError, ConnectionError) as error:  # data that cannot be had from the hub
+        reason = " ".join(str(error).split())[:300]
+        raise PackError(f"--tasks {','.join(tasks)}: the data cannot be read: {reason}") from None
+    return done["results"]
+
+
+def _figures(results: Mapping[str, Mapping]):
+    """(task, metric, '' or '_se', value) of the harness's ``acc,none`` and ``acc_stderr,none``."""
+    for task, figures in results.items():
+        for key, value in figures.items():
+            metric = key.partition(",")[0]
+            if isinstance(value, (int, float)) and "," in key:
+                se = metric.endswith("_stderr")
+                yield task, metric.removesuffix("_stderr"), "_se" if se else "", value
+
+
+def language_model(base: Base, batch_size: int = 8):
+    """A base, with whatever it carries, as the harness's LM: for `lm_eval.simple_evaluate`."""
+    from lm_eval.api.model import TemplateLM
+    from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+
+    tokenizer = base.tokenizer
+    text = text_config(base.config)
+    longest = min(_LONGEST, text.get("n_positions", text.get("max_position_embeddings", _LONGEST)))
+    scorer = Scorer(base.model, split_head(base.model))
+
+    class BaseLM(TemplateLM):
+        tokenizer_name = base.public_name
+
+        @property
+        def eot_token_id(self) -> int:
+            return min(tokenizer.eos_token_ids)
+
+        def tok_encode(self, string: str, add_special_tokens=None, **_) -> list[int]:
+            return tokenizer.encode(string, add_special_tokens=bool(add_special_tokens))
+
+        def apply_chat_template(self, chat_history, add_generation_prompt=True) -> str:
+            return tokenizer.apply_chat_template(
+                chat_history, tokenize=False, add_generation_prompt=add_generation_prompt,
+                continue_final_message=not add_generation_prompt,
+            )  # fmt: skip
+
+        def _loglikelihood_tokens(self, requests, **_) -> list[tuple[float, bool]]:
+            return log_likelihoods(scorer, [r[1:] for r in requests], batch_size, longest)
+
+        def loglikelihood_rolling(self, requests, disable_tqdm: bool = False) -> list[float]:
+            sums = []
+            for request in requests:
+                windows = get_rolling_token_windows(
+                    token_list=self.tok_encode(request.args[0]), prefix_token=self.prefix_token_id,
+                    max_seq_len=longest - 1, context_len=1,
+                )  # fmt: skip
+                pairs = [make_disjoint_window(window) for window in windows]
+                scored = log_likelihoods(scorer, pairs, batch_size, longest)
+                sums.append(sum(value for value, _ in scored))
+            return sums
+
+        def generate_until(self, requests, disable_tqdm: bool = False) -> list[str]:
+            options = [request.args[1] for request in requests]
+            if any(o.get("do_sample") and o.get("temperature", 1) for o in options):
+                raise PackError("lm_eval: the task asks for sampled answers; answers are greedy.")
+            most = [int(o.get("max_gen_toks", _ANSWER_TOKENS)) for o in options]
+            prompts = [
+                self.tok_encode(request.args[0])[-max(1, longest - n) :]
+                for request, n in zip(requests, most, strict=True)
+            ]
+            answers = complete_batch(base, prompts, most, batch_size)
+            return [
+                _until(answer, option.get("until") or [])
+                for answer, option in zip(answers, options, strict=True)
+            ]
+
+    return BaseLM()
+
+
+def log_likelihoods(
+    scorer: Scorer, pairs: Sequence[tuple[Sequence[int], Sequence[int]]], batch_size: int,
+    longest: int,
+) -> list[tuple[float, bool]]:  # fmt: skip
+    """Log-likelihood of each continuation after its context, and whether it is the greedy one.
+
+    Pairs of tokens; what is longer than ``longest`` loses its begin.
+    """
+    items = []
+    for context, continuation in pairs:
+        tokens = np.array([*context, *continuation], dtype=np.int32)[-longest:]
+        target = np.arange(len(tokens)) >= max(1, len(tokens) - len(continuation))
+        items.append(Example(tokens, target, "lm_eval"))
+    rows = scorer.rows(evaluation_batches(Examples(items, "text", "all"), batch_size, longest))
+    return [
+        (-float(nll), math.isclose(hits, count))
+        for nll, hits, count in zip(rows.nll, rows.hits, rows.targets, strict=True)
+    ]
+
+
+def _until(answer: str, stops: str | Sequence[str]) -> str:
+    """An answer up to the first of the texts that end it."""
+    for stop in [stops] if isinstance(stops, str) else stops:
+        answer = answer.partition(stop)[0] if stop else answer
+    return answer

@@ -1,0 +1,84 @@
+"""Adapters that are applied and merged but not trained here: DoRA, and LoRA on an embedding.
+
+They come by import (interop.py) and compute what mlx-lm's and PEFT's own modules compute.
+"""
+
+import mlx.core as mx
+import mlx.nn as nn
+
+
+class DoRALinear(nn.Module):
+    """A frozen linear whose adapted weight is given a learned magnitude for each output.
+
+    Semantics: y = m / ||W + D|| * (x (W + D)^T) + bias, rows' norms, D = scale * (A B)^T
+
+    Args:
+        linear: any linear of the base, packed or dense.   weight: [O, D], what it multiplies by.
+        lora_a: [D, R].   lora_b: [R, O].   m: [O].   scale: alpha / rank.
+
+    DoRA: https://arxiv.org/abs/2402.09353
+    """
+
+    def __init__(
+        self,
+        linear: nn.Module,
+        weight: mx.array,
+        lora_a: mx.array,
+        lora_b: mx.array,
+        m: mx.array,
+        scale: float,
+        bias: mx.array | None,
+    ):
+        super().__init__()
+        self.linear = linear
+        self.lora_a = lora_a.astype(mx.float32)
+        self.lora_b = lora_b.astype(mx.float32)
+        self.m = m.astype(mx.float32)
+        adapted = weight.astype(mx.float32) + scale * (self.lora_a @ self.lora_b).T
+        self.magnitude = self.m / mx.linalg.norm(adapted, axis=1)
+        self._scale = scale
+        self._bias = bias
+        self.freeze()
+
+    def __call__(self, x: mx.array) -> mx.array:
+        """x [..., D] to [..., O]; the low-rank product has float32 factors."""
+        y = self.linear(x)
+        low_rank = (x.astype(mx.float32) @ self.lora_a) @ self.lora_b
+        scaled = self.magnitude * (y + self._scale * low_rank)
+        if self._bias is not None:  # it is in y, and has no magnitude
+            scaled = scaled + (1 - self.magnitude) * self._bias
+        return scaled.astype(y.dtype)
+
+
+class AdaptedEmbedding(nn.Module):
+    """A frozen embedding [V, D] with an adapter on its table.
+
+    Args:
+        lora_a: [V, R].   lora_b: [R, D].   scale: alpha / rank.
+        head: whether it acts on the output too, where the table is the head (mlx-lm: it does;
+            PEFT: it does not).
+    """
+
+    def __init__(
+        self, embedding: nn.Module, lora_a: mx.array, lora_b: mx.array, scale: float, head: bool
+    ):
+        super().__init__()
+        self.embedding = embedding
+        self.lora_a = lora_a.astype(mx.float32)
+        self.lora_b = lora_b.astype(mx.float32)
+        self._scale = scale
+        self._head = head
+        self.freeze()
+
+    def __call__(self, tokens: mx.array) -> mx.array:
+        """Rows [..., D] of the adapted table."""
+        rows = self.embedding(tokens)
+        return rows + (self._scale * (self.lora_a[tokens] @ self.lora_b)).astype(rows.dtype)
+
+    def as_linear(self, x: mx.array) -> mx.array:
+        """x [..., D] times the table, [..., V]."""
+        y = self.embedding.as_linear(x)
+        if not self._head:
+            return y
+        low_rank = (x.astype(mx.float32) @ self.lora_b.T) @ self.lora_a.T
+        return y + (self._scale * low_rank).astype(y.dtype)

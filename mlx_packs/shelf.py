@@ -1,0 +1,148 @@
+"""What packs there are: below a folder, or in the caches of the Hub; from manifests alone."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from .errors import PackError
+from .manifest import MANIFEST, read_manifest, read_pin
+
+_ID_DIGITS = 7  # of a commit, beside the name of a pack of the Hub
+
+
+def list_packs(folder: str | Path | None = ".", hub_cache: bool = False) -> list[dict]:
+    """Every pack below a folder, or in the Hub's caches; neither tensors nor hashes are read.
+
+    Links to folders are not followed, hidden folders are passed over.
+
+    Args:
+        folder: looked through with all below it; with ``hub_cache`` None for the caches alone.
+    Returns: an object for each, by name: ``pack`` (folder), ``name``, ``error`` (None if it is
+        whole) and, from its manifest, ``base``, ``fingerprint``, ``model_type``, ``quantization``,
+        ``ranks``, ``parameters``, ``pack_mb``, ``ppl_before``, ``ppl_after``, ``created``,
+        ``license``, ``hub`` (repo, revision, commit of a pulled one).
+    Raises: PackError if there is no such folder.
+    """
+    found = []
+    if folder is not None:
+        top = Path(folder).expanduser()
+        if not top.is_dir():
+            raise PackError(f"{top}: {'is a file' if top.exists() else 'no such folder'}; name a "
+                            "folder with packs below it.")  # fmt: skip
+        found += [(str(path.relative_to(top)), path) for path in _packs_below(top)]
+        found = [(top.resolve().name if name == "." else name, path) for name, path in found]
+    if hub_cache:
+        found += _packs_of_hub()
+    return [_described(name, path) for name, path in sorted(found)]
+
+
+def _packs_below(top: Path) -> Iterator[Path]:
+    for path, folders, files in os.walk(top):
+        if MANIFEST in files:
+            folders.clear()
+            yield Path(path)
+        folders[:] = [name for name in folders if not name.startswith(".")]
+
+
+def _packs_of_hub() -> Iterator[tuple[str, Path]]:
+    """Packs that were pulled by name, and those among the snapshots of the Hub's own cache."""
+    from .hub import cache_roots
+
+    pulled, snapshots = cache_roots()
+    for file in pulled.glob(f"*/[!.]*/{MANIFEST}"):
+        yield _hub_name(file.parent.parent.name, file.parent.name), file.parent
+    for file in snapshots.glob(f"models--*/snapshots/*/{MANIFEST}"):
+        repo = file.parents[2].name.removeprefix("models--")
+        yield _hub_name(repo, file.parent.name), file.parent
+
+
+def _hub_name(folder: str, commit: str) -> str:
+    return f"{folder.replace('--', '/', 1)}@{commit[:_ID_DIGITS]}"
+
+
+def _described(name: str, folder: Path) -> dict:
+    """A pack for a list; where its manifest cannot be read or a file is not whole, the error."""
+    entry = dict.fromkeys(
+        "base fingerprint model_type quantization ranks parameters pack_mb ppl_before ppl_after "
+        "created license".split()
+    )
+    entry = {"pack": str(folder), "name": name, "error": None, **entry, "hub": read_pin(folder)}
+    try:
+        manifest = read_manifest(folder / MANIFEST)
+        base, adapters, files = (manifest[key] for key in ("base", "adapters", "files"))
+        slices = [s for module in adapters["modules"] for s in module["slices"]]
+        own = (folder / MANIFEST).stat().st_size
+        result, measured = (manifest.get(key) or {} for key in ("eval", "measured"))
+        entry |= {
+            **{key: base[key] for key in ("fingerprint", "model_type", "quantization")},
+            "base": base["id"],
+            "ranks": sorted({s["rank"] for s in slices if s["rank"]}),
+            "parameters": adapters["parameters"],
+            "pack_mb": round((own + sum(facts["bytes"] for facts in files.values())) / 1e6, 3),
+            "ppl_before": result.get("ppl_before"),
+            "ppl_after": result.get("ppl_after"),
+            "created": measured.get("created"),
+            "license": manifest.get("license"),
+        }
+        entry["error"] = _fault(folder, files)
+    except PackError as error:
+        entry["error"] = str(error).removeprefix(f"{folder}{os.sep}")
+    except OSError as error:
+        entry["error"] = f"{MANIFEST}: {error.strerror or error}"
+    return entry
+
+
+def _fault(folder: Path, files: dict) -> str | None:
+    """What is wrong with the files of a pack, by their sizes; None if nothing is."""
+    for name, facts in files.items():
+        if Path(name).name != name:
+            return f"names a file outside the pack: {name!r}"
+        try:
+            found = (folder / name).stat().st_size
+        except OSError:
+            return f"{name} is missing"
+        if found != facts["bytes"]:
+            return f"{name} has {found:,} bytes of {facts['bytes']:,}"
+    return None
+
+
+def table(entries: list[dict], width: int) -> list[str]:
+    """The list for people, in lines of at most ``width`` columns (60 or more)."""
+    gap = "  " if width >= 80 else " "
+    rows = [("pack", "base", "MB", "rank", "PPL", "made"), *map(_cells, entries)]
+    wide = [max(len(row[i]) for row in rows) for i in range(6)]
+    left = width - sum(wide[2:]) - 5 * len(gap)
+    base = min(wide[1], max(8, left - wide[0], left * 2 // 5))
+    wide[:2] = [min(wide[0], left - base), base]
+    lines = []
+    for row, entry in zip(rows, [None, *entries], strict=True):
+        if entry is not None and entry["error"]:
+            name = _cut(row[0], wide[0])
+            lines.append(_cut(f"{name:<{wide[0]}}{gap}damaged: {entry['error']}", width))
+            continue
+        cells = [_cut(cell, wide[i]) for i, cell in enumerate(row)]
+        shown = [f"{c:<{w}}" if i < 2 else f"{c:>{w}}" for i, (c, w) in
+                 enumerate(zip(cells, wide, strict=True))]  # fmt: skip
+        lines.append(gap.join(shown).rstrip())
+    return lines
+
+
+def _cells(entry: dict) -> tuple[str, ...]:
+    if entry["error"]:
+        return (entry["name"], "", "", "", "", "")
+    ranks, before, after = entry["ranks"], entry["ppl_before"], entry["ppl_after"]
+    some = [f"{ranks[0]}" if len(ranks) == 1 else f"{ranks[0]}-{ranks[-1]}"] if ranks else ["0"]
+    measured = before is not None and after is not None
+    return (
+        entry["name"], entry["base"].rsplit("/", 1)[-1], f"{entry['pack_mb']:.1f}", *some,
+        f"{_short(before)}→{_short(after)}" if measured else "-", (entry["created"] or "-")[:10],
+    )  # fmt: skip
+
+
+def _short(value: float) -> str:
+    """A perplexity in at most five characters, as far as that goes."""
+    return f"{value:.2f}" if value < 10 else f"{value:.1f}" if value < 100 else f"{value:.0f}"
+
+
+def _cut(text: str, width: int) -> str:
+    return text if len(text) <= width else text[: max(1, width - 1)] + "…"

@@ -1,0 +1,281 @@
+"""A stand-in for the Hub's HTTP API, for tests: repositories in memory, served on this machine.
+
+It speaks what huggingface_hub uses of it to make a repository, upload (regular and LFS files),
+look up a revision and download with ranges; it can cut a download off, or hold it.
+"""
+
+import base64
+import hashlib
+import json
+import re
+import threading
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from urllib.parse import unquote, urlsplit
+
+import yaml
+
+REPO = r"(?P<repo>[\w-][\w.-]*/[\w-][\w.-]*)"
+
+
+@dataclass
+class Repo:
+    """Commits as ``sha -> name -> bytes``, and branches by name."""
+
+    private: bool = False
+    commits: dict[str, dict[str, bytes]] = field(default_factory=dict)
+    branches: dict[str, str] = field(default_factory=dict)
+    card: dict = field(default_factory=dict)
+
+    def commit(self, files: dict[str, bytes | None], branch: str = "main") -> str:
+        """Add files to a branch (None removes one); the commit's name."""
+        kept = {**self.commits.get(self.branches.get(branch, ""), {}), **files}
+        kept = {name: data for name, data in kept.items() if data is not None}
+        sha = hashlib.sha1(f"{len(self.commits)}{sorted(kept.items())}".encode()).hexdigest()
+        self.commits[sha], self.branches[branch] = kept, sha
+        return sha
+
+    def resolve(self, revision: str) -> str | None:
+        return self.branches.get(revision) or (revision if revision in self.commits else None)
+
+
+@dataclass
+class LocalHub:
+    """Repositories by name, and what happened to them.
+
+    ``requests``: method, path and Range of each.   ``tokens``: Authorization seen, by host.
+    ``cut``, ``hold``: bytes of a file to send before its connection is closed (once), or stands
+    still until the hub is closed.   ``elsewhere``: address that LFS files are redirected to.
+    """
+
+    url: str = ""
+    repos: dict[str, Repo] = field(default_factory=dict)
+    objects: dict[str, bytes] = field(default_factory=dict)
+    requests: list[tuple[str, str, str | None]] = field(default_factory=list)
+    tokens: dict[str, set[str | None]] = field(default_factory=dict)
+    elsewhere: str = ""
+    no_ranges: bool = False
+    forbidden: bool = False
+    cut: dict[str, int] = field(default_factory=dict)
+    hold: dict[str, int] = field(default_factory=dict)
+    held: threading.Event = field(default_factory=threading.Event)
+    closing: threading.Event = field(default_factory=threading.Event)
+
+    def ranges(self, name: str) -> list[str | None]:
+        """The Range of every download of a file, in order."""
+        return [r for method, path, r in self.requests if method == "GET" and path.endswith(name)]
+
+    def fetched(self) -> set[str]:
+        """Names of the files that were downloaded."""
+        return {path.rsplit("/", 1)[-1] for method, path, _ in self.requests
+                if method == "GET" and ("/resolve/" in path or "/objects/" in path)}  # fmt: skip
+
+
+@contextmanager
+def local_hub():
+    hub = LocalHub()
+    handler = type("Handler", (_Handler,), {"hub": hub})
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    server.daemon_threads = True
+    hub.url = f"http://127.0.0.1:{server.server_port}"
+    thread = threading.Thread(target=server.serve_forever, args=(0.02,))
+    thread.start()
+    try:
+        yield hub
+    finally:
+        hub.closing.set()
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+class _Handler(BaseHTTPRequestHandler):
+    hub: LocalHub
+    protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True  # headers and body would wait 40 ms for one another
+
+    def log_message(self, *_):
+        pass
+
+    def handle(self):
+        try:
+            super().handle()
+        except (ConnectionError, BrokenPipeError):
+            pass  # the other side was killed
+
+    def do_GET(self):
+        self._serve("GET")
+
+    def do_HEAD(self):
+        self._serve("HEAD")
+
+    def do_POST(self):
+        self._serve("POST")
+
+    def do_PUT(self):
+        self._serve("PUT")
+
+    def _serve(self, method: str) -> None:
+        path = unquote(urlsplit(self.path).path)
+        self.hub.requests.append((method, path, self.headers.get("Range")))
+        host = self.headers["Host"].partition(":")[0]
+        self.hub.tokens.setdefault(host, set()).add(self.headers.get("Authorization"))
+        self.body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        routes = {
+            ("POST", "/api/repos/create"): self._create,
+            ("POST", "/api/validate-yaml"): self._validate,
+            ("GET", rf"/api/models/{REPO}(/revision/(?P<revision>.+))?"): self._info,
+            ("GET", rf"/api/models/{REPO}/tree/(?P<revision>.+)"): self._tree,
+            ("POST", rf"/api/models/{REPO}/branch/(?P<branch>.+)"): self._branch,
+            ("POST", rf"/api/models/{REPO}/preupload/(?P<revision>.+)"): self._preupload,
+            ("POST", rf"/api/models/{REPO}/commit/(?P<revision>.+)"): self._commit,
+            ("POST", rf"/{REPO}\.git/info/lfs/objects/batch"): self._batch,
+            ("PUT", r"/objects/(?P<oid>\w+)"): self._put,
+            ("POST", r"/verify"): lambda: self._json({}),
+            (method, rf"/{REPO}/resolve/(?P<revision>[^/]+)/(?P<name>.+)"): self._resolve,
+            (method, r"/objects/(?P<oid>\w+)/(?P<name>.+)"): self._object,
+        }
+        for (verb, pattern), route in routes.items():
+            if verb == method and (found := re.fullmatch(pattern, path)):
+                return route(**found.groupdict())
+        self._fail(404, "EntryNotFound")
+
+    # ── answers ──────────────────────────────────────────────────────────────────────────────────
+
+    def _json(self, value, status: int = 200) -> None:
+        self._bytes(json.dumps(value).encode(), status, {"Content-Type": "application/json"})
+
+    def _fail(self, status: int, code: str) -> None:
+        self._bytes(b'{"error": "no"}', status, {"X-Error-Code": code})
+
+    def _bytes(self, data: bytes, status: int, headers: dict, name: str = "") -> None:
+        begin = 0
+        ranged = status == 200 and not self.hub.no_ranges
+        if ranged and (found := re.match(r"bytes=(\d+)-", self.headers.get("Range") or "")):
+            status, begin = 206, int(found[1])
+            headers |= {"Content-Range": f"bytes {begin}-{len(data) - 1}/{len(data)}"}
+        self.send_response(status)
+        for key, value in {**headers, "Content-Length": len(data) - begin}.items():
+            self.send_header(key, str(value))
+        self.end_headers()
+        if self.command == "HEAD":
+            return
+        cut = self.hub.cut.pop(name, None)
+        stop = cut if cut is not None else self.hub.hold.get(name)
+        self.wfile.write(data[begin:] if stop is None else data[begin : max(begin, stop)])
+        if stop is not None:
+            self.wfile.flush()
+            self.close_connection = True
+        if cut is None and stop is not None:
+            self.hub.held.set()
+            self.hub.closing.wait()
+
+    def _found(self, repo: str, revision: str | None) -> tuple[Repo, str] | None:
+        if repo not in self.hub.repos:
+            return self._fail(404, "RepoNotFound")
+        sha = self.hub.repos[repo].resolve(revision or "main")
+        return (self.hub.repos[repo], sha) if sha else self._fail(404, "RevisionNotFound")
+
+    # ── routes ───────────────────────────────────────────────────────────────────────────────────
+
+    def _create(self) -> None:
+        if self.hub.forbidden:
+            return self._fail(403, "Forbidden")
+        asked = json.loads(self.body)
+        name = f"{asked['organization']}/{asked['name']}"
+        answer = {"url": f"{self.hub.url}/{name}"}
+        if name in self.hub.repos:
+            return self._json(answer, 409)
+        private = asked.get("private") or asked.get("visibility") == "private"
+        self.hub.repos[name] = Repo(bool(private))
+        self.hub.repos[name].commit({".gitattributes": b"*.safetensors filter=lfs\n"})
+        self._json(answer)
+
+    def _validate(self) -> None:
+        text = json.loads(self.body)["content"]
+        data = yaml.safe_load(text.split("---\n")[1])
+        good = isinstance(data, dict) and isinstance(data.get("library_name"), str)
+        self._json({} if good else {"errors": [{"message": "bad"}]}, 200 if good else 400)
+
+    def _info(self, repo: str, revision: str | None) -> None:
+        if found := self._found(repo, revision):
+            held, sha = found
+            names = [{"rfilename": name} for name in sorted(held.commits[sha])]
+            self._json({"id": repo, "sha": sha, "siblings": names, "private": held.private,
+                        "cardData": held.card})  # fmt: skip
+
+    def _tree(self, repo: str, revision: str) -> None:
+        if found := self._found(repo, revision):
+            files = found[0].commits[found[1]]
+            self._json([{"type": "file", "path": name, "size": len(data), "oid": _git_oid(data)}
+                        for name, data in files.items()])  # fmt: skip
+
+    def _branch(self, repo: str, branch: str) -> None:
+        held, sha = self._found(repo, None)
+        if branch in held.branches:
+            return self._json({}, 409)
+        held.branches[branch] = sha
+        self._json({})
+
+    def _preupload(self, repo: str, revision: str) -> None:
+        if self._found(repo, revision):
+            self._json({"files": [
+                {"path": f["path"], "shouldIgnore": False,
+                 "uploadMode": "lfs" if f["path"].endswith(".safetensors") else "regular"}
+                for f in json.loads(self.body)["files"]
+            ]})  # fmt: skip
+
+    def _batch(self, repo: str) -> None:
+        wanted = json.loads(self.body)["objects"]
+        self._json({"transfer": "basic", "objects": [
+            o | ({} if o["oid"] in self.hub.objects else {"actions": {
+                "upload": {"href": f"{self.hub.url}/objects/{o['oid']}"},
+                "verify": {"href": f"{self.hub.url}/verify"}}}) for o in wanted
+        ]})  # fmt: skip
+
+    def _put(self, oid: str) -> None:
+        assert hashlib.sha256(self.body).hexdigest() == oid
+        self.hub.objects[oid] = self.body
+        self._json({})
+
+    def _commit(self, repo: str, revision: str) -> None:
+        files = {}
+        for line in self.body.splitlines():
+            item = json.loads(line)
+            value = item["value"]
+            if item["key"] == "file":
+                files[value["path"]] = base64.b64decode(value["content"])
+            elif item["key"] == "lfsFile":
+                files[value["path"]] = self.hub.objects[value["oid"]]
+            elif item["key"] == "deletedFile":
+                files[value["path"]] = None
+        sha = self.hub.repos[repo].commit(files, revision)
+        self._json({"commitUrl": f"{self.hub.url}/{repo}/commit/{sha}", "commitOid": sha})
+
+    def _resolve(self, repo: str, revision: str, name: str) -> None:
+        if not (found := self._found(repo, revision)):
+            return
+        held, sha = found
+        if name not in held.commits[sha]:
+            return self._fail(404, "EntryNotFound")
+        data = held.commits[sha][name]
+        headers = {"X-Repo-Commit": sha, "Accept-Ranges": "bytes"}
+        if not name.endswith(".safetensors"):
+            return self._bytes(data, 200, headers | {"ETag": f'"{_git_oid(data)}"'}, name)
+        oid = hashlib.sha256(data).hexdigest()
+        self.hub.objects[oid] = data
+        elsewhere = {
+            "Location": f"{self.hub.elsewhere or self.hub.url}/objects/{oid}/{name}",
+            "X-Linked-Etag": oid,
+        }
+        self._bytes(b"", 302, headers | elsewhere | {"X-Linked-Size": len(data)})
+
+    def _object(self, oid: str, name: str) -> None:
+        data = self.hub.objects[oid]
+        self._bytes(data, 200, {"ETag": f'"{oid}"', "Accept-Ranges": "bytes",
+                                "X-Repo-Commit": "0" * 40}, name)  # fmt: skip
+
+
+def _git_oid(data: bytes) -> str:
+    return hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
