@@ -46,7 +46,7 @@ def test_twenty_steps_of_the_tiny_base_have_the_losses_of_the_reference(language
 
 @pytest.mark.slow
 def test_twenty_steps_in_bfloat16_have_the_losses_of_the_reference(rows, tmp_path):
-    how = {"dtype": mx.bfloat16, "learning_rate": 2e-4}  # larger ones make paths part by chance
+    how = {"dtype": mx.bfloat16, "learning_rate": 1e-4}  # larger ones make paths part by chance
     expected, _ = losses(rows, tmp_path / "reference", **how)
     with emulation("metal", orders=("forward",)), _backend.backend("metal"):
         found, _ = losses(rows, tmp_path / "kernels", **how)
