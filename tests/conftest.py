@@ -53,6 +53,14 @@ def run(monkeypatch, capsys):
     return go
 
 
+@pytest.fixture
+def nothing_ahead() -> Iterator[None]:
+    """MLX allocates nothing ahead of what it computes, whatever else the machine does."""
+    limit = mx.set_memory_limit(0)
+    yield
+    mx.set_memory_limit(limit)
+
+
 @contextmanager
 def gpu_rules(patch) -> Iterator[None]:
     """Refuse what MLX refuses where the default device is a GPU: float64 outside the CPU's stream.

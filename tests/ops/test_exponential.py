@@ -29,6 +29,26 @@ def test_exp2_is_within_4e_7_of_float64_and_tiny_below_its_range():
     assert (below > 0).all() and (below < 1.2e-38).all()
 
 
+@pytest.mark.parametrize("rows", [1, 256, 1023])
+def test_swiglu_by_rows_is_swiglu_of_each_row(rows):
+    """1023 rows of 1024 are three pieces and a part of one."""
+    gate, up, cotangent = (mx.random.normal((rows, 1024)) for _ in range(3))
+    found = mx.vjp(swiglu, [gate, up], [cotangent])
+    expected = mx.vjp(lambda g, u: nn.silu(g) * u, [gate, up], [cotangent])
+    for a, b in zip(found[0] + found[1], expected[0] + expected[1], strict=True):
+        assert mx.allclose(a, b, rtol=1e-5, atol=1e-5).item()
+
+
+def test_swiglu_and_its_gradients_hold_little_beside_their_results(nothing_ahead):
+    """Three results, and pieces of 1 MB; made at once they were 15 arrays of this size."""
+    gate, up, cotangent = (mx.random.normal((2048, 1024)) for _ in range(3))
+    mx.eval(gate, up, cotangent)
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    mx.eval(mx.vjp(swiglu, [gate, up], [cotangent]))
+    assert mx.get_peak_memory() - before < 6 * gate.nbytes
+
+
 @pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16, mx.float16])
 def test_swiglu_and_its_gradients_are_those_of_silu_times_up(dtype):
     gate, up = (mx.random.normal((7, 33)).astype(dtype) * 4 for _ in range(2))
