@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 import mlx.nn as nn
@@ -14,6 +15,7 @@ from .batches import Batch, evaluation_batches
 from .config import DataConfig, TrainConfig
 from .encoding import encode
 from .errors import PackError
+from .lanes import evaluated, halves, has_lanes
 from .loading import Base
 from .loss import Head, as_arrays, split_head, target_loss
 from .nn.lora import GroupedLoRA
@@ -125,9 +127,10 @@ class Scorer:
         self.model = model
         loras = [m for m in model.modules() if isinstance(m, GroupedLoRA)]
 
-        def forward(*arrays):
-            return target_loss(model, head, *arrays, gradient=False)
+        def forward(tokens, positions, targets, _, *segments):
+            return target_loss(model, head, tokens, positions, targets, *segments, gradient=False)
 
+        self._forward_here = forward
         self._forward = mx.compile(forward, inputs=[m.state for m in loras])
 
     def rows(self, batches: Sequence[Batch], advance=None) -> RowScores:
@@ -137,13 +140,22 @@ class Scorer:
         self.model.eval()
         order: list[int] = []
         parts = []
+        lanes = has_lanes(self.model)
+        mx.eval(self.model.parameters())
         for batch in batches:
-            tokens, positions, targets, _, *segments = as_arrays(batch)
-            nll, hit = self._forward(tokens, positions, targets, *segments)
-            mx.eval(nll, hit)
             real = batch.owners >= 0
             owners, rows = batch.owners[real], len(batch.rows)
-            sums = [np.array(values, dtype=np.float64)[real] for values in (nll, hit)]
+            if lanes:
+                makes = [partial(self._forward_here, *half) for half in halves(as_arrays(batch))]
+                scored = evaluated(makes, at_once=bool(parts))
+                sums = [
+                    np.concatenate(values).astype(np.float64)
+                    for values in zip(*scored, strict=True)
+                ]
+            else:
+                scored = self._forward(*as_arrays(batch))
+                mx.eval(scored)
+                sums = [np.array(values, dtype=np.float64)[real] for values in scored]
             parts.append(
                 (
                     np.bincount(owners, sums[0], rows),

@@ -1,14 +1,18 @@
 """One compiled training step, and the accumulation of several batches into one update.
 
 Gradients are those of the *sum* over targets and are divided by their number once, at the update,
-so that N small batches equal one large one whatever their lengths.
+so that N small batches equal one large one whatever their lengths. On a CPU a batch is two small
+ones that are computed at once (lanes.py).
 """
+
+from functools import partial
 
 import mlx.nn as nn
 import mlx.optimizers as optimizers
 import numpy as np
 from mlx.utils import tree_flatten, tree_map
 
+from .lanes import evaluated, halves
 from .loss import Arrays, Head, loss_sum
 from .runtime import mx
 
@@ -16,6 +20,7 @@ from .runtime import mx
 class Stepper:
     """Compiled steps over batches of one run.
 
+    lanes: whether the halves of a batch may be computed at once (`has_lanes`).
     shapes: of the batches so far.   traces: of the functions below that MLX has compiled.
     """
 
@@ -27,18 +32,27 @@ class Stepper:
         max_grad_norm: float | None,
         z_loss: float = 0.0,
         label_smoothing: float = 0.0,
+        lanes: bool = False,
     ):
         self.optimizer = optimizer
         self.state = [model.state, optimizer.state, mx.random.state]
         self.shapes: set[tuple] = set()
         self.traces = 0
         self._pending: tuple | None = None
+        self._lanes = lanes
+        self._all_there = False  # whether a step has evaluated all that steps read
 
-        def loss(*batch):
+        def loss(parameters, *batch):
             self.traces += _is_traced(batch[1])  # numpy has no bfloat16, which states may be
+            model.update(parameters)
             return loss_sum(model, head, *batch, z_loss=z_loss, label_smoothing=label_smoothing)
 
-        value_and_grad = nn.value_and_grad(model, loss)
+        def value_and_grad(*batch):
+            parameters = model.trainable_parameters()
+            try:
+                return mx.value_and_grad(loss)(parameters, *batch)
+            finally:
+                model.update(parameters)  # nn.value_and_grad leaves copies that wait for this graph
 
         def update(grads, count):
             """Mean gradient over ``count`` targets, clipped; its norm before clipping."""
@@ -63,6 +77,7 @@ class Stepper:
             total, count, grads = gather(*batch)
             return total, pending[0] + count, tree_map(mx.add, pending[1], grads)
 
+        self._gather_here = gather
         self._whole = mx.compile(whole, inputs=self.state, outputs=self.state)
         self._gather = mx.compile(gather, inputs=self.state, outputs=self.state)
         self._add = mx.compile(add, inputs=self.state, outputs=self.state)
@@ -75,15 +90,20 @@ class Stepper:
         Returns: mean loss of this batch and the gradient norm of the update (0 if none was made).
         """
         self.shapes.add(tuple(a.shape for a in batch))
-        if alone:
+        parts = halves(batch) if self._lanes else [batch]
+        batch = parts[0]
+        if alone and len(parts) == 1:
             loss, norm = self._whole(*batch)
             mx.eval(self.state, loss, norm)
             return loss.item(), norm.item()
-        if self._pending is None:
+        if len(parts) == 2:
+            total = self._add_halves(parts)
+        elif self._pending is None:
             total, *pending = self._gather(*batch)
+            self._pending = tuple(pending)
         else:
             total, *pending = self._add(self._pending, batch)
-        self._pending = (pending[0], pending[1])
+            self._pending = tuple(pending)
         mx.eval(self._pending, total, mx.random.state)
         if not last:
             return total.item() / count, 0.0
@@ -91,6 +111,18 @@ class Stepper:
         self._pending = None
         mx.eval(self.state, norm)
         return total.item() / count, norm.item()
+
+    def _add_halves(self, parts: list[Arrays]) -> mx.array:
+        """Add the gradients of both to what is pending; the sum of their losses."""
+        mx.eval(self.state)
+        makes = [partial(self._gather_here, *part) for part in parts]
+        (loss, *pending), (other_loss, *other) = evaluated(makes, at_once=self._all_there)
+        self._all_there = True
+        pending = tree_map(mx.add, pending, other)
+        if self._pending is not None:
+            pending = tree_map(mx.add, pending, list(self._pending))
+        self._pending = tuple(pending)
+        return loss + other_loss
 
     @property
     def pending(self) -> bool:

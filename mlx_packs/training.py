@@ -29,6 +29,7 @@ from .evaluation import Score, score
 from .files import make_folder
 from .gates import Gates, judge, limits
 from .generate import chat_prompt, complete
+from .lanes import has_lanes
 from .loading import TINY, Base, load_base, public_name
 from .loop import Loop
 from .loss import Head, as_arrays, split_head
@@ -328,8 +329,9 @@ def _learn(
             return score(model, head, valid)
 
     stepper = Stepper(
-        model, head, optimizer, train.max_grad_norm, train.z_loss, train.label_smoothing
-    )
+        model, head, optimizer, train.max_grad_norm, train.z_loss, train.label_smoothing,
+        has_lanes(model),
+    )  # fmt: skip
 
     def judge(batch: Batch) -> Score:
         return score(model, head, [batch])
