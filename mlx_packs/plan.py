@@ -35,6 +35,7 @@ from .loading import (
     weight_files,
 )
 from .ops.attention import SCORE_BYTES
+from .ops.exponential import ELEMENTS as SWIGLU_ELEMENTS
 from .ops.linear_cross_entropy import columns as loss_columns
 from .ops.sliced_matmul import SLICE_WEIGHTS, device
 from .optim import make_optimizer
@@ -420,13 +421,18 @@ def _kept(sizes: _Sizes, adapted: Mapping[str, int], scores: float, recompute: s
     kept = d * (2 + qkv + gate_up) + q * ("o_proj" in adapted) + sum(adapted.values())
     if recompute != "none":
         return kept + q + 2 * k + 2 * f  # outputs of the frozen products
-    # q and k after RoPE, v, attended; gate, up, sigmoid; the input of down
-    kept += 2 * q + 2 * k + scores + 3 * f + f * ("down_proj" in adapted)
+    # q and k after RoPE, v, attended; gate, up, on GPUs silu(gate); the input of down
+    kept += 2 * q + 2 * k + scores + (3 - runtime.on_cpu()) * f + f * ("down_proj" in adapted)
     return kept + (q + k) * sizes.head_norms  # what q_norm and k_norm read
 
 
 def _moments(
-    sizes: _Sizes, adapted: list[dict[str, int]], scores: float, recompute: str, sliced: bool
+    sizes: _Sizes,
+    adapted: list[dict[str, int]],
+    scores: float,
+    recompute: str,
+    sliced: bool,
+    lanes: int,
 ) -> dict[str, tuple[float, float]]:
     """(kept, in flight) in numbers per token at the moments that can be the worst.
 
@@ -437,6 +443,7 @@ def _moments(
     Args:
         adapted: rank by projection of each block from the first adapted one.
         sliced: whether weights are dense by slices, which wait for each other.
+        lanes: graphs at once, which are seldom at their worst together.
     """
     d, f, q = sizes.hidden, sizes.ffn, sizes.queries
     blocks = [_kept(sizes, ranks, scores, recompute) for ranks in adapted]
@@ -444,7 +451,9 @@ def _moments(
     before = len(blocks) * d if recompute == "block" else kept
     if recompute == "block":
         kept = before + max(blocks)
-    if recompute == "none":
+    if runtime.on_cpu():  # SwiGLU by pieces, which `estimate` adds
+        mlp = 4 * d + ((5 - lanes) * f + 2 * q if recompute == "none" else 5 * f)
+    elif recompute == "none":
         mlp = 4 * d + (4 if sliced else 6) * f + 2 * q
     else:
         mlp = 4 * d + (15.5 if sliced else 18) * f
@@ -505,23 +514,29 @@ def estimate(
     always = nf4 and base_path == "quantized" and runtime.on_cpu()
     unpacks = packed and (always or base_path == "transient")
     policy = policies(train)[0]
-    kept_scores = scores if runtime.on_cpu() and tokens * scores <= block else 0
-    moments = _moments(sizes, tracked, kept_scores, policy, unpacks)
+    lanes = 2 if runtime.on_cpu() and train.batch_size > 1 and not lora.dropout else 1
+    at_once = -(-train.batch_size // lanes) * time  # tokens of a graph (lanes.py)
+    together = 1 if lanes == 1 else 1.5  # two graphs are seldom at their worst at once
+    kept_scores = scores if runtime.on_cpu() and at_once * scores <= block else 0
+    moments = _moments(sizes, tracked, kept_scores, policy, unpacks, lanes)
 
     targets = tokens if targets is None else targets
     # in recomputed blocks the last one is the worst, and the gradients of all others are there
     pending = 4 * weights * (train.grad_accumulation_steps > 1 or policy == "block")
-    logits = {"loss": _loss_numbers(sizes, targets, unpacks)}
+    pending += 4 * weights * (lanes > 1)
+    logits = {"loss": together * _loss_numbers(sizes, -(-targets // lanes), unpacks)}
     working = {
         "mlp": _dense_slices(sizes, policy, nf4) if unpacks else 0,
-        "attention": 9 * min(block, tokens * scores),
+        "attention": 9 * together * min(block, at_once * scores),
     }
+    if runtime.on_cpu():
+        working["mlp"] += 15 * min(SWIGLU_ELEMENTS, tokens * sizes.ffn)
     held = {}
     for moment, (kept, flying) in moments.items():
         numbers = tokens * kept, logits.get(moment, 0), tokens * flying + working.get(moment, 0)
         held[moment] = (pending, *(itemsize * n for n in numbers))
     # every gradient is there before the first update, whose temporaries span 1.3 blocks
-    gradients = 4 * weights * (1 + (train.grad_accumulation_steps > 1))
+    gradients = 4 * weights * (lanes + (train.grad_accumulation_steps > 1))
     held["update"] = (gradients, 0, 0, 1.3 * 4 * weights / len(tracked))
     names = ("gradients", "activations", "logits", "working")
     return MemoryPlan(

@@ -227,13 +227,13 @@ def test_batch_gives_way_before_time_length_and_rank():
     assert given_up(30) == (16, 2048, "none", 1)
     assert given_up(20) == (16, 2048, "selective", 1)
     assert given_up(16) == (16, 2048, "block", 4)
-    assert given_up(7) == (16, 2048, "block", 1)
-    assert given_up(5) == (16, 1024, "block", 1)
-    assert given_up(3.5) == (16, 256, "block", 1)
-    assert given_up(3.2) == (8, 256, "block", 1)
+    assert given_up(6) == (16, 2048, "block", 1)
+    assert given_up(4) == (16, 1024, "block", 1)
+    assert given_up(3.5) == (16, 512, "block", 1)
+    assert given_up(3.2) == (8, 512, "block", 1)
     assert given_up(10, frozenset({"batch_size"})) == (16, 1024, "block", 4)
     told = advise(checkpoint("qwen3-4b"), int(8e9))[0].why
-    assert "batch 1 instead of 4, blocks recomputed" in told
+    assert "batch 2 instead of 4, blocks recomputed" in told
 
 
 def test_rows_are_planned_no_longer_than_the_base_reads():
@@ -258,7 +258,8 @@ def test_parts_add_up_to_the_peak_and_each_is_largest_somewhere():
     tiny = read_checkpoint("tiny")
     plan = estimate(tiny.config, tiny.tensors, LoRAConfig(), TrainConfig(), "dense")
     assert sum(plan.parts().values()) == plan.peak_bytes
-    assert plan.parts()["gradients"] == 0 and plan.most()["gradients"] == 4 * plan.adapter_weights
+    one = 4 * plan.adapter_weights  # of each half of a batch, on CPUs
+    assert plan.parts()["gradients"] == one and plan.most()["gradients"] == 2 * one
     assert all(plan.most()[name] >= size for name, size in plan.parts().items())
     assert plan.most()["logits"] > 0 and plan.most()["working"] > 0
 
@@ -366,7 +367,8 @@ def test_flags_and_files_are_what_is_planned(run, tmp_path):
     accumulated = run("plan", "--json", "--memory", "64", "--grad-accumulation-steps", "4")[1]
     plain = run("plan", "--json", "--memory", "64")[1]
     weights = json.loads(plain)[0]["adapter_weights"]
-    assert json.loads(accumulated)[0]["parts"]["gradients"] == 4 * weights
+    more = [json.loads(out)[0]["parts"]["gradients"] for out in (plain, accumulated)]
+    assert more[1] - more[0] == 4 * weights
 
 
 @pytest.mark.parametrize("columns", [60, 100])

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import mlx.core as mx
 import mlx.nn as nn
 
-_ELEMENTS = 1 << 18  # of an array at a time where it is made by rows: 1 MB
+ELEMENTS = 1 << 18  # of an array at a time where it is made by rows: 1 MB
 _LOG2_E = 1.4426950408889634
 _LN_2 = 1 / _LOG2_E
 # ln 2 in two parts: n * _LN2_HIGH is exact in float32 for every n in range (Cody and Waite 1980)
@@ -76,7 +76,7 @@ def _by_rows(
     and takes no memory of the size of the whole.
     """
     rows, width = arrays[0].shape
-    step = max(1, _ELEMENTS // width)
+    step = max(1, ELEMENTS // width)
     if rows <= step:
         return function(*arrays)
     whole = [mx.zeros(arrays[0].shape) for _ in range(count)]
