@@ -109,7 +109,7 @@ def _inspect_lines(pack) -> list[str]:
     """A pack for people; optional parts of its manifest only as far as they are there."""
     from .base_files import quantization_name
     from .gates import shown
-    from .manifest import read_pin, shown_result
+    from .manifest import phase_lines, read_pin, shown_result
 
     m = pack.manifest
     base, modules = m["base"], m["adapters"]["modules"]
@@ -138,6 +138,7 @@ def _inspect_lines(pack) -> list[str]:
             f"eval    held-out PPL {before} → {after} on {result.get('rows', '?')} "
             f"{result.get('split', '?')} rows"
         )
+    lines += [f"phase   {line}" for line in phase_lines(m.get("phases") or ())]
     if gates := pack.part("gates"):
         lines.append(f"gates   {shown(gates).removeprefix(' · ')}")
     if created := pack.part("measured").get("created"):

@@ -4,7 +4,7 @@ import dataclasses
 import json
 import os
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -14,17 +14,18 @@ from . import data as rows_of
 from . import runtime
 from .adapters import Attached
 from .base_path import BasePathChoice, choose_base_path, weight_kinds
-from .batches import batch_shapes, few_shapes, packed_rows, padded_length
+from .batches import packed_rows, padded_length
 from .checkpoint import checkpoints, is_run, run_folder
 from .config import DataConfig, LoRAConfig, Recipe, TrainConfig
 from .display import VERBOSE, Display, size
 from .encoding import Examples
 from .errors import PackError
 from .files import make_folder, only_writer, sha256
-from .loading import Base
+from .loading import Base, public_name
 from .manifest import mlx_lm_config
 from .nn.quantized import path_at_work
 from .pack import check_output
+from .phases import Course, Leg
 from .plan import (
     ERROR,
     MemoryPlan,
@@ -148,7 +149,11 @@ def check_resume(run: Path, identity: dict, earlier: dict) -> None:
     then, now = earlier["recipe"], json.loads(json.dumps(identity["recipe"]))
     # an option that is newer than the run was what it is by default
     then = json.loads(json.dumps(Recipe().to_json())) | then
-    may_change = (*_MAY_CHANGE, *(() if then["dropout"] else _MAY_CHANGE_WITHOUT_DROPOUT))
+    fixed = ("iters",) if "phases" in then else ()  # the next phase begins where one ends
+    may_change = (
+        *set(_MAY_CHANGE) - set(fixed),
+        *(() if then["dropout"] else _MAY_CHANGE_WITHOUT_DROPOUT),
+    )
     for key in sorted(set(now) | set(then)):
         if key not in may_change and now.get(key) != then.get(key):
             raise PackError(
@@ -205,6 +210,46 @@ def encode_splits(
     return examples
 
 
+def encode_legs(
+    legs: Sequence[Leg],
+    splits: Sequence[rows_of.Splits],
+    base: Base,
+    train: TrainConfig,
+    display: Display,
+) -> Course:
+    """Tokens of the rows of every leg."""
+    found = []
+    for leg, read in zip(legs, splits, strict=True):
+        if leg.name:
+            replayed = f", {leg.replay:.0%} of its rows from before" if leg.replay else ""
+            display.line("phase", f"{leg.name}: {leg.train.iters:,} batches{replayed}")
+        found.append(encode_splits(read, base, leg.sources[0], leg.train, display))
+    return Course(tuple(legs), found)
+
+
+def fingerprints(course: Course, splits: Sequence[rows_of.Splits]) -> dict[str, str]:
+    """Of the rows of every split of every leg."""
+    return {
+        leg.named(split): rows_of.fingerprint(read.rows[split])
+        for leg, read, found in zip(course.legs, splits, course.splits, strict=True)
+        for split in found
+    }
+
+
+def public_recipe(recipe: Recipe, base: Base) -> dict:
+    """A recipe as a manifest has it: folders without their paths."""
+    told = {
+        **recipe.to_json(), "model": base.public_name, "data": public_name(recipe.data.data)
+    }  # fmt: skip
+    for phase in told.get("phases", ()):
+        if "data" in phase:
+            one = isinstance(phase["data"], str)
+            phase["data"] = public_name(phase["data"]) if one else list(
+                map(public_name, phase["data"])
+            )  # fmt: skip
+    return told
+
+
 def refuse_from_headers(
     name: str | Path, lora: LoRAConfig, train: TrainConfig, force: bool = False
 ) -> None:
@@ -232,11 +277,11 @@ def plan_paths(
     base: Base,
     lora: LoRAConfig,
     train: TrainConfig,
-    examples: Examples,
+    shapes: set[tuple[int, int]],
     display: Display,
     force: bool = False,
 ) -> dict[str, MemoryPlan]:
-    """The peak that the loop over these rows should have on each base path that may be taken.
+    """The peak that batches of these shapes (T, M) should have on each base path that may be taken.
 
     Paths that do not fit, or not as well as another one, are left out. Empty where no plan is
     possible.
@@ -244,10 +289,6 @@ def plan_paths(
     """
     loaded = dataclasses.replace(train, quantize="none", keep=(), double_quant=True)
     tensors = tensors_of(base.model)
-    shapes = batch_shapes(
-        examples, train.batch_size, train.max_seq_length, train.seed, train.iters, train.packing,
-        compiled_shapes(train, examples),
-    )  # fmt: skip
     memory = runtime.total_memory()
     try:
         plans = {
@@ -283,13 +324,6 @@ def plan_paths(
         loaded, base_path=cheapest.base_path, recompute=cheapest.recompute, grad_checkpoint=False
     )
     raise _too_large(cheapest, remedies(peak, lora, taken, not is_packed(tensors)))
-
-
-def compiled_shapes(train: TrainConfig, examples: Examples) -> frozenset[tuple[int, int]] | None:
-    """The shapes that batches may have where each costs a compilation, else None."""
-    if train.packing or not runtime.COMPILES:
-        return None
-    return few_shapes(examples, train.batch_size, train.max_seq_length, train.seed)
 
 
 def choose_path(

@@ -10,18 +10,21 @@ import click
 from . import data as rows_of
 from . import options
 from .checkpoint import CONFIG, check_resumable, run_folder
-from .config import DataConfig, LoRAConfig, Recipe, TrainConfig, read_yaml, resolve
+from .config import DataConfig, LoRAConfig, Recipe, TrainConfig, read_yaml, resolve, said
 from .display import NORMAL, QUIET, VERBOSE, Display, clock
 from .encoding import encode
 from .gates import failures, shown
 from .layouts import translate
 from .loading import TINY, check_files, load_base_tokenizer, resolve_base_path, text_config
 from .manifest import shown_result
+from .phases import check_said, phase_lines
 from .training import tiny_recipe, train_pack
 
 _RUN_ARGUMENTS = (
     "overwrite resume resume_adapter_file report_to project_name trust_remote_code"
 ).split()
+
+_YAML_ONLY = ("optimizer_config", "phases", "rank_pattern", "alpha_pattern", "hf_dataset")
 
 
 def _config_options(command):
@@ -29,7 +32,7 @@ def _config_options(command):
     tiny = tiny_recipe()
     for cls in (TrainConfig, LoRAConfig, DataConfig):
         for f in reversed(dataclasses.fields(cls)):
-            if f.name not in ("optimizer_config", "rank_pattern", "alpha_pattern", "hf_dataset"):
+            if f.name not in _YAML_ONLY:
                 own = f"tiny: {tiny[f.name]}" if tiny.get(f.name, f.default) != f.default else None
                 defaults = [text for text in (options.default_of(f), own) if text]
                 command = options.of_field(f, "; ".join(defaults))(command)
@@ -67,7 +70,9 @@ def command(configs, force, show_mask, as_json, verbose, quiet, **flags):
     brackets are for real bases, after "tiny:" for the tiny one.
     """
     flags = {k: v for k, v in flags.items() if v is not None}
-    recipe = recipe_of(flags, read_configs(configs))
+    values = read_configs(configs)
+    recipe = recipe_of(flags, values)
+    check_said(recipe.train, said(values, flags))
     run = recipe.run
     display = Display(QUIET if quiet else VERBOSE if verbose else NORMAL)
     if show_mask:
@@ -124,6 +129,8 @@ def _print_result(report: dict, model: str, quiet: bool) -> None:
     )
     if quiet:
         return
+    for line in phase_lines(report["phases"]):
+        click.echo(f"phase   {line}")
     planned = report["plan_peak_gb"]
     planned = "" if planned is None else f" ({planned:.2f} estimated)"
     click.echo(

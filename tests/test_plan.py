@@ -24,6 +24,7 @@ from mlx_packs.encoding import Example
 from mlx_packs.loading import tiny_base_path
 from mlx_packs.loss import as_arrays, split_head
 from mlx_packs.optim import make_optimizer
+from mlx_packs.phases import Course, legs_of
 from mlx_packs.plan import (
     ERROR,
     Checkpoint,
@@ -607,17 +608,19 @@ def test_auto_takes_the_fastest_path_that_fits(tiny, rows, monkeypatch):
     display = Display(QUIET)
     train = TrainConfig(batch_size=4, max_seq_length=128, iters=4, recompute="none")
     columns = DataConfig(data=str(rows))
-    examples = encode_splits(load_rows(columns), tiny, columns, train, display)["train"]
+    splits = encode_splits(load_rows(columns), tiny, columns, train, display)
+    course = Course(legs_of(train, columns), [splits])
+    shapes = course.batch_shapes()
     seconds = {"quantized": 3.0, "transient": 2.0, "dense": 1.0}
     monkeypatch.setattr("mlx_packs.base_path._kind_seconds", lambda *_: seconds)
 
     def taken(memory: int) -> str:
         monkeypatch.setattr(runtime, "total_memory", lambda: memory)
-        plans = plan_paths(tiny, LoRAConfig(), train, examples, display)
-        return choose_path(tiny, train, examples, plans, display).base_path
+        plans = plan_paths(tiny, LoRAConfig(), train, shapes, display)
+        return choose_path(tiny, train, course.train, plans, display).base_path
 
     monkeypatch.setattr(runtime, "total_memory", lambda: int(64e9))
-    plans = plan_paths(tiny, LoRAConfig(), train, examples, display)
+    plans = plan_paths(tiny, LoRAConfig(), train, shapes, display)
     assert set(plans) == set(seconds)
     assert taken(int(64e9)) == "dense"
     assert taken(int(plans["dense"].peak_bytes * (1 + ERROR)) - 1) == "transient"
