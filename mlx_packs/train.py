@@ -16,8 +16,8 @@ from .encoding import encode
 from .gates import failures, shown
 from .layouts import translate
 from .loading import TINY, check_files, load_base_tokenizer, resolve_base_path, text_config
-from .manifest import shown_result
-from .phases import check_said, phase_lines
+from .manifest import phase_lines, shown_result
+from .phases import check_said
 from .training import tiny_recipe, train_pack
 
 _RUN_ARGUMENTS = (
