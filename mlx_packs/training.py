@@ -135,7 +135,7 @@ def train_pack(
     lora, train = lora or suited.lora, train or suited.train
     _backend.start_record()
     legs = legs_of(train, columns)
-    if data is not None and all(columns not in leg.sources for leg in legs):
+    if data is not None and train.phases and all(phase.data for phase in train.phases):
         raise PackError(f"data {data}: every phase has rows of its own; say them there alone.")
     _check_report_to(report_to, project_name)
     with output_folders(out, pack_name(legs), overwrite, resume) as (folder, run):
