@@ -22,6 +22,7 @@ BASE_PATHS = ("auto", "quantized", "transient", "dense")
 POLICIES = ("none", "selective", "block")
 RECOMPUTE = ("auto", *POLICIES)
 CACHE_PREFIX = ("auto", "on", "off")
+LONG_ROWS = ("cut", "split")
 LOSS_ON = ("all", "completion", "assistant")
 QUANTIZE = ("none", "affine4", "affine8", "nf4")
 COMPUTE_DTYPES = ("auto", "bfloat16", "float16", "float32")
@@ -149,7 +150,17 @@ class TrainConfig:
 
     iters: int = _option(600, "Batches to train on.")
     batch_size: int = _option(4, "Rows of a batch.")
-    max_seq_length: int = _option(2048, "Rows longer than this many tokens are cut.")
+    max_seq_length: int = _option(2048, "Most tokens of a row.")
+    long_rows: str = _option(
+        "cut", "Of a text longer than that: its beginning, or all of it in several rows.", LONG_ROWS
+    )
+    fim_rate: float = _option(
+        0.0, "Share of the texts to learn filling in the middle from; the tokenizer must know how."
+    )
+    fim_spm_rate: float = _option(0.5, "Share of those whose suffix comes before their prefix.")
+    fim_tokens: tuple[str, ...] = _option(
+        (), "Tokens before prefix, suffix and middle (comma). [the tokenizer's own]"
+    )
     packing: bool = _option(
         False, "Fill rows of the maximal length with several rows each, none seeing another."
     )
@@ -260,6 +271,23 @@ class TrainConfig:
             (
                 not self.keep or self.quantize != "none",
                 "keep goes with quantize, but that is none.",
+            ),
+            *(
+                (0 <= getattr(self, k) <= 1, f"{k} must be in [0, 1], but got {getattr(self, k)}.")
+                for k in ("fim_rate", "fim_spm_rate")
+            ),
+            (
+                self.fim_rate > 0 or (not self.fim_tokens and self.fim_spm_rate == 0.5),
+                "fim_tokens and fim_spm_rate go with a fim_rate above 0.",
+            ),
+            (
+                not self.fim_rate > 0 or self.max_seq_length >= 32,
+                f"fim_rate needs rows of 32 tokens or more, not {self.max_seq_length}.",
+            ),
+            (
+                len(self.fim_tokens) in (0, 3, 4) and len(set(self.fim_tokens)) in (0, 3, 4),
+                "fim_tokens must name three different tokens (prefix, suffix, middle), or a fourth "
+                f"that ends the middle, but got {', '.join(self.fim_tokens)}.",
             ),
             (self.val_batches >= -1, f"val_batches must be -1 or more, got {self.val_batches}."),
             (

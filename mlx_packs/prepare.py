@@ -21,6 +21,7 @@ from .display import VERBOSE, Display, size
 from .encoding import Examples
 from .errors import PackError
 from .files import make_folder, only_writer, sha256
+from .fim import FillInTheMiddle
 from .loading import Base, public_name
 from .manifest import mlx_lm_config
 from .nn.quantized import path_at_work
@@ -180,10 +181,8 @@ def encode_splits(
                 splits.rows[split],
                 base.tokenizer,
                 columns,
-                loss_on=train.loss_on,
-                max_seq_length=train.max_seq_length,
                 vocab_size=base.vocab_size,
-                ce_last_k=train.ce_last_k if split == "train" else None,
+                **encoding_options(train, split, splits.rows[split], columns),
             )
             if file is not None:
                 display.line("data", f"tokens of {split} are in {file}", VERBOSE)
@@ -203,11 +202,37 @@ def encode_splits(
     if cut := sum(e.cut for e in examples.values()):
         dropped = sum(e.dropped for e in examples.values())
         text = f"longer than {train.max_seq_length} tokens and cut: {cut} rows"
+        if first.format == "text" and train.long_rows == "split":
+            text = f"longer than {train.max_seq_length} tokens: {first.cut} training rows, split"
+            text += f"; {cut - first.cut} held-out rows, cut" if cut > first.cut else ""
+        elif first.format == "text" and first.cut:
+            text += "; --long-rows split keeps all of them"
         text += f", {dropped} of them dropped, since no target was left" if dropped else ""
         display.line("data", f"{text} (--max-seq-length)")
     for note in splits.notes:
         display.line("data", note)
     return examples
+
+
+def encoding_options(
+    train: TrainConfig, split: str, rows: list[rows_of.Row], columns: DataConfig
+) -> dict:
+    """How `encoding.encode` encodes the rows of a split.
+
+    Held-out rows are measured as they are, so that their perplexity does not depend on how the
+    training rows are laid out; what is for texts leaves rows of other formats alone.
+    """
+    told = {"loss_on": train.loss_on, "max_seq_length": train.max_seq_length}
+    if split != "train":
+        return told
+    told["ce_last_k"] = train.ce_last_k
+    if rows and rows_of.row_format(rows[0], columns) == "text":
+        told["long_rows"] = train.long_rows
+        if train.fim_rate:
+            told["fim"] = FillInTheMiddle(
+                train.fim_rate, train.fim_spm_rate, train.seed, train.fim_tokens
+            )
+    return told
 
 
 def encode_legs(
@@ -217,7 +242,19 @@ def encode_legs(
     train: TrainConfig,
     display: Display,
 ) -> Course:
-    """Tokens of the rows of every leg."""
+    """Tokens of the rows of every leg.
+
+    Raises: PackError where something is asked for that is for texts, and no leg has any.
+    """
+    wanted = {"--fim-rate": train.fim_rate, "--long-rows split": train.long_rows == "split"}
+    kinds = {
+        rows_of.row_format(rows[0], leg.sources[0])
+        for leg, read in zip(legs, splits, strict=True)
+        if (rows := read.rows["train"])
+    }
+    for option in (name for name, said in wanted.items() if said):
+        if kinds and "text" not in kinds:
+            raise PackError(f"{option}: is for rows of text, but these are {', '.join(kinds)}.")
     found = []
     for leg, read in zip(legs, splits, strict=True):
         if leg.name:
