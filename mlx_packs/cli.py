@@ -120,8 +120,8 @@ def _inspect_lines(pack) -> list[str]:
         f"base    {base['id']} · {base['model_type']} · {base['num_layers']} blocks · "
         f"{quantization_name(base['quantization'])} · fingerprint {base['fingerprint'][:12]}",
         f"lora    rank {', '.join(map(str, ranks))} · scale {', '.join(map(str, scales))} · "
-        f"{m['adapters']['parameters']:,} weights on {len(modules)} projections in "
-        f"{len(m['adapters']['groups'])} groups",
+        f"{m['adapters']['parameters']:,} weights ({m['adapters'].get('dtype') or 'float32'}) on "
+        f"{len(modules)} projections in {len(m['adapters']['groups'])} groups",
     ]
     if pin := read_pin(pack.path):
         lines.append(f"hub     {pin['repo']}@{pin['revision']} · commit {pin['commit']}")

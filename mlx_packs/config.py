@@ -26,6 +26,7 @@ LONG_ROWS = ("cut", "split")
 LOSS_ON = ("all", "completion", "assistant")
 QUANTIZE = ("none", "affine4", "affine8", "nf4")
 COMPUTE_DTYPES = ("auto", "bfloat16", "float16", "float32")
+PACK_DTYPES = ("float32", "bfloat16", "float16")
 FLAGS = "options"
 SCHEDULES = ("cosine", "linear", "constant")
 OPTIMIZER_STATES = ("carry", "fresh")
@@ -222,6 +223,11 @@ class TrainConfig:
         None,
         "Clear MLX's buffer cache between steps when it is larger than this (2GB, 500M); more than "
         "the run's own limit raises that.",
+    )
+    pack_dtype: str = _option(
+        "float32",
+        "Dtype of the adapters in the pack; what is measured at the end is what is saved.",
+        PACK_DTYPES,
     )
     max_pack_mb: float | None = _option(None, "Gate: exit with 1 if the pack is larger than this.")
     max_ppl_ratio: float | None = _option(

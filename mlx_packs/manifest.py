@@ -66,6 +66,7 @@ _REQUIRED = {
 # What may be missing or null. A part stands before what is in it.
 _OPTIONAL = {
     "profile": "text",
+    "adapters.dtype": "text",
     "license": "text",
     "objective": "a mapping",
     "objective.loss_on": "text",

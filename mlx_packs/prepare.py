@@ -46,7 +46,7 @@ from .token_cache import encode_cached
 # What may differ when a run is resumed: none of it changes a step that was taken.
 _MAY_CHANGE = (
     "iters steps_per_report steps_per_eval save_every val_batches test_batches max_pack_mb "
-    "max_ppl_ratio min_tps_ratio clear_cache_threshold base_path cache_prefix"
+    "max_ppl_ratio min_tps_ratio clear_cache_threshold base_path cache_prefix pack_dtype"
 ).split()
 
 # The same up to float error; dropout would draw other masks.

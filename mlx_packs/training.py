@@ -36,7 +36,7 @@ from .loop import Loop
 from .loss import Head, as_arrays, split_head
 from .ops import _backend
 from .optim import carry_state, unused_learning_rate
-from .pack import Pack, versions_line
+from .pack import Pack, round_adapters, versions_line
 from .packable import prepare_packing
 from .phases import Course, Leg, legs_of, pack_name, phase_reports
 from .prefix import PrefixCache, open_prefix
@@ -223,12 +223,14 @@ def _train_into(
         learned = _learn(attached, head, prefix, course, run, resume, display, callback)
         if _backend.detect() != "reference":
             display.line("kernels", _backend.summary())
+        round_adapters(attached, train.pack_dtype)
         scores = [before, *learned.scores, _score_legs(attached, head, course, display)]
         texts["after"] = sample.complete(base)
         result = _result(held_out, before[goal.name], scores[-1][goal.name])
         phases = phase_reports(course, sources, scores, learned.curve)
         pack = Pack.of(
             attached,
+            train.pack_dtype,
             objective={"loss_on": course.loss_on, "ce_last_k": train.ce_last_k},
             data={
                 "source": ", ".join(dict.fromkeys(sources)),
