@@ -564,10 +564,12 @@ def _memory_options(command):
 @packs.command()
 @click.option("--model", metavar="M", help="Base: folder, hub id or 'tiny'. [tiny]")
 @click.option("--memory", type=float, metavar="GB", help="Memory to fit. [this machine's]")
+@click.option("--device", type=click.Choice(["cpu", "gpu"]),
+              help="Plan for such a device, with --memory. [this machine's]")  # fmt: skip
 @options.configs
 @_memory_options
 @click.option("--json", "as_json", is_flag=True, help="Print the options as a list.")
-def plan(memory, configs, as_json, **flags):
+def plan(memory, device, configs, as_json, **flags):
     """Say what fits into a memory, and how to start it.
 
     Reads config.json and the headers of the tensors only, of a hub id too. What is said by a flag
@@ -578,9 +580,11 @@ def plan(memory, configs, as_json, **flags):
     from .config import said
     from .loading import TINY
     from .plan import read_checkpoint
-    from .runtime import total_memory
+    from .runtime import assumed_device, total_memory
     from .train import read_configs, recipe_of
 
+    if device is not None and memory is None:
+        raise PackError(f"--device {device}: say how much memory it has: --memory GB.")
     if memory is not None and not (math.isfinite(memory) and memory > 0):
         raise PackError(f"--memory {memory:g}: must be a positive number of GB.")
     flags = {k: v for k, v in flags.items() if v is not None}
@@ -590,12 +594,15 @@ def plan(memory, configs, as_json, **flags):
     under = recipe_of({"model": model}, values)
     limit = total_memory() if memory is None else int(memory * 1e9)
     checkpoint = read_checkpoint(model)
-    found = advise(checkpoint, limit, recipe.lora, recipe.train, said(values, flags))
-    report = [
-        {**option.to_json(), "command": option.command(model, configs, under)} for option in found
-    ]
-    width = min(100, shutil.get_terminal_size((100, 24)).columns)
-    _print(report, as_json, table(found, checkpoint, limit, configs, under, width))
+    with assumed_device(device):
+        found = advise(checkpoint, limit, recipe.lora, recipe.train, said(values, flags))
+        report = [
+            {**option.to_json(), "command": option.command(model, configs, under)}
+            for option in found
+        ]
+        width = min(100, shutil.get_terminal_size((100, 24)).columns)
+        lines = table(found, checkpoint, limit, configs, under, width)
+    _print(report, as_json, lines)
 
 
 @packs.command("list")
