@@ -5,7 +5,7 @@
 """
 
 import time
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
@@ -26,7 +26,7 @@ from .checkpoint import (
 from .config import DataConfig, LoRAConfig, Recipe, TrainConfig, read_yaml, resolve
 from .display import QUIET, VERBOSE, Display
 from .encoding import Examples
-from .errors import PackError
+from .errors import Interrupted, PackError
 from .evaluation import Score, score
 from .files import make_folder
 from .gates import Gates, judge, limits
@@ -364,7 +364,11 @@ def _learn(
         traces += stepper.traces
         if leg is not goal:
             if not (found := _noted_scores(curve, leg)):
-                found = _score_legs(attached, head, course, display)
+                try:
+                    found = _score_legs(attached, head, course, display)
+                except KeyboardInterrupt:
+                    kept = latest_checkpoint(run)
+                    raise Interrupted(f"interrupted; kept {kept}. Go on with --resume.") from None
                 noted = {name: asdict(held) for name, held in found.items()}
                 loop.log({"batch": cursor.batches, "held_out": noted})
             scores.append(found)
@@ -381,7 +385,8 @@ def _noted_scores(curve: list[dict], leg: Leg) -> dict[str, Score]:
     """What was measured after a leg, from the run's metrics; empty if it is not there."""
     for line in curve:
         if "held_out" in line and line["batch"] == leg.stop:
-            return {name: Score(**held) for name, held in line["held_out"].items()}
+            with suppress(TypeError, AttributeError):  # not as it was written
+                return {name: Score(**held) for name, held in line["held_out"].items()}
     return {}
 
 
