@@ -112,7 +112,8 @@ class Phase:
     )
 
     def __post_init__(self):
-        sources = self.data if isinstance(self.data, list) else [self.data or "tiny"]
+        unsaid = ["as the run has it"] if self.data is None else [self.data]
+        sources = self.data if isinstance(self.data, list) else unsaid
         checks = [
             (self.name is None or bool(self.name.strip()), "name must not be empty."),
             (
@@ -151,9 +152,9 @@ class TrainConfig:
 
     iters: int = _option(600, "Batches to train on.")
     batch_size: int = _option(4, "Rows of a batch.")
-    max_seq_length: int = _option(2048, "Most tokens of a row.")
+    max_seq_length: int = _option(2048, "Most tokens of a row; what is longer is cut.")
     long_rows: str = _option(
-        "cut", "Of a text longer than that: its beginning, or all of it in several rows.", LONG_ROWS
+        "cut", "Of a text that is longer: its beginning, or all of it in several rows.", LONG_ROWS
     )
     fim_rate: float = _option(
         0.0, "Share of the texts to learn filling in the middle from; the tokenizer must know how."
@@ -291,7 +292,8 @@ class TrainConfig:
                 f"fim_rate needs rows of 32 tokens or more, not {self.max_seq_length}.",
             ),
             (
-                len(self.fim_tokens) in (0, 3, 4) and len(set(self.fim_tokens)) in (0, 3, 4),
+                len(self.fim_tokens) in (0, 3, 4)
+                and len(set(self.fim_tokens)) == len(self.fim_tokens),
                 "fim_tokens must name three different tokens (prefix, suffix, middle), or a fourth "
                 f"that ends the middle, but got {', '.join(self.fim_tokens)}.",
             ),

@@ -230,6 +230,7 @@ def test_the_token_cache_tells_rates_seeds_and_long_rows_apart(tokenizer, tmp_pa
         ("--fim-spm-rate 0.2", "go with a fim_rate above 0"),
         ("--fim-rate 0.5 --fim-tokens a,b", "fim_tokens must name three different tokens"),
         ("--fim-rate 0.5 --fim-tokens a,a,b", "fim_tokens must name three different tokens"),
+        ("--fim-rate 0.5 --fim-tokens a,b,c,c", "fim_tokens must name three different tokens"),
         ("--fim-rate 0.5 --max-seq-length 16", "fim_rate needs rows of 32 tokens"),
         ("--long-rows fold", "long_rows is one of cut, split"),
         ("--fim-rate 0.5", "--fim-rate: is for rows of text, but these are chat"),

@@ -202,6 +202,7 @@ FAULTS = [
     ("phases: [{replay: 0.2}]", "replay 0.2: no phase stands before the first"),
     ("phases: [{name: a}, {name: a}]", "two are called 'a'"),
     ("phases: [{name: ''}]", "name must not be empty"),
+    ("phases: [{data: ''}]", "data must be a source or a list"),
     ("phases: [{data: []}]", "data must be a source or a list"),
     ("phases: [{data: [1]}]", "data must be a source or a list"),
     ("phases: [{optimizer_state: keep}]", "optimizer_state is one of carry, fresh"),
