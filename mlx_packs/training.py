@@ -166,15 +166,7 @@ def _train_into(
     earlier = check_resumable(run) if resume else None
     started = started_from(resume_adapter_file, earlier)
     splits = [leg.load_rows() for leg in legs]
-    if not isinstance(base, Base):
-        refuse_from_headers(base, lora, train, force)
-        with display.working("base", f"loading {base}"):
-            base = load_base(
-                base, train.quantize, trust_remote_code, double_quant=train.double_quant,
-                keep=train.keep, compute_dtype=train.compute_dtype,
-            )  # fmt: skip
-    elif train.quantize != "none":
-        raise PackError("quantize: this base is loaded already; give it to load_base instead.")
+    base = _loaded(base, lora, train, trust_remote_code, force, display)
     display.line("base", base.summary())
     if unused := unused_learning_rate(train):
         display.line("note", unused)
@@ -283,6 +275,23 @@ def _train_into(
         "gates": gates,
     }
     return TrainRun(pack, run, report, learned.curve)
+
+
+def _loaded(
+    base: Base | str | Path, lora: LoRAConfig, train: TrainConfig, trust_remote_code: bool,
+    force: bool, display: Display,
+) -> Base:  # fmt: skip
+    """The base, quantized as the run wants it; refused before it is read where it cannot fit."""
+    if isinstance(base, Base):
+        if train.quantize != "none":
+            raise PackError("quantize: this base is loaded already; give it to load_base instead.")
+        return base
+    refuse_from_headers(base, lora, train, force)
+    with display.working("base", f"loading {base}"):
+        return load_base(
+            base, train.quantize, trust_remote_code, double_quant=train.double_quant,
+            keep=train.keep, compute_dtype=train.compute_dtype,
+        )  # fmt: skip
 
 
 # ── learning ─────────────────────────────────────────────────────────────────────────────────────

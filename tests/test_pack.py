@@ -7,7 +7,7 @@ from pathlib import Path
 
 import mlx.nn as nn
 import pytest
-from conftest import model_of, write_rows
+from conftest import chat, model_of, write_rows
 from mlx.utils import tree_flatten
 
 from mlx_packs import DataConfig, LoRAConfig, Pack, TrainConfig, evaluate, load_base, train_pack
@@ -491,9 +491,11 @@ def test_whole_folder_puts_the_old_folder_back_when_it_cannot_be_replaced(tmp_pa
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_half_precision_halves_a_pack_and_what_was_measured_is_what_is_opened(dtype, tmp_path, run):
     lora, few = LoRAConfig(rank=8, num_layers=2), {"iters": 3, "base_path": "dense"}
-    few |= {"batch_size": 2, "max_seq_length": 96, "test_batches": 3, "learning_rate": 2e-3}
+    few |= {"batch_size": 2, "max_seq_length": 96, "learning_rate": 2e-3}
+    rows = [chat(f"Say {word}.", f"Yes, {word}.") for word in "one two six ten red sun".split()]
+    data = write_rows(tmp_path / "data", train=rows, valid=rows[:3])
     made = {
-        name: train_pack("tiny", None, lora, TrainConfig(pack_dtype=name, **few), tmp_path / name)
+        name: train_pack("tiny", data, lora, TrainConfig(pack_dtype=name, **few), tmp_path / name)
         for name in ("float32", dtype)
     }
     half, full = made[dtype].pack, made["float32"].pack
@@ -504,8 +506,7 @@ def test_half_precision_halves_a_pack_and_what_was_measured_is_what_is_opened(dt
         assert stored[name].dtype == getattr(mx, dtype), name
         assert mx.array_equal(stored[name], tensor.astype(stored[name].dtype)).item(), name
     assert half.manifest["adapters"]["dtype"] == dtype
-    report = evaluate(load_base("tiny"), half.path, max_seq_length=96, limit=3, batch_size=2,
-                      base_path="dense")  # fmt: skip
+    report = evaluate(load_base("tiny"), half.path, data, batch_size=2, base_path="dense")
     assert report.pack.ppl == pytest.approx(made[dtype].report["ppl_after"], rel=1e-5)
     assert made[dtype].report["ppl_after"] == pytest.approx(
         made["float32"].report["ppl_after"], rel=1e-3
@@ -515,7 +516,7 @@ def test_half_precision_halves_a_pack_and_what_was_measured_is_what_is_opened(dt
     kept = [r.run / "step-000003" / "adapters.safetensors" for r in made.values()]
     assert kept[0].read_bytes() == kept[1].read_bytes()
     again = TrainConfig(pack_dtype="float32", **few)
-    whole = train_pack("tiny", None, lora, again, tmp_path / dtype, resume=True)
+    whole = train_pack("tiny", data, lora, again, tmp_path / dtype, resume=True)
     assert whole.pack.load_tensors().keys() == full.tensors.keys()
     files = [p.path / "adapters.safetensors" for p in (whole.pack, full)]
     assert files[0].read_bytes() == files[1].read_bytes()

@@ -16,7 +16,7 @@ from mlx_packs.batches import Draw, batch_shapes, few_shapes, training_batches
 from mlx_packs.encoding import Example, Examples
 from mlx_packs.manifest import check_manifest, phase_lines
 from mlx_packs.optim import carry_state
-from mlx_packs.phases import Course, legs_of
+from mlx_packs.phases import Course, legs_of, pack_name
 from mlx_packs.runtime import mx
 
 CODE = [{"text": f"def add_{i}(a, b):\n    return a + b + {i}\n" * (1 + i % 3)} for i in range(24)]
@@ -177,6 +177,7 @@ def test_rows_of_several_sources_and_of_all_legs_lie_one_behind_the_other(data):
     splits = legs[1].load_rows()
     assert len(splits.rows["train"]) == 36 and len(splits.rows["valid"]) == 12
     assert legs[1].public_source(splits) == "broad + broad"
+    assert pack_name(legs).data == both[0]
     one = Examples([Example(np.arange(i + 2), np.ones(i + 2, bool), str(i)) for i in range(3)],
                    "text", "all")  # fmt: skip
     two = Examples([Example(np.arange(9), np.ones(9, bool), "9")], "chat", "assistant")
