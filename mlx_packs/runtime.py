@@ -212,7 +212,7 @@ _assumed: str | None = None
 def assumed_device(kind: str | None) -> Iterator[None]:
     """Plan as if MLX computed on a ``cpu`` or a ``gpu`` by default; None is as it is."""
     global _assumed
-    before, _assumed = _assumed, kind
+    before, _assumed = _assumed, kind or _assumed
     try:
         yield
     finally:
