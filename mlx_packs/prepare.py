@@ -150,11 +150,9 @@ def check_resume(run: Path, identity: dict, earlier: dict) -> None:
     then, now = earlier["recipe"], json.loads(json.dumps(identity["recipe"]))
     # an option that is newer than the run was what it is by default
     then = json.loads(json.dumps(Recipe().to_json())) | then
-    fixed = ("iters",) if "phases" in then else ()  # the next phase begins where one ends
-    may_change = (
-        *set(_MAY_CHANGE) - set(fixed),
-        *(() if then["dropout"] else _MAY_CHANGE_WITHOUT_DROPOUT),
-    )
+    may_change = {*_MAY_CHANGE, *(() if then["dropout"] else _MAY_CHANGE_WITHOUT_DROPOUT)}
+    if "phases" in then:
+        may_change.discard("iters")  # where one phase ends, the next begins
     for key in sorted(set(now) | set(then)):
         if key not in may_change and now.get(key) != then.get(key):
             raise PackError(
@@ -280,10 +278,9 @@ def public_recipe(recipe: Recipe, base: Base) -> dict:
     }  # fmt: skip
     for phase in told.get("phases", ()):
         if "data" in phase:
-            one = isinstance(phase["data"], str)
-            phase["data"] = public_name(phase["data"]) if one else list(
-                map(public_name, phase["data"])
-            )  # fmt: skip
+            data = phase["data"]
+            one = isinstance(data, str)
+            phase["data"] = public_name(data) if one else [public_name(source) for source in data]
     return told
 
 

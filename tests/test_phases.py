@@ -325,6 +325,11 @@ def test_resume_refuses_other_phases(data, whole):
         train_pack("tiny", None, LORA, other, whole.pack.path, resume=True)
 
 
+def test_resume_with_phases_refuses_other_iters_which_a_phase_may_take(data, whole):
+    with pytest.raises(PackError, match="iters was 600 and is 700"):
+        train_pack("tiny", None, LORA, train(data, iters=700), whole.pack.path, resume=True)
+
+
 def test_phases_work_with_packing_and_a_cached_prefix(data, tmp_path, monkeypatch):
     monkeypatch.setenv("MLX_PACKS_CACHE", str(tmp_path / "cache"))
     config = {"packing": True, "val_batches": 0}
