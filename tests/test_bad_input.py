@@ -148,7 +148,7 @@ def test_train_refuses_chats_for_a_base_without_chat_template(here, refused):
     [
         (
             ["--lerning-rate", "1"],
-            "No such option '--lerning-rate'. Did you mean '--learning-rate'?",
+            "No such option '--lerning-rate'. (Did you mean one of: '--fim-rate', '--learning-rate'",
         ),
         (["--rank"], "Option '--rank' requires an argument."),
         (["--iters", "many"], "--iters must be of type int, but got 'many'."),
