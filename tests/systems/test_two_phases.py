@@ -150,6 +150,7 @@ def _described(family: str, config: dict):
     return model, config
 
 
+@pytest.mark.slow
 def test_the_example_of_two_phases_trains_and_shows_what_was_forgotten(tmp_path, run, monkeypatch):
     monkeypatch.chdir(ROOT)
     text = (ROOT / "examples" / "two_phases.yaml").read_text()
@@ -170,6 +171,7 @@ def test_the_example_of_two_phases_trains_and_shows_what_was_forgotten(tmp_path,
     assert code == 0 and out.count("phase   ") == 2
 
 
+@pytest.mark.slow
 def test_a_run_killed_in_phase_one_is_resumed_to_the_same_bits(tmp_path, data):
     talk = write_rows(tmp_path / "talk", train=TALK, valid=TALK[:2])
     (tmp_path / "p.yaml").write_text(json.dumps({
