@@ -22,6 +22,7 @@ _PUBLIC = {
     "LoRAConfig": "config",
     "TrainConfig": "config",
     "DataConfig": "config",
+    "Phase": "config",
     "PackError": "errors",
     "backend": "ops._backend",
     "Pack": "pack",

@@ -5,6 +5,7 @@ row of a batch holds as many rows of the data as fit, one behind the other: its 
 """
 
 import itertools
+import math
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -17,8 +18,29 @@ from .encoding import Example, Examples
 # Of the batches of a run that is compiled: each shape is compiled by itself and kept for good.
 MOST_SHAPES = 8
 _COUNTED_BATCHES = 2000
+_MIXED_WINDOW = 32  # batches among which rows of like length are put together
 # Packed rows that a window of shuffled rows fills; its last one is half full on average.
 _PACKED_WINDOW = 128
+
+
+@dataclass(frozen=True)
+class Draw:
+    """Which rows batches are drawn from: rows [first, stop), the own ones; and of the rows of all
+    batches the share ``replay`` from [0, first), what was learned before. stop: None is the end.
+
+    The first N rows of batches have N x replay of those, rounded, whatever N is.
+    """
+
+    first: int = 0
+    stop: int | None = None
+    replay: float = 0.0
+
+    def replayed(self, rows: int) -> int:
+        """How many of the first ``rows`` rows of batches are not own ones."""
+        return math.floor(rows * self.replay + 0.5)
+
+
+ALL = Draw()
 
 
 @dataclass(frozen=True)
@@ -200,17 +222,66 @@ def first_fit(inputs: np.ndarray, rows: np.ndarray, limit: int) -> list[np.ndarr
 
 
 def _orders(
-    lengths: np.ndarray, batch_size: int, limit: int, seed: int, packing: bool, start: int = 0
+    lengths: np.ndarray,
+    batch_size: int,
+    limit: int,
+    seed: int,
+    packing: bool,
+    start: int = 0,
+    draw: Draw = ALL,
 ) -> Iterator[np.ndarray | list[np.ndarray]]:
     """Rows (packed: packed rows) of each batch, epoch after epoch, from batch number ``start``."""
+    if draw.replay:
+        mixed = _mixed_orders(lengths, batch_size, limit, seed, packing, draw)
+        yield from itertools.islice(mixed, start, None)
+    own = lengths[draw.first : draw.stop]
     for epoch in itertools.count():
         order = (
-            packed_order(lengths, batch_size, limit, seed, epoch)
+            packed_order(own, batch_size, limit, seed, epoch)
             if packing
-            else epoch_order(lengths, batch_size, seed, epoch)
+            else epoch_order(own, batch_size, seed, epoch)
         )
-        yield from order[start:]
+        for rows in order[start:]:
+            yield [r + draw.first for r in rows] if packing else rows + draw.first
         start = max(0, start - len(order))
+
+
+def _mixed_orders(
+    lengths: np.ndarray, batch_size: int, limit: int, seed: int, packing: bool, draw: Draw
+) -> Iterator[np.ndarray | list[np.ndarray]]:
+    """Batches without end of own and replayed rows, each full; each kind goes on epoch by epoch.
+
+    Packed, a packed row has rows of one kind, and what is counted are packed rows.
+    """
+
+    def one_by_one(which: Draw, kind: int) -> Iterator:
+        if packing:
+            batches = _orders(lengths, batch_size, limit, seed + kind, True, draw=which)
+            yield from itertools.chain.from_iterable(batches)
+        rows = np.arange(len(lengths))[which.first : which.stop]
+        for epoch in itertools.count():
+            yield from np.random.default_rng([seed, kind, epoch]).permutation(rows)
+
+    own = one_by_one(Draw(draw.first, draw.stop), 0)
+    replayed = one_by_one(Draw(0, draw.first), 1)
+    for window in itertools.count():
+        batches = range(window * _MIXED_WINDOW, (window + 1) * _MIXED_WINDOW)
+        edges = [draw.replayed(batch * batch_size) for batch in (*batches, batches.stop)]
+        shares = np.diff(edges)  # replayed rows of each batch
+        old = list(itertools.islice(replayed, int(shares.sum())))
+        new = list(itertools.islice(own, _MIXED_WINDOW * batch_size - len(old)))
+        order = range(len(shares))
+        if not packing:
+            old.sort(key=lengths.__getitem__)
+            new.sort(key=lengths.__getitem__)
+            order = np.random.default_rng([seed, 2, window]).permutation(len(shares))
+        made: list = [None] * len(shares)
+        kinds = iter(old), iter(new)
+        for i in order:
+            counts = int(shares[i]), batch_size - int(shares[i])
+            parts = (itertools.islice(kind, n) for kind, n in zip(kinds, counts, strict=True))
+            made[i] = list(itertools.chain.from_iterable(parts))
+        yield from (rows if packing else np.array(rows) for rows in made)
 
 
 def training_batches(
@@ -221,11 +292,12 @@ def training_batches(
     start: int = 0,
     packing: bool = False,
     shapes: Collection[tuple[int, int]] | None = None,
+    draw: Draw = ALL,
 ) -> Iterator[Batch]:
     """Batches without end, epoch after epoch, from batch number ``start``; unpacked ones have one
     of ``shapes``, if there are any."""
     limit = max_seq_length - 1
-    for rows in _orders(examples.lengths, batch_size, limit, seed, packing, start):
+    for rows in _orders(examples.lengths, batch_size, limit, seed, packing, start, draw):
         if packing:
             yield make_packed_batch(examples.items, rows, batch_size, limit)
         else:
@@ -252,19 +324,27 @@ def batch_shapes(
     iters: int,
     packing: bool = False,
     shapes: Collection[tuple[int, int]] | None = None,
+    draw: Draw = ALL,
 ) -> set[tuple[int, int]]:
     """(T, M) of the first ``iters`` batches of `training_batches`, without laying them out."""
-    found = _shape_counts(examples, batch_size, max_seq_length, seed, iters, packing)
+    found = _shape_counts(examples, batch_size, max_seq_length, seed, iters, packing, draw)
     return {s if packing else fitting_shape(s, batch_size, shapes) for s in found}
 
 
 def _shape_counts(
-    examples: Examples, batch_size: int, max_seq_length: int, seed: int, iters: int, packing: bool
+    examples: Examples,
+    batch_size: int,
+    max_seq_length: int,
+    seed: int,
+    iters: int,
+    packing: bool,
+    draw: Draw,
 ) -> Counter[tuple[int, int]]:
     """How many of the first ``iters`` batches have each shape, where any is allowed."""
     lengths, counts, limit = examples.lengths, examples.target_counts, max_seq_length - 1
     found: Counter[tuple[int, int]] = Counter()
-    for order in itertools.islice(_orders(lengths, batch_size, limit, seed, packing), iters):
+    orders = _orders(lengths, batch_size, limit, seed, packing, draw=draw)
+    for order in itertools.islice(orders, iters):
         rows = np.concatenate(order) if packing else order
         longest = max(int(lengths[rows].max()) - 1, 1)
         width = limit if packing else padded_length(longest, limit)
@@ -273,16 +353,17 @@ def _shape_counts(
 
 
 def few_shapes(
-    examples: Examples, batch_size: int, max_seq_length: int, seed: int
+    examples: Examples, batch_size: int, max_seq_length: int, seed: int, draw: Draw = ALL
 ) -> frozenset[tuple[int, int]]:
     """At most `MOST_SHAPES` shapes (T, M), one of which holds whatever batch of unpacked rows.
 
     Begins with those of the first batches and joins the two that add the least padding. It does
     not depend on the number of batches, so that a run resumed for more has the same ones.
     """
-    batches = min(-(-len(examples) // batch_size), _COUNTED_BATCHES)
-    counts = _shape_counts(examples, batch_size, max_seq_length, seed, batches, packing=False)
-    longest = padded_length(int(examples.lengths.max()) - 1, max_seq_length - 1)
+    lengths = examples.lengths[0 if draw.replay else draw.first : draw.stop]
+    batches = min(-(-len(lengths) // batch_size), _COUNTED_BATCHES)
+    counts = _shape_counts(examples, batch_size, max_seq_length, seed, batches, False, draw)
+    longest = padded_length(int(lengths.max()) - 1, max_seq_length - 1)
     counts[longest, batch_size * longest] += 0  # a later epoch may put any rows together
 
     def joined(one: tuple[int, int], other: tuple[int, int]) -> tuple[tuple[int, int], int]:

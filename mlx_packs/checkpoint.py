@@ -8,7 +8,7 @@ import json
 import math
 import re
 import shutil
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 
 import mlx.optimizers as optimizers
@@ -29,20 +29,49 @@ _STEP = re.compile(r"step-\d{6,}")
 
 
 @dataclass
+class Window:
+    """What was learned since the last report."""
+
+    batches: int = 0
+    targets: int = 0
+    loss_sum: float = 0.0
+    seconds: float = 0.0
+
+    def add(self, loss: float, targets: int, seconds: float) -> None:
+        self.batches += 1
+        self.targets += targets
+        self.loss_sum += loss * targets
+        self.seconds += seconds
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Supervised tokens a second."""
+        return self.targets / self.seconds
+
+
+@dataclass
 class Cursor:
-    """How far a run is: batches taken, updates made, targets learned, seconds spent."""
+    """How far a run is: batches taken, updates made, targets learned, seconds spent.
+
+    grad_norm: of the last update.   window: what the next report tells of.
+    """
 
     batches: int = 0
     updates: int = 0
     trained_tokens: int = 0
     train_s: float = 0.0
+    grad_norm: float = 0.0
+    window: Window = field(default_factory=Window)
 
-    def count(self, targets: int, update: bool, seconds: float) -> None:
-        """Another batch was taken."""
+    def count(self, loss: float, targets: int, norm: float | None, seconds: float) -> None:
+        """Another batch was taken; ``norm`` is that of its update, None if it made none."""
         self.batches += 1
-        self.updates += int(update)
+        if norm is not None:
+            self.updates += 1
+            self.grad_norm = norm
         self.trained_tokens += targets
         self.train_s += seconds
+        self.window.add(loss, targets, seconds)
 
 
 def step_folder(run: Path, batches: int) -> Path:
@@ -60,7 +89,7 @@ def save_checkpoint(
         state = dict(tree_flatten(optimizer.state))
         state["random"] = mx.random.state[0]
         save_tensors(partial / OPTIMIZER, state)
-        (partial / STATE).write_text(to_json(vars(cursor)))
+        (partial / STATE).write_text(to_json(asdict(cursor)))
     write_whole(run / "latest", folder.name + "\n")
     return folder
 
@@ -164,8 +193,8 @@ def load_checkpoint(folder: Path, attached: Attached, optimizer: optimizers.Opti
 
     Raises: PackError if it is damaged or does not belong to this run's adapters and optimizer.
     """
+    cursor = read_cursor(folder)
     try:
-        cursor = _cursor(json.loads((folder / STATE).read_text(encoding="utf-8")))
         tensors = mx.load(str(folder / ADAPTERS))
         state = mx.load(str(folder / OPTIMIZER))
     except (OSError, ValueError, TypeError, RuntimeError) as error:
@@ -178,18 +207,39 @@ def load_checkpoint(folder: Path, attached: Attached, optimizer: optimizers.Opti
     return cursor
 
 
+def read_cursor(folder: Path) -> Cursor:
+    """How far a checkpoint is. Raises: PackError if it is damaged."""
+    try:
+        return _cursor(json.loads((folder / STATE).read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError) as error:
+        raise PackError(f"{folder}: is not a whole checkpoint ({error}).") from None
+
+
+_REALS = ("train_s", "grad_norm", "loss_sum", "seconds")
+_NEWER = ("grad_norm", "window")  # which the first runs did not have
+
+
 def _cursor(found: object) -> Cursor:
     """A cursor from JSON. Raises: ValueError or TypeError, in words, if it is none."""
-    if not isinstance(found, dict) or set(found) != set(vars(Cursor())):
-        raise ValueError(f"{STATE} must hold {', '.join(vars(Cursor()))}")
-    for key, value in found.items():
-        kinds = (int, float) if key == "train_s" else (int,)
-        number = isinstance(value, kinds) and not isinstance(value, bool)
-        if not number or not math.isfinite(value) or value < 0:
-            raise ValueError(f"{STATE}: {key} must be a number of 0 or more, but is {value!r}")
+    found = _counts(found, Cursor, "")
+    found["window"] = Window(**_counts(found.get("window", asdict(Window())), Window, "window."))
     if found["batches"] and not found["train_s"]:
         raise ValueError(f"{STATE}: train_s must be positive after {found['batches']} batches")
     return Cursor(**found)
+
+
+def _counts(found: object, cls: type, at: str) -> dict:
+    """The fields of a class from JSON, every number of them held."""
+    names = [f.name for f in fields(cls)]
+    given = set(found) if isinstance(found, dict) else set()
+    if not set(names) - set(_NEWER) <= given <= set(names):
+        raise ValueError(f"{STATE} must hold {', '.join(at + name for name in names)}")
+    for key, value in found.items():
+        kinds = (int, float) if key in _REALS else (int,)
+        number = isinstance(value, kinds) and not isinstance(value, bool)
+        if key != "window" and (not number or not math.isfinite(value) or value < 0):
+            raise ValueError(f"{STATE}: {at}{key} must be a number of 0 or more, but is {value!r}")
+    return dict(found)
 
 
 def _take_state(file: Path, state: dict, optimizer: optimizers.Optimizer) -> mx.array:

@@ -109,7 +109,7 @@ def _inspect_lines(pack) -> list[str]:
     """A pack for people; optional parts of its manifest only as far as they are there."""
     from .base_files import quantization_name
     from .gates import shown
-    from .manifest import read_pin, shown_result
+    from .manifest import phase_lines, read_pin, shown_result
 
     m = pack.manifest
     base, modules = m["base"], m["adapters"]["modules"]
@@ -120,8 +120,8 @@ def _inspect_lines(pack) -> list[str]:
         f"base    {base['id']} · {base['model_type']} · {base['num_layers']} blocks · "
         f"{quantization_name(base['quantization'])} · fingerprint {base['fingerprint'][:12]}",
         f"lora    rank {', '.join(map(str, ranks))} · scale {', '.join(map(str, scales))} · "
-        f"{m['adapters']['parameters']:,} weights on {len(modules)} projections in "
-        f"{len(m['adapters']['groups'])} groups",
+        f"{m['adapters']['parameters']:,} weights ({m['adapters'].get('dtype') or 'float32'}) on "
+        f"{len(modules)} projections in {len(m['adapters']['groups'])} groups",
     ]
     if pin := read_pin(pack.path):
         lines.append(f"hub     {pin['repo']}@{pin['revision']} · commit {pin['commit']}")
@@ -138,6 +138,7 @@ def _inspect_lines(pack) -> list[str]:
             f"eval    held-out PPL {before} → {after} on {result.get('rows', '?')} "
             f"{result.get('split', '?')} rows"
         )
+    lines += [f"phase   {line}" for line in phase_lines(m.get("phases") or ())]
     if gates := pack.part("gates"):
         lines.append(f"gates   {shown(gates).removeprefix(' · ')}")
     if created := pack.part("measured").get("created"):
@@ -563,10 +564,12 @@ def _memory_options(command):
 @packs.command()
 @click.option("--model", metavar="M", help="Base: folder, hub id or 'tiny'. [tiny]")
 @click.option("--memory", type=float, metavar="GB", help="Memory to fit. [this machine's]")
+@click.option("--device", type=click.Choice(["cpu", "gpu"]),
+              help="Plan for such a device, with --memory. [this machine's]")  # fmt: skip
 @options.configs
 @_memory_options
 @click.option("--json", "as_json", is_flag=True, help="Print the options as a list.")
-def plan(memory, configs, as_json, **flags):
+def plan(memory, device, configs, as_json, **flags):
     """Say what fits into a memory, and how to start it.
 
     Reads config.json and the headers of the tensors only, of a hub id too. What is said by a flag
@@ -577,9 +580,11 @@ def plan(memory, configs, as_json, **flags):
     from .config import said
     from .loading import TINY
     from .plan import read_checkpoint
-    from .runtime import total_memory
+    from .runtime import assumed_device, total_memory
     from .train import read_configs, recipe_of
 
+    if device is not None and memory is None:
+        raise PackError(f"--device {device}: say how much memory it has: --memory GB.")
     if memory is not None and not (math.isfinite(memory) and memory > 0):
         raise PackError(f"--memory {memory:g}: must be a positive number of GB.")
     flags = {k: v for k, v in flags.items() if v is not None}
@@ -589,12 +594,15 @@ def plan(memory, configs, as_json, **flags):
     under = recipe_of({"model": model}, values)
     limit = total_memory() if memory is None else int(memory * 1e9)
     checkpoint = read_checkpoint(model)
-    found = advise(checkpoint, limit, recipe.lora, recipe.train, said(values, flags))
-    report = [
-        {**option.to_json(), "command": option.command(model, configs, under)} for option in found
-    ]
-    width = min(100, shutil.get_terminal_size((100, 24)).columns)
-    _print(report, as_json, table(found, checkpoint, limit, configs, under, width))
+    with assumed_device(device):
+        found = advise(checkpoint, limit, recipe.lora, recipe.train, said(values, flags))
+        report = [
+            {**option.to_json(), "command": option.command(model, configs, under)}
+            for option in found
+        ]
+        width = min(100, shutil.get_terminal_size((100, 24)).columns)
+        lines = table(found, checkpoint, limit, configs, under, width)
+    _print(report, as_json, lines)
 
 
 @packs.command("list")

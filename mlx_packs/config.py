@@ -22,11 +22,14 @@ BASE_PATHS = ("auto", "quantized", "transient", "dense")
 POLICIES = ("none", "selective", "block")
 RECOMPUTE = ("auto", *POLICIES)
 CACHE_PREFIX = ("auto", "on", "off")
+LONG_ROWS = ("cut", "split")
 LOSS_ON = ("all", "completion", "assistant")
 QUANTIZE = ("none", "affine4", "affine8", "nf4")
 COMPUTE_DTYPES = ("auto", "bfloat16", "float16", "float32")
+PACK_DTYPES = ("float32", "bfloat16", "float16")
 FLAGS = "options"
 SCHEDULES = ("cosine", "linear", "constant")
+OPTIMIZER_STATES = ("carry", "fresh")
 # settings that the peak memory of a run depends on
 MEMORY_SETTINGS = (
     "batch_size max_seq_length rank base_path grad_checkpoint recompute quantize double_quant keep "
@@ -89,12 +92,77 @@ class LoRAConfig:
 
 
 @dataclass(frozen=True)
+class Phase:
+    """One of the ``phases`` of a run. What it does not say is as the run has it (`TrainConfig`).
+
+    A run takes its phases one after the other, with the same adapters.
+    """
+
+    name: str | None = _option(None, "What it is called. [phase-1, phase-2, ...]")
+    data: str | list | None = _option(None, "Its rows: a source as of --data, or a list of them.")
+    iters: int | None = _option(None, "Batches of this phase.")
+    learning_rate: float | None = _option(None, "Its peak learning rate.")
+    lr_schedule: str | dict | None = _option(None, "Its schedule, which begins with the phase.")
+    warmup_steps: int | None = _option(None, "Updates of its warm-up.")
+    replay: float = _option(
+        0.0, "Share of the rows of its batches that are those of the phases before it."
+    )
+    optimizer_state: str = _option(
+        "carry", "Go on with the optimizer's state, or begin with a fresh one.", OPTIMIZER_STATES
+    )
+
+    def __post_init__(self):
+        unsaid = ["as the run has it"] if self.data is None else [self.data]
+        sources = self.data if isinstance(self.data, list) else unsaid
+        checks = [
+            (self.name is None or bool(self.name.strip()), "name must not be empty."),
+            (
+                bool(sources) and all(isinstance(s, str) and s for s in sources),
+                f"data must be a source or a list of sources, but got {self.data!r}.",
+            ),
+            (
+                math.isfinite(self.replay) and 0 <= self.replay <= 1,
+                f"replay is a share and must be in [0, 1], but got {self.replay}.",
+            ),
+            (
+                self.optimizer_state in OPTIMIZER_STATES,
+                f"optimizer_state is one of {', '.join(OPTIMIZER_STATES)}; "
+                f"got '{self.optimizer_state}'.",
+            ),
+        ]
+        _raise_faults("Phase", checks)
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """Where its rows are; empty if they are those of the run."""
+        return tuple(self.data) if isinstance(self.data, list) else (self.data,) * bool(self.data)
+
+    def to_json(self) -> dict:
+        """What it says, as a recipe has it."""
+        return {
+            f.name: getattr(self, f.name)
+            for f in dataclasses.fields(self)
+            if getattr(self, f.name) != f.default
+        }
+
+
+@dataclass(frozen=True)
 class TrainConfig:
     """How a run learns. ``iters`` counts batches, as in mlx-lm."""
 
     iters: int = _option(600, "Batches to train on.")
     batch_size: int = _option(4, "Rows of a batch.")
-    max_seq_length: int = _option(2048, "Rows longer than this many tokens are cut.")
+    max_seq_length: int = _option(2048, "Most tokens of a row; what is longer is cut.")
+    long_rows: str = _option(
+        "cut", "Of a text that is longer: its beginning, or all of it in several rows.", LONG_ROWS
+    )
+    fim_rate: float = _option(
+        0.0, "Share of the texts to learn filling in the middle from; the tokenizer must know how."
+    )
+    fim_spm_rate: float = _option(0.5, "Share of those whose suffix comes before their prefix.")
+    fim_tokens: tuple[str, ...] = _option(
+        (), "Tokens before prefix, suffix and middle (comma). [the tokenizer's own]"
+    )
     packing: bool = _option(
         False, "Fill rows of the maximal length with several rows each, none seeing another."
     )
@@ -143,6 +211,9 @@ class TrainConfig:
     train_fp16_fallback: bool = _option(
         False, "Dequantize to fp16 just the modules whose geometry cannot be probed."
     )
+    phases: tuple[Phase, ...] = _option(
+        (), "Phases one after the other, with rows and learning rate of their own (YAML only)."
+    )
     seed: int = _option(0, "Seed of adapters, order and dropout.")
     steps_per_report: int = _option(10, "Batches between lines of the log.")
     steps_per_eval: int = _option(200, "Batches between evaluations on the validation rows.")
@@ -153,6 +224,11 @@ class TrainConfig:
         None,
         "Clear MLX's buffer cache between steps when it is larger than this (2GB, 500M); more than "
         "the run's own limit raises that.",
+    )
+    pack_dtype: str = _option(
+        "float32",
+        "Dtype of the adapters in the pack; what is measured at the end is what is saved.",
+        PACK_DTYPES,
     )
     max_pack_mb: float | None = _option(None, "Gate: exit with 1 if the pack is larger than this.")
     max_ppl_ratio: float | None = _option(
@@ -202,6 +278,24 @@ class TrainConfig:
             (
                 not self.keep or self.quantize != "none",
                 "keep goes with quantize, but that is none.",
+            ),
+            *(
+                (0 <= getattr(self, k) <= 1, f"{k} must be in [0, 1], but got {getattr(self, k)}.")
+                for k in ("fim_rate", "fim_spm_rate")
+            ),
+            (
+                self.fim_rate > 0 or (not self.fim_tokens and self.fim_spm_rate == 0.5),
+                "fim_tokens and fim_spm_rate go with a fim_rate above 0.",
+            ),
+            (
+                not self.fim_rate > 0 or self.max_seq_length >= 32,
+                f"fim_rate needs rows of 32 tokens or more, not {self.max_seq_length}.",
+            ),
+            (
+                len(self.fim_tokens) in (0, 3, 4)
+                and len(set(self.fim_tokens)) == len(self.fim_tokens),
+                "fim_tokens must name three different tokens (prefix, suffix, middle), or a fourth "
+                f"that ends the middle, but got {', '.join(self.fim_tokens)}.",
             ),
             (self.val_batches >= -1, f"val_batches must be -1 or more, got {self.val_batches}."),
             (
@@ -301,8 +395,10 @@ def typed_value(value, kind, key: str):
         items = value.split(",") if isinstance(value, str) else value
         if not isinstance(items, (list, tuple)):
             raise PackError(f"{key} must be a list, but got {value!r}.")
+        if dataclasses.is_dataclass(kind := typing.get_args(kind)[0]):
+            return tuple(_part(v, kind, f"{key}[{i}]") for i, v in enumerate(items))
         items = [v.strip() if isinstance(v, str) else v for v in items]
-        return tuple(typed_value(v, typing.get_args(kind)[0], key) for v in items if v != "")
+        return tuple(typed_value(v, kind, key) for v in items if v != "")
     if origin is dict:
         if not isinstance(value, Mapping):
             raise PackError(f"{key} must be a mapping, but got {value!r}.")
@@ -325,6 +421,15 @@ def typed_value(value, kind, key: str):
     if kind in (str, dict, list) and isinstance(value, kind):
         return value
     raise PackError(f"{key} must be of type {kind.__name__}, but got {value!r}.")
+
+
+def _part(value, cls, key: str):
+    """A dataclass inside another one, from its mapping; one that is there stays."""
+    if isinstance(value, cls):
+        return value
+    if not isinstance(value, Mapping):
+        raise PackError(f"{key} must be a mapping, but got {value!r}.")
+    return build(cls, {str(k): v for k, v in value.items()}, key)
 
 
 def build(cls, values: Mapping, where: str = ""):
@@ -371,7 +476,7 @@ class Recipe:
     run: dict = field(default_factory=dict)
 
     def to_json(self) -> dict:
-        return {
+        told = {
             **{k: v for k, v in sorted(self.run.items()) if v not in (None, False)},
             **{
                 f.name: getattr(part, f.name)
@@ -379,7 +484,11 @@ class Recipe:
                 for f in dataclasses.fields(part)
             },
             "max_grad_norm": self.train.max_grad_norm or 0.0,  # None would read as its default
+            "phases": [phase.to_json() for phase in self.train.phases],
         }
+        if not self.train.phases:  # said and empty would be a fault
+            del told["phases"]
+        return told
 
 
 def _flatten_mlx_lm(values: Mapping, where: str) -> dict:
@@ -387,6 +496,8 @@ def _flatten_mlx_lm(values: Mapping, where: str) -> dict:
 
     ``scale`` stays, because alpha = scale x rank needs the rank that is valid in the end.
     """
+    if "phases" in values and not values["phases"]:
+        raise PackError(f"{where}: phases must hold at least one phase; leave it out for one.")
     flat = {str(k): v for k, v in values.items() if v is not None}
     kind = flat.pop("fine_tune_type", "lora")
     if kind != "lora":

@@ -6,7 +6,7 @@ text, and a token is a target if it starts inside one.
 """
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -15,6 +15,7 @@ import numpy as np
 from .config import DataConfig
 from .data import Row, row_format
 from .errors import PackError
+from .fim import SPARE, FillInTheMiddle, arranged, continued, sentinels
 
 _SENTINEL = "\ue000\ue001\ue002"  # private use: in no template and no sane text
 
@@ -33,7 +34,10 @@ class Example:
 
 @dataclass
 class Examples:
-    """The rows of a split, encoded; ``cut`` were longer than the maximum, ``dropped`` lost all."""
+    """The rows of a split, encoded; ``cut`` were longer than the maximum, ``dropped`` lost all.
+
+    A row that was split has an item for each of its pieces.
+    """
 
     items: Sequence[Example]
     format: str
@@ -78,6 +82,8 @@ def encode(
     max_seq_length: int = 2048,
     vocab_size: int | None = None,
     ce_last_k: int | None = None,
+    long_rows: str = "cut",
+    fim: FillInTheMiddle | None = None,
 ) -> Examples:
     """Tokens and targets of every row.
 
@@ -86,12 +92,17 @@ def encode(
         loss_on: ``all`` tokens, the last ``completion``, or all ``assistant`` turns.
         max_seq_length: longer rows are cut; those that lose every target are dropped and counted.
         vocab_size: token ids must lie below it.   ce_last_k: keep only the last K targets of a row.
+        long_rows: ``split`` makes several of a text that is too long.   fim: rearranges texts.
     Raises: PackError naming file and line for a row that cannot be used.
     """
     if not rows:
         raise PackError("the split is empty: there are no rows to encode.")
     kind = row_format(rows[0], config)
     loss_on = resolve_loss_on(kind, loss_on)
+    if kind != "text" and (fim is not None or long_rows != "cut"):
+        raise PackError(
+            f"--long-rows split and --fim-rate are for rows of text, but {rows[0].where} is {kind}."
+        )
     rendered: list[tuple[str, list[tuple[int, int]]]] = []
     for row in rows:
         if (found := row_format(row, config)) != kind:
@@ -107,28 +118,89 @@ def encode(
         encodings = tokenizer._tokenizer(
             [text for text, _ in rendered],
             add_special_tokens=special,
-            return_offsets_mapping=loss_on != "all",
+            return_offsets_mapping=loss_on != "all" or fim is not None,
             return_attention_mask=False,
+            verbose=False,  # of rows that are longer than it was made for
         )
     except NotImplementedError:
+        option = "--fim-rate" if fim else f"--loss-on {loss_on}"
         raise PackError(
-            f"--loss-on {loss_on}: the base's tokenizer is a slow one and does not say where its "
-            "tokens stand; use --loss-on all, or a base with tokenizer.json."
+            f"{option}: the base's tokenizer is a slow one and does not say where its "
+            "tokens stand; use --loss-on all without --fim-rate, or a base with tokenizer.json."
         ) from None
     examples = Examples([], kind, loss_on)
     ends = set(tokenizer.eos_token_ids) | set(tokenizer.all_special_ids)
-    for i, (row, (_, spans)) in enumerate(zip(rows, rendered, strict=True)):
+    long = long_rows == "split" or fim is not None
+    pieces = _Pieces(tokenizer, max_seq_length, long_rows, fim) if long else None
+    for i, (row, (text, spans)) in enumerate(zip(rows, rendered, strict=True)):
         tokens = list(encodings["input_ids"][i])
         if special and tokens[-1:] != [tokenizer.eos_token_id]:
             tokens.append(tokenizer.eos_token_id)
+        if pieces is not None:
+            pieces.add(i, text, tokens, encodings["offset_mapping"][i] if fim else None)
+            continue
         if loss_on == "all":
             target = np.ones(len(tokens), dtype=bool)
         else:
             target = _targets(encodings["offset_mapping"][i], tokens, spans, ends)
         _append(examples, row, tokens, target, max_seq_length, vocab_size, ce_last_k)
+    if pieces is not None:
+        for i, tokens in pieces.made():
+            target = np.ones(len(tokens), dtype=bool)
+            _append(examples, rows[i], tokens, target, max_seq_length, vocab_size, ce_last_k)
+        examples.cut += pieces.cut
     if not examples.items:
         raise PackError(f"{rows[0].where}: no row has a target within {max_seq_length} tokens.")
     return examples
+
+
+class _Pieces:
+    """Texts as rows of at most so many tokens, some of them rearranged to fill in the middle.
+
+    A piece begins with the last token of the one before it, so that every token is learned once.
+    ``cut``: texts that were too long, unless `_append` counts them.
+    """
+
+    def __init__(self, tokenizer, limit: int, long_rows: str, fim: FillInTheMiddle | None):
+        self.tokenizer, self.limit, self.fim, self.cut = tokenizer, limit, fim, 0
+        self.ids = sentinels(tokenizer, fim.tokens) if fim else None
+        self.splits = long_rows == "split"
+        self.room = limit - SPARE if fim else limit
+        self.plain: list[tuple[int, list[int]]] = []  # number of the row, tokens
+        self.parts: dict[int, tuple[bool, tuple[str, str, str]]] = {}  # by index into `plain`
+
+    def add(self, row: int, text: str, tokens: list[int], offsets: list | None) -> None:
+        """The pieces of a text; ``tokens`` are those of the whole, with what begins and ends it."""
+        count, starts = len(tokens), [0]
+        if count > self.room and self.splits:
+            starts = list(range(0, count - 1, self.room - 1))
+            self.cut += count > self.limit
+        for number, start in enumerate(starts):
+            stop = min(start + self.room, count)
+            parts = None
+            if self.fim:
+                begin = offsets[start][0] if start else 0
+                end = offsets[stop][0] if stop < len(offsets) else len(text)
+                parts = self.fim.parts(text[begin:end], row, number)
+            if parts is not None:
+                self.parts[len(self.plain)] = parts[0], parts[1:]
+                self.cut += count > self.limit and not self.splits
+                bos = self.tokenizer.bos_token_id
+                begins = not start and tokens[0] == bos and tuple(offsets[0]) == (0, 0)
+                self.plain.append((row, [bos] if begins else []))
+            else:
+                self.plain.append((row, tokens[start:stop] if self.splits else tokens))
+
+    def made(self) -> Iterator[tuple[int, list[int]]]:
+        """Number of the row and tokens of every piece."""
+        texts = [text for _, parts in self.parts.values() for text in parts]
+        encoded = iter(continued(self.tokenizer, texts))
+        for i, (row, tokens) in enumerate(self.plain):
+            if i in self.parts:
+                three = next(encoded), next(encoded), next(encoded)
+                room = self.limit - len(tokens)
+                tokens = tokens + arranged(self.ids, self.parts[i][0], three, room)
+            yield row, tokens
 
 
 def _is_unicode(text: str) -> bool:

@@ -12,13 +12,13 @@ from pathlib import Path
 
 from .adapters import Attached
 from .batches import Batch
-from .checkpoint import METRICS, Cursor, latest_checkpoint, save_checkpoint
-from .config import TrainConfig
+from .checkpoint import METRICS, Cursor, Window, latest_checkpoint, save_checkpoint
 from .display import Display
 from .errors import Interrupted, PackError
 from .evaluation import Score
 from .files import append_line
 from .loss import Arrays
+from .phases import Leg
 from .runtime import mx
 from .step import Stepper
 
@@ -47,36 +47,17 @@ def _interrupts_noted() -> Iterator[list[int]]:
 
 
 @dataclass
-class _Window:
-    """What was learned since the last report."""
-
-    batches: int = 0
-    targets: int = 0
-    loss_sum: float = 0.0
-    seconds: float = 0.0
-
-    def add(self, loss: float, targets: int, seconds: float) -> None:
-        self.batches += 1
-        self.targets += targets
-        self.loss_sum += loss * targets
-        self.seconds += seconds
-
-    @property
-    def tokens_per_s(self) -> float:
-        """Supervised tokens a second."""
-        return self.targets / self.seconds
-
-
-@dataclass
 class Loop:
-    """Everything that the loop over batches needs, so that it reads as one function.
+    """Everything that the loop over a leg's batches needs, so that it reads as one function.
 
+    leg: what is learned, and where in the run it begins.   last: no leg comes after it.
     arrays: of a batch, what the step takes.
     """
 
     attached: Attached
     stepper: Stepper
-    config: TrainConfig
+    leg: Leg
+    last: bool
     run: Path
     cursor: Cursor
     arrays: Callable[[Batch], Arrays]
@@ -87,38 +68,36 @@ class Loop:
     curve: list[dict]
 
     def learn(self, batches: Iterator[Batch]) -> None:
-        """Take batches up to ``iters``: step, report, validate, save.
+        """Take batches up to the end of the leg: step, report, validate, save.
 
         Raises: PackError at a loss or gradient that is not finite; the last checkpoint stays.
         """
-        config, cursor = self.config, self.cursor
+        config, cursor, first = self.leg.train, self.cursor, self.leg.first
         alone = config.grad_accumulation_steps == 1
-        window, due, norm = _Window(), False, 0.0
-        task = self.display.task("train", config.iters, done=cursor.batches)
+        due = False
+        task = self.display.task("train", config.iters, done=cursor.batches - first)
         with task as bar, _interrupts_noted() as interrupted:
-            while cursor.batches < config.iters:
+            while cursor.batches < self.leg.stop:
                 batch = next(batches)
-                number = cursor.batches + 1
-                last = number % config.grad_accumulation_steps == 0 or number == config.iters
+                number = cursor.batches + 1 - first
+                ends = number == config.iters
+                update = number % config.grad_accumulation_steps == 0 or ends
                 start = time.perf_counter()
-                loss, update_norm = self.stepper(self.arrays(batch), batch.count, last, alone)
+                loss, norm = self.stepper(self.arrays(batch), batch.count, update, alone)
                 seconds = time.perf_counter() - start
-                norm = update_norm if last else norm
-                self._stop_if_not_finite(loss, norm, number)
-                cursor.count(batch.count, last, seconds)
-                window.add(loss, batch.count, seconds)
+                self._stop_if_not_finite(loss, norm, first + number)
+                cursor.count(loss, batch.count, norm if update else None, seconds)
                 self._limit_cache()
-                bar.advance(self._status(loss, window.tokens_per_s))
-                if number % config.steps_per_report == 0 or number == config.iters:
-                    self._report(window, norm)
-                    window = _Window()
-                if self.validate and number % config.steps_per_eval == 0 and number < config.iters:
+                bar.advance(self._status(loss))
+                if number % config.steps_per_report == 0 or ends:
+                    self._report()
+                if self.validate and number % config.steps_per_eval == 0 and not ends:
                     self._validate()
-                due = due or number % config.save_every == 0 or number == config.iters
+                due = due or number % config.save_every == 0 or ends
                 if (due or interrupted) and not self.stepper.pending:
                     kept = self._save(batch)
                     due = False
-                    if interrupted and number < config.iters:
+                    if interrupted and not (ends and self.last):
                         raise Interrupted(f"interrupted; kept {kept}. Go on with --resume.")
 
     def _save(self, batch: Batch) -> Path:
@@ -127,12 +106,13 @@ class Loop:
         self.attached.model.train()
         return save_checkpoint(self.run, self.attached, self.stepper.optimizer, self.cursor)
 
-    def _status(self, loss: float, tokens_per_s: float) -> str:
+    def _status(self, loss: float) -> str:
         """What stands beside the bar: losses, supervised tokens a second, peak memory."""
         valid = [line["valid_loss"] for line in self.curve if "valid_loss" in line][-2:]
         arrow = "" if len(valid) < 2 else " ↓" if valid[1] < valid[0] else " ↑"
         held = f"  valid {valid[-1]:.3f}{arrow}" if valid else ""
         memory = mx.get_peak_memory() / 1e9
+        tokens_per_s = self.cursor.window.tokens_per_s
         return f"loss {loss:.3f}{held}  {tokens_per_s:,.0f} tok/s  {memory:.1f} GB"
 
     def _stop_if_not_finite(self, loss: float, norm: float, number: int) -> None:
@@ -147,26 +127,30 @@ class Loop:
         )
 
     def _limit_cache(self) -> None:
-        limit = self.config.clear_cache_threshold
+        limit = self.leg.train.clear_cache_threshold
         if limit is not None and mx.get_cache_memory() > limit:
             mx.clear_cache()
 
-    def _log(self, line: dict) -> None:
+    def log(self, line: dict) -> None:
+        """Add a line to the curve and to the run's metrics, with the phase if there are some."""
+        if self.leg.name:
+            line["phase"] = self.leg.name
         self.curve.append(line)
         append_line(self.run / METRICS, json.dumps(line))
 
-    def _report(self, window: _Window, norm: float) -> None:
+    def _report(self) -> None:
+        window, self.cursor.window = self.cursor.window, Window()
         line = {
             "batch": self.cursor.batches,
             "update": self.cursor.updates,
             "loss": window.loss_sum / window.targets,
-            "grad_norm": norm,
+            "grad_norm": self.cursor.grad_norm,
             "learning_rate": float(self.stepper.optimizer.learning_rate),
             "tokens_per_s": window.tokens_per_s,
             "trained_tokens": self.cursor.trained_tokens,
             "peak_gb": mx.get_peak_memory() / 1e9,
         }
-        self._log(line)
+        self.log(line)
         if self.callback is not None:
             self.callback.on_train_loss_report(
                 {
@@ -185,7 +169,7 @@ class Loop:
         found = self.validate()
         self.attached.model.train()
         line = {"batch": self.cursor.batches, "valid_loss": found.nll, "valid_ppl": found.ppl}
-        self._log(line)
+        self.log(line)
         self.display.line(
             "valid", f"batch {line['batch']}: loss {found.nll:.3f}, PPL {found.ppl:.2f}"
         )

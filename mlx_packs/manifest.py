@@ -3,7 +3,7 @@
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -66,6 +66,7 @@ _REQUIRED = {
 # What may be missing or null. A part stands before what is in it.
 _OPTIONAL = {
     "profile": "text",
+    "adapters.dtype": "text",
     "license": "text",
     "objective": "a mapping",
     "objective.loss_on": "text",
@@ -83,6 +84,7 @@ _OPTIONAL = {
     "measured": "a mapping",
     "measured.created": "text",
     "gates": "a mapping",
+    "phases": "a list",
     "sum_of": "a list",
     "eval": "a mapping",
     "eval.split": "text",
@@ -93,6 +95,10 @@ _OPTIONAL = {
     },
 }
 
+_PHASE = {
+    "name": "text", "data": "text", "steps": "an integer of 0 or more", "replay": "a number",
+    "optimizer_state": "text", "before": "a mapping", "after": "a mapping",
+}  # fmt: skip
 _GATE = {"limit": "a number", "value": "a number", "passed": "true or false"}
 
 
@@ -154,6 +160,11 @@ def check_manifest(manifest: dict, with_files: bool = True) -> None:
         _hold(f"data.rows.{split}", rows, "an integer of 0 or more")
     for name, gate in (manifest.get("gates") or {}).items():
         _hold_all(f"gates.{name}", gate, _GATE)
+    for i, phase in enumerate(manifest.get("phases") or ()):
+        _hold_all(f"phases[{i}]", phase, _PHASE)
+        for when in ("before", "after"):
+            for name, found in phase[when].items():
+                _hold_all(f"phases[{i}].{when}.{name}", found, {"ppl": "a number"})
     files = manifest["files"] if with_files else {}
     for name in (ADAPTERS, *files) if with_files else ():
         kinds = {"bytes": "an integer of 0 or more", "sha256": "text"}
@@ -296,6 +307,8 @@ def model_card(manifest: dict, name: str) -> str:
             f"{result.get('rows', '?')} rows of `{result.get('split', '?')}`.",
             "",
         ]
+    if phases := manifest.get("phases"):
+        lines += ["Learned in phases:", "", *(f"- {line}" for line in phase_lines(phases)), ""]
     lines += ["```", _card_command(manifest, specs), "```", ""]
     lines += [f"Base fingerprint: `{base['fingerprint']}`"]
     if license := manifest.get("license"):
@@ -357,6 +370,21 @@ def shown_result(result: Mapping, when: str) -> str | None:
 def shown_perplexity(ppl: float, se: float | None, digits: int = 2) -> str:
     """A perplexity for people, with its standard error where there is one."""
     return f"{ppl:.{digits}f}" + ("" if se is None else f" ± {se:.{digits}f}")
+
+
+def phase_lines(phases: Sequence[Mapping]) -> list[str]:
+    """A line a phase for people: what it did to its own held-out rows and to those of others."""
+    lines = []
+    for phase in phases:
+        before, after = phase["before"], phase["after"]
+        names = sorted(set(before) & set(after), key=lambda name: (name != phase["name"], name))
+        changes = [f"{n} {before[n]['ppl']:.2f} → {after[n]['ppl']:.2f}" for n in names]
+        replayed = f", {phase['replay']:.0%} replayed" if phase["replay"] else ""
+        lines.append(
+            f"{phase['name']}: {phase['steps']:,} updates on {phase['data']}{replayed} · held-out "
+            f"PPL of {' · '.join(changes) or '?'}"
+        )
+    return lines
 
 
 def _card_command(manifest: dict, specs: "Specs") -> str:

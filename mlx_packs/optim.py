@@ -127,9 +127,11 @@ def unused_learning_rate(config: TrainConfig) -> str | None:
     )
 
 
-def make_optimizer(config: TrainConfig) -> optimizers.Optimizer:
+def make_optimizer(config: TrainConfig, since: int = 0) -> optimizers.Optimizer:
     """The optimizer of a run with its schedule and arguments, after one update on trial.
 
+    Args:
+        since: updates that its state will have seen when the schedule begins.
     Raises: PackError naming an argument that the optimizer does not take, or a value that it does
         not work with.
     """
@@ -145,7 +147,16 @@ def make_optimizer(config: TrainConfig) -> optimizers.Optimizer:
             f"optimizer {config.optimizer} with {arguments} and lr_schedule {config.lr_schedule}: "
             "the first update is not finite; check their values."
         )
-    return made(learning_rate=schedule(config), **arguments)
+    rate = schedule(config)
+    if since and callable(rate):
+        return made(learning_rate=lambda step: rate(step - since), **arguments)
+    return made(learning_rate=rate, **arguments)
+
+
+def carry_state(old: optimizers.Optimizer, new: optimizers.Optimizer) -> None:
+    """Go on with another optimizer of the same kind: all of its state but the learning rate."""
+    rate = new.state["learning_rate"]
+    new.state = {**old.state, "learning_rate": rate}
 
 
 def _arguments(config: TrainConfig) -> dict:

@@ -77,15 +77,20 @@ class Pack:
         return self.path.resolve() if self.path else self.parts or id(self)
 
     @classmethod
-    def of(cls, attached: Attached, **facts) -> "Pack":
-        """The pack of adapters that are attached to a base; ``facts`` go into the manifest."""
+    def of(cls, attached: Attached, dtype: str = "float32", **facts) -> "Pack":
+        """The pack of adapters that are attached to a base; ``facts`` go into the manifest.
+
+        dtype: of the adapters; `rounded` ones lose nothing.
+        """
         groups = [[g.path for g in group.members] for group in attached.groups]
         adapters = {
             "parameters": attached.parameter_count(),
             "groups": groups,
             "modules": [spec_json(spec) for spec in attached.specs.values()],
+            "dtype": dtype,
         }
-        return cls(manifest_of(attached.base, adapters, **facts), attached.tensors())
+        tensors = {n: t.astype(getattr(mx, dtype)) for n, t in attached.tensors().items()}
+        return cls(manifest_of(attached.base, adapters, **facts), tensors)
 
     @classmethod
     def open(cls, path: str | Path) -> "Pack":
@@ -294,6 +299,18 @@ class Pack:
             raise
         base.model.eval()
         return attached
+
+
+def round_adapters(attached: Attached, dtype: str) -> None:
+    """Take every adapter to the nearest number of a dtype, so that a pack of it loses nothing.
+
+    Raises: PackError if one is too large for it.
+    """
+    rounded = {n: t.astype(getattr(mx, dtype)) for n, t in attached.tensors().items()}
+    for name, tensor in rounded.items():
+        if not mx.isfinite(tensor).all().item():
+            raise PackError(f"{name}: is too large for {dtype}; use --pack-dtype bfloat16.")
+    attached.load(rounded, f"--pack-dtype {dtype}")
 
 
 def _is_hub_blob(link: Path) -> bool:

@@ -161,18 +161,61 @@ class Checkpoint:
 def read_checkpoint(name: str | Path) -> Checkpoint:
     """Config and tensor headers of a folder, ``tiny`` or a hub id (cached first, else by range).
 
+    A folder with ``config.json`` alone is planned as the dense checkpoint that this describes.
+
     Raises: PackError, one line, when there is none or the Hub cannot be reached.
     """
     is_id = str(name) != TINY and "/" in str(name) and not os.path.exists(Path(name).expanduser())
     path = _cached(str(name)) if is_id else resolve_base_path(name)
     if path is None:
         return Checkpoint(str(name), *_from_hub(str(name)))
+    if not weight_files(path):
+        return Checkpoint(str(name), *_from_config(path / "config.json"))
     check_files(path)
     config = json.loads((path / "config.json").read_text(encoding="utf-8"))
     tensors: dict[str, Mapping] = {}
     for file in weight_files(path):
         tensors |= read_header(file)[0]
     return Checkpoint(str(name), config, tensors)
+
+
+def _from_config(file: Path) -> tuple[dict, Tensors]:
+    """Config, and the headers of the dense checkpoint that it describes, where there is no more.
+
+    Raises: PackError if the config is of no family known here, or of a quantized checkpoint.
+    """
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise PackError(f"{file}: is not valid JSON: {error}.") from None
+    if not isinstance(config, dict) or config.get(
+        "quantization_config", config.get("quantization")
+    ):
+        raise PackError(f"{file}: stands alone and does not say how each weight is packed; a plan "
+                        "needs the headers of model*.safetensors too.")  # fmt: skip
+    return config, described(config)
+
+
+def described(config: Mapping) -> Tensors:
+    """Headers of the dense checkpoint that a config describes."""
+    names = {"float32": "F32", "float16": "F16"}
+    dtype = names.get(config.get("torch_dtype") or config.get("dtype"), "BF16")
+    head = {} if config.get("tie_word_embeddings") else {"lm_head.weight": {}}
+    shapes = {f"{path}.weight": list(s) for path, s in _sizes(config, head).modules.items()}
+    hidden, shapes["model.norm.weight"] = config["hidden_size"], [config["hidden_size"]]
+    heads = Heads.of(dict(config))
+    for i in range(config["num_hidden_layers"]):
+        block = f"model.layers.{i}"
+        for name in ("input_layernorm", "post_attention_layernorm"):
+            shapes[f"{block}.{name}.weight"] = [hidden]
+        if config["model_type"] == "qwen3":
+            for name in ("q_norm", "k_norm"):
+                shapes[f"{block}.self_attn.{name}.weight"] = [heads.head_dim]
+        if config["model_type"] == "qwen2":
+            for name in ("q_proj", "k_proj", "v_proj"):
+                path = f"{block}.self_attn.{name}"
+                shapes[f"{path}.bias"] = shapes[f"{path}.weight"][:1]
+    return {name: {"dtype": dtype, "shape": shape} for name, shape in shapes.items()}
 
 
 def _cached(repo: str) -> Path | None:

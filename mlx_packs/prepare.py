@@ -4,7 +4,7 @@ import dataclasses
 import json
 import os
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -14,17 +14,19 @@ from . import data as rows_of
 from . import runtime
 from .adapters import Attached
 from .base_path import BasePathChoice, choose_base_path, weight_kinds
-from .batches import batch_shapes, few_shapes, packed_rows, padded_length
+from .batches import packed_rows, padded_length
 from .checkpoint import checkpoints, is_run, run_folder
 from .config import DataConfig, LoRAConfig, Recipe, TrainConfig
 from .display import VERBOSE, Display, size
 from .encoding import Examples
 from .errors import PackError
 from .files import make_folder, only_writer, sha256
-from .loading import Base
+from .fim import FillInTheMiddle
+from .loading import Base, public_name
 from .manifest import mlx_lm_config
 from .nn.quantized import path_at_work
 from .pack import check_output
+from .phases import Course, Leg
 from .plan import (
     ERROR,
     MemoryPlan,
@@ -44,7 +46,7 @@ from .token_cache import encode_cached
 # What may differ when a run is resumed: none of it changes a step that was taken.
 _MAY_CHANGE = (
     "iters steps_per_report steps_per_eval save_every val_batches test_batches max_pack_mb "
-    "max_ppl_ratio min_tps_ratio clear_cache_threshold base_path cache_prefix"
+    "max_ppl_ratio min_tps_ratio clear_cache_threshold base_path cache_prefix pack_dtype"
 ).split()
 
 # The same up to float error; dropout would draw other masks.
@@ -148,7 +150,9 @@ def check_resume(run: Path, identity: dict, earlier: dict) -> None:
     then, now = earlier["recipe"], json.loads(json.dumps(identity["recipe"]))
     # an option that is newer than the run was what it is by default
     then = json.loads(json.dumps(Recipe().to_json())) | then
-    may_change = (*_MAY_CHANGE, *(() if then["dropout"] else _MAY_CHANGE_WITHOUT_DROPOUT))
+    may_change = {*_MAY_CHANGE, *(() if then["dropout"] else _MAY_CHANGE_WITHOUT_DROPOUT)}
+    if "phases" in then:
+        may_change.discard("iters")  # where one phase ends, the next begins
     for key in sorted(set(now) | set(then)):
         if key not in may_change and now.get(key) != then.get(key):
             raise PackError(
@@ -175,10 +179,8 @@ def encode_splits(
                 splits.rows[split],
                 base.tokenizer,
                 columns,
-                loss_on=train.loss_on,
-                max_seq_length=train.max_seq_length,
                 vocab_size=base.vocab_size,
-                ce_last_k=train.ce_last_k if split == "train" else None,
+                **encoding_options(train, split, splits.rows[split], columns),
             )
             if file is not None:
                 display.line("data", f"tokens of {split} are in {file}", VERBOSE)
@@ -198,11 +200,88 @@ def encode_splits(
     if cut := sum(e.cut for e in examples.values()):
         dropped = sum(e.dropped for e in examples.values())
         text = f"longer than {train.max_seq_length} tokens and cut: {cut} rows"
+        if first.format == "text" and train.long_rows == "split":
+            text = f"longer than {train.max_seq_length} tokens: {first.cut} training rows, split"
+            text += f"; {cut - first.cut} held-out rows, cut" if cut > first.cut else ""
+        elif first.format == "text" and first.cut:
+            text += "; --long-rows split keeps all of them"
         text += f", {dropped} of them dropped, since no target was left" if dropped else ""
         display.line("data", f"{text} (--max-seq-length)")
     for note in splits.notes:
         display.line("data", note)
     return examples
+
+
+def encoding_options(
+    train: TrainConfig, split: str, rows: list[rows_of.Row], columns: DataConfig
+) -> dict:
+    """How `encoding.encode` encodes the rows of a split.
+
+    Held-out rows are measured as they are, so that their perplexity does not depend on how the
+    training rows are laid out; what is for texts leaves rows of other formats alone.
+    """
+    told = {"loss_on": train.loss_on, "max_seq_length": train.max_seq_length}
+    if split != "train":
+        return told
+    told["ce_last_k"] = train.ce_last_k
+    if rows and rows_of.row_format(rows[0], columns) == "text":
+        told["long_rows"] = train.long_rows
+        if train.fim_rate:
+            told["fim"] = FillInTheMiddle(
+                train.fim_rate, train.fim_spm_rate, train.seed, train.fim_tokens
+            )
+    return told
+
+
+def encode_legs(
+    legs: Sequence[Leg],
+    splits: Sequence[rows_of.Splits],
+    base: Base,
+    train: TrainConfig,
+    display: Display,
+) -> Course:
+    """Tokens of the rows of every leg.
+
+    Raises: PackError where something is asked for that is for texts, and no leg has any.
+    """
+    wanted = {"--fim-rate": train.fim_rate, "--long-rows split": train.long_rows == "split"}
+    kinds = {
+        rows_of.row_format(rows[0], leg.sources[0])
+        for leg, read in zip(legs, splits, strict=True)
+        if (rows := read.rows["train"])
+    }
+    for option in (name for name, said in wanted.items() if said):
+        if kinds and "text" not in kinds:
+            raise PackError(f"{option}: is for rows of text, but these are {', '.join(kinds)}.")
+    found = []
+    for leg, read in zip(legs, splits, strict=True):
+        if leg.name:
+            replayed = f", {leg.replay:.0%} of its rows from before" if leg.replay else ""
+            display.line("phase", f"{leg.name}: {leg.train.iters:,} batches{replayed}")
+        found.append(encode_splits(read, base, leg.sources[0], leg.train, display))
+    return Course(tuple(legs), found)
+
+
+def fingerprints(course: Course, splits: Sequence[rows_of.Splits]) -> dict[str, str]:
+    """Of the rows of every split of every leg."""
+    return {
+        leg.named(split): rows_of.fingerprint(read.rows[split])
+        for leg, read, found in zip(course.legs, splits, course.splits, strict=True)
+        for split in found
+    }
+
+
+def public_recipe(recipe: Recipe, base: Base) -> dict:
+    """A recipe as a manifest has it: folders without their paths."""
+    told = {
+        **recipe.to_json(), "model": base.public_name, "data": public_name(recipe.data.data)
+    }  # fmt: skip
+    for phase in told.get("phases", ()):
+        if "data" in phase:
+            data = phase["data"]
+            one = isinstance(data, str)
+            phase["data"] = public_name(data) if one else [public_name(source) for source in data]
+    return told
 
 
 def refuse_from_headers(
@@ -232,11 +311,11 @@ def plan_paths(
     base: Base,
     lora: LoRAConfig,
     train: TrainConfig,
-    examples: Examples,
+    shapes: set[tuple[int, int]],
     display: Display,
     force: bool = False,
 ) -> dict[str, MemoryPlan]:
-    """The peak that the loop over these rows should have on each base path that may be taken.
+    """The peak that batches of these shapes (T, M) should have on each base path that may be taken.
 
     Paths that do not fit, or not as well as another one, are left out. Empty where no plan is
     possible.
@@ -244,10 +323,6 @@ def plan_paths(
     """
     loaded = dataclasses.replace(train, quantize="none", keep=(), double_quant=True)
     tensors = tensors_of(base.model)
-    shapes = batch_shapes(
-        examples, train.batch_size, train.max_seq_length, train.seed, train.iters, train.packing,
-        compiled_shapes(train, examples),
-    )  # fmt: skip
     memory = runtime.total_memory()
     try:
         plans = {
@@ -283,13 +358,6 @@ def plan_paths(
         loaded, base_path=cheapest.base_path, recompute=cheapest.recompute, grad_checkpoint=False
     )
     raise _too_large(cheapest, remedies(peak, lora, taken, not is_packed(tensors)))
-
-
-def compiled_shapes(train: TrainConfig, examples: Examples) -> frozenset[tuple[int, int]] | None:
-    """The shapes that batches may have where each costs a compilation, else None."""
-    if train.packing or not runtime.COMPILES:
-        return None
-    return few_shapes(examples, train.batch_size, train.max_seq_length, train.seed)
 
 
 def choose_path(

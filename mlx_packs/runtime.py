@@ -205,8 +205,24 @@ if not COMPILES:
     mx.disable_compile()
 
 
+_assumed: str | None = None
+
+
+@contextmanager
+def assumed_device(kind: str | None) -> Iterator[None]:
+    """Plan as if MLX computed on a ``cpu`` or a ``gpu`` by default; None is as it is."""
+    global _assumed
+    before, _assumed = _assumed, kind or _assumed
+    try:
+        yield
+    finally:
+        _assumed = before
+
+
 def on_cpu() -> bool:
     """Whether MLX computes on the CPU by default."""
+    if _assumed is not None:
+        return _assumed == "cpu"
     return mx.default_device() == mx.Device(mx.cpu)
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from . import encoding
+from . import encoding, fim
 from .config import DataConfig
 from .data import Row, row_format
 from .encoding import Example, Examples, encode, resolve_loss_on
@@ -101,7 +101,7 @@ def cache_key(rows: list[Row], tokenizer, config: DataConfig, options: dict) -> 
     template = str(plain.chat_template)
     special = getattr(tokenizer, "_chat_template", None)
     known = {
-        "code": sha256(Path(encoding.__file__)),
+        "code": [sha256(Path(module.__file__)) for module in (encoding, fim)],
         "versions": [version(name) for name in ("mlx-lm", "transformers", "tokenizers")],
         "class": type(plain).__qualname__,
         "tokenizer": hashlib.sha256(backend.to_str().encode()).hexdigest(),

@@ -7,21 +7,24 @@ from pathlib import Path
 
 import click
 
-from . import data as rows_of
 from . import options
 from .checkpoint import CONFIG, check_resumable, run_folder
-from .config import DataConfig, LoRAConfig, Recipe, TrainConfig, read_yaml, resolve
+from .config import DataConfig, LoRAConfig, Recipe, TrainConfig, read_yaml, resolve, said
 from .display import NORMAL, QUIET, VERBOSE, Display, clock
-from .encoding import encode
+from .encoding import Example, encode
 from .gates import failures, shown
 from .layouts import translate
 from .loading import TINY, check_files, load_base_tokenizer, resolve_base_path, text_config
-from .manifest import shown_result
+from .manifest import phase_lines, shown_result
+from .phases import check_said, legs_of
+from .prepare import encoding_options
 from .training import tiny_recipe, train_pack
 
 _RUN_ARGUMENTS = (
     "overwrite resume resume_adapter_file report_to project_name trust_remote_code"
 ).split()
+
+_YAML_ONLY = ("optimizer_config", "phases", "rank_pattern", "alpha_pattern", "hf_dataset")
 
 
 def _config_options(command):
@@ -29,7 +32,7 @@ def _config_options(command):
     tiny = tiny_recipe()
     for cls in (TrainConfig, LoRAConfig, DataConfig):
         for f in reversed(dataclasses.fields(cls)):
-            if f.name not in ("optimizer_config", "rank_pattern", "alpha_pattern", "hf_dataset"):
+            if f.name not in _YAML_ONLY:
                 own = f"tiny: {tiny[f.name]}" if tiny.get(f.name, f.default) != f.default else None
                 defaults = [text for text in (options.default_of(f), own) if text]
                 command = options.of_field(f, "; ".join(defaults))(command)
@@ -67,7 +70,9 @@ def command(configs, force, show_mask, as_json, verbose, quiet, **flags):
     brackets are for real bases, after "tiny:" for the tiny one.
     """
     flags = {k: v for k, v in flags.items() if v is not None}
-    recipe = recipe_of(flags, read_configs(configs))
+    values = read_configs(configs)
+    recipe = recipe_of(flags, values)
+    check_said(recipe.train, said(values, flags))
     run = recipe.run
     display = Display(QUIET if quiet else VERBOSE if verbose else NORMAL)
     if show_mask:
@@ -124,6 +129,8 @@ def _print_result(report: dict, model: str, quiet: bool) -> None:
     )
     if quiet:
         return
+    for line in phase_lines(report["phases"]):
+        click.echo(f"phase   {line}")
     planned = report["plan_peak_gb"]
     planned = "" if planned is None else f" ({planned:.2f} estimated)"
     click.echo(
@@ -161,25 +168,30 @@ def _masked_rows(recipe: Recipe, rows: int) -> tuple[list[dict], str]:
     """Some training rows in spans of text that are learned or not, and what the loss is on."""
     run, train = recipe.run, recipe.train
     tokenizer, vocab_size = _tokenizer(run.get("model", TINY), run.get("trust_remote_code", False))
-    examples = encode(
-        rows_of.load_rows(recipe.data).rows["train"][:rows], tokenizer, recipe.data,
-        loss_on=train.loss_on, max_seq_length=train.max_seq_length,
-        vocab_size=vocab_size, ce_last_k=train.ce_last_k,
-    )  # fmt: skip
-    masked = []
-    for example in examples.items:
-        target, total = example.target, len(example.tokens)
-        edges = [0, *(i for i in range(1, total) if target[i] != target[i - 1]), total]
-        spans = [
-            {
-                "text": tokenizer.decode(example.tokens[start:end].tolist()),
-                "learned": bool(target[start]),
-            }
-            for start, end in zip(edges, edges[1:], strict=False)
-        ]
-        learned = int(target.sum())
-        masked.append({"where": example.where, "learned": learned, "total": total, "spans": spans})
-    return masked, examples.loss_on
+    masked, losses = [], {}
+    for leg in legs_of(train, recipe.data):
+        shown = leg.load_rows().rows["train"][:rows]
+        examples = encode(
+            shown, tokenizer, leg.sources[0], vocab_size=vocab_size,
+            **encoding_options(train, "train", shown, leg.sources[0]),
+        )  # fmt: skip
+        masked += [_masked(example, tokenizer) for example in examples.items]
+        losses[examples.loss_on] = None
+    return masked, ", ".join(losses)
+
+
+def _masked(example: Example, tokenizer) -> dict:
+    """A row in spans of text that are learned or not."""
+    target, total = example.target, len(example.tokens)
+    edges = [0, *(i for i in range(1, total) if target[i] != target[i - 1]), total]
+    spans = [
+        {
+            "text": tokenizer.decode(example.tokens[start:end].tolist()),
+            "learned": bool(target[start]),
+        }
+        for start, end in zip(edges, edges[1:], strict=False)
+    ]
+    return {"where": example.where, "learned": int(target.sum()), "total": total, "spans": spans}
 
 
 def _show_mask(recipe: Recipe, display: Display, as_json: bool, rows: int = 5) -> None:

@@ -1,17 +1,18 @@
 """Train a pack: rows in, adapters on a frozen base, a folder out.
 
 `_train_into` reads from top to bottom: rows, base path, attach, measure, learn, measure, save.
+`_learn` walks the legs of the run (phases.py), of which there is one where no phases are said.
 """
 
 import time
-from contextlib import closing
-from dataclasses import dataclass, field
+from contextlib import closing, suppress
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from . import data as rows_of
 from . import runtime
 from .adapters import Attached, attach
-from .batches import Batch, evaluation_batches, prefetched, training_batches
+from .batches import Batch, prefetched
 from .checkpoint import (
     Cursor,
     check_resumable,
@@ -19,35 +20,38 @@ from .checkpoint import (
     kept_metrics,
     latest_checkpoint,
     load_checkpoint,
+    read_cursor,
     write_identity,
 )
 from .config import DataConfig, LoRAConfig, Recipe, TrainConfig, read_yaml, resolve
 from .display import QUIET, VERBOSE, Display
 from .encoding import Examples
-from .errors import PackError
+from .errors import Interrupted, PackError
 from .evaluation import Score, score
 from .files import make_folder
 from .gates import Gates, judge, limits
 from .generate import chat_prompt, complete
 from .lanes import has_lanes
-from .loading import TINY, Base, load_base, public_name
+from .loading import TINY, Base, load_base
 from .loop import Loop
 from .loss import Head, as_arrays, split_head
 from .ops import _backend
-from .optim import make_optimizer, unused_learning_rate
-from .pack import Pack, versions_line
+from .optim import carry_state, unused_learning_rate
+from .pack import Pack, round_adapters, versions_line
 from .packable import prepare_packing
+from .phases import Course, Leg, legs_of, pack_name, phase_reports
 from .prefix import PrefixCache, open_prefix
 from .prepare import (
     base_paths_at_work,
     check_resume,
     choose_path,
-    compiled_shapes,
     describe,
-    encode_splits,
+    encode_legs,
+    fingerprints,
     load_adapters,
     output_folders,
     plan_paths,
+    public_recipe,
     refuse_from_headers,
     show_plan,
     started_from,
@@ -131,11 +135,13 @@ def train_pack(
     suited = resolve(tiny_recipe()) if tiny else Recipe()
     lora, train = lora or suited.lora, train or suited.train
     _backend.start_record()
-    make_optimizer(train)  # a wrong argument shows before anything is loaded
+    legs = legs_of(train, columns)
+    if data is not None and train.phases and all(phase.data for phase in train.phases):
+        raise PackError(f"data {data}: every phase has rows of its own; say them there alone.")
     _check_report_to(report_to, project_name)
-    with output_folders(out, columns, overwrite, resume) as (folder, run):
+    with output_folders(out, pack_name(legs), overwrite, resume) as (folder, run):
         return _train_into(
-            folder, run, base, lora, train, columns, display, overwrite, resume,
+            folder, run, base, lora, train, legs, columns, display, overwrite, resume,
             resume_adapter_file, report_to, project_name, trust_remote_code, force,
         )  # fmt: skip
 
@@ -146,6 +152,7 @@ def _train_into(
     base: Base | str | Path,
     lora: LoRAConfig,
     train: TrainConfig,
+    legs: tuple[Leg, ...],
     columns: DataConfig,
     display: Display,
     overwrite: bool,
@@ -159,36 +166,27 @@ def _train_into(
     """`train_pack` once everything is said and the folders are its own."""
     earlier = check_resumable(run) if resume else None
     started = started_from(resume_adapter_file, earlier)
-    if not isinstance(base, Base):
-        refuse_from_headers(base, lora, train, force)
-        with display.working("base", f"loading {base}"):
-            base = load_base(
-                base, train.quantize, trust_remote_code, double_quant=train.double_quant,
-                keep=train.keep, compute_dtype=train.compute_dtype,
-            )  # fmt: skip
-    elif train.quantize != "none":
-        raise PackError("quantize: this base is loaded already; give it to load_base instead.")
+    splits = [leg.load_rows() for leg in legs]
+    base = _loaded(base, lora, train, trust_remote_code, force, display)
     display.line("base", base.summary())
     if unused := unused_learning_rate(train):
         display.line("note", unused)
     recipe = Recipe(lora, train, columns, {"model": base.name, "resume_adapter_file": started})
-    splits = rows_of.load_rows(columns)
-    examples = encode_splits(splits, base, columns, train, display)
+    course = encode_legs(legs, splits, base, train, display)
     identity = {
         "recipe": recipe.to_json(),
         "base": base.fingerprint,
-        "data": {split: rows_of.fingerprint(splits.rows[split]) for split in examples},
+        "data": fingerprints(course, splits),
     }
     if earlier is not None:
         check_resume(run, identity, earlier)
-    held_out = "test" if "test" in examples else "valid"
-    judged = evaluation_batches(
-        examples[held_out], train.batch_size, train.max_seq_length, train.test_batches
-    )
-    sample = SamplePrompt.of(splits.rows[held_out][0], base, columns)
-    splits.rows.clear()  # from here on only their tokens are needed
-    plans = plan_paths(base, lora, train, examples["train"], display, force)
-    choice = choose_path(base, train, examples["train"], plans, display)
+    goal = legs[-1]  # what a pack is judged by are the rows of what it learned last
+    held_out, rows = course.held_out(goal)
+    sample = SamplePrompt.of(splits[-1].rows[held_out][0], base, goal.sources[0])
+    sources = [leg.public_source(read) for leg, read in zip(legs, splits, strict=True)]
+    splits.clear()  # from here on only their tokens are needed
+    plans = plan_paths(base, lora, train, course.batch_shapes(), display, force)
+    choice = choose_path(base, train, course.train, plans, display)
     plan = plans.get(choice.base_path)
     plan_peak_gb = plan.peak_gb if plan else None
     if plan:
@@ -208,34 +206,36 @@ def _train_into(
         if train.packing:
             prepare_packing(attached, head, train.max_seq_length, base.vocab_size)
         prefix = open_prefix(
-            attached, head, train, examples["train"], choice.base_path,
+            attached, head, replace(train, iters=course.iters), course.train, choice.base_path,
             plan.peak_bytes if plan else None, display,
         )  # fmt: skip
-        with display.task("eval", len(judged), "held-out batches") as bar:
-            before = _score_base(attached, head, judged, bar.advance)
+        before = _score_base(attached, head, course, display)
         texts = {"before": sample.complete(base)}
         callback = _callback(report_to, project_name, run, recipe)
         _start_run_folder(run, identity, resume)
-        learned = _learn(attached, head, prefix, train, examples, run, resume, display, callback)
+        learned = _learn(attached, head, prefix, course, run, resume, display, callback)
         if _backend.detect() != "reference":
             display.line("kernels", _backend.summary())
-        with display.task("eval", len(judged), "held-out batches") as bar:
-            after = score(base.model, head, judged, bar.advance)
+        round_adapters(attached, train.pack_dtype)
+        scores = [before, *learned.scores, _score_legs(attached, head, course, display)]
         texts["after"] = sample.complete(base)
-        result = _result(held_out, before, after)
+        result = _result(held_out, before[goal.name], scores[-1][goal.name])
+        phases = phase_reports(course, sources, scores, learned.curve)
         pack = Pack.of(
             attached,
-            objective={"loss_on": examples["train"].loss_on, "ce_last_k": train.ce_last_k},
+            train.pack_dtype,
+            objective={"loss_on": course.loss_on, "ce_last_k": train.ce_last_k},
             data={
-                "source": public_name(splits.source),
+                "source": ", ".join(dict.fromkeys(sources)),
                 "fingerprint": identity["data"],
-                "rows": {split: len(e) for split, e in examples.items()},
+                "rows": {
+                    leg.named(split): len(e)
+                    for leg, found in zip(legs, course.splits, strict=True)
+                    for split, e in found.items()
+                },
             },
-            recipe={
-                **recipe.to_json(),
-                "model": base.public_name,
-                "data": public_name(columns.data),
-            },
+            recipe=public_recipe(recipe, base),
+            **({"phases": phases} if phases else {}),
             versions=versions_line(),
             eval=result,
             measured={
@@ -251,7 +251,7 @@ def _train_into(
         if prefix is not None:
             prefix.close()
         attached.detach()
-    gates = _gates(train, base, pack, result, examples[held_out], choice.base_path, display)
+    gates = _gates(train, base, pack, result, rows, choice.base_path, display)
     report = {
         "pack": str(folder),
         "run": str(run),
@@ -260,6 +260,7 @@ def _train_into(
         **{k: v for k, v in result.items() if k.startswith(("ppl", "accuracy"))},
         "held_out": {k: result[k] for k in ("split", "rows", "targets")},
         "trained_tokens": learned.cursor.trained_tokens,
+        "phases": phases,
         **learned.measured,
         "process_peak_gb": runtime.peak_process_bytes() / 1e9,
         "pack_mb": pack.size_mb,
@@ -277,6 +278,23 @@ def _train_into(
     return TrainRun(pack, run, report, learned.curve)
 
 
+def _loaded(
+    base: Base | str | Path, lora: LoRAConfig, train: TrainConfig, trust_remote_code: bool,
+    force: bool, display: Display,
+) -> Base:  # fmt: skip
+    """The base, quantized as the run wants it; refused before it is read where it cannot fit."""
+    if isinstance(base, Base):
+        if train.quantize != "none":
+            raise PackError("quantize: this base is loaded already; give it to load_base instead.")
+        return base
+    refuse_from_headers(base, lora, train, force)
+    with display.working("base", f"loading {base}"):
+        return load_base(
+            base, train.quantize, trust_remote_code, double_quant=train.double_quant,
+            keep=train.keep, compute_dtype=train.compute_dtype,
+        )  # fmt: skip
+
+
 # ── learning ─────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -289,10 +307,11 @@ def _start_run_folder(run: Path, identity: dict, resume: bool) -> None:
 
 @dataclass(frozen=True)
 class _Learned:
-    """What the loop left behind besides the adapters."""
+    """What the walk left behind besides the adapters; ``scores``: after each leg but the last."""
 
     cursor: Cursor
     curve: list[dict]
+    scores: list[dict[str, Score]]
     measured: dict
     batch_shapes: int
     traces: int
@@ -302,61 +321,84 @@ def _learn(
     attached: Attached,
     head: Head | None,
     prefix: PrefixCache | None,
-    train: TrainConfig,
-    examples: dict[str, Examples],
+    course: Course,
     run: Path,
     resume: bool,
     display: Display,
     callback: object | None,
 ) -> _Learned:
-    """Run the loop from the start or from the last checkpoint; checkpoint its end."""
-    model = attached.model
-    mx.random.seed(train.seed)
-    optimizer = make_optimizer(train)
-    optimizer.init(model.trainable_parameters())
-    cursor, curve = Cursor(), []
-    if resume:
-        cursor = load_checkpoint(latest_checkpoint(run), attached, optimizer)
+    """Walk the legs from the start or from the last checkpoint; checkpoint the end of each."""
+    model, goal = attached.model, course.legs[-1]
+    mx.random.seed(goal.train.seed)
+    cursor, curve, optimizer = Cursor(), [], None
+    reached = latest_checkpoint(run) if resume else None
+    if reached is not None:
+        cursor = read_cursor(reached)
         curve = kept_metrics(run, cursor.batches)
-        display.line("resume", f"{run}: batch {cursor.batches} of {train.iters}")
-    validate = None
-    if "valid" in examples and train.val_batches:
-        valid = evaluation_batches(
-            examples["valid"], train.batch_size, train.max_seq_length, train.val_batches
-        )
-
-        def validate() -> Score:
-            return score(model, head, valid)
-
-    stepper = Stepper(
-        model, head, optimizer, train.max_grad_norm, train.z_loss, train.label_smoothing,
-        has_lanes(model),
-    )  # fmt: skip
+        display.line("resume", f"{run}: batch {cursor.batches} of {course.iters}")
 
     def judge(batch: Batch) -> Score:
         return score(model, head, [batch])
 
-    loop = Loop(
-        attached, stepper, train, run, cursor, prefix.arrays if prefix else as_arrays, judge,
-        validate, display, callback, curve,
-    )  # fmt: skip
-    batches = training_batches(
-        examples["train"], train.batch_size, train.max_seq_length, train.seed, cursor.batches,
-        train.packing, compiled_shapes(train, examples["train"]),
-    )  # fmt: skip
-    model.train()
+    scores, shapes, traces = [], set(), 0
     mx.reset_peak_memory()
-    limits = runtime.memory_limits(train.clear_cache_threshold or 0)
-    with closing(prefetched(prefix.ahead(batches) if prefix else batches)) as ahead, limits:
-        loop.learn(ahead)
-    shapes, traces = len(stepper.shapes), stepper.traces
-    display.line("shapes", f"{shapes} of batches, {traces} compiled traces", VERBOSE)
+    for leg in course.legs:
+        if cursor.batches > leg.stop and leg is not goal:  # it was all taken before
+            scores.append(_noted_scores(curve, leg))
+            continue
+        before, optimizer = optimizer, leg.optimizer()
+        optimizer.init(model.trainable_parameters())
+        if reached is not None:
+            cursor, reached = load_checkpoint(reached, attached, optimizer), None
+        elif before is not None and leg.carries:
+            carry_state(before, optimizer)
+        if leg.name:
+            display.line("phase", f"{leg.name}: batches {leg.first + 1} to {leg.stop}")
+        valid = course.valid(leg)
+        config = leg.train
+        stepper = Stepper(
+            model, head, optimizer, config.max_grad_norm, config.z_loss, config.label_smoothing,
+            has_lanes(model),
+        )  # fmt: skip
+        loop = Loop(
+            attached, stepper, leg, leg is goal, run, cursor,
+            prefix.arrays if prefix else as_arrays, judge,
+            (lambda valid=valid: score(model, head, valid)) if valid else None,
+            display, callback, curve,
+        )  # fmt: skip
+        batches = course.batches(leg, cursor.batches - leg.first)
+        model.train()
+        limits = runtime.memory_limits(config.clear_cache_threshold or 0)
+        with closing(prefetched(prefix.ahead(batches) if prefix else batches)) as ahead, limits:
+            loop.learn(ahead)
+        shapes |= stepper.shapes
+        traces += stepper.traces
+        if leg is not goal:
+            if not (found := _noted_scores(curve, leg)):
+                try:
+                    found = _score_legs(attached, head, course, display)
+                except KeyboardInterrupt:
+                    kept = latest_checkpoint(run)
+                    raise Interrupted(f"interrupted; kept {kept}. Go on with --resume.") from None
+                noted = {name: asdict(held) for name, held in found.items()}
+                loop.log({"batch": cursor.batches, "held_out": noted})
+            scores.append(found)
+    display.line("shapes", f"{len(shapes)} of batches, {traces} compiled traces", VERBOSE)
     measured = {
         "train_s": cursor.train_s,
         "tokens_per_s": cursor.trained_tokens / cursor.train_s,
         "peak_gb": mx.get_peak_memory() / 1e9,
     }
-    return _Learned(cursor, loop.curve, measured, shapes, traces)
+    return _Learned(cursor, curve, scores, measured, len(shapes), traces)
+
+
+def _noted_scores(curve: list[dict], leg: Leg) -> dict[str, Score]:
+    """What was measured after a leg, from the run's metrics; empty if it is not there."""
+    for line in curve:
+        if "held_out" in line and line["batch"] == leg.stop:
+            with suppress(TypeError, AttributeError):  # not as it was written
+                return {name: Score(**held) for name, held in line["held_out"].items()}
+    return {}
 
 
 def _check_report_to(report_to: str | None, project: str | None) -> None:
@@ -392,14 +434,28 @@ def _callback(report_to: str | None, project: str | None, run: Path, recipe: Rec
 # ── after: results, gates, a sample ──────────────────────────────────────────────────────────────
 
 
-def _score_base(attached: Attached, head: Head | None, judged: list, advance) -> Score:
-    """The score of the base alone: with every B at zero, whatever the run starts from."""
+def _score_base(
+    attached: Attached, head: Head | None, course: Course, display: Display
+) -> dict[str, Score]:
+    """The scores of the base alone: with every B at zero, whatever the run starts from."""
     started = attached.tensors()
     zero = {n: mx.zeros_like(t) if n.endswith("lora_b") else t for n, t in started.items()}
     attached.load(zero, "base")
-    found = score(attached.model, head, judged, advance)
+    found = _score_legs(attached, head, course, display)
     attached.load(started, "start")
     return found
+
+
+def _score_legs(
+    attached: Attached, head: Head | None, course: Course, display: Display
+) -> dict[str, Score]:
+    """The scores on the held-out rows of each leg, by its name."""
+    judged = {leg.name: course.judged(leg) for leg in course.legs}
+    with display.task("eval", sum(map(len, judged.values())), "held-out batches") as bar:
+        return {
+            name: score(attached.model, head, batches, bar.advance)
+            for name, batches in judged.items()
+        }
 
 
 def _result(held_out: str, before: Score, after: Score) -> dict:

@@ -147,8 +147,8 @@ def test_train_refuses_chats_for_a_base_without_chat_template(here, refused):
     ("args", "message"),
     [
         (
-            ["--lerning-rate", "1"],
-            "No such option '--lerning-rate'. Did you mean '--learning-rate'?",
+            ["--learning-rat", "1"],
+            "No such option '--learning-rat'. Did you mean '--learning-rate'?",
         ),
         (["--rank"], "Option '--rank' requires an argument."),
         (["--iters", "many"], "--iters must be of type int, but got 'many'."),
@@ -201,11 +201,11 @@ def test_packs_names_the_nearest_command(refused):
 
 def test_module_exit_code_is_2_and_stdout_empty(here):
     done = subprocess.run(
-        [sys.executable, "-m", "mlx_packs.train", "--lerning-rate", "4"],
+        [sys.executable, "-m", "mlx_packs.train", "--learning-rat", "4"],
         capture_output=True, text=True, cwd=here,
     )  # fmt: skip
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith("packs: No such option '--lerning-rate'. Did you mean")
+    assert done.stderr.startswith("packs: No such option '--learning-rat'. Did you mean")
     assert done.stderr.count("\n") == 1
 
 

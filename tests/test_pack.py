@@ -7,17 +7,17 @@ from pathlib import Path
 
 import mlx.nn as nn
 import pytest
-from conftest import model_of, write_rows
+from conftest import chat, model_of, write_rows
 from mlx.utils import tree_flatten
 
-from mlx_packs import DataConfig, LoRAConfig, Pack, evaluate, load_base
+from mlx_packs import DataConfig, LoRAConfig, Pack, TrainConfig, evaluate, load_base, train_pack
 from mlx_packs.adapters import attach
 from mlx_packs.cli import packs, run_command
 from mlx_packs.errors import Interrupted, PackError
 from mlx_packs.files import sha256, whole_folder
 from mlx_packs.loading import tiny_base_path
 from mlx_packs.manifest import model_card
-from mlx_packs.pack import check_against
+from mlx_packs.pack import check_against, round_adapters
 from mlx_packs.runtime import mx
 
 EVAL = {
@@ -483,3 +483,49 @@ def test_whole_folder_puts_the_old_folder_back_when_it_cannot_be_replaced(tmp_pa
         (partial / "new").write_text("2")
     assert [f.name for f in tmp_path.iterdir()] == ["p"]
     assert (folder / "old").read_text() == "1"
+
+
+# ── half precision ───────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_half_precision_halves_a_pack_and_what_was_measured_is_what_is_opened(dtype, tmp_path, run):
+    lora, few = LoRAConfig(rank=8, num_layers=2), {"iters": 3, "base_path": "dense"}
+    few |= {"batch_size": 2, "max_seq_length": 96, "learning_rate": 2e-3}
+    rows = [chat(f"Say {word}.", f"Yes, {word}.") for word in "one two six ten red sun".split()]
+    data = write_rows(tmp_path / "data", train=rows, valid=rows[:3])
+    made = {
+        name: train_pack("tiny", data, lora, TrainConfig(pack_dtype=name, **few), tmp_path / name)
+        for name in ("float32", dtype)
+    }
+    half, full = made[dtype].pack, made["float32"].pack
+    sizes = [(p.path / "adapters.safetensors").stat().st_size for p in (half, full)]
+    assert sizes[0] < 0.52 * sizes[1]
+    stored = mx.load(str(half.path / "adapters.safetensors"))
+    for name, tensor in full.tensors.items():
+        assert stored[name].dtype == getattr(mx, dtype), name
+        assert mx.array_equal(stored[name], tensor.astype(stored[name].dtype)).item(), name
+    assert half.manifest["adapters"]["dtype"] == dtype
+    report = evaluate(load_base("tiny"), half.path, data, batch_size=2, base_path="dense")
+    assert report.pack.ppl == pytest.approx(made[dtype].report["ppl_after"], rel=1e-5)
+    assert made[dtype].report["ppl_after"] == pytest.approx(
+        made["float32"].report["ppl_after"], rel=1e-3
+    )
+    assert f"weights ({dtype}) on" in run("inspect", half.path)[1]
+    # the run itself stays in float32, so that it can be resumed to any dtype
+    kept = [r.run / "step-000003" / "adapters.safetensors" for r in made.values()]
+    assert kept[0].read_bytes() == kept[1].read_bytes()
+    again = TrainConfig(pack_dtype="float32", **few)
+    whole = train_pack("tiny", data, lora, again, tmp_path / dtype, resume=True)
+    assert whole.pack.load_tensors().keys() == full.tensors.keys()
+    files = [p.path / "adapters.safetensors" for p in (whole.pack, full)]
+    assert files[0].read_bytes() == files[1].read_bytes()
+
+
+def test_an_adapter_too_large_for_float16_is_refused(tiny):
+    attached = attach(tiny, LoRAConfig(rank=2, target_modules=("q_proj",)))
+    attached.load({n: mx.full(t.shape, 1e5) for n, t in attached.tensors().items()}, "large")
+    with pytest.raises(PackError, match="lora_.: is too large for float16"):
+        round_adapters(attached, "float16")
+    round_adapters(attached, "bfloat16")
+    attached.detach()

@@ -23,10 +23,10 @@ ops.exponential ops.sliced_matmul ops.affine ops.attention ops.linear_cross_entr
 ops.blockwise ops.nf4 ops.grouped_lora ops.multi_lora
 nn.lora nn.nf4 nn.quantized nn.segments nn.experts nn.recompute nn.prefix nn.blocks nn.fixed lanes
 bitsandbytes packing base_files loading quantize families geometry adapters fixed base_path
-data encoding token_cache batches loss packable state_store prefix optim step plan advice
+data fim encoding token_cache batches loss packable state_store prefix optim step plan advice
 manifest pack hub publish shelf distance
 weighted swapping evaluation generate speed comparison harness
-checkpoint prepare loop training train
+phases checkpoint prepare loop training train
 drift merge combine foreign peft_format mlx_lm_format interop
 eval_batch eval_tasks doctor cli
 """.split()

@@ -24,6 +24,7 @@ from mlx_packs.encoding import Example
 from mlx_packs.loading import tiny_base_path
 from mlx_packs.loss import as_arrays, split_head
 from mlx_packs.optim import make_optimizer
+from mlx_packs.phases import Course, legs_of
 from mlx_packs.plan import (
     ERROR,
     Checkpoint,
@@ -605,17 +606,19 @@ def test_auto_takes_the_fastest_path_that_fits(tiny, rows, monkeypatch):
     display = Display(QUIET)
     train = TrainConfig(batch_size=4, max_seq_length=128, iters=4, recompute="none")
     columns = DataConfig(data=str(rows))
-    examples = encode_splits(load_rows(columns), tiny, columns, train, display)["train"]
+    splits = encode_splits(load_rows(columns), tiny, columns, train, display)
+    course = Course(legs_of(train, columns), [splits])
+    shapes = course.batch_shapes()
     seconds = {"quantized": 3.0, "transient": 2.0, "dense": 1.0}
     monkeypatch.setattr("mlx_packs.base_path._kind_seconds", lambda *_: seconds)
 
     def taken(memory: int) -> str:
         monkeypatch.setattr(runtime, "total_memory", lambda: memory)
-        plans = plan_paths(tiny, LoRAConfig(), train, examples, display)
-        return choose_path(tiny, train, examples, plans, display).base_path
+        plans = plan_paths(tiny, LoRAConfig(), train, shapes, display)
+        return choose_path(tiny, train, course.train, plans, display).base_path
 
     monkeypatch.setattr(runtime, "total_memory", lambda: int(64e9))
-    plans = plan_paths(tiny, LoRAConfig(), train, examples, display)
+    plans = plan_paths(tiny, LoRAConfig(), train, shapes, display)
     assert set(plans) == set(seconds)
     assert taken(int(64e9)) == "dense"
     assert taken(int(plans["dense"].peak_bytes * (1 + ERROR)) - 1) == "transient"
@@ -673,3 +676,55 @@ def test_a_base_without_a_plan_is_trained_all_the_same(monkeypatch, tiny, rows, 
 def test_memory_that_is_no_size_is_refused(run, memory):
     code, out, err = run("plan", "--model", "tiny", "--memory", memory)
     assert (code, out) == (2, "") and err.count("\n") == 1 and "--memory" in err
+
+
+@pytest.mark.parametrize("name", ["llama-3-8b", "qwen3-4b"])
+def test_a_config_alone_is_planned_as_the_dense_checkpoint_that_it_describes(name, tmp_path):
+    whole = checkpoint(name)
+    (tmp_path / "config.json").write_text(json.dumps(whole.config))
+    found = read_checkpoint(tmp_path)
+    assert found.config == whole.config
+    wanted = {n: (t["dtype"], list(t["shape"])) for n, t in whole.tensors.items()}
+    assert {n: (t["dtype"], t["shape"]) for n, t in found.tensors.items()} == wanted
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"quantization": {"bits": 4, "group_size": 64}}, "needs the headers"),
+        ({"model_type": "mamba"}, "no plan for model_type 'mamba'"),
+        ({"hidden_size": None}, "no plan: config.json lacks a size"),
+    ],
+)
+def test_a_config_alone_that_does_not_say_enough_is_refused(config, message, tmp_path, run):
+    told = checkpoint("llama-3-8b").config | config
+    (tmp_path / "config.json").write_text(json.dumps(told))
+    code, _, err = run("plan", "--model", tmp_path, "--memory", 8)
+    assert code == 2 and message in err and len(err.splitlines()) == 1
+
+
+def test_a_plan_for_another_device_is_that_of_the_device(tmp_path, run, monkeypatch):
+    base = write_headers(tmp_path / "base", checkpoint("small"))
+    fixed = ["--model", base, "--memory", 16, "--batch-size", 1, "--max-seq-length", 512,
+             "--recompute", "none", "--rank", 8, "--json"]  # fmt: skip
+    told = {device: run("plan", *fixed, "--device", device)[1] for device in ("cpu", "gpu")}
+    assert told["cpu"] == run("plan", *fixed)[1] != told["gpu"]
+    assert runtime.on_cpu()
+    with monkeypatch.context() as patch:
+        patch.setattr("mlx_packs.runtime._assumed", "gpu")
+        assert run("plan", *fixed)[1] == told["gpu"]
+    code, _, err = run("plan", "--model", base, "--device", "gpu")
+    assert code == 2 and "say how much memory it has" in err
+
+
+def test_the_table_of_bases_says_what_each_way_needs():
+    from benchmarks.plan_table import CONFIGS, checkpoint_of, rows
+
+    for name, config in CONFIGS.items():
+        real = checkpoint(name).config
+        assert all(real[key] == config.get(key, 128) for key in real if key not in
+                   ("rms_norm_eps", "rope_theta")), name  # fmt: skip
+    assert checkpoint_of("llama-3-8b").config is CONFIGS["llama-3-8b"]
+    small = checkpoint("small")
+    (line,) = rows(small, [8])
+    assert line.startswith("| 8 GB | ") and "**lora-fp32, batch " in line

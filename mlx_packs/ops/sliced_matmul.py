@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterator
 
 import mlx.core as mx
 
+from ..runtime import on_cpu
+
 SLICE_WEIGHTS = {"cpu": 1 << 20, "gpu": 1 << 26}  # that are dense at a time
 _MULTIPLE = 128  # of rows, so that blocks of up to 256 weights are whole for every even width
 
@@ -17,7 +19,7 @@ Rows = Callable[[int, int, mx.array], mx.array]
 
 def device() -> str:
     """Which of the sizes of this package's slices hold: ``cpu`` or ``gpu``."""
-    return "cpu" if mx.default_device() == mx.Device(mx.cpu) else "gpu"
+    return "cpu" if on_cpu() else "gpu"
 
 
 def sliced_matmul(x: mx.array, shape: tuple[int, int], rows: Rows) -> mx.array:

@@ -1,0 +1,79 @@
+"""What bases need with full fine-tuning, LoRA and QLoRA, on several sizes of memory, in Markdown.
+
+    python -m benchmarks.plan_table llama-3-8b qwen3-4b --device gpu --memory 8,16,24,64
+
+Each base is a folder (its config.json is enough), a hub id, or one of `CONFIGS`, whose sizes are
+those of the published config.json. The numbers are those of `packs plan`, which computes nothing.
+"""
+
+import argparse
+
+from mlx_packs.advice import Option, advise
+from mlx_packs.display import size
+from mlx_packs.plan import Checkpoint, described, read_checkpoint
+from mlx_packs.runtime import assumed_device
+
+CONFIGS = {
+    "llama-3-8b": {
+        "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336,
+        "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8,
+        "vocab_size": 128256, "max_position_embeddings": 8192, "rope_theta": 500000.0,
+        "torch_dtype": "bfloat16", "tie_word_embeddings": False,
+    },
+    "qwen3-4b": {
+        "model_type": "qwen3", "hidden_size": 2560, "intermediate_size": 9728,
+        "num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8,
+        "head_dim": 128, "vocab_size": 151936, "max_position_embeddings": 40960,
+        "rope_theta": 1000000.0, "torch_dtype": "bfloat16", "tie_word_embeddings": True,
+    },
+}  # fmt: skip
+_METHODS = ("full", "lora", "lora-fp32", "qlora")
+
+
+def checkpoint_of(name: str) -> Checkpoint:
+    """A base by the name of its published config, or as `packs plan` reads it."""
+    if name in CONFIGS:
+        return Checkpoint(name, CONFIGS[name], described(CONFIGS[name]))
+    return read_checkpoint(name)
+
+
+def cell(option: Option | None) -> str:
+    """What a way of training needs at least, and whether that fits."""
+    if option is None:
+        return "-"
+    shape = f"batch {option.train.batch_size} x {option.train.max_seq_length}"
+    return f"{option.fit}: {size(option.plan.peak_bytes)} ({shape})"
+
+
+def rows(checkpoint: Checkpoint, memories: list[float]) -> list[str]:
+    """A line for each memory, in GB of 10^9 bytes."""
+    lines = []
+    for memory in memories:
+        found = advise(checkpoint, int(memory * 1e9))
+        first = {m: next((o for o in found if o.method == m), None) for m in _METHODS}
+        best = found[0]
+        kind = " ".join([best.method, *[best.quantize] * (best.quantize != "none")])
+        taken = f"{kind}, batch {best.train.batch_size} x {best.train.max_seq_length}"
+        lora = first["lora"] or first["lora-fp32"]
+        cells = [f"{memory:g} GB", *map(cell, (first["full"], lora, first["qlora"]))]
+        lines.append(f"| {' | '.join(cells)} | **{taken}**: {best.why} |")
+    return lines
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("bases", nargs="+")
+    parser.add_argument("--device", choices=["cpu", "gpu"])
+    parser.add_argument("--memory", default="8,16,24,64")
+    given = parser.parse_args()
+    memories = [float(part) for part in given.memory.split(",")]
+    with assumed_device(given.device):
+        for name in given.bases:
+            print(f"**{name}**\n")
+            print("| memory | full fine-tune | LoRA, base unquantized | QLoRA | taken, and why |")
+            print("|---|---|---|---|---|")
+            print("\n".join(rows(checkpoint_of(name), memories)) + "\n")
+
+
+if __name__ == "__main__":
+    main()

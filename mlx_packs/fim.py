@@ -1,0 +1,116 @@
+"""Fill-in-the-middle: a text is cut in three, and its middle comes last, behind what surrounds it.
+
+A model that learns to go on with a text learns from this to fill a gap. The order is that of the
+paper's joint training: prefix, suffix, middle (PSM), or with the suffix first, so that the middle
+follows its prefix (SPM). Cuts lie between any two characters.
+
+Bavarian et al.: https://arxiv.org/abs/2207.14255
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from .errors import PackError
+
+# What is put before prefix, suffix and middle, and behind the middle if not the end of text.
+SPELLINGS = (
+    ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),  # Qwen, CodeGemma, Granite 4
+    ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),  # StarCoder, Granite
+    ("<fim-prefix>", "<fim-suffix>", "<fim-middle>"),  # SantaCoder
+    ("▁<PRE>", "▁<SUF>", "▁<MID>", "▁<EOT>"),  # Code Llama
+    ("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>"),  # DeepSeek Coder
+)
+# Tokens of a row that stay free for sentinels, and for what the cuts add by splitting tokens.
+SPARE = 12
+
+
+@dataclass(frozen=True)
+class FillInTheMiddle:
+    """How many rows are rearranged, and how.
+
+    rate: share of them.   spm_rate: share of those whose suffix comes first.   seed: with the
+    number of the row, it decides which, and where they are cut.   tokens: the sentinels' names;
+    empty for those of `SPELLINGS` that the tokenizer knows.
+    """
+
+    rate: float
+    spm_rate: float = 0.5
+    seed: int = 0
+    tokens: tuple[str, ...] = ()
+
+    def parts(self, text: str, row: int, piece: int) -> tuple[bool, str, str, str] | None:
+        """Whether the suffix comes first, prefix, middle, suffix; None where a piece of a row
+        stays as it is."""
+        random = np.random.default_rng([self.seed, row, piece])
+        chosen, suffix_first = random.random(2) < (self.rate, self.spm_rate)
+        if not chosen or not text:
+            return None
+        a, b = sorted(random.integers(0, len(text) + 1, 2).tolist())
+        return bool(suffix_first), text[:a], text[a:b], text[b:]
+
+
+def sentinels(tokenizer, names: Sequence[str] = ()) -> tuple[int, int, int, int]:
+    """Ids of what stands before prefix, suffix, middle, and behind the middle.
+
+    Raises: PackError if the tokenizer has none, or not those that are named.
+    """
+    plain = tokenizer._tokenizer
+
+    def ids(spelled: Sequence[str]) -> list[int] | None:
+        found = [plain.convert_tokens_to_ids(name) for name in spelled]
+        known = None not in found and plain.convert_ids_to_tokens(found) == list(spelled)
+        return found if known else None
+
+    if names:
+        if (found := ids(names)) is None:
+            raise PackError(f"--fim-tokens {','.join(names)}: not all are tokens of the base.")
+    elif (found := next(filter(None, map(ids, SPELLINGS)), None)) is None:
+        raise PackError(
+            "--fim-rate: the base's tokenizer has no tokens for prefix, suffix and middle that are "
+            "known here; name three of its tokens: --fim-tokens PREFIX,SUFFIX,MIDDLE."
+        )
+    return (*found, tokenizer.eos_token_id)[:4]
+
+
+def arranged(
+    ids: tuple[int, int, int, int],
+    suffix_first: bool,
+    parts: tuple[list[int], list[int], list[int]],
+    limit: int,
+) -> list[int]:
+    """Tokens of (prefix, middle, suffix) with the middle last, ``limit`` at most.
+
+    What is too much is taken from the far ends: of the prefix, then of the suffix, then of the
+    middle where it begins.
+    """
+    prefix, middle, suffix = parts
+    over = max(0, len(prefix) + len(middle) + len(suffix) + len(ids) - limit)
+    prefix, over = prefix[min(over, len(prefix)) :], max(0, over - len(prefix))
+    suffix, over = suffix[: max(0, len(suffix) - over)], max(0, over - len(suffix))
+    middle = middle[over:]
+    before, after, between, end = ids
+    if suffix_first:
+        return [before, after, *suffix, between, *prefix, *middle, end]
+    return [before, *prefix, after, *suffix, between, *middle, end]
+
+
+def continued(tokenizer, texts: Sequence[str]) -> list[list[int]]:
+    """Tokens of texts that go on from something: without the space that some put at the start."""
+
+    def plain(batch: Sequence[str]) -> list[list[int]]:
+        found = tokenizer._tokenizer(
+            list(batch), add_special_tokens=False, return_attention_mask=False, verbose=False
+        )
+        return found["input_ids"]
+
+    if not texts:
+        return []
+    mark, letter, marked = plain(["\n", "a", "\na"])
+    if marked[len(mark) :] == letter:
+        return plain(texts)
+    return [
+        found[len(mark) :] if found[: len(mark)] == mark else alone
+        for found, alone in zip(plain(["\n" + t for t in texts]), plain(texts), strict=True)
+    ]

@@ -1,0 +1,216 @@
+"""Section 2 of docs/systems.md: QLoRA for an 8B Llama 3, in two phases (ADR-001)."""
+
+import json
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from conftest import chat, model_of, write_rows
+from mlx.utils import tree_flatten
+
+from mlx_packs import LoRAConfig, Pack, load_base
+from mlx_packs.adapters import attach
+from mlx_packs.loading import Base, tiny_base_path
+from mlx_packs.runtime import mx
+
+pytestmark = pytest.mark.systems
+ROOT = Path(__file__).parents[2]
+RECIPE = ROOT / "examples" / "llama3_8b_qlora.yaml"
+TARGETS = "q_proj k_proj v_proj o_proj up_proj down_proj gate_proj".split()
+LLAMA_3 = {
+    "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
+    "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256,
+    "max_position_embeddings": 131072, "rope_theta": 500000.0, "tie_word_embeddings": False,
+    "rope_scaling": {
+        "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    },
+}  # fmt: skip
+SMALL = {"hidden_size": 128, "intermediate_size": 448, "num_hidden_layers": 2, "head_dim": None}
+TALK = [chat(f"Say {word}.", f"{word}, I say.") for word in "one two six ten red sun".split()]
+CODE = [{"text": f"def f{i}(x):\n    return x * {i} + {i % 7}\n" * 3} for i in range(40)]
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory) -> Path:
+    """A Llama 3.1 of true ratios, vocabulary and RoPE, 1/32 as wide, with random weights."""
+    folder = tmp_path_factory.mktemp("base") / "llama-3.1"
+    folder.mkdir()
+    model, config = model_of("llama", **{**LLAMA_3, **SMALL})
+    weights = {n: t.astype(mx.bfloat16) for n, t in tree_flatten(model.parameters())}
+    mx.save_safetensors(str(folder / "model.safetensors"), weights, {"format": "mlx"})
+    config = {k: v for k, v in config.items() if v is not None} | {"torch_dtype": "bfloat16"}
+    (folder / "config.json").write_text(json.dumps(config))
+    for file in tiny_base_path().glob("*"):
+        if "token" in file.name or "template" in file.name:
+            shutil.copy(file, folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory) -> Path:
+    return write_rows(tmp_path_factory.mktemp("data") / "code", train=CODE[:30], valid=CODE[30:34])
+
+
+@pytest.fixture(scope="module")
+def trained(llama, data, tmp_path_factory) -> tuple[Path, dict]:
+    """The note's recipe, trained as it stands but for the size of the run."""
+    out = tmp_path_factory.mktemp("out") / "p"
+    made = subprocess.run(
+        [sys.executable, "-m", "mlx_packs", "train", "-c", RECIPE, "--model", llama, "--data", data,
+         "--out", out, "--iters", "6", "--grad-accumulation-steps", "1", "--warmup-steps", "0",
+         "--max-seq-length", "64", "--batch-size", "4", "--learning-rate", "5e-3", "--json"],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert made.returncode == 0, made.stderr
+    return out, json.loads(made.stdout)
+
+
+def test_the_recipe_of_the_note_trains_a_llama_3_1_as_it_stands(trained, llama):
+    out, report = trained
+    manifest = json.loads((out / "pack.json").read_text())
+    q = manifest["base"]["quantization"]
+    assert (q["mode"], q["double_quant"], q["group_size"]) == ("nf4", True, 64)
+    recipe = manifest["recipe"]
+    assert (recipe["rank"], recipe["alpha"], recipe["dropout"]) == (16, 16, 0.05)
+    assert recipe["compute_dtype"] == "bfloat16" and recipe["target_modules"] == TARGETS
+    base = manifest["base"]
+    heads = base["num_heads"], base["num_kv_heads"], base["num_layers"]
+    assert heads == (32, 8, 2)
+    assert report["ppl_after"] < 0.9 * report["ppl_before"]
+    rope = load_base(llama).model.layers[0].self_attn.rope
+    assert type(rope).__name__ == "Llama3RoPE"
+
+
+def test_weights_take_4_127_bits(trained, llama, tmp_path, run):
+    code, out, _ = run("quantize", "--model", llama, "--out", tmp_path / "q", "--mode", "nf4",
+                       "--keep", "lm_head,embed_tokens", "--json")  # fmt: skip
+    assert code == 0
+    assert json.loads(out)["bits_per_quantized_weight"] == pytest.approx(4.127, abs=0.02)
+
+
+def test_the_pack_is_merged_swapped_and_exported(trained, llama, tmp_path, run):
+    out, _ = trained
+    merged = ["merge", out, "--model", llama, "--out", tmp_path / "m", "--json"]
+    code, told, err = run(*merged)
+    assert code == 0 and json.loads(told)["passed"], err
+    base = Pack.open(out).load_base(llama)
+    probe = mx.arange(1, 17)[None]
+    before = base.model(probe)
+    with base.applied(out):
+        assert not mx.allclose(base.model(probe), before).item()
+    assert mx.array_equal(base.model(probe), before).item()
+    assert run("export", out, "--to", "peft", "--out", tmp_path / "peft")[0] == 0
+
+
+def test_a_plan_for_8b_says_what_full_lora_and_qlora_need(tmp_path, run):
+    (tmp_path / "config.json").write_text(json.dumps(
+        LLAMA_3 | {"model_type": "llama", "torch_dtype": "bfloat16"}
+    ))  # fmt: skip
+    code, out, _ = run(
+        "plan", "--model", tmp_path, "--memory", 24, "--device", "gpu", "--batch-size", 1,
+        "--max-seq-length", 2048, "--recompute", "block", "--rank", 16, "--json",
+    )  # fmt: skip
+    assert code == 0
+    found = {(o["method"], o["quantize"]): o for o in json.loads(out)}
+    assert found["full", "none"]["peak_gb"] > 60 and not found["full", "none"]["fits"]
+    assert 16 < found["lora", "none"]["peak_gb"] < 32
+    assert found["qlora", "nf4"]["peak_gb"] < 16 and found["qlora", "nf4"]["fits"]
+    assert {o["adapter_weights"] for o in found.values() if o["method"] != "full"} == {41_943_040}
+    assert all(o["why"] for o in found.values())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("dtype", "mb"), [("float32", 167.8), ("bfloat16", 83.9)])
+def test_adapters_of_8b_at_rank_16_take_168_mb_or_84_in_half_precision(dtype, mb, tmp_path):
+    """With the true shapes; the base's weights are described, never made."""
+    model, config = _described("llama", LLAMA_3)
+    base = Base("meta-llama/Meta-Llama-3-8B", Path("nowhere"), model, None, config, "0" * 64)
+    attached = attach(base, LoRAConfig(rank=16, alpha=16, target_modules=tuple(TARGETS)))
+    sizes = {"q": (4096, 4096), "k": (4096, 1024), "v": (4096, 1024), "o": (4096, 4096),
+             "gate": (4096, 14336), "up": (4096, 14336), "down": (14336, 4096)}  # fmt: skip
+    assert attached.parameter_count() == 32 * sum(16 * (i + o) for i, o in sizes.values())
+    pack = Pack.of(attached, dtype).save(tmp_path / "p")
+    file = tmp_path / "p" / "adapters.safetensors"
+    assert file.stat().st_size / 1e6 == pytest.approx(mb, abs=0.1) and pack.size_mb < mb + 0.2
+
+
+def _described(family: str, config: dict):
+    """A model of a config whose arrays are never computed."""
+    import importlib
+
+    module = importlib.import_module(f"mlx_lm.models.{family}")
+    config = {"model_type": family, "rms_norm_eps": 1e-5, **config}
+    model = module.Model(module.ModelArgs.from_dict(config))
+    model.freeze()
+    return model, config
+
+
+@pytest.mark.slow
+def test_the_example_of_two_phases_trains_and_shows_what_was_forgotten(tmp_path, run, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    text = (ROOT / "examples" / "two_phases.yaml").read_text()
+    short = tmp_path / "two_phases.yaml"
+    short.write_text(text.replace("iters: 40", "iters: 4").replace("iters: 20", "iters: 3"))
+    flags = ["--test-batches", 2, "--val-batches", 0, "--base-path", "dense"]
+    code, out, err = run("train", "-c", short, "--out", tmp_path / "p", "--json", *flags)
+    assert code == 0, err
+    broad, narrow = json.loads(out)["phases"]
+    assert (broad["name"], broad["steps"], narrow["name"], narrow["steps"]) == (
+        "broad", 4, "code", 3
+    )  # fmt: skip
+    assert narrow["replay"] == 0.2 and narrow["optimizer_state"] == "carry"
+    assert narrow["after"]["code"]["ppl"] < narrow["before"]["code"]["ppl"]
+    assert set(narrow["after"]) == {"broad", "code"}
+    assert json.loads((tmp_path / "p" / "pack.json").read_text())["adapters"]["dtype"] == "bfloat16"
+    code, out, _ = run("inspect", tmp_path / "p")
+    assert code == 0 and out.count("phase   ") == 2
+
+
+@pytest.mark.slow
+def test_a_run_killed_in_phase_one_is_resumed_to_the_same_bits(tmp_path, data):
+    talk = write_rows(tmp_path / "talk", train=TALK, valid=TALK[:2])
+    (tmp_path / "p.yaml").write_text(json.dumps({
+        "rank": 4, "batch_size": 2, "max_seq_length": 64, "base_path": "dense", "save_every": 1,
+        "val_batches": 0, "test_batches": 1, "steps_per_report": 1, "dropout": 0.1,
+        "phases": [{"name": "broad", "data": str(data), "iters": 20, "learning_rate": 1e-3},
+                   {"name": "talk", "data": str(talk), "iters": 3, "replay": 0.25}],
+    }))  # fmt: skip
+    command = [sys.executable, "-m", "mlx_packs", "train", "-c", "p.yaml", "-q", "--out"]
+    broken = subprocess.Popen([*command, "broken"], cwd=tmp_path)
+    pointer = tmp_path / "broken-run" / "latest"
+    while not pointer.exists() and broken.poll() is None:
+        time.sleep(0.02)
+    broken.send_signal(signal.SIGINT)
+    assert broken.wait() == 130 and 1 <= int(pointer.read_text()[5:]) < 20
+    assert (
+        subprocess.run([*command, "broken", "--resume"], cwd=tmp_path, check=False).returncode == 0
+    )
+    assert subprocess.run([*command, "whole"], cwd=tmp_path, check=False).returncode == 0
+    packs = [tmp_path / name / "adapters.safetensors" for name in ("broken", "whole")]
+    assert packs[0].read_bytes() == packs[1].read_bytes()
+    losses = [
+        [json.loads(line).get("loss") for line in file.read_text().splitlines()]
+        for file in (tmp_path / f"{name}-run" / "metrics.jsonl" for name in ("broken", "whole"))
+    ]
+    assert losses[0] == losses[1] and len(losses[0]) == 24  # 23 batches, and between the phases
+
+
+def test_a_code_corpus_is_packed_split_and_learned_to_fill_gaps_in(tmp_path, run):
+    long = [{"text": "".join(row["text"] for row in CODE)}]
+    folder = write_rows(tmp_path / "d", train=[*CODE[:20], *long], valid=CODE[30:])
+    code, out, err = run(
+        "train", "--data", folder, "--out", tmp_path / "p", "--iters", 3, "--packing",
+        "--max-seq-length", 128, "--long-rows", "split", "--fim-rate", 0.5, "--fim-spm-rate", 0.5,
+        "--fim-tokens", "<|im_start|>,<|im_end|>,<|endoftext|>", "--base-path", "dense",
+        "--warmup-steps", 0, "--json",
+    )  # fmt: skip
+    assert code == 0, err
+    assert json.loads(out)["ppl_after"] < json.loads(out)["ppl_before"]
+    manifest = json.loads((tmp_path / "p" / "pack.json").read_text())
+    assert manifest["data"]["rows"]["train"] > 30  # 20 texts, and one in many pieces
+    assert "1 training rows, split" in err
