@@ -4,6 +4,8 @@ Gradients are those of the *sum* over targets and are divided by their number on
 so that N small batches equal one large one whatever their lengths.
 """
 
+from collections.abc import Callable
+
 import mlx.nn as nn
 import mlx.optimizers as optimizers
 import numpy as np
@@ -17,6 +19,10 @@ class Stepper:
     """Compiled steps over batches of one run.
 
     shapes: of the batches so far.   traces: of the functions below that MLX has compiled.
+
+    Args:
+        loss: of the arrays of a batch, in the place of a language model's: the sum over its
+            targets, and what the sum is divided by.
     """
 
     def __init__(
@@ -27,6 +33,7 @@ class Stepper:
         max_grad_norm: float | None,
         z_loss: float = 0.0,
         label_smoothing: float = 0.0,
+        loss: Callable[..., tuple[mx.array, mx.array]] | None = None,
     ):
         self.optimizer = optimizer
         self.state = [model.state, optimizer.state, mx.random.state]
@@ -34,11 +41,15 @@ class Stepper:
         self.traces = 0
         self._pending: tuple | None = None
 
-        def loss(*batch):
-            self.traces += _is_traced(batch[1])  # numpy has no bfloat16, which states may be
-            return loss_sum(model, head, *batch, z_loss=z_loss, label_smoothing=label_smoothing)
+        def loss_of_targets(*batch):
+            total = loss_sum(model, head, *batch, z_loss=z_loss, label_smoothing=label_smoothing)
+            return total, batch[3].sum()  # of the weights
 
-        value_and_grad = nn.value_and_grad(model, loss)
+        def counted(*batch):
+            self.traces += _is_traced(mx.random.state[0])
+            return (loss or loss_of_targets)(*batch)
+
+        value_and_grad = nn.value_and_grad(model, counted)
 
         def update(grads, count):
             """Mean gradient over ``count`` targets, clipped; its norm before clipping."""
@@ -51,13 +62,12 @@ class Stepper:
             return norm
 
         def whole(*batch):
-            total, grads = value_and_grad(*batch)
-            count = batch[3].sum()  # of the weights
+            (total, count), grads = value_and_grad(*batch)
             return total / count, update(grads, count)
 
         def gather(*batch):
-            total, grads = value_and_grad(*batch)
-            return total, batch[3].sum(), grads
+            (total, count), grads = value_and_grad(*batch)
+            return total, count, grads
 
         def add(pending, batch):
             total, count, grads = gather(*batch)
@@ -87,10 +97,14 @@ class Stepper:
         mx.eval(self._pending, total, mx.random.state)
         if not last:
             return total.item() / count, 0.0
+        return total.item() / count, self.flush()
+
+    def flush(self) -> float:
+        """The update of what is pending; its gradient norm."""
         norm = self._update(self._pending[1], self._pending[0])
         self._pending = None
         mx.eval(self.state, norm)
-        return total.item() / count, norm.item()
+        return norm.item()
 
     @property
     def pending(self) -> bool:
@@ -99,7 +113,7 @@ class Stepper:
 
 
 def _is_traced(array: mx.array) -> bool:
-    """Whether a function is being compiled: its arguments have no values then."""
+    """Whether a function is being compiled: what it reads has no value then."""
     try:
         np.array(array, copy=None)
     except ValueError:

@@ -26,7 +26,7 @@ bitsandbytes packing base_files loading quantize families geometry adapters fixe
 data encoding token_cache batches loss packable state_store prefix optim step plan advice
 manifest pack hub publish shelf distance
 weighted swapping evaluation generate speed comparison harness
-checkpoint prepare loop training train
+checkpoint prepare loop training train layer_trainer
 drift merge combine foreign peft_format mlx_lm_format interop
 eval_batch eval_tasks doctor cli
 """.split()
