@@ -8,6 +8,7 @@ their names and shapes on disk are mlx-lm's, per projection (`Attached.tensors`)
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import mlx.nn as nn
 
@@ -142,6 +143,9 @@ class Attached:
     ``slots`` has the adapters and ``frozen`` the base's own module, by path of the projection.
     """
 
+    method = "lora"
+    replaced: Mapping[str, tuple[int, ...]] = MappingProxyType({})  # `full.Unfrozen` has some
+
     def __init__(self, base: Base, specs: Specs, groups: list[Group], notes: list[str]):
         self.base = base
         self.specs = specs
@@ -193,6 +197,13 @@ class Attached:
         """
         return slot_tensors(self.slots)
 
+    def untrained(self) -> dict[str, mx.array]:
+        """Adapters with which the model computes what the base alone does: every B is zero."""
+        return {
+            name: mx.zeros_like(tensor) if name.endswith("lora_b") else tensor
+            for name, tensor in self.tensors().items()
+        }
+
     def load(self, tensors: Mapping[str, mx.array], where: str) -> None:
         """Set all adapters from tensors named as on disk.
 
@@ -243,7 +254,7 @@ def check_tensors(
     Raises: PackError listing what is missing, unknown or misshaped.
     """
     faults = [f"{n}: missing" for n in wanted if n not in tensors]
-    faults += [f"{n}: not an adapter of this run" for n in tensors if n not in wanted]
+    faults += [f"{n}: not learned in this run" for n in tensors if n not in wanted]
     faults += [
         f"{n}: is {tuple(tensors[n].shape)}, must be {shape}"
         for n, shape in wanted.items()
@@ -251,7 +262,7 @@ def check_tensors(
     ]
     if faults:
         more = f" (and {len(faults) - 3} more)" if len(faults) > 3 else ""
-        raise PackError(f"{where}: adapters do not fit: {'; '.join(faults[:3])}{more}.")
+        raise PackError(f"{where}: tensors do not fit: {'; '.join(faults[:3])}{more}.")
 
 
 def load_slots(slots: Slots, tensors: Mapping[str, mx.array], where: str) -> None:

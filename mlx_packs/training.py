@@ -21,17 +21,27 @@ from .checkpoint import (
     load_checkpoint,
     write_identity,
 )
-from .config import DataConfig, LoRAConfig, Recipe, TrainConfig, read_yaml, resolve
+from .config import (
+    DataConfig,
+    LoRAConfig,
+    Recipe,
+    TrainConfig,
+    check_method,
+    read_yaml,
+    resolve,
+)
 from .display import QUIET, VERBOSE, Display
 from .encoding import Examples
 from .errors import PackError
 from .evaluation import Score, score
 from .files import make_folder
+from .full import Unfrozen, check_dense, unfreeze
 from .gates import Gates, judge, limits
 from .generate import chat_prompt, complete
 from .loading import TINY, Base, load_base, public_name
 from .loop import Loop
 from .loss import Head, as_arrays, split_head
+from .nn.quantized import count_weights
 from .ops import _backend
 from .optim import make_optimizer, unused_learning_rate
 from .pack import Pack, versions_line
@@ -128,7 +138,9 @@ def train_pack(
     columns = columns or DataConfig(data=str(data or "tiny"))
     tiny = str(getattr(base, "name", base)) == TINY
     suited = resolve(tiny_recipe()) if tiny else Recipe()
-    lora, train = lora or suited.lora, train or suited.train
+    train = train or suited.train
+    lora = lora or (LoRAConfig() if train.method == "full" else suited.lora)
+    check_method(lora, train)
     _backend.start_record()
     make_optimizer(train)  # a wrong argument shows before anything is loaded
     _check_report_to(report_to, project_name)
@@ -167,6 +179,8 @@ def _train_into(
             )  # fmt: skip
     elif train.quantize != "none":
         raise PackError("quantize: this base is loaded already; give it to load_base instead.")
+    if train.method == "full":
+        check_dense(base, train.base_path)
     display.line("base", base.summary())
     if unused := unused_learning_rate(train):
         display.line("note", unused)
@@ -191,11 +205,15 @@ def _train_into(
     plan = plans.get(choice.base_path)
     plan_peak_gb = plan.peak_gb if plan else None
     if plan:
-        show_plan(base, lora, plan, display)
-    attached = attach(base, lora, None, choice.base_path, train.seed, train.train_fp16_fallback)
+        show_plan(base, lora, plan, display, train.method == "full")
+    base_weights = count_weights(base.model)
+    if train.method == "full":
+        attached = unfreeze(base, lora.num_layers, train.base_path)
+    else:
+        attached = attach(base, lora, None, choice.base_path, train.seed, train.train_fp16_fallback)
     prefix = None
     try:
-        describe(attached, display)
+        describe(attached, base_weights, display)
         at_work = base_paths_at_work(attached, choice)
         if resume_adapter_file is not None:
             load_adapters(attached, Path(resume_adapter_file))
@@ -265,6 +283,9 @@ def _train_into(
         "base_path": choice.base_path,
         "base_paths_at_work": at_work,
         "recompute": policy,
+        "method": attached.method,
+        "learned_weights": pack.manifest["adapters"]["parameters"],
+        "base_weights": base_weights,
         "ops": _backend.record(),
         "plan_peak_gb": plan_peak_gb,
         "batch_shapes": learned.batch_shapes,
@@ -298,7 +319,7 @@ class _Learned:
 
 
 def _learn(
-    attached: Attached,
+    attached: Attached | Unfrozen,
     head: Head | None,
     prefix: PrefixCache | None,
     train: TrainConfig,
@@ -390,11 +411,10 @@ def _callback(report_to: str | None, project: str | None, run: Path, recipe: Rec
 # ── after: results, gates, a sample ──────────────────────────────────────────────────────────────
 
 
-def _score_base(attached: Attached, head: Head | None, judged: list, advance) -> Score:
-    """The score of the base alone: with every B at zero, whatever the run starts from."""
+def _score_base(attached: Attached | Unfrozen, head: Head | None, judged: list, advance) -> Score:
+    """The score of the base alone, whatever the run starts from."""
     started = attached.tensors()
-    zero = {n: mx.zeros_like(t) if n.endswith("lora_b") else t for n, t in started.items()}
-    attached.load(zero, "base")
+    attached.load(attached.untrained(), "base")
     found = score(attached.model, head, judged, advance)
     attached.load(started, "start")
     return found

@@ -5,6 +5,7 @@ a dense product; the backward dequantizes again, so nothing dense is kept. ``den
 once and keep. Which is fastest depends on device, rows and shape: `auto` measures (base_path.py).
 """
 
+import math
 from collections.abc import Callable
 
 import mlx.core as mx
@@ -211,6 +212,20 @@ def _packed_head(module: nn.Module, dense: bool) -> FrozenHead:
 def quantized_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """Paths and modules of every quantized linear and embedding of a model."""
     return [(path, m) for path, m in model.named_modules() if isinstance(m, QUANTIZED)]
+
+
+def count_weights(model: nn.Module) -> int:
+    """Weights and biases of a model; a packed weight counts as what it stands for."""
+    count = 0
+    for module in model.modules():
+        own = {k: v for k, v in module.items() if isinstance(v, mx.array) and not k.startswith("_")}
+        if isinstance(module, NF4):
+            count += math.prod(true_shape(module)) + own.get("bias", mx.zeros(0)).size
+        elif "scales" in own:  # experts are packed like linears
+            count += own["weight"].size * 32 // module.bits + own.get("bias", mx.zeros(0)).size
+        else:
+            count += sum(v.size for v in own.values())
+    return count
 
 
 def path_at_work(module: nn.Module) -> str | None:
