@@ -173,9 +173,11 @@ def apply(pack, model, dry_run, max_pack_mb, trust_remote_code, as_json):
     report = check_against(found, model)
     if not dry_run:
         report |= _apply_for_real(found, model, trust_remote_code)
+    parts = [f"{report['projections']} projections"] if report["projections"] else []
+    parts += [f"{report['whole']} tensors whole"] if report["whole"] else []
     lines = [
         f"fits    {report['pack']} on {report['model']}: hashes, base fingerprint "
-        f"{report['fingerprint'][:12]}, {report['projections']} projections, {report['pack_mb']} MB"
+        f"{report['fingerprint'][:12]}, {', '.join(parts)}, {report['pack_mb']} MB"
     ]
     if "largest_logit_change" in report:
         lines.append(

@@ -247,9 +247,9 @@ def test_optimizers_of_mlx_lm_exist_here(optimizer):
 
 
 @pytest.mark.parametrize("kind", ACTIONS["fine_tune_type"].choices)
-def test_fine_tune_type_is_lora_or_says_what_to_use(kind):
-    if kind == "lora":
-        assert recipe_of("--fine-tune-type", kind) == recipe_of()
+def test_fine_tune_type_is_the_method_or_says_what_to_use(kind):
+    if kind != "dora":
+        assert recipe_of("--fine-tune-type", kind) == recipe_of("--method", kind)
         return
     with pytest.raises(PackError, match=f"Use mlx_lm.lora --fine-tune-type {kind}"):
         recipe_of("--fine-tune-type", kind)
