@@ -26,7 +26,8 @@ from mlx_packs.runtime import mx
 from mlx_packs.step import Stepper
 
 FAMILIES = {
-    "qwen3": {}, "qwen3 tied": {"tie_word_embeddings": True}, "gpt2": {}, "gemma2": {"head_dim": 32},
+    "qwen3": {}, "qwen3 tied": {"tie_word_embeddings": True}, "gpt2": {},
+    "gemma2": {"head_dim": 32},
 }  # fmt: skip
 TOKENS = np.random.default_rng(0).integers(0, 128, (2, 13))
 ROWS = [chat(f"Say {word}.", f"{word}, I say, {word}.") for word in "yes no one two".split()]
@@ -153,18 +154,19 @@ def test_count_weights_sees_through_packing(tiny):
 
 @pytest.mark.parametrize(
     ("recompute", "changes"),
-    [("none", {}), ("selective", {"batch_size": 2}), ("block", {}), ("none", {"num_layers": 2}),
-     ("none", {"batch_size": 1, "length": 32}), ("none", {"optimizer": "adamw_8bit"})],
+    [("none", {}), ("selective", {}), ("block", {}), ("none", {"num_layers": 2}),
+     ("none", {"batch_size": 1, "length": 32}),
+     ("none", {"optimizer": "adamw_8bit", "batch_size": 2, "length": 64})],
 )  # fmt: skip
-def test_the_plan_is_no_less_than_a_step_takes_and_not_half_more(recompute, changes):
-    length, layers = changes.get("length", 96), changes.get("num_layers", -1)
+def test_the_plan_is_within_its_error_of_what_a_step_takes(recompute, changes):
+    length, layers = changes.get("length", 128), changes.get("num_layers", -1)
     train = TrainConfig(
         method="full", recompute=recompute, batch_size=changes.get("batch_size", 4),
         max_seq_length=length + 1, optimizer=changes.get("optimizer", "adamw"),
     )  # fmt: skip
     base = base_of(
-        "qwen3", hidden_size=128, num_hidden_layers=4, intermediate_size=384, vocab_size=2048,
-        num_attention_heads=4, tie_word_embeddings=True,
+        "qwen3", hidden_size=256, num_hidden_layers=6, intermediate_size=768, vocab_size=4096,
+        num_attention_heads=8, num_key_value_heads=4, tie_word_embeddings=True,
     )  # fmt: skip
     rows = [
         Example(np.arange(length + 1, dtype=np.int32), np.arange(length + 1) > 0, "x")
@@ -193,7 +195,7 @@ def test_the_plan_is_no_less_than_a_step_takes_and_not_half_more(recompute, chan
     finally:
         mx.set_memory_limit(limit)
     measured = mx.get_peak_memory() - before
-    assert measured / (1 + ERROR) < planned.peak_bytes < 1.5 * measured
+    assert planned.peak_bytes == pytest.approx(measured, rel=ERROR)
 
 
 # ── runs ─────────────────────────────────────────────────────────────────────────────────────────
