@@ -92,6 +92,8 @@ def _cut(path: str, a: mx.array, b: mx.array, rank: int) -> Tensors:
 
 def formulas(tensors: Tensors, config: dict) -> dict:
     """What mlx-lm adds at each module: scale * (x lora_a) lora_b, from its own tensors."""
+    if config["fine_tune_type"] == "full":
+        return {}
     scale = config["lora_parameters"]["scale"]
 
     def formula(path: str):

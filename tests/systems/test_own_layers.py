@@ -57,12 +57,12 @@ def test_one_optimizer_learns_for_any_number_of_layers_under_distinct_names(coun
 
 
 def test_three_layers_equal_plain_mlx_autograd_as_a_sequence_and_as_a_function():
-    trainer, linears = stack(3)
-    other, _ = stack(3)
+    slowly = TrainConfig(iters=30, learning_rate=2e-4, lr_schedule="constant")
+    (trainer, linears), (other, _) = (stack(3, settings=slowly) for _ in range(2))
     names, (x, y) = list(linears), batch()
     start = trainer.tensors()
     adapters = {n: [start[f"{n}.lora_a"], start[f"{n}.lora_b"]] for n in names}
-    adamw = optimizers.AdamW(1e-3)
+    adamw = optimizers.AdamW(2e-4)
 
     def plain(adapters):
         h = x
