@@ -628,8 +628,7 @@ def _full(
             if train.optimizer == "adamw_8bit":  # the moments of all weights are decoded first
                 held["working"] = 8 * learned
         moments[moment] = {name: int(count) for name, count in held.items()}
-    itemsize = activation_bytes(config, few)
-    frozen = _base_bytes(sizes, tensors, replace(few, base_path="dense"), "dense", itemsize)
+    frozen = _base_bytes(sizes, tensors, few, "dense", activation_bytes(config, train))
     return replace(
         plan, base=frozen, adapters=4 * learned, optimizer=_state_bytes(paths.values(), train),
         moments=moments, base_path="dense", adapter_weights=learned,
