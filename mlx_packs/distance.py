@@ -80,14 +80,14 @@ def diff(a: str | Path | Pack, b: str | Path | Pack) -> dict:
         ranks = {"rank_a": spec[0].rank if spec[0] else 0, "rank_b": spec[1].rank if spec[1] else 0}
         modules.append({"path": path, **ranks, **apart.to_json(), **overlap})
     for pack, spec, found in zip(packs, specs, tensors, strict=True):
-        refused |= dict.fromkeys(replaced_of(pack.manifest), "brought whole")
+        refused |= dict.fromkeys(replaced_of(pack.manifest), "is brought whole")
         parts = {name for path in spec for name in spec[path].shapes}
         for name in sorted(set(found) - parts - set(refused)):
-            refused[name] = "no factor of a LoRA"
+            refused[name] = "is no factor of a LoRA"
     if not modules:
         path, reason = next(iter(refused.items()))
         raise PackError(f"{packs[0].name} and {packs[1].name}: no projection of one fits: "
-                        f"{path} is {reason}.")  # fmt: skip
+                        f"{path}: {reason}.")  # fmt: skip
     layers = {name: sum(parts, _Apart()) for name, parts in sums.items()}
     shared = _shared(*packs)
     return {

@@ -101,7 +101,7 @@ def unfreeze(base: Base, num_layers: int = -1, base_path: str = "auto") -> Unfro
     """
     check_trainable(base.name, base.model)
     packed = check_dense(base, base_path)
-    prefixes = block_prefixes(base.model)
+    prefixes = block_prefixes(base.model) if num_layers > 0 else []
     if num_layers > len(prefixes):
         raise PackError(f"--num-layers {num_layers}: the base has only {len(prefixes)} blocks.")
     blocks = attach(base, specs={}, base_path="dense" if packed else "quantized")
@@ -137,7 +137,8 @@ def _places(base: Base, prefixes: list[str] | None) -> dict[str, _Place]:
         if id(module) in seen or (kept is not None and not f"{path}.".startswith(kept)):
             continue
         seen.add(id(module))
-        if "scales" in module:
+        weight = module.get("weight")
+        if "scales" in module and not mx.issubdtype(weight.dtype, mx.floating):
             raise PackError(f"--method full: {path} is packed, and packed weights cannot learn; "
                             "take --method lora, or a dense checkpoint.")  # fmt: skip
         for key, value in module.items():

@@ -367,7 +367,7 @@ def _too_large(plan: MemoryPlan, ways: list[str], bound: str = "") -> PackError:
     )
 
 
-def describe(attached: Attached | Unfrozen, base_weights: int, display: Display) -> None:
+def describe(attached: Attached | Unfrozen, display: Display, base_weights: int) -> None:
     """What learns, and which share of the base's weights that is."""
     count = attached.parameter_count()
     share = f"{100 * count / base_weights:.3g} % of {shown_count(base_weights)} weights"

@@ -213,7 +213,7 @@ def _train_into(
         attached = attach(base, lora, None, choice.base_path, train.seed, train.train_fp16_fallback)
     prefix = None
     try:
-        describe(attached, base_weights, display)
+        describe(attached, display, base_weights)
         at_work = base_paths_at_work(attached, choice)
         if resume_adapter_file is not None:
             load_adapters(attached, Path(resume_adapter_file))

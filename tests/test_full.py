@@ -18,6 +18,7 @@ from mlx_packs.config import resolve
 from mlx_packs.encoding import Example
 from mlx_packs.errors import PackError
 from mlx_packs.evaluation import Scorer
+from mlx_packs.fixed import attach_fixed
 from mlx_packs.full import unfreeze
 from mlx_packs.interop import export_pack
 from mlx_packs.loss import as_arrays, loss_sum, split_head
@@ -125,6 +126,48 @@ def test_a_tied_table_is_one_tensor():
         "model.embed_tokens.weight"
     ]
     assert learning.parameter_count() == count_weights(learning.model)
+
+
+def test_any_module_is_unfrozen_and_comes_back():
+    """No blocks, no head, a weight on a module with children: an encoder's, for one."""
+
+    class Inner(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.proj = nn.Linear(8, 8)
+            self.gain = mx.ones(8)
+
+        def __call__(self, x):
+            return self.gain * self.proj(x)
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner, self.norm = Inner(), nn.LayerNorm(8)
+
+        def __call__(self, x):
+            return self.norm(self.inner(x))
+
+    base = family("qwen3")
+    base.model = Net()
+    base.model.freeze()
+    x = mx.ones((2, 8))
+    before = base.model(x)
+    learning = unfreeze(base)
+    assert sorted(learning.tensors()) == [
+        "inner.gain", "inner.proj.bias", "inner.proj.weight", "norm.bias", "norm.weight",
+    ]  # fmt: skip
+    learned = {name: tensor + 1 for name, tensor in learning.tensors().items()}
+    learning.load(learned, "test")
+    after = base.model(x)
+    assert not mx.array_equal(after, before).item()
+    learning.detach()
+    assert mx.array_equal(base.model(x), before).item()
+    applied = attach(base, specs={})  # as a pack that brings them whole
+    attach_fixed(applied, {}, learning.replaced, learned, "test")
+    assert mx.array_equal(base.model(x), after).item()
+    applied.detach()
+    assert mx.array_equal(base.model(x), before).item()
 
 
 def test_half_precision_learns_in_float32():

@@ -5,6 +5,7 @@ a dense product; the backward dequantizes again, so nothing dense is kept. ``den
 once and keep. Which is fastest depends on device, rows and shape: `auto` measures (base_path.py).
 """
 
+import itertools
 import math
 from collections.abc import Callable
 
@@ -240,9 +241,13 @@ def path_at_work(module: nn.Module) -> str | None:
 
 
 def replace_modules(model: nn.Module, modules: list[tuple[str, nn.Module]]) -> None:
-    """Put each module at its path."""
-    if modules:
-        model.update_modules(tree_unflatten(modules))
+    """Put each module at its path; one that stands within another goes into the new one."""
+
+    def depth(item: tuple[str, nn.Module]) -> int:
+        return item[0].count(".")
+
+    for _, level in itertools.groupby(sorted(modules, key=depth), key=depth):
+        model.update_modules(tree_unflatten(list(level)))
 
 
 def apply_base_path(model: nn.Module, base_path: str) -> list[tuple[str, nn.Module]]:
