@@ -44,8 +44,8 @@ from .runtime import mx
 
 ERROR = 0.15  # largest error seen in benchmarks/plan_accuracy.py is below this
 PARTS = "base adapters gradients optimizer activations logits working".split()
-_WHOLE_LOGITS = 6.5  # pieces of the size of all logits, where the head learns
-_UPDATED_AT_ONCE = 1.8  # of the largest weight that learns
+_WHOLE_LOGITS = 15  # pieces of the size of all logits, where the head learns
+_UPDATED_AT_ONCE = 3  # of the largest weight that learns
 _HELPS = 0.98  # a remedy takes less than this share
 SHORTEST, LEAST_RANK = 256, 4  # a plan proposes nothing smaller
 FAMILIES = ("qwen3", "qwen2", "llama", "mistral")
@@ -626,7 +626,7 @@ def _full(
         if moment == "update":
             held["working"] = 4 * _UPDATED_AT_ONCE * largest
             if train.optimizer == "adamw_8bit":  # the moments of all weights are decoded first
-                held["working"] = 8 * learned
+                held["working"] = 14 * learned
         moments[moment] = {name: int(count) for name, count in held.items()}
     frozen = _base_bytes(sizes, tensors, few, "dense", activation_bytes(config, train))
     return replace(
