@@ -34,6 +34,7 @@ _PUBLIC = {
     "evaluate_tasks": "harness",
     "TrainRun": "training",
     "train_pack": "training",
+    "LayerTrainer": "layer_trainer",
     "diff": "distance",
     "list_packs": "shelf",
     "pull": "hub",

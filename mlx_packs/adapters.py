@@ -8,6 +8,7 @@ their names and shapes on disk are mlx-lm's, per projection (`Attached.tensors`)
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import mlx.nn as nn
 
@@ -125,12 +126,15 @@ def plan_specs(groups: list[Group], lora: LoRAConfig) -> Specs:
 
 
 @dataclass(frozen=True)
-class _Slot:
+class Slot:
     """Where the adapters of one projection live in memory."""
 
     lora: GroupedLoRA
     first: int
     spec: ModuleSpec
+
+
+Slots = Mapping[str, Slot]
 
 
 class Attached:
@@ -139,12 +143,15 @@ class Attached:
     ``slots`` has the adapters and ``frozen`` the base's own module, by path of the projection.
     """
 
+    method = "lora"
+    replaced: Mapping[str, tuple[int, ...]] = MappingProxyType({})  # `full.Unfrozen` has some
+
     def __init__(self, base: Base, specs: Specs, groups: list[Group], notes: list[str]):
         self.base = base
         self.specs = specs
         self.groups = groups
         self.notes = notes
-        self.slots: dict[str, _Slot] = {}
+        self.slots: dict[str, Slot] = {}
         self.frozen: dict[str, nn.Module] = {}
         self._originals: list[tuple[str, nn.Module]] = []
 
@@ -188,57 +195,28 @@ class Attached:
 
         Those of experts lie as mlx-lm has them, [E, r, in] and [E, out, r].
         """
-        found = {}
-        for path, slot in self.slots.items():
-            adapted = [s for s in slot.spec.slices if s.rank]
-            a = slot.lora.lora_a[slot.first : slot.first + len(adapted)]
-            b = slot.lora.lora_b[slot.first : slot.first + len(adapted)]
-            if slot.spec.experts is not None:
-                a, b = ([t.swapaxes(-1, -2) for t in tensors] for tensors in (a, b))
-            found[f"{path}.lora_a"] = a[0] if len(a) == 1 else mx.concatenate(a, axis=1)
-            found[f"{path}.lora_b"] = _block_diagonal(slot.spec, b)
-        return found
+        return slot_tensors(self.slots)
+
+    def untrained(self) -> dict[str, mx.array]:
+        """Adapters with which the model computes what the base alone does: every B is zero."""
+        return {
+            name: mx.zeros_like(tensor) if name.endswith("lora_b") else tensor
+            for name, tensor in self.tensors().items()
+        }
 
     def load(self, tensors: Mapping[str, mx.array], where: str) -> None:
         """Set all adapters from tensors named as on disk.
 
         Raises: PackError listing every missing, unknown or misshaped tensor; nothing is changed.
         """
-        wanted = {n: shape for s in self.slots.values() for n, shape in s.spec.shapes.items()}
-        faults = [f"{n}: missing" for n in wanted if n not in tensors]
-        faults += [f"{n}: not an adapter of this run" for n in tensors if n not in wanted]
-        faults += [
-            f"{n}: is {tuple(tensors[n].shape)}, must be {shape}"
-            for n, shape in wanted.items()
-            if n in tensors and tuple(tensors[n].shape) != shape
-        ]
-        if faults:
-            more = f" (and {len(faults) - 3} more)" if len(faults) > 3 else ""
-            raise PackError(f"{where}: adapters do not fit: {'; '.join(faults[:3])}{more}.")
-        for path, slot in self.slots.items():
-            b = tensors[f"{path}.lora_b"]
-            if not _is_block_diagonal(slot.spec, b):
-                raise PackError(f"{where}: {path}.lora_b couples the slices of a fused projection.")
-        for path, slot in self.slots.items():
-            a, b = tensors[f"{path}.lora_a"], tensors[f"{path}.lora_b"]
-            if slot.spec.experts is not None:
-                a, b = a.swapaxes(-1, -2), b.swapaxes(-1, -2)
-            rank = column = 0
-            index = slot.first
-            for s in slot.spec.slices:
-                if s.rank:
-                    rows, columns = slice(rank, rank + s.rank), slice(column, column + s.width)
-                    slot.lora.lora_a[index] = a[..., rows].astype(mx.float32)
-                    slot.lora.lora_b[index] = b[..., rows, columns].astype(mx.float32)
-                    index += 1
-                rank, column = rank + s.rank, column + s.width
+        load_slots(self.slots, tensors, where)
 
     def parameter_count(self) -> int:
         """Trainable weights."""
         return sum(t.size for slot in self.slots.values() for t in self._arrays(slot))
 
     @staticmethod
-    def _arrays(slot: _Slot) -> list[mx.array]:
+    def _arrays(slot: Slot) -> list[mx.array]:
         last = slot.first + sum(1 for s in slot.spec.slices if s.rank)
         return [*slot.lora.lora_a[slot.first : last], *slot.lora.lora_b[slot.first : last]]
 
@@ -248,16 +226,76 @@ class Attached:
         A switch linear has one for each expert, [E, out, in].
         """
         tensors = self.tensors()
-        merged = {}
-        for path, slot in self.slots.items():
-            linear = self.frozen[path]
-            if slot.spec.experts is not None:
-                weight = expert_weights(linear)
-            else:
-                quantized = isinstance(linear, LINEARS)
-                weight = dequantized_weight(linear) if quantized else linear.weight
-            merged[path] = weight.astype(mx.float32) + delta_of(slot.spec, tensors)
-        return merged
+        return {
+            path: merged_weight(slot.spec, tensors, self.frozen[path])
+            for path, slot in self.slots.items()
+        }
+
+
+def slot_tensors(slots: Slots) -> dict[str, mx.array]:
+    """Adapters by name on disk, as `Attached.tensors` has them."""
+    found = {}
+    for path, slot in slots.items():
+        adapted = [s for s in slot.spec.slices if s.rank]
+        a = slot.lora.lora_a[slot.first : slot.first + len(adapted)]
+        b = slot.lora.lora_b[slot.first : slot.first + len(adapted)]
+        if slot.spec.experts is not None:
+            a, b = ([t.swapaxes(-1, -2) for t in tensors] for tensors in (a, b))
+        found[f"{path}.lora_a"] = a[0] if len(a) == 1 else mx.concatenate(a, axis=1)
+        found[f"{path}.lora_b"] = _block_diagonal(slot.spec, b)
+    return found
+
+
+def check_tensors(
+    wanted: Mapping[str, tuple[int, ...]], tensors: Mapping[str, mx.array], where: str
+) -> None:
+    """Hold tensors against names and shapes.
+
+    Raises: PackError listing what is missing, unknown or misshaped.
+    """
+    faults = [f"{n}: missing" for n in wanted if n not in tensors]
+    faults += [f"{n}: not learned in this run" for n in tensors if n not in wanted]
+    faults += [
+        f"{n}: is {tuple(tensors[n].shape)}, must be {shape}"
+        for n, shape in wanted.items()
+        if n in tensors and tuple(tensors[n].shape) != shape
+    ]
+    if faults:
+        more = f" (and {len(faults) - 3} more)" if len(faults) > 3 else ""
+        raise PackError(f"{where}: tensors do not fit: {'; '.join(faults[:3])}{more}.")
+
+
+def load_slots(slots: Slots, tensors: Mapping[str, mx.array], where: str) -> None:
+    """Set all adapters from tensors named as on disk; raises as `Attached.load`."""
+    wanted = {n: shape for s in slots.values() for n, shape in s.spec.shapes.items()}
+    check_tensors(wanted, tensors, where)
+    for path, slot in slots.items():
+        b = tensors[f"{path}.lora_b"]
+        if not _is_block_diagonal(slot.spec, b):
+            raise PackError(f"{where}: {path}.lora_b couples the slices of a fused projection.")
+    for path, slot in slots.items():
+        a, b = tensors[f"{path}.lora_a"], tensors[f"{path}.lora_b"]
+        if slot.spec.experts is not None:
+            a, b = a.swapaxes(-1, -2), b.swapaxes(-1, -2)
+        rank = column = 0
+        index = slot.first
+        for s in slot.spec.slices:
+            if s.rank:
+                rows, columns = slice(rank, rank + s.rank), slice(column, column + s.width)
+                slot.lora.lora_a[index] = a[..., rows].astype(mx.float32)
+                slot.lora.lora_b[index] = b[..., rows, columns].astype(mx.float32)
+                index += 1
+            rank, column = rank + s.rank, column + s.width
+
+
+def merged_weight(spec: ModuleSpec, tensors: Mapping[str, mx.array], linear: nn.Module) -> mx.array:
+    """The dense weight of a frozen linear with its adapters' delta added, in float32."""
+    if spec.experts is not None:
+        weight = expert_weights(linear)
+    else:
+        quantized = isinstance(linear, LINEARS)
+        weight = dequantized_weight(linear) if quantized else linear.weight
+    return weight.astype(mx.float32) + delta_of(spec, tensors)
 
 
 def delta_of(spec: ModuleSpec, tensors: Mapping[str, mx.array]) -> mx.array:
@@ -433,7 +471,7 @@ def _make_lora(
     in_features = attached.specs[next(iter(firsts))].in_features
     lora = GroupedLoRA(in_features, shapes, dropout, keys)
     for path, first in firsts.items():
-        attached.slots[path] = _Slot(lora, first, attached.specs[path])
+        attached.slots[path] = Slot(lora, first, attached.specs[path])
     return lora
 
 

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from . import runtime
-from .config import MEMORY_SETTINGS, POLICIES, LoRAConfig, Recipe, TrainConfig
-from .display import size
+from .config import MEMORY_SETTINGS, OF_ADAPTERS, POLICIES, LoRAConfig, Recipe, TrainConfig
+from .display import shown_count, size
 from .errors import PackError
 from .plan import (
     ERROR,
@@ -23,7 +23,6 @@ from .plan import (
     activation_bytes,
     base_paths,
     check_stored,
-    dense_tensors,
     estimate,
     fit,
     is_packed,
@@ -40,7 +39,7 @@ _ALWAYS = ("batch_size", "max_seq_length", "rank", "base_path")  # named in ever
 
 @dataclass(frozen=True)
 class Option:
-    """One way of training a base. ``method``: lora, qlora, lora-fp32, or full (as information).
+    """One way of training a base. ``method``: lora, qlora, lora-fp32, or full (the baseline).
 
     quantize: what is done to the base on loading.   fit: as of `plan.fit`.
     """
@@ -83,24 +82,23 @@ class Option:
             "base_weights": self.plan.base_weights,
         }
 
-    def command(
-        self, model: str, configs: Sequence[str] = (), under: Recipe | None = None
-    ) -> str | None:
-        """The `packs train` whose peak this is; None for full fine-tuning, which packs does not do.
+    def command(self, model: str, configs: Sequence[str] = (), under: Recipe | None = None) -> str:
+        """The `packs train` whose peak this is.
 
         The base path is always named: left to `auto`, the run would choose, and peak, by the
         machine that it is on.
         Args:
             under: what that run is told without these flags, by ``configs`` and defaults.
         """
-        if self.method == "full":
-            return None
         words = ["packs", "train", *(w for file in configs for w in ("-c", str(file)))]
         words += ["--model", model]
         under = under or Recipe()
         told = {**vars(under.train), **vars(under.lora)}
         wanted = {**vars(self.train), **vars(self.lora)}
+        full = self.method == "full"
         for name in MEMORY_SETTINGS:
+            if full and name in OF_ADAPTERS:
+                continue
             if name in _ALWAYS or wanted[name] != told[name]:
                 words += _flag(name, wanted[name])
         return shlex.join(words)
@@ -132,6 +130,8 @@ def advise(
         raise PackError(f"--memory must be positive, but got {memory / 1e9:g} GB.")
     lora, train = lora or LoRAConfig(), train or TrainConfig()
     check_stored(checkpoint, train)
+    if train.method == "full":
+        return [_full(checkpoint, lora, train, memory, asked)]
     ways = _ways(checkpoint, train, asked)
     found = [_option(checkpoint, memory, lora, train, asked, *way) for way in ways]
     small = found[0].plan.base_weights < SMALL_WEIGHTS
@@ -139,7 +139,7 @@ def advise(
     best = found[0]
     if small and best.method == "lora-fp32" and best.fits and not is_packed(checkpoint.tensors):
         found[0] = replace(best, why=f"{_SMALL}; {best.why}")
-    return [*found, _full(checkpoint, best, memory, asked)]
+    return [*found, _full(checkpoint, best.lora, best.train, memory, asked)]
 
 
 def _harm(option: Option, small: bool) -> tuple:
@@ -248,35 +248,33 @@ def _why(
     return told if found == "fits" else f"tight, {ERROR:.0%} more would not fit: {told}"
 
 
-def _full(checkpoint: Checkpoint, best: Option, memory: int, asked: frozenset[str]) -> Option:
-    """Full fine-tuning, as information: the least that it takes at the length of the best option.
+def _full(
+    checkpoint: Checkpoint,
+    lora: LoRAConfig,
+    wanted: TrainConfig,
+    memory: int,
+    asked: frozenset[str],
+) -> Option:
+    """Full fine-tuning, the baseline: the least that it takes at the length that is wanted.
 
-    Weights, gradients and both moments of AdamW in float32; float32 activations of the smallest
-    batch with recomputed blocks. Inputs of linears are kept as for adapters on all of them.
+    Weights, gradients and both moments of AdamW in float32 beside the base; float32 activations of
+    the smallest batch with recomputed blocks, where nothing else is asked for.
     """
     train = replace(
-        best.train, quantize="none", keep=(), double_quant=True, base_path="dense",
-        batch_size=best.train.batch_size if "batch_size" in asked else 1,
-        compute_dtype="float32", recompute="block", optimizer="adamw",
-        grad_accumulation_steps=1,
+        wanted, method="full", quantize="none", keep=(), double_quant=True, base_path="dense",
+        batch_size=wanted.batch_size if "batch_size" in asked else 1, compute_dtype="auto",
+        recompute=wanted.recompute if "recompute" in asked else "block", cache_prefix="off",
+        grad_checkpoint=False if "recompute" not in asked else wanted.grad_checkpoint,
+        train_fp16_fallback=False,
     )  # fmt: skip
-    plan = estimate(
-        checkpoint.config, dense_tensors(checkpoint.tensors), LoRAConfig(rank=1), train, "dense"
-    )
-    weights = plan.base_weights
-    moments = {
-        moment: {**held, "gradients": 0 if moment == "loss" else 4 * weights}
-        for moment, held in plan.moments.items()
-    }
-    plan = replace(
-        plan, base=4 * weights, adapters=0, optimizer=8 * weights, moments=moments,
-        adapter_weights=0,
-    )  # fmt: skip
+    layers = LoRAConfig(num_layers=lora.num_layers)
+    plan = estimate(checkpoint.config, checkpoint.tensors, layers, train, "dense")
+    each = (4 * 2 * plan.adapter_weights + plan.optimizer) / plan.adapter_weights
     why = (
-        "for information, the least it takes: 16 bytes a weight (float32 weights, gradients, "
-        f"AdamW), float32 activations of batch {train.batch_size}; packs trains adapters only"
+        f"the baseline: {each:.3g} bytes a weight that learns (float32 weights, gradients, "
+        f"{train.optimizer}) beside the base's own, float32 activations of batch {train.batch_size}"
     )
-    return Option("full", "none", best.lora, train, plan, fit(plan, memory), why)
+    return Option("full", "none", layers, train, plan, fit(plan, memory), why)
 
 
 # ── for people ───────────────────────────────────────────────────────────────────────────────────
@@ -294,7 +292,7 @@ def table(
     best = options[0]
     kinds = [" ".join([o.method, *[o.quantize] * (o.quantize != "none")]) for o in options]
     lines = [
-        f"base    {checkpoint.name} · {_count(best.plan.base_weights)} weights · "
+        f"base    {checkpoint.name} · {shown_count(best.plan.base_weights)} weights · "
         f"memory {size(memory)}",
         "",
         f"{'method':<13} {'path':<9}{'rank':>4} {'batch':>8} {'recompute':>9} {'peak':>8} fits",
@@ -338,10 +336,6 @@ def table(
 
 
 _ANSWERS = {"fits": "yes", "tight": "tight", "no": "no"}
-
-
-def _count(weights: int) -> str:
-    return f"{weights / 1e9:.2f} B" if weights >= 1e8 else f"{weights / 1e6:.1f} M"
 
 
 def _part(count: int) -> str:

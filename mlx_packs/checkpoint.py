@@ -201,10 +201,15 @@ def load_checkpoint(folder: Path, attached: Attached, optimizer: optimizers.Opti
         raise PackError(f"{folder}: is not a whole checkpoint ({error}).") from None
     key = _take_state(folder / OPTIMIZER, state, optimizer)
     attached.load(tensors, str(folder / ADAPTERS))
-    high, low = key.tolist()
-    mx.random.seed((high << 32) | low)  # the state is a key, and seed(n) sets it to key(n)
+    set_random_state(key)
     optimizer.state = tree_unflatten(list(state.items()))
     return cursor
+
+
+def set_random_state(key: mx.array) -> None:
+    """Let MLX's random numbers go on from a state."""
+    high, low = key.tolist()
+    mx.random.seed((high << 32) | low)  # the state is a key, and seed(n) sets it to key(n)
 
 
 def read_cursor(folder: Path) -> Cursor:

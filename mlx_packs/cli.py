@@ -109,7 +109,7 @@ def _inspect_lines(pack) -> list[str]:
     """A pack for people; optional parts of its manifest only as far as they are there."""
     from .base_files import quantization_name
     from .gates import shown
-    from .manifest import phase_lines, read_pin, shown_result
+    from .manifest import phase_lines, read_pin, replaced_of, shown_result
 
     m = pack.manifest
     base, modules = m["base"], m["adapters"]["modules"]
@@ -119,10 +119,15 @@ def _inspect_lines(pack) -> list[str]:
         f"pack    {pack.path} ({pack.size_mb:.2f} MB, {m.get('profile')})",
         f"base    {base['id']} · {base['model_type']} · {base['num_layers']} blocks · "
         f"{quantization_name(base['quantization'])} · fingerprint {base['fingerprint'][:12]}",
-        f"lora    rank {', '.join(map(str, ranks))} · scale {', '.join(map(str, scales))} · "
-        f"{m['adapters']['parameters']:,} weights ({m['adapters'].get('dtype') or 'float32'}) on "
-        f"{len(modules)} projections in {len(m['adapters']['groups'])} groups",
     ]
+    count = f"{m['adapters']['parameters']:,} weights ({m['adapters'].get('dtype') or 'float32'})"
+    if modules:
+        lines.append(
+            f"lora    rank {', '.join(map(str, ranks))} · scale {', '.join(map(str, scales))} · "
+            f"{count} on {len(modules)} projections in {len(m['adapters']['groups'])} groups"
+        )
+    else:
+        lines.append(f"full    {count} in {len(replaced_of(m))} tensors of the base, whole")
     if pin := read_pin(pack.path):
         lines.append(f"hub     {pin['repo']}@{pin['revision']} · commit {pin['commit']}")
     if license := m.get("license"):
@@ -169,9 +174,11 @@ def apply(pack, model, dry_run, max_pack_mb, trust_remote_code, as_json):
     report = check_against(found, model)
     if not dry_run:
         report |= _apply_for_real(found, model, trust_remote_code)
+    parts = [f"{report['projections']} projections"] if report["projections"] else []
+    parts += [f"{report['whole']} tensors whole"] if report["whole"] else []
     lines = [
         f"fits    {report['pack']} on {report['model']}: hashes, base fingerprint "
-        f"{report['fingerprint'][:12]}, {report['projections']} projections, {report['pack_mb']} MB"
+        f"{report['fingerprint'][:12]}, {', '.join(parts)}, {report['pack_mb']} MB"
     ]
     if "largest_logit_change" in report:
         lines.append(

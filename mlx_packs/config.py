@@ -11,7 +11,7 @@ import math
 import re
 import types
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -24,6 +24,7 @@ RECOMPUTE = ("auto", *POLICIES)
 CACHE_PREFIX = ("auto", "on", "off")
 LONG_ROWS = ("cut", "split")
 LOSS_ON = ("all", "completion", "assistant")
+METHODS = ("lora", "full")
 QUANTIZE = ("none", "affine4", "affine8", "nf4")
 COMPUTE_DTYPES = ("auto", "bfloat16", "float16", "float32")
 PACK_DTYPES = ("float32", "bfloat16", "float16")
@@ -33,7 +34,7 @@ OPTIMIZER_STATES = ("carry", "fresh")
 # settings that the peak memory of a run depends on
 MEMORY_SETTINGS = (
     "batch_size max_seq_length rank base_path grad_checkpoint recompute quantize double_quant keep "
-    "compute_dtype optimizer grad_accumulation_steps num_layers target_modules"
+    "compute_dtype optimizer grad_accumulation_steps num_layers target_modules method"
 ).split()
 
 
@@ -89,6 +90,10 @@ class LoRAConfig:
             for key in getattr(self, name)
         ]
         _raise_faults("LoRAConfig", checks)
+
+
+# Settings of adapters: where no adapter learns (method full) they mean nothing.
+OF_ADAPTERS = tuple(f.name for f in dataclasses.fields(LoRAConfig) if f.name != "num_layers")
 
 
 @dataclass(frozen=True)
@@ -150,6 +155,9 @@ class Phase:
 class TrainConfig:
     """How a run learns. ``iters`` counts batches, as in mlx-lm."""
 
+    method: str = _option(
+        "lora", "What learns: adapters, or the base's own weights in float32 (full).", METHODS
+    )
     iters: int = _option(600, "Batches to train on.")
     batch_size: int = _option(4, "Rows of a batch.")
     max_seq_length: int = _option(2048, "Most tokens of a row; what is longer is cut.")
@@ -329,6 +337,18 @@ class TrainConfig:
                 checks.append(
                     (value in choices, f"{f.name} is one of {', '.join(choices)}; got '{value}'.")
                 )
+        if self.method == "full":
+            unfit = {
+                "base_path": self.base_path not in ("auto", "dense"),
+                "quantize": self.quantize != "none",
+                "compute_dtype": self.compute_dtype not in ("auto", "float32"),
+                "cache_prefix": self.cache_prefix == "on",
+                "train_fp16_fallback": self.train_fp16_fallback,
+            }
+            checks += [
+                (not bad, f"{k} {getattr(self, k)} goes with method lora, but that is full.")
+                for k, bad in unfit.items()
+            ]
         named = isinstance(self.lr_schedule, str)
         checks += [
             (
@@ -476,12 +496,14 @@ class Recipe:
     run: dict = field(default_factory=dict)
 
     def to_json(self) -> dict:
+        left_out = OF_ADAPTERS if self.train.method == "full" else ()
         told = {
             **{k: v for k, v in sorted(self.run.items()) if v not in (None, False)},
             **{
                 f.name: getattr(part, f.name)
                 for part in (self.data, self.lora, self.train)
                 for f in dataclasses.fields(part)
+                if f.name not in left_out
             },
             "max_grad_norm": self.train.max_grad_norm or 0.0,  # None would read as its default
             "phases": [phase.to_json() for phase in self.train.phases],
@@ -499,11 +521,16 @@ def _flatten_mlx_lm(values: Mapping, where: str) -> dict:
     if "phases" in values and not values["phases"]:
         raise PackError(f"{where}: phases must hold at least one phase; leave it out for one.")
     flat = {str(k): v for k, v in values.items() if v is not None}
-    kind = flat.pop("fine_tune_type", "lora")
-    if kind != "lora":
+    kind = flat.pop("fine_tune_type", None)
+    if kind not in (None, *METHODS):
         raise PackError(
-            f"{where}: fine_tune_type '{kind}' is not trained here, only 'lora'. "
+            f"{where}: fine_tune_type '{kind}' is not trained here, only 'lora' and 'full'. "
             f"Use mlx_lm.lora --fine-tune-type {kind} for it."
+        )
+    if kind and flat.setdefault("method", kind) != kind:
+        raise PackError(
+            f"{where}: fine_tune_type is '{kind}', but method is '{flat['method']}'; say one of "
+            "them."
         )
     if "scale" in flat:
         raise PackError(f"{where}: unknown key 'scale'. Write alpha (scale x rank).")
@@ -636,3 +663,15 @@ def _yaml_loader() -> type:
     number = re.compile(r"[-+]?(\d[\d_]*\.?[\d_]*|\.\d[\d_]*)[eE][-+]?\d+")
     Loader.add_implicit_resolver("tag:yaml.org,2002:float", number, list("-+.0123456789"))
     return Loader
+
+
+def check_method(lora: LoRAConfig, train: TrainConfig, said: Collection[str] = ()) -> None:
+    """Raises: PackError for settings of adapters beside ``method: full``: said, or no default."""
+    if train.method != "full":
+        return
+    for name in OF_ADAPTERS:
+        if name in said or getattr(lora, name) != getattr(LoRAConfig(), name):
+            raise PackError(
+                f"--{name.replace('_', '-')}: is of adapters, and --method full trains none; leave "
+                "it out, or take --method lora."
+            )

@@ -104,3 +104,8 @@ def size(count: float) -> str:
     if count >= 1e10:
         return f"{count / 1e9:.1f} GB"
     return f"{count / 1e9:.2f} GB" if count >= 1e8 else f"{count / 1e6:.1f} MB"
+
+
+def shown_count(weights: int) -> str:
+    """A number of weights for people: 7.1 M, 8.03 B."""
+    return f"{weights / 1e9:.2f} B" if weights >= 1e8 else f"{weights / 1e6:.1f} M"

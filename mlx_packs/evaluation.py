@@ -8,6 +8,7 @@ from pathlib import Path
 
 import mlx.nn as nn
 import numpy as np
+from mlx.utils import tree_flatten
 
 from . import data as rows_of
 from .base_path import choose_base_path
@@ -119,19 +120,21 @@ def perplexity(nll_sum: float, count: int) -> float:
 class Scorer:
     """Scores batches with what a base carries; one trace for each shape of batch.
 
-    Adapters are inputs of the traces: packs that are swapped in place (`Base.swap_pack`) are scored
-    by the traces of the first.
+    Adapters, and weights that learn, are inputs of the traces: packs that are swapped in place
+    (`Base.swap_pack`) are scored by the traces of the first.
     """
 
     def __init__(self, model: nn.Module, head: Head | None):
         self.model = model
-        loras = [m for m in model.modules() if isinstance(m, GroupedLoRA)]
+        learning = tree_flatten(model.trainable_parameters())
+        full = any(".lora_" not in name for name, _ in learning)
+        held = [model] if full else [m for m in model.modules() if isinstance(m, GroupedLoRA)]
 
         def forward(tokens, positions, targets, _, *segments):
             return target_loss(model, head, tokens, positions, targets, *segments, gradient=False)
 
         self._forward_here = forward
-        self._forward = mx.compile(forward, inputs=[m.state for m in loras])
+        self._forward = mx.compile(forward, inputs=[m.state for m in held])
 
     def rows(self, batches: Sequence[Batch], advance=None) -> RowScores:
         """Every row of the batches. Raises: PackError if there is none."""

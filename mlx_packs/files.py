@@ -5,7 +5,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
@@ -201,15 +201,16 @@ def read_tensors(file: Path) -> dict[str, "mx.array"]:
     return tensors
 
 
-def save_tensors(file: Path, tensors: dict) -> None:
-    """Write MLX arrays as safetensors, in the order of their names.
+def save_tensors(file: Path, tensors: dict, metadata: Mapping[str, str] | None = None) -> None:
+    """Write MLX arrays as safetensors, in the order of their names; the header has ``metadata``.
 
     Raises: PackError when the disk is full or the place cannot be written.
     """
     from .runtime import mx
 
     try:
-        mx.save_safetensors(str(file), dict(sorted(tensors.items())), {"format": "mlx"})
+        told = {"format": "mlx", **(metadata or {})}
+        mx.save_safetensors(str(file), dict(sorted(tensors.items())), told)
     except RuntimeError as error:
         raise PackError(f"{file}: cannot be written ({error}).") from None
     # MLX does not report a full disk: the file is then shorter than its header says

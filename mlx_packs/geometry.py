@@ -69,6 +69,7 @@ class GeometryError(PackError):
 
     def __init__(self, path: str, fault: str):
         self.path = path
+        self.fault = fault
         super().__init__(
             f"[geometry] {path}: {fault} Pass --train-fp16-fallback to train on a dequantized copy "
             "of just such modules, or leave it out of --target-modules."

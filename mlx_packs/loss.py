@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import mlx.nn as nn
+from mlx.utils import tree_flatten
 
 from .batches import Batch
 from .nn.prefix import fed
@@ -48,7 +49,8 @@ def split_head(model: nn.Module) -> Head | None:
         expected, states = model(probe), inner(probe)
         for module, logits in heads:
             if mx.array_equal(logits(states), expected).item():
-                return Head(inner, logits, frozen_head(module))
+                learns = bool(tree_flatten(module.trainable_parameters()))
+                return Head(inner, logits, None if learns else frozen_head(module))
     except (TypeError, ValueError, AttributeError):
         return None
     return None

@@ -60,11 +60,12 @@ _REQUIRED = {
     "adapters": "a mapping",
     "adapters.parameters": "an integer of 0 or more",
     "adapters.groups": "a list",
-    "adapters.modules": "a list with something in it",
+    "adapters.modules": "a list",
     "files": "a mapping",
 }
 # What may be missing or null. A part stands before what is in it.
 _OPTIONAL = {
+    "method": "text",
     "profile": "text",
     "adapters.dtype": "text",
     "license": "text",
@@ -177,6 +178,8 @@ def check_manifest(manifest: dict, with_files: bool = True) -> None:
         _check_module(f"adapters.modules[{i}]", module)
     replaced = manifest["adapters"].get("replaced")
     _hold("adapters.replaced", [] if replaced is None else replaced, "a list")
+    if not manifest["adapters"]["modules"] and not replaced:
+        raise ValueError("adapters.modules must be a list with something in it, but is []")
     for i, tensor in enumerate(replaced or []):
         where, kinds = f"adapters.replaced[{i}]", {"name": "text", "shape": "a list of integers"}
         _hold_all(where, tensor, kinds)
@@ -283,19 +286,34 @@ def mlx_lm_config(specs: "Specs") -> dict | None:
     }
 
 
+def adapter_config(manifest: dict) -> dict | None:
+    """``adapter_config.json`` of a pack, or None where stock mlx-lm cannot load it.
+
+    Weights that are brought whole it loads as those of a full fine-tuning, over dense ones.
+    """
+    if not replaced_of(manifest):
+        return mlx_lm_config(specs_of(manifest))
+    if manifest["adapters"]["modules"] or manifest["base"]["quantization"]:
+        return None
+    return {"fine_tune_type": "full", "num_layers": -1}
+
+
 def model_card(manifest: dict, name: str) -> str:
     """README.md of a pack: what it is, what it was measured to do, how to use it."""
     base = manifest["base"]
     specs = specs_of(manifest)
     ranks = sorted({s.rank for spec in specs.values() for s in spec.slices if s.rank})
     targets = sorted({path.rsplit(".", 1)[-1] for path in specs})
+    what = f"rank {', '.join(map(str, ranks))} on {', '.join(targets)}"
+    if not specs:
+        what = f"{len(replaced_of(manifest))} of its tensors fine-tuned in full"
     lines = [
         *_card_metadata(manifest),
         "",
         f"# {name}",
         "",
-        f"A LoRA pack for `{base['id']}` ({base['model_type']}, {base['num_layers']} blocks), rank "
-        f"{', '.join(map(str, ranks))} on {', '.join(targets)}.",
+        f"A {'LoRA ' if specs else ''}pack for `{base['id']}` ({base['model_type']}, "
+        f"{base['num_layers']} blocks), {what}.",
         "",
     ]
     result = manifest.get("eval") or {}
@@ -309,7 +327,7 @@ def model_card(manifest: dict, name: str) -> str:
         ]
     if phases := manifest.get("phases"):
         lines += ["Learned in phases:", "", *(f"- {line}" for line in phase_lines(phases)), ""]
-    lines += ["```", _card_command(manifest, specs), "```", ""]
+    lines += ["```", _card_command(manifest), "```", ""]
     lines += [f"Base fingerprint: `{base['fingerprint']}`"]
     if license := manifest.get("license"):
         lines += ["", f"Licence: {license}"]
@@ -320,15 +338,16 @@ def model_card(manifest: dict, name: str) -> str:
 def _card_metadata(manifest: dict) -> list[str]:
     """What the Hub reads of a card, in YAML; a base is named there only if it is a hub id."""
     base = manifest["base"]["id"]
-    license = manifest.get("license")
+    license, is_lora = manifest.get("license"), bool(manifest["adapters"]["modules"])
     return [
         "---",
         "library_name: mlx",
         *([f"license: {json.dumps(license)}"] if license else []),
-        *([f"base_model: {json.dumps(base)}", "base_model_relation: adapter"]
+        *([f"base_model: {json.dumps(base)}",
+           f"base_model_relation: {'adapter' if is_lora else 'finetune'}"]
           if re.fullmatch(HUB_ID, base, re.ASCII) else []),
         "pipeline_tag: text-generation",
-        "tags: [mlx, lora, mlx-packs]",
+        f"tags: [mlx, {'lora, ' * is_lora}mlx-packs]",
         "---",
     ]  # fmt: skip
 
@@ -387,7 +406,7 @@ def phase_lines(phases: Sequence[Mapping]) -> list[str]:
     return lines
 
 
-def _card_command(manifest: dict, specs: "Specs") -> str:
+def _card_command(manifest: dict) -> str:
     """A command that loads the pack: stock mlx-lm's, where that loads base and adapters as here."""
     from .base_files import TINY
 
@@ -395,6 +414,6 @@ def _card_command(manifest: dict, specs: "Specs") -> str:
     if base == TINY:
         return "packs generate --pack . --prompt ..."
     quantize = (manifest.get("recipe") or {}).get("quantize") or "none"
-    if quantize == "none" and mlx_lm_config(specs) and not replaced_of(manifest):
+    if quantize == "none" and adapter_config(manifest):
         return f"mlx_lm.generate --model {base} --adapter-path . --prompt ..."
     return f"packs generate --model {base} --pack . --prompt ..."

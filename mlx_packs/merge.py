@@ -445,7 +445,7 @@ def plan_of(
     bare = {f"{places.get(n.rpartition('.')[0], n.rpartition('.')[0])}.{n.rpartition('.')[2]}": t
             for n, t in planned.tensors.items()}  # fmt: skip
     items, tensors = [], {}
-    packed = _true_sizes(modules, places)
+    packed, wanted = _true_sizes(modules, places), _DTYPES[dtype]
     for name, tensor in raw.items():
         if name in gone:
             continue
@@ -457,7 +457,7 @@ def plan_of(
                 tensor = tensor.T
             size = tensor.size
         elif name in bare:
-            tensor = bare[name].astype(tensor.dtype)
+            tensor = bare[name].astype(wanted or tensor.dtype)
         dtype = str(tensor.dtype).removeprefix("mlx.core.")
         items.append(Item(name, size, dtype, how, outline(name, tensor, how, spelled)))
         tensors[name] = tensor

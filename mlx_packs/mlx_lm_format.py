@@ -12,7 +12,7 @@ import numpy as np
 from .adapters import ModuleSpec, Specs
 from .errors import PackError
 from .foreign import Foreign, Tensors, folded, hold_magnitudes, is_positive
-from .manifest import replaced_of
+from .manifest import adapter_config, replaced_of
 from .pack import Pack
 from .runtime import mx
 
@@ -28,7 +28,7 @@ def check_config(config: dict, where: Path) -> None:
     kind = config.get("fine_tune_type", "lora")
     if kind == "full":
         raise PackError(f"{where}: fine_tune_type is 'full': these are weights of the base itself, "
-                        "no adapter; a pack cannot carry them.")  # fmt: skip
+                        "no adapter; mlx_lm.fuse makes a checkpoint of them.")  # fmt: skip
     if kind not in ("lora", "dora"):
         raise PackError(f"{where}: fine_tune_type {kind!r} is not known; it must be lora or dora.")
     parameters = config.get("lora_parameters")
@@ -92,6 +92,8 @@ def _cut(path: str, a: mx.array, b: mx.array, rank: int) -> Tensors:
 
 def formulas(tensors: Tensors, config: dict) -> dict:
     """What mlx-lm adds at each module: scale * (x lora_a) lora_b, from its own tensors."""
+    if config["fine_tune_type"] == "full":
+        return {}
     scale = config["lora_parameters"]["scale"]
 
     def formula(path: str):
@@ -115,9 +117,12 @@ def write(pack: Pack) -> tuple[Tensors, dict, list[str]]:
     Raises: PackError naming what stock mlx-lm cannot load.
     """
     specs, where = pack.specs, pack.path or "this pack"
-    if whole := replaced_of(pack.manifest):
-        raise PackError(f"{where}: brings {', '.join(whole)} whole, and mlx-lm loads "
-                        "adapters alone; export it to peft, or merge it.")  # fmt: skip
+    if not specs and (config := adapter_config(pack.manifest)):
+        return dict(pack.load_tensors()), config, []
+    if whole := list(replaced_of(pack.manifest))[:3]:
+        other = "export it to peft, or merge it" if specs else "merge it"
+        raise PackError(f"{where}: brings {', '.join(whole)} whole, and mlx-lm loads adapters "
+                        f"alone, or dense weights over a dense base; {other}.")  # fmt: skip
     for path, spec in specs.items():
         if spec.head is False:
             raise PackError(f"{where}: {path}: leaves the tied head alone, and mlx-lm's adapter of "

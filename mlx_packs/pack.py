@@ -24,6 +24,7 @@ from .files import (
     write_whole,
 )
 from .fixed import attach_fixed, is_fixed
+from .full import Unfrozen
 from .geometry import Heads, block_prefixes
 from .loading import (
     TINY,
@@ -43,9 +44,9 @@ from .manifest import (
     HUB_ID,
     MAIN,
     MANIFEST,
+    adapter_config,
     check_manifest,
     check_quantization,
-    mlx_lm_config,
     model_card,
     read_manifest,
     read_pin,
@@ -77,10 +78,10 @@ class Pack:
         return self.path.resolve() if self.path else self.parts or id(self)
 
     @classmethod
-    def of(cls, attached: Attached, dtype: str = "float32", **facts) -> "Pack":
-        """The pack of adapters that are attached to a base; ``facts`` go into the manifest.
+    def of(cls, attached: Attached | Unfrozen, dtype: str = "float32", **facts) -> "Pack":
+        """The pack of what was learned beside or in a base; ``facts`` go into the manifest.
 
-        dtype: of the adapters; `rounded` ones lose nothing.
+        dtype: of its tensors; `rounded` ones lose nothing.
         """
         groups = [[g.path for g in group.members] for group in attached.groups]
         adapters = {
@@ -89,6 +90,11 @@ class Pack:
             "modules": [spec_json(spec) for spec in attached.specs.values()],
             "dtype": dtype,
         }
+        if attached.replaced:
+            adapters["replaced"] = [
+                {"name": name, "shape": list(shape)} for name, shape in attached.replaced.items()
+            ]
+        facts = {"method": attached.method, **facts}
         tensors = {n: t.astype(getattr(mx, dtype)) for n, t in attached.tensors().items()}
         return cls(manifest_of(attached.base, adapters, **facts), tensors)
 
@@ -149,6 +155,11 @@ class Pack:
         return specs_of(self.manifest)
 
     @property
+    def method(self) -> str:
+        """What was trained: ``lora``, or ``full``, whose weights are all brought whole."""
+        return self.manifest.get("method") or "lora"
+
+    @property
     def beyond_lora(self) -> str:
         """What of it is no LoRA of a linear, in words; empty if nothing is."""
         for path, spec in self.specs.items():
@@ -195,7 +206,7 @@ class Pack:
         check_output(folder, overwrite)
         with whole_folder(folder, replace=True) as partial:
             save_tensors(partial / ADAPTERS, dict(self.load_tensors()))
-            if not replaced_of(self.manifest) and (config := mlx_lm_config(self.specs)):
+            if config := adapter_config(self.manifest):
                 (partial / ADAPTER_CONFIG).write_text(to_json(config))
             (partial / CARD).write_text(model_card(self.manifest, folder.name), encoding="utf-8")
             names = [ADAPTERS, ADAPTER_CONFIG, CARD]
@@ -330,7 +341,6 @@ def manifest_of(base: Base, adapters: dict, **facts) -> dict:
     heads = Heads.of(base.config)
     return {
         "format_version": FORMAT_VERSION,
-        "kind": "lora",
         "base": {
             "id": base.public_name,
             "fingerprint": base.fingerprint,
@@ -398,6 +408,7 @@ def check_against(pack: Pack, model: str) -> dict:
         "geometry": "checked" if checked else "not in the headers",
         "fingerprint": pack.manifest["base"]["fingerprint"],
         "projections": len(pack.specs),
+        "whole": len(replaced_of(pack.manifest)),
         "dtype": sorted({t["dtype"] for t in header.values()}),
         "pack_mb": round(pack.size_mb, 3),
     }
@@ -433,7 +444,16 @@ def _check_geometry(pack: Pack, model: str, path: Path, config: dict) -> bool:
     for file in weight_files(path):
         stored |= read_header(file)[0]
     specs = pack.specs.values()
-    if _is_foreign(config) or not any(f"{s.path}.weight" in stored for s in specs):
+    if _is_foreign(config):
+        return False
+    for name, shape in replaced_of(pack.manifest).items():
+        dense = name in stored and f"{name.rpartition('.')[0]}.scales" not in stored
+        if dense and stored[name]["dtype"] != "U8" and stored[name]["shape"] != list(shape):
+            raise PackError(f"{pack.path}: {name} is {list(shape)}, but that of {model} is "
+                            f"{stored[name]['shape']}.")  # fmt: skip
+    if not specs:
+        return any(name in stored for name in replaced_of(pack.manifest))
+    if not any(f"{s.path}.weight" in stored for s in specs):
         return False
     for spec in specs:
         if f"{spec.path}.weight" not in stored:

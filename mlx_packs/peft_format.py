@@ -232,6 +232,9 @@ def write(pack: Pack) -> tuple[Tensors, dict, list[str]]:
     Raises: PackError naming what PEFT has no place for.
     """
     model_type, specs = pack.manifest["base"]["model_type"], pack.specs
+    if not specs:
+        raise PackError(f"{pack.name}: is of a full fine-tuning, and PEFT holds adapters; merge it "
+                        "instead.")  # fmt: skip
     _check_specs(pack, model_type, specs)
     ours, tensors = pack.load_tensors(), {}
     for path, spec in specs.items():

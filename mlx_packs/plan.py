@@ -11,6 +11,7 @@ On a GPU the same formula is used with the dtype of the checkpoint. It was **not
 import json
 import math
 import os
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -44,6 +45,8 @@ from .runtime import mx
 
 ERROR = 0.15  # largest error seen in benchmarks/plan_accuracy.py is below this
 PARTS = "base adapters gradients optimizer activations logits working".split()
+_WHOLE_LOGITS = 15  # pieces of the size of all logits, where the head learns
+_UPDATED_AT_ONCE = 3  # of the largest weight that learns
 _HELPS = 0.98  # a remedy takes less than this share
 SHORTEST, LEAST_RANK = 256, 4  # a plan proposes nothing smaller
 FAMILIES = ("qwen3", "qwen2", "llama", "mistral")
@@ -58,8 +61,8 @@ _HALF = ("F16", "BF16")
 class MemoryPlan:
     """What a run holds at the moments that can be its worst, in bytes by part.
 
-    base: frozen weights, packed and dense.   adapters.   optimizer: its state.   moments: what
-    comes and goes, at ``loss``, ``mlp``, ``attention`` and ``update``: gradients of the adapters;
+    base: frozen weights, packed and dense.   adapters: weights that learn.   optimizer: its state.
+    moments: what comes and goes, at ``loss``, ``mlp``, ``attention`` and ``update``: gradients;
     activations kept for the backward; logits in slices; working, temporaries in flight with
     dequantized weights among them.   adapter_weights, base_weights: how many there are.
 
@@ -123,10 +126,14 @@ def remedies(
 ) -> list[str]:
     """What would take less memory, the mildest first.
 
+    Full fine-tuning, which has no rank and no packed weights, could be of fewer blocks.
+
     Args:
         peak: bytes with these settings, on ``train.base_path``.
         dense: whether the base is stored dense, so that it could be quantized.
     """
+    if train.method == "full":
+        return [*_helpful(peak, _less_than_full(lora, train, dense), lora, train), "a smaller base"]
     packed = replace(train, base_path="transient")
     ways = {
         "--quantize nf4": (lora, replace(packed, quantize="nf4")),
@@ -142,8 +149,34 @@ def remedies(
         del ways["--quantize nf4"]
     if train.base_path != "dense" or dense and train.quantize == "none":
         del ways["--base-path transient"]
-    now = peak(lora, train)
-    return [*(way for way, less in ways.items() if peak(*less) < _HELPS * now), "a smaller base"]
+    return [*_helpful(peak, ways, lora, train), "a smaller base"]
+
+
+_Settings = tuple[LoRAConfig, TrainConfig]
+
+
+def _helpful(
+    peak: Callable[[LoRAConfig, TrainConfig], int], ways: Mapping[str, _Settings], *now: object
+) -> list[str]:
+    """The ways that take clearly less than the settings ``now``."""
+    before = peak(*now)
+    return [way for way, less in ways.items() if peak(*less) < _HELPS * before]
+
+
+def _less_than_full(lora: LoRAConfig, train: TrainConfig, dense: bool) -> dict[str, _Settings]:
+    """Settings that take less than full fine-tuning with these."""
+    adapters = replace(train, method="lora", base_path="dense" if dense else "quantized")
+    few = replace(lora, num_layers=1)
+    return {
+        "--method lora": (lora, adapters),
+        "a smaller --batch-size": (lora, replace(train, batch_size=-(-train.batch_size // 2))),
+        "--recompute block": (lora, replace(train, recompute="block", grad_checkpoint=False)),
+        "a smaller --max-seq-length": (
+            lora, replace(train, max_seq_length=max(train.max_seq_length // 2, SHORTEST))
+        ),
+        "--optimizer adamw_8bit": (lora, replace(train, optimizer="adamw_8bit")),
+        "a smaller --num-layers": (few, train),
+    }  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -434,11 +467,20 @@ def _base_bytes(
 
 def _optimizer_bytes(specs: Mapping, train: TrainConfig) -> int:
     """The state of the optimizer for all adapters; its arrays are described, never made."""
-    shapes: dict[tuple[int, int], int] = {}
-    for spec in specs.values():
-        for s in spec.slices:
-            for shape in ((spec.in_features, s.rank), (s.rank, s.width)):
-                shapes[shape] = shapes.get(shape, 0) + 1
+    return _state_bytes(
+        (
+            shape
+            for spec in specs.values()
+            for s in spec.slices
+            for shape in ((spec.in_features, s.rank), (s.rank, s.width))
+        ),
+        train,
+    )
+
+
+def _state_bytes(learned: Iterable[tuple[int, int]], train: TrainConfig) -> int:
+    """The state of the optimizer for weights of these shapes."""
+    shapes = Counter(learned)
     optimizer = make_optimizer(train)
     optimizer.init({str(shape): mx.zeros(shape) for shape in shapes})
     return sum(
@@ -540,6 +582,8 @@ def estimate(
         targets: M, target slots of a batch; by default every position.
     Raises: PackError for a family that the formula does not know.
     """
+    if train.method == "full":
+        return _full(config, tensors, lora, train, length, targets)
     sizes = _sizes(config, tensors)
     itemsize = activation_bytes(config, train)
     specs = plan_specs(_groups(sizes, lora), lora)
@@ -596,6 +640,59 @@ def estimate(
     )
 
 
+def _full(
+    config: Mapping,
+    tensors: Tensors,
+    lora: LoRAConfig,
+    train: TrainConfig,
+    length: int | None,
+    targets: int | None,
+) -> MemoryPlan:
+    """Full fine-tuning: weights that learn, their gradients and the optimizer in float32, beside
+    the base's own weights, which are kept.
+
+    Inputs of linears are kept as for the smallest adapters on all of them. A head that learns has
+    whole logits.
+    """
+    sizes = _sizes(config, tensors)
+    few = replace(
+        train, method="lora", quantize="none", keep=(), double_quant=True, base_path="dense",
+        compute_dtype="float32",
+    )  # fmt: skip
+    smallest = LoRAConfig(rank=1, num_layers=lora.num_layers)
+    plan = estimate(
+        config, dense_tensors(tensors), smallest, few, "dense", length=length, targets=targets
+    )
+    paths = dict(sizes.modules)
+    if lora.num_layers > 0:
+        first = sizes.blocks - lora.num_layers
+        paths = {p: s for p, s in paths.items() if "layers" in p and int(p.split(".")[2]) >= first}
+    learned = sum(math.prod(shape) for shape in paths.values())
+    largest = max(math.prod(shape) for shape in paths.values())
+    whole_head = lora.num_layers <= 0
+    time = length or train.max_seq_length - 1
+    slots = train.batch_size * time if targets is None else targets
+    several = train.grad_accumulation_steps > 1
+    recomputed = plan.recompute == "block"
+    moments = {}
+    for moment, held in plan.moments.items():
+        held = dict(held)
+        pending = several + (recomputed and moment in ("mlp", "attention"))
+        held["gradients"] = 4 * learned * (1 + several if moment == "update" else pending)
+        if moment == "loss" and whole_head:
+            held["logits"] = 4 * (_WHOLE_LOGITS * slots * sizes.vocab + 3 * slots * sizes.hidden)
+        if moment == "update":
+            held["working"] = 4 * _UPDATED_AT_ONCE * largest
+            if train.optimizer == "adamw_8bit":  # the moments of all weights are decoded first
+                held["working"] = 14 * learned
+        moments[moment] = {name: int(count) for name, count in held.items()}
+    frozen = _base_bytes(sizes, tensors, few, "dense", activation_bytes(config, train))
+    return replace(
+        plan, base=frozen, adapters=4 * learned, optimizer=_state_bytes(paths.values(), train),
+        moments=moments, base_path="dense", adapter_weights=learned,
+    )  # fmt: skip
+
+
 def _adapted(specs: Mapping, blocks: int) -> list[dict[str, int]]:
     """Rank by projection of each block."""
     adapted: list[dict[str, int]] = [{} for _ in range(blocks)]
@@ -611,6 +708,8 @@ def _is_nf4(tensors: Tensors, train: TrainConfig) -> bool:
 
 def base_paths(tensors: Tensors, train: TrainConfig) -> list[str]:
     """The base paths that a run may take, the cheapest in memory first."""
+    if train.method == "full":
+        return ["dense"]
     if train.base_path != "auto":
         return [train.base_path]
     packed = is_packed(tensors) or train.quantize != "none"

@@ -187,7 +187,7 @@ def open_prefix(
         base_path: how the frozen weights are multiplied.   plan_bytes: peak of the memory plan.
     Raises: PackError if it is asked for and cannot be.
     """
-    if train.cache_prefix == "off":
+    if train.cache_prefix == "off" or train.method == "full":
         return None
     opened = _opened_or_reason(attached, head, train, examples, base_path, plan_bytes, display)
     if isinstance(opened, str):

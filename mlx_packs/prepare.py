@@ -17,11 +17,12 @@ from .base_path import BasePathChoice, choose_base_path, weight_kinds
 from .batches import packed_rows, padded_length
 from .checkpoint import checkpoints, is_run, run_folder
 from .config import DataConfig, LoRAConfig, Recipe, TrainConfig
-from .display import VERBOSE, Display, size
+from .display import VERBOSE, Display, shown_count, size
 from .encoding import Examples
 from .errors import PackError
 from .files import make_folder, only_writer, sha256
 from .fim import FillInTheMiddle
+from .full import Unfrozen
 from .loading import Base, public_name
 from .manifest import mlx_lm_config
 from .nn.quantized import path_at_work
@@ -149,7 +150,8 @@ def check_resume(run: Path, identity: dict, earlier: dict) -> None:
             raise PackError(f"--resume: {run} was trained on {what}.")
     then, now = earlier["recipe"], json.loads(json.dumps(identity["recipe"]))
     # an option that is newer than the run was what it is by default
-    then = json.loads(json.dumps(Recipe().to_json())) | then
+    newest = json.loads(json.dumps(Recipe().to_json()))
+    then, now = newest | then, newest | now
     may_change = {*_MAY_CHANGE, *(() if then["dropout"] else _MAY_CHANGE_WITHOUT_DROPOUT)}
     if "phases" in then:
         may_change.discard("iters")  # where one phase ends, the next begins
@@ -408,13 +410,16 @@ def base_paths_at_work(attached: Attached, choice: BasePathChoice) -> dict[str, 
     return found
 
 
-def show_plan(base: Base, lora: LoRAConfig, plan: MemoryPlan, display: Display) -> None:
+def show_plan(
+    base: Base, lora: LoRAConfig, plan: MemoryPlan, display: Display, full: bool = False
+) -> None:
     """The estimate of the path that was taken, and a warning if it is tight."""
     memory = runtime.total_memory()
-    method = "QLoRA" if base.quantization else "LoRA"
+    method = f"{'QLoRA' if base.quantization else 'LoRA'} r{lora.rank}"
+    method = "full fine-tuning" if full else method
     display.line(
         "plan",
-        f"{method} r{lora.rank} · {plan.adapter_weights:,} weights · recompute {plan.recompute} · "
+        f"{method} · {plan.adapter_weights:,} weights · recompute {plan.recompute} · "
         f"{size(plan.peak_bytes)} of {size(memory)} (estimate ± {ERROR:.0%})",
     )
     warnings = {"tight": f"tight: {ERROR:.0%} more would not fit", "no": "does not fit; forced"}
@@ -430,11 +435,17 @@ def _too_large(plan: MemoryPlan, ways: list[str], bound: str = "") -> PackError:
     )
 
 
-def describe(attached: Attached, display: Display) -> None:
+def describe(attached: Attached | Unfrozen, display: Display, base_weights: int) -> None:
+    """What learns, and which share of the base's weights that is."""
+    count = attached.parameter_count()
+    share = f"{100 * count / base_weights:.3g} % of {shown_count(base_weights)} weights"
+    if attached.method == "full":
+        display.line("full", f"{share} learn, in float32 · {len(attached.replaced)} tensors")
+        return
     ranks = sorted({s.rank for spec in attached.specs.values() for s in spec.slices if s.rank})
     display.line(
         "lora",
-        f"rank {', '.join(map(str, ranks))} · {attached.parameter_count():,} weights · geometry "
+        f"rank {', '.join(map(str, ranks))} · {count:,} weights, {share} · geometry "
         f"probed, {len(attached.specs)} projections in {len(attached.groups)} groups",
     )
     for note in attached.notes:
@@ -449,8 +460,8 @@ def describe(attached: Attached, display: Display) -> None:
             display.line("", geometry.describe(), VERBOSE)
 
 
-def load_adapters(attached: Attached, file: Path) -> None:
-    """Start from the adapters of a file; they must be exactly those of this run."""
+def load_adapters(attached: Attached | Unfrozen, file: Path) -> None:
+    """Start from the tensors of a file; they must be exactly those of this run."""
     try:
         tensors = mx.load(str(file))
     except (RuntimeError, ValueError) as error:

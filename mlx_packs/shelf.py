@@ -131,7 +131,7 @@ def _cells(entry: dict) -> tuple[str, ...]:
     if entry["error"]:
         return (entry["name"], "", "", "", "", "")
     ranks, before, after = entry["ranks"], entry["ppl_before"], entry["ppl_after"]
-    some = [f"{ranks[0]}" if len(ranks) == 1 else f"{ranks[0]}-{ranks[-1]}"] if ranks else ["0"]
+    some = [f"{ranks[0]}" if len(ranks) == 1 else f"{ranks[0]}-{ranks[-1]}"] if ranks else ["full"]
     measured = before is not None and after is not None
     return (
         entry["name"], entry["base"].rsplit("/", 1)[-1], f"{entry['pack_mb']:.1f}", *some,

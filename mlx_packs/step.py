@@ -5,6 +5,7 @@ so that N small batches equal one large one whatever their lengths. On a CPU a b
 ones that are computed at once (lanes.py).
 """
 
+from collections.abc import Callable
 from functools import partial
 
 import mlx.nn as nn
@@ -22,6 +23,10 @@ class Stepper:
 
     lanes: whether the halves of a batch may be computed at once (`has_lanes`).
     shapes: of the batches so far.   traces: of the functions below that MLX has compiled.
+
+    Args:
+        loss: of the arrays of a batch, in the place of a language model's: the sum over its
+            targets, and what the sum is divided by.
     """
 
     def __init__(
@@ -33,6 +38,7 @@ class Stepper:
         z_loss: float = 0.0,
         label_smoothing: float = 0.0,
         lanes: bool = False,
+        loss: Callable[..., tuple[mx.array, mx.array]] | None = None,
     ):
         self.optimizer = optimizer
         self.state = [model.state, optimizer.state, mx.random.state]
@@ -42,15 +48,19 @@ class Stepper:
         self._lanes = lanes
         self._all_there = False  # whether a step has evaluated all that steps read
 
-        def loss(parameters, *batch):
-            self.traces += _is_traced(batch[1])  # numpy has no bfloat16, which states may be
+        def loss_of_targets(*batch):
+            total = loss_sum(model, head, *batch, z_loss=z_loss, label_smoothing=label_smoothing)
+            return total, batch[3].sum()  # of the weights
+
+        def counted(parameters, *batch):
+            self.traces += _is_traced(mx.random.state[0])
             model.update(parameters)
-            return loss_sum(model, head, *batch, z_loss=z_loss, label_smoothing=label_smoothing)
+            return (loss or loss_of_targets)(*batch)
 
         def value_and_grad(*batch):
             parameters = model.trainable_parameters()
             try:
-                return mx.value_and_grad(loss)(parameters, *batch)
+                return mx.value_and_grad(counted)(parameters, *batch)
             finally:
                 model.update(parameters)  # nn.value_and_grad leaves copies that wait for this graph
 
@@ -65,13 +75,12 @@ class Stepper:
             return norm
 
         def whole(*batch):
-            total, grads = value_and_grad(*batch)
-            count = batch[3].sum()  # of the weights
+            (total, count), grads = value_and_grad(*batch)
             return total / count, update(grads, count)
 
         def gather(*batch):
-            total, grads = value_and_grad(*batch)
-            return total, batch[3].sum(), grads
+            (total, count), grads = value_and_grad(*batch)
+            return total, count, grads
 
         def add(pending, batch):
             total, count, grads = gather(*batch)
@@ -107,10 +116,14 @@ class Stepper:
         mx.eval(self._pending, total, mx.random.state)
         if not last:
             return total.item() / count, 0.0
+        return total.item() / count, self.flush()
+
+    def flush(self) -> float:
+        """The update of what is pending; its gradient norm."""
         norm = self._update(self._pending[1], self._pending[0])
         self._pending = None
         mx.eval(self.state, norm)
-        return total.item() / count, norm.item()
+        return norm.item()
 
     def _add_halves(self, parts: list[Arrays]) -> mx.array:
         """Add the gradients of both to what is pending; the sum of their losses."""
@@ -131,7 +144,7 @@ class Stepper:
 
 
 def _is_traced(array: mx.array) -> bool:
-    """Whether a function is being compiled: its arguments have no values then."""
+    """Whether a function is being compiled: what it reads has no value then."""
     try:
         np.array(array, copy=None)
     except ValueError:

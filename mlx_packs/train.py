@@ -9,7 +9,16 @@ import click
 
 from . import options
 from .checkpoint import CONFIG, check_resumable, run_folder
-from .config import DataConfig, LoRAConfig, Recipe, TrainConfig, read_yaml, resolve, said
+from .config import (
+    DataConfig,
+    LoRAConfig,
+    Recipe,
+    TrainConfig,
+    check_method,
+    read_yaml,
+    resolve,
+    said,
+)
 from .display import NORMAL, QUIET, VERBOSE, Display, clock
 from .encoding import Example, encode
 from .gates import failures, shown
@@ -45,7 +54,7 @@ def _config_options(command):
 @click.option("--out", "--adapter-path", metavar="DIR", help="Folder of the pack. [packs/<data>]")
 @_config_options
 @click.option("--mask-prompt", is_flag=True, default=None, help="mlx-lm: --loss-on completion.")
-@click.option("--fine-tune-type", metavar="{lora}", help="mlx-lm; only lora is trained here.")
+@click.option("--fine-tune-type", metavar="{lora,full}", help="mlx-lm: --method.")
 @click.option("--train", is_flag=True, default=None, help="mlx-lm; training is what this does.")
 @click.option("--test", is_flag=True, default=None, help="mlx-lm; held-out rows are always scored.")
 @click.option("--resume", is_flag=True, default=None, help="Continue the run of --out as it began.")
@@ -114,9 +123,15 @@ def recipe_of(flags: dict, values: dict) -> Recipe:
         lowest.pop("resume_adapter_file", None)  # a name and a hash: the run has begun
         resolve(lowest, str(run / CONFIG))
         values = {k: v for k, v in values.items() if k != "resume_adapter_file"}
-        return resolve(flags, under=[lowest, values])
-    tiny = told.get("model", TINY) == TINY
-    return resolve(flags, under=[tiny_recipe() if tiny else {}, values])
+    else:
+        lowest = tiny_recipe() if told.get("model", TINY) == TINY else {}
+    recipe = resolve(flags, under=[lowest, values])
+    if recipe.train.method == "full":  # what the tiny base is told of adapters is left behind
+        ours = resolve(flags, under=[values])
+        check_method(ours.lora, recipe.train, said(values, flags))
+        lora = LoRAConfig(num_layers=recipe.lora.num_layers)
+        recipe = dataclasses.replace(recipe, lora=lora)
+    return recipe
 
 
 def _print_result(report: dict, model: str, quiet: bool) -> None:

@@ -23,18 +23,28 @@ from .checkpoint import (
     read_cursor,
     write_identity,
 )
-from .config import DataConfig, LoRAConfig, Recipe, TrainConfig, read_yaml, resolve
+from .config import (
+    DataConfig,
+    LoRAConfig,
+    Recipe,
+    TrainConfig,
+    check_method,
+    read_yaml,
+    resolve,
+)
 from .display import QUIET, VERBOSE, Display
 from .encoding import Examples
 from .errors import Interrupted, PackError
 from .evaluation import Score, score
 from .files import make_folder
+from .full import Unfrozen, check_dense, unfreeze
 from .gates import Gates, judge, limits
 from .generate import chat_prompt, complete
 from .lanes import has_lanes
 from .loading import TINY, Base, load_base
 from .loop import Loop
 from .loss import Head, as_arrays, split_head
+from .nn.quantized import count_weights
 from .ops import _backend
 from .optim import carry_state, unused_learning_rate
 from .pack import Pack, round_adapters, versions_line
@@ -133,7 +143,9 @@ def train_pack(
     columns = columns or DataConfig(data=str(data or "tiny"))
     tiny = str(getattr(base, "name", base)) == TINY
     suited = resolve(tiny_recipe()) if tiny else Recipe()
-    lora, train = lora or suited.lora, train or suited.train
+    train = train or suited.train
+    lora = lora or (LoRAConfig() if train.method == "full" else suited.lora)
+    check_method(lora, train)
     _backend.start_record()
     legs = legs_of(train, columns)
     if data is not None and train.phases and all(phase.data for phase in train.phases):
@@ -168,6 +180,8 @@ def _train_into(
     started = started_from(resume_adapter_file, earlier)
     splits = [leg.load_rows() for leg in legs]
     base = _loaded(base, lora, train, trust_remote_code, force, display)
+    if train.method == "full":
+        check_dense(base, train.base_path)
     display.line("base", base.summary())
     if unused := unused_learning_rate(train):
         display.line("note", unused)
@@ -190,11 +204,15 @@ def _train_into(
     plan = plans.get(choice.base_path)
     plan_peak_gb = plan.peak_gb if plan else None
     if plan:
-        show_plan(base, lora, plan, display)
-    attached = attach(base, lora, None, choice.base_path, train.seed, train.train_fp16_fallback)
+        show_plan(base, lora, plan, display, train.method == "full")
+    base_weights = count_weights(base.model)
+    if train.method == "full":
+        attached = unfreeze(base, lora.num_layers, train.base_path)
+    else:
+        attached = attach(base, lora, None, choice.base_path, train.seed, train.train_fp16_fallback)
     prefix = None
     try:
-        describe(attached, display)
+        describe(attached, display, base_weights)
         at_work = base_paths_at_work(attached, choice)
         if resume_adapter_file is not None:
             load_adapters(attached, Path(resume_adapter_file))
@@ -267,6 +285,9 @@ def _train_into(
         "base_path": choice.base_path,
         "base_paths_at_work": at_work,
         "recompute": policy,
+        "method": attached.method,
+        "learned_weights": pack.manifest["adapters"]["parameters"],
+        "base_weights": base_weights,
         "ops": _backend.record(),
         "plan_peak_gb": plan_peak_gb,
         "batch_shapes": learned.batch_shapes,
@@ -318,7 +339,7 @@ class _Learned:
 
 
 def _learn(
-    attached: Attached,
+    attached: Attached | Unfrozen,
     head: Head | None,
     prefix: PrefixCache | None,
     course: Course,
@@ -358,7 +379,7 @@ def _learn(
         config = leg.train
         stepper = Stepper(
             model, head, optimizer, config.max_grad_norm, config.z_loss, config.label_smoothing,
-            has_lanes(model),
+            lanes=attached.method == "lora" and has_lanes(model),
         )  # fmt: skip
         loop = Loop(
             attached, stepper, leg, leg is goal, run, cursor,
@@ -435,12 +456,11 @@ def _callback(report_to: str | None, project: str | None, run: Path, recipe: Rec
 
 
 def _score_base(
-    attached: Attached, head: Head | None, course: Course, display: Display
+    attached: Attached | Unfrozen, head: Head | None, course: Course, display: Display
 ) -> dict[str, Score]:
-    """The scores of the base alone: with every B at zero, whatever the run starts from."""
+    """The scores of the base alone, whatever the run starts from."""
     started = attached.tensors()
-    zero = {n: mx.zeros_like(t) if n.endswith("lora_b") else t for n, t in started.items()}
-    attached.load(zero, "base")
+    attached.load(attached.untrained(), "base")
     found = _score_legs(attached, head, course, display)
     attached.load(started, "start")
     return found

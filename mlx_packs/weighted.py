@@ -90,7 +90,7 @@ def weighted_sum(packs: Sequence[tuple[Pack, float]]) -> Pack:
     mx.eval(tensors)
     manifest = {
         "format_version": first.manifest["format_version"],
-        "kind": "lora",
+        "method": "lora",
         "base": first.manifest["base"],
         "adapters": {
             "parameters": sum(tensor.size for tensor in tensors.values()),

@@ -250,7 +250,11 @@ def test_load_lists_missing_unknown_and_misshaped_tensors():
     tensors["stray"] = tensors.pop("model.layers.0.self_attn.k_proj.lora_a")
     with pytest.raises(PackError) as caught:
         attached.load(tensors, "file")
-    for part in ("k_proj.lora_a: missing", "stray: not an adapter", "is (64, 1), must be (64, 2)"):
+    for part in (
+        "k_proj.lora_a: missing",
+        "stray: not learned in this run",
+        "is (64, 1), must be (64, 2)",
+    ):
         assert part in str(caught.value)
 
 

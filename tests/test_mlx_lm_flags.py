@@ -247,9 +247,9 @@ def test_optimizers_of_mlx_lm_exist_here(optimizer):
 
 
 @pytest.mark.parametrize("kind", ACTIONS["fine_tune_type"].choices)
-def test_fine_tune_type_is_lora_or_says_what_to_use(kind):
-    if kind == "lora":
-        assert recipe_of("--fine-tune-type", kind) == recipe_of()
+def test_fine_tune_type_is_the_method_or_says_what_to_use(kind):
+    if kind != "dora":
+        assert recipe_of("--fine-tune-type", kind) == recipe_of("--method", kind)
         return
     with pytest.raises(PackError, match=f"Use mlx_lm.lora --fine-tune-type {kind}"):
         recipe_of("--fine-tune-type", kind)
@@ -372,7 +372,7 @@ def test_train_pack_takes_the_other_half_from_the_tiny_recipe(monkeypatch, given
 @pytest.mark.parametrize(("pattern", "said"), [({}, False), ({"down_proj": 2}, True)])
 def test_training_says_when_stock_mlx_lm_cannot_open_the_pack(capsys, pattern, said):
     attached = attach(base_of("qwen3"), LoRAConfig(rank=4, rank_pattern=pattern))
-    prepare.describe(attached, Display(NORMAL))
+    prepare.describe(attached, Display(NORMAL), base_weights=100_000)
     assert ("stock mlx-lm cannot open" in capsys.readouterr().err) == said
 
 

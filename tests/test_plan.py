@@ -243,16 +243,20 @@ def test_rows_are_planned_no_longer_than_the_base_reads():
     assert advise(found, int(64e9))[0].train.max_seq_length == 512
 
 
-def test_full_fine_tuning_takes_16_bytes_a_weight_and_float32_activations(monkeypatch):
+def test_full_fine_tuning_takes_16_bytes_a_weight_beside_the_base_and_float32_activations(
+    monkeypatch,
+):
     on_a_gpu(monkeypatch)
-    full = advise(checkpoint("qwen3-4b"), int(16e9))[-1]
+    known = checkpoint("qwen3-4b")
+    full = advise(known, int(16e9))[-1]
     weights, parts = full.plan.base_weights, full.plan.parts()
-    assert (parts["base"], parts["optimizer"], parts["adapters"]) == (4 * weights, 8 * weights, 0)
+    assert (parts["optimizer"], parts["adapters"]) == (8 * weights, 4 * weights)
+    assert parts["base"] == pytest.approx(2 * weights, rel=0.01)  # as stored, in bfloat16
     assert full.plan.most()["gradients"] == 4 * weights
     assert full.train.batch_size == 1 and "16 bytes a weight" in full.why
     # inputs of 36 blocks of one row, in float32
     assert full.plan.most()["activations"] > 36 * (full.train.max_seq_length - 1) * 2560 * 4
-    assert full.plan.peak_bytes > 16 * weights and full.command("m") is None
+    assert full.plan.peak_bytes > 18 * weights and "--method full" in full.command("m")
 
 
 def test_parts_add_up_to_the_peak_and_each_is_largest_somewhere():

@@ -53,7 +53,10 @@ class GroupedAttention(nn.Module):
         if self.qkv_lora is not None:
             projected = self.qkv_lora(x, projected)
         if self.training and self.recompute:
-            attended = recomputed(lambda *qkv: self._attended(*qkv, mask, cache), [], *projected)
+            learned = [self[name] for name in ("q_norm", "k_norm") if name in self]
+            attended = recomputed(
+                lambda *qkv: self._attended(*qkv, mask, cache), learned, *projected
+            )
         else:
             attended = self._attended(*projected, mask, cache)
         output = self.o_proj(attended)
@@ -116,7 +119,7 @@ class GroupedMLP(nn.Module):
         if self.gate_up_lora is not None:
             gated = self.gate_up_lora(x, gated)
         if self.training and self.recompute:
-            learned = [] if self.down_lora is None else [self.down_lora]
+            learned = [m for m in (self.down_proj, self.down_lora) if m is not None]
             return recomputed(self._down, learned, *gated)
         return self._down(*gated)
 

@@ -5,6 +5,8 @@ a dense product; the backward dequantizes again, so nothing dense is kept. ``den
 once and keep. Which is fastest depends on device, rows and shape: `auto` measures (base_path.py).
 """
 
+import itertools
+import math
 from collections.abc import Callable
 
 import mlx.core as mx
@@ -213,6 +215,20 @@ def quantized_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
     return [(path, m) for path, m in model.named_modules() if isinstance(m, QUANTIZED)]
 
 
+def count_weights(model: nn.Module) -> int:
+    """Weights and biases of a model; a packed weight counts as what it stands for."""
+    count = 0
+    for module in model.modules():
+        own = {k: v for k, v in module.items() if isinstance(v, mx.array) and not k.startswith("_")}
+        if isinstance(module, NF4):
+            count += math.prod(true_shape(module)) + own.get("bias", mx.zeros(0)).size
+        elif "scales" in own:  # experts are packed like linears
+            count += own["weight"].size * 32 // module.bits + own.get("bias", mx.zeros(0)).size
+        else:
+            count += sum(v.size for v in own.values())
+    return count
+
+
 def path_at_work(module: nn.Module) -> str | None:
     """The base path of a frozen linear or embedding; None for other modules."""
     if isinstance(module, (TransientLinear, TransientEmbedding)):
@@ -225,9 +241,13 @@ def path_at_work(module: nn.Module) -> str | None:
 
 
 def replace_modules(model: nn.Module, modules: list[tuple[str, nn.Module]]) -> None:
-    """Put each module at its path."""
-    if modules:
-        model.update_modules(tree_unflatten(modules))
+    """Put each module at its path; one that stands within another goes into the new one."""
+
+    def depth(item: tuple[str, nn.Module]) -> int:
+        return item[0].count(".")
+
+    for _, level in itertools.groupby(sorted(modules, key=depth), key=depth):
+        model.update_modules(tree_unflatten(list(level)))
 
 
 def apply_base_path(model: nn.Module, base_path: str) -> list[tuple[str, nn.Module]]:
