@@ -23,6 +23,7 @@ POLICIES = ("none", "selective", "block")
 RECOMPUTE = ("auto", *POLICIES)
 CACHE_PREFIX = ("auto", "on", "off")
 LOSS_ON = ("all", "completion", "assistant")
+OBJECTIVES = ("transformer", "projection-stack")
 QUANTIZE = ("none", "affine4", "affine8", "nf4")
 COMPUTE_DTYPES = ("auto", "bfloat16", "float16", "float32")
 FLAGS = "options"
@@ -126,6 +127,12 @@ class TrainConfig:
         "[assistant for chats, completion for prompt and completion, all for text]",
         LOSS_ON,
     )
+    objective: str = _option(
+        "transformer",
+        "What the loss is taken of: the base's own forward, or a bounded proxy of it for comparison: "
+        "embedding rows through the attention's output projections, one after another, to the head.",
+        OBJECTIVES,
+    )
     ce_last_k: int | None = _option(None, "Learn only the last K target tokens of each row.")
     z_loss: float = _option(0.0, "Weight of logsumexp^2 in the loss, which keeps logits small.")
     label_smoothing: float = _option(0.0, "Share of each target that is spread over all tokens.")
@@ -202,6 +209,16 @@ class TrainConfig:
             (
                 not self.keep or self.quantize != "none",
                 "keep goes with quantize, but that is none.",
+            ),
+            (
+                self.objective == "transformer" or self.recomputes in ("auto", "none"),
+                f"recompute {self.recomputes} is of a transformer's blocks, and the objective "
+                f"{self.objective} has none; leave it out.",
+            ),
+            (
+                self.objective == "transformer" or self.cache_prefix != "on",
+                f"cache_prefix on keeps what a transformer's blocks make, and the objective "
+                f"{self.objective} has none; leave it out.",
             ),
             (self.val_batches >= -1, f"val_batches must be -1 or more, got {self.val_batches}."),
             (

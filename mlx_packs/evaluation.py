@@ -1,7 +1,7 @@
 """Held-out perplexity and its standard error, token accuracy, and the paired difference of two."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -15,7 +15,7 @@ from .config import DataConfig, TrainConfig
 from .encoding import encode
 from .errors import PackError
 from .loading import Base
-from .loss import Head, as_arrays, split_head, target_loss
+from .loss import Arrays, Head, as_arrays, split_head, target_loss
 from .nn.lora import GroupedLoRA
 from .nn.quantized import apply_base_path, replace_modules
 from .pack import Pack
@@ -119,10 +119,18 @@ class Scorer:
 
     Adapters are inputs of the traces: packs that are swapped in place (`Base.swap_pack`) are scored
     by the traces of the first.
+
+    arrays: of a batch, what the forward takes.
     """
 
-    def __init__(self, model: nn.Module, head: Head | None):
+    def __init__(
+        self,
+        model: nn.Module,
+        head: Head | None,
+        arrays: Callable[[Batch], Arrays] = as_arrays,
+    ):
         self.model = model
+        self._arrays = arrays
         loras = [m for m in model.modules() if isinstance(m, GroupedLoRA)]
 
         def forward(*arrays):
@@ -138,7 +146,7 @@ class Scorer:
         order: list[int] = []
         parts = []
         for batch in batches:
-            tokens, positions, targets, _, *segments = as_arrays(batch)
+            tokens, positions, targets, _, *segments = self._arrays(batch)
             nll, hit = self._forward(tokens, positions, targets, *segments)
             mx.eval(nll, hit)
             real = batch.owners >= 0
@@ -158,9 +166,15 @@ class Scorer:
         return RowScores(*(np.concatenate(part)[by_row] for part in zip(*parts, strict=True)))
 
 
-def score(model: nn.Module, head: Head | None, batches: list[Batch], advance=None) -> Score:
+def score(
+    model: nn.Module,
+    head: Head | None,
+    batches: list[Batch],
+    advance=None,
+    arrays: Callable[[Batch], Arrays] = as_arrays,
+) -> Score:
     """Score batches by token-weighted negative log-likelihood."""
-    return Scorer(model, head).rows(batches, advance).score
+    return Scorer(model, head, arrays).rows(batches, advance).score
 
 
 def evaluate(

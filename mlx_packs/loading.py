@@ -31,6 +31,7 @@ from .errors import PackError
 from .nn.nf4 import NF4Embedding, NF4Linear
 from .nn.quantized import NF4, replace_modules
 from .ops.nf4 import BLOCK_SIZES, NF4Weight
+from .origins import Origin, origins
 from .packing import Recipe, is_named, packing_named, packings_of, quantized_tensors
 from .runtime import mx
 
@@ -46,7 +47,8 @@ if TYPE_CHECKING:
 class Base:
     """A frozen checkpoint with its tokenizer.
 
-    ``name`` is what the user called it, ``path`` the folder, ``fingerprint`` a hash of its tensors.
+    ``name`` is what the user called it, ``path`` the folder, ``fingerprint`` a hash of its tensors,
+    ``origins`` which tensor of the files each weight of the model is.
     """
 
     name: str
@@ -56,6 +58,7 @@ class Base:
     config: dict
     fingerprint: str
     quantization: dict = field(default_factory=dict)
+    origins: dict[str, Origin] = field(default_factory=dict, repr=False, compare=False)
     carried: "Carried | None" = field(default=None, init=False, repr=False, compare=False)
     frames: "list[Frame]" = field(default_factory=list, init=False, repr=False, compare=False)
 
@@ -119,14 +122,18 @@ _AGAIN = "The checkpoint is damaged: get it again."
 
 def load_model_of(
     path: Path, trust_remote_code: bool, pack: Callable[[nn.Module, Weights], Weights]
-) -> tuple[nn.Module, dict]:
-    """mlx-lm's loader; ``pack`` gets the model and its lazy weights by the model's names."""
+) -> tuple[nn.Module, dict, dict[str, Origin]]:
+    """mlx-lm's loader; ``pack`` gets the model and its lazy weights by the model's names.
+
+    Returns: the model, its config, and which tensor of the files each of its weights is.
+    """
     from mlx_lm.utils import _get_classes, load_model
 
     if "model_file" in json.loads((path / "config.json").read_text()) and not trust_remote_code:
         raise PackError(f"{path}: brings code of its own; --trust-remote-code runs it.")
     # mlx-lm before 0.32, the last for Python 3.10, has no such argument and always runs the code
     known = "trust_remote_code" in inspect.signature(load_model).parameters
+    came_from: dict[str, Origin] = {}
 
     def classes(config):
         model_class, arguments_class = _get_classes(config)
@@ -138,7 +145,12 @@ def load_model_of(
             def sanitize(weights):
                 own = from_bitsandbytes(dict(weights), str(path))
                 weights.clear()  # the caller keeps this one: nothing else may hold a dense weight
-                return pack(model, dict(to_names_of_model(own)))
+                stored = dict(own)
+                named = dict(to_names_of_model(own))
+                came_from.update(origins(stored, named))
+                stored.clear()
+                own.clear()
+                return pack(model, named)
 
             model.sanitize = sanitize
             return model
@@ -151,7 +163,7 @@ def load_model_of(
             **({"trust_remote_code": True} if known else {}),
         )  # fmt: skip
         vars(model).pop("sanitize", None)
-        return model, config
+        return model, config, came_from
     except (ValueError, KeyError, TypeError) as error:
         reason = " ".join(str(error).split())
         reason = reason if len(reason) < 400 else reason[:400] + " …"
@@ -316,6 +328,7 @@ def load_base(
     double_quant: bool = True,
     keep: Sequence[str] = (),
     compute_dtype: str = "auto",
+    lazy: bool = False,
 ) -> Base:
     """Load a checkpoint and its tokenizer, frozen, ready to carry adapters.
 
@@ -332,6 +345,7 @@ def load_base(
         keep: names of modules that ``quantize`` leaves dense: leaf (lm_head), tail or path.
         compute_dtype: ``auto`` as stored, or ``bfloat16``, ``float16``, ``float32``; on a CPU
             always float32.
+        lazy: read each weight when it is first used.
     Raises: PackError when there is no such checkpoint or its tensors do not fit its config.
     """
     recipe = None
@@ -355,7 +369,7 @@ def load_base(
         _place_nf4(model, weights, dtype, path)
         return weights
 
-    model, config = load_model_of(path, trust_remote_code, pack)
+    model, config, came_from = load_model_of(path, trust_remote_code, pack)
     if as_stored:
         packed = [(p, m.double_quant) for p, m in model.named_modules() if isinstance(m, NF4)]
         check_stored_nf4(packed, str(name), double_quant, keep)
@@ -374,9 +388,11 @@ def load_base(
         )
     model.freeze()
     model.eval()
-    mx.eval(model.parameters())
+    if not lazy:
+        mx.eval(model.parameters())
     tokenizer = load_base_tokenizer(path, config, trust_remote_code)
-    return Base(str(name), path, model, tokenizer, config, fingerprint(path), dict(quantization))
+    found = fingerprint(path)
+    return Base(str(name), path, model, tokenizer, config, found, dict(quantization), came_from)
 
 
 def lazy_base(name: str | Path, trust_remote_code: bool = False) -> Base:
@@ -394,11 +410,12 @@ def lazy_base(name: str | Path, trust_remote_code: bool = False) -> Base:
         _place_nf4(model, weights, _dense_dtype(weights), path)
         return weights
 
-    model, config = load_model_of(path, trust_remote_code, pack)
+    model, config, came_from = load_model_of(path, trust_remote_code, pack)
     model.freeze()
     model.eval()
     quantization = config.get("quantization") or _nf4_quantization(model)
-    return Base(str(name), path, model, None, config, fingerprint(path), dict(quantization))
+    found = fingerprint(path)
+    return Base(str(name), path, model, None, config, found, dict(quantization), came_from)
 
 
 def _dense_dtype(weights: Weights) -> mx.Dtype:

@@ -488,6 +488,8 @@ def estimate(
         targets: M, target slots of a batch; by default every position.
     Raises: PackError for a family that the formula does not know.
     """
+    if train.objective != "transformer":
+        raise PackError(f"no plan for the objective {train.objective}; known is transformer.")
     sizes = _sizes(config, tensors)
     itemsize = activation_bytes(config, train)
     specs = plan_specs(_groups(sizes, lora), lora)

@@ -4,6 +4,7 @@
 """
 
 import time
+from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,6 +12,7 @@ from pathlib import Path
 from . import data as rows_of
 from . import runtime
 from .adapters import Attached, attach
+from .base_path import choose_base_path
 from .batches import Batch, evaluation_batches, prefetched, training_batches
 from .checkpoint import (
     Cursor,
@@ -31,7 +33,8 @@ from .gates import Gates, judge, limits
 from .generate import chat_prompt, complete
 from .loading import TINY, Base, load_base, public_name
 from .loop import Loop
-from .loss import Head, as_arrays, split_head
+from .loss import Arrays, Head, as_arrays, split_head
+from .objective import TRANSFORMER, graph_of
 from .ops import _backend
 from .optim import make_optimizer, unused_learning_rate
 from .pack import Pack, versions_line
@@ -164,12 +167,16 @@ def _train_into(
             base = load_base(
                 base, train.quantize, trust_remote_code, double_quant=train.double_quant,
                 keep=train.keep, compute_dtype=train.compute_dtype,
+                lazy=train.objective != TRANSFORMER,
             )  # fmt: skip
     elif train.quantize != "none":
         raise PackError("quantize: this base is loaded already; give it to load_base instead.")
     display.line("base", base.summary())
     if unused := unused_learning_rate(train):
         display.line("note", unused)
+    graph = graph_of(base, lora, train)
+    for line in graph.lines():
+        display.line("graph", line)
     recipe = Recipe(lora, train, columns, {"model": base.name, "resume_adapter_file": started})
     splits = rows_of.load_rows(columns)
     examples = encode_splits(splits, base, columns, train, display)
@@ -187,12 +194,14 @@ def _train_into(
     sample = SamplePrompt.of(splits.rows[held_out][0], base, columns)
     splits.rows.clear()  # from here on only their tokens are needed
     plans = plan_paths(base, lora, train, examples["train"], display, force)
-    choice = choose_path(base, train, examples["train"], plans, display)
+    choice = choose_path(graph.base, train, examples["train"], plans, display)
     plan = plans.get(choice.base_path)
     plan_peak_gb = plan.peak_gb if plan else None
     if plan:
         show_plan(base, lora, plan, display)
-    attached = attach(base, lora, None, choice.base_path, train.seed, train.train_fp16_fallback)
+    attached = attach(
+        graph.base, graph.lora, None, choice.base_path, train.seed, train.train_fp16_fallback
+    )
     prefix = None
     try:
         describe(attached, display)
@@ -202,29 +211,42 @@ def _train_into(
         policy = train.recomputes
         if policy == "auto":
             policy = plan.recompute if plan else "selective"  # what it needs is not known then
+        policy = "none" if graph.is_proxy else policy
         attached.recompute(policy)
-        head = split_head(base.model)
-        if train.packing:
+        head = graph.head()
+        if train.packing and not graph.is_proxy:  # no token of a proxy sees another
             prepare_packing(attached, head, train.max_seq_length, base.vocab_size)
-        prefix = open_prefix(
-            attached, head, train, examples["train"], choice.base_path,
-            plan.peak_bytes if plan else None, display,
-        )  # fmt: skip
+        if not graph.is_proxy:
+            prefix = open_prefix(
+                attached, head, train, examples["train"], choice.base_path,
+                plan.peak_bytes if plan else None, display,
+            )  # fmt: skip
         with display.task("eval", len(judged), "held-out batches") as bar:
-            before = _score_base(attached, head, judged, bar.advance)
-        texts = {"before": sample.complete(base)}
+            before = _score_base(attached, head, judged, bar.advance, graph.arrays)
+        texts = {} if graph.is_proxy else {"before": sample.complete(base)}
         callback = _callback(report_to, project_name, run, recipe)
         _start_run_folder(run, identity, resume)
-        learned = _learn(attached, head, prefix, train, examples, run, resume, display, callback)
+        learned = _learn(
+            attached, head, prefix, graph.arrays, train, examples, run, resume, display, callback
+        )
         if _backend.detect() != "reference":
             display.line("kernels", _backend.summary())
         with display.task("eval", len(judged), "held-out batches") as bar:
-            after = score(base.model, head, judged, bar.advance)
-        texts["after"] = sample.complete(base)
+            after = score(attached.model, head, judged, bar.advance, graph.arrays)
+        objective = graph.facts
+        if graph.is_proxy:
+            objective = objective | {"ppl_before": before.ppl, "ppl_after": after.ppl}
+            before, after, texts = _by_transformer(base, attached, judged, sample, display)
+        else:
+            texts["after"] = sample.complete(base)
         result = _result(held_out, before, after)
         pack = Pack.of(
             attached,
-            objective={"loss_on": examples["train"].loss_on, "ce_last_k": train.ce_last_k},
+            objective={
+                "loss_on": examples["train"].loss_on,
+                "ce_last_k": train.ce_last_k,
+                **objective,
+            },
             data={
                 "source": public_name(splits.source),
                 "fingerprint": identity["data"],
@@ -262,6 +284,7 @@ def _train_into(
         **learned.measured,
         "process_peak_gb": runtime.peak_process_bytes() / 1e9,
         "pack_mb": pack.size_mb,
+        "objective": objective,
         "base_path": choice.base_path,
         "base_paths_at_work": at_work,
         "recompute": policy,
@@ -301,6 +324,7 @@ def _learn(
     attached: Attached,
     head: Head | None,
     prefix: PrefixCache | None,
+    arrays: Callable[[Batch], Arrays],
     train: TrainConfig,
     examples: dict[str, Examples],
     run: Path,
@@ -325,17 +349,17 @@ def _learn(
         )
 
         def validate() -> Score:
-            return score(model, head, valid)
+            return score(model, head, valid, arrays=arrays)
 
     stepper = Stepper(
         model, head, optimizer, train.max_grad_norm, train.z_loss, train.label_smoothing
     )
 
     def judge(batch: Batch) -> Score:
-        return score(model, head, [batch])
+        return score(model, head, [batch], arrays=arrays)
 
     loop = Loop(
-        attached, stepper, train, run, cursor, prefix.arrays if prefix else as_arrays, judge,
+        attached, stepper, train, run, cursor, prefix.arrays if prefix else arrays, judge,
         validate, display, callback, curve,
     )  # fmt: skip
     batches = training_batches(
@@ -390,14 +414,41 @@ def _callback(report_to: str | None, project: str | None, run: Path, recipe: Rec
 # ── after: results, gates, a sample ──────────────────────────────────────────────────────────────
 
 
-def _score_base(attached: Attached, head: Head | None, judged: list, advance) -> Score:
+def _score_base(
+    attached: Attached,
+    head: Head | None,
+    judged: list,
+    advance,
+    arrays: Callable[[Batch], Arrays] = as_arrays,
+) -> Score:
     """The score of the base alone: with every B at zero, whatever the run starts from."""
     started = attached.tensors()
     zero = {n: mx.zeros_like(t) if n.endswith("lora_b") else t for n, t in started.items()}
     attached.load(zero, "base")
-    found = score(attached.model, head, judged, advance)
+    found = score(attached.model, head, judged, advance, arrays)
     attached.load(started, "start")
     return found
+
+
+def _by_transformer(
+    base: Base, proxy: Attached, judged: list, sample: "SamplePrompt", display: Display
+) -> tuple[Score, Score, dict[str, str]]:
+    """What adapters that a proxy has trained are worth: the base's own forward without and with
+    them, and what it answers."""
+    with display.working("eval", "reading the whole base"):
+        base_path = choose_base_path(base.model, judged[-1].tokens.size).base_path
+    attached = attach(base, specs=proxy.specs, base_path=base_path)
+    try:
+        head = split_head(base.model)
+        scores, texts = [], {}
+        with display.task("eval", 2 * len(judged), "held-out batches, whole base") as bar:
+            for when, tensors in (("before", attached.tensors()), ("after", proxy.tensors())):
+                attached.load(tensors, when)
+                scores.append(score(base.model, head, judged, bar.advance))
+                texts[when] = sample.complete(base)
+    finally:
+        attached.detach()
+    return scores[0], scores[1], texts
 
 
 def _result(held_out: str, before: Score, after: Score) -> dict:
