@@ -129,8 +129,8 @@ class TrainConfig:
     )
     objective: str = _option(
         "transformer",
-        "What the loss is taken of: the base's own forward, or a bounded proxy of it for comparison: "
-        "embedding rows through the attention's output projections, one after another, to the head.",
+        "What the loss is taken of: the base's own forward, or for comparison a bounded proxy, its "
+        "embedding rows through the attention's output projections alone to the head.",
         OBJECTIVES,
     )
     ce_last_k: int | None = _option(None, "Learn only the last K target tokens of each row.")

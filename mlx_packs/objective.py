@@ -160,7 +160,9 @@ def _square(
     width = (true_shape(table) if isinstance(table, EMBEDDINGS) else table.weight.shape)[1]
     found, faults = [], []
     for block in blocks:
-        path = next((f"{block}.{tail}" for tail in _PROJECTIONS if f"{block}.{tail}" in modules), "")
+        path = next(
+            (f"{block}.{tail}" for tail in _PROJECTIONS if f"{block}.{tail}" in modules), ""
+        )
         module = modules.get(path)
         if not isinstance(module, (nn.Linear, *LINEARS)):
             faults.append(f"no {' or '.join(tail.rpartition('.')[2] for tail in _PROJECTIONS)}")
@@ -172,7 +174,9 @@ def _square(
             sizes = f"{geometry.in_features} -> {geometry.out_features}"
             faults.append(f"{geometry.name} is {sizes}, not {width} -> {width}")
     kinds = sorted(set(faults))
-    return found, "; ".join(f"{kind} in {faults.count(kind)} of {len(blocks)} blocks" for kind in kinds)
+    return found, "; ".join(
+        f"{kind} in {faults.count(kind)} of {len(blocks)} blocks" for kind in kinds
+    )
 
 
 def _fallback(stack: list, left_out: str) -> str:
