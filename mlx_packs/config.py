@@ -57,8 +57,12 @@ class LoRAConfig:
         "[all in the blocks but routers and the experts of a mixture]",
     )
     num_layers: int = _option(-1, "Adapt only the last N blocks; -1 is all of them.")
-    rank_pattern: dict[str, int] = _option({}, "Rank by module path, exact or regex.")
-    alpha_pattern: dict[str, float] = _option({}, "Alpha by module path, exact or regex.")
+    rank_pattern: dict[str, int] = _option(
+        {},
+        "Rank by module path or its end, exact or regex (v_proj=8), of a slice of a fused one too "
+        "(c_attn.q=8,c_attn.v=2); a mapping in YAML.",
+    )
+    alpha_pattern: dict[str, float] = _option({}, "Alpha in the same way.")
 
     def __post_init__(self):
         checks = [
@@ -321,6 +325,7 @@ def typed_value(value, kind, key: str):
         items = [v.strip() if isinstance(v, str) else v for v in items]
         return tuple(typed_value(v, typing.get_args(kind)[0], key) for v in items if v != "")
     if origin is dict:
+        value = _pairs(value, key) if isinstance(value, str) else value
         if not isinstance(value, Mapping):
             raise PackError(f"{key} must be a mapping, but got {value!r}.")
         return {
@@ -342,6 +347,14 @@ def typed_value(value, kind, key: str):
     if kind in (str, dict, list) and isinstance(value, kind):
         return value
     raise PackError(f"{key} must be of type {kind.__name__}, but got {value!r}.")
+
+
+def _pairs(text: str, key: str) -> dict[str, str]:
+    """``a=8,b=2`` as a flag has it; in YAML it is a mapping."""
+    pairs = [part.rpartition("=") for part in text.split(",") if part.strip()]
+    if not all(name.strip() and value.strip() for name, _, value in pairs):
+        raise PackError(f"{key} must be of the form name=number,name=number, but got {text!r}.")
+    return {name.strip(): value.strip() for name, _, value in pairs}
 
 
 def build(cls, values: Mapping, where: str = ""):

@@ -12,6 +12,7 @@ import mlx.nn as nn
 from mlx.utils import tree_map
 
 from . import runtime
+from .backends import unreadable, unreadable_tokenizer
 from .base_files import (
     TINY,
     check_files,
@@ -164,30 +165,42 @@ def load_model_of(
         )  # fmt: skip
         vars(model).pop("sanitize", None)
         return model, config, came_from
-    except (ValueError, KeyError, TypeError) as error:
-        reason = " ".join(str(error).split())
-        reason = reason if len(reason) < 400 else reason[:400] + " …"
-        raise PackError(f"{path}: tensors and config.json do not fit: {reason}") from None
+    except (ValueError, KeyError, TypeError, UnboundLocalError) as error:
+        config = json.loads((path / "config.json").read_text(encoding="utf-8"))
+        raise unreadable(path, config, _reason(error)) from None
     except RuntimeError as error:
         raise PackError(f"{path}: cannot be read: {' '.join(str(error).split())}") from None
+
+
+def _reason(error: Exception) -> str:
+    """An error of another library in one line."""
+    if isinstance(error, UnboundLocalError):  # mlx-lm's, of AWQ and GPTQ without packed tensors
+        return "none of its tensors is packed"
+    text = " ".join(str(error).split())
+    return f"there is no {text}" if isinstance(error, KeyError) else text
 
 
 def load_base_tokenizer(path: Path, config: dict, trust_remote_code: bool) -> object:
     from huggingface_hub.errors import StrictDataclassError  # of a config that transformers refuses
     from mlx_lm.utils import load_tokenizer
+    from transformers.utils import logging as transformers_logging
 
+    said = transformers_logging.get_verbosity()
     try:
+        if not (path / "tokenizer.json").is_file():  # what it tries then, it says line by line
+            transformers_logging.set_verbosity(transformers_logging.CRITICAL)
         tokenizer = load_tokenizer(
             path,
             {"trust_remote_code": trust_remote_code},
             eos_token_ids=config.get("eos_token_id"),
         )
-    except (OSError, ValueError, KeyError, TypeError, StrictDataclassError) as error:
-        reason = " ".join(str(error).split())[:300]
-        raise PackError(f"{path}: the tokenizer cannot be loaded: {reason}") from None
+    except (OSError, ValueError, KeyError, TypeError, ImportError, StrictDataclassError) as error:
+        raise unreadable_tokenizer(path, _reason(error)) from None
+    finally:
+        transformers_logging.set_verbosity(said)
     # without its files, transformers makes an empty tokenizer of the kind that the config names
     if not tokenizer.encode("a b", add_special_tokens=False):
-        raise PackError(f"{path}: the tokenizer cannot be loaded: there is no tokenizer.json.")
+        raise unreadable_tokenizer(path, "it knows no token")
     return tokenizer
 
 

@@ -29,7 +29,7 @@ def _config_options(command):
     tiny = tiny_recipe()
     for cls in (TrainConfig, LoRAConfig, DataConfig):
         for f in reversed(dataclasses.fields(cls)):
-            if f.name not in ("optimizer_config", "rank_pattern", "alpha_pattern", "hf_dataset"):
+            if f.name not in ("optimizer_config", "hf_dataset"):
                 own = f"tiny: {tiny[f.name]}" if tiny.get(f.name, f.default) != f.default else None
                 defaults = [text for text in (options.default_of(f), own) if text]
                 command = options.of_field(f, "; ".join(defaults))(command)

@@ -22,7 +22,7 @@ ops._cost ops._backend ops._check
 ops.exponential ops.sliced_matmul ops.affine ops.attention ops.linear_cross_entropy
 ops.blockwise ops.nf4 ops.grouped_lora ops.multi_lora
 nn.lora nn.nf4 nn.quantized nn.segments nn.experts nn.recompute nn.prefix nn.blocks nn.fixed
-nn.stack bitsandbytes packing base_files origins
+nn.stack backends bitsandbytes packing base_files origins
 loading quantize families geometry adapters fixed base_path
 data encoding token_cache batches loss packable state_store prefix table objective
 optim step plan advice
