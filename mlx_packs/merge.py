@@ -527,9 +527,8 @@ def _own_names(base: Base, source: Path, planned: _Planned, spelled: str):
             if change.packing:
                 return None
             continue
-        if place != path and (
-            stored or change.packing
-        ):  # scales under the files' names are not known
+        # what scales are called beside a weight of another name is not known
+        if place != path and (stored or change.packing):
             return None
         if stored is None and tuple(raw[f"{place}.weight"].shape) != tuple(change.weight.shape):
             return None

@@ -12,10 +12,11 @@ from dataclasses import dataclass, field
 
 import mlx.nn as nn
 
+from .adapters import check_bare
 from .batches import Batch
 from .config import LoRAConfig, TrainConfig
 from .errors import PackError
-from .geometry import block_prefixes, probe
+from .geometry import GeometryError, block_prefixes, probe
 from .loading import Base
 from .loss import Arrays, Head, as_arrays, split_head
 from .nn.quantized import EMBEDDINGS, LINEARS, frozen_head, true_shape
@@ -79,6 +80,7 @@ def graph_of(base: Base, lora: LoRAConfig, train: TrainConfig) -> Graph:
     """
     if train.objective == TRANSFORMER:
         return Graph(base, lora)
+    check_bare(base)
     if lora.target_modules:
         raise PackError(
             f"--target-modules {','.join(lora.target_modules)}: --objective {STACK} adapts the "
@@ -167,7 +169,11 @@ def _square(
         if not isinstance(module, (nn.Linear, *LINEARS)):
             faults.append(f"no {' or '.join(tail.rpartition('.')[2] for tail in _PROJECTIONS)}")
             continue
-        geometry = probe(path, module, base.config)
+        try:
+            geometry = probe(path, module, base.config)
+        except GeometryError:
+            faults.append(f"{path.rpartition('.')[2]} is of a geometry that cannot be probed")
+            continue
         if geometry.in_features == geometry.out_features == width:
             found.append((path, module))
         else:

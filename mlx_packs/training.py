@@ -236,7 +236,9 @@ def _train_into(
         objective = graph.facts
         if graph.is_proxy:
             objective = objective | {"ppl_before": before.ppl, "ppl_after": after.ppl}
-            before, after, texts = _by_transformer(base, attached, judged, sample, display)
+            before, after, texts = _by_transformer(
+                base, attached, judged, sample, train.train_fp16_fallback, display
+            )
         else:
             texts["after"] = sample.complete(base)
         result = _result(held_out, before, after)
@@ -431,13 +433,18 @@ def _score_base(
 
 
 def _by_transformer(
-    base: Base, proxy: Attached, judged: list, sample: "SamplePrompt", display: Display
+    base: Base,
+    proxy: Attached,
+    judged: list,
+    sample: "SamplePrompt",
+    fp16_fallback: bool,
+    display: Display,
 ) -> tuple[Score, Score, dict[str, str]]:
     """What adapters that a proxy has trained are worth: the base's own forward without and with
     them, and what it answers."""
     with display.working("eval", "reading the whole base"):
         base_path = choose_base_path(base.model, judged[-1].tokens.size).base_path
-    attached = attach(base, specs=proxy.specs, base_path=base_path)
+    attached = attach(base, specs=proxy.specs, base_path=base_path, fp16_fallback=fp16_fallback)
     try:
         head = split_head(base.model)
         scores, texts = [], {}

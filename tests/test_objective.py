@@ -192,6 +192,25 @@ def test_a_mistral_is_a_llama_by_another_name(tmp_path):
     assert found.facts["stack"] == [O_PROJ.format(0), O_PROJ.format(1)]
 
 
+def test_a_projection_whose_tensors_contradict_has_no_place_in_the_stack():
+    base = base_of("llama", **SQUARE)
+    nn.quantize(base.model, group_size=32, bits=4)
+    o_proj = base.model.layers[0].self_attn.o_proj
+    o_proj.scales = o_proj.scales[:, :1]
+    found = graph(base).facts
+    assert found["stack"] == [O_PROJ.format(1)]
+    assert "o_proj is of a geometry that cannot be probed in 1 of 2 blocks" in found["note"]
+
+
+def test_a_base_that_carries_a_pack_is_refused_at_once():
+    base = base_of("llama", **SQUARE)
+    attached = attach(base, LoRAConfig(rank=2))
+    with pytest.raises(PackError, match="carries adapters already"):
+        graph(base)
+    attached.detach()
+    assert graph(base).facts["stack"]
+
+
 @pytest.mark.parametrize("wrong", [{"recompute": "block"}, {"grad_checkpoint": True},
                                    {"cache_prefix": "on"}, {"objective": "stack"}])  # fmt: skip
 def test_what_a_stack_has_not_is_refused(wrong):
