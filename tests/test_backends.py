@@ -85,6 +85,12 @@ def test_another_architecture_points_to_those_that_train(folder):
     assert "docs/families.md lists" in said_by(load_base, edited(folder, model_type="t5"))
 
 
+def test_a_recipe_for_8_bit_bitsandbytes_names_our_8_bits(tmp_path, run):
+    (tmp_path / "c.yaml").write_text("load_in_8bit: true\n")
+    code, _, err = run("train", "-c", tmp_path / "c.yaml", "--out", tmp_path / "o")
+    assert code == 2 and "is not done here, only False. For 8 bits write quantize: affine8." in err
+
+
 # ── tokenizers ───────────────────────────────────────────────────────────────────────────────────
 
 
