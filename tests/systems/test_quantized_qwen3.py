@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from conftest import write_rows
-from test_merge import write_checkpoint
+from test_merge import write_checkpoint, write_quantized
 
 from mlx_packs import Pack
 from mlx_packs.files import read_header
@@ -64,7 +64,7 @@ def trained(here, train) -> tuple[Path, str]:
     if not said.is_file():
         pattern = ",".join(f"{name}={rank}" for name, rank in RANKS.items())
         _, err = train(
-            "qwen3-4b", "pack", "--rank", 4, "--rank-pattern", pattern, "--base-path", "transient",
+            "qwen3-4b", "pack", "--rank", 4, "--rank-pattern", pattern, "--base-path", "dense",
             "-v",
         )  # fmt: skip
         said.write_text(err)
@@ -175,7 +175,8 @@ def test_eval_batch_measures_ppl_and_speed_and_its_gates_end_with_1(here, train,
 
 def test_the_size_gate_of_training_keeps_the_pack_and_ends_with_1(here, train):
     report, err = train("bf16", "small", "--max-pack-mb", 0.001, code=1)
-    assert report["gates"]["max_pack_mb"]["passed"] is False and "max_pack_mb" in err
+    assert report["gates"]["max_pack_mb"]["passed"] is False
+    assert "gate --max-pack-mb failed" in err
     assert Pack.open(here / "small").manifest["gates"] == report["gates"]
 
 
@@ -192,10 +193,17 @@ def test_packs_are_lite_up_to_10_mb_and_heavy_beyond(here, train, run):
 
 
 def test_a_pack_fits_the_quantized_base_that_it_was_trained_on_and_no_other(here, trained, run):
-    fits = run("apply", trained[0], "--model", here / "qwen3-4b")
-    assert fits[0] == 0 and "after detaching they are bit-equal to before" in fits[1]
+    code, out, _ = run("apply", trained[0], "--model", here / "qwen3-4b", "--dry-run", "--json")
+    assert code == 0 and json.loads(out)["geometry"] == "checked"
     code, _, err = run("apply", trained[0], "--model", here / "bf16", "--dry-run")
     assert code == 2 and "is another base" in err
+
+
+def test_taking_a_pack_off_leaves_the_quantized_base_as_it_was_to_the_bit(here, train, run):
+    write_quantized(here / "4-bit", here / "bf16")
+    train("4-bit", "off")
+    code, out, _ = run("apply", here / "off", "--model", here / "4-bit")
+    assert code == 0 and "after detaching they are bit-equal to before" in out
 
 
 def test_a_bf16_checkpoint_trains_by_the_same_command(here, train):
