@@ -376,8 +376,11 @@ def shown_graph(objective: Mapping) -> list[str]:
         return []
     before, after = objective.get("ppl_before"), objective.get("ppl_after")
     own = "" if before is None or after is None else f"; its own PPL {before:.2f} → {after:.2f}"
+    shown = ", ".join(stack) or "no projection"
+    if len(stack) > 3:
+        shown = f"{len(stack)} projections ({stack[0]} … {stack[-1]})"
     return [
-        f"Trained by {graph} over {', '.join(stack) or 'no projection'} and the head "
+        f"Trained by {graph} over {shown} and the head "
         f"{objective.get('head')}{own}: {objective.get('note')}."
     ]
 

@@ -213,3 +213,12 @@ def test_a_bf16_checkpoint_trains_by_the_same_command(here, train):
     assert {m["path"].rpartition(".")[2] for m in manifest["adapters"]["modules"]} == {
         path.rpartition(".")[2] for path in SHAPES
     }
+
+
+def test_the_runbook_says_what_a_pack_asks_of_a_base_and_it_is_asked(here, train, run):
+    said = (ROOT / "runbook.md").read_text().partition("## Pack compatibility")[2]
+    assert "another quantization of the same model is another base" in said
+    write_quantized(here / "packed", here / "bf16")
+    train("packed", "of-packed")
+    for model, code in (("packed", 0), ("bf16", 2)):
+        assert run("apply", here / "of-packed", "--model", here / model, "--dry-run")[0] == code
