@@ -24,14 +24,15 @@ def origins(stored: Mapping[str, mx.array], named: Mapping[str, mx.array]) -> di
     """
     by_object = {id(tensor): name for name, tensor in stored.items()}
     weights = {name: t for name, t in named.items() if name.endswith(".weight")}
-    found: dict[str, Origin] = {
+    found = {
         name: by_object[id(tensor)] for name, tensor in weights.items() if id(tensor) in by_object
     }
-    free = {name: t for name, t in stored.items() if name not in found.values()}
+    taken = set(found.values())
+    free = {name: t for name, t in stored.items() if name not in taken}
     for name, tensor in weights.items():
         if name in found:
             continue
-        if (origin := _alike(name, tensor, free) or _experts(name, tensor, free)) is not None:
+        if (origin := _experts(name, tensor, free) or _alike(name, tensor, free)) is not None:
             found[name] = origin
     return found
 
