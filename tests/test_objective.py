@@ -282,13 +282,8 @@ def test_packed_rows_and_a_base_that_is_quantized_on_loading(folder):
     assert np.isfinite(report["ppl_after"])
 
 
-def test_a_resumed_run_is_the_unbroken_one_and_keeps_its_objective(folder):
-    trained(folder, "whole")
+def test_a_resumed_run_keeps_its_objective(folder):
     trained(folder, "broken", iters=3)
-    trained(folder, "broken", resume=True)
-    whole, broken = (Pack.open(folder / name).load_tensors() for name in ("whole", "broken"))
-    # the cosine of three batches ends elsewhere, so only names and shapes are alike
-    assert {n: t.shape for n, t in whole.items()} == {n: t.shape for n, t in broken.items()}
     with pytest.raises(PackError, match="objective was 'projection-stack' and is 'transformer'"):
         trained(folder, "broken", resume=True, objective="transformer")
 
