@@ -22,7 +22,7 @@ from mlx_packs import load_base, runtime
 from mlx_packs.batches import evaluation_batches
 from mlx_packs.config import DataConfig
 from mlx_packs.encoding import encode
-from mlx_packs.evaluation import Score, score
+from mlx_packs.evaluation import Score, Scorer
 from mlx_packs.loading import Base
 from mlx_packs.loss import split_head
 from mlx_packs.nn.quantized import dense_module, quantized_modules, replace_modules
@@ -111,7 +111,8 @@ def perplexity(base: Base, rows: int) -> Score:
     test = rows_of.load_rows(columns).rows["test"][:rows]
     examples = encode(test, base.tokenizer, columns, loss_on=None, max_seq_length=256,
                       vocab_size=base.vocab_size, ce_last_k=None)  # fmt: skip
-    return score(base.model, split_head(base.model), evaluation_batches(examples, 4, 256, -1))
+    scorer = Scorer(base.model, split_head(base.model))
+    return scorer.score(evaluation_batches(examples, 4, 256, -1))
 
 
 def linears(base: Base) -> dict[str, nn.Linear]:

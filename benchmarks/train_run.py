@@ -30,7 +30,7 @@ from mlx_packs.config import DataConfig, LoRAConfig, TrainConfig
 from mlx_packs.data import tiny_path
 from mlx_packs.encoding import encode
 from mlx_packs.errors import PackError
-from mlx_packs.evaluation import evaluation_rows, score
+from mlx_packs.evaluation import Scorer, evaluation_rows
 from mlx_packs.loading import TINY, Base, load_base, tiny_base_path
 from mlx_packs.loss import split_head
 from mlx_packs.runtime import mx
@@ -58,7 +58,7 @@ def held_out(base: Base, rows: int) -> list[Batch]:
 
 def loss_on(model: nn.Module, batches: list[Batch]) -> float:
     """Mean held-out loss of a target, in nats; the model is training again afterwards."""
-    found = score(model, split_head(model), batches).nll
+    found = Scorer(model, split_head(model)).score(batches).nll
     model.train()
     return found
 

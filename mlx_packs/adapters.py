@@ -349,8 +349,7 @@ def attach(
         fp16_fallback: dequantize modules whose geometry cannot be probed to fp16 and train on.
     Raises: PackError if a target does not exist or a geometry cannot be probed.
     """
-    if any(isinstance(m, GroupedLoRA) for m in base.model.modules()):
-        raise PackError(f"{base.name}: carries adapters already; take them off first.")
+    check_bare(base)
     if specs is None:
         check_trainable(base.name, base.model)
     lora = lora or LoRAConfig()
@@ -382,6 +381,12 @@ def attach(
         attached.detach()
         raise
     return attached
+
+
+def check_bare(base: Base) -> None:
+    """Raises: PackError if a base carries adapters."""
+    if any(isinstance(m, GroupedLoRA) for m in base.model.modules()):
+        raise PackError(f"{base.name}: carries adapters already; take them off first.")
 
 
 def _without_narrow(groups: list[Group], lora: LoRAConfig) -> tuple[list[Group], list[str]]:

@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from .backends import check_method, foreign_file, foreign_weights
 from .bitsandbytes import METHOD
 from .errors import PackError
 from .files import read_header, sha256
@@ -46,10 +47,12 @@ def resolve_base_path(name: str | Path) -> Path:
     path = Path(name).expanduser()
     if os.path.isdir(path):  # unlike Path.is_dir, False for a name that is too long
         if not (path / "config.json").is_file():
-            raise PackError(f"{path}: is not a checkpoint, it has no config.json.")
+            other = foreign_weights(path)
+            raise PackError(f"{path}: is not a checkpoint, it has no config.json.{other}")
         return path
     if os.path.exists(path):
-        raise PackError(f"{path}: must be a checkpoint folder, but is a file.")
+        other = foreign_file(path)
+        raise PackError(f"{path}: must be a checkpoint folder, but is a file.{other}")
     if not re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", str(name), re.ASCII):
         alone = "/" not in str(name)
         hint = f" Its 4-bit form may be 'mlx-community/{name}'." if alone else ""
@@ -146,7 +149,8 @@ def check_files(path: Path) -> None:
     """Refuse a folder without weights, with a truncated shard, or one that the index misses."""
     files = weight_files(path)
     if not files:
-        raise PackError(f"{path}: has no model*.safetensors; is it a checkpoint folder?")
+        other = foreign_weights(path)
+        raise PackError(f"{path}: has no model*.safetensors; is it a checkpoint folder?{other}")
     for file in files:
         read_header(file)
     if missing := missing_shards(path):
@@ -158,6 +162,7 @@ def check_files(path: Path) -> None:
         raise PackError(f"{path / 'config.json'}: is not valid JSON: {error}.") from None
     if not isinstance(config, dict) or "model_type" not in config:
         raise PackError(f"{path / 'config.json'}: has no 'model_type'.")
+    check_method(path, config)
 
 
 _RECORD_KEYS = {

@@ -65,7 +65,10 @@ def _print(value: dict | list, as_json: bool, lines: list[str]) -> None:
 @packs.command()
 @click.argument("pack", type=click.Path(path_type=Path))
 @click.option("--json", "as_json", is_flag=True, help="Print the manifest, or quantization.json.")
-def inspect(pack, as_json):
+@click.option(
+    "-v", "--verbose", is_flag=True, help="Each adapter and the base's tensor it changes."
+)
+def inspect(pack, as_json, verbose):
     """Show a pack: base, ranks, results, hashes.
 
     Loads no tensor and no model. PACK may be a folder of `packs quantize` too: every shard is then
@@ -86,7 +89,7 @@ def inspect(pack, as_json):
     found.verify()
     pin = read_pin(found.path)
     report = found.manifest | ({"hub": pin} if pin else {})
-    _print(report, as_json, _inspect_lines(found))
+    _print(report, as_json, _inspect_lines(found, verbose))
 
 
 def _record_lines(folder: Path, record: dict) -> list[str]:
@@ -105,11 +108,14 @@ def _record_lines(folder: Path, record: dict) -> list[str]:
     return lines
 
 
-def _inspect_lines(pack) -> list[str]:
-    """A pack for people; optional parts of its manifest only as far as they are there."""
+def _inspect_lines(pack, verbose: bool = False) -> list[str]:
+    """A pack for people; optional parts of its manifest only as far as they are there.
+
+    verbose: every adapter too.
+    """
     from .base_files import quantization_name
     from .gates import shown
-    from .manifest import phase_lines, read_pin, replaced_of, shown_result
+    from .manifest import phase_lines, read_pin, replaced_of, shown_graph, shown_result
 
     m = pack.manifest
     base, modules = m["base"], m["adapters"]["modules"]
@@ -136,6 +142,7 @@ def _inspect_lines(pack) -> list[str]:
         rows = " / ".join(f"{n:,} {split}" for split, n in (data.get("rows") or {}).items())
         loss_on = pack.part("objective").get("loss_on") or "?"
         lines.append(f"data    {data.get('source')} · {rows or '?'} rows · loss on {loss_on}")
+    lines += [f"graph   {line}" for line in shown_graph(pack.part("objective"))]
     result = pack.part("eval")
     before, after = (shown_result(result, when) for when in ("before", "after"))
     if before and after:
@@ -148,9 +155,23 @@ def _inspect_lines(pack) -> list[str]:
         lines.append(f"gates   {shown(gates).removeprefix(' · ')}")
     if created := pack.part("measured").get("created"):
         lines.append(f"made    {created} · mlx {pack.part('versions').get('mlx')}")
+    if verbose:
+        lines += [f"adapts  {_adapted_line(module)}" for module in modules]
+    elif keyed := sum("base_key" in module for module in modules):
+        lines.append(f"adapts  {keyed} of {len(modules)} by the names of the base's files (-v)")
     for name, facts in m["files"].items():
         lines.append(f"file    {name} · {facts['bytes']:,} bytes · sha256 {facts['sha256']} ok")
     return lines
+
+
+def _adapted_line(module: dict) -> str:
+    """An adapter, its ranks, and the tensor of the base's files that it changes."""
+    ranks = ", ".join(f"{s['name']} {s['rank']}" for s in module["slices"])
+    ranks = ranks if len(module["slices"]) > 1 else str(module["slices"][0]["rank"])
+    key = module.get("base_key") or "not known"
+    if isinstance(key, list):
+        key = f"{key[0]} … {key[-1]} ({len(key)} tensors)"
+    return f"{module['path']} · rank {ranks} · base key {key}"
 
 
 @packs.command()

@@ -29,10 +29,10 @@ from .errors import PackError
 from .evaluation import columns_of
 from .files import sha256
 from .loading import Base
-from .manifest import ADAPTERS, spec_json
+from .manifest import ADAPTERS
 from .merge import Change, check_max_drift, dense_weight, modules_of
 from .nn.lora import adapter_key
-from .pack import Pack, check_output, grouped, manifest_of, versions_line
+from .pack import Pack, check_output, grouped, manifest_of, modules_json, versions_line
 from .runtime import mx
 from .weighted import check_addable, check_distinct, weighted_sum
 
@@ -265,7 +265,7 @@ def _as_pack(base: Base, first: Pack, specs: Specs, tensors: dict, facts: dict) 
     adapters = {
         "parameters": sum(t.size for t in tensors.values()),
         "groups": [],
-        "modules": [spec_json(spec) for spec in specs.values()],
+        "modules": modules_json(base, specs),
     }
     kept = {key: first.manifest[key] for key in ("recipe", "objective") if key in first.manifest}
     manifest = manifest_of(base, adapters, **kept, combined=facts, versions=versions_line())

@@ -25,6 +25,7 @@ CACHE_PREFIX = ("auto", "on", "off")
 LONG_ROWS = ("cut", "split")
 LOSS_ON = ("all", "completion", "assistant")
 METHODS = ("lora", "full")
+OBJECTIVES = ("transformer", "projection-stack")
 QUANTIZE = ("none", "affine4", "affine8", "nf4")
 COMPUTE_DTYPES = ("auto", "bfloat16", "float16", "float32")
 PACK_DTYPES = ("float32", "bfloat16", "float16")
@@ -60,8 +61,12 @@ class LoRAConfig:
         "[all in the blocks but routers and the experts of a mixture]",
     )
     num_layers: int = _option(-1, "Adapt only the last N blocks; -1 is all of them.")
-    rank_pattern: dict[str, int] = _option({}, "Rank by module path, exact or regex.")
-    alpha_pattern: dict[str, float] = _option({}, "Alpha by module path, exact or regex.")
+    rank_pattern: dict[str, int] = _option(
+        {},
+        "Rank by module path or its end, exact or regex (v_proj=8), of a slice of a fused one too "
+        "(c_attn.q=8,c_attn.v=2); a mapping in YAML.",
+    )
+    alpha_pattern: dict[str, float] = _option({}, "Alpha in the same way.")
 
     def __post_init__(self):
         checks = [
@@ -202,6 +207,12 @@ class TrainConfig:
         "[assistant for chats, completion for prompt and completion, all for text]",
         LOSS_ON,
     )
+    objective: str = _option(
+        "transformer",
+        "What the loss is taken of: the base's own forward, or for comparison a bounded proxy, its "
+        "embedding rows through the attention's output projections alone to the head.",
+        OBJECTIVES,
+    )
     ce_last_k: int | None = _option(None, "Learn only the last K target tokens of each row.")
     z_loss: float = _option(0.0, "Weight of logsumexp^2 in the loss, which keeps logits small.")
     label_smoothing: float = _option(0.0, "Share of each target that is spread over all tokens.")
@@ -304,6 +315,20 @@ class TrainConfig:
                 and len(set(self.fim_tokens)) == len(self.fim_tokens),
                 "fim_tokens must name three different tokens (prefix, suffix, middle), or a fourth "
                 f"that ends the middle, but got {', '.join(self.fim_tokens)}.",
+            ),
+            (
+                self.objective == "transformer" or self.recomputes in ("auto", "none"),
+                f"recompute {self.recomputes} is of a transformer's blocks, and the objective "
+                f"{self.objective} has none; leave it out.",
+            ),
+            (
+                self.objective == "transformer" or not (self.phases or self.method == "full"),
+                f"the objective {self.objective} goes with neither phases nor method full.",
+            ),
+            (
+                self.objective == "transformer" or self.cache_prefix != "on",
+                f"cache_prefix on keeps what a transformer's blocks make, and the objective "
+                f"{self.objective} has none; leave it out.",
             ),
             (self.val_batches >= -1, f"val_batches must be -1 or more, got {self.val_batches}."),
             (
@@ -420,6 +445,7 @@ def typed_value(value, kind, key: str):
         items = [v.strip() if isinstance(v, str) else v for v in items]
         return tuple(typed_value(v, kind, key) for v in items if v != "")
     if origin is dict:
+        value = _pairs(value, key) if isinstance(value, str) else value
         if not isinstance(value, Mapping):
             raise PackError(f"{key} must be a mapping, but got {value!r}.")
         return {
@@ -450,6 +476,14 @@ def _part(value, cls, key: str):
     if not isinstance(value, Mapping):
         raise PackError(f"{key} must be a mapping, but got {value!r}.")
     return build(cls, {str(k): v for k, v in value.items()}, key)
+
+
+def _pairs(text: str, key: str) -> dict[str, str]:
+    """``a=8,b=2`` as a flag has it; in YAML it is a mapping."""
+    pairs = [part.rpartition("=") for part in text.split(",") if part.strip()]
+    if not all(name.strip() and value.strip() for name, _, value in pairs):
+        raise PackError(f"{key} must be of the form name=number,name=number, but got {text!r}.")
+    return {name.strip(): value.strip() for name, _, value in pairs}
 
 
 def build(cls, values: Mapping, where: str = ""):

@@ -224,7 +224,8 @@ def _append(
     if vocab_size is not None and tokens and max(tokens) >= vocab_size:
         raise PackError(
             f"{row.where}: token {max(tokens)} lies beyond the base's vocabulary of {vocab_size}: "
-            "the tokenizer belongs to another base."
+            "the tokenizer belongs to another base; put the tokenizer files of this one beside its "
+            "weights."
         )
     if not target.any():
         raise PackError(f"{row.where}: nothing to supervise (--loss-on {examples.loss_on}).")

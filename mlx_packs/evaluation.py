@@ -1,7 +1,7 @@
 """Held-out perplexity and its standard error, token accuracy, and the paired difference of two."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -18,11 +18,12 @@ from .encoding import encode
 from .errors import PackError
 from .lanes import evaluated, halves, has_lanes
 from .loading import Base
-from .loss import Head, as_arrays, split_head, target_loss
+from .loss import Arrays, Head, as_arrays, split_head, target_loss
 from .nn.lora import GroupedLoRA
 from .nn.quantized import apply_base_path, replace_modules
 from .pack import Pack
 from .runtime import mx
+from .step import is_traced
 from .swapping import hold_bare
 
 _FEATURES = ("chat_feature", "prompt_feature", "completion_feature", "text_feature")
@@ -122,15 +123,25 @@ class Scorer:
 
     Adapters, and weights that learn, are inputs of the traces: packs that are swapped in place
     (`Base.swap_pack`) are scored by the traces of the first.
+
+    arrays: of a batch, what the forward takes.   traces: that MLX has compiled.
     """
 
-    def __init__(self, model: nn.Module, head: Head | None):
+    def __init__(
+        self,
+        model: nn.Module,
+        head: Head | None,
+        arrays: Callable[[Batch], Arrays] = as_arrays,
+    ):
         self.model = model
+        self.traces = 0
+        self._arrays = arrays
         learning = tree_flatten(model.trainable_parameters())
         full = any(".lora_" not in name for name, _ in learning)
         held = [model] if full else [m for m in model.modules() if isinstance(m, GroupedLoRA)]
 
         def forward(tokens, positions, targets, _, *segments):
+            self.traces += is_traced(positions)
             return target_loss(model, head, tokens, positions, targets, *segments, gradient=False)
 
         self._forward_here = forward
@@ -143,20 +154,20 @@ class Scorer:
         self.model.eval()
         order: list[int] = []
         parts = []
-        lanes = has_lanes(self.model)
-        mx.eval(self.model.parameters())
+        if lanes := has_lanes(self.model):
+            mx.eval(self.model.parameters())
         for batch in batches:
             real = batch.owners >= 0
             owners, rows = batch.owners[real], len(batch.rows)
             if lanes:
-                makes = [partial(self._forward_here, *half) for half in halves(as_arrays(batch))]
+                makes = [partial(self._forward_here, *half) for half in halves(self._arrays(batch))]
                 scored = evaluated(makes, at_once=bool(parts))
                 sums = [
                     np.concatenate(values).astype(np.float64)
                     for values in zip(*scored, strict=True)
                 ]
             else:
-                scored = self._forward(*as_arrays(batch))
+                scored = self._forward(*self._arrays(batch))
                 mx.eval(scored)
                 sums = [np.array(values, dtype=np.float64)[real] for values in scored]
             parts.append(
@@ -172,10 +183,9 @@ class Scorer:
         by_row = np.argsort(order, kind="stable")
         return RowScores(*(np.concatenate(part)[by_row] for part in zip(*parts, strict=True)))
 
-
-def score(model: nn.Module, head: Head | None, batches: list[Batch], advance=None) -> Score:
-    """Score batches by token-weighted negative log-likelihood."""
-    return Scorer(model, head).rows(batches, advance).score
+    def score(self, batches: Sequence[Batch], advance=None) -> Score:
+        """All rows of the batches together, by token-weighted negative log-likelihood."""
+        return self.rows(batches, advance).score
 
 
 def evaluate(

@@ -31,6 +31,7 @@ def stream(
 
     from .runtime import mx
 
+    _check_tokens(base, prompt)
     mx.random.seed(seed)
     base.model.eval()
     for piece in stream_generate(
@@ -41,6 +42,16 @@ def stream(
         sampler=make_sampler(temp=temperature),
     ):
         yield piece.text
+
+
+def _check_tokens(base: Base, prompt: Sequence[int]) -> None:
+    """Raises: PackError for a token that the base does not have: MLX would read past the table."""
+    if prompt and max(prompt) >= base.vocab_size:
+        raise PackError(
+            f"{base.name}: token {max(prompt)} of the prompt lies beyond the base's vocabulary of "
+            f"{base.vocab_size}: the tokenizer belongs to another base; put the tokenizer files of "
+            "this one beside its weights."
+        )
 
 
 def complete(base: Base, prompt: Sequence[int], max_tokens: int = 100, **sampling) -> str:
@@ -74,6 +85,8 @@ def stream_batch(
                         f"{type(other).__name__}.")  # fmt: skip
     if not all(len(prompt) for prompt in prompts):
         raise PackError("a prompt is empty.")
+    for prompt in prompts:
+        _check_tokens(base, prompt)
     most = [max_tokens] * len(prompts) if isinstance(max_tokens, int) else list(max_tokens)
     generator = BatchGenerator(
         base.model,

@@ -28,8 +28,8 @@ from .foreign import (
     unfolded,
 )
 from .loading import lazy_base
-from .manifest import FORMAT_VERSION, check_manifest, replaced_of, shapes_of, spec_json, specs_of
-from .pack import Pack, grouped, manifest_of, versions_line
+from .manifest import FORMAT_VERSION, check_manifest, replaced_of, shapes_of, specs_of
+from .pack import Pack, grouped, manifest_of, modules_json, versions_line
 from .runtime import mx
 
 FORMATS = {"mlx-lm": mlx_lm_format, "peft": peft_format}
@@ -263,7 +263,7 @@ def _converted(
     adapters = {
         "parameters": sum(math.prod(s) for spec in specs.values() for s in spec.shapes.values()),
         "groups": [],
-        "modules": [spec_json(spec) for spec in specs.values()],
+        "modules": modules_json(base, specs),
     }
     if found.whole:
         adapters["replaced"] = [{"name": n, "shape": list(t.shape)} for n, t in found.whole.items()]

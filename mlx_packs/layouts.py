@@ -23,7 +23,8 @@ def translate(values: dict, where: str) -> dict:
     """
     if "peft_type" in values:
         return _peft(values, where)
-    if "load_in_4bit" in values or values.get("quant_method") == "bitsandbytes":
+    kinds = ("load_in_4bit", "load_in_8bit")
+    if any(k in values for k in kinds) or values.get("quant_method") == "bitsandbytes":
         return _bits_and_bytes(values, where, "")
     ours = dict(values)
     for key, read in (("bnb_4bit", _bnb_4bit), ("lora", _lora)):
@@ -59,7 +60,10 @@ def _bits_and_bytes(values: Mapping, where: str, at: str) -> dict:
     _only(values, tuple(known), where, at)
     for key, wanted in known.items():
         if wanted is not _NO_DEFAULT and values.get(key, wanted) != wanted:
-            raise PackError(f"{where}: {at}{key} {values[key]} is not done here, only {wanted}.")
+            works = " For 8 bits write quantize: affine8." if key == "load_in_8bit" else ""
+            raise PackError(
+                f"{where}: {at}{key} {values[key]} is not done here, only {wanted}.{works}"
+            )
     kind = values.get("bnb_4bit_quant_type", "fp4")
     if kind != "nf4":
         raise PackError(f"{where}: {at}quant_type '{kind}' is not done here; write nf4.")

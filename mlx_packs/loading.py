@@ -12,6 +12,7 @@ import mlx.nn as nn
 from mlx.utils import tree_map
 
 from . import runtime
+from .backends import unreadable, unreadable_tokenizer
 from .base_files import (
     TINY,
     check_files,
@@ -31,6 +32,7 @@ from .errors import PackError
 from .nn.nf4 import NF4Embedding, NF4Linear
 from .nn.quantized import NF4, replace_modules
 from .ops.nf4 import BLOCK_SIZES, NF4Weight
+from .origins import Origin, origins
 from .packing import Recipe, is_named, packing_named, packings_of, quantized_tensors
 from .runtime import mx
 
@@ -46,7 +48,8 @@ if TYPE_CHECKING:
 class Base:
     """A frozen checkpoint with its tokenizer.
 
-    ``name`` is what the user called it, ``path`` the folder, ``fingerprint`` a hash of its tensors.
+    ``name`` is what the user called it, ``path`` the folder, ``fingerprint`` a hash of its tensors,
+    ``origins`` which tensor of the files each weight of the model is.
     """
 
     name: str
@@ -56,6 +59,7 @@ class Base:
     config: dict
     fingerprint: str
     quantization: dict = field(default_factory=dict)
+    origins: dict[str, Origin] = field(default_factory=dict, repr=False, compare=False)
     carried: "Carried | None" = field(default=None, init=False, repr=False, compare=False)
     frames: "list[Frame]" = field(default_factory=list, init=False, repr=False, compare=False)
 
@@ -119,14 +123,18 @@ _AGAIN = "The checkpoint is damaged: get it again."
 
 def load_model_of(
     path: Path, trust_remote_code: bool, pack: Callable[[nn.Module, Weights], Weights]
-) -> tuple[nn.Module, dict]:
-    """mlx-lm's loader; ``pack`` gets the model and its lazy weights by the model's names."""
+) -> tuple[nn.Module, dict, dict[str, Origin]]:
+    """mlx-lm's loader; ``pack`` gets the model and its lazy weights by the model's names.
+
+    Returns: the model, its config, and which tensor of the files each of its weights is.
+    """
     from mlx_lm.utils import _get_classes, load_model
 
     if "model_file" in json.loads((path / "config.json").read_text()) and not trust_remote_code:
         raise PackError(f"{path}: brings code of its own; --trust-remote-code runs it.")
     # mlx-lm before 0.32, the last for Python 3.10, has no such argument and always runs the code
     known = "trust_remote_code" in inspect.signature(load_model).parameters
+    came_from: dict[str, Origin] = {}
 
     def classes(config):
         model_class, arguments_class = _get_classes(config)
@@ -138,7 +146,12 @@ def load_model_of(
             def sanitize(weights):
                 own = from_bitsandbytes(dict(weights), str(path))
                 weights.clear()  # the caller keeps this one: nothing else may hold a dense weight
-                return pack(model, dict(to_names_of_model(own)))
+                stored = dict(own)
+                named = dict(to_names_of_model(own))
+                came_from.update(origins(stored, named))
+                stored.clear()
+                own.clear()
+                return pack(model, named)
 
             model.sanitize = sanitize
             return model
@@ -151,31 +164,43 @@ def load_model_of(
             **({"trust_remote_code": True} if known else {}),
         )  # fmt: skip
         vars(model).pop("sanitize", None)
-        return model, config
-    except (ValueError, KeyError, TypeError) as error:
-        reason = " ".join(str(error).split())
-        reason = reason if len(reason) < 400 else reason[:400] + " …"
-        raise PackError(f"{path}: tensors and config.json do not fit: {reason}") from None
+        return model, config, came_from
+    except (ValueError, KeyError, TypeError, UnboundLocalError) as error:
+        config = json.loads((path / "config.json").read_text(encoding="utf-8"))
+        raise unreadable(path, config, _reason(error)) from None
     except RuntimeError as error:
         raise PackError(f"{path}: cannot be read: {' '.join(str(error).split())}") from None
+
+
+def _reason(error: Exception) -> str:
+    """An error of another library in one line."""
+    if isinstance(error, UnboundLocalError):  # mlx-lm's, of AWQ and GPTQ without packed tensors
+        return "none of its tensors is packed"
+    text = " ".join(str(error).split())
+    return f"there is no {text}" if isinstance(error, KeyError) else text
 
 
 def load_base_tokenizer(path: Path, config: dict, trust_remote_code: bool) -> object:
     from huggingface_hub.errors import StrictDataclassError  # of a config that transformers refuses
     from mlx_lm.utils import load_tokenizer
+    from transformers.utils import logging as transformers_logging
 
+    said = transformers_logging.get_verbosity()
     try:
+        if not (path / "tokenizer.json").is_file():  # what it tries then, it says line by line
+            transformers_logging.set_verbosity(transformers_logging.CRITICAL)
         tokenizer = load_tokenizer(
             path,
             {"trust_remote_code": trust_remote_code},
             eos_token_ids=config.get("eos_token_id"),
         )
-    except (OSError, ValueError, KeyError, TypeError, StrictDataclassError) as error:
-        reason = " ".join(str(error).split())[:300]
-        raise PackError(f"{path}: the tokenizer cannot be loaded: {reason}") from None
+    except (OSError, ValueError, KeyError, TypeError, ImportError, StrictDataclassError) as error:
+        raise unreadable_tokenizer(path, _reason(error)) from None
+    finally:
+        transformers_logging.set_verbosity(said)
     # without its files, transformers makes an empty tokenizer of the kind that the config names
     if not tokenizer.encode("a b", add_special_tokens=False):
-        raise PackError(f"{path}: the tokenizer cannot be loaded: there is no tokenizer.json.")
+        raise unreadable_tokenizer(path, "it knows no token")
     return tokenizer
 
 
@@ -316,6 +341,7 @@ def load_base(
     double_quant: bool = True,
     keep: Sequence[str] = (),
     compute_dtype: str = "auto",
+    lazy: bool = False,
 ) -> Base:
     """Load a checkpoint and its tokenizer, frozen, ready to carry adapters.
 
@@ -332,6 +358,7 @@ def load_base(
         keep: names of modules that ``quantize`` leaves dense: leaf (lm_head), tail or path.
         compute_dtype: ``auto`` as stored, or ``bfloat16``, ``float16``, ``float32``; on a CPU
             always float32.
+        lazy: read each weight when it is first used.
     Raises: PackError when there is no such checkpoint or its tensors do not fit its config.
     """
     recipe = None
@@ -355,7 +382,7 @@ def load_base(
         _place_nf4(model, weights, dtype, path)
         return weights
 
-    model, config = load_model_of(path, trust_remote_code, pack)
+    model, config, came_from = load_model_of(path, trust_remote_code, pack)
     if as_stored:
         packed = [(p, m.double_quant) for p, m in model.named_modules() if isinstance(m, NF4)]
         check_stored_nf4(packed, str(name), double_quant, keep)
@@ -374,9 +401,11 @@ def load_base(
         )
     model.freeze()
     model.eval()
-    mx.eval(model.parameters())
+    if not lazy:
+        mx.eval(model.parameters())
     tokenizer = load_base_tokenizer(path, config, trust_remote_code)
-    return Base(str(name), path, model, tokenizer, config, fingerprint(path), dict(quantization))
+    found = fingerprint(path)
+    return Base(str(name), path, model, tokenizer, config, found, dict(quantization), came_from)
 
 
 def lazy_base(name: str | Path, trust_remote_code: bool = False) -> Base:
@@ -394,11 +423,12 @@ def lazy_base(name: str | Path, trust_remote_code: bool = False) -> Base:
         _place_nf4(model, weights, _dense_dtype(weights), path)
         return weights
 
-    model, config = load_model_of(path, trust_remote_code, pack)
+    model, config, came_from = load_model_of(path, trust_remote_code, pack)
     model.freeze()
     model.eval()
     quantization = config.get("quantization") or _nf4_quantization(model)
-    return Base(str(name), path, model, None, config, fingerprint(path), dict(quantization))
+    found = fingerprint(path)
+    return Base(str(name), path, model, None, config, found, dict(quantization), came_from)
 
 
 def _dense_dtype(weights: Weights) -> mx.Dtype:

@@ -46,6 +46,7 @@ _KINDS = {
     "a mapping": lambda v: isinstance(v, dict),
     "a list": lambda v: isinstance(v, list),
     "a list of texts": lambda v: isinstance(v, list) and all(isinstance(x, str) for x in v),
+    "text or a list of texts": lambda v: isinstance(v, str) or _KINDS["a list of texts"](v),
     "a list of integers": lambda v: isinstance(v, list) and all(_is_int(x, 0) for x in v),
     "a list with something in it": lambda v: isinstance(v, list) and bool(v),
     "a mapping or null": lambda v: v is None or isinstance(v, dict),
@@ -71,6 +72,11 @@ _OPTIONAL = {
     "license": "text",
     "objective": "a mapping",
     "objective.loss_on": "text",
+    "objective.graph": "text",
+    "objective.note": "text",
+    "objective.stack": "a list of texts",
+    "objective.ppl_before": "a number",
+    "objective.ppl_after": "a number",
     "data": "a mapping",
     "data.source": "text",
     "data.rows": "a mapping",
@@ -201,6 +207,8 @@ def _check_module(key: str, module) -> None:
     if module.get("kind", "lora") not in _ADAPTER_KINDS:
         raise ValueError(f"{key}.kind must be one of {', '.join(_ADAPTER_KINDS)}, but is "
                          f"{module['kind']!r}")  # fmt: skip
+    if (origin := module.get("base_key")) is not None:
+        _hold(f"{key}.base_key", origin, "text or a list of texts")
     if module.get("head") is not None:
         _hold(f"{key}.head", module["head"], "true or false")
     if module.get("kind", "lora") != "lora" and ("experts" in module or len(module["slices"]) > 1):
@@ -217,13 +225,19 @@ def _check_module(key: str, module) -> None:
         _hold(f"{where}.alpha", part.get("alpha", _MISSING), kind)
 
 
-def spec_json(spec: "ModuleSpec") -> dict:
+def spec_json(spec: "ModuleSpec", origin: str | list[str] | None = None) -> dict:
+    """A module of the manifest.
+
+    Args:
+        origin: the tensor of the base's files that its adapter changes, if that is certain.
+    """
     rest = {} if spec.experts is None else {"experts": spec.experts}
     rest |= {} if spec.kind == "lora" else {"kind": spec.kind}
     rest |= {} if spec.head is None else {"head": spec.head}
     return {
         "path": spec.path,
         "in_features": spec.in_features,
+        **({} if origin is None else {"base_key": origin}),
         **rest,
         "slices": [asdict(s) for s in spec.slices],
     }
@@ -327,6 +341,7 @@ def model_card(manifest: dict, name: str) -> str:
         ]
     if phases := manifest.get("phases"):
         lines += ["Learned in phases:", "", *(f"- {line}" for line in phase_lines(phases)), ""]
+    lines += [f"{line}\n" for line in shown_graph(manifest.get("objective") or {})]
     lines += ["```", _card_command(manifest), "```", ""]
     lines += [f"Base fingerprint: `{base['fingerprint']}`"]
     if license := manifest.get("license"):
@@ -384,6 +399,22 @@ def shown_result(result: Mapping, when: str) -> str | None:
     """The perplexity before or after with its standard error, as far as a manifest has them."""
     ppl, se = result.get(f"ppl_{when}"), result.get(f"ppl_{when}_se")
     return None if ppl is None else shown_perplexity(ppl, se)
+
+
+def shown_graph(objective: Mapping) -> list[str]:
+    """What the loss was taken of, for people, where that was a proxy of the base."""
+    graph, stack = objective.get("graph"), objective.get("stack")
+    if graph is None or stack is None:
+        return []
+    before, after = objective.get("ppl_before"), objective.get("ppl_after")
+    own = "" if before is None or after is None else f"; its own PPL {before:.2f} → {after:.2f}"
+    shown = ", ".join(stack) or "no projection"
+    if len(stack) > 3:
+        shown = f"{len(stack)} projections ({stack[0]} … {stack[-1]})"
+    return [
+        f"Trained by {graph} over {shown} and the head "
+        f"{objective.get('head')}{own}: {objective.get('note')}."
+    ]
 
 
 def shown_perplexity(ppl: float, se: float | None, digits: int = 2) -> str:

@@ -509,7 +509,9 @@ def _own_names(base: Base, source: Path, planned: _Planned, spelled: str):
     wanted += [name.rpartition(".")[0] for name in planned.tensors]
     for path in wanted:
         short = path.removeprefix("model.")
-        for place in (path, short, f"transformer.{short}") if gpt2 else (path,):
+        origin = base.origins.get(f"{path}.weight")
+        known = [origin.removesuffix(".weight")] if isinstance(origin, str) else []
+        for place in (path, short, f"transformer.{short}") if gpt2 else (path, *known):
             if any(f"{place}.{part}" in raw for part in ("weight", "bias")):
                 places[path] = place
                 break
@@ -525,6 +527,9 @@ def _own_names(base: Base, source: Path, planned: _Planned, spelled: str):
             if change.packing:
                 return None
             continue
+        # what scales are called beside a weight of another name is not known
+        if place != path and (stored or change.packing):
+            return None
         if stored is None and tuple(raw[f"{place}.weight"].shape) != tuple(change.weight.shape):
             return None
         if spelled == "mlx" and change.packing and f"{place}.weight.absmax" in raw:

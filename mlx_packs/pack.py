@@ -87,7 +87,7 @@ class Pack:
         adapters = {
             "parameters": attached.parameter_count(),
             "groups": groups,
-            "modules": [spec_json(spec) for spec in attached.specs.values()],
+            "modules": modules_json(attached.base, attached.specs),
             "dtype": dtype,
         }
         if attached.replaced:
@@ -334,6 +334,11 @@ def _is_hub_name(path: str | Path) -> bool:
     """Whether a pack's name can only be meant for the Hub: nothing here begins like it."""
     named = re.fullmatch(HUB_ID + r"(@[\w./-]+)?", str(path), re.ASCII)
     return bool(named) and not Path(Path(path).parts[0]).exists()
+
+
+def modules_json(base: Base, specs: Specs) -> list[dict]:
+    """The modules of a manifest, each with the tensor of the base's files that it adapts."""
+    return [spec_json(spec, base.origins.get(f"{path}.weight")) for path, spec in specs.items()]
 
 
 def manifest_of(base: Base, adapters: dict, **facts) -> dict:

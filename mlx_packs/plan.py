@@ -584,6 +584,8 @@ def estimate(
     """
     if train.method == "full":
         return _full(config, tensors, lora, train, length, targets)
+    if train.objective != "transformer":
+        raise PackError(f"no plan for the objective {train.objective}; known is transformer.")
     sizes = _sizes(config, tensors)
     itemsize = activation_bytes(config, train)
     specs = plan_specs(_groups(sizes, lora), lora)

@@ -198,7 +198,7 @@ def plan_of(source: Path, recipe: Recipe, trust_remote_code: bool = False) -> Pl
         raise PackError(
             f"{source}: is quantized already ({kind}); take the checkpoint that it was made from."
         )
-    model, _ = load_model_of(source, trust_remote_code, lambda _, weights: weights)
+    model, *_ = load_model_of(source, trust_remote_code, lambda _, weights: weights)
     packings, dense = packings_of(model, recipe)
     tensors = dict(tree_flatten(model.parameters()))
     del model

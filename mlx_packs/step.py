@@ -53,7 +53,7 @@ class Stepper:
             return total, batch[3].sum()  # of the weights
 
         def counted(parameters, *batch):
-            self.traces += _is_traced(mx.random.state[0])
+            self.traces += is_traced(mx.random.state[0])
             model.update(parameters)
             return (loss or loss_of_targets)(*batch)
 
@@ -143,7 +143,7 @@ class Stepper:
         return self._pending is not None
 
 
-def _is_traced(array: mx.array) -> bool:
+def is_traced(array: mx.array) -> bool:
     """Whether a function is being compiled: what it reads has no value then."""
     try:
         np.array(array, copy=None)

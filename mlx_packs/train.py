@@ -146,6 +146,12 @@ def _print_result(report: dict, model: str, quiet: bool) -> None:
         return
     for line in phase_lines(report["phases"]):
         click.echo(f"phase   {line}")
+    own = report["objective"]
+    if "ppl_before" in own:
+        click.echo(
+            f"graph   the {own['graph']}'s own PPL {own['ppl_before']:,.2f} → "
+            f"{own['ppl_after']:,.2f}; above is the whole base's"
+        )
     planned = report["plan_peak_gb"]
     planned = "" if planned is None else f" ({planned:.2f} estimated)"
     click.echo(

@@ -5,6 +5,7 @@
 """
 
 import time
+from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -12,6 +13,7 @@ from pathlib import Path
 from . import data as rows_of
 from . import runtime
 from .adapters import Attached, attach
+from .base_path import choose_base_path
 from .batches import Batch, prefetched
 from .checkpoint import (
     Cursor,
@@ -35,7 +37,7 @@ from .config import (
 from .display import QUIET, VERBOSE, Display
 from .encoding import Examples
 from .errors import Interrupted, PackError
-from .evaluation import Score, score
+from .evaluation import Score, Scorer
 from .files import make_folder
 from .full import Unfrozen, check_dense, unfreeze
 from .gates import Gates, judge, limits
@@ -43,14 +45,15 @@ from .generate import chat_prompt, complete
 from .lanes import has_lanes
 from .loading import TINY, Base, load_base
 from .loop import Loop
-from .loss import Head, as_arrays, split_head
+from .loss import Arrays, Head, split_head
 from .nn.quantized import count_weights
+from .objective import TRANSFORMER, graph_of
 from .ops import _backend
 from .optim import carry_state, unused_learning_rate
 from .pack import Pack, round_adapters, versions_line
 from .packable import prepare_packing
 from .phases import Course, Leg, legs_of, pack_name, phase_reports
-from .prefix import PrefixCache, open_prefix
+from .prefix import open_prefix
 from .prepare import (
     base_paths_at_work,
     check_resume,
@@ -185,6 +188,9 @@ def _train_into(
     display.line("base", base.summary())
     if unused := unused_learning_rate(train):
         display.line("note", unused)
+    graph = graph_of(base, lora, train)
+    for line in graph.lines():
+        display.line("graph", line)
     recipe = Recipe(lora, train, columns, {"model": base.name, "resume_adapter_file": started})
     course = encode_legs(legs, splits, base, train, display)
     identity = {
@@ -200,7 +206,7 @@ def _train_into(
     sources = [leg.public_source(read) for leg, read in zip(legs, splits, strict=True)]
     splits.clear()  # from here on only their tokens are needed
     plans = plan_paths(base, lora, train, course.batch_shapes(), display, force)
-    choice = choose_path(base, train, course.train, plans, display)
+    choice = choose_path(graph.base, train, course.train, plans, display)
     plan = plans.get(choice.base_path)
     plan_peak_gb = plan.peak_gb if plan else None
     if plan:
@@ -209,7 +215,9 @@ def _train_into(
     if train.method == "full":
         attached = unfreeze(base, lora.num_layers, train.base_path)
     else:
-        attached = attach(base, lora, None, choice.base_path, train.seed, train.train_fp16_fallback)
+        attached = attach(
+            graph.base, graph.lora, None, choice.base_path, train.seed, train.train_fp16_fallback
+        )
     prefix = None
     try:
         describe(attached, display, base_weights)
@@ -219,30 +227,46 @@ def _train_into(
         policy = train.recomputes
         if policy == "auto":
             policy = plan.recompute if plan else "selective"  # what it needs is not known then
+        policy = "none" if graph.is_proxy else policy
         attached.recompute(policy)
-        head = split_head(base.model)
-        if train.packing:
+        head = graph.head()
+        if train.packing and not graph.is_proxy:  # no token of a proxy sees another
             prepare_packing(attached, head, train.max_seq_length, base.vocab_size)
-        prefix = open_prefix(
-            attached, head, replace(train, iters=course.iters), course.train, choice.base_path,
-            plan.peak_bytes if plan else None, display,
-        )  # fmt: skip
-        before = _score_base(attached, head, course, display)
-        texts = {"before": sample.complete(base)}
+        if not graph.is_proxy:
+            prefix = open_prefix(
+                attached, head, replace(train, iters=course.iters), course.train,
+                choice.base_path, plan.peak_bytes if plan else None, display,
+            )  # fmt: skip
+        scorer = Scorer(attached.model, head, graph.arrays)
+        before = _score_base(attached, scorer, course, display)
+        texts = {} if graph.is_proxy else {"before": sample.complete(base)}
         callback = _callback(report_to, project_name, run, recipe)
         _start_run_folder(run, identity, resume)
-        learned = _learn(attached, head, prefix, course, run, resume, display, callback)
+        arrays = prefix.arrays if prefix else graph.arrays
+        ahead = prefix.ahead if prefix else iter
+        learned = _learn(
+            attached, head, scorer, arrays, ahead, course, run, resume, display, callback
+        )
         if _backend.detect() != "reference":
             display.line("kernels", _backend.summary())
         round_adapters(attached, train.pack_dtype)
-        scores = [before, *learned.scores, _score_legs(attached, head, course, display)]
-        texts["after"] = sample.complete(base)
-        result = _result(held_out, before[goal.name], scores[-1][goal.name])
+        scores = [before, *learned.scores, _score_legs(scorer, course, display)]
+        ends = before[goal.name], scores[-1][goal.name]
+        objective = graph.facts
+        if graph.is_proxy:
+            own = {"ppl_before": ends[0].ppl, "ppl_after": ends[1].ppl}
+            objective = objective | own
+            *ends, texts = _by_transformer(
+                base, attached, course.judged(goal), sample, train.train_fp16_fallback, display
+            )
+        else:
+            texts["after"] = sample.complete(base)
+        result = _result(held_out, *ends)
         phases = phase_reports(course, sources, scores, learned.curve)
         pack = Pack.of(
             attached,
             train.pack_dtype,
-            objective={"loss_on": course.loss_on, "ce_last_k": train.ce_last_k},
+            objective={"loss_on": course.loss_on, "ce_last_k": train.ce_last_k, **objective},
             data={
                 "source": ", ".join(dict.fromkeys(sources)),
                 "fingerprint": identity["data"],
@@ -282,6 +306,7 @@ def _train_into(
         **learned.measured,
         "process_peak_gb": runtime.peak_process_bytes() / 1e9,
         "pack_mb": pack.size_mb,
+        "objective": objective,
         "base_path": choice.base_path,
         "base_paths_at_work": at_work,
         "recompute": policy,
@@ -292,6 +317,7 @@ def _train_into(
         "plan_peak_gb": plan_peak_gb,
         "batch_shapes": learned.batch_shapes,
         "traces": learned.traces,
+        "eval_traces": scorer.traces,
         "cache_prefix": prefix.to_json() if prefix else None,
         "sample": {"prompt": sample.shown, **texts},
         "gates": gates,
@@ -313,6 +339,7 @@ def _loaded(
         return load_base(
             base, train.quantize, trust_remote_code, double_quant=train.double_quant,
             keep=train.keep, compute_dtype=train.compute_dtype,
+            lazy=train.objective != TRANSFORMER,
         )  # fmt: skip
 
 
@@ -341,7 +368,9 @@ class _Learned:
 def _learn(
     attached: Attached | Unfrozen,
     head: Head | None,
-    prefix: PrefixCache | None,
+    scorer: Scorer,
+    arrays: Callable[[Batch], Arrays],
+    ahead: Callable[[Iterator[Batch]], Iterator[Batch]],
     course: Course,
     run: Path,
     resume: bool,
@@ -359,7 +388,7 @@ def _learn(
         display.line("resume", f"{run}: batch {cursor.batches} of {course.iters}")
 
     def judge(batch: Batch) -> Score:
-        return score(model, head, [batch])
+        return scorer.score([batch])
 
     scores, shapes, traces = [], set(), 0
     mx.reset_peak_memory()
@@ -383,21 +412,21 @@ def _learn(
         )  # fmt: skip
         loop = Loop(
             attached, stepper, leg, leg is goal, run, cursor,
-            prefix.arrays if prefix else as_arrays, judge,
-            (lambda valid=valid: score(model, head, valid)) if valid else None,
+            arrays, judge,
+            (lambda valid=valid: scorer.score(valid)) if valid else None,
             display, callback, curve,
         )  # fmt: skip
         batches = course.batches(leg, cursor.batches - leg.first)
         model.train()
         limits = runtime.memory_limits(config.clear_cache_threshold or 0)
-        with closing(prefetched(prefix.ahead(batches) if prefix else batches)) as ahead, limits:
-            loop.learn(ahead)
+        with closing(prefetched(ahead(batches))) as made, limits:
+            loop.learn(made)
         shapes |= stepper.shapes
         traces += stepper.traces
         if leg is not goal:
             if not (found := _noted_scores(curve, leg)):
                 try:
-                    found = _score_legs(attached, head, course, display)
+                    found = _score_legs(scorer, course, display)
                 except KeyboardInterrupt:
                     kept = latest_checkpoint(run)
                     raise Interrupted(f"interrupted; kept {kept}. Go on with --resume.") from None
@@ -456,26 +485,47 @@ def _callback(report_to: str | None, project: str | None, run: Path, recipe: Rec
 
 
 def _score_base(
-    attached: Attached | Unfrozen, head: Head | None, course: Course, display: Display
+    attached: Attached | Unfrozen, scorer: Scorer, course: Course, display: Display
 ) -> dict[str, Score]:
     """The scores of the base alone, whatever the run starts from."""
     started = attached.tensors()
     attached.load(attached.untrained(), "base")
-    found = _score_legs(attached, head, course, display)
+    found = _score_legs(scorer, course, display)
     attached.load(started, "start")
     return found
 
 
-def _score_legs(
-    attached: Attached, head: Head | None, course: Course, display: Display
-) -> dict[str, Score]:
+def _score_legs(scorer: Scorer, course: Course, display: Display) -> dict[str, Score]:
     """The scores on the held-out rows of each leg, by its name."""
     judged = {leg.name: course.judged(leg) for leg in course.legs}
     with display.task("eval", sum(map(len, judged.values())), "held-out batches") as bar:
-        return {
-            name: score(attached.model, head, batches, bar.advance)
-            for name, batches in judged.items()
-        }
+        return {name: scorer.score(batches, bar.advance) for name, batches in judged.items()}
+
+
+def _by_transformer(
+    base: Base,
+    proxy: Attached,
+    judged: list,
+    sample: "SamplePrompt",
+    fp16_fallback: bool,
+    display: Display,
+) -> tuple[Score, Score, dict[str, str]]:
+    """What adapters that a proxy has trained are worth: the base's own forward without and with
+    them, and what it answers."""
+    with display.working("eval", "reading the whole base"):
+        base_path = choose_base_path(base.model, judged[-1].tokens.size).base_path
+    attached = attach(base, specs=proxy.specs, base_path=base_path, fp16_fallback=fp16_fallback)
+    try:
+        head = split_head(base.model)
+        scores, texts = [], {}
+        with display.task("eval", 2 * len(judged), "held-out batches, whole base") as bar:
+            for when, tensors in (("before", attached.tensors()), ("after", proxy.tensors())):
+                attached.load(tensors, when)
+                scores.append(Scorer(base.model, head).score(judged, bar.advance))
+                texts[when] = sample.complete(base)
+    finally:
+        attached.detach()
+    return scores[0], scores[1], texts
 
 
 def _result(held_out: str, before: Score, after: Score) -> dict:

@@ -42,6 +42,10 @@ def test_resolve_types_what_flags_say_as_text():
         ({"iters": "1e999"}, "--iters must be of type int"),
         ({"learning_rate": "fast"}, "--learning-rate must be of type float"),
         ({"rank_pattern": {"q_proj": "x"}}, "--rank-pattern.q_proj must be of type int"),
+        ({"rank_pattern": "q_proj"}, "--rank-pattern must be of the form name=number,name=numb"),
+        ({"rank_pattern": "q_proj=8,=2"}, "--rank-pattern must be of the form name=number"),
+        ({"rank_pattern": "q_proj=x"}, "--rank-pattern.q_proj must be of type int, but got 'x'"),
+        ({"objective": "stack"}, "objective is one of transformer, projection-stack; got 'stack'"),
         ({"grad_checkpoint": "yes"}, "--grad-checkpoint must be of type bool"),
         ({"lr_schedule": 5}, "--lr-schedule must be str or dict"),
         ({"model": 5}, "--model must be of type str"),
@@ -127,6 +131,14 @@ def test_resolve_scale_of_a_file_is_kept_when_a_flag_changes_the_rank():
 def test_resolve_none_says_nothing():
     under = [{"resume_adapter_file": None, "lr_schedule": None, "lora_parameters": None}]
     assert resolve({"iters": None}, under=under) == resolve({})
+
+
+def test_patterns_are_flags_too_and_say_what_the_mapping_says():
+    flags = {"rank_pattern": "c_attn.q=8, c_attn.v=2", "alpha_pattern": r"h\.(0|1)\.mlp.*=0.5"}
+    said = {"rank_pattern": {"c_attn.q": 8, "c_attn.v": 2},
+            "alpha_pattern": {r"h\.(0|1)\.mlp.*": 0.5}}  # fmt: skip
+    assert resolve(flags) == resolve(said, "c.yaml")
+    assert resolve({"rank_pattern": ""}).lora.rank_pattern == {}
 
 
 def test_recipe_to_json_is_json_and_comes_back():

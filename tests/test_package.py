@@ -21,9 +21,11 @@ errors gates config layouts options runtime display files
 ops._cost ops._backend ops._check
 ops.exponential ops.sliced_matmul ops.affine ops.attention ops.linear_cross_entropy
 ops.blockwise ops.nf4 ops.grouped_lora ops.multi_lora
-nn.lora nn.nf4 nn.quantized nn.segments nn.experts nn.recompute nn.prefix nn.blocks nn.fixed lanes
-bitsandbytes packing base_files loading quantize families geometry adapters full fixed base_path
-data fim encoding token_cache batches loss packable state_store prefix optim step plan advice
+nn.lora nn.nf4 nn.quantized nn.segments nn.experts nn.recompute nn.prefix nn.blocks nn.fixed
+nn.stack lanes backends bitsandbytes packing base_files origins
+loading quantize families geometry adapters full fixed base_path
+data fim encoding token_cache batches loss packable state_store prefix table objective
+optim step plan advice
 manifest pack hub publish shelf distance
 weighted swapping evaluation generate speed comparison harness
 phases checkpoint prepare loop training train layer_trainer

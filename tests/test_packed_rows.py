@@ -17,7 +17,7 @@ from mlx_packs.adapters import attach
 from mlx_packs.batches import first_fit, make_batch, make_packed_batch
 from mlx_packs.encoding import Example
 from mlx_packs.errors import PackError
-from mlx_packs.evaluation import score
+from mlx_packs.evaluation import Scorer
 from mlx_packs.loop import Loop
 from mlx_packs.loss import as_arrays, loss_sum, split_head
 from mlx_packs.nn.segments import SegmentCache, places_in_segments
@@ -142,8 +142,8 @@ def test_packed_steps_equal_unpacked_ones(recompute, accumulate, last_k):
 
 def test_packed_rows_are_scored_row_by_row_as_alone():
     attached, head = attached_model("qwen3")
-    packed = score(attached.model, head, [packed_batch()])
-    alone = score(attached.model, head, [make_batch(ROWS, range(len(ROWS)), 8, LIMIT)])
+    packed = Scorer(attached.model, head).score([packed_batch()])
+    alone = Scorer(attached.model, head).score([make_batch(ROWS, range(len(ROWS)), 8, LIMIT)])
     assert packed.rows == alone.rows == len(ROWS) and packed.targets == alone.targets
     assert packed.nll == pytest.approx(alone.nll, rel=1e-6)
     assert packed.ppl_se == pytest.approx(alone.ppl_se, rel=1e-4)

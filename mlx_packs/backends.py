@@ -1,0 +1,107 @@
+"""Checkpoints and tokenizers of other backends: told by their files, with what works instead."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from .errors import PackError
+
+INSTEAD = (
+    "Take the checkpoint that it was made from, with --quantize nf4 (or affine4), or one in MLX's "
+    "4 bits (mlx-community/…)."
+)
+
+# `quant_method` of a config.json that mlx-lm or this program reads, at least in part.
+_READ = (
+    "bitsandbytes", "awq", "gptq", "mxfp4", "mxfp8", "fp8", "compressed-tensors", "modelopt",
+    "bitnet",
+)  # fmt: skip
+
+# Files that hold weights in another format: pattern, what they are, what works.
+_WEIGHTS = (
+    ("*.gguf", "GGUF of llama.cpp, which is not read", INSTEAD),
+    (
+        "consolidated*.safetensors",
+        "weights in Mistral's own layout, which is not read",
+        "Take the same model's folder with model*.safetensors.",
+    ),
+    (
+        "*.bin", "pickled weights of PyTorch, which are never opened",
+        "Take the safetensors of the same model, or write them where PyTorch is: "
+        "model.save_pretrained(folder, safe_serialization=True).",
+    ),
+    (
+        "*.pt*", "pickled weights of PyTorch, which are never opened",
+        "Take the safetensors of the same model, or write them where PyTorch is: "
+        "model.save_pretrained(folder, safe_serialization=True).",
+    ),
+    (
+        "*.npz", "weights of an old MLX, which are not read",
+        "Convert the original again: mlx_lm.convert --hf-path ….",
+    ),
+    ("*.onnx", "ONNX, which is not read", INSTEAD),
+    ("*.engine", "an engine of TensorRT, which is not read", INSTEAD),
+)  # fmt: skip
+_TOKENIZERS = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
+
+
+def foreign_weights(path: Path) -> str:
+    """What a folder without model*.safetensors holds, and what works instead; empty if unknown."""
+    if (path / "pack.json").is_file():
+        return " It is a pack: name it with --pack, and its base with --model."
+    if (path / "adapter_config.json").is_file():
+        return f" It is an adapter, no base: packs import {path} --out PACK."
+    for pattern, kind, works in _WEIGHTS:
+        if found := sorted(path.glob(pattern)):
+            return f" {found[0].name} is {kind}. {works}"
+    return ""
+
+
+def foreign_file(path: Path) -> str:
+    """The same of a file that was named where a folder is meant."""
+    for pattern, kind, works in _WEIGHTS:
+        if path.match(pattern):
+            return f" It is {kind}. {works}"
+    return ""
+
+
+def check_method(path: Path, config: Mapping) -> None:
+    """Raises: PackError for weights quantized for another backend, before they are looked at."""
+    text = config.get("text_config")
+    for part in (config, text if isinstance(text, dict) else {}):
+        method = (part.get("quantization_config") or {}).get("quant_method")
+        if method is not None and not part.get("quantization") and method not in _READ:
+            raise PackError(f"{path}: is quantized by {method}, which MLX does not read. {INSTEAD}")
+
+
+def unreadable(path: Path, config: Mapping, reason: str) -> PackError:
+    """Of a checkpoint that mlx-lm's loader refused with this reason."""
+    reason = reason if len(reason) < 400 else reason[:400] + " …"
+    method = (config.get("quantization_config") or {}).get("quant_method")
+    if method is not None and not config.get("quantization"):
+        return PackError(
+            f"{path}: is quantized by {method} in a way that mlx-lm does not read "
+            f"({reason.rstrip('.')}). {INSTEAD}"
+        )
+    if reason.endswith("not supported."):
+        reason += " docs/families.md lists the architectures that train."
+    return PackError(f"{path}: tensors and config.json do not fit: {reason}")
+
+
+def unreadable_tokenizer(path: Path, reason: str) -> PackError:
+    """Of a tokenizer that transformers refused with this reason."""
+    held = [name for name in _TOKENIZERS if (path / name).is_file()]
+    held += sorted(file.name for file in path.glob("*.tiktoken"))
+    where = f"{path}: the tokenizer cannot be loaded"
+    if not held:
+        return PackError(
+            f"{where}: there is no tokenizer.json. Copy it and tokenizer_config.json from the "
+            "model that the weights are of."
+        )
+    reason = reason[:200].rstrip(".")
+    if "tokenizer.json" in held:
+        return PackError(f"{where}: {reason}. Get tokenizer.json and config.json again.")
+    return PackError(
+        f"{where}: there is {', '.join(held)} alone, of which transformers makes no tokenizer here "
+        f"({reason}). A tokenizer.json works: AutoTokenizer.from_pretrained(…).save_pretrained(…) "
+        "writes one where it loads."
+    )

@@ -1,0 +1,103 @@
+"""A stack of a base's own projections: embedding rows, square projections in a row, the head.
+
+No attention, feed-forward, norm, residual or position: no token sees another. It is the bounded
+proxy of a transformer that `--objective projection-stack` trains (objective.py). The modules are
+the base's own objects under its own paths, so that adapters on the stack are adapters of the base.
+"""
+
+from collections.abc import Sequence
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_unflatten
+
+from .prefix import Feed, FrozenBlock
+
+
+class _Part(nn.Module):
+    """A place in the tree of paths."""
+
+
+class _NoTable(nn.Module):
+    """Stands for an embedding table that is not in memory; its rows are given as states."""
+
+    def __call__(self, tokens: mx.array) -> mx.array:
+        raise ValueError("rows of the embedding table must be given: the table is not in memory")
+
+
+class ProjectionStack(nn.Module):
+    """Semantics: x = embedding[tokens]; for P in projections: x = P(x); logits = head(x)
+
+    Args:
+        blocks: path of every block of the base, whether it has a projection in the stack or not.
+        projections: path and module of each projection [D, D], in the order of the blocks.
+        embedding: path and module of the table; None where its rows are given in its place.
+        head: path and module of the head; None where it is the table.
+    """
+
+    def __init__(
+        self,
+        blocks: Sequence[str],
+        projections: Sequence[tuple[str, nn.Module]],
+        embedding: tuple[str, nn.Module] | None,
+        head: tuple[str, nn.Module] | None,
+    ):
+        super().__init__()
+        named = [*projections, *(pair for pair in (embedding, head) if pair is not None)]
+        empty = [
+            (block, _Part())
+            for block in blocks
+            if not any(path.startswith(f"{block}.") for path, _ in named)
+        ]
+        for name, child in tree_unflatten([*named, *empty]).items():
+            self[name] = _grown(child)
+        self._blocks = tuple(blocks)
+        self._projections = tuple(path for path, _ in projections)
+        self._embedding = embedding and embedding[0]
+        self._head = head and head[0]
+        if embedding is None:
+            self["table"] = FrozenBlock(_NoTable(), Feed(), is_last=True)
+
+    @property
+    def layers(self) -> list[nn.Module]:
+        """The blocks, as models of mlx-lm have them."""
+        return [self.at(path) for path in self._blocks]
+
+    def at(self, path: str) -> nn.Module:
+        """The module that stands at a path now."""
+        found = self
+        for part in path.split("."):
+            found = found[int(part)] if isinstance(found, list) else found[part]
+        return found
+
+    def hidden(self, tokens: mx.array, cache=None) -> mx.array:
+        """Tokens [B, T] to states [B, T, D]; rows packed together need no mask here."""
+        x = self.at(self._embedding)(tokens) if self._embedding else self["table"](tokens)
+        for path in self._projections:
+            x = self.at(path)(x)
+        return x
+
+    @property
+    def head(self) -> nn.Module:
+        """The linear that makes logits, or the table that does where they are tied."""
+        return self.at(self._head or self._embedding)
+
+    def logits(self, states: mx.array) -> mx.array:
+        """States [..., D] to [..., V]."""
+        head = self.head
+        return head(states) if self._head else head.as_linear(states)
+
+    def __call__(self, tokens: mx.array, cache=None) -> mx.array:
+        return self.logits(self.hidden(tokens, cache))
+
+
+def _grown(node) -> nn.Module | list:
+    """A tree of dicts, lists and modules as modules."""
+    if isinstance(node, nn.Module):
+        return node
+    if isinstance(node, list):
+        return [_grown(child) for child in node]
+    part = _Part()
+    for name, child in node.items():
+        part[name] = _grown(child)
+    return part

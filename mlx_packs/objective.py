@@ -1,0 +1,192 @@
+"""What the loss of a run is taken of: the base's own forward, or a bounded proxy of it.
+
+The proxy, ``projection-stack``, is a base without attention, feed-forwards, norms and residuals:
+rows of the embedding table go through the attention's output projections, one after another, to
+the head. It needs no block's other weights, and it is no language model. It is here to be compared
+with the true forward, so a run under it is judged by the true forward all the same.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import mlx.nn as nn
+
+from .adapters import check_bare
+from .batches import Batch
+from .config import LoRAConfig, TrainConfig
+from .errors import PackError
+from .geometry import GeometryError, block_prefixes, probe
+from .loading import Base
+from .loss import Arrays, Head, as_arrays, split_head
+from .nn.quantized import EMBEDDINGS, LINEARS, frozen_head, true_shape
+from .nn.stack import ProjectionStack
+from .runtime import mx
+from .table import MappedTable, map_table
+
+TRANSFORMER, STACK = "transformer", "projection-stack"
+
+# The attention's output projection in a block: of the Llama family, of GPT-2.
+_PROJECTIONS = ("self_attn.o_proj", "attn.c_proj")
+_TABLES = ("embed_tokens", "wte")
+_HEAD = "lm_head"
+_PROXY = (
+    "a bounded proxy, not the transformer: no attention, feed-forward, norm, residual or position; "
+    "no token sees another"
+)
+
+
+@dataclass(frozen=True)
+class Graph:
+    """What the loss of a run is taken of.
+
+    base: its model is the graph, under the base's own paths.   lora: which of it carries adapters.
+    arrays: of a batch, what a step takes.   facts: what the manifest says of it.
+    """
+
+    base: Base
+    lora: LoRAConfig
+    arrays: Callable[[Batch], Arrays] = as_arrays
+    facts: dict = field(default_factory=lambda: {"graph": TRANSFORMER})
+
+    @property
+    def is_proxy(self) -> bool:
+        """Whether it is another forward than the base's own."""
+        return self.facts["graph"] != TRANSFORMER
+
+    def head(self) -> Head | None:
+        """Hidden states and head, once adapters are attached; None where they cannot be split."""
+        stack = self.base.model
+        if not self.is_proxy:
+            return split_head(stack)
+        return Head(stack.hidden, stack.logits, frozen_head(stack.head))
+
+    def lines(self) -> list[str]:
+        """What a run says of it."""
+        if not self.is_proxy:
+            return []
+        count, head = len(self.facts["stack"]), self.facts["head"]
+        return [
+            f"{STACK} · {count} of {self.facts['blocks']} blocks · head {head} · embedding "
+            f"{self.facts['embedding']}",
+            self.facts["note"],
+        ]
+
+
+def graph_of(base: Base, lora: LoRAConfig, train: TrainConfig) -> Graph:
+    """The graph of ``train.objective`` over a base, whose other weights are not read for it.
+
+    Raises: PackError if nothing of the graph would learn, or if adapters are asked for elsewhere.
+    """
+    if train.objective == TRANSFORMER:
+        return Graph(base, lora)
+    check_bare(base)
+    if lora.target_modules:
+        raise PackError(
+            f"--target-modules {','.join(lora.target_modules)}: --objective {STACK} adapts the "
+            "attention's output projections and the head, and nothing else is in its graph; leave "
+            "it out, or train --objective transformer."
+        )
+    modules = dict(base.model.named_modules())
+    blocks = block_prefixes(base.model)
+    if lora.num_layers > len(blocks):
+        raise PackError(f"--num-layers {lora.num_layers}: the base has only {len(blocks)} blocks.")
+    table_path, table = _table(base, modules)
+    head = _head(base, modules)
+    stack, left_out = _square(base, modules, blocks, table_path)
+    kept = tuple(blocks[-lora.num_layers :] if lora.num_layers > 0 else blocks)
+    adapted = [path for path, _ in stack if path.startswith(tuple(f"{b}." for b in kept))]
+    adapted += [head[0]] if head else []
+    if not adapted:
+        raise PackError(
+            f"--objective {STACK}: {base.name} has nothing to train in it: {left_out or 'no block'}"
+            ", and its head is the frozen embedding table; train --objective transformer."
+        )
+    mapped: MappedTable | str = f"the head is this table ({table_path})"
+    if head:
+        key = base.origins.get(f"{table_path}.weight")
+        mapped = map_table(base.path, key if isinstance(key, str) else None, table)
+    in_memory = isinstance(mapped, str)
+    model = ProjectionStack(blocks, stack, (table_path, table) if in_memory else None, head)
+    model.freeze()
+    mx.eval(model.parameters())
+    facts = {
+        "graph": STACK,
+        "note": "; ".join(part for part in (_PROXY, _fallback(stack, left_out)) if part),
+        "stack": [path for path, _ in stack],
+        "blocks": len(blocks),
+        "head": head[0] if head else f"{table_path}, tied and frozen",
+        "embedding": f"in memory: {mapped}" if in_memory else "frozen, mapped from its file",
+    }
+    lora = dataclasses.replace(lora, target_modules=tuple(adapted), num_layers=-1)
+    graph = Graph(dataclasses.replace(base, model=model), lora, facts=facts)
+    if in_memory:
+        return graph
+
+    def arrays(batch: Batch) -> Arrays:
+        return mapped(batch.tokens), *as_arrays(batch)[1:]
+
+    return dataclasses.replace(graph, arrays=arrays)
+
+
+def _table(base: Base, modules: dict[str, nn.Module]) -> tuple[str, nn.Module]:
+    """Path and module of the embedding table."""
+    for path, module in modules.items():
+        if path.rpartition(".")[2] in _TABLES and isinstance(module, (nn.Embedding, *EMBEDDINGS)):
+            return path, module
+    raise PackError(
+        f"--objective {STACK}: {base.name} has no embedding table called {' or '.join(_TABLES)}; "
+        "train --objective transformer."
+    )
+
+
+def _head(base: Base, modules: dict[str, nn.Module]) -> tuple[str, nn.Module] | None:
+    """Path and module of the head; None where the embedding table is it."""
+    for path, module in modules.items():
+        if path.rpartition(".")[2] == _HEAD and isinstance(module, (nn.Linear, *LINEARS)):
+            return path, module
+    text = base.config.get("text_config") or base.config
+    if text.get("tie_word_embeddings", base.config.get("tie_word_embeddings")) is False:
+        raise PackError(
+            f"--objective {STACK}: {base.name} has a head of its own, but none called {_HEAD}; "
+            "train --objective transformer."
+        )
+    return None
+
+
+def _square(
+    base: Base, modules: dict[str, nn.Module], blocks: list[str], table_path: str
+) -> tuple[list[tuple[str, nn.Module]], str]:
+    """The projections [D, D] of the blocks, D as wide as the table; and why others are left out."""
+    table = modules[table_path]
+    width = (true_shape(table) if isinstance(table, EMBEDDINGS) else table.weight.shape)[1]
+    found, faults = [], []
+    for block in blocks:
+        path = next(
+            (f"{block}.{tail}" for tail in _PROJECTIONS if f"{block}.{tail}" in modules), ""
+        )
+        module = modules.get(path)
+        if not isinstance(module, (nn.Linear, *LINEARS)):
+            faults.append(f"no {' or '.join(tail.rpartition('.')[2] for tail in _PROJECTIONS)}")
+            continue
+        try:
+            geometry = probe(path, module, base.config)
+        except GeometryError:
+            faults.append(f"{path.rpartition('.')[2]} is of a geometry that cannot be probed")
+            continue
+        if geometry.in_features == geometry.out_features == width:
+            found.append((path, module))
+        else:
+            sizes = f"{geometry.in_features} -> {geometry.out_features}"
+            faults.append(f"{geometry.name} is {sizes}, not {width} -> {width}")
+    kinds = sorted(set(faults))
+    return found, "; ".join(
+        f"{kind} in {faults.count(kind)} of {len(blocks)} blocks" for kind in kinds
+    )
+
+
+def _fallback(stack: list, left_out: str) -> str:
+    """What the note says of blocks that have no place in the stack."""
+    if not stack:
+        return f"the head alone, since {left_out}"
+    return f"without {left_out}" if left_out else ""

@@ -1,0 +1,78 @@
+"""Rows of a frozen embedding table, read from its file as they are asked for.
+
+The file is mapped: a row that no batch has is never read, and what was read is the system's to
+drop. MLX's own loader reads whole tensors instead.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import mlx.nn as nn
+import numpy as np
+
+from .base_files import weight_files
+from .files import read_header
+from .runtime import mx
+
+# numpy has no bfloat16: its bits are read
+_KINDS = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16, "U32": np.uint32}
+_BFLOAT = "BF16"
+
+
+class MappedTable:
+    """Semantics: table(tokens) is ``module(mx.array(tokens))``, to the bit.
+
+    Args:
+        parts: mapped [V, .] arrays by parameter, and their dtypes as safetensors spells them.
+        module: the embedding whose rows they are; its own arrays are not read.
+    """
+
+    def __init__(self, parts: Mapping[str, tuple[np.ndarray, str]], module: nn.Module):
+        self._parts = dict(parts)
+        self._dtypes = {name: module[name].dtype for name in parts}
+        self._packing = None
+        if isinstance(module, nn.QuantizedEmbedding):
+            self._packing = {
+                "group_size": module.group_size, "bits": module.bits, "mode": module.mode,
+            }  # fmt: skip
+
+    def __call__(self, tokens: np.ndarray) -> mx.array:
+        """Rows [..., D] of tokens [...]."""
+        rows = {name: self._rows(name, tokens) for name in self._parts}
+        if self._packing is None:
+            return rows["weight"]
+        return mx.dequantize(rows["weight"], rows["scales"], rows.get("biases"), **self._packing)
+
+    def _rows(self, name: str, tokens: np.ndarray) -> mx.array:
+        mapped, kind = self._parts[name]
+        rows = mx.array(mapped[tokens])
+        rows = rows.view(mx.bfloat16) if kind == _BFLOAT else rows
+        return rows.astype(self._dtypes[name])
+
+
+def map_table(folder: Path, key: str | None, module: nn.Module) -> MappedTable | str:
+    """The table of an embedding as it lies in a checkpoint's files, or why it must be loaded.
+
+    Args:
+        key: name of its weight in the files, if it is one tensor there.
+    """
+    if type(module) not in (nn.Embedding, nn.QuantizedEmbedding):
+        return f"rows of a {type(module).__name__} are not read from a file"
+    if key is None:
+        return "its tensor in the files is not known"
+    path = key.removesuffix(".weight")
+    wanted = [name for name in ("weight", "scales", "biases") if module.get(name) is not None]
+    parts = {}
+    for file in weight_files(folder):
+        header, start = read_header(file)
+        for name in wanted:
+            if (tensor := header.get(f"{path}.{name}")) is None:
+                continue
+            kind, shape = tensor["dtype"], tuple(tensor["shape"])
+            if kind not in _KINDS or shape != tuple(module[name].shape):
+                return f"{path}.{name} lies in the files as {kind} {list(shape)}"
+            offset = start + int(tensor["data_offsets"][0])
+            parts[name] = np.memmap(file, _KINDS[kind], "r", offset, shape), kind
+    if missing := [name for name in wanted if name not in parts]:
+        return f"it was quantized while it was loaded: the files have no {path}.{missing[0]}"
+    return MappedTable(parts, module)

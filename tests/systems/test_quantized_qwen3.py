@@ -1,0 +1,224 @@
+"""docs/systems.md, section 1: LoRA on a quantized Qwen3-4B, as a user has it.
+
+The base is one block of Qwen3-4B's true geometry in 4 bits, with random weights.
+"""
+
+import importlib.util
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conftest import write_rows
+from test_merge import write_checkpoint, write_quantized
+
+from mlx_packs import Pack
+from mlx_packs.files import read_header
+from mlx_packs.runtime import mx
+
+pytestmark = pytest.mark.systems
+
+ROOT = Path(__file__).parents[2]
+BLOCK = "model.layers.0"
+RANKS = {"q_proj": 8, "k_proj": 2, "v_proj": 4, "down_proj": 3}
+SHAPES = {  # in, out
+    "self_attn.q_proj": (2560, 4096), "self_attn.k_proj": (2560, 1024),
+    "self_attn.v_proj": (2560, 1024), "self_attn.o_proj": (4096, 2560),
+    "mlp.gate_proj": (2560, 9728), "mlp.up_proj": (2560, 9728), "mlp.down_proj": (9728, 2560),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def here(tmp_path_factory) -> Path:
+    """The block of Qwen3-4B, a small base in bf16, and rows."""
+    folder = tmp_path_factory.mktemp("qwen3-4b")
+    spec = importlib.util.spec_from_file_location("c", ROOT / "examples" / "random_checkpoint.py")
+    example = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(example)
+    example.write_checkpoint(folder / "qwen3-4b", "qwen3-4b", 1, 4096, 0)
+    write_checkpoint(folder / "bf16", "qwen3", dtype=mx.bfloat16)
+    rows = [{"text": f"row {i} has {i + 1} after it"} for i in range(12)]
+    write_rows(folder / "d", train=rows, valid=rows[:2], test=rows[2:4])
+    return folder
+
+
+@pytest.fixture
+def train(here, run):
+    """`packs train` on a base of ``here``; its report and what it said."""
+
+    def go(model: str, out: str, *args, code: int = 0) -> tuple[dict, str]:
+        done, printed, err = run(
+            "train", "--model", here / model, "--data", here / "d", "--out", here / out, "--iters",
+            1, "--batch-size", 2, "--max-seq-length", 32, "--overwrite", "--json", *args,
+        )  # fmt: skip
+        assert done == code, err
+        return json.loads(printed) if printed else {}, err
+
+    return go
+
+
+@pytest.fixture
+def trained(here, train) -> tuple[Path, str]:
+    """A pack of the 4B block with a rank for each slice, made once; and what was said."""
+    said = here / "said.txt"
+    if not said.is_file():
+        pattern = ",".join(f"{name}={rank}" for name, rank in RANKS.items())
+        _, err = train(
+            "qwen3-4b", "pack", "--rank", 4, "--rank-pattern", pattern, "--base-path", "dense",
+            "-v",
+        )  # fmt: skip
+        said.write_text(err)
+    return here / "pack", said.read_text()
+
+
+def test_grouped_projections_train_at_the_true_geometry_of_qwen3_4b(here, trained):
+    stored, _ = read_header(here / "qwen3-4b" / "model.safetensors")
+    assert stored[f"{BLOCK}.self_attn.q_proj.weight"]["shape"] == [4096, 320]  # what once crashed
+    pack = Pack.open(trained[0])
+    tensors = pack.load_tensors()
+    for path, (inputs, outputs) in SHAPES.items():
+        a, b = (tensors[f"{BLOCK}.{path}.lora_{part}"] for part in "ab")
+        assert (a.shape[0], b.shape[1]) == (inputs, outputs)
+        assert mx.abs(b).max().item() > 0
+    groups = [[p.rpartition(".")[2] for p in g] for g in pack.manifest["adapters"]["groups"]]
+    assert sorted(groups) == sorted(
+        [["q_proj", "k_proj", "v_proj"], ["o_proj"], ["gate_proj", "up_proj"], ["down_proj"]]
+    )
+    base = pack.manifest["base"]
+    assert [base[k] for k in ("num_layers", "num_heads", "num_kv_heads", "head_dim")] == [
+        1, 32, 8, 128,
+    ]  # fmt: skip
+
+
+def test_each_slice_has_the_rank_that_it_was_given(trained):
+    specs = Pack.open(trained[0]).specs
+    found = {path.rpartition(".")[2]: spec.slices[0].rank for path, spec in specs.items()}
+    assert found == {"o_proj": 4, "gate_proj": 4, "up_proj": 4, **RANKS}
+
+
+def test_the_probed_geometry_is_logged(trained):
+    assert "7 projections in 4 groups" in trained[1]
+    for path, (inputs, outputs) in SHAPES.items():
+        width = f"stored width {inputs // 8} = {inputs} x 4 / 32"
+        assert f"{BLOCK}.{path}: {inputs} -> {outputs} (affine 4-bit g64, {width})" in trained[1]
+
+
+PRUNED = """
+from mlx_lm.models import qwen3
+
+ModelArgs = qwen3.ModelArgs
+
+
+class Model(qwen3.Model):
+    def __init__(self, args):
+        super().__init__(args)
+        self.model.layers[-1].mlp = qwen3.MLP(args.hidden_size, args.intermediate_size // 2)
+"""
+
+
+@pytest.fixture
+def pruned(here) -> str:
+    """A base whose last feed-forward is narrower than its config says, by code of its own."""
+    if not (here / "pruned").exists():
+        folder = write_checkpoint(here / "pruned", "qwen3")
+        tensors = mx.load(str(folder / "model.safetensors"))
+        for name in ("gate_proj", "up_proj", "down_proj"):
+            key = f"model.layers.1.mlp.{name}.weight"
+            half = [n // 2 if n == 128 else n for n in tensors[key].shape]
+            tensors[key] = mx.contiguous(tensors[key][: half[0], : half[1]])
+        mx.save_safetensors(str(folder / "model.safetensors"), tensors)
+        (folder / "pruned.py").write_text(PRUNED)
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps({**config, "model_file": "pruned.py"}))
+    return "pruned"
+
+
+def test_a_geometry_that_contradicts_the_config_is_refused_with_module_and_both_shapes(
+    here, train, pruned
+):
+    _, err = train(pruned, "no", "--trust-remote-code", code=2)
+    assert err.splitlines()[-1].startswith("packs: [geometry] model.layers.1.mlp.")
+    assert "its true shape is [64, 64], but the config promises [128, 64]" in err
+    assert "--train-fp16-fallback" in err and not (here / "no").exists()
+
+
+def test_the_fp16_fallback_trains_on_all_the_same_and_says_where(here, train, pruned, run):
+    report, err = train(pruned, "fallback", "--trust-remote-code", "--train-fp16-fallback")
+    told = "geometry could not be probed, dequantized to fp16"
+    assert [f"model.layers.1.mlp.{n}_proj: {told}" in err for n in ("gate", "up", "down")] == [
+        True
+    ] * 3
+    assert np.isfinite(report["ppl_after"])
+    code, out, _ = run(
+        "eval", here / "fallback", "--model", here / pruned, "--data", here / "d",
+        "--trust-remote-code", "--json",
+    )  # fmt: skip
+    assert code == 0 and abs(json.loads(out)["pack"]["ppl"] / report["ppl_after"] - 1) < 1e-3
+
+
+def test_eval_batch_measures_ppl_and_speed_and_its_gates_end_with_1(here, train, run):
+    train("bf16", "judged")
+    judge = (
+        "eval-batch", "--model", here / "bf16", "--pack", here / "judged", "--data", here / "d",
+        "--batch-size", 1, "--sequence-length", 16, "--max-tokens", 4,
+    )  # fmt: skip
+    code, out, _ = run(*judge, "--json", "--max-pack-mb", 10)
+    base, pack = json.loads(out)
+    assert code == 0 and pack["pack_mb"] < 10
+    for key in ("ppl", "ppl_se", "prompt_tps", "decode_tps", "first_token_ms", "peak_gb"):
+        assert base[key] > 0 and pack[key] > 0
+    for gate, value in (("ppl-ratio", ("--max", 0.01)), ("tps-ratio", ("--min", 99)),
+                        ("pack-mb", ("--max", 0.001))):  # fmt: skip
+        code, _, err = run(*judge, f"{value[0]}-{gate}", value[1])
+        assert code == 1 and gate.replace("-", "_") in err.replace("-", "_")
+
+
+def test_the_size_gate_of_training_keeps_the_pack_and_ends_with_1(here, train):
+    report, err = train("bf16", "small", "--max-pack-mb", 0.001, code=1)
+    assert report["gates"]["max_pack_mb"]["passed"] is False
+    assert "gate --max-pack-mb failed" in err
+    assert Pack.open(here / "small").manifest["gates"] == report["gates"]
+
+
+def test_packs_are_lite_up_to_10_mb_and_heavy_beyond(here, train, run):
+    write_checkpoint(here / "wide", "qwen3", intermediate_size=20_000)
+    sizes = {}
+    for profile, rank in (("lite", 2), ("heavy", 32)):
+        report, _ = train("wide", profile, "--target-modules", "up_proj,down_proj", "--rank", rank)
+        sizes[profile] = report["pack_mb"]
+        assert Pack.open(here / profile).manifest["profile"] == profile
+        _, shown, _ = run("inspect", here / profile)
+        assert f"MB, {profile})" in shown
+    assert sizes["lite"] < 10 < sizes["heavy"]
+
+
+def test_a_pack_fits_the_quantized_base_that_it_was_trained_on_and_no_other(here, trained, run):
+    code, out, _ = run("apply", trained[0], "--model", here / "qwen3-4b", "--dry-run", "--json")
+    assert code == 0 and json.loads(out)["geometry"] == "checked"
+    code, _, err = run("apply", trained[0], "--model", here / "bf16", "--dry-run")
+    assert code == 2 and "is another base" in err
+
+
+def test_taking_a_pack_off_leaves_the_quantized_base_as_it_was_to_the_bit(here, train, run):
+    write_quantized(here / "4-bit", here / "bf16")
+    train("4-bit", "off")
+    code, out, _ = run("apply", here / "off", "--model", here / "4-bit")
+    assert code == 0 and "after detaching they are bit-equal to before" in out
+
+
+def test_a_bf16_checkpoint_trains_by_the_same_command(here, train):
+    report, _ = train("bf16", "dense")
+    manifest = Pack.open(here / "dense").manifest
+    assert manifest["base"]["quantization"] is None and np.isfinite(report["ppl_after"])
+    assert {m["path"].rpartition(".")[2] for m in manifest["adapters"]["modules"]} == {
+        path.rpartition(".")[2] for path in SHAPES
+    }
+
+
+def test_the_runbook_says_what_a_pack_asks_of_a_base_and_it_is_asked(here, train, run):
+    said = (ROOT / "runbook.md").read_text().partition("## Pack compatibility")[2]
+    assert "another quantization of the same model is another base" in said
+    write_quantized(here / "packed", here / "bf16")
+    train("packed", "of-packed")
+    for model, code in (("packed", 0), ("bf16", 2)):
+        assert run("apply", here / "of-packed", "--model", here / model, "--dry-run")[0] == code
