@@ -27,10 +27,19 @@ QUANTIZE = ("none", "affine4", "affine8", "nf4")
 COMPUTE_DTYPES = ("auto", "bfloat16", "float16", "float32")
 FLAGS = "options"
 SCHEDULES = ("cosine", "linear", "constant")
+TASKS = ("lm", "embedding")
+LOSSES = ("auto", "cosine", "mnrl", "cached-mnrl", "cosent", "triplet")
+DISTANCES = ("euclidean", "cosine", "manhattan")
+ENCODERS = ("bert",)  # model types that --task embedding trains
 # settings that the peak memory of a run depends on
 MEMORY_SETTINGS = (
     "batch_size max_seq_length rank base_path grad_checkpoint recompute quantize double_quant keep "
-    "compute_dtype optimizer grad_accumulation_steps num_layers target_modules"
+    "compute_dtype optimizer grad_accumulation_steps num_layers target_modules task loss "
+    "mini_batch_size"
+).split()
+
+EMBEDDING_SETTINGS = (
+    "loss similarity_scale mini_batch_size triplet_margin triplet_distance"
 ).split()
 
 
@@ -143,6 +152,24 @@ class TrainConfig:
     train_fp16_fallback: bool = _option(
         False, "Dequantize to fp16 just the modules whose geometry cannot be probed."
     )
+    task: str = _option(
+        "lm", "What is learned: the next token, or embeddings of sentences by an encoder.", TASKS
+    )
+    loss: str = _option(
+        "auto",
+        "With --task embedding: cosine and cosent for rows with scores, mnrl (in-batch negatives) "
+        "and cached-mnrl for anchors and positives, triplet for those with negatives; auto is "
+        "cosine or mnrl, as the rows are.",
+        LOSSES,
+    )
+    similarity_scale: float = _option(
+        20.0, "Of mnrl and cosent: cosines are multiplied by it (1 / temperature)."
+    )
+    mini_batch_size: int = _option(
+        32, "Of cached-mnrl: texts whose activations are in memory at a time."
+    )
+    triplet_margin: float = _option(5.0, "Of triplet: how much farther a negative must be.")
+    triplet_distance: str = _option("euclidean", "Of triplet: what is far.", DISTANCES)
     seed: int = _option(0, "Seed of adapters, order and dropout.")
     steps_per_report: int = _option(10, "Batches between lines of the log.")
     steps_per_eval: int = _option(200, "Batches between evaluations on the validation rows.")
@@ -170,7 +197,7 @@ class TrainConfig:
     def __post_init__(self):
         positive = (
             "iters batch_size max_seq_length grad_accumulation_steps steps_per_report "
-            "steps_per_eval save_every"
+            "steps_per_eval save_every mini_batch_size"
         ).split()
         checks = [
             (getattr(self, k) > 0, f"{k} must be positive, but got {getattr(self, k)}.")
@@ -216,6 +243,14 @@ class TrainConfig:
                 0 <= self.label_smoothing < 1,
                 f"label_smoothing must be in [0, 1), but got {self.label_smoothing}.",
             ),
+            (
+                math.isfinite(self.similarity_scale) and self.similarity_scale > 0,
+                f"similarity_scale must be positive, but got {self.similarity_scale}.",
+            ),
+            (
+                math.isfinite(self.triplet_margin) and self.triplet_margin >= 0,
+                f"triplet_margin must be 0 or more, but got {self.triplet_margin}.",
+            ),
             (0 <= self.seed < 2**32, f"seed must be in [0, 2^32), but got {self.seed}."),
             (
                 self.clear_cache_threshold is None or self.clear_cache_threshold >= 0,
@@ -235,6 +270,8 @@ class TrainConfig:
                 checks.append(
                     (value in choices, f"{f.name} is one of {', '.join(choices)}; got '{value}'.")
                 )
+        if self.task == "lm" and (misplaced := self.changed(EMBEDDING_SETTINGS)):
+            checks.append((False, f"{', '.join(misplaced)}: only with task embedding."))
         named = isinstance(self.lr_schedule, str)
         checks += [
             (
@@ -248,6 +285,11 @@ class TrainConfig:
             ),
         ]
         _raise_faults("TrainConfig", checks)
+
+    def changed(self, names: Sequence[str]) -> list[str]:
+        """Those of some settings that are not as by default."""
+        default = {f.name: f.default for f in dataclasses.fields(self)}
+        return [name for name in names if getattr(self, name) != default[name]]
 
     @property
     def gates(self) -> dict[str, float | None]:
