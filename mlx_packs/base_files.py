@@ -165,6 +165,13 @@ def check_files(path: Path) -> None:
         raise PackError(f"{path / 'config.json'}: has no 'model_type'.")
 
 
+def stored_config(name: str | Path) -> dict:
+    """The config.json of a checkpoint whose files are whole. Raises: PackError if it is not."""
+    path = resolve_base_path(name)
+    check_files(path)
+    return json.loads((path / "config.json").read_text(encoding="utf-8"))
+
+
 _RECORD_KEYS = {
     "files": dict, "format": str, "source": str, "versions": dict,
     "quantization": (dict, type(None)), "quantized": int, "dense": int,

@@ -102,7 +102,7 @@ class TrainConfig:
     """How a run learns. ``iters`` counts batches, as in mlx-lm."""
 
     iters: int = _option(600, "Batches to train on.")
-    batch_size: int = _option(4, "Rows of a batch.")
+    batch_size: int = _option(4, "Rows of a batch; with --task embedding 32 unless said.")
     max_seq_length: int = _option(2048, "Rows longer than this many tokens are cut.")
     packing: bool = _option(
         False, "Fill rows of the maximal length with several rows each, none seeing another."

@@ -25,7 +25,8 @@ from .base_files import (
     text_config,
     weight_files,
 )
-from .base_files import missing_shards as missing_shards  # others take these two from here
+from .base_files import missing_shards as missing_shards  # others take these from here
+from .base_files import stored_config as stored_config
 from .base_files import tiny_base_path as tiny_base_path
 from .bitsandbytes import from_bitsandbytes
 from .config import ENCODERS

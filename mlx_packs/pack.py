@@ -45,6 +45,7 @@ from .manifest import (
     MANIFEST,
     check_manifest,
     check_quantization,
+    is_of_encoder,
     mlx_lm_config,
     model_card,
     read_manifest,
@@ -144,6 +145,11 @@ class Pack:
         return specs_of(self.manifest)
 
     @property
+    def adapters_hash(self) -> str | None:
+        """The SHA-256 of the file of a saved pack's adapters."""
+        return (self.manifest.get("files") or {}).get(ADAPTERS, {}).get("sha256")
+
+    @property
     def beyond_lora(self) -> str:
         """What of it is no LoRA of a linear, in words; empty if nothing is."""
         for path, spec in self.specs.items():
@@ -190,7 +196,8 @@ class Pack:
         check_output(folder, overwrite)
         with whole_folder(folder, replace=True) as partial:
             save_tensors(partial / ADAPTERS, dict(self.load_tensors()))
-            if not replaced_of(self.manifest) and (config := mlx_lm_config(self.specs)):
+            foreign = replaced_of(self.manifest) or is_of_encoder(self.manifest)
+            if not foreign and (config := mlx_lm_config(self.specs)):
                 (partial / ADAPTER_CONFIG).write_text(to_json(config))
             (partial / CARD).write_text(model_card(self.manifest, folder.name), encoding="utf-8")
             names = [ADAPTERS, ADAPTER_CONFIG, CARD]
@@ -415,6 +422,8 @@ def _check_geometry(pack: Pack, model: str, path: Path, config: dict) -> bool:
     stored: dict[str, dict] = {}
     for file in weight_files(path):
         stored |= read_header(file)[0]
+    if is_of_encoder(pack.manifest):
+        stored = {name.removeprefix("bert."): tensor for name, tensor in stored.items()}
     specs = pack.specs.values()
     if _is_foreign(config) or not any(f"{s.path}.weight" in stored for s in specs):
         return False

@@ -21,7 +21,7 @@ from mlx.utils import tree_flatten
 from . import runtime
 from .adapters import plan_specs
 from .batches import padded_length, padded_targets
-from .config import POLICIES, LoRAConfig, TrainConfig
+from .config import ENCODERS, POLICIES, LoRAConfig, TrainConfig
 from .errors import PackError, did_you_mean
 from .files import read_header
 from .geometry import BLOCK_PROJECTIONS, Geometry, Group, Heads
@@ -260,7 +260,8 @@ def _sizes(config: Mapping, tensors: Tensors) -> _Sizes:
     """Raises: PackError for a family or a config that the formula does not know."""
     family = config.get("model_type")
     if family not in FAMILIES:
-        raise PackError(f"no plan for model_type '{family}'; known are {', '.join(FAMILIES)}.")
+        raise PackError(f"no plan for model_type '{family}'; known are "
+                        f"{', '.join((*FAMILIES, *ENCODERS))}.")  # fmt: skip
     heads = Heads.of(dict(config))
     blocks, vocab = config.get("num_hidden_layers"), config.get("vocab_size")
     numbers = (*asdict(heads).values(), blocks, vocab)
@@ -388,7 +389,7 @@ def _base_bytes(
     return total
 
 
-def _optimizer_bytes(specs: Mapping, train: TrainConfig) -> int:
+def optimizer_bytes(specs: Mapping, train: TrainConfig) -> int:
     """The state of the optimizer for all adapters; its arrays are described, never made."""
     shapes: dict[tuple[int, int], int] = {}
     for spec in specs.values():
@@ -488,6 +489,10 @@ def estimate(
         targets: M, target slots of a batch; by default every position.
     Raises: PackError for a family that the formula does not know.
     """
+    if config.get("model_type") in ENCODERS:
+        from .embedding_plan import estimate_encoder
+
+        return estimate_encoder(config, tensors, lora, train, length)
     sizes = _sizes(config, tensors)
     itemsize = activation_bytes(config, train)
     specs = plan_specs(_groups(sizes, lora), lora)
@@ -527,7 +532,7 @@ def estimate(
     return MemoryPlan(
         base=_base_bytes(sizes, tensors, train, base_path, itemsize),
         adapters=4 * weights,
-        optimizer=_optimizer_bytes(specs, train),
+        optimizer=optimizer_bytes(specs, train),
         moments={
             moment: dict(zip(names, map(int, each), strict=True)) for moment, each in held.items()
         },

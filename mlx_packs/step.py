@@ -4,6 +4,8 @@ Gradients are those of the *sum* over targets and are divided by their number on
 so that N small batches equal one large one whatever their lengths.
 """
 
+from collections.abc import Callable
+
 import mlx.nn as nn
 import mlx.optimizers as optimizers
 import numpy as np
@@ -27,7 +29,10 @@ class Stepper:
         max_grad_norm: float | None,
         z_loss: float = 0.0,
         label_smoothing: float = 0.0,
+        objective: Callable[..., mx.array] | None = None,
     ):
+        """objective: in place of the loss of the next token, of the arrays of a batch, of which the
+        fourth are the weights of what it sums over."""
         self.optimizer = optimizer
         self.state = [model.state, optimizer.state, mx.random.state]
         self.shapes: set[tuple] = set()
@@ -36,6 +41,8 @@ class Stepper:
 
         def loss(*batch):
             self.traces += _is_traced(batch[1])  # numpy has no bfloat16, which states may be
+            if objective is not None:
+                return objective(*batch)
             return loss_sum(model, head, *batch, z_loss=z_loss, label_smoothing=label_smoothing)
 
         value_and_grad = nn.value_and_grad(model, loss)

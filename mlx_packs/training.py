@@ -29,7 +29,7 @@ from .evaluation import Score, score
 from .files import make_folder
 from .gates import Gates, judge, limits
 from .generate import chat_prompt, complete
-from .loading import TINY, Base, load_base, public_name
+from .loading import TINY, Base, load_base, public_name, stored_config
 from .loop import Loop
 from .loss import Head, as_arrays, split_head
 from .ops import _backend
@@ -158,8 +158,11 @@ def _train_into(
     """`train_pack` once everything is said and the folders are its own."""
     earlier = check_resumable(run) if resume else None
     started = started_from(resume_adapter_file, earlier)
+    from .embedding_training import check_task, train_embeddings
+
     if not isinstance(base, Base):
         refuse_from_headers(base, lora, train, force)
+        check_task(str(base), stored_config(base)["model_type"], train, columns)
         with display.working("base", f"loading {base}"):
             base = load_base(
                 base, train.quantize, trust_remote_code, double_quant=train.double_quant,
@@ -167,9 +170,15 @@ def _train_into(
             )  # fmt: skip
     elif train.quantize != "none":
         raise PackError("quantize: this base is loaded already; give it to load_base instead.")
+    check_task(base.name, base.config["model_type"], train, columns)
     display.line("base", base.summary())
     if unused := unused_learning_rate(train):
         display.line("note", unused)
+    if base.is_encoder:
+        return train_embeddings(
+            folder, run, base, lora, train, columns, display, overwrite or resume, earlier, started,
+            resume_adapter_file, report_to, project_name, force,
+        )  # fmt: skip
     recipe = Recipe(lora, train, columns, {"model": base.name, "resume_adapter_file": started})
     splits = rows_of.load_rows(columns)
     examples = encode_splits(splits, base, columns, train, display)
@@ -213,8 +222,8 @@ def _train_into(
         with display.task("eval", len(judged), "held-out batches") as bar:
             before = _score_base(attached, head, judged, bar.advance)
         texts = {"before": sample.complete(base)}
-        callback = _callback(report_to, project_name, run, recipe)
-        _start_run_folder(run, identity, resume)
+        callback = reporters(report_to, project_name, run, recipe)
+        start_run_folder(run, identity, resume)
         learned = _learn(attached, head, prefix, train, examples, run, resume, display, callback)
         if _backend.detect() != "reference":
             display.line("kernels", _backend.summary())
@@ -279,7 +288,7 @@ def _train_into(
 # ── learning ─────────────────────────────────────────────────────────────────────────────────────
 
 
-def _start_run_folder(run: Path, identity: dict, resume: bool) -> None:
+def start_run_folder(run: Path, identity: dict, resume: bool) -> None:
     make_folder(run)
     if not resume:
         clear_run(run)
@@ -373,7 +382,7 @@ def _check_report_to(report_to: str | None, project: str | None) -> None:
             raise PackError(f"--report-to {report_to}: is not installed; pip install {name}.")
 
 
-def _callback(report_to: str | None, project: str | None, run: Path, recipe: Recipe):
+def reporters(report_to: str | None, project: str | None, run: Path, recipe: Recipe):
     """mlx-lm's own reporters for wandb and swanlab."""
     if report_to is None:
         return None
