@@ -10,6 +10,7 @@ BERT: https://arxiv.org/abs/1810.04805. Sentence-BERT: https://arxiv.org/abs/190
 
 import json
 import math
+import os
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -391,6 +392,9 @@ def load_tokenizer(path: Path, config: dict, lower_case: bool, trust_remote_code
     Raises: PackError if there is none, or it has more tokens than the encoder.
     """
     from huggingface_hub.errors import StrictDataclassError
+
+    # as mlx-lm does: that there is no torch is no news
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     from transformers import AutoTokenizer
 
     if not (path / "tokenizer.json").is_file() and not (path / "vocab.txt").is_file():
