@@ -8,14 +8,15 @@ their backward needs is there then. Numbers are those that `mx.get_peak_memory` 
 import math
 from collections.abc import Mapping, Set
 from dataclasses import replace
+from pathlib import Path
 
 from .adapters import plan_specs
 from .config import LoRAConfig, TrainConfig
 from .display import size
 from .errors import PackError, did_you_mean
 from .geometry import Geometry, Group
-from .models.encoder import tensor_name
-from .plan import MemoryPlan, Tensors, optimizer_bytes, policies
+from .models.encoder import read_reading, tensor_name
+from .plan import Checkpoint, MemoryPlan, Tensors, optimizer_bytes, policies
 
 BATCH_SIZE = 32  # of pairs, where nobody says another: in-batch negatives want more than 4
 _PROJECTIONS = (
@@ -25,8 +26,8 @@ _PROJECTIONS = (
 _PACKED_BITS = 4.5  # a 4-bit weight with its scales
 
 
-def for_encoder(train: TrainConfig, asked: Set[str]) -> TrainConfig:
-    """Settings as `packs train` would take them for an encoder.
+def for_encoder(checkpoint: Checkpoint, train: TrainConfig, asked: Set[str]) -> TrainConfig:
+    """Settings as `packs train` would take them for an encoder: texts as long as it reads them.
 
     Args:
         asked: those that somebody named. Raises: PackError if they ask for quantization.
@@ -35,7 +36,13 @@ def for_encoder(train: TrainConfig, asked: Set[str]) -> TrainConfig:
         raise PackError(f"--quantize {train.quantize}: an encoder is trained in float32; without it"
                         " the plan says why.")  # fmt: skip
     batch_size = train.batch_size if "batch_size" in asked else BATCH_SIZE
-    return replace(train, task="embedding", batch_size=batch_size)
+    folder = Path(checkpoint.name).expanduser()
+    longest = read_reading(folder).max_seq_length if folder.is_dir() else None
+    limits = train.max_seq_length, longest, checkpoint.config.get("max_position_embeddings")
+    return replace(
+        train, task="embedding", batch_size=batch_size,
+        max_seq_length=min(limit for limit in limits if limit),
+    )  # fmt: skip
 
 
 def _widths(config: Mapping) -> dict[str, tuple[int, int]]:
@@ -100,10 +107,9 @@ def estimate_encoder(
     positions = config.get("max_position_embeddings") or train.max_seq_length
     time = min(length or train.max_seq_length, positions)
     columns = columns or (3 if train.loss == "triplet" else 2)
-    texts = train.batch_size
-    parts = columns
+    texts, at_a_time = train.batch_size, columns  # columns of these whose activations are there
     if train.loss == "cached-mnrl":
-        texts, parts = min(texts, train.mini_batch_size), 1
+        texts, at_a_time = min(texts, train.mini_batch_size), _AHEAD
     policy = policies(train)[0]
     adapted = [
         sum(spec.rank for path, spec in specs.items() if path.startswith(f"encoder.layer.{i}."))
@@ -111,11 +117,12 @@ def estimate_encoder(
     ]
     tracked = adapted[next(i for i, ranks in enumerate(adapted) if ranks) :]
     tokens = texts * time
-    inside = sum(_kept(d, f, heads * time) + ranks for ranks in tracked)
+    inside = [_kept(d, f, heads * time) + ranks for ranks in tracked]
     if policy == "block":
-        kept = parts * tokens * d * len(tracked) + tokens * inside / len(tracked)
+        kept = tokens * (at_a_time * d * len(tracked) + _AHEAD * max(inside))
     else:
-        kept = parts * tokens * inside
+        # the forward of blocks below the adapters is in flight, one block's worth
+        kept = at_a_time * tokens * (sum(inside) + max(inside) * (len(tracked) < blocks))
     pending = 4 * weights * (train.grad_accumulation_steps > 1 or policy == "block")
     logits = 0
     if train.loss in ("auto", "mnrl", "cached-mnrl", "cosent"):
@@ -149,7 +156,8 @@ def _kept(d: int, f: int, scores: int) -> float:
 
 
 # In flight while a block goes back: gradients of GELU's parts, and of the probabilities.
-_FLYING_FFN, _FLYING_SCORES = 4, 3
+_FLYING_FFN, _FLYING_SCORES = 6, 4
+_AHEAD = 2  # recomputed parts that are in memory together: MLX allocates ahead
 
 
 def why_not_quantized(config: Mapping, plan: MemoryPlan) -> str:

@@ -83,8 +83,11 @@ def write_encoder(
         for name, a in tree_flatten(model.parameters())
     }
     d = config["hidden_size"]
-    unused = {"embeddings.position_ids": mx.arange(config["max_position_embeddings"])[None],
-              "pooler.dense.weight": mx.zeros((d, d)), "pooler.dense.bias": mx.zeros(d)}  # fmt: skip
+    unused = {
+        "embeddings.position_ids": mx.arange(config["max_position_embeddings"])[None],
+        "pooler.dense.weight": mx.zeros((d, d)),
+        "pooler.dense.bias": mx.zeros(d),
+    }
     tensors |= {f"{prefix}{name}": tensor for name, tensor in unused.items()}
     mx.save_safetensors(str(folder / "model.safetensors"), tensors, {"format": "pt"})
     parts = ["Transformer", "Pooling", *(["Normalize"] if normalize else [])]

@@ -225,7 +225,8 @@ FAULTS = {
         "of model_type 'roberta'; of encoders only bert",
     ),
     "more tokens than rows": (
-        lambda f: (f / "vocab.txt").open("a").write("one\nmore\n"), "the tokenizer has .* tokens",
+        lambda f: (f / "vocab.txt").write_text((f / "vocab.txt").read_text() + "one\nmore\n"),
+        "the tokenizer has .* tokens",
     ),
     "a pickle": (
         lambda f: (f / "model.safetensors").rename(f / "pytorch_model.bin"),
@@ -272,6 +273,4 @@ def test_encode_refuses_what_is_no_text_and_a_causal_base(folder, tiny):
 )  # fmt: skip
 def test_commands_of_causal_models_refuse_an_encoder(run, folder, command):
     code, out, err = run(*command.split(), "--model", folder)
-    assert code == 2 and out == "" and "encoder" in err and err.count("\n") == 1
-
-
+    assert code == 2 and out == "" and "encoder" in err.splitlines()[-1]
