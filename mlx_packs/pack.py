@@ -248,6 +248,16 @@ class Pack:
                 f"{how}."
             )
 
+    def check_reading(self, base: Base) -> None:
+        """Raises: PackError if an encoder pools otherwise than the one that the pack is of."""
+        trained = self.part("objective")
+        if not base.is_encoder or trained.get("task") != "embedding":
+            return
+        for name, here in base.model.reading.to_json().items():
+            if trained.get(name, here) != here:
+                raise PackError(f"{self.name}: was trained with {name} {trained[name]}, but "
+                                f"{base.name} has {name} {here} (its modules.json).")  # fmt: skip
+
     def check_checkpoint(self, model: str | Path) -> tuple[Path, dict]:
         """Hold the pack against a checkpoint from its headers and config.json alone.
 
@@ -285,6 +295,7 @@ class Pack:
     def attach(self, base: Base, base_path: str = "quantized") -> Attached:
         """Attach this pack to its base. Raises: PackError if it does not fit."""
         self.check_base(base.name, base.fingerprint, base.config, base.quantization)
+        self.check_reading(base)
         tensors = self.load_tensors()
         fallback = bool(self.part("recipe").get("train_fp16_fallback"))
         where = str(self.path / ADAPTERS if self.path else "pack")

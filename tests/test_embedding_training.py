@@ -290,6 +290,13 @@ def test_applied_changes_embeddings_and_leaves_none_behind(run_of_pairs, encoder
     assert np.array_equal(base.encode(TEXTS), before)
 
 
+def test_a_pack_is_of_one_pooling(run_of_pairs, tmp_path):
+    other = load_base(write_encoder(tmp_path, pooling="cls"))  # the same tensors
+    with pytest.raises(PackError, match="was trained with pooling mean, but .* pooling cls"):
+        with other.applied(run_of_pairs.pack):
+            pass
+
+
 @pytest.mark.parametrize("prefix", ["", "bert."])
 def test_merge_writes_a_folder_with_the_same_embeddings(data, tmp_path, prefix):
     folder = write_encoder(tmp_path / "base", prefix=prefix)
