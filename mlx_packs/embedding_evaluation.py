@@ -66,7 +66,7 @@ def check_scores(pairs: Pairs, where: str) -> None:
     """Raises: PackError if no correlation can be had with the scores of held-out rows."""
     if pairs.scores is not None and len(np.unique(pairs.scores)) < 2:
         raise PackError(f"{where}: all {len(pairs)} held-out rows have the same score; a "
-                        "correlation needs different ones.")  # fmt: skip
+                        "correlation needs different ones (valid.jsonl).")  # fmt: skip
 
 
 def score_pairs(model: Encoder, pairs: Pairs, batch_size: int) -> Metrics:

@@ -149,14 +149,14 @@ def estimate_encoder(
 def _kept(d: int, f: int, scores: int) -> float:
     """Numbers per token that a block holds from forward to backward.
 
-    The input, q, k and v, what attention gave, what both norms read and gave; what went into GELU,
-    its parts and what came out; and the probabilities.
+    The input, q, k and v, what attention gave, what both norms read and gave; what went into GELU
+    and what came out; and the probabilities.
     """
-    return 9 * d + 4 * f + scores
+    return 9 * d + 2 * f + scores
 
 
-# In flight while a block goes back: gradients of GELU's parts, and of the probabilities.
-_FLYING_FFN, _FLYING_SCORES = 6, 4
+# In flight while a block goes back: what GELU's gradient is made of, and that of the probabilities.
+_FLYING_FFN, _FLYING_SCORES = 20, 4
 _AHEAD = 2  # recomputed parts that are in memory together: MLX allocates ahead
 
 

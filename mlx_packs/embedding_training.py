@@ -123,6 +123,10 @@ def train_embeddings(
     held_out = "test" if "test" in pairs else "valid"
     judged = _first_rows(pairs[held_out], train.test_batches, train.batch_size)
     check_scores(judged, f"--data {splits.source}")
+    valid = None
+    if "valid" in pairs and train.val_batches:
+        valid = _first_rows(pairs["valid"], train.val_batches, train.batch_size)
+        check_scores(valid, f"--data {splits.source}: valid")
     plan = _planned(base, lora, train, pairs["train"], loss_name, force)
     show_plan(base, lora, plan, display)
     attached = attach(base, lora, None, "dense", train.seed)
@@ -137,8 +141,9 @@ def train_embeddings(
         callback = reporters(report_to, project_name, run, recipe)
         start_run_folder(run, identity, earlier is not None)
         learned = _learn(
-            attached, loss_name, train, pairs, run, earlier is not None, display, callback
-        )
+            attached, loss_name, train, pairs["train"], valid, run, earlier is not None, display,
+            callback,
+        )  # fmt: skip
         with display.working("eval", f"{len(judged)} held-out rows"):
             base.model.eval()
             after = score_pairs(base.model, judged, train.batch_size)
@@ -308,7 +313,8 @@ def _learn(
     attached: Attached,
     loss_name: str,
     train: TrainConfig,
-    pairs: dict[str, Pairs],
+    pairs: Pairs,
+    valid: Pairs | None,
     run: Path,
     resume: bool,
     display: Display,
@@ -332,15 +338,11 @@ def _learn(
         model.eval()
         return EmbeddingScore(mean_loss(loss, [batch]), {})
 
-    validate = None
-    if "valid" in pairs and train.val_batches:
-        valid = _first_rows(pairs["valid"], train.val_batches, train.batch_size)
-        check_scores(valid, "the valid split")
-        distinct = loss_name in IN_BATCH
-        batches = [
-            make_pair_batch(valid, rows, train.batch_size, longest)
-            for rows in pair_order(valid, train.batch_size, 0, 0, distinct)
-        ]
+    distinct, validate = loss_name in IN_BATCH, None
+    if valid is not None:
+        order = pair_order(valid, train.batch_size, 0, 0, distinct)
+        order = order or pair_order(valid, train.batch_size, 0, 0, False)  # one row, or all alike
+        batches = [make_pair_batch(valid, rows, train.batch_size, longest) for rows in order]
 
         def validate() -> EmbeddingScore:
             model.eval()
@@ -352,8 +354,7 @@ def _learn(
         curve, unit="pairs",
     )  # fmt: skip
     batches_of_run = pair_batches(
-        pairs["train"], train.batch_size, longest, train.seed, loss_name in IN_BATCH,
-        cursor.batches, runtime.COMPILES,
+        pairs, train.batch_size, longest, train.seed, distinct, cursor.batches, runtime.COMPILES
     )  # fmt: skip
     model.train()
     mx.reset_peak_memory()

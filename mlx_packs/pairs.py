@@ -4,6 +4,7 @@
 """
 
 import math
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -177,20 +178,21 @@ def pair_order(
     order = epoch_order(pairs.lengths, batch_size, seed, epoch)
     if not distinct:
         return order
+    texts = pairs.texts.tolist()
     batches: list[np.ndarray] = []
-    waiting = [int(i) for rows in order for i in rows]
+    waiting = deque(int(i) for rows in order for i in rows)
     while waiting:
-        taken, seen, later = [], set(), []
-        for at, row in enumerate(waiting):
-            if seen.isdisjoint(pairs.texts[row]):
+        taken: list[int] = []
+        seen: set[int] = set()
+        later: list[int] = []
+        while waiting and len(taken) < batch_size:
+            row = waiting.popleft()
+            if seen.isdisjoint(texts[row]):
                 taken.append(row)
-                seen.update(pairs.texts[row].tolist())
+                seen.update(texts[row])
             else:
                 later.append(row)
-            if len(taken) == batch_size:
-                later += waiting[at + 1 :]
-                break
-        waiting = later
+        waiting.extendleft(reversed(later))
         if len(taken) > 1 or pairs.format == "triplets":
             batches.append(np.array(taken))
     return batches

@@ -78,7 +78,7 @@ class TrainRun:
             if points:
                 ax.plot(*zip(*points, strict=True), style, label=key.replace("_", " "))
         ax.set_xlabel("batch")
-        ax.set_ylabel("loss (nats a token)")
+        ax.set_ylabel("loss" if "loss" in self.report else "loss (nats a token)")
         ax.legend()
         return ax
 

@@ -238,6 +238,14 @@ def test_rows_that_make_no_batch_are_refused(encoder, tmp_path):
         train_pack(encoder, str(data), LORA, settings(), tmp_path / "pack")
 
 
+def test_one_row_held_out_is_enough_for_ranking(encoder, tmp_path):
+    (tmp_path / "few.jsonl").write_text("".join(json.dumps(r) + "\n" for r in all_pairs()[:12]))
+    train = settings(batch_size=4, iters=3, steps_per_eval=1)
+    found = train_pack(encoder, str(tmp_path / "few.jsonl"), LORA, train, tmp_path / "pack")
+    assert found.report["held_out"]["rows"] == 1 and found.report["mrr_at_10_after"] == 1
+    assert [line["valid_loss"] for line in found.curve if "valid_loss" in line] == [0, 0]
+
+
 # ── the other commands ───────────────────────────────────────────────────────────────────────────
 
 

@@ -23,6 +23,7 @@ from mlx.utils import tree_flatten
 from ..base_files import weight_files
 from ..config import ENCODERS
 from ..errors import PackError
+from ..ops.exponential import gelu
 from ..runtime import mx
 
 POOLING = ("mean", "cls", "max")
@@ -31,7 +32,7 @@ _SETTINGS = "sentence_bert_config.json"
 _TOKENIZER = "tokenizer_config.json"
 _PROMPTS = "config_sentence_transformers.json"
 _ACTIVATIONS = {
-    "gelu": nn.gelu,
+    "gelu": gelu,
     "gelu_new": nn.gelu_approx,
     "gelu_fast": nn.gelu_approx,
     "gelu_pytorch_tanh": nn.gelu_approx,
