@@ -1,7 +1,7 @@
 """What training an encoder takes, and why it is not quantized for that.
 
 The count follows a step as `plan` does: all columns of a batch go forward before the loss, and what
-their backward needs is there then. Numbers are those that `mx.get_peak_memory` showed on a CPU
+their backward needs is there then. What is in flight was read off `mx.get_peak_memory` on a CPU
 (benchmarks/LOG.md).
 """
 

@@ -411,7 +411,7 @@ def test_a_plan_counts_what_a_batch_holds():
     assert peak(batch_size=32, loss="triplet") > 1.3 * plain
     assert peak(batch_size=32, recompute="block") < 0.5 * plain
     assert peak(batch_size=256, loss="cached-mnrl", mini_batch_size=16) < plain
-    assert peak(LoRAConfig(rank=8, num_layers=1), batch_size=32) < 0.5 * plain
+    assert peak(LoRAConfig(rank=8, num_layers=1), batch_size=32) < 0.6 * plain
     assert plain == peak(batch_size=32, loss="auto", quantize="none")
 
 
