@@ -11,8 +11,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from . import runtime
-from .config import MEMORY_SETTINGS, OF_ADAPTERS, POLICIES, LoRAConfig, Recipe, TrainConfig
+from .config import (
+    ENCODERS,
+    MEMORY_SETTINGS,
+    OF_ADAPTERS,
+    POLICIES,
+    LoRAConfig,
+    Recipe,
+    TrainConfig,
+)
 from .display import shown_count, size
+from .embedding_plan import for_encoder, why_not_quantized
 from .errors import PackError
 from .plan import (
     ERROR,
@@ -129,6 +138,14 @@ def advise(
     if memory <= 0:
         raise PackError(f"--memory must be positive, but got {memory / 1e9:g} GB.")
     lora, train = lora or LoRAConfig(), train or TrainConfig()
+    encoder = checkpoint.config.get("model_type") in ENCODERS
+    if encoder:
+        train = for_encoder(checkpoint, train, asked)
+    elif train.task == "embedding":
+        raise PackError(
+            f"--task embedding: {checkpoint.name} is no encoder ({', '.join(ENCODERS)}); a causal "
+            "base is planned for without it."
+        )
     check_stored(checkpoint, train)
     if train.method == "full":
         return [_full(checkpoint, lora, train, memory, asked)]
@@ -138,7 +155,8 @@ def advise(
     found.sort(key=lambda option: _harm(option, small))
     best = found[0]
     if small and best.method == "lora-fp32" and best.fits and not is_packed(checkpoint.tensors):
-        found[0] = replace(best, why=f"{_SMALL}; {best.why}")
+        reason = why_not_quantized(checkpoint.config, best.plan) if encoder else _SMALL
+        found[0] = replace(best, why=f"{reason}; {best.why}")
     return [*found, _full(checkpoint, best.lora, best.train, memory, asked)]
 
 
@@ -160,6 +178,8 @@ def _harm(option: Option, small: bool) -> tuple:
 def _ways(checkpoint: Checkpoint, train: TrainConfig, asked: frozenset[str]) -> list[tuple]:
     """(method, quantize, base path, compute dtype) to try."""
     dtype = train.compute_dtype
+    if train.task == "embedding":
+        return [("lora-fp32", "none", "dense", dtype)]
     if is_packed(checkpoint.tensors):
         return [("qlora", "none", path, dtype) for path in base_paths(checkpoint.tensors, train)]
     ways = []
@@ -211,6 +231,9 @@ def _search(checkpoint, lora, train, asked) -> list[tuple[int, int, str, int]]:
     if "max_seq_length" in asked:
         lengths = [train.max_seq_length]
     batches = [train.batch_size] if "batch_size" in asked else _halved(train.batch_size, 1)
+    if train.task == "embedding":  # rows are each other's negatives: rather recompute
+        return [(r, t, c, b) for r in ranks for t in lengths for b in batches
+                for c in policies(train)]  # fmt: skip
     return [(r, t, c, b) for r in ranks for t in lengths for c in policies(train) for b in batches]
 
 
@@ -312,7 +335,7 @@ def table(
     told = [
         ("why", f"{kinds[0]}: {best.why}"),
         ("error", f"± {ERROR:.0%} against runs on a CPU (benchmarks/plan_accuracy.py); on a GPU "
-                  "the formula is not measured. Every token is taken as a target."),
+                  f"the formula is not measured. {_TAKEN[best.train.task]}"),
         ("cache", "not counted: the buffers that MLX has freed and keeps; it gives them back when "
                   "memory is short."),
     ]  # fmt: skip
@@ -335,6 +358,11 @@ def table(
     return lines
 
 
+_TAKEN = {
+    "lm": "Every token is taken as a target.",
+    "embedding": "Every text is taken as long as it may be. Blocks that are recomputed for small "
+    "batches took up to twice the estimate.",
+}
 _ANSWERS = {"fits": "yes", "tight": "tight", "no": "no"}
 
 

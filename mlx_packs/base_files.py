@@ -148,6 +148,11 @@ def fingerprint(path: Path) -> str:
 def check_files(path: Path) -> None:
     """Refuse a folder without weights, with a truncated shard, or one that the index misses."""
     files = weight_files(path)
+    if not files and (path / "pytorch_model.bin").is_file():
+        raise PackError(
+            f"{path}: its weights are pytorch_model.bin, a pickle, which can run any code when it "
+            "is read; it was not opened. Take the checkpoint's model.safetensors, or save it so."
+        )
     if not files:
         other = foreign_weights(path)
         raise PackError(f"{path}: has no model*.safetensors; is it a checkpoint folder?{other}")
@@ -163,6 +168,13 @@ def check_files(path: Path) -> None:
     if not isinstance(config, dict) or "model_type" not in config:
         raise PackError(f"{path / 'config.json'}: has no 'model_type'.")
     check_method(path, config)
+
+
+def stored_config(name: str | Path) -> dict:
+    """The config.json of a checkpoint whose files are whole. Raises: PackError if it is not."""
+    path = resolve_base_path(name)
+    check_files(path)
+    return json.loads((path / "config.json").read_text(encoding="utf-8"))
 
 
 _RECORD_KEYS = {

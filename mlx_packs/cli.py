@@ -115,7 +115,14 @@ def _inspect_lines(pack, verbose: bool = False) -> list[str]:
     """
     from .base_files import quantization_name
     from .gates import shown
-    from .manifest import phase_lines, read_pin, replaced_of, shown_graph, shown_result
+    from .manifest import (
+        moved_metrics,
+        phase_lines,
+        read_pin,
+        replaced_of,
+        shown_graph,
+        shown_result,
+    )
 
     m = pack.manifest
     base, modules = m["base"], m["adapters"]["modules"]
@@ -140,8 +147,11 @@ def _inspect_lines(pack, verbose: bool = False) -> list[str]:
         lines.append(f"licence {license}")
     if data := pack.part("data"):
         rows = " / ".join(f"{n:,} {split}" for split, n in (data.get("rows") or {}).items())
-        loss_on = pack.part("objective").get("loss_on") or "?"
-        lines.append(f"data    {data.get('source')} · {rows or '?'} rows · loss on {loss_on}")
+        objective = pack.part("objective")
+        learned = f"loss on {objective.get('loss_on') or '?'}"
+        if objective.get("task") == "embedding":
+            learned = f"embeddings, loss {objective.get('loss')}"
+        lines.append(f"data    {data.get('source')} · {rows or '?'} rows · {learned}")
     lines += [f"graph   {line}" for line in shown_graph(pack.part("objective"))]
     result = pack.part("eval")
     before, after = (shown_result(result, when) for when in ("before", "after"))
@@ -150,6 +160,8 @@ def _inspect_lines(pack, verbose: bool = False) -> list[str]:
             f"eval    held-out PPL {before} → {after} on {result.get('rows', '?')} "
             f"{result.get('split', '?')} rows"
         )
+    elif moved := moved_metrics(result):
+        lines.append(f"eval    held-out {moved} on {result.get('rows', '?')} rows")
     lines += [f"phase   {line}" for line in phase_lines(m.get("phases") or ())]
     if gates := pack.part("gates"):
         lines.append(f"gates   {shown(gates).removeprefix(' · ')}")
@@ -201,6 +213,11 @@ def apply(pack, model, dry_run, max_pack_mb, trust_remote_code, as_json):
         f"fits    {report['pack']} on {report['model']}: hashes, base fingerprint "
         f"{report['fingerprint'][:12]}, {', '.join(parts)}, {report['pack_mb']} MB"
     ]
+    if "largest_embedding_change" in report:
+        lines.append(
+            f"applied embeddings moved by up to {report['largest_embedding_change']:.3f}; after "
+            "detaching they are bit-equal to before"
+        )
     if "largest_logit_change" in report:
         lines.append(
             f"applied logits moved by up to {report['largest_logit_change']:.3f}; after detaching "
@@ -214,11 +231,11 @@ def apply(pack, model, dry_run, max_pack_mb, trust_remote_code, as_json):
 
 
 def _apply_for_real(pack, model: str, trust_remote_code: bool) -> dict:
-    """Attach, run, detach: how far the logits move, and that detaching restores them."""
+    """Attach, run, detach: how far logits or embeddings move, and that detaching restores them."""
     from .runtime import mx
 
     base = pack.load_base(model, trust_remote_code)
-    probe = mx.arange(1, 33)[None]
+    probe = mx.arange(1, min(33, base.vocab_size))[None]
     before = base.model(probe)
     mx.eval(before)
     attached = pack.attach(base)
@@ -226,7 +243,7 @@ def _apply_for_real(pack, model: str, trust_remote_code: bool) -> dict:
     attached.detach()
     if not mx.array_equal(base.model(probe), before).item():
         raise PackError(f"{pack.path}: detaching did not restore the base; please report this.")
-    return {"largest_logit_change": moved}
+    return {f"largest_{'embedding' if base.is_encoder else 'logit'}_change": moved}
 
 
 @packs.command()
@@ -251,11 +268,11 @@ def eval(pack, packs, model, data, split, batch_size, max_seq_length, loss_on, l
          trust_remote_code, as_json, **features):  # fmt: skip
     """Perplexity and accuracy, base and pack.
 
-    Both on the same rows, with standard errors; that of the ratio is paired by row, and so far
+    Of an encoder's pack: correlation with scores, retrieval, or triplet accuracy, by the rows. Both
+    on the same rows, with standard errors; that of the ratio is paired by row, and so far
     smaller. PACK may be PACK=W, and several with --pack are taken as one, their deltas added up.
     """
     from .evaluation import columns_of, evaluate
-    from .manifest import shown_perplexity
 
     opened = _one_pack([pack] if pack else [], packs)
     if opened is None:
@@ -265,6 +282,20 @@ def eval(pack, packs, model, data, split, batch_size, max_seq_length, loss_on, l
         opened.load_base(model, trust_remote_code), opened, data, split, batch_size,
         max_seq_length, loss_on, limit, columns=columns_of(opened, data, **given),
     )  # fmt: skip
+    _print(report.to_json(), as_json, _eval_lines(report))
+
+
+def _eval_lines(report) -> list[str]:
+    """Base and pack on the same rows, for people."""
+    from .embedding_evaluation import EmbeddingReport
+    from .manifest import shown_metrics, shown_perplexity
+
+    if isinstance(report, EmbeddingReport):
+        return [
+            f"base    {shown_metrics(report.base)}",
+            f"pack    {shown_metrics(report.pack)}",
+            f"rows    {report.rows} {report.format}",
+        ]
     lines = [
         f"{name}    PPL {shown_perplexity(s.ppl, s.ppl_se, 3)} · token accuracy {s.accuracy:.1%}"
         for name, s in (("base", report.base), ("pack", report.pack))
@@ -273,7 +304,7 @@ def eval(pack, packs, model, data, split, batch_size, max_seq_length, loss_on, l
     lines.append(
         f"ratio   {ratio}, paired by row, on {report.rows} rows, {report.targets:,} target tokens"
     )
-    _print(report.to_json(), as_json, lines)
+    return lines
 
 
 def _one_pack(*given):
@@ -302,7 +333,7 @@ def generate(model, packs, prompt, system, raw, max_tokens, temp, seed, trust_re
     from contextlib import nullcontext
 
     from .generate import chat_prompt, stream
-    from .loading import load_base
+    from .loading import hold_causal, load_base
 
     prompt = sys.stdin.read() if prompt == "-" else prompt
     if not prompt.strip():
@@ -310,6 +341,7 @@ def generate(model, packs, prompt, system, raw, max_tokens, temp, seed, trust_re
     opened = _one_pack(packs)
     load = opened.load_base if opened else load_base
     base = load(model, trust_remote_code=trust_remote_code)
+    hold_causal(base, "generate")
     messages = [{"role": "system", "content": system}] if system else []
     messages.append({"role": "user", "content": prompt})
     tokens = base.tokenizer.encode(prompt) if raw else chat_prompt(base, messages)
@@ -439,8 +471,8 @@ def merge(pack, model, out, requantize, dtype, max_drift, data, rows, max_shard_
     """Write the base with a pack merged into it.
 
     The merged model is measured against the base with the pack attached first (mean KL, nats a
-    token). Where rounding to few bits would take the pack out again, nothing is written, the way
-    that would pass is named, and the exit code is 1.
+    token; of an encoder 1 - cosine of embeddings). Where rounding to few bits would take the pack
+    out again, nothing is written, the way that would pass is named, and the exit code is 1.
     """
     from .display import Display
     from .merge import merge_pack
@@ -462,11 +494,17 @@ def merge(pack, model, out, requantize, dtype, max_drift, data, rows, max_shard_
             if report["passes"]
             else f"nothing passes ({', '.join(f'{k} {v:.2g}' for k, v in report['tried'].items())})"
         )
-        _gate_failed("max-drift", report["kl_mean"], report["max_drift"], advice)
+        drift = report["tried"][requantize]
+        _gate_failed("max-drift", drift, report["max_drift"], advice)
 
 
 def _drift_lines(report: dict) -> list[str]:
     """What was measured between two ways of applying adapters."""
+    if "drift_mean" in report:
+        return [
+            f"drift   1 - cosine {report['drift_mean']:.2g} on {report['texts']} texts, of the "
+            f"{report['drift_of_pack']:.2g} by which the pack moves them"
+        ]
     lines = [
         f"drift   KL {report['kl_mean']:.2g} nats a token · PPL {report['ppl_before']:.3f} → "
         f"{report['ppl_after']:.3f} (ratio {report['ppl_ratio']:.4f}) · same first token "

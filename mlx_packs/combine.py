@@ -29,7 +29,7 @@ from .errors import PackError
 from .evaluation import columns_of
 from .files import sha256
 from .loading import Base
-from .manifest import ADAPTERS
+from .manifest import ADAPTERS, is_of_encoder
 from .merge import Change, check_max_drift, dense_weight, modules_of
 from .nn.lora import adapter_key
 from .pack import Pack, check_output, grouped, manifest_of, modules_json, versions_line
@@ -126,6 +126,11 @@ def combine_packs(
     check_distinct([pack for pack, _ in opened])
     check_addable([pack for pack, _ in opened])
     first = opened[0][0]
+    if is_of_encoder(first.manifest):
+        raise PackError(
+            f"combine: {first.name} is of an encoder, and what is measured here is the next token; "
+            "packs eval --pack A=0.7 --pack B=0.3 adds such packs up."
+        )
     base = first.load_base(model, trust_remote_code)
     deltas = _deltas(opened, method, density, seed)
     facts = {

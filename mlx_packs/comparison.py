@@ -23,7 +23,7 @@ from .encoding import Examples, encode
 from .errors import PackError
 from .evaluation import Difference, RowScores, Scorer, columns_of, evaluation_rows
 from .gates import Gates, failures, flag_of, judge, limits
-from .loading import Base
+from .loading import Base, hold_causal
 from .loss import split_head
 from .pack import Pack
 from .packable import why_not_packed
@@ -111,6 +111,7 @@ def evaluate_batch(
     if held and not named:
         raise PackError(f"{flag_of(next(iter(held)))}: is a gate for packs, but there is no pack.")
     hold_bare(base)
+    hold_causal(base, "eval-batch")
     opened = [pack for _, pack in named]
     for pack in opened:
         pack.check_base(base.name, base.fingerprint, base.config, base.quantization)

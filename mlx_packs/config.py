@@ -32,10 +32,19 @@ PACK_DTYPES = ("float32", "bfloat16", "float16")
 FLAGS = "options"
 SCHEDULES = ("cosine", "linear", "constant")
 OPTIMIZER_STATES = ("carry", "fresh")
+TASKS = ("lm", "embedding")
+LOSSES = ("auto", "cosine", "mnrl", "cached-mnrl", "cosent", "triplet")
+DISTANCES = ("euclidean", "cosine", "manhattan")
+ENCODERS = ("bert",)  # model types that --task embedding trains
 # settings that the peak memory of a run depends on
 MEMORY_SETTINGS = (
     "batch_size max_seq_length rank base_path grad_checkpoint recompute quantize double_quant keep "
-    "compute_dtype optimizer grad_accumulation_steps num_layers target_modules method"
+    "compute_dtype optimizer grad_accumulation_steps num_layers target_modules method task loss "
+    "mini_batch_size"
+).split()
+
+EMBEDDING_SETTINGS = (
+    "loss similarity_scale mini_batch_size triplet_margin triplet_distance"
 ).split()
 
 
@@ -164,7 +173,7 @@ class TrainConfig:
         "lora", "What learns: adapters, or the base's own weights in float32 (full).", METHODS
     )
     iters: int = _option(600, "Batches to train on.")
-    batch_size: int = _option(4, "Rows of a batch.")
+    batch_size: int = _option(4, "Rows of a batch; with --task embedding 32 unless said.")
     max_seq_length: int = _option(2048, "Most tokens of a row; what is longer is cut.")
     long_rows: str = _option(
         "cut", "Of a text that is longer: its beginning, or all of it in several rows.", LONG_ROWS
@@ -233,6 +242,24 @@ class TrainConfig:
     phases: tuple[Phase, ...] = _option(
         (), "Phases one after the other, with rows and learning rate of their own (YAML only)."
     )
+    task: str = _option(
+        "lm", "What is learned: the next token, or embeddings of sentences by an encoder.", TASKS
+    )
+    loss: str = _option(
+        "auto",
+        "With --task embedding: cosine and cosent for rows with scores, mnrl (in-batch negatives) "
+        "and cached-mnrl for anchors and positives, triplet for those with negatives; auto is "
+        "cosine or mnrl, as the rows are.",
+        LOSSES,
+    )
+    similarity_scale: float = _option(
+        20.0, "Of mnrl and cosent: cosines are multiplied by it (1 / temperature)."
+    )
+    mini_batch_size: int = _option(
+        32, "Of cached-mnrl: texts whose activations are in memory at a time."
+    )
+    triplet_margin: float = _option(5.0, "Of triplet: how much farther a negative must be.")
+    triplet_distance: str = _option("euclidean", "Of triplet: what is far.", DISTANCES)
     seed: int = _option(0, "Seed of adapters, order and dropout.")
     steps_per_report: int = _option(10, "Batches between lines of the log.")
     steps_per_eval: int = _option(200, "Batches between evaluations on the validation rows.")
@@ -265,7 +292,7 @@ class TrainConfig:
     def __post_init__(self):
         positive = (
             "iters batch_size max_seq_length grad_accumulation_steps steps_per_report "
-            "steps_per_eval save_every"
+            "steps_per_eval save_every mini_batch_size"
         ).split()
         checks = [
             (getattr(self, k) > 0, f"{k} must be positive, but got {getattr(self, k)}.")
@@ -343,6 +370,14 @@ class TrainConfig:
                 0 <= self.label_smoothing < 1,
                 f"label_smoothing must be in [0, 1), but got {self.label_smoothing}.",
             ),
+            (
+                math.isfinite(self.similarity_scale) and self.similarity_scale > 0,
+                f"similarity_scale must be positive, but got {self.similarity_scale}.",
+            ),
+            (
+                math.isfinite(self.triplet_margin) and self.triplet_margin >= 0,
+                f"triplet_margin must be 0 or more, but got {self.triplet_margin}.",
+            ),
             (0 <= self.seed < 2**32, f"seed must be in [0, 2^32), but got {self.seed}."),
             (
                 self.clear_cache_threshold is None or self.clear_cache_threshold >= 0,
@@ -374,6 +409,8 @@ class TrainConfig:
                 (not bad, f"{k} {getattr(self, k)} goes with method lora, but that is full.")
                 for k, bad in unfit.items()
             ]
+        if self.task == "lm" and (misplaced := self.changed(EMBEDDING_SETTINGS)):
+            checks.append((False, f"{', '.join(misplaced)}: only with task embedding."))
         named = isinstance(self.lr_schedule, str)
         checks += [
             (
@@ -387,6 +424,11 @@ class TrainConfig:
             ),
         ]
         _raise_faults("TrainConfig", checks)
+
+    def changed(self, names: Sequence[str]) -> list[str]:
+        """Those of some settings that are not as by default."""
+        default = {f.name: f.default for f in dataclasses.fields(self)}
+        return [name for name in names if getattr(self, name) != default[name]]
 
     @property
     def gates(self) -> dict[str, float | None]:

@@ -11,6 +11,12 @@ from .config import DataConfig
 from .errors import PackError, did_you_mean
 
 SPLITS = ("train", "valid", "test")
+# The columns of sentence-transformers, by format; what has more of them is looked for first.
+PAIR_COLUMNS = {
+    "scored pairs": ("sentence1", "sentence2", "score"),
+    "triplets": ("anchor", "positive", "negative"),
+    "pairs": ("anchor", "positive"),
+}
 _SUFFIXES = (".jsonl", ".json", ".parquet")
 _HELD_OUT_SHARE, _HELD_OUT_MOST = 0.05, 100
 
@@ -222,14 +228,22 @@ def fingerprint(rows: list[Row]) -> str:
     return digest.hexdigest()
 
 
+def pair_format(row: Row) -> str | None:
+    """Which kind of pairs a row holds, of `PAIR_COLUMNS`; None if it is of none."""
+    kinds = (kind for kind, names in PAIR_COLUMNS.items() if all(n in row.value for n in names))
+    return next(kinds, None)
+
+
 def row_format(row: Row, config: DataConfig) -> str:
-    """chat, completion or text, by the columns of a row; the order is mlx-lm's."""
+    """chat, completion or text, by the columns of a row, in mlx-lm's order; or a kind of pairs."""
     if config.prompt_feature in row.value and config.completion_feature in row.value:
         return "completion"
     if config.chat_feature in row.value:
         return "chat"
     if config.text_feature in row.value:
         return "text"
+    if (pairs := pair_format(row)) is not None:
+        return pairs
     raise PackError(
         f"{row.where}: must have '{config.chat_feature}', or '{config.prompt_feature}' and "
         f"'{config.completion_feature}', or '{config.text_feature}', but has "

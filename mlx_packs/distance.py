@@ -18,7 +18,7 @@ import numpy as np
 from .adapters import ModuleSpec
 from .base_files import quantization_name
 from .errors import PackError
-from .manifest import ADAPTERS, replaced_of
+from .manifest import replaced_of
 from .pack import Pack
 from .runtime import mx
 
@@ -239,15 +239,10 @@ def _shared(a: Pack, b: Pack) -> dict[str, dict]:
     keys = [k for k in {**recipes[0], **recipes[1]} if recipes[0].get(k) != recipes[1].get(k)]
     hold("recipe", *({k: recipe.get(k) for k in keys} for recipe in recipes))
     hold("versions", *(pack.part("versions") for pack in (a, b)))
-    hold("adapters", *(_adapters_hash(pack) for pack in (a, b)))
+    hold("adapters", *(pack.adapters_hash for pack in (a, b)))
     if found["adapters"]["a"] is None:  # neither of two sums lies on a disk
         found["adapters"]["same"] = a.identity == b.identity
     return found
-
-
-def _adapters_hash(pack: Pack) -> str | None:
-    """Of the file; None if there is none, as of a sum."""
-    return pack.manifest.get("files", {}).get(ADAPTERS, {}).get("sha256")
 
 
 def _targets(pack: Pack) -> list[str]:

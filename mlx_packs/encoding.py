@@ -13,7 +13,7 @@ from functools import cached_property
 import numpy as np
 
 from .config import DataConfig
-from .data import Row, row_format
+from .data import PAIR_COLUMNS, Row, row_format
 from .errors import PackError
 from .fim import SPARE, FillInTheMiddle, arranged, continued, sentinels
 
@@ -66,6 +66,9 @@ class Examples:
 
 def resolve_loss_on(kind: str, loss_on: str | None) -> str:
     """What a format supervises by default, and which wishes it cannot fulfil."""
+    if kind in PAIR_COLUMNS:
+        raise PackError(f"the rows are {kind}, which an encoder learns from: --task embedding, and "
+                        "--model a folder of sentence-transformers.")  # fmt: skip
     if loss_on is None:
         return {"chat": "assistant", "completion": "completion", "text": "all"}[kind]
     if kind == "text" and loss_on != "all":

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import mlx.nn as nn
 import numpy as np
@@ -26,6 +27,9 @@ from .runtime import mx
 from .step import is_traced
 from .swapping import hold_bare
 
+if TYPE_CHECKING:
+    from .embedding_evaluation import EmbeddingReport
+
 _FEATURES = ("chat_feature", "prompt_feature", "completion_feature", "text_feature")
 
 
@@ -42,6 +46,16 @@ class Score:
     nll: float
     rows: int
     targets: int
+
+    @property
+    def logged(self) -> dict[str, float]:
+        """What a run's metrics say of validation rows."""
+        return {"valid_loss": self.nll, "valid_ppl": self.ppl}
+
+    @property
+    def shown(self) -> str:
+        """The same for people."""
+        return f"loss {self.nll:.3f}, PPL {self.ppl:.2f}"
 
 
 @dataclass(frozen=True)
@@ -199,8 +213,10 @@ def evaluate(
     limit: int = -1,
     base_path: str = "auto",
     columns: DataConfig | None = None,
-) -> EvalReport:
+) -> "EvalReport | EmbeddingReport":
     """Perplexity and token accuracy of a base, and of the base with a pack, on the same rows.
+
+    Of an encoder: correlations, retrieval or triplet accuracy, by the rows' columns.
 
     Args:
         pack: a pack or its folder; None scores the base alone.
@@ -212,6 +228,15 @@ def evaluate(
             default of the format.   limit: at most so many batches.
     Raises: PackError for unusable rows, a pack of another base, or a base that carries one.
     """
+    if base.is_encoder:
+        from .embedding_evaluation import evaluate_embeddings
+
+        if loss_on is not None or base_path not in ("auto", "dense"):
+            raise PackError(f"{base.name}: is an encoder, which has neither --loss-on nor a base "
+                            "path.")  # fmt: skip
+        return evaluate_embeddings(
+            base, pack, data, split, batch_size, max_seq_length, limit, columns
+        )
     hold_bare(base)
     if limit == 0 or limit < -1:
         raise PackError(f"--limit must be positive, or -1 for all, but got {limit}.")

@@ -20,7 +20,7 @@ from .encoding import Example, Examples
 from .errors import PackError
 from .evaluation import Scorer
 from .generate import complete_batch
-from .loading import Base
+from .loading import Base, hold_causal
 from .loss import split_head
 from .pack import Pack
 from .swapping import carrying, hold_bare
@@ -53,6 +53,7 @@ def evaluate_tasks(
         the base carries one.
     """
     hold_bare(base)
+    hold_causal(base, "eval-tasks")
     manager = _task_manager(tasks, task_path)
     if limit is not None and limit < 1:
         raise PackError(f"--limit {limit}: must be positive.")

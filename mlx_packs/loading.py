@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import mlx.nn as nn
+import numpy as np
 from mlx.utils import tree_map
 
 from . import runtime
@@ -25,10 +26,14 @@ from .base_files import (
     text_config,
     weight_files,
 )
-from .base_files import missing_shards as missing_shards  # others take these two from here
+from .base_files import missing_shards as missing_shards  # others take these from here
+from .base_files import stored_config as stored_config
 from .base_files import tiny_base_path as tiny_base_path
 from .bitsandbytes import from_bitsandbytes
+from .config import ENCODERS
 from .errors import PackError
+from .models.encoder import Encoder, embedded, is_encoder, load_encoder, tokens_of
+from .models.encoder import load_tokenizer as load_encoder_tokenizer
 from .nn.nf4 import NF4Embedding, NF4Linear
 from .nn.quantized import NF4, replace_modules
 from .ops.nf4 import BLOCK_SIZES, NF4Weight
@@ -67,6 +72,29 @@ class Base:
     def vocab_size(self) -> int:
         """Rows of the embedding table."""
         return int(text_config(self.config)["vocab_size"])
+
+    @property
+    def is_encoder(self) -> bool:
+        """Whether it makes embeddings of sentences, and no next token."""
+        return isinstance(self.model, Encoder)
+
+    def encode(self, texts: Sequence[str], batch_size: int = 32) -> np.ndarray:
+        """Embeddings of texts by an encoder, with the pack that it carries: float32 [N, D].
+
+        Raises: PackError for a causal base, or what is no text.
+        """
+        if not self.is_encoder:
+            raise PackError(f"{self.name}: is a causal {self.config['model_type']}; embeddings are "
+                            f"made by an encoder ({', '.join(ENCODERS)}).")  # fmt: skip
+        if batch_size < 1:
+            raise PackError(f"[encode] batch_size must be positive, but got {batch_size}.")
+        if isinstance(texts, str):
+            raise PackError("[encode] texts must be a list of texts, but got one text.")
+        for at, text in enumerate(texts):
+            if not isinstance(text, str):
+                raise PackError(f"[encode] texts[{at}] must be a text, but is {text!r:.60}.")
+        tokens = tokens_of(self.tokenizer, texts, self.model.longest)
+        return embedded(self.model, tokens, batch_size)
 
     @contextmanager
     def applied(self, pack: "Packs", base_path: str = "quantized") -> Iterator["Base"]:
@@ -130,7 +158,11 @@ def load_model_of(
     """
     from mlx_lm.utils import _get_classes, load_model
 
-    if "model_file" in json.loads((path / "config.json").read_text()) and not trust_remote_code:
+    stored = json.loads((path / "config.json").read_text())
+    if is_encoder(path, stored):
+        raise PackError(f"{path}: is an encoder ({stored['model_type']}) and stays in float32; "
+                        "this is for causal models.")  # fmt: skip
+    if "model_file" in stored and not trust_remote_code:
         raise PackError(f"{path}: brings code of its own; --trust-remote-code runs it.")
     # mlx-lm before 0.32, the last for Python 3.10, has no such argument and always runs the code
     known = "trust_remote_code" in inspect.signature(load_model).parameters
@@ -367,6 +399,8 @@ def load_base(
     path = resolve_base_path(name)
     check_files(path)
     stored = json.loads((path / "config.json").read_text(encoding="utf-8"))
+    if is_encoder(path, stored):
+        return _load_encoder_base(name, path, stored, quantize, compute_dtype, trust_remote_code)
     as_stored = stored_as_asked(stored, quantize)
     recipe = None if as_stored else recipe
     if recipe and (kind := quantized_as(path, stored)):
@@ -408,6 +442,31 @@ def load_base(
     return Base(str(name), path, model, tokenizer, config, found, dict(quantization), came_from)
 
 
+def _load_encoder_base(
+    name: str | Path, path: Path, config: dict, quantize: str, compute_dtype: str, trust: bool
+) -> Base:
+    """An encoder, in float32 on every device."""
+    if quantize != "none":
+        raise PackError(f"--quantize {quantize}: {name} is an encoder, and those are trained in "
+                        "float32: packs plan says why.")  # fmt: skip
+    if compute_dtype not in ("auto", "float32"):
+        raise PackError(f"--compute-dtype {compute_dtype}: {name} is an encoder, which computes in "
+                        "float32.")  # fmt: skip
+    model = load_encoder(path, config)
+    tokenizer = load_encoder_tokenizer(path, config, model.reading.lower_case, trust)
+    return Base(str(name), path, model, tokenizer, config, fingerprint(path))
+
+
+def hold_causal(base: Base, what: str) -> None:
+    """Raises: PackError if a base is an encoder, which has no next token."""
+    if base.is_encoder:
+        raise PackError(
+            f"{what}: {base.name} is an encoder ({base.config['model_type']}) and has no next "
+            "token; for one there are packs train --task embedding, eval, merge, export, and "
+            "base.encode(texts)."
+        )
+
+
 def lazy_base(name: str | Path, trust_remote_code: bool = False) -> Base:
     """A base whose weights are not read, in the dtypes in which they are stored; no tokenizer.
 
@@ -416,6 +475,9 @@ def lazy_base(name: str | Path, trust_remote_code: bool = False) -> Base:
     path = resolve_base_path(name)
     check_files(path)
     stored = json.loads((path / "config.json").read_text(encoding="utf-8"))
+    if is_encoder(path, stored):
+        model = load_encoder(path, stored, lazy=True)
+        return Base(str(name), path, model, None, stored, fingerprint(path))
 
     def pack(model: nn.Module, weights: Weights) -> Weights:
         if _is_nf4(stored_quantization(stored)):

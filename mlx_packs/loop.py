@@ -51,7 +51,7 @@ class Loop:
     """Everything that the loop over a leg's batches needs, so that it reads as one function.
 
     leg: what is learned, and where in the run it begins.   last: no leg comes after it.
-    arrays: of a batch, what the step takes.
+    arrays: of a batch, what the step takes.   unit: what `Batch.count` counts.
     """
 
     attached: Attached
@@ -66,6 +66,7 @@ class Loop:
     display: Display
     callback: object | None
     curve: list[dict]
+    unit: str = "tokens"
 
     def learn(self, batches: Iterator[Batch]) -> None:
         """Take batches up to the end of the leg: step, report, validate, save.
@@ -113,7 +114,8 @@ class Loop:
         held = f"  valid {valid[-1]:.3f}{arrow}" if valid else ""
         memory = mx.get_peak_memory() / 1e9
         tokens_per_s = self.cursor.window.tokens_per_s
-        return f"loss {loss:.3f}{held}  {tokens_per_s:,.0f} tok/s  {memory:.1f} GB"
+        unit = "tok" if self.unit == "tokens" else self.unit
+        return f"loss {loss:.3f}{held}  {tokens_per_s:,.0f} {unit}/s  {memory:.1f} GB"
 
     def _stop_if_not_finite(self, loss: float, norm: float, number: int) -> None:
         if math.isfinite(loss) and math.isfinite(norm):
@@ -146,8 +148,8 @@ class Loop:
             "loss": window.loss_sum / window.targets,
             "grad_norm": self.cursor.grad_norm,
             "learning_rate": float(self.stepper.optimizer.learning_rate),
-            "tokens_per_s": window.tokens_per_s,
-            "trained_tokens": self.cursor.trained_tokens,
+            f"{self.unit}_per_s": window.tokens_per_s,
+            f"trained_{self.unit}": self.cursor.trained_tokens,
             "peak_gb": mx.get_peak_memory() / 1e9,
         }
         self.log(line)
@@ -158,8 +160,8 @@ class Loop:
                     "train_loss": line["loss"],
                     "learning_rate": line["learning_rate"],
                     "iterations_per_second": window.batches / window.seconds,
-                    "tokens_per_second": line["tokens_per_s"],
-                    "trained_tokens": line["trained_tokens"],
+                    f"{self.unit}_per_second": line[f"{self.unit}_per_s"],
+                    f"trained_{self.unit}": line[f"trained_{self.unit}"],
                     "peak_memory": line["peak_gb"],
                 }
             )
@@ -168,11 +170,9 @@ class Loop:
         start = time.perf_counter()
         found = self.validate()
         self.attached.model.train()
-        line = {"batch": self.cursor.batches, "valid_loss": found.nll, "valid_ppl": found.ppl}
+        line = {"batch": self.cursor.batches, **found.logged}
         self.log(line)
-        self.display.line(
-            "valid", f"batch {line['batch']}: loss {found.nll:.3f}, PPL {found.ppl:.2f}"
-        )
+        self.display.line("valid", f"batch {line['batch']}: {found.shown}")
         if self.callback is not None:
             took = time.perf_counter() - start
             self.callback.on_val_loss_report(

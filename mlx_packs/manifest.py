@@ -8,6 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from .config import ENCODERS
 from .errors import PackError
 
 if TYPE_CHECKING:  # importing these loads MLX, and `packs list` reads manifests alone
@@ -21,7 +22,15 @@ CARD = "README.md"
 PIN = "hub.json"  # in a pulled pack, beyond what the manifest names: where it comes from
 HUB_ID = r"[\w-][\w.-]*/[\w-][\w.-]*"
 MAIN = "main"  # the Hub's branch where none is named
-
+# What a pack of an encoder is measured by, and how people call it.
+METRICS = {
+    "spearman": "Spearman",
+    "pearson": "Pearson",
+    "triplet_accuracy": "triplet accuracy",
+    "mrr_at_10": "MRR@10",
+    "ndcg_at_10": "NDCG@10",
+    "recall_at_1": "recall@1",
+}
 
 _MISSING = object()
 _ADAPTER_KINDS = ("lora", "dora", "embedding")
@@ -72,6 +81,10 @@ _OPTIONAL = {
     "license": "text",
     "objective": "a mapping",
     "objective.loss_on": "text",
+    "objective.task": "text",
+    "objective.loss": "text",
+    "objective.pooling": "text",
+    "objective.normalize": "true or false",
     "objective.graph": "text",
     "objective.note": "text",
     "objective.stack": "a list of texts",
@@ -100,6 +113,7 @@ _OPTIONAL = {
         f"eval.{key}": "a number"
         for key in "ppl_before ppl_before_se ppl_after ppl_after_se".split()
     },
+    **{f"eval.{name}_{when}": "a number" for name in METRICS for when in ("before", "after")},
 }
 
 _PHASE = {
@@ -276,6 +290,11 @@ def shapes_of(manifest: dict) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
+def is_of_encoder(manifest: dict) -> bool:
+    """Whether a pack is of an encoder, which makes embeddings."""
+    return manifest["base"]["model_type"] in ENCODERS
+
+
 def mlx_lm_config(specs: "Specs") -> dict | None:
     """``adapter_config.json`` for stock mlx-lm, or None where its one rank and scale do not do.
 
@@ -339,6 +358,11 @@ def model_card(manifest: dict, name: str) -> str:
             f"{result.get('rows', '?')} rows of `{result.get('split', '?')}`.",
             "",
         ]
+    elif is_of_encoder(manifest) and (moved := moved_metrics(result)):
+        lines += [
+            f"Held-out {moved}, on {result.get('rows', '?')} rows of `{result.get('split', '?')}`.",
+            "",
+        ]
     if phases := manifest.get("phases"):
         lines += ["Learned in phases:", "", *(f"- {line}" for line in phase_lines(phases)), ""]
     lines += [f"{line}\n" for line in shown_graph(manifest.get("objective") or {})]
@@ -361,7 +385,7 @@ def _card_metadata(manifest: dict) -> list[str]:
         *([f"base_model: {json.dumps(base)}",
            f"base_model_relation: {'adapter' if is_lora else 'finetune'}"]
           if re.fullmatch(HUB_ID, base, re.ASCII) else []),
-        "pipeline_tag: text-generation",
+        f"pipeline_tag: {'sentence-similarity' if is_of_encoder(manifest) else 'text-generation'}",
         f"tags: [mlx, {'lora, ' * is_lora}mlx-packs]",
         "---",
     ]  # fmt: skip
@@ -417,6 +441,18 @@ def shown_graph(objective: Mapping) -> list[str]:
     ]
 
 
+def shown_metrics(metrics: Mapping[str, float]) -> str:
+    """Metrics of embeddings for people."""
+    return ", ".join(f"{METRICS[name]} {value:.4f}" for name, value in metrics.items())
+
+
+def moved_metrics(result: Mapping) -> str:
+    """Metrics of embeddings before and after, for people, as far as a manifest has them."""
+    names = [n for n in METRICS if all(f"{n}_{when}" in result for when in ("before", "after"))]
+    before, after = ({n: result[f"{n}_{when}"] for n in names} for when in ("before", "after"))
+    return f"{shown_metrics(before)} → {shown_metrics(after)}" if names else ""
+
+
 def shown_perplexity(ppl: float, se: float | None, digits: int = 2) -> str:
     """A perplexity for people, with its standard error where there is one."""
     return f"{ppl:.{digits}f}" + ("" if se is None else f" ± {se:.{digits}f}")
@@ -442,6 +478,8 @@ def _card_command(manifest: dict) -> str:
     from .base_files import TINY
 
     base = manifest["base"]["id"]
+    if is_of_encoder(manifest):
+        return f"packs merge . --model {base} --out merged  # a folder of sentence-transformers"
     if base == TINY:
         return "packs generate --pack . --prompt ..."
     quantize = (manifest.get("recipe") or {}).get("quantize") or "none"

@@ -35,7 +35,7 @@ from .errors import PackError
 from .evaluation import columns_of
 from .fixed import replacements
 from .loading import Base, lazy_base
-from .manifest import ADAPTERS, replaced_of
+from .manifest import is_of_encoder, replaced_of
 from .nn.experts import expert_weights, is_switch_linear
 from .nn.quantized import LINEARS, NF4, QUANTIZED, dequantized_weight
 from .ops import nf4
@@ -101,6 +101,13 @@ def merge_pack(
     source, _ = pack.check_checkpoint(model)
     quantize.output_folder(str(out), source, overwrite)
     columns = columns or columns_of(pack, data)
+    if is_of_encoder(pack.manifest):
+        from .embedding_merge import merge_encoder
+
+        return merge_encoder(
+            pack, model, out, requantize, dtype, max_drift, columns, rows, max_shard_gb, overwrite,
+            trust_remote_code, display,
+        )  # fmt: skip
     found, tried, passes = measured(
         pack, model, requantize, dtype, max_drift, columns, rows, trust_remote_code, display
     )
@@ -121,7 +128,7 @@ def merge_pack(
         return report
     facts = {
         "base": base_files.public_name(str(model)),
-        "pack_sha256": _adapters_hash(pack),
+        "pack_sha256": pack.adapters_hash,
         "requantize": requantize,
         "dtype": dtype,
         "kl_mean": found.kl_mean,
@@ -187,10 +194,6 @@ def check_max_drift(max_drift: float | None) -> None:
     """Raises: PackError for what is no limit; JSON has no infinity either."""
     if max_drift is not None and not 0 <= max_drift < math.inf:
         raise PackError(f"--max-drift must be a number of 0 or more, but is {max_drift}.")
-
-
-def _adapters_hash(pack: Pack) -> str | None:
-    return (pack.manifest.get("files") or {}).get(ADAPTERS, {}).get("sha256")
 
 
 # ── what changes ─────────────────────────────────────────────────────────────────────────────────
@@ -511,7 +514,9 @@ def _own_names(base: Base, source: Path, planned: _Planned, spelled: str):
         short = path.removeprefix("model.")
         origin = base.origins.get(f"{path}.weight")
         known = [origin.removesuffix(".weight")] if isinstance(origin, str) else []
-        for place in (path, short, f"transformer.{short}") if gpt2 else (path, *known):
+        for place in (
+            (path, short, f"transformer.{short}") if gpt2 else (path, f"bert.{path}", *known)
+        ):
             if any(f"{place}.{part}" in raw for part in ("weight", "bias")):
                 places[path] = place
                 break

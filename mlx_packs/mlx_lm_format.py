@@ -12,7 +12,7 @@ import numpy as np
 from .adapters import ModuleSpec, Specs
 from .errors import PackError
 from .foreign import Foreign, Tensors, folded, hold_magnitudes, is_positive
-from .manifest import adapter_config, replaced_of
+from .manifest import adapter_config, is_of_encoder, replaced_of
 from .pack import Pack
 from .runtime import mx
 
@@ -117,6 +117,9 @@ def write(pack: Pack) -> tuple[Tensors, dict, list[str]]:
     Raises: PackError naming what stock mlx-lm cannot load.
     """
     specs, where = pack.specs, pack.path or "this pack"
+    if is_of_encoder(pack.manifest):
+        raise PackError(f"{where}: is of an encoder, and mlx-lm has none; export it to peft, or "
+                        "merge it.")  # fmt: skip
     if not specs and (config := adapter_config(pack.manifest)):
         return dict(pack.load_tensors()), config, []
     if whole := list(replaced_of(pack.manifest))[:3]:

@@ -47,6 +47,7 @@ from .manifest import (
     adapter_config,
     check_manifest,
     check_quantization,
+    is_of_encoder,
     model_card,
     read_manifest,
     read_pin,
@@ -160,6 +161,11 @@ class Pack:
         return self.manifest.get("method") or "lora"
 
     @property
+    def adapters_hash(self) -> str | None:
+        """The SHA-256 of the file of a saved pack's adapters."""
+        return (self.manifest.get("files") or {}).get(ADAPTERS, {}).get("sha256")
+
+    @property
     def beyond_lora(self) -> str:
         """What of it is no LoRA of a linear, in words; empty if nothing is."""
         for path, spec in self.specs.items():
@@ -206,7 +212,8 @@ class Pack:
         check_output(folder, overwrite)
         with whole_folder(folder, replace=True) as partial:
             save_tensors(partial / ADAPTERS, dict(self.load_tensors()))
-            if config := adapter_config(self.manifest):
+            config = adapter_config(self.manifest)
+            if config and not is_of_encoder(self.manifest):
                 (partial / ADAPTER_CONFIG).write_text(to_json(config))
             (partial / CARD).write_text(model_card(self.manifest, folder.name), encoding="utf-8")
             names = [ADAPTERS, ADAPTER_CONFIG, CARD]
@@ -257,6 +264,16 @@ class Pack:
                 f"{how}."
             )
 
+    def check_reading(self, base: Base) -> None:
+        """Raises: PackError if an encoder pools otherwise than the one that the pack is of."""
+        trained = self.part("objective")
+        if not base.is_encoder or trained.get("task") != "embedding":
+            return
+        for name, here in base.model.reading.to_json().items():
+            if trained.get(name, here) != here:
+                raise PackError(f"{self.name}: was trained with {name} {trained[name]}, but "
+                                f"{base.name} has {name} {here} (its modules.json).")  # fmt: skip
+
     def check_checkpoint(self, model: str | Path) -> tuple[Path, dict]:
         """Hold the pack against a checkpoint from its headers and config.json alone.
 
@@ -294,6 +311,7 @@ class Pack:
     def attach(self, base: Base, base_path: str = "quantized") -> Attached:
         """Attach this pack to its base. Raises: PackError if it does not fit."""
         self.check_base(base.name, base.fingerprint, base.config, base.quantization)
+        self.check_reading(base)
         tensors = self.load_tensors()
         fallback = bool(self.part("recipe").get("train_fp16_fallback"))
         where = str(self.path / ADAPTERS if self.path else "pack")
@@ -448,6 +466,8 @@ def _check_geometry(pack: Pack, model: str, path: Path, config: dict) -> bool:
     stored: dict[str, dict] = {}
     for file in weight_files(path):
         stored |= read_header(file)[0]
+    if is_of_encoder(pack.manifest):
+        stored = {name.removeprefix("bert."): tensor for name, tensor in stored.items()}
     specs = pack.specs.values()
     if _is_foreign(config):
         return False

@@ -14,6 +14,7 @@ import numpy as np
 from mlx.utils import tree_flatten
 
 from .adapters import Specs
+from .config import ENCODERS
 from .errors import PackError
 from .foreign import Foreign, Tensors, folded, hold_magnitudes, is_positive, scale_of
 from .geometry import chooses
@@ -39,8 +40,8 @@ _REFUSED = {
 _CHANGED_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 # Families whose modules mlx-lm calls as transformers does; of GPT-2 the one difference is known.
 _SAME_NAMES = (
-    "cohere gemma gemma2 gemma3_text glm4 gpt2 granite helium llama mistral mixtral olmo2 olmoe "
-    "phi phi3 qwen2 qwen2_moe qwen3 qwen3_moe smollm3 stablelm starcoder2"
+    "bert cohere gemma gemma2 gemma3_text glm4 gpt2 granite helium llama mistral mixtral olmo2 "
+    "olmoe phi phi3 qwen2 qwen2_moe qwen3 qwen3_moe smollm3 stablelm starcoder2"
 ).split()
 _LEAVES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 _PART = re.compile(
@@ -50,7 +51,9 @@ _PART = re.compile(
 
 
 def path_here(theirs: str, model_type: str) -> str:
-    """A module's path in mlx-lm."""
+    """A module's path in mlx-lm, or in `models.encoder`."""
+    if model_type in ENCODERS:
+        return re.sub(r"^bert\.", "", theirs)
     if model_type == "gpt2":
         return re.sub(r"^transformer\.", "model.", theirs)
     return theirs
@@ -301,7 +304,7 @@ def _config(pack: Pack, model_type: str, specs: Specs) -> dict:
 
     return {
         "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
+        "task_type": "FEATURE_EXTRACTION" if model_type in ENCODERS else "CAUSAL_LM",
         "base_model_name_or_path": pack.manifest["base"]["id"],
         "r": rank,
         "lora_alpha": alpha,

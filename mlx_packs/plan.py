@@ -22,7 +22,7 @@ from mlx.utils import tree_flatten
 from . import runtime
 from .adapters import plan_specs
 from .batches import padded_length, padded_targets
-from .config import POLICIES, LoRAConfig, TrainConfig
+from .config import ENCODERS, POLICIES, LoRAConfig, TrainConfig
 from .errors import PackError, did_you_mean
 from .files import read_header
 from .geometry import BLOCK_PROJECTIONS, Geometry, Group, Heads
@@ -337,7 +337,8 @@ def _sizes(config: Mapping, tensors: Tensors) -> _Sizes:
     """Raises: PackError for a family or a config that the formula does not know."""
     family = config.get("model_type")
     if family not in FAMILIES:
-        raise PackError(f"no plan for model_type '{family}'; known are {', '.join(FAMILIES)}.")
+        raise PackError(f"no plan for model_type '{family}'; known are "
+                        f"{', '.join((*FAMILIES, *ENCODERS))}.")  # fmt: skip
     heads = Heads.of(dict(config))
     blocks, vocab = config.get("num_hidden_layers"), config.get("vocab_size")
     numbers = (*asdict(heads).values(), blocks, vocab)
@@ -465,9 +466,9 @@ def _base_bytes(
     return total
 
 
-def _optimizer_bytes(specs: Mapping, train: TrainConfig) -> int:
+def optimizer_bytes(specs: Mapping, train: TrainConfig) -> int:
     """The state of the optimizer for all adapters; its arrays are described, never made."""
-    return _state_bytes(
+    return state_bytes(
         (
             shape
             for spec in specs.values()
@@ -478,7 +479,7 @@ def _optimizer_bytes(specs: Mapping, train: TrainConfig) -> int:
     )
 
 
-def _state_bytes(learned: Iterable[tuple[int, int]], train: TrainConfig) -> int:
+def state_bytes(learned: Iterable[tuple[int, int]], train: TrainConfig) -> int:
     """The state of the optimizer for weights of these shapes."""
     shapes = Counter(learned)
     optimizer = make_optimizer(train)
@@ -582,6 +583,10 @@ def estimate(
         targets: M, target slots of a batch; by default every position.
     Raises: PackError for a family that the formula does not know.
     """
+    if config.get("model_type") in ENCODERS:
+        from .embedding_plan import estimate_encoder
+
+        return estimate_encoder(config, tensors, lora, train, length)
     if train.method == "full":
         return _full(config, tensors, lora, train, length, targets)
     if train.objective != "transformer":
@@ -631,7 +636,7 @@ def estimate(
     return MemoryPlan(
         base=_base_bytes(sizes, tensors, train, base_path, itemsize),
         adapters=4 * weights,
-        optimizer=_optimizer_bytes(specs, train),
+        optimizer=optimizer_bytes(specs, train),
         moments={
             moment: dict(zip(names, map(int, each), strict=True)) for moment, each in held.items()
         },
@@ -690,7 +695,7 @@ def _full(
         moments[moment] = {name: int(count) for name, count in held.items()}
     frozen = _base_bytes(sizes, tensors, few, "dense", activation_bytes(config, train))
     return replace(
-        plan, base=frozen, adapters=4 * learned, optimizer=_state_bytes(paths.values(), train),
+        plan, base=frozen, adapters=4 * learned, optimizer=state_bytes(paths.values(), train),
         moments=moments, base_path="dense", adapter_weights=learned,
     )  # fmt: skip
 

@@ -306,7 +306,7 @@ def refuse_from_headers(
             lambda *settings: least(checkpoint, *settings).peak_bytes, lora, train,
             dense=not is_packed(checkpoint.tensors),
         )  # fmt: skip
-        raise _too_large(plan, ways, "at least ")
+        raise too_large(plan, ways, "at least ")
 
 
 def plan_paths(
@@ -359,7 +359,7 @@ def plan_paths(
     taken = dataclasses.replace(
         loaded, base_path=cheapest.base_path, recompute=cheapest.recompute, grad_checkpoint=False
     )
-    raise _too_large(cheapest, remedies(peak, lora, taken, not is_packed(tensors)))
+    raise too_large(cheapest, remedies(peak, lora, taken, not is_packed(tensors)))
 
 
 def choose_path(
@@ -427,7 +427,7 @@ def show_plan(
         display.line("plan", warning)
 
 
-def _too_large(plan: MemoryPlan, ways: list[str], bound: str = "") -> PackError:
+def too_large(plan: MemoryPlan, ways: list[str], bound: str = "") -> PackError:
     told = f"{', '.join(ways[:-1])} or {ways[-1]}" if len(ways) > 1 else ways[0]
     return PackError(
         f"training would take {bound}{size(plan.peak_bytes)} (± {ERROR:.0%}) of "

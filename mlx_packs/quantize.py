@@ -270,7 +270,9 @@ def _begin(partial: Path, plan: Plan) -> list[str]:
     record = partial / RECORD
     if _begins_with(record, plan.request()):
         for file in partial.iterdir():
-            if file.name not in (*plan.shards, RECORD):
+            if file.is_dir():
+                shutil.rmtree(file)
+            elif file.name not in (*plan.shards, RECORD):
                 file.unlink()
         return _finished(partial, plan)
     shutil.rmtree(partial, ignore_errors=True)
@@ -332,6 +334,9 @@ def _write_rest(partial: Path, source: Path, plan: Plan) -> dict:
         for file in source.glob(pattern):
             if file.suffix != ".safetensors" and file.name != "model.safetensors.index.json":
                 shutil.copyfile(file, partial / file.name)
+    for file in source.glob("[0-9]*_*/config.json"):  # modules of sentence-transformers
+        (partial / file.parent.name).mkdir(exist_ok=True)
+        shutil.copyfile(file, partial / file.parent.name / file.name)
     names = {
         name: shard
         for shard, items in plan.shards.items()

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from .errors import PackError
-from .manifest import MANIFEST, read_manifest, read_pin
+from .manifest import MANIFEST, METRICS, read_manifest, read_pin
 
 _ID_DIGITS = 7  # of a commit, beside the name of a pack of the Hub
 
@@ -19,8 +19,9 @@ def list_packs(folder: str | Path | None = ".", hub_cache: bool = False) -> list
         folder: looked through with all below it; with ``hub_cache`` None for the caches alone.
     Returns: an object for each, by name: ``pack`` (folder), ``name``, ``error`` (None if it is
         whole) and, from its manifest, ``base``, ``fingerprint``, ``model_type``, ``quantization``,
-        ``ranks``, ``parameters``, ``pack_mb``, ``ppl_before``, ``ppl_after``, ``created``,
-        ``license``, ``hub`` (repo, revision, commit of a pulled one).
+        ``ranks``, ``parameters``, ``pack_mb``, ``ppl_before``, ``ppl_after`` (of an encoder null,
+        with ``metric``, ``metric_before``, ``metric_after`` instead), ``created``, ``license``,
+        ``hub`` (repo, revision, commit of a pulled one).
     Raises: PackError if there is no such folder.
     """
     found = []
@@ -64,7 +65,7 @@ def _described(name: str, folder: Path) -> dict:
     """A pack for a list; where its manifest cannot be read or a file is not whole, the error."""
     entry = dict.fromkeys(
         "base fingerprint model_type quantization ranks parameters pack_mb ppl_before ppl_after "
-        "created license".split()
+        "metric metric_before metric_after created license".split()
     )
     entry = {"pack": str(folder), "name": name, "error": None, **entry, "hub": read_pin(folder)}
     try:
@@ -81,6 +82,7 @@ def _described(name: str, folder: Path) -> dict:
             "pack_mb": round((own + sum(facts["bytes"] for facts in files.values())) / 1e6, 3),
             "ppl_before": result.get("ppl_before"),
             "ppl_after": result.get("ppl_after"),
+            **_metric(result),
             "created": measured.get("created"),
             "license": manifest.get("license"),
         }
@@ -90,6 +92,13 @@ def _described(name: str, folder: Path) -> dict:
     except OSError as error:
         entry["error"] = f"{MANIFEST}: {error.strerror or error}"
     return entry
+
+
+def _metric(result: dict) -> dict:
+    """The metric that a pack of an encoder is told by; empty if it has none."""
+    name = next((name for name in METRICS if f"{name}_after" in result), None)
+    values = {when: result.get(f"{name}_{when}") for when in ("before", "after")}
+    return {} if name is None else {"metric": name} | {f"metric_{k}": v for k, v in values.items()}
 
 
 def _fault(folder: Path, files: dict) -> str | None:
@@ -133,9 +142,12 @@ def _cells(entry: dict) -> tuple[str, ...]:
     ranks, before, after = entry["ranks"], entry["ppl_before"], entry["ppl_after"]
     some = [f"{ranks[0]}" if len(ranks) == 1 else f"{ranks[0]}-{ranks[-1]}"] if ranks else ["full"]
     measured = before is not None and after is not None
+    moved = f"{_short(before)}→{_short(after)}" if measured else "-"
+    if (name := entry["metric"]) and entry["metric_before"] is not None:
+        moved = f"{METRICS[name]} {entry['metric_before']:.2f}→{entry['metric_after']:.2f}"
     return (
         entry["name"], entry["base"].rsplit("/", 1)[-1], f"{entry['pack_mb']:.1f}", *some,
-        f"{_short(before)}→{_short(after)}" if measured else "-", (entry["created"] or "-")[:10],
+        moved, (entry["created"] or "-")[:10],
     )  # fmt: skip
 
 

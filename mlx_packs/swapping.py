@@ -65,6 +65,7 @@ def swap_in(base: Base, pack: Pack | None, base_path: str = "quantized") -> None
     before = base.carried
     if pack is not None:
         pack.check_base(base.name, base.fingerprint, base.config, base.quantization)
+        pack.check_reading(base)
         tensors = pack.load_tensors()
         if before and before.base_path == base_path and before.frame.fits(pack):
             before.attached.load(tensors, pack.name)

@@ -20,11 +20,13 @@ from .config import (
     said,
 )
 from .display import NORMAL, QUIET, VERBOSE, Display, clock
+from .embedding_plan import BATCH_SIZE
 from .encoding import Example, encode
+from .errors import PackError
 from .gates import failures, shown
 from .layouts import translate
 from .loading import TINY, check_files, load_base_tokenizer, resolve_base_path, text_config
-from .manifest import phase_lines, shown_result
+from .manifest import moved_metrics, phase_lines, shown_result
 from .phases import check_said, legs_of
 from .prepare import encoding_options
 from .training import tiny_recipe, train_pack
@@ -75,8 +77,9 @@ def command(configs, force, show_mask, as_json, verbose, quiet, **flags):
     That is the tiny Qwen3 and the data that the package carries, in a minute or two.
 
     Rows: train.jsonl, valid.jsonl, test.jsonl with {"messages": [{"role", "content"}]}, {"prompt",
-    "completion"} or {"text"}. Every flag and YAML key of mlx_lm.lora is understood. Defaults in
-    brackets are for real bases, after "tiny:" for the tiny one.
+    "completion"} or {"text"}; of an encoder (--task embedding) {"sentence1", "sentence2", "score"}
+    or {"anchor", "positive"} and perhaps "negative". Every flag and YAML key of mlx_lm.lora is
+    understood. Defaults in brackets are for real bases, after "tiny:" for the tiny one.
     """
     flags = {k: v for k, v in flags.items() if v is not None}
     values = read_configs(configs)
@@ -85,6 +88,8 @@ def command(configs, force, show_mask, as_json, verbose, quiet, **flags):
     run = recipe.run
     display = Display(QUIET if quiet else VERBOSE if verbose else NORMAL)
     if show_mask:
+        if recipe.train.task == "embedding":
+            raise PackError("--show-mask: is of tokens that are learned; pairs have none.")
         _show_mask(recipe, display, as_json)
         return
     result = train_pack(
@@ -115,7 +120,7 @@ def read_configs(files: Sequence[str]) -> dict:
 
 
 def recipe_of(flags: dict, values: dict) -> Recipe:
-    """Flags over the file's values over the recipe of the run to resume, or of the tiny base."""
+    """Flags over the file's values over the recipe of the run to resume, or what suits the base."""
     told = resolve(flags, under=[values]).run
     if told.get("resume") and "out" in told:
         run = run_folder(Path(told["out"]).expanduser())
@@ -125,6 +130,8 @@ def recipe_of(flags: dict, values: dict) -> Recipe:
         values = {k: v for k, v in values.items() if k != "resume_adapter_file"}
     else:
         lowest = tiny_recipe() if told.get("model", TINY) == TINY else {}
+        if resolve(flags, under=[values]).train.task == "embedding":
+            lowest = {"batch_size": BATCH_SIZE}
     recipe = resolve(flags, under=[lowest, values])
     if recipe.train.method == "full":  # what the tiny base is told of adapters is left behind
         ours = resolve(flags, under=[values])
@@ -134,7 +141,25 @@ def recipe_of(flags: dict, values: dict) -> Recipe:
     return recipe
 
 
+def _print_embedding_result(report: dict, model: str, quiet: bool) -> None:
+    held = report["held_out"]
+    click.echo(f"done    held-out {moved_metrics(report)} on {held['rows']} {held['split']} rows"
+               f"{shown(report['gates'])}")  # fmt: skip
+    if quiet:
+        return
+    click.echo(
+        f"speed   {report['pairs_per_s']:,.0f} pairs/s · {clock(report['train_s'])} for "
+        f"{report['steps']} updates · peak {report['peak_gb']:.2f} GB of arrays "
+        f"({report['plan_peak_gb']:.2f} estimated), {report['process_peak_gb']:.2f} GB of process"
+    )
+    click.echo(f"pack    {report['pack']} ({report['pack_mb']:.1f} MB)    try: packs eval "
+               f"{report['pack']} --model {model} --data …")  # fmt: skip
+
+
 def _print_result(report: dict, model: str, quiet: bool) -> None:
+    if report.get("task") == "embedding":
+        _print_embedding_result(report, model, quiet)
+        return
     drop = 1 - report["ppl_after"] / report["ppl_before"]
     held = report["held_out"]
     click.echo(

@@ -43,7 +43,7 @@ from .full import Unfrozen, check_dense, unfreeze
 from .gates import Gates, judge, limits
 from .generate import chat_prompt, complete
 from .lanes import has_lanes
-from .loading import TINY, Base, load_base
+from .loading import TINY, Base, load_base, stored_config
 from .loop import Loop
 from .loss import Arrays, Head, split_head
 from .nn.quantized import count_weights
@@ -96,7 +96,7 @@ class TrainRun:
             if points:
                 ax.plot(*zip(*points, strict=True), style, label=key.replace("_", " "))
         ax.set_xlabel("batch")
-        ax.set_ylabel("loss (nats a token)")
+        ax.set_ylabel("loss" if "loss" in self.report else "loss (nats a token)")
         ax.legend()
         return ax
 
@@ -181,13 +181,23 @@ def _train_into(
     """`train_pack` once everything is said and the folders are its own."""
     earlier = check_resumable(run) if resume else None
     started = started_from(resume_adapter_file, earlier)
+    from .embedding_training import check_task, train_embeddings
+
     splits = [leg.load_rows() for leg in legs]
+    if not isinstance(base, Base):
+        check_task(str(base), stored_config(base)["model_type"], lora, train, columns)
     base = _loaded(base, lora, train, trust_remote_code, force, display)
+    check_task(base.name, base.config["model_type"], lora, train, columns)
     if train.method == "full":
         check_dense(base, train.base_path)
     display.line("base", base.summary())
     if unused := unused_learning_rate(train):
         display.line("note", unused)
+    if base.is_encoder:
+        return train_embeddings(
+            folder, run, base, lora, legs[0], splits[0], display, overwrite or resume, earlier,
+            started, resume_adapter_file, report_to, project_name, force,
+        )  # fmt: skip
     graph = graph_of(base, lora, train)
     for line in graph.lines():
         display.line("graph", line)
@@ -240,8 +250,8 @@ def _train_into(
         scorer = Scorer(attached.model, head, graph.arrays)
         before = _score_base(attached, scorer, course, display)
         texts = {} if graph.is_proxy else {"before": sample.complete(base)}
-        callback = _callback(report_to, project_name, run, recipe)
-        _start_run_folder(run, identity, resume)
+        callback = reporters(report_to, project_name, run, recipe)
+        start_run_folder(run, identity, resume)
         arrays = prefix.arrays if prefix else graph.arrays
         ahead = prefix.ahead if prefix else iter
         learned = _learn(
@@ -346,7 +356,7 @@ def _loaded(
 # ── learning ─────────────────────────────────────────────────────────────────────────────────────
 
 
-def _start_run_folder(run: Path, identity: dict, resume: bool) -> None:
+def start_run_folder(run: Path, identity: dict, resume: bool) -> None:
     make_folder(run)
     if not resume:
         clear_run(run)
@@ -467,7 +477,7 @@ def _check_report_to(report_to: str | None, project: str | None) -> None:
             raise PackError(f"--report-to {report_to}: is not installed; pip install {name}.")
 
 
-def _callback(report_to: str | None, project: str | None, run: Path, recipe: Recipe):
+def reporters(report_to: str | None, project: str | None, run: Path, recipe: Recipe):
     """mlx-lm's own reporters for wandb and swanlab."""
     if report_to is None:
         return None

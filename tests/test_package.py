@@ -22,14 +22,14 @@ ops._cost ops._backend ops._check
 ops.exponential ops.sliced_matmul ops.affine ops.attention ops.linear_cross_entropy
 ops.blockwise ops.nf4 ops.grouped_lora ops.multi_lora
 nn.lora nn.nf4 nn.quantized nn.segments nn.experts nn.recompute nn.prefix nn.blocks nn.fixed
-nn.stack lanes backends bitsandbytes packing base_files origins
+nn.stack lanes backends bitsandbytes packing base_files origins models.encoder
 loading quantize families geometry adapters full fixed base_path
-data fim encoding token_cache batches loss packable state_store prefix table objective
-optim step plan advice
+data fim encoding token_cache batches pairs loss embedding_loss packable state_store prefix
+table objective optim step plan embedding_plan advice
 manifest pack hub publish shelf distance
-weighted swapping evaluation generate speed comparison harness
-phases checkpoint prepare loop training train layer_trainer
-drift merge combine foreign peft_format mlx_lm_format interop
+weighted swapping evaluation embedding_evaluation generate speed comparison harness
+phases checkpoint prepare loop training embedding_training train layer_trainer
+drift merge embedding_merge combine foreign peft_format mlx_lm_format interop
 eval_batch eval_tasks doctor cli
 """.split()
 

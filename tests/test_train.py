@@ -333,7 +333,7 @@ def test_a_run_has_its_own_cache_limit_and_leaves_that_of_before(tiny, rows, tmp
             mx.set_cache_limit(seen[-1])
             raise KeyboardInterrupt
 
-    monkeypatch.setattr("mlx_packs.training._callback", lambda *_: Stop())
+    monkeypatch.setattr("mlx_packs.training.reporters", lambda *_: Stop())
     before = mx.set_cache_limit(5 << 20)
     try:
         for threshold, limit in ((None, runtime.cache_limit()), (1 << 30, 1 << 30)):

@@ -1,11 +1,12 @@
-"""exp, and what is made of it, for MLX on CPUs.
+"""exp and erf, and what is made of them, for MLX on CPUs.
 
-MLX's CPU backend on Linux takes exp one element at a time (12 ns each); in a training step that is
-a third of the time. The usual range reduction and a rational function, written as MLX array
-operations, are 3 to 6 times as fast, since additions and products are vectorized. On other devices,
-and for other dtypes than float32, the reference is used.
+MLX's CPU backend on Linux takes exp one element at a time (12 ns each), and erf in 26 ns; in a
+training step that is a third of the time, in an encoder half. The usual range reduction and
+rational functions, written as MLX array operations, are 3 to 6 times as fast, since additions and
+products are vectorized. On other devices, and for other dtypes than float32, the reference is used.
 """
 
+import math
 from collections.abc import Callable
 
 import mlx.core as mx
@@ -22,6 +23,11 @@ _ROUNDING = 12582912.0
 # 2^r, whose u has been divided by ln 2. On [-ln 2 / 2, ln 2 / 2] three terms are right to 3e-8.
 _NATURAL = (2.0, 1 / 6, -1 / 360)
 _BINARY = (2 * _LOG2_E, _LN_2 / 6, -(_LN_2**3) / 360)
+# erf(x) = x P(x^2) / Q(x^2) within 2e-8 for |x| <= 3.95, where it is 1 to float32: coefficients of
+# both from the lowest, by reweighted least squares.
+_ERF_END = 3.95
+_ERF_P = (1.128379007, 0.1940286378, 0.05320593955, 0.003916947831, 2.875809255e-4, 2.011657924e-6)
+_ERF_Q = (1.0, 0.505284897, 0.1155876601, 0.01526999235, 0.001198088557, 3.783777996e-5)
 
 
 def _by_formula(x: mx.array) -> bool:
@@ -119,3 +125,46 @@ def swiglu(gate: mx.array, up: mx.array) -> mx.array:
         return nn.silu(gate) * up
     flat = (-1, gate.shape[-1])
     return _swiglu(gate.reshape(flat), up.reshape(flat)).reshape(gate.shape)
+
+
+def _erf(x: mx.array) -> mx.array:
+    """Within 5e-7 of erf."""
+    x = mx.clip(x, -_ERF_END, _ERF_END)
+    square = x * x
+
+    def polynomial(coefficients: tuple[float, ...]) -> mx.array:
+        *others, total = coefficients
+        for coefficient in reversed(others):
+            total = total * square + coefficient
+        return total
+
+    return x * polynomial(_ERF_P) / polynomial(_ERF_Q)
+
+
+def _normal(x: mx.array) -> mx.array:
+    """The share of a normal distribution that lies below x."""
+    return 0.5 + 0.5 * _erf(x * math.sqrt(0.5))
+
+
+@mx.custom_function
+def _gelu(x: mx.array) -> mx.array:
+    return x * _normal(x)
+
+
+@_gelu.vjp
+def _gelu_vjp(x, cotangent, _):
+    # made again from x: keeping it would be a third array as wide as the feed-forward
+    density = exp(-0.5 * x * x) * (1 / math.sqrt(2 * math.pi))
+    return cotangent * (_normal(x) + x * density)
+
+
+def gelu(x: mx.array) -> mx.array:
+    """The unit of BERT (https://arxiv.org/abs/1606.08415). Only ``x`` is kept for the backward.
+
+    Semantics: x * (1 + erf(x / sqrt(2))) / 2
+
+    Args: x: any shape and float dtype.   Returns: the same shape and dtype.
+    """
+    if not _by_formula(x):
+        return nn.gelu(x)
+    return _gelu(x)

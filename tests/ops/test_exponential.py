@@ -1,10 +1,12 @@
-"""exp and SwiGLU against MLX's own, values and gradients."""
+"""exp, SwiGLU and GELU against MLX's own, values and gradients."""
+
+import math
 
 import mlx.nn as nn
 import numpy as np
 import pytest
 
-from mlx_packs.ops.exponential import exp, exp2, swiglu
+from mlx_packs.ops.exponential import exp, exp2, gelu, swiglu
 from mlx_packs.runtime import mx
 
 
@@ -62,3 +64,20 @@ def test_swiglu_and_its_gradients_are_those_of_silu_times_up(dtype):
     for gradient, reference in zip(grads, wanted, strict=True):
         assert gradient.dtype == dtype
         assert mx.allclose(gradient, reference, rtol=tolerance, atol=tolerance).item()
+
+
+def test_gelu_and_its_gradient_are_within_1e_6_of_float64():
+    x = np.concatenate([np.linspace(-12, 12, 20_001), [0.0, 1e-30, -60.0, 60.0]])
+    x = x.astype(np.float32)
+    below = np.array([0.5 * math.erfc(-value / math.sqrt(2)) for value in x.astype(np.float64)])
+    density = np.exp(-(x.astype(np.float64) ** 2) / 2) / math.sqrt(2 * math.pi)
+    value, gradient = gelu(mx.array(x)), mx.grad(lambda v: gelu(v).sum())(mx.array(x))
+    scale = np.maximum(np.abs(x), 1)
+    assert (np.abs(np.array(value) - x * below) / scale).max() < 1e-6
+    assert np.abs(np.array(gradient) - (below + x * density)).max() < 2e-6
+
+
+@pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16])
+def test_gelu_of_other_dtypes_is_mlxs_own(dtype):
+    x = mx.random.normal((7, 33)).astype(dtype)
+    assert mx.array_equal(gelu(x), nn.gelu(x)).item() and gelu(x).dtype == dtype

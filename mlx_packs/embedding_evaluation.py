@@ -1,0 +1,184 @@
+"""How good embeddings are on held-out rows: correlation with scores, retrieval, triplets.
+
+The numbers are those of sentence-transformers' EmbeddingSimilarityEvaluator,
+InformationRetrievalEvaluator and TripletEvaluator with the cosine.
+"""
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+
+from .config import DataConfig, TrainConfig
+from .embedding_loss import arrays_of
+from .errors import PackError
+from .evaluation import columns_of, evaluation_rows
+from .loading import Base
+from .manifest import shown_metrics
+from .models.encoder import Encoder, embedded
+from .pack import Pack
+from .pairs import PairBatch, Pairs, encode_pairs
+from .runtime import mx
+from .swapping import hold_bare
+
+TOP = 10  # of MRR and NDCG
+_QUERIES = 512  # whose similarities are in memory at a time
+
+Metrics = dict[str, float]
+
+
+@dataclass(frozen=True)
+class EmbeddingScore:
+    """Validation rows in the loop: the loss, as far as it was asked for, and the metrics."""
+
+    nll: float
+    metrics: Metrics
+
+    @property
+    def logged(self) -> dict[str, float]:
+        """What a run's metrics say of validation rows."""
+        return {"valid_loss": self.nll, **{f"valid_{k}": v for k, v in self.metrics.items()}}
+
+    @property
+    def shown(self) -> str:
+        """The same for people."""
+        return f"loss {self.nll:.3f}, {shown_metrics(self.metrics)}"
+
+
+@dataclass(frozen=True)
+class EmbeddingReport:
+    """Base and base with pack on the same rows: metrics by name."""
+
+    rows: int
+    format: str
+    base: Metrics
+    pack: Metrics | None
+
+    def to_json(self) -> dict:
+        return asdict(self)
+
+
+# ── metrics ──────────────────────────────────────────────────────────────────────────────────────
+
+
+def check_scores(pairs: Pairs, where: str) -> None:
+    """Raises: PackError if no correlation can be had with the scores of held-out rows."""
+    if pairs.scores is not None and len(np.unique(pairs.scores)) < 2:
+        raise PackError(f"{where}: all {len(pairs)} held-out rows have the same score; a "
+                        "correlation needs different ones (valid.jsonl).")  # fmt: skip
+
+
+def score_pairs(model: Encoder, pairs: Pairs, batch_size: int) -> Metrics:
+    """The metrics that the rows allow, the most telling first. The model must not be in training.
+
+    Semantics: correlations of the cosine with the score; or retrieval of each anchor's positives
+    among all positives; with negatives also how often the positive is nearer.
+    """
+    numbers, first = np.unique(pairs.texts, return_index=True)
+    rows, columns = np.unravel_index(first, pairs.texts.shape)
+    tokens = [pairs.tokens[c][r] for r, c in zip(rows, columns, strict=True)]
+    vectors = embedded(model, tokens, batch_size)
+    vectors /= np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), 1e-12)
+    at = np.searchsorted(numbers, pairs.texts)  # [N, C] into vectors
+    if pairs.scores is not None:
+        cosines = (vectors[at[:, 0]] * vectors[at[:, 1]]).sum(axis=1)
+        return {"spearman": spearman(cosines, pairs.scores),
+                "pearson": pearson(cosines, pairs.scores)}  # fmt: skip
+    found = retrieval(vectors, at[:, 0], at[:, 1])
+    if pairs.format == "triplets":
+        anchor, positive, negative = (vectors[column] for column in at.T)
+        nearer = (anchor * positive).sum(axis=1) > (anchor * negative).sum(axis=1)
+        found = {"triplet_accuracy": float(nearer.mean()), **found}
+    return found
+
+
+def pearson(a: np.ndarray, b: np.ndarray) -> float:
+    """Correlation of two [N]; 0 where one of them does not vary."""
+    a, b = (x.astype(np.float64) - x.mean(dtype=np.float64) for x in (a, b))
+    norm = float(np.sqrt((a * a).sum() * (b * b).sum()))
+    return float((a * b).sum()) / norm if norm > 0 else 0.0
+
+
+def spearman(a: np.ndarray, b: np.ndarray) -> float:
+    """Correlation of the ranks of two [N]; equal values share the mean of their ranks."""
+    return pearson(_ranks(a), _ranks(b))
+
+
+def _ranks(x: np.ndarray) -> np.ndarray:
+    _, place, counts = np.unique(x, return_inverse=True, return_counts=True)
+    last = np.cumsum(counts)
+    return (last - (counts - 1) / 2)[place]
+
+
+def retrieval(vectors: np.ndarray, anchors: np.ndarray, positives: np.ndarray) -> Metrics:
+    """MRR@10, NDCG@10 and recall@1 of each anchor's positives among all positives.
+
+    Args:
+        vectors: [M, D] of length 1.   anchors, positives: int [N] into them; an anchor that stands
+            in several rows has several positives.
+    """
+    queries, documents = np.unique(anchors), np.unique(positives)
+    right: dict[int, set[int]] = {}
+    for anchor, positive in zip(anchors.tolist(), positives.tolist(), strict=True):
+        right.setdefault(anchor, set()).add(positive)
+    gains = 1 / np.log2(np.arange(2, TOP + 2))
+    reciprocal, discounted, recall = [], [], []
+    for start in range(0, len(queries), _QUERIES):
+        chosen = queries[start : start + _QUERIES]
+        cosines = vectors[chosen] @ vectors[documents].T
+        ranked = documents[np.argsort(-cosines, axis=1, kind="stable")[:, :TOP]]
+        for query, found in zip(chosen.tolist(), ranked, strict=True):
+            hits = np.array([document in right[query] for document in found.tolist()])
+            places = np.flatnonzero(hits)
+            reciprocal.append(1 / (places[0] + 1) if len(places) else 0.0)
+            ideal = gains[: min(len(right[query]), TOP)].sum()
+            discounted.append(gains[: len(hits)][hits].sum() / ideal)
+            recall.append(float(hits[0]) / len(right[query]))
+    return {
+        "mrr_at_10": float(np.mean(reciprocal)),
+        "ndcg_at_10": float(np.mean(discounted)),
+        "recall_at_1": float(np.mean(recall)),
+    }
+
+
+# ── evaluation ───────────────────────────────────────────────────────────────────────────────────
+
+
+def mean_loss(loss: Callable[..., mx.array], batches: list[PairBatch]) -> float:
+    """Of some batches, a row."""
+    total = sum(loss(*arrays_of(batch)).item() for batch in batches)
+    return total / sum(batch.count for batch in batches)
+
+
+def evaluate_embeddings(
+    base: Base,
+    pack: str | Path | Pack | None,
+    data: str | Path,
+    split: str = "test",
+    batch_size: int = 32,
+    max_seq_length: int | None = None,
+    limit: int = -1,
+    columns: DataConfig | None = None,
+) -> EmbeddingReport:
+    """What `evaluation.evaluate` says of an encoder.
+
+    Raises: PackError for unusable rows, a pack of another base, or a base that carries one.
+    """
+    hold_bare(base)
+    if limit == 0 or limit < -1:
+        raise PackError(f"--limit must be positive, or -1 for all, but got {limit}.")
+    if pack is not None and not isinstance(pack, Pack):
+        pack = Pack.open(pack)
+    columns = columns or columns_of(pack, data)
+    if pack is not None:
+        max_seq_length = max_seq_length or pack.part("recipe").get("max_seq_length")
+    longest = min(max_seq_length or TrainConfig.max_seq_length, base.model.longest)
+    rows = evaluation_rows(columns, split)
+    pairs = encode_pairs(rows[: limit * batch_size] if limit > 0 else rows, base.tokenizer, longest)
+    check_scores(pairs, str(columns.data))
+    plain, with_pack = score_pairs(base.model, pairs, batch_size), None
+    if pack is not None:
+        with base.applied(pack):
+            with_pack = score_pairs(base.model, pairs, batch_size)
+    return EmbeddingReport(len(pairs), pairs.format, plain, with_pack)

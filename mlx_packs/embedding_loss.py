@@ -1,0 +1,142 @@
+"""Losses of embeddings, with sentence-transformers' numbers.
+
+Each takes embeddings [B, D] by column and weights [B] (0 where a row is padding), and gives the
+mean loss of the batch times its number of rows, so that batches of one update add up.
+
+Cosine similarity: https://arxiv.org/abs/1908.10084. Ranking by the other rows of a batch:
+https://arxiv.org/abs/1705.00652. CoSENT: https://kexue.fm/archives/8847. Triplets:
+https://arxiv.org/abs/1703.07737. Gradients by mini-batches: https://arxiv.org/abs/2101.06983
+"""
+
+from collections.abc import Callable, Sequence
+
+from .config import TrainConfig
+from .models.encoder import Encoder, unit
+from .nn.recompute import recomputed
+from .pairs import PairBatch
+from .runtime import mx
+
+_HIDDEN = -1e9  # a logit that takes no part, finite so that its gradient is 0 and not NaN
+
+Arrays = tuple[mx.array, ...]
+
+
+def cosine_loss(embeddings: Sequence[mx.array], weights: mx.array, scores: mx.array) -> mx.array:
+    """Semantics: sum(weights * (cos(a, b) - scores)^2)."""
+    return (weights * (cosines(*embeddings) - scores).square()).sum()
+
+
+def cosent_loss(
+    embeddings: Sequence[mx.array], weights: mx.array, scores: mx.array, scale: float
+) -> mx.array:
+    """Semantics: B * log(1 + sum of exp(scale * (cos_i - cos_j)) where scores_i < scores_j)."""
+    logits = scale * cosines(*embeddings)
+    differences = logits[:, None] - logits[None]
+    ordered = (scores[:, None] < scores[None]) & ((weights[:, None] * weights[None]) > 0)
+    differences = mx.where(ordered, differences, _HIDDEN).flatten()
+    total = mx.logsumexp(mx.concatenate([mx.zeros((1,)), differences]))
+    return total * weights.sum()
+
+
+def ranking_loss(embeddings: Sequence[mx.array], weights: mx.array, scale: float) -> mx.array:
+    """Each anchor's positive among all positives and negatives of the batch.
+
+    Semantics: sum of -log softmax(scale * cos(anchor_i, candidates))[positive_i].
+    """
+    anchors, *candidates = (unit(column) for column in embeddings)
+    logits = scale * (anchors @ mx.concatenate(candidates).T)  # [B, B x candidates of a row]
+    there = mx.concatenate([weights] * len(candidates)) > 0
+    right = mx.diagonal(logits)  # its positive is the first B columns' own
+    log_sums = mx.logsumexp(mx.where(there[None], logits, _HIDDEN), axis=1)
+    return (weights * (log_sums - right)).sum()
+
+
+def triplet_loss(
+    embeddings: Sequence[mx.array], weights: mx.array, margin: float, distance: str
+) -> mx.array:
+    """Semantics: sum(weights * max(0, d(anchor, positive) - d(anchor, negative) + margin))."""
+    anchor, positive, negative = embeddings
+    far = _DISTANCES[distance]
+    return (weights * mx.maximum(far(anchor, positive) - far(anchor, negative) + margin, 0)).sum()
+
+
+def cosines(a: mx.array, b: mx.array) -> mx.array:
+    """Of rows, [B]."""
+    return (unit(a) * unit(b)).sum(axis=-1)
+
+
+def _euclidean(a: mx.array, b: mx.array) -> mx.array:
+    square = (a - b).square().sum(axis=-1)
+    apart = square > 0  # the gradient of a distance of 0 is 0, not NaN
+    return mx.where(apart, mx.sqrt(mx.where(apart, square, 1)), 0)
+
+
+_DISTANCES: dict[str, Callable[[mx.array, mx.array], mx.array]] = {
+    "euclidean": _euclidean,
+    "cosine": lambda a, b: 1 - cosines(a, b),
+    "manhattan": lambda a, b: mx.abs(a - b).sum(axis=-1),
+}
+
+
+def embed_in_parts(
+    model: Encoder, columns: Sequence[mx.array], lengths: mx.array, size: int
+) -> list[mx.array]:
+    """Embeddings of columns, ``size`` texts at a time; the backward computes each part again.
+
+    A part waits for the one before it, on the way back too, so that the activations of one are in
+    memory at a time. The numbers are those of all at once.
+
+    Args:
+        columns: int [B, T] each.   lengths: [C, B].
+    """
+    turn = mx.zeros(())  # goes from part to part, and its gradient back
+
+    def part(turn: mx.array, tokens: mx.array, lengths: mx.array) -> tuple[mx.array, mx.array]:
+        vectors = model(tokens, lengths)
+        return vectors, mx.depends([turn], [vectors])[0]
+
+    embeddings = []
+    for column, counts in zip(columns, lengths, strict=True):
+        parts = []
+        for start in range(0, len(column), size):
+            here = slice(start, start + size)
+            vectors, turn = recomputed(part, [model], turn, column[here], counts[here])
+            parts.append(vectors)
+        embeddings.append(mx.concatenate(parts))
+    # nothing is added but the order: `turn` is zero
+    embeddings[-1] = embeddings[-1] + turn
+    return embeddings
+
+
+def arrays_of(batch: PairBatch) -> Arrays:
+    """What a loss takes: the first two columns, lengths, weights, then scores or a third column.
+
+    The weights stand where `step.Stepper` looks for them.
+    """
+    first, second, *others = (mx.array(column) for column in batch.columns)
+    scores = [] if batch.scores is None else [mx.array(batch.scores)]
+    return (first, second, mx.array(batch.lengths), mx.array(batch.weights), *scores, *others)
+
+
+def make_loss(model: Encoder, name: str, train: TrainConfig) -> Callable[..., mx.array]:
+    """A loss by name as a function of the arrays of a batch."""
+    scored = name in ("cosine", "cosent")
+
+    def loss(
+        first: mx.array, second: mx.array, lengths: mx.array, weights: mx.array, *rest: mx.array
+    ) -> mx.array:
+        columns = [first, second, *(() if scored else rest)]
+        if name == "cached-mnrl":
+            embeddings = embed_in_parts(model, columns, lengths, train.mini_batch_size)
+        else:
+            embeddings = [model(*column) for column in zip(columns, lengths, strict=True)]
+        if name == "cosine":
+            return cosine_loss(embeddings, weights, rest[0])
+        if name == "cosent":
+            return cosent_loss(embeddings, weights, rest[0], train.similarity_scale)
+        if name == "triplet":
+            margin, distance = train.triplet_margin, train.triplet_distance
+            return triplet_loss(embeddings, weights, margin, distance)
+        return ranking_loss(embeddings, weights, train.similarity_scale)
+
+    return loss

@@ -1,0 +1,394 @@
+"""Train a pack of an encoder: sentence pairs in, adapters on a frozen float32 base, a folder out.
+
+The loop, its steps, checkpoints and the pack are those of `training`; what differs is said here:
+rows are pairs, a loss is over the texts of a batch, and what is measured is no perplexity.
+"""
+
+import time
+from contextlib import closing
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from . import data as rows_of
+from . import runtime
+from .adapters import Attached, attach
+from .batches import prefetched
+from .checkpoint import Cursor, kept_metrics, latest_checkpoint, load_checkpoint
+from .config import ENCODERS, DataConfig, LoRAConfig, Recipe, TrainConfig
+from .display import VERBOSE, Display
+from .embedding_evaluation import (
+    EmbeddingScore,
+    Metrics,
+    check_scores,
+    mean_loss,
+    score_pairs,
+)
+from .embedding_loss import arrays_of, make_loss
+from .embedding_plan import estimate_encoder
+from .errors import PackError
+from .full import Unfrozen, unfreeze
+from .gates import Gates, judge, limits
+from .loading import Base
+from .loop import Loop
+from .nn.quantized import count_weights
+from .ops import _backend
+from .pack import Pack, round_adapters, versions_line
+from .pairs import (
+    IN_BATCH,
+    PairBatch,
+    Pairs,
+    choose_loss,
+    encode_pairs,
+    make_pair_batch,
+    pair_batches,
+    pair_order,
+)
+from .phases import Leg
+from .plan import MemoryPlan, fit, fitted, remedies, tensors_of
+from .prepare import (
+    check_resume,
+    describe,
+    load_adapters,
+    public_recipe,
+    show_plan,
+    too_large,
+)
+from .runtime import mx
+from .step import Stepper
+from .training import TrainRun, reporters, start_run_folder
+
+# Settings of the next token and of frozen weights that are packed; an encoder has neither.
+_OF_CAUSAL = (
+    "packing loss_on ce_last_k z_loss label_smoothing quantize double_quant keep "
+    "train_fp16_fallback max_ppl_ratio min_tps_ratio objective phases long_rows fim_rate "
+    "fim_spm_rate fim_tokens"
+).split()
+_COLUMNS = "chat_feature prompt_feature completion_feature text_feature".split()
+
+
+def check_task(
+    name: str, model_type: str, lora: LoRAConfig, train: TrainConfig, columns: DataConfig
+) -> None:
+    """Raises: PackError if base and task do not go together, or a setting has no meaning there."""
+    if model_type not in ENCODERS:
+        if train.task == "embedding":
+            raise PackError(
+                f"--task embedding: {name} is a causal {model_type}; "
+                f"embeddings are trained on an encoder ({', '.join(ENCODERS)}: all-MiniLM-L6-v2, "
+                "bge, e5), and this base by --task lm."
+            )
+        return
+    if train.task != "embedding":
+        raise PackError(
+            f"{name}: is an encoder ({model_type}) and has no next token to learn; train it with "
+            "--task embedding."
+        )
+    misplaced = train.changed(_OF_CAUSAL)
+    misplaced += ["base_path"] if train.base_path not in ("auto", "dense") else []
+    misplaced += ["cache_prefix"] if train.cache_prefix == "on" else []
+    misplaced += ["compute_dtype"] if train.compute_dtype not in ("auto", "float32") else []
+    misplaced += [name for name in _COLUMNS if getattr(columns, name) != getattr(DataConfig, name)]
+    if misplaced:
+        flags = ", ".join("--" + name.replace("_", "-") for name in misplaced)
+        raise PackError(f"{flags}: not with --task embedding, whose base is dense in float32 and "
+                        "whose rows are sentence pairs; leave it out.")  # fmt: skip
+    if train.method == "full" and lora.num_layers > 0:
+        raise PackError("--num-layers: --method full trains all of an encoder; leave it out.")
+    if train.recomputes == "selective":
+        raise PackError("--recompute selective: an encoder's blocks have only none and block.")
+
+
+def train_embeddings(
+    folder: Path,
+    run: Path,
+    base: Base,
+    lora: LoRAConfig,
+    leg: Leg,
+    splits: rows_of.Splits,
+    display: Display,
+    replaces: bool,
+    earlier: dict | None,
+    started: dict | None,
+    resume_adapter_file: str | None,
+    report_to: str | None,
+    project_name: str | None,
+    force: bool,
+) -> TrainRun:
+    """`training.train_pack` of an encoder, from its rows on.
+
+    Args:
+        leg: the only one of the run.   splits: its rows.
+        replaces: whether what lies in ``folder`` may be replaced.
+        earlier: what the run to go on with was; None begins one.
+        started: name and hash of the adapters to start from, read from ``resume_adapter_file``.
+    """
+    train, columns = leg.train, leg.sources[0]
+    recipe = Recipe(lora, train, columns, {"model": base.name, "resume_adapter_file": started})
+    source = leg.public_source(splits)
+    pairs, loss_name = _encoded(splits, base, train, display)
+    identity = {
+        "recipe": recipe.to_json(),
+        "base": base.fingerprint,
+        "data": {split: rows_of.fingerprint(splits.rows[split]) for split in pairs},
+    }
+    if earlier is not None:
+        check_resume(run, identity, earlier)
+    splits.rows.clear()
+    held_out = "test" if "test" in pairs else "valid"
+    judged = _first_rows(pairs[held_out], train.test_batches, train.batch_size)
+    check_scores(judged, f"--data {splits.source}")
+    valid = None
+    if "valid" in pairs and train.val_batches:
+        valid = _first_rows(pairs["valid"], train.val_batches, train.batch_size)
+        check_scores(valid, f"--data {splits.source}: valid")
+    plan = _planned(base, lora, train, pairs["train"], loss_name, force)
+    is_full = train.method == "full"
+    show_plan(base, lora, plan, display, is_full)
+    weights = count_weights(base.model)
+    attached = unfreeze(base) if is_full else attach(base, lora, None, "dense", train.seed)
+    try:
+        describe(attached, display, weights)
+        if resume_adapter_file is not None:
+            load_adapters(attached, Path(resume_adapter_file))
+        attached.recompute(plan.recompute)
+        with display.working("eval", f"{len(judged)} held-out rows"):
+            before = _score_base(attached, judged, train.batch_size)
+        callback = reporters(report_to, project_name, run, recipe)
+        start_run_folder(run, identity, earlier is not None)
+        learned = _learn(
+            attached, loss_name, leg, pairs["train"], valid, run, earlier is not None, display,
+            callback,
+        )  # fmt: skip
+        round_adapters(attached, train.pack_dtype)
+        with display.working("eval", f"{len(judged)} held-out rows"):
+            base.model.eval()
+            after = score_pairs(base.model, judged, train.batch_size)
+        result = {
+            "split": held_out,
+            "rows": len(judged),
+            **{f"{name}_before": value for name, value in before.items()},
+            **{f"{name}_after": value for name, value in after.items()},
+        }
+        pack = Pack.of(
+            attached,
+            train.pack_dtype,
+            objective={"task": "embedding", "loss": loss_name, **base.model.reading.to_json()},
+            data={
+                "source": source,
+                "fingerprint": identity["data"],
+                "rows": {split: len(found) for split, found in pairs.items()},
+            },
+            recipe=public_recipe(recipe, base),
+            versions=versions_line(),
+            eval=result,
+            measured={
+                "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+                **learned.measured,
+                "plan_peak_gb": plan.peak_gb,
+                "ops": _backend.record(),
+            },
+        ).save(folder, overwrite=replaces)
+    finally:
+        attached.detach()
+    report = {
+        "pack": str(folder),
+        "run": str(run),
+        "task": "embedding",
+        "loss": loss_name,
+        "steps": learned.cursor.updates,
+        "batches": learned.cursor.batches,
+        **{k: v for k, v in result.items() if k not in ("split", "rows")},
+        "held_out": {"split": held_out, "rows": len(judged), "format": judged.format},
+        "trained_pairs": learned.cursor.trained_tokens,
+        "method": attached.method,
+        "learned_weights": pack.manifest["adapters"]["parameters"],
+        "base_weights": weights,
+        **learned.measured,
+        "process_peak_gb": runtime.peak_process_bytes() / 1e9,
+        "pack_mb": pack.size_mb,
+        "base_path": "dense",
+        "recompute": plan.recompute,
+        "plan_peak_gb": plan.peak_gb,
+        "batch_shapes": learned.batch_shapes,
+        "traces": learned.traces,
+        "ops": _backend.record(),
+        "gates": _gates(train, pack),
+    }
+    return TrainRun(pack, run, report, learned.curve)
+
+
+# ── before ───────────────────────────────────────────────────────────────────────────────────────
+
+
+def _encoded(
+    splits: rows_of.Splits, base: Base, train: TrainConfig, display: Display
+) -> tuple[dict[str, Pairs], str]:
+    """Pairs of every split that has rows, and the loss; says what was cut."""
+    if not splits.rows["train"]:
+        raise PackError(f"--data {splits.source}: the train split is empty.")
+    present = [split for split in rows_of.SPLITS if splits.rows[split]]
+    if present == ["train"]:
+        raise PackError(
+            f"--data {splits.source}: one row is too few: some must be held out (valid.jsonl)."
+        )
+    longest = min(train.max_seq_length, base.model.longest)
+    pairs = {}
+    with display.task("data", len(present), "splits") as bar:
+        for split in present:
+            pairs[split] = encode_pairs(splits.rows[split], base.tokenizer, longest)
+            bar.advance()
+    first = pairs["train"]
+    loss = choose_loss(train.loss, first, f"--data {splits.source}")
+    if loss in IN_BATCH and first.format == "pairs":
+        if train.batch_size < 2 or not pair_order(first, train.batch_size, train.seed, 0, True):
+            raise PackError(
+                f"--loss {loss}: the other rows of a batch are the negatives, so it needs "
+                "--batch-size 2 or more, and rows whose texts differ."
+            )
+    counts = " / ".join(f"{len(found):,} {split}" for split, found in pairs.items())
+    display.line("data", f"{splits.source} · {counts} rows · {first.format} · loss {loss}")
+    if cut := sum(found.cut for found in pairs.values()):
+        display.line("data", f"longer than {longest} tokens and cut: {cut} texts "
+                             "(--max-seq-length)")  # fmt: skip
+    for note in splits.notes:
+        display.line("data", note)
+    return pairs, loss
+
+
+def _first_rows(pairs: Pairs, batches: int, batch_size: int) -> Pairs:
+    """So many batches' worth of rows; -1 is all."""
+    if batches < 0 or batches * batch_size >= len(pairs):
+        return pairs
+    count = batches * batch_size
+    return replace(
+        pairs,
+        tokens=[column[:count] for column in pairs.tokens],
+        texts=pairs.texts[:count],
+        scores=None if pairs.scores is None else pairs.scores[:count],
+    )
+
+
+def _planned(
+    base: Base, lora: LoRAConfig, train: TrainConfig, pairs: Pairs, loss: str, force: bool
+) -> MemoryPlan:
+    """The peak that the loop over these rows should have, with the recomputation that fits.
+
+    Raises: PackError when that is more than this machine has, unless forced.
+    """
+    tensors, memory = tensors_of(base.model), runtime.total_memory()
+    known = replace(train, loss=loss, base_path="dense", compute_dtype="float32")
+    longest = int(pairs.lengths.max())
+
+    def peak(lora: LoRAConfig, run: TrainConfig) -> MemoryPlan:
+        length = min(longest, run.max_seq_length)
+        return estimate_encoder(base.config, tensors, lora, run, length, len(pairs.tokens))
+
+    plan = fitted(lambda run: peak(lora, run), known, memory)
+    if fit(plan, memory) == "no" and not force:
+        taken = replace(known, recompute=plan.recompute, grad_checkpoint=False)
+        ways = remedies(lambda *settings: peak(*settings).peak_bytes, lora, taken, dense=False)
+        raise too_large(plan, ways)
+    return plan
+
+
+def _score_base(attached: Attached | Unfrozen, judged: Pairs, batch_size: int) -> Metrics:
+    """The score of the base alone, whatever the run starts from."""
+    started = attached.tensors()
+    attached.load(attached.untrained(), "base")
+    attached.model.eval()
+    found = score_pairs(attached.model, judged, batch_size)
+    attached.load(started, "start")
+    return found
+
+
+# ── learning ─────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True)
+class _Learned:
+    """What the loop left behind besides the adapters."""
+
+    cursor: Cursor
+    curve: list[dict]
+    measured: dict
+    batch_shapes: int
+    traces: int
+
+
+def _learn(
+    attached: Attached | Unfrozen,
+    loss_name: str,
+    leg: Leg,
+    pairs: Pairs,
+    valid: Pairs | None,
+    run: Path,
+    resume: bool,
+    display: Display,
+    callback: object | None,
+) -> _Learned:
+    """Run the loop from the start or from the last checkpoint; checkpoint its end."""
+    model, train = attached.model, leg.train
+    mx.random.seed(train.seed)
+    optimizer = leg.optimizer()
+    optimizer.init(model.trainable_parameters())
+    cursor, curve = Cursor(), []
+    if resume:
+        cursor = load_checkpoint(latest_checkpoint(run), attached, optimizer)
+        curve = kept_metrics(run, cursor.batches)
+        display.line("resume", f"{run}: batch {cursor.batches} of {train.iters}")
+    loss = make_loss(model, loss_name, train)
+
+    def loss_and_count(*batch):
+        return loss(*batch), batch[3].sum()  # of the weights of its rows
+
+    stepper = Stepper(model, None, optimizer, train.max_grad_norm, loss=loss_and_count)
+    longest = min(train.max_seq_length, model.longest)
+
+    def judged(batch: PairBatch) -> EmbeddingScore:
+        model.eval()
+        return EmbeddingScore(mean_loss(loss, [batch]), {})
+
+    distinct, validate = loss_name in IN_BATCH, None
+    if valid is not None:
+        order = pair_order(valid, train.batch_size, 0, 0, distinct)
+        order = order or pair_order(valid, train.batch_size, 0, 0, False)  # one row, or all alike
+        batches = [make_pair_batch(valid, rows, train.batch_size, longest) for rows in order]
+
+        def validate() -> EmbeddingScore:
+            model.eval()
+            metrics = score_pairs(model, valid, train.batch_size)
+            return EmbeddingScore(mean_loss(loss, batches), metrics)
+
+    loop = Loop(
+        attached, stepper, leg, True, run, cursor, arrays_of, judged, validate, display, callback,
+        curve, unit="pairs",
+    )  # fmt: skip
+    batches_of_run = pair_batches(
+        pairs, train.batch_size, longest, train.seed, distinct, cursor.batches, runtime.COMPILES
+    )  # fmt: skip
+    model.train()
+    mx.reset_peak_memory()
+    held = runtime.memory_limits(train.clear_cache_threshold or 0)
+    with closing(prefetched(batches_of_run)) as ahead, held:
+        loop.learn(ahead)
+    shapes, traces = len(stepper.shapes), stepper.traces
+    display.line("shapes", f"{shapes} of batches, {traces} compiled traces", VERBOSE)
+    measured = {
+        "train_s": cursor.train_s,
+        "pairs_per_s": cursor.trained_tokens / cursor.train_s,
+        "peak_gb": mx.get_peak_memory() / 1e9,
+    }
+    return _Learned(cursor, loop.curve, measured, shapes, traces)
+
+
+# ── after ────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _gates(train: TrainConfig, pack: Pack) -> Gates:
+    """Hold the saved pack against its gate on size; the result goes into its manifest."""
+    if not (held := limits(max_pack_mb=train.max_pack_mb)):
+        return {}
+    for _ in range(2):  # the manifest, which has the result, is part of the size
+        gates = judge(held, {"max_pack_mb": pack.size_mb})
+        pack.note(gates=gates)
+    return gates

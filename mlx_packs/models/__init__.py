@@ -1,0 +1,1 @@
+"""Architectures that mlx-lm has not."""

@@ -1,0 +1,155 @@
+"""Small encoders as sentence-transformers saves them, and sentence pairs to train them on."""
+
+import itertools
+import json
+import random
+from pathlib import Path
+
+from mlx.utils import tree_flatten
+
+from mlx_packs.models.encoder import Encoder, Reading
+from mlx_packs.runtime import mx
+
+# Each thing by two words that share no piece of a word: what belongs together must be learned.
+DEEDS = {
+    "fix": "repair", "buy": "purchase", "clean": "wash", "find": "locate", "move": "carry",
+    "paint": "colour", "sell": "trade", "open": "unlock", "build": "assemble", "throw": "toss",
+    "hide": "conceal", "lift": "raise",
+}  # fmt: skip
+THINGS = {
+    "car": "vehicle", "house": "home", "boat": "ship", "shop": "store", "road": "street",
+    "garden": "yard", "coat": "jacket", "stone": "rock", "lamp": "light", "bag": "sack",
+    "sofa": "couch", "picture": "image",
+}  # fmt: skip
+_OTHERS = "how do i a the ways to way for steps please tell me".split()
+WORDS = [*DEEDS, *DEEDS.values(), *THINGS, *THINGS.values(), *_OTHERS]
+LETTERS = "abcdefghijklmnopqrstuvwxyz"
+VOCABULARY = [
+    "[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *LETTERS, *(f"##{c}" for c in LETTERS),
+    *dict.fromkeys(w for w in WORDS if len(w) > 1), "##s", "##ing", ".", ",", "?",
+]  # fmt: skip
+VOCABULARY = list(dict.fromkeys(VOCABULARY))
+SMALL = {
+    "model_type": "bert",
+    "architectures": ["BertModel"],
+    "vocab_size": len(VOCABULARY),
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 64,
+    "max_position_embeddings": 64,
+    "type_vocab_size": 2,
+    "hidden_act": "gelu",
+    "layer_norm_eps": 1e-12,
+}
+MINILM = SMALL | {
+    "hidden_size": 384,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 12,
+    "intermediate_size": 1536,
+    "max_position_embeddings": 512,
+}
+
+
+def write_vocabulary(folder: Path) -> Path:
+    """vocab.txt and what a BERT tokenizer needs beside it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "vocab.txt").write_text("\n".join(VOCABULARY) + "\n")
+    settings = {"tokenizer_class": "BertTokenizer", "do_lower_case": True, "model_max_length": 64}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    return folder
+
+
+def write_encoder(
+    folder: Path,
+    pooling: str = "mean",
+    normalize: bool = True,
+    prefix: str = "",
+    max_seq_length: int = 48,
+    dtype: mx.Dtype = mx.float32,
+    **changes,
+) -> Path:
+    """A random encoder in the folder layout of all-MiniLM-L6-v2.
+
+    prefix: of its tensors' names, as a checkpoint of masked language modelling has (``bert.``).
+    """
+    config = SMALL | changes
+    write_vocabulary(folder)
+    (folder / "config.json").write_text(json.dumps(config))
+    mx.random.seed(11)
+    model = Encoder(config, Reading())
+    tensors = {
+        f"{prefix}{name}": _spread(name, a).astype(dtype)
+        for name, a in tree_flatten(model.parameters())
+    }
+    d = config["hidden_size"]
+    unused = {
+        "embeddings.position_ids": mx.arange(config["max_position_embeddings"])[None],
+        "pooler.dense.weight": mx.zeros((d, d)),
+        "pooler.dense.bias": mx.zeros(d),
+    }
+    tensors |= {f"{prefix}{name}": tensor for name, tensor in unused.items()}
+    mx.save_safetensors(str(folder / "model.safetensors"), tensors, {"format": "pt"})
+    parts = ["Transformer", "Pooling", *(["Normalize"] if normalize else [])]
+    modules = [
+        {"idx": i, "name": str(i), "path": "" if i == 0 else f"{i}_{kind}",
+         "type": f"sentence_transformers.models.{kind}"}
+        for i, kind in enumerate(parts)
+    ]  # fmt: skip
+    (folder / "modules.json").write_text(json.dumps(modules))
+    (folder / "1_Pooling").mkdir(exist_ok=True)
+    kinds = {"mean": "mean_tokens", "cls": "cls_token", "max": "max_tokens"}
+    switches = {f"pooling_mode_{name}": kind == pooling for kind, name in kinds.items()}
+    switches |= {"word_embedding_dimension": d, "include_prompt": True}
+    (folder / "1_Pooling" / "config.json").write_text(json.dumps(switches))
+    settings = {"max_seq_length": max_seq_length, "do_lower_case": False}
+    (folder / "sentence_bert_config.json").write_text(json.dumps(settings))
+    return folder
+
+
+def _spread(name: str, a: mx.array) -> mx.array:
+    """Weights wide enough that texts differ, and no bias or norm that says nothing."""
+    if name.endswith("LayerNorm.weight"):
+        return 1 + 0.1 * mx.random.normal(a.shape)
+    if a.ndim == 1:
+        return 0.1 * mx.random.normal(a.shape)
+    return mx.random.normal(a.shape) * (0.4 if "embeddings" in name else 1.5 / a.shape[1] ** 0.5)
+
+
+def _said(deed: str, thing: str) -> tuple[str, str]:
+    """The same question in two ways without a common word that matters."""
+    return f"how do i {deed} a {thing}?", f"steps to {DEEDS[deed]} the {THINGS[thing]}"
+
+
+def all_pairs(seed: int = 0) -> list[dict]:
+    """Every deed with every thing, shuffled: 144 rows of anchor and positive."""
+    rows = [_said(deed, thing) for deed, thing in itertools.product(DEEDS, THINGS)]
+    random.Random(seed).shuffle(rows)
+    return [{"anchor": a, "positive": b} for a, b in rows]
+
+
+def all_triplets(seed: int = 0) -> list[dict]:
+    """The same, with the positive of another row as negative."""
+    pairs = all_pairs(seed)
+    others = [*pairs[1:], pairs[0]]
+    return [{**row, "negative": b["positive"]} for row, b in zip(pairs, others, strict=True)]
+
+
+def all_scored(seed: int = 0) -> list[dict]:
+    """Rows with scores: 1 where both mean the same, 0 where they do not."""
+    rows = []
+    for at, row in enumerate(all_triplets(seed)):
+        alike = at % 2 == 0
+        other = row["positive"] if alike else row["negative"]
+        rows.append({"sentence1": row["anchor"], "sentence2": other, "score": float(alike)})
+    return rows
+
+
+def write_pairs(folder: Path, rows: list[dict], held_out: int = 44) -> Path:
+    """A data folder; the last rows are for validation and test."""
+    folder.mkdir(parents=True, exist_ok=True)
+    half = held_out // 2
+    splits = {"train": rows[:-held_out], "valid": rows[-held_out:-half], "test": rows[-half:]}
+    for split, found in splits.items():
+        (folder / f"{split}.jsonl").write_text("".join(json.dumps(r) + "\n" for r in found))
+    return folder
