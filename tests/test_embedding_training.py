@@ -87,7 +87,8 @@ def test_report_and_manifest_say_what_was_done(run_of_pairs, encoder):
     assert not [key for key in report if key.startswith("ppl") or "tokens" in key]
     assert report["held_out"] == {"split": "test", "rows": 22, "format": "pairs"}
     base = load_base(encoder)
-    assert report["base_weights"] == sum(np.prod(t["shape"]) for t in tensors_of(base.model).values())
+    shapes = [tensor["shape"] for tensor in tensors_of(base.model).values()]
+    assert report["base_weights"] == sum(map(np.prod, shapes))
     assert report["learned_weights"] == manifest["adapters"]["parameters"]
     assert manifest["objective"] == {
         "task": "embedding", "loss": "mnrl", "pooling": "mean", "normalize": True,
