@@ -288,7 +288,8 @@ def run(options: argparse.Namespace) -> list[Record]:
                        base.vocab_size, options.seed)  # fmt: skip
     adapters = Adapters.random(base, options.rank, SCALE, options.seed)
     path = options.base_path or work.base_paths[-1]
-    ours = Ours(lambda: base, adapters, path)
+    # parts are measured one at a time, and the roofline is that of one thread
+    ours = Ours(lambda: base, adapters, path, lanes=False)
     batch = rows.for_ours()
 
     def steps() -> list[float]:
