@@ -37,6 +37,17 @@ class Splits:
     source: str
     notes: list[str] = field(default_factory=list)
 
+    def present(self) -> list[str]:
+        """The splits that have rows. Raises: PackError without training rows, or held-out ones."""
+        found = [split for split in SPLITS if self.rows[split]]
+        if "train" not in found:
+            raise PackError(f"--data {self.source}: the train split is empty.")
+        if found == ["train"]:
+            raise PackError(
+                f"--data {self.source}: one row is too few: some must be held out (valid.jsonl)."
+            )
+        return found
+
 
 def tiny_path() -> Path:
     """The folder of the embedded data set: train.jsonl, valid.jsonl, test.jsonl."""

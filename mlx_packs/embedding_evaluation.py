@@ -6,21 +6,19 @@ InformationRetrievalEvaluator and TripletEvaluator with the cosine.
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 import numpy as np
 
 from .config import DataConfig, TrainConfig
 from .embedding_loss import arrays_of
 from .errors import PackError
-from .evaluation import columns_of, evaluation_rows
+from .evaluation import evaluation_rows
 from .loading import Base
 from .manifest import shown_metrics
 from .models.encoder import Encoder, embedded
 from .pack import Pack
 from .pairs import PairBatch, Pairs, encode_pairs
 from .runtime import mx
-from .swapping import hold_bare
 
 TOP = 10  # of MRR and NDCG
 _QUERIES = 512  # whose similarities are in memory at a time
@@ -153,24 +151,17 @@ def mean_loss(loss: Callable[..., mx.array], batches: list[PairBatch]) -> float:
 
 def evaluate_embeddings(
     base: Base,
-    pack: str | Path | Pack | None,
-    data: str | Path,
-    split: str = "test",
-    batch_size: int = 32,
-    max_seq_length: int | None = None,
-    limit: int = -1,
-    columns: DataConfig | None = None,
+    pack: Pack | None,
+    columns: DataConfig,
+    split: str,
+    batch_size: int,
+    max_seq_length: int | None,
+    limit: int,
 ) -> EmbeddingReport:
     """What `evaluation.evaluate` says of an encoder.
 
-    Raises: PackError for unusable rows, a pack of another base, or a base that carries one.
+    Raises: PackError for unusable rows, or a pack of another base.
     """
-    hold_bare(base)
-    if limit == 0 or limit < -1:
-        raise PackError(f"--limit must be positive, or -1 for all, but got {limit}.")
-    if pack is not None and not isinstance(pack, Pack):
-        pack = Pack.open(pack)
-    columns = columns or columns_of(pack, data)
     if pack is not None:
         max_seq_length = max_seq_length or pack.part("recipe").get("max_seq_length")
     longest = min(max_seq_length or TrainConfig.max_seq_length, base.model.longest)

@@ -224,13 +224,7 @@ def _encoded(
     splits: rows_of.Splits, base: Base, train: TrainConfig, display: Display
 ) -> tuple[dict[str, Pairs], str]:
     """Pairs of every split that has rows, and the loss; says what was cut."""
-    if not splits.rows["train"]:
-        raise PackError(f"--data {splits.source}: the train split is empty.")
-    present = [split for split in rows_of.SPLITS if splits.rows[split]]
-    if present == ["train"]:
-        raise PackError(
-            f"--data {splits.source}: one row is too few: some must be held out (valid.jsonl)."
-        )
+    present = splits.present()
     longest = min(train.max_seq_length, base.model.longest)
     pairs = {}
     with display.task("data", len(present), "splits") as bar:

@@ -228,21 +228,19 @@ def evaluate(
             default of the format.   limit: at most so many batches.
     Raises: PackError for unusable rows, a pack of another base, or a base that carries one.
     """
-    if base.is_encoder:
-        from .embedding_evaluation import evaluate_embeddings
-
-        if loss_on is not None or base_path not in ("auto", "dense"):
-            raise PackError(f"{base.name}: is an encoder, which has neither --loss-on nor a base "
-                            "path.")  # fmt: skip
-        return evaluate_embeddings(
-            base, pack, data, split, batch_size, max_seq_length, limit, columns
-        )
     hold_bare(base)
     if limit == 0 or limit < -1:
         raise PackError(f"--limit must be positive, or -1 for all, but got {limit}.")
     if pack is not None and not isinstance(pack, Pack):
         pack = Pack.open(pack)
     columns = columns or columns_of(pack, data)
+    if base.is_encoder:
+        from .embedding_evaluation import evaluate_embeddings
+
+        if loss_on is not None or base_path not in ("auto", "dense"):
+            raise PackError(f"{base.name}: is an encoder, which has neither --loss-on nor a base "
+                            "path.")  # fmt: skip
+        return evaluate_embeddings(base, pack, columns, split, batch_size, max_seq_length, limit)
     if pack is not None:
         loss_on = loss_on or pack.part("objective").get("loss_on")
         max_seq_length = max_seq_length or pack.part("recipe").get("max_seq_length")

@@ -167,13 +167,7 @@ def encode_splits(
     splits: rows_of.Splits, base: Base, columns: DataConfig, train: TrainConfig, display: Display
 ) -> dict[str, Examples]:
     """Tokens of every split that has rows; says what was cut."""
-    if not splits.rows["train"]:
-        raise PackError(f"--data {splits.source}: the train split is empty.")
-    present = [s for s in rows_of.SPLITS if splits.rows[s]]
-    if present == ["train"]:
-        raise PackError(
-            f"--data {splits.source}: one row is too few: some must be held out (valid.jsonl)."
-        )
+    present = splits.present()
     examples = {}
     with display.task("data", len(present), "splits") as bar:
         for split in present:
