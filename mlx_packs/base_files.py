@@ -148,11 +148,6 @@ def fingerprint(path: Path) -> str:
 def check_files(path: Path) -> None:
     """Refuse a folder without weights, with a truncated shard, or one that the index misses."""
     files = weight_files(path)
-    if not files and (path / "pytorch_model.bin").is_file():
-        raise PackError(
-            f"{path}: its weights are pytorch_model.bin, a pickle, which can run any code when it "
-            "is read; it was not opened. Take the checkpoint's model.safetensors, or save it so."
-        )
     if not files:
         other = foreign_weights(path)
         raise PackError(f"{path}: has no model*.safetensors; is it a checkpoint folder?{other}")

@@ -230,7 +230,7 @@ FAULTS = {
     ),
     "a pickle": (
         lambda f: (f / "model.safetensors").rename(f / "pytorch_model.bin"),
-        r"pytorch_model\.bin, a pickle.*was not opened",
+        r"pytorch_model\.bin.*pickled weights of PyTorch, which are never opened",
     ),
 }  # fmt: skip
 
