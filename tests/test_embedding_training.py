@@ -15,6 +15,7 @@ from mlx_packs.embedding_evaluation import pearson, retrieval, spearman
 from mlx_packs.embedding_plan import estimate_encoder
 from mlx_packs.errors import Interrupted, PackError
 from mlx_packs.files import sha256
+from mlx_packs.interop import export_pack
 from mlx_packs.manifest import check_manifest
 from mlx_packs.merge import merge_pack
 from mlx_packs.models.encoder import Encoder, Reading, tensor_name
@@ -331,6 +332,49 @@ def test_a_pack_is_of_one_pooling(run_of_pairs, tmp_path):
     with pytest.raises(PackError, match="was trained with pooling mean, but .* pooling cls"):
         with other.applied(run_of_pairs.pack):
             pass
+
+
+@pytest.fixture(scope="module")
+def full_run(encoder, data, tmp_path_factory):
+    out = tmp_path_factory.mktemp("full") / "pack"
+    train = settings(method="full", iters=6, lr_schedule="constant")
+    return train_pack(encoder, str(data["pairs"]), train=train, out=out)
+
+
+def test_full_fine_tuning_of_an_encoder_is_a_pack_that_eval_finds_again(full_run, encoder, data):
+    report = full_run.report
+    assert report["method"] == "full" and report["learned_weights"] == report["base_weights"]
+    losses = [line["loss"] for line in full_run.curve if "loss" in line]
+    assert losses[-1] < losses[0]
+    base = load_base(encoder)
+    plain = base.encode(TEXTS)
+    found = evaluate(base, full_run.pack, str(data["pairs"])).to_json()
+    assert found["base"]["mrr_at_10"] == pytest.approx(report["mrr_at_10_before"])
+    assert found["pack"]["mrr_at_10"] == pytest.approx(report["mrr_at_10_after"])
+    assert np.array_equal(base.encode(TEXTS), plain)
+
+
+def test_full_fine_tuning_of_an_encoder_resumes_to_the_bit(full_run, encoder, data, tmp_path):
+    for iters in (4, 6):
+        train = settings(method="full", iters=iters, lr_schedule="constant")
+        resumed = train_pack(
+            encoder, str(data["pairs"]), train=train, out=tmp_path / "pack", resume=iters > 4
+        )
+    assert adapters(tmp_path / "pack") == adapters(full_run.pack.path)
+    assert resumed.report["mrr_at_10_after"] == full_run.report["mrr_at_10_after"]
+
+
+def test_full_fine_tuning_of_an_encoder_is_merged_and_not_exported(
+    full_run, encoder, data, tmp_path
+):
+    report = merge_pack(full_run.pack, encoder, tmp_path / "merged", data=data["pairs"])
+    assert report["passed"] and report["changed"] == len(full_run.pack.tensors) == 37
+    base = load_base(encoder)
+    with base.applied(full_run.pack):
+        wanted = base.encode(TEXTS)
+    assert np.array_equal(load_base(tmp_path / "merged").encode(TEXTS), wanted)
+    with pytest.raises(PackError, match="PEFT holds adapters; merge it instead"):
+        export_pack(full_run.pack, "peft", tmp_path / "peft")
 
 
 @pytest.mark.parametrize("prefix", ["", "bert."])
