@@ -1,19 +1,27 @@
 """What bases need with full fine-tuning, LoRA and QLoRA, on several sizes of memory, in Markdown.
 
-    python -m benchmarks.plan_table llama-3-8b qwen3-4b --device gpu --memory 8,16,24,64
+    python -m benchmarks.plan_table --device gpu --memory 8,16,24,64
 
 Each base is a folder (its config.json is enough), a hub id, or one of `CONFIGS`, whose sizes are
-those of the published config.json. The numbers are those of `packs plan`, which computes nothing.
+those of the published config.json; without one, all of these. The numbers are those of `packs
+plan`, which computes nothing.
 """
 
 import argparse
+from dataclasses import replace
 
 from mlx_packs.advice import Option, advise
+from mlx_packs.config import TrainConfig
 from mlx_packs.display import size
 from mlx_packs.plan import Checkpoint, described, read_checkpoint
 from mlx_packs.runtime import assumed_device
 
 CONFIGS = {
+    "all-minilm-l6-v2": {
+        "model_type": "bert", "hidden_size": 384, "intermediate_size": 1536,
+        "num_hidden_layers": 6, "num_attention_heads": 12, "vocab_size": 30522,
+        "max_position_embeddings": 512, "type_vocab_size": 2, "hidden_act": "gelu",
+    },
     "llama-3-8b": {
         "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336,
         "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8,
@@ -27,6 +35,7 @@ CONFIGS = {
         "rope_theta": 1000000.0, "torch_dtype": "bfloat16", "tie_word_embeddings": True,
     },
 }  # fmt: skip
+_LONGEST = {"all-minilm-l6-v2": 256}  # by its sentence_bert_config.json
 _METHODS = ("full", "lora", "lora-fp32", "qlora")
 
 
@@ -46,23 +55,25 @@ def cell(option: Option | None) -> str:
 
 
 def rows(checkpoint: Checkpoint, memories: list[float]) -> list[str]:
-    """A line for each memory, in GB of 10^9 bytes."""
-    lines = []
+    """A line for each memory, in GB of 10^9 bytes; one for all that are answered alike."""
+    answers, train = {}, TrainConfig()
+    if checkpoint.name in _LONGEST:
+        train = replace(train, max_seq_length=_LONGEST[checkpoint.name])
     for memory in memories:
-        found = advise(checkpoint, int(memory * 1e9))
+        found = advise(checkpoint, int(memory * 1e9), train=train)
         first = {m: next((o for o in found if o.method == m), None) for m in _METHODS}
         best = found[0]
         kind = " ".join([best.method, *[best.quantize] * (best.quantize != "none")])
         taken = f"{kind}, batch {best.train.batch_size} x {best.train.max_seq_length}"
         lora = first["lora"] or first["lora-fp32"]
-        cells = [f"{memory:g} GB", *map(cell, (first["full"], lora, first["qlora"]))]
-        lines.append(f"| {' | '.join(cells)} | **{taken}**: {best.why} |")
-    return lines
+        cells = [*map(cell, (first["full"], lora, first["qlora"])), f"**{taken}**: {best.why}"]
+        answers.setdefault(" | ".join(cells), []).append(f"{memory:g}")
+    return [f"| {', '.join(sizes)} GB | {answer} |" for answer, sizes in answers.items()]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("bases", nargs="+")
+    parser.add_argument("bases", nargs="*", default=list(CONFIGS))
     parser.add_argument("--device", choices=["cpu", "gpu"])
     parser.add_argument("--memory", default="8,16,24,64")
     given = parser.parse_args()

@@ -230,7 +230,8 @@ def _search(checkpoint, lora, train, asked) -> list[tuple[int, int, str, int]]:
         ranks = [lora.rank]
     if "max_seq_length" in asked:
         lengths = [train.max_seq_length]
-    batches = [train.batch_size] if "batch_size" in asked else _halved(train.batch_size, 1)
+    least = 2 if train.task == "embedding" else 1
+    batches = [train.batch_size] if "batch_size" in asked else _halved(train.batch_size, least)
     if train.task == "embedding":  # rows are each other's negatives: rather recompute
         return [(r, t, c, b) for r in ranks for t in lengths for b in batches
                 for c in policies(train)]  # fmt: skip
@@ -281,11 +282,13 @@ def _full(
     """Full fine-tuning, the baseline: the least that it takes at the length that is wanted.
 
     Weights, gradients and both moments of AdamW in float32 beside the base; float32 activations of
-    the smallest batch with recomputed blocks, where nothing else is asked for.
+    the smallest batch with recomputed blocks, where nothing else is asked for. The rows of an
+    encoder's batch are each other's negatives: theirs is the one that is wanted.
     """
+    smallest = wanted.task != "embedding" and "batch_size" not in asked
     train = replace(
         wanted, method="full", quantize="none", keep=(), double_quant=True, base_path="dense",
-        batch_size=wanted.batch_size if "batch_size" in asked else 1, compute_dtype="auto",
+        batch_size=1 if smallest else wanted.batch_size, compute_dtype="auto",
         recompute=wanted.recompute if "recompute" in asked else "block", cache_prefix="off",
         grad_checkpoint=False if "recompute" not in asked else wanted.grad_checkpoint,
         train_fp16_fallback=False,

@@ -87,7 +87,7 @@ def diff(a: str | Path | Pack, b: str | Path | Pack) -> dict:
     if not modules:
         path, reason = next(iter(refused.items()))
         raise PackError(f"{packs[0].name} and {packs[1].name}: no projection of one fits: "
-                        f"{path} is {reason}.")  # fmt: skip
+                        f"{path}: {reason}.")  # fmt: skip
     layers = {name: sum(parts, _Apart()) for name, parts in sums.items()}
     shared = _shared(*packs)
     return {

@@ -14,7 +14,14 @@ from . import runtime
 from .adapters import Attached, attach
 from .batches import prefetched
 from .checkpoint import Cursor, kept_metrics, latest_checkpoint, load_checkpoint
-from .config import ENCODERS, DataConfig, LoRAConfig, Recipe, TrainConfig
+from .config import (
+    EMBEDDING_SETTINGS,
+    ENCODERS,
+    DataConfig,
+    LoRAConfig,
+    Recipe,
+    TrainConfig,
+)
 from .display import VERBOSE, Display
 from .embedding_evaluation import (
     EmbeddingScore,
@@ -37,6 +44,7 @@ from .pairs import (
     IN_BATCH,
     PairBatch,
     Pairs,
+    check_loss_settings,
     choose_loss,
     encode_pairs,
     make_pair_batch,
@@ -233,6 +241,7 @@ def _encoded(
             bar.advance()
     first = pairs["train"]
     loss = choose_loss(train.loss, first, f"--data {splits.source}")
+    check_loss_settings(loss, train.changed(EMBEDDING_SETTINGS))
     if loss in IN_BATCH and first.format == "pairs":
         if train.batch_size < 2 or not pair_order(first, train.batch_size, train.seed, 0, True):
             raise PackError(

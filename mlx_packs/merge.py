@@ -467,7 +467,7 @@ def plan_of(
     recipe = dataclasses.replace(planned.recipe, format=spelled, max_shard_gb=max_shard_gb)
     stated = base_files.stored_quantization(config)
     short = {k: v for k, v in stated.items() if not isinstance(v, dict) and v is not False}
-    merged = {**(facts or {}), "changed": len(planned.changes), "names": names}
+    merged = {**(facts or {}), "changed": len(planned.changes) + len(bare), "names": names}
     shards = quantize.in_shards(items, max_shard_gb)
     return Plan(recipe, tensors, shards, config, base.fingerprint, {}, short or None, merged)
 

@@ -22,6 +22,10 @@ LOSSES_OF = {
     "triplets": ("mnrl", "cached-mnrl", "triplet"),
 }
 IN_BATCH = ("mnrl", "cached-mnrl")  # the other rows of a batch are negatives
+_LOSSES_WITH = {
+    "similarity_scale": (*IN_BATCH, "cosent"), "mini_batch_size": ("cached-mnrl",),
+    "triplet_margin": ("triplet",), "triplet_distance": ("triplet",),
+}  # fmt: skip
 
 
 @dataclass
@@ -119,6 +123,15 @@ def choose_loss(wanted: str, pairs: Pairs, where: str) -> str:
         raise PackError(f"{where}: a score is {worst:g}, but a cosine lies in -1 to 1; divide the "
                         "scores by the largest, or take --loss cosent.")  # fmt: skip
     return chosen
+
+
+def check_loss_settings(loss: str, said: Sequence[str]) -> None:
+    """Raises: PackError for a setting among those ``said`` that this loss has not."""
+    for name, losses in _LOSSES_WITH.items():
+        if name in said and loss not in losses:
+            raise PackError(f"--{name.replace('_', '-')}: is of the loss {' or '.join(losses)}, "
+                            f"and this run's is {loss}; leave it out, or name that loss by "
+                            "--loss.")  # fmt: skip
 
 
 # ── batches ──────────────────────────────────────────────────────────────────────────────────────

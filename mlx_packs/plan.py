@@ -35,6 +35,7 @@ from .loading import (
     stored_as_asked,
     weight_files,
 )
+from .models.encoder import Encoder, Reading, check_config
 from .ops.attention import SCORE_BYTES
 from .ops.exponential import ELEMENTS as SWIGLU_ELEMENTS
 from .ops.linear_cross_entropy import columns as loss_columns
@@ -231,6 +232,8 @@ def _from_config(file: Path) -> tuple[dict, Tensors]:
 
 def described(config: Mapping) -> Tensors:
     """Headers of the dense checkpoint that a config describes."""
+    if config.get("model_type") in ENCODERS:
+        return tensors_of(Encoder(check_config(config, Path("config.json")), Reading()))
     names = {"float32": "F32", "float16": "F16"}
     dtype = names.get(config.get("torch_dtype") or config.get("dtype"), "BF16")
     head = {} if config.get("tie_word_embeddings") else {"lm_head.weight": {}}

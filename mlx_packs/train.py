@@ -35,7 +35,8 @@ _RUN_ARGUMENTS = (
     "overwrite resume resume_adapter_file report_to project_name trust_remote_code"
 ).split()
 
-_YAML_ONLY = ("optimizer_config", "hf_dataset", "phases")
+_RUN = ("model", "out", *_RUN_ARGUMENTS)
+_YAML_ONLY = ("optimizer_config", "phases", "hf_dataset")
 
 
 def _config_options(command):
@@ -121,8 +122,10 @@ def read_configs(files: Sequence[str]) -> dict:
 
 def recipe_of(flags: dict, values: dict) -> Recipe:
     """Flags over the file's values over the recipe of the run to resume, or what suits the base."""
-    told = resolve(flags, under=[values]).run
-    if told.get("resume") and "out" in told:
+    # what is not of the recipe: a flag may need what the run to resume says
+    told = resolve({k: v for k, v in flags.items() if k in _RUN}, under=[values]).run
+    resumed = told.get("resume") and "out" in told
+    if resumed:
         run = run_folder(Path(told["out"]).expanduser())
         lowest = dict(check_resumable(run)["recipe"])
         lowest.pop("resume_adapter_file", None)  # a name and a hash: the run has begun
@@ -134,7 +137,7 @@ def recipe_of(flags: dict, values: dict) -> Recipe:
             lowest = {"batch_size": BATCH_SIZE}
     recipe = resolve(flags, under=[lowest, values])
     if recipe.train.method == "full":  # what the tiny base is told of adapters is left behind
-        ours = resolve(flags, under=[values])
+        ours = recipe if resumed else resolve(flags, under=[values])
         check_method(ours.lora, recipe.train, said(values, flags))
         lora = LoRAConfig(num_layers=recipe.lora.num_layers)
         recipe = dataclasses.replace(recipe, lora=lora)

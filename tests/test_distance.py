@@ -158,7 +158,7 @@ def test_other_bases_are_said_and_compared_where_they_can_be(tmp_path, run):
     assert mp.diff(a, mixed)["not_comparable"] == {Q: "24 -> 40 in A, 16 -> 40 in B"}
     wide = make(tmp_path / "d", {Q: (16, slices, {})}, factors(Q, 16, 3, 40, 1))
     with pytest.raises(
-        PackError, match=r"no projection of one fits.*q_proj is 24 -> 40 in A, 16 -> 40 in B"
+        PackError, match=r"no projection of one fits.*q_proj: 24 -> 40 in A, 16 -> 40 in B"
     ):
         mp.diff(a, wide)
 

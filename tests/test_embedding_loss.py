@@ -19,6 +19,7 @@ from mlx_packs.embedding_loss import (
     ranking_loss,
     triplet_loss,
 )
+from mlx_packs.full import unfreeze
 from mlx_packs.pairs import encode_pairs, make_pair_batch
 from mlx_packs.runtime import mx
 
@@ -154,6 +155,23 @@ def test_cached_ranking_has_the_gradients_of_the_whole_batch(adapted, rows, size
     assert set(cached) == set(whole)
     for key, wanted in whole.items():
         assert np.abs(cached[key] - wanted).max() < 1e-5 * (1 + np.abs(wanted).max())
+
+
+@pytest.mark.parametrize("policy", ["none", "block"])
+def test_all_weights_get_the_gradients_of_plain_autograd(tmp_path, policy):
+    base = load_base(write_encoder(tmp_path))
+    rows = all_pairs()[:8]
+    base.model.unfreeze()
+    _, plain = gradients(base, "mnrl", rows, 8)
+    base.model.freeze()
+    learning = unfreeze(base)
+    learning.recompute(policy)
+    for name, settings in (("mnrl", {}), ("cached-mnrl", {"mini_batch_size": 3})):
+        _, found = gradients(base, name, rows, 8, **settings)
+        found = {key.replace(".block.", "."): gradient for key, gradient in found.items()}
+        assert set(found) == set(plain) == set(learning.tensors())
+        for key, wanted in plain.items():
+            assert np.abs(found[key] - wanted).max() < 1e-5 * (1 + np.abs(wanted).max()), key
 
 
 def test_cached_ranking_drops_the_same_inputs_on_the_way_back(tmp_path):

@@ -15,9 +15,10 @@ from mlx_packs.embedding_evaluation import pearson, retrieval, spearman
 from mlx_packs.embedding_plan import estimate_encoder
 from mlx_packs.errors import Interrupted, PackError
 from mlx_packs.files import sha256
+from mlx_packs.interop import export_pack
 from mlx_packs.manifest import check_manifest
 from mlx_packs.merge import merge_pack
-from mlx_packs.models.encoder import Encoder, Reading
+from mlx_packs.models.encoder import Encoder, Reading, tensor_name
 from mlx_packs.plan import Checkpoint, read_checkpoint, tensors_of
 from mlx_packs.runtime import mx
 
@@ -60,6 +61,10 @@ def test_it_learns_what_belongs_together(run_of_pairs):
     assert [line["batch"] for line in valid] == [30] and valid[0]["valid_loss"] > 0
 
 
+def parts_of(loss: str, size: int) -> dict:
+    return {"mini_batch_size": size} if loss == "cached-mnrl" else {}
+
+
 @pytest.mark.parametrize(
     ("rows", "loss", "metric"),
     [
@@ -69,7 +74,7 @@ def test_it_learns_what_belongs_together(run_of_pairs):
     ],
 )  # fmt: skip
 def test_every_loss_goes_down_and_is_reported(encoder, data, tmp_path, rows, loss, metric):
-    train = settings(loss=loss, iters=12, mini_batch_size=5, steps_per_report=4)
+    train = settings(loss=loss, iters=12, steps_per_report=4, **parts_of(loss, 5))
     found = train_pack(encoder, str(data[rows]), LORA, train, tmp_path / "pack")
     losses = [line["loss"] for line in found.curve]
     assert losses[-1] < losses[0]
@@ -115,7 +120,7 @@ def test_a_resumed_run_equals_an_unbroken_one_to_the_bit(
     encoder, data, tmp_path, monkeypatch, loss
 ):
     lora = LoRAConfig(rank=4, dropout=0.1)
-    train = settings(iters=8, save_every=100, loss=loss, mini_batch_size=6)
+    train = settings(iters=8, save_every=100, loss=loss, **parts_of(loss, 6))
     whole = train_pack(encoder, str(data["pairs"]), lora, train, tmp_path / "whole")
     taken = []
 
@@ -142,12 +147,13 @@ def test_a_resumed_run_equals_an_unbroken_one_to_the_bit(
 
 @pytest.mark.parametrize(
     "changes",
-    [{"loss": "cached-mnrl"}, {"similarity_scale": 10.0}, {"mini_batch_size": 8}],
+    [{"loss": "mnrl"}, {"similarity_scale": 10.0}, {"mini_batch_size": 8}],
     ids=["loss", "scale", "mini-batch"],
 )
 def test_resume_holds_the_settings_of_the_loss(encoder, data, tmp_path, changes):
-    train_pack(encoder, str(data["pairs"]), LORA, settings(iters=1), tmp_path / "pack")
-    name = next(iter(changes))
+    begun = {"loss": "cached-mnrl"}
+    train_pack(encoder, str(data["pairs"]), LORA, settings(iters=1, **begun), tmp_path / "pack")
+    name, changes = next(iter(changes)), begun | changes
     with pytest.raises(PackError, match=f"--resume: {name} was"):
         train_pack(
             encoder, str(data["pairs"]), LORA, settings(iters=2, **changes), tmp_path / "pack",
@@ -194,6 +200,29 @@ def test_selective_recomputation_is_refused(encoder, data, tmp_path):
         train_pack(
             encoder, str(data["pairs"]), LORA, settings(recompute="selective"), tmp_path / "p"
         )
+
+
+@pytest.mark.parametrize(
+    ("rows", "changes", "message"),
+    [
+        ("pairs", {"mini_batch_size": 4}, "--mini-batch-size: is of the loss cached-mnrl, and "),
+        ("pairs", {"triplet_margin": 0.3}, "--triplet-margin: .* this run's is mnrl"),
+        ("triplets", {"triplet_distance": "cosine"}, "--triplet-distance: is of the loss triplet"),
+        ("scored", {"similarity_scale": 9.0}, "mnrl or cached-mnrl or cosent, .* is cosine"),
+    ],
+)
+def test_a_setting_of_another_loss_is_refused(encoder, data, tmp_path, rows, changes, message):
+    with pytest.raises(PackError, match=message):
+        train_pack(encoder, str(data[rows]), LORA, settings(**changes), tmp_path / "p")
+    assert not (tmp_path / "p").exists() and not (tmp_path / "p-run").exists()
+
+
+def test_flags_of_a_resumed_run_need_not_say_its_task_again(run, encoder, data, tmp_path):
+    out = str(tmp_path / "pack")
+    told = ["--model", encoder, "--task", "embedding", "--data", data["pairs"], "--out", out]
+    assert run("train", *told, "--iters", 1, "--method", "full")[0] == 0
+    code, _, err = run("train", "--out", out, "--resume", "--similarity-scale", 10)
+    assert code == 2 and "--resume: similarity_scale was 20.0 and is 10.0 now" in err
 
 
 def test_settings_of_embeddings_are_refused_without_the_task():
@@ -305,6 +334,49 @@ def test_a_pack_is_of_one_pooling(run_of_pairs, tmp_path):
             pass
 
 
+@pytest.fixture(scope="module")
+def full_run(encoder, data, tmp_path_factory):
+    out = tmp_path_factory.mktemp("full") / "pack"
+    train = settings(method="full", iters=6, lr_schedule="constant")
+    return train_pack(encoder, str(data["pairs"]), train=train, out=out)
+
+
+def test_full_fine_tuning_of_an_encoder_is_a_pack_that_eval_finds_again(full_run, encoder, data):
+    report = full_run.report
+    assert report["method"] == "full" and report["learned_weights"] == report["base_weights"]
+    losses = [line["loss"] for line in full_run.curve if "loss" in line]
+    assert losses[-1] < losses[0]
+    base = load_base(encoder)
+    plain = base.encode(TEXTS)
+    found = evaluate(base, full_run.pack, str(data["pairs"])).to_json()
+    assert found["base"]["mrr_at_10"] == pytest.approx(report["mrr_at_10_before"])
+    assert found["pack"]["mrr_at_10"] == pytest.approx(report["mrr_at_10_after"])
+    assert np.array_equal(base.encode(TEXTS), plain)
+
+
+def test_full_fine_tuning_of_an_encoder_resumes_to_the_bit(full_run, encoder, data, tmp_path):
+    for iters in (4, 6):
+        train = settings(method="full", iters=iters, lr_schedule="constant")
+        resumed = train_pack(
+            encoder, str(data["pairs"]), train=train, out=tmp_path / "pack", resume=iters > 4
+        )
+    assert adapters(tmp_path / "pack") == adapters(full_run.pack.path)
+    assert resumed.report["mrr_at_10_after"] == full_run.report["mrr_at_10_after"]
+
+
+def test_full_fine_tuning_of_an_encoder_is_merged_and_not_exported(
+    full_run, encoder, data, tmp_path
+):
+    report = merge_pack(full_run.pack, encoder, tmp_path / "merged", data=data["pairs"])
+    assert report["passed"] and report["changed"] == len(full_run.pack.tensors) == 37
+    base = load_base(encoder)
+    with base.applied(full_run.pack):
+        wanted = base.encode(TEXTS)
+    assert np.array_equal(load_base(tmp_path / "merged").encode(TEXTS), wanted)
+    with pytest.raises(PackError, match="PEFT holds adapters; merge it instead"):
+        export_pack(full_run.pack, "peft", tmp_path / "peft")
+
+
 @pytest.mark.parametrize("prefix", ["", "bert."])
 def test_merge_writes_a_folder_with_the_same_embeddings(data, tmp_path, prefix):
     folder = write_encoder(tmp_path / "base", prefix=prefix)
@@ -382,6 +454,30 @@ def test_retrieval_counts_every_positive_of_an_anchor():
 def minilm_checkpoint() -> Checkpoint:
     config = MINILM | {"vocab_size": 30522}
     return Checkpoint("all-MiniLM-L6-v2", config, tensors_of(Encoder(config, Reading())))
+
+
+def test_a_folder_with_the_config_alone_is_planned(run, encoder, tmp_path):
+    config = json.loads((encoder / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    found = read_checkpoint(tmp_path)
+    of_weights = {n: t["shape"] for n, t in read_checkpoint(encoder).tensors.items()}
+    assert {n: t["shape"] for n, t in found.tensors.items()} == {
+        n: shape for n, shape in of_weights.items() if tensor_name(n)
+    }
+    code, out, _ = run("plan", "--model", tmp_path, "--memory", 8, "--json")
+    assert code == 0 and json.loads(out)[0]["method"] == "lora-fp32"
+    (tmp_path / "config.json").write_text(json.dumps(config | {"hidden_size": None}))
+    code, _, err = run("plan", "--model", tmp_path, "--memory", 8)
+    assert code == 2 and "hidden_size must be an integer above 0" in err
+
+
+def test_a_plan_leaves_no_batch_without_negatives():
+    checkpoint = minilm_checkpoint()
+    full = TrainConfig(method="full")
+    (only,) = advise(checkpoint, 8 * 10**9, train=full)
+    assert only.train.batch_size == 32 and "--batch-size 32" in only.command("m")
+    found = advise(checkpoint, 10**8)  # fits nowhere
+    assert found[0].fit == "no" and min(o.train.batch_size for o in found) == 2
 
 
 def test_a_plan_of_minilm_recommends_lora_in_float32_and_says_why_not_qlora():

@@ -242,6 +242,15 @@ def test_a_merged_folder_opens_in_sentence_transformers(minilm, trained, tmp_pat
     assert np.abs(theirs - base.encode(TEXTS)).max() > 1e-3
 
 
+def test_a_merged_full_fine_tuning_opens_in_sentence_transformers(minilm, tmp_path):
+    train = TrainConfig(task="embedding", method="full", iters=2, batch_size=4, learning_rate=1e-3)
+    data = write_pairs(tmp_path / "data", all_pairs())
+    pack = train_pack(minilm, str(data), train=train, out=tmp_path / "pack").pack
+    assert merge_pack(pack, minilm, tmp_path / "merged", data=data)["passed"]
+    wanted = embeddings_with(load_base(minilm), pack)
+    assert np.abs(torch_model(tmp_path / "merged").encode(TEXTS) - wanted).max() < 1e-5
+
+
 @pytest.mark.systems
 def test_an_export_opens_in_peft_and_sentence_transformers(minilm, trained, tmp_path):
     import torch

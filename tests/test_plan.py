@@ -724,11 +724,14 @@ def test_a_plan_for_another_device_is_that_of_the_device(tmp_path, run, monkeypa
 def test_the_table_of_bases_says_what_each_way_needs():
     from benchmarks.plan_table import CONFIGS, checkpoint_of, rows
 
-    for name, config in CONFIGS.items():
-        real = checkpoint(name).config
+    for name in ("llama-3-8b", "qwen3-4b"):
+        config, real = CONFIGS[name], checkpoint(name).config
         assert all(real[key] == config.get(key, 128) for key in real if key not in
                    ("rms_norm_eps", "rope_theta")), name  # fmt: skip
     assert checkpoint_of("llama-3-8b").config is CONFIGS["llama-3-8b"]
+    (line,) = rows(checkpoint_of("all-minilm-l6-v2"), [8, 16, 24, 64])
+    assert line.startswith("| 8, 16, 24, 64 GB | fits: ") and "(batch 32 x 256) | - | " in line
+    assert "**lora-fp32, batch 32 x 256**: float32 LoRA, not QLoRA: all 22.6 M weights" in line
     small = checkpoint("small")
     (line,) = rows(small, [8])
     assert line.startswith("| 8 GB | ") and "**lora-fp32, batch " in line

@@ -332,7 +332,11 @@ def make_encoder(path: Path, config: dict) -> Encoder:
 
     Raises: PackError for what its config asks for and is not done here.
     """
-    where = path / "config.json"
+    return Encoder(check_config(config, path / "config.json"), read_reading(path))
+
+
+def check_config(config: dict, where: Path) -> dict:
+    """The config itself. Raises: PackError for what it asks for and is not done here."""
     needed = (
         "hidden_size intermediate_size max_position_embeddings num_attention_heads "
         "num_hidden_layers vocab_size"
@@ -354,7 +358,7 @@ def make_encoder(path: Path, config: dict) -> Encoder:
         raise PackError(f"{where}: is_decoder: a BERT that decodes is no sentence encoder.")
     if config.get("quantization") or config.get("quantization_config"):
         raise PackError(f"{where}: is quantized; an encoder is read in float32 alone.")
-    return Encoder(config, read_reading(path))
+    return config
 
 
 def load_encoder(path: Path, config: dict, lazy: bool = False) -> Encoder:
