@@ -35,7 +35,7 @@ _RUN_ARGUMENTS = (
     "overwrite resume resume_adapter_file report_to project_name trust_remote_code"
 ).split()
 
-_YAML_ONLY = ("optimizer_config", "phases", "rank_pattern", "alpha_pattern", "hf_dataset")
+_YAML_ONLY = ("optimizer_config", "phases", "hf_dataset")
 
 
 def _config_options(command):
