@@ -732,3 +732,13 @@ def test_the_table_of_bases_says_what_each_way_needs():
     small = checkpoint("small")
     (line,) = rows(small, [8])
     assert line.startswith("| 8 GB | ") and "**lora-fp32, batch " in line
+
+
+def test_the_table_of_bases_in_the_docs_is_what_is_planned():
+    from benchmarks.plan_table import CONFIGS, checkpoint_of, rows
+
+    told = (Path(__file__).parents[1] / "docs" / "systems.md").read_text(encoding="utf-8")
+    with runtime.assumed_device("gpu"):
+        for name in CONFIGS:
+            for line in rows(checkpoint_of(name), [8, 16, 24, 64]):
+                assert line in told, name
