@@ -39,8 +39,8 @@ ENCODERS = ("bert",)  # model types that --task embedding trains
 # settings that the peak memory of a run depends on
 MEMORY_SETTINGS = (
     "batch_size max_seq_length rank base_path grad_checkpoint recompute quantize double_quant keep "
-    "compute_dtype optimizer grad_accumulation_steps num_layers target_modules method task loss "
-    "mini_batch_size"
+    "compute_dtype optimizer grad_accumulation_steps num_layers target_modules rank_pattern method "
+    "task loss mini_batch_size"
 ).split()
 
 EMBEDDING_SETTINGS = (
