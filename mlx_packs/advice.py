@@ -117,6 +117,8 @@ def _flag(name: str, value) -> list[str]:
     spelled = name.replace("_", "-")
     if isinstance(value, bool):
         return [f"--{spelled}" if value else f"--no-{spelled}"]
+    if isinstance(value, dict):
+        value = tuple(f"{key}={number}" for key, number in value.items())
     return [f"--{spelled}", ",".join(value) if isinstance(value, tuple) else str(value)]
 
 

@@ -39,8 +39,8 @@ ENCODERS = ("bert",)  # model types that --task embedding trains
 # settings that the peak memory of a run depends on
 MEMORY_SETTINGS = (
     "batch_size max_seq_length rank base_path grad_checkpoint recompute quantize double_quant keep "
-    "compute_dtype optimizer grad_accumulation_steps num_layers target_modules method task loss "
-    "mini_batch_size"
+    "compute_dtype optimizer grad_accumulation_steps num_layers target_modules rank_pattern method "
+    "task loss mini_batch_size"
 ).split()
 
 EMBEDDING_SETTINGS = (
@@ -135,6 +135,10 @@ class Phase:
         sources = self.data if isinstance(self.data, list) else unsaid
         checks = [
             (self.name is None or bool(self.name.strip()), "name must not be empty."),
+            (
+                self.name is None or self.name.isprintable(),
+                f"name must be one line of text, but is {self.name!r}.",
+            ),
             (
                 bool(sources) and all(isinstance(s, str) and s for s in sources),
                 f"data must be a source or a list of sources, but got {self.data!r}.",
@@ -525,6 +529,9 @@ def _pairs(text: str, key: str) -> dict[str, str]:
     pairs = [part.rpartition("=") for part in text.split(",") if part.strip()]
     if not all(name.strip() and value.strip() for name, _, value in pairs):
         raise PackError(f"{key} must be of the form name=number,name=number, but got {text!r}.")
+    names = [name.strip() for name, _, _ in pairs]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise PackError(f"{key}: says two numbers for '{twice}'; one of them would be ignored.")
     return {name.strip(): value.strip() for name, _, value in pairs}
 
 

@@ -54,15 +54,14 @@ class Stepper:
             total = loss_sum(model, head, *batch, z_loss=z_loss, label_smoothing=label_smoothing)
             return total, batch[3].sum()  # of the weights
 
-        def counted(parameters, *batch):
-            self.traces += is_traced(mx.random.state[0])
+        def of_parameters(parameters, *batch):
             model.update(parameters)
             return (loss or loss_of_targets)(*batch)
 
         def value_and_grad(*batch):
             parameters = model.trainable_parameters()
             try:
-                return mx.value_and_grad(counted)(parameters, *batch)
+                return mx.value_and_grad(of_parameters)(parameters, *batch)
             finally:
                 model.update(parameters)  # nn.value_and_grad leaves copies that wait for this graph
 
@@ -88,10 +87,15 @@ class Stepper:
             total, count, grads = gather(*batch)
             return total, pending[0] + count, tree_map(mx.add, pending[1], grads)
 
+        def compiled(step):
+            def counted(*args):
+                self.traces += is_traced(mx.random.state[0])
+                return step(*args)
+
+            return mx.compile(counted, inputs=self.state, outputs=self.state)
+
         self._gather_here = gather
-        self._whole = mx.compile(whole, inputs=self.state, outputs=self.state)
-        self._gather = mx.compile(gather, inputs=self.state, outputs=self.state)
-        self._add = mx.compile(add, inputs=self.state, outputs=self.state)
+        self._whole, self._gather, self._add = map(compiled, (whole, gather, add))
         self._update = mx.compile(update, inputs=self.state, outputs=self.state)
 
     def __call__(self, batch: Arrays, count: int, last: bool, alone: bool) -> tuple[float, float]:

@@ -45,6 +45,7 @@ def test_resolve_types_what_flags_say_as_text():
         ({"rank_pattern": "q_proj"}, "--rank-pattern must be of the form name=number,name=numb"),
         ({"rank_pattern": "q_proj=8,=2"}, "--rank-pattern must be of the form name=number"),
         ({"rank_pattern": "q_proj=x"}, "--rank-pattern.q_proj must be of type int, but got 'x'"),
+        ({"rank_pattern": "q_proj=8, q_proj=2"}, "--rank-pattern: says two numbers for 'q_proj'"),
         ({"objective": "stack"}, "objective is one of transformer, projection-stack; got 'stack'"),
         ({"grad_checkpoint": "yes"}, "--grad-checkpoint must be of type bool"),
         ({"lr_schedule": 5}, "--lr-schedule must be str or dict"),

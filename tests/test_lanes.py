@@ -154,3 +154,17 @@ def test_only_known_blocks_without_dropout_by_plain_mlx_have_lanes(monkeypatch):
     base = base_of("qwen3")
     attach(base, LoRAConfig(rank=4, dropout=0.1))
     assert not has_lanes(base.model)
+
+
+def test_no_lane_asks_for_a_random_state(monkeypatch):
+    """MLX makes one for each thread that asks, and a process that ends while it is freed dies."""
+    real, askers = mx.random.state, []
+
+    class Watched:
+        def __getitem__(self, i):
+            askers.append(threading.current_thread().name)
+            return real[i]
+
+    monkeypatch.setattr(mx.random, "state", Watched())
+    trained("qwen3", "block", True, 1)
+    assert not [name for name in askers if name.startswith("lane")]

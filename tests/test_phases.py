@@ -203,6 +203,7 @@ FAULTS = [
     ("phases: [{replay: 0.2}]", "replay 0.2: no phase stands before the first"),
     ("phases: [{name: a}, {name: a}]", "two are called 'a'"),
     ("phases: [{name: ''}]", "name must not be empty"),
+    (r'phases: [{name: "a\nb"}]', r"name must be one line of text, but is 'a\\nb'"),
     ("phases: [{data: ''}]", "data must be a source or a list"),
     ("phases: [{data: []}]", "data must be a source or a list"),
     ("phases: [{data: [1]}]", "data must be a source or a list"),

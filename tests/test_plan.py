@@ -344,6 +344,7 @@ RECIPE = {"batch_size": 2, "lora_parameters": {"rank": 32, "scale": 2.0}, "grad_
         "--memory 16 -c FILE --no-grad-checkpoint", "--memory 64 --model DENSE -c FILE",
         "--memory 8 --model DENSE --quantize nf4 --keep embed_tokens --no-double-quant",
         "--memory 8 --model DENSE --compute-dtype float32", "--memory 4 --model DENSE",
+        "--memory 8 --rank-pattern q_proj=64,v_proj=2",
     ],
 )  # fmt: skip
 def test_the_printed_command_has_the_peak_that_is_shown(flags, device, run, tmp_path, monkeypatch):
@@ -369,9 +370,11 @@ def test_flags_and_files_are_what_is_planned(run, tmp_path):
     best = json.loads(out)[0]
     assert code == 0
     assert (best["rank"], best["batch_size"], best["recompute"]) == (32, 2, "block")
+    wider = run("plan", "--json", "--memory", "64", "--rank-pattern", "q_proj=64")[1]
     accumulated = run("plan", "--json", "--memory", "64", "--grad-accumulation-steps", "4")[1]
     plain = run("plan", "--json", "--memory", "64")[1]
     weights = json.loads(plain)[0]["adapter_weights"]
+    assert json.loads(wider)[0]["adapter_weights"] > weights
     more = [json.loads(out)[0]["parts"]["gradients"] for out in (plain, accumulated)]
     assert more[1] - more[0] == 4 * weights
 
@@ -424,6 +427,7 @@ def test_plan_knows_an_nf4_base_as_it_is_stored(run, tmp_path):
         ["--model", "/nowhere/at-all"],
         ["--num-layers", "99"],
         ["--target-modules", "q_prj"],
+        ["--rank-pattern", "q_prj=2"],
         ["--batch-size", "many"],
     ],
 )
@@ -506,7 +510,7 @@ def test_blocks_keep_no_scores_whichever_of_their_projections_carry_adapters(
     for _ in range(2):
         mx.reset_peak_memory()
         stepper(as_arrays(batch), batch.count, True, True)
-    assert mx.get_peak_memory() < planned.peak_bytes
+    assert mx.get_peak_memory() < (1 + ERROR) * planned.peak_bytes
 
 
 def test_probabilities_are_kept_on_cpus_alone(monkeypatch):
@@ -735,3 +739,13 @@ def test_the_table_of_bases_says_what_each_way_needs():
     small = checkpoint("small")
     (line,) = rows(small, [8])
     assert line.startswith("| 8 GB | ") and "**lora-fp32, batch " in line
+
+
+def test_the_table_of_bases_in_the_docs_is_what_is_planned():
+    from benchmarks.plan_table import CONFIGS, checkpoint_of, rows
+
+    told = (Path(__file__).parents[1] / "docs" / "systems.md").read_text(encoding="utf-8")
+    with runtime.assumed_device("gpu"):
+        for name in CONFIGS:
+            for line in rows(checkpoint_of(name), [8, 16, 24, 64]):
+                assert line in told, name
