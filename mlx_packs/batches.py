@@ -397,12 +397,18 @@ def packed_rows(
 
 
 def evaluation_batches(
-    examples: Examples, batch_size: int, max_seq_length: int, limit: int = -1
+    examples: Examples, batch_size: int, max_seq_length: int, limit: int = -1, few: bool = False
 ) -> list[Batch]:
-    """Every row once, by length; ``limit`` takes the first so many batches' worth of rows."""
+    """Every row once, by length; ``limit`` takes the first so many batches' worth of rows.
+
+    few: whether they have at most `MOST_SHAPES` shapes, since each costs a compilation.
+    """
+    shapes = few_shapes(examples, batch_size, max_seq_length, seed=0) if few else None
     count = len(examples) if limit < 0 else min(len(examples), limit * batch_size)
     order = sorted(range(count), key=lambda i: examples.lengths[i])
     return [
-        make_batch(examples.items, order[i : i + batch_size], batch_size, max_seq_length - 1)
+        make_batch(
+            examples.items, order[i : i + batch_size], batch_size, max_seq_length - 1, shapes
+        )
         for i in range(0, count, batch_size)
     ]

@@ -214,7 +214,7 @@ class Course:
         """All that a leg is judged by, in batches."""
         t = leg.train
         return evaluation_batches(
-            self.held_out(leg)[1], t.batch_size, t.max_seq_length, t.test_batches
+            self.held_out(leg)[1], t.batch_size, t.max_seq_length, t.test_batches, runtime.COMPILES
         )
 
     def valid(self, leg: Leg) -> list[Batch]:
@@ -222,7 +222,9 @@ class Course:
         splits, t = self.splits[self.legs.index(leg)], leg.train
         if "valid" not in splits or not t.val_batches:
             return []
-        return evaluation_batches(splits["valid"], t.batch_size, t.max_seq_length, t.val_batches)
+        return evaluation_batches(
+            splits["valid"], t.batch_size, t.max_seq_length, t.val_batches, runtime.COMPILES
+        )
 
 
 class _Joined(Sequence):

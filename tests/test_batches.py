@@ -91,6 +91,14 @@ def test_a_compiled_run_has_at_most_eight_shapes_in_any_epoch_and_the_same_rows(
         assert np.array_equal(batch.targets[: batch.count], plain.targets[: plain.count])
 
 
+def test_evaluation_batches_come_in_few_shapes_where_each_is_compiled(examples):
+    many, few = (evaluation_batches(examples, 2, 150, few=few) for few in (False, True))
+    assert [batch.rows for batch in many] == [batch.rows for batch in few]
+    assert [batch.count for batch in many] == [batch.count for batch in few]
+    shapes = [{(*b.tokens.shape, len(b.targets)) for b in batches} for batches in (many, few)]
+    assert len(shapes[0]) > MOST_SHAPES >= len(shapes[1])
+
+
 def test_few_shapes_are_those_of_the_batches_where_they_are_few(examples):
     one = few_shapes(examples, len(examples), 150, 3)
     assert one == {(149, m) for _, m in one} | {(149, 149 * len(examples))}
