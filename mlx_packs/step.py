@@ -40,8 +40,6 @@ class Stepper:
         lanes: bool = False,
         loss: Callable[..., tuple[mx.array, mx.array]] | None = None,
     ):
-        """objective: in place of the loss of the next token, of the arrays of a batch, of which the
-        fourth are the weights of what it sums over."""
         self.optimizer = optimizer
         self.state = [model.state, optimizer.state, mx.random.state]
         self.shapes: set[tuple] = set()
