@@ -654,7 +654,7 @@ def plan(memory, device, configs, as_json, **flags):
     if memory is not None and not (math.isfinite(memory) and memory > 0):
         raise PackError(f"--memory {memory:g}: must be a positive number of GB.")
     flags = {k: v for k, v in flags.items() if v is not None}
-    values = read_configs(configs)
+    values = read_configs(configs, flags)
     recipe = recipe_of(flags, values)
     model = recipe.run.get("model", TINY)
     under = recipe_of({"model": model}, values)

@@ -2,7 +2,7 @@
 
 import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import click
@@ -35,7 +35,7 @@ _RUN_ARGUMENTS = (
     "overwrite resume resume_adapter_file report_to project_name trust_remote_code"
 ).split()
 
-_RUN = ("model", "out", *_RUN_ARGUMENTS)
+_RUN = ("model", "out", "adapter_path", *_RUN_ARGUMENTS)
 _YAML_ONLY = ("optimizer_config", "phases", "hf_dataset")
 
 
@@ -83,7 +83,7 @@ def command(configs, force, show_mask, as_json, verbose, quiet, **flags):
     understood. Defaults in brackets are for real bases, after "tiny:" for the tiny one.
     """
     flags = {k: v for k, v in flags.items() if v is not None}
-    values = read_configs(configs)
+    values = read_configs(configs, flags)
     recipe = recipe_of(flags, values)
     check_said(recipe.train, said(values, flags))
     run = recipe.run
@@ -110,20 +110,33 @@ def command(configs, force, show_mask, as_json, verbose, quiet, **flags):
     options.exit_by(failures(result.report["gates"]))
 
 
-def read_configs(files: Sequence[str]) -> dict:
-    """What recipe files say; later ones override earlier ones."""
+def read_configs(files: Sequence[str], flags: Mapping | None = None) -> dict:
+    """What recipe files say; later ones override earlier ones.
+
+    Raises: PackError naming the file of a fault, unless the others or ``flags`` mend it.
+    """
     values: dict = {}
+    fault = None
     for file in files:
         told = translate(read_yaml(file), file)
-        resolve(told, file)  # so that a fault names the file that it stands in
+        try:
+            resolve(told, file)
+        except PackError as error:
+            fault = fault or error
         values |= told
+    if fault is not None:
+        try:
+            resolve(flags or {}, under=[values])
+        except PackError:
+            raise fault from None
     return values
 
 
 def recipe_of(flags: dict, values: dict) -> Recipe:
     """Flags over the file's values over the recipe of the run to resume, or what suits the base."""
     # what is not of the recipe: a flag may need what the run to resume says
-    told = resolve({k: v for k, v in flags.items() if k in _RUN}, under=[values]).run
+    above, below = ({k: v for k, v in layer.items() if k in _RUN} for layer in (flags, values))
+    told = resolve(above, under=[below]).run
     resumed = told.get("resume") and "out" in told
     if resumed:
         run = run_folder(Path(told["out"]).expanduser())

@@ -195,6 +195,15 @@ def test_train_names_file_and_key_of_a_configuration(here, refused, text, messag
     assert refused(*TRAIN, "-c", "c.yaml").startswith(message)
 
 
+def test_what_a_configuration_lacks_may_be_said_by_a_flag_or_another_file(here, refused):
+    (here / "c.yaml").write_text("double_quant: false\n")
+    (here / "more.yaml").write_text("quantize: nf4\n")
+    args = (*TRAIN, "--model", "nowhere", "-c", "c.yaml")
+    assert refused(*args).startswith("c.yaml: [TrainConfig] no-double-quant goes with quantize nf4")
+    for mended in ((*args, "--quantize", "nf4"), (*args, "-c", "more.yaml")):
+        assert "nowhere" in refused(*mended) and "double" not in refused(*mended)
+
+
 def test_packs_names_the_nearest_command(refused):
     assert refused("trian") == "no such command 'trian'. Did you mean 'train'?"
 
