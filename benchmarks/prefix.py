@@ -22,7 +22,6 @@ from mlx_packs.batches import training_batches
 from mlx_packs.config import BASE_PATHS, LoRAConfig, TrainConfig
 from mlx_packs.display import QUIET, Display
 from mlx_packs.encoding import Example, Examples
-from mlx_packs.lanes import has_lanes
 from mlx_packs.loading import TINY, Base
 from mlx_packs.loss import as_arrays, split_head
 from mlx_packs.prefix import open_prefix
@@ -81,9 +80,7 @@ class Side:
         )  # fmt: skip
         self.optimizer = optimizers.Adam(learning_rate=LEARNING_RATE)
         self.optimizer.init(model.trainable_parameters())
-        self.stepper = Stepper(
-            model, head, self.optimizer, max_grad_norm=None, lanes=has_lanes(model)
-        )
+        self.stepper = Stepper(model, head, self.optimizer, max_grad_norm=None)
         model.train()
         mx.eval(model.parameters(), self.optimizer.state)
 

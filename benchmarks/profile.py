@@ -3,8 +3,8 @@
 Each part runs alone, forward and backward, on the modules and at the shapes of the run; the sum is
 held against the whole step, and what it does not explain is shown as such (embedding, additions,
 what alone is slower or faster than among the others). The roofline is the step's useful flops at
-the best rate of a dense product of this base measured in the same run, or its bytes at the rate of
-a copy, whichever takes longer. Nothing is recomputed here.
+the best rate of a dense product of this base, by all lanes, measured in the same run, or its bytes
+at the rate of a copy, whichever takes longer. Nothing is recomputed here.
 
     python -m benchmarks.profile --work qwen3_4b_block --base-path dense
 """
@@ -28,6 +28,7 @@ from mlx_packs.nn.lora import GroupedLoRA
 from mlx_packs.nn.quantized import dequantized_weight, true_shape
 from mlx_packs.ops.attention import attention
 from mlx_packs.ops.exponential import swiglu
+from mlx_packs.ops.sliced_matmul import dense_matmul
 from mlx_packs.runtime import mx
 
 from . import history, report
@@ -119,10 +120,13 @@ class Profile:
             module = modules[same[0]]
             dense = dequantized_weight(frozen[same[0]]).astype(self.dtype)
             gflop = 2e-9 * self.tokens * out * width
-            self._add_product("base products", lambda v, w=dense: [v @ w.T], x, same, first, gflop)
+            self._add_product(
+                "base products", lambda v, w=dense: [dense_matmul(v, w)], x, same, first, gflop
+            )
             if not isinstance(module, nn.Linear):  # kept dense, they are the products above
                 self._add_product(_AS_THEY_ARE, lambda v, m=module: [m(v)], x, same, first, 0.0)
-            forward = percentiles(milliseconds(lambda w=dense, x=x: x @ w.T, self.repeats))["p50"]
+            times = milliseconds(lambda w=dense, x=x: dense_matmul(x, w), self.repeats)
+            forward = percentiles(times)["p50"]
             self.gflop_s = max(self.gflop_s, 1e3 * gflop / forward)
             held = sum(a.nbytes for _, a in tree_flatten(module.parameters()))
             moved = held + self.dtype.size * self.tokens * (out + width)
@@ -289,7 +293,7 @@ def run(options: argparse.Namespace) -> list[Record]:
     adapters = Adapters.random(base, options.rank, SCALE, options.seed)
     path = options.base_path or work.base_paths[-1]
     # parts are measured one at a time, and the roofline is that of one thread
-    ours = Ours(lambda: base, adapters, path, lanes=False)
+    ours = Ours(lambda: base, adapters, path)
     batch = rows.for_ours()
 
     def steps() -> list[float]:

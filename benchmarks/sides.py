@@ -24,7 +24,6 @@ from mlx_packs.adapters import attach
 from mlx_packs.batches import Batch, make_batch
 from mlx_packs.config import LoRAConfig
 from mlx_packs.encoding import Example
-from mlx_packs.lanes import has_lanes
 from mlx_packs.loading import Base
 from mlx_packs.loss import as_arrays, split_head
 from mlx_packs.runtime import mx
@@ -158,10 +157,7 @@ class MlxLm(TrainingCallback):
 
 
 class Ours:
-    """The step that `mlx_packs.train` takes, on one base path, with a policy of recomputation.
-
-    lanes: whether the halves of a batch are computed at once where they are in training.
-    """
+    """The step that `mlx_packs.train` takes, on one base path, with a policy of recomputation."""
 
     def __init__(
         self,
@@ -169,7 +165,6 @@ class Ours:
         adapters: Adapters,
         base_path: str,
         recompute: str = "none",
-        lanes: bool = True,
     ):
         start = _active_memory()
         base = load()
@@ -180,13 +175,7 @@ class Ours:
         attached.recompute(recompute)
         optimizer = optimizers.Adam(learning_rate=LEARNING_RATE)
         optimizer.init(base.model.trainable_parameters())
-        self.stepper = Stepper(
-            base.model,
-            split_head(base.model),
-            optimizer,
-            None,
-            lanes=lanes and has_lanes(base.model),
-        )
+        self.stepper = Stepper(base.model, split_head(base.model), optimizer, None)
         base.model.train()
         mx.eval(base.model.parameters(), optimizer.state)
         self.resident_bytes = _active_memory() - start

@@ -23,6 +23,7 @@ from .nn.quantized import (
     transient_matmul,
     true_shape,
 )
+from .ops.sliced_matmul import dense_matmul
 from .runtime import mx
 
 _MEASURED_ROWS = 512
@@ -91,7 +92,7 @@ def _seconds(multiply: Callable[[mx.array], mx.array], x: mx.array) -> float:
 
 def _path_seconds(path: str, module: nn.Module, x: mx.array, dense: mx.array) -> float:
     if path == "dense":
-        return _seconds(lambda v: v @ dense.T, x)
+        return _seconds(lambda v: dense_matmul(v, dense), x)
     if path == "transient":
         return _seconds(lambda v: transient_matmul(v, module), x)
 

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,7 +16,6 @@ from .batches import Batch, evaluation_batches
 from .config import DataConfig, TrainConfig
 from .encoding import encode
 from .errors import PackError
-from .lanes import evaluated, halves, has_lanes
 from .loading import Base
 from .loss import Arrays, Head, as_arrays, split_head, target_loss
 from .nn.lora import GroupedLoRA
@@ -158,7 +156,6 @@ class Scorer:
             self.traces += is_traced(positions)
             return target_loss(model, head, tokens, positions, targets, *segments, gradient=False)
 
-        self._forward_here = forward
         self._forward = mx.compile(forward, inputs=[m.state for m in held])
 
     def rows(self, batches: Sequence[Batch], advance=None) -> RowScores:
@@ -168,22 +165,12 @@ class Scorer:
         self.model.eval()
         order: list[int] = []
         parts = []
-        if lanes := has_lanes(self.model):
-            mx.eval(self.model.parameters())
         for batch in batches:
             real = batch.owners >= 0
             owners, rows = batch.owners[real], len(batch.rows)
-            if lanes:
-                makes = [partial(self._forward_here, *half) for half in halves(self._arrays(batch))]
-                scored = evaluated(makes, at_once=bool(parts))
-                sums = [
-                    np.concatenate(values).astype(np.float64)
-                    for values in zip(*scored, strict=True)
-                ]
-            else:
-                scored = self._forward(*self._arrays(batch))
-                mx.eval(scored)
-                sums = [np.array(values, dtype=np.float64)[real] for values in scored]
+            scored = self._forward(*self._arrays(batch))
+            mx.eval(scored)
+            sums = [np.array(values, dtype=np.float64)[real] for values in scored]
             parts.append(
                 (
                     np.bincount(owners, sums[0], rows),

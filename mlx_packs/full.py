@@ -100,11 +100,11 @@ def unfreeze(base: Base, num_layers: int = -1, base_path: str = "auto") -> Unfro
     Raises: PackError for a base that is quantized otherwise, or that cannot be trained.
     """
     check_trainable(base.name, base.model)
-    packed = check_dense(base, base_path)
+    check_dense(base, base_path)
     prefixes = block_prefixes(base.model) if num_layers > 0 else []
     if num_layers > len(prefixes):
         raise PackError(f"--num-layers {num_layers}: the base has only {len(prefixes)} blocks.")
-    blocks = attach(base, specs={}, base_path="dense" if packed else "quantized")
+    blocks = attach(base, specs={}, base_path="dense")
     try:
         places = _places(base, prefixes[-num_layers:] if num_layers > 0 else None)
     except BaseException:
@@ -116,8 +116,8 @@ def unfreeze(base: Base, num_layers: int = -1, base_path: str = "auto") -> Unfro
     return Unfrozen(blocks, places)
 
 
-def check_dense(base: Base, base_path: str) -> bool:
-    """Whether a base is packed. Raises: PackError if so and its weights are not to be dense."""
+def check_dense(base: Base, base_path: str) -> None:
+    """Raises: PackError if a base is packed and its weights are not to be dense."""
     packed = any(isinstance(m, QUANTIZED) for m in base.model.modules())
     if packed and base_path != "dense":
         raise PackError(
@@ -125,7 +125,6 @@ def check_dense(base: Base, base_path: str) -> bool:
             "weights cannot learn; --base-path dense trains dense copies of them, or take --method "
             "lora, or a dense checkpoint."
         )
-    return packed
 
 
 def _places(base: Base, prefixes: list[str] | None) -> dict[str, _Place]:

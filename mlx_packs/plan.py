@@ -38,6 +38,7 @@ from .loading import (
 from .models.encoder import Encoder, Reading, check_config
 from .ops.attention import SCORE_BYTES
 from .ops.exponential import ELEMENTS as SWIGLU_ELEMENTS
+from .ops.lanes import lanes
 from .ops.linear_cross_entropy import columns as loss_columns
 from .ops.sliced_matmul import SLICE_WEIGHTS, device
 from .optim import make_optimizer
@@ -521,7 +522,6 @@ def _moments(
     scores: float,
     recompute: str,
     sliced: bool,
-    lanes: int,
 ) -> dict[str, tuple[float, float]]:
     """(kept, in flight) in numbers per token at the moments that can be the worst.
 
@@ -532,7 +532,6 @@ def _moments(
     Args:
         adapted: rank by projection of each block from the first adapted one.
         sliced: whether weights are dense by slices, which wait for each other.
-        lanes: graphs at once, which are seldom at their worst together.
     """
     d, f, q = sizes.hidden, sizes.ffn, sizes.queries
     blocks = [_kept(sizes, ranks, scores, recompute) for ranks in adapted]
@@ -541,7 +540,7 @@ def _moments(
     if recompute == "block":
         kept = before + max(blocks)
     if runtime.on_cpu():  # SwiGLU by pieces, which `estimate` adds
-        mlp = 4 * d + ((5 - lanes) * f + 2 * q if recompute == "none" else 5 * f)
+        mlp = 4 * d + (4 * f + 2 * q if recompute == "none" else 5 * f)
     elif recompute == "none":
         mlp = 4 * d + (4 if sliced else 6) * f + 2 * q
     else:
@@ -552,7 +551,7 @@ def _moments(
 
 def _loss_numbers(sizes: _Sizes, targets: int, unpacks: bool) -> float:
     """Numbers in flight in the loss: slices of logits, states [M, D] and slices of the head."""
-    columns = min(loss_columns(targets, sizes.hidden), sizes.vocab)
+    columns = min(lanes() * loss_columns(targets, sizes.hidden), sizes.vocab)
     head = 1.25 * columns * sizes.hidden if unpacks else 0
     return 12.5 * targets * columns + 3 * targets * sizes.hidden + head
 
@@ -611,29 +610,25 @@ def estimate(
     always = nf4 and base_path == "quantized" and runtime.on_cpu()
     unpacks = packed and (always or base_path == "transient")
     policy = policies(train)[0]
-    lanes = 2 if runtime.on_cpu() and train.batch_size > 1 and not lora.dropout else 1
-    at_once = -(-train.batch_size // lanes) * time  # tokens of a graph (lanes.py)
-    together = 1 if lanes == 1 else 1.5  # two graphs are seldom at their worst at once
-    kept_scores = scores if runtime.on_cpu() and at_once * scores <= block else 0
-    moments = _moments(sizes, tracked, kept_scores, policy, unpacks, lanes)
+    kept_scores = scores if runtime.on_cpu() and tokens * scores <= lanes() * block else 0
+    moments = _moments(sizes, tracked, kept_scores, policy, unpacks)
 
     targets = tokens if targets is None else targets
     # in recomputed blocks the last one is the worst, and the gradients of all others are there
     pending = 4 * weights * (train.grad_accumulation_steps > 1 or policy == "block")
-    pending += 4 * weights * (lanes > 1)
-    logits = {"loss": together * _loss_numbers(sizes, -(-targets // lanes), unpacks)}
+    logits = {"loss": _loss_numbers(sizes, targets, unpacks)}
     working = {
         "mlp": _dense_slices(sizes, policy, nf4) if unpacks else 0,
-        "attention": 9 * together * min(block, at_once * scores),
+        "attention": 9 * min(lanes() * block, tokens * scores),
     }
     if runtime.on_cpu():
-        working["mlp"] += 15 * min(SWIGLU_ELEMENTS, tokens * sizes.ffn)
+        working["mlp"] += 15 * min(lanes() * SWIGLU_ELEMENTS, tokens * sizes.ffn)
     held = {}
     for moment, (kept, flying) in moments.items():
         numbers = tokens * kept, logits.get(moment, 0), tokens * flying + working.get(moment, 0)
         held[moment] = (pending, *(itemsize * n for n in numbers))
     # every gradient is there before the first update, whose temporaries span 1.3 blocks
-    gradients = 4 * weights * (lanes + (train.grad_accumulation_steps > 1))
+    gradients = 4 * weights * (1 + (train.grad_accumulation_steps > 1))
     held["update"] = (gradients, 0, 0, 1.3 * 4 * weights / len(tracked))
     names = ("gradients", "activations", "logits", "working")
     return MemoryPlan(

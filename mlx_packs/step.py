@@ -1,19 +1,16 @@
 """One compiled training step, and the accumulation of several batches into one update.
 
 Gradients are those of the *sum* over targets and are divided by their number once, at the update,
-so that N small batches equal one large one whatever their lengths. On a CPU a batch is two small
-ones that are computed at once (lanes.py).
+so that N small batches equal one large one whatever their lengths.
 """
 
 from collections.abc import Callable
-from functools import partial
 
 import mlx.nn as nn
 import mlx.optimizers as optimizers
 import numpy as np
 from mlx.utils import tree_flatten, tree_map
 
-from .lanes import evaluated, halves
 from .loss import Arrays, Head, loss_sum
 from .runtime import mx
 
@@ -21,7 +18,6 @@ from .runtime import mx
 class Stepper:
     """Compiled steps over batches of one run.
 
-    lanes: whether the halves of a batch may be computed at once (`has_lanes`).
     shapes: of the batches so far.   traces: of the functions below that MLX has compiled.
 
     Args:
@@ -37,7 +33,6 @@ class Stepper:
         max_grad_norm: float | None,
         z_loss: float = 0.0,
         label_smoothing: float = 0.0,
-        lanes: bool = False,
         loss: Callable[..., tuple[mx.array, mx.array]] | None = None,
     ):
         self.optimizer = optimizer
@@ -45,8 +40,6 @@ class Stepper:
         self.shapes: set[tuple] = set()
         self.traces = 0
         self._pending: tuple | None = None
-        self._lanes = lanes
-        self._all_there = False  # whether a step has evaluated all that steps read
 
         def loss_of_targets(*batch):
             total = loss_sum(model, head, *batch, z_loss=z_loss, label_smoothing=label_smoothing)
@@ -92,7 +85,6 @@ class Stepper:
 
             return mx.compile(counted, inputs=self.state, outputs=self.state)
 
-        self._gather_here = gather
         self._whole, self._gather, self._add = map(compiled, (whole, gather, add))
         self._update = mx.compile(update, inputs=self.state, outputs=self.state)
 
@@ -103,15 +95,11 @@ class Stepper:
         Returns: mean loss of this batch and the gradient norm of the update (0 if none was made).
         """
         self.shapes.add(tuple(a.shape for a in batch))
-        parts = halves(batch) if self._lanes else [batch]
-        batch = parts[0]
-        if alone and len(parts) == 1:
+        if alone:
             loss, norm = self._whole(*batch)
             mx.eval(self.state, loss, norm)
             return loss.item(), norm.item()
-        if len(parts) == 2:
-            total = self._add_halves(parts)
-        elif self._pending is None:
+        if self._pending is None:
             total, *pending = self._gather(*batch)
             self._pending = tuple(pending)
         else:
@@ -128,18 +116,6 @@ class Stepper:
         self._pending = None
         mx.eval(self.state, norm)
         return norm.item()
-
-    def _add_halves(self, parts: list[Arrays]) -> mx.array:
-        """Add the gradients of both to what is pending; the sum of their losses."""
-        mx.eval(self.state)
-        makes = [partial(self._gather_here, *part) for part in parts]
-        (loss, *pending), (other_loss, *other) = evaluated(makes, at_once=self._all_there)
-        self._all_there = True
-        pending = tree_map(mx.add, pending, other)
-        if self._pending is not None:
-            pending = tree_map(mx.add, pending, list(self._pending))
-        self._pending = tuple(pending)
-        return loss + other_loss
 
     @property
     def pending(self) -> bool:

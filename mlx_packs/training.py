@@ -42,7 +42,6 @@ from .files import make_folder
 from .full import Unfrozen, check_dense, unfreeze
 from .gates import Gates, judge, limits
 from .generate import chat_prompt, complete
-from .lanes import has_lanes
 from .loading import TINY, Base, load_base, stored_config
 from .loop import Loop
 from .loss import Arrays, Head, split_head
@@ -417,9 +416,8 @@ def _learn(
         valid = course.valid(leg)
         config = leg.train
         stepper = Stepper(
-            model, head, optimizer, config.max_grad_norm, config.z_loss, config.label_smoothing,
-            lanes=attached.method == "lora" and has_lanes(model),
-        )  # fmt: skip
+            model, head, optimizer, config.max_grad_norm, config.z_loss, config.label_smoothing
+        )
         loop = Loop(
             attached, stepper, leg, leg is goal, run, cursor,
             arrays, judge,

@@ -397,7 +397,7 @@ def test_a_pack_on_a_packed_base_brings_dense_weights(tiny, rows, tmp_path, run)
     pack = Pack.open(tmp_path / "p")
     assert not (tmp_path / "p" / "adapter_config.json").exists()  # stock mlx-lm could not load it
     with tiny.applied(pack):
-        assert type(tiny.model.layers[5].mlp.up_proj) is nn.Linear
+        assert isinstance(tiny.model.layers[5].mlp.up_proj, nn.Linear)
         assert isinstance(tiny.model.layers[4].mlp.up_proj, nn.QuantizedLinear)
     assert isinstance(tiny.model.layers[5].mlp.up_proj, nn.QuantizedLinear)
     code, out, _ = run("inspect", tmp_path / "p")

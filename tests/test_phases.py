@@ -355,6 +355,7 @@ from mlx_packs.loop import Loop
 def kill():
     os.kill(os.getpid(), signal.SIGINT)
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
 where = sys.argv.pop(1)
 if where == "between":
     scored, score_legs = [], training._score_legs

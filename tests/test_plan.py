@@ -263,8 +263,7 @@ def test_parts_add_up_to_the_peak_and_each_is_largest_somewhere():
     tiny = read_checkpoint("tiny")
     plan = estimate(tiny.config, tiny.tensors, LoRAConfig(), TrainConfig(), "dense")
     assert sum(plan.parts().values()) == plan.peak_bytes
-    one = 4 * plan.adapter_weights  # of each half of a batch, on CPUs
-    assert plan.parts()["gradients"] == one and plan.most()["gradients"] == 2 * one
+    assert plan.most()["gradients"] == 4 * plan.adapter_weights
     assert all(plan.most()[name] >= size for name, size in plan.parts().items())
     assert plan.most()["logits"] > 0 and plan.most()["working"] > 0
 

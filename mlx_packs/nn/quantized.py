@@ -15,8 +15,9 @@ from mlx.utils import tree_unflatten
 
 from ..ops import nf4
 from ..ops.affine import dequantize
+from ..ops.lanes import lanes
 from ..ops.linear_cross_entropy import FrozenHead, HeadSlice
-from ..ops.sliced_matmul import sliced_matmul
+from ..ops.sliced_matmul import dense_matmul, sliced_matmul
 from ..runtime import on_cpu
 from .nf4 import NF4Embedding, NF4Linear
 
@@ -136,6 +137,24 @@ class HalfLinear(nn.Module):
         return y + self.bias.astype(x.dtype) if "bias" in self else y
 
 
+class DenseLinear(nn.Linear):
+    """A linear whose product the lanes of a CPU share."""
+
+    def __call__(self, x: mx.array) -> mx.array:
+        if lanes() == 1:
+            return super().__call__(x)
+        y = dense_matmul(x, self.weight)
+        return y + self.bias if "bias" in self else y
+
+
+def _shared(linear: nn.Linear) -> DenseLinear:
+    """A frozen linear with the same arrays, for the lanes."""
+    shared = DenseLinear(1, 1, bias="bias" in linear)
+    shared.update(linear.parameters())
+    shared.freeze()
+    return shared
+
+
 def dense_module(module: nn.Module, dtype: mx.Dtype | None = None) -> nn.Module:
     """A frozen nn.Linear or nn.Embedding with the dequantized weight of ``module``."""
     weight = dequantized_weight(module)
@@ -144,7 +163,7 @@ def dense_module(module: nn.Module, dtype: mx.Dtype | None = None) -> nn.Module:
     if isinstance(module, EMBEDDINGS):
         dense = nn.Embedding(1, 1)
     else:
-        dense = nn.Linear(1, 1, bias="bias" in module)
+        dense = DenseLinear(1, 1, bias="bias" in module)
         if "bias" in module:
             dense.bias = module.bias if dtype is None else module.bias.astype(dtype)
     dense.weight = weight
@@ -161,7 +180,7 @@ def frozen_head(module: nn.Module) -> FrozenHead | None:
         return _packed_head(module["linear" if "linear" in module else "embedding"], dense=True)
     if isinstance(module, QUANTIZED):
         return _packed_head(module, dense=isinstance(module, NF4))
-    if type(module) in (nn.Linear, nn.Embedding, HalfLinear):
+    if type(module) in (nn.Linear, DenseLinear, nn.Embedding, HalfLinear):
         return _head(module, *module.weight.shape, lambda at: module.weight[at])
     return None
 
@@ -253,14 +272,18 @@ def replace_modules(model: nn.Module, modules: list[tuple[str, nn.Module]]) -> N
 def apply_base_path(model: nn.Module, base_path: str) -> list[tuple[str, nn.Module]]:
     """Make every quantized module of ``model`` compute by ``base_path``.
 
+    By ``dense`` linears that are dense anyway become some that lanes share, if there are lanes.
     Returns: (path, original module) of those replaced; `replace_modules` puts them back.
     """
+    linears = []
+    if base_path == "dense" and lanes() > 1:
+        linears = [(path, m) for path, m in model.named_modules() if type(m) is nn.Linear]
     originals = quantized_modules(model) if base_path != "quantized" else []
     # a subclass computes something of its own with the product: it stays as it is
     originals = [(path, m) for path, m in originals if type(m) in QUANTIZED]
     if base_path == "transient":  # NF4 dequantizes for each use by itself
         originals = [(path, m) for path, m in originals if not isinstance(m, NF4)]
-    replaced = []
+    replaced = [(path, _shared(module)) for path, module in linears]
     for path, module in originals:
         if base_path == "dense":
             # on a CPU activations are float32, whatever the packed format dequantizes to
@@ -271,4 +294,4 @@ def apply_base_path(model: nn.Module, base_path: str) -> list[tuple[str, nn.Modu
             replaced.append((path, TransientLinear(module)))
     replace_modules(model, replaced)
     mx.eval([m.parameters() for _, m in replaced])
-    return originals
+    return linears + originals

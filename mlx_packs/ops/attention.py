@@ -15,6 +15,7 @@ import mlx.core as mx
 import numpy as np
 
 from .exponential import exp2
+from .lanes import lanes, rounds
 from .sliced_matmul import device
 
 Mask = mx.array | str | None
@@ -52,14 +53,16 @@ def attention(
             queries, keys, values, scale=scale, mask=seen.whole()
         )
     batch, heads, length, _ = queries.shape
-    blocks, width = seen.blocks(length, keys.shape[2], 4 * batch * heads, on_cpu)
-    output = _attention(scale, seen, blocks, width, on_cpu)(queries, keys, values)[0]
+    even = keys.shape[1] % lanes() == 0 and seen.same_for_all_heads
+    parts = lanes() if even else 1
+    blocks, width = seen.blocks(length, keys.shape[2], 4 * batch * heads // parts, on_cpu)
+    output = _attention(scale, seen, blocks, width, on_cpu, parts)(queries, keys, values)[0]
     return output.transpose(0, 2, 1, 3)
 
 
 def scores_are_cut(heads: int, length: int) -> bool:
     """Whether a CPU computes T x T scores of so many heads (of all rows) block by block."""
-    return device() == "cpu" and 4 * heads * length**2 > SCORE_BYTES["cpu"]
+    return device() == "cpu" and 4 * heads * length**2 > lanes() * SCORE_BYTES["cpu"]
 
 
 class _Block(NamedTuple):
@@ -76,6 +79,10 @@ class _Seen(NamedTuple):
 
     mask: Mask
     segments: mx.array | None
+
+    @property
+    def same_for_all_heads(self) -> bool:
+        return not isinstance(self.mask, mx.array) or self.mask.ndim < 3 or self.mask.shape[-3] == 1
 
     def whole(self) -> Mask:
         """As one mask."""
@@ -185,100 +192,144 @@ def _powers(scores: mx.array) -> tuple[mx.array, mx.array, mx.array]:
     return powers, powers @ mx.ones((scores.shape[-1], 1)), largest
 
 
-def _attention(scale: float, seen: _Seen, blocks: list[list[_Block]], width: int, on_cpu: bool):
+class _Heads(NamedTuple):
+    """What a lane reads, and in the backward the gradient of its output and its sum of
+    output * gradient, [B, heads, T, ...] each."""
+
+    queries: mx.array
+    keys: mx.array
+    values: mx.array
+    d_output: mx.array | None = None
+    shared: mx.array | None = None
+
+
+def _attention(
+    scale: float, seen: _Seen, blocks: list[list[_Block]], width: int, on_cpu: bool, parts: int
+):
     """Attention over these blocks as a function with its own gradient.
 
     MLX computes what is independent side by side; each block is made to wait for the one before.
+    A block of so many parts of the heads is computed at once.
     Returns: a function to the output [B, T, H, D], as the next projection keeps it for its own
-    backward, and on a CPU: the probabilities of the only block, or for the blocks of the same
-    queries log2 of the sum of 2^score.
+    backward, and on a CPU for each part of the heads: the probabilities of the only block, or for
+    the blocks of the same queries log2 of the sum of 2^score.
     """
     only = len(blocks) == 1 and len(blocks[0]) == 1
+
+    def of_lanes(*arrays: mx.array) -> list[_Heads]:
+        return [
+            _Heads(*own) for own in zip(*(mx.split(a, parts, axis=1) for a in arrays), strict=True)
+        ]
 
     def scores_of(at: _Block, queries, keys):
         offset = keys.shape[2] - queries.shape[2]
         part = queries[:, :, at.start : at.stop]
         return _scores(part, keys[:, :, at.first : at.last], scale, seen.block(at, offset))
 
-    def probabilities(at: _Block, queries, keys, kept: mx.array | None):
+    def fused(queries, keys, values) -> mx.array:
+        outputs = []
+        for (at,) in blocks:
+            visible = slice(at.first, at.last)
+            output = mx.fast.scaled_dot_product_attention(
+                queries[:, :, at.start : at.stop], keys[:, :, visible], values[:, :, visible],
+                scale=scale, mask=seen.block(at, keys.shape[2] - queries.shape[2]),
+            )  # fmt: skip
+            queries = mx.depends(queries, output)
+            outputs.append(output.transpose(0, 2, 1, 3))
+        return _joined(outputs, axis=1)
+
+    def forward(at: _Block, own: _Heads) -> tuple[_Partial, mx.array | None]:
+        """And the probabilities, if they are kept."""
+        powers, total, largest = _powers(scores_of(at, own.queries, own.keys))
+        visible = own.values[:, :, at.first : at.last]
+        if only:
+            kept = (powers * mx.reciprocal(total)).astype(own.queries.dtype)
+            return _Partial(largest, mx.ones_like(total), kept @ visible), kept
+        output = (powers.astype(own.queries.dtype) @ visible).astype(mx.float32)
+        return _Partial(largest, total, output), None
+
+    def probabilities(at: _Block, own: _Heads, kept: mx.array | None) -> mx.array:
         """Of a block, from what the forward kept of its queries."""
         if only and on_cpu:
             return kept
-        scores = scores_of(at, queries, keys)
+        scores = scores_of(at, own.queries, own.keys)
         if on_cpu:
-            return exp2(scores - kept).astype(queries.dtype)
+            return exp2(scores - kept).astype(own.queries.dtype)
         powers, total, _ = _powers(scores)
-        return (powers * mx.reciprocal(total)).astype(queries.dtype)
+        return (powers * mx.reciprocal(total)).astype(own.queries.dtype)
 
     @mx.custom_function
     def attend(queries, keys, values):
-        outputs, kept = [], []
-        offset = keys.shape[2] - queries.shape[2]
+        if not on_cpu:
+            return (fused(queries, keys, values),)
+        heads, outputs, kept = of_lanes(queries, keys, values), [], []
         for row in blocks:
-            if not on_cpu:
-                (at,) = row
-                visible = slice(at.first, at.last)
-                output = mx.fast.scaled_dot_product_attention(
-                    queries[:, :, at.start : at.stop], keys[:, :, visible], values[:, :, visible],
-                    scale=scale, mask=seen.block(at, offset),
-                )  # fmt: skip
-                queries = mx.depends(queries, output)
-                outputs.append(output.transpose(0, 2, 1, 3))
-                continue
-            found: _Partial | None = None
+            found: list[_Partial | None] = [None] * parts
             for at in row:
-                powers, total, largest = _powers(scores_of(at, queries, keys))
-                visible = values[:, :, at.first : at.last]
-                if only:
-                    kept.append((powers * mx.reciprocal(total)).astype(queries.dtype))
-                    found = _Partial(largest, mx.ones_like(total), kept[0] @ visible)
-                    continue
-                output = (powers.astype(queries.dtype) @ visible).astype(mx.float32)
-                part = _Partial(largest, total, output)
-                found = part if found is None else found.merged(part)
-                queries = mx.depends(queries, list(found))
+                (group,) = rounds(enumerate(heads))
+                for lane, (n, own) in group:
+                    with lane:
+                        part, weights = forward(at, own)
+                        found[n] = part if found[n] is None else found[n].merged(part)
+                    kept += [weights] if only else []
+                if not only:
+                    later = mx.depends([h.queries for h in heads], [a for f in found for a in f])
+                    heads = [h._replace(queries=q) for h, q in zip(heads, later, strict=True)]
             if not only:
-                kept.append(found.largest + mx.log2(found.total))
-            output = (found.output * mx.reciprocal(found.total)).astype(queries.dtype)
+                kept += [each.largest + mx.log2(each.total) for each in found]
             rows = row[0].stop - row[0].start
-            outputs.append(output.reshape(*queries.shape[:2], rows, -1).transpose(0, 2, 1, 3))
-        whole = outputs[0] if len(outputs) == 1 else mx.concatenate(outputs, axis=1)
-        return (whole, *kept)
+            own_outputs = [
+                (each.output * mx.reciprocal(each.total))
+                .astype(queries.dtype)
+                .reshape(len(queries), -1, rows, values.shape[-1])
+                .transpose(0, 2, 1, 3)
+                for each in found
+            ]
+            outputs.append(_joined(own_outputs, axis=2))
+        return (_joined(outputs, axis=1), *kept)
 
     @attend.vjp
     def attend_vjp(primals, cotangents, outputs):
-        queries, keys, values = primals
-        kv_heads = keys.shape[1]
         # sum over keys of p * dp, a number a query, equals that of output * d_output
         shared = (cotangents[0] * outputs[0]).sum(axis=-1, keepdims=True).transpose(0, 2, 1, 3)
-        cotangent = cotangents[0].transpose(0, 2, 1, 3)
-        d_queries, d_keys, d_values = [], _Slices(keys, width), _Slices(values, width)
+        heads = of_lanes(*primals, cotangents[0].transpose(0, 2, 1, 3), shared)
+        d_queries = []
+        d_keys = [_Slices(own.keys, width) for own in heads]
+        d_values = [_Slices(own.values, width) for own in heads]
         for number, row in enumerate(blocks):
             rows = slice(row[0].start, row[0].stop)
-            own_shared = _folded(shared[:, :, rows], kv_heads)
-            total = None
+            totals: list[mx.array | None] = [None] * parts
             for at in row:
-                visible = slice(at.first, at.last)
-                kept = outputs[1 + number] if on_cpu else None
-                weights = probabilities(at, queries, keys, kept)
-                d_output = _folded(cotangent[:, :, rows], kv_heads)
-                d_weights = d_output @ values[:, :, visible].swapaxes(-1, -2)
-                d_scores = weights * (d_weights - own_shared)
-                own = _folded(queries[:, :, rows], kv_heads) * scale
-                added_keys = d_keys.add(d_scores.swapaxes(-1, -2) @ own, at)
-                added_values = d_values.add(weights.swapaxes(-1, -2) @ d_output, at)
-                part = (d_scores @ keys[:, :, visible]).astype(mx.float32)
-                total = part if total is None else total + part
+                visible, found = slice(at.first, at.last), []
+                (group,) = rounds(enumerate(heads))
+                for lane, (n, own) in group:
+                    with lane:
+                        kv_heads = own.keys.shape[1]
+                        kept = outputs[1 + number * parts + n] if on_cpu else None
+                        weights = probabilities(at, own, kept)
+                        d_output = _folded(own.d_output[:, :, rows], kv_heads)
+                        d_weights = d_output @ own.values[:, :, visible].swapaxes(-1, -2)
+                        d_scores = weights * (d_weights - _folded(own.shared[:, :, rows], kv_heads))
+                        queries = _folded(own.queries[:, :, rows], kv_heads) * scale
+                        found.append(d_keys[n].add(d_scores.swapaxes(-1, -2) @ queries, at))
+                        found.append(d_values[n].add(weights.swapaxes(-1, -2) @ d_output, at))
+                        part = (d_scores @ own.keys[:, :, visible]).astype(mx.float32)
+                        totals[n] = part if totals[n] is None else totals[n] + part
                 if not only:
-                    found = [total, added_keys, added_values]
-                    queries, cotangent = mx.depends([queries, cotangent], found)
-            total = (total * scale).astype(queries.dtype)
-            d_queries.append(total.reshape(queries[:, :, rows].shape))
-        whole = d_queries[0] if len(d_queries) == 1 else mx.concatenate(d_queries, axis=2)
-        found = [d_keys.whole(), d_values.whole()]
-        return mx.depends(whole, found), *found
+                    read = [a for h in heads for a in (h.queries, h.d_output)]
+                    later = iter(mx.depends(read, [*totals, *found]))
+                    heads = [h._replace(queries=next(later), d_output=next(later)) for h in heads]
+            shape = (len(totals[0]), -1, rows.stop - rows.start, primals[0].shape[-1])
+            own_queries = [(t * scale).astype(primals[0].dtype).reshape(shape) for t in totals]
+            d_queries.append(_joined(own_queries, axis=1))
+        found = [_joined([d.whole() for d in own], axis=1) for own in (d_keys, d_values)]
+        return mx.depends(_joined(d_queries, axis=2), found), *found
 
     return attend
+
+
+def _joined(parts: list[mx.array], axis: int) -> mx.array:
+    return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=axis)
 
 
 class _Slices:

@@ -12,6 +12,8 @@ from collections.abc import Callable
 import mlx.core as mx
 import mlx.nn as nn
 
+from .lanes import rounds
+
 ELEMENTS = 1 << 18  # of an array at a time where it is made by rows: 1 MB
 _LOG2_E = 1.4426950408889634
 _LN_2 = 1 / _LOG2_E
@@ -86,11 +88,16 @@ def _by_rows(
     if rows <= step:
         return function(*arrays)
     whole = [mx.zeros(arrays[0].shape) for _ in range(count)]
-    for start in range(0, rows, step):
-        inputs = [a[start : start + step] for a in arrays]
-        parts = function(*(mx.depends(inputs, whole) if start else inputs))
-        for result, part in zip(whole, parts, strict=True):
-            result[start : start + step] = part
+    inputs = list(arrays)
+    for group in rounds(range(0, rows, step)):
+        parts = []
+        for lane, start in group:
+            with lane:
+                parts.append((start, function(*(a[start : start + step] for a in inputs))))
+        for start, part in parts:
+            for result, own in zip(whole, part, strict=True):
+                result[start : start + step] = own
+        inputs = mx.depends(arrays, whole)
     return whole
 
 

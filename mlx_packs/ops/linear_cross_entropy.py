@@ -6,12 +6,14 @@ that expected row less the target's, so it is there with the loss: each slice of
 unpacked once and multiplied twice, and nothing is made again in the backward.
 """
 
+import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
 import mlx.core as mx
 
 from .exponential import exp
+from .lanes import rounds
 from .sliced_matmul import SLICE_WEIGHTS, device
 
 LOGIT_BYTES = {"cpu": 1 << 20, "gpu": 64 << 20}  # of one slice of logits
@@ -94,6 +96,23 @@ class _Running(NamedTuple):
     expected: mx.array
     mean_row: mx.array
 
+    def merged(self, other: "_Running") -> "_Running":
+        """Over the slices of both. Of two tokens with the largest logit the first is the best."""
+        largest = mx.maximum(self.largest, other.largest)
+        own, others = exp(self.largest - largest), exp(other.largest - largest)
+        better = (other.largest > self.largest)[:, 0]
+        tied = (other.largest == self.largest)[:, 0]
+        first = mx.where(tied, mx.minimum(self.best, other.best), self.best)
+        return _Running(
+            largest,
+            self.total * own + other.total * others,
+            self.sum_of + other.sum_of,
+            self.picked + other.picked,
+            mx.where(better, other.best, first),
+            self.expected * own + other.expected * others,
+            self.mean_row + other.mean_row,
+        )
+
 
 def linear_cross_entropy(
     hidden: mx.array,
@@ -120,12 +139,19 @@ def linear_cross_entropy(
     smooth = label_smoothing > 0
 
     def forward(h):
-        seen = None
-        for start in range(0, head.vocab_size, step):
-            stop = min(start + step, head.vocab_size)
-            if seen is not None:
-                h = mx.depends(h, list(seen))
-            seen = _with_slice(seen, h, targets, head.part(start, stop), start, gradient, smooth)
+        by_lane: list[_Running] = []
+        for group in rounds(range(0, head.vocab_size, step)):
+            if by_lane:
+                h = mx.depends(h, [array for seen in by_lane for array in seen])
+            for number, (lane, start) in enumerate(group):
+                with lane:
+                    part = head.part(start, min(start + step, head.vocab_size))
+                    own = _of_slice(h, targets, part, start, gradient, smooth)
+                    if number < len(by_lane):
+                        by_lane[number] = by_lane[number].merged(own)
+                    else:
+                        by_lane.append(own)
+        seen = functools.reduce(_Running.merged, by_lane)
         lse = (mx.log(seen.total) + seen.largest)[:, 0]
         loss = lse - seen.picked
         if z_loss:
@@ -155,8 +181,7 @@ def linear_cross_entropy(
     return tuple(loss_of(hidden)[:2])
 
 
-def _with_slice(
-    seen: _Running | None,
+def _of_slice(
     hidden: mx.array,
     targets: mx.array,
     part: HeadSlice,
@@ -164,31 +189,22 @@ def _with_slice(
     gradient: bool,
     smooth: bool,
 ) -> _Running:
-    """The running sums with one more slice of the vocabulary, whose first token is ``start``."""
+    """Of one slice of the vocabulary, whose first token is ``start``."""
     logits = part.logits(hidden).astype(mx.float32)
     width = logits.shape[1]
-    own = logits.max(axis=-1, keepdims=True)
-    largest = own if seen is None else mx.maximum(seen.largest, own)
+    largest = logits.max(axis=-1, keepdims=True)
     weights = exp(logits - largest)
-    total = weights.sum(axis=-1, keepdims=True)
     inside = (targets >= start) & (targets < start + width)
     at = mx.clip(targets - start, 0, width - 1)[:, None]
-    picked = mx.where(inside, mx.take_along_axis(logits, at, axis=-1)[:, 0], 0)
-    best = mx.argmax(logits, axis=-1) + start
     nothing = mx.zeros((1,))
-    sum_of = logits.sum(axis=-1, keepdims=True) if smooth else nothing
-    expected = part.back(weights.astype(hidden.dtype)).astype(mx.float32) if gradient else nothing
-    ones = mx.ones((1, width), hidden.dtype)
-    mean_row = part.back(ones).astype(mx.float32) if smooth and gradient else nothing
-    if seen is None:
-        return _Running(largest, total, sum_of, picked, best, expected, mean_row)
-    shrink = exp(seen.largest - largest)
     return _Running(
         largest,
-        seen.total * shrink + total,
-        seen.sum_of + sum_of,
-        seen.picked + picked,
-        mx.where((own > seen.largest)[:, 0], best, seen.best),
-        seen.expected * shrink + expected if gradient else nothing,
-        seen.mean_row + mean_row,
+        weights.sum(axis=-1, keepdims=True),
+        logits.sum(axis=-1, keepdims=True) if smooth else nothing,
+        mx.where(inside, mx.take_along_axis(logits, at, axis=-1)[:, 0], 0),
+        mx.argmax(logits, axis=-1) + start,
+        part.back(weights.astype(hidden.dtype)).astype(mx.float32) if gradient else nothing,
+        part.back(mx.ones((1, width), hidden.dtype)).astype(mx.float32)
+        if smooth and gradient
+        else nothing,
     )

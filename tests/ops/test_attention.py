@@ -148,11 +148,11 @@ def test_a_forward_off_the_cpu_has_the_scores_of_one_block_at_a_time(off_cpu):
 
 
 def test_memory_of_a_long_row_is_that_of_a_few_blocks():
-    q, w = (mx.random.normal((1, 8, 1024, 32)) for _ in range(2))
-    k, v = (mx.random.normal((1, 2, 1024, 32)) for _ in range(2))
+    q, w = (mx.random.normal((1, 8, 2048, 32)) for _ in range(2))
+    k, v = (mx.random.normal((1, 2, 2048, 32)) for _ in range(2))
     mx.eval(q, k, v, w)
     before = mx.get_active_memory()
     mx.reset_peak_memory()
     mx.eval(mx.vjp(lambda *a: [attention(*a, 0.2, "causal")], [q, k, v], [w]))
-    scores = 4 * 8 * 1024 * 1024
-    assert mx.get_peak_memory() - before < 0.7 * scores
+    scores = 4 * 8 * 2048 * 2048
+    assert mx.get_peak_memory() - before < 0.35 * scores
