@@ -13,6 +13,7 @@ from dataclasses import replace
 from . import runtime
 from .ops import _backend, grouped_lora, multi_lora, nf4
 from .ops._check import Check, Instance, examine
+from .ops.lanes import lanes
 from .runtime import mx
 
 OPS = (grouped_lora, multi_lora, nf4)
@@ -111,6 +112,7 @@ def examine_machine() -> dict:
             "bound": runtime.BLAS.bound,
             "note": runtime.BLAS.note,
             "threads": runtime.BLAS.threads,
+            "lanes": lanes(),
             "gflops": matmul_gflops(),
         },
         "memory": {

@@ -28,6 +28,7 @@ from .geometry import block_prefixes
 from .loss import Arrays, Head, as_arrays, forward
 from .nn.prefix import Feed, FrozenBlock, states_of
 from .nn.quantized import replace_modules
+from .ops.lanes import lanes
 from .packable import TOLERANCE, relative_error
 from .runtime import mx
 from .state_store import StateStore
@@ -375,7 +376,7 @@ def _key(
         "blocks": frozen,
         "states": [str(states.dtype), states.shape[-1], train.compute_dtype, base_path],
         "batches": [train.batch_size, train.max_seq_length, train.packing, train.seed],
-        "device": [runtime.device_name(), runtime.BLAS.name, runtime.BLAS.threads],
+        "device": [runtime.device_name(), runtime.BLAS.name, runtime.BLAS.threads, lanes()],
         "versions": [version(name) for name in ("mlx", "mlx-lm")],
     }
     digest = hashlib.sha256(json.dumps(known, sort_keys=True, default=str).encode())

@@ -15,6 +15,7 @@ from mlx_packs.cli import _doctor_lines, packs
 from mlx_packs.loading import tiny_base_path
 from mlx_packs.nn.quantized import replace_modules
 from mlx_packs.ops import _backend
+from mlx_packs.ops.lanes import lanes
 from mlx_packs.runtime import mx
 
 
@@ -102,6 +103,7 @@ def test_doctor_names_the_machine_and_every_kernel_and_writes_a_report(tmp_path)
     assert len(_doctor_lines(report, verbose=True)) == 6 + len(report["kernels"])
     assert {"device", "versions", "blas", "memory", "kernels"} <= set(report)
     assert report["versions"]["mlx"] and report["blas"]["gflops"] > 0
+    assert report["blas"]["lanes"] == lanes()
     assert {k["op"] for k in report["kernels"]} == {"grouped_lora", "multi_lora", "nf4"}
     for kernel in report["kernels"]:
         assert {"op", "instance", "backend", "max_error", "ok"} <= set(kernel)
