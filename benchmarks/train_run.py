@@ -216,8 +216,8 @@ def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser("python -m benchmarks.train_run",
                                 description=__doc__.split("\n")[0], allow_abbrev=False)  # fmt: skip
     p.add_argument("--iters", type=int, default=24, metavar="N", help="batches of ours [24]")
-    p.add_argument("--look-every", type=int, default=2, metavar="N",
-                   help="batches of mlx-lm between looks at the held-out rows [2]")  # fmt: skip
+    p.add_argument("--look-every", type=int, default=4, metavar="N",
+                   help="batches of mlx-lm between looks at the held-out rows [4]")  # fmt: skip
     p.add_argument("--held-out", type=int, default=60, metavar="N", help="rows looked at [60]")
     p.add_argument("--side", action="append", choices=(SHIPPED, SAME_BLAS, MENDED),
                    help="of mlx-lm, repeatable [all]")  # fmt: skip
