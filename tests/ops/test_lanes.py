@@ -59,6 +59,7 @@ def operations() -> dict:
         "transient": (lambda x: transient_matmul(x, affine), [noise(33, 64)]),
         "nf4": (lambda x: transient_matmul(x, nf4), [noise(33, 64)]),
         "dense": (dense, [noise(3, 11, 64)]),
+        "dense_learns": (sliced_matmul.dense_matmul, [noise(3, 11, 64), noise(176, 64)]),
         "swiglu": (exponential.swiglu, [noise(33, 64), noise(33, 64)]),
         "loss": (loss, [noise(33, 64)]),
         "causal": (attention("causal"), heads),
