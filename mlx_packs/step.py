@@ -101,10 +101,9 @@ class Stepper:
             return loss.item(), norm.item()
         if self._pending is None:
             total, *pending = self._gather(*batch)
-            self._pending = tuple(pending)
         else:
             total, *pending = self._add(self._pending, batch)
-            self._pending = tuple(pending)
+        self._pending = tuple(pending)
         mx.eval(self._pending, total, mx.random.state)
         if not last:
             return total.item() / count, 0.0
