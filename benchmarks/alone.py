@@ -21,14 +21,14 @@ class Failed(Exception):
     """A process ended with an error; its own words are on stderr."""
 
 
-def run(module: str, arguments: Sequence[str], own_blas: bool = True) -> dict:
+def run(module: str, arguments: Sequence[str], blas: str | None = None) -> dict:
     """What ``python -m benchmarks.<module>`` prints as its last line.
 
     Args:
-        own_blas: False leaves MLX the BLAS that its wheel brings, as its users have it.
+        blas: in place of this process's; ``off`` is what MLX's wheel brings, as its users have it.
     Raises: Failed.
     """
-    environment = os.environ if own_blas else {**os.environ, BLAS_VARIABLE: "off"}
+    environment = {**os.environ, BLAS_VARIABLE: blas} if blas else os.environ
     done = subprocess.run(
         [sys.executable, "-m", f"benchmarks.{module}", *arguments],
         stdout=subprocess.PIPE, text=True, env=environment, cwd=_CHECKOUT,

@@ -111,7 +111,8 @@ def run(options: argparse.Namespace, arguments: list[str]) -> list[Record]:
     for side in (SHIPPED, MENDED, *(options.base_path or work.base_paths)):
         name = side if side in (SHIPPED, MENDED) else ours_name(side, options.recompute)
         print(name, file=sys.stderr)
-        found[name] = alone.run("memory", [*arguments, "--alone", side], own_blas=side != SHIPPED)
+        blas = "off" if side == SHIPPED else None
+        found[name] = alone.run("memory", [*arguments, "--alone", side], blas)
         first = found[SHIPPED]
         check_losses(first["losses"], found[name]["losses"], name, TOLERANCE[first["dtype"]])
     batch_size, length = options.batch_size or work.batch_size, options.length or work.length

@@ -28,7 +28,7 @@ from mlx_packs.nn.lora import GroupedLoRA
 from mlx_packs.nn.quantized import dequantized_weight, true_shape
 from mlx_packs.ops.attention import attention
 from mlx_packs.ops.exponential import swiglu
-from mlx_packs.ops.sliced_matmul import dense_matmul
+from mlx_packs.ops.matmul import dense_matmul
 from mlx_packs.runtime import mx
 
 from . import history, report

@@ -3,7 +3,7 @@
 Ours trains for ``--iters`` batches; the mean held-out loss it reaches is the target. mlx-lm's real
 trainer then runs, with the same recipe, until it reaches that loss; between two looks the time is
 interpolated. The clock counts loading, tokenizing, training and writing the adapters. It stands
-still for imports, and for the looks at the held-out rows, which are ours on every side.
+still for imports, and for the looks at the held-out rows: a process of its own judges every side.
 
     python -m benchmarks.train_run
 """
@@ -17,10 +17,10 @@ from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
-import mlx.nn as nn
 import mlx.optimizers as optimizers
 import mlx_lm
 import numpy as np
+from mlx.utils import tree_flatten
 from mlx_lm.tuner.datasets import CacheDataset, load_dataset
 from mlx_lm.tuner.trainer import TrainingArgs, TrainingCallback, iterate_batches, train
 from mlx_lm.tuner.utils import linear_to_lora_layers
@@ -33,6 +33,7 @@ from mlx_packs.errors import PackError
 from mlx_packs.evaluation import Scorer, evaluation_rows
 from mlx_packs.loading import TINY, Base, load_base, tiny_base_path
 from mlx_packs.loss import split_head
+from mlx_packs.nn.quantized import apply_base_path
 from mlx_packs.runtime import mx
 from mlx_packs.training import train_pack
 
@@ -40,8 +41,9 @@ from . import alone, history, mended, report, shipped
 from .history import Environment, Record, record
 from .sides import MENDED, SAME_BLAS, SHIPPED
 
-OURS = "mlx_packs"
+OURS, JUDGE = "mlx_packs", "judge"
 RANK, SCALE, RATE, WARMUP, BATCH_SIZE, MAX_LENGTH = 16, 2.0, 1e-3, 5, 4, 256
+MLX_LM_LAYERS = {"rank": RANK, "scale": SCALE, "dropout": 0.0}
 _FARTHER = 2  # mlx-lm gives up after so many times the batches of ours
 
 
@@ -56,11 +58,25 @@ def held_out(base: Base, rows: int) -> list[Batch]:
     return evaluation_batches(examples, BATCH_SIZE, MAX_LENGTH)
 
 
-def loss_on(model: nn.Module, batches: list[Batch]) -> float:
-    """Mean held-out loss of a target, in nats; the model is training again afterwards."""
-    found = Scorer(model, split_head(model)).score(batches).nll
-    model.train()
-    return found
+def judge(options: argparse.Namespace) -> float:
+    """Mean held-out loss of a target, in nats: of the base, with a pack or with mlx-lm's adapters.
+    Weights are dense, which is the fastest."""
+    base = load_base(TINY)
+    if options.pack:
+        base.swap_pack(options.pack, "dense")
+    else:
+        if options.adapters:
+            linear_to_lora_layers(base.model, -1, MLX_LM_LAYERS)
+            base.model.load_weights(options.adapters, strict=False)
+        apply_base_path(base.model, "dense")
+    batches = held_out(base, options.held_out)
+    return Scorer(base.model, split_head(base.model)).score(batches).nll
+
+
+def judged(options: argparse.Namespace, *what: str) -> float:
+    """What `judge` says, in a process of its own with our BLAS. Raises: alone.Failed."""
+    given = ["--alone", JUDGE, "--held-out", str(options.held_out), *what]
+    return alone.run("train_run", given, "auto")["loss"]
 
 
 class Clock:
@@ -98,11 +114,7 @@ def measure_ours(options: argparse.Namespace) -> dict:
             out,
         )  # fmt: skip
         seconds, peak = clock.seconds, mx.get_peak_memory()
-        base = load_base(TINY)
-        batches = held_out(base, options.held_out)
-        start = loss_on(base.model, batches)
-        with base.applied(run.pack):
-            end = loss_on(base.model, batches)
+        start, end = judged(options), judged(options, "--pack", str(out))
     print(f"{OURS}: {seconds:.1f} s, loss {start:.4f} to {end:.4f}", file=sys.stderr)
     return {"curve": [[0, 0.0, start], [options.iters, seconds, end]], "peak": peak,
             "base_path": run.report["base_path"]}  # fmt: skip
@@ -131,10 +143,7 @@ class _Looks(TrainingCallback):
 def measure_mlx_lm(options: argparse.Namespace) -> dict:
     """mlx-lm's load, data sets, LoRA layers and trainer, until the target loss."""
     mend = options.alone == MENDED
-    base = load_base(TINY)
-    batches = held_out(base, options.held_out)
-    start = loss_on(base.model, batches)
-    del base
+    start = judged(options)
     mx.random.seed(options.seed)
     np.random.seed(options.seed)
     with tempfile.TemporaryDirectory() as folder, shipped.mlx(reference_blas=False):
@@ -145,14 +154,12 @@ def measure_mlx_lm(options: argparse.Namespace) -> dict:
         )
         rows, *_ = load_dataset(data, tokenizer)
         model.freeze()
-        linear_to_lora_layers(model, -1, {"rank": RANK, "scale": SCALE, "dropout": 0.0})
+        linear_to_lora_layers(model, -1, MLX_LM_LAYERS)
 
         def look() -> float:
-            mx.disable_compile()  # it would call g++ for the scoring, each time anew
-            try:
-                return loss_on(model, batches)
-            finally:
-                mx.enable_compile()
+            file = Path(folder) / "looked_at.safetensors"
+            mx.save_safetensors(str(file), dict(tree_flatten(model.trainable_parameters())))
+            return judged(options, "--adapters", str(file))
 
         rise = optimizers.linear_schedule(RATE / (WARMUP + 1), RATE, WARMUP)
         rate = optimizers.join_schedules([rise, lambda _: mx.array(RATE)], [WARMUP])
@@ -215,15 +222,17 @@ def records(found: dict[str, dict], target: float, options: argparse.Namespace) 
 def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser("python -m benchmarks.train_run",
                                 description=__doc__.split("\n")[0], allow_abbrev=False)  # fmt: skip
-    p.add_argument("--iters", type=int, default=24, metavar="N", help="batches of ours [24]")
-    p.add_argument("--look-every", type=int, default=4, metavar="N",
-                   help="batches of mlx-lm between looks at the held-out rows [4]")  # fmt: skip
+    p.add_argument("--iters", type=int, default=48, metavar="N", help="batches of ours [48]")
+    p.add_argument("--look-every", type=int, default=6, metavar="N",
+                   help="batches of mlx-lm between looks at the held-out rows [6]")  # fmt: skip
     p.add_argument("--held-out", type=int, default=60, metavar="N", help="rows looked at [60]")
     p.add_argument("--side", action="append", choices=(SHIPPED, SAME_BLAS, MENDED),
                    help="of mlx-lm, repeatable [all]")  # fmt: skip
     p.add_argument("--seed", type=int, default=0, help="of mlx-lm's adapters [0]")
     p.add_argument("--alone", help=argparse.SUPPRESS)
     p.add_argument("--target", type=float, help=argparse.SUPPRESS)
+    p.add_argument("--pack", help=argparse.SUPPRESS)
+    p.add_argument("--adapters", help=argparse.SUPPRESS)
     history.add_option(p)
     return p
 
@@ -243,7 +252,7 @@ def run(options: argparse.Namespace, arguments: list[str]) -> list[Record]:
             alone.run("train_run", [*arguments, "--alone", side, "--target", "inf"])
         found[side] = alone.run(
             "train_run", [*arguments, "--alone", side, "--target", str(target)],
-            own_blas=side != SHIPPED,
+            "off" if side == SHIPPED else None,
         )  # fmt: skip
     return records(found | {OURS: ours}, target, options)
 
@@ -253,8 +262,8 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser().parse_args(arguments)
     try:
         if options.alone:
-            measured = measure_ours if options.alone == OURS else measure_mlx_lm
-            print(json.dumps(measured(options)))
+            measured = {OURS: measure_ours, JUDGE: lambda of: {"loss": judge(of)}}
+            print(json.dumps(measured.get(options.alone, measure_mlx_lm)(options)))
             return 0
         made = run(options, arguments)
     except (PackError, alone.Failed) as error:

@@ -23,7 +23,7 @@ from .nn.quantized import (
     transient_matmul,
     true_shape,
 )
-from .ops.sliced_matmul import dense_matmul
+from .ops.matmul import dense_matmul
 from .runtime import mx
 
 _MEASURED_ROWS = 512

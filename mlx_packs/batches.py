@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from . import runtime
 from .encoding import Example, Examples
 
 # Of the batches of a run that is compiled: each shape is compiled by itself and kept for good.
@@ -70,19 +71,21 @@ class Batch:
 
 
 def padded_length(longest: int, limit: int) -> int:
-    """T for a batch: the next of 32, 64, 96, 128, 192, 256, 384, 512, 768, ... (few shapes)."""
-    step = 32
-    while longest > 4 * step:
+    """T for a batch: the next multiple of 8, of 16 above 256, of 32 above 512, and so on; where
+    each T is compiled, the next of 32, 64, 96, 128, 192, 256, 384, 512, 768, ...
+    """
+    step, multiples = (32, 4) if runtime.COMPILES else (8, 32)
+    while longest > multiples * step:
         step *= 2
     return min(-(-longest // step) * step, max(limit, 1))
 
 
 def padded_targets(count: int, slots: int) -> int:
-    """M for a batch: a quarter, half, three quarters or all of the B x T positions."""
-    for share in (0.25, 0.5, 0.75):
-        if count <= int(slots * share):
-            return int(slots * share)
-    return slots
+    """M for a batch: as many quarters (where nothing is compiled, 32nds) of the B x T positions as
+    have room, at least one.
+    """
+    parts = 4 if runtime.COMPILES else 32
+    return next(m for k in range(1, parts + 1) if (m := slots * k // parts) >= max(count, 1))
 
 
 def fitting_shape(

@@ -40,7 +40,7 @@ from .ops.attention import SCORE_BYTES
 from .ops.exponential import ELEMENTS as SWIGLU_ELEMENTS
 from .ops.lanes import lanes
 from .ops.linear_cross_entropy import columns as loss_columns
-from .ops.sliced_matmul import SLICE_WEIGHTS, device
+from .ops.matmul import SLICE_WEIGHTS, device
 from .optim import make_optimizer
 from .packing import Recipe, packed_nbytes, packing_named, packing_of
 from .runtime import mx
@@ -763,8 +763,9 @@ def estimate_batches(
     shapes: Iterable[tuple[int, int]],
 ) -> MemoryPlan:
     """The largest estimate over batches of these shapes, (T, M) each."""
+    most = dict(sorted(shapes))  # targets for each length
     plans = [
         estimate(config, tensors, lora, train, base_path, length=length, targets=targets)
-        for length, targets in shapes
+        for length, targets in most.items()
     ]
     return max(plans, key=lambda plan: plan.peak_bytes)

@@ -6,6 +6,7 @@ from contextlib import closing
 import numpy as np
 import pytest
 
+from mlx_packs import runtime
 from mlx_packs.batches import (
     MOST_SHAPES,
     Batch,
@@ -32,6 +33,11 @@ def examples() -> Examples:
         tokens = random.integers(1, 4000, length).astype(np.int32)
         items.append(Example(tokens, np.arange(length) > random.integers(1, length - 1), "x"))
     return Examples(items, "chat", "assistant")
+
+
+@pytest.fixture
+def compiled(monkeypatch):
+    monkeypatch.setattr(runtime, "COMPILES", True)
 
 
 def epoch_of(examples, epoch: int, seed: int = 3) -> list[Batch]:
@@ -66,13 +72,25 @@ def test_training_batches_resume_from_any_batch(examples, start):
         assert a.rows == b.rows and np.array_equal(a.tokens, b.tokens)
 
 
-def test_training_batches_come_in_few_shapes(examples):
+def test_compiled_training_batches_come_in_few_shapes(examples, compiled):
     shapes = {(b.tokens.shape, b.targets.shape) for b in epoch_of(examples, 0)}
     assert len(shapes) <= 12
     assert max(shape[1] for shape, _ in shapes) < 150
 
 
-def test_a_compiled_run_has_at_most_eight_shapes_in_any_epoch_and_the_same_rows(examples):
+@pytest.mark.parametrize("compiles", [True, False])
+def test_batches_that_are_not_compiled_have_little_padding(examples, monkeypatch, compiles):
+    monkeypatch.setattr(runtime, "COMPILES", compiles)
+    slots = inputs = room = targets = 0
+    for batch in epoch_of(examples, 0):
+        inputs += batch.tokens.size
+        slots += 8 * max(len(examples.items[row].tokens) - 1 for row in batch.rows)
+        room, targets = room + batch.targets.size, targets + batch.count
+    assert (inputs <= 1.05 * slots) != compiles
+    assert (room <= 1.1 * targets) != compiles
+
+
+def test_a_compiled_run_has_at_most_eight_shapes_in_any_epoch_and_the_same_rows(examples, compiled):
     free = batch_shapes(examples, 2, 150, 3, 1000)
     few = few_shapes(examples, 2, 150, 3)
     assert len(free) > MOST_SHAPES >= len(few)
@@ -91,7 +109,7 @@ def test_a_compiled_run_has_at_most_eight_shapes_in_any_epoch_and_the_same_rows(
         assert np.array_equal(batch.targets[: batch.count], plain.targets[: plain.count])
 
 
-def test_evaluation_batches_come_in_few_shapes_where_each_is_compiled(examples):
+def test_evaluation_batches_come_in_few_shapes_where_each_is_compiled(examples, compiled):
     many, few = (evaluation_batches(examples, 2, 150, few=few) for few in (False, True))
     assert [batch.rows for batch in many] == [batch.rows for batch in few]
     assert [batch.count for batch in many] == [batch.count for batch in few]
@@ -164,7 +182,9 @@ def test_packed_batches_resume_from_any_batch(examples, start):
         assert np.array_equal(a.segments, b.segments)
 
 
-def test_packed_batches_have_one_width_and_at_most_four_sizes_of_targets(examples):
+def test_compiled_packed_batches_have_one_width_and_at_most_four_sizes_of_targets(
+    examples, compiled
+):
     batches = packed_epochs(examples, 40)
     shapes = {(b.tokens.shape[1], b.targets.size) for b in batches}
     assert {b.tokens.shape for b in batches} == {(4, 400)} and len(shapes) <= 4

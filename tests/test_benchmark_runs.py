@@ -70,7 +70,7 @@ def _small(monkeypatch):
 def here(monkeypatch, capsys):
     """`alone.run` in this process: its printed line, as the parent would read it."""
 
-    def run(module, arguments, own_blas=True):
+    def run(module, arguments, blas=None):
         capsys.readouterr()
         assert importlib.import_module(f"benchmarks.{module}").main(list(arguments)) == 0
         return json.loads(capsys.readouterr().out.splitlines()[-1])

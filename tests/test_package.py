@@ -19,7 +19,7 @@ PACKAGE = ROOT / "mlx_packs"
 ORDER = """
 errors gates config layouts options runtime display files
 ops._cost ops._backend ops._check
-ops.lanes ops.exponential ops.sliced_matmul ops.affine ops.attention ops.linear_cross_entropy
+ops.lanes ops.exponential ops.matmul ops.affine ops.attention ops.linear_cross_entropy
 ops.blockwise ops.nf4 ops.grouped_lora ops.multi_lora
 nn.lora nn.nf4 nn.quantized nn.segments nn.experts nn.recompute nn.prefix nn.blocks nn.fixed
 nn.stack backends bitsandbytes packing base_files origins models.encoder

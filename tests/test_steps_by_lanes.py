@@ -11,7 +11,7 @@ from mlx_packs.config import LoRAConfig, TrainConfig
 from mlx_packs.encoding import Example
 from mlx_packs.evaluation import Scorer
 from mlx_packs.loss import as_arrays, split_head
-from mlx_packs.ops import lanes, sliced_matmul
+from mlx_packs.ops import lanes, matmul
 from mlx_packs.optim import make_optimizer
 from mlx_packs.runtime import mx
 from mlx_packs.step import Stepper
@@ -53,8 +53,8 @@ def model_with_adapters(family: str, path: str, recompute: str):
 
 @pytest.fixture(autouse=True)
 def much_work(monkeypatch):
-    monkeypatch.setattr(sliced_matmul, "_LEAST_WORK", 1)
-    monkeypatch.setattr(sliced_matmul, "_MULTIPLE", 16)
+    monkeypatch.setattr(matmul, "_LEAST_WORK", 1)
+    monkeypatch.setattr(matmul, "_MULTIPLE", 16)
 
 
 def trained(family: str, path: str, recompute: str, number: int, accumulate: int, monkeypatch):

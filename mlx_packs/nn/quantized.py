@@ -17,7 +17,7 @@ from ..ops import nf4
 from ..ops.affine import dequantize
 from ..ops.lanes import lanes
 from ..ops.linear_cross_entropy import FrozenHead, HeadSlice
-from ..ops.sliced_matmul import dense_matmul, sliced_matmul
+from ..ops.matmul import dense_matmul, sliced_matmul
 from ..runtime import on_cpu
 from .nf4 import NF4Embedding, NF4Linear
 

@@ -6,7 +6,7 @@ time, which needs three operations on half as many bytes as there are weights.
 
 import mlx.core as mx
 
-from .sliced_matmul import device
+from .matmul import device
 
 
 def dequantize(

@@ -16,7 +16,7 @@ import numpy as np
 
 from .exponential import exp2
 from .lanes import lanes, rounds
-from .sliced_matmul import device
+from .matmul import device
 
 Mask = mx.array | str | None
 

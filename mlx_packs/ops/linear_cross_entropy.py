@@ -14,7 +14,7 @@ import mlx.core as mx
 
 from .exponential import exp
 from .lanes import rounds
-from .sliced_matmul import SLICE_WEIGHTS, device
+from .matmul import SLICE_WEIGHTS, device
 
 LOGIT_BYTES = {"cpu": 1 << 20, "gpu": 64 << 20}  # of one slice of logits
 _LEAST_COLUMNS = 256

@@ -15,11 +15,11 @@ from typing import NamedTuple
 import numpy as np
 
 from ..runtime import mx
-from . import sliced_matmul
 from ._backend import Kernel, choose, int_table, tiles
 from ._check import Check, Instance, first_fault, normal, sparse_signs
 from ._cost import Launch
 from .blockwise import dynamic_map
+from .matmul import sliced_backward, sliced_forward
 
 OP = "nf4"
 BLOCK_SIZES = (32, 64, 128, 256)
@@ -375,11 +375,11 @@ def _product(
     def product(x):
         if matvec_by != "reference":
             return _matvec(matvec_by, x, weight)
-        return sliced_matmul.forward(x, weight.shape, rows)
+        return sliced_forward(x, weight.shape, rows)
 
     @product.vjp
     def product_vjp(x, cotangent, _):
-        return sliced_matmul.backward(cotangent, weight.shape, rows)
+        return sliced_backward(cotangent, weight.shape, rows)
 
     return product
 

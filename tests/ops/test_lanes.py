@@ -10,7 +10,7 @@ from mlx_packs import runtime
 from mlx_packs.nn.nf4 import NF4Linear
 from mlx_packs.nn.quantized import dense_module, frozen_head, transient_matmul
 from mlx_packs.ops import attention as attention_module
-from mlx_packs.ops import exponential, lanes, linear_cross_entropy, sliced_matmul
+from mlx_packs.ops import exponential, lanes, linear_cross_entropy, matmul
 from mlx_packs.runtime import mx
 
 pytestmark = pytest.mark.skipif(runtime.COMPILES, reason="operations are compiled here")
@@ -19,9 +19,9 @@ pytestmark = pytest.mark.skipif(runtime.COMPILES, reason="operations are compile
 @pytest.fixture(autouse=True)
 def many_pieces(monkeypatch):
     """Work is cut into many pieces, however small it is."""
-    monkeypatch.setattr(sliced_matmul, "_LEAST_WORK", 1)
-    monkeypatch.setattr(sliced_matmul, "_MULTIPLE", 16)
-    monkeypatch.setitem(sliced_matmul.SLICE_WEIGHTS, "cpu", 48 * 64)
+    monkeypatch.setattr(matmul, "_LEAST_WORK", 1)
+    monkeypatch.setattr(matmul, "_MULTIPLE", 16)
+    monkeypatch.setitem(matmul.SLICE_WEIGHTS, "cpu", 48 * 64)
     monkeypatch.setattr(exponential, "ELEMENTS", 7 * 64)
     monkeypatch.setitem(linear_cross_entropy.LOGIT_BYTES, "cpu", 0)
     monkeypatch.setattr(linear_cross_entropy, "_LEAST_COLUMNS", 16)
@@ -59,7 +59,7 @@ def operations() -> dict:
         "transient": (lambda x: transient_matmul(x, affine), [noise(33, 64)]),
         "nf4": (lambda x: transient_matmul(x, nf4), [noise(33, 64)]),
         "dense": (dense, [noise(3, 11, 64)]),
-        "dense_learns": (sliced_matmul.dense_matmul, [noise(3, 11, 64), noise(176, 64)]),
+        "dense_learns": (matmul.dense_matmul, [noise(3, 11, 64), noise(176, 64)]),
         "swiglu": (exponential.swiglu, [noise(33, 64), noise(33, 64)]),
         "loss": (loss, [noise(33, 64)]),
         "causal": (attention("causal"), heads),

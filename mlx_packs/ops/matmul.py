@@ -36,16 +36,16 @@ def sliced_matmul(x: mx.array, shape: tuple[int, int], rows: Rows) -> mx.array:
 
     @mx.custom_function
     def product(x):
-        return forward(x, shape, rows)
+        return sliced_forward(x, shape, rows)
 
     @product.vjp
     def product_vjp(_, cotangent, __):
-        return backward(cotangent, shape, rows)
+        return sliced_backward(cotangent, shape, rows)
 
     return product(x.reshape(-1, shape[1])).reshape(*x.shape[:-1], shape[0])
 
 
-def forward(x: mx.array, shape: tuple[int, int], rows: Rows) -> mx.array:
+def sliced_forward(x: mx.array, shape: tuple[int, int], rows: Rows) -> mx.array:
     """x [N, D] @ W.T, [N, O]."""
     parts: list[mx.array] = []
     for group in rounds(_slices(shape, len(x))):
@@ -57,7 +57,7 @@ def forward(x: mx.array, shape: tuple[int, int], rows: Rows) -> mx.array:
     return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=1)
 
 
-def backward(dy: mx.array, shape: tuple[int, int], rows: Rows) -> mx.array:
+def sliced_backward(dy: mx.array, shape: tuple[int, int], rows: Rows) -> mx.array:
     """dy [N, O] @ W, [N, D]."""
     totals: list[mx.array] = []  # of each lane
     for group in rounds(_slices(shape, len(dy))):
