@@ -45,16 +45,7 @@ class Stepper:
             total = loss_sum(model, head, *batch, z_loss=z_loss, label_smoothing=label_smoothing)
             return total, batch[3].sum()  # of the weights
 
-        def of_parameters(parameters, *batch):
-            model.update(parameters)
-            return (loss or loss_of_targets)(*batch)
-
-        def value_and_grad(*batch):
-            parameters = model.trainable_parameters()
-            try:
-                return mx.value_and_grad(of_parameters)(parameters, *batch)
-            finally:
-                model.update(parameters)  # nn.value_and_grad leaves copies that wait for this graph
+        value_and_grad = nn.value_and_grad(model, loss or loss_of_targets)
 
         def update(grads, count):
             """Mean gradient over ``count`` targets, clipped; its norm before clipping."""

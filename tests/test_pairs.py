@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from encoders import all_pairs, all_scored, all_triplets, write_encoder
 
-from mlx_packs import load_base
+from mlx_packs import load_base, runtime
 from mlx_packs.data import Row
 from mlx_packs.errors import PackError
 from mlx_packs.pairs import (
@@ -89,11 +89,13 @@ def test_a_loss_must_fit_the_rows(tokenizer):
     assert choose_loss("cosent", scored, "x") == "cosent"
 
 
-def test_a_batch_is_padded_by_column_and_to_its_size(tokenizer):
+@pytest.mark.parametrize(("compiles", "least"), [(True, 32), (False, 8)])
+def test_a_batch_is_padded_by_column_and_to_its_size(tokenizer, monkeypatch, compiles, least):
+    monkeypatch.setattr(runtime, "COMPILES", compiles)
     rows = [{"anchor": "a", "positive": "please " * 40}, {"anchor": "fix", "positive": "fix"}]
     pairs = encoded(tokenizer, rows)
     batch = make_pair_batch(pairs, [1, 0], 4, 48)
-    assert [c.shape for c in batch.columns] == [(4, 32), (4, 48)]
+    assert [c.shape for c in batch.columns] == [(4, least), (4, 48)]
     assert batch.weights.tolist() == [1, 1, 0, 0] and batch.count == 2 and batch.rows == (1, 0)
     assert batch.lengths.tolist() == [[3, 3, 1, 1], [3, 42, 1, 1]]
     assert batch.columns[0][0, :4].tolist() == [*tokenizer.encode("fix"), 0]
