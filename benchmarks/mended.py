@@ -6,6 +6,7 @@ Its loop, layers, adapters and compiled step stay. Mended, one by one:
 - `KEEP_CACHE`: it empties MLX's buffer cache after every step, and allocates all of it again.
 - `loss`: it makes logits of every position, and the loss of all of them, where a target or none.
 - `loss`: its mask takes in one pad after the end of every row (``steps <= length``).
+- `batches`: a batch whose rows are all cut before their targets divides by zero.
 - `RowsByLength`: it means to sort rows by length, but counts the keys of a row, so a batch holds
   rows of any length and much of it is padding.
 """
@@ -56,8 +57,10 @@ def with_targets(tokens: mx.array, lengths: mx.array) -> Batch:
 
 
 def batches(**given) -> Iterator[Batch]:
-    """mlx-lm's `iterate_batches`, each batch `with_targets`."""
-    return (with_targets(*batch) for batch in iterate_batches(**given))
+    """mlx-lm's `iterate_batches`, each batch `with_targets`; one that has none is left out."""
+    for tokens, lengths in iterate_batches(**given):
+        if (lengths[:, 0] < lengths[:, 1]).any():
+            yield with_targets(tokens, lengths)
 
 
 class RowsByLength(CacheDataset):

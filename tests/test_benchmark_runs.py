@@ -119,9 +119,9 @@ def test_the_mended_loss_is_that_of_mlx_lm_without_the_pad_after_a_row():
     assert found.item() == pytest.approx(by_hand.item(), rel=1e-6)
 
 
-def test_mended_rows_are_sorted_by_their_tokens():
+def test_mended_rows_are_sorted_by_their_tokens_and_batches_have_targets():
     class Rows:
-        rows = [{"t": [1] * n} for n in (9, 3, 7, 5)]
+        rows = [{"t": [1] * n, "from": min(n - 1, 64)} for n in (9, 3, 70, 7, 5, 66)]
 
         def __len__(self):
             return len(self.rows)
@@ -130,7 +130,7 @@ def test_mended_rows_are_sorted_by_their_tokens():
             return self.rows[i]
 
         def process(self, row):
-            return row["t"], 0
+            return row["t"], row["from"]
 
     given = {"batch_size": 2, "max_seq_length": 64, "seed": 0}
     found = mended.batches(dataset=mended.RowsByLength(Rows()), **given)
