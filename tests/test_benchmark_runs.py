@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 from mlx_lm.tuner.trainer import default_loss
 
-from mlx_packs import runtime
 from mlx_packs.nn.quantized import dequantized_weight, quantized_modules
 from mlx_packs.runtime import mx
 
@@ -61,9 +60,6 @@ def _small(monkeypatch):
     monkeypatch.setitem(works.WORKS, "small", works.Work(CONFIG, 2, 32, ("transient", "dense")))
     monkeypatch.setitem(works.CONFIGS, "small", CONFIG)
     monkeypatch.setattr(shipped, "_compile_on", contextlib.nullcontext)
-    yield
-    if not runtime.COMPILES:  # train_run compiles again after each look at the loss
-        mx.disable_compile()
 
 
 @pytest.fixture
