@@ -41,7 +41,7 @@ from . import alone, history, mended, report, shipped
 from .history import Environment, Record, record
 from .sides import MENDED, SAME_BLAS, SHIPPED
 
-OURS, JUDGE = "mlx_packs", "judge"
+OURS, LOOK = "mlx_packs", "look"
 RANK, SCALE, RATE, WARMUP, BATCH_SIZE, MAX_LENGTH = 16, 2.0, 1e-3, 5, 4, 256
 MLX_LM_LAYERS = {"rank": RANK, "scale": SCALE, "dropout": 0.0}
 _FARTHER = 2  # mlx-lm gives up after so many times the batches of ours
@@ -58,7 +58,7 @@ def held_out(base: Base, rows: int) -> list[Batch]:
     return evaluation_batches(examples, BATCH_SIZE, MAX_LENGTH)
 
 
-def judge(options: argparse.Namespace) -> float:
+def held_out_loss(options: argparse.Namespace) -> float:
     """Mean held-out loss of a target, in nats: of the base, with a pack or with mlx-lm's adapters.
     Weights are dense, which is the fastest."""
     base = load_base(TINY)
@@ -73,9 +73,9 @@ def judge(options: argparse.Namespace) -> float:
     return Scorer(base.model, split_head(base.model)).score(batches).nll
 
 
-def judged(options: argparse.Namespace, *what: str) -> float:
-    """What `judge` says, in a process of its own with our BLAS. Raises: alone.Failed."""
-    given = ["--alone", JUDGE, "--held-out", str(options.held_out), *what]
+def look(options: argparse.Namespace, *what: str) -> float:
+    """The `held_out_loss`, by a process of its own with our BLAS. Raises: alone.Failed."""
+    given = ["--alone", LOOK, "--held-out", str(options.held_out), *what]
     return alone.run("train_run", given, "auto")["loss"]
 
 
@@ -114,7 +114,7 @@ def measure_ours(options: argparse.Namespace) -> dict:
             out,
         )  # fmt: skip
         seconds, peak = clock.seconds, mx.get_peak_memory()
-        start, end = judged(options), judged(options, "--pack", str(out))
+        start, end = look(options), look(options, "--pack", str(out))
     print(f"{OURS}: {seconds:.1f} s, loss {start:.4f} to {end:.4f}", file=sys.stderr)
     return {"curve": [[0, 0.0, start], [options.iters, seconds, end]], "peak": peak,
             "base_path": run.report["base_path"]}  # fmt: skip
@@ -143,7 +143,6 @@ class _Looks(TrainingCallback):
 def measure_mlx_lm(options: argparse.Namespace) -> dict:
     """mlx-lm's load, data sets, LoRA layers and trainer, until the target loss."""
     mend = options.alone == MENDED
-    start = judged(options)
     mx.random.seed(options.seed)
     np.random.seed(options.seed)
     with tempfile.TemporaryDirectory() as folder, shipped.mlx(reference_blas=False):
@@ -156,14 +155,14 @@ def measure_mlx_lm(options: argparse.Namespace) -> dict:
         model.freeze()
         linear_to_lora_layers(model, -1, MLX_LM_LAYERS)
 
-        def look() -> float:
+        def look_at_adapters() -> float:
             file = Path(folder) / "looked_at.safetensors"
             mx.save_safetensors(str(file), dict(tree_flatten(model.trainable_parameters())))
-            return judged(options, "--adapters", str(file))
+            return look(options, "--adapters", str(file))
 
         rise = optimizers.linear_schedule(RATE / (WARMUP + 1), RATE, WARMUP)
         rate = optimizers.join_schedules([rise, lambda _: mx.array(RATE)], [WARMUP])
-        looks = _Looks(clock, look, options.target, _FARTHER * options.iters)
+        looks = _Looks(clock, look_at_adapters, options.target, _FARTHER * options.iters)
         try:
             train(
                 model,
@@ -181,7 +180,7 @@ def measure_mlx_lm(options: argparse.Namespace) -> dict:
             )  # fmt: skip
         except _Reached:
             pass
-    return {"curve": [(0, 0.0, start), *looks.curve], "peak": mx.get_peak_memory()}
+    return {"curve": looks.curve, "peak": mx.get_peak_memory()}
 
 
 def time_at(curve: list, target: float) -> tuple[float, float] | None:
@@ -238,15 +237,17 @@ def parser() -> argparse.ArgumentParser:
 
 
 def run(options: argparse.Namespace, arguments: list[str]) -> list[Record]:
-    """Ours, then each side of mlx-lm to the loss of ours. Raises: alone.Failed."""
-    sides = options.side or [SHIPPED, *[SAME_BLAS] * shipped.blas_is_replaced(), MENDED]
+    """Ours, then each side of mlx-lm to the loss of ours; one that fails is left out, and told.
+
+    Raises: alone.Failed if nothing is left to compare with.
+    """
     print(OURS, file=sys.stderr)
     ours = alone.run("train_run", [*arguments, "--alone", OURS])
-    target = ours["curve"][-1][2]
-    if not target < ours["curve"][0][2]:
+    start, target = ours["curve"][0], ours["curve"][-1][2]
+    if not target < start[2]:
         raise PackError(f"--iters {options.iters}: ours has not learned anything in so few.")
     found = {}
-    for side in sides:
+    for side in options.side:
         print(side, file=sys.stderr)
         try:
             if side != SAME_BLAS:  # once for each kind of step, g++ compiles its kernels
@@ -256,6 +257,7 @@ def run(options: argparse.Namespace, arguments: list[str]) -> list[Record]:
                 "train_run", [*arguments, "--alone", side, "--target", str(target)],
                 "off" if side == SHIPPED else None,
             )  # fmt: skip
+            found[side]["curve"].insert(0, start)
         except alone.Failed as error:
             if not found:
                 raise
@@ -268,16 +270,17 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser().parse_args(arguments)
     try:
         if options.alone:
-            measured = {OURS: measure_ours, JUDGE: lambda of: {"loss": judge(of)}}
+            measured = {OURS: measure_ours, LOOK: lambda of: {"loss": held_out_loss(of)}}
             print(json.dumps(measured.get(options.alone, measure_mlx_lm)(options)))
             return 0
+        options.side = options.side or [SHIPPED, *[SAME_BLAS] * shipped.blas_is_replaced(), MENDED]
         made = run(options, arguments)
     except (PackError, alone.Failed) as error:
         print(f"benchmarks: {error}", file=sys.stderr)
         return 2
     history.append(made, options.history)
     print(report.render(made))
-    return 0
+    return 0 if set(options.side) <= {r.implementation for r in made} else 1
 
 
 if __name__ == "__main__":

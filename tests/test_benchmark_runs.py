@@ -256,6 +256,25 @@ def test_the_clock_stands_still_for_a_look(monkeypatch):
     assert clock.seconds == 7.0
 
 
+def test_a_side_that_fails_is_told_and_the_others_are_recorded(tmp_path, monkeypatch, capsys):
+    ours = {"curve": [[0, 0.0, 4.0], [4, 2.0, 2.9]], "peak": 1e6, "base_path": "x"}
+
+    def run(module, arguments, blas=None):
+        side = arguments[arguments.index("--alone") + 1]
+        if side == sides.MENDED:
+            raise alone.Failed("it broke")
+        return ours if side == train_run.OURS else {"curve": [(6, 30.0, 2.0)], "peak": 2e6}
+
+    monkeypatch.setattr(alone, "run", run)
+    file = tmp_path / "h.jsonl"
+    given = ["--side", sides.SHIPPED, "--side", sides.MENDED, "--history", str(file)]
+    assert train_run.main(given) == 1
+    assert "it broke; recorded without it" in capsys.readouterr().err
+    found = {r.implementation: r.ratio for r in history.read(file) if r.metric == "to the loss"}
+    assert found == {sides.SHIPPED: 1.0, train_run.OURS: pytest.approx(30 * 1.1 / 2 / 2)}
+    assert train_run.main(["--side", sides.MENDED, "--history", str(file)]) == 2
+
+
 @pytest.mark.slow
 def test_a_run_of_ours_and_of_mlx_lm_end_at_the_same_loss(here, tmp_path):
     file = tmp_path / "h.jsonl"
