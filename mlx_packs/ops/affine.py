@@ -6,7 +6,7 @@ time, which needs three operations on half as many bytes as there are weights.
 
 import mlx.core as mx
 
-from .matmul import device
+from ..runtime import on_cpu
 
 
 def dequantize(
@@ -23,8 +23,7 @@ def dequantize(
         weight: [O, D * bits / 32], uint32.   scales, biases: [O, D / group_size].
     Returns: [O, D] in the dtype of scales, bfloat16 for modes without biases.
     """
-    on_cpu = device() == "cpu"
-    if not (on_cpu and mode == "affine" and bits in (4, 8) and scales.dtype == mx.float32):
+    if not (on_cpu() and mode == "affine" and bits in (4, 8) and scales.dtype == mx.float32):
         return mx.dequantize(
             weight, scales, biases, group_size=group_size, bits=bits, mode=mode
         )  # fmt: skip
