@@ -1,11 +1,10 @@
-"""Fixed-shape batches of encoded rows, in an order that depends on the seed alone.
+"""Fixed-shape batches of encoded rows, in the order of order.py.
 
 Unpacked, a row of a batch is a row of the data, and rows of like length stand together. Packed, a
 row of a batch holds as many rows of the data as fit, one behind the other: its *segments*.
 """
 
 import itertools
-import math
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -15,33 +14,11 @@ import numpy as np
 
 from . import runtime
 from .encoding import Example, Examples
+from .order import ALL, Draw, orders
 
 # Of the batches of a run that is compiled: each shape is compiled by itself and kept for good.
 MOST_SHAPES = 8
 _COUNTED_BATCHES = 2000
-_MIXED_WINDOW = 32  # batches among which rows of like length are put together
-# Packed rows that a window of shuffled rows fills; its last one is half full on average.
-_PACKED_WINDOW = 128
-
-
-@dataclass(frozen=True)
-class Draw:
-    """Which rows batches are drawn from: rows [first, stop), the own ones; and of the rows of all
-    batches the share ``replay`` from [0, first), what was learned before. stop: None is the end.
-
-    The first N rows of batches have N x replay of those, rounded, whatever N is.
-    """
-
-    first: int = 0
-    stop: int | None = None
-    replay: float = 0.0
-
-    def replayed(self, rows: int) -> int:
-        """How many of the first ``rows`` rows of batches are not own ones."""
-        return math.floor(rows * self.replay + 0.5)
-
-
-ALL = Draw()
 
 
 @dataclass(frozen=True)
@@ -174,119 +151,6 @@ def _laid_out(
     )
 
 
-def epoch_order(lengths: np.ndarray, batch_size: int, seed: int, epoch: int) -> list[np.ndarray]:
-    """Rows of each batch of an epoch: shuffled, rows of like length together.
-
-    A function of its arguments alone, so that a resumed run continues where it stopped.
-    """
-    random = np.random.default_rng([seed, epoch])
-    order = random.permutation(len(lengths))
-    window = batch_size * 32
-    batches = []
-    for start in range(0, len(order), window):
-        part = order[start : start + window]
-        part = part[np.argsort(lengths[part], kind="stable")]
-        batches += [part[i : i + batch_size] for i in range(0, len(part), batch_size)]
-    return [batches[i] for i in random.permutation(len(batches))]
-
-
-def packed_order(
-    lengths: np.ndarray, batch_size: int, limit: int, seed: int, epoch: int
-) -> list[list[np.ndarray]]:
-    """Packed rows of each batch of an epoch, each given by its rows.
-
-    The rows are shuffled and packed a window at a time, so that a packed row holds rows of any
-    length and of any place; then the packed rows are shuffled. A function of its arguments alone.
-    """
-    random = np.random.default_rng([seed, epoch])
-    order = random.permutation(len(lengths))
-    inputs = lengths - 1
-    windows = max(1, round(int(inputs.sum()) / (limit * _PACKED_WINDOW)))
-    packed = [p for part in np.array_split(order, windows) for p in first_fit(inputs, part, limit)]
-    packed = [packed[i] for i in random.permutation(len(packed))]
-    return [packed[i : i + batch_size] for i in range(0, len(packed), batch_size)]
-
-
-def first_fit(inputs: np.ndarray, rows: np.ndarray, limit: int) -> list[np.ndarray]:
-    """Rows put into packed rows of ``limit`` inputs: the longest first, each where it first fits.
-
-    Every row has at most ``limit`` inputs.
-    """
-    rows = rows[np.argsort(-inputs[rows], kind="stable")]
-    free = np.full(len(rows), limit)
-    held: list[list[int]] = []
-    for row in rows:
-        at = int(np.argmax(free[: len(held) + 1] >= inputs[row]))  # the last of these is empty
-        if at == len(held):
-            held.append([])
-        held[at].append(row)
-        free[at] -= inputs[row]
-    return [np.array(indices) for indices in held]
-
-
-def _orders(
-    lengths: np.ndarray,
-    batch_size: int,
-    limit: int,
-    seed: int,
-    packing: bool,
-    start: int = 0,
-    draw: Draw = ALL,
-) -> Iterator[np.ndarray | list[np.ndarray]]:
-    """Rows (packed: packed rows) of each batch, epoch after epoch, from batch number ``start``."""
-    if draw.replay:
-        mixed = _mixed_orders(lengths, batch_size, limit, seed, packing, draw)
-        yield from itertools.islice(mixed, start, None)
-    own = lengths[draw.first : draw.stop]
-    for epoch in itertools.count():
-        order = (
-            packed_order(own, batch_size, limit, seed, epoch)
-            if packing
-            else epoch_order(own, batch_size, seed, epoch)
-        )
-        for rows in order[start:]:
-            yield [r + draw.first for r in rows] if packing else rows + draw.first
-        start = max(0, start - len(order))
-
-
-def _mixed_orders(
-    lengths: np.ndarray, batch_size: int, limit: int, seed: int, packing: bool, draw: Draw
-) -> Iterator[np.ndarray | list[np.ndarray]]:
-    """Batches without end of own and replayed rows, each full; each kind goes on epoch by epoch.
-
-    Packed, a packed row has rows of one kind, and what is counted are packed rows.
-    """
-
-    def one_by_one(which: Draw, kind: int) -> Iterator:
-        if packing:
-            batches = _orders(lengths, batch_size, limit, seed + kind, True, draw=which)
-            yield from itertools.chain.from_iterable(batches)
-        rows = np.arange(len(lengths))[which.first : which.stop]
-        for epoch in itertools.count():
-            yield from np.random.default_rng([seed, kind, epoch]).permutation(rows)
-
-    own = one_by_one(Draw(draw.first, draw.stop), 0)
-    replayed = one_by_one(Draw(0, draw.first), 1)
-    for window in itertools.count():
-        batches = range(window * _MIXED_WINDOW, (window + 1) * _MIXED_WINDOW)
-        edges = [draw.replayed(batch * batch_size) for batch in (*batches, batches.stop)]
-        shares = np.diff(edges)  # replayed rows of each batch
-        old = list(itertools.islice(replayed, int(shares.sum())))
-        new = list(itertools.islice(own, _MIXED_WINDOW * batch_size - len(old)))
-        order = range(len(shares))
-        if not packing:
-            old.sort(key=lengths.__getitem__)
-            new.sort(key=lengths.__getitem__)
-            order = np.random.default_rng([seed, 2, window]).permutation(len(shares))
-        made: list = [None] * len(shares)
-        kinds = iter(old), iter(new)
-        for i in order:
-            counts = int(shares[i]), batch_size - int(shares[i])
-            parts = (itertools.islice(kind, n) for kind, n in zip(kinds, counts, strict=True))
-            made[i] = list(itertools.chain.from_iterable(parts))
-        yield from (rows if packing else np.array(rows) for rows in made)
-
-
 def training_batches(
     examples: Examples,
     batch_size: int,
@@ -300,7 +164,7 @@ def training_batches(
     """Batches without end, epoch after epoch, from batch number ``start``; unpacked ones have one
     of ``shapes``, if there are any."""
     limit = max_seq_length - 1
-    for rows in _orders(examples.lengths, batch_size, limit, seed, packing, start, draw):
+    for rows in orders(examples.lengths, batch_size, limit, seed, packing, start, draw):
         if packing:
             yield make_packed_batch(examples.items, rows, batch_size, limit)
         else:
@@ -346,8 +210,8 @@ def _shape_counts(
     """How many of the first ``iters`` batches have each shape, where any is allowed."""
     lengths, counts, limit = examples.lengths, examples.target_counts, max_seq_length - 1
     found: Counter[tuple[int, int]] = Counter()
-    orders = _orders(lengths, batch_size, limit, seed, packing, draw=draw)
-    for order in itertools.islice(orders, iters):
+    drawn = orders(lengths, batch_size, limit, seed, packing, draw=draw)
+    for order in itertools.islice(drawn, iters):
         rows = np.concatenate(order) if packing else order
         longest = max(int(lengths[rows].max()) - 1, 1)
         width = limit if packing else padded_length(longest, limit)
@@ -387,16 +251,6 @@ def _shape_cost(shape: tuple[int, int], batch_size: int) -> int:
     """What a batch of a shape (T, M) costs: a row of the head as much as a quarter of a token in
     the blocks (a tenth in Qwen3-4B, a third in Qwen3-0.6B)."""
     return 4 * batch_size * shape[0] + shape[1]
-
-
-def packed_rows(
-    examples: Examples, batch_size: int, max_seq_length: int, seed: int
-) -> tuple[int, float]:
-    """How many packed rows the first epoch has, and the share of their inputs that is filled."""
-    limit = max_seq_length - 1
-    order = packed_order(examples.lengths, batch_size, limit, seed, 0)
-    count = sum(len(batch) for batch in order)
-    return count, float((examples.lengths - 1).sum()) / (count * limit)
 
 
 def evaluation_batches(

@@ -16,7 +16,7 @@ import numpy as np
 from .adapters import Attached
 from .base_files import text_config
 from .base_path import choose_base_path
-from .batches import Batch, evaluation_batches, first_fit, make_packed_batch, padded_length
+from .batches import Batch, evaluation_batches, make_packed_batch, padded_length
 from .config import DataConfig, TrainConfig
 from .display import QUIET, Display
 from .encoding import Examples, encode
@@ -25,6 +25,7 @@ from .evaluation import Difference, RowScores, Scorer, columns_of, evaluation_ro
 from .gates import Gates, failures, flag_of, judge, limits
 from .loading import Base, hold_causal
 from .loss import split_head
+from .order import first_fit
 from .pack import Pack
 from .packable import why_not_packed
 from .speed import Speed, answering_path, check_tokens, prompts_of, race

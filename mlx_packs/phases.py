@@ -13,11 +13,12 @@ import numpy as np
 from . import data as rows_of
 from . import runtime
 from .base_files import public_name
-from .batches import Batch, Draw, batch_shapes, evaluation_batches, few_shapes, training_batches
+from .batches import Batch, batch_shapes, evaluation_batches, few_shapes, training_batches
 from .config import DataConfig, Phase, TrainConfig
 from .encoding import Example, Examples
 from .errors import PackError
 from .optim import make_optimizer
+from .order import Draw
 
 # What a phase may say for itself: of TrainConfig, and of DataConfig.
 OWN = ("iters", "learning_rate", "lr_schedule", "warmup_steps")

@@ -19,7 +19,7 @@ import numpy as np
 from . import runtime
 from .adapters import Attached
 from .base_files import weight_files
-from .batches import Batch, epoch_order, make_batch, make_packed_batch, packed_order
+from .batches import Batch, make_batch, make_packed_batch
 from .config import TrainConfig
 from .display import VERBOSE, Display, size
 from .encoding import Examples
@@ -29,6 +29,7 @@ from .loss import Arrays, Head, as_arrays, forward
 from .nn.prefix import Feed, FrozenBlock, states_of
 from .nn.quantized import replace_modules
 from .ops.lanes import lanes
+from .order import epoch_order, packed_order
 from .packable import TOLERANCE, relative_error
 from .runtime import mx
 from .state_store import StateStore

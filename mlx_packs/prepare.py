@@ -14,7 +14,7 @@ from . import data as rows_of
 from . import runtime
 from .adapters import Attached
 from .base_path import BasePathChoice, choose_base_path, weight_kinds
-from .batches import packed_rows, padded_length
+from .batches import padded_length
 from .checkpoint import checkpoints, is_run, run_folder
 from .config import DataConfig, LoRAConfig, Recipe, TrainConfig
 from .display import VERBOSE, Display, shown_count, size
@@ -26,6 +26,7 @@ from .full import Unfrozen
 from .loading import Base, public_name
 from .manifest import mlx_lm_config
 from .nn.quantized import path_at_work
+from .order import packed_rows
 from .pack import check_output
 from .phases import Course, Leg
 from .plan import (

@@ -13,15 +13,13 @@ from mlx_packs.batches import (
     batch_shapes,
     evaluation_batches,
     few_shapes,
-    first_fit,
     make_batch,
-    packed_order,
-    packed_rows,
     padded_length,
     prefetched,
     training_batches,
 )
 from mlx_packs.encoding import Example, Examples
+from mlx_packs.order import first_fit, packed_order, packed_rows
 
 
 @pytest.fixture(scope="module")

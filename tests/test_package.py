@@ -21,10 +21,10 @@ errors gates config layouts options runtime display files
 ops._cost ops._backend ops._check
 ops.lanes ops.exponential ops.matmul ops.affine ops.attention ops.linear_cross_entropy
 ops.blockwise ops.nf4 ops.grouped_lora ops.multi_lora
-nn.lora nn.nf4 nn.quantized nn.segments nn.experts nn.recompute nn.prefix nn.blocks nn.fixed
-nn.stack backends bitsandbytes packing base_files origins models.encoder
+nn.lora nn.nf4 nn.quantized nn.segments nn.experts nn.wrapped nn.recompute nn.prefix nn.blocks
+nn.fixed nn.stack backends bitsandbytes packing base_files origins models.encoder
 loading quantize families geometry adapters full fixed base_path
-data fim encoding token_cache batches pairs loss embedding_loss packable state_store prefix
+data fim encoding token_cache order batches pairs loss embedding_loss packable state_store prefix
 table objective optim step plan embedding_plan advice
 manifest pack hub publish shelf distance
 weighted swapping evaluation embedding_evaluation generate speed comparison harness

@@ -10,6 +10,8 @@ from contextlib import contextmanager
 import mlx.core as mx
 import mlx.nn as nn
 
+from .wrapped import WrappedBlock
+
 
 class Feed:
     """What the frozen blocks of one model do now.
@@ -30,22 +32,13 @@ class Reached(Exception):
         self.states = states
 
 
-class FrozenBlock(nn.Module):
+class FrozenBlock(WrappedBlock):
     """A block below the adapters, which is not computed while its states are given."""
 
     def __init__(self, block: nn.Module, feed: Feed, is_last: bool):
-        super().__init__()
-        self.block = block
+        super().__init__(block)
         self.feed = feed
         self.is_last = is_last
-
-    def __getattr__(self, name: str):
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            if name == "block":
-                raise
-            return getattr(self["block"], name)
 
     def __call__(self, *args, **kwargs):
         if self.feed.states is not None:

@@ -13,6 +13,7 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_map, tree_unflatten
 
 from .lora import GroupedLoRA
+from .wrapped import WrappedBlock
 
 
 def recomputed(function: Callable, modules: Sequence[nn.Module], *args, **kwargs):
@@ -86,20 +87,8 @@ def _fresh_key() -> mx.array:
     return mx.random.randint(0, 2**31 - 1, (2,)).astype(mx.uint32)
 
 
-class RecomputedBlock(nn.Module):
+class RecomputedBlock(WrappedBlock):
     """A block that the backward computes again."""
-
-    def __init__(self, block: nn.Module):
-        super().__init__()
-        self.block = block
-
-    def __getattr__(self, name: str):
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            if name == "block":
-                raise
-            return getattr(self["block"], name)
 
     def __call__(self, *args, **kwargs):
         block = self["block"]
