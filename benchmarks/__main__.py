@@ -5,10 +5,25 @@ import sys
 
 # What each shows is the first line of its module.
 NAMES = (
-    "targets", "train_step", "memory", "train_run", "load", "generate", "swap", "ops", "steady",
-    "profile", "timeline", "whole", "prefix", "quantization_error", "plan_accuracy", "quantize",
-    "cost_tables", "report",
-)  # fmt: skip
+    "targets",
+    "train_step",
+    "memory",
+    "train_run",
+    "load",
+    "generate",
+    "swap",
+    "ops",
+    "steady",
+    "profile",
+    "timeline",
+    "whole",
+    "prefix",
+    "quantization_error",
+    "plan_accuracy",
+    "quantize",
+    "cost_tables",
+    "report",
+)
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -31,8 +31,11 @@ def run(module: str, arguments: Sequence[str], blas: str | None = None) -> dict:
     environment = {**os.environ, BLAS_VARIABLE: blas} if blas else os.environ
     done = subprocess.run(
         [sys.executable, "-m", f"benchmarks.{module}", *arguments],
-        stdout=subprocess.PIPE, text=True, env=environment, cwd=_CHECKOUT,
-    )  # fmt: skip
+        stdout=subprocess.PIPE,
+        text=True,
+        env=environment,
+        cwd=_CHECKOUT,
+    )
     if done.returncode:
         raise Failed(f"benchmarks.{module} {' '.join(arguments)}: exit code {done.returncode}")
     return json.loads(done.stdout.splitlines()[-1])

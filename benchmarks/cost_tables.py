@@ -60,11 +60,16 @@ def _launches(found: list[tuple[str, Plans]]) -> list[str]:
     for name, (_, kernel) in (found[0], found[-1]):
         lines += [
             _row(
-                [x.what, name, f"{x.bytes / 1e6:.3g}", f"{x.cached_bytes / 1e6:.3g}",
-                 f"{x.flops / 1e6:.3g}"]
+                [
+                    x.what,
+                    name,
+                    f"{x.bytes / 1e6:.3g}",
+                    f"{x.cached_bytes / 1e6:.3g}",
+                    f"{x.flops / 1e6:.3g}",
+                ]
             )
             for x in kernel
-        ]  # fmt: skip
+        ]
     return lines
 
 

@@ -76,13 +76,16 @@ def records(found: dict[str, list[dict]], task: str, shape: str) -> list[Record]
     base = percentiles([run["decode"] for run in found[SHIPPED]])["p50"]
     made = []
     for name, runs in found.items():
-        about = {"baseline": SHIPPED,
-                 "blas_as_shipped": name == SHIPPED and shipped.blas_is_replaced()}  # fmt: skip
+        about = {
+            "baseline": SHIPPED,
+            "blas_as_shipped": name == SHIPPED and shipped.blas_is_replaced(),
+        }
         for key in ("prompt", "decode"):
             rates = [run[key] for run in runs]
             ratio = percentiles(rates)["p50"] / base if key == "decode" else None
-            made.append(record(here, task, name, shape, key, "tokens/s", rates,
-                               ratio=ratio, **about))  # fmt: skip
+            made.append(
+                record(here, task, name, shape, key, "tokens/s", rates, ratio=ratio, **about)
+            )
     return made
 
 
@@ -122,11 +125,16 @@ def run(options: argparse.Namespace) -> list[Record]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser("python -m benchmarks.generate",
-                                     description=__doc__.split("\n")[0])  # fmt: skip
+    parser = argparse.ArgumentParser(
+        "python -m benchmarks.generate", description=__doc__.split("\n")[0]
+    )
     parser.add_argument("--model", default=TINY, help="checkpoint folder [tiny]")
-    parser.add_argument("--base-path", action="append", choices=BASE_PATHS[1:],
-                        help="of ours, repeatable [quantized, dense]")  # fmt: skip
+    parser.add_argument(
+        "--base-path",
+        action="append",
+        choices=BASE_PATHS[1:],
+        help="of ours, repeatable [quantized, dense]",
+    )
     parser.add_argument("--tokens", type=int, default=64, help="to decode [64]")
     parser.add_argument("--repeat", type=int, default=8, help="length of the prompt [8]")
     parser.add_argument("--rounds", type=int, default=3, help="forth and back [3]")

@@ -118,13 +118,22 @@ def record(
 ) -> Record:
     """A record of samples taken ``here``; numbers to four significant digits."""
     return Record(
-        task=task, implementation=implementation, shape=shape, dtype=dtype, metric=metric,
-        unit=unit, **percentiles(samples), samples=len(samples), baseline=baseline,
-        ratio=_rounded(ratio), peak_mb=_rounded(peak_mb),
+        task=task,
+        implementation=implementation,
+        shape=shape,
+        dtype=dtype,
+        metric=metric,
+        unit=unit,
+        **percentiles(samples),
+        samples=len(samples),
+        baseline=baseline,
+        ratio=_rounded(ratio),
+        peak_mb=_rounded(peak_mb),
         blas=shipped.REFERENCE_BLAS if blas_as_shipped else shipped.blas_name(),
-        blas_threads=1 if blas_as_shipped else runtime.BLAS.threads, note=note,
+        blas_threads=1 if blas_as_shipped else runtime.BLAS.threads,
+        note=note,
         **dataclasses.asdict(here),
-    )  # fmt: skip
+    )
 
 
 def _rounded(value: float | None) -> float | None:
@@ -140,8 +149,13 @@ def append(records: Iterable[Record], file: Path = HISTORY) -> None:
 
 def add_option(parser: argparse.ArgumentParser) -> None:
     """``--history FILE``: where the records of a run go."""
-    parser.add_argument("--history", type=Path, default=HISTORY, metavar="FILE",
-                        help="where records are appended [benchmarks/history.jsonl]")  # fmt: skip
+    parser.add_argument(
+        "--history",
+        type=Path,
+        default=HISTORY,
+        metavar="FILE",
+        help="where records are appended [benchmarks/history.jsonl]",
+    )
 
 
 def read(file: Path = HISTORY) -> list[Record]:

@@ -30,8 +30,12 @@ def measure(side: str, model: str) -> dict:
     loaded = load_base(path).model if side == OURS else mlx_lm.load(str(path))[0]
     mx.eval(loaded.parameters())
     seconds = time.perf_counter() - start
-    return {"s": seconds, "peak": mx.get_peak_memory(), "held": mx.get_active_memory(),
-            "process": alone.peak_rss_bytes() - before}  # fmt: skip
+    return {
+        "s": seconds,
+        "peak": mx.get_peak_memory(),
+        "held": mx.get_active_memory(),
+        "process": alone.peak_rss_bytes() - before,
+    }
 
 
 def race(model: str, rounds: int) -> dict[str, list[dict]]:
@@ -52,8 +56,19 @@ def records(found: dict[str, list[dict]], model: str) -> list[Record]:
         seconds = [run["s"] for run in runs]
         about = {"baseline": BASELINE, "note": "On a CPU ours takes scales and norms to float32."}
         name, shape = f"load {Path(model).name}", f"{runs[0]['held'] / 1e6:.1f} MB"
-        made.append(record(here, name, side, shape, "load", "s", seconds,
-                           ratio=base / percentiles(seconds)["p50"], **about))  # fmt: skip
+        made.append(
+            record(
+                here,
+                name,
+                side,
+                shape,
+                "load",
+                "s",
+                seconds,
+                ratio=base / percentiles(seconds)["p50"],
+                **about,
+            )
+        )
         for metric, key in (("most in MLX", "peak"), ("process", "process")):
             samples = [run[key] / 1e6 for run in runs]
             made.append(record(here, name, side, shape, metric, "MB", samples, **about))
@@ -61,8 +76,9 @@ def records(found: dict[str, list[dict]], model: str) -> list[Record]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser("python -m benchmarks.load",
-                                     description=__doc__.split("\n")[0])  # fmt: skip
+    parser = argparse.ArgumentParser(
+        "python -m benchmarks.load", description=__doc__.split("\n")[0]
+    )
     parser.add_argument("--model", default=TINY, help="checkpoint folder [tiny]")
     parser.add_argument("--rounds", type=int, default=5, help="forth and back [5]")
     parser.add_argument("--alone", choices=(BASELINE, OURS), help=argparse.SUPPRESS)

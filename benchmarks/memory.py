@@ -88,11 +88,19 @@ def records(found: dict[str, dict], task: str, shape: str) -> list[Record]:
             ratio = of(bytes_of) / of(found[SHIPPED]) if metric == "transient" else None
             made.append(
                 record(
-                    here, task, name, shape, metric, "MB", [value],
-                    dtype=bytes_of["dtype"], baseline=f"{SHIPPED}'s transient memory",
-                    ratio=ratio, blas_as_shipped=bytes_of["blas_as_shipped"],
+                    here,
+                    task,
+                    name,
+                    shape,
+                    metric,
+                    "MB",
+                    [value],
+                    dtype=bytes_of["dtype"],
+                    baseline=f"{SHIPPED}'s transient memory",
+                    ratio=ratio,
+                    blas_as_shipped=bytes_of["blas_as_shipped"],
                 )
-            )  # fmt: skip
+            )
     return made
 
 
@@ -121,14 +129,23 @@ def run(options: argparse.Namespace, arguments: list[str]) -> list[Record]:
 
 
 def parser() -> argparse.ArgumentParser:
-    p = argparse.ArgumentParser("python -m benchmarks.memory",
-                                description=__doc__.split("\n")[0], allow_abbrev=False)  # fmt: skip
+    p = argparse.ArgumentParser(
+        "python -m benchmarks.memory", description=__doc__.split("\n")[0], allow_abbrev=False
+    )
     p.add_argument("--work", choices=WORKS, default="tiny", help="base and batch [tiny]")
     p.add_argument("--model", default=TINY, help="another checkpoint for a work on the tiny base")
-    p.add_argument("--base-path", action="append", choices=BASE_PATHS[1:],
-                   help="of ours, repeatable [the work's]")  # fmt: skip
-    p.add_argument("--recompute", choices=POLICIES, default="none",
-                   help="what ours computes again in the backward [%(default)s]")  # fmt: skip
+    p.add_argument(
+        "--base-path",
+        action="append",
+        choices=BASE_PATHS[1:],
+        help="of ours, repeatable [the work's]",
+    )
+    p.add_argument(
+        "--recompute",
+        choices=POLICIES,
+        default="none",
+        help="what ours computes again in the backward [%(default)s]",
+    )
     p.add_argument("--batch-size", type=int, metavar="N", help="rows [the work's]")
     p.add_argument("--length", type=int, metavar="N", help="tokens of a row [the work's]")
     p.add_argument("--rank", type=int, default=8, metavar="N", help="of the adapters [8]")

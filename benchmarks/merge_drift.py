@@ -61,8 +61,11 @@ def main() -> None:
     given = parser.parse_args()
     packs = [Pack.open(path) for path in given.packs]
     versions = " · ".join(f"{k} {v}" for k, v in versions_line().items())
-    found = [*table(packs, given.model, given.data, given.rows), "", f"{given.rows} rows of "
-             f"`{given.data}`, base `{given.model}`. {versions}."]  # fmt: skip
+    found = [
+        *table(packs, given.model, given.data, given.rows),
+        "",
+        f"{given.rows} rows of `{given.data}`, base `{given.model}`. {versions}.",
+    ]
     if given.write:
         text = DOC.read_text(encoding="utf-8")
         before, rest = text.split(BEGIN)

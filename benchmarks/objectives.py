@@ -28,11 +28,19 @@ from mlx_packs.runtime import mx
 DOC = Path(__file__).parents[1] / "docs" / "systems.md"
 BEGIN, END = "<!-- objectives -->", "<!-- end of objectives -->"
 CONFIG = {
-    "model_type": "llama", "hidden_size": 128, "num_hidden_layers": 4, "intermediate_size": 384,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "rms_norm_eps": 1e-6,
-    "vocab_size": 4096, "max_position_embeddings": 512, "rope_theta": 10000.0,
+    "model_type": "llama",
+    "hidden_size": 128,
+    "num_hidden_layers": 4,
+    "intermediate_size": 384,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "rms_norm_eps": 1e-6,
+    "vocab_size": 4096,
+    "max_position_embeddings": 512,
+    "rope_theta": 10000.0,
     "tie_word_embeddings": False,
-}  # fmt: skip
+}
 ROWS, LENGTH = 16, 128
 WAYS = {
     "transformer, all projections": ("transformer", ()),
@@ -81,9 +89,14 @@ def table(base: Path, work: Path, iters: int, rate: float) -> list[str]:
     for name, (objective, targets) in WAYS.items():
         out = work / name.replace(" ", "-").replace(",", "").replace("'", "")
         train = TrainConfig(
-            iters=iters, batch_size=8, max_seq_length=256, learning_rate=rate, objective=objective,
-            steps_per_eval=10**6, save_every=10**6,
-        )  # fmt: skip
+            iters=iters,
+            batch_size=8,
+            max_seq_length=256,
+            learning_rate=rate,
+            objective=objective,
+            steps_per_eval=10**6,
+            save_every=10**6,
+        )
         lora = LoRAConfig(rank=16, target_modules=targets)
         run = train_pack(str(base), "tiny", lora, train, out=out)
         report, own = run.report, run.report["objective"]

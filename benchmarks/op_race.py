@@ -75,14 +75,24 @@ def records(task: str, contest: Contest, times: dict[str, list[float]]) -> list[
     base = percentiles(times[baseline])["p50"]
     return [
         Record(
-            task=task, implementation=name, shape=contest.shape, dtype=contest.dtype,
-            metric="call", unit="us", **percentiles(samples), samples=len(samples),
-            baseline=baseline, ratio=float(f"{base / percentiles(samples)['p50']:.4g}"),
-            peak_mb=None, blas=shipped.blas_name(), blas_threads=runtime.BLAS.threads, note="",
+            task=task,
+            implementation=name,
+            shape=contest.shape,
+            dtype=contest.dtype,
+            metric="call",
+            unit="us",
+            **percentiles(samples),
+            samples=len(samples),
+            baseline=baseline,
+            ratio=float(f"{base / percentiles(samples)['p50']:.4g}"),
+            peak_mb=None,
+            blas=shipped.blas_name(),
+            blas_threads=runtime.BLAS.threads,
+            note="",
             **here,
         )
         for name, samples in times.items()
-    ]  # fmt: skip
+    ]
 
 
 def parser(name: str) -> argparse.ArgumentParser:

@@ -110,16 +110,43 @@ def run(case: Case, folder: Path) -> Result:
         write_rows(rows, words)
     done = subprocess.run(
         [
-            sys.executable, "-m", "mlx_packs.train", "--json", "--quiet", "--overwrite",
-            "--model", base, "--data", str(rows), "--out", str(folder / "pack"),
-            "--iters", str(case.iters), "--batch-size", str(case.batch_size),
-            "--max-seq-length", str(case.length), "--rank", str(case.rank),
-            "--base-path", case.base_path, "--quantize", case.quantize,
-            "--test-batches", "1", "--val-batches", "0", "--recompute", case.recompute,
+            sys.executable,
+            "-m",
+            "mlx_packs.train",
+            "--json",
+            "--quiet",
+            "--overwrite",
+            "--model",
+            base,
+            "--data",
+            str(rows),
+            "--out",
+            str(folder / "pack"),
+            "--iters",
+            str(case.iters),
+            "--batch-size",
+            str(case.batch_size),
+            "--max-seq-length",
+            str(case.length),
+            "--rank",
+            str(case.rank),
+            "--base-path",
+            case.base_path,
+            "--quantize",
+            case.quantize,
+            "--test-batches",
+            "1",
+            "--val-batches",
+            "0",
+            "--recompute",
+            case.recompute,
             *["--packing"] * case.packing,
         ],
-        capture_output=True, text=True, check=True, cwd=_CHECKOUT,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=_CHECKOUT,
+    )
     report = json.loads(done.stdout)
     return Result(case, report["plan_peak_gb"], report["peak_gb"])
 
@@ -130,10 +157,11 @@ def _block(folder: Path, dense: bool) -> Path:
     if not out.exists():
         script = _CHECKOUT / "examples" / "random_checkpoint.py"
         subprocess.run(
-            [sys.executable, str(script), "--blocks", "1", "--out", str(out),
-             *["--dense"] * dense],
-            check=True, capture_output=True, cwd=_CHECKOUT,
-        )  # fmt: skip
+            [sys.executable, str(script), "--blocks", "1", "--out", str(out), *["--dense"] * dense],
+            check=True,
+            capture_output=True,
+            cwd=_CHECKOUT,
+        )
     return out
 
 
@@ -156,22 +184,38 @@ def records(results: list[Result], where: Environment) -> list[Record]:
             each = float(f"{value:.4g}")
             made.append(
                 Record(
-                    task="plan_accuracy", implementation=name, shape=r.case.shape, dtype="float32",
-                    metric="peak", unit="GB", p20=each, p50=each, p80=each, samples=1,
-                    baseline=_MEASURED, ratio=float(f"{value / r.measured_gb:.4g}"), peak_mb=None,
-                    blas=shipped.blas_name(), blas_threads=runtime.BLAS.threads,
+                    task="plan_accuracy",
+                    implementation=name,
+                    shape=r.case.shape,
+                    dtype="float32",
+                    metric="peak",
+                    unit="GB",
+                    p20=each,
+                    p50=each,
+                    p80=each,
+                    samples=1,
+                    baseline=_MEASURED,
+                    ratio=float(f"{value / r.measured_gb:.4g}"),
+                    peak_mb=None,
+                    blas=shipped.blas_name(),
+                    blas_threads=runtime.BLAS.threads,
                     note="ratio is the estimate over the measured peak.",
                     **here,
                 )
-            )  # fmt: skip
+            )
     return made
 
 
 def main(arguments: list[str] | None = None) -> int:
     asked = argparse.ArgumentParser("python -m benchmarks.plan_accuracy", allow_abbrev=False)
     asked.add_argument("--only", default="", metavar="TEXT", help="cases whose name has this")
-    asked.add_argument("--history", type=Path, default=history.HISTORY, metavar="FILE",
-                       help="where records are appended [benchmarks/history.jsonl]")  # fmt: skip
+    asked.add_argument(
+        "--history",
+        type=Path,
+        default=history.HISTORY,
+        metavar="FILE",
+        help="where records are appended [benchmarks/history.jsonl]",
+    )
     options = asked.parse_args(arguments)
     cases = [case for case in CASES if options.only in case.shape]
     if not cases:

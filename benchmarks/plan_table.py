@@ -18,23 +18,44 @@ from mlx_packs.runtime import assumed_device
 
 CONFIGS = {
     "all-minilm-l6-v2": {
-        "model_type": "bert", "hidden_size": 384, "intermediate_size": 1536,
-        "num_hidden_layers": 6, "num_attention_heads": 12, "vocab_size": 30522,
-        "max_position_embeddings": 512, "type_vocab_size": 2, "hidden_act": "gelu",
+        "model_type": "bert",
+        "hidden_size": 384,
+        "intermediate_size": 1536,
+        "num_hidden_layers": 6,
+        "num_attention_heads": 12,
+        "vocab_size": 30522,
+        "max_position_embeddings": 512,
+        "type_vocab_size": 2,
+        "hidden_act": "gelu",
     },
     "llama-3-8b": {
-        "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336,
-        "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8,
-        "vocab_size": 128256, "max_position_embeddings": 8192, "rope_theta": 500000.0,
-        "torch_dtype": "bfloat16", "tie_word_embeddings": False,
+        "model_type": "llama",
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "vocab_size": 128256,
+        "max_position_embeddings": 8192,
+        "rope_theta": 500000.0,
+        "torch_dtype": "bfloat16",
+        "tie_word_embeddings": False,
     },
     "qwen3-4b": {
-        "model_type": "qwen3", "hidden_size": 2560, "intermediate_size": 9728,
-        "num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8,
-        "head_dim": 128, "vocab_size": 151936, "max_position_embeddings": 40960,
-        "rope_theta": 1000000.0, "torch_dtype": "bfloat16", "tie_word_embeddings": True,
+        "model_type": "qwen3",
+        "hidden_size": 2560,
+        "intermediate_size": 9728,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "vocab_size": 151936,
+        "max_position_embeddings": 40960,
+        "rope_theta": 1000000.0,
+        "torch_dtype": "bfloat16",
+        "tie_word_embeddings": True,
     },
-}  # fmt: skip
+}
 _LONGEST = {"all-minilm-l6-v2": 256}  # by its sentence_bert_config.json
 _METHODS = ("full", "lora", "lora-fp32", "qlora")
 

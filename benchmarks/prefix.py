@@ -75,9 +75,14 @@ class Side:
         self.attached.recompute(self.train.recomputes)
         head = split_head(model)
         self.cache = open_prefix(
-            self.attached, head, self.train, self.examples, self.train.base_path, None,
+            self.attached,
+            head,
+            self.train,
+            self.examples,
+            self.train.base_path,
+            None,
             Display(QUIET),
-        )  # fmt: skip
+        )
         self.optimizer = optimizers.Adam(learning_rate=LEARNING_RATE)
         self.optimizer.init(model.trainable_parameters())
         self.stepper = Stepper(model, head, self.optimizer, max_grad_norm=None)
@@ -144,16 +149,29 @@ def _records(
     for name, side in ((without, plain), (ours, cached)):
         ratio = float(np.median(plain.seconds) / np.median(side.seconds))
         made.append(
-            record(here, task, name, shape, whole, "s", side.seconds, dtype=dtype,
-                   baseline=without, ratio=ratio, peak_mb=max(side.peaks) / 1e6, note=note)
-        )  # fmt: skip
+            record(
+                here,
+                task,
+                name,
+                shape,
+                whole,
+                "s",
+                side.seconds,
+                dtype=dtype,
+                baseline=without,
+                ratio=ratio,
+                peak_mb=max(side.peaks) / 1e6,
+                note=note,
+            )
+        )
     made.append(record(here, task, ours, shape, "times without", "x", times, dtype=dtype))
     return made
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser("python -m benchmarks prefix",
-                                     description=__doc__.split("\n")[0])  # fmt: skip
+    parser = argparse.ArgumentParser(
+        "python -m benchmarks prefix", description=__doc__.split("\n")[0]
+    )
     parser.add_argument("--work", choices=[*_WORKS, *WORKS], default="eight_blocks")
     parser.add_argument("--model", default=TINY, help="base of the tiny works [tiny]")
     parser.add_argument("--base-path", choices=[p for p in BASE_PATHS if p != "auto"])
@@ -181,21 +199,26 @@ def main(arguments: list[str] | None = None) -> int:
                 base,
                 examples,
                 TrainConfig(
-                    iters=EPOCHS * -(-options.rows // work.batch_size), batch_size=work.batch_size,
-                    max_seq_length=work.length + 1, base_path=path, cache_prefix=cache,
+                    iters=EPOCHS * -(-options.rows // work.batch_size),
+                    batch_size=work.batch_size,
+                    max_seq_length=work.length + 1,
+                    base_path=path,
+                    cache_prefix=cache,
                     seed=options.seed,
                 ),
                 LoRAConfig(rank=options.rank, alpha=SCALE * options.rank, num_layers=top),
             )
             for base, cache in zip(bases, ("off", "on"), strict=True)
-        )  # fmt: skip
+        )
         try:
             race(path, plain, cached, options.rounds, TOLERANCE[dtype])
         except LossesDiffer as error:
             print(f"benchmarks: {error}", file=sys.stderr)
             return 1
-        shape = (f"{options.rows} rows of {work.length}, batch {work.batch_size}, top {top} of "
-                 f"{blocks} blocks, rank {options.rank}")  # fmt: skip
+        shape = (
+            f"{options.rows} rows of {work.length}, batch {work.batch_size}, top {top} of "
+            f"{blocks} blocks, rank {options.rank}"
+        )
         task = f"prefix {base_name(options.work, options.model)}"
         made += _records(here, task, shape, path, dtype, plain, cached)
     history.append(made, options.history)

@@ -177,8 +177,12 @@ class Profile:
             return [attention(q, k, v, block.scale, "causal")]
 
         pairs = self.batch_size * heads * self.length * (self.length + 1) / 2
-        self.add("attention", forward_and_backward(call, [q, k, v]), self.blocks,
-                 6 * 2e-9 * pairs * width)  # fmt: skip
+        self.add(
+            "attention",
+            forward_and_backward(call, [q, k, v]),
+            self.blocks,
+            6 * 2e-9 * pairs * width,
+        )
 
     def _norms_and_rope(self) -> None:
         block = self.model.layers[0]
@@ -215,8 +219,12 @@ class Profile:
             return [loss_sum(self.model, given, *self.arrays)]
 
         vocab_size = self.ours.attached.base.vocab_size
-        self.add("head and loss", forward_and_backward(call, [states]), 1,
-                 4e-9 * positions.size * hidden * vocab_size)  # fmt: skip
+        self.add(
+            "head and loss",
+            forward_and_backward(call, [states]),
+            1,
+            4e-9 * positions.size * hidden * vocab_size,
+        )
 
     def _optimizer(self) -> None:
         optimizer = self.ours.stepper.optimizer
@@ -254,22 +262,37 @@ def records(profile: Profile, step_ms: list[float], about: dict, repeats: int) -
     copied = copy_gb_s(repeats)
     flops_ms, bytes_ms = 1e3 * gflop / profile.gflop_s, profile.bytes / 1e6 / copied
     bound = max(flops_ms, bytes_ms)
-    note = (f"Roofline: {gflop:.1f} GFLOP at {profile.gflop_s:.1f} GFLOP/s (the best dense product "
-            f"of this base) are {flops_ms:.0f} ms; {profile.bytes / 1e9:.2f} GB at {copied:.1f} "
-            f"GB/s (a copy) are {bytes_ms:.0f} ms.")  # fmt: skip
+    note = (
+        f"Roofline: {gflop:.1f} GFLOP at {profile.gflop_s:.1f} GFLOP/s (the best dense product "
+        f"of this base) are {flops_ms:.0f} ms; {profile.bytes / 1e9:.2f} GB at {copied:.1f} "
+        f"GB/s (a copy) are {bytes_ms:.0f} ms."
+    )
 
     def row(name: str, metric: str, unit: str, samples: Sequence[float]) -> Record:
-        return record(here, about["task"], name, about["shape"], metric, unit, samples,
-                      dtype=about["dtype"], note=note)  # fmt: skip
+        return record(
+            here,
+            about["task"],
+            name,
+            about["shape"],
+            metric,
+            unit,
+            samples,
+            dtype=about["dtype"],
+            note=note,
+        )
 
     made = []
     for name, part in profile.parts.items():
         ms = percentiles(part.ms)["p50"]
-        made += [row(name, "time", "ms", part.ms),
-                 row(name, "share of the step", "%", [100 * ms / step])]  # fmt: skip
+        made += [
+            row(name, "time", "ms", part.ms),
+            row(name, "share of the step", "%", [100 * ms / step]),
+        ]
         if part.gflop:
-            made += [row(name, "work", "GFLOP", [part.gflop]),
-                     row(name, "rate", "GFLOP/s", [1e3 * part.gflop / ms])]  # fmt: skip
+            made += [
+                row(name, "work", "GFLOP", [part.gflop]),
+                row(name, "rate", "GFLOP/s", [1e3 * part.gflop / ms]),
+            ]
     rest = step - explained
     return [
         *made,
@@ -288,8 +311,12 @@ def run(options: argparse.Namespace) -> list[Record]:
     work = WORKS[options.work]
     base = load(work, options.model, options.seed)
     dtype = activation_dtype(base)
-    rows = Rows.random(options.batch_size or work.batch_size, options.length or work.length,
-                       base.vocab_size, options.seed)  # fmt: skip
+    rows = Rows.random(
+        options.batch_size or work.batch_size,
+        options.length or work.length,
+        base.vocab_size,
+        options.seed,
+    )
     adapters = Adapters.random(base, options.rank, SCALE, options.seed)
     path = options.base_path or work.base_paths[-1]
     # parts are measured one at a time, and the roofline is that of one thread
@@ -314,8 +341,9 @@ def run(options: argparse.Namespace) -> list[Record]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser("python -m benchmarks.profile",
-                                     description=__doc__.split("\n")[0])  # fmt: skip
+    parser = argparse.ArgumentParser(
+        "python -m benchmarks.profile", description=__doc__.split("\n")[0]
+    )
     parser.add_argument("--work", choices=WORKS, default="tiny", help="base and batch [tiny]")
     parser.add_argument(
         "--model", default=TINY, help="another checkpoint in place of the tiny base"

@@ -109,8 +109,15 @@ def perplexity(base: Base, rows: int) -> Score:
     """Held-out perplexity of the tiny data's answers."""
     columns = DataConfig(data="tiny")
     test = rows_of.load_rows(columns).rows["test"][:rows]
-    examples = encode(test, base.tokenizer, columns, loss_on=None, max_seq_length=256,
-                      vocab_size=base.vocab_size, ce_last_k=None)  # fmt: skip
+    examples = encode(
+        test,
+        base.tokenizer,
+        columns,
+        loss_on=None,
+        max_seq_length=256,
+        vocab_size=base.vocab_size,
+        ce_last_k=None,
+    )
     scorer = Scorer(base.model, split_head(base.model))
     return scorer.score(evaluation_batches(examples, 4, 256, -1))
 
@@ -161,14 +168,23 @@ def records(rows: int) -> list[Record]:
         spread = {"p20": value - se, "p50": value, "p80": value + se}
         made.append(
             Record(
-                task="quantization error", implementation=name, shape=f"{rows} held-out rows",
-                dtype="float32", metric=metric, unit=unit,
-                **{key: float(f"{v:.5g}") for key, v in spread.items()}, samples=rows,
-                baseline="float32", ratio=None, peak_mb=None, blas=shipped.blas_name(),
+                task="quantization error",
+                implementation=name,
+                shape=f"{rows} held-out rows",
+                dtype="float32",
+                metric=metric,
+                unit=unit,
+                **{key: float(f"{v:.5g}") for key, v in spread.items()},
+                samples=rows,
+                baseline="float32",
+                ratio=None,
+                peak_mb=None,
+                blas=shipped.blas_name(),
                 blas_threads=runtime.BLAS.threads,
-                note="Perplexity: value (one standard error down and up). RMSE: relative.", **here,
+                note="Perplexity: value (one standard error down and up). RMSE: relative.",
+                **here,
             )
-        )  # fmt: skip
+        )
 
     for name, (bits, _, _) in sides["tiny"].items():
         add(name, "size", "bits a weight", bits)
@@ -184,8 +200,13 @@ def records(rows: int) -> list[Record]:
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser("python -m benchmarks.quantization_error", allow_abbrev=False)
     parser.add_argument("--rows", type=int, default=200, help="held-out rows [200]")
-    parser.add_argument("--history", type=Path, default=history.HISTORY, metavar="FILE",
-                        help="where records go [benchmarks/history.jsonl]")  # fmt: skip
+    parser.add_argument(
+        "--history",
+        type=Path,
+        default=history.HISTORY,
+        metavar="FILE",
+        help="where records go [benchmarks/history.jsonl]",
+    )
     options = parser.parse_args(arguments)
     made = records(options.rows)
     history.append(made, options.history)

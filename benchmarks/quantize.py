@@ -29,12 +29,28 @@ BASELINE = "mlx_lm.convert -q"
 PACKS = [sys.executable, "-m", "mlx_packs", "quantize"]
 # implementation -> command; {model} and {out} are filled in
 COMMANDS = {
-    BASELINE: [sys.executable, "-m", "mlx_lm", "convert", "-q", "--hf-path", "{model}",
-               "--mlx-path", "{out}"],
-    "packs quantize --mode affine": [*PACKS, "--mode", "affine", "--model", "{model}",
-                                     "--out", "{out}"],
+    BASELINE: [
+        sys.executable,
+        "-m",
+        "mlx_lm",
+        "convert",
+        "-q",
+        "--hf-path",
+        "{model}",
+        "--mlx-path",
+        "{out}",
+    ],
+    "packs quantize --mode affine": [
+        *PACKS,
+        "--mode",
+        "affine",
+        "--model",
+        "{model}",
+        "--out",
+        "{out}",
+    ],
     "packs quantize --mode nf4": [*PACKS, "--mode", "nf4", "--model", "{model}", "--out", "{out}"],
-}  # fmt: skip
+}
 # Linux counts the peak of the program that starts another as the other's; this one is small.
 START = """
 import resource, subprocess, sys
@@ -113,27 +129,41 @@ def records(found: dict[str, list[tuple[float, float]]], shape: str) -> list[Rec
         spread = percentiles([seconds for seconds, _ in runs])
         made.append(
             Record(
-                task="quantize a checkpoint", implementation=name, shape=shape, dtype="bfloat16",
-                metric="run", unit="s", **spread, samples=len(runs), baseline=BASELINE,
+                task="quantize a checkpoint",
+                implementation=name,
+                shape=shape,
+                dtype="bfloat16",
+                metric="run",
+                unit="s",
+                **spread,
+                samples=len(runs),
+                baseline=BASELINE,
                 ratio=float(f"{base / spread['p50']:.4g}"),
-                peak_mb=float(f"{max(peak for _, peak in runs):.4g}"), blas="none",
+                peak_mb=float(f"{max(peak for _, peak in runs):.4g}"),
+                blas="none",
                 blas_threads=None,
                 note="A process of its own, imports included; peak_mb is that of the process.",
                 **here,
             )
-        )  # fmt: skip
+        )
     return made
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser("python -m benchmarks.quantize",
-                                     description=__doc__.split("\n")[0])  # fmt: skip
+    parser = argparse.ArgumentParser(
+        "python -m benchmarks.quantize", description=__doc__.split("\n")[0]
+    )
     parser.add_argument("--blocks", type=int, default=14, help="of Qwen3-1.7B; 14 are 2 GB [14]")
     parser.add_argument("--rounds", type=int, default=2, help="forth and back [2]")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--work", type=Path, help="where the checkpoints lie for a while")
-    parser.add_argument("--history", type=Path, default=history.HISTORY, metavar="FILE",
-                        help="where records are appended [benchmarks/history.jsonl]")  # fmt: skip
+    parser.add_argument(
+        "--history",
+        type=Path,
+        default=history.HISTORY,
+        metavar="FILE",
+        help="where records are appended [benchmarks/history.jsonl]",
+    )
     options = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory(dir=options.work) as folder:
         size = write_dense(Path(folder) / "dense", options.blocks, options.seed)

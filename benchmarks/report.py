@@ -163,10 +163,16 @@ def _ratios(records: list[Record], task: str) -> list[Record]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser("python -m benchmarks report",
-                                     description=__doc__.split("\n")[0])  # fmt: skip
-    parser.add_argument("--history", type=Path, default=history.HISTORY, metavar="FILE",
-                        help="records to show [benchmarks/history.jsonl]")  # fmt: skip
+    parser = argparse.ArgumentParser(
+        "python -m benchmarks report", description=__doc__.split("\n")[0]
+    )
+    parser.add_argument(
+        "--history",
+        type=Path,
+        default=history.HISTORY,
+        metavar="FILE",
+        help="records to show [benchmarks/history.jsonl]",
+    )
     parser.add_argument("--task", default="", metavar="TEXT", help="tasks that contain TEXT")
     parser.add_argument("--write", action="store_true", help="put tables and plot in their places")
     options = parser.parse_args(arguments)

@@ -69,8 +69,12 @@ class Samples(Display):
 
     def _take(self, batch: int) -> None:
         now = time.perf_counter()
-        sizes = (alone.rss_bytes(), mx.get_active_memory(), mx.get_cache_memory(),
-                 mx.get_peak_memory())  # fmt: skip
+        sizes = (
+            alone.rss_bytes(),
+            mx.get_active_memory(),
+            mx.get_cache_memory(),
+            mx.get_peak_memory(),
+        )
         megabytes = [size / 1e6 for size in sizes]
         self.taken.append(Sample(batch, *megabytes, 1e3 * (now - self._since) / self.every))
         mx.reset_peak_memory()
@@ -100,8 +104,12 @@ def plot(samples: list[Sample], file: Path, title: str) -> None:
     """Memory over batches above, milliseconds a batch below."""
     with figures.saved(file, rows=2) as (memory, time_axis):
         batches = [s.batch for s in samples]
-        shown = {"rss_mb": "process", "peak_mb": "MLX, most", "active_mb": "MLX, between steps",
-                 "cache_mb": "MLX's cache"}  # fmt: skip
+        shown = {
+            "rss_mb": "process",
+            "peak_mb": "MLX, most",
+            "active_mb": "MLX, between steps",
+            "cache_mb": "MLX's cache",
+        }
         for name, label in shown.items():
             memory.plot(batches, [asdict(s)[name] for s in samples], label=label)
         memory.set(title=title, ylabel="MB", ylim=(0, None))
@@ -119,12 +127,16 @@ def run(options: argparse.Namespace) -> list[Record]:
             "tiny",
             LoRAConfig(rank=8),
             TrainConfig(
-                iters=options.iters, batch_size=options.batch_size, max_seq_length=options.length,
-                learning_rate=1e-4, val_batches=2, test_batches=2,
+                iters=options.iters,
+                batch_size=options.batch_size,
+                max_seq_length=options.length,
+                learning_rate=1e-4,
+                val_batches=2,
+                test_batches=2,
             ),
             Path(folder) / "pack",
             display=display,
-        )  # fmt: skip
+        )
     samples = display.taken
     shape = f"{options.iters} batches of {options.batch_size} x {options.length}"
     write_csv(samples, options.out.with_suffix(".csv"))
@@ -133,33 +145,63 @@ def run(options: argparse.Namespace) -> list[Record]:
     here = Environment.here()
     shapes, traces = trained.report["batch_shapes"], trained.report["traces"]
     start = f"from batch {samples[max(0, int(len(samples) * _START) - 1)].batch} on"
-    note = (f"{shapes} shapes of batches, {traces} compiled traces. Growth is between the medians "
-            "of the second and of the last tenth of the run.")  # fmt: skip
+    note = (
+        f"{shapes} shapes of batches, {traces} compiled traces. Growth is between the medians "
+        "of the second and of the last tenth of the run."
+    )
     path = f"mlx_packs {trained.report['base_path']}"
     made = [
-        record(here, "steady tiny", path, shape, "step", "ms", [s.step_ms for s in samples],
-               note=note),
-        record(here, "steady tiny", path, shape, "most in MLX", "MB",
-               [s.peak_mb for s in samples], note=note),
-    ]  # fmt: skip
-    names = {"rss_mb": "process", "peak_mb": "most in MLX", "active_mb": "kept in MLX",
-             "cache_mb": "MLX's cache"}  # fmt: skip
+        record(
+            here, "steady tiny", path, shape, "step", "ms", [s.step_ms for s in samples], note=note
+        ),
+        record(
+            here,
+            "steady tiny",
+            path,
+            shape,
+            "most in MLX",
+            "MB",
+            [s.peak_mb for s in samples],
+            note=note,
+        ),
+    ]
+    names = {
+        "rss_mb": "process",
+        "peak_mb": "most in MLX",
+        "active_mb": "kept in MLX",
+        "cache_mb": "MLX's cache",
+    }
     made += [
-        record(here, "steady tiny", path, shape, f"growth {start}: {label}", "MB", [found[name]],
-               note=note)
+        record(
+            here,
+            "steady tiny",
+            path,
+            shape,
+            f"growth {start}: {label}",
+            "MB",
+            [found[name]],
+            note=note,
+        )
         for name, label in names.items()
-    ]  # fmt: skip
+    ]
     return made
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser("python -m benchmarks.steady",
-                                     description=__doc__.split("\n")[0])  # fmt: skip
+    parser = argparse.ArgumentParser(
+        "python -m benchmarks.steady", description=__doc__.split("\n")[0]
+    )
     for flag, default in (("iters", 2000), ("every", 20), ("batch-size", 1), ("length", 64)):
-        parser.add_argument(f"--{flag}", type=int, default=default, metavar="N",
-                            help=f"[{default}]")  # fmt: skip
-    parser.add_argument("--out", type=Path, default=figures.IMAGES / "steady", metavar="FILE",
-                        help="where .csv and .png go [benchmarks/images/steady]")  # fmt: skip
+        parser.add_argument(
+            f"--{flag}", type=int, default=default, metavar="N", help=f"[{default}]"
+        )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=figures.IMAGES / "steady",
+        metavar="FILE",
+        help="where .csv and .png go [benchmarks/images/steady]",
+    )
     history.add_option(parser)
     options = parser.parse_args(arguments)
     if options.iters < options.every:

@@ -74,15 +74,25 @@ def records(found: dict[str, list[float]], model: str, rank: int) -> list[Record
     here = Environment.here()
     base = percentiles(found[BASELINE])["p50"]
     return [
-        record(here, f"swap {Path(model).name}", way, f"rank {rank}, all projections", "swap", "ms",
-               values, ratio=base / percentiles(values)["p50"], baseline=BASELINE)
+        record(
+            here,
+            f"swap {Path(model).name}",
+            way,
+            f"rank {rank}, all projections",
+            "swap",
+            "ms",
+            values,
+            ratio=base / percentiles(values)["p50"],
+            baseline=BASELINE,
+        )
         for way, values in found.items()
-    ]  # fmt: skip
+    ]
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser("python -m benchmarks.swap",
-                                     description=__doc__.split("\n")[0])  # fmt: skip
+    parser = argparse.ArgumentParser(
+        "python -m benchmarks.swap", description=__doc__.split("\n")[0]
+    )
     parser.add_argument("--model", default=TINY, help="checkpoint folder [tiny]")
     parser.add_argument("--rank", type=int, default=16, help="of all adapters [16]")
     parser.add_argument("--rounds", type=int, default=200, help="swaps of each kind [200]")

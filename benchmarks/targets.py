@@ -140,7 +140,7 @@ GOALS = (
                 at_least=60,
             ),
         ),
-    ),  # fmt: skip
+    ),
     Goal(
         "tiny base, 1 x 4096",
         _step("tiny_long", "--rounds", "1"),
@@ -241,16 +241,20 @@ def records(results: list[Result]) -> list[Record]:
     for r in results:
         name = f"{r.work}: {r.target.what}"
         unit = r.target.unit
-        bound = ("at least", r.target.at_least) if r.target.at_least is not None else (
-            "at most", r.target.at_most)  # fmt: skip
+        bound = (
+            ("at least", r.target.at_least)
+            if r.target.at_least is not None
+            else ("at most", r.target.at_most)
+        )
         made.append(record(here, "targets", r.ours, name, "figure", unit, [r.figure]))
         made.append(record(here, "targets", r.ours, name, bound[0], unit, [bound[1]]))
     return made
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser("python -m benchmarks targets",
-                                     description=__doc__.split("\n")[0])  # fmt: skip
+    parser = argparse.ArgumentParser(
+        "python -m benchmarks targets", description=__doc__.split("\n")[0]
+    )
     parser.add_argument("--only", default="", metavar="TEXT", help="works whose name has this")
     history.add_option(parser)
     options = parser.parse_args(arguments)

@@ -81,16 +81,22 @@ def measure(options: argparse.Namespace) -> tuple[Timeline, dict[str, int], str,
     base = load(work, options.model, options.seed)
     packed = base_bytes(base)
     adapters = Adapters.random(base, options.rank, SCALE, options.seed)
-    rows = Rows.random(options.batch_size or work.batch_size, options.length or work.length,
-                       base.vocab_size, options.seed)  # fmt: skip
+    rows = Rows.random(
+        options.batch_size or work.batch_size,
+        options.length or work.length,
+        base.vocab_size,
+        options.seed,
+    )
     path = options.base_path or work.base_paths[0]
     ours = Ours(lambda: base, adapters, path, options.recompute)
     del adapters
     batch = rows.for_ours()
     ours.step(batch)
     mx.clear_cache()
-    own = [*tree_flatten(base.model.trainable_parameters()),
-           *tree_flatten(ours.stepper.optimizer.state)]  # fmt: skip
+    own = [
+        *tree_flatten(base.model.trainable_parameters()),
+        *tree_flatten(ours.stepper.optimizer.state),
+    ]
     learned = sum(a.nbytes for _, a in own)
     copies = max(0, mx.get_active_memory() - packed - learned)
     still = {"base": packed, "of the base path": copies, "adapters and optimizer": learned}
@@ -139,13 +145,24 @@ def plot(line: Timeline, limits: dict[str, int], title: str, file: Path) -> None
         ax.fill_between(ms, below, [max(below, h) for h in held], alpha=0.6, lw=0, label="step")
         when, most = line.peak
         ax.plot(1e3 * when, most / 1e6, "k.")
-        ax.annotate(f"{most / 1e6:,.0f} MB", (1e3 * when, most / 1e6), textcoords="offset points",
-                    xytext=(6, 4))  # fmt: skip
+        ax.annotate(
+            f"{most / 1e6:,.0f} MB",
+            (1e3 * when, most / 1e6),
+            textcoords="offset points",
+            xytext=(6, 4),
+        )
         ax.axvline(1e3 * line.forward_s, color="k", ls=":", lw=1, label="a forward alone")
         end = ms[-1]
         for i, (name, size) in enumerate(limits.items(), 1):
-            ax.bar(end * (1 + 0.06 * i), size / 1e6, width=end * 0.04, bottom=below,
-                   color=f"C{i}", alpha=0.8, label=f"for scale: {name}")  # fmt: skip
+            ax.bar(
+                end * (1 + 0.06 * i),
+                size / 1e6,
+                width=end * 0.04,
+                bottom=below,
+                color=f"C{i}",
+                alpha=0.8,
+                label=f"for scale: {name}",
+            )
         ax.set(title=title, xlabel="ms", ylabel="MB in MLX", ylim=(0, None))
         ax.legend(fontsize="small", loc="upper left", bbox_to_anchor=(1, 1))
 
@@ -166,21 +183,27 @@ def records(
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser("python -m benchmarks.timeline",
-                                     description=__doc__.split("\n")[0])  # fmt: skip
+    parser = argparse.ArgumentParser(
+        "python -m benchmarks.timeline", description=__doc__.split("\n")[0]
+    )
     parser.add_argument("--work", choices=WORKS, default="tiny", help="base and batch [tiny]")
     parser.add_argument(
         "--model", default=TINY, help="another checkpoint in place of the tiny base"
     )
     parser.add_argument("--base-path", choices=BASE_PATHS[1:], help="[the work's first]")
-    parser.add_argument("--recompute", choices=POLICIES, default="none",
-                        help="what the backward computes again [%(default)s]")  # fmt: skip
+    parser.add_argument(
+        "--recompute",
+        choices=POLICIES,
+        default="none",
+        help="what the backward computes again [%(default)s]",
+    )
     parser.add_argument("--batch-size", type=int, metavar="N", help="rows [the work's]")
     parser.add_argument("--length", type=int, metavar="N", help="tokens of a row [the work's]")
     parser.add_argument("--rank", type=int, default=8, metavar="N", help="of the adapters [8]")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, metavar="FILE",
-                        help="the plot [benchmarks/images/timeline_WORK.png]")  # fmt: skip
+    parser.add_argument(
+        "--out", type=Path, metavar="FILE", help="the plot [benchmarks/images/timeline_WORK.png]"
+    )
     history.add_option(parser)
     options = parser.parse_args(arguments)
     name = base_name(options.work, options.model)

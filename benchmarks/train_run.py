@@ -52,9 +52,13 @@ def held_out(base: Base, rows: int) -> list[Batch]:
     columns = DataConfig()
     found = evaluation_rows(columns, "test")[:rows]
     examples = encode(
-        found, base.tokenizer, columns,
-        loss_on="completion", max_seq_length=MAX_LENGTH, vocab_size=base.vocab_size,
-    )  # fmt: skip
+        found,
+        base.tokenizer,
+        columns,
+        loss_on="completion",
+        max_seq_length=MAX_LENGTH,
+        vocab_size=base.vocab_size,
+    )
     return evaluation_batches(examples, BATCH_SIZE, MAX_LENGTH)
 
 
@@ -107,17 +111,27 @@ def measure_ours(options: argparse.Namespace) -> dict:
             "tiny",
             LoRAConfig(rank=RANK, alpha=SCALE * RANK),
             TrainConfig(
-                iters=options.iters, batch_size=BATCH_SIZE, max_seq_length=MAX_LENGTH,
-                learning_rate=RATE, warmup_steps=WARMUP, lr_schedule="constant", max_grad_norm=0.0,
-                loss_on="completion", val_batches=0, test_batches=1,
+                iters=options.iters,
+                batch_size=BATCH_SIZE,
+                max_seq_length=MAX_LENGTH,
+                learning_rate=RATE,
+                warmup_steps=WARMUP,
+                lr_schedule="constant",
+                max_grad_norm=0.0,
+                loss_on="completion",
+                val_batches=0,
+                test_batches=1,
             ),
             out,
-        )  # fmt: skip
+        )
         seconds, peak = clock.seconds, mx.get_peak_memory()
         start, end = look(options), look(options, "--pack", str(out))
     print(f"{OURS}: {seconds:.1f} s, loss {start:.4f} to {end:.4f}", file=sys.stderr)
-    return {"curve": [[0, 0.0, start], [options.iters, seconds, end]], "peak": peak,
-            "base_path": run.report["base_path"]}  # fmt: skip
+    return {
+        "curve": [[0, 0.0, start], [options.iters, seconds, end]],
+        "peak": peak,
+        "base_path": run.report["base_path"],
+    }
 
 
 class _Reached(Exception):
@@ -169,7 +183,9 @@ def measure_mlx_lm(options: argparse.Namespace) -> dict:
                 optimizers.AdamW(learning_rate=rate),
                 mended.RowsByLength(rows) if mend else CacheDataset(rows),
                 args=TrainingArgs(
-                    batch_size=BATCH_SIZE, iters=looks.limit + 1, max_seq_length=MAX_LENGTH,
+                    batch_size=BATCH_SIZE,
+                    iters=looks.limit + 1,
+                    max_seq_length=MAX_LENGTH,
                     steps_per_report=options.look_every,
                     clear_cache_threshold=mended.KEEP_CACHE if mend else 0,
                     adapter_file=str(Path(folder) / "adapters.safetensors"),
@@ -177,7 +193,7 @@ def measure_mlx_lm(options: argparse.Namespace) -> dict:
                 loss=mended.loss,
                 iterate_batches=mended.batches if mend else iterate_batches,
                 training_callback=looks,
-            )  # fmt: skip
+            )
         except _Reached:
             pass
     return {"curve": looks.curve, "peak": mx.get_peak_memory()}
@@ -203,30 +219,55 @@ def records(found: dict[str, dict], target: float, options: argparse.Namespace) 
         shape = f"{options.iters} batches of ours of {BATCH_SIZE}, rank {RANK}"
         note = f"Held-out loss {side['curve'][0][2]:.3f} to {target:.3f}, seconds without imports."
         if reached[name] is None:
-            note = (f"{name} had not reached {target:.4f} after {batches:.0f} batches (loss "
-                    f"{side['curve'][-1][2]:.4f}): its time is a lower bound.")  # fmt: skip
+            note = (
+                f"{name} had not reached {target:.4f} after {batches:.0f} batches (loss "
+                f"{side['curve'][-1][2]:.4f}): its time is a lower bound."
+            )
         if "base_path" in side:
             note = f"Base path chosen by ours: {side['base_path']}."
-        about = {"baseline": SHIPPED, "peak_mb": side["peak"] / 1e6, "note": note,
-                 "blas_as_shipped": name == SHIPPED and shipped.blas_is_replaced()}  # fmt: skip
+        about = {
+            "baseline": SHIPPED,
+            "peak_mb": side["peak"] / 1e6,
+            "note": note,
+            "blas_as_shipped": name == SHIPPED and shipped.blas_is_replaced(),
+        }
         ratio = spent[SHIPPED][1] / seconds if SHIPPED in spent else None
         made += [
-            record(here, "train_run tiny", name, shape, "to the loss", "s", [seconds],
-                   ratio=ratio, **about),
+            record(
+                here,
+                "train_run tiny",
+                name,
+                shape,
+                "to the loss",
+                "s",
+                [seconds],
+                ratio=ratio,
+                **about,
+            ),
             record(here, "train_run tiny", name, shape, "batches", "", [batches], **about),
-        ]  # fmt: skip
+        ]
     return made
 
 
 def parser() -> argparse.ArgumentParser:
-    p = argparse.ArgumentParser("python -m benchmarks.train_run",
-                                description=__doc__.split("\n")[0], allow_abbrev=False)  # fmt: skip
+    p = argparse.ArgumentParser(
+        "python -m benchmarks.train_run", description=__doc__.split("\n")[0], allow_abbrev=False
+    )
     p.add_argument("--iters", type=int, default=48, metavar="N", help="batches of ours [48]")
-    p.add_argument("--look-every", type=int, default=6, metavar="N",
-                   help="batches of mlx-lm between looks at the held-out rows [6]")  # fmt: skip
+    p.add_argument(
+        "--look-every",
+        type=int,
+        default=6,
+        metavar="N",
+        help="batches of mlx-lm between looks at the held-out rows [6]",
+    )
     p.add_argument("--held-out", type=int, default=60, metavar="N", help="rows looked at [60]")
-    p.add_argument("--side", action="append", choices=(SHIPPED, SAME_BLAS, MENDED),
-                   help="of mlx-lm, repeatable [all]")  # fmt: skip
+    p.add_argument(
+        "--side",
+        action="append",
+        choices=(SHIPPED, SAME_BLAS, MENDED),
+        help="of mlx-lm, repeatable [all]",
+    )
     p.add_argument("--seed", type=int, default=0, help="of mlx-lm's adapters [0]")
     p.add_argument("--alone", help=argparse.SUPPRESS)
     p.add_argument("--target", type=float, help=argparse.SUPPRESS)
@@ -254,9 +295,10 @@ def run(options: argparse.Namespace, arguments: list[str]) -> list[Record]:
                 short = ["--alone", side, "--target", "inf", "--look-every", "2"]
                 alone.run("train_run", [*arguments, *short])
             found[side] = alone.run(
-                "train_run", [*arguments, "--alone", side, "--target", str(target)],
+                "train_run",
+                [*arguments, "--alone", side, "--target", str(target)],
                 "off" if side == SHIPPED else None,
-            )  # fmt: skip
+            )
             found[side]["curve"].insert(0, start)
         except alone.Failed as error:
             if not found:

@@ -77,8 +77,10 @@ def race(
                 yield batch
                 losses.append(peer.loss)
         if (counted := peer.trained_tokens - before) != rows.targets * CHECKED_STEPS:
-            raise LossesDiffer(f"mlx-lm counts {counted} targets in {CHECKED_STEPS} steps, "
-                               f"ours {rows.targets} in each")  # fmt: skip
+            raise LossesDiffer(
+                f"mlx-lm counts {counted} targets in {CHECKED_STEPS} steps, "
+                f"ours {rows.targets} in each"
+            )
 
     def turn_of_peer(entry: Entry) -> Iterator[tuple[mx.array, ...]]:
         batch = batch_with_targets if entry.mended else batch_as_shipped
@@ -122,8 +124,10 @@ def race(
 def check_losses(expected: list[float], found: list[float], name: str, tolerance: float) -> None:
     """Hold the losses of an implementation's first steps against mlx-lm's. Raises: LossesDiffer."""
     if not all(abs(a - b) <= tolerance * a for a, b in zip(expected, found, strict=True)):
-        raise LossesDiffer(f"losses of mlx-lm {expected} and of {name} {found} differ by "
-                           f"more than {tolerance:g} of mlx-lm's")  # fmt: skip
+        raise LossesDiffer(
+            f"losses of mlx-lm {expected} and of {name} {found} differ by "
+            f"more than {tolerance:g} of mlx-lm's"
+        )
 
 
 def _time_ours(entry: Entry, steps: int) -> None:
@@ -156,8 +160,19 @@ def records(entries: list[Entry], task: str, dtype: str, rank: int) -> list[Reco
         speed = entry.tokens_per_s
         ratio = percentiles(speed)["p50"] / base_speed
         made.append(record(here, task, entry.name, shape, "step", "ms", entry.step_ms, **about))
-        made.append(record(here, task, entry.name, shape, "speed", "supervised tokens/s", speed,
-                           ratio=ratio, **about))  # fmt: skip
+        made.append(
+            record(
+                here,
+                task,
+                entry.name,
+                shape,
+                "speed",
+                "supervised tokens/s",
+                speed,
+                ratio=ratio,
+                **about,
+            )
+        )
     return made
 
 
@@ -200,15 +215,24 @@ def parser() -> argparse.ArgumentParser:
 
     def number(flag: str, default: int | None, sentence: str) -> None:
         shown = "the work's" if default is None else default
-        p.add_argument(flag, type=_positive, default=default, metavar="N",
-                       help=f"{sentence} [{shown}]")  # fmt: skip
+        p.add_argument(
+            flag, type=_positive, default=default, metavar="N", help=f"{sentence} [{shown}]"
+        )
 
     p.add_argument("--work", choices=WORKS, default="tiny", help="base and batch [tiny]")
     p.add_argument("--model", default=TINY, help="another checkpoint for a work on the tiny base")
-    p.add_argument("--base-path", action="append", choices=BASE_PATHS[1:],
-                   help="of ours, repeatable [the work's]")  # fmt: skip
-    p.add_argument("--recompute", choices=POLICIES, default="none",
-                   help="what ours computes again in the backward [%(default)s]")  # fmt: skip
+    p.add_argument(
+        "--base-path",
+        action="append",
+        choices=BASE_PATHS[1:],
+        help="of ours, repeatable [the work's]",
+    )
+    p.add_argument(
+        "--recompute",
+        choices=POLICIES,
+        default="none",
+        help="what ours computes again in the backward [%(default)s]",
+    )
     number("--batch-size", None, "rows of a batch")
     number("--length", None, "tokens of a row; half are targets")
     number("--rank", 8, "of the adapters, on all projections")
@@ -217,8 +241,13 @@ def parser() -> argparse.ArgumentParser:
     number("--mlx-lm-steps", None, "timed steps of mlx-lm each turn")
     number("--mlx-lm-rows", None, "rows of mlx-lm's batch")
     p.add_argument("--seed", type=int, default=0, help="of rows, adapters, random bases [0]")
-    p.add_argument("--history", type=Path, default=history.HISTORY, metavar="FILE",
-                   help="where records are appended [benchmarks/history.jsonl]")  # fmt: skip
+    p.add_argument(
+        "--history",
+        type=Path,
+        default=history.HISTORY,
+        metavar="FILE",
+        help="where records are appended [benchmarks/history.jsonl]",
+    )
     return p
 
 

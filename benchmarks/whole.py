@@ -55,8 +55,10 @@ def measure(options: argparse.Namespace) -> dict:
     }
     for step in range(options.steps):
         ms, loss = ours.step(rows.for_ours())
-        print(f"step {step + 1} of {options.steps}: {ms / 1e3:.1f} s, loss {loss:.4f}",
-              file=sys.stderr)  # fmt: skip
+        print(
+            f"step {step + 1} of {options.steps}: {ms / 1e3:.1f} s, loss {loss:.4f}",
+            file=sys.stderr,
+        )
         found["step_s"].append(ms / 1e3)
         found["losses"].append(loss)
     return found | {"peak": mx.get_peak_memory(), "peak_rss": alone.peak_rss_bytes()}
@@ -66,8 +68,10 @@ def records(found: dict, options: argparse.Namespace) -> list[Record]:
     """Gigabytes, seconds a step and tokens a second of one model."""
     here = Environment.here()
     blocks = options.blocks or CONFIGS[options.model]["num_hidden_layers"]
-    shape = (f"{blocks} blocks, {options.batch_size} x {options.length}, {found['targets']} "
-             f"targets, rank {options.rank}")  # fmt: skip
+    shape = (
+        f"{blocks} blocks, {options.batch_size} x {options.length}, {found['targets']} "
+        f"targets, rank {options.rank}"
+    )
     tokens = options.batch_size * options.length
     metrics = {
         ("base", "GB"): [found["base"] / 1e9],
@@ -80,22 +84,39 @@ def records(found: dict, options: argparse.Namespace) -> list[Record]:
     name = ours_name(options.base_path, options.recompute)
     note = f"{found['adapter_weights'] / 1e6:.1f} M adapter weights with Adam."
     return [
-        record(here, f"whole {options.model}", name, shape, metric, unit, samples,
-               dtype=found["dtype"], note=note)
+        record(
+            here,
+            f"whole {options.model}",
+            name,
+            shape,
+            metric,
+            unit,
+            samples,
+            dtype=found["dtype"],
+            note=note,
+        )
         for (metric, unit), samples in metrics.items()
-    ]  # fmt: skip
+    ]
 
 
 def parser() -> argparse.ArgumentParser:
-    p = argparse.ArgumentParser("python -m benchmarks.whole",
-                                description=__doc__.split("\n")[0], allow_abbrev=False)  # fmt: skip
+    p = argparse.ArgumentParser(
+        "python -m benchmarks.whole", description=__doc__.split("\n")[0], allow_abbrev=False
+    )
     p.add_argument("--model", choices=CONFIGS, default="qwen3_4b", help="geometry [qwen3_4b]")
     p.add_argument("--blocks", type=int, metavar="N", help="only so many, for a trial [all]")
-    p.add_argument("--base-path", choices=BASE_PATHS[1:],
-                   default="transient" if runtime.on_cpu() else "quantized",
-                   help="[transient on a CPU, else quantized]")  # fmt: skip
-    p.add_argument("--recompute", choices=POLICIES, default="block",
-                   help="what the backward computes again [%(default)s]")  # fmt: skip
+    p.add_argument(
+        "--base-path",
+        choices=BASE_PATHS[1:],
+        default="transient" if runtime.on_cpu() else "quantized",
+        help="[transient on a CPU, else quantized]",
+    )
+    p.add_argument(
+        "--recompute",
+        choices=POLICIES,
+        default="block",
+        help="what the backward computes again [%(default)s]",
+    )
     for flag, default in (("batch-size", 1), ("length", 512), ("rank", 16), ("steps", 2)):
         p.add_argument(f"--{flag}", type=int, default=default, metavar="N", help=f"[{default}]")
     p.add_argument("--seed", type=int, default=0)

@@ -114,8 +114,10 @@ def plan_specs(groups: list[Group], lora: LoRAConfig) -> Specs:
             alpha = lora.alpha_pattern[alpha_key] if alpha_key else lora.alpha
             limit = min(geometry.in_features, width)
             if rank > limit:
-                raise PackError(f"--rank {rank}: {path} is {geometry.in_features} x {width}, so its"
-                                f" rank can be at most {limit}.")  # fmt: skip
+                raise PackError(
+                    f"--rank {rank}: {path} is {geometry.in_features} x {width}, so its"
+                    f" rank can be at most {limit}."
+                )
             slices.append(SliceSpec(name, width, rank, 2.0 * rank if alpha is None else alpha))
         specs[geometry.path] = ModuleSpec(
             geometry.path, geometry.in_features, tuple(slices), geometry.experts
@@ -438,8 +440,22 @@ def _fp16_modules(
             raise PackError(f"[geometry] {fault.path}: cannot be dequantized: {reason}") from None
         out, width = half.weight.shape
         name = fault.path.rsplit(".", 1)[-1]
-        found.append((Geometry(fault.path, width, out, None, None, None, width, "bias" in module,
-                               ((name, out),)), half))  # fmt: skip
+        found.append(
+            (
+                Geometry(
+                    fault.path,
+                    width,
+                    out,
+                    None,
+                    None,
+                    None,
+                    width,
+                    "bias" in module,
+                    ((name, out),),
+                ),
+                half,
+            )
+        )
         notes.append(f"{fault.path}: geometry could not be probed, dequantized to fp16")
     return found, notes
 

@@ -171,10 +171,16 @@ def _harm(option: Option, small: bool) -> tuple:
     slow = runtime.on_cpu() and path == "quantized"
     paths = ("dense", "transient", "quantized")
     return (
-        option.fit == "tight", -option.lora.rank, -train.max_seq_length, slow,
-        _METHODS[small].index(option.method), -train.batch_size, POLICIES.index(train.recomputes),
-        paths.index(path) if runtime.on_cpu() else -paths.index(path), option.quantize != "nf4",
-    )  # fmt: skip
+        option.fit == "tight",
+        -option.lora.rank,
+        -train.max_seq_length,
+        slow,
+        _METHODS[small].index(option.method),
+        -train.batch_size,
+        POLICIES.index(train.recomputes),
+        paths.index(path) if runtime.on_cpu() else -paths.index(path),
+        option.quantize != "nf4",
+    )
 
 
 def _ways(checkpoint: Checkpoint, train: TrainConfig, asked: frozenset[str]) -> list[tuple]:
@@ -207,10 +213,14 @@ def _option(checkpoint, memory, lora, train, asked, method, quantize, path, dtyp
     for rank, length, recompute, batch in _search(checkpoint, lora, train, asked):
         less_lora = replace(lora, rank=rank)
         less = replace(
-            train, quantize=train.quantize if stored else quantize, base_path=path,
-            compute_dtype=dtype, batch_size=batch, max_seq_length=length,
+            train,
+            quantize=train.quantize if stored else quantize,
+            base_path=path,
+            compute_dtype=dtype,
+            batch_size=batch,
+            max_seq_length=length,
             recompute=recompute,
-        )  # fmt: skip
+        )
         plan = estimate(checkpoint.config, checkpoint.tensors, less_lora, less, path)
         tried.append((less_lora, less, plan, fit(plan, memory)))
         if tried[-1][-1] == "fits":
@@ -235,8 +245,9 @@ def _search(checkpoint, lora, train, asked) -> list[tuple[int, int, str, int]]:
     least = 2 if train.task == "embedding" else 1
     batches = [train.batch_size] if "batch_size" in asked else _halved(train.batch_size, least)
     if train.task == "embedding":  # rows are each other's negatives: rather recompute
-        return [(r, t, c, b) for r in ranks for t in lengths for b in batches
-                for c in policies(train)]  # fmt: skip
+        return [
+            (r, t, c, b) for r in ranks for t in lengths for b in batches for c in policies(train)
+        ]
     return [(r, t, c, b) for r in ranks for t in lengths for c in policies(train) for b in batches]
 
 
@@ -289,12 +300,19 @@ def _full(
     """
     smallest = wanted.task != "embedding" and "batch_size" not in asked
     train = replace(
-        wanted, method="full", quantize="none", keep=(), double_quant=True, base_path="dense",
-        batch_size=1 if smallest else wanted.batch_size, compute_dtype="auto",
-        recompute=wanted.recompute if "recompute" in asked else "block", cache_prefix="off",
+        wanted,
+        method="full",
+        quantize="none",
+        keep=(),
+        double_quant=True,
+        base_path="dense",
+        batch_size=1 if smallest else wanted.batch_size,
+        compute_dtype="auto",
+        recompute=wanted.recompute if "recompute" in asked else "block",
+        cache_prefix="off",
         grad_checkpoint=False if "recompute" not in asked else wanted.grad_checkpoint,
         train_fp16_fallback=False,
-    )  # fmt: skip
+    )
     layers = LoRAConfig(num_layers=lora.num_layers)
     plan = estimate(checkpoint.config, checkpoint.tensors, layers, train, "dense")
     each = (4 * 2 * plan.adapter_weights + plan.optimizer) / plan.adapter_weights
@@ -303,9 +321,6 @@ def _full(
         f"{train.optimizer}) beside the base's own, float32 activations of batch {train.batch_size}"
     )
     return Option("full", "none", layers, train, plan, fit(plan, memory), why)
-
-
-# ── for people ───────────────────────────────────────────────────────────────────────────────────
 
 
 def table(
@@ -339,16 +354,26 @@ def table(
     lines += [f"  {'peak, at ' + best.plan.moment:<22} {size(best.plan.peak_bytes):>12}", ""]
     told = [
         ("why", f"{kinds[0]}: {best.why}"),
-        ("error", f"± {ERROR:.0%} against runs on a CPU (benchmarks/plan_accuracy.py); on a GPU "
-                  f"the formula is not measured. {_TAKEN[best.train.task]}"),
-        ("cache", "not counted: the buffers that MLX has freed and keeps; it gives them back when "
-                  "memory is short."),
-    ]  # fmt: skip
+        (
+            "error",
+            f"± {ERROR:.0%} against runs on a CPU (benchmarks/plan_accuracy.py); on a GPU "
+            f"the formula is not measured. {_TAKEN[best.train.task]}",
+        ),
+        (
+            "cache",
+            "not counted: the buffers that MLX has freed and keeps; it gives them back when "
+            "memory is short.",
+        ),
+    ]
     for label, text in told:
         lines += textwrap.wrap(
-            text, width, initial_indent=f"{label:<8}", subsequent_indent=" " * 8,
-            break_long_words=False, break_on_hyphens=False,
-        )  # fmt: skip
+            text,
+            width,
+            initial_indent=f"{label:<8}",
+            subsequent_indent=" " * 8,
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
     if best.fit == "no":
 
         def peak(lora: LoRAConfig, train: TrainConfig) -> int:

@@ -12,9 +12,16 @@ INSTEAD = (
 
 # `quant_method` of a config.json that mlx-lm or this program reads, at least in part.
 _READ = (
-    "bitsandbytes", "awq", "gptq", "mxfp4", "mxfp8", "fp8", "compressed-tensors", "modelopt",
+    "bitsandbytes",
+    "awq",
+    "gptq",
+    "mxfp4",
+    "mxfp8",
+    "fp8",
+    "compressed-tensors",
+    "modelopt",
     "bitnet",
-)  # fmt: skip
+)
 
 # Files that hold weights in another format: pattern, what they are, what works.
 _WEIGHTS = (
@@ -25,22 +32,25 @@ _WEIGHTS = (
         "Take the same model's folder with model*.safetensors.",
     ),
     (
-        "*.bin", "pickled weights of PyTorch, which are never opened",
+        "*.bin",
+        "pickled weights of PyTorch, which are never opened",
         "Take the safetensors of the same model, or write them where PyTorch is: "
         "model.save_pretrained(folder, safe_serialization=True).",
     ),
     (
-        "*.pt*", "pickled weights of PyTorch, which are never opened",
+        "*.pt*",
+        "pickled weights of PyTorch, which are never opened",
         "Take the safetensors of the same model, or write them where PyTorch is: "
         "model.save_pretrained(folder, safe_serialization=True).",
     ),
     (
-        "*.npz", "weights of an old MLX, which are not read",
+        "*.npz",
+        "weights of an old MLX, which are not read",
         "Convert the original again: mlx_lm.convert --hf-path ….",
     ),
     ("*.onnx", "ONNX, which is not read", INSTEAD),
     ("*.engine", "an engine of TensorRT, which is not read", INSTEAD),
-)  # fmt: skip
+)
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
 
 

@@ -173,10 +173,16 @@ def stored_config(name: str | Path) -> dict:
 
 
 _RECORD_KEYS = {
-    "files": dict, "format": str, "source": str, "versions": dict,
-    "quantization": (dict, type(None)), "quantized": int, "dense": int,
-    "bits_per_weight": (int, float), "bits_per_quantized_weight": (int, float),
-}  # fmt: skip
+    "files": dict,
+    "format": str,
+    "source": str,
+    "versions": dict,
+    "quantization": (dict, type(None)),
+    "quantized": int,
+    "dense": int,
+    "bits_per_weight": (int, float),
+    "bits_per_quantized_weight": (int, float),
+}
 
 
 def read_record(path: Path) -> dict | None:
@@ -209,8 +215,10 @@ def check_record(path: Path, advance: Callable[[], None] | None = None) -> None:
             raise PackError(f"{file}: has {size} bytes, but {facts['bytes']} in {RECORD}. {mend}")
         if advance is not None:
             if (found := sha256(file)) != facts["sha256"]:
-                raise PackError(f"{file}: has sha256 {found[:12]}…, but {facts['sha256'][:12]}… "
-                                f"in {RECORD}. {mend}")  # fmt: skip
+                raise PackError(
+                    f"{file}: has sha256 {found[:12]}…, but {facts['sha256'][:12]}… "
+                    f"in {RECORD}. {mend}"
+                )
             advance()
 
 

@@ -249,8 +249,13 @@ def _apply_for_real(pack, model: str, trust_remote_code: bool) -> dict:
 @packs.command()
 @click.argument("pack", required=False)
 @click.option("--model", default="tiny", metavar="M", help="Base of the pack. [tiny]")
-@click.option("--pack", "packs", multiple=True, metavar="P=W",
-              help="Pack with a weight, repeatable: the deltas add up.")  # fmt: skip
+@click.option(
+    "--pack",
+    "packs",
+    multiple=True,
+    metavar="P=W",
+    help="Pack with a weight, repeatable: the deltas add up.",
+)
 @click.option("--data", default="tiny", metavar="D", help="Rows: folder, file or 'tiny'. [tiny]")
 @click.option("--split", default="test", help="Split of a folder; valid if there is no test.")
 @click.option("--batch-size", default=4, show_default=True, type=click.IntRange(1))
@@ -264,8 +269,20 @@ def _apply_for_real(pack, model: str, trust_remote_code: bool) -> dict:
 @options.trust_remote_code()
 @options.backend
 @click.option("--json", "as_json", is_flag=True, help="Print the report.")
-def eval(pack, packs, model, data, split, batch_size, max_seq_length, loss_on, limit,
-         trust_remote_code, as_json, **features):  # fmt: skip
+def eval(
+    pack,
+    packs,
+    model,
+    data,
+    split,
+    batch_size,
+    max_seq_length,
+    loss_on,
+    limit,
+    trust_remote_code,
+    as_json,
+    **features,
+):
     """Perplexity and accuracy, base and pack.
 
     Of an encoder's pack: correlation with scores, retrieval, or triplet accuracy, by the rows. Both
@@ -279,9 +296,16 @@ def eval(pack, packs, model, data, split, batch_size, max_seq_length, loss_on, l
         raise PackError("eval: name a PACK, or packs to add up: --pack a=0.7 --pack b=0.3.")
     given = {name: column for name, column in features.items() if column is not None}
     report = evaluate(
-        opened.load_base(model, trust_remote_code), opened, data, split, batch_size,
-        max_seq_length, loss_on, limit, columns=columns_of(opened, data, **given),
-    )  # fmt: skip
+        opened.load_base(model, trust_remote_code),
+        opened,
+        data,
+        split,
+        batch_size,
+        max_seq_length,
+        loss_on,
+        limit,
+        columns=columns_of(opened, data, **given),
+    )
     _print(report.to_json(), as_json, _eval_lines(report))
 
 
@@ -317,8 +341,13 @@ def _one_pack(*given):
 
 @packs.command()
 @click.option("--model", default="tiny", metavar="M", help="Base: folder, hub id or 'tiny'. [tiny]")
-@click.option("--pack", "packs", multiple=True, metavar="P",
-              help="Pack to apply; several add up: --pack a=0.7 --pack b=0.3.")  # fmt: skip
+@click.option(
+    "--pack",
+    "packs",
+    multiple=True,
+    metavar="P",
+    help="Pack to apply; several add up: --pack a=0.7 --pack b=0.3.",
+)
 @click.option("--prompt", required=True, help="What the user says; - reads standard input.")
 @click.option("--system", help="System message.")
 @click.option("--raw", is_flag=True, help="Continue the prompt as it is, without chat template.")
@@ -360,25 +389,55 @@ def generate(model, packs, prompt, system, raw, max_tokens, temp, seed, trust_re
 @click.option("--model", required=True, metavar="M", help="Dense checkpoint: folder or hub id.")
 @click.option("--out", required=True, metavar="DIR", help="Folder to write.")
 @click.option("--mode", type=click.Choice(["nf4", "affine"]), default="nf4", show_default=True)
-@click.option("--double-quant/--no-double-quant", default=None,
-              help="nf4: absmax in 8 bits, or in float32. [double]")  # fmt: skip
+@click.option(
+    "--double-quant/--no-double-quant",
+    default=None,
+    help="nf4: absmax in 8 bits, or in float32. [double]",
+)
 @click.option("--bits", type=int, metavar="N", help="affine: 2, 3, 4, 5, 6 or 8. [4]")
-@click.option("--group-size", type=int, metavar="N",
-              help="Weights that share a scale: 32, 64 or 128, nf4 256 too. [64]")  # fmt: skip
+@click.option(
+    "--group-size",
+    type=int,
+    metavar="N",
+    help="Weights that share a scale: 32, 64 or 128, nf4 256 too. [64]",
+)
 @click.option("--block", type=int, metavar="N", help="nf4: another name of --group-size.")
 @click.option(
     "--keep", default="", metavar="NAMES", help="Modules left dense: leaf or path, comma."
 )
-@click.option("--bits-for", multiple=True, metavar="REGEX=N",
-              help="Modules, by path, that become affine with N bits; repeatable.")  # fmt: skip
-@click.option("--format", type=click.Choice(["mlx", "bitsandbytes"]), default="mlx",
-              show_default=True, help="bitsandbytes: for transformers.")  # fmt: skip
+@click.option(
+    "--bits-for",
+    multiple=True,
+    metavar="REGEX=N",
+    help="Modules, by path, that become affine with N bits; repeatable.",
+)
+@click.option(
+    "--format",
+    type=click.Choice(["mlx", "bitsandbytes"]),
+    default="mlx",
+    show_default=True,
+    help="bitsandbytes: for transformers.",
+)
 @click.option("--max-shard-gb", default=1.0, show_default=True, metavar="GB")
 @click.option("--overwrite", is_flag=True, help="Replace DIR if it is there.")
 @options.trust_remote_code()
 @click.option("--json", "as_json", is_flag=True, help="Print the report.")
-def quantize(model, out, mode, double_quant, block, bits, group_size, keep, bits_for, format,
-             max_shard_gb, overwrite, trust_remote_code, as_json):  # fmt: skip
+def quantize(
+    model,
+    out,
+    mode,
+    double_quant,
+    block,
+    bits,
+    group_size,
+    keep,
+    bits_for,
+    format,
+    max_shard_gb,
+    overwrite,
+    trust_remote_code,
+    as_json,
+):
     """Write a 4-bit (or 2- to 8-bit) copy of a checkpoint.
 
     Tensor by tensor, so that a model larger than memory can be quantized. After an interruption the
@@ -453,12 +512,24 @@ def _quantize_lines(report: dict) -> list[str]:
 @click.argument("pack", type=click.Path(path_type=Path))
 @click.option("--model", default="tiny", metavar="M", help="Base of the pack. [tiny]")
 @click.option("--out", required=True, metavar="DIR", help="Folder to write.")
-@click.option("--requantize", default="none", metavar="{none,same,affine4,affine8,nf4}",
-              help="Bits of merged weights: none is dense. [none]")  # fmt: skip
-@click.option("--dtype", default="auto", metavar="{auto,float32,bfloat16,float16}",
-              help="Of the weights that change. [auto: as in the base]")  # fmt: skip
-@click.option("--max-drift", type=float, metavar="KL",
-              help="Gate: largest mean KL. [0.02, a tenth of the pack's]")  # fmt: skip
+@click.option(
+    "--requantize",
+    default="none",
+    metavar="{none,same,affine4,affine8,nf4}",
+    help="Bits of merged weights: none is dense. [none]",
+)
+@click.option(
+    "--dtype",
+    default="auto",
+    metavar="{auto,float32,bfloat16,float16}",
+    help="Of the weights that change. [auto: as in the base]",
+)
+@click.option(
+    "--max-drift",
+    type=float,
+    metavar="KL",
+    help="Gate: largest mean KL. [0.02, a tenth of the pack's]",
+)
 @click.option("--data", default="tiny", metavar="D", help="Rows to measure on. [tiny]")
 @click.option("--rows", default=32, show_default=True, type=click.IntRange(1))
 @click.option("--max-shard-gb", default=1.0, show_default=True, metavar="GB")
@@ -466,8 +537,20 @@ def _quantize_lines(report: dict) -> list[str]:
 @options.trust_remote_code()
 @options.backend
 @click.option("--json", "as_json", is_flag=True, help="Print the report.")
-def merge(pack, model, out, requantize, dtype, max_drift, data, rows, max_shard_gb, overwrite,
-          trust_remote_code, as_json):  # fmt: skip
+def merge(
+    pack,
+    model,
+    out,
+    requantize,
+    dtype,
+    max_drift,
+    data,
+    rows,
+    max_shard_gb,
+    overwrite,
+    trust_remote_code,
+    as_json,
+):
     """Write the base with a pack merged into it.
 
     The merged model is measured against the base with the pack attached first (mean KL, nats a
@@ -478,9 +561,19 @@ def merge(pack, model, out, requantize, dtype, max_drift, data, rows, max_shard_
     from .merge import merge_pack
 
     report = merge_pack(
-        pack, model, out, requantize, dtype, max_drift, data, rows, max_shard_gb, overwrite,
-        trust_remote_code, display=Display(),
-    )  # fmt: skip
+        pack,
+        model,
+        out,
+        requantize,
+        dtype,
+        max_drift,
+        data,
+        rows,
+        max_shard_gb,
+        overwrite,
+        trust_remote_code,
+        display=Display(),
+    )
     lines = _drift_lines(report)
     if report["passed"]:
         lines.append(
@@ -514,30 +607,53 @@ def _drift_lines(report: dict) -> list[str]:
 
 
 def _gate_failed(name: str, value: float, limit: float, advice: str) -> None:
-    click.echo(f"packs: gate --{name} failed: {value:.2g} > {limit:.2g}; nothing was written; "
-               f"{advice}.", err=True)  # fmt: skip
+    click.echo(
+        f"packs: gate --{name} failed: {value:.2g} > {limit:.2g}; nothing was written; {advice}.",
+        err=True,
+    )
     sys.exit(1)
 
 
 @packs.command()
 @click.argument("packs_given", metavar="PACK=WEIGHT...", nargs=-1)
 @click.option("--out", required=True, metavar="PACK", help="Pack to write.")
-@click.option("--method", default="linear", metavar="{linear,svd,ties,dare}",
-              help="linear keeps all ranks. [linear]")  # fmt: skip
+@click.option(
+    "--method",
+    default="linear",
+    metavar="{linear,svd,ties,dare}",
+    help="linear keeps all ranks. [linear]",
+)
 @click.option("--rank", type=int, metavar="R", help="Of the pack, for svd, ties and dare.")
 @click.option("--density", type=float, metavar="D", help="Share that ties and dare keep. [0.5]")
 @click.option("--seed", default=0, show_default=True, help="Of what dare drops.")
 @click.option("--model", default="tiny", metavar="M", help="Base of the packs. [tiny]")
-@click.option("--max-drift", type=float, metavar="KL",
-              help="Gate: largest mean KL. [0.02, a tenth of the pack's]")  # fmt: skip
+@click.option(
+    "--max-drift",
+    type=float,
+    metavar="KL",
+    help="Gate: largest mean KL. [0.02, a tenth of the pack's]",
+)
 @click.option("--data", default="tiny", metavar="D", help="Rows to measure on. [tiny]")
 @click.option("--rows", default=32, show_default=True, type=click.IntRange(1))
 @click.option("--overwrite", is_flag=True, help="Replace PACK if it is there.")
 @options.trust_remote_code()
 @options.backend
 @click.option("--json", "as_json", is_flag=True, help="Print the report.")
-def combine(packs_given, out, method, rank, density, seed, model, max_drift, data, rows, overwrite,
-            trust_remote_code, as_json):  # fmt: skip
+def combine(
+    packs_given,
+    out,
+    method,
+    rank,
+    density,
+    seed,
+    model,
+    max_drift,
+    data,
+    rows,
+    overwrite,
+    trust_remote_code,
+    as_json,
+):
     """Make one pack of several of one base.
 
     Deltas are added by weight (linear), brought to a rank (svd), trimmed and elected by sign (TIES)
@@ -547,9 +663,20 @@ def combine(packs_given, out, method, rank, density, seed, model, max_drift, dat
     from .display import Display
 
     report = combine_packs(
-        [_weighted(text) for text in packs_given], out, method, rank, density, seed, model,
-        max_drift, data, rows, overwrite, trust_remote_code, display=Display(),
-    )  # fmt: skip
+        [_weighted(text) for text in packs_given],
+        out,
+        method,
+        rank,
+        density,
+        seed,
+        model,
+        max_drift,
+        data,
+        rows,
+        overwrite,
+        trust_remote_code,
+        display=Display(),
+    )
     lines = _drift_lines(report)
     if report["passed"]:
         lines.append(f"pack    {report['out']} ({report['pack_mb']:.2f} MB) by {method}")
@@ -580,8 +707,10 @@ def export(pack, to, out, as_json):
     from .interop import export_pack
 
     report = export_pack(pack, to, out)
-    lines = [f"wrote   {report['out']} ({report['mb']:.2f} MB): {report['modules']} modules for "
-             f"{to}, proven by numbers"]  # fmt: skip
+    lines = [
+        f"wrote   {report['out']} ({report['mb']:.2f} MB): {report['modules']} modules for "
+        f"{to}, proven by numbers"
+    ]
     _print(report, as_json, lines + [f"note    {note}" for note in report["notes"]])
 
 
@@ -611,10 +740,13 @@ def import_(folder, out, model, overwrite, trust_remote_code, as_json):
 
 
 _SEARCHED = {
-    "batch_size": "{}, less if need be", "max_seq_length": "{}, less if need be",
-    "rank": "{}, less if need be", "recompute": "{}, block if need be", "base_path": "all",
+    "batch_size": "{}, less if need be",
+    "max_seq_length": "{}, less if need be",
+    "rank": "{}, less if need be",
+    "recompute": "{}, block if need be",
+    "base_path": "all",
     "quantize": "none, nf4 and affine4",
-}  # fmt: skip
+}
 
 
 def _memory_options(command):
@@ -630,8 +762,11 @@ def _memory_options(command):
 @packs.command()
 @click.option("--model", metavar="M", help="Base: folder, hub id or 'tiny'. [tiny]")
 @click.option("--memory", type=float, metavar="GB", help="Memory to fit. [this machine's]")
-@click.option("--device", type=click.Choice(["cpu", "gpu"]),
-              help="Plan for such a device, with --memory. [this machine's]")  # fmt: skip
+@click.option(
+    "--device",
+    type=click.Choice(["cpu", "gpu"]),
+    help="Plan for such a device, with --memory. [this machine's]",
+)
 @options.configs
 @_memory_options
 @click.option("--json", "as_json", is_flag=True, help="Print the options as a list.")
@@ -763,8 +898,13 @@ def pull(repo, out, overwrite, as_json):
 
 
 @packs.command()
-@click.option("--report", "file", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE",
-              help="Write the whole report as JSON, to attach to an issue.")  # fmt: skip
+@click.option(
+    "--report",
+    "file",
+    type=click.Path(path_type=Path, dir_okay=False),
+    metavar="FILE",
+    help="Write the whole report as JSON, to attach to an issue.",
+)
 @options.backend
 @click.option("-v", "--verbose", is_flag=True, help="Show every instance, on a CPU too.")
 @click.option("--json", "as_json", is_flag=True, help="Print the report.")

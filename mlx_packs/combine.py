@@ -85,8 +85,11 @@ def dare(deltas: Weighted, density: float, keys: Sequence[mx.array]) -> mx.array
 
 
 _METHODS: dict[str, Callable[..., mx.array]] = {
-    "linear": linear, "svd": linear, "ties": ties, "dare": dare,
-}  # fmt: skip
+    "linear": linear,
+    "svd": linear,
+    "ties": ties,
+    "dare": dare,
+}
 
 
 def combine_packs(

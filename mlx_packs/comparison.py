@@ -135,13 +135,20 @@ def evaluate_batch(
             )
     return [
         _compared(
-            name, pack, scored[0], scored[i], by_model[i], held,
-            sequence_length=length, scoring=scoring, scoring_path=scoring_path,
+            name,
+            pack,
+            scored[0],
+            scored[i],
+            by_model[i],
+            held,
+            sequence_length=length,
+            scoring=scoring,
+            scoring_path=scoring_path,
             generation_path=generation_path,
         )
         for i, (name, pack) in enumerate([(BASE, None), *named])
         for by_model in speeds
-    ]  # fmt: skip
+    ]
 
 
 def named_packs(packs: Sequence | Mapping) -> list[tuple[str, Pack]]:
@@ -162,8 +169,9 @@ def named_packs(packs: Sequence | Mapping) -> list[tuple[str, Pack]]:
     names = [BASE]
     for pack, name in zip(opened, short[1:], strict=True):
         longer = [pack.name, *([str(pack.path.resolve())] if pack.path else [])]
-        wanted = chain(longer if short.count(name) > 1 else [name], longer,
-                       (f"{name} ({i})" for i in count(2)))  # fmt: skip
+        wanted = chain(
+            longer if short.count(name) > 1 else [name], longer, (f"{name} ({i})" for i in count(2))
+        )
         names.append(next(each for each in wanted if each not in names))
     return list(zip(names[1:], opened, strict=True))
 
@@ -194,8 +202,10 @@ def _sequence_length(given: int | None, packs: Sequence[Pack], base: Base, max_t
     most = text.get("n_positions", text.get("max_position_embeddings"))
     if most and length + max_tokens > most:
         if given:
-            raise PackError(f"--sequence-length {given}: with --max-tokens {max_tokens} it is "
-                            f"longer than the {most} positions of {base.name}.")  # fmt: skip
+            raise PackError(
+                f"--sequence-length {given}: with --max-tokens {max_tokens} it is "
+                f"longer than the {most} positions of {base.name}."
+            )
         length = max(2, most - max_tokens)
     return length
 
@@ -206,18 +216,28 @@ def _agreed(values: list):
 
 
 def _examples(
-    base: Base, packs: list[Pack], data, split: str, length: int, loss_on: str | None,
-    columns: DataConfig | None, limit: int,
-) -> Examples:  # fmt: skip
+    base: Base,
+    packs: list[Pack],
+    data,
+    split: str,
+    length: int,
+    loss_on: str | None,
+    columns: DataConfig | None,
+    limit: int,
+) -> Examples:
     """The rows as tokens. Raises: PackError if there is none."""
     columns = columns or columns_of(packs[0] if packs else None, data)
     rows = evaluation_rows(columns, split)
     rows = rows if limit < 0 else rows[:limit]
     loss_on = loss_on or _agreed([pack.part("objective").get("loss_on") for pack in packs])
     examples = encode(
-        rows, base.tokenizer, columns,
-        loss_on=loss_on, max_seq_length=length, vocab_size=base.vocab_size,
-    )  # fmt: skip
+        rows,
+        base.tokenizer,
+        columns,
+        loss_on=loss_on,
+        max_seq_length=length,
+        vocab_size=base.vocab_size,
+    )
     if not len(examples):
         raise PackError(f"--data {columns.data}: has no row with something to predict.")
     return examples
@@ -260,9 +280,14 @@ def _score_all(
 
 
 def _compared(
-    name: str, pack: Pack | None, base: RowScores, own: RowScores, speed: Speed,
-    held: Mapping[str, float], **how,
-) -> Compared:  # fmt: skip
+    name: str,
+    pack: Pack | None,
+    base: RowScores,
+    own: RowScores,
+    speed: Speed,
+    held: Mapping[str, float],
+    **how,
+) -> Compared:
     score, difference = own.score, Difference.between(base, own)
     pack_mb = pack_megabytes(pack) if pack else 0.0
     values = {
@@ -271,12 +296,21 @@ def _compared(
         "max_pack_mb": pack_mb,
     }
     return Compared(
-        name=name, rows=score.rows, targets=score.targets, ppl=score.ppl, ppl_se=score.ppl_se,
-        accuracy=score.accuracy, ppl_ratio=difference.ppl_ratio,
-        ppl_ratio_se=difference.ppl_ratio_se, nll_difference=difference.nll,
-        nll_difference_se=difference.nll_se, pack_mb=pack_mb,
-        gates=judge(held, values) if pack else {}, **asdict(speed), **how,
-    )  # fmt: skip
+        name=name,
+        rows=score.rows,
+        targets=score.targets,
+        ppl=score.ppl,
+        ppl_se=score.ppl_se,
+        accuracy=score.accuracy,
+        ppl_ratio=difference.ppl_ratio,
+        ppl_ratio_se=difference.ppl_ratio_se,
+        nll_difference=difference.nll,
+        nll_difference_se=difference.nll_se,
+        pack_mb=pack_mb,
+        gates=judge(held, values) if pack else {},
+        **asdict(speed),
+        **how,
+    )
 
 
 def pack_megabytes(pack: Pack) -> float:

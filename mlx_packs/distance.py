@@ -36,9 +36,11 @@ class _Apart:
 
     def __add__(self, other: "_Apart") -> "_Apart":
         return _Apart(
-            self.a + other.a, self.b + other.b,
-            self.difference + other.difference, self.product + other.product,
-        )  # fmt: skip
+            self.a + other.a,
+            self.b + other.b,
+            self.difference + other.difference,
+            self.product + other.product,
+        )
 
     def to_json(self) -> dict:
         """Frobenius norms; ``relative`` to that of A, ``cosine`` None where a delta is zero."""
@@ -86,8 +88,9 @@ def diff(a: str | Path | Pack, b: str | Path | Pack) -> dict:
             refused[name] = "is no factor of a LoRA"
     if not modules:
         path, reason = next(iter(refused.items()))
-        raise PackError(f"{packs[0].name} and {packs[1].name}: no projection of one fits: "
-                        f"{path}: {reason}.")  # fmt: skip
+        raise PackError(
+            f"{packs[0].name} and {packs[1].name}: no projection of one fits: {path}: {reason}."
+        )
     layers = {name: sum(parts, _Apart()) for name, parts in sums.items()}
     shared = _shared(*packs)
     return {
@@ -97,18 +100,18 @@ def diff(a: str | Path | Pack, b: str | Path | Pack) -> dict:
         "shared": shared,
         "total": sum(layers.values(), _Apart()).to_json() | _mean_overlap(modules),
         "layers": [
-            {"layer": name, **apart.to_json(),
-             **_mean_overlap(m for m in modules if _layer(m["path"]) == name)}
+            {
+                "layer": name,
+                **apart.to_json(),
+                **_mean_overlap(m for m in modules if _layer(m["path"]) == name),
+            }
             for name, apart in layers.items()
         ],
         "modules": modules,
         "only_in_a": [path for path in specs[0] if path not in specs[1]],
         "only_in_b": [path for path in specs[1] if path not in specs[0]],
         "not_comparable": refused,
-    }  # fmt: skip
-
-
-# ── deltas ───────────────────────────────────────────────────────────────────────────────────────
+    }
 
 
 def _factors(spec: ModuleSpec, tensors: Mapping[str, mx.array]) -> Factors:
@@ -142,17 +145,21 @@ def _compare(a: Factors | None, b: Factors | None) -> tuple[_Apart, dict]:
         right = np.linalg.qr(np.concatenate([a_out, b_out], axis=0).T, mode="r")  # [l, ra + rb]
         of_a, of_b = left[:, :r] @ right[:, :r].T, left[:, r:] @ right[:, r:].T  # [k, l]
         apart += _Apart(
-            float(np.sum(of_a**2)), float(np.sum(of_b**2)),
-            float(np.sum((of_a - of_b) ** 2)), float(np.sum(of_a * of_b)),
-        )  # fmt: skip
+            float(np.sum(of_a**2)),
+            float(np.sum(of_b**2)),
+            float(np.sum((of_a - of_b) ** 2)),
+            float(np.sum(of_a * of_b)),
+        )
         overlaps.append(_overlap(of_a, of_b, a_in.shape[0], a_out.shape[1]))
     measured = [o for o in overlaps if o is not None]
     if not measured:  # no delta, no directions
         return apart, nothing
     means = np.mean(measured, axis=0)
     return apart, {
-        "overlap_in": float(means[0]), "overlap_out": float(means[1]), "chance": means[2:].tolist()
-    }  # fmt: skip
+        "overlap_in": float(means[0]),
+        "overlap_out": float(means[1]),
+        "chance": means[2:].tolist(),
+    }
 
 
 def _squared_norm(a: np.ndarray, b: np.ndarray) -> float:
@@ -208,18 +215,21 @@ def _layer(path: str) -> str:
 
 
 def _reading_order(path: str) -> list:
-    return [(part.isdecimal(), int(part) if part.isdecimal() else 0, part)
-            for part in path.split(".")]  # fmt: skip
-
-
-# ── facts ────────────────────────────────────────────────────────────────────────────────────────
+    return [
+        (part.isdecimal(), int(part) if part.isdecimal() else 0, part) for part in path.split(".")
+    ]
 
 
 def _facts(pack: Pack) -> dict:
     base = pack.manifest["base"]
     ranks = sorted({s.rank for spec in pack.specs.values() for s in spec.slices if s.rank})
-    return {"pack": pack.name, "base": base["id"], "fingerprint": base["fingerprint"],
-            "ranks": ranks, "parameters": pack.manifest["adapters"]["parameters"]}  # fmt: skip
+    return {
+        "pack": pack.name,
+        "base": base["id"],
+        "fingerprint": base["fingerprint"],
+        "ranks": ranks,
+        "parameters": pack.manifest["adapters"]["parameters"],
+    }
 
 
 def _shared(a: Pack, b: Pack) -> dict[str, dict]:
@@ -249,9 +259,6 @@ def _targets(pack: Pack) -> list[str]:
     return sorted({path.rpartition(".")[2] for path in pack.specs})
 
 
-# ── for people ───────────────────────────────────────────────────────────────────────────────────
-
-
 def lines(report: dict) -> list[str]:
     """The report of `diff` as a table that fits 60 columns, the farthest projections below it."""
     shown = [_pack_line(name, report[key]) for name, key in (("A", "a"), ("B", "b"))]
@@ -267,8 +274,10 @@ def lines(report: dict) -> list[str]:
         shown.append(_row("all", report["total"]))
     shown.append("")
     for m in sorted(report["modules"], key=lambda m: -m["distance"])[:3]:
-        shown.append(f"far     {m['path']}: |A-B| {_norm(m['distance'])}, rel "
-                     f"{_ratio(m['relative'])}, cos {_ratio(m['cosine'])}")  # fmt: skip
+        shown.append(
+            f"far     {m['path']}: |A-B| {_norm(m['distance'])}, rel "
+            f"{_ratio(m['relative'])}, cos {_ratio(m['cosine'])}"
+        )
     for name, key in (("A", "only_in_a"), ("B", "only_in_b")):
         if paths := report[key]:
             shown.append(f"only {name}  {len(paths)} projections: {_some(paths)}")
@@ -293,8 +302,11 @@ def _fact_lines(key: str, fact: dict) -> list[str]:
         return [f"{label:<9} {told}"]
     of_a, of_b = fact["a"], fact["b"]
     if isinstance(of_a, dict) and isinstance(of_b, dict):
-        parts = [f"{k} {_told(of_a.get(k))} | {_told(of_b.get(k))}" for k in {**of_a, **of_b}
-                 if of_a.get(k) != of_b.get(k)]  # fmt: skip
+        parts = [
+            f"{k} {_told(of_a.get(k))} | {_told(of_b.get(k))}"
+            for k in {**of_a, **of_b}
+            if of_a.get(k) != of_b.get(k)
+        ]
         return [f"{label:<9} {part}" for part in parts]
     return [f"{label:<9} {_told(of_a)} | {_told(of_b)}"]
 

@@ -65,10 +65,13 @@ def drift_batches(
 ) -> list[Batch]:
     """Batches of at most so many rows, read and cut as the pack was trained."""
     examples = encode(
-        evaluation_rows(columns, split)[:rows], base.tokenizer, columns,
+        evaluation_rows(columns, split)[:rows],
+        base.tokenizer,
+        columns,
         loss_on=pack.part("objective").get("loss_on") if columns.data != "tiny" else None,
-        max_seq_length=(length := _length_of(pack)), vocab_size=base.vocab_size,
-    )  # fmt: skip
+        max_seq_length=(length := _length_of(pack)),
+        vocab_size=base.vocab_size,
+    )
     batches = evaluation_batches(examples, 4, length, -1)
     if not batches:
         raise PackError(f"--data {columns.data}: no row has a target, so no drift can be measured.")
@@ -144,9 +147,15 @@ def measure(
     ppl_before, ppl_after = perplexity(nll_before, targets), perplexity(nll_after, targets)
     ratio = math.exp(max(-700.0, min((nll_after - nll_before) / targets, 700.0)))
     return Drift(
-        _not_negative(kl / targets), _not_negative(kl_base / targets), same / targets, ppl_before,
-        ppl_after, ratio, rows, targets,
-    )  # fmt: skip
+        _not_negative(kl / targets),
+        _not_negative(kl_base / targets),
+        same / targets,
+        ppl_before,
+        ppl_after,
+        ratio,
+        rows,
+        targets,
+    )
 
 
 def _not_negative(kl: float) -> float:

@@ -57,14 +57,13 @@ class EmbeddingReport:
         return asdict(self)
 
 
-# ── metrics ──────────────────────────────────────────────────────────────────────────────────────
-
-
 def check_scores(pairs: Pairs, where: str) -> None:
     """Raises: PackError if no correlation can be had with the scores of held-out rows."""
     if pairs.scores is not None and len(np.unique(pairs.scores)) < 2:
-        raise PackError(f"{where}: all {len(pairs)} held-out rows have the same score; a "
-                        "correlation needs different ones (valid.jsonl).")  # fmt: skip
+        raise PackError(
+            f"{where}: all {len(pairs)} held-out rows have the same score; a "
+            "correlation needs different ones (valid.jsonl)."
+        )
 
 
 def score_pairs(model: Encoder, pairs: Pairs, batch_size: int) -> Metrics:
@@ -81,8 +80,10 @@ def score_pairs(model: Encoder, pairs: Pairs, batch_size: int) -> Metrics:
     at = np.searchsorted(numbers, pairs.texts)  # [N, C] into vectors
     if pairs.scores is not None:
         cosines = (vectors[at[:, 0]] * vectors[at[:, 1]]).sum(axis=1)
-        return {"spearman": spearman(cosines, pairs.scores),
-                "pearson": pearson(cosines, pairs.scores)}  # fmt: skip
+        return {
+            "spearman": spearman(cosines, pairs.scores),
+            "pearson": pearson(cosines, pairs.scores),
+        }
     found = retrieval(vectors, at[:, 0], at[:, 1])
     if pairs.format == "triplets":
         anchor, positive, negative = (vectors[column] for column in at.T)
@@ -138,9 +139,6 @@ def retrieval(vectors: np.ndarray, anchors: np.ndarray, positives: np.ndarray) -
         "ndcg_at_10": float(np.mean(discounted)),
         "recall_at_1": float(np.mean(recall)),
     }
-
-
-# ── evaluation ───────────────────────────────────────────────────────────────────────────────────
 
 
 def mean_loss(loss: Callable[..., mx.array], batches: list[PairBatch]) -> float:

@@ -51,8 +51,9 @@ def merge_encoder(
     Raises: PackError if weights are to be packed, or there is no text.
     """
     if requantize != "none":
-        raise PackError(f"--requantize {requantize}: an encoder is written dense, as transformers "
-                        "reads it.")  # fmt: skip
+        raise PackError(
+            f"--requantize {requantize}: an encoder is written dense, as transformers reads it."
+        )
     started = time.monotonic()
     texts = _texts(evaluation_rows(columns, "test")[:rows])
     if not texts:

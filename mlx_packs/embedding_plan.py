@@ -33,16 +33,20 @@ def for_encoder(checkpoint: Checkpoint, train: TrainConfig, asked: Set[str]) -> 
         asked: those that somebody named. Raises: PackError if they ask for quantization.
     """
     if train.quantize != "none":
-        raise PackError(f"--quantize {train.quantize}: an encoder is trained in float32; without it"
-                        " the plan says why.")  # fmt: skip
+        raise PackError(
+            f"--quantize {train.quantize}: an encoder is trained in float32; without it"
+            " the plan says why."
+        )
     batch_size = train.batch_size if "batch_size" in asked else BATCH_SIZE
     folder = Path(checkpoint.name).expanduser()
     longest = read_reading(folder).max_seq_length if folder.is_dir() else None
     limits = train.max_seq_length, longest, checkpoint.config.get("max_position_embeddings")
     return replace(
-        train, task="embedding", batch_size=batch_size,
+        train,
+        task="embedding",
+        batch_size=batch_size,
         max_seq_length=min(limit for limit in limits if limit),
-    )  # fmt: skip
+    )
 
 
 def _widths(config: Mapping) -> dict[str, tuple[int, int]]:
@@ -73,11 +77,12 @@ def _groups(config: Mapping, lora: LoRAConfig) -> list[Group]:
             raise PackError(f"--target-modules {target}: no such projection in a plan. {hint}")
         chosen |= matched
     return [
-        Group(None, (Geometry(p, d, out, None, None, None, d, True,
-                              ((p.rpartition(".")[2], out),)),))
+        Group(
+            None, (Geometry(p, d, out, None, None, None, d, True, ((p.rpartition(".")[2], out),)),)
+        )
         for p, (d, out) in paths.items()
         if p in chosen
-    ]  # fmt: skip
+    ]
 
 
 def estimate_encoder(
@@ -130,9 +135,13 @@ def estimate_encoder(
     flying = tokens * (_FLYING_FFN * f + _FLYING_SCORES * heads * time)
     moments = {
         "backward": (pending, 4 * kept, 4 * logits, 4 * flying),
-        "update": (4 * weights * (1 + (train.grad_accumulation_steps > 1)), 0, 0,
-                   1.3 * 4 * weights / len(tracked)),
-    }  # fmt: skip
+        "update": (
+            4 * weights * (1 + (train.grad_accumulation_steps > 1)),
+            0,
+            0,
+            1.3 * 4 * weights / len(tracked),
+        ),
+    }
     names = ("gradients", "activations", "logits", "working")
     plan = MemoryPlan(
         base=4 * base_weights,
@@ -157,9 +166,12 @@ def _full(plan: MemoryPlan, tensors: Tensors, train: TrainConfig) -> MemoryPlan:
     gradients = {"backward": pending, "update": learned * (1 + several)}
     moments = {at: {**held, "gradients": gradients[at]} for at, held in plan.moments.items()}
     return replace(
-        plan, adapters=learned, optimizer=state_bytes(shapes, train), moments=moments,
+        plan,
+        adapters=learned,
+        optimizer=state_bytes(shapes, train),
+        moments=moments,
         adapter_weights=plan.base_weights,
-    )  # fmt: skip
+    )
 
 
 def _kept(d: int, f: int, scores: int) -> float:

@@ -98,8 +98,10 @@ def check_task(
     misplaced += [name for name in _COLUMNS if getattr(columns, name) != getattr(DataConfig, name)]
     if misplaced:
         flags = ", ".join("--" + name.replace("_", "-") for name in misplaced)
-        raise PackError(f"{flags}: not with --task embedding, whose base is dense in float32 and "
-                        "whose rows are sentence pairs; leave it out.")  # fmt: skip
+        raise PackError(
+            f"{flags}: not with --task embedding, whose base is dense in float32 and "
+            "whose rows are sentence pairs; leave it out."
+        )
     if train.method == "full" and lora.num_layers > 0:
         raise PackError("--num-layers: --method full trains all of an encoder; leave it out.")
     if train.recomputes == "selective":
@@ -164,9 +166,16 @@ def train_embeddings(
         callback = reporters(report_to, project_name, run, recipe)
         start_run_folder(run, identity, earlier is not None)
         learned = _learn(
-            attached, loss_name, leg, pairs["train"], valid, run, earlier is not None, display,
+            attached,
+            loss_name,
+            leg,
+            pairs["train"],
+            valid,
+            run,
+            earlier is not None,
+            display,
             callback,
-        )  # fmt: skip
+        )
         round_adapters(attached, train.pack_dtype)
         with display.working("eval", f"{len(judged)} held-out rows"):
             base.model.eval()
@@ -225,9 +234,6 @@ def train_embeddings(
     return TrainRun(pack, run, report, learned.curve)
 
 
-# ── before ───────────────────────────────────────────────────────────────────────────────────────
-
-
 def _encoded(
     splits: rows_of.Splits, base: Base, train: TrainConfig, display: Display
 ) -> tuple[dict[str, Pairs], str]:
@@ -251,8 +257,9 @@ def _encoded(
     counts = " / ".join(f"{len(found):,} {split}" for split, found in pairs.items())
     display.line("data", f"{splits.source} · {counts} rows · {first.format} · loss {loss}")
     if cut := sum(found.cut for found in pairs.values()):
-        display.line("data", f"longer than {longest} tokens and cut: {cut} texts "
-                             "(--max-seq-length)")  # fmt: skip
+        display.line(
+            "data", f"longer than {longest} tokens and cut: {cut} texts (--max-seq-length)"
+        )
     for note in splits.notes:
         display.line("data", note)
     return pairs, loss
@@ -302,9 +309,6 @@ def _score_base(attached: Attached | Unfrozen, judged: Pairs, batch_size: int) -
     found = score_pairs(attached.model, judged, batch_size)
     attached.load(started, "start")
     return found
-
-
-# ── learning ─────────────────────────────────────────────────────────────────────────────────────
 
 
 @dataclass(frozen=True)
@@ -363,12 +367,23 @@ def _learn(
             return EmbeddingScore(mean_loss(loss, batches), metrics)
 
     loop = Loop(
-        attached, stepper, leg, True, run, cursor, arrays_of, judged, validate, display, callback,
-        curve, unit="pairs",
-    )  # fmt: skip
+        attached,
+        stepper,
+        leg,
+        True,
+        run,
+        cursor,
+        arrays_of,
+        judged,
+        validate,
+        display,
+        callback,
+        curve,
+        unit="pairs",
+    )
     batches_of_run = pair_batches(
         pairs, train.batch_size, longest, train.seed, distinct, cursor.batches, runtime.COMPILES
-    )  # fmt: skip
+    )
     model.train()
     mx.reset_peak_memory()
     held = runtime.memory_limits(train.clear_cache_threshold or 0)
@@ -382,9 +397,6 @@ def _learn(
         "peak_gb": mx.get_peak_memory() / 1e9,
     }
     return _Learned(cursor, loop.curve, measured, shapes, traces)
-
-
-# ── after ────────────────────────────────────────────────────────────────────────────────────────
 
 
 def _gates(train: TrainConfig, pack: Pack) -> Gates:

@@ -67,8 +67,10 @@ class Examples:
 def resolve_loss_on(kind: str, loss_on: str | None) -> str:
     """What a format supervises by default, and which wishes it cannot fulfil."""
     if kind in PAIR_COLUMNS:
-        raise PackError(f"the rows are {kind}, which an encoder learns from: --task embedding, and "
-                        "--model a folder of sentence-transformers.")  # fmt: skip
+        raise PackError(
+            f"the rows are {kind}, which an encoder learns from: --task embedding, and "
+            "--model a folder of sentence-transformers."
+        )
     if loss_on is None:
         return {"chat": "assistant", "completion": "completion", "text": "all"}[kind]
     if kind == "text" and loss_on != "all":

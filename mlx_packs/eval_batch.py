@@ -29,20 +29,36 @@ from .weighted import open_weighted, weighted_sum
 @click.command("eval-batch")
 @click.argument("more", nargs=-1, metavar="[PACK]...")
 @click.option("--model", default="tiny", metavar="M", help="Base of the packs. [tiny]")
-@click.option("--pack", "packs", multiple=True, metavar="P",
-              help="Pack to compare, repeatable; P=0.5 takes half of its delta.")  # fmt: skip
+@click.option(
+    "--pack",
+    "packs",
+    multiple=True,
+    metavar="P",
+    help="Pack to compare, repeatable; P=0.5 takes half of its delta.",
+)
 @click.option("--data", default="tiny", metavar="D", help="Rows: folder, file or 'tiny'. [tiny]")
 @click.option("--split", default="test", help="Split of a folder; valid if there is no test.")
-@click.option("--batch-size", "sizes", default=",".join(map(str, BATCH_SIZES)), show_default=True,
-              metavar="N,N", help="Prompts that are answered together.")  # fmt: skip
-@click.option("--sequence-length", type=int, metavar="N",
-              help="Rows are cut to N tokens, prompts have N. [as packs were trained]")  # fmt: skip
+@click.option(
+    "--batch-size",
+    "sizes",
+    default=",".join(map(str, BATCH_SIZES)),
+    show_default=True,
+    metavar="N,N",
+    help="Prompts that are answered together.",
+)
+@click.option(
+    "--sequence-length",
+    type=int,
+    metavar="N",
+    help="Rows are cut to N tokens, prompts have N. [as packs were trained]",
+)
 @click.option("--max-tokens", default=32, show_default=True, help="Tokens of each answer.")
 @click.option("--rounds", default=3, show_default=True, help="How often a speed is taken.")
 @click.option("--limit", default=-1, metavar="N", help="At most so many rows.")
 @click.option("--loss-on", type=click.Choice(["all", "completion", "assistant"]))
-@click.option("--base-path", default="auto",
-              type=click.Choice(["auto", "quantized", "transient", "dense"]))  # fmt: skip
+@click.option(
+    "--base-path", default="auto", type=click.Choice(["auto", "quantized", "transient", "dense"])
+)
 @options.gates
 @click.option("--csv", "csv_file", metavar="FILE", help="Write every figure as CSV too.")
 @options.trust_remote_code()

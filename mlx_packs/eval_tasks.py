@@ -20,8 +20,12 @@ from .weighted import open_weighted, weighted_sum
 @click.option("--batch-size", default=8, show_default=True, type=click.IntRange(1))
 @click.option("--task-path", metavar="DIR", help="Folder with tasks of your own (YAML).")
 @click.option("--chat", is_flag=True, help="Put questions into the base's chat template.")
-@click.option("--base-path", default="quantized", show_default=True,
-              type=click.Choice(["quantized", "transient", "dense"]))  # fmt: skip
+@click.option(
+    "--base-path",
+    default="quantized",
+    show_default=True,
+    type=click.Choice(["quantized", "transient", "dense"]),
+)
 @options.trust_remote_code()
 @options.backend
 @click.option("--json", "as_json", is_flag=True, help="Print the results.")

@@ -225,8 +225,9 @@ def evaluate(
         from .embedding_evaluation import evaluate_embeddings
 
         if loss_on is not None or base_path not in ("auto", "dense"):
-            raise PackError(f"{base.name}: is an encoder, which has neither --loss-on nor a base "
-                            "path.")  # fmt: skip
+            raise PackError(
+                f"{base.name}: is an encoder, which has neither --loss-on nor a base path."
+            )
         return evaluate_embeddings(base, pack, columns, split, batch_size, max_seq_length, limit)
     if pack is not None:
         loss_on = loss_on or pack.part("objective").get("loss_on")
@@ -234,9 +235,13 @@ def evaluate(
     max_seq_length = max_seq_length or TrainConfig.max_seq_length
     rows = evaluation_rows(columns, split)
     examples = encode(
-        rows, base.tokenizer, columns,
-        loss_on=loss_on, max_seq_length=max_seq_length, vocab_size=base.vocab_size,
-    )  # fmt: skip
+        rows,
+        base.tokenizer,
+        columns,
+        loss_on=loss_on,
+        max_seq_length=max_seq_length,
+        vocab_size=base.vocab_size,
+    )
     batches = evaluation_batches(examples, batch_size, max_seq_length, limit)
     if base_path == "auto":
         base_path = choose_base_path(base.model, batches[-1].tokens.size).base_path

@@ -19,11 +19,22 @@ if TYPE_CHECKING:
 _DTYPES = {  # of MLX, and how safetensors calls them
     f"mlx.core.{name}": short
     for name, short in {
-        "bool_": "BOOL", "bool": "BOOL", "uint8": "U8", "uint16": "U16", "uint32": "U32",
-        "uint64": "U64", "int8": "I8", "int16": "I16", "int32": "I32", "int64": "I64",
-        "float16": "F16", "bfloat16": "BF16", "float32": "F32", "float64": "F64",
+        "bool_": "BOOL",
+        "bool": "BOOL",
+        "uint8": "U8",
+        "uint16": "U16",
+        "uint32": "U32",
+        "uint64": "U64",
+        "int8": "I8",
+        "int16": "I16",
+        "int32": "I32",
+        "int64": "I64",
+        "float16": "F16",
+        "bfloat16": "BF16",
+        "float32": "F32",
+        "float64": "F64",
     }.items()
-}  # fmt: skip
+}
 _FLOATS = ("F32", "F16", "BF16")  # that adapters are of
 
 
@@ -98,8 +109,9 @@ def _locked(lock: Path, path: Path) -> IO:
                 return file
         except BlockingIOError:
             file.close()
-            raise PackError(f"{path}: another process is writing it; wait for it, or choose "
-                            "another name.") from None  # fmt: skip
+            raise PackError(
+                f"{path}: another process is writing it; wait for it, or choose another name."
+            ) from None
         except FileNotFoundError:
             pass
         except OSError:

@@ -55,10 +55,12 @@ def attach_fixed(
             raise PackError(f"{where}: {name} is {found}, must be {shape}.")
     attached.swap(replacements(attached.model, replaced, tensors, where))
     modules = dict(attached.model.named_modules())
-    attached.swap([
-        (path, _adapted(path, modules.get(path), spec, tensors, where))
-        for path, spec in specs.items()
-    ])  # fmt: skip
+    attached.swap(
+        [
+            (path, _adapted(path, modules.get(path), spec, tensors, where))
+            for path, spec in specs.items()
+        ]
+    )
 
 
 def replacements(
@@ -79,8 +81,10 @@ def replacements(
         mine = dense_module(module) if packed else copy.copy(module)
         for parameter, tensor in parameters.items():
             if tensor.shape != mine[parameter].shape:
-                raise PackError(f"{where}: {path}.{parameter} is {list(tensor.shape)}, but the "
-                                f"base's is {list(mine[parameter].shape)}.")  # fmt: skip
+                raise PackError(
+                    f"{where}: {path}.{parameter} is {list(tensor.shape)}, but the "
+                    f"base's is {list(mine[parameter].shape)}."
+                )
             mine[parameter] = tensor.astype(mine[parameter].dtype)
         mine.freeze()
         made.append((path, mine))
@@ -111,8 +115,10 @@ def _adapted(
     (part,) = spec.slices
     shape = (spec.in_features, part.width)
     if tuple(weight.shape) != (shape if spec.kind == "embedding" else shape[::-1]):
-        raise PackError(f"{where}: {path}: the adapter is for {spec.in_features} x {part.width}, "
-                        f"but the base's weight is {list(weight.shape)}.")  # fmt: skip
+        raise PackError(
+            f"{where}: {path}: the adapter is for {spec.in_features} x {part.width}, "
+            f"but the base's weight is {list(weight.shape)}."
+        )
     a, b = tensors[f"{path}.lora_a"], tensors[f"{path}.lora_b"]
     if spec.kind == "embedding":
         return AdaptedEmbedding(module, a, b, part.scale, spec.head is not False)

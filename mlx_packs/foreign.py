@@ -81,8 +81,10 @@ def is_positive(value) -> bool:
 def hold_magnitudes(found: Foreign, where: Path) -> None:
     """Raises: PackError naming a module that is DoRA by its config but has no magnitudes."""
     if path := next((p for p in found.paths if f"{p}.m" not in found.tensors), None):
-        raise PackError(f"{where}: {path}: is DoRA by {CONFIG}, but has no magnitudes; save the "
-                        "adapter again with the tool that made it.")  # fmt: skip
+        raise PackError(
+            f"{where}: {path}: is DoRA by {CONFIG}, but has no magnitudes; save the "
+            "adapter again with the tool that made it."
+        )
 
 
 def specs_for(base: Base, found: Foreign, where: Path) -> Specs:
@@ -122,8 +124,10 @@ def specs_for(base: Base, found: Foreign, where: Path) -> Specs:
         in_features, width = a.shape[axes[0]], b.shape[axes[1]]
         rank = a.shape[1]
         if rank != b.shape[0 if experts is None else 2] or not rank:
-            raise PackError(f"{where}: {path}: lora_a {list(a.shape)} and lora_b {list(b.shape)} "
-                            "do not have one rank.")  # fmt: skip
+            raise PackError(
+                f"{where}: {path}: lora_a {list(a.shape)} and lora_b {list(b.shape)} "
+                "do not have one rank."
+            )
         part = SliceSpec(path.rpartition(".")[2], width, rank, found.scales[path] * rank)
         specs[path] = ModuleSpec(path, in_features, (part,), experts, kind, head)
     return specs

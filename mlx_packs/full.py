@@ -138,20 +138,26 @@ def _places(base: Base, prefixes: list[str] | None) -> dict[str, _Place]:
         seen.add(id(module))
         weight = module.get("weight")
         if "scales" in module and not mx.issubdtype(weight.dtype, mx.floating):
-            raise PackError(f"--method full: {path} is packed, and packed weights cannot learn; "
-                            "take --method lora, or a dense checkpoint.")  # fmt: skip
+            raise PackError(
+                f"--method full: {path} is packed, and packed weights cannot learn; "
+                "take --method lora, or a dense checkpoint."
+            )
         for key, value in module.items():
             is_weight = isinstance(value, mx.array) and not key.startswith("_")
             if not is_weight or not mx.issubdtype(value.dtype, mx.floating):
                 continue
             if not path:
-                raise PackError(f"--method full: {key} is a weight of no module, which a pack "
-                                "cannot bring; take --method lora.")  # fmt: skip
+                raise PackError(
+                    f"--method full: {key} is a weight of no module, which a pack "
+                    "cannot bring; take --method lora."
+                )
             found[f"{path}.{key}"] = _Place(module, key, value)
     reached = {id(place.own) for place in found.values()}
     for name, weight in tree_flatten(base.model.parameters()):
         inside = kept is None or name.startswith(kept)
         if inside and mx.issubdtype(weight.dtype, mx.floating) and id(weight) not in reached:
-            raise PackError(f"--method full: {name} stands in a list, which a pack cannot bring; "
-                            "take --method lora.")  # fmt: skip
+            raise PackError(
+                f"--method full: {name} stands in a list, which a pack cannot bring; "
+                "take --method lora."
+            )
     return found

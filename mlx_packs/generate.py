@@ -81,8 +81,10 @@ def stream_batch(
 
     base.model.eval()
     if other := next((c for c in make_prompt_cache(base.model) if not hasattr(c, "merge")), None):
-        raise PackError(f"{base.name}: answers cannot be batched: mlx-lm has no batch of "
-                        f"{type(other).__name__}.")  # fmt: skip
+        raise PackError(
+            f"{base.name}: answers cannot be batched: mlx-lm has no batch of "
+            f"{type(other).__name__}."
+        )
     if not all(len(prompt) for prompt in prompts):
         raise PackError("a prompt is empty.")
     for prompt in prompts:

@@ -226,9 +226,12 @@ def _is_linear(module: nn.Module) -> bool:
 _CHOOSERS = ("gate", "indexer")
 # Linears of Gemma 3n and Kimi K3 that are never called: the block reads their weight itself.
 _READ_AS_DATA = (
-    "prediction_coefs", "correction_coefs", "self_attention_res_proj", "mlp_res_proj",
+    "prediction_coefs",
+    "correction_coefs",
+    "self_attention_res_proj",
+    "mlp_res_proj",
     "output_attn_res_proj",
-)  # fmt: skip
+)
 
 
 def chooses(path: str) -> bool:

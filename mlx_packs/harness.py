@@ -75,8 +75,9 @@ def _task_manager(tasks: Sequence[str], task_path: str | Path | None):
     try:
         from lm_eval.tasks import TaskManager
     except ImportError as error:
-        raise PackError(f"lm_eval cannot be imported ({error}); pip install 'mlx-packs[lm-eval]'."
-                        ) from None  # fmt: skip
+        raise PackError(
+            f"lm_eval cannot be imported ({error}); pip install 'mlx-packs[lm-eval]'."
+        ) from None
     if task_path is not None and not Path(task_path).is_dir():
         raise PackError(f"--task-path {task_path}: is no folder.")
     manager = TaskManager(include_path=None if task_path is None else str(task_path))
@@ -94,9 +95,14 @@ def _run(base: Base, manager, tasks, num_fewshot, limit, batch_size, chat) -> di
     try:
         with redirect_stdout(sys.stderr):  # the harness prints, and stdout is for results
             done = simple_evaluate(
-                model=language_model(base, batch_size), tasks=list(tasks), num_fewshot=num_fewshot,
-                limit=limit, task_manager=manager, log_samples=False, apply_chat_template=chat,
-            )  # fmt: skip
+                model=language_model(base, batch_size),
+                tasks=list(tasks),
+                num_fewshot=num_fewshot,
+                limit=limit,
+                task_manager=manager,
+                log_samples=False,
+                apply_chat_template=chat,
+            )
     except (OSError, ConnectionError) as error:  # data that cannot be had from the hub
         reason = " ".join(str(error).split())[:300]
         raise PackError(f"--tasks {','.join(tasks)}: the data cannot be read: {reason}") from None
@@ -135,9 +141,11 @@ def language_model(base: Base, batch_size: int = 8):
 
         def apply_chat_template(self, chat_history, add_generation_prompt=True) -> str:
             return tokenizer.apply_chat_template(
-                chat_history, tokenize=False, add_generation_prompt=add_generation_prompt,
+                chat_history,
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt,
                 continue_final_message=not add_generation_prompt,
-            )  # fmt: skip
+            )
 
         def _loglikelihood_tokens(self, requests, **_) -> list[tuple[float, bool]]:
             return log_likelihoods(scorer, [r[1:] for r in requests], batch_size, longest)
@@ -146,9 +154,11 @@ def language_model(base: Base, batch_size: int = 8):
             sums = []
             for request in requests:
                 windows = get_rolling_token_windows(
-                    token_list=self.tok_encode(request.args[0]), prefix_token=self.prefix_token_id,
-                    max_seq_len=longest - 1, context_len=1,
-                )  # fmt: skip
+                    token_list=self.tok_encode(request.args[0]),
+                    prefix_token=self.prefix_token_id,
+                    max_seq_len=longest - 1,
+                    context_len=1,
+                )
                 pairs = [make_disjoint_window(window) for window in windows]
                 scored = log_likelihoods(scorer, pairs, batch_size, longest)
                 sums.append(sum(value for value, _ in scored))
@@ -173,9 +183,11 @@ def language_model(base: Base, batch_size: int = 8):
 
 
 def log_likelihoods(
-    scorer: Scorer, pairs: Sequence[tuple[Sequence[int], Sequence[int]]], batch_size: int,
+    scorer: Scorer,
+    pairs: Sequence[tuple[Sequence[int], Sequence[int]]],
+    batch_size: int,
     longest: int,
-) -> list[tuple[float, bool]]:  # fmt: skip
+) -> list[tuple[float, bool]]:
     """Log-likelihood of each continuation after its context, and whether it is the greedy one.
 
     Pairs of tokens; what is longer than ``longest`` loses its begin.

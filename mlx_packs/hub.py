@@ -43,8 +43,6 @@ _STEP = 1_000_000  # bytes between two signs of progress
 _KEPT = "cannot be pulled whole (the same command goes on where it stopped)"
 _TRIES = 3  # of a download in which nothing comes
 
-# ── pull ─────────────────────────────────────────────────────────────────────────────────────────
-
 
 def split_name(name: str) -> tuple[str, str]:
     """``owner/name`` or ``owner/name@revision`` as both parts. Raises: PackError if it is neither.
@@ -180,9 +178,14 @@ def _fetch(pin: dict, listed: list[str], folder: Path, endpoint: str | None, sho
 
 
 def _fetch_files(
-    repo: str, commit: str, name: str, listed: list[str], partial: Path,
-    endpoint: str | None, show: Display,
-) -> dict:  # fmt: skip
+    repo: str,
+    commit: str,
+    name: str,
+    listed: list[str],
+    partial: Path,
+    endpoint: str | None,
+    show: Display,
+) -> dict:
     """Download the manifest and what it names into a folder, each file checked.
 
     Returns: size and hash of each file. Raises: PackError for what is refused.
@@ -265,9 +268,12 @@ def _receive(url: str, file: IO[bytes], total: int, bar: Task) -> None:
     if done:
         headers["Range"] = f"bytes={done}-"
     with http_stream_backoff(
-        "GET", url, headers=headers, timeout=constants.HF_HUB_DOWNLOAD_TIMEOUT,
+        "GET",
+        url,
+        headers=headers,
+        timeout=constants.HF_HUB_DOWNLOAD_TIMEOUT,
         retry_on_exceptions=(),
-    ) as response:  # fmt: skip
+    ) as response:
         hf_raise_for_status(response)
         if done and response.status_code != 206:  # the whole file comes
             file.truncate(file.seek(0))
@@ -299,9 +305,6 @@ def _check_hash(file: Path, wanted: str, where: str) -> None:
             f"{where}: {file.name} has sha256 {found[:12]}…, but {MANIFEST} says {wanted[:12]}…; "
             "it was changed or damaged, and is not kept."
         )
-
-
-# ── errors ───────────────────────────────────────────────────────────────────────────────────────
 
 
 def http_errors() -> tuple[type[Exception], ...]:

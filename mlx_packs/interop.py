@@ -137,8 +137,9 @@ def import_adapter(
         if model is not None:
             pack.check_checkpoint(model)
     else:
-        pack = _converted(file, kind, config, tensors, _base_name(model, config, folder),
-                          trust_remote_code)  # fmt: skip
+        pack = _converted(
+            file, kind, config, tensors, _base_name(model, config, folder), trust_remote_code
+        )
     prove(pack.specs, pack.tensors, _formulas(kind, tensors, config, pack.manifest), file)
     pack.save(out, overwrite)
     kinds = sorted({spec.kind for spec in pack.specs.values()})
@@ -170,8 +171,9 @@ def _kind(config: dict, folder: Path) -> str:
         return "peft"
     if "lora_parameters" in config or "fine_tune_type" in config:
         return "mlx-lm"
-    raise PackError(f"{folder / CONFIG}: is of neither PEFT (peft_type) nor mlx-lm "
-                    "(lora_parameters).")  # fmt: skip
+    raise PackError(
+        f"{folder / CONFIG}: is of neither PEFT (peft_type) nor mlx-lm (lora_parameters)."
+    )
 
 
 def _base_name(model: str | Path | None, config: dict, folder: Path) -> str | Path:
@@ -194,8 +196,10 @@ def _read_sidecar(folder: Path) -> dict | None:
     if not isinstance(version, int) or version < 1:
         raise PackError(f"{file}: format_version must be a number above 0, but is {version!r}.")
     if version > FORMAT_VERSION:
-        raise PackError(f"{file}: format {version} is newer than this program's ({FORMAT_VERSION});"
-                        " upgrade mlx-packs.")  # fmt: skip
+        raise PackError(
+            f"{file}: format {version} is newer than this program's ({FORMAT_VERSION});"
+            " upgrade mlx-packs."
+        )
     hashes = found.get("sha256")
     if not isinstance(hashes, dict) or not isinstance(found.get("pack"), dict):
         raise PackError(f"{file}: has no 'sha256' and 'pack'; remove it to import by {CONFIG}.")
@@ -234,8 +238,9 @@ def _given_back(folder: Path, kind: str, config: dict, tensors: Tensors, sidecar
     for name in sorted(set(wanted) | set(ours)):
         shape = tuple(ours[name].shape) if name in ours else None
         if shape != wanted.get(name):
-            raise PackError(f"{where}: {name} is {shape}, but its manifest says "
-                            f"{wanted.get(name)}.")  # fmt: skip
+            raise PackError(
+                f"{where}: {name} is {shape}, but its manifest says {wanted.get(name)}."
+            )
     return Pack(manifest, ours)
 
 

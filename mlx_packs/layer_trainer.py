@@ -85,8 +85,9 @@ class OwnLayer(nn.Module):
         """x [..., in] to [..., out]. Raises: PackError if x is of another width."""
         if not isinstance(x, mx.array) or x.ndim < 1 or x.shape[-1] != self.in_features:
             shown = list(x.shape) if isinstance(x, mx.array) else type(x).__name__
-            raise PackError(f"{self.name}: reads {self.in_features} numbers, but its input is "
-                            f"{shown}.")  # fmt: skip
+            raise PackError(
+                f"{self.name}: reads {self.in_features} numbers, but its input is {shown}."
+            )
         self._called.add(self.name)
         return self.adapted(x)
 
@@ -133,8 +134,10 @@ class LayerTrainer:
             if not isinstance(optimizer, optimizers.Optimizer) or isinstance(
                 optimizer, optimizers.MultiOptimizer
             ):
-                raise PackError("[LayerTrainer] optimizer must be one of mlx.optimizers, but is a "
-                                f"{type(optimizer).__name__}.")  # fmt: skip
+                raise PackError(
+                    "[LayerTrainer] optimizer must be one of mlx.optimizers, but is a "
+                    f"{type(optimizer).__name__}."
+                )
         self.optimizer = make_optimizer(self.train) if optimizer is None else optimizer
         self.updates: dict[str, int] = {}  # made since this trainer was, by name of the layer
         self._made_here = optimizer is None
@@ -145,8 +148,6 @@ class LayerTrainer:
         self._waiting = 0
         self._warned: set[str] = set()
         self._cursor = Cursor()
-
-    # ── layers ───────────────────────────────────────────────────────────────────────────────────
 
     def register(
         self, name: str, linear: nn.Module, rank: int | None = None, alpha: float | None = None
@@ -160,20 +161,26 @@ class LayerTrainer:
         Raises: PackError for a name that is taken or none, or what is no linear.
         """
         if not isinstance(name, str) or not _NAME.fullmatch(name):
-            raise PackError(f"[LayerTrainer] a layer's name is made of letters, digits, _, - and "
-                            f"dots between them, but got {name!r}.")  # fmt: skip
+            raise PackError(
+                f"[LayerTrainer] a layer's name is made of letters, digits, _, - and "
+                f"dots between them, but got {name!r}."
+            )
         if name in self._layers:
             raise PackError(f"[LayerTrainer] {name}: is registered already; names are distinct.")
         if isinstance(linear, (OwnLayer, AdaptedLinear)):
             raise PackError(f"[LayerTrainer] {name}: carries an adapter already.")
         if type(linear) not in (nn.Linear, *LINEARS):
-            raise PackError(f"[LayerTrainer] {name}: must be an nn.Linear, nn.QuantizedLinear or "
-                            f"NF4Linear, but is a {type(linear).__name__}.")  # fmt: skip
+            raise PackError(
+                f"[LayerTrainer] {name}: must be an nn.Linear, nn.QuantizedLinear or "
+                f"NF4Linear, but is a {type(linear).__name__}."
+            )
         if other := next((n for n, o in self._layers.items() if _linear(o) is linear), None):
             raise PackError(f"[LayerTrainer] {name}: is the same linear as '{other}'.")
         if self._waiting:
-            raise PackError(f"[LayerTrainer] {name}: gradients wait for their update; call flush "
-                            "before registering.")  # fmt: skip
+            raise PackError(
+                f"[LayerTrainer] {name}: gradients wait for their update; call flush "
+                "before registering."
+            )
         spec = self._spec_of(name, linear, rank, alpha)
         (part,) = spec.slices
         lora = GroupedLoRA(
@@ -227,8 +234,6 @@ class LayerTrainer:
         layer = self.layer(name)
         return merged_weight(layer._spec, self.tensors(), _linear(layer))
 
-    # ── steps ────────────────────────────────────────────────────────────────────────────────────
-
     def step_lm(
         self,
         layers: Layers | Forward,
@@ -277,8 +282,10 @@ class LayerTrainer:
         Batches that are accumulated count alike. All else is as in `step_lm`.
         """
         if not callable(loss):
-            raise PackError("[LayerTrainer] step takes a function of the arrays that follow it, "
-                            f"but got a {type(loss).__name__}.")  # fmt: skip
+            raise PackError(
+                "[LayerTrainer] step takes a function of the arrays that follow it, "
+                f"but got a {type(loss).__name__}."
+            )
         batch = tuple(mx.array(a) for a in arrays)
         if not batch:
             raise PackError("[LayerTrainer] step needs the arrays of a batch after the loss.")
@@ -320,15 +327,19 @@ class LayerTrainer:
         if callable(layers) and not isinstance(layers, (list, tuple)):
             return layers, False
         if isinstance(layers, str) or not isinstance(layers, (list, tuple)) or not layers:
-            raise PackError("[LayerTrainer] layers must be a list of registered layers or a "
-                            f"function of the inputs, but got {layers!r}.")  # fmt: skip
+            raise PackError(
+                "[LayerTrainer] layers must be a list of registered layers or a "
+                f"function of the inputs, but got {layers!r}."
+            )
         found = [self._registered(i, layer) for i, layer in enumerate(layers)]
         if not isinstance(inputs, mx.array | np.ndarray) or inputs.shape[-1:] != (
             found[0].in_features,
         ):
-            raise PackError(f"[LayerTrainer] inputs: '{found[0].name}' reads "
-                            f"{found[0].in_features} numbers, but they are "
-                            f"{list(getattr(inputs, 'shape', []))}.")  # fmt: skip
+            raise PackError(
+                f"[LayerTrainer] inputs: '{found[0].name}' reads "
+                f"{found[0].in_features} numbers, but they are "
+                f"{list(getattr(inputs, 'shape', []))}."
+            )
         for before, after in zip(found, found[1:], strict=False):
             if before.out_features != after.in_features:
                 raise PackError(
@@ -351,8 +362,9 @@ class LayerTrainer:
             if layer is own or layer is own.adapted or layer is _linear(own):
                 return own
         name = f"'{layer.name}'" if isinstance(layer, OwnLayer) else f"a {type(layer).__name__}"
-        raise PackError(f"[LayerTrainer] layers[{at}] ({name}) is not registered with this "
-                        "trainer.")  # fmt: skip
+        raise PackError(
+            f"[LayerTrainer] layers[{at}] ({name}) is not registered with this trainer."
+        )
 
     def _lm_loss(
         self, forward: Forward, inputs: mx.array, targets: mx.array, weights: mx.array
@@ -361,13 +373,17 @@ class LayerTrainer:
         logits = forward(inputs)
         if not isinstance(logits, mx.array) or logits.shape[:-1] != targets.shape:
             shown = list(logits.shape) if isinstance(logits, mx.array) else type(logits).__name__
-            raise PackError(f"[LayerTrainer] targets {list(targets.shape)} ask for logits of "
-                            f"{[*targets.shape, 'V']}, but the layers give {shown}.")  # fmt: skip
+            raise PackError(
+                f"[LayerTrainer] targets {list(targets.shape)} ask for logits of "
+                f"{[*targets.shape, 'V']}, but the layers give {shown}."
+            )
         vocab_size = logits.shape[-1]
         loss = cross_entropy(
-            logits.reshape(-1, vocab_size), targets.reshape(-1), self.train.z_loss,
+            logits.reshape(-1, vocab_size),
+            targets.reshape(-1),
+            self.train.z_loss,
             self.train.label_smoothing,
-        )  # fmt: skip
+        )
         return (loss * weights.reshape(-1)).sum(), weights.sum(), vocab_size
 
     def _graph(
@@ -390,27 +406,36 @@ class LayerTrainer:
         loss(*batch)
         names = frozenset(self._called)
         if not names:
-            raise PackError("[LayerTrainer] no registered layer takes part in this loss; call what "
-                            "register gave back, not the linear itself.")  # fmt: skip
+            raise PackError(
+                "[LayerTrainer] no registered layer takes part in this loss; call what "
+                "register gave back, not the linear itself."
+            )
         idle = [n for n in self._layers if n not in names and n not in self._warned]
         if idle and not sequence:
             self._warned |= set(idle)
-            warnings.warn(f"LayerTrainer: {', '.join(idle)}: takes no part in this step and gets "
-                          "no update.", stacklevel=4)  # fmt: skip
+            warnings.warn(
+                f"LayerTrainer: {', '.join(idle)}: takes no part in this step and gets no update.",
+                stacklevel=4,
+            )
 
         def held(*batch):
             self._called.clear()
             found = loss(*batch)
             if self._called != names:
                 other = ", ".join(sorted(self._called ^ names))
-                raise PackError(f"[LayerTrainer] {other}: took part in one step of this function "
-                                "and not in another; make it two functions.")  # fmt: skip
+                raise PackError(
+                    f"[LayerTrainer] {other}: took part in one step of this function "
+                    "and not in another; make it two functions."
+                )
             return found
 
         stepper = Stepper(
-            self._part([n for n in self._layers if n in names]), None, self.optimizer,
-            self.train.max_grad_norm, loss=held,
-        )  # fmt: skip
+            self._part([n for n in self._layers if n in names]),
+            None,
+            self.optimizer,
+            self.train.max_grad_norm,
+            loss=held,
+        )
         if len(self._graphs) == _MOST_GRAPHS:
             oldest = next(k for k in self._graphs if k != self._pending)
             del self._graphs[oldest]
@@ -420,8 +445,10 @@ class LayerTrainer:
     def _step(self, key: object, graph: _Graph, batch: tuple, count: float) -> float:
         """One batch: its loss; the update with the last of an accumulation."""
         if self._waiting and self._pending != key:
-            raise PackError("[LayerTrainer] gradients of another loss wait for their update; call "
-                            "flush before this one.")  # fmt: skip
+            raise PackError(
+                "[LayerTrainer] gradients of another loss wait for their update; call "
+                "flush before this one."
+            )
         several = self.train.grad_accumulation_steps
         last = self._waiting + 1 == several
         started = time.perf_counter()
@@ -481,8 +508,6 @@ class LayerTrainer:
             part["/" + name.replace(".", "/")] = self._layers[name].adapted
         return part
 
-    # ── on disk ──────────────────────────────────────────────────────────────────────────────────
-
     def tensors(self) -> dict[str, mx.array]:
         """Adapters in mlx-lm's names: ``<name>.lora_a`` [in, r], ``<name>.lora_b`` [r, out]."""
         return slot_tensors(self._slots())
@@ -520,8 +545,9 @@ class LayerTrainer:
         alphas = self._alphas()
         for name, alpha in (json.loads(told) if told else {}).items():
             if alphas.get(name, alpha) != alpha:
-                raise PackError(f"{file}: {name} has alpha {alpha:g}, but was registered with "
-                                f"{alphas[name]:g}.")  # fmt: skip
+                raise PackError(
+                    f"{file}: {name} has alpha {alpha:g}, but was registered with {alphas[name]:g}."
+                )
         self.load(tensors, str(file))
 
     def _alphas(self) -> dict[str, float]:
@@ -533,8 +559,9 @@ class LayerTrainer:
         Raises: PackError while gradients wait for their update.
         """
         if self._waiting:
-            raise PackError("[LayerTrainer] gradients wait for their update; call flush before "
-                            "saving.")  # fmt: skip
+            raise PackError(
+                "[LayerTrainer] gradients wait for their update; call flush before saving."
+            )
         run = Path(folder).expanduser()
         make_folder(run)
         write_whole(run / LAYERS, to_json(self._identity()))
@@ -555,8 +582,10 @@ class LayerTrainer:
         now = json.loads(to_json(self._identity()))
         for key, value in now.items():
             if not isinstance(then, dict) or then.get(key) != value:
-                raise PackError(f"{run}: {key} was {then.get(key)!r} and is {value!r} now; a "
-                                "resumed run must go on as it began.")  # fmt: skip
+                raise PackError(
+                    f"{run}: {key} was {then.get(key)!r} and is {value!r} now; a "
+                    "resumed run must go on as it began."
+                )
         self._cursor = load_checkpoint(checkpoint, self, self.optimizer)
         self._graphs.clear()
         self._waiting, self._pending = 0, None
@@ -582,8 +611,9 @@ def _hold_defaults(config: LoRAConfig | TrainConfig, used: Sequence[str], why: s
         value = getattr(config, field.name)
         plain = type(config)()
         if field.name not in used and value != getattr(plain, field.name):
-            raise PackError(f"[LayerTrainer] {type(config).__name__}.{field.name} is {value!r}, "
-                            f"but {why}.")  # fmt: skip
+            raise PackError(
+                f"[LayerTrainer] {type(config).__name__}.{field.name} is {value!r}, but {why}."
+            )
 
 
 def _key(source: object) -> object:
@@ -600,8 +630,9 @@ def _key(source: object) -> object:
 def _scalar(loss: object) -> mx.array:
     if not isinstance(loss, mx.array) or loss.ndim:
         shown = list(loss.shape) if isinstance(loss, mx.array) else type(loss).__name__
-        raise PackError(f"[LayerTrainer] the loss must be one number (an array of no axes), but is "
-                        f"{shown}.")  # fmt: skip
+        raise PackError(
+            f"[LayerTrainer] the loss must be one number (an array of no axes), but is {shown}."
+        )
     return loss
 
 
@@ -618,8 +649,10 @@ def _lm_batch(
             continue
         given = np.array(mx.array(given).astype(mx.float32))
         if given.shape != tokens.shape:
-            raise PackError(f"[LayerTrainer] {name} is {list(given.shape)}, but targets are "
-                            f"{list(tokens.shape)}.")  # fmt: skip
+            raise PackError(
+                f"[LayerTrainer] {name} is {list(given.shape)}, but targets are "
+                f"{list(tokens.shape)}."
+            )
         if name == "mask":
             given = (given != 0).astype(np.float32)
         if not np.isfinite(given).all() or (given < 0).any():
@@ -635,5 +668,6 @@ def _hold_tokens(batch: tuple[mx.array, ...], vocab_size: int) -> None:
     lowest, highest = batch[1].min().item(), batch[1].max().item()
     if lowest < 0 or highest >= vocab_size:
         bad = lowest if lowest < 0 else highest
-        raise PackError(f"[LayerTrainer] targets: token {bad} is outside the {vocab_size} of the "
-                        "logits.")  # fmt: skip
+        raise PackError(
+            f"[LayerTrainer] targets: token {bad} is outside the {vocab_size} of the logits."
+        )

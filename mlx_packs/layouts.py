@@ -50,13 +50,20 @@ def _bnb_4bit(part: Mapping, where: str) -> dict:
 def _bits_and_bytes(values: Mapping, where: str, at: str) -> dict:
     """The fields of transformers' BitsAndBytesConfig; its defaults are fp4, float32, single."""
     known = {
-        "load_in_4bit": True, "load_in_8bit": False, "bnb_4bit_quant_type": _NO_DEFAULT,
-        "bnb_4bit_compute_dtype": _NO_DEFAULT, "bnb_4bit_use_double_quant": _NO_DEFAULT,
-        "bnb_4bit_quant_storage": _NO_DEFAULT, "quant_method": "bitsandbytes",
-        "llm_int8_enable_fp32_cpu_offload": False, "llm_int8_has_fp16_weight": False,
-        "llm_int8_threshold": _NO_DEFAULT, "llm_int8_skip_modules": _NO_DEFAULT,
-        "_load_in_4bit": True, "_load_in_8bit": False,
-    }  # fmt: skip
+        "load_in_4bit": True,
+        "load_in_8bit": False,
+        "bnb_4bit_quant_type": _NO_DEFAULT,
+        "bnb_4bit_compute_dtype": _NO_DEFAULT,
+        "bnb_4bit_use_double_quant": _NO_DEFAULT,
+        "bnb_4bit_quant_storage": _NO_DEFAULT,
+        "quant_method": "bitsandbytes",
+        "llm_int8_enable_fp32_cpu_offload": False,
+        "llm_int8_has_fp16_weight": False,
+        "llm_int8_threshold": _NO_DEFAULT,
+        "llm_int8_skip_modules": _NO_DEFAULT,
+        "_load_in_4bit": True,
+        "_load_in_8bit": False,
+    }
     _only(values, tuple(known), where, at)
     for key, wanted in known.items():
         if wanted is not _NO_DEFAULT and values.get(key, wanted) != wanted:
@@ -105,9 +112,11 @@ def _lora(part: Mapping, where: str) -> dict:
 def _peft(values: Mapping, where: str) -> dict:
     """PEFT's LoraConfig. Keys that hold their default say nothing; others must be known."""
     taken = {
-        "r": "rank", "lora_dropout": "dropout", "rank_pattern": "rank_pattern",
+        "r": "rank",
+        "lora_dropout": "dropout",
+        "rank_pattern": "rank_pattern",
         "base_model_name_or_path": "model",
-    }  # fmt: skip
+    }
     silent = (
         "peft_type task_type inference_mode auto_mapping revision fan_in_fan_out peft_version "
         "peft_config lora_alpha alpha_pattern target_modules use_rslora bias init_lora_weights"
@@ -123,8 +132,10 @@ def _peft(values: Mapping, where: str) -> dict:
     if (bias := values.get("bias") or "none") != "none":
         raise PackError(f"{where}: bias '{bias}': biases are not trained; write none.")
     if values.get("init_lora_weights", True) is not True:
-        raise PackError(f"{where}: init_lora_weights {values['init_lora_weights']!r}: A is uniform "
-                        "and B zero here; write true.")  # fmt: skip
+        raise PackError(
+            f"{where}: init_lora_weights {values['init_lora_weights']!r}: A is uniform "
+            "and B zero here; write true."
+        )
     ours = {name: values[key] for key, name in taken.items() if values.get(key)}
     rank = values.get("r") or 8
     ours["rank"] = rank
@@ -139,8 +150,10 @@ def _peft(values: Mapping, where: str) -> dict:
     ours |= {"alpha": float(alpha)} | ({"alpha_pattern": alphas} if alphas else {})
     targets = values.get("target_modules")
     if not targets:
-        raise PackError(f"{where}: target_modules is empty; PEFT would choose by architecture. "
-                        "List the modules' names, or write all-linear.")  # fmt: skip
+        raise PackError(
+            f"{where}: target_modules is empty; PEFT would choose by architecture. "
+            "List the modules' names, or write all-linear."
+        )
     if isinstance(targets, str) and targets != "all-linear":
         raise PackError(
             f"{where}: target_modules '{targets}' is a pattern; list the modules' names."

@@ -84,8 +84,10 @@ class Base:
         Raises: PackError for a causal base, or what is no text.
         """
         if not self.is_encoder:
-            raise PackError(f"{self.name}: is a causal {self.config['model_type']}; embeddings are "
-                            f"made by an encoder ({', '.join(ENCODERS)}).")  # fmt: skip
+            raise PackError(
+                f"{self.name}: is a causal {self.config['model_type']}; embeddings are "
+                f"made by an encoder ({', '.join(ENCODERS)})."
+            )
         if batch_size < 1:
             raise PackError(f"[encode] batch_size must be positive, but got {batch_size}.")
         if isinstance(texts, str):
@@ -160,8 +162,10 @@ def load_model_of(
 
     stored = json.loads((path / "config.json").read_text())
     if is_encoder(path, stored):
-        raise PackError(f"{path}: is an encoder ({stored['model_type']}) and stays in float32; "
-                        "this is for causal models.")  # fmt: skip
+        raise PackError(
+            f"{path}: is an encoder ({stored['model_type']}) and stays in float32; "
+            "this is for causal models."
+        )
     if "model_file" in stored and not trust_remote_code:
         raise PackError(f"{path}: brings code of its own; --trust-remote-code runs it.")
     # mlx-lm before 0.32, the last for Python 3.10, has no such argument and always runs the code
@@ -192,9 +196,11 @@ def load_model_of(
 
     try:
         model, config = load_model(
-            path, lazy=True, get_model_classes=classes,
+            path,
+            lazy=True,
+            get_model_classes=classes,
             **({"trust_remote_code": True} if known else {}),
-        )  # fmt: skip
+        )
         vars(model).pop("sanitize", None)
         return model, config, came_from
     except (ValueError, KeyError, TypeError, UnboundLocalError) as error:
@@ -244,8 +250,9 @@ def _place_nf4(model: nn.Module, weights: Weights, dtype: mx.Dtype, where: Path)
         module = modules.get(path)
         if not isinstance(module, (nn.Linear, nn.Embedding)):
             kind = "nothing" if module is None else type(module).__name__
-            raise PackError(f"{where}: {path}.absmax: NF4 is read for linears and embeddings, here "
-                            f"is {kind}.")  # fmt: skip
+            raise PackError(
+                f"{where}: {path}.absmax: NF4 is read for linears and embeddings, here is {kind}."
+            )
         parts = {part: weights.get(f"{path}.{part}") for part in _PARTS}
         if parts["weight"] is None:
             raise PackError(f"{where}: {path}.weight: is missing beside {path}.absmax. {_AGAIN}")
@@ -260,8 +267,10 @@ def _place_nf4(model: nn.Module, weights: Weights, dtype: mx.Dtype, where: Path)
             if parts[part] is not None and not mx.isfinite(parts[part]).all().item():
                 raise PackError(f"{where}: {path}.{part}: has NaN or infinite values. {_AGAIN}")
         if list(packed.shape) != list(module.weight.shape):
-            raise PackError(f"{where}: {path}: is packed for {list(packed.shape)}, but the config "
-                            f"asks for {list(module.weight.shape)}.")  # fmt: skip
+            raise PackError(
+                f"{where}: {path}: is packed for {list(packed.shape)}, but the config "
+                f"asks for {list(module.weight.shape)}."
+            )
         if isinstance(module, nn.Embedding):
             placed.append((path, NF4Embedding(packed, dtype)))
         else:
@@ -275,8 +284,9 @@ def _refuse_codes_alone(weights: Weights, where: Path) -> None:
         path = name.removesuffix(".weight")
         scaled = f"{path}.absmax" in weights or f"{path}.scales" in weights
         if name.endswith(".weight") and tensor.dtype == mx.uint8 and not scaled:
-            raise PackError(f"{where}: {path}.absmax: is missing beside {name}, which is NF4. "
-                            f"{_AGAIN}")  # fmt: skip
+            raise PackError(
+                f"{where}: {path}.absmax: is missing beside {name}, which is NF4. {_AGAIN}"
+            )
 
 
 def _block_size(weight: mx.array, absmax: mx.array) -> int:
@@ -338,12 +348,16 @@ def check_stored_nf4(
     """
     if other := next((path for path, double in packed if double != double_quant), None):
         has = "single" if double_quant else "double"
-        raise PackError(f"--quantize nf4: {name} is NF4 already, {has}-quantized ({other}); leave "
-                        "--no-double-quant as the base has it.")  # fmt: skip
+        raise PackError(
+            f"--quantize nf4: {name} is NF4 already, {has}-quantized ({other}); leave "
+            "--no-double-quant as the base has it."
+        )
     for kept in keep:
         if path := next((path for path, _ in packed if is_named(path, kept)), None):
-            raise PackError(f"--keep {kept}: {name} is NF4 already, {path} too; take the "
-                            "checkpoint that it was made from.")  # fmt: skip
+            raise PackError(
+                f"--keep {kept}: {name} is NF4 already, {path} too; take the "
+                "checkpoint that it was made from."
+            )
 
 
 def _nf4_quantization(model: nn.Module) -> dict:
@@ -351,8 +365,12 @@ def _nf4_quantization(model: nn.Module) -> dict:
     module = next((m for m in model.modules() if isinstance(m, NF4)), None)
     if module is None:
         return {}
-    return {"group_size": module.group_size, "bits": 4, "mode": "nf4",
-            "double_quant": module.double_quant}  # fmt: skip
+    return {
+        "group_size": module.group_size,
+        "bits": 4,
+        "mode": "nf4",
+        "double_quant": module.double_quant,
+    }
 
 
 def _activation_dtype(config: dict, wanted: str) -> mx.Dtype:
@@ -447,11 +465,14 @@ def _load_encoder_base(
 ) -> Base:
     """An encoder, in float32 on every device."""
     if quantize != "none":
-        raise PackError(f"--quantize {quantize}: {name} is an encoder, and those are trained in "
-                        "float32: packs plan says why.")  # fmt: skip
+        raise PackError(
+            f"--quantize {quantize}: {name} is an encoder, and those are trained in "
+            "float32: packs plan says why."
+        )
     if compute_dtype not in ("auto", "float32"):
-        raise PackError(f"--compute-dtype {compute_dtype}: {name} is an encoder, which computes in "
-                        "float32.")  # fmt: skip
+        raise PackError(
+            f"--compute-dtype {compute_dtype}: {name} is an encoder, which computes in float32."
+        )
     model = load_encoder(path, config)
     tokenizer = load_encoder_tokenizer(path, config, model.reading.lower_case, trust)
     return Base(str(name), path, model, tokenizer, config, fingerprint(path))

@@ -117,9 +117,14 @@ _OPTIONAL = {
 }
 
 _PHASE = {
-    "name": "text", "data": "text", "steps": "an integer of 0 or more", "replay": "a number",
-    "optimizer_state": "text", "before": "a mapping", "after": "a mapping",
-}  # fmt: skip
+    "name": "text",
+    "data": "text",
+    "steps": "an integer of 0 or more",
+    "replay": "a number",
+    "optimizer_state": "text",
+    "before": "a mapping",
+    "after": "a mapping",
+}
 _GATE = {"limit": "a number", "value": "a number", "passed": "true or false"}
 
 
@@ -204,8 +209,9 @@ def check_manifest(manifest: dict, with_files: bool = True) -> None:
         where, kinds = f"adapters.replaced[{i}]", {"name": "text", "shape": "a list of integers"}
         _hold_all(where, tensor, kinds)
         if not tensor["name"].rpartition(".")[0]:
-            raise ValueError(f"{where}.name must be of a module's tensor, but is "
-                             f"{tensor['name']!r}")  # fmt: skip
+            raise ValueError(
+                f"{where}.name must be of a module's tensor, but is {tensor['name']!r}"
+            )
 
 
 def check_quantization(key: str, q) -> None:
@@ -219,8 +225,9 @@ def _check_module(key: str, module) -> None:
     kinds = {"path": "text", "in_features": "an integer above 0"}
     _hold_all(key, module, {**kinds, "slices": "a list with something in it"})
     if module.get("kind", "lora") not in _ADAPTER_KINDS:
-        raise ValueError(f"{key}.kind must be one of {', '.join(_ADAPTER_KINDS)}, but is "
-                         f"{module['kind']!r}")  # fmt: skip
+        raise ValueError(
+            f"{key}.kind must be one of {', '.join(_ADAPTER_KINDS)}, but is {module['kind']!r}"
+        )
     if (origin := module.get("base_key")) is not None:
         _hold(f"{key}.base_key", origin, "text or a list of texts")
     if module.get("head") is not None:
@@ -382,13 +389,18 @@ def _card_metadata(manifest: dict) -> list[str]:
         "---",
         "library_name: mlx",
         *([f"license: {json.dumps(license)}"] if license else []),
-        *([f"base_model: {json.dumps(base)}",
-           f"base_model_relation: {'adapter' if is_lora else 'finetune'}"]
-          if re.fullmatch(HUB_ID, base, re.ASCII) else []),
+        *(
+            [
+                f"base_model: {json.dumps(base)}",
+                f"base_model_relation: {'adapter' if is_lora else 'finetune'}",
+            ]
+            if re.fullmatch(HUB_ID, base, re.ASCII)
+            else []
+        ),
         f"pipeline_tag: {'sentence-similarity' if is_of_encoder(manifest) else 'text-generation'}",
         f"tags: [mlx, {'lora, ' * is_lora}mlx-packs]",
         "---",
-    ]  # fmt: skip
+    ]
 
 
 def _card_data(data: Mapping) -> list[str]:

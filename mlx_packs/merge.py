@@ -105,9 +105,19 @@ def merge_pack(
         from .embedding_merge import merge_encoder
 
         return merge_encoder(
-            pack, model, out, requantize, dtype, max_drift, columns, rows, max_shard_gb, overwrite,
-            trust_remote_code, display,
-        )  # fmt: skip
+            pack,
+            model,
+            out,
+            requantize,
+            dtype,
+            max_drift,
+            columns,
+            rows,
+            max_shard_gb,
+            overwrite,
+            trust_remote_code,
+            display,
+        )
     found, tried, passes = measured(
         pack, model, requantize, dtype, max_drift, columns, rows, trust_remote_code, display
     )
@@ -194,9 +204,6 @@ def check_max_drift(max_drift: float | None) -> None:
     """Raises: PackError for what is no limit; JSON has no infinity either."""
     if max_drift is not None and not 0 <= max_drift < math.inf:
         raise PackError(f"--max-drift must be a number of 0 or more, but is {max_drift}.")
-
-
-# ── what changes ─────────────────────────────────────────────────────────────────────────────────
 
 
 @dataclass(frozen=True)
@@ -312,8 +319,10 @@ def _packing_for(path: str, module: nn.Module, requantize: str) -> Packing | Non
         return None
     if requantize == "same":
         if stored and stored.mode not in ("affine", "nf4"):
-            raise PackError(f"--requantize same: {path} is {stored.mode}, which is not written here"
-                            "; choose affine4, affine8 or none.")  # fmt: skip
+            raise PackError(
+                f"--requantize same: {path} is {stored.mode}, which is not written here"
+                "; choose affine4, affine8 or none."
+            )
         return stored
     if stored is None:  # what the base left dense stays so
         return None
@@ -321,8 +330,10 @@ def _packing_for(path: str, module: nn.Module, requantize: str) -> Packing | Non
     if wanted.mode == stored.mode == "nf4":
         return stored
     if wanted.mode == "nf4" and is_switch_linear(module):
-        raise PackError(f"--requantize nf4: {path} holds experts, and NF4 is for linears and "
-                        "embeddings; choose same, affine4 or affine8.")  # fmt: skip
+        raise PackError(
+            f"--requantize nf4: {path} holds experts, and NF4 is for linears and "
+            "embeddings; choose same, affine4 or affine8."
+        )
     return wanted if wanted.fits(dense_weight(module).shape[-1]) else None
 
 
@@ -413,9 +424,6 @@ def _as_loaded(change: Change, dtype: mx.Dtype) -> mx.array:
     )
 
 
-# ── what is written ──────────────────────────────────────────────────────────────────────────────
-
-
 def plan_of(
     pack: Pack,
     model: str | Path,
@@ -442,11 +450,13 @@ def plan_of(
     raw, places, turned = named
     modules = dict(base.model.named_modules())
     by_name = {f"{places[c.path]}.weight": c for c in planned.changes}
-    gone = {
-        name for c in planned.changes for name in raw if _belongs(name, places[c.path])
-    } - set(by_name)  # fmt: skip
-    bare = {f"{places.get(n.rpartition('.')[0], n.rpartition('.')[0])}.{n.rpartition('.')[2]}": t
-            for n, t in planned.tensors.items()}  # fmt: skip
+    gone = {name for c in planned.changes for name in raw if _belongs(name, places[c.path])} - set(
+        by_name
+    )
+    bare = {
+        f"{places.get(n.rpartition('.')[0], n.rpartition('.')[0])}.{n.rpartition('.')[2]}": t
+        for n, t in planned.tensors.items()
+    }
     items, tensors = [], {}
     packed, wanted = _true_sizes(modules, places), _DTYPES[dtype]
     for name, tensor in raw.items():

@@ -20,22 +20,22 @@ TENSORS = "adapters.safetensors"
 _LEAVES = ("lora_a", "lora_b", "m")
 
 
-# ── reading ──────────────────────────────────────────────────────────────────────────────────────
-
-
 def check_config(config: dict, where: Path) -> None:
     """Raises: PackError naming what a pack cannot carry."""
     kind = config.get("fine_tune_type", "lora")
     if kind == "full":
-        raise PackError(f"{where}: fine_tune_type is 'full': these are weights of the base itself, "
-                        "no adapter; mlx_lm.fuse makes a checkpoint of them.")  # fmt: skip
+        raise PackError(
+            f"{where}: fine_tune_type is 'full': these are weights of the base itself, "
+            "no adapter; mlx_lm.fuse makes a checkpoint of them."
+        )
     if kind not in ("lora", "dora"):
         raise PackError(f"{where}: fine_tune_type {kind!r} is not known; it must be lora or dora.")
     parameters = config.get("lora_parameters")
     scale = parameters.get("scale") if isinstance(parameters, dict) else None
     if not is_positive(scale):
-        raise PackError(f"{where}: lora_parameters.scale must be a number above 0, but is "
-                        f"{scale!r}.")  # fmt: skip
+        raise PackError(
+            f"{where}: lora_parameters.scale must be a number above 0, but is {scale!r}."
+        )
 
 
 def read(
@@ -51,8 +51,10 @@ def read(
     for name in tensors:
         path, _, leaf = name.rpartition(".")
         if leaf not in _LEAVES:
-            raise PackError(f"{where}: {name}: is of a kind that cannot be converted; mlx-lm's "
-                            "adapters have lora_a, lora_b and m.")  # fmt: skip
+            raise PackError(
+                f"{where}: {name}: is of a kind that cannot be converted; mlx-lm's "
+                "adapters have lora_a, lora_b and m."
+            )
         if leaf == "m":
             found.tensors[name] = tensors[name]
             continue
@@ -97,8 +99,10 @@ def formulas(tensors: Tensors, config: dict) -> dict:
     scale = config["lora_parameters"]["scale"]
 
     def formula(path: str):
-        a, b = (np.array(tensors[f"{path}.{part}"].astype(mx.float32), dtype=np.float64)
-                for part in ("lora_a", "lora_b"))  # fmt: skip
+        a, b = (
+            np.array(tensors[f"{path}.{part}"].astype(mx.float32), dtype=np.float64)
+            for part in ("lora_a", "lora_b")
+        )
         return lambda x: scale * ((a[x] if x.ndim == 1 else x @ a) @ b)
 
     return {
@@ -108,9 +112,6 @@ def formulas(tensors: Tensors, config: dict) -> dict:
     }
 
 
-# ── writing ──────────────────────────────────────────────────────────────────────────────────────
-
-
 def write(pack: Pack) -> tuple[Tensors, dict, list[str]]:
     """mlx-lm's tensors and config of a pack, and what its reader should know.
 
@@ -118,22 +119,29 @@ def write(pack: Pack) -> tuple[Tensors, dict, list[str]]:
     """
     specs, where = pack.specs, pack.path or "this pack"
     if is_of_encoder(pack.manifest):
-        raise PackError(f"{where}: is of an encoder, and mlx-lm has none; export it to peft, or "
-                        "merge it.")  # fmt: skip
+        raise PackError(
+            f"{where}: is of an encoder, and mlx-lm has none; export it to peft, or merge it."
+        )
     if not specs and (config := adapter_config(pack.manifest)):
         return dict(pack.load_tensors()), config, []
     if whole := list(replaced_of(pack.manifest))[:3]:
         other = "export it to peft, or merge it" if specs else "merge it"
-        raise PackError(f"{where}: brings {', '.join(whole)} whole, and mlx-lm loads adapters "
-                        f"alone, or dense weights over a dense base; {other}.")  # fmt: skip
+        raise PackError(
+            f"{where}: brings {', '.join(whole)} whole, and mlx-lm loads adapters "
+            f"alone, or dense weights over a dense base; {other}."
+        )
     for path, spec in specs.items():
         if spec.head is False:
-            raise PackError(f"{where}: {path}: leaves the tied head alone, and mlx-lm's adapter of "
-                            "an embedding acts there too; export it to peft.")  # fmt: skip
+            raise PackError(
+                f"{where}: {path}: leaves the tied head alone, and mlx-lm's adapter of "
+                "an embedding acts there too; export it to peft."
+            )
     dora = {spec.kind == "dora" for spec in specs.values()}
     if len(dora) > 1:
-        raise PackError(f"{where}: is DoRA on some modules and LoRA on others; mlx-lm has one "
-                        "fine_tune_type for all.")  # fmt: skip
+        raise PackError(
+            f"{where}: is DoRA on some modules and LoRA on others; mlx-lm has one "
+            "fine_tune_type for all."
+        )
     rank, scale = max(spec.rank for spec in specs.values()), _scale(specs)
     ours, tensors = pack.load_tensors(), {}
     for path, spec in specs.items():

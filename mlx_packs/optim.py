@@ -163,8 +163,10 @@ def _arguments(config: TrainConfig) -> dict:
     """The arguments of the chosen optimizer, each typed as its default is."""
     for key, values in config.optimizer_config.items():
         if key not in _CLASSES:
-            raise PackError(f"optimizer_config: unknown optimizer '{key}'. "
-                            f"{did_you_mean(str(key), list(_CLASSES))}")  # fmt: skip
+            raise PackError(
+                f"optimizer_config: unknown optimizer '{key}'. "
+                f"{did_you_mean(str(key), list(_CLASSES))}"
+            )
         if not isinstance(values, Mapping | None):
             raise PackError(f"optimizer_config.{key}: must be a mapping, but got {values!r}.")
     where = f"optimizer_config.{config.optimizer}"
@@ -173,8 +175,9 @@ def _arguments(config: TrainConfig) -> dict:
     given = config.optimizer_config.get(config.optimizer) or {}
     for key in given:
         if key not in defaults:
-            raise PackError(f"{where}: unknown argument '{key}'. "
-                            f"{did_you_mean(str(key), list(defaults))}")  # fmt: skip
+            raise PackError(
+                f"{where}: unknown argument '{key}'. {did_you_mean(str(key), list(defaults))}"
+            )
     typed = {key: _as_default(v, defaults[key], f"{where}.{key}") for key, v in given.items()}
     if config.optimizer == "adafactor":  # else it ignores the learning rate it is given
         return {"relative_step": False, "scale_parameter": False, "warmup_init": False} | typed

@@ -30,9 +30,13 @@ def default_of(f: dataclasses.Field) -> str | None:
 
 
 configs = click.option(
-    "-c", "--config", "configs", metavar="FILE", multiple=True,
+    "-c",
+    "--config",
+    "configs",
+    metavar="FILE",
+    multiple=True,
     help="YAML of these options, or a recipe of QLoRA, PEFT, bitsandbytes.",
-)  # fmt: skip
+)
 
 
 def trust_remote_code(default: bool | None = False):

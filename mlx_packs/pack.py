@@ -271,8 +271,10 @@ class Pack:
             return
         for name, here in base.model.reading.to_json().items():
             if trained.get(name, here) != here:
-                raise PackError(f"{self.name}: was trained with {name} {trained[name]}, but "
-                                f"{base.name} has {name} {here} (its modules.json).")  # fmt: skip
+                raise PackError(
+                    f"{self.name}: was trained with {name} {trained[name]}, but "
+                    f"{base.name} has {name} {here} (its modules.json)."
+                )
 
     def check_checkpoint(self, model: str | Path) -> tuple[Path, dict]:
         """Hold the pack against a checkpoint from its headers and config.json alone.
@@ -421,8 +423,10 @@ def check_against(pack: Pack, model: str) -> dict:
     for name in sorted(set(wanted) | set(header)):
         shape = header.get(name, {}).get("shape")
         if shape != wanted.get(name):
-            raise PackError(f"{pack.path / ADAPTERS}: {name} is {shape}, but the manifest says "
-                            f"{wanted.get(name)}.")  # fmt: skip
+            raise PackError(
+                f"{pack.path / ADAPTERS}: {name} is {shape}, but the manifest says "
+                f"{wanted.get(name)}."
+            )
     checked = _check_geometry(pack, str(model), path, config)
     return {
         "pack": str(pack.path),
@@ -474,8 +478,10 @@ def _check_geometry(pack: Pack, model: str, path: Path, config: dict) -> bool:
     for name, shape in replaced_of(pack.manifest).items():
         dense = name in stored and f"{name.rpartition('.')[0]}.scales" not in stored
         if dense and stored[name]["dtype"] != "U8" and stored[name]["shape"] != list(shape):
-            raise PackError(f"{pack.path}: {name} is {list(shape)}, but that of {model} is "
-                            f"{stored[name]['shape']}.")  # fmt: skip
+            raise PackError(
+                f"{pack.path}: {name} is {list(shape)}, but that of {model} is "
+                f"{stored[name]['shape']}."
+            )
     if not specs:
         return any(name in stored for name in replaced_of(pack.manifest))
     if not any(f"{s.path}.weight" in stored for s in specs):

@@ -61,9 +61,6 @@ def packing_named(quantize: str, double_quant: bool = True) -> Packing:
     return known[quantize]
 
 
-# ── which modules ────────────────────────────────────────────────────────────────────────────────
-
-
 @dataclass(frozen=True)
 class Recipe:
     """What is asked.
@@ -88,8 +85,9 @@ class Recipe:
                 f"--group-size or --block must be one of {BLOCK_SIZES} but is {how.group_size}"
             )
         if how.mode == "affine" and how.group_size not in AFFINE_GROUP_SIZES:
-            faults.append(f"--group-size must be one of {AFFINE_GROUP_SIZES} but is "
-                          f"{how.group_size}")  # fmt: skip
+            faults.append(
+                f"--group-size must be one of {AFFINE_GROUP_SIZES} but is {how.group_size}"
+            )
         if how.mode == "affine" and how.bits not in AFFINE_BITS:
             faults.append(f"--bits must be one of {AFFINE_BITS} but is {how.bits}")
         for expression, bits in self.bits_for:
@@ -121,8 +119,9 @@ def check_names(recipe: Recipe, paths: Collection[str]) -> None:
             raise PackError(f"--keep {name}: no such module. {did_you_mean(name, leaves)}")
     for expression, _ in recipe.bits_for:
         if not any(re.search(expression, path) for path in paths):
-            raise PackError(f"--bits-for {expression}: finds no module; there are "
-                            f"{', '.join(leaves)}.")  # fmt: skip
+            raise PackError(
+                f"--bits-for {expression}: finds no module; there are {', '.join(leaves)}."
+            )
 
 
 def packing_of(
@@ -161,8 +160,10 @@ def _packing_or_reason(
             if re.search(expression, path):
                 group_size = how.group_size if how.mode == "affine" else 64
                 if width % group_size:
-                    raise PackError(f"--bits-for {expression}: {path} has {width} columns, which "
-                                    f"{group_size} does not divide; --keep it dense.")  # fmt: skip
+                    raise PackError(
+                        f"--bits-for {expression}: {path} has {width} columns, which "
+                        f"{group_size} does not divide; --keep it dense."
+                    )
                 return Packing("affine", bits, group_size)
         if not advice:
             return "its family advises so"
@@ -182,9 +183,10 @@ def packings_of(model: nn.Module, recipe: Recipe) -> tuple[dict[str, Packing], d
     """
     advise = getattr(model, "quant_predicate", None) or (lambda *_: True)
     modules = {
-        path: module for path, module in reversed(model.named_modules())
+        path: module
+        for path, module in reversed(model.named_modules())
         if hasattr(module, "to_quantized") and "weight" in module
-    }  # fmt: skip
+    }
     check_names(recipe, modules)
     packed, dense = {}, {}
     for path, module in modules.items():
@@ -215,9 +217,6 @@ def packed_nbytes(shape: tuple[int, ...], how: Packing, scale_itemsize: int) -> 
     return count // 2 + blocks + 4 * -(-blocks // NESTED_BLOCK_SIZE) + 4
 
 
-# ── one weight ───────────────────────────────────────────────────────────────────────────────────
-
-
 def quantized_tensors(
     name: str, w: mx.array, how: Packing, format: str = "mlx"
 ) -> dict[str, mx.array]:
@@ -236,8 +235,9 @@ def quantized_tensors(
             return packed.weight, packed.absmax
 
         rows_of_whole_blocks = how.group_size // math.gcd(how.group_size, w.shape[-1])
-        packed = NF4Weight(*_by_slices(name, w, rows_of_whole_blocks, pack),
-                           block_size=how.group_size)  # fmt: skip
+        packed = NF4Weight(
+            *_by_slices(name, w, rows_of_whole_blocks, pack), block_size=how.group_size
+        )
         if how.double_quant:
             packed = nf4.quantize_absmax(packed)
         return _nf4_names(name, packed, w.dtype, format)

@@ -24,9 +24,11 @@ LOSSES_OF = {
 }
 IN_BATCH = ("mnrl", "cached-mnrl")  # the other rows of a batch are negatives
 _LOSSES_WITH = {
-    "similarity_scale": (*IN_BATCH, "cosent"), "mini_batch_size": ("cached-mnrl",),
-    "triplet_margin": ("triplet",), "triplet_distance": ("triplet",),
-}  # fmt: skip
+    "similarity_scale": (*IN_BATCH, "cosent"),
+    "mini_batch_size": ("cached-mnrl",),
+    "triplet_margin": ("triplet",),
+    "triplet_distance": ("triplet",),
+}
 
 
 @dataclass
@@ -62,13 +64,17 @@ def encode_pairs(rows: Sequence[Row], tokenizer, limit: int) -> Pairs:
     kind = pair_format(rows[0])
     if kind is None:
         wanted = " or ".join("{" + ", ".join(names) + "}" for names in PAIR_COLUMNS.values())
-        raise PackError(f"{rows[0].where}: --task embedding learns from {wanted}, but this row has "
-                        f"{sorted(rows[0].value) or 'nothing'}.")  # fmt: skip
+        raise PackError(
+            f"{rows[0].where}: --task embedding learns from {wanted}, but this row has "
+            f"{sorted(rows[0].value) or 'nothing'}."
+        )
     columns = [name for name in PAIR_COLUMNS[kind] if name != "score"]
     for row in rows:
         if (found := pair_format(row)) != kind:
-            raise PackError(f"{row.where}: mixed formats: this row is {found or 'no pair'}, but "
-                            f"{rows[0].where} is {kind}.")  # fmt: skip
+            raise PackError(
+                f"{row.where}: mixed formats: this row is {found or 'no pair'}, but "
+                f"{rows[0].where} is {kind}."
+            )
         for name in columns:
             _check_text(row, name)
     scores = None
@@ -116,13 +122,17 @@ def choose_loss(wanted: str, pairs: Pairs, where: str) -> str:
     possible = LOSSES_OF[pairs.format]
     if wanted != "auto" and wanted not in possible:
         needs = next(kind for kind in LOSSES_OF if wanted in LOSSES_OF[kind])
-        raise PackError(f"--loss {wanted}: needs {{{', '.join(PAIR_COLUMNS[needs])}}}, but {where} "
-                        f"holds {pairs.format}; those learn by {', '.join(possible)}.")  # fmt: skip
+        raise PackError(
+            f"--loss {wanted}: needs {{{', '.join(PAIR_COLUMNS[needs])}}}, but {where} "
+            f"holds {pairs.format}; those learn by {', '.join(possible)}."
+        )
     chosen = possible[0] if wanted == "auto" else wanted
     if chosen == "cosine" and np.abs(pairs.scores).max() > 1:
         worst = float(pairs.scores[np.abs(pairs.scores).argmax()])
-        raise PackError(f"{where}: a score is {worst:g}, but a cosine lies in -1 to 1; divide the "
-                        "scores by the largest, or take --loss cosent.")  # fmt: skip
+        raise PackError(
+            f"{where}: a score is {worst:g}, but a cosine lies in -1 to 1; divide the "
+            "scores by the largest, or take --loss cosent."
+        )
     return chosen
 
 
@@ -130,12 +140,11 @@ def check_loss_settings(loss: str, said: Sequence[str]) -> None:
     """Raises: PackError for a setting among those ``said`` that this loss has not."""
     for name, losses in _LOSSES_WITH.items():
         if name in said and loss not in losses:
-            raise PackError(f"--{name.replace('_', '-')}: is of the loss {' or '.join(losses)}, "
-                            f"and this run's is {loss}; leave it out, or name that loss by "
-                            "--loss.")  # fmt: skip
-
-
-# ── batches ──────────────────────────────────────────────────────────────────────────────────────
+            raise PackError(
+                f"--{name.replace('_', '-')}: is of the loss {' or '.join(losses)}, "
+                f"and this run's is {loss}; leave it out, or name that loss by "
+                "--loss."
+            )
 
 
 @dataclass(frozen=True)

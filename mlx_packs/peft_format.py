@@ -66,9 +66,6 @@ def path_there(ours: str, model_type: str) -> str:
     return ours
 
 
-# ── reading ──────────────────────────────────────────────────────────────────────────────────────
-
-
 def check_config(config: dict, where: Path) -> None:
     """Raises: PackError naming the first thing that a pack cannot carry."""
     kind = config.get("peft_type")
@@ -81,8 +78,10 @@ def check_config(config: dict, where: Path) -> None:
         if config.get(key):
             raise PackError(f"{where}: {key}: the adapter {reason}; a pack cannot carry that.")
     if config.get("bias", "none") != "none":
-        raise PackError(f"{where}: bias is {config['bias']!r}: the adapter trains biases of the "
-                        "base; a pack cannot carry that.")  # fmt: skip
+        raise PackError(
+            f"{where}: bias is {config['bias']!r}: the adapter trains biases of the "
+            "base; a pack cannot carry that."
+        )
     start = config.get("init_lora_weights")
     if isinstance(start, str) and start.startswith(_CHANGED_BASE):
         raise PackError(
@@ -106,8 +105,9 @@ def _check_pattern(pattern, key: str, where: Path) -> None:
         except (re.error, RecursionError, OverflowError) as error:
             raise PackError(f"{where}: {key}: {expression!r} is no expression: {error}.") from None
         if not is_positive(value):
-            raise PackError(f"{where}: {key}: {expression!r} must be a number above 0, but is "
-                            f"{value!r}.")  # fmt: skip
+            raise PackError(
+                f"{where}: {key}: {expression!r} must be a number above 0, but is {value!r}."
+            )
 
 
 def _turned(name: str, tensor: mx.array, model_type: str) -> mx.array:
@@ -146,15 +146,18 @@ def read(tensors: Tensors, config: dict, model_type: str, where: Path) -> Foreig
                 found.tensors[f"{path}.m"] = tensor.flatten()
                 continue
             if tensor.ndim != 2:
-                raise PackError(f"{where}: {name} has {tensor.ndim} axes, must have 2 (an adapter "
-                                "of a linear).")  # fmt: skip
+                raise PackError(
+                    f"{where}: {name} has {tensor.ndim} axes, must have 2 (an adapter of a linear)."
+                )
             ours = "lora_a" if part.endswith("A") else "lora_b"
             found.tensors[f"{path}.{ours}"] = mx.contiguous(tensor.T)
             if ours == "lora_a":
                 found.scales[path] = scale_in(config, match["path"], tensor.shape[0])
         elif re.search(r"\.(lora|ia3|hada|lokr|oft|boft|vera|token_adapter|trainable)_?", bare):
-            raise PackError(f"{where}: {name}: is of a kind that cannot be converted; a LORA "
-                            "adapter has lora_A and lora_B.")  # fmt: skip
+            raise PackError(
+                f"{where}: {name}: is of a kind that cannot be converted; a LORA "
+                "adapter has lora_A and lora_B."
+            )
         else:
             bare = re.sub(r"\.(modules_to_save(\.default)?|base_layer)\.", ".", bare)
             found.whole[path_here(bare, model_type)] = _turned(bare, tensor, model_type)
@@ -200,8 +203,10 @@ def without_tied_head(found: Foreign, base: Base, where: Path) -> Foreign:
     if table is None or head is None or not mx.array_equal(head, found.whole[table]).item():
         only = "lm_head" if table is None else "the embedding"
         reason = f"it brings {only} alone" if table is None or head is None else "the two differ"
-        raise PackError(f"{where}: {base.name} ties its head to the embedding, but {reason}; one "
-                        "table cannot be both.")  # fmt: skip
+        raise PackError(
+            f"{where}: {base.name} ties its head to the embedding, but {reason}; one "
+            "table cannot be both."
+        )
     del found.whole["lm_head.weight"]
     return found
 
@@ -226,9 +231,6 @@ def formulas(tensors: Tensors, config: dict, model_type: str) -> dict:
     return {path_here(path, model_type): formula(path, p) for path, p in parts.items()}
 
 
-# ── writing ──────────────────────────────────────────────────────────────────────────────────────
-
-
 def write(pack: Pack) -> tuple[Tensors, dict, list[str]]:
     """PEFT's tensors and config of a pack, and what its reader should know.
 
@@ -236,8 +238,9 @@ def write(pack: Pack) -> tuple[Tensors, dict, list[str]]:
     """
     model_type, specs = pack.manifest["base"]["model_type"], pack.specs
     if not specs:
-        raise PackError(f"{pack.name}: is of a full fine-tuning, and PEFT holds adapters; merge it "
-                        "instead.")  # fmt: skip
+        raise PackError(
+            f"{pack.name}: is of a full fine-tuning, and PEFT holds adapters; merge it instead."
+        )
     _check_specs(pack, model_type, specs)
     ours, tensors = pack.load_tensors(), {}
     for path, spec in specs.items():
@@ -266,8 +269,10 @@ def write(pack: Pack) -> tuple[Tensors, dict, list[str]]:
 def _check_specs(pack: Pack, model_type: str, specs: Specs) -> None:
     where = pack.path or "this pack"
     if model_type not in _SAME_NAMES:
-        raise PackError(f"{where}: what transformers calls the modules of {model_type} is not known"
-                        f" here; PEFT export knows {', '.join(_SAME_NAMES)}.")  # fmt: skip
+        raise PackError(
+            f"{where}: what transformers calls the modules of {model_type} is not known"
+            f" here; PEFT export knows {', '.join(_SAME_NAMES)}."
+        )
     for path, spec in specs.items():
         if spec.experts is not None:
             raise PackError(
@@ -276,16 +281,19 @@ def _check_specs(pack: Pack, model_type: str, specs: Specs) -> None:
                 "mlx-lm, or merge it."
             )
         if chooses(path):
-            raise PackError(f"{where}: {path}: adapts a router, no linear in transformers; "
-                            "export it to mlx-lm, or merge it.")  # fmt: skip
+            raise PackError(
+                f"{where}: {path}: adapts a router, no linear in transformers; "
+                "export it to mlx-lm, or merge it."
+            )
         if spec.head:
             raise PackError(
                 f"{where}: {path}: this adapter acts on the tied head too, and PEFT's on the input "
                 "alone; merge it instead."
             )
     if len({spec.kind == "dora" for spec in specs.values()}) > 1:
-        raise PackError(f"{where}: is DoRA on some modules and LoRA on others; PEFT has one "
-                        "use_dora for all.")  # fmt: skip
+        raise PackError(
+            f"{where}: is DoRA on some modules and LoRA on others; PEFT has one use_dora for all."
+        )
 
 
 def _config(pack: Pack, model_type: str, specs: Specs) -> dict:

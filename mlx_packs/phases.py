@@ -113,9 +113,14 @@ def _leg(
     carries = before is not None and phase.optimizer_state == "carry"
     updates = 0 if before is None else -(-before.train.iters // train.grad_accumulation_steps)
     return Leg(
-        name, settings, sources or (columns,), phase.replay, carries,
-        before.stop if before else 0, before.since + updates if carries else 0,
-    )  # fmt: skip
+        name,
+        settings,
+        sources or (columns,),
+        phase.replay,
+        carries,
+        before.stop if before else 0,
+        before.since + updates if carries else 0,
+    )
 
 
 def check_said(train: TrainConfig, said: frozenset[str]) -> None:
@@ -190,20 +195,32 @@ class Course:
         return set().union(
             *(
                 batch_shapes(
-                    self.train, leg.train.batch_size, leg.train.max_seq_length, leg.train.seed,
-                    leg.train.iters, leg.train.packing, self.shapes(leg), self.draw(leg),
+                    self.train,
+                    leg.train.batch_size,
+                    leg.train.max_seq_length,
+                    leg.train.seed,
+                    leg.train.iters,
+                    leg.train.packing,
+                    self.shapes(leg),
+                    self.draw(leg),
                 )
                 for leg in self.legs
             )
-        )  # fmt: skip
+        )
 
     def batches(self, leg: Leg, taken: int) -> Iterator[Batch]:
         """Batches of a leg without end, after so many of it."""
         t = leg.train
         return training_batches(
-            self.train, t.batch_size, t.max_seq_length, t.seed, taken, t.packing,
-            self.shapes(leg), self.draw(leg),
-        )  # fmt: skip
+            self.train,
+            t.batch_size,
+            t.max_seq_length,
+            t.seed,
+            taken,
+            t.packing,
+            self.shapes(leg),
+            self.draw(leg),
+        )
 
     def held_out(self, leg: Leg) -> tuple[str, Examples]:
         """The rows that a leg is judged by, and of which split they are."""
@@ -244,9 +261,6 @@ class _Joined(Sequence):
         return self.parts[part][i - int(self.edges[part])]
 
 
-# ── what is told of them ─────────────────────────────────────────────────────────────────────────
-
-
 def phase_reports(
     course: Course, sources: Sequence[str], scores: Sequence[Mapping], curve: Sequence[dict]
 ) -> list[dict]:
@@ -263,21 +277,23 @@ def phase_reports(
             continue
         losses = [x["loss"] for x in curve if "loss" in x and leg.first < x["batch"] <= leg.stop]
         split, held_out = course.held_out(leg)
-        reports.append({
-            "name": leg.name,
-            "data": source,
-            "batches": [leg.first, leg.stop],
-            "steps": -(-leg.train.iters // leg.train.grad_accumulation_steps),
-            **{key: getattr(leg.train, key) for key in OWN},
-            "replay": leg.replay,
-            "optimizer_state": "carry" if leg.carries else "fresh",
-            "rows": {s: len(e) for s, e in course.splits[i].items()},
-            "loss_first": losses[0] if losses else None,
-            "loss_last": losses[-1] if losses else None,
-            "held_out": {"split": split, "rows": len(held_out)},
-            "before": _shown(scores[i]),
-            "after": _shown(scores[i + 1]),
-        })  # fmt: skip
+        reports.append(
+            {
+                "name": leg.name,
+                "data": source,
+                "batches": [leg.first, leg.stop],
+                "steps": -(-leg.train.iters // leg.train.grad_accumulation_steps),
+                **{key: getattr(leg.train, key) for key in OWN},
+                "replay": leg.replay,
+                "optimizer_state": "carry" if leg.carries else "fresh",
+                "rows": {s: len(e) for s, e in course.splits[i].items()},
+                "loss_first": losses[0] if losses else None,
+                "loss_last": losses[-1] if losses else None,
+                "held_out": {"split": split, "rows": len(held_out)},
+                "before": _shown(scores[i]),
+                "after": _shown(scores[i + 1]),
+            }
+        )
     return reports
 
 

@@ -143,10 +143,11 @@ def remedies(
         "a smaller --batch-size": (lora, replace(train, batch_size=-(-train.batch_size // 2))),
         "--recompute block": (lora, replace(train, recompute="block")),
         "a smaller --max-seq-length": (
-            lora, replace(train, max_seq_length=max(train.max_seq_length // 2, SHORTEST))
+            lora,
+            replace(train, max_seq_length=max(train.max_seq_length // 2, SHORTEST)),
         ),
         "a smaller --rank": (replace(lora, rank=max(lora.rank // 2, LEAST_RANK)), train),
-    }  # fmt: skip
+    }
     if not dense or train.quantize != "none":
         del ways["--quantize nf4"]
     if train.base_path != "dense" or dense and train.quantize == "none":
@@ -174,11 +175,12 @@ def _less_than_full(lora: LoRAConfig, train: TrainConfig, dense: bool) -> dict[s
         "a smaller --batch-size": (lora, replace(train, batch_size=-(-train.batch_size // 2))),
         "--recompute block": (lora, replace(train, recompute="block", grad_checkpoint=False)),
         "a smaller --max-seq-length": (
-            lora, replace(train, max_seq_length=max(train.max_seq_length // 2, SHORTEST))
+            lora,
+            replace(train, max_seq_length=max(train.max_seq_length // 2, SHORTEST)),
         ),
         "--optimizer adamw_8bit": (lora, replace(train, optimizer="adamw_8bit")),
         "a smaller --num-layers": (few, train),
-    }  # fmt: skip
+    }
 
 
 @dataclass(frozen=True)
@@ -188,9 +190,6 @@ class Checkpoint:
     name: str
     config: dict
     tensors: Tensors
-
-
-# ── reading: headers only ────────────────────────────────────────────────────────────────────────
 
 
 def read_checkpoint(name: str | Path) -> Checkpoint:
@@ -226,8 +225,10 @@ def _from_config(file: Path) -> tuple[dict, Tensors]:
     if not isinstance(config, dict) or config.get(
         "quantization_config", config.get("quantization")
     ):
-        raise PackError(f"{file}: stands alone and does not say how each weight is packed; a plan "
-                        "needs the headers of model*.safetensors too.")  # fmt: skip
+        raise PackError(
+            f"{file}: stands alone and does not say how each weight is packed; a plan "
+            "needs the headers of model*.safetensors too."
+        )
     return config, described(config)
 
 
@@ -300,13 +301,12 @@ def tensors_of(model: nn.Module) -> Tensors:
     """The same of a loaded model, before adapters are attached."""
     spelled = {mx.float32: "F32", mx.bfloat16: "BF16", mx.float16: "F16", mx.uint32: "U32"}
     return {
-        name: {"dtype": spelled.get(a.dtype, "U8" if a.dtype.size == 1 else "F64"),
-               "shape": list(a.shape)}
+        name: {
+            "dtype": spelled.get(a.dtype, "U8" if a.dtype.size == 1 else "F64"),
+            "shape": list(a.shape),
+        }
         for name, a in tree_flatten(model.parameters())
-    }  # fmt: skip
-
-
-# ── geometry: from the config ────────────────────────────────────────────────────────────────────
+    }
 
 
 @dataclass(frozen=True)
@@ -341,8 +341,9 @@ def _sizes(config: Mapping, tensors: Tensors) -> _Sizes:
     """Raises: PackError for a family or a config that the formula does not know."""
     family = config.get("model_type")
     if family not in FAMILIES:
-        raise PackError(f"no plan for model_type '{family}'; known are "
-                        f"{', '.join((*FAMILIES, *ENCODERS))}.")  # fmt: skip
+        raise PackError(
+            f"no plan for model_type '{family}'; known are {', '.join((*FAMILIES, *ENCODERS))}."
+        )
     heads = Heads.of(dict(config))
     blocks, vocab = config.get("num_hidden_layers"), config.get("vocab_size")
     numbers = (*asdict(heads).values(), blocks, vocab)
@@ -351,10 +352,14 @@ def _sizes(config: Mapping, tensors: Tensors) -> _Sizes:
     hidden, ffn = heads.hidden, heads.ffn
     queries, keys = heads.heads * heads.head_dim, heads.kv_heads * heads.head_dim
     shapes = {
-        "q_proj": (queries, hidden), "k_proj": (keys, hidden), "v_proj": (keys, hidden),
-        "o_proj": (hidden, queries), "gate_proj": (ffn, hidden), "up_proj": (ffn, hidden),
+        "q_proj": (queries, hidden),
+        "k_proj": (keys, hidden),
+        "v_proj": (keys, hidden),
+        "o_proj": (hidden, queries),
+        "gate_proj": (ffn, hidden),
+        "up_proj": (ffn, hidden),
         "down_proj": (hidden, ffn),
-    }  # fmt: skip
+    }
     modules = {"model.embed_tokens": (vocab, hidden)}
     for i in range(blocks):
         modules |= {_projection_path(i, name): shape for name, shape in shapes.items()}
@@ -395,9 +400,6 @@ def _groups(sizes: _Sizes, lora: LoRAConfig) -> list[Group]:
     return [Group(None, (geometry,)) for geometry in members]
 
 
-# ── bytes that stay ──────────────────────────────────────────────────────────────────────────────
-
-
 def activation_bytes(config: Mapping, train: TrainConfig) -> int:
     """Bytes of an activation: 4 on a CPU, on a GPU as asked for or as the base is stored."""
     if runtime.on_cpu():
@@ -416,8 +418,9 @@ def check_stored(checkpoint: Checkpoint, train: TrainConfig) -> None:
     for name in checkpoint.tensors:
         if tail := next((tail for tail in tails if name.endswith(tail)), None):
             path = name.removesuffix(tail)
-            packed.append((path, f"{path}{tail.replace('absmax', 'nested_absmax')}"
-                           in checkpoint.tensors))  # fmt: skip
+            packed.append(
+                (path, f"{path}{tail.replace('absmax', 'nested_absmax')}" in checkpoint.tensors)
+            )
     check_stored_nf4(packed, checkpoint.name, train.double_quant, train.keep)
 
 
@@ -492,9 +495,6 @@ def state_bytes(learned: Iterable[tuple[int, int]], train: TrainConfig) -> int:
         count * sum(a.nbytes for _, a in tree_flatten(optimizer.state[str(shape)]))
         for shape, count in shapes.items()
     )
-
-
-# ── a step ───────────────────────────────────────────────────────────────────────────────────────
 
 
 def _kept(sizes: _Sizes, adapted: Mapping[str, int], scores: float, recompute: str) -> float:
@@ -661,9 +661,14 @@ def _full(
     """
     sizes = _sizes(config, tensors)
     few = replace(
-        train, method="lora", quantize="none", keep=(), double_quant=True, base_path="dense",
+        train,
+        method="lora",
+        quantize="none",
+        keep=(),
+        double_quant=True,
+        base_path="dense",
         compute_dtype="float32",
-    )  # fmt: skip
+    )
     smallest = LoRAConfig(rank=1, num_layers=lora.num_layers)
     plan = estimate(
         config, dense_tensors(tensors), smallest, few, "dense", length=length, targets=targets
@@ -693,9 +698,14 @@ def _full(
         moments[moment] = {name: int(count) for name, count in held.items()}
     frozen = _base_bytes(sizes, tensors, few, "dense", activation_bytes(config, train))
     return replace(
-        plan, base=frozen, adapters=4 * learned, optimizer=state_bytes(paths.values(), train),
-        moments=moments, base_path="dense", adapter_weights=learned,
-    )  # fmt: skip
+        plan,
+        base=frozen,
+        adapters=4 * learned,
+        optimizer=state_bytes(paths.values(), train),
+        moments=moments,
+        base_path="dense",
+        adapter_weights=learned,
+    )
 
 
 def _adapted(specs: Mapping, blocks: int) -> list[dict[str, int]]:
@@ -745,12 +755,17 @@ def least(checkpoint: Checkpoint, lora: LoRAConfig, train: TrainConfig) -> Memor
     targets = padded_targets(1, train.batch_size * length)
     plans = [
         estimate(
-            checkpoint.config, checkpoint.tensors, lora, replace(train, recompute=policy), path,
-            length=length, targets=targets,
+            checkpoint.config,
+            checkpoint.tensors,
+            lora,
+            replace(train, recompute=policy),
+            path,
+            length=length,
+            targets=targets,
         )
         for path in base_paths(checkpoint.tensors, train)
         for policy in policies(train)
-    ]  # fmt: skip
+    ]
     return min(plans, key=lambda plan: plan.peak_bytes)
 
 

@@ -72,9 +72,12 @@ class PrefixCache:
         for number, rows in enumerate(self._order):
             self._group_of[np.concatenate(rows) if train.packing else rows] = number
         self.store = StateStore(
-            self._inputs * self.token_bytes, memory_limit, file, key,
+            self._inputs * self.token_bytes,
+            memory_limit,
+            file,
+            key,
             lambda note: display.line("prefix", f"states are {note}"),
-        )  # fmt: skip
+        )
         self.found = len(self.store.kept())
 
     @property
@@ -114,9 +117,11 @@ class PrefixCache:
         """Bytes of the states of each row in a batch of the first epoch."""
         make = make_packed_batch if self._train.packing else make_batch
         batch = make(
-            self._examples.items, self._order[group], self._train.batch_size,
+            self._examples.items,
+            self._order[group],
+            self._train.batch_size,
             self._train.max_seq_length - 1,
-        )  # fmt: skip
+        )
         tokens, *_ = as_arrays(batch)
         segments = None if batch.segments is None else mx.array(batch.segments)
         states = states_of(self._model, lambda: forward(self._model, self._part, tokens, segments))
@@ -214,9 +219,10 @@ def frozen_blocks(attached: Attached) -> int:
     """How many blocks lie below the first one that carries an adapter."""
     prefixes = block_prefixes(attached.model)
     adapted = (
-        i for i, prefix in enumerate(prefixes)
+        i
+        for i, prefix in enumerate(prefixes)
         if any(path.startswith(prefix + ".") for path in attached.specs)
-    )  # fmt: skip
+    )
     return next(adapted, len(prefixes))
 
 

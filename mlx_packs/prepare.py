@@ -270,9 +270,7 @@ def fingerprints(course: Course, splits: Sequence[rows_of.Splits]) -> dict[str, 
 
 def public_recipe(recipe: Recipe, base: Base) -> dict:
     """A recipe as a manifest has it: folders without their paths."""
-    told = {
-        **recipe.to_json(), "model": base.public_name, "data": public_name(recipe.data.data)
-    }  # fmt: skip
+    told = {**recipe.to_json(), "model": base.public_name, "data": public_name(recipe.data.data)}
     for phase in told.get("phases", ()):
         if "data" in phase:
             data = phase["data"]
@@ -298,9 +296,11 @@ def refuse_from_headers(
         return
     if fit(plan, runtime.total_memory()) == "no":
         ways = remedies(
-            lambda *settings: least(checkpoint, *settings).peak_bytes, lora, train,
+            lambda *settings: least(checkpoint, *settings).peak_bytes,
+            lora,
+            train,
             dense=not is_packed(checkpoint.tensors),
-        )  # fmt: skip
+        )
         raise too_large(plan, ways, "at least ")
 
 

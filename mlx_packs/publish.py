@@ -124,8 +124,10 @@ def make_ready(pack: Pack, license: str | None = None) -> tuple[Pack, list[str]]
     for name in pack.manifest["files"]:
         text = _text_of(pack.path / name)
         if found := re.search(_home(), text) or (name != CARD and _FOLDERS.search(text)):
-            raise PackError(f"{pack.path / name}: holds a path of this machine, "
-                            f"{found[0][:80]!r}; take it out before others see it.")  # fmt: skip
+            raise PackError(
+                f"{pack.path / name}: holds a path of this machine, "
+                f"{found[0][:80]!r}; take it out before others see it."
+            )
     return pack, changed
 
 

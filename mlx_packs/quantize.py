@@ -228,9 +228,11 @@ def _by_names_of_transformers(
     for path in packings:
         name = f"{path}.weight"
         if name not in theirs or theirs[name].shape != ours[name].shape:
-            raise PackError(f"{source}: --format bitsandbytes: its files have no {name} of shape "
-                            f"{list(ours[name].shape)}; this family is written with --format mlx "
-                            "only.")  # fmt: skip
+            raise PackError(
+                f"{source}: --format bitsandbytes: its files have no {name} of shape "
+                f"{list(ours[name].shape)}; this family is written with --format mlx "
+                "only."
+            )
     return theirs
 
 

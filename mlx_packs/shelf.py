@@ -28,8 +28,10 @@ def list_packs(folder: str | Path | None = ".", hub_cache: bool = False) -> list
     if folder is not None:
         top = Path(folder).expanduser()
         if not top.is_dir():
-            raise PackError(f"{top}: {'is a file' if top.exists() else 'no such folder'}; name a "
-                            "folder with packs below it.")  # fmt: skip
+            raise PackError(
+                f"{top}: {'is a file' if top.exists() else 'no such folder'}; name a "
+                "folder with packs below it."
+            )
         found += [(str(path.relative_to(top)), path) for path in _packs_below(top)]
         found = [(top.resolve().name if name == "." else name, path) for name, path in found]
     if hub_cache:
@@ -130,8 +132,10 @@ def table(entries: list[dict], width: int) -> list[str]:
             lines.append(_cut(f"{name:<{wide[0]}}{gap}damaged: {entry['error']}", width))
             continue
         cells = [_cut(cell, wide[i]) for i, cell in enumerate(row)]
-        shown = [f"{c:<{w}}" if i < 2 else f"{c:>{w}}" for i, (c, w) in
-                 enumerate(zip(cells, wide, strict=True))]  # fmt: skip
+        shown = [
+            f"{c:<{w}}" if i < 2 else f"{c:>{w}}"
+            for i, (c, w) in enumerate(zip(cells, wide, strict=True))
+        ]
         lines.append(gap.join(shown).rstrip())
     return lines
 
@@ -146,9 +150,13 @@ def _cells(entry: dict) -> tuple[str, ...]:
     if (name := entry["metric"]) and entry["metric_before"] is not None:
         moved = f"{METRICS[name]} {entry['metric_before']:.2f}→{entry['metric_after']:.2f}"
     return (
-        entry["name"], entry["base"].rsplit("/", 1)[-1], f"{entry['pack_mb']:.1f}", *some,
-        moved, (entry["created"] or "-")[:10],
-    )  # fmt: skip
+        entry["name"],
+        entry["base"].rsplit("/", 1)[-1],
+        f"{entry['pack_mb']:.1f}",
+        *some,
+        moved,
+        (entry["created"] or "-")[:10],
+    )
 
 
 def _short(value: float) -> str:

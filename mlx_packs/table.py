@@ -33,8 +33,10 @@ class MappedTable:
         self._packing = None
         if isinstance(module, nn.QuantizedEmbedding):
             self._packing = {
-                "group_size": module.group_size, "bits": module.bits, "mode": module.mode,
-            }  # fmt: skip
+                "group_size": module.group_size,
+                "bits": module.bits,
+                "mode": module.mode,
+            }
 
     def __call__(self, tokens: np.ndarray) -> mx.array:
         """Rows [..., D] of tokens [...]."""

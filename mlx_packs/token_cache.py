@@ -109,10 +109,14 @@ def cache_key(rows: list[Row], tokenizer, config: DataConfig, options: dict) -> 
         "ends": [tokenizer.eos_token_id, sorted(tokenizer.eos_token_ids)],
         "template": [template, getattr(special, "__module__", None)],
         "today": time.strftime("%Y-%m-%d") if "strftime_now" in template else None,
-        "columns": [config.chat_feature, config.prompt_feature, config.completion_feature,
-                    config.text_feature],
+        "columns": [
+            config.chat_feature,
+            config.prompt_feature,
+            config.completion_feature,
+            config.text_feature,
+        ],
         "options": options,
-    }  # fmt: skip
+    }
     digest = hashlib.sha256()
     try:
         digest.update(json.dumps(known, sort_keys=True, default=str).encode())
@@ -153,12 +157,15 @@ def _read(file: Path, key: str, rows: list[Row], kind: str, loss_on: str) -> Exa
         header, start = read_header(file)
         parts = {
             name: np.memmap(
-                file, dtype, "r", start + header[name]["data_offsets"][0],
+                file,
+                dtype,
+                "r",
+                start + header[name]["data_offsets"][0],
                 tuple(header[name]["shape"]),
             )
             for name, (stored, dtype) in _DTYPES.items()
             if header[name]["dtype"] == stored
-        }  # fmt: skip
+        }
         if not np.array_equal(_digest(key, parts), parts["digest"]):
             return None
     except (PackError, OSError, ValueError, KeyError, TypeError):

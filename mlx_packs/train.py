@@ -159,8 +159,10 @@ def recipe_of(flags: dict, values: dict) -> Recipe:
 
 def _print_embedding_result(report: dict, model: str, quiet: bool) -> None:
     held = report["held_out"]
-    click.echo(f"done    held-out {moved_metrics(report)} on {held['rows']} {held['split']} rows"
-               f"{shown(report['gates'])}")  # fmt: skip
+    click.echo(
+        f"done    held-out {moved_metrics(report)} on {held['rows']} {held['split']} rows"
+        f"{shown(report['gates'])}"
+    )
     if quiet:
         return
     click.echo(
@@ -168,8 +170,10 @@ def _print_embedding_result(report: dict, model: str, quiet: bool) -> None:
         f"{report['steps']} updates · peak {report['peak_gb']:.2f} GB of arrays "
         f"({report['plan_peak_gb']:.2f} estimated), {report['process_peak_gb']:.2f} GB of process"
     )
-    click.echo(f"pack    {report['pack']} ({report['pack_mb']:.1f} MB)    try: packs eval "
-               f"{report['pack']} --model {model} --data …")  # fmt: skip
+    click.echo(
+        f"pack    {report['pack']} ({report['pack_mb']:.1f} MB)    try: packs eval "
+        f"{report['pack']} --model {model} --data …"
+    )
 
 
 def _print_result(report: dict, model: str, quiet: bool) -> None:
@@ -234,9 +238,12 @@ def _masked_rows(recipe: Recipe, rows: int) -> tuple[list[dict], str]:
     for leg in legs_of(train, recipe.data):
         shown = leg.load_rows().rows["train"][:rows]
         examples = encode(
-            shown, tokenizer, leg.sources[0], vocab_size=vocab_size,
+            shown,
+            tokenizer,
+            leg.sources[0],
+            vocab_size=vocab_size,
             **encoding_options(train, "train", shown, leg.sources[0]),
-        )  # fmt: skip
+        )
         masked += [_masked(example, tokenizer) for example in examples.items]
         losses[examples.loss_on] = None
     return masked, ", ".join(losses)

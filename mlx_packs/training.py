@@ -155,9 +155,22 @@ def train_pack(
     _check_report_to(report_to, project_name)
     with output_folders(out, pack_name(legs), overwrite, resume) as (folder, run):
         return _train_into(
-            folder, run, base, lora, train, legs, columns, display, overwrite, resume,
-            resume_adapter_file, report_to, project_name, trust_remote_code, force,
-        )  # fmt: skip
+            folder,
+            run,
+            base,
+            lora,
+            train,
+            legs,
+            columns,
+            display,
+            overwrite,
+            resume,
+            resume_adapter_file,
+            report_to,
+            project_name,
+            trust_remote_code,
+            force,
+        )
 
 
 def _train_into(
@@ -194,9 +207,21 @@ def _train_into(
         display.line("note", unused)
     if base.is_encoder:
         return train_embeddings(
-            folder, run, base, lora, legs[0], splits[0], display, overwrite or resume, earlier,
-            started, resume_adapter_file, report_to, project_name, force,
-        )  # fmt: skip
+            folder,
+            run,
+            base,
+            lora,
+            legs[0],
+            splits[0],
+            display,
+            overwrite or resume,
+            earlier,
+            started,
+            resume_adapter_file,
+            report_to,
+            project_name,
+            force,
+        )
     graph = graph_of(base, lora, train)
     for line in graph.lines():
         display.line("graph", line)
@@ -243,9 +268,14 @@ def _train_into(
             prepare_packing(attached, head, train.max_seq_length, base.vocab_size)
         if not graph.is_proxy:
             prefix = open_prefix(
-                attached, head, replace(train, iters=course.iters), course.train,
-                choice.base_path, plan.peak_bytes if plan else None, display,
-            )  # fmt: skip
+                attached,
+                head,
+                replace(train, iters=course.iters),
+                course.train,
+                choice.base_path,
+                plan.peak_bytes if plan else None,
+                display,
+            )
         scorer = Scorer(attached.model, head, graph.arrays)
         before = _score_base(attached, scorer, course, display)
         texts = {} if graph.is_proxy else {"before": sample.complete(base)}
@@ -335,9 +365,13 @@ def _train_into(
 
 
 def _loaded(
-    base: Base | str | Path, lora: LoRAConfig, train: TrainConfig, trust_remote_code: bool,
-    force: bool, display: Display,
-) -> Base:  # fmt: skip
+    base: Base | str | Path,
+    lora: LoRAConfig,
+    train: TrainConfig,
+    trust_remote_code: bool,
+    force: bool,
+    display: Display,
+) -> Base:
     """The base, quantized as the run wants it; refused before it is read where it cannot fit."""
     if isinstance(base, Base):
         if train.quantize != "none":
@@ -346,13 +380,14 @@ def _loaded(
     refuse_from_headers(base, lora, train, force)
     with display.working("base", f"loading {base}"):
         return load_base(
-            base, train.quantize, trust_remote_code, double_quant=train.double_quant,
-            keep=train.keep, compute_dtype=train.compute_dtype,
+            base,
+            train.quantize,
+            trust_remote_code,
+            double_quant=train.double_quant,
+            keep=train.keep,
+            compute_dtype=train.compute_dtype,
             lazy=train.objective != TRANSFORMER,
-        )  # fmt: skip
-
-
-# ── learning ─────────────────────────────────────────────────────────────────────────────────────
+        )
 
 
 def start_run_folder(run: Path, identity: dict, resume: bool) -> None:
@@ -419,11 +454,19 @@ def _learn(
             model, head, optimizer, config.max_grad_norm, config.z_loss, config.label_smoothing
         )
         loop = Loop(
-            attached, stepper, leg, leg is goal, run, cursor,
-            arrays, judge,
+            attached,
+            stepper,
+            leg,
+            leg is goal,
+            run,
+            cursor,
+            arrays,
+            judge,
             (lambda valid=valid: scorer.score(valid)) if valid else None,
-            display, callback, curve,
-        )  # fmt: skip
+            display,
+            callback,
+            curve,
+        )
         batches = course.batches(leg, cursor.batches - leg.first)
         model.train()
         limits = runtime.memory_limits(config.clear_cache_threshold or 0)
@@ -489,9 +532,6 @@ def reporters(report_to: str | None, project: str | None, run: Path, recipe: Rec
         raise PackError(f"--report-to {report_to}: {error}") from None
 
 
-# ── after: results, gates, a sample ──────────────────────────────────────────────────────────────
-
-
 def _score_base(
     attached: Attached | Unfrozen, scorer: Scorer, course: Course, display: Display
 ) -> dict[str, Score]:
@@ -546,9 +586,14 @@ def _result(held_out: str, before: Score, after: Score) -> dict:
 
 
 def _gates(
-    train: TrainConfig, base: Base, pack: Pack, result: dict, held_out: Examples, base_path: str,
+    train: TrainConfig,
+    base: Base,
+    pack: Pack,
+    result: dict,
+    held_out: Examples,
+    base_path: str,
     display: Display,
-) -> Gates:  # fmt: skip
+) -> Gates:
     """Hold the saved pack against its gates; their results go into its manifest."""
     held = limits(**train.gates)
     if not held:

@@ -30,15 +30,17 @@ def open_weighted(text: str | Path) -> tuple[Pack, float]:
     try:
         value = float(weight)
     except ValueError:
-        raise PackError(f"--pack {text}: the weight must be a number, as in {folder}=0.7, but got "
-                        f"'{weight}'.") from None  # fmt: skip
+        raise PackError(
+            f"--pack {text}: the weight must be a number, as in {folder}=0.7, but got '{weight}'."
+        ) from None
     return Pack.open(folder), _checked(value, folder)
 
 
 def _checked(weight: float, name: str | Path) -> float:
     if not math.isfinite(weight) or weight == 0:
-        raise PackError(f"--pack {name}={weight:g}: the weight must be a finite number other than "
-                        "0.")  # fmt: skip
+        raise PackError(
+            f"--pack {name}={weight:g}: the weight must be a finite number other than 0."
+        )
     return float(weight)
 
 
@@ -117,14 +119,21 @@ def check_addable(packs: Sequence[Pack]) -> None:
     first = packs[0]
     for pack in packs:
         if found := pack.beyond_lora:
-            raise PackError(f"{pack.name}: {found}, which is no delta of a linear that can be "
-                            "weighted and added; merge it instead.")  # fmt: skip
+            raise PackError(
+                f"{pack.name}: {found}, which is no delta of a linear that can be "
+                "weighted and added; merge it instead."
+            )
         ours, theirs = first.manifest["base"], pack.manifest["base"]
         if any(ours[key] != theirs[key] for key in ("fingerprint", "quantization")):
-            told = [f"{b['id']} as {quantization_name(b['quantization'])} (fingerprint "
-                    f"{b['fingerprint'][:12]})" for b in (theirs, ours)]  # fmt: skip
-            raise PackError(f"{pack.name}: was trained on {told[0]}, but {first.name} on "
-                            f"{told[1]}; only packs of one base can be added up.")  # fmt: skip
+            told = [
+                f"{b['id']} as {quantization_name(b['quantization'])} (fingerprint "
+                f"{b['fingerprint'][:12]})"
+                for b in (theirs, ours)
+            ]
+            raise PackError(
+                f"{pack.name}: was trained on {told[0]}, but {first.name} on "
+                f"{told[1]}; only packs of one base can be added up."
+            )
 
 
 def _agreed(parts: list[dict]) -> dict:
@@ -152,8 +161,10 @@ def _sum_spec(path: str, parts: list[_Part]) -> ModuleSpec:
     first = found[0]
     for part, spec in zip(parts, found, strict=True):
         if (spec.in_features, sum(spec.widths), spec.experts) != (
-            first.in_features, sum(first.widths), first.experts
-        ):  # fmt: skip
+            first.in_features,
+            sum(first.widths),
+            first.experts,
+        ):
             raise PackError(f"{part.name}: {path}: its shape differs from that in {parts[0].name}.")
     if any(spec.widths != first.widths for spec in found):
         rank, leaf = sum(spec.rank for spec in found), path.rpartition(".")[2]

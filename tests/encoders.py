@@ -12,22 +12,51 @@ from mlx_packs.runtime import mx
 
 # Each thing by two words that share no piece of a word: what belongs together must be learned.
 DEEDS = {
-    "fix": "repair", "buy": "purchase", "clean": "wash", "find": "locate", "move": "carry",
-    "paint": "colour", "sell": "trade", "open": "unlock", "build": "assemble", "throw": "toss",
-    "hide": "conceal", "lift": "raise",
-}  # fmt: skip
+    "fix": "repair",
+    "buy": "purchase",
+    "clean": "wash",
+    "find": "locate",
+    "move": "carry",
+    "paint": "colour",
+    "sell": "trade",
+    "open": "unlock",
+    "build": "assemble",
+    "throw": "toss",
+    "hide": "conceal",
+    "lift": "raise",
+}
 THINGS = {
-    "car": "vehicle", "house": "home", "boat": "ship", "shop": "store", "road": "street",
-    "garden": "yard", "coat": "jacket", "stone": "rock", "lamp": "light", "bag": "sack",
-    "sofa": "couch", "picture": "image",
-}  # fmt: skip
+    "car": "vehicle",
+    "house": "home",
+    "boat": "ship",
+    "shop": "store",
+    "road": "street",
+    "garden": "yard",
+    "coat": "jacket",
+    "stone": "rock",
+    "lamp": "light",
+    "bag": "sack",
+    "sofa": "couch",
+    "picture": "image",
+}
 _OTHERS = "how do i a the ways to way for steps please tell me".split()
 WORDS = [*DEEDS, *DEEDS.values(), *THINGS, *THINGS.values(), *_OTHERS]
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 VOCABULARY = [
-    "[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *LETTERS, *(f"##{c}" for c in LETTERS),
-    *dict.fromkeys(w for w in WORDS if len(w) > 1), "##s", "##ing", ".", ",", "?",
-]  # fmt: skip
+    "[PAD]",
+    "[UNK]",
+    "[CLS]",
+    "[SEP]",
+    "[MASK]",
+    *LETTERS,
+    *(f"##{c}" for c in LETTERS),
+    *dict.fromkeys(w for w in WORDS if len(w) > 1),
+    "##s",
+    "##ing",
+    ".",
+    ",",
+    "?",
+]
 VOCABULARY = list(dict.fromkeys(VOCABULARY))
 SMALL = {
     "model_type": "bert",
@@ -92,10 +121,14 @@ def write_encoder(
     mx.save_safetensors(str(folder / "model.safetensors"), tensors, {"format": "pt"})
     parts = ["Transformer", "Pooling", *(["Normalize"] if normalize else [])]
     modules = [
-        {"idx": i, "name": str(i), "path": "" if i == 0 else f"{i}_{kind}",
-         "type": f"sentence_transformers.models.{kind}"}
+        {
+            "idx": i,
+            "name": str(i),
+            "path": "" if i == 0 else f"{i}_{kind}",
+            "type": f"sentence_transformers.models.{kind}",
+        }
         for i, kind in enumerate(parts)
-    ]  # fmt: skip
+    ]
     (folder / "modules.json").write_text(json.dumps(modules))
     (folder / "1_Pooling").mkdir(exist_ok=True)
     kinds = {"mean": "mean_tokens", "cls": "cls_token", "max": "max_tokens"}

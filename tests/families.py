@@ -93,9 +93,18 @@ _ROPES = {
     kind: {"rope_theta": 10000.0, "rope_type": "default", "partial_rotary_factor": 0.5}
     for kind in ("full_attention", "sliding_attention")
 }
-_YARN = {"type": "yarn", "rope_type": "yarn", "factor": 2.0, "rope_theta": 10000.0,
-         "original_max_position_embeddings": 64, "beta_fast": 32, "beta_slow": 1, "mscale": 1.0,
-         "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1}  # fmt: skip
+_YARN = {
+    "type": "yarn",
+    "rope_type": "yarn",
+    "factor": 2.0,
+    "rope_theta": 10000.0,
+    "original_max_position_embeddings": 64,
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": 0.1,
+}
 
 # What a family needs besides; `text` names the family of its text_config.
 SPECIAL = {
@@ -284,10 +293,14 @@ def architectures() -> dict[str, ModuleType | None]:
 
 def _fields(module) -> set[str]:
     """The fields of every dataclass in a module that describes a language model."""
-    kinds = [v for k, v in vars(module).items()
-             if k.endswith(("Args", "TextConfig")) and "Vision" not in k]  # fmt: skip
-    return {f.name for kind in kinds if dataclasses.is_dataclass(kind)
-            for f in dataclasses.fields(kind)}  # fmt: skip
+    kinds = [
+        v
+        for k, v in vars(module).items()
+        if k.endswith(("Args", "TextConfig")) and "Vision" not in k
+    ]
+    return {
+        f.name for kind in kinds if dataclasses.is_dataclass(kind) for f in dataclasses.fields(kind)
+    }
 
 
 def config_of(family: str) -> dict:
@@ -386,32 +399,34 @@ def table() -> str:
     refused = [row for row in rows if "| not supported |" in row]
     aliases = [f"`{name}` as `{of}`" for name, of in sorted(MODEL_REMAPPING.items())]
     metal = [f"`{name}`: {reason}" for name, reason in UNTRAINABLE_ON_METAL.items()]
-    return "\n".join([
-        "# Families",
-        "",
-        "<!-- made by `python tests/families.py > docs/families.md`; do not edit -->",
-        "",
-        f"The {len(rows)} architectures of mlx-lm {metadata.version('mlx-lm')}: "
-        f"`packs train` works on {len(rows) - len(refused)}, {len(refused)} cannot be trained. "
-        "tests/test_families.py builds each one small and holds a step's loss and "
-        "gradients against plain LoRA.",
-        "",
-        "- **grouped**: q, k, v (and gate, up) share one pass over their input. "
-        "**per projection**: the family's own blocks, an adapter on each linear.",
-        "- **adapters by default** sit on these linears of every block. A linear that is narrower "
-        "than the rank is left out, and a note says so.",
-        "- **MoE**: experts carry adapters only where `--target-modules` names them, as there "
-        "would be one for each expert: 128 experts of 2048 x 768 at rank 16 are 17 M weights a "
-        "block. Routers and the indexers of sparse attention carry none unless named.",
-        *[f"- Not on Metal: {line}. A CPU or CUDA trains it." for line in metal],
-        "",
-        "mlx-lm loads some model types by another's code: " + ", ".join(aliases) + ".",
-        "",
-        "| family | how | adapters by default, or why not | experts, where named |",
-        "|---|---|---|---|",
-        *rows,
-        "",
-    ])  # fmt: skip
+    return "\n".join(
+        [
+            "# Families",
+            "",
+            "<!-- made by `python tests/families.py > docs/families.md`; do not edit -->",
+            "",
+            f"The {len(rows)} architectures of mlx-lm {metadata.version('mlx-lm')}: "
+            f"`packs train` works on {len(rows) - len(refused)}, {len(refused)} cannot be trained. "
+            "tests/test_families.py builds each one small and holds a step's loss and "
+            "gradients against plain LoRA.",
+            "",
+            "- **grouped**: q, k, v (and gate, up) share one pass over their input. "
+            "**per projection**: the family's own blocks, an adapter on each linear.",
+            "- **adapters by default** sit on these linears of every block. A linear that is narrower "
+            "than the rank is left out, and a note says so.",
+            "- **MoE**: experts carry adapters only where `--target-modules` names them, as there "
+            "would be one for each expert: 128 experts of 2048 x 768 at rank 16 are 17 M weights a "
+            "block. Routers and the indexers of sparse attention carry none unless named.",
+            *[f"- Not on Metal: {line}. A CPU or CUDA trains it." for line in metal],
+            "",
+            "mlx-lm loads some model types by another's code: " + ", ".join(aliases) + ".",
+            "",
+            "| family | how | adapters by default, or why not | experts, where named |",
+            "|---|---|---|---|",
+            *rows,
+            "",
+        ]
+    )
 
 
 if __name__ == "__main__":

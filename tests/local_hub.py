@@ -68,8 +68,11 @@ class LocalHub:
 
     def fetched(self) -> set[str]:
         """Names of the files that were downloaded."""
-        return {path.rsplit("/", 1)[-1] for method, path, _ in self.requests
-                if method == "GET" and ("/resolve/" in path or "/objects/" in path)}  # fmt: skip
+        return {
+            path.rsplit("/", 1)[-1]
+            for method, path, _ in self.requests
+            if method == "GET" and ("/resolve/" in path or "/objects/" in path)
+        }
 
 
 @contextmanager
@@ -141,8 +144,6 @@ class _Handler(BaseHTTPRequestHandler):
                 return route(**found.groupdict())
         self._fail(404, "EntryNotFound")
 
-    # ── answers ──────────────────────────────────────────────────────────────────────────────────
-
     def _json(self, value, status: int = 200) -> None:
         self._bytes(json.dumps(value).encode(), status, {"Content-Type": "application/json"})
 
@@ -177,8 +178,6 @@ class _Handler(BaseHTTPRequestHandler):
         sha = self.hub.repos[repo].resolve(revision or "main")
         return (self.hub.repos[repo], sha) if sha else self._fail(404, "RevisionNotFound")
 
-    # ── routes ───────────────────────────────────────────────────────────────────────────────────
-
     def _create(self) -> None:
         if self.hub.forbidden:
             return self._fail(403, "Forbidden")
@@ -202,14 +201,25 @@ class _Handler(BaseHTTPRequestHandler):
         if found := self._found(repo, revision):
             held, sha = found
             names = [{"rfilename": name} for name in sorted(held.commits[sha])]
-            self._json({"id": repo, "sha": sha, "siblings": names, "private": held.private,
-                        "cardData": held.card})  # fmt: skip
+            self._json(
+                {
+                    "id": repo,
+                    "sha": sha,
+                    "siblings": names,
+                    "private": held.private,
+                    "cardData": held.card,
+                }
+            )
 
     def _tree(self, repo: str, revision: str) -> None:
         if found := self._found(repo, revision):
             files = found[0].commits[found[1]]
-            self._json([{"type": "file", "path": name, "size": len(data), "oid": _git_oid(data)}
-                        for name, data in files.items()])  # fmt: skip
+            self._json(
+                [
+                    {"type": "file", "path": name, "size": len(data), "oid": _git_oid(data)}
+                    for name, data in files.items()
+                ]
+            )
 
     def _branch(self, repo: str, branch: str) -> None:
         held, sha = self._found(repo, None)
@@ -220,19 +230,42 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _preupload(self, repo: str, revision: str) -> None:
         if self._found(repo, revision):
-            self._json({"files": [
-                {"path": f["path"], "shouldIgnore": False,
-                 "uploadMode": "lfs" if f["path"].endswith(".safetensors") else "regular"}
-                for f in json.loads(self.body)["files"]
-            ]})  # fmt: skip
+            self._json(
+                {
+                    "files": [
+                        {
+                            "path": f["path"],
+                            "shouldIgnore": False,
+                            "uploadMode": "lfs"
+                            if f["path"].endswith(".safetensors")
+                            else "regular",
+                        }
+                        for f in json.loads(self.body)["files"]
+                    ]
+                }
+            )
 
     def _batch(self, repo: str) -> None:
         wanted = json.loads(self.body)["objects"]
-        self._json({"transfer": "basic", "objects": [
-            o | ({} if o["oid"] in self.hub.objects else {"actions": {
-                "upload": {"href": f"{self.hub.url}/objects/{o['oid']}"},
-                "verify": {"href": f"{self.hub.url}/verify"}}}) for o in wanted
-        ]})  # fmt: skip
+        self._json(
+            {
+                "transfer": "basic",
+                "objects": [
+                    o
+                    | (
+                        {}
+                        if o["oid"] in self.hub.objects
+                        else {
+                            "actions": {
+                                "upload": {"href": f"{self.hub.url}/objects/{o['oid']}"},
+                                "verify": {"href": f"{self.hub.url}/verify"},
+                            }
+                        }
+                    )
+                    for o in wanted
+                ],
+            }
+        )
 
     def _put(self, oid: str) -> None:
         assert hashlib.sha256(self.body).hexdigest() == oid
@@ -273,8 +306,12 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _object(self, oid: str, name: str) -> None:
         data = self.hub.objects[oid]
-        self._bytes(data, 200, {"ETag": f'"{oid}"', "Accept-Ranges": "bytes",
-                                "X-Repo-Commit": "0" * 40}, name)  # fmt: skip
+        self._bytes(
+            data,
+            200,
+            {"ETag": f'"{oid}"', "Accept-Ranges": "bytes", "X-Repo-Commit": "0" * 40},
+            name,
+        )
 
 
 def _git_oid(data: bytes) -> str:

@@ -91,9 +91,6 @@ def test_a_recipe_for_8_bit_bitsandbytes_names_our_8_bits(tmp_path, run):
     assert code == 2 and "is not done here, only False. For 8 bits write quantize: affine8." in err
 
 
-# ── tokenizers ───────────────────────────────────────────────────────────────────────────────────
-
-
 def test_a_base_without_tokenizer_names_the_files_that_are_missing(folder):
     for name in TOKENIZER:
         (folder / name).unlink()

@@ -51,9 +51,6 @@ def files(folder: Path) -> dict[str, bytes | None]:
     }
 
 
-# ── rows ─────────────────────────────────────────────────────────────────────────────────────────
-
-
 @pytest.mark.parametrize(
     ("line", "message"),
     [
@@ -140,9 +137,6 @@ def test_train_refuses_chats_for_a_base_without_chat_template(here, refused):
     assert message.startswith("d/train.jsonl:1: the base's tokenizer has no chat template")
 
 
-# ── flags and keys ───────────────────────────────────────────────────────────────────────────────
-
-
 @pytest.mark.parametrize(
     ("args", "message"),
     [
@@ -211,14 +205,13 @@ def test_packs_names_the_nearest_command(refused):
 def test_module_exit_code_is_2_and_stdout_empty(here):
     done = subprocess.run(
         [sys.executable, "-m", "mlx_packs.train", "--learning-rat", "4"],
-        capture_output=True, text=True, cwd=here,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        cwd=here,
+    )
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("packs: No such option '--learning-rat'. Did you mean")
     assert done.stderr.count("\n") == 1
-
-
-# ── the output folder ────────────────────────────────────────────────────────────────────────────
 
 
 def test_train_never_writes_into_a_folder_that_holds_something_else(here, refused):
@@ -257,9 +250,6 @@ def test_train_never_mixes_a_run_with_something_else(here, refused, name):
 def test_train_unknown_or_absent_reporter_leaves_nothing(refused, monkeypatch, service):
     monkeypatch.setattr("mlx_lm.tuner.callbacks.wandb", None)
     assert refused(*TRAIN, "--report-to", service).startswith(f"--report-to {service}: ")
-
-
-# ── while it trains ──────────────────────────────────────────────────────────────────────────────
 
 
 def test_train_nan_loss_names_the_step_and_keeps_a_good_checkpoint(here, run):
@@ -325,9 +315,6 @@ def test_train_full_disk_that_mlx_does_not_report_is_found(here, run, monkeypatc
     code, _, err = run(*TRAIN)
     assert code == 2 and "is truncated" in err and err.count("\n") == 1
     assert not (here / "o").exists() and not list((here / "o-run").glob("*step*"))
-
-
-# ── packs ────────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.fixture(scope="module")

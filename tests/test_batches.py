@@ -154,9 +154,6 @@ def test_padded_length_is_enough_and_at_most_the_limit(longest):
     assert padded_length(longest, longest) == longest
 
 
-# ── packed ───────────────────────────────────────────────────────────────────────────────────────
-
-
 def packed_epochs(examples, count: int, start: int = 0, seed: int = 3) -> list[Batch]:
     stream = training_batches(examples, 4, 401, seed, start, packing=True)
     return [next(stream) for _ in range(count)]
@@ -234,9 +231,6 @@ def test_row_of_the_maximal_length_fills_a_packed_row():
     items = [Example(np.arange(n, dtype=np.int32), np.arange(n) > 0, "x") for n in (9, 9, 2)]
     stream = training_batches(Examples(items, "text", "all"), 2, 9, 0, packing=True)
     assert sorted(r for _ in range(2) for r in next(stream).rows) == [0, 1, 2]
-
-
-# ── one batch ahead ──────────────────────────────────────────────────────────────────────────────
 
 
 def batch_threads() -> list[threading.Thread]:

@@ -74,9 +74,6 @@ def here(monkeypatch, capsys):
     monkeypatch.setattr(alone, "run", run)
 
 
-# ── bases and sides ──────────────────────────────────────────────────────────────────────────────
-
-
 def test_a_random_base_never_has_a_dense_weight():
     mx.clear_cache()
     before = mx.get_active_memory()
@@ -132,9 +129,6 @@ def test_mended_rows_are_sorted_by_their_tokens_and_batches_have_targets():
     found = mended.batches(dataset=mended.RowsByLength(Rows()), **given)
     lengths = [sorted(np.array(batch[1])[:, 1]) for batch in found]
     assert sorted(lengths) == [[3, 5], [7, 9]]
-
-
-# ── sides alone ──────────────────────────────────────────────────────────────────────────────────
 
 
 def test_memory_of_sides_alone_is_recorded_with_ratios(here, tmp_path, capsys):
@@ -193,9 +187,6 @@ def test_a_process_that_fails_is_named(capfd):
     assert "nowhere" in capfd.readouterr().err
 
 
-# ── the prefix cache ─────────────────────────────────────────────────────────────────────────────
-
-
 def test_the_prefix_cache_is_timed_over_all_epochs(tmp_path, monkeypatch):
     monkeypatch.setenv(prefix.CACHE_VARIABLE, "")  # the benchmark turns it off
     file = tmp_path / "h.jsonl"
@@ -224,9 +215,6 @@ def test_a_cache_that_changes_a_loss_is_not_timed(tmp_path, monkeypatch, capsys)
     given = ["--work", "small", "--rows", "3", "--rank", "2", "--base-path", "dense"]
     assert prefix.main([*given, "--history", str(file)]) == 1
     assert "differ by 1.0e-02" in capsys.readouterr().err and not file.exists()
-
-
-# ── a whole run ──────────────────────────────────────────────────────────────────────────────────
 
 
 def test_the_time_of_a_loss_is_between_two_looks():
@@ -285,8 +273,6 @@ def test_a_run_of_ours_and_of_mlx_lm_end_at_the_same_loss(here, tmp_path):
     assert 0 < found[sides.SHIPPED, "batches"].p50 <= 8
 
 
-# ── generating, ops ──────────────────────────────────────────────────────────────────────────────
-
 QUICK = ["--rounds", "1", "--tokens", "4", "--repeat", "1", "--base-path", "dense"]
 
 
@@ -313,9 +299,6 @@ def test_every_op_is_raced_by_one_command(tmp_path, capsys):
     assert ops.main(["--only", "no such shape"]) == 2
 
 
-# ── a step taken apart ───────────────────────────────────────────────────────────────────────────
-
-
 @pytest.mark.parametrize("path", ["dense", "transient"])
 def test_a_profile_explains_a_step_and_shows_what_it_does_not(path, tmp_path):
     file = tmp_path / "h.jsonl"
@@ -327,8 +310,16 @@ def test_a_profile_explains_a_step_and_shows_what_it_does_not(path, tmp_path):
     assert sum(times.values()) == pytest.approx(step, rel=1e-2)
     assert ("unpacking weights" in times) == (path == "transient")
     assert found["whole step", "share of the roofline"] > 0
-    parts = {"base products", "low-rank parts", "attention", "norms and RoPE", "MLP activation",
-             "head and loss", "optimizer", "unexplained rest"}  # fmt: skip
+    parts = {
+        "base products",
+        "low-rank parts",
+        "attention",
+        "norms and RoPE",
+        "MLP activation",
+        "head and loss",
+        "optimizer",
+        "unexplained rest",
+    }
     assert parts <= set(times)
 
 
@@ -367,9 +358,6 @@ def test_memory_is_sampled_while_something_runs():
     assert len(seconds) > 5 and max(found) - min(found) >= 4 << 20
 
 
-# ── a long run ───────────────────────────────────────────────────────────────────────────────────
-
-
 def test_a_long_run_is_sampled_plotted_and_its_growth_recorded(tmp_path):
     file, out = tmp_path / "h.jsonl", tmp_path / "steady"
     given = ["--iters", "6", "--every", "2", "--length", "96", "--out", str(out)]
@@ -390,9 +378,6 @@ def test_growth_is_from_the_second_tenth_to_the_last():
     samples = [dataclasses.replace(sample, batch=i, rss_mb=100.0 + i) for i in range(100)]
     assert steady.drift(samples)["rss_mb"] == pytest.approx(94.5 - 14.5)
     assert steady.drift(samples)["active_mb"] == 0
-
-
-# ── targets and report ───────────────────────────────────────────────────────────────────────────
 
 
 def made(task, implementation, metric, p50, **more) -> history.Record:

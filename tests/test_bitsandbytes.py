@@ -182,9 +182,6 @@ def test_tensors_that_contradict_each_other_are_refused_by_name(fault):
     assert "packs quantize" in message
 
 
-# ── against the real thing ───────────────────────────────────────────────────────────────────────
-
-
 @pytest.fixture
 def bnb():
     torch = pytest.importorskip("torch")
@@ -250,10 +247,16 @@ def made(bnb, request, tmp_path):
     }[request.param]
     torch.manual_seed(0)
     small = config(
-        hidden_size=64, num_hidden_layers=2, intermediate_size=128, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=32, vocab_size=256, max_position_embeddings=128,
+        hidden_size=64,
+        num_hidden_layers=2,
+        intermediate_size=128,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        vocab_size=256,
+        max_position_embeddings=128,
         tie_word_embeddings=request.param == "qwen3",
-    )  # fmt: skip
+    )
     model(small).to(torch.float32).save_pretrained(tmp_path / "dense")
 
     def load(folder, **options):

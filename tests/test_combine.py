@@ -123,8 +123,19 @@ def test_a_rank_that_loses_too_much_is_refused_and_one_that_passes_is_named(
     method, made, tmp_path, run
 ):
     base, a, b = made
-    args = ("combine", f"{a.path}=0.7", f"{b.path}=0.3", "--model", base, "--method", method,
-            "--rows", 2, "--out", tmp_path / "c")  # fmt: skip
+    args = (
+        "combine",
+        f"{a.path}=0.7",
+        f"{b.path}=0.3",
+        "--model",
+        base,
+        "--method",
+        method,
+        "--rows",
+        2,
+        "--out",
+        tmp_path / "c",
+    )
     code, out, err = run(*args, "--rank", 1, "--json")
     report = json.loads(out)
     assert code == 1 and "gate --max-drift failed" in err and not (tmp_path / "c").exists()

@@ -66,9 +66,18 @@ def stock_perplexity(adapter: Path | None) -> float:
 def test_eval_batch_on_base_and_three_packs(here, run):
     """JSON and CSV; perplexities are those of stock mlx-lm on the same rows."""
     code, out, err = run(
-        "eval-batch", "--pack", "a", "b", "c", *QUICK, "--batch-size", "1,3",
-        "--csv", "out.csv", "--json",
-    )  # fmt: skip
+        "eval-batch",
+        "--pack",
+        "a",
+        "b",
+        "c",
+        *QUICK,
+        "--batch-size",
+        "1,3",
+        "--csv",
+        "out.csv",
+        "--json",
+    )
     assert code == 0, err
     found = json.loads(out)
     assert [(f["name"], f["batch_size"]) for f in found] == [
@@ -95,9 +104,17 @@ def test_eval_batch_prints_tables_that_fit_60_columns(here, run, monkeypatch):
     if not long.exists():
         shutil.copytree("a", long)
     code, out, err = run(
-        "eval-batch", "--pack", "b", "--pack", long, *QUICK, "--batch-size", "1",
-        "--max-pack-mb", 9,
-    )  # fmt: skip
+        "eval-batch",
+        "--pack",
+        "b",
+        "--pack",
+        long,
+        *QUICK,
+        "--batch-size",
+        "1",
+        "--max-pack-mb",
+        9,
+    )
     assert code == 0, err
     lines = out.splitlines()
     tables = [line for line in lines if line.startswith(("base ", "b ", "a-pack"))]
@@ -107,15 +124,30 @@ def test_eval_batch_prints_tables_that_fit_60_columns(here, run, monkeypatch):
 
 def test_a_failing_gate_exits_with_1_and_is_named_with_limit_and_value(here, run):
     code, out, err = run(
-        "eval-batch", "--pack", "a", "--pack", "c", *QUICK, "--batch-size", "1,2", "--json",
-        "--max-pack-mb", 0.1, "--min-tps-ratio", 1000, "--max-ppl-ratio", 50,
-    )  # fmt: skip
+        "eval-batch",
+        "--pack",
+        "a",
+        "--pack",
+        "c",
+        *QUICK,
+        "--batch-size",
+        "1,2",
+        "--json",
+        "--max-pack-mb",
+        0.1,
+        "--min-tps-ratio",
+        1000,
+        "--max-ppl-ratio",
+        50,
+    )
     assert code == 1
     found = {(f["name"], f["batch_size"]): f for f in json.loads(out)}
     gates = found["c", 1]["gates"]
     assert {name: gate["passed"] for name, gate in gates.items()} == {
-        "max_pack_mb": False, "min_tps_ratio": False, "max_ppl_ratio": True,
-    }  # fmt: skip
+        "max_pack_mb": False,
+        "min_tps_ratio": False,
+        "max_ppl_ratio": True,
+    }
     assert gates["max_pack_mb"]["limit"] == 0.1 < gates["max_pack_mb"]["value"]
     assert gates["max_ppl_ratio"]["value"] == found["c", 1]["ppl_ratio"]
     lines = [line for line in err.splitlines() if line.startswith("packs: gate")]
@@ -240,14 +272,17 @@ def test_named_packs_have_the_name_of_the_hub_and_never_that_of_the_base(here):
 def test_a_pack_called_base_is_held_to_the_gates(here):
     shutil.copytree("a", "base", dirs_exist_ok=True)
     found = evaluate_batch(
-        load_base("tiny"), ["base"], "rows", batch_sizes=(1,), sequence_length=48, max_tokens=2,
-        rounds=1, max_pack_mb=0.001,
-    )  # fmt: skip
+        load_base("tiny"),
+        ["base"],
+        "rows",
+        batch_sizes=(1,),
+        sequence_length=48,
+        max_tokens=2,
+        rounds=1,
+        max_pack_mb=0.001,
+    )
     assert [one.name for one in found] == ["base", str(here / "base")]
     assert len(comparison.failed(found)) == 1
-
-
-# ── gates ────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_judge_holds_values_against_limits_and_nan_never_passes():
@@ -266,9 +301,6 @@ def test_judge_holds_values_against_limits_and_nan_never_passes():
 def test_limits_must_be_positive_numbers(limit):
     with pytest.raises(PackError, match="--max-pack-mb .*: must be a positive number"):
         limits(max_pack_mb=limit)
-
-
-# ── bad input ────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize(
@@ -317,9 +349,6 @@ def test_eval_names_both_where_one_pack_of_a_sum_is_for_another_base(here, run):
     Path("other/pack.json").write_text(json.dumps(manifest))
     code, _, err = run("eval", "--pack", "a=0.5", "--pack", "other=0.5")
     assert code == 2 and "other: was trained on elsewhere" in err and "but a on tiny" in err
-
-
-# ── several packs with weights ───────────────────────────────────────────────────────────────────
 
 
 def test_eval_and_generate_take_a_weighted_sum(here, run):

@@ -102,9 +102,6 @@ def offset_of(tokenizer, row: dict, **options) -> int:
     return first
 
 
-# ── reading ──────────────────────────────────────────────────────────────────────────────────────
-
-
 def test_load_rows_takes_every_split_of_a_folder(tmp_path):
     folder = write_rows(tmp_path, train=[{"text": "a"}], valid=[{"text": "b"}])
     splits = load_rows(DataConfig(data=str(folder)))
@@ -259,9 +256,6 @@ def test_load_rows_hf_dataset_renames_columns_and_joins_entries(hub):
 def test_load_rows_hf_dataset_names_what_is_wrong(hub, entry, message):
     with pytest.raises(PackError, match=message):
         load_rows(DataConfig(hf_dataset=entry))
-
-
-# ── what is learned ──────────────────────────────────────────────────────────────────────────────
 
 
 def test_encode_assistant_learns_every_answer_with_its_end_and_nothing_else(tokenizer):

@@ -18,18 +18,27 @@ Q, DOWN = "model.layers.0.self_attn.q_proj", "model.layers.10.mlp.down_proj"
 def make(folder, modules: dict, tensors: dict, **facts) -> Pack:
     """A pack of given slices (name, width, rank, alpha) and in_features by path."""
     manifest = {
-        "format_version": 1, "kind": "lora", "base": facts.pop("base", BASE),
+        "format_version": 1,
+        "kind": "lora",
+        "base": facts.pop("base", BASE),
         "adapters": {
-            "parameters": 1, "groups": [[path] for path in modules],
+            "parameters": 1,
+            "groups": [[path] for path in modules],
             "modules": [
-                {"path": path, "in_features": width, **more,
-                 "slices": [dict(zip(("name", "width", "rank", "alpha"), s, strict=True))
-                            for s in slices]}
+                {
+                    "path": path,
+                    "in_features": width,
+                    **more,
+                    "slices": [
+                        dict(zip(("name", "width", "rank", "alpha"), s, strict=True))
+                        for s in slices
+                    ],
+                }
                 for path, (width, slices, more) in modules.items()
             ],
         },
         **facts,
-    }  # fmt: skip
+    }
     return Pack(manifest, {name: mx.array(t) for name, t in tensors.items()}).save(folder)
 
 

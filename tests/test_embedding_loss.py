@@ -107,9 +107,12 @@ def test_texts_that_are_alike_have_finite_gradients(distance):
 
 
 LOSSES = {
-    "cosine": all_scored, "cosent": all_scored, "mnrl": all_pairs, "cached-mnrl": all_triplets,
+    "cosine": all_scored,
+    "cosent": all_scored,
+    "mnrl": all_pairs,
+    "cached-mnrl": all_triplets,
     "triplet": all_triplets,
-}  # fmt: skip
+}
 
 
 def gradients(base, name: str, rows: list[dict], size: int, **settings) -> tuple[float, dict]:

@@ -68,11 +68,13 @@ def parts_of(loss: str, size: int) -> dict:
 @pytest.mark.parametrize(
     ("rows", "loss", "metric"),
     [
-        ("scored", "cosine", "spearman"), ("scored", "cosent", "spearman"),
-        ("triplets", "triplet", "triplet_accuracy"), ("triplets", "mnrl", "triplet_accuracy"),
+        ("scored", "cosine", "spearman"),
+        ("scored", "cosent", "spearman"),
+        ("triplets", "triplet", "triplet_accuracy"),
+        ("triplets", "mnrl", "triplet_accuracy"),
         ("pairs", "cached-mnrl", "mrr_at_10"),
     ],
-)  # fmt: skip
+)
 def test_every_loss_goes_down_and_is_reported(encoder, data, tmp_path, rows, loss, metric):
     train = settings(loss=loss, iters=12, steps_per_report=4, **parts_of(loss, 5))
     found = train_pack(encoder, str(data[rows]), LORA, train, tmp_path / "pack")
@@ -96,14 +98,20 @@ def test_report_and_manifest_say_what_was_done(run_of_pairs, encoder):
     assert report["base_weights"] == sum(map(np.prod, shapes))
     assert report["learned_weights"] == manifest["adapters"]["parameters"]
     assert manifest["objective"] == {
-        "task": "embedding", "loss": "mnrl", "pooling": "mean", "normalize": True,
-    }  # fmt: skip
+        "task": "embedding",
+        "loss": "mnrl",
+        "pooling": "mean",
+        "normalize": True,
+    }
     assert manifest["base"]["model_type"] == "bert" and manifest["base"]["num_heads"] == 4
     assert manifest["recipe"]["task"] == "embedding" and manifest["eval"]["rows"] == 22
     check_manifest(manifest)
     assert {spec.rpartition(".")[2] for spec in run_of_pairs.pack.specs} == {
-        "query", "key", "value", "dense",
-    }  # fmt: skip
+        "query",
+        "key",
+        "value",
+        "dense",
+    }
     folder = run_of_pairs.pack.path
     assert not (folder / "adapter_config.json").exists()  # mlx-lm has no encoder to open it on
     card = (folder / "README.md").read_text()
@@ -156,9 +164,13 @@ def test_resume_holds_the_settings_of_the_loss(encoder, data, tmp_path, changes)
     name, changes = next(iter(changes)), begun | changes
     with pytest.raises(PackError, match=f"--resume: {name} was"):
         train_pack(
-            encoder, str(data["pairs"]), LORA, settings(iters=2, **changes), tmp_path / "pack",
+            encoder,
+            str(data["pairs"]),
+            LORA,
+            settings(iters=2, **changes),
+            tmp_path / "pack",
             resume=True,
-        )  # fmt: skip
+        )
 
 
 def test_recomputed_blocks_give_the_same_steps(encoder, data, tmp_path):
@@ -175,16 +187,24 @@ def test_targets_and_accumulation_are_as_asked(encoder, data, tmp_path):
     train = settings(grad_accumulation_steps=2)
     found = train_pack(encoder, str(data["scored"]), lora, train, tmp_path / "pack")
     assert list(found.pack.specs) == [
-        "encoder.layer.1.attention.self.query", "encoder.layer.1.attention.self.value",
-    ]  # fmt: skip
+        "encoder.layer.1.attention.self.query",
+        "encoder.layer.1.attention.self.value",
+    ]
     assert found.report["steps"] == 2 and found.report["batches"] == 4
 
 
 MISPLACED = {
-    "packing": True, "loss_on": "all", "ce_last_k": 4, "quantize": "nf4", "z_loss": 0.1,
-    "base_path": "quantized", "cache_prefix": "on", "compute_dtype": "float16",
-    "min_tps_ratio": 0.5, "train_fp16_fallback": True,
-}  # fmt: skip
+    "packing": True,
+    "loss_on": "all",
+    "ce_last_k": 4,
+    "quantize": "nf4",
+    "z_loss": 0.1,
+    "base_path": "quantized",
+    "cache_prefix": "on",
+    "compute_dtype": "float16",
+    "min_tps_ratio": 0.5,
+    "train_fp16_fallback": True,
+}
 
 
 @pytest.mark.parametrize("name", MISPLACED)
@@ -273,9 +293,6 @@ def test_one_row_held_out_is_enough_for_ranking(encoder, tmp_path):
     found = train_pack(encoder, str(tmp_path / "few.jsonl"), LORA, train, tmp_path / "pack")
     assert found.report["held_out"]["rows"] == 1 and found.report["mrr_at_10_after"] == 1
     assert [line["valid_loss"] for line in found.curve if "valid_loss" in line] == [0, 0]
-
-
-# ── the other commands ───────────────────────────────────────────────────────────────────────────
 
 
 def test_eval_gives_the_numbers_of_the_run(run, run_of_pairs, encoder, data):
@@ -427,9 +444,6 @@ def test_export_to_peft_names_modules_in_full_and_comes_back(run, run_of_pairs, 
         "combine", f"{pack}=1", f"{tmp_path / 'new'}=1", "--model", encoder, "--out", tmp_path / "c"
     )
     assert code == 2 and "is of an encoder" in err
-
-
-# ── numbers ──────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_correlations_are_those_of_the_definition():

@@ -115,8 +115,13 @@ def test_the_tokenizer_comes_from_vocab_txt_or_tokenizer_json(folder):
     base = load_base(folder)
     from_words = [base.tokenizer.encode(text) for text in TEXTS]
     assert base.tokenizer.convert_ids_to_tokens(from_words[0])[:6] == [
-        "[CLS]", "how", "do", "i", "fix", "a",
-    ]  # fmt: skip
+        "[CLS]",
+        "how",
+        "do",
+        "i",
+        "fix",
+        "a",
+    ]
     base.tokenizer.save_pretrained(folder)
     (folder / "vocab.txt").unlink()
     assert (folder / "tokenizer.json").is_file()
@@ -203,14 +208,17 @@ FAULTS = {
         "position_embedding_type 'relative_key'",
     ),
     "an unknown activation": (
-        lambda f: change(f / "config.json", hidden_act="quick"), "hidden_act 'quick'",
+        lambda f: change(f / "config.json", hidden_act="quick"),
+        "hidden_act 'quick'",
     ),
     "a decoder": (lambda f: change(f / "config.json", is_decoder=True), "is_decoder"),
     "heads that do not divide": (
-        lambda f: change(f / "config.json", num_attention_heads=5), "cannot be cut into 5 heads",
+        lambda f: change(f / "config.json", num_attention_heads=5),
+        "cannot be cut into 5 heads",
     ),
     "a missing size": (
-        lambda f: change(f / "config.json", hidden_size=None), "hidden_size must be an integer",
+        lambda f: change(f / "config.json", hidden_size=None),
+        "hidden_size must be an integer",
     ),
     "more blocks than tensors": (
         lambda f: change(f / "config.json", num_hidden_layers=3),
@@ -232,7 +240,7 @@ FAULTS = {
         lambda f: (f / "model.safetensors").rename(f / "pytorch_model.bin"),
         r"pytorch_model\.bin.*pickled weights of PyTorch, which are never opened",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -267,10 +275,12 @@ def test_encode_refuses_what_is_no_text_and_a_causal_base(folder, tiny):
 @pytest.mark.parametrize(
     "command",
     [
-        "generate --prompt a", "eval-batch --data tiny", "eval-tasks --tasks arc_easy",
+        "generate --prompt a",
+        "eval-batch --data tiny",
+        "eval-tasks --tasks arc_easy",
         "quantize --out out",
     ],
-)  # fmt: skip
+)
 def test_commands_of_causal_models_refuse_an_encoder(run, folder, command):
     code, out, err = run(*command.split(), "--model", folder)
     assert code == 2 and out == "" and "encoder" in err.splitlines()[-1]

@@ -23,9 +23,13 @@ from mlx_packs.runtime import mx
 pytestmark = [pytest.mark.interop, pytest.mark.filterwarnings("ignore")]
 
 TEXTS = [
-    "how do i fix a car?", "", "steps to repair the vehicle", "Xyzzy, the STORE!",
-    "please tell me the ways to move a stone " * 60, "a",
-]  # fmt: skip
+    "how do i fix a car?",
+    "",
+    "steps to repair the vehicle",
+    "Xyzzy, the STORE!",
+    "please tell me the ways to move a stone " * 60,
+    "a",
+]
 SCALE = 2.0  # alpha / rank
 
 
@@ -164,10 +168,11 @@ def test_a_step_has_the_loss_and_gradients_of_sentence_transformers(minilm, name
 
     kind, _, distance = name.partition(" ")
     train = TrainConfig(
-        task="embedding", mini_batch_size=5,
+        task="embedding",
+        mini_batch_size=5,
         **({"triplet_distance": distance} if kind == "triplet" and distance else {}),
         **({"triplet_margin": 0.5} if distance == "cosine" else {}),
-    )  # fmt: skip
+    )
     pairs = encode_pairs([Row("test", row) for row in rows], base.tokenizer, 128)
     batch = make_pair_batch(pairs, range(len(rows)), len(rows) + 3, 128)  # three rows of padding
     loss = make_loss(base.model, kind, train)
@@ -212,12 +217,21 @@ def test_metrics_are_those_of_its_evaluators(minilm):
     for row in rows:
         relevant.setdefault(row["anchor"], set()).add(row["positive"])
     evaluator = theirs.InformationRetrievalEvaluator(
-        queries, corpus, relevant, mrr_at_k=[10], ndcg_at_k=[10], precision_recall_at_k=[1],
-        accuracy_at_k=[1], map_at_k=[10],
-    )  # fmt: skip
+        queries,
+        corpus,
+        relevant,
+        mrr_at_k=[10],
+        ndcg_at_k=[10],
+        precision_recall_at_k=[1],
+        accuracy_at_k=[1],
+        map_at_k=[10],
+    )
     wanted, found = evaluator(model), ours(rows)
-    for name, key in (("mrr_at_10", "mrr@10"), ("ndcg_at_10", "ndcg@10"),
-                      ("recall_at_1", "recall@1")):  # fmt: skip
+    for name, key in (
+        ("mrr_at_10", "mrr@10"),
+        ("ndcg_at_10", "ndcg@10"),
+        ("recall_at_1", "recall@1"),
+    ):
         assert found[name] == pytest.approx(wanted[f"cosine_{key}"], abs=1e-6)
 
     rows = all_triplets()[:40]

@@ -118,9 +118,6 @@ def test_a_tokenizer_without_sentinels_is_refused_unless_they_are_named(bare):
     assert sentinels(bare, NAMED) == (*ids, bare.eos_token_id)
 
 
-# ── long rows ────────────────────────────────────────────────────────────────────────────────────
-
-
 def test_split_rows_learn_every_token_once(bare):
     whole = encode([LONG], bare, CONFIG, max_seq_length=100_000).items[0].tokens
     rows = [ROWS[0], LONG, ROWS[1]]
@@ -190,9 +187,6 @@ def test_a_part_of_a_text_has_no_space_that_the_tokenizer_puts_before_a_text():
     assert continued(Wrapped, ["ab", "b a", ""]) == [[2, 3], [3, 5], []]
 
 
-# ── a run ────────────────────────────────────────────────────────────────────────────────────────
-
-
 def test_held_out_rows_and_chats_stay_as_they_are():
     train = TrainConfig(fim_rate=0.5, long_rows="split", ce_last_k=3)
     options = encoding_options(train, "train", ROWS, CONFIG)
@@ -207,9 +201,19 @@ def test_the_token_cache_tells_rates_seeds_and_long_rows_apart(tokenizer, tmp_pa
     monkeypatch.setenv("MLX_PACKS_CACHE", str(tmp_path))
     monkeypatch.setattr(token_cache, "_WORTHWHILE_BYTES", 1)
     options = [
-        {}, {"long_rows": "split"}, *({"fim": FillInTheMiddle(*f)} for f in
-        ((0.5, 0.5, 0), (0.6, 0.5, 0), (0.5, 0.4, 0), (0.5, 0.5, 1), (0.5, 0.5, 0, SPELLINGS[0])))
-    ]  # fmt: skip
+        {},
+        {"long_rows": "split"},
+        *(
+            {"fim": FillInTheMiddle(*f)}
+            for f in (
+                (0.5, 0.5, 0),
+                (0.6, 0.5, 0),
+                (0.5, 0.4, 0),
+                (0.5, 0.5, 1),
+                (0.5, 0.5, 0, SPELLINGS[0]),
+            )
+        ),
+    ]
     files = set()
     for told in options:
         wanted = encode([*ROWS, LONG], tokenizer, CONFIG, max_seq_length=64, **told)
@@ -247,9 +251,15 @@ def test_a_run_on_code_resumes_only_with_the_same_layout_of_its_rows(tmp_path, r
     rows = [{"text": text} for text in [*TEXTS, LONG.value["text"]]]
     data = write_rows(tmp_path / "d", train=rows, valid=rows[:2])
     told = {
-        "iters": 2, "batch_size": 2, "max_seq_length": 64, "packing": True, "base_path": "dense",
-        "fim_rate": 0.5, "long_rows": "split", "test_batches": 1,
-    }  # fmt: skip
+        "iters": 2,
+        "batch_size": 2,
+        "max_seq_length": 64,
+        "packing": True,
+        "base_path": "dense",
+        "fim_rate": 0.5,
+        "long_rows": "split",
+        "test_batches": 1,
+    }
     lora = LoRAConfig(rank=2, num_layers=1)
     with pytest.raises(PackError, match="--fim-tokens PREFIX"):
         train_pack("tiny", data, lora, TrainConfig(**told), tmp_path / "o")
@@ -260,6 +270,16 @@ def test_a_run_on_code_resumes_only_with_the_same_layout_of_its_rows(tmp_path, r
     for other in ({"fim_rate": 0.25}, {"long_rows": "cut"}, {"fim_spm_rate": 0.0}):
         with pytest.raises(PackError, match=f"{next(iter(other))} was"):
             train_pack("tiny", data, lora, TrainConfig(**told | other), tmp_path / "o", resume=True)
-    code, out, _ = run("train", "--data", data, "--show-mask", "--long-rows", "split",
-                       "--fim-rate", 1, "--fim-tokens", ",".join(NAMED))  # fmt: skip
+    code, out, _ = run(
+        "train",
+        "--data",
+        data,
+        "--show-mask",
+        "--long-rows",
+        "split",
+        "--fim-rate",
+        1,
+        "--fim-tokens",
+        ",".join(NAMED),
+    )
     assert code == 0 and "<|im_end|>" in out

@@ -29,15 +29,23 @@ from mlx_packs.runtime import mx
 from mlx_packs.step import Stepper
 
 FAMILIES = {
-    "qwen3": {}, "qwen3 tied": {"tie_word_embeddings": True}, "gpt2": {},
+    "qwen3": {},
+    "qwen3 tied": {"tie_word_embeddings": True},
+    "gpt2": {},
     "gemma2": {"head_dim": 32},
-}  # fmt: skip
+}
 TOKENS = np.random.default_rng(0).integers(0, 128, (2, 13))
 ROWS = [chat(f"Say {word}.", f"{word}, I say, {word}.") for word in "yes no one two".split()]
 FULL = TrainConfig(
-    method="full", iters=4, batch_size=2, max_seq_length=48, learning_rate=1e-3, val_batches=0,
-    save_every=2, base_path="dense",
-)  # fmt: skip
+    method="full",
+    iters=4,
+    batch_size=2,
+    max_seq_length=48,
+    learning_rate=1e-3,
+    val_batches=0,
+    save_every=2,
+    base_path="dense",
+)
 
 
 def family(name: str):
@@ -155,8 +163,12 @@ def test_any_module_is_unfrozen_and_comes_back():
     before = base.model(x)
     learning = unfreeze(base)
     assert sorted(learning.tensors()) == [
-        "inner.gain", "inner.proj.bias", "inner.proj.weight", "norm.bias", "norm.weight",
-    ]  # fmt: skip
+        "inner.gain",
+        "inner.proj.bias",
+        "inner.proj.weight",
+        "norm.bias",
+        "norm.weight",
+    ]
     learned = {name: tensor + 1 for name, tensor in learning.tensors().items()}
     learning.load(learned, "test")
     after = base.model(x)
@@ -203,30 +215,49 @@ def slow(*values):
 
 @pytest.mark.parametrize(
     ("recompute", "changes"),
-    [("none", {}), ("block", {}), slow("selective", {}), slow("none", {"num_layers": 2}),
-     slow("none", {"batch_size": 1, "length": 32}),
-     slow("none", {"optimizer": "adamw_8bit", "batch_size": 2, "length": 64})],
-)  # fmt: skip
+    [
+        ("none", {}),
+        ("block", {}),
+        slow("selective", {}),
+        slow("none", {"num_layers": 2}),
+        slow("none", {"batch_size": 1, "length": 32}),
+        slow("none", {"optimizer": "adamw_8bit", "batch_size": 2, "length": 64}),
+    ],
+)
 def test_the_plan_is_no_less_than_a_step_takes(recompute, changes):
     """With nothing allocated ahead, which a step of a run does by up to nine pieces of logits."""
     length, layers = changes.get("length", 128), changes.get("num_layers", -1)
     train = TrainConfig(
-        method="full", recompute=recompute, batch_size=changes.get("batch_size", 4),
-        max_seq_length=length + 1, optimizer=changes.get("optimizer", "adamw"),
-    )  # fmt: skip
+        method="full",
+        recompute=recompute,
+        batch_size=changes.get("batch_size", 4),
+        max_seq_length=length + 1,
+        optimizer=changes.get("optimizer", "adamw"),
+    )
     base = base_of(
-        "qwen3", hidden_size=256, num_hidden_layers=6, intermediate_size=768, vocab_size=4096,
-        num_attention_heads=8, num_key_value_heads=4, tie_word_embeddings=True,
-    )  # fmt: skip
+        "qwen3",
+        hidden_size=256,
+        num_hidden_layers=6,
+        intermediate_size=768,
+        vocab_size=4096,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        tie_word_embeddings=True,
+    )
     rows = [
         Example(np.arange(length + 1, dtype=np.int32), np.arange(length + 1) > 0, "x")
         for _ in range(train.batch_size)
     ]
     made = make_batch(rows, list(range(train.batch_size)), train.batch_size, length)
     planned = estimate(
-        base.config, tensors_of(base.model), LoRAConfig(num_layers=layers), train, "dense",
-        length=length, targets=len(made.targets),
-    )  # fmt: skip
+        base.config,
+        tensors_of(base.model),
+        LoRAConfig(num_layers=layers),
+        train,
+        "dense",
+        length=length,
+        targets=len(made.targets),
+    )
     gc.collect()  # what other tests left would go while this one measures
     before = mx.get_active_memory() - sum(
         a.nbytes for _, a in tree_flatten(base.model.parameters())
@@ -247,9 +278,6 @@ def test_the_plan_is_no_less_than_a_step_takes(recompute, changes):
         mx.set_memory_limit(limit)
     measured = mx.get_peak_memory() - before
     assert measured / (1 + ERROR) < planned.peak_bytes < 1.75 * measured
-
-
-# ── runs ─────────────────────────────────────────────────────────────────────────────────────────
 
 
 def write_dense_tiny(folder: Path, dtype: mx.Dtype) -> Path:
@@ -390,9 +418,24 @@ def test_a_run_can_start_from_the_weights_of_another(trained, dense, rows, tmp_p
 
 def test_a_pack_on_a_packed_base_brings_dense_weights(tiny, rows, tmp_path, run):
     code, _, err = run(
-        "train", "--method", "full", "--base-path", "dense", "--num-layers", 1, "--iters", 2,
-        "--data", rows, "--out", tmp_path / "p", "--val-batches", 0, "--json", "-q",
-    )  # fmt: skip
+        "train",
+        "--method",
+        "full",
+        "--base-path",
+        "dense",
+        "--num-layers",
+        1,
+        "--iters",
+        2,
+        "--data",
+        rows,
+        "--out",
+        tmp_path / "p",
+        "--val-batches",
+        0,
+        "--json",
+        "-q",
+    )
     assert code == 0, err
     pack = Pack.open(tmp_path / "p")
     assert not (tmp_path / "p" / "adapter_config.json").exists()  # stock mlx-lm could not load it
@@ -417,9 +460,6 @@ def test_a_pack_on_a_packed_base_brings_dense_weights(tiny, rows, tmp_path, run)
 def test_a_card_says_what_was_trained(trained):
     card = (trained.pack.path / "README.md").read_text()
     assert "68 of its tensors fine-tuned in full" in card and "lora" not in card.lower()
-
-
-# ── what is said beside it ───────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize(

@@ -63,9 +63,6 @@ def unevaluated(family: str, **changes):
     return module.Model(module.ModelArgs.from_dict(config)), config
 
 
-# ── the case that started this product ───────────────────────────────────────────────────────────
-
-
 def test_probe_stored_width_320_is_an_input_of_2560(qwen3_4b):
     model, config = qwen3_4b
     q_proj = model.layers[0].self_attn.q_proj
@@ -127,9 +124,6 @@ def test_find_groups_names_module_and_both_shapes(qwen3_4b, wrong, projection, s
     (fault,) = faults
     assert fault.path.endswith(projection) and fault.path in str(fault)
     assert all(shape in str(fault) for shape in shapes) and "--train-fp16-fallback" in str(fault)
-
-
-# ── packings ─────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4, 5, 6, 8])
@@ -200,9 +194,6 @@ def test_probe_affine_without_zero_points_is_refused():
         probe("x", linear, {})
 
 
-# ── heads and slices ─────────────────────────────────────────────────────────────────────────────
-
-
 def test_heads_follow_the_config_and_its_defaults():
     assert Heads.of({"hidden_size": 64, "num_attention_heads": 4}) == Heads(64, None, 4, 4, 16)
     assert Heads.of({"n_embd": 64, "n_head": 2}).head_dim == 32
@@ -224,9 +215,6 @@ def test_probe_fused_projection_of_unknown_layout_is_one_slice():
     config = {"n_embd": 64, "n_head": 4}
     multi_query = nn.Linear(64, 64 + 2 * 16)  # divisible by 3, but not q, k, v of equal width
     assert probe("h.0.attn.c_attn", multi_query, config).slices == (("c_attn", 96),)
-
-
-# ── targets ──────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize(
@@ -265,9 +253,6 @@ def test_select_targets_names_what_exists(targets, num_layers, message):
     model, _ = model_of("qwen3")
     with pytest.raises(PackError, match=message):
         select_targets(model, targets, num_layers)
-
-
-# ── --train-fp16-fallback ────────────────────────────────────────────────────────────────────────
 
 
 def pruned_base():

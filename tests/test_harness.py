@@ -113,12 +113,20 @@ def stand_in(monkeypatch):
         requests = [((), [5, 6], [7]), ((), [8], [9, 10])]
         scored = model._loglikelihood_tokens(requests)
         ask = [SimpleNamespace(args=("He was a", {"until": ["."], "max_gen_toks": 4}))]
-        return {"results": {"known": {"nll,none": -sum(v for v, _ in scored),
-                                      "answer,none": model.generate_until(ask)[0]}}}  # fmt: skip
+        return {
+            "results": {
+                "known": {
+                    "nll,none": -sum(v for v, _ in scored),
+                    "answer,none": model.generate_until(ask)[0],
+                }
+            }
+        }
 
     tasks.TaskManager, model.TemplateLM, package.simple_evaluate = (
-        TaskManager, TemplateLM, simple_evaluate,
-    )  # fmt: skip
+        TaskManager,
+        TemplateLM,
+        simple_evaluate,
+    )
     utils.get_rolling_token_windows = lambda token_list, **_: [(token_list[:1], token_list[1:])]
     utils.make_disjoint_window = lambda window: window
     for module in (package, tasks, api, model, utils):
@@ -128,8 +136,9 @@ def stand_in(monkeypatch):
 def test_evaluate_tasks_scores_base_and_pack(base, stand_in):
     pack = random_pack(base, 0)
     found = evaluate_tasks(base, pack, ["known"])["known"]["nll"]
-    assert found["base"] == pytest.approx(-alone(base, [5, 6], [7])[0]
-                                          - alone(base, [8], [9, 10])[0], rel=1e-4)  # fmt: skip
+    assert found["base"] == pytest.approx(
+        -alone(base, [5, 6], [7])[0] - alone(base, [8], [9, 10])[0], rel=1e-4
+    )
     assert found["pack"] != pytest.approx(found["base"], rel=1e-4) and base.carried is None
     with base.applied(pack):
         rolled = language_model(base).loglikelihood_rolling([SimpleNamespace(args=("He was",))])

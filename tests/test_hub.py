@@ -24,9 +24,12 @@ from mlx_packs.runtime import mx
 pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")
 
 BASE = {
-    "id": "mlx-community/Some-4bit", "fingerprint": "f" * 64, "model_type": "qwen3",
-    "quantization": {"group_size": 64, "bits": 4}, "num_layers": 2,
-}  # fmt: skip
+    "id": "mlx-community/Some-4bit",
+    "fingerprint": "f" * 64,
+    "model_type": "qwen3",
+    "quantization": {"group_size": 64, "bits": 4},
+    "num_layers": 2,
+}
 EVAL = {"split": "test", "rows": 3, "ppl_before": 10.0, "ppl_after": 5.0}
 NAMES = {"pack.json", "adapters.safetensors", "adapter_config.json", "README.md"}
 
@@ -36,13 +39,16 @@ def write_pack(folder: Path, width: int = 64, rank: int = 2, base: dict = BASE, 
     paths = [f"model.layers.{i}.self_attn.q_proj" for i in range(2)]
     slices = [{"name": "q_proj", "width": width, "rank": rank, "alpha": 2.0 * rank}]
     manifest = {
-        "format_version": 1, "kind": "lora", "base": base,
+        "format_version": 1,
+        "kind": "lora",
+        "base": base,
         "adapters": {
-            "parameters": 4 * rank * width, "groups": [[path] for path in paths],
+            "parameters": 4 * rank * width,
+            "groups": [[path] for path in paths],
             "modules": [{"path": p, "in_features": width, "slices": slices} for p in paths],
         },
         **facts,
-    }  # fmt: skip
+    }
     tensors = {f"{p}.lora_a": mx.random.normal((width, rank)) for p in paths}
     tensors |= {f"{p}.lora_b": mx.random.normal((rank, width)) for p in paths}
     return Pack(manifest, tensors).save(folder)
@@ -108,9 +114,6 @@ def serve(hub: LocalHub, pack: Path, change=None, **files: bytes) -> str:
     return hub.repos.setdefault("me/evil", Repo()).commit(found)
 
 
-# ── there and back ───────────────────────────────────────────────────────────────────────────────
-
-
 def test_push_then_pull_gives_the_same_bytes(hub, here, run):
     write_pack(here / "p", eval=EVAL)
     code, out, err = run("push", "p", "me/p", "--license", "apache-2.0", "--json")
@@ -121,8 +124,12 @@ def test_push_then_pull_gives_the_same_bytes(hub, here, run):
     pulled = contents(here / "q")
     pin = json.loads(pulled.pop("hub.json"))
     assert pulled == contents(here / "p") and set(pulled) == NAMES
-    assert pin == {"repo": "me/p", "revision": MAIN, "commit": report["commit"],
-                   "manifest_sha256": sha256(here / "q" / "pack.json")}  # fmt: skip
+    assert pin == {
+        "repo": "me/p",
+        "revision": MAIN,
+        "commit": report["commit"],
+        "manifest_sha256": sha256(here / "q" / "pack.json"),
+    }
     assert json.loads(out)["commit"] == report["commit"]
     assert [p.name for p in here.iterdir() if p.name.startswith(".")] == []
 
@@ -139,8 +146,10 @@ def test_pull_takes_a_branch_or_a_commit(pushed, hub, here):
     mp.push(write_pack(here / "new", rank=3), "me/p")
     report = mp.push(write_pack(here / "side", rank=4), "me/p", revision="next/one")
     assert report["revision"] == "next/one" and hub.repos["me/p"].branches["next/one"]
-    ranks = {name: mp.pull(f"me/p{at}", name).specs["model.layers.0.self_attn.q_proj"].rank
-             for name, at in (("a", f"@{first}"), ("b", ""), ("c", "@next/one"))}  # fmt: skip
+    ranks = {
+        name: mp.pull(f"me/p{at}", name).specs["model.layers.0.self_attn.q_proj"].rank
+        for name, at in (("a", f"@{first}"), ("b", ""), ("c", "@next/one"))
+    }
     assert ranks == {"a": 2, "b": 3, "c": 4}
     assert json.loads((here / "a" / "hub.json").read_text())["revision"] == first
 
@@ -157,9 +166,6 @@ def test_pull_replaces_a_pack_only_when_told_to(pushed, here, refused, run):
     )
 
 
-# ── resuming ─────────────────────────────────────────────────────────────────────────────────────
-
-
 def test_a_connection_that_is_cut_goes_on_from_there(pushed, hub, here):
     hub.cut["adapters.safetensors"] = 1000
     mp.pull("me/p", "q")
@@ -172,8 +178,12 @@ def test_a_killed_download_resumes_and_leaves_nothing_in_place(hub, here):
     mp.push("p", "me/p")
     hub.requests.clear()
     hub.hold["adapters.safetensors"] = 300_000
-    environment = {**os.environ, "HF_ENDPOINT": hub.url, "HF_HOME": str(here / "hf"),
-                   "HF_HUB_DISABLE_XET": "1"}  # fmt: skip
+    environment = {
+        **os.environ,
+        "HF_ENDPOINT": hub.url,
+        "HF_HOME": str(here / "hf"),
+        "HF_HUB_DISABLE_XET": "1",
+    }
     command = [sys.executable, "-m", "mlx_packs.cli", "pull", "me/p", "--out", "q"]
     process = subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL)
     assert hub.held.wait(30)
@@ -213,9 +223,6 @@ def test_a_server_without_ranges_and_a_partial_that_is_too_long_start_again(
     assert set(contents(here / "q")) == NAMES | {"hub.json"}
 
 
-# ── refusals ─────────────────────────────────────────────────────────────────────────────────────
-
-
 def test_a_tampered_file_is_refused_with_its_hash(pushed, hub, here, refused):
     data = bytearray((here / "p" / "adapters.safetensors").read_bytes())
     data[-1] ^= 1
@@ -235,9 +242,21 @@ def test_a_file_of_another_size_is_refused_before_it_is_fetched(pushed, hub, her
 
 
 @pytest.mark.parametrize(
-    "name", ["../../evil.json", "/tmp/evil.json", "a/b.json", "..", "evil.bin", "adapters.pkl",
-             "run.py", "hub.json", "pack.json", ".hidden.json", "a\n.json"],
-)  # fmt: skip
+    "name",
+    [
+        "../../evil.json",
+        "/tmp/evil.json",
+        "a/b.json",
+        "..",
+        "evil.bin",
+        "adapters.pkl",
+        "run.py",
+        "hub.json",
+        "pack.json",
+        ".hidden.json",
+        "a\n.json",
+    ],
+)
 def test_a_manifest_that_names_anything_but_plain_files_is_refused(
     pushed, hub, here, refused, name
 ):
@@ -338,8 +357,12 @@ def test_split_name_knows_revisions():
 def test_without_a_network_each_command_says_so_in_one_line(here, hub, monkeypatch, refused):
     write_pack(here / "p")
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
-    for command in (("pull", "me/p", "--out", "q"), ("push", "p", "me/p"), ("inspect", "me/p"),
-                    ("generate", "--pack", "me/p", "--prompt", "x")):  # fmt: skip
+    for command in (
+        ("pull", "me/p", "--out", "q"),
+        ("push", "p", "me/p"),
+        ("inspect", "me/p"),
+        ("generate", "--pack", "me/p", "--prompt", "x"),
+    ):
         told = refused(*command)
         assert told.startswith("me/p") and "cannot be pu" in told
         assert told.endswith("no answer from http://127.0.0.1:9.")
@@ -353,9 +376,6 @@ def test_pull_needs_a_name_for_the_folder(pushed, refused, out):
     assert "must name the folder" in refused("pull", "me/p", "--out", out)
 
 
-# ── push ─────────────────────────────────────────────────────────────────────────────────────────
-
-
 def test_push_refuses_a_damaged_pack_before_it_sends_anything(hub, here, refused):
     pack = write_pack(here / "p")
     data = bytearray((here / "p" / "adapters.safetensors").read_bytes())
@@ -367,8 +387,10 @@ def test_push_refuses_a_damaged_pack_before_it_sends_anything(hub, here, refused
 
 
 def test_push_writes_a_card_that_the_hub_understands(hub, here):
-    facts = {"eval": EVAL, "data": {"source": "notes", "fingerprint": {"train": "abc"},
-                                    "rows": {"train": 1200}}}  # fmt: skip
+    facts = {
+        "eval": EVAL,
+        "data": {"source": "notes", "fingerprint": {"train": "abc"}, "rows": {"train": 1200}},
+    }
     write_pack(here / "p", **facts)
     mp.push("p", "me/p", license="apache-2.0")
     text = (here / "p" / "README.md").read_text()
@@ -473,10 +495,15 @@ def test_an_old_card_gets_metadata_before_it_is_pushed(hub, here):
 
 def test_push_leaves_no_path_of_this_machine_in_what_it_sends(hub, here):
     home = Path.home()
-    recipe = {"resume_adapter_file": f"{home}/private/notes/adapters", "model": "/data/x/base",
-              "keep": ["lm_head"], "chat_feature": "messages", "data": "org/set",
-              "win": "C:\\Users\\me\\notes",
-              "regex": "(\\.q_proj|\\.k_proj)"}  # fmt: skip
+    recipe = {
+        "resume_adapter_file": f"{home}/private/notes/adapters",
+        "model": "/data/x/base",
+        "keep": ["lm_head"],
+        "chat_feature": "messages",
+        "data": "org/set",
+        "win": "C:\\Users\\me\\notes",
+        "regex": "(\\.q_proj|\\.k_proj)",
+    }
     measured = {"ops": {"fallbacks": {"nf4": f"clang: {home}/lib/a.metal:3: error at /opt/x/b.h"}}}
     write_pack(here / "p", recipe=recipe, measured=measured, data={"source": "https://a.b/c/d"})
     changed = mp.push("p", "me/p")["changed"]
@@ -484,10 +511,14 @@ def test_push_leaves_no_path_of_this_machine_in_what_it_sends(hub, here):
     sent = hub.repos["me/p"].commits[hub.repos["me/p"].branches[MAIN]]
     manifest = json.loads(sent["pack.json"])
     assert manifest["recipe"] == {
-        "resume_adapter_file": "adapters", "model": "base", "keep": ["lm_head"],
-        "chat_feature": "messages", "data": "org/set", "win": "notes",
+        "resume_adapter_file": "adapters",
+        "model": "base",
+        "keep": ["lm_head"],
+        "chat_feature": "messages",
+        "data": "org/set",
+        "win": "notes",
         "regex": "(\\.q_proj|\\.k_proj)",
-    }  # fmt: skip
+    }
     assert manifest["measured"]["ops"]["fallbacks"]["nf4"] == "clang: a.metal:3: error at b.h"
     assert manifest["data"]["source"] == "https://a.b/c/d"
     assert not any(str(home).encode() in data for name, data in sent.items())
@@ -545,9 +576,6 @@ def test_private_is_private(hub, here, refused):
     before = hub.repos["me/open"].commit({"a.json": b"{}"})
     assert "me/open is there already, and is public" in refused("push", "p", "me/open", "--private")
     assert hub.repos["me/open"].branches[MAIN] == before
-
-
-# ── by name ──────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_a_hub_id_stands_for_a_pack_and_is_fetched_once(pushed, hub, here):

@@ -80,18 +80,26 @@ def write_peft(folder: Path, modules: dict[str, int], sizes: dict, **config) -> 
 Q0, DOWN1 = LAYER.format(0) + "self_attn.q_proj", LAYER.format(1) + "mlp.down_proj"
 SIZES = {Q0: (64, 128), DOWN1: (128, 64)}
 RAGGED = {
-    "rank": 4, "target_modules": ("q_proj", "v_proj", "down_proj"),
+    "rank": 4,
+    "target_modules": ("q_proj", "v_proj", "down_proj"),
     "rank_pattern": {"layers.0.self_attn.q_proj": 2, "down_proj": 3},
     "alpha_pattern": {"layers.0.self_attn.v_proj": 1.7},
-}  # fmt: skip
+}
 KINDS = {
     "uniform": ("qwen3", {"rank": 4, "target_modules": ("q_proj", "up_proj")}),
     "last block": ("llama", {"rank": 4, "num_layers": 1, "target_modules": ("q_proj", "o_proj")}),
     "ragged": ("qwen3", RAGGED),
     "square": ("square", {"rank": 4, "target_modules": ("q_proj", "o_proj")}),
-    "slices": ("gpt2", {"rank": 2, "alpha": 3.0, "target_modules": ("c_attn", "c_proj"),
-                        "rank_pattern": {"c_attn.v": 5}}),
-}  # fmt: skip
+    "slices": (
+        "gpt2",
+        {
+            "rank": 2,
+            "alpha": 3.0,
+            "target_modules": ("c_attn", "c_proj"),
+            "rank_pattern": {"c_attn.v": 5},
+        },
+    ),
+}
 
 
 @pytest.mark.parametrize("to", ["peft", "mlx-lm"])
@@ -189,16 +197,21 @@ def test_the_last_blocks_are_named_by_layers_to_transform_and_gpt2_by_its_own(ba
 @pytest.mark.parametrize("rslora", [False, True])
 def test_ranks_and_alphas_of_peft_are_by_module_and_tensors_are_trusted(rslora, bases, tmp_path):
     folder = write_peft(
-        tmp_path / "in", {Q0: 3, DOWN1: 5}, SIZES, use_rslora=rslora, r=4,
+        tmp_path / "in",
+        {Q0: 3, DOWN1: 5},
+        SIZES,
+        use_rslora=rslora,
+        r=4,
         alpha_pattern={"down_proj": 7, "mlp.down_proj": 9},
-    )  # fmt: skip
+    )
     import_adapter(folder, tmp_path / "pack", bases["qwen3"])
     specs = Pack.open(tmp_path / "pack").specs
     found = {path: (spec.rank, spec.slices[0].scale) for path, spec in specs.items()}
     by = (3**0.5, 5**0.5) if rslora else (3, 5)
     assert found == {
-        Q0: (3, pytest.approx(8 / by[0])), DOWN1: (5, pytest.approx(7 / by[1])),
-    }  # fmt: skip
+        Q0: (3, pytest.approx(8 / by[0])),
+        DOWN1: (5, pytest.approx(7 / by[1])),
+    }
 
 
 def peft_delta(folder: Path, path: str, scale: float) -> np.ndarray:
@@ -253,9 +266,6 @@ def test_gpt2_of_peft_has_one_adapter_over_q_k_and_v(bases, tmp_path):
     assert np.abs(after - before - peft_delta(folder, path, 2.0).T).max() < 1e-5
     expected = attached_logits(pack, bases["gpt2"])
     assert np.abs(logits(load_base(tmp_path / "out")) - expected).max() < 1e-4
-
-
-# ── DoRA, embeddings, modules brought whole ──────────────────────────────────────────────────────
 
 
 def write_dora(folder: Path) -> Path:
@@ -423,14 +433,13 @@ def test_whole_tables_of_a_tied_base_must_be_one(bases, tmp_path):
     report = import_adapter(folder, tmp_path / "pack", bases["tied"])
     assert report["replaced"] == ["model.embed_tokens.weight"]
     merged(Pack.open(tmp_path / "pack"), bases["tied"], tmp_path / "out")
-    for name, some in (("one", {"lm_head.weight": table}),
-                       ("two", {**both, "lm_head.weight": table + 1})):  # fmt: skip
+    for name, some in (
+        ("one", {"lm_head.weight": table}),
+        ("two", {**both, "lm_head.weight": table + 1}),
+    ):
         folder = write_peft(tmp_path / name, {Q0: 4}, SIZES, tensors=some)
         with pytest.raises(PackError, match="ties its head to the embedding"):
             import_adapter(folder, tmp_path / "x", bases["tied"])
-
-
-# ── experts ──────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_experts_go_to_mlx_lm_and_not_to_peft(bases, tmp_path):
@@ -450,9 +459,6 @@ def test_experts_go_to_mlx_lm_and_not_to_peft(bases, tmp_path):
     router = noisy_pack(load_base(bases["moe"]), tmp_path / "r", targets=("mlp.gate",))
     with pytest.raises(PackError, match="adapts a router, no linear in transformers"):
         export_pack(router, "peft", tmp_path / "x")
-
-
-# ── bad input ────────────────────────────────────────────────────────────────────────────────────
 
 
 def refused(folder: Path, out: Path, model, message: str) -> None:

@@ -72,8 +72,11 @@ def plain_run(linears: dict, start: dict, graph, batches, optimizer, clip=1.0, s
         adapters = optimizer.apply_gradients(grads, adapters)
         mx.eval(adapters)
         losses.append(value.item())
-    return losses, {f"{n}.{k}": t for n, ab in adapters.items()
-                    for k, t in zip(("lora_a", "lora_b"), ab, strict=True)}  # fmt: skip
+    return losses, {
+        f"{n}.{k}": t
+        for n, ab in adapters.items()
+        for k, t in zip(("lora_a", "lora_b"), ab, strict=True)
+    }
 
 
 def largest_difference(one: dict, other: dict) -> float:
@@ -340,8 +343,12 @@ def test_rank_and_alpha_of_a_layer_override_the_common_ones():
     trainer.register("a", nn.Linear(64, 32), rank=2)
     trainer.register("b", nn.Linear(64, 32), alpha=1.0)
     shapes = {name: t.shape for name, t in trainer.tensors().items()}
-    assert shapes == {"a.lora_a": (64, 2), "a.lora_b": (2, 32),
-                      "b.lora_a": (64, 8), "b.lora_b": (8, 32)}  # fmt: skip
+    assert shapes == {
+        "a.lora_a": (64, 2),
+        "a.lora_b": (2, 32),
+        "b.lora_a": (64, 8),
+        "b.lora_b": (8, 32),
+    }
     scales = [trainer.layer(n)._spec.slices[0].scale for n in "ab"]
     assert scales == [4 / 2, 1 / 8]
     assert trainer.parameter_count == 64 * 2 + 2 * 32 + 64 * 8 + 8 * 32
@@ -466,11 +473,13 @@ def test_one_linear_has_one_name():
     [
         ({"lora": LoRAConfig(target_modules=("q_proj",))}, "LoRAConfig.target_modules is"),
         ({"train": TrainConfig(batch_size=8)}, "TrainConfig.batch_size is 8, but it has no"),
-        ({"train": TrainConfig(learning_rate=1e-3), "optimizer": optimizers.SGD(1e-3)},
-         "learning_rate is 0.001, but an optimizer was passed"),
+        (
+            {"train": TrainConfig(learning_rate=1e-3), "optimizer": optimizers.SGD(1e-3)},
+            "learning_rate is 0.001, but an optimizer was passed",
+        ),
         ({"optimizer": "adamw"}, "must be one of mlx.optimizers, but is a str"),
     ],
-)  # fmt: skip
+)
 def test_a_setting_that_would_do_nothing_is_refused(arguments, message):
     with pytest.raises(PackError, match=message):
         LayerTrainer(**arguments)
@@ -495,8 +504,9 @@ def test_a_function_whose_layers_change_is_refused():
 
     def forward(x):
         calls.append(1)
-        return trainer.layer("head")(x if len(calls) < 4 else trainer.layer("down")(
-            trainer.layer("up")(x)))  # fmt: skip
+        return trainer.layer("head")(
+            x if len(calls) < 4 else trainer.layer("down")(trainer.layer("up")(x))
+        )
 
     with pytest.warns(UserWarning):
         trainer.step_lm(forward, *batch())

@@ -14,25 +14,58 @@ from mlx_packs.layouts import translate
 EXAMPLES = Path(__file__).parents[1] / "examples"
 TARGETS = "q_proj k_proj v_proj o_proj up_proj down_proj gate_proj".split()
 PEFT = {  # as peft 0.21 writes it
-    "alora_invocation_tokens": None, "alpha_pattern": {}, "arrow_config": None,
-    "auto_mapping": None, "base_model_name_or_path": "owner/base", "bias": "none",
-    "corda_config": None, "ensure_weight_tying": False, "eva_config": None, "exclude_modules": None,
-    "fan_in_fan_out": False, "inference_mode": True, "init_lora_weights": True,
-    "layer_replication": None, "layers_pattern": None, "layers_to_transform": None,
-    "loftq_config": {}, "lora_alpha": 32, "lora_bias": False, "lora_dropout": 0.1,
-    "megatron_config": None, "megatron_core": "megatron.core", "modules_to_save": None,
-    "peft_type": "LORA", "peft_version": "0.21.2", "qalora_group_size": 16, "r": 8,
-    "rank_pattern": {}, "revision": None, "target_modules": ["q_proj", "v_proj"],
-    "target_parameters": None, "task_type": "CAUSAL_LM", "trainable_token_indices": None,
-    "use_dora": False, "use_qalora": False, "use_rslora": False,
-}  # fmt: skip
+    "alora_invocation_tokens": None,
+    "alpha_pattern": {},
+    "arrow_config": None,
+    "auto_mapping": None,
+    "base_model_name_or_path": "owner/base",
+    "bias": "none",
+    "corda_config": None,
+    "ensure_weight_tying": False,
+    "eva_config": None,
+    "exclude_modules": None,
+    "fan_in_fan_out": False,
+    "inference_mode": True,
+    "init_lora_weights": True,
+    "layer_replication": None,
+    "layers_pattern": None,
+    "layers_to_transform": None,
+    "loftq_config": {},
+    "lora_alpha": 32,
+    "lora_bias": False,
+    "lora_dropout": 0.1,
+    "megatron_config": None,
+    "megatron_core": "megatron.core",
+    "modules_to_save": None,
+    "peft_type": "LORA",
+    "peft_version": "0.21.2",
+    "qalora_group_size": 16,
+    "r": 8,
+    "rank_pattern": {},
+    "revision": None,
+    "target_modules": ["q_proj", "v_proj"],
+    "target_parameters": None,
+    "task_type": "CAUSAL_LM",
+    "trainable_token_indices": None,
+    "use_dora": False,
+    "use_qalora": False,
+    "use_rslora": False,
+}
 BNB = {
-    "_load_in_4bit": True, "_load_in_8bit": False, "bnb_4bit_compute_dtype": "bfloat16",
-    "bnb_4bit_quant_storage": "uint8", "bnb_4bit_quant_type": "nf4",
-    "bnb_4bit_use_double_quant": True, "llm_int8_enable_fp32_cpu_offload": False,
-    "llm_int8_has_fp16_weight": False, "llm_int8_skip_modules": None, "llm_int8_threshold": 6.0,
-    "load_in_4bit": True, "load_in_8bit": False, "quant_method": "bitsandbytes",
-}  # fmt: skip
+    "_load_in_4bit": True,
+    "_load_in_8bit": False,
+    "bnb_4bit_compute_dtype": "bfloat16",
+    "bnb_4bit_quant_storage": "uint8",
+    "bnb_4bit_quant_type": "nf4",
+    "bnb_4bit_use_double_quant": True,
+    "llm_int8_enable_fp32_cpu_offload": False,
+    "llm_int8_has_fp16_weight": False,
+    "llm_int8_skip_modules": None,
+    "llm_int8_threshold": 6.0,
+    "load_in_4bit": True,
+    "load_in_8bit": False,
+    "quant_method": "bitsandbytes",
+}
 
 
 def recipe(values):
@@ -59,9 +92,11 @@ def test_patterns_and_rslora_give_pefts_scales(tiny):
     patterns = {"rank_pattern": {"v_proj": 2}, "alpha_pattern": {"q_proj": 4}}
     for values, scale in (
         (PEFT | patterns, {"q_proj": 4 / 8, "v_proj": 32 / 2}),
-        (PEFT | patterns | {"use_rslora": True},
-         {"q_proj": 4 / math.sqrt(8), "v_proj": 32 / math.sqrt(2)}),
-    ):  # fmt: skip
+        (
+            PEFT | patterns | {"use_rslora": True},
+            {"q_proj": 4 / math.sqrt(8), "v_proj": 32 / math.sqrt(2)},
+        ),
+    ):
         attached = attach(tiny, recipe(values).lora)
         for path, spec in attached.specs.items():
             name = path.rsplit(".", 1)[-1]
@@ -109,6 +144,7 @@ def test_what_would_mean_something_else_is_refused(values, message):
 def test_train_takes_several_recipe_files_and_names_the_faulty_one(run, tmp_path):
     (tmp_path / "adapter_config.json").write_text(json.dumps(PEFT | {"use_dora": True}))
     (tmp_path / "bnb.json").write_text(json.dumps(BNB))
-    code, out, err = run("train", "-c", tmp_path / "bnb.json", "-c",
-                         tmp_path / "adapter_config.json")  # fmt: skip
+    code, out, err = run(
+        "train", "-c", tmp_path / "bnb.json", "-c", tmp_path / "adapter_config.json"
+    )
     assert (code, out) == (2, "") and "adapter_config.json: use_dora" in err

@@ -101,9 +101,6 @@ def logits(model) -> mx.array:
     return model(TOKENS).astype(mx.float32)
 
 
-# ── what can be read ─────────────────────────────────────────────────────────────────────────────
-
-
 @pytest.mark.parametrize(
     "stored",
     [
@@ -157,17 +154,25 @@ def test_load_base_refuses_to_quantize_twice(checkpoint):
     [
         ({}, "dense"),
         ({"quantization": {"group_size": 64, "bits": 4}}, "affine 4-bit g64"),
-        ({"text_config": {"quantization": {"group_size": 32, "bits": 4, "mode": "mxfp4"}}},
-         "mxfp4 4-bit g32"),
+        (
+            {"text_config": {"quantization": {"group_size": 32, "bits": 4, "mode": "mxfp4"}}},
+            "mxfp4 4-bit g32",
+        ),
         ({"quantization_config": {"quant_method": "fp8"}}, "fp8"),
-        ({"quantization_config": {"quant_method": "awq", "bits": 4, "group_size": 128}},
-         "awq 4-bit g128"),
-        ({"quantization_config": {"quant_method": "bitsandbytes", "load_in_8bit": True}},
-         "bitsandbytes 8-bit"),
-        ({"quantization_config": {"quant_method": "bitsandbytes", "bnb_4bit_quant_type": "fp4"}},
-         "bitsandbytes fp4"),
+        (
+            {"quantization_config": {"quant_method": "awq", "bits": 4, "group_size": 128}},
+            "awq 4-bit g128",
+        ),
+        (
+            {"quantization_config": {"quant_method": "bitsandbytes", "load_in_8bit": True}},
+            "bitsandbytes 8-bit",
+        ),
+        (
+            {"quantization_config": {"quant_method": "bitsandbytes", "bnb_4bit_quant_type": "fp4"}},
+            "bitsandbytes fp4",
+        ),
     ],
-)  # fmt: skip
+)
 def test_what_a_checkpoint_is_quantized_as_has_a_name(config, name):
     assert quantization_name(stored_quantization(config)) == name
 
@@ -195,9 +200,6 @@ def test_fingerprint_follows_every_tensor(checkpoint):
     tensors["model.layers.1.mlp.up_proj.weight"] += 1e-3
     mx.save_safetensors(str(folder / "model.safetensors"), tensors)
     assert fingerprint(folder) != before
-
-
-# ── offline first ────────────────────────────────────────────────────────────────────────────────
 
 
 def test_load_base_of_a_folder_never_touches_the_network(checkpoint, no_network):
@@ -244,9 +246,6 @@ def test_resolve_base_path_names_what_is_no_model(no_network, name, message):
     with pytest.raises(PackError, match=message):
         resolve_base_path(name)
     assert no_network == []
-
-
-# ── what cannot be read ──────────────────────────────────────────────────────────────────────────
 
 
 def edit_config(folder: Path, **changes) -> None:

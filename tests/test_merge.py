@@ -34,9 +34,14 @@ def write_checkpoint(folder: Path, family: str = "qwen3", dtype=mx.float32, **ch
     sizes = {"vocab_size": 4096, "n_positions": 2048} if family == "gpt2" else SMALL
     if family == "qwen3_moe":
         sizes = {
-            **sizes, "num_experts": 4, "num_experts_per_tok": 2, "decoder_sparse_step": 1,
-            "mlp_only_layers": [], "moe_intermediate_size": 64, "norm_topk_prob": True,
-        }  # fmt: skip
+            **sizes,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
+            "moe_intermediate_size": 64,
+            "norm_topk_prob": True,
+        }
     model, config = model_of(family, **{**sizes, **changes})
     tensors = {n: t.astype(dtype) for n, t in tree_flatten(model.parameters())}
     if family == "gpt2":
@@ -269,8 +274,21 @@ def test_a_limit_that_is_said_stands(faint, tmp_path, run):
 
 def test_a_dense_merge_that_16_bits_would_spoil_names_float32(faint, tmp_path, run):
     base, pack = faint
-    args = ("merge", pack.path, "--model", base, "--rows", 2, "--out", tmp_path / "out",
-            "--dtype", "bfloat16", "--max-drift", "3e-7", "--json")  # fmt: skip
+    args = (
+        "merge",
+        pack.path,
+        "--model",
+        base,
+        "--rows",
+        2,
+        "--out",
+        tmp_path / "out",
+        "--dtype",
+        "bfloat16",
+        "--max-drift",
+        "3e-7",
+        "--json",
+    )
     code, out, err = run(*args)
     assert code == 1 and json.loads(out)["passes"] == "none --dtype float32"
     assert "--requantize none --dtype float32 passes" in err

@@ -305,9 +305,6 @@ def test_command_loss_on_overrides_mask_prompt_of_a_file(tmp_path, monkeypatch):
     assert given["train"].loss_on == "all"
 
 
-# ── what is taken is used, or refused ────────────────────────────────────────────────────────────
-
-
 def packs_train(*args: str):
     """`packs train ARGS`."""
     return CliRunner().invoke(command, list(args))

@@ -103,8 +103,11 @@ def test_a_bitsandbytes_checkpoint_is_read_without_quantizing_again(dense, tmp_p
     folder = save_checkpoint(tmp_path / "bnb", tensors, **config)
     base = load_base(folder)
     assert base.quantization == {
-        "group_size": 64, "bits": 4, "mode": "nf4", "double_quant": True,
-    }  # fmt: skip
+        "group_size": 64,
+        "bits": 4,
+        "mode": "nf4",
+        "double_quant": True,
+    }
     assert mx.array_equal(base.model(TOKENS), made.model(TOKENS)).item()
     asked = load_base(folder, "nf4", keep=("lm_head", "embed_tokens"))  # as a bnb_4bit recipe does
     assert asked.quantization == base.quantization
@@ -126,9 +129,14 @@ def test_modules_are_left_dense_by_name(dense, tmp_path):
     ):
         load_base(dense, "nf4", keep=("down_prj",))
     train = TrainConfig(
-        iters=1, batch_size=1, max_seq_length=64, val_batches=0, test_batches=1, quantize="affine4",
+        iters=1,
+        batch_size=1,
+        max_seq_length=64,
+        val_batches=0,
+        test_batches=1,
+        quantize="affine4",
         keep=("down_proj",),
-    )  # fmt: skip
+    )
     train_pack(str(dense), "tiny", LoRAConfig(rank=2), train, tmp_path / "p")
     again = Pack.open(tmp_path / "p").load_base(dense)
     assert type(again.model.layers[0].mlp.down_proj) is nn.Linear
@@ -170,12 +178,15 @@ def test_gradients_of_all_adapters_are_those_on_the_dequantized_base(dense, base
     def gradients(base, path):
         attached = attach(base, LoRAConfig(rank=4), base_path=path)
         for slot in attached.slots.values():
-            slot.lora.lora_b = [mx.random.normal(b.shape, key=mx.random.key(b.size)) * 0.05
-                                for b in slot.lora.lora_b]  # fmt: skip
+            slot.lora.lora_b = [
+                mx.random.normal(b.shape, key=mx.random.key(b.size)) * 0.05
+                for b in slot.lora.lora_b
+            ]
         base.model.train()
         batch = (TOKENS[:, :-1], TOKENS[:, 1:], mx.ones(TOKENS[:, 1:].shape))
-        loss = nn.value_and_grad(base.model, lambda: mx.mean(
-            nn.losses.cross_entropy(base.model(batch[0]), batch[1])))  # fmt: skip
+        loss = nn.value_and_grad(
+            base.model, lambda: mx.mean(nn.losses.cross_entropy(base.model(batch[0]), batch[1]))
+        )
         value, grads = loss()
         attached.detach()
         return value.item(), dict(tree_flatten(grads))
@@ -216,14 +227,22 @@ def test_merging_is_exact_and_detaching_leaves_no_trace(stored):
 
 def test_a_pack_is_trained_saved_and_applied_on_nf4(dense, stored, tmp_path):
     train = TrainConfig(
-        iters=3, batch_size=2, max_seq_length=64, val_batches=0, test_batches=1, quantize="nf4",
+        iters=3,
+        batch_size=2,
+        max_seq_length=64,
+        val_batches=0,
+        test_batches=1,
+        quantize="nf4",
         double_quant=False,
-    )  # fmt: skip
+    )
     run = train_pack(str(dense), "tiny", LoRAConfig(rank=2), train, tmp_path / "p")
     manifest = run.pack.manifest
     assert manifest["base"]["quantization"] == {
-        "group_size": 64, "bits": 4, "mode": "nf4", "double_quant": False,
-    }  # fmt: skip
+        "group_size": 64,
+        "bits": 4,
+        "mode": "nf4",
+        "double_quant": False,
+    }
     pack = Pack.open(tmp_path / "p")
     base = pack.load_base(dense)
     assert not base.model.layers[0].self_attn.q_proj.double_quant
@@ -264,9 +283,10 @@ def test_broken_packed_tensors_are_named(stored, tmp_path, name):
     else:
         tensors[key] = change(tensors[key])
     folder = save_checkpoint(
-        tmp_path / "b", tensors, quantization=json.loads(
-            (stored / "config.json").read_text())["quantization"]
-    )  # fmt: skip
+        tmp_path / "b",
+        tensors,
+        quantization=json.loads((stored / "config.json").read_text())["quantization"],
+    )
     with pytest.raises(PackError, match=told) as error:
         load_base(folder)
     assert str(error.value).startswith(f"{folder}: ")
@@ -308,9 +328,14 @@ def test_200_steps_on_nf4_end_within_two_percent_of_affine_4_bit(dense, tmp_path
     found = {}
     for mode in ("affine4", "nf4"):
         train = TrainConfig(
-            iters=200, batch_size=2, max_seq_length=256, learning_rate=1e-3, val_batches=0,
-            quantize=mode, base_path="dense",
-        )  # fmt: skip
+            iters=200,
+            batch_size=2,
+            max_seq_length=256,
+            learning_rate=1e-3,
+            val_batches=0,
+            quantize=mode,
+            base_path="dense",
+        )
         run = train_pack(str(dense), "tiny", LoRAConfig(rank=16), train, tmp_path / mode)
         found[mode] = run.report
         print(mode, {k: v for k, v in run.report.items() if k.startswith("ppl")})

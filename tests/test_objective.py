@@ -52,9 +52,12 @@ def batch_of(arrays):
 def dense(module) -> mx.array:
     if isinstance(module, nn.QuantizedLinear | nn.QuantizedEmbedding):
         return mx.dequantize(
-            module.weight, module.scales, module.get("biases"),
-            group_size=module.group_size, bits=module.bits,
-        )  # fmt: skip
+            module.weight,
+            module.scales,
+            module.get("biases"),
+            group_size=module.group_size,
+            bits=module.bits,
+        )
     return module.weight
 
 
@@ -178,7 +181,7 @@ def test_qwen3_4b_has_no_square_projection():
         ("llama", SQUARE, {"target_modules": ("q_proj",)}, "--target-modules q_proj: --objective"),
         ("llama", SQUARE, {"num_layers": 3}, "--num-layers 3: the base has only 2 blocks"),
     ],
-)  # fmt: skip
+)
 def test_a_graph_in_which_nothing_would_learn_is_refused(family, changes, lora, message):
     with pytest.raises(PackError, match=message):
         graph(base_of(family, **changes), LoRAConfig(**lora))
@@ -211,8 +214,15 @@ def test_a_base_that_carries_a_pack_is_refused_at_once():
     assert graph(base).facts["stack"]
 
 
-@pytest.mark.parametrize("wrong", [{"recompute": "block"}, {"grad_checkpoint": True},
-                                   {"cache_prefix": "on"}, {"objective": "stack"}])  # fmt: skip
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"recompute": "block"},
+        {"grad_checkpoint": True},
+        {"cache_prefix": "on"},
+        {"objective": "stack"},
+    ],
+)
 def test_what_a_stack_has_not_is_refused(wrong):
     with pytest.raises(PackError, match="leave it out|objective is one of"):
         TrainConfig(**{"objective": "projection-stack", **wrong})
@@ -221,9 +231,6 @@ def test_what_a_stack_has_not_is_refused(wrong):
 def test_no_plan_is_made_for_another_graph_than_the_transformer():
     with pytest.raises(PackError, match="no plan for the objective projection-stack"):
         estimate({"model_type": "qwen3"}, {}, LoRAConfig(), STACK)
-
-
-# ── a run ────────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.fixture(scope="module")
@@ -239,13 +246,22 @@ def folder(tmp_path_factory) -> Path:
 
 def trained(folder: Path, out: str, model: str = "llama", resume=False, **options):
     settings = {
-        "iters": 6, "batch_size": 4, "max_seq_length": 64, "save_every": 3, "learning_rate": 1e-2,
-        "objective": "projection-stack", **options,
-    }  # fmt: skip
+        "iters": 6,
+        "batch_size": 4,
+        "max_seq_length": 64,
+        "save_every": 3,
+        "learning_rate": 1e-2,
+        "objective": "projection-stack",
+        **options,
+    }
     return train_pack(
-        str(folder / model), folder / "d", LoRAConfig(rank=4), TrainConfig(**settings),
-        out=folder / out, resume=resume,
-    )  # fmt: skip
+        str(folder / model),
+        folder / "d",
+        LoRAConfig(rank=4),
+        TrainConfig(**settings),
+        out=folder / out,
+        resume=resume,
+    )
 
 
 def test_a_run_is_an_ordinary_pack_judged_by_the_true_forward(folder, run):

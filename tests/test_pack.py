@@ -78,12 +78,15 @@ def made(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("made") / "p"
     recipe = {"quantize": "none", "chat_feature": "talk", "text_feature": "words"}
     make_pack(
-        load_base("tiny"), folder,
+        load_base("tiny"),
+        folder,
         objective={"loss_on": "all"},
         data={"source": "d", "rows": {"train": 4, "test": 2}},
         recipe={**recipe, "max_seq_length": 16},
-        versions={"mlx": "0"}, eval=EVAL, measured={"created": "2026-01-01"},
-    )  # fmt: skip
+        versions={"mlx": "0"},
+        eval=EVAL,
+        measured={"created": "2026-01-01"},
+    )
     return folder
 
 
@@ -120,9 +123,6 @@ def replace_adapters(pack: Path, change) -> None:
     edit(pack, lambda m: m["files"].update({"adapters.safetensors": facts}))
 
 
-# ── quantization ─────────────────────────────────────────────────────────────────────────────────
-
-
 def test_attach_refuses_the_base_in_another_quantization(dense):
     base = load_base(dense / "base")
     with pytest.raises(PackError, match=r"affine 4-bit g64.*is dense.*quantize='affine4'"):
@@ -154,9 +154,6 @@ def test_commands_quantize_the_base_as_the_pack_was_trained(dense, here, run, re
     alone = evaluate(load_base(dense / "base", quantize="affine4"), None, rows)
     assert alone.base.ppl == pytest.approx(report["base"]["ppl"], rel=1e-5)
     assert run("generate", "--pack", pack, *model, "--prompt", "a", "--max-tokens", 2)[0] == 0
-
-
-# ── the base's own headers ───────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize("content", ["{", "{}", "[]"])
@@ -204,9 +201,6 @@ def test_apply_dry_run_names_a_module_that_the_base_lacks(pack, refused):
         lambda t: [t.update({f"{new}.{x}": t.pop(f"{old}.{x}")}) for x in ("lora_a", "lora_b")],
     )
     assert refused("apply", "p", "--dry-run") == f"p: {new}: tiny has no such module."
-
-
-# ── manifests ────────────────────────────────────────────────────────────────────────────────────
 
 
 def _set(path: str, value=None, drop: bool = False):
@@ -303,9 +297,13 @@ def test_attach_names_what_a_pack_brings_whole_but_is_no_tensor_of_the_base(pack
 
 @pytest.mark.parametrize(
     ("change", "told"),
-    [({"dtype": "XX"}, "is XX; adapters are F32"), ({"dtype": "F64"}, "is F64; adapters are F32"),
-     ({"shape": [100_000, 100_000]}, "cannot be read"), ({"data_offsets": [-4, 4]}, "cannot be")],
-)  # fmt: skip
+    [
+        ({"dtype": "XX"}, "is XX; adapters are F32"),
+        ({"dtype": "F64"}, "is F64; adapters are F32"),
+        ({"shape": [100_000, 100_000]}, "cannot be read"),
+        ({"data_offsets": [-4, 4]}, "cannot be"),
+    ],
+)
 def test_a_header_that_lies_is_one_clear_line(pack, refused, change, told):
     file = pack / "adapters.safetensors"
     raw = file.read_bytes()
@@ -345,9 +343,6 @@ def test_inspect_prints_a_result_without_error_of_the_perplexity(pack, run):
     assert "held-out PPL 10.00 → 5.00 on 2 test rows" in run("inspect", "p")[1]
 
 
-# ── model card ───────────────────────────────────────────────────────────────────────────────────
-
-
 def test_model_card_signs_the_change_of_perplexity(made):
     manifest = Pack.open(made).manifest
     assert "10.00 ± 0.50 before, 5.00 ± 0.25 with the pack (-50%)" in model_card(manifest, "p")
@@ -366,9 +361,6 @@ def test_model_card_prints_a_command_that_can_load_the_base(made, dense):
     assert ours in model_card(quantized, "p")
 
 
-# ── evaluation with the pack's own columns ───────────────────────────────────────────────────────
-
-
 def test_evaluate_takes_columns_and_length_from_the_pack(pack, tiny):
     rows = write_rows(Path("d"), train=[{"words": "x"}], test=[{"words": "one two three " * 20}])
     assert evaluate(tiny, "p", rows).targets == 15  # 16 tokens, the first is not predicted
@@ -384,9 +376,6 @@ def test_eval_takes_columns_as_flags(pack, run):
     assert code == 2 and "'words'" in err
     code, out, err = run("eval", "p", "--data", rows, "--text-feature", "w", "--json")
     assert code == 0 and json.loads(out)["rows"] == 1, err
-
-
-# ── commands ─────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize("command", ["apply", "eval", "generate"])
@@ -420,9 +409,10 @@ def test_generate_json_is_alone_on_stdout(pack, run):
     assert {k: report[k] for k in ("prompt", "pack", "model")} == {
         **{"prompt": "Hi", "pack": "p", "model": "tiny"}
     }
-    assert report["text"].strip() == run(
-        *("generate", "--pack", "p", "--prompt", "Hi", "--max-tokens", 3)
-    )[1].strip()  # fmt: skip
+    assert (
+        report["text"].strip()
+        == run(*("generate", "--pack", "p", "--prompt", "Hi", "--max-tokens", 3))[1].strip()
+    )
 
 
 @pytest.mark.parametrize(
@@ -461,9 +451,6 @@ def test_run_command_leaves_other_errors_of_mlx_alone(monkeypatch):
         run_command(packs)
 
 
-# ── files ────────────────────────────────────────────────────────────────────────────────────────
-
-
 def test_whole_folder_puts_the_old_folder_back_when_it_cannot_be_replaced(tmp_path, monkeypatch):
     folder = tmp_path / "p"
     folder.mkdir()
@@ -483,9 +470,6 @@ def test_whole_folder_puts_the_old_folder_back_when_it_cannot_be_replaced(tmp_pa
         (partial / "new").write_text("2")
     assert [f.name for f in tmp_path.iterdir()] == ["p"]
     assert (folder / "old").read_text() == "1"
-
-
-# ── half precision ───────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

@@ -220,9 +220,13 @@ def check_kernel_sources(installed: Path, empty: Path) -> None:
         "suffix) for op in OPS for suffix in ('metal', 'cu')}]))"
     )
     found = subprocess.run(
-        [sys.executable, "-c", code], cwd=empty, check=True, capture_output=True, text=True,
+        [sys.executable, "-c", code],
+        cwd=empty,
+        check=True,
+        capture_output=True,
+        text=True,
         env={**os.environ, "PYTHONPATH": str(installed), "PYTHONSAFEPATH": "1"},
-    )  # fmt: skip
+    )
     file, texts = json.loads(found.stdout)
     assert file.startswith(str(installed))
     for name, text in texts.items():

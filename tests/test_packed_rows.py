@@ -163,9 +163,6 @@ def test_segment_mask_lets_every_input_see_itself_and_its_own_past_alone():
     ]
 
 
-# ── refusals ─────────────────────────────────────────────────────────────────────────────────────
-
-
 def test_packing_a_recurrent_model_is_refused():
     sizes = {"intermediate_size": 128, "state_size": 8, "conv_kernel": 4, "time_step_rank": 4}
     base = base_of("mamba", **sizes, use_bias=False, use_conv_bias=True)
@@ -212,12 +209,17 @@ def test_packing_is_refused_where_a_far_position_is_computed_otherwise(monkeypat
         prepare_packing(attached, split_head(model), 64, 128)
 
 
-# ── runs ─────────────────────────────────────────────────────────────────────────────────────────
-
 PACKED = TrainConfig(
-    iters=4, batch_size=2, max_seq_length=96, packing=True, learning_rate=1e-3,
-    lr_schedule="constant", base_path="dense", steps_per_eval=2, save_every=2,
-)  # fmt: skip
+    iters=4,
+    batch_size=2,
+    max_seq_length=96,
+    packing=True,
+    learning_rate=1e-3,
+    lr_schedule="constant",
+    base_path="dense",
+    steps_per_eval=2,
+    save_every=2,
+)
 
 
 @pytest.fixture

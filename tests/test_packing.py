@@ -21,8 +21,14 @@ from mlx_packs.plan import estimate, tensors_of
 from mlx_packs.quantize import quantize
 from mlx_packs.runtime import mx
 
-MOE = {"num_experts": 4, "num_experts_per_tok": 2, "decoder_sparse_step": 1, "mlp_only_layers": [],
-       "moe_intermediate_size": 64, "norm_topk_prob": True}  # fmt: skip
+MOE = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "moe_intermediate_size": 64,
+    "norm_topk_prob": True,
+}
 
 
 def kinds(base) -> dict[str, tuple]:
@@ -90,8 +96,9 @@ def test_packed_nbytes_is_what_the_outline_takes(shape, dtype):
 @pytest.mark.parametrize("asked", ["nf4", "affine4"])
 def test_the_plan_counts_the_modules_that_are_packed(tmp_path, asked):
     # 72 is even but no multiple of 64: NF4 packs such rows, affine does not
-    dense = write_dense(tmp_path / "dense", intermediate_size=72, num_attention_heads=3,
-                        num_key_value_heads=3)  # fmt: skip
+    dense = write_dense(
+        tmp_path / "dense", intermediate_size=72, num_attention_heads=3, num_key_value_heads=3
+    )
     keep = ("v_proj",)
     base, plain = load_base(dense, asked, keep=keep), load_base(dense)
     train = TrainConfig(quantize=asked, keep=keep)

@@ -53,16 +53,19 @@ BAD = {
     "a number for a text": ([{"anchor": "a", "positive": 3}], "'positive' must be a text"),
     "half a surrogate": ([{"anchor": "\ud800", "positive": "b"}], "half of a surrogate pair"),
     "a text for a score": (
-        [{"sentence1": "a", "sentence2": "b", "score": "1"}], "'score' must be a number",
+        [{"sentence1": "a", "sentence2": "b", "score": "1"}],
+        "'score' must be a number",
     ),
     "true for a score": (
-        [{"sentence1": "a", "sentence2": "b", "score": True}], "'score' must be a number",
+        [{"sentence1": "a", "sentence2": "b", "score": True}],
+        "'score' must be a number",
     ),
     "no number": (
-        [{"sentence1": "a", "sentence2": "b", "score": float("nan")}], "'score' must be a number",
+        [{"sentence1": "a", "sentence2": "b", "score": float("nan")}],
+        "'score' must be a number",
     ),
     "nothing": ([], "there are no rows"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("fault", BAD)
@@ -76,8 +79,10 @@ def test_a_loss_must_fit_the_rows(tokenizer):
     scored, pairs = encoded(tokenizer, all_scored()), encoded(tokenizer, all_pairs())
     triplets = encoded(tokenizer, all_triplets())
     assert [choose_loss("auto", p, "x") for p in (scored, pairs, triplets)] == [
-        "cosine", "mnrl", "mnrl",
-    ]  # fmt: skip
+        "cosine",
+        "mnrl",
+        "mnrl",
+    ]
     assert choose_loss("triplet", triplets, "x") == "triplet"
     with pytest.raises(PackError, match=r"--loss triplet: needs {anchor, positive, negative}, but"):
         choose_loss("triplet", pairs, "x")

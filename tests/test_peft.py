@@ -20,9 +20,14 @@ from mlx_packs.runtime import mx
 pytestmark = [pytest.mark.interop, pytest.mark.filterwarnings("default")]
 TOKENS = range(1, 33)
 SMALL = {
-    "hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": 128, "vocab_size": 4096,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128,
-}  # fmt: skip
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "intermediate_size": 128,
+    "vocab_size": 4096,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+}
 FAMILIES = ("qwen3", "llama", "gpt2", "tied")
 
 
@@ -137,9 +142,11 @@ def peft_folder(base: Path, out: Path, **options) -> np.ndarray:
     torch.manual_seed(1)
     gpt2 = base.name == "gpt2"
     config = LoraConfig(
-        task_type="CAUSAL_LM", init_lora_weights=False, fan_in_fan_out=gpt2,
+        task_type="CAUSAL_LM",
+        init_lora_weights=False,
+        fan_in_fan_out=gpt2,
         **{"r": 4, "lora_alpha": 6, "target_modules": list(TARGETS.get(base.name, ALL)), **options},
-    )  # fmt: skip
+    )
     model = get_peft_model(transformers_model(base), copy.deepcopy(config)).eval()
     for name, parameter in model.named_parameters():
         if "modules_to_save" in name or "magnitude" in name:

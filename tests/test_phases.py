@@ -43,13 +43,16 @@ def phases(data, **second) -> tuple[Phase, ...]:
 
 def train(data, *two: Phase, **changes) -> TrainConfig:
     told = {
-        "batch_size": 2, "max_seq_length": 64, "base_path": "dense", "steps_per_report": 3,
-        "grad_accumulation_steps": 2, "test_batches": 1, "phases": two or phases(data), **changes,
-    }  # fmt: skip
+        "batch_size": 2,
+        "max_seq_length": 64,
+        "base_path": "dense",
+        "steps_per_report": 3,
+        "grad_accumulation_steps": 2,
+        "test_batches": 1,
+        "phases": two or phases(data),
+        **changes,
+    }
     return TrainConfig(**told)
-
-
-# ── what is drawn ────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.fixture(scope="module")
@@ -119,9 +122,6 @@ def test_shapes_of_drawn_batches_are_those_that_were_foretold(examples):
     assert found == batch_shapes(examples, 2, 60, 3, 200, shapes=few, draw=draw) <= few
 
 
-# ── legs ─────────────────────────────────────────────────────────────────────────────────────────
-
-
 def test_a_run_without_phases_is_a_run_of_one_leg():
     config, columns = TrainConfig(iters=7), DataConfig()
     (leg,) = legs_of(config, columns)
@@ -131,15 +131,25 @@ def test_a_run_without_phases_is_a_run_of_one_leg():
 
 def test_what_a_phase_does_not_say_is_as_the_run_has_it(data):
     config = TrainConfig(
-        iters=5, learning_rate=3e-4, warmup_steps=1, grad_accumulation_steps=2,
-        phases=(Phase(), Phase(iters=3), Phase(learning_rate=1e-5, optimizer_state="fresh"),
-                Phase(data=["a", "b"], lr_schedule="constant", warmup_steps=0)),
-    )  # fmt: skip
+        iters=5,
+        learning_rate=3e-4,
+        warmup_steps=1,
+        grad_accumulation_steps=2,
+        phases=(
+            Phase(),
+            Phase(iters=3),
+            Phase(learning_rate=1e-5, optimizer_state="fresh"),
+            Phase(data=["a", "b"], lr_schedule="constant", warmup_steps=0),
+        ),
+    )
     legs = legs_of(config, DataConfig(data="x", text_feature="body"))
     assert [leg.name for leg in legs] == ["phase-1", "phase-2", "phase-3", "phase-4"]
     assert [(leg.first, leg.stop, leg.since) for leg in legs] == [
-        (0, 5, 0), (5, 8, 3), (8, 13, 0), (13, 18, 3)
-    ]  # fmt: skip
+        (0, 5, 0),
+        (5, 8, 3),
+        (8, 13, 0),
+        (13, 18, 3),
+    ]
     assert [leg.train.learning_rate for leg in legs] == [3e-4, 3e-4, 1e-5, 3e-4]
     assert [leg.train.warmup_steps for leg in legs] == [1, 1, 1, 0]
     sources = [[s.data for s in leg.sources] for leg in legs]
@@ -148,11 +158,13 @@ def test_what_a_phase_does_not_say_is_as_the_run_has_it(data):
 
 
 def test_a_schedule_begins_with_its_phase_and_carried_moments_stay():
-    config = TrainConfig(phases=(
-        Phase(iters=3, learning_rate=1e-2, lr_schedule="constant"),
-        Phase(iters=4, learning_rate=1e-3, lr_schedule="linear"),
-        Phase(iters=2, learning_rate=5e-4, lr_schedule="constant"),
-    ))  # fmt: skip
+    config = TrainConfig(
+        phases=(
+            Phase(iters=3, learning_rate=1e-2, lr_schedule="constant"),
+            Phase(iters=4, learning_rate=1e-3, lr_schedule="linear"),
+            Phase(iters=2, learning_rate=5e-4, lr_schedule="constant"),
+        )
+    )
     weights, gradients = {"w": mx.ones((4, 4))}, {"w": mx.full((4, 4), 0.5)}
     before, rates = None, []
     for leg in legs_of(config, DataConfig()):
@@ -179,16 +191,15 @@ def test_rows_of_several_sources_and_of_all_legs_lie_one_behind_the_other(data):
     assert len(splits.rows["train"]) == 36 and len(splits.rows["valid"]) == 12
     assert legs[1].public_source(splits) == "broad + broad"
     assert pack_name(legs).data == both[0]
-    one = Examples([Example(np.arange(i + 2), np.ones(i + 2, bool), str(i)) for i in range(3)],
-                   "text", "all")  # fmt: skip
+    one = Examples(
+        [Example(np.arange(i + 2), np.ones(i + 2, bool), str(i)) for i in range(3)], "text", "all"
+    )
     two = Examples([Example(np.arange(9), np.ones(9, bool), "9")], "chat", "assistant")
     course = Course(legs, [{"train": one}, {"train": two}])
     assert [e.where for e in course.train.items] == ["0", "1", "2", "9"]
     assert (course.train.format, course.loss_on) == ("text + chat", "assistant")
     assert [course.draw(leg) for leg in legs] == [Draw(0, 3), Draw(3, 4)]
 
-
-# ── refusals ─────────────────────────────────────────────────────────────────────────────────────
 
 FAULTS = [
     ("phases: []", "phases must hold at least one phase"),
@@ -211,10 +222,12 @@ FAULTS = [
     ("phases: [{optimizer_state: keep}]", "optimizer_state is one of carry, fresh"),
     ("phases: [{lr_schedule: step}]", "lr_schedule is one of"),
     ("phases: [{data: nowhere/at/all}]", "nowhere/at/all: no such folder or file"),
-    ("lr_schedule: {name: cosine_decay, arguments: [1e-3, 10]}\nphases: [{learning_rate: 1e-4}]",
-     "learning_rate is not used beside an lr_schedule that is a mapping"),
+    (
+        "lr_schedule: {name: cosine_decay, arguments: [1e-3, 10]}\nphases: [{learning_rate: 1e-4}]",
+        "learning_rate is not used beside an lr_schedule that is a mapping",
+    ),
     ("iters: 3\nphases: [{iters: 2}]", "every phase says its own iters"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("text", "message"), FAULTS)
@@ -245,9 +258,6 @@ def test_data_beside_phases_that_have_their_own_is_refused_in_python_too(data, t
         train_pack("tiny", str(data / "narrow"), LORA, train(data), tmp_path / "o")
 
 
-# ── a run ────────────────────────────────────────────────────────────────────────────────────────
-
-
 @pytest.fixture(scope="module")
 def whole(data, tmp_path_factory):
     """An unbroken run of two phases."""
@@ -258,8 +268,11 @@ def test_the_manifest_has_both_phases_and_what_each_did_to_the_others_rows(whole
     manifest = json.loads((whole.pack.path / "pack.json").read_text())
     first, second = manifest["phases"]
     assert (first["name"], first["data"], first["steps"], first["batches"]) == (
-        "broad", "broad", 2, [0, 4]
-    )  # fmt: skip
+        "broad",
+        "broad",
+        2,
+        [0, 4],
+    )
     assert (second["replay"], second["optimizer_state"]) == (0.25, "carry")
     assert first["after"] == second["before"]
     for phase in (first, second):
@@ -269,8 +282,11 @@ def test_the_manifest_has_both_phases_and_what_each_did_to_the_others_rows(whole
     assert first["before"]["narrow"]["ppl"] == manifest["eval"]["ppl_before"]
     assert first["after"]["broad"]["ppl"] < first["before"]["broad"]["ppl"]
     assert manifest["data"]["rows"] == {
-        "broad/train": 18, "broad/valid": 6, "narrow/train": 4, "narrow/valid": 2
-    }  # fmt: skip
+        "broad/train": 18,
+        "broad/valid": 6,
+        "narrow/train": 4,
+        "narrow/valid": 2,
+    }
     assert set(manifest["data"]["fingerprint"]) == set(manifest["data"]["rows"])
     assert [p["data"] for p in manifest["recipe"]["phases"]] == ["broad", "narrow"]
     assert len(phase_lines(manifest["phases"])) == 2
@@ -346,8 +362,6 @@ def test_phases_work_with_packing_and_a_cached_prefix(data, tmp_path, monkeypatc
         )
 
 
-# ── interrupted ──────────────────────────────────────────────────────────────────────────────────
-
 PROGRAM = """
 import os, signal, sys
 from mlx_packs import training
@@ -377,8 +391,10 @@ def killed(folder, where: str, *flags: str) -> int:
     """Train in a process of its own that gets SIGINT at a place; its exit code."""
     return subprocess.run(
         [sys.executable, "-c", PROGRAM, where, "--out", "o", "-q", *flags],
-        cwd=folder, env={**os.environ, "MLX_PACKS_CACHE": "off"}, check=False,
-    ).returncode  # fmt: skip
+        cwd=folder,
+        env={**os.environ, "MLX_PACKS_CACHE": "off"},
+        check=False,
+    ).returncode
 
 
 def test_a_run_killed_in_each_phase_and_between_goes_on_to_the_same_bits(data, whole, tmp_path):
@@ -406,10 +422,12 @@ def test_a_run_killed_in_each_phase_and_between_goes_on_to_the_same_bits(data, w
     assert pack.read_bytes() == (tmp_path / "o" / "adapters.safetensors").read_bytes()
     timed = {"tokens_per_s", "peak_gb"}
     lines = [
-        [{k: v for k, v in json.loads(line).items() if k not in timed}
-         for line in (r / "metrics.jsonl").read_text().splitlines()]
+        [
+            {k: v for k, v in json.loads(line).items() if k not in timed}
+            for line in (r / "metrics.jsonl").read_text().splitlines()
+        ]
         for r in (whole.run, run)
-    ]  # fmt: skip
+    ]
     assert lines[0] == lines[1]
     assert [line["batch"] for line in lines[0]] == [3, 4, 4, 7, 8]
     manifests = [json.loads((p / "pack.json").read_text()) for p in (pack.parent, tmp_path / "o")]

@@ -60,19 +60,30 @@ def checkpoint(name: str) -> Checkpoint:
     hidden, ffn, blocks, heads, kv_heads, vocab, tied = sizes
     family = "qwen3" if name.startswith("qwen3") else "llama"
     config = {
-        "model_type": family, "hidden_size": hidden, "intermediate_size": ffn,
-        "num_hidden_layers": blocks, "num_attention_heads": heads, "vocab_size": vocab,
-        "num_key_value_heads": kv_heads, "head_dim": 128, "tie_word_embeddings": tied,
-        "rms_norm_eps": 1e-6, "rope_theta": 1e4,
-    }  # fmt: skip
+        "model_type": family,
+        "hidden_size": hidden,
+        "intermediate_size": ffn,
+        "num_hidden_layers": blocks,
+        "num_attention_heads": heads,
+        "vocab_size": vocab,
+        "num_key_value_heads": kv_heads,
+        "head_dim": 128,
+        "tie_word_embeddings": tied,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1e4,
+    }
     q, k = heads * 128, kv_heads * 128
     shapes = {
-        "self_attn.q_proj": [q, hidden], "self_attn.k_proj": [k, hidden],
-        "self_attn.v_proj": [k, hidden], "self_attn.o_proj": [hidden, q],
-        "mlp.gate_proj": [ffn, hidden], "mlp.up_proj": [ffn, hidden],
+        "self_attn.q_proj": [q, hidden],
+        "self_attn.k_proj": [k, hidden],
+        "self_attn.v_proj": [k, hidden],
+        "self_attn.o_proj": [hidden, q],
+        "mlp.gate_proj": [ffn, hidden],
+        "mlp.up_proj": [ffn, hidden],
         "mlp.down_proj": [hidden, ffn],
-        "input_layernorm": [hidden], "post_attention_layernorm": [hidden],
-    }  # fmt: skip
+        "input_layernorm": [hidden],
+        "post_attention_layernorm": [hidden],
+    }
     if family == "qwen3":
         shapes |= {"self_attn.q_norm": [128], "self_attn.k_norm": [128]}
     tensors = {"model.embed_tokens.weight": [vocab, hidden], "model.norm.weight": [hidden]}
@@ -218,8 +229,11 @@ def given_up(memory: float, asked=frozenset()) -> tuple:
     best = advise(checkpoint("qwen3-4b"), int(memory * 1e9), train=train, asked=asked)[0]
     settings = best.train
     return (
-        best.lora.rank, settings.max_seq_length, settings.recomputes, settings.batch_size,
-    )  # fmt: skip
+        best.lora.rank,
+        settings.max_seq_length,
+        settings.recomputes,
+        settings.batch_size,
+    )
 
 
 def test_batch_gives_way_before_time_length_and_rank():
@@ -299,9 +313,11 @@ def test_remedies_name_only_what_is_not_so_already_and_helps():
     assert told(tiny, {"rank": 4}, **smallest) == ["--base-path transient", "a smaller base"]
     assert told(tiny, {"rank": 4}, **smallest, base_path="transient") == ["a smaller base"]
     assert told(tiny, {}, base_path="transient") == [
-        "a smaller --batch-size", "--recompute block", "a smaller --max-seq-length",
+        "a smaller --batch-size",
+        "--recompute block",
+        "a smaller --max-seq-length",
         "a smaller base",
-    ]  # fmt: skip
+    ]
     assert "a smaller --rank" in told(tiny, {"rank": 128}, **smallest)
 
 
@@ -338,14 +354,19 @@ RECIPE = {"batch_size": 2, "lora_parameters": {"rank": 32, "scale": 2.0}, "grad_
 @pytest.mark.parametrize(
     "flags",
     [
-        "", "--memory 8", "--memory 0.3", "--memory 16 --optimizer adamw_8bit --num-layers 2",
+        "",
+        "--memory 8",
+        "--memory 0.3",
+        "--memory 16 --optimizer adamw_8bit --num-layers 2",
         "--memory 16 --grad-accumulation-steps 4 --target-modules q_proj,v_proj -c FILE",
-        "--memory 16 -c FILE --no-grad-checkpoint", "--memory 64 --model DENSE -c FILE",
+        "--memory 16 -c FILE --no-grad-checkpoint",
+        "--memory 64 --model DENSE -c FILE",
         "--memory 8 --model DENSE --quantize nf4 --keep embed_tokens --no-double-quant",
-        "--memory 8 --model DENSE --compute-dtype float32", "--memory 4 --model DENSE",
+        "--memory 8 --model DENSE --compute-dtype float32",
+        "--memory 4 --model DENSE",
         "--memory 8 --rank-pattern q_proj=64,v_proj=2",
     ],
-)  # fmt: skip
+)
 def test_the_printed_command_has_the_peak_that_is_shown(flags, device, run, tmp_path, monkeypatch):
     if device == "gpu":
         on_a_gpu(monkeypatch)
@@ -478,9 +499,13 @@ def rows(tmp_path) -> Path:
 @pytest.mark.parametrize("recomputed", [False, True])
 def test_the_estimate_is_within_its_error_of_the_measured_peak(recomputed, tiny, rows, tmp_path):
     train = TrainConfig(
-        iters=2, batch_size=4, max_seq_length=128, base_path="dense", grad_checkpoint=recomputed,
+        iters=2,
+        batch_size=4,
+        max_seq_length=128,
+        base_path="dense",
+        grad_checkpoint=recomputed,
         val_batches=0,
-    )  # fmt: skip
+    )
     report = train_pack(tiny, rows, LoRAConfig(rank=8), train, tmp_path / "p").report
     assert report["plan_peak_gb"] == pytest.approx(report["peak_gb"], rel=ERROR)
 
@@ -599,9 +624,24 @@ def test_training_that_cannot_fit_is_refused_unless_forced(rows, tmp_path, monke
 
 
 def test_what_is_tight_is_trained_with_a_warning(rows, tmp_path, monkeypatch, run):
-    arguments = ["train", "--data", rows, "--iters", "1", "--base-path", "dense", "--json",
-                 "--test-batches", "1", "--val-batches", "0", "--batch-size", "1",
-                 "--recompute", "none"]  # fmt: skip
+    arguments = [
+        "train",
+        "--data",
+        rows,
+        "--iters",
+        "1",
+        "--base-path",
+        "dense",
+        "--json",
+        "--test-batches",
+        "1",
+        "--val-batches",
+        "0",
+        "--batch-size",
+        "1",
+        "--recompute",
+        "none",
+    ]
     peak = json.loads(run(*arguments, "--out", tmp_path / "p")[1])["plan_peak_gb"]
     for memory, warned in ((1.05 * peak, True), (1.2 * peak, False)):
         monkeypatch.setattr(runtime, "total_memory", lambda memory=memory: int(memory * 1e9))
@@ -636,9 +676,23 @@ def test_auto_takes_the_fastest_path_that_fits(tiny, rows, monkeypatch):
 def test_the_plan_takes_the_first_policy_of_recomputation_that_fits(
     rows, tmp_path, monkeypatch, run
 ):
-    arguments = ["train", "--data", rows, "--iters", "1", "--base-path", "dense", "--json",
-                 "--test-batches", "1", "--val-batches", "0", "--overwrite",
-                 "--out", tmp_path / "p"]  # fmt: skip
+    arguments = [
+        "train",
+        "--data",
+        rows,
+        "--iters",
+        "1",
+        "--base-path",
+        "dense",
+        "--json",
+        "--test-batches",
+        "1",
+        "--val-batches",
+        "0",
+        "--overwrite",
+        "--out",
+        tmp_path / "p",
+    ]
     peaks = {}
     for policy in ("none", "selective", "block"):
         report = json.loads(run(*arguments, "--recompute", policy)[1])
@@ -712,8 +766,21 @@ def test_a_config_alone_that_does_not_say_enough_is_refused(config, message, tmp
 
 def test_a_plan_for_another_device_is_that_of_the_device(tmp_path, run, monkeypatch):
     base = write_headers(tmp_path / "base", checkpoint("small"))
-    fixed = ["--model", base, "--memory", 16, "--batch-size", 1, "--max-seq-length", 512,
-             "--recompute", "none", "--rank", 8, "--json"]  # fmt: skip
+    fixed = [
+        "--model",
+        base,
+        "--memory",
+        16,
+        "--batch-size",
+        1,
+        "--max-seq-length",
+        512,
+        "--recompute",
+        "none",
+        "--rank",
+        8,
+        "--json",
+    ]
     told = {device: run("plan", *fixed, "--device", device)[1] for device in ("cpu", "gpu")}
     assert told["cpu"] == run("plan", *fixed)[1] != told["gpu"]
     assert runtime.on_cpu()
@@ -729,8 +796,11 @@ def test_the_table_of_bases_says_what_each_way_needs():
 
     for name in ("llama-3-8b", "qwen3-4b"):
         config, real = CONFIGS[name], checkpoint(name).config
-        assert all(real[key] == config.get(key, 128) for key in real if key not in
-                   ("rms_norm_eps", "rope_theta")), name  # fmt: skip
+        assert all(
+            real[key] == config.get(key, 128)
+            for key in real
+            if key not in ("rms_norm_eps", "rope_theta")
+        ), name
     assert checkpoint_of("llama-3-8b").config is CONFIGS["llama-3-8b"]
     (line,) = rows(checkpoint_of("all-minilm-l6-v2"), [8, 16, 24, 64])
     assert line.startswith("| 8, 16, 24, 64 GB | fits: ") and "(batch 32 x 256) | - | " in line

@@ -82,9 +82,13 @@ class Opened:
 
     def batches(self, count: int, start: int = 0):
         found = training_batches(
-            self.examples, self.train.batch_size, self.train.max_seq_length, self.train.seed,
-            start, self.train.packing,
-        )  # fmt: skip
+            self.examples,
+            self.train.batch_size,
+            self.train.max_seq_length,
+            self.train.seed,
+            start,
+            self.train.packing,
+        )
         return list(itertools.islice(found, count))
 
     def states(self, batch) -> np.ndarray:
@@ -96,9 +100,6 @@ def folder(tmp_path, monkeypatch):
     """Where states are kept, for once."""
     monkeypatch.setenv("MLX_PACKS_CACHE", str(tmp_path / "cache"))
     return tmp_path / "cache" / "prefix"
-
-
-# ── the same numbers ─────────────────────────────────────────────────────────────────────────────
 
 
 def cached_loss_and_gradients(opened: Opened, batches):
@@ -246,9 +247,6 @@ def test_every_family_has_the_loss_of_a_computed_prefix_or_is_refused(family):
     assert found == pytest.approx(wanted, rel=1e-5)
 
 
-# ── where states are kept ────────────────────────────────────────────────────────────────────────
-
-
 @pytest.mark.parametrize("memory", [0, 20_000, 10**9], ids=["disk", "both", "memory"])
 def test_states_beyond_the_memory_limit_come_from_disk(folder, monkeypatch, memory):
     monkeypatch.setattr(prefixes, "memory_budget", lambda plan: memory)
@@ -293,10 +291,13 @@ def test_whatever_changes_the_states_has_a_file_of_its_own(folder):
     runs = [filled(other)] + [
         filled(base(), **change)
         for change in (
-            {"seed": 4}, {"batch_size": 3}, {"packing": True}, {"max_seq_length": 64},
+            {"seed": 4},
+            {"batch_size": 3},
+            {"packing": True},
+            {"max_seq_length": 64},
             {"compute_dtype": "float32"},
         )
-    ]  # fmt: skip
+    ]
     runs.append(Opened(base=base(), num_layers=2))
     assert [run.cache.found for run in runs] == [0] * len(runs)
     assert len(list(folder.glob("*.states"))) == 1 + len(runs)
@@ -459,9 +460,6 @@ def test_a_store_gives_back_what_was_put_or_nothing(tmp_path):
     again.close()
 
 
-# ── whether to ───────────────────────────────────────────────────────────────────────────────────
-
-
 def refusal(*args, **kwargs) -> str:
     with pytest.raises(PackError) as refused:
         Opened(*args, **kwargs)
@@ -618,14 +616,20 @@ def test_unknown_ways_are_refused():
         TrainConfig(cache_prefix="yes")
 
 
-# ── runs ─────────────────────────────────────────────────────────────────────────────────────────
-
 LORA = LoRAConfig(rank=4, num_layers=2, dropout=0.1)
 RUN = TrainConfig(
-    iters=8, batch_size=2, max_seq_length=64, learning_rate=1e-3, lr_schedule="constant",
-    base_path="dense", steps_per_report=1, save_every=50, val_batches=0, test_batches=1,
+    iters=8,
+    batch_size=2,
+    max_seq_length=64,
+    learning_rate=1e-3,
+    lr_schedule="constant",
+    base_path="dense",
+    steps_per_report=1,
+    save_every=50,
+    val_batches=0,
+    test_batches=1,
     cache_prefix="on",
-)  # fmt: skip
+)
 
 
 ANSWERS = ("Yes.", "No, not at all.", "I will see.", "Ask me again.", "Fine", "Go on, then.")
@@ -706,10 +710,17 @@ def test_every_combination_learns_the_same(tiny, rows, tmp_path, last_k):
     for packing, cache, policy in itertools.product((False, True), ("off", "on"), policies):
         batches = 2 if packing else 3  # of an epoch
         train = changed(
-            RUN, batch_size=1 if packing else 2, packing=packing, cache_prefix=cache,
-            ce_last_k=last_k, **policy, save_every=100, iters=3 * batches,
-            grad_accumulation_steps=batches, steps_per_report=batches,
-        )  # fmt: skip
+            RUN,
+            batch_size=1 if packing else 2,
+            packing=packing,
+            cache_prefix=cache,
+            ce_last_k=last_k,
+            **policy,
+            save_every=100,
+            iters=3 * batches,
+            grad_accumulation_steps=batches,
+            steps_per_report=batches,
+        )
         lora = dataclasses.replace(LORA, dropout=0.0)
         run = train_pack(tiny, rows, lora, train, tmp_path / str(len(found)))
         assert (run.report["steps"], run.report["batches"]) == (3, 3 * batches)

@@ -103,9 +103,10 @@ def test_bits_per_weight_on_disk(dense, tmp_path, double_quant, bits):
     packed = [n for n in tensors_of(tmp_path / "q") if n.endswith(".absmax")]
     paths = {name.removesuffix(".absmax") for name in packed}
     stored = sum(
-        tensor.nbytes for name, tensor in tensors_of(tmp_path / "q").items()
+        tensor.nbytes
+        for name, tensor in tensors_of(tmp_path / "q").items()
         if name.rpartition(".")[0] in paths
-    )  # fmt: skip
+    )
     measured = 8 * stored / sum(dense_sizes[f"{path}.weight"] for path in paths)
     assert measured == pytest.approx(bits, abs=0.02)
     assert report["bits_per_quantized_weight"] == pytest.approx(measured, abs=1e-4)
@@ -352,8 +353,9 @@ def test_modules_with_bias_are_packed_and_the_bias_stays(tmp_path):
 
 
 def test_a_module_of_odd_width_stays_dense(tmp_path):
-    folder = write_dense(tmp_path / "dense", head_dim=33, num_attention_heads=3,
-                         num_key_value_heads=3)  # fmt: skip
+    folder = write_dense(
+        tmp_path / "dense", head_dim=33, num_attention_heads=3, num_key_value_heads=3
+    )
     quantize.quantize(folder, tmp_path / "q")
     found = tensors_of(tmp_path / "q")
     assert found["model.layers.0.self_attn.o_proj.weight"].dtype == mx.bfloat16
@@ -423,7 +425,7 @@ def test_a_damaged_source_is_refused(dense, refused):
         "--max-shard-gb 0": "--max-shard-gb must be positive but is 0.0",
         "--model nowhere": "--model nowhere: no such folder",
     }.items(),
-)  # fmt: skip
+)
 def test_a_wrong_flag_is_one_line_that_names_it(dense, refused, given, said):
     assert said in refused("--model", dense, *given.split())
 

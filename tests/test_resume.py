@@ -21,9 +21,15 @@ from mlx_packs.train import command
 ROWS = [chat("Say hi.", "Hi there, friend."), chat("Say yes.", "Yes, I will.")] * 2
 LORA = LoRAConfig(rank=2, num_layers=1)
 TRAIN = TrainConfig(
-    iters=2, batch_size=2, max_seq_length=64, base_path="dense", save_every=1, steps_per_report=1,
-    lr_schedule="constant", learning_rate=1e-3,
-)  # fmt: skip
+    iters=2,
+    batch_size=2,
+    max_seq_length=64,
+    base_path="dense",
+    save_every=1,
+    steps_per_report=1,
+    lr_schedule="constant",
+    learning_rate=1e-3,
+)
 LONGER = TrainConfig(**{**vars(TRAIN), "iters": 3})
 
 
@@ -56,9 +62,6 @@ def packs_train(*args):
     return CliRunner().invoke(command, [str(a) for a in args]).exception
 
 
-# ── whose folder it is ───────────────────────────────────────────────────────────────────────────
-
-
 @pytest.mark.parametrize(
     "config",
     ['{"model_type": "qwen3"}', "{}", "[]", "", '{"recipe": {}, "base": "x", "data": {}}'],
@@ -88,9 +91,6 @@ def test_checkpoints_are_kept_when_the_pointer_is_damaged(trained, here):
     shutil.rmtree(here / "o")
     with pytest.raises(PackError, match="holds checkpoints of an earlier run"):
         train_pack("tiny", trained / "d", LORA, TRAIN, "o")
-
-
-# ── damage ───────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize("text", ["", "\n", "..", ".", "step-2", "step-000009", "../o"])
@@ -161,9 +161,6 @@ def test_resume_of_no_run_is_refused(here, out):
     assert isinstance(packs_train("--out", out, "--resume"), PackError)
 
 
-# ── going on ─────────────────────────────────────────────────────────────────────────────────────
-
-
 def test_resume_needs_no_other_flag(here, trained):
     assert packs_train("--out", "o", "--resume", "--iters", "3", "-q") is None
     then, now = (
@@ -226,9 +223,6 @@ def test_kept_metrics_of_a_run_that_logged_nothing(tmp_path):
     assert kept_metrics(tmp_path, 5) == []
 
 
-# ── from other adapters ──────────────────────────────────────────────────────────────────────────
-
-
 def test_start_from_adapters_is_in_the_manifest_and_can_be_resumed(trained, tmp_path):
     start = trained / "o" / "adapters.safetensors"
     given = {"resume_adapter_file": str(start)}
@@ -242,9 +236,6 @@ def test_start_from_adapters_is_in_the_manifest_and_can_be_resumed(trained, tmp_
     assert packs_train("--out", tmp_path / "p", "--resume", "--iters", "3", "-q") is None
     manifest = json.loads((tmp_path / "p" / "pack.json").read_text())
     assert manifest["recipe"]["resume_adapter_file"] == recorded
-
-
-# ── two runs at once ─────────────────────────────────────────────────────────────────────────────
 
 
 def test_runs_at_once_take_different_names_and_leave_nothing_that_is_empty(tmp_path, monkeypatch):

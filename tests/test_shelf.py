@@ -37,8 +37,11 @@ def test_list_finds_packs_at_any_depth_with_what_they_are(shelf):
     b = found["b"]
     assert (b["base"], b["ranks"], b["ppl_before"], b["ppl_after"]) == (BASE["id"], [2], 10.0, 5.0)
     assert (b["created"], b["license"], b["error"], b["hub"]) == (
-        MEASURED["created"], "mit", None, None
-    )  # fmt: skip
+        MEASURED["created"],
+        "mit",
+        None,
+        None,
+    )
     assert b["pack_mb"] == round(Pack.open(shelf / "b").size_mb, 3)
     assert found["deep/er/a"]["ranks"] == [3] and found["deep/er/a"]["ppl_after"] is None
     assert [entry["name"] for entry in mp.list_packs(shelf / "b")] == ["b"]

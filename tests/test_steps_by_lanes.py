@@ -18,9 +18,12 @@ from mlx_packs.step import Stepper
 
 pytestmark = pytest.mark.skipif(runtime.COMPILES, reason="steps are compiled here")
 LLAMA3_ROPE = {
-    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
-}  # fmt: skip
+}
 MODELS = {"qwen3": {}, "qwen2": {}, "llama": {"rope_scaling": LLAMA3_ROPE}}
 
 

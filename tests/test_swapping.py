@@ -70,8 +70,11 @@ def base() -> Base:
 def packs(base) -> dict[str, Pack]:
     """``a`` and ``b`` have one shape, ``c`` another."""
     other = ("k_proj", "o_proj", "gate_proj")
-    return {"a": random_pack(base, 0), "b": random_pack(base, 1),
-            "c": random_pack(base, 2, 3, other)}  # fmt: skip
+    return {
+        "a": random_pack(base, 0),
+        "b": random_pack(base, 1),
+        "c": random_pack(base, 2, 3, other),
+    }
 
 
 def test_applied_contexts_nest_and_each_end_restores_logits_to_the_bit(base, packs):
@@ -215,9 +218,6 @@ print(count - len(packs) * (len(probed) - 1), same, np.array_equal(found[0], fou
     assert run_python(code) in ("1 True False", "0 True False")
 
 
-# ── sums ─────────────────────────────────────────────────────────────────────────────────────────
-
-
 def deltas(base, pack: Pack) -> dict[str, mx.array]:
     """What a pack adds to each weight."""
     attached = pack.attach(base)
@@ -234,8 +234,14 @@ def some_base(family: str):
         return base_of("qwen3"), ("q_proj", "down_proj"), ("q_proj", "o_proj")
     if family == "gpt2":
         return base_of("gpt2"), ("c_attn",), ("c_attn", "c_fc")
-    changes = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
-               "decoder_sparse_step": 1, "mlp_only_layers": [], "norm_topk_prob": True}  # fmt: skip
+    changes = {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "norm_topk_prob": True,
+    }
     return base_of("qwen3_moe", **changes), ("gate_proj", "q_proj"), ("gate_proj",)
 
 
@@ -243,8 +249,10 @@ def some_base(family: str):
 def test_weighted_sum_is_the_sum_of_the_deltas(family):
     base, first, second = some_base(family)
     a, b = random_pack(base, 0, 2, first, alpha=3.0), random_pack(base, 1, 4, second)
-    found, parts = deltas(base, weighted_sum([(a, 0.7), (b, -0.3)])), (deltas(base, a),
-                                                                       deltas(base, b))  # fmt: skip
+    found, parts = (
+        deltas(base, weighted_sum([(a, 0.7), (b, -0.3)])),
+        (deltas(base, a), deltas(base, b)),
+    )
     assert set(found) == set(parts[0]) | set(parts[1])
     for path, delta in found.items():
         wanted = sum(w * p[path] for w, p in zip((0.7, -0.3), parts, strict=True) if path in p)

@@ -284,8 +284,10 @@ def test_gates_are_held_at_the_end_and_their_results_are_in_the_manifest(rows, t
     report = json.loads(result.stdout)
     gates = report["gates"]
     assert {name: gate["passed"] for name, gate in gates.items()} == {
-        "max_ppl_ratio": False, "min_tps_ratio": True, "max_pack_mb": True,
-    }  # fmt: skip
+        "max_ppl_ratio": False,
+        "min_tps_ratio": True,
+        "max_pack_mb": True,
+    }
     ratio = report["ppl_after"] / report["ppl_before"]
     assert gates["max_ppl_ratio"]["value"] == pytest.approx(ratio)
     pack = Pack.open(tmp_path / "p")

@@ -21,9 +21,15 @@ def losses(rows, out, iters=20, dtype=mx.float32, learning_rate=1e-3) -> tuple[l
     base = load_base("tiny")
     base.model.set_dtype(dtype)
     train = TrainConfig(
-        iters=iters, batch_size=1, max_seq_length=32, learning_rate=learning_rate,
-        base_path="quantized", steps_per_report=1, val_batches=0, save_every=1000,
-    )  # fmt: skip
+        iters=iters,
+        batch_size=1,
+        max_seq_length=32,
+        learning_rate=learning_rate,
+        base_path="quantized",
+        steps_per_report=1,
+        val_batches=0,
+        save_every=1000,
+    )
     lora = LoRAConfig(rank=4, rank_pattern={"v_proj": 3}, num_layers=1)
     run = train_pack(base, rows, lora, train, out)
     return [line["loss"] for line in run.curve if "loss" in line], run.report
@@ -38,8 +44,12 @@ def test_twenty_steps_of_the_tiny_base_have_the_losses_of_the_reference(language
         found, report = losses(rows, tmp_path / "kernels")
     assert found == pytest.approx(expected, rel=1e-5)
     assert {k.definition.name.removeprefix("mlx_packs_grouped_lora_") for k in built} >= {
-        "down", "a_gradient", "x_gradient", "up_4at0_4at1_3at2", "backward_out_4at0_4at1_3at2",
-    }  # fmt: skip
+        "down",
+        "a_gradient",
+        "x_gradient",
+        "up_4at0_4at1_3at2",
+        "backward_out_4at0_4at1_3at2",
+    }
     assert report["ops"]["backend"] == language and report["ops"]["kernels"]
     assert not report["ops"]["fallbacks"]
 

@@ -48,9 +48,6 @@ _OTHERS = (
 _UNUSED = re.compile(r"(pooler|cls|classifier)\.|embeddings\.position_ids$")
 
 
-# ── what a folder says ───────────────────────────────────────────────────────────────────────────
-
-
 @dataclass(frozen=True)
 class Reading:
     """How texts become vectors: pooling of the tokens' states, and whether to length 1.
@@ -75,8 +72,10 @@ def is_encoder(path: Path, config: dict) -> bool:
     """
     kind = config.get("model_type")
     if kind in _OTHERS:
-        raise PackError(f"{path}: is an encoder of model_type '{kind}'; of encoders only "
-                        f"{', '.join(ENCODERS)} is read here.")  # fmt: skip
+        raise PackError(
+            f"{path}: is an encoder of model_type '{kind}'; of encoders only "
+            f"{', '.join(ENCODERS)} is read here."
+        )
     return kind in ENCODERS
 
 
@@ -88,15 +87,18 @@ def read_reading(path: Path) -> Reading:
     settings = _read_json(path / _SETTINGS, dict)
     prompts = _read_json(path / _PROMPTS, dict)
     if name := prompts.get("default_prompt_name"):
-        raise PackError(f"{path / _PROMPTS}: puts the prompt '{name}' before every text; set "
-                        "default_prompt_name to null and write it into your texts.")  # fmt: skip
+        raise PackError(
+            f"{path / _PROMPTS}: puts the prompt '{name}' before every text; set "
+            "default_prompt_name to null and write it into your texts."
+        )
     longest = settings.get("max_seq_length")
     if longest is None:
         longest = _read_json(path / _TOKENIZER, dict).get("model_max_length")
         longest = int(longest) if isinstance(longest, (int, float)) and longest < 2**31 else None
     if longest is not None and not (type(longest) is int and longest > 2):
-        raise PackError(f"{path / _SETTINGS}: max_seq_length must be an integer above 2, but is "
-                        f"{longest!r}.")  # fmt: skip
+        raise PackError(
+            f"{path / _SETTINGS}: max_seq_length must be an integer above 2, but is {longest!r}."
+        )
     found = {"max_seq_length": longest, "lower_case": settings.get("do_lower_case") is True}
     kinds = []
     for module in _read_json(path / MODULES, list):
@@ -105,18 +107,24 @@ def read_reading(path: Path) -> Reading:
         kind, place = module["type"].rpartition(".")[2], str(module.get("path") or "")
         kinds.append(kind)
         if kind == "Transformer" and place:
-            raise PackError(f"{path / MODULES}: its Transformer lies in the folder '{place}'; move "
-                            "what is in it up, and set its path to ''.")  # fmt: skip
+            raise PackError(
+                f"{path / MODULES}: its Transformer lies in the folder '{place}'; move "
+                "what is in it up, and set its path to ''."
+            )
         if kind == "Pooling":
             found["pooling"] = _pooling(path / place / "config.json")
         elif kind == "Normalize":
             found["normalize"] = True
         elif kind != "Transformer":
-            raise PackError(f"{path / MODULES}: the module {kind} ('{place}') is not done here; "
-                            "known are Transformer, Pooling and Normalize.")  # fmt: skip
+            raise PackError(
+                f"{path / MODULES}: the module {kind} ('{place}') is not done here; "
+                "known are Transformer, Pooling and Normalize."
+            )
     if kinds and kinds not in (["Transformer", "Pooling"], ["Transformer", "Pooling", "Normalize"]):
-        raise PackError(f"{path / MODULES}: must be Transformer, Pooling and at most Normalize, in "
-                        f"this order, but is {', '.join(kinds)}.")  # fmt: skip
+        raise PackError(
+            f"{path / MODULES}: must be Transformer, Pooling and at most Normalize, in "
+            f"this order, but is {', '.join(kinds)}."
+        )
     return Reading(**found)
 
 
@@ -131,8 +139,10 @@ def _pooling(file: Path) -> str:
         on = [name for name in on if name != "include_prompt"]
     on = [on] if isinstance(on, str) else list(on or [])
     if len(on) != 1 or on[0] not in POOLING:
-        raise PackError(f"{file}: pools by {' and '.join(map(str, on)) or 'nothing'}; one of "
-                        f"{', '.join(POOLING)} is done here.")  # fmt: skip
+        raise PackError(
+            f"{file}: pools by {' and '.join(map(str, on)) or 'nothing'}; one of "
+            f"{', '.join(POOLING)} is done here."
+        )
     return on[0]
 
 
@@ -147,9 +157,6 @@ def _read_json(file: Path, kind: type):
     if not isinstance(found, kind):
         raise PackError(f"{file}: must hold a {kind.__name__}, but is a {type(found).__name__}.")
     return found
-
-
-# ── the architecture ─────────────────────────────────────────────────────────────────────────────
 
 
 class _Embeddings(nn.Module):
@@ -311,9 +318,6 @@ def unit(x: mx.array) -> mx.array:
     return x * mx.rsqrt(mx.maximum(square, 1e-24))
 
 
-# ── loading ──────────────────────────────────────────────────────────────────────────────────────
-
-
 def tensor_name(stored: str) -> str | None:
     """What a checkpoint's tensor is called here; None if it plays no part."""
     name = stored.removeprefix("bert.")
@@ -343,17 +347,22 @@ def check_config(config: dict, where: Path) -> dict:
     ).split()
     for key in needed:
         if not (type(config.get(key)) is int and config[key] > 0):
-            raise PackError(f"{where}: {key} must be an integer above 0, but is "
-                            f"{config.get(key)!r}.")  # fmt: skip
+            raise PackError(
+                f"{where}: {key} must be an integer above 0, but is {config.get(key)!r}."
+            )
     if config["hidden_size"] % config["num_attention_heads"]:
-        raise PackError(f"{where}: hidden_size {config['hidden_size']} cannot be cut into "
-                        f"{config['num_attention_heads']} heads.")  # fmt: skip
+        raise PackError(
+            f"{where}: hidden_size {config['hidden_size']} cannot be cut into "
+            f"{config['num_attention_heads']} heads."
+        )
     if (kind := config.get("position_embedding_type", "absolute")) != "absolute":
-        raise PackError(f"{where}: position_embedding_type '{kind}' is not done here, only "
-                        "absolute.")  # fmt: skip
+        raise PackError(
+            f"{where}: position_embedding_type '{kind}' is not done here, only absolute."
+        )
     if (name := config.get("hidden_act", "gelu")) not in _ACTIVATIONS:
-        raise PackError(f"{where}: hidden_act '{name}' is not done here; known are "
-                        f"{', '.join(_ACTIVATIONS)}.")  # fmt: skip
+        raise PackError(
+            f"{where}: hidden_act '{name}' is not done here; known are {', '.join(_ACTIVATIONS)}."
+        )
     if config.get("is_decoder"):
         raise PackError(f"{where}: is_decoder: a BERT that decodes is no sentence encoder.")
     if config.get("quantization") or config.get("quantization_config"):
@@ -381,8 +390,9 @@ def load_encoder(path: Path, config: dict, lazy: bool = False) -> Encoder:
     ]
     if faults:
         more = f" (and {len(faults) - 3} more)" if len(faults) > 3 else ""
-        raise PackError(f"{path}: tensors and config.json do not fit: {'; '.join(faults[:3])}"
-                        f"{more}.")  # fmt: skip
+        raise PackError(
+            f"{path}: tensors and config.json do not fit: {'; '.join(faults[:3])}{more}."
+        )
     model.load_weights(list(found.items()))
     model.freeze()
     model.eval()
@@ -413,8 +423,10 @@ def load_tokenizer(path: Path, config: dict, lower_case: bool, trust_remote_code
     if not works:
         raise PackError(f"{path}: the tokenizer cannot be loaded: it is no fast WordPiece.")
     if len(tokenizer) > config["vocab_size"]:
-        raise PackError(f"{path}: the tokenizer has {len(tokenizer)} tokens, but the encoder "
-                        f"{config['vocab_size']} rows for them.")  # fmt: skip
+        raise PackError(
+            f"{path}: the tokenizer has {len(tokenizer)} tokens, but the encoder "
+            f"{config['vocab_size']} rows for them."
+        )
     if lower_case:
         from tokenizers.normalizers import Lowercase, Sequence
 
@@ -424,17 +436,17 @@ def load_tokenizer(path: Path, config: dict, lower_case: bool, trust_remote_code
     return tokenizer
 
 
-# ── texts to vectors ─────────────────────────────────────────────────────────────────────────────
-
-
 def tokens_of(tokenizer, texts: Sequence[str], limit: int) -> list[np.ndarray]:
     """Tokens of each text with [CLS] and [SEP], cut to ``limit``."""
     if not texts:
         return []
     found = tokenizer(
-        list(texts), truncation=True, max_length=limit, return_attention_mask=False,
+        list(texts),
+        truncation=True,
+        max_length=limit,
+        return_attention_mask=False,
         return_token_type_ids=False,
-    )  # fmt: skip
+    )
     return [np.array(ids, dtype=np.int32) for ids in found["input_ids"]]
 
 

@@ -47,9 +47,13 @@ def dequantized_weight(module: nn.Module) -> mx.array:
     if isinstance(module, NF4):
         return module.dequantized()
     return mx.dequantize(
-        module.weight, module.scales, module.get("biases"),
-        group_size=module.group_size, bits=module.bits, mode=module.mode,
-    )  # fmt: skip
+        module.weight,
+        module.scales,
+        module.get("biases"),
+        group_size=module.group_size,
+        bits=module.bits,
+        mode=module.mode,
+    )
 
 
 def _dequantized_rows(
@@ -72,9 +76,15 @@ def packed_matmul(x: mx.array, module: nn.Module) -> mx.array:
     if isinstance(module, NF4):
         return nf4.matmul(x, module.packed)
     return mx.quantized_matmul(
-        x, module.weight, module.scales, module.get("biases"), transpose=True,
-        group_size=module.group_size, bits=module.bits, mode=module.mode,
-    )  # fmt: skip
+        x,
+        module.weight,
+        module.scales,
+        module.get("biases"),
+        transpose=True,
+        group_size=module.group_size,
+        bits=module.bits,
+        mode=module.mode,
+    )
 
 
 def transient_matmul(x: mx.array, module: nn.Module) -> mx.array:

@@ -221,9 +221,6 @@ def forget() -> None:
         known.clear()
 
 
-# ── launching ────────────────────────────────────────────────────────────────────────────────────
-
-
 @functools.cache
 def source(op: str, suffix: str) -> str:
     """Text of ``kernels/<op>/<op>.<suffix>``, from the wheel or from a checkout."""

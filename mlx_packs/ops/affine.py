@@ -24,9 +24,7 @@ def dequantize(
     Returns: [O, D] in the dtype of scales, bfloat16 for modes without biases.
     """
     if not (on_cpu() and mode == "affine" and bits in (4, 8) and scales.dtype == mx.float32):
-        return mx.dequantize(
-            weight, scales, biases, group_size=group_size, bits=bits, mode=mode
-        )  # fmt: skip
+        return mx.dequantize(weight, scales, biases, group_size=group_size, bits=bits, mode=mode)
     codes = weight.view(mx.uint8)
     if bits == 4:
         pairs = codes.astype(mx.uint16)  # 00ab to 0a0b, whose lower byte comes first

@@ -231,9 +231,12 @@ def _attention(
         for (at,) in blocks:
             visible = slice(at.first, at.last)
             output = mx.fast.scaled_dot_product_attention(
-                queries[:, :, at.start : at.stop], keys[:, :, visible], values[:, :, visible],
-                scale=scale, mask=seen.block(at, keys.shape[2] - queries.shape[2]),
-            )  # fmt: skip
+                queries[:, :, at.start : at.stop],
+                keys[:, :, visible],
+                values[:, :, visible],
+                scale=scale,
+                mask=seen.block(at, keys.shape[2] - queries.shape[2]),
+            )
             queries = mx.depends(queries, output)
             outputs.append(output.transpose(0, 2, 1, 3))
         return _joined(outputs, axis=1)

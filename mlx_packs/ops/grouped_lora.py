@@ -137,12 +137,14 @@ def _layout(
             f"[grouped_lora] slices of {widths} columns must fill outputs of {list(strides)}."
         )
     return Layout(
-        tuple(r for r, _ in shapes), tuple(w for _, w in shapes), tuple(output_of), tuple(offsets),
-        scales, strides,
-    )  # fmt: skip
+        tuple(r for r, _ in shapes),
+        tuple(w for _, w in shapes),
+        tuple(output_of),
+        tuple(offsets),
+        scales,
+        strides,
+    )
 
-
-# ── kernels: launch tables ───────────────────────────────────────────────────────────────────────
 
 THREADS = 256  # a group; every thread owns one column, or one rank and one lane over columns
 DEPTH = 256  # columns of a staged tile
@@ -174,11 +176,14 @@ def four(values: Sequence, empty) -> list:
 @functools.cache
 def _down_kernel() -> Kernel:
     return Kernel(
-        OP, "grouped_lora_down", ("x", "a0", "a1", "a2", "a3", "sizes"), ("h",),
+        OP,
+        "grouped_lora_down",
+        ("x", "a0", "a1", "a2", "a3", "sizes"),
+        ("h",),
         "{shared} float4 tile[DEPTH * ROWS4];\n"
         "down<T, ROWS4, R0, R1, R2, R3>(x, a0, a1, a2, a3, sizes, h, tile, {group}, {thread});",
         THREADS,
-    )  # fmt: skip
+    )
 
 
 @functools.cache
@@ -200,9 +205,13 @@ def _up_kernel(layout: Layout) -> Kernel:
     outputs = range(len(layout.strides))
     inputs = [f"y{m}" for m in outputs] + [f"b{i}" for i in layout.adapted]
     return Kernel(
-        OP, f"grouped_lora_up_{_shape_name(layout)}", (*inputs, "h", "scales", "sizes"),
-        tuple(f"out{m}" for m in outputs), "\n".join(lines), THREADS,
-    )  # fmt: skip
+        OP,
+        f"grouped_lora_up_{_shape_name(layout)}",
+        (*inputs, "h", "scales", "sizes"),
+        tuple(f"out{m}" for m in outputs),
+        "\n".join(lines),
+        THREADS,
+    )
 
 
 _STRIDE, _OFFSET = 3 + 8, 3 + 16  # where sizes has them, for up to 8 slices
@@ -223,40 +232,46 @@ def _backward_out_kernel(layout: Layout) -> Kernel:
         ]
     inputs = [f"dy{m}" for m in range(len(layout.strides))] + [f"b{i}" for i in layout.adapted]
     return Kernel(
-        OP, f"grouped_lora_backward_out_{_shape_name(layout)}",
-        (*inputs, "h", "scales", "sizes"), ("dh", *(f"db{i}" for i in layout.adapted)),
-        "\n".join(lines), THREADS,
-    )  # fmt: skip
+        OP,
+        f"grouped_lora_backward_out_{_shape_name(layout)}",
+        (*inputs, "h", "scales", "sizes"),
+        ("dh", *(f"db{i}" for i in layout.adapted)),
+        "\n".join(lines),
+        THREADS,
+    )
 
 
 @functools.cache
 def _a_gradient_kernel() -> Kernel:
     return Kernel(
-        OP, "grouped_lora_a_gradient", ("x", "dh", "sizes"), ("da",),
+        OP,
+        "grouped_lora_a_gradient",
+        ("x", "dh", "sizes"),
+        ("da",),
         "{shared} float4 tile[BLOCK * ROWS4];\n"
         "a_gradient<T, ROWS4, RANKS, BLOCK>(x, dh, sizes, da, tile, {group}, {thread});",
         THREADS,
-    )  # fmt: skip
+    )
 
 
 @functools.cache
 def _x_gradient_kernel() -> Kernel:
     return Kernel(
-        OP, "grouped_lora_x_gradient", ("dh", "a0", "a1", "a2", "a3", "sizes"), ("dx",),
+        OP,
+        "grouped_lora_x_gradient",
+        ("dh", "a0", "a1", "a2", "a3", "sizes"),
+        ("dx",),
         "{shared} float4 tile[(R0 + R1 + R2 + R3) * ROWS4];\n"
         "x_gradient<T, ROWS4, R0, R1, R2, R3>"
         "(dh, a0, a1, a2, a3, sizes, dx, tile, {group}, {thread});",
         THREADS,
-    )  # fmt: skip
+    )
 
 
 def _shape_name(layout: Layout) -> str:
     """What makes the text of a body: rank and output of each slice."""
     pairs = zip(layout.ranks, layout.output_of, strict=True)
     return "_".join(f"{rank}at{m}" for rank, m in pairs)
-
-
-# ── kernels: the op and its gradients ────────────────────────────────────────────────────────────
 
 
 def by_kernel(
@@ -327,9 +342,15 @@ def _sizes(layout: Layout, rows: int, h: mx.array) -> mx.array:
 
     strides = [layout.strides[m] for m in layout.output_of]
     return int_table(
-        (rows, h.shape[0], h.shape[2], *eight(layout.widths), *eight(strides),
-         *eight(layout.offsets))
-    )  # fmt: skip
+        (
+            rows,
+            h.shape[0],
+            h.shape[2],
+            *eight(layout.widths),
+            *eight(strides),
+            *eight(layout.offsets),
+        )
+    )
 
 
 def _up(backend, layout, outputs, b, h) -> list[mx.array]:
@@ -399,9 +420,6 @@ def _text(layout: Layout) -> Layout:
     """The layout as far as the text of a body depends on it, so that one kernel serves many."""
     none = (0,) * len(layout.ranks)
     return Layout(layout.ranks, none, layout.output_of, none, (), (0,) * len(layout.strides))
-
-
-# ── choosing, checking ───────────────────────────────────────────────────────────────────────────
 
 
 class Compiled(NamedTuple):
@@ -504,12 +522,15 @@ def instances() -> list[Instance]:
                             f"{str(dtype).removeprefix('mlx.core.')} rank {rank} "
                             f"{depth} to {'/'.join(map(str, widths))} rows {rows}",
                             functools.partial(
-                                checks, dtype=dtype, ranks=ranks, output_of=output_of,
+                                checks,
+                                dtype=dtype,
+                                ranks=ranks,
+                                output_of=output_of,
                                 rows4=row_tile(rows),
                             ),
                             functools.partial(_workload, shape=shape),
                         )
-                    )  # fmt: skip
+                    )
     return found
 
 
@@ -561,8 +582,9 @@ def forward_plans(itemsize, rows, depth, ranks, widths) -> tuple[list[Launch], l
     row_tiles = tiles(n, 4 * row_tile(n))
     parts = tiles(d, down_chunk(row_tiles, d))
     hidden = 4 * parts * n * total
-    down = Launch("down", e * n * d + 4 * d * total + hidden, 2 * n * d * total,
-                  4 * row_tiles * d * total)  # fmt: skip
+    down = Launch(
+        "down", e * n * d + 4 * d * total + hidden, 2 * n * d * total, 4 * row_tiles * d * total
+    )
     area = sum(r * o for r, o in adapted)
     up = Launch(
         "up", 2 * e * n * sum(widths) + 4 * area + hidden, 2 * n * area, 4 * row_tiles * area
@@ -605,19 +627,31 @@ def backward_plans(itemsize, rows, depth, ranks, widths) -> tuple[list[Launch], 
     row_tiles = tiles(n, 4 * BACKWARD_ROWS4)
     dh = 4 * n * total
     kernel = [
-        Launch("backward_out", e * n * sum(widths) + column_tiles * dh + 4 * chunks * area,
-               4 * n * area, 4 * row_tiles * area),
-    ]  # fmt: skip
+        Launch(
+            "backward_out",
+            e * n * sum(widths) + column_tiles * dh + 4 * chunks * area,
+            4 * n * area,
+            4 * row_tiles * area,
+        ),
+    ]
     if column_tiles > 1:
         kernel += [Launch("sum of dh", (column_tiles + 1) * dh)]
     if chunks > 1:
         kernel += [Launch("sum of dB", 4 * (chunks + 1) * r * o) for r, o in adapted]
     kernel += [
-        Launch("a_gradient", e * n * d + dh + 4 * chunks * d * total, 2 * n * d * total,
-               dh * tiles(d, THREADS)),
-        Launch("x_gradient", e * n * d + dh + 4 * d * total, 2 * n * d * total,
-               4 * tiles(n, 4 * row_tile(n)) * d * total),
-    ]  # fmt: skip
+        Launch(
+            "a_gradient",
+            e * n * d + dh + 4 * chunks * d * total,
+            2 * n * d * total,
+            dh * tiles(d, THREADS),
+        ),
+        Launch(
+            "x_gradient",
+            e * n * d + dh + 4 * d * total,
+            2 * n * d * total,
+            4 * tiles(n, 4 * row_tile(n)) * d * total,
+        ),
+    ]
     if chunks > 1:
         kernel += [Launch("sum of dA", 4 * (chunks + 1) * d * total)]
     return plain, kernel

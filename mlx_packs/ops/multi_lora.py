@@ -125,7 +125,6 @@ def _check_shapes(x, outputs, lora_a, lora_b, scales, pack) -> None:
         raise ValueError(f"[multi_lora] {'; '.join(faults)}.")
 
 
-# ── kernels: launch tables ───────────────────────────────────────────────────────────────────────
 # Sizes of tiles are those of grouped_lora; a tile has rows of one sequence, groups along z are
 # sequences.
 
@@ -137,12 +136,16 @@ def _row_tiles(rows: int) -> int:
 @functools.cache
 def _down_kernel() -> Kernel:
     return Kernel(
-        OP, "multi_lora_down", ("x", "pack", "a0", "a1", "a2", "a3", "sizes"), ("h",),
+        OP,
+        "multi_lora_down",
+        ("x", "pack", "a0", "a1", "a2", "a3", "sizes"),
+        ("h",),
         "{shared} float4 tile[DEPTH * ROWS4];\n"
         "multi_down<T, ROWS4, R0, R1, R2, R3>"
         "(x, pack, a0, a1, a2, a3, sizes, h, tile, {group}, {thread});",
-        THREADS, includes=("grouped_lora",),
-    )  # fmt: skip
+        THREADS,
+        includes=("grouped_lora",),
+    )
 
 
 @functools.cache
@@ -165,12 +168,14 @@ def _up_kernel(ranks: tuple[int, ...]) -> Kernel:
     slices = range(len(ranks))
     inputs = [f"{name}{i}" for name in ("y", "b", "scales") for i in slices]
     return Kernel(
-        OP, f"multi_lora_up_{'_'.join(map(str, ranks))}", (*inputs, "h", "pack", "sizes"),
-        tuple(f"out{i}" for i in slices), "\n".join(lines), THREADS, includes=("grouped_lora",),
-    )  # fmt: skip
-
-
-# ── kernels: the op and its gradient ─────────────────────────────────────────────────────────────
+        OP,
+        f"multi_lora_up_{'_'.join(map(str, ranks))}",
+        (*inputs, "h", "pack", "sizes"),
+        tuple(f"out{i}" for i in slices),
+        "\n".join(lines),
+        THREADS,
+        includes=("grouped_lora",),
+    )
 
 
 def by_kernel(backend, x, outputs, lora_a, lora_b, scales, pack) -> list[mx.array]:
@@ -236,9 +241,6 @@ def _up(backend, outputs, b, scales, pack, h) -> list[mx.array]:
         (_row_tiles(rows), sum(tiles(width, THREADS) for width in widths), sequences),
         [(y.shape, y.dtype) for y in outputs],
     )
-
-
-# ── choosing, checking ───────────────────────────────────────────────────────────────────────────
 
 
 class Compiled(NamedTuple):
@@ -377,13 +379,23 @@ def plans(
     reads = sequences * tiles(rows, PLAIN_TILE)
     for r, o in zip(ranks, widths, strict=True):
         plain += [
-            Launch("x A", 4 * (n * d + used * d * r + n * r), 2 * n * d * r, 4 * reads * d * r,
-                   matmul=True),
+            Launch(
+                "x A",
+                4 * (n * d + used * d * r + n * r),
+                2 * n * d * r,
+                4 * reads * d * r,
+                matmul=True,
+            ),
             Launch("scales of packs", 12 * sequences),
             Launch("scale it", 8 * n * r),
-            Launch("h B", 4 * (n * r + used * r * o + n * o), 2 * n * r * o, 4 * reads * r * o,
-                   matmul=True),
-        ]  # fmt: skip
+            Launch(
+                "h B",
+                4 * (n * r + used * r * o + n * o),
+                2 * n * r * o,
+                4 * reads * r * o,
+                matmul=True,
+            ),
+        ]
         if e < 4:
             plain += [Launch("cast delta", (4 + e) * n * o)]
         plain += [Launch("add", 3 * e * n * o), Launch("keep rows without a pack", 3 * e * n * o)]
@@ -391,8 +403,16 @@ def plans(
     row_tiles = sequences * _row_tiles(rows)
     computed = row_tiles * 4 * row_tile(rows)  # rows, with those of no use in a tile of four
     hidden = 4 * tiles(d, down_chunk(row_tiles, d)) * n * total
-    down = Launch("down", e * n * d + 4 * used * d * total + hidden, 2 * computed * d * total,
-                  4 * row_tiles * d * total)  # fmt: skip
-    up = Launch("up", 2 * e * n * sum(widths) + 4 * used * area + hidden, 2 * computed * area,
-                4 * row_tiles * area)  # fmt: skip
+    down = Launch(
+        "down",
+        e * n * d + 4 * used * d * total + hidden,
+        2 * computed * d * total,
+        4 * row_tiles * d * total,
+    )
+    up = Launch(
+        "up",
+        2 * e * n * sum(widths) + 4 * used * area + hidden,
+        2 * computed * area,
+        4 * row_tiles * area,
+    )
     return plain, [down, up]

@@ -27,11 +27,23 @@ NESTED_BLOCK_SIZE = 256  # absmax codes that share a nested absmax
 _TINY = 1e-38  # that an absmax is at least, where it divides
 _LANES = 8  # of torch's vectors
 LEVELS = (
-    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635,
-    -0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725,
-    0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941,
-    0.7229568362236023, 1.0,
-)  # fmt: skip
+    -1.0,
+    -0.6961928009986877,
+    -0.5250730514526367,
+    -0.39491748809814453,
+    -0.28444138169288635,
+    -0.18477343022823334,
+    -0.09105003625154495,
+    0.0,
+    0.07958029955625534,
+    0.16093020141124725,
+    0.24611230194568634,
+    0.33791524171829224,
+    0.44070982933044434,
+    0.5626170039176941,
+    0.7229568362236023,
+    1.0,
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -315,8 +327,6 @@ def _absmax_edges() -> mx.array:
     return mx.array(below)
 
 
-# ── kernels: launch tables ───────────────────────────────────────────────────────────────────────
-
 LANES = 32  # of a simdgroup, of a warp
 DEQUANTIZE_THREADS = 256  # one word of codes each
 # As MLX's own quantized matrix-vector product: small groups, so that 1024 outputs fill all cores,
@@ -343,26 +353,29 @@ _ARGUMENTS = "weight, absmax, map, nested, offset, levels, sizes"
 @functools.cache
 def _dequantize_kernel() -> Kernel:
     return Kernel(
-        OP, "nf4_dequantize", _INPUTS, ("w",),
+        OP,
+        "nf4_dequantize",
+        _INPUTS,
+        ("w",),
         "{shared} float table[LEVELS];\n"
         f"dequantize<T, W, A, BLOCK>({_ARGUMENTS}, w, table,"
         f" {{group}}.x * {DEQUANTIZE_THREADS} + {{thread}}, {{thread}});",
         DEQUANTIZE_THREADS,
-    )  # fmt: skip
+    )
 
 
 @functools.cache
 def _matvec_kernel() -> Kernel:
     return Kernel(
-        OP, "nf4_matvec", ("x", *_INPUTS), ("y",),
+        OP,
+        "nf4_matvec",
+        ("x", *_INPUTS),
+        ("y",),
         "{shared} float table[LEVELS];\n"
         f"matvec<T, W, A, BLOCK, ROWS, {MATVEC_OUTPUTS}, {MATVEC_THREADS}>"
         f"(x, {_ARGUMENTS}, y, table, {{group}}, {{thread}});",
         MATVEC_THREADS,
-    )  # fmt: skip
-
-
-# ── kernels: the op and its gradient ─────────────────────────────────────────────────────────────
+    )
 
 
 def _product(
@@ -423,9 +436,6 @@ def _packed(weight: NF4Weight, dtype: mx.Dtype) -> tuple[list[mx.array], dict]:
     inputs = [weight.weight.flatten().view(word), weight.absmax, absmax_map(), nested, offset]
     template = {"T": dtype, "W": word, "A": weight.absmax.dtype, "BLOCK": weight.block_size}
     return [*inputs, _levels()], template
-
-
-# ── choosing, checking ───────────────────────────────────────────────────────────────────────────
 
 
 class Compiled(NamedTuple):
@@ -540,15 +550,25 @@ def instances() -> list[Instance]:
                         OP,
                         f"{str(dtype).removeprefix('mlx.core.')} {kind} 2560 to 4096 rows {rows}",
                         functools.partial(
-                            checks, dtype=dtype, word=_word_dtype(2560), block_size=64,
-                            double_quant=double_quant, rows=min(rows, MATVEC_ROWS + 1),
+                            checks,
+                            dtype=dtype,
+                            word=_word_dtype(2560),
+                            block_size=64,
+                            double_quant=double_quant,
+                            rows=min(rows, MATVEC_ROWS + 1),
                         ),
                         functools.partial(
-                            check_of, dtype=dtype, rows=rows, depth=2560, outputs=4096,
-                            block_size=64, double_quant=double_quant, exact=False,
+                            check_of,
+                            dtype=dtype,
+                            rows=rows,
+                            depth=2560,
+                            outputs=4096,
+                            block_size=64,
+                            double_quant=double_quant,
+                            exact=False,
                         ),
                     )
-                )  # fmt: skip
+                )
     return found
 
 

@@ -93,8 +93,9 @@ def test_multi_lora_and_nf4_compile_at_every_geometry(name, language):
                         for rows in nf4.ROW_TILES:
                             nf4._matvec(language, mx.zeros((rows, depth), dtype), weight)
         assert {k.definition.name for k in built} >= {
-            "mlx_packs_nf4_dequantize", "mlx_packs_nf4_matvec",
-        }  # fmt: skip
+            "mlx_packs_nf4_dequantize",
+            "mlx_packs_nf4_matvec",
+        }
         check_launches(built)
 
 

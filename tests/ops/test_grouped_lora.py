@@ -100,8 +100,6 @@ def test_slices_that_do_not_fill_the_outputs_are_refused():
         grouped_lora(x, [y], [mx.zeros((8, 2))], [mx.zeros((2, 8))], [1.0])
 
 
-# ── kernels, executed ────────────────────────────────────────────────────────────────────────────
-
 WORKLOADS = {  # rows, D, ranks, widths, output of each slice
     "uneven_4096_1024_1024": (5, 64, (16, 16, 16), (4096, 1024, 1024), (0, 1, 2)),
     "decode_1": (1, 2560, (8, 8, 8), (512, 128, 128), (0, 1, 2)),

@@ -124,9 +124,14 @@ def test_lanes_are_for_cpus_without_compiled_steps_that_have_a_core_to_spare(mon
 
 @pytest.mark.parametrize(
     ("name", "threads", "cores", "idle"),
-    [("some", 1, 2, True), ("some", 2, 4, False), ("some", None, 2, False),
-     ("reference", None, 2, True), ("some", 1, 1, False)],
-)  # fmt: skip
+    [
+        ("some", 1, 2, True),
+        ("some", 2, 4, False),
+        ("some", None, 2, False),
+        ("reference", None, 2, True),
+        ("some", 1, 1, False),
+    ],
+)
 def test_a_core_is_idle_beside_a_blas_of_one_thread(name, threads, cores, idle, monkeypatch):
     monkeypatch.setattr(lanes, "BLAS", runtime.Blas(name, True, "", threads))
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(cores)), raising=False)

@@ -33,12 +33,17 @@ def heads() -> dict:
     mxfp4 = nn.QuantizedLinear.from_linear(linear, 32, 4, mode="mxfp4")
     dense = nn.Embedding(VOCABULARY, 64)
     return {
-        "linear": (linear, linear), "biased": (biased, biased), "half": (half, half),
-        "packed": (packed, packed), "tied": (table, table.as_linear), "nf4": (nf4, nf4.as_linear),
-        "mxfp4": (mxfp4, mxfp4), "dense_tied": (dense, dense.as_linear),
+        "linear": (linear, linear),
+        "biased": (biased, biased),
+        "half": (half, half),
+        "packed": (packed, packed),
+        "tied": (table, table.as_linear),
+        "nf4": (nf4, nf4.as_linear),
+        "mxfp4": (mxfp4, mxfp4),
+        "dense_tied": (dense, dense.as_linear),
         "transient": (TransientLinear(packed), packed),
         "transient_tied": (TransientEmbedding(table), table.as_linear),
-    }  # fmt: skip
+    }
 
 
 @pytest.fixture

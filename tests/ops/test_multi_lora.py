@@ -54,9 +54,6 @@ def bits(value: mx.array) -> mx.array:
     return value.view(mx.uint32 if value.dtype == mx.float32 else mx.uint16)
 
 
-# ── the reference ────────────────────────────────────────────────────────────────────────────────
-
-
 @pytest.mark.parametrize(("sequences", "rows"), [(1, 1), (8, 1), (64, 1), (5, 7)])
 def test_multi_lora_equals_a_loop_over_sequences_with_all_gradients(sequences, rows):
     batch = inputs(sequences, rows)
@@ -99,9 +96,6 @@ def test_shapes_that_do_not_fit_are_all_reported():
         "[multi_lora] 'pack' must be [4] but is [3]; 'scales' of slice 0 must be [3] but is [2]; "
         "'lora_b' of slice 1 must be [3, 2, 16] but is [2, 2, 16]."
     )
-
-
-# ── what both keep to ────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.fixture(params=["reference", "metal", "cuda"])
@@ -156,8 +150,6 @@ def test_longer_pack_and_scales_change_nothing(each_backend):
     for ours, theirs in zip(found, wanted, strict=True):
         assert mx.allclose(ours, theirs, atol=1e-5).item()
 
-
-# ── kernels, executed ────────────────────────────────────────────────────────────────────────────
 
 WORKLOADS = {  # pack of each sequence, rows, D, packs, ranks, widths
     "decode_1": ((3,), 1, 2560, 4, (4, 2), (512, 128)),
@@ -217,9 +209,6 @@ def test_a_rank_that_no_launch_holds_is_left_to_plain_mlx(emulated):
     assert mx.array_equal(multi_lora(*batch)[0], reference(*batch)[0]).item()
     (said,) = _backend.record()["plain_mlx"]
     assert said.startswith("multi_lora float32, ranks 65")
-
-
-# ── the plan ─────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_doctor_is_given_every_dtype_and_shape_once_and_the_reference_passes_alone():

@@ -12,9 +12,20 @@ def test_full_fine_tuning_is_a_baseline_with_its_share_of_weights(run, tmp_path)
     rows = [chat(f"Say {word}.", f"{word}, I say, {word}.") for word in "yes no one two".split()]
     data = write_rows(tmp_path / "d", train=rows, valid=rows[:2])
     common = [
-        "--data", data, "--base-path", "dense", "--iters", 4, "--batch-size", 2, "--val-batches", 0,
-        "--max-seq-length", 48, "--json",
-    ]  # fmt: skip
+        "--data",
+        data,
+        "--base-path",
+        "dense",
+        "--iters",
+        4,
+        "--batch-size",
+        2,
+        "--val-batches",
+        0,
+        "--max-seq-length",
+        48,
+        "--json",
+    ]
     reports = {}
     for method in ("lora", "full"):
         code, out, err = run("train", "--method", method, "--out", tmp_path / method, *common)
@@ -29,9 +40,18 @@ def test_full_fine_tuning_is_a_baseline_with_its_share_of_weights(run, tmp_path)
     code, out, _ = run("eval", pack, "--data", data / "valid.jsonl", "--json")
     assert json.loads(out)["pack"]["ppl"] == pytest.approx(reports["full"]["ppl_after"], rel=1e-4)
     code, out, _ = run(
-        "merge", pack, "--model", "tiny", "--out", tmp_path / "merged", "--requantize", "none",
-        "--data", data / "valid.jsonl", "--json",
-    )  # fmt: skip
+        "merge",
+        pack,
+        "--model",
+        "tiny",
+        "--out",
+        tmp_path / "merged",
+        "--requantize",
+        "none",
+        "--data",
+        data / "valid.jsonl",
+        "--json",
+    )
     assert code == 0 and json.loads(out)["passed"]
     code, _, err = run("train", "--method", "full", "--data", data, "--out", tmp_path / "x")
     assert code == 2 and "packed weights cannot learn; --base-path dense" in err

@@ -35,10 +35,27 @@ def train(here, run):
 
     def go(model: str, out: str, *args, iters: int = 4) -> dict:
         code, printed, err = run(
-            "train", "--model", here / model, "--data", here / "d", "--out", here / out, "--iters",
-            iters, "--batch-size", 4, "--max-seq-length", 64, "--learning-rate", 1e-2, "--rank", 4,
-            "--overwrite", "--json", *args,
-        )  # fmt: skip
+            "train",
+            "--model",
+            here / model,
+            "--data",
+            here / "d",
+            "--out",
+            here / out,
+            "--iters",
+            iters,
+            "--batch-size",
+            4,
+            "--max-seq-length",
+            64,
+            "--learning-rate",
+            1e-2,
+            "--rank",
+            4,
+            "--overwrite",
+            "--json",
+            *args,
+        )
         assert code == 0, err
         return json.loads(printed)
 
@@ -108,9 +125,17 @@ def test_without_square_projections_the_head_alone_is_trained_and_the_note_says_
 def test_where_nothing_is_left_to_train_the_objective_that_works_is_named(here, run):
     write_checkpoint(here / "tied", "qwen3", tie_word_embeddings=True)
     code, out, err = run(
-        "train", "-q", "--model", here / "tied", "--data", here / "d", "--out", here / "none",
-        "--objective", "projection-stack",
-    )  # fmt: skip
+        "train",
+        "-q",
+        "--model",
+        here / "tied",
+        "--data",
+        here / "d",
+        "--out",
+        here / "none",
+        "--objective",
+        "projection-stack",
+    )
     assert (code, out, err.count("\n")) == (2, "", 1) and not (here / "none").exists()
     assert "nothing to train in it" in err and "train --objective transformer" in err
 
@@ -122,9 +147,20 @@ def test_gpt2_learns_a_rank_for_each_slice_and_merges_into_base_shaped_fp32_shar
     ranks = [s["rank"] for s in modules(here / "slices")["model.h.0.attn.c_attn"]["slices"]]
     assert ranks == [8, 2, 4]
     code, printed, err = run(
-        "merge", here / "slices", "--model", here / "gpt2", "--out", here / "merged",
-        "--dtype", "float32", "--data", here / "d", "--max-drift", 0.02, "--json",
-    )  # fmt: skip
+        "merge",
+        here / "slices",
+        "--model",
+        here / "gpt2",
+        "--out",
+        here / "merged",
+        "--dtype",
+        "float32",
+        "--data",
+        here / "d",
+        "--max-drift",
+        0.02,
+        "--json",
+    )
     assert code == 0, err
     assert layout(here / "merged") == layout(here / "gpt2")  # Conv1D lies [in, out] in both
     assert layout(here / "merged")["h.0.attn.c_attn.weight"] == ("F32", [64, 192])
@@ -170,9 +206,17 @@ def test_the_manifest_maps_adapters_to_the_bases_tensors_and_a_merge_changes_jus
     keys = {m["base_key"] for m in modules(here / f"keys-{family}").values()}
     out = here / f"keys-{family}-merged"
     code, _, err = run(
-        "merge", here / f"keys-{family}", "--model", here / family, "--out", out, "--dtype",
-        "float32", "--data", here / "d",
-    )  # fmt: skip
+        "merge",
+        here / f"keys-{family}",
+        "--model",
+        here / family,
+        "--out",
+        out,
+        "--dtype",
+        "float32",
+        "--data",
+        here / "d",
+    )
     assert code == 0, err
     before, after = (mx.load(str(f / "model.safetensors")) for f in (here / family, out))
     assert {n for n in before if not mx.array_equal(before[n], after[n])} == keys

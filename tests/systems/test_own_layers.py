@@ -137,8 +137,9 @@ def test_the_notebook_runs_and_says_what_is_stored_in_it(tmp_path, monkeypatch, 
         exec("".join(cell["source"]), space)
         told += capsys.readouterr().out
         stored += "".join(part for output in cell["outputs"] for part in output["text"])
-    losses = {text: [float(n) for n in re.findall(r"held out (\d\.\d+)", text)]
-              for text in (told, stored)}  # fmt: skip
+    losses = {
+        text: [float(n) for n in re.findall(r"held out (\d\.\d+)", text)] for text in (told, stored)
+    }
     assert len(losses[stored]) == 4 and losses[told] == pytest.approx(losses[stored], abs=0.1)
     fresh, loaded = (float(re.search(f"{word}: +(.+)", told)[1]) for word in ("fresh", "loaded"))
     assert losses[told][-1] == loaded < 0.6 * fresh

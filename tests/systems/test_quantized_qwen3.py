@@ -22,10 +22,14 @@ ROOT = Path(__file__).parents[2]
 BLOCK = "model.layers.0"
 RANKS = {"q_proj": 8, "k_proj": 2, "v_proj": 4, "down_proj": 3}
 SHAPES = {  # in, out
-    "self_attn.q_proj": (2560, 4096), "self_attn.k_proj": (2560, 1024),
-    "self_attn.v_proj": (2560, 1024), "self_attn.o_proj": (4096, 2560),
-    "mlp.gate_proj": (2560, 9728), "mlp.up_proj": (2560, 9728), "mlp.down_proj": (9728, 2560),
-}  # fmt: skip
+    "self_attn.q_proj": (2560, 4096),
+    "self_attn.k_proj": (2560, 1024),
+    "self_attn.v_proj": (2560, 1024),
+    "self_attn.o_proj": (4096, 2560),
+    "mlp.gate_proj": (2560, 9728),
+    "mlp.up_proj": (2560, 9728),
+    "mlp.down_proj": (9728, 2560),
+}
 
 
 @pytest.fixture(scope="module")
@@ -48,9 +52,23 @@ def train(here, run):
 
     def go(model: str, out: str, *args, code: int = 0) -> tuple[dict, str]:
         done, printed, err = run(
-            "train", "--model", here / model, "--data", here / "d", "--out", here / out, "--iters",
-            1, "--batch-size", 2, "--max-seq-length", 32, "--overwrite", "--json", *args,
-        )  # fmt: skip
+            "train",
+            "--model",
+            here / model,
+            "--data",
+            here / "d",
+            "--out",
+            here / out,
+            "--iters",
+            1,
+            "--batch-size",
+            2,
+            "--max-seq-length",
+            32,
+            "--overwrite",
+            "--json",
+            *args,
+        )
         assert done == code, err
         return json.loads(printed) if printed else {}, err
 
@@ -64,9 +82,16 @@ def trained(here, train) -> tuple[Path, str]:
     if not said.is_file():
         pattern = ",".join(f"{name}={rank}" for name, rank in RANKS.items())
         _, err = train(
-            "qwen3-4b", "pack", "--rank", 4, "--rank-pattern", pattern, "--base-path", "dense",
+            "qwen3-4b",
+            "pack",
+            "--rank",
+            4,
+            "--rank-pattern",
+            pattern,
+            "--base-path",
+            "dense",
             "-v",
-        )  # fmt: skip
+        )
         said.write_text(err)
     return here / "pack", said.read_text()
 
@@ -86,8 +111,11 @@ def test_grouped_projections_train_at_the_true_geometry_of_qwen3_4b(here, traine
     )
     base = pack.manifest["base"]
     assert [base[k] for k in ("num_layers", "num_heads", "num_kv_heads", "head_dim")] == [
-        1, 32, 8, 128,
-    ]  # fmt: skip
+        1,
+        32,
+        8,
+        128,
+    ]
 
 
 def test_each_slice_has_the_rank_that_it_was_given(trained):
@@ -150,25 +178,45 @@ def test_the_fp16_fallback_trains_on_all_the_same_and_says_where(here, train, pr
     ] * 3
     assert np.isfinite(report["ppl_after"])
     code, out, _ = run(
-        "eval", here / "fallback", "--model", here / pruned, "--data", here / "d",
-        "--trust-remote-code", "--json",
-    )  # fmt: skip
+        "eval",
+        here / "fallback",
+        "--model",
+        here / pruned,
+        "--data",
+        here / "d",
+        "--trust-remote-code",
+        "--json",
+    )
     assert code == 0 and abs(json.loads(out)["pack"]["ppl"] / report["ppl_after"] - 1) < 1e-3
 
 
 def test_eval_batch_measures_ppl_and_speed_and_its_gates_end_with_1(here, train, run):
     train("bf16", "judged")
     judge = (
-        "eval-batch", "--model", here / "bf16", "--pack", here / "judged", "--data", here / "d",
-        "--batch-size", 1, "--sequence-length", 16, "--max-tokens", 4,
-    )  # fmt: skip
+        "eval-batch",
+        "--model",
+        here / "bf16",
+        "--pack",
+        here / "judged",
+        "--data",
+        here / "d",
+        "--batch-size",
+        1,
+        "--sequence-length",
+        16,
+        "--max-tokens",
+        4,
+    )
     code, out, _ = run(*judge, "--json", "--max-pack-mb", 10)
     base, pack = json.loads(out)
     assert code == 0 and pack["pack_mb"] < 10
     for key in ("ppl", "ppl_se", "prompt_tps", "decode_tps", "first_token_ms", "peak_gb"):
         assert base[key] > 0 and pack[key] > 0
-    for gate, value in (("ppl-ratio", ("--max", 0.01)), ("tps-ratio", ("--min", 99)),
-                        ("pack-mb", ("--max", 0.001))):  # fmt: skip
+    for gate, value in (
+        ("ppl-ratio", ("--max", 0.01)),
+        ("tps-ratio", ("--min", 99)),
+        ("pack-mb", ("--max", 0.001)),
+    ):
         code, _, err = run(*judge, f"{value[0]}-{gate}", value[1])
         assert code == 1 and gate.replace("-", "_") in err.replace("-", "_")
 

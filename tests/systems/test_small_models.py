@@ -22,9 +22,18 @@ def encoder(tmp_path_factory) -> Path:
 def trained(run, encoder: Path, folder: Path, rows: list[dict], *more) -> dict:
     data = write_pairs(folder / "data", rows)
     code, out, err = run(
-        "train", "--model", encoder, "--task", "embedding", "--data", data, "--out",
-        folder / "pack", *QUICK, *more,
-    )  # fmt: skip
+        "train",
+        "--model",
+        encoder,
+        "--task",
+        "embedding",
+        "--data",
+        data,
+        "--out",
+        folder / "pack",
+        *QUICK,
+        *more,
+    )
     assert code == 0, err
     return json.loads(out)
 
@@ -59,9 +68,15 @@ def test_packs_leave_as_peft_and_as_a_merged_folder(run, encoder, tmp_path):
     assert code == 0, err
     assert (tmp_path / "peft" / "adapter_model.safetensors").is_file()
     code, _, err = run(
-        "merge", report["pack"], "--model", encoder, "--out", tmp_path / "merged", "--data",
+        "merge",
+        report["pack"],
+        "--model",
+        encoder,
+        "--out",
+        tmp_path / "merged",
+        "--data",
         tmp_path / "data",
-    )  # fmt: skip
+    )
     assert code == 0, err
     base = load_base(encoder)
     with base.applied(report["pack"]):

@@ -22,14 +22,23 @@ ROOT = Path(__file__).parents[2]
 RECIPE = ROOT / "examples" / "llama3_8b_qlora.yaml"
 TARGETS = "q_proj k_proj v_proj o_proj up_proj down_proj gate_proj".split()
 LLAMA_3 = {
-    "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
-    "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256,
-    "max_position_embeddings": 131072, "rope_theta": 500000.0, "tie_word_embeddings": False,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+    "max_position_embeddings": 131072,
+    "rope_theta": 500000.0,
+    "tie_word_embeddings": False,
     "rope_scaling": {
-        "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
         "original_max_position_embeddings": 8192,
     },
-}  # fmt: skip
+}
 SMALL = {"hidden_size": 128, "intermediate_size": 448, "num_hidden_layers": 2, "head_dim": None}
 TALK = [chat(f"Say {word}.", f"{word}, I say.") for word in "one two six ten red sun".split()]
 CODE = [{"text": f"def f{i}(x):\n    return x * {i} + {i % 7}\n" * 3} for i in range(40)]
@@ -61,11 +70,37 @@ def trained(llama, data, tmp_path_factory) -> tuple[Path, dict]:
     """The note's recipe, trained as it stands but for the size of the run."""
     out = tmp_path_factory.mktemp("out") / "p"
     made = subprocess.run(
-        [sys.executable, "-m", "mlx_packs", "train", "-c", RECIPE, "--model", llama, "--data", data,
-         "--out", out, "--iters", "6", "--grad-accumulation-steps", "1", "--warmup-steps", "0",
-         "--max-seq-length", "64", "--batch-size", "4", "--learning-rate", "5e-3", "--json"],
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
+        [
+            sys.executable,
+            "-m",
+            "mlx_packs",
+            "train",
+            "-c",
+            RECIPE,
+            "--model",
+            llama,
+            "--data",
+            data,
+            "--out",
+            out,
+            "--iters",
+            "6",
+            "--grad-accumulation-steps",
+            "1",
+            "--warmup-steps",
+            "0",
+            "--max-seq-length",
+            "64",
+            "--batch-size",
+            "4",
+            "--learning-rate",
+            "5e-3",
+            "--json",
+        ],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert made.returncode == 0, made.stderr
     return out, json.loads(made.stdout)
 
@@ -87,8 +122,18 @@ def test_the_recipe_of_the_note_trains_a_llama_3_1_as_it_stands(trained, llama):
 
 
 def test_weights_take_4_127_bits(trained, llama, tmp_path, run):
-    code, out, _ = run("quantize", "--model", llama, "--out", tmp_path / "q", "--mode", "nf4",
-                       "--keep", "lm_head,embed_tokens", "--json")  # fmt: skip
+    code, out, _ = run(
+        "quantize",
+        "--model",
+        llama,
+        "--out",
+        tmp_path / "q",
+        "--mode",
+        "nf4",
+        "--keep",
+        "lm_head,embed_tokens",
+        "--json",
+    )
     assert code == 0
     assert json.loads(out)["bits_per_quantized_weight"] == pytest.approx(4.127, abs=0.02)
 
@@ -108,13 +153,27 @@ def test_the_pack_is_merged_swapped_and_exported(trained, llama, tmp_path, run):
 
 
 def test_a_plan_for_8b_says_what_full_lora_and_qlora_need(tmp_path, run):
-    (tmp_path / "config.json").write_text(json.dumps(
-        LLAMA_3 | {"model_type": "llama", "torch_dtype": "bfloat16"}
-    ))  # fmt: skip
+    (tmp_path / "config.json").write_text(
+        json.dumps(LLAMA_3 | {"model_type": "llama", "torch_dtype": "bfloat16"})
+    )
     code, out, _ = run(
-        "plan", "--model", tmp_path, "--memory", 24, "--device", "gpu", "--batch-size", 1,
-        "--max-seq-length", 2048, "--recompute", "block", "--rank", 16, "--json",
-    )  # fmt: skip
+        "plan",
+        "--model",
+        tmp_path,
+        "--memory",
+        24,
+        "--device",
+        "gpu",
+        "--batch-size",
+        1,
+        "--max-seq-length",
+        2048,
+        "--recompute",
+        "block",
+        "--rank",
+        16,
+        "--json",
+    )
     assert code == 0
     found = {(o["method"], o["quantize"]): o for o in json.loads(out)}
     assert found["full", "none"]["peak_gb"] > 60 and not found["full", "none"]["fits"]
@@ -131,8 +190,15 @@ def test_adapters_of_8b_at_rank_16_take_168_mb_or_84_in_half_precision(dtype, mb
     model, config = _described("llama", LLAMA_3)
     base = Base("meta-llama/Meta-Llama-3-8B", Path("nowhere"), model, None, config, "0" * 64)
     attached = attach(base, LoRAConfig(rank=16, alpha=16, target_modules=tuple(TARGETS)))
-    sizes = {"q": (4096, 4096), "k": (4096, 1024), "v": (4096, 1024), "o": (4096, 4096),
-             "gate": (4096, 14336), "up": (4096, 14336), "down": (14336, 4096)}  # fmt: skip
+    sizes = {
+        "q": (4096, 4096),
+        "k": (4096, 1024),
+        "v": (4096, 1024),
+        "o": (4096, 4096),
+        "gate": (4096, 14336),
+        "up": (4096, 14336),
+        "down": (14336, 4096),
+    }
     assert attached.parameter_count() == 32 * sum(16 * (i + o) for i, o in sizes.values())
     pack = Pack.of(attached, dtype).save(tmp_path / "p")
     file = tmp_path / "p" / "adapters.safetensors"
@@ -161,8 +227,11 @@ def test_the_example_of_two_phases_trains_and_shows_what_was_forgotten(tmp_path,
     assert code == 0, err
     broad, narrow = json.loads(out)["phases"]
     assert (broad["name"], broad["steps"], narrow["name"], narrow["steps"]) == (
-        "broad", 4, "code", 3
-    )  # fmt: skip
+        "broad",
+        4,
+        "code",
+        3,
+    )
     assert narrow["replay"] == 0.2 and narrow["optimizer_state"] == "carry"
     assert narrow["after"]["code"]["ppl"] < narrow["before"]["code"]["ppl"]
     assert set(narrow["after"]) == {"broad", "code"}
@@ -174,12 +243,25 @@ def test_the_example_of_two_phases_trains_and_shows_what_was_forgotten(tmp_path,
 @pytest.mark.slow
 def test_a_run_killed_in_phase_one_is_resumed_to_the_same_bits(tmp_path, data):
     talk = write_rows(tmp_path / "talk", train=TALK, valid=TALK[:2])
-    (tmp_path / "p.yaml").write_text(json.dumps({
-        "rank": 4, "batch_size": 2, "max_seq_length": 64, "base_path": "dense", "save_every": 1,
-        "val_batches": 0, "test_batches": 1, "steps_per_report": 1, "dropout": 0.1,
-        "phases": [{"name": "broad", "data": str(data), "iters": 20, "learning_rate": 1e-3},
-                   {"name": "talk", "data": str(talk), "iters": 3, "replay": 0.25}],
-    }))  # fmt: skip
+    (tmp_path / "p.yaml").write_text(
+        json.dumps(
+            {
+                "rank": 4,
+                "batch_size": 2,
+                "max_seq_length": 64,
+                "base_path": "dense",
+                "save_every": 1,
+                "val_batches": 0,
+                "test_batches": 1,
+                "steps_per_report": 1,
+                "dropout": 0.1,
+                "phases": [
+                    {"name": "broad", "data": str(data), "iters": 20, "learning_rate": 1e-3},
+                    {"name": "talk", "data": str(talk), "iters": 3, "replay": 0.25},
+                ],
+            }
+        )
+    )
     command = [sys.executable, "-m", "mlx_packs", "train", "-c", "p.yaml", "-q", "--out"]
     broken = subprocess.Popen([*command, "broken"], cwd=tmp_path)
     pointer = tmp_path / "broken-run" / "latest"
@@ -204,11 +286,30 @@ def test_a_code_corpus_is_packed_split_and_learned_to_fill_gaps_in(tmp_path, run
     long = [{"text": "".join(row["text"] for row in CODE)}]
     folder = write_rows(tmp_path / "d", train=[*CODE[:20], *long], valid=CODE[30:])
     code, out, err = run(
-        "train", "--data", folder, "--out", tmp_path / "p", "--iters", 3, "--packing",
-        "--max-seq-length", 128, "--long-rows", "split", "--fim-rate", 0.5, "--fim-spm-rate", 0.5,
-        "--fim-tokens", "<|im_start|>,<|im_end|>,<|endoftext|>", "--base-path", "dense",
-        "--warmup-steps", 0, "--json",
-    )  # fmt: skip
+        "train",
+        "--data",
+        folder,
+        "--out",
+        tmp_path / "p",
+        "--iters",
+        3,
+        "--packing",
+        "--max-seq-length",
+        128,
+        "--long-rows",
+        "split",
+        "--fim-rate",
+        0.5,
+        "--fim-spm-rate",
+        0.5,
+        "--fim-tokens",
+        "<|im_start|>,<|im_end|>,<|endoftext|>",
+        "--base-path",
+        "dense",
+        "--warmup-steps",
+        0,
+        "--json",
+    )
     assert code == 0, err
     assert json.loads(out)["ppl_after"] < json.loads(out)["ppl_before"]
     manifest = json.loads((tmp_path / "p" / "pack.json").read_text())
