@@ -13,7 +13,7 @@ from pathlib import Path
 from .backends import check_method, foreign_file, foreign_weights
 from .bitsandbytes import METHOD
 from .errors import PackError
-from .files import read_header, sha256
+from .files import TINY_FOLDER, read_header, sha256
 
 TINY = "tiny"
 RECORD = "quantization.json"  # that `packs quantize` leaves: what was asked, a hash of every shard
@@ -26,7 +26,7 @@ CHECKPOINT_FILES = (
 
 def tiny_base_path() -> Path:
     """The folder of the tiny Qwen3 that the package carries; an ordinary mlx-lm checkpoint."""
-    return Path(__file__).parent / "tiny" / "base"
+    return TINY_FOLDER / "base"
 
 
 def public_name(name: str) -> str:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from .config import DataConfig
 from .errors import PackError, did_you_mean
+from .files import TINY_FOLDER
 
 SPLITS = ("train", "valid", "test")
 # The columns of sentence-transformers, by format; what has more of them is looked for first.
@@ -51,7 +52,7 @@ class Splits:
 
 def tiny_path() -> Path:
     """The folder of the embedded data set: train.jsonl, valid.jsonl, test.jsonl."""
-    return Path(__file__).parent / "tiny" / "data"
+    return TINY_FOLDER / "data"
 
 
 def load_rows(config: DataConfig) -> Splits:

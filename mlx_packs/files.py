@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     import mlx.core as mx
 
 
+TINY_FOLDER = Path(__file__).parent / "tiny"  # the bundled base, data set and recipe
 _DTYPES = {  # of MLX, and how safetensors calls them
     f"mlx.core.{name}": short
     for name, short in {

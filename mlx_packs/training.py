@@ -38,7 +38,7 @@ from .display import QUIET, VERBOSE, Display
 from .encoding import Examples
 from .errors import Interrupted, PackError
 from .evaluation import Score, Scorer
-from .files import make_folder
+from .files import TINY_FOLDER, make_folder
 from .full import Unfrozen, check_dense, unfreeze
 from .gates import Gates, judge, limits
 from .generate import chat_prompt, complete
@@ -105,7 +105,7 @@ class TrainRun:
 
 def tiny_recipe() -> dict:
     """Options that suit the tiny base; they apply where it is trained and nothing else is said."""
-    return read_yaml(Path(__file__).parent / "tiny" / "recipe.yaml")
+    return read_yaml(TINY_FOLDER / "recipe.yaml")
 
 
 @runtime.memory_limits()
