@@ -10,7 +10,8 @@ import argparse
 import json
 import sys
 
-from mlx_packs.config import BASE_PATHS, POLICIES
+from mlx_packs.config.schema.schema import BASE_PATHS, POLICIES
+
 from mlx_packs.errors import PackError
 from mlx_packs.loading import TINY, Base
 from mlx_packs.runtime import mx

@@ -10,8 +10,9 @@ plan`, which computes nothing.
 import argparse
 from dataclasses import replace
 
+from mlx_packs.config.schema.schema import TrainConfig
+
 from mlx_packs.advice import Option, advise
-from mlx_packs.config import TrainConfig
 from mlx_packs.display import size
 from mlx_packs.plan import Checkpoint, described, read_checkpoint
 from mlx_packs.runtime import assumed_device

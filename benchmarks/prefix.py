@@ -16,10 +16,10 @@ from dataclasses import dataclass, field
 import mlx.optimizers as optimizers
 import numpy as np
 from mlx.utils import tree_map
+from mlx_packs.config.schema.schema import BASE_PATHS, LoRAConfig, TrainConfig
 
 from mlx_packs.adapters import attach
 from mlx_packs.batches import training_batches
-from mlx_packs.config import BASE_PATHS, LoRAConfig, TrainConfig
 from mlx_packs.display import QUIET, Display
 from mlx_packs.encoding import Example, Examples
 from mlx_packs.loading import TINY, Base

@@ -19,8 +19,8 @@ from dataclasses import dataclass, field
 
 import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_map, tree_unflatten
+from mlx_packs.config.schema.schema import BASE_PATHS
 
-from mlx_packs.config import BASE_PATHS
 from mlx_packs.errors import PackError
 from mlx_packs.loading import TINY
 from mlx_packs.loss import as_arrays, loss_sum, split_head

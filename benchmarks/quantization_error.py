@@ -16,11 +16,11 @@ from pathlib import Path
 
 import mlx.nn as nn
 import numpy as np
+from mlx_packs.config.schema.schema import DataConfig
 
 from mlx_packs import data as rows_of
 from mlx_packs import load_base, runtime
 from mlx_packs.batches import evaluation_batches
-from mlx_packs.config import DataConfig
 from mlx_packs.encoding import encode
 from mlx_packs.evaluation import Score, Scorer
 from mlx_packs.loading import Base

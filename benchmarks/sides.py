@@ -19,10 +19,10 @@ import numpy as np
 from mlx.utils import tree_map
 from mlx_lm.tuner.trainer import TrainingArgs, TrainingCallback, iterate_batches, train
 from mlx_lm.tuner.utils import linear_to_lora_layers
+from mlx_packs.config.schema.schema import LoRAConfig
 
 from mlx_packs.adapters import attach
 from mlx_packs.batches import Batch, make_batch
-from mlx_packs.config import LoRAConfig
 from mlx_packs.encoding import Example
 from mlx_packs.loading import Base
 from mlx_packs.loss import as_arrays, split_head

@@ -17,8 +17,8 @@ from dataclasses import asdict, astuple, dataclass, fields
 from pathlib import Path
 
 import numpy as np
+from mlx_packs.config.schema.schema import LoRAConfig, TrainConfig
 
-from mlx_packs.config import LoRAConfig, TrainConfig
 from mlx_packs.display import QUIET, Display
 from mlx_packs.errors import PackError
 from mlx_packs.loading import TINY

@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mlx.utils import tree_flatten
+from mlx_packs.config.schema.schema import BASE_PATHS, POLICIES
 
 from mlx_packs.base_path import dense_bytes
-from mlx_packs.config import BASE_PATHS, POLICIES
 from mlx_packs.errors import PackError
 from mlx_packs.geometry import Heads
 from mlx_packs.loading import TINY, Base

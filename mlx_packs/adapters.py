@@ -12,7 +12,7 @@ from types import MappingProxyType
 
 import mlx.nn as nn
 
-from .config import LoRAConfig
+from .config.schema import LoRAConfig
 from .errors import PackError
 from .families import check_trainable
 from .geometry import (

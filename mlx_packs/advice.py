@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from . import runtime
-from .config import (
+from .config.schema import (
     ENCODERS,
     MEMORY_SETTINGS,
     OF_ADAPTERS,

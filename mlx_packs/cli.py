@@ -17,7 +17,7 @@ from pathlib import Path
 import click
 
 from . import options
-from .config import MEMORY_SETTINGS, LoRAConfig, TrainConfig
+from .config.schema import MEMORY_SETTINGS, LoRAConfig, TrainConfig
 from .errors import Interrupted, PackError, did_you_mean, printable
 
 
@@ -778,7 +778,7 @@ def plan(memory, device, configs, as_json, **flags):
     The command at the end has the peak that is shown.
     """
     from .advice import advise, table
-    from .config import said
+    from .config.schema import said
     from .loading import TINY
     from .plan import read_checkpoint
     from .runtime import assumed_device, total_memory

@@ -13,7 +13,7 @@ import numpy as np
 
 from . import base_files
 from .adapters import ModuleSpec, SliceSpec, Specs, delta_of
-from .config import DataConfig
+from .config.schema import DataConfig
 from .display import QUIET, Display
 from .drift import (
     ROWS,

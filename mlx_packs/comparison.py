@@ -17,7 +17,7 @@ from .adapters import Attached
 from .base_files import text_config
 from .base_path import choose_base_path
 from .batches import Batch, evaluation_batches, make_packed_batch, padded_length
-from .config import DataConfig, TrainConfig
+from .config.schema import DataConfig, TrainConfig
 from .display import QUIET, Display
 from .encoding import Examples, encode
 from .errors import PackError

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from .config import DataConfig
+from .config.schema import DataConfig
 from .errors import PackError, did_you_mean
 from .files import TINY_FOLDER
 

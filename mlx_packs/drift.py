@@ -12,7 +12,7 @@ import mlx.nn as nn
 
 from .base_path import choose_base_path
 from .batches import Batch, evaluation_batches
-from .config import DataConfig, TrainConfig
+from .config.schema import DataConfig, TrainConfig
 from .encoding import encode
 from .errors import PackError
 from .evaluation import evaluation_rows, perplexity

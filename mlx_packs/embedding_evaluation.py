@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 
 import numpy as np
 
-from .config import DataConfig, TrainConfig
+from .config.schema import DataConfig, TrainConfig
 from .embedding_loss import arrays_of
 from .errors import PackError
 from .evaluation import evaluation_rows

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from . import base_files, quantize
-from .config import DataConfig
+from .config.schema import DataConfig
 from .data import PAIR_COLUMNS, Row
 from .display import Display
 from .errors import PackError

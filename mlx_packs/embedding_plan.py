@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from .adapters import plan_specs
-from .config import LoRAConfig, TrainConfig
+from .config.schema import LoRAConfig, TrainConfig
 from .display import size
 from .errors import PackError, did_you_mean
 from .geometry import Geometry, Group

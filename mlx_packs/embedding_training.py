@@ -14,14 +14,7 @@ from . import runtime
 from .adapters import Attached, attach
 from .batches import prefetched
 from .checkpoint import Cursor, kept_metrics, latest_checkpoint, load_checkpoint
-from .config import (
-    EMBEDDING_SETTINGS,
-    ENCODERS,
-    DataConfig,
-    LoRAConfig,
-    Recipe,
-    TrainConfig,
-)
+from .config.schema import EMBEDDING_SETTINGS, ENCODERS, DataConfig, LoRAConfig, Recipe, TrainConfig
 from .display import VERBOSE, Display
 from .embedding_evaluation import (
     EmbeddingScore,

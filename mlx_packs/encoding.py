@@ -12,7 +12,7 @@ from functools import cached_property
 
 import numpy as np
 
-from .config import DataConfig
+from .config.schema import DataConfig
 from .data import PAIR_COLUMNS, Row, row_format
 from .errors import PackError
 from .fim import SPARE, FillInTheMiddle, arranged, continued, sentinels

@@ -13,7 +13,7 @@ from mlx.utils import tree_flatten
 from . import data as rows_of
 from .base_path import choose_base_path
 from .batches import Batch, evaluation_batches
-from .config import DataConfig, TrainConfig
+from .config.schema import DataConfig, TrainConfig
 from .encoding import encode
 from .errors import PackError
 from .loading import Base

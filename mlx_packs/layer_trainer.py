@@ -39,7 +39,7 @@ from .checkpoint import (
     save_checkpoint,
     set_random_state,
 )
-from .config import LoRAConfig, TrainConfig
+from .config.schema import LoRAConfig, TrainConfig
 from .errors import PackError, did_you_mean
 from .files import make_folder, read_tensors, save_tensors, to_json, write_whole
 from .geometry import GeometryError, Group, probe

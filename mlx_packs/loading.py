@@ -30,7 +30,7 @@ from .base_files import missing_shards as missing_shards  # others take these fr
 from .base_files import stored_config as stored_config
 from .base_files import tiny_base_path as tiny_base_path
 from .bitsandbytes import from_bitsandbytes
-from .config import ENCODERS
+from .config.schema import ENCODERS
 from .errors import PackError
 from .models.encoder import Encoder, embedded, is_encoder, load_encoder, tokens_of
 from .models.encoder import load_tokenizer as load_encoder_tokenizer

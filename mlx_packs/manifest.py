@@ -8,7 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .config import ENCODERS
+from .config.schema import ENCODERS
 from .errors import PackError
 
 if TYPE_CHECKING:  # importing these loads MLX, and `packs list` reads manifests alone

@@ -19,7 +19,7 @@ from mlx.utils import tree_flatten
 from . import base_files, quantize
 from .adapters import ModuleSpec, delta_of
 from .bitsandbytes import METHOD
-from .config import DataConfig
+from .config.schema import DataConfig
 from .display import QUIET, Display
 from .drift import (
     ROWS,

@@ -14,7 +14,7 @@ import mlx.nn as nn
 
 from .adapters import check_bare
 from .batches import Batch
-from .config import LoRAConfig, TrainConfig
+from .config.schema import LoRAConfig, TrainConfig
 from .errors import PackError
 from .geometry import GeometryError, block_prefixes, probe
 from .loading import Base

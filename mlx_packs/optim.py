@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 
 import mlx.optimizers as optimizers
 
-from .config import TrainConfig, typed_value
+from .config.schema import TrainConfig, typed_value
 from .errors import PackError, did_you_mean
 from .ops.blockwise import decode, encode
 from .runtime import mx

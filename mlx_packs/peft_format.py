@@ -14,7 +14,7 @@ import numpy as np
 from mlx.utils import tree_flatten
 
 from .adapters import Specs
-from .config import ENCODERS
+from .config.schema import ENCODERS
 from .errors import PackError
 from .foreign import Foreign, Tensors, folded, hold_magnitudes, is_positive, scale_of
 from .geometry import chooses

@@ -14,7 +14,7 @@ from . import data as rows_of
 from . import runtime
 from .base_files import public_name
 from .batches import Batch, batch_shapes, evaluation_batches, few_shapes, training_batches
-from .config import DataConfig, Phase, TrainConfig
+from .config.schema import DataConfig, Phase, TrainConfig
 from .encoding import Example, Examples
 from .errors import PackError
 from .optim import make_optimizer

@@ -22,7 +22,7 @@ from mlx.utils import tree_flatten
 from . import runtime
 from .adapters import plan_specs
 from .batches import padded_length, padded_targets
-from .config import ENCODERS, POLICIES, LoRAConfig, TrainConfig
+from .config.schema import ENCODERS, POLICIES, LoRAConfig, TrainConfig
 from .errors import PackError, did_you_mean
 from .files import read_header
 from .geometry import BLOCK_PROJECTIONS, Geometry, Group, Heads

@@ -20,7 +20,7 @@ from . import runtime
 from .adapters import Attached
 from .base_files import weight_files
 from .batches import Batch, make_batch, make_packed_batch
-from .config import TrainConfig
+from .config.schema import TrainConfig
 from .display import VERBOSE, Display, size
 from .encoding import Examples
 from .errors import PackError

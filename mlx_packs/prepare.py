@@ -16,7 +16,7 @@ from .adapters import Attached
 from .base_path import BasePathChoice, choose_base_path, weight_kinds
 from .batches import padded_length
 from .checkpoint import checkpoints, is_run, run_folder
-from .config import DataConfig, LoRAConfig, Recipe, TrainConfig
+from .config.schema import DataConfig, LoRAConfig, Recipe, TrainConfig
 from .display import VERBOSE, Display, shown_count, size
 from .encoding import Examples
 from .errors import PackError

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from . import encoding, fim
-from .config import DataConfig
+from .config.schema import DataConfig
 from .data import Row, row_format
 from .encoding import Example, Examples, encode, resolve_loss_on
 from .errors import PackError

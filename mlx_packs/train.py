@@ -9,7 +9,8 @@ import click
 
 from . import options
 from .checkpoint import CONFIG, check_resumable, run_folder
-from .config import (
+from .config.external import translate
+from .config.schema import (
     DataConfig,
     LoRAConfig,
     Recipe,
@@ -24,7 +25,6 @@ from .embedding_plan import BATCH_SIZE
 from .encoding import Example, encode
 from .errors import PackError
 from .gates import failures, shown
-from .layouts import translate
 from .loading import TINY, check_files, load_base_tokenizer, resolve_base_path, text_config
 from .manifest import moved_metrics, phase_lines, shown_result
 from .phases import check_said, legs_of

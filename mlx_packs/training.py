@@ -25,7 +25,7 @@ from .checkpoint import (
     read_cursor,
     write_identity,
 )
-from .config import (
+from .config.schema import (
     DataConfig,
     LoRAConfig,
     Recipe,

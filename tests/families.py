@@ -17,9 +17,9 @@ from types import ModuleType
 
 import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_map
+from mlx_packs.config.schema.schema import LoRAConfig
 
 from mlx_packs.adapters import Attached, attach
-from mlx_packs.config import LoRAConfig
 from mlx_packs.families import UNTRAINABLE, UNTRAINABLE_ON_METAL
 from mlx_packs.geometry import linears
 from mlx_packs.loading import Base

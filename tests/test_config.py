@@ -3,8 +3,15 @@
 import json
 
 import pytest
+from mlx_packs.config.schema.schema import (
+    DataConfig,
+    LoRAConfig,
+    Recipe,
+    TrainConfig,
+    read_yaml,
+    resolve,
+)
 
-from mlx_packs.config import DataConfig, LoRAConfig, Recipe, TrainConfig, read_yaml, resolve
 from mlx_packs.errors import PackError
 
 

@@ -9,9 +9,9 @@ import pytest
 from conftest import chat, write_rows
 from mlx_lm.tuner.datasets import ChatDataset, CompletionsDataset, TextDataset
 from mlx_lm.utils import load_tokenizer
+from mlx_packs.config.schema.schema import DataConfig
 
 from mlx_packs import data
-from mlx_packs.config import DataConfig
 from mlx_packs.data import Row, load_rows
 from mlx_packs.encoding import encode
 from mlx_packs.errors import PackError

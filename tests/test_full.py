@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 from conftest import base_of, chat, write_rows
 from mlx.utils import tree_flatten
+from mlx_packs.config.schema.schema import resolve
 
 from mlx_packs import LoRAConfig, Pack, TrainConfig, evaluate, load_base, merge_pack, train_pack
 from mlx_packs.adapters import attach
 from mlx_packs.batches import make_batch
-from mlx_packs.config import resolve
 from mlx_packs.encoding import Example
 from mlx_packs.errors import PackError
 from mlx_packs.evaluation import Scorer

@@ -4,10 +4,10 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 from conftest import base_of, model_of
+from mlx_packs.config.schema.schema import LoRAConfig, TrainConfig
 
 from mlx_packs.adapters import attach
 from mlx_packs.batches import make_batch
-from mlx_packs.config import LoRAConfig, TrainConfig
 from mlx_packs.encoding import Example
 from mlx_packs.errors import PackError
 from mlx_packs.geometry import (

@@ -5,11 +5,11 @@ import math
 from pathlib import Path
 
 import pytest
+from mlx_packs.config.schema.external import translate
+from mlx_packs.config.schema.schema import read_yaml, resolve
 
 from mlx_packs.adapters import attach
-from mlx_packs.config import read_yaml, resolve
 from mlx_packs.errors import PackError
-from mlx_packs.layouts import translate
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 TARGETS = "q_proj k_proj v_proj o_proj up_proj down_proj gate_proj".split()

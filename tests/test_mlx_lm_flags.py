@@ -12,14 +12,14 @@ from mlx_lm import lora as theirs
 from mlx_lm.tuner import datasets as their_data
 from mlx_lm.tuner import utils as their_tuner
 from mlx_lm.utils import _parse_size
+from mlx_packs.config.schema.external import translate
+from mlx_packs.config.schema.schema import DataConfig, LoRAConfig, TrainConfig, read_yaml, resolve
 
 from mlx_packs import prepare, training
 from mlx_packs.adapters import attach
-from mlx_packs.config import DataConfig, LoRAConfig, TrainConfig, read_yaml, resolve
 from mlx_packs.display import NORMAL, Display
 from mlx_packs.errors import PackError
 from mlx_packs.geometry import select_targets
-from mlx_packs.layouts import translate
 from mlx_packs.optim import make_optimizer, schedule
 from mlx_packs.runtime import mx
 from mlx_packs.train import command

@@ -1,6 +1,5 @@
 """The package as it is installed: import time, import order, what the wheel carries, the README."""
 
-import ast
 import json
 import os
 import re
@@ -14,24 +13,6 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "mlx_packs"
-
-# A file imports only from those above it.
-ORDER = """
-errors gates config layouts options runtime display files
-ops._cost ops._backend ops._check
-ops.lanes ops.exponential ops.matmul ops.affine ops.attention ops.linear_cross_entropy
-ops.blockwise ops.nf4 ops.grouped_lora ops.multi_lora
-nn.lora nn.nf4 nn.quantized nn.segments nn.experts nn.wrapped nn.recompute nn.prefix nn.blocks
-nn.fixed nn.stack backends bitsandbytes packing base_files origins models.encoder
-loading quantize families geometry adapters full fixed base_path
-data fim encoding token_cache order batches pairs loss embedding_loss packable state_store prefix
-table objective optim step plan embedding_plan advice
-manifest pack hub publish shelf distance
-weighted swapping evaluation embedding_evaluation generate speed comparison harness
-phases checkpoint prepare loop training embedding_training train layer_trainer
-drift merge embedding_merge combine foreign peft_format mlx_lm_format interop
-eval_batch eval_tasks doctor cli
-""".split()
 
 
 def run(code: str, **environment: str) -> str:
@@ -59,33 +40,6 @@ def train(options: str, folder: Path, **environment: str) -> dict:
     )
     assert result.returncode == 0, result.stderr
     return json.loads(result.stdout)
-
-
-def imports_of(module: str) -> set[str]:
-    """Modules of this package that a module imports at its top."""
-    file = PACKAGE / (module.replace(".", "/") + ".py")
-    parents = ["mlx_packs", *module.split(".")[:-1]]
-    found = set()
-    for node in ast.parse(file.read_text()).body:
-        if isinstance(node, ast.ImportFrom) and node.level:
-            prefix = parents[: len(parents) - node.level + 1][1:]
-            name = [*prefix, *(node.module or "").split(".")]
-            dotted = ".".join(p for p in name if p)
-            names = [f"{dotted}.{a.name}".strip(".") for a in node.names]
-            found |= {n for n in [dotted, *names] if n in ORDER}
-    return found
-
-
-def test_every_module_is_in_the_order_and_imports_only_from_above():
-    files = {
-        str(f.relative_to(PACKAGE))[:-3].replace("/", ".")
-        for f in PACKAGE.rglob("*.py")
-        if f.name not in ("__init__.py", "__main__.py")
-    }
-    assert files == set(ORDER)
-    for i, module in enumerate(ORDER):
-        below = imports_of(module) - set(ORDER[:i])
-        assert not below, f"{module} imports {below}, which stands below it"
 
 
 def test_import_loads_nothing_heavy():

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from mlx_packs.config.schema.schema import ENCODERS
 from test_merge import attached_logits, noisy_pack
 
 from mlx_packs import Pack, load_base, peft_format
-from mlx_packs.config import ENCODERS
 from mlx_packs.geometry import chooses
 from mlx_packs.interop import export_pack, import_adapter
 from mlx_packs.loading import tiny_base_path

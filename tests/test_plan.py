@@ -12,12 +12,12 @@ import huggingface_hub
 import numpy as np
 import pytest
 from conftest import base_of, chat, write_rows
+from mlx_packs.config.schema.schema import DataConfig
 
 from mlx_packs import LoRAConfig, PackError, TrainConfig, runtime, train_pack
 from mlx_packs.adapters import attach
 from mlx_packs.advice import advise
 from mlx_packs.batches import make_batch
-from mlx_packs.config import DataConfig
 from mlx_packs.data import load_rows
 from mlx_packs.display import QUIET, Display
 from mlx_packs.encoding import Example

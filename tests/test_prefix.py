@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from conftest import base_of, chat, write_rows
 from mlx.utils import tree_flatten
+from mlx_packs.config.schema.schema import resolve
 from test_families import FAMILIES as ALL_FAMILIES
 from test_packed_rows import FAMILIES, assert_same, loss_and_gradients, rows_of
 
@@ -22,7 +23,6 @@ from mlx_packs import LoRAConfig, TrainConfig, runtime, train_pack
 from mlx_packs import prefix as prefixes
 from mlx_packs.adapters import attach
 from mlx_packs.batches import training_batches
-from mlx_packs.config import resolve
 from mlx_packs.display import NORMAL, QUIET, VERBOSE, Display
 from mlx_packs.encoding import Examples
 from mlx_packs.errors import PackError

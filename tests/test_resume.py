@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 from conftest import chat, write_rows
+from mlx_packs.config.schema.schema import DataConfig
 
 from mlx_packs import LoRAConfig, TrainConfig, train_pack
 from mlx_packs.checkpoint import clear_run, is_run, kept_metrics, latest_checkpoint
-from mlx_packs.config import DataConfig
 from mlx_packs.errors import PackError
 from mlx_packs.files import only_writer, sha256
 from mlx_packs.prepare import output_folders

@@ -7,9 +7,9 @@ import time
 import numpy as np
 import pytest
 from conftest import chat, write_rows
+from mlx_packs.config.schema.schema import DataConfig
 
 from mlx_packs import LoRAConfig, TrainConfig, token_cache, train_pack
-from mlx_packs.config import DataConfig
 from mlx_packs.data import Row
 from mlx_packs.encoding import encode
 from mlx_packs.errors import PackError

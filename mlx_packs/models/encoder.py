@@ -21,7 +21,7 @@ import numpy as np
 from mlx.utils import tree_flatten
 
 from ..base_files import weight_files
-from ..config import ENCODERS
+from ..config.schema import ENCODERS
 from ..errors import PackError
 from ..ops.exponential import gelu
 from ..runtime import mx

@@ -7,7 +7,7 @@ and transformers' ``BitsAndBytesConfig`` as JSON. What would mean something else
 import math
 from collections.abc import Mapping
 
-from .errors import PackError, did_you_mean
+from ..errors import PackError, did_you_mean
 
 # transformers quantizes linears alone, and not the head
 _KEPT_BY_TRANSFORMERS = ("lm_head", "embed_tokens")

@@ -15,7 +15,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from .errors import PackError, did_you_mean
+from ..errors import PackError, did_you_mean
 
 OPTIMIZERS = ("adamw", "adamw_8bit", "adam", "adafactor", "sgd", "muon", "lion")
 BASE_PATHS = ("auto", "quantized", "transient", "dense")
