@@ -13,8 +13,8 @@ from pathlib import Path
 
 import mlx_lm
 
+from mlx_packs.bases.loading import TINY, load_base, resolve_base_path
 from mlx_packs.errors import PackError
-from mlx_packs.loading import TINY, load_base, resolve_base_path
 from mlx_packs.runtime import mx
 
 from . import alone, history, report

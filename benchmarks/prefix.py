@@ -19,10 +19,10 @@ from mlx.utils import tree_map
 from mlx_packs.config.schema.schema import BASE_PATHS, LoRAConfig, TrainConfig
 
 from mlx_packs.adapters import attach
+from mlx_packs.bases.loading import TINY, Base
 from mlx_packs.batches import training_batches
 from mlx_packs.display import QUIET, Display
 from mlx_packs.encoding import Example, Examples
-from mlx_packs.loading import TINY, Base
 from mlx_packs.loss import as_arrays, split_head
 from mlx_packs.prefix import open_prefix
 from mlx_packs.runtime import mx

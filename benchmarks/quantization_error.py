@@ -20,10 +20,10 @@ from mlx_packs.config.schema.schema import DataConfig
 
 from mlx_packs import data as rows_of
 from mlx_packs import load_base, runtime
+from mlx_packs.bases.loading import Base
 from mlx_packs.batches import evaluation_batches
 from mlx_packs.encoding import encode
 from mlx_packs.evaluation import Score, Scorer
-from mlx_packs.loading import Base
 from mlx_packs.loss import split_head
 from mlx_packs.nn.quantized import dense_module, quantized_modules, replace_modules
 from mlx_packs.ops import nf4

@@ -18,8 +18,8 @@ from pathlib import Path
 
 from mlx.utils import tree_flatten
 
+from mlx_packs.bases.loading import tiny_base_path
 from mlx_packs.files import write_tensors
-from mlx_packs.loading import tiny_base_path
 from mlx_packs.runtime import mx
 
 from . import history, report

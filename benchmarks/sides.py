@@ -22,9 +22,9 @@ from mlx_lm.tuner.utils import linear_to_lora_layers
 from mlx_packs.config.schema.schema import LoRAConfig
 
 from mlx_packs.adapters import attach
+from mlx_packs.bases.loading import Base
 from mlx_packs.batches import Batch, make_batch
 from mlx_packs.encoding import Example
-from mlx_packs.loading import Base
 from mlx_packs.loss import as_arrays, split_head
 from mlx_packs.runtime import mx
 from mlx_packs.step import Stepper

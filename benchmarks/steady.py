@@ -19,9 +19,9 @@ from pathlib import Path
 import numpy as np
 from mlx_packs.config.schema.schema import LoRAConfig, TrainConfig
 
+from mlx_packs.bases.loading import TINY
 from mlx_packs.display import QUIET, Display
 from mlx_packs.errors import PackError
-from mlx_packs.loading import TINY
 from mlx_packs.runtime import mx
 from mlx_packs.training import train_pack
 

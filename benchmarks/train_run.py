@@ -26,12 +26,12 @@ from mlx_lm.tuner.trainer import TrainingArgs, TrainingCallback, iterate_batches
 from mlx_lm.tuner.utils import linear_to_lora_layers
 from mlx_packs.config.schema.schema import DataConfig, LoRAConfig, TrainConfig
 
+from mlx_packs.bases.loading import TINY, Base, load_base, tiny_base_path
 from mlx_packs.batches import Batch, evaluation_batches
 from mlx_packs.data import tiny_path
 from mlx_packs.encoding import encode
 from mlx_packs.errors import PackError
 from mlx_packs.evaluation import Scorer, evaluation_rows
-from mlx_packs.loading import TINY, Base, load_base, tiny_base_path
 from mlx_packs.loss import split_head
 from mlx_packs.nn.quantized import apply_base_path
 from mlx_packs.runtime import mx

@@ -16,8 +16,8 @@ from pathlib import Path
 
 from mlx_packs.config.schema.schema import BASE_PATHS, POLICIES
 
+from mlx_packs.bases.loading import TINY, Base
 from mlx_packs.errors import PackError
-from mlx_packs.loading import TINY, Base
 from mlx_packs.runtime import mx
 
 from . import history, mended, report, shipped

@@ -17,8 +17,8 @@ os.environ.setdefault("AGX_RELAX_CDM_CTXSTORE_TIMEOUT", "1")
 __version__ = "0.1.0"
 
 _PUBLIC = {
-    "Base": "loading",
-    "load_base": "loading",
+    "Base": "bases.loading",
+    "load_base": "bases.loading",
     "LoRAConfig": "config.schema",
     "TrainConfig": "config.schema",
     "DataConfig": "config.schema",

@@ -12,10 +12,8 @@ from types import MappingProxyType
 
 import mlx.nn as nn
 
-from .config.schema import LoRAConfig
-from .errors import PackError
-from .families import check_trainable
-from .geometry import (
+from .bases.families import check_trainable
+from .bases.geometry import (
     BLOCK_PROJECTIONS,
     Geometry,
     GeometryError,
@@ -24,7 +22,9 @@ from .geometry import (
     find_groups,
     linears,
 )
-from .loading import Base
+from .bases.loading import Base
+from .config.schema import LoRAConfig
+from .errors import PackError
 from .nn.blocks import GroupedAttention, GroupedMLP, is_grouped_attention, is_grouped_mlp
 from .nn.experts import AdaptedSwitchLinear, expert_weights, is_switch_linear
 from .nn.lora import AdaptedLinear, AdapterShape, GroupedLoRA, adapter_key, low_rank_delta

@@ -74,13 +74,13 @@ def inspect(pack, as_json, verbose):
     Loads no tensor and no model. PACK may be a folder of `packs quantize` too: every shard is then
     held against its hash.
     """
-    from .base_files import RECORD
+    from .bases.files import RECORD
     from .manifest import read_pin
     from .pack import Pack
 
     if (pack / RECORD).is_file():
+        from .bases.writer import verify
         from .display import Display
-        from .quantize import verify
 
         record = verify(pack, Display())
         _print(record, as_json, _record_lines(pack, record))
@@ -94,7 +94,7 @@ def inspect(pack, as_json, verbose):
 
 def _record_lines(folder: Path, record: dict) -> list[str]:
     """A folder that `packs quantize` wrote, for people."""
-    from .base_files import quantization_name
+    from .bases.files import quantization_name
 
     size = sum(facts["bytes"] for facts in record["files"].values())
     kind = quantization_name(record["quantization"])
@@ -113,7 +113,7 @@ def _inspect_lines(pack, verbose: bool = False) -> list[str]:
 
     verbose: every adapter too.
     """
-    from .base_files import quantization_name
+    from .bases.files import quantization_name
     from .gates import shown
     from .manifest import (
         moved_metrics,
@@ -361,8 +361,8 @@ def generate(model, packs, prompt, system, raw, max_tokens, temp, seed, trust_re
     """Stream text, with a pack or without."""
     from contextlib import nullcontext
 
+    from .bases.loading import hold_causal, load_base
     from .generate import chat_prompt, stream
-    from .loading import hold_causal, load_base
 
     prompt = sys.stdin.read() if prompt == "-" else prompt
     if not prompt.strip():
@@ -443,10 +443,10 @@ def quantize(
     Tensor by tensor, so that a model larger than memory can be quantized. After an interruption the
     same command goes on.
     """
+    from .bases.quantization import Packing
+    from .bases.writer import Recipe
+    from .bases.writer import quantize as write
     from .display import Display
-    from .packing import Packing
-    from .quantize import Recipe
-    from .quantize import quantize as write
 
     double = "--no-double-quant" if double_quant is False else "--double-quant"
     others = {"--bits": bits} if mode == "nf4" else {"--block": block, double: double_quant}
@@ -778,8 +778,8 @@ def plan(memory, device, configs, as_json, **flags):
     The command at the end has the peak that is shown.
     """
     from .advice import advise, table
+    from .bases.loading import TINY
     from .config.schema import said
-    from .loading import TINY
     from .plan import read_checkpoint
     from .runtime import assumed_device, total_memory
     from .train import read_configs, recipe_of

@@ -11,8 +11,9 @@ from pathlib import Path
 
 import numpy as np
 
-from . import base_files
 from .adapters import ModuleSpec, SliceSpec, Specs, delta_of
+from .bases import files as base_files
+from .bases.loading import Base
 from .config.schema import DataConfig
 from .display import QUIET, Display
 from .drift import (
@@ -28,7 +29,6 @@ from .drift import (
 from .errors import PackError
 from .evaluation import columns_of
 from .files import sha256
-from .loading import Base
 from .manifest import ADAPTERS, is_of_encoder
 from .merge import Change, check_max_drift, dense_weight, modules_of
 from .nn.lora import adapter_key

@@ -14,8 +14,9 @@ from pathlib import Path
 import numpy as np
 
 from .adapters import Attached
-from .base_files import text_config
 from .base_path import choose_base_path
+from .bases.files import text_config
+from .bases.loading import Base, hold_causal
 from .batches import Batch, evaluation_batches, make_packed_batch, padded_length
 from .config.schema import DataConfig, TrainConfig
 from .display import QUIET, Display
@@ -23,7 +24,6 @@ from .encoding import Examples, encode
 from .errors import PackError
 from .evaluation import Difference, RowScores, Scorer, columns_of, evaluation_rows
 from .gates import Gates, failures, flag_of, judge, limits
-from .loading import Base, hold_causal
 from .loss import split_head
 from .order import first_fit
 from .pack import Pack

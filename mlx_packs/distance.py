@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from .adapters import ModuleSpec
-from .base_files import quantization_name
+from .bases.files import quantization_name
 from .errors import PackError
 from .manifest import replaced_of
 from .pack import Pack

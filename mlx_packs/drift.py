@@ -11,12 +11,12 @@ from dataclasses import asdict, dataclass
 import mlx.nn as nn
 
 from .base_path import choose_base_path
+from .bases.loading import Base
 from .batches import Batch, evaluation_batches
 from .config.schema import DataConfig, TrainConfig
 from .encoding import encode
 from .errors import PackError
 from .evaluation import evaluation_rows, perplexity
-from .loading import Base
 from .loss import Head, as_arrays, forward, split_head
 from .nn.quantized import apply_base_path, replace_modules
 from .pack import Pack

@@ -9,13 +9,13 @@ from dataclasses import asdict, dataclass
 
 import numpy as np
 
+from .bases.encoder import Encoder, embedded
+from .bases.loading import Base
 from .config.schema import DataConfig, TrainConfig
 from .embedding_loss import arrays_of
 from .errors import PackError
 from .evaluation import evaluation_rows
-from .loading import Base
 from .manifest import shown_metrics
-from .models.encoder import Encoder, embedded
 from .pack import Pack
 from .pairs import PairBatch, Pairs, encode_pairs
 from .runtime import mx

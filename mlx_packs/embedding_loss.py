@@ -10,8 +10,8 @@ https://arxiv.org/abs/1703.07737. Gradients by mini-batches: https://arxiv.org/a
 
 from collections.abc import Callable, Sequence
 
+from .bases.encoder import Encoder, unit
 from .config.schema import TrainConfig
-from .models.encoder import Encoder, unit
 from .nn.recompute import recomputed
 from .pairs import PairBatch
 from .runtime import mx

@@ -10,17 +10,18 @@ from pathlib import Path
 
 import numpy as np
 
-from . import base_files, quantize
+from .bases import files as base_files
+from .bases import writer as quantize
+from .bases.encoder import Encoder, embedded, make_encoder, tensor_name, tokens_of
+from .bases.loading import Base
+from .bases.writer import Plan
 from .config.schema import DataConfig
 from .data import PAIR_COLUMNS, Row
 from .display import Display
 from .errors import PackError
 from .evaluation import evaluation_rows
-from .loading import Base
 from .merge import plan_of
-from .models.encoder import Encoder, embedded, make_encoder, tensor_name, tokens_of
 from .pack import Pack
-from .quantize import Plan
 from .runtime import mx
 
 _BATCH = 32

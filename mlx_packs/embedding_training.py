@@ -12,6 +12,7 @@ from pathlib import Path
 from . import data as rows_of
 from . import runtime
 from .adapters import Attached, attach
+from .bases.loading import Base
 from .batches import prefetched
 from .checkpoint import Cursor, kept_metrics, latest_checkpoint, load_checkpoint
 from .config.schema import EMBEDDING_SETTINGS, ENCODERS, DataConfig, LoRAConfig, Recipe, TrainConfig
@@ -28,7 +29,6 @@ from .embedding_plan import estimate_encoder
 from .errors import PackError
 from .full import Unfrozen, unfreeze
 from .gates import Gates, judge, limits
-from .loading import Base
 from .loop import Loop
 from .nn.quantized import count_weights
 from .ops import _backend

@@ -9,6 +9,7 @@ from pathlib import Path
 import click
 
 from . import options
+from .bases.loading import load_base
 from .comparison import (
     BASE,
     BATCH_SIZES,
@@ -21,7 +22,6 @@ from .comparison import (
 from .display import Display
 from .errors import PackError, printable
 from .files import write_whole
-from .loading import load_base
 from .manifest import shown_perplexity
 from .weighted import open_weighted, weighted_sum
 

@@ -5,9 +5,9 @@ import json
 import click
 
 from . import options
+from .bases.loading import load_base
 from .display import Display
 from .harness import evaluate_tasks
-from .loading import load_base
 from .weighted import open_weighted, weighted_sum
 
 

@@ -12,11 +12,11 @@ from mlx.utils import tree_flatten
 
 from . import data as rows_of
 from .base_path import choose_base_path
+from .bases.loading import Base
 from .batches import Batch, evaluation_batches
 from .config.schema import DataConfig, TrainConfig
 from .encoding import encode
 from .errors import PackError
-from .loading import Base
 from .loss import Arrays, Head, as_arrays, split_head, target_loss
 from .nn.lora import GroupedLoRA
 from .nn.quantized import apply_base_path, replace_modules

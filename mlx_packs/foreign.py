@@ -11,9 +11,9 @@ import mlx.nn as nn
 import numpy as np
 
 from .adapters import ModuleSpec, SliceSpec, Specs, delta_of
+from .bases.geometry import linears
+from .bases.loading import Base
 from .errors import PackError
-from .geometry import linears
-from .loading import Base
 from .manifest import MANIFEST
 from .nn.experts import is_switch_linear
 from .nn.quantized import EMBEDDINGS

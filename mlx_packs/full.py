@@ -11,10 +11,10 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from .adapters import Attached, attach, check_tensors
+from .bases.families import check_trainable
+from .bases.geometry import Group, block_prefixes
+from .bases.loading import Base, quantization_name
 from .errors import PackError
-from .families import check_trainable
-from .geometry import Group, block_prefixes
-from .loading import Base, quantization_name
 from .nn.quantized import QUANTIZED
 from .runtime import mx
 

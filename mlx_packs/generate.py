@@ -2,8 +2,8 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 
+from .bases.loading import Base
 from .errors import PackError
-from .loading import Base
 
 
 def chat_prompt(base: Base, messages: Sequence[Mapping], tools=None) -> list[int]:

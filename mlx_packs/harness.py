@@ -14,13 +14,13 @@ from pathlib import Path
 
 import numpy as np
 
-from .base_files import text_config
+from .bases.files import text_config
+from .bases.loading import Base, hold_causal
 from .batches import evaluation_batches
 from .encoding import Example, Examples
 from .errors import PackError
 from .evaluation import Scorer
 from .generate import complete_batch
-from .loading import Base, hold_causal
 from .loss import split_head
 from .pack import Pack
 from .swapping import carrying, hold_bare

@@ -11,7 +11,8 @@ import re
 from pathlib import Path
 
 from . import __version__, mlx_lm_format, peft_format
-from .base_files import TINY
+from .bases.files import TINY
+from .bases.loading import lazy_base
 from .errors import PackError
 from .files import read_tensors, save_tensors, sha256, to_json, whole_folder, write_tensors
 from .foreign import (
@@ -27,7 +28,6 @@ from .foreign import (
     specs_for,
     unfolded,
 )
-from .loading import lazy_base
 from .manifest import FORMAT_VERSION, check_manifest, replaced_of, shapes_of, specs_of
 from .pack import Pack, grouped, manifest_of, modules_json, versions_line
 from .runtime import mx

@@ -32,6 +32,7 @@ from .adapters import (
     plan_specs,
     slot_tensors,
 )
+from .bases.geometry import GeometryError, Group, probe
 from .checkpoint import (
     Cursor,
     latest_checkpoint,
@@ -42,7 +43,6 @@ from .checkpoint import (
 from .config.schema import LoRAConfig, TrainConfig
 from .errors import PackError, did_you_mean
 from .files import make_folder, read_tensors, save_tensors, to_json, write_whole
-from .geometry import GeometryError, Group, probe
 from .manifest import spec_json
 from .nn.lora import AdaptedLinear, AdapterShape, GroupedLoRA, adapter_key
 from .nn.quantized import LINEARS

@@ -487,7 +487,7 @@ def phase_lines(phases: Sequence[Mapping]) -> list[str]:
 
 def _card_command(manifest: dict) -> str:
     """A command that loads the pack: stock mlx-lm's, where that loads base and adapters as here."""
-    from .base_files import TINY
+    from .bases.files import TINY
 
     base = manifest["base"]["id"]
     if is_of_encoder(manifest):

@@ -16,9 +16,20 @@ from pathlib import Path
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
-from . import base_files, quantize
 from .adapters import ModuleSpec, delta_of
-from .bitsandbytes import METHOD
+from .bases import files as base_files
+from .bases import writer as quantize
+from .bases.bitsandbytes import METHOD
+from .bases.loading import Base, lazy_base
+from .bases.quantization import (
+    Packing,
+    Recipe,
+    outline,
+    packing_named,
+    packings_of,
+    quantized_tensors,
+)
+from .bases.writer import Item, Plan
 from .config.schema import DataConfig
 from .display import QUIET, Display
 from .drift import (
@@ -34,15 +45,12 @@ from .drift import (
 from .errors import PackError
 from .evaluation import columns_of
 from .fixed import replacements
-from .loading import Base, lazy_base
 from .manifest import is_of_encoder, replaced_of
 from .nn.experts import expert_weights, is_switch_linear
 from .nn.quantized import LINEARS, NF4, QUANTIZED, dequantized_weight
 from .ops import nf4
 from .ops.nf4 import NF4Weight
 from .pack import Pack
-from .packing import Packing, Recipe, outline, packing_named, packings_of, quantized_tensors
-from .quantize import Item, Plan
 from .runtime import mx, on_cpu
 
 REQUANTIZE = ("none", "same", "affine4", "affine8", "nf4")

@@ -13,16 +13,16 @@ from dataclasses import dataclass, field
 import mlx.nn as nn
 
 from .adapters import check_bare
+from .bases.embedding_table import MappedTable, map_table
+from .bases.geometry import GeometryError, block_prefixes, probe
+from .bases.loading import Base
 from .batches import Batch
 from .config.schema import LoRAConfig, TrainConfig
 from .errors import PackError
-from .geometry import GeometryError, block_prefixes, probe
-from .loading import Base
 from .loss import Arrays, Head, as_arrays, split_head
 from .nn.quantized import EMBEDDINGS, LINEARS, frozen_head, true_shape
 from .nn.stack import ProjectionStack
 from .runtime import mx
-from .table import MappedTable, map_table
 
 TRANSFORMER, STACK = "transformer", "projection-stack"
 

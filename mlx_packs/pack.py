@@ -13,6 +13,17 @@ from pathlib import Path
 
 from . import runtime
 from .adapters import Attached, Specs, attach
+from .bases.geometry import Heads, block_prefixes
+from .bases.loading import (
+    TINY,
+    Base,
+    check_files,
+    fingerprint,
+    load_base,
+    quantization_name,
+    resolve_base_path,
+    weight_files,
+)
 from .errors import PackError
 from .files import (
     read_header,
@@ -25,17 +36,6 @@ from .files import (
 )
 from .fixed import attach_fixed, is_fixed
 from .full import Unfrozen
-from .geometry import Heads, block_prefixes
-from .loading import (
-    TINY,
-    Base,
-    check_files,
-    fingerprint,
-    load_base,
-    quantization_name,
-    resolve_base_path,
-    weight_files,
-)
 from .manifest import (
     ADAPTER_CONFIG,
     ADAPTERS,

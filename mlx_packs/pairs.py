@@ -10,10 +10,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from .bases.encoder import padded, tokens_of
 from .batches import padded_length
 from .data import PAIR_COLUMNS, Row, pair_format
 from .errors import PackError
-from .models.encoder import padded, tokens_of
 from .order import epoch_order
 
 # What a row must hold for a loss; of several the first is what `auto` takes.

@@ -14,11 +14,11 @@ import numpy as np
 from mlx.utils import tree_flatten
 
 from .adapters import Specs
+from .bases.geometry import chooses
+from .bases.loading import Base
 from .config.schema import ENCODERS
 from .errors import PackError
 from .foreign import Foreign, Tensors, folded, hold_magnitudes, is_positive, scale_of
-from .geometry import chooses
-from .loading import Base
 from .manifest import replaced_of
 from .pack import Pack
 from .runtime import mx

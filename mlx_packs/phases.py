@@ -12,7 +12,7 @@ import numpy as np
 
 from . import data as rows_of
 from . import runtime
-from .base_files import public_name
+from .bases.files import public_name
 from .batches import Batch, batch_shapes, evaluation_batches, few_shapes, training_batches
 from .config.schema import DataConfig, Phase, TrainConfig
 from .encoding import Example, Examples

@@ -21,12 +21,9 @@ from mlx.utils import tree_flatten
 
 from . import runtime
 from .adapters import plan_specs
-from .batches import padded_length, padded_targets
-from .config.schema import ENCODERS, POLICIES, LoRAConfig, TrainConfig
-from .errors import PackError, did_you_mean
-from .files import read_header
-from .geometry import BLOCK_PROJECTIONS, Geometry, Group, Heads
-from .loading import (
+from .bases.encoder import Encoder, Reading, check_config
+from .bases.geometry import BLOCK_PROJECTIONS, Geometry, Group, Heads
+from .bases.loading import (
     TINY,
     check_files,
     check_stored_nf4,
@@ -35,14 +32,17 @@ from .loading import (
     stored_as_asked,
     weight_files,
 )
-from .models.encoder import Encoder, Reading, check_config
+from .bases.quantization import Recipe, packed_nbytes, packing_named, packing_of
+from .batches import padded_length, padded_targets
+from .config.schema import ENCODERS, POLICIES, LoRAConfig, TrainConfig
+from .errors import PackError, did_you_mean
+from .files import read_header
 from .ops.attention import SCORE_BYTES
 from .ops.exponential import ELEMENTS as SWIGLU_ELEMENTS
 from .ops.lanes import lanes
 from .ops.linear_cross_entropy import columns as loss_columns
 from .ops.matmul import SLICE_WEIGHTS, device
 from .optim import make_optimizer
-from .packing import Recipe, packed_nbytes, packing_named, packing_of
 from .runtime import mx
 
 ERROR = 0.15  # largest error seen in benchmarks/plan_accuracy.py is below this

@@ -18,13 +18,13 @@ import numpy as np
 
 from . import runtime
 from .adapters import Attached
-from .base_files import weight_files
+from .bases.files import weight_files
+from .bases.geometry import block_prefixes
 from .batches import Batch, make_batch, make_packed_batch
 from .config.schema import TrainConfig
 from .display import VERBOSE, Display, size
 from .encoding import Examples
 from .errors import PackError
-from .geometry import block_prefixes
 from .loss import Arrays, Head, as_arrays, forward
 from .nn.prefix import Feed, FrozenBlock, states_of
 from .nn.quantized import replace_modules

@@ -7,9 +7,9 @@ from statistics import median
 
 import numpy as np
 
+from .bases.loading import Base
 from .errors import PackError
 from .generate import stream_batch
-from .loading import Base
 from .pack import Pack
 from .runtime import mx, on_cpu
 from .swapping import carrying

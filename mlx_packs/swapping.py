@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import mlx.nn as nn
 
 from .adapters import Attached
+from .bases.loading import Base
 from .errors import PackError
-from .loading import Base
 from .nn.quantized import apply_base_path, replace_modules
 from .pack import Pack
 from .runtime import mx

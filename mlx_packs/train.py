@@ -8,6 +8,7 @@ from pathlib import Path
 import click
 
 from . import options
+from .bases.loading import TINY, check_files, load_base_tokenizer, resolve_base_path, text_config
 from .checkpoint import CONFIG, check_resumable, run_folder
 from .config.external import translate
 from .config.schema import (
@@ -25,7 +26,6 @@ from .embedding_plan import BATCH_SIZE
 from .encoding import Example, encode
 from .errors import PackError
 from .gates import failures, shown
-from .loading import TINY, check_files, load_base_tokenizer, resolve_base_path, text_config
 from .manifest import moved_metrics, phase_lines, shown_result
 from .phases import check_said, legs_of
 from .prepare import encoding_options

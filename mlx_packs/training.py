@@ -14,6 +14,7 @@ from . import data as rows_of
 from . import runtime
 from .adapters import Attached, attach
 from .base_path import choose_base_path
+from .bases.loading import TINY, Base, load_base, stored_config
 from .batches import Batch, prefetched
 from .checkpoint import (
     Cursor,
@@ -42,7 +43,6 @@ from .files import TINY_FOLDER, make_folder
 from .full import Unfrozen, check_dense, unfreeze
 from .gates import Gates, judge, limits
 from .generate import chat_prompt, complete
-from .loading import TINY, Base, load_base, stored_config
 from .loop import Loop
 from .loss import Arrays, Head, split_head
 from .nn.quantized import count_weights

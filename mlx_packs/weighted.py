@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from .adapters import ModuleSpec, SliceSpec, Specs
-from .base_files import quantization_name
+from .bases.files import quantization_name
 from .errors import PackError
 from .manifest import spec_json
 from .pack import Pack

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from mlx_packs.bases.families import MIXTURES_SINCE, version_of_mlx_lm
+from mlx_packs.bases.loading import Base, load_base
 from mlx_packs.cli import packs, run_command
-from mlx_packs.families import MIXTURES_SINCE, version_of_mlx_lm
-from mlx_packs.loading import Base, load_base
 from mlx_packs.ops import _backend
 from mlx_packs.runtime import mx
 

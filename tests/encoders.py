@@ -7,7 +7,7 @@ from pathlib import Path
 
 from mlx.utils import tree_flatten
 
-from mlx_packs.models.encoder import Encoder, Reading
+from mlx_packs.bases.encoder import Encoder, Reading
 from mlx_packs.runtime import mx
 
 # Each thing by two words that share no piece of a word: what belongs together must be learned.

@@ -20,9 +20,9 @@ from mlx.utils import tree_flatten, tree_map
 from mlx_packs.config.schema.schema import LoRAConfig
 
 from mlx_packs.adapters import Attached, attach
-from mlx_packs.families import UNTRAINABLE, UNTRAINABLE_ON_METAL
-from mlx_packs.geometry import linears
-from mlx_packs.loading import Base
+from mlx_packs.bases.families import UNTRAINABLE, UNTRAINABLE_ON_METAL
+from mlx_packs.bases.geometry import linears
+from mlx_packs.bases.loading import Base
 from mlx_packs.nn.experts import is_switch_linear
 from mlx_packs.runtime import mx
 

@@ -11,8 +11,8 @@ import pytest
 from conftest import chat, write_rows
 
 from mlx_packs import LoRAConfig, TrainConfig, train_pack
+from mlx_packs.bases.loading import tiny_base_path
 from mlx_packs.errors import PackError
-from mlx_packs.loading import tiny_base_path
 from mlx_packs.runtime import mx
 
 GOOD = [chat("Say hi.", "Hi there, friend."), chat("Say yes.", "Yes, I will.")] * 4

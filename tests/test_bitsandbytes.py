@@ -6,10 +6,10 @@ import json
 import numpy as np
 import pytest
 
-from mlx_packs.bitsandbytes import from_bitsandbytes, to_bitsandbytes
+from mlx_packs.bases.bitsandbytes import from_bitsandbytes, to_bitsandbytes
+from mlx_packs.bases.writer import Recipe, quantize
 from mlx_packs.errors import PackError
 from mlx_packs.ops import nf4
-from mlx_packs.quantize import Recipe, quantize
 from mlx_packs.runtime import mx
 
 NAME = "model.layers.0.mlp.up_proj.weight"
@@ -271,7 +271,7 @@ def made(bnb, request, tmp_path):
 
 
 def logits_here(folder, monkeypatch) -> np.ndarray:
-    from mlx_packs import loading
+    from mlx_packs.bases import loading
 
     monkeypatch.setattr(loading, "load_base_tokenizer", lambda *_: None)
     return np.array(loading.load_base(folder).model(mx.arange(1, 33)[None]))

@@ -11,8 +11,8 @@ from click.testing import CliRunner, Result
 from conftest import chat, emulation, write_rows
 
 from mlx_packs import LoRAConfig, Pack, TrainConfig, load_base, train_pack
+from mlx_packs.bases.loading import tiny_base_path
 from mlx_packs.cli import _doctor_lines, packs
-from mlx_packs.loading import tiny_base_path
 from mlx_packs.nn.quantized import replace_modules
 from mlx_packs.ops import _backend
 from mlx_packs.ops.lanes import lanes

@@ -12,10 +12,10 @@ from mlx_lm.utils import load_tokenizer
 from mlx_packs.config.schema.schema import DataConfig
 
 from mlx_packs import data
+from mlx_packs.bases.loading import tiny_base_path
 from mlx_packs.data import Row, load_rows
 from mlx_packs.encoding import encode
 from mlx_packs.errors import PackError
-from mlx_packs.loading import tiny_base_path
 
 COLUMNS = DataConfig()
 CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}

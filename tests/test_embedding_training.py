@@ -11,6 +11,7 @@ from encoders import MINILM, all_pairs, all_scored, all_triplets, write_encoder,
 
 from mlx_packs import LoRAConfig, Pack, TrainConfig, evaluate, load_base, train_pack
 from mlx_packs.advice import advise, table
+from mlx_packs.bases.encoder import Encoder, Reading, tensor_name
 from mlx_packs.embedding_evaluation import pearson, retrieval, spearman
 from mlx_packs.embedding_plan import estimate_encoder
 from mlx_packs.errors import Interrupted, PackError
@@ -18,7 +19,6 @@ from mlx_packs.files import sha256
 from mlx_packs.interop import export_pack
 from mlx_packs.manifest import check_manifest
 from mlx_packs.merge import merge_pack
-from mlx_packs.models.encoder import Encoder, Reading, tensor_name
 from mlx_packs.plan import Checkpoint, read_checkpoint, tensors_of
 from mlx_packs.runtime import mx
 

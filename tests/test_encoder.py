@@ -11,9 +11,9 @@ from encoders import SMALL, write_encoder
 from mlx.utils import tree_flatten
 
 from mlx_packs import load_base
+from mlx_packs.bases.encoder import tensor_name
+from mlx_packs.bases.loading import lazy_base
 from mlx_packs.errors import PackError
-from mlx_packs.loading import lazy_base
-from mlx_packs.models.encoder import tensor_name
 from mlx_packs.runtime import mx
 
 TEXTS = ["how do i fix a car?", "", "the STORE", "please " * 80, "a"]

@@ -1,6 +1,6 @@
 """Every architecture of mlx-lm trains: finite, with the gradients of plain LoRA, and detaches.
 
-`families.py` builds them small. Those that cannot be trained are in mlx_packs/families.py, with the
+`families.py` builds them small. Those that cannot be trained are in mlx_packs/bases/families.py, with the
 reason; docs/families.md has all of them.
 """
 
@@ -17,8 +17,8 @@ from mlx_packs.config.schema.schema import LoRAConfig
 
 from mlx_packs import adapters
 from mlx_packs.adapters import attach
+from mlx_packs.bases.families import MIXTURES_SINCE, UNTRAINABLE, check_trainable, version_of_mlx_lm
 from mlx_packs.errors import PackError
-from mlx_packs.families import MIXTURES_SINCE, UNTRAINABLE, check_trainable, version_of_mlx_lm
 from mlx_packs.nn.quantized import replace_modules
 from mlx_packs.runtime import mx, on_cpu
 

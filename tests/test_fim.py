@@ -7,10 +7,10 @@ import pytest
 from conftest import chat, write_rows
 
 from mlx_packs import DataConfig, LoRAConfig, PackError, TrainConfig, token_cache, train_pack
+from mlx_packs.bases.loading import load_base_tokenizer, tiny_base_path
 from mlx_packs.data import Row
 from mlx_packs.encoding import encode
 from mlx_packs.fim import SPELLINGS, FillInTheMiddle, arranged, continued, sentinels
-from mlx_packs.loading import load_base_tokenizer, tiny_base_path
 from mlx_packs.prepare import encoding_options
 from mlx_packs.token_cache import encode_cached
 

@@ -7,10 +7,7 @@ from conftest import base_of, model_of
 from mlx_packs.config.schema.schema import LoRAConfig, TrainConfig
 
 from mlx_packs.adapters import attach
-from mlx_packs.batches import make_batch
-from mlx_packs.encoding import Example
-from mlx_packs.errors import PackError
-from mlx_packs.geometry import (
+from mlx_packs.bases.geometry import (
     GeometryError,
     Heads,
     find_groups,
@@ -18,6 +15,9 @@ from mlx_packs.geometry import (
     probe,
     select_targets,
 )
+from mlx_packs.batches import make_batch
+from mlx_packs.encoding import Example
+from mlx_packs.errors import PackError
 from mlx_packs.loss import as_arrays, split_head
 from mlx_packs.optim import make_optimizer
 from mlx_packs.runtime import mx

@@ -12,7 +12,7 @@ from conftest import model_of
 from mlx.utils import tree_flatten
 from mlx_lm.utils import load_model
 
-from mlx_packs.base_files import (
+from mlx_packs.bases.files import (
     fingerprint,
     quantization_name,
     resolve_base_path,
@@ -20,9 +20,9 @@ from mlx_packs.base_files import (
     tiny_base_path,
     weight_files,
 )
+from mlx_packs.bases.loading import load_base
 from mlx_packs.errors import PackError
 from mlx_packs.files import read_header
-from mlx_packs.loading import load_base
 from mlx_packs.runtime import mx
 
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")

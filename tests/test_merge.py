@@ -12,13 +12,13 @@ from mlx.utils import tree_flatten
 
 from mlx_packs import LoRAConfig, Pack, load_base
 from mlx_packs.adapters import attach
+from mlx_packs.bases.loading import tiny_base_path
+from mlx_packs.bases.quantization import Packing, Recipe
+from mlx_packs.bases.writer import quantize, verify
 from mlx_packs.errors import PackError
 from mlx_packs.files import read_header, sha256
-from mlx_packs.loading import tiny_base_path
 from mlx_packs.manifest import ADAPTERS
 from mlx_packs.merge import merge_pack
-from mlx_packs.packing import Packing, Recipe
-from mlx_packs.quantize import quantize, verify
 from mlx_packs.runtime import mx
 
 SMALL = {"vocab_size": 4096, "intermediate_size": 128}
@@ -327,7 +327,7 @@ def test_bad_requests_and_another_base_are_named(faint, tmp_path):
 
 
 def test_a_merge_that_is_interrupted_goes_on(faint, tmp_path, monkeypatch):
-    from mlx_packs import quantize as writer
+    from mlx_packs.bases import writer
     from mlx_packs.errors import Interrupted
 
     base, pack = faint

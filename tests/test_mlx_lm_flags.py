@@ -17,9 +17,9 @@ from mlx_packs.config.schema.schema import DataConfig, LoRAConfig, TrainConfig, 
 
 from mlx_packs import prepare, training
 from mlx_packs.adapters import attach
+from mlx_packs.bases.geometry import select_targets
 from mlx_packs.display import NORMAL, Display
 from mlx_packs.errors import PackError
-from mlx_packs.geometry import select_targets
 from mlx_packs.optim import make_optimizer, schedule
 from mlx_packs.runtime import mx
 from mlx_packs.train import command
@@ -313,7 +313,7 @@ def packs_train(*args: str):
 @pytest.fixture
 def nothing_is_loaded(monkeypatch):
     """Loading weights fails the test."""
-    for place in ("mlx_packs.training.load_base", "mlx_packs.loading.load_model_of"):
+    for place in ("mlx_packs.training.load_base", "mlx_packs.bases.loading.load_model_of"):
         monkeypatch.setattr(place, lambda *_, **__: pytest.fail("weights were loaded"))
 
 

@@ -11,9 +11,9 @@ from mlx.utils import tree_flatten
 
 from mlx_packs import LoRAConfig, Pack, PackError, TrainConfig, load_base, train_pack
 from mlx_packs.adapters import attach
-from mlx_packs.bitsandbytes import config_of, to_bitsandbytes
-from mlx_packs.geometry import probe
-from mlx_packs.loading import tiny_base_path
+from mlx_packs.bases.bitsandbytes import config_of, to_bitsandbytes
+from mlx_packs.bases.geometry import probe
+from mlx_packs.bases.loading import tiny_base_path
 from mlx_packs.loss import split_head
 from mlx_packs.nn.nf4 import NF4Embedding, NF4Linear
 from mlx_packs.nn.quantized import dense_module, quantized_modules, replace_modules

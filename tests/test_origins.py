@@ -11,9 +11,9 @@ from mlx.utils import tree_flatten
 from test_merge import merged, noisy_pack, write_checkpoint
 
 from mlx_packs import load_base
+from mlx_packs.bases.loading import tiny_base_path
+from mlx_packs.bases.weight_map import origins
 from mlx_packs.files import read_header
-from mlx_packs.loading import tiny_base_path
-from mlx_packs.origins import origins
 from mlx_packs.runtime import mx
 
 

@@ -12,10 +12,10 @@ from mlx.utils import tree_flatten
 
 from mlx_packs import DataConfig, LoRAConfig, Pack, TrainConfig, evaluate, load_base, train_pack
 from mlx_packs.adapters import attach
+from mlx_packs.bases.loading import tiny_base_path
 from mlx_packs.cli import packs, run_command
 from mlx_packs.errors import Interrupted, PackError
 from mlx_packs.files import sha256, whole_folder
-from mlx_packs.loading import tiny_base_path
 from mlx_packs.manifest import model_card
 from mlx_packs.pack import check_against, round_adapters
 from mlx_packs.runtime import mx
@@ -380,7 +380,7 @@ def test_eval_takes_columns_as_flags(pack, run):
 
 @pytest.mark.parametrize("command", ["apply", "eval", "generate"])
 def test_commands_run_code_of_a_checkpoint_only_when_told_to(here, monkeypatch, run, command):
-    from mlx_packs import loading
+    from mlx_packs.bases import loading
 
     base = write_base(here / "base")
     make_pack(load_base(base), here / "p")

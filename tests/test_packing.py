@@ -6,9 +6,8 @@ from mlx.utils import tree_flatten
 from test_quantize import TOKENS, write_dense
 
 from mlx_packs import LoRAConfig, PackError, TrainConfig
-from mlx_packs.loading import load_base
-from mlx_packs.nn.quantized import quantized_modules
-from mlx_packs.packing import (
+from mlx_packs.bases.loading import load_base
+from mlx_packs.bases.quantization import (
     Packing,
     Recipe,
     outline,
@@ -17,8 +16,9 @@ from mlx_packs.packing import (
     packing_of,
     packings_of,
 )
+from mlx_packs.bases.writer import quantize
+from mlx_packs.nn.quantized import quantized_modules
 from mlx_packs.plan import estimate, tensors_of
-from mlx_packs.quantize import quantize
 from mlx_packs.runtime import mx
 
 MOE = {

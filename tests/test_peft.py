@@ -11,9 +11,9 @@ from mlx_packs.config.schema.schema import ENCODERS
 from test_merge import attached_logits, noisy_pack
 
 from mlx_packs import Pack, load_base, peft_format
-from mlx_packs.geometry import chooses
+from mlx_packs.bases.geometry import chooses
+from mlx_packs.bases.loading import tiny_base_path
 from mlx_packs.interop import export_pack, import_adapter
-from mlx_packs.loading import tiny_base_path
 from mlx_packs.nn.quantized import QUANTIZED, dequantized_weight
 from mlx_packs.runtime import mx
 

@@ -8,14 +8,17 @@ import pytest
 from conftest import model_of
 from mlx.utils import tree_flatten
 
-from mlx_packs import base_files, files, packing, quantize
-from mlx_packs.base_files import tiny_base_path
+from mlx_packs import files
+from mlx_packs.bases import files as base_files
+from mlx_packs.bases import quantization as packing
+from mlx_packs.bases import writer as quantize
+from mlx_packs.bases.files import tiny_base_path
+from mlx_packs.bases.loading import load_base
+from mlx_packs.bases.quantization import Packing, quantized_tensors
+from mlx_packs.bases.writer import Recipe
 from mlx_packs.errors import Interrupted, PackError
 from mlx_packs.files import sha256
-from mlx_packs.loading import load_base
 from mlx_packs.ops import nf4
-from mlx_packs.packing import Packing, quantized_tensors
-from mlx_packs.quantize import Recipe
 from mlx_packs.runtime import mx
 
 TOKENS = mx.arange(1, 33)[None]

@@ -9,8 +9,8 @@ from test_package import run as run_python
 
 from mlx_packs import LoRAConfig, Pack, load_base, weighted_sum
 from mlx_packs.adapters import attach, delta_of
+from mlx_packs.bases.loading import Base
 from mlx_packs.errors import PackError
-from mlx_packs.loading import Base
 from mlx_packs.nn.fixed import DoRALinear
 from mlx_packs.runtime import mx
 from mlx_packs.weighted import open_weighted

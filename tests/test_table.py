@@ -6,9 +6,9 @@ import pytest
 from test_merge import write_checkpoint, write_quantized
 
 from mlx_packs import load_base
+from mlx_packs.bases.embedding_table import MappedTable, map_table
 from mlx_packs.nn.nf4 import NF4Embedding
 from mlx_packs.runtime import mx
-from mlx_packs.table import MappedTable, map_table
 
 TOKENS = np.array([[3, 4095, 0], [17, 3, 2000]], np.int32)
 KEY = "model.embed_tokens.weight"

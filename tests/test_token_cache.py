@@ -10,10 +10,10 @@ from conftest import chat, write_rows
 from mlx_packs.config.schema.schema import DataConfig
 
 from mlx_packs import LoRAConfig, TrainConfig, token_cache, train_pack
+from mlx_packs.bases.loading import load_base
 from mlx_packs.data import Row
 from mlx_packs.encoding import encode
 from mlx_packs.errors import PackError
-from mlx_packs.loading import load_base
 from mlx_packs.runtime import mx
 from mlx_packs.token_cache import encode_cached
 

@@ -5,7 +5,7 @@ from conftest import chat, emulation, write_rows
 from ops.test_backend import broken
 
 from mlx_packs import LoRAConfig, TrainConfig, train_pack
-from mlx_packs.loading import load_base
+from mlx_packs.bases.loading import load_base
 from mlx_packs.ops import _backend
 from mlx_packs.runtime import mx
 

@@ -14,7 +14,7 @@ from mlx.utils import tree_flatten
 
 from mlx_packs import LoRAConfig, Pack, load_base
 from mlx_packs.adapters import attach
-from mlx_packs.loading import Base, tiny_base_path
+from mlx_packs.bases.loading import Base, tiny_base_path
 from mlx_packs.runtime import mx
 
 pytestmark = pytest.mark.systems

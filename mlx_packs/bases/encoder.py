@@ -20,11 +20,11 @@ import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_flatten
 
-from ..base_files import weight_files
 from ..config.schema import ENCODERS
 from ..errors import PackError
 from ..ops.exponential import gelu
 from ..runtime import mx
+from .files import weight_files
 
 POOLING = ("mean", "cls", "max")
 MODULES = "modules.json"

@@ -12,9 +12,17 @@ import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_map
 
-from . import runtime
-from .backends import unreadable, unreadable_tokenizer
-from .base_files import (
+from .. import runtime
+from ..config.schema import ENCODERS
+from ..errors import PackError
+from ..nn.nf4 import NF4Embedding, NF4Linear
+from ..nn.quantized import NF4, replace_modules
+from ..ops.nf4 import BLOCK_SIZES, NF4Weight
+from ..runtime import mx
+from .bitsandbytes import from_bitsandbytes
+from .encoder import Encoder, embedded, is_encoder, load_encoder, tokens_of
+from .encoder import load_tokenizer as load_encoder_tokenizer
+from .files import (
     TINY,
     check_files,
     fingerprint,
@@ -26,24 +34,16 @@ from .base_files import (
     text_config,
     weight_files,
 )
-from .base_files import missing_shards as missing_shards  # others take these from here
-from .base_files import stored_config as stored_config
-from .base_files import tiny_base_path as tiny_base_path
-from .bitsandbytes import from_bitsandbytes
-from .config.schema import ENCODERS
-from .errors import PackError
-from .models.encoder import Encoder, embedded, is_encoder, load_encoder, tokens_of
-from .models.encoder import load_tokenizer as load_encoder_tokenizer
-from .nn.nf4 import NF4Embedding, NF4Linear
-from .nn.quantized import NF4, replace_modules
-from .ops.nf4 import BLOCK_SIZES, NF4Weight
-from .origins import Origin, origins
-from .packing import Recipe, is_named, packing_named, packings_of, quantized_tensors
-from .runtime import mx
+from .files import missing_shards as missing_shards  # others take these from here
+from .files import stored_config as stored_config
+from .files import tiny_base_path as tiny_base_path
+from .quantization import Recipe, is_named, packing_named, packings_of, quantized_tensors
+from .unsupported import unreadable, unreadable_tokenizer
+from .weight_map import Origin, origins
 
 if TYPE_CHECKING:
-    from .pack import Pack
-    from .swapping import Carried, Frame
+    from ..pack import Pack
+    from ..swapping import Carried, Frame
 
     OnePack = str | Path | Pack
     Packs = OnePack | Mapping[str | Path, float] | Sequence[tuple[OnePack, float]]
@@ -125,8 +125,8 @@ class Base:
         Args: as for `applied`.
         Raises: PackError if the pack does not fit; the base then carries what it did.
         """
-        from .swapping import swap_in
-        from .weighted import as_pack
+        from ..swapping import swap_in
+        from ..weighted import as_pack
 
         swap_in(self, None if pack is None else as_pack(pack), base_path)
 

@@ -8,7 +8,7 @@ leave one answer. Where there is none, nothing is said.
 import re
 from collections.abc import Mapping
 
-from .runtime import mx
+from ..runtime import mx
 
 Origin = str | list[str]  # one tensor, or those of the experts that are stacked, in their order
 

@@ -10,10 +10,10 @@ import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from .backends import check_method, foreign_file, foreign_weights
+from ..errors import PackError
+from ..files import TINY_FOLDER, read_header, sha256
 from .bitsandbytes import METHOD
-from .errors import PackError
-from .files import TINY_FOLDER, read_header, sha256
+from .unsupported import check_method, foreign_file, foreign_weights
 
 TINY = "tiny"
 RECORD = "quantization.json"  # that `packs quantize` leaves: what was asked, a hash of every shard

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 
 import mlx.nn as nn
 
+from ..errors import PackError, did_you_mean
+from ..ops import nf4
+from ..ops.nf4 import BLOCK_SIZES, NESTED_BLOCK_SIZE, NF4Weight
+from ..runtime import mx
 from .bitsandbytes import to_bitsandbytes
-from .errors import PackError, did_you_mean
-from .ops import nf4
-from .ops.nf4 import BLOCK_SIZES, NESTED_BLOCK_SIZE, NF4Weight
-from .runtime import mx
 
 AFFINE_BITS = (2, 3, 4, 5, 6, 8)
 AFFINE_GROUP_SIZES = (32, 64, 128)

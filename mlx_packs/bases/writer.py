@@ -15,11 +15,10 @@ from pathlib import Path
 
 from mlx.utils import tree_flatten
 
-from . import base_files, bitsandbytes, runtime
-from .base_files import RECORD
-from .display import QUIET, Display
-from .errors import Interrupted, PackError
-from .files import (
+from .. import runtime
+from ..display import QUIET, Display
+from ..errors import Interrupted, PackError
+from ..files import (
     make_folder,
     only_writer,
     put_in_place,
@@ -28,9 +27,12 @@ from .files import (
     write_tensors,
     write_whole,
 )
+from ..runtime import mx
+from . import bitsandbytes
+from . import files as base_files
+from .files import RECORD
 from .loading import load_model_of
-from .packing import Packing, Recipe, check_finite, outline, packings_of, quantized_tensors
-from .runtime import mx
+from .quantization import Packing, Recipe, check_finite, outline, packings_of, quantized_tensors
 
 _CACHE_BYTES = 1 << 24  # of buffers that MLX may keep between two slices of a tensor
 

@@ -10,9 +10,9 @@ from pathlib import Path
 import mlx.nn as nn
 import numpy as np
 
-from .base_files import weight_files
-from .files import read_header
-from .runtime import mx
+from ..files import read_header
+from ..runtime import mx
+from .files import weight_files
 
 # numpy has no bfloat16: its bits are read
 _KINDS = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16, "U32": np.uint32}

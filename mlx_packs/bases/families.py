@@ -7,9 +7,9 @@ from importlib import metadata
 
 import mlx.nn as nn
 
-from .errors import PackError
-from .nn.experts import is_switch_linear
-from .runtime import mx
+from ..errors import PackError
+from ..nn.experts import is_switch_linear
+from ..runtime import mx
 
 # By the name of the module in mlx_lm.models.
 UNTRAINABLE = {

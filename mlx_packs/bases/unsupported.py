@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from pathlib import Path
 
-from .errors import PackError
+from ..errors import PackError
 
 INSTEAD = (
     "Take the checkpoint that it was made from, with --quantize nf4 (or affine4), or one in MLX's "

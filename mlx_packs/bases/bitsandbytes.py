@@ -8,9 +8,9 @@ import json
 
 import numpy as np
 
-from .errors import PackError
-from .ops.nf4 import BLOCK_SIZES, LEVELS, NESTED_BLOCK_SIZE, NF4Weight, absmax_map
-from .runtime import mx
+from ..errors import PackError
+from ..ops.nf4 import BLOCK_SIZES, LEVELS, NESTED_BLOCK_SIZE, NF4Weight, absmax_map
+from ..runtime import mx
 
 METHOD = "bitsandbytes"  # quant_method in a config.json
 _STATE = ".quant_state.bitsandbytes__"

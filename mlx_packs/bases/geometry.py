@@ -11,11 +11,11 @@ from dataclasses import dataclass
 
 import mlx.nn as nn
 
-from .errors import PackError, did_you_mean
+from ..errors import PackError, did_you_mean
+from ..nn.blocks import is_grouped_attention, is_grouped_mlp
+from ..nn.experts import is_switch_linear
+from ..nn.quantized import LINEARS, NF4Linear
 from .loading import is_named
-from .nn.blocks import is_grouped_attention, is_grouped_mlp
-from .nn.experts import is_switch_linear
-from .nn.quantized import LINEARS, NF4Linear
 
 # Projections of a grouped block: all but the last read the block's input and form one group, the
 # last is a group of its own. Any other linear is a group of its own, too.
