@@ -13,9 +13,9 @@ from pathlib import Path
 
 import mlx.nn as nn
 import mlx_lm
+from mlx_packs.adapters.lora.lora import attach
 from mlx_packs.config.schema.schema import BASE_PATHS, LoRAConfig
 
-from mlx_packs.adapters import attach
 from mlx_packs.bases.loading import TINY, load_base, resolve_base_path
 from mlx_packs.errors import PackError
 from mlx_packs.generate import chat_prompt

@@ -16,9 +16,9 @@ from dataclasses import dataclass, field
 import mlx.optimizers as optimizers
 import numpy as np
 from mlx.utils import tree_map
+from mlx_packs.adapters.lora.lora import attach
 from mlx_packs.config.schema.schema import BASE_PATHS, LoRAConfig, TrainConfig
 
-from mlx_packs.adapters import attach
 from mlx_packs.bases.loading import TINY, Base
 from mlx_packs.batches import training_batches
 from mlx_packs.display import QUIET, Display

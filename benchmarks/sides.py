@@ -19,9 +19,9 @@ import numpy as np
 from mlx.utils import tree_map
 from mlx_lm.tuner.trainer import TrainingArgs, TrainingCallback, iterate_batches, train
 from mlx_lm.tuner.utils import linear_to_lora_layers
+from mlx_packs.adapters.lora.lora import attach
 from mlx_packs.config.schema.schema import LoRAConfig
 
-from mlx_packs.adapters import attach
 from mlx_packs.bases.loading import Base
 from mlx_packs.batches import Batch, make_batch
 from mlx_packs.encoding import Example

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from .adapters import Attached
+from .adapters.lora import Attached
 from .base_path import choose_base_path
 from .bases.files import text_config
 from .bases.loading import Base, hold_causal

@@ -11,7 +11,8 @@ from pathlib import Path
 
 from . import data as rows_of
 from . import runtime
-from .adapters import Attached, attach
+from .adapters.full import Unfrozen, unfreeze
+from .adapters.lora import Attached, attach
 from .bases.loading import Base
 from .batches import prefetched
 from .checkpoint import Cursor, kept_metrics, latest_checkpoint, load_checkpoint
@@ -27,7 +28,6 @@ from .embedding_evaluation import (
 from .embedding_loss import arrays_of, make_loss
 from .embedding_plan import estimate_encoder
 from .errors import PackError
-from .full import Unfrozen, unfreeze
 from .gates import Gates, judge, limits
 from .loop import Loop
 from .nn.quantized import count_weights

@@ -24,14 +24,7 @@ import mlx.optimizers as optimizers
 import numpy as np
 from mlx.utils import tree_map
 
-from .adapters import (
-    ModuleSpec,
-    Slot,
-    load_slots,
-    merged_weight,
-    plan_specs,
-    slot_tensors,
-)
+from .adapters.lora import ModuleSpec, Slot, load_slots, merged_weight, plan_specs, slot_tensors
 from .bases.geometry import GeometryError, Group, probe
 from .checkpoint import (
     Cursor,

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from .adapters import Attached
+from .adapters.lora import Attached
 from .batches import Batch
 from .checkpoint import METRICS, Cursor, Window, latest_checkpoint, save_checkpoint
 from .display import Display

@@ -12,7 +12,7 @@ from .config.schema import ENCODERS
 from .errors import PackError
 
 if TYPE_CHECKING:  # importing these loads MLX, and `packs list` reads manifests alone
-    from .adapters import ModuleSpec, Specs
+    from .adapters.lora import ModuleSpec, Specs
 
 FORMAT_VERSION = 1
 MANIFEST = "pack.json"
@@ -265,7 +265,7 @@ def spec_json(spec: "ModuleSpec", origin: str | list[str] | None = None) -> dict
 
 
 def specs_of(manifest: dict) -> "Specs":
-    from .adapters import ModuleSpec, SliceSpec
+    from .adapters.lora import ModuleSpec, SliceSpec
 
     modules = manifest["adapters"]["modules"]
     return {

@@ -16,7 +16,8 @@ from pathlib import Path
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
-from .adapters import ModuleSpec, delta_of
+from .adapters.imported import replacements
+from .adapters.lora import ModuleSpec, delta_of
 from .bases import files as base_files
 from .bases import writer as quantize
 from .bases.bitsandbytes import METHOD
@@ -44,7 +45,6 @@ from .drift import (
 )
 from .errors import PackError
 from .evaluation import columns_of
-from .fixed import replacements
 from .manifest import is_of_encoder, replaced_of
 from .nn.experts import expert_weights, is_switch_linear
 from .nn.quantized import LINEARS, NF4, QUANTIZED, dequantized_weight

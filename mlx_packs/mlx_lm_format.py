@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from .adapters import ModuleSpec, Specs
+from .adapters.lora import ModuleSpec, Specs
 from .errors import PackError
 from .foreign import Foreign, Tensors, folded, hold_magnitudes, is_positive
 from .manifest import adapter_config, is_of_encoder, replaced_of

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import mlx.nn as nn
 
-from .adapters import check_bare
+from .adapters.lora import check_bare
 from .bases.embedding_table import MappedTable, map_table
 from .bases.geometry import GeometryError, block_prefixes, probe
 from .bases.loading import Base

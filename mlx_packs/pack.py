@@ -12,7 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from . import runtime
-from .adapters import Attached, Specs, attach
+from .adapters.full import Unfrozen
+from .adapters.imported import attach_fixed, is_fixed
+from .adapters.lora import Attached, Specs, attach
 from .bases.geometry import Heads, block_prefixes
 from .bases.loading import (
     TINY,
@@ -34,8 +36,6 @@ from .files import (
     whole_folder,
     write_whole,
 )
-from .fixed import attach_fixed, is_fixed
-from .full import Unfrozen
 from .manifest import (
     ADAPTER_CONFIG,
     ADAPTERS,

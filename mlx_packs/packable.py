@@ -7,7 +7,7 @@ longest row of the run, and must come out as each does alone.
 import mlx.nn as nn
 import numpy as np
 
-from .adapters import Attached
+from .adapters.lora import Attached
 from .errors import PackError
 from .loss import Head, forward
 from .nn.segments import RestartedPositions

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 from mlx.utils import tree_flatten
 
-from .adapters import Specs
+from .adapters.lora import Specs
 from .bases.geometry import chooses
 from .bases.loading import Base
 from .config.schema import ENCODERS

@@ -17,7 +17,7 @@ import mlx.nn as nn
 import numpy as np
 
 from . import runtime
-from .adapters import Attached
+from .adapters.lora import Attached
 from .bases.files import weight_files
 from .bases.geometry import block_prefixes
 from .batches import Batch, make_batch, make_packed_batch

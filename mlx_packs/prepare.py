@@ -12,7 +12,8 @@ import numpy as np
 
 from . import data as rows_of
 from . import runtime
-from .adapters import Attached
+from .adapters.full import Unfrozen
+from .adapters.lora import Attached
 from .base_path import BasePathChoice, choose_base_path, weight_kinds
 from .bases.loading import Base, public_name
 from .batches import padded_length
@@ -23,7 +24,6 @@ from .encoding import Examples
 from .errors import PackError
 from .files import make_folder, only_writer, sha256
 from .fim import FillInTheMiddle
-from .full import Unfrozen
 from .manifest import mlx_lm_config
 from .nn.quantized import path_at_work
 from .order import packed_rows

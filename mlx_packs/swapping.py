@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import mlx.nn as nn
 
-from .adapters import Attached
+from .adapters.lora import Attached
 from .bases.loading import Base
 from .errors import PackError
 from .nn.quantized import apply_base_path, replace_modules

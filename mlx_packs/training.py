@@ -12,7 +12,8 @@ from pathlib import Path
 
 from . import data as rows_of
 from . import runtime
-from .adapters import Attached, attach
+from .adapters.full import Unfrozen, check_dense, unfreeze
+from .adapters.lora import Attached, attach
 from .base_path import choose_base_path
 from .bases.loading import TINY, Base, load_base, stored_config
 from .batches import Batch, prefetched
@@ -40,7 +41,6 @@ from .encoding import Examples
 from .errors import Interrupted, PackError
 from .evaluation import Score, Scorer
 from .files import TINY_FOLDER, make_folder
-from .full import Unfrozen, check_dense, unfreeze
 from .gates import Gates, judge, limits
 from .generate import chat_prompt, complete
 from .loop import Loop

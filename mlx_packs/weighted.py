@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from .adapters import ModuleSpec, SliceSpec, Specs
+from .adapters.lora import ModuleSpec, SliceSpec, Specs
 from .bases.files import quantization_name
 from .errors import PackError
 from .manifest import spec_json

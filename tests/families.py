@@ -17,9 +17,9 @@ from types import ModuleType
 
 import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_map
+from mlx_packs.adapters.lora.lora import Attached, attach
 from mlx_packs.config.schema.schema import LoRAConfig
 
-from mlx_packs.adapters import Attached, attach
 from mlx_packs.bases.families import UNTRAINABLE, UNTRAINABLE_ON_METAL
 from mlx_packs.bases.geometry import linears
 from mlx_packs.bases.loading import Base

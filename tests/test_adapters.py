@@ -6,9 +6,9 @@ import pytest
 from conftest import base_of
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
+from mlx_packs.adapters.lora.lora import attach
 from mlx_packs.config.schema.schema import LoRAConfig
 
-from mlx_packs.adapters import attach
 from mlx_packs.errors import PackError
 from mlx_packs.loss import loss_sum, split_head
 from mlx_packs.nn.quantized import quantized_modules

@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 from encoders import all_pairs, all_scored, all_triplets, write_encoder
 from mlx.utils import tree_flatten, tree_unflatten
+from mlx_packs.adapters.lora.full import unfreeze
+from mlx_packs.adapters.lora.lora import attach
 
 from mlx_packs import LoRAConfig, TrainConfig, load_base
-from mlx_packs.adapters import attach
 from mlx_packs.data import Row
 from mlx_packs.embedding_loss import (
     arrays_of,
@@ -19,7 +20,6 @@ from mlx_packs.embedding_loss import (
     ranking_loss,
     triplet_loss,
 )
-from mlx_packs.full import unfreeze
 from mlx_packs.pairs import encode_pairs, make_pair_batch
 from mlx_packs.runtime import mx
 

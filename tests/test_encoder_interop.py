@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from encoders import MINILM, all_pairs, all_scored, all_triplets, write_pairs, write_vocabulary
 from mlx.utils import tree_flatten
+from mlx_packs.adapters.lora.lora import attach
 
 from mlx_packs import LoRAConfig, Pack, TrainConfig, load_base, train_pack
-from mlx_packs.adapters import attach
 from mlx_packs.data import Row
 from mlx_packs.embedding_evaluation import score_pairs
 from mlx_packs.embedding_loss import arrays_of, make_loss

@@ -19,9 +19,9 @@ from families import (
     randomized,
     targets_of,
 )
+from mlx_packs.adapters.lora.lora import attach
 from mlx_packs.config.schema.schema import LoRAConfig
 
-from mlx_packs.adapters import attach
 from mlx_packs.bases.loading import tiny_base_path
 from mlx_packs.errors import PackError
 from mlx_packs.nn.quantized import replace_modules

@@ -13,10 +13,10 @@ import mlx.nn as nn
 import pytest
 from families import architectures, base_of, randomized, table, targets_of
 from mlx.utils import tree_flatten
+from mlx_packs.adapters.lora.lora import attach
 from mlx_packs.config.schema.schema import LoRAConfig
 
-from mlx_packs import adapters
-from mlx_packs.adapters import attach
+from mlx_packs.adapters.lora import lora as adapters
 from mlx_packs.bases.families import MIXTURES_SINCE, UNTRAINABLE, check_trainable, version_of_mlx_lm
 from mlx_packs.errors import PackError
 from mlx_packs.nn.quantized import replace_modules

@@ -10,16 +10,16 @@ import numpy as np
 import pytest
 from conftest import base_of, chat, write_rows
 from mlx.utils import tree_flatten
+from mlx_packs.adapters.lora.full import unfreeze
+from mlx_packs.adapters.lora.imported import attach_fixed
+from mlx_packs.adapters.lora.lora import attach
 from mlx_packs.config.schema.schema import resolve
 
 from mlx_packs import LoRAConfig, Pack, TrainConfig, evaluate, load_base, merge_pack, train_pack
-from mlx_packs.adapters import attach
 from mlx_packs.batches import make_batch
 from mlx_packs.encoding import Example
 from mlx_packs.errors import PackError
 from mlx_packs.evaluation import Scorer
-from mlx_packs.fixed import attach_fixed
-from mlx_packs.full import unfreeze
 from mlx_packs.interop import export_pack
 from mlx_packs.loss import as_arrays, loss_sum, split_head
 from mlx_packs.nn.quantized import apply_base_path, count_weights

@@ -4,9 +4,9 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 from conftest import base_of, model_of
+from mlx_packs.adapters.lora.lora import attach
 from mlx_packs.config.schema.schema import LoRAConfig, TrainConfig
 
-from mlx_packs.adapters import attach
 from mlx_packs.bases.geometry import (
     GeometryError,
     Heads,

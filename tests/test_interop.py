@@ -8,11 +8,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from mlx_packs.adapters.lora.lora import attach
 from test_merge import attached_logits, logits, merged, noisy_pack, write_checkpoint
 
 from mlx_packs import LoRAConfig, Pack, load_base
 from mlx_packs import foreign as sharing
-from mlx_packs.adapters import attach
 from mlx_packs.errors import PackError
 from mlx_packs.files import read_header, sha256
 from mlx_packs.interop import ORIGINALS, SIDECAR, export_pack, import_adapter

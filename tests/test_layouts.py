@@ -5,10 +5,10 @@ import math
 from pathlib import Path
 
 import pytest
+from mlx_packs.adapters.lora.lora import attach
 from mlx_packs.config.schema.external import translate
 from mlx_packs.config.schema.schema import read_yaml, resolve
 
-from mlx_packs.adapters import attach
 from mlx_packs.errors import PackError
 
 EXAMPLES = Path(__file__).parents[1] / "examples"

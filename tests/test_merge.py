@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from conftest import model_of
 from mlx.utils import tree_flatten
+from mlx_packs.adapters.lora.lora import attach
 
 from mlx_packs import LoRAConfig, Pack, load_base
-from mlx_packs.adapters import attach
 from mlx_packs.bases.loading import tiny_base_path
 from mlx_packs.bases.quantization import Packing, Recipe
 from mlx_packs.bases.writer import quantize, verify

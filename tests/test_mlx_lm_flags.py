@@ -12,11 +12,11 @@ from mlx_lm import lora as theirs
 from mlx_lm.tuner import datasets as their_data
 from mlx_lm.tuner import utils as their_tuner
 from mlx_lm.utils import _parse_size
+from mlx_packs.adapters.lora.lora import attach
 from mlx_packs.config.schema.external import translate
 from mlx_packs.config.schema.schema import DataConfig, LoRAConfig, TrainConfig, read_yaml, resolve
 
 from mlx_packs import prepare, training
-from mlx_packs.adapters import attach
 from mlx_packs.bases.geometry import select_targets
 from mlx_packs.display import NORMAL, Display
 from mlx_packs.errors import PackError

@@ -8,9 +8,9 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 from mlx.utils import tree_flatten
+from mlx_packs.adapters.lora.lora import attach
 
 from mlx_packs import LoRAConfig, Pack, PackError, TrainConfig, load_base, train_pack
-from mlx_packs.adapters import attach
 from mlx_packs.bases.bitsandbytes import config_of, to_bitsandbytes
 from mlx_packs.bases.geometry import probe
 from mlx_packs.bases.loading import tiny_base_path

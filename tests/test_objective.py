@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from conftest import base_of
 from mlx.utils import tree_flatten
+from mlx_packs.adapters.lora.lora import attach
 from test_merge import write_checkpoint, write_quantized
 
 from mlx_packs import LoRAConfig, Pack, TrainConfig, load_base, train_pack
-from mlx_packs.adapters import attach
 from mlx_packs.batches import make_batch
 from mlx_packs.encoding import Example
 from mlx_packs.errors import PackError

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from conftest import base_of, chat, write_rows
 from mlx.utils import tree_flatten, tree_map
+from mlx_packs.adapters.lora.lora import attach
 
 from mlx_packs import LoRAConfig, TrainConfig, train_pack
-from mlx_packs.adapters import attach
 from mlx_packs.batches import make_batch, make_packed_batch
 from mlx_packs.encoding import Example
 from mlx_packs.errors import PackError

@@ -12,10 +12,10 @@ import huggingface_hub
 import numpy as np
 import pytest
 from conftest import base_of, chat, write_rows
+from mlx_packs.adapters.lora.lora import attach
 from mlx_packs.config.schema.schema import DataConfig
 
 from mlx_packs import LoRAConfig, PackError, TrainConfig, runtime, train_pack
-from mlx_packs.adapters import attach
 from mlx_packs.advice import advise
 from mlx_packs.bases.loading import tiny_base_path
 from mlx_packs.batches import make_batch

@@ -5,10 +5,10 @@ import numpy as np
 import pytest
 from conftest import base_of, model_of
 from mlx.utils import tree_flatten
+from mlx_packs.adapters.lora.lora import attach, delta_of
 from test_package import run as run_python
 
 from mlx_packs import LoRAConfig, Pack, load_base, weighted_sum
-from mlx_packs.adapters import attach, delta_of
 from mlx_packs.bases.loading import Base
 from mlx_packs.errors import PackError
 from mlx_packs.nn.fixed import DoRALinear

@@ -9,9 +9,9 @@ import pytest
 from click.testing import CliRunner
 from conftest import base_of, chat, write_rows
 from mlx.utils import tree_flatten
+from mlx_packs.adapters.lora.lora import attach
 
 from mlx_packs import LoRAConfig, Pack, TrainConfig, evaluate, runtime, train_pack
-from mlx_packs.adapters import attach
 from mlx_packs.batches import make_batch
 from mlx_packs.cli import packs
 from mlx_packs.data import tiny_path

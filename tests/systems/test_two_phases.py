@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 from conftest import chat, model_of, write_rows
 from mlx.utils import tree_flatten
+from mlx_packs.adapters.lora.lora import attach
 
 from mlx_packs import LoRAConfig, Pack, load_base
-from mlx_packs.adapters import attach
 from mlx_packs.bases.loading import Base, tiny_base_path
 from mlx_packs.runtime import mx
 

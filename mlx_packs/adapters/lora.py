@@ -12,8 +12,8 @@ from types import MappingProxyType
 
 import mlx.nn as nn
 
-from .bases.families import check_trainable
-from .bases.geometry import (
+from ..bases.families import check_trainable
+from ..bases.geometry import (
     BLOCK_PROJECTIONS,
     Geometry,
     GeometryError,
@@ -22,21 +22,15 @@ from .bases.geometry import (
     find_groups,
     linears,
 )
-from .bases.loading import Base
-from .config.schema import LoRAConfig
-from .errors import PackError
-from .nn.blocks import GroupedAttention, GroupedMLP, is_grouped_attention, is_grouped_mlp
-from .nn.experts import AdaptedSwitchLinear, expert_weights, is_switch_linear
-from .nn.lora import AdaptedLinear, AdapterShape, GroupedLoRA, adapter_key, low_rank_delta
-from .nn.quantized import (
-    LINEARS,
-    HalfLinear,
-    apply_base_path,
-    dequantized_weight,
-    replace_modules,
-)
-from .nn.recompute import RecomputedBlock
-from .runtime import mx
+from ..bases.loading import Base
+from ..config.schema import LoRAConfig
+from ..errors import PackError
+from ..nn.blocks import GroupedAttention, GroupedMLP, is_grouped_attention, is_grouped_mlp
+from ..nn.experts import AdaptedSwitchLinear, expert_weights, is_switch_linear
+from ..nn.lora import AdaptedLinear, AdapterShape, GroupedLoRA, adapter_key, low_rank_delta
+from ..nn.quantized import LINEARS, HalfLinear, apply_base_path, dequantized_weight, replace_modules
+from ..nn.recompute import RecomputedBlock
+from ..runtime import mx
 
 
 @dataclass(frozen=True)

@@ -10,13 +10,13 @@ from dataclasses import dataclass
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
-from .adapters import Attached, attach, check_tensors
-from .bases.families import check_trainable
-from .bases.geometry import Group, block_prefixes
-from .bases.loading import Base, quantization_name
-from .errors import PackError
-from .nn.quantized import QUANTIZED
-from .runtime import mx
+from ..bases.families import check_trainable
+from ..bases.geometry import Group, block_prefixes
+from ..bases.loading import Base, quantization_name
+from ..errors import PackError
+from ..nn.quantized import QUANTIZED
+from ..runtime import mx
+from .lora import Attached, attach, check_tensors
 
 
 @dataclass(frozen=True)

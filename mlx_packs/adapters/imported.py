@@ -9,10 +9,9 @@ from collections.abc import Mapping
 
 import mlx.nn as nn
 
-from .adapters import Attached, ModuleSpec, Specs
-from .errors import PackError
-from .nn.fixed import AdaptedEmbedding, DoRALinear
-from .nn.quantized import (
+from ..errors import PackError
+from ..nn.fixed import AdaptedEmbedding, DoRALinear
+from ..nn.quantized import (
     EMBEDDINGS,
     LINEARS,
     TransientEmbedding,
@@ -20,7 +19,8 @@ from .nn.quantized import (
     dense_module,
     dequantized_weight,
 )
-from .runtime import mx
+from ..runtime import mx
+from .lora import Attached, ModuleSpec, Specs
 
 _KINDS = {
     "dora": ((nn.Linear, *LINEARS, TransientLinear), "a linear"),
