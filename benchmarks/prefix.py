@@ -18,16 +18,16 @@ import numpy as np
 from mlx.utils import tree_map
 from mlx_packs.adapters.lora.lora import attach
 from mlx_packs.config.schema.schema import BASE_PATHS, LoRAConfig, TrainConfig
+from mlx_packs.data.rows.batches import training_batches
+from mlx_packs.data.rows.encoding import Example, Examples
+from mlx_packs.data.rows.token_cache import CACHE_VARIABLE
 
 from mlx_packs.bases.loading import TINY, Base
-from mlx_packs.batches import training_batches
 from mlx_packs.display import QUIET, Display
-from mlx_packs.encoding import Example, Examples
 from mlx_packs.loss import as_arrays, split_head
 from mlx_packs.prefix import open_prefix
 from mlx_packs.runtime import mx
 from mlx_packs.step import Stepper
-from mlx_packs.token_cache import CACHE_VARIABLE
 
 from . import history, report
 from .history import Environment, Record, record

@@ -21,10 +21,10 @@ from mlx_lm.tuner.trainer import TrainingArgs, TrainingCallback, iterate_batches
 from mlx_lm.tuner.utils import linear_to_lora_layers
 from mlx_packs.adapters.lora.lora import attach
 from mlx_packs.config.schema.schema import LoRAConfig
+from mlx_packs.data.rows.batches import Batch, make_batch
+from mlx_packs.data.rows.encoding import Example
 
 from mlx_packs.bases.loading import Base
-from mlx_packs.batches import Batch, make_batch
-from mlx_packs.encoding import Example
 from mlx_packs.loss import as_arrays, split_head
 from mlx_packs.runtime import mx
 from mlx_packs.step import Stepper

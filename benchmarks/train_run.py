@@ -25,11 +25,11 @@ from mlx_lm.tuner.datasets import CacheDataset, load_dataset
 from mlx_lm.tuner.trainer import TrainingArgs, TrainingCallback, iterate_batches, train
 from mlx_lm.tuner.utils import linear_to_lora_layers
 from mlx_packs.config.schema.schema import DataConfig, LoRAConfig, TrainConfig
+from mlx_packs.data.rows.batches import Batch, evaluation_batches
+from mlx_packs.data.rows.encoding import encode
 
 from mlx_packs.bases.loading import TINY, Base, load_base, tiny_base_path
-from mlx_packs.batches import Batch, evaluation_batches
-from mlx_packs.data import tiny_path
-from mlx_packs.encoding import encode
+from mlx_packs.data.rows import tiny_path
 from mlx_packs.errors import PackError
 from mlx_packs.evaluation import Scorer, evaluation_rows
 from mlx_packs.loss import split_head

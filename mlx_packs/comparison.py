@@ -17,15 +17,15 @@ from .adapters.lora import Attached
 from .base_path import choose_base_path
 from .bases.files import text_config
 from .bases.loading import Base, hold_causal
-from .batches import Batch, evaluation_batches, make_packed_batch, padded_length
 from .config.schema import DataConfig, TrainConfig
+from .data.batches import Batch, evaluation_batches, make_packed_batch, padded_length
+from .data.encoding import Examples, encode
+from .data.sampler import first_fit
 from .display import QUIET, Display
-from .encoding import Examples, encode
 from .errors import PackError
 from .evaluation import Difference, RowScores, Scorer, columns_of, evaluation_rows
 from .gates import Gates, failures, flag_of, judge, limits
 from .loss import split_head
-from .order import first_fit
 from .pack import Pack
 from .packable import why_not_packed
 from .speed import Speed, answering_path, check_tokens, prompts_of, race

@@ -12,9 +12,9 @@ import mlx.nn as nn
 
 from .base_path import choose_base_path
 from .bases.loading import Base
-from .batches import Batch, evaluation_batches
 from .config.schema import DataConfig, TrainConfig
-from .encoding import encode
+from .data.batches import Batch, evaluation_batches
+from .data.encoding import encode
 from .errors import PackError
 from .evaluation import evaluation_rows, perplexity
 from .loss import Head, as_arrays, forward, split_head

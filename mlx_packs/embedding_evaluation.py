@@ -12,12 +12,12 @@ import numpy as np
 from .bases.encoder import Encoder, embedded
 from .bases.loading import Base
 from .config.schema import DataConfig, TrainConfig
+from .data.pairs import PairBatch, Pairs, encode_pairs
 from .embedding_loss import arrays_of
 from .errors import PackError
 from .evaluation import evaluation_rows
 from .manifest import shown_metrics
 from .pack import Pack
-from .pairs import PairBatch, Pairs, encode_pairs
 from .runtime import mx
 
 TOP = 10  # of MRR and NDCG

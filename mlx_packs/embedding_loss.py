@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 
 from .bases.encoder import Encoder, unit
 from .config.schema import TrainConfig
+from .data.pairs import PairBatch
 from .nn.recompute import recomputed
-from .pairs import PairBatch
 from .runtime import mx
 
 _HIDDEN = -1e9  # a logit that takes no part, finite so that its gradient is 0 and not NaN

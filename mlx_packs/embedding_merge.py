@@ -16,7 +16,7 @@ from .bases.encoder import Encoder, embedded, make_encoder, tensor_name, tokens_
 from .bases.loading import Base
 from .bases.writer import Plan
 from .config.schema import DataConfig
-from .data import PAIR_COLUMNS, Row
+from .data.rows import PAIR_COLUMNS, Row
 from .display import Display
 from .errors import PackError
 from .evaluation import evaluation_rows

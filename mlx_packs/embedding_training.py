@@ -9,14 +9,25 @@ from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from . import data as rows_of
 from . import runtime
 from .adapters.full import Unfrozen, unfreeze
 from .adapters.lora import Attached, attach
 from .bases.loading import Base
-from .batches import prefetched
 from .checkpoint import Cursor, kept_metrics, latest_checkpoint, load_checkpoint
 from .config.schema import EMBEDDING_SETTINGS, ENCODERS, DataConfig, LoRAConfig, Recipe, TrainConfig
+from .data import rows as rows_of
+from .data.batches import prefetched
+from .data.pairs import (
+    IN_BATCH,
+    PairBatch,
+    Pairs,
+    check_loss_settings,
+    choose_loss,
+    encode_pairs,
+    make_pair_batch,
+    pair_batches,
+    pair_order,
+)
 from .display import VERBOSE, Display
 from .embedding_evaluation import (
     EmbeddingScore,
@@ -33,17 +44,6 @@ from .loop import Loop
 from .nn.quantized import count_weights
 from .ops import _backend
 from .pack import Pack, round_adapters, versions_line
-from .pairs import (
-    IN_BATCH,
-    PairBatch,
-    Pairs,
-    check_loss_settings,
-    choose_loss,
-    encode_pairs,
-    make_pair_batch,
-    pair_batches,
-    pair_order,
-)
 from .phases import Leg
 from .plan import MemoryPlan, fit, fitted, remedies, tensors_of
 from .prepare import (

@@ -10,12 +10,12 @@ import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_flatten
 
-from . import data as rows_of
 from .base_path import choose_base_path
 from .bases.loading import Base
-from .batches import Batch, evaluation_batches
 from .config.schema import DataConfig, TrainConfig
-from .encoding import encode
+from .data import rows as rows_of
+from .data.batches import Batch, evaluation_batches
+from .data.encoding import encode
 from .errors import PackError
 from .loss import Arrays, Head, as_arrays, split_head, target_loss
 from .nn.lora import GroupedLoRA

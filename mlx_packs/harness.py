@@ -16,8 +16,8 @@ import numpy as np
 
 from .bases.files import text_config
 from .bases.loading import Base, hold_causal
-from .batches import evaluation_batches
-from .encoding import Example, Examples
+from .data.batches import evaluation_batches
+from .data.encoding import Example, Examples
 from .errors import PackError
 from .evaluation import Scorer
 from .generate import complete_batch

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from .adapters.lora import Attached
-from .batches import Batch
 from .checkpoint import METRICS, Cursor, Window, latest_checkpoint, save_checkpoint
+from .data.batches import Batch
 from .display import Display
 from .errors import Interrupted, PackError
 from .evaluation import Score

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
-from .batches import Batch
+from .data.batches import Batch
 from .nn.prefix import fed
 from .nn.quantized import frozen_head
 from .nn.segments import restarting, segment_caches

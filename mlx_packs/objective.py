@@ -16,8 +16,8 @@ from .adapters.lora import check_bare
 from .bases.embedding_table import MappedTable, map_table
 from .bases.geometry import GeometryError, block_prefixes, probe
 from .bases.loading import Base
-from .batches import Batch
 from .config.schema import LoRAConfig, TrainConfig
+from .data.batches import Batch
 from .errors import PackError
 from .loss import Arrays, Head, as_arrays, split_head
 from .nn.quantized import EMBEDDINGS, LINEARS, frozen_head, true_shape

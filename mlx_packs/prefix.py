@@ -20,20 +20,20 @@ from . import runtime
 from .adapters.lora import Attached
 from .bases.files import weight_files
 from .bases.geometry import block_prefixes
-from .batches import Batch, make_batch, make_packed_batch
 from .config.schema import TrainConfig
+from .data.batches import Batch, make_batch, make_packed_batch
+from .data.encoding import Examples
+from .data.sampler import epoch_order, packed_order
+from .data.token_cache import cache_folder
 from .display import VERBOSE, Display, size
-from .encoding import Examples
 from .errors import PackError
 from .loss import Arrays, Head, as_arrays, forward
 from .nn.prefix import Feed, FrozenBlock, states_of
 from .nn.quantized import replace_modules
 from .ops.lanes import lanes
-from .order import epoch_order, packed_order
 from .packable import TOLERANCE, relative_error
 from .runtime import mx
 from .state_store import StateStore
-from .token_cache import cache_folder
 
 _FORMAT = 1
 _WORTHWHILE = 0.1  # of the time of a step, counting blocks

@@ -10,23 +10,24 @@ from pathlib import Path
 
 import numpy as np
 
-from . import data as rows_of
 from . import runtime
 from .adapters.full import Unfrozen
 from .adapters.lora import Attached
 from .base_path import BasePathChoice, choose_base_path, weight_kinds
 from .bases.loading import Base, public_name
-from .batches import padded_length
 from .checkpoint import checkpoints, is_run, run_folder
 from .config.schema import DataConfig, LoRAConfig, Recipe, TrainConfig
+from .data import rows as rows_of
+from .data.batches import padded_length
+from .data.encoding import Examples
+from .data.fim import FillInTheMiddle
+from .data.sampler import packed_rows
+from .data.token_cache import encode_cached
 from .display import VERBOSE, Display, shown_count, size
-from .encoding import Examples
 from .errors import PackError
 from .files import make_folder, only_writer, sha256
-from .fim import FillInTheMiddle
 from .manifest import mlx_lm_config
 from .nn.quantized import path_at_work
-from .order import packed_rows
 from .pack import check_output
 from .phases import Course, Leg
 from .plan import (
@@ -43,7 +44,6 @@ from .plan import (
     tensors_of,
 )
 from .runtime import mx
-from .token_cache import encode_cached
 
 # What may differ when a run is resumed: none of it changes a step that was taken.
 _MAY_CHANGE = (

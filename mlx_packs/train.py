@@ -21,9 +21,9 @@ from .config.schema import (
     resolve,
     said,
 )
+from .data.encoding import Example, encode
 from .display import NORMAL, QUIET, VERBOSE, Display, clock
 from .embedding_plan import BATCH_SIZE
-from .encoding import Example, encode
 from .errors import PackError
 from .gates import failures, shown
 from .manifest import moved_metrics, phase_lines, shown_result

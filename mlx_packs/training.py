@@ -10,13 +10,11 @@ from contextlib import closing, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
-from . import data as rows_of
 from . import runtime
 from .adapters.full import Unfrozen, check_dense, unfreeze
 from .adapters.lora import Attached, attach
 from .base_path import choose_base_path
 from .bases.loading import TINY, Base, load_base, stored_config
-from .batches import Batch, prefetched
 from .checkpoint import (
     Cursor,
     check_resumable,
@@ -36,8 +34,10 @@ from .config.schema import (
     read_yaml,
     resolve,
 )
+from .data import rows as rows_of
+from .data.batches import Batch, prefetched
+from .data.encoding import Examples
 from .display import QUIET, VERBOSE, Display
-from .encoding import Examples
 from .errors import Interrupted, PackError
 from .evaluation import Score, Scorer
 from .files import TINY_FOLDER, make_folder

@@ -5,9 +5,7 @@ from contextlib import closing
 
 import numpy as np
 import pytest
-
-from mlx_packs import runtime
-from mlx_packs.batches import (
+from mlx_packs.data.rows.batches import (
     MOST_SHAPES,
     Batch,
     batch_shapes,
@@ -18,8 +16,10 @@ from mlx_packs.batches import (
     prefetched,
     training_batches,
 )
-from mlx_packs.encoding import Example, Examples
-from mlx_packs.order import first_fit, packed_order, packed_rows
+from mlx_packs.data.rows.encoding import Example, Examples
+from mlx_packs.data.rows.sampler import first_fit, packed_order, packed_rows
+
+from mlx_packs import runtime
 
 
 @pytest.fixture(scope="module")

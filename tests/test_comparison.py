@@ -9,12 +9,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 from conftest import base_of, chat, write_rows
+from mlx_packs.data.rows.batches import evaluation_batches
+from mlx_packs.data.rows.encoding import Example, Examples
 from test_swapping import random_pack
 
 from mlx_packs import comparison, evaluate, evaluate_batch, load_base, speed, weighted_sum
 from mlx_packs.bases.loading import tiny_base_path
-from mlx_packs.batches import evaluation_batches
-from mlx_packs.encoding import Example, Examples
 from mlx_packs.errors import PackError
 from mlx_packs.evaluation import Difference, RowScores, Scorer
 from mlx_packs.gates import failures, judge, limits

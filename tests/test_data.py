@@ -10,11 +10,11 @@ from conftest import chat, write_rows
 from mlx_lm.tuner.datasets import ChatDataset, CompletionsDataset, TextDataset
 from mlx_lm.utils import load_tokenizer
 from mlx_packs.config.schema.schema import DataConfig
+from mlx_packs.data.rows.encoding import encode
 
-from mlx_packs import data
 from mlx_packs.bases.loading import tiny_base_path
-from mlx_packs.data import Row, load_rows
-from mlx_packs.encoding import encode
+from mlx_packs.data.rows import Row, load_rows
+from mlx_packs.data.rows import rows as data
 from mlx_packs.errors import PackError
 
 COLUMNS = DataConfig()

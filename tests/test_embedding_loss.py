@@ -9,9 +9,10 @@ from encoders import all_pairs, all_scored, all_triplets, write_encoder
 from mlx.utils import tree_flatten, tree_unflatten
 from mlx_packs.adapters.lora.full import unfreeze
 from mlx_packs.adapters.lora.lora import attach
+from mlx_packs.data.rows.pairs import encode_pairs, make_pair_batch
 
 from mlx_packs import LoRAConfig, TrainConfig, load_base
-from mlx_packs.data import Row
+from mlx_packs.data.rows import Row
 from mlx_packs.embedding_loss import (
     arrays_of,
     cosent_loss,
@@ -20,7 +21,6 @@ from mlx_packs.embedding_loss import (
     ranking_loss,
     triplet_loss,
 )
-from mlx_packs.pairs import encode_pairs, make_pair_batch
 from mlx_packs.runtime import mx
 
 B, D = 5, 7

@@ -6,6 +6,8 @@ import pytest
 from conftest import base_of, model_of
 from mlx_packs.adapters.lora.lora import attach
 from mlx_packs.config.schema.schema import LoRAConfig, TrainConfig
+from mlx_packs.data.rows.batches import make_batch
+from mlx_packs.data.rows.encoding import Example
 
 from mlx_packs.bases.geometry import (
     GeometryError,
@@ -15,8 +17,6 @@ from mlx_packs.bases.geometry import (
     probe,
     select_targets,
 )
-from mlx_packs.batches import make_batch
-from mlx_packs.encoding import Example
 from mlx_packs.errors import PackError
 from mlx_packs.loss import as_arrays, split_head
 from mlx_packs.optim import make_optimizer

@@ -16,9 +16,9 @@ from mlx_lm.tuner.utils import linear_to_lora_layers
 from mlx_lm.utils import load_adapters
 from mlx_packs.adapters.lora.lora import attach
 from mlx_packs.config.schema.schema import LoRAConfig
+from mlx_packs.data.rows.batches import make_batch
+from mlx_packs.data.rows.encoding import Example
 
-from mlx_packs.batches import make_batch
-from mlx_packs.encoding import Example
 from mlx_packs.loss import as_arrays, split_head
 from mlx_packs.pack import Pack
 from mlx_packs.runtime import mx

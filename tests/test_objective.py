@@ -9,11 +9,11 @@ import pytest
 from conftest import base_of
 from mlx.utils import tree_flatten
 from mlx_packs.adapters.lora.lora import attach
+from mlx_packs.data.rows.batches import make_batch
+from mlx_packs.data.rows.encoding import Example
 from test_merge import write_checkpoint, write_quantized
 
 from mlx_packs import LoRAConfig, Pack, TrainConfig, load_base, train_pack
-from mlx_packs.batches import make_batch
-from mlx_packs.encoding import Example
 from mlx_packs.errors import PackError
 from mlx_packs.loss import loss_sum
 from mlx_packs.objective import graph_of

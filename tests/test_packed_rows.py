@@ -12,17 +12,17 @@ import pytest
 from conftest import base_of, chat, write_rows
 from mlx.utils import tree_flatten, tree_map
 from mlx_packs.adapters.lora.lora import attach
+from mlx_packs.data.rows.batches import make_batch, make_packed_batch
+from mlx_packs.data.rows.encoding import Example
+from mlx_packs.data.rows.sampler import first_fit
 
 from mlx_packs import LoRAConfig, TrainConfig, train_pack
-from mlx_packs.batches import make_batch, make_packed_batch
-from mlx_packs.encoding import Example
 from mlx_packs.errors import PackError
 from mlx_packs.evaluation import Scorer
 from mlx_packs.loop import Loop
 from mlx_packs.loss import as_arrays, loss_sum, split_head
 from mlx_packs.nn.segments import SegmentCache, places_in_segments
 from mlx_packs.optim import make_optimizer
-from mlx_packs.order import first_fit
 from mlx_packs.packable import prepare_packing
 from mlx_packs.runtime import mx
 from mlx_packs.step import Stepper

@@ -5,11 +5,7 @@ import itertools
 import numpy as np
 import pytest
 from encoders import all_pairs, all_scored, all_triplets, write_encoder
-
-from mlx_packs import load_base, runtime
-from mlx_packs.data import Row
-from mlx_packs.errors import PackError
-from mlx_packs.pairs import (
+from mlx_packs.data.rows.pairs import (
     Pairs,
     choose_loss,
     encode_pairs,
@@ -17,6 +13,10 @@ from mlx_packs.pairs import (
     pair_batches,
     pair_order,
 )
+
+from mlx_packs import load_base, runtime
+from mlx_packs.data.rows import Row
+from mlx_packs.errors import PackError
 
 
 @pytest.fixture(scope="module")

@@ -10,13 +10,13 @@ import mlx.optimizers as optimizers
 import numpy as np
 import pytest
 from conftest import chat, write_rows
+from mlx_packs.data.rows.batches import batch_shapes, few_shapes, training_batches
+from mlx_packs.data.rows.encoding import Example, Examples
+from mlx_packs.data.rows.sampler import Draw
 
 from mlx_packs import DataConfig, LoRAConfig, PackError, Phase, TrainConfig, train_pack
-from mlx_packs.batches import batch_shapes, few_shapes, training_batches
-from mlx_packs.encoding import Example, Examples
 from mlx_packs.manifest import check_manifest, phase_lines
 from mlx_packs.optim import carry_state
-from mlx_packs.order import Draw
 from mlx_packs.phases import Course, legs_of, pack_name
 from mlx_packs.runtime import mx
 

@@ -14,14 +14,14 @@ import pytest
 from conftest import base_of, chat, write_rows
 from mlx_packs.adapters.lora.lora import attach
 from mlx_packs.config.schema.schema import DataConfig
+from mlx_packs.data.rows.batches import make_batch
+from mlx_packs.data.rows.encoding import Example
 
 from mlx_packs import LoRAConfig, PackError, TrainConfig, runtime, train_pack
 from mlx_packs.advice import advise
 from mlx_packs.bases.loading import tiny_base_path
-from mlx_packs.batches import make_batch
-from mlx_packs.data import load_rows
+from mlx_packs.data.rows import load_rows
 from mlx_packs.display import QUIET, Display
-from mlx_packs.encoding import Example
 from mlx_packs.loss import as_arrays, split_head
 from mlx_packs.optim import make_optimizer
 from mlx_packs.phases import Course, legs_of

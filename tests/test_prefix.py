@@ -17,14 +17,14 @@ from conftest import base_of, chat, write_rows
 from mlx.utils import tree_flatten
 from mlx_packs.adapters.lora.lora import attach
 from mlx_packs.config.schema.schema import resolve
+from mlx_packs.data.rows.batches import training_batches
+from mlx_packs.data.rows.encoding import Examples
 from test_families import FAMILIES as ALL_FAMILIES
 from test_packed_rows import FAMILIES, assert_same, loss_and_gradients, rows_of
 
 from mlx_packs import LoRAConfig, TrainConfig, runtime, train_pack
 from mlx_packs import prefix as prefixes
-from mlx_packs.batches import training_batches
 from mlx_packs.display import NORMAL, QUIET, VERBOSE, Display
-from mlx_packs.encoding import Examples
 from mlx_packs.errors import PackError
 from mlx_packs.loop import Loop
 from mlx_packs.loss import as_arrays, loss_sum, split_head

@@ -191,8 +191,8 @@ import numpy as np
 from conftest import base_of
 from test_swapping import random_pack
 from mlx_packs import evaluation as e
-from mlx_packs.batches import evaluation_batches
-from mlx_packs.encoding import Example, Examples
+from mlx_packs.data.batches import evaluation_batches
+from mlx_packs.data.encoding import Example, Examples
 from mlx_packs.runtime import mx
 mx.enable_compile()
 traced, real = [], e.target_loss

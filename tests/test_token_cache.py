@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 from conftest import chat, write_rows
 from mlx_packs.config.schema.schema import DataConfig
+from mlx_packs.data.rows.encoding import encode
+from mlx_packs.data.rows.token_cache import encode_cached
 
-from mlx_packs import LoRAConfig, TrainConfig, token_cache, train_pack
+from mlx_packs import LoRAConfig, TrainConfig, train_pack
 from mlx_packs.bases.loading import load_base
-from mlx_packs.data import Row
-from mlx_packs.encoding import encode
+from mlx_packs.data.rows import Row, token_cache
 from mlx_packs.errors import PackError
 from mlx_packs.runtime import mx
-from mlx_packs.token_cache import encode_cached
 
 CONFIG = DataConfig()
 ROWS = [Row(f"x:{i}", chat(f"Say {i}.", "yes, I will " * (i % 9 + 1))) for i in range(30)]

@@ -10,12 +10,12 @@ from click.testing import CliRunner
 from conftest import base_of, chat, write_rows
 from mlx.utils import tree_flatten
 from mlx_packs.adapters.lora.lora import attach
+from mlx_packs.data.rows.batches import make_batch
+from mlx_packs.data.rows.encoding import Example
 
 from mlx_packs import LoRAConfig, Pack, TrainConfig, evaluate, runtime, train_pack
-from mlx_packs.batches import make_batch
 from mlx_packs.cli import packs
-from mlx_packs.data import tiny_path
-from mlx_packs.encoding import Example
+from mlx_packs.data.rows import tiny_path
 from mlx_packs.errors import Interrupted, PackError
 from mlx_packs.loop import Loop
 from mlx_packs.loss import as_arrays, loss_sum, split_head

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from . import runtime
+from .. import runtime
 from .encoding import Example, Examples
-from .order import ALL, Draw, orders
+from .sampler import ALL, Draw, orders
 
 # Of the batches of a run that is compiled: each shape is compiled by itself and kept for good.
 MOST_SHAPES = 8

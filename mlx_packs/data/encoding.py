@@ -12,10 +12,10 @@ from functools import cached_property
 
 import numpy as np
 
-from .config.schema import DataConfig
-from .data import PAIR_COLUMNS, Row, row_format
-from .errors import PackError
+from ..config.schema import DataConfig
+from ..errors import PackError
 from .fim import SPARE, FillInTheMiddle, arranged, continued, sentinels
+from .rows import PAIR_COLUMNS, Row, row_format
 
 _SENTINEL = "\ue000\ue001\ue002"  # private use: in no template and no sane text
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .errors import PackError
+from ..errors import PackError
 
 # What is put before prefix, suffix and middle, and behind the middle if not the end of text.
 SPELLINGS = (

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from .config.schema import DataConfig
-from .errors import PackError, did_you_mean
-from .files import TINY_FOLDER
+from ..config.schema import DataConfig
+from ..errors import PackError, did_you_mean
+from ..files import TINY_FOLDER
 
 SPLITS = ("train", "valid", "test")
 # The columns of sentence-transformers, by format; what has more of them is looked for first.

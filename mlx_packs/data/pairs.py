@@ -10,11 +10,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .bases.encoder import padded, tokens_of
+from ..bases.encoder import padded, tokens_of
+from ..errors import PackError
 from .batches import padded_length
-from .data import PAIR_COLUMNS, Row, pair_format
-from .errors import PackError
-from .order import epoch_order
+from .rows import PAIR_COLUMNS, Row, pair_format
+from .sampler import epoch_order
 
 # What a row must hold for a loss; of several the first is what `auto` takes.
 LOSSES_OF = {

@@ -14,13 +14,13 @@ from pathlib import Path
 
 import numpy as np
 
+from ..config.schema import DataConfig
+from ..errors import PackError
+from ..files import read_header, sha256, write_tensors
+from ..runtime import mx
 from . import encoding, fim
-from .config.schema import DataConfig
-from .data import Row, row_format
 from .encoding import Example, Examples, encode, resolve_loss_on
-from .errors import PackError
-from .files import read_header, sha256, write_tensors
-from .runtime import mx
+from .rows import Row, row_format
 
 CACHE_VARIABLE = "MLX_PACKS_CACHE"
 _WORTHWHILE_BYTES = 2 << 20  # of rows: a second or two of encoding
