@@ -24,8 +24,8 @@ from mlx_packs.data.rows.token_cache import CACHE_VARIABLE
 
 from mlx_packs.bases.loading import TINY, Base
 from mlx_packs.display import QUIET, Display
-from mlx_packs.loss import as_arrays, split_head
-from mlx_packs.prefix import open_prefix
+from mlx_packs.objectives.causal_lm import as_arrays, split_head
+from mlx_packs.objectives.frozen_activations import open_prefix
 from mlx_packs.runtime import mx
 from mlx_packs.step import Stepper
 

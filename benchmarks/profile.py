@@ -23,9 +23,9 @@ from mlx_packs.config.schema.schema import BASE_PATHS
 
 from mlx_packs.bases.loading import TINY
 from mlx_packs.errors import PackError
-from mlx_packs.loss import as_arrays, loss_sum, split_head
 from mlx_packs.nn.lora import GroupedLoRA
 from mlx_packs.nn.quantized import dequantized_weight, true_shape
+from mlx_packs.objectives.causal_lm import as_arrays, loss_sum, split_head
 from mlx_packs.ops.attention import attention
 from mlx_packs.ops.exponential import swiglu
 from mlx_packs.ops.matmul import dense_matmul

@@ -24,8 +24,8 @@ from mlx_packs import load_base, runtime
 from mlx_packs.bases.loading import Base
 from mlx_packs.data.rows import rows as rows_of
 from mlx_packs.evaluation import Score, Scorer
-from mlx_packs.loss import split_head
 from mlx_packs.nn.quantized import dense_module, quantized_modules, replace_modules
+from mlx_packs.objectives.causal_lm import split_head
 from mlx_packs.ops import nf4
 from mlx_packs.runtime import mx
 

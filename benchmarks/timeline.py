@@ -23,7 +23,7 @@ from mlx_packs.base_path import dense_bytes
 from mlx_packs.bases.geometry import Heads
 from mlx_packs.bases.loading import TINY, Base
 from mlx_packs.errors import PackError
-from mlx_packs.loss import as_arrays, loss_sum, split_head
+from mlx_packs.objectives.causal_lm import as_arrays, loss_sum, split_head
 from mlx_packs.runtime import mx
 
 from . import figures, history, report

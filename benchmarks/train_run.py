@@ -32,8 +32,8 @@ from mlx_packs.bases.loading import TINY, Base, load_base, tiny_base_path
 from mlx_packs.data.rows import tiny_path
 from mlx_packs.errors import PackError
 from mlx_packs.evaluation import Scorer, evaluation_rows
-from mlx_packs.loss import split_head
 from mlx_packs.nn.quantized import apply_base_path
+from mlx_packs.objectives.causal_lm import split_head
 from mlx_packs.runtime import mx
 from mlx_packs.training import train_pack
 

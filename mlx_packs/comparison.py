@@ -25,9 +25,9 @@ from .display import QUIET, Display
 from .errors import PackError
 from .evaluation import Difference, RowScores, Scorer, columns_of, evaluation_rows
 from .gates import Gates, failures, flag_of, judge, limits
-from .loss import split_head
+from .objectives.causal_lm import split_head
+from .objectives.sequence_packing import why_not_packed
 from .pack import Pack
-from .packable import why_not_packed
 from .speed import Speed, answering_path, check_tokens, prompts_of, race
 from .swapping import carrying, hold_bare
 from .weighted import as_pack, check_distinct

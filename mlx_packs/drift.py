@@ -17,8 +17,8 @@ from .data.batches import Batch, evaluation_batches
 from .data.encoding import encode
 from .errors import PackError
 from .evaluation import evaluation_rows, perplexity
-from .loss import Head, as_arrays, forward, split_head
 from .nn.quantized import apply_base_path, replace_modules
+from .objectives.causal_lm import Head, as_arrays, forward, split_head
 from .pack import Pack
 from .runtime import mx
 

@@ -13,10 +13,10 @@ from .bases.encoder import Encoder, embedded
 from .bases.loading import Base
 from .config.schema import DataConfig, TrainConfig
 from .data.pairs import PairBatch, Pairs, encode_pairs
-from .embedding_loss import arrays_of
 from .errors import PackError
 from .evaluation import evaluation_rows
 from .manifest import shown_metrics
+from .objectives.embedding import arrays_of
 from .pack import Pack
 from .runtime import mx
 

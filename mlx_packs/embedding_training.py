@@ -36,12 +36,12 @@ from .embedding_evaluation import (
     mean_loss,
     score_pairs,
 )
-from .embedding_loss import arrays_of, make_loss
 from .embedding_plan import estimate_encoder
 from .errors import PackError
 from .gates import Gates, judge, limits
 from .loop import Loop
 from .nn.quantized import count_weights
+from .objectives.embedding import arrays_of, make_loss
 from .ops import _backend
 from .pack import Pack, round_adapters, versions_line
 from .phases import Leg

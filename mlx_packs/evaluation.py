@@ -17,9 +17,9 @@ from .data import rows as rows_of
 from .data.batches import Batch, evaluation_batches
 from .data.encoding import encode
 from .errors import PackError
-from .loss import Arrays, Head, as_arrays, split_head, target_loss
 from .nn.lora import GroupedLoRA
 from .nn.quantized import apply_base_path, replace_modules
+from .objectives.causal_lm import Arrays, Head, as_arrays, split_head, target_loss
 from .pack import Pack
 from .runtime import mx
 from .step import is_traced

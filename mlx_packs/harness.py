@@ -21,7 +21,7 @@ from .data.encoding import Example, Examples
 from .errors import PackError
 from .evaluation import Scorer
 from .generate import complete_batch
-from .loss import split_head
+from .objectives.causal_lm import split_head
 from .pack import Pack
 from .swapping import carrying, hold_bare
 from .weighted import as_pack

@@ -17,7 +17,7 @@ from .display import Display
 from .errors import Interrupted, PackError
 from .evaluation import Score
 from .files import append_line
-from .loss import Arrays
+from .objectives.causal_lm import Arrays
 from .phases import Leg
 from .runtime import mx
 from .step import Stepper

@@ -11,7 +11,7 @@ import mlx.optimizers as optimizers
 import numpy as np
 from mlx.utils import tree_flatten, tree_map
 
-from .loss import Arrays, Head, loss_sum
+from .objectives.causal_lm import Arrays, Head, loss_sum
 from .runtime import mx
 
 

@@ -44,15 +44,15 @@ from .files import TINY_FOLDER, make_folder
 from .gates import Gates, judge, limits
 from .generate import chat_prompt, complete
 from .loop import Loop
-from .loss import Arrays, Head, split_head
 from .nn.quantized import count_weights
-from .objective import TRANSFORMER, graph_of
+from .objectives.causal_lm import Arrays, Head, split_head
+from .objectives.frozen_activations import open_prefix
+from .objectives.projection_stack import TRANSFORMER, graph_of
+from .objectives.sequence_packing import prepare_packing
 from .ops import _backend
 from .optim import carry_state, unused_learning_rate
 from .pack import Pack, round_adapters, versions_line
-from .packable import prepare_packing
 from .phases import Course, Leg, legs_of, pack_name, phase_reports
-from .prefix import open_prefix
 from .prepare import (
     base_paths_at_work,
     check_resume,

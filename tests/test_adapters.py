@@ -10,8 +10,8 @@ from mlx_packs.adapters.lora.lora import attach
 from mlx_packs.config.schema.schema import LoRAConfig
 
 from mlx_packs.errors import PackError
-from mlx_packs.loss import loss_sum, split_head
 from mlx_packs.nn.quantized import quantized_modules
+from mlx_packs.objectives.causal_lm import loss_sum, split_head
 from mlx_packs.runtime import mx
 
 FAMILIES = ("qwen3", "qwen2", "llama", "gpt2")

@@ -18,7 +18,7 @@ from mlx_packs.bases.loading import tiny_base_path
 from mlx_packs.errors import PackError
 from mlx_packs.evaluation import Difference, RowScores, Scorer
 from mlx_packs.gates import failures, judge, limits
-from mlx_packs.loss import split_head
+from mlx_packs.objectives.causal_lm import split_head
 from mlx_packs.runtime import mx
 
 ROWS = [

@@ -13,7 +13,7 @@ from mlx_packs.data.rows.pairs import encode_pairs, make_pair_batch
 
 from mlx_packs import LoRAConfig, TrainConfig, load_base
 from mlx_packs.data.rows import Row
-from mlx_packs.embedding_loss import (
+from mlx_packs.objectives.embedding import (
     arrays_of,
     cosent_loss,
     cosine_loss,

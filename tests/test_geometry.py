@@ -18,7 +18,7 @@ from mlx_packs.bases.geometry import (
     select_targets,
 )
 from mlx_packs.errors import PackError
-from mlx_packs.loss import as_arrays, split_head
+from mlx_packs.objectives.causal_lm import as_arrays, split_head
 from mlx_packs.optim import make_optimizer
 from mlx_packs.runtime import mx
 from mlx_packs.step import Stepper

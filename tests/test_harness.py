@@ -12,7 +12,7 @@ from mlx_packs import evaluate, evaluate_tasks, load_base
 from mlx_packs.errors import PackError
 from mlx_packs.evaluation import Scorer
 from mlx_packs.harness import _figures, _until, language_model, log_likelihoods
-from mlx_packs.loss import split_head
+from mlx_packs.objectives.causal_lm import split_head
 from mlx_packs.runtime import mx
 
 TASK = """

@@ -14,9 +14,9 @@ from mlx_packs import LoRAConfig, Pack, PackError, TrainConfig, load_base, train
 from mlx_packs.bases.bitsandbytes import config_of, to_bitsandbytes
 from mlx_packs.bases.geometry import probe
 from mlx_packs.bases.loading import tiny_base_path
-from mlx_packs.loss import split_head
 from mlx_packs.nn.nf4 import NF4Embedding, NF4Linear
 from mlx_packs.nn.quantized import dense_module, quantized_modules, replace_modules
+from mlx_packs.objectives.causal_lm import split_head
 from mlx_packs.ops import nf4
 from mlx_packs.runtime import mx
 

@@ -20,10 +20,10 @@ from mlx_packs import LoRAConfig, TrainConfig, train_pack
 from mlx_packs.errors import PackError
 from mlx_packs.evaluation import Scorer
 from mlx_packs.loop import Loop
-from mlx_packs.loss import as_arrays, loss_sum, split_head
 from mlx_packs.nn.segments import SegmentCache, places_in_segments
+from mlx_packs.objectives.causal_lm import as_arrays, loss_sum, split_head
+from mlx_packs.objectives.sequence_packing import prepare_packing
 from mlx_packs.optim import make_optimizer
-from mlx_packs.packable import prepare_packing
 from mlx_packs.runtime import mx
 from mlx_packs.step import Stepper
 
@@ -179,7 +179,7 @@ def refused(family: str, max_seq_length: int = 64) -> str:
 
 
 def test_packing_is_refused_where_positions_run_on(monkeypatch):
-    monkeypatch.setattr("mlx_packs.packable._LEARNED_POSITIONS", ())
+    monkeypatch.setattr("mlx_packs.objectives.sequence_packing._LEARNED_POSITIONS", ())
     assert "at position 0" in refused("gpt2")
 
 

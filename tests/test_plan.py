@@ -22,7 +22,7 @@ from mlx_packs.advice import advise
 from mlx_packs.bases.loading import tiny_base_path
 from mlx_packs.data.rows import load_rows
 from mlx_packs.display import QUIET, Display
-from mlx_packs.loss import as_arrays, split_head
+from mlx_packs.objectives.causal_lm import as_arrays, split_head
 from mlx_packs.optim import make_optimizer
 from mlx_packs.phases import Course, legs_of
 from mlx_packs.plan import (

@@ -23,17 +23,22 @@ from test_families import FAMILIES as ALL_FAMILIES
 from test_packed_rows import FAMILIES, assert_same, loss_and_gradients, rows_of
 
 from mlx_packs import LoRAConfig, TrainConfig, runtime, train_pack
-from mlx_packs import prefix as prefixes
 from mlx_packs.display import NORMAL, QUIET, VERBOSE, Display
 from mlx_packs.errors import PackError
 from mlx_packs.loop import Loop
-from mlx_packs.loss import as_arrays, loss_sum, split_head
 from mlx_packs.nn.prefix import FrozenBlock
+from mlx_packs.objectives import frozen_activations as prefixes
+from mlx_packs.objectives.causal_lm import as_arrays, loss_sum, split_head
+from mlx_packs.objectives.frozen_activations import (
+    frozen_blocks,
+    held_bytes,
+    memory_budget,
+    open_prefix,
+)
+from mlx_packs.objectives.sequence_packing import prepare_packing
+from mlx_packs.objectives.state_store import StateStore
 from mlx_packs.optim import make_optimizer
-from mlx_packs.packable import prepare_packing
-from mlx_packs.prefix import frozen_blocks, held_bytes, memory_budget, open_prefix
 from mlx_packs.runtime import mx
-from mlx_packs.state_store import StateStore
 from mlx_packs.step import Stepper
 from mlx_packs.training import SamplePrompt
 

@@ -10,7 +10,7 @@ from mlx_packs.data.rows.encoding import Example
 
 from mlx_packs import runtime
 from mlx_packs.evaluation import Scorer
-from mlx_packs.loss import as_arrays, split_head
+from mlx_packs.objectives.causal_lm import as_arrays, split_head
 from mlx_packs.ops import lanes, matmul
 from mlx_packs.optim import make_optimizer
 from mlx_packs.runtime import mx

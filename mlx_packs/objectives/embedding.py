@@ -10,11 +10,11 @@ https://arxiv.org/abs/1703.07737. Gradients by mini-batches: https://arxiv.org/a
 
 from collections.abc import Callable, Sequence
 
-from .bases.encoder import Encoder, unit
-from .config.schema import TrainConfig
-from .data.pairs import PairBatch
-from .nn.recompute import recomputed
-from .runtime import mx
+from ..bases.encoder import Encoder, unit
+from ..config.schema import TrainConfig
+from ..data.pairs import PairBatch
+from ..nn.recompute import recomputed
+from ..runtime import mx
 
 _HIDDEN = -1e9  # a logit that takes no part, finite so that its gradient is 0 and not NaN
 

@@ -10,12 +10,12 @@ from dataclasses import dataclass
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
-from .data.batches import Batch
-from .nn.prefix import fed
-from .nn.quantized import frozen_head
-from .nn.segments import restarting, segment_caches
-from .ops.linear_cross_entropy import FrozenHead, cross_entropy, linear_cross_entropy
-from .runtime import mx
+from ..data.batches import Batch
+from ..nn.prefix import fed
+from ..nn.quantized import frozen_head
+from ..nn.segments import restarting, segment_caches
+from ..ops.linear_cross_entropy import FrozenHead, cross_entropy, linear_cross_entropy
+from ..runtime import mx
 
 Arrays = tuple[mx.array, ...]
 

@@ -12,17 +12,17 @@ from dataclasses import dataclass, field
 
 import mlx.nn as nn
 
-from .adapters.lora import check_bare
-from .bases.embedding_table import MappedTable, map_table
-from .bases.geometry import GeometryError, block_prefixes, probe
-from .bases.loading import Base
-from .config.schema import LoRAConfig, TrainConfig
-from .data.batches import Batch
-from .errors import PackError
-from .loss import Arrays, Head, as_arrays, split_head
-from .nn.quantized import EMBEDDINGS, LINEARS, frozen_head, true_shape
-from .nn.stack import ProjectionStack
-from .runtime import mx
+from ..adapters.lora import check_bare
+from ..bases.embedding_table import MappedTable, map_table
+from ..bases.geometry import GeometryError, block_prefixes, probe
+from ..bases.loading import Base
+from ..config.schema import LoRAConfig, TrainConfig
+from ..data.batches import Batch
+from ..errors import PackError
+from ..nn.quantized import EMBEDDINGS, LINEARS, frozen_head, true_shape
+from ..nn.stack import ProjectionStack
+from ..runtime import mx
+from .causal_lm import Arrays, Head, as_arrays, split_head
 
 TRANSFORMER, STACK = "transformer", "projection-stack"
 

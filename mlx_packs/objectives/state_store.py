@@ -13,8 +13,8 @@ from pathlib import Path
 
 import numpy as np
 
-from .errors import PackError
-from .files import only_writer
+from ..errors import PackError
+from ..files import only_writer
 
 _DIGEST_BYTES = 16
 _KEPT_DAYS = 7

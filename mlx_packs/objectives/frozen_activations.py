@@ -16,23 +16,23 @@ from pathlib import Path
 import mlx.nn as nn
 import numpy as np
 
-from . import runtime
-from .adapters.lora import Attached
-from .bases.files import weight_files
-from .bases.geometry import block_prefixes
-from .config.schema import TrainConfig
-from .data.batches import Batch, make_batch, make_packed_batch
-from .data.encoding import Examples
-from .data.sampler import epoch_order, packed_order
-from .data.token_cache import cache_folder
-from .display import VERBOSE, Display, size
-from .errors import PackError
-from .loss import Arrays, Head, as_arrays, forward
-from .nn.prefix import Feed, FrozenBlock, states_of
-from .nn.quantized import replace_modules
-from .ops.lanes import lanes
-from .packable import TOLERANCE, relative_error
-from .runtime import mx
+from .. import runtime
+from ..adapters.lora import Attached
+from ..bases.files import weight_files
+from ..bases.geometry import block_prefixes
+from ..config.schema import TrainConfig
+from ..data.batches import Batch, make_batch, make_packed_batch
+from ..data.encoding import Examples
+from ..data.sampler import epoch_order, packed_order
+from ..data.token_cache import cache_folder
+from ..display import VERBOSE, Display, size
+from ..errors import PackError
+from ..nn.prefix import Feed, FrozenBlock, states_of
+from ..nn.quantized import replace_modules
+from ..ops.lanes import lanes
+from ..runtime import mx
+from .causal_lm import Arrays, Head, as_arrays, forward
+from .sequence_packing import TOLERANCE, relative_error
 from .state_store import StateStore
 
 _FORMAT = 1

@@ -7,11 +7,11 @@ longest row of the run, and must come out as each does alone.
 import mlx.nn as nn
 import numpy as np
 
-from .adapters.lora import Attached
-from .errors import PackError
-from .loss import Head, forward
-from .nn.segments import RestartedPositions
-from .runtime import mx
+from ..adapters.lora import Attached
+from ..errors import PackError
+from ..nn.segments import RestartedPositions
+from ..runtime import mx
+from .causal_lm import Head, forward
 
 _LEARNED_POSITIONS = ("wpe",)  # gpt2 and gpt_bigcode are all of mlx-lm that have them
 _PROBE = (9, 7)  # tokens of the two rows
