@@ -22,7 +22,7 @@ from mlx.utils import tree_flatten
 
 from mlx_packs import LoRAConfig, TrainConfig, load_base, train_pack
 from mlx_packs.bases.loading import tiny_base_path
-from mlx_packs.pack import versions_line
+from mlx_packs.packs.pack import versions_line
 from mlx_packs.runtime import mx
 
 DOC = Path(__file__).parents[1] / "docs" / "systems.md"

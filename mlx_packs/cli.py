@@ -75,8 +75,8 @@ def inspect(pack, as_json, verbose):
     held against its hash.
     """
     from .bases.files import RECORD
-    from .manifest import read_pin
-    from .pack import Pack
+    from .packs.manifest import read_pin
+    from .packs.pack import Pack
 
     if (pack / RECORD).is_file():
         from .bases.writer import verify
@@ -115,7 +115,7 @@ def _inspect_lines(pack, verbose: bool = False) -> list[str]:
     """
     from .bases.files import quantization_name
     from .gates import shown
-    from .manifest import (
+    from .packs.manifest import (
         moved_metrics,
         phase_lines,
         read_pin,
@@ -200,7 +200,7 @@ def apply(pack, model, dry_run, max_pack_mb, trust_remote_code, as_json):
     Without --dry-run it is attached, run and taken off again.
     """
     from .gates import failures, judge, limits
-    from .pack import Pack, check_against
+    from .packs.pack import Pack, check_against
 
     held = limits(max_pack_mb=max_pack_mb)
     found = Pack.open(pack)
@@ -312,7 +312,7 @@ def eval(
 def _eval_lines(report) -> list[str]:
     """Base and pack on the same rows, for people."""
     from .embedding_evaluation import EmbeddingReport
-    from .manifest import shown_metrics, shown_perplexity
+    from .packs.manifest import shown_metrics, shown_perplexity
 
     if isinstance(report, EmbeddingReport):
         return [
@@ -333,7 +333,7 @@ def _eval_lines(report) -> list[str]:
 
 def _one_pack(*given):
     """The pack that ``DIR`` or ``DIR=0.7`` texts name together; None if there is none."""
-    from .weighted import open_weighted, weighted_sum
+    from .packs.weighted_sum import open_weighted, weighted_sum
 
     texts = [text for group in given for text in group]
     return weighted_sum([open_weighted(text) for text in texts]) if texts else None
@@ -816,7 +816,7 @@ def list_(folder, hub_cache, as_json):
     Without FOLDER below this one, or with --hub-cache those in the caches of the Hub alone. Reads
     manifests and sizes of files; hashes are for `packs inspect`.
     """
-    from .shelf import list_packs, table
+    from .packs.listing import list_packs, table
 
     top = folder or (None if hub_cache else ".")
     found = list_packs(top, hub_cache)
@@ -835,7 +835,7 @@ def diff(a, b, as_json):
     By layer: norms of both deltas and of their difference, the cosine between them, and how far the
     directions overlap that they read and write. Loads no base.
     """
-    from .distance import diff, lines
+    from .packs.diff import diff, lines
 
     report = diff(a, b)
     _print(report, as_json, lines(report))
@@ -856,7 +856,7 @@ def push(pack, repo, private, revision, license, as_json):
     stays as it is, and a copy is changed.
     """
     from .display import Display
-    from .publish import push
+    from .packs.push import push
 
     report = push(
         pack, repo, private=private, revision=revision, license=license, display=Display()
@@ -882,8 +882,8 @@ def pull(repo, out, overwrite, as_json):
     checked, and DIR appears when all are right. After an interruption the same command goes on.
     """
     from .display import Display
-    from .hub import pull
-    from .manifest import read_pin
+    from .packs.hub import pull
+    from .packs.manifest import read_pin
 
     if overwrite and out is None:
         raise PackError("--overwrite: is for --out DIR; the cache is always brought up to date.")

@@ -29,12 +29,12 @@ from .drift import (
 from .errors import PackError
 from .evaluation import columns_of
 from .files import sha256
-from .manifest import ADAPTERS, is_of_encoder
 from .merge import Change, check_max_drift, dense_weight, modules_of
 from .nn.lora import adapter_key
-from .pack import Pack, check_output, grouped, manifest_of, modules_json, versions_line
+from .packs.manifest import ADAPTERS, is_of_encoder
+from .packs.pack import Pack, check_output, grouped, manifest_of, modules_json, versions_line
+from .packs.weighted_sum import check_addable, check_distinct, weighted_sum
 from .runtime import mx
-from .weighted import check_addable, check_distinct, weighted_sum
 
 METHODS = ("linear", "svd", "ties", "dare")
 _EXACT_SVD = 512  # of the smaller side; above it the range is found by random projections

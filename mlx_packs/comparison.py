@@ -27,10 +27,10 @@ from .evaluation import Difference, RowScores, Scorer, columns_of, evaluation_ro
 from .gates import Gates, failures, flag_of, judge, limits
 from .objectives.causal_lm import split_head
 from .objectives.sequence_packing import why_not_packed
-from .pack import Pack
+from .packs.hot_swap import carrying, hold_bare
+from .packs.pack import Pack
+from .packs.weighted_sum import as_pack, check_distinct
 from .speed import Speed, answering_path, check_tokens, prompts_of, race
-from .swapping import carrying, hold_bare
-from .weighted import as_pack, check_distinct
 
 BATCH_SIZES = (1, 4, 8)
 BASE = "base"

@@ -19,7 +19,7 @@ from .errors import PackError
 from .evaluation import evaluation_rows, perplexity
 from .nn.quantized import apply_base_path, replace_modules
 from .objectives.causal_lm import Head, as_arrays, forward, split_head
-from .pack import Pack
+from .packs.pack import Pack
 from .runtime import mx
 
 # The default limit, in nats a token. Without a share a small pack could be rounded away whole.

@@ -15,9 +15,9 @@ from .config.schema import DataConfig, TrainConfig
 from .data.pairs import PairBatch, Pairs, encode_pairs
 from .errors import PackError
 from .evaluation import evaluation_rows
-from .manifest import shown_metrics
 from .objectives.embedding import arrays_of
-from .pack import Pack
+from .packs.manifest import shown_metrics
+from .packs.pack import Pack
 from .runtime import mx
 
 TOP = 10  # of MRR and NDCG

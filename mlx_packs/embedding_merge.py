@@ -21,7 +21,7 @@ from .display import Display
 from .errors import PackError
 from .evaluation import evaluation_rows
 from .merge import plan_of
-from .pack import Pack
+from .packs.pack import Pack
 from .runtime import mx
 
 _BATCH = 32

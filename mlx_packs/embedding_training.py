@@ -43,7 +43,7 @@ from .loop import Loop
 from .nn.quantized import count_weights
 from .objectives.embedding import arrays_of, make_loss
 from .ops import _backend
-from .pack import Pack, round_adapters, versions_line
+from .packs.pack import Pack, round_adapters, versions_line
 from .phases import Leg
 from .plan import MemoryPlan, fit, fitted, remedies, tensors_of
 from .prepare import (

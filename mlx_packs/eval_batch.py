@@ -22,8 +22,8 @@ from .comparison import (
 from .display import Display
 from .errors import PackError, printable
 from .files import write_whole
-from .manifest import shown_perplexity
-from .weighted import open_weighted, weighted_sum
+from .packs.manifest import shown_perplexity
+from .packs.weighted_sum import open_weighted, weighted_sum
 
 
 @click.command("eval-batch")

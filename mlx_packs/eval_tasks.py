@@ -8,7 +8,7 @@ from . import options
 from .bases.loading import load_base
 from .display import Display
 from .harness import evaluate_tasks
-from .weighted import open_weighted, weighted_sum
+from .packs.weighted_sum import open_weighted, weighted_sum
 
 
 @click.command("eval-tasks")

@@ -20,10 +20,10 @@ from .errors import PackError
 from .nn.lora import GroupedLoRA
 from .nn.quantized import apply_base_path, replace_modules
 from .objectives.causal_lm import Arrays, Head, as_arrays, split_head, target_loss
-from .pack import Pack
+from .packs.hot_swap import hold_bare
+from .packs.pack import Pack
 from .runtime import mx
 from .step import is_traced
-from .swapping import hold_bare
 
 if TYPE_CHECKING:
     from .embedding_evaluation import EmbeddingReport

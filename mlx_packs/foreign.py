@@ -14,9 +14,9 @@ from .adapters.lora import ModuleSpec, SliceSpec, Specs, delta_of
 from .bases.geometry import linears
 from .bases.loading import Base
 from .errors import PackError
-from .manifest import MANIFEST
 from .nn.experts import is_switch_linear
 from .nn.quantized import EMBEDDINGS
+from .packs.manifest import MANIFEST
 from .runtime import mx
 
 Tensors = dict[str, mx.array]

@@ -22,9 +22,9 @@ from .errors import PackError
 from .evaluation import Scorer
 from .generate import complete_batch
 from .objectives.causal_lm import split_head
-from .pack import Pack
-from .swapping import carrying, hold_bare
-from .weighted import as_pack
+from .packs.hot_swap import carrying, hold_bare
+from .packs.pack import Pack
+from .packs.weighted_sum import as_pack
 
 _ANSWER_TOKENS = 256  # the harness's own default, where a task names none
 _LONGEST = 2048

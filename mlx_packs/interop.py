@@ -28,8 +28,8 @@ from .foreign import (
     specs_for,
     unfolded,
 )
-from .manifest import FORMAT_VERSION, check_manifest, replaced_of, shapes_of, specs_of
-from .pack import Pack, grouped, manifest_of, modules_json, versions_line
+from .packs.manifest import FORMAT_VERSION, check_manifest, replaced_of, shapes_of, specs_of
+from .packs.pack import Pack, grouped, manifest_of, modules_json, versions_line
 from .runtime import mx
 
 FORMATS = {"mlx-lm": mlx_lm_format, "peft": peft_format}

@@ -36,11 +36,11 @@ from .checkpoint import (
 from .config.schema import LoRAConfig, TrainConfig
 from .errors import PackError, did_you_mean
 from .files import make_folder, read_tensors, save_tensors, to_json, write_whole
-from .manifest import spec_json
 from .nn.lora import AdaptedLinear, AdapterShape, GroupedLoRA, adapter_key
 from .nn.quantized import LINEARS
 from .ops.linear_cross_entropy import cross_entropy
 from .optim import make_optimizer
+from .packs.manifest import spec_json
 from .runtime import mx
 from .step import Stepper
 

@@ -45,12 +45,12 @@ from .drift import (
 )
 from .errors import PackError
 from .evaluation import columns_of
-from .manifest import is_of_encoder, replaced_of
 from .nn.experts import expert_weights, is_switch_linear
 from .nn.quantized import LINEARS, NF4, QUANTIZED, dequantized_weight
 from .ops import nf4
 from .ops.nf4 import NF4Weight
-from .pack import Pack
+from .packs.manifest import is_of_encoder, replaced_of
+from .packs.pack import Pack
 from .runtime import mx, on_cpu
 
 REQUANTIZE = ("none", "same", "affine4", "affine8", "nf4")

@@ -12,8 +12,8 @@ import numpy as np
 from .adapters.lora import ModuleSpec, Specs
 from .errors import PackError
 from .foreign import Foreign, Tensors, folded, hold_magnitudes, is_positive
-from .manifest import adapter_config, is_of_encoder, replaced_of
-from .pack import Pack
+from .packs.manifest import adapter_config, is_of_encoder, replaced_of
+from .packs.pack import Pack
 from .runtime import mx
 
 TENSORS = "adapters.safetensors"

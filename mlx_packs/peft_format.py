@@ -19,8 +19,8 @@ from .bases.loading import Base
 from .config.schema import ENCODERS
 from .errors import PackError
 from .foreign import Foreign, Tensors, folded, hold_magnitudes, is_positive, scale_of
-from .manifest import replaced_of
-from .pack import Pack
+from .packs.manifest import replaced_of
+from .packs.pack import Pack
 from .runtime import mx
 
 TENSORS = "adapter_model.safetensors"

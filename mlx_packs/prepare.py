@@ -26,9 +26,9 @@ from .data.token_cache import encode_cached
 from .display import VERBOSE, Display, shown_count, size
 from .errors import PackError
 from .files import make_folder, only_writer, sha256
-from .manifest import mlx_lm_config
 from .nn.quantized import path_at_work
-from .pack import check_output
+from .packs.manifest import mlx_lm_config
+from .packs.pack import check_output
 from .phases import Course, Leg
 from .plan import (
     ERROR,

@@ -10,9 +10,9 @@ import numpy as np
 from .bases.loading import Base
 from .errors import PackError
 from .generate import stream_batch
-from .pack import Pack
+from .packs.hot_swap import carrying
+from .packs.pack import Pack
 from .runtime import mx, on_cpu
-from .swapping import carrying
 
 
 @dataclass(frozen=True)

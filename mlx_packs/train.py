@@ -26,7 +26,7 @@ from .display import NORMAL, QUIET, VERBOSE, Display, clock
 from .embedding_plan import BATCH_SIZE
 from .errors import PackError
 from .gates import failures, shown
-from .manifest import moved_metrics, phase_lines, shown_result
+from .packs.manifest import moved_metrics, phase_lines, shown_result
 from .phases import check_said, legs_of
 from .prepare import encoding_options
 from .training import tiny_recipe, train_pack

@@ -51,7 +51,7 @@ from .objectives.projection_stack import TRANSFORMER, graph_of
 from .objectives.sequence_packing import prepare_packing
 from .ops import _backend
 from .optim import carry_state, unused_learning_rate
-from .pack import Pack, round_adapters, versions_line
+from .packs.pack import Pack, round_adapters, versions_line
 from .phases import Course, Leg, legs_of, pack_name, phase_reports
 from .prepare import (
     base_paths_at_work,

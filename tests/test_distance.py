@@ -8,8 +8,8 @@ from test_hub import BASE, write_pack
 
 import mlx_packs as mp
 from mlx_packs import Pack
-from mlx_packs.distance import lines
 from mlx_packs.errors import PackError
+from mlx_packs.packs.diff import lines
 from mlx_packs.runtime import mx
 
 Q, DOWN = "model.layers.0.self_attn.q_proj", "model.layers.10.mlp.down_proj"

@@ -17,8 +17,8 @@ from mlx_packs.embedding_plan import estimate_encoder
 from mlx_packs.errors import Interrupted, PackError
 from mlx_packs.files import sha256
 from mlx_packs.interop import export_pack
-from mlx_packs.manifest import check_manifest
 from mlx_packs.merge import merge_pack
+from mlx_packs.packs.manifest import check_manifest
 from mlx_packs.plan import Checkpoint, read_checkpoint, tensors_of
 from mlx_packs.runtime import mx
 

@@ -25,7 +25,7 @@ from mlx_packs.config.schema.schema import LoRAConfig
 from mlx_packs.bases.loading import tiny_base_path
 from mlx_packs.errors import PackError
 from mlx_packs.nn.quantized import replace_modules
-from mlx_packs.pack import Pack
+from mlx_packs.packs.pack import Pack
 from mlx_packs.runtime import mx
 
 RANK = 2

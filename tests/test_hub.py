@@ -16,8 +16,8 @@ import mlx_packs as mp
 from mlx_packs import Pack
 from mlx_packs.errors import PackError
 from mlx_packs.files import sha256
-from mlx_packs.hub import MAIN, split_name
-from mlx_packs.publish import make_ready
+from mlx_packs.packs.hub import MAIN, split_name
+from mlx_packs.packs.push import make_ready
 from mlx_packs.runtime import mx
 
 # huggingface_hub's upload of LFS files uses an argument that its HTTP library will drop

@@ -17,8 +17,8 @@ from mlx_packs.bases.quantization import Packing, Recipe
 from mlx_packs.bases.writer import quantize, verify
 from mlx_packs.errors import PackError
 from mlx_packs.files import read_header, sha256
-from mlx_packs.manifest import ADAPTERS
 from mlx_packs.merge import merge_pack
+from mlx_packs.packs.manifest import ADAPTERS
 from mlx_packs.runtime import mx
 
 SMALL = {"vocab_size": 4096, "intermediate_size": 128}

@@ -20,7 +20,7 @@ from mlx_packs.data.rows.batches import make_batch
 from mlx_packs.data.rows.encoding import Example
 
 from mlx_packs.objectives.causal_lm import as_arrays, split_head
-from mlx_packs.pack import Pack
+from mlx_packs.packs.pack import Pack
 from mlx_packs.runtime import mx
 from mlx_packs.step import Stepper
 

@@ -16,8 +16,8 @@ from mlx_packs.bases.loading import tiny_base_path
 from mlx_packs.cli import packs, run_command
 from mlx_packs.errors import Interrupted, PackError
 from mlx_packs.files import sha256, whole_folder
-from mlx_packs.manifest import model_card
-from mlx_packs.pack import check_against, round_adapters
+from mlx_packs.packs.manifest import model_card
+from mlx_packs.packs.pack import check_against, round_adapters
 from mlx_packs.runtime import mx
 
 EVAL = {

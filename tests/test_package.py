@@ -51,7 +51,7 @@ def test_import_loads_nothing_heavy():
 
 def test_inspect_does_not_import_transformers():
     run(
-        "import sys, mlx_packs.cli, mlx_packs.pack; "
+        "import sys, mlx_packs.cli, mlx_packs.packs.pack; "
         "assert 'transformers' not in sys.modules and 'mlx_lm.generate' not in sys.modules"
     )
 

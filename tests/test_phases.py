@@ -15,8 +15,8 @@ from mlx_packs.data.rows.encoding import Example, Examples
 from mlx_packs.data.rows.sampler import Draw
 
 from mlx_packs import DataConfig, LoRAConfig, PackError, Phase, TrainConfig, train_pack
-from mlx_packs.manifest import check_manifest, phase_lines
 from mlx_packs.optim import carry_state
+from mlx_packs.packs.manifest import check_manifest, phase_lines
 from mlx_packs.phases import Course, legs_of, pack_name
 from mlx_packs.runtime import mx
 

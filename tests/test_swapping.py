@@ -12,8 +12,8 @@ from mlx_packs import LoRAConfig, Pack, load_base, weighted_sum
 from mlx_packs.bases.loading import Base
 from mlx_packs.errors import PackError
 from mlx_packs.nn.fixed import DoRALinear
+from mlx_packs.packs.weighted_sum import open_weighted
 from mlx_packs.runtime import mx
-from mlx_packs.weighted import open_weighted
 
 PROBE = [[1, 2, 3, 4, 5, 6, 7, 8]]
 

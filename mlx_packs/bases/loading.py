@@ -42,8 +42,8 @@ from .unsupported import unreadable, unreadable_tokenizer
 from .weight_map import Origin, origins
 
 if TYPE_CHECKING:
-    from ..pack import Pack
-    from ..swapping import Carried, Frame
+    from ..packs.hot_swap import Carried, Frame
+    from ..packs.pack import Pack
 
     OnePack = str | Path | Pack
     Packs = OnePack | Mapping[str | Path, float] | Sequence[tuple[OnePack, float]]
@@ -125,8 +125,8 @@ class Base:
         Args: as for `applied`.
         Raises: PackError if the pack does not fit; the base then carries what it did.
         """
-        from ..swapping import swap_in
-        from ..weighted import as_pack
+        from ..packs.hot_swap import swap_in
+        from ..packs.weighted_sum import as_pack
 
         swap_in(self, None if pack is None else as_pack(pack), base_path)
 

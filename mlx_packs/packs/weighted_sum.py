@@ -9,12 +9,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from .adapters.lora import ModuleSpec, SliceSpec, Specs
-from .bases.files import quantization_name
-from .errors import PackError
+from ..adapters.lora import ModuleSpec, SliceSpec, Specs
+from ..bases.files import quantization_name
+from ..errors import PackError
+from ..runtime import mx
 from .manifest import spec_json
 from .pack import Pack
-from .runtime import mx
 
 Weighted = list[tuple[Pack, float]]
 

@@ -15,9 +15,9 @@ from contextlib import contextmanager
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import TYPE_CHECKING
 
-from .display import QUIET, Display
-from .errors import PackError
-from .files import sha256, to_json, whole_folder, write_whole
+from ..display import QUIET, Display
+from ..errors import PackError
+from ..files import sha256, to_json, whole_folder, write_whole
 from .hub import cache_roots, check_names, errors_of_hub, http_errors, split_name
 from .manifest import ADAPTER_CONFIG, CARD, HUB_ID, MAIN, MANIFEST, model_card, read_pin
 from .pack import Pack

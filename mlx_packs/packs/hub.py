@@ -14,16 +14,9 @@ from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 from typing import IO
 
-from .display import QUIET, Display, Task, size
-from .errors import PackError
-from .files import (
-    only_writer,
-    put_in_place,
-    read_header,
-    sha256,
-    to_json,
-    write_whole,
-)
+from ..display import QUIET, Display, Task, size
+from ..errors import PackError
+from ..files import only_writer, put_in_place, read_header, sha256, to_json, write_whole
 from .manifest import (
     ADAPTERS,
     HUB_ID,

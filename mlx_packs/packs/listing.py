@@ -4,7 +4,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from .errors import PackError
+from ..errors import PackError
 from .manifest import MANIFEST, METRICS, read_manifest, read_pin
 
 _ID_DIGITS = 7  # of a commit, beside the name of a pack of the Hub

@@ -8,11 +8,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .config.schema import ENCODERS
-from .errors import PackError
+from ..config.schema import ENCODERS
+from ..errors import PackError
 
 if TYPE_CHECKING:  # importing these loads MLX, and `packs list` reads manifests alone
-    from .adapters.lora import ModuleSpec, Specs
+    from ..adapters.lora import ModuleSpec, Specs
 
 FORMAT_VERSION = 1
 MANIFEST = "pack.json"
@@ -265,7 +265,7 @@ def spec_json(spec: "ModuleSpec", origin: str | list[str] | None = None) -> dict
 
 
 def specs_of(manifest: dict) -> "Specs":
-    from .adapters.lora import ModuleSpec, SliceSpec
+    from ..adapters.lora import ModuleSpec, SliceSpec
 
     modules = manifest["adapters"]["modules"]
     return {
@@ -487,7 +487,7 @@ def phase_lines(phases: Sequence[Mapping]) -> list[str]:
 
 def _card_command(manifest: dict) -> str:
     """A command that loads the pack: stock mlx-lm's, where that loads base and adapters as here."""
-    from .bases.files import TINY
+    from ..bases.files import TINY
 
     base = manifest["base"]["id"]
     if is_of_encoder(manifest):

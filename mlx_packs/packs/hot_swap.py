@@ -11,12 +11,12 @@ from dataclasses import dataclass
 
 import mlx.nn as nn
 
-from .adapters.lora import Attached
-from .bases.loading import Base
-from .errors import PackError
-from .nn.quantized import apply_base_path, replace_modules
+from ..adapters.lora import Attached
+from ..bases.loading import Base
+from ..errors import PackError
+from ..nn.quantized import apply_base_path, replace_modules
+from ..runtime import mx
 from .pack import Pack
-from .runtime import mx
 
 _FRAMES = 4
 

@@ -11,12 +11,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from . import runtime
-from .adapters.full import Unfrozen
-from .adapters.imported import attach_fixed, is_fixed
-from .adapters.lora import Attached, Specs, attach
-from .bases.geometry import Heads, block_prefixes
-from .bases.loading import (
+from .. import runtime
+from ..adapters.full import Unfrozen
+from ..adapters.imported import attach_fixed, is_fixed
+from ..adapters.lora import Attached, Specs, attach
+from ..bases.geometry import Heads, block_prefixes
+from ..bases.loading import (
     TINY,
     Base,
     check_files,
@@ -26,8 +26,8 @@ from .bases.loading import (
     resolve_base_path,
     weight_files,
 )
-from .errors import PackError
-from .files import (
+from ..errors import PackError
+from ..files import (
     read_header,
     read_tensors,
     save_tensors,
@@ -36,6 +36,7 @@ from .files import (
     whole_folder,
     write_whole,
 )
+from ..runtime import mx
 from .manifest import (
     ADAPTER_CONFIG,
     ADAPTERS,
@@ -56,7 +57,6 @@ from .manifest import (
     spec_json,
     specs_of,
 )
-from .runtime import mx
 
 LITE_MB = 10
 

@@ -15,12 +15,12 @@ from pathlib import Path
 
 import numpy as np
 
-from .adapters.lora import ModuleSpec
-from .bases.files import quantization_name
-from .errors import PackError
+from ..adapters.lora import ModuleSpec
+from ..bases.files import quantization_name
+from ..errors import PackError
+from ..runtime import mx
 from .manifest import replaced_of
 from .pack import Pack
-from .runtime import mx
 
 Factors = tuple[np.ndarray, np.ndarray]  # [E, in, r] with the scale in it, [E, r, out]; E experts
 
