@@ -12,9 +12,9 @@ from dataclasses import replace
 
 from mlx_packs.config.schema.schema import TrainConfig
 
-from mlx_packs.advice import Option, advise
 from mlx_packs.display import size
-from mlx_packs.plan import Checkpoint, described, read_checkpoint
+from mlx_packs.memory.plan import Checkpoint, described, read_checkpoint
+from mlx_packs.memory.recommend import Option, advise
 from mlx_packs.runtime import assumed_device
 
 CONFIGS = {

@@ -777,10 +777,10 @@ def plan(memory, device, configs, as_json, **flags):
     or a file stands; batch, recomputation, length and rank give way in this order until it fits.
     The command at the end has the peak that is shown.
     """
-    from .advice import advise, table
     from .bases.loading import TINY
     from .config.schema import said
-    from .plan import read_checkpoint
+    from .memory.plan import read_checkpoint
+    from .memory.recommend import advise, table
     from .runtime import assumed_device, total_memory
     from .train import read_configs, recipe_of
 

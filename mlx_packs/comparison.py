@@ -14,7 +14,6 @@ from pathlib import Path
 import numpy as np
 
 from .adapters.lora import Attached
-from .base_path import choose_base_path
 from .bases.files import text_config
 from .bases.loading import Base, hold_causal
 from .config.schema import DataConfig, TrainConfig
@@ -25,6 +24,7 @@ from .display import QUIET, Display
 from .errors import PackError
 from .evaluation import Difference, RowScores, Scorer, columns_of, evaluation_rows
 from .gates import Gates, failures, flag_of, judge, limits
+from .memory.matmul_path import choose_base_path
 from .objectives.causal_lm import split_head
 from .objectives.sequence_packing import why_not_packed
 from .packs.hot_swap import carrying, hold_bare

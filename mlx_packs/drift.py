@@ -10,13 +10,13 @@ from dataclasses import asdict, dataclass
 
 import mlx.nn as nn
 
-from .base_path import choose_base_path
 from .bases.loading import Base
 from .config.schema import DataConfig, TrainConfig
 from .data.batches import Batch, evaluation_batches
 from .data.encoding import encode
 from .errors import PackError
 from .evaluation import evaluation_rows, perplexity
+from .memory.matmul_path import choose_base_path
 from .nn.quantized import apply_base_path, replace_modules
 from .objectives.causal_lm import Head, as_arrays, forward, split_head
 from .packs.pack import Pack

@@ -36,16 +36,16 @@ from .embedding_evaluation import (
     mean_loss,
     score_pairs,
 )
-from .embedding_plan import estimate_encoder
 from .errors import PackError
 from .gates import Gates, judge, limits
 from .loop import Loop
+from .memory.encoder import estimate_encoder
+from .memory.plan import MemoryPlan, fit, fitted, remedies, tensors_of
 from .nn.quantized import count_weights
 from .objectives.embedding import arrays_of, make_loss
 from .ops import _backend
 from .packs.pack import Pack, round_adapters, versions_line
 from .phases import Leg
-from .plan import MemoryPlan, fit, fitted, remedies, tensors_of
 from .prepare import (
     check_resume,
     describe,

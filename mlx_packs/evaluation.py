@@ -10,13 +10,13 @@ import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_flatten
 
-from .base_path import choose_base_path
 from .bases.loading import Base
 from .config.schema import DataConfig, TrainConfig
 from .data import rows as rows_of
 from .data.batches import Batch, evaluation_batches
 from .data.encoding import encode
 from .errors import PackError
+from .memory.matmul_path import choose_base_path
 from .nn.lora import GroupedLoRA
 from .nn.quantized import apply_base_path, replace_modules
 from .objectives.causal_lm import Arrays, Head, as_arrays, split_head, target_loss

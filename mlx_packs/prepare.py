@@ -13,7 +13,6 @@ import numpy as np
 from . import runtime
 from .adapters.full import Unfrozen
 from .adapters.lora import Attached
-from .base_path import BasePathChoice, choose_base_path, weight_kinds
 from .bases.loading import Base, public_name
 from .checkpoint import checkpoints, is_run, run_folder
 from .config.schema import DataConfig, LoRAConfig, Recipe, TrainConfig
@@ -26,11 +25,8 @@ from .data.token_cache import encode_cached
 from .display import VERBOSE, Display, shown_count, size
 from .errors import PackError
 from .files import make_folder, only_writer, sha256
-from .nn.quantized import path_at_work
-from .packs.manifest import mlx_lm_config
-from .packs.pack import check_output
-from .phases import Course, Leg
-from .plan import (
+from .memory.matmul_path import BasePathChoice, choose_base_path, weight_kinds
+from .memory.plan import (
     ERROR,
     MemoryPlan,
     base_paths,
@@ -43,6 +39,10 @@ from .plan import (
     remedies,
     tensors_of,
 )
+from .nn.quantized import path_at_work
+from .packs.manifest import mlx_lm_config
+from .packs.pack import check_output
+from .phases import Course, Leg
 from .runtime import mx
 
 # What may differ when a run is resumed: none of it changes a step that was taken.

@@ -23,9 +23,9 @@ from .config.schema import (
 )
 from .data.encoding import Example, encode
 from .display import NORMAL, QUIET, VERBOSE, Display, clock
-from .embedding_plan import BATCH_SIZE
 from .errors import PackError
 from .gates import failures, shown
+from .memory.encoder import BATCH_SIZE
 from .packs.manifest import moved_metrics, phase_lines, shown_result
 from .phases import check_said, legs_of
 from .prepare import encoding_options

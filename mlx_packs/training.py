@@ -13,7 +13,6 @@ from pathlib import Path
 from . import runtime
 from .adapters.full import Unfrozen, check_dense, unfreeze
 from .adapters.lora import Attached, attach
-from .base_path import choose_base_path
 from .bases.loading import TINY, Base, load_base, stored_config
 from .checkpoint import (
     Cursor,
@@ -44,6 +43,7 @@ from .files import TINY_FOLDER, make_folder
 from .gates import Gates, judge, limits
 from .generate import chat_prompt, complete
 from .loop import Loop
+from .memory.matmul_path import choose_base_path
 from .nn.quantized import count_weights
 from .objectives.causal_lm import Arrays, Head, split_head
 from .objectives.frozen_activations import open_prefix

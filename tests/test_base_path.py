@@ -4,8 +4,8 @@ import mlx.nn as nn
 import pytest
 from conftest import base_of
 
-from mlx_packs import base_path
-from mlx_packs.base_path import choose_base_path, weight_kinds
+from mlx_packs.memory import matmul_path as base_path
+from mlx_packs.memory.matmul_path import choose_base_path, weight_kinds
 from mlx_packs.runtime import mx
 
 

@@ -10,16 +10,16 @@ import pytest
 from encoders import MINILM, all_pairs, all_scored, all_triplets, write_encoder, write_pairs
 
 from mlx_packs import LoRAConfig, Pack, TrainConfig, evaluate, load_base, train_pack
-from mlx_packs.advice import advise, table
 from mlx_packs.bases.encoder import Encoder, Reading, tensor_name
 from mlx_packs.embedding_evaluation import pearson, retrieval, spearman
-from mlx_packs.embedding_plan import estimate_encoder
 from mlx_packs.errors import Interrupted, PackError
 from mlx_packs.files import sha256
 from mlx_packs.interop import export_pack
+from mlx_packs.memory.encoder import estimate_encoder
+from mlx_packs.memory.plan import Checkpoint, read_checkpoint, tensors_of
+from mlx_packs.memory.recommend import advise, table
 from mlx_packs.merge import merge_pack
 from mlx_packs.packs.manifest import check_manifest
-from mlx_packs.plan import Checkpoint, read_checkpoint, tensors_of
 from mlx_packs.runtime import mx
 
 TEXTS = ["how do i fix a car?", "steps to repair the vehicle", "a"]

@@ -21,10 +21,10 @@ from mlx_packs import LoRAConfig, Pack, TrainConfig, evaluate, load_base, merge_
 from mlx_packs.errors import PackError
 from mlx_packs.evaluation import Scorer
 from mlx_packs.interop import export_pack
+from mlx_packs.memory.plan import ERROR, estimate, tensors_of
 from mlx_packs.nn.quantized import apply_base_path, count_weights
 from mlx_packs.objectives.causal_lm import as_arrays, loss_sum, split_head
 from mlx_packs.optim import make_optimizer
-from mlx_packs.plan import ERROR, estimate, tensors_of
 from mlx_packs.runtime import mx
 from mlx_packs.step import Stepper
 

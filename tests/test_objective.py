@@ -15,10 +15,10 @@ from test_merge import write_checkpoint, write_quantized
 
 from mlx_packs import LoRAConfig, Pack, TrainConfig, load_base, train_pack
 from mlx_packs.errors import PackError
+from mlx_packs.memory.plan import estimate
 from mlx_packs.objectives.causal_lm import loss_sum
 from mlx_packs.objectives.projection_stack import graph_of
 from mlx_packs.optim import make_optimizer
-from mlx_packs.plan import estimate
 from mlx_packs.runtime import mx
 from mlx_packs.step import Stepper
 

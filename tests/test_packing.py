@@ -17,8 +17,8 @@ from mlx_packs.bases.quantization import (
     packings_of,
 )
 from mlx_packs.bases.writer import quantize
+from mlx_packs.memory.plan import estimate, tensors_of
 from mlx_packs.nn.quantized import quantized_modules
-from mlx_packs.plan import estimate, tensors_of
 from mlx_packs.runtime import mx
 
 MOE = {

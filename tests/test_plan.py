@@ -18,14 +18,10 @@ from mlx_packs.data.rows.batches import make_batch
 from mlx_packs.data.rows.encoding import Example
 
 from mlx_packs import LoRAConfig, PackError, TrainConfig, runtime, train_pack
-from mlx_packs.advice import advise
 from mlx_packs.bases.loading import tiny_base_path
 from mlx_packs.data.rows import load_rows
 from mlx_packs.display import QUIET, Display
-from mlx_packs.objectives.causal_lm import as_arrays, split_head
-from mlx_packs.optim import make_optimizer
-from mlx_packs.phases import Course, legs_of
-from mlx_packs.plan import (
+from mlx_packs.memory.plan import (
     ERROR,
     Checkpoint,
     estimate,
@@ -34,6 +30,10 @@ from mlx_packs.plan import (
     remedies,
     tensors_of,
 )
+from mlx_packs.memory.recommend import advise
+from mlx_packs.objectives.causal_lm import as_arrays, split_head
+from mlx_packs.optim import make_optimizer
+from mlx_packs.phases import Course, legs_of
 from mlx_packs.prepare import choose_path, encode_splits, plan_paths
 from mlx_packs.runtime import mx
 from mlx_packs.step import Stepper
@@ -657,7 +657,7 @@ def test_auto_takes_the_fastest_path_that_fits(tiny, rows, monkeypatch):
     course = Course(legs_of(train, columns), [splits])
     shapes = course.batch_shapes()
     seconds = {"quantized": 3.0, "transient": 2.0, "dense": 1.0}
-    monkeypatch.setattr("mlx_packs.base_path._kind_seconds", lambda *_: seconds)
+    monkeypatch.setattr("mlx_packs.memory.matmul_path._kind_seconds", lambda *_: seconds)
 
     def taken(memory: int) -> str:
         monkeypatch.setattr(runtime, "total_memory", lambda: memory)
@@ -727,7 +727,7 @@ def base_checkpoint() -> Checkpoint:
 
 
 def test_a_base_without_a_plan_is_trained_all_the_same(monkeypatch, tiny, rows, tmp_path):
-    monkeypatch.setattr("mlx_packs.plan.FAMILIES", ())
+    monkeypatch.setattr("mlx_packs.memory.plan.FAMILIES", ())
     train = TrainConfig(iters=1, batch_size=2, base_path="dense", val_batches=0)
     run = train_pack(tiny, rows, LoRAConfig(rank=4), train, tmp_path / "p")
     assert run.report["plan_peak_gb"] is None

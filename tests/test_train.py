@@ -18,9 +18,9 @@ from mlx_packs.cli import packs
 from mlx_packs.data.rows import tiny_path
 from mlx_packs.errors import Interrupted, PackError
 from mlx_packs.loop import Loop
+from mlx_packs.memory.plan import ERROR
 from mlx_packs.objectives.causal_lm import as_arrays, loss_sum, split_head
 from mlx_packs.optim import make_optimizer
-from mlx_packs.plan import ERROR
 from mlx_packs.runtime import mx
 from mlx_packs.step import Stepper
 from mlx_packs.train import command

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 import mlx.nn as nn
 
-from . import runtime
-from .nn.quantized import (
+from .. import runtime
+from ..nn.quantized import (
     EMBEDDINGS,
     dense_dtype,
     dequantized_weight,
@@ -23,8 +23,8 @@ from .nn.quantized import (
     transient_matmul,
     true_shape,
 )
-from .ops.matmul import dense_matmul
-from .runtime import mx
+from ..ops.matmul import dense_matmul
+from ..runtime import mx
 
 _MEASURED_ROWS = 512
 _GIVE_UP = 3.0  # times the best so far

@@ -19,11 +19,11 @@ from pathlib import Path
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
-from . import runtime
-from .adapters.lora import plan_specs
-from .bases.encoder import Encoder, Reading, check_config
-from .bases.geometry import BLOCK_PROJECTIONS, Geometry, Group, Heads
-from .bases.loading import (
+from .. import runtime
+from ..adapters.lora import plan_specs
+from ..bases.encoder import Encoder, Reading, check_config
+from ..bases.geometry import BLOCK_PROJECTIONS, Geometry, Group, Heads
+from ..bases.loading import (
     TINY,
     check_files,
     check_stored_nf4,
@@ -32,18 +32,18 @@ from .bases.loading import (
     stored_as_asked,
     weight_files,
 )
-from .bases.quantization import Recipe, packed_nbytes, packing_named, packing_of
-from .config.schema import ENCODERS, POLICIES, LoRAConfig, TrainConfig
-from .data.batches import padded_length, padded_targets
-from .errors import PackError, did_you_mean
-from .files import read_header
-from .ops.attention import SCORE_BYTES
-from .ops.exponential import ELEMENTS as SWIGLU_ELEMENTS
-from .ops.lanes import lanes
-from .ops.linear_cross_entropy import columns as loss_columns
-from .ops.matmul import SLICE_WEIGHTS, device
-from .optim import make_optimizer
-from .runtime import mx
+from ..bases.quantization import Recipe, packed_nbytes, packing_named, packing_of
+from ..config.schema import ENCODERS, POLICIES, LoRAConfig, TrainConfig
+from ..data.batches import padded_length, padded_targets
+from ..errors import PackError, did_you_mean
+from ..files import read_header
+from ..ops.attention import SCORE_BYTES
+from ..ops.exponential import ELEMENTS as SWIGLU_ELEMENTS
+from ..ops.lanes import lanes
+from ..ops.linear_cross_entropy import columns as loss_columns
+from ..ops.matmul import SLICE_WEIGHTS, device
+from ..optim import make_optimizer
+from ..runtime import mx
 
 ERROR = 0.15  # largest error seen in benchmarks/plan_accuracy.py is below this
 PARTS = "base adapters gradients optimizer activations logits working".split()
@@ -586,7 +586,7 @@ def estimate(
     Raises: PackError for a family that the formula does not know.
     """
     if config.get("model_type") in ENCODERS:
-        from .embedding_plan import estimate_encoder
+        from .encoder import estimate_encoder
 
         return estimate_encoder(config, tensors, lora, train, length)
     if train.method == "full":

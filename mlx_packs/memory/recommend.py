@@ -10,8 +10,8 @@ import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from . import runtime
-from .config.schema import (
+from .. import runtime
+from ..config.schema import (
     ENCODERS,
     MEMORY_SETTINGS,
     OF_ADAPTERS,
@@ -20,9 +20,9 @@ from .config.schema import (
     Recipe,
     TrainConfig,
 )
-from .display import shown_count, size
-from .embedding_plan import for_encoder, why_not_quantized
-from .errors import PackError
+from ..display import shown_count, size
+from ..errors import PackError
+from .encoder import for_encoder, why_not_quantized
 from .plan import (
     ERROR,
     LEAST_RANK,

@@ -10,12 +10,12 @@ from collections.abc import Mapping, Set
 from dataclasses import replace
 from pathlib import Path
 
-from .adapters.lora import plan_specs
-from .bases.encoder import read_reading, tensor_name
-from .bases.geometry import Geometry, Group
-from .config.schema import LoRAConfig, TrainConfig
-from .display import size
-from .errors import PackError, did_you_mean
+from ..adapters.lora import plan_specs
+from ..bases.encoder import read_reading, tensor_name
+from ..bases.geometry import Geometry, Group
+from ..config.schema import LoRAConfig, TrainConfig
+from ..display import size
+from ..errors import PackError, did_you_mean
 from .plan import Checkpoint, MemoryPlan, Tensors, optimizer_bytes, policies, state_bytes
 
 BATCH_SIZE = 32  # of pairs, where nobody says another: in-batch negatives want more than 4
