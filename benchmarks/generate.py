@@ -18,7 +18,7 @@ from mlx_packs.config.schema.schema import BASE_PATHS, LoRAConfig
 
 from mlx_packs.bases.loading import TINY, load_base, resolve_base_path
 from mlx_packs.errors import PackError
-from mlx_packs.generate import chat_prompt
+from mlx_packs.inference.generate import chat_prompt
 from mlx_packs.packs.pack import Pack
 from mlx_packs.runtime import mx
 

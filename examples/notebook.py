@@ -2,7 +2,7 @@
 
 # %%
 import mlx_packs as mp
-from mlx_packs.generate import chat_prompt, complete
+from mlx_packs.inference.generate import chat_prompt, complete
 
 base = mp.load_base("tiny")
 

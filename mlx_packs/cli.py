@@ -362,7 +362,7 @@ def generate(model, packs, prompt, system, raw, max_tokens, temp, seed, trust_re
     from contextlib import nullcontext
 
     from .bases.loading import hold_causal, load_base
-    from .generate import chat_prompt, stream
+    from .inference.generate import chat_prompt, stream
 
     prompt = sys.stdin.read() if prompt == "-" else prompt
     if not prompt.strip():

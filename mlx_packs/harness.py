@@ -20,7 +20,7 @@ from .data.batches import evaluation_batches
 from .data.encoding import Example, Examples
 from .errors import PackError
 from .evaluation import Scorer
-from .generate import complete_batch
+from .inference.generate import complete_batch
 from .objectives.causal_lm import split_head
 from .packs.hot_swap import carrying, hold_bare
 from .packs.pack import Pack

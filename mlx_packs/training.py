@@ -41,7 +41,8 @@ from .errors import Interrupted, PackError
 from .evaluation import Score, Scorer
 from .files import TINY_FOLDER, make_folder
 from .gates import Gates, judge, limits
-from .generate import chat_prompt, complete
+from .inference.generate import chat_prompt, complete
+from .inference.throughput import answering_path, prompts_of, race
 from .loop import Loop
 from .memory.matmul_path import choose_base_path
 from .nn.quantized import count_weights
@@ -69,7 +70,6 @@ from .prepare import (
     started_from,
 )
 from .runtime import mx
-from .speed import answering_path, prompts_of, race
 from .step import Stepper
 
 _SAMPLE_TOKENS, _SAMPLE_TEMPERATURE = 40, 0.7

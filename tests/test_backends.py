@@ -9,7 +9,7 @@ from test_merge import write_checkpoint
 
 from mlx_packs import load_base
 from mlx_packs.errors import PackError
-from mlx_packs.generate import complete, complete_batch
+from mlx_packs.inference.generate import complete, complete_batch
 
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 DENSE = "--quantize nf4 (or affine4), or one in MLX's 4 bits"

@@ -9,7 +9,7 @@ from test_swapping import random_pack
 
 from mlx_packs import load_base
 from mlx_packs.errors import PackError
-from mlx_packs.generate import complete, complete_batch, stream_batch
+from mlx_packs.inference.generate import complete, complete_batch, stream_batch
 from mlx_packs.runtime import mx
 
 PROMPTS = (

@@ -2,8 +2,8 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from .bases.loading import Base
-from .errors import PackError
+from ..bases.loading import Base
+from ..errors import PackError
 
 
 def chat_prompt(base: Base, messages: Sequence[Mapping], tools=None) -> list[int]:
@@ -29,7 +29,7 @@ def stream(
     from mlx_lm import stream_generate
     from mlx_lm.sample_utils import make_sampler
 
-    from .runtime import mx
+    from ..runtime import mx
 
     _check_tokens(base, prompt)
     mx.random.seed(seed)

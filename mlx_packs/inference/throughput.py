@@ -7,12 +7,12 @@ from statistics import median
 
 import numpy as np
 
-from .bases.loading import Base
-from .errors import PackError
+from ..bases.loading import Base
+from ..errors import PackError
+from ..packs.hot_swap import carrying
+from ..packs.pack import Pack
+from ..runtime import mx, on_cpu
 from .generate import stream_batch
-from .packs.hot_swap import carrying
-from .packs.pack import Pack
-from .runtime import mx, on_cpu
 
 
 @dataclass(frozen=True)
