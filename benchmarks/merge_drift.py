@@ -9,8 +9,9 @@ import argparse
 import math
 from pathlib import Path
 
+from mlx_packs.evaluation.evaluate.evaluate import columns_of
+
 from mlx_packs import Pack
-from mlx_packs.evaluation import columns_of
 from mlx_packs.merge import measured
 from mlx_packs.packs.pack import versions_line
 

@@ -19,11 +19,11 @@ import numpy as np
 from mlx_packs.config.schema.schema import DataConfig
 from mlx_packs.data.rows.batches import evaluation_batches
 from mlx_packs.data.rows.encoding import encode
+from mlx_packs.evaluation.evaluate.evaluate import Score, Scorer
 
 from mlx_packs import load_base, runtime
 from mlx_packs.bases.loading import Base
 from mlx_packs.data.rows import rows as rows_of
-from mlx_packs.evaluation import Score, Scorer
 from mlx_packs.nn.quantized import dense_module, quantized_modules, replace_modules
 from mlx_packs.objectives.causal_lm import split_head
 from mlx_packs.ops import nf4

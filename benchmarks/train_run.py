@@ -27,11 +27,11 @@ from mlx_lm.tuner.utils import linear_to_lora_layers
 from mlx_packs.config.schema.schema import DataConfig, LoRAConfig, TrainConfig
 from mlx_packs.data.rows.batches import Batch, evaluation_batches
 from mlx_packs.data.rows.encoding import encode
+from mlx_packs.evaluation.evaluate.evaluate import Scorer, evaluation_rows
 
 from mlx_packs.bases.loading import TINY, Base, load_base, tiny_base_path
 from mlx_packs.data.rows import tiny_path
 from mlx_packs.errors import PackError
-from mlx_packs.evaluation import Scorer, evaluation_rows
 from mlx_packs.nn.quantized import apply_base_path
 from mlx_packs.objectives.causal_lm import split_head
 from mlx_packs.runtime import mx

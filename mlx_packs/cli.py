@@ -289,7 +289,7 @@ def eval(
     on the same rows, with standard errors; that of the ratio is paired by row, and so far
     smaller. PACK may be PACK=W, and several with --pack are taken as one, their deltas added up.
     """
-    from .evaluation import columns_of, evaluate
+    from .evaluation.evaluate import columns_of, evaluate
 
     opened = _one_pack([pack] if pack else [], packs)
     if opened is None:
@@ -311,7 +311,7 @@ def eval(
 
 def _eval_lines(report) -> list[str]:
     """Base and pack on the same rows, for people."""
-    from .embedding_evaluation import EmbeddingReport
+    from .evaluation.embeddings import EmbeddingReport
     from .packs.manifest import shown_metrics, shown_perplexity
 
     if isinstance(report, EmbeddingReport):

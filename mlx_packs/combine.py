@@ -27,7 +27,7 @@ from .drift import (
     put_pack,
 )
 from .errors import PackError
-from .evaluation import columns_of
+from .evaluation.evaluate import columns_of
 from .files import sha256
 from .merge import Change, check_max_drift, dense_weight, modules_of
 from .nn.lora import adapter_key

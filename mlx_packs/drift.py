@@ -15,7 +15,7 @@ from .config.schema import DataConfig, TrainConfig
 from .data.batches import Batch, evaluation_batches
 from .data.encoding import encode
 from .errors import PackError
-from .evaluation import evaluation_rows, perplexity
+from .evaluation.evaluate import evaluation_rows, perplexity
 from .memory.matmul_path import choose_base_path
 from .nn.quantized import apply_base_path, replace_modules
 from .objectives.causal_lm import Head, as_arrays, forward, split_head

@@ -19,7 +19,7 @@ from .config.schema import DataConfig
 from .data.rows import PAIR_COLUMNS, Row
 from .display import Display
 from .errors import PackError
-from .evaluation import evaluation_rows
+from .evaluation.evaluate import evaluation_rows
 from .merge import plan_of
 from .packs.pack import Pack
 from .runtime import mx

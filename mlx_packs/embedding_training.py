@@ -29,14 +29,8 @@ from .data.pairs import (
     pair_order,
 )
 from .display import VERBOSE, Display
-from .embedding_evaluation import (
-    EmbeddingScore,
-    Metrics,
-    check_scores,
-    mean_loss,
-    score_pairs,
-)
 from .errors import PackError
+from .evaluation.embeddings import EmbeddingScore, Metrics, check_scores, mean_loss, score_pairs
 from .gates import Gates, judge, limits
 from .loop import Loop
 from .memory.encoder import estimate_encoder

@@ -10,7 +10,9 @@ import click
 
 from . import options
 from .bases.loading import load_base
-from .comparison import (
+from .display import Display
+from .errors import PackError, printable
+from .evaluation.compare import (
     BASE,
     BATCH_SIZES,
     Compared,
@@ -19,8 +21,6 @@ from .comparison import (
     failed,
     named_packs,
 )
-from .display import Display
-from .errors import PackError, printable
 from .files import write_whole
 from .packs.manifest import shown_perplexity
 from .packs.weighted_sum import open_weighted, weighted_sum

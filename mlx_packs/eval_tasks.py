@@ -7,7 +7,7 @@ import click
 from . import options
 from .bases.loading import load_base
 from .display import Display
-from .harness import evaluate_tasks
+from .evaluation.lm_eval import evaluate_tasks
 from .packs.weighted_sum import open_weighted, weighted_sum
 
 

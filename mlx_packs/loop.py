@@ -15,7 +15,7 @@ from .checkpoint import METRICS, Cursor, Window, latest_checkpoint, save_checkpo
 from .data.batches import Batch
 from .display import Display
 from .errors import Interrupted, PackError
-from .evaluation import Score
+from .evaluation.evaluate import Score
 from .files import append_line
 from .objectives.causal_lm import Arrays
 from .phases import Leg

@@ -44,7 +44,7 @@ from .drift import (
     put_pack,
 )
 from .errors import PackError
-from .evaluation import columns_of
+from .evaluation.evaluate import columns_of
 from .nn.experts import expert_weights, is_switch_linear
 from .nn.quantized import LINEARS, NF4, QUANTIZED, dequantized_weight
 from .ops import nf4

@@ -38,7 +38,7 @@ from .data.batches import Batch, prefetched
 from .data.encoding import Examples
 from .display import QUIET, VERBOSE, Display
 from .errors import Interrupted, PackError
-from .evaluation import Score, Scorer
+from .evaluation.evaluate import Score, Scorer
 from .files import TINY_FOLDER, make_folder
 from .gates import Gates, judge, limits
 from .inference.generate import chat_prompt, complete

@@ -11,12 +11,13 @@ import pytest
 from conftest import base_of, chat, write_rows
 from mlx_packs.data.rows.batches import evaluation_batches
 from mlx_packs.data.rows.encoding import Example, Examples
+from mlx_packs.evaluation.evaluate.evaluate import Difference, RowScores, Scorer
 from test_swapping import random_pack
 
-from mlx_packs import comparison, evaluate, evaluate_batch, load_base, weighted_sum
+from mlx_packs import evaluate, evaluate_batch, load_base, weighted_sum
 from mlx_packs.bases.loading import tiny_base_path
 from mlx_packs.errors import PackError
-from mlx_packs.evaluation import Difference, RowScores, Scorer
+from mlx_packs.evaluation.evaluate import compare as comparison
 from mlx_packs.gates import failures, judge, limits
 from mlx_packs.inference import throughput as speed
 from mlx_packs.objectives.causal_lm import split_head

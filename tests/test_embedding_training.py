@@ -8,10 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 from encoders import MINILM, all_pairs, all_scored, all_triplets, write_encoder, write_pairs
+from mlx_packs.evaluation.evaluate.embeddings import pearson, retrieval, spearman
 
 from mlx_packs import LoRAConfig, Pack, TrainConfig, evaluate, load_base, train_pack
 from mlx_packs.bases.encoder import Encoder, Reading, tensor_name
-from mlx_packs.embedding_evaluation import pearson, retrieval, spearman
 from mlx_packs.errors import Interrupted, PackError
 from mlx_packs.files import sha256
 from mlx_packs.interop import export_pack

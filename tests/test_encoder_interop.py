@@ -11,10 +11,10 @@ from encoders import MINILM, all_pairs, all_scored, all_triplets, write_pairs, w
 from mlx.utils import tree_flatten
 from mlx_packs.adapters.lora.lora import attach
 from mlx_packs.data.rows.pairs import encode_pairs, make_pair_batch
+from mlx_packs.evaluation.evaluate.embeddings import score_pairs
 
 from mlx_packs import LoRAConfig, Pack, TrainConfig, load_base, train_pack
 from mlx_packs.data.rows import Row
-from mlx_packs.embedding_evaluation import score_pairs
 from mlx_packs.interop import export_pack, import_adapter
 from mlx_packs.merge import merge_pack
 from mlx_packs.objectives.embedding import arrays_of, make_loss

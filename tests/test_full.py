@@ -16,10 +16,10 @@ from mlx_packs.adapters.lora.lora import attach
 from mlx_packs.config.schema.schema import resolve
 from mlx_packs.data.rows.batches import make_batch
 from mlx_packs.data.rows.encoding import Example
+from mlx_packs.evaluation.evaluate.evaluate import Scorer
 
 from mlx_packs import LoRAConfig, Pack, TrainConfig, evaluate, load_base, merge_pack, train_pack
 from mlx_packs.errors import PackError
-from mlx_packs.evaluation import Scorer
 from mlx_packs.interop import export_pack
 from mlx_packs.memory.plan import ERROR, estimate, tensors_of
 from mlx_packs.nn.quantized import apply_base_path, count_weights

@@ -6,12 +6,12 @@ from types import ModuleType, SimpleNamespace
 
 import mlx.nn as nn
 import pytest
+from mlx_packs.evaluation.evaluate.evaluate import Scorer
+from mlx_packs.evaluation.evaluate.lm_eval import _figures, _until, language_model, log_likelihoods
 from test_swapping import random_pack
 
 from mlx_packs import evaluate, evaluate_tasks, load_base
 from mlx_packs.errors import PackError
-from mlx_packs.evaluation import Scorer
-from mlx_packs.harness import _figures, _until, language_model, log_likelihoods
 from mlx_packs.objectives.causal_lm import split_head
 from mlx_packs.runtime import mx
 

@@ -15,10 +15,10 @@ from mlx_packs.adapters.lora.lora import attach
 from mlx_packs.data.rows.batches import make_batch, make_packed_batch
 from mlx_packs.data.rows.encoding import Example
 from mlx_packs.data.rows.sampler import first_fit
+from mlx_packs.evaluation.evaluate.evaluate import Scorer
 
 from mlx_packs import LoRAConfig, TrainConfig, train_pack
 from mlx_packs.errors import PackError
-from mlx_packs.evaluation import Scorer
 from mlx_packs.loop import Loop
 from mlx_packs.nn.segments import SegmentCache, places_in_segments
 from mlx_packs.objectives.causal_lm import as_arrays, loss_sum, split_head

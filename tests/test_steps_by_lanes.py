@@ -7,9 +7,9 @@ from mlx_packs.adapters.lora.lora import attach
 from mlx_packs.config.schema.schema import LoRAConfig, TrainConfig
 from mlx_packs.data.rows.batches import make_batch, make_packed_batch
 from mlx_packs.data.rows.encoding import Example
+from mlx_packs.evaluation.evaluate.evaluate import Scorer
 
 from mlx_packs import runtime
-from mlx_packs.evaluation import Scorer
 from mlx_packs.objectives.causal_lm import as_arrays, split_head
 from mlx_packs.ops import lanes, matmul
 from mlx_packs.optim import make_optimizer

@@ -14,17 +14,17 @@ from pathlib import Path
 
 import numpy as np
 
-from .bases.files import text_config
-from .bases.loading import Base, hold_causal
-from .data.batches import evaluation_batches
-from .data.encoding import Example, Examples
-from .errors import PackError
-from .evaluation import Scorer
-from .inference.generate import complete_batch
-from .objectives.causal_lm import split_head
-from .packs.hot_swap import carrying, hold_bare
-from .packs.pack import Pack
-from .packs.weighted_sum import as_pack
+from ..bases.files import text_config
+from ..bases.loading import Base, hold_causal
+from ..data.batches import evaluation_batches
+from ..data.encoding import Example, Examples
+from ..errors import PackError
+from ..inference.generate import complete_batch
+from ..objectives.causal_lm import split_head
+from ..packs.hot_swap import carrying, hold_bare
+from ..packs.pack import Pack
+from ..packs.weighted_sum import as_pack
+from .evaluate import Scorer
 
 _ANSWER_TOKENS = 256  # the harness's own default, where a task names none
 _LONGEST = 2048

@@ -9,16 +9,16 @@ from dataclasses import asdict, dataclass
 
 import numpy as np
 
-from .bases.encoder import Encoder, embedded
-from .bases.loading import Base
-from .config.schema import DataConfig, TrainConfig
-from .data.pairs import PairBatch, Pairs, encode_pairs
-from .errors import PackError
-from .evaluation import evaluation_rows
-from .objectives.embedding import arrays_of
-from .packs.manifest import shown_metrics
-from .packs.pack import Pack
-from .runtime import mx
+from ..bases.encoder import Encoder, embedded
+from ..bases.loading import Base
+from ..config.schema import DataConfig, TrainConfig
+from ..data.pairs import PairBatch, Pairs, encode_pairs
+from ..errors import PackError
+from ..objectives.embedding import arrays_of
+from ..packs.manifest import shown_metrics
+from ..packs.pack import Pack
+from ..runtime import mx
+from .evaluate import evaluation_rows
 
 TOP = 10  # of MRR and NDCG
 _QUERIES = 512  # whose similarities are in memory at a time

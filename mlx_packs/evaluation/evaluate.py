@@ -10,23 +10,23 @@ import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_flatten
 
-from .bases.loading import Base
-from .config.schema import DataConfig, TrainConfig
-from .data import rows as rows_of
-from .data.batches import Batch, evaluation_batches
-from .data.encoding import encode
-from .errors import PackError
-from .memory.matmul_path import choose_base_path
-from .nn.lora import GroupedLoRA
-from .nn.quantized import apply_base_path, replace_modules
-from .objectives.causal_lm import Arrays, Head, as_arrays, split_head, target_loss
-from .packs.hot_swap import hold_bare
-from .packs.pack import Pack
-from .runtime import mx
-from .step import is_traced
+from ..bases.loading import Base
+from ..config.schema import DataConfig, TrainConfig
+from ..data import rows as rows_of
+from ..data.batches import Batch, evaluation_batches
+from ..data.encoding import encode
+from ..errors import PackError
+from ..memory.matmul_path import choose_base_path
+from ..nn.lora import GroupedLoRA
+from ..nn.quantized import apply_base_path, replace_modules
+from ..objectives.causal_lm import Arrays, Head, as_arrays, split_head, target_loss
+from ..packs.hot_swap import hold_bare
+from ..packs.pack import Pack
+from ..runtime import mx
+from ..step import is_traced
 
 if TYPE_CHECKING:
-    from .embedding_evaluation import EmbeddingReport
+    from .embeddings import EmbeddingReport
 
 _FEATURES = ("chat_feature", "prompt_feature", "completion_feature", "text_feature")
 
@@ -222,7 +222,7 @@ def evaluate(
         pack = Pack.open(pack)
     columns = columns or columns_of(pack, data)
     if base.is_encoder:
-        from .embedding_evaluation import evaluate_embeddings
+        from .embeddings import evaluate_embeddings
 
         if loss_on is not None or base_path not in ("auto", "dense"):
             raise PackError(

@@ -13,24 +13,24 @@ from pathlib import Path
 
 import numpy as np
 
-from .adapters.lora import Attached
-from .bases.files import text_config
-from .bases.loading import Base, hold_causal
-from .config.schema import DataConfig, TrainConfig
-from .data.batches import Batch, evaluation_batches, make_packed_batch, padded_length
-from .data.encoding import Examples, encode
-from .data.sampler import first_fit
-from .display import QUIET, Display
-from .errors import PackError
-from .evaluation import Difference, RowScores, Scorer, columns_of, evaluation_rows
-from .gates import Gates, failures, flag_of, judge, limits
-from .inference.throughput import Speed, answering_path, check_tokens, prompts_of, race
-from .memory.matmul_path import choose_base_path
-from .objectives.causal_lm import split_head
-from .objectives.sequence_packing import why_not_packed
-from .packs.hot_swap import carrying, hold_bare
-from .packs.pack import Pack
-from .packs.weighted_sum import as_pack, check_distinct
+from ..adapters.lora import Attached
+from ..bases.files import text_config
+from ..bases.loading import Base, hold_causal
+from ..config.schema import DataConfig, TrainConfig
+from ..data.batches import Batch, evaluation_batches, make_packed_batch, padded_length
+from ..data.encoding import Examples, encode
+from ..data.sampler import first_fit
+from ..display import QUIET, Display
+from ..errors import PackError
+from ..gates import Gates, failures, flag_of, judge, limits
+from ..inference.throughput import Speed, answering_path, check_tokens, prompts_of, race
+from ..memory.matmul_path import choose_base_path
+from ..objectives.causal_lm import split_head
+from ..objectives.sequence_packing import why_not_packed
+from ..packs.hot_swap import carrying, hold_bare
+from ..packs.pack import Pack
+from ..packs.weighted_sum import as_pack, check_distinct
+from .evaluate import Difference, RowScores, Scorer, columns_of, evaluation_rows
 
 BATCH_SIZES = (1, 4, 8)
 BASE = "base"
