@@ -28,6 +28,7 @@ from mlx_packs.config.schema.schema import DataConfig, LoRAConfig, TrainConfig
 from mlx_packs.data.rows.batches import Batch, evaluation_batches
 from mlx_packs.data.rows.encoding import encode
 from mlx_packs.evaluation.evaluate.evaluate import Scorer, evaluation_rows
+from mlx_packs.training.run.run import train_pack
 
 from mlx_packs.bases.loading import TINY, Base, load_base, tiny_base_path
 from mlx_packs.data.rows import tiny_path
@@ -35,7 +36,6 @@ from mlx_packs.errors import PackError
 from mlx_packs.nn.quantized import apply_base_path
 from mlx_packs.objectives.causal_lm import split_head
 from mlx_packs.runtime import mx
-from mlx_packs.training import train_pack
 
 from . import alone, history, mended, report, shipped
 from .history import Environment, Record, record

@@ -9,7 +9,6 @@ import click
 
 from . import options
 from .bases.loading import TINY, check_files, load_base_tokenizer, resolve_base_path, text_config
-from .checkpoint import CONFIG, check_resumable, run_folder
 from .config.external import translate
 from .config.schema import (
     DataConfig,
@@ -27,9 +26,10 @@ from .errors import PackError
 from .gates import failures, shown
 from .memory.encoder import BATCH_SIZE
 from .packs.manifest import moved_metrics, phase_lines, shown_result
-from .phases import check_said, legs_of
-from .prepare import encoding_options
-from .training import tiny_recipe, train_pack
+from .training.checkpoint import CONFIG, check_resumable, run_folder
+from .training.phases import check_said, legs_of
+from .training.run import tiny_recipe, train_pack
+from .training.setup import encoding_options
 
 _RUN_ARGUMENTS = (
     "overwrite resume resume_adapter_file report_to project_name trust_remote_code"

@@ -138,7 +138,7 @@ def test_a_resumed_run_equals_an_unbroken_one_to_the_bit(
             signal.raise_signal(signal.SIGINT)
         return called(stepper, *_)
 
-    from mlx_packs.step import Stepper
+    from mlx_packs.training.run.step import Stepper
 
     called = Stepper.__call__
     with monkeypatch.context() as patch:

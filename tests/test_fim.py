@@ -8,11 +8,11 @@ from conftest import chat, write_rows
 from mlx_packs.data.rows.encoding import encode
 from mlx_packs.data.rows.fim import SPELLINGS, FillInTheMiddle, arranged, continued, sentinels
 from mlx_packs.data.rows.token_cache import encode_cached
+from mlx_packs.training.run.setup import encoding_options
 
 from mlx_packs import DataConfig, LoRAConfig, PackError, TrainConfig, train_pack
 from mlx_packs.bases.loading import load_base_tokenizer, tiny_base_path
 from mlx_packs.data.rows import Row, token_cache
-from mlx_packs.prepare import encoding_options
 
 CONFIG = DataConfig()
 WORDS = "alpha beta gamma delta epsilon zeta eta theta iota kappa é 日本 \U0001f600".split()

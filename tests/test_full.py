@@ -17,6 +17,7 @@ from mlx_packs.config.schema.schema import resolve
 from mlx_packs.data.rows.batches import make_batch
 from mlx_packs.data.rows.encoding import Example
 from mlx_packs.evaluation.evaluate.evaluate import Scorer
+from mlx_packs.training.run.step import Stepper
 
 from mlx_packs import LoRAConfig, Pack, TrainConfig, evaluate, load_base, merge_pack, train_pack
 from mlx_packs.errors import PackError
@@ -26,7 +27,6 @@ from mlx_packs.nn.quantized import apply_base_path, count_weights
 from mlx_packs.objectives.causal_lm import as_arrays, loss_sum, split_head
 from mlx_packs.optim import make_optimizer
 from mlx_packs.runtime import mx
-from mlx_packs.step import Stepper
 
 FAMILIES = {
     "qwen3": {},

@@ -8,6 +8,7 @@ from mlx_packs.adapters.lora.lora import attach
 from mlx_packs.config.schema.schema import LoRAConfig, TrainConfig
 from mlx_packs.data.rows.batches import make_batch
 from mlx_packs.data.rows.encoding import Example
+from mlx_packs.training.run.step import Stepper
 
 from mlx_packs.bases.geometry import (
     GeometryError,
@@ -21,7 +22,6 @@ from mlx_packs.errors import PackError
 from mlx_packs.objectives.causal_lm import as_arrays, split_head
 from mlx_packs.optim import make_optimizer
 from mlx_packs.runtime import mx
-from mlx_packs.step import Stepper
 
 QWEN3_4B = {
     "hidden_size": 2560,

@@ -4,9 +4,9 @@ import mlx.nn as nn
 import mlx.optimizers as optimizers
 import numpy as np
 import pytest
+from mlx_packs.training.run.layer_trainer import OwnLayer
 
 from mlx_packs import LayerTrainer, LoRAConfig, PackError, TrainConfig
-from mlx_packs.layer_trainer import OwnLayer
 from mlx_packs.nn.nf4 import NF4Linear
 from mlx_packs.nn.quantized import dequantized_weight
 from mlx_packs.runtime import mx

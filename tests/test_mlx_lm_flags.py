@@ -16,13 +16,14 @@ from mlx_packs.adapters.lora.lora import attach
 from mlx_packs.config.schema.external import translate
 from mlx_packs.config.schema.schema import DataConfig, LoRAConfig, TrainConfig, read_yaml, resolve
 
-from mlx_packs import prepare, training
 from mlx_packs.bases.geometry import select_targets
 from mlx_packs.display import NORMAL, Display
 from mlx_packs.errors import PackError
 from mlx_packs.optim import make_optimizer, schedule
 from mlx_packs.runtime import mx
 from mlx_packs.train import command
+from mlx_packs.training.run import run as training
+from mlx_packs.training.run import setup as prepare
 
 ACTIONS = {a.dest: a for a in theirs.build_parser()._actions if a.dest != "help"}
 OPTIONS = {name: p for p in command.params for name in p.opts}
@@ -313,7 +314,7 @@ def packs_train(*args: str):
 @pytest.fixture
 def nothing_is_loaded(monkeypatch):
     """Loading weights fails the test."""
-    for place in ("mlx_packs.training.load_base", "mlx_packs.bases.loading.load_model_of"):
+    for place in ("mlx_packs.training.run.load_base", "mlx_packs.bases.loading.load_model_of"):
         monkeypatch.setattr(place, lambda *_, **__: pytest.fail("weights were loaded"))
 
 

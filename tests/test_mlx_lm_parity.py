@@ -18,11 +18,11 @@ from mlx_packs.adapters.lora.lora import attach
 from mlx_packs.config.schema.schema import LoRAConfig
 from mlx_packs.data.rows.batches import make_batch
 from mlx_packs.data.rows.encoding import Example
+from mlx_packs.training.run.step import Stepper
 
 from mlx_packs.objectives.causal_lm import as_arrays, split_head
 from mlx_packs.packs.pack import Pack
 from mlx_packs.runtime import mx
-from mlx_packs.step import Stepper
 
 FAMILIES = ("qwen3", "qwen2", "llama")
 RANK, SCALE = 4, 2.0

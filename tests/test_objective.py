@@ -11,6 +11,7 @@ from mlx.utils import tree_flatten
 from mlx_packs.adapters.lora.lora import attach
 from mlx_packs.data.rows.batches import make_batch
 from mlx_packs.data.rows.encoding import Example
+from mlx_packs.training.run.step import Stepper
 from test_merge import write_checkpoint, write_quantized
 
 from mlx_packs import LoRAConfig, Pack, TrainConfig, load_base, train_pack
@@ -20,7 +21,6 @@ from mlx_packs.objectives.causal_lm import loss_sum
 from mlx_packs.objectives.projection_stack import graph_of
 from mlx_packs.optim import make_optimizer
 from mlx_packs.runtime import mx
-from mlx_packs.step import Stepper
 
 STACK = TrainConfig(objective="projection-stack")
 SQUARE = {"head_dim": 16}  # 4 heads of 16 are as wide as the 64 of the hidden states

@@ -16,16 +16,16 @@ from mlx_packs.data.rows.batches import make_batch, make_packed_batch
 from mlx_packs.data.rows.encoding import Example
 from mlx_packs.data.rows.sampler import first_fit
 from mlx_packs.evaluation.evaluate.evaluate import Scorer
+from mlx_packs.training.run.loop import Loop
+from mlx_packs.training.run.step import Stepper
 
 from mlx_packs import LoRAConfig, TrainConfig, train_pack
 from mlx_packs.errors import PackError
-from mlx_packs.loop import Loop
 from mlx_packs.nn.segments import SegmentCache, places_in_segments
 from mlx_packs.objectives.causal_lm import as_arrays, loss_sum, split_head
 from mlx_packs.objectives.sequence_packing import prepare_packing
 from mlx_packs.optim import make_optimizer
 from mlx_packs.runtime import mx
-from mlx_packs.step import Stepper
 
 LIMIT = 47  # inputs of a packed row
 FAMILIES = {
@@ -244,7 +244,7 @@ def test_resumed_packed_run_equals_an_unbroken_one(tiny, rows, tmp_path):
 
 def test_packed_run_says_how_full_it_is_and_plans_its_own_shapes(rows, tmp_path, run, monkeypatch):
     planned = []
-    estimate = "mlx_packs.prepare.estimate_batches"
+    estimate = "mlx_packs.training.setup.estimate_batches"
     monkeypatch.setattr(
         estimate, lambda *a: planned.append(a[5]) or (_ for _ in ()).throw(PackError("none."))
     )

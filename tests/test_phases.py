@@ -13,11 +13,11 @@ from conftest import chat, write_rows
 from mlx_packs.data.rows.batches import batch_shapes, few_shapes, training_batches
 from mlx_packs.data.rows.encoding import Example, Examples
 from mlx_packs.data.rows.sampler import Draw
+from mlx_packs.training.run.phases import Course, legs_of, pack_name
 
 from mlx_packs import DataConfig, LoRAConfig, PackError, Phase, TrainConfig, train_pack
 from mlx_packs.optim import carry_state
 from mlx_packs.packs.manifest import check_manifest, phase_lines
-from mlx_packs.phases import Course, legs_of, pack_name
 from mlx_packs.runtime import mx
 
 CODE = [{"text": f"def add_{i}(a, b):\n    return a + b + {i}\n" * (1 + i % 3)} for i in range(24)]
@@ -235,7 +235,7 @@ def test_faults_are_one_line_before_anything_is_loaded(run, tmp_path, monkeypatc
     import re
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("mlx_packs.training.load_base", None)
+    monkeypatch.setattr("mlx_packs.training.run.load_base", None)
     (tmp_path / "p.yaml").write_text(text)
     code, out, err = run("train", "-c", "p.yaml", "--out", "o")
     assert (code, out) == (2, "") and len(err.splitlines()) == 1, err
@@ -365,7 +365,7 @@ def test_phases_work_with_packing_and_a_cached_prefix(data, tmp_path, monkeypatc
 PROGRAM = """
 import os, signal, sys
 from mlx_packs import training
-from mlx_packs.loop import Loop
+from mlx_packs.training.loop import Loop
 
 def kill():
     os.kill(os.getpid(), signal.SIGINT)

@@ -16,6 +16,9 @@ from mlx_packs.adapters.lora.lora import attach
 from mlx_packs.config.schema.schema import DataConfig
 from mlx_packs.data.rows.batches import make_batch
 from mlx_packs.data.rows.encoding import Example
+from mlx_packs.training.run.phases import Course, legs_of
+from mlx_packs.training.run.setup import choose_path, encode_splits, plan_paths
+from mlx_packs.training.run.step import Stepper
 
 from mlx_packs import LoRAConfig, PackError, TrainConfig, runtime, train_pack
 from mlx_packs.bases.loading import tiny_base_path
@@ -33,10 +36,7 @@ from mlx_packs.memory.plan import (
 from mlx_packs.memory.recommend import advise
 from mlx_packs.objectives.causal_lm import as_arrays, split_head
 from mlx_packs.optim import make_optimizer
-from mlx_packs.phases import Course, legs_of
-from mlx_packs.prepare import choose_path, encode_splits, plan_paths
 from mlx_packs.runtime import mx
-from mlx_packs.step import Stepper
 from mlx_packs.train import command as train_command
 from mlx_packs.train import read_configs, recipe_of
 
@@ -575,7 +575,7 @@ def nothing_is_loaded(monkeypatch):
     def load(*_, **__):
         raise AssertionError("weights were loaded")
 
-    monkeypatch.setattr("mlx_packs.training.load_base", load)
+    monkeypatch.setattr("mlx_packs.training.run.load_base", load)
 
 
 def test_a_base_that_cannot_fit_is_refused_before_it_is_loaded(
@@ -611,7 +611,7 @@ def test_a_base_whose_headers_cannot_be_had_is_left_to_loading(monkeypatch, tmp_
 def test_training_that_cannot_fit_is_refused_unless_forced(rows, tmp_path, monkeypatch, run):
     monkeypatch.setattr(runtime, "total_memory", lambda: int(60e6))
     measured = []
-    monkeypatch.setattr("mlx_packs.prepare.choose_base_path", lambda *_: measured.append(1))
+    monkeypatch.setattr("mlx_packs.training.setup.choose_base_path", lambda *_: measured.append(1))
     out = tmp_path / "p"
     arguments = ["train", "--data", rows, "--out", out, "--iters", "1", "--recompute", "none"]
     code, _, err = run(*arguments)

@@ -19,13 +19,15 @@ from mlx_packs.adapters.lora.lora import attach
 from mlx_packs.config.schema.schema import resolve
 from mlx_packs.data.rows.batches import training_batches
 from mlx_packs.data.rows.encoding import Examples
+from mlx_packs.training.run.loop import Loop
+from mlx_packs.training.run.run import SamplePrompt
+from mlx_packs.training.run.step import Stepper
 from test_families import FAMILIES as ALL_FAMILIES
 from test_packed_rows import FAMILIES, assert_same, loss_and_gradients, rows_of
 
 from mlx_packs import LoRAConfig, TrainConfig, runtime, train_pack
 from mlx_packs.display import NORMAL, QUIET, VERBOSE, Display
 from mlx_packs.errors import PackError
-from mlx_packs.loop import Loop
 from mlx_packs.nn.prefix import FrozenBlock
 from mlx_packs.objectives import frozen_activations as prefixes
 from mlx_packs.objectives.causal_lm import as_arrays, loss_sum, split_head
@@ -39,8 +41,6 @@ from mlx_packs.objectives.sequence_packing import prepare_packing
 from mlx_packs.objectives.state_store import StateStore
 from mlx_packs.optim import make_optimizer
 from mlx_packs.runtime import mx
-from mlx_packs.step import Stepper
-from mlx_packs.training import SamplePrompt
 
 LENGTHS = (9, 17, 5, 30, 2, 21, 12)
 TRAIN = TrainConfig(

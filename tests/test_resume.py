@@ -9,12 +9,12 @@ import pytest
 from click.testing import CliRunner
 from conftest import chat, write_rows
 from mlx_packs.config.schema.schema import DataConfig
+from mlx_packs.training.run.checkpoint import clear_run, is_run, kept_metrics, latest_checkpoint
+from mlx_packs.training.run.setup import output_folders
 
 from mlx_packs import LoRAConfig, TrainConfig, train_pack
-from mlx_packs.checkpoint import clear_run, is_run, kept_metrics, latest_checkpoint
 from mlx_packs.errors import PackError
 from mlx_packs.files import only_writer, sha256
-from mlx_packs.prepare import output_folders
 from mlx_packs.runtime import mx
 from mlx_packs.train import command
 

@@ -8,13 +8,13 @@ from mlx_packs.config.schema.schema import LoRAConfig, TrainConfig
 from mlx_packs.data.rows.batches import make_batch, make_packed_batch
 from mlx_packs.data.rows.encoding import Example
 from mlx_packs.evaluation.evaluate.evaluate import Scorer
+from mlx_packs.training.run.step import Stepper
 
 from mlx_packs import runtime
 from mlx_packs.objectives.causal_lm import as_arrays, split_head
 from mlx_packs.ops import lanes, matmul
 from mlx_packs.optim import make_optimizer
 from mlx_packs.runtime import mx
-from mlx_packs.step import Stepper
 
 pytestmark = pytest.mark.skipif(runtime.COMPILES, reason="steps are compiled here")
 LLAMA3_ROPE = {

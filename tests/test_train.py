@@ -12,17 +12,17 @@ from mlx.utils import tree_flatten
 from mlx_packs.adapters.lora.lora import attach
 from mlx_packs.data.rows.batches import make_batch
 from mlx_packs.data.rows.encoding import Example
+from mlx_packs.training.run.loop import Loop
+from mlx_packs.training.run.step import Stepper
 
 from mlx_packs import LoRAConfig, Pack, TrainConfig, evaluate, runtime, train_pack
 from mlx_packs.cli import packs
 from mlx_packs.data.rows import tiny_path
 from mlx_packs.errors import Interrupted, PackError
-from mlx_packs.loop import Loop
 from mlx_packs.memory.plan import ERROR
 from mlx_packs.objectives.causal_lm import as_arrays, loss_sum, split_head
 from mlx_packs.optim import make_optimizer
 from mlx_packs.runtime import mx
-from mlx_packs.step import Stepper
 from mlx_packs.train import command
 
 LORA = LoRAConfig(rank=4)
@@ -335,7 +335,7 @@ def test_a_run_has_its_own_cache_limit_and_leaves_that_of_before(tiny, rows, tmp
             mx.set_cache_limit(seen[-1])
             raise KeyboardInterrupt
 
-    monkeypatch.setattr("mlx_packs.training.reporters", lambda *_: Stop())
+    monkeypatch.setattr("mlx_packs.training.run.reporters", lambda *_: Stop())
     before = mx.set_cache_limit(5 << 20)
     try:
         for threshold, limit in ((None, runtime.cache_limit()), (1 << 30, 1 << 30)):

@@ -23,7 +23,7 @@ from ..objectives.causal_lm import Arrays, Head, as_arrays, split_head, target_l
 from ..packs.hot_swap import hold_bare
 from ..packs.pack import Pack
 from ..runtime import mx
-from ..step import is_traced
+from ..training.step import is_traced
 
 if TYPE_CHECKING:
     from .embeddings import EmbeddingReport

@@ -14,10 +14,10 @@ from pathlib import Path
 import mlx.optimizers as optimizers
 from mlx.utils import tree_flatten, tree_unflatten
 
-from .adapters.lora import Attached
-from .errors import PackError
-from .files import save_tensors, to_json, whole_folder, write_whole
-from .runtime import mx
+from ..adapters.lora import Attached
+from ..errors import PackError
+from ..files import save_tensors, to_json, whole_folder, write_whole
+from ..runtime import mx
 
 ADAPTERS = "adapters.safetensors"
 OPTIMIZER = "optimizer.safetensors"

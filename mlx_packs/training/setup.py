@@ -10,23 +10,22 @@ from pathlib import Path
 
 import numpy as np
 
-from . import runtime
-from .adapters.full import Unfrozen
-from .adapters.lora import Attached
-from .bases.loading import Base, public_name
-from .checkpoint import checkpoints, is_run, run_folder
-from .config.schema import DataConfig, LoRAConfig, Recipe, TrainConfig
-from .data import rows as rows_of
-from .data.batches import padded_length
-from .data.encoding import Examples
-from .data.fim import FillInTheMiddle
-from .data.sampler import packed_rows
-from .data.token_cache import encode_cached
-from .display import VERBOSE, Display, shown_count, size
-from .errors import PackError
-from .files import make_folder, only_writer, sha256
-from .memory.matmul_path import BasePathChoice, choose_base_path, weight_kinds
-from .memory.plan import (
+from .. import runtime
+from ..adapters.full import Unfrozen
+from ..adapters.lora import Attached
+from ..bases.loading import Base, public_name
+from ..config.schema import DataConfig, LoRAConfig, Recipe, TrainConfig
+from ..data import rows as rows_of
+from ..data.batches import padded_length
+from ..data.encoding import Examples
+from ..data.fim import FillInTheMiddle
+from ..data.sampler import packed_rows
+from ..data.token_cache import encode_cached
+from ..display import VERBOSE, Display, shown_count, size
+from ..errors import PackError
+from ..files import make_folder, only_writer, sha256
+from ..memory.matmul_path import BasePathChoice, choose_base_path, weight_kinds
+from ..memory.plan import (
     ERROR,
     MemoryPlan,
     base_paths,
@@ -39,11 +38,12 @@ from .memory.plan import (
     remedies,
     tensors_of,
 )
-from .nn.quantized import path_at_work
-from .packs.manifest import mlx_lm_config
-from .packs.pack import check_output
+from ..nn.quantized import path_at_work
+from ..packs.manifest import mlx_lm_config
+from ..packs.pack import check_output
+from ..runtime import mx
+from .checkpoint import checkpoints, is_run, run_folder
 from .phases import Course, Leg
-from .runtime import mx
 
 # What may differ when a run is resumed: none of it changes a step that was taken.
 _MAY_CHANGE = (

@@ -10,15 +10,15 @@ from functools import cached_property
 
 import numpy as np
 
-from . import runtime
-from .bases.files import public_name
-from .config.schema import DataConfig, Phase, TrainConfig
-from .data import rows as rows_of
-from .data.batches import Batch, batch_shapes, evaluation_batches, few_shapes, training_batches
-from .data.encoding import Example, Examples
-from .data.sampler import Draw
-from .errors import PackError
-from .optim import make_optimizer
+from .. import runtime
+from ..bases.files import public_name
+from ..config.schema import DataConfig, Phase, TrainConfig
+from ..data import rows as rows_of
+from ..data.batches import Batch, batch_shapes, evaluation_batches, few_shapes, training_batches
+from ..data.encoding import Example, Examples
+from ..data.sampler import Draw
+from ..errors import PackError
+from ..optim import make_optimizer
 
 # What a phase may say for itself: of TrainConfig, and of DataConfig.
 OWN = ("iters", "learning_rate", "lr_schedule", "warmup_steps")

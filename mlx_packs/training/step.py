@@ -11,8 +11,8 @@ import mlx.optimizers as optimizers
 import numpy as np
 from mlx.utils import tree_flatten, tree_map
 
-from .objectives.causal_lm import Arrays, Head, loss_sum
-from .runtime import mx
+from ..objectives.causal_lm import Arrays, Head, loss_sum
+from ..runtime import mx
 
 
 class Stepper:

@@ -10,16 +10,16 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from .adapters.lora import Attached
+from ..adapters.lora import Attached
+from ..data.batches import Batch
+from ..display import Display
+from ..errors import Interrupted, PackError
+from ..evaluation.evaluate import Score
+from ..files import append_line
+from ..objectives.causal_lm import Arrays
+from ..runtime import mx
 from .checkpoint import METRICS, Cursor, Window, latest_checkpoint, save_checkpoint
-from .data.batches import Batch
-from .display import Display
-from .errors import Interrupted, PackError
-from .evaluation.evaluate import Score
-from .files import append_line
-from .objectives.causal_lm import Arrays
 from .phases import Leg
-from .runtime import mx
 from .step import Stepper
 
 

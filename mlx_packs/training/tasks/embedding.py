@@ -9,15 +9,21 @@ from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from . import runtime
-from .adapters.full import Unfrozen, unfreeze
-from .adapters.lora import Attached, attach
-from .bases.loading import Base
-from .checkpoint import Cursor, kept_metrics, latest_checkpoint, load_checkpoint
-from .config.schema import EMBEDDING_SETTINGS, ENCODERS, DataConfig, LoRAConfig, Recipe, TrainConfig
-from .data import rows as rows_of
-from .data.batches import prefetched
-from .data.pairs import (
+from ... import runtime
+from ...adapters.full import Unfrozen, unfreeze
+from ...adapters.lora import Attached, attach
+from ...bases.loading import Base
+from ...config.schema import (
+    EMBEDDING_SETTINGS,
+    ENCODERS,
+    DataConfig,
+    LoRAConfig,
+    Recipe,
+    TrainConfig,
+)
+from ...data import rows as rows_of
+from ...data.batches import prefetched
+from ...data.pairs import (
     IN_BATCH,
     PairBatch,
     Pairs,
@@ -28,29 +34,23 @@ from .data.pairs import (
     pair_batches,
     pair_order,
 )
-from .display import VERBOSE, Display
-from .errors import PackError
-from .evaluation.embeddings import EmbeddingScore, Metrics, check_scores, mean_loss, score_pairs
-from .gates import Gates, judge, limits
-from .loop import Loop
-from .memory.encoder import estimate_encoder
-from .memory.plan import MemoryPlan, fit, fitted, remedies, tensors_of
-from .nn.quantized import count_weights
-from .objectives.embedding import arrays_of, make_loss
-from .ops import _backend
-from .packs.pack import Pack, round_adapters, versions_line
-from .phases import Leg
-from .prepare import (
-    check_resume,
-    describe,
-    load_adapters,
-    public_recipe,
-    show_plan,
-    too_large,
-)
-from .runtime import mx
-from .step import Stepper
-from .training import TrainRun, reporters, start_run_folder
+from ...display import VERBOSE, Display
+from ...errors import PackError
+from ...evaluation.embeddings import EmbeddingScore, Metrics, check_scores, mean_loss, score_pairs
+from ...gates import Gates, judge, limits
+from ...memory.encoder import estimate_encoder
+from ...memory.plan import MemoryPlan, fit, fitted, remedies, tensors_of
+from ...nn.quantized import count_weights
+from ...objectives.embedding import arrays_of, make_loss
+from ...ops import _backend
+from ...packs.pack import Pack, round_adapters, versions_line
+from ...runtime import mx
+from ..checkpoint import Cursor, kept_metrics, latest_checkpoint, load_checkpoint
+from ..loop import Loop
+from ..phases import Leg
+from ..run import TrainRun, reporters, start_run_folder
+from ..setup import check_resume, describe, load_adapters, public_recipe, show_plan, too_large
+from ..step import Stepper
 
 # Settings of the next token and of frozen weights that are packed; an encoder has neither.
 _OF_CAUSAL = (

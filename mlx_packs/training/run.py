@@ -10,10 +10,39 @@ from contextlib import closing, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
-from . import runtime
-from .adapters.full import Unfrozen, check_dense, unfreeze
-from .adapters.lora import Attached, attach
-from .bases.loading import TINY, Base, load_base, stored_config
+from .. import runtime
+from ..adapters.full import Unfrozen, check_dense, unfreeze
+from ..adapters.lora import Attached, attach
+from ..bases.loading import TINY, Base, load_base, stored_config
+from ..config.schema import (
+    DataConfig,
+    LoRAConfig,
+    Recipe,
+    TrainConfig,
+    check_method,
+    read_yaml,
+    resolve,
+)
+from ..data import rows as rows_of
+from ..data.batches import Batch, prefetched
+from ..data.encoding import Examples
+from ..display import QUIET, VERBOSE, Display
+from ..errors import Interrupted, PackError
+from ..evaluation.evaluate import Score, Scorer
+from ..files import TINY_FOLDER, make_folder
+from ..gates import Gates, judge, limits
+from ..inference.generate import chat_prompt, complete
+from ..inference.throughput import answering_path, prompts_of, race
+from ..memory.matmul_path import choose_base_path
+from ..nn.quantized import count_weights
+from ..objectives.causal_lm import Arrays, Head, split_head
+from ..objectives.frozen_activations import open_prefix
+from ..objectives.projection_stack import TRANSFORMER, graph_of
+from ..objectives.sequence_packing import prepare_packing
+from ..ops import _backend
+from ..optim import carry_state, unused_learning_rate
+from ..packs.pack import Pack, round_adapters, versions_line
+from ..runtime import mx
 from .checkpoint import (
     Cursor,
     check_resumable,
@@ -24,37 +53,9 @@ from .checkpoint import (
     read_cursor,
     write_identity,
 )
-from .config.schema import (
-    DataConfig,
-    LoRAConfig,
-    Recipe,
-    TrainConfig,
-    check_method,
-    read_yaml,
-    resolve,
-)
-from .data import rows as rows_of
-from .data.batches import Batch, prefetched
-from .data.encoding import Examples
-from .display import QUIET, VERBOSE, Display
-from .errors import Interrupted, PackError
-from .evaluation.evaluate import Score, Scorer
-from .files import TINY_FOLDER, make_folder
-from .gates import Gates, judge, limits
-from .inference.generate import chat_prompt, complete
-from .inference.throughput import answering_path, prompts_of, race
 from .loop import Loop
-from .memory.matmul_path import choose_base_path
-from .nn.quantized import count_weights
-from .objectives.causal_lm import Arrays, Head, split_head
-from .objectives.frozen_activations import open_prefix
-from .objectives.projection_stack import TRANSFORMER, graph_of
-from .objectives.sequence_packing import prepare_packing
-from .ops import _backend
-from .optim import carry_state, unused_learning_rate
-from .packs.pack import Pack, round_adapters, versions_line
 from .phases import Course, Leg, legs_of, pack_name, phase_reports
-from .prepare import (
+from .setup import (
     base_paths_at_work,
     check_resume,
     choose_path,
@@ -69,7 +70,6 @@ from .prepare import (
     show_plan,
     started_from,
 )
-from .runtime import mx
 from .step import Stepper
 
 _SAMPLE_TOKENS, _SAMPLE_TEMPERATURE = 40, 0.7
@@ -193,7 +193,7 @@ def _train_into(
     """`train_pack` once everything is said and the folders are its own."""
     earlier = check_resumable(run) if resume else None
     started = started_from(resume_adapter_file, earlier)
-    from .embedding_training import check_task, train_embeddings
+    from .tasks.embedding import check_task, train_embeddings
 
     splits = [leg.load_rows() for leg in legs]
     if not isinstance(base, Base):

@@ -24,8 +24,17 @@ import mlx.optimizers as optimizers
 import numpy as np
 from mlx.utils import tree_map
 
-from .adapters.lora import ModuleSpec, Slot, load_slots, merged_weight, plan_specs, slot_tensors
-from .bases.geometry import GeometryError, Group, probe
+from ..adapters.lora import ModuleSpec, Slot, load_slots, merged_weight, plan_specs, slot_tensors
+from ..bases.geometry import GeometryError, Group, probe
+from ..config.schema import LoRAConfig, TrainConfig
+from ..errors import PackError, did_you_mean
+from ..files import make_folder, read_tensors, save_tensors, to_json, write_whole
+from ..nn.lora import AdaptedLinear, AdapterShape, GroupedLoRA, adapter_key
+from ..nn.quantized import LINEARS
+from ..ops.linear_cross_entropy import cross_entropy
+from ..optim import make_optimizer
+from ..packs.manifest import spec_json
+from ..runtime import mx
 from .checkpoint import (
     Cursor,
     latest_checkpoint,
@@ -33,15 +42,6 @@ from .checkpoint import (
     save_checkpoint,
     set_random_state,
 )
-from .config.schema import LoRAConfig, TrainConfig
-from .errors import PackError, did_you_mean
-from .files import make_folder, read_tensors, save_tensors, to_json, write_whole
-from .nn.lora import AdaptedLinear, AdapterShape, GroupedLoRA, adapter_key
-from .nn.quantized import LINEARS
-from .ops.linear_cross_entropy import cross_entropy
-from .optim import make_optimizer
-from .packs.manifest import spec_json
-from .runtime import mx
 from .step import Stepper
 
 IGNORED = -100  # a target that is none, as in other tools
