@@ -39,10 +39,10 @@ _PUBLIC = {
     "list_packs": "packs.listing",
     "pull": "packs.hub",
     "push": "packs.push",
-    "merge_pack": "merge",
-    "combine_packs": "combine",
-    "export_pack": "interop",
-    "import_adapter": "interop",
+    "merge_pack": "convert.merge",
+    "combine_packs": "convert.combine",
+    "export_pack": "convert.interop",
+    "import_adapter": "convert.interop",
 }
 _MODULES = ("data",)
 __all__ = [*sorted(_PUBLIC), *_MODULES]

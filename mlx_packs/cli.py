@@ -557,8 +557,8 @@ def merge(
     token; of an encoder 1 - cosine of embeddings). Where rounding to few bits would take the pack
     out again, nothing is written, the way that would pass is named, and the exit code is 1.
     """
+    from .convert.merge import merge_pack
     from .display import Display
-    from .merge import merge_pack
 
     report = merge_pack(
         pack,
@@ -659,7 +659,7 @@ def combine(
     Deltas are added by weight (linear), brought to a rank (svd), trimmed and elected by sign (TIES)
     or thinned out at random (DARE); what bringing them to a rank loses is measured.
     """
-    from .combine import combine_packs
+    from .convert.combine import combine_packs
     from .display import Display
 
     report = combine_packs(
@@ -704,7 +704,7 @@ def _weighted(text: str) -> tuple[str, float]:
 @click.option("--json", "as_json", is_flag=True, help="Print the report.")
 def export(pack, to, out, as_json):
     """Write a pack as an adapter of PEFT or mlx-lm."""
-    from .interop import export_pack
+    from .convert.interop import export_pack
 
     report = export_pack(pack, to, out)
     lines = [
@@ -726,7 +726,7 @@ def import_(folder, out, model, overwrite, trust_remote_code, as_json):
 
     Safetensors only. What cannot be carried exactly is refused with the reason.
     """
-    from .interop import import_adapter
+    from .convert.interop import import_adapter
 
     report = import_adapter(folder, out, model, overwrite, trust_remote_code)
     whole = f" · whole: {', '.join(report['replaced'])}" if report["replaced"] else ""

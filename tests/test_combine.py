@@ -9,7 +9,7 @@ from mlx_packs.adapters.lora.lora import delta_of
 from test_merge import logits, noisy_pack, write_checkpoint, write_quantized
 
 from mlx_packs import Pack, load_base
-from mlx_packs.combine import _nearest, _svd, combine_packs, dare, linear, ties
+from mlx_packs.convert.combine import _nearest, _svd, combine_packs, dare, linear, ties
 from mlx_packs.errors import PackError
 from mlx_packs.runtime import mx
 

@@ -12,13 +12,13 @@ from mlx_packs.evaluation.evaluate.embeddings import pearson, retrieval, spearma
 
 from mlx_packs import LoRAConfig, Pack, TrainConfig, evaluate, load_base, train_pack
 from mlx_packs.bases.encoder import Encoder, Reading, tensor_name
+from mlx_packs.convert.interop import export_pack
+from mlx_packs.convert.merge import merge_pack
 from mlx_packs.errors import Interrupted, PackError
 from mlx_packs.files import sha256
-from mlx_packs.interop import export_pack
 from mlx_packs.memory.encoder import estimate_encoder
 from mlx_packs.memory.plan import Checkpoint, read_checkpoint, tensors_of
 from mlx_packs.memory.recommend import advise, table
-from mlx_packs.merge import merge_pack
 from mlx_packs.packs.manifest import check_manifest
 from mlx_packs.runtime import mx
 

@@ -14,9 +14,9 @@ from mlx_packs.data.rows.pairs import encode_pairs, make_pair_batch
 from mlx_packs.evaluation.evaluate.embeddings import score_pairs
 
 from mlx_packs import LoRAConfig, Pack, TrainConfig, load_base, train_pack
+from mlx_packs.convert.interop import export_pack, import_adapter
+from mlx_packs.convert.merge import merge_pack
 from mlx_packs.data.rows import Row
-from mlx_packs.interop import export_pack, import_adapter
-from mlx_packs.merge import merge_pack
 from mlx_packs.objectives.embedding import arrays_of, make_loss
 from mlx_packs.runtime import mx
 

@@ -20,8 +20,8 @@ from mlx_packs.evaluation.evaluate.evaluate import Scorer
 from mlx_packs.training.run.step import Stepper
 
 from mlx_packs import LoRAConfig, Pack, TrainConfig, evaluate, load_base, merge_pack, train_pack
+from mlx_packs.convert.interop import export_pack
 from mlx_packs.errors import PackError
-from mlx_packs.interop import export_pack
 from mlx_packs.memory.plan import ERROR, estimate, tensors_of
 from mlx_packs.nn.quantized import apply_base_path, count_weights
 from mlx_packs.objectives.causal_lm import as_arrays, loss_sum, split_head

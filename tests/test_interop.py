@@ -12,11 +12,11 @@ from mlx_packs.adapters.lora.lora import attach
 from test_merge import attached_logits, logits, merged, noisy_pack, write_checkpoint
 
 from mlx_packs import LoRAConfig, Pack, load_base
-from mlx_packs import foreign as sharing
+from mlx_packs.convert import external as sharing
+from mlx_packs.convert.interop import ORIGINALS, SIDECAR, export_pack, import_adapter
+from mlx_packs.convert.merge import merge_pack
 from mlx_packs.errors import PackError
 from mlx_packs.files import read_header, sha256
-from mlx_packs.interop import ORIGINALS, SIDECAR, export_pack, import_adapter
-from mlx_packs.merge import merge_pack
 from mlx_packs.runtime import mx
 
 PREFIX = "base_model.model."
@@ -236,7 +236,7 @@ def test_a_square_projection_keeps_its_direction(bases, tmp_path):
 
 
 def test_a_conversion_the_wrong_way_round_is_caught_by_numbers(bases, tmp_path, monkeypatch):
-    from mlx_packs import peft_format
+    from mlx_packs.convert import peft as peft_format
 
     folder = write_peft(tmp_path / "in", {Q0: 64}, {Q0: (64, 64)})  # no shape can tell
     real = peft_format.read

@@ -15,9 +15,9 @@ from mlx_packs import LoRAConfig, Pack, load_base
 from mlx_packs.bases.loading import tiny_base_path
 from mlx_packs.bases.quantization import Packing, Recipe
 from mlx_packs.bases.writer import quantize, verify
+from mlx_packs.convert.merge import merge_pack
 from mlx_packs.errors import PackError
 from mlx_packs.files import read_header, sha256
-from mlx_packs.merge import merge_pack
 from mlx_packs.packs.manifest import ADAPTERS
 from mlx_packs.runtime import mx
 

@@ -10,10 +10,11 @@ import pytest
 from mlx_packs.config.schema.schema import ENCODERS
 from test_merge import attached_logits, noisy_pack
 
-from mlx_packs import Pack, load_base, peft_format
+from mlx_packs import Pack, load_base
 from mlx_packs.bases.geometry import chooses
 from mlx_packs.bases.loading import tiny_base_path
-from mlx_packs.interop import export_pack, import_adapter
+from mlx_packs.convert import peft as peft_format
+from mlx_packs.convert.interop import export_pack, import_adapter
 from mlx_packs.nn.quantized import QUANTIZED, dequantized_weight
 from mlx_packs.runtime import mx
 

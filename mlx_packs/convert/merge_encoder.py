@@ -10,19 +10,19 @@ from pathlib import Path
 
 import numpy as np
 
-from .bases import files as base_files
-from .bases import writer as quantize
-from .bases.encoder import Encoder, embedded, make_encoder, tensor_name, tokens_of
-from .bases.loading import Base
-from .bases.writer import Plan
-from .config.schema import DataConfig
-from .data.rows import PAIR_COLUMNS, Row
-from .display import Display
-from .errors import PackError
-from .evaluation.evaluate import evaluation_rows
+from ..bases import files as base_files
+from ..bases import writer as quantize
+from ..bases.encoder import Encoder, embedded, make_encoder, tensor_name, tokens_of
+from ..bases.loading import Base
+from ..bases.writer import Plan
+from ..config.schema import DataConfig
+from ..data.rows import PAIR_COLUMNS, Row
+from ..display import Display
+from ..errors import PackError
+from ..evaluation.evaluate import evaluation_rows
+from ..packs.pack import Pack
+from ..runtime import mx
 from .merge import plan_of
-from .packs.pack import Pack
-from .runtime import mx
 
 _BATCH = 32
 # Of 1 - cosine: what is allowed at most, the share of what the pack moves, and rounding itself.

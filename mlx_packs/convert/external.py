@@ -10,14 +10,14 @@ from pathlib import Path
 import mlx.nn as nn
 import numpy as np
 
-from .adapters.lora import ModuleSpec, SliceSpec, Specs, delta_of
-from .bases.geometry import linears
-from .bases.loading import Base
-from .errors import PackError
-from .nn.experts import is_switch_linear
-from .nn.quantized import EMBEDDINGS
-from .packs.manifest import MANIFEST
-from .runtime import mx
+from ..adapters.lora import ModuleSpec, SliceSpec, Specs, delta_of
+from ..bases.geometry import linears
+from ..bases.loading import Base
+from ..errors import PackError
+from ..nn.experts import is_switch_linear
+from ..nn.quantized import EMBEDDINGS
+from ..packs.manifest import MANIFEST
+from ..runtime import mx
 
 Tensors = dict[str, mx.array]
 CONFIG = "adapter_config.json"

@@ -10,12 +10,17 @@ import math
 import re
 from pathlib import Path
 
-from . import __version__, mlx_lm_format, peft_format
-from .bases.files import TINY
-from .bases.loading import lazy_base
-from .errors import PackError
-from .files import read_tensors, save_tensors, sha256, to_json, whole_folder, write_tensors
-from .foreign import (
+from .. import __version__
+from ..bases.files import TINY
+from ..bases.loading import lazy_base
+from ..errors import PackError
+from ..files import read_tensors, save_tensors, sha256, to_json, whole_folder, write_tensors
+from ..packs.manifest import FORMAT_VERSION, check_manifest, replaced_of, shapes_of, specs_of
+from ..packs.pack import Pack, grouped, manifest_of, modules_json, versions_line
+from ..runtime import mx
+from . import mlx_lm as mlx_lm_format
+from . import peft as peft_format
+from .external import (
     CONFIG,
     Foreign,
     Tensors,
@@ -28,9 +33,6 @@ from .foreign import (
     specs_for,
     unfolded,
 )
-from .packs.manifest import FORMAT_VERSION, check_manifest, replaced_of, shapes_of, specs_of
-from .packs.pack import Pack, grouped, manifest_of, modules_json, versions_line
-from .runtime import mx
 
 FORMATS = {"mlx-lm": mlx_lm_format, "peft": peft_format}
 SIDECAR = "mlx_packs.json"

@@ -16,13 +16,13 @@ from pathlib import Path
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
-from .adapters.imported import replacements
-from .adapters.lora import ModuleSpec, delta_of
-from .bases import files as base_files
-from .bases import writer as quantize
-from .bases.bitsandbytes import METHOD
-from .bases.loading import Base, lazy_base
-from .bases.quantization import (
+from ..adapters.imported import replacements
+from ..adapters.lora import ModuleSpec, delta_of
+from ..bases import files as base_files
+from ..bases import writer as quantize
+from ..bases.bitsandbytes import METHOD
+from ..bases.loading import Base, lazy_base
+from ..bases.quantization import (
     Packing,
     Recipe,
     outline,
@@ -30,10 +30,19 @@ from .bases.quantization import (
     packings_of,
     quantized_tensors,
 )
-from .bases.writer import Item, Plan
-from .config.schema import DataConfig
-from .display import QUIET, Display
-from .drift import (
+from ..bases.writer import Item, Plan
+from ..config.schema import DataConfig
+from ..display import QUIET, Display
+from ..errors import PackError
+from ..evaluation.evaluate import columns_of
+from ..nn.experts import expert_weights, is_switch_linear
+from ..nn.quantized import LINEARS, NF4, QUANTIZED, dequantized_weight
+from ..ops import nf4
+from ..ops.nf4 import NF4Weight
+from ..packs.manifest import is_of_encoder, replaced_of
+from ..packs.pack import Pack
+from ..runtime import mx, on_cpu
+from .fidelity import (
     ROWS,
     Drift,
     drift_batches,
@@ -43,15 +52,6 @@ from .drift import (
     put_modules,
     put_pack,
 )
-from .errors import PackError
-from .evaluation.evaluate import columns_of
-from .nn.experts import expert_weights, is_switch_linear
-from .nn.quantized import LINEARS, NF4, QUANTIZED, dequantized_weight
-from .ops import nf4
-from .ops.nf4 import NF4Weight
-from .packs.manifest import is_of_encoder, replaced_of
-from .packs.pack import Pack
-from .runtime import mx, on_cpu
 
 REQUANTIZE = ("none", "same", "affine4", "affine8", "nf4")
 _CHEAPEST_FIRST = ("affine8", "none")  # what is tried where a merge drifts too far
@@ -110,7 +110,7 @@ def merge_pack(
     quantize.output_folder(str(out), source, overwrite)
     columns = columns or columns_of(pack, data)
     if is_of_encoder(pack.manifest):
-        from .embedding_merge import merge_encoder
+        from .merge_encoder import merge_encoder
 
         return merge_encoder(
             pack,

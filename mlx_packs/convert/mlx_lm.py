@@ -9,12 +9,12 @@ from pathlib import Path
 
 import numpy as np
 
-from .adapters.lora import ModuleSpec, Specs
-from .errors import PackError
-from .foreign import Foreign, Tensors, folded, hold_magnitudes, is_positive
-from .packs.manifest import adapter_config, is_of_encoder, replaced_of
-from .packs.pack import Pack
-from .runtime import mx
+from ..adapters.lora import ModuleSpec, Specs
+from ..errors import PackError
+from ..packs.manifest import adapter_config, is_of_encoder, replaced_of
+from ..packs.pack import Pack
+from ..runtime import mx
+from .external import Foreign, Tensors, folded, hold_magnitudes, is_positive
 
 TENSORS = "adapters.safetensors"
 _LEAVES = ("lora_a", "lora_b", "m")

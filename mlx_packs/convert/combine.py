@@ -11,12 +11,20 @@ from pathlib import Path
 
 import numpy as np
 
-from .adapters.lora import ModuleSpec, SliceSpec, Specs, delta_of
-from .bases import files as base_files
-from .bases.loading import Base
-from .config.schema import DataConfig
-from .display import QUIET, Display
-from .drift import (
+from ..adapters.lora import ModuleSpec, SliceSpec, Specs, delta_of
+from ..bases import files as base_files
+from ..bases.loading import Base
+from ..config.schema import DataConfig
+from ..display import QUIET, Display
+from ..errors import PackError
+from ..evaluation.evaluate import columns_of
+from ..files import sha256
+from ..nn.lora import adapter_key
+from ..packs.manifest import ADAPTERS, is_of_encoder
+from ..packs.pack import Pack, check_output, grouped, manifest_of, modules_json, versions_line
+from ..packs.weighted_sum import check_addable, check_distinct, weighted_sum
+from ..runtime import mx
+from .fidelity import (
     ROWS,
     Drift,
     drift_batches,
@@ -26,15 +34,7 @@ from .drift import (
     put_modules,
     put_pack,
 )
-from .errors import PackError
-from .evaluation.evaluate import columns_of
-from .files import sha256
 from .merge import Change, check_max_drift, dense_weight, modules_of
-from .nn.lora import adapter_key
-from .packs.manifest import ADAPTERS, is_of_encoder
-from .packs.pack import Pack, check_output, grouped, manifest_of, modules_json, versions_line
-from .packs.weighted_sum import check_addable, check_distinct, weighted_sum
-from .runtime import mx
 
 METHODS = ("linear", "svd", "ties", "dare")
 _EXACT_SVD = 512  # of the smaller side; above it the range is found by random projections

@@ -10,17 +10,17 @@ from dataclasses import asdict, dataclass
 
 import mlx.nn as nn
 
-from .bases.loading import Base
-from .config.schema import DataConfig, TrainConfig
-from .data.batches import Batch, evaluation_batches
-from .data.encoding import encode
-from .errors import PackError
-from .evaluation.evaluate import evaluation_rows, perplexity
-from .memory.matmul_path import choose_base_path
-from .nn.quantized import apply_base_path, replace_modules
-from .objectives.causal_lm import Head, as_arrays, forward, split_head
-from .packs.pack import Pack
-from .runtime import mx
+from ..bases.loading import Base
+from ..config.schema import DataConfig, TrainConfig
+from ..data.batches import Batch, evaluation_batches
+from ..data.encoding import encode
+from ..errors import PackError
+from ..evaluation.evaluate import evaluation_rows, perplexity
+from ..memory.matmul_path import choose_base_path
+from ..nn.quantized import apply_base_path, replace_modules
+from ..objectives.causal_lm import Head, as_arrays, forward, split_head
+from ..packs.pack import Pack
+from ..runtime import mx
 
 # The default limit, in nats a token. Without a share a small pack could be rounded away whole.
 MAX_DRIFT = 0.02

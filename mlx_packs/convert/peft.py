@@ -13,15 +13,15 @@ from pathlib import Path
 import numpy as np
 from mlx.utils import tree_flatten
 
-from .adapters.lora import Specs
-from .bases.geometry import chooses
-from .bases.loading import Base
-from .config.schema import ENCODERS
-from .errors import PackError
-from .foreign import Foreign, Tensors, folded, hold_magnitudes, is_positive, scale_of
-from .packs.manifest import replaced_of
-from .packs.pack import Pack
-from .runtime import mx
+from ..adapters.lora import Specs
+from ..bases.geometry import chooses
+from ..bases.loading import Base
+from ..config.schema import ENCODERS
+from ..errors import PackError
+from ..packs.manifest import replaced_of
+from ..packs.pack import Pack
+from ..runtime import mx
+from .external import Foreign, Tensors, folded, hold_magnitudes, is_positive, scale_of
 
 TENSORS = "adapter_model.safetensors"
 _PREFIX = "base_model.model."
