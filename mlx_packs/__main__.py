@@ -1,6 +1,6 @@
 """`python -m mlx_packs` is the `packs` command."""
 
-from .cli import main
+from .cli.main import main
 
 if __name__ == "__main__":
     main()

@@ -11,10 +11,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from mlx_packs.cli.main.main import packs, run_command
 
 from mlx_packs.bases.families import MIXTURES_SINCE, version_of_mlx_lm
 from mlx_packs.bases.loading import Base, load_base
-from mlx_packs.cli import packs, run_command
 from mlx_packs.ops import _backend
 from mlx_packs.runtime import mx
 

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 from conftest import chat, emulation, write_rows
+from mlx_packs.cli.main.main import _doctor_lines, packs
 
 from mlx_packs import LoRAConfig, Pack, TrainConfig, load_base, train_pack
 from mlx_packs.bases.loading import tiny_base_path
-from mlx_packs.cli import _doctor_lines, packs
 from mlx_packs.nn.quantized import replace_modules
 from mlx_packs.ops import _backend
 from mlx_packs.ops.lanes import lanes
@@ -111,7 +111,7 @@ def test_doctor_names_the_machine_and_every_kernel_and_writes_a_report(tmp_path)
 
 
 def test_doctor_shows_a_failing_kernel_and_exits_with_1(monkeypatch):
-    from mlx_packs import doctor
+    from mlx_packs.cli.main import doctor
 
     instances = [i for i in doctor.kernel_instances() if "float32 rank 8 4096" in i.name]
     monkeypatch.setattr(doctor, "kernel_instances", lambda: instances)

@@ -184,7 +184,7 @@ def test_a_killed_download_resumes_and_leaves_nothing_in_place(hub, here):
         "HF_HOME": str(here / "hf"),
         "HF_HUB_DISABLE_XET": "1",
     }
-    command = [sys.executable, "-m", "mlx_packs.cli", "pull", "me/p", "--out", "q"]
+    command = [sys.executable, "-m", "mlx_packs.cli.main", "pull", "me/p", "--out", "q"]
     process = subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL)
     assert hub.held.wait(30)
     (partial,) = here.glob(".q.pull-*")

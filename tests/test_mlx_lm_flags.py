@@ -13,6 +13,7 @@ from mlx_lm.tuner import datasets as their_data
 from mlx_lm.tuner import utils as their_tuner
 from mlx_lm.utils import _parse_size
 from mlx_packs.adapters.lora.lora import attach
+from mlx_packs.cli.main.train import command
 from mlx_packs.config.schema.external import translate
 from mlx_packs.config.schema.schema import DataConfig, LoRAConfig, TrainConfig, read_yaml, resolve
 
@@ -21,7 +22,6 @@ from mlx_packs.display import NORMAL, Display
 from mlx_packs.errors import PackError
 from mlx_packs.optim import make_optimizer, schedule
 from mlx_packs.runtime import mx
-from mlx_packs.train import command
 from mlx_packs.training.run import run as training
 from mlx_packs.training.run import setup as prepare
 
@@ -290,7 +290,7 @@ def test_command_file_overrides_the_recipe_of_the_tiny_base(
 ):
     (tmp_path / "c.yaml").write_text(text)
     given = {}
-    monkeypatch.setattr("mlx_packs.train.train_pack", lambda *_, **k: given.update(k) or 1 / 0)
+    monkeypatch.setattr("mlx_packs.cli.train.train_pack", lambda *_, **k: given.update(k) or 1 / 0)
     with pytest.raises(ZeroDivisionError):
         command.main(["-c", str(tmp_path / "c.yaml"), *flags], standalone_mode=False)
     assert given["lora"] == wanted
@@ -299,7 +299,7 @@ def test_command_file_overrides_the_recipe_of_the_tiny_base(
 def test_command_loss_on_overrides_mask_prompt_of_a_file(tmp_path, monkeypatch):
     (tmp_path / "c.yaml").write_text("mask_prompt: true")
     given = {}
-    monkeypatch.setattr("mlx_packs.train.train_pack", lambda *_, **k: given.update(k) or 1 / 0)
+    monkeypatch.setattr("mlx_packs.cli.train.train_pack", lambda *_, **k: given.update(k) or 1 / 0)
     with pytest.raises(ZeroDivisionError):
         args = ["-c", str(tmp_path / "c.yaml"), "--loss-on", "all"]
         command.main(args, standalone_mode=False)
@@ -342,7 +342,7 @@ def test_show_mask_prints_json_and_loads_no_weights(nothing_is_loaded):
 def test_show_mask_passes_trust_remote_code(monkeypatch):
     given = []
     monkeypatch.setattr(
-        "mlx_packs.train.load_base_tokenizer", lambda *args: given.append(args) or 1 / 0
+        "mlx_packs.cli.train.load_base_tokenizer", lambda *args: given.append(args) or 1 / 0
     )
     packs_train("--show-mask")
     packs_train("--show-mask", "--trust-remote-code")

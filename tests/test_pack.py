@@ -10,10 +10,10 @@ import pytest
 from conftest import chat, model_of, write_rows
 from mlx.utils import tree_flatten
 from mlx_packs.adapters.lora.lora import attach
+from mlx_packs.cli.main.main import packs, run_command
 
 from mlx_packs import DataConfig, LoRAConfig, Pack, TrainConfig, evaluate, load_base, train_pack
 from mlx_packs.bases.loading import tiny_base_path
-from mlx_packs.cli import packs, run_command
 from mlx_packs.errors import Interrupted, PackError
 from mlx_packs.files import sha256, whole_folder
 from mlx_packs.packs.manifest import model_card

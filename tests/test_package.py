@@ -51,14 +51,15 @@ def test_import_loads_nothing_heavy():
 
 def test_inspect_does_not_import_transformers():
     run(
-        "import sys, mlx_packs.cli, mlx_packs.packs.pack; "
+        "import sys, mlx_packs.cli.main, mlx_packs.packs.pack; "
         "assert 'transformers' not in sys.modules and 'mlx_lm.generate' not in sys.modules"
     )
 
 
 @pytest.mark.parametrize("given", [None, "0"])
 @pytest.mark.parametrize(
-    "first", ["mlx_packs.nn.quantized", "mlx_packs.ops.nf4", "mlx_packs.train", "mlx_packs.cli"]
+    "first",
+    ["mlx_packs.nn.quantized", "mlx_packs.ops.nf4", "mlx_packs.train", "mlx_packs.cli.main"],
 )
 def test_the_watchdog_switch_is_set_before_mlx_is_imported_and_the_users_own_stays(first, given):
     """`find_spec` of a finder that finds nothing sees the environment when MLX is asked for."""
@@ -169,7 +170,7 @@ def check_kernel_sources(installed: Path, empty: Path) -> None:
     """An installed copy, started in an empty folder, loads the text of every kernel."""
     empty.mkdir(exist_ok=True)
     code = (
-        "import json, mlx_packs; from mlx_packs.ops._backend import source; from mlx_packs.doctor "
+        "import json, mlx_packs; from mlx_packs.ops._backend import source; from mlx_packs.cli.doctor "
         "import OPS; print(json.dumps([mlx_packs.__file__, {op.OP + '.' + suffix: source(op.OP, "
         "suffix) for op in OPS for suffix in ('metal', 'cu')}]))"
     )

@@ -382,7 +382,7 @@ if where == "between":
     training._score_legs = score
 elif where != "nowhere":
     Loop._limit_cache = lambda loop: kill() if loop.cursor.batches == int(where) else None
-from mlx_packs.train import main
+from mlx_packs.cli.train import main
 main()
 """
 

@@ -13,6 +13,8 @@ import numpy as np
 import pytest
 from conftest import base_of, chat, write_rows
 from mlx_packs.adapters.lora.lora import attach
+from mlx_packs.cli.main.train import command as train_command
+from mlx_packs.cli.main.train import read_configs, recipe_of
 from mlx_packs.config.schema.schema import DataConfig
 from mlx_packs.data.rows.batches import make_batch
 from mlx_packs.data.rows.encoding import Example
@@ -37,8 +39,6 @@ from mlx_packs.memory.recommend import advise
 from mlx_packs.objectives.causal_lm import as_arrays, split_head
 from mlx_packs.optim import make_optimizer
 from mlx_packs.runtime import mx
-from mlx_packs.train import command as train_command
-from mlx_packs.train import read_configs, recipe_of
 
 # hidden, FFN, blocks, heads, KV heads, vocab, tied; head_dim 128: weights and adapters at rank 16
 REAL = {

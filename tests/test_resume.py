@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 from conftest import chat, write_rows
+from mlx_packs.cli.main.train import command
 from mlx_packs.config.schema.schema import DataConfig
 from mlx_packs.training.run.checkpoint import clear_run, is_run, kept_metrics, latest_checkpoint
 from mlx_packs.training.run.setup import output_folders
@@ -16,7 +17,6 @@ from mlx_packs import LoRAConfig, TrainConfig, train_pack
 from mlx_packs.errors import PackError
 from mlx_packs.files import only_writer, sha256
 from mlx_packs.runtime import mx
-from mlx_packs.train import command
 
 ROWS = [chat("Say hi.", "Hi there, friend."), chat("Say yes.", "Yes, I will.")] * 2
 LORA = LoRAConfig(rank=2, num_layers=1)

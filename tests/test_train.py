@@ -10,20 +10,20 @@ from click.testing import CliRunner
 from conftest import base_of, chat, write_rows
 from mlx.utils import tree_flatten
 from mlx_packs.adapters.lora.lora import attach
+from mlx_packs.cli.main.main import packs
+from mlx_packs.cli.main.train import command
 from mlx_packs.data.rows.batches import make_batch
 from mlx_packs.data.rows.encoding import Example
 from mlx_packs.training.run.loop import Loop
 from mlx_packs.training.run.step import Stepper
 
 from mlx_packs import LoRAConfig, Pack, TrainConfig, evaluate, runtime, train_pack
-from mlx_packs.cli import packs
 from mlx_packs.data.rows import tiny_path
 from mlx_packs.errors import Interrupted, PackError
 from mlx_packs.memory.plan import ERROR
 from mlx_packs.objectives.causal_lm import as_arrays, loss_sum, split_head
 from mlx_packs.optim import make_optimizer
 from mlx_packs.runtime import mx
-from mlx_packs.train import command
 
 LORA = LoRAConfig(rank=4)
 QUICK = TrainConfig(

@@ -68,7 +68,7 @@ def exit_by(failures: Sequence[str]) -> None:
 
 def _use_backend(ctx: click.Context, _, name: str | None) -> None:
     """Force the backend while the command runs; a wrong one shows before anything is loaded."""
-    from .ops import _backend
+    from ..ops import _backend
 
     if name is not None:
         ctx.with_resource(_backend.backend(name))

@@ -8,11 +8,10 @@ from pathlib import Path
 
 import click
 
-from . import options
-from .bases.loading import load_base
-from .display import Display
-from .errors import PackError, printable
-from .evaluation.compare import (
+from ..bases.loading import load_base
+from ..display import Display
+from ..errors import PackError, printable
+from ..evaluation.compare import (
     BASE,
     BATCH_SIZES,
     Compared,
@@ -21,9 +20,10 @@ from .evaluation.compare import (
     failed,
     named_packs,
 )
-from .files import write_whole
-from .packs.manifest import shown_perplexity
-from .packs.weighted_sum import open_weighted, weighted_sum
+from ..files import write_whole
+from ..packs.manifest import shown_perplexity
+from ..packs.weighted_sum import open_weighted, weighted_sum
+from . import options
 
 
 @click.command("eval-batch")

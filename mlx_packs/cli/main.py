@@ -16,18 +16,18 @@ from pathlib import Path
 
 import click
 
+from ..config.schema import MEMORY_SETTINGS, LoRAConfig, TrainConfig
+from ..errors import Interrupted, PackError, did_you_mean, printable
 from . import options
-from .config.schema import MEMORY_SETTINGS, LoRAConfig, TrainConfig
-from .errors import Interrupted, PackError, did_you_mean, printable
 
 
 class _Commands(click.Group):
     """Commands whose modules are imported when they are called: `packs inspect` stays quick."""
 
     lazy = {
-        "train": ("mlx_packs.train", "command"),
-        "eval-batch": ("mlx_packs.eval_batch", "command"),
-        "eval-tasks": ("mlx_packs.eval_tasks", "command"),
+        "train": ("mlx_packs.cli.train", "command"),
+        "eval-batch": ("mlx_packs.cli.eval_batch", "command"),
+        "eval-tasks": ("mlx_packs.cli.eval_tasks", "command"),
     }
 
     def list_commands(self, ctx):
@@ -74,13 +74,13 @@ def inspect(pack, as_json, verbose):
     Loads no tensor and no model. PACK may be a folder of `packs quantize` too: every shard is then
     held against its hash.
     """
-    from .bases.files import RECORD
-    from .packs.manifest import read_pin
-    from .packs.pack import Pack
+    from ..bases.files import RECORD
+    from ..packs.manifest import read_pin
+    from ..packs.pack import Pack
 
     if (pack / RECORD).is_file():
-        from .bases.writer import verify
-        from .display import Display
+        from ..bases.writer import verify
+        from ..display import Display
 
         record = verify(pack, Display())
         _print(record, as_json, _record_lines(pack, record))
@@ -94,7 +94,7 @@ def inspect(pack, as_json, verbose):
 
 def _record_lines(folder: Path, record: dict) -> list[str]:
     """A folder that `packs quantize` wrote, for people."""
-    from .bases.files import quantization_name
+    from ..bases.files import quantization_name
 
     size = sum(facts["bytes"] for facts in record["files"].values())
     kind = quantization_name(record["quantization"])
@@ -113,9 +113,9 @@ def _inspect_lines(pack, verbose: bool = False) -> list[str]:
 
     verbose: every adapter too.
     """
-    from .bases.files import quantization_name
-    from .gates import shown
-    from .packs.manifest import (
+    from ..bases.files import quantization_name
+    from ..gates import shown
+    from ..packs.manifest import (
         moved_metrics,
         phase_lines,
         read_pin,
@@ -199,8 +199,8 @@ def apply(pack, model, dry_run, max_pack_mb, trust_remote_code, as_json):
 
     Without --dry-run it is attached, run and taken off again.
     """
-    from .gates import failures, judge, limits
-    from .packs.pack import Pack, check_against
+    from ..gates import failures, judge, limits
+    from ..packs.pack import Pack, check_against
 
     held = limits(max_pack_mb=max_pack_mb)
     found = Pack.open(pack)
@@ -232,7 +232,7 @@ def apply(pack, model, dry_run, max_pack_mb, trust_remote_code, as_json):
 
 def _apply_for_real(pack, model: str, trust_remote_code: bool) -> dict:
     """Attach, run, detach: how far logits or embeddings move, and that detaching restores them."""
-    from .runtime import mx
+    from ..runtime import mx
 
     base = pack.load_base(model, trust_remote_code)
     probe = mx.arange(1, min(33, base.vocab_size))[None]
@@ -289,7 +289,7 @@ def eval(
     on the same rows, with standard errors; that of the ratio is paired by row, and so far
     smaller. PACK may be PACK=W, and several with --pack are taken as one, their deltas added up.
     """
-    from .evaluation.evaluate import columns_of, evaluate
+    from ..evaluation.evaluate import columns_of, evaluate
 
     opened = _one_pack([pack] if pack else [], packs)
     if opened is None:
@@ -311,8 +311,8 @@ def eval(
 
 def _eval_lines(report) -> list[str]:
     """Base and pack on the same rows, for people."""
-    from .evaluation.embeddings import EmbeddingReport
-    from .packs.manifest import shown_metrics, shown_perplexity
+    from ..evaluation.embeddings import EmbeddingReport
+    from ..packs.manifest import shown_metrics, shown_perplexity
 
     if isinstance(report, EmbeddingReport):
         return [
@@ -333,7 +333,7 @@ def _eval_lines(report) -> list[str]:
 
 def _one_pack(*given):
     """The pack that ``DIR`` or ``DIR=0.7`` texts name together; None if there is none."""
-    from .packs.weighted_sum import open_weighted, weighted_sum
+    from ..packs.weighted_sum import open_weighted, weighted_sum
 
     texts = [text for group in given for text in group]
     return weighted_sum([open_weighted(text) for text in texts]) if texts else None
@@ -361,8 +361,8 @@ def generate(model, packs, prompt, system, raw, max_tokens, temp, seed, trust_re
     """Stream text, with a pack or without."""
     from contextlib import nullcontext
 
-    from .bases.loading import hold_causal, load_base
-    from .inference.generate import chat_prompt, stream
+    from ..bases.loading import hold_causal, load_base
+    from ..inference.generate import chat_prompt, stream
 
     prompt = sys.stdin.read() if prompt == "-" else prompt
     if not prompt.strip():
@@ -443,10 +443,10 @@ def quantize(
     Tensor by tensor, so that a model larger than memory can be quantized. After an interruption the
     same command goes on.
     """
-    from .bases.quantization import Packing
-    from .bases.writer import Recipe
-    from .bases.writer import quantize as write
-    from .display import Display
+    from ..bases.quantization import Packing
+    from ..bases.writer import Recipe
+    from ..bases.writer import quantize as write
+    from ..display import Display
 
     double = "--no-double-quant" if double_quant is False else "--double-quant"
     others = {"--bits": bits} if mode == "nf4" else {"--block": block, double: double_quant}
@@ -557,8 +557,8 @@ def merge(
     token; of an encoder 1 - cosine of embeddings). Where rounding to few bits would take the pack
     out again, nothing is written, the way that would pass is named, and the exit code is 1.
     """
-    from .convert.merge import merge_pack
-    from .display import Display
+    from ..convert.merge import merge_pack
+    from ..display import Display
 
     report = merge_pack(
         pack,
@@ -659,8 +659,8 @@ def combine(
     Deltas are added by weight (linear), brought to a rank (svd), trimmed and elected by sign (TIES)
     or thinned out at random (DARE); what bringing them to a rank loses is measured.
     """
-    from .convert.combine import combine_packs
-    from .display import Display
+    from ..convert.combine import combine_packs
+    from ..display import Display
 
     report = combine_packs(
         [_weighted(text) for text in packs_given],
@@ -704,7 +704,7 @@ def _weighted(text: str) -> tuple[str, float]:
 @click.option("--json", "as_json", is_flag=True, help="Print the report.")
 def export(pack, to, out, as_json):
     """Write a pack as an adapter of PEFT or mlx-lm."""
-    from .convert.interop import export_pack
+    from ..convert.interop import export_pack
 
     report = export_pack(pack, to, out)
     lines = [
@@ -726,7 +726,7 @@ def import_(folder, out, model, overwrite, trust_remote_code, as_json):
 
     Safetensors only. What cannot be carried exactly is refused with the reason.
     """
-    from .convert.interop import import_adapter
+    from ..convert.interop import import_adapter
 
     report = import_adapter(folder, out, model, overwrite, trust_remote_code)
     whole = f" · whole: {', '.join(report['replaced'])}" if report["replaced"] else ""
@@ -777,11 +777,11 @@ def plan(memory, device, configs, as_json, **flags):
     or a file stands; batch, recomputation, length and rank give way in this order until it fits.
     The command at the end has the peak that is shown.
     """
-    from .bases.loading import TINY
-    from .config.schema import said
-    from .memory.plan import read_checkpoint
-    from .memory.recommend import advise, table
-    from .runtime import assumed_device, total_memory
+    from ..bases.loading import TINY
+    from ..config.schema import said
+    from ..memory.plan import read_checkpoint
+    from ..memory.recommend import advise, table
+    from ..runtime import assumed_device, total_memory
     from .train import read_configs, recipe_of
 
     if device is not None and memory is None:
@@ -816,7 +816,7 @@ def list_(folder, hub_cache, as_json):
     Without FOLDER below this one, or with --hub-cache those in the caches of the Hub alone. Reads
     manifests and sizes of files; hashes are for `packs inspect`.
     """
-    from .packs.listing import list_packs, table
+    from ..packs.listing import list_packs, table
 
     top = folder or (None if hub_cache else ".")
     found = list_packs(top, hub_cache)
@@ -835,7 +835,7 @@ def diff(a, b, as_json):
     By layer: norms of both deltas and of their difference, the cosine between them, and how far the
     directions overlap that they read and write. Loads no base.
     """
-    from .packs.diff import diff, lines
+    from ..packs.diff import diff, lines
 
     report = diff(a, b)
     _print(report, as_json, lines(report))
@@ -855,8 +855,8 @@ def push(pack, repo, private, revision, license, as_json):
     a licence or a card without the Hub's metadata is written there before. A pack that was pulled
     stays as it is, and a copy is changed.
     """
-    from .display import Display
-    from .packs.push import push
+    from ..display import Display
+    from ..packs.push import push
 
     report = push(
         pack, repo, private=private, revision=revision, license=license, display=Display()
@@ -881,9 +881,9 @@ def pull(repo, out, overwrite, as_json):
     REPO is owner/name or owner/name@revision. Only the files of its manifest are fetched, each is
     checked, and DIR appears when all are right. After an interruption the same command goes on.
     """
-    from .display import Display
-    from .packs.hub import pull
-    from .packs.manifest import read_pin
+    from ..display import Display
+    from ..packs.hub import pull
+    from ..packs.manifest import read_pin
 
     if overwrite and out is None:
         raise PackError("--overwrite: is for --out DIR; the cache is always brought up to date.")
@@ -914,9 +914,9 @@ def doctor(file, verbose, as_json):
     The usual instances of every kernel are compared with plain MLX, and timed. Exit code 1 if one
     is wrong; training then takes the reference by itself.
     """
-    from .display import Display
+    from ..display import Display
+    from ..files import to_json, write_whole
     from .doctor import examine_all, kernel_instances
-    from .files import to_json, write_whole
 
     if file is not None and not file.parent.is_dir():
         raise PackError(f"--report {file}: there is no folder {file.parent}.")

@@ -4,11 +4,11 @@ import json
 
 import click
 
+from ..bases.loading import load_base
+from ..display import Display
+from ..evaluation.lm_eval import evaluate_tasks
+from ..packs.weighted_sum import open_weighted, weighted_sum
 from . import options
-from .bases.loading import load_base
-from .display import Display
-from .evaluation.lm_eval import evaluate_tasks
-from .packs.weighted_sum import open_weighted, weighted_sum
 
 
 @click.command("eval-tasks")

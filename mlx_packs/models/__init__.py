@@ -1,1 +1,0 @@
-"""Architectures that mlx-lm has not."""
