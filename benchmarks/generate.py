@@ -14,9 +14,9 @@ from pathlib import Path
 import mlx.nn as nn
 import mlx_lm
 from mlx_packs.adapters.lora.lora import attach
-from mlx_packs.config.schema.schema import BASE_PATHS, LoRAConfig
+from mlx_packs.config.schema.schema import MATMUL_PATHS, LoRAConfig
 
-from mlx_packs.bases.loading import TINY, load_base, resolve_base_path
+from mlx_packs.bases.loading import TINY, load_base, resolve_checkpoint
 from mlx_packs.errors import PackError
 from mlx_packs.inference.generate import chat_prompt
 from mlx_packs.packs.pack import Pack
@@ -91,16 +91,16 @@ def records(found: dict[str, list[dict]], task: str, shape: str) -> list[Record]
 
 def run(options: argparse.Namespace) -> list[Record]:
     """Load both, attach, race. Raises: TextsDiffer, PackError."""
-    path = resolve_base_path(options.model)
+    path = resolve_checkpoint(options.model)
     with tempfile.TemporaryDirectory() as work:
         folder = write_pack(options.model, Path(work) / "pack", options.seed)
         peer, tokenizer = mlx_lm.load(str(path), adapter_path=str(folder))
         pack = Pack.open(folder)
-        bases = {p: load_base(options.model) for p in options.base_path or ("quantized", "dense")}
+        bases = {p: load_base(options.model) for p in options.matmul_path or ("quantized", "dense")}
         # mlx-lm keeps the checkpoint's dtype; on a CPU ours is float32, and so must the peer be
         peer.set_dtype(bases[next(iter(bases))].model.layers[0].input_layernorm.weight.dtype)
-        for base_path, base in bases.items():
-            pack.attach(base, base_path=base_path)
+        for matmul_path, base in bases.items():
+            pack.attach(base, matmul_path=matmul_path)
             base.model.eval()
         mx.eval(peer.parameters())
     first = next(iter(bases.values()))
@@ -130,9 +130,9 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--model", default=TINY, help="checkpoint folder [tiny]")
     parser.add_argument(
-        "--base-path",
+        "--matmul-path",
         action="append",
-        choices=BASE_PATHS[1:],
+        choices=MATMUL_PATHS[1:],
         help="of ours, repeatable [quantized, dense]",
     )
     parser.add_argument("--tokens", type=int, default=64, help="to decode [64]")

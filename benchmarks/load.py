@@ -13,7 +13,7 @@ from pathlib import Path
 
 import mlx_lm
 
-from mlx_packs.bases.loading import TINY, load_base, resolve_base_path
+from mlx_packs.bases.loading import TINY, load_base, resolve_checkpoint
 from mlx_packs.errors import PackError
 from mlx_packs.runtime import mx
 
@@ -25,7 +25,7 @@ BASELINE, OURS = "mlx_lm.load", "mlx_packs load_base"
 
 def measure(side: str, model: str) -> dict:
     """Seconds and bytes of one load; for a process of its own."""
-    path = resolve_base_path(model)
+    path = resolve_checkpoint(model)
     before, start = alone.rss_bytes(), time.perf_counter()
     loaded = load_base(path).model if side == OURS else mlx_lm.load(str(path))[0]
     mx.eval(loaded.parameters())

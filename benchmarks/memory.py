@@ -10,7 +10,7 @@ import argparse
 import json
 import sys
 
-from mlx_packs.config.schema.schema import BASE_PATHS, POLICIES
+from mlx_packs.config.schema.schema import MATMUL_PATHS, POLICIES
 
 from mlx_packs.bases.loading import TINY, Base
 from mlx_packs.errors import PackError
@@ -29,7 +29,7 @@ def measure(side: str, options: argparse.Namespace) -> dict:
     """Bytes that ``side`` needs for `STEPS` steps, and its losses; for a process of its own.
 
     Args:
-        side: `SHIPPED`, `MENDED`, or a base path of ours.
+        side: `SHIPPED`, `MENDED`, or a matmul path of ours.
     """
     work = WORKS[options.work]
     base = load(work, options.model, options.seed)
@@ -117,7 +117,7 @@ def run(options: argparse.Namespace, arguments: list[str]) -> list[Record]:
     """Measure every side in turn. Raises: LossesDiffer, alone.Failed."""
     work = WORKS[options.work]
     found = {}
-    for side in (SHIPPED, MENDED, *(options.base_path or work.base_paths)):
+    for side in (SHIPPED, MENDED, *(options.matmul_path or work.matmul_paths)):
         name = side if side in (SHIPPED, MENDED) else ours_name(side, options.recompute)
         print(name, file=sys.stderr)
         blas = "off" if side == SHIPPED else None
@@ -136,9 +136,9 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--work", choices=WORKS, default="tiny", help="base and batch [tiny]")
     p.add_argument("--model", default=TINY, help="another checkpoint for a work on the tiny base")
     p.add_argument(
-        "--base-path",
+        "--matmul-path",
         action="append",
-        choices=BASE_PATHS[1:],
+        choices=MATMUL_PATHS[1:],
         help="of ours, repeatable [the work's]",
     )
     p.add_argument(

@@ -21,7 +21,7 @@ import numpy as np
 from mlx.utils import tree_flatten
 
 from mlx_packs import LoRAConfig, TrainConfig, load_base, train_pack
-from mlx_packs.bases.loading import tiny_base_path
+from mlx_packs.bases.loading import tiny_checkpoint
 from mlx_packs.packs.pack import versions_line
 from mlx_packs.runtime import mx
 
@@ -76,7 +76,7 @@ def write_base(folder: Path, updates: int, seed: int = 0) -> float:
     mx.save_safetensors(str(folder / "model.safetensors"), dict(tree_flatten(model.parameters())))
     (folder / "config.json").write_text(json.dumps(CONFIG))
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
-        shutil.copy(tiny_base_path() / name, folder)
+        shutil.copy(tiny_checkpoint() / name, folder)
     return loss.item()
 
 

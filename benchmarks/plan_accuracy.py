@@ -35,7 +35,7 @@ class Case:
     """
 
     base: str
-    base_path: str
+    matmul_path: str
     batch_size: int
     length: int
     rank: int = 16
@@ -50,7 +50,7 @@ class Case:
         packed = ", packed" if self.packing else ""
         kind = "" if self.quantize == "none" else f" {self.quantize}"
         return (
-            f"{self.base}{kind} {self.base_path}, {self.batch_size} x {self.length}, "
+            f"{self.base}{kind} {self.matmul_path}, {self.batch_size} x {self.length}, "
             f"rank {self.rank}{recomputed}{packed}"
         )
 
@@ -130,8 +130,8 @@ def run(case: Case, folder: Path) -> Result:
             str(case.length),
             "--rank",
             str(case.rank),
-            "--base-path",
-            case.base_path,
+            "--matmul-path",
+            case.matmul_path,
             "--quantize",
             case.quantize,
             "--test-batches",

@@ -17,7 +17,7 @@ import mlx.optimizers as optimizers
 import numpy as np
 from mlx.utils import tree_map
 from mlx_packs.adapters.lora.lora import attach
-from mlx_packs.config.schema.schema import BASE_PATHS, LoRAConfig, TrainConfig
+from mlx_packs.config.schema.schema import MATMUL_PATHS, LoRAConfig, TrainConfig
 from mlx_packs.data.rows.batches import training_batches
 from mlx_packs.data.rows.encoding import Example, Examples
 from mlx_packs.data.rows.token_cache import CACHE_VARIABLE
@@ -54,7 +54,7 @@ def work_named(name: str) -> Work:
 
 @dataclass
 class Side:
-    """Ours on one base path, with the cache or without, and the seconds of its runs."""
+    """Ours on one matmul path, with the cache or without, and the seconds of its runs."""
 
     base: Base
     examples: Examples
@@ -65,7 +65,7 @@ class Side:
 
     def __post_init__(self):
         model = self.base.model
-        self.attached = attach(self.base, self.lora, base_path=self.train.base_path)
+        self.attached = attach(self.base, self.lora, matmul_path=self.train.matmul_path)
         keys = mx.random.split(mx.random.key(self.train.seed), len(self.attached.specs))
         started = self.attached.tensors()
         for path, key in zip(self.attached.specs, keys, strict=True):  # so A has gradients at once
@@ -79,7 +79,7 @@ class Side:
             head,
             self.train,
             self.examples,
-            self.train.base_path,
+            self.train.matmul_path,
             None,
             Display(QUIET),
         )
@@ -174,7 +174,7 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--work", choices=[*_WORKS, *WORKS], default="eight_blocks")
     parser.add_argument("--model", default=TINY, help="base of the tiny works [tiny]")
-    parser.add_argument("--base-path", choices=[p for p in BASE_PATHS if p != "auto"])
+    parser.add_argument("--matmul-path", choices=[p for p in MATMUL_PATHS if p != "auto"])
     parser.add_argument("--rows", type=int, default=32, help="rows of the data [32]")
     parser.add_argument("--rank", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=2, help="of forth and back [2]")
@@ -184,7 +184,7 @@ def main(arguments: list[str] | None = None) -> int:
     os.environ[CACHE_VARIABLE] = "off"  # a run of before must not pay for this one
     work = work_named(options.work)
     here, made = Environment.here(), []
-    for path in (options.base_path,) if options.base_path else work.base_paths:
+    for path in (options.matmul_path,) if options.matmul_path else work.matmul_paths:
         bases = [load(work, options.model, options.seed) for _ in range(2)]
         blocks = len(bases[0].model.layers)
         top = max(1, blocks // 4)
@@ -202,8 +202,8 @@ def main(arguments: list[str] | None = None) -> int:
                     iters=EPOCHS * -(-options.rows // work.batch_size),
                     batch_size=work.batch_size,
                     max_seq_length=work.length + 1,
-                    base_path=path,
-                    cache_prefix=cache,
+                    matmul_path=path,
+                    cache_frozen=cache,
                     seed=options.seed,
                 ),
                 LoRAConfig(rank=options.rank, alpha=SCALE * options.rank, num_layers=top),

@@ -6,7 +6,7 @@ what alone is slower or faster than among the others). The roofline is the step'
 the best rate of a dense product of this base, by all lanes, measured in the same run, or its bytes
 at the rate of a copy, whichever takes longer. Nothing is recomputed here.
 
-    python -m benchmarks.profile --work qwen3_4b_block --base-path dense
+    python -m benchmarks.profile --work qwen3_4b_block --matmul-path dense
 """
 
 import argparse
@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 
 import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_map, tree_unflatten
-from mlx_packs.config.schema.schema import BASE_PATHS
+from mlx_packs.config.schema.schema import MATMUL_PATHS
 
 from mlx_packs.bases.loading import TINY
 from mlx_packs.errors import PackError
@@ -318,7 +318,7 @@ def run(options: argparse.Namespace) -> list[Record]:
         options.seed,
     )
     adapters = Adapters.random(base, options.rank, SCALE, options.seed)
-    path = options.base_path or work.base_paths[-1]
+    path = options.matmul_path or work.matmul_paths[-1]
     # parts are measured one at a time, and the roofline is that of one thread
     ours = Ours(lambda: base, adapters, path)
     batch = rows.for_ours()
@@ -348,7 +348,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--model", default=TINY, help="another checkpoint in place of the tiny base"
     )
-    parser.add_argument("--base-path", choices=BASE_PATHS[1:], help="[the work's last]")
+    parser.add_argument("--matmul-path", choices=MATMUL_PATHS[1:], help="[the work's last]")
     parser.add_argument("--batch-size", type=int, metavar="N", help="rows [the work's]")
     parser.add_argument("--length", type=int, metavar="N", help="tokens of a row [the work's]")
     parser.add_argument("--rank", type=int, default=8, metavar="N", help="of the adapters [8]")

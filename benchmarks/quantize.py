@@ -18,7 +18,7 @@ from pathlib import Path
 
 from mlx.utils import tree_flatten
 
-from mlx_packs.bases.loading import tiny_base_path
+from mlx_packs.bases.loading import tiny_checkpoint
 from mlx_packs.files import write_tensors
 from mlx_packs.runtime import mx
 
@@ -94,7 +94,7 @@ def write_dense(out: Path, blocks: int, seed: int) -> float:
     write_tensors(out / "model.safetensors", outline, drawn())
     (out / "config.json").write_text(json.dumps(config))
     for name in TOKENIZER_FILES:
-        shutil.copy(tiny_base_path() / name, out / name)
+        shutil.copy(tiny_checkpoint() / name, out / name)
     return (out / "model.safetensors").stat().st_size / 1e9
 
 

@@ -98,10 +98,10 @@ class Adapters:
         return cls(rank, scale, tensors)
 
 
-def ours_name(base_path: str, recompute: str) -> str:
+def ours_name(matmul_path: str, recompute: str) -> str:
     """What records call a side of ours."""
     told = "" if recompute == "none" else f", recompute {recompute}"
-    return f"mlx_packs {base_path}{told}"
+    return f"mlx_packs {matmul_path}{told}"
 
 
 class MlxLm(TrainingCallback):
@@ -157,19 +157,19 @@ class MlxLm(TrainingCallback):
 
 
 class Ours:
-    """The step that `mlx_packs.train` takes, on one base path, with a policy of recomputation."""
+    """The step that `mlx_packs.train` takes, on one matmul path, with a policy of recomputation."""
 
     def __init__(
         self,
         load: Callable[[], Base],
         adapters: Adapters,
-        base_path: str,
+        matmul_path: str,
         recompute: str = "none",
     ):
         start = _active_memory()
         base = load()
         lora = LoRAConfig(rank=adapters.rank, alpha=adapters.scale * adapters.rank)
-        attached = attach(base, lora, base_path=base_path)
+        attached = attach(base, lora, matmul_path=matmul_path)
         self.attached = attached
         attached.load(adapters.tensors, "benchmark")
         attached.recompute(recompute)

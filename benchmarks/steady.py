@@ -149,7 +149,7 @@ def run(options: argparse.Namespace) -> list[Record]:
         f"{shapes} shapes of batches, {traces} compiled traces. Growth is between the medians "
         "of the second and of the last tenth of the run."
     )
-    path = f"mlx_packs {trained.report['base_path']}"
+    path = f"mlx_packs {trained.report['matmul_path']}"
     made = [
         record(
             here, "steady tiny", path, shape, "step", "ms", [s.step_ms for s in samples], note=note

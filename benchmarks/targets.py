@@ -131,7 +131,7 @@ GOALS = (
     ),
     Goal(
         "one block of Qwen3-4B, 4 x 128, roofline",
-        {"profile": ["--work", "qwen3_4b_block", "--base-path", "dense"]},
+        {"profile": ["--work", "qwen3_4b_block", "--matmul-path", "dense"]},
         (
             Target(
                 "share of the measured matmul rate",

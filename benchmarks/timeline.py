@@ -1,6 +1,6 @@
 """MLX's memory over one training step, as a thread sees it about a thousand times a second.
 
-Drawn above what lies still (the base as it was loaded, what the base path adds, adapters and
+Drawn above what lies still (the base as it was loaded, what the matmul path adds, adapters and
 optimizer), beside the sizes of what a step should not hold: whole logits, one block's T x T scores,
 all weights dense. Marks show how long a forward alone takes, and the peak.
 
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mlx.utils import tree_flatten
-from mlx_packs.config.schema.schema import BASE_PATHS, POLICIES
+from mlx_packs.config.schema.schema import MATMUL_PATHS, POLICIES
 
 from mlx_packs.bases.geometry import Heads
 from mlx_packs.bases.loading import TINY, Base
@@ -87,7 +87,7 @@ def measure(options: argparse.Namespace) -> tuple[Timeline, dict[str, int], str,
         base.vocab_size,
         options.seed,
     )
-    path = options.base_path or work.base_paths[0]
+    path = options.matmul_path or work.matmul_paths[0]
     ours = Ours(lambda: base, adapters, path, options.recompute)
     del adapters
     batch = rows.for_ours()
@@ -99,7 +99,7 @@ def measure(options: argparse.Namespace) -> tuple[Timeline, dict[str, int], str,
     ]
     learned = sum(a.nbytes for _, a in own)
     copies = max(0, mx.get_active_memory() - packed - learned)
-    still = {"base": packed, "of the base path": copies, "adapters and optimizer": learned}
+    still = {"base": packed, "of the matmul path": copies, "adapters and optimizer": learned}
     arrays = as_arrays(batch)
 
     def forward() -> float:
@@ -190,7 +190,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--model", default=TINY, help="another checkpoint in place of the tiny base"
     )
-    parser.add_argument("--base-path", choices=BASE_PATHS[1:], help="[the work's first]")
+    parser.add_argument("--matmul-path", choices=MATMUL_PATHS[1:], help="[the work's first]")
     parser.add_argument(
         "--recompute",
         choices=POLICIES,

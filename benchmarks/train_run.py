@@ -30,10 +30,10 @@ from mlx_packs.data.rows.encoding import encode
 from mlx_packs.evaluation.evaluate.evaluate import Scorer, evaluation_rows
 from mlx_packs.training.run.run import train_pack
 
-from mlx_packs.bases.loading import TINY, Base, load_base, tiny_base_path
+from mlx_packs.bases.loading import TINY, Base, load_base, tiny_checkpoint
 from mlx_packs.data.rows import tiny_path
 from mlx_packs.errors import PackError
-from mlx_packs.nn.quantized import apply_base_path
+from mlx_packs.nn.quantized import apply_matmul_path
 from mlx_packs.objectives.causal_lm import split_head
 from mlx_packs.runtime import mx
 
@@ -72,7 +72,7 @@ def held_out_loss(options: argparse.Namespace) -> float:
         if options.adapters:
             linear_to_lora_layers(base.model, -1, MLX_LM_LAYERS)
             base.model.load_weights(options.adapters, strict=False)
-        apply_base_path(base.model, "dense")
+        apply_matmul_path(base.model, "dense")
     batches = held_out(base, options.held_out)
     return Scorer(base.model, split_head(base.model)).score(batches).nll
 
@@ -130,7 +130,7 @@ def measure_ours(options: argparse.Namespace) -> dict:
     return {
         "curve": [[0, 0.0, start], [options.iters, seconds, end]],
         "peak": peak,
-        "base_path": run.report["base_path"],
+        "matmul_path": run.report["matmul_path"],
     }
 
 
@@ -161,7 +161,7 @@ def measure_mlx_lm(options: argparse.Namespace) -> dict:
     np.random.seed(options.seed)
     with tempfile.TemporaryDirectory() as folder, shipped.mlx(reference_blas=False):
         clock = Clock()
-        model, tokenizer = mlx_lm.load(str(tiny_base_path()))
+        model, tokenizer = mlx_lm.load(str(tiny_checkpoint()))
         data = SimpleNamespace(
             data=str(tiny_path()), mask_prompt=True, train=True, test=False, hf_dataset=False
         )
@@ -223,8 +223,8 @@ def records(found: dict[str, dict], target: float, options: argparse.Namespace) 
                 f"{name} had not reached {target:.4f} after {batches:.0f} batches (loss "
                 f"{side['curve'][-1][2]:.4f}): its time is a lower bound."
             )
-        if "base_path" in side:
-            note = f"Base path chosen by ours: {side['base_path']}."
+        if "matmul_path" in side:
+            note = f"Matmul path chosen by ours: {side['matmul_path']}."
         about = {
             "baseline": SHIPPED,
             "peak_mb": side["peak"] / 1e6,

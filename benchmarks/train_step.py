@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from mlx_packs.config.schema.schema import BASE_PATHS, POLICIES
+from mlx_packs.config.schema.schema import MATMUL_PATHS, POLICIES
 
 from mlx_packs.bases.loading import TINY, Base
 from mlx_packs.errors import PackError
@@ -198,7 +198,7 @@ def run(options: argparse.Namespace) -> list[Record]:
     if replaced:
         entries.append(Entry(SAME_BLAS, peer, peer_rows))
     entries.append(Entry(MENDED, peer, peer_rows, mended=True))
-    for path in options.base_path or work.base_paths:
+    for path in options.matmul_path or work.matmul_paths:
         ours = Ours(fresh, adapters, path, options.recompute)
         entries.append(Entry(ours_name(path, options.recompute), ours, rows))
     turns = Turns(options.rounds, options.steps, options.mlx_lm_steps or work.mlx_lm_steps)
@@ -223,9 +223,9 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--work", choices=WORKS, default="tiny", help="base and batch [tiny]")
     p.add_argument("--model", default=TINY, help="another checkpoint for a work on the tiny base")
     p.add_argument(
-        "--base-path",
+        "--matmul-path",
         action="append",
-        choices=BASE_PATHS[1:],
+        choices=MATMUL_PATHS[1:],
         help="of ours, repeatable [the work's]",
     )
     p.add_argument(

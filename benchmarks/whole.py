@@ -13,7 +13,7 @@ import sys
 import time
 
 import numpy as np
-from mlx_packs.config.schema.schema import BASE_PATHS, POLICIES
+from mlx_packs.config.schema.schema import MATMUL_PATHS, POLICIES
 
 from mlx_packs import runtime
 from mlx_packs.errors import PackError
@@ -43,7 +43,7 @@ def measure(options: argparse.Namespace) -> dict:
     adapters = Adapters.random(base, options.rank, SCALE, options.seed)
     found["adapter_weights"] = sum(t.size for t in adapters.tensors.values())
     rows = Rows.random(options.batch_size, options.length, base.vocab_size, options.seed)
-    ours = Ours(lambda: base, adapters, options.base_path, options.recompute)
+    ours = Ours(lambda: base, adapters, options.matmul_path, options.recompute)
     del adapters
     mx.clear_cache()
     mx.reset_peak_memory()
@@ -81,7 +81,7 @@ def records(found: dict, options: argparse.Namespace) -> list[Record]:
         ("step", "s"): found["step_s"],
         ("speed", "tokens/s"): [tokens / s for s in found["step_s"]],
     }
-    name = ours_name(options.base_path, options.recompute)
+    name = ours_name(options.matmul_path, options.recompute)
     note = f"{found['adapter_weights'] / 1e6:.1f} M adapter weights with Adam."
     return [
         record(
@@ -106,8 +106,8 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--model", choices=CONFIGS, default="qwen3_4b", help="geometry [qwen3_4b]")
     p.add_argument("--blocks", type=int, metavar="N", help="only so many, for a trial [all]")
     p.add_argument(
-        "--base-path",
-        choices=BASE_PATHS[1:],
+        "--matmul-path",
+        choices=MATMUL_PATHS[1:],
         default="transient" if runtime.on_cpu() else "quantized",
         help="[transient on a CPU, else quantized]",
     )

@@ -55,14 +55,14 @@ CONFIGS = {"qwen3_4b": QWEN3_4B, "llama3_8b": LLAMA3_8B}
 class Work:
     """A base, the shape of its batches, and the defaults that suit both.
 
-    config: of a random model, None loads one.   base_paths: of ours.   mlx_lm_rows: of mlx-lm's
+    config: of a random model, None loads one.   matmul_paths: of ours.   mlx_lm_rows: of mlx-lm's
     batch where speed is measured, None is as many as ours.   mlx_lm_steps: timed each turn.
     """
 
     config: dict | None
     batch_size: int
     length: int
-    base_paths: tuple[str, ...]
+    matmul_paths: tuple[str, ...]
     mlx_lm_rows: int | None = None
     mlx_lm_steps: int = 1
 

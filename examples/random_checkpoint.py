@@ -17,7 +17,7 @@ from pathlib import Path
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
-from mlx_packs.bases.loading import tiny_base_path
+from mlx_packs.bases.loading import tiny_checkpoint
 from mlx_packs.runtime import mx
 
 # hidden, FFN, blocks, heads, KV heads, tied head; head_dim is 128 throughout
@@ -64,7 +64,7 @@ def write_checkpoint(
     mx.save_safetensors(str(out / "model.safetensors"), weights, {"format": "mlx"})
     (out / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     for name in TOKENIZER_FILES:
-        shutil.copy(tiny_base_path() / name, out / name)
+        shutil.copy(tiny_checkpoint() / name, out / name)
 
 
 def main() -> None:

@@ -28,14 +28,14 @@ def randomize(attached) -> dict[str, mx.array]:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("base_path", ["quantized", "transient", "dense"])
-def test_attach_changes_no_logit_and_detach_restores_the_same_objects(family, base_path):
+@pytest.mark.parametrize("matmul_path", ["quantized", "transient", "dense"])
+def test_attach_changes_no_logit_and_detach_restores_the_same_objects(family, matmul_path):
     base = base_of(family)
     nn.quantize(base.model, group_size=32, bits=4)
     before = base.model(TOKENS)
     objects = {path: id(m) for path, m in base.model.named_modules()}
-    attached = attach(base, LoRAConfig(rank=4), base_path=base_path)
-    tolerance = 0 if base_path == "quantized" else 1e-5
+    attached = attach(base, LoRAConfig(rank=4), matmul_path=matmul_path)
+    tolerance = 0 if matmul_path == "quantized" else 1e-5
     assert mx.abs(base.model(TOKENS) - before).max().item() <= tolerance
     randomize(attached)
     assert mx.abs(base.model(TOKENS) - before).max().item() > 1e-3
@@ -141,13 +141,13 @@ def test_merged_weights_give_the_attached_forward(family):
     assert mx.abs(base.model(TOKENS) - expected).max().item() < 1e-4
 
 
-def test_merged_weights_do_not_depend_on_the_base_path_or_recomputation():
+def test_merged_weights_do_not_depend_on_the_matmul_path_or_recomputation():
     base = base_of("qwen3")
     nn.quantize(base.model, group_size=32, bits=4)
     base.model.freeze()
     found = []
-    for base_path in ("quantized", "transient", "dense"):
-        attached = attach(base, LoRAConfig(rank=4), base_path=base_path)
+    for matmul_path in ("quantized", "transient", "dense"):
+        attached = attach(base, LoRAConfig(rank=4), matmul_path=matmul_path)
         attached.recompute("block")
         found.append(attached.merged_weights())
         attached.detach()

@@ -11,7 +11,7 @@ import pytest
 from conftest import chat, write_rows
 
 from mlx_packs import LoRAConfig, TrainConfig, train_pack
-from mlx_packs.bases.loading import tiny_base_path
+from mlx_packs.bases.loading import tiny_checkpoint
 from mlx_packs.errors import PackError
 from mlx_packs.runtime import mx
 
@@ -118,7 +118,7 @@ def test_train_counts_and_says_what_is_cut(here, run):
 
 
 def test_train_refuses_tokens_beyond_the_vocabulary(here, refused):
-    shutil.copytree(tiny_base_path(), here / "base")
+    shutil.copytree(tiny_checkpoint(), here / "base")
     tokenizer = json.loads((here / "base" / "tokenizer.json").read_text())
     for token in tokenizer["added_tokens"]:
         if token["content"] == "<|im_end|>":
@@ -131,7 +131,7 @@ def test_train_refuses_tokens_beyond_the_vocabulary(here, refused):
 
 
 def test_train_refuses_chats_for_a_base_without_chat_template(here, refused):
-    shutil.copytree(tiny_base_path(), here / "base")
+    shutil.copytree(tiny_checkpoint(), here / "base")
     (here / "base" / "chat_template.jinja").unlink()
     message = refused(*TRAIN, "--model", "base")
     assert message.startswith("d/train.jsonl:1: the base's tokenizer has no chat template")

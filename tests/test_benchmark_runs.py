@@ -212,7 +212,7 @@ def test_a_cache_that_changes_a_loss_is_not_timed(tmp_path, monkeypatch, capsys)
     monkeypatch.setenv(prefix.CACHE_VARIABLE, "")
     monkeypatch.setattr(prefix.Side, "run", changed)
     file = tmp_path / "h.jsonl"
-    given = ["--work", "small", "--rows", "3", "--rank", "2", "--base-path", "dense"]
+    given = ["--work", "small", "--rows", "3", "--rank", "2", "--matmul-path", "dense"]
     assert prefix.main([*given, "--history", str(file)]) == 1
     assert "differ by 1.0e-02" in capsys.readouterr().err and not file.exists()
 
@@ -228,7 +228,7 @@ def test_a_side_that_gives_up_has_a_lower_bound(tmp_path):
     options = train_run.parser().parse_args(["--iters", "4"])
     found = {
         sides.SHIPPED: {"curve": [(0, 0.0, 4.0), (8, 40.0, 3.0)], "peak": 2e6},
-        train_run.OURS: {"curve": [(0, 0.0, 4.0), (4, 2.0, 2.9)], "peak": 1e6, "base_path": "x"},
+        train_run.OURS: {"curve": [(0, 0.0, 4.0), (4, 2.0, 2.9)], "peak": 1e6, "matmul_path": "x"},
     }
     made = train_run.records(found, 2.9, options)
     assert [r.p50 for r in made if r.metric == "to the loss"] == [40.0, 2.0]
@@ -245,7 +245,7 @@ def test_the_clock_stands_still_for_a_look(monkeypatch):
 
 
 def test_a_side_that_fails_is_told_and_the_others_are_recorded(tmp_path, monkeypatch, capsys):
-    ours = {"curve": [[0, 0.0, 4.0], [4, 2.0, 2.9]], "peak": 1e6, "base_path": "x"}
+    ours = {"curve": [[0, 0.0, 4.0], [4, 2.0, 2.9]], "peak": 1e6, "matmul_path": "x"}
 
     def run(module, arguments, blas=None):
         side = arguments[arguments.index("--alone") + 1]
@@ -273,7 +273,7 @@ def test_a_run_of_ours_and_of_mlx_lm_end_at_the_same_loss(here, tmp_path):
     assert 0 < found[sides.SHIPPED, "batches"].p50 <= 8
 
 
-QUICK = ["--rounds", "1", "--tokens", "4", "--repeat", "1", "--base-path", "dense"]
+QUICK = ["--rounds", "1", "--tokens", "4", "--repeat", "1", "--matmul-path", "dense"]
 
 
 def test_generating_is_timed_where_all_say_the_same(tmp_path):
@@ -302,7 +302,7 @@ def test_every_op_is_raced_by_one_command(tmp_path, capsys):
 @pytest.mark.parametrize("path", ["dense", "transient"])
 def test_a_profile_explains_a_step_and_shows_what_it_does_not(path, tmp_path):
     file = tmp_path / "h.jsonl"
-    given = ["--work", "small", "--base-path", path, "--repeats", "2", "--history", str(file)]
+    given = ["--work", "small", "--matmul-path", path, "--repeats", "2", "--history", str(file)]
     assert profile.main(given) == 0
     found = {(r.implementation, r.metric): r.p50 for r in history.read(file)}
     times = {name: ms for (name, metric), ms in found.items() if metric == "time"}

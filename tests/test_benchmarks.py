@@ -71,7 +71,7 @@ def test_a_run_prints_its_table_and_appends_whole_records(tmp_path, capsys):
 
 def test_speed_counts_supervised_tokens_where_batches_differ(tmp_path, capsys):
     file = tmp_path / "history.jsonl"
-    assert train_step.main([*QUICK, "--base-path", "dense", "--history", str(file)]) == 0
+    assert train_step.main([*QUICK, "--matmul-path", "dense", "--history", str(file)]) == 0
     peer, ours = history.read(file)[1], history.read(file)[-1]
     assert peer.shape.startswith("2 x 32, 32 targets") and ours.shape.startswith("4 x 32, 64 ")
     assert ours.ratio == pytest.approx(ours.p50 / peer.p50, rel=1e-3)

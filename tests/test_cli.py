@@ -12,7 +12,7 @@ from conftest import chat, emulation, write_rows
 from mlx_packs.cli.main.main import _doctor_lines, packs
 
 from mlx_packs import LoRAConfig, Pack, TrainConfig, load_base, train_pack
-from mlx_packs.bases.loading import tiny_base_path
+from mlx_packs.bases.loading import tiny_checkpoint
 from mlx_packs.nn.quantized import replace_modules
 from mlx_packs.ops import _backend
 from mlx_packs.ops.lanes import lanes
@@ -25,7 +25,7 @@ def made(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("made")
     rows = [chat(f"What is {n}?", f"It is {n} and {n}.") for n in ("one", "two", "three", "four")]
     write_rows(folder / "rows", train=rows, valid=rows[:2], test=rows[2:])
-    train = TrainConfig(iters=3, batch_size=4, learning_rate=5e-3, base_path="dense")
+    train = TrainConfig(iters=3, batch_size=4, learning_rate=5e-3, matmul_path="dense")
     train_pack("tiny", folder / "rows", LoRAConfig(rank=4), train, folder / "pack")
     return folder
 
@@ -72,7 +72,7 @@ def test_eval_agrees_with_stock_mlx_lm_on_the_same_rows(made):
 
     report = json.loads(invoke("eval", made / "pack", "--data", made / "rows", "--json").stdout)
     for name, adapter in (("base", None), ("pack", str(made / "pack"))):
-        model, tokenizer = load(str(tiny_base_path()), adapter_path=adapter)
+        model, tokenizer = load(str(tiny_checkpoint()), adapter_path=adapter)
         total, count = 0.0, 0
         for line in (made / "rows" / "test.jsonl").read_text().splitlines():
             messages = json.loads(line)["messages"]
@@ -187,7 +187,7 @@ def test_attached_merged_and_stock_mlx_lm_give_the_same_logits_on_the_tiny_base(
     with_pack = base.model(probe)
     merged = attached.merged_weights()
     attached.detach()
-    stock, _ = load(str(tiny_base_path()), adapter_path=str(made / "pack"))
+    stock, _ = load(str(tiny_checkpoint()), adapter_path=str(made / "pack"))
     linears = []
     for path, weight in merged.items():
         linear = nn.Linear(1, 1, bias=False)

@@ -15,7 +15,7 @@ from mlx_packs.evaluation.evaluate.evaluate import Difference, RowScores, Scorer
 from test_swapping import random_pack
 
 from mlx_packs import evaluate, evaluate_batch, load_base, weighted_sum
-from mlx_packs.bases.loading import tiny_base_path
+from mlx_packs.bases.loading import tiny_checkpoint
 from mlx_packs.errors import PackError
 from mlx_packs.evaluation.evaluate import compare as comparison
 from mlx_packs.gates import failures, judge, limits
@@ -53,7 +53,7 @@ def stock_perplexity(adapter: Path | None) -> float:
     import mlx.nn as nn
     from mlx_lm.utils import load
 
-    model, tokenizer = load(str(tiny_base_path()), adapter_path=adapter and str(adapter))
+    model, tokenizer = load(str(tiny_checkpoint()), adapter_path=adapter and str(adapter))
     total, count = 0.0, 0
     for row in ROWS:
         tokens = tokenizer.apply_chat_template(row["messages"])

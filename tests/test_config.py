@@ -83,7 +83,7 @@ def test_resolve_types_what_flags_say_as_text():
         ({"max_ppl_ratio": "nan"}, "max_ppl_ratio must be positive"),
         ({"min_tps_ratio": "0"}, "min_tps_ratio must be positive"),
         ({"optimizer": "adamx"}, "optimizer is one of adamw, .*; got 'adamx'"),
-        ({"base_path": "fast"}, "base_path is one of auto, .*; got 'fast'"),
+        ({"matmul_path": "fast"}, "matmul_path is one of auto, .*; got 'fast'"),
         ({"loss_on": "answers"}, "loss_on is one of all, .*; got 'answers'"),
         ({"quantize": "nf5"}, "quantize is one of none, .*; got 'nf5'"),
         ({"lr_schedule": "cosin"}, "lr_schedule is one of cosine, .*; got 'cosin'"),

@@ -12,7 +12,7 @@ from mlx_lm.utils import load_tokenizer
 from mlx_packs.config.schema.schema import DataConfig
 from mlx_packs.data.rows.encoding import encode
 
-from mlx_packs.bases.loading import tiny_base_path
+from mlx_packs.bases.loading import tiny_checkpoint
 from mlx_packs.data.rows import Row, load_rows
 from mlx_packs.data.rows import rows as data
 from mlx_packs.errors import PackError
@@ -63,7 +63,7 @@ LLAMA = """
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    return load_tokenizer(tiny_base_path())
+    return load_tokenizer(tiny_checkpoint())
 
 
 @pytest.fixture
@@ -71,7 +71,7 @@ def with_template():
     """A fresh tokenizer of the tiny base with another chat template and more special tokens."""
 
     def make(template: str, *specials: str):
-        made = load_tokenizer(tiny_base_path())
+        made = load_tokenizer(tiny_checkpoint())
         made._tokenizer.chat_template = template
         made._tokenizer.add_tokens(list(specials), special_tokens=True)
         return made

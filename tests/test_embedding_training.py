@@ -88,7 +88,7 @@ def test_report_and_manifest_say_what_was_done(run_of_pairs, encoder):
     report, manifest = run_of_pairs.report, run_of_pairs.pack.manifest
     for key in (
         "pack run steps mrr_at_10_before mrr_at_10_after trained_pairs pairs_per_s train_s peak_gb "
-        "pack_mb base_path plan_peak_gb gates learned_weights base_weights"
+        "pack_mb matmul_path plan_peak_gb gates learned_weights base_weights"
     ).split():
         assert key in report
     assert not [key for key in report if key.startswith("ppl") or "tokens" in key]
@@ -199,8 +199,8 @@ MISPLACED = {
     "ce_last_k": 4,
     "quantize": "nf4",
     "z_loss": 0.1,
-    "base_path": "quantized",
-    "cache_prefix": "on",
+    "matmul_path": "quantized",
+    "cache_frozen": "on",
     "compute_dtype": "float16",
     "min_tps_ratio": 0.5,
     "train_fp16_fallback": True,

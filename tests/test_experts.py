@@ -22,7 +22,7 @@ from families import (
 from mlx_packs.adapters.lora.lora import attach
 from mlx_packs.config.schema.schema import LoRAConfig
 
-from mlx_packs.bases.loading import tiny_base_path
+from mlx_packs.bases.loading import tiny_checkpoint
 from mlx_packs.errors import PackError
 from mlx_packs.nn.quantized import replace_modules
 from mlx_packs.packs.pack import Pack
@@ -121,7 +121,7 @@ def test_train_inspect_apply_and_generate_with_experts(run, tmp_path):
     """The whole way on a checkpoint on disk, with recomputed blocks and dropout."""
     from mlx_lm.utils import save_config
 
-    tiny, folder, pack = tiny_base_path(), tmp_path / "moe", tmp_path / "pack"
+    tiny, folder, pack = tiny_checkpoint(), tmp_path / "moe", tmp_path / "pack"
     folder.mkdir()
     for file in tiny.glob("*token*"):
         shutil.copy(file, folder)
@@ -136,7 +136,7 @@ def test_train_inspect_apply_and_generate_with_experts(run, tmp_path):
     options = (
         "--iters 2 --batch-size 2 --max-seq-length 64 --rank 2 --dropout 0.1 --grad-checkpoint"
     )
-    options += " --target-modules q_proj,up_proj,down_proj --base-path quantized --json"
+    options += " --target-modules q_proj,up_proj,down_proj --matmul-path quantized --json"
     data = write_rows(tmp_path / "data", train=[{"text": "one two"}] * 4, valid=[{"text": "one"}])
     code, out, err = run(
         "train", "--model", folder, "--data", data, "--out", pack, *options.split()

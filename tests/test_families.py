@@ -137,11 +137,11 @@ def test_a_step_on_packed_weights_has_the_gradients_of_plain_lora(family):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("base_path", ["transient", "dense"])
-def test_base_paths_agree_and_detach(family, base_path):
+@pytest.mark.parametrize("matmul_path", ["transient", "dense"])
+def test_matmul_paths_agree_and_detach(family, matmul_path):
     base = base_of(family, None if family == "afm7" else 4)
     before = base.model(TOKENS)
-    attached = attach(base, LoRAConfig(rank=RANK), base_path=base_path)
+    attached = attach(base, LoRAConfig(rank=RANK), matmul_path=matmul_path)
     finite = mx.where(mx.isfinite(before), before, 0)  # some families mask unused tokens
     apart = mx.abs(mx.where(mx.isfinite(before), base.model(TOKENS), 0) - finite).max().item()
     assert apart < 1e-3 * mx.abs(finite).max().item()

@@ -11,7 +11,7 @@ from mlx_packs.data.rows.token_cache import encode_cached
 from mlx_packs.training.run.setup import encoding_options
 
 from mlx_packs import DataConfig, LoRAConfig, PackError, TrainConfig, train_pack
-from mlx_packs.bases.loading import load_base_tokenizer, tiny_base_path
+from mlx_packs.bases.loading import load_base_tokenizer, tiny_checkpoint
 from mlx_packs.data.rows import Row, token_cache
 
 CONFIG = DataConfig()
@@ -31,7 +31,7 @@ def bare():
 
 
 def fresh():
-    path = tiny_base_path()
+    path = tiny_checkpoint()
     return load_base_tokenizer(path, json.loads((path / "config.json").read_text()), False)
 
 
@@ -255,7 +255,7 @@ def test_a_run_on_code_resumes_only_with_the_same_layout_of_its_rows(tmp_path, r
         "batch_size": 2,
         "max_seq_length": 64,
         "packing": True,
-        "base_path": "dense",
+        "matmul_path": "dense",
         "fim_rate": 0.5,
         "long_rows": "split",
         "test_batches": 1,

@@ -23,7 +23,7 @@ from mlx_packs import LoRAConfig, Pack, TrainConfig, evaluate, load_base, merge_
 from mlx_packs.convert.interop import export_pack
 from mlx_packs.errors import PackError
 from mlx_packs.memory.plan import ERROR, estimate, tensors_of
-from mlx_packs.nn.quantized import apply_base_path, count_weights
+from mlx_packs.nn.quantized import apply_matmul_path, count_weights
 from mlx_packs.objectives.causal_lm import as_arrays, loss_sum, split_head
 from mlx_packs.optim import make_optimizer
 from mlx_packs.runtime import mx
@@ -44,7 +44,7 @@ FULL = TrainConfig(
     learning_rate=1e-3,
     val_batches=0,
     save_every=2,
-    base_path="dense",
+    matmul_path="dense",
 )
 
 
@@ -196,7 +196,7 @@ def test_a_packed_base_is_refused_with_what_works(tiny):
         PackError, match="affine 4-bit g64, and packed weights cannot learn; --base-"
     ):
         unfreeze(tiny)
-    learning = unfreeze(tiny, base_path="dense")
+    learning = unfreeze(tiny, matmul_path="dense")
     assert learning.parameter_count() == count_weights(tiny.model) > 6e6
     learning.detach()
     assert isinstance(tiny.model.layers[0].mlp.up_proj, nn.QuantizedLinear)
@@ -204,7 +204,7 @@ def test_a_packed_base_is_refused_with_what_works(tiny):
 
 def test_count_weights_sees_through_packing(tiny):
     packed = count_weights(tiny.model)
-    apply_base_path(tiny.model, "dense")
+    apply_matmul_path(tiny.model, "dense")
     assert packed == count_weights(tiny.model)
     assert packed == sum(a.size for _, a in tree_flatten(tiny.model.parameters()))
 
@@ -283,7 +283,7 @@ def test_the_plan_is_no_less_than_a_step_takes(recompute, changes):
 def write_dense_tiny(folder: Path, dtype: mx.Dtype) -> Path:
     """The tiny base as a dense checkpoint."""
     base = load_base("tiny")
-    apply_base_path(base.model, "dense")
+    apply_matmul_path(base.model, "dense")
     shutil.copytree(base.path, folder, ignore=shutil.ignore_patterns("*.safetensors*"))
     config = json.loads((folder / "config.json").read_text())
     dense = {k: v for k, v in config.items() if not k.startswith("quantization")}
@@ -421,7 +421,7 @@ def test_a_pack_on_a_packed_base_brings_dense_weights(tiny, rows, tmp_path, run)
         "train",
         "--method",
         "full",
-        "--base-path",
+        "--matmul-path",
         "dense",
         "--num-layers",
         1,
@@ -470,12 +470,12 @@ def test_a_card_says_what_was_trained(trained):
         (["--dropout", "0.1"], "--dropout: is of adapters"),
         (["--target-modules", "q_proj"], "--target-modules: is of adapters"),
         (["--quantize", "nf4"], "quantize nf4 goes with method lora"),
-        (["--base-path", "transient"], "base_path transient goes with method lora"),
-        (["--cache-prefix", "on"], "cache_prefix on goes with method lora"),
+        (["--matmul-path", "transient"], "matmul_path transient goes with method lora"),
+        (["--cache-frozen", "on"], "cache_frozen on goes with method lora"),
         (["--train-fp16-fallback"], "train_fp16_fallback True goes with method lora"),
         (["--compute-dtype", "bfloat16"], "compute_dtype bfloat16 goes with method lora"),
         (["--fine-tune-type", "lora"], "fine_tune_type is 'lora', but method is 'full'"),
-        ([], "packed weights cannot learn; --base-path dense"),
+        ([], "packed weights cannot learn; --matmul-path dense"),
     ],
 )
 def test_what_means_nothing_beside_full_is_refused(flags, message, run, rows, tmp_path):

@@ -292,10 +292,10 @@ def test_attach_fp16_fallback_dequantizes_and_notes_the_faulty_modules_alone():
     assert all(m is originals[p] for p, m in base.model.named_modules())
 
 
-@pytest.mark.parametrize("base_path", ["quantized", "transient", "dense"])
-def test_attach_fp16_fallback_trains_a_step(base_path):
+@pytest.mark.parametrize("matmul_path", ["quantized", "transient", "dense"])
+def test_attach_fp16_fallback_trains_a_step(matmul_path):
     base = pruned_base()
-    attached = attach(base, LoRAConfig(rank=4), base_path=base_path, fp16_fallback=True)
+    attached = attach(base, LoRAConfig(rank=4), matmul_path=matmul_path, fp16_fallback=True)
     config = TrainConfig(lr_schedule="constant", learning_rate=1e-2)
     optimizer = make_optimizer(config)
     optimizer.init(base.model.trainable_parameters())

@@ -38,8 +38,8 @@ def bases(tmp_path_factory) -> dict[str, Path]:
     }
 
 
-def pack_with(base_path: Path, folder: Path, **lora) -> Pack:
-    base = load_base(base_path)
+def pack_with(matmul_path: Path, folder: Path, **lora) -> Pack:
+    base = load_base(matmul_path)
     attached = attach(base, LoRAConfig(**lora))
     try:
         mx.random.seed(1)
@@ -288,9 +288,9 @@ def test_dora_is_carried_applied_merged_and_is_that_of_mlx_lm(bits, bases, tmp_p
     assert {spec.kind for spec in pack.specs.values()} == {"dora"}
     expected = attached_logits(pack, model)
     assert np.abs(expected - logits(load_base(model))).max() > 0.1
-    for base_path in ("dense", "transient"):
+    for matmul_path in ("dense", "transient"):
         base = load_base(model)
-        with base.applied(pack, base_path=base_path):
+        with base.applied(pack, matmul_path=matmul_path):
             assert np.abs(logits(base) - expected).max() < 1e-4
     merged(pack, model, tmp_path / "out")
     assert np.abs(logits(load_base(tmp_path / "out")) - expected).max() < 1e-4

@@ -15,9 +15,9 @@ from mlx_lm.utils import load_model
 from mlx_packs.bases.files import (
     fingerprint,
     quantization_name,
-    resolve_base_path,
+    resolve_checkpoint,
     stored_quantization,
-    tiny_base_path,
+    tiny_checkpoint,
     weight_files,
 )
 from mlx_packs.bases.loading import load_base
@@ -59,7 +59,7 @@ def checkpoint(tmp_path):
             (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
         (folder / "config.json").write_text(json.dumps(config))
         for file in TOKENIZER:
-            shutil.copy(tiny_base_path() / file, folder)
+            shutil.copy(tiny_checkpoint() / file, folder)
         return folder
 
     return write
@@ -242,9 +242,9 @@ def test_load_base_cached_in_part_is_not_taken_for_whole(checkpoint, hub_cache, 
         ("", "--model: is empty"),
     ],
 )
-def test_resolve_base_path_names_what_is_no_model(no_network, name, message):
+def test_resolve_matmul_path_names_what_is_no_model(no_network, name, message):
     with pytest.raises(PackError, match=message):
-        resolve_base_path(name)
+        resolve_checkpoint(name)
     assert no_network == []
 
 
@@ -321,10 +321,10 @@ def test_read_header_refuses_what_is_no_safetensors(tmp_path, content):
         read_header(tmp_path / "model.safetensors")
 
 
-def test_resolve_base_path_of_a_file_is_refused(tmp_path):
+def test_resolve_matmul_path_of_a_file_is_refused(tmp_path):
     (tmp_path / "base").write_text("x")
     with pytest.raises(PackError, match="must be a checkpoint folder, but is a file"):
-        resolve_base_path(tmp_path / "base")
+        resolve_checkpoint(tmp_path / "base")
 
 
 def test_weight_files_leave_out_adapters(checkpoint):

@@ -12,7 +12,7 @@ from mlx.utils import tree_flatten
 from mlx_packs.adapters.lora.lora import attach
 
 from mlx_packs import LoRAConfig, Pack, load_base
-from mlx_packs.bases.loading import tiny_base_path
+from mlx_packs.bases.loading import tiny_checkpoint
 from mlx_packs.bases.quantization import Packing, Recipe
 from mlx_packs.bases.writer import quantize, verify
 from mlx_packs.convert.merge import merge_pack
@@ -53,7 +53,7 @@ def write_checkpoint(folder: Path, family: str = "qwen3", dtype=mx.float32, **ch
     mx.save_safetensors(str(folder / "model.safetensors"), tensors)
     (folder / "config.json").write_text(json.dumps(config))
     for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
-        shutil.copy(tiny_base_path() / file, folder)
+        shutil.copy(tiny_checkpoint() / file, folder)
     return folder
 
 

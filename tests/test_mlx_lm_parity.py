@@ -46,9 +46,11 @@ def quantized(family: str):
     return base
 
 
-def our_side(family: str, base_path: str = "quantized"):
+def our_side(family: str, matmul_path: str = "quantized"):
     """A base with adapters that matter (B is not zero), and their values by name."""
-    attached = attach(quantized(family), LoRAConfig(rank=RANK, alpha=SCALE * RANK), None, base_path)
+    attached = attach(
+        quantized(family), LoRAConfig(rank=RANK, alpha=SCALE * RANK), None, matmul_path
+    )
     start = {name: mx.random.normal(t.shape) * 0.1 for name, t in attached.tensors().items()}
     attached.load(start, "test")
     attached.model.train()
@@ -129,10 +131,10 @@ def test_full_rows_have_mlx_lms_loss_and_gradients(family, completion_only):
     assert_same(gradients, expected_gradients)
 
 
-@pytest.mark.parametrize("base_path", ["transient", "dense"])
-def test_every_base_path_has_mlx_lms_loss_and_gradients(base_path):
+@pytest.mark.parametrize("matmul_path", ["transient", "dense"])
+def test_every_matmul_path_has_mlx_lms_loss_and_gradients(matmul_path):
     wanted = rows([WIDTH, WIDTH], True)
-    attached, start = our_side("qwen3", base_path)
+    attached, start = our_side("qwen3", matmul_path)
     loss, gradients = our_loss_and_gradients(attached, our_batch(wanted))
     expected, _, expected_gradients = their_loss_and_gradients(
         mlx_lm_side("qwen3", start), *their_batch(wanted)

@@ -1,4 +1,4 @@
-"""A base in NF4: modules, loading, base paths, attaching, merging; quantizing while loading."""
+"""A base in NF4: modules, loading, matmul paths, attaching, merging; quantizing while loading."""
 
 import json
 import shutil
@@ -13,7 +13,7 @@ from mlx_packs.adapters.lora.lora import attach
 from mlx_packs import LoRAConfig, Pack, PackError, TrainConfig, load_base, train_pack
 from mlx_packs.bases.bitsandbytes import config_of, to_bitsandbytes
 from mlx_packs.bases.geometry import probe
-from mlx_packs.bases.loading import tiny_base_path
+from mlx_packs.bases.loading import tiny_checkpoint
 from mlx_packs.nn.nf4 import NF4Embedding, NF4Linear
 from mlx_packs.nn.quantized import dense_module, quantized_modules, replace_modules
 from mlx_packs.objectives.causal_lm import split_head
@@ -24,7 +24,7 @@ from mlx_packs.runtime import mx
 def save_checkpoint(folder: Path, tensors: dict, **config) -> Path:
     """The tiny base's folder with other tensors."""
     folder.mkdir()
-    for file in tiny_base_path().iterdir():
+    for file in tiny_checkpoint().iterdir():
         if file.suffix != ".safetensors" and "index" not in file.name:
             shutil.copy(file, folder)
     known = json.loads((folder / "config.json").read_text())
@@ -173,10 +173,10 @@ def test_geometry_is_probed_and_packed_tensors_that_do_not_fit_are_named(dense):
         probe("q_proj", module, base.config)
 
 
-@pytest.mark.parametrize("base_path", ["quantized", "transient", "dense"])
-def test_gradients_of_all_adapters_are_those_on_the_dequantized_base(dense, base_path):
+@pytest.mark.parametrize("matmul_path", ["quantized", "transient", "dense"])
+def test_gradients_of_all_adapters_are_those_on_the_dequantized_base(dense, matmul_path):
     def gradients(base, path):
-        attached = attach(base, LoRAConfig(rank=4), base_path=path)
+        attached = attach(base, LoRAConfig(rank=4), matmul_path=path)
         for slot in attached.slots.values():
             slot.lora.lora_b = [
                 mx.random.normal(b.shape, key=mx.random.key(b.size)) * 0.05
@@ -195,7 +195,7 @@ def test_gradients_of_all_adapters_are_those_on_the_dequantized_base(dense, base
     plain = load_base(dense)
     packed = dict(quantized_modules(base.model))
     replace_modules(plain.model, [(path, dense_module(m)) for path, m in packed.items()])
-    value, found = gradients(base, base_path)
+    value, found = gradients(base, matmul_path)
     wanted_value, wanted = gradients(plain, "quantized")
     assert value == pytest.approx(wanted_value, rel=1e-5)
     assert set(found) == set(wanted) and len(found) == 2 * 6 * 7
@@ -207,7 +207,7 @@ def test_gradients_of_all_adapters_are_those_on_the_dequantized_base(dense, base
 def test_merging_is_exact_and_detaching_leaves_no_trace(stored):
     base = load_base(stored)
     before = base.model(TOKENS)
-    attached = attach(base, LoRAConfig(rank=2), base_path="dense")
+    attached = attach(base, LoRAConfig(rank=2), matmul_path="dense")
     for slot in attached.slots.values():
         slot.lora.lora_b = [mx.ones(b.shape) * 0.01 for b in slot.lora.lora_b]
     with_pack = base.model(TOKENS)
@@ -334,7 +334,7 @@ def test_200_steps_on_nf4_end_within_two_percent_of_affine_4_bit(dense, tmp_path
             learning_rate=1e-3,
             val_batches=0,
             quantize=mode,
-            base_path="dense",
+            matmul_path="dense",
         )
         run = train_pack(str(dense), "tiny", LoRAConfig(rank=16), train, tmp_path / mode)
         found[mode] = run.report

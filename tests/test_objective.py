@@ -219,7 +219,7 @@ def test_a_base_that_carries_a_pack_is_refused_at_once():
     [
         {"recompute": "block"},
         {"grad_checkpoint": True},
-        {"cache_prefix": "on"},
+        {"cache_frozen": "on"},
         {"objective": "stack"},
     ],
 )

@@ -11,7 +11,7 @@ from mlx.utils import tree_flatten
 from test_merge import merged, noisy_pack, write_checkpoint
 
 from mlx_packs import load_base
-from mlx_packs.bases.loading import tiny_base_path
+from mlx_packs.bases.loading import tiny_checkpoint
 from mlx_packs.bases.weight_map import origins
 from mlx_packs.files import read_header
 from mlx_packs.runtime import mx
@@ -25,7 +25,7 @@ def renamed(folder: Path) -> Path:
     mx.save_safetensors(str(folder / "model.safetensors"), tensors)
     (folder / "config.json").write_text(json.dumps({**text, "model_type": "qwen2_vl"}))
     for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
-        shutil.copy(tiny_base_path() / file, folder)
+        shutil.copy(tiny_checkpoint() / file, folder)
     return folder
 
 

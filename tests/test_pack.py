@@ -13,7 +13,7 @@ from mlx_packs.adapters.lora.lora import attach
 from mlx_packs.cli.main.main import packs, run_command
 
 from mlx_packs import DataConfig, LoRAConfig, Pack, TrainConfig, evaluate, load_base, train_pack
-from mlx_packs.bases.loading import tiny_base_path
+from mlx_packs.bases.loading import tiny_checkpoint
 from mlx_packs.errors import Interrupted, PackError
 from mlx_packs.files import sha256, whole_folder
 from mlx_packs.packs.manifest import model_card
@@ -42,7 +42,7 @@ def write_base(folder: Path, bits: int | None = None, finer: tuple[str, ...] = (
     mx.save_safetensors(str(folder / "model.safetensors"), dict(tree_flatten(model.parameters())))
     (folder / "config.json").write_text(json.dumps(config))
     for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
-        shutil.copy(tiny_base_path() / file, folder)
+        shutil.copy(tiny_checkpoint() / file, folder)
     return folder
 
 
@@ -474,7 +474,7 @@ def test_whole_folder_puts_the_old_folder_back_when_it_cannot_be_replaced(tmp_pa
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_half_precision_halves_a_pack_and_what_was_measured_is_what_is_opened(dtype, tmp_path, run):
-    lora, few = LoRAConfig(rank=8, num_layers=2), {"iters": 3, "base_path": "dense"}
+    lora, few = LoRAConfig(rank=8, num_layers=2), {"iters": 3, "matmul_path": "dense"}
     few |= {"batch_size": 2, "max_seq_length": 96, "learning_rate": 2e-3}
     rows = [chat(f"Say {word}.", f"Yes, {word}.") for word in "one two six ten red sun".split()]
     data = write_rows(tmp_path / "data", train=rows, valid=rows[:3])
@@ -490,7 +490,7 @@ def test_half_precision_halves_a_pack_and_what_was_measured_is_what_is_opened(dt
         assert stored[name].dtype == getattr(mx, dtype), name
         assert mx.array_equal(stored[name], tensor.astype(stored[name].dtype)).item(), name
     assert half.manifest["adapters"]["dtype"] == dtype
-    report = evaluate(load_base("tiny"), half.path, data, batch_size=2, base_path="dense")
+    report = evaluate(load_base("tiny"), half.path, data, batch_size=2, matmul_path="dense")
     assert report.pack.ppl == pytest.approx(made[dtype].report["ppl_after"], rel=1e-5)
     assert made[dtype].report["ppl_after"] == pytest.approx(
         made["float32"].report["ppl_after"], rel=1e-3

@@ -209,7 +209,7 @@ def test_wheel_and_wheel_from_sdist_carry_the_same_files_and_train(tmp_path):
         check_kernel_sources(tmp_path / folder, tmp_path / "empty")
     installed = tmp_path / "installed"
     options = "--iters 1 --batch-size 1 --test-batches 1 --val-batches 0 --max-seq-length 64"
-    train(f"{options} --base-path dense", tmp_path, PYTHONPATH=str(installed))
+    train(f"{options} --matmul-path dense", tmp_path, PYTHONPATH=str(installed))
     found = run(
         "import mlx_packs; print(mlx_packs.__file__)", PYTHONPATH=str(installed), PYTHONSAFEPATH="1"
     )

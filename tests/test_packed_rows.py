@@ -216,7 +216,7 @@ PACKED = TrainConfig(
     packing=True,
     learning_rate=1e-3,
     lr_schedule="constant",
-    base_path="dense",
+    matmul_path="dense",
     steps_per_eval=2,
     save_every=2,
 )
@@ -248,7 +248,7 @@ def test_packed_run_says_how_full_it_is_and_plans_its_own_shapes(rows, tmp_path,
     monkeypatch.setattr(
         estimate, lambda *a: planned.append(a[5]) or (_ for _ in ()).throw(PackError("none."))
     )
-    arguments = f"--data {rows} --iters 1 --max-seq-length 96 --batch-size 2 --base-path dense"
+    arguments = f"--data {rows} --iters 1 --max-seq-length 96 --batch-size 2 --matmul-path dense"
     code, _, err = run("train", *arguments.split(), "--packing", "--out", tmp_path / "p")
     assert code == 0, err
     line = next(line for line in err.splitlines() if line.startswith("data"))

@@ -12,7 +12,7 @@ from test_merge import attached_logits, noisy_pack
 
 from mlx_packs import Pack, load_base
 from mlx_packs.bases.geometry import chooses
-from mlx_packs.bases.loading import tiny_base_path
+from mlx_packs.bases.loading import tiny_checkpoint
 from mlx_packs.convert import peft as peft_format
 from mlx_packs.convert.interop import export_pack, import_adapter
 from mlx_packs.nn.quantized import QUANTIZED, dequantized_weight
@@ -69,7 +69,7 @@ def base(request, tmp_path_factory) -> Path:
         stated = json.loads((folder / "config.json").read_text())
         (folder / "config.json").write_text(json.dumps({**stated, "n_ctx": 128}))
     for file in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(tiny_base_path() / file, folder)
+        shutil.copy(tiny_checkpoint() / file, folder)
     return folder
 
 

@@ -45,7 +45,7 @@ def train(data, *two: Phase, **changes) -> TrainConfig:
     told = {
         "batch_size": 2,
         "max_seq_length": 64,
-        "base_path": "dense",
+        "matmul_path": "dense",
         "steps_per_report": 3,
         "grad_accumulation_steps": 2,
         "test_batches": 1,
@@ -352,10 +352,10 @@ def test_phases_work_with_packing_and_a_cached_prefix(data, tmp_path, monkeypatc
     monkeypatch.setenv("MLX_PACKS_CACHE", str(tmp_path / "cache"))
     config = {"packing": True, "val_batches": 0}
     runs = [
-        train_pack("tiny", None, LORA, train(data, cache_prefix=how, **config), tmp_path / how)
+        train_pack("tiny", None, LORA, train(data, cache_frozen=how, **config), tmp_path / how)
         for how in ("off", "on")
     ]
-    assert runs[1].report["cache_prefix"]["rows_computed"] <= 22  # each row of both phases once
+    assert runs[1].report["cache_frozen"]["rows_computed"] <= 22  # each row of both phases once
     for off, on in zip(*(r.report["phases"] for r in runs), strict=True):
         assert on["after"]["narrow"]["ppl"] == pytest.approx(
             off["after"]["narrow"]["ppl"], rel=1e-4

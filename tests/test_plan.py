@@ -23,7 +23,7 @@ from mlx_packs.training.run.setup import choose_path, encode_splits, plan_paths
 from mlx_packs.training.run.step import Stepper
 
 from mlx_packs import LoRAConfig, PackError, TrainConfig, runtime, train_pack
-from mlx_packs.bases.loading import tiny_base_path
+from mlx_packs.bases.loading import tiny_checkpoint
 from mlx_packs.data.rows import load_rows
 from mlx_packs.display import QUIET, Display
 from mlx_packs.memory.plan import (
@@ -94,12 +94,12 @@ def checkpoint(name: str) -> Checkpoint:
     return Checkpoint(name, config, {n: {"dtype": "BF16", "shape": s} for n, s in tensors.items()})
 
 
-def peak(lora: dict | None = None, base_path: str = "quantized", **train) -> float:
+def peak(lora: dict | None = None, matmul_path: str = "quantized", **train) -> float:
     """Estimated GB of the tiny base."""
     tiny = read_checkpoint("tiny")
     settings = TrainConfig(**{"batch_size": 4, "max_seq_length": 256, **train})
     return estimate(
-        tiny.config, tiny.tensors, LoRAConfig(**(lora or {})), settings, base_path
+        tiny.config, tiny.tensors, LoRAConfig(**(lora or {})), settings, matmul_path
     ).peak_gb
 
 
@@ -175,7 +175,7 @@ def test_more_work_takes_more_and_recomputing_less():
     assert (
         peak(grad_checkpoint=True) < peak(recompute="selective") < peak(recompute="none") == peak()
     )
-    assert peak() < peak(base_path="dense")
+    assert peak() < peak(matmul_path="dense")
 
 
 def on_a_gpu(monkeypatch) -> None:
@@ -302,17 +302,17 @@ def test_remedies_name_only_what_is_not_so_already_and_helps():
 
     def told(found: Checkpoint, lora: dict, **train) -> list[str]:
         def peak(lora, train):
-            path = train.base_path
+            path = train.matmul_path
             return estimate(found.config, found.tensors, lora, train, path).peak_bytes
 
-        settings = TrainConfig(**{"base_path": "dense", **train})
+        settings = TrainConfig(**{"matmul_path": "dense", **train})
         return remedies(peak, LoRAConfig(**lora), settings, found is small)
 
     smallest = {"batch_size": 1, "max_seq_length": 256, "grad_checkpoint": True}
     assert told(small, {"rank": 4}, **smallest) == ["--quantize nf4", "a smaller base"]
-    assert told(tiny, {"rank": 4}, **smallest) == ["--base-path transient", "a smaller base"]
-    assert told(tiny, {"rank": 4}, **smallest, base_path="transient") == ["a smaller base"]
-    assert told(tiny, {}, base_path="transient") == [
+    assert told(tiny, {"rank": 4}, **smallest) == ["--matmul-path transient", "a smaller base"]
+    assert told(tiny, {"rank": 4}, **smallest, matmul_path="transient") == ["a smaller base"]
+    assert told(tiny, {}, matmul_path="transient") == [
         "a smaller --batch-size",
         "--recompute block",
         "a smaller --max-seq-length",
@@ -325,7 +325,7 @@ def test_command_prints_a_list_of_options_and_the_next_command(run):
     code, out, _ = run("plan", "--memory", "16", "--json")
     options = json.loads(out)
     assert code == 0
-    keys = "method base_path batch_size max_seq_length peak_gb fits why parts parts_max".split()
+    keys = "method matmul_path batch_size max_seq_length peak_gb fits why parts parts_max".split()
     assert all(set(keys) <= set(option) for option in options)
     code, out, _ = run("plan", "--memory", "16", "--grad-checkpoint")
     assert code == 0 and out.splitlines()[-1].startswith("try:    packs train --model tiny")
@@ -343,7 +343,7 @@ def peak_of(command: str, found: Checkpoint) -> float:
     recipe = recipe_of(flags, values)
     assert recipe.run["model"] == found.name
     return estimate(
-        found.config, found.tensors, recipe.lora, recipe.train, recipe.train.base_path
+        found.config, found.tensors, recipe.lora, recipe.train, recipe.train.matmul_path
     ).peak_gb
 
 
@@ -502,7 +502,7 @@ def test_the_estimate_is_within_its_error_of_the_measured_peak(recomputed, tiny,
         iters=2,
         batch_size=4,
         max_seq_length=128,
-        base_path="dense",
+        matmul_path="dense",
         grad_checkpoint=recomputed,
         val_batches=0,
     )
@@ -519,10 +519,10 @@ def test_blocks_keep_no_scores_whichever_of_their_projections_carry_adapters(
     length = 768
     lora = LoRAConfig(rank=8, target_modules=tuple(targets.split()))
     train = TrainConfig(
-        iters=1, batch_size=1, max_seq_length=length + 1, base_path="dense", recompute=recompute
+        iters=1, batch_size=1, max_seq_length=length + 1, matmul_path="dense", recompute=recompute
     )
     planned = estimate(tiny.config, tensors_of(tiny.model), lora, train, "dense", targets=256)
-    attached = attach(tiny, lora, base_path="dense")
+    attached = attach(tiny, lora, matmul_path="dense")
     attached.recompute(recompute)
     optimizer = make_optimizer(train)
     optimizer.init(tiny.model.trainable_parameters())
@@ -539,7 +539,7 @@ def test_blocks_keep_no_scores_whichever_of_their_projections_carry_adapters(
 
 def test_probabilities_are_kept_on_cpus_alone(monkeypatch):
     def activations(length):
-        train = TrainConfig(batch_size=1, recompute="none", base_path="dense")
+        train = TrainConfig(batch_size=1, recompute="none", matmul_path="dense")
         known = checkpoint("qwen3-0.6b")
         plan = estimate(
             known.config, known.tensors, LoRAConfig(), train, "dense", length=length, targets=1
@@ -611,7 +611,9 @@ def test_a_base_whose_headers_cannot_be_had_is_left_to_loading(monkeypatch, tmp_
 def test_training_that_cannot_fit_is_refused_unless_forced(rows, tmp_path, monkeypatch, run):
     monkeypatch.setattr(runtime, "total_memory", lambda: int(60e6))
     measured = []
-    monkeypatch.setattr("mlx_packs.training.setup.choose_base_path", lambda *_: measured.append(1))
+    monkeypatch.setattr(
+        "mlx_packs.training.setup.choose_matmul_path", lambda *_: measured.append(1)
+    )
     out = tmp_path / "p"
     arguments = ["train", "--data", rows, "--out", out, "--iters", "1", "--recompute", "none"]
     code, _, err = run(*arguments)
@@ -619,7 +621,7 @@ def test_training_that_cannot_fit_is_refused_unless_forced(rows, tmp_path, monke
     assert code == 2 and "--force" in told and "--recompute block" in told and not out.exists()
     assert "at least" not in told and "data" in err, "the rows are known by now"
     assert not measured, "refused before any weight is dequantized"
-    assert run(*arguments, "--force", "-q", "--base-path", "transient")[0] == 0
+    assert run(*arguments, "--force", "-q", "--matmul-path", "transient")[0] == 0
     assert json.loads((out / "pack.json").read_text())["measured"]["plan_peak_gb"] > 0.06
 
 
@@ -630,7 +632,7 @@ def test_what_is_tight_is_trained_with_a_warning(rows, tmp_path, monkeypatch, ru
         rows,
         "--iters",
         "1",
-        "--base-path",
+        "--matmul-path",
         "dense",
         "--json",
         "--test-batches",
@@ -662,7 +664,7 @@ def test_auto_takes_the_fastest_path_that_fits(tiny, rows, monkeypatch):
     def taken(memory: int) -> str:
         monkeypatch.setattr(runtime, "total_memory", lambda: memory)
         plans = plan_paths(tiny, LoRAConfig(), train, shapes, display)
-        return choose_path(tiny, train, course.train, plans, display).base_path
+        return choose_path(tiny, train, course.train, plans, display).matmul_path
 
     monkeypatch.setattr(runtime, "total_memory", lambda: int(64e9))
     plans = plan_paths(tiny, LoRAConfig(), train, shapes, display)
@@ -682,7 +684,7 @@ def test_the_plan_takes_the_first_policy_of_recomputation_that_fits(
         rows,
         "--iters",
         "1",
-        "--base-path",
+        "--matmul-path",
         "dense",
         "--json",
         "--test-batches",
@@ -710,17 +712,17 @@ def test_the_plan_takes_the_first_policy_of_recomputation_that_fits(
 def test_a_dense_base_has_its_estimate(rows, tmp_path, run):
     base = write_headers(tmp_path / "base", base_checkpoint())
     for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
-        shutil.copy(tiny_base_path() / file, base / file)
+        shutil.copy(tiny_checkpoint() / file, base / file)
     arguments = ["--model", base, "--data", rows, "--iters", "1", "--val-batches", "0", "--json"]
     code, out, err = run("train", *arguments, "--out", tmp_path / "p")
     assert code == 0, err
-    assert json.loads(out)["plan_peak_gb"] > 0 and json.loads(out)["base_path"] == "dense"
+    assert json.loads(out)["plan_peak_gb"] > 0 and json.loads(out)["matmul_path"] == "dense"
 
 
 def base_checkpoint() -> Checkpoint:
     """A small dense checkpoint with the vocabulary of the tiny base."""
     found = checkpoint("small")
-    config = json.loads((tiny_base_path() / "config.json").read_text())
+    config = json.loads((tiny_checkpoint() / "config.json").read_text())
     vocab = config["vocab_size"]
     found.tensors["model.embed_tokens.weight"]["shape"] = [vocab, SMALL[0]]
     return Checkpoint("small", {**found.config, "vocab_size": vocab}, found.tensors)
@@ -728,7 +730,7 @@ def base_checkpoint() -> Checkpoint:
 
 def test_a_base_without_a_plan_is_trained_all_the_same(monkeypatch, tiny, rows, tmp_path):
     monkeypatch.setattr("mlx_packs.memory.plan.FAMILIES", ())
-    train = TrainConfig(iters=1, batch_size=2, base_path="dense", val_batches=0)
+    train = TrainConfig(iters=1, batch_size=2, matmul_path="dense", val_batches=0)
     run = train_pack(tiny, rows, LoRAConfig(rank=4), train, tmp_path / "p")
     assert run.report["plan_peak_gb"] is None
 

@@ -44,7 +44,7 @@ from mlx_packs.runtime import mx
 
 LENGTHS = (9, 17, 5, 30, 2, 21, 12)
 TRAIN = TrainConfig(
-    iters=40, batch_size=2, max_seq_length=48, cache_prefix="on", base_path="quantized", seed=3
+    iters=40, batch_size=2, max_seq_length=48, cache_frozen="on", matmul_path="quantized", seed=3
 )
 BLOCKS = 4
 # Blocks that give more than states, or take more, and one whose random logits are not finite.
@@ -174,7 +174,7 @@ def test_frozen_blocks_are_not_computed_where_states_are_given():
 
 @pytest.mark.parametrize("recompute", ["none", "block"])
 def test_the_backward_stops_at_the_first_adapted_block_even_without_a_cache(recompute):
-    opened = Opened(train=changed(TRAIN, cache_prefix="off", recompute=recompute))
+    opened = Opened(train=changed(TRAIN, cache_frozen="off", recompute=recompute))
     passed = []
 
     class Watched(nn.Module):
@@ -308,12 +308,12 @@ def test_whatever_changes_the_states_has_a_file_of_its_own(folder):
     assert len(list(folder.glob("*.states"))) == 1 + len(runs)
 
 
-def test_tokens_base_path_config_and_weight_files_are_in_the_key(tmp_path):
+def test_tokens_matmul_path_config_and_weight_files_are_in_the_key(tmp_path):
     opened = Opened()
 
-    def key(examples, base_path="quantized"):
+    def key(examples, matmul_path="quantized"):
         states = mx.zeros((1, 1, 64))
-        return prefixes._key(opened.attached, TRAIN, examples, base_path, 3, states)
+        return prefixes._key(opened.attached, TRAIN, examples, matmul_path, 3, states)
 
     other = examples()
     other.items[2].tokens[1] += 1
@@ -473,7 +473,7 @@ def refusal(*args, **kwargs) -> str:
 
 
 def test_on_is_refused_with_nothing_frozen_below_the_adapters():
-    assert "--cache-prefix on: the first block carries adapters" in refusal(num_layers=-1)
+    assert "--cache-frozen on: the first block carries adapters" in refusal(num_layers=-1)
 
 
 def test_frozen_blocks_are_those_below_the_first_adapter():
@@ -522,7 +522,7 @@ def test_a_family_whose_upper_blocks_see_more_than_states_is_refused():
         return made
 
     assert "the model computes something else" in refusal(base=base())
-    opened = Opened(base=base(), train=changed(TRAIN, cache_prefix="auto"))
+    opened = Opened(base=base(), train=changed(TRAIN, cache_frozen="auto"))
     assert opened.cache is None
     assert [level for _, level in opened.lines] == [VERBOSE]
     assert not any(isinstance(m, FrozenBlock) for m in opened.model.modules())
@@ -553,8 +553,8 @@ def test_an_adapter_below_the_blocks_is_seen():
 
 def test_too_large_states_are_refused_or_left(monkeypatch):
     monkeypatch.setattr(prefixes, "memory_budget", lambda plan: 100)
-    assert "--cache-prefix on: the states of all rows take" in refusal()
-    opened = Opened(train=changed(TRAIN, cache_prefix="auto"))
+    assert "--cache-frozen on: the states of all rows take" in refusal()
+    opened = Opened(train=changed(TRAIN, cache_frozen="auto"))
     assert opened.cache is None
     assert not any(isinstance(m, FrozenBlock) for m in opened.model.modules())
 
@@ -570,7 +570,7 @@ def test_too_large_states_are_refused_or_left(monkeypatch):
     ],
 )
 def test_auto_caches_where_it_pays_and_says_why_not(changes, num_layers, reason):
-    opened = Opened(train=changed(TRAIN, cache_prefix="auto", **changes), num_layers=num_layers)
+    opened = Opened(train=changed(TRAIN, cache_frozen="auto", **changes), num_layers=num_layers)
     ((text, level),) = opened.lines
     assert (opened.cache is None) == (reason is not None)
     if reason is None:
@@ -581,12 +581,12 @@ def test_auto_caches_where_it_pays_and_says_why_not(changes, num_layers, reason)
 
 def test_auto_does_not_cache_a_block_among_many():
     base = base_of("qwen3", num_hidden_layers=12)
-    opened = Opened(base=base, train=changed(TRAIN, cache_prefix="auto"), num_layers=11)
+    opened = Opened(base=base, train=changed(TRAIN, cache_frozen="auto"), num_layers=11)
     assert opened.cache is None and "only 1 of 12 blocks" in opened.lines[0][0]
 
 
 def test_off_never_caches():
-    assert Opened(train=changed(TRAIN, cache_prefix="off")).cache is None
+    assert Opened(train=changed(TRAIN, cache_frozen="off")).cache is None
 
 
 @pytest.mark.skipif(runtime.COMPILES, reason="steps are compiled here")
@@ -613,12 +613,12 @@ def test_held_bytes_are_those_of_all_rows_within_the_budget():
 
 @pytest.mark.parametrize(("said", "meant"), [(True, "on"), (False, "off"), ("auto", "auto")])
 def test_yaml_reads_on_and_off_as_truth_values(said, meant):
-    assert resolve({"cache_prefix": said}).train.cache_prefix == meant
+    assert resolve({"cache_frozen": said}).train.cache_frozen == meant
 
 
 def test_unknown_ways_are_refused():
-    with pytest.raises(PackError, match="cache_prefix is one of auto, on, off; got 'yes'"):
-        TrainConfig(cache_prefix="yes")
+    with pytest.raises(PackError, match="cache_frozen is one of auto, on, off; got 'yes'"):
+        TrainConfig(cache_frozen="yes")
 
 
 LORA = LoRAConfig(rank=4, num_layers=2, dropout=0.1)
@@ -628,12 +628,12 @@ RUN = TrainConfig(
     max_seq_length=64,
     learning_rate=1e-3,
     lr_schedule="constant",
-    base_path="dense",
+    matmul_path="dense",
     steps_per_report=1,
     save_every=50,
     val_batches=0,
     test_batches=1,
-    cache_prefix="on",
+    cache_frozen="on",
 )
 
 
@@ -663,7 +663,7 @@ def test_resumed_run_with_a_cache_equals_an_unbroken_one(
 ):
     train = changed(RUN, packing=packing)
     unbroken = train_pack(tiny, rows, LORA, train, tmp_path / "a")
-    assert unbroken.report["cache_prefix"]["rows_computed"] == 6
+    assert unbroken.report["cache_frozen"]["rows_computed"] == 6
     train_pack(tiny, rows, LORA, changed(train, iters=stop), tmp_path / "b")
     resumed = train_pack(tiny, rows, LORA, train, tmp_path / "b", resume=True)
     for name, tensor in adapters(unbroken).items():
@@ -675,10 +675,10 @@ def test_resumed_run_finds_its_states_on_disk_and_equals_an_unbroken_one(
 ):
     train_pack(tiny, rows, LORA, changed(RUN, iters=6), tmp_path / "b")
     resumed = train_pack(tiny, rows, LORA, RUN, tmp_path / "b", resume=True)
-    found = resumed.report["cache_prefix"]
+    found = resumed.report["cache_frozen"]
     assert (found["rows_found"], found["rows_computed"], found["on_disk"]) == (6, 0, True)
-    unbroken = train_pack(tiny, rows, LORA, changed(RUN, cache_prefix="off"), tmp_path / "a")
-    assert unbroken.report["cache_prefix"] is None
+    unbroken = train_pack(tiny, rows, LORA, changed(RUN, cache_frozen="off"), tmp_path / "a")
+    assert unbroken.report["cache_frozen"] is None
     for name, tensor in adapters(unbroken).items():
         assert mx.array_equal(adapters(resumed)[name], tensor).item(), name
 
@@ -700,10 +700,10 @@ def test_a_run_leaves_the_base_as_it_was(tiny, rows, tmp_path, monkeypatch):
 
 def test_the_command_line_refuses_on_in_one_line(rows, tmp_path, run):
     code, _, err = run(
-        "train", "--data", rows, "--out", tmp_path / "p", "--cache-prefix", "on", "--iters", 2
+        "train", "--data", rows, "--out", tmp_path / "p", "--cache-frozen", "on", "--iters", 2
     )
     assert code == 2
-    assert "packs: --cache-prefix on: the first block carries adapters" in err
+    assert "packs: --cache-frozen on: the first block carries adapters" in err
     assert "Traceback" not in err and not (tmp_path / "p").exists()
 
 
@@ -718,7 +718,7 @@ def test_every_combination_learns_the_same(tiny, rows, tmp_path, last_k):
             RUN,
             batch_size=1 if packing else 2,
             packing=packing,
-            cache_prefix=cache,
+            cache_frozen=cache,
             ce_last_k=last_k,
             **policy,
             save_every=100,
@@ -729,7 +729,7 @@ def test_every_combination_learns_the_same(tiny, rows, tmp_path, last_k):
         lora = dataclasses.replace(LORA, dropout=0.0)
         run = train_pack(tiny, rows, lora, train, tmp_path / str(len(found)))
         assert (run.report["steps"], run.report["batches"]) == (3, 3 * batches)
-        assert (run.report["cache_prefix"] is None) == (cache == "off")
+        assert (run.report["cache_frozen"] is None) == (cache == "off")
         found.append((run.report["trained_tokens"], losses(run)))
     (targets, plain), *others = found
     assert plain[0] > plain[-1]

@@ -12,7 +12,7 @@ from mlx_packs import files
 from mlx_packs.bases import files as base_files
 from mlx_packs.bases import quantization as packing
 from mlx_packs.bases import writer as quantize
-from mlx_packs.bases.files import tiny_base_path
+from mlx_packs.bases.files import tiny_checkpoint
 from mlx_packs.bases.loading import load_base
 from mlx_packs.bases.quantization import Packing, quantized_tensors
 from mlx_packs.bases.writer import Recipe
@@ -34,7 +34,7 @@ def write_dense(folder: Path, dtype: mx.Dtype = mx.bfloat16, family="qwen3", **c
     save(folder, dict(tree_flatten(model.parameters())))
     (folder / "config.json").write_text(json.dumps(config))
     for name in TOKENIZER_FILES:
-        shutil.copy(tiny_base_path() / name, folder / name)
+        shutil.copy(tiny_checkpoint() / name, folder / name)
     return folder
 
 

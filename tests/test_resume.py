@@ -24,7 +24,7 @@ TRAIN = TrainConfig(
     iters=2,
     batch_size=2,
     max_seq_length=64,
-    base_path="dense",
+    matmul_path="dense",
     save_every=1,
     steps_per_report=1,
     lr_schedule="constant",
@@ -191,7 +191,7 @@ def test_resume_may_recompute_otherwise_unless_there_is_dropout(trained, here):
 def test_what_an_older_run_does_not_mention_was_as_by_default(here, resumed):
     file = here / "o-run" / "config.json"
     found = json.loads(file.read_text())
-    del found["recipe"]["z_loss"], found["recipe"]["cache_prefix"]
+    del found["recipe"]["z_loss"], found["recipe"]["cache_frozen"]
     file.write_text(json.dumps(found))
     assert resumed().report["batches"] == 3
 

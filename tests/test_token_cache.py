@@ -185,7 +185,7 @@ def test_entries_unread_for_a_month_are_removed(tokenizer, folder):
 def test_run_from_cached_tokens_equals_one_without(tmp_path, monkeypatch, packing):
     rows = write_rows(tmp_path / "d", train=[dict(r.value) for r in ROWS], valid=[ROWS[0].value])
     train = TrainConfig(
-        iters=2, batch_size=2, max_seq_length=64, base_path="dense", packing=packing
+        iters=2, batch_size=2, max_seq_length=64, matmul_path="dense", packing=packing
     )
     lora, packs = LoRAConfig(rank=2, num_layers=1), []
     packs.append(train_pack("tiny", rows, lora, train, tmp_path / "without").pack)

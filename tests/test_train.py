@@ -27,7 +27,7 @@ from mlx_packs.runtime import mx
 
 LORA = LoRAConfig(rank=4)
 QUICK = TrainConfig(
-    iters=4, batch_size=2, learning_rate=1e-3, base_path="dense", steps_per_eval=2, save_every=2
+    iters=4, batch_size=2, learning_rate=1e-3, matmul_path="dense", steps_per_eval=2, save_every=2
 )
 
 
@@ -62,13 +62,13 @@ def test_two_runs_with_one_seed_give_the_same_bytes(tiny, rows, tmp_path):
 
 
 def test_run_reports_what_it_wrote_and_learns(tiny, rows, tmp_path):
-    train = TrainConfig(iters=12, batch_size=4, learning_rate=1e-3, base_path="dense")
+    train = TrainConfig(iters=12, batch_size=4, learning_rate=1e-3, matmul_path="dense")
     run = train_pack(tiny, rows, LORA, train, tmp_path / "p")
     report = run.report
     assert report["ppl_after"] < report["ppl_before"]
     assert {
         *("pack run steps ppl_before ppl_after ppl_before_se ppl_after_se trained_tokens").split(),
-        *("tokens_per_s train_s peak_gb pack_mb base_path plan_peak_gb gates").split(),
+        *("tokens_per_s train_s peak_gb pack_mb matmul_path plan_peak_gb gates").split(),
     } <= set(report)
     lines = (tmp_path / "p-run" / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["batch"] for line in lines] == [10, 12]
@@ -214,7 +214,7 @@ def test_one_block_at_true_qwen3_4b_geometry_trains(tmp_path):
         "qwen3", **sizes, head_dim=128, intermediate_size=9728, num_hidden_layers=1, vocab_size=512
     )
     nn.quantize(base.model, group_size=64, bits=4)
-    attached = attach(base, LoRAConfig(rank=8), base_path="transient")
+    attached = attach(base, LoRAConfig(rank=8), matmul_path="transient")
     described = [g.describe() for group in attached.groups for g in group.members]
     assert any("q_proj: 2560 -> 4096 (affine 4-bit g64, stored width 320" in d for d in described)
     optimizer = make_optimizer(TrainConfig(learning_rate=1e-3, iters=3, lr_schedule="constant"))
@@ -265,7 +265,7 @@ def test_schedules_start_low_when_warmed_up_and_stay_positive(lr_schedule):
 
 
 def test_size_gate_fails_with_exit_code_1_and_names_the_gate(rows, tmp_path):
-    arguments = f"--data {rows} --iters 1 --batch-size 2 --base-path dense --out {tmp_path / 'p'}"
+    arguments = f"--data {rows} --iters 1 --batch-size 2 --matmul-path dense --out {tmp_path / 'p'}"
     result = CliRunner().invoke(command, [*arguments.split(), "--max-pack-mb", "0.001", "--json"])
     assert result.exit_code == 1
     assert "gate --max-pack-mb failed" in result.stderr
@@ -275,7 +275,7 @@ def test_size_gate_fails_with_exit_code_1_and_names_the_gate(rows, tmp_path):
 
 
 def test_gates_are_held_at_the_end_and_their_results_are_in_the_manifest(rows, tmp_path):
-    arguments = f"--data {rows} --iters 1 --batch-size 2 --base-path dense --out {tmp_path / 'p'}"
+    arguments = f"--data {rows} --iters 1 --batch-size 2 --matmul-path dense --out {tmp_path / 'p'}"
     limits = "--max-ppl-ratio 0.001 --min-tps-ratio 0.001 --max-pack-mb 50"
     result = CliRunner().invoke(command, [*arguments.split(), *limits.split(), "--json"])
     assert result.exit_code == 1
@@ -305,7 +305,7 @@ def test_single_rows_and_last_k_targets_train(tiny, tmp_path):
         train=[chat("a b c", "d e f g h"), chat("one", "two three")],
         valid=[chat("hello", "world")],
     )
-    train = TrainConfig(iters=1, batch_size=4, ce_last_k=1, base_path="dense")
+    train = TrainConfig(iters=1, batch_size=4, ce_last_k=1, matmul_path="dense")
     run = train_pack(tiny, rows, LORA, train, tmp_path / "p")
     assert run.report["trained_tokens"] == 2
 
@@ -316,11 +316,11 @@ def test_json_says_which_path_every_kind_of_weight_ran_on_and_why(rows, tmp_path
     result = CliRunner().invoke(command, [*arguments.split(), "--json", "-v"])
     assert result.exit_code == 0, result.stderr
     report = json.loads(result.stdout)
-    at_work = report["base_paths_at_work"]
+    at_work = report["matmul_paths"]
     projections = "q_proj k_proj v_proj o_proj gate_proj up_proj down_proj".split()
     assert set(at_work) == {*projections, "embed_tokens"}
     for name, found in at_work.items():
-        assert found["paths"] == {report["base_path"]: 1 if name == "embed_tokens" else 6}
+        assert found["paths"] == {report["matmul_path"]: 1 if name == "embed_tokens" else 6}
         assert set(found["step_ms"]) == {"quantized", "transient", "dense"}
     assert "24 x" not in result.stderr and "12 x [768, 256] gate_proj, up_proj:" in result.stderr
     assert f"{report['batch_shapes']} of batches" in result.stderr

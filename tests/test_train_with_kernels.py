@@ -25,7 +25,7 @@ def losses(rows, out, iters=20, dtype=mx.float32, learning_rate=1e-3) -> tuple[l
         batch_size=1,
         max_seq_length=32,
         learning_rate=learning_rate,
-        base_path="quantized",
+        matmul_path="quantized",
         steps_per_report=1,
         val_batches=0,
         save_every=1000,

@@ -90,21 +90,21 @@ class Unfrozen:
         return sum(place.own.size for place in self._places.values())
 
 
-def unfreeze(base: Base, num_layers: int = -1, base_path: str = "auto") -> Unfrozen:
+def unfreeze(base: Base, num_layers: int = -1, matmul_path: str = "auto") -> Unfrozen:
     """Let the weights of a base learn, as float32 copies.
 
     Args:
         num_layers: the last N blocks alone, as in mlx-lm; -1 is every floating weight, the
             embedding and the head too.
-        base_path: ``dense`` dequantizes a quantized base, and its dense weights learn.
+        matmul_path: ``dense`` dequantizes a quantized base, and its dense weights learn.
     Raises: PackError for a base that is quantized otherwise, or that cannot be trained.
     """
     check_trainable(base.name, base.model)
-    check_dense(base, base_path)
+    check_dense(base, matmul_path)
     prefixes = block_prefixes(base.model) if num_layers > 0 else []
     if num_layers > len(prefixes):
         raise PackError(f"--num-layers {num_layers}: the base has only {len(prefixes)} blocks.")
-    blocks = attach(base, specs={}, base_path="dense")
+    blocks = attach(base, specs={}, matmul_path="dense")
     try:
         places = _places(base, prefixes[-num_layers:] if num_layers > 0 else None)
     except BaseException:
@@ -116,13 +116,13 @@ def unfreeze(base: Base, num_layers: int = -1, base_path: str = "auto") -> Unfro
     return Unfrozen(blocks, places)
 
 
-def check_dense(base: Base, base_path: str) -> None:
+def check_dense(base: Base, matmul_path: str) -> None:
     """Raises: PackError if a base is packed and its weights are not to be dense."""
     packed = any(isinstance(m, QUANTIZED) for m in base.model.modules())
-    if packed and base_path != "dense":
+    if packed and matmul_path != "dense":
         raise PackError(
             f"--method full: {base.name} is {quantization_name(base.quantization)}, and packed "
-            "weights cannot learn; --base-path dense trains dense copies of them, or take --method "
+            "weights cannot learn; --matmul-path dense trains dense copies of them, or take --method "
             "lora, or a dense checkpoint."
         )
 

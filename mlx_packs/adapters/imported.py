@@ -92,7 +92,7 @@ def replacements(
 
 
 def _bare(module: nn.Module | None) -> nn.Module | None:
-    """What a base path stands in for."""
+    """What a matmul path stands in for."""
     if isinstance(module, TransientLinear):
         return module.linear
     return module.embedding if isinstance(module, TransientEmbedding) else module

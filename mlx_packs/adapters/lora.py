@@ -28,7 +28,13 @@ from ..errors import PackError
 from ..nn.blocks import GroupedAttention, GroupedMLP, is_grouped_attention, is_grouped_mlp
 from ..nn.experts import AdaptedSwitchLinear, expert_weights, is_switch_linear
 from ..nn.lora import AdaptedLinear, AdapterShape, GroupedLoRA, adapter_key, low_rank_delta
-from ..nn.quantized import LINEARS, HalfLinear, apply_base_path, dequantized_weight, replace_modules
+from ..nn.quantized import (
+    LINEARS,
+    HalfLinear,
+    apply_matmul_path,
+    dequantized_weight,
+    replace_modules,
+)
 from ..nn.recompute import RecomputedBlock
 from ..runtime import mx
 
@@ -332,7 +338,7 @@ def attach(
     base: Base,
     lora: LoRAConfig | None = None,
     specs: Specs | None = None,
-    base_path: str = "quantized",
+    matmul_path: str = "quantized",
     seed: int = 0,
     fp16_fallback: bool = False,
 ) -> Attached:
@@ -341,7 +347,7 @@ def attach(
     Args:
         lora: where and how large, for training; or
         specs: exactly which adapters, as a pack's manifest has them; none at all is allowed.
-        base_path: how the frozen weights are multiplied while attached.
+        matmul_path: how the frozen weights are multiplied while attached.
         fp16_fallback: dequantize modules whose geometry cannot be probed to fp16 and train on.
     Raises: PackError if a target does not exist or a geometry cannot be probed.
     """
@@ -370,7 +376,7 @@ def attach(
         attached.swap([(geometry.path, module) for geometry, module in fallback])
         modules = dict(base.model.named_modules())
         attached.frozen = {path: modules[path] for path in specs}
-        attached._originals += apply_base_path(base.model, base_path)
+        attached._originals += apply_matmul_path(base.model, matmul_path)
         _swap_in_adapters(attached, lora.dropout, seed)
         base.model.train(base.model.training)  # new modules join the mode of the rest
     except BaseException:

@@ -24,7 +24,7 @@ CHECKPOINT_FILES = (
 ).split()
 
 
-def tiny_base_path() -> Path:
+def tiny_checkpoint() -> Path:
     """The folder of the tiny Qwen3 that the package carries; an ordinary mlx-lm checkpoint."""
     return TINY_FOLDER / "base"
 
@@ -35,13 +35,13 @@ def public_name(name: str) -> str:
     return path.resolve().name if path.exists() else name
 
 
-def resolve_base_path(name: str | Path) -> Path:
+def resolve_checkpoint(name: str | Path) -> Path:
     """The checkpoint folder for ``tiny``, a local folder, or a hub id (cached first).
 
     Raises: PackError, one line with what to do, when there is none.
     """
     if str(name) == TINY:
-        return tiny_base_path()
+        return tiny_checkpoint()
     if not str(name):
         raise PackError("--model: is empty; name a folder, a hub id (owner/name) or 'tiny'.")
     path = Path(name).expanduser()
@@ -167,7 +167,7 @@ def check_files(path: Path) -> None:
 
 def stored_config(name: str | Path) -> dict:
     """The config.json of a checkpoint whose files are whole. Raises: PackError if it is not."""
-    path = resolve_base_path(name)
+    path = resolve_checkpoint(name)
     check_files(path)
     return json.loads((path / "config.json").read_text(encoding="utf-8"))
 

@@ -29,14 +29,14 @@ from .files import (
     public_name,
     quantization_name,
     quantized_as,
-    resolve_base_path,
+    resolve_checkpoint,
     stored_quantization,
     text_config,
     weight_files,
 )
 from .files import missing_shards as missing_shards  # others take these from here
 from .files import stored_config as stored_config
-from .files import tiny_base_path as tiny_base_path
+from .files import tiny_checkpoint as tiny_checkpoint
 from .quantization import Recipe, is_named, packing_named, packings_of, quantized_tensors
 from .unsupported import unreadable, unreadable_tokenizer
 from .weight_map import Origin, origins
@@ -99,7 +99,7 @@ class Base:
         return embedded(self.model, tokens, batch_size)
 
     @contextmanager
-    def applied(self, pack: "Packs", base_path: str = "quantized") -> Iterator["Base"]:
+    def applied(self, pack: "Packs", matmul_path: str = "quantized") -> Iterator["Base"]:
         """The base with a pack attached; on leaving it is as it was, to the bit, nothing reloaded.
 
         An inner pack stands in for the outer one until it is left.
@@ -110,13 +110,13 @@ class Base:
         Raises: PackError if the pack does not fit this base.
         """
         before = self.carried
-        self.swap_pack(pack, base_path)
+        self.swap_pack(pack, matmul_path)
         try:
             yield self
         finally:
-            self.swap_pack(before and before.pack, before.base_path if before else "quantized")
+            self.swap_pack(before and before.pack, before.matmul_path if before else "quantized")
 
-    def swap_pack(self, pack: "Packs | None", base_path: str = "quantized") -> None:
+    def swap_pack(self, pack: "Packs | None", matmul_path: str = "quantized") -> None:
         """Put a pack in place of the one that the base carries; None takes it off.
 
         A pack of the same targets, ranks and scales is put into the adapters that are there: traces
@@ -128,7 +128,7 @@ class Base:
         from ..packs.hot_swap import swap_in
         from ..packs.weighted_sum import as_pack
 
-        swap_in(self, None if pack is None else as_pack(pack), base_path)
+        swap_in(self, None if pack is None else as_pack(pack), matmul_path)
 
     @property
     def public_name(self) -> str:
@@ -414,7 +414,7 @@ def load_base(
     recipe = None
     if quantize != "none":
         recipe = Recipe(packing_named(quantize, double_quant), tuple(keep))
-    path = resolve_base_path(name)
+    path = resolve_checkpoint(name)
     check_files(path)
     stored = json.loads((path / "config.json").read_text(encoding="utf-8"))
     if is_encoder(path, stored):
@@ -493,7 +493,7 @@ def lazy_base(name: str | Path, trust_remote_code: bool = False) -> Base:
 
     Raises: PackError as `load_base` does.
     """
-    path = resolve_base_path(name)
+    path = resolve_checkpoint(name)
     check_files(path)
     stored = json.loads((path / "config.json").read_text(encoding="utf-8"))
     if is_encoder(path, stored):

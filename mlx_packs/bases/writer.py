@@ -106,7 +106,7 @@ def quantize(
     """
     recipe, display = recipe or Recipe(), display or Display(QUIET)
     recipe.check()
-    source = base_files.resolve_base_path(model)
+    source = base_files.resolve_checkpoint(model)
     started = time.monotonic()
     output_folder(str(out), source, overwrite)
     plan = plan_of(source, recipe, trust_remote_code)

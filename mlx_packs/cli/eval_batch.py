@@ -57,7 +57,7 @@ from . import options
 @click.option("--limit", default=-1, metavar="N", help="At most so many rows.")
 @click.option("--loss-on", type=click.Choice(["all", "completion", "assistant"]))
 @click.option(
-    "--base-path", default="auto", type=click.Choice(["auto", "quantized", "transient", "dense"])
+    "--matmul-path", default="auto", type=click.Choice(["auto", "quantized", "transient", "dense"])
 )
 @options.gates
 @click.option("--csv", "csv_file", metavar="FILE", help="Write every figure as CSV too.")

@@ -21,7 +21,7 @@ from . import options
 @click.option("--task-path", metavar="DIR", help="Folder with tasks of your own (YAML).")
 @click.option("--chat", is_flag=True, help="Put questions into the base's chat template.")
 @click.option(
-    "--base-path",
+    "--matmul-path",
     default="quantized",
     show_default=True,
     type=click.Choice(["quantized", "transient", "dense"]),

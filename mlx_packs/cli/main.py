@@ -744,7 +744,7 @@ _SEARCHED = {
     "max_seq_length": "{}, less if need be",
     "rank": "{}, less if need be",
     "recompute": "{}, block if need be",
-    "base_path": "all",
+    "matmul_path": "all",
     "quantize": "none, nf4 and affine4",
 }
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from ..bases.loading import TINY, check_files, load_base_tokenizer, resolve_base_path, text_config
+from ..bases.loading import TINY, check_files, load_base_tokenizer, resolve_checkpoint, text_config
 from ..config.external import translate
 from ..config.schema import (
     DataConfig,
@@ -223,7 +223,7 @@ def _tokenizer(model: str, trust_remote_code: bool) -> tuple[object, int]:
     """The tokenizer of a base and the size of its vocabulary; loads no weights."""
     from mlx_lm.utils import load_config
 
-    path = resolve_base_path(model)
+    path = resolve_checkpoint(model)
     check_files(path)
     config = load_config(path)
     tokenizer = load_base_tokenizer(path, config, trust_remote_code)

@@ -18,10 +18,10 @@ from pathlib import Path
 from ..errors import PackError, did_you_mean
 
 OPTIMIZERS = ("adamw", "adamw_8bit", "adam", "adafactor", "sgd", "muon", "lion")
-BASE_PATHS = ("auto", "quantized", "transient", "dense")
+MATMUL_PATHS = ("auto", "quantized", "transient", "dense")
 POLICIES = ("none", "selective", "block")
 RECOMPUTE = ("auto", *POLICIES)
-CACHE_PREFIX = ("auto", "on", "off")
+CACHE_FROZEN = ("auto", "on", "off")
 LONG_ROWS = ("cut", "split")
 LOSS_ON = ("all", "completion", "assistant")
 METHODS = ("lora", "full")
@@ -38,7 +38,7 @@ DISTANCES = ("euclidean", "cosine", "manhattan")
 ENCODERS = ("bert",)  # model types that --task embedding trains
 # settings that the peak memory of a run depends on
 MEMORY_SETTINGS = (
-    "batch_size max_seq_length rank base_path grad_checkpoint recompute quantize double_quant keep "
+    "batch_size max_seq_length rank matmul_path grad_checkpoint recompute quantize double_quant keep "
     "compute_dtype optimizer grad_accumulation_steps num_layers target_modules rank_pattern method "
     "task loss mini_batch_size"
 ).split()
@@ -208,11 +208,11 @@ class TrainConfig:
         "block (least memory, most time); auto takes the first that fits by the plan.",
         RECOMPUTE,
     )
-    cache_prefix: str = _option(
+    cache_frozen: str = _option(
         "auto",
         "Compute the blocks below the adapters once for each row and keep what they make; auto "
         "does where it pays.",
-        CACHE_PREFIX,
+        CACHE_FROZEN,
     )
     loss_on: str | None = _option(
         None,
@@ -229,8 +229,8 @@ class TrainConfig:
     ce_last_k: int | None = _option(None, "Learn only the last K target tokens of each row.")
     z_loss: float = _option(0.0, "Weight of logsumexp^2 in the loss, which keeps logits small.")
     label_smoothing: float = _option(0.0, "Share of each target that is spread over all tokens.")
-    base_path: str = _option(
-        "auto", "How the frozen weights are multiplied; auto measures here.", BASE_PATHS
+    matmul_path: str = _option(
+        "auto", "How the frozen weights are multiplied; auto measures here.", MATMUL_PATHS
     )
     quantize: str = _option("none", "Quantize the base as it is loaded.", QUANTIZE)
     double_quant: bool = _option(True, "With nf4: the scales of blocks in 8 bits, too.")
@@ -357,8 +357,8 @@ class TrainConfig:
                 f"the objective {self.objective} goes with neither phases nor method full.",
             ),
             (
-                self.objective == "transformer" or self.cache_prefix != "on",
-                f"cache_prefix on keeps what a transformer's blocks make, and the objective "
+                self.objective == "transformer" or self.cache_frozen != "on",
+                f"cache_frozen on keeps what a transformer's blocks make, and the objective "
                 f"{self.objective} has none; leave it out.",
             ),
             (self.val_batches >= -1, f"val_batches must be -1 or more, got {self.val_batches}."),
@@ -403,10 +403,10 @@ class TrainConfig:
                 )
         if self.method == "full":
             unfit = {
-                "base_path": self.base_path not in ("auto", "dense"),
+                "matmul_path": self.matmul_path not in ("auto", "dense"),
                 "quantize": self.quantize != "none",
                 "compute_dtype": self.compute_dtype not in ("auto", "float32"),
-                "cache_prefix": self.cache_prefix == "on",
+                "cache_frozen": self.cache_frozen == "on",
                 "train_fp16_fallback": self.train_fp16_fallback,
             }
             checks += [
@@ -643,8 +643,8 @@ def _flatten_mlx_lm(values: Mapping, where: str) -> dict:
                 f"{where}: mask_prompt means loss_on '{wanted}', but loss_on is "
                 f"'{flat['loss_on']}'; say one of them."
             )
-    if isinstance(flat.get("cache_prefix"), bool):  # on and off, as YAML reads them
-        flat["cache_prefix"] = "on" if flat["cache_prefix"] else "off"
+    if isinstance(flat.get("cache_frozen"), bool):  # on and off, as YAML reads them
+        flat["cache_frozen"] = "on" if flat["cache_frozen"] else "off"
     flat.pop("config", None)
     if "adapter_path" in flat:
         flat.setdefault("out", flat.pop("adapter_path"))

@@ -16,8 +16,8 @@ from ..data.batches import Batch, evaluation_batches
 from ..data.encoding import encode
 from ..errors import PackError
 from ..evaluation.evaluate import evaluation_rows, perplexity
-from ..memory.matmul_path import choose_base_path
-from ..nn.quantized import apply_base_path, replace_modules
+from ..memory.matmul_path import choose_matmul_path
+from ..nn.quantized import apply_matmul_path, replace_modules
 from ..objectives.causal_lm import Head, as_arrays, forward, split_head
 from ..packs.pack import Pack
 from ..runtime import mx
@@ -83,24 +83,24 @@ def _length_of(pack: Pack) -> int:
 
 
 def fastest_path(base: Base, batches: list[Batch]) -> str:
-    """The base path that is fastest for these batches."""
-    return choose_base_path(base.model, batches[-1].tokens.size).base_path
+    """The matmul path that is fastest for these batches."""
+    return choose_matmul_path(base.model, batches[-1].tokens.size).matmul_path
 
 
-def put_pack(pack: Pack, base: Base, base_path: str) -> Put:
+def put_pack(pack: Pack, base: Base, matmul_path: str) -> Put:
     """What attaches a pack."""
 
     def put() -> Callable[[], None]:
-        return pack.attach(base, base_path=base_path).detach
+        return pack.attach(base, matmul_path=matmul_path).detach
 
     return put
 
 
-def put_base(base: Base, base_path: str) -> Put:
+def put_base(base: Base, matmul_path: str) -> Put:
     """What leaves a base without a pack."""
 
     def put() -> Callable[[], None]:
-        originals = apply_base_path(base.model, base_path)
+        originals = apply_matmul_path(base.model, matmul_path)
         return lambda: replace_modules(base.model, originals)
 
     return put

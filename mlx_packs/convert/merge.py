@@ -443,7 +443,7 @@ def plan_of(
 ) -> Plan:
     """The merged checkpoint as the writer of `packs quantize` takes it; reads headers only."""
     planned = _planned(pack, model, requantize, dtype, trust_remote_code)
-    base, source = planned.base, base_files.resolve_base_path(model)
+    base, source = planned.base, base_files.resolve_checkpoint(model)
     foreign = base_files.stored_quantization(base.config).get("quant_method") == METHOD
     spelled = "bitsandbytes" if foreign and requantize in ("same", "nf4") else "mlx"
     named = _own_names(base, source, planned, spelled)

@@ -24,7 +24,7 @@ from ..display import QUIET, Display
 from ..errors import PackError
 from ..gates import Gates, failures, flag_of, judge, limits
 from ..inference.throughput import Speed, answering_path, check_tokens, prompts_of, race
-from ..memory.matmul_path import choose_base_path
+from ..memory.matmul_path import choose_matmul_path
 from ..objectives.causal_lm import split_head
 from ..objectives.sequence_packing import why_not_packed
 from ..packs.hot_swap import carrying, hold_bare
@@ -81,7 +81,7 @@ def evaluate_batch(
     limit: int = -1,
     max_tokens: int = 32,
     rounds: int = 3,
-    base_path: str = "auto",
+    matmul_path: str = "auto",
     columns: DataConfig | None = None,
     max_ppl_ratio: float | None = None,
     min_tps_ratio: float | None = None,
@@ -98,7 +98,7 @@ def evaluate_batch(
             longest that a pack was trained with, else 2048.
         limit: at most so many rows.   max_tokens: of each answer.
         rounds: how often each speed is taken, after a warm-up.
-        base_path: for both scoring and answering; ``auto`` is measured for scoring, and for
+        matmul_path: for both scoring and answering; ``auto`` is measured for scoring, and for
             answering is the same on a CPU and ``quantized`` elsewhere, as `packs generate` has it.
         max_ppl_ratio, min_tps_ratio, max_pack_mb: gates; see `failed`.
     Returns: the base and then the packs, each at every batch size.
@@ -119,10 +119,10 @@ def evaluate_batch(
     length = _sequence_length(sequence_length, opened, base, max_tokens)
     examples = _examples(base, opened, data, split, length, loss_on, columns, limit)
     batches, scoring = _scoring_batches(base, examples, max(sizes), length)
-    scoring_path = base_path
-    if base_path == "auto":
-        scoring_path = choose_base_path(base.model, batches[-1].tokens.size).base_path
-    generation_path = answering_path(scoring_path) if base_path == "auto" else base_path
+    scoring_path = matmul_path
+    if matmul_path == "auto":
+        scoring_path = choose_matmul_path(base.model, batches[-1].tokens.size).matmul_path
+    generation_path = answering_path(scoring_path) if matmul_path == "auto" else matmul_path
     models = [None, *opened]
     with display.task("score", len(models) * len(batches), "batches") as bar:
         scored = _score_all(base, models, batches, scoring_path, bar.advance)
@@ -258,7 +258,7 @@ def _scoring_batches(
 
 
 def _score_all(
-    base: Base, models: Sequence[Pack | None], batches: list[Batch], base_path: str, advance
+    base: Base, models: Sequence[Pack | None], batches: list[Batch], matmul_path: str, advance
 ) -> list[RowScores]:
     """Every model on the batches; packs of one shape share the traces of the first."""
     found: list[RowScores] = []
@@ -266,11 +266,11 @@ def _score_all(
     try:
         for pack in models:
             if pack is None:
-                with carrying(base, None, base_path):
+                with carrying(base, None, matmul_path):
                     scorer = Scorer(base.model, split_head(base.model))
                     found.append(scorer.rows(batches, advance))
                 continue
-            base.swap_pack(pack, base_path)
+            base.swap_pack(pack, matmul_path)
             if (attached := base.carried.attached) not in scorers:
                 scorers = {attached: Scorer(base.model, split_head(base.model))}
             found.append(scorers[attached].rows(batches, advance))

@@ -16,9 +16,9 @@ from ..data import rows as rows_of
 from ..data.batches import Batch, evaluation_batches
 from ..data.encoding import encode
 from ..errors import PackError
-from ..memory.matmul_path import choose_base_path
+from ..memory.matmul_path import choose_matmul_path
 from ..nn.lora import GroupedLoRA
-from ..nn.quantized import apply_base_path, replace_modules
+from ..nn.quantized import apply_matmul_path, replace_modules
 from ..objectives.causal_lm import Arrays, Head, as_arrays, split_head, target_loss
 from ..packs.hot_swap import hold_bare
 from ..packs.pack import Pack
@@ -198,7 +198,7 @@ def evaluate(
     max_seq_length: int | None = None,
     loss_on: str | None = None,
     limit: int = -1,
-    base_path: str = "auto",
+    matmul_path: str = "auto",
     columns: DataConfig | None = None,
 ) -> "EvalReport | EmbeddingReport":
     """Perplexity and token accuracy of a base, and of the base with a pack, on the same rows.
@@ -224,9 +224,9 @@ def evaluate(
     if base.is_encoder:
         from .embeddings import evaluate_embeddings
 
-        if loss_on is not None or base_path not in ("auto", "dense"):
+        if loss_on is not None or matmul_path not in ("auto", "dense"):
             raise PackError(
-                f"{base.name}: is an encoder, which has neither --loss-on nor a base path."
+                f"{base.name}: is an encoder, which has neither --loss-on nor a matmul path."
             )
         return evaluate_embeddings(base, pack, columns, split, batch_size, max_seq_length, limit)
     if pack is not None:
@@ -243,9 +243,9 @@ def evaluate(
         vocab_size=base.vocab_size,
     )
     batches = evaluation_batches(examples, batch_size, max_seq_length, limit)
-    if base_path == "auto":
-        base_path = choose_base_path(base.model, batches[-1].tokens.size).base_path
-    originals = apply_base_path(base.model, base_path)
+    if matmul_path == "auto":
+        matmul_path = choose_matmul_path(base.model, batches[-1].tokens.size).matmul_path
+    originals = apply_matmul_path(base.model, matmul_path)
     try:
         plain = Scorer(base.model, split_head(base.model)).rows(batches)
     finally:
@@ -253,7 +253,7 @@ def evaluate(
     found = plain.score
     if pack is None:
         return EvalReport(found.rows, found.targets, found, None, None)
-    attached = pack.attach(base, base_path=base_path)
+    attached = pack.attach(base, matmul_path=matmul_path)
     try:
         with_pack = Scorer(base.model, split_head(base.model)).rows(batches)
     finally:

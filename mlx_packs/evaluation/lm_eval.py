@@ -39,7 +39,7 @@ def evaluate_tasks(
     batch_size: int = 8,
     task_path: str | Path | None = None,
     chat: bool = False,
-    base_path: str = "quantized",
+    matmul_path: str = "quantized",
 ) -> dict:
     """Results of tasks by name: ``{task: {metric: {base, base_se, pack, pack_se}}}``.
 
@@ -64,7 +64,7 @@ def evaluate_tasks(
         opened.check_base(base.name, base.fingerprint, base.config, base.quantization)
     found: dict[str, dict] = {}
     for side, own in {"base": None, **({"pack": opened} if opened else {})}.items():
-        with carrying(base, own, base_path):
+        with carrying(base, own, matmul_path):
             results = _run(base, manager, tasks, num_fewshot, limit, batch_size, chat)
         for task, metric, part, value in _figures(results):
             found.setdefault(task, {}).setdefault(metric, {})[side + part] = value

@@ -56,7 +56,7 @@ def race(
     prompts: Sequence[Sequence[int]],
     max_tokens: int,
     rounds: int = 3,
-    base_path: str = "quantized",
+    matmul_path: str = "quantized",
     advance=None,
 ) -> list[Speed]:
     """The speed of the base with each pack (None: alone) on a batch of prompts.
@@ -69,7 +69,7 @@ def race(
     order = list(range(len(packs)))
     for number in range(rounds + 1):
         for i in order if number % 2 else order[::-1]:
-            with carrying(base, packs[i], base_path):
+            with carrying(base, packs[i], matmul_path):
                 run = _timed(base, prompts, max_tokens)
             found[i] += [run] if number else []
             if advance is not None:

@@ -148,7 +148,7 @@ def estimate_encoder(
         adapters=4 * weights,
         optimizer=optimizer_bytes(specs, train),
         moments={at: dict(zip(names, map(int, held), strict=True)) for at, held in moments.items()},
-        base_path="dense",
+        matmul_path="dense",
         recompute=policy,
         adapter_weights=weights,
         base_weights=base_weights,

@@ -47,11 +47,11 @@ class KindTimes:
 
 
 @dataclass(frozen=True)
-class BasePathChoice:
-    """``base_path`` and the milliseconds a step that each measured path would take; of which
+class MatmulPathChoice:
+    """``matmul_path`` and the milliseconds a step that each measured path would take; of which
     ``kinds`` has those of each kind of weight."""
 
-    base_path: str
+    matmul_path: str
     step_ms: dict[str, float]
     reason: str
     kinds: tuple[KindTimes, ...] = ()
@@ -59,9 +59,9 @@ class BasePathChoice:
     def line(self) -> str:
         """The numbers and the choice, for the log."""
         if not self.step_ms:
-            return f"{self.base_path} ({self.reason})"
+            return f"{self.matmul_path} ({self.reason})"
         parts = [f"{name} {ms:,.0f} ms" for name, ms in self.step_ms.items()]
-        return f"{' · '.join(parts)} → {self.base_path}" + (
+        return f"{' · '.join(parts)} → {self.matmul_path}" + (
             f" ({self.reason})" if self.reason else ""
         )
 
@@ -117,14 +117,14 @@ def weight_kinds(model: nn.Module) -> int:
     return len({_kind(*item) for item in _measured(model)})
 
 
-def choose_base_path(
+def choose_matmul_path(
     model: nn.Module,
     rows: int,
     head_rows: int | None = None,
     advance: Callable[[], None] | None = None,
     planned: Set[str] | None = None,
-) -> BasePathChoice:
-    """Measure the three base paths for steps of ``rows`` tokens and take the fastest that fits.
+) -> MatmulPathChoice:
+    """Measure the three matmul paths for steps of ``rows`` tokens and take the fastest that fits.
 
     Times are for at most 512 tokens, scaled up.
 
@@ -136,7 +136,7 @@ def choose_base_path(
     """
     modules = _measured(model)
     if not modules:
-        return BasePathChoice("dense", {}, "the base is not quantized")
+        return MatmulPathChoice("dense", {}, "the base is not quantized")
     counts = Counter(_kind(*item) for item in modules)
     example = {_kind(*item): item[1] for item in modules}
     names: dict[tuple, set[str]] = defaultdict(set)
@@ -161,8 +161,8 @@ def choose_base_path(
     reason = f"{' and '.join(left_out)} would not fit" if left_out else ""
     if left_out == ["dense"]:
         reason = f"dense would need {dense_bytes(model) / 1e9:.1f} GB more"
-    base_path = min(candidates, key=candidates.get)
-    return BasePathChoice(base_path, step_ms, reason, tuple(kinds))
+    matmul_path = min(candidates, key=candidates.get)
+    return MatmulPathChoice(matmul_path, step_ms, reason, tuple(kinds))
 
 
 def _kind_seconds(module: nn.Module, rows: int) -> dict[str, float]:

@@ -28,7 +28,7 @@ from ..bases.loading import (
     check_files,
     check_stored_nf4,
     missing_shards,
-    resolve_base_path,
+    resolve_checkpoint,
     stored_as_asked,
     weight_files,
 )
@@ -76,7 +76,7 @@ class MemoryPlan:
     adapters: int
     optimizer: int
     moments: Mapping[str, Mapping[str, int]]
-    base_path: str
+    matmul_path: str
     recompute: str
     adapter_weights: int
     base_weights: int
@@ -131,15 +131,15 @@ def remedies(
     Full fine-tuning, which has no rank and no packed weights, could be of fewer blocks.
 
     Args:
-        peak: bytes with these settings, on ``train.base_path``.
+        peak: bytes with these settings, on ``train.matmul_path``.
         dense: whether the base is stored dense, so that it could be quantized.
     """
     if train.method == "full":
         return [*_helpful(peak, _less_than_full(lora, train, dense), lora, train), "a smaller base"]
-    packed = replace(train, base_path="transient")
+    packed = replace(train, matmul_path="transient")
     ways = {
         "--quantize nf4": (lora, replace(packed, quantize="nf4")),
-        "--base-path transient": (lora, packed),
+        "--matmul-path transient": (lora, packed),
         "a smaller --batch-size": (lora, replace(train, batch_size=-(-train.batch_size // 2))),
         "--recompute block": (lora, replace(train, recompute="block")),
         "a smaller --max-seq-length": (
@@ -150,8 +150,8 @@ def remedies(
     }
     if not dense or train.quantize != "none":
         del ways["--quantize nf4"]
-    if train.base_path != "dense" or dense and train.quantize == "none":
-        del ways["--base-path transient"]
+    if train.matmul_path != "dense" or dense and train.quantize == "none":
+        del ways["--matmul-path transient"]
     return [*_helpful(peak, ways, lora, train), "a smaller base"]
 
 
@@ -168,7 +168,7 @@ def _helpful(
 
 def _less_than_full(lora: LoRAConfig, train: TrainConfig, dense: bool) -> dict[str, _Settings]:
     """Settings that take less than full fine-tuning with these."""
-    adapters = replace(train, method="lora", base_path="dense" if dense else "quantized")
+    adapters = replace(train, method="lora", matmul_path="dense" if dense else "quantized")
     few = replace(lora, num_layers=1)
     return {
         "--method lora": (lora, adapters),
@@ -200,7 +200,7 @@ def read_checkpoint(name: str | Path) -> Checkpoint:
     Raises: PackError, one line, when there is none or the Hub cannot be reached.
     """
     is_id = str(name) != TINY and "/" in str(name) and not os.path.exists(Path(name).expanduser())
-    path = _cached(str(name)) if is_id else resolve_base_path(name)
+    path = _cached(str(name)) if is_id else resolve_checkpoint(name)
     if path is None:
         return Checkpoint(str(name), *_from_hub(str(name)))
     if not weight_files(path):
@@ -451,7 +451,7 @@ def _tensor_bytes(tensor: Mapping, widen: bool) -> int:
 
 
 def _base_bytes(
-    sizes: _Sizes, tensors: Tensors, train: TrainConfig, base_path: str, itemsize: int
+    sizes: _Sizes, tensors: Tensors, train: TrainConfig, matmul_path: str, itemsize: int
 ) -> int:
     """Frozen weights: as stored or packed while loading, and their dense copies."""
     skipped = ("quant_map", "bitsandbytes__nf4", "bitsandbytes__fp4")
@@ -468,7 +468,7 @@ def _base_bytes(
             packed.add(path)
             total -= _tensor_bytes(stored, widen)
             total += packed_nbytes(shape, how, itemsize)
-    if base_path == "dense":
+    if matmul_path == "dense":
         total += sum(math.prod(s) * itemsize for p, s in sizes.modules.items() if p in packed)
     return total
 
@@ -569,7 +569,7 @@ def estimate(
     tensors: Tensors,
     lora: LoRAConfig,
     train: TrainConfig,
-    base_path: str = "quantized",
+    matmul_path: str = "quantized",
     *,
     length: int | None = None,
     targets: int | None = None,
@@ -580,7 +580,7 @@ def estimate(
 
     Args:
         config: of the base.   tensors: name -> dtype and shape, as in safetensors headers.
-        base_path: ``quantized``, ``transient`` or ``dense`` (which a dense base is anyway).
+        matmul_path: ``quantized``, ``transient`` or ``dense`` (which a dense base is anyway).
         length: T, inputs of a row; by default all of max_seq_length.
         targets: M, target slots of a batch; by default every position.
     Raises: PackError for a family that the formula does not know.
@@ -607,8 +607,8 @@ def estimate(
     scores = sizes.heads * time  # of a token; kept if they are one block
     nf4 = _is_nf4(tensors, train)
     # NF4 has no kernel on a CPU that multiplies packed weights
-    always = nf4 and base_path == "quantized" and runtime.on_cpu()
-    unpacks = packed and (always or base_path == "transient")
+    always = nf4 and matmul_path == "quantized" and runtime.on_cpu()
+    unpacks = packed and (always or matmul_path == "transient")
     policy = policies(train)[0]
     kept_scores = scores if runtime.on_cpu() and tokens * scores <= lanes() * block else 0
     moments = _moments(sizes, tracked, kept_scores, policy, unpacks)
@@ -632,13 +632,13 @@ def estimate(
     held["update"] = (gradients, 0, 0, 1.3 * 4 * weights / len(tracked))
     names = ("gradients", "activations", "logits", "working")
     return MemoryPlan(
-        base=_base_bytes(sizes, tensors, train, base_path, itemsize),
+        base=_base_bytes(sizes, tensors, train, matmul_path, itemsize),
         adapters=4 * weights,
         optimizer=optimizer_bytes(specs, train),
         moments={
             moment: dict(zip(names, map(int, each), strict=True)) for moment, each in held.items()
         },
-        base_path=base_path if packed else "dense",
+        matmul_path=matmul_path if packed else "dense",
         recompute=policy,
         adapter_weights=weights,
         base_weights=sizes.weights,
@@ -666,7 +666,7 @@ def _full(
         quantize="none",
         keep=(),
         double_quant=True,
-        base_path="dense",
+        matmul_path="dense",
         compute_dtype="float32",
     )
     smallest = LoRAConfig(rank=1, num_layers=lora.num_layers)
@@ -703,7 +703,7 @@ def _full(
         adapters=4 * learned,
         optimizer=state_bytes(paths.values(), train),
         moments=moments,
-        base_path="dense",
+        matmul_path="dense",
         adapter_weights=learned,
     )
 
@@ -721,12 +721,12 @@ def _is_nf4(tensors: Tensors, train: TrainConfig) -> bool:
     return train.quantize == "nf4" or any(name.endswith("absmax") for name in tensors)
 
 
-def base_paths(tensors: Tensors, train: TrainConfig) -> list[str]:
-    """The base paths that a run may take, the cheapest in memory first."""
+def matmul_paths(tensors: Tensors, train: TrainConfig) -> list[str]:
+    """The matmul paths that a run may take, the cheapest in memory first."""
     if train.method == "full":
         return ["dense"]
-    if train.base_path != "auto":
-        return [train.base_path]
+    if train.matmul_path != "auto":
+        return [train.matmul_path]
     packed = is_packed(tensors) or train.quantize != "none"
     return ["quantized", "transient", "dense"] if packed else ["dense"]
 
@@ -749,7 +749,7 @@ def fitted(
 
 
 def least(checkpoint: Checkpoint, lora: LoRAConfig, train: TrainConfig) -> MemoryPlan:
-    """What a run takes whatever its rows are: its shortest batches, on its cheapest base path, with
+    """What a run takes whatever its rows are: its shortest batches, on its cheapest matmul path, with
     the policy of recomputation that takes least."""
     length = padded_length(1, train.max_seq_length - 1)
     targets = padded_targets(1, train.batch_size * length)
@@ -763,7 +763,7 @@ def least(checkpoint: Checkpoint, lora: LoRAConfig, train: TrainConfig) -> Memor
             length=length,
             targets=targets,
         )
-        for path in base_paths(checkpoint.tensors, train)
+        for path in matmul_paths(checkpoint.tensors, train)
         for policy in policies(train)
     ]
     return min(plans, key=lambda plan: plan.peak_bytes)
@@ -774,13 +774,13 @@ def estimate_batches(
     tensors: Tensors,
     lora: LoRAConfig,
     train: TrainConfig,
-    base_path: str,
+    matmul_path: str,
     shapes: Iterable[tuple[int, int]],
 ) -> MemoryPlan:
     """The largest estimate over batches of these shapes, (T, M) each."""
     most = dict(sorted(shapes))  # targets for each length: estimates rise with them, to 2 %
     plans = [
-        estimate(config, tensors, lora, train, base_path, length=length, targets=targets)
+        estimate(config, tensors, lora, train, matmul_path, length=length, targets=targets)
         for length, targets in most.items()
     ]
     return max(plans, key=lambda plan: plan.peak_bytes)

@@ -30,11 +30,11 @@ from .plan import (
     Checkpoint,
     MemoryPlan,
     activation_bytes,
-    base_paths,
     check_stored,
     estimate,
     fit,
     is_packed,
+    matmul_paths,
     policies,
     remedies,
 )
@@ -43,7 +43,7 @@ SMALL_WEIGHTS = 1e9  # a base of fewer weights is better left unquantized, if th
 _SMALL = "small base: full precision fits, quantizing would cost accuracy for memory not needed"
 _METHODS = {True: ("lora-fp32", "lora", "qlora"), False: ("lora", "lora-fp32", "qlora")}  # if small
 _RECOMPUTED = {"selective": "what is cheap recomputed", "block": "blocks recomputed"}
-_ALWAYS = ("batch_size", "max_seq_length", "rank", "base_path")  # named in every command
+_ALWAYS = ("batch_size", "max_seq_length", "rank", "matmul_path")  # named in every command
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class Option:
         return {
             "method": self.method,
             "quantize": self.quantize,
-            "base_path": self.plan.base_path,
+            "matmul_path": self.plan.matmul_path,
             "rank": self.lora.rank,
             "batch_size": self.train.batch_size,
             "max_seq_length": self.train.max_seq_length,
@@ -94,7 +94,7 @@ class Option:
     def command(self, model: str, configs: Sequence[str] = (), under: Recipe | None = None) -> str:
         """The `packs train` whose peak this is.
 
-        The base path is always named: left to `auto`, the run would choose, and peak, by the
+        The matmul path is always named: left to `auto`, the run would choose, and peak, by the
         machine that it is on.
         Args:
             under: what that run is told without these flags, by ``configs`` and defaults.
@@ -134,7 +134,7 @@ def advise(
     Args:
         lora, train: what is wanted.
         asked: names of settings that stand. Of batch_size, recompute, max_seq_length and
-            rank, the rest give way in this order until it fits; base_path and quantize are tried.
+            rank, the rest give way in this order until it fits; matmul_path and quantize are tried.
     Raises: PackError where no plan is possible.
     """
     if memory <= 0:
@@ -166,7 +166,7 @@ def _harm(option: Option, small: bool) -> tuple:
     """What makes an option worse than another, the weightiest first."""
     if option.fit == "no":
         return 2, option.plan.peak_bytes
-    path, train = option.plan.base_path, option.train
+    path, train = option.plan.matmul_path, option.train
     # MLX's packed products on a CPU take ten times as long as dense ones (README, "Measured")
     slow = runtime.on_cpu() and path == "quantized"
     paths = ("dense", "transient", "quantized")
@@ -184,18 +184,18 @@ def _harm(option: Option, small: bool) -> tuple:
 
 
 def _ways(checkpoint: Checkpoint, train: TrainConfig, asked: frozenset[str]) -> list[tuple]:
-    """(method, quantize, base path, compute dtype) to try."""
+    """(method, quantize, matmul path, compute dtype) to try."""
     dtype = train.compute_dtype
     if train.task == "embedding":
         return [("lora-fp32", "none", "dense", dtype)]
     if is_packed(checkpoint.tensors):
-        return [("qlora", "none", path, dtype) for path in base_paths(checkpoint.tensors, train)]
+        return [("qlora", "none", path, dtype) for path in matmul_paths(checkpoint.tensors, train)]
     ways = []
     for quantize in [train.quantize] if "quantize" in asked else ["none", "nf4", "affine4"]:
         if quantize != "none":
             # of NF4 both packed paths are one; affine is slow packed on a CPU
             packed = "transient" if quantize == "nf4" or runtime.on_cpu() else "quantized"
-            path = packed if train.base_path == "auto" else train.base_path
+            path = packed if train.matmul_path == "auto" else train.matmul_path
             ways.append(("qlora", quantize, path, dtype))
             continue
         half = activation_bytes(checkpoint.config, train) == 2
@@ -215,7 +215,7 @@ def _option(checkpoint, memory, lora, train, asked, method, quantize, path, dtyp
         less = replace(
             train,
             quantize=train.quantize if stored else quantize,
-            base_path=path,
+            matmul_path=path,
             compute_dtype=dtype,
             batch_size=batch,
             max_seq_length=length,
@@ -305,11 +305,11 @@ def _full(
         quantize="none",
         keep=(),
         double_quant=True,
-        base_path="dense",
+        matmul_path="dense",
         batch_size=1 if smallest else wanted.batch_size,
         compute_dtype="auto",
         recompute=wanted.recompute if "recompute" in asked else "block",
-        cache_prefix="off",
+        cache_frozen="off",
         grad_checkpoint=False if "recompute" not in asked else wanted.grad_checkpoint,
         train_fp16_fallback=False,
     )
@@ -344,7 +344,7 @@ def table(
         full = o.method == "full"
         batch = f"{o.train.batch_size} x {o.train.max_seq_length}"
         lines.append(
-            f"{kind:<13} {o.plan.base_path:<9}{'-' if full else o.lora.rank:>4} {batch:>8} "
+            f"{kind:<13} {o.plan.matmul_path:<9}{'-' if full else o.lora.rank:>4} {batch:>8} "
             f"{o.train.recomputes:>9} {size(o.plan.peak_bytes):>8} {_ANSWERS[o.fit]}"
         )
     lines += ["", f"{'parts of ' + kinds[0]:<24} {'at the peak':>12} {'at most':>9}"]
@@ -377,7 +377,7 @@ def table(
     if best.fit == "no":
 
         def peak(lora: LoRAConfig, train: TrainConfig) -> int:
-            path = train.base_path
+            path = train.matmul_path
             return estimate(checkpoint.config, checkpoint.tensors, lora, train, path).peak_bytes
 
         dense = not is_packed(checkpoint.tensors)

@@ -1,8 +1,8 @@
-"""The three ways to multiply by a frozen weight (base paths), and swapping modules for them.
+"""The three ways to multiply by a frozen weight (matmul paths), and swapping modules for them.
 
 ``quantized``: MLX's fused kernel on the packed weight. ``transient``: dequantize for one use, then
 a dense product; the backward dequantizes again, so nothing dense is kept. ``dense``: dequantize
-once and keep. Which is fastest depends on device, rows and shape: `auto` measures (base_path.py).
+once and keep. Which is fastest depends on device, rows and shape: `auto` measures (matmul_path.py).
 """
 
 import itertools
@@ -259,7 +259,7 @@ def count_weights(model: nn.Module) -> int:
 
 
 def path_at_work(module: nn.Module) -> str | None:
-    """The base path of a frozen linear or embedding; None for other modules."""
+    """The matmul path of a frozen linear or embedding; None for other modules."""
     if isinstance(module, (TransientLinear, TransientEmbedding)):
         return "transient"
     if isinstance(module, QUANTIZED):
@@ -279,23 +279,23 @@ def replace_modules(model: nn.Module, modules: list[tuple[str, nn.Module]]) -> N
         model.update_modules(tree_unflatten(list(level)))
 
 
-def apply_base_path(model: nn.Module, base_path: str) -> list[tuple[str, nn.Module]]:
-    """Make every quantized module of ``model`` compute by ``base_path``.
+def apply_matmul_path(model: nn.Module, matmul_path: str) -> list[tuple[str, nn.Module]]:
+    """Make every quantized module of ``model`` compute by ``matmul_path``.
 
     By ``dense`` linears that are dense anyway become some that lanes share, if there are lanes.
     Returns: (path, original module) of those replaced; `replace_modules` puts them back.
     """
     linears = []
-    if base_path == "dense" and lanes() > 1:
+    if matmul_path == "dense" and lanes() > 1:
         linears = [(path, m) for path, m in model.named_modules() if type(m) is nn.Linear]
-    originals = quantized_modules(model) if base_path != "quantized" else []
+    originals = quantized_modules(model) if matmul_path != "quantized" else []
     # a subclass computes something of its own with the product: it stays as it is
     originals = [(path, m) for path, m in originals if type(m) in QUANTIZED]
-    if base_path == "transient":  # NF4 dequantizes for each use by itself
+    if matmul_path == "transient":  # NF4 dequantizes for each use by itself
         originals = [(path, m) for path, m in originals if not isinstance(m, NF4)]
     replaced = [(path, _shared(module)) for path, module in linears]
     for path, module in originals:
-        if base_path == "dense":
+        if matmul_path == "dense":
             # on a CPU activations are float32, whatever the packed format dequantizes to
             replaced.append((path, dense_module(module, mx.float32 if on_cpu() else None)))
         elif isinstance(module, EMBEDDINGS):

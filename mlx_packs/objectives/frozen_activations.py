@@ -184,22 +184,22 @@ def open_prefix(
     head: Head | None,
     train: TrainConfig,
     examples: Examples,
-    base_path: str,
+    matmul_path: str,
     plan_bytes: int | None,
     display: Display,
 ) -> PrefixCache | None:
-    """The cache as ``train.cache_prefix`` asks for it; None if there is none.
+    """The cache as ``train.cache_frozen`` asks for it; None if there is none.
 
     Args:
-        base_path: how the frozen weights are multiplied.   plan_bytes: peak of the memory plan.
+        matmul_path: how the frozen weights are multiplied.   plan_bytes: peak of the memory plan.
     Raises: PackError if it is asked for and cannot be.
     """
-    if train.cache_prefix == "off" or train.method == "full":
+    if train.cache_frozen == "off" or train.method == "full":
         return None
-    opened = _opened_or_reason(attached, head, train, examples, base_path, plan_bytes, display)
+    opened = _opened_or_reason(attached, head, train, examples, matmul_path, plan_bytes, display)
     if isinstance(opened, str):
-        if train.cache_prefix == "on":
-            raise PackError(f"--cache-prefix on: {opened}; leave it out, or say off.")
+        if train.cache_frozen == "on":
+            raise PackError(f"--cache-frozen on: {opened}; leave it out, or say off.")
         display.line("prefix", f"not cached: {opened}", VERBOSE)
         return None
     store = opened.store
@@ -246,7 +246,7 @@ def _opened_or_reason(
     head: Head | None,
     train: TrainConfig,
     examples: Examples,
-    base_path: str,
+    matmul_path: str,
     plan_bytes: int | None,
     display: Display,
 ) -> PrefixCache | str:
@@ -254,7 +254,7 @@ def _opened_or_reason(
     blocks, frozen = len(attached.model.layers), frozen_blocks(attached)
     if not frozen:
         return "the first block carries adapters, so nothing below them is frozen"
-    if train.cache_prefix == "auto":
+    if train.cache_frozen == "auto":
         # forward is one, with a backward three
         if frozen < _WORTHWHILE * (3 * blocks - 2 * frozen):
             return f"only {frozen} of {blocks} blocks lie below the adapters"
@@ -266,7 +266,7 @@ def _opened_or_reason(
         return states
     needed = int((examples.lengths - 1).sum()) * states.shape[-1] * states.dtype.size
     memory, folder = memory_budget(plan_bytes), cache_folder("prefix")
-    key = _key(attached, train, examples, base_path, frozen, states)
+    key = _key(attached, train, examples, matmul_path, frozen, states)
     file = None if folder is None else folder / f"{key}.states"
     room = 0 if file is None else _disk_budget(file)
     if needed > room:
@@ -363,7 +363,7 @@ def _key(
     attached: Attached,
     train: TrainConfig,
     examples: Examples,
-    base_path: str,
+    matmul_path: str,
     frozen: int,
     states: mx.array,
 ) -> str:
@@ -381,7 +381,7 @@ def _key(
             train.keep,
         ],
         "blocks": frozen,
-        "states": [str(states.dtype), states.shape[-1], train.compute_dtype, base_path],
+        "states": [str(states.dtype), states.shape[-1], train.compute_dtype, matmul_path],
         "batches": [train.batch_size, train.max_seq_length, train.packing, train.seed],
         "device": [runtime.device_name(), runtime.BLAS.name, runtime.BLAS.threads, lanes()],
         "versions": [version(name) for name in ("mlx", "mlx-lm")],

@@ -14,7 +14,7 @@ import mlx.nn as nn
 from ..adapters.lora import Attached
 from ..bases.loading import Base
 from ..errors import PackError
-from ..nn.quantized import apply_base_path, replace_modules
+from ..nn.quantized import apply_matmul_path, replace_modules
 from ..runtime import mx
 from .pack import Pack
 
@@ -46,7 +46,7 @@ class Carried:
 
     pack: Pack
     frame: Frame
-    base_path: str
+    matmul_path: str
 
     @property
     def attached(self) -> Attached:
@@ -57,28 +57,28 @@ class Carried:
         """Whether nothing of the base was copied: what is taken off can be kept."""
         if self.frame.beyond_lora or self.attached.notes:
             return False
-        return self.base_path == "quantized"
+        return self.matmul_path == "quantized"
 
 
-def swap_in(base: Base, pack: Pack | None, base_path: str = "quantized") -> None:
+def swap_in(base: Base, pack: Pack | None, matmul_path: str = "quantized") -> None:
     """Make a base carry this pack, or none. Raises: PackError, and then nothing has changed."""
     before = base.carried
     if pack is not None:
         pack.check_base(base.name, base.fingerprint, base.config, base.quantization)
         pack.check_reading(base)
         tensors = pack.load_tensors()
-        if before and before.base_path == base_path and before.frame.fits(pack):
+        if before and before.matmul_path == matmul_path and before.frame.fits(pack):
             before.attached.load(tensors, pack.name)
-            base.carried = Carried(pack, before.frame, base_path)
+            base.carried = Carried(pack, before.frame, matmul_path)
             return
     _take_off(base)
     if pack is None:
         return
     try:
-        _put_on(base, pack, base_path)
+        _put_on(base, pack, matmul_path)
     except BaseException:
         if before:
-            _put_on(base, before.pack, before.base_path)
+            _put_on(base, before.pack, before.matmul_path)
         raise
 
 
@@ -89,23 +89,23 @@ def hold_bare(base: Base) -> None:
 
 
 @contextmanager
-def carrying(base: Base, pack: Pack | None, base_path: str = "quantized") -> Iterator[None]:
-    """The base with a pack, or alone, its frozen weights multiplied by ``base_path``."""
+def carrying(base: Base, pack: Pack | None, matmul_path: str = "quantized") -> Iterator[None]:
+    """The base with a pack, or alone, its frozen weights multiplied by ``matmul_path``."""
     if pack is not None:
-        with base.applied(pack, base_path):
+        with base.applied(pack, matmul_path):
             yield
         return
-    originals = apply_base_path(base.model, base_path)
+    originals = apply_matmul_path(base.model, matmul_path)
     try:
         yield
     finally:
         replace_modules(base.model, originals)
 
 
-def _put_on(base: Base, pack: Pack, base_path: str) -> None:
+def _put_on(base: Base, pack: Pack, matmul_path: str) -> None:
     frame = next((f for f in base.frames if f.fits(pack)), None)
-    if frame is None or base_path != "quantized":
-        attached = pack.attach(base, base_path)
+    if frame is None or matmul_path != "quantized":
+        attached = pack.attach(base, matmul_path)
         frame = Frame(pack.beyond_lora, attached, *attached.standing())
         mx.eval([module.parameters() for _, module in frame.modules])  # DoRA's norms
     else:
@@ -114,7 +114,7 @@ def _put_on(base: Base, pack: Pack, base_path: str) -> None:
         replace_modules(base.model, frame.modules)
         if base.model.training:
             base.model.eval()
-    base.carried = Carried(pack, frame, base_path)
+    base.carried = Carried(pack, frame, matmul_path)
 
 
 def _take_off(base: Base) -> None:

@@ -23,7 +23,7 @@ from ..bases.loading import (
     fingerprint,
     load_base,
     quantization_name,
-    resolve_base_path,
+    resolve_checkpoint,
     weight_files,
 )
 from ..errors import PackError
@@ -310,7 +310,7 @@ class Pack:
             model, self.quantize_for(config), trust_remote_code, **self.quantize_options
         )
 
-    def attach(self, base: Base, base_path: str = "quantized") -> Attached:
+    def attach(self, base: Base, matmul_path: str = "quantized") -> Attached:
         """Attach this pack to its base. Raises: PackError if it does not fit."""
         self.check_base(base.name, base.fingerprint, base.config, base.quantization)
         self.check_reading(base)
@@ -321,7 +321,7 @@ class Pack:
         plain = {path: spec for path, spec in self.specs.items() if path not in fixed}
         replaced = replaced_of(self.manifest)
         apart = {name for spec in fixed.values() for name in spec.shapes} | set(replaced)
-        attached = attach(base, specs=plain, base_path=base_path, fp16_fallback=fallback)
+        attached = attach(base, specs=plain, matmul_path=matmul_path, fp16_fallback=fallback)
         try:
             attached.load({n: t for n, t in tensors.items() if n not in apart}, where)
             attach_fixed(attached, fixed, replaced, tensors, where)
@@ -443,7 +443,7 @@ def check_against(pack: Pack, model: str) -> dict:
 
 def _read_checkpoint(model: str | Path) -> tuple[Path, dict]:
     """The folder and config of a checkpoint whose files are whole."""
-    path = resolve_base_path(model)
+    path = resolve_checkpoint(model)
     check_files(path)
     config = json.loads((path / "config.json").read_text(encoding="utf-8"))
     if config.get("quantization"):

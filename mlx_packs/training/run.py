@@ -1,6 +1,6 @@
 """Train a pack: rows in, adapters on a frozen base, a folder out.
 
-`_train_into` reads from top to bottom: rows, base path, attach, measure, learn, measure, save.
+`_train_into` reads from top to bottom: rows, matmul path, attach, measure, learn, measure, save.
 `_learn` walks the legs of the run (phases.py), of which there is one where no phases are said.
 """
 
@@ -33,7 +33,7 @@ from ..files import TINY_FOLDER, make_folder
 from ..gates import Gates, judge, limits
 from ..inference.generate import chat_prompt, complete
 from ..inference.throughput import answering_path, prompts_of, race
-from ..memory.matmul_path import choose_base_path
+from ..memory.matmul_path import choose_matmul_path
 from ..nn.quantized import count_weights
 from ..objectives.causal_lm import Arrays, Head, split_head
 from ..objectives.frozen_activations import open_prefix
@@ -56,13 +56,13 @@ from .checkpoint import (
 from .loop import Loop
 from .phases import Course, Leg, legs_of, pack_name, phase_reports
 from .setup import (
-    base_paths_at_work,
     check_resume,
     choose_path,
     describe,
     encode_legs,
     fingerprints,
     load_adapters,
+    matmul_paths_by_name,
     output_folders,
     plan_paths,
     public_recipe,
@@ -201,7 +201,7 @@ def _train_into(
     base = _loaded(base, lora, train, trust_remote_code, force, display)
     check_task(base.name, base.config["model_type"], lora, train, columns)
     if train.method == "full":
-        check_dense(base, train.base_path)
+        check_dense(base, train.matmul_path)
     display.line("base", base.summary())
     if unused := unused_learning_rate(train):
         display.line("note", unused)
@@ -241,21 +241,21 @@ def _train_into(
     splits.clear()  # from here on only their tokens are needed
     plans = plan_paths(base, lora, train, course.batch_shapes(), display, force)
     choice = choose_path(graph.base, train, course.train, plans, display)
-    plan = plans.get(choice.base_path)
+    plan = plans.get(choice.matmul_path)
     plan_peak_gb = plan.peak_gb if plan else None
     if plan:
         show_plan(base, lora, plan, display, train.method == "full")
     base_weights = count_weights(base.model)
     if train.method == "full":
-        attached = unfreeze(base, lora.num_layers, train.base_path)
+        attached = unfreeze(base, lora.num_layers, train.matmul_path)
     else:
         attached = attach(
-            graph.base, graph.lora, None, choice.base_path, train.seed, train.train_fp16_fallback
+            graph.base, graph.lora, None, choice.matmul_path, train.seed, train.train_fp16_fallback
         )
     prefix = None
     try:
         describe(attached, display, base_weights)
-        at_work = base_paths_at_work(attached, choice)
+        at_work = matmul_paths_by_name(attached, choice)
         if resume_adapter_file is not None:
             load_adapters(attached, Path(resume_adapter_file))
         policy = train.recomputes
@@ -272,7 +272,7 @@ def _train_into(
                 head,
                 replace(train, iters=course.iters),
                 course.train,
-                choice.base_path,
+                choice.matmul_path,
                 plan.peak_bytes if plan else None,
                 display,
             )
@@ -323,8 +323,8 @@ def _train_into(
                 "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
                 **learned.measured,
                 "plan_peak_gb": plan_peak_gb,
-                "base_path": choice.base_path,
-                "base_path_ms": choice.step_ms,
+                "matmul_path": choice.matmul_path,
+                "matmul_path_ms": choice.step_ms,
                 "ops": _backend.record(),
             },
         ).save(folder, overwrite=overwrite or resume)
@@ -332,7 +332,7 @@ def _train_into(
         if prefix is not None:
             prefix.close()
         attached.detach()
-    gates = _gates(train, base, pack, result, rows, choice.base_path, display)
+    gates = _gates(train, base, pack, result, rows, choice.matmul_path, display)
     report = {
         "pack": str(folder),
         "run": str(run),
@@ -346,8 +346,8 @@ def _train_into(
         "process_peak_gb": runtime.peak_process_bytes() / 1e9,
         "pack_mb": pack.size_mb,
         "objective": objective,
-        "base_path": choice.base_path,
-        "base_paths_at_work": at_work,
+        "matmul_path": choice.matmul_path,
+        "matmul_paths": at_work,
         "recompute": policy,
         "method": attached.method,
         "learned_weights": pack.manifest["adapters"]["parameters"],
@@ -357,7 +357,7 @@ def _train_into(
         "batch_shapes": learned.batch_shapes,
         "traces": learned.traces,
         "eval_traces": scorer.traces,
-        "cache_prefix": prefix.to_json() if prefix else None,
+        "cache_frozen": prefix.to_json() if prefix else None,
         "sample": {"prompt": sample.shown, **texts},
         "gates": gates,
     }
@@ -561,8 +561,8 @@ def _by_transformer(
     """What adapters that a proxy has trained are worth: the base's own forward without and with
     them, and what it answers."""
     with display.working("eval", "reading the whole base"):
-        base_path = choose_base_path(base.model, judged[-1].tokens.size).base_path
-    attached = attach(base, specs=proxy.specs, base_path=base_path, fp16_fallback=fp16_fallback)
+        matmul_path = choose_matmul_path(base.model, judged[-1].tokens.size).matmul_path
+    attached = attach(base, specs=proxy.specs, matmul_path=matmul_path, fp16_fallback=fp16_fallback)
     try:
         head = split_head(base.model)
         scores, texts = [], {}
@@ -591,7 +591,7 @@ def _gates(
     pack: Pack,
     result: dict,
     held_out: Examples,
-    base_path: str,
+    matmul_path: str,
     display: Display,
 ) -> Gates:
     """Hold the saved pack against its gates; their results go into its manifest."""
@@ -603,7 +603,7 @@ def _gates(
         prompts = prompts_of([e.tokens for e in held_out.items], 1, _PROMPT_TOKENS)
         with display.working("gates", "measuring the speed of answers"):
             speeds = race(
-                base, [None, pack], prompts, _SAMPLE_TOKENS, base_path=answering_path(base_path)
+                base, [None, pack], prompts, _SAMPLE_TOKENS, matmul_path=answering_path(matmul_path)
             )
         found["min_tps_ratio"] = speeds[1].tps_ratio
     for _ in range(2):  # the manifest, which has the result, is part of the size

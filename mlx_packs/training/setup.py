@@ -1,4 +1,4 @@
-"""What a run needs before its first step: folders, rows as tokens, a base path, its adapters."""
+"""What a run needs before its first step: folders, rows as tokens, a matmul path, its adapters."""
 
 import dataclasses
 import json
@@ -24,16 +24,16 @@ from ..data.token_cache import encode_cached
 from ..display import VERBOSE, Display, shown_count, size
 from ..errors import PackError
 from ..files import make_folder, only_writer, sha256
-from ..memory.matmul_path import BasePathChoice, choose_base_path, weight_kinds
+from ..memory.matmul_path import MatmulPathChoice, choose_matmul_path, weight_kinds
 from ..memory.plan import (
     ERROR,
     MemoryPlan,
-    base_paths,
     estimate_batches,
     fit,
     fitted,
     is_packed,
     least,
+    matmul_paths,
     read_checkpoint,
     remedies,
     tensors_of,
@@ -48,7 +48,7 @@ from .phases import Course, Leg
 # What may differ when a run is resumed: none of it changes a step that was taken.
 _MAY_CHANGE = (
     "iters steps_per_report steps_per_eval save_every val_batches test_batches max_pack_mb "
-    "max_ppl_ratio min_tps_ratio clear_cache_threshold base_path cache_prefix pack_dtype"
+    "max_ppl_ratio min_tps_ratio clear_cache_threshold matmul_path cache_frozen pack_dtype"
 ).split()
 
 # The same up to float error; dropout would draw other masks.
@@ -312,7 +312,7 @@ def plan_paths(
     display: Display,
     force: bool = False,
 ) -> dict[str, MemoryPlan]:
-    """The peak that batches of these shapes (T, M) should have on each base path that may be taken.
+    """The peak that batches of these shapes (T, M) should have on each matmul path that may be taken.
 
     Paths that do not fit, or not as well as another one, are left out. Empty where no plan is
     possible.
@@ -330,7 +330,7 @@ def plan_paths(
                 loaded,
                 memory,
             )
-            for path in base_paths(tensors, loaded)
+            for path in matmul_paths(tensors, loaded)
         }
     except PackError as error:
         display.line("plan", f"{error} Memory is not checked.")
@@ -340,7 +340,7 @@ def plan_paths(
             return found
     cheapest = min(plans.values(), key=lambda plan: plan.peak_bytes)
     if force:
-        return {cheapest.base_path: cheapest}
+        return {cheapest.matmul_path: cheapest}
 
     def peak(lora: LoRAConfig, less: TrainConfig) -> int:
         cut = set()
@@ -348,11 +348,14 @@ def plan_paths(
             kept = min(length, less.max_seq_length - 1)
             share = less.batch_size * kept / (train.batch_size * length)
             cut.add((kept, int(targets * share)))
-        path = less.base_path
+        path = less.matmul_path
         return estimate_batches(base.config, tensors, lora, less, path, cut).peak_bytes
 
     taken = dataclasses.replace(
-        loaded, base_path=cheapest.base_path, recompute=cheapest.recompute, grad_checkpoint=False
+        loaded,
+        matmul_path=cheapest.matmul_path,
+        recompute=cheapest.recompute,
+        grad_checkpoint=False,
     )
     raise too_large(cheapest, remedies(peak, lora, taken, not is_packed(tensors)))
 
@@ -363,10 +366,10 @@ def choose_path(
     examples: Examples,
     plans: dict[str, MemoryPlan],
     display: Display,
-) -> BasePathChoice:
-    """The base path as asked, or the fastest for the typical batch of this run among ``plans``."""
-    if train.base_path != "auto":
-        choice = BasePathChoice(train.base_path, {}, "as asked")
+) -> MatmulPathChoice:
+    """The matmul path as asked, or the fastest for the typical batch of this run among ``plans``."""
+    if train.matmul_path != "auto":
+        choice = MatmulPathChoice(train.matmul_path, {}, "as asked")
     else:
         lengths = np.sort(examples.lengths)
         typical = int(lengths[len(lengths) // 2])
@@ -374,7 +377,7 @@ def choose_path(
         rows = train.batch_size * (train.max_seq_length - 1 if train.packing else width)
         head_rows = max(1, rows * examples.targets // int(lengths.sum()))
         with display.task("path", weight_kinds(base.model), "kinds of weights measured") as bar:
-            choice = choose_base_path(
+            choice = choose_matmul_path(
                 base.model, rows, head_rows, bar.advance, frozenset(plans) or None
             )
     display.line("path", choice.line())
@@ -383,10 +386,10 @@ def choose_path(
     return choice
 
 
-def base_paths_at_work(attached: Attached, choice: BasePathChoice) -> dict[str, dict]:
+def matmul_paths_by_name(attached: Attached, choice: MatmulPathChoice) -> dict[str, dict]:
     """How the frozen weights of each name are multiplied in this run, and the times that decided.
 
-    Returns: last name of the modules → ``paths`` (base path → how many; weights that were dense
+    Returns: last name of the modules → ``paths`` (matmul path → how many; weights that were dense
     already are ``dense`` too) and, where they were measured, ``step_ms`` by path (of all weights
     of this shape, together).
     """

@@ -93,11 +93,11 @@ def test_a_head_that_learns_is_not_sliced():
     assert frozen_head(nn.Sequential(nn.Linear(4, 4))) is None
 
 
-@pytest.mark.parametrize("base_path", ["dense", "transient"])
-def test_logits_and_head_are_never_whole(base_path):
+@pytest.mark.parametrize("matmul_path", ["dense", "transient"])
+def test_logits_and_head_are_never_whole(matmul_path):
     vocab, rows, width = 32768, 512, 256
     table = nn.Embedding(vocab, width)
-    if base_path == "transient":
+    if matmul_path == "transient":
         table = TransientEmbedding(nn.QuantizedEmbedding.from_embedding(table))
     head = frozen_head(table)
     states, targets = mx.random.normal((rows, width)), mx.random.randint(0, vocab, (rows,))

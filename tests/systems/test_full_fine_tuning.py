@@ -14,7 +14,7 @@ def test_full_fine_tuning_is_a_baseline_with_its_share_of_weights(run, tmp_path)
     common = [
         "--data",
         data,
-        "--base-path",
+        "--matmul-path",
         "dense",
         "--iters",
         4,
@@ -54,4 +54,4 @@ def test_full_fine_tuning_is_a_baseline_with_its_share_of_weights(run, tmp_path)
     )
     assert code == 0 and json.loads(out)["passed"]
     code, _, err = run("train", "--method", "full", "--data", data, "--out", tmp_path / "x")
-    assert code == 2 and "packed weights cannot learn; --base-path dense" in err
+    assert code == 2 and "packed weights cannot learn; --matmul-path dense" in err

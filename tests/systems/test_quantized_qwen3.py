@@ -88,7 +88,7 @@ def trained(here, train) -> tuple[Path, str]:
             4,
             "--rank-pattern",
             pattern,
-            "--base-path",
+            "--matmul-path",
             "dense",
             "-v",
         )

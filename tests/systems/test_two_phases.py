@@ -14,7 +14,7 @@ from mlx.utils import tree_flatten
 from mlx_packs.adapters.lora.lora import attach
 
 from mlx_packs import LoRAConfig, Pack, load_base
-from mlx_packs.bases.loading import Base, tiny_base_path
+from mlx_packs.bases.loading import Base, tiny_checkpoint
 from mlx_packs.runtime import mx
 
 pytestmark = pytest.mark.systems
@@ -54,7 +54,7 @@ def llama(tmp_path_factory) -> Path:
     mx.save_safetensors(str(folder / "model.safetensors"), weights, {"format": "mlx"})
     config = {k: v for k, v in config.items() if v is not None} | {"torch_dtype": "bfloat16"}
     (folder / "config.json").write_text(json.dumps(config))
-    for file in tiny_base_path().glob("*"):
+    for file in tiny_checkpoint().glob("*"):
         if "token" in file.name or "template" in file.name:
             shutil.copy(file, folder)
     return folder
@@ -222,7 +222,7 @@ def test_the_example_of_two_phases_trains_and_shows_what_was_forgotten(tmp_path,
     text = (ROOT / "examples" / "two_phases.yaml").read_text()
     short = tmp_path / "two_phases.yaml"
     short.write_text(text.replace("iters: 40", "iters: 4").replace("iters: 20", "iters: 3"))
-    flags = ["--test-batches", 2, "--val-batches", 0, "--base-path", "dense"]
+    flags = ["--test-batches", 2, "--val-batches", 0, "--matmul-path", "dense"]
     code, out, err = run("train", "-c", short, "--out", tmp_path / "p", "--json", *flags)
     assert code == 0, err
     broad, narrow = json.loads(out)["phases"]
@@ -249,7 +249,7 @@ def test_a_run_killed_in_phase_one_is_resumed_to_the_same_bits(tmp_path, data):
                 "rank": 4,
                 "batch_size": 2,
                 "max_seq_length": 64,
-                "base_path": "dense",
+                "matmul_path": "dense",
                 "save_every": 1,
                 "val_batches": 0,
                 "test_batches": 1,
@@ -304,7 +304,7 @@ def test_a_code_corpus_is_packed_split_and_learned_to_fill_gaps_in(tmp_path, run
         0.5,
         "--fim-tokens",
         "<|im_start|>,<|im_end|>,<|endoftext|>",
-        "--base-path",
+        "--matmul-path",
         "dense",
         "--warmup-steps",
         0,

@@ -79,8 +79,8 @@ def check_task(
             "--task embedding."
         )
     misplaced = train.changed(_OF_CAUSAL)
-    misplaced += ["base_path"] if train.base_path not in ("auto", "dense") else []
-    misplaced += ["cache_prefix"] if train.cache_prefix == "on" else []
+    misplaced += ["matmul_path"] if train.matmul_path not in ("auto", "dense") else []
+    misplaced += ["cache_frozen"] if train.cache_frozen == "on" else []
     misplaced += ["compute_dtype"] if train.compute_dtype not in ("auto", "float32") else []
     misplaced += [name for name in _COLUMNS if getattr(columns, name) != getattr(DataConfig, name)]
     if misplaced:
@@ -210,7 +210,7 @@ def train_embeddings(
         **learned.measured,
         "process_peak_gb": runtime.peak_process_bytes() / 1e9,
         "pack_mb": pack.size_mb,
-        "base_path": "dense",
+        "matmul_path": "dense",
         "recompute": plan.recompute,
         "plan_peak_gb": plan.peak_gb,
         "batch_shapes": learned.batch_shapes,
@@ -273,7 +273,7 @@ def _planned(
     Raises: PackError when that is more than this machine has, unless forced.
     """
     tensors, memory = tensors_of(base.model), runtime.total_memory()
-    known = replace(train, loss=loss, base_path="dense", compute_dtype="float32")
+    known = replace(train, loss=loss, matmul_path="dense", compute_dtype="float32")
     longest = int(pairs.lengths.max())
 
     def peak(lora: LoRAConfig, run: TrainConfig) -> MemoryPlan:

@@ -4,8 +4,8 @@ import mlx.nn as nn
 import pytest
 from conftest import base_of
 
-from mlx_packs.memory import matmul_path as base_path
-from mlx_packs.memory.matmul_path import choose_base_path, weight_kinds
+from mlx_packs.memory import matmul_path as matmul_path
+from mlx_packs.memory.matmul_path import choose_matmul_path, weight_kinds
 from mlx_packs.runtime import mx
 
 
@@ -32,7 +32,7 @@ def test_seconds_runs_forward_and_backward():
         calls.append("backward")
         return cotangent @ weight
 
-    base_path._seconds(multiply, x)
+    matmul_path._seconds(multiply, x)
     assert calls.count("backward") >= 2 and calls.count("forward") > calls.count("backward")
 
 
@@ -44,12 +44,12 @@ def test_an_embedding_counts_as_a_head_only_where_it_is_one(tied, kinds):
 
 def test_choice_names_every_path_with_its_time():
     counted = []
-    choice = choose_base_path(quantized(), 64, 16, lambda: counted.append(1))
+    choice = choose_matmul_path(quantized(), 64, 16, lambda: counted.append(1))
     assert set(choice.step_ms) == {"quantized", "transient", "dense"}
     assert all(ms > 0 for ms in choice.step_ms.values())
-    assert choice.step_ms[choice.base_path] == min(choice.step_ms.values())
+    assert choice.step_ms[choice.matmul_path] == min(choice.step_ms.values())
     assert len(counted) == weight_kinds(quantized())
-    assert choice.line().endswith(f"→ {choice.base_path}")
+    assert choice.line().endswith(f"→ {choice.matmul_path}")
     assert len(choice.kinds) == weight_kinds(quantized())
     for path, ms in choice.step_ms.items():
         assert ms == pytest.approx(sum(kind.step_ms[path] for kind in choice.kinds))
@@ -59,18 +59,18 @@ def test_choice_names_every_path_with_its_time():
 
 
 def test_dense_is_not_taken_where_it_does_not_fit(monkeypatch):
-    monkeypatch.setattr(base_path.runtime, "total_memory", lambda: 0)
-    choice = choose_base_path(quantized(), 64)
-    assert choice.base_path != "dense" and "dense would need" in choice.reason
+    monkeypatch.setattr(matmul_path.runtime, "total_memory", lambda: 0)
+    choice = choose_matmul_path(quantized(), 64)
+    assert choice.matmul_path != "dense" and "dense would need" in choice.reason
 
 
 def test_a_dense_base_needs_no_choice():
-    choice = choose_base_path(base_of("qwen3").model, 64)
-    assert (choice.base_path, choice.step_ms) == ("dense", {})
+    choice = choose_matmul_path(base_of("qwen3").model, 64)
+    assert (choice.matmul_path, choice.step_ms) == ("dense", {})
 
 
 def test_scales_without_biases_are_measured_too():
     base = base_of("qwen3", hidden_size=64)
     nn.quantize(base.model, group_size=32, bits=4, mode="mxfp4")
     base.model.freeze()
-    assert choose_base_path(base.model, 32).base_path in ("quantized", "transient", "dense")
+    assert choose_matmul_path(base.model, 32).matmul_path in ("quantized", "transient", "dense")
