@@ -13,10 +13,10 @@ from pathlib import Path
 
 import mlx.nn as nn
 import mlx_lm
-from mlx_packs.adapters.lora.lora import attach
-from mlx_packs.config.schema.schema import MATMUL_PATHS, LoRAConfig
 
+from mlx_packs.adapters.lora import attach
 from mlx_packs.bases.loading import TINY, load_base, resolve_checkpoint
+from mlx_packs.config.schema import MATMUL_PATHS, LoRAConfig
 from mlx_packs.errors import PackError
 from mlx_packs.inference.generate import chat_prompt
 from mlx_packs.packs.pack import Pack

@@ -10,9 +10,8 @@ import argparse
 import json
 import sys
 
-from mlx_packs.config.schema.schema import MATMUL_PATHS, POLICIES
-
 from mlx_packs.bases.loading import TINY, Base
+from mlx_packs.config.schema import MATMUL_PATHS, POLICIES
 from mlx_packs.errors import PackError
 from mlx_packs.runtime import mx
 

@@ -9,10 +9,9 @@ import argparse
 import math
 from pathlib import Path
 
-from mlx_packs.evaluation.evaluate.evaluate import columns_of
-
 from mlx_packs import Pack
 from mlx_packs.convert.merge import measured
+from mlx_packs.evaluation.evaluate import columns_of
 from mlx_packs.packs.pack import versions_line
 
 DOC = Path(__file__).parents[1] / "docs" / "merge.md"

@@ -10,8 +10,7 @@ plan`, which computes nothing.
 import argparse
 from dataclasses import replace
 
-from mlx_packs.config.schema.schema import TrainConfig
-
+from mlx_packs.config.schema import TrainConfig
 from mlx_packs.display import size
 from mlx_packs.memory.plan import Checkpoint, described, read_checkpoint
 from mlx_packs.memory.recommend import Option, advise

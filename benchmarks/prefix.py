@@ -16,18 +16,18 @@ from dataclasses import dataclass, field
 import mlx.optimizers as optimizers
 import numpy as np
 from mlx.utils import tree_map
-from mlx_packs.adapters.lora.lora import attach
-from mlx_packs.config.schema.schema import MATMUL_PATHS, LoRAConfig, TrainConfig
-from mlx_packs.data.rows.batches import training_batches
-from mlx_packs.data.rows.encoding import Example, Examples
-from mlx_packs.data.rows.token_cache import CACHE_VARIABLE
-from mlx_packs.training.run.step import Stepper
 
+from mlx_packs.adapters.lora import attach
 from mlx_packs.bases.loading import TINY, Base
+from mlx_packs.config.schema import MATMUL_PATHS, LoRAConfig, TrainConfig
+from mlx_packs.data.batches import training_batches
+from mlx_packs.data.encoding import Example, Examples
+from mlx_packs.data.token_cache import CACHE_VARIABLE
 from mlx_packs.display import QUIET, Display
 from mlx_packs.objectives.causal_lm import as_arrays, split_head
 from mlx_packs.objectives.frozen_activations import open_prefix
 from mlx_packs.runtime import mx
+from mlx_packs.training.step import Stepper
 
 from . import history, report
 from .history import Environment, Record, record

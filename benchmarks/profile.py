@@ -19,9 +19,9 @@ from dataclasses import dataclass, field
 
 import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_map, tree_unflatten
-from mlx_packs.config.schema.schema import MATMUL_PATHS
 
 from mlx_packs.bases.loading import TINY
+from mlx_packs.config.schema import MATMUL_PATHS
 from mlx_packs.errors import PackError
 from mlx_packs.nn.lora import GroupedLoRA
 from mlx_packs.nn.quantized import dequantized_weight, true_shape

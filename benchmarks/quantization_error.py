@@ -16,14 +16,14 @@ from pathlib import Path
 
 import mlx.nn as nn
 import numpy as np
-from mlx_packs.config.schema.schema import DataConfig
-from mlx_packs.data.rows.batches import evaluation_batches
-from mlx_packs.data.rows.encoding import encode
-from mlx_packs.evaluation.evaluate.evaluate import Score, Scorer
 
 from mlx_packs import load_base, runtime
 from mlx_packs.bases.loading import Base
-from mlx_packs.data.rows import rows as rows_of
+from mlx_packs.config.schema import DataConfig
+from mlx_packs.data import rows as rows_of
+from mlx_packs.data.batches import evaluation_batches
+from mlx_packs.data.encoding import encode
+from mlx_packs.evaluation.evaluate import Score, Scorer
 from mlx_packs.nn.quantized import dense_module, quantized_modules, replace_modules
 from mlx_packs.objectives.causal_lm import split_head
 from mlx_packs.ops import nf4

@@ -17,13 +17,13 @@ from dataclasses import asdict, astuple, dataclass, fields
 from pathlib import Path
 
 import numpy as np
-from mlx_packs.config.schema.schema import LoRAConfig, TrainConfig
-from mlx_packs.training.run.run import train_pack
 
 from mlx_packs.bases.loading import TINY
+from mlx_packs.config.schema import LoRAConfig, TrainConfig
 from mlx_packs.display import QUIET, Display
 from mlx_packs.errors import PackError
 from mlx_packs.runtime import mx
+from mlx_packs.training.run import train_pack
 
 from . import alone, figures, history, report
 from .history import Environment, Record, record

@@ -12,9 +12,9 @@ import time
 from pathlib import Path
 
 import mlx_lm
-from mlx_packs.adapters.lora.lora import attach
 
 from mlx_packs import LoRAConfig, Pack
+from mlx_packs.adapters.lora import attach
 from mlx_packs.bases.loading import TINY, Base, load_base
 from mlx_packs.errors import PackError
 from mlx_packs.runtime import mx

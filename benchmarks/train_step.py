@@ -14,9 +14,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from mlx_packs.config.schema.schema import MATMUL_PATHS, POLICIES
-
 from mlx_packs.bases.loading import TINY, Base
+from mlx_packs.config.schema import MATMUL_PATHS, POLICIES
 from mlx_packs.errors import PackError
 from mlx_packs.runtime import mx
 

@@ -13,9 +13,9 @@ import sys
 import time
 
 import numpy as np
-from mlx_packs.config.schema.schema import MATMUL_PATHS, POLICIES
 
 from mlx_packs import runtime
+from mlx_packs.config.schema import MATMUL_PATHS, POLICIES
 from mlx_packs.errors import PackError
 from mlx_packs.runtime import mx
 

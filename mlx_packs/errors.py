@@ -1,14 +1,60 @@
 """Errors that a user can act on; the command line prints them as one line and exits with 2."""
 
 import re
+from typing import IO, Any, Literal
+
+import click
+
+Code = Literal[
+    "invalid",  # a value breaks a rule
+    "unknown",  # a name that is not among the valid ones
+    "conflict",  # settings that exclude or do not apply to each other
+    "not-found",
+    "exists",  # something stands where the result would be written
+    "unreadable",  # a damaged or malformed file
+    "unwritable",  # a place that cannot be written, a full disk
+    "unsupported",  # an architecture, format or feature that is not implemented
+    "mismatch",  # pack, base, run or tensors that do not belong together
+    "data",  # examples that cannot be used
+    "memory",  # more than the machine has
+    "dependency",  # a package that is not installed, or too old
+    "busy",  # another process is at work there
+    "diverged",  # a loss or gradient that is not finite
+    "network",
+    "interrupted",
+]
 
 
-class PackError(Exception):
-    """Wrong use or bad input; the message names the place, the rule, the value, the next step."""
+class PackError(click.ClickException):
+    """Wrong use or bad input: `<file or flag>: what is wrong. What to do.`
+
+    Args:
+        message: one line, in terms of the command line.
+        code: the kind of error; stable, so that callers and tests can rely on it.
+        flag: the setting that it is about, as in Python (``max_seq_length``); by default the flag
+            that the message begins with.
+    """
+
+    exit_code = 2
+
+    def __init__(self, message: str, code: Code = "invalid", flag: str | None = None):
+        super().__init__(message)
+        self.code: Code = code
+        leading = re.match(r"--(?:no-)?([a-z][a-z0-9-]*)", message)
+        self.flag = flag or (leading.group(1).replace("-", "_") if leading else None)
+
+    def show(self, file: IO[Any] | None = None) -> None:
+        """Print the error as one line; what a stranger's file says cannot steer a terminal."""
+        click.echo(f"packs: {printable(self.message)}", file=file, err=file is None)
 
 
 class Interrupted(PackError):
-    """The user stopped a run, and it was kept; the command line exits with 130."""
+    """The user stopped a run, and it was saved; the command line exits with 130."""
+
+    exit_code = 130
+
+    def __init__(self, message: str):
+        super().__init__(message, "interrupted")
 
 
 def printable(text: str) -> str:

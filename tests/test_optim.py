@@ -1,8 +1,8 @@
 """Optimizer and schedule: values are typed and tried before anything is loaded."""
 
 import pytest
-from mlx_packs.config.schema.schema import TrainConfig, resolve
 
+from mlx_packs.config.schema import TrainConfig, resolve
 from mlx_packs.errors import PackError
 from mlx_packs.optim import make_optimizer, schedule, unused_learning_rate
 from mlx_packs.runtime import mx

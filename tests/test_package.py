@@ -131,9 +131,8 @@ for m, k, n in ((1, 7, 5), (33, 65, 129), (128, 256, 512)):
 def test_steps_are_the_same_compiled_and_uncompiled():
     # with an empty PATH, which would be quick, MLX finds no g++ and compiles nothing
     code = """
-import sys; sys.path.insert(0, "tests")
-import test_train
-from test_train import small_examples, weights_after, largest_difference, make_batch
+from tests.training import test_train
+from tests.training.test_train import small_examples, weights_after, largest_difference, make_batch
 from mlx_packs.runtime import mx
 steppers = []
 class Noted(test_train.Stepper):

@@ -1,6 +1,6 @@
 """The architectures of mlx-lm that cannot be trained, with the reason.
 
-Every other one can; docs/families.md lists them all, and tests/test_families.py trains each.
+Every other one can; docs/families.md lists them all, and tests/bases/test_families.py trains each.
 """
 
 from importlib import metadata

@@ -17,7 +17,7 @@ from pathlib import Path
 import click
 
 from ..config.schema import MEMORY_SETTINGS, LoRAConfig, TrainConfig
-from ..errors import Interrupted, PackError, did_you_mean, printable
+from ..errors import PackError, did_you_mean, printable
 from . import options
 
 
@@ -987,11 +987,9 @@ def run_command(command: click.Command) -> None:
     """Run a command as a program: every error that a user can mend is one line and exit code 2."""
     try:
         sys.exit(command.main(standalone_mode=False) or 0)
-    except Interrupted as error:
-        click.echo(f"packs: {error}", err=True)
-        sys.exit(130)
     except PackError as error:
-        _fail(str(error))
+        error.show()
+        sys.exit(error.exit_code)
     except click.exceptions.NoArgsIsHelpError as error:
         click.echo(error.format_message())
         sys.exit(2)

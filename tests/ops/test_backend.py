@@ -3,12 +3,12 @@
 import logging
 
 import pytest
-from conftest import emulation
 
 import mlx_packs as mp
 from mlx_packs.ops import _backend, _cost, grouped_lora
 from mlx_packs.ops._check import Check, examine
 from mlx_packs.runtime import mx
+from tests.helpers.emulation import emulation
 
 
 def call() -> list[mx.array]:

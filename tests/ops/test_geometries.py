@@ -1,10 +1,10 @@
 """Every kernel instance that real models ask for compiles, within the limits of a launch."""
 
 import pytest
-from conftest import emulation
 
 from mlx_packs.ops import grouped_lora, multi_lora, nf4
 from mlx_packs.runtime import mx
+from tests.helpers.emulation import emulation
 
 # hidden, FFN, query heads x 128, KV heads x 128
 MODELS = {

@@ -4,13 +4,13 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
-from conftest import emulation
 
 from mlx_packs.ops import _backend
 from mlx_packs.ops._check import examine, sparse_signs
 from mlx_packs.ops.grouped_lora import grouped_lora
 from mlx_packs.ops.multi_lora import check_of, instances, multi_lora, plans, reference
 from mlx_packs.runtime import mx
+from tests.helpers.emulation import emulation
 
 DTYPES = (mx.float32, mx.bfloat16, mx.float16)
 DEPTH, PACKS = 40, 3

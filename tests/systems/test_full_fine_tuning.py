@@ -3,7 +3,8 @@
 import json
 
 import pytest
-from conftest import chat, write_rows
+
+from tests.helpers.rows import chat, write_rows
 
 pytestmark = pytest.mark.systems
 

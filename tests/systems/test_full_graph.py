@@ -5,11 +5,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import write_rows
-from test_merge import layout, logits, write_checkpoint, write_quantized
 
 from mlx_packs import Pack, load_base
 from mlx_packs.runtime import mx
+from tests.convert.test_merge import layout, logits, write_checkpoint, write_quantized
+from tests.helpers.rows import write_rows
 
 pytestmark = pytest.mark.systems
 

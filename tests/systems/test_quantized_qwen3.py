@@ -9,12 +9,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import write_rows
-from test_merge import write_checkpoint, write_quantized
 
 from mlx_packs import Pack
 from mlx_packs.files import read_header
 from mlx_packs.runtime import mx
+from tests.convert.test_merge import write_checkpoint, write_quantized
+from tests.helpers.rows import write_rows
 
 pytestmark = pytest.mark.systems
 

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from encoders import all_pairs, all_scored, all_triplets, write_encoder, write_pairs
 
 from mlx_packs import load_base
+from tests.helpers.encoders import all_pairs, all_scored, all_triplets, write_encoder, write_pairs
 
 pytestmark = pytest.mark.systems
 

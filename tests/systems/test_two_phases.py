@@ -9,13 +9,14 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import chat, model_of, write_rows
 from mlx.utils import tree_flatten
-from mlx_packs.adapters.lora.lora import attach
 
 from mlx_packs import LoRAConfig, Pack, load_base
+from mlx_packs.adapters.lora import attach
 from mlx_packs.bases.loading import Base, tiny_checkpoint
 from mlx_packs.runtime import mx
+from tests.helpers.models import model_of
+from tests.helpers.rows import chat, write_rows
 
 pytestmark = pytest.mark.systems
 ROOT = Path(__file__).parents[2]

@@ -1,0 +1,39 @@
+"""Rows of a table that lies in a file are those of the loaded one, to the bit."""
+
+import mlx.nn as nn
+import numpy as np
+import pytest
+
+from mlx_packs import load_base
+from mlx_packs.bases.embedding_table import MappedTable, map_table
+from mlx_packs.nn.nf4 import NF4Embedding
+from mlx_packs.runtime import mx
+from tests.convert.test_merge import write_checkpoint, write_quantized
+
+TOKENS = np.array([[3, 4095, 0], [17, 3, 2000]], np.int32)
+KEY = "model.embed_tokens.weight"
+
+
+@pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16])
+@pytest.mark.parametrize("mode", [None, "affine"])
+def test_mapped_rows_are_those_of_the_embedding(tmp_path, dtype, mode):
+    folder = write_checkpoint(tmp_path / "base", "llama", dtype=dtype)
+    if mode:
+        folder = write_quantized(tmp_path / "packed", folder, mode=mode)
+    embedding = load_base(folder).model.model.embed_tokens
+    table = map_table(folder, KEY, embedding)
+    assert isinstance(table, MappedTable)
+    rows = table(TOKENS)
+    assert mx.array_equal(rows, embedding(mx.array(TOKENS)))
+    assert rows.dtype == embedding(mx.array(TOKENS)).dtype
+    assert all(isinstance(part, np.memmap) for part, _ in table._parts.values())
+
+
+def test_the_reason_is_given_where_a_table_cannot_be_mapped(tmp_path):
+    folder = write_checkpoint(tmp_path / "base", "llama")
+    other = nn.Embedding(10, 64)
+    assert map_table(folder, KEY, other) == f"{KEY} lies in the files as F32 [4096, 64]"
+    assert map_table(folder, None, other) == "its tensor in the files is not known"
+    packed = NF4Embedding.from_embedding(other)
+    assert map_table(folder, KEY, packed) == "rows of a NF4Embedding are not read from a file"
+    assert "the files have no no.such.weight" in map_table(folder, "no.such.weight", other)

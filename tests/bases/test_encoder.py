@@ -1,0 +1,286 @@
+"""models/encoder.py: folders of sentence-transformers, the forward, tokens, and refusals."""
+
+import json
+import math
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from mlx.utils import tree_flatten
+
+from mlx_packs import load_base
+from mlx_packs.bases.encoder import tensor_name
+from mlx_packs.bases.loading import lazy_base
+from mlx_packs.errors import PackError
+from mlx_packs.runtime import mx
+from tests.helpers.encoders import SMALL, write_encoder
+
+TEXTS = ["how do i fix a car?", "", "the STORE", "please " * 80, "a"]
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    return write_encoder(tmp_path / "mini")
+
+
+def change(file: Path, **values) -> None:
+    """Set keys of a JSON file; None takes one out."""
+    found = json.loads(file.read_text()) if file.is_file() else {}
+    found = {k: v for k, v in (found | values).items() if v is not None}
+    file.write_text(json.dumps(found))
+
+
+def reference(folder: Path, text: str, pooling: str = "mean", normalize: bool = True) -> np.ndarray:
+    """BERT in float64, one text at a time, written from the paper."""
+    base = load_base(folder)
+    w = {n: np.array(a, dtype=np.float64) for n, a in tree_flatten(base.model.parameters())}
+    ids = base.tokenizer(text, truncation=True, max_length=base.model.longest)["input_ids"]
+
+    def norm(x: np.ndarray, at: str) -> np.ndarray:
+        x = (x - x.mean(-1, keepdims=True)) / np.sqrt(x.var(-1, keepdims=True) + 1e-12)
+        return x * w[f"{at}.LayerNorm.weight"] + w[f"{at}.LayerNorm.bias"]
+
+    def linear(x: np.ndarray, at: str) -> np.ndarray:
+        return x @ w[f"{at}.weight"].T + w[f"{at}.bias"]
+
+    kinds = "word position token_type"
+    word, position, kind = (w[f"embeddings.{name}_embeddings.weight"] for name in kinds.split())
+    x = norm(word[ids] + position[: len(ids)] + kind[0], "embeddings")
+    heads = SMALL["num_attention_heads"]
+    for i in range(SMALL["num_hidden_layers"]):
+        at = f"encoder.layer.{i}"
+        q, k, v = (
+            linear(x, f"{at}.attention.self.{name}").reshape(len(ids), heads, -1).swapaxes(0, 1)
+            for name in ("query", "key", "value")
+        )
+        scores = q @ k.swapaxes(1, 2) / math.sqrt(q.shape[-1])
+        shares = np.exp(scores - scores.max(-1, keepdims=True))
+        shares /= shares.sum(-1, keepdims=True)
+        attended = (shares @ v).swapaxes(0, 1).reshape(x.shape)
+        x = norm(linear(attended, f"{at}.attention.output.dense") + x, f"{at}.attention.output")
+        h = linear(x, f"{at}.intermediate.dense")
+        h = h * (1 + np.vectorize(math.erf)(h / math.sqrt(2))) / 2
+        x = norm(linear(h, f"{at}.output.dense") + x, f"{at}.output")
+    vector = {"mean": x.mean(0), "cls": x[0], "max": x.max(0)}[pooling]
+    return vector / np.linalg.norm(vector) if normalize else vector
+
+
+@pytest.mark.parametrize(
+    ("pooling", "normalize"), [("mean", True), ("mean", False), ("cls", True), ("max", False)]
+)
+def test_embeddings_are_those_of_the_paper(tmp_path, pooling, normalize):
+    folder = write_encoder(tmp_path, pooling, normalize)
+    found = load_base(folder).encode(TEXTS, batch_size=3)
+    wanted = np.stack([reference(folder, text, pooling, normalize) for text in TEXTS])
+    assert found.shape == (len(TEXTS), 32) and found.dtype == np.float32
+    assert np.abs(found - wanted).max() < 1e-5
+
+
+def test_an_embedding_depends_neither_on_the_batch_nor_on_the_order(folder):
+    base = load_base(folder)
+    together = base.encode(TEXTS, batch_size=len(TEXTS))
+    alone = np.concatenate([base.encode([text]) for text in TEXTS])
+    assert np.abs(together - alone).max() < 1e-6
+    assert np.array_equal(base.encode(TEXTS[::-1], batch_size=5)[::-1], together)
+    assert base.encode([]).shape == (0, 32)
+
+
+@pytest.mark.parametrize("prefix", ["", "bert."])
+def test_tensors_load_as_they_lie(tmp_path, folder, prefix):
+    other = write_encoder(tmp_path / "other", prefix=prefix)
+    assert np.array_equal(load_base(other).encode(TEXTS), load_base(folder).encode(TEXTS))
+
+
+def test_norms_of_tensorflow_and_half_precision_are_read(tmp_path, folder):
+    tensors = mx.load(str(folder / "model.safetensors"))
+    spelled = {"weight": "gamma", "bias": "beta"}
+    renamed = {}
+    for name, tensor in tensors.items():
+        head, _, last = name.rpartition(".")
+        norm = head.endswith("LayerNorm")
+        renamed[f"{head}.{spelled[last]}" if norm else name] = tensor
+    other = write_encoder(tmp_path / "other")
+    mx.save_safetensors(str(other / "model.safetensors"), renamed)
+    assert np.array_equal(load_base(other).encode(TEXTS), load_base(folder).encode(TEXTS))
+    assert tensor_name("bert.embeddings.LayerNorm.gamma") == "embeddings.LayerNorm.weight"
+    assert tensor_name("bert.embeddings.position_ids") is None
+    half = load_base(write_encoder(tmp_path / "half", dtype=mx.float16))
+    assert {a.dtype for _, a in tree_flatten(half.model.parameters())} == {mx.float32}
+    lazy = lazy_base(tmp_path / "half")
+    assert lazy.model.encoder.layer[0].output.dense.weight.dtype == mx.float16
+
+
+def test_the_tokenizer_comes_from_vocab_txt_or_tokenizer_json(folder):
+    base = load_base(folder)
+    from_words = [base.tokenizer.encode(text) for text in TEXTS]
+    assert base.tokenizer.convert_ids_to_tokens(from_words[0])[:6] == [
+        "[CLS]",
+        "how",
+        "do",
+        "i",
+        "fix",
+        "a",
+    ]
+    base.tokenizer.save_pretrained(folder)
+    (folder / "vocab.txt").unlink()
+    assert (folder / "tokenizer.json").is_file()
+    assert [load_base(folder).tokenizer.encode(text) for text in TEXTS] == from_words
+    (folder / "tokenizer.json").unlink()
+    with pytest.raises(PackError, match=r"neither tokenizer\.json nor vocab\.txt"):
+        load_base(folder)
+
+
+def test_texts_are_cut_where_the_folder_says(folder):
+    settings = folder / "sentence_bert_config.json"
+    assert load_base(folder).model.longest == 48
+    change(settings, max_seq_length=8)
+    base = load_base(folder)
+    assert base.model.longest == 8
+    words = "please " * 6  # with [CLS] and [SEP] that is all
+    assert np.array_equal(base.encode([words]), base.encode([words * 5]))
+    change(settings, max_seq_length=None)  # as the tokenizer says
+    change(folder / "tokenizer_config.json", model_max_length=16)
+    assert load_base(folder).model.longest == 16
+    change(settings, max_seq_length=512)  # more than there are positions
+    assert load_base(folder).model.longest == 64
+
+
+def test_do_lower_case_is_respected(folder):
+    change(folder / "tokenizer_config.json", do_lower_case=False)
+    told = load_base(folder).encode(["FIX", "fix"])
+    assert np.abs(told[0] - told[1]).max() > 1e-3  # [UNK] and a word
+    change(folder / "sentence_bert_config.json", do_lower_case=True)
+    told = load_base(folder).encode(["FIX", "fix"])
+    assert np.array_equal(told[0], told[1])
+
+
+def test_a_folder_without_modules_is_pooled_by_the_mean(folder):
+    with_modules = load_base(folder).encode(TEXTS)
+    (folder / "modules.json").unlink()
+    plain = load_base(folder).encode(TEXTS)
+    assert np.abs(plain / np.linalg.norm(plain, axis=1, keepdims=True) - with_modules).max() < 1e-6
+
+
+def module(kind: str, path: str = "") -> dict:
+    return {"type": f"sentence_transformers.models.{kind}", "path": path}
+
+
+def set_modules(folder: Path, *modules: dict) -> None:
+    (folder / "modules.json").write_text(json.dumps(modules))
+
+
+POOLING = module("Pooling", "1_Pooling")
+FAULTS = {
+    "a Dense module": (
+        lambda f: set_modules(f, module("Transformer"), POOLING, module("Dense", "2_Dense")),
+        r"the module Dense \('2_Dense'\) is not done here",
+    ),
+    "modules in another order": (
+        lambda f: set_modules(f, module("Transformer"), module("Normalize"), POOLING),
+        "in this order, but is Transformer, Normalize, Pooling",
+    ),
+    "a module without a type": (lambda f: set_modules(f, {"path": ""}), "must have a 'type'"),
+    "weights in a folder": (
+        lambda f: set_modules(f, module("Transformer", "0_Transformer"), POOLING),
+        "lies in the folder '0_Transformer'",
+    ),
+    "two poolings": (
+        lambda f: change(f / "1_Pooling" / "config.json", pooling_mode_cls_token=True),
+        "pools by .*cls and .*mean|pools by .*mean and .*cls",
+    ),
+    "an unknown pooling": (
+        lambda f: (f / "1_Pooling" / "config.json").write_text('{"pooling_mode": "lasttoken"}'),
+        "pools by lasttoken; one of mean, cls, max",
+    ),
+    "no pooling config": (lambda f: shutil.rmtree(f / "1_Pooling"), "pools by nothing"),
+    "a prompt": (
+        lambda f: change(f / "config_sentence_transformers.json", default_prompt_name="query"),
+        "the prompt 'query' before every text",
+    ),
+    "a length of nothing": (
+        lambda f: change(f / "sentence_bert_config.json", max_seq_length=2),
+        "max_seq_length must be an integer above 2",
+    ),
+    "JSON that is none": (lambda f: (f / "modules.json").write_text("[}"), "is not valid JSON"),
+    "relative positions": (
+        lambda f: change(f / "config.json", position_embedding_type="relative_key"),
+        "position_embedding_type 'relative_key'",
+    ),
+    "an unknown activation": (
+        lambda f: change(f / "config.json", hidden_act="quick"),
+        "hidden_act 'quick'",
+    ),
+    "a decoder": (lambda f: change(f / "config.json", is_decoder=True), "is_decoder"),
+    "heads that do not divide": (
+        lambda f: change(f / "config.json", num_attention_heads=5),
+        "cannot be cut into 5 heads",
+    ),
+    "a missing size": (
+        lambda f: change(f / "config.json", hidden_size=None),
+        "hidden_size must be an integer",
+    ),
+    "more blocks than tensors": (
+        lambda f: change(f / "config.json", num_hidden_layers=3),
+        r"encoder\.layer\.2\.\S+: is missing.*and 13 more",
+    ),
+    "a quantized one": (
+        lambda f: change(f / "config.json", quantization={"bits": 4, "group_size": 64}),
+        "is quantized; an encoder is read in float32",
+    ),
+    "another family": (
+        lambda f: change(f / "config.json", model_type="roberta"),
+        "of model_type 'roberta'; of encoders only bert",
+    ),
+    "more tokens than rows": (
+        lambda f: (f / "vocab.txt").write_text((f / "vocab.txt").read_text() + "one\nmore\n"),
+        "the tokenizer has .* tokens",
+    ),
+    "a pickle": (
+        lambda f: (f / "model.safetensors").rename(f / "pytorch_model.bin"),
+        r"pytorch_model\.bin.*pickled weights of PyTorch, which are never opened",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_what_is_not_done_is_refused_by_name(folder, fault):
+    spoil, message = FAULTS[fault]
+    spoil(folder)
+    with pytest.raises(PackError, match=message) as error:
+        load_base(folder)
+    assert str(folder) in str(error.value) and "\n" not in str(error.value)
+
+
+def test_an_encoder_stays_in_float32(folder):
+    for arguments, message in (
+        ({"quantize": "nf4"}, "--quantize nf4: .* is an encoder"),
+        ({"compute_dtype": "float16"}, "--compute-dtype float16"),
+    ):
+        with pytest.raises(PackError, match=message):
+            load_base(folder, **arguments)
+
+
+def test_encode_refuses_what_is_no_text_and_a_causal_base(folder, tiny):
+    base = load_base(folder)
+    for texts, message in (("one text", "must be a list"), (["a", 3], r"texts\[1\] must be")):
+        with pytest.raises(PackError, match=message):
+            base.encode(texts)
+    with pytest.raises(PackError, match="batch_size must be positive"):
+        base.encode(["a"], batch_size=0)
+    with pytest.raises(PackError, match=r"is a causal qwen3; embeddings are made by an encoder"):
+        tiny.encode(["a"])
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "generate --prompt a",
+        "eval-batch --data tiny",
+        "eval-tasks --tasks arc_easy",
+        "quantize --out out",
+    ],
+)
+def test_commands_of_causal_models_refuse_an_encoder(run, folder, command):
+    code, out, err = run(*command.split(), "--model", folder)
+    assert code == 2 and out == "" and "encoder" in err.splitlines()[-1]

@@ -1,0 +1,221 @@
+"""Every architecture of mlx-lm trains: finite, with the gradients of plain LoRA, and detaches.
+
+`families.py` builds them small. Those that cannot be trained are in mlx_packs/bases/families.py, with the
+reason; docs/families.md has all of them.
+"""
+
+import importlib
+import re
+from importlib import metadata
+from pathlib import Path
+
+import mlx.nn as nn
+import pytest
+from mlx.utils import tree_flatten
+
+from mlx_packs.adapters import lora as adapters
+from mlx_packs.adapters.lora import attach
+from mlx_packs.bases.families import MIXTURES_SINCE, UNTRAINABLE, check_trainable, version_of_mlx_lm
+from mlx_packs.config.schema import LoRAConfig
+from mlx_packs.errors import PackError
+from mlx_packs.nn.quantized import replace_modules
+from mlx_packs.runtime import mx, on_cpu
+from tests.helpers.families import architectures, base_of, randomized, table, targets_of
+
+RANK = 2
+TOKENS = mx.array([[(5 * i + 3) % 127 for i in range(37)]])
+LEVEL = 1e-4
+DOCS = Path(__file__).parents[2] / "docs" / "families.md"
+ROWS = re.findall(r"^\| ([\w.-]+) \| (\w[^|]*) \|", DOCS.read_text(), re.M)[1:]
+DOCUMENTED = dict(ROWS)
+IS_DOCUMENTED = f"mlx-lm {metadata.version('mlx-lm')}:" in DOCS.read_text()
+OLD = version_of_mlx_lm() < MIXTURES_SINCE
+# With another mlx-lm than that of the table, those that both know.
+FAMILIES = [f for f in architectures() if f in DOCUMENTED and f not in UNTRAINABLE]
+if OLD:  # mixtures are refused, phi3small writes beyond its logits, falcon_h1 is half connected
+    FAMILIES = [f for f in FAMILIES if "MoE" not in DOCUMENTED[f]]
+    FAMILIES = [f for f in FAMILIES if f not in ("phi3small", "falcon_h1")]
+# One of each kind: grouped blocks, fused projections, mixtures, recurrent and hybrid blocks, latent
+# attention, parallel blocks, soft capping. The rest is slow.
+REPRESENTATIVE = (
+    "qwen3 llama gpt2 phi3 gemma2 cohere qwen3_moe deepseek_v3 mamba2 qwen3_next"
+).split()
+
+
+def sweep(families: list[str]) -> list:
+    """Parameters of a sweep over families, of which the default suite runs the representative."""
+    return [
+        pytest.param(family, marks=() if family in REPRESENTATIVE else pytest.mark.slow)
+        for family in families
+    ]
+
+
+class PlainLoRA(nn.Module):
+    """y + (scale * (x A)) B, with A and B as they lie on disk; nothing of mlx_packs in it."""
+
+    def __init__(self, linear: nn.Module, a: mx.array, b: mx.array, scale: mx.array):
+        super().__init__()
+        self.linear = linear
+        self.a, self.b = a, b
+        self._scale = scale
+
+    def __call__(self, x, *indices, sorted_indices=False):
+        if indices:  # one expert for each row
+            a, b = self.a[indices[0]], self.b[indices[0]]
+            delta = self._scale * (x @ a.swapaxes(-1, -2)) @ b.swapaxes(-1, -2)
+            return self.linear(x, *indices, sorted_indices=sorted_indices) + delta
+        y, delta = self.linear(x), ((x @ self.a) * self._scale) @ self.b
+        if isinstance(y, list):
+            ends = [sum(part.shape[-1] for part in y[: i + 1]) for i in range(len(y) - 1)]
+            return [part + d for part, d in zip(y, mx.split(delta, ends, axis=-1), strict=True)]
+        return y + delta
+
+
+def step(model: nn.Module) -> tuple[float, dict[str, mx.array]]:
+    """Loss and gradients of one step in training mode."""
+    model.train()
+    value, gradients = _value_and_grad(model)(TOKENS)
+    mx.eval(value, gradients)
+    model.eval()
+    return value.item(), gradients
+
+
+def trace(model: nn.Module) -> None:
+    """Trace a compiled step, as GPUs have it; it is not run. On CPUs steps are not compiled."""
+    model.train()
+    mx.enable_compile()
+    parameters, state = model.parameters(), [model.state]
+    try:
+        mx.compile(_value_and_grad(model), inputs=state, outputs=state)(TOKENS)
+    finally:
+        if on_cpu():
+            mx.disable_compile()
+        model.update(parameters)  # the trace has put its own in their place
+        model.eval()
+
+
+def _value_and_grad(model: nn.Module):
+    def loss(tokens):
+        logits = model(tokens[:, :-1]).astype(mx.float32)
+        return nn.losses.cross_entropy(logits, tokens[:, 1:], reduction="mean")
+
+    return nn.value_and_grad(model, loss)
+
+
+def check(family: str, bits: int | None) -> None:
+    """Attach, hold one step against plain LoRA on every projection and expert, detach."""
+    base = base_of(family, bits)
+    before = base.model(TOKENS)
+    attached = attach(base, LoRAConfig(rank=RANK, target_modules=targets_of(base, RANK)))
+    specs = attached.specs
+    assert mx.array_equal(base.model(TOKENS), before).item()
+    tensors = randomized(attached)
+    trace(base.model)
+    loss, gradients = step(base.model)
+    base.model.update(gradients)  # so that tensors() lays gradients out by their names on disk
+    ours = attached.tensors()
+    attached.detach()
+    assert mx.array_equal(base.model(TOKENS), before).item()
+
+    modules = dict(base.model.named_modules())
+    plain = []
+    for path, spec in specs.items():
+        scale = mx.concatenate([mx.full((s.rank,), s.scale) for s in spec.slices])
+        adapters = (tensors[f"{path}.lora_a"], tensors[f"{path}.lora_b"])
+        plain.append((path, PlainLoRA(modules[path], *adapters, scale)))
+    replace_modules(base.model, plain)
+    expected_loss, expected = step(base.model)
+    expected = dict(tree_flatten(expected))
+    assert abs(loss - expected_loss) < LEVEL * abs(expected_loss)
+    assert set(expected) == {f"{path}.{name}" for path in specs for name in "ab"}
+    for path in specs:
+        for name, on_disk in (("a", "lora_a"), ("b", "lora_b")):
+            found, wanted = ours[f"{path}.{on_disk}"], expected[f"{path}.{name}"]
+            if name == "b" and len(specs[path].slices) > 1:  # block-diagonal
+                wanted = wanted * (tensors[f"{path}.lora_b"] != 0)
+            assert mx.isfinite(found).all().item(), path
+            largest = mx.abs(wanted).max().item()
+            assert largest > 0, f"{path}.{on_disk}: no gradient reaches it"
+            assert mx.abs(found - wanted).max().item() <= LEVEL * largest, f"{path}.{on_disk}"
+
+
+@pytest.mark.parametrize("family", sweep(FAMILIES))
+def test_a_step_has_the_gradients_of_plain_lora_and_detaches(family):
+    check(family, None)
+
+
+@pytest.mark.parametrize("family", sweep([f for f in FAMILIES if f != "afm7"]))  # not quantizable
+def test_a_step_on_packed_weights_has_the_gradients_of_plain_lora(family):
+    check(family, 4)
+
+
+@pytest.mark.parametrize("family", sweep(FAMILIES))
+@pytest.mark.parametrize("matmul_path", ["transient", "dense"])
+def test_matmul_paths_agree_and_detach(family, matmul_path):
+    base = base_of(family, None if family == "afm7" else 4)
+    before = base.model(TOKENS)
+    attached = attach(base, LoRAConfig(rank=RANK), matmul_path=matmul_path)
+    finite = mx.where(mx.isfinite(before), before, 0)  # some families mask unused tokens
+    apart = mx.abs(mx.where(mx.isfinite(before), base.model(TOKENS), 0) - finite).max().item()
+    assert apart < 1e-3 * mx.abs(finite).max().item()
+    attached.detach()
+    assert mx.array_equal(base.model(TOKENS), before).item()
+
+
+def test_the_table_says_what_is_true_of_the_installed_mlx_lm():
+    if IS_DOCUMENTED:
+        assert DOCS.read_text() == table()
+    assert len(DOCUMENTED) > 100 and set(UNTRAINABLE) <= set(DOCUMENTED)
+    for family in UNTRAINABLE:
+        assert DOCUMENTED[family] == "not supported"
+
+
+@pytest.mark.parametrize("family", [f for f in UNTRAINABLE if f in architectures()])
+def test_what_is_said_to_be_untrainable_is_refused_by_name_and_does_not_train(family, monkeypatch):
+    if architectures()[family] is None:
+        with pytest.raises(SystemExit):
+            importlib.import_module(f"mlx_lm.models.{family}")
+        return
+    if family == "recurrent_gemma":  # cannot be frozen
+        with pytest.raises(AttributeError, match="_no_grad"):
+            base_of(family)
+        return
+    base = base_of(family)
+    with pytest.raises(
+        PackError, match=f"{family} cannot carry adapters: {re.escape(UNTRAINABLE[family])}"
+    ):
+        attach(base)
+    monkeypatch.setattr(adapters, "check_trainable", lambda *_: None)
+    said = {
+        "bitnet": "No Metal back-end|no gradient|[Nn]ot implemented|no projection",
+        "dbrx": "Attempting to eval an array",
+        "deepseek_v41": "VJP with respect to indices",
+        "muse_spark": "No Metal back-end|no gradient|[Nn]ot implemented",
+        "prism_hadamard_qwen35": "no projection carries an adapter",
+    }
+    with pytest.raises((RuntimeError, ValueError, PackError), match=said[family]):
+        check(family, None)
+
+
+def test_a_family_whose_kernel_for_metal_has_no_gradient_is_refused_there_alone(monkeypatch):
+    base = base_of("rwkv7")
+    check_trainable("base", base.model)
+    monkeypatch.setattr(mx, "default_device", lambda: mx.gpu)
+    monkeypatch.setattr(mx.metal, "is_available", lambda: True)
+    with pytest.raises(PackError, match="rwkv7 cannot carry adapters: .*a CPU or CUDA trains it"):
+        check_trainable("base", base.model)
+
+
+def test_mistral_is_grouped_as_llama_is():
+    from mlx_lm.utils import _get_classes
+
+    model, _ = _get_classes({"model_type": "mistral"})
+    assert model.__module__ == "mlx_lm.models.llama" and DOCUMENTED["llama"] == "grouped"
+
+
+def test_mixtures_are_refused_with_an_mlx_lm_that_cannot_train_them(monkeypatch):
+    base = base_of("qwen3_moe")
+    monkeypatch.setattr(metadata, "version", lambda _: "0.31.3")
+    with pytest.raises(PackError, match="in mlx-lm 0.31.3 gradients reach .* upgrade mlx-lm"):
+        attach(base, LoRAConfig(rank=RANK))
+    attach(base_of("qwen3"), LoRAConfig(rank=RANK)).detach()

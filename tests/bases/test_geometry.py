@@ -1,0 +1,317 @@
+"""What is probed of a projection, and that every contradiction names module and shapes."""
+
+import mlx.nn as nn
+import numpy as np
+import pytest
+
+from mlx_packs.adapters.lora import attach
+from mlx_packs.bases.geometry import (
+    GeometryError,
+    Heads,
+    find_groups,
+    linears,
+    probe,
+    select_targets,
+)
+from mlx_packs.config.schema import LoRAConfig, TrainConfig
+from mlx_packs.data.batches import make_batch
+from mlx_packs.data.encoding import Example
+from mlx_packs.errors import PackError
+from mlx_packs.objectives.causal_lm import as_arrays, split_head
+from mlx_packs.optim import make_optimizer
+from mlx_packs.runtime import mx
+from mlx_packs.training.step import Stepper
+from tests.helpers.models import base_of, model_of
+
+QWEN3_4B = {
+    "hidden_size": 2560,
+    "intermediate_size": 9728,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "num_hidden_layers": 1,
+}
+
+
+def packed(out: int, width: int, bits=4, group_size=64, mode="affine", bias=False) -> nn.Module:
+    """A quantized linear of zeros with a stored weight of [out, width]."""
+    linear = nn.QuantizedLinear(64, 1, bias=bias, bits=bits, group_size=group_size, mode=mode)
+    groups = width * 32 // bits // group_size
+    linear.weight = mx.zeros((out, width), mx.uint32)
+    linear.scales = mx.zeros((out, groups), linear.scales.dtype)
+    if mode == "affine":
+        linear.biases = mx.zeros((out, groups))
+    if bias:
+        linear.bias = mx.zeros((out,))
+    return linear
+
+
+@pytest.fixture(scope="module")
+def qwen3_4b():
+    """One block of Qwen3-4B in 4 bits; the weights stay unevaluated, only shapes matter."""
+    model, config = unevaluated("qwen3", **QWEN3_4B)
+    nn.quantize(model, group_size=64, bits=4)
+    return model, config
+
+
+def unevaluated(family: str, **changes):
+    import importlib
+
+    _, config = model_of(family)
+    module = importlib.import_module(f"mlx_lm.models.{family}")
+    config |= changes
+    return module.Model(module.ModelArgs.from_dict(config)), config
+
+
+def test_probe_stored_width_320_is_an_input_of_2560(qwen3_4b):
+    model, config = qwen3_4b
+    q_proj = model.layers[0].self_attn.q_proj
+    assert q_proj.weight.shape == (4096, 320) and q_proj.weight.dtype == mx.uint32
+    found = probe("model.layers.0.self_attn.q_proj", q_proj, config, grouped=True)
+    assert (found.in_features, found.out_features, found.packed_width) == (2560, 4096, 320)
+    assert (found.bits, found.group_size, found.mode, found.bias) == (4, 64, "affine", False)
+    assert "320 = 2560 x 4 / 32" in found.describe()
+
+
+def test_find_groups_of_qwen3_4b_has_uneven_members(qwen3_4b):
+    groups, faults = find_groups(*qwen3_4b, (), -1)
+    assert faults == []
+    found = {
+        tuple(g.name for g in group.members): [
+            (g.in_features, g.out_features) for g in group.members
+        ]
+        for group in groups
+    }
+    assert found == {
+        ("q_proj", "k_proj", "v_proj"): [(2560, 4096), (2560, 1024), (2560, 1024)],
+        ("o_proj",): [(4096, 2560)],
+        ("gate_proj", "up_proj"): [(2560, 9728), (2560, 9728)],
+        ("down_proj",): [(9728, 2560)],
+    }
+    assert {group.block for group in groups} == {"model.layers.0.self_attn", "model.layers.0.mlp"}
+
+
+def test_attach_at_qwen3_4b_width_shapes_adapters_by_true_sizes(qwen3_4b):
+    base = base_of("qwen3")
+    base.model, base.config = qwen3_4b
+    attached = attach(base, LoRAConfig(rank=8, target_modules=("q_proj", "k_proj", "down_proj")))
+    shapes = {name: tuple(t.shape) for name, t in attached.tensors().items()}
+    attached.detach()
+    block = "model.layers.0."
+    assert shapes == {
+        f"{block}self_attn.q_proj.lora_a": (2560, 8),
+        f"{block}self_attn.q_proj.lora_b": (8, 4096),
+        f"{block}self_attn.k_proj.lora_a": (2560, 8),
+        f"{block}self_attn.k_proj.lora_b": (8, 1024),
+        f"{block}mlp.down_proj.lora_a": (9728, 8),
+        f"{block}mlp.down_proj.lora_b": (8, 2560),
+    }
+
+
+@pytest.mark.parametrize(
+    ("wrong", "projection", "shapes"),
+    [
+        ({"num_attention_heads": 16}, "q_proj", ("[4096, 2560]", "[2048, 2560]")),
+        ({"num_key_value_heads": 32}, "k_proj", ("[1024, 2560]", "[4096, 2560]")),
+        ({"head_dim": 80}, "v_proj", ("[1024, 2560]", "[640, 2560]")),
+        ({"hidden_size": 320}, "o_proj", ("[2560, 4096]", "[320, 4096]")),
+        ({"intermediate_size": 9216}, "down_proj", ("[2560, 9728]", "[2560, 9216]")),
+    ],
+)
+def test_find_groups_names_module_and_both_shapes(qwen3_4b, wrong, projection, shapes):
+    model, config = qwen3_4b
+    _, faults = find_groups(model, {**config, **wrong}, (projection,), -1)
+    (fault,) = faults
+    assert fault.path.endswith(projection) and fault.path in str(fault)
+    assert all(shape in str(fault) for shape in shapes) and "--train-fp16-fallback" in str(fault)
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 5, 6, 8])
+@pytest.mark.parametrize("group_size", [32, 64, 128])
+def test_probe_finds_the_input_of_every_packing(bits, group_size):
+    linear = nn.QuantizedLinear(384, 40, bits=bits, group_size=group_size)
+    found = probe("x.proj", linear, {})
+    assert (found.in_features, found.out_features, found.packed_width) == (384, 40, 12 * bits)
+    assert (found.bits, found.group_size, found.bias) == (bits, group_size, True)
+
+
+@pytest.mark.parametrize(
+    ("mode", "bits", "group_size"), [("mxfp4", 4, 32), ("nvfp4", 4, 16), ("mxfp8", 8, 32)]
+)
+def test_probe_finds_the_input_of_every_mode(mode, bits, group_size):
+    linear = nn.QuantizedLinear(128, 40, bias=False, bits=bits, group_size=group_size, mode=mode)
+    found = probe("x.proj", linear, {})
+    assert (found.in_features, found.bits, found.group_size, found.mode) == (
+        128,
+        bits,
+        group_size,
+        mode,
+    )
+
+
+def test_probe_dense_linear_is_as_wide_as_it_is():
+    found = probe("x.proj", nn.Linear(48, 40, bias=False), {})
+    assert (found.in_features, found.out_features, found.bits, found.packed_width) == (
+        48,
+        40,
+        None,
+        48,
+    )
+    assert found.describe() == "x.proj: 48 -> 40 (dense [40, 48])"
+
+
+def with_tensor(name: str, *shape: int) -> nn.Module:
+    linear = packed(40, 16, bias=True)  # 128 inputs, 2 groups
+    linear[name] = mx.zeros(shape, linear[name].dtype)
+    return linear
+
+
+@pytest.mark.parametrize(
+    ("linear", "message"),
+    [
+        (
+            with_tensor("scales", 40, 3),
+            r"group 64 asks for scales \[40, 2\], but they are \[40, 3\]",
+        ),
+        (with_tensor("scales", 20, 2), r"scales \[40, 2\], but they are \[20, 2\]"),
+        (with_tensor("biases", 40, 1), r"biases \[40, 2\], but they are \[40, 1\]"),
+        (with_tensor("bias", 41), r"bias \[41\] for 40 outputs"),
+        (with_tensor("weight", 40, 17), r"weight \[40, 17\] at 4 bits, group 64 asks for scales"),
+        (with_tensor("weight", 2, 40, 16), r"its weight must have 2 axes, but is \[2, 40, 16\]"),
+        (packed(40, 16, bits=3), r"at 3 bits"),
+    ],
+)
+def test_probe_names_the_tensor_that_contradicts(linear, message):
+    with pytest.raises(GeometryError, match=message) as error:
+        probe("model.layers.7.x", linear, {})
+    assert error.value.path == "model.layers.7.x" and "model.layers.7.x" in str(error.value)
+
+
+def test_probe_affine_without_zero_points_is_refused():
+    linear = packed(40, 16)
+    linear.biases = None
+    with pytest.raises(GeometryError, match=r"biases \[40, 2\], but they are None"):
+        probe("x", linear, {})
+
+
+def test_heads_follow_the_config_and_its_defaults():
+    assert Heads.of({"hidden_size": 64, "num_attention_heads": 4}) == Heads(64, None, 4, 4, 16)
+    assert Heads.of({"n_embd": 64, "n_head": 2}).head_dim == 32
+    nested = {"text_config": QWEN3_4B}
+    assert Heads.of(nested) == Heads(2560, 9728, 32, 8, 128)
+
+
+def test_probe_slices_of_fused_projections():
+    gpt2, config = model_of("gpt2")
+    (found,) = [probe(p, m, config) for p, m in linears(gpt2) if p.endswith("0.attn.c_attn")]
+    assert found.slices == (("q", 64), ("k", 64), ("v", 64))
+    phi3 = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+    assert probe("a.qkv_proj", nn.Linear(64, 128), phi3).slices == (("q", 64), ("k", 32), ("v", 32))
+    mlp = {"intermediate_size": 96}
+    assert probe("a.gate_up_proj", nn.Linear(64, 192), mlp).slices == (("gate", 96), ("up", 96))
+
+
+def test_probe_fused_projection_of_unknown_layout_is_one_slice():
+    config = {"n_embd": 64, "n_head": 4}
+    multi_query = nn.Linear(64, 64 + 2 * 16)  # divisible by 3, but not q, k, v of equal width
+    assert probe("h.0.attn.c_attn", multi_query, config).slices == (("c_attn", 96),)
+
+
+@pytest.mark.parametrize(
+    ("targets", "num_layers", "wanted"),
+    [
+        (("q_proj",), -1, ["0.self_attn.q_proj", "1.self_attn.q_proj"]),
+        (("self_attn.q_proj", "q_proj"), 1, ["1.self_attn.q_proj"]),
+        (("model.layers.0.mlp.up_proj",), -1, ["0.mlp.up_proj"]),
+        (("model.layers.0.mlp.up_proj",), 1, ["0.mlp.up_proj"]),
+        (("1.mlp.up_proj",), -1, ["1.mlp.up_proj"]),
+    ],
+)
+def test_select_targets_by_name_tail_or_path(targets, num_layers, wanted):
+    model, _ = model_of("qwen3")
+    found = [p for p, _ in select_targets(model, targets, num_layers)]
+    assert found == ["model.layers." + w for w in wanted]
+
+
+def test_select_targets_by_default_are_all_in_the_blocks():
+    model, _ = model_of("qwen3")
+    found = {p for p, _ in select_targets(model, (), -1)}
+    assert len(found) == 14 and "lm_head" not in found
+    assert [p for p, _ in select_targets(model, ("lm_head",), -1)] == ["lm_head"]
+
+
+@pytest.mark.parametrize(
+    ("targets", "num_layers", "message"),
+    [
+        (("q_pro",), -1, r"Did you mean 'q_proj'\? Those that exist: down_proj, .*v_proj"),
+        (("model.embed_tokens",), -1, "is of type Embedding and cannot carry"),
+        (("oj",), -1, "oj: no such projection"),
+        ((), 3, "--num-layers 3: the base has only 2 blocks"),
+    ],
+)
+def test_select_targets_names_what_exists(targets, num_layers, message):
+    model, _ = model_of("qwen3")
+    with pytest.raises(PackError, match=message):
+        select_targets(model, targets, num_layers)
+
+
+def pruned_base():
+    """A 4-bit base whose second block has a narrower feed-forward than the config promises."""
+    base = base_of("qwen3", intermediate_size=128)
+    mlp = base.model.layers[1].mlp
+    for name, linear in (
+        ("gate_proj", nn.Linear(64, 64, bias=False)),
+        ("up_proj", nn.Linear(64, 64, bias=False)),
+        ("down_proj", nn.Linear(64, 64, bias=False)),
+    ):
+        mlp[name] = linear
+    nn.quantize(base.model, group_size=32, bits=4)
+    base.model.freeze()
+    return base
+
+
+FAULTY = [f"model.layers.1.mlp.{n}_proj" for n in ("gate", "up", "down")]
+
+
+def test_attach_without_fallback_refuses_a_broken_promise():
+    with pytest.raises(PackError, match=r"model\.layers\.1\.mlp\..*true shape is \[64, 64\]"):
+        attach(pruned_base())
+
+
+def test_attach_fp16_fallback_dequantizes_and_notes_the_faulty_modules_alone():
+    base = pruned_base()
+    tokens = mx.array([[1, 2, 3, 4]])
+    before, originals = base.model(tokens), dict(base.model.named_modules())
+    attached = attach(base, fp16_fallback=True)
+    assert len(attached.notes) == 3 and len(attached.specs) == 14
+    assert all(any(n.startswith(path + ":") for n in attached.notes) for path in FAULTY)
+    weights = {p: m.weight.dtype for p, m in base.model.named_modules() if "weight" in m}
+    assert {p.removesuffix(".linear") for p, d in weights.items() if d == mx.float16} == set(FAULTY)
+    assert mx.allclose(base.model(tokens), before, atol=1e-2)
+    attached.detach()
+    assert all(m is originals[p] for p, m in base.model.named_modules())
+
+
+@pytest.mark.parametrize("matmul_path", ["quantized", "transient", "dense"])
+def test_attach_fp16_fallback_trains_a_step(matmul_path):
+    base = pruned_base()
+    attached = attach(base, LoRAConfig(rank=4), matmul_path=matmul_path, fp16_fallback=True)
+    config = TrainConfig(lr_schedule="constant", learning_rate=1e-2)
+    optimizer = make_optimizer(config)
+    optimizer.init(base.model.trainable_parameters())
+    stepper = Stepper(base.model, split_head(base.model), optimizer, 1.0)
+
+    row = Example(np.arange(1, 12, dtype=np.int32), np.arange(11) > 3, "row")
+    batch = make_batch([row], [0], 1, 31)
+    losses = [stepper(as_arrays(batch), batch.count, True, True)[0] for _ in range(4)]
+    assert losses[-1] < losses[0]
+    assert all(mx.abs(attached.tensors()[f"{p}.lora_b"]).max().item() > 0 for p in FAULTY)
+
+
+def test_attach_fp16_fallback_says_what_cannot_be_dequantized():
+    base = base_of("qwen3")
+    nn.quantize(base.model, group_size=32, bits=4)
+    q_proj = base.model.layers[0].self_attn.q_proj
+    q_proj.scales = q_proj.scales[:, :1]
+    with pytest.raises(PackError, match=r"layers\.0\.self_attn\.q_proj: cannot be dequantized"):
+        attach(base, fp16_fallback=True)

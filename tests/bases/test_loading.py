@@ -1,0 +1,333 @@
+"""Loading a base: every storage that mlx-lm reads, offline first, one line for what is wrong."""
+
+import json
+import shutil
+import socket
+import time
+from pathlib import Path
+
+import mlx.nn as nn
+import pytest
+from mlx.utils import tree_flatten
+from mlx_lm.utils import load_model
+
+from mlx_packs.bases.files import (
+    fingerprint,
+    quantization_name,
+    resolve_checkpoint,
+    stored_quantization,
+    tiny_checkpoint,
+    weight_files,
+)
+from mlx_packs.bases.loading import load_base
+from mlx_packs.errors import PackError
+from mlx_packs.files import read_header
+from mlx_packs.runtime import mx
+from tests.helpers.models import model_of
+
+TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+TOKENS = mx.array([[1, 2, 3, 4, 5]])
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    """A function that writes a small Qwen3 checkpoint and returns its folder."""
+
+    def write(name="base", dtype=mx.float32, bits=None, mixed=None, shards=1, **changes) -> Path:
+        folder = tmp_path / name
+        folder.mkdir()
+        model, config = model_of("qwen3", vocab_size=4096, **changes)
+        model.set_dtype(dtype)
+        if bits:
+            chosen = {"group_size": 32, "bits": bits}
+            mixed = mixed or {}
+            nn.quantize(
+                model,
+                class_predicate=lambda path, m: (
+                    mixed.get(path, chosen) if hasattr(m, "to_quantized") else False
+                ),
+            )
+            config["quantization"] = {**chosen, **mixed}
+        tensors = tree_flatten(model.parameters())
+        parts = [dict(tensors[i::shards]) for i in range(shards)]
+        names = [f"model-{i + 1:05}-of-{shards:05}.safetensors" for i in range(shards)]
+        names = names if shards > 1 else ["model.safetensors"]
+        for file, part in zip(names, parts, strict=True):
+            mx.save_safetensors(str(folder / file), part)
+        if shards > 1:
+            index = {k: f for f, part in zip(names, parts, strict=True) for k in part}
+            (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+        (folder / "config.json").write_text(json.dumps(config))
+        for file in TOKENIZER:
+            shutil.copy(tiny_checkpoint() / file, folder)
+        return folder
+
+    return write
+
+
+@pytest.fixture
+def no_network(monkeypatch):
+    """Any use of a socket is counted and fails as it does on a machine without network."""
+    attempts = []
+
+    def refuse(*arguments, **_):
+        attempts.append(arguments)
+        raise OSError(101, "Network is unreachable")
+
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+    monkeypatch.setattr(socket, "getaddrinfo", refuse)
+    monkeypatch.setattr(socket, "create_connection", refuse)
+    return attempts
+
+
+@pytest.fixture
+def hub_cache(tmp_path, monkeypatch):
+    """An empty Hugging Face cache; the function puts a checkpoint folder into it as a hub id."""
+    cache = tmp_path / "hub"
+    cache.mkdir()
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(cache))
+
+    def put(repo: str, folder: Path) -> Path:
+        owner, name = repo.split("/")
+        stored = cache / f"models--{owner}--{name}"
+        (stored / "refs").mkdir(parents=True)
+        (stored / "refs" / "main").write_text("0" * 40)
+        return Path(shutil.copytree(folder, stored / "snapshots" / ("0" * 40)))
+
+    return put
+
+
+def logits(model) -> mx.array:
+    return model(TOKENS).astype(mx.float32)
+
+
+@pytest.mark.parametrize(
+    "stored",
+    [
+        {"bits": 4},
+        {"bits": 8},
+        {"bits": 4, "mixed": {"model.layers.1.mlp.down_proj": {"group_size": 64, "bits": 8}}},
+        {"bits": 4, "dtype": mx.bfloat16},
+        {"dtype": mx.bfloat16},
+        {"dtype": mx.float16},
+        {"dtype": mx.float32},
+        {"bits": 4, "shards": 3},
+    ],
+    ids=["4bit", "8bit", "mixed", "4bit_bf16", "bf16", "fp16", "fp32", "sharded"],
+)
+def test_load_base_computes_what_mlx_lm_computes(checkpoint, stored):
+    if "mixed" in stored:
+        stored = {**stored, "intermediate_size": 128}
+    folder = checkpoint(**stored)
+    base = load_base(folder)
+    reference, _ = load_model(folder)
+    reference.set_dtype(mx.float32)
+    assert mx.allclose(logits(base.model), logits(reference), atol=1e-4)
+    assert not base.model.trainable_parameters()["model"]["layers"][0]["self_attn"]["q_proj"]
+    if bits := stored.get("bits"):
+        assert base.model.layers[0].self_attn.q_proj.bits == bits
+        assert base.quantization["bits"] == bits and f"{bits}-bit" in base.summary()
+    if mixed := stored.get("mixed"):
+        down = base.model.layers[1].mlp.down_proj
+        assert [down.bits, down.group_size] == [8, 64] and mixed
+
+
+@pytest.mark.parametrize(("quantize", "bits"), [("affine4", 4), ("affine8", 8)])
+def test_load_base_quantizes_a_dense_checkpoint(checkpoint, quantize, bits):
+    base = load_base(checkpoint(), quantize=quantize)
+    assert base.model.layers[0].self_attn.q_proj.bits == bits
+    assert base.quantization == {"group_size": 64, "bits": bits, "mode": "affine"}
+
+
+def test_load_base_refuses_to_quantize_twice(checkpoint):
+    told = r"--quantize affine4: the base is quantized already \(affine 4-bit g32\); train on it"
+    with pytest.raises(PackError, match=told):
+        load_base(checkpoint(bits=4), quantize="affine4")
+    folder = checkpoint("unsaid", bits=4)
+    edit_config(folder, quantization=None)
+    with pytest.raises(PackError, match=r"is quantized already \(.*\.weight is U32\)"):
+        load_base(folder, quantize="nf4")
+
+
+@pytest.mark.parametrize(
+    ("config", "name"),
+    [
+        ({}, "dense"),
+        ({"quantization": {"group_size": 64, "bits": 4}}, "affine 4-bit g64"),
+        (
+            {"text_config": {"quantization": {"group_size": 32, "bits": 4, "mode": "mxfp4"}}},
+            "mxfp4 4-bit g32",
+        ),
+        ({"quantization_config": {"quant_method": "fp8"}}, "fp8"),
+        (
+            {"quantization_config": {"quant_method": "awq", "bits": 4, "group_size": 128}},
+            "awq 4-bit g128",
+        ),
+        (
+            {"quantization_config": {"quant_method": "bitsandbytes", "load_in_8bit": True}},
+            "bitsandbytes 8-bit",
+        ),
+        (
+            {"quantization_config": {"quant_method": "bitsandbytes", "bnb_4bit_quant_type": "fp4"}},
+            "bitsandbytes fp4",
+        ),
+    ],
+)
+def test_what_a_checkpoint_is_quantized_as_has_a_name(config, name):
+    assert quantization_name(stored_quantization(config)) == name
+
+
+def test_a_config_that_transformers_refuses_is_one_line(checkpoint):
+    folder = checkpoint(head_dim=33)
+    with pytest.raises(PackError, match="tokenizer cannot be loaded: .*head_dim"):
+        load_base(folder)
+
+
+def test_load_base_tiny_speaks_and_has_grouped_heads(tiny):
+    attention = tiny.model.layers[0].self_attn
+    assert attention.n_heads > attention.n_kv_heads and tiny.quantization["bits"] == 4
+    assert tiny.tokenizer.has_chat_template and tiny.vocab_size == 4096
+
+
+def test_fingerprint_does_not_depend_on_shards(checkpoint):
+    assert fingerprint(checkpoint("one")) == fingerprint(checkpoint("three", shards=3))
+
+
+def test_fingerprint_follows_every_tensor(checkpoint):
+    folder = checkpoint()
+    before = fingerprint(folder)
+    tensors = mx.load(str(folder / "model.safetensors"))
+    tensors["model.layers.1.mlp.up_proj.weight"] += 1e-3
+    mx.save_safetensors(str(folder / "model.safetensors"), tensors)
+    assert fingerprint(folder) != before
+
+
+def test_load_base_of_a_folder_never_touches_the_network(checkpoint, no_network):
+    load_base(checkpoint())
+    load_base("tiny")
+    assert no_network == []
+
+
+def test_load_base_of_a_cached_hub_id_never_touches_the_network(checkpoint, hub_cache, no_network):
+    cached = hub_cache("some/model", checkpoint(shards=2))
+    base = load_base("some/model")
+    assert base.path == cached and base.name == "some/model" and no_network == []
+
+
+def test_load_base_missing_hub_id_says_what_to_do_at_once(hub_cache, no_network):
+    start = time.monotonic()
+    with pytest.raises(PackError, match="some/model: .* hf download some/model") as error:
+        load_base("some/model")
+    assert time.monotonic() - start < 10 and no_network
+    assert "\n" not in str(error.value)
+
+
+def test_load_base_cached_in_part_is_not_taken_for_whole(checkpoint, hub_cache, no_network):
+    cached = hub_cache("some/model", checkpoint(shards=2))
+    (cached / "model-00002-of-00002.safetensors").unlink()
+    with pytest.raises(PackError, match="only in part in the Hugging Face cache.*hf download"):
+        load_base("some/model")
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("Qwen3-4B-4bit", "Its 4-bit form may be 'mlx-community/Qwen3-4B-4bit'"),
+        ("a/b/c", "no such folder, and not a hub id"),
+        ("./nowhere/base", "no such folder, and not a hub id"),
+        ("/nowhere/base", "no such folder, and not a hub id"),
+        ("some/mo del", "no such folder, and not a hub id"),
+        ("some/m--odel", "no such folder, and Cannot have -- or"),
+        ("x" * 300, "no such folder"),
+        ("", "--model: is empty"),
+    ],
+)
+def test_resolve_matmul_path_names_what_is_no_model(no_network, name, message):
+    with pytest.raises(PackError, match=message):
+        resolve_checkpoint(name)
+    assert no_network == []
+
+
+def edit_config(folder: Path, **changes) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | changes))
+
+
+def truncate(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+BROKEN = {
+    "no_config": (lambda f: (f / "config.json").unlink(), r"has no config\.json"),
+    "config_no_json": (
+        lambda f: (f / "config.json").write_text("{"),
+        r"config\.json: is not valid",
+    ),
+    "config_empty": (lambda f: (f / "config.json").write_text("[]"), "has no 'model_type'"),
+    "unknown_type": (lambda f: edit_config(f, model_type="qwen9"), "qwen9 not supported"),
+    "other_width": (lambda f: edit_config(f, hidden_size=96), "do not fit: Expected shape"),
+    "more_blocks": (lambda f: edit_config(f, num_hidden_layers=3), "do not fit: Missing"),
+    "fewer_blocks": (lambda f: edit_config(f, num_hidden_layers=1), "do not fit: Received"),
+    "truncated": (
+        lambda f: truncate(f / "model-00001-of-00002.safetensors"),
+        r"model-00001-of-00002\.safetensors: is truncated",
+    ),
+    "missing_shard": (
+        lambda f: (f / "model-00002-of-00002.safetensors").unlink(),
+        r"shard model-00002-of-00002\.safetensors is named in the index but not there",
+    ),
+    "no_weights": (lambda f: [w.unlink() for w in f.glob("*.safetensors")], "has no model"),
+    "index_no_index": (
+        lambda f: (f / "model.safetensors.index.json").write_text("{}"),
+        "is not an index of shards",
+    ),
+    "no_tokenizer": (
+        lambda f: [(f / t).unlink() for t in TOKENIZER],
+        "the tokenizer cannot be loaded",
+    ),
+    "tokenizer_no_json": (
+        lambda f: (f / "tokenizer.json").write_text("{"),
+        "the tokenizer cannot be loaded",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", BROKEN)
+def test_load_base_names_folder_and_fault(checkpoint, no_network, fault):
+    folder = checkpoint(shards=2)
+    break_it, message = BROKEN[fault]
+    break_it(folder)
+    with pytest.raises(PackError, match=message) as error:
+        load_base(folder)
+    text = str(error.value)
+    assert str(folder) in text and "\n" not in text and len(text) < 700
+    assert no_network == []
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"abc",
+        b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 4\n",
+        (5).to_bytes(8, "little") + b"[1,2]",
+        (2).to_bytes(8, "little") + b"{]",
+        (9).to_bytes(8, "little") + b'{"a": {}}',
+    ],
+)
+def test_read_header_refuses_what_is_no_safetensors(tmp_path, content):
+    (tmp_path / "model.safetensors").write_bytes(content)
+    with pytest.raises(PackError, match=r"model\.safetensors: is (truncated|not)"):
+        read_header(tmp_path / "model.safetensors")
+
+
+def test_resolve_matmul_path_of_a_file_is_refused(tmp_path):
+    (tmp_path / "base").write_text("x")
+    with pytest.raises(PackError, match="must be a checkpoint folder, but is a file"):
+        resolve_checkpoint(tmp_path / "base")
+
+
+def test_weight_files_leave_out_adapters(checkpoint):
+    folder = checkpoint(shards=2)
+    shutil.copy(folder / "model-00001-of-00002.safetensors", folder / "adapters.safetensors")
+    assert [f.name[:11] for f in weight_files(folder)] == ["model-00001", "model-00002"]

@@ -1,0 +1,123 @@
+"""The rule for which modules are packed: one for every way to quantize; and the bytes they take."""
+
+import pytest
+from mlx.utils import tree_flatten
+
+from mlx_packs import LoRAConfig, PackError, TrainConfig
+from mlx_packs.bases.loading import load_base
+from mlx_packs.bases.quantization import (
+    Packing,
+    Recipe,
+    outline,
+    packed_nbytes,
+    packing_named,
+    packing_of,
+    packings_of,
+)
+from mlx_packs.bases.writer import quantize
+from mlx_packs.memory.plan import estimate, tensors_of
+from mlx_packs.nn.quantized import quantized_modules
+from mlx_packs.runtime import mx
+from tests.bases.test_writer import TOKENS, write_dense
+from tests.helpers.models import model_of
+
+MOE = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "moe_intermediate_size": 64,
+    "norm_topk_prob": True,
+}
+
+
+def kinds(base) -> dict[str, tuple]:
+    """What each module of a base is packed as."""
+    return {
+        path: (type(m).__name__, m.mode, m.bits, m.group_size)
+        for path, m in base.model.named_modules()
+        if "scales" in m or "absmax" in m
+    }
+
+
+@pytest.mark.parametrize("asked", ["nf4", "affine4", "affine8"])
+@pytest.mark.parametrize(
+    "family, changes, keep",
+    [
+        ("qwen3", {"intermediate_size": 33}, ()),
+        ("qwen3", {"intermediate_size": 72, "tie_word_embeddings": True}, ("lm_head", "v_proj")),
+        ("qwen3_moe", MOE, ("embed_tokens",)),
+    ],
+)
+def test_quantizing_on_loading_packs_what_packs_quantize_packs(
+    tmp_path, family, changes, keep, asked
+):
+    dense = write_dense(tmp_path / "dense", family=family, **changes)
+    report = quantize(dense, tmp_path / "q", Recipe(packing_named(asked), keep))
+    written, made = load_base(tmp_path / "q"), load_base(dense, asked, keep=keep)
+    assert kinds(written) == kinds(made) and len(kinds(made)) == report["quantized"]
+    assert mx.array_equal(written.model(TOKENS), made.model(TOKENS)).item()
+
+
+def test_routers_are_packed_as_their_family_advises(tmp_path):
+    dense = write_dense(tmp_path / "dense", family="qwen3_moe", **MOE)
+    found = kinds(load_base(dense, "nf4"))
+    router, expert = "model.layers.0.mlp.gate", "model.layers.0.mlp.switch_mlp.up_proj"
+    assert found[router] == ("QuantizedLinear", "affine", 8, 64)
+    assert expert not in found  # stacked experts have no NF4
+    assert found["model.layers.0.self_attn.q_proj"][1] == "nf4"
+    found = kinds(load_base(dense, "affine4"))
+    assert found[router][2:] == (8, 64) and found[expert][2:] == (4, 64)
+
+
+def test_advice_that_does_not_fit_or_leaves_something_out():
+    recipe, advised = Recipe(), {"bits": 8}
+    assert packing_of("gate", (4, 128), recipe, advice=advised) == Packing("affine", 8, 64)
+    assert packing_of("gate", (4, 96), recipe, advice=advised) is None
+    assert packing_of("gate", (4, 96), recipe, advice=False) is None
+    assert packing_of("gate", (4, 96), recipe) == Packing()
+    assert packing_of("m.gate", (4, 128), Recipe(keep=("gate",)), advice=advised) is None
+
+
+@pytest.mark.parametrize("shape", [(37, 72), (5, 90), (1, 6), (520, 514), (64, 256), (3, 4, 64)])
+@pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float32])
+def test_packed_nbytes_is_what_the_outline_takes(shape, dtype):
+    w = mx.zeros(shape, dtype)
+    ways = [Packing("affine", bits, g) for bits in (2, 3, 4, 5, 6, 8) for g in (32, 64, 128)]
+    if len(shape) == 2:
+        ways += [Packing("nf4", 4, b, d) for b in (32, 64, 128, 256) for d in (True, False)]
+    fitting = [how for how in ways if how.fits(shape[-1])]
+    for how in fitting:
+        made = sum(tensor.nbytes for tensor in outline("p.weight", w, how).values())
+        assert packed_nbytes(shape, how, dtype.size) == made, how
+    assert fitting
+
+
+@pytest.mark.parametrize("asked", ["nf4", "affine4"])
+def test_the_plan_counts_the_modules_that_are_packed(tmp_path, asked):
+    # 72 is even but no multiple of 64: NF4 packs such rows, affine does not
+    dense = write_dense(
+        tmp_path / "dense", intermediate_size=72, num_attention_heads=3, num_key_value_heads=3
+    )
+    keep = ("v_proj",)
+    base, plain = load_base(dense, asked, keep=keep), load_base(dense)
+    train = TrainConfig(quantize=asked, keep=keep)
+    lora = LoRAConfig(rank=2)
+    plan = estimate(plain.config, tensors_of(plain.model), lora, train, "quantized")
+    assert plan.base == sum(t.nbytes for _, t in tree_flatten(base.model.parameters()))
+    assert len(quantized_modules(base.model)) == (14 if asked == "nf4" else 10)
+
+
+def test_the_rule_needs_no_model():
+    model, _ = model_of("qwen3", tie_word_embeddings=True)
+    recipe = Recipe(keep=("up_proj",))
+    packed, dense = packings_of(model, recipe)
+    assert len(packed) == 2 * 6 + 1 and len(dense) == 2
+    for path, module in model.named_modules():
+        if path in packed or path in dense:
+            assert packing_of(path, module.weight.shape, recipe) == packed.get(path)
+
+
+def test_an_unknown_way_to_quantize_is_refused():
+    with pytest.raises(PackError, match=r"--quantize nf5: no such way to quantize. Did you mean"):
+        load_base("tiny", "nf5")

@@ -1,0 +1,139 @@
+"""What other backends make is refused in one line that names what works instead."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from mlx_packs import load_base
+from mlx_packs.errors import PackError
+from mlx_packs.inference.generate import complete, complete_batch
+from tests.convert.test_merge import write_checkpoint
+from tests.helpers.rows import chat, write_rows
+
+TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+DENSE = "--quantize nf4 (or affine4), or one in MLX's 4 bits"
+SAFE = "Take the safetensors of the same model"
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    return write_checkpoint(tmp_path / "base", "llama")
+
+
+def said_by(load, *args) -> str:
+    with pytest.raises(PackError) as error:
+        load(*args)
+    text = str(error.value)
+    assert "\n" not in text and len(text) < 700
+    return text
+
+
+@pytest.mark.parametrize("config", [False, True])
+@pytest.mark.parametrize(
+    ("file", "told"),
+    [
+        ("model-q4_k_m.gguf", ("GGUF of llama.cpp, which is not read", DENSE)),
+        ("pytorch_model.bin", ("pickled weights of PyTorch, which are never opened", SAFE)),
+        ("model.pth", ("pickled weights of PyTorch", SAFE)),
+        ("consolidated.safetensors", ("Mistral's own layout", "folder with model*.safetensors")),
+        ("weights.npz", ("an old MLX", "mlx_lm.convert")),
+        ("model.onnx", ("ONNX, which is not read", DENSE)),
+        ("adapter_config.json", ("an adapter, no base", "packs import")),
+        ("pack.json", ("It is a pack", "--pack")),
+    ],
+)
+def test_a_folder_of_other_weights(folder, file, told, config):
+    (folder / "model.safetensors").rename(folder / file)
+    if not config:
+        (folder / "config.json").unlink()
+    text = said_by(load_base, folder)
+    assert all(part in text for part in told)
+    assert ("has no model*.safetensors" if config else "has no config.json") in text
+
+
+def test_a_file_of_other_weights(tmp_path):
+    (tmp_path / "m.gguf").write_bytes(b"GGUF")
+    text = said_by(load_base, tmp_path / "m.gguf")
+    assert "is a file. It is GGUF" in text and DENSE in text
+
+
+def edited(folder: Path, **changes) -> Path:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, **changes}))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("method", "told"),
+    [
+        ("hqq", "is quantized by hqq, which MLX does not read"),
+        ("torchao", "is quantized by torchao, which MLX does not read"),
+        ("exl2", "is quantized by exl2, which MLX does not read"),
+        ("gptq", "quantized by gptq in a way that mlx-lm does not read (none of its tensors is"),
+        ("awq", "quantized by awq in a way that mlx-lm does not read (none of its tensors is"),
+        ("compressed-tensors", "quantized by compressed-tensors in a way that mlx-lm does not"),
+    ],
+)
+def test_weights_quantized_for_another_backend(folder, method, told):
+    edited(folder, quantization_config={"quant_method": method, "group_size": 128})
+    text = said_by(load_base, folder)
+    assert told in text and DENSE in text
+
+
+def test_another_architecture_points_to_those_that_train(folder):
+    assert "docs/families.md lists" in said_by(load_base, edited(folder, model_type="made_up"))
+
+
+def test_a_recipe_for_8_bit_bitsandbytes_names_our_8_bits(tmp_path, run):
+    (tmp_path / "c.yaml").write_text("load_in_8bit: true\n")
+    code, _, err = run("train", "-c", tmp_path / "c.yaml", "--out", tmp_path / "o")
+    assert code == 2 and "is not done here, only False. For 8 bits write quantize: affine8." in err
+
+
+def test_a_base_without_tokenizer_names_the_files_that_are_missing(folder):
+    for name in TOKENIZER:
+        (folder / name).unlink()
+    text = said_by(load_base, folder)
+    assert "there is no tokenizer.json. Copy it and tokenizer_config.json" in text
+
+
+def test_a_sentencepiece_file_alone_names_what_is_read(folder, capfd):
+    (folder / "tokenizer.json").unlink()
+    (folder / "tokenizer.model").write_bytes(b"no sentencepiece")
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    config["tokenizer_class"] = "LlamaTokenizer"
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    text = said_by(load_base, folder)
+    assert "there is tokenizer.model alone" in text and "A tokenizer.json works" in text
+    assert capfd.readouterr().err == ""
+
+
+def test_a_damaged_tokenizer_is_named(folder):
+    (folder / "tokenizer.json").write_text('{"version": "1.0"}')
+    assert "Get tokenizer.json and config.json again" in said_by(load_base, folder)
+
+
+def test_a_tokenizer_of_a_larger_vocabulary_is_named_before_a_row_of_the_table_is_read(tmp_path):
+    base = load_base(write_checkpoint(tmp_path / "base", "llama", vocab_size=500))
+    beyond = max(
+        base.tokenizer.encode("Of whom the world was not worthy", add_special_tokens=False)
+    )
+    assert beyond >= 500
+    for generate in (lambda: complete(base, [3, beyond]), lambda: complete_batch(base, [[beyond]])):
+        text = said_by(generate)
+        assert f"token {beyond} of the prompt lies beyond the base's vocabulary of 500" in text
+        assert "put the tokenizer files of this one beside its weights" in text
+
+
+def test_rows_of_a_larger_vocabulary_and_chats_without_template(folder, tmp_path, run):
+    data = write_rows(tmp_path / "d", train=[chat("Say hi.", "Hi.")] * 4, valid=[chat("A", "B")])
+    small = write_checkpoint(tmp_path / "small", "llama", vocab_size=500)
+    train = ("train", "--data", data, "--iters", 1, "--out", tmp_path / "o", "--model")
+    code, _, err = run(*train, small)
+    assert code == 2 and "beyond the base's vocabulary of 500" in err
+    assert "put the tokenizer files of this one beside its weights" in err
+    (folder / "chat_template.jinja").unlink()
+    code, _, err = run(*train, folder)
+    assert code == 2 and "has no chat template; use rows with 'text'" in err
+    assert not (tmp_path / "o").exists()

@@ -1,0 +1,117 @@
+"""Which tensor of a base's files an adapter changes: true, or not said; no other is merged."""
+
+import json
+import shutil
+from pathlib import Path
+
+import mlx.nn as nn
+import pytest
+from mlx.utils import tree_flatten
+
+from mlx_packs import load_base
+from mlx_packs.bases.loading import tiny_checkpoint
+from mlx_packs.bases.weight_map import origins
+from mlx_packs.files import read_header
+from mlx_packs.runtime import mx
+from tests.convert.test_merge import merged, noisy_pack, write_checkpoint
+from tests.helpers.models import model_of
+
+
+def renamed(folder: Path) -> Path:
+    """A Qwen2-VL, whose files name the language model as if it stood alone."""
+    folder.mkdir()
+    model, text = model_of("qwen2", vocab_size=4096)
+    tensors = {**dict(tree_flatten(model.parameters())), "visual.x.weight": mx.zeros((2, 2))}
+    mx.save_safetensors(str(folder / "model.safetensors"), tensors)
+    (folder / "config.json").write_text(json.dumps({**text, "model_type": "qwen2_vl"}))
+    for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        shutil.copy(tiny_checkpoint() / file, folder)
+    return folder
+
+
+def one_by_one(folder: Path) -> Path:
+    """A mixture whose experts lie one by one, as transformers has them."""
+    write_checkpoint(folder, "qwen3_moe")
+    file = str(folder / "model.safetensors")
+    apart = {}
+    for name, tensor in mx.load(file).items():
+        if ".switch_mlp." not in name:
+            apart[name] = tensor
+            continue
+        for e, expert in enumerate(tensor):
+            apart[name.replace("switch_mlp.", f"experts.{e}.")] = mx.contiguous(expert)
+    mx.save_safetensors(file, apart)
+    return folder
+
+
+def keys_of(pack) -> dict:
+    return {m["path"]: m.get("base_key") for m in pack.manifest["adapters"]["modules"]}
+
+
+def content(folder: Path) -> dict:
+    return {n: t for f in folder.glob("model*.safetensors") for n, t in mx.load(str(f)).items()}
+
+
+MADE = {
+    "llama": ("q_proj", "down_proj"),
+    "gpt2": ("c_attn", "attn.c_proj"),
+    "qwen2_vl": ("q_proj",),
+}
+
+
+@pytest.mark.parametrize("family", MADE)
+def test_merging_changes_exactly_the_tensors_that_the_manifest_names(family, tmp_path, run):
+    make = renamed if family == "qwen2_vl" else lambda f: write_checkpoint(f, family)
+    base = make(tmp_path / "base")
+    pack = noisy_pack(load_base(base), tmp_path / "pack", targets=MADE[family])
+    keys = set(keys_of(pack).values())
+    assert len(keys) == len(pack.specs) and None not in keys
+    report = merged(pack, base, tmp_path / "out", dtype="float32")
+    assert report["names"] == "base"
+    before, after = content(base), content(tmp_path / "out")
+    assert list(map(str, sorted(before))) == sorted(after)
+    assert {n for n in before if not mx.array_equal(before[n], after[n])} == keys
+    assert all(before[n].shape == after[n].shape for n in before)
+    _, shown, _ = run("inspect", tmp_path / "pack", "-v")
+    assert all(f"base key {key}" in shown for key in keys)
+
+
+def test_gpt2_and_a_language_model_among_others_have_other_names_in_their_files(tmp_path):
+    gpt2 = load_base(write_checkpoint(tmp_path / "gpt2", "gpt2"))
+    assert gpt2.origins["model.h.1.attn.c_attn.weight"] == "h.1.attn.c_attn.weight"
+    assert gpt2.origins["model.wte.weight"] == "wte.weight"
+    vision = load_base(renamed(tmp_path / "vl"))
+    path = "language_model.model.layers.0.self_attn.q_proj"
+    assert vision.origins[f"{path}.weight"] == path.removeprefix("language_model.") + ".weight"
+    assert len(vision.origins) == len(content(tmp_path / "vl")) - 1 - sum(
+        name.endswith(".bias") for name in content(tmp_path / "vl")
+    )
+
+
+def test_stacked_experts_name_the_tensor_of_each(tmp_path):
+    base = load_base(one_by_one(tmp_path / "moe"))
+    pack = noisy_pack(base, tmp_path / "pack", targets=("switch_mlp.down_proj", "q_proj"))
+    stacked = keys_of(pack)["model.layers.1.mlp.switch_mlp.down_proj"]
+    assert stacked == [f"model.layers.1.mlp.experts.{e}.down_proj.weight" for e in range(4)]
+    header, _ = read_header(tmp_path / "moe" / "model.safetensors")
+    assert set(stacked) <= set(header)
+
+
+def test_what_is_not_certain_is_not_said():
+    a, b = mx.zeros((2, 3)), mx.zeros((3, 2))
+    assert origins({"x.a.weight": a, "y.a.weight": b}, {"z.x.a.weight": mx.zeros((4, 4))}) == {}
+    assert origins({"a.weight": a, "x.a.weight": b}, {"y.x.a.weight": mx.zeros((3, 2))}) == {}
+    assert origins({"a.weight": a}, {"m.a.weight": mx.zeros((3, 2))}) == {"m.a.weight": "a.weight"}
+    assert origins({"a.weight": a}, {"anything.weight": a}) == {"anything.weight": "a.weight"}
+    experts = {f"m.experts.{e}.up_proj.weight": mx.zeros((3, 2)) for e in range(3)}
+    assert origins(experts, {"m.switch_mlp.up_proj.weight": mx.zeros((2, 3, 2))}) == {}
+
+
+def test_a_model_made_in_memory_says_nothing(tmp_path):
+    from tests.helpers.models import base_of
+
+    base = base_of("llama")
+    nn.quantize(base.model, group_size=32)
+    assert keys_of(noisy_pack(base, tmp_path / "pack")) == dict.fromkeys(
+        keys_of(noisy_pack(base_of("llama"), tmp_path / "other"))
+    )

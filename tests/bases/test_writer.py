@@ -1,0 +1,507 @@
+"""Checkpoint to checkpoint: what is written, that it is written whole, and what is refused."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from mlx.utils import tree_flatten
+
+from mlx_packs import files
+from mlx_packs.bases import files as base_files
+from mlx_packs.bases import quantization as packing
+from mlx_packs.bases import writer as quantize
+from mlx_packs.bases.files import tiny_checkpoint
+from mlx_packs.bases.loading import load_base
+from mlx_packs.bases.quantization import Packing, quantized_tensors
+from mlx_packs.bases.writer import Recipe
+from mlx_packs.errors import Interrupted, PackError
+from mlx_packs.files import sha256
+from mlx_packs.ops import nf4
+from mlx_packs.runtime import mx
+from tests.helpers.models import model_of
+
+TOKENS = mx.arange(1, 33)[None]
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+SMALL_SHARDS = 2e-5  # GB; a few modules each
+
+
+def write_dense(folder: Path, dtype: mx.Dtype = mx.bfloat16, family="qwen3", **changes) -> Path:
+    """A small dense checkpoint with the tokenizer of the tiny base."""
+    model, config = model_of(family, **{"hidden_size": 128, "intermediate_size": 192} | changes)
+    model.set_dtype(dtype)
+    folder.mkdir()
+    save(folder, dict(tree_flatten(model.parameters())))
+    (folder / "config.json").write_text(json.dumps(config))
+    for name in TOKENIZER_FILES:
+        shutil.copy(tiny_checkpoint() / name, folder / name)
+    return folder
+
+
+def save(folder: Path, tensors: dict) -> None:
+    mx.save_safetensors(str(folder / "model.safetensors"), tensors, {"format": "mlx"})
+
+
+def tensors_of(folder: Path) -> dict:
+    found = {}
+    for file in folder.glob("model*.safetensors"):
+        found |= mx.load(str(file))
+    return found
+
+
+def same(a: dict, b: dict) -> bool:
+    return a.keys() == b.keys() and all(
+        a[name].dtype == b[name].dtype and mx.array_equal(a[name], b[name]).item() for name in a
+    )
+
+
+@pytest.fixture
+def dense(tmp_path) -> Path:
+    return write_dense(tmp_path / "dense")
+
+
+@pytest.fixture
+def refused(run, tmp_path):
+    """The one line of a refused command that leaves nothing behind."""
+
+    def go(*args) -> str:
+        before = sorted(tmp_path.rglob("*"))
+        code, out, err = run("quantize", "--out", tmp_path / "out", *args)
+        lines = [line for line in err.splitlines() if line.startswith("packs: ")]
+        assert code == 2 and not out and len(lines) == 1, err
+        assert sorted(tmp_path.rglob("*")) == before
+        return lines[0]
+
+    return go
+
+
+@pytest.mark.parametrize("double_quant", [True, False])
+def test_an_nf4_folder_is_the_base_that_is_quantized_on_loading(dense, tmp_path, double_quant):
+    quantize.quantize(dense, tmp_path / "q", Recipe(Packing(double_quant=double_quant)))
+    written, made = load_base(tmp_path / "q"), load_base(dense, "nf4", double_quant=double_quant)
+    assert written.quantization["double_quant"] is double_quant
+    assert mx.array_equal(written.model(TOKENS), made.model(TOKENS)).item()
+
+
+@pytest.mark.parametrize("bits, group_size", [(4, 64), (8, 32), (3, 64)])
+def test_affine_is_what_mlx_lm_convert_writes(dense, tmp_path, bits, group_size):
+    from mlx_lm.convert import convert
+
+    convert(str(dense), tmp_path / "theirs", True, group_size, bits)
+    recipe = Recipe(Packing("affine", bits, group_size), max_shard_gb=SMALL_SHARDS)
+    quantize.quantize(dense, tmp_path / "ours", recipe)
+    assert same(tensors_of(tmp_path / "ours"), tensors_of(tmp_path / "theirs"))
+    ours, theirs = (
+        json.loads((tmp_path / who / "config.json").read_text()) for who in ("ours", "theirs")
+    )
+    for key in ("quantization", "quantization_config"):
+        assert ours[key] == theirs[key]
+
+
+@pytest.mark.parametrize("double_quant, bits", [(True, 4.13), (False, 4.50)])
+def test_bits_per_weight_on_disk(dense, tmp_path, double_quant, bits):
+    recipe = Recipe(Packing(double_quant=double_quant))
+    report = quantize.quantize(dense, tmp_path / "q", recipe)
+    dense_sizes = {name: t.size for name, t in tensors_of(dense).items()}
+    packed = [n for n in tensors_of(tmp_path / "q") if n.endswith(".absmax")]
+    paths = {name.removesuffix(".absmax") for name in packed}
+    stored = sum(
+        tensor.nbytes
+        for name, tensor in tensors_of(tmp_path / "q").items()
+        if name.rpartition(".")[0] in paths
+    )
+    measured = 8 * stored / sum(dense_sizes[f"{path}.weight"] for path in paths)
+    assert measured == pytest.approx(bits, abs=0.02)
+    assert report["bits_per_quantized_weight"] == pytest.approx(measured, abs=1e-4)
+
+
+@pytest.mark.parametrize("double_quant", [True, False])
+@pytest.mark.parametrize("shape", [(40, 256), (37, 72), (64, 90), (1, 6)])
+def test_slices_give_the_bits_of_the_whole(monkeypatch, shape, double_quant):
+    monkeypatch.setattr(packing, "_SLICE", 500)
+    w = mx.random.normal(shape).astype(mx.bfloat16)
+    whole = nf4.quantize(w, 64, double_quant)
+    found = quantized_tensors("p.weight", w, Packing(double_quant=double_quant))
+    for name in ("weight", "absmax", "nested_absmax", "offset"):
+        part = getattr(whole, name)
+        assert part is None or mx.array_equal(found.pop(f"p.{name}"), part).item()
+    assert not found
+
+
+def test_mixed_recipes_keep_modules_dense_or_give_them_other_bits(dense, tmp_path, run):
+    given = ("--keep", "embed_tokens,layers.0.mlp.up_proj", "--bits-for", "down_proj|lm_head=8")
+    code, out, err = run("quantize", "--model", dense, "--out", tmp_path / "q", *given, "--json")
+    assert code == 0, err
+    assert json.loads(out)["quantized"] == 14
+    stated = json.loads((tmp_path / "q" / "config.json").read_text())["quantization"]
+    assert stated.pop("model.embed_tokens") is False
+    assert stated.pop("model.layers.0.mlp.up_proj") is False
+    assert stated.pop("lm_head") == {"group_size": 64, "bits": 8, "mode": "affine"}
+    tensors = tensors_of(tmp_path / "q")
+    assert tensors["model.embed_tokens.weight"].dtype == mx.bfloat16
+    assert tensors["model.layers.1.mlp.down_proj.weight"].dtype == mx.uint32
+    base = load_base(tmp_path / "q")
+    packed = {path: type(module).__name__ for path, module in base.model.named_modules()}
+    assert packed["lm_head"] == "QuantizedLinear"
+    assert packed["model.layers.0.mlp.up_proj"] == "Linear"
+    assert packed["model.layers.1.mlp.up_proj"] == "NF4Linear"
+    assert mx.isfinite(base.model(TOKENS)).all().item()
+
+
+def test_a_folder_has_an_index_a_tokenizer_and_the_hash_of_every_shard(dense, tmp_path):
+    out = tmp_path / "q"
+    report = quantize.quantize(dense, out, Recipe(max_shard_gb=SMALL_SHARDS))
+    shards = sorted(out.glob("model*.safetensors"))
+    assert len(shards) == report["shards"] > 3
+    index = json.loads((out / "model.safetensors.index.json").read_text())
+    for shard in shards:
+        for name in mx.load(str(shard)):
+            assert index["weight_map"].pop(name) == shard.name
+    assert not index["weight_map"]
+    record = json.loads((out / base_files.RECORD).read_text())
+    assert {name: facts["sha256"] for name, facts in record["files"].items()} == {
+        shard.name: sha256(shard) for shard in shards
+    }
+    for name in TOKENIZER_FILES:
+        assert (out / name).read_bytes() == (dense / name).read_bytes()
+
+
+def test_stock_mlx_lm_loads_mixed_affine_bits(dense, tmp_path):
+    from mlx_lm.utils import load_model
+
+    recipe = Recipe(Packing("affine"), bits_for=(("down_proj", 8),), keep=("lm_head",))
+    quantize.quantize(dense, tmp_path / "q", recipe)
+    model, _ = load_model(tmp_path / "q")
+    assert model.layers[0].mlp.down_proj.bits == 8 and model.layers[0].mlp.up_proj.bits == 4
+    assert mx.isfinite(model(TOKENS)).all().item()
+
+
+@pytest.fixture
+def interrupted(dense, tmp_path, monkeypatch):
+    """A run that was stopped after some shards; what is kept of it, by name and inode."""
+    real, calls = quantize.quantized_tensors, []
+
+    def stop(*args):
+        calls.append(args)
+        if len(calls) == 9:
+            raise KeyboardInterrupt
+        return real(*args)
+
+    monkeypatch.setattr(quantize, "quantized_tensors", stop)
+    with pytest.raises(Interrupted, match=r"\d of \d+ shards are kept"):
+        quantize.quantize(dense, tmp_path / "q", Recipe(max_shard_gb=SMALL_SHARDS))
+    monkeypatch.setattr(quantize, "quantized_tensors", real)
+    assert not (tmp_path / "q").exists()
+    return {f.name: f.stat().st_ino for f in (tmp_path / ".q.partial").glob("*.safetensors")}
+
+
+def test_an_interrupted_run_goes_on_without_redoing_shards(dense, tmp_path, interrupted):
+    recipe = Recipe(max_shard_gb=SMALL_SHARDS)
+    report = quantize.quantize(dense, tmp_path / "q", recipe)
+    assert report["shards_found"] == len(interrupted) > 0
+    for name, inode in interrupted.items():
+        assert (tmp_path / "q" / name).stat().st_ino == inode
+    quantize.quantize(dense, tmp_path / "unbroken", recipe)
+    for file in (tmp_path / "unbroken").iterdir():
+        assert (tmp_path / "q" / file.name).read_bytes() == file.read_bytes()
+    assert not (tmp_path / ".q.partial").exists()
+
+
+@pytest.mark.parametrize("change", ["recipe", "source", "versions"])
+def test_shards_of_another_request_are_not_reused(
+    dense, tmp_path, interrupted, change, monkeypatch
+):
+    recipe = Recipe(max_shard_gb=SMALL_SHARDS)
+    if change == "versions":
+        monkeypatch.setattr("mlx_packs.runtime.versions", lambda: {"mlx": "another"})
+    if change == "recipe":
+        recipe = Recipe(Packing(double_quant=False), max_shard_gb=SMALL_SHARDS)
+    elif change == "source":
+        save(dense, {name: 2 * tensor for name, tensor in tensors_of(dense).items()})
+    assert quantize.quantize(dense, tmp_path / "q", recipe)["shards_found"] == 0
+
+
+def test_an_interruption_before_the_rename_keeps_every_shard(dense, tmp_path, monkeypatch):
+    def stop(*_):
+        raise KeyboardInterrupt
+
+    recipe, real = Recipe(max_shard_gb=SMALL_SHARDS), quantize.put_in_place
+    monkeypatch.setattr(quantize, "put_in_place", stop)
+    with pytest.raises(Interrupted, match=r"(\d+) of \1 shards are kept"):
+        quantize.quantize(dense, tmp_path / "q", recipe)
+    monkeypatch.setattr(quantize, "put_in_place", real)
+    report = quantize.quantize(dense, tmp_path / "q", recipe)
+    assert report["shards_found"] == report["shards"] > 3
+    quantize.quantize(dense, tmp_path / "unbroken", recipe)
+    names = sorted(file.name for file in (tmp_path / "unbroken").iterdir())
+    assert names == sorted(file.name for file in (tmp_path / "q").iterdir())
+    for name in names:
+        assert (tmp_path / "q" / name).read_bytes() == (tmp_path / "unbroken" / name).read_bytes()
+
+
+def test_an_interruption_after_the_rename_says_that_the_folder_is_complete(
+    dense, tmp_path, monkeypatch
+):
+    def stop(*folders):
+        files.put_in_place(*folders)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(quantize, "put_in_place", stop)
+    with pytest.raises(Interrupted, match="q was complete"):
+        quantize.quantize(dense, tmp_path / "q")
+    assert sorted(f.name for f in tmp_path.iterdir()) == ["dense", "q"]
+    quantize.verify(tmp_path / "q")
+
+
+def test_an_interruption_between_two_renames_keeps_the_old_folder(tmp_path, monkeypatch):
+    for name in ("new", "q"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / name).touch()
+    real, calls = files.os.rename, []
+
+    def second(*names):
+        calls.append(names)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        real(*names)
+
+    monkeypatch.setattr(files.os, "rename", second)
+    with pytest.raises(KeyboardInterrupt):
+        files.put_in_place(tmp_path / "new", tmp_path / "q")
+    assert (tmp_path / "q" / "q").is_file() and (tmp_path / "new" / "new").is_file()
+
+
+def test_one_run_at_a_time_writes_a_folder(dense, tmp_path, refused):
+    with files.only_writer(tmp_path / "out"):
+        told = refused("--model", dense)
+        assert f"{tmp_path / 'out'}: another process is writing it" in told
+        quantize.quantize(dense, tmp_path / "other")
+    (tmp_path / ".out.lock").touch()  # of a run that was killed
+    quantize.quantize(dense, tmp_path / "out")
+    assert sorted(f.name for f in tmp_path.iterdir()) == ["dense", "other", "out"]
+
+
+def test_a_folder_that_appeared_meanwhile_is_not_replaced(dense, tmp_path, monkeypatch):
+    real = quantize.plan_of
+
+    def slow(*given):
+        monkeypatch.setattr(quantize, "plan_of", real)
+        quantize.quantize(dense, tmp_path / "q")
+        return real(*given)
+
+    monkeypatch.setattr(quantize, "plan_of", slow)
+    with pytest.raises(PackError, match="is there already"):
+        quantize.quantize(dense, tmp_path / "q", Recipe(Packing("affine")))
+    assert quantize.verify(tmp_path / "q")["quantization"]["mode"] == "nf4"
+
+
+def test_inspect_holds_every_shard_against_its_hash(dense, tmp_path, run):
+    out = tmp_path / "q"
+    quantize.quantize(dense, out, Recipe(max_shard_gb=SMALL_SHARDS))
+    code, shown, _ = run("inspect", out)
+    shards = sorted(out.glob("model*.safetensors"))
+    assert code == 0 and shown.count(" ok\n") == len(shards)
+    assert shown.startswith(f"base    {out} (") and "nf4 4-bit g64 double-quantized" in shown
+    code, shown, _ = run("inspect", out, "--json")
+    assert json.loads(shown) == json.loads((out / base_files.RECORD).read_text())
+    data = bytearray(shards[1].read_bytes())
+    data[-1] ^= 1
+    shards[1].write_bytes(data)
+    load_base(out)  # reads no hash
+    code, shown, err = run("inspect", out)
+    assert (code, shown) == (2, "") and len(err.splitlines()) == 1
+    assert err.startswith(f"packs: {shards[1]}: has sha256 ") and "quantize it again" in err
+
+
+def test_a_shard_of_another_size_is_refused_when_it_is_loaded(dense, tmp_path):
+    quantize.quantize(dense, tmp_path / "q", Recipe(max_shard_gb=SMALL_SHARDS))
+    shard = sorted((tmp_path / "q").glob("model*.safetensors"))[2]
+    shard.write_bytes(shard.read_bytes() + b"more")
+    with pytest.raises(PackError, match=rf"{shard}: has \d+ bytes, but \d+ in quantization.json"):
+        load_base(tmp_path / "q")
+    (tmp_path / "q" / "model.safetensors.index.json").unlink()
+    shard.unlink()
+    with pytest.raises(PackError, match=f"{shard.name} is named in quantization.json but not"):
+        load_base(tmp_path / "q")
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"bits": 4}', '{"files": {"a": 3}}'])
+def test_a_quantization_json_of_somebody_else_is_no_record(dense, run, text):
+    (dense / base_files.RECORD).write_text(text)
+    load_base(dense)
+    code, out, err = run("inspect", dense)
+    assert (code, out) == (2, "") and "packs quantize did not write it" in err
+
+
+def test_a_folder_that_is_there_is_replaced_only_with_overwrite(dense, tmp_path, run, refused):
+    given = ("--model", dense, "--out", tmp_path / "q")
+    assert run("quantize", *given)[0] == 0
+    assert "is there already; choose another name, or --overwrite" in refused(*given)
+    assert run("quantize", *given, "--mode", "affine", "--overwrite")[0] == 0
+    assert (
+        json.loads((tmp_path / "q" / "config.json").read_text())["quantization"]["mode"] == "affine"
+    )
+    assert sorted(f.name for f in tmp_path.iterdir()) == ["dense", "q"]
+    assert "holds the checkpoint itself" in refused("--model", dense, "--out", dense, "--overwrite")
+
+
+def test_modules_with_bias_are_packed_and_the_bias_stays(tmp_path):
+    folder = write_dense(tmp_path / "dense", family="qwen2")
+    quantize.quantize(folder, tmp_path / "q")
+    found = tensors_of(tmp_path / "q")
+    name = "model.layers.0.self_attn.q_proj"
+    assert found[f"{name}.weight"].dtype == mx.uint8
+    assert same({"b": found[f"{name}.bias"]}, {"b": tensors_of(folder)[f"{name}.bias"]})
+    assert mx.isfinite(load_base(tmp_path / "q").model(TOKENS)).all().item()
+
+
+def test_a_module_of_odd_width_stays_dense(tmp_path):
+    folder = write_dense(
+        tmp_path / "dense", head_dim=33, num_attention_heads=3, num_key_value_heads=3
+    )
+    quantize.quantize(folder, tmp_path / "q")
+    found = tensors_of(tmp_path / "q")
+    assert found["model.layers.0.self_attn.o_proj.weight"].dtype == mx.bfloat16
+    assert found["model.layers.0.self_attn.q_proj.weight"].dtype == mx.uint8
+
+
+@pytest.mark.parametrize("format", ["mlx", "bitsandbytes"])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("name", ["model.layers.1.mlp.up_proj.weight", "model.norm.weight"])
+def test_a_weight_that_is_not_finite_is_named(dense, refused, name, bad, format):
+    tensors = tensors_of(dense)
+    flat = tensors[name].flatten()
+    flat[3] = bad
+    save(dense, {**tensors, name: flat.reshape(tensors[name].shape)})
+    assert f"{name}: has NaN or infinite weights" in refused("--model", dense, "--format", format)
+
+
+def test_tensors_without_rows_or_numbers_are_checked_too():
+    packing.check_finite("scalar", mx.array(1.0))
+    packing.check_finite("empty", mx.zeros((0, 3)))
+    with pytest.raises(PackError, match="scalar: has NaN"):
+        packing.check_finite("scalar", mx.array(float("nan")))
+
+
+def test_what_is_quantized_already_is_refused_with_what_it_is(dense, tmp_path, refused, run):
+    config = json.loads((dense / "config.json").read_text())
+    assert "is quantized already (affine 4-bit g64)" in refused("--model", "tiny")
+    for arguments, said in (
+        (["--mode", "nf4"], "nf4 4-bit g64 double-quantized"),
+        (["--format", "bitsandbytes"], "bitsandbytes nf4"),
+    ):
+        run("quantize", "--model", dense, "--out", tmp_path / "q", "--overwrite", *arguments)
+        assert f"is quantized already ({said})" in refused("--model", tmp_path / "q")
+    (tmp_path / "q" / "config.json").write_text(json.dumps(config))
+    assert ".weight is U8); take the checkpoint" in refused("--model", tmp_path / "q")
+
+
+def test_a_damaged_source_is_refused(dense, refused):
+    file = dense / "model.safetensors"
+    whole = file.read_bytes()
+    file.write_bytes(whole[:-100])
+    assert "is truncated" in refused("--model", dense)
+    file.write_bytes(whole)
+    index = {"weight_map": {"a": "model-00002-of-00002.safetensors"}}
+    (dense / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert "named in the index but not there" in refused("--model", dense)
+
+
+@pytest.mark.parametrize(
+    "given, said",
+    {
+        "--keep up_porj": "--keep up_porj: no such module. Did you mean 'up_proj'?",
+        "--bits-for nothing=8": "--bits-for nothing: finds no module; there are",
+        "--bits-for up_proj=7": "--bits-for must give one of (2, 3, 4, 5, 6, 8) but gives 7",
+        "--bits-for up_proj": "--bits-for up_proj: must be REGEX=BITS",
+        "--bits-for (=8": "--bits-for '(' is no regular expression",
+        "--group-size 48": "--group-size or --block must be one of (32, 64, 128, 256) but is 48",
+        "--block 32 --group-size 64": "--block 32: is --group-size by another name, which is 64",
+        "--mode affine --double-quant": "--double-quant: not with --mode affine",
+        "--block 48": "--block must be one of (32, 64, 128, 256) but is 48",
+        "--bits 3": "--bits: not with --mode nf4",
+        "--mode affine --block 64": "--block: not with --mode affine",
+        "--mode affine --no-double-quant": "--no-double-quant: not with --mode affine",
+        "--mode affine --bits 7": "--bits must be one of (2, 3, 4, 5, 6, 8) but is 7",
+        "--mode affine --group-size 48": "--group-size must be one of (32, 64, 128) but is 48",
+        "--mode affine --format bitsandbytes": "--format bitsandbytes takes --mode nf4 only",
+        "--max-shard-gb 0": "--max-shard-gb must be positive but is 0.0",
+        "--model nowhere": "--model nowhere: no such folder",
+    }.items(),
+)
+def test_a_wrong_flag_is_one_line_that_names_it(dense, refused, given, said):
+    assert said in refused("--model", dense, *given.split())
+
+
+@pytest.mark.parametrize("flag", ["--block", "--group-size"])
+def test_group_size_is_the_block_of_nf4_and_double_quant_may_be_said(dense, run, tmp_path, flag):
+    args = ("quantize", "--model", dense, "--out", tmp_path / "q", "--mode", "nf4", flag, 32)
+    assert run(*args, "--double-quant")[0] == 0
+    found = base_files.read_record(tmp_path / "q")["quantization"]
+    assert (found["group_size"], found["double_quant"]) == (32, True)
+
+
+@pytest.mark.parametrize("missing", ["quantization", "format", "source", "versions", "dense"])
+def test_a_record_of_somebody_else_is_not_taken_for_ours(dense, run, tmp_path, missing):
+    quantize.quantize(dense, tmp_path / "q")
+    file = tmp_path / "q" / "quantization.json"
+    record = json.loads(file.read_text())
+    del record[missing]
+    file.write_text(json.dumps(record))
+    code, out, err = run("inspect", tmp_path / "q")
+    assert (code, out) == (2, "") and "packs quantize did not write it" in err
+
+
+def test_a_recipe_that_leaves_nothing_to_quantize_is_refused(dense, refused):
+    every = "q_proj,k_proj,v_proj,o_proj,up_proj,gate_proj,down_proj,embed_tokens,lm_head"
+    assert "nothing is left to quantize" in refused("--model", dense, "--keep", every)
+
+
+def test_a_full_disk_leaves_nothing_behind(dense, tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", full)
+    with pytest.raises(PackError, match="No space left on device"):
+        quantize.quantize(dense, tmp_path / "q")
+    assert [f.name for f in tmp_path.iterdir()] == ["dense"]
+
+
+def test_modules_left_dense_are_named_with_the_reason(tmp_path, run):
+    folder = write_dense(tmp_path / "dense", intermediate_size=33)
+    given = ("--model", folder, "--out", tmp_path / "q")
+    code, out, _ = run("quantize", *given, "--keep", "q_proj")
+    lines = [line for line in out.splitlines() if line.startswith("dense")]
+    assert code == 0 and lines == [
+        f"dense   {', '.join(f'model.layers.{i}.{name}' for i in range(2))} ({why})"
+        for name, why in (
+            ("self_attn.q_proj", "kept by name"),
+            ("mlp.down_proj", "width 33 is no multiple of 2"),
+        )
+    ]
+    recipe = Recipe(keep=("q_proj",), format="bitsandbytes")
+    found = quantize.quantize(folder, tmp_path / "b", recipe)["left_dense"]
+    for path in ("model.embed_tokens", "lm_head"):
+        assert found[path].startswith("bitsandbytes packs neither embeddings nor heads")
+    assert found["model.layers.0.self_attn.q_proj"] == "kept by name" and len(found) == 6
+
+
+def test_overwrite_replaces_only_what_packs_quantize_made(dense, tmp_path, refused, monkeypatch):
+    parent = dense.parent / "holder"
+    parent.mkdir()
+    source = parent / "source"
+    shutil.copytree(dense, source)
+    (parent / "thesis.txt").write_text("mine")
+    told = refused("--model", source, "--out", parent, "--overwrite")
+    assert "holds the checkpoint itself" in told
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "thesis.txt").write_text("mine")
+    told = refused("--model", source, "--out", other, "--overwrite")
+    assert "holds something else" in told and "quantization.json" in told
+    assert (parent / "thesis.txt").is_file() and (other / "thesis.txt").is_file()
+    monkeypatch.chdir(source)
+    assert "holds the checkpoint itself" in refused("--model", source, "--out", ".", "--overwrite")
+    assert "is empty" in refused("--model", source, "--out", " ")
+    quantize.quantize(source, tmp_path / "q")
+    quantize.quantize(source, tmp_path / "q", overwrite=True)

@@ -1,0 +1,457 @@
+"""Benchmarks that run sides alone, take a step apart, or draw: each on a base of milliseconds."""
+
+import contextlib
+import csv
+import dataclasses
+import importlib
+import json
+import time
+
+import mlx.nn as nn
+import numpy as np
+import pytest
+from mlx_lm.tuner.trainer import default_loss
+
+from benchmarks import __main__ as benchmarks_main
+from benchmarks import (
+    alone,
+    figures,
+    generate,
+    history,
+    load,
+    memory,
+    mended,
+    ops,
+    prefix,
+    profile,
+    report,
+    shipped,
+    sides,
+    steady,
+    swap,
+    targets,
+    timeline,
+    train_run,
+    whole,
+    works,
+)
+from mlx_packs.nn.quantized import dequantized_weight, quantized_modules
+from mlx_packs.runtime import mx
+
+CONFIG = works.QWEN3_4B | {
+    "num_hidden_layers": 2,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 32,
+    "vocab_size": 128,
+}
+
+
+@pytest.fixture(autouse=True)
+def _small(monkeypatch):
+    """A work of milliseconds; sides that would run alone run here, and mlx-lm does not call g++."""
+    monkeypatch.setitem(works.WORKS, "small", works.Work(CONFIG, 2, 32, ("transient", "dense")))
+    monkeypatch.setitem(works.CONFIGS, "small", CONFIG)
+    monkeypatch.setattr(shipped, "_compile_on", contextlib.nullcontext)
+
+
+@pytest.fixture
+def here(monkeypatch, capsys):
+    """`alone.run` in this process: its printed line, as the parent would read it."""
+
+    def run(module, arguments, blas=None):
+        capsys.readouterr()
+        assert importlib.import_module(f"benchmarks.{module}").main(list(arguments)) == 0
+        return json.loads(capsys.readouterr().out.splitlines()[-1])
+
+    monkeypatch.setattr(alone, "run", run)
+
+
+def test_a_random_base_never_has_a_dense_weight():
+    mx.clear_cache()
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    base = works.random_base(CONFIG | {"vocab_size": 8192}, seed=0)
+    size = works.base_bytes(base)
+    assert mx.get_peak_memory() - before < 1.2 * size  # dense, one of its weights has 6.4 times it
+    assert all(m.bits == 4 for _, m in quantized_modules(base.model))
+
+
+@pytest.mark.parametrize("config", [CONFIG, CONFIG | works.LLAMA3_8B | {"hidden_size": 64}])
+def test_weights_of_a_random_base_are_centred_and_of_the_usual_size(config):
+    small = {k: CONFIG[k] for k in CONFIG if k.startswith(("num_", "inter", "vocab", "head"))}
+    base = works.random_base(config | small, seed=0)
+    weights = dequantized_weight(base.model.layers[0].mlp.gate_proj)
+    assert abs(weights.mean().item()) < 1e-3
+    assert weights.var().sqrt().item() == pytest.approx(0.02, rel=0.05)
+    assert mx.isfinite(base.model(mx.array([[1, 2, 3]]))).all().item()
+
+
+def test_the_mended_loss_is_that_of_mlx_lm_without_the_pad_after_a_row():
+    base = works.random_base(CONFIG, seed=0)
+    tokens = mx.array(np.random.default_rng(0).integers(1, 128, (2, 33)))
+    whole_rows = mx.array([[9, 33], [17, 33]])
+    expected, count = default_loss(base.model, tokens, whole_rows)
+    found, targets_found = mended.loss(base.model, *mended.with_targets(tokens, whole_rows))
+    assert found.item() == pytest.approx(expected.item(), rel=1e-6)
+    assert targets_found.item() == count.item()
+    padded = mx.array([[9, 20], [17, 33]])
+    _, with_pad = default_loss(base.model, tokens, padded)
+    found, without = mended.loss(base.model, *mended.with_targets(tokens, padded))
+    assert (with_pad.item(), without.item()) == (12 + 16, 11 + 16)
+    logits = base.model(tokens[:, :-1])
+    nll = nn.losses.cross_entropy(logits, tokens[:, 1:])
+    by_hand = (nll[0, 8:19].sum() + nll[1, 16:32].sum()) / 27
+    assert found.item() == pytest.approx(by_hand.item(), rel=1e-6)
+
+
+def test_mended_rows_are_sorted_by_their_tokens_and_batches_have_targets():
+    class Rows:
+        rows = [{"t": [1] * n, "from": min(n - 1, 64)} for n in (9, 3, 70, 7, 5, 66)]
+
+        def __len__(self):
+            return len(self.rows)
+
+        def __getitem__(self, i):
+            return self.rows[i]
+
+        def process(self, row):
+            return row["t"], row["from"]
+
+    given = {"batch_size": 2, "max_seq_length": 64, "seed": 0}
+    found = mended.batches(dataset=mended.RowsByLength(Rows()), **given)
+    lengths = [sorted(np.array(batch[1])[:, 1]) for batch in found]
+    assert sorted(lengths) == [[3, 5], [7, 9]]
+
+
+def test_memory_of_sides_alone_is_recorded_with_ratios(here, tmp_path, capsys):
+    file = tmp_path / "h.jsonl"
+    assert memory.main(["--work", "small", "--history", str(file)]) == 0
+    found = history.read(file)
+    names = [sides.SHIPPED, sides.MENDED, "mlx_packs transient", "mlx_packs dense"]
+    assert list(dict.fromkeys(r.implementation for r in found)) == names
+    assert {r.metric for r in found} == set(memory._METRICS)
+    transient = {r.implementation: r for r in found if r.metric == "transient"}
+    assert transient[sides.SHIPPED].ratio == 1 and all(r.p50 > 0 for r in transient.values())
+    beyond = {r.implementation: r.p50 for r in found if r.metric == "beyond the base"}
+    assert beyond["mlx_packs dense"] > transient["mlx_packs dense"].p50
+    assert "times mlx-lm as shipped's transient memory" in capsys.readouterr().out
+
+
+def test_memory_of_sides_that_compute_something_else_is_not_shown(here, tmp_path, monkeypatch):
+    step = sides.Ours.step
+    monkeypatch.setattr(sides.Ours, "step", lambda *a: (0.0, 1.01 * step(*a)[1]))
+    file = tmp_path / "h.jsonl"
+    assert memory.main(["--work", "small", "--history", str(file)]) == 1
+    assert not file.exists()
+
+
+def test_a_whole_model_is_built_and_stepped_alone(here, tmp_path):
+    file = tmp_path / "h.jsonl"
+    given = ["--model", "small", "--blocks", "1", "--length", "32", "--history", str(file)]
+    assert whole.main(given) == 0
+    found = {r.metric: r for r in history.read(file)}
+    assert {"base", "most while building", "beyond the base", "step", "speed"} <= set(found)
+    assert found["step"].samples == 2 and found["beyond the base"].p50 > 0
+    assert found["base"].shape.startswith("1 blocks, 1 x 32, 16 targets, rank 16")
+    assert found["base"].implementation == "mlx_packs transient, recompute block"
+
+
+def test_loads_are_timed_in_processes_of_their_own(tmp_path):
+    file = tmp_path / "h.jsonl"
+    assert load.main(["--rounds", "1", "--history", str(file)]) == 0
+    found = history.read(file)
+    assert [r.metric for r in found] == ["load", "most in MLX", "process"] * 2
+    assert found[0].ratio == 1 and found[3].ratio > 0 and found[0].samples == 2
+    assert 4 < found[1].p50 < 10  # MB of the tiny base
+
+
+def test_swaps_are_timed_against_loading_anew(tmp_path):
+    file = tmp_path / "h.jsonl"
+    assert swap.main(["--rounds", "2", "--rank", "2", "--history", str(file)]) == 0
+    found = {r.implementation: r for r in history.read(file)}
+    assert list(found) == [swap.BASELINE, swap.SAME, swap.OTHER, swap.ON_OFF]
+    assert all(r.unit == "ms" and r.p50 > 0 for r in found.values())
+
+
+def test_a_process_that_fails_is_named(capfd):
+    with pytest.raises(alone.Failed, match="benchmarks.load --model nowhere .*exit code 2"):
+        alone.run("load", ["--model", "nowhere", "--alone", load.OURS])
+    assert "nowhere" in capfd.readouterr().err
+
+
+def test_the_prefix_cache_is_timed_over_all_epochs(tmp_path, monkeypatch):
+    monkeypatch.setenv(prefix.CACHE_VARIABLE, "")  # the benchmark turns it off
+    file = tmp_path / "h.jsonl"
+    given = ["--work", "small", "--rows", "3", "--rank", "2", "--rounds", "1"]
+    assert prefix.main([*given, "--history", str(file)]) == 0
+    found = history.read(file)
+    names = ["without the cache, transient", "mlx_packs transient", "mlx_packs transient"]
+    assert [r.implementation for r in found[:3]] == names and len(found) == 6
+    assert [(r.metric, r.unit) for r in found[1:3]] == [("5 epochs", "s"), ("times without", "x")]
+    assert found[0].samples == 2 and found[0].ratio == 1 and found[1].ratio > 0
+    assert found[0].shape == "3 rows of 32, batch 2, top 1 of 2 blocks, rank 2"
+    goal = next(g for g in targets.GOALS if "prefix" in g.runs)
+    (result,) = targets.judge(goal, {"prefix": found})
+    assert result.ours.startswith("mlx_packs") and result.figure > 0
+
+
+def test_a_cache_that_changes_a_loss_is_not_timed(tmp_path, monkeypatch, capsys):
+    run = prefix.Side.run
+
+    def changed(side):
+        return [loss * (1.01 if side.cache is not None else 1) for loss in run(side)]
+
+    monkeypatch.setenv(prefix.CACHE_VARIABLE, "")
+    monkeypatch.setattr(prefix.Side, "run", changed)
+    file = tmp_path / "h.jsonl"
+    given = ["--work", "small", "--rows", "3", "--rank", "2", "--matmul-path", "dense"]
+    assert prefix.main([*given, "--history", str(file)]) == 1
+    assert "differ by 1.0e-02" in capsys.readouterr().err and not file.exists()
+
+
+def test_the_time_of_a_loss_is_between_two_looks():
+    curve = [(0, 0.0, 4.0), (2, 10.0, 3.0), (4, 20.0, 2.0), (6, 30.0, 2.5)]
+    assert train_run.time_at(curve, 2.5) == (3, 15.0)
+    assert train_run.time_at(curve, 3.0) == (2, 10.0)
+    assert train_run.time_at(curve, 1.0) is None
+
+
+def test_a_side_that_gives_up_has_a_lower_bound(tmp_path):
+    options = train_run.parser().parse_args(["--iters", "4"])
+    found = {
+        sides.SHIPPED: {"curve": [(0, 0.0, 4.0), (8, 40.0, 3.0)], "peak": 2e6},
+        train_run.OURS: {"curve": [(0, 0.0, 4.0), (4, 2.0, 2.9)], "peak": 1e6, "matmul_path": "x"},
+    }
+    made = train_run.records(found, 2.9, options)
+    assert [r.p50 for r in made if r.metric == "to the loss"] == [40.0, 2.0]
+    assert "lower bound" in made[0].note and made[2].ratio == 20
+    assert "lower bound" not in made[2].note
+
+
+def test_the_clock_stands_still_for_a_look(monkeypatch):
+    now = iter([0.0, 5.0, 8.0, 10.0])
+    monkeypatch.setattr(train_run.time, "perf_counter", lambda: next(now))
+    clock = train_run.Clock()
+    assert clock.stopped(lambda: 7.0) == 7.0
+    assert clock.seconds == 7.0
+
+
+def test_a_side_that_fails_is_told_and_the_others_are_recorded(tmp_path, monkeypatch, capsys):
+    ours = {"curve": [[0, 0.0, 4.0], [4, 2.0, 2.9]], "peak": 1e6, "matmul_path": "x"}
+
+    def run(module, arguments, blas=None):
+        side = arguments[arguments.index("--alone") + 1]
+        if side == sides.MENDED:
+            raise alone.Failed("it broke")
+        return ours if side == train_run.OURS else {"curve": [(6, 30.0, 2.0)], "peak": 2e6}
+
+    monkeypatch.setattr(alone, "run", run)
+    file = tmp_path / "h.jsonl"
+    given = ["--side", sides.SHIPPED, "--side", sides.MENDED, "--history", str(file)]
+    assert train_run.main(given) == 1
+    assert "it broke; recorded without it" in capsys.readouterr().err
+    found = {r.implementation: r.ratio for r in history.read(file) if r.metric == "to the loss"}
+    assert found == {sides.SHIPPED: 1.0, train_run.OURS: pytest.approx(30 * 1.1 / 2 / 2)}
+    assert train_run.main(["--side", sides.MENDED, "--history", str(file)]) == 2
+
+
+@pytest.mark.slow
+def test_a_run_of_ours_and_of_mlx_lm_end_at_the_same_loss(here, tmp_path):
+    file = tmp_path / "h.jsonl"
+    given = ["--iters", "4", "--held-out", "4", "--side", sides.SHIPPED, "--history", str(file)]
+    assert train_run.main(given) == 0
+    found = {(r.implementation, r.metric): r for r in history.read(file)}
+    assert found[train_run.OURS, "batches"].p50 == 4
+    assert 0 < found[sides.SHIPPED, "batches"].p50 <= 8
+
+
+QUICK = ["--rounds", "1", "--tokens", "4", "--repeat", "1", "--matmul-path", "dense"]
+
+
+def test_generating_is_timed_where_all_say_the_same(tmp_path):
+    file = tmp_path / "h.jsonl"
+    assert generate.main([*QUICK, "--history", str(file)]) == 0
+    found = history.read(file)
+    assert {r.metric for r in found} == {"prompt", "decode"} and all(r.p50 > 0 for r in found)
+    assert found[-1].implementation == "mlx_packs dense" and found[-1].ratio > 0
+
+
+def test_generating_something_else_gives_no_speed(tmp_path, capsys):
+    calls = {"a": lambda: {"said": [1, 2]}, "b": lambda: {"said": [1, 3]}}
+    with pytest.raises(generate.TextsDiffer, match="b says something else than a from token 1"):
+        generate.race(calls, rounds=1)
+
+
+def test_every_op_is_raced_by_one_command(tmp_path, capsys):
+    file = tmp_path / "h.jsonl"
+    given = ["--rounds", "1", "--only", "1 x 1 rows, rank 16", "--history", str(file)]
+    assert ops.main(given) == 0
+    assert {r.task for r in history.read(file)} == {"op multi_lora"}
+    assert {"grouped_lora", "multi_lora", "nf4"} <= set(ops.NAMES)
+    assert ops.main(["--only", "no such shape"]) == 2
+
+
+@pytest.mark.parametrize("path", ["dense", "transient"])
+def test_a_profile_explains_a_step_and_shows_what_it_does_not(path, tmp_path):
+    file = tmp_path / "h.jsonl"
+    given = ["--work", "small", "--matmul-path", path, "--repeats", "2", "--history", str(file)]
+    assert profile.main(given) == 0
+    found = {(r.implementation, r.metric): r.p50 for r in history.read(file)}
+    times = {name: ms for (name, metric), ms in found.items() if metric == "time"}
+    step = times.pop("whole step")
+    assert sum(times.values()) == pytest.approx(step, rel=1e-2)
+    assert ("unpacking weights" in times) == (path == "transient")
+    assert found["whole step", "share of the roofline"] > 0
+    parts = {
+        "base products",
+        "low-rank parts",
+        "attention",
+        "norms and RoPE",
+        "MLP activation",
+        "head and loss",
+        "optimizer",
+        "unexplained rest",
+    }
+    assert parts <= set(times)
+
+
+def test_the_flops_of_a_profile_are_those_of_the_shapes(tmp_path):
+    file = tmp_path / "h.jsonl"
+    assert profile.main(["--work", "small", "--repeats", "1", "--history", str(file)]) == 0
+    found = {r.implementation: r.p50 for r in history.read(file) if r.metric == "work"}
+    tokens, targets_of_batch = 2 * 32, 32
+    qkv, rest = 64 * (64 + 32 + 32), 64 * 64 + 3 * 64 * 128
+    products = 4 * tokens * 2 * (qkv + rest) - 2 * tokens * qkv  # the first q, k, v: forward only
+    assert found["base products"] == pytest.approx(products / 1e9, rel=1e-3)
+    assert found["head and loss"] == pytest.approx(4 * targets_of_batch * 64 * 128 / 1e9, rel=1e-3)
+    assert found["attention"] == pytest.approx(2 * 12 * 2 * 2 * 32 * 33 / 2 * 32 / 1e9, rel=1e-3)
+
+
+def test_a_timeline_is_drawn_and_its_parts_are_recorded(tmp_path):
+    file, out = tmp_path / "h.jsonl", tmp_path / "line.png"
+    given = ["--work", "small", "--recompute", "block", "--out", str(out), "--history", str(file)]
+    assert timeline.main(given) == 0
+    found = {r.implementation: r.p50 for r in history.read(file)}
+    assert out.read_bytes().startswith(b"\x89PNG")
+    size = works.base_bytes(works.random_base(CONFIG, 0)) / 1e6
+    assert found["base"] == pytest.approx(size, rel=1e-3)
+    assert found["for scale: whole logits"] == pytest.approx(2 * 32 * 128 * 4 / 1e6, rel=1e-3)
+    scores = 2 * 2 * 32**2 * 4 / 1e6
+    assert found["for scale: T x T scores of a block"] == pytest.approx(scores, rel=1e-3)
+
+
+def test_memory_is_sampled_while_something_runs():
+    def grow():
+        held = mx.zeros((1 << 20,)) + 1
+        mx.eval(held)
+        time.sleep(0.05)
+
+    seconds, found = timeline.sampled(grow)
+    assert len(seconds) > 5 and max(found) - min(found) >= 4 << 20
+
+
+def test_a_long_run_is_sampled_plotted_and_its_growth_recorded(tmp_path):
+    file, out = tmp_path / "h.jsonl", tmp_path / "steady"
+    given = ["--iters", "6", "--every", "2", "--length", "96", "--out", str(out)]
+    assert steady.main([*given, "--history", str(file)]) == 0
+    with out.with_suffix(".csv").open() as f:
+        rows = list(csv.DictReader(f))
+    assert [row["batch"] for row in rows] == ["2", "4", "6"]
+    assert all(float(row["rss_mb"]) > float(row["active_mb"]) > 1 for row in rows)
+    assert out.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+    found = history.read(file)
+    assert found[0].metric == "step" and found[0].samples == 3
+    assert sum(r.metric.startswith("growth") for r in found) == 4
+    assert "shapes of batches, 0 compiled traces" in found[0].note
+
+
+def test_growth_is_from_the_second_tenth_to_the_last():
+    sample = steady.Sample(1, 100.0, 10.0, 0.0, 20.0, 5.0)
+    samples = [dataclasses.replace(sample, batch=i, rss_mb=100.0 + i) for i in range(100)]
+    assert steady.drift(samples)["rss_mb"] == pytest.approx(94.5 - 14.5)
+    assert steady.drift(samples)["active_mb"] == 0
+
+
+def made(task, implementation, metric, p50, **more) -> history.Record:
+    here = history.Environment("cpu", "os", {"mlx": "1"}, "abc", "2026-01-01T00:00:00Z")
+    return history.record(here, task, implementation, "shape", metric, "u", [p50], **more)
+
+
+def speeds_and_sizes() -> dict:
+    steps = {sides.SHIPPED: 1.0, sides.SAME_BLAS: 2.0, "mlx_packs dense": 50.0}
+    steps["mlx_packs transient"] = 41.0
+    sizes = {sides.SHIPPED: 100.0, "mlx_packs dense": 90.0, "mlx_packs transient": 50.0}
+    return {
+        "train_step": [made("train_step x", n, "speed", v) for n, v in steps.items()],
+        "memory": [made("memory x", n, "transient", v) for n, v in sizes.items()],
+    }
+
+
+def goal(work: str) -> targets.Goal:
+    return next(g for g in targets.GOALS if work in g.work)
+
+
+def test_one_configuration_must_meet_speed_and_memory():
+    speed, size = targets.judge(goal("one block of Qwen3-4B, 4 x 128"), speeds_and_sizes())
+    assert speed.ours == size.ours == "mlx_packs transient"
+    assert (speed.figure, size.figure) == (41, 0.5)
+    assert "**missed**" not in report.targets(targets.records([speed, size]))
+    fast = dataclasses.replace(speed, figure=39.0)
+    told = report.targets(targets.records([fast]))
+    assert "| at least 40 x | 39 x | mlx_packs transient | **missed** |" in told
+
+
+def test_targets_are_measured_printed_and_appended(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(targets, "run", lambda name, _: speeds_and_sizes()[name])
+    file = tmp_path / "h.jsonl"
+    assert targets.main(["--only", "1 x 4096", "--history", str(file)]) == 1
+    assert "| 0.9 x | mlx_packs dense | **missed** |" in capsys.readouterr().out
+    tasks = [r.task for r in history.read(file)]
+    assert tasks.count("targets") == 4 and {"train_step x", "memory x"} <= set(tasks)
+
+
+def test_targets_whose_benchmark_fails_are_exit_2(tmp_path, monkeypatch, capsys):
+    def fails(name, arguments):
+        raise alone.Failed(f"{name}: exit code 3")
+
+    monkeypatch.setattr(targets, "run", fails)
+    assert targets.main(["--only", "1 x 4096", "--history", str(tmp_path / "h")]) == 2
+    assert "exit code 3" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("readme", report.READMES, ids=lambda path: path.parent.name)
+def test_tables_in_the_readmes_are_those_of_the_history(readme):
+    text = readme.read_text(encoding="utf-8")
+    assert "<!-- measured: " in text
+    assert report.with_tables(text, history.read()) == text
+
+
+def test_a_table_stands_between_its_marks():
+    text = "a\n<!-- measured: one -->\nold\n<!-- end of measured -->\nb\n"
+    shown = report.with_tables(text, [made("one", "x", "m", 3.0), made("two", "y", "m", 4.0)])
+    assert shown.startswith("a\n<!-- measured: one -->\n\n**one** on cpu")
+    assert shown.endswith("\n\n<!-- end of measured -->\nb\n") and "two" not in shown
+    assert report.with_tables(shown, []) == text.replace("old\n", "")
+
+
+def test_the_main_ratios_are_drawn(tmp_path):
+    file = tmp_path / "deep" / "ratios.png"
+    records = [made("train_step tiny", n, "speed", 1.0, ratio=r) for n, r in (("a", 1), ("b", 9))]
+    records += [made("memory tiny", "b", "transient", 1.0, ratio=0.5)]
+    assert report.plot(records, file) and file.read_bytes().startswith(b"\x89PNG")
+    assert not report.plot([made("op nf4", "a", "call", 1.0)], tmp_path / "none.png")
+
+
+def test_every_benchmark_is_listed_and_says_its_options(capsys):
+    assert benchmarks_main.main(["--help"]) == 0
+    shown = capsys.readouterr().out
+    for name in benchmarks_main.NAMES:
+        assert name in shown
+        with pytest.raises(SystemExit) as stopped:
+            benchmarks_main.main([name, "--help"])
+        assert stopped.value.code == 0 and "usage: python -m benchmarks" in capsys.readouterr().out
+    assert benchmarks_main.main(["nothing"]) == 2
+    assert figures.IMAGES.parent.name == "benchmarks"

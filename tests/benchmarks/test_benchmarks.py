@@ -1,0 +1,221 @@
+"""Benchmarks: records are whole, the report renders, and unequal losses give no speed."""
+
+import contextlib
+import dataclasses
+import re
+import sys
+
+import pytest
+
+from benchmarks import __main__ as benchmarks_main
+from benchmarks import (
+    bench_grouped_lora,
+    bench_multi_lora,
+    bench_nf4,
+    cost_tables,
+    history,
+    op_race,
+    report,
+    shipped,
+    sides,
+    train_step,
+    works,
+)
+from benchmarks import quantize as quantize_bench
+from mlx_packs.runtime import BLAS, mx
+
+CONFIG = works.QWEN3_4B | {
+    "num_hidden_layers": 1,
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 32,
+    "vocab_size": 128,
+}
+QUICK = ["--work", "small", "--rounds", "1", "--steps", "1"]
+
+
+@pytest.fixture(autouse=True)
+def _small(monkeypatch):
+    """A work of milliseconds. mlx-lm steps as mlx_packs has set MLX: compiling takes g++."""
+    small = works.Work(CONFIG, 4, 32, ("quantized", "dense"), mlx_lm_rows=2)
+    monkeypatch.setitem(works.WORKS, "small", small)
+    monkeypatch.setattr(shipped, "_compile_on", contextlib.nullcontext)
+
+
+def test_a_run_prints_its_table_and_appends_whole_records(tmp_path, capsys):
+    file = tmp_path / "history.jsonl"
+    assert train_step.main([*QUICK, "--history", str(file)]) == 0
+    printed = capsys.readouterr().out
+    records = history.read(file)
+    assert report.render(records) == printed.strip()
+    names = [sides.SHIPPED] + [sides.SAME_BLAS] * BLAS.bound + [sides.MENDED]
+    names += ["mlx_packs quantized", "mlx_packs dense"]
+    assert [r.implementation for r in records[::2]] == names
+    assert {r.metric for r in records} == {"step", "speed"}
+    assert {r.date for r in records} == {records[0].date}
+    for record in records:
+        assert 0 < record.p20 <= record.p50 <= record.p80
+        assert record.samples == 2 and record.dtype == "float32" and record.peak_mb > 0
+        assert record.unit and record.device and record.os and record.commit and record.blas
+        assert {"mlx", "mlx-lm", "mlx-packs", "python"} <= set(record.versions)
+        assert (record.ratio is None) == (record.metric == "step")
+    assert records[1].ratio == 1.0
+    assert not re.search(r'[" ]/', file.read_text())  # no paths
+
+
+def test_speed_counts_supervised_tokens_where_batches_differ(tmp_path, capsys):
+    file = tmp_path / "history.jsonl"
+    assert train_step.main([*QUICK, "--matmul-path", "dense", "--history", str(file)]) == 0
+    peer, ours = history.read(file)[1], history.read(file)[-1]
+    assert peer.shape.startswith("2 x 32, 32 targets") and ours.shape.startswith("4 x 32, 64 ")
+    assert ours.ratio == pytest.approx(ours.p50 / peer.p50, rel=1e-3)
+    assert peer.note in capsys.readouterr().out
+
+
+def test_unequal_losses_print_no_speed_and_exit_with_1(tmp_path, capsys, monkeypatch):
+    load, seeds = train_step.load, iter(range(9))
+    monkeypatch.setattr(train_step, "load", lambda g, model, _: load(g, model, next(seeds)))
+    file = tmp_path / "history.jsonl"
+    assert train_step.main([*QUICK, "--history", str(file)]) == 1
+    captured = capsys.readouterr()
+    assert captured.out == "" and "losses of mlx-lm" in captured.err
+    assert not file.exists()
+
+
+def test_a_loss_that_differs_only_after_the_update_is_seen(tmp_path, capsys, monkeypatch):
+    step = train_step.Ours.step
+
+    def other_rate(self, batch):
+        self.stepper.optimizer.learning_rate = 1e-2
+        return step(self, batch)
+
+    monkeypatch.setattr(train_step.Ours, "step", other_rate)
+    assert train_step.main([*QUICK, "--history", str(tmp_path / "history.jsonl")]) == 1
+    assert capsys.readouterr().out == ""
+
+
+def test_a_base_that_is_not_there_is_one_line_and_exit_2(tmp_path, capsys):
+    missing = ["--model", str(tmp_path / "nowhere"), "--history", str(tmp_path / "history.jsonl")]
+    assert train_step.main(missing) == 2
+    assert "nowhere" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        ["--no-such-option"],
+        ["--rounds", "0"],
+        ["--mlx-lm-rows", "5"],
+        ["--work", "qwen3_4b_block", "--model", "somewhere"],
+    ],
+)
+def test_wrong_options_are_errors(wrong, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        train_step.main(wrong)
+    assert stopped.value.code == 2
+    assert wrong[-2 if len(wrong) > 1 else 0] in capsys.readouterr().err
+
+
+def example(**changes) -> history.Record:
+    record = history.Record(
+        task="train_step tiny",
+        implementation="mlx_packs dense",
+        shape="4 x 128",
+        dtype="float32",
+        metric="step",
+        unit="ms",
+        p20=90.0,
+        p50=100.0,
+        p80=1234.5,
+        samples=4,
+        baseline="mlx-lm as shipped",
+        ratio=7.5,
+        peak_mb=96.0,
+        blas="lib.so",
+        blas_threads=1,
+        note="",
+        device="M4 (metal)",
+        os="Darwin arm64",
+        versions={"mlx": "0.32.4"},
+        commit="abc",
+        date="2026-01-01T00:00:00Z",
+    )
+    return dataclasses.replace(record, **changes)
+
+
+def test_the_report_shows_the_latest_run_of_each_task_and_device(tmp_path, capsys):
+    file = tmp_path / "history.jsonl"
+    newer = example(date="2026-02-01T00:00:00Z", p50=50.0)
+    elsewhere = example(device="M1 (metal)", note="Mind the fan.")
+    history.append([example()], file)
+    history.append([newer, elsewhere], file)
+    assert history.read(file) == [example(), newer, elsewhere]
+    assert benchmarks_main.main(["report", "--history", str(file)]) == 0
+    shown = capsys.readouterr().out
+    assert shown.count("**train_step tiny**") == 2
+    assert "50 (90 to 1,234)" in shown and "2026-02-01" in shown
+    assert "7.50x" in shown and "mlx 0.32.4" in shown and "Mind the fan." in shown
+
+
+def test_a_report_without_records_says_how_to_make_them(tmp_path, capsys):
+    assert benchmarks_main.main(["report", "--history", str(tmp_path / "none.jsonl")]) == 2
+    assert "benchmarks.train_step" in capsys.readouterr().err
+
+
+def test_a_peer_gets_mlxs_own_blas_and_compile_and_leaves_ours_as_they_were(monkeypatch):
+    monkeypatch.undo()  # of _compile_on
+    before = shipped.compiles()
+    left = mx.random.normal((64, 64))
+    right = mx.random.normal((64, 64))
+    expected = left @ right
+    mx.eval(expected)
+    with shipped.mlx(reference_blas=BLAS.bound):
+        assert shipped.compiles()
+        assert mx.allclose(left @ right, expected, atol=1e-4).item()
+    assert shipped.compiles() == before
+    assert mx.array_equal(left @ right, expected).item()
+
+
+@pytest.mark.parametrize(
+    "task, bench, shape",
+    [
+        ("grouped_lora", bench_grouped_lora, "qwen3_0_6b q/k/v, 1 rows, rank 8, forward"),
+        ("multi_lora", bench_multi_lora, "1 x 1 rows, rank 16"),
+        ("nf4", bench_nf4, "qwen3_0_6b q, 1 rows"),
+    ],
+)
+def test_an_op_is_raced_in_turns_and_recorded(task, bench, shape, tmp_path, capsys):
+    file = tmp_path / "history.jsonl"
+    arguments = ["--rounds", "1", "--only", shape, "--history", str(file)]
+    assert op_race.main(task, bench.contests(), arguments) == 0
+    records = history.read(file)
+    assert report.render(records) == capsys.readouterr().out.strip()
+    assert len(records) == 2 and records[0].ratio == 1.0 and records[1].p50 > 0
+    assert {r.task for r in records} == {f"op {task}"} and {r.samples for r in records} == {2}
+
+
+def test_an_op_that_computes_something_else_gets_no_time():
+    calls = {"right": lambda: [mx.ones((3,))], "wrong": lambda: [mx.zeros((3,))]}
+    with pytest.raises(SystemExit, match="wrong differs from right"):
+        op_race.check(op_race.Contest("case", "float32", lambda: calls), calls)
+
+
+@pytest.mark.parametrize("op", cost_tables.cases())
+def test_cost_tables_in_the_readmes_are_those_that_are_printed(op):
+    readme = (cost_tables.KERNELS / op / "README.md").read_text()
+    assert cost_tables.with_table(readme, op) == readme
+
+
+def test_quantizing_is_timed_in_programs_of_their_own(tmp_path, monkeypatch, capsys):
+    code = "import os, sys; os.mkdir(sys.argv[2])"
+    make = [sys.executable, "-c", code, "{model}", "{out}"]
+    monkeypatch.setattr(quantize_bench, "COMMANDS", {quantize_bench.BASELINE: make, "ours": make})
+    monkeypatch.setattr(quantize_bench, "write_dense", lambda *_: 0.1)
+    file = tmp_path / "history.jsonl"
+    assert quantize_bench.main(["--rounds", "1", "--history", str(file)]) == 0
+    records = history.read(file)
+    assert report.render(records) == capsys.readouterr().out.strip()
+    assert [r.implementation for r in records] == [quantize_bench.BASELINE, "ours"]
+    assert records[0].ratio == 1 and 1 < records[1].peak_mb < 100 and records[1].samples == 2

@@ -1,0 +1,210 @@
+"""The `packs` command on a small pack: what it prints, what JSON it gives, how it exits."""
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from mlx_packs import LoRAConfig, Pack, TrainConfig, load_base, train_pack
+from mlx_packs.bases.loading import tiny_checkpoint
+from mlx_packs.cli.main import _doctor_lines, packs
+from mlx_packs.nn.quantized import replace_modules
+from mlx_packs.ops import _backend
+from mlx_packs.ops.lanes import lanes
+from mlx_packs.runtime import mx
+from tests.helpers.emulation import emulation
+from tests.helpers.rows import chat, write_rows
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory) -> Path:
+    """A folder with rows and a pack trained on them."""
+    folder = tmp_path_factory.mktemp("made")
+    rows = [chat(f"What is {n}?", f"It is {n} and {n}.") for n in ("one", "two", "three", "four")]
+    write_rows(folder / "rows", train=rows, valid=rows[:2], test=rows[2:])
+    train = TrainConfig(iters=3, batch_size=4, learning_rate=5e-3, matmul_path="dense")
+    train_pack("tiny", folder / "rows", LoRAConfig(rank=4), train, folder / "pack")
+    return folder
+
+
+def invoke(*arguments) -> Result:
+    result = CliRunner().invoke(packs, [str(a) for a in arguments])
+    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+    return result
+
+
+def test_inspect_prints_the_manifest_with_hashes(made):
+    manifest = json.loads(invoke("inspect", made / "pack", "--json").stdout)
+    assert manifest == json.loads((made / "pack" / "pack.json").read_text())
+    assert set(manifest["files"]) == {"adapters.safetensors", "adapter_config.json", "README.md"}
+    text = invoke("inspect", made / "pack").stdout
+    assert "rank 4 · scale 2.0" in text and manifest["files"]["README.md"]["sha256"] in text
+
+
+@pytest.mark.parametrize("dry", [("--dry-run",), ()])
+def test_apply_says_that_the_pack_fits(made, dry):
+    report = json.loads(invoke("apply", made / "pack", "--model", "tiny", *dry, "--json").stdout)
+    assert report["fits"] and report["projections"] == 42
+    assert ("largest_logit_change" in report) == (not dry)
+
+
+def test_apply_gate_on_size_exits_with_1(made):
+    result = invoke("apply", made / "pack", "--dry-run", "--max-pack-mb", "0.01")
+    assert result.exit_code == 1 and "--max-pack-mb failed" in result.stderr
+
+
+def test_eval_scores_base_and_pack_on_the_same_rows(made):
+    data = made / "rows" / "test.jsonl"
+    report = json.loads(invoke("eval", made / "pack", "--data", data, "--json").stdout)
+    assert report["rows"] == 2 and report["base"]["targets"] == report["pack"]["targets"]
+    assert {"ppl", "ppl_se", "accuracy"} <= set(report["base"])
+    assert abs(report["ppl_ratio"] - report["pack"]["ppl"] / report["base"]["ppl"]) < 1e-9
+    assert "ratio" in invoke("eval", made / "pack", "--data", data).stdout
+
+
+def test_eval_agrees_with_stock_mlx_lm_on_the_same_rows(made):
+    """Perplexity of base and pack by mlx-lm's loader and forward, row by row."""
+    import mlx.nn as nn
+    from mlx_lm.utils import load
+
+    report = json.loads(invoke("eval", made / "pack", "--data", made / "rows", "--json").stdout)
+    for name, adapter in (("base", None), ("pack", str(made / "pack"))):
+        model, tokenizer = load(str(tiny_checkpoint()), adapter_path=adapter)
+        total, count = 0.0, 0
+        for line in (made / "rows" / "test.jsonl").read_text().splitlines():
+            messages = json.loads(line)["messages"]
+            tokens = tokenizer.apply_chat_template(messages)
+            start = len(tokenizer.apply_chat_template(messages[:-1], add_generation_prompt=True))
+            end = len(tokens) - 1  # the newline after the end of the turn is not learned
+            logits = model(mx.array([tokens[:-1]]))[0]
+            nll = nn.losses.cross_entropy(logits, mx.array(tokens[1:]))[start - 1 : end - 1]
+            total, count = total + nll.sum().item(), count + nll.size
+        assert count == report[name]["targets"]
+        assert abs(mx.exp(mx.array(total / count)).item() / report[name]["ppl"] - 1) < 1e-4
+
+
+def test_generate_streams_and_the_pack_changes_the_text(made):
+    arguments = ("generate", "--prompt", "What is one?", "--max-tokens", "8")
+    plain, packed = invoke(*arguments), invoke(*arguments, "--pack", made / "pack")
+    assert plain.exit_code == packed.exit_code == 0
+    assert plain.stdout.strip() and plain.stdout != packed.stdout
+    raw = invoke("generate", "--prompt", "The module", "--raw", "--max-tokens", "3")
+    assert raw.exit_code == 0 and raw.stdout.strip()
+
+
+def test_doctor_names_the_machine_and_every_kernel_and_writes_a_report(tmp_path):
+    result = invoke("doctor", "--json", "--report", tmp_path / "report.json")
+    report = json.loads(result.stdout)
+    assert json.loads((tmp_path / "report.json").read_text()) == report
+    assert _doctor_lines(report, verbose=False)[-1].startswith("        nf4           float16")
+    assert len(_doctor_lines(report, verbose=True)) == 6 + len(report["kernels"])
+    assert {"device", "versions", "blas", "memory", "kernels"} <= set(report)
+    assert report["versions"]["mlx"] and report["blas"]["gflops"] > 0
+    assert report["blas"]["lanes"] == lanes()
+    assert {k["op"] for k in report["kernels"]} == {"grouped_lora", "multi_lora", "nf4"}
+    for kernel in report["kernels"]:
+        assert {"op", "instance", "backend", "max_error", "ok"} <= set(kernel)
+        assert kernel["ok"] and kernel["backend"] == "reference" and kernel["max_error"] > 0
+
+
+def test_doctor_shows_a_failing_kernel_and_exits_with_1(monkeypatch):
+    from mlx_packs.cli.main import doctor
+
+    instances = [i for i in doctor.kernel_instances() if "float32 rank 8 4096" in i.name]
+    monkeypatch.setattr(doctor, "kernel_instances", lambda: instances)
+    monkeypatch.setattr(doctor, "matmul_gflops", lambda: 1.0)
+    with emulation("metal", orders=("forward",)):
+        small = [replace(i, workload=lambda b, i=i: i.checks(b)[0]) for i in instances]
+        monkeypatch.setattr(doctor, "kernel_instances", lambda: small)
+        good = invoke("doctor")
+        assert good.exit_code == 0 and "kernels metal" in good.stdout
+        assert good.stdout.count(" ok\n") == len(small) and "GFLOP/s" in good.stdout
+        monkeypatch.setitem(_backend.MAKERS, "metal", lambda **_: 1 / 0)
+        _backend._built.cache_clear()
+        bad = invoke("doctor")
+        assert bad.exit_code == 1 and "  -        " in bad.stdout
+        assert bad.stdout.count("ZeroDivisionError") == len(small)
+        assert "a kernel is wrong on this machine" in bad.stderr
+
+
+def test_doctor_refuses_a_report_in_a_folder_that_is_not_there(run, tmp_path):
+    code, out, err = run("doctor", "--report", tmp_path / "no" / "report.json")
+    assert (code, out) == (2, "") and "there is no folder" in err and err.count("\n") == 1
+
+
+def test_pack_is_applied_and_taken_off_without_a_trace(made):
+    base = load_base("tiny")
+    probe = mx.array([[1, 2, 3, 4]])
+    before = base.model(probe)
+    with base.applied(made / "pack") as applied:
+        assert applied is base
+        assert not mx.array_equal(base.model(probe), before).item()
+    assert mx.array_equal(base.model(probe), before).item()
+
+
+def test_module_is_the_command_and_json_is_alone_on_stdout(made):
+    result = subprocess.run(
+        [sys.executable, "-W", "error", "-m", "mlx_packs.train", "--data", str(made / "rows")]
+        + ["--iters", "1", "--out", str(made / "again"), "--json", "--rank", "2"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    assert json.loads(result.stdout)["steps"] == 1
+    assert "held-out batches" not in result.stdout
+
+
+def test_show_mask_marks_what_is_learned(made):
+    result = invoke("train", "--data", made / "rows", "--show-mask")
+    assert "⟦It is one and one.<|im_end|>⟧" in result.stdout
+
+
+def test_quiet_prints_the_result_line_only(made):
+    result = invoke(
+        *("train", "--data", made / "rows", "--iters", 1, "-q", "--out", made / "quiet")
+    )
+    assert result.stdout.count("\n") == 1 and result.stdout.startswith("done")
+    assert not result.stderr
+
+
+def test_manifest_and_card_hold_no_path_of_this_machine(made):
+    for name in ("pack.json", "README.md", "adapter_config.json"):
+        assert str(made) not in (made / "pack" / name).read_text()
+
+
+def test_attached_merged_and_stock_mlx_lm_give_the_same_logits_on_the_tiny_base(made):
+    import mlx.nn as nn
+    from mlx_lm.utils import load
+
+    base = load_base("tiny")
+    probe = mx.random.randint(0, 4000, (2, 48))
+    plain = base.model(probe)
+    attached = Pack.open(made / "pack").attach(base)
+    with_pack = base.model(probe)
+    merged = attached.merged_weights()
+    attached.detach()
+    stock, _ = load(str(tiny_checkpoint()), adapter_path=str(made / "pack"))
+    linears = []
+    for path, weight in merged.items():
+        linear = nn.Linear(1, 1, bias=False)
+        linear.weight = weight
+        linears.append((path, linear))
+    replace_modules(base.model, linears)
+    assert mx.abs(with_pack - plain).max().item() > 0.1
+    assert mx.abs(with_pack - base.model(probe)).max().item() < 1e-4
+    assert mx.abs(with_pack - stock(probe)).max().item() < 1e-4
+
+
+def test_one_row_has_no_standard_error(made, tmp_path):
+    line = (made / "rows" / "test.jsonl").read_text().splitlines()[0]
+    (tmp_path / "one.jsonl").write_text(line + "\n")
+    report = json.loads(
+        invoke("eval", made / "pack", "--data", tmp_path / "one.jsonl", "--json").stdout
+    )
+    assert report["base"]["ppl_se"] is None
+    assert "±" not in invoke("eval", made / "pack", "--data", tmp_path / "one.jsonl").stdout

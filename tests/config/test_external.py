@@ -1,0 +1,150 @@
+"""Recipes of other tools: QLoRA's YAML, PEFT's LoraConfig, transformers' BitsAndBytesConfig."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from mlx_packs.adapters.lora import attach
+from mlx_packs.config.external import translate
+from mlx_packs.config.schema import read_yaml, resolve
+from mlx_packs.errors import PackError
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+TARGETS = "q_proj k_proj v_proj o_proj up_proj down_proj gate_proj".split()
+PEFT = {  # as peft 0.21 writes it
+    "alora_invocation_tokens": None,
+    "alpha_pattern": {},
+    "arrow_config": None,
+    "auto_mapping": None,
+    "base_model_name_or_path": "owner/base",
+    "bias": "none",
+    "corda_config": None,
+    "ensure_weight_tying": False,
+    "eva_config": None,
+    "exclude_modules": None,
+    "fan_in_fan_out": False,
+    "inference_mode": True,
+    "init_lora_weights": True,
+    "layer_replication": None,
+    "layers_pattern": None,
+    "layers_to_transform": None,
+    "loftq_config": {},
+    "lora_alpha": 32,
+    "lora_bias": False,
+    "lora_dropout": 0.1,
+    "megatron_config": None,
+    "megatron_core": "megatron.core",
+    "modules_to_save": None,
+    "peft_type": "LORA",
+    "peft_version": "0.21.2",
+    "qalora_group_size": 16,
+    "r": 8,
+    "rank_pattern": {},
+    "revision": None,
+    "target_modules": ["q_proj", "v_proj"],
+    "target_parameters": None,
+    "task_type": "CAUSAL_LM",
+    "trainable_token_indices": None,
+    "use_dora": False,
+    "use_qalora": False,
+    "use_rslora": False,
+}
+BNB = {
+    "_load_in_4bit": True,
+    "_load_in_8bit": False,
+    "bnb_4bit_compute_dtype": "bfloat16",
+    "bnb_4bit_quant_storage": "uint8",
+    "bnb_4bit_quant_type": "nf4",
+    "bnb_4bit_use_double_quant": True,
+    "llm_int8_enable_fp32_cpu_offload": False,
+    "llm_int8_has_fp16_weight": False,
+    "llm_int8_skip_modules": None,
+    "llm_int8_threshold": 6.0,
+    "load_in_4bit": True,
+    "load_in_8bit": False,
+    "quant_method": "bitsandbytes",
+}
+
+
+def recipe(values):
+    return resolve(translate(values, "recipe"), "recipe")
+
+
+def test_the_qlora_example_means_what_the_layout_says():
+    found = recipe(read_yaml(EXAMPLES / "llama3_8b_qlora.yaml"))
+    assert found.lora.rank == 16 and found.lora.alpha == 16 and found.lora.dropout == 0.05
+    assert list(found.lora.target_modules) == TARGETS
+    assert (found.train.quantize, found.train.double_quant) == ("nf4", True)
+    assert found.train.compute_dtype == "bfloat16"
+    assert found.train.keep == ("lm_head", "embed_tokens")  # transformers leaves them dense
+
+
+def test_a_peft_config_means_what_peft_does_with_it():
+    found = recipe(PEFT)
+    assert (found.lora.rank, found.lora.alpha, found.lora.dropout) == (8, 32, 0.1)
+    assert found.lora.target_modules == ("q_proj", "v_proj") and found.run["model"] == "owner/base"
+    assert recipe(PEFT | {"target_modules": "all-linear"}).lora.target_modules == ()
+
+
+def test_patterns_and_rslora_give_pefts_scales(tiny):
+    patterns = {"rank_pattern": {"v_proj": 2}, "alpha_pattern": {"q_proj": 4}}
+    for values, scale in (
+        (PEFT | patterns, {"q_proj": 4 / 8, "v_proj": 32 / 2}),
+        (
+            PEFT | patterns | {"use_rslora": True},
+            {"q_proj": 4 / math.sqrt(8), "v_proj": 32 / math.sqrt(2)},
+        ),
+    ):
+        attached = attach(tiny, recipe(values).lora)
+        for path, spec in attached.specs.items():
+            name = path.rsplit(".", 1)[-1]
+            assert spec.slices[0].scale == pytest.approx(scale[name]), path
+        attached.detach()
+
+
+def test_a_bits_and_bytes_config_means_what_transformers_does_with_it():
+    found = recipe(BNB).train
+    assert (found.quantize, found.double_quant, found.compute_dtype) == ("nf4", True, "bfloat16")
+    found = recipe({"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}).train
+    assert (found.double_quant, found.compute_dtype) == (False, "float32")  # its defaults
+    kept = recipe(BNB | {"llm_int8_skip_modules": ["lm_head", "down_proj"]}).train.keep
+    assert kept == ("lm_head", "embed_tokens", "down_proj")
+
+
+REFUSED = [
+    ({"bnb_4bit": {"quant_type": "fp4"}}, "quant_type 'fp4' is not done here; write nf4"),
+    ({"bnb_4bit": {}}, "quant_type 'fp4'"),  # the default of bitsandbytes
+    ({"bnb_4bit": {"quant_typ": "nf4"}}, "bnb_4bit.quant_typ'. Did you mean 'quant_type'"),
+    ({"bnb_4bit": 4}, "bnb_4bit must be a mapping, but got 4"),
+    ({"bnb_4bit": {"quant_type": "nf4", "compute_dtype": "int8"}}, "compute_dtype 'int8' must be"),
+    ({"bnb_4bit": {"quant_type": "nf4"}, "quantize": "affine4"}, "'quantize' is said twice"),
+    ({"lora": {"rank": 8}}, "unknown key 'lora.rank'"),
+    ({"lora": {"bias": "all"}}, "biases are not trained"),
+    (PEFT | {"peft_type": "IA3"}, "peft_type 'IA3' is not trained here, only LORA"),
+    (PEFT | {"use_dora": True}, "use_dora = True has no counterpart"),
+    (PEFT | {"modules_to_save": ["lm_head"]}, "modules_to_save .* has no counterpart"),
+    (PEFT | {"init_lora_weights": "pissa"}, "init_lora_weights 'pissa'"),
+    (PEFT | {"bias": "lora_only"}, "biases are not trained"),
+    (PEFT | {"target_modules": r".*\.q_proj"}, "is a pattern; list the modules' names"),
+    (PEFT | {"target_modules": None}, "target_modules is empty"),
+    (BNB | {"load_in_4bit": False}, "load_in_4bit False is not done here"),
+    (BNB | {"load_in_8bit": True}, "load_in_8bit True is not done here"),
+    (BNB | {"bnb_4bit_quant_type": "fp4"}, "quant_type 'fp4'"),
+]
+
+
+@pytest.mark.parametrize("values, message", REFUSED)
+def test_what_would_mean_something_else_is_refused(values, message):
+    with pytest.raises(PackError, match=message):
+        recipe(values)
+
+
+def test_train_takes_several_recipe_files_and_names_the_faulty_one(run, tmp_path):
+    (tmp_path / "adapter_config.json").write_text(json.dumps(PEFT | {"use_dora": True}))
+    (tmp_path / "bnb.json").write_text(json.dumps(BNB))
+    code, out, err = run(
+        "train", "-c", tmp_path / "bnb.json", "-c", tmp_path / "adapter_config.json"
+    )
+    assert (code, out) == (2, "") and "adapter_config.json: use_dora" in err

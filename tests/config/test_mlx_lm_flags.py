@@ -1,0 +1,395 @@
+"""Every flag and key of the installed mlx-lm is understood here, and stands in the docs."""
+
+import inspect
+import json
+import re
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+from mlx_lm import lora as theirs
+from mlx_lm.tuner import datasets as their_data
+from mlx_lm.tuner import utils as their_tuner
+from mlx_lm.utils import _parse_size
+
+from mlx_packs.adapters.lora import attach
+from mlx_packs.bases.geometry import select_targets
+from mlx_packs.cli.train import command
+from mlx_packs.config.external import translate
+from mlx_packs.config.schema import DataConfig, LoRAConfig, TrainConfig, read_yaml, resolve
+from mlx_packs.display import NORMAL, Display
+from mlx_packs.errors import PackError
+from mlx_packs.optim import make_optimizer, schedule
+from mlx_packs.runtime import mx
+from mlx_packs.training import run as training
+from mlx_packs.training import setup as prepare
+from tests.helpers.models import base_of, model_of
+
+ACTIONS = {a.dest: a for a in theirs.build_parser()._actions if a.dest != "help"}
+OPTIONS = {name: p for p in command.params for name in p.opts}
+TABLE = Path(__file__).parents[2] / "examples" / "coming_from_mlx_lm.md"
+ROWS = {
+    cells[0].strip("`"): cells[1:]
+    for line in TABLE.read_text(encoding="utf-8").splitlines()
+    if line.startswith("| `")
+    for cells in [[c.strip() for c in line.strip("| ").split(" | ")]]
+}
+NOT_FIELDS = {
+    "model": "tiny",
+    "data": "tiny",
+    "train": True,
+    "fine_tune_type": "lora",
+    "trust_remote_code": False,
+}
+
+
+def keys_read_by(function, *names: str) -> set[str]:
+    """Keys that an mlx-lm function reads from the mapping or namespace called one of ``names``."""
+    source = inspect.getsource(function)
+    name = "|".join(names)
+    found = re.findall(rf'\b(?:{name})(?:\.get\(|\[)"(\w+)"', source)
+    return {*found, *re.findall(rf'getattr\((?:{name}), "(\w+)"', source)}
+
+
+def recipe_of(*args: str, under=()):
+    """The recipe that `packs train ARGS` resolves to."""
+    params = command.make_context("train", list(args)).params
+    own = {"configs", "force", "show_mask", "as_json", "verbose", "quiet"}
+    flags = {k: v for k, v in params.items() if v is not None and k not in own}
+    return resolve(flags, under=under)
+
+
+@pytest.mark.parametrize("dest", ACTIONS)
+def test_command_has_every_flag_of_mlx_lm(dest):
+    for flag in ACTIONS[dest].option_strings:
+        assert flag in OPTIONS, f"mlx-lm has {flag}: add it to packs train and to {TABLE.name}"
+        assert OPTIONS[flag].is_flag == (ACTIONS[dest].nargs == 0)
+
+
+@pytest.mark.parametrize("key", sorted(set(theirs.CONFIG_DEFAULTS) | set(ACTIONS)))
+def test_resolve_understands_every_key_of_mlx_lm(key):
+    value = theirs.CONFIG_DEFAULTS.get(key)
+    value = {"train": True, "test": None}.get(key, value)
+    resolve({key: value}, "theirs.yaml")
+    resolve({key: value})
+
+
+NEW_IN_0_32 = {"--trust-remote-code"}
+
+
+def test_table_has_a_row_for_every_flag_of_mlx_lm():
+    flags = {max(a.option_strings, key=len) for a in ACTIONS.values()}
+    rows = {row for row in ROWS if row.startswith("--")}
+    assert flags <= rows
+    assert rows - flags <= NEW_IN_0_32  # Python 3.10 gets mlx-lm 0.31
+
+
+def test_table_has_a_row_for_every_key_without_a_flag():
+    loaded = keys_read_by(their_data.load_custom_hf_dataset, "ds") - {"mask_prompt"}
+    wanted = {f"hf_dataset.{key}" for key in loaded | {"mask_prompt"}}
+    wanted |= {
+        f"lr_schedule.{k}" for k in keys_read_by(their_tuner.build_schedule, "schedule_config")
+    }
+    lora = keys_read_by(their_tuner.linear_to_lora_layers, "config")
+    wanted |= {f"lora_parameters.{k}" for k in lora}
+    wanted |= keys_read_by(their_data.create_dataset, "config") - {"mask_prompt"}
+    nested = {"lora_parameters", "lr_schedule"}
+    wanted |= set(theirs.CONFIG_DEFAULTS) - set(ACTIONS) - nested
+    assert wanted == {row for row in ROWS if not row.startswith("--")}
+    assert {"rank", "scale", "dropout", "keys"} <= lora and "path" in loaded
+
+
+def shown(value) -> str:
+    """A default as the table writes it."""
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    return "—" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
+
+
+@pytest.mark.parametrize("dest", ACTIONS)
+def test_table_states_both_defaults(dest):
+    _, _, there, here, *_ = ROWS[max(ACTIONS[dest].option_strings, key=len)]
+    recipe = resolve({})
+    known = {**recipe.to_json(), **NOT_FIELDS}
+    assert there == shown(theirs.CONFIG_DEFAULTS[dest])
+    assert here == shown(known.get(dest))
+
+
+def test_table_names_flags_that_exist():
+    named = {f for row in ROWS.values() for f in re.findall(r"--[a-z-]+", row[1])}
+    assert named and named <= set(OPTIONS)
+
+
+def test_command_takes_a_whole_command_line_of_mlx_lm():
+    line = """--model m --train --data d --fine-tune-type lora --optimizer muon --mask-prompt
+    --num-layers 4 --batch-size 2 --iters 30 --val-batches 3 --learning-rate 1e-4 --seed 5
+    --steps-per-report 5 --steps-per-eval 15 --grad-accumulation-steps 2 --resume-adapter-file r
+    --adapter-path a --save-every 10 --test --test-batches 7 --max-seq-length 128 --grad-checkpoint
+    --clear-cache-threshold 2GB --report-to wandb --project-name p --trust-remote-code""".split()
+    parsed = vars(theirs.build_parser().parse_known_args(line)[0])
+    recipe = recipe_of(*line)
+    run = recipe.run
+    same = [k for k in parsed if hasattr(recipe.train, k)]
+    assert len(same) == 14
+    assert {k: getattr(recipe.train, k) for k in same} == {k: parsed[k] for k in same}
+    assert (recipe.data.data, recipe.lora.num_layers, recipe.train.loss_on) == (
+        "d",
+        4,
+        "completion",
+    )
+    assert run == {
+        "model": "m",
+        "out": "a",
+        "resume_adapter_file": "r",
+        "report_to": "wandb",
+        "project_name": "p",
+        "trust_remote_code": True,
+    }
+
+
+YAML = """
+model: m
+train: true
+fine_tune_type: lora
+optimizer: adamw
+optimizer_config:
+  adamw: {betas: [0.9, 0.98], eps: 1e-6, weight_decay: 0.05, bias_correction: true}
+data: d
+num_layers: 1
+learning_rate: 1e-5
+resume_adapter_file: null
+adapter_path: adapters
+test: true
+lora_parameters:
+  keys: [self_attn.q_proj, self_attn.v_proj]
+  rank: 8
+  scale: 20.0
+  dropout: 0.1
+lr_schedule:
+  name: cosine_decay
+  warmup: 10
+  warmup_init: 1e-7
+  arguments: [1e-5, 100, 1e-7]
+hf_dataset:
+  path: billsum
+  train_split: "train[:1000]"
+  valid_split: "train[-100:]"
+  prompt_feature: text
+  completion_feature: summary
+"""
+
+
+@pytest.fixture
+def from_yaml(tmp_path):
+    (tmp_path / "lora.yaml").write_text(YAML)
+    return resolve(read_yaml(tmp_path / "lora.yaml"))
+
+
+def test_resolve_reads_a_whole_yaml_of_mlx_lm(from_yaml):
+    lora = from_yaml.lora
+    assert (lora.rank, lora.alpha / lora.rank, lora.dropout, lora.num_layers) == (8, 20.0, 0.1, 1)
+    assert from_yaml.run == {"model": "m", "out": "adapters"}
+    assert from_yaml.data.hf_dataset["completion_feature"] == "summary"
+
+
+def test_resolve_keys_choose_the_modules_that_mlx_lm_adapts(from_yaml):
+    model, _ = model_of("qwen3")
+    targets = select_targets(model, from_yaml.lora.target_modules, from_yaml.lora.num_layers)
+    parameters = {"rank": 8, "scale": 20.0, "dropout": 0.0}
+    parameters["keys"] = list(from_yaml.lora.target_modules)
+    adapted, _ = model_of("qwen3")
+    their_tuner.linear_to_lora_layers(adapted, 1, parameters)
+    kind = their_tuner.LoRALinear
+    wanted = {path for path, m in adapted.named_modules() if isinstance(m, kind)}
+    assert {path for path, _ in targets} == wanted and len(wanted) == 2
+
+
+@pytest.mark.parametrize("num_layers", [0, -1, 1, 2])
+def test_select_targets_num_layers_takes_the_blocks_that_mlx_lm_takes(num_layers):
+    model, _ = model_of("qwen3")
+    targets = {path for path, _ in select_targets(model, (), num_layers)}
+    their_tuner.linear_to_lora_layers(model, num_layers, {"rank": 2, "scale": 1.0, "dropout": 0.0})
+    kind = their_tuner.LoRALinear
+    assert targets == {path for path, m in model.named_modules() if isinstance(m, kind)}
+
+
+def test_make_optimizer_passes_arguments_of_a_yaml(from_yaml):
+    made = make_optimizer(from_yaml.train)
+    assert (made.betas, made.eps, made.weight_decay) == ([0.9, 0.98], 1e-6, 0.05)
+    assert made.bias_correction
+
+
+@pytest.mark.parametrize(
+    "wanted",
+    [
+        {"name": "cosine_decay", "arguments": [1e-5, 100, 1e-7], "warmup": 10, "warmup_init": 1e-7},
+        {"name": "linear_schedule", "arguments": [1e-3, 1e-5, 50]},
+        {"name": "exponential_decay", "arguments": [1e-3, 0.9], "warmup": 3},
+        {"name": "step_decay", "arguments": [1e-3, 0.5, 10]},
+    ],
+)
+def test_schedule_equals_build_schedule_of_mlx_lm(wanted):
+    ours, reference = schedule(TrainConfig(lr_schedule=wanted)), their_tuner.build_schedule(wanted)
+    for step in (0, 1, 5, 9, 10, 11, 12, 60, 200):
+        now = mx.array(step)
+        assert ours(now).item() == pytest.approx(reference(now).item(), rel=1e-6)
+
+
+@pytest.mark.parametrize("size", ["0", "123", "2GB", "1.5 gb", "500M", "7mb", "3g"])
+def test_clear_cache_threshold_takes_the_sizes_of_mlx_lm(size):
+    recipe = recipe_of("--clear-cache-threshold", size)
+    assert recipe.train.clear_cache_threshold == _parse_size(size)
+
+
+@pytest.mark.parametrize("optimizer", ACTIONS["optimizer"].choices)
+def test_optimizers_of_mlx_lm_exist_here(optimizer):
+    made = make_optimizer(recipe_of("--optimizer", optimizer).train)
+    assert type(made).__name__.lower() == optimizer
+
+
+@pytest.mark.parametrize("kind", ACTIONS["fine_tune_type"].choices)
+def test_fine_tune_type_is_the_method_or_says_what_to_use(kind):
+    if kind != "dora":
+        assert recipe_of("--fine-tune-type", kind) == recipe_of("--method", kind)
+        return
+    with pytest.raises(PackError, match=f"Use mlx_lm.lora --fine-tune-type {kind}"):
+        recipe_of("--fine-tune-type", kind)
+
+
+@pytest.mark.parametrize(
+    "values", [{"test": True}, {"train": False}, {"train": False, "test": True}]
+)
+def test_evaluation_alone_is_refused_with_what_to_write(values):
+    with pytest.raises(PackError, match="use packs eval"):
+        resolve(values)
+
+
+def test_train_flag_overrides_a_file_that_evaluates():
+    assert resolve({"train": True}, under=[{"train": False, "test": True}]) == resolve({})
+
+
+@pytest.mark.parametrize(("value", "loss_on"), [(True, "completion"), (False, "all")])
+def test_mask_prompt_of_a_file_means_what_it_means_there(value, loss_on):
+    assert resolve({"mask_prompt": value}).train.loss_on == loss_on
+
+
+def test_mask_prompt_against_loss_on_is_refused():
+    with pytest.raises(PackError, match="mask_prompt means loss_on 'completion'"):
+        recipe_of("--mask-prompt", "--loss-on", "all")
+
+
+@pytest.mark.parametrize(
+    ("text", "flags", "wanted"),
+    [
+        ("lora_parameters: {rank: 8, scale: 20.0}", [], LoRAConfig(8, 160.0)),
+        ("lora_parameters: {rank: 8, scale: 20.0}", ["--rank", "4"], LoRAConfig(4, 80.0)),
+    ],
+)
+def test_command_file_overrides_the_recipe_of_the_tiny_base(
+    tmp_path, monkeypatch, text, flags, wanted
+):
+    (tmp_path / "c.yaml").write_text(text)
+    given = {}
+    monkeypatch.setattr("mlx_packs.cli.train.train_pack", lambda *_, **k: given.update(k) or 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        command.main(["-c", str(tmp_path / "c.yaml"), *flags], standalone_mode=False)
+    assert given["lora"] == wanted
+
+
+def test_command_loss_on_overrides_mask_prompt_of_a_file(tmp_path, monkeypatch):
+    (tmp_path / "c.yaml").write_text("mask_prompt: true")
+    given = {}
+    monkeypatch.setattr("mlx_packs.cli.train.train_pack", lambda *_, **k: given.update(k) or 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        args = ["-c", str(tmp_path / "c.yaml"), "--loss-on", "all"]
+        command.main(args, standalone_mode=False)
+    assert given["train"].loss_on == "all"
+
+
+def packs_train(*args: str):
+    """`packs train ARGS`."""
+    return CliRunner().invoke(command, list(args))
+
+
+@pytest.fixture
+def nothing_is_loaded(monkeypatch):
+    """Loading weights fails the test."""
+    for place in ("mlx_packs.training.run.load_base", "mlx_packs.bases.loading.load_model_of"):
+        monkeypatch.setattr(place, lambda *_, **__: pytest.fail("weights were loaded"))
+
+
+@pytest.mark.parametrize("service", ["wandb", "swanlab", "nonsense", "wandb,nonsense"])
+def test_report_to_is_refused_before_anything_is_loaded(monkeypatch, nothing_is_loaded, service):
+    for name in ("wandb", "swanlab"):
+        monkeypatch.setattr(f"mlx_lm.tuner.callbacks.{name}", None)
+    error = packs_train("--report-to", service).exception
+    assert isinstance(error, PackError) and str(error).startswith(f"--report-to {service}: ")
+
+
+def test_project_name_without_report_to_is_refused(nothing_is_loaded):
+    error = packs_train("--project-name", "p").exception
+    assert isinstance(error, PackError) and "--project-name" in str(error)
+
+
+def test_show_mask_prints_json_and_loads_no_weights(nothing_is_loaded):
+    result = packs_train("--show-mask", "--json")
+    rows = json.loads(result.stdout)
+    assert {"where", "learned", "total", "spans"} == set(rows[0]) and len(rows) == 5
+    assert 0 < rows[0]["learned"] < rows[0]["total"]
+    assert {span["learned"] for span in rows[0]["spans"]} == {True, False}
+
+
+def test_show_mask_passes_trust_remote_code(monkeypatch):
+    given = []
+    monkeypatch.setattr(
+        "mlx_packs.cli.train.load_base_tokenizer", lambda *args: given.append(args) or 1 / 0
+    )
+    packs_train("--show-mask")
+    packs_train("--show-mask", "--trust-remote-code")
+    assert [args[-1] for args in given] == [False, True]
+
+
+def test_help_shows_what_the_tiny_base_changes():
+    recipe, shown = training.tiny_recipe(), " ".join(packs_train("--help").stdout.split())
+    assert recipe["iters"] != TrainConfig.iters
+    assert f"Batches to train on. [600; tiny: {recipe['iters']}]" in shown
+    assert "Seed of adapters, order and dropout. [0]" in shown
+
+
+@pytest.mark.parametrize("given", [{}, {"lora": LoRAConfig(3)}, {"train": TrainConfig(iters=7)}])
+def test_train_pack_takes_the_other_half_from_the_tiny_recipe(monkeypatch, given):
+    tiny, found = resolve(training.tiny_recipe()), {}
+    monkeypatch.setattr(
+        training, "Recipe", lambda lora, train, *_: found.update(lora=lora, train=train) or 1 / 0
+    )
+    with pytest.raises(ZeroDivisionError):
+        training.train_pack("tiny", **given)
+    assert found == {"lora": tiny.lora, "train": tiny.train} | given
+
+
+@pytest.mark.parametrize(("pattern", "said"), [({}, False), ({"down_proj": 2}, True)])
+def test_training_says_when_stock_mlx_lm_cannot_open_the_pack(capsys, pattern, said):
+    attached = attach(base_of("qwen3"), LoRAConfig(rank=4, rank_pattern=pattern))
+    prepare.describe(attached, Display(NORMAL), base_weights=100_000)
+    assert ("stock mlx-lm cannot open" in capsys.readouterr().err) == said
+
+
+def test_examples_make_packs_that_stock_mlx_lm_opens():
+    for file in TABLE.parent.glob("*.yaml"):
+        recipe = resolve(translate(read_yaml(file), str(file)), str(file))
+        assert not recipe.lora.rank_pattern
+
+
+@pytest.mark.parametrize(
+    ("columns", "name"),
+    [
+        (DataConfig(), "tiny"),
+        (DataConfig("some/rows.jsonl"), "rows"),
+        (DataConfig(hf_dataset={"path": "billsum"}), "billsum"),
+        (DataConfig(hf_dataset=[{"path": "owner/first-v1.5"}, {"path": "b"}]), "first-v1.5"),
+    ],
+)
+def test_pack_is_named_after_its_first_data_set(tmp_path, monkeypatch, columns, name):
+    monkeypatch.chdir(tmp_path)
+    with prepare.output_folders(None, columns, overwrite=False, resume=False) as (folder, run):
+        assert (folder, run) == (Path("packs") / name, Path("packs") / f"{name}-run")

@@ -1,0 +1,170 @@
+"""packs combine: what the methods make of deltas, and that bringing them to a rank is measured."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mlx_packs import Pack, load_base
+from mlx_packs.adapters.lora import delta_of
+from mlx_packs.convert.combine import _nearest, _svd, combine_packs, dare, linear, ties
+from mlx_packs.errors import PackError
+from mlx_packs.runtime import mx
+from tests.convert.test_merge import logits, noisy_pack, write_checkpoint, write_quantized
+
+LOOSE = {"rows": 2, "max_drift": 100.0}
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """A dense base and two packs on it, on modules that overlap."""
+    folder = tmp_path_factory.mktemp("combine")
+    base = write_checkpoint(folder / "base")
+    loaded = load_base(base)
+    a = noisy_pack(loaded, folder / "a", targets=("q_proj", "down_proj"))
+    b = noisy_pack(loaded, folder / "b", size=0.15, targets=("q_proj", "o_proj"), seed=2)
+    return base, a, b
+
+
+def delta(pack: Pack, path: str) -> np.ndarray:
+    spec = pack.specs.get(path)
+    return np.array(delta_of(spec, pack.load_tensors())) if spec else 0.0
+
+
+def test_linear_keeps_all_ranks_and_is_the_weighted_sum(made, tmp_path):
+    base, a, b = made
+    report = combine_packs([(a, 0.7), (b, -0.3)], tmp_path / "c", model=base, **LOOSE)
+    made_one = Pack.open(report["out"])
+    for path, spec in made_one.specs.items():
+        expected = 0.7 * delta(a, path) - 0.3 * delta(b, path)
+        assert np.abs(delta(made_one, path) - expected).max() < 1e-6
+        assert spec.rank == 2 * ((path in a.specs) + (path in b.specs))
+    assert report["kl_mean"] < 1e-6 and report["kl_of_pack"] > 1e-3
+    assert set(made_one.specs) == set(a.specs) | set(b.specs)
+    assert [p["weight"] for p in made_one.manifest["combined"]["packs"]] == [0.7, -0.3]
+    assert [p["name"] for p in made_one.manifest["combined"]["packs"]] == ["a", "b"]
+    loaded = load_base(base)
+    before = logits(loaded)
+    with loaded.applied(made_one):
+        assert np.abs(logits(loaded) - before).max() > 0.01
+
+
+@pytest.mark.parametrize(("method", "rank"), [("linear", None), ("svd", 2), ("ties", 2)])
+def test_no_method_takes_one_pack_twice(method, rank, made, tmp_path):
+    base, a, _ = made
+    given = [(a, 0.5), (Pack.open(a.path), 0.2)]
+    with pytest.raises(PackError, match="a: is given twice"):
+        combine_packs(given, tmp_path / "c", method, rank, model=base, **LOOSE)
+
+
+def test_svd_is_the_nearest_of_its_rank(made, tmp_path):
+    base, a, b = made
+    report = combine_packs([(a, 1.0), (b, 1.0)], tmp_path / "c", "svd", 3, model=base, **LOOSE)
+    made_one = Pack.open(report["out"])
+    path = "model.layers.0.self_attn.q_proj"
+    whole = delta(a, path) + delta(b, path)
+    u, s, vt = np.linalg.svd(whole)
+    assert np.abs(delta(made_one, path) - (u[:, :3] * s[:3]) @ vt[:3]).max() < 1e-5
+    assert {spec.rank for spec in made_one.specs.values()} == {3}
+    exact = combine_packs([(a, 1.0), (b, 1.0)], tmp_path / "d", "svd", 4, model=base, **LOOSE)
+    assert exact["kl_mean"] < 1e-6 and exact["kl_mean"] < 0.01 * report["kl_mean"]
+
+
+def test_large_matrices_find_their_range_by_random_projections():
+    random = np.random.default_rng(0)
+    low = random.standard_normal((700, 6)) @ random.standard_normal((6, 600))
+    noise = 1e-3 * random.standard_normal(low.shape)
+    found = _svd((low + noise).astype(np.float32), 6)
+    assert np.abs((found[0] * found[1]) @ found[2] - low).max() < 0.01
+    again = _svd((low + noise).astype(np.float32), 6)
+    assert all(np.array_equal(x, y) for x, y in zip(found, again, strict=True))
+
+
+def test_ties_trims_elects_and_merges_by_hand():
+    a, b = mx.array([[4.0, -3.0, 0.1, 2.0]]), mx.array([[2.0, 5.0, 0.2, 0.3]])
+    # half of each is kept: [4, -3, 0, 0] and [2, 5, 0, 0]; the signs elected are + and +
+    assert ties([(a, 1.0), (b, 1.0)], 0.5).tolist() == [[3.0, 5.0, 0.0, 0.0]]
+    weighted = np.array(ties([(a, 3.0), (b, 1.0)], 0.5))
+    assert np.allclose(weighted, [[(3 * 4 + 2) / 4, -3.0, 0.0, 0.0]])
+
+
+def test_dare_drops_by_seed_and_keeps_the_mean():
+    ones = mx.ones((200, 200))
+    keys = [mx.random.key(1), mx.random.key(2)]
+    found = np.array(dare([(ones, 0.5), (ones, 0.5)], 0.25, keys))
+    assert abs(found.mean() - 1) < 0.05 and set(np.unique(found)) == {0.0, 2.0, 4.0}
+    assert np.array_equal(found, np.array(dare([(ones, 0.5), (ones, 0.5)], 0.25, keys)))
+    assert linear([(ones, 2.0), (ones, -0.5)]).max().item() == 1.5
+
+
+def test_factors_of_a_stack_are_those_of_its_parts():
+    stack = np.random.default_rng(0).standard_normal((3, 8, 6)).astype(np.float32)
+    a, b = (np.array(f) for f in _nearest(stack, 6))
+    assert np.abs(b @ a - stack).max() < 1e-5 and a.shape == (3, 6, 6) and b.shape == (3, 8, 6)
+
+
+def test_experts_are_combined(tmp_path):
+    base = write_checkpoint(tmp_path / "base", "qwen3_moe")
+    loaded = load_base(base)
+    a = noisy_pack(loaded, tmp_path / "a", targets=("switch_mlp.down_proj",))
+    b = noisy_pack(loaded, tmp_path / "b", size=0.2, targets=("switch_mlp.down_proj",), seed=2)
+    for method, rank in (("linear", None), ("svd", 4)):
+        out = tmp_path / method
+        report = combine_packs([(a, 0.5), (b, 0.5)], out, method, rank, model=base, **LOOSE)
+        path = next(iter(a.specs))
+        expected = 0.5 * (delta(a, path) + delta(b, path))
+        assert np.abs(delta(Pack.open(out), path) - expected).max() < 1e-4
+        assert report["kl_mean"] < 1e-5
+
+
+@pytest.mark.parametrize("method", ["ties", "dare"])
+def test_a_rank_that_loses_too_much_is_refused_and_one_that_passes_is_named(
+    method, made, tmp_path, run
+):
+    base, a, b = made
+    args = (
+        "combine",
+        f"{a.path}=0.7",
+        f"{b.path}=0.3",
+        "--model",
+        base,
+        "--method",
+        method,
+        "--rows",
+        2,
+        "--out",
+        tmp_path / "c",
+    )
+    code, out, err = run(*args, "--rank", 1, "--json")
+    report = json.loads(out)
+    assert code == 1 and "gate --max-drift failed" in err and not (tmp_path / "c").exists()
+    assert report["passes"] and f"--rank {report['passes']} passes" in err
+    code, out, _ = run(*args, "--rank", report["passes"], "--json")
+    assert code == 0 and json.loads(out)["passed"]
+    assert Pack.open(tmp_path / "c").manifest["combined"]["method"] == method
+
+
+def test_packs_of_two_bases_and_kinds_that_do_not_add_up_are_named(made, tmp_path):
+    base, a, _ = made
+    other = write_quantized(tmp_path / "q", base)
+    c = noisy_pack(load_base(other), tmp_path / "c")
+    with pytest.raises(PackError, match="only packs of one base can be added up"):
+        combine_packs([(a, 1.0), (c, 1.0)], tmp_path / "x", model=base)
+    for packs, options, message in (
+        ([(a, 1.0)], {}, "takes two packs or more"),
+        ([(a, 1.0), (a, 0.0)], {}, "weights must be numbers other than 0"),
+        ([(a, 1.0), (a, 1.0)], {"method": "svd"}, "--method svd: needs --rank"),
+        ([(a, 1.0), (a, 1.0)], {"rank": 3}, "--rank: not with --method linear"),
+        ([(a, 1.0), (a, 1.0)], {"density": 0.5}, "--density: not with"),
+        ([(a, 1.0), (a, 1.0)], {"method": "slerp"}, "--method slerp"),
+        ([(a, 1.0), (a, 1.0)], {"method": "ties", "rank": 2, "density": 2.0}, "at most 1"),
+    ):
+        with pytest.raises(PackError, match=message):
+            combine_packs(packs, tmp_path / "x", model=base, **options)
+    assert not (tmp_path / "x").exists()
+
+
+def test_a_weight_is_a_number(run, tmp_path):
+    code, _, err = run("combine", "a", "b=x", "--out", Path(tmp_path / "c"))
+    assert code == 2 and "must be PACK=WEIGHT" in err

@@ -1,0 +1,325 @@
+"""Encoders against sentence-transformers, transformers and PEFT on torch: a MiniLM of random
+weights, its embeddings, losses and gradients, metrics, exports and merges."""
+
+import json
+from pathlib import Path
+
+import mlx.nn as nn
+import numpy as np
+import pytest
+from mlx.utils import tree_flatten
+
+from mlx_packs import LoRAConfig, Pack, TrainConfig, load_base, train_pack
+from mlx_packs.adapters.lora import attach
+from mlx_packs.convert.interop import export_pack, import_adapter
+from mlx_packs.convert.merge import merge_pack
+from mlx_packs.data.pairs import encode_pairs, make_pair_batch
+from mlx_packs.data.rows import Row
+from mlx_packs.evaluation.embeddings import score_pairs
+from mlx_packs.objectives.embedding import arrays_of, make_loss
+from mlx_packs.runtime import mx
+from tests.helpers.encoders import (
+    MINILM,
+    all_pairs,
+    all_scored,
+    all_triplets,
+    write_pairs,
+    write_vocabulary,
+)
+
+pytestmark = [pytest.mark.interop, pytest.mark.filterwarnings("ignore")]
+
+TEXTS = [
+    "how do i fix a car?",
+    "",
+    "steps to repair the vehicle",
+    "Xyzzy, the STORE!",
+    "please tell me the ways to move a stone " * 60,
+    "a",
+]
+SCALE = 2.0  # alpha / rank
+
+
+def make_minilm(folder: Path, pooling: str = "mean", normalize: bool = True, **changes) -> Path:
+    """A MiniLM of random weights, saved by sentence-transformers."""
+    import torch
+    from sentence_transformers import SentenceTransformer, models
+    from transformers import BertConfig, BertModel, BertTokenizerFast
+
+    torch.manual_seed(0)
+    raw = write_vocabulary(folder / "raw")
+    config = {k: v for k, v in MINILM.items() if k not in ("model_type", "architectures")} | changes
+    no_dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    made = BertModel(BertConfig(**config, **no_dropout, initializer_range=0.06))
+    for name, parameter in made.named_parameters():
+        if name.endswith("bias"):
+            torch.nn.init.normal_(parameter, std=0.05)
+    made.save_pretrained(raw)
+    BertTokenizerFast(str(raw / "vocab.txt")).save_pretrained(raw)
+    transformer = models.Transformer(str(raw), max_seq_length=128)
+    parts = [transformer, models.Pooling(384, pooling_mode=pooling)]
+    parts += [models.Normalize()] if normalize else []
+    SentenceTransformer(modules=parts, device="cpu").save(str(folder / "minilm"))
+    return folder / "minilm"
+
+
+def torch_model(folder: Path):
+    from sentence_transformers import SentenceTransformer
+
+    return SentenceTransformer(str(folder), device="cpu")
+
+
+@pytest.fixture(scope="module")
+def minilm(tmp_path_factory) -> Path:
+    return make_minilm(tmp_path_factory.mktemp("minilm"))
+
+
+@pytest.fixture(scope="module")
+def trained(minilm, tmp_path_factory) -> Pack:
+    """A pack of it, trained for a few steps."""
+    folder = tmp_path_factory.mktemp("trained")
+    data = write_pairs(folder / "pairs", all_pairs())
+    train = TrainConfig(task="embedding", batch_size=8, iters=4, learning_rate=1e-3)
+    return train_pack(minilm, str(data), LoRAConfig(rank=4), train, folder / "pack").pack
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"pooling": "cls"}, {"pooling": "max", "normalize": False}, {"hidden_act": "gelu_new"}],
+    ids=["as MiniLM", "cls", "max", "gelu_new"],
+)
+def test_embeddings_are_those_of_sentence_transformers(tmp_path, changes):
+    folder = make_minilm(tmp_path, **changes)
+    theirs = torch_model(folder).encode(TEXTS, batch_size=2)
+    ours = load_base(folder).encode(TEXTS, batch_size=4)
+    assert np.abs(ours - theirs).max() < 1e-5
+    assert np.abs(theirs - theirs[:1]).max() > 1e-2  # they are not all alike
+
+
+def adapted(minilm: Path):
+    """Our base with random adapters on all projections, and its tensors."""
+    base = load_base(minilm)
+    attached = attach(base, LoRAConfig(rank=4, alpha=4 * SCALE), None, "dense", 0)
+    mx.random.seed(5)
+    tensors = {
+        name: mx.random.normal(a.shape) * 0.05 if name.endswith("lora_b") else a
+        for name, a in attached.tensors().items()
+    }
+    attached.load(tensors, "test")
+    return base, attached, tensors
+
+
+def torch_adapted(minilm: Path, tensors: dict):
+    """Theirs with the same adapters by PEFT."""
+    import torch
+    from peft import LoraConfig
+
+    model = torch_model(minilm)
+    paths = sorted({name.rpartition(".")[0] for name in tensors})
+    config = LoraConfig(r=4, lora_alpha=4 * SCALE, target_modules=paths, lora_dropout=0.0)
+    model.add_adapter(config)
+    found = {}
+    for name, parameter in model[0].auto_model.named_parameters():
+        if ".lora_" in name:
+            path, _, part = name.partition(".lora_")
+            ours = f"{path}.lora_{part[0].lower()}"
+            found[ours] = parameter
+            with torch.no_grad():
+                parameter.copy_(torch.tensor(np.array(tensors[ours]).T))
+    assert set(found) == set(tensors)
+    return model, found
+
+
+ROWS = {
+    "cosine": all_scored()[:12],
+    "cosent": [{**row, "score": i % 5 / 4} for i, row in enumerate(all_scored()[:12])],
+    "mnrl": all_pairs()[:12],
+    "mnrl with negatives": all_triplets()[:12],
+    "cached-mnrl": all_triplets()[:12],
+    "triplet": all_triplets()[:12],
+    "triplet cosine": all_triplets()[:12],
+    "triplet manhattan": all_triplets()[:12],
+}
+
+
+def torch_loss(name: str, model):
+    from sentence_transformers import losses
+
+    metric = losses.TripletDistanceMetric
+    made = {
+        "cosine": lambda: losses.CosineSimilarityLoss(model),
+        "cosent": lambda: losses.CoSENTLoss(model),
+        "mnrl": lambda: losses.MultipleNegativesRankingLoss(model),
+        "mnrl with negatives": lambda: losses.MultipleNegativesRankingLoss(model),
+        "cached-mnrl": lambda: losses.CachedMultipleNegativesRankingLoss(model, mini_batch_size=5),
+        "triplet": lambda: losses.TripletLoss(model),
+        "triplet cosine": lambda: losses.TripletLoss(model, metric.COSINE, 0.5),
+        "triplet manhattan": lambda: losses.TripletLoss(model, metric.MANHATTAN),
+    }
+    return made[name]()
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_a_step_has_the_loss_and_gradients_of_sentence_transformers(minilm, name):
+    import torch
+
+    base, attached, tensors = adapted(minilm)
+    model, parameters = torch_adapted(minilm, tensors)
+    rows = ROWS[name]
+    columns = [key for key in rows[0] if key != "score"]
+    model.train()
+    features = [model.preprocess([row[key] for row in rows]) for key in columns]
+    labels = torch.tensor([row.get("score", 0.0) for row in rows])
+    theirs = torch_loss(name, model)(features, labels)
+    theirs.backward()
+
+    kind, _, distance = name.partition(" ")
+    train = TrainConfig(
+        task="embedding",
+        mini_batch_size=5,
+        **({"triplet_distance": distance} if kind == "triplet" and distance else {}),
+        **({"triplet_margin": 0.5} if distance == "cosine" else {}),
+    )
+    pairs = encode_pairs([Row("test", row) for row in rows], base.tokenizer, 128)
+    batch = make_pair_batch(pairs, range(len(rows)), len(rows) + 3, 128)  # three rows of padding
+    loss = make_loss(base.model, kind, train)
+    base.model.train()
+    total, gradients = nn.value_and_grad(base.model, loss)(*arrays_of(batch))
+    assert total.item() / len(rows) == pytest.approx(theirs.item(), rel=1e-4)
+
+    # gradients by name on disk: those of the adapters stand where the adapters do
+    own = attached.tensors()
+    base.model.update(gradients)
+    found = {name: np.array(g).T / len(rows) for name, g in attached.tensors().items()}
+    attached.load(own, "test")
+    worst = 0.0
+    for name, parameter in parameters.items():
+        wanted = parameter.grad.numpy()
+        worst = max(worst, np.abs(found[name] - wanted).max() / (np.abs(wanted).max() + 1e-12))
+    assert worst < 1e-4
+    assert len(dict(tree_flatten(gradients))) == len(parameters)
+    attached.detach()
+
+
+def test_metrics_are_those_of_its_evaluators(minilm):
+    from sentence_transformers.sentence_transformer import evaluation as theirs
+
+    base, model = load_base(minilm), torch_model(minilm)
+
+    def ours(rows: list[dict]) -> dict:
+        pairs = encode_pairs([Row("test", row) for row in rows], base.tokenizer, 128)
+        return score_pairs(base.model, pairs, 16)
+
+    rows = [{**row, "score": i % 5 / 4} for i, row in enumerate(all_scored()[:40])]
+    texts = [[row[key] for row in rows] for key in ("sentence1", "sentence2")]
+    evaluator = theirs.EmbeddingSimilarityEvaluator(*texts, [row["score"] for row in rows])
+    wanted, found = evaluator(model), ours(rows)
+    assert found["spearman"] == pytest.approx(wanted["spearman_cosine"], abs=1e-5)
+    assert found["pearson"] == pytest.approx(wanted["pearson_cosine"], abs=1e-5)
+
+    rows = all_pairs()[:40] + [{**all_pairs()[0], "positive": "ways to move the house"}]
+    corpus = {text: text for text in {row["positive"] for row in rows}}
+    queries = {text: text for text in {row["anchor"] for row in rows}}
+    relevant: dict = {}
+    for row in rows:
+        relevant.setdefault(row["anchor"], set()).add(row["positive"])
+    evaluator = theirs.InformationRetrievalEvaluator(
+        queries,
+        corpus,
+        relevant,
+        mrr_at_k=[10],
+        ndcg_at_k=[10],
+        precision_recall_at_k=[1],
+        accuracy_at_k=[1],
+        map_at_k=[10],
+    )
+    wanted, found = evaluator(model), ours(rows)
+    for name, key in (
+        ("mrr_at_10", "mrr@10"),
+        ("ndcg_at_10", "ndcg@10"),
+        ("recall_at_1", "recall@1"),
+    ):
+        assert found[name] == pytest.approx(wanted[f"cosine_{key}"], abs=1e-6)
+
+    rows = all_triplets()[:40]
+    columns = [[row[key] for row in rows] for key in ("anchor", "positive", "negative")]
+    wanted, found = theirs.TripletEvaluator(*columns)(model), ours(rows)
+    assert found["triplet_accuracy"] == pytest.approx(wanted["cosine_accuracy"])
+
+
+def embeddings_with(base, pack: Pack) -> np.ndarray:
+    with base.applied(pack):
+        return base.encode(TEXTS)
+
+
+@pytest.mark.systems
+def test_a_merged_folder_opens_in_sentence_transformers(minilm, trained, tmp_path):
+    report = merge_pack(trained, minilm, tmp_path / "merged")
+    assert report["passed"] and report["changed"] == 36
+    base = load_base(minilm)
+    wanted = embeddings_with(base, trained)
+    theirs = torch_model(tmp_path / "merged").encode(TEXTS)
+    assert np.abs(theirs - wanted).max() < 1e-5
+    assert np.abs(theirs - base.encode(TEXTS)).max() > 1e-3
+
+
+def test_a_merged_full_fine_tuning_opens_in_sentence_transformers(minilm, tmp_path):
+    train = TrainConfig(task="embedding", method="full", iters=2, batch_size=4, learning_rate=1e-3)
+    data = write_pairs(tmp_path / "data", all_pairs())
+    pack = train_pack(minilm, str(data), train=train, out=tmp_path / "pack").pack
+    assert merge_pack(pack, minilm, tmp_path / "merged", data=data)["passed"]
+    wanted = embeddings_with(load_base(minilm), pack)
+    assert np.abs(torch_model(tmp_path / "merged").encode(TEXTS) - wanted).max() < 1e-5
+
+
+@pytest.mark.systems
+def test_an_export_opens_in_peft_and_sentence_transformers(minilm, trained, tmp_path):
+    import torch
+    from peft import PeftModel
+    from transformers import AutoModel
+
+    export_pack(trained, "peft", tmp_path / "peft")
+    wanted = embeddings_with(load_base(minilm), trained)
+    model = torch_model(minilm)
+    model.load_adapter(str(tmp_path / "peft"))
+    assert np.abs(model.encode(TEXTS) - wanted).max() < 1e-5
+    wrapped = PeftModel.from_pretrained(AutoModel.from_pretrained(minilm), tmp_path / "peft")
+    inputs = model.preprocess(TEXTS[:1])
+    with torch.no_grad():
+        states = wrapped(inputs["input_ids"], inputs["attention_mask"])[0]
+        vector = torch.nn.functional.normalize(states.mean(dim=1)).numpy()[0]
+    assert np.abs(vector - wanted[0]).max() < 1e-5
+
+
+def test_an_adapter_that_peft_trained_comes_in(minilm, tmp_path):
+    import torch
+    from peft import LoraConfig
+
+    model = torch_model(minilm)
+    model.add_adapter(LoraConfig(r=4, lora_alpha=8, target_modules=["query", "value"]))
+    torch.manual_seed(1)
+    for name, parameter in model[0].auto_model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.05)
+    wanted = model.encode(TEXTS)
+    model[0].auto_model.save_pretrained(tmp_path / "theirs")
+    import_adapter(tmp_path / "theirs", tmp_path / "pack", minilm)
+    pack = Pack.open(tmp_path / "pack")
+    assert len(pack.specs) == 12
+    assert np.abs(embeddings_with(load_base(minilm), pack) - wanted).max() < 1e-5
+
+
+def test_a_checkpoint_of_masked_language_modelling_is_read(minilm, tmp_path):
+    from transformers import AutoModel, BertForMaskedLM
+
+    inner = AutoModel.from_pretrained(minilm)
+    model = BertForMaskedLM(inner.config)
+    model.bert.load_state_dict(inner.state_dict(), strict=False)
+    model.save_pretrained(tmp_path / "mlm")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / "mlm" / name).write_bytes((minilm / name).read_bytes())
+    settings = json.loads((tmp_path / "mlm" / "tokenizer_config.json").read_text())
+    assert settings["model_max_length"] == 128
+    theirs = torch_model(tmp_path / "mlm").encode(TEXTS)  # mean pooling by default
+    ours = load_base(tmp_path / "mlm").encode(TEXTS)
+    assert np.abs(ours - theirs).max() < 1e-4

@@ -1,0 +1,656 @@
+"""packs export and import: PEFT's and mlx-lm's folders, to the byte and by numbers."""
+
+import json
+import math
+import re
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mlx_packs import LoRAConfig, Pack, load_base
+from mlx_packs.adapters.lora import attach
+from mlx_packs.convert import external as sharing
+from mlx_packs.convert.interop import ORIGINALS, SIDECAR, export_pack, import_adapter
+from mlx_packs.convert.merge import merge_pack
+from mlx_packs.errors import PackError
+from mlx_packs.files import read_header, sha256
+from mlx_packs.runtime import mx
+from tests.convert.test_merge import attached_logits, logits, merged, noisy_pack, write_checkpoint
+
+PREFIX = "base_model.model."
+LAYER = "model.layers.{}."
+
+
+@pytest.fixture(scope="module")
+def bases(tmp_path_factory) -> dict[str, Path]:
+    """Checkpoint folders by family; ``tied`` is a Qwen3 whose head is its embedding."""
+    folder = tmp_path_factory.mktemp("bases")
+    return {
+        "qwen3": write_checkpoint(folder / "qwen3"),
+        "llama": write_checkpoint(folder / "llama", "llama"),
+        "gpt2": write_checkpoint(folder / "gpt2", "gpt2"),
+        "tied": write_checkpoint(folder / "tied", tie_word_embeddings=True),
+        # head_dim 16 x 4 heads = hidden 64: q_proj and o_proj are square
+        "square": write_checkpoint(folder / "square", head_dim=16, num_key_value_heads=4),
+        "moe": write_checkpoint(folder / "moe", "qwen3_moe"),
+    }
+
+
+def pack_with(matmul_path: Path, folder: Path, **lora) -> Pack:
+    base = load_base(matmul_path)
+    attached = attach(base, LoRAConfig(**lora))
+    try:
+        mx.random.seed(1)
+        for adapters in {id(slot.lora): slot.lora for slot in attached.slots.values()}.values():
+            adapters.lora_b[:] = [mx.random.normal(t.shape) * 0.1 for t in adapters.lora_b]
+        return Pack.of(attached).save(folder)
+    finally:
+        attached.detach()
+
+
+def same_tensors(one: Pack, other: Pack) -> bool:
+    return len({sha256(p.path / "adapters.safetensors") for p in (one, other)}) == 1
+
+
+def is_the_same(one: Pack, other: Pack) -> bool:
+    """Tensors to the byte, and the manifest; the card alone has the folder's name."""
+    manifests = [{**p.manifest, "files": None} for p in (one, other)]
+    return same_tensors(one, other) and manifests[0] == manifests[1]
+
+
+def write_peft(folder: Path, modules: dict[str, int], sizes: dict, **config) -> Path:
+    """A PEFT folder of random factors; ``modules``: path to rank, ``sizes``: path to (in, out)."""
+    folder.mkdir()
+    extra = config.pop("tensors", {})
+    tensors = {}
+    for i, (path, rank) in enumerate(modules.items()):
+        width, out = sizes[path]
+        key = mx.random.key(i)
+        tensors[f"{PREFIX}{path}.lora_A.weight"] = 0.2 * mx.random.normal((rank, width), key=key)
+        tensors[f"{PREFIX}{path}.lora_B.weight"] = 0.2 * mx.random.normal((out, rank), key=key)
+    tensors |= {PREFIX + name: tensor for name, tensor in extra.items()}
+    mx.save_safetensors(str(folder / "adapter_model.safetensors"), tensors)
+    stated = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "bias": "none", **config}
+    (folder / "adapter_config.json").write_text(json.dumps(stated))
+    return folder
+
+
+Q0, DOWN1 = LAYER.format(0) + "self_attn.q_proj", LAYER.format(1) + "mlp.down_proj"
+SIZES = {Q0: (64, 128), DOWN1: (128, 64)}
+RAGGED = {
+    "rank": 4,
+    "target_modules": ("q_proj", "v_proj", "down_proj"),
+    "rank_pattern": {"layers.0.self_attn.q_proj": 2, "down_proj": 3},
+    "alpha_pattern": {"layers.0.self_attn.v_proj": 1.7},
+}
+KINDS = {
+    "uniform": ("qwen3", {"rank": 4, "target_modules": ("q_proj", "up_proj")}),
+    "last block": ("llama", {"rank": 4, "num_layers": 1, "target_modules": ("q_proj", "o_proj")}),
+    "ragged": ("qwen3", RAGGED),
+    "square": ("square", {"rank": 4, "target_modules": ("q_proj", "o_proj")}),
+    "slices": (
+        "gpt2",
+        {
+            "rank": 2,
+            "alpha": 3.0,
+            "target_modules": ("c_attn", "c_proj"),
+            "rank_pattern": {"c_attn.v": 5},
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("to", ["peft", "mlx-lm"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_pack_comes_back_to_the_byte(kind, to, bases, tmp_path):
+    family, lora = KINDS[kind]
+    pack = pack_with(bases[family], tmp_path / "pack", **lora)
+    export_pack(pack, to, tmp_path / "out")
+    report = import_adapter(tmp_path / "out", tmp_path / "back")
+    assert report["exported_here"]
+    assert is_the_same(Pack.open(tmp_path / "back"), pack)
+
+
+@pytest.mark.parametrize("to", ["peft", "mlx-lm"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_without_what_was_noted_the_logits_are_the_same(kind, to, bases, tmp_path):
+    family, lora = KINDS[kind]
+    pack = pack_with(bases[family], tmp_path / "pack", **lora)
+    export_pack(pack, to, tmp_path / "out")
+    for file in (SIDECAR, ORIGINALS):
+        (tmp_path / "out" / file).unlink(missing_ok=True)
+    report = import_adapter(tmp_path / "out", tmp_path / "back", bases[family])
+    assert not report["exported_here"]
+    back = Pack.open(tmp_path / "back")
+    expected = attached_logits(pack, bases[family])
+    assert np.abs(expected - logits(load_base(bases[family]))).max() > 1e-2
+    assert np.abs(attached_logits(back, bases[family]) - expected).max() < 1e-5
+    if kind in ("uniform", "last block", "square"):  # nothing was folded: the bytes too
+        assert same_tensors(back, pack)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_stock_mlx_lm_loads_an_export_and_gives_the_same_logits(kind, bases, tmp_path):
+    from mlx_lm.tuner.utils import load_adapters
+    from mlx_lm.utils import load_model
+
+    family, lora = KINDS[kind]
+    pack = pack_with(bases[family], tmp_path / "pack", **lora)
+    export_pack(pack, "mlx-lm", tmp_path / "out")
+    model, _ = load_model(bases[family])
+    load_adapters(model, str(tmp_path / "out")).eval()
+    found = np.array(model(mx.arange(1, 33)[None]))
+    assert np.abs(found - attached_logits(pack, bases[family])).max() < 1e-4
+
+
+def test_stock_mlx_lm_generates_with_a_pack_and_with_an_export_of_several_ranks(bases, tmp_path):
+    from mlx_lm import generate, load
+
+    pack = pack_with(bases["qwen3"], tmp_path / "pack", rank=4, target_modules=("q_proj",))
+    ragged = pack_with(bases["qwen3"], tmp_path / "ragged", **RAGGED)
+    export_pack(ragged, "mlx-lm", tmp_path / "out")
+    for adapter in (pack.path, tmp_path / "out"):
+        model, tokenizer = load(str(bases["qwen3"]), adapter_path=str(adapter))
+        assert isinstance(generate(model, tokenizer, "In the", max_tokens=4), str)
+
+
+def test_what_peft_reads_is_what_peft_expects(bases, tmp_path):
+    """Also llama.cpp's convert_lora_to_gguf: names, 2 axes, one alpha, ranks by shape."""
+    pack = pack_with(bases["qwen3"], tmp_path / "pack", rank=4, alpha=6.0)
+    report = export_pack(pack, "peft", tmp_path / "out")
+    config = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
+    assert (config["r"], config["lora_alpha"], config["use_rslora"]) == (4, 6, False)
+    assert config["target_modules"] == sorted(
+        ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    )
+    assert config["layers_to_transform"] is None and not config["fan_in_fan_out"]
+    header, _ = read_header(tmp_path / "out" / "adapter_model.safetensors")
+    stored = read_header(bases["qwen3"] / "model.safetensors")[0]
+    for name, tensor in header.items():
+        match = re.fullmatch(r"base_model\.model\.(.+)\.lora_([AB])\.weight", name)
+        out, width = stored[f"{match[1]}.weight"]["shape"]
+        assert tensor["shape"] == ([4, width] if match[2] == "A" else [out, 4])
+    assert not report["notes"] and not list((tmp_path / "out").glob("*.bin"))
+    ragged = pack_with(bases["qwen3"], tmp_path / "ragged", **RAGGED)
+    report = export_pack(ragged, "peft", tmp_path / "several")
+    assert "llama.cpp's converter knows one lora_alpha" in report["notes"][0]
+    config = json.loads((tmp_path / "several" / "adapter_config.json").read_text())
+    assert config["rank_pattern"][r"^model\.layers\.0\.self_attn\.q_proj"] == 2
+    assert config["alpha_pattern"][r"^model\.layers\.0\.self_attn\.v_proj"] == 1.7
+
+
+def test_the_last_blocks_are_named_by_layers_to_transform_and_gpt2_by_its_own(bases, tmp_path):
+    pack = pack_with(bases["llama"], tmp_path / "p", rank=2, num_layers=1)
+    export_pack(pack, "peft", tmp_path / "llama")
+    config = json.loads((tmp_path / "llama" / "adapter_config.json").read_text())
+    assert (config["layers_to_transform"], config["layers_pattern"]) == ([1], "layers")
+    pack = pack_with(bases["gpt2"], tmp_path / "g", rank=2, target_modules=("attn.c_proj",))
+    export_pack(pack, "peft", tmp_path / "gpt2")
+    config = json.loads((tmp_path / "gpt2" / "adapter_config.json").read_text())
+    assert config["fan_in_fan_out"] and config["target_modules"] == ["attn.c_proj"]
+    header, _ = read_header(tmp_path / "gpt2" / "adapter_model.safetensors")
+    assert f"{PREFIX}transformer.h.0.attn.c_proj.lora_A.weight" in header
+
+
+@pytest.mark.parametrize("rslora", [False, True])
+def test_ranks_and_alphas_of_peft_are_by_module_and_tensors_are_trusted(rslora, bases, tmp_path):
+    folder = write_peft(
+        tmp_path / "in",
+        {Q0: 3, DOWN1: 5},
+        SIZES,
+        use_rslora=rslora,
+        r=4,
+        alpha_pattern={"down_proj": 7, "mlp.down_proj": 9},
+    )
+    import_adapter(folder, tmp_path / "pack", bases["qwen3"])
+    specs = Pack.open(tmp_path / "pack").specs
+    found = {path: (spec.rank, spec.slices[0].scale) for path, spec in specs.items()}
+    by = (3**0.5, 5**0.5) if rslora else (3, 5)
+    assert found == {
+        Q0: (3, pytest.approx(8 / by[0])),
+        DOWN1: (5, pytest.approx(7 / by[1])),
+    }
+
+
+def peft_delta(folder: Path, path: str, scale: float) -> np.ndarray:
+    tensors = mx.load(str(folder / "adapter_model.safetensors"))
+    a, b = (np.array(tensors[f"{PREFIX}{path}.lora_{part}.weight"]) for part in "AB")
+    return scale * b @ a
+
+
+def test_a_square_projection_keeps_its_direction(bases, tmp_path):
+    sizes = {Q0: (64, 64)}
+    folder = write_peft(tmp_path / "in", {Q0: 4}, sizes)
+    import_adapter(folder, tmp_path / "pack", bases["square"])
+    pack = Pack.open(tmp_path / "pack")
+    merged(pack, bases["square"], tmp_path / "out")
+    before, after = (
+        np.array(mx.load(str(f / "model.safetensors"))[f"{Q0}.weight"])
+        for f in (bases["square"], tmp_path / "out")
+    )
+    delta = peft_delta(folder, Q0, 2.0)
+    assert np.abs(delta - delta.T).max() > 0.1
+    assert np.abs(after - before - delta).max() < 1e-5
+
+
+def test_a_conversion_the_wrong_way_round_is_caught_by_numbers(bases, tmp_path, monkeypatch):
+    from mlx_packs.convert import peft as peft_format
+
+    folder = write_peft(tmp_path / "in", {Q0: 64}, {Q0: (64, 64)})  # no shape can tell
+    real = peft_format.read
+
+    def turned(*args):
+        found = real(*args)
+        found.tensors = {name: mx.contiguous(t.T) for name, t in found.tensors.items()}
+        return found
+
+    monkeypatch.setattr(peft_format, "read", turned)
+    with pytest.raises(PackError, match="it computes other numbers than before"):
+        import_adapter(folder, tmp_path / "pack", bases["square"])
+    assert not (tmp_path / "pack").exists()
+
+
+def test_gpt2_of_peft_has_one_adapter_over_q_k_and_v(bases, tmp_path):
+    path = "transformer.h.0.attn.c_attn"
+    folder = write_peft(tmp_path / "in", {path: 4}, {path: (64, 192)}, fan_in_fan_out=True)
+    import_adapter(folder, tmp_path / "pack", bases["gpt2"])
+    pack = Pack.open(tmp_path / "pack")
+    assert list(pack.specs) == ["model.h.0.attn.c_attn"]
+    merged(pack, bases["gpt2"], tmp_path / "out")
+    before, after = (
+        np.array(mx.load(str(f / "model.safetensors"))["h.0.attn.c_attn.weight"])
+        for f in (bases["gpt2"], tmp_path / "out")
+    )
+    assert np.abs(after - before - peft_delta(folder, path, 2.0).T).max() < 1e-5
+    expected = attached_logits(pack, bases["gpt2"])
+    assert np.abs(logits(load_base(tmp_path / "out")) - expected).max() < 1e-4
+
+
+def write_dora(folder: Path) -> Path:
+    magnitudes = {
+        f"{path}.lora_magnitude_vector": mx.random.uniform(0.5, 1.5, (out,), key=mx.random.key(9))
+        for path, (_, out) in SIZES.items()
+    }
+    return write_peft(folder, {Q0: 4, DOWN1: 4}, SIZES, use_dora=True, tensors=magnitudes)
+
+
+@pytest.mark.parametrize("bits", [None, 4])
+def test_dora_is_carried_applied_merged_and_is_that_of_mlx_lm(bits, bases, tmp_path):
+    from mlx_lm.tuner.utils import load_adapters
+    from mlx_lm.utils import load_model
+
+    from tests.convert.test_merge import write_quantized
+
+    model = write_quantized(tmp_path / "q", bases["qwen3"], bits) if bits else bases["qwen3"]
+    import_adapter(write_dora(tmp_path / "in"), tmp_path / "pack", model)
+    pack = Pack.open(tmp_path / "pack")
+    assert {spec.kind for spec in pack.specs.values()} == {"dora"}
+    expected = attached_logits(pack, model)
+    assert np.abs(expected - logits(load_base(model))).max() > 0.1
+    for matmul_path in ("dense", "transient"):
+        base = load_base(model)
+        with base.applied(pack, matmul_path=matmul_path):
+            assert np.abs(logits(base) - expected).max() < 1e-4
+    merged(pack, model, tmp_path / "out")
+    assert np.abs(logits(load_base(tmp_path / "out")) - expected).max() < 1e-4
+    stock, _ = load_model(model)
+    load_adapters(stock, str(pack.path)).eval()
+    assert np.abs(np.array(stock(mx.arange(1, 33)[None])) - expected).max() < 1e-4
+    for to in ("peft", "mlx-lm"):
+        export_pack(pack, to, tmp_path / to)
+        import_adapter(tmp_path / to, tmp_path / f"{to}-back")
+        assert is_the_same(Pack.open(tmp_path / f"{to}-back"), pack)
+
+
+def test_detaching_dora_and_whole_modules_restores_the_base_to_the_bit(bases, tmp_path):
+    import_adapter(write_dora(tmp_path / "in"), tmp_path / "pack", bases["qwen3"])
+    base = load_base(bases["qwen3"])
+    before = logits(base)
+    with base.applied(tmp_path / "pack"):
+        assert not np.array_equal(logits(base), before)
+    assert np.array_equal(logits(base), before)
+
+
+def embedding_adapter(vocab: int = 4096, width: int = 64, rank: int = 3) -> dict:
+    a, b = (mx.random.normal(s, key=mx.random.key(4)) for s in ((rank, vocab), (width, rank)))
+    name = "model.embed_tokens.lora_embedding_"
+    return {f"{name}A": 0.2 * a, f"{name}B": 0.2 * b}
+
+
+def test_an_adapter_on_an_untied_embedding_goes_both_ways(bases, tmp_path):
+    folder = write_peft(tmp_path / "in", {Q0: 4}, SIZES, tensors=embedding_adapter())
+    import_adapter(folder, tmp_path / "pack", bases["qwen3"])
+    pack = Pack.open(tmp_path / "pack")
+    assert pack.specs["model.embed_tokens"].kind == "embedding"
+    expected = attached_logits(pack, bases["qwen3"])
+    merged(pack, bases["qwen3"], tmp_path / "out")
+    assert np.abs(logits(load_base(tmp_path / "out")) - expected).max() < 1e-4
+    for to in ("peft", "mlx-lm"):
+        export_pack(pack, to, tmp_path / to)
+        import_adapter(tmp_path / to, tmp_path / f"{to}-back")
+        assert is_the_same(Pack.open(tmp_path / f"{to}-back"), pack)
+
+
+def test_on_a_tied_embedding_peft_acts_on_the_input_and_mlx_lm_on_the_head_too(bases, tmp_path):
+    from mlx_lm.tuner.utils import load_adapters
+    from mlx_lm.utils import load_model
+
+    folder = write_peft(tmp_path / "in", {Q0: 4}, SIZES, tensors=embedding_adapter())
+    import_adapter(folder, tmp_path / "peft", bases["tied"])
+    peft = Pack.open(tmp_path / "peft")
+    assert peft.specs["model.embed_tokens"].head is False
+    with pytest.raises(PackError, match="leaves the tied head alone"):
+        export_pack(peft, "mlx-lm", tmp_path / "x")
+    with pytest.raises(PackError, match="acts on the input alone, but the base ties the head"):
+        merge_pack(peft, bases["tied"], tmp_path / "x")
+    assert not (peft.path / "adapter_config.json").exists()  # stock mlx-lm would get it wrong
+
+    theirs = tmp_path / "theirs"
+    theirs.mkdir()
+    tensors = dict(peft.load_tensors())
+    mx.save_safetensors(str(theirs / "adapters.safetensors"), tensors)
+    keys = ["model.embed_tokens", Q0]
+    parameters = {"rank": 4, "scale": 2.0, "dropout": 0.0, "keys": keys}
+    config = {"fine_tune_type": "lora", "num_layers": -1, "lora_parameters": parameters}
+    (theirs / "adapter_config.json").write_text(json.dumps(config))
+    import_adapter(theirs, tmp_path / "mlx", bases["tied"])
+    ours = Pack.open(tmp_path / "mlx")
+    assert ours.specs["model.embed_tokens"].head is True
+    with pytest.raises(PackError, match="acts on the tied head too"):
+        export_pack(ours, "peft", tmp_path / "x")
+    expected = attached_logits(ours, bases["tied"])
+    assert np.abs(expected - attached_logits(peft, bases["tied"])).max() > 0.1
+    merged(ours, bases["tied"], tmp_path / "out")
+    assert np.abs(logits(load_base(tmp_path / "out")) - expected).max() < 1e-4
+    export_pack(ours, "mlx-lm", tmp_path / "again")
+    stock, _ = load_model(bases["tied"])
+    load_adapters(stock, str(tmp_path / "again")).eval()
+    assert np.abs(np.array(stock(mx.arange(1, 33)[None])) - expected).max() < 1e-4
+
+
+def test_modules_to_save_are_carried_applied_and_merged_and_not_for_mlx_lm(bases, tmp_path):
+    head = 0.1 * mx.random.normal((4096, 64), key=mx.random.key(5))
+    whole = {"lm_head.weight": head, "model.norm.weight": mx.full((64,), 1.5)}
+    folder = write_peft(
+        tmp_path / "in", {Q0: 4}, SIZES, tensors=whole, modules_to_save=["lm_head", "norm"]
+    )
+    report = import_adapter(folder, tmp_path / "pack", bases["qwen3"])
+    assert sorted(report["replaced"]) == sorted(whole)
+    pack = Pack.open(tmp_path / "pack")
+    expected = attached_logits(pack, bases["qwen3"])
+    base = load_base(bases["qwen3"])
+    before = logits(base)
+    base.model.lm_head.weight, base.model.model.norm.weight = head, whole["model.norm.weight"]
+    assert np.abs(logits(base) - expected).max() > 1e-3  # the adapter is there as well
+    merged(pack, bases["qwen3"], tmp_path / "out")
+    assert np.abs(logits(load_base(tmp_path / "out")) - expected).max() < 1e-4
+    base = load_base(bases["qwen3"])
+    with base.applied(pack):
+        pass
+    assert np.array_equal(logits(base), before)
+    with pytest.raises(PackError, match="mlx-lm loads adapters alone"):
+        export_pack(pack, "mlx-lm", tmp_path / "x")
+    assert not (pack.path / "adapter_config.json").exists()
+    export_pack(pack, "peft", tmp_path / "peft")
+    config = json.loads((tmp_path / "peft" / "adapter_config.json").read_text())
+    assert config["modules_to_save"] == ["lm_head", "model.norm"]
+    import_adapter(tmp_path / "peft", tmp_path / "back")
+    assert is_the_same(Pack.open(tmp_path / "back"), pack)
+
+
+def test_whole_conv1d_weights_of_gpt2_are_turned_both_ways(bases, tmp_path):
+    path = "transformer.h.0.attn.c_attn"
+    own = mx.load(str(bases["gpt2"] / "model.safetensors"))
+    names = ["h.0.attn.c_proj.weight", "h.1.mlp.c_fc.weight"]  # [in, out]; the first is square
+    whole = {f"transformer.{n}": own[n] + 0.1 * mx.random.normal(own[n].shape) for n in names}
+    given = write_peft(tmp_path / "in", {path: 4}, {path: (64, 192)}, tensors=whole)
+    import_adapter(given, tmp_path / "pack", bases["gpt2"])
+    pack = Pack.open(tmp_path / "pack")
+    for name in whole:
+        ours = pack.load_tensors()[name.replace("transformer.", "model.")]
+        assert mx.array_equal(ours, whole[name].T).item()
+    merged(pack, bases["gpt2"], tmp_path / "out")
+    written = mx.load(str(tmp_path / "out" / "model.safetensors"))
+    assert all(mx.array_equal(written[n], whole[f"transformer.{n}"]).item() for n in names)
+    export_pack(pack, "peft", tmp_path / "peft")
+    found = mx.load(str(tmp_path / "peft" / "adapter_model.safetensors"))
+    assert all(mx.array_equal(found[PREFIX + n], whole[n]).item() for n in whole)
+
+
+def test_nan_proves_nothing(bases, tmp_path):
+    pack = pack_with(bases["qwen3"], tmp_path / "pack", rank=2, target_modules=("q_proj",))
+    tensors = {name: tensor * math.nan for name, tensor in pack.load_tensors().items()}
+    theirs = dict.fromkeys(pack.specs, lambda x: np.zeros((4, 128)))
+    with pytest.raises(PackError, match="computes other numbers"):
+        sharing.prove(pack.specs, tensors, theirs, tmp_path)
+
+
+def test_whole_tables_of_a_tied_base_must_be_one(bases, tmp_path):
+    table = mx.random.normal((4096, 64), key=mx.random.key(5))
+    both = {"lm_head.weight": table, "model.embed_tokens.weight": table}
+    folder = write_peft(tmp_path / "both", {Q0: 4}, SIZES, tensors=both)
+    report = import_adapter(folder, tmp_path / "pack", bases["tied"])
+    assert report["replaced"] == ["model.embed_tokens.weight"]
+    merged(Pack.open(tmp_path / "pack"), bases["tied"], tmp_path / "out")
+    for name, some in (
+        ("one", {"lm_head.weight": table}),
+        ("two", {**both, "lm_head.weight": table + 1}),
+    ):
+        folder = write_peft(tmp_path / name, {Q0: 4}, SIZES, tensors=some)
+        with pytest.raises(PackError, match="ties its head to the embedding"):
+            import_adapter(folder, tmp_path / "x", bases["tied"])
+
+
+def test_experts_go_to_mlx_lm_and_not_to_peft(bases, tmp_path):
+    pack = noisy_pack(load_base(bases["moe"]), tmp_path / "p", targets=("switch_mlp.down_proj",))
+    with pytest.raises(PackError, match="experts of a mixture, which transformers keeps as one"):
+        export_pack(pack, "peft", tmp_path / "x")
+    export_pack(pack, "mlx-lm", tmp_path / "out")
+    import_adapter(tmp_path / "out", tmp_path / "back")
+    assert is_the_same(Pack.open(tmp_path / "back"), pack)
+    (tmp_path / "out" / SIDECAR).unlink()
+    import_adapter(tmp_path / "out", tmp_path / "again", bases["moe"])
+    again = Pack.open(tmp_path / "again")
+    found, expected = (attached_logits(p, bases["moe"]) for p in (again, pack))
+    assert np.abs(found - expected).max() < 1e-5
+    attention = noisy_pack(load_base(bases["moe"]), tmp_path / "a", targets=("q_proj",))
+    assert export_pack(attention, "peft", tmp_path / "attention")["modules"] == 2
+    router = noisy_pack(load_base(bases["moe"]), tmp_path / "r", targets=("mlp.gate",))
+    with pytest.raises(PackError, match="adapts a router, no linear in transformers"):
+        export_pack(router, "peft", tmp_path / "x")
+
+
+def refused(folder: Path, out: Path, model, message: str) -> None:
+    with pytest.raises(PackError, match=message) as error:
+        import_adapter(folder, out, model)
+    assert "\n" not in str(error.value) and not out.exists()
+
+
+@pytest.mark.parametrize(
+    "config, message",
+    [
+        ({"peft_type": "IA3"}, "peft_type is 'IA3', whose tensors are no low-rank factors"),
+        ({"bias": "all"}, "bias is 'all': the adapter trains biases"),
+        ({"lora_bias": True}, "lora_bias: the adapter trains a bias beside B"),
+        ({"trainable_token_indices": [1]}, "trains single rows of the embedding"),
+        ({"layer_replication": [[0, 1]]}, "builds a model of repeated layers"),
+        ({"target_parameters": ["mlp.experts.gate_up_proj"]}, "adapts parameters of no linear"),
+        ({"alora_invocation_tokens": [3]}, "is switched on by tokens of the prompt"),
+        ({"init_lora_weights": "pissa_niter_4"}, "belongs to weights that PEFT changed"),
+        ({"lora_alpha": None}, "lora_alpha must be a number above 0"),
+        ({"alpha_pattern": {"q_proj": 0}}, "alpha_pattern: 'q_proj' must be a number above 0"),
+        ({"alpha_pattern": {"q_proj": -8}}, "alpha_pattern: 'q_proj' must be a number above 0"),
+        ({"alpha_pattern": {"q_proj": math.nan}}, "'q_proj' must be a number above 0, but is nan"),
+        ({"rank_pattern": {"q_proj": "8"}}, "rank_pattern: 'q_proj' must be a number above 0"),
+        ({"alpha_pattern": {"[": 8}}, r"alpha_pattern: '\[' is no expression"),
+        ({"alpha_pattern": ["q_proj"]}, "alpha_pattern must be a mapping"),
+        ({"use_dora": True}, "q_proj: is DoRA by adapter_config.json, but has no magnitudes"),
+    ],
+)
+def test_kinds_that_cannot_be_converted_are_named_with_the_reason(config, message, bases, tmp_path):
+    folder = write_peft(tmp_path / "in", {Q0: 4}, SIZES, **config)
+    refused(folder, tmp_path / "pack", bases["qwen3"], message)
+
+
+@pytest.mark.parametrize(
+    "name, shape, message",
+    [
+        (f"{Q0}.lora_B.bias", (128,), "is of a kind that cannot be converted"),
+        ("model.embed_tokens.token_adapter.trainable_tokens_delta", (1, 64), "cannot be converted"),
+        ("model.layers.0.mlp.experts.1.up_proj.lora_A.weight", (4, 64), "adapts an expert by it"),
+        ("model.layers.9.self_attn.q_proj.lora_A.weight", (4, 64), "has only one of its two"),
+        ("model.layers.0.self_attn.q_norm.lora_A.weight", (4, 64), "has only one of its two"),
+        (f"{Q0}.hada_w1_a", (4, 4), "cannot be converted"),
+        ("model.layers.7.norm.weight", (64,), "has no such module"),
+    ],
+)
+def test_tensors_that_have_no_place_are_named(name, shape, message, bases, tmp_path):
+    folder = write_peft(tmp_path / "in", {Q0: 4}, SIZES, tensors={name: mx.ones(shape)})
+    refused(folder, tmp_path / "pack", bases["qwen3"], message)
+
+
+def test_dora_on_an_embedding_is_refused(bases, tmp_path):
+    magnitudes = {"model.embed_tokens": mx.ones((64,)), Q0: mx.ones((128,))}
+    extra = embedding_adapter()
+    extra |= {f"{path}.lora_magnitude_vector": m for path, m in magnitudes.items()}
+    folder = write_peft(tmp_path / "in", {Q0: 4}, SIZES, tensors=extra, use_dora=True)
+    refused(folder, tmp_path / "pack", bases["qwen3"], "is DoRA on an embedding")
+
+
+class Opened(Exception):
+    pass
+
+
+def test_a_pickle_is_refused_and_never_opened(bases, tmp_path, monkeypatch):
+    folder = write_peft(tmp_path / "in", {Q0: 4}, SIZES)
+    (folder / "adapter_model.safetensors").unlink()
+    pickle = folder / "adapter_model.bin"
+    pickle.write_bytes(b"\x80\x04cos\nsystem\n")
+
+    def watched(self, *args, **kwargs):
+        raise Opened(self)
+
+    real = Path.open
+    monkeypatch.setattr(
+        Path, "open", lambda self, *a, **k: watched(self) if self == pickle else real(self, *a, **k)
+    )
+    for given in (folder, pickle):
+        refused(given, tmp_path / "pack", bases["qwen3"], "is a pickle.*it was not opened")
+
+
+def test_damaged_poisoned_and_misplaced_files_are_named(bases, tmp_path):
+    whole = write_peft(tmp_path / "whole", {Q0: 4}, SIZES)
+
+    def copy(name: str) -> tuple[Path, Path]:
+        shutil.copytree(whole, tmp_path / name)
+        return tmp_path / name, tmp_path / name / "adapter_model.safetensors"
+
+    folder, file = copy("short")
+    file.write_bytes(file.read_bytes()[:-9])
+    refused(folder, tmp_path / "pack", bases["qwen3"], "is truncated")
+    folder, file = copy("nan")
+    tensors = dict(mx.load(str(file)))
+    name = next(iter(tensors))
+    mx.save_safetensors(str(file), {**tensors, name: tensors[name] * float("nan")})
+    refused(folder, tmp_path / "pack", bases["qwen3"], f"{re.escape(name)} holds NaN")
+    folder, file = copy("link")
+    file.rename(tmp_path / "elsewhere")
+    file.symlink_to(tmp_path / "elsewhere")
+    refused(folder, tmp_path / "pack", bases["qwen3"], "is a symbolic link")
+    folder, file = copy("neither")
+    (folder / "adapter_config.json").write_text('{"rank": 3}')
+    refused(folder, tmp_path / "pack", bases["qwen3"], "is of neither PEFT")
+    (folder / "adapter_config.json").write_text("{")
+    refused(folder, tmp_path / "pack", bases["qwen3"], "is not valid JSON")
+    folder, file = copy("outside")
+    config = json.loads((folder / "adapter_config.json").read_text())
+    config["base_model_name_or_path"] = "../qwen3"
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    refused(folder, tmp_path / "pack", None, "names no base that can be looked up")
+    refused(tmp_path / "nowhere", tmp_path / "pack", None, "no such folder")
+
+
+def test_a_changed_export_is_read_by_its_own_config_and_a_forged_note_is_caught(bases, tmp_path):
+    pack = pack_with(bases["qwen3"], tmp_path / "pack", **RAGGED)
+    export_pack(pack, "peft", tmp_path / "out")
+    config = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
+    doubled = {**config, "lora_alpha": 2 * config["lora_alpha"]}
+    shutil.copytree(tmp_path / "out", tmp_path / "changed")
+    (tmp_path / "changed" / "adapter_config.json").write_text(json.dumps(doubled))
+    report = import_adapter(tmp_path / "changed", tmp_path / "two", bases["qwen3"])
+    assert not report["exported_here"]
+    note = json.loads((tmp_path / "out" / SIDECAR).read_text())
+    note["pack"]["adapters"]["modules"][0]["slices"][0]["alpha"] *= 2
+    (tmp_path / "out" / SIDECAR).write_text(json.dumps(note))
+    refused(tmp_path / "out", tmp_path / "x", None, "computes other numbers")
+    note["format_version"] = 99
+    (tmp_path / "out" / SIDECAR).write_text(json.dumps(note))
+    refused(tmp_path / "out", tmp_path / "x", None, "format 99 is newer than this program's")
+    note |= {"format_version": 1, "sha256": {"../evil": "0"}}
+    (tmp_path / "out" / SIDECAR).write_text(json.dumps(note))
+    refused(tmp_path / "out", tmp_path / "x", None, "names a file outside")
+
+
+def test_full_fine_tuning_of_mlx_lm_and_its_other_tensors_are_refused(bases, tmp_path):
+    folder = tmp_path / "in"
+    folder.mkdir()
+    mx.save_safetensors(str(folder / "adapters.safetensors"), {f"{Q0}.weight": mx.ones((2, 2))})
+    config = {"fine_tune_type": "full", "num_layers": -1, "lora_parameters": {"scale": 2.0}}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    refused(folder, tmp_path / "x", bases["qwen3"], "weights of the base itself")
+    (folder / "adapter_config.json").write_text(json.dumps({**config, "fine_tune_type": "lora"}))
+    refused(folder, tmp_path / "x", bases["qwen3"], "is of a kind that cannot be converted")
+    tensors = {f"{Q0}.lora_a": mx.ones((64, 2)), f"{Q0}.lora_b": mx.ones((2, 128))}
+    mx.save_safetensors(str(folder / "adapters.safetensors"), tensors)
+    (folder / "adapter_config.json").write_text(json.dumps({**config, "fine_tune_type": "dora"}))
+    refused(folder, tmp_path / "x", bases["qwen3"], "q_proj: is DoRA by .* has no magnitudes")
+    config["lora_parameters"] = {"alpha": 3}
+    (folder / "adapter_config.json").write_text(json.dumps({**config, "fine_tune_type": "lora"}))
+    refused(folder, tmp_path / "x", bases["qwen3"], "lora_parameters.scale must be a number")
+
+
+def test_a_family_whose_names_are_not_known_is_not_exported_to_peft(bases, tmp_path):
+    pack = pack_with(bases["qwen3"], tmp_path / "pack", rank=2)
+    pack.manifest["base"]["model_type"] = "mamba2"
+    with pytest.raises(PackError, match="modules of mamba2 is not known here"):
+        export_pack(pack, "peft", tmp_path / "x")
+
+
+def test_commands_print_what_was_done(bases, tmp_path, run):
+    pack = pack_with(bases["qwen3"], tmp_path / "pack", rank=2)
+    code, out, _ = run("export", pack.path, "--to", "peft", "--out", tmp_path / "out", "--json")
+    assert code == 0 and json.loads(out)["modules"] == 14
+    assert run("export", pack.path, "--to", "peft", "--out", tmp_path / "out")[0] == 2
+    code, out, _ = run("import", tmp_path / "out", "--out", tmp_path / "back")
+    assert code == 0 and "lora of rank 2 on 14 modules of qwen3" in out
+    assert run("import", pack.path, "--out", tmp_path / "x")[2].endswith("nothing to import.\n")
+    code, _, err = run("inspect", tmp_path / "out")
+    assert code == 2 and "packs import" in err
+    code, out, _ = run("inspect", tmp_path / "back")
+    assert code == 0 and "file    adapters.safetensors" in out
+    code, out, _ = run("apply", tmp_path / "back", "--model", bases["qwen3"])
+    assert code == 0 and "bit-equal" in out
+
+
+def test_a_fold_that_cannot_be_undone_is_kept_beside_it(bases, tmp_path):
+    pack = pack_with(bases["qwen3"], tmp_path / "pack", **RAGGED)
+    export_pack(pack, "mlx-lm", tmp_path / "out")
+    specs = pack.specs.values()
+    odd = [s for s in specs if s.slices[0].scale not in (0.5, 1.0, 2.0)]
+    header, _ = read_header(tmp_path / "out" / ORIGINALS)
+    assert set(header) == {f"{s.path}.lora_b" for s in odd}
+    assert sharing.factors(odd[0], odd[0].slices[0].scale) is None
+    (tmp_path / "out" / ORIGINALS).unlink()
+    assert not import_adapter(tmp_path / "out", tmp_path / "back", bases["qwen3"])["exported_here"]
+    note = json.loads((tmp_path / "out" / SIDECAR).read_text()) | {"sha256": {}}
+    (tmp_path / "out" / SIDECAR).write_text(json.dumps(note))
+    assert not import_adapter(tmp_path / "out", tmp_path / "two", bases["qwen3"])["exported_here"]
+
+
+def test_tables_that_peft_saved_but_left_alone_are_not_carried(bases, tmp_path):
+    own = mx.load(str(bases["qwen3"] / "model.safetensors"))
+    same = {n: own[n] for n in ("model.embed_tokens.weight", "lm_head.weight")}
+    folder = write_peft(tmp_path / "in", {Q0: 4}, SIZES, tensors=same)
+    assert import_adapter(folder, tmp_path / "pack", bases["qwen3"])["replaced"] == []

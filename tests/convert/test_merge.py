@@ -1,0 +1,379 @@
+"""packs merge: what is written computes what was attached, under the base's own names."""
+
+import json
+import shutil
+from pathlib import Path
+
+import mlx.nn as nn
+import numpy as np
+import pytest
+from mlx.utils import tree_flatten
+
+from mlx_packs import LoRAConfig, Pack, load_base
+from mlx_packs.adapters.lora import attach
+from mlx_packs.bases.loading import tiny_checkpoint
+from mlx_packs.bases.quantization import Packing, Recipe
+from mlx_packs.bases.writer import quantize, verify
+from mlx_packs.convert.merge import merge_pack
+from mlx_packs.errors import PackError
+from mlx_packs.files import read_header, sha256
+from mlx_packs.packs.manifest import ADAPTERS
+from mlx_packs.runtime import mx
+from tests.helpers.models import model_of
+
+SMALL = {"vocab_size": 4096, "intermediate_size": 128}
+TARGETS = {
+    "gpt2": ("c_attn", "attn.c_proj"),
+    "qwen3_moe": ("q_proj", "switch_mlp.down_proj"),
+}
+
+
+def write_checkpoint(folder: Path, family: str = "qwen3", dtype=mx.float32, **changes) -> Path:
+    """A small dense checkpoint that speaks; GPT-2's lies turned round, as transformers has it."""
+    folder.mkdir()
+    sizes = {"vocab_size": 4096, "n_positions": 2048} if family == "gpt2" else SMALL
+    if family == "qwen3_moe":
+        sizes = {
+            **sizes,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
+            "moe_intermediate_size": 64,
+            "norm_topk_prob": True,
+        }
+    model, config = model_of(family, **{**sizes, **changes})
+    tensors = {n: t.astype(dtype) for n, t in tree_flatten(model.parameters())}
+    if family == "gpt2":
+        turned = ("c_attn.weight", "c_proj.weight", "c_fc.weight")
+        tensors = {
+            n.removeprefix("model."): mx.contiguous(t.T) if n.endswith(turned) else t
+            for n, t in tensors.items()
+        }
+    mx.save_safetensors(str(folder / "model.safetensors"), tensors)
+    (folder / "config.json").write_text(json.dumps(config))
+    for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        shutil.copy(tiny_checkpoint() / file, folder)
+    return folder
+
+
+def write_quantized(folder: Path, source: Path, bits: int = 4, mode: str = "affine") -> Path:
+    packing = Packing(mode, bits, 64 if mode == "nf4" else 32)
+    quantize(source, folder, Recipe(packing))
+    return folder
+
+
+def noisy_pack(
+    base, folder: Path, size: float = 0.1, targets=("q_proj", "down_proj"), seed: int = 1
+) -> Pack:
+    attached = attach(base, LoRAConfig(rank=2, target_modules=targets))
+    try:
+        mx.random.seed(seed)
+        for lora in {id(slot.lora): slot.lora for slot in attached.slots.values()}.values():
+            for factors in (lora.lora_a, lora.lora_b):
+                factors[:] = [mx.random.normal(t.shape) * size for t in factors]
+        return Pack.of(attached).save(folder)
+    finally:
+        attached.detach()
+
+
+def logits(base) -> np.ndarray:
+    base.model.eval()
+    return np.array(base.model(mx.arange(1, 33)[None]))
+
+
+def attached_logits(pack: Pack, model: Path) -> np.ndarray:
+    base = pack.load_base(model)
+    with base.applied(pack):
+        return logits(base)
+
+
+def layout(folder: Path) -> dict:
+    """Name to dtype and shape of every tensor of a checkpoint."""
+    return {
+        name: (t["dtype"], t["shape"])
+        for file in folder.glob("model*.safetensors")
+        for name, t in read_header(file)[0].items()
+    }
+
+
+def merged(pack: Pack, model: Path, out: Path, **options) -> dict:
+    options = {"rows": 2, "max_drift": 10.0, **options}
+    report = merge_pack(pack, model, out, **options)
+    assert report["passed"] and verify(out)["merged"]["kl_mean"] == report["kl_mean"]
+    return report
+
+
+@pytest.mark.parametrize("family", ["qwen3", "llama", "gpt2", "qwen3_moe"])
+def test_a_dense_base_keeps_its_names_and_dtypes_and_computes_what_was_attached(family, tmp_path):
+    base = write_checkpoint(tmp_path / "base", family)
+    pack = noisy_pack(
+        load_base(base), tmp_path / "pack", targets=TARGETS.get(family, ("q_proj", "down_proj"))
+    )
+    report = merged(pack, base, tmp_path / "out")
+    assert layout(tmp_path / "out") == layout(base) and report["names"] == "base"
+    expected = attached_logits(pack, base)
+    assert np.abs(expected - logits(load_base(base))).max() > 0.05
+    assert np.abs(logits(load_base(tmp_path / "out")) - expected).max() < 1e-4
+    assert report["kl_mean"] < 1e-6 and report["kl_of_pack"] > 1e-4
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config == json.loads((base / "config.json").read_text())
+
+
+def test_a_tied_head_and_bf16_stay_what_they_are(tmp_path):
+    base = write_checkpoint(tmp_path / "base", dtype=mx.bfloat16, tie_word_embeddings=True)
+    pack = noisy_pack(load_base(base), tmp_path / "pack")
+    merged(pack, base, tmp_path / "out")
+    assert layout(tmp_path / "out") == layout(base)
+    assert {dtype for dtype, _ in layout(base).values()} == {"BF16"}
+    assert np.abs(logits(load_base(tmp_path / "out")) - attached_logits(pack, base)).max() < 0.05
+
+
+@pytest.mark.parametrize("mode", ["affine", "nf4"])
+def test_same_requantizes_what_changed_and_leaves_every_other_byte(mode, tmp_path):
+    dense = write_checkpoint(tmp_path / "dense")
+    base = write_quantized(tmp_path / "base", dense, mode=mode)
+    pack = noisy_pack(load_base(base), tmp_path / "pack")
+    report = merged(pack, base, tmp_path / "out", requantize="same")
+    assert layout(tmp_path / "out") == layout(base) and report["changed"] == 4
+    before, after = (mx.load(str(f / "model.safetensors")) for f in (base, tmp_path / "out"))
+    differ = {n.rpartition(".")[0] for n in before if not mx.array_equal(before[n], after[n])}
+    assert differ == set(pack.specs)
+    found, expected = logits(load_base(tmp_path / "out")), attached_logits(pack, base)
+    assert np.abs(found - expected).max() < 0.5 * np.abs(expected - logits(load_base(base))).max()
+
+
+@pytest.mark.parametrize("mode", ["affine", "nf4"])
+@pytest.mark.parametrize("requantize, tolerance", [("none", 1e-4), ("affine8", 0.05)])
+def test_a_quantized_base_becomes_dense_or_takes_more_bits(mode, requantize, tolerance, tmp_path):
+    dense = write_checkpoint(tmp_path / "dense")
+    base = write_quantized(tmp_path / "base", dense, mode=mode)
+    pack = noisy_pack(load_base(base), tmp_path / "pack")
+    report = merged(pack, base, tmp_path / "out", requantize=requantize)
+    out = load_base(tmp_path / "out")
+    assert np.abs(logits(out) - attached_logits(pack, base)).max() < tolerance
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    if requantize == "none":
+        assert not out.quantization and layout(tmp_path / "out") == layout(dense)
+    else:
+        wanted = {"group_size": 64, "bits": 8, "mode": "affine"}
+        assert {config["quantization"][path]["bits"] for path in pack.specs} == {8}
+        assert config["quantization"]["model.layers.0.self_attn.q_proj"] == wanted
+        assert report["changed"] == 4  # the others keep their four bits
+
+
+def test_a_dense_base_is_quantized_as_a_whole_and_an_8_bit_one_becomes_smaller(tmp_path):
+    dense = write_checkpoint(tmp_path / "dense")
+    pack = noisy_pack(load_base(dense), tmp_path / "pack")
+    for way in ("affine4", "nf4"):
+        merged(pack, dense, tmp_path / way, requantize=way)
+        assert load_base(tmp_path / way).quantization["bits"] == 4
+    eight = write_quantized(tmp_path / "eight", dense, bits=8)
+    pack = noisy_pack(load_base(eight), tmp_path / "pack8")
+    report = merged(pack, eight, tmp_path / "less", requantize="affine4")
+    assert report["changed"] == 16 and report["gb"] < 1e-9 * 0.75 * sum(
+        f.stat().st_size for f in eight.glob("*.safetensors")
+    )
+    assert np.isfinite(logits(load_base(tmp_path / "less"))).all()
+
+
+@pytest.mark.parametrize("requantize", ["none", "same"])
+def test_a_pack_of_a_base_that_was_quantized_on_loading_is_merged_into_that(requantize, tmp_path):
+    dense = write_checkpoint(tmp_path / "dense")
+    pack = noisy_pack(load_base(dense, quantize="nf4"), tmp_path / "pack")
+    report = merged(pack, dense, tmp_path / "out", requantize=requantize)
+    assert report["kl_mean"] < (1e-6 if requantize == "none" else 1e-2)
+    assert bool(load_base(tmp_path / "out").quantization) == (requantize == "same")
+    if requantize == "none":
+        expected = attached_logits(pack, dense)
+        assert np.abs(logits(load_base(tmp_path / "out")) - expected).max() < 1e-4
+
+
+@pytest.mark.parametrize("requantize", ["none", "same", "affine8"])
+def test_a_bitsandbytes_base_is_merged(requantize, tmp_path):
+    dense = write_checkpoint(tmp_path / "dense")
+    base = tmp_path / "base"
+    quantize(dense, base, Recipe(format="bitsandbytes"))
+    pack = noisy_pack(load_base(base), tmp_path / "pack")
+    report = merged(pack, base, tmp_path / "out", requantize=requantize)
+    if requantize == "same":
+        assert layout(tmp_path / "out") == layout(base) and report["names"] == "base"
+        config = json.loads((tmp_path / "out" / "config.json").read_text())
+        assert config["quantization_config"]["quant_method"] == "bitsandbytes"
+    elif requantize == "none":
+        assert layout(tmp_path / "out") == layout(dense)
+    found, expected = logits(load_base(tmp_path / "out")), attached_logits(pack, base)
+    limit = {"none": 1e-4, "affine8": 0.05, "same": 1.0}[requantize]
+    assert np.abs(found - expected).max() < limit
+
+
+def test_packed_experts_are_merged_and_not_into_nf4(tmp_path):
+    base = write_quantized(tmp_path / "base", write_checkpoint(tmp_path / "d", "qwen3_moe"), 8)
+    pack = noisy_pack(load_base(base), tmp_path / "pack", targets=TARGETS["qwen3_moe"])
+    merged(pack, base, tmp_path / "out", requantize="same")
+    assert layout(tmp_path / "out") == layout(base)
+    assert np.abs(logits(load_base(tmp_path / "out")) - attached_logits(pack, base)).max() < 0.05
+    with pytest.raises(PackError, match="holds experts, and NF4 is for linears"):
+        merge_pack(pack, base, tmp_path / "nf4", requantize="nf4", rows=2)
+
+
+def test_shards_and_dtype(tmp_path):
+    base = write_checkpoint(tmp_path / "base")
+    pack = noisy_pack(load_base(base), tmp_path / "pack")
+    report = merged(pack, base, tmp_path / "out", dtype="bfloat16", max_shard_gb=0.0005)
+    assert report["shards"] > 1 and len(list((tmp_path / "out").glob("model-*"))) > 1
+    found = layout(tmp_path / "out")
+    assert {found[f"{path}.weight"][0] for path in pack.specs} == {"BF16"}
+    assert found["model.norm.weight"][0] == "F32"
+
+
+def test_stock_mlx_lm_loads_what_is_written(tmp_path):
+    from mlx_lm.utils import load_model
+
+    base = write_quantized(tmp_path / "base", write_checkpoint(tmp_path / "dense"))
+    pack = noisy_pack(load_base(base), tmp_path / "pack")
+    for way in ("same", "none", "affine8"):
+        merged(pack, base, tmp_path / way, requantize=way)
+        model, _ = load_model(tmp_path / way)
+        expected = logits(load_base(tmp_path / way))
+        assert np.abs(np.array(model(mx.arange(1, 33)[None])) - expected).max() < 1e-3
+
+
+@pytest.fixture
+def faint(tmp_path):
+    """A 4-bit base and a pack whose deltas are small beside its steps."""
+    base = write_quantized(tmp_path / "base", write_checkpoint(tmp_path / "dense"))
+    return base, noisy_pack(load_base(base), tmp_path / "pack", size=0.02)
+
+
+def test_a_pack_that_four_bits_would_erase_is_refused_and_the_bits_that_pass_named(
+    faint, tmp_path, run
+):
+    base, pack = faint
+    args = ("merge", pack.path, "--model", base, "--rows", 2, "--out", tmp_path / "out")
+    code, out, err = run(*args, "--requantize", "same", "--json")
+    report = json.loads(out)
+    assert code == 1 and "gate --max-drift failed" in err and "nothing was written" in err
+    assert not report["passed"] and report["kl_mean"] > 0.3 * report["kl_of_pack"]
+    assert report["max_drift"] == max(2e-5, 0.1 * report["kl_of_pack"])
+    assert report["passes"] in ("affine8", "none") and f"{report['passes']} passes" in err
+    assert not [f for f in tmp_path.iterdir() if "out" in f.name]
+    code, out, _ = run(*args, "--requantize", report["passes"], "--json")
+    report = json.loads(out)
+    assert code == 0 and report["passed"] and Path(report["out"]).is_dir()
+    assert {"out", "kl_mean", "ppl_ratio", "passed"} <= set(report)
+
+
+def test_a_limit_that_is_said_stands(faint, tmp_path, run):
+    base, pack = faint
+    args = ("merge", pack.path, "--model", base, "--rows", 2, "--requantize", "same")
+    code, _, err = run(*args, "--out", tmp_path / "a", "--max-drift", "1e-12")
+    assert code == 1 and "nothing passes" in err
+    assert run(*args, "--out", tmp_path / "a", "--max-drift", "1")[0] == 0
+
+
+def test_a_dense_merge_that_16_bits_would_spoil_names_float32(faint, tmp_path, run):
+    base, pack = faint
+    args = (
+        "merge",
+        pack.path,
+        "--model",
+        base,
+        "--rows",
+        2,
+        "--out",
+        tmp_path / "out",
+        "--dtype",
+        "bfloat16",
+        "--max-drift",
+        "3e-7",
+        "--json",
+    )
+    code, out, err = run(*args)
+    assert code == 1 and json.loads(out)["passes"] == "none --dtype float32"
+    assert "--requantize none --dtype float32 passes" in err
+    assert run(*args, "--dtype", "float32")[0] == 0
+
+
+@pytest.mark.parametrize("out", ["base", ".", "pack", "base/../base"])
+def test_no_base_pack_or_folder_above_is_written_over(faint, out, tmp_path, run):
+    base, pack = faint
+    before = {f: sha256(f) for f in tmp_path.rglob("*") if f.is_file()}
+    for more in ([], ["--overwrite"]):
+        code, _, err = run("merge", pack.path, "--model", base, "--out", tmp_path / out, *more)
+        assert code == 2 and err.count("\n") == 1, err
+    assert {f: sha256(f) for f in tmp_path.rglob("*") if f.is_file()} == before
+
+
+def test_a_link_to_the_base_is_the_base(faint, tmp_path):
+    base, pack = faint
+    (tmp_path / "link").symlink_to(base)
+    with pytest.raises(PackError, match="holds the checkpoint itself"):
+        merge_pack(pack, base, tmp_path / "link", overwrite=True)
+
+
+def test_bad_requests_and_another_base_are_named(faint, tmp_path):
+    base, pack = faint
+    for options, message in (
+        ({"requantize": "int4"}, "--requantize int4"),
+        ({"dtype": "int8"}, "--dtype int8"),
+        ({"max_drift": float("nan")}, "--max-drift must be a number of 0 or more"),
+        ({"max_drift": float("inf")}, "--max-drift must be a number of 0 or more"),
+    ):
+        with pytest.raises(PackError, match=message):
+            merge_pack(pack, base, tmp_path / "out", **options)
+    with pytest.raises(PackError, match="is another base"):
+        merge_pack(pack, "tiny", tmp_path / "out")
+
+
+def test_a_merge_that_is_interrupted_goes_on(faint, tmp_path, monkeypatch):
+    from mlx_packs.bases import writer
+    from mlx_packs.errors import Interrupted
+
+    base, pack = faint
+    real, count = writer.write_tensors, []
+
+    def stop(file, *args):
+        count.append(file)
+        if len(count) == 3:
+            raise KeyboardInterrupt
+        real(file, *args)
+
+    monkeypatch.setattr(writer, "write_tensors", stop)
+    options = {"rows": 2, "max_drift": 10.0, "max_shard_gb": 0.0002}
+    with pytest.raises(Interrupted, match="2 of"):
+        merge_pack(pack, base, tmp_path / "out", **options)
+    assert not (tmp_path / "out").exists()
+    merge_pack(pack, base, tmp_path / "out", **options)
+    assert len(count) == len(list((tmp_path / "out").glob("*.safetensors"))) + 1
+    verify(tmp_path / "out")
+
+
+def test_nan_in_the_pack_stops_the_merge(faint, tmp_path):
+    base, pack = faint
+    bad = dict(pack.load_tensors())
+    name = next(iter(bad))
+    bad[name] = mx.full(bad[name].shape, float("nan"))
+    mx.save_safetensors(str(pack.path / ADAPTERS), bad)
+    manifest = json.loads((pack.path / "pack.json").read_text())
+    manifest["files"][ADAPTERS]["sha256"] = sha256(pack.path / ADAPTERS)
+    manifest["files"][ADAPTERS]["bytes"] = (pack.path / ADAPTERS).stat().st_size
+    (pack.path / "pack.json").write_text(json.dumps(manifest))
+    with pytest.raises(PackError, match="holds NaN"):
+        merge_pack(Pack.open(pack.path), base, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_mxfp4_is_not_written_and_says_what_is(tmp_path):
+    folder = write_checkpoint(tmp_path / "base")
+    model, config = model_of("qwen3", **SMALL)
+    nn.quantize(model, 32, 4, mode="mxfp4")
+    config["quantization"] = {"group_size": 32, "bits": 4, "mode": "mxfp4"}
+    mx.save_safetensors(str(folder / "model.safetensors"), dict(tree_flatten(model.parameters())))
+    (folder / "config.json").write_text(json.dumps(config))
+    pack = noisy_pack(load_base(folder), tmp_path / "pack")
+    with pytest.raises(PackError, match="is mxfp4, which is not written here; choose affine4"):
+        merge_pack(pack, folder, tmp_path / "same", requantize="same", rows=2)
+    merged(pack, folder, tmp_path / "out", requantize="affine8")
+    found, expected = logits(load_base(tmp_path / "out")), attached_logits(pack, folder)
+    assert np.abs(found - expected).max() < 0.05

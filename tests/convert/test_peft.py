@@ -1,0 +1,220 @@
+"""Packs beside peft and transformers themselves: the same logits in fp32, both ways."""
+
+import copy
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mlx_packs import Pack, load_base
+from mlx_packs.bases.geometry import chooses
+from mlx_packs.bases.loading import tiny_checkpoint
+from mlx_packs.config.schema import ENCODERS
+from mlx_packs.convert import peft as peft_format
+from mlx_packs.convert.interop import export_pack, import_adapter
+from mlx_packs.nn.quantized import QUANTIZED, dequantized_weight
+from mlx_packs.runtime import mx
+from tests.convert.test_merge import attached_logits, noisy_pack
+
+pytestmark = [pytest.mark.interop, pytest.mark.filterwarnings("default")]
+TOKENS = range(1, 33)
+SMALL = {
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "intermediate_size": 128,
+    "vocab_size": 4096,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+}
+FAMILIES = ("qwen3", "llama", "gpt2", "tied")
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def base(request, tmp_path_factory) -> Path:
+    """A checkpoint that transformers made; its name is the family's."""
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    pytest.importorskip("peft")
+    torch.manual_seed(0)
+    tied = request.param == "tied"
+    if request.param == "gpt2":
+        config = transformers.GPT2Config(
+            n_embd=64,
+            n_layer=2,
+            n_head=4,
+            n_positions=128,
+            n_ctx=128,
+            vocab_size=4096,
+            attn_pdrop=0.0,
+            bos_token_id=1,
+            eos_token_id=1,
+        )
+        model = transformers.GPT2LMHeadModel(config)
+    elif request.param == "llama":
+        config = transformers.LlamaConfig(**SMALL, head_dim=16, tie_word_embeddings=False)
+        model = transformers.LlamaForCausalLM(config)
+    else:
+        config = transformers.Qwen3Config(**SMALL, head_dim=16, tie_word_embeddings=tied)
+        model = transformers.Qwen3ForCausalLM(config)
+    folder = tmp_path_factory.mktemp("peft") / request.param
+    for parameter in model.parameters():  # norms and biases too
+        parameter.data += 0.05 * torch.randn_like(parameter)
+    model.to(torch.float32).save_pretrained(folder)
+    if request.param == "gpt2":  # mlx-lm knows the names of the official files alone
+        file = str(folder / "model.safetensors")
+        named = {n.removeprefix("transformer."): t for n, t in mx.load(file).items()}
+        mx.save_safetensors(file, named, {"format": "pt"})
+        stated = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps({**stated, "n_ctx": 128}))
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(tiny_checkpoint() / file, folder)
+    return folder
+
+
+def transformers_model(folder: Path):
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+def logits_there(model) -> np.ndarray:
+    import torch
+
+    with torch.no_grad():
+        return model(torch.tensor([list(TOKENS)])).logits.numpy()
+
+
+def with_peft(folder: Path, adapter: Path) -> np.ndarray:
+    from peft import PeftModel
+
+    loaded = PeftModel.from_pretrained(transformers_model(folder), str(adapter)).eval()
+    return logits_there(loaded)
+
+
+TARGETS = {"gpt2": ("c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")}
+ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+def test_a_folder_from_here_has_the_same_logits_in_peft(base, tmp_path):
+    pack = noisy_pack(load_base(base), tmp_path / "pack", targets=TARGETS.get(base.name, ALL))
+    export_pack(pack, "peft", tmp_path / "out")
+    expected = attached_logits(pack, base)
+    there = with_peft(base, tmp_path / "out")
+    assert np.abs(there - logits_there(transformers_model(base))).max() > 0.05
+    assert np.abs(there - expected).max() < 1e-4
+
+
+def test_over_the_dequantized_base_of_a_4_bit_pack_too(base, tmp_path):
+    if base.name == "gpt2":
+        targets = TARGETS["gpt2"]
+    else:
+        targets = ALL
+    loaded = load_base(base, quantize="affine4")
+    pack = noisy_pack(loaded, tmp_path / "pack", targets=targets)
+    export_pack(pack, "peft", tmp_path / "out")
+    there = transformers_model(base)
+    state = there.state_dict()
+    import torch
+
+    for path, module in loaded.model.named_modules():
+        if isinstance(module, QUANTIZED):
+            name = path.replace("model.", "transformer.", 1) if base.name == "gpt2" else path
+            weight = np.array(dequantized_weight(module).astype(mx.float32))
+            turned = base.name == "gpt2" and state[f"{name}.weight"].shape != weight.shape
+            square = base.name == "gpt2" and name.endswith("attn.c_proj")
+            state[f"{name}.weight"] = torch.tensor(weight.T if turned or square else weight)
+    if "lm_head.weight" in state and base.name in ("gpt2", "tied"):
+        table = "transformer.wte.weight" if base.name == "gpt2" else "model.embed_tokens.weight"
+        state["lm_head.weight"] = state[table]
+    there.load_state_dict(state)
+    there.save_pretrained(tmp_path / "dense")
+    found = with_peft(tmp_path / "dense", tmp_path / "out")
+    assert np.abs(found - attached_logits(pack, base)).max() < 1e-4
+
+
+def peft_folder(base: Path, out: Path, **options) -> np.ndarray:
+    """An adapter that peft made and saved, with random factors; its logits."""
+    import torch
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(1)
+    gpt2 = base.name == "gpt2"
+    config = LoraConfig(
+        task_type="CAUSAL_LM",
+        init_lora_weights=False,
+        fan_in_fan_out=gpt2,
+        **{"r": 4, "lora_alpha": 6, "target_modules": list(TARGETS.get(base.name, ALL)), **options},
+    )
+    model = get_peft_model(transformers_model(base), copy.deepcopy(config)).eval()
+    for name, parameter in model.named_parameters():
+        if "modules_to_save" in name or "magnitude" in name:
+            parameter.data *= 1 + 0.3 * torch.rand_like(parameter)
+    model.save_pretrained(out)
+    return logits_there(model)
+
+
+CASES = {
+    "plain": {},
+    "rslora": {"use_rslora": True},
+    "patterns": {"rank_pattern": {"q_proj": 2, "c_fc": 3}, "alpha_pattern": {"up_proj": 9}},
+    "last layer": {"layers_to_transform": [1]},
+    "dora": {"use_dora": True},
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_folder_from_peft_has_the_same_logits_here(case, base, tmp_path):
+    options = dict(CASES[case])
+    if case == "last layer":
+        options["layers_pattern"] = "h" if base.name == "gpt2" else "layers"
+    theirs = peft_folder(base, tmp_path / "in", **options)
+    import_adapter(tmp_path / "in", tmp_path / "pack", base)
+    pack = Pack.open(tmp_path / "pack")
+    assert np.abs(attached_logits(pack, base) - theirs).max() < 1e-4
+    export_pack(pack, "peft", tmp_path / "out")  # and back again
+    assert np.abs(with_peft(base, tmp_path / "out") - theirs).max() < 1e-4
+
+
+def test_modules_to_save_and_embeddings_of_peft(base, tmp_path):
+    gpt2, tied = base.name == "gpt2", base.name in ("gpt2", "tied")
+    table = "wte" if gpt2 else "embed_tokens"
+    targets = [*TARGETS.get(base.name, ALL), table]
+    if gpt2:  # a square Conv1D and one that is not come whole
+        targets = ["c_attn", "mlp.c_fc", table]
+    whole = (
+        ["ln_f", "attn.c_proj", "mlp.c_proj"] if gpt2 else ["norm"] if tied else ["lm_head", "norm"]
+    )
+    theirs = peft_folder(base, tmp_path / "in", target_modules=targets, modules_to_save=whole)
+    import_adapter(tmp_path / "in", tmp_path / "pack", base)
+    pack = Pack.open(tmp_path / "pack")
+    kinds = {path: spec.kind for path, spec in pack.specs.items()}
+    assert kinds[f"model.{table}"] == "embedding" and len(pack.manifest["adapters"]["replaced"])
+    assert np.abs(attached_logits(pack, base) - theirs).max() < 1e-4
+    export_pack(pack, "peft", tmp_path / "out")
+    assert np.abs(with_peft(base, tmp_path / "out") - theirs).max() < 1e-4
+
+
+# of encoders, which mlx-lm has not: test_encoder_interop.py
+@pytest.mark.parametrize("family", [f for f in peft_format._SAME_NAMES if f not in ENCODERS])
+def test_mlx_lm_and_transformers_name_the_modules_of_a_family_alike(family):
+    import importlib
+
+    import torch
+    from mlx import nn
+    from mlx_lm.utils import MODEL_REMAPPING
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    some = {"num_experts": 4, "num_local_experts": 4, "head_dim": 128} if "mo" in family else {}
+    config = AutoConfig.for_model(family, num_hidden_layers=1, **some)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    there = {n for n, m in model.named_modules() if type(m).__name__ in ("Linear", "Conv1D")}
+    sizes = {**config.to_dict(), **(getattr(config, "rope_parameters", None) or {}), **some}
+    sizes |= {"n_ctx": 1024, "num_attention_heads": config.num_attention_heads}
+    module = importlib.import_module(f"mlx_lm.models.{MODEL_REMAPPING.get(family, family)}")
+    here = module.Model(module.ModelArgs.from_dict(sizes))
+    ours = {n for n, m in here.named_modules() if isinstance(m, nn.Linear) and not chooses(n)}
+    assert {peft_format.path_there(path, family) for path in ours} <= there and ours

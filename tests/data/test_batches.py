@@ -1,0 +1,273 @@
+"""Batches: every row once an epoch, an order that repeats, shapes that are few."""
+
+import threading
+from contextlib import closing
+
+import numpy as np
+import pytest
+
+from mlx_packs import runtime
+from mlx_packs.data.batches import (
+    MOST_SHAPES,
+    Batch,
+    batch_shapes,
+    evaluation_batches,
+    few_shapes,
+    make_batch,
+    padded_length,
+    prefetched,
+    training_batches,
+)
+from mlx_packs.data.encoding import Example, Examples
+from mlx_packs.data.sampler import first_fit, packed_order, packed_rows
+
+
+@pytest.fixture(scope="module")
+def examples() -> Examples:
+    """Rows of 8 to 150 random tokens, of which the later part is learned."""
+    random = np.random.default_rng(0)
+    items = []
+    for length in random.integers(8, 150, 203):
+        tokens = random.integers(1, 4000, length).astype(np.int32)
+        items.append(Example(tokens, np.arange(length) > random.integers(1, length - 1), "x"))
+    return Examples(items, "chat", "assistant")
+
+
+@pytest.fixture
+def compiled(monkeypatch):
+    monkeypatch.setattr(runtime, "COMPILES", True)
+
+
+def epoch_of(examples, epoch: int, seed: int = 3) -> list[Batch]:
+    count = -(-len(examples) // 8)
+    stream = training_batches(examples, 8, 150, seed, start=epoch * count)
+    return [next(stream) for _ in range(count)]
+
+
+@pytest.mark.parametrize("epoch", [0, 4])
+def test_training_batches_take_every_row_once_an_epoch(examples, epoch):
+    rows = [r for batch in epoch_of(examples, epoch) for r in batch.rows]
+    assert sorted(rows) == list(range(203))
+
+
+def test_training_batches_differ_by_epoch_and_seed_alone(examples):
+    first, again = epoch_of(examples, 0), epoch_of(examples, 0)
+    assert [b.rows for b in first] == [b.rows for b in again]
+    assert [b.rows for b in first] != [b.rows for b in epoch_of(examples, 1)]
+    assert [b.rows for b in first] != [b.rows for b in epoch_of(examples, 0, seed=4)]
+
+
+@pytest.mark.parametrize("start", [1, 25, 26, 60])
+def test_training_batches_resume_from_any_batch(examples, start):
+    whole, resumed = (
+        training_batches(examples, 8, 150, 3),
+        training_batches(examples, 8, 150, 3, start),
+    )
+    for _ in range(start):
+        next(whole)
+    for _ in range(30):
+        a, b = next(whole), next(resumed)
+        assert a.rows == b.rows and np.array_equal(a.tokens, b.tokens)
+
+
+def test_compiled_training_batches_come_in_few_shapes(examples, compiled):
+    shapes = {(b.tokens.shape, b.targets.shape) for b in epoch_of(examples, 0)}
+    assert len(shapes) <= 12
+    assert max(shape[1] for shape, _ in shapes) < 150
+
+
+@pytest.mark.parametrize("compiles", [True, False])
+def test_batches_that_are_not_compiled_have_little_padding(examples, monkeypatch, compiles):
+    monkeypatch.setattr(runtime, "COMPILES", compiles)
+    slots = inputs = room = targets = 0
+    for batch in epoch_of(examples, 0):
+        inputs += batch.tokens.size
+        slots += 8 * max(len(examples.items[row].tokens) - 1 for row in batch.rows)
+        room, targets = room + batch.targets.size, targets + batch.count
+    assert (inputs <= 1.05 * slots) != compiles
+    assert (room <= 1.1 * targets) != compiles
+
+
+def test_a_compiled_run_has_at_most_eight_shapes_in_any_epoch_and_the_same_rows(examples, compiled):
+    free = batch_shapes(examples, 2, 150, 3, 1000)
+    few = few_shapes(examples, 2, 150, 3)
+    assert len(free) > MOST_SHAPES >= len(few)
+    stream = training_batches(examples, 2, 150, 3, shapes=few)
+    batches = [next(stream) for _ in range(1000)]
+    assert {(b.tokens.shape[1], b.targets.size) for b in batches} <= few
+    assert batch_shapes(examples, 2, 150, 3, 1000, shapes=few) <= few
+    for batch, plain in zip(batches[:100], training_batches(examples, 2, 150, 3), strict=False):
+        assert batch.rows == plain.rows and batch.count == plain.count
+        width, least = batch.tokens.shape[1], plain.tokens.shape[1]
+        assert np.array_equal(batch.tokens[:, :least], plain.tokens) and width >= least
+        assert np.array_equal(
+            batch.tokens.reshape(-1)[batch.positions[: batch.count]],
+            plain.tokens.reshape(-1)[plain.positions[: plain.count]],
+        )
+        assert np.array_equal(batch.targets[: batch.count], plain.targets[: plain.count])
+
+
+def test_evaluation_batches_come_in_few_shapes_where_each_is_compiled(examples, compiled):
+    many, few = (evaluation_batches(examples, 2, 150, few=few) for few in (False, True))
+    assert [batch.rows for batch in many] == [batch.rows for batch in few]
+    assert [batch.count for batch in many] == [batch.count for batch in few]
+    shapes = [{(*b.tokens.shape, len(b.targets)) for b in batches} for batches in (many, few)]
+    assert len(shapes[0]) > MOST_SHAPES >= len(shapes[1])
+
+
+def test_few_shapes_are_those_of_the_batches_where_they_are_few(examples):
+    one = few_shapes(examples, len(examples), 150, 3)
+    assert one == {(149, m) for _, m in one} | {(149, 149 * len(examples))}
+
+
+def test_make_batch_positions_and_targets_rebuild_the_rows(examples):
+    batch = epoch_of(examples, 0)[3]
+    width = batch.tokens.shape[1]
+    for b, row in enumerate(batch.rows):
+        example = examples.items[row]
+        at = batch.owners == b
+        inputs = batch.tokens[b, : len(example.tokens) - 1]
+        assert inputs.tolist() == example.tokens[:-1].tolist()
+        assert not batch.tokens[b, len(example.tokens) - 1 :].any()
+        columns = batch.positions[at] - b * width
+        assert (columns + 1).tolist() == np.flatnonzero(example.target).tolist()
+        assert batch.targets[at].tolist() == example.tokens[example.target].tolist()
+
+
+def test_make_batch_weighs_real_targets_alone(examples):
+    batch = make_batch(examples.items, [5, 6], 8, 149)
+    assert batch.count == batch.weights.sum() == (batch.owners >= 0).sum()
+    assert batch.tokens.shape[0] == 8 and set(batch.owners.tolist()) == {0, 1, -1}
+
+
+@pytest.mark.parametrize("limit", [-1, 0, 3, 1000])
+def test_evaluation_batches_limit_counts_batches(examples, limit):
+    taken = evaluation_batches(examples, 8, 150, limit)
+    assert len(taken) == (26 if limit < 0 or limit > 26 else limit)
+    rows = [r for b in taken for r in b.rows]
+    assert len(set(rows)) == len(rows) == min(203, 8 * len(taken))
+
+
+@pytest.mark.parametrize("longest", [1, 31, 32, 33, 500, 2047, 5000])
+def test_padded_length_is_enough_and_at_most_the_limit(longest):
+    assert longest <= padded_length(longest, 10**6) <= longest * 1.5 + 32
+    assert padded_length(longest, longest) == longest
+
+
+def packed_epochs(examples, count: int, start: int = 0, seed: int = 3) -> list[Batch]:
+    stream = training_batches(examples, 4, 401, seed, start, packing=True)
+    return [next(stream) for _ in range(count)]
+
+
+def test_packed_batches_take_every_row_once_an_epoch(examples):
+    sizes = [len(packed_order(examples.lengths, 4, 400, 3, epoch)) for epoch in range(3)]
+    batches = packed_epochs(examples, sum(sizes))
+    for epoch, size in enumerate(sizes):
+        taken = batches[sum(sizes[:epoch]) :][:size]
+        assert sorted(r for b in taken for r in b.rows) == list(range(203))
+    first, second = batches[0].rows, batches[sizes[0]].rows
+    assert first != second and first != packed_epochs(examples, 1, seed=4)[0].rows
+
+
+@pytest.mark.parametrize("start", [1, 9, 10, 11, 25])
+def test_packed_batches_resume_from_any_batch(examples, start):
+    whole = packed_epochs(examples, start + 12)[start:]
+    for a, b in zip(whole, packed_epochs(examples, 12, start), strict=True):
+        assert a.rows == b.rows and np.array_equal(a.tokens, b.tokens)
+        assert np.array_equal(a.segments, b.segments)
+
+
+def test_compiled_packed_batches_have_one_width_and_at_most_four_sizes_of_targets(
+    examples, compiled
+):
+    batches = packed_epochs(examples, 40)
+    shapes = {(b.tokens.shape[1], b.targets.size) for b in batches}
+    assert {b.tokens.shape for b in batches} == {(4, 400)} and len(shapes) <= 4
+    assert shapes == batch_shapes(examples, 4, 401, 3, 40, packing=True)
+
+
+def test_packed_batch_rebuilds_the_rows(examples):
+    for batch in packed_epochs(examples, 11):
+        flat, segments = batch.tokens.ravel(), batch.segments.ravel()
+        left = np.ones(flat.size, bool)
+        assert batch.count == batch.weights.sum() == (batch.owners >= 0).sum()
+        for owner, row in enumerate(batch.rows):
+            example = examples.items[row]
+            at = batch.owners == owner
+            begin = batch.positions[at][0] + 1 - np.flatnonzero(example.target)[0]
+            inputs = slice(begin, begin + len(example.tokens) - 1)
+            assert flat[inputs].tolist() == example.tokens[:-1].tolist()
+            places = batch.positions[at] - begin + 1
+            assert places.tolist() == np.flatnonzero(example.target).tolist()
+            assert batch.targets[at].tolist() == example.tokens[example.target].tolist()
+            mine = begin // 400, segments[begin]
+            same = (np.arange(flat.size) // 400 == mine[0]) & (segments == mine[1])
+            assert np.flatnonzero(same).tolist() == list(range(inputs.start, inputs.stop))
+            left[inputs] = False
+        assert not flat[left].any()
+        for b, row in enumerate(batch.segments):
+            assert set(np.diff(row)) <= {0, 1}
+            assert len(set(row[left.reshape(4, 400)[b]])) <= 1
+
+
+@pytest.mark.parametrize(
+    ("median", "spread", "limit"), [(60, 0.5, 255), (200, 0.8, 2047), (400, 1.0, 2047)]
+)
+def test_packed_rows_are_97_percent_full_on_lognormal_lengths(median, spread, limit):
+    random = np.random.default_rng(0)
+    lengths = random.lognormal(np.log(median), spread, 4000).astype(int).clip(2, limit + 1)
+    items = [Example(np.zeros(n, np.int32), np.zeros(n, bool), "x") for n in lengths]
+    count, fill = packed_rows(Examples(items, "chat", "assistant"), 4, limit + 1, 0)
+    assert fill >= 0.97
+    assert count == sum(len(b) for b in packed_order(lengths, 4, limit, 0, 0))
+
+
+def test_first_fit_puts_the_longest_first_where_it_first_fits():
+    inputs = np.array([3, 7, 2, 5, 4, 1])
+    assert [r.tolist() for r in first_fit(inputs, np.arange(6), 8)] == [[1, 5], [3, 0], [4, 2]]
+
+
+def test_row_of_the_maximal_length_fills_a_packed_row():
+    items = [Example(np.arange(n, dtype=np.int32), np.arange(n) > 0, "x") for n in (9, 9, 2)]
+    stream = training_batches(Examples(items, "text", "all"), 2, 9, 0, packing=True)
+    assert sorted(r for _ in range(2) for r in next(stream).rows) == [0, 1, 2]
+
+
+def batch_threads() -> list[threading.Thread]:
+    return [t for t in threading.enumerate() if t.name.startswith("batches")]
+
+
+def test_prefetched_batches_are_the_same_in_order(examples):
+    plain = training_batches(examples, 8, 150, 3, 20)
+    with closing(prefetched(training_batches(examples, 8, 150, 3, 20))) as ahead:
+        for _ in range(30):
+            assert next(ahead).rows == next(plain).rows
+        assert len(batch_threads()) == 1
+    assert not batch_threads()
+
+
+def test_next_batch_is_made_while_this_one_is_worked_on():
+    made = threading.Event()
+
+    def batches():
+        yield "first"
+        made.set()
+        yield "second"
+
+    with closing(prefetched(batches())) as ahead:
+        assert next(ahead) == "first"
+        assert made.wait(10)  # nobody has asked for the second
+        assert list(ahead) == ["second"]
+    assert not batch_threads()
+
+
+def test_error_of_a_batch_is_raised_where_it_was_due():
+    def batches():
+        yield "first"
+        raise OSError("the disk is gone")
+
+    ahead = prefetched(batches())
+    assert next(ahead) == "first"
+    with pytest.raises(OSError, match="the disk is gone"):
+        next(ahead)
+    assert not batch_threads()

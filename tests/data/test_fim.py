@@ -1,0 +1,286 @@
+"""Text rows for code corpora: long ones split, and the middle of some put last."""
+
+import json
+
+import numpy as np
+import pytest
+
+from mlx_packs import DataConfig, LoRAConfig, PackError, TrainConfig, train_pack
+from mlx_packs.bases.loading import load_base_tokenizer, tiny_checkpoint
+from mlx_packs.data import token_cache
+from mlx_packs.data.encoding import encode
+from mlx_packs.data.fim import SPELLINGS, FillInTheMiddle, arranged, continued, sentinels
+from mlx_packs.data.rows import Row
+from mlx_packs.data.token_cache import encode_cached
+from mlx_packs.training.setup import encoding_options
+from tests.helpers.rows import chat, write_rows
+
+CONFIG = DataConfig()
+WORDS = "alpha beta gamma delta epsilon zeta eta theta iota kappa é 日本 \U0001f600".split()
+TEXTS = [
+    " ".join(np.random.default_rng(i).choice(WORDS, 5 + 3 * (i % 7)).tolist()) + f"\n\treturn {i}"
+    for i in range(60)
+]
+ROWS = [Row(f"x:{i}", {"text": text}) for i, text in enumerate(TEXTS)]
+LONG = Row("x:long", {"text": " ".join(f"word{i} = {i * i};" for i in range(400))})
+NAMED = ("<|im_start|>", "<|im_end|>", "<|endoftext|>")
+
+
+@pytest.fixture(scope="module")
+def bare():
+    return fresh()
+
+
+def fresh():
+    path = tiny_checkpoint()
+    return load_base_tokenizer(path, json.loads((path / "config.json").read_text()), False)
+
+
+def knowing(names):
+    """The tiny tokenizer with more tokens."""
+    tokenizer = fresh()
+    tokenizer._tokenizer.add_special_tokens({"additional_special_tokens": list(names)})
+    return tokenizer
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return knowing(SPELLINGS[0])
+
+
+def texts_of(tokenizer, tokens) -> tuple[bool, str, str, str] | None:
+    """What an example says of itself: suffix first, prefix, middle, suffix."""
+    before, after, between, end = sentinels(tokenizer)
+    tokens = list(tokens)
+    if tokens[0] != before:
+        return None
+    assert tokens[-1] == end and [tokens.count(t) for t in (before, after, between)] == [1, 1, 1]
+    one, two = tokens.index(after), tokens.index(between)
+    parts = tokens[1:one], tokens[one + 1 : two], tokens[two + 1 : -1]
+    first, second, third = (tokenizer.decode(part) for part in parts)
+    return one == 1, first, second, third
+
+
+def test_rearranged_rows_hold_the_same_text_and_all_of_it_is_learned(tokenizer):
+    fim = FillInTheMiddle(1.0, 0.5, seed=3)
+    found = encode(ROWS, tokenizer, CONFIG, fim=fim)
+    kinds = set()
+    for row, (text, example) in enumerate(zip(TEXTS, found.items, strict=True)):
+        suffix_first, first, second, third = texts_of(tokenizer, example.tokens)
+        kinds.add(suffix_first)
+        _, prefix, middle, suffix = fim.parts(text, row, 0)
+        if suffix_first:
+            assert (first, second, third) == ("", suffix, prefix + middle)
+        else:
+            assert (first, second, third) == (prefix, suffix, middle)
+        assert prefix + middle + suffix == text
+        assert example.target[1:].all() and not example.target[0]
+    assert kinds == {False, True}
+
+
+def test_cuts_lie_between_any_two_characters(tokenizer):
+    found = [FillInTheMiddle(1.0, 0.0, seed).parts("abcd", 0, 0)[1:] for seed in range(200)]
+    assert {"".join(parts) for parts in found} == {"abcd"}
+    assert len(set(found)) == 15  # 5 places for two cuts, in order
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.3, 1.0])
+def test_rates_are_shares_of_rows_and_of_those_rearranged(rate):
+    parts = [FillInTheMiddle(rate, 0.25, 5).parts("some text", i, 0) for i in range(4000)]
+    chosen = [p for p in parts if p]
+    assert len(chosen) / 4000 == pytest.approx(rate, abs=0.03)
+    if chosen:
+        assert sum(p[0] for p in chosen) / len(chosen) == pytest.approx(0.25, abs=0.05)
+
+
+def test_which_rows_and_where_depends_on_seed_and_row_alone(tokenizer):
+    def tokens(rows, seed):
+        found = encode(rows, tokenizer, CONFIG, fim=FillInTheMiddle(0.5, 0.5, seed))
+        return [e.tokens.tolist() for e in found.items]
+
+    assert tokens(ROWS, 1) == tokens(ROWS, 1)
+    assert tokens(ROWS, 1)[:20] == tokens(ROWS[:20], 1)
+    assert tokens(ROWS, 1) != tokens(ROWS, 2)
+
+
+@pytest.mark.parametrize("names", SPELLINGS, ids=lambda names: names[0])
+def test_sentinels_are_found_by_their_known_spellings(names):
+    tokenizer = knowing(names)
+    wanted = tokenizer._tokenizer.convert_tokens_to_ids(list(names))
+    assert list(sentinels(tokenizer)) == (wanted + [tokenizer.eos_token_id])[:4]
+
+
+def test_a_tokenizer_without_sentinels_is_refused_unless_they_are_named(bare):
+    with pytest.raises(PackError, match="no tokens for prefix, suffix and middle.*--fim-tokens"):
+        encode(ROWS, bare, CONFIG, fim=FillInTheMiddle(0.5))
+    with pytest.raises(PackError, match="--fim-tokens a,b,<x>: not all are tokens of the base"):
+        encode(ROWS, bare, CONFIG, fim=FillInTheMiddle(0.5, tokens=("a", "b", "<x>")))
+    ids = bare._tokenizer.convert_tokens_to_ids(list(NAMED))
+    assert sentinels(bare, NAMED) == (*ids, bare.eos_token_id)
+
+
+def test_split_rows_learn_every_token_once(bare):
+    whole = encode([LONG], bare, CONFIG, max_seq_length=100_000).items[0].tokens
+    rows = [ROWS[0], LONG, ROWS[1]]
+    found = encode(rows, bare, CONFIG, max_seq_length=100, long_rows="split")
+    pieces = [e for e in found.items if e.where == "x:long"]
+    assert len(pieces) == -(-(len(whole) - 1) // 99) and found.cut == 1
+    learned = np.concatenate([e.tokens[e.target] for e in pieces])
+    assert np.array_equal(learned, whole[1:])
+    assert all(len(e.tokens) <= 100 for e in found.items) and len(found) == len(pieces) + 2
+    cut = encode(rows, bare, CONFIG, max_seq_length=100)
+    assert len(cut) == 3 and cut.cut == 1 and np.array_equal(cut.items[1].tokens, whole[:100])
+
+
+@pytest.mark.parametrize("length", [32, 33, 100, 101])
+def test_split_rows_that_are_rearranged_fit_and_lose_nothing(tokenizer, length):
+    fim = FillInTheMiddle(0.5, 0.5, seed=1)
+    found = encode([LONG], tokenizer, CONFIG, max_seq_length=length, long_rows="split", fim=fim)
+    text, kinds = LONG.value["text"], []
+    at = 0  # how much of the text the pieces have covered
+    for example in found.items:
+        assert len(example.tokens) <= length
+        parts = texts_of(tokenizer, example.tokens)
+        kinds.append(parts is not None)
+        if parts is None:
+            piece = tokenizer.decode([t for t in example.tokens if t != tokenizer.eos_token_id])
+        elif parts[0]:  # where the middle follows its prefix, both are before the suffix
+            piece = parts[3] + parts[2]
+        else:
+            piece = parts[1] + parts[3] + parts[2]
+        start = text.find(piece)
+        assert 0 <= start <= at
+        at = max(at, start + len(piece))
+    assert at == len(text) and set(kinds) == {False, True}
+
+
+def test_cut_rows_that_are_rearranged_keep_their_beginning(tokenizer):
+    fim = FillInTheMiddle(1.0, 0.0)
+    found = encode([LONG], tokenizer, CONFIG, max_seq_length=64, fim=fim)
+    (example,) = found.items
+    _, prefix, suffix, middle = texts_of(tokenizer, example.tokens)
+    assert LONG.value["text"].startswith(prefix + middle + suffix)
+    assert found.cut == 1 and 50 < len(example.tokens) <= 64
+
+
+def test_what_is_too_much_goes_from_the_far_ends():
+    parts = [1, 2, 3], [4, 5], [6, 7, 8]  # prefix, middle, suffix
+    ids = (90, 91, 92, 93)
+    assert arranged(ids, False, parts, 99) == [90, 1, 2, 3, 91, 6, 7, 8, 92, 4, 5, 93]
+    assert arranged(ids, True, parts, 10) == [90, 91, 6, 7, 8, 92, 3, 4, 5, 93]
+    assert arranged(ids, False, parts, 8) == [90, 91, 6, 7, 92, 4, 5, 93]
+    assert arranged(ids, False, parts, 5) == [90, 91, 92, 5, 93]
+
+
+def test_a_part_of_a_text_has_no_space_that_the_tokenizer_puts_before_a_text():
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    vocab = {"<unk>": 0, "▁": 1, "a": 2, "b": 3, "\n": 4, "▁a": 5}
+    made = Tokenizer(models.BPE(vocab, [("▁", "a")], unk_token="<unk>"))
+    made.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always", split=False)
+    made.decoder = decoders.Metaspace()
+
+    class Wrapped:
+        _tokenizer = PreTrainedTokenizerFast(tokenizer_object=made)
+
+    assert Wrapped._tokenizer("ab")["input_ids"] == [5, 3]
+    assert continued(Wrapped, ["ab", "b a", ""]) == [[2, 3], [3, 5], []]
+
+
+def test_held_out_rows_and_chats_stay_as_they_are():
+    train = TrainConfig(fim_rate=0.5, long_rows="split", ce_last_k=3)
+    options = encoding_options(train, "train", ROWS, CONFIG)
+    assert options["fim"].rate == 0.5 and options["long_rows"] == "split"
+    plain = {"loss_on": None, "max_seq_length": 2048}
+    assert encoding_options(train, "valid", ROWS, CONFIG) == plain
+    talk = [Row("y:1", chat("Hi.", "Ho."))]
+    assert encoding_options(train, "train", talk, CONFIG) == {**plain, "ce_last_k": 3}
+
+
+def test_the_token_cache_tells_rates_seeds_and_long_rows_apart(tokenizer, tmp_path, monkeypatch):
+    monkeypatch.setenv("MLX_PACKS_CACHE", str(tmp_path))
+    monkeypatch.setattr(token_cache, "_WORTHWHILE_BYTES", 1)
+    options = [
+        {},
+        {"long_rows": "split"},
+        *(
+            {"fim": FillInTheMiddle(*f)}
+            for f in (
+                (0.5, 0.5, 0),
+                (0.6, 0.5, 0),
+                (0.5, 0.4, 0),
+                (0.5, 0.5, 1),
+                (0.5, 0.5, 0, SPELLINGS[0]),
+            )
+        ),
+    ]
+    files = set()
+    for told in options:
+        wanted = encode([*ROWS, LONG], tokenizer, CONFIG, max_seq_length=64, **told)
+        for _ in range(2):  # made, then read
+            found, file = encode_cached([*ROWS, LONG], tokenizer, CONFIG, max_seq_length=64, **told)
+            assert [e.tokens.tolist() for e in found.items] == [
+                e.tokens.tolist() for e in wanted.items
+            ]
+            assert (found.cut, len(found)) == (wanted.cut, len(wanted))
+        files.add(file)
+    assert len(files) == len(options)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--fim-rate 1.5", "fim_rate must be in [0, 1]"),
+        ("--fim-spm-rate 0.2", "go with a fim_rate above 0"),
+        ("--fim-rate 0.5 --fim-tokens a,b", "fim_tokens must name three different tokens"),
+        ("--fim-rate 0.5 --fim-tokens a,a,b", "fim_tokens must name three different tokens"),
+        ("--fim-rate 0.5 --fim-tokens a,b,c,c", "fim_tokens must name three different tokens"),
+        ("--fim-rate 0.5 --max-seq-length 16", "fim_rate needs rows of 32 tokens"),
+        ("--long-rows fold", "long_rows is one of cut, split"),
+        ("--fim-rate 0.5", "--fim-rate: is for rows of text, but these are chat"),
+        ("--long-rows split", "--long-rows split: is for rows of text, but these are chat"),
+    ],
+)
+def test_faults_are_one_line(run, tmp_path, flags, message):
+    code, _, err = run("train", "-q", "--iters", 1, "--out", tmp_path / "o", *flags.split())
+    assert code == 2 and message in err and len(err.splitlines()) == 1
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_run_on_code_resumes_only_with_the_same_layout_of_its_rows(tmp_path, run):
+    rows = [{"text": text} for text in [*TEXTS, LONG.value["text"]]]
+    data = write_rows(tmp_path / "d", train=rows, valid=rows[:2])
+    told = {
+        "iters": 2,
+        "batch_size": 2,
+        "max_seq_length": 64,
+        "packing": True,
+        "matmul_path": "dense",
+        "fim_rate": 0.5,
+        "long_rows": "split",
+        "test_batches": 1,
+    }
+    lora = LoRAConfig(rank=2, num_layers=1)
+    with pytest.raises(PackError, match="--fim-tokens PREFIX"):
+        train_pack("tiny", data, lora, TrainConfig(**told), tmp_path / "o")
+    told["fim_tokens"] = NAMED
+    made = train_pack("tiny", data, lora, TrainConfig(**told), tmp_path / "o")
+    assert made.pack.manifest["recipe"]["fim_rate"] == 0.5
+    assert made.pack.manifest["data"]["rows"]["train"] > 61 + 20  # pieces
+    for other in ({"fim_rate": 0.25}, {"long_rows": "cut"}, {"fim_spm_rate": 0.0}):
+        with pytest.raises(PackError, match=f"{next(iter(other))} was"):
+            train_pack("tiny", data, lora, TrainConfig(**told | other), tmp_path / "o", resume=True)
+    code, out, _ = run(
+        "train",
+        "--data",
+        data,
+        "--show-mask",
+        "--long-rows",
+        "split",
+        "--fim-rate",
+        1,
+        "--fim-tokens",
+        ",".join(NAMED),
+    )
+    assert code == 0 and "<|im_end|>" in out

@@ -1,0 +1,140 @@
+"""pairs.py: rows of sentence pairs as tokens and batches."""
+
+import itertools
+
+import numpy as np
+import pytest
+
+from mlx_packs import load_base, runtime
+from mlx_packs.data.pairs import (
+    Pairs,
+    choose_loss,
+    encode_pairs,
+    make_pair_batch,
+    pair_batches,
+    pair_order,
+)
+from mlx_packs.data.rows import Row
+from mlx_packs.errors import PackError
+from tests.helpers.encoders import all_pairs, all_scored, all_triplets, write_encoder
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    return load_base(write_encoder(tmp_path_factory.mktemp("mini"))).tokenizer
+
+
+def encoded(tokenizer, rows: list[dict], limit: int = 48) -> Pairs:
+    return encode_pairs([Row(f"d.jsonl:{i + 1}", r) for i, r in enumerate(rows)], tokenizer, limit)
+
+
+def test_columns_become_tokens(tokenizer):
+    rows = [
+        {"sentence1": "fix a car", "sentence2": "", "score": 0.5, "note": "kept out"},
+        {"sentence1": "", "sentence2": "please " * 90, "score": -1},
+    ]
+    pairs = encoded(tokenizer, rows, 8)
+    assert pairs.format == "scored pairs" and len(pairs) == 2 and pairs.cut == 1
+    assert pairs.tokens[0][0].tolist() == tokenizer.encode("fix a car")
+    assert [len(t) for t in pairs.tokens[1]] == [2, 8]
+    assert pairs.tokens[1][1][-1] == tokenizer.sep_token_id  # the end stays when a text is cut
+    assert pairs.scores.tolist() == [0.5, -1] and pairs.lengths.tolist() == [5, 8]
+    assert pairs.texts[0][1] == pairs.texts[1][0] != pairs.texts[0][0]
+    assert encoded(tokenizer, all_triplets()[:3]).format == "triplets"
+
+
+BAD = {
+    "no pair": ([{"text": "a"}], r"d\.jsonl:1: --task embedding learns from .*has \['text'\]"),
+    "half a pair": ([{"anchor": "a"}], r"d\.jsonl:1: --task embedding learns from"),
+    "mixed": (
+        [all_pairs()[0], all_scored()[0]],
+        r"d\.jsonl:2: mixed formats: this row is scored pairs, but d\.jsonl:1 is pairs",
+    ),
+    "a number for a text": ([{"anchor": "a", "positive": 3}], "'positive' must be a text"),
+    "half a surrogate": ([{"anchor": "\ud800", "positive": "b"}], "half of a surrogate pair"),
+    "a text for a score": (
+        [{"sentence1": "a", "sentence2": "b", "score": "1"}],
+        "'score' must be a number",
+    ),
+    "true for a score": (
+        [{"sentence1": "a", "sentence2": "b", "score": True}],
+        "'score' must be a number",
+    ),
+    "no number": (
+        [{"sentence1": "a", "sentence2": "b", "score": float("nan")}],
+        "'score' must be a number",
+    ),
+    "nothing": ([], "there are no rows"),
+}
+
+
+@pytest.mark.parametrize("fault", BAD)
+def test_rows_that_cannot_be_used_are_named(tokenizer, fault):
+    rows, message = BAD[fault]
+    with pytest.raises(PackError, match=message):
+        encoded(tokenizer, rows)
+
+
+def test_a_loss_must_fit_the_rows(tokenizer):
+    scored, pairs = encoded(tokenizer, all_scored()), encoded(tokenizer, all_pairs())
+    triplets = encoded(tokenizer, all_triplets())
+    assert [choose_loss("auto", p, "x") for p in (scored, pairs, triplets)] == [
+        "cosine",
+        "mnrl",
+        "mnrl",
+    ]
+    assert choose_loss("triplet", triplets, "x") == "triplet"
+    with pytest.raises(PackError, match=r"--loss triplet: needs {anchor, positive, negative}, but"):
+        choose_loss("triplet", pairs, "x")
+    with pytest.raises(PackError, match="--loss mnrl: needs .*learn by cosine, cosent"):
+        choose_loss("mnrl", scored, "x")
+    scored.scores[3] = 4.5
+    with pytest.raises(PackError, match=r"x: a score is 4\.5, but a cosine lies in -1 to 1"):
+        choose_loss("auto", scored, "x")
+    assert choose_loss("cosent", scored, "x") == "cosent"
+
+
+@pytest.mark.parametrize(("compiles", "least"), [(True, 32), (False, 8)])
+def test_a_batch_is_padded_by_column_and_to_its_size(tokenizer, monkeypatch, compiles, least):
+    monkeypatch.setattr(runtime, "COMPILES", compiles)
+    rows = [{"anchor": "a", "positive": "please " * 40}, {"anchor": "fix", "positive": "fix"}]
+    pairs = encoded(tokenizer, rows)
+    batch = make_pair_batch(pairs, [1, 0], 4, 48)
+    assert [c.shape for c in batch.columns] == [(4, least), (4, 48)]
+    assert batch.weights.tolist() == [1, 1, 0, 0] and batch.count == 2 and batch.rows == (1, 0)
+    assert batch.lengths.tolist() == [[3, 3, 1, 1], [3, 42, 1, 1]]
+    assert batch.columns[0][0, :4].tolist() == [*tokenizer.encode("fix"), 0]
+    powers = make_pair_batch(pairs, [1, 0], 2, 100, powers=True)
+    assert [c.shape[1] for c in powers.columns] == [32, 64]
+
+
+def test_no_text_stands_twice_in_a_batch_of_in_batch_negatives(tokenizer):
+    rows = all_pairs()[:30]
+    rows += [{"anchor": rows[0]["anchor"], "positive": f"please {i}"} for i in range(5)]
+    rows += [{"anchor": rows[1]["positive"], "positive": "paint a house"}]  # across columns, too
+    pairs = encoded(tokenizer, rows)
+    batches = pair_order(pairs, 8, 0, 0, distinct=True)
+    for batch in batches:
+        texts = pairs.texts[batch]
+        assert len(np.unique(texts)) == texts.size
+    assert all(2 <= len(batch) <= 8 for batch in batches)
+    seen = np.concatenate(batches)
+    assert len(np.unique(seen)) == len(seen) >= len(rows) - 5
+    assert any(
+        len(np.unique(pairs.texts[batch])) < pairs.texts[batch].size
+        for batch in pair_order(pairs, len(rows), 0, 0, distinct=False)
+    )
+
+
+@pytest.mark.parametrize("distinct", [True, False])
+def test_batches_from_the_middle_are_those_of_the_whole_run(tokenizer, distinct):
+    pairs = encoded(tokenizer, all_pairs()[:21])
+    whole = pair_batches(pairs, 4, 48, 5, distinct)
+    rows = [batch.rows for batch in itertools.islice(whole, 14)]
+    later = pair_batches(pairs, 4, 48, 5, distinct, start=8)
+    assert [batch.rows for batch in itertools.islice(later, 6)] == rows[8:]
+    epoch = len(pair_order(pairs, 4, 5, 0, distinct))
+    first = sorted(row for batch in rows[:epoch] for row in batch)
+    alone = 21 % 4  # the row that is left over is alone in a batch
+    assert first == [*range(21)] or (distinct and len(first) == len(set(first)) == 21 - alone)
+    assert rows[:epoch] != rows[epoch : 2 * epoch]  # another order in the next epoch

@@ -1,0 +1,463 @@
+"""Reading rows, and what of them is learned."""
+
+import json
+import sys
+import types
+
+import numpy as np
+import pytest
+from mlx_lm.tuner.datasets import ChatDataset, CompletionsDataset, TextDataset
+from mlx_lm.utils import load_tokenizer
+
+from mlx_packs.bases.loading import tiny_checkpoint
+from mlx_packs.config.schema import DataConfig
+from mlx_packs.data import rows as data
+from mlx_packs.data.encoding import encode
+from mlx_packs.data.rows import Row, load_rows
+from mlx_packs.errors import PackError
+from tests.helpers.rows import chat, write_rows
+
+COLUMNS = DataConfig()
+CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+TOOL_CHAT = {
+    "messages": [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "One and one?"},
+        {"role": "assistant", "content": "", "tool_calls": [CALL]},
+        {"role": "tool", "content": "2"},
+        {"role": "assistant", "content": "Two."},
+    ],
+    "tools": [{"type": "function", "function": {"name": "add"}}],
+}
+
+# As Qwen3: thoughts of turns before the last question are dropped, the last turn always has some.
+THINKING = """
+{%- set ns = namespace(last=0) %}
+{%- for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}
+{%- endfor %}
+{%- for m in messages %}
+{%- set thought = m.content.split('</think>')[0].split('<think>')[-1].strip('\n')
+    if '</think>' in m.content else '' %}
+{%- set said = m.content.split('</think>')[-1].lstrip('\n') %}
+{{- '<|im_start|>' + m.role + '\n' }}
+{%- if m.role == 'assistant' and loop.index0 > ns.last and (loop.last or thought) %}
+{{- '<think>\n' + thought + '\n</think>\n\n' }}
+{%- endif %}
+{{- said }}
+{%- for call in m.tool_calls or [] %}
+{%- if said or not loop.first %}{{ '\n' }}{% endif %}
+{{- '<tool_call>' + call.function.name + '</tool_call>' }}
+{%- endfor %}
+{{- '<|im_end|>\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}
+"""
+LLAMA = """
+{{- '<|endoftext|>' }}
+{%- for m in messages %}
+{{- '<|start_header_id|>' + m.role + '<|end_header_id|>\n\n' + m.content | trim + '<|eot_id|>' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}
+"""
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return load_tokenizer(tiny_checkpoint())
+
+
+@pytest.fixture
+def with_template():
+    """A fresh tokenizer of the tiny base with another chat template and more special tokens."""
+
+    def make(template: str, *specials: str):
+        made = load_tokenizer(tiny_checkpoint())
+        made._tokenizer.chat_template = template
+        made._tokenizer.add_tokens(list(specials), special_tokens=True)
+        return made
+
+    return make
+
+
+def encoded(tokenizer, *rows: dict, columns: DataConfig = COLUMNS, **options):
+    return encode([Row(f"rows:{i}", r) for i, r in enumerate(rows)], tokenizer, columns, **options)
+
+
+def learned(tokenizer, row: dict, **options) -> list[str]:
+    """The runs of supervised tokens of a row, decoded."""
+    (example,) = encoded(tokenizer, row, **options).items
+    runs, last = [], False
+    for token, target in zip(example.tokens.tolist(), example.target.tolist(), strict=True):
+        if target:
+            runs = [*runs[:-1], [*runs[-1], token]] if last else [*runs, [token]]
+        last = target
+    return [tokenizer.decode(run) for run in runs]
+
+
+def offset_of(tokenizer, row: dict, **options) -> int:
+    """The first supervised token; all after it must be supervised too."""
+    (example,) = encoded(tokenizer, row, **options).items
+    first = int(np.flatnonzero(example.target)[0])
+    assert example.target[first:].all()
+    return first
+
+
+def test_load_rows_takes_every_split_of_a_folder(tmp_path):
+    folder = write_rows(tmp_path, train=[{"text": "a"}], valid=[{"text": "b"}])
+    splits = load_rows(DataConfig(data=str(folder)))
+    assert [r.value for s in ("train", "valid", "test") for r in splits.rows[s]] == [
+        {"text": "a"},
+        {"text": "b"},
+    ]
+    assert splits.notes == []
+
+
+@pytest.mark.parametrize(("rows", "held"), [(2, 1), (40, 2), (4000, 100)])
+def test_load_rows_holds_out_the_end_of_a_single_file(tmp_path, rows, held):
+    write_rows(tmp_path, only=[{"text": str(i)} for i in range(rows)])
+    splits = load_rows(DataConfig(data=str(tmp_path / "only.jsonl")))
+    assert len(splits.rows["train"]) == rows - held
+    assert [r.value["text"] for r in splits.rows["valid"]] == [
+        str(i) for i in range(rows - held, rows)
+    ]
+    assert str(held) in splits.notes[0]
+
+
+def test_load_rows_keeps_train_whole_beside_a_test_split(tmp_path):
+    folder = write_rows(tmp_path, train=[{"text": "a"}] * 30, test=[{"text": "b"}])
+    assert len(load_rows(DataConfig(data=str(folder))).rows["train"]) == 30
+
+
+def test_load_rows_refuses_two_files_of_one_split(tmp_path):
+    write_rows(tmp_path, train=[{"text": "a"}])
+    (tmp_path / "train.json").write_text('[{"text": "b"}]')
+    with pytest.raises(PackError, match=r"train\.jsonl and train\.json both"):
+        load_rows(DataConfig(data=str(tmp_path)))
+
+
+def test_load_rows_refuses_splits_of_different_formats(tmp_path):
+    write_rows(tmp_path, train=[chat("a", "b")], test=[{"text": "c"}])
+    with pytest.raises(PackError, match=r"test\.jsonl:1: mixed formats: this row is text, but .*"):
+        load_rows(DataConfig(data=str(tmp_path)))
+
+
+def test_load_rows_embedded_splits_are_disjoint():
+    splits = load_rows(DataConfig(data="tiny")).rows
+    seen = [{json.dumps(r.value) for r in splits[s]} for s in ("train", "valid", "test")]
+    assert all(seen) and not (seen[0] & seen[1] or seen[0] & seen[2] or seen[1] & seen[2])
+
+
+def test_read_rows_json_list(tmp_path):
+    (tmp_path / "rows.json").write_text('[{"text": "a"},\n {"text": "b"}]')
+    rows = data.read_rows(tmp_path / "rows.json")
+    assert [r.value["text"] for r in rows] == ["a", "b"]
+
+
+def test_read_rows_keeps_line_separators_inside_strings(tmp_path):
+    (tmp_path / "rows.jsonl").write_text('{"text": "a\u2028b\x85c"}\r\n\n{"text": "d"}', "utf-8")
+    rows = data.read_rows(tmp_path / "rows.jsonl")
+    assert [r.value["text"] for r in rows] == ["a\u2028b\x85c", "d"]
+    assert rows[1].where.endswith("rows.jsonl:3")
+
+
+def test_read_rows_ignores_a_byte_order_mark(tmp_path):
+    (tmp_path / "rows.jsonl").write_text('{"text": "a"}\n', "utf-8-sig")
+    assert data.read_rows(tmp_path / "rows.jsonl")[0].value == {"text": "a"}
+
+
+def test_read_rows_parquet_reads_through_pyarrow_or_says_what_to_install(tmp_path, monkeypatch):
+    table = types.SimpleNamespace(to_pylist=lambda: [{"text": "a"}])
+    (tmp_path / "rows.parquet").write_bytes(b"PAR1")
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(PackError, match="pip install pyarrow"):
+        data.read_rows(tmp_path / "rows.parquet")
+    module = types.ModuleType("pyarrow.parquet")
+    module.read_table = lambda file: table
+    package = types.ModuleType("pyarrow")
+    package.parquet = module
+    monkeypatch.setitem(sys.modules, "pyarrow", package)
+    monkeypatch.setitem(sys.modules, "pyarrow.parquet", module)
+    assert data.read_rows(tmp_path / "rows.parquet")[0].value == {"text": "a"}
+
+
+@pytest.fixture
+def hub(monkeypatch):
+    """A stand-in for the `datasets` library with one data set; notes what was asked of it."""
+    stored = {
+        "train": [{"q": "1", "a": "one"}, {"q": "2", "a": "two"}],
+        "validation": [{"q": "3", "a": "three"}],
+        "test": [{"q": "4", "a": "four"}],
+    }
+    module = types.ModuleType("datasets")
+    module.asked = []
+
+    def load_dataset(path, split=None, **arguments):
+        module.asked.append((path, split, arguments))
+        if split is None:
+            return stored
+        if split.split("[")[0] not in stored:
+            raise ValueError(f'Unknown split "{split}".')
+        return stored[split.split("[")[0]]
+
+    module.load_dataset = load_dataset
+    module.exceptions = types.SimpleNamespace(DatasetNotFoundError=FileNotFoundError)
+    monkeypatch.setitem(sys.modules, "datasets", module)
+    return module
+
+
+def test_load_rows_hub_id_without_the_library_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(PackError, match=r"some/set: no such folder.*pip install datasets"):
+        load_rows(DataConfig(data="some/set"))
+
+
+def test_load_rows_missing_file_is_not_taken_for_a_hub_id(hub):
+    with pytest.raises(PackError, match=r"rows/train\.jsonl: no such folder or file"):
+        load_rows(DataConfig(data="rows/train.jsonl"))
+    assert hub.asked == []
+
+
+def test_load_rows_hub_id_takes_validation_for_valid(hub):
+    columns = DataConfig(data="some/set", prompt_feature="q", completion_feature="a")
+    rows = load_rows(columns).rows
+    assert [len(rows[s]) for s in ("train", "valid", "test")] == [2, 1, 1]
+    assert rows["valid"][0].where == "some/set/valid[0]"
+
+
+def test_load_rows_hf_dataset_follows_its_own_split_names(hub):
+    entry = {"path": "some/set", "train_split": "train[:1]", "valid_split": "test"}
+    columns = DataConfig(hf_dataset=entry, prompt_feature="q", completion_feature="a")
+    rows = load_rows(columns).rows
+    assert [r.value["a"] for r in rows["valid"]] == ["four"]
+    assert rows["test"] == []
+
+
+def test_load_rows_hf_dataset_renames_columns_and_joins_entries(hub):
+    entry = {
+        "path": "some/set",
+        "valid_split": "validation",
+        "prompt_feature": "q",
+        "completion_feature": "a",
+        "config": {"name": "main"},
+    }
+    rows = load_rows(DataConfig(hf_dataset=[entry, entry])).rows
+    assert [r.value for r in rows["valid"]] == [{"prompt": "3", "completion": "three"}] * 2
+    assert hub.asked[0] == ("some/set", "train[:80%]", {"name": "main"})
+
+
+@pytest.mark.parametrize(
+    ("entry", "message"),
+    [
+        ({"path": "some/set", "prompt_featur": "q"}, "Did you mean 'prompt_feature'"),
+        ({"train_split": "train"}, "needs a 'path'"),
+        (["some/set"], "must hold keys"),
+    ],
+)
+def test_load_rows_hf_dataset_names_what_is_wrong(hub, entry, message):
+    with pytest.raises(PackError, match=message):
+        load_rows(DataConfig(hf_dataset=entry))
+
+
+def test_encode_assistant_learns_every_answer_with_its_end_and_nothing_else(tokenizer):
+    row = chat("Hi.", "Hello!", "And?", "Bye.")
+    row["messages"].insert(0, {"role": "system", "content": "Be kind."})
+    assert learned(tokenizer, row) == ["Hello!<|im_end|>", "Bye.<|im_end|>"]
+
+
+def test_encode_assistant_reads_tools_calls_and_results(tokenizer):
+    (example,) = encoded(tokenizer, TOOL_CHAT).items
+    whole = tokenizer.decode(example.tokens.tolist())
+    assert "<tools>" in whole and "<tool_response>\n2" in whole
+    call = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call><|im_end|>'
+    assert learned(tokenizer, TOOL_CHAT) == [call, "Two.<|im_end|>"]
+
+
+def test_encode_tools_may_be_a_json_text(tokenizer):
+    written = {**TOOL_CHAT, "tools": json.dumps(TOOL_CHAT["tools"])}
+    whole, same = encoded(tokenizer, TOOL_CHAT, written).items
+    assert whole.tokens.tolist() == same.tokens.tolist()
+
+
+def test_encode_assistant_leaves_out_the_header_of_an_opening_answer(tokenizer):
+    row = {
+        "messages": [{"role": "assistant", "content": "I begin."}, *chat("Go", "On")["messages"]]
+    }
+    assert learned(tokenizer, row) == ["I begin.<|im_end|>", "On<|im_end|>"]
+
+
+def test_encode_completion_of_a_lone_answer_leaves_out_its_header(tokenizer):
+    row = {"messages": [{"role": "assistant", "content": "I begin."}]}
+    assert learned(tokenizer, row, loss_on="completion") == ["I begin.<|im_end|>\n"]
+
+
+def test_encode_assistant_finds_answers_of_characters_that_take_several_tokens(tokenizer):
+    row = chat("née 🙂", "🙂 é\u2028漢", "🙂", "naïve 🤷🏽‍♀️")
+    assert learned(tokenizer, row) == ["🙂 é\u2028漢<|im_end|>", "naïve 🤷🏽‍♀️<|im_end|>"]
+
+
+def test_encode_assistant_is_not_fooled_by_answers_that_repeat_the_template(tokenizer):
+    row = chat("yes", "yes", "assistant\nyes", "assistant\nyes")
+    assert learned(tokenizer, row) == ["yes<|im_end|>", "assistant\nyes<|im_end|>"]
+
+
+def test_encode_assistant_follows_a_template_that_drops_earlier_thoughts(with_template):
+    row = chat("a?", "<think>\nhm\n</think>\n\nA", "b?", "<think>\nso\n</think>\n\nB")
+    wanted = ["A<|im_end|>", "<think>\nso\n</think>\n\nB<|im_end|>"]
+    assert learned(with_template(THINKING), row) == wanted
+
+
+def test_encode_assistant_follows_a_thinking_template_through_tool_calls(with_template):
+    row = {"messages": TOOL_CHAT["messages"][1:]}
+    assert learned(with_template(THINKING), row) == [
+        "<tool_call>add</tool_call><|im_end|>",
+        "<think>\n\n</think>\n\nTwo.<|im_end|>",
+    ]
+
+
+def test_encode_assistant_follows_a_template_of_headers_and_eot(with_template):
+    llama = with_template(LLAMA, "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
+    llama.add_eos_token("<|eot_id|>")
+    row = chat("a?", " A ", "b?", "B")
+    assert learned(llama, row) == ["A<|eot_id|>", "B<|eot_id|>"]
+
+
+def test_encode_takes_the_first_token_from_the_template_alone(with_template):
+    llama = with_template(LLAMA)
+    (example,) = encoded(llama, chat("a?", "A"), loss_on="all").items
+    start = llama.convert_tokens_to_ids("<|endoftext|>")
+    assert example.tokens.tolist().count(start) == 1 and example.tokens[0] == start
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        chat("Hi.", "Hello!", "And?", "Bye."),
+        chat("Hi.", "Hello!", "And?"),
+        TOOL_CHAT,
+        chat("🙂", "🙂\n\n"),
+    ],
+    ids=["turns", "user_last", "tools", "emoji"],
+)
+def test_encode_completion_of_a_chat_is_mask_prompt_of_mlx_lm(tokenizer, row):
+    tokens, offset = ChatDataset([row], tokenizer, mask_prompt=True).process(row)
+    (example,) = encoded(tokenizer, row, loss_on="completion").items
+    assert example.tokens.tolist() == tokens
+    assert offset_of(tokenizer, row, loss_on="completion") == offset
+
+
+def test_encode_completion_of_a_pair_is_mask_prompt_of_mlx_lm(tokenizer):
+    row = {"prompt": "Two and two?", "completion": "Four. 🙂"}
+    theirs = CompletionsDataset([row], tokenizer, "prompt", "completion", mask_prompt=True)
+    tokens, offset = theirs.process(row)
+    (example,) = encoded(tokenizer, row).items
+    assert example.tokens.tolist() == tokens and offset_of(tokenizer, row) == offset
+
+
+@pytest.mark.parametrize("text", ["Once upon a time", "ends itself<|im_end|>"])
+def test_encode_text_is_what_mlx_lm_encodes(tokenizer, text):
+    tokens, _ = TextDataset([], tokenizer).process({"text": text})
+    (example,) = encoded(tokenizer, {"text": text}).items
+    assert example.tokens.tolist() == tokens and example.target.tolist()[1:] == [True] * (
+        len(tokens) - 1
+    )
+
+
+def test_encode_all_learns_every_token_but_the_first(tokenizer):
+    (example,) = encoded(tokenizer, chat("Hi.", "Hello!"), loss_on="all").items
+    assert not example.target[0] and example.target[1:].all()
+
+
+def test_encode_completion_refuses_a_template_that_rewrites_the_prompt(with_template):
+    rewrites = "{{ messages | length }}{% for m in messages %}{{ m.content }}{% endfor %}"
+    with pytest.raises(PackError, match="rows:0: the chat template renders the prompt differently"):
+        encoded(with_template(rewrites), chat("a", "b"), loss_on="completion")
+
+
+def test_encode_finds_columns_under_other_names(tokenizer):
+    columns = DataConfig(prompt_feature="q", completion_feature="a", chat_feature="turns")
+    pair = {"q": "One?", "a": "1", "text": "not this"}
+    plain = {"prompt": "One?", "completion": "1"}
+    (renamed,) = encoded(tokenizer, pair, columns=columns).items
+    (usual,) = encoded(tokenizer, plain).items
+    assert renamed.tokens.tolist() == usual.tokens.tolist()
+    turns = {"turns": chat("One?", "1")["messages"]}
+    assert encoded(tokenizer, turns, columns=columns).format == "chat"
+
+
+def test_encode_ce_last_k_keeps_the_last_targets(tokenizer):
+    assert learned(tokenizer, chat("Hi.", "one two three"), ce_last_k=2) == [" three<|im_end|>"]
+
+
+def test_encode_counts_rows_that_are_cut_or_lose_every_target(tokenizer):
+    short, long_answer = chat("Hi.", "Yes."), chat("Hi.", "word " * 50)
+    long_prompt = chat("word " * 50, "Yes.")
+    examples = encoded(tokenizer, short, long_answer, long_prompt, max_seq_length=30)
+    assert (len(examples), examples.cut, examples.dropped) == (2, 2, 1)
+    assert max(len(e.tokens) for e in examples.items) == 30
+
+
+def test_encode_ce_last_k_counts_from_the_end_of_a_cut_row(tokenizer):
+    row = chat("Hi.", "word " * 50)
+    (example,) = encoded(tokenizer, row, max_seq_length=20, ce_last_k=3).items
+    assert np.flatnonzero(example.target).tolist() == [17, 18, 19]
+
+
+@pytest.mark.parametrize(
+    ("row", "options", "message"),
+    [
+        ({"messages": "Hi"}, {}, r"'messages' must be a list .* Shown: \"Hi\""),
+        ({"messages": []}, {}, "at least one message"),
+        ({"messages": [{"content": "a"}]}, {}, "object with a 'role'"),
+        ({"messages": [{"role": "user", "content": ["a"]}]}, {}, "'content' .* must be a text"),
+        ({"messages": [{"role": "user", "content": "a"}]}, {}, "nothing to supervise"),
+        ({"prompt": "a", "completion": 5}, {}, "'completion' must be a text, but got 5"),
+        ({"text": ""}, {}, "'text' must be a text"),
+        ({"words": "a"}, {}, r"must have 'messages', .* but has \['words'\]"),
+        ({**chat("a", "b"), "tools": "{"}, {}, "'tools' is not valid JSON"),
+        ({**chat("a", "b"), "tools": 5}, {}, "template refuses this row"),
+        (chat("a", "b \ud800"), {}, "surrogate"),
+        (chat("a", "b"), {"vocab_size": 100}, "beyond the base's vocabulary of 100"),
+        (chat("a" * 99, "b"), {"max_seq_length": 8}, "no row has a target within 8 tokens"),
+        ({"text": "a"}, {"loss_on": "assistant"}, "text rows have no prompt"),
+    ],
+)
+def test_encode_names_row_and_fault(tokenizer, row, options, message):
+    with pytest.raises(PackError, match=message) as error:
+        encoded(tokenizer, row, **options)
+    assert "rows:0" in str(error.value) or "--loss-on" in str(error.value)
+
+
+def test_encode_mixed_formats_names_both_rows(tokenizer):
+    with pytest.raises(PackError, match="rows:1: mixed formats: this row is text, but rows:0"):
+        encoded(tokenizer, chat("a", "b"), {"text": "c"})
+
+
+def test_encode_without_chat_template_says_what_to_do(with_template):
+    plain = with_template(None)
+    plain.has_chat_template = False
+    with pytest.raises(PackError, match="rows:0: .* no chat template; use rows with 'text'"):
+        encoded(plain, chat("a", "b"))
+    assert len(encoded(plain, {"text": "a"})) == 1
+
+
+def test_encode_slow_tokenizer_says_what_to_do():
+    def refuse(*_, **arguments):
+        if arguments["return_offsets_mapping"]:
+            raise NotImplementedError
+        return {"input_ids": [[5, 6, 7]]}
+
+    class Slow:
+        eos_token_ids, all_special_ids, has_chat_template = {7}, [], True
+        _tokenizer = staticmethod(refuse)
+        apply_chat_template = staticmethod(lambda messages, **_: "x" * len(messages))
+
+    with pytest.raises(PackError, match="use --loss-on all"):
+        encoded(Slow, chat("a", "b"), loss_on="completion")
+    assert len(encoded(Slow, chat("a", "b"), loss_on="all")) == 1
+
+
+def test_fingerprint_follows_content_and_not_place():
+    rows = [Row("a:1", {"text": "x"}), Row("a:2", {"text": "y"})]
+    moved = [Row("b:9", {"text": "x"}), Row("c:1", {"text": "y"})]
+    assert data.fingerprint(rows) == data.fingerprint(moved)
+    assert data.fingerprint(rows) != data.fingerprint(rows[::-1])

@@ -1,0 +1,369 @@
+"""Base and packs side by side: figures, tables, gates."""
+
+import csv
+import json
+import math
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mlx_packs import evaluate, evaluate_batch, load_base, weighted_sum
+from mlx_packs.bases.loading import tiny_checkpoint
+from mlx_packs.data.batches import evaluation_batches
+from mlx_packs.data.encoding import Example, Examples
+from mlx_packs.errors import PackError
+from mlx_packs.evaluation import compare as comparison
+from mlx_packs.evaluation.evaluate import Difference, RowScores, Scorer
+from mlx_packs.gates import failures, judge, limits
+from mlx_packs.inference import throughput as speed
+from mlx_packs.objectives.causal_lm import split_head
+from mlx_packs.runtime import mx
+from tests.helpers.models import base_of
+from tests.helpers.rows import chat, write_rows
+from tests.packs.test_hot_swap import random_pack
+
+ROWS = [
+    chat("What is one?", "It is one and one, and no more than that, said the man."),
+    chat("Who?", "The king."),
+    chat("Where did they go?", "They went up into the mountain, and came down again."),
+]
+QUICK = ("--data", "rows", "--sequence-length", 48, "--max-tokens", 3, "--rounds", 1)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory) -> Path:
+    """A folder with rows and three packs, ``a`` and ``b`` of one shape."""
+    folder = tmp_path_factory.mktemp("made")
+    base = load_base("tiny")
+    for name, seed, rank in (("a", 0, 2), ("b", 1, 2), ("c", 2, 4)):
+        random_pack(base, seed, rank, ("q_proj", "down_proj")).save(folder / name)
+    write_rows(folder / "rows", train=ROWS[:1], test=ROWS)
+    return folder
+
+
+@pytest.fixture
+def here(made, monkeypatch) -> Path:
+    monkeypatch.chdir(made)
+    return made
+
+
+def stock_perplexity(adapter: Path | None) -> float:
+    """By mlx-lm's own loader, forward and loss, row by row."""
+    import mlx.nn as nn
+    from mlx_lm.utils import load
+
+    model, tokenizer = load(str(tiny_checkpoint()), adapter_path=adapter and str(adapter))
+    total, count = 0.0, 0
+    for row in ROWS:
+        tokens = tokenizer.apply_chat_template(row["messages"])
+        start = len(tokenizer.apply_chat_template(row["messages"][:-1], add_generation_prompt=True))
+        end = len(tokens) - 1  # the newline after the end of the turn is not learned
+        logits = model(mx.array([tokens[:-1]]))[0]
+        nll = nn.losses.cross_entropy(logits, mx.array(tokens[1:]))[start - 1 : end - 1]
+        total, count = total + nll.sum().item(), count + nll.size
+    return math.exp(total / count)
+
+
+def test_eval_batch_on_base_and_three_packs(here, run):
+    """JSON and CSV; perplexities are those of stock mlx-lm on the same rows."""
+    code, out, err = run(
+        "eval-batch",
+        "--pack",
+        "a",
+        "b",
+        "c",
+        *QUICK,
+        "--batch-size",
+        "1,3",
+        "--csv",
+        "out.csv",
+        "--json",
+    )
+    assert code == 0, err
+    found = json.loads(out)
+    assert [(f["name"], f["batch_size"]) for f in found] == [
+        (name, size) for name in ("base", "a", "b", "c") for size in (1, 3)
+    ]
+    for one in found:
+        for key in "ppl_se prompt_tps decode_tps first_token_ms peak_gb accuracy".split():
+            assert one[key] >= 0 and math.isfinite(one[key]), key
+        assert one["scoring"] == "packed" and one["rows"] == 3
+        wanted = stock_perplexity(None if one["name"] == "base" else here / one["name"])
+        assert one["ppl"] == pytest.approx(wanted, rel=1e-3)
+        assert one["ppl_ratio"] == pytest.approx(one["ppl"] / found[0]["ppl"], rel=1e-6)
+    sizes = {f["name"]: f["pack_mb"] for f in found}
+    assert sizes["base"] == 0 and 0.05 < sizes["a"] < sizes["c"]
+    with open("out.csv") as file:
+        lines = list(csv.DictReader(file))
+    assert [float(line["ppl"]) for line in lines] == [f["ppl"] for f in found]
+    assert [line["name"] for line in lines] == [f["name"] for f in found]
+
+
+def test_eval_batch_prints_tables_that_fit_60_columns(here, run, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "60")
+    long = Path("a-pack-with-a-name-that-is-longer-than-a-column-of-the-table")
+    if not long.exists():
+        shutil.copytree("a", long)
+    code, out, err = run(
+        "eval-batch",
+        "--pack",
+        "b",
+        "--pack",
+        long,
+        *QUICK,
+        "--batch-size",
+        "1",
+        "--max-pack-mb",
+        9,
+    )
+    assert code == 0, err
+    lines = out.splitlines()
+    tables = [line for line in lines if line.startswith(("base ", "b ", "a-pack"))]
+    assert len(tables) == 6 and max(map(len, tables)) <= 60 and "\x1b" not in out
+    assert "±" in tables[0] and tables[-1].split()[-1].startswith("0.") and "gates   ok" in lines
+
+
+def test_a_failing_gate_exits_with_1_and_is_named_with_limit_and_value(here, run):
+    code, out, err = run(
+        "eval-batch",
+        "--pack",
+        "a",
+        "--pack",
+        "c",
+        *QUICK,
+        "--batch-size",
+        "1,2",
+        "--json",
+        "--max-pack-mb",
+        0.1,
+        "--min-tps-ratio",
+        1000,
+        "--max-ppl-ratio",
+        50,
+    )
+    assert code == 1
+    found = {(f["name"], f["batch_size"]): f for f in json.loads(out)}
+    gates = found["c", 1]["gates"]
+    assert {name: gate["passed"] for name, gate in gates.items()} == {
+        "max_pack_mb": False,
+        "min_tps_ratio": False,
+        "max_ppl_ratio": True,
+    }
+    assert gates["max_pack_mb"]["limit"] == 0.1 < gates["max_pack_mb"]["value"]
+    assert gates["max_ppl_ratio"]["value"] == found["c", 1]["ppl_ratio"]
+    lines = [line for line in err.splitlines() if line.startswith("packs: gate")]
+    assert sum("--max-pack-mb failed (c)" in line for line in lines) == 1
+    assert sum("--min-tps-ratio failed (a, batch 2)" in line for line in lines) == 1
+    assert len(lines) == 6 - (gates["max_pack_mb"]["limit"] > found["a", 1]["pack_mb"])
+    assert found["base", 1]["gates"] == {} and " < 1000" in err and " > 0.1" in err
+
+
+def test_evaluate_batch_gives_the_perplexities_of_evaluate(here):
+    base = load_base("tiny")
+    found = evaluate_batch(
+        base, ["a", "c"], "rows", batch_sizes=[2], sequence_length=48, max_tokens=2, rounds=1
+    )
+    for one, pack in zip(found[1:], ("a", "c"), strict=True):
+        report = evaluate(base, pack, "rows")
+        assert one.ppl == pytest.approx(report.pack.ppl, rel=1e-5)
+        assert one.accuracy == report.pack.accuracy
+        assert one.ppl_ratio_se == pytest.approx(report.difference.ppl_ratio_se, rel=1e-3)
+    assert base.carried is None
+
+
+def test_rows_that_cannot_be_packed_exactly_are_scored_by_length(here, monkeypatch):
+    base = load_base("tiny")
+    how = dict(batch_sizes=[2], sequence_length=48, max_tokens=2, rounds=1)
+    packed = evaluate_batch(base, ["a"], "rows", **how)
+    monkeypatch.setattr(comparison, "why_not_packed", lambda *_: "it keeps a state")
+    by_length = evaluate_batch(base, ["a"], "rows", **how)
+    assert {o.scoring for o in by_length} == {"by length"} and packed[0].scoring == "packed"
+    for one, other in zip(packed, by_length, strict=True):
+        assert one.ppl == pytest.approx(other.ppl, rel=1e-5)
+        assert one.ppl_se == pytest.approx(other.ppl_se, rel=1e-4)
+
+
+def test_difference_is_paired_by_row():
+    """Against the ratio estimator written out; the same rows in another order do not match."""
+    base = RowScores(np.array([10.0, 2.0, 6.0]), np.array([5, 2, 3]), np.array([1, 0, 2]))
+    pack = RowScores(np.array([9.0, 1.5, 5.9]), base.targets, base.hits)
+    found = Difference.between(base, pack)
+    d, n = np.array([-1.0, -0.5, -0.1]), base.targets
+    mean = d.sum() / 10
+    assert found.nll == pytest.approx(mean)
+    assert found.nll_se == pytest.approx(
+        math.sqrt(3 / 2 * sum((x - mean * k) ** 2 for x, k in zip(d, n, strict=True))) / 10
+    )
+    assert found.ppl_ratio == pytest.approx(pack.score.ppl / base.score.ppl)
+    assert found.ppl_ratio_se == pytest.approx(found.ppl_ratio * found.nll_se)
+    assert found.nll_se < base.score.ppl_se / base.score.ppl
+    one = RowScores(base.nll[:1], n[:1], base.hits[:1])
+    assert Difference.between(one, one).nll_se is None
+
+
+def test_row_scores_stand_in_the_order_of_the_data():
+    base = base_of("qwen3")
+    rows = [Example(np.arange(1, n, dtype=np.int32), np.arange(n - 1) > 0, "") for n in (9, 4, 7)]
+    scorer = Scorer(base.model, split_head(base.model))
+    batched = scorer.rows(evaluation_batches(Examples(rows, "text", "all"), 2, 32))
+    assert batched.targets.tolist() == [7, 2, 5]
+    for i, row in enumerate(rows):
+        alone = scorer.rows(evaluation_batches(Examples([row], "text", "all"), 1, 32))
+        assert batched.nll[i] == pytest.approx(alone.nll[0], rel=1e-5)
+
+
+def test_race_warms_up_takes_turns_forth_and_back_and_pairs_the_ratio(here, monkeypatch):
+    """The machine slows down by half from round to round; the ratio of each round does not."""
+    base = load_base("tiny")
+    pack = comparison.as_pack("a")
+    order, rounds = [], []
+
+    def timed(base, prompts, max_tokens):
+        order.append("base" if base.carried is None else "pack")
+        pace = 2.0 ** -((len(order) - 1) // 2)
+        rounds.append(pace)
+        return speed._Run(1.0 / pace, (100 if order[-1] == "base" else 80) * pace, 0.5)
+
+    monkeypatch.setattr(speed, "_timed", timed)
+    found = speed.race(base, [None, pack], [[1, 2]] * 3, 4, rounds=3)
+    assert order == ["pack", "base", "base", "pack", "pack", "base", "base", "pack"]
+    assert found[1].tps_ratio == pytest.approx(0.8) and found[0].tps_ratio == 1
+    assert found[0].decode_tps == 100 * rounds[4] and found[1].decode_tps == 80 * rounds[4]
+    assert found[0].prompt_tps == 6 * rounds[4] and found[0].batch_size == 3
+
+
+def test_timed_counts_the_tokens_of_all_answers(monkeypatch):
+    clock = iter([0.0, 2.0, 6.0])
+    tokens = [(0, 1), (1, 1), (0, 1), (1, 1), (0, 1), (1, 1)]
+    monkeypatch.setattr(speed.time, "perf_counter", lambda: next(clock))
+    monkeypatch.setattr(speed, "stream_batch", lambda *_, **__: iter(tokens))
+    run = speed._timed(None, [[1], [2]], 3)
+    assert (run.first_s, run.decode_tps) == (2.0, 1.0)
+
+
+def test_prompts_of_are_cut_from_the_rows_one_behind_the_other():
+    rows = [np.array([1, 2, 3]), np.array([4, 5])]
+    assert speed.prompts_of(rows, 3, 2) == [[1, 2], [3, 4], [5, 1]]
+
+
+def test_named_packs_are_called_after_their_folders(here):
+    shutil.copytree("a", "more/a", dirs_exist_ok=True)
+    half = weighted_sum([(comparison.as_pack("a"), 0.5)])
+    found = comparison.named_packs(["a", "more/a", "c", half])
+    assert [name for name, _ in found] == ["a", "more/a", "c", "0.5 a"]
+    assert [name for name, _ in comparison.named_packs({"x": "a", "y": half})] == ["x", "y"]
+
+
+def test_named_packs_have_the_name_of_the_hub_and_never_that_of_the_base(here):
+    for folder in ("base", "x/n", "y/n", "o--p/" + "a" * 40):
+        shutil.copytree("a", folder, dirs_exist_ok=True)
+    pin = {"repo": "o/p", "revision": "v2", "commit": "a" * 40}
+    (here / "o--p" / ("a" * 40) / "hub.json").write_text(json.dumps(pin))
+    pulled = comparison.as_pack("o--p/" + "a" * 40)
+    sums = [weighted_sum([(comparison.as_pack(f"{folder}/n"), 0.5)]) for folder in "xy"]
+    found = [name for name, _ in comparison.named_packs(["base", pulled, *sums])]
+    assert found == [str(here / "base"), "o/p@v2", "0.5 n", "0.5 n (2)"]
+    again = weighted_sum([(comparison.as_pack("x/n"), 0.5)])
+    with pytest.raises(PackError, match="is given twice"):
+        comparison.named_packs([*sums, again])
+    with pytest.raises(PackError, match="'base' is what the base is called"):
+        comparison.named_packs({"base": "a"})
+
+
+def test_a_pack_called_base_is_held_to_the_gates(here):
+    shutil.copytree("a", "base", dirs_exist_ok=True)
+    found = evaluate_batch(
+        load_base("tiny"),
+        ["base"],
+        "rows",
+        batch_sizes=(1,),
+        sequence_length=48,
+        max_tokens=2,
+        rounds=1,
+        max_pack_mb=0.001,
+    )
+    assert [one.name for one in found] == ["base", str(here / "base")]
+    assert len(comparison.failed(found)) == 1
+
+
+def test_judge_holds_values_against_limits_and_nan_never_passes():
+    held = limits(max_ppl_ratio=1.0, min_tps_ratio=0.9, max_pack_mb=None)
+    assert set(held) == {"max_ppl_ratio", "min_tps_ratio"}
+    gates = judge(held, {"max_ppl_ratio": 1.0, "min_tps_ratio": 0.9})
+    assert all(gate["passed"] for gate in gates.values()) and failures(gates) == []
+    gates = judge(held, {"max_ppl_ratio": math.nan, "min_tps_ratio": 0.8999})
+    assert failures(gates, "x") == [
+        "gate --max-ppl-ratio failed (x): nan > 1",
+        "gate --min-tps-ratio failed (x): 0.8999 < 0.9",
+    ]
+
+
+@pytest.mark.parametrize("limit", [0, -1, math.nan, math.inf])
+def test_limits_must_be_positive_numbers(limit):
+    with pytest.raises(PackError, match="--max-pack-mb .*: must be a positive number"):
+        limits(max_pack_mb=limit)
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (("--pack", "a", "--batch-size", "1,x"), "--batch-size 1,x: must be numbers above 0"),
+        (("--pack", "a", "--batch-size", "0"), "--batch-size 0: must be numbers above 0"),
+        (("--pack", "a", "--batch-size", "2,2"), "--batch-size 2,2: has a number twice"),
+        (("--pack", "a", "--pack", "rows/../a"), "rows/../a: is given twice"),
+        (("--pack", "a=0.5", "--pack", "a=0.50"), "--pack 0.5 a: is given twice"),
+        (("--pack", "a=x"), "--pack a=x: the weight must be a number"),
+        (("--pack", "nowhere"), "nowhere: no such pack folder"),
+        (("--pack", "a", "--sequence-length", "1"), "--sequence-length 1: must be 2 or more"),
+        (("--sequence-length", "100000"), "--sequence-length 100000: with --max-tokens 32"),
+        (("--pack", "a", "--max-tokens", "1"), "--max-tokens 1: must be 2 or more"),
+        (("--pack", "a", "--rounds", "0"), "--rounds 0: must be 1 or more"),
+        (("--pack", "a", "--limit", "0"), "--limit must be positive"),
+        (("--pack", "a", "--max-ppl-ratio", "0"), "--max-ppl-ratio 0: must be a positive number"),
+        (("--min-tps-ratio", "0.5"), "--min-tps-ratio: is a gate for packs, but there is no pack"),
+        (("--pack", "a", "--csv", "no/x.csv"), "--csv no/x.csv: there is no folder no"),
+        (("--pack", "a", "--csv", "rows"), "--csv rows: is a folder"),
+        (("--data", "empty.jsonl"), "empty.jsonl"),
+        (("--pack", "a", "--split", "train2"), "has no train2 rows"),
+        (("--pack", "stranger"), "was trained on tiny (fingerprint ffffffffffff), but tiny is"),
+    ],
+)
+def test_eval_batch_refuses_in_one_line(here, run, args, message, monkeypatch):
+    monkeypatch.delattr(comparison, "_score_all")  # before anything is scored
+    Path("empty.jsonl").write_text("")
+    if not Path("stranger").exists():
+        shutil.copytree("a", "stranger")
+        manifest = json.loads(Path("stranger/pack.json").read_text())
+        manifest["base"]["fingerprint"] = "f" * 64
+        Path("stranger/pack.json").write_text(json.dumps(manifest))
+    more = () if "--data" in args else ("--data", "rows")
+    code, out, err = run("eval-batch", *args, *more)
+    lines = [line for line in err.splitlines() if line.startswith("packs: ")]
+    assert (code, out, len(lines)) == (2, "", 1), err
+    assert message in lines[0]
+
+
+def test_eval_names_both_where_one_pack_of_a_sum_is_for_another_base(here, run):
+    shutil.copytree("a", "other", dirs_exist_ok=True)
+    manifest = json.loads(Path("other/pack.json").read_text())
+    manifest["base"].update(fingerprint="e" * 64, id="elsewhere")
+    Path("other/pack.json").write_text(json.dumps(manifest))
+    code, _, err = run("eval", "--pack", "a=0.5", "--pack", "other=0.5")
+    assert code == 2 and "other: was trained on elsewhere" in err and "but a on tiny" in err
+
+
+def test_eval_and_generate_take_a_weighted_sum(here, run):
+    both = ("--pack", "a=0.7", "--pack", "c=0.3")
+    code, out, err = run("eval", *both, "--data", "rows", "--json")
+    assert code == 0, err
+    report = evaluate(load_base("tiny"), comparison.as_pack({"a": 0.7, "c": 0.3}), "rows")
+    assert json.loads(out)["pack"]["ppl"] == pytest.approx(report.pack.ppl, rel=1e-6)
+    assert json.loads(out)["difference"]["nll_se"] > 0
+    code, out, err = run("generate", *both, "--prompt", "Who?", "--max-tokens", 3, "--json")
+    assert code == 0 and json.loads(out)["pack"] == "a=0.7 + c=0.3", err
+    code, out, _ = run("eval", *both, "--data", "rows")
+    assert "ratio" in out and "±" in out.splitlines()[2] and "paired" in out
+    code, _, err = run("eval", "--data", "rows")
+    assert code == 2 and "name a PACK" in err

@@ -1,0 +1,209 @@
+"""Tasks of lm-evaluation-harness: the language model that it is given, and the results."""
+
+import json
+import sys
+from types import ModuleType, SimpleNamespace
+
+import mlx.nn as nn
+import pytest
+
+from mlx_packs import evaluate, evaluate_tasks, load_base
+from mlx_packs.errors import PackError
+from mlx_packs.evaluation.evaluate import Scorer
+from mlx_packs.evaluation.lm_eval import _figures, _until, language_model, log_likelihoods
+from mlx_packs.objectives.causal_lm import split_head
+from mlx_packs.runtime import mx
+from tests.packs.test_hot_swap import random_pack
+
+TASK = """
+task: {name}
+dataset_path: json
+dataset_kwargs:
+  data_files: {{test: {rows}}}
+test_split: test
+doc_to_text: "{{{{question}}}}"
+"""
+CHOICE = """output_type: multiple_choice
+doc_to_choice: "{{choices}}"
+doc_to_target: "{{answer}}"
+metric_list: [{metric: acc, aggregation: mean, higher_is_better: true}]
+"""
+ANSWER = """output_type: generate_until
+doc_to_target: "{{choices[answer]}}"
+generation_kwargs: {until: ["."], max_gen_toks: 6}
+metric_list: [{metric: exact_match, aggregation: mean, higher_is_better: true}]
+"""
+QUESTIONS = [
+    {"question": "In the beginning God created the", "choices": [" heaven", " list"], "answer": 0},
+    {"question": "The lord of", "choices": [" the house", " zebra table"], "answer": 0},
+    {"question": "He was a", "choices": [" quux", " good man"], "answer": 1},
+]
+
+
+@pytest.fixture(scope="module")
+def base():
+    return load_base("tiny")
+
+
+def alone(base, context: list[int], continuation: list[int]) -> tuple[float, bool]:
+    """By one forward of the model."""
+    tokens = [*context, *continuation]
+    scores = nn.log_softmax(base.model(mx.array([tokens[:-1]]))[0], axis=-1)[len(context) - 1 :]
+    value = sum(scores[i, token].item() for i, token in enumerate(continuation))
+    return value, mx.argmax(scores, axis=-1).tolist() == continuation
+
+
+def test_log_likelihoods_are_those_of_each_pair_alone(base):
+    encode = base.tokenizer.encode
+    pairs = [(encode("In the beginning God"), encode(" created the heaven"))]
+    pairs += [(encode("He"), encode(" was a")), ([5], [9]), (encode("And the"), [7, 8, 9, 10, 11])]
+    context = encode("The house of the")
+    greedy = mx.argmax(base.model(mx.array([context]))[0, -1]).item()
+    pairs.append((context, [greedy]))
+    found = log_likelihoods(Scorer(base.model, split_head(base.model)), pairs, 2, 64)
+    for pair, (value, is_greedy) in zip(pairs, found, strict=True):
+        wanted, most = alone(base, *pair)
+        assert value == pytest.approx(wanted, rel=1e-4) and is_greedy is most
+    assert found[-1][1] and not all(is_greedy for _, is_greedy in found)
+
+
+def test_log_likelihoods_cut_the_begin_of_what_is_too_long(base):
+    scorer = Scorer(base.model, split_head(base.model))
+    context = list(range(1, 60))
+    (whole,) = log_likelihoods(scorer, [(context, [7, 8])], 1, 16)
+    assert whole[0] == pytest.approx(alone(base, context[-14:], [7, 8])[0], rel=1e-4)
+
+
+def test_until_ends_at_the_first_stop():
+    assert _until("It is one. And", [".", "is"]) == "It "
+    assert _until("It is", "x") == "It is" and _until("It", []) == "It"
+
+
+def test_figures_read_the_results_of_the_harness():
+    results = {"t": {"alias": "t", "acc,none": 0.5, "acc_stderr,none": 0.1, "n_shot": 3}}
+    assert list(_figures(results)) == [("t", "acc", "", 0.5), ("t", "acc", "_se", 0.1)]
+
+
+def test_without_lm_eval_the_message_says_how_to_get_it(base, monkeypatch, run):
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    with pytest.raises(PackError, match=r"lm_eval cannot be imported.*mlx-packs\[lm-eval\]"):
+        evaluate_tasks(base, None, ["arc_easy"])
+    code, out, err = run("eval-tasks", "--tasks", "arc_easy")
+    assert (code, out) == (2, "") and "pip install" in err
+
+
+@pytest.fixture
+def stand_in(monkeypatch):
+    """lm_eval's interface as far as it is used, with one task of two questions."""
+    names = ("lm_eval", "lm_eval.tasks", "lm_eval.api", "lm_eval.api.model", "lm_eval.utils")
+    package, tasks, api, model, utils = map(ModuleType, names)
+
+    class TaskManager:
+        def __init__(self, include_path=None):
+            self.include_path = include_path
+
+        def match_tasks(self, names):
+            return [name for name in names if name == "known"]
+
+    class TemplateLM:
+        prefix_token_id = 0
+
+    def simple_evaluate(model, tasks, **options):
+        print("bootstrapping for stddev: known")  # as the harness does
+        requests = [((), [5, 6], [7]), ((), [8], [9, 10])]
+        scored = model._loglikelihood_tokens(requests)
+        ask = [SimpleNamespace(args=("He was a", {"until": ["."], "max_gen_toks": 4}))]
+        return {
+            "results": {
+                "known": {
+                    "nll,none": -sum(v for v, _ in scored),
+                    "answer,none": model.generate_until(ask)[0],
+                }
+            }
+        }
+
+    tasks.TaskManager, model.TemplateLM, package.simple_evaluate = (
+        TaskManager,
+        TemplateLM,
+        simple_evaluate,
+    )
+    utils.get_rolling_token_windows = lambda token_list, **_: [(token_list[:1], token_list[1:])]
+    utils.make_disjoint_window = lambda window: window
+    for module in (package, tasks, api, model, utils):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+
+
+def test_evaluate_tasks_scores_base_and_pack(base, stand_in):
+    pack = random_pack(base, 0)
+    found = evaluate_tasks(base, pack, ["known"])["known"]["nll"]
+    assert found["base"] == pytest.approx(
+        -alone(base, [5, 6], [7])[0] - alone(base, [8], [9, 10])[0], rel=1e-4
+    )
+    assert found["pack"] != pytest.approx(found["base"], rel=1e-4) and base.carried is None
+    with base.applied(pack):
+        rolled = language_model(base).loglikelihood_rolling([SimpleNamespace(args=("He was",))])
+        tokens = base.tokenizer.encode("He was", add_special_tokens=False)
+        assert rolled[0] == pytest.approx(alone(base, tokens[:1], tokens[1:])[0], rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ({"tasks": ["unknown"]}, "--tasks unknown: lm_eval has no such task"),
+        ({"tasks": []}, "--tasks: name one or more"),
+        ({"tasks": ["known"], "limit": 0}, "--limit 0: must be positive"),
+        ({"tasks": ["known"], "task_path": "nowhere"}, "--task-path nowhere: is no folder"),
+    ],
+)
+def test_evaluate_tasks_refuses_in_one_line(base, stand_in, how, message):
+    with pytest.raises(PackError, match=message):
+        evaluate_tasks(base, None, **how)
+
+
+def test_eval_tasks_prints_json_alone_on_stdout(stand_in, run):
+    code, out, err = run("eval-tasks", "--tasks", "known", "--json")
+    assert (code, set(json.loads(out)["known"])) == (0, {"nll"}) and "bootstrapping" in err
+
+
+def test_a_base_that_carries_a_pack_is_not_taken_for_the_base(base, stand_in):
+    with base.applied(random_pack(base, 0)):
+        with pytest.raises(PackError, match="carries a pack already"):
+            evaluate_tasks(base, None, ["known"])
+        with pytest.raises(PackError, match="carries a pack already"):
+            evaluate(base, None, limit=1)
+
+
+def test_sampled_answers_are_refused(base, stand_in):
+    ask = SimpleNamespace(args=("He", {"do_sample": True, "temperature": 0.7}))
+    with pytest.raises(PackError, match="answers are greedy"):
+        language_model(base).generate_until([ask])
+
+
+@pytest.mark.interop
+def test_the_harness_runs_tasks_with_a_pack_and_agrees_with_mlx_lm(base, tmp_path, monkeypatch):
+    """The real lm_eval on tasks of a folder; likelihoods are those of mlx-lm's own adapter."""
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(q) + "\n" for q in QUESTIONS))
+    for name, kind in (("choose", CHOICE), ("answer", ANSWER)):
+        head = TASK.format(name=name, rows=tmp_path / "rows.jsonl")
+        (tmp_path / f"{name}.yaml").write_text(head + kind)
+    pack = random_pack(base, 0).save(tmp_path / "p")
+    found = evaluate_tasks(base, pack, ["choose", "answer"], task_path=tmp_path, limit=3)
+    assert {"base", "pack", "base_se", "pack_se"} <= set(found["choose"]["acc"])
+    assert "exact_match" in found["answer"]
+
+    from mlx_lm.evaluate import MLXLM
+
+    theirs = MLXLM.__new__(MLXLM)
+    theirs._model, theirs.tokenizer = base.model, base.tokenizer
+    theirs._max_tokens, theirs.use_chat_template = None, True
+    asked = [
+        SimpleNamespace(args=(q["question"], choice), arguments=(q["question"], choice))
+        for q in QUESTIONS
+        for choice in q["choices"]
+    ]
+    with base.applied(pack):
+        ours = language_model(base).loglikelihood(asked)
+        wanted = theirs.loglikelihood(asked)
+    for (value, greedy), (their_value, their_greedy) in zip(ours, wanted, strict=True):
+        assert value == pytest.approx(their_value, rel=1e-4) and greedy == bool(their_greedy)

@@ -1,0 +1,1 @@
+"""What several test modules share: models, rows, checkpoints, a hub, emulated backends."""

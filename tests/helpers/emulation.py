@@ -1,0 +1,64 @@
+"""Backends whose kernels run in the emulator, and the rules of a GPU."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from mlx_packs.ops import _backend
+from mlx_packs.runtime import mx
+from tests import metal_emulator
+
+
+@contextmanager
+def gpu_rules(patch) -> Iterator[None]:
+    """Refuse what MLX refuses where the default device is a GPU: float64 outside the CPU's stream.
+
+    Only casts are watched; that is how float64 arrays come to be here.
+    """
+    on_cpu = []
+    stream, astype = mx.stream, mx.array.astype
+
+    @contextmanager
+    def watched(device):
+        with stream(device):
+            on_cpu.append(device)
+            try:
+                yield
+            finally:
+                on_cpu.pop()
+
+    def cast(self, dtype, *args, **kwargs):
+        if not on_cpu and mx.float64 in (self.dtype, dtype):
+            raise ValueError("float64 is not supported on the GPU")
+        return astype(self, dtype, *args, **kwargs)
+
+    patch.setattr(mx, "stream", watched)
+    patch.setattr(mx.array, "astype", cast)
+    yield
+
+
+@contextmanager
+def emulation(language: str, orders=("forward", "reverse", "shuffled"), compile_only=False):
+    """Make a backend available whose kernels run in the emulator; gives the list of those built."""
+    if reason := metal_emulator.why_not():
+        pytest.skip(reason)
+    make = {"metal": metal_emulator.metal_kernel, "cuda": metal_emulator.cuda_kernel}[language]
+    built = []
+
+    def maker(**definition):
+        built.append(make(**definition, checks=metal_emulator.Checks(orders=orders)))
+        built[-1].compile_only = compile_only
+        return built[-1]
+
+    with pytest.MonkeyPatch.context() as patch, gpu_rules(patch):
+        patch.setitem(_backend.MAKERS, language, maker)
+        patch.setattr(_backend, "detect", lambda: language)
+        _forget_kernels()
+        yield built
+    _forget_kernels()
+
+
+def _forget_kernels() -> None:
+    _backend.forget()
+    _backend._built.cache_clear()

@@ -1,0 +1,433 @@
+"""Every architecture of the installed mlx-lm, small enough to train in a test.
+
+A config is filled in by the names of the architecture's own fields; `SPECIAL` has what a family
+needs besides. `python -m tests.helpers.families` prints docs/families.md.
+"""
+
+import contextlib
+import copy
+import dataclasses
+import importlib
+import io
+import pkgutil
+from functools import cache
+from importlib import metadata
+from pathlib import Path
+from types import ModuleType
+
+import mlx.nn as nn
+from mlx.utils import tree_flatten, tree_map
+
+from mlx_packs.adapters.lora import Attached, attach
+from mlx_packs.bases.families import UNTRAINABLE, UNTRAINABLE_ON_METAL
+from mlx_packs.bases.geometry import linears
+from mlx_packs.bases.loading import Base
+from mlx_packs.config.schema import LoRAConfig
+from mlx_packs.nn.experts import is_switch_linear
+from mlx_packs.runtime import mx
+
+LARGEST = 64e6  # bytes; a field of an unknown name has its default, which may be a whole model's
+
+# By field name; sizes are multiples of 32, so that most weights can be packed in groups of 32.
+SIZES = {
+    **dict.fromkeys("hidden_size hidden_dim n_embd d_model model_dim block_dim".split(), 64),
+    **dict.fromkeys("num_hidden_layers num_layers n_layer n_layers".split(), 2),
+    **dict.fromkeys("num_attention_heads num_heads n_head n_heads".split(), 4),
+    **dict.fromkeys("num_key_value_heads num_kv_heads n_kv_heads num_attention_groups".split(), 2),
+    **dict.fromkeys("head_dim hidden_size_per_head kv_channels global_head_dim".split(), 16),
+    **dict.fromkeys("intermediate_size intermediate_size_mlp ffn_hidden_size".split(), 96),
+    **dict.fromkeys(
+        "n_inner ff_intermediate_size block_ff_dim dense_intermediate_size".split(), 96
+    ),
+    **dict.fromkeys("moe_intermediate_size expert_ffn_hidden_size moe_hidden_size".split(), 32),
+    **dict.fromkeys("shared_expert_intermediate_size shared_intermediate_size".split(), 32),
+    **dict.fromkeys("moe_shared_expert_intermediate_size share_expert_dim".split(), 32),
+    **dict.fromkeys("num_experts n_routed_experts num_local_experts moe_num_experts".split(), 4),
+    **dict.fromkeys("num_experts_per_tok num_experts_per_token moe_topk moe_top_k".split(), 2),
+    **dict.fromkeys("moe_k top_k_experts".split(), 2),
+    **dict.fromkeys("n_shared_experts num_shared_experts num_shared_expert".split(), 1),
+    **dict.fromkeys("n_group topk_group num_expert_group decoder_sparse_step".split(), 1),
+    **dict.fromkeys("first_k_dense_replace moe_layer_freq num_dense_layers".split(), 1),
+    **dict.fromkeys("kv_lora_rank q_lora_rank o_lora_rank attention_value_rank".split(), 32),
+    **dict.fromkeys("qk_rope_head_dim qk_nope_head_dim v_head_dim rotary_dim".split(), 16),
+    **dict.fromkeys(
+        "a_low_rank_dim v_low_rank_dim gate_low_rank_dim decay_low_rank_dim".split(), 8
+    ),
+    **dict.fromkeys("index_head_dim index_n_heads index_topk".split(), 16),
+    **dict.fromkeys("linear_num_value_heads linear_num_key_heads mamba_num_heads".split(), 2),
+    **dict.fromkeys("mamba_n_heads".split(), 4),
+    **dict.fromkeys("linear_key_head_dim linear_value_head_dim mamba_head_dim".split(), 32),
+    **dict.fromkeys("mamba_d_head mamba_d_state ssm_state_size state_size".split(), 16),
+    **dict.fromkeys("linear_conv_kernel_dim mamba_d_conv conv_kernel conv_L_cache".split(), 3),
+    **dict.fromkeys("conv1d_width conv_window mamba_expand layer_group_size".split(), 2),
+    **dict.fromkeys("mamba_n_groups n_groups group_norm_size zero_expert_num".split(), 1),
+    **dict.fromkeys("sliding_window sliding_window_size window_size".split(), 4),
+    "attention_window_size": 4,
+    **dict.fromkeys("sliding_window_pattern full_attention_interval".split(), 2),
+    **dict.fromkeys("max_position_embeddings n_positions n_ctx block_size".split(), 128),
+    **dict.fromkeys("model_max_length".split(), 128),
+    **dict.fromkeys("vocab_size vocab_size_per_layer_input".split(), 128),
+    **dict.fromkeys("rms_norm_eps layer_norm_epsilon layer_norm_eps norm_eps".split(), 1e-5),
+    **dict.fromkeys("layernorm_epsilon post_norm_eps".split(), 1e-5),
+    **dict.fromkeys("rope_theta rotary_emb_base swa_rope_theta".split(), 10000.0),
+    **dict.fromkeys("routed_scaling_factor logits_scaling attention_multiplier".split(), 1.0),
+    **dict.fromkeys("embedding_multiplier residual_multiplier scale_depth scale_emb".split(), 1.0),
+    **dict.fromkeys("partial_rotary_factor rotary_pct".split(), 0.5),
+    **dict.fromkeys("norm_topk_prob use_qk_norm qk_norm post_norm".split(), True),
+    **dict.fromkeys("attention_bias mlp_bias use_bias conv_bias use_conv_bias".split(), False),
+    **dict.fromkeys(
+        "tie_word_embeddings mamba_proj_bias use_qkv_bias use_expert_bias".split(), False
+    ),
+    "mlp_only_layers": [],
+    "layer_types": ["sliding_attention", "full_attention"],
+    "scoring_func": "sigmoid",
+    "topk_method": "noaux_tc",
+    "logits_soft_cap": 30.0,
+    "final_logit_softcapping": 30.0,
+    "time_step_limit": [0.001, 10.0],
+    "dim_model_base": 64,
+    "time_step_rank": 8,
+}
+
+_ROPES = {
+    kind: {"rope_theta": 10000.0, "rope_type": "default", "partial_rotary_factor": 0.5}
+    for kind in ("full_attention", "sliding_attention")
+}
+_YARN = {
+    "type": "yarn",
+    "rope_type": "yarn",
+    "factor": 2.0,
+    "rope_theta": 10000.0,
+    "original_max_position_embeddings": 64,
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": 0.1,
+}
+
+# What a family needs besides; `text` names the family of its text_config.
+SPECIAL = {
+    "afm7": {"num_kv_reuse_layers": 1},
+    "baichuan_m1": {"sliding_window_layers": [0]},
+    "dbrx": {
+        "ffn_config": {"ffn_hidden_size": 32, "moe_num_experts": 4, "moe_top_k": 2},
+        "attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 10000.0},
+    },
+    "deepseek_v2": {"rope_scaling": _YARN},
+    "exaone4": {"sliding_window_pattern": "LG", "rope_scaling": None},
+    "exaone_moe": {"is_moe_layer": [False, True]},
+    "falcon_h1": {"mamba_d_ssm": 64},
+    "gear": {"layer_types": ["conv", "full_attention"]},
+    "gemma3": {"text": "gemma3_text"},
+    "gemma3n": {
+        "num_hidden_layers": 3,
+        "num_kv_shared_layers": 1,
+        "rope_local_base_freq": 10000.0,
+        "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
+        "activation_sparsity_pattern": [0.5, 0.0, 0.0],
+        "hidden_size_per_layer_input": 32,
+        "altup_num_inputs": 2,
+        "altup_coef_clip": 1.0,
+        "altup_correct_scale": True,
+        "altup_active_idx": 0,
+        "laurel_rank": 32,
+    },
+    "gemma4": {"text": "gemma4_text"},
+    "gemma4_text": {
+        "num_hidden_layers": 4,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "num_kv_shared_layers": 2,
+        "hidden_size_per_layer_input": 32,
+        "enable_moe_block": True,
+    },
+    "glm4_moe": {"rope_scaling": None},
+    "glm_moe_dsa": {"rope_parameters": {"rope_theta": 10000.0}},
+    "gpt_neox": {"num_key_value_heads": 4},
+    "granitemoehybrid": {"layer_types": ["mamba", "attention"]},
+    "hunyuan": {
+        "rope_scaling": {"alpha": 1000.0, "factor": 1.0, "type": "dynamic"},
+        "use_mixed_mlp_moe": True,
+        "use_cla": True,
+        "cla_share_factor": 2,
+    },
+    "jamba": {
+        "attn_layer_offset": 1,
+        "attn_layer_period": 2,
+        "expert_layer_offset": 1,
+        "expert_layer_period": 2,
+    },
+    "kimi_k25": {"text": "deepseek_v3"},
+    "kimi_k3": {
+        "linear_attn_config": {
+            "num_heads": 4,
+            "head_dim": 32,
+            "kda_layers": [1],
+            "short_conv_kernel_size": 3,
+        },
+        "activation_situ_beta": 1.0,
+        "routed_expert_hidden_size": 32,
+    },
+    "kimi_vl": {"text": "deepseek_v3"},
+    "kimi_linear": {"linear_attn_config": {"num_heads": 4, "head_dim": 32, "kda_layers": [1]}},
+    "lfm2-vl": {"text": "lfm2"},
+    "lfm2": {
+        "layer_types": ["conv", "full_attention"],
+        "block_multiple_of": 32,
+        "block_ffn_dim_multiplier": 1.0,
+        "block_auto_adjust_ff_dim": True,
+    },
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
+    "llama4": {
+        "num_hidden_layers": 4,
+        "num_experts_per_tok": 1,
+        "rope_scaling": None,
+        "attention_chunk_size": 4,
+        "interleave_moe_layer_step": 2,
+    },
+    "llama4_text": {"no_rope_layers": [1, 0]},
+    "longcat_flash": {
+        "attention_method": "MLA",
+        "zero_expert_type": "identity",
+        "mla_scale_q_lora": True,
+        "mla_scale_kv_lora": True,
+    },
+    "longcat_flash_ngram": {"mla_scale_q_lora": True, "mla_scale_kv_lora": True},
+    "mellum": {"rope_parameters": _ROPES},
+    "minicpm3": {
+        "rope_scaling": {
+            "original_max_position_embeddings": 64,
+            "short_factor": [1.0] * 8,
+            "long_factor": [2.0] * 8,
+        }
+    },
+    "minimax_m3_vl": {"mlp_layer_types": ["dense", "sparse"], "moe_layer_freq": None},
+    "mimo_v2_flash": {
+        "hybrid_layer_pattern": [0, 1],
+        "moe_layer_freq": [0, 1],
+        "add_swa_attention_sink_bias": True,
+        "add_full_attention_sink_bias": False,
+        "swa_num_attention_heads": 4,
+        "swa_num_key_value_heads": 2,
+        "swa_head_dim": 16,
+        "swa_v_head_dim": 16,
+    },
+    "ministral3": {"rope_parameters": _YARN},
+    "mistral3": {"text": "ministral3"},
+    "mistral4": {"rope_parameters": _YARN},
+    "muse_spark": {
+        "rope_parameters": {"rope_theta": 10000.0},
+        "layer_rope_theta": [10000.0, 0.0],
+        "output_multiplier": 1.0,
+        "num_shared_experts": 0,
+    },
+    "nemotron": {"hidden_act": "relu2"},
+    "nemotron_h": {"hybrid_override_pattern": ["*", "M", "-", "E"], "num_hidden_layers": 4},
+    "nemotron-nas": {
+        "block_configs": [
+            {"attention": {"n_heads_in_group": 2}, "ffn": {"ffn_mult": 1.5}},
+            {"attention": {"replace_with_linear": True}, "ffn": {"replace_with_linear": True}},
+        ]
+    },
+    "olmo_hybrid": {
+        "layer_types": ["linear_attention", "full_attention"],
+        "linear_allow_neg_eigval": True,
+    },
+    "openelm": {
+        "num_transformer_layers": 2,
+        "ffn_dim_divisor": 32,
+        "num_query_heads": [4, 4],
+        "num_kv_heads": [2, 2],
+        "ffn_multipliers": [1.0, 1.5],
+    },
+    "phi3small": {"dense_attention_every_n_layers": 2, "gegelu_limit": 20.0, "vocab_size": 100352},
+    "pixtral": {"text": "llama"},
+    "plamo": {"n_shared_head": 2},
+    "prism_hadamard_qwen35": {
+        "text": "qwen3_5",
+        "hidden_size": 128,
+        "head_dim": 32,
+        "intermediate_size": 128,
+        "linear_value_head_dim": 64,
+        "schema_version": 1,
+        "tensor_namespace": "mlx-lm-text",
+        "quantization": {"bits": 2, "group_size": 128, "mode": "affine"},
+        "modules": [
+            {"path": f"model.layers.{block}", "embedding": False, "dtype": "float16", "block": 0}
+            for block in (
+                *(f"0.linear_attn.in_proj_{part}" for part in ("qkv", "z", "a", "b")),
+                "0.linear_attn.out_proj",
+                *(f"1.self_attn.{part}_proj" for part in "qkvo"),
+                *(f"{i}.mlp.{part}_proj" for i in (0, 1) for part in ("gate", "up", "down")),
+            )
+        ],
+    },
+    "qwen": {"intermediate_size": 192},
+    "qwen2_vl": {"text": "qwen2"},
+    "qwen3_5": {"num_experts": 0},
+    "qwen3_5_moe": {"text": "qwen3_5", "num_experts": 4},
+    "qwen3_vl": {"text": "qwen3"},
+    "qwen3_vl_moe": {"text": "qwen3_moe"},
+    "recurrent_gemma": {"block_types": ["recurrent", "attention"]},
+    "spark2_5": {"rope_parameters": _ROPES},
+}
+
+
+@cache
+def architectures() -> dict[str, ModuleType | None]:
+    """The modules of mlx-lm's models that are architectures, by name; None if not importable."""
+    from mlx_lm import models
+
+    found = {}
+    for info in sorted(pkgutil.iter_modules(models.__path__), key=lambda info: info.name):
+        try:
+            with contextlib.redirect_stdout(io.StringIO()):  # olmo prints what it misses
+                module = importlib.import_module(f"mlx_lm.models.{info.name}")
+        except SystemExit:  # olmo ends the program where ai2-olmo is missing
+            found[info.name] = None
+            continue
+        if hasattr(module, "Model") and hasattr(module, "ModelArgs"):
+            found[info.name] = module
+    return found
+
+
+def _fields(module) -> set[str]:
+    """The fields of every dataclass in a module that describes a language model."""
+    kinds = [
+        v
+        for k, v in vars(module).items()
+        if k.endswith(("Args", "TextConfig")) and "Vision" not in k
+    ]
+    return {
+        f.name for kind in kinds if dataclasses.is_dataclass(kind) for f in dataclasses.fields(kind)
+    }
+
+
+def config_of(family: str) -> dict:
+    """A small config of a family, as its config.json would have it."""
+    special = dict(SPECIAL.get(family, {}))
+    text = special.pop("text", family)
+    inside = {key: value for key, value in SPECIAL.get(text, {}).items() if key != "text"}
+    fields = _fields(architectures()[text])
+    filled = {key: value for key, value in SIZES.items() if key in fields}
+    filled |= {"model_type": text} | inside | special
+    own = _fields(architectures()[family])
+    if "text_config" not in own:
+        return filled
+    outside = {key: value for key, value in special.items() if key in own and text != family}
+    return {"model_type": family, "vocab_size": 128, "text_config": filled} | outside
+
+
+def _not_zero(array: mx.array) -> mx.array:
+    """A part that starts at zero would keep gradients from reaching what is before it."""
+    zero = mx.issubdtype(array.dtype, mx.floating) and array.size and not mx.any(array).item()
+    return 0.3 * mx.random.normal(array.shape) if zero else array
+
+
+def build(family: str):
+    """A small random model of a family, frozen, in float32, and its config.
+
+    Raises: whatever mlx-lm raises, or ValueError if a size was not filled in.
+    """
+    module, config = architectures()[family], config_of(family)
+    mx.random.seed(3)
+    model = module.Model(module.ModelArgs.from_dict(copy.deepcopy(config)))
+    if (size := sum(a.nbytes for _, a in tree_flatten(model.parameters()))) > LARGEST:
+        raise ValueError(f"{family}: {size / 1e6:.0f} MB: fill in the field that makes it large.")
+    model.update(tree_map(_not_zero, model.parameters()))
+    model.freeze()
+    model.eval()
+    mx.eval(model.parameters())
+    return model, config
+
+
+def base_of(family: str, bits: int | None = None) -> Base:
+    """A base without tokenizer around a small model; packed weights where their width allows."""
+    model, config = build(family)
+    if bits:
+        nn.quantize(model, 32, bits, class_predicate=_can_be_packed)
+        model.freeze()
+    return Base(family, Path("nowhere"), model, None, config, "0" * 64)
+
+
+def _can_be_packed(path: str, module: nn.Module) -> bool:
+    return hasattr(module, "to_quantized") and module.weight.shape[-1] % 32 == 0
+
+
+def expert_paths(model: nn.Module) -> list[str]:
+    """Paths of the switch linears."""
+    return [path for path, module in linears(model) if is_switch_linear(module)]
+
+
+def randomized(attached: Attached) -> dict[str, mx.array]:
+    """Give every adapter values that matter, B included; as they lie on disk."""
+    for slot in attached.slots.values():
+        for arrays in (slot.lora.lora_a, slot.lora.lora_b):
+            arrays[:] = [mx.random.normal(t.shape) * 0.1 for t in arrays]
+    return attached.tensors()
+
+
+def targets_of(base: Base, rank: int) -> tuple[str, ...]:
+    """The default projections and the experts."""
+    attached = attach(base, LoRAConfig(rank=rank))
+    paths = (*attached.specs, *expert_paths(base.model))
+    attached.detach()
+    return paths
+
+
+def _row(family: str) -> str:
+    """The line of a family in the table."""
+    if reason := UNTRAINABLE.get(family):
+        return f"| {family} | not supported | {reason} | |"
+    base = base_of(family)
+    attached: Attached = attach(base, LoRAConfig(rank=2))
+    grouped = any(group.block for group in attached.groups)
+    attached.detach()
+    leaves = dict.fromkeys(path.rpartition(".")[2] for path in attached.specs)
+    experts = dict.fromkeys(path.rpartition(".")[2] for path in expert_paths(base.model))
+    how = "grouped" if grouped else "per projection"
+    how += ", MoE" if experts else ""
+    how += " (not on Metal)" if family in UNTRAINABLE_ON_METAL else ""
+    return f"| {family} | {how} | {', '.join(leaves)} | {', '.join(experts)} |"
+
+
+def table() -> str:
+    """docs/families.md for the mlx-lm that is installed."""
+    from mlx_lm.utils import MODEL_REMAPPING
+
+    rows = [_row(family) for family in architectures()]
+    refused = [row for row in rows if "| not supported |" in row]
+    aliases = [f"`{name}` as `{of}`" for name, of in sorted(MODEL_REMAPPING.items())]
+    metal = [f"`{name}`: {reason}" for name, reason in UNTRAINABLE_ON_METAL.items()]
+    return "\n".join(
+        [
+            "# Families",
+            "",
+            "<!-- made by `python -m tests.helpers.families > docs/families.md`; do not edit -->",
+            "",
+            f"The {len(rows)} architectures of mlx-lm {metadata.version('mlx-lm')}: "
+            f"`packs train` works on {len(rows) - len(refused)}, {len(refused)} cannot be trained. "
+            "tests/bases/test_families.py builds each one small and holds a step's loss and "
+            "gradients against plain LoRA.",
+            "",
+            "- **grouped**: q, k, v (and gate, up) share one pass over their input. "
+            "**per projection**: the family's own blocks, an adapter on each linear.",
+            "- **adapters by default** sit on these linears of every block. A linear that is narrower "
+            "than the rank is left out, and a note says so.",
+            "- **MoE**: experts carry adapters only where `--target-modules` names them, as there "
+            "would be one for each expert: 128 experts of 2048 x 768 at rank 16 are 17 M weights a "
+            "block. Routers and the indexers of sparse attention carry none unless named.",
+            *[f"- Not on Metal: {line}. A CPU or CUDA trains it." for line in metal],
+            "",
+            "mlx-lm loads some model types by another's code: " + ", ".join(aliases) + ".",
+            "",
+            "| family | how | adapters by default, or why not | experts, where named |",
+            "|---|---|---|---|",
+            *rows,
+            "",
+        ]
+    )
+
+
+if __name__ == "__main__":
+    print(table(), end="")

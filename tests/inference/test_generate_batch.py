@@ -1,0 +1,82 @@
+"""Batched answers: continuous, and the text of each as if it were asked alone."""
+
+from types import SimpleNamespace
+
+import pytest
+from mlx_lm.generate import generate_step
+
+from mlx_packs import load_base
+from mlx_packs.errors import PackError
+from mlx_packs.inference.generate import complete, complete_batch, stream_batch
+from mlx_packs.runtime import mx
+from tests.helpers.models import base_of
+from tests.packs.test_hot_swap import random_pack
+
+PROMPTS = (
+    "In the beginning",
+    "The Lord said unto him that he should go up to the mountain and",
+    "And",
+    "Now these are the generations of the sons of Noah, Shem, Ham",
+    "def read(self, size=-1):",
+)
+
+
+@pytest.fixture(scope="module")
+def base():
+    return load_base("tiny")
+
+
+@pytest.mark.parametrize("rank", [0, 4], ids=["base", "pack"])
+def test_complete_batch_gives_the_text_of_each_prompt_alone(base, rank):
+    """Five ragged prompts, answers of four lengths, two at a time: each slot is used again."""
+    prompts = [base.tokenizer.encode(text) for text in PROMPTS]
+    lengths = [12, 5, 9, 12, 3]
+    if rank:
+        base.swap_pack(random_pack(base, 5, rank, ()))
+    try:
+        alone = [complete(base, p, n) for p, n in zip(prompts, lengths, strict=True)]
+        assert complete_batch(base, prompts, lengths, batch_size=2) == alone
+        assert complete_batch(base, prompts, lengths, batch_size=8) == alone
+    finally:
+        base.swap_pack(None)
+    assert len(set(alone)) > 2
+
+
+def test_complete_batch_differs_with_a_pack(base):
+    prompts = [base.tokenizer.encode(text) for text in PROMPTS[:2]]
+    plain = complete_batch(base, prompts, 8)
+    with base.applied(random_pack(base, 5, 4, ())):
+        assert complete_batch(base, prompts, 8) != plain
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "gpt2"])
+def test_stream_batch_equals_one_by_one_in_other_families(family):
+    base = base_of(family)
+    base.tokenizer = SimpleNamespace(eos_token_ids={0})
+    prompts = [[5, 9, 3], [7], [11, 2, 8, 4, 6, 1, 90], [33, 44]]
+    with base.applied(random_pack(base, 1, 2, ())):
+        found = [[] for _ in prompts]
+        for i, token in stream_batch(base, prompts, 6, 3, stop=False):
+            found[i].append(token)
+        for prompt, tokens in zip(prompts, found, strict=True):
+            alone = [t for t, _ in generate_step(mx.array(prompt), base.model, max_tokens=6)]
+            assert tokens == [int(t) for t in alone]
+
+
+def test_stream_batch_admits_the_next_prompt_when_one_has_ended(base):
+    prompts = [base.tokenizer.encode(text) for text in PROMPTS[:3]]
+    order = [i for i, _ in stream_batch(base, prompts, [2, 10, 2], 2, stop=False)]
+    assert order.index(2) < len(order) - 1 - order[::-1].index(1)
+
+
+def test_stream_batch_refuses_an_empty_prompt_and_states_that_cannot_be_batched(base, monkeypatch):
+    with pytest.raises(PackError, match="prompt is empty"):
+        list(stream_batch(base, [[1], []]))
+    from mlx_lm.models import cache
+
+    class Lone:
+        pass
+
+    monkeypatch.setattr(cache, "make_prompt_cache", lambda model: [Lone()])
+    with pytest.raises(PackError, match="tiny: answers cannot be batched: .* Lone"):
+        list(stream_batch(base, [[1]]))

@@ -1,0 +1,162 @@
+"""Adapters on the experts of a mixture: where they sit, how they lie on disk, merged, in the CLI.
+
+Not collected with an mlx-lm that cannot train mixtures (conftest.py).
+"""
+
+import json
+import re
+import shutil
+
+import mlx.nn as nn
+import pytest
+
+from mlx_packs.adapters.lora import attach
+from mlx_packs.bases.loading import tiny_checkpoint
+from mlx_packs.config.schema import LoRAConfig
+from mlx_packs.errors import PackError
+from mlx_packs.nn.quantized import replace_modules
+from mlx_packs.packs.pack import Pack
+from mlx_packs.runtime import mx
+from tests.helpers.families import (
+    SIZES,
+    architectures,
+    base_of,
+    config_of,
+    expert_paths,
+    randomized,
+    targets_of,
+)
+from tests.helpers.rows import write_rows
+
+RANK = 2
+TOKENS = mx.array([[(5 * i + 3) % 127 for i in range(37)]])
+
+
+def test_experts_routers_and_indexers_carry_adapters_only_where_named():
+    base = base_of("deepseek_v32")
+    attached = attach(base, LoRAConfig(rank=RANK))
+    assert not any("switch_mlp" in p or "indexer" in p for p in attached.specs)
+    assert any("shared_experts.up_proj" in p for p in attached.specs)
+    assert attached.notes == [
+        "experts carry adapters only where named: --target-modules down_proj,gate_proj,up_proj"
+    ]
+    attached.detach()
+    attached = attach(base, LoRAConfig(rank=RANK, target_modules=("up_proj", "indexer.wk")))
+    assert sum("switch_mlp.up_proj" in p for p in attached.specs) == 1
+    assert sum("indexer.wk" in p for p in attached.specs) == 2 and attached.notes == []
+
+
+def test_linears_narrower_than_the_rank_are_left_out_unless_named():
+    base = base_of("qwen2_moe")
+    attached = attach(base, LoRAConfig(rank=8))
+    assert not any("shared_expert_gate" in p for p in attached.specs)
+    assert "shared_expert_gate: narrower than rank 8, carry no adapter" in attached.notes
+    attached.detach()
+    with pytest.raises(PackError, match="shared_expert_gate is 64 x 1, so its rank can be at most"):
+        attach(base, LoRAConfig(rank=8, target_modules=("shared_expert_gate",)))
+
+
+def test_a_module_that_carries_no_adapter_is_named_with_its_type():
+    with pytest.raises(PackError, match="embed_q: is of type MultiLinear and cannot carry"):
+        attach(base_of("deepseek_v3"), LoRAConfig(target_modules=("embed_q",)))
+    with pytest.raises(PackError, match="prediction_coefs: is of type Linear and cannot carry"):
+        attach(base_of("gemma3n"), LoRAConfig(target_modules=("prediction_coefs",)))
+
+
+def test_a_switch_linear_whose_tensors_contradict_is_named():
+    base = base_of("qwen3_moe", 4)
+    path = expert_paths(base.model)[0]
+    module = dict(base.model.named_modules())[path]
+    module.scales = module.scales[..., :1]
+    for fallback in (False, True):
+        with pytest.raises(PackError, match=rf"{re.escape(path)}: .* asks for scales \[4, "):
+            attach(base, LoRAConfig(rank=RANK, target_modules=(path,)), fp16_fallback=fallback)
+
+
+@pytest.mark.parametrize("bits", [None, 4])
+def test_merged_experts_give_the_attached_forward(bits):
+    from mlx_lm.models.switch_layers import SwitchLinear
+
+    base = base_of("gpt_oss", bits)  # its experts have a bias
+    attached = attach(base, LoRAConfig(rank=RANK, target_modules=expert_paths(base.model)))
+    randomized(attached)
+    expected, merged = base.model(TOKENS), attached.merged_weights()
+    attached.detach()
+    modules = dict(base.model.named_modules())
+    replaced = []
+    for path, weight in merged.items():
+        experts, out, width = weight.shape
+        linear = SwitchLinear(width, out, experts)
+        linear.weight, linear.bias = weight, modules[path].bias
+        replaced.append((path, linear))
+    replace_modules(base.model, replaced)
+    assert mx.abs(base.model(TOKENS) - expected).max().item() < 1e-5
+
+
+@pytest.mark.parametrize("tokens", [5, 37])  # below 64 rows experts are not sorted
+@pytest.mark.parametrize("family", ["qwen3_moe", "nemotron_h", "longcat_flash"])
+def test_stock_mlx_lm_opens_a_pack_with_experts(family, tokens, tmp_path):
+    from mlx_lm.tuner.utils import load_adapters
+
+    base = base_of(family, 4)
+    targets, path = targets_of(base, RANK), expert_paths(base.model)[0]
+    attached = attach(base, LoRAConfig(rank=RANK, target_modules=targets))
+    tensors = randomized(attached)
+    experts, out, width = attached.merged_weights()[path].shape
+    assert tensors[f"{path}.lora_a"].shape == (experts, RANK, width)
+    assert tensors[f"{path}.lora_b"].shape == (experts, out, RANK)
+    expected = base.model(TOKENS[:, :tokens])
+    Pack.of(attached).save(tmp_path / "pack")
+    attached.detach()
+    pack = Pack.open(tmp_path / "pack")
+    assert pack.specs == attached.specs and pack.specs[path].experts == experts
+    again = pack.attach(base)
+    assert mx.array_equal(base.model(TOKENS[:, :tokens]), expected).item()
+    again.detach()
+    model = load_adapters(base_of(family, 4).model, str(tmp_path / "pack"))
+    assert mx.abs(model(TOKENS[:, :tokens]) - expected).max().item() < 1e-4
+
+
+def test_train_inspect_apply_and_generate_with_experts(run, tmp_path):
+    """The whole way on a checkpoint on disk, with recomputed blocks and dropout."""
+    from mlx_lm.utils import save_config
+
+    tiny, folder, pack = tiny_checkpoint(), tmp_path / "moe", tmp_path / "pack"
+    folder.mkdir()
+    for file in tiny.glob("*token*"):
+        shutil.copy(file, folder)
+    vocab = json.loads((tiny / "config.json").read_text())["vocab_size"]
+    config = config_of("qwen3_moe") | {"vocab_size": vocab, "max_position_embeddings": 512}
+    module = architectures()["qwen3_moe"]
+    model = module.Model(module.ModelArgs.from_dict(config))
+    nn.quantize(model, 32, 4, class_predicate=lambda _, m: hasattr(m, "to_quantized"))
+    model.save_weights(str(folder / "model.safetensors"))
+    save_config(config | {"quantization": {"group_size": 32, "bits": 4}}, folder / "config.json")
+
+    options = (
+        "--iters 2 --batch-size 2 --max-seq-length 64 --rank 2 --dropout 0.1 --grad-checkpoint"
+    )
+    options += " --target-modules q_proj,up_proj,down_proj --matmul-path quantized --json"
+    data = write_rows(tmp_path / "data", train=[{"text": "one two"}] * 4, valid=[{"text": "one"}])
+    code, out, err = run(
+        "train", "--model", folder, "--data", data, "--out", pack, *options.split()
+    )
+    assert code == 0, err
+    code, out, err = run("inspect", pack, "--json")
+    modules = {m["path"]: m for m in json.loads(out)["adapters"]["modules"]}
+    assert modules["model.layers.1.mlp.switch_mlp.up_proj"]["experts"] == SIZES["num_experts"]
+    assert "experts" not in modules["model.layers.1.self_attn.q_proj"]
+    code, out, err = run("apply", pack, "--model", folder, "--dry-run", "--json")
+    assert code == 0 and json.loads(out)["geometry"] == "checked", err
+    code, out, err = run(
+        "generate", "--model", folder, "--pack", pack, "--prompt", "a", "--max-tokens", 3, "--raw"
+    )
+    assert code == 0, err
+
+    manifest = json.loads((pack / "pack.json").read_text())
+    for entry in manifest["adapters"]["modules"]:
+        if "experts" in entry:
+            entry["experts"] = 5
+    (pack / "pack.json").write_text(json.dumps(manifest))
+    code, out, err = run("apply", pack, "--model", folder, "--dry-run")
+    assert code == 2 and "manifest says" in err and "Traceback" not in err

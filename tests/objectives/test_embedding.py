@@ -1,0 +1,211 @@
+"""embedding_loss.py: each loss against its definition, padding, mini-batches."""
+
+import math
+
+import mlx.nn as nn
+import numpy as np
+import pytest
+from mlx.utils import tree_flatten, tree_unflatten
+
+from mlx_packs import LoRAConfig, TrainConfig, load_base
+from mlx_packs.adapters.full import unfreeze
+from mlx_packs.adapters.lora import attach
+from mlx_packs.data.pairs import encode_pairs, make_pair_batch
+from mlx_packs.data.rows import Row
+from mlx_packs.objectives.embedding import (
+    arrays_of,
+    cosent_loss,
+    cosine_loss,
+    make_loss,
+    ranking_loss,
+    triplet_loss,
+)
+from mlx_packs.runtime import mx
+from tests.helpers.encoders import all_pairs, all_scored, all_triplets, write_encoder
+
+B, D = 5, 7
+
+
+def columns(count: int) -> list[np.ndarray]:
+    random = np.random.default_rng(count)
+    return [random.standard_normal((B, D)).astype(np.float32) for _ in range(count)]
+
+
+def cosine(a: np.ndarray, b: np.ndarray) -> float:
+    return float(a @ b / np.linalg.norm(a) / np.linalg.norm(b))
+
+
+def padded(found: list[np.ndarray]) -> list[mx.array]:
+    """Two more rows, all of them alike."""
+    return [mx.array(np.concatenate([c, np.ones((2, D), np.float32)])) for c in found]
+
+
+ONES, WEIGHTS = mx.ones((B,)), mx.array([1.0] * B + [0.0] * 2)
+SCORES = np.array([0.1, 0.9, 0.5, 0.5, -1.0], np.float32)
+SCORES_PADDED = mx.array(np.concatenate([SCORES, [7.0, 0.0]]).astype(np.float32))
+
+
+def test_cosine_loss_is_the_squared_error_of_the_cosine():
+    a, b = columns(2)
+    wanted = sum((cosine(a[i], b[i]) - SCORES[i]) ** 2 for i in range(B))
+    found = cosine_loss([mx.array(a), mx.array(b)], ONES, mx.array(SCORES))
+    assert found.item() == pytest.approx(wanted, rel=1e-5)
+    assert cosine_loss(padded([a, b]), WEIGHTS, SCORES_PADDED).item() == pytest.approx(wanted)
+
+
+def test_cosent_loss_compares_pairs_in_the_order_of_their_scores():
+    a, b = columns(2)
+    total = 1.0
+    for i in range(B):
+        for j in range(B):
+            if SCORES[i] < SCORES[j]:
+                total += math.exp(3 * (cosine(a[i], b[i]) - cosine(a[j], b[j])))
+    wanted = B * math.log(total)
+    found = cosent_loss([mx.array(a), mx.array(b)], ONES, mx.array(SCORES), 3.0)
+    assert found.item() == pytest.approx(wanted, rel=1e-5)
+    assert cosent_loss(padded([a, b]), WEIGHTS, SCORES_PADDED, 3.0).item() == pytest.approx(
+        wanted, rel=1e-5
+    )
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_ranking_loss_is_the_cross_entropy_over_the_batch(count):
+    found = columns(count)
+    candidates = np.concatenate(found[1:])
+    wanted = 0.0
+    for i in range(B):
+        logits = [20 * cosine(found[0][i], candidate) for candidate in candidates]
+        wanted += math.log(sum(map(math.exp, logits))) - logits[i]
+    arrays = [mx.array(c) for c in found]
+    assert ranking_loss(arrays, ONES, 20.0).item() == pytest.approx(wanted, rel=1e-5)
+    assert ranking_loss(padded(found), WEIGHTS, 20.0).item() == pytest.approx(wanted, rel=1e-5)
+
+
+FAR = {
+    "euclidean": lambda a, b: np.linalg.norm(a - b),
+    "cosine": lambda a, b: 1 - cosine(a, b),
+    "manhattan": lambda a, b: np.abs(a - b).sum(),
+}
+
+
+@pytest.mark.parametrize("distance", FAR)
+def test_triplet_loss_is_a_hinge_of_distances(distance):
+    a, p, n = columns(3)
+    far = FAR[distance]
+    wanted = sum(max(0.0, far(a[i], p[i]) - far(a[i], n[i]) + 0.5) for i in range(B))
+    arrays = [mx.array(c) for c in (a, p, n)]
+    assert triplet_loss(arrays, ONES, 0.5, distance).item() == pytest.approx(wanted, rel=1e-5)
+    found = padded([a, p, n])
+    assert triplet_loss(found, WEIGHTS, 0.5, distance).item() == pytest.approx(wanted, rel=1e-5)
+
+
+@pytest.mark.parametrize("distance", FAR)
+def test_texts_that_are_alike_have_finite_gradients(distance):
+    same = mx.ones((3, D))
+    gradient = mx.grad(lambda x: triplet_loss([x, x, same], mx.ones((3,)), 1.0, distance))(same)
+    assert mx.isfinite(gradient).all().item()
+
+
+LOSSES = {
+    "cosine": all_scored,
+    "cosent": all_scored,
+    "mnrl": all_pairs,
+    "cached-mnrl": all_triplets,
+    "triplet": all_triplets,
+}
+
+
+def gradients(base, name: str, rows: list[dict], size: int, **settings) -> tuple[float, dict]:
+    """Loss and gradients of the adapters for a batch of ``size`` rows, some of them padding."""
+    pairs = encode_pairs([Row("test", row) for row in rows], base.tokenizer, 48)
+    batch = make_pair_batch(pairs, range(len(rows)), size, 48)
+    loss = make_loss(base.model, name, TrainConfig(task="embedding", **settings))
+    base.model.train()
+    value, found = nn.value_and_grad(base.model, loss)(*arrays_of(batch))
+    return value.item(), {name: np.array(g) for name, g in tree_flatten(found)}
+
+
+@pytest.fixture
+def adapted(tmp_path):
+    """A base with adapters that do something."""
+    base = load_base(write_encoder(tmp_path))
+    attached = attach(base, LoRAConfig(rank=4), None, "dense", 0)
+    mx.random.seed(3)
+    tensors = attached.tensors()
+    for name, tensor in tensors.items():
+        if name.endswith("lora_b"):
+            tensors[name] = mx.random.normal(tensor.shape) * 0.1
+    attached.load(tensors, "test")
+    return base
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_rows_of_padding_change_neither_loss_nor_gradient(adapted, name):
+    rows = LOSSES[name]()[:6]
+    loss, plain = gradients(adapted, name, rows, 6)
+    padded_loss, with_padding = gradients(adapted, name, rows, 9)
+    assert padded_loss == pytest.approx(loss, rel=1e-5)
+    for key, wanted in plain.items():
+        assert np.abs(with_padding[key] - wanted).max() < 1e-5 * (1 + np.abs(wanted).max())
+
+
+@pytest.mark.parametrize("rows", [all_pairs(), all_triplets()], ids=["pairs", "triplets"])
+@pytest.mark.parametrize("size", [1, 3, 4, 50])
+def test_cached_ranking_has_the_gradients_of_the_whole_batch(adapted, rows, size):
+    loss, whole = gradients(adapted, "mnrl", rows[:8], 8)
+    cached_loss, cached = gradients(adapted, "cached-mnrl", rows[:8], 8, mini_batch_size=size)
+    assert cached_loss == pytest.approx(loss, rel=1e-6)
+    assert set(cached) == set(whole)
+    for key, wanted in whole.items():
+        assert np.abs(cached[key] - wanted).max() < 1e-5 * (1 + np.abs(wanted).max())
+
+
+@pytest.mark.parametrize("policy", ["none", "block"])
+def test_all_weights_get_the_gradients_of_plain_autograd(tmp_path, policy):
+    base = load_base(write_encoder(tmp_path))
+    rows = all_pairs()[:8]
+    base.model.unfreeze()
+    _, plain = gradients(base, "mnrl", rows, 8)
+    base.model.freeze()
+    learning = unfreeze(base)
+    learning.recompute(policy)
+    for name, settings in (("mnrl", {}), ("cached-mnrl", {"mini_batch_size": 3})):
+        _, found = gradients(base, name, rows, 8, **settings)
+        found = {key.replace(".block.", "."): gradient for key, gradient in found.items()}
+        assert set(found) == set(plain) == set(learning.tensors())
+        for key, wanted in plain.items():
+            assert np.abs(found[key] - wanted).max() < 1e-5 * (1 + np.abs(wanted).max()), key
+
+
+def test_cached_ranking_drops_the_same_inputs_on_the_way_back(tmp_path):
+    """The gradient is the slope of the loss with the inputs that the forward dropped."""
+    base = load_base(write_encoder(tmp_path))
+    attached = attach(base, LoRAConfig(rank=4, dropout=0.5), None, "dense", 0)
+
+    def at(step: float, direction: dict) -> tuple[float, dict]:
+        tensors = {n: t + step * direction.get(n, 0) for n, t in start.items()}
+        attached.load(tensors, "test")
+        mx.random.seed(1)  # the same masks in every forward
+        return gradients(base, "cached-mnrl", all_pairs()[:6], 6, mini_batch_size=2)
+
+    start = attached.tensors()
+    _, found = at(0.0, {})
+    base.model.update(tree_unflatten([(n, mx.array(g)) for n, g in found.items()]))
+    slopes = {n: t for n, t in attached.tensors().items() if n.endswith("lora_b")}
+    length = mx.sqrt(sum(t.square().sum() for t in slopes.values())).item()
+    direction = {n: t / length for n, t in slopes.items()}
+    rise = at(1e-2, direction)[0] - at(-1e-2, direction)[0]
+    assert rise / 2e-2 == pytest.approx(length, rel=0.02)
+
+
+def test_cached_ranking_holds_the_activations_of_a_mini_batch(adapted):
+    rows = all_pairs()[:96]
+
+    def peak(name: str, **settings) -> int:
+        mx.clear_cache()
+        mx.reset_peak_memory()
+        before = mx.get_active_memory()
+        gradients(adapted, name, rows, 96, **settings)
+        return mx.get_peak_memory() - before
+
+    assert peak("cached-mnrl", mini_batch_size=8) < 0.5 * peak("mnrl")

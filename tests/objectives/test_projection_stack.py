@@ -1,0 +1,332 @@
+"""--objective projection-stack: the graph, its gradients, what it reads, and what it refuses."""
+
+import json
+from pathlib import Path
+
+import mlx.nn as nn
+import numpy as np
+import pytest
+from mlx.utils import tree_flatten
+
+from mlx_packs import LoRAConfig, Pack, TrainConfig, load_base, train_pack
+from mlx_packs.adapters.lora import attach
+from mlx_packs.data.batches import make_batch
+from mlx_packs.data.encoding import Example
+from mlx_packs.errors import PackError
+from mlx_packs.memory.plan import estimate
+from mlx_packs.objectives.causal_lm import loss_sum
+from mlx_packs.objectives.projection_stack import graph_of
+from mlx_packs.optim import make_optimizer
+from mlx_packs.runtime import mx
+from mlx_packs.training.step import Stepper
+from tests.convert.test_merge import write_checkpoint, write_quantized
+from tests.helpers.models import base_of
+
+STACK = TrainConfig(objective="projection-stack")
+SQUARE = {"head_dim": 16}  # 4 heads of 16 are as wide as the 64 of the hidden states
+O_PROJ = "model.layers.{}.self_attn.o_proj"
+
+
+def graph(base, lora=None, train=STACK):
+    return graph_of(base, lora or LoRAConfig(rank=4, alpha=12), train)
+
+
+def randomized(attached) -> None:
+    """Adapters that change what they stand at."""
+    tensors = attached.tensors()
+    keys = mx.random.split(mx.random.key(5), len(tensors))
+    made = {
+        n: 0.3 * mx.random.normal(t.shape, key=k)
+        for (n, t), k in zip(tensors.items(), keys, strict=True)
+    }
+    attached.load(made, "test")
+
+
+def batch_of(arrays):
+    rows = [
+        Example(np.arange(3 + i, 23 + i, dtype=np.int32), np.arange(20) > 4, "row") for i in (0, 9)
+    ]
+    return arrays(make_batch(rows, [0, 1], 2, 31))
+
+
+def dense(module) -> mx.array:
+    if isinstance(module, nn.QuantizedLinear | nn.QuantizedEmbedding):
+        return mx.dequantize(
+            module.weight,
+            module.scales,
+            module.get("biases"),
+            group_size=module.group_size,
+            bits=module.bits,
+        )
+    return module.weight
+
+
+def plain_loss(frozen, tied: bool, scale: float, adapters, tokens, positions, targets):
+    """The same stack in plain MLX; ``frozen``: table, then (path, weight, bias) in order."""
+    table, *layers = frozen
+    x = table[tokens]
+    for path, weight, bias in layers:
+        y = x @ weight.T + (0 if bias is None else bias)
+        if f"{path}.lora_a" in adapters:
+            y = y + scale * (x @ adapters[f"{path}.lora_a"]) @ adapters[f"{path}.lora_b"]
+        x = y
+    logits = (x @ table.T if tied else x).reshape(-1, table.shape[0])[positions]
+    return nn.losses.cross_entropy(logits, targets, reduction="none")
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "paths"),
+    [
+        ("llama", SQUARE, [O_PROJ.format(0), O_PROJ.format(1), "lm_head"]),
+        ("qwen3", {**SQUARE, "tie_word_embeddings": True}, [O_PROJ.format(0), O_PROJ.format(1)]),
+        ("qwen2", {}, [O_PROJ.format(0), O_PROJ.format(1), "lm_head"]),
+        ("gpt2", {}, ["model.h.0.attn.c_proj", "model.h.1.attn.c_proj"]),
+    ],
+)
+@pytest.mark.parametrize("quantized", [False, True])
+def test_loss_gradients_and_a_step_are_those_of_the_stack_in_plain_mlx(
+    family, changes, paths, quantized
+):
+    base = base_of(family, **changes)
+    if quantized:
+        nn.quantize(base.model, group_size=32, bits=4)
+        base.model.freeze()
+    modules = dict(base.model.named_modules())
+    name = "model.wte" if family == "gpt2" else "model.embed_tokens"
+    frozen = [
+        dense(modules[name]),
+        *((p, dense(modules[p]), modules[p].get("bias")) for p in paths),
+    ]
+
+    found = graph(base)
+    attached = attach(found.base, found.lora)
+    assert list(attached.specs) == paths
+    randomized(attached)
+    head = found.head()
+    arrays = batch_of(found.arrays)
+    tokens, positions, targets, weights = arrays
+    started = attached.tensors()
+
+    def expected_loss(adapters):
+        each = plain_loss(frozen, "lm_head" not in paths, 3.0, adapters, tokens, positions, targets)
+        return (each * weights).sum()
+
+    expected, expected_grads = mx.value_and_grad(expected_loss)(started)
+    value, grads = nn.value_and_grad(attached.model, lambda *a: loss_sum(attached.model, head, *a))(
+        *arrays
+    )
+    assert abs(value.item() - expected.item()) < 1e-4 * expected.item()
+    assert len(tree_flatten(grads)) == len(expected_grads)
+
+    rate, count = 1e-3, int(weights.sum().item())
+    config = TrainConfig(optimizer="sgd", learning_rate=rate, lr_schedule="constant")
+    optimizer = make_optimizer(config)
+    optimizer.init(attached.model.trainable_parameters())
+    Stepper(attached.model, head, optimizer, None)(arrays, count, True, True)
+    for name, stepped in attached.tensors().items():
+        gradient = (started[name] - stepped) / rate * count
+        scale = mx.abs(expected_grads[name]).max().item()
+        assert scale > 0
+        assert mx.abs(gradient - expected_grads[name]).max().item() < 2e-3 * scale + 1e-2, name
+
+
+def test_no_token_sees_another_so_packed_rows_are_those_alone():
+    base = base_of("llama", **SQUARE)
+    stack = graph(base).base.model
+    tokens = mx.array([[3, 4, 5, 6]])
+    changed = mx.array([[9, 9, 9, 6]])
+    assert mx.array_equal(stack(tokens)[:, 3], stack(changed)[:, 3])
+    assert mx.array_equal(stack(tokens, cache=[None, None]), stack(tokens))
+
+
+def test_the_base_itself_is_untouched_and_shares_its_weights():
+    base = base_of("llama", **SQUARE)
+    objects = {path: id(m) for path, m in base.model.named_modules()}
+    found = graph(base)
+    attached = attach(found.base, found.lora)
+    assert {path: id(m) for path, m in base.model.named_modules()} == objects
+    assert attached.model is not base.model
+    attached.detach()
+    assert found.base.model.at(O_PROJ.format(0)) is base.model.layers[0].self_attn.o_proj
+
+
+def test_num_layers_adapts_the_last_projections_of_the_whole_stack():
+    found = graph(base_of("llama", **SQUARE), LoRAConfig(rank=2, num_layers=1))
+    assert found.lora.target_modules == (O_PROJ.format(1), "lm_head")
+    assert found.facts["stack"] == [O_PROJ.format(0), O_PROJ.format(1)]
+
+
+def test_projections_that_are_not_square_leave_the_head_alone_and_the_note_says_so():
+    found = graph(base_of("qwen3"))  # 4 heads of 32 to 64 hidden, as 4096 to 2560 in Qwen3-4B
+    assert found.lora.target_modules == ("lm_head",) and found.facts["stack"] == []
+    assert (
+        "the head alone, since o_proj is 128 -> 64, not 64 -> 64 in 2 of 2 blocks"
+        in (found.facts["note"])
+    )
+
+
+def test_qwen3_4b_has_no_square_projection():
+    model = base_of("qwen3", tie_word_embeddings=True)
+    linear = nn.Linear(1, 1, bias=False)
+    linear.weight = mx.zeros((2560, 4096))
+    model.model.layers[0].self_attn.o_proj = linear
+    with pytest.raises(PackError, match=r"4096 -> 2560, not 64 -> 64 in 1 of 2"):
+        graph(model)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "lora", "message"),
+    [
+        ("qwen3", {"tie_word_embeddings": True}, {}, "nothing to train in it: o_proj is 128 -> 64"),
+        ("llama", SQUARE, {"target_modules": ("q_proj",)}, "--target-modules q_proj: --objective"),
+        ("llama", SQUARE, {"num_layers": 3}, "--num-layers 3: the base has only 2 blocks"),
+    ],
+)
+def test_a_graph_in_which_nothing_would_learn_is_refused(family, changes, lora, message):
+    with pytest.raises(PackError, match=message):
+        graph(base_of(family, **changes), LoRAConfig(**lora))
+
+
+def test_a_mistral_is_a_llama_by_another_name(tmp_path):
+    folder = write_checkpoint(tmp_path / "mistral", "llama", **SQUARE)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "model_type": "mistral"}))
+    found = graph(load_base(folder, lazy=True))
+    assert found.facts["stack"] == [O_PROJ.format(0), O_PROJ.format(1)]
+
+
+def test_a_projection_whose_tensors_contradict_has_no_place_in_the_stack():
+    base = base_of("llama", **SQUARE)
+    nn.quantize(base.model, group_size=32, bits=4)
+    o_proj = base.model.layers[0].self_attn.o_proj
+    o_proj.scales = o_proj.scales[:, :1]
+    found = graph(base).facts
+    assert found["stack"] == [O_PROJ.format(1)]
+    assert "o_proj is of a geometry that cannot be probed in 1 of 2 blocks" in found["note"]
+
+
+def test_a_base_that_carries_a_pack_is_refused_at_once():
+    base = base_of("llama", **SQUARE)
+    attached = attach(base, LoRAConfig(rank=2))
+    with pytest.raises(PackError, match="carries adapters already"):
+        graph(base)
+    attached.detach()
+    assert graph(base).facts["stack"]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"recompute": "block"},
+        {"grad_checkpoint": True},
+        {"cache_frozen": "on"},
+        {"objective": "stack"},
+    ],
+)
+def test_what_a_stack_has_not_is_refused(wrong):
+    with pytest.raises(PackError, match="leave it out|objective is one of"):
+        TrainConfig(**{"objective": "projection-stack", **wrong})
+
+
+def test_no_plan_is_made_for_another_graph_than_the_transformer():
+    with pytest.raises(PackError, match="no plan for the objective projection-stack"):
+        estimate({"model_type": "qwen3"}, {}, LoRAConfig(), STACK)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    made = tmp_path_factory.mktemp("objective")
+    write_checkpoint(made / "llama", "llama", **SQUARE)
+    rows = [{"text": f"row {i} has {i + 1} after it and {i + 2} then"} for i in range(24)]
+    (made / "d").mkdir()
+    (made / "d" / "train.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+    (made / "d" / "valid.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows[:6]))
+    return made
+
+
+def trained(folder: Path, out: str, model: str = "llama", resume=False, **options):
+    settings = {
+        "iters": 6,
+        "batch_size": 4,
+        "max_seq_length": 64,
+        "save_every": 3,
+        "learning_rate": 1e-2,
+        "objective": "projection-stack",
+        **options,
+    }
+    return train_pack(
+        str(folder / model),
+        folder / "d",
+        LoRAConfig(rank=4),
+        TrainConfig(**settings),
+        out=folder / out,
+        resume=resume,
+    )
+
+
+def test_a_run_is_an_ordinary_pack_judged_by_the_true_forward(folder, run):
+    report = trained(folder, "o").report
+    pack = Pack.open(folder / "o")
+    objective = pack.manifest["objective"]
+    assert objective["graph"] == "projection-stack" and "no attention" in objective["note"]
+    assert objective["stack"] == [O_PROJ.format(0), O_PROJ.format(1)]
+    assert objective["embedding"] == "frozen, mapped from its file"
+    assert objective["ppl_after"] < 0.9 * objective["ppl_before"]
+    assert list(pack.specs) == [*objective["stack"], "lm_head"]
+    code, out, _ = run(
+        "eval", folder / "o", "--model", folder / "llama", "--data", folder / "d", "--json"
+    )
+    judged = json.loads(out)
+    assert code == 0
+    for key, side in (("ppl_before", "base"), ("ppl_after", "pack")):
+        assert abs(judged[side]["ppl"] / report[key] - 1) < 1e-4
+        assert abs(objective[key] / report[key] - 1) > 1e-3
+    _, shown, _ = run("inspect", folder / "o")
+    assert "graph   Trained by projection-stack over model.layers.0" in shown
+    assert "no token sees another" in (folder / "o" / "README.md").read_text()
+
+
+def test_the_last_k_targets_of_a_row_can_be_the_loss(folder):
+    report = trained(folder, "last", ce_last_k=2, iters=2).report
+    assert report["trained_tokens"] == 2 * 4 * 2
+    assert Pack.open(folder / "last").manifest["objective"]["ce_last_k"] == 2
+
+
+def test_packed_rows_and_a_base_that_is_quantized_on_loading(folder):
+    report = trained(folder, "packed", packing=True, quantize="affine4", iters=2).report
+    assert report["objective"]["embedding"].startswith("in memory: model.embed_tokens.weight lies")
+    assert np.isfinite(report["ppl_after"])
+
+
+def test_a_resumed_run_keeps_its_objective(folder):
+    trained(folder, "broken", iters=3)
+    with pytest.raises(PackError, match="objective was 'projection-stack' and is 'transformer'"):
+        trained(folder, "broken", resume=True, objective="transformer")
+
+
+def test_a_run_interrupted_and_resumed_has_the_bits_of_an_unbroken_one(folder):
+    settings = {"lr_schedule": "constant"}
+    trained(folder, "bits-whole", **settings)
+    trained(folder, "bits", iters=3, **settings)
+    trained(folder, "bits", resume=True, **settings)
+    whole, broken = (Pack.open(folder / n).load_tensors() for n in ("bits-whole", "bits"))
+    assert all(mx.array_equal(whole[name], broken[name]) for name in whole)
+
+
+def test_the_loop_reads_no_other_weight_of_the_blocks(folder, tmp_path):
+    wide = {**SQUARE, "intermediate_size": 40_000}
+    write_checkpoint(tmp_path / "wide", "llama", **wide)
+    mlp_gb = 2 * 3 * 64 * 40_000 * 4 / 1e9
+    (tmp_path / "d").symlink_to(folder / "d")
+    stack = trained(tmp_path, "s", "wide", iters=2).report["peak_gb"]
+    whole = trained(tmp_path, "t", "wide", iters=2, objective="transformer").report["peak_gb"]
+    assert whole > mlp_gb and stack < 0.5 * mlp_gb
+
+
+def test_a_4_bit_table_is_mapped_and_a_tied_one_is_not(folder, tmp_path):
+    write_quantized(tmp_path / "q", folder / "llama")
+    assert graph(load_base(tmp_path / "q")).facts["embedding"] == "frozen, mapped from its file"
+    write_checkpoint(tmp_path / "tied", "llama", tie_word_embeddings=True, **SQUARE)
+    found = graph(load_base(tmp_path / "tied")).facts
+    assert found["embedding"] == "in memory: the head is this table (model.embed_tokens)"
+    assert found["head"] == "model.embed_tokens, tied and frozen"

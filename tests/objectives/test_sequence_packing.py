@@ -1,0 +1,300 @@
+"""Packed rows: each is learned as if it were alone, in every family; or packing is refused."""
+
+import shutil
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import mlx.nn as nn
+import numpy as np
+import pytest
+from mlx.utils import tree_flatten, tree_map
+
+from mlx_packs import LoRAConfig, TrainConfig, train_pack
+from mlx_packs.adapters.lora import attach
+from mlx_packs.data.batches import make_batch, make_packed_batch
+from mlx_packs.data.encoding import Example
+from mlx_packs.data.sampler import first_fit
+from mlx_packs.errors import PackError
+from mlx_packs.evaluation.evaluate import Scorer
+from mlx_packs.nn.segments import SegmentCache, places_in_segments
+from mlx_packs.objectives.causal_lm import as_arrays, loss_sum, split_head
+from mlx_packs.objectives.sequence_packing import prepare_packing
+from mlx_packs.optim import make_optimizer
+from mlx_packs.runtime import mx
+from mlx_packs.training.loop import Loop
+from mlx_packs.training.step import Stepper
+from tests.helpers.models import base_of
+from tests.helpers.rows import chat, write_rows
+
+LIMIT = 47  # inputs of a packed row
+FAMILIES = {
+    "qwen3": {},
+    "llama": {},
+    "gpt2": {},  # learned positions
+    "gpt_bigcode": {
+        **{"n_embd": 64, "n_layer": 2, "n_inner": 96, "n_head": 4, "n_positions": 128},
+        "layer_norm_epsilon": 1e-5,
+    },
+    "gemma2": {
+        **{"query_pre_attn_scalar": 32, "attn_logit_softcapping": 50.0},
+        "final_logit_softcapping": 30.0,
+    },
+    "gemma3_text": {
+        **{"sliding_window": 6, "sliding_window_pattern": 2, "query_pre_attn_scalar": 32}
+    },
+    "phi": {"num_key_value_heads": 4, "partial_rotary_factor": 0.5, "layer_norm_eps": 1e-5},
+    "olmo2": {},
+    "qwen3_moe": {
+        **{"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+        **{"decoder_sparse_step": 1, "mlp_only_layers": [], "norm_topk_prob": True},
+    },
+}
+
+
+def rows_of(lengths, last_k: int | None = None) -> list[Example]:
+    random = np.random.default_rng(0)
+    found = []
+    for length in lengths:
+        target = np.arange(length) >= max(1, length // 3)
+        if last_k is not None:
+            target[:-last_k] = False
+        found.append(Example(random.integers(1, 128, length).astype(np.int32), target, "x"))
+    return found
+
+
+ROWS = rows_of((9, 17, 5, 30, 2, 21, 12))
+
+
+def packed_batch(rows: list[Example] = ROWS, batch_size: int = 3):
+    inputs = np.array([len(e.tokens) - 1 for e in rows])
+    return make_packed_batch(
+        rows, first_fit(inputs, np.arange(len(rows)), LIMIT), batch_size, LIMIT
+    )
+
+
+def attached_model(family: str, recompute: bool = False, max_seq_length: int = LIMIT + 1):
+    base = base_of(family, **FAMILIES[family])
+    attached = attach(base, LoRAConfig(rank=2))
+    for slot in attached.slots.values():  # with B at zero, A would get no gradient
+        slot.lora.lora_b[:] = [0.1 * mx.random.normal(b.shape) for b in slot.lora.lora_b]
+    if recompute:
+        attached.recompute("block")
+    head = split_head(base.model)
+    prepare_packing(attached, head, max_seq_length, 128)
+    base.model.train()
+    return attached, head
+
+
+def loss_and_gradients(model, head, batches) -> tuple[float, dict[str, mx.array]]:
+    """Sums over batches."""
+    value_and_grad = nn.value_and_grad(model, lambda *arrays: loss_sum(model, head, *arrays))
+    total, gradients = 0.0, None
+    for batch in batches:
+        loss, found = value_and_grad(*as_arrays(batch))
+        total += loss.item()
+        gradients = found if gradients is None else tree_map(mx.add, gradients, found)
+    return total, dict(tree_flatten(gradients))
+
+
+def assert_same(found: dict[str, mx.array], wanted: dict[str, mx.array]) -> None:
+    assert set(found) == set(wanted)
+    for name, tensor in wanted.items():
+        largest = mx.abs(tensor).max().item()
+        assert largest > 0, name
+        assert mx.abs(found[name] - tensor).max().item() < 2e-5 * largest, name
+
+
+@pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_packed_rows_have_the_loss_and_gradients_of_rows_alone(family, recompute):
+    attached, head = attached_model(family, recompute)
+    packed = packed_batch()
+    assert packed.segments.max() > 2
+    alone = [make_batch(ROWS, [i], 1, LIMIT) for i in range(len(ROWS))]
+    loss, gradients = loss_and_gradients(attached.model, head, [packed])
+    wanted, wanted_gradients = loss_and_gradients(attached.model, head, alone)
+    assert abs(loss / wanted - 1) < 1e-6
+    assert_same(gradients, wanted_gradients)
+
+
+@pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("last_k", [None, 2])
+def test_packed_steps_equal_unpacked_ones(recompute, accumulate, last_k):
+    """Whole updates: the same rows packed, in one batch or two, and each in a batch of its own."""
+    rows = rows_of((9, 17, 5, 30, 6, 21, 12), last_k)
+    halves = [packed_batch(rows[:4], 2), packed_batch(rows[4:], 2)]
+    packed = [packed_batch(rows)] if accumulate == 1 else halves
+    alone = [make_batch(rows, [i], 1, LIMIT) for i in range(len(rows))]
+    found = []
+    for batches in (packed, alone):
+        mx.random.seed(7)
+        attached, head = attached_model("qwen3", recompute)
+        optimizer = make_optimizer(TrainConfig(optimizer="sgd", learning_rate=0.1, iters=1))
+        optimizer.init(attached.model.trainable_parameters())
+        stepper = Stepper(attached.model, head, optimizer, 1.0)
+        for i, batch in enumerate(batches, 1):
+            stepper(as_arrays(batch), batch.count, i == len(batches), len(batches) == 1)
+        found.append(attached.tensors())
+    for name, tensor in found[1].items():
+        assert mx.abs(found[0][name] - tensor).max().item() < 1e-6, name
+
+
+def test_packed_rows_are_scored_row_by_row_as_alone():
+    attached, head = attached_model("qwen3")
+    packed = Scorer(attached.model, head).score([packed_batch()])
+    alone = Scorer(attached.model, head).score([make_batch(ROWS, range(len(ROWS)), 8, LIMIT)])
+    assert packed.rows == alone.rows == len(ROWS) and packed.targets == alone.targets
+    assert packed.nll == pytest.approx(alone.nll, rel=1e-6)
+    assert packed.ppl_se == pytest.approx(alone.ppl_se, rel=1e-4)
+
+
+def test_segment_mask_lets_every_input_see_itself_and_its_own_past_alone():
+    segments = mx.array([[0, 0, 0, 1, 1, 2], [0, 1, 1, 1, 1, 1]])
+    mask = np.array(SegmentCache(segments).make_mask(6, window_size=2))
+    for b, row in enumerate(segments.tolist()):
+        for i in range(6):
+            for j in range(6):
+                assert mask[b, 0, i, j] == (row[i] == row[j] and 0 <= i - j < 2)
+    assert np.array(places_in_segments(segments)).tolist() == [
+        [0, 1, 2, 0, 1, 0],
+        [0, 0, 1, 2, 3, 4],
+    ]
+
+
+def test_packing_a_recurrent_model_is_refused():
+    sizes = {"intermediate_size": 128, "state_size": 8, "conv_kernel": 4, "time_step_rank": 4}
+    base = base_of("mamba", **sizes, use_bias=False, use_conv_bias=True)
+    attached = attach(base, LoRAConfig(rank=2, target_modules=("in_proj",)))
+    with pytest.raises(PackError, match="--packing: rows of a mamba .* more than keys and values"):
+        prepare_packing(attached, None, 64, 128)
+
+
+def refused(family: str, max_seq_length: int = 64) -> str:
+    attached = attach(base_of(family), LoRAConfig(rank=2))
+    with pytest.raises(PackError, match="cannot be packed exactly") as error:
+        prepare_packing(attached, split_head(attached.model), max_seq_length, 128)
+    return str(error.value)
+
+
+def test_packing_is_refused_where_positions_run_on(monkeypatch):
+    monkeypatch.setattr("mlx_packs.objectives.sequence_packing._LEARNED_POSITIONS", ())
+    assert "at position 0" in refused("gpt2")
+
+
+def test_packing_is_refused_where_a_row_sees_another(monkeypatch):
+    def causal(self, N, return_array=True, window_size=None):
+        return (mx.arange(N)[:, None] >= mx.arange(N))[None, None]
+
+    monkeypatch.setattr(SegmentCache, "make_mask", causal)
+    assert "at position 0" in refused("llama")
+
+
+def test_packing_is_refused_where_a_far_position_is_computed_otherwise(monkeypatch):
+    """As in families that scale their queries by position, far from the first one alone."""
+    from mlx_lm.models.phi import PhiAttention
+
+    whole = PhiAttention.__call__
+
+    def scaled(self, x, mask=None, cache=None):
+        far = cache is not None and cache.offset > 30
+        return whole(self, x * 1.01 if far else x, mask, cache)
+
+    monkeypatch.setattr(PhiAttention, "__call__", scaled)
+    attached = attach(base_of("phi", **FAMILIES["phi"]), LoRAConfig(rank=2))
+    model = attached.model
+    prepare_packing(attached, split_head(model), 40, 128)
+    with pytest.raises(PackError, match="at position 47"):
+        prepare_packing(attached, split_head(model), 64, 128)
+
+
+PACKED = TrainConfig(
+    iters=4,
+    batch_size=2,
+    max_seq_length=96,
+    packing=True,
+    learning_rate=1e-3,
+    lr_schedule="constant",
+    matmul_path="dense",
+    steps_per_eval=2,
+    save_every=2,
+)
+
+
+@pytest.fixture
+def rows(tmp_path):
+    turns = [chat(f"Say {i}.", "yes " * (i % 7 + 1)) for i in range(40)]
+    return write_rows(tmp_path / "rows", train=turns, valid=turns[:4])
+
+
+def test_resumed_packed_run_equals_an_unbroken_one(tiny, rows, tmp_path):
+    lora = LoRAConfig(rank=4, dropout=0.2)
+    short = TrainConfig(**{**vars(PACKED), "iters": 2})
+    whole = train_pack(tiny, rows, lora, PACKED, tmp_path / "whole")
+    train_pack(tiny, rows, lora, short, tmp_path / "broken")
+    resumed = train_pack(tiny, rows, lora, PACKED, tmp_path / "broken", resume=True, overwrite=True)
+    for name, tensor in whole.pack.tensors.items():
+        assert mx.array_equal(tensor, resumed.pack.tensors[name]).item(), name
+    assert whole.report["batch_shapes"] <= 4
+    unpacked = TrainConfig(**{**vars(PACKED), "packing": False})
+    with pytest.raises(PackError, match="packing was True and is False"):
+        train_pack(tiny, rows, lora, unpacked, tmp_path / "broken", resume=True, overwrite=True)
+
+
+def test_packed_run_says_how_full_it_is_and_plans_its_own_shapes(rows, tmp_path, run, monkeypatch):
+    planned = []
+    estimate = "mlx_packs.training.setup.estimate_batches"
+    monkeypatch.setattr(
+        estimate, lambda *a: planned.append(a[5]) or (_ for _ in ()).throw(PackError("none."))
+    )
+    arguments = f"--data {rows} --iters 1 --max-seq-length 96 --batch-size 2 --matmul-path dense"
+    code, _, err = run("train", *arguments.split(), "--packing", "--out", tmp_path / "p")
+    assert code == 0, err
+    line = next(line for line in err.splitlines() if line.startswith("data"))
+    assert "40 rows → " in line and " packed rows of 96 (" in line and " % full)" in line
+    assert " supervised tokens" in line
+    assert {width for width, _ in planned[0]} == {95}
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, PackError])
+def test_no_thread_is_left_when_a_run_breaks_off(tiny, rows, tmp_path, monkeypatch, error):
+    def fail(loop):
+        assert any(t.name.startswith("batches") for t in threading.enumerate())
+        raise error("now")
+
+    monkeypatch.setattr(Loop, "_limit_cache", fail)
+    with pytest.raises(error):
+        train_pack(tiny, rows, LoRAConfig(rank=2), PACKED, tmp_path / "p")
+    assert not any(t.name.startswith("batches") for t in threading.enumerate())
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="MLX compiles with g++ on CPUs")
+def test_packed_steps_are_the_same_compiled_and_uncompiled():
+    code = """
+from tests.objectives.test_sequence_packing import *
+def steps():
+    mx.random.seed(7)
+    attached, head = attached_model("qwen3", recompute=True)
+    optimizer = make_optimizer(TrainConfig(optimizer="sgd", learning_rate=0.1, iters=1))
+    optimizer.init(attached.model.trainable_parameters())
+    stepper = Stepper(attached.model, head, optimizer, 1.0)
+    for _ in range(2):
+        stepper(as_arrays(packed_batch()), packed_batch().count, True, True)
+    return attached.tensors(), stepper.traces
+mx.disable_compile(); plain, none = steps()
+mx.enable_compile(); compiled, one = steps()
+print(max(mx.abs(plain[n] - compiled[n]).max().item() for n in plain), none, one)
+"""
+    result = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    difference, *traces = result.stdout.split()
+    assert float(difference) < 1e-6 and traces == ["0", "1"]

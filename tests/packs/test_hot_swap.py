@@ -1,0 +1,361 @@
+"""Hot-swap: packs put on, replaced and taken off without touching the base; sums of packs."""
+
+import mlx.nn as nn
+import numpy as np
+import pytest
+from mlx.utils import tree_flatten
+
+from mlx_packs import LoRAConfig, Pack, load_base, weighted_sum
+from mlx_packs.adapters.lora import attach, delta_of
+from mlx_packs.bases.loading import Base
+from mlx_packs.errors import PackError
+from mlx_packs.nn.fixed import DoRALinear
+from mlx_packs.packs.weighted_sum import open_weighted
+from mlx_packs.runtime import mx
+from tests.helpers.models import base_of, model_of
+from tests.test_package import run as run_python
+
+PROBE = [[1, 2, 3, 4, 5, 6, 7, 8]]
+
+
+def random_pack(base, seed: int, rank: int = 2, targets=("q_proj", "down_proj"), **lora) -> Pack:
+    attached = attach(base, LoRAConfig(rank=rank, target_modules=targets, **lora))
+    try:
+        key = mx.random.split(mx.random.key(seed), len(attached.tensors()))
+        noise = {
+            name: mx.random.normal(tensor.shape, key=k) * 0.1
+            for k, (name, tensor) in zip(key, attached.tensors().items(), strict=True)
+        }
+        for spec in attached.specs.values():  # what couples slices is no adapter
+            name, at, row = f"{spec.path}.lora_b", 0, 0
+            mask = np.zeros(noise[name].shape, dtype=np.float32)
+            for s in spec.slices:
+                mask[..., row : row + s.rank, at : at + s.width] = 1
+                row, at = row + s.rank, at + s.width
+            if len(spec.slices) > 1:
+                noise[name] = noise[name] * mx.array(mask)
+        attached.load(noise, "noise")
+        pack = Pack.of(attached)
+        mx.eval(pack.tensors)
+        return pack
+    finally:
+        attached.detach()
+
+
+def with_whole_norm(base, pack: Pack) -> Pack:
+    """The pack with the last norm, halved, brought whole."""
+    norm = base.model.model.norm.weight / 2
+    replaced = [{"name": "model.norm.weight", "shape": list(norm.shape)}]
+    adapters = {**pack.manifest["adapters"], "replaced": replaced}
+    tensors = {**pack.load_tensors(), "model.norm.weight": norm}
+    return Pack({**pack.manifest, "adapters": adapters}, tensors)
+
+
+def logits(base) -> mx.array:
+    found = base.model(mx.array(PROBE))
+    mx.eval(found)
+    return found
+
+
+def same(a, b) -> bool:
+    return mx.array_equal(a, b).item()
+
+
+@pytest.fixture(scope="module")
+def base() -> Base:
+    return load_base("tiny")
+
+
+@pytest.fixture(scope="module")
+def packs(base) -> dict[str, Pack]:
+    """``a`` and ``b`` have one shape, ``c`` another."""
+    other = ("k_proj", "o_proj", "gate_proj")
+    return {
+        "a": random_pack(base, 0),
+        "b": random_pack(base, 1),
+        "c": random_pack(base, 2, 3, other),
+    }
+
+
+def test_applied_contexts_nest_and_each_end_restores_logits_to_the_bit(base, packs):
+    plain, alone = logits(base), {}
+    for name, pack in packs.items():
+        with base.applied(pack):
+            alone[name] = logits(base)
+        assert not same(alone[name], plain)
+    with base.applied(packs["a"]):
+        for inner in "bc":
+            with base.applied(packs[inner]):
+                assert same(logits(base), alone[inner])
+                with base.applied(packs["a"]):
+                    assert same(logits(base), alone["a"])
+                assert same(logits(base), alone[inner])
+            assert same(logits(base), alone["a"])
+    assert same(logits(base), plain) and base.carried is None
+
+
+def test_applied_restores_after_an_error_inside(base, packs):
+    plain = logits(base)
+    with pytest.raises(ZeroDivisionError), base.applied(packs["a"]), base.applied(packs["c"]):
+        raise ZeroDivisionError
+    assert same(logits(base), plain) and base.carried is None
+
+
+def test_swap_pack_gives_what_a_fresh_attach_gives_and_touches_no_weight(base, packs):
+    before = [(name, id(array)) for name, array in tree_flatten(base.model.parameters())]
+    modules = [(path, id(module)) for path, module in base.model.named_modules()]
+    for name in "abcacb":
+        base.swap_pack(packs[name])
+        swapped = logits(base)
+        base.swap_pack(None)
+        attached = packs[name].attach(base)
+        assert same(swapped, logits(base))
+        attached.detach()
+    assert [(name, id(array)) for name, array in tree_flatten(base.model.parameters())] == before
+    assert [(path, id(module)) for path, module in base.model.named_modules()] == modules
+
+
+def test_swap_pack_of_one_shape_replaces_arrays_alone_and_others_come_back_as_they_were(
+    base, packs
+):
+    base.swap_pack(packs["a"])
+    first = base.carried.attached
+    base.swap_pack(packs["b"])
+    assert base.carried.attached is first
+    base.swap_pack(packs["c"])
+    assert base.carried.attached is not first
+    base.swap_pack(packs["a"])
+    assert base.carried.attached is first
+    base.swap_pack(None)
+
+
+def test_swap_pack_refuses_another_base_naming_both_and_keeps_what_was(base, packs):
+    stranger = random_pack(Base(**{**vars_of(base), "fingerprint": "f" * 64}), 3)
+    with base.applied(packs["a"]):
+        carried = logits(base)
+        with pytest.raises(PackError, match="was trained on tiny .fingerprint ffffffffffff.*tiny"):
+            base.swap_pack(stranger)
+        wrong = Pack({**packs["c"].manifest}, dict(list(packs["c"].tensors.items())[:-1]))
+        with pytest.raises(PackError, match="missing"):
+            base.swap_pack(wrong)
+        assert same(logits(base), carried)
+        with pytest.raises(PackError, match="carries adapters already"):
+            packs["b"].attach(base)
+
+
+def vars_of(base) -> dict:
+    names = "name path model tokenizer config fingerprint quantization".split()
+    return {name: getattr(base, name) for name in names}
+
+
+def test_modules_that_were_taken_off_in_training_come_back_to_answer(base, packs):
+    with base.applied(packs["a"]):
+        wanted = logits(base)
+        base.model.train()
+    assert not any(module.training for module in base.model.modules())
+    with base.applied(packs["a"]):
+        assert not any(module.training for module in base.model.modules())
+        assert same(logits(base), wanted)
+
+
+def test_memory_is_flat_over_a_thousand_swaps(base, packs):
+    def swap(count):
+        for i in range(count):
+            base.swap_pack(packs["ab"[i % 2]])
+            if i % 10 == 0:
+                base.swap_pack(packs["c"])
+                mx.eval(base.model(mx.array(PROBE)))
+        base.swap_pack(None)
+        mx.clear_cache()
+        return mx.get_active_memory()
+
+    swap(20)
+    assert swap(1000) == swap(20)
+
+
+def test_dense_path_is_kept_while_packs_of_one_shape_are_swapped(base, packs):
+    plain = logits(base)
+    with base.applied(packs["a"], "dense"):
+        first = base.carried.attached
+        with base.applied(packs["b"], "dense"):
+            assert base.carried.attached is first
+            assert isinstance(base.model.layers[0].self_attn.k_proj, nn.Linear)
+    assert same(logits(base), plain) and all(f.attached is not first for f in base.frames)
+
+
+def test_packs_of_one_shape_share_the_traces_that_score_them():
+    # one trace for three packs; without g++ MLX compiles nothing on a CPU and traces each call
+    code = """
+import numpy as np
+from tests.helpers.models import base_of
+from tests.packs.test_hot_swap import random_pack
+from mlx_packs import evaluation as e
+from mlx_packs.data.batches import evaluation_batches
+from mlx_packs.data.encoding import Example, Examples
+from mlx_packs.runtime import mx
+mx.enable_compile()
+traced, real = [], e.target_loss
+e.target_loss = lambda *args, **given: traced.append(1) or real(*args, **given)
+probed = []
+probe = mx.compile(lambda x: probed.append(1) or x + 1)
+mx.eval(probe(mx.ones(1)), probe(mx.ones(1)))
+base = base_of("qwen3", num_hidden_layers=1)
+packs = [random_pack(base, seed) for seed in range(3)]
+rows = [Example(np.arange(1, n + 9, dtype=np.int32), np.arange(n + 8) > 2, "") for n in range(4)]
+batches = evaluation_batches(Examples(rows, "text", "all"), 4, 64)
+base.swap_pack(packs[0])
+scorer = e.Scorer(base.model, None)
+found = []
+for pack in packs:
+    base.swap_pack(pack)
+    found.append(scorer.rows(batches).nll)
+count = len(traced)
+same = all(np.array_equal(f, e.Scorer(base.model, None).rows(batches).nll)
+           for f, pack in zip(found, packs) if base.swap_pack(pack) is None)
+print(count - len(packs) * (len(probed) - 1), same, np.array_equal(found[0], found[1]))
+"""
+    assert run_python(code) in ("1 True False", "0 True False")
+
+
+def deltas(base, pack: Pack) -> dict[str, mx.array]:
+    """What a pack adds to each weight."""
+    attached = pack.attach(base)
+    merged = attached.merged_weights()
+    zero = {n: mx.zeros_like(t) for n, t in attached.tensors().items()}
+    attached.load(zero, "zero")
+    plain = attached.merged_weights()
+    attached.detach()
+    return {path: merged[path] - plain[path] for path in merged}
+
+
+def some_base(family: str):
+    if family == "qwen3":
+        return base_of("qwen3"), ("q_proj", "down_proj"), ("q_proj", "o_proj")
+    if family == "gpt2":
+        return base_of("gpt2"), ("c_attn",), ("c_attn", "c_fc")
+    changes = {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "norm_topk_prob": True,
+    }
+    return base_of("qwen3_moe", **changes), ("gate_proj", "q_proj"), ("gate_proj",)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gpt2", "qwen3_moe"])
+def test_weighted_sum_is_the_sum_of_the_deltas(family):
+    base, first, second = some_base(family)
+    a, b = random_pack(base, 0, 2, first, alpha=3.0), random_pack(base, 1, 4, second)
+    found, parts = (
+        deltas(base, weighted_sum([(a, 0.7), (b, -0.3)])),
+        (deltas(base, a), deltas(base, b)),
+    )
+    assert set(found) == set(parts[0]) | set(parts[1])
+    for path, delta in found.items():
+        wanted = sum(w * p[path] for w, p in zip((0.7, -0.3), parts, strict=True) if path in p)
+        assert mx.abs(wanted).max().item() > 1e-3
+        assert mx.abs(delta - wanted).max().item() < 1e-6
+
+
+def test_weighted_sum_keeps_the_ranks_of_a_fused_projection_apart():
+    base, *_ = some_base("gpt2")
+    a = random_pack(base, 0, 2, ("c_attn",), rank_pattern={"c_attn.q": 3})
+    total = weighted_sum([(a, 1.0), (random_pack(base, 1, 4, ("c_attn",)), 0.5)])
+    assert [s.rank for s in next(iter(total.specs.values())).slices] == [7, 6, 6]
+
+
+def test_weighted_sum_of_slices_and_a_whole_projection_has_one_slice():
+    base, *_ = some_base("gpt2")
+    sliced, whole = random_pack(base, 0, 2, ("c_attn",)), random_pack(base, 1, 4, ("c_attn",))
+    for module in whole.manifest["adapters"]["modules"]:
+        width = sum(part["width"] for part in module["slices"])
+        module["slices"] = [{"name": "c_attn", "width": width, "rank": 12, "alpha": 12.0}]
+    total = weighted_sum([(sliced, 0.7), (whole, -0.3)])
+    for path, spec in total.specs.items():
+        assert [s.rank for s in spec.slices] == [6 + 12]
+        parts = [delta_of(p.specs[path], p.load_tensors()) for p in (sliced, whole)]
+        wanted = 0.7 * parts[0] - 0.3 * parts[1]
+        assert mx.allclose(delta_of(spec, total.load_tensors()), wanted, atol=1e-6).item()
+    with base.applied(total):
+        logits(base)
+
+
+def test_applied_takes_packs_with_weights(base, packs, tmp_path):
+    plain = logits(base)
+    for name in "ac":
+        packs[name].save(tmp_path / name)
+    with base.applied({tmp_path / "a": 0.7, tmp_path / "c": 0.3}):
+        both = logits(base)
+    with base.applied([(packs["a"], 0.7), (packs["c"], 0.3)]):
+        assert same(logits(base), both)
+    assert not same(both, plain) and same(logits(base), plain)
+    summed = weighted_sum([(packs["a"], 0.7), (packs["c"], 0.3)]).save(tmp_path / "sum")
+    with base.applied(Pack.open(summed.path)):
+        assert same(logits(base), both)
+
+
+def test_weighted_sum_of_one_pack_with_weight_1_is_that_pack(packs):
+    assert weighted_sum([(packs["a"], 1.0)]) is packs["a"]
+
+
+def test_what_a_pack_brings_whole_goes_with_it(base, packs):
+    plain, whole = packs["a"], with_whole_norm(base, packs["a"])
+    alone = logits(base)
+    with base.applied(plain):
+        expected = logits(base)
+    for _ in range(2):
+        with base.applied(whole):
+            assert not mx.allclose(logits(base), expected).item()
+            base.swap_pack(plain)
+            assert mx.array_equal(logits(base), expected).item()
+        with base.applied(plain):
+            assert mx.array_equal(logits(base), expected).item()
+    assert mx.array_equal(logits(base), alone).item()
+
+
+def test_a_swap_leaves_nothing_of_dora_to_the_first_forward(base, packs):
+    lora = packs["a"]
+    modules, tensors = [], dict(lora.load_tensors())
+    for module in lora.manifest["adapters"]["modules"]:
+        modules.append({**module, "kind": "dora"})
+        tensors[f"{module['path']}.m"] = mx.ones((module["slices"][0]["width"],))
+    adapters = {**lora.manifest["adapters"], "modules": modules}
+    base.swap_pack(Pack({**lora.manifest, "adapters": adapters}, tensors))
+    try:
+        made = [m.magnitude for m in base.model.modules() if isinstance(m, DoRALinear)]
+        before = mx.get_active_memory()
+        mx.eval(made)
+        assert made and mx.get_active_memory() == before
+    finally:
+        base.swap_pack(None)
+
+
+def test_weighted_sum_refuses_what_cannot_be_added(base, packs, tmp_path):
+    a = packs["a"].save(tmp_path / "a")
+    model, config = model_of("qwen3")
+    other = Base("elsewhere", tmp_path, model, None, config, "9" * 64)
+    stranger = random_pack(other, 0).save(tmp_path / "b")
+    with pytest.raises(PackError, match="b: was trained on .*999999999999.* but .*a on tiny"):
+        weighted_sum([(a, 0.5), (stranger, 0.5)])
+    with pytest.raises(PackError, match="a: is given twice"):
+        weighted_sum([(a, 0.5), (Pack.open(tmp_path / "a"), 0.5)])
+    with pytest.raises(PackError, match="no pack"):
+        weighted_sum([])
+    with pytest.raises(PackError, match="model.norm.weight is brought whole.*merge it instead"):
+        weighted_sum([(a, 0.5), (with_whole_norm(base, a), 0.5)])
+
+
+@pytest.mark.parametrize("weight", ["x", "", "nan", "inf", "0", "1e999"])
+def test_open_weighted_refuses_what_is_no_weight(packs, tmp_path, weight):
+    packs["a"].save(tmp_path / "a")
+    with pytest.raises(PackError, match="the weight must be a"):
+        open_weighted(f"{tmp_path / 'a'}={weight}")
+
+
+def test_open_weighted_reads_folder_and_weight(packs, tmp_path):
+    packs["a"].save(tmp_path / "a=1")
+    pack, weight = open_weighted(f"{tmp_path / 'a=1'}=-0.25")
+    assert (pack.path, weight) == (tmp_path / "a=1", -0.25)
+    assert open_weighted(str(tmp_path / "a=1"))[1] == 1

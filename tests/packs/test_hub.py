@@ -1,0 +1,626 @@
+"""Packs pushed to and pulled from a stand-in of the Hub: the same bytes, or a refusal."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from huggingface_hub import ModelCard, constants
+
+import mlx_packs as mp
+from mlx_packs import Pack
+from mlx_packs.errors import PackError
+from mlx_packs.files import sha256
+from mlx_packs.packs.hub import MAIN, split_name
+from mlx_packs.packs.push import make_ready
+from mlx_packs.runtime import mx
+from tests.helpers.local_hub import LocalHub, Repo, local_hub
+
+# huggingface_hub's upload of LFS files uses an argument that its HTTP library will drop
+pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")
+
+BASE = {
+    "id": "mlx-community/Some-4bit",
+    "fingerprint": "f" * 64,
+    "model_type": "qwen3",
+    "quantization": {"group_size": 64, "bits": 4},
+    "num_layers": 2,
+}
+EVAL = {"split": "test", "rows": 3, "ppl_before": 10.0, "ppl_after": 5.0}
+NAMES = {"pack.json", "adapters.safetensors", "adapter_config.json", "README.md"}
+
+
+def write_pack(folder: Path, width: int = 64, rank: int = 2, base: dict = BASE, **facts) -> Pack:
+    """A pack of random adapters on two projections, without a base."""
+    paths = [f"model.layers.{i}.self_attn.q_proj" for i in range(2)]
+    slices = [{"name": "q_proj", "width": width, "rank": rank, "alpha": 2.0 * rank}]
+    manifest = {
+        "format_version": 1,
+        "kind": "lora",
+        "base": base,
+        "adapters": {
+            "parameters": 4 * rank * width,
+            "groups": [[path] for path in paths],
+            "modules": [{"path": p, "in_features": width, "slices": slices} for p in paths],
+        },
+        **facts,
+    }
+    tensors = {f"{p}.lora_a": mx.random.normal((width, rank)) for p in paths}
+    tensors |= {f"{p}.lora_b": mx.random.normal((rank, width)) for p in paths}
+    return Pack(manifest, tensors).save(folder)
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def hub(here, monkeypatch):
+    """The stand-in in the Hub's place, with caches of its own."""
+    with local_hub() as found:
+        monkeypatch.setattr(constants, "ENDPOINT", found.url)
+        template = found.url + "/{repo_id}/resolve/{revision}/{filename}"
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+        monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setattr(constants, "HF_ASSETS_CACHE", str(here / "hf" / "assets"))
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(here / "hf" / "hub"))
+        yield found
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory) -> Path:
+    return write_pack(tmp_path_factory.mktemp("made") / "p", eval=EVAL).path
+
+
+@pytest.fixture
+def pushed(made, hub, here) -> Pack:
+    """A pack in ``p`` that is on the hub as ``me/p``."""
+    shutil.copytree(made, here / "p")
+    hub.repos["me/p"] = Repo()
+    hub.repos["me/p"].commit(contents(here / "p"))
+    return Pack.open(here / "p")
+
+
+@pytest.fixture
+def refused(run):
+    def go(*args) -> str:
+        code, out, err = run(*args)
+        assert (code, out) == (2, ""), err
+        lines = [line for line in err.splitlines() if not line.startswith(("pull ", "left "))]
+        assert len(lines) == 1 and lines[0].startswith("packs: "), err
+        return lines[0].removeprefix("packs: ")
+
+    return go
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {f.name: f.read_bytes() for f in folder.iterdir()}
+
+
+def serve(hub: LocalHub, pack: Path, change=None, **files: bytes) -> str:
+    """Put a pack on the hub as ``me/evil``, its manifest changed; the commit."""
+    found = {f.name: f.read_bytes() for f in pack.iterdir() if f.name in NAMES} | files
+    if change is not None:
+        manifest = json.loads(found["pack.json"])
+        change(manifest)
+        found["pack.json"] = json.dumps(manifest).encode()
+    return hub.repos.setdefault("me/evil", Repo()).commit(found)
+
+
+def test_push_then_pull_gives_the_same_bytes(hub, here, run):
+    write_pack(here / "p", eval=EVAL)
+    code, out, err = run("push", "p", "me/p", "--license", "apache-2.0", "--json")
+    assert code == 0, err
+    report = json.loads(out)
+    assert set(report["files"]) == NAMES and "%|" not in err
+    code, out, _ = run("pull", "me/p", "--out", "q", "--json")
+    pulled = contents(here / "q")
+    pin = json.loads(pulled.pop("hub.json"))
+    assert pulled == contents(here / "p") and set(pulled) == NAMES
+    assert pin == {
+        "repo": "me/p",
+        "revision": MAIN,
+        "commit": report["commit"],
+        "manifest_sha256": sha256(here / "q" / "pack.json"),
+    }
+    assert json.loads(out)["commit"] == report["commit"]
+    assert [p.name for p in here.iterdir() if p.name.startswith(".")] == []
+
+
+def test_inspect_shows_where_a_pulled_pack_comes_from(pushed, hub, run):
+    commit = mp.pull("me/p", "q").manifest and hub.repos["me/p"].branches[MAIN]
+    assert f"hub     me/p@main · commit {commit}" in run("inspect", "q")[1]
+    assert json.loads(run("inspect", "q", "--json")[1])["hub"]["commit"] == commit
+    assert "hub" not in json.loads(run("inspect", "p", "--json")[1])
+
+
+def test_pull_takes_a_branch_or_a_commit(pushed, hub, here):
+    first = hub.repos["me/p"].branches[MAIN]
+    mp.push(write_pack(here / "new", rank=3), "me/p")
+    report = mp.push(write_pack(here / "side", rank=4), "me/p", revision="next/one")
+    assert report["revision"] == "next/one" and hub.repos["me/p"].branches["next/one"]
+    ranks = {
+        name: mp.pull(f"me/p{at}", name).specs["model.layers.0.self_attn.q_proj"].rank
+        for name, at in (("a", f"@{first}"), ("b", ""), ("c", "@next/one"))
+    }
+    assert ranks == {"a": 2, "b": 3, "c": 4}
+    assert json.loads((here / "a" / "hub.json").read_text())["revision"] == first
+
+
+def test_pull_replaces_a_pack_only_when_told_to(pushed, here, refused, run):
+    (here / "q").mkdir()
+    (here / "q" / "mine.txt").write_text("mine")
+    assert "holds something else" in refused("pull", "me/p", "--out", "q")
+    write_pack(here / "r", rank=5)
+    assert "pass --overwrite" in refused("pull", "me/p", "--out", "r")
+    assert run("pull", "me/p", "--out", "r", "--overwrite")[0] == 0
+    assert sha256(here / "r" / "adapters.safetensors") == sha256(
+        here / "p" / "adapters.safetensors"
+    )
+
+
+def test_a_connection_that_is_cut_goes_on_from_there(pushed, hub, here):
+    hub.cut["adapters.safetensors"] = 1000
+    mp.pull("me/p", "q")
+    assert hub.ranges("adapters.safetensors")[-1] == "bytes=1000-"
+    assert contents(here / "q").items() >= contents(here / "p").items()
+
+
+def test_a_killed_download_resumes_and_leaves_nothing_in_place(hub, here):
+    write_pack(here / "p", width=4096, rank=8)
+    mp.push("p", "me/p")
+    hub.requests.clear()
+    hub.hold["adapters.safetensors"] = 300_000
+    environment = {
+        **os.environ,
+        "HF_ENDPOINT": hub.url,
+        "HF_HOME": str(here / "hf"),
+        "HF_HUB_DISABLE_XET": "1",
+    }
+    command = [sys.executable, "-m", "mlx_packs.cli.main", "pull", "me/p", "--out", "q"]
+    process = subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL)
+    assert hub.held.wait(30)
+    (partial,) = here.glob(".q.pull-*")
+    file = partial / "adapters.safetensors"
+    while not file.exists() or file.stat().st_size < 300_000:
+        assert process.poll() is None
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert not (here / "q").exists()
+    hub.hold.clear()
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert result.returncode == 0 and "hashes ok" in result.stdout, result.stderr
+    assert hub.ranges("adapters.safetensors")[-1] == "bytes=300000-"
+    assert contents(here / "q").items() >= contents(here / "p").items()
+    assert not list(here.glob(".q.*"))
+
+
+def test_what_is_left_of_another_commit_is_not_gone_on_with(pushed, hub, here):
+    stale = here / ".q.pull-000000000000"
+    stale.mkdir()
+    (stale / "adapters.safetensors").write_bytes(b"x" * 100)
+    mp.pull("me/p", "q")
+    assert hub.ranges("adapters.safetensors") == [None, None] and not stale.exists()
+
+
+@pytest.mark.parametrize("left", [100, 10_000_000])
+def test_a_server_without_ranges_and_a_partial_that_is_too_long_start_again(
+    pushed, hub, here, left
+):
+    hub.no_ranges = True
+    partial = here / f".q.pull-{hub.repos['me/p'].branches[MAIN][:12]}"
+    partial.mkdir()
+    (partial / "adapters.safetensors").write_bytes(b"x" * left)
+    (partial / "stray.json").write_text("{}")
+    mp.pull("me/p", "q").verify()
+    assert set(contents(here / "q")) == NAMES | {"hub.json"}
+
+
+def test_a_tampered_file_is_refused_with_its_hash(pushed, hub, here, refused):
+    data = bytearray((here / "p" / "adapters.safetensors").read_bytes())
+    data[-1] ^= 1
+    serve(hub, here / "p", **{"adapters.safetensors": bytes(data)})
+    told = refused("pull", "me/evil", "--out", "q")
+    wanted = pushed.manifest["files"]["adapters.safetensors"]["sha256"][:12]
+    assert "adapters.safetensors has sha256 " in told and f"says {wanted}…" in told
+    assert not (here / "q").exists()
+    serve(hub, here / "p")  # mended: nothing bad was kept
+    assert mp.pull("me/evil", "q").path == Path("q")
+
+
+def test_a_file_of_another_size_is_refused_before_it_is_fetched(pushed, hub, here, refused):
+    serve(hub, here / "p", **{"adapters.safetensors": b"\0" * 10_000_000})
+    assert "has 10000000 bytes, but pack.json says" in refused("pull", "me/evil", "--out", "q")
+    assert hub.fetched() == {"pack.json"}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "../../evil.json",
+        "/tmp/evil.json",
+        "a/b.json",
+        "..",
+        "evil.bin",
+        "adapters.pkl",
+        "run.py",
+        "hub.json",
+        "pack.json",
+        ".hidden.json",
+        "a\n.json",
+    ],
+)
+def test_a_manifest_that_names_anything_but_plain_files_is_refused(
+    pushed, hub, here, refused, name
+):
+    def change(manifest):
+        manifest["files"][name] = {"bytes": 4, "sha256": "0" * 64}
+
+    serve(hub, here / "p", change, **{"evil.bin": b"evil"})
+    assert f"pack.json names {name!r}" in refused("pull", "me/evil", "--out", "q")
+    assert hub.fetched() == {"pack.json"}
+    assert {p.name for p in here.iterdir()} == {"p"}  # nothing of it is kept
+
+
+def test_a_repository_with_a_path_that_leads_elsewhere_is_refused(pushed, hub, here, refused):
+    serve(hub, here / "p", **{"../evil.json": b"{}"})
+    assert "leads elsewhere: '../evil.json'" in refused("pull", "me/evil", "--out", "q")
+    assert hub.fetched() == set()
+
+
+def test_pickles_and_code_beside_a_pack_are_never_fetched(pushed, hub, here, run):
+    serve(hub, here / "p", **{"adapter_model.bin": b"evil", "run.py": b"evil", "x/y.json": b"{}"})
+    code, _, err = run("pull", "me/evil", "--out", "q")
+    assert code == 0 and "adapter_model.bin, run.py, x/y.json: not of the pack, not fetched" in err
+    assert hub.fetched() == NAMES and set(contents(here / "q")) == NAMES | {"hub.json"}
+
+
+def test_a_symlink_in_a_repository_never_becomes_one_here(pushed, hub, here, refused):
+    """The Hub serves a link of git as a file with the target in it."""
+    serve(hub, here / "p", **{"README.md": b"../../.ssh/id"})
+    assert "README.md has 13 bytes, but pack.json says" in refused("pull", "me/evil", "--out", "q")
+
+
+def test_symlinks_here_are_not_written_through(pushed, hub, here, refused):
+    target = here / "target.txt"
+    target.write_text("mine")
+    (here / "q").symlink_to(here / "elsewhere")
+    assert "--out q: is a symlink" in refused("pull", "me/p", "--out", "q")
+    partial = here / f".r.pull-{hub.repos['me/p'].branches[MAIN][:12]}"
+    partial.mkdir()
+    (partial / "adapters.safetensors").symlink_to(target)
+    assert "is not a plain file" in refused("pull", "me/p", "--out", "r")
+    assert target.read_text() == "mine"
+
+
+def test_a_symlink_in_a_pack_is_not_pushed(hub, here, refused):
+    write_pack(here / "p")
+    (here / "p" / "README.md").rename(here / "card")
+    (here / "p" / "README.md").symlink_to(here / "card")
+    assert "README.md: is named in pack.json but is not a file here" in refused("push", "p", "me/p")
+    assert hub.requests == []
+
+
+def test_a_manifest_of_a_newer_format_is_refused(pushed, hub, here, refused):
+    serve(hub, here / "p", lambda m: m.update(format_version=99))
+    assert "format 99 is newer than this program's" in refused("pull", "me/evil", "--out", "q")
+    assert hub.fetched() == {"pack.json"}
+
+
+def test_safetensors_that_are_none_are_refused(pushed, hub, here, refused):
+    junk = b"\x80\x04evil pickle" * 9
+
+    def change(manifest):
+        import hashlib
+
+        facts = {"bytes": len(junk), "sha256": hashlib.sha256(junk).hexdigest()}
+        manifest["files"]["adapters.safetensors"] = facts
+
+    serve(hub, here / "p", change, **{"adapters.safetensors": junk})
+    assert "not a safetensors file" in refused("pull", "me/evil", "--out", "q")
+    assert not (here / "q").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("nope", "is not a hub id"),
+        ("a/b/c", "is not a hub id"),
+        ("../x", "is not a hub id"),
+        ("me/..", "is not a hub id"),
+        ("me/p@", "is not a revision"),
+        ("me/p@../../x", "is not a revision"),
+        ("me/p@a b", "is not a revision"),
+        ("me/none", "the Hub has no such pack, or it is private"),
+        ("me/p@none", "the Hub has the pack, but no such revision"),
+        ("me/empty", "is no pack: it has no pack.json"),
+    ],
+)
+def test_pull_says_what_is_wrong_with_a_name(pushed, hub, refused, name, told):
+    hub.repos["me/empty"] = Repo()
+    hub.repos["me/empty"].commit({"config.json": b"{}"})
+    assert told in refused("pull", name, "--out", "q")
+
+
+def test_split_name_knows_revisions():
+    assert split_name("a/b") == ("a/b", MAIN)
+    assert split_name("a/b@refs/pr/1") == ("a/b", "refs/pr/1")
+
+
+def test_without_a_network_each_command_says_so_in_one_line(here, hub, monkeypatch, refused):
+    write_pack(here / "p")
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    for command in (
+        ("pull", "me/p", "--out", "q"),
+        ("push", "p", "me/p"),
+        ("inspect", "me/p"),
+        ("generate", "--pack", "me/p", "--prompt", "x"),
+    ):
+        told = refused(*command)
+        assert told.startswith("me/p") and "cannot be pu" in told
+        assert told.endswith("no answer from http://127.0.0.1:9.")
+    assert {f.name for f in here.iterdir()} == {"p"}
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert refused("pull", "me/p") == "me/p@main: cannot be pulled: HF_HUB_OFFLINE is set."
+
+
+@pytest.mark.parametrize("out", ["", ".", ".."])
+def test_pull_needs_a_name_for_the_folder(pushed, refused, out):
+    assert "must name the folder" in refused("pull", "me/p", "--out", out)
+
+
+def test_push_refuses_a_damaged_pack_before_it_sends_anything(hub, here, refused):
+    pack = write_pack(here / "p")
+    data = bytearray((here / "p" / "adapters.safetensors").read_bytes())
+    data[-1] ^= 1
+    (here / "p" / "adapters.safetensors").write_bytes(data)
+    told = refused("push", "p", "me/p")
+    assert pack.manifest["files"]["adapters.safetensors"]["sha256"][:12] in told
+    assert hub.requests == []
+
+
+def test_push_writes_a_card_that_the_hub_understands(hub, here):
+    facts = {
+        "eval": EVAL,
+        "data": {"source": "notes", "fingerprint": {"train": "abc"}, "rows": {"train": 1200}},
+    }
+    write_pack(here / "p", **facts)
+    mp.push("p", "me/p", license="apache-2.0")
+    text = (here / "p" / "README.md").read_text()
+    card = ModelCard(text).data
+    assert card.library_name == "mlx" and card.base_model == BASE["id"] and "lora" in card.tags
+    assert card.license == "apache-2.0" and card.to_dict()["base_model_relation"] == "adapter"
+    for part in ("10.00 before, 5.00 with the pack", BASE["fingerprint"], "1,200 rows: `abc`"):
+        assert part in text
+    Pack.open("p").verify()
+
+
+def test_a_base_that_is_no_hub_id_is_not_named_as_one(here):
+    write_pack(here / "p", base=BASE | {"id": "tiny"})
+    card = ModelCard((here / "p" / "README.md").read_text()).data
+    assert card.base_model is None and card.license is None
+
+
+def test_a_licence_is_given_or_the_bases_and_never_invented(hub, here, refused):
+    def license_of(name: str) -> str | None:
+        write_pack(here / name)
+        mp.push(name, f"me/{name}")
+        return json.loads((here / name / "pack.json").read_text()).get("license")
+
+    assert license_of("a") is None
+    hub.repos[BASE["id"]] = Repo(card={"license": "mit"})
+    hub.repos[BASE["id"]].commit({"config.json": b"{}"})
+    assert license_of("b") == "mit"
+    assert "Licence: mit" in (here / "b" / "README.md").read_text()
+    assert "must be the Hub's name" in refused("push", "a", "me/a", "--license", "My own!")
+
+
+@pytest.mark.parametrize("out", ["q", None], ids=["folder", "cache"])
+def test_a_pulled_pack_is_pushed_from_a_copy_and_stays_what_was_pulled(pushed, hub, out):
+    pulled = mp.pull("me/p", out)
+    before = contents(pulled.path)
+    assert mp.push(pulled.path, "me/own", license="mit")["changed"]
+    sent = hub.repos["me/own"].commits[hub.repos["me/own"].branches[MAIN]]
+    assert json.loads(sent["pack.json"])["license"] == "mit"
+    assert b"\n# p\n" in sent["README.md"] or b"\n# q\n" in sent["README.md"]
+    assert contents(pulled.path) == before
+
+
+def snapshot_of(pack: Path, cache: Path) -> Path:
+    """A pack as huggingface_hub's own cache has it: links to blobs."""
+    repo = cache / "models--me--p"
+    snapshot = repo / "snapshots" / ("a" * 40)
+    for folder in (repo / "blobs", snapshot):
+        folder.mkdir(parents=True)
+    for file in pack.iterdir():
+        shutil.copyfile(file, repo / "blobs" / file.name)
+        (snapshot / file.name).symlink_to(f"../../blobs/{file.name}")
+    return snapshot
+
+
+def test_nothing_is_written_through_the_links_of_a_snapshot(made, hub, here):
+    snapshot = snapshot_of(made, here / "hf" / "hub")
+    mp.push(snapshot, "me/own", license="mit")
+    assert all(file.is_symlink() for file in snapshot.iterdir())
+    elsewhere = snapshot_of(made, here / "other")
+    make_ready(Pack.open(elsewhere), "mit")
+    assert Pack.open(elsewhere).manifest["license"] == "mit"
+    for cache in ("hf/hub", "other"):
+        assert contents(here / cache / "models--me--p" / "blobs") == contents(made)
+
+
+def test_a_link_to_a_pack_stays_a_link_when_the_pack_is_written(hub, here):
+    write_pack(here / "p")
+    (here / "link").symlink_to("p")
+    mp.push("link", "me/p", license="mit")
+    assert Pack.open("p").manifest["license"] == "mit"
+    Pack.open("p").save("link", overwrite=True)
+    assert (here / "link").is_symlink() and {f.name for f in here.iterdir()} == {"p", "link"}
+
+
+@pytest.mark.parametrize("harm", ["edited", "without its pin"])
+def test_a_pack_in_the_cache_that_is_not_what_came_is_fetched_again(pushed, hub, harm):
+    folder = mp.pull("me/p").path
+    if harm == "edited":
+        manifest = json.loads((folder / "pack.json").read_text())
+        (folder / "pack.json").write_text(json.dumps(manifest | {"license": "mit"}))
+    else:
+        (folder / "hub.json").unlink()
+    hub.requests.clear()
+    assert mp.pull("me/p").manifest == pushed.manifest and hub.fetched() == NAMES
+
+
+def test_an_old_card_gets_metadata_before_it_is_pushed(hub, here):
+    pack = write_pack(here / "p")
+    card = here / "p" / "README.md"
+    card.write_text("# old\n")
+    facts = {"bytes": card.stat().st_size, "sha256": sha256(card)}
+    manifest = pack.manifest | {"files": pack.manifest["files"] | {"README.md": facts}}
+    (here / "p" / "pack.json").write_text(json.dumps(manifest))
+    (here / "p" / "notes.txt").write_text("mine")
+    assert mp.push("p", "me/p")["changed"] == ["the card, which had no metadata for the Hub"]
+    assert mp.push("p", "me/p")["changed"] == []
+    assert (here / "p" / "notes.txt").read_text() == "mine"
+    assert set(hub.repos["me/p"].commits[hub.repos["me/p"].branches[MAIN]]) == NAMES | {
+        ".gitattributes"
+    }
+
+
+def test_push_leaves_no_path_of_this_machine_in_what_it_sends(hub, here):
+    home = Path.home()
+    recipe = {
+        "resume_adapter_file": f"{home}/private/notes/adapters",
+        "model": "/data/x/base",
+        "keep": ["lm_head"],
+        "chat_feature": "messages",
+        "data": "org/set",
+        "win": "C:\\Users\\me\\notes",
+        "regex": "(\\.q_proj|\\.k_proj)",
+    }
+    measured = {"ops": {"fallbacks": {"nf4": f"clang: {home}/lib/a.metal:3: error at /opt/x/b.h"}}}
+    write_pack(here / "p", recipe=recipe, measured=measured, data={"source": "https://a.b/c/d"})
+    changed = mp.push("p", "me/p")["changed"]
+    assert any(line.startswith("recipe.resume_adapter_file: ") for line in changed)
+    sent = hub.repos["me/p"].commits[hub.repos["me/p"].branches[MAIN]]
+    manifest = json.loads(sent["pack.json"])
+    assert manifest["recipe"] == {
+        "resume_adapter_file": "adapters",
+        "model": "base",
+        "keep": ["lm_head"],
+        "chat_feature": "messages",
+        "data": "org/set",
+        "win": "notes",
+        "regex": "(\\.q_proj|\\.k_proj)",
+    }
+    assert manifest["measured"]["ops"]["fallbacks"]["nf4"] == "clang: a.metal:3: error at b.h"
+    assert manifest["data"]["source"] == "https://a.b/c/d"
+    assert not any(str(home).encode() in data for name, data in sent.items())
+
+
+@pytest.mark.parametrize("where", ["adapter_config.json", "adapters.safetensors"])
+def test_push_refuses_a_path_of_this_machine_in_other_files(hub, here, refused, where):
+    pack = write_pack(here / "p")
+    file, secret = here / "p" / where, f"{Path.home()}/private/x"
+    if where == "adapter_config.json":
+        file.write_text(json.dumps({"model": secret}))
+    else:
+        tensors = mx.load(str(file))
+        mx.eval(tensors)
+        mx.save_safetensors(str(file), tensors, {"from": secret})
+    facts = {"bytes": file.stat().st_size, "sha256": sha256(file)}
+    manifest = pack.manifest | {"files": pack.manifest["files"] | {where: facts}}
+    (here / "p" / "pack.json").write_text(json.dumps(manifest))
+    assert f"{where}: holds a path of this machine" in refused("push", "p", "me/p")
+    assert hub.requests == []
+
+
+def test_a_config_of_an_earlier_pack_does_not_stay_on_the_hub(hub, here):
+    """Stock mlx-lm would read the new adapters with the old rank."""
+    mp.push(write_pack(here / "p"), "me/p")
+    other = write_pack(here / "q")
+    (here / "q" / "adapter_config.json").unlink()
+    files = {k: v for k, v in other.manifest["files"].items() if k != "adapter_config.json"}
+    (here / "q" / "pack.json").write_text(json.dumps(other.manifest | {"files": files}))
+    mp.push("q", "me/p")
+    sent = hub.repos["me/p"].commits[hub.repos["me/p"].branches[MAIN]]
+    assert set(sent) == {".gitattributes"} | NAMES - {"adapter_config.json"}
+
+
+def test_a_token_goes_to_the_hub_and_nowhere_else(pushed, hub, here, monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    hub.elsewhere = hub.url.replace("127.0.0.1", "localhost")
+    mp.pull("me/p", "q")
+    assert hub.tokens == {"127.0.0.1": {"Bearer hf_secret"}, "localhost": {None}}
+
+
+def test_a_push_that_the_hub_forbids_says_what_to_do(hub, here, refused):
+    write_pack(here / "p")
+    hub.forbidden = True
+    told = refused("push", "p", "me/p")
+    assert told.startswith("me/p: cannot be pushed: ")
+    assert told.endswith("hf auth login, with a token that may write.")
+
+
+def test_private_is_private(hub, here, refused):
+    write_pack(here / "p")
+    mp.push("p", "me/secret", private=True)
+    assert hub.repos["me/secret"].private
+    hub.repos["me/open"] = Repo()
+    before = hub.repos["me/open"].commit({"a.json": b"{}"})
+    assert "me/open is there already, and is public" in refused("push", "p", "me/open", "--private")
+    assert hub.repos["me/open"].branches[MAIN] == before
+
+
+def test_a_hub_id_stands_for_a_pack_and_is_fetched_once(pushed, hub, here):
+    first = Pack.open("me/p")
+    first.verify()
+    assert first.path.is_relative_to(here / "hf" / "assets") and hub.requests
+    hub.requests.clear()
+    commit = hub.repos["me/p"].branches[MAIN]
+    assert Pack.open("me/p").path == Pack.open(f"me/p@{commit}").path == first.path
+    assert hub.requests == []
+
+
+def test_pull_without_out_brings_the_cache_up_to_date(pushed, hub, here):
+    old = Pack.open("me/p")
+    mp.push(write_pack(here / "new", rank=3), "me/p")
+    assert Pack.open("me/p").path == old.path
+    new = mp.pull("me/p")
+    assert Pack.open("me/p").path == new.path != old.path
+    hub.repos["me/p"].branches[MAIN] = old.path.name  # the branch goes back
+    assert mp.pull("me/p").path == Pack.open("me/p").path == old.path
+
+
+def test_a_damaged_pack_in_the_cache_is_fetched_again(pushed, hub):
+    found = Pack.open("me/p")
+    (found.path / "adapters.safetensors").write_bytes(b"x")
+    mp.pull("me/p").verify()
+
+
+def test_a_folder_comes_before_a_hub_id(here, hub, refused):
+    write_pack(here / "me" / "p")
+    assert Pack.open("me/p").path == Path("me/p")
+    assert refused("inspect", "me/typo") == "me/typo: no such pack folder."
+    assert hub.requests == []
+
+
+def test_generate_takes_a_hub_id_as_pack(hub, here, run, tiny):
+    from tests.packs.test_pack import make_pack
+
+    make_pack(tiny, here / "p")
+    mp.push("p", "me/p")
+    shutil.rmtree(here / "p")
+    code, out, err = run("generate", "--pack", "me/p", "--prompt", "Say", "--max-tokens", "2")
+    assert code == 0, err
+
+
+def test_a_pack_that_was_not_saved_cannot_be_pushed(hub):
+    with pytest.raises(PackError, match="not saved yet"):
+        mp.push(Pack({}, {}), "me/p")

@@ -1,0 +1,150 @@
+"""`packs list`: every pack below a folder or in the Hub's caches, from manifests alone."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from huggingface_hub import constants
+
+import mlx_packs as mp
+from mlx_packs import Pack
+from mlx_packs.display import Display
+from mlx_packs.errors import PackError
+from tests.packs.test_hub import BASE, EVAL, write_pack
+
+MEASURED = {"created": "2026-11-21T10:00:00Z"}
+
+
+@pytest.fixture
+def shelf(tmp_path) -> Path:
+    """Three packs at several depths, what is no pack, and a link that leads round."""
+    write_pack(tmp_path / "b", eval=EVAL, measured=MEASURED, license="mit")
+    write_pack(tmp_path / "deep" / "er" / "a", rank=3)
+    write_pack(tmp_path / "deep" / "c", base=BASE | {"id": "tiny"})
+    write_pack(tmp_path / "b" / "inner")  # a pack is not looked into
+    write_pack(tmp_path / ".hidden" / "p")
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "adapter" / "adapters.safetensors").write_bytes(b"")
+    (tmp_path / "deep" / "round").symlink_to(tmp_path)
+    return tmp_path
+
+
+def test_list_finds_packs_at_any_depth_with_what_they_are(shelf):
+    found = {entry["name"]: entry for entry in mp.list_packs(shelf)}
+    assert sorted(found) == ["b", "deep/c", "deep/er/a"]
+    b = found["b"]
+    assert (b["base"], b["ranks"], b["ppl_before"], b["ppl_after"]) == (BASE["id"], [2], 10.0, 5.0)
+    assert (b["created"], b["license"], b["error"], b["hub"]) == (
+        MEASURED["created"],
+        "mit",
+        None,
+        None,
+    )
+    assert b["pack_mb"] == round(Pack.open(shelf / "b").size_mb, 3)
+    assert found["deep/er/a"]["ranks"] == [3] and found["deep/er/a"]["ppl_after"] is None
+    assert [entry["name"] for entry in mp.list_packs(shelf / "b")] == ["b"]
+
+
+@pytest.mark.parametrize(
+    ("harm", "told"),
+    [
+        (lambda p: (p / "pack.json").write_text("{"), "pack.json: is not a manifest"),
+        (lambda p: (p / "pack.json").write_text('{"format_version": 9}'), "format 9 is newer"),
+        (lambda p: (p / "adapters.safetensors").unlink(), "adapters.safetensors is missing"),
+        (lambda p: (p / "README.md").write_text("x"), "README.md has 1 bytes of"),
+        (lambda p: (p / "pack.json").write_bytes(b"\xff\xfe"), "pack.json: is not a manifest"),
+    ],
+)
+def test_a_damaged_pack_is_shown_as_such_among_the_others(shelf, run, harm, told):
+    harm(shelf / "b")
+    code, out, _ = run("list", shelf)
+    assert code == 0 and out.count("damaged: ") == 1 and "deep/c" in out
+    (entry,) = [e for e in json.loads(run("list", shelf, "--json")[1]) if e["error"]]
+    assert entry["name"] == "b" and told in entry["error"]
+    assert entry["error"][:30] in out
+
+
+def test_the_table_fits_60_columns_and_uses_more(shelf, run, monkeypatch):
+    write_pack(shelf / "a-pack-with-quite-a-long-name-for-a-table", eval=EVAL)
+    (shelf / "b" / "README.md").write_text("x")
+    monkeypatch.setenv("COLUMNS", "60")
+    _, out, _ = run("list", shelf)
+    assert max(map(len, out.splitlines())) <= 60
+    assert "…" in out and "10.0→5.00" in out
+    monkeypatch.setenv("COLUMNS", "120")
+    _, out, _ = run("list", shelf)
+    assert "a-pack-with-quite-a-long-name-for-a-table  Some-4bit" in out
+
+
+@pytest.mark.parametrize("command", [("list", "."), ("inspect", "p"), ("diff", "p", "q")])
+def test_a_manifest_cannot_steer_the_terminal(tmp_path, run, monkeypatch, command):
+    monkeypatch.chdir(tmp_path)
+    for name in ("p", "q"):
+        write_pack(tmp_path / name, base=BASE | {"id": "x\x1b[2Jy"})
+    code, out, _ = run(*command)
+    assert code == 0 and "x?[2Jy" in out and "\x1b" not in out
+
+
+def test_a_manifest_cannot_steer_the_terminal_by_errors_json_or_new_lines(
+    tmp_path, run, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    write_pack(tmp_path / "p", base=BASE | {"id": "x\x1b[2J\n\x9by", "model_type": "qwen3\x7f"})
+    code, out, err = run("apply", "p", "--dry-run")
+    assert (code, out) == (2, "") and "qwen3? (x?[2J??y)" in err and err.count("\n") == 1
+    assert "x?[2J??y" in run("inspect", "p")[1]
+    out = run("inspect", "p", "--json")[1]
+    assert json.loads(out)["base"]["id"] == "x\x1b[2J\n\x9by"
+    assert not {"\x1b", "\x7f", "\x9b"} & set(out)
+    capsys.readouterr()
+    Display().line("base", "x\x1b[2J\n\x9by")
+    assert capsys.readouterr().err == "base    x?[2J??y\n"
+
+
+def test_list_says_so_when_there_is_nothing(tmp_path, run, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert run("list") == (0, "no packs below .\n", "")
+    assert run("list", "--json") == (0, "[]\n", "")
+    code, _, err = run("list", "nowhere")
+    assert code == 2 and err.startswith("packs: nowhere: no such folder")
+    (tmp_path / "file").write_text("")
+    assert run("list", "file")[0] == 2
+
+
+def test_list_shows_both_caches_of_the_hub(tmp_path, run, monkeypatch):
+    monkeypatch.setattr(constants, "HF_ASSETS_CACHE", str(tmp_path / "assets"))
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.chdir(tmp_path)
+    assert run("list", "--hub-cache") == (0, "no packs in the Hub's caches\n", "")
+    commit = "0123456789" * 4
+    pulled = write_pack(tmp_path / "assets" / "mlx_packs" / "me--mine" / commit).path
+    pin = {"repo": "me/mine", "revision": "main", "commit": commit}
+    (pulled / "hub.json").write_text(json.dumps(pin))
+    blobs = write_pack(tmp_path / "hub" / "models--you--theirs" / "blobs").path
+    snapshot = blobs.parent / "snapshots" / commit
+    snapshot.mkdir(parents=True)
+    for file in blobs.iterdir():  # as huggingface_hub lays files out
+        (snapshot / file.name).symlink_to(Path("..", "..", "blobs", file.name))
+    (tmp_path / "hub" / "models--you--base" / "snapshots" / commit).mkdir(parents=True)
+    found = mp.list_packs(None, hub_cache=True)
+    assert [e["name"] for e in found] == ["me/mine@0123456", "you/theirs@0123456"]
+    assert [e["error"] for e in found] == [None, None]
+    assert found[0]["hub"] == pin
+    Pack.open(found[1]["pack"]).verify()
+    (snapshot / "README.md").unlink()
+    (snapshot / "README.md").symlink_to(pulled / "README.md")  # not of its repository
+    with pytest.raises(PackError, match="README.md: is named in pack.json but is not a file here"):
+        Pack.open(snapshot)
+    assert len(json.loads(run("list", ".", "--hub-cache", "--json")[1])) == 5
+
+
+def test_list_loads_neither_mlx_nor_the_hub(shelf):
+    code = (
+        "import sys; from mlx_packs import cli, list_packs; "
+        f"assert len(list_packs({str(shelf)!r})) == 3; "
+        "heavy = {'mlx.core', 'mlx_lm', 'numpy', 'huggingface_hub', 'rich'} & set(sys.modules); "
+        "assert not heavy, heavy"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

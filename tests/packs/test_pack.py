@@ -1,0 +1,516 @@
+"""Packs beside the base they were made on: quantization, geometry, manifests, cards."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import mlx.nn as nn
+import pytest
+from mlx.utils import tree_flatten
+
+from mlx_packs import DataConfig, LoRAConfig, Pack, TrainConfig, evaluate, load_base, train_pack
+from mlx_packs.adapters.lora import attach
+from mlx_packs.bases.loading import tiny_checkpoint
+from mlx_packs.cli.main import packs, run_command
+from mlx_packs.errors import Interrupted, PackError
+from mlx_packs.files import sha256, whole_folder
+from mlx_packs.packs.manifest import model_card
+from mlx_packs.packs.pack import check_against, round_adapters
+from mlx_packs.runtime import mx
+from tests.helpers.models import model_of
+from tests.helpers.rows import chat, write_rows
+
+EVAL = {
+    **{"split": "test", "rows": 2, "targets": 9, "ppl_before": 10.0, "ppl_after": 5.0},
+    **{"ppl_before_se": 0.5, "ppl_after_se": 0.25, "accuracy_before": 0.1, "accuracy_after": 0.2},
+}
+
+
+def write_base(folder: Path, bits: int | None = None, finer: tuple[str, ...] = ()) -> Path:
+    """A small Qwen3 checkpoint, dense or quantized (``finer`` modules in 8 bits), that speaks."""
+    folder.mkdir()
+    model, config = model_of("qwen3", vocab_size=4096, intermediate_size=128)
+    if bits:
+        chosen = {"group_size": 32, "bits": bits}
+        finer = {path: {"group_size": 64, "bits": 8} for path in finer}
+
+        def how(path, module):
+            return finer.get(path, chosen) if hasattr(module, "to_quantized") else False
+
+        nn.quantize(model, class_predicate=how)
+        config["quantization"] = {**chosen, **finer}
+    mx.save_safetensors(str(folder / "model.safetensors"), dict(tree_flatten(model.parameters())))
+    (folder / "config.json").write_text(json.dumps(config))
+    for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        shutil.copy(tiny_checkpoint() / file, folder)
+    return folder
+
+
+def make_pack(base, folder: Path, **facts) -> Pack:
+    """A pack of random adapters on q_proj and down_proj."""
+    attached = attach(base, LoRAConfig(rank=2, target_modules=("q_proj", "down_proj")))
+    try:
+        noise = {n: mx.random.normal(t.shape) * 0.1 for n, t in attached.tensors().items()}
+        attached.load(noise, "noise")
+        return Pack.of(attached, **facts).save(folder)
+    finally:
+        attached.detach()
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture(scope="module")
+def dense(tmp_path_factory) -> Path:
+    """A folder with a dense checkpoint ``base`` and a pack ``p4`` made on it in 4 bits."""
+    folder = tmp_path_factory.mktemp("dense")
+    base = load_base(write_base(folder / "base"), quantize="affine4")
+    make_pack(base, folder / "p4", recipe={"quantize": "affine4"})
+    return folder
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory) -> Path:
+    """A pack on the tiny base with every optional part in its manifest; tests copy it."""
+    folder = tmp_path_factory.mktemp("made") / "p"
+    recipe = {"quantize": "none", "chat_feature": "talk", "text_feature": "words"}
+    make_pack(
+        load_base("tiny"),
+        folder,
+        objective={"loss_on": "all"},
+        data={"source": "d", "rows": {"train": 4, "test": 2}},
+        recipe={**recipe, "max_seq_length": 16},
+        versions={"mlx": "0"},
+        eval=EVAL,
+        measured={"created": "2026-01-01"},
+    )
+    return folder
+
+
+@pytest.fixture
+def pack(made, here) -> Path:
+    return Path(shutil.copytree(made, here / "p"))
+
+
+@pytest.fixture
+def refused(run):
+    def go(*args) -> str:
+        code, out, err = run(*args)
+        assert (code, out) == (2, ""), err
+        assert err.startswith("packs: ") and err.count("\n") == 1
+        return err.removeprefix("packs: ").rstrip("\n")
+
+    return go
+
+
+def edit(pack: Path, change) -> None:
+    manifest = json.loads((pack / "pack.json").read_text())
+    change(manifest)
+    (pack / "pack.json").write_text(json.dumps(manifest))
+
+
+def replace_adapters(pack: Path, change) -> None:
+    """Change the adapters and the manifest, so that the pack agrees with itself."""
+    tensors = mx.load(str(pack / "adapters.safetensors"))
+    mx.eval(tensors)
+    change(tensors)
+    file = pack / "adapters.safetensors"
+    mx.save_safetensors(str(file), tensors)
+    facts = {"bytes": file.stat().st_size, "sha256": sha256(file)}
+    edit(pack, lambda m: m["files"].update({"adapters.safetensors": facts}))
+
+
+def test_attach_refuses_the_base_in_another_quantization(dense):
+    base = load_base(dense / "base")
+    with pytest.raises(PackError, match=r"affine 4-bit g64.*is dense.*quantize='affine4'"):
+        Pack.open(dense / "p4").attach(base)
+    with pytest.raises(PackError, match="affine 4-bit g64.*is affine 8-bit g64"):
+        Pack.open(dense / "p4").attach(load_base(dense / "base", quantize="affine8"))
+    Pack.open(dense / "p4").attach(load_base(dense / "base", quantize="affine4")).detach()
+
+
+def test_attach_refuses_a_quantized_base_for_a_pack_of_the_dense_one(dense, tmp_path):
+    pack = make_pack(load_base(dense / "base"), tmp_path / "p")
+    with pytest.raises(PackError, match="as dense.*affine 4-bit.*without quantize"):
+        pack.attach(load_base(dense / "base", quantize="affine4"))
+
+
+@pytest.mark.parametrize("recorded", [True, False], ids=["recipe", "base loaded so"])
+def test_commands_quantize_the_base_as_the_pack_was_trained(dense, here, run, recorded):
+    pack = Path(shutil.copytree(dense / "p4", here / "p4"))
+    if not recorded:
+        edit(pack, lambda m: m["recipe"].update(quantize="none"))
+    rows = write_rows(here / "d", train=[{"text": "one two three"}], test=[{"text": "four five"}])
+    model = ("--model", dense / "base")
+    for dry in (("--dry-run",), ()):
+        code, out, err = run("apply", pack, *model, *dry, "--json")
+        assert code == 0 and json.loads(out)["fits"], err
+    code, out, err = run("eval", pack, *model, "--data", rows, "--json")
+    report = json.loads(out)
+    assert code == 0 and report["ppl_ratio"] != 1, err
+    alone = evaluate(load_base(dense / "base", quantize="affine4"), None, rows)
+    assert alone.base.ppl == pytest.approx(report["base"]["ppl"], rel=1e-5)
+    assert run("generate", "--pack", pack, *model, "--prompt", "a", "--max-tokens", 2)[0] == 0
+
+
+@pytest.mark.parametrize("content", ["{", "{}", "[]"])
+@pytest.mark.parametrize("dry", [("--dry-run",), ()])
+def test_apply_names_a_bad_config_of_the_base(made, here, refused, content, dry):
+    base = write_base(here / "base")
+    (base / "config.json").write_text(content)
+    assert refused("apply", made, "--model", "base", *dry).startswith("base/config.json: ")
+
+
+@pytest.mark.parametrize("finer", [(), ("model.layers.1.mlp.down_proj",)], ids=["", "mixed"])
+@pytest.mark.parametrize("bits", [None, 3, 4])
+def test_check_against_reads_the_geometry_from_headers(tmp_path, bits, finer):
+    folder = write_base(tmp_path / "base", bits, finer)
+    pack = make_pack(load_base(folder), tmp_path / "p")
+    assert check_against(pack, str(folder))["geometry"] == "checked"
+
+
+def test_apply_dry_run_names_module_and_both_shapes(pack, refused):
+    name = "model.layers.0.mlp.down_proj"
+
+    def grow(m):
+        module = next(x for x in m["adapters"]["modules"] if x["path"] == name)
+        module["in_features"] += 32
+
+    edit(pack, grow)
+    replace_adapters(
+        pack, lambda t: t.update({f"{name}.lora_a": mx.pad(t[f"{name}.lora_a"], ((0, 32), (0, 0)))})
+    )
+    message = refused("apply", "p", "--dry-run")
+    assert message == (
+        f"p: {name}: the adapter is for a weight of [256, 800], but that of tiny is [256, 768]."
+    )
+
+
+def test_apply_dry_run_names_a_module_that_the_base_lacks(pack, refused):
+    old, new = "model.layers.5.mlp.down_proj", "model.layers.6.mlp.down_proj"
+
+    def move(m):
+        next(x for x in m["adapters"]["modules"] if x["path"] == old)["path"] = new
+
+    edit(pack, move)
+    replace_adapters(
+        pack,
+        lambda t: [t.update({f"{new}.{x}": t.pop(f"{old}.{x}")}) for x in ("lora_a", "lora_b")],
+    )
+    assert refused("apply", "p", "--dry-run") == f"p: {new}: tiny has no such module."
+
+
+def _set(path: str, value=None, drop: bool = False):
+    def change(manifest):
+        *parents, last = path.split(".")
+        for key in parents:
+            manifest = manifest[int(key) if key.isdigit() else key]
+        last = int(last) if last.isdigit() else last
+        if drop:
+            del manifest[last]
+        else:
+            manifest[last] = value
+
+    return change
+
+
+SLICE = "adapters.modules.0.slices.0"
+DAMAGED = [
+    *[
+        (_set(path, drop=True), path)
+        for path in (
+            "base.num_layers base.id base.fingerprint base.model_type base.quantization "
+            "adapters.parameters adapters.groups adapters.modules files"
+        ).split()
+    ],
+    (_set("base.quantization", "x"), "base.quantization"),
+    (_set("base.quantization", {"bits": "4", "group_size": 64}), "base.quantization.bits"),
+    (_set("base.quantization", {"bits": 4}), "base.quantization.group_size"),
+    (_set("base.fingerprint", None), "base.fingerprint"),
+    (_set("base.num_layers", True), "base.num_layers"),
+    (_set("recipe", "x"), "recipe"),
+    (_set("recipe.quantize", 4), "recipe.quantize"),
+    (_set("recipe.max_seq_length", "x"), "recipe.max_seq_length"),
+    (_set("objective", 3), "objective"),
+    (_set("data.rows", [1]), "data.rows"),
+    (_set("data.rows.train", "many"), "data.rows.train"),
+    (_set("eval.ppl_after", "low"), "eval.ppl_after"),
+    (_set("adapters.modules", []), "adapters.modules"),
+    (_set("adapters.modules.0", 5), "adapters.modules[0]"),
+    (_set("adapters.modules.0.path", 5), "adapters.modules[0].path"),
+    (_set("adapters.modules.0.in_features", 0), "adapters.modules[0].in_features"),
+    (_set("adapters.modules.0.slices", []), "adapters.modules[0].slices"),
+    (_set(f"{SLICE}.rank", -1), "adapters.modules[0].slices[0].rank"),
+    (_set(f"{SLICE}.rank", 1.5), "adapters.modules[0].slices[0].rank"),
+    (_set(f"{SLICE}.width", 0), "adapters.modules[0].slices[0].width"),
+    (_set(f"{SLICE}.alpha", float("nan")), "adapters.modules[0].slices[0].alpha"),
+    (_set(f"{SLICE}.alpha", float("inf")), "adapters.modules[0].slices[0].alpha"),
+    (_set(f"{SLICE}.alpha", 0), "adapters.modules[0].slices[0].alpha"),
+    (_set("files", {"adapters.safetensors": {"bytes": 1}}), "files.adapters.safetensors.sha256"),
+    (_set("sum_of", [1]), "sum_of[0]"),
+    (_set("adapters.groups", [5]), "adapters.groups[0]"),
+    (_set("base.quantization", {"bits": 4, "group_size": 64, "keep": 5}), "base.quantization.keep"),
+    (_set("adapters.replaced", [{"name": "model", "shape": []}]), "adapters.replaced[0].name"),
+    (_set("adapters.replaced", [{"name": "m.x", "shape": ["a"]}]), "adapters.replaced[0].shape"),
+]
+
+
+@pytest.mark.parametrize(("change", "key"), DAMAGED, ids=lambda v: v if isinstance(v, str) else "")
+def test_open_names_the_key_of_a_damaged_manifest(pack, change, key):
+    edit(pack, change)
+    with pytest.raises(PackError) as error:
+        Pack.open("p")
+    assert str(error.value).startswith(f"p/pack.json: is not a manifest ({key} must be ")
+
+
+def test_save_refuses_what_could_not_be_opened(made, tmp_path):
+    pack = Pack.open(made)
+    pack.load_tensors()
+    pack.manifest = json.loads(json.dumps(pack.manifest))
+    _set(f"{SLICE}.alpha", -1.0)(pack.manifest)
+    with pytest.raises(PackError, match=r"the manifest would be faulty .*slices\[0\].alpha"):
+        pack.save(tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("more", "double"), [({}, False), ({"double_quant": True}, True)])
+def test_double_quantization_is_what_the_manifest_says_and_else_single(pack, more, double):
+    nf4 = {"mode": "nf4", "bits": 4, "group_size": 64, "keep": None, **more}
+    edit(pack, _set("base.quantization", nf4))
+    assert Pack.open(pack).quantize_options == {"double_quant": double, "keep": ()}
+
+
+def test_a_pack_that_is_open_is_called_by_its_folder_whatever_its_manifest_says(pack):
+    edit(pack, _set("sum_of", None))
+    assert Pack.open(pack).name == str(pack)
+
+
+def test_attach_names_what_a_pack_brings_whole_but_is_no_tensor_of_the_base(pack, tiny):
+    edit(pack, _set("adapters.replaced", [{"name": "model.layers", "shape": [1]}]))
+    replace_adapters(pack, lambda t: t.update({"model.layers": mx.ones((1,))}))
+    with pytest.raises(PackError, match="model: the base has no such module to replace"):
+        Pack.open(pack).attach(tiny)
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"dtype": "XX"}, "is XX; adapters are F32"),
+        ({"dtype": "F64"}, "is F64; adapters are F32"),
+        ({"shape": [100_000, 100_000]}, "cannot be read"),
+        ({"data_offsets": [-4, 4]}, "cannot be"),
+    ],
+)
+def test_a_header_that_lies_is_one_clear_line(pack, refused, change, told):
+    file = pack / "adapters.safetensors"
+    raw = file.read_bytes()
+    size = int.from_bytes(raw[:8], "little")
+    header = json.loads(raw[8 : 8 + size])
+    next(t for name, t in header.items() if name != "__metadata__").update(change)
+    text = json.dumps(header).encode()
+    file.write_bytes(len(text).to_bytes(8, "little") + text + raw[8 + size :])
+    facts = {"bytes": file.stat().st_size, "sha256": sha256(file)}
+    edit(pack, lambda m: m["files"].update({"adapters.safetensors": facts}))
+    assert told in refused("diff", "p", "p")
+
+
+@pytest.mark.parametrize("content", ["[]", "3", "null", "[" * 100_000, '{"format_version": 0}'])
+def test_open_refuses_json_that_is_no_manifest(pack, refused, content):
+    (pack / "pack.json").write_text(content)
+    assert refused("inspect", "p").startswith("p/pack.json: is not a manifest (")
+
+
+def test_open_of_a_newer_format_says_so_whatever_else_it_holds(pack, refused):
+    (pack / "pack.json").write_text('{"format_version": 2}')
+    assert "format 2 is newer than this program's (1)" in refused("inspect", "p")
+
+
+@pytest.mark.parametrize("part", ["versions", "objective", "measured", "data", "eval", "recipe"])
+@pytest.mark.parametrize("value", [None, {}], ids=["null", "empty"])
+def test_optional_parts_of_a_manifest_may_be_missing(pack, run, part, value):
+    edit(pack, _set(part, value))
+    code, out, err = run("inspect", "p")
+    assert code == 0 and "base    tiny" in out, err
+    if part == "recipe":
+        assert run("apply", "p")[0] == 0
+
+
+def test_inspect_prints_a_result_without_error_of_the_perplexity(pack, run):
+    edit(pack, lambda m: (m["eval"].pop("ppl_before_se"), m["eval"].update(ppl_after_se=None)))
+    assert "held-out PPL 10.00 → 5.00 on 2 test rows" in run("inspect", "p")[1]
+
+
+def test_model_card_signs_the_change_of_perplexity(made):
+    manifest = Pack.open(made).manifest
+    assert "10.00 ± 0.50 before, 5.00 ± 0.25 with the pack (-50%)" in model_card(manifest, "p")
+    worse = {**manifest, "eval": {**EVAL, "ppl_after": 32.7}}
+    assert "(+227%)" in model_card(worse, "p")
+
+
+def test_model_card_prints_a_command_that_can_load_the_base(made, dense):
+    manifest = Pack.open(made).manifest
+    assert "\npacks generate --pack . --prompt ...\n" in model_card(manifest, "p")
+    named = {**manifest, "base": {**manifest["base"], "id": "owner/name"}}
+    stock = "\nmlx_lm.generate --model owner/name --adapter-path . --prompt ...\n"
+    assert stock in model_card(named, "p")
+    quantized = {**named, "recipe": {"quantize": "affine4"}}
+    ours = "\npacks generate --model owner/name --pack . --prompt ...\n"
+    assert ours in model_card(quantized, "p")
+
+
+def test_evaluate_takes_columns_and_length_from_the_pack(pack, tiny):
+    rows = write_rows(Path("d"), train=[{"words": "x"}], test=[{"words": "one two three " * 20}])
+    assert evaluate(tiny, "p", rows).targets == 15  # 16 tokens, the first is not predicted
+    assert evaluate(tiny, "p", rows, max_seq_length=9).targets == 8
+    given = DataConfig(data=str(rows), text_feature="text")
+    with pytest.raises(PackError, match="'text'"):
+        evaluate(tiny, "p", columns=given)
+
+
+def test_eval_takes_columns_as_flags(pack, run):
+    rows = write_rows(Path("d"), train=[{"w": "x"}], test=[{"w": "one two three"}])
+    code, _, err = run("eval", "p", "--data", rows)
+    assert code == 2 and "'words'" in err
+    code, out, err = run("eval", "p", "--data", rows, "--text-feature", "w", "--json")
+    assert code == 0 and json.loads(out)["rows"] == 1, err
+
+
+@pytest.mark.parametrize("command", ["apply", "eval", "generate"])
+def test_commands_run_code_of_a_checkpoint_only_when_told_to(here, monkeypatch, run, command):
+    from mlx_packs.bases import loading
+
+    base = write_base(here / "base")
+    make_pack(load_base(base), here / "p")
+    write_rows(here / "d", train=[{"text": "x y"}], test=[{"text": "one two"}])
+    given = []
+
+    def load(path, trust_remote_code, pack):
+        given.append(trust_remote_code)
+        raise PackError("stop")
+
+    monkeypatch.setattr(loading, "load_model_of", load)
+    args = {
+        "apply": ("apply", "p"),
+        "eval": ("eval", "p", "--data", "d"),
+        "generate": ("generate", "--pack", "p", "--prompt", "a"),
+    }[command]
+    run(*args, "--model", "base")
+    run(*args, "--model", "base", "--trust-remote-code")
+    assert given == [False, True]
+
+
+def test_generate_json_is_alone_on_stdout(pack, run):
+    code, out, err = run("generate", "--pack", "p", "--prompt", "Hi", "--max-tokens", 3, "--json")
+    assert code == 0, err
+    report = json.loads(out)
+    assert {k: report[k] for k in ("prompt", "pack", "model")} == {
+        **{"prompt": "Hi", "pack": "p", "model": "tiny"}
+    }
+    assert (
+        report["text"].strip()
+        == run(*("generate", "--pack", "p", "--prompt", "Hi", "--max-tokens", 3))[1].strip()
+    )
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[metal::malloc] Attempting to allocate 9 bytes which is too much.",
+        "[METAL] Command buffer failed: Insufficient Memory (00000008)\nkIOGPU",
+        "[metal::malloc] Resource limit (499000) exceeded.",
+    ],
+)
+def test_run_command_says_what_to_do_when_memory_is_out(monkeypatch, refused, text):
+    def fail(*_, **__):
+        raise RuntimeError(text)
+
+    monkeypatch.setattr(packs, "main", fail)
+    message = refused("train")
+    assert text.splitlines()[0][:40] in message
+    assert "--batch-size" in message and "--max-seq-length" in message
+    assert "--grad-checkpoint" in message and len(message) < 300
+
+
+def test_run_command_exits_with_130_when_an_interrupted_run_was_kept(monkeypatch, run):
+    def fail(*_, **__):
+        raise Interrupted("interrupted; kept x. Go on with --resume.")
+
+    monkeypatch.setattr(packs, "main", fail)
+    assert run("train") == (130, "", "packs: interrupted; kept x. Go on with --resume.\n")
+
+
+def test_run_command_leaves_other_errors_of_mlx_alone(monkeypatch):
+    def fail(*_, **__):
+        raise RuntimeError("[matmul] shapes")
+
+    monkeypatch.setattr(packs, "main", fail)
+    with pytest.raises(RuntimeError, match="shapes"):
+        run_command(packs)
+
+
+def test_whole_folder_puts_the_old_folder_back_when_it_cannot_be_replaced(tmp_path, monkeypatch):
+    folder = tmp_path / "p"
+    folder.mkdir()
+    (folder / "old").write_text("1")
+    rename = os.rename
+
+    def fail(source, target):
+        if ".partial-" in str(source):
+            raise OSError(5, "Input/output error")
+        rename(source, target)
+
+    monkeypatch.setattr(os, "rename", fail)
+    with (
+        pytest.raises(PackError, match="p: cannot be written"),
+        whole_folder(folder, replace=True) as partial,
+    ):
+        (partial / "new").write_text("2")
+    assert [f.name for f in tmp_path.iterdir()] == ["p"]
+    assert (folder / "old").read_text() == "1"
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_half_precision_halves_a_pack_and_what_was_measured_is_what_is_opened(dtype, tmp_path, run):
+    lora, few = LoRAConfig(rank=8, num_layers=2), {"iters": 3, "matmul_path": "dense"}
+    few |= {"batch_size": 2, "max_seq_length": 96, "learning_rate": 2e-3}
+    rows = [chat(f"Say {word}.", f"Yes, {word}.") for word in "one two six ten red sun".split()]
+    data = write_rows(tmp_path / "data", train=rows, valid=rows[:3])
+    made = {
+        name: train_pack("tiny", data, lora, TrainConfig(pack_dtype=name, **few), tmp_path / name)
+        for name in ("float32", dtype)
+    }
+    half, full = made[dtype].pack, made["float32"].pack
+    sizes = [(p.path / "adapters.safetensors").stat().st_size for p in (half, full)]
+    assert sizes[0] < 0.52 * sizes[1]
+    stored = mx.load(str(half.path / "adapters.safetensors"))
+    for name, tensor in full.tensors.items():
+        assert stored[name].dtype == getattr(mx, dtype), name
+        assert mx.array_equal(stored[name], tensor.astype(stored[name].dtype)).item(), name
+    assert half.manifest["adapters"]["dtype"] == dtype
+    report = evaluate(load_base("tiny"), half.path, data, batch_size=2, matmul_path="dense")
+    assert report.pack.ppl == pytest.approx(made[dtype].report["ppl_after"], rel=1e-5)
+    assert made[dtype].report["ppl_after"] == pytest.approx(
+        made["float32"].report["ppl_after"], rel=1e-3
+    )
+    assert f"weights ({dtype}) on" in run("inspect", half.path)[1]
+    # the run itself stays in float32, so that it can be resumed to any dtype
+    kept = [r.run / "step-000003" / "adapters.safetensors" for r in made.values()]
+    assert kept[0].read_bytes() == kept[1].read_bytes()
+    again = TrainConfig(pack_dtype="float32", **few)
+    whole = train_pack("tiny", data, lora, again, tmp_path / dtype, resume=True)
+    assert whole.pack.load_tensors().keys() == full.tensors.keys()
+    files = [p.path / "adapters.safetensors" for p in (whole.pack, full)]
+    assert files[0].read_bytes() == files[1].read_bytes()
+
+
+def test_an_adapter_too_large_for_float16_is_refused(tiny):
+    attached = attach(tiny, LoRAConfig(rank=2, target_modules=("q_proj",)))
+    attached.load({n: mx.full(t.shape, 1e5) for n, t in attached.tensors().items()}, "large")
+    with pytest.raises(PackError, match="lora_.: is too large for float16"):
+        round_adapters(attached, "float16")
+    round_adapters(attached, "bfloat16")
+    attached.detach()

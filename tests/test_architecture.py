@@ -1,0 +1,63 @@
+"""The order of packages: each imports only from those above it, deferred imports included."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+PACKAGE = Path(__file__).parents[1] / "mlx_packs"
+
+# A package (or module at the top) imports only from those above it, and from itself.
+LAYERS = """
+errors runtime files display gates
+config ops optim nn bases adapters data objectives packs memory inference evaluation training
+convert cli
+""".split()
+ENTRY_POINTS = ("__init__", "__main__", "train")  # import what they like; nobody imports them
+
+# Imports that still point upward. The list only shrinks.
+UPWARD: set[tuple[str, str]] = {("bases", "packs"), ("evaluation", "training")}
+
+
+def unit_of(file: Path) -> str:
+    """The package below mlx_packs that a file belongs to, or the module that it is."""
+    return file.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+def imported_modules(file: Path) -> Iterator[str]:
+    """Dotted names below mlx_packs of everything that a file imports, wherever the import stands."""
+    parents = ["mlx_packs", *file.relative_to(PACKAGE).parts[:-1]]
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom):
+            prefix = parents[: len(parents) - node.level + 1] if node.level else []
+            module = ".".join([*prefix, *((node.module or "").split("."))]).strip(".")
+            yield from (f"{module}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+
+
+def imports_between_units() -> dict[tuple[str, str], set[str]]:
+    """(importing unit, imported unit) -> the files that import, without entry points."""
+    edges: dict[tuple[str, str], set[str]] = {}
+    for file in sorted(PACKAGE.rglob("*.py")):
+        unit = unit_of(file)
+        for name in imported_modules(file):
+            package, _, rest = name.partition(".")
+            imported = rest.split(".")[0]
+            if package != "mlx_packs" or imported in (unit, "__version__") or unit in ENTRY_POINTS:
+                continue
+            edges.setdefault((unit, imported), set()).add(str(file.relative_to(PACKAGE)))
+    return edges
+
+
+def test_every_package_has_its_place_in_the_order():
+    units = {unit_of(file) for file in PACKAGE.rglob("*.py")} - set(ENTRY_POINTS)
+    assert units == set(LAYERS)
+
+
+def test_packages_import_only_from_above():
+    upward = {
+        (unit, imported): files
+        for (unit, imported), files in imports_between_units().items()
+        if imported not in LAYERS[: LAYERS.index(unit)]
+    }
+    assert set(upward) == UPWARD, upward

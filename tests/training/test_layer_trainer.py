@@ -1,0 +1,547 @@
+"""LayerTrainer: adapters on registered linears against the same graph in plain MLX."""
+
+import mlx.nn as nn
+import mlx.optimizers as optimizers
+import numpy as np
+import pytest
+
+from mlx_packs import LayerTrainer, LoRAConfig, PackError, TrainConfig
+from mlx_packs.nn.nf4 import NF4Linear
+from mlx_packs.nn.quantized import dequantized_weight
+from mlx_packs.runtime import mx
+from mlx_packs.training.layer_trainer import OwnLayer
+
+KINDS = {
+    "quantized": lambda linear: nn.QuantizedLinear.from_linear(linear, 64, 4),
+    "nf4": NF4Linear.from_linear,
+    "dense": lambda linear: linear,
+}
+SIZES = {"up": (64, 128), "down": (128, 64), "head": (64, 32)}
+VOCAB = 32
+
+
+def settings(**changes) -> TrainConfig:
+    told = {"iters": 20, "learning_rate": 1e-3, "lr_schedule": "constant", "seed": 3}
+    return TrainConfig(**{**told, **changes})
+
+
+def three(kind: str = "dense") -> dict[str, nn.Module]:
+    """Three linears of a kind."""
+    mx.random.seed(11)
+    return {name: KINDS[kind](nn.Linear(*sizes)) for name, sizes in SIZES.items()}
+
+
+def trainer_of(linears: dict, lora: LoRAConfig | None = None, train=None, optimizer=None):
+    trainer = LayerTrainer(lora or LoRAConfig(rank=4), train or settings(), optimizer)
+    for name, linear in linears.items():
+        trainer.register(name, linear)
+    return trainer
+
+
+def batch(rows: int = 8, seed: int = 5) -> tuple[mx.array, mx.array]:
+    mx.random.seed(seed)
+    return mx.random.normal((rows, 5, 64)), mx.random.randint(0, VOCAB, (rows, 5))
+
+
+def residual(layers):
+    """A graph that no sequence is: gate, norm, a residual stream."""
+
+    def forward(x):
+        inner = nn.silu(layers["up"](mx.fast.layer_norm(x, None, None, 1e-5)))
+        return layers["head"](x + layers["down"](inner))
+
+    return forward
+
+
+def plain_run(linears: dict, start: dict, graph, batches, optimizer, clip=1.0, scale=2.0):
+    """Losses and adapters of a graph in MLX's autograd, with MLX's optimizer."""
+    adapters = {n: [start[f"{n}.lora_a"], start[f"{n}.lora_b"]] for n in linears}
+
+    def loss(adapters, x, y):
+        def called(name):
+            a, b = adapters[name]
+            return lambda h: linears[name](h) + scale * ((h @ a) @ b)
+
+        logits = graph({name: called(name) for name in linears})(x)
+        return nn.losses.cross_entropy(logits.astype(mx.float32), y, reduction="mean")
+
+    losses = []
+    for x, y in batches:
+        value, grads = mx.value_and_grad(loss)(adapters, x, y)
+        grads, _ = optimizers.clip_grad_norm(grads, clip)
+        adapters = optimizer.apply_gradients(grads, adapters)
+        mx.eval(adapters)
+        losses.append(value.item())
+    return losses, {
+        f"{n}.{k}": t
+        for n, ab in adapters.items()
+        for k, t in zip(("lora_a", "lora_b"), ab, strict=True)
+    }
+
+
+def largest_difference(one: dict, other: dict) -> float:
+    assert set(one) == set(other)
+    return max(mx.abs(one[n] - other[n]).max().item() for n in one)
+
+
+def equal(one: dict, other: dict) -> bool:
+    return set(one) == set(other) and all(mx.array_equal(one[n], other[n]).item() for n in one)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("made", ["adamw", "sgd"])
+def test_steps_equal_plain_mlx_autograd(kind, made):
+    plain = {"adamw": optimizers.AdamW(1e-3), "sgd": optimizers.SGD(1e-3)}[made]
+    linears = three(kind)
+    trainer = trainer_of(linears, train=settings(optimizer=made))
+    layers = {name: trainer.layer(name) for name in linears}
+    start, forward = trainer.tensors(), residual(layers)
+    batches = [batch(seed=s) for s in range(6)]
+    losses = [trainer.step_lm(forward, *b) for b in batches]
+    wanted, adapters = plain_run(linears, start, residual, batches, plain)
+    np.testing.assert_allclose(losses, wanted, atol=1e-6)
+    assert largest_difference(trainer.tensors(), adapters) < 1e-6
+    assert largest_difference(trainer.tensors(), start) > 1e-4
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_sequence_equals_the_function_that_calls_it(kind):
+    one, other = (trainer_of(three(kind)) for _ in range(2))
+
+    def forward(x):
+        return other.layer("head")(other.layer("down")(other.layer("up")(x)))
+
+    for seed in range(4):
+        assert one.step_lm(list(SIZES), *batch(seed=seed)) == other.step_lm(
+            forward, *batch(seed=seed)
+        )
+    assert equal(one.tensors(), other.tensors())
+
+
+def test_accumulated_batches_equal_the_large_one_whatever_their_weights():
+    x, y = batch(8)
+    weights = mx.array(np.random.default_rng(0).integers(0, 3, y.shape).astype(np.float32))
+    whole = trainer_of(three(), train=settings(optimizer="sgd"))
+    parts = trainer_of(three(), train=settings(optimizer="sgd", grad_accumulation_steps=4))
+    for _ in range(3):
+        whole.step_lm(list(SIZES), x, y, weights=weights)
+        for i in range(0, 8, 2):
+            before = parts.tensors()
+            parts.step_lm(list(SIZES), x[i : i + 2], y[i : i + 2], weights=weights[i : i + 2])
+            assert equal(before, parts.tensors()) == (i < 6)
+    assert largest_difference(whole.tensors(), parts.tensors()) < 1e-6
+    assert parts.updates == whole.updates == dict.fromkeys(SIZES, 3)
+
+
+def test_flush_makes_the_update_of_a_part_of_an_accumulation():
+    one = trainer_of(three(), train=settings(optimizer="sgd", grad_accumulation_steps=3))
+    other = trainer_of(three(), train=settings(optimizer="sgd"))
+    assert not one.flush()
+    for trainer in (one, other):
+        trainer.step_lm(list(SIZES), *batch())
+    assert one.flush() and not one.flush()
+    assert largest_difference(one.tensors(), other.tensors()) < 1e-7
+
+
+def test_a_layer_that_takes_no_part_gets_no_update_and_is_reported():
+    trainer = trainer_of(three(), train=settings(optimizer_config={"adamw": {"weight_decay": 0.5}}))
+    trainer.step_lm(list(SIZES), *batch())  # its moments are not zero any more
+    before = trainer.tensors()
+    used = trainer.layer("head")
+    with pytest.warns(UserWarning, match="up, down: takes no part in this step and gets no update"):
+        trainer.step_lm(lambda x: used(x), *batch())
+    after = trainer.tensors()
+    for name in before:
+        assert mx.array_equal(before[name], after[name]).item() == (not name.startswith("head"))
+    assert trainer.updates == {"up": 1, "down": 1, "head": 2}
+    trainer.step_lm(["head"], *batch())  # a sequence names its layers: no warning
+    assert trainer.updates["head"] == 3
+
+
+def test_what_the_graph_reads_besides_stays_as_it_is():
+    linears = three()
+    norm, outer = nn.LayerNorm(64), nn.Linear(64, 64)
+    trainer = trainer_of(linears)
+    weights = [linears["up"].weight, norm.weight, outer.weight]
+    before = [mx.array(w) for w in weights]
+    head = trainer.layer("head")
+    with pytest.warns(UserWarning):
+        trainer.step_lm(lambda x: head(outer(norm(x))), *batch())
+    now = [linears["up"].weight, norm.weight, outer.weight]
+    assert all(mx.array_equal(a, b).item() for a, b in zip(before, now, strict=True))
+
+
+@pytest.mark.parametrize("count", [1, 3, 64])
+def test_any_number_of_layers_trains(count):
+    trainer = LayerTrainer(LoRAConfig(rank=2), settings(learning_rate=1e-2))
+    mx.random.seed(0)
+    layers = [
+        trainer.register(f"blocks.{i}.proj", nn.QuantizedLinear(64, 64, group_size=64, bits=4))
+        for i in range(count)
+    ]
+
+    def forward(x):
+        for layer in layers:
+            x = x + layer(mx.fast.rms_norm(x, None, 1e-5))
+        return x
+
+    x, y = batch()
+    first, *_, last = [trainer.step_lm(forward, x, y) for _ in range(8)]
+    assert last < first
+    assert len(trainer.tensors()) == 2 * count == 2 * len(trainer.names)
+
+
+def test_masked_targets_of_all_three_kinds_count_alike():
+    x, y = batch()
+    wanted = np.array(y)
+    wanted[:, ::2] = -100
+    mask = np.ones(y.shape, bool)
+    mask[:, ::2] = False
+    trainer = trainer_of(three())
+    found = [
+        trainer.loss_lm(list(SIZES), x, wanted),
+        trainer.loss_lm(list(SIZES), x, y, mask=mask),
+        trainer.loss_lm(list(SIZES), x, y, weights=mask.astype(np.float32)),
+    ]
+    assert found[0] == found[1] == found[2]
+    assert found[0] == pytest.approx(trainer.loss_lm(list(SIZES), x[:, 1::2], y[:, 1::2]))
+
+
+def test_loss_lm_learns_nothing_and_drops_nothing():
+    trainer = trainer_of(three(), LoRAConfig(rank=4, dropout=0.5))
+    trainer.step_lm(list(SIZES), *batch())
+    before = trainer.tensors()
+    found = [trainer.loss_lm(list(SIZES), *batch()) for _ in range(2)]
+    assert found[0] == found[1] and equal(before, trainer.tensors())
+
+
+def test_a_loss_of_ones_own_steps_as_mlx_does():
+    linears = three()
+    trainer = trainer_of(linears, train=settings(optimizer="sgd", max_grad_norm=0.0))
+    up = trainer.layer("up")
+    x = batch()[0]
+    wanted = mx.random.normal((8, 5, 128))
+    start = trainer.tensors()
+
+    def squared(x, y):
+        return (up(x) - y).square().mean()
+
+    with pytest.warns(UserWarning, match="down, head"):
+        found = trainer.step(squared, x, wanted)
+
+    def plain(ab):
+        return (linears["up"](x) + 2.0 * ((x @ ab[0]) @ ab[1]) - wanted).square().mean()
+
+    ab = [start["up.lora_a"], start["up.lora_b"]]
+    value, grads = mx.value_and_grad(plain)(ab)
+    assert found == pytest.approx(value.item(), abs=1e-6)
+    for k, a, g in zip(("lora_a", "lora_b"), ab, grads, strict=True):
+        assert mx.allclose(trainer.tensors()[f"up.{k}"], a - 1e-3 * g, atol=1e-7).item()
+
+
+def test_an_optimizer_of_mlx_is_the_one_that_is_used():
+    lion, linears = optimizers.Lion(1e-3), three()
+    trainer = trainer_of(linears, train=TrainConfig(seed=3), optimizer=lion)
+    start = trainer.tensors()
+    batches = [batch(seed=s) for s in range(3)]
+    for b in batches:
+        trainer.step_lm(list(SIZES), *b)
+
+    def graph(layers):
+        return lambda x: layers["head"](layers["down"](layers["up"](x)))
+
+    _, adapters = plain_run(linears, start, graph, batches, optimizers.Lion(1e-3))
+    assert largest_difference(trainer.tensors(), adapters) < 1e-6
+
+
+@pytest.mark.parametrize("made", ["adamw", "sgd", "adamw_8bit"])
+def test_a_resumed_run_equals_the_unbroken_one_to_the_bit(tmp_path, made):
+    lora = LoRAConfig(rank=4, dropout=0.3)
+    train = settings(optimizer=made, lr_schedule="cosine")
+
+    def fresh():
+        mx.random.seed(1)
+        return trainer_of(three("quantized"), lora, train)
+
+    def learn(trainer, seeds):
+        return [trainer.step_lm(list(SIZES), *fixed[s]) for s in seeds]
+
+    fixed = [batch(seed=s) for s in range(6)]
+    mx.eval(fixed)
+    unbroken = fresh()
+    mx.random.seed(9)
+    losses = learn(unbroken, range(6))
+    broken = fresh()
+    mx.random.seed(9)
+    before = learn(broken, range(3))
+    broken.save(tmp_path / "run")
+    mx.random.seed(77)
+    resumed = fresh()
+    resumed.resume(tmp_path / "run")
+    assert before + learn(resumed, range(3, 6)) == losses
+    assert equal(resumed.tensors(), unbroken.tensors())
+
+
+def test_a_checkpoint_is_by_name_whatever_the_order_of_registering(tmp_path):
+    one, other = (
+        trainer_of({n: nn.Linear(64, 64) for n in names}) for names in (("a", "b"), ("b", "a"))
+    )
+    x = mx.random.normal((4, 64))
+    one.step_lm(["a", "b"], x, mx.array([1, 2, 3, 4]))
+    one.save(tmp_path / "run")
+    with pytest.raises(PackError, match="layers was .* a resumed run must go on as it began"):
+        other.resume(tmp_path / "run")
+
+
+def test_resume_refuses_another_setting_and_what_is_no_run(tmp_path):
+    trainer = trainer_of(three())
+    trainer.step_lm(list(SIZES), *batch())
+    trainer.save(tmp_path / "run")
+    with pytest.raises(PackError, match="train.learning_rate was 0.001 and is 0.002 now"):
+        trainer_of(three(), train=settings(learning_rate=2e-3)).resume(tmp_path / "run")
+    with pytest.raises(PackError, match="layers was"):
+        trainer_of(three(), LoRAConfig(rank=2)).resume(tmp_path / "run")
+    with pytest.raises(PackError, match="has no checkpoint"):
+        trainer.resume(tmp_path)
+
+
+def test_adapters_are_saved_under_mlx_lms_names_and_load_again(tmp_path):
+    trainer = trainer_of(three("nf4"))
+    for _ in range(3):
+        trainer.step_lm(list(SIZES), *batch())
+    file = tmp_path / "deep" / "own.safetensors"
+    trainer.save_adapters(file)
+    assert sorted(mx.load(str(file))) == sorted(
+        f"{n}.{k}" for n in SIZES for k in ("lora_a", "lora_b")
+    )
+    assert [f.name for f in file.parent.iterdir()] == [file.name]
+    again = trainer_of(three("nf4"))
+    again.load_adapters(file)
+    assert again.loss_lm(list(SIZES), *batch()) == trainer.loss_lm(list(SIZES), *batch())
+    with pytest.raises(PackError, match="up has alpha 8, but was registered with 1"):
+        trainer_of(three(), LoRAConfig(rank=4, alpha=1)).load_adapters(file)
+    with pytest.raises(PackError, match=r"up.lora_a: is \(64, 4\), must be \(64, 2\)"):
+        trainer_of(three(), LoRAConfig(rank=2, alpha=8)).load_adapters(file)
+    with pytest.raises(PackError, match="no such file"):
+        again.load_adapters(tmp_path / "nothing")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_merged_weight_computes_what_the_layer_computes(kind):
+    linears = three(kind)
+    trainer = trainer_of(linears)
+    trainer.step_lm(list(SIZES), *batch())
+    x = mx.random.normal((3, 64))
+    merged = x @ trainer.merged_weight("up").T + linears["up"].bias
+    assert mx.allclose(merged, trainer.layer("up")(x), atol=1e-5).item()
+    frozen = linears["up"].weight if kind == "dense" else dequantized_weight(linears["up"])
+    assert mx.abs(trainer.merged_weight("up") - frozen).max().item() > 1e-5
+
+
+def test_rank_and_alpha_of_a_layer_override_the_common_ones():
+    trainer = LayerTrainer(LoRAConfig(rank=8, alpha=4))
+    trainer.register("a", nn.Linear(64, 32), rank=2)
+    trainer.register("b", nn.Linear(64, 32), alpha=1.0)
+    shapes = {name: t.shape for name, t in trainer.tensors().items()}
+    assert shapes == {
+        "a.lora_a": (64, 2),
+        "a.lora_b": (2, 32),
+        "b.lora_a": (64, 8),
+        "b.lora_b": (8, 32),
+    }
+    scales = [trainer.layer(n)._spec.slices[0].scale for n in "ab"]
+    assert scales == [4 / 2, 1 / 8]
+    assert trainer.parameter_count == 64 * 2 + 2 * 32 + 64 * 8 + 8 * 32
+
+
+def test_a_loss_that_is_not_finite_changes_nothing():
+    trainer = trainer_of(three(), LoRAConfig(rank=4, dropout=0.2))
+    x, y = batch()
+    trainer.step_lm(list(SIZES), x, y)
+    before, key = trainer.tensors(), mx.array(mx.random.state[0])
+    moments = str(trainer.optimizer.state)
+    with pytest.raises(PackError, match="step 2: the loss is nan; nothing was learned"):
+        trainer.step_lm(list(SIZES), x * mx.array(float("nan")), y)
+    assert equal(before, trainer.tensors()) and str(trainer.optimizer.state) == moments
+    assert mx.array_equal(key, mx.random.state[0]).item()
+    trainer.step_lm(list(SIZES), x, y)
+    assert trainer.updates["up"] == 2
+
+
+def test_a_nan_in_an_accumulation_drops_what_waited():
+    trainer = trainer_of(three(), train=settings(grad_accumulation_steps=2))
+    x, y = batch()
+    before = trainer.tensors()
+    trainer.step_lm(list(SIZES), x, y)
+    with pytest.raises(PackError, match="loss is nan"):
+        trainer.step_lm(list(SIZES), x * mx.array(float("nan")), y)
+    trainer.step_lm(list(SIZES), x, y)
+    assert equal(before, trainer.tensors())
+    trainer.step_lm(list(SIZES), x, y)
+    assert not equal(before, trainer.tensors())
+
+
+def test_the_same_function_is_set_up_once_and_few_are_kept():
+    trainer = trainer_of(three())
+    head = trainer.layer("head")
+    x, y = batch()
+    with pytest.warns(UserWarning):
+        for _ in range(20):
+            trainer.step_lm(lambda x: head(x), x, y)
+    assert len(trainer._graphs) == 8
+    kept = trainer_of(three())
+    for _ in range(3):
+        kept.step_lm(list(SIZES), x, y)
+    assert len(kept._graphs) == 1
+
+
+def fresh_layer() -> OwnLayer:
+    return LayerTrainer().register("x", nn.Linear(64, 32), rank=2)
+
+
+def nothing_called(x):
+    return x[..., :VOCAB]
+
+
+BAD_STEPS = {
+    "unknown name": ((["up", "dwn"],), "'dwn' is not registered. Did you mean 'down'"),
+    "unregistered linear": (([nn.Linear(64, 32)],), r"layers\[0\] \(a Linear\) is not registered"),
+    "another trainer's layer": (([fresh_layer()],), r"layers\[0\] \('x'\) is not registered"),
+    "widths": ((["up", "head"],), "'head' reads 64 numbers, but 'up' before it gives 128"),
+    "inputs": ((["down", "head"],), "'down' reads 128 numbers, but they are"),
+    "no layers": (([],), "must be a list of registered layers or a function"),
+    "a name alone": (("up",), "must be a list of registered layers or a function"),
+    "nothing called": ((nothing_called,), "no registered layer takes part"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_STEPS)
+def test_layers_that_do_not_fit_are_refused_by_name(case):
+    (layers,), message = BAD_STEPS[case]
+    with pytest.raises(PackError, match=message):
+        trainer_of(three()).step_lm(layers, *batch())
+
+
+@pytest.mark.parametrize(
+    ("targets", "more", "message"),
+    [
+        (np.full((8, 5), VOCAB), {}, f"token {VOCAB} is outside the {VOCAB} of the logits"),
+        (np.full((8, 5), -3), {}, "token -3 is outside"),
+        (np.full((8, 5), -100), {}, "there is no target"),
+        (np.zeros((8, 4), int), {}, r"targets \[8, 4\] ask for logits of \[8, 4, 'V'\]"),
+        (np.zeros((8, 5)), {}, "must be token ids, but are float64"),
+        (np.zeros((8, 5), int), {"mask": np.ones((8,))}, r"mask is \[8\], but targets are"),
+        (np.zeros((8, 5), int), {"weights": -np.ones((8, 5))}, "finite and 0 or more"),
+    ],
+)
+def test_targets_that_do_not_fit_are_refused(targets, more, message):
+    trainer = trainer_of(three())
+    for call in (trainer.step_lm, trainer.loss_lm):
+        with pytest.raises(PackError, match=message):
+            call(list(SIZES), batch()[0], targets, **more)
+
+
+@pytest.mark.parametrize(
+    ("name", "linear", "more", "message"),
+    [
+        ("up", nn.Linear(64, 64), {}, "up: is registered already"),
+        ("", nn.Linear(64, 64), {}, "name is made of letters"),
+        ("a/b", nn.Linear(64, 64), {}, "name is made of letters"),
+        (3, nn.Linear(64, 64), {}, "name is made of letters"),
+        ("x", nn.LayerNorm(64), {}, "must be an nn.Linear.* but is a LayerNorm"),
+        ("x", fresh_layer(), {}, "carries an adapter already"),
+        ("x", nn.Linear(64, 8), {"rank": 9}, "rank can be at most 8"),
+        ("x", nn.Linear(64, 8), {"rank": 0}, "rank must be positive"),
+        ("x", nn.Linear(64, 8), {"alpha": -1.0}, "alpha must be positive"),
+    ],
+)
+def test_what_cannot_be_registered_is_refused(name, linear, more, message):
+    trainer = trainer_of(three())
+    with pytest.raises(PackError, match=message):
+        trainer.register(name, linear, **more)
+    assert trainer.names == list(SIZES)
+
+
+def test_one_linear_has_one_name():
+    linears = three()
+    with pytest.raises(PackError, match="again: is the same linear as 'up'"):
+        trainer_of(linears).register("again", linears["up"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"lora": LoRAConfig(target_modules=("q_proj",))}, "LoRAConfig.target_modules is"),
+        ({"train": TrainConfig(batch_size=8)}, "TrainConfig.batch_size is 8, but it has no"),
+        (
+            {"train": TrainConfig(learning_rate=1e-3), "optimizer": optimizers.SGD(1e-3)},
+            "learning_rate is 0.001, but an optimizer was passed",
+        ),
+        ({"optimizer": "adamw"}, "must be one of mlx.optimizers, but is a str"),
+    ],
+)
+def test_a_setting_that_would_do_nothing_is_refused(arguments, message):
+    with pytest.raises(PackError, match=message):
+        LayerTrainer(**arguments)
+
+
+def test_waiting_gradients_are_not_mixed_with_another_loss_nor_lost(tmp_path):
+    trainer = trainer_of(three(), train=settings(grad_accumulation_steps=2))
+    trainer.step_lm(list(SIZES), *batch())
+    with pytest.raises(PackError, match="gradients of another loss wait"):
+        trainer.step_lm(["head"], *batch())
+    with pytest.raises(PackError, match="call flush before saving"):
+        trainer.save(tmp_path / "run")
+    with pytest.raises(PackError, match="call flush before registering"):
+        trainer.register("more", nn.Linear(64, 64))
+    assert trainer.flush()
+    trainer.step_lm(["head"], *batch())
+
+
+def test_a_function_whose_layers_change_is_refused():
+    trainer = trainer_of(three())
+    calls = []
+
+    def forward(x):
+        calls.append(1)
+        return trainer.layer("head")(
+            x if len(calls) < 4 else trainer.layer("down")(trainer.layer("up")(x))
+        )
+
+    with pytest.warns(UserWarning):
+        trainer.step_lm(forward, *batch())
+    with pytest.raises(PackError, match="down, up: took part in one step .* and not in another"):
+        for _ in range(4):
+            trainer.step_lm(forward, *batch())
+
+
+def test_the_wrong_width_inside_a_function_names_the_layer():
+    trainer = trainer_of(three())
+    with pytest.raises(PackError, match=r"down: reads 128 numbers, but its input is \[8, 5, 64\]"):
+        trainer.step_lm(lambda x: trainer.layer("down")(x), *batch())
+
+
+def test_a_loss_of_ones_own_must_be_one_number():
+    trainer = trainer_of(three())
+    up = trainer.layer("up")
+    with pytest.raises(PackError, match=r"must be one number .* but is \[8, 5\]"):
+        trainer.step(lambda x: up(x).mean(-1), batch()[0])
+    with pytest.raises(PackError, match="takes a function"):
+        trainer.step(3.0, batch()[0])
+    with pytest.raises(PackError, match="needs the arrays of a batch"):
+        trainer.step(lambda: mx.array(0.0))
+
+
+@pytest.mark.slow
+def test_steps_are_the_same_compiled():
+    """On a CPU MLX compiles with g++; so they are not compiled there unless told to."""
+    plain, compiled = (trainer_of(three("quantized")) for _ in range(2))
+    losses = [plain.step_lm(list(SIZES), *batch(seed=s)) for s in range(4)]
+    mx.enable_compile()
+    try:
+        found = [compiled.step_lm(list(SIZES), *batch(seed=s)) for s in range(4)]
+    finally:
+        mx.disable_compile()
+    np.testing.assert_allclose(found, losses, atol=1e-6)
+    assert largest_difference(plain.tensors(), compiled.tensors()) < 1e-6
+    assert [g.stepper.traces for g in compiled._graphs.values()] == [1]

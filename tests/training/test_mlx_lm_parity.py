@@ -1,0 +1,216 @@
+"""Our step is mlx-lm's step: the same loss, the same gradient of every A and B, the same weights.
+
+mlx-lm's side is its own code: `iterate_batches`, `default_loss`, `train`, `load_adapters`.
+Its mask takes in one target after the end of a row (`steps <= length`), token 0, which only rows
+that fill the batch's width do not have. Rows here are full, or that target is accounted for.
+"""
+
+import mlx.nn as nn
+import mlx.optimizers as optimizers
+import numpy as np
+import pytest
+from mlx.utils import tree_flatten
+from mlx_lm.tuner.trainer import TrainingArgs, default_loss, iterate_batches, train
+from mlx_lm.tuner.utils import linear_to_lora_layers
+from mlx_lm.utils import load_adapters
+
+from mlx_packs.adapters.lora import attach
+from mlx_packs.config.schema import LoRAConfig
+from mlx_packs.data.batches import make_batch
+from mlx_packs.data.encoding import Example
+from mlx_packs.objectives.causal_lm import as_arrays, split_head
+from mlx_packs.packs.pack import Pack
+from mlx_packs.runtime import mx
+from mlx_packs.training.step import Stepper
+from tests.helpers.models import base_of
+
+FAMILIES = ("qwen3", "qwen2", "llama")
+RANK, SCALE = 4, 2.0
+WIDTH = 33  # tokens of a row that fills its batch: 32 inputs and the last target
+TOLERANCE = 1e-5
+
+Row = tuple[list[int], int]  # tokens, and the number of the first that are prompt
+
+
+def rows(lengths: list[int], completion_only: bool) -> list[Row]:
+    """Random rows of the given lengths; their first 40 % is prompt, or nothing is."""
+    random = np.random.default_rng(5)
+    return [(random.integers(1, 128, n).tolist(), n * 2 // 5 * completion_only) for n in lengths]
+
+
+def quantized(family: str):
+    """A small random 4-bit base; the same one at each call."""
+    base = base_of(family)
+    nn.quantize(base.model, group_size=32, bits=4)
+    base.model.freeze()  # quantizing leaves the biases of qwen2 trainable
+    return base
+
+
+def our_side(family: str, matmul_path: str = "quantized"):
+    """A base with adapters that matter (B is not zero), and their values by name."""
+    attached = attach(
+        quantized(family), LoRAConfig(rank=RANK, alpha=SCALE * RANK), None, matmul_path
+    )
+    start = {name: mx.random.normal(t.shape) * 0.1 for name, t in attached.tensors().items()}
+    attached.load(start, "test")
+    attached.model.train()
+    return attached, start
+
+
+def mlx_lm_side(family: str, start: dict[str, mx.array]) -> nn.Module:
+    """The same base under mlx-lm's own LoRA layers, with the same values."""
+    model = quantized(family).model
+    linear_to_lora_layers(model, -1, {"rank": RANK, "scale": SCALE, "dropout": 0.0})
+    assert set(start) == set(dict(tree_flatten(model.trainable_parameters())))
+    model.load_weights(list(start.items()), strict=False)
+    model.train()
+    return model
+
+
+def their_batch(wanted: list[Row]) -> tuple[mx.array, mx.array]:
+    """mlx-lm's batch of all rows: tokens [B, T + 1] and (offset, length) [B, 2]."""
+    batch, lengths = next(iterate_batches(wanted, len(wanted), WIDTH))
+    return batch, lengths
+
+
+def our_batch(wanted: list[Row], pad_is_target: bool = False):
+    """Our batch of the same rows; with ``pad_is_target`` a row that is padded also learns a 0."""
+    examples = []
+    for tokens, offset in wanted:
+        if pad_is_target and len(tokens) < WIDTH:
+            tokens = [*tokens, 0]
+        target = np.arange(len(tokens)) >= max(offset, 1)
+        examples.append(Example(np.array(tokens, dtype=np.int32), target, "test"))
+    return make_batch(examples, range(len(examples)), len(examples), WIDTH - 1)
+
+
+class KeepGradient(optimizers.Optimizer):
+    """Puts each gradient where its parameter was, so that a whole compiled step shows it."""
+
+    def init_single(self, parameter, state):
+        pass
+
+    def apply_single(self, gradient, parameter, state):
+        return gradient
+
+
+def our_loss_and_gradients(attached, batch) -> tuple[float, dict[str, mx.array]]:
+    head = split_head(attached.model)
+    stepper = Stepper(attached.model, head, KeepGradient(), max_grad_norm=None)
+    loss, _ = stepper(as_arrays(batch), batch.count, last=True, alone=True)
+    return loss, attached.tensors()
+
+
+def their_loss_and_gradients(model, batch, lengths):
+    """Loss, number of targets, and gradients by name, of mlx-lm's `default_loss`."""
+    (loss, count), gradients = nn.value_and_grad(model, default_loss)(model, batch, lengths)
+    return loss.item(), count.item(), dict(tree_flatten(gradients))
+
+
+def assert_same(ours: dict[str, mx.array], theirs: dict[str, mx.array]) -> None:
+    """Each tensor to TOLERANCE of its largest entry, and none is all zero."""
+    assert set(ours) == set(theirs)
+    for name, wanted in theirs.items():
+        largest = mx.abs(wanted).max().item()
+        assert largest > 0, name
+        assert mx.abs(ours[name] - wanted).max().item() <= TOLERANCE * largest, name
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("completion_only", [True, False])
+def test_full_rows_have_mlx_lms_loss_and_gradients(family, completion_only):
+    wanted = rows([WIDTH, WIDTH, WIDTH], completion_only)
+    attached, start = our_side(family)
+    batch = our_batch(wanted)
+    loss, gradients = our_loss_and_gradients(attached, batch)
+    expected, count, expected_gradients = their_loss_and_gradients(
+        mlx_lm_side(family, start), *their_batch(wanted)
+    )
+    assert count == batch.count
+    assert loss == pytest.approx(expected, rel=TOLERANCE)
+    assert_same(gradients, expected_gradients)
+
+
+@pytest.mark.parametrize("matmul_path", ["transient", "dense"])
+def test_every_matmul_path_has_mlx_lms_loss_and_gradients(matmul_path):
+    wanted = rows([WIDTH, WIDTH], True)
+    attached, start = our_side("qwen3", matmul_path)
+    loss, gradients = our_loss_and_gradients(attached, our_batch(wanted))
+    expected, _, expected_gradients = their_loss_and_gradients(
+        mlx_lm_side("qwen3", start), *their_batch(wanted)
+    )
+    assert loss == pytest.approx(expected, rel=TOLERANCE)
+    assert_same(gradients, expected_gradients)
+
+
+@pytest.mark.parametrize("completion_only", [True, False])
+def test_padded_rows_have_mlx_lms_loss_and_gradients_once_its_mask_ends_at_the_row(completion_only):
+    wanted = rows([WIDTH, 20, 11], completion_only)
+    attached, start = our_side("qwen3")
+    loss, gradients = our_loss_and_gradients(attached, our_batch(wanted))
+    tokens, lengths = their_batch(wanted)
+    mended = lengths - mx.array([0, 1])  # steps <= length - 1 is steps < length
+    expected, count, expected_gradients = their_loss_and_gradients(
+        mlx_lm_side("qwen3", start), tokens, mended
+    )
+    assert count == our_batch(wanted).count
+    assert loss == pytest.approx(expected, rel=TOLERANCE)
+    assert_same(gradients, expected_gradients)
+
+
+def test_mlx_lm_as_shipped_differs_by_one_pad_target_for_each_padded_row_and_nothing_else():
+    wanted = rows([WIDTH, 20, 11], True)
+    attached, start = our_side("qwen3")
+    with_pads = our_batch(wanted, pad_is_target=True)
+    assert with_pads.count == our_batch(wanted).count + 2
+    loss, gradients = our_loss_and_gradients(attached, with_pads)
+    expected, count, expected_gradients = their_loss_and_gradients(
+        mlx_lm_side("qwen3", start), *their_batch(wanted)
+    )
+    assert count == with_pads.count
+    assert loss == pytest.approx(expected, rel=TOLERANCE)
+    assert_same(gradients, expected_gradients)
+    attached.load(start, "test")
+    without, _ = our_loss_and_gradients(attached, our_batch(wanted))
+    assert without != pytest.approx(expected, rel=1e-3)
+
+
+def test_three_steps_give_the_weights_of_mlx_lms_trainer(tmp_path):
+    wanted = rows([WIDTH, WIDTH, WIDTH], True)
+    attached, start = our_side("qwen3")
+    # with eps = 1e-8 Adam turns the rounding of an entry without gradient into a step of its own
+    ours, theirs = (optimizers.AdamW(learning_rate=1e-3, eps=1e-5) for _ in range(2))
+    stepper = Stepper(attached.model, split_head(attached.model), ours, max_grad_norm=None)
+    batch = our_batch(wanted)
+    for _ in range(3):
+        stepper(as_arrays(batch), batch.count, last=True, alone=True)
+    train(
+        mlx_lm_side("qwen3", start),
+        theirs,
+        wanted,
+        args=TrainingArgs(
+            batch_size=len(wanted),
+            iters=3,
+            max_seq_length=WIDTH,
+            adapter_file=str(tmp_path / "adapters.safetensors"),
+        ),
+    )
+    expected = mx.load(str(tmp_path / "adapters.safetensors"))
+    for name, weights in attached.tensors().items():
+        assert mx.abs(weights - expected[name]).max().item() <= TOLERANCE, name
+        assert mx.abs(weights - start[name]).max().item() > 1e-3, name
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_stock_mlx_lm_loads_a_pack_with_the_same_logits(family, tmp_path):
+    attached, _ = our_side(family)
+    attached.model.eval()
+    tokens = mx.array([rows([WIDTH], False)[0][0]])
+    expected = attached.model(tokens)
+    Pack.of(attached).save(tmp_path / "pack")
+    stock = quantized(family).model
+    plain = stock(tokens)
+    loaded = load_adapters(stock, str(tmp_path / "pack"))
+    loaded.eval()
+    assert mx.abs(loaded(tokens) - expected).max().item() < 1e-4
+    assert mx.abs(plain - expected).max().item() > 1e-2

@@ -1,0 +1,434 @@
+"""Phases: what is drawn from where, schedules and optimizer states, refusals, going on after ^C."""
+
+import json
+import os
+import subprocess
+import sys
+from itertools import islice
+
+import mlx.optimizers as optimizers
+import numpy as np
+import pytest
+
+from mlx_packs import DataConfig, LoRAConfig, PackError, Phase, TrainConfig, train_pack
+from mlx_packs.data.batches import batch_shapes, few_shapes, training_batches
+from mlx_packs.data.encoding import Example, Examples
+from mlx_packs.data.sampler import Draw
+from mlx_packs.optim import carry_state
+from mlx_packs.packs.manifest import check_manifest, phase_lines
+from mlx_packs.runtime import mx
+from mlx_packs.training.phases import Course, legs_of, pack_name
+from tests.helpers.rows import chat, write_rows
+
+CODE = [{"text": f"def add_{i}(a, b):\n    return a + b + {i}\n" * (1 + i % 3)} for i in range(24)]
+TALK = [chat(f"Say {w}.", f"Yes, I say {w} to you.") for w in "one two six ten red sun".split()]
+LORA = LoRAConfig(rank=2, num_layers=2, dropout=0.1)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("data")
+    write_rows(folder / "broad", train=CODE[:18], valid=CODE[18:])
+    write_rows(folder / "narrow", train=TALK[:4], valid=TALK[4:])
+    return folder
+
+
+def phases(data, **second) -> tuple[Phase, ...]:
+    narrow = {"iters": 4, "learning_rate": 5e-4, "replay": 0.25, **second}
+    return (
+        Phase("broad", data=str(data / "broad"), iters=4, learning_rate=1e-3),
+        Phase("narrow", data=str(data / "narrow"), **narrow),
+    )
+
+
+def train(data, *two: Phase, **changes) -> TrainConfig:
+    told = {
+        "batch_size": 2,
+        "max_seq_length": 64,
+        "matmul_path": "dense",
+        "steps_per_report": 3,
+        "grad_accumulation_steps": 2,
+        "test_batches": 1,
+        "phases": two or phases(data),
+        **changes,
+    }
+    return TrainConfig(**told)
+
+
+@pytest.fixture(scope="module")
+def examples() -> Examples:
+    """90 rows of a first phase, 40 of a second."""
+    random = np.random.default_rng(0)
+    items = []
+    for length in random.integers(8, 60, 130):
+        tokens = random.integers(1, 4000, length).astype(np.int32)
+        items.append(Example(tokens, np.arange(length) > 3, "x"))
+    return Examples(items, "text", "all")
+
+
+@pytest.mark.parametrize("replay", [0.05, 0.2, 0.5, 1.0])
+@pytest.mark.parametrize("batch_size", [1, 3, 4])
+def test_replayed_rows_are_an_exact_share_of_any_number_of_batches(examples, replay, batch_size):
+    draw = Draw(90, None, replay)
+    stream = training_batches(examples, batch_size, 60, 3, draw=draw)
+    old = taken = 0
+    for batch in islice(stream, 100):
+        old += sum(row < 90 for row in batch.rows)
+        taken += len(batch.rows)
+        assert len(batch.rows) == batch_size and abs(old - replay * taken) <= 0.5
+
+
+def test_both_kinds_of_rows_go_round_before_one_comes_again(examples):
+    stream = training_batches(examples, 4, 60, 3, draw=Draw(90, None, 0.5))
+    rows = [row for batch in islice(stream, 64) for row in batch.rows]  # two windows
+    for kind in ([r for r in rows if r < 90], [r for r in rows if r >= 90]):
+        counts = np.unique(kind, return_counts=True)[1]
+        assert counts.max() - counts.min() <= 1
+    assert {r for r in rows if r >= 90} == set(range(90, 130))
+
+
+@pytest.mark.parametrize("packing", [False, True])
+@pytest.mark.parametrize("replay", [0.0, 0.3])
+@pytest.mark.parametrize("start", [1, 31, 70])
+def test_drawn_batches_resume_from_any_batch(examples, packing, replay, start):
+    draw = Draw(90, None, replay)
+    whole = islice(training_batches(examples, 3, 60, 3, 0, packing, draw=draw), start, start + 20)
+    resumed = training_batches(examples, 3, 60, 3, start, packing, draw=draw)
+    for a, b in zip(whole, resumed, strict=False):
+        assert a.rows == b.rows and np.array_equal(a.tokens, b.tokens)
+
+
+def test_packed_rows_of_replay_hold_no_own_rows_and_are_a_share_of_packed_rows(examples):
+    stream = training_batches(examples, 4, 101, 3, packing=True, draw=Draw(90, None, 0.25))
+    for batch in islice(stream, 40):
+        kinds = [set() for _ in range(4)]
+        for row, start in zip(batch.rows, batch.starts, strict=True):
+            kinds[start // 100].add(row < 90)
+        assert sorted(map(tuple, kinds)) == [(False,)] * 3 + [(True,)]
+
+
+def test_without_replay_only_own_rows_are_drawn(examples):
+    for packing in (False, True):
+        for draw, allowed in ((Draw(0, 90), range(90)), (Draw(90, None), range(90, 130))):
+            stream = training_batches(examples, 4, 60, 3, packing=packing, draw=draw)
+            assert {r for b in islice(stream, 60) for r in b.rows} == set(allowed)
+
+
+def test_shapes_of_drawn_batches_are_those_that_were_foretold(examples):
+    draw = Draw(90, None, 0.3)
+    few = few_shapes(examples, 2, 60, 3, draw)
+    stream = training_batches(examples, 2, 60, 3, shapes=few, draw=draw)
+    found = {(b.tokens.shape[1], b.targets.size) for b in islice(stream, 200)}
+    assert found == batch_shapes(examples, 2, 60, 3, 200, shapes=few, draw=draw) <= few
+
+
+def test_a_run_without_phases_is_a_run_of_one_leg():
+    config, columns = TrainConfig(iters=7), DataConfig()
+    (leg,) = legs_of(config, columns)
+    assert leg.train is config and leg.sources == (columns,)
+    assert (leg.name, leg.first, leg.stop, leg.since, leg.carries) == ("", 0, 7, 0, False)
+
+
+def test_what_a_phase_does_not_say_is_as_the_run_has_it(data):
+    config = TrainConfig(
+        iters=5,
+        learning_rate=3e-4,
+        warmup_steps=1,
+        grad_accumulation_steps=2,
+        phases=(
+            Phase(),
+            Phase(iters=3),
+            Phase(learning_rate=1e-5, optimizer_state="fresh"),
+            Phase(data=["a", "b"], lr_schedule="constant", warmup_steps=0),
+        ),
+    )
+    legs = legs_of(config, DataConfig(data="x", text_feature="body"))
+    assert [leg.name for leg in legs] == ["phase-1", "phase-2", "phase-3", "phase-4"]
+    assert [(leg.first, leg.stop, leg.since) for leg in legs] == [
+        (0, 5, 0),
+        (5, 8, 3),
+        (8, 13, 0),
+        (13, 18, 3),
+    ]
+    assert [leg.train.learning_rate for leg in legs] == [3e-4, 3e-4, 1e-5, 3e-4]
+    assert [leg.train.warmup_steps for leg in legs] == [1, 1, 1, 0]
+    sources = [[s.data for s in leg.sources] for leg in legs]
+    assert sources == [["x"], ["x"], ["x"], ["a", "b"]]
+    assert {s.text_feature for leg in legs for s in leg.sources} == {"body"}
+
+
+def test_a_schedule_begins_with_its_phase_and_carried_moments_stay():
+    config = TrainConfig(
+        phases=(
+            Phase(iters=3, learning_rate=1e-2, lr_schedule="constant"),
+            Phase(iters=4, learning_rate=1e-3, lr_schedule="linear"),
+            Phase(iters=2, learning_rate=5e-4, lr_schedule="constant"),
+        )
+    )
+    weights, gradients = {"w": mx.ones((4, 4))}, {"w": mx.full((4, 4), 0.5)}
+    before, rates = None, []
+    for leg in legs_of(config, DataConfig()):
+        made = leg.optimizer()
+        made.init(weights)
+        if before is not None:
+            carry_state(before, made)
+            assert mx.array_equal(made.state["w"]["m"], before.state["w"]["m"]).item()
+            assert made.state["step"].item() == leg.first == leg.since
+        for _ in range(leg.train.iters):
+            weights = made.apply_gradients(gradients, weights)
+            rates.append(made.learning_rate.item())
+        before = made
+    linear = [1e-3 * (1 - i / 4) for i in range(4)]
+    assert rates == pytest.approx([*[1e-2] * 3, *linear, *[5e-4] * 2])
+    assert isinstance(before, optimizers.AdamW)
+
+
+def test_rows_of_several_sources_and_of_all_legs_lie_one_behind_the_other(data):
+    both = [str(data / "broad"), str(data / "narrow")]
+    config = TrainConfig(phases=(Phase(data=both[:1]), Phase(data=[both[0], both[0]])))
+    legs = legs_of(config, DataConfig())
+    splits = legs[1].load_rows()
+    assert len(splits.rows["train"]) == 36 and len(splits.rows["valid"]) == 12
+    assert legs[1].public_source(splits) == "broad + broad"
+    assert pack_name(legs).data == both[0]
+    one = Examples(
+        [Example(np.arange(i + 2), np.ones(i + 2, bool), str(i)) for i in range(3)], "text", "all"
+    )
+    two = Examples([Example(np.arange(9), np.ones(9, bool), "9")], "chat", "assistant")
+    course = Course(legs, [{"train": one}, {"train": two}])
+    assert [e.where for e in course.train.items] == ["0", "1", "2", "9"]
+    assert (course.train.format, course.loss_on) == ("text + chat", "assistant")
+    assert [course.draw(leg) for leg in legs] == [Draw(0, 3), Draw(3, 4)]
+
+
+FAULTS = [
+    ("phases: []", "phases must hold at least one phase"),
+    ("phases:", "phases must hold at least one phase"),
+    ("phases: 3", "phases must be a list, but got 3"),
+    ("phases: [3]", r"phases\[0\] must be a mapping, but got 3"),
+    ("phases: [{itres: 3}]", r"phases\[0\]: unknown key 'itres'. Did you mean 'iters'"),
+    ("phases: [{iters: x}]", r"phases\[0\]: iters must be int or"),
+    ("phases: [{iters: 0}]", r"phases\[0\] \(phase-1\): .*iters must be positive"),
+    ("phases: [{}, {replay: 1.5}]", r"phases\[1\]: .*replay is a share .* got 1.5"),
+    ("phases: [{}, {replay: -0.1}]", r"phases\[1\]: .*replay is a share"),
+    ("phases: [{}, {replay: nan}]", r"phases\[1\]: replay must be|replay is a share"),
+    ("phases: [{replay: 0.2}]", "replay 0.2: no phase stands before the first"),
+    ("phases: [{name: a}, {name: a}]", "two are called 'a'"),
+    ("phases: [{name: ''}]", "name must not be empty"),
+    (r'phases: [{name: "a\nb"}]', r"name must be one line of text, but is 'a\\nb'"),
+    ("phases: [{data: ''}]", "data must be a source or a list"),
+    ("phases: [{data: []}]", "data must be a source or a list"),
+    ("phases: [{data: [1]}]", "data must be a source or a list"),
+    ("phases: [{optimizer_state: keep}]", "optimizer_state is one of carry, fresh"),
+    ("phases: [{lr_schedule: step}]", "lr_schedule is one of"),
+    ("phases: [{data: nowhere/at/all}]", "nowhere/at/all: no such folder or file"),
+    (
+        "lr_schedule: {name: cosine_decay, arguments: [1e-3, 10]}\nphases: [{learning_rate: 1e-4}]",
+        "learning_rate is not used beside an lr_schedule that is a mapping",
+    ),
+    ("iters: 3\nphases: [{iters: 2}]", "every phase says its own iters"),
+]
+
+
+@pytest.mark.parametrize(("text", "message"), FAULTS)
+def test_faults_are_one_line_before_anything_is_loaded(run, tmp_path, monkeypatch, text, message):
+    import re
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("mlx_packs.training.run.load_base", None)
+    (tmp_path / "p.yaml").write_text(text)
+    code, out, err = run("train", "-c", "p.yaml", "--out", "o")
+    assert (code, out) == (2, "") and len(err.splitlines()) == 1, err
+    assert re.search(message, err), err
+    assert [p.name for p in tmp_path.iterdir()] == ["p.yaml"]
+
+
+@pytest.mark.parametrize(
+    "flag", ["--iters 3", "--learning-rate 1", "--data tiny", "--lr-schedule linear"]
+)
+def test_flags_that_every_phase_overrides_are_refused(run, tmp_path, flag):
+    told = "{data: tiny, iters: 1, learning_rate: 1, lr_schedule: constant}"
+    (tmp_path / "p.yaml").write_text(f"phases: [{told}, {told}]")
+    code, _, err = run("train", "-c", tmp_path / "p.yaml", *flag.split())
+    assert code == 2 and f"{flag.split()[0]} (or " in err and "counts for nothing" in err
+
+
+def test_data_beside_phases_that_have_their_own_is_refused_in_python_too(data, tmp_path):
+    with pytest.raises(PackError, match="every phase has rows of its own"):
+        train_pack("tiny", str(data / "narrow"), LORA, train(data), tmp_path / "o")
+
+
+@pytest.fixture(scope="module")
+def whole(data, tmp_path_factory):
+    """An unbroken run of two phases."""
+    return train_pack("tiny", None, LORA, train(data), tmp_path_factory.mktemp("whole") / "o")
+
+
+def test_the_manifest_has_both_phases_and_what_each_did_to_the_others_rows(whole):
+    manifest = json.loads((whole.pack.path / "pack.json").read_text())
+    first, second = manifest["phases"]
+    assert (first["name"], first["data"], first["steps"], first["batches"]) == (
+        "broad",
+        "broad",
+        2,
+        [0, 4],
+    )
+    assert (second["replay"], second["optimizer_state"]) == (0.25, "carry")
+    assert first["after"] == second["before"]
+    for phase in (first, second):
+        assert set(phase["before"]) == set(phase["after"]) == {"broad", "narrow"}
+        assert phase["loss_first"] > 0 and phase["loss_last"] > 0
+    assert second["after"]["narrow"]["ppl"] == manifest["eval"]["ppl_after"]
+    assert first["before"]["narrow"]["ppl"] == manifest["eval"]["ppl_before"]
+    assert first["after"]["broad"]["ppl"] < first["before"]["broad"]["ppl"]
+    assert manifest["data"]["rows"] == {
+        "broad/train": 18,
+        "broad/valid": 6,
+        "narrow/train": 4,
+        "narrow/valid": 2,
+    }
+    assert set(manifest["data"]["fingerprint"]) == set(manifest["data"]["rows"])
+    assert [p["data"] for p in manifest["recipe"]["phases"]] == ["broad", "narrow"]
+    assert len(phase_lines(manifest["phases"])) == 2
+    assert "Learned in phases" in (whole.pack.path / "README.md").read_text()
+    assert whole.report["phases"] == manifest["phases"] and whole.report["steps"] == 4
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda p: p.update(phases={}),
+        lambda p: p["phases"][0].pop("before"),
+        lambda p: p["phases"][0].update(after={"broad": {"ppl": "x"}}),
+        lambda p: p["phases"][1].update(name=3),
+    ],
+)
+def test_damaged_phases_of_a_manifest_are_refused(whole, damage):
+    manifest = json.loads((whole.pack.path / "pack.json").read_text())
+    damage(manifest)
+    with pytest.raises(ValueError, match="phases"):
+        check_manifest(manifest)
+
+
+def test_inspect_shows_phases(whole, run):
+    code, out, _ = run("inspect", whole.pack.path)
+    assert code == 0 and "phase   narrow: 2 updates on narrow, 25% replayed" in out
+
+
+def test_fresh_and_carried_states_differ_and_fresh_begins_at_step_zero(data, whole, tmp_path):
+    fresh = train_pack(
+        "tiny", None, LORA, train(data, *phases(data, optimizer_state="fresh")), tmp_path / "o"
+    )
+    steps = [
+        mx.load(str(r.run / "step-000008" / "optimizer.safetensors"))["step"].item()
+        for r in (whole, fresh)
+    ]
+    assert steps == [4, 2]
+    first = [(r.run / "step-000004" / "adapters.safetensors").read_bytes() for r in (whole, fresh)]
+    last = [(r.run / "step-000008" / "adapters.safetensors").read_bytes() for r in (whole, fresh)]
+    assert first[0] == first[1] and last[0] != last[1]
+
+
+def test_one_phase_learns_what_a_run_without_phases_learns(data, tmp_path):
+    told = {"phases": (), "iters": 4, "learning_rate": 1e-3}
+    plain = train_pack("tiny", data / "broad", LORA, train(data, **told), tmp_path / "plain")
+    one = train_pack("tiny", None, LORA, train(data, phases(data)[0]), tmp_path / "one")
+    for name, tensor in plain.pack.tensors.items():
+        assert mx.array_equal(tensor, one.pack.tensors[name]).item(), name
+
+
+def test_resume_refuses_other_phases(data, whole):
+    other = train(data, *phases(data, replay=0.5))
+    with pytest.raises(PackError, match="phases was .* a resumed run must go on as it began"):
+        train_pack("tiny", None, LORA, other, whole.pack.path, resume=True)
+
+
+def test_resume_with_phases_refuses_other_iters_which_a_phase_may_take(data, whole):
+    with pytest.raises(PackError, match="iters was 600 and is 700"):
+        train_pack("tiny", None, LORA, train(data, iters=700), whole.pack.path, resume=True)
+
+
+def test_phases_work_with_packing_and_a_cached_prefix(data, tmp_path, monkeypatch):
+    monkeypatch.setenv("MLX_PACKS_CACHE", str(tmp_path / "cache"))
+    config = {"packing": True, "val_batches": 0}
+    runs = [
+        train_pack("tiny", None, LORA, train(data, cache_frozen=how, **config), tmp_path / how)
+        for how in ("off", "on")
+    ]
+    assert runs[1].report["cache_frozen"]["rows_computed"] <= 22  # each row of both phases once
+    for off, on in zip(*(r.report["phases"] for r in runs), strict=True):
+        assert on["after"]["narrow"]["ppl"] == pytest.approx(
+            off["after"]["narrow"]["ppl"], rel=1e-4
+        )
+
+
+PROGRAM = """
+import os, signal, sys
+from mlx_packs import training
+from mlx_packs.training.loop import Loop
+
+def kill():
+    os.kill(os.getpid(), signal.SIGINT)
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
+where = sys.argv.pop(1)
+if where == "between":
+    scored, score_legs = [], training._score_legs
+    def score(*args):
+        scored.append(args)
+        if len(scored) == 2:  # of the base; after the first phase
+            kill()
+        return score_legs(*args)
+    training._score_legs = score
+elif where != "nowhere":
+    Loop._limit_cache = lambda loop: kill() if loop.cursor.batches == int(where) else None
+from mlx_packs.cli.train import main
+main()
+"""
+
+
+def killed(folder, where: str, *flags: str) -> int:
+    """Train in a process of its own that gets SIGINT at a place; its exit code."""
+    return subprocess.run(
+        [sys.executable, "-c", PROGRAM, where, "--out", "o", "-q", *flags],
+        cwd=folder,
+        env={**os.environ, "MLX_PACKS_CACHE": "off"},
+        check=False,
+    ).returncode
+
+
+def test_a_run_killed_in_each_phase_and_between_goes_on_to_the_same_bits(data, whole, tmp_path):
+    import yaml
+
+    told = {k: v for k, v in vars(train(data)).items() if v != getattr(TrainConfig(), k)}
+    told |= {"phases": [p.to_json() for p in phases(data)]}
+    told |= {"rank": 2, "num_layers": 2, "dropout": 0.1}
+    # what the recipe of the tiny base would say otherwise
+    told |= {"warmup_steps": 0, "steps_per_eval": 200, "val_batches": 25}
+    (tmp_path / "p.yaml").write_text(yaml.safe_dump(told))
+    assert killed(tmp_path, "1", "-c", "p.yaml") == 130
+    run = tmp_path / "o-run"
+    assert (run / "latest").read_text() == "step-000002\n"
+    assert killed(tmp_path, "between", "--resume") == 130
+    assert (run / "latest").read_text() == "step-000004\n"
+    assert killed(tmp_path, "5", "--resume") == 130
+    assert (run / "latest").read_text() == "step-000006\n"
+    assert killed(tmp_path, "nowhere", "--resume") == 0
+
+    for file in ("adapters.safetensors", "optimizer.safetensors"):
+        ends = [r / "step-000008" / file for r in (whole.run, run)]
+        assert ends[0].read_bytes() == ends[1].read_bytes(), file
+    pack = whole.pack.path / "adapters.safetensors"
+    assert pack.read_bytes() == (tmp_path / "o" / "adapters.safetensors").read_bytes()
+    timed = {"tokens_per_s", "peak_gb"}
+    lines = [
+        [
+            {k: v for k, v in json.loads(line).items() if k not in timed}
+            for line in (r / "metrics.jsonl").read_text().splitlines()
+        ]
+        for r in (whole.run, run)
+    ]
+    assert lines[0] == lines[1]
+    assert [line["batch"] for line in lines[0]] == [3, 4, 4, 7, 8]
+    manifests = [json.loads((p / "pack.json").read_text()) for p in (pack.parent, tmp_path / "o")]
+    assert manifests[0]["phases"] == manifests[1]["phases"]

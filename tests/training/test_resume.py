@@ -1,0 +1,259 @@
+"""Run folders: only ours are replaced, a damaged one is refused in a line, resuming goes on."""
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from mlx_packs import LoRAConfig, TrainConfig, train_pack
+from mlx_packs.cli.train import command
+from mlx_packs.config.schema import DataConfig
+from mlx_packs.errors import PackError
+from mlx_packs.files import only_writer, sha256
+from mlx_packs.runtime import mx
+from mlx_packs.training.checkpoint import clear_run, is_run, kept_metrics, latest_checkpoint
+from mlx_packs.training.setup import output_folders
+from tests.helpers.rows import chat, write_rows
+
+ROWS = [chat("Say hi.", "Hi there, friend."), chat("Say yes.", "Yes, I will.")] * 2
+LORA = LoRAConfig(rank=2, num_layers=1)
+TRAIN = TrainConfig(
+    iters=2,
+    batch_size=2,
+    max_seq_length=64,
+    matmul_path="dense",
+    save_every=1,
+    steps_per_report=1,
+    lr_schedule="constant",
+    learning_rate=1e-3,
+)
+LONGER = TrainConfig(**{**vars(TRAIN), "iters": 3})
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory) -> Path:
+    """A run of two batches, made once; tests work on copies."""
+    folder = tmp_path_factory.mktemp("trained")
+    data = write_rows(folder / "d", train=ROWS, valid=ROWS[:2])
+    train_pack("tiny", data, LORA, TRAIN, folder / "o")
+    return folder
+
+
+@pytest.fixture
+def here(trained, tmp_path, monkeypatch) -> Path:
+    """A copy of that run to stand in; its rows stay where they are."""
+    for name in ("o", "o-run"):
+        shutil.copytree(trained / name, tmp_path / name)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def resumed(trained, here):
+    """Go on with the copied run to its third batch."""
+    return lambda: train_pack("tiny", trained / "d", LORA, LONGER, "o", resume=True)
+
+
+def packs_train(*args):
+    """`packs train ARGS`; what it raised, or None."""
+    return CliRunner().invoke(command, [str(a) for a in args]).exception
+
+
+@pytest.mark.parametrize(
+    "config",
+    ['{"model_type": "qwen3"}', "{}", "[]", "", '{"recipe": {}, "base": "x", "data": {}}'],
+)
+def test_foreign_folder_with_a_config_is_never_taken_for_a_run(trained, tmp_path, config):
+    theirs = tmp_path / "p-run"
+    (theirs / "step-by-step").mkdir(parents=True)
+    (theirs / "config.json").write_text(config)
+    for overwrite in (False, True):
+        with pytest.raises(PackError, match="p-run: is there and holds something else"):
+            train_pack("tiny", trained / "d", LORA, TRAIN, tmp_path / "p", overwrite=overwrite)
+    assert (theirs / "config.json").read_text() == config
+
+
+def test_clear_run_takes_checkpoints_only(here):
+    (here / "o-run" / "step-by-step").mkdir()
+    (here / "o-run" / "step-1").mkdir()
+    (here / "o-run" / "step-000009").write_text("a file")
+    clear_run(here / "o-run")
+    left = {p.name for p in (here / "o-run").iterdir()}
+    assert left == {"config.json", "step-by-step", "step-1", "step-000009"}
+    assert is_run(here / "o-run")
+
+
+def test_checkpoints_are_kept_when_the_pointer_is_damaged(trained, here):
+    (here / "o-run" / "latest").write_text("")
+    shutil.rmtree(here / "o")
+    with pytest.raises(PackError, match="holds checkpoints of an earlier run"):
+        train_pack("tiny", trained / "d", LORA, TRAIN, "o")
+
+
+@pytest.mark.parametrize("text", ["", "\n", "..", ".", "step-2", "step-000009", "../o"])
+def test_resume_refuses_a_pointer_that_names_no_checkpoint(here, resumed, text):
+    (here / "o-run" / "latest").write_text(text)
+    assert latest_checkpoint(here / "o-run") is None
+    with pytest.raises(PackError, match="latest must name a checkpoint .* step-000002"):
+        resumed()
+
+
+@pytest.mark.parametrize("config", ["{}", "[]", "{", '{"format": "mlx_packs run 1"}'])
+def test_resume_refuses_a_damaged_configuration(here, resumed, config):
+    (here / "o-run" / "config.json").write_text(config)
+    with pytest.raises(PackError, match="o-run/config.json: (is not that of|cannot be read)"):
+        resumed()
+
+
+STATE = {"batches": 2, "updates": 2, "trained_tokens": 9, "train_s": 0.5}
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        [],
+        {"batches": 2},
+        {**STATE, "more": 1},
+        {**STATE, "batches": "x"},
+        {**STATE, "batches": True},
+        {**STATE, "batches": 1.5},
+        {**STATE, "updates": -1},
+        {**STATE, "train_s": None},
+        {**STATE, "train_s": 0},
+        {**STATE, "train_s": float("nan")},
+    ],
+    ids=str,
+)
+def test_resume_refuses_a_damaged_cursor(here, resumed, state):
+    (here / "o-run" / "step-000002" / "state.json").write_text(json.dumps(state))
+    with pytest.raises(PackError, match="step-000002: is not a whole checkpoint .*state.json"):
+        resumed()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda s: s.pop("random"), r"random: is missing, must be \(2,\)"),
+        (lambda s: s.update(random=mx.zeros(2)), "random: is mlx.core.float32"),
+        (lambda s: s.pop("step"), "step: is missing"),
+        (lambda s: s.update(more=mx.zeros(2)), r"more: is \(2,\), must be absent"),
+        (
+            lambda s: s.update({max(s): mx.zeros(3)}),
+            r"is \(3,\), must be",
+        ),
+    ],
+)
+def test_resume_refuses_a_damaged_optimizer(here, resumed, change, message):
+    file = here / "o-run" / "step-000002" / "optimizer.safetensors"
+    state = mx.load(str(file))
+    mx.eval(state)
+    change(state)
+    mx.save_safetensors(str(file), state)
+    with pytest.raises(PackError, match="does not fit the optimizer: .*" + message):
+        resumed()
+
+
+@pytest.mark.parametrize("out", [".", "/", "..", "nope", "o-run/config.json/x"])
+def test_resume_of_no_run_is_refused(here, out):
+    assert isinstance(packs_train("--out", out, "--resume"), PackError)
+
+
+def test_resume_needs_no_other_flag(here, trained):
+    assert packs_train("--out", "o", "--resume", "--iters", "3", "-q") is None
+    then, now = (
+        json.loads((f / "o-run" / "config.json").read_text())["recipe"] for f in (trained, here)
+    )
+    assert now == {**then, "iters": 3}
+    assert (here / "o-run" / "latest").read_text() == "step-000003\n"
+
+
+def test_resume_flags_and_files_override_what_the_run_was_told(here):
+    (here / "c.yaml").write_text("out: o\nlora_parameters: {rank: 4, scale: 2.0}")
+    error = packs_train("-c", "c.yaml", "--resume")
+    assert re.search("alpha was None and is 8.0|rank was 2 and is 4", str(error))
+    error = packs_train("--out", "o", "--resume", "--learning-rate", "2e-3")
+    assert "learning_rate was 0.001 and is 0.002 now" in str(error)
+
+
+def test_resume_may_recompute_otherwise_unless_there_is_dropout(trained, here):
+    args = "tiny", trained / "d"
+    other = TrainConfig(**{**vars(LONGER), "recompute": "block"})
+    train_pack(*args, LORA, other, "o", resume=True)
+    dropping = LoRAConfig(rank=2, num_layers=1, dropout=0.1)
+    train_pack(*args, dropping, TRAIN, "p")
+    with pytest.raises(PackError, match="recompute was 'auto' and is 'block' now"):
+        train_pack(*args, dropping, other, "p", resume=True)
+
+
+def test_what_an_older_run_does_not_mention_was_as_by_default(here, resumed):
+    file = here / "o-run" / "config.json"
+    found = json.loads(file.read_text())
+    del found["recipe"]["z_loss"], found["recipe"]["cache_frozen"]
+    file.write_text(json.dumps(found))
+    assert resumed().report["batches"] == 3
+
+
+def test_resume_names_the_file_whose_recipe_is_damaged(here):
+    file = here / "o-run" / "config.json"
+    file.write_text(file.read_text().replace('"rank": 2', '"rank": "x"'))
+    error = packs_train("--out", "o", "--resume")
+    assert isinstance(error, PackError) and "o-run/config.json: rank must be of type" in str(error)
+
+
+def test_resume_keeps_no_gradient_norm_off(trained, tmp_path):
+    train = TrainConfig(**{**vars(TRAIN), "iters": 1, "max_grad_norm": None})
+    train_pack("tiny", trained / "d", LORA, train, tmp_path / "p")
+    assert packs_train("--out", tmp_path / "p", "--resume", "-q", "--iters", "2") is None
+
+
+def test_resume_drops_what_was_logged_beyond_the_checkpoint(here, resumed):
+    metrics = here / "o-run" / "metrics.jsonl"
+    with metrics.open("a") as f:
+        f.write('{"batch": 3, "loss": 9.0}\n{"batch": 4, "lo')
+    run = resumed()
+    lines = [json.loads(line) for line in metrics.read_text().splitlines()]
+    assert [line["batch"] for line in lines] == [1, 2, 3] and lines[-1]["loss"] != 9.0
+    assert run.curve == lines
+
+
+def test_kept_metrics_of_a_run_that_logged_nothing(tmp_path):
+    assert kept_metrics(tmp_path, 5) == []
+
+
+def test_start_from_adapters_is_in_the_manifest_and_can_be_resumed(trained, tmp_path):
+    start = trained / "o" / "adapters.safetensors"
+    given = {"resume_adapter_file": str(start)}
+    run = train_pack("tiny", trained / "d", LORA, TRAIN, tmp_path / "p", **given)
+    recorded = {"name": "adapters.safetensors", "sha256": sha256(start)}
+    assert run.pack.manifest["recipe"]["resume_adapter_file"] == recorded
+    with pytest.raises(PackError, match="goes on from its checkpoint"):
+        train_pack("tiny", trained / "d", LORA, TRAIN, tmp_path / "p", resume=True, **given)
+    error = packs_train("--out", tmp_path / "p", "--resume", "--resume-adapter-file", start)
+    assert "goes on from its checkpoint" in str(error)
+    assert packs_train("--out", tmp_path / "p", "--resume", "--iters", "3", "-q") is None
+    manifest = json.loads((tmp_path / "p" / "pack.json").read_text())
+    assert manifest["recipe"]["resume_adapter_file"] == recorded
+
+
+def test_runs_at_once_take_different_names_and_leave_nothing_that_is_empty(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    args = None, DataConfig(), False, False
+    with output_folders(*args) as first, output_folders(*args) as second:
+        assert [folder.name for folder, _ in (first, second)] == ["tiny", "tiny-2"]
+        assert first[1].is_dir() and second[1].is_dir()
+    with pytest.raises(KeyboardInterrupt), output_folders("a/b/c", *args[1:]):
+        raise KeyboardInterrupt
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("flags", ["--resume", "--overwrite"])
+def test_a_run_that_another_process_is_at_is_refused(here, trained, flags, run):
+    kept = sorted((here / "o-run").iterdir())
+    with only_writer(Path("o-run")):
+        code, _, err = run("train", "-q", "--out", "o", "--iters", "4", flags)
+    assert code == 2 and len(err.splitlines()) == 1
+    assert "o-run: another process is writing it" in err
+    assert sorted((here / "o-run").iterdir()) == kept

@@ -1,0 +1,99 @@
+"""Steps and scores by two lanes are those by one, to float error, and repeat to the bit."""
+
+import numpy as np
+import pytest
+
+from mlx_packs import runtime
+from mlx_packs.adapters.lora import attach
+from mlx_packs.config.schema import LoRAConfig, TrainConfig
+from mlx_packs.data.batches import make_batch, make_packed_batch
+from mlx_packs.data.encoding import Example
+from mlx_packs.evaluation.evaluate import Scorer
+from mlx_packs.objectives.causal_lm import as_arrays, split_head
+from mlx_packs.ops import lanes, matmul
+from mlx_packs.optim import make_optimizer
+from mlx_packs.runtime import mx
+from mlx_packs.training.step import Stepper
+from tests.helpers.models import base_of
+
+pytestmark = pytest.mark.skipif(runtime.COMPILES, reason="steps are compiled here")
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+MODELS = {"qwen3": {}, "qwen2": {}, "llama": {"rope_scaling": LLAMA3_ROPE}}
+
+
+def rows(lengths) -> list[Example]:
+    random = np.random.default_rng(5)
+    return [
+        Example(random.integers(0, 128, n).astype(np.int32), np.arange(n) > n // 2, "x")
+        for n in lengths
+    ]
+
+
+def batches() -> list:
+    """Of several shapes: an odd number of rows, a row alone, missing last rows, packed rows."""
+    some = rows((30, 41, 64, 12, 90, 17, 5, 33, 70))
+    found = [make_batch(some, range(start, start + 3), 3, 128) for start in (0, 3, 6)]
+    found += [make_batch(some, [4], 1, 128), make_batch(some, [0, 1], 8, 128)]
+    packed = [np.array([0, 1]), np.array([2, 3]), np.array([4, 5])]
+    return [*found, make_packed_batch(some, packed, 3, 127), *found]
+
+
+def model_with_adapters(family: str, path: str, recompute: str):
+    base = base_of(family, **MODELS[family])
+    attached = attach(base, LoRAConfig(rank=4), matmul_path=path)
+    for slot in attached.slots.values():
+        slot.lora.lora_b[:] = [0.1 * mx.ones(b.shape) for b in slot.lora.lora_b]
+    attached.recompute(recompute)
+    base.model.train()
+    return attached
+
+
+@pytest.fixture(autouse=True)
+def much_work(monkeypatch):
+    monkeypatch.setattr(matmul, "_LEAST_WORK", 1)
+    monkeypatch.setattr(matmul, "_MULTIPLE", 16)
+
+
+def trained(family: str, path: str, recompute: str, number: int, accumulate: int, monkeypatch):
+    """Losses, gradient norms and adapters by so many lanes."""
+    monkeypatch.setattr(lanes, "_core_is_idle", lambda: number == 2)
+    attached = model_with_adapters(family, path, recompute)
+    optimizer = make_optimizer(TrainConfig(optimizer="sgd", learning_rate=0.05))
+    optimizer.init(attached.model.trainable_parameters())
+    stepper = Stepper(attached.model, split_head(attached.model), optimizer, 1.0)
+    found = [
+        stepper(as_arrays(batch), batch.count, i % accumulate == 0, accumulate == 1)
+        for i, batch in enumerate(batches(), 1)
+    ]
+    return found, attached.tensors()
+
+
+@pytest.mark.parametrize("family", MODELS)
+@pytest.mark.parametrize("path", ["dense", "transient"])
+@pytest.mark.parametrize(("recompute", "accumulate"), [("none", 1), ("selective", 2), ("block", 1)])
+def test_steps_by_two_lanes_are_those_by_one(family, path, recompute, accumulate, monkeypatch):
+    run = family, path, recompute
+    expected, adapters = trained(*run, 1, accumulate, monkeypatch)
+    found, by_two = trained(*run, 2, accumulate, monkeypatch)
+    assert np.allclose(expected, found, rtol=2e-5)
+    for name, tensor in adapters.items():
+        assert mx.abs(by_two[name] - tensor).max().item() < 2e-6, name
+    _, again = trained(*run, 2, accumulate, monkeypatch)
+    assert all(mx.array_equal(by_two[name], again[name]).item() for name in again)
+
+
+def test_rows_are_scored_by_two_lanes_as_by_one(monkeypatch):
+    attached = model_with_adapters("qwen3", "dense", "none")
+    scorer = Scorer(attached.model, split_head(attached.model))
+    scores = []
+    for idle in (True, False):
+        monkeypatch.setattr(lanes, "_core_is_idle", lambda idle=idle: idle)
+        scores.append(scorer.rows(batches()[:6]))
+    assert np.allclose(scores[0].nll, scores[1].nll, rtol=1e-5)
+    assert (scores[0].hits == scores[1].hits).all()

@@ -1,0 +1,77 @@
+"""Whole training runs through the text of the kernels, emulated, against the reference."""
+
+import pytest
+
+from mlx_packs import LoRAConfig, TrainConfig, train_pack
+from mlx_packs.bases.loading import load_base
+from mlx_packs.ops import _backend
+from mlx_packs.runtime import mx
+from tests.helpers.emulation import emulation
+from tests.helpers.rows import chat, write_rows
+from tests.ops.test_backend import broken
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory):
+    turns = [chat(f"Say {n}.", f"{n} it is, {n}!") for n in ("one", "two", "three", "four")]
+    return write_rows(tmp_path_factory.mktemp("rows"), train=turns, valid=turns[:2])
+
+
+def losses(rows, out, iters=20, dtype=mx.float32, learning_rate=1e-3) -> tuple[list[float], dict]:
+    """The loss of each step of a run on the tiny base, and the run's report."""
+    base = load_base("tiny")
+    base.model.set_dtype(dtype)
+    train = TrainConfig(
+        iters=iters,
+        batch_size=1,
+        max_seq_length=32,
+        learning_rate=learning_rate,
+        matmul_path="quantized",
+        steps_per_report=1,
+        val_batches=0,
+        save_every=1000,
+    )
+    lora = LoRAConfig(rank=4, rank_pattern={"v_proj": 3}, num_layers=1)
+    run = train_pack(base, rows, lora, train, out)
+    return [line["loss"] for line in run.curve if "loss" in line], run.report
+
+
+@pytest.mark.parametrize("language", ["metal", pytest.param("cuda", marks=pytest.mark.slow)])
+def test_twenty_steps_of_the_tiny_base_have_the_losses_of_the_reference(language, rows, tmp_path):
+    expected, report = losses(rows, tmp_path / "reference")
+    assert len(expected) == 20 and expected[-1] < 0.8 * expected[0]
+    assert report["ops"]["backend"] == "reference" and not report["ops"]["kernels"]
+    with emulation(language, orders=("forward",)) as built, _backend.backend(language):
+        found, report = losses(rows, tmp_path / "kernels")
+    assert found == pytest.approx(expected, rel=1e-5)
+    assert {k.definition.name.removeprefix("mlx_packs_grouped_lora_") for k in built} >= {
+        "down",
+        "a_gradient",
+        "x_gradient",
+        "up_4at0_4at1_3at2",
+        "backward_out_4at0_4at1_3at2",
+    }
+    assert report["ops"]["backend"] == language and report["ops"]["kernels"]
+    assert not report["ops"]["fallbacks"]
+
+
+@pytest.mark.slow
+def test_twenty_steps_in_bfloat16_have_the_losses_of_the_reference(rows, tmp_path):
+    how = {"dtype": mx.bfloat16, "learning_rate": 1e-4}  # larger ones make paths part by chance
+    expected, _ = losses(rows, tmp_path / "reference", **how)
+    with emulation("metal", orders=("forward",)), _backend.backend("metal"):
+        found, _ = losses(rows, tmp_path / "kernels", **how)
+    assert found == pytest.approx(expected, rel=0.01)
+
+
+@pytest.mark.parametrize("kind", ["compile", "exception", "wrong"])
+def test_a_run_on_a_machine_where_a_kernel_fails_equals_the_reference(
+    kind, rows, tmp_path, monkeypatch, caplog
+):
+    expected, _ = losses(rows, tmp_path / "reference", iters=3)
+    with emulation("metal") as _, _backend.backend("metal"):
+        monkeypatch.setitem(_backend.MAKERS, "metal", broken(kind, _backend.MAKERS["metal"]))
+        found, report = losses(rows, tmp_path / "kernels", iters=3)
+    assert found == expected
+    assert set(report["ops"]["fallbacks"]) == {"grouped_lora"} and not report["ops"]["kernels"]
+    assert len(caplog.records) == 1
