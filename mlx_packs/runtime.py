@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import mlx.core as mx
+import numpy as np
 
 BLAS_VARIABLE = "MLX_PACKS_BLAS"
 _SYSTEM_BLAS = ("libopenblas.so.0", "libblis.so.4", "libmkl_rt.so.2")
@@ -203,6 +204,15 @@ if not COMPILES:
     # On a CPU mx.compile calls g++ for every fused kernel: half a minute before the first step,
     # for 3 % less time a step (benchmarks/LOG.md). Steps run uncompiled there.
     mx.disable_compile()
+
+
+def is_traced(array: mx.array) -> bool:
+    """Return whether ``array`` has no value because `mx.compile` is tracing the function it is in."""
+    try:
+        np.array(array, copy=None)
+    except ValueError:
+        return True
+    return False
 
 
 _assumed: str | None = None

@@ -22,8 +22,7 @@ from ..nn.quantized import apply_matmul_path, replace_modules
 from ..objectives.causal_lm import Arrays, Head, as_arrays, split_head, target_loss
 from ..packs.hot_swap import hold_bare
 from ..packs.pack import Pack
-from ..runtime import mx
-from ..training.step import is_traced
+from ..runtime import is_traced, mx
 
 if TYPE_CHECKING:
     from .embeddings import EmbeddingReport

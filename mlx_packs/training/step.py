@@ -8,11 +8,10 @@ from collections.abc import Callable
 
 import mlx.nn as nn
 import mlx.optimizers as optimizers
-import numpy as np
 from mlx.utils import tree_flatten, tree_map
 
 from ..objectives.causal_lm import Arrays, Head, loss_sum
-from ..runtime import mx
+from ..runtime import is_traced, mx
 
 
 class Stepper:
@@ -111,12 +110,3 @@ class Stepper:
     def pending(self) -> bool:
         """Whether gradients wait for the rest of their update."""
         return self._pending is not None
-
-
-def is_traced(array: mx.array) -> bool:
-    """Whether a function is being compiled: what it reads has no value then."""
-    try:
-        np.array(array, copy=None)
-    except ValueError:
-        return True
-    return False
