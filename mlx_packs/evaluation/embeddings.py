@@ -33,14 +33,12 @@ class EmbeddingScore:
     nll: float
     metrics: Metrics
 
-    @property
-    def logged(self) -> dict[str, float]:
-        """What a run's metrics say of validation rows."""
+    def log_entry(self) -> dict[str, float]:
+        """Entries of the line in a run's metrics for validation examples."""
         return {"valid_loss": self.nll, **{f"valid_{k}": v for k, v in self.metrics.items()}}
 
-    @property
-    def shown(self) -> str:
-        """The same for people."""
+    def summary(self) -> str:
+        """The same in one line for people."""
         return f"loss {self.nll:.3f}, {shown_metrics(self.metrics)}"
 
 

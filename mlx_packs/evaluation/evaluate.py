@@ -44,14 +44,12 @@ class Score:
     rows: int
     targets: int
 
-    @property
-    def logged(self) -> dict[str, float]:
-        """What a run's metrics say of validation rows."""
+    def log_entry(self) -> dict[str, float]:
+        """Entries of the line in a run's metrics for validation examples."""
         return {"valid_loss": self.nll, "valid_ppl": self.ppl}
 
-    @property
-    def shown(self) -> str:
-        """The same for people."""
+    def summary(self) -> str:
+        """The same in one line for people."""
         return f"loss {self.nll:.3f}, PPL {self.ppl:.2f}"
 
 

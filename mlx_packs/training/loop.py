@@ -170,9 +170,9 @@ class Loop:
         start = time.perf_counter()
         found = self.validate()
         self.attached.model.train()
-        line = {"batch": self.cursor.batches, **found.logged}
+        line = {"batch": self.cursor.batches, **found.log_entry()}
         self.log(line)
-        self.display.line("valid", f"batch {line['batch']}: {found.shown}")
+        self.display.line("valid", f"batch {line['batch']}: {found.summary()}")
         if self.callback is not None:
             took = time.perf_counter() - start
             self.callback.on_val_loss_report(

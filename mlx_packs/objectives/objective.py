@@ -1,0 +1,81 @@
+"""What a run optimizes: the seam between a task and the loop over its batches.
+
+The loop knows an objective by this protocol alone. It draws batches (through `prefetch`, in a
+thread of their own), turns each into arrays, takes steps on `loss`, and scores the model with
+`score`. What a batch holds is between the task's data set and its objective.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
+
+from ..runtime import mx
+
+Arrays = tuple[mx.array, ...]
+Loss = Callable[..., tuple[mx.array, mx.array]]
+
+
+class Batch(Protocol):
+    """The part of a batch that the loop itself reads."""
+
+    @property
+    def count(self) -> int:
+        """Number of targets, in the objective's unit."""
+        ...
+
+
+class Score(Protocol):
+    """What scoring some batches gave."""
+
+    @property
+    def nll(self) -> float:
+        """Mean loss per target; the loop stops where it is not finite."""
+        ...
+
+    def log_entry(self) -> dict[str, float]:
+        """Entries of the line in metrics.jsonl (``valid_loss`` and others)."""
+        ...
+
+    def summary(self) -> str:
+        """The same in one line for people."""
+        ...
+
+
+class Objective(Protocol):
+    """What is computed on a batch.
+
+    Inherit from it to get the defaults of `prefetch` and `close`. The model, and whatever else the
+    computation needs, is bound when the objective is made.
+
+    Attributes:
+        unit: what targets are, as a plural: ``tokens``, ``pairs``. Names of logged values carry it.
+    """
+
+    unit: str
+
+    def arrays(self, batch: Any) -> Arrays:
+        """The arrays that `loss` takes of a batch; their shapes decide what is compiled."""
+        ...
+
+    def loss(self, *arrays: mx.array) -> tuple[mx.array, mx.array]:
+        """Sum of the loss over a batch's targets, and what the sum is divided by.
+
+        Both are scalars. Sums and counts of the batches of one update are added before the
+        division, so that N small batches equal one large one.
+        """
+        ...
+
+    def score(self, batches: Sequence[Any], advance: Callable[[], None] | None = None) -> Score:
+        """Score the model on batches, in evaluation mode and without gradients.
+
+        Args:
+            batches: Batches as the task's data set makes them.
+            advance: Called after each batch.
+        """
+        ...
+
+    def prefetch(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """The same batches, with what can be computed on the CPU before their step."""
+        return batches
+
+    def close(self) -> None:
+        """Release files and memory that outlive a batch."""
