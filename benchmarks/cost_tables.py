@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from mlx_packs.cli.doctor import OPS
+from mlx_packs.ops.diagnostics import OPS
 from mlx_packs.ops._cost import CHIPS, Launch, seconds
 
 KERNELS = Path(__file__).parent.parent / "kernels"

@@ -169,7 +169,7 @@ def check_kernel_sources(installed: Path, empty: Path) -> None:
     """An installed copy, started in an empty folder, loads the text of every kernel."""
     empty.mkdir(exist_ok=True)
     code = (
-        "import json, mlx_packs; from mlx_packs.ops._backend import source; from mlx_packs.cli.doctor "
+        "import json, mlx_packs; from mlx_packs.ops._backend import source; from mlx_packs.ops.diagnostics "
         "import OPS; print(json.dumps([mlx_packs.__file__, {op.OP + '.' + suffix: source(op.OP, "
         "suffix) for op in OPS for suffix in ('metal', 'cu')}]))"
     )

@@ -916,7 +916,7 @@ def doctor(file, verbose, as_json):
     """
     from ..display import Display
     from ..files import to_json, write_whole
-    from .doctor import examine_all, kernel_instances
+    from ..ops.diagnostics import examine_all, kernel_instances
 
     if file is not None and not file.parent.is_dir():
         raise PackError(f"--report {file}: there is no folder {file.parent}.")

@@ -13,7 +13,7 @@ from mlx_packs import LoRAConfig, Pack, TrainConfig, load_base, train_pack
 from mlx_packs.bases.loading import tiny_checkpoint
 from mlx_packs.cli.main import _doctor_lines, packs
 from mlx_packs.nn.quantized import replace_modules
-from mlx_packs.ops import _backend
+from mlx_packs.ops import _backend, diagnostics
 from mlx_packs.ops.lanes import lanes
 from mlx_packs.runtime import mx
 from tests.helpers.emulation import emulation
@@ -112,14 +112,12 @@ def test_doctor_names_the_machine_and_every_kernel_and_writes_a_report(tmp_path)
 
 
 def test_doctor_shows_a_failing_kernel_and_exits_with_1(monkeypatch):
-    from mlx_packs.cli.main import doctor
-
-    instances = [i for i in doctor.kernel_instances() if "float32 rank 8 4096" in i.name]
-    monkeypatch.setattr(doctor, "kernel_instances", lambda: instances)
-    monkeypatch.setattr(doctor, "matmul_gflops", lambda: 1.0)
+    instances = [i for i in diagnostics.kernel_instances() if "float32 rank 8 4096" in i.name]
+    monkeypatch.setattr(diagnostics, "kernel_instances", lambda: instances)
+    monkeypatch.setattr(diagnostics, "matmul_gflops", lambda: 1.0)
     with emulation("metal", orders=("forward",)):
         small = [replace(i, workload=lambda b, i=i: i.checks(b)[0]) for i in instances]
-        monkeypatch.setattr(doctor, "kernel_instances", lambda: small)
+        monkeypatch.setattr(diagnostics, "kernel_instances", lambda: small)
         good = invoke("doctor")
         assert good.exit_code == 0 and "kernels metal" in good.stdout
         assert good.stdout.count(" ok\n") == len(small) and "GFLOP/s" in good.stdout

@@ -11,10 +11,10 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from .. import runtime
-from ..ops import _backend, grouped_lora, multi_lora, nf4
-from ..ops._check import Check, Instance, examine
-from ..ops.lanes import lanes
 from ..runtime import mx
+from . import _backend, grouped_lora, multi_lora, nf4
+from ._check import Check, Instance, examine
+from .lanes import lanes
 
 OPS = (grouped_lora, multi_lora, nf4)
 _REPEATS = 5
