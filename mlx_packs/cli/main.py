@@ -993,6 +993,9 @@ def run_command(command: click.Command) -> None:
     except click.exceptions.NoArgsIsHelpError as error:
         click.echo(error.format_message())
         sys.exit(2)
+    except click.NoSuchOption as error:
+        options.no_such_option(error).show()
+        sys.exit(PackError.exit_code)
     except click.ClickException as error:
         _fail(" ".join(error.format_message().split()))
     except (click.Abort, KeyboardInterrupt):

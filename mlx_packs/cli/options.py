@@ -6,6 +6,9 @@ from collections.abc import Sequence
 
 import click
 
+from ..config.recipe import RENAMED_KEYS
+from ..errors import PackError
+
 
 def of_field(f: dataclasses.Field, default: str | None):
     """An option from a field of a config; `config.build` types its value.
@@ -83,3 +86,12 @@ backend = click.option(
     callback=_use_backend,
     help="Compute every op by plain MLX (reference), or by kernels. [as the device has it]",
 )
+
+
+def no_such_option(error: click.NoSuchOption) -> PackError:
+    """The error for an option that a command lacks; it names the nearest one, or the new name."""
+    name = error.option_name
+    renamed = RENAMED_KEYS.get(name.lstrip("-").replace("-", "_"), "").replace("_", "-")
+    near = [f"--{renamed}"] if renamed else error.possibilities
+    hint = f" Use {' or '.join(near)}." if near else ""
+    return PackError(f"{name}: no such option.{hint}", "unknown")

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ..errors import PackError, did_you_mean
+from .recipe import unknown_key_hint
 
 OPTIMIZERS = ("adamw", "adamw_8bit", "adam", "adafactor", "sgd", "muon", "lion")
 MATMUL_PATHS = ("auto", "quantized", "transient", "dense")
@@ -706,7 +707,9 @@ def resolve(values: Mapping, where: str = FLAGS, under: Sequence[Mapping] = ()) 
     }
     for key, value in flat.items():
         if key not in owners:
-            raise PackError(f"{where}: unknown key '{key}'. {did_you_mean(key, list(owners))}")
+            raise PackError(
+                f"{where}: unknown key '{key}'. {unknown_key_hint(key, list(owners))}", "unknown", key
+            )
         parts[owners[key]][key] = value
     return Recipe(
         lora=build(LoRAConfig, parts["lora"], where),

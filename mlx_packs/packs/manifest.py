@@ -8,6 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ..config.recipe import current_keys
 from ..config.schema import ENCODERS
 from ..errors import PackError
 
@@ -161,6 +162,11 @@ def read_manifest(file: Path) -> dict:
         _hold("format_version", version, "an integer above 0")
         if version <= FORMAT_VERSION:
             check_manifest(manifest)
+            manifest |= {
+                part: current_keys(manifest[part])
+                for part in ("recipe", "measured")
+                if manifest.get(part)
+            }
     except (ValueError, RecursionError) as error:
         raise PackError(f"{file}: is not a manifest ({error}).") from None
     if version > FORMAT_VERSION:

@@ -15,6 +15,7 @@ import mlx.optimizers as optimizers
 from mlx.utils import tree_flatten, tree_unflatten
 
 from ..adapters.lora import Attached
+from ..config.recipe import current_keys
 from ..errors import PackError
 from ..files import save_tensors, to_json, whole_folder, write_whole
 from ..runtime import mx
@@ -133,7 +134,7 @@ def read_identity(run: Path) -> dict:
         raise PackError(
             f"{file}: is not that of a run (it needs format '{RUN_FORMAT}', recipe, base, data)."
         )
-    return found
+    return found | {"recipe": current_keys(found["recipe"])}
 
 
 def is_run(folder: Path) -> bool:

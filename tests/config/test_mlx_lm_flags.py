@@ -308,7 +308,7 @@ def test_command_loss_on_overrides_mask_prompt_of_a_file(tmp_path, monkeypatch):
 
 def packs_train(*args: str):
     """`packs train ARGS`."""
-    return CliRunner().invoke(command, list(args))
+    return CliRunner().invoke(command, list(args), standalone_mode=False)
 
 
 @pytest.fixture

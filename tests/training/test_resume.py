@@ -59,7 +59,7 @@ def resumed(trained, here):
 
 def packs_train(*args):
     """`packs train ARGS`; what it raised, or None."""
-    return CliRunner().invoke(command, [str(a) for a in args]).exception
+    return CliRunner().invoke(command, [str(a) for a in args], standalone_mode=False).exception
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,79 @@
+"""Recipes that older versions wrote are read by the names of today."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from mlx_packs import LoRAConfig, TrainConfig, train_pack
+from mlx_packs.config.schema import read_yaml, resolve
+from mlx_packs.packs.pack import Pack
+from mlx_packs.training.checkpoint import read_identity
+from tests.helpers.errors import check, raises
+from tests.helpers.rows import chat, write_rows
+
+ROWS = [chat("Say hi.", "Hi there, friend."), chat("Say yes.", "Yes, I will.")] * 2
+LORA = LoRAConfig(rank=2, num_layers=1)
+TRAIN = TrainConfig(iters=2, batch_size=2, max_seq_length=64, matmul_path="dense", save_every=1)
+OLD_KEYS = {
+    "matmul_path": "base_path",
+    "matmul_path_ms": "base_path_ms",
+    "cache_frozen": "cache_prefix",
+}
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory) -> Path:
+    """A run of two batches, as today's version writes it."""
+    folder = tmp_path_factory.mktemp("trained")
+    write_rows(folder / "d", train=ROWS, valid=ROWS[:2])
+    train_pack("tiny", folder / "d", LORA, TRAIN, folder / "o")
+    return folder
+
+
+@pytest.fixture
+def older(trained, tmp_path, monkeypatch) -> Path:
+    """That run and its pack, with the keys that an older version wrote."""
+    for name in ("o", "o-run"):
+        shutil.copytree(trained / name, tmp_path / name)
+    for file, parts in (("o/pack.json", ["recipe", "measured"]), ("o-run/config.json", ["recipe"])):
+        values = json.loads((tmp_path / file).read_text())
+        for part in parts:
+            values[part] = {OLD_KEYS.get(key, key): v for key, v in values[part].items()}
+            assert "base_path" in values[part]
+        (tmp_path / file).write_text(json.dumps(values))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_manifest_of_an_older_pack_has_the_names_of_today(trained, older):
+    today, before = Pack.open(trained / "o"), Pack.open(older / "o")
+    assert before.part("recipe") == today.part("recipe")
+    assert before.part("measured") == today.part("measured")
+    assert before.part("measured")["matmul_path"] == "dense"
+
+
+def test_identity_of_an_older_run_has_the_names_of_today(trained, older):
+    assert read_identity(older / "o-run") == read_identity(trained / "o-run")
+
+
+def test_older_run_goes_on_with_its_own_settings(run, trained, older):
+    code, _, _ = run("train", "--resume", "--out", "o", "--data", trained / "d", "--iters", 3)
+    assert code == 0
+    recipe = Pack.open("o").part("recipe")
+    assert (recipe["matmul_path"], recipe["iters"]) == ("dense", 3)
+    assert not {"base_path", "cache_prefix"} & set(recipe)
+
+
+@pytest.mark.parametrize("name", ["matmul_path", "cache_frozen"])
+def test_old_name_of_a_flag_or_key_is_unknown_and_the_new_one_named(run, tmp_path, name):
+    old = OLD_KEYS[name]
+    flag, new = (f"--{key.replace('_', '-')}" for key in (old, name))
+    run("train", flag, "auto")
+    check(run.error, "unknown", old, new)
+    (tmp_path / "c.yaml").write_text(f"{old}: auto\n")
+    with raises("unknown", old, name):
+        resolve(read_yaml(tmp_path / "c.yaml"), "c.yaml")
+    with raises("unknown", None, name):
+        resolve({old: "auto"})
