@@ -25,9 +25,9 @@ from ..errors import PackError
 from ..gates import failures, shown
 from ..memory.encoder import BATCH_SIZE
 from ..packs.manifest import moved_metrics, phase_lines, shown_result
-from ..training.checkpoint import CONFIG, check_resumable, run_folder
 from ..training.phases import check_said, legs_of
 from ..training.run import tiny_recipe, train_pack
+from ..training.run_folder import CONFIG, check_resumable, run_folder
 from ..training.setup import encoding_options
 from . import options
 

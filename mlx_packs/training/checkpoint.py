@@ -1,13 +1,11 @@
-"""The run folder: step-NNNNNN checkpoints, the pointer `latest`, metrics.jsonl, config.json.
+"""Checkpoints: all that the next step depends on, written atomically.
 
-A checkpoint is whole or absent. It holds all that the next step depends on: adapters, optimizer,
-random state, and how many batches were taken (the order of the data is a function of the seed).
+A checkpoint holds the adapters, the optimizer's state, the random state, and how many batches were
+taken (the order of the data is a function of the seed).
 """
 
 import json
 import math
-import re
-import shutil
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 
@@ -15,23 +13,21 @@ import mlx.optimizers as optimizers
 from mlx.utils import tree_flatten, tree_unflatten
 
 from ..adapters.lora import Attached
-from ..config.recipe import current_keys
 from ..errors import PackError
-from ..files import save_tensors, to_json, whole_folder, write_whole
+from ..files import save_tensors, to_json, whole_folder
 from ..runtime import mx
+from .run_folder import point_to, step_folder
 
 ADAPTERS = "adapters.safetensors"
 OPTIMIZER = "optimizer.safetensors"
 STATE = "state.json"
-CONFIG = "config.json"
-METRICS = "metrics.jsonl"
-RUN_FORMAT = "mlx_packs run 1"
-_STEP = re.compile(r"step-\d{6,}")
+_FLOATS = ("train_s", "grad_norm", "loss_sum", "seconds")
+_ADDED_LATER = ("grad_norm", "window")  # absent from the checkpoints of early versions
 
 
 @dataclass
 class Window:
-    """What was learned since the last report."""
+    """Sums over the batches since the last report."""
 
     batches: int = 0
     targets: int = 0
@@ -39,22 +35,34 @@ class Window:
     seconds: float = 0.0
 
     def add(self, loss: float, targets: int, seconds: float) -> None:
+        """Count a batch with this mean loss."""
         self.batches += 1
         self.targets += targets
         self.loss_sum += loss * targets
         self.seconds += seconds
 
     @property
-    def tokens_per_s(self) -> float:
-        """Supervised tokens a second."""
+    def targets_per_s(self) -> float:
+        """Throughput in supervised tokens, or in pairs."""
         return self.targets / self.seconds
+
+    @property
+    def batches_per_s(self) -> float:
+        """Throughput in batches."""
+        return self.batches / self.seconds
 
 
 @dataclass
-class Cursor:
-    """How far a run is: batches taken, updates made, targets learned, seconds spent.
+class TrainingState:
+    """Progress of a run, without its tensors: a checkpoint stores it as ``state.json``.
 
-    grad_norm: of the last update.   window: what the next report tells of.
+    Attributes:
+        batches: number of batches taken.
+        updates: number of optimizer updates.
+        trained_tokens: number of targets in those batches (pairs with ``--task embedding``).
+        train_s: seconds spent in steps.
+        grad_norm: gradient norm of the last update.
+        window: sums for the next report.
     """
 
     batches: int = 0
@@ -65,7 +73,7 @@ class Cursor:
     window: Window = field(default_factory=Window)
 
     def count(self, loss: float, targets: int, norm: float | None, seconds: float) -> None:
-        """Another batch was taken; ``norm`` is that of its update, None if it made none."""
+        """Count a batch; ``norm`` is the gradient norm of its update, None without an update."""
         self.batches += 1
         if norm is not None:
             self.updates += 1
@@ -75,205 +83,139 @@ class Cursor:
         self.window.add(loss, targets, seconds)
 
 
-def step_folder(run: Path, batches: int) -> Path:
-    """The folder of the checkpoint after so many batches."""
-    return run / f"step-{batches:06d}"
-
-
 def save_checkpoint(
-    run: Path, attached: Attached, optimizer: optimizers.Optimizer, cursor: Cursor
+    run: Path, trainable: Attached, optimizer: optimizers.Optimizer, state: TrainingState
 ) -> Path:
-    """Write a checkpoint and point `latest` at it."""
-    folder = step_folder(run, cursor.batches)
+    """Write a checkpoint into a run folder, let `latest` name it, and return its folder."""
+    folder = step_folder(run, state.batches)
     with whole_folder(folder, replace=True) as partial:
-        save_tensors(partial / ADAPTERS, attached.tensors())
-        state = dict(tree_flatten(optimizer.state))
-        state["random"] = mx.random.state[0]
-        save_tensors(partial / OPTIMIZER, state)
-        (partial / STATE).write_text(to_json(asdict(cursor)))
-    write_whole(run / "latest", folder.name + "\n")
+        save_tensors(partial / ADAPTERS, trainable.tensors())
+        arrays = dict(tree_flatten(optimizer.state))
+        arrays["random"] = mx.random.state[0]
+        save_tensors(partial / OPTIMIZER, arrays)
+        (partial / STATE).write_text(to_json(asdict(state)))
+    point_to(folder)
     return folder
 
 
-def run_folder(pack: Path) -> Path:
-    """The run folder that stands beside a pack."""
-    if pack.name in ("", ".."):
-        raise PackError(f"--out {pack}: must name a folder of its own.")
-    return pack.with_name(pack.name + "-run")
+def load_checkpoint(
+    folder: Path, trainable: Attached, optimizer: optimizers.Optimizer
+) -> TrainingState:
+    """Restore trainable parameters, optimizer and random state from a checkpoint.
 
+    Args:
+        folder: the checkpoint.
+        trainable: what the run trains.
+        optimizer: initialized for its parameters.
 
-def checkpoints(run: Path) -> list[Path]:
-    """The checkpoints of a run folder; nothing else that may stand in it."""
-    found = run.iterdir() if run.is_dir() else []
-    return sorted(f for f in found if _STEP.fullmatch(f.name) and f.is_dir() and not f.is_symlink())
+    Returns:
+        The progress of the run.
 
-
-def clear_run(run: Path) -> None:
-    """Remove what an earlier run left in its folder: checkpoints, pointer, metrics."""
-    for folder in checkpoints(run):
-        shutil.rmtree(folder)
-    for name in ("latest", METRICS):
-        (run / name).unlink(missing_ok=True)
-
-
-def write_identity(run: Path, identity: dict) -> None:
-    """Write what a run is: its ``recipe``, and fingerprints of its ``base`` and ``data``."""
-    write_whole(run / CONFIG, to_json({"format": RUN_FORMAT, **identity}))
-
-
-def read_identity(run: Path) -> dict:
-    """What `write_identity` wrote. Raises: PackError if this is no run of ours."""
-    file = run / CONFIG
-    try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        raise PackError(f"{file}: cannot be read as JSON; this is no run folder.") from None
-    kinds = {"recipe": dict, "base": str, "data": dict}
-    marked = isinstance(found, dict) and found.get("format") == RUN_FORMAT
-    if not marked or not all(isinstance(found.get(k), kind) for k, kind in kinds.items()):
-        raise PackError(
-            f"{file}: is not that of a run (it needs format '{RUN_FORMAT}', recipe, base, data)."
-        )
-    return found | {"recipe": current_keys(found["recipe"])}
-
-
-def is_run(folder: Path) -> bool:
-    """Whether a folder is a run of ours, or empty."""
-    if not folder.is_dir():
-        return False
-    if not any(folder.iterdir()):
-        return True
-    try:
-        return bool(read_identity(folder))
-    except PackError:
-        return False
-
-
-def latest_checkpoint(run: Path) -> Path | None:
-    """The newest checkpoint of a run folder, or None."""
-    pointer = run / "latest"
-    if not pointer.is_file():
-        return None
-    name = pointer.read_text(encoding="utf-8", errors="replace").strip()
-    return run / name if _STEP.fullmatch(name) and (run / name).is_dir() else None
-
-
-def check_resumable(run: Path) -> dict:
-    """The identity of a run that has a checkpoint to continue from.
-
-    Raises: PackError if there is none, or if the run folder is damaged.
+    Raises:
+        PackError: if the checkpoint is damaged, or belongs to other parameters or another
+            optimizer.
     """
-    if latest_checkpoint(run) is None:
-        if not (kept := checkpoints(run)):
-            raise PackError(f"--resume: {run} has no checkpoint to continue from.")
-        raise PackError(
-            f"--resume: {run / 'latest'} must name a checkpoint of this folder; the newest is "
-            f"{kept[-1].name}."
-        )
-    return read_identity(run)
-
-
-def kept_metrics(run: Path, batches: int) -> list[dict]:
-    """The curve up to a batch; what was logged beyond it is removed from the file."""
-    file, kept = run / METRICS, []
-    if not file.is_file():
-        return kept
-    for text in file.read_text(encoding="utf-8", errors="replace").splitlines():
-        try:
-            line = json.loads(text)
-            if line["batch"] <= batches:
-                kept.append(line)
-        except (ValueError, KeyError, TypeError):
-            continue  # a line that a crash cut short
-    write_whole(file, "".join(json.dumps(line) + "\n" for line in kept))
-    return kept
-
-
-def load_checkpoint(folder: Path, attached: Attached, optimizer: optimizers.Optimizer) -> Cursor:
-    """Set adapters, optimizer and random state from a checkpoint; the optimizer is initialised.
-
-    Raises: PackError if it is damaged or does not belong to this run's adapters and optimizer.
-    """
-    cursor = read_cursor(folder)
+    state = read_training_state(folder)
     try:
         tensors = mx.load(str(folder / ADAPTERS))
-        state = mx.load(str(folder / OPTIMIZER))
+        arrays = mx.load(str(folder / OPTIMIZER))
     except (OSError, ValueError, TypeError, RuntimeError) as error:
-        raise PackError(f"{folder}: is not a whole checkpoint ({error}).") from None
-    key = _take_state(folder / OPTIMIZER, state, optimizer)
-    attached.load(tensors, str(folder / ADAPTERS))
+        raise _damaged(folder, error) from None
+    arrays = _with_current_names(arrays, optimizer)
+    _check_optimizer_state(folder / OPTIMIZER, arrays, optimizer)
+    key = arrays.pop("random")
+    trainable.load(tensors, str(folder / ADAPTERS))
     set_random_state(key)
-    optimizer.state = tree_unflatten(list(state.items()))
-    return cursor
+    optimizer.state = tree_unflatten(list(arrays.items()))
+    return state
 
 
 def set_random_state(key: mx.array) -> None:
-    """Let MLX's random numbers go on from a state."""
+    """Let MLX's random numbers continue from a state."""
     high, low = key.tolist()
     mx.random.seed((high << 32) | low)  # the state is a key, and seed(n) sets it to key(n)
 
 
-def read_cursor(folder: Path) -> Cursor:
-    """How far a checkpoint is. Raises: PackError if it is damaged."""
-    try:
-        return _cursor(json.loads((folder / STATE).read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError) as error:
-        raise PackError(f"{folder}: is not a whole checkpoint ({error}).") from None
+def read_training_state(folder: Path) -> TrainingState:
+    """The progress stored in a checkpoint.
 
-
-_REALS = ("train_s", "grad_norm", "loss_sum", "seconds")
-_NEWER = ("grad_norm", "window")  # which the first runs did not have
-
-
-def _cursor(found: object) -> Cursor:
-    """A cursor from JSON. Raises: ValueError or TypeError, in words, if it is none."""
-    found = _counts(found, Cursor, "")
-    found["window"] = Window(**_counts(found.get("window", asdict(Window())), Window, "window."))
-    if found["batches"] and not found["train_s"]:
-        raise ValueError(f"{STATE}: train_s must be positive after {found['batches']} batches")
-    return Cursor(**found)
-
-
-def _counts(found: object, cls: type, at: str) -> dict:
-    """The fields of a class from JSON, every number of them held."""
-    names = [f.name for f in fields(cls)]
-    given = set(found) if isinstance(found, dict) else set()
-    if not set(names) - set(_NEWER) <= given <= set(names):
-        raise ValueError(f"{STATE} must hold {', '.join(at + name for name in names)}")
-    for key, value in found.items():
-        kinds = (int, float) if key in _REALS else (int,)
-        number = isinstance(value, kinds) and not isinstance(value, bool)
-        if key != "window" and (not number or not math.isfinite(value) or value < 0):
-            raise ValueError(f"{STATE}: {at}{key} must be a number of 0 or more, but is {value!r}")
-    return dict(found)
-
-
-def _take_state(file: Path, state: dict, optimizer: optimizers.Optimizer) -> mx.array:
-    """Hold an optimizer's state against a fresh one's; takes the random key out and returns it.
-
-    Names become those of the fresh one, whose blocks may be recomputed where those of the file were
-    not, or the other way round.
-    Raises: PackError listing what is missing, unknown or misshaped.
+    Raises:
+        PackError: if the checkpoint is damaged.
     """
-    wanted = {name: tuple(a.shape) for name, a in tree_flatten(optimizer.state)} | {"random": (2,)}
-    here = {_unwrapped(name): name for name in wanted}
-    renamed = {here.get(_unwrapped(name), name): a for name, a in state.items()}
-    state.clear()
-    state.update(renamed)
-    found = {name: tuple(a.shape) for name, a in state.items()}
-    faults = [
-        f"{name}: is {found.get(name, 'missing')}, must be {wanted.get(name, 'absent')}"
-        for name in sorted(set(wanted) | set(found))
-        if found.get(name) != wanted.get(name)
-    ]
-    if "random" in state and state["random"].dtype != mx.uint32:
-        faults.append(f"random: is {state['random'].dtype}, must be uint32")
-    if faults:
-        more = f" (and {len(faults) - 3} more)" if len(faults) > 3 else ""
-        raise PackError(f"{file}: does not fit the optimizer: {'; '.join(faults[:3])}{more}.")
-    return state.pop("random")
+    try:
+        return _training_state(json.loads((folder / STATE).read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError) as error:
+        raise _damaged(folder, error) from None
+
+
+def _damaged(folder: Path, error: Exception) -> PackError:
+    return PackError(f"{folder}: is not a complete checkpoint ({error}).", "unreadable")
+
+
+def _training_state(value: object) -> TrainingState:
+    """A state from JSON. Raises: ValueError or TypeError that says what is wrong."""
+    entries = _checked_fields(value, TrainingState, "")
+    window = entries.get("window", asdict(Window()))
+    entries["window"] = Window(**_checked_fields(window, Window, "window."))
+    if entries["batches"] and not entries["train_s"]:
+        raise ValueError(f"{STATE}: train_s must be positive after {entries['batches']} batches")
+    return TrainingState(**entries)
+
+
+def _checked_fields(value: object, cls: type, prefix: str) -> dict:
+    """The fields of a dataclass from JSON, after a check of every name and number."""
+    names = [f.name for f in fields(cls)]
+    present = set(value) if isinstance(value, dict) else set()
+    if not set(names) - set(_ADDED_LATER) <= present <= set(names):
+        raise ValueError(f"{STATE} must hold {', '.join(prefix + name for name in names)}")
+    for key, number in value.items():
+        if key == "window":
+            continue
+        kinds = (int, float) if key in _FLOATS else (int,)
+        is_number = isinstance(number, kinds) and not isinstance(number, bool)
+        if not is_number or not math.isfinite(number) or number < 0:
+            raise ValueError(
+                f"{STATE}: {prefix}{key} must be a number of 0 or more, but is {number!r}"
+            )
+    return dict(value)
+
+
+def _with_current_names(
+    arrays: dict[str, mx.array], optimizer: optimizers.Optimizer
+) -> dict[str, mx.array]:
+    """A stored optimizer state under the names of a fresh one.
+
+    They differ where blocks are checkpointed now and were not then, or the other way round.
+    """
+    current = {_unwrapped(name): name for name, _ in tree_flatten(optimizer.state)}
+    return {current.get(_unwrapped(name), name): array for name, array in arrays.items()}
 
 
 def _unwrapped(name: str) -> str:
-    """A name as if no block were recomputed (`nn.recompute.RecomputedBlock`)."""
+    """A parameter's name as if no block were wrapped (`nn.recompute.RecomputedBlock`)."""
     return name.replace(".block.", ".")
+
+
+def _check_optimizer_state(
+    file: Path, arrays: dict[str, mx.array], optimizer: optimizers.Optimizer
+) -> None:
+    """Compare a stored optimizer state with a fresh one.
+
+    Raises:
+        PackError: listing the arrays that are missing, unknown or of another shape.
+    """
+    expected = {name: tuple(a.shape) for name, a in tree_flatten(optimizer.state)}
+    expected["random"] = (2,)
+    shapes = {name: tuple(a.shape) for name, a in arrays.items()}
+    faults = [
+        f"{name}: is {shapes.get(name, 'missing')}, must be {expected.get(name, 'absent')}"
+        for name in sorted(set(expected) | set(shapes))
+        if shapes.get(name) != expected.get(name)
+    ]
+    if "random" in arrays and arrays["random"].dtype != mx.uint32:
+        faults.append(f"random: is {arrays['random'].dtype}, must be uint32")
+    if faults:
+        more = f" (and {len(faults) - 3} more)" if len(faults) > 3 else ""
+        raise PackError(
+            f"{file}: does not fit the optimizer: {'; '.join(faults[:3])}{more}.", "mismatch"
+        )

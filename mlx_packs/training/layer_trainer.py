@@ -35,13 +35,8 @@ from ..ops.linear_cross_entropy import cross_entropy
 from ..optim import make_optimizer
 from ..packs.manifest import spec_json
 from ..runtime import mx
-from .checkpoint import (
-    Cursor,
-    latest_checkpoint,
-    load_checkpoint,
-    save_checkpoint,
-    set_random_state,
-)
+from .checkpoint import TrainingState, load_checkpoint, save_checkpoint, set_random_state
+from .run_folder import latest_checkpoint
 from .step import Stepper
 
 IGNORED = -100  # a target that is none, as in other tools
@@ -140,7 +135,7 @@ class LayerTrainer:
         self._pending: object | None = None  # the key of the graph whose gradients wait
         self._waiting = 0
         self._warned: set[str] = set()
-        self._cursor = Cursor()
+        self._cursor = TrainingState()
 
     def register(
         self, name: str, linear: nn.Module, rank: int | None = None, alpha: float | None = None

@@ -18,8 +18,9 @@ from ..evaluation.evaluate import Score
 from ..files import append_line
 from ..objectives.causal_lm import Arrays
 from ..runtime import mx
-from .checkpoint import METRICS, Cursor, Window, latest_checkpoint, save_checkpoint
+from .checkpoint import TrainingState, Window, save_checkpoint
 from .phases import Leg
+from .run_folder import METRICS, latest_checkpoint
 from .step import Stepper
 
 
@@ -59,7 +60,7 @@ class Loop:
     leg: Leg
     last: bool
     run: Path
-    cursor: Cursor
+    cursor: TrainingState
     arrays: Callable[[Batch], Arrays]
     judge: Callable[[Batch], Score]
     validate: Callable[[], Score] | None
@@ -113,7 +114,7 @@ class Loop:
         arrow = "" if len(valid) < 2 else " ↓" if valid[1] < valid[0] else " ↑"
         held = f"  valid {valid[-1]:.3f}{arrow}" if valid else ""
         memory = mx.get_peak_memory() / 1e9
-        tokens_per_s = self.cursor.window.tokens_per_s
+        tokens_per_s = self.cursor.window.targets_per_s
         unit = "tok" if self.unit == "tokens" else self.unit
         return f"loss {loss:.3f}{held}  {tokens_per_s:,.0f} {unit}/s  {memory:.1f} GB"
 
@@ -148,7 +149,7 @@ class Loop:
             "loss": window.loss_sum / window.targets,
             "grad_norm": self.cursor.grad_norm,
             "learning_rate": float(self.stepper.optimizer.learning_rate),
-            f"{self.unit}_per_s": window.tokens_per_s,
+            f"{self.unit}_per_s": window.targets_per_s,
             f"trained_{self.unit}": self.cursor.trained_tokens,
             "peak_gb": mx.get_peak_memory() / 1e9,
         }

@@ -43,18 +43,16 @@ from ..ops import _backend
 from ..optim import carry_state, unused_learning_rate
 from ..packs.pack import Pack, round_adapters, versions_line
 from ..runtime import mx
-from .checkpoint import (
-    Cursor,
-    check_resumable,
-    clear_run,
-    kept_metrics,
-    latest_checkpoint,
-    load_checkpoint,
-    read_cursor,
-    write_identity,
-)
+from .checkpoint import TrainingState, load_checkpoint, read_training_state
 from .loop import Loop
 from .phases import Course, Leg, legs_of, pack_name, phase_reports
+from .run_folder import (
+    check_resumable,
+    clear_run,
+    latest_checkpoint,
+    read_metrics,
+    write_identity,
+)
 from .setup import (
     check_resume,
     choose_path,
@@ -401,7 +399,7 @@ def start_run_folder(run: Path, identity: dict, resume: bool) -> None:
 class _Learned:
     """What the walk left behind besides the adapters; ``scores``: after each leg but the last."""
 
-    cursor: Cursor
+    cursor: TrainingState
     curve: list[dict]
     scores: list[dict[str, Score]]
     measured: dict
@@ -424,11 +422,11 @@ def _learn(
     """Walk the legs from the start or from the last checkpoint; checkpoint the end of each."""
     model, goal = attached.model, course.legs[-1]
     mx.random.seed(goal.train.seed)
-    cursor, curve, optimizer = Cursor(), [], None
+    cursor, curve, optimizer = TrainingState(), [], None
     reached = latest_checkpoint(run) if resume else None
     if reached is not None:
-        cursor = read_cursor(reached)
-        curve = kept_metrics(run, cursor.batches)
+        cursor = read_training_state(reached)
+        curve = read_metrics(run, cursor.batches)
         display.line("resume", f"{run}: batch {cursor.batches} of {course.iters}")
 
     def judge(batch: Batch) -> Score:

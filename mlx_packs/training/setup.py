@@ -42,8 +42,8 @@ from ..nn.quantized import path_at_work
 from ..packs.manifest import mlx_lm_config
 from ..packs.pack import check_output
 from ..runtime import mx
-from .checkpoint import checkpoints, is_run, run_folder
 from .phases import Course, Leg
+from .run_folder import checkpoints, is_run, run_folder
 
 # What may differ when a run is resumed: none of it changes a step that was taken.
 _MAY_CHANGE = (

@@ -14,8 +14,9 @@ from mlx_packs.config.schema import DataConfig
 from mlx_packs.errors import PackError
 from mlx_packs.files import only_writer, sha256
 from mlx_packs.runtime import mx
-from mlx_packs.training.checkpoint import clear_run, is_run, kept_metrics, latest_checkpoint
+from mlx_packs.training.run_folder import clear_run, is_run, latest_checkpoint, read_metrics
 from mlx_packs.training.setup import output_folders
+from tests.helpers.errors import raises
 from tests.helpers.rows import chat, write_rows
 
 ROWS = [chat("Say hi.", "Hi there, friend."), chat("Say yes.", "Yes, I will.")] * 2
@@ -97,14 +98,14 @@ def test_checkpoints_are_kept_when_the_pointer_is_damaged(trained, here):
 def test_resume_refuses_a_pointer_that_names_no_checkpoint(here, resumed, text):
     (here / "o-run" / "latest").write_text(text)
     assert latest_checkpoint(here / "o-run") is None
-    with pytest.raises(PackError, match="latest must name a checkpoint .* step-000002"):
+    with raises("unreadable", "resume", "latest", "step-000002"):
         resumed()
 
 
 @pytest.mark.parametrize("config", ["{}", "[]", "{", '{"format": "mlx_packs run 1"}'])
 def test_resume_refuses_a_damaged_configuration(here, resumed, config):
     (here / "o-run" / "config.json").write_text(config)
-    with pytest.raises(PackError, match="o-run/config.json: (is not that of|cannot be read)"):
+    with raises("unreadable", None, "o-run/config.json"):
         resumed()
 
 
@@ -127,32 +128,29 @@ STATE = {"batches": 2, "updates": 2, "trained_tokens": 9, "train_s": 0.5}
     ],
     ids=str,
 )
-def test_resume_refuses_a_damaged_cursor(here, resumed, state):
+def test_resume_rejects_a_damaged_training_state(here, resumed, state):
     (here / "o-run" / "step-000002" / "state.json").write_text(json.dumps(state))
-    with pytest.raises(PackError, match="step-000002: is not a whole checkpoint .*state.json"):
+    with raises("unreadable", None, "step-000002", "state.json"):
         resumed()
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("change", "names"),
     [
-        (lambda s: s.pop("random"), r"random: is missing, must be \(2,\)"),
-        (lambda s: s.update(random=mx.zeros(2)), "random: is mlx.core.float32"),
-        (lambda s: s.pop("step"), "step: is missing"),
-        (lambda s: s.update(more=mx.zeros(2)), r"more: is \(2,\), must be absent"),
-        (
-            lambda s: s.update({max(s): mx.zeros(3)}),
-            r"is \(3,\), must be",
-        ),
+        (lambda s: s.pop("random"), ["random: ", "missing", "(2,)"]),
+        (lambda s: s.update(random=mx.zeros(2)), ["random: ", "mlx.core.float32"]),
+        (lambda s: s.pop("step"), ["step: ", "missing"]),
+        (lambda s: s.update(more=mx.zeros(2)), ["more: ", "(2,)", "absent"]),
+        (lambda s: s.update({max(s): mx.zeros(3)}), ["(3,)"]),
     ],
 )
-def test_resume_refuses_a_damaged_optimizer(here, resumed, change, message):
+def test_resume_rejects_a_damaged_optimizer(here, resumed, change, names):
     file = here / "o-run" / "step-000002" / "optimizer.safetensors"
     state = mx.load(str(file))
     mx.eval(state)
     change(state)
     mx.save_safetensors(str(file), state)
-    with pytest.raises(PackError, match="does not fit the optimizer: .*" + message):
+    with raises("mismatch", None, "optimizer.safetensors", *names):
         resumed()
 
 
@@ -219,8 +217,8 @@ def test_resume_drops_what_was_logged_beyond_the_checkpoint(here, resumed):
     assert run.curve == lines
 
 
-def test_kept_metrics_of_a_run_that_logged_nothing(tmp_path):
-    assert kept_metrics(tmp_path, 5) == []
+def test_read_metrics_of_a_run_that_logged_nothing(tmp_path):
+    assert read_metrics(tmp_path, 5) == []
 
 
 def test_start_from_adapters_is_in_the_manifest_and_can_be_resumed(trained, tmp_path):

@@ -45,10 +45,11 @@ from ...objectives.embedding import arrays_of, make_loss
 from ...ops import _backend
 from ...packs.pack import Pack, round_adapters, versions_line
 from ...runtime import mx
-from ..checkpoint import Cursor, kept_metrics, latest_checkpoint, load_checkpoint
+from ..checkpoint import TrainingState, load_checkpoint
 from ..loop import Loop
 from ..phases import Leg
 from ..run import TrainRun, reporters, start_run_folder
+from ..run_folder import latest_checkpoint, read_metrics
 from ..setup import check_resume, describe, load_adapters, public_recipe, show_plan, too_large
 from ..step import Stepper
 
@@ -302,7 +303,7 @@ def _score_base(attached: Attached | Unfrozen, judged: Pairs, batch_size: int) -
 class _Learned:
     """What the loop left behind besides the adapters."""
 
-    cursor: Cursor
+    cursor: TrainingState
     curve: list[dict]
     measured: dict
     batch_shapes: int
@@ -325,10 +326,10 @@ def _learn(
     mx.random.seed(train.seed)
     optimizer = leg.optimizer()
     optimizer.init(model.trainable_parameters())
-    cursor, curve = Cursor(), []
+    cursor, curve = TrainingState(), []
     if resume:
         cursor = load_checkpoint(latest_checkpoint(run), attached, optimizer)
-        curve = kept_metrics(run, cursor.batches)
+        curve = read_metrics(run, cursor.batches)
         display.line("resume", f"{run}: batch {cursor.batches} of {train.iters}")
     loss = make_loss(model, loss_name, train)
 

@@ -1,0 +1,130 @@
+"""The run folder: step-NNNNNN checkpoints, the pointer `latest`, metrics.jsonl, config.json."""
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+from ..config.recipe import current_keys
+from ..errors import PackError
+from ..files import to_json, write_whole
+
+CONFIG = "config.json"
+METRICS = "metrics.jsonl"
+RUN_FORMAT = "mlx_packs run 1"
+_STEP = re.compile(r"step-\d{6,}")
+
+
+def run_folder(pack: Path) -> Path:
+    """The run folder beside a pack."""
+    if pack.name in ("", ".."):
+        raise PackError(f"--out {pack}: must name a folder of its own.", "invalid")
+    return pack.with_name(pack.name + "-run")
+
+
+def step_folder(run: Path, batches: int) -> Path:
+    """The folder of the checkpoint after this many batches."""
+    return run / f"step-{batches:06d}"
+
+
+def point_to(checkpoint: Path) -> None:
+    """Let `latest` of a run folder name one of its checkpoints."""
+    write_whole(checkpoint.parent / "latest", checkpoint.name + "\n")
+
+
+def checkpoints(run: Path) -> list[Path]:
+    """The checkpoints of a run folder, oldest first."""
+    entries = run.iterdir() if run.is_dir() else []
+    return sorted(
+        f for f in entries if _STEP.fullmatch(f.name) and f.is_dir() and not f.is_symlink()
+    )
+
+
+def clear_run(run: Path) -> None:
+    """Remove the checkpoints, the pointer and the metrics of an earlier run."""
+    for folder in checkpoints(run):
+        shutil.rmtree(folder)
+    for name in ("latest", METRICS):
+        (run / name).unlink(missing_ok=True)
+
+
+def write_identity(run: Path, identity: dict) -> None:
+    """Write the ``recipe`` of a run, and the fingerprints of its ``base`` and ``data``."""
+    write_whole(run / CONFIG, to_json({"format": RUN_FORMAT, **identity}))
+
+
+def read_identity(run: Path) -> dict:
+    """The identity that `write_identity` wrote.
+
+    Raises:
+        PackError: if the folder is not a run folder, or its configuration is damaged.
+    """
+    file = run / CONFIG
+    try:
+        identity = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        raise PackError(
+            f"{file}: cannot be read as JSON; this is no run folder.", "unreadable"
+        ) from None
+    kinds = {"recipe": dict, "base": str, "data": dict}
+    has_format = isinstance(identity, dict) and identity.get("format") == RUN_FORMAT
+    if not has_format or not all(isinstance(identity.get(k), kind) for k, kind in kinds.items()):
+        raise PackError(
+            f"{file}: is not that of a run (it needs format '{RUN_FORMAT}', recipe, base, data).",
+            "unreadable",
+        )
+    return identity | {"recipe": current_keys(identity["recipe"])}
+
+
+def is_run(folder: Path) -> bool:
+    """Whether a folder is a run folder, or empty."""
+    if not folder.is_dir():
+        return False
+    if not any(folder.iterdir()):
+        return True
+    try:
+        return bool(read_identity(folder))
+    except PackError:
+        return False
+
+
+def latest_checkpoint(run: Path) -> Path | None:
+    """The checkpoint that `latest` names; None if it names none of this folder."""
+    pointer = run / "latest"
+    if not pointer.is_file():
+        return None
+    name = pointer.read_text(encoding="utf-8", errors="replace").strip()
+    return run / name if _STEP.fullmatch(name) and (run / name).is_dir() else None
+
+
+def check_resumable(run: Path) -> dict:
+    """The identity of a run that has a checkpoint to continue from.
+
+    Raises:
+        PackError: if there is no checkpoint, or if the run folder is damaged.
+    """
+    if latest_checkpoint(run) is None:
+        if not (folders := checkpoints(run)):
+            raise PackError(f"--resume: {run} has no checkpoint to continue from.", "not-found")
+        raise PackError(
+            f"--resume: {run / 'latest'} must name a checkpoint of this folder; the newest is "
+            f"{folders[-1].name}.",
+            "unreadable",
+        )
+    return read_identity(run)
+
+
+def read_metrics(run: Path, batches: int) -> list[dict]:
+    """The lines of metrics.jsonl up to a batch; later ones are removed from the file."""
+    file, lines = run / METRICS, []
+    if not file.is_file():
+        return lines
+    for text in file.read_text(encoding="utf-8", errors="replace").splitlines():
+        try:
+            line = json.loads(text)
+            if line["batch"] <= batches:
+                lines.append(line)
+        except (ValueError, KeyError, TypeError):
+            continue  # a line that a crash cut short
+    write_whole(file, "".join(json.dumps(line) + "\n" for line in lines))
+    return lines
