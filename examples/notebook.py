@@ -16,8 +16,8 @@ run = mp.train_pack(
 print(f"{run.report['pack']}: PPL {run.report['ppl_before']:.1f} → {run.report['ppl_after']:.1f}")
 
 # %% Evaluate on other rows
-report = mp.evaluate(base, pack=run.pack, data=mp.data.tiny_path() / "valid.jsonl")
-print(f"valid: ratio {report.ppl_ratio:.2f} on {report.rows} rows")
+report = mp.evaluate(base, pack=run.pack, data=mp.data.tiny_path() / "valid.jsonl").to_json()
+print(f"valid: ratio {report['ppl_ratio']:.2f} on {report['rows']} rows")
 
 # %% Judge: the pack at half and full strength beside the base, at two batch sizes
 half = mp.weighted_sum([(run.pack, 0.5)])

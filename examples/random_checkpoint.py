@@ -68,19 +68,19 @@ def write_checkpoint(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(description="Write a checkpoint of a real model's geometry.")
     parser.add_argument("--geometry", choices=GEOMETRIES, default="qwen3-4b")
     parser.add_argument("--blocks", type=int, help="number of blocks, by default all")
     parser.add_argument("--vocab", type=int, default=8192, help="rows of the embedding (151936)")
     parser.add_argument("--dense", action="store_true", help="bfloat16 weights instead of 4-bit")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, required=True)
-    given = parser.parse_args()
-    if given.out.exists():
-        parser.error(f"--out {given.out}: is there already")
-    write_checkpoint(given.out, given.geometry, given.blocks, given.vocab, given.seed, given.dense)
-    size = (given.out / "model.safetensors").stat().st_size / 1e9
-    print(f"{given.out}: {given.geometry}, {given.blocks or 'all'} blocks, {size:.2f} GB")
+    options = parser.parse_args()
+    if options.out.exists():
+        parser.error(f"--out {options.out}: is there already")
+    write_checkpoint(options.out, options.geometry, options.blocks, options.vocab, options.seed, options.dense)
+    size = (options.out / "model.safetensors").stat().st_size / 1e9
+    print(f"{options.out}: {options.geometry}, {options.blocks or 'all'} blocks, {size:.2f} GB")
 
 
 if __name__ == "__main__":

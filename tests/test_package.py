@@ -1,5 +1,6 @@
 """The package as it is installed: import time, import order, what the wheel carries, the README."""
 
+import ast
 import json
 import os
 import re
@@ -10,6 +11,8 @@ import zipfile
 from pathlib import Path
 
 import pytest
+
+import mlx_packs
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "mlx_packs"
@@ -79,10 +82,17 @@ import {first}, mlx_packs.runtime
 
 def test_public_names_resolve_and_evaluate_is_a_function():
     run(
-        "import mlx_packs as mp; [getattr(mp, n) for n in mp.__all__]; "
+        "import mlx_packs as mp; [getattr(mp, n) for n in mp.__all__]; assert len(mp.__all__) > 20; "
+        "assert set(dir(mp)) == {*mp.__all__, '__version__'}; "
         "import mlx_packs.train; assert callable(mp.evaluate) and callable(mp.train_pack); "
         "assert (mp.data.tiny_path() / 'train.jsonl').is_file()"
     )
+
+
+def test_every_line_of_the_stub_is_read():
+    stub = ast.parse((PACKAGE / "__init__.pyi").read_text())
+    names = {a.name for node in stub.body if isinstance(node, ast.ImportFrom) for a in node.names}
+    assert names == set(mlx_packs.__all__)
 
 
 def test_real_blas_is_bound_and_can_be_turned_off():

@@ -295,7 +295,8 @@ def train(
 
     torch.manual_seed(seed)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = make_model().to(device)
+    model = make_model()
+    torch.nn.Module.to(model, device)
     matrices = [p for p in model.parameters() if p.ndim > 1]
     vectors = [p for p in model.parameters() if p.ndim == 1]
     groups = [
@@ -382,13 +383,12 @@ def mlx_loss(folder: Path, rows: np.ndarray) -> float:
     from mlx_lm import load
     from mlx_lm.utils import dequantize_model
 
-    model, _ = load(str(folder))
-    model = dequantize_model(model)
-    losses = []
+    model = dequantize_model(load(str(folder))[0])
+    losses: list[float] = []
     for part in np.array_split(rows, max(1, len(rows) // 8)):
         tokens = mx.array(part)
         loss = nn.losses.cross_entropy(model(tokens[:, :-1]), tokens[:, 1:])
-        losses += loss.mean(axis=1).tolist()
+        losses += np.array(loss.mean(axis=1)).tolist()
     return float(np.mean(losses))
 
 

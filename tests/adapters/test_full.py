@@ -194,7 +194,7 @@ def test_half_precision_learns_in_float32():
 
 def test_a_packed_base_is_refused_with_what_works(tiny):
     with pytest.raises(
-        PackError, match="affine 4-bit g64, and packed weights cannot learn; --base-"
+        PackError, match="affine 4-bit g64, and packed weights cannot learn; --matmul-"
     ):
         unfreeze(tiny)
     learning = unfreeze(tiny, matmul_path="dense")

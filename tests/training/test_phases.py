@@ -364,7 +364,7 @@ def test_phases_work_with_packing_and_a_cached_prefix(data, tmp_path, monkeypatc
 
 PROGRAM = """
 import os, signal, sys
-from mlx_packs import training
+from mlx_packs.training import run as training
 from mlx_packs.training.loop import Loop
 
 def kill():

@@ -1,0 +1,31 @@
+"""The public names: read by type checkers, and by mlx_packs/__init__.py to load them when used."""
+
+from . import data as data
+from .bases.loading import Base as Base
+from .bases.loading import load_base as load_base
+from .config.schema import DataConfig as DataConfig
+from .config.schema import LoRAConfig as LoRAConfig
+from .config.schema import Phase as Phase
+from .config.schema import TrainConfig as TrainConfig
+from .convert.combine import combine_packs as combine_packs
+from .convert.interop import export_pack as export_pack
+from .convert.interop import import_adapter as import_adapter
+from .convert.merge import merge_pack as merge_pack
+from .errors import PackError as PackError
+from .evaluation.compare import Compared as Compared
+from .evaluation.compare import evaluate_batch as evaluate_batch
+from .evaluation.evaluate import EvalReport as EvalReport
+from .evaluation.evaluate import evaluate as evaluate
+from .evaluation.lm_eval import evaluate_tasks as evaluate_tasks
+from .ops._backend import backend as backend
+from .packs.diff import diff as diff
+from .packs.hub import pull as pull
+from .packs.listing import list_packs as list_packs
+from .packs.pack import Pack as Pack
+from .packs.push import push as push
+from .packs.weighted_sum import weighted_sum as weighted_sum
+from .training.layer_trainer import LayerTrainer as LayerTrainer
+from .training.run import TrainRun as TrainRun
+from .training.run import train_pack as train_pack
+
+__version__: str
