@@ -4,7 +4,8 @@
 thing that learns. The base's arrays are kept, and `detach` puts them back.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import mlx.nn as nn
@@ -49,6 +50,11 @@ class Unfrozen:
         return self._blocks.model
 
     @property
+    def details(self) -> str:
+        """Number of tensors, for one line of output."""
+        return f"float32 · {len(self._places)} tensors"
+
+    @property
     def replaced(self) -> dict[str, tuple[int, ...]]:
         """Names and shapes of the base's tensors that a pack brings whole."""
         return {name: tuple(place.own.shape) for name, place in self._places.items()}
@@ -72,9 +78,15 @@ class Unfrozen:
         """What was learned, in float32, by the name that the parameter has in the base."""
         return {name: place.module[place.key] for name, place in self._places.items()}
 
-    def untrained(self) -> dict[str, mx.array]:
-        """Tensors with which the model computes what the base alone does."""
-        return {name: place.own for name, place in self._places.items()}
+    @contextmanager
+    def disabled(self) -> Iterator[None]:
+        """A context in which the model computes what the base alone does, in float32."""
+        trained = self.tensors()
+        try:
+            self.load({name: place.own for name, place in self._places.items()}, "base")
+            yield
+        finally:
+            self.load(trained, "trained")
 
     def load(self, tensors: Mapping[str, mx.array], where: str) -> None:
         """Set all weights that learn.

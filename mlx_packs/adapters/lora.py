@@ -6,7 +6,8 @@ their names and shapes on disk are mlx-lm's, per projection (`Attached.tensors`)
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -161,6 +162,15 @@ class Attached:
     def model(self) -> nn.Module:
         return self.base.model
 
+    @property
+    def details(self) -> str:
+        """Ranks and places, for one line of output."""
+        ranks = sorted({s.rank for spec in self.specs.values() for s in spec.slices if s.rank})
+        return (
+            f"rank {', '.join(map(str, ranks))} · geometry probed, {len(self.specs)} projections "
+            f"in {len(self.groups)} groups"
+        )
+
     def swap(self, modules: list[tuple[str, nn.Module]]) -> None:
         """Put modules at their paths, remembering what stood there."""
         current = dict(self.model.named_modules())
@@ -199,12 +209,18 @@ class Attached:
         """
         return slot_tensors(self.slots)
 
-    def untrained(self) -> dict[str, mx.array]:
-        """Adapters with which the model computes what the base alone does: every B is zero."""
-        return {
-            name: mx.zeros_like(tensor) if name.endswith("lora_b") else tensor
-            for name, tensor in self.tensors().items()
-        }
+    @contextmanager
+    def disabled(self) -> Iterator[None]:
+        """A context in which the model computes what the base alone does: every B is zero."""
+        loras = list({id(slot.lora): slot.lora for slot in self.slots.values()}.values())
+        trained = [list(lora.lora_b) for lora in loras]
+        try:
+            for lora in loras:
+                lora.lora_b[:] = [mx.zeros_like(b) for b in lora.lora_b]
+            yield
+        finally:
+            for lora, b in zip(loras, trained, strict=True):
+                lora.lora_b[:] = b
 
     def load(self, tensors: Mapping[str, mx.array], where: str) -> None:
         """Set all adapters from tensors named as on disk.

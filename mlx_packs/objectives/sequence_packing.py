@@ -7,7 +7,7 @@ longest row of the run, and must come out as each does alone.
 import mlx.nn as nn
 import numpy as np
 
-from ..adapters.lora import Attached
+from ..adapters.method import Trainable
 from ..errors import PackError
 from ..nn.segments import RestartedPositions
 from ..runtime import mx
@@ -20,7 +20,7 @@ _ROTARY_ERROR = 1e-6  # an angle in float32 loses this much for each position
 
 
 def prepare_packing(
-    attached: Attached, head: Head | None, max_seq_length: int, vocab_size: int
+    attached: Trainable, head: Head | None, max_seq_length: int, vocab_size: int
 ) -> None:
     """Let learned positions start again in each packed row's segments; check that packing is exact.
 

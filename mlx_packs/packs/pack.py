@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from .. import runtime
-from ..adapters.full import Unfrozen
 from ..adapters.imported import attach_fixed, is_fixed
 from ..adapters.lora import Attached, Specs, attach
+from ..adapters.method import Trainable
 from ..bases.geometry import Heads, block_prefixes
 from ..bases.loading import (
     TINY,
@@ -79,7 +79,7 @@ class Pack:
         return self.path.resolve() if self.path else self.parts or id(self)
 
     @classmethod
-    def of(cls, attached: Attached | Unfrozen, dtype: str = "float32", **facts) -> "Pack":
+    def of(cls, attached: Trainable, dtype: str = "float32", **facts) -> "Pack":
         """The pack of what was learned beside or in a base; ``facts`` go into the manifest.
 
         dtype: of its tensors; `rounded` ones lose nothing.
@@ -332,7 +332,7 @@ class Pack:
         return attached
 
 
-def round_adapters(attached: Attached, dtype: str) -> None:
+def round_adapters(attached: Trainable, dtype: str) -> None:
     """Take every adapter to the nearest number of a dtype, so that a pack of it loses nothing.
 
     Raises: PackError if one is too large for it.

@@ -12,7 +12,7 @@ from pathlib import Path
 import mlx.optimizers as optimizers
 from mlx.utils import tree_flatten, tree_unflatten
 
-from ..adapters.lora import Attached
+from ..adapters.method import Trainable
 from ..errors import PackError
 from ..files import save_tensors, to_json, whole_folder
 from ..runtime import mx
@@ -84,7 +84,7 @@ class TrainingState:
 
 
 def save_checkpoint(
-    run: Path, trainable: Attached, optimizer: optimizers.Optimizer, state: TrainingState
+    run: Path, trainable: Trainable, optimizer: optimizers.Optimizer, state: TrainingState
 ) -> Path:
     """Write a checkpoint into a run folder, let `latest` name it, and return its folder."""
     folder = step_folder(run, state.batches)
@@ -99,7 +99,7 @@ def save_checkpoint(
 
 
 def load_checkpoint(
-    folder: Path, trainable: Attached, optimizer: optimizers.Optimizer
+    folder: Path, trainable: Trainable, optimizer: optimizers.Optimizer
 ) -> TrainingState:
     """Restore trainable parameters, optimizer and random state from a checkpoint.
 

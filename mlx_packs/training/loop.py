@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..adapters.lora import Attached
+from ..adapters.method import Trainable
 from ..data.batches import Batch
 from ..display import Display
 from ..errors import Interrupted, PackError
@@ -55,7 +55,7 @@ class Loop:
     arrays: of a batch, what the step takes.   unit: what `Batch.count` counts.
     """
 
-    attached: Attached
+    attached: Trainable
     stepper: Stepper
     leg: Leg
     last: bool

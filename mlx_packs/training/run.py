@@ -11,8 +11,8 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from .. import runtime
-from ..adapters.full import Unfrozen, check_dense, unfreeze
 from ..adapters.lora import Attached, attach
+from ..adapters.method import METHODS, Trainable
 from ..bases.loading import TINY, Base, load_base, stored_config
 from ..config.schema import (
     DataConfig,
@@ -198,8 +198,8 @@ def _train_into(
         check_task(str(base), stored_config(base)["model_type"], lora, train, columns)
     base = _loaded(base, lora, train, trust_remote_code, force, display)
     check_task(base.name, base.config["model_type"], lora, train, columns)
-    if train.method == "full":
-        check_dense(base, train.matmul_path)
+    method = METHODS[train.method]
+    method.check(base, train.matmul_path)
     display.line("base", base.summary())
     if unused := unused_learning_rate(train):
         display.line("note", unused)
@@ -242,14 +242,9 @@ def _train_into(
     plan = plans.get(choice.matmul_path)
     plan_peak_gb = plan.peak_gb if plan else None
     if plan:
-        show_plan(base, lora, plan, display, train.method == "full")
+        show_plan(base, lora, plan, display, method.trains_base)
     base_weights = count_weights(base.model)
-    if train.method == "full":
-        attached = unfreeze(base, lora.num_layers, train.matmul_path)
-    else:
-        attached = attach(
-            graph.base, graph.lora, None, choice.matmul_path, train.seed, train.train_fp16_fallback
-        )
+    attached = method.attach(graph.base, graph.lora, train, choice.matmul_path)
     prefix = None
     try:
         describe(attached, display, base_weights)
@@ -408,7 +403,7 @@ class _Learned:
 
 
 def _learn(
-    attached: Attached | Unfrozen,
+    attached: Trainable,
     head: Head | None,
     scorer: Scorer,
     arrays: Callable[[Batch], Arrays],
@@ -531,14 +526,11 @@ def reporters(report_to: str | None, project: str | None, run: Path, recipe: Rec
 
 
 def _score_base(
-    attached: Attached | Unfrozen, scorer: Scorer, course: Course, display: Display
+    attached: Trainable, scorer: Scorer, course: Course, display: Display
 ) -> dict[str, Score]:
     """The scores of the base alone, whatever the run starts from."""
-    started = attached.tensors()
-    attached.load(attached.untrained(), "base")
-    found = _score_legs(scorer, course, display)
-    attached.load(started, "start")
-    return found
+    with attached.disabled():
+        return _score_legs(scorer, course, display)
 
 
 def _score_legs(scorer: Scorer, course: Course, display: Display) -> dict[str, Score]:

@@ -11,8 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from .. import runtime
-from ..adapters.full import Unfrozen
-from ..adapters.lora import Attached
+from ..adapters.method import Trainable
 from ..bases.loading import Base, public_name
 from ..config.schema import DataConfig, LoRAConfig, Recipe, TrainConfig
 from ..data import rows as rows_of
@@ -386,7 +385,7 @@ def choose_path(
     return choice
 
 
-def matmul_paths_by_name(attached: Attached, choice: MatmulPathChoice) -> dict[str, dict]:
+def matmul_paths_by_name(attached: Trainable, choice: MatmulPathChoice) -> dict[str, dict]:
     """How the frozen weights of each name are multiplied in this run, and the times that decided.
 
     Returns: last name of the modules → ``paths`` (matmul path → how many; weights that were dense
@@ -433,22 +432,14 @@ def too_large(plan: MemoryPlan, ways: list[str], bound: str = "") -> PackError:
     )
 
 
-def describe(attached: Attached | Unfrozen, display: Display, base_weights: int) -> None:
-    """What learns, and which share of the base's weights that is."""
+def describe(attached: Trainable, display: Display, base_weights: int) -> None:
+    """Show what is trained, and which share of the base's weights that is."""
     count = attached.parameter_count()
     share = f"{100 * count / base_weights:.3g} % of {shown_count(base_weights)} weights"
-    if attached.method == "full":
-        display.line("full", f"{share} learn, in float32 · {len(attached.replaced)} tensors")
-        return
-    ranks = sorted({s.rank for spec in attached.specs.values() for s in spec.slices if s.rank})
-    display.line(
-        "lora",
-        f"rank {', '.join(map(str, ranks))} · {count:,} weights, {share} · geometry "
-        f"probed, {len(attached.specs)} projections in {len(attached.groups)} groups",
-    )
+    display.line(attached.method, f"{count:,} trainable parameters, {share} · {attached.details}")
     for note in attached.notes:
         display.line("note", note)
-    if mlx_lm_config(attached.specs) is None:
+    if attached.specs and mlx_lm_config(attached.specs) is None:
         display.line(
             "note",
             "ranks or scales differ between projections: stock mlx-lm cannot open this pack",
@@ -458,7 +449,7 @@ def describe(attached: Attached | Unfrozen, display: Display, base_weights: int)
             display.line("", geometry.describe(), VERBOSE)
 
 
-def load_adapters(attached: Attached | Unfrozen, file: Path) -> None:
+def load_adapters(attached: Trainable, file: Path) -> None:
     """Start from the tensors of a file; they must be exactly those of this run."""
     try:
         tensors = mx.load(str(file))

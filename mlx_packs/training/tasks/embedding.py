@@ -10,8 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ... import runtime
-from ...adapters.full import Unfrozen, unfreeze
-from ...adapters.lora import Attached, attach
+from ...adapters.method import METHODS, Trainable
 from ...bases.loading import Base
 from ...config.schema import (
     EMBEDDING_SETTINGS,
@@ -140,10 +139,10 @@ def train_embeddings(
         valid = _first_rows(pairs["valid"], train.val_batches, train.batch_size)
         check_scores(valid, f"--data {splits.source}: valid")
     plan = _planned(base, lora, train, pairs["train"], loss_name, force)
-    is_full = train.method == "full"
-    show_plan(base, lora, plan, display, is_full)
+    method = METHODS[train.method]
+    show_plan(base, lora, plan, display, method.trains_base)
     weights = count_weights(base.model)
-    attached = unfreeze(base) if is_full else attach(base, lora, None, "dense", train.seed)
+    attached = method.attach(base, lora, train, "dense")
     try:
         describe(attached, display, weights)
         if resume_adapter_file is not None:
@@ -289,14 +288,11 @@ def _planned(
     return plan
 
 
-def _score_base(attached: Attached | Unfrozen, judged: Pairs, batch_size: int) -> Metrics:
+def _score_base(attached: Trainable, judged: Pairs, batch_size: int) -> Metrics:
     """The score of the base alone, whatever the run starts from."""
-    started = attached.tensors()
-    attached.load(attached.untrained(), "base")
-    attached.model.eval()
-    found = score_pairs(attached.model, judged, batch_size)
-    attached.load(started, "start")
-    return found
+    with attached.disabled():
+        attached.model.eval()
+        return score_pairs(attached.model, judged, batch_size)
 
 
 @dataclass(frozen=True)
@@ -311,7 +307,7 @@ class _Learned:
 
 
 def _learn(
-    attached: Attached | Unfrozen,
+    attached: Trainable,
     loss_name: str,
     leg: Leg,
     pairs: Pairs,

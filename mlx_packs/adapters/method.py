@@ -1,0 +1,154 @@
+"""What trains on a base: the interface that all of it has, and the registry of methods.
+
+A new method is a class here and its name in `config.schema.METHODS`.
+"""
+
+from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager
+from typing import Protocol
+
+import mlx.nn as nn
+
+from ..bases.geometry import Group
+from ..bases.loading import Base
+from ..config import schema
+from ..config.schema import LoRAConfig, TrainConfig
+from ..runtime import mx
+from .full import check_dense, unfreeze
+from .lora import Specs, attach
+
+Shape = tuple[int, ...]
+
+
+class Trainable(Protocol):
+    """Trainable parameters on a base, by the names that they have on disk.
+
+    Attributes:
+        method: name of the method that attached it.
+        specs: adapters by path; empty where none are attached.
+        groups: projections that share one input, as probed.
+        replaced: names and shapes of the base's tensors that a pack stores in full.
+        notes: what a user should know of it.
+    """
+
+    method: str
+    specs: Specs
+    groups: list[Group]
+    replaced: Mapping[str, Shape]
+    notes: list[str]
+
+    @property
+    def base(self) -> Base:
+        """Return the base that it is attached to."""
+
+    @property
+    def model(self) -> nn.Module:
+        """Return the model whose trainable parameters these are."""
+
+    @property
+    def details(self) -> str:
+        """Return its kind and extent, for one line of output."""
+
+    def tensors(self) -> dict[str, mx.array]:
+        """Return the trainable parameters in float32, by name on disk."""
+
+    def disabled(self) -> AbstractContextManager[None]:
+        """Return a context in which the model computes what the base alone does."""
+
+    def load(self, tensors: Mapping[str, mx.array], where: str) -> None:
+        """Set all trainable parameters.
+
+        Raises:
+            PackError: listing every missing, unknown or misshaped tensor; nothing is changed.
+        """
+
+    def recompute(self, policy: str) -> None:
+        """Set what the backward pass computes again: ``none``, ``selective`` or ``block``."""
+
+    def swap(self, modules: list[tuple[str, nn.Module]]) -> None:
+        """Put modules at their paths until `detach`."""
+
+    def detach(self) -> None:
+        """Put the base's own modules and arrays back; can be called twice."""
+
+    def parameter_count(self) -> int:
+        """Return the number of trainable parameters."""
+
+
+class Method(Protocol):
+    """A way to train a base.
+
+    Attributes:
+        trains_base: whether the base's own weights are trained, dense and in float32, rather than
+            adapters beside frozen weights.
+    """
+
+    trains_base: bool
+
+    def check(self, base: Base, matmul_path: str) -> None:
+        """Check that a base can be trained so.
+
+        Raises:
+            PackError: if it cannot.
+        """
+
+    def attach(
+        self, base: Base, lora: LoRAConfig, train: TrainConfig, matmul_path: str
+    ) -> Trainable:
+        """Make parameters of a base trainable; ``matmul_path`` is what frozen weights use."""
+
+    def trainable_shapes(self, specs: Specs, weights: Iterable[Shape]) -> list[Shape]:
+        """Return the shapes of all trainable parameters, for an estimate of memory.
+
+        Args:
+            specs: the adapters of a LoRAConfig.
+            weights: shapes of the base's weights in the blocks that are trained.
+        """
+
+
+class LoRA:
+    """Low-rank adapters beside frozen weights: y = W x + (alpha / r) B A x."""
+
+    trains_base = False
+
+    def check(self, base: Base, matmul_path: str) -> None:
+        """Accept every base; `attach` checks what it targets."""
+
+    def attach(
+        self, base: Base, lora: LoRAConfig, train: TrainConfig, matmul_path: str
+    ) -> Trainable:
+        """Attach fresh adapters, which change no output."""
+        return attach(base, lora, None, matmul_path, train.seed, train.train_fp16_fallback)
+
+    def trainable_shapes(self, specs: Specs, weights: Iterable[Shape]) -> list[Shape]:
+        """Return A [in, r] and B [r, out] of every slice."""
+        return [
+            shape
+            for spec in specs.values()
+            for part in spec.slices
+            for shape in ((spec.in_features, part.rank), (part.rank, part.width))
+        ]
+
+
+class FullFineTuning:
+    """The base's own weights, in float32."""
+
+    trains_base = True
+
+    def check(self, base: Base, matmul_path: str) -> None:
+        """Check that the weights of a base are dense, or are made so."""
+        check_dense(base, matmul_path)
+
+    def attach(
+        self, base: Base, lora: LoRAConfig, train: TrainConfig, matmul_path: str
+    ) -> Trainable:
+        """Make the weights of the last ``lora.num_layers`` blocks trainable, or all."""
+        return unfreeze(base, lora.num_layers, matmul_path)
+
+    def trainable_shapes(self, specs: Specs, weights: Iterable[Shape]) -> list[Shape]:
+        """Return the shapes of the weights themselves."""
+        return list(weights)
+
+
+_METHODS = {"lora": LoRA(), "full": FullFineTuning()}
+METHODS: dict[str, Method] = {name: _METHODS[name] for name in schema.METHODS}

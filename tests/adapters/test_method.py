@@ -1,0 +1,73 @@
+"""Every registered method trains a base through the one interface, and leaves it as it was."""
+
+import pytest
+from mlx.utils import tree_flatten
+
+from mlx_packs.adapters.method import METHODS
+from mlx_packs.config.schema import LoRAConfig, TrainConfig
+from mlx_packs.runtime import mx
+from tests.helpers.models import base_of
+
+TOKENS = mx.array([[5, 9, 3, 77, 12, 40], [1, 2, 3, 4, 5, 6]])
+LORA = LoRAConfig(rank=4)
+
+
+@pytest.fixture(params=METHODS)
+def name(request) -> str:
+    return request.param
+
+
+def attached(name: str, base):
+    train = TrainConfig(method=name)
+    METHODS[name].check(base, "dense")
+    return METHODS[name].attach(base, LORA, train, "dense")
+
+
+def changed(trainable) -> dict[str, mx.array]:
+    """Set all trainable parameters to other values; return them."""
+    values = {n: t + 0.1 * mx.random.normal(t.shape) for n, t in trainable.tensors().items()}
+    trainable.load(values, "test")
+    return values
+
+
+def test_disabled_computes_what_the_base_does_and_then_what_was_trained(name):
+    base = base_of("llama")
+    before = base.model(TOKENS)
+    trainable = attached(name, base)
+    values = changed(trainable)
+    trained = base.model(TOKENS)
+    with trainable.disabled():
+        assert mx.allclose(base.model(TOKENS), before, atol=1e-5).item()
+    assert not mx.allclose(trained, before, atol=1e-3).item()
+    assert mx.array_equal(base.model(TOKENS), trained).item()
+    assert {n: t.tolist() for n, t in trainable.tensors().items()} == {
+        n: t.tolist() for n, t in values.items()
+    }
+
+
+def test_disabled_restores_after_an_error(name):
+    trainable = attached(name, base_of("llama"))
+    values = changed(trainable)
+    with pytest.raises(KeyboardInterrupt), trainable.disabled():
+        raise KeyboardInterrupt
+    assert all(mx.array_equal(t, values[n]).item() for n, t in trainable.tensors().items())
+
+
+def test_trainable_shapes_are_those_that_are_trained(name):
+    base = base_of("llama")
+    weights = [tuple(w.shape) for _, w in tree_flatten(base.model.parameters())]
+    trainable = attached(name, base)
+    shapes = METHODS[name].trainable_shapes(trainable.specs, weights)
+    parameters = [tuple(w.shape) for _, w in tree_flatten(base.model.trainable_parameters())]
+    assert sorted(shapes) == sorted(parameters)
+
+
+def test_a_base_is_the_same_after_detaching(name):
+    base = base_of("llama")
+    before = base.model(TOKENS)
+    trainable = attached(name, base)
+    changed(trainable)
+    trainable.detach()
+    trainable.detach()
+    assert mx.array_equal(base.model(TOKENS), before).item()
+    assert not tree_flatten(base.model.trainable_parameters())
