@@ -133,9 +133,10 @@ def check_dense(base: Base, matmul_path: str) -> None:
     packed = any(isinstance(m, QUANTIZED) for m in base.model.modules())
     if packed and matmul_path != "dense":
         raise PackError(
-            f"--method full: {base.name} is {quantization_name(base.quantization)}, and packed "
-            "weights cannot learn; --matmul-path dense trains dense copies of them, or take --method "
-            "lora, or a dense checkpoint."
+            f"--method full: {base.name} is {quantization_name(base.quantization)}, and quantized "
+            "weights cannot be trained. --matmul-path dense trains dense copies of them; or take "
+            "--method lora, or a dense checkpoint.",
+            "conflict",
         )
 
 
