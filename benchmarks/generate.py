@@ -16,7 +16,8 @@ import mlx_lm
 
 from mlx_packs.adapters.lora import attach
 from mlx_packs.bases.loading import TINY, load_base, resolve_checkpoint
-from mlx_packs.config.schema import MATMUL_PATHS, LoRAConfig
+from mlx_packs.config.choices import MATMUL_PATHS
+from mlx_packs.config.schema import LoRAConfig
 from mlx_packs.errors import PackError
 from mlx_packs.inference.generate import chat_prompt
 from mlx_packs.packs.pack import Pack
@@ -132,7 +133,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--matmul-path",
         action="append",
-        choices=MATMUL_PATHS[1:],
+        choices=MATMUL_PATHS,
         help="of ours, repeatable [quantized, dense]",
     )
     parser.add_argument("--tokens", type=int, default=64, help="to decode [64]")

@@ -11,7 +11,7 @@ import json
 import sys
 
 from mlx_packs.bases.loading import TINY, Base
-from mlx_packs.config.schema import MATMUL_PATHS, POLICIES
+from mlx_packs.config.choices import MATMUL_PATHS, POLICIES
 from mlx_packs.errors import PackError
 from mlx_packs.runtime import mx
 
@@ -137,7 +137,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument(
         "--matmul-path",
         action="append",
-        choices=MATMUL_PATHS[1:],
+        choices=MATMUL_PATHS,
         help="of ours, repeatable [the work's]",
     )
     p.add_argument(

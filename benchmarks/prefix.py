@@ -19,7 +19,8 @@ from mlx.utils import tree_map
 
 from mlx_packs.adapters.lora import attach
 from mlx_packs.bases.loading import TINY, Base
-from mlx_packs.config.schema import MATMUL_PATHS, LoRAConfig, TrainConfig
+from mlx_packs.config.choices import MATMUL_PATHS
+from mlx_packs.config.schema import LoRAConfig, TrainConfig
 from mlx_packs.data.batches import training_batches
 from mlx_packs.data.encoding import Example, Examples
 from mlx_packs.data.token_cache import CACHE_VARIABLE
@@ -174,7 +175,7 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--work", choices=[*_WORKS, *WORKS], default="eight_blocks")
     parser.add_argument("--model", default=TINY, help="base of the tiny works [tiny]")
-    parser.add_argument("--matmul-path", choices=[p for p in MATMUL_PATHS if p != "auto"])
+    parser.add_argument("--matmul-path", choices=MATMUL_PATHS)
     parser.add_argument("--rows", type=int, default=32, help="rows of the data [32]")
     parser.add_argument("--rank", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=2, help="of forth and back [2]")

@@ -21,7 +21,7 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_map, tree_unflatten
 
 from mlx_packs.bases.loading import TINY
-from mlx_packs.config.schema import MATMUL_PATHS
+from mlx_packs.config.choices import MATMUL_PATHS
 from mlx_packs.errors import PackError
 from mlx_packs.nn.lora import GroupedLoRA
 from mlx_packs.nn.quantized import dequantized_weight, true_shape
@@ -348,7 +348,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--model", default=TINY, help="another checkpoint in place of the tiny base"
     )
-    parser.add_argument("--matmul-path", choices=MATMUL_PATHS[1:], help="[the work's last]")
+    parser.add_argument("--matmul-path", choices=MATMUL_PATHS, help="[the work's last]")
     parser.add_argument("--batch-size", type=int, metavar="N", help="rows [the work's]")
     parser.add_argument("--length", type=int, metavar="N", help="tokens of a row [the work's]")
     parser.add_argument("--rank", type=int, default=8, metavar="N", help="of the adapters [8]")

@@ -20,7 +20,7 @@ from mlx.utils import tree_flatten
 
 from mlx_packs.bases.geometry import Heads
 from mlx_packs.bases.loading import TINY, Base
-from mlx_packs.config.schema import MATMUL_PATHS, POLICIES
+from mlx_packs.config.choices import MATMUL_PATHS, POLICIES
 from mlx_packs.errors import PackError
 from mlx_packs.memory.matmul_path import dense_bytes
 from mlx_packs.objectives.causal_lm import as_arrays, loss_sum, split_head
@@ -190,7 +190,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--model", default=TINY, help="another checkpoint in place of the tiny base"
     )
-    parser.add_argument("--matmul-path", choices=MATMUL_PATHS[1:], help="[the work's first]")
+    parser.add_argument("--matmul-path", choices=MATMUL_PATHS, help="[the work's first]")
     parser.add_argument(
         "--recompute",
         choices=POLICIES,

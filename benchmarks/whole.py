@@ -15,7 +15,7 @@ import time
 import numpy as np
 
 from mlx_packs import runtime
-from mlx_packs.config.schema import MATMUL_PATHS, POLICIES
+from mlx_packs.config.choices import MATMUL_PATHS, POLICIES
 from mlx_packs.errors import PackError
 from mlx_packs.runtime import mx
 
@@ -107,7 +107,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--blocks", type=int, metavar="N", help="only so many, for a trial [all]")
     p.add_argument(
         "--matmul-path",
-        choices=MATMUL_PATHS[1:],
+        choices=MATMUL_PATHS,
         default="transient" if runtime.on_cpu() else "quantized",
         help="[transient on a CPU, else quantized]",
     )

@@ -20,7 +20,7 @@ import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_flatten
 
-from ..config.schema import ENCODERS
+from ..config.choices import ENCODERS
 from ..errors import PackError
 from ..ops.exponential import gelu
 from ..runtime import mx

@@ -13,7 +13,7 @@ import numpy as np
 from mlx.utils import tree_map
 
 from .. import runtime
-from ..config.schema import ENCODERS
+from ..config.choices import ENCODERS
 from ..errors import PackError
 from ..nn.nf4 import NF4Embedding, NF4Linear
 from ..nn.quantized import NF4, replace_modules

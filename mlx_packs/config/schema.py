@@ -16,27 +16,21 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ..errors import PackError, did_you_mean
+from .choices import (
+    DISTANCES,
+    LOSSES,
+    MATMUL_PATHS,
+    METHODS,
+    OBJECTIVES,
+    OPTIMIZERS,
+    POLICIES,
+    TASKS,
+    WEIGHT_FORMATS,
+)
 from .recipe import unknown_key_hint
 
-OPTIMIZERS = ("adamw", "adamw_8bit", "adam", "adafactor", "sgd", "muon", "lion")
-MATMUL_PATHS = ("auto", "quantized", "transient", "dense")
-POLICIES = ("none", "selective", "block")
-RECOMPUTE = ("auto", *POLICIES)
-CACHE_FROZEN = ("auto", "on", "off")
-LONG_ROWS = ("cut", "split")
-LOSS_ON = ("all", "completion", "assistant")
-METHODS = ("lora", "full")
-OBJECTIVES = ("transformer", "projection-stack")
-QUANTIZE = ("none", "affine4", "affine8", "nf4")
-COMPUTE_DTYPES = ("auto", "bfloat16", "float16", "float32")
-PACK_DTYPES = ("float32", "bfloat16", "float16")
 FLAGS = "options"
 SCHEDULES = ("cosine", "linear", "constant")
-OPTIMIZER_STATES = ("carry", "fresh")
-TASKS = ("lm", "embedding")
-LOSSES = ("auto", "cosine", "mnrl", "cached-mnrl", "cosent", "triplet")
-DISTANCES = ("euclidean", "cosine", "manhattan")
-ENCODERS = ("bert",)  # model types that --task embedding trains
 # settings that the peak memory of a run depends on
 MEMORY_SETTINGS = (
     "batch_size max_seq_length rank matmul_path grad_checkpoint recompute quantize double_quant keep "
@@ -128,7 +122,7 @@ class Phase:
         0.0, "Share of the rows of its batches that are those of the phases before it."
     )
     optimizer_state: str = _option(
-        "carry", "Go on with the optimizer's state, or begin with a fresh one.", OPTIMIZER_STATES
+        "carry", "Go on with the optimizer's state, or begin with a fresh one.", ("carry", "fresh")
     )
 
     def __post_init__(self):
@@ -149,9 +143,8 @@ class Phase:
                 f"replay is a share and must be in [0, 1], but got {self.replay}.",
             ),
             (
-                self.optimizer_state in OPTIMIZER_STATES,
-                f"optimizer_state is one of {', '.join(OPTIMIZER_STATES)}; "
-                f"got '{self.optimizer_state}'.",
+                self.optimizer_state in ("carry", "fresh"),
+                f"optimizer_state is one of carry, fresh; got '{self.optimizer_state}'.",
             ),
         ]
         _raise_faults("Phase", checks)
@@ -181,7 +174,9 @@ class TrainConfig:
     batch_size: int = _option(4, "Rows of a batch; with --task embedding 32 unless said.")
     max_seq_length: int = _option(2048, "Most tokens of a row; what is longer is cut.")
     long_rows: str = _option(
-        "cut", "Of a text that is longer: its beginning, or all of it in several rows.", LONG_ROWS
+        "cut",
+        "Of a text that is longer: its beginning, or all of it in several rows.",
+        ("cut", "split"),
     )
     fim_rate: float = _option(
         0.0, "Share of the texts to learn filling in the middle from; the tokenizer must know how."
@@ -207,19 +202,19 @@ class TrainConfig:
         "auto",
         "What the backward computes again instead of keeping it: nothing, what is cheap, or each "
         "block (least memory, most time); auto takes the first that fits by the plan.",
-        RECOMPUTE,
+        ("auto", *POLICIES),
     )
     cache_frozen: str = _option(
         "auto",
         "Compute the blocks below the adapters once for each row and keep what they make; auto "
         "does where it pays.",
-        CACHE_FROZEN,
+        ("auto", "on", "off"),
     )
     loss_on: str | None = _option(
         None,
         "What is learned: every token, the last answer, or all answers. "
         "[assistant for chats, completion for prompt and completion, all for text]",
-        LOSS_ON,
+        ("all", "completion", "assistant"),
     )
     objective: str = _option(
         "transformer",
@@ -231,15 +226,17 @@ class TrainConfig:
     z_loss: float = _option(0.0, "Weight of logsumexp^2 in the loss, which keeps logits small.")
     label_smoothing: float = _option(0.0, "Share of each target that is spread over all tokens.")
     matmul_path: str = _option(
-        "auto", "How the frozen weights are multiplied; auto measures here.", MATMUL_PATHS
+        "auto",
+        "How the frozen weights are multiplied; auto measures here.",
+        ("auto", *MATMUL_PATHS),
     )
-    quantize: str = _option("none", "Quantize the base as it is loaded.", QUANTIZE)
+    quantize: str = _option("none", "Quantize the base as it is loaded.", ("none", *WEIGHT_FORMATS))
     double_quant: bool = _option(True, "With nf4: the scales of blocks in 8 bits, too.")
     keep: tuple[str, ...] = _option((), "With --quantize: modules left dense, by name (comma).")
     compute_dtype: str = _option(
         "auto",
         "Dtype of activations; auto is as stored. A CPU computes in float32 whatever is said.",
-        COMPUTE_DTYPES,
+        ("auto", "bfloat16", "float16", "float32"),
     )
     train_fp16_fallback: bool = _option(
         False, "Dequantize to fp16 just the modules whose geometry cannot be probed."
@@ -255,7 +252,7 @@ class TrainConfig:
         "With --task embedding: cosine and cosent for rows with scores, mnrl (in-batch negatives) "
         "and cached-mnrl for anchors and positives, triplet for those with negatives; auto is "
         "cosine or mnrl, as the rows are.",
-        LOSSES,
+        ("auto", *LOSSES),
     )
     similarity_scale: float = _option(
         20.0, "Of mnrl and cosent: cosines are multiplied by it (1 / temperature)."
@@ -279,7 +276,7 @@ class TrainConfig:
     pack_dtype: str = _option(
         "float32",
         "Dtype of the adapters in the pack; what is measured at the end is what is saved.",
-        PACK_DTYPES,
+        ("float32", "bfloat16", "float16"),
     )
     max_pack_mb: float | None = _option(None, "Gate: exit with 1 if the pack is larger than this.")
     max_ppl_ratio: float | None = _option(
@@ -708,7 +705,9 @@ def resolve(values: Mapping, where: str = FLAGS, under: Sequence[Mapping] = ()) 
     for key, value in flat.items():
         if key not in owners:
             raise PackError(
-                f"{where}: unknown key '{key}'. {unknown_key_hint(key, list(owners))}", "unknown", key
+                f"{where}: unknown key '{key}'. {unknown_key_hint(key, list(owners))}",
+                "unknown",
+                key,
             )
         parts[owners[key]][key] = value
     return Recipe(

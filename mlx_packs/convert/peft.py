@@ -16,7 +16,7 @@ from mlx.utils import tree_flatten
 from ..adapters.lora import Specs
 from ..bases.geometry import chooses
 from ..bases.loading import Base
-from ..config.schema import ENCODERS
+from ..config.choices import ENCODERS
 from ..errors import PackError
 from ..packs.manifest import replaced_of
 from ..packs.pack import Pack

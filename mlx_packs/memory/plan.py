@@ -33,7 +33,8 @@ from ..bases.loading import (
     weight_files,
 )
 from ..bases.quantization import Recipe, packed_nbytes, packing_named, packing_of
-from ..config.schema import ENCODERS, POLICIES, LoRAConfig, TrainConfig
+from ..config.choices import ENCODERS, POLICIES
+from ..config.schema import LoRAConfig, TrainConfig
 from ..data.batches import padded_length, padded_targets
 from ..errors import PackError, did_you_mean
 from ..files import read_header

@@ -11,15 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from .. import runtime
-from ..config.schema import (
-    ENCODERS,
-    MEMORY_SETTINGS,
-    OF_ADAPTERS,
-    POLICIES,
-    LoRAConfig,
-    Recipe,
-    TrainConfig,
-)
+from ..config.choices import ENCODERS, POLICIES
+from ..config.schema import MEMORY_SETTINGS, OF_ADAPTERS, LoRAConfig, Recipe, TrainConfig
 from ..display import shown_count, size
 from ..errors import PackError
 from .encoder import for_encoder, why_not_quantized

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..config.recipe import current_keys
-from ..config.schema import ENCODERS
+from ..config.choices import ENCODERS
 from ..errors import PackError
 
 if TYPE_CHECKING:  # importing these loads MLX, and `packs list` reads manifests alone

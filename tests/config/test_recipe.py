@@ -9,7 +9,7 @@ import pytest
 from mlx_packs import LoRAConfig, TrainConfig, train_pack
 from mlx_packs.config.schema import read_yaml, resolve
 from mlx_packs.packs.pack import Pack
-from mlx_packs.training.checkpoint import read_identity
+from mlx_packs.training.run_folder import read_identity
 from tests.helpers.errors import check, raises
 from tests.helpers.rows import chat, write_rows
 

@@ -12,14 +12,8 @@ from pathlib import Path
 from ... import runtime
 from ...adapters.method import METHODS, Trainable
 from ...bases.loading import Base
-from ...config.schema import (
-    EMBEDDING_SETTINGS,
-    ENCODERS,
-    DataConfig,
-    LoRAConfig,
-    Recipe,
-    TrainConfig,
-)
+from ...config.choices import ENCODERS
+from ...config.schema import EMBEDDING_SETTINGS, DataConfig, LoRAConfig, Recipe, TrainConfig
 from ...data import rows as rows_of
 from ...data.batches import prefetched
 from ...data.pairs import (

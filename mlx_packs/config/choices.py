@@ -1,0 +1,39 @@
+"""Names that settings accept, where a name stands for code elsewhere.
+
+Configuration is read without MLX, so it cannot import the code itself. Each name stands here once;
+the module that implements it builds its registry with `registered`, which fails at import unless
+every name has its code and all code has a name. To add a task, a method, an optimizer, a weight
+format: write it, add it to its registry, add its name here. Schedules need no name here: their
+registry (`mlx_packs.schedules`) is free of MLX and is read directly.
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import TypeVar
+
+T = TypeVar("T")
+
+TASKS = ("lm", "embedding")
+METHODS = ("lora", "full")
+OBJECTIVES = ("transformer", "projection-stack")
+OPTIMIZERS = ("adamw", "adamw_8bit", "adam", "adafactor", "sgd", "muon", "lion")
+WEIGHT_FORMATS = ("affine4", "affine8", "nf4")  # that --quantize makes
+MATMUL_PATHS = ("quantized", "transient", "dense")
+POLICIES = ("none", "selective", "block")  # of activation checkpointing
+ENCODERS = ("bert",)  # model types that --task embedding trains
+LOSSES = ("cosine", "mnrl", "cached-mnrl", "cosent", "triplet")
+DISTANCES = ("euclidean", "cosine", "manhattan")
+
+
+def registered(names: Iterable[str], code: Mapping[str, T]) -> dict[str, T]:
+    """Registry with the code of every name, in the order of the names.
+
+    Args:
+        names: one of the tuples of this module.
+        code: what each name stands for.
+
+    Raises:
+        RuntimeError: a name has no code, or code has no name.
+    """
+    if faulty := set(names) ^ set(code):
+        raise RuntimeError(f"registered in one place only: {', '.join(sorted(faulty))}")
+    return {name: code[name] for name in names}
