@@ -25,7 +25,7 @@ from ..errors import PackError
 from ..gates import failures, shown
 from ..memory.encoder import BATCH_SIZE
 from ..packs.manifest import moved_metrics, phase_lines, shown_result
-from ..training.phases import check_said, legs_of
+from ..training.phases import check_said, resolve_phases
 from ..training.run import tiny_recipe, train_pack
 from ..training.run_folder import CONFIG, check_resumable, run_folder
 from ..training.setup import encoding_options
@@ -235,14 +235,14 @@ def _masked_rows(recipe: Recipe, rows: int) -> tuple[list[dict], str]:
     run, train = recipe.run, recipe.train
     tokenizer, vocab_size = _tokenizer(run.get("model", TINY), run.get("trust_remote_code", False))
     masked, losses = [], {}
-    for leg in legs_of(train, recipe.data):
-        shown = leg.load_rows().rows["train"][:rows]
+    for phase in resolve_phases(train, recipe.data):
+        shown = phase.load_rows().rows["train"][:rows]
         examples = encode(
             shown,
             tokenizer,
-            leg.sources[0],
+            phase.sources[0],
             vocab_size=vocab_size,
-            **encoding_options(train, "train", shown, leg.sources[0]),
+            **encoding_options(train, "train", shown, phase.sources[0]),
         )
         masked += [_masked(example, tokenizer) for example in examples.items]
         losses[examples.loss_on] = None

@@ -19,7 +19,7 @@ from ..files import append_line
 from ..objectives.causal_lm import Arrays
 from ..runtime import mx
 from .checkpoint import TrainingState, Window, save_checkpoint
-from .phases import Leg
+from .phases import RunPhase
 from .run_folder import METRICS, latest_checkpoint
 from .step import Stepper
 
@@ -49,15 +49,15 @@ def _interrupts_noted() -> Iterator[list[int]]:
 
 @dataclass
 class Loop:
-    """Everything that the loop over a leg's batches needs, so that it reads as one function.
+    """Everything that the loop over a phase's batches needs, so that it reads as one function.
 
-    leg: what is learned, and where in the run it begins.   last: no leg comes after it.
+    phase: what is learned, and where in the run it begins.   last: no phase comes after it.
     arrays: of a batch, what the step takes.   unit: what `Batch.count` counts.
     """
 
     attached: Trainable
     stepper: Stepper
-    leg: Leg
+    phase: RunPhase
     last: bool
     run: Path
     cursor: TrainingState
@@ -70,16 +70,16 @@ class Loop:
     unit: str = "tokens"
 
     def learn(self, batches: Iterator[Batch]) -> None:
-        """Take batches up to the end of the leg: step, report, validate, save.
+        """Take batches up to the end of the phase: step, report, validate, save.
 
         Raises: PackError at a loss or gradient that is not finite; the last checkpoint stays.
         """
-        config, cursor, first = self.leg.train, self.cursor, self.leg.first
+        config, cursor, first = self.phase.train, self.cursor, self.phase.first
         alone = config.grad_accumulation_steps == 1
         due = False
         task = self.display.task("train", config.iters, done=cursor.batches - first)
         with task as bar, _interrupts_noted() as interrupted:
-            while cursor.batches < self.leg.stop:
+            while cursor.batches < self.phase.stop:
                 batch = next(batches)
                 number = cursor.batches + 1 - first
                 ends = number == config.iters
@@ -130,14 +130,14 @@ class Loop:
         )
 
     def _limit_cache(self) -> None:
-        limit = self.leg.train.clear_cache_threshold
+        limit = self.phase.train.clear_cache_threshold
         if limit is not None and mx.get_cache_memory() > limit:
             mx.clear_cache()
 
     def log(self, line: dict) -> None:
         """Add a line to the curve and to the run's metrics, with the phase if there are some."""
-        if self.leg.name:
-            line["phase"] = self.leg.name
+        if self.phase.name:
+            line["phase"] = self.phase.name
         self.curve.append(line)
         append_line(self.run / METRICS, json.dumps(line))
 

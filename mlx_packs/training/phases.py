@@ -1,6 +1,6 @@
-"""The legs of a run: what each phase learns, from which rows, and where in the run it stands.
+"""The phases of a run: what each trains on, and where in the run it begins.
 
-A run without ``phases`` is a run of one leg; there is one walk for both.
+A run without ``phases`` has one phase without a name.
 """
 
 import dataclasses
@@ -26,8 +26,8 @@ OWN_DATA = ("data", "hf_dataset")
 
 
 @dataclass(frozen=True)
-class Leg:
-    """A phase with everything said.
+class RunPhase:
+    """A phase with every setting resolved.
 
     name: empty where the run has no phases.   train: the run's settings with its own among them.
     sources: where its rows are.   first: batches that the run took before it.   since: updates
@@ -52,7 +52,7 @@ class Leg:
         return make_optimizer(self.train, self.since)
 
     def named(self, key: str) -> str:
-        """A key of the manifest: as it is, or in a run of several phases with the leg's name."""
+        """A key of the manifest: as it is, or in a run of several phases with the phase's name."""
         return f"{self.name}/{key}" if self.name else key
 
     def load_rows(self) -> rows_of.Splits:
@@ -71,29 +71,30 @@ class Leg:
         return " + ".join(map(public_name, names))
 
 
-def legs_of(train: TrainConfig, columns: DataConfig) -> tuple[Leg, ...]:
-    """The legs of a run, each held for itself; nothing is loaded.
+def resolve_phases(train: TrainConfig, columns: DataConfig) -> tuple[RunPhase, ...]:
+    """The phases of a run, each checked by itself; nothing is loaded.
 
-    Raises: PackError naming the phase and what is wrong with it.
+    Raises:
+        PackError: Naming the phase and what is wrong with it.
     """
     if not train.phases:
         make_optimizer(train)  # a wrong argument shows before anything is loaded
-        return (Leg("", train, (columns,)),)
-    legs: list[Leg] = []
+        return (RunPhase("", train, (columns,)),)
+    phases: list[RunPhase] = []
     names = [phase.name or f"phase-{i + 1}" for i, phase in enumerate(train.phases)]
     for i, (name, phase) in enumerate(zip(names, train.phases, strict=True)):
         if names.count(name) > 1:
             raise PackError(f"phases: two are called '{name}'; every name must be another one.")
         try:
-            legs.append(_leg(name, phase, train, columns, legs[-1] if legs else None))
+            phases.append(_resolve(name, phase, train, columns, phases[-1] if phases else None))
         except PackError as error:
             raise PackError(f"phases[{i}] ({name}): {error}") from None
-    return tuple(legs)
+    return tuple(phases)
 
 
-def _leg(
-    name: str, phase: Phase, train: TrainConfig, columns: DataConfig, before: Leg | None
-) -> Leg:
+def _resolve(
+    name: str, phase: Phase, train: TrainConfig, columns: DataConfig, before: RunPhase | None
+) -> RunPhase:
     if before is None and phase.replay:
         raise PackError(f"replay {phase.replay:g}: no phase stands before the first.")
     own = {key: getattr(phase, key) for key in OWN if getattr(phase, key) is not None}
@@ -112,7 +113,7 @@ def _leg(
     )
     carries = before is not None and phase.optimizer_state == "carry"
     updates = 0 if before is None else -(-before.train.iters // train.grad_accumulation_steps)
-    return Leg(
+    return RunPhase(
         name,
         settings,
         sources or (columns,),
@@ -140,24 +141,24 @@ def check_said(train: TrainConfig, said: frozenset[str]) -> None:
             )
 
 
-def pack_name(legs: Sequence[Leg]) -> DataConfig:
+def pack_name(phases: Sequence[RunPhase]) -> DataConfig:
     """The source that a pack without a name is called by: the last one learned."""
-    return legs[-1].sources[0]
+    return phases[-1].sources[0]
 
 
 @dataclass
-class Course:
-    """Rows of all legs as tokens.
+class PhasedDataset:
+    """Rows of all phases as tokens.
 
-    splits: by leg.   train: the training rows of all legs, one leg behind the other.
+    splits: by phase.   train: the training rows of all phases, one phase behind the other.
     """
 
-    legs: tuple[Leg, ...]
+    phases: tuple[RunPhase, ...]
     splits: list[dict[str, Examples]]
 
     @cached_property
     def train(self) -> Examples:
-        """The training rows of all legs; those of one are its own."""
+        """The training rows of all phases; those of one are its own."""
         parts = [splits["train"] for splits in self.splits]
         if len(parts) == 1:
             return parts[0]
@@ -169,26 +170,26 @@ class Course:
 
     @property
     def loss_on(self) -> str:
-        """What the last leg learns of its rows."""
+        """What the last phase learns of its rows."""
         return self.splits[-1]["train"].loss_on
 
     @property
     def iters(self) -> int:
         """Batches of the run."""
-        return self.legs[-1].stop
+        return self.phases[-1].stop
 
-    def draw(self, leg: Leg) -> Draw:
-        """Which of all training rows a leg draws its batches from."""
+    def draw(self, phase: RunPhase) -> Draw:
+        """Which of all training rows a phase draws its batches from."""
         edges = np.cumsum([0, *(len(splits["train"]) for splits in self.splits)]).tolist()
-        i = self.legs.index(leg)
-        return Draw(edges[i], edges[i + 1], leg.replay)
+        i = self.phases.index(phase)
+        return Draw(edges[i], edges[i + 1], phase.replay)
 
-    def shapes(self, leg: Leg) -> frozenset[tuple[int, int]] | None:
-        """The shapes (T, M) that a leg's batches may have where each costs a compilation."""
-        t = leg.train
+    def shapes(self, phase: RunPhase) -> frozenset[tuple[int, int]] | None:
+        """The shapes (T, M) that a phase's batches may have where each costs a compilation."""
+        t = phase.train
         if t.packing or not runtime.COMPILES:
             return None
-        return few_shapes(self.train, t.batch_size, t.max_seq_length, t.seed, self.draw(leg))
+        return few_shapes(self.train, t.batch_size, t.max_seq_length, t.seed, self.draw(phase))
 
     def batch_shapes(self) -> set[tuple[int, int]]:
         """(T, M) of all batches of the run."""
@@ -196,21 +197,21 @@ class Course:
             *(
                 batch_shapes(
                     self.train,
-                    leg.train.batch_size,
-                    leg.train.max_seq_length,
-                    leg.train.seed,
-                    leg.train.iters,
-                    leg.train.packing,
-                    self.shapes(leg),
-                    self.draw(leg),
+                    phase.train.batch_size,
+                    phase.train.max_seq_length,
+                    phase.train.seed,
+                    phase.train.iters,
+                    phase.train.packing,
+                    self.shapes(phase),
+                    self.draw(phase),
                 )
-                for leg in self.legs
+                for phase in self.phases
             )
         )
 
-    def batches(self, leg: Leg, taken: int) -> Iterator[Batch]:
-        """Batches of a leg without end, after so many of it."""
-        t = leg.train
+    def batches(self, phase: RunPhase, taken: int) -> Iterator[Batch]:
+        """Batches of a phase without end, after so many of it."""
+        t = phase.train
         return training_batches(
             self.train,
             t.batch_size,
@@ -218,26 +219,30 @@ class Course:
             t.seed,
             taken,
             t.packing,
-            self.shapes(leg),
-            self.draw(leg),
+            self.shapes(phase),
+            self.draw(phase),
         )
 
-    def held_out(self, leg: Leg) -> tuple[str, Examples]:
-        """The rows that a leg is judged by, and of which split they are."""
-        splits = self.splits[self.legs.index(leg)]
+    def held_out(self, phase: RunPhase) -> tuple[str, Examples]:
+        """The rows that a phase is judged by, and of which split they are."""
+        splits = self.splits[self.phases.index(phase)]
         split = "test" if "test" in splits else "valid"
         return split, splits[split]
 
-    def judged(self, leg: Leg) -> list[Batch]:
-        """All that a leg is judged by, in batches."""
-        t = leg.train
+    def judged(self, phase: RunPhase) -> list[Batch]:
+        """All that a phase is judged by, in batches."""
+        t = phase.train
         return evaluation_batches(
-            self.held_out(leg)[1], t.batch_size, t.max_seq_length, t.test_batches, runtime.COMPILES
+            self.held_out(phase)[1],
+            t.batch_size,
+            t.max_seq_length,
+            t.test_batches,
+            runtime.COMPILES,
         )
 
-    def valid(self, leg: Leg) -> list[Batch]:
-        """What a leg is validated by while it learns; none if it has none, or wants none."""
-        splits, t = self.splits[self.legs.index(leg)], leg.train
+    def valid(self, phase: RunPhase) -> list[Batch]:
+        """What a phase is validated by while it learns; none if it has none, or wants none."""
+        splits, t = self.splits[self.phases.index(phase)], phase.train
         if "valid" not in splits or not t.val_batches:
             return []
         return evaluation_batches(
@@ -262,31 +267,33 @@ class _Joined(Sequence):
 
 
 def phase_reports(
-    course: Course, sources: Sequence[str], scores: Sequence[Mapping], curve: Sequence[dict]
+    dataset: PhasedDataset, sources: Sequence[str], scores: Sequence[Mapping], curve: Sequence[dict]
 ) -> list[dict]:
     """What each phase of a run was and did; empty where a run has no phases.
 
     Args:
         sources: where the rows of each are, as they are called in public.
-        scores: before the first phase and after each, the `Score` by leg; empty where not known.
+        scores: before the first phase and after each, the `Score` by phase; empty where not known.
         curve: of the run, whose lines tell the losses.
     """
     reports = []
-    for i, (leg, source) in enumerate(zip(course.legs, sources, strict=True)):
-        if not leg.name:
+    for i, (phase, source) in enumerate(zip(dataset.phases, sources, strict=True)):
+        if not phase.name:
             continue
-        losses = [x["loss"] for x in curve if "loss" in x and leg.first < x["batch"] <= leg.stop]
-        split, held_out = course.held_out(leg)
+        losses = [
+            x["loss"] for x in curve if "loss" in x and phase.first < x["batch"] <= phase.stop
+        ]
+        split, held_out = dataset.held_out(phase)
         reports.append(
             {
-                "name": leg.name,
+                "name": phase.name,
                 "data": source,
-                "batches": [leg.first, leg.stop],
-                "steps": -(-leg.train.iters // leg.train.grad_accumulation_steps),
-                **{key: getattr(leg.train, key) for key in OWN},
-                "replay": leg.replay,
-                "optimizer_state": "carry" if leg.carries else "fresh",
-                "rows": {s: len(e) for s, e in course.splits[i].items()},
+                "batches": [phase.first, phase.stop],
+                "steps": -(-phase.train.iters // phase.train.grad_accumulation_steps),
+                **{key: getattr(phase.train, key) for key in OWN},
+                "replay": phase.replay,
+                "optimizer_state": "carry" if phase.carries else "fresh",
+                "rows": {s: len(e) for s, e in dataset.splits[i].items()},
                 "loss_first": losses[0] if losses else None,
                 "loss_last": losses[-1] if losses else None,
                 "held_out": {"split": split, "rows": len(held_out)},

@@ -1,7 +1,7 @@
 """Train a pack: rows in, adapters on a frozen base, a folder out.
 
 `_train_into` reads from top to bottom: rows, matmul path, attach, measure, learn, measure, save.
-`_learn` walks the legs of the run (phases.py), of which there is one where no phases are said.
+`_learn` walks the phases of the run (phases.py), of which there is one where no phases are said.
 """
 
 import time
@@ -45,7 +45,7 @@ from ..packs.pack import Pack, round_adapters, versions_line
 from ..runtime import mx
 from .checkpoint import TrainingState, load_checkpoint, read_training_state
 from .loop import Loop
-from .phases import Course, Leg, legs_of, pack_name, phase_reports
+from .phases import PhasedDataset, RunPhase, pack_name, phase_reports, resolve_phases
 from .run_folder import (
     check_resumable,
     clear_run,
@@ -57,7 +57,7 @@ from .setup import (
     check_resume,
     choose_path,
     describe,
-    encode_legs,
+    encode_phases,
     fingerprints,
     load_adapters,
     matmul_paths_by_name,
@@ -147,18 +147,18 @@ def train_pack(
     lora = lora or (LoRAConfig() if train.method == "full" else suited.lora)
     check_method(lora, train)
     _backend.start_record()
-    legs = legs_of(train, columns)
+    phases = resolve_phases(train, columns)
     if data is not None and train.phases and all(phase.data for phase in train.phases):
         raise PackError(f"data {data}: every phase has rows of its own; say them there alone.")
     _check_report_to(report_to, project_name)
-    with output_folders(out, pack_name(legs), overwrite, resume) as (folder, run):
+    with output_folders(out, pack_name(phases), overwrite, resume) as (folder, run):
         return _train_into(
             folder,
             run,
             base,
             lora,
             train,
-            legs,
+            phases,
             columns,
             display,
             overwrite,
@@ -177,7 +177,7 @@ def _train_into(
     base: Base | str | Path,
     lora: LoRAConfig,
     train: TrainConfig,
-    legs: tuple[Leg, ...],
+    phases: tuple[RunPhase, ...],
     columns: DataConfig,
     display: Display,
     overwrite: bool,
@@ -193,7 +193,7 @@ def _train_into(
     started = started_from(resume_adapter_file, earlier)
     from .tasks.embedding import check_task, train_embeddings
 
-    splits = [leg.load_rows() for leg in legs]
+    splits = [phase.load_rows() for phase in phases]
     if not isinstance(base, Base):
         check_task(str(base), stored_config(base)["model_type"], lora, train, columns)
     base = _loaded(base, lora, train, trust_remote_code, force, display)
@@ -209,7 +209,7 @@ def _train_into(
             run,
             base,
             lora,
-            legs[0],
+            phases[0],
             splits[0],
             display,
             overwrite or resume,
@@ -224,21 +224,21 @@ def _train_into(
     for line in graph.lines():
         display.line("graph", line)
     recipe = Recipe(lora, train, columns, {"model": base.name, "resume_adapter_file": started})
-    course = encode_legs(legs, splits, base, train, display)
+    dataset = encode_phases(phases, splits, base, train, display)
     identity = {
         "recipe": recipe.to_json(),
         "base": base.fingerprint,
-        "data": fingerprints(course, splits),
+        "data": fingerprints(dataset, splits),
     }
     if earlier is not None:
         check_resume(run, identity, earlier)
-    goal = legs[-1]  # what a pack is judged by are the rows of what it learned last
-    held_out, rows = course.held_out(goal)
+    goal = phases[-1]  # what a pack is judged by are the rows of what it learned last
+    held_out, rows = dataset.held_out(goal)
     sample = SamplePrompt.of(splits[-1].rows[held_out][0], base, goal.sources[0])
-    sources = [leg.public_source(read) for leg, read in zip(legs, splits, strict=True)]
+    sources = [phase.public_source(read) for phase, read in zip(phases, splits, strict=True)]
     splits.clear()  # from here on only their tokens are needed
-    plans = plan_paths(base, lora, train, course.batch_shapes(), display, force)
-    choice = choose_path(graph.base, train, course.train, plans, display)
+    plans = plan_paths(base, lora, train, dataset.batch_shapes(), display, force)
+    choice = choose_path(graph.base, train, dataset.train, plans, display)
     plan = plans.get(choice.matmul_path)
     plan_peak_gb = plan.peak_gb if plan else None
     if plan:
@@ -263,53 +263,53 @@ def _train_into(
             prefix = open_prefix(
                 attached,
                 head,
-                replace(train, iters=course.iters),
-                course.train,
+                replace(train, iters=dataset.iters),
+                dataset.train,
                 choice.matmul_path,
                 plan.peak_bytes if plan else None,
                 display,
             )
         scorer = Scorer(attached.model, head, graph.arrays)
-        before = _score_base(attached, scorer, course, display)
+        before = _score_base(attached, scorer, dataset, display)
         texts = {} if graph.is_proxy else {"before": sample.complete(base)}
         callback = reporters(report_to, project_name, run, recipe)
         start_run_folder(run, identity, resume)
         arrays = prefix.arrays if prefix else graph.arrays
         ahead = prefix.ahead if prefix else iter
         learned = _learn(
-            attached, head, scorer, arrays, ahead, course, run, resume, display, callback
+            attached, head, scorer, arrays, ahead, dataset, run, resume, display, callback
         )
         if _backend.detect() != "reference":
             display.line("kernels", _backend.summary())
         round_adapters(attached, train.pack_dtype)
-        scores = [before, *learned.scores, _score_legs(scorer, course, display)]
+        scores = [before, *learned.scores, _score_phases(scorer, dataset, display)]
         ends = before[goal.name], scores[-1][goal.name]
         objective = graph.facts
         if graph.is_proxy:
             own = {"ppl_before": ends[0].ppl, "ppl_after": ends[1].ppl}
             objective = objective | own
             *ends, texts = _by_transformer(
-                base, attached, course.judged(goal), sample, train.train_fp16_fallback, display
+                base, attached, dataset.judged(goal), sample, train.train_fp16_fallback, display
             )
         else:
             texts["after"] = sample.complete(base)
         result = _result(held_out, *ends)
-        phases = phase_reports(course, sources, scores, learned.curve)
+        reports = phase_reports(dataset, sources, scores, learned.curve)
         pack = Pack.of(
             attached,
             train.pack_dtype,
-            objective={"loss_on": course.loss_on, "ce_last_k": train.ce_last_k, **objective},
+            objective={"loss_on": dataset.loss_on, "ce_last_k": train.ce_last_k, **objective},
             data={
                 "source": ", ".join(dict.fromkeys(sources)),
                 "fingerprint": identity["data"],
                 "rows": {
-                    leg.named(split): len(e)
-                    for leg, found in zip(legs, course.splits, strict=True)
+                    phase.named(split): len(e)
+                    for phase, found in zip(phases, dataset.splits, strict=True)
                     for split, e in found.items()
                 },
             },
             recipe=public_recipe(recipe, base),
-            **({"phases": phases} if phases else {}),
+            **({"phases": reports} if reports else {}),
             versions=versions_line(),
             eval=result,
             measured={
@@ -334,7 +334,7 @@ def _train_into(
         **{k: v for k, v in result.items() if k.startswith(("ppl", "accuracy"))},
         "held_out": {k: result[k] for k in ("split", "rows", "targets")},
         "trained_tokens": learned.cursor.trained_tokens,
-        "phases": phases,
+        "phases": reports,
         **learned.measured,
         "process_peak_gb": runtime.peak_process_bytes() / 1e9,
         "pack_mb": pack.size_mb,
@@ -392,7 +392,7 @@ def start_run_folder(run: Path, identity: dict, resume: bool) -> None:
 
 @dataclass(frozen=True)
 class _Learned:
-    """What the walk left behind besides the adapters; ``scores``: after each leg but the last."""
+    """What the walk left behind besides the adapters; ``scores``: after each phase but the last."""
 
     cursor: TrainingState
     curve: list[dict]
@@ -408,49 +408,49 @@ def _learn(
     scorer: Scorer,
     arrays: Callable[[Batch], Arrays],
     ahead: Callable[[Iterator[Batch]], Iterator[Batch]],
-    course: Course,
+    dataset: PhasedDataset,
     run: Path,
     resume: bool,
     display: Display,
     callback: object | None,
 ) -> _Learned:
-    """Walk the legs from the start or from the last checkpoint; checkpoint the end of each."""
-    model, goal = attached.model, course.legs[-1]
+    """Walk the phases from the start or from the last checkpoint; checkpoint the end of each."""
+    model, goal = attached.model, dataset.phases[-1]
     mx.random.seed(goal.train.seed)
     cursor, curve, optimizer = TrainingState(), [], None
     reached = latest_checkpoint(run) if resume else None
     if reached is not None:
         cursor = read_training_state(reached)
         curve = read_metrics(run, cursor.batches)
-        display.line("resume", f"{run}: batch {cursor.batches} of {course.iters}")
+        display.line("resume", f"{run}: batch {cursor.batches} of {dataset.iters}")
 
     def judge(batch: Batch) -> Score:
         return scorer.score([batch])
 
     scores, shapes, traces = [], set(), 0
     mx.reset_peak_memory()
-    for leg in course.legs:
-        if cursor.batches > leg.stop and leg is not goal:  # it was all taken before
-            scores.append(_noted_scores(curve, leg))
+    for phase in dataset.phases:
+        if cursor.batches > phase.stop and phase is not goal:  # it was all taken before
+            scores.append(_noted_scores(curve, phase))
             continue
-        before, optimizer = optimizer, leg.optimizer()
+        before, optimizer = optimizer, phase.optimizer()
         optimizer.init(model.trainable_parameters())
         if reached is not None:
             cursor, reached = load_checkpoint(reached, attached, optimizer), None
-        elif before is not None and leg.carries:
+        elif before is not None and phase.carries:
             carry_state(before, optimizer)
-        if leg.name:
-            display.line("phase", f"{leg.name}: batches {leg.first + 1} to {leg.stop}")
-        valid = course.valid(leg)
-        config = leg.train
+        if phase.name:
+            display.line("phase", f"{phase.name}: batches {phase.first + 1} to {phase.stop}")
+        valid = dataset.valid(phase)
+        config = phase.train
         stepper = Stepper(
             model, head, optimizer, config.max_grad_norm, config.z_loss, config.label_smoothing
         )
         loop = Loop(
             attached,
             stepper,
-            leg,
-            leg is goal,
+            phase,
+            phase is goal,
             run,
             cursor,
             arrays,
@@ -460,17 +460,17 @@ def _learn(
             callback,
             curve,
         )
-        batches = course.batches(leg, cursor.batches - leg.first)
+        batches = dataset.batches(phase, cursor.batches - phase.first)
         model.train()
         limits = runtime.memory_limits(config.clear_cache_threshold or 0)
         with closing(prefetched(ahead(batches))) as made, limits:
             loop.learn(made)
         shapes |= stepper.shapes
         traces += stepper.traces
-        if leg is not goal:
-            if not (found := _noted_scores(curve, leg)):
+        if phase is not goal:
+            if not (found := _noted_scores(curve, phase)):
                 try:
-                    found = _score_legs(scorer, course, display)
+                    found = _score_phases(scorer, dataset, display)
                 except KeyboardInterrupt:
                     kept = latest_checkpoint(run)
                     raise Interrupted(f"interrupted; kept {kept}. Go on with --resume.") from None
@@ -486,10 +486,10 @@ def _learn(
     return _Learned(cursor, curve, scores, measured, len(shapes), traces)
 
 
-def _noted_scores(curve: list[dict], leg: Leg) -> dict[str, Score]:
-    """What was measured after a leg, from the run's metrics; empty if it is not there."""
+def _noted_scores(curve: list[dict], phase: RunPhase) -> dict[str, Score]:
+    """What was measured after a phase, from the run's metrics; empty if it is not there."""
     for line in curve:
-        if "held_out" in line and line["batch"] == leg.stop:
+        if "held_out" in line and line["batch"] == phase.stop:
             with suppress(TypeError, AttributeError):  # not as it was written
                 return {name: Score(**held) for name, held in line["held_out"].items()}
     return {}
@@ -526,16 +526,16 @@ def reporters(report_to: str | None, project: str | None, run: Path, recipe: Rec
 
 
 def _score_base(
-    attached: Trainable, scorer: Scorer, course: Course, display: Display
+    attached: Trainable, scorer: Scorer, dataset: PhasedDataset, display: Display
 ) -> dict[str, Score]:
     """The scores of the base alone, whatever the run starts from."""
     with attached.disabled():
-        return _score_legs(scorer, course, display)
+        return _score_phases(scorer, dataset, display)
 
 
-def _score_legs(scorer: Scorer, course: Course, display: Display) -> dict[str, Score]:
-    """The scores on the held-out rows of each leg, by its name."""
-    judged = {leg.name: course.judged(leg) for leg in course.legs}
+def _score_phases(scorer: Scorer, dataset: PhasedDataset, display: Display) -> dict[str, Score]:
+    """The scores on the held-out rows of each phase, by its name."""
+    judged = {phase.name: dataset.judged(phase) for phase in dataset.phases}
     with display.task("eval", sum(map(len, judged.values())), "held-out batches") as bar:
         return {name: scorer.score(batches, bar.advance) for name, batches in judged.items()}
 

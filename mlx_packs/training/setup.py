@@ -41,7 +41,7 @@ from ..nn.quantized import path_at_work
 from ..packs.manifest import mlx_lm_config
 from ..packs.pack import check_output
 from ..runtime import mx
-from .phases import Course, Leg
+from .phases import PhasedDataset, RunPhase
 from .run_folder import checkpoints, is_run, run_folder
 
 # What may differ when a run is resumed: none of it changes a step that was taken.
@@ -229,40 +229,40 @@ def encoding_options(
     return told
 
 
-def encode_legs(
-    legs: Sequence[Leg],
+def encode_phases(
+    phases: Sequence[RunPhase],
     splits: Sequence[rows_of.Splits],
     base: Base,
     train: TrainConfig,
     display: Display,
-) -> Course:
-    """Tokens of the rows of every leg.
+) -> PhasedDataset:
+    """Tokens of the rows of every phase.
 
-    Raises: PackError where something is asked for that is for texts, and no leg has any.
+    Raises: PackError where something is asked for that is for texts, and no phase has any.
     """
     wanted = {"--fim-rate": train.fim_rate, "--long-rows split": train.long_rows == "split"}
     kinds = {
-        rows_of.row_format(rows[0], leg.sources[0])
-        for leg, read in zip(legs, splits, strict=True)
+        rows_of.row_format(rows[0], phase.sources[0])
+        for phase, read in zip(phases, splits, strict=True)
         if (rows := read.rows["train"])
     }
     for option in (name for name, said in wanted.items() if said):
         if kinds and "text" not in kinds:
             raise PackError(f"{option}: is for rows of text, but these are {', '.join(kinds)}.")
     found = []
-    for leg, read in zip(legs, splits, strict=True):
-        if leg.name:
-            replayed = f", {leg.replay:.0%} of its rows from before" if leg.replay else ""
-            display.line("phase", f"{leg.name}: {leg.train.iters:,} batches{replayed}")
-        found.append(encode_splits(read, base, leg.sources[0], leg.train, display))
-    return Course(tuple(legs), found)
+    for phase, read in zip(phases, splits, strict=True):
+        if phase.name:
+            replayed = f", {phase.replay:.0%} of its rows from before" if phase.replay else ""
+            display.line("phase", f"{phase.name}: {phase.train.iters:,} batches{replayed}")
+        found.append(encode_splits(read, base, phase.sources[0], phase.train, display))
+    return PhasedDataset(tuple(phases), found)
 
 
-def fingerprints(course: Course, splits: Sequence[rows_of.Splits]) -> dict[str, str]:
-    """Of the rows of every split of every leg."""
+def fingerprints(dataset: PhasedDataset, splits: Sequence[rows_of.Splits]) -> dict[str, str]:
+    """Of the rows of every split of every phase."""
     return {
-        leg.named(split): rows_of.fingerprint(read.rows[split])
-        for leg, read, found in zip(course.legs, splits, course.splits, strict=True)
+        phase.named(split): rows_of.fingerprint(read.rows[split])
+        for phase, read, found in zip(dataset.phases, splits, dataset.splits, strict=True)
         for split in found
     }
 

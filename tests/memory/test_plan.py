@@ -35,7 +35,7 @@ from mlx_packs.memory.recommend import advise
 from mlx_packs.objectives.causal_lm import as_arrays, split_head
 from mlx_packs.optim import make_optimizer
 from mlx_packs.runtime import mx
-from mlx_packs.training.phases import Course, legs_of
+from mlx_packs.training.phases import PhasedDataset, resolve_phases
 from mlx_packs.training.setup import choose_path, encode_splits, plan_paths
 from mlx_packs.training.step import Stepper
 from tests.helpers.models import base_of
@@ -657,15 +657,15 @@ def test_auto_takes_the_fastest_path_that_fits(tiny, rows, monkeypatch):
     train = TrainConfig(batch_size=4, max_seq_length=128, iters=4, recompute="none")
     columns = DataConfig(data=str(rows))
     splits = encode_splits(load_rows(columns), tiny, columns, train, display)
-    course = Course(legs_of(train, columns), [splits])
-    shapes = course.batch_shapes()
+    dataset = PhasedDataset(resolve_phases(train, columns), [splits])
+    shapes = dataset.batch_shapes()
     seconds = {"quantized": 3.0, "transient": 2.0, "dense": 1.0}
     monkeypatch.setattr("mlx_packs.memory.matmul_path._kind_seconds", lambda *_: seconds)
 
     def taken(memory: int) -> str:
         monkeypatch.setattr(runtime, "total_memory", lambda: memory)
         plans = plan_paths(tiny, LoRAConfig(), train, shapes, display)
-        return choose_path(tiny, train, course.train, plans, display).matmul_path
+        return choose_path(tiny, train, dataset.train, plans, display).matmul_path
 
     monkeypatch.setattr(runtime, "total_memory", lambda: int(64e9))
     plans = plan_paths(tiny, LoRAConfig(), train, shapes, display)

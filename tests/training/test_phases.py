@@ -17,7 +17,7 @@ from mlx_packs.data.sampler import Draw
 from mlx_packs.optim import carry_state
 from mlx_packs.packs.manifest import check_manifest, phase_lines
 from mlx_packs.runtime import mx
-from mlx_packs.training.phases import Course, legs_of, pack_name
+from mlx_packs.training.phases import PhasedDataset, pack_name, resolve_phases
 from tests.helpers.rows import chat, write_rows
 
 CODE = [{"text": f"def add_{i}(a, b):\n    return a + b + {i}\n" * (1 + i % 3)} for i in range(24)]
@@ -124,9 +124,9 @@ def test_shapes_of_drawn_batches_are_those_that_were_foretold(examples):
 
 def test_a_run_without_phases_is_a_run_of_one_leg():
     config, columns = TrainConfig(iters=7), DataConfig()
-    (leg,) = legs_of(config, columns)
-    assert leg.train is config and leg.sources == (columns,)
-    assert (leg.name, leg.first, leg.stop, leg.since, leg.carries) == ("", 0, 7, 0, False)
+    (phase,) = resolve_phases(config, columns)
+    assert phase.train is config and phase.sources == (columns,)
+    assert (phase.name, phase.first, phase.stop, phase.since, phase.carries) == ("", 0, 7, 0, False)
 
 
 def test_what_a_phase_does_not_say_is_as_the_run_has_it(data):
@@ -142,19 +142,19 @@ def test_what_a_phase_does_not_say_is_as_the_run_has_it(data):
             Phase(data=["a", "b"], lr_schedule="constant", warmup_steps=0),
         ),
     )
-    legs = legs_of(config, DataConfig(data="x", text_feature="body"))
-    assert [leg.name for leg in legs] == ["phase-1", "phase-2", "phase-3", "phase-4"]
-    assert [(leg.first, leg.stop, leg.since) for leg in legs] == [
+    phases = resolve_phases(config, DataConfig(data="x", text_feature="body"))
+    assert [phase.name for phase in phases] == ["phase-1", "phase-2", "phase-3", "phase-4"]
+    assert [(phase.first, phase.stop, phase.since) for phase in phases] == [
         (0, 5, 0),
         (5, 8, 3),
         (8, 13, 0),
         (13, 18, 3),
     ]
-    assert [leg.train.learning_rate for leg in legs] == [3e-4, 3e-4, 1e-5, 3e-4]
-    assert [leg.train.warmup_steps for leg in legs] == [1, 1, 1, 0]
-    sources = [[s.data for s in leg.sources] for leg in legs]
+    assert [phase.train.learning_rate for phase in phases] == [3e-4, 3e-4, 1e-5, 3e-4]
+    assert [phase.train.warmup_steps for phase in phases] == [1, 1, 1, 0]
+    sources = [[s.data for s in phase.sources] for phase in phases]
     assert sources == [["x"], ["x"], ["x"], ["a", "b"]]
-    assert {s.text_feature for leg in legs for s in leg.sources} == {"body"}
+    assert {s.text_feature for phase in phases for s in phase.sources} == {"body"}
 
 
 def test_a_schedule_begins_with_its_phase_and_carried_moments_stay():
@@ -167,14 +167,14 @@ def test_a_schedule_begins_with_its_phase_and_carried_moments_stay():
     )
     weights, gradients = {"w": mx.ones((4, 4))}, {"w": mx.full((4, 4), 0.5)}
     before, rates = None, []
-    for leg in legs_of(config, DataConfig()):
-        made = leg.optimizer()
+    for phase in resolve_phases(config, DataConfig()):
+        made = phase.optimizer()
         made.init(weights)
         if before is not None:
             carry_state(before, made)
             assert mx.array_equal(made.state["w"]["m"], before.state["w"]["m"]).item()
-            assert made.state["step"].item() == leg.first == leg.since
-        for _ in range(leg.train.iters):
+            assert made.state["step"].item() == phase.first == phase.since
+        for _ in range(phase.train.iters):
             weights = made.apply_gradients(gradients, weights)
             rates.append(made.learning_rate.item())
         before = made
@@ -186,19 +186,19 @@ def test_a_schedule_begins_with_its_phase_and_carried_moments_stay():
 def test_rows_of_several_sources_and_of_all_legs_lie_one_behind_the_other(data):
     both = [str(data / "broad"), str(data / "narrow")]
     config = TrainConfig(phases=(Phase(data=both[:1]), Phase(data=[both[0], both[0]])))
-    legs = legs_of(config, DataConfig())
-    splits = legs[1].load_rows()
+    phases = resolve_phases(config, DataConfig())
+    splits = phases[1].load_rows()
     assert len(splits.rows["train"]) == 36 and len(splits.rows["valid"]) == 12
-    assert legs[1].public_source(splits) == "broad + broad"
-    assert pack_name(legs).data == both[0]
+    assert phases[1].public_source(splits) == "broad + broad"
+    assert pack_name(phases).data == both[0]
     one = Examples(
         [Example(np.arange(i + 2), np.ones(i + 2, bool), str(i)) for i in range(3)], "text", "all"
     )
     two = Examples([Example(np.arange(9), np.ones(9, bool), "9")], "chat", "assistant")
-    course = Course(legs, [{"train": one}, {"train": two}])
-    assert [e.where for e in course.train.items] == ["0", "1", "2", "9"]
-    assert (course.train.format, course.loss_on) == ("text + chat", "assistant")
-    assert [course.draw(leg) for leg in legs] == [Draw(0, 3), Draw(3, 4)]
+    dataset = PhasedDataset(phases, [{"train": one}, {"train": two}])
+    assert [e.where for e in dataset.train.items] == ["0", "1", "2", "9"]
+    assert (dataset.train.format, dataset.loss_on) == ("text + chat", "assistant")
+    assert [dataset.draw(phase) for phase in phases] == [Draw(0, 3), Draw(3, 4)]
 
 
 FAULTS = [
@@ -373,13 +373,13 @@ def kill():
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
 where = sys.argv.pop(1)
 if where == "between":
-    scored, score_legs = [], training._score_legs
+    scored, score_legs = [], training._score_phases
     def score(*args):
         scored.append(args)
         if len(scored) == 2:  # of the base; after the first phase
             kill()
         return score_legs(*args)
-    training._score_legs = score
+    training._score_phases = score
 elif where != "nowhere":
     Loop._limit_cache = lambda loop: kill() if loop.cursor.batches == int(where) else None
 from mlx_packs.cli.train import main

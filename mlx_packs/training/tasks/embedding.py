@@ -40,7 +40,7 @@ from ...packs.pack import Pack, round_adapters, versions_line
 from ...runtime import mx
 from ..checkpoint import TrainingState, load_checkpoint
 from ..loop import Loop
-from ..phases import Leg
+from ..phases import RunPhase
 from ..run import TrainRun, reporters, start_run_folder
 from ..run_folder import latest_checkpoint, read_metrics
 from ..setup import check_resume, describe, load_adapters, public_recipe, show_plan, too_large
@@ -94,7 +94,7 @@ def train_embeddings(
     run: Path,
     base: Base,
     lora: LoRAConfig,
-    leg: Leg,
+    phase: RunPhase,
     splits: rows_of.Splits,
     display: Display,
     replaces: bool,
@@ -108,14 +108,14 @@ def train_embeddings(
     """`training.train_pack` of an encoder, from its rows on.
 
     Args:
-        leg: the only one of the run.   splits: its rows.
+        phase: the only one of the run.   splits: its rows.
         replaces: whether what lies in ``folder`` may be replaced.
         earlier: what the run to go on with was; None begins one.
         started: name and hash of the adapters to start from, read from ``resume_adapter_file``.
     """
-    train, columns = leg.train, leg.sources[0]
+    train, columns = phase.train, phase.sources[0]
     recipe = Recipe(lora, train, columns, {"model": base.name, "resume_adapter_file": started})
-    source = leg.public_source(splits)
+    source = phase.public_source(splits)
     pairs, loss_name = _encoded(splits, base, train, display)
     identity = {
         "recipe": recipe.to_json(),
@@ -149,7 +149,7 @@ def train_embeddings(
         learned = _learn(
             attached,
             loss_name,
-            leg,
+            phase,
             pairs["train"],
             valid,
             run,
@@ -303,7 +303,7 @@ class _Learned:
 def _learn(
     attached: Trainable,
     loss_name: str,
-    leg: Leg,
+    phase: RunPhase,
     pairs: Pairs,
     valid: Pairs | None,
     run: Path,
@@ -312,9 +312,9 @@ def _learn(
     callback: object | None,
 ) -> _Learned:
     """Run the loop from the start or from the last checkpoint; checkpoint its end."""
-    model, train = attached.model, leg.train
+    model, train = attached.model, phase.train
     mx.random.seed(train.seed)
-    optimizer = leg.optimizer()
+    optimizer = phase.optimizer()
     optimizer.init(model.trainable_parameters())
     cursor, curve = TrainingState(), []
     if resume:
@@ -347,7 +347,7 @@ def _learn(
     loop = Loop(
         attached,
         stepper,
-        leg,
+        phase,
         True,
         run,
         cursor,
