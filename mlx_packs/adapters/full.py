@@ -17,7 +17,8 @@ from ..bases.loading import Base, quantization_name
 from ..errors import PackError
 from ..nn.quantized import QUANTIZED
 from ..runtime import mx
-from .lora import Attached, attach, check_tensors
+from .lora import Attached, attach
+from .tensors import check_tensors
 
 
 @dataclass(frozen=True)

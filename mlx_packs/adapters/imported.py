@@ -10,7 +10,7 @@ from collections.abc import Mapping
 import mlx.nn as nn
 
 from ..errors import PackError
-from ..nn.fixed import AdaptedEmbedding, DoRALinear
+from ..nn.imported import AdaptedEmbedding, DoRALinear
 from ..nn.quantized import (
     EMBEDDINGS,
     LINEARS,
@@ -20,7 +20,8 @@ from ..nn.quantized import (
     dequantized_weight,
 )
 from ..runtime import mx
-from .lora import Attached, ModuleSpec, Specs
+from .lora import Attached
+from .spec import ModuleSpec, Specs
 
 _KINDS = {
     "dora": ((nn.Linear, *LINEARS, TransientLinear), "a linear"),
@@ -28,12 +29,12 @@ _KINDS = {
 }
 
 
-def is_fixed(spec: ModuleSpec) -> bool:
+def is_inference_only(spec: ModuleSpec) -> bool:
     """Whether an adapter is of a kind that is not trained here."""
     return spec.kind != "lora"
 
 
-def attach_fixed(
+def attach_inference_only(
     attached: Attached,
     specs: Specs,
     replaced: Mapping[str, tuple[int, ...]],
@@ -53,7 +54,7 @@ def attach_fixed(
         found = tuple(tensors[name].shape) if name in tensors else "missing"
         if found != shape:
             raise PackError(f"{where}: {name} is {found}, must be {shape}.")
-    attached.swap(replacements(attached.model, replaced, tensors, where))
+    attached.swap(full_tensor_modules(attached.model, replaced, tensors, where))
     modules = dict(attached.model.named_modules())
     attached.swap(
         [
@@ -63,7 +64,7 @@ def attach_fixed(
     )
 
 
-def replacements(
+def full_tensor_modules(
     model: nn.Module, names: Mapping[str, object], tensors: Mapping[str, mx.array], where: str
 ) -> list[tuple[str, nn.Module]]:
     """A copy of each module with its own tensors, dense where the base's is packed."""

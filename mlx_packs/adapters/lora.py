@@ -5,139 +5,26 @@ wraps any other linear; detaching puts the very same objects back. In memory ada
 their names and shapes on disk are mlx-lm's, per projection (`Attached.tensors`).
 """
 
-import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from types import MappingProxyType
 
 import mlx.nn as nn
 
 from ..bases.families import check_trainable
-from ..bases.geometry import (
-    BLOCK_PROJECTIONS,
-    Geometry,
-    GeometryError,
-    Group,
-    block_prefixes,
-    find_groups,
-    linears,
-)
+from ..bases.geometry import BLOCK_PROJECTIONS, Geometry, Group, block_prefixes, find_groups
 from ..bases.loading import Base
 from ..config.schema import LoRAConfig
 from ..errors import PackError
 from ..nn.blocks import GroupedAttention, GroupedMLP, is_grouped_attention, is_grouped_mlp
-from ..nn.experts import AdaptedSwitchLinear, expert_weights, is_switch_linear
-from ..nn.lora import AdaptedLinear, AdapterShape, GroupedLoRA, adapter_key, low_rank_delta
-from ..nn.quantized import (
-    LINEARS,
-    HalfLinear,
-    apply_matmul_path,
-    dequantized_weight,
-    replace_modules,
-)
+from ..nn.experts import AdaptedSwitchLinear
+from ..nn.lora import AdaptedLinear, AdapterShape, GroupedLoRA, adapter_key
+from ..nn.quantized import apply_matmul_path, replace_modules
 from ..nn.recompute import RecomputedBlock
 from ..runtime import mx
-
-
-@dataclass(frozen=True)
-class SliceSpec:
-    """Adapter of one slice of a projection; rank 0 is none."""
-
-    name: str
-    width: int
-    rank: int
-    alpha: float
-
-    @property
-    def scale(self) -> float:
-        return self.alpha / self.rank if self.rank else 0.0
-
-
-@dataclass(frozen=True)
-class ModuleSpec:
-    """Adapters of one projection (several slices if it is fused).
-
-    ``experts``: the projection is a switch linear, and each of its experts has an adapter.
-    ``kind``: ``lora``; what comes by import may be ``dora``, or ``embedding``, where in_features is
-    the vocabulary. ``head``: the embedding is the head too, and the adapter acts there (or not).
-    """
-
-    path: str
-    in_features: int
-    slices: tuple[SliceSpec, ...]
-    experts: int | None = None
-    kind: str = "lora"
-    head: bool | None = None
-
-    @property
-    def rank(self) -> int:
-        """Rank on disk: of all slices together, block-diagonal."""
-        return sum(s.rank for s in self.slices)
-
-    @property
-    def widths(self) -> list[int]:
-        """Output columns of each slice."""
-        return [s.width for s in self.slices]
-
-    @property
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Tensors on disk by name: [in, r] and [r, out], or mlx-lm's [E, r, in] and [E, out, r]."""
-        a, b = (self.in_features, self.rank), (self.rank, sum(self.widths))
-        if self.experts is not None:
-            a, b = (self.experts, *a[::-1]), (self.experts, *b[::-1])
-        shapes = {f"{self.path}.lora_a": a, f"{self.path}.lora_b": b}
-        return shapes | ({f"{self.path}.m": (sum(self.widths),)} if self.kind == "dora" else {})
-
-
-Specs = dict[str, ModuleSpec]
-
-
-def _match(pattern: Mapping[str, float], path: str) -> str | None:
-    """The first key of a pattern that fits a path, by PEFT's rule."""
-    return next((key for key in pattern if re.match(rf"(.*\.)?({key})$", path)), None)
-
-
-def plan_specs(groups: list[Group], lora: LoRAConfig) -> Specs:
-    """Rank and alpha of every slice under a LoRAConfig.
-
-    Raises: PackError for a rank above a width, or a pattern that fits no projection.
-    """
-    specs: Specs = {}
-    used: set[str] = set()
-    for geometry in (g for group in groups for g in group.members):
-        slices = []
-        for name, width in geometry.slices:
-            path = geometry.path if len(geometry.slices) == 1 else f"{geometry.path}.{name}"
-            rank_key, alpha_key = _match(lora.rank_pattern, path), _match(lora.alpha_pattern, path)
-            used |= {k for k in (rank_key, alpha_key) if k}
-            rank = lora.rank_pattern[rank_key] if rank_key else lora.rank
-            alpha = lora.alpha_pattern[alpha_key] if alpha_key else lora.alpha
-            limit = min(geometry.in_features, width)
-            if rank > limit:
-                raise PackError(
-                    f"--rank {rank}: {path} is {geometry.in_features} x {width}, so its"
-                    f" rank can be at most {limit}."
-                )
-            slices.append(SliceSpec(name, width, rank, 2.0 * rank if alpha is None else alpha))
-        specs[geometry.path] = ModuleSpec(
-            geometry.path, geometry.in_features, tuple(slices), geometry.experts
-        )
-    if unused := (set(lora.rank_pattern) | set(lora.alpha_pattern)) - used:
-        raise PackError(f"rank_pattern, alpha_pattern: '{sorted(unused)[0]}' fits no projection.")
-    return specs
-
-
-@dataclass(frozen=True)
-class Slot:
-    """Where the adapters of one projection live in memory."""
-
-    lora: GroupedLoRA
-    first: int
-    spec: ModuleSpec
-
-
-Slots = Mapping[str, Slot]
+from .spec import ModuleSpec, Specs
+from .targets import experts_note, fp16_copies, plan_specs, without_narrow
+from .tensors import Slot, load_slots, merged_weight, slot_tensors
 
 
 class Attached:
@@ -250,106 +137,6 @@ class Attached:
         }
 
 
-def slot_tensors(slots: Slots) -> dict[str, mx.array]:
-    """Adapters by name on disk, as `Attached.tensors` has them."""
-    found = {}
-    for path, slot in slots.items():
-        adapted = [s for s in slot.spec.slices if s.rank]
-        a = slot.lora.lora_a[slot.first : slot.first + len(adapted)]
-        b = slot.lora.lora_b[slot.first : slot.first + len(adapted)]
-        if slot.spec.experts is not None:
-            a, b = ([t.swapaxes(-1, -2) for t in tensors] for tensors in (a, b))
-        found[f"{path}.lora_a"] = a[0] if len(a) == 1 else mx.concatenate(a, axis=1)
-        found[f"{path}.lora_b"] = _block_diagonal(slot.spec, b)
-    return found
-
-
-def check_tensors(
-    wanted: Mapping[str, tuple[int, ...]], tensors: Mapping[str, mx.array], where: str
-) -> None:
-    """Hold tensors against names and shapes.
-
-    Raises: PackError listing what is missing, unknown or misshaped.
-    """
-    faults = [f"{n}: missing" for n in wanted if n not in tensors]
-    faults += [f"{n}: not learned in this run" for n in tensors if n not in wanted]
-    faults += [
-        f"{n}: is {tuple(tensors[n].shape)}, must be {shape}"
-        for n, shape in wanted.items()
-        if n in tensors and tuple(tensors[n].shape) != shape
-    ]
-    if faults:
-        more = f" (and {len(faults) - 3} more)" if len(faults) > 3 else ""
-        raise PackError(f"{where}: tensors do not fit: {'; '.join(faults[:3])}{more}.")
-
-
-def load_slots(slots: Slots, tensors: Mapping[str, mx.array], where: str) -> None:
-    """Set all adapters from tensors named as on disk; raises as `Attached.load`."""
-    wanted = {n: shape for s in slots.values() for n, shape in s.spec.shapes.items()}
-    check_tensors(wanted, tensors, where)
-    for path, slot in slots.items():
-        b = tensors[f"{path}.lora_b"]
-        if not _is_block_diagonal(slot.spec, b):
-            raise PackError(f"{where}: {path}.lora_b couples the slices of a fused projection.")
-    for path, slot in slots.items():
-        a, b = tensors[f"{path}.lora_a"], tensors[f"{path}.lora_b"]
-        if slot.spec.experts is not None:
-            a, b = a.swapaxes(-1, -2), b.swapaxes(-1, -2)
-        rank = column = 0
-        index = slot.first
-        for s in slot.spec.slices:
-            if s.rank:
-                rows, columns = slice(rank, rank + s.rank), slice(column, column + s.width)
-                slot.lora.lora_a[index] = a[..., rows].astype(mx.float32)
-                slot.lora.lora_b[index] = b[..., rows, columns].astype(mx.float32)
-                index += 1
-            rank, column = rank + s.rank, column + s.width
-
-
-def merged_weight(spec: ModuleSpec, tensors: Mapping[str, mx.array], linear: nn.Module) -> mx.array:
-    """The dense weight of a frozen linear with its adapters' delta added, in float32."""
-    if spec.experts is not None:
-        weight = expert_weights(linear)
-    else:
-        quantized = isinstance(linear, LINEARS)
-        weight = dequantized_weight(linear) if quantized else linear.weight
-    return weight.astype(mx.float32) + delta_of(spec, tensors)
-
-
-def delta_of(spec: ModuleSpec, tensors: Mapping[str, mx.array]) -> mx.array:
-    """What adapters, named as on disk, add to their weight: [out, in] in float32.
-
-    Of experts [E, out, in]; of an embedding [vocab, dim], which is how its table lies.
-    """
-    a, b = tensors[f"{spec.path}.lora_a"], tensors[f"{spec.path}.lora_b"]
-    if spec.experts is not None:
-        return low_rank_delta(a.swapaxes(-1, -2), b.swapaxes(-1, -2), spec.slices[0].scale)
-    scales = [mx.full((s.rank,), s.scale) for s in spec.slices if s.rank]
-    delta = low_rank_delta(a, b * mx.concatenate(scales)[:, None], 1.0)
-    return delta.T if spec.kind == "embedding" else delta
-
-
-def _block_diagonal(spec: ModuleSpec, parts: list[mx.array]) -> mx.array:
-    """B of a fused projection: each slice's B in its own rows and columns, zero elsewhere."""
-    if len(spec.slices) == 1:
-        return parts[0]
-    rows, remaining = [], iter(parts)
-    before, total = 0, sum(s.width for s in spec.slices)
-    for s in spec.slices:
-        if s.rank:
-            rows.append(mx.pad(next(remaining), ((0, 0), (before, total - before - s.width))))
-        before += s.width
-    return mx.concatenate(rows)
-
-
-def _is_block_diagonal(spec: ModuleSpec, b: mx.array) -> bool:
-    """Whether B [r, out] of a projection is zero outside its slices."""
-    if len(spec.slices) == 1:
-        return True
-    ones = [mx.ones((s.rank, s.width)) for s in spec.slices if s.rank]
-    return not mx.any(mx.where(_block_diagonal(spec, ones) == 0, b, 0)).item()
-
-
 def attach(
     base: Base,
     lora: LoRAConfig | None = None,
@@ -378,11 +165,11 @@ def attach(
         groups, faults = find_groups(base.model, base.config, targets, num_layers)
     if faults and not fp16_fallback:
         raise faults[0]
-    fallback, notes = _fp16_modules(base, faults)
+    fallback, notes = fp16_copies(base, faults)
     groups = groups + [Group(None, (geometry,)) for geometry, _ in fallback]
     if not targets and specs is None:
-        groups, left_out = _without_narrow(groups, lora)
-        notes += left_out + _experts_note(base.model)
+        groups, left_out = without_narrow(groups, lora)
+        notes += left_out + experts_note(base.model)
     if not groups and specs != {}:
         raise PackError("--target-modules: no projection carries an adapter.")
     if specs is None:
@@ -405,75 +192,6 @@ def check_bare(base: Base) -> None:
     """Raises: PackError if a base carries adapters."""
     if any(isinstance(m, GroupedLoRA) for m in base.model.modules()):
         raise PackError(f"{base.name}: carries adapters already; take them off first.")
-
-
-def _without_narrow(groups: list[Group], lora: LoRAConfig) -> tuple[list[Group], list[str]]:
-    """Groups without the linears that nobody named and that are too narrow for the rank.
-
-    Such are gates and steps by head of a recurrence or a mixture. What is left out is noted; if
-    that were all, it stays, and `plan_specs` says what is wrong with the rank. So does a projection
-    of a grouped block.
-    """
-
-    def is_narrow(group: Group) -> bool:
-        (geometry, *others) = group.members
-        limit = min(geometry.in_features, *geometry.widths)
-        named = _match(lora.rank_pattern, geometry.path)
-        return group.block is None and not others and not named and lora.rank > limit
-
-    kept = [group for group in groups if not is_narrow(group)]
-    if not kept or len(kept) == len(groups):
-        return groups, []
-    names = sorted({group.members[0].name for group in groups if is_narrow(group)})
-    return kept, [f"{', '.join(names)}: narrower than rank {lora.rank}, carry no adapter"]
-
-
-def _experts_note(model: nn.Module) -> list[str]:
-    names = {path.rpartition(".")[2] for path, m in linears(model) if is_switch_linear(m)}
-    if not names:
-        return []
-    return [f"experts carry adapters only where named: --target-modules {','.join(sorted(names))}"]
-
-
-def _fp16_modules(
-    base: Base, faults: list[GeometryError]
-) -> tuple[list[tuple[Geometry, nn.Module]], list[str]]:
-    """An fp16 copy of each module that could not be probed, with what is then true of it."""
-    found, notes = [], []
-    modules = dict(base.model.named_modules())
-    for fault in faults:
-        module = modules[fault.path]
-        if is_switch_linear(module):
-            raise fault
-        try:
-            weight = module.weight
-            if isinstance(module, LINEARS):
-                weight = dequantized_weight(module)
-            half = HalfLinear(weight.astype(mx.float16), module.get("bias"))
-            mx.eval(half.parameters())
-        except (ValueError, RuntimeError) as error:
-            reason = " ".join(str(error).split())
-            raise PackError(f"[geometry] {fault.path}: cannot be dequantized: {reason}") from None
-        out, width = half.weight.shape
-        name = fault.path.rsplit(".", 1)[-1]
-        found.append(
-            (
-                Geometry(
-                    fault.path,
-                    width,
-                    out,
-                    None,
-                    None,
-                    None,
-                    width,
-                    "bias" in module,
-                    ((name, out),),
-                ),
-                half,
-            )
-        )
-        notes.append(f"{fault.path}: geometry could not be probed, dequantized to fp16")
-    return found, notes
 
 
 def _make_lora(

@@ -15,7 +15,8 @@ from ..config import schema
 from ..config.schema import LoRAConfig, TrainConfig
 from ..runtime import mx
 from .full import check_dense, unfreeze
-from .lora import Specs, attach
+from .lora import attach
+from .spec import Specs
 
 Shape = tuple[int, ...]
 

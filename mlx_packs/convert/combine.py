@@ -11,7 +11,8 @@ from pathlib import Path
 
 import numpy as np
 
-from ..adapters.lora import ModuleSpec, SliceSpec, Specs, delta_of
+from ..adapters.spec import ModuleSpec, SliceSpec, Specs
+from ..adapters.tensors import delta_of
 from ..bases import files as base_files
 from ..bases.loading import Base
 from ..config.schema import DataConfig

@@ -10,7 +10,8 @@ from pathlib import Path
 import mlx.nn as nn
 import numpy as np
 
-from ..adapters.lora import ModuleSpec, SliceSpec, Specs, delta_of
+from ..adapters.spec import ModuleSpec, SliceSpec, Specs
+from ..adapters.tensors import delta_of
 from ..bases.geometry import linears
 from ..bases.loading import Base
 from ..errors import PackError

@@ -16,8 +16,9 @@ from pathlib import Path
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
-from ..adapters.imported import replacements
-from ..adapters.lora import ModuleSpec, delta_of
+from ..adapters.imported import full_tensor_modules
+from ..adapters.spec import ModuleSpec
+from ..adapters.tensors import delta_of
 from ..bases import files as base_files
 from ..bases import writer as quantize
 from ..bases.bitsandbytes import METHOD
@@ -414,7 +415,7 @@ def modules_of(
     known = {path for path, _ in made}
     whole = replaced_of(pack.manifest) if pack is not None else {}
     if whole := [n for n in whole if n.rpartition(".")[0] not in known]:
-        made += replacements(base.model, whole, pack.load_tensors(), str(pack.path))
+        made += full_tensor_modules(base.model, whole, pack.load_tensors(), str(pack.path))
     return made
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ..adapters.lora import ModuleSpec, Specs
+from ..adapters.spec import ModuleSpec, Specs
 from ..errors import PackError
 from ..packs.manifest import adapter_config, is_of_encoder, replaced_of
 from ..packs.pack import Pack

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 from mlx.utils import tree_flatten
 
-from ..adapters.lora import Specs
+from ..adapters.spec import Specs
 from ..bases.geometry import chooses
 from ..bases.loading import Base
 from ..config.choices import ENCODERS

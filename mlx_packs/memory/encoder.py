@@ -10,7 +10,7 @@ from collections.abc import Mapping, Set
 from dataclasses import replace
 from pathlib import Path
 
-from ..adapters.lora import plan_specs
+from ..adapters.targets import plan_specs
 from ..bases.encoder import read_reading, tensor_name
 from ..bases.geometry import Geometry, Group
 from ..config.schema import LoRAConfig, TrainConfig

@@ -20,7 +20,7 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from .. import runtime
-from ..adapters.lora import plan_specs
+from ..adapters.targets import plan_specs
 from ..bases.encoder import Encoder, Reading, check_config
 from ..bases.geometry import BLOCK_PROJECTIONS, Geometry, Group, Heads
 from ..bases.loading import (

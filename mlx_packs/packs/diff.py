@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ..adapters.lora import ModuleSpec
+from ..adapters.spec import ModuleSpec
 from ..bases.files import quantization_name
 from ..errors import PackError
 from ..runtime import mx

@@ -13,7 +13,7 @@ from ..config.choices import ENCODERS
 from ..errors import PackError
 
 if TYPE_CHECKING:  # importing these loads MLX, and `packs list` reads manifests alone
-    from ..adapters.lora import ModuleSpec, Specs
+    from ..adapters.spec import ModuleSpec, Specs
 
 FORMAT_VERSION = 1
 MANIFEST = "pack.json"
@@ -271,7 +271,7 @@ def spec_json(spec: "ModuleSpec", origin: str | list[str] | None = None) -> dict
 
 
 def specs_of(manifest: dict) -> "Specs":
-    from ..adapters.lora import ModuleSpec, SliceSpec
+    from ..adapters.spec import ModuleSpec, SliceSpec
 
     modules = manifest["adapters"]["modules"]
     return {

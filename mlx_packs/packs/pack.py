@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from .. import runtime
-from ..adapters.imported import attach_fixed, is_fixed
-from ..adapters.lora import Attached, Specs, attach
+from ..adapters.imported import attach_inference_only, is_inference_only
+from ..adapters.lora import Attached, attach
 from ..adapters.method import Trainable
+from ..adapters.spec import Specs
 from ..bases.geometry import Heads, block_prefixes
 from ..bases.loading import (
     TINY,
@@ -169,7 +170,7 @@ class Pack:
     def beyond_lora(self) -> str:
         """What of it is no LoRA of a linear, in words; empty if nothing is."""
         for path, spec in self.specs.items():
-            if is_fixed(spec):
+            if is_inference_only(spec):
                 return f"{path} is {spec.kind}"
         whole = replaced_of(self.manifest)
         return f"{next(iter(whole))} is brought whole" if whole else ""
@@ -317,14 +318,14 @@ class Pack:
         tensors = self.load_tensors()
         fallback = bool(self.part("recipe").get("train_fp16_fallback"))
         where = str(self.path / ADAPTERS if self.path else "pack")
-        fixed = {path: spec for path, spec in self.specs.items() if is_fixed(spec)}
+        fixed = {path: spec for path, spec in self.specs.items() if is_inference_only(spec)}
         plain = {path: spec for path, spec in self.specs.items() if path not in fixed}
         replaced = replaced_of(self.manifest)
         apart = {name for spec in fixed.values() for name in spec.shapes} | set(replaced)
         attached = attach(base, specs=plain, matmul_path=matmul_path, fp16_fallback=fallback)
         try:
             attached.load({n: t for n, t in tensors.items() if n not in apart}, where)
-            attach_fixed(attached, fixed, replaced, tensors, where)
+            attach_inference_only(attached, fixed, replaced, tensors, where)
         except PackError:
             attached.detach()
             raise
@@ -390,7 +391,7 @@ def grouped(pack: Pack, base: Base) -> Pack:
     attached = pack.attach(base)
     members = [[g.path for g in group.members] for group in attached.groups]
     attached.detach()
-    fixed = [[path] for path, spec in pack.specs.items() if is_fixed(spec)]
+    fixed = [[path] for path, spec in pack.specs.items() if is_inference_only(spec)]
     pack.manifest["adapters"]["groups"] = members + fixed
     return pack
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..adapters.lora import ModuleSpec, SliceSpec, Specs
+from ..adapters.spec import ModuleSpec, SliceSpec, Specs
 from ..bases.files import quantization_name
 from ..errors import PackError
 from ..runtime import mx

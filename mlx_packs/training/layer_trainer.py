@@ -24,7 +24,14 @@ import mlx.optimizers as optimizers
 import numpy as np
 from mlx.utils import tree_map
 
-from ..adapters.lora import ModuleSpec, Slot, load_slots, merged_weight, plan_specs, slot_tensors
+from ..adapters.spec import ModuleSpec
+from ..adapters.targets import plan_specs
+from ..adapters.tensors import (
+    Slot,
+    load_slots,
+    merged_weight,
+    slot_tensors,
+)
 from ..bases.geometry import GeometryError, Group, probe
 from ..config.schema import LoRAConfig, TrainConfig
 from ..errors import PackError, did_you_mean

@@ -12,7 +12,7 @@ from mlx.utils import tree_flatten
 
 from mlx_packs import LoRAConfig, Pack, TrainConfig, evaluate, load_base, merge_pack, train_pack
 from mlx_packs.adapters.full import unfreeze
-from mlx_packs.adapters.imported import attach_fixed
+from mlx_packs.adapters.imported import attach_inference_only
 from mlx_packs.adapters.lora import attach
 from mlx_packs.config.schema import resolve
 from mlx_packs.convert.interop import export_pack
@@ -178,7 +178,7 @@ def test_any_module_is_unfrozen_and_comes_back():
     learning.detach()
     assert mx.array_equal(base.model(x), before).item()
     applied = attach(base, specs={})  # as a pack that brings them whole
-    attach_fixed(applied, {}, learning.replaced, learned, "test")
+    attach_inference_only(applied, {}, learning.replaced, learned, "test")
     assert mx.array_equal(base.model(x), after).item()
     applied.detach()
     assert mx.array_equal(base.model(x), before).item()

@@ -6,10 +6,11 @@ import pytest
 from mlx.utils import tree_flatten
 
 from mlx_packs import LoRAConfig, Pack, load_base, weighted_sum
-from mlx_packs.adapters.lora import attach, delta_of
+from mlx_packs.adapters.lora import attach
+from mlx_packs.adapters.tensors import delta_of
 from mlx_packs.bases.loading import Base
 from mlx_packs.errors import PackError
-from mlx_packs.nn.fixed import DoRALinear
+from mlx_packs.nn.imported import DoRALinear
 from mlx_packs.packs.weighted_sum import open_weighted
 from mlx_packs.runtime import mx
 from tests.helpers.models import base_of, model_of

@@ -1,0 +1,119 @@
+"""Which projections of a base carry adapters, of which rank and alpha."""
+
+import re
+from collections.abc import Mapping
+
+import mlx.nn as nn
+
+from ..bases.geometry import Geometry, GeometryError, Group, linears
+from ..bases.loading import Base
+from ..config.schema import LoRAConfig
+from ..errors import PackError
+from ..nn.experts import is_switch_linear
+from ..nn.quantized import LINEARS, HalfLinear, dequantized_weight
+from ..runtime import mx
+from .spec import ModuleSpec, SliceSpec, Specs
+
+
+def plan_specs(groups: list[Group], lora: LoRAConfig) -> Specs:
+    """Rank and alpha of every slice under a LoRAConfig.
+
+    Raises: PackError for a rank above a width, or a pattern that fits no projection.
+    """
+    specs: Specs = {}
+    used: set[str] = set()
+    for geometry in (g for group in groups for g in group.members):
+        slices = []
+        for name, width in geometry.slices:
+            path = geometry.path if len(geometry.slices) == 1 else f"{geometry.path}.{name}"
+            rank_key, alpha_key = _match(lora.rank_pattern, path), _match(lora.alpha_pattern, path)
+            used |= {k for k in (rank_key, alpha_key) if k}
+            rank = lora.rank_pattern[rank_key] if rank_key else lora.rank
+            alpha = lora.alpha_pattern[alpha_key] if alpha_key else lora.alpha
+            limit = min(geometry.in_features, width)
+            if rank > limit:
+                raise PackError(
+                    f"--rank {rank}: {path} is {geometry.in_features} x {width}, so its"
+                    f" rank can be at most {limit}."
+                )
+            slices.append(SliceSpec(name, width, rank, 2.0 * rank if alpha is None else alpha))
+        specs[geometry.path] = ModuleSpec(
+            geometry.path, geometry.in_features, tuple(slices), geometry.experts
+        )
+    if unused := (set(lora.rank_pattern) | set(lora.alpha_pattern)) - used:
+        raise PackError(f"rank_pattern, alpha_pattern: '{sorted(unused)[0]}' fits no projection.")
+    return specs
+
+
+def _match(pattern: Mapping[str, float], path: str) -> str | None:
+    """The first key of a pattern that fits a path, by PEFT's rule."""
+    return next((key for key in pattern if re.match(rf"(.*\.)?({key})$", path)), None)
+
+
+def without_narrow(groups: list[Group], lora: LoRAConfig) -> tuple[list[Group], list[str]]:
+    """Groups without the linears that nobody named and that are too narrow for the rank.
+
+    Such are gates and steps by head of a recurrence or a mixture. What is left out is noted; if
+    that were all, it stays, and `plan_specs` says what is wrong with the rank. So does a projection
+    of a grouped block.
+    """
+
+    def is_narrow(group: Group) -> bool:
+        (geometry, *others) = group.members
+        limit = min(geometry.in_features, *geometry.widths)
+        named = _match(lora.rank_pattern, geometry.path)
+        return group.block is None and not others and not named and lora.rank > limit
+
+    kept = [group for group in groups if not is_narrow(group)]
+    if not kept or len(kept) == len(groups):
+        return groups, []
+    names = sorted({group.members[0].name for group in groups if is_narrow(group)})
+    return kept, [f"{', '.join(names)}: narrower than rank {lora.rank}, carry no adapter"]
+
+
+def experts_note(model: nn.Module) -> list[str]:
+    names = {path.rpartition(".")[2] for path, m in linears(model) if is_switch_linear(m)}
+    if not names:
+        return []
+    return [f"experts carry adapters only where named: --target-modules {','.join(sorted(names))}"]
+
+
+def fp16_copies(
+    base: Base, faults: list[GeometryError]
+) -> tuple[list[tuple[Geometry, nn.Module]], list[str]]:
+    """An fp16 copy of each module that could not be probed, with what is then true of it."""
+    found, notes = [], []
+    modules = dict(base.model.named_modules())
+    for fault in faults:
+        module = modules[fault.path]
+        if is_switch_linear(module):
+            raise fault
+        try:
+            weight = module.weight
+            if isinstance(module, LINEARS):
+                weight = dequantized_weight(module)
+            half = HalfLinear(weight.astype(mx.float16), module.get("bias"))
+            mx.eval(half.parameters())
+        except (ValueError, RuntimeError) as error:
+            reason = " ".join(str(error).split())
+            raise PackError(f"[geometry] {fault.path}: cannot be dequantized: {reason}") from None
+        out, width = half.weight.shape
+        name = fault.path.rsplit(".", 1)[-1]
+        found.append(
+            (
+                Geometry(
+                    fault.path,
+                    width,
+                    out,
+                    None,
+                    None,
+                    None,
+                    width,
+                    "bias" in module,
+                    ((name, out),),
+                ),
+                half,
+            )
+        )
+        notes.append(f"{fault.path}: geometry could not be probed, dequantized to fp16")
+    return found, notes

@@ -1,0 +1,125 @@
+"""Adapters in memory to and from tensors named as on disk, and what they add to a weight."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import mlx.nn as nn
+
+from ..errors import PackError
+from ..nn.experts import expert_weights
+from ..nn.lora import GroupedLoRA, low_rank_delta
+from ..nn.quantized import LINEARS, dequantized_weight
+from ..runtime import mx
+from .spec import ModuleSpec
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Where the adapters of one projection live in memory."""
+
+    lora: GroupedLoRA
+    first: int
+    spec: ModuleSpec
+
+
+Slots = Mapping[str, Slot]
+
+
+def slot_tensors(slots: Slots) -> dict[str, mx.array]:
+    """Adapters by name on disk, as `Attached.tensors` has them."""
+    found = {}
+    for path, slot in slots.items():
+        adapted = [s for s in slot.spec.slices if s.rank]
+        a = slot.lora.lora_a[slot.first : slot.first + len(adapted)]
+        b = slot.lora.lora_b[slot.first : slot.first + len(adapted)]
+        if slot.spec.experts is not None:
+            a, b = ([t.swapaxes(-1, -2) for t in tensors] for tensors in (a, b))
+        found[f"{path}.lora_a"] = a[0] if len(a) == 1 else mx.concatenate(a, axis=1)
+        found[f"{path}.lora_b"] = _block_diagonal(slot.spec, b)
+    return found
+
+
+def check_tensors(
+    wanted: Mapping[str, tuple[int, ...]], tensors: Mapping[str, mx.array], where: str
+) -> None:
+    """Hold tensors against names and shapes.
+
+    Raises: PackError listing what is missing, unknown or misshaped.
+    """
+    faults = [f"{n}: missing" for n in wanted if n not in tensors]
+    faults += [f"{n}: not learned in this run" for n in tensors if n not in wanted]
+    faults += [
+        f"{n}: is {tuple(tensors[n].shape)}, must be {shape}"
+        for n, shape in wanted.items()
+        if n in tensors and tuple(tensors[n].shape) != shape
+    ]
+    if faults:
+        more = f" (and {len(faults) - 3} more)" if len(faults) > 3 else ""
+        raise PackError(f"{where}: tensors do not fit: {'; '.join(faults[:3])}{more}.")
+
+
+def load_slots(slots: Slots, tensors: Mapping[str, mx.array], where: str) -> None:
+    """Set all adapters from tensors named as on disk; raises as `Attached.load`."""
+    wanted = {n: shape for s in slots.values() for n, shape in s.spec.shapes.items()}
+    check_tensors(wanted, tensors, where)
+    for path, slot in slots.items():
+        b = tensors[f"{path}.lora_b"]
+        if not _is_block_diagonal(slot.spec, b):
+            raise PackError(f"{where}: {path}.lora_b couples the slices of a fused projection.")
+    for path, slot in slots.items():
+        a, b = tensors[f"{path}.lora_a"], tensors[f"{path}.lora_b"]
+        if slot.spec.experts is not None:
+            a, b = a.swapaxes(-1, -2), b.swapaxes(-1, -2)
+        rank = column = 0
+        index = slot.first
+        for s in slot.spec.slices:
+            if s.rank:
+                rows, columns = slice(rank, rank + s.rank), slice(column, column + s.width)
+                slot.lora.lora_a[index] = a[..., rows].astype(mx.float32)
+                slot.lora.lora_b[index] = b[..., rows, columns].astype(mx.float32)
+                index += 1
+            rank, column = rank + s.rank, column + s.width
+
+
+def merged_weight(spec: ModuleSpec, tensors: Mapping[str, mx.array], linear: nn.Module) -> mx.array:
+    """The dense weight of a frozen linear with its adapters' delta added, in float32."""
+    if spec.experts is not None:
+        weight = expert_weights(linear)
+    else:
+        quantized = isinstance(linear, LINEARS)
+        weight = dequantized_weight(linear) if quantized else linear.weight
+    return weight.astype(mx.float32) + delta_of(spec, tensors)
+
+
+def delta_of(spec: ModuleSpec, tensors: Mapping[str, mx.array]) -> mx.array:
+    """What adapters, named as on disk, add to their weight: [out, in] in float32.
+
+    Of experts [E, out, in]; of an embedding [vocab, dim], which is how its table lies.
+    """
+    a, b = tensors[f"{spec.path}.lora_a"], tensors[f"{spec.path}.lora_b"]
+    if spec.experts is not None:
+        return low_rank_delta(a.swapaxes(-1, -2), b.swapaxes(-1, -2), spec.slices[0].scale)
+    scales = [mx.full((s.rank,), s.scale) for s in spec.slices if s.rank]
+    delta = low_rank_delta(a, b * mx.concatenate(scales)[:, None], 1.0)
+    return delta.T if spec.kind == "embedding" else delta
+
+
+def _block_diagonal(spec: ModuleSpec, parts: list[mx.array]) -> mx.array:
+    """B of a fused projection: each slice's B in its own rows and columns, zero elsewhere."""
+    if len(spec.slices) == 1:
+        return parts[0]
+    rows, remaining = [], iter(parts)
+    before, total = 0, sum(s.width for s in spec.slices)
+    for s in spec.slices:
+        if s.rank:
+            rows.append(mx.pad(next(remaining), ((0, 0), (before, total - before - s.width))))
+        before += s.width
+    return mx.concatenate(rows)
+
+
+def _is_block_diagonal(spec: ModuleSpec, b: mx.array) -> bool:
+    """Whether B [r, out] of a projection is zero outside its slices."""
+    if len(spec.slices) == 1:
+        return True
+    ones = [mx.ones((s.rank, s.width)) for s in spec.slices if s.rank]
+    return not mx.any(mx.where(_block_diagonal(spec, ones) == 0, b, 0)).item()
