@@ -23,6 +23,7 @@ from mlx_packs.config.choices import MATMUL_PATHS
 from mlx_packs.config.schema import LoRAConfig, TrainConfig
 from mlx_packs.data.batches import training_batches
 from mlx_packs.data.encoding import Example, Examples
+from mlx_packs.data.sampler import Sampler
 from mlx_packs.data.token_cache import CACHE_VARIABLE
 from mlx_packs.display import QUIET, Display
 from mlx_packs.objectives.causal_lm import as_arrays, split_head
@@ -103,9 +104,11 @@ class Side:
         mx.clear_cache()
         mx.reset_peak_memory()
         start = time.perf_counter()
-        batches = training_batches(
-            self.examples, self.train.batch_size, self.train.max_seq_length, self.train.seed
+        train = self.train
+        sampler = Sampler(
+            self.examples.lengths, train.batch_size, train.max_seq_length - 1, train.seed
         )
+        batches = training_batches(self.examples, sampler)
         losses = []
         for _ in range(self.train.iters):
             batch = next(batches)

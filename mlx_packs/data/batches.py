@@ -14,7 +14,7 @@ import numpy as np
 
 from .. import runtime
 from .encoding import Example, Examples
-from .sampler import ALL, Draw, orders
+from .sampler import Order, Sampler
 
 # Of the batches of a run that is compiled: each shape is compiled by itself and kept for good.
 MOST_SHAPES = 8
@@ -151,24 +151,26 @@ def _laid_out(
     )
 
 
+def lay_out(
+    examples: Examples,
+    sampler: Sampler,
+    order: Order,
+    shapes: Collection[tuple[int, int]] | None = None,
+) -> Batch:
+    """The batch of one of the sampler's orders; an unpacked one has one of ``shapes``, if any."""
+    if sampler.packing:
+        return make_packed_batch(examples.items, order, sampler.batch_size, sampler.inputs)
+    return make_batch(examples.items, order, sampler.batch_size, sampler.inputs, shapes)
+
+
 def training_batches(
     examples: Examples,
-    batch_size: int,
-    max_seq_length: int,
-    seed: int,
+    sampler: Sampler,
     start: int = 0,
-    packing: bool = False,
     shapes: Collection[tuple[int, int]] | None = None,
-    draw: Draw = ALL,
 ) -> Iterator[Batch]:
-    """Batches without end, epoch after epoch, from batch number ``start``; unpacked ones have one
-    of ``shapes``, if there are any."""
-    limit = max_seq_length - 1
-    for rows in orders(examples.lengths, batch_size, limit, seed, packing, start, draw):
-        if packing:
-            yield make_packed_batch(examples.items, rows, batch_size, limit)
-        else:
-            yield make_batch(examples.items, rows, batch_size, limit, shapes)
+    """The sampler's batches without end, from batch number ``start``."""
+    return (lay_out(examples, sampler, order, shapes) for order in sampler.batches(start))
 
 
 def prefetched(batches: Iterator[Batch]) -> Iterator[Batch]:
@@ -185,52 +187,40 @@ def prefetched(batches: Iterator[Batch]) -> Iterator[Batch]:
 
 def batch_shapes(
     examples: Examples,
-    batch_size: int,
-    max_seq_length: int,
-    seed: int,
-    iters: int,
-    packing: bool = False,
+    sampler: Sampler,
+    count: int,
     shapes: Collection[tuple[int, int]] | None = None,
-    draw: Draw = ALL,
 ) -> set[tuple[int, int]]:
-    """(T, M) of the first ``iters`` batches of `training_batches`, without laying them out."""
-    found = _shape_counts(examples, batch_size, max_seq_length, seed, iters, packing, draw)
-    return {s if packing else fitting_shape(s, batch_size, shapes) for s in found}
+    """(T, M) of the first ``count`` batches of `training_batches`, without laying them out."""
+    free = _shape_counts(examples, sampler, count)
+    if sampler.packing:
+        return set(free)
+    return {fitting_shape(shape, sampler.batch_size, shapes) for shape in free}
 
 
-def _shape_counts(
-    examples: Examples,
-    batch_size: int,
-    max_seq_length: int,
-    seed: int,
-    iters: int,
-    packing: bool,
-    draw: Draw,
-) -> Counter[tuple[int, int]]:
-    """How many of the first ``iters`` batches have each shape, where any is allowed."""
-    lengths, counts, limit = examples.lengths, examples.target_counts, max_seq_length - 1
-    found: Counter[tuple[int, int]] = Counter()
-    drawn = orders(lengths, batch_size, limit, seed, packing, draw=draw)
-    for order in itertools.islice(drawn, iters):
-        rows = np.concatenate(order) if packing else order
-        longest = max(int(lengths[rows].max()) - 1, 1)
-        width = limit if packing else padded_length(longest, limit)
-        found[width, padded_targets(int(counts[rows].sum()), batch_size * width)] += 1
-    return found
+def _shape_counts(examples: Examples, sampler: Sampler, count: int) -> Counter[tuple[int, int]]:
+    """How many of the first ``count`` batches have each shape, where any is allowed."""
+    shapes: Counter[tuple[int, int]] = Counter()
+    for order in itertools.islice(sampler.batches(), count):
+        rows = np.concatenate(order) if sampler.packing else order
+        longest = max(int(examples.lengths[rows].max()) - 1, 1)
+        width = sampler.inputs if sampler.packing else padded_length(longest, sampler.inputs)
+        targets = int(examples.target_counts[rows].sum())
+        shapes[width, padded_targets(targets, sampler.batch_size * width)] += 1
+    return shapes
 
 
-def few_shapes(
-    examples: Examples, batch_size: int, max_seq_length: int, seed: int, draw: Draw = ALL
-) -> frozenset[tuple[int, int]]:
+def few_shapes(examples: Examples, sampler: Sampler) -> frozenset[tuple[int, int]]:
     """At most `MOST_SHAPES` shapes (T, M), one of which holds whatever batch of unpacked rows.
 
     Begins with those of the first batches and joins the two that add the least padding. It does
     not depend on the number of batches, so that a run resumed for more has the same ones.
     """
+    draw, batch_size = sampler.draw, sampler.batch_size
     lengths = examples.lengths[0 if draw.replay else draw.first : draw.stop]
     batches = min(-(-len(lengths) // batch_size), _COUNTED_BATCHES)
-    counts = _shape_counts(examples, batch_size, max_seq_length, seed, batches, False, draw)
-    longest = padded_length(int(lengths.max()) - 1, max_seq_length - 1)
+    counts = _shape_counts(examples, sampler, batches)
+    longest = padded_length(int(lengths.max()) - 1, sampler.inputs)
     counts[longest, batch_size * longest] += 0  # a later epoch may put any rows together
 
     def joined(one: tuple[int, int], other: tuple[int, int]) -> tuple[tuple[int, int], int]:
@@ -254,18 +244,24 @@ def _shape_cost(shape: tuple[int, int], batch_size: int) -> int:
 
 
 def evaluation_batches(
-    examples: Examples, batch_size: int, max_seq_length: int, limit: int = -1, few: bool = False
+    examples: Examples,
+    batch_size: int,
+    max_seq_length: int,
+    max_batches: int = -1,
+    few: bool = False,
 ) -> list[Batch]:
-    """Every row once, by length; ``limit`` takes the first so many batches' worth of rows.
+    """Every example once, by length.
 
-    few: whether they have at most `MOST_SHAPES` shapes, since each costs a compilation.
+    Args:
+        examples: the held-out ones.
+        batch_size: examples of a batch.
+        max_seq_length: most tokens of an example.
+        max_batches: takes the first examples that fill so many batches; -1 takes all.
+        few: whether the batches have at most `MOST_SHAPES` shapes, since each costs a compilation.
     """
-    shapes = few_shapes(examples, batch_size, max_seq_length, seed=0) if few else None
-    count = len(examples) if limit < 0 else min(len(examples), limit * batch_size)
+    sampler = Sampler(examples.lengths, batch_size, max_seq_length - 1)
+    shapes = few_shapes(examples, sampler) if few else None
+    count = len(examples) if max_batches < 0 else min(len(examples), max_batches * batch_size)
     order = sorted(range(count), key=lambda i: examples.lengths[i])
-    return [
-        make_batch(
-            examples.items, order[i : i + batch_size], batch_size, max_seq_length - 1, shapes
-        )
-        for i in range(0, count, batch_size)
-    ]
+    orders = (order[i : i + batch_size] for i in range(0, count, batch_size))
+    return [lay_out(examples, sampler, rows, shapes) for rows in orders]

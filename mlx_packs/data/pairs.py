@@ -14,7 +14,7 @@ from ..bases.encoder import padded, tokens_of
 from ..errors import PackError
 from .batches import padded_length
 from .rows import PAIR_COLUMNS, Row, pair_format
-from .sampler import epoch_order
+from .sampler import Sampler
 
 # What a row must hold for a loss; of several the first is what `auto` takes.
 LOSSES_OF = {
@@ -189,51 +189,58 @@ def make_pair_batch(
     return PairBatch(tuple(columns), np.array(lengths, np.int32), weights, scores, numbers)
 
 
-def pair_order(
-    pairs: Pairs, batch_size: int, seed: int, epoch: int, distinct: bool
-) -> list[np.ndarray]:
-    """Rows of each batch of an epoch: shuffled, rows of like length together.
+@dataclass(frozen=True)
+class PairSampler(Sampler):
+    """The same of pairs; ``distinct``: no text stands twice in a batch, in whatever column.
 
-    distinct: no text stands twice in a batch, in whatever column, since the other rows are its
-        negatives; a row that finds no place waits for a later batch, and what would be alone in one
-        is left out of this epoch. A function of its arguments alone.
+    The other rows of a batch are negatives then. A row that finds no place waits for a later batch,
+    and what would be alone in one is left out of the epoch, unless a row has its own negative.
+
+    Args:
+        texts: int [N, C], equal where two texts are.
+        has_negatives: whether every row has a negative of its own.
     """
-    order = epoch_order(pairs.lengths, batch_size, seed, epoch)
-    if not distinct:
-        return order
-    texts = pairs.texts.tolist()
-    batches: list[np.ndarray] = []
-    waiting = deque(int(i) for rows in order for i in rows)
-    while waiting:
-        taken: list[int] = []
-        seen: set[int] = set()
-        later: list[int] = []
-        while waiting and len(taken) < batch_size:
-            row = waiting.popleft()
-            if seen.isdisjoint(texts[row]):
-                taken.append(row)
-                seen.update(texts[row])
-            else:
-                later.append(row)
-        waiting.extendleft(reversed(later))
-        if len(taken) > 1 or pairs.format == "triplets":
-            batches.append(np.array(taken))
-    return batches
+
+    texts: np.ndarray | None = None
+    has_negatives: bool = False
+
+    @classmethod
+    def of(
+        cls, pairs: Pairs, batch_size: int, inputs: int, seed: int, distinct: bool
+    ) -> "PairSampler":
+        """The sampler of some pairs."""
+        texts = pairs.texts if distinct else None
+        negatives = pairs.format == "triplets"
+        return cls(pairs.lengths, batch_size, inputs, seed, texts=texts, has_negatives=negatives)
+
+    def epoch(self, number: int) -> list[np.ndarray]:
+        """The rows of each batch of an epoch."""
+        order = super().epoch(number)
+        if self.texts is None:
+            return order
+        texts = self.texts.tolist()
+        batches: list[np.ndarray] = []
+        waiting = deque(int(i) for rows in order for i in rows)
+        while waiting:
+            batch: list[int] = []
+            seen: set[int] = set()
+            later: list[int] = []
+            while waiting and len(batch) < self.batch_size:
+                row = waiting.popleft()
+                if seen.isdisjoint(texts[row]):
+                    batch.append(row)
+                    seen.update(texts[row])
+                else:
+                    later.append(row)
+            waiting.extendleft(reversed(later))
+            if len(batch) > 1 or self.has_negatives:
+                batches.append(np.array(batch))
+        return batches
 
 
 def pair_batches(
-    pairs: Pairs,
-    batch_size: int,
-    limit: int,
-    seed: int,
-    distinct: bool,
-    start: int = 0,
-    powers: bool = False,
+    pairs: Pairs, sampler: PairSampler, start: int = 0, powers: bool = False
 ) -> Iterator[PairBatch]:
-    """Batches without end, epoch after epoch, from batch number ``start``."""
-    epoch = 0
-    while True:
-        order = pair_order(pairs, batch_size, seed, epoch, distinct)
-        for rows in order[start:]:
-            yield make_pair_batch(pairs, rows, batch_size, limit, powers)
-        start, epoch = max(0, start - len(order)), epoch + 1
+    """The sampler's batches without end, from batch number ``start``."""
+    for rows in sampler.batches(start):
+        yield make_pair_batch(pairs, rows, sampler.batch_size, sampler.inputs, powers)

@@ -1,5 +1,6 @@
-"""Which rows of the data each batch holds: an order that depends on the seed alone."""
+"""Which examples each batch holds: an order that depends on the seed alone."""
 
+import dataclasses
 import itertools
 import math
 from collections.abc import Iterator
@@ -7,151 +8,157 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .encoding import Examples
-
-_WINDOW = 32  # batches among which rows of like length are put together
-# Packed rows that a window of shuffled rows fills; its last one is half full on average.
+_WINDOW = 32  # batches among which examples of like length are put together
+# Packed sequences that a window of shuffled examples fills; its last one is half full on average.
 _PACKED_WINDOW = 128
+
+# What one batch holds: indices of examples [B], or a list of these, one for each packed sequence.
+Order = np.ndarray | list[np.ndarray]
 
 
 @dataclass(frozen=True)
 class Draw:
-    """Which rows batches are drawn from: rows [first, stop), the own ones; and of the rows of all
-    batches the share ``replay`` from [0, first), what was learned before. stop: None is the end.
+    """The examples that batches are drawn from: [first, stop), the own ones, and replayed ones.
 
-    The first N rows of batches have N x replay of those, rounded, whatever N is.
+    Of the examples of all batches the share ``replay`` is drawn from [0, first), which was trained
+    on before: the first N examples of batches have N x replay of those, rounded, whatever N is.
+    ``stop`` None is the end.
     """
 
     first: int = 0
     stop: int | None = None
     replay: float = 0.0
 
-    def replayed(self, rows: int) -> int:
-        """How many of the first ``rows`` rows of batches are not own ones."""
-        return math.floor(rows * self.replay + 0.5)
+    def replayed(self, examples: int) -> int:
+        """How many of the first ``examples`` examples of batches are replayed."""
+        return math.floor(examples * self.replay + 0.5)
 
 
 ALL = Draw()
 
 
-def epoch_order(lengths: np.ndarray, batch_size: int, seed: int, epoch: int) -> list[np.ndarray]:
-    """Rows of each batch of an epoch: shuffled, rows of like length together.
+@dataclass(frozen=True)
+class Sampler:
+    """Which examples each batch of a run holds, epoch after epoch.
 
-    A function of its arguments alone, so that a resumed run continues where it stopped.
+    The batches are a function of these fields alone, so that a resumed run continues where it
+    stopped.
+
+    Args:
+        lengths: tokens of each example, int [N].
+        batch_size: examples of a batch; with ``packing`` packed sequences.
+        inputs: most inputs of a sequence; of a next-token model one less than its tokens.
+        seed: of the order.
+        packing: whether a sequence of a batch holds as many examples as fit.
+        draw: which of the examples.
     """
-    random = np.random.default_rng([seed, epoch])
-    order = random.permutation(len(lengths))
-    window = batch_size * _WINDOW
-    batches = []
-    for start in range(0, len(order), window):
-        part = order[start : start + window]
-        part = part[np.argsort(lengths[part], kind="stable")]
-        batches += [part[i : i + batch_size] for i in range(0, len(part), batch_size)]
-    return [batches[i] for i in random.permutation(len(batches))]
 
+    lengths: np.ndarray
+    batch_size: int
+    inputs: int
+    seed: int = 0
+    packing: bool = False
+    draw: Draw = ALL
 
-def packed_order(
-    lengths: np.ndarray, batch_size: int, limit: int, seed: int, epoch: int
-) -> list[list[np.ndarray]]:
-    """Packed rows of each batch of an epoch, each given by its rows.
+    def batches(self, start: int = 0) -> Iterator[Order]:
+        """The examples of each batch without end, from batch number ``start``."""
+        if self.draw.replay:
+            yield from itertools.islice(self._mixed(), start, None)
+        for number in itertools.count():
+            epoch = self.epoch(number)
+            yield from epoch[start:]
+            start = max(0, start - len(epoch))
 
-    The rows are shuffled and packed a window at a time, so that a packed row holds rows of any
-    length and of any place; then the packed rows are shuffled. A function of its arguments alone.
-    """
-    random = np.random.default_rng([seed, epoch])
-    order = random.permutation(len(lengths))
-    inputs = lengths - 1
-    windows = max(1, round(int(inputs.sum()) / (limit * _PACKED_WINDOW)))
-    packed = [p for part in np.array_split(order, windows) for p in first_fit(inputs, part, limit)]
-    packed = [packed[i] for i in random.permutation(len(packed))]
-    return [packed[i : i + batch_size] for i in range(0, len(packed), batch_size)]
+    def epoch(self, number: int) -> list[Order]:
+        """The examples of each batch of an epoch of the own ones, each of which comes once."""
+        random = np.random.default_rng([self.seed, number])
+        first, lengths = self.draw.first, self.lengths[self.draw.first : self.draw.stop]
+        if not self.packing:
+            return [rows + first for rows in self._by_length(lengths, random)]
+        return [[rows + first for rows in batch] for batch in self._packed(lengths, random)]
+
+    def _by_length(self, lengths: np.ndarray, random: np.random.Generator) -> list[np.ndarray]:
+        """Batches of an epoch: shuffled, examples of like length together."""
+        order = random.permutation(len(lengths))
+        size, window = self.batch_size, self.batch_size * _WINDOW
+        batches = []
+        for start in range(0, len(order), window):
+            part = order[start : start + window]
+            part = part[np.argsort(lengths[part], kind="stable")]
+            batches += [part[i : i + size] for i in range(0, len(part), size)]
+        return [batches[i] for i in random.permutation(len(batches))]
+
+    def _packed(self, lengths: np.ndarray, random: np.random.Generator) -> list[list[np.ndarray]]:
+        """Packed sequences of each batch of an epoch, each given by its examples.
+
+        The examples are shuffled and packed a window at a time, so that a sequence holds examples
+        of any length and from any place; then the sequences are shuffled.
+        """
+        order = random.permutation(len(lengths))
+        inputs = lengths - 1
+        count = max(1, round(int(inputs.sum()) / (self.inputs * _PACKED_WINDOW)))
+        windows = np.array_split(order, count)
+        packed = [rows for part in windows for rows in first_fit(inputs, part, self.inputs)]
+        packed = [packed[i] for i in random.permutation(len(packed))]
+        return [packed[i : i + self.batch_size] for i in range(0, len(packed), self.batch_size)]
+
+    def _mixed(self) -> Iterator[Order]:
+        """Full batches of own and replayed examples; each kind goes on epoch by epoch.
+
+        A packed sequence holds examples of one kind, and what is counted are sequences.
+        """
+        own = self._one_by_one(Draw(self.draw.first, self.draw.stop), 0)
+        replayed = self._one_by_one(Draw(0, self.draw.first), 1)
+        for window in itertools.count():
+            numbers = range(window * _WINDOW, (window + 1) * _WINDOW)
+            edges = [self.draw.replayed(n * self.batch_size) for n in (*numbers, numbers.stop)]
+            shares = np.diff(edges)  # replayed examples of each batch
+            old = list(itertools.islice(replayed, int(shares.sum())))
+            new = list(itertools.islice(own, _WINDOW * self.batch_size - len(old)))
+            order = range(len(shares))
+            if not self.packing:
+                old.sort(key=self.lengths.__getitem__)
+                new.sort(key=self.lengths.__getitem__)
+                order = np.random.default_rng([self.seed, 2, window]).permutation(len(shares))
+            batches: list = [None] * len(shares)
+            kinds = iter(old), iter(new)
+            for i in order:
+                counts = int(shares[i]), self.batch_size - int(shares[i])
+                parts = (itertools.islice(kind, n) for kind, n in zip(kinds, counts, strict=True))
+                batches[i] = list(itertools.chain.from_iterable(parts))
+            yield from (batch if self.packing else np.array(batch) for batch in batches)
+
+    def _one_by_one(self, draw: Draw, kind: int) -> Iterator:
+        """Examples, or packed sequences, of one kind without end."""
+        if self.packing:
+            sampler = dataclasses.replace(self, seed=self.seed + kind, draw=draw)
+            yield from itertools.chain.from_iterable(sampler.batches())
+        rows = np.arange(len(self.lengths))[draw.first : draw.stop]
+        for epoch in itertools.count():
+            yield from np.random.default_rng([self.seed, kind, epoch]).permutation(rows)
 
 
 def first_fit(inputs: np.ndarray, rows: np.ndarray, limit: int) -> list[np.ndarray]:
-    """Rows put into packed rows of ``limit`` inputs: the longest first, each where it first fits.
+    """Pack examples into sequences of ``limit`` inputs: the longest first, each where it first fits.
 
-    Every row has at most ``limit`` inputs.
+    Args:
+        inputs: of each example, ``limit`` at most.
+        rows: the examples to pack.
+        limit: most inputs of a sequence.
     """
     rows = rows[np.argsort(-inputs[rows], kind="stable")]
     free = np.full(len(rows), limit)
-    held: list[list[int]] = []
+    sequences: list[list[int]] = []
     for row in rows:
-        at = int(np.argmax(free[: len(held) + 1] >= inputs[row]))  # the last of these is empty
-        if at == len(held):
-            held.append([])
-        held[at].append(row)
+        at = int(np.argmax(free[: len(sequences) + 1] >= inputs[row]))  # the last one is empty
+        if at == len(sequences):
+            sequences.append([])
+        sequences[at].append(row)
         free[at] -= inputs[row]
-    return [np.array(indices) for indices in held]
+    return [np.array(indices) for indices in sequences]
 
 
-def orders(
-    lengths: np.ndarray,
-    batch_size: int,
-    limit: int,
-    seed: int,
-    packing: bool,
-    start: int = 0,
-    draw: Draw = ALL,
-) -> Iterator[np.ndarray | list[np.ndarray]]:
-    """Rows (packed: packed rows) of each batch, epoch after epoch, from batch number ``start``."""
-    if draw.replay:
-        mixed = _mixed_orders(lengths, batch_size, limit, seed, packing, draw)
-        yield from itertools.islice(mixed, start, None)
-    own = lengths[draw.first : draw.stop]
-    for epoch in itertools.count():
-        order = (
-            packed_order(own, batch_size, limit, seed, epoch)
-            if packing
-            else epoch_order(own, batch_size, seed, epoch)
-        )
-        for rows in order[start:]:
-            yield [r + draw.first for r in rows] if packing else rows + draw.first
-        start = max(0, start - len(order))
-
-
-def _mixed_orders(
-    lengths: np.ndarray, batch_size: int, limit: int, seed: int, packing: bool, draw: Draw
-) -> Iterator[np.ndarray | list[np.ndarray]]:
-    """Batches without end of own and replayed rows, each full; each kind goes on epoch by epoch.
-
-    Packed, a packed row has rows of one kind, and what is counted are packed rows.
-    """
-
-    def one_by_one(which: Draw, kind: int) -> Iterator:
-        if packing:
-            batches = orders(lengths, batch_size, limit, seed + kind, True, draw=which)
-            yield from itertools.chain.from_iterable(batches)
-        rows = np.arange(len(lengths))[which.first : which.stop]
-        for epoch in itertools.count():
-            yield from np.random.default_rng([seed, kind, epoch]).permutation(rows)
-
-    own = one_by_one(Draw(draw.first, draw.stop), 0)
-    replayed = one_by_one(Draw(0, draw.first), 1)
-    for window in itertools.count():
-        batches = range(window * _WINDOW, (window + 1) * _WINDOW)
-        edges = [draw.replayed(batch * batch_size) for batch in (*batches, batches.stop)]
-        shares = np.diff(edges)  # replayed rows of each batch
-        old = list(itertools.islice(replayed, int(shares.sum())))
-        new = list(itertools.islice(own, _WINDOW * batch_size - len(old)))
-        order = range(len(shares))
-        if not packing:
-            old.sort(key=lengths.__getitem__)
-            new.sort(key=lengths.__getitem__)
-            order = np.random.default_rng([seed, 2, window]).permutation(len(shares))
-        made: list = [None] * len(shares)
-        kinds = iter(old), iter(new)
-        for i in order:
-            counts = int(shares[i]), batch_size - int(shares[i])
-            parts = (itertools.islice(kind, n) for kind, n in zip(kinds, counts, strict=True))
-            made[i] = list(itertools.chain.from_iterable(parts))
-        yield from (rows if packing else np.array(rows) for rows in made)
-
-
-def packed_rows(
-    examples: Examples, batch_size: int, max_seq_length: int, seed: int
-) -> tuple[int, float]:
-    """How many packed rows the first epoch has, and the share of their inputs that is filled."""
-    limit = max_seq_length - 1
-    order = packed_order(examples.lengths, batch_size, limit, seed, 0)
-    count = sum(len(batch) for batch in order)
-    return count, float((examples.lengths - 1).sum()) / (count * limit)
+def packing_fill(sampler: Sampler) -> tuple[int, float]:
+    """How many packed sequences the first epoch has, and the filled share of their inputs."""
+    count = sum(len(batch) for batch in sampler.epoch(0))
+    return count, float((sampler.lengths - 1).sum()) / (count * sampler.inputs)

@@ -21,9 +21,9 @@ from ..adapters.lora import Attached
 from ..bases.files import weight_files
 from ..bases.geometry import block_prefixes
 from ..config.schema import TrainConfig
-from ..data.batches import Batch, make_batch, make_packed_batch
+from ..data.batches import Batch, lay_out
 from ..data.encoding import Examples
-from ..data.sampler import epoch_order, packed_order
+from ..data.sampler import Sampler
 from ..data.token_cache import cache_folder
 from ..display import VERBOSE, Display, size
 from ..errors import PackError
@@ -63,11 +63,12 @@ class PrefixCache:
         self.computed = 0
         self._model = attached.model
         self._part = head.hidden if head is not None else attached.model
-        self._examples, self._train = examples, train
+        self._examples = examples
         self._dtype = states.dtype
         self.token_bytes = states.shape[-1] * states.dtype.size
         self._inputs = examples.lengths - 1
-        self._order = _first_epoch(examples, train)
+        self._sampler = _sampler_of(examples, train)
+        self._order = self._sampler.epoch(0)
         self._group_of = np.empty(len(examples), np.int64)
         for number, rows in enumerate(self._order):
             self._group_of[np.concatenate(rows) if train.packing else rows] = number
@@ -115,13 +116,7 @@ class PrefixCache:
 
     def compute(self, group: int) -> dict[int, np.ndarray]:
         """Bytes of the states of each row in a batch of the first epoch."""
-        make = make_packed_batch if self._train.packing else make_batch
-        batch = make(
-            self._examples.items,
-            self._order[group],
-            self._train.batch_size,
-            self._train.max_seq_length - 1,
-        )
+        batch = lay_out(self._examples, self._sampler, self._order[group])
         tokens, *_ = as_arrays(batch)
         segments = None if batch.segments is None else mx.array(batch.segments)
         states = states_of(self._model, lambda: forward(self._model, self._part, tokens, segments))
@@ -258,7 +253,7 @@ def _opened_or_reason(
         # forward is one, with a backward three
         if frozen < _WORTHWHILE * (3 * blocks - 2 * frozen):
             return f"only {frozen} of {blocks} blocks lie below the adapters"
-        if train.iters <= (batches := len(_first_epoch(examples, train))):
+        if train.iters <= (batches := len(_sampler_of(examples, train).epoch(0))):
             return f"{train.iters} batches take no row twice (an epoch has {batches})"
     stand_ins = _stand_ins(attached.model, frozen)
     states = _example_or_reason(attached, head, stand_ins)
@@ -290,12 +285,10 @@ def _opened_or_reason(
     return cache
 
 
-def _first_epoch(examples: Examples, train: TrainConfig) -> list:
-    """Rows (packed: packed rows) of each batch of the first epoch."""
-    if train.packing:
-        limit = train.max_seq_length - 1
-        return packed_order(examples.lengths, train.batch_size, limit, train.seed, 0)
-    return epoch_order(examples.lengths, train.batch_size, train.seed, 0)
+def _sampler_of(examples: Examples, train: TrainConfig) -> Sampler:
+    """The sampler of a run of one phase, in whose first epoch each row is computed."""
+    inputs = train.max_seq_length - 1
+    return Sampler(examples.lengths, train.batch_size, inputs, train.seed, train.packing)
 
 
 def _stand_ins(model: nn.Module, frozen: int) -> list[tuple[str, FrozenBlock]]:

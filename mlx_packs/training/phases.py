@@ -16,7 +16,7 @@ from ..config.schema import DataConfig, Phase, TrainConfig
 from ..data import rows as rows_of
 from ..data.batches import Batch, batch_shapes, evaluation_batches, few_shapes, training_batches
 from ..data.encoding import Example, Examples
-from ..data.sampler import Draw
+from ..data.sampler import Draw, Sampler
 from ..errors import PackError
 from ..optim import make_optimizer
 
@@ -184,44 +184,37 @@ class PhasedDataset:
         i = self.phases.index(phase)
         return Draw(edges[i], edges[i + 1], phase.replay)
 
+    def sampler(self, phase: RunPhase) -> Sampler:
+        """Which of all training rows each batch of a phase holds."""
+        t = phase.train
+        return Sampler(
+            self.train.lengths,
+            t.batch_size,
+            t.max_seq_length - 1,
+            t.seed,
+            t.packing,
+            self.draw(phase),
+        )
+
     def shapes(self, phase: RunPhase) -> frozenset[tuple[int, int]] | None:
         """The shapes (T, M) that a phase's batches may have where each costs a compilation."""
         t = phase.train
         if t.packing or not runtime.COMPILES:
             return None
-        return few_shapes(self.train, t.batch_size, t.max_seq_length, t.seed, self.draw(phase))
+        return few_shapes(self.train, self.sampler(phase))
 
     def batch_shapes(self) -> set[tuple[int, int]]:
         """(T, M) of all batches of the run."""
         return set().union(
             *(
-                batch_shapes(
-                    self.train,
-                    phase.train.batch_size,
-                    phase.train.max_seq_length,
-                    phase.train.seed,
-                    phase.train.iters,
-                    phase.train.packing,
-                    self.shapes(phase),
-                    self.draw(phase),
-                )
+                batch_shapes(self.train, self.sampler(phase), phase.train.iters, self.shapes(phase))
                 for phase in self.phases
             )
         )
 
     def batches(self, phase: RunPhase, taken: int) -> Iterator[Batch]:
         """Batches of a phase without end, after so many of it."""
-        t = phase.train
-        return training_batches(
-            self.train,
-            t.batch_size,
-            t.max_seq_length,
-            t.seed,
-            taken,
-            t.packing,
-            self.shapes(phase),
-            self.draw(phase),
-        )
+        return training_batches(self.train, self.sampler(phase), taken, self.shapes(phase))
 
     def held_out(self, phase: RunPhase) -> tuple[str, Examples]:
         """The rows that a phase is judged by, and of which split they are."""

@@ -18,7 +18,7 @@ from ..data import rows as rows_of
 from ..data.batches import padded_length
 from ..data.encoding import Examples
 from ..data.fim import FillInTheMiddle
-from ..data.sampler import packed_rows
+from ..data.sampler import Sampler, packing_fill
 from ..data.token_cache import encode_cached
 from ..display import VERBOSE, Display, shown_count, size
 from ..errors import PackError
@@ -184,7 +184,9 @@ def encode_splits(
     first = examples["train"]
     counts = " / ".join(f"{len(e):,} {s}" for s, e in examples.items()) + " rows"
     if train.packing:
-        number, fill = packed_rows(first, train.batch_size, train.max_seq_length, train.seed)
+        inputs = train.max_seq_length - 1
+        sampler = Sampler(first.lengths, train.batch_size, inputs, train.seed, packing=True)
+        number, fill = packing_fill(sampler)
         packed = f"{number:,} packed rows of {train.max_seq_length} ({100 * fill:.1f} % full)"
         held_out = "".join(f" / {len(e):,} {s}" for s, e in examples.items() if s != "train")
         counts = f"{len(first):,} rows → {packed}{held_out}"

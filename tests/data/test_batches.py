@@ -19,7 +19,7 @@ from mlx_packs.data.batches import (
     training_batches,
 )
 from mlx_packs.data.encoding import Example, Examples
-from mlx_packs.data.sampler import first_fit, packed_order, packed_rows
+from mlx_packs.data.sampler import Sampler, first_fit, packing_fill
 
 
 @pytest.fixture(scope="module")
@@ -38,9 +38,13 @@ def compiled(monkeypatch):
     monkeypatch.setattr(runtime, "COMPILES", True)
 
 
+def sampler_of(examples, batch_size: int = 8, inputs: int = 149, seed: int = 3, **options):
+    return Sampler(examples.lengths, batch_size, inputs, seed, **options)
+
+
 def epoch_of(examples, epoch: int, seed: int = 3) -> list[Batch]:
     count = -(-len(examples) // 8)
-    stream = training_batches(examples, 8, 150, seed, start=epoch * count)
+    stream = training_batches(examples, sampler_of(examples, seed=seed), epoch * count)
     return [next(stream) for _ in range(count)]
 
 
@@ -60,8 +64,8 @@ def test_training_batches_differ_by_epoch_and_seed_alone(examples):
 @pytest.mark.parametrize("start", [1, 25, 26, 60])
 def test_training_batches_resume_from_any_batch(examples, start):
     whole, resumed = (
-        training_batches(examples, 8, 150, 3),
-        training_batches(examples, 8, 150, 3, start),
+        training_batches(examples, sampler_of(examples)),
+        training_batches(examples, sampler_of(examples), start),
     )
     for _ in range(start):
         next(whole)
@@ -89,14 +93,15 @@ def test_batches_that_are_not_compiled_have_little_padding(examples, monkeypatch
 
 
 def test_a_compiled_run_has_at_most_eight_shapes_in_any_epoch_and_the_same_rows(examples, compiled):
-    free = batch_shapes(examples, 2, 150, 3, 1000)
-    few = few_shapes(examples, 2, 150, 3)
+    pairs = sampler_of(examples, 2)
+    free = batch_shapes(examples, pairs, 1000)
+    few = few_shapes(examples, pairs)
     assert len(free) > MOST_SHAPES >= len(few)
-    stream = training_batches(examples, 2, 150, 3, shapes=few)
+    stream = training_batches(examples, pairs, shapes=few)
     batches = [next(stream) for _ in range(1000)]
     assert {(b.tokens.shape[1], b.targets.size) for b in batches} <= few
-    assert batch_shapes(examples, 2, 150, 3, 1000, shapes=few) <= few
-    for batch, plain in zip(batches[:100], training_batches(examples, 2, 150, 3), strict=False):
+    assert batch_shapes(examples, pairs, 1000, shapes=few) <= few
+    for batch, plain in zip(batches[:100], training_batches(examples, pairs), strict=False):
         assert batch.rows == plain.rows and batch.count == plain.count
         width, least = batch.tokens.shape[1], plain.tokens.shape[1]
         assert np.array_equal(batch.tokens[:, :least], plain.tokens) and width >= least
@@ -116,7 +121,7 @@ def test_evaluation_batches_come_in_few_shapes_where_each_is_compiled(examples, 
 
 
 def test_few_shapes_are_those_of_the_batches_where_they_are_few(examples):
-    one = few_shapes(examples, len(examples), 150, 3)
+    one = few_shapes(examples, sampler_of(examples, len(examples)))
     assert one == {(149, m) for _, m in one} | {(149, 149 * len(examples))}
 
 
@@ -155,12 +160,14 @@ def test_padded_length_is_enough_and_at_most_the_limit(longest):
 
 
 def packed_epochs(examples, count: int, start: int = 0, seed: int = 3) -> list[Batch]:
-    stream = training_batches(examples, 4, 401, seed, start, packing=True)
+    sampler = sampler_of(examples, 4, 400, seed, packing=True)
+    stream = training_batches(examples, sampler, start)
     return [next(stream) for _ in range(count)]
 
 
 def test_packed_batches_take_every_row_once_an_epoch(examples):
-    sizes = [len(packed_order(examples.lengths, 4, 400, 3, epoch)) for epoch in range(3)]
+    sampler = sampler_of(examples, 4, 400, packing=True)
+    sizes = [len(sampler.epoch(number)) for number in range(3)]
     batches = packed_epochs(examples, sum(sizes))
     for epoch, size in enumerate(sizes):
         taken = batches[sum(sizes[:epoch]) :][:size]
@@ -183,7 +190,7 @@ def test_compiled_packed_batches_have_one_width_and_at_most_four_sizes_of_target
     batches = packed_epochs(examples, 40)
     shapes = {(b.tokens.shape[1], b.targets.size) for b in batches}
     assert {b.tokens.shape for b in batches} == {(4, 400)} and len(shapes) <= 4
-    assert shapes == batch_shapes(examples, 4, 401, 3, 40, packing=True)
+    assert shapes == batch_shapes(examples, sampler_of(examples, 4, 400, packing=True), 40)
 
 
 def test_packed_batch_rebuilds_the_rows(examples):
@@ -216,10 +223,10 @@ def test_packed_batch_rebuilds_the_rows(examples):
 def test_packed_rows_are_97_percent_full_on_lognormal_lengths(median, spread, limit):
     random = np.random.default_rng(0)
     lengths = random.lognormal(np.log(median), spread, 4000).astype(int).clip(2, limit + 1)
-    items = [Example(np.zeros(n, np.int32), np.zeros(n, bool), "x") for n in lengths]
-    count, fill = packed_rows(Examples(items, "chat", "assistant"), 4, limit + 1, 0)
+    sampler = Sampler(lengths, 4, limit, seed=0, packing=True)
+    count, fill = packing_fill(sampler)
     assert fill >= 0.97
-    assert count == sum(len(b) for b in packed_order(lengths, 4, limit, 0, 0))
+    assert count == sum(len(batch) for batch in sampler.epoch(0))
 
 
 def test_first_fit_puts_the_longest_first_where_it_first_fits():
@@ -229,7 +236,8 @@ def test_first_fit_puts_the_longest_first_where_it_first_fits():
 
 def test_row_of_the_maximal_length_fills_a_packed_row():
     items = [Example(np.arange(n, dtype=np.int32), np.arange(n) > 0, "x") for n in (9, 9, 2)]
-    stream = training_batches(Examples(items, "text", "all"), 2, 9, 0, packing=True)
+    examples = Examples(items, "text", "all")
+    stream = training_batches(examples, sampler_of(examples, 2, 8, 0, packing=True))
     assert sorted(r for _ in range(2) for r in next(stream).rows) == [0, 1, 2]
 
 
@@ -238,8 +246,8 @@ def batch_threads() -> list[threading.Thread]:
 
 
 def test_prefetched_batches_are_the_same_in_order(examples):
-    plain = training_batches(examples, 8, 150, 3, 20)
-    with closing(prefetched(training_batches(examples, 8, 150, 3, 20))) as ahead:
+    plain, same = (training_batches(examples, sampler_of(examples), 20) for _ in range(2))
+    with closing(prefetched(same)) as ahead:
         for _ in range(30):
             assert next(ahead).rows == next(plain).rows
         assert len(batch_threads()) == 1

@@ -8,11 +8,11 @@ import pytest
 from mlx_packs import load_base, runtime
 from mlx_packs.data.pairs import (
     Pairs,
+    PairSampler,
     choose_loss,
     encode_pairs,
     make_pair_batch,
     pair_batches,
-    pair_order,
 )
 from mlx_packs.data.rows import Row
 from mlx_packs.errors import PackError
@@ -113,7 +113,7 @@ def test_no_text_stands_twice_in_a_batch_of_in_batch_negatives(tokenizer):
     rows += [{"anchor": rows[0]["anchor"], "positive": f"please {i}"} for i in range(5)]
     rows += [{"anchor": rows[1]["positive"], "positive": "paint a house"}]  # across columns, too
     pairs = encoded(tokenizer, rows)
-    batches = pair_order(pairs, 8, 0, 0, distinct=True)
+    batches = PairSampler.of(pairs, 8, 48, seed=0, distinct=True).epoch(0)
     for batch in batches:
         texts = pairs.texts[batch]
         assert len(np.unique(texts)) == texts.size
@@ -122,18 +122,19 @@ def test_no_text_stands_twice_in_a_batch_of_in_batch_negatives(tokenizer):
     assert len(np.unique(seen)) == len(seen) >= len(rows) - 5
     assert any(
         len(np.unique(pairs.texts[batch])) < pairs.texts[batch].size
-        for batch in pair_order(pairs, len(rows), 0, 0, distinct=False)
+        for batch in PairSampler.of(pairs, len(rows), 48, seed=0, distinct=False).epoch(0)
     )
 
 
 @pytest.mark.parametrize("distinct", [True, False])
 def test_batches_from_the_middle_are_those_of_the_whole_run(tokenizer, distinct):
     pairs = encoded(tokenizer, all_pairs()[:21])
-    whole = pair_batches(pairs, 4, 48, 5, distinct)
+    sampler = PairSampler.of(pairs, 4, 48, 5, distinct)
+    whole = pair_batches(pairs, sampler)
     rows = [batch.rows for batch in itertools.islice(whole, 14)]
-    later = pair_batches(pairs, 4, 48, 5, distinct, start=8)
+    later = pair_batches(pairs, sampler, start=8)
     assert [batch.rows for batch in itertools.islice(later, 6)] == rows[8:]
-    epoch = len(pair_order(pairs, 4, 5, 0, distinct))
+    epoch = len(sampler.epoch(0))
     first = sorted(row for batch in rows[:epoch] for row in batch)
     alone = 21 % 4  # the row that is left over is alone in a batch
     assert first == [*range(21)] or (distinct and len(first) == len(set(first)) == 21 - alone)

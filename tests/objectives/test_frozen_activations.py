@@ -19,6 +19,7 @@ from mlx_packs.adapters.lora import attach
 from mlx_packs.config.schema import resolve
 from mlx_packs.data.batches import training_batches
 from mlx_packs.data.encoding import Examples
+from mlx_packs.data.sampler import Sampler
 from mlx_packs.display import NORMAL, QUIET, VERBOSE, Display
 from mlx_packs.errors import PackError
 from mlx_packs.nn.prefix import FrozenBlock
@@ -93,15 +94,13 @@ class Opened:
         )
 
     def batches(self, count: int, start: int = 0):
-        found = training_batches(
-            self.examples,
-            self.train.batch_size,
-            self.train.max_seq_length,
-            self.train.seed,
-            start,
-            self.train.packing,
+        train = self.train
+        inputs = train.max_seq_length - 1
+        sampler = Sampler(
+            self.examples.lengths, train.batch_size, inputs, train.seed, train.packing
         )
-        return list(itertools.islice(found, count))
+        batches = training_batches(self.examples, sampler, start)
+        return list(itertools.islice(batches, count))
 
     def states(self, batch) -> np.ndarray:
         return np.array(self.cache.arrays(batch)[0])
@@ -500,7 +499,7 @@ def test_adapters_on_the_head_alone_have_every_block_cached():
     head = split_head(base.model)
     cache = open_prefix(attached, head, TRAIN, examples(), "quantized", None, Display(QUIET))
     assert cache.blocks == BLOCKS
-    batch = next(training_batches(examples(), 2, 48, 3))
+    batch = next(training_batches(examples(), Sampler(examples().lengths, 2, 47, 3)))
     plain, cached = (
         loss_sum(base.model, head, *a).item() for a in (as_arrays(batch), cache.arrays(batch))
     )

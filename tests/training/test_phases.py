@@ -13,7 +13,7 @@ import pytest
 from mlx_packs import DataConfig, LoRAConfig, PackError, Phase, TrainConfig, train_pack
 from mlx_packs.data.batches import batch_shapes, few_shapes, training_batches
 from mlx_packs.data.encoding import Example, Examples
-from mlx_packs.data.sampler import Draw
+from mlx_packs.data.sampler import Draw, Sampler
 from mlx_packs.optim import carry_state
 from mlx_packs.packs.manifest import check_manifest, phase_lines
 from mlx_packs.runtime import mx
@@ -66,11 +66,15 @@ def examples() -> Examples:
     return Examples(items, "text", "all")
 
 
+def drawn(examples, draw: Draw, batch_size: int = 4, inputs: int = 59, packing=False) -> Sampler:
+    return Sampler(examples.lengths, batch_size, inputs, 3, packing, draw)
+
+
 @pytest.mark.parametrize("replay", [0.05, 0.2, 0.5, 1.0])
 @pytest.mark.parametrize("batch_size", [1, 3, 4])
 def test_replayed_rows_are_an_exact_share_of_any_number_of_batches(examples, replay, batch_size):
-    draw = Draw(90, None, replay)
-    stream = training_batches(examples, batch_size, 60, 3, draw=draw)
+    sampler = drawn(examples, Draw(90, None, replay), batch_size)
+    stream = training_batches(examples, sampler)
     old = taken = 0
     for batch in islice(stream, 100):
         old += sum(row < 90 for row in batch.rows)
@@ -79,7 +83,7 @@ def test_replayed_rows_are_an_exact_share_of_any_number_of_batches(examples, rep
 
 
 def test_both_kinds_of_rows_go_round_before_one_comes_again(examples):
-    stream = training_batches(examples, 4, 60, 3, draw=Draw(90, None, 0.5))
+    stream = training_batches(examples, drawn(examples, Draw(90, None, 0.5)))
     rows = [row for batch in islice(stream, 64) for row in batch.rows]  # two windows
     for kind in ([r for r in rows if r < 90], [r for r in rows if r >= 90]):
         counts = np.unique(kind, return_counts=True)[1]
@@ -91,15 +95,16 @@ def test_both_kinds_of_rows_go_round_before_one_comes_again(examples):
 @pytest.mark.parametrize("replay", [0.0, 0.3])
 @pytest.mark.parametrize("start", [1, 31, 70])
 def test_drawn_batches_resume_from_any_batch(examples, packing, replay, start):
-    draw = Draw(90, None, replay)
-    whole = islice(training_batches(examples, 3, 60, 3, 0, packing, draw=draw), start, start + 20)
-    resumed = training_batches(examples, 3, 60, 3, start, packing, draw=draw)
+    sampler = drawn(examples, Draw(90, None, replay), 3, packing=packing)
+    whole = islice(training_batches(examples, sampler), start, start + 20)
+    resumed = training_batches(examples, sampler, start)
     for a, b in zip(whole, resumed, strict=False):
         assert a.rows == b.rows and np.array_equal(a.tokens, b.tokens)
 
 
 def test_packed_rows_of_replay_hold_no_own_rows_and_are_a_share_of_packed_rows(examples):
-    stream = training_batches(examples, 4, 101, 3, packing=True, draw=Draw(90, None, 0.25))
+    sampler = drawn(examples, Draw(90, None, 0.25), 4, 100, packing=True)
+    stream = training_batches(examples, sampler)
     for batch in islice(stream, 40):
         kinds = [set() for _ in range(4)]
         for row, start in zip(batch.rows, batch.starts, strict=True):
@@ -110,16 +115,16 @@ def test_packed_rows_of_replay_hold_no_own_rows_and_are_a_share_of_packed_rows(e
 def test_without_replay_only_own_rows_are_drawn(examples):
     for packing in (False, True):
         for draw, allowed in ((Draw(0, 90), range(90)), (Draw(90, None), range(90, 130))):
-            stream = training_batches(examples, 4, 60, 3, packing=packing, draw=draw)
+            stream = training_batches(examples, drawn(examples, draw, packing=packing))
             assert {r for b in islice(stream, 60) for r in b.rows} == set(allowed)
 
 
 def test_shapes_of_drawn_batches_are_those_that_were_foretold(examples):
-    draw = Draw(90, None, 0.3)
-    few = few_shapes(examples, 2, 60, 3, draw)
-    stream = training_batches(examples, 2, 60, 3, shapes=few, draw=draw)
+    sampler = drawn(examples, Draw(90, None, 0.3), 2)
+    few = few_shapes(examples, sampler)
+    stream = training_batches(examples, sampler, shapes=few)
     found = {(b.tokens.shape[1], b.targets.size) for b in islice(stream, 200)}
-    assert found == batch_shapes(examples, 2, 60, 3, 200, shapes=few, draw=draw) <= few
+    assert found == batch_shapes(examples, sampler, 200, shapes=few) <= few
 
 
 def test_a_run_without_phases_is_a_run_of_one_leg():

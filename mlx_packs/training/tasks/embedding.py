@@ -20,12 +20,12 @@ from ...data.pairs import (
     IN_BATCH,
     PairBatch,
     Pairs,
+    PairSampler,
     check_loss_settings,
     choose_loss,
     encode_pairs,
     make_pair_batch,
     pair_batches,
-    pair_order,
 )
 from ...display import VERBOSE, Display
 from ...errors import PackError
@@ -230,7 +230,8 @@ def _encoded(
     loss = choose_loss(train.loss, first, f"--data {splits.source}")
     check_loss_settings(loss, train.changed(EMBEDDING_SETTINGS))
     if loss in IN_BATCH and first.format == "pairs":
-        if train.batch_size < 2 or not pair_order(first, train.batch_size, train.seed, 0, True):
+        sampler = PairSampler.of(first, train.batch_size, longest, train.seed, True)
+        if train.batch_size < 2 or not sampler.epoch(0):
             raise PackError(
                 f"--loss {loss}: the other rows of a batch are the negatives, so it needs "
                 "--batch-size 2 or more, and rows whose texts differ."
@@ -335,8 +336,10 @@ def _learn(
 
     distinct, validate = loss_name in IN_BATCH, None
     if valid is not None:
-        order = pair_order(valid, train.batch_size, 0, 0, distinct)
-        order = order or pair_order(valid, train.batch_size, 0, 0, False)  # one row, or all alike
+        one, other = (
+            PairSampler.of(valid, train.batch_size, longest, 0, d) for d in (distinct, False)
+        )
+        order = one.epoch(0) or other.epoch(0)  # one row, or all alike
         batches = [make_pair_batch(valid, rows, train.batch_size, longest) for rows in order]
 
         def validate() -> EmbeddingScore:
@@ -359,9 +362,8 @@ def _learn(
         curve,
         unit="pairs",
     )
-    batches_of_run = pair_batches(
-        pairs, train.batch_size, longest, train.seed, distinct, cursor.batches, runtime.COMPILES
-    )
+    sampler = PairSampler.of(pairs, train.batch_size, longest, train.seed, distinct)
+    batches_of_run = pair_batches(pairs, sampler, cursor.batches, runtime.COMPILES)
     model.train()
     mx.reset_peak_memory()
     held = runtime.memory_limits(train.clear_cache_threshold or 0)
