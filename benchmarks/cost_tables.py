@@ -9,8 +9,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from mlx_packs.ops.diagnostics import OPS
 from mlx_packs.ops._cost import CHIPS, Launch, seconds
+from mlx_packs.ops.diagnostics import OPS
 
 KERNELS = Path(__file__).parent.parent / "kernels"
 # How the op decides where that is not by the row itself.

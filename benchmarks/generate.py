@@ -15,11 +15,12 @@ import mlx.nn as nn
 import mlx_lm
 
 from mlx_packs.adapters.lora import attach
-from mlx_packs.bases.loading import TINY, load_base, resolve_checkpoint
+from mlx_packs.bases.loading import TINY, resolve_checkpoint
 from mlx_packs.config.choices import MATMUL_PATHS
 from mlx_packs.config.schema import LoRAConfig
 from mlx_packs.errors import PackError
 from mlx_packs.inference.generate import chat_prompt
+from mlx_packs.packs.base import load_base
 from mlx_packs.packs.pack import Pack
 from mlx_packs.runtime import mx
 

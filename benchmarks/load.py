@@ -13,8 +13,9 @@ from pathlib import Path
 
 import mlx_lm
 
-from mlx_packs.bases.loading import TINY, load_base, resolve_checkpoint
+from mlx_packs.bases.loading import TINY, resolve_checkpoint
 from mlx_packs.errors import PackError
+from mlx_packs.packs.base import load_base
 from mlx_packs.runtime import mx
 
 from . import alone, history, report

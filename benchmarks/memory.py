@@ -10,9 +10,10 @@ import argparse
 import json
 import sys
 
-from mlx_packs.bases.loading import TINY, Base
+from mlx_packs.bases.loading import TINY
 from mlx_packs.config.choices import MATMUL_PATHS, POLICIES
 from mlx_packs.errors import PackError
+from mlx_packs.packs.base import Base
 from mlx_packs.runtime import mx
 
 from . import alone, history, mended, report, shipped

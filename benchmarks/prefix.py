@@ -18,7 +18,7 @@ import numpy as np
 from mlx.utils import tree_map
 
 from mlx_packs.adapters.lora import attach
-from mlx_packs.bases.loading import TINY, Base
+from mlx_packs.bases.loading import TINY
 from mlx_packs.config.choices import MATMUL_PATHS
 from mlx_packs.config.schema import LoRAConfig, TrainConfig
 from mlx_packs.data.batches import training_batches
@@ -28,6 +28,7 @@ from mlx_packs.data.token_cache import CACHE_VARIABLE
 from mlx_packs.display import QUIET, Display
 from mlx_packs.objectives.causal_lm import as_arrays, split_head
 from mlx_packs.objectives.frozen_activations import open_prefix
+from mlx_packs.packs.base import Base
 from mlx_packs.runtime import mx
 from mlx_packs.training.step import Stepper
 

@@ -18,7 +18,6 @@ import mlx.nn as nn
 import numpy as np
 
 from mlx_packs import load_base, runtime
-from mlx_packs.bases.loading import Base
 from mlx_packs.config.schema import DataConfig
 from mlx_packs.data import rows as rows_of
 from mlx_packs.data.batches import evaluation_batches
@@ -27,6 +26,7 @@ from mlx_packs.evaluation.evaluate import Score, Scorer
 from mlx_packs.nn.quantized import dense_module, quantized_modules, replace_modules
 from mlx_packs.objectives.causal_lm import split_head
 from mlx_packs.ops import nf4
+from mlx_packs.packs.base import Base
 from mlx_packs.runtime import mx
 
 from . import history, report, shipped

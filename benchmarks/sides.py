@@ -21,11 +21,11 @@ from mlx_lm.tuner.trainer import TrainingArgs, TrainingCallback, iterate_batches
 from mlx_lm.tuner.utils import linear_to_lora_layers
 
 from mlx_packs.adapters.lora import attach
-from mlx_packs.bases.loading import Base
 from mlx_packs.config.schema import LoRAConfig
 from mlx_packs.data.batches import Batch, make_batch
 from mlx_packs.data.encoding import Example
 from mlx_packs.objectives.causal_lm import as_arrays, split_head
+from mlx_packs.packs.base import Base
 from mlx_packs.runtime import mx
 from mlx_packs.training.step import Stepper
 

@@ -19,11 +19,12 @@ from pathlib import Path
 from mlx.utils import tree_flatten
 
 from mlx_packs.bases.geometry import Heads
-from mlx_packs.bases.loading import TINY, Base
+from mlx_packs.bases.loading import TINY
 from mlx_packs.config.choices import MATMUL_PATHS, POLICIES
 from mlx_packs.errors import PackError
 from mlx_packs.memory.matmul_path import dense_bytes
 from mlx_packs.objectives.causal_lm import as_arrays, loss_sum, split_head
+from mlx_packs.packs.base import Base
 from mlx_packs.runtime import mx
 
 from . import figures, history, report

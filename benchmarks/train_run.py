@@ -25,7 +25,7 @@ from mlx_lm.tuner.datasets import CacheDataset, load_dataset
 from mlx_lm.tuner.trainer import TrainingArgs, TrainingCallback, iterate_batches, train
 from mlx_lm.tuner.utils import linear_to_lora_layers
 
-from mlx_packs.bases.loading import TINY, Base, load_base, tiny_checkpoint
+from mlx_packs.bases.loading import TINY, tiny_checkpoint
 from mlx_packs.config.schema import DataConfig, LoRAConfig, TrainConfig
 from mlx_packs.data.batches import Batch, evaluation_batches
 from mlx_packs.data.encoding import encode
@@ -34,6 +34,7 @@ from mlx_packs.errors import PackError
 from mlx_packs.evaluation.evaluate import Scorer, evaluation_rows
 from mlx_packs.nn.quantized import apply_matmul_path
 from mlx_packs.objectives.causal_lm import split_head
+from mlx_packs.packs.base import Base, load_base
 from mlx_packs.runtime import mx
 from mlx_packs.training.run import train_pack
 

@@ -1,8 +1,6 @@
 """The public names: read by type checkers, and by mlx_packs/__init__.py to load them when used."""
 
 from . import data as data
-from .bases.loading import Base as Base
-from .bases.loading import load_base as load_base
 from .config.schema import DataConfig as DataConfig
 from .config.schema import LoRAConfig as LoRAConfig
 from .config.schema import Phase as Phase
@@ -18,6 +16,8 @@ from .evaluation.evaluate import EvalReport as EvalReport
 from .evaluation.evaluate import evaluate as evaluate
 from .evaluation.lm_eval import evaluate_tasks as evaluate_tasks
 from .ops._backend import backend as backend
+from .packs.base import Base as Base
+from .packs.base import load_base as load_base
 from .packs.diff import diff as diff
 from .packs.hub import pull as pull
 from .packs.listing import list_packs as list_packs

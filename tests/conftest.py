@@ -10,10 +10,10 @@ from collections.abc import Iterator
 import pytest
 
 from mlx_packs.bases.families import MIXTURES_SINCE, version_of_mlx_lm
-from mlx_packs.bases.loading import Base, load_base
 from mlx_packs.cli.main import packs, run_command
 from mlx_packs.errors import PackError
 from mlx_packs.ops import _backend
+from mlx_packs.packs.base import Base, load_base
 from mlx_packs.runtime import mx
 from tests.helpers.emulation import emulation
 

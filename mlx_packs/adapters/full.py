@@ -13,7 +13,7 @@ from mlx.utils import tree_flatten
 
 from ..bases.families import check_trainable
 from ..bases.geometry import Group, block_prefixes
-from ..bases.loading import Base, quantization_name
+from ..bases.loading import BaseModel, quantization_name
 from ..errors import PackError
 from ..nn.quantized import QUANTIZED
 from ..runtime import mx
@@ -43,7 +43,7 @@ class Unfrozen:
         self.notes: list[str] = []
 
     @property
-    def base(self) -> Base:
+    def base(self) -> BaseModel:
         return self._blocks.base
 
     @property
@@ -103,7 +103,7 @@ class Unfrozen:
         return sum(place.own.size for place in self._places.values())
 
 
-def unfreeze(base: Base, num_layers: int = -1, matmul_path: str = "auto") -> Unfrozen:
+def unfreeze(base: BaseModel, num_layers: int = -1, matmul_path: str = "auto") -> Unfrozen:
     """Let the weights of a base learn, as float32 copies.
 
     Args:
@@ -129,7 +129,7 @@ def unfreeze(base: Base, num_layers: int = -1, matmul_path: str = "auto") -> Unf
     return Unfrozen(blocks, places)
 
 
-def check_dense(base: Base, matmul_path: str) -> None:
+def check_dense(base: BaseModel, matmul_path: str) -> None:
     """Raises: PackError if a base is packed and its weights are not to be dense."""
     packed = any(isinstance(m, QUANTIZED) for m in base.model.modules())
     if packed and matmul_path != "dense":
@@ -141,7 +141,7 @@ def check_dense(base: Base, matmul_path: str) -> None:
         )
 
 
-def _places(base: Base, prefixes: list[str] | None) -> dict[str, _Place]:
+def _places(base: BaseModel, prefixes: list[str] | None) -> dict[str, _Place]:
     """Every floating weight, or those in the blocks at ``prefixes``; shared ones under one name."""
     found: dict[str, _Place] = {}
     seen: set[int] = set()

@@ -13,7 +13,7 @@ import mlx.nn as nn
 
 from ..bases.families import check_trainable
 from ..bases.geometry import BLOCK_PROJECTIONS, Geometry, Group, block_prefixes, find_groups
-from ..bases.loading import Base
+from ..bases.loading import BaseModel
 from ..config.schema import LoRAConfig
 from ..errors import PackError
 from ..nn.blocks import GroupedAttention, GroupedMLP, is_grouped_attention, is_grouped_mlp
@@ -36,7 +36,7 @@ class Attached:
     method = "lora"
     replaced: Mapping[str, tuple[int, ...]] = MappingProxyType({})  # `full.Unfrozen` has some
 
-    def __init__(self, base: Base, specs: Specs, groups: list[Group], notes: list[str]):
+    def __init__(self, base: BaseModel, specs: Specs, groups: list[Group], notes: list[str]):
         self.base = base
         self.specs = specs
         self.groups = groups
@@ -84,8 +84,8 @@ class Attached:
             replace_modules(self.model, [self._originals.pop()])
         self.model.eval()
 
-    def standing(self) -> tuple[list[tuple[str, nn.Module]], list[tuple[str, nn.Module]]]:
-        """The base's own modules that are away, and those that stand in for them, by path."""
+    def installed_modules(self) -> tuple[list[tuple[str, nn.Module]], list[tuple[str, nn.Module]]]:
+        """The base's own modules that were replaced, and those installed instead, by path."""
         current = dict(self.model.named_modules())
         return list(self._originals), [(path, current[path]) for path, _ in self._originals]
 
@@ -138,7 +138,7 @@ class Attached:
 
 
 def attach(
-    base: Base,
+    base: BaseModel,
     lora: LoRAConfig | None = None,
     specs: Specs | None = None,
     matmul_path: str = "quantized",
@@ -188,7 +188,7 @@ def attach(
     return attached
 
 
-def check_bare(base: Base) -> None:
+def check_bare(base: BaseModel) -> None:
     """Raises: PackError if a base carries adapters."""
     if any(isinstance(m, GroupedLoRA) for m in base.model.modules()):
         raise PackError(f"{base.name}: carries adapters already; take them off first.")

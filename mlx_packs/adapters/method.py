@@ -10,7 +10,7 @@ from typing import Protocol
 import mlx.nn as nn
 
 from ..bases.geometry import Group
-from ..bases.loading import Base
+from ..bases.loading import BaseModel
 from ..config import schema
 from ..config.schema import LoRAConfig, TrainConfig
 from ..runtime import mx
@@ -39,7 +39,7 @@ class Trainable(Protocol):
     notes: list[str]
 
     @property
-    def base(self) -> Base:
+    def base(self) -> BaseModel:
         """Return the base that it is attached to."""
 
     @property
@@ -86,7 +86,7 @@ class Method(Protocol):
 
     trains_base: bool
 
-    def check(self, base: Base, matmul_path: str) -> None:
+    def check(self, base: BaseModel, matmul_path: str) -> None:
         """Check that a base can be trained so.
 
         Raises:
@@ -94,7 +94,7 @@ class Method(Protocol):
         """
 
     def attach(
-        self, base: Base, lora: LoRAConfig, train: TrainConfig, matmul_path: str
+        self, base: BaseModel, lora: LoRAConfig, train: TrainConfig, matmul_path: str
     ) -> Trainable:
         """Make parameters of a base trainable; ``matmul_path`` is what frozen weights use."""
 
@@ -112,11 +112,11 @@ class LoRA:
 
     trains_base = False
 
-    def check(self, base: Base, matmul_path: str) -> None:
+    def check(self, base: BaseModel, matmul_path: str) -> None:
         """Accept every base; `attach` checks what it targets."""
 
     def attach(
-        self, base: Base, lora: LoRAConfig, train: TrainConfig, matmul_path: str
+        self, base: BaseModel, lora: LoRAConfig, train: TrainConfig, matmul_path: str
     ) -> Trainable:
         """Attach fresh adapters, which change no output."""
         return attach(base, lora, None, matmul_path, train.seed, train.train_fp16_fallback)
@@ -136,12 +136,12 @@ class FullFineTuning:
 
     trains_base = True
 
-    def check(self, base: Base, matmul_path: str) -> None:
+    def check(self, base: BaseModel, matmul_path: str) -> None:
         """Check that the weights of a base are dense, or are made so."""
         check_dense(base, matmul_path)
 
     def attach(
-        self, base: Base, lora: LoRAConfig, train: TrainConfig, matmul_path: str
+        self, base: BaseModel, lora: LoRAConfig, train: TrainConfig, matmul_path: str
     ) -> Trainable:
         """Make the weights of the last ``lora.num_layers`` blocks trainable, or all."""
         return unfreeze(base, lora.num_layers, matmul_path)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 import mlx.nn as nn
 
 from ..bases.geometry import Geometry, GeometryError, Group, linears
-from ..bases.loading import Base
+from ..bases.loading import BaseModel
 from ..config.schema import LoRAConfig
 from ..errors import PackError
 from ..nn.experts import is_switch_linear
@@ -79,7 +79,7 @@ def experts_note(model: nn.Module) -> list[str]:
 
 
 def fp16_copies(
-    base: Base, faults: list[GeometryError]
+    base: BaseModel, faults: list[GeometryError]
 ) -> tuple[list[tuple[Geometry, nn.Module]], list[str]]:
     """An fp16 copy of each module that could not be probed, with what is then true of it."""
     found, notes = [], []

@@ -2,11 +2,9 @@
 
 import inspect
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import mlx.nn as nn
 import numpy as np
@@ -41,17 +39,10 @@ from .quantization import Recipe, is_named, packing_named, packings_of, quantize
 from .unsupported import unreadable, unreadable_tokenizer
 from .weight_map import Origin, origins
 
-if TYPE_CHECKING:
-    from ..packs.hot_swap import Carried, Frame
-    from ..packs.pack import Pack
-
-    OnePack = str | Path | Pack
-    Packs = OnePack | Mapping[str | Path, float] | Sequence[tuple[OnePack, float]]
-
 
 @dataclass
-class Base:
-    """A frozen checkpoint with its tokenizer.
+class BaseModel:
+    """A frozen checkpoint with its tokenizer; packs know how to be applied to it (`packs.base`).
 
     ``name`` is what the user called it, ``path`` the folder, ``fingerprint`` a hash of its tensors,
     ``origins`` which tensor of the files each weight of the model is.
@@ -65,8 +56,6 @@ class Base:
     fingerprint: str
     quantization: dict = field(default_factory=dict)
     origins: dict[str, Origin] = field(default_factory=dict, repr=False, compare=False)
-    carried: "Carried | None" = field(default=None, init=False, repr=False, compare=False)
-    frames: "list[Frame]" = field(default_factory=list, init=False, repr=False, compare=False)
 
     @property
     def vocab_size(self) -> int:
@@ -79,7 +68,7 @@ class Base:
         return isinstance(self.model, Encoder)
 
     def encode(self, texts: Sequence[str], batch_size: int = 32) -> np.ndarray:
-        """Embeddings of texts by an encoder, with the pack that it carries: float32 [N, D].
+        """Embeddings of texts by an encoder, with its active pack: float32 [N, D].
 
         Raises: PackError for a causal base, or what is no text.
         """
@@ -97,38 +86,6 @@ class Base:
                 raise PackError(f"[encode] texts[{at}] must be a text, but is {text!r:.60}.")
         tokens = tokens_of(self.tokenizer, texts, self.model.longest)
         return embedded(self.model, tokens, batch_size)
-
-    @contextmanager
-    def applied(self, pack: "Packs", matmul_path: str = "quantized") -> Iterator["Base"]:
-        """The base with a pack attached; on leaving it is as it was, to the bit, nothing reloaded.
-
-        An inner pack stands in for the outer one until it is left.
-
-        Args:
-            pack: a pack, its folder, or several with weights, whose deltas add up:
-                ``{"packs/a": 0.7, "packs/b": 0.3}``, or pairs of pack and weight.
-        Raises: PackError if the pack does not fit this base.
-        """
-        before = self.carried
-        self.swap_pack(pack, matmul_path)
-        try:
-            yield self
-        finally:
-            self.swap_pack(before and before.pack, before.matmul_path if before else "quantized")
-
-    def swap_pack(self, pack: "Packs | None", matmul_path: str = "quantized") -> None:
-        """Put a pack in place of the one that the base carries; None takes it off.
-
-        A pack of the same targets, ranks and scales is put into the adapters that are there: traces
-        stay good. For others the base's modules are swapped. Base weights are never touched.
-
-        Args: as for `applied`.
-        Raises: PackError if the pack does not fit; the base then carries what it did.
-        """
-        from ..packs.hot_swap import swap_in
-        from ..packs.weighted_sum import as_pack
-
-        swap_in(self, None if pack is None else as_pack(pack), matmul_path)
 
     @property
     def public_name(self) -> str:
@@ -383,7 +340,7 @@ def _activation_dtype(config: dict, wanted: str) -> mx.Dtype:
     return {"float16": mx.float16, "float32": mx.float32}.get(named, mx.bfloat16)
 
 
-def load_base(
+def load_base_model(
     name: str | Path = TINY,
     quantize: str = "none",
     trust_remote_code: bool = False,
@@ -392,24 +349,11 @@ def load_base(
     keep: Sequence[str] = (),
     compute_dtype: str = "auto",
     lazy: bool = False,
-) -> Base:
-    """Load a checkpoint and its tokenizer, frozen, ready to carry adapters.
+) -> BaseModel:
+    """Load a checkpoint and its tokenizer, frozen; arguments as of `packs.base.load_base`.
 
-    On a CPU the floating tensors (scales, norms) are taken to float32: MLX multiplies bf16 there 30
-    times slower than fp32. On a GPU they keep their dtype.
-
-    Args:
-        name: ``"tiny"``, a checkpoint folder or a hub id. Affine 2 to 8 bits, mixed bits by
-            module, bf16/fp16/fp32, sharded or not: whatever mlx-lm's loader reads.
-            NF4 as `packs quantize` and as bitsandbytes write it.
-        quantize: ``"affine4"``, ``"affine8"`` or ``"nf4"`` quantizes a dense checkpoint tensor by
-            tensor as it is read; with ``double_quant``, the absmax of NF4 are 8-bit too. A base
-            that is NF4 already stays as it is.
-        keep: names of modules that ``quantize`` leaves dense: leaf (lm_head), tail or path.
-        compute_dtype: ``auto`` as stored, or ``bfloat16``, ``float16``, ``float32``; on a CPU
-            always float32.
-        lazy: read each weight when it is first used.
-    Raises: PackError when there is no such checkpoint or its tensors do not fit its config.
+    Raises:
+        PackError: there is no such checkpoint, or its tensors do not fit its config.
     """
     recipe = None
     if quantize != "none":
@@ -457,12 +401,14 @@ def load_base(
         mx.eval(model.parameters())
     tokenizer = load_base_tokenizer(path, config, trust_remote_code)
     found = fingerprint(path)
-    return Base(str(name), path, model, tokenizer, config, found, dict(quantization), came_from)
+    return BaseModel(
+        str(name), path, model, tokenizer, config, found, dict(quantization), came_from
+    )
 
 
 def _load_encoder_base(
     name: str | Path, path: Path, config: dict, quantize: str, compute_dtype: str, trust: bool
-) -> Base:
+) -> BaseModel:
     """An encoder, in float32 on every device."""
     if quantize != "none":
         raise PackError(
@@ -475,10 +421,10 @@ def _load_encoder_base(
         )
     model = load_encoder(path, config)
     tokenizer = load_encoder_tokenizer(path, config, model.reading.lower_case, trust)
-    return Base(str(name), path, model, tokenizer, config, fingerprint(path))
+    return BaseModel(str(name), path, model, tokenizer, config, fingerprint(path))
 
 
-def hold_causal(base: Base, what: str) -> None:
+def hold_causal(base: BaseModel, what: str) -> None:
     """Raises: PackError if a base is an encoder, which has no next token."""
     if base.is_encoder:
         raise PackError(
@@ -488,17 +434,17 @@ def hold_causal(base: Base, what: str) -> None:
         )
 
 
-def lazy_base(name: str | Path, trust_remote_code: bool = False) -> Base:
+def lazy_base(name: str | Path, trust_remote_code: bool = False) -> BaseModel:
     """A base whose weights are not read, in the dtypes in which they are stored; no tokenizer.
 
-    Raises: PackError as `load_base` does.
+    Raises: PackError as `load_base_model` does.
     """
     path = resolve_checkpoint(name)
     check_files(path)
     stored = json.loads((path / "config.json").read_text(encoding="utf-8"))
     if is_encoder(path, stored):
         model = load_encoder(path, stored, lazy=True)
-        return Base(str(name), path, model, None, stored, fingerprint(path))
+        return BaseModel(str(name), path, model, None, stored, fingerprint(path))
 
     def pack(model: nn.Module, weights: Weights) -> Weights:
         if _is_nf4(stored_quantization(stored)):
@@ -511,7 +457,7 @@ def lazy_base(name: str | Path, trust_remote_code: bool = False) -> Base:
     model.eval()
     quantization = config.get("quantization") or _nf4_quantization(model)
     found = fingerprint(path)
-    return Base(str(name), path, model, None, config, found, dict(quantization), came_from)
+    return BaseModel(str(name), path, model, None, config, found, dict(quantization), came_from)
 
 
 def _dense_dtype(weights: Weights) -> mx.Dtype:

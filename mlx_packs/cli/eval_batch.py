@@ -8,7 +8,6 @@ from pathlib import Path
 
 import click
 
-from ..bases.loading import load_base
 from ..display import Display
 from ..errors import PackError, printable
 from ..evaluation.compare import (
@@ -21,6 +20,7 @@ from ..evaluation.compare import (
     named_packs,
 )
 from ..files import write_whole
+from ..packs.base import load_base_for
 from ..packs.manifest import shown_perplexity
 from ..packs.weighted_sum import open_weighted, weighted_sum
 from . import options
@@ -74,10 +74,9 @@ def command(more, model, packs, data, split, sizes, csv_file, trust_remote_code,
     chosen = named_packs([weighted_sum([open_weighted(text)]) for text in (*packs, *more)])
     batch_sizes = _numbers(sizes)
     first = chosen[0][1] if chosen else None
-    load = first.load_base if first else load_base
     display = Display()
     with display.working("base", f"loading {model}"):
-        base = load(model, trust_remote_code=trust_remote_code)
+        base = load_base_for(first, model, trust_remote_code)
     display.line("base", base.summary())
     found = evaluate_batch(
         base, [pack for _, pack in chosen], data, split, batch_sizes, display=display, **how

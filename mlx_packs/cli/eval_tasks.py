@@ -4,9 +4,9 @@ import json
 
 import click
 
-from ..bases.loading import load_base
 from ..display import Display
 from ..evaluation.lm_eval import evaluate_tasks
+from ..packs.base import load_base_for
 from ..packs.weighted_sum import open_weighted, weighted_sum
 from . import options
 
@@ -38,8 +38,7 @@ def command(packs, model, tasks, trust_remote_code, as_json, **how):
     pack = weighted_sum([open_weighted(text) for text in packs]) if packs else None
     names = [name.strip() for name in tasks.split(",") if name.strip()]
     with Display().working("base", f"loading {model}"):
-        load = pack.load_base if pack else load_base
-        base = load(model, trust_remote_code=trust_remote_code)
+        base = load_base_for(pack, model, trust_remote_code)
     found = evaluate_tasks(base, pack, names, **how)
     click.echo(json.dumps(found, indent=2) if as_json else "\n".join(_lines(found)))
 

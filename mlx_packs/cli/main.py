@@ -232,9 +232,10 @@ def apply(pack, model, dry_run, max_pack_mb, trust_remote_code, as_json):
 
 def _apply_for_real(pack, model: str, trust_remote_code: bool) -> dict:
     """Attach, run, detach: how far logits or embeddings move, and that detaching restores them."""
+    from ..packs.base import load_base_for
     from ..runtime import mx
 
-    base = pack.load_base(model, trust_remote_code)
+    base = load_base_for(pack, model, trust_remote_code)
     probe = mx.arange(1, min(33, base.vocab_size))[None]
     before = base.model(probe)
     mx.eval(before)
@@ -290,13 +291,14 @@ def eval(
     smaller. PACK may be PACK=W, and several with --pack are taken as one, their deltas added up.
     """
     from ..evaluation.evaluate import columns_of, evaluate
+    from ..packs.base import load_base_for
 
     opened = _one_pack([pack] if pack else [], packs)
     if opened is None:
         raise PackError("eval: name a PACK, or packs to add up: --pack a=0.7 --pack b=0.3.")
     given = {name: column for name, column in features.items() if column is not None}
     report = evaluate(
-        opened.load_base(model, trust_remote_code),
+        load_base_for(opened, model, trust_remote_code),
         opened,
         data,
         split,
@@ -361,15 +363,15 @@ def generate(model, packs, prompt, system, raw, max_tokens, temp, seed, trust_re
     """Stream text, with a pack or without."""
     from contextlib import nullcontext
 
-    from ..bases.loading import hold_causal, load_base
+    from ..bases.loading import hold_causal
     from ..inference.generate import chat_prompt, stream
+    from ..packs.base import load_base_for
 
     prompt = sys.stdin.read() if prompt == "-" else prompt
     if not prompt.strip():
         raise PackError("--prompt: is empty.")
     opened = _one_pack(packs)
-    load = opened.load_base if opened else load_base
-    base = load(model, trust_remote_code=trust_remote_code)
+    base = load_base_for(opened, model, trust_remote_code)
     hold_causal(base, "generate")
     messages = [{"role": "system", "content": system}] if system else []
     messages.append({"role": "user", "content": prompt})

@@ -14,13 +14,14 @@ import numpy as np
 from ..adapters.spec import ModuleSpec, SliceSpec, Specs
 from ..adapters.tensors import delta_of
 from ..bases import files as base_files
-from ..bases.loading import Base
+from ..bases.loading import BaseModel
 from ..config.schema import DataConfig
 from ..display import QUIET, Display
 from ..errors import PackError
 from ..evaluation.evaluate import columns_of
 from ..files import sha256
 from ..nn.lora import adapter_key
+from ..packs.base import load_base_for
 from ..packs.manifest import ADAPTERS, is_of_encoder
 from ..packs.pack import Pack, check_output, grouped, manifest_of, modules_json, versions_line
 from ..packs.weighted_sum import check_addable, check_distinct, weighted_sum
@@ -135,7 +136,7 @@ def combine_packs(
             f"combine: {first.name} is of an encoder, and what is measured here is the next token; "
             "packs eval --pack A=0.7 --pack B=0.3 adds such packs up."
         )
-    base = first.load_base(model, trust_remote_code)
+    base = load_base_for(first, model, trust_remote_code)
     deltas = _deltas(opened, method, density, seed)
     facts = {
         "method": method,
@@ -270,7 +271,7 @@ def _svd(delta: np.ndarray, rank: int) -> tuple[np.ndarray, np.ndarray, np.ndarr
     return (span @ u)[:, :rank], s[:rank], vt[:rank]
 
 
-def _as_pack(base: Base, first: Pack, specs: Specs, tensors: dict, facts: dict) -> Pack:
+def _as_pack(base: BaseModel, first: Pack, specs: Specs, tensors: dict, facts: dict) -> Pack:
     adapters = {
         "parameters": sum(t.size for t in tensors.values()),
         "groups": [],
@@ -281,7 +282,7 @@ def _as_pack(base: Base, first: Pack, specs: Specs, tensors: dict, facts: dict) 
     return grouped(Pack(manifest, tensors), base)
 
 
-def _with_deltas(base: Base, deltas: dict[str, mx.array]):
+def _with_deltas(base: BaseModel, deltas: dict[str, mx.array]):
     modules = dict(base.model.named_modules())
     changes = [
         Change(path, dense_weight(modules[path]).astype(mx.float32) + delta, None)

@@ -13,7 +13,7 @@ import numpy as np
 from ..adapters.spec import ModuleSpec, SliceSpec, Specs
 from ..adapters.tensors import delta_of
 from ..bases.geometry import linears
-from ..bases.loading import Base
+from ..bases.loading import BaseModel
 from ..errors import PackError
 from ..nn.experts import is_switch_linear
 from ..nn.quantized import EMBEDDINGS
@@ -88,7 +88,7 @@ def hold_magnitudes(found: Foreign, where: Path) -> None:
         )
 
 
-def specs_for(base: Base, found: Foreign, where: Path) -> Specs:
+def specs_for(base: BaseModel, found: Foreign, where: Path) -> Specs:
     """What a foreign adapter is on a base: its modules with their sizes, ranks and alphas.
 
     Raises: PackError naming the first module that the base does not have, or its faulty tensors.

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 
 import mlx.nn as nn
 
-from ..bases.loading import Base
+from ..bases.loading import BaseModel
 from ..config.schema import DataConfig, TrainConfig
 from ..data.batches import Batch, evaluation_batches
 from ..data.encoding import encode
@@ -61,7 +61,7 @@ class Drift:
 
 
 def drift_batches(
-    base: Base, pack: Pack, columns: DataConfig, split: str = "test", rows: int = ROWS
+    base: BaseModel, pack: Pack, columns: DataConfig, split: str = "test", rows: int = ROWS
 ) -> list[Batch]:
     """Batches of at most so many rows, read and cut as the pack was trained."""
     examples = encode(
@@ -82,12 +82,12 @@ def _length_of(pack: Pack) -> int:
     return pack.part("recipe").get("max_seq_length") or TrainConfig.max_seq_length
 
 
-def fastest_path(base: Base, batches: list[Batch]) -> str:
+def fastest_path(base: BaseModel, batches: list[Batch]) -> str:
     """The matmul path that is fastest for these batches."""
     return choose_matmul_path(base.model, batches[-1].tokens.size).matmul_path
 
 
-def put_pack(pack: Pack, base: Base, matmul_path: str) -> Put:
+def put_pack(pack: Pack, base: BaseModel, matmul_path: str) -> Put:
     """What attaches a pack."""
 
     def put() -> Callable[[], None]:
@@ -96,7 +96,7 @@ def put_pack(pack: Pack, base: Base, matmul_path: str) -> Put:
     return put
 
 
-def put_base(base: Base, matmul_path: str) -> Put:
+def put_base(base: BaseModel, matmul_path: str) -> Put:
     """What leaves a base without a pack."""
 
     def put() -> Callable[[], None]:
@@ -106,7 +106,7 @@ def put_base(base: Base, matmul_path: str) -> Put:
     return put
 
 
-def put_modules(base: Base, modules: list[tuple[str, nn.Module]]) -> Put:
+def put_modules(base: BaseModel, modules: list[tuple[str, nn.Module]]) -> Put:
     """What puts modules in the place of those of a base."""
     found = dict(base.model.named_modules())
     originals = [(path, found[path]) for path, _ in modules]
@@ -119,7 +119,7 @@ def put_modules(base: Base, modules: list[tuple[str, nn.Module]]) -> Put:
 
 
 def measure(
-    base: Base, first: Put, second: Put, plain: Put, batches: list[Batch], advance=None
+    base: BaseModel, first: Put, second: Put, plain: Put, batches: list[Batch], advance=None
 ) -> Drift:
     """KL and perplexity of a base with ``second`` against the same base with ``first``.
 

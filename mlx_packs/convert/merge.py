@@ -22,7 +22,7 @@ from ..adapters.tensors import delta_of
 from ..bases import files as base_files
 from ..bases import writer as quantize
 from ..bases.bitsandbytes import METHOD
-from ..bases.loading import Base, lazy_base
+from ..bases.loading import BaseModel, lazy_base
 from ..bases.quantization import (
     Packing,
     Recipe,
@@ -40,6 +40,7 @@ from ..nn.experts import expert_weights, is_switch_linear
 from ..nn.quantized import LINEARS, NF4, QUANTIZED, dequantized_weight
 from ..ops import nf4
 from ..ops.nf4 import NF4Weight
+from ..packs.base import load_base_for
 from ..packs.manifest import is_of_encoder, replaced_of
 from ..packs.pack import Pack
 from ..runtime import mx, on_cpu
@@ -178,7 +179,7 @@ def measured(
     """The drift of a merge; the mean KL of each way tried, and the cheapest within the limit."""
     display = display or Display(QUIET)
     planned = _planned(pack, model, requantize, dtype, trust_remote_code)
-    base = pack.load_base(model, trust_remote_code)
+    base = load_base_for(pack, model, trust_remote_code)
     batches = drift_batches(base, pack, columns, rows=rows)
     path = fastest_path(base, batches)
     attached, plain = put_pack(pack, base, path), put_base(base, path)
@@ -219,7 +220,7 @@ def check_max_drift(max_drift: float | None) -> None:
 class _Planned:
     """Changes of a base, whose own weights are lazy, and config.json as it will be."""
 
-    base: Base
+    base: BaseModel
     changes: list[Change]
     tensors: dict[str, mx.array]  # parameters brought whole that are no weights of linears
     config: dict
@@ -390,7 +391,7 @@ def _config(
 
 
 def modules_of(
-    base: Base, changes: list[Change], pack: Pack | None = None
+    base: BaseModel, changes: list[Change], pack: Pack | None = None
 ) -> list[tuple[str, nn.Module]]:
     """Dense modules that compute what the written ones will, for a base that is loaded."""
     modules = dict(base.model.named_modules())
@@ -515,7 +516,7 @@ def _true_sizes(modules: Mapping[str, nn.Module], places: Mapping[str, str]) -> 
     return sizes
 
 
-def _own_names(base: Base, source: Path, planned: _Planned, spelled: str):
+def _own_names(base: BaseModel, source: Path, planned: _Planned, spelled: str):
     """The base's tensors as its files name them, where each change has its place among them.
 
     Returns: tensors, the name of each changed module in the files, and which of them lie turned
@@ -565,6 +566,6 @@ def _own_names(base: Base, source: Path, planned: _Planned, spelled: str):
     return raw, places, turned
 
 
-def _names_of_model(base: Base, planned: _Planned):
+def _names_of_model(base: BaseModel, planned: _Planned):
     tensors = dict(tree_flatten(base.model.parameters()))
     return tensors, {c.path: c.path for c in planned.changes}, None

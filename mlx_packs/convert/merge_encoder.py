@@ -13,13 +13,13 @@ import numpy as np
 from ..bases import files as base_files
 from ..bases import writer as quantize
 from ..bases.encoder import Encoder, embedded, make_encoder, tensor_name, tokens_of
-from ..bases.loading import Base
 from ..bases.writer import Plan
 from ..config.schema import DataConfig
 from ..data.rows import PAIR_COLUMNS, Row
 from ..display import Display
 from ..errors import PackError
 from ..evaluation.evaluate import evaluation_rows
+from ..packs.base import Base, load_base_for
 from ..packs.pack import Pack
 from ..runtime import mx
 from .merge import plan_of
@@ -59,7 +59,7 @@ def merge_encoder(
     texts = _texts(evaluation_rows(columns, "test")[:rows])
     if not texts:
         raise PackError(f"--data {columns.data}: holds no text to measure on.")
-    base = pack.load_base(model, trust_remote_code)
+    base = load_base_for(pack, model, trust_remote_code)
     with display.working("drift", f"{len(texts)} texts"):
         plain = base.encode(texts, _BATCH)
         with base.applied(pack):

@@ -15,7 +15,7 @@ from mlx.utils import tree_flatten
 
 from ..adapters.spec import Specs
 from ..bases.geometry import chooses
-from ..bases.loading import Base
+from ..bases.loading import BaseModel
 from ..config.choices import ENCODERS
 from ..errors import PackError
 from ..packs.manifest import replaced_of
@@ -170,7 +170,7 @@ def read(tensors: Tensors, config: dict, model_type: str, where: Path) -> Foreig
     return found
 
 
-def without_copies(found: Foreign, base: Base) -> Foreign:
+def without_copies(found: Foreign, base: BaseModel) -> Foreign:
     """Without whole tensors that are the base's own: PEFT saves embeddings that it left alone."""
     own = dict(tree_flatten(base.model.parameters()))
     for name, tensor in list(found.whole.items()):
@@ -187,7 +187,7 @@ def _table_of(names: Collection[str]) -> str | None:
     return next((n for n in names if n.endswith(("embed_tokens.weight", "wte.weight"))), None)
 
 
-def without_tied_head(found: Foreign, base: Base, where: Path) -> Foreign:
+def without_tied_head(found: Foreign, base: BaseModel, where: Path) -> Foreign:
     """Whole embeddings of a base that ties its head: one table stands for both, or neither.
 
     Raises: PackError if PEFT has the input and the head part ways.

@@ -15,7 +15,7 @@ import numpy as np
 
 from ..adapters.lora import Attached
 from ..bases.files import text_config
-from ..bases.loading import Base, hold_causal
+from ..bases.loading import hold_causal
 from ..config.schema import DataConfig, TrainConfig
 from ..data.batches import Batch, evaluation_batches, make_packed_batch, padded_length
 from ..data.encoding import Examples, encode
@@ -27,7 +27,7 @@ from ..inference.throughput import Speed, answering_path, check_tokens, prompts_
 from ..memory.matmul_path import choose_matmul_path
 from ..objectives.causal_lm import split_head
 from ..objectives.sequence_packing import why_not_packed
-from ..packs.hot_swap import carrying, hold_bare
+from ..packs.base import Base, activated, check_no_pack
 from ..packs.pack import Pack
 from ..packs.weighted_sum import as_pack, check_distinct
 from .evaluate import Difference, RowScores, Scorer, columns_of, evaluation_rows
@@ -111,7 +111,7 @@ def evaluate_batch(
     _check_counts(limit, rounds, max_tokens)
     if held and not named:
         raise PackError(f"{flag_of(next(iter(held)))}: is a gate for packs, but there is no pack.")
-    hold_bare(base)
+    check_no_pack(base)
     hold_causal(base, "eval-batch")
     opened = [pack for _, pack in named]
     for pack in opened:
@@ -266,12 +266,12 @@ def _score_all(
     try:
         for pack in models:
             if pack is None:
-                with carrying(base, None, matmul_path):
+                with activated(base, None, matmul_path):
                     scorer = Scorer(base.model, split_head(base.model))
                     found.append(scorer.rows(batches, advance))
                 continue
             base.swap_pack(pack, matmul_path)
-            if (attached := base.carried.attached) not in scorers:
+            if (attached := base.active.attached) not in scorers:
                 scorers = {attached: Scorer(base.model, split_head(base.model))}
             found.append(scorers[attached].rows(batches, advance))
     finally:

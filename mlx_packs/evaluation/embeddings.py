@@ -10,11 +10,11 @@ from dataclasses import asdict, dataclass
 import numpy as np
 
 from ..bases.encoder import Encoder, embedded
-from ..bases.loading import Base
 from ..config.schema import DataConfig, TrainConfig
 from ..data.pairs import PairBatch, Pairs, encode_pairs
 from ..errors import PackError
 from ..objectives.embedding import arrays_of
+from ..packs.base import Base
 from ..packs.manifest import shown_metrics
 from ..packs.pack import Pack
 from ..runtime import mx

@@ -10,7 +10,6 @@ import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_flatten
 
-from ..bases.loading import Base
 from ..config.schema import DataConfig, TrainConfig
 from ..data import rows as rows_of
 from ..data.batches import Batch, evaluation_batches
@@ -20,7 +19,7 @@ from ..memory.matmul_path import choose_matmul_path
 from ..nn.lora import GroupedLoRA
 from ..nn.quantized import apply_matmul_path, replace_modules
 from ..objectives.causal_lm import Arrays, Head, as_arrays, split_head, target_loss
-from ..packs.hot_swap import hold_bare
+from ..packs.base import Base, check_no_pack
 from ..packs.pack import Pack
 from ..runtime import is_traced, mx
 
@@ -212,7 +211,7 @@ def evaluate(
             default of the format.   limit: at most so many batches.
     Raises: PackError for unusable rows, a pack of another base, or a base that carries one.
     """
-    hold_bare(base)
+    check_no_pack(base)
     if limit == 0 or limit < -1:
         raise PackError(f"--limit must be positive, or -1 for all, but got {limit}.")
     if pack is not None and not isinstance(pack, Pack):

@@ -15,13 +15,13 @@ from pathlib import Path
 import numpy as np
 
 from ..bases.files import text_config
-from ..bases.loading import Base, hold_causal
+from ..bases.loading import hold_causal
 from ..data.batches import evaluation_batches
 from ..data.encoding import Example, Examples
 from ..errors import PackError
 from ..inference.generate import complete_batch
 from ..objectives.causal_lm import split_head
-from ..packs.hot_swap import carrying, hold_bare
+from ..packs.base import Base, activated, check_no_pack
 from ..packs.pack import Pack
 from ..packs.weighted_sum import as_pack
 from .evaluate import Scorer
@@ -52,7 +52,7 @@ def evaluate_tasks(
     Raises: PackError if lm_eval is not installed, a task is not known, the pack does not fit, or
         the base carries one.
     """
-    hold_bare(base)
+    check_no_pack(base)
     hold_causal(base, "eval-tasks")
     manager = _task_manager(tasks, task_path)
     if limit is not None and limit < 1:
@@ -64,7 +64,7 @@ def evaluate_tasks(
         opened.check_base(base.name, base.fingerprint, base.config, base.quantization)
     found: dict[str, dict] = {}
     for side, own in {"base": None, **({"pack": opened} if opened else {})}.items():
-        with carrying(base, own, matmul_path):
+        with activated(base, own, matmul_path):
             results = _run(base, manager, tasks, num_fewshot, limit, batch_size, chat)
         for task, metric, part, value in _figures(results):
             found.setdefault(task, {}).setdefault(metric, {})[side + part] = value

@@ -2,11 +2,11 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from ..bases.loading import Base
+from ..bases.loading import BaseModel
 from ..errors import PackError
 
 
-def chat_prompt(base: Base, messages: Sequence[Mapping], tools=None) -> list[int]:
+def chat_prompt(base: BaseModel, messages: Sequence[Mapping], tools=None) -> list[int]:
     """Tokens of a conversation that waits for an answer.
 
     Raises: PackError if the base has no chat template.
@@ -19,7 +19,7 @@ def chat_prompt(base: Base, messages: Sequence[Mapping], tools=None) -> list[int
 
 
 def stream(
-    base: Base,
+    base: BaseModel,
     prompt: Sequence[int],
     max_tokens: int = 100,
     temperature: float = 0.0,
@@ -44,7 +44,7 @@ def stream(
         yield piece.text
 
 
-def _check_tokens(base: Base, prompt: Sequence[int]) -> None:
+def _check_tokens(base: BaseModel, prompt: Sequence[int]) -> None:
     """Raises: PackError for a token that the base does not have: MLX would read past the table."""
     if prompt and max(prompt) >= base.vocab_size:
         raise PackError(
@@ -54,13 +54,13 @@ def _check_tokens(base: Base, prompt: Sequence[int]) -> None:
         )
 
 
-def complete(base: Base, prompt: Sequence[int], max_tokens: int = 100, **sampling) -> str:
+def complete(base: BaseModel, prompt: Sequence[int], max_tokens: int = 100, **sampling) -> str:
     """The text that follows ``prompt``, whole."""
     return "".join(stream(base, prompt, max_tokens, **sampling))
 
 
 def stream_batch(
-    base: Base,
+    base: BaseModel,
     prompts: Sequence[Sequence[int]],
     max_tokens: int | Sequence[int] = 100,
     batch_size: int = 8,
@@ -108,7 +108,7 @@ def stream_batch(
 
 
 def complete_batch(
-    base: Base,
+    base: BaseModel,
     prompts: Sequence[Sequence[int]],
     max_tokens: int | Sequence[int] = 100,
     batch_size: int = 8,
@@ -120,7 +120,7 @@ def complete_batch(
     return [_text(base, found) for found in tokens]
 
 
-def _text(base: Base, tokens: Sequence[int]) -> str:
+def _text(base: BaseModel, tokens: Sequence[int]) -> str:
     """Tokens as `stream` turns them into text."""
     detokenizer = base.tokenizer.detokenizer
     detokenizer.reset()

@@ -7,9 +7,8 @@ from statistics import median
 
 import numpy as np
 
-from ..bases.loading import Base
 from ..errors import PackError
-from ..packs.hot_swap import carrying
+from ..packs.base import Base, activated
 from ..packs.pack import Pack
 from ..runtime import mx, on_cpu
 from .generate import stream_batch
@@ -69,7 +68,7 @@ def race(
     order = list(range(len(packs)))
     for number in range(rounds + 1):
         for i in order if number % 2 else order[::-1]:
-            with carrying(base, packs[i], matmul_path):
+            with activated(base, packs[i], matmul_path):
                 run = _timed(base, prompts, max_tokens)
             found[i] += [run] if number else []
             if advance is not None:

@@ -15,7 +15,7 @@ import mlx.nn as nn
 from ..adapters.lora import check_bare
 from ..bases.embedding_table import MappedTable, map_table
 from ..bases.geometry import GeometryError, block_prefixes, probe
-from ..bases.loading import Base
+from ..bases.loading import BaseModel
 from ..config.schema import LoRAConfig, TrainConfig
 from ..data.batches import Batch
 from ..errors import PackError
@@ -44,7 +44,7 @@ class Graph:
     arrays: of a batch, what a step takes.   facts: what the manifest says of it.
     """
 
-    base: Base
+    base: BaseModel
     lora: LoRAConfig
     arrays: Callable[[Batch], Arrays] = as_arrays
     facts: dict = field(default_factory=lambda: {"graph": TRANSFORMER})
@@ -73,7 +73,7 @@ class Graph:
         ]
 
 
-def graph_of(base: Base, lora: LoRAConfig, train: TrainConfig) -> Graph:
+def graph_of(base: BaseModel, lora: LoRAConfig, train: TrainConfig) -> Graph:
     """The graph of ``train.objective`` over a base, whose other weights are not read for it.
 
     Raises: PackError if nothing of the graph would learn, or if adapters are asked for elsewhere.
@@ -129,7 +129,7 @@ def graph_of(base: Base, lora: LoRAConfig, train: TrainConfig) -> Graph:
     return dataclasses.replace(graph, arrays=arrays)
 
 
-def _table(base: Base, modules: dict[str, nn.Module]) -> tuple[str, nn.Module]:
+def _table(base: BaseModel, modules: dict[str, nn.Module]) -> tuple[str, nn.Module]:
     """Path and module of the embedding table."""
     for path, module in modules.items():
         if path.rpartition(".")[2] in _TABLES and isinstance(module, (nn.Embedding, *EMBEDDINGS)):
@@ -140,7 +140,7 @@ def _table(base: Base, modules: dict[str, nn.Module]) -> tuple[str, nn.Module]:
     )
 
 
-def _head(base: Base, modules: dict[str, nn.Module]) -> tuple[str, nn.Module] | None:
+def _head(base: BaseModel, modules: dict[str, nn.Module]) -> tuple[str, nn.Module] | None:
     """Path and module of the head; None where the embedding table is it."""
     for path, module in modules.items():
         if path.rpartition(".")[2] == _HEAD and isinstance(module, (nn.Linear, *LINEARS)):
@@ -155,7 +155,7 @@ def _head(base: Base, modules: dict[str, nn.Module]) -> tuple[str, nn.Module] | 
 
 
 def _square(
-    base: Base, modules: dict[str, nn.Module], blocks: list[str], table_path: str
+    base: BaseModel, modules: dict[str, nn.Module], blocks: list[str], table_path: str
 ) -> tuple[list[tuple[str, nn.Module]], str]:
     """The projections [D, D] of the blocks, D as wide as the table; and why others are left out."""
     table = modules[table_path]

@@ -8,8 +8,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..config.recipe import current_keys
 from ..config.choices import ENCODERS
+from ..config.recipe import current_keys
 from ..errors import PackError
 
 if TYPE_CHECKING:  # importing these loads MLX, and `packs list` reads manifests alone

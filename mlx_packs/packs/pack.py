@@ -18,11 +18,9 @@ from ..adapters.method import Trainable
 from ..adapters.spec import Specs
 from ..bases.geometry import Heads, block_prefixes
 from ..bases.loading import (
-    TINY,
-    Base,
+    BaseModel,
     check_files,
     fingerprint,
-    load_base,
     quantization_name,
     resolve_checkpoint,
     weight_files,
@@ -265,7 +263,7 @@ class Pack:
                 f"{how}."
             )
 
-    def check_reading(self, base: Base) -> None:
+    def check_reading(self, base: BaseModel) -> None:
         """Raises: PackError if an encoder pools otherwise than the one that the pack is of."""
         trained = self.part("objective")
         if not base.is_encoder or trained.get("task") != "embedding":
@@ -301,17 +299,7 @@ class Pack:
         q = self.manifest["base"]["quantization"] or {}
         return {"double_quant": bool(q.get("double_quant")), "keep": tuple(q.get("keep") or ())}
 
-    def load_base(self, model: str | Path = TINY, trust_remote_code: bool = False) -> Base:
-        """Load the pack's base, checked from headers first and quantized as the pack was trained.
-
-        Raises: PackError if it is another base.
-        """
-        _, config = self.check_checkpoint(model)
-        return load_base(
-            model, self.quantize_for(config), trust_remote_code, **self.quantize_options
-        )
-
-    def attach(self, base: Base, matmul_path: str = "quantized") -> Attached:
+    def attach(self, base: BaseModel, matmul_path: str = "quantized") -> Attached:
         """Attach this pack to its base. Raises: PackError if it does not fit."""
         self.check_base(base.name, base.fingerprint, base.config, base.quantization)
         self.check_reading(base)
@@ -357,12 +345,12 @@ def _is_hub_name(path: str | Path) -> bool:
     return bool(named) and not Path(Path(path).parts[0]).exists()
 
 
-def modules_json(base: Base, specs: Specs) -> list[dict]:
+def modules_json(base: BaseModel, specs: Specs) -> list[dict]:
     """The modules of a manifest, each with the tensor of the base's files that it adapts."""
     return [spec_json(spec, base.origins.get(f"{path}.weight")) for path, spec in specs.items()]
 
 
-def manifest_of(base: Base, adapters: dict, **facts) -> dict:
+def manifest_of(base: BaseModel, adapters: dict, **facts) -> dict:
     """The manifest of adapters on a base; ``facts`` are its optional parts."""
     heads = Heads.of(base.config)
     return {
@@ -383,7 +371,7 @@ def manifest_of(base: Base, adapters: dict, **facts) -> dict:
     }
 
 
-def grouped(pack: Pack, base: Base) -> Pack:
+def grouped(pack: Pack, base: BaseModel) -> Pack:
     """A pack that was not trained, with its projection groups; every name and shape is held.
 
     Raises: PackError if it does not fit the base.

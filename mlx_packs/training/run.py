@@ -13,7 +13,7 @@ from pathlib import Path
 from .. import runtime
 from ..adapters.lora import Attached, attach
 from ..adapters.method import METHODS, Trainable
-from ..bases.loading import TINY, Base, load_base, stored_config
+from ..bases.loading import TINY, stored_config
 from ..config.schema import (
     DataConfig,
     LoRAConfig,
@@ -41,6 +41,7 @@ from ..objectives.projection_stack import TRANSFORMER, graph_of
 from ..objectives.sequence_packing import prepare_packing
 from ..ops import _backend
 from ..optim import carry_state, unused_learning_rate
+from ..packs.base import Base, load_base
 from ..packs.pack import Pack, round_adapters, versions_line
 from ..runtime import mx
 from .checkpoint import TrainingState, load_checkpoint, read_training_state

@@ -12,7 +12,7 @@ import numpy as np
 
 from .. import runtime
 from ..adapters.method import Trainable
-from ..bases.loading import Base, public_name
+from ..bases.loading import public_name
 from ..config.schema import DataConfig, LoRAConfig, Recipe, TrainConfig
 from ..data import rows as rows_of
 from ..data.batches import padded_length
@@ -38,6 +38,7 @@ from ..memory.plan import (
     tensors_of,
 )
 from ..nn.quantized import path_at_work
+from ..packs.base import Base
 from ..packs.manifest import mlx_lm_config
 from ..packs.pack import check_output
 from ..runtime import mx

@@ -19,9 +19,9 @@ from mlx_packs.bases.files import (
     tiny_checkpoint,
     weight_files,
 )
-from mlx_packs.bases.loading import load_base
 from mlx_packs.errors import PackError
 from mlx_packs.files import read_header
+from mlx_packs.packs.base import load_base
 from mlx_packs.runtime import mx
 from tests.helpers.models import model_of
 

@@ -18,6 +18,7 @@ from mlx_packs.nn.nf4 import NF4Embedding, NF4Linear
 from mlx_packs.nn.quantized import dense_module, quantized_modules, replace_modules
 from mlx_packs.objectives.causal_lm import split_head
 from mlx_packs.ops import nf4
+from mlx_packs.packs.base import load_base_for
 from mlx_packs.runtime import mx
 
 
@@ -113,7 +114,7 @@ def test_a_bitsandbytes_checkpoint_is_read_without_quantizing_again(dense, tmp_p
     assert asked.quantization == base.quantization
     train = TrainConfig(iters=1, batch_size=1, max_seq_length=64, val_batches=0, test_batches=1)
     train_pack(str(folder), "tiny", LoRAConfig(rank=2), train, tmp_path / "p")
-    with Pack.open(tmp_path / "p").load_base(folder).applied(tmp_path / "p"):
+    with load_base_for(Pack.open(tmp_path / "p"), folder).applied(tmp_path / "p"):
         pass
 
 
@@ -138,7 +139,7 @@ def test_modules_are_left_dense_by_name(dense, tmp_path):
         keep=("down_proj",),
     )
     train_pack(str(dense), "tiny", LoRAConfig(rank=2), train, tmp_path / "p")
-    again = Pack.open(tmp_path / "p").load_base(dense)
+    again = load_base_for(Pack.open(tmp_path / "p"), dense)
     assert type(again.model.layers[0].mlp.down_proj) is nn.Linear
 
 
@@ -244,17 +245,17 @@ def test_a_pack_is_trained_saved_and_applied_on_nf4(dense, stored, tmp_path):
         "double_quant": False,
     }
     pack = Pack.open(tmp_path / "p")
-    base = pack.load_base(dense)
+    base = load_base_for(pack, dense)
     assert not base.model.layers[0].self_attn.q_proj.double_quant
     with base.applied(pack):
         pass
     with pytest.raises(PackError, match="nf4 4-bit g64, but .* is nf4 4-bit g64 double-quantized"):
         pack.attach(load_base(dense, "nf4"))
     with pytest.raises(PackError, match="another base"):
-        pack.load_base(stored)
+        load_base_for(pack, stored)
     train = TrainConfig(iters=1, batch_size=1, max_seq_length=64, val_batches=0, test_batches=1)
     run = train_pack(str(stored), "tiny", LoRAConfig(rank=2), train, tmp_path / "q")
-    with Pack.open(tmp_path / "q").load_base(stored).applied(tmp_path / "q"):
+    with load_base_for(Pack.open(tmp_path / "q"), stored).applied(tmp_path / "q"):
         pass
 
 

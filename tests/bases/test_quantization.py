@@ -4,7 +4,6 @@ import pytest
 from mlx.utils import tree_flatten
 
 from mlx_packs import LoRAConfig, PackError, TrainConfig
-from mlx_packs.bases.loading import load_base
 from mlx_packs.bases.quantization import (
     Packing,
     Recipe,
@@ -17,6 +16,7 @@ from mlx_packs.bases.quantization import (
 from mlx_packs.bases.writer import quantize
 from mlx_packs.memory.plan import estimate, tensors_of
 from mlx_packs.nn.quantized import quantized_modules
+from mlx_packs.packs.base import load_base
 from mlx_packs.runtime import mx
 from tests.bases.test_writer import TOKENS, write_dense
 from tests.helpers.models import model_of

@@ -12,12 +12,12 @@ from mlx_packs.bases import files as base_files
 from mlx_packs.bases import quantization as packing
 from mlx_packs.bases import writer as quantize
 from mlx_packs.bases.files import tiny_checkpoint
-from mlx_packs.bases.loading import load_base
 from mlx_packs.bases.quantization import Packing, quantized_tensors
 from mlx_packs.bases.writer import Recipe
 from mlx_packs.errors import Interrupted, PackError
 from mlx_packs.files import sha256
 from mlx_packs.ops import nf4
+from mlx_packs.packs.base import load_base
 from mlx_packs.runtime import mx
 from tests.helpers.models import model_of
 

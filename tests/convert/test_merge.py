@@ -17,6 +17,7 @@ from mlx_packs.bases.writer import quantize, verify
 from mlx_packs.convert.merge import merge_pack
 from mlx_packs.errors import PackError
 from mlx_packs.files import read_header, sha256
+from mlx_packs.packs.base import load_base_for
 from mlx_packs.packs.manifest import ADAPTERS
 from mlx_packs.runtime import mx
 from tests.helpers.models import model_of
@@ -83,7 +84,7 @@ def logits(base) -> np.ndarray:
 
 
 def attached_logits(pack: Pack, model: Path) -> np.ndarray:
-    base = pack.load_base(model)
+    base = load_base_for(pack, model)
     with base.applied(pack):
         return logits(base)
 

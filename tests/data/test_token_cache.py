@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 
 from mlx_packs import LoRAConfig, TrainConfig, train_pack
-from mlx_packs.bases.loading import load_base
 from mlx_packs.config.schema import DataConfig
 from mlx_packs.data import token_cache
 from mlx_packs.data.encoding import encode
 from mlx_packs.data.rows import Row
 from mlx_packs.data.token_cache import encode_cached
 from mlx_packs.errors import PackError
+from mlx_packs.packs.base import load_base
 from mlx_packs.runtime import mx
 from tests.helpers.rows import chat, write_rows
 

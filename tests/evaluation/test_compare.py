@@ -170,7 +170,7 @@ def test_evaluate_batch_gives_the_perplexities_of_evaluate(here):
         assert one.ppl == pytest.approx(report.pack.ppl, rel=1e-5)
         assert one.accuracy == report.pack.accuracy
         assert one.ppl_ratio_se == pytest.approx(report.difference.ppl_ratio_se, rel=1e-3)
-    assert base.carried is None
+    assert base.active is None
 
 
 def test_rows_that_cannot_be_packed_exactly_are_scored_by_length(here, monkeypatch):
@@ -221,7 +221,7 @@ def test_race_warms_up_takes_turns_forth_and_back_and_pairs_the_ratio(here, monk
     order, rounds = [], []
 
     def timed(base, prompts, max_tokens):
-        order.append("base" if base.carried is None else "pack")
+        order.append("base" if base.active is None else "pack")
         pace = 2.0 ** -((len(order) - 1) // 2)
         rounds.append(pace)
         return speed._Run(1.0 / pace, (100 if order[-1] == "base" else 80) * pace, 0.5)

@@ -13,6 +13,7 @@ from mlx_packs.evaluation.evaluate import Scorer
 from mlx_packs.evaluation.lm_eval import _figures, _until, language_model, log_likelihoods
 from mlx_packs.objectives.causal_lm import split_head
 from mlx_packs.runtime import mx
+from tests.helpers.errors import raises
 from tests.packs.test_hot_swap import random_pack
 
 TASK = """
@@ -139,7 +140,7 @@ def test_evaluate_tasks_scores_base_and_pack(base, stand_in):
     assert found["base"] == pytest.approx(
         -alone(base, [5, 6], [7])[0] - alone(base, [8], [9, 10])[0], rel=1e-4
     )
-    assert found["pack"] != pytest.approx(found["base"], rel=1e-4) and base.carried is None
+    assert found["pack"] != pytest.approx(found["base"], rel=1e-4) and base.active is None
     with base.applied(pack):
         rolled = language_model(base).loglikelihood_rolling([SimpleNamespace(args=("He was",))])
         tokens = base.tokenizer.encode("He was", add_special_tokens=False)
@@ -167,9 +168,9 @@ def test_eval_tasks_prints_json_alone_on_stdout(stand_in, run):
 
 def test_a_base_that_carries_a_pack_is_not_taken_for_the_base(base, stand_in):
     with base.applied(random_pack(base, 0)):
-        with pytest.raises(PackError, match="carries a pack already"):
+        with raises("conflict", None, base.name):
             evaluate_tasks(base, None, ["known"])
-        with pytest.raises(PackError, match="carries a pack already"):
+        with raises("conflict", None, base.name):
             evaluate(base, None, limit=1)
 
 

@@ -21,9 +21,9 @@ from mlx.utils import tree_flatten, tree_map
 from mlx_packs.adapters.lora import Attached, attach
 from mlx_packs.bases.families import UNTRAINABLE, UNTRAINABLE_ON_METAL
 from mlx_packs.bases.geometry import linears
-from mlx_packs.bases.loading import Base
 from mlx_packs.config.schema import LoRAConfig
 from mlx_packs.nn.experts import is_switch_linear
+from mlx_packs.packs.base import Base
 from mlx_packs.runtime import mx
 
 LARGEST = 64e6  # bytes; a field of an unknown name has its default, which may be a whole model's

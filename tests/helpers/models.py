@@ -3,7 +3,7 @@
 import importlib
 from pathlib import Path
 
-from mlx_packs.bases.loading import Base
+from mlx_packs.packs.base import Base
 from mlx_packs.runtime import mx
 
 

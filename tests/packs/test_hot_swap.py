@@ -8,9 +8,9 @@ from mlx.utils import tree_flatten
 from mlx_packs import LoRAConfig, Pack, load_base, weighted_sum
 from mlx_packs.adapters.lora import attach
 from mlx_packs.adapters.tensors import delta_of
-from mlx_packs.bases.loading import Base
 from mlx_packs.errors import PackError
 from mlx_packs.nn.imported import DoRALinear
+from mlx_packs.packs.base import Base
 from mlx_packs.packs.weighted_sum import open_weighted
 from mlx_packs.runtime import mx
 from tests.helpers.models import base_of, model_of
@@ -92,14 +92,14 @@ def test_applied_contexts_nest_and_each_end_restores_logits_to_the_bit(base, pac
                     assert same(logits(base), alone["a"])
                 assert same(logits(base), alone[inner])
             assert same(logits(base), alone["a"])
-    assert same(logits(base), plain) and base.carried is None
+    assert same(logits(base), plain) and base.active is None
 
 
 def test_applied_restores_after_an_error_inside(base, packs):
     plain = logits(base)
     with pytest.raises(ZeroDivisionError), base.applied(packs["a"]), base.applied(packs["c"]):
         raise ZeroDivisionError
-    assert same(logits(base), plain) and base.carried is None
+    assert same(logits(base), plain) and base.active is None
 
 
 def test_swap_pack_gives_what_a_fresh_attach_gives_and_touches_no_weight(base, packs):
@@ -120,13 +120,13 @@ def test_swap_pack_of_one_shape_replaces_arrays_alone_and_others_come_back_as_th
     base, packs
 ):
     base.swap_pack(packs["a"])
-    first = base.carried.attached
+    first = base.active.attached
     base.swap_pack(packs["b"])
-    assert base.carried.attached is first
+    assert base.active.attached is first
     base.swap_pack(packs["c"])
-    assert base.carried.attached is not first
+    assert base.active.attached is not first
     base.swap_pack(packs["a"])
-    assert base.carried.attached is first
+    assert base.active.attached is first
     base.swap_pack(None)
 
 
@@ -177,11 +177,11 @@ def test_memory_is_flat_over_a_thousand_swaps(base, packs):
 def test_dense_path_is_kept_while_packs_of_one_shape_are_swapped(base, packs):
     plain = logits(base)
     with base.applied(packs["a"], "dense"):
-        first = base.carried.attached
+        first = base.active.attached
         with base.applied(packs["b"], "dense"):
-            assert base.carried.attached is first
+            assert base.active.attached is first
             assert isinstance(base.model.layers[0].self_attn.k_proj, nn.Linear)
-    assert same(logits(base), plain) and all(f.attached is not first for f in base.frames)
+    assert same(logits(base), plain) and all(f.attached is not first for f in base.idle_slots)
 
 
 def test_packs_of_one_shape_share_the_traces_that_score_them():

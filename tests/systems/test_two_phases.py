@@ -13,7 +13,8 @@ from mlx.utils import tree_flatten
 
 from mlx_packs import LoRAConfig, Pack, load_base
 from mlx_packs.adapters.lora import attach
-from mlx_packs.bases.loading import Base, tiny_checkpoint
+from mlx_packs.bases.loading import tiny_checkpoint
+from mlx_packs.packs.base import Base, load_base_for
 from mlx_packs.runtime import mx
 from tests.helpers.models import model_of
 from tests.helpers.rows import chat, write_rows
@@ -144,7 +145,7 @@ def test_the_pack_is_merged_swapped_and_exported(trained, llama, tmp_path, run):
     merged = ["merge", out, "--model", llama, "--out", tmp_path / "m", "--json"]
     code, told, err = run(*merged)
     assert code == 0 and json.loads(told)["passed"], err
-    base = Pack.open(out).load_base(llama)
+    base = load_base_for(Pack.open(out), llama)
     probe = mx.arange(1, 17)[None]
     before = base.model(probe)
     with base.applied(out):

@@ -3,8 +3,8 @@
 import pytest
 
 from mlx_packs import LoRAConfig, TrainConfig, train_pack
-from mlx_packs.bases.loading import load_base
 from mlx_packs.ops import _backend
+from mlx_packs.packs.base import load_base
 from mlx_packs.runtime import mx
 from tests.helpers.emulation import emulation
 from tests.helpers.rows import chat, write_rows

@@ -11,7 +11,6 @@ from pathlib import Path
 
 from ... import runtime
 from ...adapters.method import METHODS, Trainable
-from ...bases.loading import Base
 from ...config.choices import ENCODERS
 from ...config.schema import EMBEDDING_SETTINGS, DataConfig, LoRAConfig, Recipe, TrainConfig
 from ...data import rows as rows_of
@@ -36,6 +35,7 @@ from ...memory.plan import MemoryPlan, fit, fitted, remedies, tensors_of
 from ...nn.quantized import count_weights
 from ...objectives.embedding import arrays_of, make_loss
 from ...ops import _backend
+from ...packs.base import Base
 from ...packs.pack import Pack, round_adapters, versions_line
 from ...runtime import mx
 from ..checkpoint import TrainingState, load_checkpoint

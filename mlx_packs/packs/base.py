@@ -1,0 +1,244 @@
+"""A base model that packs are swapped on, in milliseconds and without loading anything again.
+
+Adapters of the same targets, ranks and scales are replaced in place, arrays alone. For others the
+modules around them are swapped; the slots of the last few packs are kept, without their adapters,
+so that going back and forth builds nothing.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import mlx.nn as nn
+
+from ..adapters.lora import Attached
+from ..bases.loading import TINY, BaseModel, load_base_model
+from ..errors import PackError
+from ..nn.quantized import apply_matmul_path, replace_modules
+from ..runtime import mx
+from .pack import Pack
+from .weighted_sum import as_pack
+
+OnePack = str | Path | Pack
+Packs = OnePack | Mapping[str | Path, float] | Sequence[tuple[OnePack, float]]
+
+_IDLE_SLOTS = 4
+
+
+@dataclass(frozen=True, eq=False)
+class AdapterSlots:
+    """Modules that hold adapters of one shape, and the base's own in their places.
+
+    beyond_lora: what else they hold, as `Pack.beyond_lora`; such slots serve one pack only.
+    """
+
+    beyond_lora: str
+    attached: Attached
+    own: list[tuple[str, nn.Module]]
+    modules: list[tuple[str, nn.Module]]
+
+    def fits(self, pack: Pack) -> bool:
+        """Whether they are made for the pack's targets, ranks and scales."""
+        if self.beyond_lora or pack.beyond_lora:
+            return False
+        return self.attached.specs == pack.specs
+
+    def clear(self) -> None:
+        """Drop the adapters; `Attached.load` sets them all."""
+        nothing = mx.zeros(())
+        for slot in self.attached.slots.values():
+            slot.lora.lora_a[:] = [nothing] * len(slot.lora.lora_a)
+            slot.lora.lora_b[:] = [nothing] * len(slot.lora.lora_b)
+
+
+@dataclass(frozen=True, eq=False)
+class ActivePack:
+    """The pack on a base, the slots that hold its adapters, and how frozen weights are used."""
+
+    pack: Pack
+    slots: AdapterSlots
+    matmul_path: str
+
+    @property
+    def attached(self) -> Attached:
+        return self.slots.attached
+
+    @property
+    def is_light(self) -> bool:
+        """Whether nothing of the base was copied, so that its slots can be kept."""
+        if self.slots.beyond_lora or self.attached.notes:
+            return False
+        return self.matmul_path == "quantized"
+
+
+@dataclass
+class Base(BaseModel):
+    """A frozen base model with its tokenizer, on which packs are applied and swapped."""
+
+    active: ActivePack | None = field(default=None, init=False, repr=False, compare=False)
+    idle_slots: list[AdapterSlots] = field(
+        default_factory=list, init=False, repr=False, compare=False
+    )
+
+    @contextmanager
+    def applied(self, pack: Packs, matmul_path: str = "quantized") -> Iterator["Base"]:
+        """The base with a pack attached; on leaving it is bit-identical to before, nothing reloaded.
+
+        An inner pack replaces the outer one until it is left.
+
+        Args:
+            pack: a pack, its folder, or several with weights, whose deltas add up:
+                ``{"packs/a": 0.7, "packs/b": 0.3}``, or pairs of pack and weight.
+            matmul_path: how frozen weights are used (quantized, transient, dense).
+
+        Raises:
+            PackError: the pack does not fit this base.
+        """
+        before = self.active
+        self.swap_pack(pack, matmul_path)
+        try:
+            yield self
+        finally:
+            self.swap_pack(before and before.pack, before.matmul_path if before else "quantized")
+
+    def swap_pack(self, pack: Packs | None, matmul_path: str = "quantized") -> None:
+        """Replace the active pack by another; None removes it.
+
+        A pack of the same targets, ranks and scales is put into the adapters that are there: traces
+        stay good. For others the base's modules are swapped. Base weights are never touched.
+
+        Args:
+            pack: as for `applied`.
+            matmul_path: as for `applied`.
+
+        Raises:
+            PackError: the pack does not fit; the active pack then stays.
+        """
+        before = self.active
+        after = None if pack is None else as_pack(pack)
+        if after is not None:
+            after.check_base(self.name, self.fingerprint, self.config, self.quantization)
+            after.check_reading(self)
+            tensors = after.load_tensors()
+            if before and before.matmul_path == matmul_path and before.slots.fits(after):
+                before.attached.load(tensors, after.name)
+                self.active = ActivePack(after, before.slots, matmul_path)
+                return
+        self._deactivate()
+        if after is None:
+            return
+        try:
+            self._activate(after, matmul_path)
+        except BaseException:
+            if before:
+                self._activate(before.pack, before.matmul_path)
+            raise
+
+    def _activate(self, pack: Pack, matmul_path: str) -> None:
+        slots = next((s for s in self.idle_slots if s.fits(pack)), None)
+        if slots is None or matmul_path != "quantized":
+            attached = pack.attach(self, matmul_path)
+            slots = AdapterSlots(pack.beyond_lora, attached, *attached.installed_modules())
+            mx.eval([module.parameters() for _, module in slots.modules])  # DoRA's norms
+        else:
+            slots.attached.load(pack.load_tensors(), pack.name)
+            self.idle_slots.remove(slots)
+            replace_modules(self.model, slots.modules)
+            if self.model.training:
+                self.model.eval()
+        self.active = ActivePack(pack, slots, matmul_path)
+
+    def _deactivate(self) -> None:
+        """Put the base's own modules back; keep the adapter slots, if they are light."""
+        active, self.active = self.active, None
+        if active is None:
+            return
+        if not active.is_light:
+            active.attached.detach()
+            return
+        if self.model.training:
+            self.model.eval()  # as detaching does; idle slots must not come back in training
+        replace_modules(self.model, active.slots.own)
+        active.slots.clear()
+        self.idle_slots.insert(0, active.slots)
+        del self.idle_slots[_IDLE_SLOTS:]
+
+
+def load_base(
+    name: str | Path = TINY,
+    quantize: str = "none",
+    trust_remote_code: bool = False,
+    *,
+    double_quant: bool = True,
+    keep: Sequence[str] = (),
+    compute_dtype: str = "auto",
+    lazy: bool = False,
+) -> Base:
+    """Load a checkpoint and its tokenizer, frozen, ready for packs.
+
+    On a CPU the floating tensors (scales, norms) are taken to float32: MLX multiplies bf16 there 30
+    times slower than fp32. On a GPU they keep their dtype.
+
+    Args:
+        name: ``"tiny"``, a checkpoint folder or a hub id. Affine 2 to 8 bits, mixed bits by
+            module, bf16/fp16/fp32, sharded or not: whatever mlx-lm's loader reads.
+            NF4 as `packs quantize` and as bitsandbytes write it.
+        quantize: ``"affine4"``, ``"affine8"`` or ``"nf4"`` quantizes a dense checkpoint tensor by
+            tensor as it is read. A base that is NF4 already stays as it is.
+        trust_remote_code: whether to run Python code that comes with the checkpoint.
+        double_quant: whether the absmax of NF4 are quantized to 8 bits too.
+        keep: names of modules that ``quantize`` leaves dense: leaf (lm_head), tail or path.
+        compute_dtype: ``auto`` as stored, or ``bfloat16``, ``float16``, ``float32``; on a CPU
+            always float32.
+        lazy: whether each weight is read when it is first used.
+
+    Raises:
+        PackError: there is no such checkpoint, or its tensors do not fit its config.
+    """
+    loaded = load_base_model(
+        name,
+        quantize,
+        trust_remote_code,
+        double_quant=double_quant,
+        keep=keep,
+        compute_dtype=compute_dtype,
+        lazy=lazy,
+    )
+    return Base(**vars(loaded))
+
+
+def load_base_for(
+    pack: Pack | None, model: str | Path = TINY, trust_remote_code: bool = False
+) -> Base:
+    """Load a pack's base, checked from headers first and quantized as the pack was trained.
+
+    Without a pack, load the base as it is.
+
+    Raises:
+        PackError: the model is another base.
+    """
+    if pack is None:
+        return load_base(model, trust_remote_code=trust_remote_code)
+    _, config = pack.check_checkpoint(model)
+    return load_base(model, pack.quantize_for(config), trust_remote_code, **pack.quantize_options)
+
+
+def check_no_pack(base: Base) -> None:
+    """Raise a PackError if a base has an active pack: it could not be measured alone."""
+    if base.active:
+        raise PackError(f"{base.name}: has an active pack; leave `applied` first.", "conflict")
+
+
+@contextmanager
+def activated(base: Base, pack: Pack | None, matmul_path: str = "quantized") -> Iterator[None]:
+    """The base with a pack, or alone, its frozen weights multiplied by ``matmul_path``."""
+    if pack is not None:
+        with base.applied(pack, matmul_path):
+            yield
+        return
+    originals = apply_matmul_path(base.model, matmul_path)
+    try:
+        yield
+    finally:
+        replace_modules(base.model, originals)
