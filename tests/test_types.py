@@ -1,0 +1,62 @@
+"""What editors and type checkers see of the package: pyright on users' code, completion by jedi."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.interop
+
+ROOT = Path(__file__).parents[1]
+
+
+def pyright(*paths: Path) -> str:
+    """The lines of pyright (basic) on files and folders; empty if there is no error."""
+    result = subprocess.run(
+        [sys.executable, "-m", "pyright", "--pythonpath", sys.executable, *map(str, paths)],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    summary = result.stdout.strip().splitlines()[-1]
+    return "" if summary.startswith("0 errors") else result.stdout
+
+
+def test_examples_pass_pyright():
+    assert not pyright(ROOT / "examples")
+
+
+def test_the_python_of_the_readme_passes_pyright(tmp_path):
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
+    assert blocks
+    (tmp_path / "readme.py").write_text("\n".join(blocks))  # later blocks use names of earlier ones
+    assert not pyright(tmp_path)
+
+
+def test_pyright_sees_what_is_wrong(tmp_path):
+    (tmp_path / "wrong.py").write_text(
+        "import mlx_packs as mp\nmp.train_pack(iters=3)\nmp.no_such_name\n"
+    )
+    lines = pyright(tmp_path)
+    assert '"iters"' in lines and '"no_such_name"' in lines
+
+
+@pytest.mark.parametrize(
+    ("code", "name"),
+    [
+        ("import mlx_packs as mp\nmp.train_p", "train_pack"),
+        ("import mlx_packs as mp\nmp.TrainConfig(learn", "learning_rate="),
+        ("import mlx_packs as mp\nbase = mp.load_base('tiny')\nbase.appl", "applied"),
+    ],
+)
+def test_jedi_completes_the_public_interface(code, name):
+    import jedi
+
+    script = jedi.Script(code, project=jedi.Project(ROOT))
+    lines = code.splitlines()
+    assert name in [c.name_with_symbols for c in script.complete(len(lines), len(lines[-1]))]
