@@ -1,4 +1,4 @@
-"""Write whole or not at all: files and folders appear under their name only when complete."""
+"""Atomic writes: files and folders appear under their name only when they are complete."""
 
 import fcntl
 import hashlib
@@ -40,13 +40,14 @@ _FLOATS = ("F32", "F16", "BF16")  # that adapters are of
 
 
 @contextmanager
-def whole_folder(path: Path, replace: bool = False) -> Iterator[Path]:
-    """A temporary folder beside ``path`` that is renamed to it on success and removed on failure.
+def atomic_folder(path: Path, replace: bool = False) -> Iterator[Path]:
+    """Yield a temporary folder beside ``path``, renamed to it on success, removed on failure.
 
-    Raises: PackError if ``path`` is there and ``replace`` is not set, or if it cannot be written.
+    Raises:
+        PackError: ``path`` exists and ``replace`` is not set, or it cannot be written.
     """
     if path.exists() and not replace:
-        raise PackError(f"{path}: is there already; choose another name.")
+        raise PackError(f"{path}: already exists. Choose another path.", "exists")
     if path.is_symlink():  # the link stays, and leads to what is written
         path = path.resolve()
     partial = path.with_name(f".{path.name}.partial-{os.getpid()}")
@@ -58,17 +59,18 @@ def whole_folder(path: Path, replace: bool = False) -> Iterator[Path]:
         for file in partial.rglob("*"):
             if file.is_file():
                 _sync(file)
-        put_in_place(partial, path)
+        replace_folder(partial, path)
     except OSError as error:
-        raise PackError(f"{path}: cannot be written ({error.strerror or error}).") from None
+        raise unwritable(path, error) from None
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def put_in_place(partial: Path, path: Path) -> None:
-    """Rename a finished folder to its name; one that has this name is removed, or kept on failure.
+def replace_folder(partial: Path, path: Path) -> None:
+    """Rename a finished folder to ``path``; the one that it replaces stays on failure.
 
-    Raises: OSError.
+    Raises:
+        OSError: the folder cannot be renamed.
     """
     old = path.with_name(f".{path.name}.old-{os.getpid()}")
     try:
@@ -83,10 +85,11 @@ def put_in_place(partial: Path, path: Path) -> None:
 
 
 @contextmanager
-def only_writer(path: Path) -> Iterator[None]:
-    """Let one process at a time write ``path``; a lock file beside it is there meanwhile.
+def exclusive_writer(path: Path) -> Iterator[None]:
+    """Let one process at a time write ``path``, by a lock file beside it.
 
-    Raises: PackError at once if another process is writing it.
+    Raises:
+        PackError: another process is writing it; this one does not wait.
     """
     lock = path.with_name(f".{path.name}.lock")
     with _locked(lock, path):
@@ -97,12 +100,12 @@ def only_writer(path: Path) -> Iterator[None]:
 
 
 def _locked(lock: Path, path: Path) -> IO:
-    """The lock file, open and locked until it is closed."""
+    """Open the lock file and lock it until it is closed."""
     while True:
         try:
             file = lock.open("a")
         except OSError as error:
-            raise PackError(f"{path}: cannot be written ({error.strerror or error}).") from None
+            raise unwritable(path, error) from None
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             # who had the lock may have removed this file since it was opened here
@@ -111,7 +114,8 @@ def _locked(lock: Path, path: Path) -> IO:
         except BlockingIOError:
             file.close()
             raise PackError(
-                f"{path}: another process is writing it; wait for it, or choose another name."
+                f"{path}: another process is writing it. Wait for it, or choose another path.",
+                "busy",
             ) from None
         except FileNotFoundError:
             pass
@@ -120,20 +124,25 @@ def _locked(lock: Path, path: Path) -> IO:
         file.close()
 
 
+def unwritable(path: Path, error: OSError) -> PackError:
+    """Return the error of a path that cannot be written."""
+    return PackError(f"{path}: cannot be written ({error.strerror or error}).", "unwritable")
+
+
 def _sync(file: Path) -> None:
     with file.open("rb") as f:
         os.fsync(f.fileno())
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Write a text file under a temporary name and rename it."""
+def atomic_write(path: Path, text: str) -> None:
+    """Write a text file atomically, under a temporary name that is then changed."""
     partial = path.with_name(f".{path.name}.partial-{os.getpid()}")
     try:
         partial.write_text(text, encoding="utf-8")
         _sync(partial)
         os.replace(partial, path)
     except OSError as error:
-        raise PackError(f"{path}: cannot be written ({error.strerror or error}).") from None
+        raise unwritable(path, error) from None
     finally:
         partial.unlink(missing_ok=True)
 
@@ -144,24 +153,24 @@ def append_line(path: Path, line: str) -> None:
         with path.open("a", encoding="utf-8") as f:
             f.write(line + "\n")
     except OSError as error:
-        raise PackError(f"{path}: cannot be written ({error.strerror or error}).") from None
+        raise unwritable(path, error) from None
 
 
 def make_folder(path: Path) -> None:
-    """Make a folder and those above it."""
+    """Create a folder and those above it."""
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise PackError(f"{path}: cannot be made ({error.strerror or error}).") from None
+        raise unwritable(path, error) from None
 
 
-def to_json(value) -> str:
-    """JSON as people and diffs like it."""
+def to_json(value: object) -> str:
+    """Return indented JSON, which people and diffs can read."""
     return json.dumps(value, indent=2, ensure_ascii=False, sort_keys=False) + "\n"
 
 
 def sha256(file: Path) -> str:
-    """The SHA-256 of a file's bytes."""
+    """Return the SHA-256 of a file's bytes."""
     digest = hashlib.sha256()
     with file.open("rb") as f:
         while block := f.read(1 << 20):
@@ -170,15 +179,18 @@ def sha256(file: Path) -> str:
 
 
 def read_header(file: Path) -> tuple[dict[str, dict], int]:
-    """The header of a safetensors file (name -> dtype, shape, data_offsets) and where data starts.
+    """Return the header of a safetensors file and the offset at which its data starts.
 
-    Raises: PackError if the file is truncated or not safetensors.
+    The header maps a name to its dtype, shape and data_offsets.
+
+    Raises:
+        PackError: the file is truncated or is not safetensors.
     """
     size = file.stat().st_size
     with file.open("rb") as f:
         length = int.from_bytes(f.read(8), "little")
         if size < 8 or length > size - 8:
-            raise PackError(f"{file}: is truncated or not a safetensors file.")
+            raise PackError(f"{file}: is truncated or not a safetensors file.", "unreadable")
         try:
             header = json.loads(f.read(length))
             header.pop("__metadata__", None)
@@ -186,46 +198,56 @@ def read_header(file: Path) -> tuple[dict[str, dict], int]:
                 raise ValueError
             data = max((int(t["data_offsets"][1]) for t in header.values()), default=0)
         except (ValueError, KeyError, TypeError, AttributeError, IndexError):
-            raise PackError(f"{file}: is not a safetensors file (its header is no JSON).") from None
+            raise PackError(
+                f"{file}: is not a safetensors file (its header is not JSON).", "unreadable"
+            ) from None
     end = 8 + length + data
     if size < end:
-        raise PackError(f"{file}: is truncated: {size} bytes of {end}. Copy or download it again.")
+        raise PackError(
+            f"{file}: is truncated: {size} bytes of {end}. Copy or download it again.", "unreadable"
+        )
     return header, 8 + length
 
 
 def read_tensors(file: Path) -> dict[str, "mx.array"]:
-    """The adapters of a safetensors file, all of them finite.
+    """Return the adapters of a safetensors file, all of them finite.
 
-    Raises: PackError if it is damaged, or a tensor holds NaN or infinity.
+    Raises:
+        PackError: the file is damaged, or a tensor has NaN or infinite values.
     """
     from .runtime import mx
 
     header, _ = read_header(file)
     if bad := next((n for n, t in header.items() if t["dtype"] not in _FLOATS), None):
-        raise PackError(f"{file}: {bad} is {header[bad]['dtype']}; adapters are F32, F16 or BF16.")
+        raise PackError(
+            f"{file}: {bad} is {header[bad]['dtype']}; adapters are F32, F16 or BF16.",
+            "unsupported",
+        )
     try:
         tensors = mx.load(str(file))
         mx.eval(tensors)
     except (RuntimeError, ValueError) as error:
-        raise PackError(f"{file}: cannot be read: {' '.join(str(error).split())}") from None
+        reason = " ".join(str(error).split())
+        raise PackError(f"{file}: cannot be read: {reason}", "unreadable") from None
     for name, tensor in tensors.items():
         if not mx.isfinite(tensor).all().item():
-            raise PackError(f"{file}: {name} holds NaN or infinity.")
+            raise PackError(f"{file}: {name} has NaN or infinite values.", "unreadable")
     return tensors
 
 
 def save_tensors(file: Path, tensors: dict, metadata: Mapping[str, str] | None = None) -> None:
     """Write MLX arrays as safetensors, in the order of their names; the header has ``metadata``.
 
-    Raises: PackError when the disk is full or the place cannot be written.
+    Raises:
+        PackError: the disk is full or the file cannot be written.
     """
     from .runtime import mx
 
     try:
-        told = {"format": "mlx", **(metadata or {})}
-        mx.save_safetensors(str(file), dict(sorted(tensors.items())), told)
+        entries = {"format": "mlx", **(metadata or {})}
+        mx.save_safetensors(str(file), dict(sorted(tensors.items())), entries)
     except RuntimeError as error:
-        raise PackError(f"{file}: cannot be written ({error}).") from None
+        raise PackError(f"{file}: cannot be written ({error}).", "unwritable") from None
     # MLX does not report a full disk: the file is then shorter than its header says
     read_header(file)
 
@@ -233,13 +255,16 @@ def save_tensors(file: Path, tensors: dict, metadata: Mapping[str, str] | None =
 def write_tensors(
     file: Path, outline: dict, tensors: Iterable[tuple[str, "mx.array"]], kind: str = "mlx"
 ) -> None:
-    """Write safetensors one at a time: none is kept, the file appears when it is complete.
+    """Write safetensors atomically and one tensor at a time; none stays in memory.
 
     Args:
+        file: where to write.
         outline: arrays of the shapes and dtypes to come, by name; they are not evaluated.
         tensors: all of them with their names, in any order.
         kind: ``mlx`` or ``pt``, whose conventions the names follow.
-    Raises: PackError when the disk is full or the place cannot be written.
+
+    Raises:
+        PackError: the disk is full or the file cannot be written.
     """
     # wide dtypes first, so that each is aligned
     names = sorted(outline, key=lambda name: (-outline[name].dtype.size, name))
@@ -263,7 +288,7 @@ def write_tensors(
             os.fsync(f.fileno())
         os.replace(partial, file)
     except OSError as error:
-        raise PackError(f"{file}: cannot be written ({error.strerror or error}).") from None
+        raise unwritable(file, error) from None
     finally:
         partial.unlink(missing_ok=True)
 

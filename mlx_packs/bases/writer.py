@@ -19,13 +19,13 @@ from .. import runtime
 from ..display import QUIET, Display
 from ..errors import Interrupted, PackError
 from ..files import (
+    atomic_write,
+    exclusive_writer,
     make_folder,
-    only_writer,
-    put_in_place,
+    replace_folder,
     sha256,
     to_json,
     write_tensors,
-    write_whole,
 )
 from ..runtime import mx
 from . import bitsandbytes
@@ -135,7 +135,7 @@ def write(
     """
     out = output_folder(str(given), source, overwrite)
     make_folder(out.parent)
-    with only_writer(out):
+    with exclusive_writer(out):
         output_folder(str(given), source, overwrite)  # another run may have ended since
         return _write(out, source, plan, display)
 
@@ -150,7 +150,7 @@ def _write(out: Path, source: Path, plan: Plan, display: Display) -> tuple[dict,
         finished = _begin(partial, plan)
         _write_shards(partial, plan, finished, display)
         record = _write_rest(partial, source, plan)
-        put_in_place(partial, out)
+        replace_folder(partial, out)
     except KeyboardInterrupt:
         if not partial.exists() and _begins_with(out / RECORD, plan.request()):
             raise Interrupted(f"interrupted, but {out} was complete.") from None
@@ -281,7 +281,7 @@ def _begin(partial: Path, plan: Plan) -> list[str]:
         return _finished(partial, plan)
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir()
-    write_whole(record, to_json(plan.request()))
+    atomic_write(record, to_json(plan.request()))
     return []
 
 
@@ -369,9 +369,9 @@ def _write_rest(partial: Path, source: Path, plan: Plan) -> dict:
             for shard in plan.shards
         },
     }
-    write_whole(partial / "config.json", to_json(plan.config))
-    write_whole(partial / "model.safetensors.index.json", to_json(index))
-    write_whole(partial / RECORD, to_json(record))
+    atomic_write(partial / "config.json", to_json(plan.config))
+    atomic_write(partial / "model.safetensors.index.json", to_json(index))
+    atomic_write(partial / RECORD, to_json(record))
     return record
 
 

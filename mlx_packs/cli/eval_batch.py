@@ -19,7 +19,7 @@ from ..evaluation.compare import (
     failed,
     named_packs,
 )
-from ..files import write_whole
+from ..files import atomic_write
 from ..packs.base import load_base_for
 from ..packs.manifest import shown_perplexity
 from ..packs.weighted_sum import open_weighted, weighted_sum
@@ -82,7 +82,7 @@ def command(more, model, packs, data, split, sizes, csv_file, trust_remote_code,
         base, [pack for _, pack in chosen], data, split, batch_sizes, display=display, **how
     )
     if csv_path is not None:
-        write_whole(csv_path, as_csv(found))
+        atomic_write(csv_path, as_csv(found))
     if as_json:
         click.echo(json.dumps([one.to_json() for one in found], indent=2, ensure_ascii=False))
     else:

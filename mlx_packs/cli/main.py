@@ -917,7 +917,7 @@ def doctor(file, verbose, as_json):
     is wrong; training then takes the reference by itself.
     """
     from ..display import Display
-    from ..files import to_json, write_whole
+    from ..files import atomic_write, to_json
     from ..ops.diagnostics import examine_all, kernel_instances
 
     if file is not None and not file.parent.is_dir():
@@ -926,7 +926,7 @@ def doctor(file, verbose, as_json):
         report = examine_all(bar.advance)
     lines = _doctor_lines(report, verbose)
     if file is not None:
-        write_whole(file, to_json(report))
+        atomic_write(file, to_json(report))
         lines.append(f"report  {file}: attach it to an issue")
     _print(report, as_json, lines)
     if not all(kernel["ok"] for kernel in report["kernels"]):

@@ -14,7 +14,7 @@ from .. import __version__
 from ..bases.files import TINY
 from ..bases.loading import lazy_base
 from ..errors import PackError
-from ..files import read_tensors, save_tensors, sha256, to_json, whole_folder, write_tensors
+from ..files import atomic_folder, read_tensors, save_tensors, sha256, to_json, write_tensors
 from ..packs.manifest import FORMAT_VERSION, check_manifest, replaced_of, shapes_of, specs_of
 from ..packs.pack import Pack, grouped, manifest_of, modules_json, versions_line
 from ..runtime import mx
@@ -54,7 +54,7 @@ def export_pack(pack: str | Path | Pack, to: str, out: str | Path) -> dict:
     tensors, config, notes = form.write(pack)
     prove(pack.specs, pack.load_tensors(), _formulas(to, tensors, config, pack.manifest), out)
     originals = _not_invertible(pack, config, to)
-    with whole_folder(out) as partial:
+    with atomic_folder(out) as partial:
         write_tensors(partial / form.TENSORS, tensors, tensors.items(), _KINDS[to])
         (partial / CONFIG).write_text(to_json(config), encoding="utf-8")
         names = [form.TENSORS, CONFIG]

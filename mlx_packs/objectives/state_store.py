@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from ..errors import PackError
-from ..files import only_writer
+from ..files import exclusive_writer
 
 _DIGEST_BYTES = 16
 _KEPT_DAYS = 7
@@ -126,7 +126,7 @@ class StateStore:
         try:
             file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)  # rows may be private
             _forget_unused(file.parent)
-            self._open.enter_context(only_writer(file))
+            self._open.enter_context(exclusive_writer(file))
             self._file = os.open(file, os.O_RDWR | os.O_CREAT, 0o600)
             size = int(self._ends[-1])
             if os.fstat(self._file).st_size != size:

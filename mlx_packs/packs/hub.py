@@ -16,7 +16,15 @@ from typing import IO
 
 from ..display import QUIET, Display, Task, size
 from ..errors import PackError
-from ..files import only_writer, put_in_place, read_header, sha256, to_json, write_whole
+from ..files import (
+    atomic_write,
+    exclusive_writer,
+    read_header,
+    replace_folder,
+    sha256,
+    to_json,
+    unwritable,
+)
 from .manifest import (
     ADAPTERS,
     HUB_ID,
@@ -113,7 +121,7 @@ def _is_whole(folder: Path, commit: str) -> bool:
 
 def _pin(folder: Path, pin: dict) -> None:
     """Note beside a pack where it comes from, and the hash of its manifest."""
-    write_whole(folder / PIN, to_json(pin | {"manifest_sha256": sha256(folder / MANIFEST)}))
+    atomic_write(folder / PIN, to_json(pin | {"manifest_sha256": sha256(folder / MANIFEST)}))
 
 
 def cache_roots() -> list[Path]:
@@ -153,9 +161,9 @@ def _fetch(pin: dict, listed: list[str], folder: Path, endpoint: str | None, sho
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise PackError(f"{folder}: cannot be written ({error.strerror or error}).") from None
+        raise unwritable(folder, error) from None
     partial = folder.with_name(f".{folder.name}.pull-{commit[:12]}")
-    with only_writer(folder), errors_of_hub(name, _KEPT):
+    with exclusive_writer(folder), errors_of_hub(name, _KEPT):
         _clear(partial)
         try:
             files = _fetch_files(repo, commit, name, listed, partial, endpoint, show)
@@ -165,7 +173,7 @@ def _fetch(pin: dict, listed: list[str], folder: Path, endpoint: str | None, sho
         for stray in {file.name for file in partial.iterdir()} - {MANIFEST, *files}:
             (partial / stray).unlink()
         _pin(partial, pin)
-        put_in_place(partial, folder)
+        replace_folder(partial, folder)
         for other in folder.parent.glob(f".{glob.escape(folder.name)}.pull-*"):
             shutil.rmtree(other, ignore_errors=True)  # of commits that are past
 

@@ -27,13 +27,13 @@ from ..bases.loading import (
 )
 from ..errors import PackError
 from ..files import (
+    atomic_folder,
+    atomic_write,
     read_header,
     read_tensors,
     save_tensors,
     sha256,
     to_json,
-    whole_folder,
-    write_whole,
 )
 from ..runtime import mx
 from .manifest import (
@@ -209,7 +209,7 @@ class Pack:
         """
         folder = Path(path).expanduser()
         check_output(folder, overwrite)
-        with whole_folder(folder, replace=True) as partial:
+        with atomic_folder(folder, replace=True) as partial:
             save_tensors(partial / ADAPTERS, dict(self.load_tensors()))
             config = adapter_config(self.manifest)
             if config and not is_of_encoder(self.manifest):
@@ -235,7 +235,7 @@ class Pack:
     def note(self, **facts) -> None:
         """Add facts to the manifest of a saved pack; its other files stay as they are."""
         self.manifest = {**self.manifest, **facts}
-        write_whole(self.path / MANIFEST, to_json(self.manifest))
+        atomic_write(self.path / MANIFEST, to_json(self.manifest))
 
     def check_base(self, name: str, found: str, config: dict, quantization: Mapping | None) -> None:
         """Hold the pack against a base: model type, fingerprint, quantization (None is dense).

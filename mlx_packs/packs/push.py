@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from ..display import QUIET, Display
 from ..errors import PackError
-from ..files import sha256, to_json, whole_folder, write_whole
+from ..files import atomic_folder, atomic_write, sha256, to_json
 from .hub import cache_roots, check_names, errors_of_hub, http_errors, split_name
 from .manifest import ADAPTER_CONFIG, CARD, HUB_ID, MAIN, MANIFEST, model_card, read_pin
 from .pack import Pack
@@ -133,12 +133,12 @@ def make_ready(pack: Pack, license: str | None = None) -> tuple[Pack, list[str]]
 
 def _rewritten(pack: Pack, manifest: dict) -> Pack:
     """The pack with another manifest and the card of it, in its place."""
-    with whole_folder(pack.path, replace=True) as partial:
+    with atomic_folder(pack.path, replace=True) as partial:
         shutil.copytree(pack.path, partial, symlinks=True, dirs_exist_ok=True)
         card = partial / CARD  # a link is replaced, never written through
-        write_whole(card, model_card(manifest, pack.path.resolve().name))
+        atomic_write(card, model_card(manifest, pack.path.resolve().name))
         manifest["files"][CARD] = {"bytes": card.stat().st_size, "sha256": sha256(card)}
-        write_whole(partial / MANIFEST, to_json(manifest))
+        atomic_write(partial / MANIFEST, to_json(manifest))
     return Pack.open(pack.path)
 
 

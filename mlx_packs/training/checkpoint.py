@@ -14,7 +14,7 @@ from mlx.utils import tree_flatten, tree_unflatten
 
 from ..adapters.method import Trainable
 from ..errors import PackError
-from ..files import save_tensors, to_json, whole_folder
+from ..files import atomic_folder, save_tensors, to_json
 from ..runtime import mx
 from .run_folder import point_to, step_folder
 
@@ -88,7 +88,7 @@ def save_checkpoint(
 ) -> Path:
     """Write a checkpoint into a run folder, let `latest` name it, and return its folder."""
     folder = step_folder(run, state.batches)
-    with whole_folder(folder, replace=True) as partial:
+    with atomic_folder(folder, replace=True) as partial:
         save_tensors(partial / ADAPTERS, trainable.tensors())
         arrays = dict(tree_flatten(optimizer.state))
         arrays["random"] = mx.random.state[0]

@@ -35,7 +35,7 @@ from ..adapters.tensors import (
 from ..bases.geometry import GeometryError, Group, probe
 from ..config.schema import LoRAConfig, TrainConfig
 from ..errors import PackError, did_you_mean
-from ..files import make_folder, read_tensors, save_tensors, to_json, write_whole
+from ..files import atomic_write, make_folder, read_tensors, save_tensors, to_json
 from ..nn.lora import AdaptedLinear, AdapterShape, GroupedLoRA, adapter_key
 from ..nn.quantized import LINEARS
 from ..ops.linear_cross_entropy import cross_entropy
@@ -559,7 +559,7 @@ class LayerTrainer:
             )
         run = Path(folder).expanduser()
         make_folder(run)
-        write_whole(run / LAYERS, to_json(self._identity()))
+        atomic_write(run / LAYERS, to_json(self._identity()))
         return save_checkpoint(run, self, self.optimizer, self._cursor)
 
     def resume(self, folder: str | Path) -> None:

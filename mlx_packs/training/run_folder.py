@@ -7,7 +7,7 @@ from pathlib import Path
 
 from ..config.recipe import current_keys
 from ..errors import PackError
-from ..files import to_json, write_whole
+from ..files import atomic_write, to_json
 
 CONFIG = "config.json"
 METRICS = "metrics.jsonl"
@@ -29,7 +29,7 @@ def step_folder(run: Path, batches: int) -> Path:
 
 def point_to(checkpoint: Path) -> None:
     """Let `latest` of a run folder name one of its checkpoints."""
-    write_whole(checkpoint.parent / "latest", checkpoint.name + "\n")
+    atomic_write(checkpoint.parent / "latest", checkpoint.name + "\n")
 
 
 def checkpoints(run: Path) -> list[Path]:
@@ -50,7 +50,7 @@ def clear_run(run: Path) -> None:
 
 def write_identity(run: Path, identity: dict) -> None:
     """Write the ``recipe`` of a run, and the fingerprints of its ``base`` and ``data``."""
-    write_whole(run / CONFIG, to_json({"format": RUN_FORMAT, **identity}))
+    atomic_write(run / CONFIG, to_json({"format": RUN_FORMAT, **identity}))
 
 
 def read_identity(run: Path) -> dict:
@@ -126,5 +126,5 @@ def read_metrics(run: Path, batches: int) -> list[dict]:
                 lines.append(line)
         except (ValueError, KeyError, TypeError):
             continue  # a line that a crash cut short
-    write_whole(file, "".join(json.dumps(line) + "\n" for line in lines))
+    atomic_write(file, "".join(json.dumps(line) + "\n" for line in lines))
     return lines

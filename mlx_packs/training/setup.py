@@ -22,7 +22,7 @@ from ..data.sampler import Sampler, packing_fill
 from ..data.token_cache import encode_cached
 from ..display import VERBOSE, Display, shown_count, size
 from ..errors import PackError
-from ..files import make_folder, only_writer, sha256
+from ..files import exclusive_writer, make_folder, sha256
 from ..memory.matmul_path import MatmulPathChoice, choose_matmul_path, weight_kinds
 from ..memory.plan import (
     ERROR,
@@ -83,7 +83,7 @@ def output_folders(
             folder = _reserved(folder)
             made.insert(0, run_folder(folder).absolute())
         run = run_folder(folder)
-        with only_writer(run):
+        with exclusive_writer(run):
             if out is not None and not resume:
                 _check_run(run, overwrite)
             yield folder, run

@@ -225,11 +225,11 @@ def test_an_interruption_before_the_rename_keeps_every_shard(dense, tmp_path, mo
     def stop(*_):
         raise KeyboardInterrupt
 
-    recipe, real = Recipe(max_shard_gb=SMALL_SHARDS), quantize.put_in_place
-    monkeypatch.setattr(quantize, "put_in_place", stop)
+    recipe, real = Recipe(max_shard_gb=SMALL_SHARDS), quantize.replace_folder
+    monkeypatch.setattr(quantize, "replace_folder", stop)
     with pytest.raises(Interrupted, match=r"(\d+) of \1 shards are kept"):
         quantize.quantize(dense, tmp_path / "q", recipe)
-    monkeypatch.setattr(quantize, "put_in_place", real)
+    monkeypatch.setattr(quantize, "replace_folder", real)
     report = quantize.quantize(dense, tmp_path / "q", recipe)
     assert report["shards_found"] == report["shards"] > 3
     quantize.quantize(dense, tmp_path / "unbroken", recipe)
@@ -243,10 +243,10 @@ def test_an_interruption_after_the_rename_says_that_the_folder_is_complete(
     dense, tmp_path, monkeypatch
 ):
     def stop(*folders):
-        files.put_in_place(*folders)
+        files.replace_folder(*folders)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(quantize, "put_in_place", stop)
+    monkeypatch.setattr(quantize, "replace_folder", stop)
     with pytest.raises(Interrupted, match="q was complete"):
         quantize.quantize(dense, tmp_path / "q")
     assert sorted(f.name for f in tmp_path.iterdir()) == ["dense", "q"]
@@ -267,12 +267,12 @@ def test_an_interruption_between_two_renames_keeps_the_old_folder(tmp_path, monk
 
     monkeypatch.setattr(files.os, "rename", second)
     with pytest.raises(KeyboardInterrupt):
-        files.put_in_place(tmp_path / "new", tmp_path / "q")
+        files.replace_folder(tmp_path / "new", tmp_path / "q")
     assert (tmp_path / "q" / "q").is_file() and (tmp_path / "new" / "new").is_file()
 
 
 def test_one_run_at_a_time_writes_a_folder(dense, tmp_path, refused):
-    with files.only_writer(tmp_path / "out"):
+    with files.exclusive_writer(tmp_path / "out"):
         told = refused("--model", dense)
         assert f"{tmp_path / 'out'}: another process is writing it" in told
         quantize.quantize(dense, tmp_path / "other")

@@ -554,7 +554,7 @@ def test_damaged_poisoned_and_misplaced_files_are_named(bases, tmp_path):
     tensors = dict(mx.load(str(file)))
     name = next(iter(tensors))
     mx.save_safetensors(str(file), {**tensors, name: tensors[name] * float("nan")})
-    refused(folder, tmp_path / "pack", bases["qwen3"], f"{re.escape(name)} holds NaN")
+    refused(folder, tmp_path / "pack", bases["qwen3"], f"{re.escape(name)} has NaN")
     folder, file = copy("link")
     file.rename(tmp_path / "elsewhere")
     file.symlink_to(tmp_path / "elsewhere")

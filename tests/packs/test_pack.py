@@ -14,7 +14,7 @@ from mlx_packs.adapters.lora import attach
 from mlx_packs.bases.loading import tiny_checkpoint
 from mlx_packs.cli.main import packs, run_command
 from mlx_packs.errors import Interrupted, PackError
-from mlx_packs.files import sha256, whole_folder
+from mlx_packs.files import atomic_folder, sha256
 from mlx_packs.packs.manifest import model_card
 from mlx_packs.packs.pack import check_against, round_adapters
 from mlx_packs.runtime import mx
@@ -466,7 +466,7 @@ def test_whole_folder_puts_the_old_folder_back_when_it_cannot_be_replaced(tmp_pa
     monkeypatch.setattr(os, "rename", fail)
     with (
         pytest.raises(PackError, match="p: cannot be written"),
-        whole_folder(folder, replace=True) as partial,
+        atomic_folder(folder, replace=True) as partial,
     ):
         (partial / "new").write_text("2")
     assert [f.name for f in tmp_path.iterdir()] == ["p"]

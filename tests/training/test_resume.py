@@ -12,7 +12,7 @@ from mlx_packs import LoRAConfig, TrainConfig, train_pack
 from mlx_packs.cli.train import command
 from mlx_packs.config.schema import DataConfig
 from mlx_packs.errors import PackError
-from mlx_packs.files import only_writer, sha256
+from mlx_packs.files import exclusive_writer, sha256
 from mlx_packs.runtime import mx
 from mlx_packs.training.run_folder import clear_run, is_run, latest_checkpoint, read_metrics
 from mlx_packs.training.setup import output_folders
@@ -250,7 +250,7 @@ def test_runs_at_once_take_different_names_and_leave_nothing_that_is_empty(tmp_p
 @pytest.mark.parametrize("flags", ["--resume", "--overwrite"])
 def test_a_run_that_another_process_is_at_is_refused(here, trained, flags, run):
     kept = sorted((here / "o-run").iterdir())
-    with only_writer(Path("o-run")):
+    with exclusive_writer(Path("o-run")):
         code, _, err = run("train", "-q", "--out", "o", "--iters", "4", flags)
     assert code == 2 and len(err.splitlines()) == 1
     assert "o-run: another process is writing it" in err
