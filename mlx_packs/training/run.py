@@ -5,7 +5,7 @@
 """
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -27,7 +27,7 @@ from ..data import rows as rows_of
 from ..data.batches import Batch, prefetched
 from ..data.encoding import Examples
 from ..display import QUIET, VERBOSE, Display
-from ..errors import Interrupted, PackError
+from ..errors import PackError
 from ..evaluation.evaluate import Score, Scorer
 from ..files import TINY_FOLDER, make_folder
 from ..gates import Gates, judge, limits
@@ -45,7 +45,10 @@ from ..packs.base import Base, load_base
 from ..packs.pack import Pack, round_adapters, versions_line
 from ..runtime import mx
 from .checkpoint import TrainingState, load_checkpoint, read_training_state
-from .loop import Loop
+from .loop import Loop, interrupted
+from .observers.observer import ObservedRun, Observer
+from .observers.registry import make_observers
+from .observers.trackers import check_report_to
 from .phases import PhasedDataset, RunPhase, pack_name, phase_reports, resolve_phases
 from .run_folder import (
     check_resumable,
@@ -151,7 +154,7 @@ def train_pack(
     phases = resolve_phases(train, columns)
     if data is not None and train.phases and all(phase.data for phase in train.phases):
         raise PackError(f"data {data}: every phase has rows of its own; say them there alone.")
-    _check_report_to(report_to, project_name)
+    check_report_to(report_to, project_name)
     with output_folders(out, pack_name(phases), overwrite, resume) as (folder, run):
         return _train_into(
             folder,
@@ -273,12 +276,20 @@ def _train_into(
         scorer = Scorer(attached.model, head, graph.arrays)
         before = _score_base(attached, scorer, dataset, display)
         texts = {} if graph.is_proxy else {"before": sample.complete(base)}
-        callback = reporters(report_to, project_name, run, recipe)
+        observed = ObservedRun(
+            run,
+            train,
+            display,
+            recipe=recipe.to_json(),
+            report_to=report_to,
+            project_name=project_name,
+        )
+        observers = make_observers(observed)
         start_run_folder(run, identity, resume)
         arrays = prefix.arrays if prefix else graph.arrays
         ahead = prefix.ahead if prefix else iter
         learned = _learn(
-            attached, head, scorer, arrays, ahead, dataset, run, resume, display, callback
+            attached, head, scorer, arrays, ahead, dataset, resume, observed, observers
         )
         if _backend.detect() != "reference":
             display.line("kernels", _backend.summary())
@@ -355,6 +366,8 @@ def _train_into(
         "sample": {"prompt": sample.shown, **texts},
         "gates": gates,
     }
+    for observer in observers:
+        observer.on_end(report)
     return TrainRun(pack, run, report, learned.curve)
 
 
@@ -410,19 +423,19 @@ def _learn(
     arrays: Callable[[Batch], Arrays],
     ahead: Callable[[Iterator[Batch]], Iterator[Batch]],
     dataset: PhasedDataset,
-    run: Path,
     resume: bool,
-    display: Display,
-    callback: object | None,
+    observed: ObservedRun,
+    observers: Sequence[Observer],
 ) -> _Learned:
     """Walk the phases from the start or from the last checkpoint; checkpoint the end of each."""
     model, goal = attached.model, dataset.phases[-1]
     mx.random.seed(goal.train.seed)
-    cursor, curve, optimizer = TrainingState(), [], None
+    run, display, curve = observed.folder, observed.display, observed.curve
+    cursor, optimizer = TrainingState(), None
     reached = latest_checkpoint(run) if resume else None
     if reached is not None:
         cursor = read_training_state(reached)
-        curve = read_metrics(run, cursor.batches)
+        curve.extend(read_metrics(run, cursor.batches))
         display.line("resume", f"{run}: batch {cursor.batches} of {dataset.iters}")
 
     def judge(batch: Batch) -> Score:
@@ -457,9 +470,7 @@ def _learn(
             arrays,
             judge,
             (lambda valid=valid: scorer.score(valid)) if valid else None,
-            display,
-            callback,
-            curve,
+            observers,
         )
         batches = dataset.batches(phase, cursor.batches - phase.first)
         model.train()
@@ -473,10 +484,11 @@ def _learn(
                 try:
                     found = _score_phases(scorer, dataset, display)
                 except KeyboardInterrupt:
-                    kept = latest_checkpoint(run)
-                    raise Interrupted(f"interrupted; kept {kept}. Go on with --resume.") from None
+                    raise interrupted(latest_checkpoint(run)) from None
                 noted = {name: asdict(held) for name, held in found.items()}
-                loop.log({"batch": cursor.batches, "held_out": noted})
+                line = {"batch": cursor.batches, "held_out": noted, "phase": phase.name}
+                for observer in observers:
+                    observer.on_held_out(line)
             scores.append(found)
     display.line("shapes", f"{len(shapes)} of batches, {traces} compiled traces", VERBOSE)
     measured = {
@@ -494,36 +506,6 @@ def _noted_scores(curve: list[dict], phase: RunPhase) -> dict[str, Score]:
             with suppress(TypeError, AttributeError):  # not as it was written
                 return {name: Score(**held) for name, held in line["held_out"].items()}
     return {}
-
-
-def _check_report_to(report_to: str | None, project: str | None) -> None:
-    """The services must be known and installed before anything is loaded."""
-    if project is not None and not report_to:
-        raise PackError("--project-name: is the project of a --report-to; name that too.")
-    if report_to is None:
-        return
-    from mlx_lm.tuner import callbacks
-
-    for name in (part.strip().lower() for part in report_to.split(",") if part.strip()):
-        if name not in callbacks.SUPPORT_CALLBACK:
-            known = ", ".join(callbacks.SUPPORT_CALLBACK)
-            raise PackError(f"--report-to {report_to}: must be of {known}, but got '{name}'.")
-        if getattr(callbacks, name) is None:
-            raise PackError(f"--report-to {report_to}: is not installed; pip install {name}.")
-
-
-def reporters(report_to: str | None, project: str | None, run: Path, recipe: Recipe):
-    """mlx-lm's own reporters for wandb and swanlab."""
-    if report_to is None:
-        return None
-    from mlx_lm.tuner.callbacks import get_reporting_callbacks
-
-    try:
-        return get_reporting_callbacks(
-            report_to, project_name=project or run.name, log_dir=str(run), config=recipe.to_json()
-        )
-    except (ImportError, ValueError) as error:
-        raise PackError(f"--report-to {report_to}: {error}") from None
 
 
 def _score_base(

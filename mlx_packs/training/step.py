@@ -4,6 +4,7 @@ Gradients are those of the *sum* over targets and are divided by their number on
 so that N small batches equal one large one whatever their lengths.
 """
 
+import math
 from collections.abc import Callable
 
 import mlx.nn as nn
@@ -110,3 +111,10 @@ class Stepper:
     def pending(self) -> bool:
         """Whether gradients wait for the rest of their update."""
         return self._pending is not None
+
+
+def not_finite(loss: float, norm: float) -> str | None:
+    """What is wrong with the result of a step; None if loss and gradient norm are finite."""
+    if not math.isfinite(loss):
+        return f"the loss is {loss}"
+    return None if math.isfinite(norm) else "the gradient is not finite"

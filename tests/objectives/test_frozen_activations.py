@@ -35,13 +35,13 @@ from mlx_packs.objectives.sequence_packing import prepare_packing
 from mlx_packs.objectives.state_store import StateStore
 from mlx_packs.optim import make_optimizer
 from mlx_packs.runtime import mx
-from mlx_packs.training.loop import Loop
 from mlx_packs.training.run import SamplePrompt
 from mlx_packs.training.step import Stepper
 from tests.bases.test_families import FAMILIES as ALL_FAMILIES
 from tests.bases.test_families import sweep
 from tests.helpers import families
 from tests.helpers.models import base_of
+from tests.helpers.observers import observe
 from tests.helpers.rows import chat, write_rows
 from tests.objectives.test_sequence_packing import (
     FAMILIES,
@@ -691,11 +691,11 @@ def test_resumed_run_finds_its_states_on_disk_and_equals_an_unbroken_one(
 def test_a_run_leaves_the_base_as_it_was(tiny, rows, tmp_path, monkeypatch):
     before = dict(tiny.model.named_modules())
 
-    def breaks(*_):
+    def stop(line):
         raise KeyboardInterrupt
 
     train_pack(tiny, rows, LORA, RUN, tmp_path / "a")
-    monkeypatch.setattr(Loop, "learn", breaks)
+    observe(monkeypatch, on_step=stop)
     with pytest.raises(KeyboardInterrupt):
         train_pack(tiny, rows, LORA, RUN, tmp_path / "b")
     after = dict(tiny.model.named_modules())

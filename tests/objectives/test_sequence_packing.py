@@ -23,9 +23,9 @@ from mlx_packs.objectives.causal_lm import as_arrays, loss_sum, split_head
 from mlx_packs.objectives.sequence_packing import prepare_packing
 from mlx_packs.optim import make_optimizer
 from mlx_packs.runtime import mx
-from mlx_packs.training.loop import Loop
 from mlx_packs.training.step import Stepper
 from tests.helpers.models import base_of
+from tests.helpers.observers import observe
 from tests.helpers.rows import chat, write_rows
 
 LIMIT = 47  # inputs of a packed row
@@ -260,11 +260,11 @@ def test_packed_run_says_how_full_it_is_and_plans_its_own_shapes(rows, tmp_path,
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, PackError])
 def test_no_thread_is_left_when_a_run_breaks_off(tiny, rows, tmp_path, monkeypatch, error):
-    def fail(loop):
+    def fail(line):
         assert any(t.name.startswith("batches") for t in threading.enumerate())
         raise error("now")
 
-    monkeypatch.setattr(Loop, "_limit_cache", fail)
+    observe(monkeypatch, on_step=fail)
     with pytest.raises(error):
         train_pack(tiny, rows, LoRAConfig(rank=2), PACKED, tmp_path / "p")
     assert not any(t.name.startswith("batches") for t in threading.enumerate())

@@ -370,7 +370,8 @@ def test_phases_work_with_packing_and_a_cached_prefix(data, tmp_path, monkeypatc
 PROGRAM = """
 import os, signal, sys
 from mlx_packs.training import run as training
-from mlx_packs.training.loop import Loop
+from mlx_packs.training.observers.observer import Observer
+from mlx_packs.training.observers.registry import OBSERVERS
 
 def kill():
     os.kill(os.getpid(), signal.SIGINT)
@@ -386,7 +387,11 @@ if where == "between":
         return score_legs(*args)
     training._score_phases = score
 elif where != "nowhere":
-    Loop._limit_cache = lambda loop: kill() if loop.cursor.batches == int(where) else None
+    class Killer(Observer):
+        def on_step(self, line):
+            if line["batch"] == int(where):
+                kill()
+    OBSERVERS["killer"] = lambda run: Killer()
 from mlx_packs.cli.train import main
 main()
 """

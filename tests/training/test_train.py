@@ -21,9 +21,9 @@ from mlx_packs.memory.plan import ERROR
 from mlx_packs.objectives.causal_lm import as_arrays, loss_sum, split_head
 from mlx_packs.optim import make_optimizer
 from mlx_packs.runtime import mx
-from mlx_packs.training.loop import Loop
 from mlx_packs.training.step import Stepper
 from tests.helpers.models import base_of
+from tests.helpers.observers import observe
 from tests.helpers.rows import chat, write_rows
 
 LORA = LoRAConfig(rank=4)
@@ -94,12 +94,12 @@ def test_interrupted_run_goes_on_to_the_same_weights(tiny, rows, tmp_path, monke
     train = TrainConfig(**{**vars(QUICK), "grad_accumulation_steps": 2, "save_every": 100})
     whole = train_pack(tiny, rows, lora, train, tmp_path / "whole")
 
-    def interrupt(loop):
-        if loop.cursor.batches == 1:  # in the middle of an update, which is finished first
+    def interrupt(line):
+        if line["batch"] == 1:  # in the middle of an update, which is finished first
             os.kill(os.getpid(), signal.SIGINT)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Loop, "_limit_cache", interrupt)
+        observe(patch, on_step=interrupt)
         with pytest.raises(Interrupted, match="step-000002"):
             train_pack(tiny, rows, lora, train, tmp_path / "broken")
     assert not (tmp_path / "broken").exists()
@@ -330,13 +330,12 @@ def test_json_says_which_path_every_kind_of_weight_ran_on_and_why(rows, tmp_path
 def test_a_run_has_its_own_cache_limit_and_leaves_that_of_before(tiny, rows, tmp_path, monkeypatch):
     seen = []
 
-    class Stop:
-        def on_train_loss_report(self, info):
-            seen.append(mx.set_cache_limit(7 << 20))
-            mx.set_cache_limit(seen[-1])
-            raise KeyboardInterrupt
+    def stop(line, batches_per_s):
+        seen.append(mx.set_cache_limit(7 << 20))
+        mx.set_cache_limit(seen[-1])
+        raise KeyboardInterrupt
 
-    monkeypatch.setattr("mlx_packs.training.run.reporters", lambda *_: Stop())
+    observe(monkeypatch, on_report=stop)
     before = mx.set_cache_limit(5 << 20)
     try:
         for threshold, limit in ((None, runtime.cache_limit()), (1 << 30, 1 << 30)):

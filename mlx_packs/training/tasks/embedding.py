@@ -5,6 +5,7 @@ rows are pairs, a loss is over the texts of a batch, and what is measured is no 
 """
 
 import time
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -40,8 +41,10 @@ from ...packs.pack import Pack, round_adapters, versions_line
 from ...runtime import mx
 from ..checkpoint import TrainingState, load_checkpoint
 from ..loop import Loop
+from ..observers.observer import ObservedRun, Observer
+from ..observers.registry import make_observers
 from ..phases import RunPhase
-from ..run import TrainRun, reporters, start_run_folder
+from ..run import TrainRun, start_run_folder
 from ..run_folder import latest_checkpoint, read_metrics
 from ..setup import check_resume, describe, load_adapters, public_recipe, show_plan, too_large
 from ..step import Stepper
@@ -144,7 +147,10 @@ def train_embeddings(
         attached.recompute(plan.recompute)
         with display.working("eval", f"{len(judged)} held-out rows"):
             before = _score_base(attached, judged, train.batch_size)
-        callback = reporters(report_to, project_name, run, recipe)
+        observed = ObservedRun(
+            run, train, display, "pairs", recipe.to_json(), report_to, project_name
+        )
+        observers = make_observers(observed)
         start_run_folder(run, identity, earlier is not None)
         learned = _learn(
             attached,
@@ -152,10 +158,9 @@ def train_embeddings(
             phase,
             pairs["train"],
             valid,
-            run,
             earlier is not None,
-            display,
-            callback,
+            observed,
+            observers,
         )
         round_adapters(attached, train.pack_dtype)
         with display.working("eval", f"{len(judged)} held-out rows"):
@@ -212,6 +217,8 @@ def train_embeddings(
         "ops": _backend.record(),
         "gates": _gates(train, pack),
     }
+    for observer in observers:
+        observer.on_end(report)
     return TrainRun(pack, run, report, learned.curve)
 
 
@@ -307,20 +314,20 @@ def _learn(
     phase: RunPhase,
     pairs: Pairs,
     valid: Pairs | None,
-    run: Path,
     resume: bool,
-    display: Display,
-    callback: object | None,
+    observed: ObservedRun,
+    observers: Sequence[Observer],
 ) -> _Learned:
     """Run the loop from the start or from the last checkpoint; checkpoint its end."""
     model, train = attached.model, phase.train
     mx.random.seed(train.seed)
     optimizer = phase.optimizer()
     optimizer.init(model.trainable_parameters())
-    cursor, curve = TrainingState(), []
+    cursor, curve = TrainingState(), observed.curve
+    run, display = observed.folder, observed.display
     if resume:
         cursor = load_checkpoint(latest_checkpoint(run), attached, optimizer)
-        curve = read_metrics(run, cursor.batches)
+        curve.extend(read_metrics(run, cursor.batches))
         display.line("resume", f"{run}: batch {cursor.batches} of {train.iters}")
     loss = make_loss(model, loss_name, train)
 
@@ -357,9 +364,7 @@ def _learn(
         arrays_of,
         judged,
         validate,
-        display,
-        callback,
-        curve,
+        observers,
         unit="pairs",
     )
     sampler = PairSampler.of(pairs, train.batch_size, longest, train.seed, distinct)
@@ -376,7 +381,7 @@ def _learn(
         "pairs_per_s": cursor.trained_tokens / cursor.train_s,
         "peak_gb": mx.get_peak_memory() / 1e9,
     }
-    return _Learned(cursor, loop.curve, measured, shapes, traces)
+    return _Learned(cursor, curve, measured, shapes, traces)
 
 
 def _gates(train: TrainConfig, pack: Pack) -> Gates:

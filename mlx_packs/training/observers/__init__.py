@@ -1,0 +1,1 @@
+"""Everything that follows a training run: one file per observer; registry.py lists them."""

@@ -1,0 +1,39 @@
+"""Progress of a run for people: a bar with the loss, and a line for each validation."""
+
+from contextlib import ExitStack
+
+from ...display import Task
+from ...objectives.objective import Score
+from .observer import ObservedRun, Observer
+
+
+class Console(Observer):
+    """Shows progress on the run's display."""
+
+    def __init__(self, run: ObservedRun):
+        self._display = run.display
+        self._curve = run.curve
+        self._rate = f"{run.unit}_per_s"
+        self._unit = "tok" if run.unit == "tokens" else run.unit
+        self._open = ExitStack()
+        self._bar: Task | None = None
+
+    def on_phase_start(self, batches: int, done: int) -> None:
+        """Open a progress bar."""
+        self._bar = self._open.enter_context(self._display.task("train", batches, done=done))
+
+    def on_step(self, line: dict) -> None:
+        """Advance the bar: losses, supervised tokens per second, peak memory."""
+        losses = [entry["valid_loss"] for entry in self._curve if "valid_loss" in entry][-2:]
+        trend = "" if len(losses) < 2 else " ↓" if losses[1] < losses[0] else " ↑"
+        valid = f"  valid {losses[-1]:.3f}{trend}" if losses else ""
+        speed = f"{line[self._rate]:,.0f} {self._unit}/s"
+        self._bar.advance(f"loss {line['loss']:.3f}{valid}  {speed}  {line['peak_gb']:.1f} GB")
+
+    def on_validation(self, line: dict, score: Score, seconds: float) -> None:
+        """Print the score of the validation split."""
+        self._display.line("valid", f"batch {line['batch']}: {score.summary()}")
+
+    def on_phase_end(self) -> None:
+        """Close the progress bar."""
+        self._open.close()

@@ -1,0 +1,32 @@
+"""The file metrics.jsonl of a run folder, and the same lines in memory."""
+
+import json
+
+from ...files import append_line
+from ...objectives.objective import Score
+from ..run_folder import METRICS
+from .observer import ObservedRun, Observer
+
+
+class MetricsFile(Observer):
+    """Adds each line to the run's curve and to its metrics.jsonl."""
+
+    def __init__(self, run: ObservedRun):
+        self._file = run.folder / METRICS
+        self._curve = run.curve
+
+    def _append(self, line: dict) -> None:
+        self._curve.append(line)
+        append_line(self._file, json.dumps(line))
+
+    def on_report(self, line: dict, batches_per_s: float) -> None:
+        """Log the mean loss of the last batches."""
+        self._append(line)
+
+    def on_validation(self, line: dict, score: Score, seconds: float) -> None:
+        """Log the score of the validation split."""
+        self._append(line)
+
+    def on_held_out(self, line: dict) -> None:
+        """Log the scores after a phase; a resumed run reads them from here."""
+        self._append(line)

@@ -1,0 +1,65 @@
+"""The interface between the training loop and everything that reports on it."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ...config.schema import TrainConfig
+from ...display import Display
+from ...objectives.objective import Score
+
+
+@dataclass(frozen=True)
+class ObservedRun:
+    """What observers are made from.
+
+    Attributes:
+        folder: the run folder.
+        train: the run's settings.
+        display: where messages for people go.
+        unit: what the run counts, ``tokens`` or ``pairs``.
+        recipe: the run's configuration as in config.json.
+        report_to: experiment trackers (``wandb``, ``swanlab``), separated by commas.
+        project_name: the trackers' project.
+        curve: the lines of metrics.jsonl so far.
+    """
+
+    folder: Path
+    train: TrainConfig
+    display: Display
+    unit: str = "tokens"
+    recipe: dict = field(default_factory=dict)
+    report_to: str | None = None
+    project_name: str | None = None
+    curve: list[dict] = field(default_factory=list)
+
+
+class Observer:
+    """Follows a run; a subclass overrides the methods that it needs.
+
+    An exception ends the run; its last checkpoint remains. Lines are JSON objects with the number
+    of batches taken, ``batch``; in a run with phases they name theirs, ``phase``.
+    """
+
+    def on_phase_start(self, batches: int, done: int) -> None:
+        """A phase of this many batches begins, or continues after ``done`` of them."""
+
+    def on_step(self, line: dict) -> None:
+        """A batch was taken; ``line`` has its loss, the throughput, and the peak memory."""
+
+    def on_report(self, line: dict, batches_per_s: float) -> None:
+        """``steps_per_report`` batches were taken; ``line`` has their mean loss and more."""
+
+    def on_validation(self, line: dict, score: Score, seconds: float) -> None:
+        """The validation split was scored, in this many seconds; ``line`` logs the score."""
+
+    def on_checkpoint(self, folder: Path) -> None:
+        """A checkpoint is complete, and `latest` names it."""
+
+    def on_phase_end(self) -> None:
+        """The batches of a phase are over, or an error or an interruption ended them."""
+
+    def on_held_out(self, line: dict) -> None:
+        """The held-out examples of all phases were scored after a phase that is not the last."""
+
+    def on_end(self, report: dict) -> None:
+        """The pack is saved; ``report`` is the result of the run as ``--json`` prints it."""

@@ -1,0 +1,21 @@
+"""The observers of a run, in the order in which they are called."""
+
+from collections.abc import Callable
+
+from .console import Console
+from .metrics import MetricsFile
+from .observer import ObservedRun, Observer
+from .trackers import Trackers
+
+# By name: makes the observer of a run, or None where the run's settings do not ask for it.
+OBSERVERS: dict[str, Callable[[ObservedRun], Observer | None]] = {
+    "metrics": MetricsFile,
+    "console": Console,
+    "trackers": Trackers.of,
+}
+
+
+def make_observers(run: ObservedRun) -> list[Observer]:
+    """The observers that follow a run."""
+    made = (make(run) for make in OBSERVERS.values())
+    return [observer for observer in made if observer is not None]
