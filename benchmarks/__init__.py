@@ -1,1 +1,1 @@
-"""Benchmarks of mlx_packs against its peers; run from a checkout, never shipped in the wheel."""
+"""Benchmarks of mlx_packs against its peers; run from a checkout, never stock in the wheel."""

@@ -1,6 +1,6 @@
 """Low-rank deltas of q, k and v: mlx-lm's LoRALinear one by one, ours in plain MLX, our kernels.
 
-The frozen products are left out: each side gets their outputs.
+The frozen products are left out: each implementation gets their outputs.
 
     python -m benchmarks.bench_grouped_lora
 """

@@ -1,6 +1,6 @@
 """A batch whose sequences use different packs: one after the other, gathered in plain MLX, kernels.
 
-The frozen products are left out: each side gets their outputs.
+The frozen products are left out: each implementation gets their outputs.
 
     python -m benchmarks.bench_multi_lora
 """

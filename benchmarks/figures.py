@@ -1,4 +1,4 @@
-"""Plots for the documentation, as PNG files that look alike."""
+"""Plots for the documentation, as PNG files of one style."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,6 +1,6 @@
 """Generating with a pack attached, against mlx-lm with the same adapter loaded, by turns.
 
-All sides must say the same greedy text before a speed is printed.
+All implementations must say the same greedy text before a speed is printed.
 
     python -m benchmarks.generate
 """
@@ -24,9 +24,9 @@ from mlx_packs.packs.base import load_base
 from mlx_packs.packs.pack import Pack
 from mlx_packs.runtime import mx
 
-from . import history, report, shipped
+from . import history, report, stock
 from .history import Environment, Record, percentiles, record
-from .sides import SAME_BLAS, SHIPPED, Adapters
+from .implementations import SAME_BLAS, STOCK, Adapters
 
 RANK, SCALE = 16, 2.0
 QUESTION = "Continue the passage: In the beginning God created the heaven and the earth."
@@ -54,33 +54,33 @@ def spoken(model: nn.Module, tokenizer, prompt: list[int], tokens: int) -> dict:
     return {"said": said, "prompt": last.prompt_tps, "decode": last.generation_tps}
 
 
-def race(sides: dict[str, Callable[[], dict]], rounds: int) -> dict[str, list[dict]]:
-    """What each side said and how fast, forth and back. Raises: TextsDiffer."""
-    first, *others = sides
-    expected = sides[first]()["said"]
+def race(implementations: dict[str, Callable[[], dict]], rounds: int) -> dict[str, list[dict]]:
+    """What each implementation said and how fast, forth and back. Raises: TextsDiffer."""
+    first, *others = implementations
+    expected = implementations[first]()["said"]
     for name in others:
-        if (said := sides[name]()["said"]) != expected:
+        if (said := implementations[name]()["said"]) != expected:
             at = next(
                 (i for i, (a, b) in enumerate(zip(said, expected, strict=False)) if a != b), 0
             )
             raise TextsDiffer(f"{name} says something else than {first} from token {at} on")
-    found: dict[str, list[dict]] = {name: [] for name in sides}
+    found: dict[str, list[dict]] = {name: [] for name in implementations}
     for turn in range(2 * rounds):
-        for name in list(sides)[:: 1 if turn % 2 == 0 else -1]:
+        for name in list(implementations)[:: 1 if turn % 2 == 0 else -1]:
             print(f"turn {turn + 1} of {2 * rounds}: {name}", file=sys.stderr)
-            found[name].append(sides[name]())
+            found[name].append(implementations[name]())
     return found
 
 
 def records(found: dict[str, list[dict]], task: str, shape: str) -> list[Record]:
     """Tokens a second of prompt and decoding; the ratio is of decoding."""
     here = Environment.here()
-    base = percentiles([run["decode"] for run in found[SHIPPED]])["p50"]
+    base = percentiles([run["decode"] for run in found[STOCK]])["p50"]
     made = []
     for name, runs in found.items():
         about = {
-            "baseline": SHIPPED,
-            "blas_as_shipped": name == SHIPPED and shipped.blas_is_replaced(),
+            "baseline": STOCK,
+            "stock_blas": name == STOCK and stock.blas_is_replaced(),
         }
         for key in ("prompt", "decode"):
             rates = [run[key] for run in runs]
@@ -94,8 +94,8 @@ def records(found: dict[str, list[dict]], task: str, shape: str) -> list[Record]
 def run(options: argparse.Namespace) -> list[Record]:
     """Load both, attach, race. Raises: TextsDiffer, PackError."""
     path = resolve_checkpoint(options.model)
-    with tempfile.TemporaryDirectory() as work:
-        folder = write_pack(options.model, Path(work) / "pack", options.seed)
+    with tempfile.TemporaryDirectory() as workload:
+        folder = write_pack(options.model, Path(workload) / "pack", options.seed)
         peer, tokenizer = mlx_lm.load(str(path), adapter_path=str(folder))
         pack = Pack.open(folder)
         bases = {p: load_base(options.model) for p in options.matmul_path or ("quantized", "dense")}
@@ -111,7 +111,7 @@ def run(options: argparse.Namespace) -> list[Record]:
 
     def of_peer(reference_blas: bool) -> Callable[[], dict]:
         def call() -> dict:
-            with shipped.mlx(reference_blas):
+            with stock.mlx(reference_blas):
                 return spoken(peer, tokenizer, prompt, tokens)
 
         return call
@@ -119,11 +119,13 @@ def run(options: argparse.Namespace) -> list[Record]:
     def of_ours(base) -> Callable[[], dict]:
         return lambda: spoken(base.model, base.tokenizer, prompt, tokens)
 
-    replaced = shipped.blas_is_replaced()
-    sides = {SHIPPED: of_peer(replaced)} | ({SAME_BLAS: of_peer(False)} if replaced else {})
-    sides |= {f"mlx_packs {path}": of_ours(base) for path, base in bases.items()}
+    replaced = stock.blas_is_replaced()
+    implementations = {STOCK: of_peer(replaced)} | ({SAME_BLAS: of_peer(False)} if replaced else {})
+    implementations |= {f"mlx_packs {path}": of_ours(base) for path, base in bases.items()}
     shape = f"{len(prompt)} tokens of prompt, {tokens} decoded, rank {RANK}"
-    return records(race(sides, options.rounds), f"generate {Path(options.model).name}", shape)
+    return records(
+        race(implementations, options.rounds), f"generate {Path(options.model).name}", shape
+    )
 
 
 def main(arguments: list[str] | None = None) -> int:

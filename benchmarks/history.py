@@ -19,7 +19,7 @@ import numpy as np
 
 from mlx_packs import runtime
 
-from . import shipped
+from . import stock
 
 HISTORY = Path(__file__).parent / "history.jsonl"
 _CHECKOUT = Path(__file__).parent.parent
@@ -113,7 +113,7 @@ def record(
     baseline: str = "",
     ratio: float | None = None,
     peak_mb: float | None = None,
-    blas_as_shipped: bool = False,
+    stock_blas: bool = False,
     note: str = "",
 ) -> Record:
     """A record of samples taken ``here``; numbers to four significant digits."""
@@ -129,8 +129,8 @@ def record(
         baseline=baseline,
         ratio=_rounded(ratio),
         peak_mb=_rounded(peak_mb),
-        blas=shipped.REFERENCE_BLAS if blas_as_shipped else shipped.blas_name(),
-        blas_threads=1 if blas_as_shipped else runtime.BLAS.threads,
+        blas=stock.REFERENCE_BLAS if stock_blas else stock.blas_name(),
+        blas_threads=1 if stock_blas else runtime.BLAS.threads,
         note=note,
         **dataclasses.asdict(here),
     )

@@ -24,11 +24,11 @@ from .history import Environment, Record, percentiles, record
 BASELINE, OURS = "mlx_lm.load", "mlx_packs load_base"
 
 
-def measure(side: str, model: str) -> dict:
+def measure(implementation: str, model: str) -> dict:
     """Seconds and bytes of one load; for a process of its own."""
     path = resolve_checkpoint(model)
     before, start = alone.rss_bytes(), time.perf_counter()
-    loaded = load_base(path).model if side == OURS else mlx_lm.load(str(path))[0]
+    loaded = load_base(path).model if implementation == OURS else mlx_lm.load(str(path))[0]
     mx.eval(loaded.parameters())
     seconds = time.perf_counter() - start
     return {
@@ -40,11 +40,13 @@ def measure(side: str, model: str) -> dict:
 
 
 def race(model: str, rounds: int) -> dict[str, list[dict]]:
-    """What each side took, forth and back ``rounds`` times. Raises: alone.Failed."""
+    """What each implementation took, forth and back ``rounds`` times. Raises: alone.Failed."""
     found: dict[str, list[dict]] = {BASELINE: [], OURS: []}
     for turn in range(2 * rounds):
-        for side in list(found)[:: 1 if turn % 2 == 0 else -1]:
-            found[side].append(alone.run("load", ["--model", model, "--alone", side]))
+        for implementation in list(found)[:: 1 if turn % 2 == 0 else -1]:
+            found[implementation].append(
+                alone.run("load", ["--model", model, "--alone", implementation])
+            )
     return found
 
 
@@ -53,7 +55,7 @@ def records(found: dict[str, list[dict]], model: str) -> list[Record]:
     here = Environment.here()
     base = percentiles([run["s"] for run in found[BASELINE]])["p50"]
     made = []
-    for side, runs in found.items():
+    for implementation, runs in found.items():
         seconds = [run["s"] for run in runs]
         about = {"baseline": BASELINE, "note": "On a CPU ours takes scales and norms to float32."}
         name, shape = f"load {Path(model).name}", f"{runs[0]['held'] / 1e6:.1f} MB"
@@ -61,7 +63,7 @@ def records(found: dict[str, list[dict]], model: str) -> list[Record]:
             record(
                 here,
                 name,
-                side,
+                implementation,
                 shape,
                 "load",
                 "s",
@@ -72,7 +74,7 @@ def records(found: dict[str, list[dict]], model: str) -> list[Record]:
         )
         for metric, key in (("most in MLX", "peak"), ("process", "process")):
             samples = [run[key] / 1e6 for run in runs]
-            made.append(record(here, name, side, shape, metric, "MB", samples, **about))
+            made.append(record(here, name, implementation, shape, metric, "MB", samples, **about))
     return made
 
 

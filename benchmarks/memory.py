@@ -1,9 +1,9 @@
-"""What a training step takes in memory: every side in a process of its own, on the same rows.
+"""What a training step takes in memory: every implementation in a process of its own, on the same rows.
 
 *Beyond the base* is the most that MLX held at once, less the base's own bytes: dense copies,
 adapters and optimizer count. *Transient* is the part of it that a step takes and gives back.
 
-    python -m benchmarks.memory --work tiny_long
+    python -m benchmarks.memory --workload tiny_long
 """
 
 import argparse
@@ -16,25 +16,28 @@ from mlx_packs.errors import PackError
 from mlx_packs.packs.base import Base
 from mlx_packs.runtime import mx
 
-from . import alone, history, mended, report, shipped
+from . import alone, history, patched, report, stock
 from .history import Environment, Record, record
-from .sides import MENDED, SHIPPED, Adapters, MlxLm, Ours, Rows, ours_name
+from .implementations import PATCHED, STOCK, Adapters, MlxLm, Ours, Rows, ours_name
 from .train_step import SCALE, TOLERANCE, LossesDiffer, check_losses
-from .works import WORKS, activation_dtype, base_bytes, base_name, load
+from .workloads import WORKLOADS, activation_dtype, base_bytes, base_name, load
 
 STEPS = 2
 
 
-def measure(side: str, options: argparse.Namespace) -> dict:
-    """Bytes that ``side`` needs for `STEPS` steps, and its losses; for a process of its own.
+def measure(implementation: str, options: argparse.Namespace) -> dict:
+    """Bytes that ``implementation`` needs for `STEPS` steps, and its losses; for a process of its own.
 
     Args:
-        side: `SHIPPED`, `MENDED`, or a matmul path of ours.
+        implementation: `STOCK`, `PATCHED`, or a matmul path of ours.
     """
-    work = WORKS[options.work]
-    base = load(work, options.model, options.seed)
+    workload = WORKLOADS[options.workload]
+    base = load(workload, options.model, options.seed)
     found = {"base": base_bytes(base), "dtype": activation_dtype(base)}
-    batch_size, length = options.batch_size or work.batch_size, options.length or work.length
+    batch_size, length = (
+        options.batch_size or workload.batch_size,
+        options.length or workload.length,
+    )
     rows = Rows.random(batch_size, length, base.vocab_size, options.seed)
     adapters = Adapters.random(base, options.rank, SCALE, options.seed)
 
@@ -42,23 +45,23 @@ def measure(side: str, options: argparse.Namespace) -> dict:
         return base
 
     losses: list[float] = []
-    if side in (SHIPPED, MENDED):
+    if implementation in (STOCK, PATCHED):
         peer = MlxLm(loaded, adapters)
         del adapters
-        peer.mend(side == MENDED)
+        peer.mend(implementation == PATCHED)
 
         def batches():
             batch = rows.for_mlx_lm()
-            batch = mended.with_targets(*batch) if side == MENDED else batch
+            batch = patched.with_targets(*batch) if implementation == PATCHED else batch
             found.update(_at_rest())
             for _ in range(STEPS):
                 yield batch
                 losses.append(peer.loss)
 
-        with shipped.mlx(reference_blas=False):
+        with stock.mlx(reference_blas=False):
             peer.train(batches())
     else:
-        ours = Ours(loaded, adapters, side, options.recompute)
+        ours = Ours(loaded, adapters, implementation, options.recompute)
         del adapters
         batch = rows.for_ours()
         found.update(_at_rest())
@@ -68,7 +71,7 @@ def measure(side: str, options: argparse.Namespace) -> dict:
         "peak_rss": alone.peak_rss_bytes(),
         "losses": losses,
         "targets": rows.targets,
-        "blas_as_shipped": not shipped.blas_is_replaced(),
+        "stock_blas": not stock.blas_is_replaced(),
     }
 
 
@@ -80,13 +83,13 @@ def _at_rest() -> dict:
 
 
 def records(found: dict[str, dict], task: str, shape: str) -> list[Record]:
-    """Megabytes of every side; ratios of bytes, ours over mlx-lm's as shipped."""
+    """Megabytes of every implementation; ratios of bytes, ours over mlx-lm's stock."""
     here = Environment.here()
     made = []
     for name, bytes_of in found.items():
         for metric, of in _METRICS.items():
             value = of(bytes_of) / 1e6
-            ratio = of(bytes_of) / of(found[SHIPPED]) if metric == "transient" else None
+            ratio = of(bytes_of) / of(found[STOCK]) if metric == "transient" else None
             made.append(
                 record(
                     here,
@@ -97,9 +100,9 @@ def records(found: dict[str, dict], task: str, shape: str) -> list[Record]:
                     "MB",
                     [value],
                     dtype=bytes_of["dtype"],
-                    baseline=f"{SHIPPED}'s transient memory",
+                    baseline=f"{STOCK}'s transient memory",
                     ratio=ratio,
-                    blas_as_shipped=bytes_of["blas_as_shipped"],
+                    stock_blas=bytes_of["stock_blas"],
                 )
             )
     return made
@@ -114,32 +117,41 @@ _METRICS = {
 
 
 def run(options: argparse.Namespace, arguments: list[str]) -> list[Record]:
-    """Measure every side in turn. Raises: LossesDiffer, alone.Failed."""
-    work = WORKS[options.work]
+    """Measure every implementation in turn. Raises: LossesDiffer, alone.Failed."""
+    workload = WORKLOADS[options.workload]
     found = {}
-    for side in (SHIPPED, MENDED, *(options.matmul_path or work.matmul_paths)):
-        name = side if side in (SHIPPED, MENDED) else ours_name(side, options.recompute)
+    for implementation in (STOCK, PATCHED, *(options.matmul_path or workload.matmul_paths)):
+        name = (
+            implementation
+            if implementation in (STOCK, PATCHED)
+            else ours_name(implementation, options.recompute)
+        )
         print(name, file=sys.stderr)
-        blas = "off" if side == SHIPPED else None
-        found[name] = alone.run("memory", [*arguments, "--alone", side], blas)
-        first = found[SHIPPED]
+        blas = "off" if implementation == STOCK else None
+        found[name] = alone.run("memory", [*arguments, "--alone", implementation], blas)
+        first = found[STOCK]
         check_losses(first["losses"], found[name]["losses"], name, TOLERANCE[first["dtype"]])
-    batch_size, length = options.batch_size or work.batch_size, options.length or work.length
+    batch_size, length = (
+        options.batch_size or workload.batch_size,
+        options.length or workload.length,
+    )
     shape = f"{batch_size} x {length}, {first['targets']} targets, rank {options.rank}"
-    return records(found, f"memory {base_name(options.work, options.model)}", shape)
+    return records(found, f"memory {base_name(options.workload, options.model)}", shape)
 
 
 def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(
         "python -m benchmarks.memory", description=__doc__.split("\n")[0], allow_abbrev=False
     )
-    p.add_argument("--work", choices=WORKS, default="tiny", help="base and batch [tiny]")
-    p.add_argument("--model", default=TINY, help="another checkpoint for a work on the tiny base")
+    p.add_argument("--workload", choices=WORKLOADS, default="tiny", help="base and batch [tiny]")
+    p.add_argument(
+        "--model", default=TINY, help="another checkpoint for a workload on the tiny base"
+    )
     p.add_argument(
         "--matmul-path",
         action="append",
         choices=MATMUL_PATHS,
-        help="of ours, repeatable [the work's]",
+        help="of ours, repeatable [the workload's]",
     )
     p.add_argument(
         "--recompute",
@@ -147,11 +159,11 @@ def parser() -> argparse.ArgumentParser:
         default="none",
         help="what ours computes again in the backward [%(default)s]",
     )
-    p.add_argument("--batch-size", type=int, metavar="N", help="rows [the work's]")
-    p.add_argument("--length", type=int, metavar="N", help="tokens of a row [the work's]")
+    p.add_argument("--batch-size", type=int, metavar="N", help="rows [the workload's]")
+    p.add_argument("--length", type=int, metavar="N", help="tokens of a row [the workload's]")
     p.add_argument("--rank", type=int, default=8, metavar="N", help="of the adapters [8]")
     p.add_argument("--seed", type=int, default=0)
-    p.add_argument("--alone", metavar="SIDE", help=argparse.SUPPRESS)
+    p.add_argument("--alone", metavar="IMPLEMENTATION", help=argparse.SUPPRESS)
     history.add_option(p)
     return p
 

@@ -80,14 +80,14 @@ def write_base(folder: Path, updates: int, seed: int = 0) -> float:
     return loss.item()
 
 
-def table(base: Path, work: Path, iters: int, rate: float) -> list[str]:
+def table(base: Path, workload: Path, iters: int, rate: float) -> list[str]:
     """A row for each objective."""
     lines = [
         "| objective | weights | PPL before | PPL after | own PPL before | after | peak |",
         "| --- | --- | --- | --- | --- | --- | --- |",
     ]
     for name, (objective, targets) in WAYS.items():
-        out = work / name.replace(" ", "-").replace(",", "").replace("'", "")
+        out = workload / name.replace(" ", "-").replace(",", "").replace("'", "")
         train = TrainConfig(
             iters=iters,
             batch_size=8,
@@ -120,10 +120,10 @@ def main() -> None:
     parser.add_argument("--write", action="store_true", help="put the table into docs/systems.md")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
-        work = Path(name)
-        loss = write_base(work / "base", given.pretraining)
+        workload = Path(name)
+        loss = write_base(workload / "base", given.pretraining)
         print(f"base: loss {loss:.2f} on documentation", flush=True)
-        found = table(work / "base", work, given.iters, given.learning_rate)
+        found = table(workload / "base", workload, given.iters, given.learning_rate)
     versions = " · ".join(f"{k} {v}" for k, v in versions_line().items())
     found += [
         "",

@@ -15,7 +15,7 @@ from mlx_packs import runtime
 from mlx_packs.ops import _backend
 from mlx_packs.runtime import mx
 
-from . import history, report, shipped
+from . import history, report, stock
 from .history import Environment, Record, percentiles
 
 _TURN_S = 0.02
@@ -86,7 +86,7 @@ def records(task: str, contest: Contest, times: dict[str, list[float]]) -> list[
             baseline=baseline,
             ratio=float(f"{base / percentiles(samples)['p50']:.4g}"),
             peak_mb=None,
-            blas=shipped.blas_name(),
+            blas=stock.blas_name(),
             blas_threads=runtime.BLAS.threads,
             note="",
             **here,

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from mlx_packs import runtime
 
-from . import history, shipped
+from . import history, stock
 from .history import Environment, Record
 
 LIMIT = 0.15
@@ -197,7 +197,7 @@ def records(results: list[Result], where: Environment) -> list[Record]:
                     baseline=_MEASURED,
                     ratio=float(f"{value / r.measured_gb:.4g}"),
                     peak_mb=None,
-                    blas=shipped.blas_name(),
+                    blas=stock.blas_name(),
                     blas_threads=runtime.BLAS.threads,
                     note="ratio is the estimate over the measured peak.",
                     **here,

@@ -2,9 +2,9 @@
 
 Both take the same rows in the same order; the time is that of the whole run, computing the cache
 included. Losses of all steps are held against each other first; if they differ, no time is printed
-and the exit is 1. Then the two sides run by turns, in the order A B B A.
+and the exit is 1. Then the two implementations run by turns, in the order A B B A.
 
-    python -m benchmarks prefix --work tiny
+    python -m benchmarks prefix --workload tiny
 """
 
 import argparse
@@ -34,12 +34,12 @@ from mlx_packs.training.step import Stepper
 
 from . import history, report
 from .history import Environment, Record, record
-from .sides import LEARNING_RATE, Rows
+from .implementations import LEARNING_RATE, Rows
 from .train_step import SCALE, TOLERANCE, LossesDiffer
-from .works import QWEN3_4B, WORKS, Work, activation_dtype, base_name, load
+from .workloads import QWEN3_4B, WORKLOADS, Workload, activation_dtype, base_name, load
 
 EPOCHS = 5
-EIGHT_BLOCKS = Work(  # of the tiny base's geometry, which has six: a quarter of eight is whole
+EIGHT_BLOCKS = Workload(  # of the tiny base's geometry, which has six: a quarter of eight is whole
     QWEN3_4B
     | {"num_hidden_layers": 8, "hidden_size": 256, "intermediate_size": 768, "vocab_size": 4096}
     | {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64},
@@ -47,16 +47,16 @@ EIGHT_BLOCKS = Work(  # of the tiny base's geometry, which has six: a quarter of
     128,
     ("transient", "dense"),
 )
-_WORKS = {"eight_blocks": EIGHT_BLOCKS}
+_WORKLOADS = {"eight_blocks": EIGHT_BLOCKS}
 
 
-def work_named(name: str) -> Work:
-    """A work of this benchmark, or of all that train."""
-    return _WORKS[name] if name in _WORKS else WORKS[name]
+def work_named(name: str) -> Workload:
+    """A workload of this benchmark, or of all that train."""
+    return _WORKLOADS[name] if name in _WORKLOADS else WORKLOADS[name]
 
 
 @dataclass
-class Side:
+class Implementation:
     """Ours on one matmul path, with the cache or without, and the seconds of its runs."""
 
     base: Base
@@ -119,8 +119,10 @@ class Side:
         return losses
 
 
-def race(name: str, plain: Side, cached: Side, rounds: int, tolerance: float) -> None:
-    """Hold all losses of both sides against each other, then time them by turns.
+def race(
+    name: str, plain: Implementation, cached: Implementation, rounds: int, tolerance: float
+) -> None:
+    """Hold all losses of both implementations against each other, then time them by turns.
 
     Raises: LossesDiffer before anything is timed.
     """
@@ -129,13 +131,13 @@ def race(name: str, plain: Side, cached: Side, rounds: int, tolerance: float) ->
     if not np.allclose(expected, found, rtol=tolerance, atol=0):
         worst = np.abs(np.array(found) / expected - 1).max()
         raise LossesDiffer(f"losses with the cache differ by {worst:.1e} from those without")
-    for side in (plain, cached):
-        side.seconds.clear()
-        side.peaks.clear()
+    for implementation in (plain, cached):
+        implementation.seconds.clear()
+        implementation.peaks.clear()
     for turn in range(2 * rounds):
         _say(f"turn {turn + 1} of {2 * rounds}: {name}")
-        for side in (plain, cached) if turn % 2 == 0 else (cached, plain):
-            side.run()
+        for implementation in (plain, cached) if turn % 2 == 0 else (cached, plain):
+            implementation.run()
 
 
 def _say(text: str) -> None:
@@ -143,7 +145,13 @@ def _say(text: str) -> None:
 
 
 def _records(
-    here: Environment, task: str, shape: str, path: str, dtype: str, plain: Side, cached: Side
+    here: Environment,
+    task: str,
+    shape: str,
+    path: str,
+    dtype: str,
+    plain: Implementation,
+    cached: Implementation,
 ) -> list[Record]:
     without, ours = f"without the cache, {path}", f"mlx_packs {path}"
     whole = f"{EPOCHS} epochs"
@@ -151,8 +159,8 @@ def _records(
     states = cached.cache.total_bytes / 1e6
     note = f"states of all rows: {states:.1f} MB; computing them is part of the time"
     made = []
-    for name, side in ((without, plain), (ours, cached)):
-        ratio = float(np.median(plain.seconds) / np.median(side.seconds))
+    for name, implementation in ((without, plain), (ours, cached)):
+        ratio = float(np.median(plain.seconds) / np.median(implementation.seconds))
         made.append(
             record(
                 here,
@@ -161,11 +169,11 @@ def _records(
                 shape,
                 whole,
                 "s",
-                side.seconds,
+                implementation.seconds,
                 dtype=dtype,
                 baseline=without,
                 ratio=ratio,
-                peak_mb=max(side.peaks) / 1e6,
+                peak_mb=max(implementation.peaks) / 1e6,
                 note=note,
             )
         )
@@ -177,8 +185,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         "python -m benchmarks prefix", description=__doc__.split("\n")[0]
     )
-    parser.add_argument("--work", choices=[*_WORKS, *WORKS], default="eight_blocks")
-    parser.add_argument("--model", default=TINY, help="base of the tiny works [tiny]")
+    parser.add_argument("--workload", choices=[*_WORKLOADS, *WORKLOADS], default="eight_blocks")
+    parser.add_argument("--model", default=TINY, help="base of the tiny workloads [tiny]")
     parser.add_argument("--matmul-path", choices=MATMUL_PATHS)
     parser.add_argument("--rows", type=int, default=32, help="rows of the data [32]")
     parser.add_argument("--rank", type=int, default=8)
@@ -187,26 +195,26 @@ def main(arguments: list[str] | None = None) -> int:
     history.add_option(parser)
     options = parser.parse_args(arguments)
     os.environ[CACHE_VARIABLE] = "off"  # a run of before must not pay for this one
-    work = work_named(options.work)
+    workload = work_named(options.workload)
     here, made = Environment.here(), []
-    for path in (options.matmul_path,) if options.matmul_path else work.matmul_paths:
-        bases = [load(work, options.model, options.seed) for _ in range(2)]
+    for path in (options.matmul_path,) if options.matmul_path else workload.matmul_paths:
+        bases = [load(workload, options.model, options.seed) for _ in range(2)]
         blocks = len(bases[0].model.layers)
         top = max(1, blocks // 4)
-        rows = Rows.random(options.rows, work.length, bases[0].vocab_size, options.seed)
+        rows = Rows.random(options.rows, workload.length, bases[0].vocab_size, options.seed)
         target = np.arange(rows.tokens.shape[1]) >= rows.offset
         examples = Examples(
             [Example(row, target, "benchmark") for row in rows.tokens], "text", "all"
         )
         dtype = activation_dtype(bases[0])
         plain, cached = (
-            Side(
+            Implementation(
                 base,
                 examples,
                 TrainConfig(
-                    iters=EPOCHS * -(-options.rows // work.batch_size),
-                    batch_size=work.batch_size,
-                    max_seq_length=work.length + 1,
+                    iters=EPOCHS * -(-options.rows // workload.batch_size),
+                    batch_size=workload.batch_size,
+                    max_seq_length=workload.length + 1,
                     matmul_path=path,
                     cache_frozen=cache,
                     seed=options.seed,
@@ -221,10 +229,10 @@ def main(arguments: list[str] | None = None) -> int:
             print(f"benchmarks: {error}", file=sys.stderr)
             return 1
         shape = (
-            f"{options.rows} rows of {work.length}, batch {work.batch_size}, top {top} of "
+            f"{options.rows} rows of {workload.length}, batch {workload.batch_size}, top {top} of "
             f"{blocks} blocks, rank {options.rank}"
         )
-        task = f"prefix {base_name(options.work, options.model)}"
+        task = f"prefix {base_name(options.workload, options.model)}"
         made += _records(here, task, shape, path, dtype, plain, cached)
     history.append(made, options.history)
     print(report.render(made))

@@ -6,7 +6,7 @@ what alone is slower or faster than among the others). The roofline is the step'
 the best rate of a dense product of this base, by all lanes, measured in the same run, or its bytes
 at the rate of a copy, whichever takes longer. Nothing is recomputed here.
 
-    python -m benchmarks.profile --work qwen3_4b_block --matmul-path dense
+    python -m benchmarks.profile --workload qwen3_4b_block --matmul-path dense
 """
 
 import argparse
@@ -33,9 +33,9 @@ from mlx_packs.runtime import mx
 
 from . import history, report
 from .history import Environment, Record, percentiles, record
-from .sides import Adapters, Ours, Rows, ours_name
+from .implementations import Adapters, Ours, Rows, ours_name
 from .train_step import SCALE
-from .works import WORKS, activation_dtype, base_name, load
+from .workloads import WORKLOADS, activation_dtype, base_name, load
 
 _COPY_BYTES = 1 << 28
 _AS_THEY_ARE = "base products, as they are"
@@ -290,7 +290,7 @@ def records(profile: Profile, step_ms: list[float], about: dict, repeats: int) -
         ]
         if part.gflop:
             made += [
-                row(name, "work", "GFLOP", [part.gflop]),
+                row(name, "workload", "GFLOP", [part.gflop]),
                 row(name, "rate", "GFLOP/s", [1e3 * part.gflop / ms]),
             ]
     rest = step - explained
@@ -300,7 +300,7 @@ def records(profile: Profile, step_ms: list[float], about: dict, repeats: int) -
         row("unexplained rest", "share of the step", "%", [100 * rest / step]),
         row("whole step", "time", "ms", step_ms),
         row("whole step", "share of the step", "%", [100.0]),
-        row("whole step", "work", "GFLOP", [gflop]),
+        row("whole step", "workload", "GFLOP", [gflop]),
         row("whole step", "rate", "GFLOP/s", [1e3 * gflop / step]),
         row("whole step", "share of the roofline", "%", [100 * bound / step]),
     ]
@@ -308,17 +308,17 @@ def records(profile: Profile, step_ms: list[float], about: dict, repeats: int) -
 
 def run(options: argparse.Namespace) -> list[Record]:
     """Time the step, its parts, and the step again."""
-    work = WORKS[options.work]
-    base = load(work, options.model, options.seed)
+    workload = WORKLOADS[options.workload]
+    base = load(workload, options.model, options.seed)
     dtype = activation_dtype(base)
     rows = Rows.random(
-        options.batch_size or work.batch_size,
-        options.length or work.length,
+        options.batch_size or workload.batch_size,
+        options.length or workload.length,
         base.vocab_size,
         options.seed,
     )
     adapters = Adapters.random(base, options.rank, SCALE, options.seed)
-    path = options.matmul_path or work.matmul_paths[-1]
+    path = options.matmul_path or workload.matmul_paths[-1]
     # parts are measured one at a time, and the roofline is that of one thread
     ours = Ours(lambda: base, adapters, path)
     batch = rows.for_ours()
@@ -332,7 +332,7 @@ def run(options: argparse.Namespace) -> list[Record]:
     step_ms += steps()
     count, width = rows.tokens.shape
     about = {
-        "task": f"profile {base_name(options.work, options.model)}",
+        "task": f"profile {base_name(options.workload, options.model)}",
         "shape": f"{ours_name(path, 'none')}, {count} x {width - 1}, {rows.targets} targets, "
         f"rank {options.rank}",
         "dtype": dtype,
@@ -344,13 +344,15 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         "python -m benchmarks.profile", description=__doc__.split("\n")[0]
     )
-    parser.add_argument("--work", choices=WORKS, default="tiny", help="base and batch [tiny]")
+    parser.add_argument(
+        "--workload", choices=WORKLOADS, default="tiny", help="base and batch [tiny]"
+    )
     parser.add_argument(
         "--model", default=TINY, help="another checkpoint in place of the tiny base"
     )
-    parser.add_argument("--matmul-path", choices=MATMUL_PATHS, help="[the work's last]")
-    parser.add_argument("--batch-size", type=int, metavar="N", help="rows [the work's]")
-    parser.add_argument("--length", type=int, metavar="N", help="tokens of a row [the work's]")
+    parser.add_argument("--matmul-path", choices=MATMUL_PATHS, help="[the workload's last]")
+    parser.add_argument("--batch-size", type=int, metavar="N", help="rows [the workload's]")
+    parser.add_argument("--length", type=int, metavar="N", help="tokens of a row [the workload's]")
     parser.add_argument("--rank", type=int, default=8, metavar="N", help="of the adapters [8]")
     parser.add_argument("--repeats", type=int, default=5, metavar="N", help="of each part [5]")
     parser.add_argument("--seed", type=int, default=0)

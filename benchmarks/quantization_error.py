@@ -29,7 +29,7 @@ from mlx_packs.ops import nf4
 from mlx_packs.packs.base import Base
 from mlx_packs.runtime import mx
 
-from . import history, report, shipped
+from . import history, report, stock
 from .history import Environment, Record
 
 Format = Callable[[mx.array], tuple[mx.array, int]]  # a weight to itself dequantized, and its bytes
@@ -160,7 +160,7 @@ def records(rows: int) -> list[Record]:
     here = dataclasses.asdict(Environment.here())
     as_it_is, moved = dense_base(), dense_base()
     rescale(moved)
-    sides = {"tiny": measure(as_it_is, rows), "tiny, rescaled": measure(moved, rows)}
+    implementations = {"tiny": measure(as_it_is, rows), "tiny, rescaled": measure(moved, rows)}
     normal = normal_rmse()
     made = []
 
@@ -179,21 +179,21 @@ def records(rows: int) -> list[Record]:
                 baseline="float32",
                 ratio=None,
                 peak_mb=None,
-                blas=shipped.blas_name(),
+                blas=stock.blas_name(),
                 blas_threads=runtime.BLAS.threads,
                 note="Perplexity: value (one standard error down and up). RMSE: relative.",
                 **here,
             )
         )
 
-    for name, (bits, _, _) in sides["tiny"].items():
+    for name, (bits, _, _) in implementations["tiny"].items():
         add(name, "size", "bits a weight", bits)
         if name in normal:
             add(name, "RMSE, normal numbers", "of the weights", normal[name])
-        for side, found in sides.items():
+        for implementation, found in implementations.items():
             _, rmse, scored = found[name]
-            add(name, f"RMSE, {side}", "of the weights", rmse)
-            add(name, f"PPL, {side}", "", scored.ppl, scored.ppl_se)
+            add(name, f"RMSE, {implementation}", "of the weights", rmse)
+            add(name, f"PPL, {implementation}", "", scored.ppl, scored.ppl_se)
     return made
 
 

@@ -108,13 +108,13 @@ def timed(command: list[str]) -> tuple[float, float]:
     return seconds, int(ran.stdout) * (1 if sys.platform == "darwin" else 1024) / 1e6
 
 
-def race(model: Path, work: Path, rounds: int) -> dict[str, list[tuple[float, float]]]:
+def race(model: Path, workload: Path, rounds: int) -> dict[str, list[tuple[float, float]]]:
     """Seconds and peak MB of each implementation, forth and back ``rounds`` times."""
     found: dict[str, list[tuple[float, float]]] = {name: [] for name in COMMANDS}
     for turn in range(2 * rounds):
         for name in list(COMMANDS)[:: 1 if turn % 2 == 0 else -1]:
             print(f"turn {turn + 1} of {2 * rounds}: {name}", file=sys.stderr)
-            out = work / "out"
+            out = workload / "out"
             filled = [part.format(model=model, out=out) for part in COMMANDS[name]]
             found[name].append(timed(filled))
             shutil.rmtree(out)
@@ -156,7 +156,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--blocks", type=int, default=14, help="of Qwen3-1.7B; 14 are 2 GB [14]")
     parser.add_argument("--rounds", type=int, default=2, help="forth and back [2]")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--work", type=Path, help="where the checkpoints lie for a while")
+    parser.add_argument("--workload", type=Path, help="where the checkpoints lie for a while")
     parser.add_argument(
         "--history",
         type=Path,
@@ -165,7 +165,7 @@ def main(arguments: list[str] | None = None) -> int:
         help="where records are appended [benchmarks/history.jsonl]",
     )
     options = parser.parse_args(arguments)
-    with tempfile.TemporaryDirectory(dir=options.work) as folder:
+    with tempfile.TemporaryDirectory(dir=options.workload) as folder:
         size = write_dense(Path(folder) / "dense", options.blocks, options.seed)
         found = race(Path(folder) / "dense", Path(folder), options.rounds)
     made = records(found, f"{size:.2f} GB, {options.blocks} blocks of Qwen3-1.7B and its table")

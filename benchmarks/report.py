@@ -73,15 +73,18 @@ def _table(run: list[Record]) -> list[str]:
 
 
 def targets(records: Iterable[Record]) -> str:
-    """What each target was and whether it was met, by the latest run of its work on each device."""
+    """What each target was and whether it was met, by the latest run of its workload on each device."""
     found: dict[tuple[str, str], dict[str, Record]] = {}
     for r in records:
         if r.task == "targets":
             found.setdefault((r.shape, r.device), {})[r.metric] = r
     if not found:
         return ""
-    lines = [_line(["work", "target", "measured", "of", "", "on", "commit"]), _line(["---"] * 7)]
-    for (work, device), parts in found.items():
+    lines = [
+        _line(["workload", "target", "measured", "of", "", "on", "commit"]),
+        _line(["---"] * 7),
+    ]
+    for (workload, device), parts in found.items():
         figure = parts.pop("figure")
         (bound, limit), *_ = parts.items()
         met = figure.p50 >= limit.p50 if bound == "at least" else figure.p50 <= limit.p50
@@ -89,7 +92,7 @@ def targets(records: Iterable[Record]) -> str:
         shown = f"{_number(figure.p50)} {figure.unit}"
         said = "met" if met else "**missed**"
         lines.append(
-            _line([work, wanted, shown, figure.implementation, said, device, figure.commit])
+            _line([workload, wanted, shown, figure.implementation, said, device, figure.commit])
         )
     return "\n".join(lines)
 
@@ -128,7 +131,7 @@ def with_tables(text: str, records: list[Record]) -> str:
 
 
 def plot(records: list[Record], file: Path) -> bool:
-    """How many times mlx-lm as shipped: speeds of a step, and its memory; whether there was any."""
+    """How many times mlx-lm stock: speeds of a step, and its memory; whether there was any."""
     panels = {
         "times its speed": _ratios(records, "train_step "),
         "times its transient memory": _ratios(records, "memory "),
@@ -149,7 +152,7 @@ def plot(records: list[Record], file: Path) -> bool:
             bars = ax.barh(names, [r.ratio for r in found], color=colours)
             ax.bar_label(bars, [f"{r.ratio:.3g}" for r in found], padding=3, fontsize="small")
             ax.axvline(1, color="k", lw=0.8)
-            ax.set(xlabel=f"{title} (mlx-lm as shipped is 1)", xscale="log")
+            ax.set(xlabel=f"{title} (mlx-lm stock is 1)", xscale="log")
             ax.tick_params(axis="y", labelsize="small")
             ax.invert_yaxis()
             ax.margins(x=0.12)

@@ -1,7 +1,7 @@
 """Every target of the training engine, measured from a clean checkout by one command.
 
 Each benchmark runs in a process of its own; what it records goes to the history, and so do the
-figures and what they must be. Speed and memory of a work are those of one configuration of ours:
+figures and what they must be. Speed and memory of a workload are those of one configuration of ours:
 the one that meets most of its targets, and of these the fastest. Exit code 1 if a target is missed.
 
     python -m benchmarks targets
@@ -20,7 +20,7 @@ from mlx_packs import runtime
 
 from . import alone, history, report
 from .history import Environment, Record, record
-from .sides import SAME_BLAS, SHIPPED
+from .implementations import SAME_BLAS, STOCK
 
 _CHECKOUT = Path(__file__).parent.parent
 Found = dict[str, list[Record]]  # records by run
@@ -42,9 +42,9 @@ class Target:
 
 @dataclass(frozen=True)
 class Goal:
-    """A piece of work, the runs that measure it (name to arguments), and its targets."""
+    """A piece of workload, the runs that measure it (name to arguments), and its targets."""
 
-    work: str
+    workload: str
     runs: dict[str, list[str]]
     targets: tuple[Target, ...]
     on_cpu: bool = True
@@ -65,10 +65,10 @@ def _speed_over(peer: str) -> Callable[[Found, str], float]:
 
 
 def _memory(metric: str) -> Callable[[Found, str], float]:
-    """Bytes in a process of its own, as times those of mlx-lm as shipped."""
+    """Bytes in a process of its own, as times those of mlx-lm stock."""
 
     def of(found: Found, ours: str) -> float:
-        return _value(found["memory"], ours, metric) / _value(found["memory"], SHIPPED, metric)
+        return _value(found["memory"], ours, metric) / _value(found["memory"], STOCK, metric)
 
     return of
 
@@ -83,7 +83,7 @@ def _run_speed(peer: str) -> Callable[[Found, str], float]:
 
 def _run_memory(found: Found, ours: str) -> float:
     peaks = {r.implementation: r.peak_mb for r in found["train_run"]}
-    return peaks[ours] / peaks[SHIPPED]
+    return peaks[ours] / peaks[STOCK]
 
 
 def _figure(run: str, metric: str, implementation: str | None = None):
@@ -95,20 +95,20 @@ def _figure(run: str, metric: str, implementation: str | None = None):
     return of
 
 
-def _step(work: str, *more: str) -> dict[str, list[str]]:
-    return {"train_step": ["--work", work, *more], "memory": ["--work", work]}
+def _step(workload: str, *more: str) -> dict[str, list[str]]:
+    return {"train_step": ["--workload", workload, *more], "memory": ["--workload", workload]}
 
 
 _SAME_BLAS = "speed, times mlx-lm with our BLAS"
-_SPEED, _PEAK = "speed, times mlx-lm as shipped", "peak memory, times mlx-lm as shipped"
-_TRANSIENT = "transient memory, times mlx-lm as shipped"
+_SPEED, _PEAK = "speed, times mlx-lm stock", "peak memory, times mlx-lm stock"
+_TRANSIENT = "transient memory, times mlx-lm stock"
 _BEYOND = "peak beyond the base"
 GOALS = (
     Goal(
         "tiny base, 4 x 128, half supervised",
         _step("tiny"),
         (
-            Target(_SPEED, _speed_over(SHIPPED), at_least=8),
+            Target(_SPEED, _speed_over(STOCK), at_least=8),
             Target(_SAME_BLAS, _speed_over(SAME_BLAS), at_least=5),
             Target(_PEAK, _memory("beyond the base"), at_most=1),
         ),
@@ -117,7 +117,7 @@ GOALS = (
         "tiny base, whole run to the same held-out loss",
         {"train_run": []},
         (
-            Target(_SPEED, _run_speed(SHIPPED), at_least=15),
+            Target(_SPEED, _run_speed(STOCK), at_least=15),
             Target(_PEAK, _run_memory, at_most=1),
         ),
     ),
@@ -125,13 +125,13 @@ GOALS = (
         "one block of Qwen3-4B, 4 x 128",
         _step("qwen3_4b_block"),
         (
-            Target(_SPEED, _speed_over(SHIPPED), at_least=40),
+            Target(_SPEED, _speed_over(STOCK), at_least=40),
             Target(_TRANSIENT, _memory("transient"), at_most=0.6),
         ),
     ),
     Goal(
         "one block of Qwen3-4B, 4 x 128, roofline",
-        {"profile": ["--work", "qwen3_4b_block", "--matmul-path", "dense"]},
+        {"profile": ["--workload", "qwen3_4b_block", "--matmul-path", "dense"]},
         (
             Target(
                 "share of the measured matmul rate",
@@ -145,13 +145,13 @@ GOALS = (
         "tiny base, 1 x 4096",
         _step("tiny_long", "--rounds", "1"),
         (
-            Target(_SPEED, _speed_over(SHIPPED), at_least=10),
+            Target(_SPEED, _speed_over(STOCK), at_least=10),
             Target(_TRANSIENT, _memory("transient"), at_most=0.25),
         ),
     ),
     Goal(
         "top quarter of 8 blocks, 5 epochs",
-        {"prefix": ["--work", "eight_blocks"]},
+        {"prefix": ["--workload", "eight_blocks"]},
         (
             Target(
                 "speed, times without the prefix cache",
@@ -174,7 +174,7 @@ GOALS = (
         "Qwen3-4B, 4 x 2048",
         _step("qwen3_4b"),
         (
-            Target(_SPEED, _speed_over(SHIPPED), at_least=2),
+            Target(_SPEED, _speed_over(STOCK), at_least=2),
             Target(_TRANSIENT, _memory("transient"), at_most=0.4),
         ),
         on_cpu=False,
@@ -198,7 +198,7 @@ GOALS = (
 class Result:
     """A figure of a configuration of ours."""
 
-    work: str
+    workload: str
     target: Target
     ours: str
     figure: float
@@ -211,7 +211,9 @@ def run(name: str, arguments: list[str]) -> list[Record]:
         command = [sys.executable, "-m", "benchmarks", name, *arguments, "--history", str(file)]
         print(f"== {name} {' '.join(arguments)}", file=sys.stderr)
         code = subprocess.run(command, stdout=sys.stderr, cwd=_CHECKOUT).returncode
-        if code and not file.exists():  # a side that failed has been told, the others count
+        if (
+            code and not file.exists()
+        ):  # an implementation that failed has been told, the others count
             raise alone.Failed(f"benchmarks {name} {' '.join(arguments)}: exit code {code}")
         return history.read(file)
 
@@ -224,7 +226,7 @@ def judge(goal: Goal, found: Found) -> list[Result]:
     ]
 
     def results(name: str) -> list[Result]:
-        return [Result(goal.work, t, name, t.of(found, name)) for t in goal.targets]
+        return [Result(goal.workload, t, name, t.of(found, name)) for t in goal.targets]
 
     def rank(made: list[Result]) -> tuple[int, float]:
         first = made[0]
@@ -239,7 +241,7 @@ def records(results: list[Result]) -> list[Record]:
     here = Environment.here()
     made = []
     for r in results:
-        name = f"{r.work}: {r.target.what}"
+        name = f"{r.workload}: {r.target.what}"
         unit = r.target.unit
         bound = (
             ("at least", r.target.at_least)
@@ -255,12 +257,12 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         "python -m benchmarks targets", description=__doc__.split("\n")[0]
     )
-    parser.add_argument("--only", default="", metavar="TEXT", help="works whose name has this")
+    parser.add_argument("--only", default="", metavar="TEXT", help="workloads whose name has this")
     history.add_option(parser)
     options = parser.parse_args(arguments)
-    goals = [g for g in GOALS if options.only in g.work and g.on_cpu == runtime.on_cpu()]
+    goals = [g for g in GOALS if options.only in g.workload and g.on_cpu == runtime.on_cpu()]
     if not goals:
-        parser.error(f"--only {options.only}: no such work on this device")
+        parser.error(f"--only {options.only}: no such workload on this device")
     results, made, failed = [], [], False
     for goal in goals:
         try:

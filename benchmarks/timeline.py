@@ -4,7 +4,7 @@ Drawn above what lies still (the base as it was loaded, what the matmul path add
 optimizer), beside the sizes of what a step should not hold: whole logits, one block's T x T scores,
 all weights dense. Marks show how long a forward alone takes, and the peak.
 
-    python -m benchmarks.timeline --work qwen3_4b_block --recompute block
+    python -m benchmarks.timeline --workload qwen3_4b_block --recompute block
 """
 
 import argparse
@@ -29,9 +29,9 @@ from mlx_packs.runtime import mx
 
 from . import figures, history, report
 from .history import Environment, Record, record
-from .sides import Adapters, Ours, Rows, ours_name
+from .implementations import Adapters, Ours, Rows, ours_name
 from .train_step import SCALE
-from .works import WORKS, activation_dtype, base_bytes, base_name, load
+from .workloads import WORKLOADS, activation_dtype, base_bytes, base_name, load
 
 _PERIOD_S = 1e-3
 
@@ -78,17 +78,17 @@ def sampled(call: Callable[[], object]) -> tuple[list[float], list[int]]:
 
 def measure(options: argparse.Namespace) -> tuple[Timeline, dict[str, int], str, str]:
     """One step after one that is not watched; with it what to show beside it, shape and dtype."""
-    work = WORKS[options.work]
-    base = load(work, options.model, options.seed)
+    workload = WORKLOADS[options.workload]
+    base = load(workload, options.model, options.seed)
     packed = base_bytes(base)
     adapters = Adapters.random(base, options.rank, SCALE, options.seed)
     rows = Rows.random(
-        options.batch_size or work.batch_size,
-        options.length or work.length,
+        options.batch_size or workload.batch_size,
+        options.length or workload.length,
         base.vocab_size,
         options.seed,
     )
-    path = options.matmul_path or work.matmul_paths[0]
+    path = options.matmul_path or workload.matmul_paths[0]
     ours = Ours(lambda: base, adapters, path, options.recompute)
     del adapters
     batch = rows.for_ours()
@@ -187,27 +187,32 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         "python -m benchmarks.timeline", description=__doc__.split("\n")[0]
     )
-    parser.add_argument("--work", choices=WORKS, default="tiny", help="base and batch [tiny]")
+    parser.add_argument(
+        "--workload", choices=WORKLOADS, default="tiny", help="base and batch [tiny]"
+    )
     parser.add_argument(
         "--model", default=TINY, help="another checkpoint in place of the tiny base"
     )
-    parser.add_argument("--matmul-path", choices=MATMUL_PATHS, help="[the work's first]")
+    parser.add_argument("--matmul-path", choices=MATMUL_PATHS, help="[the workload's first]")
     parser.add_argument(
         "--recompute",
         choices=POLICIES,
         default="none",
         help="what the backward computes again [%(default)s]",
     )
-    parser.add_argument("--batch-size", type=int, metavar="N", help="rows [the work's]")
-    parser.add_argument("--length", type=int, metavar="N", help="tokens of a row [the work's]")
+    parser.add_argument("--batch-size", type=int, metavar="N", help="rows [the workload's]")
+    parser.add_argument("--length", type=int, metavar="N", help="tokens of a row [the workload's]")
     parser.add_argument("--rank", type=int, default=8, metavar="N", help="of the adapters [8]")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
-        "--out", type=Path, metavar="FILE", help="the plot [benchmarks/images/timeline_WORK.png]"
+        "--out",
+        type=Path,
+        metavar="FILE",
+        help="the plot [benchmarks/images/timeline_WORKLOAD.png]",
     )
     history.add_option(parser)
     options = parser.parse_args(arguments)
-    name = base_name(options.work, options.model)
+    name = base_name(options.workload, options.model)
     try:
         line, limits, shape, dtype = measure(options)
     except PackError as error:

@@ -1,9 +1,9 @@
 """A whole run on the tiny base and the embedded data set: seconds until the same held-out loss.
 
 Ours trains for ``--iters`` batches; the mean held-out loss it reaches is the target. mlx-lm's real
-trainer then runs, with the same recipe, until it reaches that loss; between two looks the time is
+trainer then runs, with the same recipe, until it reaches that loss; between two evaluations the time is
 interpolated. The clock counts loading, tokenizing, training and writing the adapters. It stands
-still for imports, and for the looks at the held-out rows: a process of its own judges every side.
+still for imports, and for the evaluations at the held-out rows: a process of its own judges every implementation.
 
     python -m benchmarks.train_run
 """
@@ -38,11 +38,11 @@ from mlx_packs.packs.base import Base, load_base
 from mlx_packs.runtime import mx
 from mlx_packs.training.run import train_pack
 
-from . import alone, history, mended, report, shipped
+from . import alone, history, patched, report, stock
 from .history import Environment, Record, record
-from .sides import MENDED, SAME_BLAS, SHIPPED
+from .implementations import PATCHED, SAME_BLAS, STOCK
 
-OURS, LOOK = "mlx_packs", "look"
+OURS, LOOK = "mlx_packs", "evaluation"
 RANK, SCALE, RATE, WARMUP, BATCH_SIZE, MAX_LENGTH = 16, 2.0, 1e-3, 5, 4, 256
 MLX_LM_LAYERS = {"rank": RANK, "scale": SCALE, "dropout": 0.0}
 _FARTHER = 2  # mlx-lm gives up after so many times the batches of ours
@@ -78,7 +78,7 @@ def held_out_loss(options: argparse.Namespace) -> float:
     return Scorer(base.model, split_head(base.model)).score(batches).nll
 
 
-def look(options: argparse.Namespace, *what: str) -> float:
+def evaluation(options: argparse.Namespace, *what: str) -> float:
     """The `held_out_loss`, by a process of its own with our BLAS. Raises: alone.Failed."""
     given = ["--alone", LOOK, "--held-out", str(options.held_out), *what]
     return alone.run("train_run", given, "auto")["loss"]
@@ -94,10 +94,10 @@ class Clock:
     def seconds(self) -> float:
         return time.perf_counter() - self.start
 
-    def stopped(self, look: Callable[[], float]) -> float:
-        """What ``look`` gives, while the clock stands still."""
+    def stopped(self, evaluation: Callable[[], float]) -> float:
+        """What ``evaluation`` gives, while the clock stands still."""
         before = time.perf_counter()
-        found = look()
+        found = evaluation()
         self.start += time.perf_counter() - before
         return found
 
@@ -126,7 +126,7 @@ def measure_ours(options: argparse.Namespace) -> dict:
             out,
         )
         seconds, peak = clock.seconds, mx.get_peak_memory()
-        start, end = look(options), look(options, "--pack", str(out))
+        start, end = evaluation(options), evaluation(options, "--pack", str(out))
     print(f"{OURS}: {seconds:.1f} s, loss {start:.4f} to {end:.4f}", file=sys.stderr)
     return {
         "curve": [[0, 0.0, start], [options.iters, seconds, end]],
@@ -139,16 +139,16 @@ class _Reached(Exception):
     """The target loss, or the last batch that is waited for."""
 
 
-class _Looks(TrainingCallback):
-    """Looks at the held-out rows every few batches of mlx-lm's trainer, with the clock stopped."""
+class _Evaluations(TrainingCallback):
+    """Evaluates on the held-out rows every few batches of mlx-lm's trainer, with the clock stopped."""
 
-    def __init__(self, clock: Clock, look: Callable[[], float], target: float, limit: int):
-        self.clock, self.look, self.target, self.limit = clock, look, target, limit
+    def __init__(self, clock: Clock, evaluation: Callable[[], float], target: float, limit: int):
+        self.clock, self.evaluation, self.target, self.limit = clock, evaluation, target, limit
         self.curve: list[tuple[int, float, float]] = []
 
     def on_train_loss_report(self, train_info: dict) -> None:
         seconds, iteration = self.clock.seconds, train_info["iteration"]
-        loss = self.clock.stopped(self.look)
+        loss = self.clock.stopped(self.evaluation)
         self.curve.append((iteration, seconds, loss))
         print(f"  batch {iteration}: {seconds:.1f} s, loss {loss:.4f}", file=sys.stderr)
         if loss <= self.target or iteration >= self.limit:
@@ -157,10 +157,10 @@ class _Looks(TrainingCallback):
 
 def measure_mlx_lm(options: argparse.Namespace) -> dict:
     """mlx-lm's load, data sets, LoRA layers and trainer, until the target loss."""
-    mend = options.alone == MENDED
+    mend = options.alone == PATCHED
     mx.random.seed(options.seed)
     np.random.seed(options.seed)
-    with tempfile.TemporaryDirectory() as folder, shipped.mlx(reference_blas=False):
+    with tempfile.TemporaryDirectory() as folder, stock.mlx(reference_blas=False):
         clock = Clock()
         model, tokenizer = mlx_lm.load(str(tiny_checkpoint()))
         data = SimpleNamespace(
@@ -173,31 +173,33 @@ def measure_mlx_lm(options: argparse.Namespace) -> dict:
         def look_at_adapters() -> float:
             file = Path(folder) / "looked_at.safetensors"
             mx.save_safetensors(str(file), dict(tree_flatten(model.trainable_parameters())))
-            return look(options, "--adapters", str(file))
+            return evaluation(options, "--adapters", str(file))
 
         rise = optimizers.linear_schedule(RATE / (WARMUP + 1), RATE, WARMUP)
         rate = optimizers.join_schedules([rise, lambda _: mx.array(RATE)], [WARMUP])
-        looks = _Looks(clock, look_at_adapters, options.target, _FARTHER * options.iters)
+        evaluations = _Evaluations(
+            clock, look_at_adapters, options.target, _FARTHER * options.iters
+        )
         try:
             train(
                 model,
                 optimizers.AdamW(learning_rate=rate),
-                mended.RowsByLength(rows) if mend else CacheDataset(rows),
+                patched.RowsByLength(rows) if mend else CacheDataset(rows),
                 args=TrainingArgs(
                     batch_size=BATCH_SIZE,
-                    iters=looks.limit + 1,
+                    iters=evaluations.limit + 1,
                     max_seq_length=MAX_LENGTH,
-                    steps_per_report=options.look_every,
-                    clear_cache_threshold=mended.KEEP_CACHE if mend else 0,
+                    steps_per_report=options.eval_every,
+                    clear_cache_threshold=patched.KEEP_CACHE if mend else 0,
                     adapter_file=str(Path(folder) / "adapters.safetensors"),
                 ),
-                loss=mended.loss,
-                iterate_batches=mended.batches if mend else iterate_batches,
-                training_callback=looks,
+                loss=patched.loss,
+                iterate_batches=patched.batches if mend else iterate_batches,
+                training_callback=evaluations,
             )
         except _Reached:
             pass
-    return {"curve": looks.curve, "peak": mx.get_peak_memory()}
+    return {"curve": evaluations.curve, "peak": mx.get_peak_memory()}
 
 
 def time_at(curve: list, target: float) -> tuple[float, float] | None:
@@ -210,29 +212,34 @@ def time_at(curve: list, target: float) -> tuple[float, float] | None:
 
 
 def records(found: dict[str, dict], target: float, options: argparse.Namespace) -> list[Record]:
-    """Seconds and batches to the target of every side; a side that gave up has those until then."""
+    """Seconds and batches to the target of every implementation; an implementation that gave up has those until then."""
     here = Environment.here()
-    reached = {name: time_at(side["curve"], target) for name, side in found.items()}
-    spent = {name: reached[name] or side["curve"][-1][:2] for name, side in found.items()}
+    reached = {
+        name: time_at(implementation["curve"], target) for name, implementation in found.items()
+    }
+    spent = {
+        name: reached[name] or implementation["curve"][-1][:2]
+        for name, implementation in found.items()
+    }
     made = []
-    for name, side in found.items():
+    for name, implementation in found.items():
         batches, seconds = spent[name]
         shape = f"{options.iters} batches of ours of {BATCH_SIZE}, rank {RANK}"
-        note = f"Held-out loss {side['curve'][0][2]:.3f} to {target:.3f}, seconds without imports."
+        note = f"Held-out loss {implementation['curve'][0][2]:.3f} to {target:.3f}, seconds without imports."
         if reached[name] is None:
             note = (
                 f"{name} had not reached {target:.4f} after {batches:.0f} batches (loss "
-                f"{side['curve'][-1][2]:.4f}): its time is a lower bound."
+                f"{implementation['curve'][-1][2]:.4f}): its time is a lower bound."
             )
-        if "matmul_path" in side:
-            note = f"Matmul path chosen by ours: {side['matmul_path']}."
+        if "matmul_path" in implementation:
+            note = f"Matmul path chosen by ours: {implementation['matmul_path']}."
         about = {
-            "baseline": SHIPPED,
-            "peak_mb": side["peak"] / 1e6,
+            "baseline": STOCK,
+            "peak_mb": implementation["peak"] / 1e6,
             "note": note,
-            "blas_as_shipped": name == SHIPPED and shipped.blas_is_replaced(),
+            "stock_blas": name == STOCK and stock.blas_is_replaced(),
         }
-        ratio = spent[SHIPPED][1] / seconds if SHIPPED in spent else None
+        ratio = spent[STOCK][1] / seconds if STOCK in spent else None
         made += [
             record(
                 here,
@@ -256,17 +263,17 @@ def parser() -> argparse.ArgumentParser:
     )
     p.add_argument("--iters", type=int, default=48, metavar="N", help="batches of ours [48]")
     p.add_argument(
-        "--look-every",
+        "--eval-every",
         type=int,
         default=6,
         metavar="N",
-        help="batches of mlx-lm between looks at the held-out rows [6]",
+        help="batches of mlx-lm between evaluations at the held-out rows [6]",
     )
-    p.add_argument("--held-out", type=int, default=60, metavar="N", help="rows looked at [60]")
+    p.add_argument("--held-out", type=int, default=60, metavar="N", help="rows evaluated at [60]")
     p.add_argument(
-        "--side",
+        "--implementation",
         action="append",
-        choices=(SHIPPED, SAME_BLAS, MENDED),
+        choices=(STOCK, SAME_BLAS, PATCHED),
         help="of mlx-lm, repeatable [all]",
     )
     p.add_argument("--seed", type=int, default=0, help="of mlx-lm's adapters [0]")
@@ -279,7 +286,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def run(options: argparse.Namespace, arguments: list[str]) -> list[Record]:
-    """Ours, then each side of mlx-lm to the loss of ours; one that fails is left out, and told.
+    """Ours, then each implementation of mlx-lm to the loss of ours; one that fails is left out, and told.
 
     Raises: alone.Failed if nothing is left to compare with.
     """
@@ -289,18 +296,18 @@ def run(options: argparse.Namespace, arguments: list[str]) -> list[Record]:
     if not target < start[2]:
         raise PackError(f"--iters {options.iters}: ours has not learned anything in so few.")
     found = {}
-    for side in options.side:
-        print(side, file=sys.stderr)
+    for implementation in options.implementation:
+        print(implementation, file=sys.stderr)
         try:
-            if side != SAME_BLAS:  # once for each kind of step, g++ compiles its kernels
-                short = ["--alone", side, "--target", "inf", "--look-every", "2"]
+            if implementation != SAME_BLAS:  # once for each kind of step, g++ compiles its kernels
+                short = ["--alone", implementation, "--target", "inf", "--eval-every", "2"]
                 alone.run("train_run", [*arguments, *short])
-            found[side] = alone.run(
+            found[implementation] = alone.run(
                 "train_run",
-                [*arguments, "--alone", side, "--target", str(target)],
-                "off" if side == SHIPPED else None,
+                [*arguments, "--alone", implementation, "--target", str(target)],
+                "off" if implementation == STOCK else None,
             )
-            found[side]["curve"].insert(0, start)
+            found[implementation]["curve"].insert(0, start)
         except alone.Failed as error:
             if not found:
                 raise
@@ -316,14 +323,18 @@ def main(arguments: list[str] | None = None) -> int:
             measured = {OURS: measure_ours, LOOK: lambda of: {"loss": held_out_loss(of)}}
             print(json.dumps(measured.get(options.alone, measure_mlx_lm)(options)))
             return 0
-        options.side = options.side or [SHIPPED, *[SAME_BLAS] * shipped.blas_is_replaced(), MENDED]
+        options.implementation = options.implementation or [
+            STOCK,
+            *[SAME_BLAS] * stock.blas_is_replaced(),
+            PATCHED,
+        ]
         made = run(options, arguments)
     except (PackError, alone.Failed) as error:
         print(f"benchmarks: {error}", file=sys.stderr)
         return 2
     history.append(made, options.history)
     print(report.render(made))
-    return 0 if set(options.side) <= {r.implementation for r in made} else 1
+    return 0 if set(options.implementation) <= {r.implementation for r in made} else 1
 
 
 if __name__ == "__main__":

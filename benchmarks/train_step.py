@@ -4,7 +4,7 @@ Everything runs inside mlx-lm's own ``train()``. It asks for its next batch, and
 other implementations take their turns, in the order A B C C B A. Losses and counted tokens of all
 of them are held against each other first; if they differ, no speed is printed and the exit is 1.
 
-    python -m benchmarks.train_step --work tiny
+    python -m benchmarks.train_step --workload tiny
 """
 
 import argparse
@@ -20,12 +20,12 @@ from mlx_packs.errors import PackError
 from mlx_packs.packs.base import Base
 from mlx_packs.runtime import mx
 
-from . import history, mended, report, shipped
+from . import history, patched, report, stock
 from .history import Environment, Record, percentiles, record
-from .sides import (
-    MENDED,
+from .implementations import (
+    PATCHED,
     SAME_BLAS,
-    SHIPPED,
+    STOCK,
     Adapters,
     Entry,
     MlxLm,
@@ -33,7 +33,7 @@ from .sides import (
     Rows,
     ours_name,
 )
-from .works import WORKS, activation_dtype, base_name, load
+from .workloads import WORKLOADS, activation_dtype, base_name, load
 
 CHECKED_STEPS = 2  # the second loss has gradients and optimizer in it
 TOLERANCE = {"float32": 1e-5, "float16": 1e-2, "bfloat16": 1e-2}  # of the loss, by activations
@@ -46,7 +46,7 @@ class LossesDiffer(Exception):
 
 @dataclass(frozen=True)
 class Turns:
-    """``rounds`` of forth and back, and how many steps a side takes each time it comes up."""
+    """``rounds`` of forth and back, and how many steps an implementation takes each time it comes up."""
 
     rounds: int
     steps: int
@@ -58,22 +58,22 @@ def race(
 ) -> None:
     """Check that all entries compute the same on the peer's rows, then time them in turns.
 
-    mlx-lm steps with `mx.compile` on, as shipped, whatever mlx_packs has set; ours as mlx_packs has
-    it. Each turn starts as that side would find things alone: mlx-lm's trainer empties MLX's buffer
-    cache after every step; ours keeps it, and so takes one untimed step first, as does the mended
+    mlx-lm steps with `mx.compile` on, stock, whatever mlx_packs has set; ours as mlx_packs has
+    it. Each turn starts as that implementation would find things alone: mlx-lm's trainer empties MLX's buffer
+    cache after every step; ours keeps it, and so takes one untimed step first, as does the patched
     mlx-lm.
     Raises: LossesDiffer before anything is timed.
     """
-    peers = [e for e in entries if e.side is peer]
-    ours = [e for e in entries if e.side is not peer]
+    peers = [e for e in entries if e.implementation is peer]
+    ours = [e for e in entries if e.implementation is not peer]
     rows = peers[0].rows
-    batch_as_shipped = rows.for_mlx_lm()
-    batch_with_targets = mended.with_targets(*batch_as_shipped)
+    stock_batch = rows.for_mlx_lm()
+    batch_with_targets = patched.with_targets(*stock_batch)
 
     def checked(batch: tuple, losses: list[float]) -> Iterator[tuple[mx.array, ...]]:
         """The peer's first steps on a batch, and what they lose."""
         before = peer.trained_tokens
-        with shipped.mlx(reference_blas=False):
+        with stock.mlx(reference_blas=False):
             for _ in range(CHECKED_STEPS):
                 yield batch
                 losses.append(peer.loss)
@@ -84,11 +84,11 @@ def race(
             )
 
     def turn_of_peer(entry: Entry) -> Iterator[tuple[mx.array, ...]]:
-        batch = batch_with_targets if entry.mended else batch_as_shipped
-        peer.mend(entry.mended)
+        batch = batch_with_targets if entry.patched else stock_batch
+        peer.mend(entry.patched)
         mx.clear_cache()
-        with shipped.mlx(reference_blas=entry.blas_as_shipped):
-            if entry.mended:
+        with stock.mlx(reference_blas=entry.stock_blas):
+            if entry.patched:
                 yield batch
             for _ in range(turns.mlx_lm_steps):
                 with entry.memory():
@@ -98,8 +98,8 @@ def race(
     def batches() -> Iterator[tuple[mx.array, ...]]:
         _say("checking mlx-lm")
         expected: list[float] = []
-        yield from checked(batch_as_shipped, expected)
-        for entry in (e for e in peers if e.mended):
+        yield from checked(stock_batch, expected)
+        for entry in (e for e in peers if e.patched):
             _say(f"checking {entry.name}")
             peer.reset(adapters)
             found: list[float] = []
@@ -108,12 +108,12 @@ def race(
         for entry in ours:
             _say(f"checking {entry.name}")
             batch = rows.for_ours()
-            found = [entry.side.step(batch)[1] for _ in expected]
+            found = [entry.implementation.step(batch)[1] for _ in expected]
             check_losses(expected, found, entry.name, tolerance)
         for turn in range(2 * turns.rounds):
             for entry in entries if turn % 2 == 0 else entries[::-1]:
                 _say(f"turn {turn + 1} of {2 * turns.rounds}: {entry.name}")
-                if entry.side is peer:
+                if entry.implementation is peer:
                     yield from turn_of_peer(entry)
                 else:
                     _time_ours(entry, turns.steps)
@@ -133,10 +133,10 @@ def check_losses(expected: list[float], found: list[float], name: str, tolerance
 
 def _time_ours(entry: Entry, steps: int) -> None:
     batch = entry.rows.for_ours()
-    entry.side.step(batch)
+    entry.implementation.step(batch)
     for _ in range(steps):
         with entry.memory():
-            entry.step_ms.append(entry.side.step(batch)[0])
+            entry.step_ms.append(entry.implementation.step(batch)[0])
 
 
 def records(entries: list[Entry], task: str, dtype: str, rank: int) -> list[Record]:
@@ -155,7 +155,7 @@ def records(entries: list[Entry], task: str, dtype: str, rank: int) -> list[Reco
             "dtype": dtype,
             "baseline": baseline.name,
             "peak_mb": entry.peak_mb,
-            "blas_as_shipped": entry.blas_as_shipped,
+            "stock_blas": entry.stock_blas,
             "note": note,
         }
         speed = entry.tokens_per_s
@@ -178,32 +178,35 @@ def records(entries: list[Entry], task: str, dtype: str, rank: int) -> list[Reco
 
 
 def run(options: argparse.Namespace) -> list[Record]:
-    """Build the sides, race them, and record. Raises: LossesDiffer, PackError."""
-    work = WORKS[options.work]
-    batch_size, length = options.batch_size or work.batch_size, options.length or work.length
+    """Build the implementations, race them, and record. Raises: LossesDiffer, PackError."""
+    workload = WORKLOADS[options.workload]
+    batch_size, length = (
+        options.batch_size or workload.batch_size,
+        options.length or workload.length,
+    )
 
     def fresh() -> Base:
-        return load(work, options.model, options.seed)
+        return load(workload, options.model, options.seed)
 
     base = fresh()
     dtype, vocab_size = activation_dtype(base), base.vocab_size
     adapters = Adapters.random(base, options.rank, SCALE, options.seed)
     del base
     rows = Rows.random(batch_size, length, vocab_size, options.seed)
-    peer_rows = rows.first(options.mlx_lm_rows or work.mlx_lm_rows or batch_size)
+    peer_rows = rows.first(options.mlx_lm_rows or workload.mlx_lm_rows or batch_size)
     _say("loading")
     peer = MlxLm(fresh, adapters)
-    replaced = shipped.blas_is_replaced()
-    entries = [Entry(SHIPPED, peer, peer_rows, blas_as_shipped=replaced)]
+    replaced = stock.blas_is_replaced()
+    entries = [Entry(STOCK, peer, peer_rows, stock_blas=replaced)]
     if replaced:
         entries.append(Entry(SAME_BLAS, peer, peer_rows))
-    entries.append(Entry(MENDED, peer, peer_rows, mended=True))
-    for path in options.matmul_path or work.matmul_paths:
+    entries.append(Entry(PATCHED, peer, peer_rows, patched=True))
+    for path in options.matmul_path or workload.matmul_paths:
         ours = Ours(fresh, adapters, path, options.recompute)
         entries.append(Entry(ours_name(path, options.recompute), ours, rows))
-    turns = Turns(options.rounds, options.steps, options.mlx_lm_steps or work.mlx_lm_steps)
+    turns = Turns(options.rounds, options.steps, options.mlx_lm_steps or workload.mlx_lm_steps)
     race(peer, adapters, entries, turns, TOLERANCE[dtype])
-    task = f"train_step {base_name(options.work, options.model)}"
+    task = f"train_step {base_name(options.workload, options.model)}"
     return records(entries, task, dtype, options.rank)
 
 
@@ -215,18 +218,20 @@ def parser() -> argparse.ArgumentParser:
     )
 
     def number(flag: str, default: int | None, sentence: str) -> None:
-        shown = "the work's" if default is None else default
+        shown = "the workload's" if default is None else default
         p.add_argument(
             flag, type=_positive, default=default, metavar="N", help=f"{sentence} [{shown}]"
         )
 
-    p.add_argument("--work", choices=WORKS, default="tiny", help="base and batch [tiny]")
-    p.add_argument("--model", default=TINY, help="another checkpoint for a work on the tiny base")
+    p.add_argument("--workload", choices=WORKLOADS, default="tiny", help="base and batch [tiny]")
+    p.add_argument(
+        "--model", default=TINY, help="another checkpoint for a workload on the tiny base"
+    )
     p.add_argument(
         "--matmul-path",
         action="append",
         choices=MATMUL_PATHS,
-        help="of ours, repeatable [the work's]",
+        help="of ours, repeatable [the workload's]",
     )
     p.add_argument(
         "--recompute",
@@ -266,10 +271,10 @@ def _say(text: str) -> None:
 def main(arguments: list[str] | None = None) -> int:
     asked = parser()
     options = asked.parse_args(arguments)
-    work = WORKS[options.work]
-    if options.model != TINY and work.config is not None:
-        asked.error(f"--model: the base of {options.work} is random")
-    if (options.mlx_lm_rows or 0) > (options.batch_size or work.batch_size):
+    workload = WORKLOADS[options.workload]
+    if options.model != TINY and workload.config is not None:
+        asked.error(f"--model: the base of {options.workload} is random")
+    if (options.mlx_lm_rows or 0) > (options.batch_size or workload.batch_size):
         asked.error("--mlx-lm-rows: must not be more than --batch-size")
     try:
         made = run(options)

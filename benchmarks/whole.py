@@ -21,9 +21,9 @@ from mlx_packs.runtime import mx
 
 from . import alone, history, report
 from .history import Environment, Record, record
-from .sides import Adapters, Ours, Rows, ours_name
+from .implementations import Adapters, Ours, Rows, ours_name
 from .train_step import SCALE
-from .works import CONFIGS, activation_dtype, base_bytes, random_base
+from .workloads import CONFIGS, activation_dtype, base_bytes, random_base
 
 
 def measure(options: argparse.Namespace) -> dict:

@@ -78,7 +78,9 @@ def main() -> None:
     options = parser.parse_args()
     if options.out.exists():
         parser.error(f"--out {options.out}: is there already")
-    write_checkpoint(options.out, options.geometry, options.blocks, options.vocab, options.seed, options.dense)
+    write_checkpoint(
+        options.out, options.geometry, options.blocks, options.vocab, options.seed, options.dense
+    )
     size = (options.out / "model.safetensors").stat().st_size / 1e9
     print(f"{options.out}: {options.geometry}, {options.blocks or 'all'} blocks, {size:.2f} GB")
 

@@ -1,4 +1,4 @@
-"""Benchmarks that run sides alone, take a step apart, or draw: each on a base of milliseconds."""
+"""Benchmarks that run implementations alone, take a step apart, or draw: each on a base of milliseconds."""
 
 import contextlib
 import csv
@@ -15,30 +15,29 @@ from mlx_lm.tuner.trainer import default_loss
 from benchmarks import __main__ as benchmarks_main
 from benchmarks import (
     alone,
-    figures,
     generate,
     history,
+    implementations,
     load,
     memory,
-    mended,
     ops,
+    patched,
     prefix,
     profile,
     report,
-    shipped,
-    sides,
     steady,
+    stock,
     swap,
     targets,
     timeline,
     train_run,
     whole,
-    works,
+    workloads,
 )
 from mlx_packs.nn.quantized import dequantized_weight, quantized_modules
 from mlx_packs.runtime import mx
 
-CONFIG = works.QWEN3_4B | {
+CONFIG = workloads.QWEN3_4B | {
     "num_hidden_layers": 2,
     "hidden_size": 64,
     "intermediate_size": 128,
@@ -51,10 +50,12 @@ CONFIG = works.QWEN3_4B | {
 
 @pytest.fixture(autouse=True)
 def _small(monkeypatch):
-    """A work of milliseconds; sides that would run alone run here, and mlx-lm does not call g++."""
-    monkeypatch.setitem(works.WORKS, "small", works.Work(CONFIG, 2, 32, ("transient", "dense")))
-    monkeypatch.setitem(works.CONFIGS, "small", CONFIG)
-    monkeypatch.setattr(shipped, "_compile_on", contextlib.nullcontext)
+    """A workload of milliseconds; implementations that would run alone run here, and mlx-lm does not call g++."""
+    monkeypatch.setitem(
+        workloads.WORKLOADS, "small", workloads.Workload(CONFIG, 2, 32, ("transient", "dense"))
+    )
+    monkeypatch.setitem(workloads.CONFIGS, "small", CONFIG)
+    monkeypatch.setattr(stock, "_compile_on", contextlib.nullcontext)
 
 
 @pytest.fixture
@@ -73,16 +74,16 @@ def test_a_random_base_never_has_a_dense_weight():
     mx.clear_cache()
     before = mx.get_active_memory()
     mx.reset_peak_memory()
-    base = works.random_base(CONFIG | {"vocab_size": 8192}, seed=0)
-    size = works.base_bytes(base)
+    base = workloads.random_base(CONFIG | {"vocab_size": 8192}, seed=0)
+    size = workloads.base_bytes(base)
     assert mx.get_peak_memory() - before < 1.2 * size  # dense, one of its weights has 6.4 times it
     assert all(m.bits == 4 for _, m in quantized_modules(base.model))
 
 
-@pytest.mark.parametrize("config", [CONFIG, CONFIG | works.LLAMA3_8B | {"hidden_size": 64}])
+@pytest.mark.parametrize("config", [CONFIG, CONFIG | workloads.LLAMA3_8B | {"hidden_size": 64}])
 def test_weights_of_a_random_base_are_centred_and_of_the_usual_size(config):
     small = {k: CONFIG[k] for k in CONFIG if k.startswith(("num_", "inter", "vocab", "head"))}
-    base = works.random_base(config | small, seed=0)
+    base = workloads.random_base(config | small, seed=0)
     weights = dequantized_weight(base.model.layers[0].mlp.gate_proj)
     assert abs(weights.mean().item()) < 1e-3
     assert weights.var().sqrt().item() == pytest.approx(0.02, rel=0.05)
@@ -90,16 +91,16 @@ def test_weights_of_a_random_base_are_centred_and_of_the_usual_size(config):
 
 
 def test_the_mended_loss_is_that_of_mlx_lm_without_the_pad_after_a_row():
-    base = works.random_base(CONFIG, seed=0)
+    base = workloads.random_base(CONFIG, seed=0)
     tokens = mx.array(np.random.default_rng(0).integers(1, 128, (2, 33)))
     whole_rows = mx.array([[9, 33], [17, 33]])
     expected, count = default_loss(base.model, tokens, whole_rows)
-    found, targets_found = mended.loss(base.model, *mended.with_targets(tokens, whole_rows))
+    found, targets_found = patched.loss(base.model, *patched.with_targets(tokens, whole_rows))
     assert found.item() == pytest.approx(expected.item(), rel=1e-6)
     assert targets_found.item() == count.item()
     padded = mx.array([[9, 20], [17, 33]])
     _, with_pad = default_loss(base.model, tokens, padded)
-    found, without = mended.loss(base.model, *mended.with_targets(tokens, padded))
+    found, without = patched.loss(base.model, *patched.with_targets(tokens, padded))
     assert (with_pad.item(), without.item()) == (12 + 16, 11 + 16)
     logits = base.model(tokens[:, :-1])
     nll = nn.losses.cross_entropy(logits, tokens[:, 1:])
@@ -120,38 +121,45 @@ def test_mended_rows_are_sorted_by_their_tokens_and_batches_have_targets():
         def process(self, row):
             return row["t"], row["from"]
 
-    given = {"batch_size": 2, "max_seq_length": 64, "seed": 0}
-    found = mended.batches(dataset=mended.RowsByLength(Rows()), **given)
+    arguments = {"batch_size": 2, "max_seq_length": 64, "seed": 0}
+    found = patched.batches(dataset=patched.RowsByLength(Rows()), **arguments)
     lengths = [sorted(np.array(batch[1])[:, 1]) for batch in found]
     assert sorted(lengths) == [[3, 5], [7, 9]]
 
 
 def test_memory_of_sides_alone_is_recorded_with_ratios(here, tmp_path, capsys):
     file = tmp_path / "h.jsonl"
-    assert memory.main(["--work", "small", "--history", str(file)]) == 0
+    assert memory.main(["--workload", "small", "--history", str(file)]) == 0
     found = history.read(file)
-    names = [sides.SHIPPED, sides.MENDED, "mlx_packs transient", "mlx_packs dense"]
+    names = [
+        implementations.STOCK,
+        implementations.PATCHED,
+        "mlx_packs transient",
+        "mlx_packs dense",
+    ]
     assert list(dict.fromkeys(r.implementation for r in found)) == names
     assert {r.metric for r in found} == set(memory._METRICS)
     transient = {r.implementation: r for r in found if r.metric == "transient"}
-    assert transient[sides.SHIPPED].ratio == 1 and all(r.p50 > 0 for r in transient.values())
+    assert transient[implementations.STOCK].ratio == 1 and all(
+        r.p50 > 0 for r in transient.values()
+    )
     beyond = {r.implementation: r.p50 for r in found if r.metric == "beyond the base"}
     assert beyond["mlx_packs dense"] > transient["mlx_packs dense"].p50
-    assert "times mlx-lm as shipped's transient memory" in capsys.readouterr().out
+    assert "times mlx-lm stock's transient memory" in capsys.readouterr().out
 
 
 def test_memory_of_sides_that_compute_something_else_is_not_shown(here, tmp_path, monkeypatch):
-    step = sides.Ours.step
-    monkeypatch.setattr(sides.Ours, "step", lambda *a: (0.0, 1.01 * step(*a)[1]))
+    step = implementations.Ours.step
+    monkeypatch.setattr(implementations.Ours, "step", lambda *a: (0.0, 1.01 * step(*a)[1]))
     file = tmp_path / "h.jsonl"
-    assert memory.main(["--work", "small", "--history", str(file)]) == 1
+    assert memory.main(["--workload", "small", "--history", str(file)]) == 1
     assert not file.exists()
 
 
 def test_a_whole_model_is_built_and_stepped_alone(here, tmp_path):
     file = tmp_path / "h.jsonl"
-    given = ["--model", "small", "--blocks", "1", "--length", "32", "--history", str(file)]
-    assert whole.main(given) == 0
+    arguments = ["--model", "small", "--blocks", "1", "--length", "32", "--history", str(file)]
+    assert whole.main(arguments) == 0
     found = {r.metric: r for r in history.read(file)}
     assert {"base", "most while building", "beyond the base", "step", "speed"} <= set(found)
     assert found["step"].samples == 2 and found["beyond the base"].p50 > 0
@@ -185,8 +193,8 @@ def test_a_process_that_fails_is_named(capfd):
 def test_the_prefix_cache_is_timed_over_all_epochs(tmp_path, monkeypatch):
     monkeypatch.setenv(prefix.CACHE_VARIABLE, "")  # the benchmark turns it off
     file = tmp_path / "h.jsonl"
-    given = ["--work", "small", "--rows", "3", "--rank", "2", "--rounds", "1"]
-    assert prefix.main([*given, "--history", str(file)]) == 0
+    arguments = ["--workload", "small", "--rows", "3", "--rank", "2", "--rounds", "1"]
+    assert prefix.main([*arguments, "--history", str(file)]) == 0
     found = history.read(file)
     names = ["without the cache, transient", "mlx_packs transient", "mlx_packs transient"]
     assert [r.implementation for r in found[:3]] == names and len(found) == 6
@@ -199,20 +207,22 @@ def test_the_prefix_cache_is_timed_over_all_epochs(tmp_path, monkeypatch):
 
 
 def test_a_cache_that_changes_a_loss_is_not_timed(tmp_path, monkeypatch, capsys):
-    run = prefix.Side.run
+    run = prefix.Implementation.run
 
-    def changed(side):
-        return [loss * (1.01 if side.cache is not None else 1) for loss in run(side)]
+    def changed(implementation):
+        return [
+            loss * (1.01 if implementation.cache is not None else 1) for loss in run(implementation)
+        ]
 
     monkeypatch.setenv(prefix.CACHE_VARIABLE, "")
-    monkeypatch.setattr(prefix.Side, "run", changed)
+    monkeypatch.setattr(prefix.Implementation, "run", changed)
     file = tmp_path / "h.jsonl"
-    given = ["--work", "small", "--rows", "3", "--rank", "2", "--matmul-path", "dense"]
-    assert prefix.main([*given, "--history", str(file)]) == 1
+    arguments = ["--workload", "small", "--rows", "3", "--rank", "2", "--matmul-path", "dense"]
+    assert prefix.main([*arguments, "--history", str(file)]) == 1
     assert "differ by 1.0e-02" in capsys.readouterr().err and not file.exists()
 
 
-def test_the_time_of_a_loss_is_between_two_looks():
+def test_the_time_of_a_loss_is_between_two_evaluations():
     curve = [(0, 0.0, 4.0), (2, 10.0, 3.0), (4, 20.0, 2.0), (6, 30.0, 2.5)]
     assert train_run.time_at(curve, 2.5) == (3, 15.0)
     assert train_run.time_at(curve, 3.0) == (2, 10.0)
@@ -222,7 +232,7 @@ def test_the_time_of_a_loss_is_between_two_looks():
 def test_a_side_that_gives_up_has_a_lower_bound(tmp_path):
     options = train_run.parser().parse_args(["--iters", "4"])
     found = {
-        sides.SHIPPED: {"curve": [(0, 0.0, 4.0), (8, 40.0, 3.0)], "peak": 2e6},
+        implementations.STOCK: {"curve": [(0, 0.0, 4.0), (8, 40.0, 3.0)], "peak": 2e6},
         train_run.OURS: {"curve": [(0, 0.0, 4.0), (4, 2.0, 2.9)], "peak": 1e6, "matmul_path": "x"},
     }
     made = train_run.records(found, 2.9, options)
@@ -231,7 +241,7 @@ def test_a_side_that_gives_up_has_a_lower_bound(tmp_path):
     assert "lower bound" not in made[2].note
 
 
-def test_the_clock_stands_still_for_a_look(monkeypatch):
+def test_the_clock_stands_still_for_an_evaluation(monkeypatch):
     now = iter([0.0, 5.0, 8.0, 10.0])
     monkeypatch.setattr(train_run.time, "perf_counter", lambda: next(now))
     clock = train_run.Clock()
@@ -243,29 +253,49 @@ def test_a_side_that_fails_is_told_and_the_others_are_recorded(tmp_path, monkeyp
     ours = {"curve": [[0, 0.0, 4.0], [4, 2.0, 2.9]], "peak": 1e6, "matmul_path": "x"}
 
     def run(module, arguments, blas=None):
-        side = arguments[arguments.index("--alone") + 1]
-        if side == sides.MENDED:
+        implementation = arguments[arguments.index("--alone") + 1]
+        if implementation == implementations.PATCHED:
             raise alone.Failed("it broke")
-        return ours if side == train_run.OURS else {"curve": [(6, 30.0, 2.0)], "peak": 2e6}
+        return (
+            ours if implementation == train_run.OURS else {"curve": [(6, 30.0, 2.0)], "peak": 2e6}
+        )
 
     monkeypatch.setattr(alone, "run", run)
     file = tmp_path / "h.jsonl"
-    given = ["--side", sides.SHIPPED, "--side", sides.MENDED, "--history", str(file)]
-    assert train_run.main(given) == 1
+    arguments = [
+        "--implementation",
+        implementations.STOCK,
+        "--implementation",
+        implementations.PATCHED,
+        "--history",
+        str(file),
+    ]
+    assert train_run.main(arguments) == 1
     assert "it broke; recorded without it" in capsys.readouterr().err
     found = {r.implementation: r.ratio for r in history.read(file) if r.metric == "to the loss"}
-    assert found == {sides.SHIPPED: 1.0, train_run.OURS: pytest.approx(30 * 1.1 / 2 / 2)}
-    assert train_run.main(["--side", sides.MENDED, "--history", str(file)]) == 2
+    assert found == {implementations.STOCK: 1.0, train_run.OURS: pytest.approx(30 * 1.1 / 2 / 2)}
+    assert (
+        train_run.main(["--implementation", implementations.PATCHED, "--history", str(file)]) == 2
+    )
 
 
 @pytest.mark.slow
 def test_a_run_of_ours_and_of_mlx_lm_end_at_the_same_loss(here, tmp_path):
     file = tmp_path / "h.jsonl"
-    given = ["--iters", "4", "--held-out", "4", "--side", sides.SHIPPED, "--history", str(file)]
-    assert train_run.main(given) == 0
+    arguments = [
+        "--iters",
+        "4",
+        "--held-out",
+        "4",
+        "--implementation",
+        implementations.STOCK,
+        "--history",
+        str(file),
+    ]
+    assert train_run.main(arguments) == 0
     found = {(r.implementation, r.metric): r for r in history.read(file)}
     assert found[train_run.OURS, "batches"].p50 == 4
-    assert 0 < found[sides.SHIPPED, "batches"].p50 <= 8
+    assert 0 < found[implementations.STOCK, "batches"].p50 <= 8
 
 
 QUICK = ["--rounds", "1", "--tokens", "4", "--repeat", "1", "--matmul-path", "dense"]
@@ -287,8 +317,8 @@ def test_generating_something_else_gives_no_speed(tmp_path, capsys):
 
 def test_every_op_is_raced_by_one_command(tmp_path, capsys):
     file = tmp_path / "h.jsonl"
-    given = ["--rounds", "1", "--only", "1 x 1 rows, rank 16", "--history", str(file)]
-    assert ops.main(given) == 0
+    arguments = ["--rounds", "1", "--only", "1 x 1 rows, rank 16", "--history", str(file)]
+    assert ops.main(arguments) == 0
     assert {r.task for r in history.read(file)} == {"op multi_lora"}
     assert {"grouped_lora", "multi_lora", "nf4"} <= set(ops.NAMES)
     assert ops.main(["--only", "no such shape"]) == 2
@@ -297,8 +327,17 @@ def test_every_op_is_raced_by_one_command(tmp_path, capsys):
 @pytest.mark.parametrize("path", ["dense", "transient"])
 def test_a_profile_explains_a_step_and_shows_what_it_does_not(path, tmp_path):
     file = tmp_path / "h.jsonl"
-    given = ["--work", "small", "--matmul-path", path, "--repeats", "2", "--history", str(file)]
-    assert profile.main(given) == 0
+    arguments = [
+        "--workload",
+        "small",
+        "--matmul-path",
+        path,
+        "--repeats",
+        "2",
+        "--history",
+        str(file),
+    ]
+    assert profile.main(arguments) == 0
     found = {(r.implementation, r.metric): r.p50 for r in history.read(file)}
     times = {name: ms for (name, metric), ms in found.items() if metric == "time"}
     step = times.pop("whole step")
@@ -320,8 +359,8 @@ def test_a_profile_explains_a_step_and_shows_what_it_does_not(path, tmp_path):
 
 def test_the_flops_of_a_profile_are_those_of_the_shapes(tmp_path):
     file = tmp_path / "h.jsonl"
-    assert profile.main(["--work", "small", "--repeats", "1", "--history", str(file)]) == 0
-    found = {r.implementation: r.p50 for r in history.read(file) if r.metric == "work"}
+    assert profile.main(["--workload", "small", "--repeats", "1", "--history", str(file)]) == 0
+    found = {r.implementation: r.p50 for r in history.read(file) if r.metric == "workload"}
     tokens, targets_of_batch = 2 * 32, 32
     qkv, rest = 64 * (64 + 32 + 32), 64 * 64 + 3 * 64 * 128
     products = 4 * tokens * 2 * (qkv + rest) - 2 * tokens * qkv  # the first q, k, v: forward only
@@ -332,11 +371,20 @@ def test_the_flops_of_a_profile_are_those_of_the_shapes(tmp_path):
 
 def test_a_timeline_is_drawn_and_its_parts_are_recorded(tmp_path):
     file, out = tmp_path / "h.jsonl", tmp_path / "line.png"
-    given = ["--work", "small", "--recompute", "block", "--out", str(out), "--history", str(file)]
-    assert timeline.main(given) == 0
+    arguments = [
+        "--workload",
+        "small",
+        "--recompute",
+        "block",
+        "--out",
+        str(out),
+        "--history",
+        str(file),
+    ]
+    assert timeline.main(arguments) == 0
     found = {r.implementation: r.p50 for r in history.read(file)}
     assert out.read_bytes().startswith(b"\x89PNG")
-    size = works.base_bytes(works.random_base(CONFIG, 0)) / 1e6
+    size = workloads.base_bytes(workloads.random_base(CONFIG, 0)) / 1e6
     assert found["base"] == pytest.approx(size, rel=1e-3)
     assert found["for scale: whole logits"] == pytest.approx(2 * 32 * 128 * 4 / 1e6, rel=1e-3)
     scores = 2 * 2 * 32**2 * 4 / 1e6
@@ -355,8 +403,8 @@ def test_memory_is_sampled_while_something_runs():
 
 def test_a_long_run_is_sampled_plotted_and_its_growth_recorded(tmp_path):
     file, out = tmp_path / "h.jsonl", tmp_path / "steady"
-    given = ["--iters", "6", "--every", "2", "--length", "96", "--out", str(out)]
-    assert steady.main([*given, "--history", str(file)]) == 0
+    arguments = ["--iters", "6", "--every", "2", "--length", "96", "--out", str(out)]
+    assert steady.main([*arguments, "--history", str(file)]) == 0
     with out.with_suffix(".csv").open() as f:
         rows = list(csv.DictReader(f))
     assert [row["batch"] for row in rows] == ["2", "4", "6"]
@@ -375,23 +423,23 @@ def test_growth_is_from_the_second_tenth_to_the_last():
     assert steady.drift(samples)["active_mb"] == 0
 
 
-def made(task, implementation, metric, p50, **more) -> history.Record:
+def record(task, implementation, metric, p50, **more) -> history.Record:
     here = history.Environment("cpu", "os", {"mlx": "1"}, "abc", "2026-01-01T00:00:00Z")
     return history.record(here, task, implementation, "shape", metric, "u", [p50], **more)
 
 
 def speeds_and_sizes() -> dict:
-    steps = {sides.SHIPPED: 1.0, sides.SAME_BLAS: 2.0, "mlx_packs dense": 50.0}
+    steps = {implementations.STOCK: 1.0, implementations.SAME_BLAS: 2.0, "mlx_packs dense": 50.0}
     steps["mlx_packs transient"] = 41.0
-    sizes = {sides.SHIPPED: 100.0, "mlx_packs dense": 90.0, "mlx_packs transient": 50.0}
+    sizes = {implementations.STOCK: 100.0, "mlx_packs dense": 90.0, "mlx_packs transient": 50.0}
     return {
-        "train_step": [made("train_step x", n, "speed", v) for n, v in steps.items()],
-        "memory": [made("memory x", n, "transient", v) for n, v in sizes.items()],
+        "train_step": [record("train_step x", n, "speed", v) for n, v in steps.items()],
+        "memory": [record("memory x", n, "transient", v) for n, v in sizes.items()],
     }
 
 
-def goal(work: str) -> targets.Goal:
-    return next(g for g in targets.GOALS if work in g.work)
+def goal(workload: str) -> targets.Goal:
+    return next(g for g in targets.GOALS if workload in g.workload)
 
 
 def test_one_configuration_must_meet_speed_and_memory():
@@ -431,7 +479,7 @@ def test_tables_in_the_readmes_are_those_of_the_history(readme):
 
 def test_a_table_stands_between_its_marks():
     text = "a\n<!-- measured: one -->\nold\n<!-- end of measured -->\nb\n"
-    shown = report.with_tables(text, [made("one", "x", "m", 3.0), made("two", "y", "m", 4.0)])
+    shown = report.with_tables(text, [record("one", "x", "m", 3.0), record("two", "y", "m", 4.0)])
     assert shown.startswith("a\n<!-- measured: one -->\n\n**one** on cpu")
     assert shown.endswith("\n\n<!-- end of measured -->\nb\n") and "two" not in shown
     assert report.with_tables(shown, []) == text.replace("old\n", "")
@@ -439,10 +487,10 @@ def test_a_table_stands_between_its_marks():
 
 def test_the_main_ratios_are_drawn(tmp_path):
     file = tmp_path / "deep" / "ratios.png"
-    records = [made("train_step tiny", n, "speed", 1.0, ratio=r) for n, r in (("a", 1), ("b", 9))]
-    records += [made("memory tiny", "b", "transient", 1.0, ratio=0.5)]
+    records = [record("train_step tiny", n, "speed", 1.0, ratio=r) for n, r in (("a", 1), ("b", 9))]
+    records += [record("memory tiny", "b", "transient", 1.0, ratio=0.5)]
     assert report.plot(records, file) and file.read_bytes().startswith(b"\x89PNG")
-    assert not report.plot([made("op nf4", "a", "call", 1.0)], tmp_path / "none.png")
+    assert not report.plot([record("op nf4", "a", "call", 1.0)], tmp_path / "none.png")
 
 
 def test_every_benchmark_is_listed_and_says_its_options(capsys):
@@ -454,4 +502,3 @@ def test_every_benchmark_is_listed_and_says_its_options(capsys):
             benchmarks_main.main([name, "--help"])
         assert stopped.value.code == 0 and "usage: python -m benchmarks" in capsys.readouterr().out
     assert benchmarks_main.main(["nothing"]) == 2
-    assert figures.IMAGES.parent.name == "benchmarks"

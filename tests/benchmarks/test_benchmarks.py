@@ -14,17 +14,17 @@ from benchmarks import (
     bench_nf4,
     cost_tables,
     history,
+    implementations,
     op_race,
     report,
-    shipped,
-    sides,
+    stock,
     train_step,
-    works,
+    workloads,
 )
 from benchmarks import quantize as quantize_bench
 from mlx_packs.runtime import BLAS, mx
 
-CONFIG = works.QWEN3_4B | {
+CONFIG = workloads.QWEN3_4B | {
     "num_hidden_layers": 1,
     "hidden_size": 64,
     "intermediate_size": 64,
@@ -33,15 +33,15 @@ CONFIG = works.QWEN3_4B | {
     "head_dim": 32,
     "vocab_size": 128,
 }
-QUICK = ["--work", "small", "--rounds", "1", "--steps", "1"]
+QUICK = ["--workload", "small", "--rounds", "1", "--steps", "1"]
 
 
 @pytest.fixture(autouse=True)
 def _small(monkeypatch):
-    """A work of milliseconds. mlx-lm steps as mlx_packs has set MLX: compiling takes g++."""
-    small = works.Work(CONFIG, 4, 32, ("quantized", "dense"), mlx_lm_rows=2)
-    monkeypatch.setitem(works.WORKS, "small", small)
-    monkeypatch.setattr(shipped, "_compile_on", contextlib.nullcontext)
+    """A workload of milliseconds. mlx-lm steps as mlx_packs has set MLX: compiling takes g++."""
+    small = workloads.Workload(CONFIG, 4, 32, ("quantized", "dense"), mlx_lm_rows=2)
+    monkeypatch.setitem(workloads.WORKLOADS, "small", small)
+    monkeypatch.setattr(stock, "_compile_on", contextlib.nullcontext)
 
 
 def test_a_run_prints_its_table_and_appends_whole_records(tmp_path, capsys):
@@ -50,7 +50,11 @@ def test_a_run_prints_its_table_and_appends_whole_records(tmp_path, capsys):
     printed = capsys.readouterr().out
     records = history.read(file)
     assert report.render(records) == printed.strip()
-    names = [sides.SHIPPED] + [sides.SAME_BLAS] * BLAS.bound + [sides.MENDED]
+    names = (
+        [implementations.STOCK]
+        + [implementations.SAME_BLAS] * BLAS.bound
+        + [implementations.PATCHED]
+    )
     names += ["mlx_packs quantized", "mlx_packs dense"]
     assert [r.implementation for r in records[::2]] == names
     assert {r.metric for r in records} == {"step", "speed"}
@@ -108,7 +112,7 @@ def test_a_base_that_is_not_there_is_one_line_and_exit_2(tmp_path, capsys):
         ["--no-such-option"],
         ["--rounds", "0"],
         ["--mlx-lm-rows", "5"],
-        ["--work", "qwen3_4b_block", "--model", "somewhere"],
+        ["--workload", "qwen3_4b_block", "--model", "somewhere"],
     ],
 )
 def test_wrong_options_are_errors(wrong, capsys):
@@ -130,7 +134,7 @@ def example(**changes) -> history.Record:
         p50=100.0,
         p80=1234.5,
         samples=4,
-        baseline="mlx-lm as shipped",
+        baseline="mlx-lm stock",
         ratio=7.5,
         peak_mb=96.0,
         blas="lib.so",
@@ -166,15 +170,15 @@ def test_a_report_without_records_says_how_to_make_them(tmp_path, capsys):
 
 def test_a_peer_gets_mlxs_own_blas_and_compile_and_leaves_ours_as_they_were(monkeypatch):
     monkeypatch.undo()  # of _compile_on
-    before = shipped.compiles()
+    before = stock.compiles()
     left = mx.random.normal((64, 64))
     right = mx.random.normal((64, 64))
     expected = left @ right
     mx.eval(expected)
-    with shipped.mlx(reference_blas=BLAS.bound):
-        assert shipped.compiles()
+    with stock.mlx(reference_blas=BLAS.bound):
+        assert stock.compiles()
         assert mx.allclose(left @ right, expected, atol=1e-4).item()
-    assert shipped.compiles() == before
+    assert stock.compiles() == before
     assert mx.array_equal(left @ right, expected).item()
 
 

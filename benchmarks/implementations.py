@@ -1,4 +1,4 @@
-"""The sides of the training benchmarks: mlx-lm's real trainer, as it is or mended, and ours.
+"""The implementations of the training benchmarks: mlx-lm's real trainer, as it is or patched, and ours.
 
 Both get the same rows, the same start of A and B, the same optimizer and learning rate, and no
 gradient clipping (mlx-lm has none). Each loads its own copy of the base, so that its memory can be
@@ -29,11 +29,11 @@ from mlx_packs.packs.base import Base
 from mlx_packs.runtime import mx
 from mlx_packs.training.step import Stepper
 
-from . import mended
+from . import patched
 
-SHIPPED = "mlx-lm as shipped"
+STOCK = "mlx-lm stock"
 SAME_BLAS = "mlx-lm with our BLAS"
-MENDED = "mlx-lm mended"
+PATCHED = "mlx-lm patched"
 LEARNING_RATE = 1e-4
 _NEVER = 10**9
 
@@ -78,7 +78,7 @@ class Rows:
 
 @dataclass(frozen=True)
 class Adapters:
-    """Where A and B start on both sides. B is not zero, so that losses depend on all of them."""
+    """Where A and B start on both implementations. B is not zero, so that losses depend on all of them."""
 
     rank: int
     scale: float
@@ -99,7 +99,7 @@ class Adapters:
 
 
 def ours_name(matmul_path: str, recompute: str) -> str:
-    """What records call a side of ours."""
+    """What records call an implementation of ours."""
     told = "" if recompute == "none" else f", recompute {recompute}"
     return f"mlx_packs {matmul_path}{told}"
 
@@ -107,7 +107,7 @@ def ours_name(matmul_path: str, recompute: str) -> str:
 class MlxLm(TrainingCallback):
     """mlx-lm's ``train()``, timed by its own clock: it reports after every step.
 
-    It learns from batches as shipped, and from those that are `mended.with_targets`; ``mend``
+    It learns from batches stock, and from those that are `patched.with_targets`; ``mend``
     switches the rest. ``reset`` takes adapters and optimizer back to where they started.
     """
 
@@ -132,7 +132,7 @@ class MlxLm(TrainingCallback):
 
     def mend(self, mend: bool) -> None:
         """Whether MLX's buffer cache is kept between steps."""
-        self.args.clear_cache_threshold = mended.KEEP_CACHE if mend else 0
+        self.args.clear_cache_threshold = patched.KEEP_CACHE if mend else 0
 
     def reset(self, adapters: Adapters) -> None:
         """Adapters as given and an optimizer that has seen nothing, in the arrays' own places."""
@@ -150,7 +150,7 @@ class MlxLm(TrainingCallback):
                 self.optimizer,
                 train_dataset=[],
                 args=self.args,
-                loss=mended.loss,
+                loss=patched.loss,
                 iterate_batches=lambda **_: batches,
                 training_callback=self,
             )
@@ -191,21 +191,21 @@ class Ours:
 class Entry:
     """One implementation in the race and what it has shown so far.
 
-    transient_bytes: the most that a step took on top of what its side keeps.
+    transient_bytes: the most that a step took on top of what its implementation keeps.
     """
 
     name: str
-    side: MlxLm | Ours
+    implementation: MlxLm | Ours
     rows: Rows
-    blas_as_shipped: bool = False
-    mended: bool = False
+    stock_blas: bool = False
+    patched: bool = False
     step_ms: list[float] = field(default_factory=list)
     transient_bytes: int = 0
 
     @property
     def peak_mb(self) -> float:
         """MLX memory that this implementation needs on its own, in 10^6 bytes."""
-        return (self.side.resident_bytes + self.transient_bytes) / 1e6
+        return (self.implementation.resident_bytes + self.transient_bytes) / 1e6
 
     @property
     def tokens_per_s(self) -> list[float]:

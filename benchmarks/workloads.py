@@ -1,4 +1,4 @@
-"""What the benchmarks of training work on: a base, the rows of a batch, and the sides that suit it.
+"""What the benchmarks of training workload on: a base, the rows of a batch, and the implementations that suit it.
 
 Random bases have the geometry of a real model and 4-bit weights that are random from the start: no
 dense weight ever exists, so even a whole model is built in little more than its own bytes.
@@ -53,7 +53,7 @@ CONFIGS = {"qwen3_4b": QWEN3_4B, "llama3_8b": LLAMA3_8B}
 
 
 @dataclass(frozen=True)
-class Work:
+class Workload:
     """A base, the shape of its batches, and the defaults that suit both.
 
     config: of a random model, None loads one.   matmul_paths: of ours.   mlx_lm_rows: of mlx-lm's
@@ -68,23 +68,23 @@ class Work:
     mlx_lm_steps: int = 1
 
 
-WORKS = {
-    "tiny": Work(None, 4, 128, ("quantized", "transient", "dense"), mlx_lm_steps=3),
-    "tiny_long": Work(None, 1, 4096, ("transient", "dense")),
-    "qwen3_4b_block": Work(
+WORKLOADS = {
+    "tiny": Workload(None, 4, 128, ("quantized", "transient", "dense"), mlx_lm_steps=3),
+    "tiny_long": Workload(None, 1, 4096, ("transient", "dense")),
+    "qwen3_4b_block": Workload(
         QWEN3_4B | {"num_hidden_layers": 1, "vocab_size": 8192},
         4,
         128,
         ("transient", "dense"),
         mlx_lm_rows=1,
     ),
-    "qwen3_4b": Work(QWEN3_4B, 4, 2048, ("quantized",)),  # for a GPU
+    "qwen3_4b": Workload(QWEN3_4B, 4, 2048, ("quantized",)),  # for a GPU
 }
 
 
-def load(work: Work, model: str, seed: int) -> Base:
-    """The base of a work: ``model`` loaded, or a random one from its config."""
-    return load_base(model) if work.config is None else random_base(work.config, seed)
+def load(workload: Workload, model: str, seed: int) -> Base:
+    """The base of a workload: ``model`` loaded, or a random one from its config."""
+    return load_base(model) if workload.config is None else random_base(workload.config, seed)
 
 
 def random_base(config: dict, seed: int) -> Base:
@@ -124,6 +124,6 @@ def activation_dtype(base: Base) -> str:
     return str(base.model.layers[0].input_layernorm.weight.dtype).rsplit(".", 1)[-1]
 
 
-def base_name(work: str, model: str) -> str:
-    """What records call a work: its name, or the folder of another checkpoint."""
-    return work if model == TINY else Path(model).name
+def base_name(workload: str, model: str) -> str:
+    """What records call a workload: its name, or the folder of another checkpoint."""
+    return workload if model == TINY else Path(model).name

@@ -1,7 +1,7 @@
-"""mlx-lm's trainer with what it is known to lose mended, so that what better kernels gain can be
-told from what any mended trainer would gain.
+"""mlx-lm's trainer with what it is known to lose patched, so that what better kernels gain can be
+told from what any patched trainer would gain.
 
-Its loop, layers, adapters and compiled step stay. Mended, one by one:
+Its loop, layers, adapters and compiled step stay. Patched, one by one:
 
 - `KEEP_CACHE`: it empties MLX's buffer cache after every step, and allocates all of it again.
 - `loss`: it makes logits of every position, and the loss of all of them, where a target or none.
