@@ -1,6 +1,8 @@
 """`python -m mlx_packs.train ARGS` is `packs train ARGS`."""
 
-from .cli.train import main
+import sys
+
+from .cli.main import main
 
 if __name__ == "__main__":
-    main()
+    main(["train", *sys.argv[1:]])

@@ -4,13 +4,12 @@ In `.ci/run` (MLX_PACKS_NO_SKIP=1) a skipped test is a failure.
 """
 
 import os
-import sys
 from collections.abc import Iterator
 
 import pytest
 
 from mlx_packs.bases.families import MIXTURES_SINCE, version_of_mlx_lm
-from mlx_packs.cli.main import packs, run_command
+from mlx_packs.cli.main import main
 from mlx_packs.errors import PackError
 from mlx_packs.ops import _backend
 from mlx_packs.packs.base import Base, load_base
@@ -47,19 +46,18 @@ def run(monkeypatch, capsys):
 
     def go(*args) -> tuple[int, str, str]:
         go.error = None
-        monkeypatch.setattr(sys, "argv", ["packs", *map(str, args)])
         with pytest.raises(SystemExit) as exit:
-            run_command(packs)
+            main([*map(str, args)])
         out, err = capsys.readouterr()
         return int(exit.value.code or 0), out, err
 
     show = PackError.show
 
-    def noted(error, file=None):
+    def remember(error, file=None):
         go.error = error
         show(error, file)
 
-    monkeypatch.setattr(PackError, "show", noted)
+    monkeypatch.setattr(PackError, "show", remember)
     return go
 
 

@@ -1,6 +1,5 @@
-"""`packs eval-batch` as a command; what it does is `comparison.evaluate_batch`."""
+"""`packs eval-batch`: a base and packs side by side."""
 
-import json
 import shutil
 import sys
 from collections.abc import Sequence
@@ -9,7 +8,7 @@ from pathlib import Path
 import click
 
 from ..display import Display
-from ..errors import PackError, printable
+from ..errors import PackError
 from ..evaluation.compare import (
     BASE,
     BATCH_SIZES,
@@ -22,96 +21,88 @@ from ..evaluation.compare import (
 from ..files import atomic_write
 from ..packs.base import load_base_for
 from ..packs.manifest import shown_perplexity
-from ..packs.weighted_sum import open_weighted, weighted_sum
 from . import options
+from .output import exit_if_failed, print_report
 
 
 @click.command("eval-batch")
 @click.argument("more", nargs=-1, metavar="[PACK]...")
-@click.option("--model", default="tiny", metavar="M", help="Base of the packs. [tiny]")
-@click.option(
-    "--pack",
-    "packs",
-    multiple=True,
-    metavar="P",
-    help="Pack to compare, repeatable; P=0.5 takes half of its delta.",
-)
-@click.option("--data", default="tiny", metavar="D", help="Rows: folder, file or 'tiny'. [tiny]")
-@click.option("--split", default="test", help="Split of a folder; valid if there is no test.")
+@options.model
+@options.packs("Pack to compare, repeatable; PACK=0.5 takes half of its delta.")
+@options.data()
+@options.split
 @click.option(
     "--batch-size",
     "sizes",
     default=",".join(map(str, BATCH_SIZES)),
-    show_default=True,
     metavar="N,N",
-    help="Prompts that are answered together.",
+    help="Prompts that are generated from together, one or several numbers.",
 )
 @click.option(
     "--sequence-length",
     type=int,
     metavar="N",
-    help="Rows are cut to N tokens, prompts have N. [as packs were trained]",
+    help="Tokens that examples are cut to and that prompts have. [default: as packs were trained]",
 )
-@click.option("--max-tokens", default=32, show_default=True, help="Tokens of each answer.")
-@click.option("--rounds", default=3, show_default=True, help="How often a speed is taken.")
-@click.option("--limit", default=-1, metavar="N", help="At most so many rows.")
-@click.option("--loss-on", type=click.Choice(["all", "completion", "assistant"]))
-@click.option(
-    "--matmul-path", default="auto", type=click.Choice(["auto", "quantized", "transient", "dense"])
-)
-@options.gates
-@click.option("--csv", "csv_file", metavar="FILE", help="Write every figure as CSV too.")
+@click.option("--max-tokens", default=32, metavar="N", help="Tokens to generate per prompt.")
+@click.option("--rounds", default=3, metavar="N", help="Number of timing rounds.")
+@options.limit
+@options.loss_on
+@options.matmul_path("auto", "quantized", "transient", "dense")
+@options.gate("max_ppl_ratio")
+@options.gate("min_tps_ratio")
+@options.gate("max_pack_mb")
+@click.option("--csv", "csv_file", metavar="FILE", help="Write every figure as CSV, too.")
 @options.trust_remote_code()
 @options.backend
-@click.option("--json", "as_json", is_flag=True, help="Print a list, an object a line of speed.")
-def command(more, model, packs, data, split, sizes, csv_file, trust_remote_code, as_json, **how):
-    """Base and packs side by side, with gates.
+@options.as_json
+def eval_batch(more, model, packs, sizes, csv_file, trust_remote_code, as_json, **settings):
+    """Compare a base and packs side by side, with gates.
 
-    One load of the base, the same rows: perplexity and the paired difference, token accuracy,
-    speed of whole batches of answers, memory, size. Exit code 1 if a pack fails a gate.
+    The base is loaded once, and all see the same examples: perplexity and the paired difference,
+    token accuracy, speed of generation in batches, memory, size. The exit code is 1 if a pack fails
+    a gate.
     """
     csv_path = _writable(csv_file)
-    chosen = named_packs([weighted_sum([open_weighted(text)]) for text in (*packs, *more)])
-    batch_sizes = _numbers(sizes)
-    first = chosen[0][1] if chosen else None
+    chosen = [pack for _, pack in named_packs([options.one_pack([p]) for p in (*packs, *more)])]
+    batch_sizes = _batch_sizes(sizes)
     display = Display()
     with display.working("base", f"loading {model}"):
-        base = load_base_for(first, model, trust_remote_code)
+        base = load_base_for(chosen[0] if chosen else None, model, trust_remote_code)
     display.line("base", base.summary())
-    found = evaluate_batch(
-        base, [pack for _, pack in chosen], data, split, batch_sizes, display=display, **how
-    )
+    compared = evaluate_batch(base, chosen, batch_sizes=batch_sizes, display=display, **settings)
     if csv_path is not None:
-        atomic_write(csv_path, as_csv(found))
-    if as_json:
-        click.echo(json.dumps([one.to_json() for one in found], indent=2, ensure_ascii=False))
-    else:
-        click.echo("\n".join(map(printable, _lines(found, csv_path))))
-    options.exit_by(failed(found))
+        atomic_write(csv_path, as_csv(compared))
+    print_report([one.to_json() for one in compared], as_json, _lines(compared, csv_path))
+    exit_if_failed(failed(compared))
 
 
 def _writable(file: str | None) -> Path | None:
-    """Raises: PackError before anything is measured, if the CSV has no folder to go to."""
+    """The path of the CSV.
+
+    Raises:
+        PackError: there is no folder for it; before anything is measured.
+    """
     if file is None:
         return None
     path = Path(file).expanduser()
     if path.is_dir() or not path.parent.is_dir():
         what = "is a folder" if path.is_dir() else f"there is no folder {path.parent}"
-        raise PackError(f"--csv {file}: {what}.")
+        raise PackError(f"--csv {file}: {what}.", "unwritable")
     return path
 
 
-def _numbers(text: str) -> list[int]:
+def _batch_sizes(text: str) -> list[int]:
     try:
         return [int(part) for part in text.split(",")]
     except ValueError:
         raise PackError(f"--batch-size {text}: must be numbers above 0, as in 1,4,8.") from None
 
 
-def _lines(found: Sequence[Compared], csv_path: Path | None) -> list[str]:
-    """Two tables, of quality and of speed, and what they were made of."""
-    first = found[0]
-    quality = [one for one in found if one.batch_size == first.batch_size]
+def _lines(compared: Sequence[Compared], csv_path: Path | None) -> list[str]:
+    """Two tables, of quality and of speed, and how they were measured."""
+    first = compared[0]
+    quality = [one for one in compared if one.batch_size == first.batch_size]
     lines = [
         f"rows    {first.rows} of at most {first.sequence_length} tokens · {first.targets:,} "
         f"targets · scored {first.scoring}, {first.scoring_path}",
@@ -120,13 +111,13 @@ def _lines(found: Sequence[Compared], csv_path: Path | None) -> list[str]:
         f"{first.generation_path}; first token, peak",
         *_table(
             ["", "batch", "prompt/s", "decode/s", "ratio", "ms", "GB"],
-            [_speed(one) for one in found],
+            [_speed(one) for one in compared],
         ),
     ]
     if csv_path is not None:
         lines.append(f"csv     {csv_path}")
-    if any(one.gates for one in found):
-        lines.append(f"gates   {'FAILED' if failed(found) else 'ok'}")
+    if any(one.gates for one in compared):
+        lines.append(f"gates   {'FAILED' if failed(compared) else 'ok'}")
     return lines
 
 

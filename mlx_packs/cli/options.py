@@ -1,13 +1,51 @@
-"""Options that several commands share."""
+"""Options that several commands share, and the sections of `packs train --help`."""
 
 import dataclasses
-import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable
 
 import click
 
 from ..config.recipe import RENAMED_KEYS
 from ..errors import PackError
+from ..gates import MEANING, flag_of
+
+SECTIONS = (
+    "Model and data",
+    "Adapter",
+    "Optimization",
+    "Memory and speed",
+    "Evaluation and gates",
+    "Output",
+    "Embedding",
+)
+
+
+class Option(click.Option):
+    """An option that knows its section of the help."""
+
+    def __init__(self, *names: str, section: str = "Output", **settings):
+        super().__init__(*names, **settings)
+        self.section = section
+
+
+class SectionedCommand(click.Command):
+    """A command whose help lists its options in sections."""
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the options, section by section."""
+        records = {name: [] for name in SECTIONS}
+        for param in self.get_params(ctx):
+            if record := param.get_help_record(ctx):
+                records[getattr(param, "section", "Output")].append(record)
+        for section, rows in records.items():
+            if rows:
+                with formatter.section(section):
+                    formatter.write_dl(rows)
+
+
+def option(*names: str, section: str = "Output", **settings) -> Callable:
+    """An option in a section of the help (`SectionedCommand`); other commands ignore the section."""
+    return click.option(*names, cls=Option, section=section, **settings)
 
 
 def of_field(f: dataclasses.Field, default: str | None):
@@ -32,41 +70,128 @@ def default_of(f: dataclasses.Field) -> str | None:
     return None if unsaid else str(f.default)
 
 
-configs = click.option(
+recipe_model = option(
+    "--model",
+    section="Model and data",
+    metavar="MODEL",
+    help="Base model: a folder, a Hub id, or 'tiny'. [default: tiny]",
+)
+recipes = option(
     "-c",
     "--config",
     "configs",
+    section="Model and data",
     metavar="FILE",
     multiple=True,
-    help="YAML of these options, or a recipe of QLoRA, PEFT, bitsandbytes.",
+    help="YAML file of these options, or a recipe of QLoRA, PEFT or bitsandbytes.",
+)
+model = click.option(
+    "--model",
+    default="tiny",
+    metavar="MODEL",
+    help="Base model: a folder, a Hub id, or 'tiny'.",
+)
+as_json = option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
+overwrite = click.option("--overwrite", is_flag=True, help="Replace what is at --out.")
+max_shard_gb = click.option(
+    "--max-shard-gb", default=1.0, metavar="GB", help="Largest file of weights."
+)
+split = click.option(
+    "--split",
+    default="test",
+    metavar="NAME",
+    help="Split of a data folder; valid where there is no test split.",
+)
+loss_on = click.option(
+    "--loss-on",
+    type=click.Choice(["all", "completion", "assistant"]),
+    help="Tokens that count. [default: as the pack was trained]",
+)
+limit = click.option(
+    "--limit", default=-1, metavar="N", help="Examples to evaluate; -1 is all of them."
 )
 
 
-def trust_remote_code(default: bool | None = False):
-    """None where a recipe may say it too."""
+def out(sentence: str) -> Callable:
+    """The place where a command writes."""
+    return click.option("--out", required=True, metavar="DIR", help=sentence)
+
+
+def data(sentence: str = "Examples to evaluate on") -> Callable:
+    """The examples that a command measures on."""
     return click.option(
-        "--trust-remote-code", is_flag=True, default=default, help="Run code of the checkpoint."
+        "--data",
+        default="tiny",
+        metavar="DATA",
+        help=f"{sentence}: a folder, a file, or 'tiny'.",
     )
 
 
-def gates(command):
-    """The limits of `gates`, as flags."""
-    for flag, text in (
-        ("--max-pack-mb", "a pack is larger than this"),
-        ("--min-tps-ratio", "a pack decodes at less than this share of the base's tokens/s"),
-        ("--max-ppl-ratio", "a pack's PPL is above this share of the base's"),
-    ):
-        option = click.option(flag, type=float, metavar="X", help=f"Gate: exit with 1 if {text}.")
-        command = option(command)
-    return command
+def packs(sentence: str, metavar: str = "PACK") -> Callable:
+    """Packs, each with a weight if it is not 1."""
+    return click.option("--pack", "packs", multiple=True, metavar=metavar, help=sentence)
 
 
-def exit_by(failures: Sequence[str]) -> None:
-    """Exit code 1 and a line for each gate that failed; nothing if none did."""
-    for failure in failures:
-        click.echo(f"packs: {failure}", err=True)
-    if failures:
-        sys.exit(1)
+def batch_size(default: int) -> Callable:
+    """How many examples are computed together."""
+    return click.option(
+        "--batch-size",
+        default=default,
+        metavar="N",
+        type=click.IntRange(1),
+        help="Examples per batch.",
+    )
+
+
+def matmul_path(default: str, *others: str) -> Callable:
+    """How a command that does not train multiplies frozen weights."""
+    return click.option(
+        "--matmul-path",
+        default=default,
+        type=click.Choice([default, *others]),
+        help="How frozen weights are used: quantized, dequantized on the fly (transient), or dense.",
+    )
+
+
+def trust_remote_code(default: bool | None = False) -> Callable:
+    """Whether code of a checkpoint may run; None where a recipe may allow it too."""
+    return option(
+        "--trust-remote-code",
+        section="Model and data",
+        is_flag=True,
+        default=default,
+        help="Allow executing Python code shipped with the model.",
+    )
+
+
+_GATES = {
+    "max_ppl_ratio": "a pack's PPL is above this share of the base's",
+    "min_tps_ratio": "a pack decodes at less than this share of the base's tokens/s",
+    "max_pack_mb": "the pack is larger than this",
+}
+
+
+def gate(name: str) -> Callable:
+    """A limit of `gates`, as a flag."""
+    return click.option(
+        flag_of(name),
+        type=float,
+        metavar="MB" if MEANING[name] == "MB" else "RATIO",
+        help=f"Gate: exit with 1 if {_GATES[name]}.",
+    )
+
+
+def one_pack(texts: Iterable[str]):
+    """The pack that ``DIR`` or ``DIR=0.7`` texts name together; None if there is none."""
+    from ..packs.weighted_sum import open_weighted, weighted_sum
+
+    weighted = [open_weighted(text) for text in texts]
+    return weighted_sum(weighted) if weighted else None
+
+
+def names(text: str | None) -> tuple[str, ...]:
+    """The names in a list that is separated by commas."""
+    return tuple(name.strip() for name in (text or "").split(",") if name.strip())
 
 
 def _use_backend(ctx: click.Context, _, name: str | None) -> None:
@@ -79,12 +204,14 @@ def _use_backend(ctx: click.Context, _, name: str | None) -> None:
         _backend.forced()
 
 
-backend = click.option(
+backend = option(
     "--backend",
+    section="Memory and speed",
     metavar="{reference,metal,cuda}",
     expose_value=False,
     callback=_use_backend,
-    help="Compute every op by plain MLX (reference), or by kernels. [as the device has it]",
+    help="Op implementation: reference (plain MLX), or metal or cuda kernels. "
+    "[default: chosen for the device]",
 )
 
 

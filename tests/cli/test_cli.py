@@ -11,7 +11,8 @@ from click.testing import CliRunner, Result
 
 from mlx_packs import LoRAConfig, Pack, TrainConfig, load_base, train_pack
 from mlx_packs.bases.loading import tiny_checkpoint
-from mlx_packs.cli.main import _doctor_lines, packs
+from mlx_packs.cli.doctor import report_lines
+from mlx_packs.cli.main import packs
 from mlx_packs.nn.quantized import replace_modules
 from mlx_packs.ops import _backend, diagnostics
 from mlx_packs.ops.lanes import lanes
@@ -100,8 +101,8 @@ def test_doctor_names_the_machine_and_every_kernel_and_writes_a_report(tmp_path)
     result = invoke("doctor", "--json", "--report", tmp_path / "report.json")
     report = json.loads(result.stdout)
     assert json.loads((tmp_path / "report.json").read_text()) == report
-    assert _doctor_lines(report, verbose=False)[-1].startswith("        nf4           float16")
-    assert len(_doctor_lines(report, verbose=True)) == 6 + len(report["kernels"])
+    assert report_lines(report, verbose=False)[-1].startswith("        nf4           float16")
+    assert len(report_lines(report, verbose=True)) == 6 + len(report["kernels"])
     assert {"device", "versions", "blas", "memory", "kernels"} <= set(report)
     assert report["versions"]["mlx"] and report["blas"]["gflops"] > 0
     assert report["blas"]["lanes"] == lanes()

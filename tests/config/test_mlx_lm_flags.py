@@ -14,7 +14,7 @@ from mlx_lm.utils import _parse_size
 
 from mlx_packs.adapters.lora import attach
 from mlx_packs.bases.geometry import select_targets
-from mlx_packs.cli.train import command
+from mlx_packs.cli.train import train as command
 from mlx_packs.config.external import translate
 from mlx_packs.config.schema import DataConfig, LoRAConfig, TrainConfig, read_yaml, resolve
 from mlx_packs.display import NORMAL, Display
@@ -290,7 +290,7 @@ def test_command_file_overrides_the_recipe_of_the_tiny_base(
 ):
     (tmp_path / "c.yaml").write_text(text)
     given = {}
-    monkeypatch.setattr("mlx_packs.cli.train.train_pack", lambda *_, **k: given.update(k) or 1 / 0)
+    monkeypatch.setattr("mlx_packs.training.run.train_pack", lambda *_, **k: given.update(k) or 1 / 0)
     with pytest.raises(ZeroDivisionError):
         command.main(["-c", str(tmp_path / "c.yaml"), *flags], standalone_mode=False)
     assert given["lora"] == wanted
@@ -299,7 +299,7 @@ def test_command_file_overrides_the_recipe_of_the_tiny_base(
 def test_command_loss_on_overrides_mask_prompt_of_a_file(tmp_path, monkeypatch):
     (tmp_path / "c.yaml").write_text("mask_prompt: true")
     given = {}
-    monkeypatch.setattr("mlx_packs.cli.train.train_pack", lambda *_, **k: given.update(k) or 1 / 0)
+    monkeypatch.setattr("mlx_packs.training.run.train_pack", lambda *_, **k: given.update(k) or 1 / 0)
     with pytest.raises(ZeroDivisionError):
         args = ["-c", str(tmp_path / "c.yaml"), "--loss-on", "all"]
         command.main(args, standalone_mode=False)
@@ -342,7 +342,7 @@ def test_show_mask_prints_json_and_loads_no_weights(nothing_is_loaded):
 def test_show_mask_passes_trust_remote_code(monkeypatch):
     given = []
     monkeypatch.setattr(
-        "mlx_packs.cli.train.load_base_tokenizer", lambda *args: given.append(args) or 1 / 0
+        "mlx_packs.cli.mask.load_base_tokenizer", lambda *args: given.append(args) or 1 / 0
     )
     packs_train("--show-mask")
     packs_train("--show-mask", "--trust-remote-code")

@@ -15,8 +15,8 @@ import pytest
 from mlx_packs import LoRAConfig, PackError, TrainConfig, runtime, train_pack
 from mlx_packs.adapters.lora import attach
 from mlx_packs.bases.loading import tiny_checkpoint
-from mlx_packs.cli.train import command as train_command
-from mlx_packs.cli.train import read_configs, recipe_of
+from mlx_packs.cli.recipe import read_recipes, recipe_of
+from mlx_packs.cli.train import train as train_command
 from mlx_packs.config.schema import DataConfig
 from mlx_packs.data.batches import make_batch
 from mlx_packs.data.encoding import Example
@@ -38,6 +38,7 @@ from mlx_packs.runtime import mx
 from mlx_packs.training.phases import PhasedDataset, resolve_phases
 from mlx_packs.training.setup import choose_path, encode_splits, plan_paths
 from mlx_packs.training.step import Stepper
+from tests.helpers.errors import check
 from tests.helpers.models import base_of
 from tests.helpers.rows import chat, write_rows
 
@@ -338,7 +339,7 @@ def peak_of(command: str, found: Checkpoint) -> float:
     words = shlex.split(command)
     assert words[:2] == ["packs", "train"]
     told = dict(train_command.make_context("train", words[2:]).params)
-    values = read_configs(told.pop("configs"))
+    values = read_recipes(told.pop("configs"))
     names = {f.name for c in (LoRAConfig, TrainConfig) for f in dataclasses.fields(c)} | {"model"}
     flags = {k: v for k, v in told.items() if v is not None and k in names}
     recipe = recipe_of(flags, values)
@@ -790,8 +791,8 @@ def test_a_plan_for_another_device_is_that_of_the_device(tmp_path, run, monkeypa
     with monkeypatch.context() as patch:
         patch.setattr("mlx_packs.runtime._assumed", "gpu")
         assert run("plan", *fixed)[1] == told["gpu"]
-    code, _, err = run("plan", "--model", base, "--device", "gpu")
-    assert code == 2 and "say how much memory it has" in err
+    assert run("plan", "--model", base, "--device", "gpu")[0] == 2
+    check(run.error, "conflict", "device", "--memory")
 
 
 def test_the_table_of_bases_says_what_each_way_needs():

@@ -12,8 +12,7 @@ from mlx.utils import tree_flatten
 from mlx_packs import DataConfig, LoRAConfig, Pack, TrainConfig, evaluate, load_base, train_pack
 from mlx_packs.adapters.lora import attach
 from mlx_packs.bases.loading import tiny_checkpoint
-from mlx_packs.cli.main import packs, run_command
-from mlx_packs.errors import Interrupted, PackError
+from mlx_packs.errors import PackError
 from mlx_packs.files import atomic_folder, sha256
 from mlx_packs.packs.manifest import model_card
 from mlx_packs.packs.pack import check_against, round_adapters
@@ -414,42 +413,6 @@ def test_generate_json_is_alone_on_stdout(pack, run):
         report["text"].strip()
         == run(*("generate", "--pack", "p", "--prompt", "Hi", "--max-tokens", 3))[1].strip()
     )
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "[metal::malloc] Attempting to allocate 9 bytes which is too much.",
-        "[METAL] Command buffer failed: Insufficient Memory (00000008)\nkIOGPU",
-        "[metal::malloc] Resource limit (499000) exceeded.",
-    ],
-)
-def test_run_command_says_what_to_do_when_memory_is_out(monkeypatch, refused, text):
-    def fail(*_, **__):
-        raise RuntimeError(text)
-
-    monkeypatch.setattr(packs, "main", fail)
-    message = refused("train")
-    assert text.splitlines()[0][:40] in message
-    assert "--batch-size" in message and "--max-seq-length" in message
-    assert "--grad-checkpoint" in message and len(message) < 300
-
-
-def test_run_command_exits_with_130_when_an_interrupted_run_was_kept(monkeypatch, run):
-    def fail(*_, **__):
-        raise Interrupted("interrupted; kept x. Go on with --resume.")
-
-    monkeypatch.setattr(packs, "main", fail)
-    assert run("train") == (130, "", "packs: interrupted; kept x. Go on with --resume.\n")
-
-
-def test_run_command_leaves_other_errors_of_mlx_alone(monkeypatch):
-    def fail(*_, **__):
-        raise RuntimeError("[matmul] shapes")
-
-    monkeypatch.setattr(packs, "main", fail)
-    with pytest.raises(RuntimeError, match="shapes"):
-        run_command(packs)
 
 
 def test_whole_folder_puts_the_old_folder_back_when_it_cannot_be_replaced(tmp_path, monkeypatch):

@@ -392,8 +392,8 @@ elif where != "nowhere":
             if line["batch"] == int(where):
                 kill()
     OBSERVERS["killer"] = lambda run: Killer()
-from mlx_packs.cli.train import main
-main()
+from mlx_packs.cli.main import main
+main(["train", *sys.argv[1:]])
 """
 
 

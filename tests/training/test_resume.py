@@ -9,7 +9,7 @@ import pytest
 from click.testing import CliRunner
 
 from mlx_packs import LoRAConfig, TrainConfig, train_pack
-from mlx_packs.cli.train import command
+from mlx_packs.cli.train import train as train_command
 from mlx_packs.config.schema import DataConfig
 from mlx_packs.errors import PackError
 from mlx_packs.files import exclusive_writer, sha256
@@ -60,7 +60,7 @@ def resumed(trained, here):
 
 def packs_train(*args):
     """`packs train ARGS`; what it raised, or None."""
-    return CliRunner().invoke(command, [str(a) for a in args], standalone_mode=False).exception
+    return CliRunner().invoke(train_command, [str(a) for a in args], standalone_mode=False).exception
 
 
 @pytest.mark.parametrize(

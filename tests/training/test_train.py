@@ -12,7 +12,7 @@ from mlx.utils import tree_flatten
 from mlx_packs import LoRAConfig, Pack, TrainConfig, evaluate, runtime, train_pack
 from mlx_packs.adapters.lora import attach
 from mlx_packs.cli.main import packs
-from mlx_packs.cli.train import command
+from mlx_packs.cli.train import train as train_command
 from mlx_packs.data.batches import make_batch
 from mlx_packs.data.encoding import Example
 from mlx_packs.data.rows import tiny_path
@@ -267,7 +267,9 @@ def test_schedules_start_low_when_warmed_up_and_stay_positive(lr_schedule):
 
 def test_size_gate_fails_with_exit_code_1_and_names_the_gate(rows, tmp_path):
     arguments = f"--data {rows} --iters 1 --batch-size 2 --matmul-path dense --out {tmp_path / 'p'}"
-    result = CliRunner().invoke(command, [*arguments.split(), "--max-pack-mb", "0.001", "--json"])
+    result = CliRunner().invoke(
+        train_command, [*arguments.split(), "--max-pack-mb", "0.001", "--json"]
+    )
     assert result.exit_code == 1
     assert "gate --max-pack-mb failed" in result.stderr
     report = json.loads(result.stdout)
@@ -278,7 +280,7 @@ def test_size_gate_fails_with_exit_code_1_and_names_the_gate(rows, tmp_path):
 def test_gates_are_held_at_the_end_and_their_results_are_in_the_manifest(rows, tmp_path):
     arguments = f"--data {rows} --iters 1 --batch-size 2 --matmul-path dense --out {tmp_path / 'p'}"
     limits = "--max-ppl-ratio 0.001 --min-tps-ratio 0.001 --max-pack-mb 50"
-    result = CliRunner().invoke(command, [*arguments.split(), *limits.split(), "--json"])
+    result = CliRunner().invoke(train_command, [*arguments.split(), *limits.split(), "--json"])
     assert result.exit_code == 1
     assert "gate --max-ppl-ratio failed: " in result.stderr and " > 0.001" in result.stderr
     assert result.stderr.count("packs: gate") == 1
@@ -314,7 +316,7 @@ def test_single_rows_and_last_k_targets_train(tiny, tmp_path):
 @pytest.mark.parametrize("adapted", ["", "--target-modules q_proj"])
 def test_json_says_which_path_every_kind_of_weight_ran_on_and_why(rows, tmp_path, adapted):
     arguments = f"--data {rows} --out {tmp_path / 'p'} --iters 2 --batch-size 1 --rank 2 {adapted}"
-    result = CliRunner().invoke(command, [*arguments.split(), "--json", "-v"])
+    result = CliRunner().invoke(train_command, [*arguments.split(), "--json", "-v"])
     assert result.exit_code == 0, result.stderr
     report = json.loads(result.stdout)
     at_work = report["matmul_paths"]

@@ -1,0 +1,77 @@
+"""`packs apply`: whether a pack fits a base."""
+
+from pathlib import Path
+
+import click
+
+from ..errors import PackError
+from ..gates import failures, judge, limits
+from . import options
+from .output import exit_if_failed, print_report
+
+
+@click.command()
+@click.argument("pack", type=click.Path(path_type=Path))
+@options.model
+@click.option("--dry-run", is_flag=True, help="Check hashes, shapes and base; load no weights.")
+@options.gate("max_pack_mb")
+@options.trust_remote_code()
+@options.backend
+@options.as_json
+def apply(pack, model, dry_run, max_pack_mb, trust_remote_code, as_json):
+    """Check that a pack fits a base.
+
+    Without --dry-run it is attached, run and detached again.
+    """
+    from ..packs.pack import Pack, check_against
+
+    gate_limits = limits(max_pack_mb=max_pack_mb)
+    opened = Pack.open(pack)
+    report = check_against(opened, model)
+    if not dry_run:
+        report |= _largest_change(opened, model, trust_remote_code)
+    gates = judge(gate_limits, {"max_pack_mb": report["pack_mb"]})
+    if gates:
+        report["gates"] = gates
+    print_report(report, as_json, _lines(report))
+    exit_if_failed(failures(gates))
+
+
+def _lines(report: dict) -> list[str]:
+    """What was checked, and what attaching changed."""
+    parts = [f"{report['projections']} projections"] if report["projections"] else []
+    parts += [f"{report['whole']} tensors whole"] if report["whole"] else []
+    lines = [
+        f"fits    {report['pack']} on {report['model']}: hashes, base fingerprint "
+        f"{report['fingerprint'][:12]}, {', '.join(parts)}, {report['pack_mb']} MB"
+    ]
+    for output in ("embedding", "logit"):
+        if (change := report.get(f"largest_{output}_change")) is not None:
+            lines.append(
+                f"applied {output}s moved by up to {change:.3f}; after detaching they are "
+                "bit-identical to before"
+            )
+    return lines
+
+
+def _largest_change(pack, model: str, trust_remote_code: bool) -> dict:
+    """Attach and run the pack: how far logits or embeddings move; check that detaching restores.
+
+    Raises:
+        PackError: the base computes something else after detaching than before.
+    """
+    from ..packs.base import load_base_for
+    from ..runtime import mx
+
+    base = load_base_for(pack, model, trust_remote_code)
+    probe = mx.arange(1, min(33, base.vocab_size))[None]
+    before = base.model(probe)
+    mx.eval(before)
+    attached = pack.attach(base)
+    change = mx.abs(base.model(probe) - before).max().item()
+    attached.detach()
+    if not mx.array_equal(base.model(probe), before).item():
+        raise PackError(
+            f"{pack.path}: detaching did not restore the base; please report this.", "mismatch"
+        )
+    return {f"largest_{'embedding' if base.is_encoder else 'logit'}_change": change}

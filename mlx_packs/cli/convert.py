@@ -1,0 +1,52 @@
+"""`packs export` and `packs import`: adapters of PEFT and mlx-lm."""
+
+from pathlib import Path
+
+import click
+
+from . import options
+from .output import print_report
+
+
+@click.command()
+@click.argument("pack", type=click.Path(path_type=Path))
+@click.option("--to", required=True, type=click.Choice(["mlx-lm", "peft"]), help="Format to write.")
+@options.out("Folder to write.")
+@options.as_json
+def export(pack, to, out, as_json):
+    """Write a pack as an adapter of PEFT or mlx-lm."""
+    from ..convert.interop import export_pack
+
+    report = export_pack(pack, to, out)
+    lines = [
+        f"wrote   {report['out']} ({report['mb']:.2f} MB): {report['modules']} modules for "
+        f"{to}, numerically verified"
+    ]
+    print_report(report, as_json, lines + [f"note    {note}" for note in report["notes"]])
+
+
+@click.command("import")
+@click.argument("folder", metavar="DIR", type=click.Path(path_type=Path))
+@options.out("Pack to write.")
+@click.option(
+    "--model", metavar="MODEL", help="The adapter's base. [default: as the adapter names it]"
+)
+@options.overwrite
+@options.trust_remote_code()
+@options.as_json
+def import_(folder, out, model, overwrite, trust_remote_code, as_json):
+    """Make a pack of an adapter of PEFT or mlx-lm.
+
+    Reads safetensors only. What a pack cannot store exactly is rejected with the reason.
+    """
+    from ..convert.interop import import_adapter
+
+    report = import_adapter(folder, out, model, overwrite, trust_remote_code)
+    whole = f" · whole: {', '.join(report['replaced'])}" if report["replaced"] else ""
+    ranks = ", ".join(map(str, report["ranks"]))
+    lines = [
+        f"pack    {report['out']} ({report['pack_mb']:.2f} MB) from {report['from']}: "
+        f"{', '.join(report['kinds'])} of rank {ranks} on {report['modules']} modules of "
+        f"{report['base']}{whole}"
+    ]
+    print_report(report, as_json, lines)

@@ -1,0 +1,99 @@
+"""`packs doctor`: this machine, and whether every kernel is right on it."""
+
+from pathlib import Path
+
+import click
+
+from ..errors import PackError
+from . import options
+from .output import exit_if_failed, print_report
+
+
+@click.command()
+@click.option(
+    "--report",
+    "file",
+    type=click.Path(path_type=Path, dir_okay=False),
+    metavar="FILE",
+    help="Write the whole report as JSON, to attach to an issue.",
+)
+@options.backend
+@click.option("-v", "--verbose", is_flag=True, help="Show every instance, on a CPU too.")
+@options.as_json
+def doctor(file, verbose, as_json):
+    """Check this machine and its kernels.
+
+    The usual instances of every kernel are compared with plain MLX, and timed. The exit code is 1
+    if one is wrong; training then uses the reference by itself.
+    """
+    from ..display import Display
+    from ..files import atomic_write, to_json
+    from ..ops.diagnostics import examine_all, kernel_instances
+
+    if file is not None and not file.parent.is_dir():
+        raise PackError(f"--report {file}: there is no folder {file.parent}.", "not-found")
+    with Display().task("kernels", len(kernel_instances()), "instances") as bar:
+        report = examine_all(bar.advance)
+    lines = report_lines(report, verbose)
+    if file is not None:
+        atomic_write(file, to_json(report))
+        lines.append(f"report  {file}: attach it to an issue")
+    print_report(report, as_json, lines)
+    if not all(kernel["ok"] for kernel in report["kernels"]):
+        exit_if_failed(["a kernel is wrong on this machine; please report it"])
+
+
+def report_lines(report: dict, verbose: bool) -> list[str]:
+    """The machine, and a table of kernels; without kernels one line for each op and dtype."""
+    memory, blas = report["memory"], report["blas"]
+    lines = [
+        f"device  {report['device']} · {report['system']}",
+        "version " + " · ".join(f"{k} {v}" for k, v in report["versions"].items()),
+        f"blas    {blas['library']} · {blas['note']} · "
+        f"{blas['threads'] or '?'} threads · {blas['lanes']} lanes · "
+        f"{blas['gflops']:.0f} GFLOP/s fp32",
+        f"memory  {memory['total_gb']:.1f} GB · this process {memory['process_peak_gb']:.2f} GB",
+    ]
+    kernels = report["kernels"]
+    if kernels[0]["backend"] != "reference":
+        lines.append(f"kernels {kernels[0]['backend']}, compared with plain MLX")
+    else:
+        lines.append("kernels none on a CPU; plain MLX compared with float64")
+        if not verbose:
+            return lines + _group_lines(kernels)
+    return lines + _instance_lines(kernels)
+
+
+def _instance_lines(kernels: list[dict]) -> list[str]:
+    """A table with a line for each instance: error and times."""
+    width = max(len(kernel["instance"]) for kernel in kernels)
+    lines = [f"        {'op':<13} {'instance':<{width}}  error    kernel us  plain us"]
+    for k in kernels:
+        error = "-      " if k["max_error"] is None else f"{k['max_error']:.1e}"
+        kernel_us, plain_us = (
+            "-" if k[key] is None else f"{k[key]:,.0f}" for key in ("kernel_us", "reference_us")
+        )
+        lines.append(
+            f"        {k['op']:<13} {k['instance']:<{width}}  {error}  "
+            f"{kernel_us:>9}  {plain_us:>8}  {_verdict(k)}"
+        )
+    return lines
+
+
+def _group_lines(kernels: list[dict]) -> list[str]:
+    """A line for the instances of each op and dtype: how many, the worst error, what is wrong."""
+    groups: dict[tuple[str, str], list[dict]] = {}
+    for kernel in kernels:
+        groups.setdefault((kernel["op"], kernel["instance"].split()[0]), []).append(kernel)
+    lines = []
+    for (op, dtype), group in groups.items():
+        worst = max((k["max_error"] for k in group if k["max_error"] is not None), default=None)
+        error = "-" if worst is None else f"{worst:.1e}"
+        wrong = next((k for k in group if not k["ok"]), None)
+        verdict = "ok" if wrong is None else f"{wrong['instance']}: {_verdict(wrong)}"
+        lines.append(f"        {op:<13} {dtype:<9} {len(group):>2} sizes  error {error}  {verdict}")
+    return lines
+
+
+def _verdict(kernel: dict) -> str:
+    return "ok" if kernel["ok"] else kernel["fault"][:160]

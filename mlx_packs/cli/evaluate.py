@@ -1,0 +1,151 @@
+"""`packs eval` and `packs eval-tasks`: a base and a pack on the same examples."""
+
+import click
+
+from ..display import Display
+from ..errors import PackError
+from . import options
+from .output import print_report
+
+_COLUMNS = {
+    "chat_feature": "messages of a chat",
+    "prompt_feature": "prompt",
+    "completion_feature": "completion",
+    "text_feature": "plain text",
+}
+
+
+def _columns(command):
+    """Add the options that name columns."""
+    for name, content in reversed(_COLUMNS.items()):
+        command = click.option(
+            "--" + name.replace("_", "-"),
+            metavar="COLUMN",
+            help=f"Column with the {content}. [default: as the pack was trained]",
+        )(command)
+    return command
+
+
+@click.command("eval")
+@click.argument("pack", required=False)
+@options.model
+@options.packs("Pack with a weight, repeatable: the deltas add up.", metavar="PACK=WEIGHT")
+@options.data()
+@options.split
+@options.batch_size(4)
+@click.option(
+    "--max-seq-length",
+    type=click.IntRange(2),
+    metavar="N",
+    help="Tokens that an example is cut to. [default: as the pack was trained]",
+)
+@_columns
+@options.loss_on
+@click.option("--limit", default=-1, metavar="N", help="Batches to evaluate; -1 is all.")
+@options.trust_remote_code()
+@options.backend
+@options.as_json
+def evaluate(pack, packs, model, data, trust_remote_code, as_json, **settings):
+    """Evaluate a base and a pack: perplexity and token accuracy.
+
+    For the pack of an encoder: correlation with scores, retrieval, or triplet accuracy, depending
+    on the examples. Both are evaluated on the same examples, with standard errors; that of the
+    ratio is paired by example and therefore smaller. PACK may be PACK=WEIGHT, and several with
+    --pack are evaluated as one, their deltas added up.
+    """
+    from ..evaluation.evaluate import columns_of, evaluate
+    from ..packs.base import load_base_for
+
+    opened = options.one_pack([*([pack] if pack else []), *packs])
+    if opened is None:
+        raise PackError(
+            "PACK: is required, or packs to add up: --pack a=0.7 --pack b=0.3.", flag="pack"
+        )
+    columns = {name: settings.pop(name) for name in _COLUMNS}
+    columns = {name: column for name, column in columns.items() if column is not None}
+    report = evaluate(
+        load_base_for(opened, model, trust_remote_code),
+        opened,
+        data,
+        columns=columns_of(opened, data, **columns),
+        **settings,
+    )
+    print_report(report.to_json(), as_json, _lines(report))
+
+
+def _lines(report) -> list[str]:
+    """Base and pack on the same examples."""
+    from ..evaluation.embeddings import EmbeddingReport
+    from ..packs.manifest import shown_metrics, shown_perplexity
+
+    if isinstance(report, EmbeddingReport):
+        return [
+            f"base    {shown_metrics(report.base)}",
+            f"pack    {shown_metrics(report.pack)}",
+            f"rows    {report.rows} {report.format}",
+        ]
+    lines = [
+        f"{name}    PPL {shown_perplexity(s.ppl, s.ppl_se, 3)} · token accuracy {s.accuracy:.1%}"
+        for name, s in (("base", report.base), ("pack", report.pack))
+    ]
+    ratio = shown_perplexity(report.ppl_ratio, report.difference.ppl_ratio_se, 3)
+    lines.append(
+        f"ratio   {ratio}, paired by row, on {report.rows} rows, {report.targets:,} target tokens"
+    )
+    return lines
+
+
+@click.command()
+@click.argument("packs", nargs=-1, metavar="[PACK[=WEIGHT]]...")
+@options.model
+@click.option(
+    "--tasks", required=True, metavar="NAMES", help="Tasks of lm_eval, separated by commas."
+)
+@click.option(
+    "--num-fewshot",
+    type=click.IntRange(0),
+    metavar="N",
+    help="Solved examples before each question. [default: as the task has it]",
+)
+@click.option(
+    "--limit", type=click.IntRange(1), metavar="N", help="Examples of each task. [default: all]"
+)
+@options.batch_size(8)
+@click.option("--task-path", metavar="DIR", help="Folder with tasks of your own (YAML).")
+@click.option("--chat", is_flag=True, help="Put questions into the base's chat template.")
+@options.matmul_path("quantized", "transient", "dense")
+@options.trust_remote_code()
+@options.backend
+@options.as_json
+def eval_tasks(packs, model, tasks, trust_remote_code, as_json, **settings):
+    """Evaluate a base and a pack on tasks of lm-evaluation-harness.
+
+    Needs pip install 'mlx-packs[lm-eval]'. The harness gets its data from the Hub. Several packs
+    are evaluated as one, their deltas added up with their weights.
+    """
+    from ..evaluation.lm_eval import evaluate_tasks
+    from ..packs.base import load_base_for
+
+    pack = options.one_pack(packs)
+    with Display().working("base", f"loading {model}"):
+        base = load_base_for(pack, model, trust_remote_code)
+    report = evaluate_tasks(base, pack, options.names(tasks), **settings)
+    print_report(report, as_json, _task_lines(report))
+
+
+def _task_lines(report: dict) -> list[str]:
+    """A line for each task and metric."""
+    lines = []
+    for task, metrics in report.items():
+        for metric, values in metrics.items():
+            results = " → ".join(
+                _with_error(values[name], values.get(f"{name}_se"))
+                for name in ("base", "pack")
+                if name in values
+            )
+            lines.append(f"{task} · {metric}  {results}")
+    return lines
+
+
+def _with_error(value: float, se: float | None) -> str:
+    return f"{value:.4f}" + (f" ± {se:.4f}" if isinstance(se, float) else "")

@@ -1,0 +1,63 @@
+"""`packs generate`: text from a base, with a pack or without."""
+
+import sys
+from contextlib import nullcontext
+
+import click
+
+from ..errors import PackError
+from . import options
+from .output import print_report
+
+
+@click.command()
+@options.model
+@options.packs("Pack to apply; the deltas of several add up: --pack a=0.7 --pack b=0.3.")
+@click.option(
+    "--prompt", required=True, metavar="TEXT", help="The user's message; - reads standard input."
+)
+@click.option("--system", metavar="TEXT", help="System message.")
+@click.option("--raw", is_flag=True, help="Continue the prompt as it is, without chat template.")
+@click.option(
+    "--max-tokens", default=100, metavar="N", type=click.IntRange(1), help="Tokens to generate."
+)
+@click.option(
+    "--temp",
+    "temperature",
+    default=0.0,
+    metavar="T",
+    type=click.FloatRange(0),
+    help="Temperature of sampling; 0 takes the likeliest token.",
+)
+@click.option("--seed", default=0, metavar="N", help="Seed of sampling.")
+@options.trust_remote_code()
+@options.backend
+@options.as_json
+def generate(model, packs, prompt, system, trust_remote_code, as_json, raw, **sampling):
+    """Stream text from a base, with a pack or without."""
+    from ..bases.loading import hold_causal
+    from ..inference.generate import chat_prompt, stream
+    from ..packs.base import load_base_for
+
+    prompt = sys.stdin.read() if prompt == "-" else prompt
+    if not prompt.strip():
+        raise PackError("--prompt: is empty.")
+    pack = options.one_pack(packs)
+    base = load_base_for(pack, model, trust_remote_code)
+    hold_causal(base, "generate")
+    messages = [{"role": "system", "content": system}] if system else []
+    messages.append({"role": "user", "content": prompt})
+    tokens = base.tokenizer.encode(prompt) if raw else chat_prompt(base, messages)
+    pieces = []
+    with base.applied(pack) if pack else nullcontext():
+        for piece in stream(base, tokens, **sampling):
+            pieces.append(piece)
+            if not as_json:
+                click.echo(piece, nl=False)
+    report = {
+        "prompt": prompt,
+        "text": "".join(pieces),
+        "pack": " + ".join(packs) or None,
+        "model": model,
+    }
+    print_report(report, as_json, [""])

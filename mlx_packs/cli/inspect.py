@@ -1,0 +1,186 @@
+"""`packs inspect`, `packs list`, `packs diff`: what packs are, without loading a model."""
+
+import shutil
+from pathlib import Path
+
+import click
+
+from ..display import size
+from . import options
+from .output import print_report
+
+
+@click.command()
+@click.argument("pack", type=click.Path(path_type=Path))
+@options.as_json
+@click.option("-v", "--verbose", is_flag=True, help="List each adapter and the tensor it changes.")
+def inspect(pack, as_json, verbose):
+    """Show a pack: base, ranks, results, hashes.
+
+    Loads no tensor and no model. PACK may be a folder that `packs quantize` wrote, too; then every
+    shard is checked against its hash.
+    """
+    from ..bases.files import RECORD
+    from ..packs.manifest import read_pin
+    from ..packs.pack import Pack
+
+    if (pack / RECORD).is_file():
+        from ..bases.writer import verify
+        from ..display import Display
+
+        record = verify(pack, Display())
+        print_report(record, as_json, _checkpoint_lines(pack, record))
+        return
+    opened = Pack.open(pack)
+    opened.verify()
+    pin = read_pin(opened.path)
+    report = opened.manifest | ({"hub": pin} if pin else {})
+    print_report(report, as_json, _pack_lines(opened, verbose))
+
+
+def _checkpoint_lines(folder: Path, record: dict) -> list[str]:
+    """Describe a folder that `packs quantize` wrote."""
+    from ..bases.files import quantization_name
+
+    total = sum(facts["bytes"] for facts in record["files"].values())
+    kind = quantization_name(record["quantization"])
+    return [
+        f"base    {folder} ({size(total)}) · {kind} · format {record['format']}",
+        bits_line(record),
+        f"source  fingerprint {record['source'][:12]} · mlx {record['versions'].get('mlx')}",
+        *_file_lines(record["files"]),
+    ]
+
+
+def bits_line(report: dict) -> str:
+    """Bits a weight of a checkpoint that `packs quantize` wrote, and how many tensors have them."""
+    where = f", {report['bits_per_quantized_weight']:.2f} where quantized"
+    return (
+        f"bits    {report['bits_per_weight']:.2f} a weight{where if report['quantized'] else ''} · "
+        f"{report['quantized']} tensors quantized, {report['dense']} as they were"
+    )
+
+
+def _file_lines(files: dict[str, dict]) -> list[str]:
+    """A line for each file whose hash was checked."""
+    return [
+        f"file    {name} · {facts['bytes']:,} bytes · sha256 {facts['sha256']} ok"
+        for name, facts in files.items()
+    ]
+
+
+def _pack_lines(pack, verbose: bool = False) -> list[str]:
+    """Describe a pack; the optional parts of its manifest only as far as they are there."""
+    m = pack.manifest
+    modules = m["adapters"]["modules"]
+    lines = [*_adapter_lines(pack), *_training_lines(pack)]
+    if verbose:
+        lines += [f"adapts  {_adapted_line(module)}" for module in modules]
+    elif keyed := sum("base_key" in module for module in modules):
+        lines.append(f"adapts  {keyed} of {len(modules)} by the names of the base's files (-v)")
+    return lines + _file_lines(m["files"])
+
+
+def _adapter_lines(pack) -> list[str]:
+    """Size, base and adapters of a pack, and where it is from."""
+    from ..bases.files import quantization_name
+    from ..packs.manifest import read_pin, replaced_of
+
+    m = pack.manifest
+    base, modules = m["base"], m["adapters"]["modules"]
+    ranks = sorted({s["rank"] for module in modules for s in module["slices"]})
+    scales = sorted({round(s.scale, 4) for spec in pack.specs.values() for s in spec.slices})
+    lines = [
+        f"pack    {pack.path} ({pack.size_mb:.2f} MB, {m.get('profile')})",
+        f"base    {base['id']} · {base['model_type']} · {base['num_layers']} blocks · "
+        f"{quantization_name(base['quantization'])} · fingerprint {base['fingerprint'][:12]}",
+    ]
+    count = f"{m['adapters']['parameters']:,} weights ({m['adapters'].get('dtype') or 'float32'})"
+    if modules:
+        lines.append(
+            f"lora    rank {', '.join(map(str, ranks))} · scale {', '.join(map(str, scales))} · "
+            f"{count} on {len(modules)} projections in {len(m['adapters']['groups'])} groups"
+        )
+    else:
+        lines.append(f"full    {count} in {len(replaced_of(m))} tensors of the base, whole")
+    if pin := read_pin(pack.path):
+        lines.append(f"hub     {pin['repo']}@{pin['revision']} · commit {pin['commit']}")
+    if license := m.get("license"):
+        lines.append(f"licence {license}")
+    return lines
+
+
+def _training_lines(pack) -> list[str]:
+    """What a pack was trained on, and with which results."""
+    from ..gates import shown
+    from ..packs.manifest import moved_metrics, phase_lines, shown_graph, shown_result
+
+    lines = []
+    objective = pack.part("objective")
+    if data := pack.part("data"):
+        rows = " / ".join(f"{n:,} {split}" for split, n in (data.get("rows") or {}).items())
+        learned = f"loss on {objective.get('loss_on') or '?'}"
+        if objective.get("task") == "embedding":
+            learned = f"embeddings, loss {objective.get('loss')}"
+        lines.append(f"data    {data.get('source')} · {rows or '?'} rows · {learned}")
+    lines += [f"graph   {line}" for line in shown_graph(objective)]
+    result = pack.part("eval")
+    before, after = (shown_result(result, when) for when in ("before", "after"))
+    if before and after:
+        lines.append(
+            f"eval    held-out PPL {before} → {after} on {result.get('rows', '?')} "
+            f"{result.get('split', '?')} rows"
+        )
+    elif moved := moved_metrics(result):
+        lines.append(f"eval    held-out {moved} on {result.get('rows', '?')} rows")
+    lines += [f"phase   {line}" for line in phase_lines(pack.manifest.get("phases") or ())]
+    if gates := pack.part("gates"):
+        lines.append(f"gates   {shown(gates).removeprefix(' · ')}")
+    if created := pack.part("measured").get("created"):
+        lines.append(f"made    {created} · mlx {pack.part('versions').get('mlx')}")
+    return lines
+
+
+def _adapted_line(module: dict) -> str:
+    """An adapter, its ranks, and the tensor of the base's files that it changes."""
+    ranks = ", ".join(f"{s['name']} {s['rank']}" for s in module["slices"])
+    ranks = ranks if len(module["slices"]) > 1 else str(module["slices"][0]["rank"])
+    key = module.get("base_key") or "not known"
+    if isinstance(key, list):
+        key = f"{key[0]} … {key[-1]} ({len(key)} tensors)"
+    return f"{module['path']} · rank {ranks} · base key {key}"
+
+
+@click.command("list")
+@click.argument("folder", required=False)
+@click.option("--hub-cache", is_flag=True, help="List the packs in the caches of the Hub.")
+@options.as_json
+def list_packs(folder, hub_cache, as_json):
+    """List the packs below a folder.
+
+    Without FOLDER it is the current one, or with --hub-cache the caches of the Hub alone. Only
+    manifests and file sizes are read; `packs inspect` checks hashes.
+    """
+    from ..packs.listing import list_packs, table
+
+    top = folder or (None if hub_cache else ".")
+    listed = list_packs(top, hub_cache)
+    width = max(60, min(120, shutil.get_terminal_size((100, 24)).columns))
+    where = " or ".join(filter(None, (top and f"below {top}", hub_cache and "in the Hub's caches")))
+    print_report(listed, as_json, table(listed, width) if listed else [f"no packs {where}"])
+
+
+@click.command()
+@click.argument("a")
+@click.argument("b")
+@options.as_json
+def diff(a, b, as_json):
+    """Show what two packs share, and how far apart they are.
+
+    For each layer: the norms of both deltas and of their difference, the cosine between them, and
+    how far the directions that they read and write overlap. Loads no base.
+    """
+    from ..packs.diff import diff, lines
+
+    report = diff(a, b)
+    print_report(report, as_json, lines(report))

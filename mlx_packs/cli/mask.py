@@ -1,0 +1,77 @@
+"""`packs train --show-mask`: which tokens of some examples the loss is on."""
+
+from ..bases.loading import TINY, check_files, load_base_tokenizer, resolve_checkpoint, text_config
+from ..config.schema import Recipe
+from ..data.encoding import Example, encode
+from ..display import Display
+from ..training.phases import resolve_phases
+from ..training.setup import encoding_options
+from .output import print_report
+
+
+def show_mask(recipe: Recipe, display: Display, as_json: bool, count: int = 5) -> None:
+    """Print the first training examples of each phase; targets are green, or between ⟦ and ⟧."""
+    masked, loss_on = _masked_examples(recipe, count)
+    if as_json:
+        print_report(masked, as_json, [])
+        return
+    from rich.console import Console
+    from rich.text import Text
+
+    console = Console(highlight=False, soft_wrap=True)
+    colour = console.is_terminal and not console.no_color
+    for example in masked:
+        targets = f"{example['learned']} of {example['total']} tokens are learned"
+        console.print(Text(f"{example['where']}: {targets}", "bold"))
+        text = Text()
+        for span in example["spans"]:
+            if colour:
+                text.append(span["text"], "green" if span["learned"] else "dim")
+            else:
+                text.append(f"⟦{span['text']}⟧" if span["learned"] else span["text"])
+        console.print(text)
+    display.line("mask", f"loss on {loss_on}; --loss-on all, completion or assistant")
+
+
+def _masked_examples(recipe: Recipe, count: int) -> tuple[list[dict], str]:
+    """Training examples in spans of text that are targets or not, and what the loss is on."""
+    run, train = recipe.run, recipe.train
+    tokenizer, vocab_size = _tokenizer(run.get("model", TINY), run.get("trust_remote_code", False))
+    masked, losses = [], {}
+    for phase in resolve_phases(train, recipe.data):
+        rows = phase.load_rows().rows["train"][:count]
+        examples = encode(
+            rows,
+            tokenizer,
+            phase.sources[0],
+            vocab_size=vocab_size,
+            **encoding_options(train, "train", rows, phase.sources[0]),
+        )
+        masked += [_masked(example, tokenizer) for example in examples.items]
+        losses[examples.loss_on] = None
+    return masked, ", ".join(losses)
+
+
+def _masked(example: Example, tokenizer) -> dict:
+    """An example in spans of text that are targets or not."""
+    target, total = example.target, len(example.tokens)
+    edges = [0, *(i for i in range(1, total) if target[i] != target[i - 1]), total]
+    spans = [
+        {
+            "text": tokenizer.decode(example.tokens[start:end].tolist()),
+            "learned": bool(target[start]),
+        }
+        for start, end in zip(edges, edges[1:], strict=False)
+    ]
+    return {"where": example.where, "learned": int(target.sum()), "total": total, "spans": spans}
+
+
+def _tokenizer(model: str, trust_remote_code: bool) -> tuple[object, int]:
+    """The tokenizer of a base and the size of its vocabulary; loads no weights."""
+    from mlx_lm.utils import load_config
+
+    path = resolve_checkpoint(model)
+    check_files(path)
+    config = load_config(path)
+    tokenizer = load_base_tokenizer(path, config, trust_remote_code)
+    return tokenizer, int(text_config(config)["vocab_size"])

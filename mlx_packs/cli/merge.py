@@ -1,0 +1,155 @@
+"""`packs merge` and `packs combine`: packs merged into their base, or into one pack."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import click
+
+from ..display import Display, size
+from ..errors import PackError
+from . import options
+from .output import exit_if_failed, print_report
+
+
+def _fidelity(command):
+    """Add the options of the comparison that a merged result has to pass."""
+    decorators = (
+        click.option(
+            "--max-drift",
+            type=float,
+            metavar="KL",
+            help="Gate: exit with 1 if the mean KL is above this. "
+            "[default: 0.02 and a tenth of the pack's own]",
+        ),
+        options.data("Examples to compare on"),
+        click.option(
+            "--rows",
+            default=32,
+            metavar="N",
+            type=click.IntRange(1),
+            help="Examples to compare on.",
+        ),
+    )
+    for decorator in reversed(decorators):
+        command = decorator(command)
+    return command
+
+
+@click.command()
+@click.argument("pack", type=click.Path(path_type=Path))
+@options.model
+@options.out("Folder to write.")
+@click.option(
+    "--requantize",
+    default="none",
+    metavar="{none,same,affine4,affine8,nf4}",
+    help="Format of the merged weights; none is dense, same is the base's.",
+)
+@click.option(
+    "--dtype",
+    default="auto",
+    metavar="{auto,float32,bfloat16,float16}",
+    help="Dtype of the weights that change; auto is the base's.",
+)
+@_fidelity
+@options.max_shard_gb
+@options.overwrite
+@options.trust_remote_code()
+@options.backend
+@options.as_json
+def merge(pack, model, out, as_json, **settings):
+    """Write the base with a pack merged into it.
+
+    The merged model is first compared with the base with the pack attached (mean KL, nats per
+    token; for an encoder 1 - cosine of the embeddings). If quantization would erase the pack's
+    effect, nothing is written, a setting that passes is suggested, and the exit code is 1.
+    """
+    from ..convert.merge import merge_pack
+
+    report = merge_pack(pack, model, out, **settings, display=Display())
+    requantize = settings["requantize"]
+    lines = _fidelity_lines(report)
+    if report["passed"]:
+        lines.append(
+            f"wrote   {report['out']} ({size(report['gb'] * 1e9)}, {report['shards']} shard(s)): "
+            f"{report['changed']} weights changed, requantize {requantize}"
+        )
+    print_report(report, as_json, lines)
+    if not report["passed"]:
+        scores, passing = report["tried"], report["passes"]
+        advice = (
+            f"--requantize {passing} passes ({scores[passing]:.2g})"
+            if passing
+            else f"nothing passes ({', '.join(f'{k} {v:.2g}' for k, v in scores.items())})"
+        )
+        exit_if_failed(_failed_gate(scores[requantize], report["max_drift"], advice))
+
+
+@click.command()
+@click.argument("weighted_packs", metavar="PACK=WEIGHT...", nargs=-1)
+@options.out("Pack to write.")
+@click.option(
+    "--method",
+    default="linear",
+    metavar="{linear,svd,ties,dare}",
+    help="How deltas are combined; linear keeps all ranks.",
+)
+@click.option("--rank", type=int, metavar="N", help="Rank of the result of svd, ties and dare.")
+@click.option(
+    "--density", type=float, metavar="X", help="Share that ties and dare keep. [default: 0.5]"
+)
+@click.option("--seed", default=0, metavar="N", help="Seed of what dare drops.")
+@options.model
+@_fidelity
+@options.overwrite
+@options.trust_remote_code()
+@options.backend
+@options.as_json
+def combine(weighted_packs, out, method, as_json, **settings):
+    """Make one pack of several of one base.
+
+    Deltas are added by weight (linear), brought to a rank (svd), trimmed and elected by sign (TIES)
+    or thinned out at random (DARE). What bringing them to a rank loses is measured.
+    """
+    from ..convert.combine import combine_packs
+
+    pairs = [_weighted(text) for text in weighted_packs]
+    report = combine_packs(pairs, out, method, **settings, display=Display())
+    lines = _fidelity_lines(report)
+    if report["passed"]:
+        lines.append(f"pack    {report['out']} ({report['pack_mb']:.2f} MB) by {method}")
+    print_report(report, as_json, lines)
+    if not report["passed"]:
+        advice = f"--rank {report['passes']} passes" if report["passes"] else "no rank passes"
+        exit_if_failed(_failed_gate(report["kl_mean"], report["max_drift"], advice))
+
+
+def _weighted(text: str) -> tuple[str, float]:
+    """A folder and its weight from ``PACK=WEIGHT``."""
+    folder, _, weight = text.rpartition("=")
+    try:
+        if folder:
+            return folder, float(weight)
+    except ValueError:
+        pass
+    raise PackError(f"{text}: must be PACK=WEIGHT, as in packs/notes=0.7.", flag="weighted_packs")
+
+
+def _fidelity_lines(report: dict) -> list[str]:
+    """How far the merged result is from the attached adapters."""
+    if "drift_mean" in report:
+        return [
+            f"drift   1 - cosine {report['drift_mean']:.2g} on {report['texts']} texts, of the "
+            f"{report['drift_of_pack']:.2g} by which the pack moves them"
+        ]
+    return [
+        f"drift   KL {report['kl_mean']:.2g} nats a token · PPL {report['ppl_before']:.3f} → "
+        f"{report['ppl_after']:.3f} (ratio {report['ppl_ratio']:.4f}) · same first token "
+        f"{report['same_token']:.1%} · {report['rows']} rows, {report['targets']:,} targets",
+        f"pack    moves the base by KL {report['kl_of_pack']:.2g}",
+    ]
+
+
+def _failed_gate(value: float, limit: float, advice: str) -> Sequence[str]:
+    """The line about a result that is too far from the attached adapters."""
+    return [f"gate --max-drift failed: {value:.2g} > {limit:.2g}; nothing was written; {advice}."]

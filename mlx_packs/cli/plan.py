@@ -1,0 +1,90 @@
+"""`packs plan`: what fits into a memory."""
+
+import dataclasses
+import math
+import shutil
+
+import click
+
+from ..config.schema import MEMORY_SETTINGS, LoRAConfig, TrainConfig, said
+from ..errors import PackError
+from . import options
+from .output import print_report
+from .recipe import read_recipes, recipe_of
+
+_SEARCHED = {
+    "batch_size": "{}, less if need be",
+    "max_seq_length": "{}, less if need be",
+    "rank": "{}, less if need be",
+    "recompute": "{}, block if need be",
+    "matmul_path": "all",
+    "quantize": "none, nf4 and affine4",
+}
+
+
+def _memory_options(command):
+    """Add the flags of `packs train` that change its peak."""
+    for cls in (TrainConfig, LoRAConfig):
+        for f in reversed(dataclasses.fields(cls)):
+            if f.name in MEMORY_SETTINGS:
+                default = _SEARCHED.get(f.name, "{}").format(options.default_of(f))
+                command = options.of_field(f, default.removeprefix("None"))(command)
+    return command
+
+
+@click.command()
+@options.recipe_model
+@click.option(
+    "--memory", type=float, metavar="GB", help="Memory to fit into. [default: this machine's]"
+)
+@click.option(
+    "--device",
+    type=click.Choice(["cpu", "gpu"]),
+    help="Plan for such a device, with --memory. [default: this machine's]",
+)
+@options.recipes
+@_memory_options
+@options.as_json
+def plan(memory, device, configs, as_json, **flags):
+    """Estimate peak memory and suggest a training command.
+
+    Reads config.json and the headers of the tensors only, of a Hub id too. What a flag or a file
+    sets stays as it is; batch size, recomputation, length and rank are reduced in this order until
+    the run fits. The command at the end has the peak that is shown.
+    """
+    from ..bases.loading import TINY
+    from ..memory.plan import read_checkpoint
+    from ..memory.recommend import advise, table
+    from ..runtime import assumed_device, total_memory
+
+    _check_machine(memory, device)
+    flags = {k: v for k, v in flags.items() if v is not None}
+    settings = read_recipes(configs, flags)
+    recipe = recipe_of(flags, settings)
+    model = recipe.run.get("model", TINY)
+    unflagged = recipe_of({"model": model}, settings)
+    limit = total_memory() if memory is None else int(memory * 1e9)
+    checkpoint = read_checkpoint(model)
+    with assumed_device(device):
+        choices = advise(checkpoint, limit, recipe.lora, recipe.train, said(settings, flags))
+        report = [
+            {**choice.to_json(), "command": choice.command(model, configs, unflagged)}
+            for choice in choices
+        ]
+        width = min(100, shutil.get_terminal_size((100, 24)).columns)
+        lines = table(choices, checkpoint, limit, configs, unflagged, width)
+    print_report(report, as_json, lines)
+
+
+def _check_machine(memory: float | None, device: str | None) -> None:
+    """Check the machine to plan for.
+
+    Raises:
+        PackError: another device without its memory, or no amount of memory.
+    """
+    if device is not None and memory is None:
+        raise PackError(
+            f"--device {device}: needs the memory of that machine. Add --memory GB.", "conflict"
+        )
+    if memory is not None and not (math.isfinite(memory) and memory > 0):
+        raise PackError(f"--memory {memory:g}: must be a positive number of GB.")

@@ -1,0 +1,120 @@
+"""`packs quantize`: a quantized copy of a checkpoint."""
+
+import click
+
+from ..display import Display, size
+from ..errors import PackError
+from . import options
+from .inspect import bits_line
+from .output import print_report
+
+
+@click.command()
+@click.option("--model", required=True, metavar="MODEL", help="Dense checkpoint: folder or Hub id.")
+@options.out("Folder to write.")
+@click.option("--mode", type=click.Choice(["nf4", "affine"]), default="nf4", help="Format.")
+@click.option(
+    "--double-quant/--no-double-quant",
+    default=None,
+    help="nf4: quantize the scales of the blocks to 8 bits, too. [default: double-quant]",
+)
+@click.option("--bits", type=int, metavar="N", help="affine: 2, 3, 4, 5, 6 or 8. [default: 4]")
+@click.option(
+    "--group-size",
+    type=int,
+    metavar="N",
+    help="Weights that share a scale: 32, 64 or 128; for nf4 256, too. [default: 64]",
+)
+@click.option("--block", type=int, metavar="N", help="nf4: another name of --group-size.")
+@click.option(
+    "--keep", metavar="NAMES", help="Modules left dense, by name or path, separated by commas."
+)
+@click.option(
+    "--bits-for",
+    multiple=True,
+    metavar="REGEX=N",
+    help="Quantize modules whose path matches to affine with N bits; repeatable.",
+)
+@click.option(
+    "--format",
+    type=click.Choice(["mlx", "bitsandbytes"]),
+    default="mlx",
+    help="File format; bitsandbytes is for transformers.",
+)
+@options.max_shard_gb
+@options.overwrite
+@options.trust_remote_code()
+@options.as_json
+def quantize(model, out, overwrite, trust_remote_code, as_json, **settings):
+    """Write a 4-bit (or 2- to 8-bit) copy of a checkpoint.
+
+    Works tensor by tensor, so that a model larger than memory can be quantized. After an
+    interruption the same command continues.
+    """
+    from ..bases.writer import quantize
+
+    recipe = _recipe(**settings)
+    report = quantize(model, out, recipe, overwrite, trust_remote_code, Display())
+    print_report(report, as_json, _lines(report))
+
+
+def _recipe(mode, bits, group_size, block, double_quant, **others):
+    """The recipe that the options describe.
+
+    Raises:
+        PackError: options that the mode does not have.
+    """
+    from ..bases.quantization import Packing
+    from ..bases.writer import Recipe
+
+    double = "--no-double-quant" if double_quant is False else "--double-quant"
+    foreign = {"--bits": bits} if mode == "nf4" else {"--block": block, double: double_quant}
+    if misplaced := [flag for flag, value in foreign.items() if value is not None]:
+        raise PackError(f"{', '.join(misplaced)}: not with --mode {mode}.", "conflict")
+    if None not in (block, group_size) and block != group_size:
+        raise PackError(
+            f"--block {block}: is --group-size by another name, which is {group_size}.", "conflict"
+        )
+    size = group_size if block is None else block
+    return Recipe(
+        Packing(
+            mode,
+            4 if bits is None else bits,
+            64 if size is None else size,
+            double_quant is not False,
+        ),
+        options.names(others["keep"]),
+        tuple(_bits_for(text) for text in others["bits_for"]),
+        others["format"],
+        others["max_shard_gb"],
+    )
+
+
+def _bits_for(text: str) -> tuple[str, int]:
+    """A regular expression and bits from ``REGEX=BITS``."""
+    expression, _, bits = text.rpartition("=")
+    if not expression or not bits.isdecimal():
+        raise PackError(f"--bits-for {text}: must be REGEX=BITS, as in 'down_proj=8'.")
+    return expression, int(bits)
+
+
+def _lines(report: dict) -> list[str]:
+    """What was written, and what was left dense for which reason."""
+    finished = report["shards_found"]
+    earlier = f", {finished} of them found finished" if finished else ""
+    return [
+        f"wrote   {report['out']} ({size(report['gb'] * 1e9)}, {report['shards']} shard(s){earlier})",
+        bits_line(report),
+        *_dense_lines(report["left_dense"]),
+        f"took    {report['seconds']:.1f} s · process peak {report['process_peak_gb']:.2f} GB",
+    ]
+
+
+def _dense_lines(reasons: dict[str, str]) -> list[str]:
+    """A line for each reason, with the first modules that it holds for."""
+    lines = []
+    for reason in dict.fromkeys(reasons.values()):
+        paths = [path for path, why in reasons.items() if why == reason]
+        more = f" and {len(paths) - 3} more" if len(paths) > 3 else ""
+        lines.append(f"dense   {', '.join(paths[:3])}{more} ({reason})")
+    return lines

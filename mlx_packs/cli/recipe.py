@@ -1,0 +1,71 @@
+"""The recipe of a run from flags and files of the command line."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from ..config.external import translate
+from ..config.schema import LoRAConfig, Recipe, check_method, read_yaml, resolve, said
+from ..errors import PackError
+
+RUN_ARGUMENTS = (
+    "overwrite resume resume_adapter_file report_to project_name trust_remote_code"
+).split()
+_RUN = ("model", "out", "adapter_path", *RUN_ARGUMENTS)
+
+
+def read_recipes(files: Sequence[str], flags: Mapping | None = None) -> dict:
+    """The settings in recipe files; later ones override earlier ones.
+
+    Raises:
+        PackError: a fault of a file, by its name, unless the other files or ``flags`` correct it.
+    """
+    settings: dict = {}
+    fault = None
+    for file in files:
+        own = translate(read_yaml(file), file)
+        try:
+            resolve(own, file)
+        except PackError as error:
+            fault = fault or error
+        settings |= own
+    if fault is not None:
+        try:
+            resolve(flags or {}, under=[settings])
+        except PackError:
+            raise fault from None
+    return settings
+
+
+def recipe_of(flags: dict, settings: dict) -> Recipe:
+    """Flags over the settings of files, over the recipe of the run to resume or the base's defaults."""
+    lowest, settings, resumed = _defaults(flags, settings)
+    recipe = resolve(flags, under=[lowest, settings])
+    if recipe.train.method == "full":  # the tiny base's defaults for adapters do not count
+        specified = recipe if resumed else resolve(flags, under=[settings])
+        check_method(specified.lora, recipe.train, said(settings, flags))
+        lora = LoRAConfig(num_layers=recipe.lora.num_layers)
+        recipe = dataclasses.replace(recipe, lora=lora)
+    return recipe
+
+
+def _defaults(flags: dict, settings: dict) -> tuple[dict, dict, bool]:
+    """The settings below those of flags and files, those of the files, whether a run is resumed."""
+    from ..bases.loading import TINY
+    from ..memory.encoder import BATCH_SIZE
+    from ..training.run import tiny_recipe
+    from ..training.run_folder import CONFIG, check_resumable, run_folder
+
+    # only what is no setting of training: a flag may need what the run to resume has
+    above, below = ({k: v for k, v in layer.items() if k in _RUN} for layer in (flags, settings))
+    run = resolve(above, under=[below]).run
+    if run.get("resume") and "out" in run:
+        folder = run_folder(Path(run["out"]).expanduser())
+        lowest = dict(check_resumable(folder)["recipe"])
+        lowest.pop("resume_adapter_file", None)  # a name and a hash: the run has begun
+        resolve(lowest, str(folder / CONFIG))
+        return lowest, {k: v for k, v in settings.items() if k != "resume_adapter_file"}, True
+    lowest = tiny_recipe() if run.get("model", TINY) == TINY else {}
+    if resolve(flags, under=[settings]).train.task == "embedding":
+        lowest = {"batch_size": BATCH_SIZE}
+    return lowest, settings, False

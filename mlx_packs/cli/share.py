@@ -1,0 +1,70 @@
+"""`packs push` and `packs pull`: packs on the Hugging Face Hub."""
+
+import shlex
+
+import click
+
+from ..display import size
+from ..errors import PackError
+from . import options
+from .output import print_report
+
+
+@click.command()
+@click.argument("pack")
+@click.argument("repo")
+@click.option("--private", is_flag=True, help="Make a repository that is new a private one.")
+@click.option("--revision", metavar="BRANCH", help="Branch to push to. [default: main]")
+@click.option(
+    "--license", metavar="ID", help="Licence, as the Hub names it. [default: that of the base]"
+)
+@options.as_json
+def push(pack, repo, as_json, **settings):
+    """Upload a pack to the Hugging Face Hub.
+
+    REPO is owner/name. The pack is checked first. Its folder is uploaded as it is, so a licence, or
+    a card without the Hub's metadata, is written there before. A pack that was pulled stays as it
+    is; a copy of it is changed.
+    """
+    from ..display import Display
+    from ..packs.push import push
+
+    report = push(pack, repo, display=Display(), **settings)
+    name = report["repo"] + (f"@{report['revision']}" if settings["revision"] else "")
+    lines = [
+        f"pushed  {len(report['files'])} files ({size(report['bytes'])}) · commit "
+        f"{report['commit'][:12]} · {report['url']}",
+        f"try     packs pull {name} --out packs/{report['repo'].rsplit('/', 1)[-1]}",
+    ]
+    print_report(report, as_json, lines)
+
+
+@click.command()
+@click.argument("repo")
+@click.option(
+    "--out", metavar="DIR", help="Folder to write. [default: the cache, for --pack owner/name]"
+)
+@options.overwrite
+@options.as_json
+def pull(repo, out, overwrite, as_json):
+    """Fetch a pack from the Hugging Face Hub.
+
+    REPO is owner/name or owner/name@revision. Only the files of its manifest are fetched, each is
+    checked, and DIR appears when all are right. After an interruption the same command continues.
+    """
+    from ..display import Display
+    from ..packs.hub import pull
+    from ..packs.manifest import read_pin
+
+    if overwrite and out is None:
+        raise PackError(
+            "--overwrite: is for --out DIR; the cache is always brought up to date.", "conflict"
+        )
+    pack = pull(repo, out, overwrite=overwrite, display=Display())
+    base = shlex.quote(pack.manifest["base"]["id"])
+    report = {"pack": str(pack.path), "pack_mb": pack.size_mb, **(read_pin(pack.path) or {})}
+    lines = [
+        f"pulled  {pack.path} ({pack.size_mb:.2f} MB) · commit {report['commit'][:12]} · hashes ok",
+        f'try     packs generate --model {base} --pack {out or repo} --prompt "…"',
+    ]
+    print_report(report, as_json, lines)

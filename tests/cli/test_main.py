@@ -1,0 +1,135 @@
+"""The command group: exit codes and lines of errors, as a program and inside other programs."""
+
+import errno
+import os
+import subprocess
+import sys
+
+import click
+import pytest
+from click.testing import CliRunner
+
+from mlx_packs.cli.main import COMMANDS, packs
+from mlx_packs.errors import Interrupted, PackError
+from tests.helpers.errors import check
+
+ERRORS = {
+    "PackError": (PackError("x: is wrong.", "data"), 2, "data"),
+    "OSError": (OSError(errno.ENOSPC, "No space left on device", "o"), 2, "unwritable"),
+    "FileNotFoundError": (FileNotFoundError(errno.ENOENT, "No such file", "o"), 2, "unreadable"),
+    "MemoryError": (MemoryError(), 2, "memory"),
+    "KeyboardInterrupt": (KeyboardInterrupt(), 130, "interrupted"),
+    "Interrupted": (Interrupted("interrupted; kept x."), 130, "interrupted"),
+}
+
+
+@pytest.fixture(params=["group", "inside another group"])
+def group(request) -> tuple[click.Group, list[str]]:
+    """The group, or one that another program has put it into; and what comes before arguments."""
+    if request.param == "group":
+        return packs, []
+    outer = click.Group("outer")
+    outer.add_command(packs, "packs")
+    return outer, ["packs"]
+
+
+def failing(monkeypatch, error: BaseException) -> None:
+    """Make `packs inspect` raise."""
+
+    def inspect(**_):
+        raise error
+
+    command = packs.get_command(click.Context(packs), "inspect")
+    monkeypatch.setattr(command, "callback", inspect)
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_error_is_one_line_and_an_exit_code(monkeypatch, group, name):
+    error, exit_code, code = ERRORS[name]
+    failing(monkeypatch, error)
+    command, before = group
+    result = CliRunner().invoke(command, [*before, "inspect", "p"])
+    assert (result.exit_code, result.stdout) == (exit_code, "")
+    assert result.stderr.startswith("packs: ") and result.stderr.count("\n") == 1
+    raised = CliRunner().invoke(command, [*before, "inspect", "p"], standalone_mode=False).exception
+    check(raised, code)
+
+
+@pytest.mark.parametrize(
+    ("args", "code", "flag"),
+    [
+        (["trian"], "unknown", "command"),
+        (["inspect"], "invalid", "pack"),
+        (["train", "--learning-rat", "1"], "unknown", "learning_rat"),
+        (["generate", "--prompt", "a", "--temp", "-1"], "invalid", "temperature"),
+        (["generate"], "invalid", "prompt"),
+        (["--nothing"], "unknown", "nothing"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_wrong_use_is_one_line_and_2(group, args, code, flag):
+    command, before = group
+    result = CliRunner().invoke(command, [*before, *args])
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr.startswith("packs: ") and result.stderr.count("\n") == 1
+    raised = CliRunner().invoke(command, [*before, *args], standalone_mode=False).exception
+    check(raised, code, flag)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[metal::malloc] Attempting to allocate 9 bytes which is too much.",
+        "[METAL] Command buffer failed: Insufficient Memory (00000008)\nkIOGPU",
+        "[metal::malloc] Resource limit (499000) exceeded.",
+    ],
+)
+def test_out_of_memory_names_the_settings_that_need_less(monkeypatch, run, text):
+    failing(monkeypatch, RuntimeError(text))
+    code, _, err = run("inspect", "p")
+    assert code == 2 and len(err) < 300
+    names = ("--batch-size", "--max-seq-length", "--grad-checkpoint", text.splitlines()[0][:40])
+    check(run.error, "memory", None, *names)
+
+
+@pytest.mark.parametrize("error", [RuntimeError("[matmul] shapes"), RecursionError("too deep")])
+def test_other_errors_keep_their_traceback(monkeypatch, run, error):
+    failing(monkeypatch, error)
+    with pytest.raises(type(error), match=str(error).lstrip("[")[:6]):
+        run("inspect", "p")
+
+
+@pytest.mark.parametrize(
+    "program", [["mlx_packs"], ["mlx_packs.cli.main"], ["mlx_packs.train"]], ids=" ".join
+)
+def test_modules_are_the_command(program, tmp_path):
+    command = [] if program == ["mlx_packs.train"] else ["train"]
+    result = subprocess.run(
+        [sys.executable, "-m", *program, *command, "--data", "nope", "-q"],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=tmp_path,
+    )
+    assert (result.returncode, result.stdout) == (2, "")
+    assert result.stderr.startswith("packs: --data nope: ") and result.stderr.count("\n") == 1
+
+
+def test_a_closed_pipe_ends_the_program_without_a_word():
+    read, write = os.pipe()
+    os.close(read)
+    result = subprocess.run(
+        [sys.executable, "-m", "mlx_packs", "train", "--help"],
+        stdout=write,
+        stderr=subprocess.PIPE,
+        check=False,
+    )
+    os.close(write)
+    assert (result.returncode, result.stderr) == (1, b"")
+
+
+@pytest.mark.parametrize("command", [name for names in COMMANDS.values() for name in names])
+def test_every_command_has_help_by_both_flags(command):
+    short, long = (CliRunner().invoke(packs, [command, flag]) for flag in ("-h", "--help"))
+    assert short.exit_code == 0 and short.stdout == long.stdout
+    assert command in CliRunner().invoke(packs, ["-h"]).stdout
