@@ -7,13 +7,14 @@ import click
 from ..errors import PackError
 from ..gates import failures, judge, limits
 from . import options
+from .options import option
 from .output import exit_if_failed, print_report
 
 
 @click.command()
 @click.argument("pack", type=click.Path(path_type=Path))
 @options.model
-@click.option("--dry-run", is_flag=True, help="Check hashes, shapes and base; load no weights.")
+@option("--dry-run", is_flag=True, help="Check hashes, shapes and base; load no weights.")
 @options.gate("max_pack_mb")
 @options.trust_remote_code()
 @options.backend

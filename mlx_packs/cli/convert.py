@@ -5,12 +5,13 @@ from pathlib import Path
 import click
 
 from . import options
+from .options import option
 from .output import print_report
 
 
 @click.command()
 @click.argument("pack", type=click.Path(path_type=Path))
-@click.option("--to", required=True, type=click.Choice(["mlx-lm", "peft"]), help="Format to write.")
+@option("--to", required=True, type=click.Choice(["mlx-lm", "peft"]), help="Format to write.")
 @options.out("Folder to write.")
 @options.as_json
 def export(pack, to, out, as_json):
@@ -28,8 +29,8 @@ def export(pack, to, out, as_json):
 @click.command("import")
 @click.argument("folder", metavar="DIR", type=click.Path(path_type=Path))
 @options.out("Pack to write.")
-@click.option(
-    "--model", metavar="MODEL", help="The adapter's base. [default: as the adapter names it]"
+@option(
+    "--model", metavar="MODEL", help="The adapter's base.", default_text="as the adapter names it"
 )
 @options.overwrite
 @options.trust_remote_code()

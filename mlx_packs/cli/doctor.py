@@ -6,11 +6,12 @@ import click
 
 from ..errors import PackError
 from . import options
+from .options import option
 from .output import exit_if_failed, print_report
 
 
 @click.command()
-@click.option(
+@option(
     "--report",
     "file",
     type=click.Path(path_type=Path, dir_okay=False),
@@ -18,7 +19,7 @@ from .output import exit_if_failed, print_report
     help="Write the whole report as JSON, to attach to an issue.",
 )
 @options.backend
-@click.option("-v", "--verbose", is_flag=True, help="Show every instance, on a CPU too.")
+@option("-v", "--verbose", is_flag=True, help="Show every instance, on a CPU too.")
 @options.as_json
 def doctor(file, verbose, as_json):
     """Check this machine and its kernels.

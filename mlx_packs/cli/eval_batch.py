@@ -22,6 +22,7 @@ from ..files import atomic_write
 from ..packs.base import load_base_for
 from ..packs.manifest import shown_perplexity
 from . import options
+from .options import option
 from .output import exit_if_failed, print_report
 
 
@@ -31,28 +32,29 @@ from .output import exit_if_failed, print_report
 @options.packs("Pack to compare, repeatable; PACK=0.5 takes half of its delta.")
 @options.data()
 @options.split
-@click.option(
+@option(
     "--batch-size",
     "sizes",
     default=",".join(map(str, BATCH_SIZES)),
     metavar="N,N",
     help="Prompts that are generated from together, one or several numbers.",
 )
-@click.option(
+@option(
     "--sequence-length",
     type=int,
     metavar="N",
-    help="Tokens that examples are cut to and that prompts have. [default: as packs were trained]",
+    help="Tokens that examples are cut to and that prompts have.",
+    default_text="as packs were trained",
 )
-@click.option("--max-tokens", default=32, metavar="N", help="Tokens to generate per prompt.")
-@click.option("--rounds", default=3, metavar="N", help="Number of timing rounds.")
+@option("--max-tokens", default=32, metavar="N", help="Tokens to generate per prompt.")
+@option("--rounds", default=3, metavar="N", help="Number of timing rounds.")
 @options.limit
 @options.loss_on
 @options.matmul_path("auto", "quantized", "transient", "dense")
 @options.gate("max_ppl_ratio")
 @options.gate("min_tps_ratio")
 @options.gate("max_pack_mb")
-@click.option("--csv", "csv_file", metavar="FILE", help="Write every figure as CSV, too.")
+@option("--csv", "csv_file", metavar="FILE", help="Write every figure as CSV, too.")
 @options.trust_remote_code()
 @options.backend
 @options.as_json

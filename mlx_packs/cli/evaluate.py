@@ -5,6 +5,7 @@ import click
 from ..display import Display
 from ..errors import PackError
 from . import options
+from .options import option
 from .output import print_report
 
 _COLUMNS = {
@@ -18,10 +19,11 @@ _COLUMNS = {
 def _columns(command):
     """Add the options that name columns."""
     for name, content in reversed(_COLUMNS.items()):
-        command = click.option(
+        command = option(
             "--" + name.replace("_", "-"),
             metavar="COLUMN",
-            help=f"Column with the {content}. [default: as the pack was trained]",
+            help=f"Column with the {content}.",
+            default_text="as the pack was trained",
         )(command)
     return command
 
@@ -33,15 +35,16 @@ def _columns(command):
 @options.data()
 @options.split
 @options.batch_size(4)
-@click.option(
+@option(
     "--max-seq-length",
     type=click.IntRange(2),
     metavar="N",
-    help="Tokens that an example is cut to. [default: as the pack was trained]",
+    help="Tokens that an example is cut to.",
+    default_text="as the pack was trained",
 )
 @_columns
 @options.loss_on
-@click.option("--limit", default=-1, metavar="N", help="Batches to evaluate; -1 is all.")
+@option("--limit", default=-1, metavar="N", help="Batches to evaluate; -1 is all.")
 @options.trust_remote_code()
 @options.backend
 @options.as_json
@@ -98,21 +101,24 @@ def _lines(report) -> list[str]:
 @click.command()
 @click.argument("packs", nargs=-1, metavar="[PACK[=WEIGHT]]...")
 @options.model
-@click.option(
-    "--tasks", required=True, metavar="NAMES", help="Tasks of lm_eval, separated by commas."
-)
-@click.option(
+@option("--tasks", required=True, metavar="NAMES", help="Tasks of lm_eval, separated by commas.")
+@option(
     "--num-fewshot",
     type=click.IntRange(0),
     metavar="N",
-    help="Solved examples before each question. [default: as the task has it]",
+    help="Solved examples before each question.",
+    default_text="as the task has it",
 )
-@click.option(
-    "--limit", type=click.IntRange(1), metavar="N", help="Examples of each task. [default: all]"
+@option(
+    "--limit",
+    type=click.IntRange(1),
+    metavar="N",
+    help="Examples of each task.",
+    default_text="all",
 )
 @options.batch_size(8)
-@click.option("--task-path", metavar="DIR", help="Folder with tasks of your own (YAML).")
-@click.option("--chat", is_flag=True, help="Put questions into the base's chat template.")
+@option("--task-path", metavar="DIR", help="Folder with tasks of your own (YAML).")
+@option("--chat", is_flag=True, help="Put questions into the base's chat template.")
 @options.matmul_path("quantized", "transient", "dense")
 @options.trust_remote_code()
 @options.backend

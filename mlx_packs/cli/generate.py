@@ -7,21 +7,22 @@ import click
 
 from ..errors import PackError
 from . import options
+from .options import option
 from .output import print_report
 
 
 @click.command()
 @options.model
 @options.packs("Pack to apply; the deltas of several add up: --pack a=0.7 --pack b=0.3.")
-@click.option(
+@option(
     "--prompt", required=True, metavar="TEXT", help="The user's message; - reads standard input."
 )
-@click.option("--system", metavar="TEXT", help="System message.")
-@click.option("--raw", is_flag=True, help="Continue the prompt as it is, without chat template.")
-@click.option(
+@option("--system", metavar="TEXT", help="System message.")
+@option("--raw", is_flag=True, help="Continue the prompt as it is, without chat template.")
+@option(
     "--max-tokens", default=100, metavar="N", type=click.IntRange(1), help="Tokens to generate."
 )
-@click.option(
+@option(
     "--temp",
     "temperature",
     default=0.0,
@@ -29,7 +30,7 @@ from .output import print_report
     type=click.FloatRange(0),
     help="Temperature of sampling; 0 takes the likeliest token.",
 )
-@click.option("--seed", default=0, metavar="N", help="Seed of sampling.")
+@option("--seed", default=0, metavar="N", help="Seed of sampling.")
 @options.trust_remote_code()
 @options.backend
 @options.as_json

@@ -7,13 +7,14 @@ import click
 
 from ..display import size
 from . import options
+from .options import option
 from .output import print_report
 
 
 @click.command()
 @click.argument("pack", type=click.Path(path_type=Path))
 @options.as_json
-@click.option("-v", "--verbose", is_flag=True, help="List each adapter and the tensor it changes.")
+@option("-v", "--verbose", is_flag=True, help="List each adapter and the tensor it changes.")
 def inspect(pack, as_json, verbose):
     """Show a pack: base, ranks, results, hashes.
 
@@ -153,7 +154,7 @@ def _adapted_line(module: dict) -> str:
 
 @click.command("list")
 @click.argument("folder", required=False)
-@click.option("--hub-cache", is_flag=True, help="List the packs in the caches of the Hub.")
+@option("--hub-cache", is_flag=True, help="List the packs in the caches of the Hub.")
 @options.as_json
 def list_packs(folder, hub_cache, as_json):
     """List the packs below a folder.

@@ -8,21 +8,22 @@ import click
 from ..display import Display, size
 from ..errors import PackError
 from . import options
+from .options import option
 from .output import exit_if_failed, print_report
 
 
 def _fidelity(command):
     """Add the options of the comparison that a merged result has to pass."""
     decorators = (
-        click.option(
+        option(
             "--max-drift",
             type=float,
             metavar="KL",
-            help="Gate: exit with 1 if the mean KL is above this. "
-            "[default: 0.02 and a tenth of the pack's own]",
+            help="Gate: exit with 1 if the mean KL is above this.",
+            default_text="0.02 and a tenth of the pack's own",
         ),
         options.data("Examples to compare on"),
-        click.option(
+        option(
             "--rows",
             default=32,
             metavar="N",
@@ -39,13 +40,13 @@ def _fidelity(command):
 @click.argument("pack", type=click.Path(path_type=Path))
 @options.model
 @options.out("Folder to write.")
-@click.option(
+@option(
     "--requantize",
     default="none",
     metavar="{none,same,affine4,affine8,nf4}",
     help="Format of the merged weights; none is dense, same is the base's.",
 )
-@click.option(
+@option(
     "--dtype",
     default="auto",
     metavar="{auto,float32,bfloat16,float16}",
@@ -88,17 +89,17 @@ def merge(pack, model, out, as_json, **settings):
 @click.command()
 @click.argument("weighted_packs", metavar="PACK=WEIGHT...", nargs=-1)
 @options.out("Pack to write.")
-@click.option(
+@option(
     "--method",
     default="linear",
     metavar="{linear,svd,ties,dare}",
     help="How deltas are combined; linear keeps all ranks.",
 )
-@click.option("--rank", type=int, metavar="N", help="Rank of the result of svd, ties and dare.")
-@click.option(
-    "--density", type=float, metavar="X", help="Share that ties and dare keep. [default: 0.5]"
+@option("--rank", type=int, metavar="N", help="Rank of the result of svd, ties and dare.")
+@option(
+    "--density", type=float, metavar="X", help="Share that ties and dare keep.", default_text="0.5"
 )
-@click.option("--seed", default=0, metavar="N", help="Seed of what dare drops.")
+@option("--seed", default=0, metavar="N", help="Seed of what dare drops.")
 @options.model
 @_fidelity
 @options.overwrite

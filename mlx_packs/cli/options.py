@@ -1,7 +1,7 @@
 """Options that several commands share, and the sections of `packs train --help`."""
 
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import click
 
@@ -21,11 +21,32 @@ SECTIONS = (
 
 
 class Option(click.Option):
-    """An option that knows its section of the help."""
+    """An option of a command.
 
-    def __init__(self, *names: str, section: str = "Output", **settings):
-        super().__init__(*names, **settings)
+    Args:
+        names: flags, and perhaps the parameter of the function.
+        section: where `SectionedCommand` lists it.
+        default_text: the default in words, where its value says nothing.
+        settings: as of `click.Option`.
+    """
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        section: str = "Output",
+        default_text: str | None = None,
+        **settings,
+    ):
+        super().__init__(names, **settings)
         self.section = section
+        self.default_text = default_text
+
+    def get_help_extra(self, ctx: click.Context) -> dict:
+        """Return what stands in brackets after the help."""
+        extra = super().get_help_extra(ctx)
+        if self.default_text:
+            extra["default"] = self.default_text
+        return extra
 
 
 class SectionedCommand(click.Command):
@@ -43,9 +64,9 @@ class SectionedCommand(click.Command):
                     formatter.write_dl(rows)
 
 
-def option(*names: str, section: str = "Output", **settings) -> Callable:
-    """An option in a section of the help (`SectionedCommand`); other commands ignore the section."""
-    return click.option(*names, cls=Option, section=section, **settings)
+def option(*names: str, **settings) -> Callable:
+    """Add an `Option` to a command."""
+    return click.option(*names, cls=Option, **settings)
 
 
 def of_field(f: dataclasses.Field, default: str | None):
@@ -74,7 +95,8 @@ recipe_model = option(
     "--model",
     section="Model and data",
     metavar="MODEL",
-    help="Base model: a folder, a Hub id, or 'tiny'. [default: tiny]",
+    help="Base model: a folder, a Hub id, or 'tiny'.",
+    default_text="tiny",
 )
 recipes = option(
     "-c",
@@ -85,41 +107,38 @@ recipes = option(
     multiple=True,
     help="YAML file of these options, or a recipe of QLoRA, PEFT or bitsandbytes.",
 )
-model = click.option(
+model = option(
     "--model",
     default="tiny",
     metavar="MODEL",
     help="Base model: a folder, a Hub id, or 'tiny'.",
 )
 as_json = option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
-overwrite = click.option("--overwrite", is_flag=True, help="Replace what is at --out.")
-max_shard_gb = click.option(
-    "--max-shard-gb", default=1.0, metavar="GB", help="Largest file of weights."
-)
-split = click.option(
+overwrite = option("--overwrite", is_flag=True, help="Replace what is at --out.")
+max_shard_gb = option("--max-shard-gb", default=1.0, metavar="GB", help="Largest file of weights.")
+split = option(
     "--split",
     default="test",
     metavar="NAME",
     help="Split of a data folder; valid where there is no test split.",
 )
-loss_on = click.option(
+loss_on = option(
     "--loss-on",
     type=click.Choice(["all", "completion", "assistant"]),
-    help="Tokens that count. [default: as the pack was trained]",
+    help="Tokens that count.",
+    default_text="as the pack was trained",
 )
-limit = click.option(
-    "--limit", default=-1, metavar="N", help="Examples to evaluate; -1 is all of them."
-)
+limit = option("--limit", default=-1, metavar="N", help="Examples to evaluate; -1 is all of them.")
 
 
 def out(sentence: str) -> Callable:
     """The place where a command writes."""
-    return click.option("--out", required=True, metavar="DIR", help=sentence)
+    return option("--out", required=True, metavar="DIR", help=sentence)
 
 
 def data(sentence: str = "Examples to evaluate on") -> Callable:
     """The examples that a command measures on."""
-    return click.option(
+    return option(
         "--data",
         default="tiny",
         metavar="DATA",
@@ -129,12 +148,12 @@ def data(sentence: str = "Examples to evaluate on") -> Callable:
 
 def packs(sentence: str, metavar: str = "PACK") -> Callable:
     """Packs, each with a weight if it is not 1."""
-    return click.option("--pack", "packs", multiple=True, metavar=metavar, help=sentence)
+    return option("--pack", "packs", multiple=True, metavar=metavar, help=sentence)
 
 
 def batch_size(default: int) -> Callable:
     """How many examples are computed together."""
-    return click.option(
+    return option(
         "--batch-size",
         default=default,
         metavar="N",
@@ -145,7 +164,7 @@ def batch_size(default: int) -> Callable:
 
 def matmul_path(default: str, *others: str) -> Callable:
     """How a command that does not train multiplies frozen weights."""
-    return click.option(
+    return option(
         "--matmul-path",
         default=default,
         type=click.Choice([default, *others]),
@@ -173,7 +192,7 @@ _GATES = {
 
 def gate(name: str) -> Callable:
     """A limit of `gates`, as a flag."""
-    return click.option(
+    return option(
         flag_of(name),
         type=float,
         metavar="MB" if MEANING[name] == "MB" else "RATIO",
@@ -210,8 +229,8 @@ backend = option(
     metavar="{reference,metal,cuda}",
     expose_value=False,
     callback=_use_backend,
-    help="Op implementation: reference (plain MLX), or metal or cuda kernels. "
-    "[default: chosen for the device]",
+    help="Op implementation: reference (plain MLX), or metal or cuda kernels.",
+    default_text="chosen for the device",
 )
 
 

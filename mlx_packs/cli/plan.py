@@ -9,6 +9,7 @@ import click
 from ..config.schema import MEMORY_SETTINGS, LoRAConfig, TrainConfig, said
 from ..errors import PackError
 from . import options
+from .options import option
 from .output import print_report
 from .recipe import read_recipes, recipe_of
 
@@ -34,13 +35,14 @@ def _memory_options(command):
 
 @click.command()
 @options.recipe_model
-@click.option(
-    "--memory", type=float, metavar="GB", help="Memory to fit into. [default: this machine's]"
+@option(
+    "--memory", type=float, metavar="GB", help="Memory to fit into.", default_text="this machine's"
 )
-@click.option(
+@option(
     "--device",
     type=click.Choice(["cpu", "gpu"]),
-    help="Plan for such a device, with --memory. [default: this machine's]",
+    help="Plan for such a device, with --memory.",
+    default_text="this machine's",
 )
 @options.recipes
 @_memory_options

@@ -6,36 +6,37 @@ from ..display import Display, size
 from ..errors import PackError
 from . import options
 from .inspect import bits_line
+from .options import option
 from .output import print_report
 
 
 @click.command()
-@click.option("--model", required=True, metavar="MODEL", help="Dense checkpoint: folder or Hub id.")
+@option("--model", required=True, metavar="MODEL", help="Dense checkpoint: folder or Hub id.")
 @options.out("Folder to write.")
-@click.option("--mode", type=click.Choice(["nf4", "affine"]), default="nf4", help="Format.")
-@click.option(
+@option("--mode", type=click.Choice(["nf4", "affine"]), default="nf4", help="Format.")
+@option(
     "--double-quant/--no-double-quant",
     default=None,
-    help="nf4: quantize the scales of the blocks to 8 bits, too. [default: double-quant]",
+    help="nf4: quantize the scales of the blocks to 8 bits, too.",
+    default_text="double-quant",
 )
-@click.option("--bits", type=int, metavar="N", help="affine: 2, 3, 4, 5, 6 or 8. [default: 4]")
-@click.option(
+@option("--bits", type=int, metavar="N", help="affine: 2, 3, 4, 5, 6 or 8.", default_text="4")
+@option(
     "--group-size",
     type=int,
     metavar="N",
-    help="Weights that share a scale: 32, 64 or 128; for nf4 256, too. [default: 64]",
+    help="Weights that share a scale: 32, 64 or 128; for nf4 256, too.",
+    default_text="64",
 )
-@click.option("--block", type=int, metavar="N", help="nf4: another name of --group-size.")
-@click.option(
-    "--keep", metavar="NAMES", help="Modules left dense, by name or path, separated by commas."
-)
-@click.option(
+@option("--block", type=int, metavar="N", help="nf4: another name of --group-size.")
+@option("--keep", metavar="NAMES", help="Modules left dense, by name or path, separated by commas.")
+@option(
     "--bits-for",
     multiple=True,
     metavar="REGEX=N",
     help="Quantize modules whose path matches to affine with N bits; repeatable.",
 )
-@click.option(
+@option(
     "--format",
     type=click.Choice(["mlx", "bitsandbytes"]),
     default="mlx",

@@ -7,16 +7,17 @@ import click
 from ..display import size
 from ..errors import PackError
 from . import options
+from .options import option
 from .output import print_report
 
 
 @click.command()
 @click.argument("pack")
 @click.argument("repo")
-@click.option("--private", is_flag=True, help="Make a repository that is new a private one.")
-@click.option("--revision", metavar="BRANCH", help="Branch to push to. [default: main]")
-@click.option(
-    "--license", metavar="ID", help="Licence, as the Hub names it. [default: that of the base]"
+@option("--private", is_flag=True, help="Make a repository that is new a private one.")
+@option("--revision", metavar="BRANCH", help="Branch to push to.", default_text="main")
+@option(
+    "--license", metavar="ID", help="Licence, as the Hub names it.", default_text="that of the base"
 )
 @options.as_json
 def push(pack, repo, as_json, **settings):
@@ -41,8 +42,8 @@ def push(pack, repo, as_json, **settings):
 
 @click.command()
 @click.argument("repo")
-@click.option(
-    "--out", metavar="DIR", help="Folder to write. [default: the cache, for --pack owner/name]"
+@option(
+    "--out", metavar="DIR", help="Folder to write.", default_text="the cache, for --pack owner/name"
 )
 @options.overwrite
 @options.as_json

@@ -44,7 +44,8 @@ def _config_options(command):
     "--out",
     "--adapter-path",
     metavar="DIR",
-    help="Folder of the pack. [default: packs/NAME-OF-THE-DATA]",
+    help="Folder of the pack.",
+    default_text="packs/NAME-OF-THE-DATA",
 )
 @_config_options
 @option(
