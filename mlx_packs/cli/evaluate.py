@@ -44,7 +44,7 @@ def _columns(command):
 )
 @_columns
 @options.loss_on
-@option("--limit", default=-1, metavar="N", help="Batches to evaluate; -1 is all.")
+@options.limit
 @options.trust_remote_code()
 @options.backend
 @options.as_json

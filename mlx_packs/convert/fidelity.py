@@ -65,7 +65,7 @@ def drift_batches(
 ) -> list[Batch]:
     """Batches of at most so many rows, read and cut as the pack was trained."""
     examples = encode(
-        evaluation_rows(columns, split)[:rows],
+        evaluation_rows(columns, split, rows),
         base.tokenizer,
         columns,
         loss_on=pack.part("objective").get("loss_on") if columns.data != "tiny" else None,

@@ -56,7 +56,7 @@ def merge_encoder(
             f"--requantize {requantize}: an encoder is written dense, as transformers reads it."
         )
     started = time.monotonic()
-    texts = _texts(evaluation_rows(columns, "test")[:rows])
+    texts = _texts(evaluation_rows(columns, "test", rows))
     if not texts:
         raise PackError(f"--data {columns.data}: holds no text to measure on.")
     base = load_base_for(pack, model, trust_remote_code)

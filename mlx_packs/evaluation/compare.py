@@ -227,8 +227,7 @@ def _examples(
 ) -> Examples:
     """The rows as tokens. Raises: PackError if there is none."""
     columns = columns or columns_of(packs[0] if packs else None, data)
-    rows = evaluation_rows(columns, split)
-    rows = rows if limit < 0 else rows[:limit]
+    rows = evaluation_rows(columns, split, limit)
     loss_on = loss_on or _agreed([pack.part("objective").get("loss_on") for pack in packs])
     examples = encode(
         rows,

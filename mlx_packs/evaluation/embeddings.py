@@ -161,8 +161,7 @@ def evaluate_embeddings(
     if pack is not None:
         max_seq_length = max_seq_length or pack.part("recipe").get("max_seq_length")
     longest = min(max_seq_length or TrainConfig.max_seq_length, base.model.longest)
-    rows = evaluation_rows(columns, split)
-    pairs = encode_pairs(rows[: limit * batch_size] if limit > 0 else rows, base.tokenizer, longest)
+    pairs = encode_pairs(evaluation_rows(columns, split, limit), base.tokenizer, longest)
     check_scores(pairs, str(columns.data))
     plain, with_pack = score_pairs(base.model, pairs, batch_size), None
     if pack is not None:

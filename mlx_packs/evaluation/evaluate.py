@@ -208,7 +208,7 @@ def evaluate(
         columns: what the rows' columns are called, and in place of ``data`` where they are; None
             is as the pack was trained.
         loss_on: what counts, as in training; None is what the pack was trained on, else the
-            default of the format.   limit: at most so many batches.
+            default of the format.   limit: at most so many examples.
     Raises: PackError for unusable rows, a pack of another base, or a base that carries one.
     """
     check_no_pack(base)
@@ -229,7 +229,7 @@ def evaluate(
         loss_on = loss_on or pack.part("objective").get("loss_on")
         max_seq_length = max_seq_length or pack.part("recipe").get("max_seq_length")
     max_seq_length = max_seq_length or TrainConfig.max_seq_length
-    rows = evaluation_rows(columns, split)
+    rows = evaluation_rows(columns, split, limit)
     examples = encode(
         rows,
         base.tokenizer,
@@ -238,7 +238,7 @@ def evaluate(
         max_seq_length=max_seq_length,
         vocab_size=base.vocab_size,
     )
-    batches = evaluation_batches(examples, batch_size, max_seq_length, limit)
+    batches = evaluation_batches(examples, batch_size, max_seq_length)
     if matmul_path == "auto":
         matmul_path = choose_matmul_path(base.model, batches[-1].tokens.size).matmul_path
     originals = apply_matmul_path(base.model, matmul_path)
@@ -270,13 +270,20 @@ def columns_of(pack: Pack | None, data: str | Path, **given: str) -> DataConfig:
     return DataConfig(data=str(data), **{**trained, **given})
 
 
-def evaluation_rows(columns: DataConfig, split: str) -> list[rows_of.Row]:
-    """The rows of a file, or of a folder's ``split`` (``valid`` where it has no ``test``)."""
+def evaluation_rows(columns: DataConfig, split: str, limit: int = -1) -> list[rows_of.Row]:
+    """The rows of a file, or of a folder's ``split`` (``valid`` where it has no ``test``).
+
+    Args:
+        columns: where the rows are.
+        split: that of a folder.
+        limit: takes the first rows; -1 takes all.
+    """
+    first = slice(None if limit < 0 else limit)
     if Path(columns.data).is_file():
-        return rows_of.read_rows(Path(columns.data))
-    found = rows_of.load_rows(columns).rows
-    if split == "test" and not found["test"]:
+        return rows_of.read_rows(Path(columns.data))[first]
+    splits = rows_of.load_rows(columns).rows
+    if split == "test" and not splits["test"]:
         split = "valid"
-    if not found.get(split):
+    if not splits.get(split):
         raise PackError(f"--data {columns.data}: has no {split} rows.")
-    return found[split]
+    return splits[split][first]

@@ -67,6 +67,12 @@ def test_eval_scores_base_and_pack_on_the_same_rows(made):
     assert "ratio" in invoke("eval", made / "pack", "--data", data).stdout
 
 
+@pytest.mark.parametrize(("limit", "rows"), [(1, 1), (2, 2), (-1, 2)])
+def test_eval_limit_counts_examples(made, limit, rows):
+    arguments = ("eval", made / "pack", "--data", made / "rows", "--limit", limit, "--json")
+    assert json.loads(invoke(*arguments).stdout)["rows"] == rows
+
+
 def test_eval_agrees_with_stock_mlx_lm_on_the_same_rows(made):
     """Perplexity of base and pack by mlx-lm's loader and forward, row by row."""
     import mlx.nn as nn
