@@ -631,7 +631,7 @@ def test_commands_print_what_was_done(bases, tmp_path, run):
     code, out, _ = run("inspect", tmp_path / "back")
     assert code == 0 and "file    adapters.safetensors" in out
     code, out, _ = run("apply", tmp_path / "back", "--model", bases["qwen3"])
-    assert code == 0 and "bit-equal" in out
+    assert code == 0 and "bit-identical" in out
 
 
 def test_a_fold_that_cannot_be_undone_is_kept_beside_it(bases, tmp_path):

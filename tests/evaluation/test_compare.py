@@ -20,6 +20,7 @@ from mlx_packs.gates import failures, judge, limits
 from mlx_packs.inference import throughput as speed
 from mlx_packs.objectives.causal_lm import split_head
 from mlx_packs.runtime import mx
+from tests.helpers.errors import check
 from tests.helpers.models import base_of
 from tests.helpers.rows import chat, write_rows
 from tests.packs.test_hot_swap import random_pack
@@ -365,5 +366,5 @@ def test_eval_and_generate_take_a_weighted_sum(here, run):
     assert code == 0 and json.loads(out)["pack"] == "a=0.7 + c=0.3", err
     code, out, _ = run("eval", *both, "--data", "rows")
     assert "ratio" in out and "±" in out.splitlines()[2] and "paired" in out
-    code, _, err = run("eval", "--data", "rows")
-    assert code == 2 and "name a PACK" in err
+    assert run("eval", "--data", "rows")[0] == 2
+    check(run.error, "invalid", "pack")

@@ -251,7 +251,7 @@ def test_taking_a_pack_off_leaves_the_quantized_base_as_it_was_to_the_bit(here, 
     write_quantized(here / "4-bit", here / "bf16")
     train("4-bit", "off")
     code, out, _ = run("apply", here / "off", "--model", here / "4-bit")
-    assert code == 0 and "after detaching they are bit-equal to before" in out
+    assert code == 0 and "after detaching they are bit-identical to before" in out
 
 
 def test_a_bf16_checkpoint_trains_by_the_same_command(here, train):
