@@ -13,22 +13,10 @@ from pathlib import Path
 import pytest
 
 import mlx_packs
+from tests.helpers.interpreter import run_python
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "mlx_packs"
-
-
-def run(code: str, **environment: str) -> str:
-    """Standard output of a fresh interpreter."""
-    result = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        env={**os.environ, **environment},
-        check=False,
-    )
-    assert result.returncode == 0, result.stderr
-    return result.stdout.strip()
 
 
 def train(options: str, folder: Path, **environment: str) -> dict:
@@ -46,14 +34,14 @@ def train(options: str, folder: Path, **environment: str) -> dict:
 
 
 def test_import_loads_nothing_heavy():
-    run(
+    run_python(
         "import sys, mlx_packs; heavy = {'mlx.core', 'mlx_lm', 'transformers', 'numpy', 'rich'}; "
         "assert not heavy & set(sys.modules), heavy & set(sys.modules)"
     )
 
 
 def test_inspect_does_not_import_transformers():
-    run(
+    run_python(
         "import sys, mlx_packs.cli.main, mlx_packs.packs.pack; "
         "assert 'transformers' not in sys.modules and 'mlx_lm.generate' not in sys.modules"
     )
@@ -77,11 +65,11 @@ class Finder:
 sys.meta_path.insert(0, Finder)
 import {first}, mlx_packs.runtime
 """
-    assert run(code) == (given or "1")
+    assert run_python(code) == (given or "1")
 
 
 def test_public_names_resolve_and_evaluate_is_a_function():
-    run(
+    run_python(
         "import mlx_packs as mp; [getattr(mp, n) for n in mp.__all__]; assert len(mp.__all__) > 20; "
         "assert set(dir(mp)) == {*mp.__all__, '__version__'}; "
         "import mlx_packs.train; assert callable(mp.evaluate) and callable(mp.train_pack); "
@@ -97,11 +85,11 @@ def test_every_line_of_the_stub_is_read():
 
 def test_real_blas_is_bound_and_can_be_turned_off():
     code = "from mlx_packs import runtime; print(runtime.BLAS.bound, runtime.BLAS.name)"
-    bound = run(code)
+    bound = run_python(code)
     if sys.platform == "linux":
         assert bound.startswith("True") and "openblas" in bound
-        assert run(code, MLX_PACKS_BLAS="off") == "False reference"
-        assert run(code, MLX_PACKS_BLAS="/nowhere/lib.so").startswith("False")
+        assert run_python(code, MLX_PACKS_BLAS="off") == "False reference"
+        assert run_python(code, MLX_PACKS_BLAS="/nowhere/lib.so").startswith("False")
     else:
         assert bound.startswith("False")
 
@@ -119,7 +107,7 @@ with mx.stream({stream}):
     mx.async_eval(b)
 """
     for _ in range(3):
-        run(code)
+        run_python(code)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the BLAS is Accelerate here")
@@ -133,7 +121,7 @@ for m, k, n in ((1, 7, 5), (33, 65, 129), (128, 256, 512)):
     for x, y in ((mx.array(a) @ mx.array(b).T, a @ b.T), (mx.array(b) @ mx.array(a).T, b @ a.T)):
         assert np.abs(np.array(x) - y).max() < 1e-4, (m, k, n)
 """
-    run(code)
+    run_python(code)
 
 
 @pytest.mark.slow
@@ -155,7 +143,7 @@ mx.disable_compile(); plain = weights_after(batches, 1)
 mx.enable_compile(); compiled = weights_after(batches, 1)
 print(largest_difference(plain, compiled), *(stepper.traces for stepper in steppers))
 """
-    difference, *traces = run(code).split()
+    difference, *traces = run_python(code).split()
     assert float(difference) < 1e-6 and traces == ["0", "1"]
 
 
@@ -219,7 +207,7 @@ def test_wheel_and_wheel_from_sdist_carry_the_same_files_and_train(tmp_path):
     installed = tmp_path / "installed"
     options = "--iters 1 --batch-size 1 --test-batches 1 --val-batches 0 --max-seq-length 64"
     train(f"{options} --matmul-path dense", tmp_path, PYTHONPATH=str(installed))
-    found = run(
+    found = run_python(
         "import mlx_packs; print(mlx_packs.__file__)", PYTHONPATH=str(installed), PYTHONSAFEPATH="1"
     )
     assert found.startswith(str(installed))

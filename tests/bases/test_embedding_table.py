@@ -8,7 +8,7 @@ from mlx_packs import load_base
 from mlx_packs.bases.embedding_table import MappedTable, map_table
 from mlx_packs.nn.nf4 import NF4Embedding
 from mlx_packs.runtime import mx
-from tests.convert.test_merge import write_checkpoint, write_quantized
+from tests.helpers.checkpoints import write_checkpoint, write_quantized
 
 TOKENS = np.array([[3, 4095, 0], [17, 3, 2000]], np.int32)
 KEY = "model.embed_tokens.weight"

@@ -8,7 +8,7 @@ import pytest
 from mlx_packs import load_base
 from mlx_packs.errors import PackError
 from mlx_packs.inference.generate import complete, complete_batch
-from tests.convert.test_merge import write_checkpoint
+from tests.helpers.checkpoints import write_checkpoint
 from tests.helpers.rows import chat, write_rows
 
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")

@@ -13,8 +13,9 @@ from mlx_packs.bases.loading import tiny_checkpoint
 from mlx_packs.bases.weight_map import origins
 from mlx_packs.files import read_header
 from mlx_packs.runtime import mx
-from tests.convert.test_merge import merged, noisy_pack, write_checkpoint
+from tests.helpers.checkpoints import merged, write_checkpoint
 from tests.helpers.models import model_of
+from tests.helpers.packs import random_pack
 
 
 def renamed(folder: Path) -> Path:
@@ -63,7 +64,7 @@ MADE = {
 def test_merging_changes_exactly_the_tensors_that_the_manifest_names(family, tmp_path, run):
     make = renamed if family == "qwen2_vl" else lambda f: write_checkpoint(f, family)
     base = make(tmp_path / "base")
-    pack = noisy_pack(load_base(base), tmp_path / "pack", targets=MADE[family])
+    pack = random_pack(load_base(base), targets=MADE[family]).save(tmp_path / "pack")
     keys = set(keys_of(pack).values())
     assert len(keys) == len(pack.specs) and None not in keys
     report = merged(pack, base, tmp_path / "out", dtype="float32")
@@ -90,7 +91,7 @@ def test_gpt2_and_a_language_model_among_others_have_other_names_in_their_files(
 
 def test_stacked_experts_name_the_tensor_of_each(tmp_path):
     base = load_base(one_by_one(tmp_path / "moe"))
-    pack = noisy_pack(base, tmp_path / "pack", targets=("switch_mlp.down_proj", "q_proj"))
+    pack = random_pack(base, targets=("switch_mlp.down_proj", "q_proj")).save(tmp_path / "pack")
     stacked = keys_of(pack)["model.layers.1.mlp.switch_mlp.down_proj"]
     assert stacked == [f"model.layers.1.mlp.experts.{e}.down_proj.weight" for e in range(4)]
     header, _ = read_header(tmp_path / "moe" / "model.safetensors")
@@ -112,6 +113,6 @@ def test_a_model_made_in_memory_says_nothing(tmp_path):
 
     base = base_of("llama")
     nn.quantize(base.model, group_size=32)
-    assert keys_of(noisy_pack(base, tmp_path / "pack")) == dict.fromkeys(
-        keys_of(noisy_pack(base_of("llama"), tmp_path / "other"))
+    assert keys_of(random_pack(base).save(tmp_path / "pack")) == dict.fromkeys(
+        keys_of(random_pack(base_of("llama")).save(tmp_path / "other"))
     )

@@ -11,7 +11,8 @@ from mlx_packs.adapters.tensors import delta_of
 from mlx_packs.convert.combine import _nearest, _svd, combine_packs, dare, linear, ties
 from mlx_packs.errors import PackError
 from mlx_packs.runtime import mx
-from tests.convert.test_merge import logits, noisy_pack, write_checkpoint, write_quantized
+from tests.helpers.checkpoints import logits, write_checkpoint, write_quantized
+from tests.helpers.packs import random_pack
 
 LOOSE = {"rows": 2, "max_drift": 100.0}
 
@@ -22,8 +23,8 @@ def made(tmp_path_factory):
     folder = tmp_path_factory.mktemp("combine")
     base = write_checkpoint(folder / "base")
     loaded = load_base(base)
-    a = noisy_pack(loaded, folder / "a", targets=("q_proj", "down_proj"))
-    b = noisy_pack(loaded, folder / "b", size=0.15, targets=("q_proj", "o_proj"), seed=2)
+    a = random_pack(loaded, targets=("q_proj", "down_proj")).save(folder / "a")
+    b = random_pack(loaded, size=0.15, targets=("q_proj", "o_proj"), seed=2).save(folder / "b")
     return base, a, b
 
 
@@ -107,8 +108,10 @@ def test_factors_of_a_stack_are_those_of_its_parts():
 def test_experts_are_combined(tmp_path):
     base = write_checkpoint(tmp_path / "base", "qwen3_moe")
     loaded = load_base(base)
-    a = noisy_pack(loaded, tmp_path / "a", targets=("switch_mlp.down_proj",))
-    b = noisy_pack(loaded, tmp_path / "b", size=0.2, targets=("switch_mlp.down_proj",), seed=2)
+    a = random_pack(loaded, targets=("switch_mlp.down_proj",)).save(tmp_path / "a")
+    b = random_pack(loaded, size=0.2, targets=("switch_mlp.down_proj",), seed=2).save(
+        tmp_path / "b"
+    )
     for method, rank in (("linear", None), ("svd", 4)):
         out = tmp_path / method
         report = combine_packs([(a, 0.5), (b, 0.5)], out, method, rank, model=base, **LOOSE)
@@ -148,7 +151,7 @@ def test_a_rank_that_loses_too_much_is_refused_and_one_that_passes_is_named(
 def test_packs_of_two_bases_and_kinds_that_do_not_add_up_are_named(made, tmp_path):
     base, a, _ = made
     other = write_quantized(tmp_path / "q", base)
-    c = noisy_pack(load_base(other), tmp_path / "c")
+    c = random_pack(load_base(other)).save(tmp_path / "c")
     with pytest.raises(PackError, match="only packs of one base can be added up"):
         combine_packs([(a, 1.0), (c, 1.0)], tmp_path / "x", model=base)
     for packs, options, message in (

@@ -17,7 +17,14 @@ from mlx_packs.convert.merge import merge_pack
 from mlx_packs.errors import PackError
 from mlx_packs.files import read_header, sha256
 from mlx_packs.runtime import mx
-from tests.convert.test_merge import attached_logits, logits, merged, noisy_pack, write_checkpoint
+from tests.helpers.checkpoints import (
+    attached_logits,
+    logits,
+    merged,
+    write_checkpoint,
+    write_quantized,
+)
+from tests.helpers.packs import random_pack
 
 PREFIX = "base_model.model."
 LAYER = "model.layers.{}."
@@ -281,8 +288,6 @@ def test_dora_is_carried_applied_merged_and_is_that_of_mlx_lm(bits, bases, tmp_p
     from mlx_lm.tuner.utils import load_adapters
     from mlx_lm.utils import load_model
 
-    from tests.convert.test_merge import write_quantized
-
     model = write_quantized(tmp_path / "q", bases["qwen3"], bits) if bits else bases["qwen3"]
     import_adapter(write_dora(tmp_path / "in"), tmp_path / "pack", model)
     pack = Pack.open(tmp_path / "pack")
@@ -444,7 +449,9 @@ def test_whole_tables_of_a_tied_base_must_be_one(bases, tmp_path):
 
 
 def test_experts_go_to_mlx_lm_and_not_to_peft(bases, tmp_path):
-    pack = noisy_pack(load_base(bases["moe"]), tmp_path / "p", targets=("switch_mlp.down_proj",))
+    pack = random_pack(load_base(bases["moe"]), targets=("switch_mlp.down_proj",)).save(
+        tmp_path / "p"
+    )
     with pytest.raises(PackError, match="experts of a mixture, which transformers keeps as one"):
         export_pack(pack, "peft", tmp_path / "x")
     export_pack(pack, "mlx-lm", tmp_path / "out")
@@ -455,9 +462,9 @@ def test_experts_go_to_mlx_lm_and_not_to_peft(bases, tmp_path):
     again = Pack.open(tmp_path / "again")
     found, expected = (attached_logits(p, bases["moe"]) for p in (again, pack))
     assert np.abs(found - expected).max() < 1e-5
-    attention = noisy_pack(load_base(bases["moe"]), tmp_path / "a", targets=("q_proj",))
+    attention = random_pack(load_base(bases["moe"]), targets=("q_proj",)).save(tmp_path / "a")
     assert export_pack(attention, "peft", tmp_path / "attention")["modules"] == 2
-    router = noisy_pack(load_base(bases["moe"]), tmp_path / "r", targets=("mlp.gate",))
+    router = random_pack(load_base(bases["moe"]), targets=("mlp.gate",)).save(tmp_path / "r")
     with pytest.raises(PackError, match="adapts a router, no linear in transformers"):
         export_pack(router, "peft", tmp_path / "x")
 

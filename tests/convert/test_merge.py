@@ -1,7 +1,6 @@
 """packs merge: what is written computes what was attached, under the base's own names."""
 
 import json
-import shutil
 from pathlib import Path
 
 import mlx.nn as nn
@@ -9,107 +8,37 @@ import numpy as np
 import pytest
 from mlx.utils import tree_flatten
 
-from mlx_packs import LoRAConfig, Pack, load_base
-from mlx_packs.adapters.lora import attach
-from mlx_packs.bases.loading import tiny_checkpoint
-from mlx_packs.bases.quantization import Packing, Recipe
+from mlx_packs import Pack, load_base
+from mlx_packs.bases.quantization import Recipe
 from mlx_packs.bases.writer import quantize, verify
 from mlx_packs.convert.merge import merge_pack
 from mlx_packs.errors import PackError
-from mlx_packs.files import read_header, sha256
-from mlx_packs.packs.base import load_base_for
+from mlx_packs.files import sha256
 from mlx_packs.packs.manifest import ADAPTERS
 from mlx_packs.runtime import mx
+from tests.helpers.checkpoints import (
+    SIZES,
+    attached_logits,
+    layout,
+    logits,
+    merged,
+    write_checkpoint,
+    write_quantized,
+)
 from tests.helpers.models import model_of
+from tests.helpers.packs import random_pack
 
-SMALL = {"vocab_size": 4096, "intermediate_size": 128}
 TARGETS = {
     "gpt2": ("c_attn", "attn.c_proj"),
     "qwen3_moe": ("q_proj", "switch_mlp.down_proj"),
 }
 
 
-def write_checkpoint(folder: Path, family: str = "qwen3", dtype=mx.float32, **changes) -> Path:
-    """A small dense checkpoint that speaks; GPT-2's lies turned round, as transformers has it."""
-    folder.mkdir()
-    sizes = {"vocab_size": 4096, "n_positions": 2048} if family == "gpt2" else SMALL
-    if family == "qwen3_moe":
-        sizes = {
-            **sizes,
-            "num_experts": 4,
-            "num_experts_per_tok": 2,
-            "decoder_sparse_step": 1,
-            "mlp_only_layers": [],
-            "moe_intermediate_size": 64,
-            "norm_topk_prob": True,
-        }
-    model, config = model_of(family, **{**sizes, **changes})
-    tensors = {n: t.astype(dtype) for n, t in tree_flatten(model.parameters())}
-    if family == "gpt2":
-        turned = ("c_attn.weight", "c_proj.weight", "c_fc.weight")
-        tensors = {
-            n.removeprefix("model."): mx.contiguous(t.T) if n.endswith(turned) else t
-            for n, t in tensors.items()
-        }
-    mx.save_safetensors(str(folder / "model.safetensors"), tensors)
-    (folder / "config.json").write_text(json.dumps(config))
-    for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
-        shutil.copy(tiny_checkpoint() / file, folder)
-    return folder
-
-
-def write_quantized(folder: Path, source: Path, bits: int = 4, mode: str = "affine") -> Path:
-    packing = Packing(mode, bits, 64 if mode == "nf4" else 32)
-    quantize(source, folder, Recipe(packing))
-    return folder
-
-
-def noisy_pack(
-    base, folder: Path, size: float = 0.1, targets=("q_proj", "down_proj"), seed: int = 1
-) -> Pack:
-    attached = attach(base, LoRAConfig(rank=2, target_modules=targets))
-    try:
-        mx.random.seed(seed)
-        for lora in {id(slot.lora): slot.lora for slot in attached.slots.values()}.values():
-            for factors in (lora.lora_a, lora.lora_b):
-                factors[:] = [mx.random.normal(t.shape) * size for t in factors]
-        return Pack.of(attached).save(folder)
-    finally:
-        attached.detach()
-
-
-def logits(base) -> np.ndarray:
-    base.model.eval()
-    return np.array(base.model(mx.arange(1, 33)[None]))
-
-
-def attached_logits(pack: Pack, model: Path) -> np.ndarray:
-    base = load_base_for(pack, model)
-    with base.applied(pack):
-        return logits(base)
-
-
-def layout(folder: Path) -> dict:
-    """Name to dtype and shape of every tensor of a checkpoint."""
-    return {
-        name: (t["dtype"], t["shape"])
-        for file in folder.glob("model*.safetensors")
-        for name, t in read_header(file)[0].items()
-    }
-
-
-def merged(pack: Pack, model: Path, out: Path, **options) -> dict:
-    options = {"rows": 2, "max_drift": 10.0, **options}
-    report = merge_pack(pack, model, out, **options)
-    assert report["passed"] and verify(out)["merged"]["kl_mean"] == report["kl_mean"]
-    return report
-
-
 @pytest.mark.parametrize("family", ["qwen3", "llama", "gpt2", "qwen3_moe"])
 def test_a_dense_base_keeps_its_names_and_dtypes_and_computes_what_was_attached(family, tmp_path):
     base = write_checkpoint(tmp_path / "base", family)
-    pack = noisy_pack(
-        load_base(base), tmp_path / "pack", targets=TARGETS.get(family, ("q_proj", "down_proj"))
+    pack = random_pack(load_base(base), targets=TARGETS.get(family, ("q_proj", "down_proj"))).save(
+        tmp_path / "pack"
     )
     report = merged(pack, base, tmp_path / "out")
     assert layout(tmp_path / "out") == layout(base) and report["names"] == "base"
@@ -123,7 +52,7 @@ def test_a_dense_base_keeps_its_names_and_dtypes_and_computes_what_was_attached(
 
 def test_a_tied_head_and_bf16_stay_what_they_are(tmp_path):
     base = write_checkpoint(tmp_path / "base", dtype=mx.bfloat16, tie_word_embeddings=True)
-    pack = noisy_pack(load_base(base), tmp_path / "pack")
+    pack = random_pack(load_base(base)).save(tmp_path / "pack")
     merged(pack, base, tmp_path / "out")
     assert layout(tmp_path / "out") == layout(base)
     assert {dtype for dtype, _ in layout(base).values()} == {"BF16"}
@@ -134,7 +63,7 @@ def test_a_tied_head_and_bf16_stay_what_they_are(tmp_path):
 def test_same_requantizes_what_changed_and_leaves_every_other_byte(mode, tmp_path):
     dense = write_checkpoint(tmp_path / "dense")
     base = write_quantized(tmp_path / "base", dense, mode=mode)
-    pack = noisy_pack(load_base(base), tmp_path / "pack")
+    pack = random_pack(load_base(base)).save(tmp_path / "pack")
     report = merged(pack, base, tmp_path / "out", requantize="same")
     assert layout(tmp_path / "out") == layout(base) and report["changed"] == 4
     before, after = (mx.load(str(f / "model.safetensors")) for f in (base, tmp_path / "out"))
@@ -149,7 +78,7 @@ def test_same_requantizes_what_changed_and_leaves_every_other_byte(mode, tmp_pat
 def test_a_quantized_base_becomes_dense_or_takes_more_bits(mode, requantize, tolerance, tmp_path):
     dense = write_checkpoint(tmp_path / "dense")
     base = write_quantized(tmp_path / "base", dense, mode=mode)
-    pack = noisy_pack(load_base(base), tmp_path / "pack")
+    pack = random_pack(load_base(base)).save(tmp_path / "pack")
     report = merged(pack, base, tmp_path / "out", requantize=requantize)
     out = load_base(tmp_path / "out")
     assert np.abs(logits(out) - attached_logits(pack, base)).max() < tolerance
@@ -165,12 +94,12 @@ def test_a_quantized_base_becomes_dense_or_takes_more_bits(mode, requantize, tol
 
 def test_a_dense_base_is_quantized_as_a_whole_and_an_8_bit_one_becomes_smaller(tmp_path):
     dense = write_checkpoint(tmp_path / "dense")
-    pack = noisy_pack(load_base(dense), tmp_path / "pack")
+    pack = random_pack(load_base(dense)).save(tmp_path / "pack")
     for way in ("affine4", "nf4"):
         merged(pack, dense, tmp_path / way, requantize=way)
         assert load_base(tmp_path / way).quantization["bits"] == 4
     eight = write_quantized(tmp_path / "eight", dense, bits=8)
-    pack = noisy_pack(load_base(eight), tmp_path / "pack8")
+    pack = random_pack(load_base(eight)).save(tmp_path / "pack8")
     report = merged(pack, eight, tmp_path / "less", requantize="affine4")
     assert report["changed"] == 16 and report["gb"] < 1e-9 * 0.75 * sum(
         f.stat().st_size for f in eight.glob("*.safetensors")
@@ -181,7 +110,7 @@ def test_a_dense_base_is_quantized_as_a_whole_and_an_8_bit_one_becomes_smaller(t
 @pytest.mark.parametrize("requantize", ["none", "same"])
 def test_a_pack_of_a_base_that_was_quantized_on_loading_is_merged_into_that(requantize, tmp_path):
     dense = write_checkpoint(tmp_path / "dense")
-    pack = noisy_pack(load_base(dense, quantize="nf4"), tmp_path / "pack")
+    pack = random_pack(load_base(dense, quantize="nf4")).save(tmp_path / "pack")
     report = merged(pack, dense, tmp_path / "out", requantize=requantize)
     assert report["kl_mean"] < (1e-6 if requantize == "none" else 1e-2)
     assert bool(load_base(tmp_path / "out").quantization) == (requantize == "same")
@@ -195,7 +124,7 @@ def test_a_bitsandbytes_base_is_merged(requantize, tmp_path):
     dense = write_checkpoint(tmp_path / "dense")
     base = tmp_path / "base"
     quantize(dense, base, Recipe(format="bitsandbytes"))
-    pack = noisy_pack(load_base(base), tmp_path / "pack")
+    pack = random_pack(load_base(base)).save(tmp_path / "pack")
     report = merged(pack, base, tmp_path / "out", requantize=requantize)
     if requantize == "same":
         assert layout(tmp_path / "out") == layout(base) and report["names"] == "base"
@@ -210,7 +139,7 @@ def test_a_bitsandbytes_base_is_merged(requantize, tmp_path):
 
 def test_packed_experts_are_merged_and_not_into_nf4(tmp_path):
     base = write_quantized(tmp_path / "base", write_checkpoint(tmp_path / "d", "qwen3_moe"), 8)
-    pack = noisy_pack(load_base(base), tmp_path / "pack", targets=TARGETS["qwen3_moe"])
+    pack = random_pack(load_base(base), targets=TARGETS["qwen3_moe"]).save(tmp_path / "pack")
     merged(pack, base, tmp_path / "out", requantize="same")
     assert layout(tmp_path / "out") == layout(base)
     assert np.abs(logits(load_base(tmp_path / "out")) - attached_logits(pack, base)).max() < 0.05
@@ -220,7 +149,7 @@ def test_packed_experts_are_merged_and_not_into_nf4(tmp_path):
 
 def test_shards_and_dtype(tmp_path):
     base = write_checkpoint(tmp_path / "base")
-    pack = noisy_pack(load_base(base), tmp_path / "pack")
+    pack = random_pack(load_base(base)).save(tmp_path / "pack")
     report = merged(pack, base, tmp_path / "out", dtype="bfloat16", max_shard_gb=0.0005)
     assert report["shards"] > 1 and len(list((tmp_path / "out").glob("model-*"))) > 1
     found = layout(tmp_path / "out")
@@ -232,7 +161,7 @@ def test_stock_mlx_lm_loads_what_is_written(tmp_path):
     from mlx_lm.utils import load_model
 
     base = write_quantized(tmp_path / "base", write_checkpoint(tmp_path / "dense"))
-    pack = noisy_pack(load_base(base), tmp_path / "pack")
+    pack = random_pack(load_base(base)).save(tmp_path / "pack")
     for way in ("same", "none", "affine8"):
         merged(pack, base, tmp_path / way, requantize=way)
         model, _ = load_model(tmp_path / way)
@@ -242,9 +171,9 @@ def test_stock_mlx_lm_loads_what_is_written(tmp_path):
 
 @pytest.fixture
 def faint(tmp_path):
-    """A 4-bit base and a pack whose deltas are small beside its steps."""
+    """A 4-bit base and a pack whose deltas are small beside its steps; no merge of it is exact."""
     base = write_quantized(tmp_path / "base", write_checkpoint(tmp_path / "dense"))
-    return base, noisy_pack(load_base(base), tmp_path / "pack", size=0.02)
+    return base, random_pack(load_base(base), 4, size=0.02).save(tmp_path / "pack")
 
 
 def test_a_pack_that_four_bits_would_erase_is_refused_and_the_bits_that_pass_named(
@@ -367,12 +296,12 @@ def test_nan_in_the_pack_stops_the_merge(faint, tmp_path):
 
 def test_mxfp4_is_not_written_and_says_what_is(tmp_path):
     folder = write_checkpoint(tmp_path / "base")
-    model, config = model_of("qwen3", **SMALL)
+    model, config = model_of("qwen3", **SIZES)
     nn.quantize(model, 32, 4, mode="mxfp4")
     config["quantization"] = {"group_size": 32, "bits": 4, "mode": "mxfp4"}
     mx.save_safetensors(str(folder / "model.safetensors"), dict(tree_flatten(model.parameters())))
     (folder / "config.json").write_text(json.dumps(config))
-    pack = noisy_pack(load_base(folder), tmp_path / "pack")
+    pack = random_pack(load_base(folder)).save(tmp_path / "pack")
     with pytest.raises(PackError, match="is mxfp4, which is not written here; choose affine4"):
         merge_pack(pack, folder, tmp_path / "same", requantize="same", rows=2)
     merged(pack, folder, tmp_path / "out", requantize="affine8")

@@ -16,7 +16,8 @@ from mlx_packs.convert import peft as peft_format
 from mlx_packs.convert.interop import export_pack, import_adapter
 from mlx_packs.nn.quantized import QUANTIZED, dequantized_weight
 from mlx_packs.runtime import mx
-from tests.convert.test_merge import attached_logits, noisy_pack
+from tests.helpers.checkpoints import attached_logits
+from tests.helpers.packs import random_pack
 
 pytestmark = [pytest.mark.interop, pytest.mark.filterwarnings("default")]
 TOKENS = range(1, 33)
@@ -99,7 +100,7 @@ ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_pro
 
 
 def test_a_folder_from_here_has_the_same_logits_in_peft(base, tmp_path):
-    pack = noisy_pack(load_base(base), tmp_path / "pack", targets=TARGETS.get(base.name, ALL))
+    pack = random_pack(load_base(base), targets=TARGETS.get(base.name, ALL)).save(tmp_path / "pack")
     export_pack(pack, "peft", tmp_path / "out")
     expected = attached_logits(pack, base)
     there = with_peft(base, tmp_path / "out")
@@ -113,7 +114,7 @@ def test_over_the_dequantized_base_of_a_4_bit_pack_too(base, tmp_path):
     else:
         targets = ALL
     loaded = load_base(base, quantize="affine4")
-    pack = noisy_pack(loaded, tmp_path / "pack", targets=targets)
+    pack = random_pack(loaded, targets=targets).save(tmp_path / "pack")
     export_pack(pack, "peft", tmp_path / "out")
     there = transformers_model(base)
     state = there.state_dict()

@@ -22,8 +22,8 @@ from mlx_packs.objectives.causal_lm import split_head
 from mlx_packs.runtime import mx
 from tests.helpers.errors import check
 from tests.helpers.models import base_of
+from tests.helpers.packs import random_pack
 from tests.helpers.rows import chat, write_rows
-from tests.packs.test_hot_swap import random_pack
 
 ROWS = [
     chat("What is one?", "It is one and one, and no more than that, said the man."),

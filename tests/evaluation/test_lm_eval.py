@@ -14,7 +14,7 @@ from mlx_packs.evaluation.lm_eval import _figures, _until, language_model, log_l
 from mlx_packs.objectives.causal_lm import split_head
 from mlx_packs.runtime import mx
 from tests.helpers.errors import raises
-from tests.packs.test_hot_swap import random_pack
+from tests.helpers.packs import random_pack
 
 TASK = """
 task: {name}

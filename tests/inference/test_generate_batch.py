@@ -10,7 +10,7 @@ from mlx_packs.errors import PackError
 from mlx_packs.inference.generate import complete, complete_batch, stream_batch
 from mlx_packs.runtime import mx
 from tests.helpers.models import base_of
-from tests.packs.test_hot_swap import random_pack
+from tests.helpers.packs import random_pack
 
 PROMPTS = (
     "In the beginning",

@@ -19,7 +19,7 @@ from mlx_packs.objectives.projection_stack import graph_of
 from mlx_packs.optim import make_optimizer
 from mlx_packs.runtime import mx
 from mlx_packs.training.step import Stepper
-from tests.convert.test_merge import write_checkpoint, write_quantized
+from tests.helpers.checkpoints import write_checkpoint, write_quantized
 from tests.helpers.models import base_of
 
 STACK = TrainConfig(objective="projection-stack")

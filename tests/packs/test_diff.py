@@ -10,7 +10,7 @@ from mlx_packs import Pack
 from mlx_packs.errors import PackError
 from mlx_packs.packs.diff import lines
 from mlx_packs.runtime import mx
-from tests.packs.test_hub import BASE, write_pack
+from tests.helpers.packs import BASE, write_pack
 
 Q, DOWN = "model.layers.0.self_attn.q_proj", "model.layers.10.mlp.down_proj"
 

@@ -1,46 +1,21 @@
 """Hot-swap: packs put on, replaced and taken off without touching the base; sums of packs."""
 
 import mlx.nn as nn
-import numpy as np
 import pytest
 from mlx.utils import tree_flatten
 
-from mlx_packs import LoRAConfig, Pack, load_base, weighted_sum
-from mlx_packs.adapters.lora import attach
+from mlx_packs import Pack, load_base, weighted_sum
 from mlx_packs.adapters.tensors import delta_of
 from mlx_packs.errors import PackError
 from mlx_packs.nn.imported import DoRALinear
 from mlx_packs.packs.base import Base
 from mlx_packs.packs.weighted_sum import open_weighted
 from mlx_packs.runtime import mx
+from tests.helpers.interpreter import run_python
 from tests.helpers.models import base_of, model_of
-from tests.test_package import run as run_python
+from tests.helpers.packs import random_pack
 
 PROBE = [[1, 2, 3, 4, 5, 6, 7, 8]]
-
-
-def random_pack(base, seed: int, rank: int = 2, targets=("q_proj", "down_proj"), **lora) -> Pack:
-    attached = attach(base, LoRAConfig(rank=rank, target_modules=targets, **lora))
-    try:
-        key = mx.random.split(mx.random.key(seed), len(attached.tensors()))
-        noise = {
-            name: mx.random.normal(tensor.shape, key=k) * 0.1
-            for k, (name, tensor) in zip(key, attached.tensors().items(), strict=True)
-        }
-        for spec in attached.specs.values():  # what couples slices is no adapter
-            name, at, row = f"{spec.path}.lora_b", 0, 0
-            mask = np.zeros(noise[name].shape, dtype=np.float32)
-            for s in spec.slices:
-                mask[..., row : row + s.rank, at : at + s.width] = 1
-                row, at = row + s.rank, at + s.width
-            if len(spec.slices) > 1:
-                noise[name] = noise[name] * mx.array(mask)
-        attached.load(noise, "noise")
-        pack = Pack.of(attached)
-        mx.eval(pack.tensors)
-        return pack
-    finally:
-        attached.detach()
 
 
 def with_whole_norm(base, pack: Pack) -> Pack:
@@ -189,7 +164,7 @@ def test_packs_of_one_shape_share_the_traces_that_score_them():
     code = """
 import numpy as np
 from tests.helpers.models import base_of
-from tests.packs.test_hot_swap import random_pack
+from tests.helpers.packs import random_pack
 from mlx_packs.evaluation import evaluate as e
 from mlx_packs.data.batches import evaluation_batches
 from mlx_packs.data.encoding import Example, Examples

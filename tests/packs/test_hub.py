@@ -19,39 +19,12 @@ from mlx_packs.packs.hub import MAIN, split_name
 from mlx_packs.packs.push import make_ready
 from mlx_packs.runtime import mx
 from tests.helpers.local_hub import LocalHub, Repo, local_hub
+from tests.helpers.packs import BASE, EVAL, random_pack, write_pack
 
 # huggingface_hub's upload of LFS files uses an argument that its HTTP library will drop
 pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")
 
-BASE = {
-    "id": "mlx-community/Some-4bit",
-    "fingerprint": "f" * 64,
-    "model_type": "qwen3",
-    "quantization": {"group_size": 64, "bits": 4},
-    "num_layers": 2,
-}
-EVAL = {"split": "test", "rows": 3, "ppl_before": 10.0, "ppl_after": 5.0}
 NAMES = {"pack.json", "adapters.safetensors", "adapter_config.json", "README.md"}
-
-
-def write_pack(folder: Path, width: int = 64, rank: int = 2, base: dict = BASE, **facts) -> Pack:
-    """A pack of random adapters on two projections, without a base."""
-    paths = [f"model.layers.{i}.self_attn.q_proj" for i in range(2)]
-    slices = [{"name": "q_proj", "width": width, "rank": rank, "alpha": 2.0 * rank}]
-    manifest = {
-        "format_version": 1,
-        "kind": "lora",
-        "base": base,
-        "adapters": {
-            "parameters": 4 * rank * width,
-            "groups": [[path] for path in paths],
-            "modules": [{"path": p, "in_features": width, "slices": slices} for p in paths],
-        },
-        **facts,
-    }
-    tensors = {f"{p}.lora_a": mx.random.normal((width, rank)) for p in paths}
-    tensors |= {f"{p}.lora_b": mx.random.normal((rank, width)) for p in paths}
-    return Pack(manifest, tensors).save(folder)
 
 
 @pytest.fixture
@@ -612,9 +585,8 @@ def test_a_folder_comes_before_a_hub_id(here, hub, refused):
 
 
 def test_generate_takes_a_hub_id_as_pack(hub, here, run, tiny):
-    from tests.packs.test_pack import make_pack
 
-    make_pack(tiny, here / "p")
+    random_pack(tiny).save(here / "p")
     mp.push("p", "me/p")
     shutil.rmtree(here / "p")
     code, out, err = run("generate", "--pack", "me/p", "--prompt", "Say", "--max-tokens", "2")

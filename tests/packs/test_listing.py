@@ -12,7 +12,7 @@ import mlx_packs as mp
 from mlx_packs import Pack
 from mlx_packs.display import Display
 from mlx_packs.errors import PackError
-from tests.packs.test_hub import BASE, EVAL, write_pack
+from tests.helpers.packs import BASE, EVAL, write_pack
 
 MEASURED = {"created": "2026-11-21T10:00:00Z"}
 

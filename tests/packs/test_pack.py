@@ -11,13 +11,14 @@ from mlx.utils import tree_flatten
 
 from mlx_packs import DataConfig, LoRAConfig, Pack, TrainConfig, evaluate, load_base, train_pack
 from mlx_packs.adapters.lora import attach
-from mlx_packs.bases.loading import tiny_checkpoint
 from mlx_packs.errors import PackError
 from mlx_packs.files import atomic_folder, sha256
 from mlx_packs.packs.manifest import model_card
 from mlx_packs.packs.pack import check_against, round_adapters
 from mlx_packs.runtime import mx
+from tests.helpers.checkpoints import SIZES, write_files
 from tests.helpers.models import model_of
+from tests.helpers.packs import random_pack
 from tests.helpers.rows import chat, write_rows
 
 EVAL = {
@@ -28,8 +29,7 @@ EVAL = {
 
 def write_base(folder: Path, bits: int | None = None, finer: tuple[str, ...] = ()) -> Path:
     """A small Qwen3 checkpoint, dense or quantized (``finer`` modules in 8 bits), that speaks."""
-    folder.mkdir()
-    model, config = model_of("qwen3", vocab_size=4096, intermediate_size=128)
+    model, config = model_of("qwen3", **SIZES)
     if bits:
         chosen = {"group_size": 32, "bits": bits}
         finer = {path: {"group_size": 64, "bits": 8} for path in finer}
@@ -39,22 +39,7 @@ def write_base(folder: Path, bits: int | None = None, finer: tuple[str, ...] = (
 
         nn.quantize(model, class_predicate=how)
         config["quantization"] = {**chosen, **finer}
-    mx.save_safetensors(str(folder / "model.safetensors"), dict(tree_flatten(model.parameters())))
-    (folder / "config.json").write_text(json.dumps(config))
-    for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
-        shutil.copy(tiny_checkpoint() / file, folder)
-    return folder
-
-
-def make_pack(base, folder: Path, **facts) -> Pack:
-    """A pack of random adapters on q_proj and down_proj."""
-    attached = attach(base, LoRAConfig(rank=2, target_modules=("q_proj", "down_proj")))
-    try:
-        noise = {n: mx.random.normal(t.shape) * 0.1 for n, t in attached.tensors().items()}
-        attached.load(noise, "noise")
-        return Pack.of(attached, **facts).save(folder)
-    finally:
-        attached.detach()
+    return write_files(folder, dict(tree_flatten(model.parameters())), config)
 
 
 @pytest.fixture
@@ -68,7 +53,7 @@ def dense(tmp_path_factory) -> Path:
     """A folder with a dense checkpoint ``base`` and a pack ``p4`` made on it in 4 bits."""
     folder = tmp_path_factory.mktemp("dense")
     base = load_base(write_base(folder / "base"), quantize="affine4")
-    make_pack(base, folder / "p4", recipe={"quantize": "affine4"})
+    random_pack(base, facts={"recipe": {"quantize": "affine4"}}).save(folder / "p4")
     return folder
 
 
@@ -77,16 +62,17 @@ def made(tmp_path_factory) -> Path:
     """A pack on the tiny base with every optional part in its manifest; tests copy it."""
     folder = tmp_path_factory.mktemp("made") / "p"
     recipe = {"quantize": "none", "chat_feature": "talk", "text_feature": "words"}
-    make_pack(
+    random_pack(
         load_base("tiny"),
-        folder,
-        objective={"loss_on": "all"},
-        data={"source": "d", "rows": {"train": 4, "test": 2}},
-        recipe={**recipe, "max_seq_length": 16},
-        versions={"mlx": "0"},
-        eval=EVAL,
-        measured={"created": "2026-01-01"},
-    )
+        facts={
+            "objective": {"loss_on": "all"},
+            "data": {"source": "d", "rows": {"train": 4, "test": 2}},
+            "recipe": {**recipe, "max_seq_length": 16},
+            "versions": {"mlx": "0"},
+            "eval": EVAL,
+            "measured": {"created": "2026-01-01"},
+        },
+    ).save(folder)
     return folder
 
 
@@ -133,7 +119,7 @@ def test_attach_refuses_the_base_in_another_quantization(dense):
 
 
 def test_attach_refuses_a_quantized_base_for_a_pack_of_the_dense_one(dense, tmp_path):
-    pack = make_pack(load_base(dense / "base"), tmp_path / "p")
+    pack = random_pack(load_base(dense / "base")).save(tmp_path / "p")
     with pytest.raises(PackError, match="as dense.*affine 4-bit.*without quantize"):
         pack.attach(load_base(dense / "base", quantize="affine4"))
 
@@ -168,7 +154,7 @@ def test_apply_names_a_bad_config_of_the_base(made, here, refused, content, dry)
 @pytest.mark.parametrize("bits", [None, 3, 4])
 def test_check_against_reads_the_geometry_from_headers(tmp_path, bits, finer):
     folder = write_base(tmp_path / "base", bits, finer)
-    pack = make_pack(load_base(folder), tmp_path / "p")
+    pack = random_pack(load_base(folder)).save(tmp_path / "p")
     assert check_against(pack, str(folder))["geometry"] == "checked"
 
 
@@ -383,7 +369,7 @@ def test_commands_run_code_of_a_checkpoint_only_when_told_to(here, monkeypatch, 
     from mlx_packs.bases import loading
 
     base = write_base(here / "base")
-    make_pack(load_base(base), here / "p")
+    random_pack(load_base(base)).save(here / "p")
     write_rows(here / "d", train=[{"text": "x y"}], test=[{"text": "one two"}])
     given = []
 

@@ -8,7 +8,7 @@ import pytest
 
 from mlx_packs import Pack, load_base
 from mlx_packs.runtime import mx
-from tests.convert.test_merge import layout, logits, write_checkpoint, write_quantized
+from tests.helpers.checkpoints import layout, logits, write_checkpoint, write_quantized
 from tests.helpers.rows import write_rows
 
 pytestmark = pytest.mark.systems

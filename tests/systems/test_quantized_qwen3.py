@@ -13,7 +13,7 @@ import pytest
 from mlx_packs import Pack
 from mlx_packs.files import read_header
 from mlx_packs.runtime import mx
-from tests.convert.test_merge import write_checkpoint, write_quantized
+from tests.helpers.checkpoints import write_checkpoint, write_quantized
 from tests.helpers.rows import write_rows
 
 pytestmark = pytest.mark.systems

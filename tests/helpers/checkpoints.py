@@ -1,0 +1,92 @@
+"""Small checkpoints on disk, and what a model computes with or without a pack."""
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+from mlx.utils import tree_flatten
+
+from mlx_packs import Pack
+from mlx_packs.bases.loading import BaseModel, tiny_checkpoint
+from mlx_packs.bases.quantization import Packing, Recipe
+from mlx_packs.bases.writer import quantize, verify
+from mlx_packs.convert.merge import merge_pack
+from mlx_packs.files import read_header
+from mlx_packs.packs.base import load_base_for
+from mlx_packs.runtime import mx
+from tests.helpers.models import model_of
+
+SIZES = {"vocab_size": 4096, "intermediate_size": 128}
+SIZES_OF = {
+    "gpt2": {"vocab_size": 4096, "n_positions": 2048},
+    "qwen3_moe": {
+        **SIZES,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "moe_intermediate_size": 64,
+        "norm_topk_prob": True,
+    },
+}
+
+
+def write_checkpoint(
+    folder: Path, family: str = "qwen3", dtype: mx.Dtype = mx.float32, **changes
+) -> Path:
+    """Write a small dense checkpoint with a tokenizer; GPT-2's is transposed, as transformers does."""
+    model, config = model_of(family, **{**SIZES_OF.get(family, SIZES), **changes})
+    tensors = {n: t.astype(dtype) for n, t in tree_flatten(model.parameters())}
+    if family == "gpt2":
+        transposed = ("c_attn.weight", "c_proj.weight", "c_fc.weight")
+        tensors = {
+            n.removeprefix("model."): mx.contiguous(t.T) if n.endswith(transposed) else t
+            for n, t in tensors.items()
+        }
+    return write_files(folder, tensors, config)
+
+
+def write_files(folder: Path, tensors: dict[str, mx.array], config: dict) -> Path:
+    """Write the files of a checkpoint, with the tokenizer of the tiny base."""
+    folder.mkdir()
+    mx.save_safetensors(str(folder / "model.safetensors"), tensors)
+    (folder / "config.json").write_text(json.dumps(config))
+    for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        shutil.copy(tiny_checkpoint() / file, folder)
+    return folder
+
+
+def write_quantized(folder: Path, source: Path, bits: int = 4, mode: str = "affine") -> Path:
+    """Quantize a checkpoint as `packs quantize` does."""
+    quantize(source, folder, Recipe(Packing(mode, bits, 64 if mode == "nf4" else 32)))
+    return folder
+
+
+def layout(folder: Path) -> dict[str, tuple[str, list[int]]]:
+    """Return the dtype and shape of every tensor of a checkpoint."""
+    return {
+        name: (t["dtype"], t["shape"])
+        for file in folder.glob("model*.safetensors")
+        for name, t in read_header(file)[0].items()
+    }
+
+
+def logits(base: BaseModel) -> np.ndarray:
+    """Return the logits [1, 32, V] of fixed tokens."""
+    base.model.eval()
+    return np.array(base.model(mx.arange(1, 33)[None]))
+
+
+def attached_logits(pack: Pack, model: Path) -> np.ndarray:
+    """Return the logits of a pack's base with the pack applied."""
+    base = load_base_for(pack, model)
+    with base.applied(pack):
+        return logits(base)
+
+
+def merged(pack: Pack, model: Path, out: Path, **options) -> dict:
+    """Merge a pack on few rows and verify what was written; the report."""
+    report = merge_pack(pack, model, out, **{"rows": 2, "max_drift": 10.0, **options})
+    assert report["passed"] and verify(out)["merged"]["kl_mean"] == report["kl_mean"]
+    return report
