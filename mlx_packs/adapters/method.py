@@ -1,6 +1,6 @@
 """What trains on a base: the interface that all of it has, and the registry of methods.
 
-A new method is a class here and its name in `config.schema.METHODS`.
+A new method is a class here and its name in `config.choices.METHODS`.
 """
 
 from collections.abc import Iterable, Mapping
@@ -11,7 +11,8 @@ import mlx.nn as nn
 
 from ..bases.geometry import Group
 from ..bases.loading import BaseModel
-from ..config import schema
+from ..config import choices
+from ..config.choices import registered
 from ..config.schema import LoRAConfig, TrainConfig
 from ..runtime import mx
 from .full import check_dense, unfreeze
@@ -151,5 +152,4 @@ class FullFineTuning:
         return list(weights)
 
 
-_METHODS = {"lora": LoRA(), "full": FullFineTuning()}
-METHODS: dict[str, Method] = {name: _METHODS[name] for name in schema.METHODS}
+METHODS: dict[str, Method] = registered(choices.METHODS, {"lora": LoRA(), "full": FullFineTuning()})

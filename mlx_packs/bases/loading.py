@@ -35,8 +35,9 @@ from .files import (
 from .files import missing_shards as missing_shards  # others take these from here
 from .files import stored_config as stored_config
 from .files import tiny_checkpoint as tiny_checkpoint
-from .quantization import Recipe, is_named, packing_named, packings_of, quantized_tensors
+from .quantization import QuantizeOptions, is_named, quantize_weights
 from .unsupported import unreadable, unreadable_tokenizer
+from .weight_formats import FORMATS, format_of, named_format
 from .weight_map import Origin, origins
 
 
@@ -252,25 +253,6 @@ def _block_size(weight: mx.array, absmax: mx.array) -> int:
     return fitting[0] if len(fitting) == 1 else 64
 
 
-def _quantize_weights(model: nn.Module, weights: Weights, recipe: Recipe) -> Weights:
-    """Quantize a dense checkpoint as its weights are read; one dense weight exists at a time.
-
-    Returns: the weights with packed ones instead; the model has the affine modules for them.
-    """
-    affine = {}
-    for path, how in packings_of(model, recipe)[0].items():
-        name = f"{path}.weight"
-        if name not in weights:
-            continue
-        dense = weights.pop(name)
-        weights |= quantized_tensors(name, dense, how)
-        del dense
-        if how.mode == "affine":
-            affine[path] = how.to_config()
-    nn.quantize(model, class_predicate=lambda path, _: affine.get(path, False))
-    return weights
-
-
 def stored_as_asked(config: Mapping, quantize: str) -> bool:
     """Whether --quantize asks a checkpoint for the NF4 that it is stored in.
 
@@ -279,13 +261,9 @@ def stored_as_asked(config: Mapping, quantize: str) -> bool:
     has = stored_quantization(config)
     if quantize == "none" or not has:
         return False
-    if quantize == "nf4" and _is_nf4(has):
+    if FORMATS[quantize].is_stored(has):
         return True
     raise _quantized_already(quantize, quantization_name(has))
-
-
-def _is_nf4(quantization: Mapping) -> bool:
-    return "nf4" in (quantization.get("mode"), quantization.get("bnb_4bit_quant_type"))
 
 
 def _quantized_already(quantize: str, kind: str) -> PackError:
@@ -322,12 +300,7 @@ def _nf4_quantization(model: nn.Module) -> dict:
     module = next((m for m in model.modules() if isinstance(m, NF4)), None)
     if module is None:
         return {}
-    return {
-        "group_size": module.group_size,
-        "bits": 4,
-        "mode": "nf4",
-        "double_quant": module.double_quant,
-    }
+    return format_of(module).to_config()
 
 
 def _activation_dtype(config: dict, wanted: str) -> mx.Dtype:
@@ -355,24 +328,24 @@ def load_base_model(
     Raises:
         PackError: there is no such checkpoint, or its tensors do not fit its config.
     """
-    recipe = None
+    options = None
     if quantize != "none":
-        recipe = Recipe(packing_named(quantize, double_quant), tuple(keep))
+        options = QuantizeOptions(named_format(quantize, double_quant), tuple(keep))
     path = resolve_checkpoint(name)
     check_files(path)
     stored = json.loads((path / "config.json").read_text(encoding="utf-8"))
     if is_encoder(path, stored):
         return _load_encoder_base(name, path, stored, quantize, compute_dtype, trust_remote_code)
     as_stored = stored_as_asked(stored, quantize)
-    recipe = None if as_stored else recipe
-    if recipe and (kind := quantized_as(path, stored)):
+    options = None if as_stored else options
+    if options and (kind := quantized_as(path, stored)):
         raise _quantized_already(quantize, kind)
-    is_nf4 = _is_nf4(stored_quantization(stored))
+    is_nf4 = FORMATS["nf4"].is_stored(stored_quantization(stored))
     dtype = _activation_dtype(stored, compute_dtype)
 
     def pack(model: nn.Module, weights: Weights) -> Weights:
-        if recipe:
-            weights = _quantize_weights(model, weights, recipe)
+        if options:
+            weights = quantize_weights(model, weights, options)
         if is_nf4:
             _refuse_codes_alone(weights, path)
         _place_nf4(model, weights, dtype, path)
@@ -383,8 +356,8 @@ def load_base_model(
         packed = [(p, m.double_quant) for p, m in model.named_modules() if isinstance(m, NF4)]
         check_stored_nf4(packed, str(name), double_quant, keep)
     quantization = config.get("quantization") or _nf4_quantization(model)
-    if recipe:
-        quantization = recipe.packing.to_config() | ({"keep": list(keep)} if keep else {})
+    if options:
+        quantization = options.weight_format.to_config() | ({"keep": list(keep)} if keep else {})
     if runtime.on_cpu() or compute_dtype != "auto":
         half = (mx.float16, mx.bfloat16)
         changed = half if runtime.on_cpu() else (*half, mx.float32)
@@ -447,7 +420,7 @@ def lazy_base(name: str | Path, trust_remote_code: bool = False) -> BaseModel:
         return BaseModel(str(name), path, model, None, stored, fingerprint(path))
 
     def pack(model: nn.Module, weights: Weights) -> Weights:
-        if _is_nf4(stored_quantization(stored)):
+        if FORMATS["nf4"].is_stored(stored_quantization(stored)):
             _refuse_codes_alone(weights, path)
         _place_nf4(model, weights, _dense_dtype(weights), path)
         return weights

@@ -5,7 +5,6 @@ then reads, packs and writes one tensor after another. Finished shards outlive a
 `packs merge` makes plans of its own (merge.py).
 """
 
-import dataclasses
 import json
 import shutil
 import time
@@ -32,20 +31,45 @@ from . import bitsandbytes
 from . import files as base_files
 from .files import RECORD
 from .loading import load_model_of
-from .quantization import Packing, Recipe, check_finite, outline, packings_of, quantized_tensors
+from .quantization import QuantizeOptions, formats_for
+from .weight_formats import WeightFormat, check_finite
 
 _CACHE_BYTES = 1 << 24  # of buffers that MLX may keep between two slices of a tensor
 
 
 @dataclass(frozen=True)
 class Item:
-    """One tensor of the source, how it is packed (None: left as it is), and what it becomes."""
+    """One tensor of the source, its format (None: left as it is), and what it becomes."""
 
     name: str
     size: int
     dtype: str
-    packing: Packing | None
+    weight_format: WeightFormat | None
     outline: dict[str, mx.array]
+
+    @classmethod
+    def of(
+        cls,
+        name: str,
+        w: mx.array,
+        weight_format: WeightFormat | None,
+        layout: str,
+        size: int | None = None,
+    ) -> "Item":
+        """Describe what a tensor becomes.
+
+        Args:
+            name: of the tensor.
+            w: the tensor, lazy.
+            weight_format: None leaves it as it is.
+            layout: of quantized tensors, as `QuantizeOptions.layout`.
+            size: weights that it stands for, if not one each.
+        """
+        outline = {name: mx.zeros(w.shape, w.dtype)}
+        if weight_format is not None:
+            outline = weight_format.outline(name, w, layout)
+        dtype = str(w.dtype).removeprefix("mlx.core.")
+        return cls(name, w.size if size is None else size, dtype, weight_format, outline)
 
     @property
     def nbytes(self) -> int:
@@ -61,7 +85,7 @@ class Plan:
     quantization: of the whole, for the record.   merged: the pack that went into it, if one did.
     """
 
-    recipe: Recipe
+    options: QuantizeOptions
     tensors: dict[str, mx.array]
     shards: dict[str, list[Item]]
     config: dict
@@ -82,7 +106,7 @@ class Plan:
         return {
             "version": 1,
             "source": self.fingerprint,
-            "recipe": dataclasses.asdict(self.recipe),
+            "recipe": self.options.to_json(),
             "versions": runtime.versions(),
         } | ({"merged": self.merged} if self.merged else {})
 
@@ -90,7 +114,7 @@ class Plan:
 def quantize(
     model: str | Path,
     out: str | Path,
-    recipe: Recipe | None = None,
+    options: QuantizeOptions | None = None,
     overwrite: bool = False,
     trust_remote_code: bool = False,
     display: Display | None = None,
@@ -104,12 +128,12 @@ def quantize(
     Returns: what was written, as `packs quantize --json` prints it.
     Raises: PackError, one line; then nothing is left behind.   Interrupted: shards are kept.
     """
-    recipe, display = recipe or Recipe(), display or Display(QUIET)
-    recipe.check()
+    options, display = options or QuantizeOptions(), display or Display(QUIET)
+    options.check()
     source = base_files.resolve_checkpoint(model)
     started = time.monotonic()
     output_folder(str(out), source, overwrite)
-    plan = plan_of(source, recipe, trust_remote_code)
+    plan = plan_of(source, options, trust_remote_code)
     record, finished = write(out, source, plan, overwrite, display)
     return {
         "out": str(out),
@@ -189,7 +213,7 @@ def output_folder(given: str, source: Path, overwrite: bool) -> Path:
     return whole
 
 
-def plan_of(source: Path, recipe: Recipe, trust_remote_code: bool = False) -> Plan:
+def plan_of(source: Path, options: QuantizeOptions, trust_remote_code: bool = False) -> Plan:
     """Which tensors of a checkpoint become what; reads its headers only.
 
     Raises: PackError if it is quantized already, or has no module that the recipe names.
@@ -201,33 +225,31 @@ def plan_of(source: Path, recipe: Recipe, trust_remote_code: bool = False) -> Pl
             f"{source}: is quantized already ({kind}); take the checkpoint that it was made from."
         )
     model, *_ = load_model_of(source, trust_remote_code, lambda _, weights: weights)
-    packings, dense = packings_of(model, recipe)
+    formats, dense = formats_for(model, options)
     tensors = dict(tree_flatten(model.parameters()))
     del model
-    if recipe.format == "bitsandbytes":
-        tensors = _by_names_of_transformers(source, tensors, packings)
+    if options.layout == "bitsandbytes":
+        tensors = _by_names_of_transformers(source, tensors, formats)
     items = []
     for name, tensor in tensors.items():
-        how = packings.get(name.removesuffix(".weight")) if name.endswith(".weight") else None
-        dtype = str(tensor.dtype).removeprefix("mlx.core.")
-        made = outline(name, tensor, how, recipe.format)
-        items.append(Item(name, tensor.size, dtype, how, made))
-    if not any(item.packing for item in items):
-        raise PackError(f"{source}: nothing is left to quantize with this recipe.")
-    shards = in_shards(items, recipe.max_shard_gb)
-    config = _new_config(config, recipe, packings, list(dense), items)
-    stated = recipe.packing.to_config()
-    return Plan(recipe, tensors, shards, config, base_files.fingerprint(source), dense, stated)
+        fmt = formats.get(name.removesuffix(".weight")) if name.endswith(".weight") else None
+        items.append(Item.of(name, tensor, fmt, options.layout))
+    if not any(item.weight_format for item in items):
+        raise PackError(f"{source}: nothing is left to quantize with these options.")
+    shards = in_shards(items, options.max_shard_gb)
+    config = _new_config(config, options, formats, list(dense), items)
+    stated = options.weight_format.to_config()
+    return Plan(options, tensors, shards, config, base_files.fingerprint(source), dense, stated)
 
 
 def _by_names_of_transformers(
-    source: Path, ours: dict[str, mx.array], packings: dict[str, Packing]
+    source: Path, ours: dict[str, mx.array], formats: dict[str, WeightFormat]
 ) -> dict[str, mx.array]:
     """The tensors as the files name them; those that are packed must be called alike here."""
     theirs: dict[str, mx.array] = {}
     for file in base_files.weight_files(source):
         theirs |= mx.load(str(file))
-    for path in packings:
+    for path in formats:
         name = f"{path}.weight"
         if name not in theirs or theirs[name].shape != ours[name].shape:
             raise PackError(
@@ -254,18 +276,23 @@ def in_shards(items: list[Item], max_shard_gb: float) -> dict[str, list[Item]]:
 
 
 def _new_config(
-    config: dict, recipe: Recipe, packings: dict[str, Packing], dense: list[str], items: list[Item]
+    config: dict,
+    options: QuantizeOptions,
+    formats: dict[str, WeightFormat],
+    dense: list[str],
+    items: list[Item],
 ) -> dict:
     """config.json with the quantization as mlx-lm, or transformers, spells it."""
-    how = recipe.packing
-    if recipe.format == "bitsandbytes":
-        dtype = next(item.dtype for item in items if item.packing)
+    weight_format = options.weight_format
+    if options.layout == "bitsandbytes":
+        dtype = next(item.dtype for item in items if item.weight_format)
         skipped = list(dict.fromkeys(["lm_head", *dense]))
-        stated = bitsandbytes.config_of(how.double_quant, dtype, skipped)
+        stated = bitsandbytes.config_of(weight_format.double_quant, dtype, skipped)
         return dict(sorted({**config, "quantization_config": stated}.items()))
-    stated = how.to_config()
-    stated |= {path: False for path in dense if how.mode == "nf4"}
-    stated |= {path: packing.to_config() for path, packing in packings.items() if packing != how}
+    stated = weight_format.to_config()
+    if not weight_format.native:
+        stated |= {path: False for path in dense}
+    stated |= {path: f.to_config() for path, f in formats.items() if f != weight_format}
     return dict(sorted({**config, "quantization": stated, "quantization_config": stated}.items()))
 
 
@@ -301,7 +328,7 @@ def _finished(partial: Path, plan: Plan) -> list[str]:
 
 
 def _write_shards(partial: Path, plan: Plan, finished: list[str], display: Display) -> None:
-    kind = "pt" if plan.recipe.format == "bitsandbytes" else "mlx"
+    kind = "pt" if plan.options.layout == "bitsandbytes" else "mlx"
     before = sum(len(plan.shards[shard]) for shard in finished)
     cache = mx.set_cache_limit(_CACHE_BYTES)
     try:
@@ -322,11 +349,11 @@ def _made(items: list[Item], plan: Plan, bar) -> Iterator[tuple[str, mx.array]]:
     for item in items:
         w = plan.tensors.pop(item.name)
         mx.eval(w)
-        if item.packing is None:
+        if item.weight_format is None:
             check_finite(item.name, w)
             yield item.name, w
         else:
-            yield from quantized_tensors(item.name, w, item.packing, plan.recipe.format).items()
+            yield from item.weight_format.quantize(item.name, w, plan.options.layout).items()
         del w
         mx.clear_cache()
         bar.advance()
@@ -352,15 +379,15 @@ def _write_rest(partial: Path, source: Path, plan: Plan) -> dict:
         "total_parameters": sum(item.size for item in plan.items),
     }
     index = {"metadata": metadata, "weight_map": dict(sorted(names.items()))}
-    packed = [item for item in plan.items if item.packing]
+    quantized = [item for item in plan.items if item.weight_format]
     record = {
         **plan.request(),
-        "format": plan.recipe.format,
+        "format": plan.options.layout,
         "quantization": plan.quantization,
-        "quantized": len(packed),
-        "dense": len(plan.items) - len(packed),
+        "quantized": len(quantized),
+        "dense": len(plan.items) - len(quantized),
         "bits_per_weight": _bits(plan.items),
-        "bits_per_quantized_weight": _bits(packed),
+        "bits_per_quantized_weight": _bits(quantized),
         "files": {
             shard: {
                 "bytes": (partial / shard).stat().st_size,

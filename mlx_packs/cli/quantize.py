@@ -54,19 +54,19 @@ def quantize(model, out, overwrite, trust_remote_code, as_json, **settings):
     """
     from ..bases.writer import quantize
 
-    recipe = _recipe(**settings)
-    report = quantize(model, out, recipe, overwrite, trust_remote_code, Display())
+    wanted = _options(**settings)
+    report = quantize(model, out, wanted, overwrite, trust_remote_code, Display())
     print_report(report, as_json, _lines(report))
 
 
-def _recipe(mode, bits, group_size, block, double_quant, **others):
-    """The recipe that the options describe.
+def _options(mode, bits, group_size, block, double_quant, **others):
+    """What is asked for, as an object.
 
     Raises:
         PackError: options that the mode does not have.
     """
-    from ..bases.quantization import Packing
-    from ..bases.writer import Recipe
+    from ..bases.quantization import QuantizeOptions
+    from ..bases.weight_formats import MLXFormat, NF4Format
 
     double = "--no-double-quant" if double_quant is False else "--double-quant"
     foreign = {"--bits": bits} if mode == "nf4" else {"--block": block, double: double_quant}
@@ -76,14 +76,13 @@ def _recipe(mode, bits, group_size, block, double_quant, **others):
         raise PackError(
             f"--block {block}: is --group-size by another name, which is {group_size}.", "conflict"
         )
-    size = group_size if block is None else block
-    return Recipe(
-        Packing(
-            mode,
-            4 if bits is None else bits,
-            64 if size is None else size,
-            double_quant is not False,
-        ),
+    sizes = [size for size in (block, group_size, 64) if size is not None]
+    if mode == "nf4":
+        weight_format = NF4Format(sizes[0], double_quant is not False)
+    else:
+        weight_format = MLXFormat(mode, 4 if bits is None else bits, sizes[0])
+    return QuantizeOptions(
+        weight_format,
         options.names(others["keep"]),
         tuple(_bits_for(text) for text in others["bits_for"]),
         others["format"],

@@ -23,23 +23,15 @@ from ..bases import files as base_files
 from ..bases import writer as quantize
 from ..bases.bitsandbytes import METHOD
 from ..bases.loading import BaseModel, lazy_base
-from ..bases.quantization import (
-    Packing,
-    Recipe,
-    outline,
-    packing_named,
-    packings_of,
-    quantized_tensors,
-)
+from ..bases.quantization import QuantizeOptions, formats_for
+from ..bases.weight_formats import FORMATS, MODES, WeightFormat, format_of, named_format
 from ..bases.writer import Item, Plan
 from ..config.schema import DataConfig
 from ..display import QUIET, Display
 from ..errors import PackError
 from ..evaluation.evaluate import columns_of
 from ..nn.experts import expert_weights, is_switch_linear
-from ..nn.quantized import LINEARS, NF4, QUANTIZED, dequantized_weight
-from ..ops import nf4
-from ..ops.nf4 import NF4Weight
+from ..nn.quantized import LINEARS, QUANTIZED, dequantized_weight
 from ..packs.base import load_base_for
 from ..packs.manifest import is_of_encoder, replaced_of
 from ..packs.pack import Pack
@@ -55,7 +47,7 @@ from .fidelity import (
     put_pack,
 )
 
-REQUANTIZE = ("none", "same", "affine4", "affine8", "nf4")
+REQUANTIZE = ("none", "same", *FORMATS)
 _CHEAPEST_FIRST = ("affine8", "none")  # what is tried where a merge drifts too far
 _DTYPES = {"auto": None, "float32": mx.float32, "bfloat16": mx.bfloat16, "float16": mx.float16}
 _MATRICES = (nn.Linear, nn.Embedding, *QUANTIZED)
@@ -64,11 +56,11 @@ _PARTS = ("scales", "biases", "absmax", "nested_absmax", "offset")
 
 @dataclass(frozen=True)
 class Change:
-    """What becomes of one module's weight: lazy and dense, and how it is packed (None: dense)."""
+    """What becomes of one module's weight: lazy and dense, and its format (None: dense)."""
 
     path: str
     weight: mx.array
-    packing: Packing | None
+    weight_format: WeightFormat | None
 
 
 def merge_pack(
@@ -224,7 +216,7 @@ class _Planned:
     changes: list[Change]
     tensors: dict[str, mx.array]  # parameters brought whole that are no weights of linears
     config: dict
-    recipe: Recipe
+    options: QuantizeOptions
 
 
 def _planned(pack: Pack, model: str | Path, requantize: str, dtype: str, trust: bool) -> _Planned:
@@ -233,19 +225,18 @@ def _planned(pack: Pack, model: str | Path, requantize: str, dtype: str, trust: 
     modules = dict(base.model.named_modules())
     on_loading = pack.quantize_for(base.config)
     weights: dict[str, mx.array] = {}
-    packings: dict[str, Packing | None] = {}
-    recipe = Recipe()
+    formats: dict[str, WeightFormat | None] = {}
+    options = QuantizeOptions()
     if on_loading != "none":  # the pack was trained on what the dense checkpoint becomes
-        options = pack.quantize_options
-        recipe = Recipe(packing_named(on_loading, options["double_quant"]), options["keep"])
-        for path, how in packings_of(base.model, recipe)[0].items():
-            weights[path] = _rounded(modules[path].weight, how)
-            packings[path] = how if requantize == "same" else None
-    if requantize in ("affine4", "affine8", "nf4"):
-        wanted = packing_named(requantize)
-        recipe = Recipe(wanted)
+        asked = pack.quantize_options
+        options = QuantizeOptions(named_format(on_loading, asked["double_quant"]), asked["keep"])
+        for path, weight_format in formats_for(base.model, options)[0].items():
+            weights[path] = weight_format.rounded(modules[path].weight)
+            formats[path] = weight_format if requantize == "same" else None
+    if requantize in FORMATS:
+        options = QuantizeOptions(named_format(requantize))
         if not base.quantization:
-            packings = dict(packings_of(base.model, recipe)[0])
+            formats = dict(formats_for(base.model, options)[0])
     tensors = pack.load_tensors()
     whole = replaced_of(pack.manifest)
     bare = {}
@@ -261,26 +252,24 @@ def _planned(pack: Pack, model: str | Path, requantize: str, dtype: str, trust: 
         weight = weights.get(path, dense_weight(module))
         merged = _merged(spec, tensors, weight)
         weights[path] = merged.astype(_DTYPES[dtype] or _dtype_of(module))
-    for path in [*weights, *packings]:
+    for path in [*weights, *formats]:
         module = modules[path]
         if path not in weights:
             weights[path] = dense_weight(module)
         weights[path] = weights[path].astype(_DTYPES[dtype] or _dtype_of(module))
-        packings.setdefault(path, _packing_for(path, module, requantize))
+        formats.setdefault(path, _format_for(path, module, requantize))
     if base.quantization and requantize != "same":
         for path, module in modules.items():
-            if path in weights or not _stored(path, module):
+            if path in weights or not (stored := format_of(module)):
                 continue
-            how = _packing_for(path, module, requantize)
-            if how is None or _bits(how) < _bits(_stored(path, module)):
-                weights[path], packings[path] = (
-                    dense_weight(module).astype(_DTYPES[dtype] or _dtype_of(module)),
-                    how,
-                )
+            wanted = _format_for(path, module, requantize)
+            if wanted is None or wanted.bits_per_weight < stored.bits_per_weight:
+                weights[path] = dense_weight(module).astype(_DTYPES[dtype] or _dtype_of(module))
+                formats[path] = wanted
     order = [path for path in reversed(modules) if path in weights]
-    changes = [Change(path, weights[path], packings[path]) for path in order]
-    config = _config(_stored_config(base.path), base.quantization, changes, recipe, requantize)
-    return _Planned(base, changes, bare, config, recipe)
+    changes = [Change(path, weights[path], formats[path]) for path in order]
+    config = _config(_stored_config(base.path), base.quantization, changes, options, requantize)
+    return _Planned(base, changes, bare, config, options)
 
 
 def _refuse_unmergeable(pack: Pack) -> None:
@@ -313,22 +302,13 @@ def _merged(spec: ModuleSpec, tensors: Mapping[str, mx.array], weight: mx.array)
     return (m / mx.linalg.norm(adapted, axis=1))[:, None] * adapted
 
 
-def _stored(path: str, module: nn.Module) -> Packing | None:
-    """How a module of the base is packed; None if it is dense."""
-    if isinstance(module, NF4):
-        return Packing("nf4", 4, module.group_size, module.double_quant)
-    if "scales" not in module:
-        return None
-    return Packing(getattr(module, "mode", "affine"), module.bits, module.group_size)
-
-
-def _packing_for(path: str, module: nn.Module, requantize: str) -> Packing | None:
-    """How the merged weight of a module is packed."""
-    stored = _stored(path, module)
+def _format_for(path: str, module: nn.Module, requantize: str) -> WeightFormat | None:
+    """The format of the merged weight of a module; None is dense."""
+    stored = format_of(module)
     if requantize == "none":
         return None
     if requantize == "same":
-        if stored and stored.mode not in ("affine", "nf4"):
+        if stored and stored.mode not in MODES:
             raise PackError(
                 f"--requantize same: {path} is {stored.mode}, which is not written here"
                 "; choose affine4, affine8 or none."
@@ -336,37 +316,27 @@ def _packing_for(path: str, module: nn.Module, requantize: str) -> Packing | Non
         return stored
     if stored is None:  # what the base left dense stays so
         return None
-    wanted = packing_named(requantize)
-    if wanted.mode == stored.mode == "nf4":
+    wanted = named_format(requantize)
+    if wanted.is_stored(stored.to_config()):
         return stored
-    if wanted.mode == "nf4" and is_switch_linear(module):
+    if is_switch_linear(module) and not wanted.holds("other"):
         raise PackError(
-            f"--requantize nf4: {path} holds experts, and NF4 is for linears and "
-            "embeddings; choose same, affine4 or affine8."
+            f"--requantize {requantize}: {path} holds experts, and {requantize} is for linears and "
+            "embeddings; choose same, affine4 or affine8.",
+            "unsupported",
         )
     return wanted if wanted.fits(dense_weight(module).shape[-1]) else None
 
 
-def _bits(how: Packing) -> float:
-    """Bits a weight with its scales, as far as they order the ways."""
-    if how.mode == "nf4":
-        return 4.127 if how.double_quant else 4.5
-    return how.bits + 32 / how.group_size
-
-
-def _rounded(weight: mx.array, how: Packing) -> mx.array:
-    """A dense weight as it is after packing, lazily."""
-    if how.mode == "nf4":
-        return nf4.dequantize(nf4.quantize(weight, how.group_size, how.double_quant), weight.dtype)
-    packed = mx.quantize(weight, how.group_size, how.bits)
-    return mx.dequantize(*packed, group_size=how.group_size, bits=how.bits)
-
-
 def _config(
-    config: dict, quantization: Mapping, changes: list[Change], recipe: Recipe, requantize: str
+    config: dict,
+    quantization: Mapping,
+    changes: list[Change],
+    options: QuantizeOptions,
+    requantize: str,
 ) -> dict:
     """config.json of the merged model."""
-    if requantize == "same" and (quantization or not any(c.packing for c in changes)):
+    if requantize == "same" and (quantization or not any(c.weight_format for c in changes)):
         return config
     stated = dict(quantization)
     plain = {k: v for k, v in config.items() if k not in ("quantization", "quantization_config")}
@@ -376,17 +346,16 @@ def _config(
     if requantize == "none":
         return plain
     if not stated:
-        stated = recipe.packing.to_config()
+        stated = options.weight_format.to_config()
     for change in changes:
-        how = change.packing
-        if how and (how.mode == "affine" or stated.get("mode") == "nf4"):
-            spelled = how.to_config()
-        else:
-            spelled = False  # mlx-lm quantizes nothing here: it is dense, or NF4 by its tensors
-        if how and all(stated.get(k, "affine") == v for k, v in how.to_config().items()):
+        weight_format = change.weight_format
+        spelled = weight_format.to_config() if weight_format else {}
+        if spelled and all(stated.get(k, "affine") == v for k, v in spelled.items()):
             stated.pop(change.path, None)
-        else:
+        elif spelled and (weight_format.native or weight_format.is_stored(stated)):
             stated[change.path] = spelled
+        else:
+            stated[change.path] = False  # mlx-lm quantizes nothing here: dense, or NF4 by tensors
     return dict(sorted({**plain, "quantization": stated, "quantization_config": stated}.items()))
 
 
@@ -422,16 +391,10 @@ def modules_of(
 
 def _as_loaded(change: Change, dtype: mx.Dtype) -> mx.array:
     """The weight that the written tensors stand for, in the dtype in which it is multiplied."""
-    how = change.packing
-    if how is None:
+    if change.weight_format is None:
         return change.weight.astype(dtype)
-    found = list(quantized_tensors(f"{change.path}.weight", change.weight, how).values())
-    if how.mode == "nf4":
-        return nf4.dequantize(NF4Weight(*found, *[None] * (4 - len(found)), how.group_size), dtype)
-    codes, *scales = found
-    return mx.dequantize(
-        codes, *(s.astype(dtype) for s in scales), group_size=how.group_size, bits=how.bits
-    )
+    tensors = change.weight_format.quantize(f"{change.path}.weight", change.weight)
+    return change.weight_format.dequantize(tensors, dtype)
 
 
 def plan_of(
@@ -447,10 +410,11 @@ def plan_of(
     planned = _planned(pack, model, requantize, dtype, trust_remote_code)
     base, source = planned.base, base_files.resolve_checkpoint(model)
     foreign = base_files.stored_quantization(base.config).get("quant_method") == METHOD
-    spelled = "bitsandbytes" if foreign and requantize in ("same", "nf4") else "mlx"
+    native = requantize in FORMATS and FORMATS[requantize].native
+    spelled = "bitsandbytes" if foreign and requantize != "none" and not native else "mlx"
     named = _own_names(base, source, planned, spelled)
     config = planned.config
-    if named is None or (foreign and requantize in ("affine4", "affine8")):
+    if named is None or (foreign and native):
         named = _names_of_model(base, planned)
         spelled, names = "mlx", "mlx-lm"
     else:
@@ -468,28 +432,27 @@ def plan_of(
         for n, t in planned.tensors.items()
     }
     items, tensors = [], {}
-    packed, wanted = _true_sizes(modules, places), _DTYPES[dtype]
+    quantized_sizes, wanted = _true_sizes(modules, places), _DTYPES[dtype]
     for name, tensor in raw.items():
         if name in gone:
             continue
-        how = None
-        size = packed.get(name, tensor.size)
+        weight_format = None
+        size = quantized_sizes.get(name, tensor.size)
         if change := by_name.get(name):
-            tensor, how = change.weight, change.packing
+            tensor, weight_format = change.weight, change.weight_format
             if turned and turned(change.path):
                 tensor = tensor.T
             size = tensor.size
         elif name in bare:
             tensor = bare[name].astype(wanted or tensor.dtype)
-        dtype = str(tensor.dtype).removeprefix("mlx.core.")
-        items.append(Item(name, size, dtype, how, outline(name, tensor, how, spelled)))
+        items.append(Item.of(name, tensor, weight_format, spelled, size))
         tensors[name] = tensor
-    recipe = dataclasses.replace(planned.recipe, format=spelled, max_shard_gb=max_shard_gb)
+    options = dataclasses.replace(planned.options, layout=spelled, max_shard_gb=max_shard_gb)
     stated = base_files.stored_quantization(config)
     short = {k: v for k, v in stated.items() if not isinstance(v, dict) and v is not False}
     merged = {**(facts or {}), "changed": len(planned.changes) + len(bare), "names": names}
     shards = quantize.in_shards(items, max_shard_gb)
-    return Plan(recipe, tensors, shards, config, base.fingerprint, {}, short or None, merged)
+    return Plan(options, tensors, shards, config, base.fingerprint, {}, short or None, merged)
 
 
 def _stored_config(source: Path) -> dict:
@@ -508,10 +471,9 @@ def _true_sizes(modules: Mapping[str, nn.Module], places: Mapping[str, str]) -> 
     """Weights that each stored tensor stands for, where it is packed; none for its scales."""
     sizes = {}
     for path, module in modules.items():
-        if how := _stored(path, module):
+        if stored := format_of(module):
             place = places.get(path, path)
-            per_word = 2 if how.mode == "nf4" else 32 / how.bits
-            sizes[f"{place}.weight"] = int(math.prod(module.weight.shape) * per_word)
+            sizes[f"{place}.weight"] = module.weight.nbytes * 8 // stored.bits
             sizes |= {f"{place}.{part}": 0 for part in _PARTS}
     return sizes
 
@@ -547,17 +509,17 @@ def _own_names(base: BaseModel, source: Path, planned: _Planned, spelled: str):
         change = by_path.get(path)
         if change is None:
             continue
-        stored = _stored(path, modules[path])
+        stored = format_of(modules[path])
         if gpt2 and place != path and isinstance(modules[path], nn.Linear):
-            if change.packing:
+            if change.weight_format:
                 return None
             continue
         # what scales are called beside a weight of another name is not known
-        if place != path and (stored or change.packing):
+        if place != path and (stored or change.weight_format):
             return None
         if stored is None and tuple(raw[f"{place}.weight"].shape) != tuple(change.weight.shape):
             return None
-        if spelled == "mlx" and change.packing and f"{place}.weight.absmax" in raw:
+        if spelled == "mlx" and change.weight_format and f"{place}.weight.absmax" in raw:
             return None
 
     def turned(path: str) -> bool:

@@ -32,7 +32,8 @@ from ..bases.loading import (
     stored_as_asked,
     weight_files,
 )
-from ..bases.quantization import Recipe, packed_nbytes, packing_named, packing_of
+from ..bases.quantization import QuantizeOptions, format_for
+from ..bases.weight_formats import named_format
 from ..config.choices import ENCODERS, POLICIES
 from ..config.schema import LoRAConfig, TrainConfig
 from ..data.batches import padded_length, padded_targets
@@ -460,15 +461,16 @@ def _base_bytes(
     total = sum(_tensor_bytes(t, widen) for n, t in tensors.items() if not n.endswith(skipped))
     packed = _packed_paths(tensors)
     if train.quantize != "none" and not packed:
-        recipe = Recipe(packing_named(train.quantize, train.double_quant), tuple(train.keep))
+        wanted = named_format(train.quantize, train.double_quant)
+        options = QuantizeOptions(wanted, tuple(train.keep))
         for path, shape in sizes.modules.items():
             stored = tensors.get(f"{path}.weight")
-            how = packing_of(path, shape, recipe)
-            if stored is None or how is None:
+            weight_format = format_for(path, shape, options)
+            if stored is None or weight_format is None:
                 continue
             packed.add(path)
             total -= _tensor_bytes(stored, widen)
-            total += packed_nbytes(shape, how, itemsize)
+            total += weight_format.nbytes(shape, itemsize)
     if matmul_path == "dense":
         total += sum(math.prod(s) * itemsize for p, s in sizes.modules.items() if p in packed)
     return total

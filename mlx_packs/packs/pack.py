@@ -25,6 +25,7 @@ from ..bases.loading import (
     resolve_checkpoint,
     weight_files,
 )
+from ..bases.weight_formats import format_name
 from ..errors import PackError
 from ..files import (
     atomic_folder,
@@ -256,7 +257,7 @@ class Pack:
             )
         was, now = (quantization_name(q) for q in (wanted["quantization"], quantization))
         if was != now:
-            mode = _quantize_mode(wanted["quantization"])
+            mode = format_name(wanted["quantization"])
             how = f"with load_base(…, quantize='{mode}')" if mode != "none" else "without quantize"
             raise PackError(
                 f"{where}: was trained on {wanted['id']} as {was}, but {name} is {now}; load it "
@@ -291,7 +292,7 @@ class Pack:
         """What to tell `load_base` to quantize, so that a checkpoint is what was trained on."""
         if config.get("quantization") or _is_foreign(config):
             return "none"
-        return _quantize_mode(self.manifest["base"]["quantization"])
+        return format_name(self.manifest["base"]["quantization"])
 
     @property
     def quantize_options(self) -> dict:
@@ -500,14 +501,6 @@ def _check_geometry(pack: Pack, model: str, path: Path, config: dict) -> bool:
                 f"{model} is {shape}."
             )
     return True
-
-
-def _quantize_mode(q: Mapping | None) -> str:
-    """The name that `load_base` has for a quantization that it makes itself, else ``none``."""
-    if not q or q["group_size"] != 64:
-        return "none"
-    names = {("affine", 4): "affine4", ("affine", 8): "affine8", ("nf4", 4): "nf4"}
-    return names.get((q.get("mode", "affine"), q["bits"]), "none")
 
 
 def versions_line() -> dict[str, str]:

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from mlx_packs.bases.bitsandbytes import from_bitsandbytes, to_bitsandbytes
-from mlx_packs.bases.writer import Recipe, quantize
+from mlx_packs.bases.quantization import QuantizeOptions
+from mlx_packs.bases.writer import quantize
 from mlx_packs.errors import PackError
 from mlx_packs.ops import nf4
 from mlx_packs.runtime import mx
@@ -299,8 +300,8 @@ def test_a_checkpoint_of_transformers_has_the_same_logits_here(
 @pytest.mark.filterwarnings("default")
 def test_a_checkpoint_written_here_has_the_same_logits_there(made, tmp_path, monkeypatch):
     dense, load, logits = made
-    recipe = Recipe(keep=("layers.1.mlp.up_proj",), format="bitsandbytes")
-    quantize(dense, tmp_path / "ours", recipe)
+    options = QuantizeOptions(keep=("layers.1.mlp.up_proj",), layout="bitsandbytes")
+    quantize(dense, tmp_path / "ours", options)
     there = load(tmp_path / "ours")
     kinds = [type(layer.mlp.up_proj).__name__ for layer in there.model.layers]
     assert kinds == ["Linear4bit", "Linear"]

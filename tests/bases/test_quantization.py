@@ -3,22 +3,16 @@
 import pytest
 from mlx.utils import tree_flatten
 
-from mlx_packs import LoRAConfig, PackError, TrainConfig
-from mlx_packs.bases.quantization import (
-    Packing,
-    Recipe,
-    outline,
-    packed_nbytes,
-    packing_named,
-    packing_of,
-    packings_of,
-)
+from mlx_packs import LoRAConfig, TrainConfig
+from mlx_packs.bases.quantization import QuantizeOptions, format_for, formats_for
+from mlx_packs.bases.weight_formats import FORMATS, MLXFormat, NF4Format, named_format
 from mlx_packs.bases.writer import quantize
 from mlx_packs.memory.plan import estimate, tensors_of
 from mlx_packs.nn.quantized import quantized_modules
 from mlx_packs.packs.base import load_base
 from mlx_packs.runtime import mx
 from tests.bases.test_writer import TOKENS, write_dense
+from tests.helpers.errors import raises
 from tests.helpers.models import model_of
 
 MOE = {
@@ -40,7 +34,7 @@ def kinds(base) -> dict[str, tuple]:
     }
 
 
-@pytest.mark.parametrize("asked", ["nf4", "affine4", "affine8"])
+@pytest.mark.parametrize("asked", FORMATS)
 @pytest.mark.parametrize(
     "family, changes, keep",
     [
@@ -53,7 +47,7 @@ def test_quantizing_on_loading_packs_what_packs_quantize_packs(
     tmp_path, family, changes, keep, asked
 ):
     dense = write_dense(tmp_path / "dense", family=family, **changes)
-    report = quantize(dense, tmp_path / "q", Recipe(packing_named(asked), keep))
+    report = quantize(dense, tmp_path / "q", QuantizeOptions(named_format(asked), keep))
     written, made = load_base(tmp_path / "q"), load_base(dense, asked, keep=keep)
     assert kinds(written) == kinds(made) and len(kinds(made)) == report["quantized"]
     assert mx.array_equal(written.model(TOKENS), made.model(TOKENS)).item()
@@ -71,26 +65,12 @@ def test_routers_are_packed_as_their_family_advises(tmp_path):
 
 
 def test_advice_that_does_not_fit_or_leaves_something_out():
-    recipe, advised = Recipe(), {"bits": 8}
-    assert packing_of("gate", (4, 128), recipe, advice=advised) == Packing("affine", 8, 64)
-    assert packing_of("gate", (4, 96), recipe, advice=advised) is None
-    assert packing_of("gate", (4, 96), recipe, advice=False) is None
-    assert packing_of("gate", (4, 96), recipe) == Packing()
-    assert packing_of("m.gate", (4, 128), Recipe(keep=("gate",)), advice=advised) is None
-
-
-@pytest.mark.parametrize("shape", [(37, 72), (5, 90), (1, 6), (520, 514), (64, 256), (3, 4, 64)])
-@pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float32])
-def test_packed_nbytes_is_what_the_outline_takes(shape, dtype):
-    w = mx.zeros(shape, dtype)
-    ways = [Packing("affine", bits, g) for bits in (2, 3, 4, 5, 6, 8) for g in (32, 64, 128)]
-    if len(shape) == 2:
-        ways += [Packing("nf4", 4, b, d) for b in (32, 64, 128, 256) for d in (True, False)]
-    fitting = [how for how in ways if how.fits(shape[-1])]
-    for how in fitting:
-        made = sum(tensor.nbytes for tensor in outline("p.weight", w, how).values())
-        assert packed_nbytes(shape, how, dtype.size) == made, how
-    assert fitting
+    options, advised = QuantizeOptions(), {"bits": 8}
+    assert format_for("gate", (4, 128), options, advice=advised) == MLXFormat(bits=8)
+    assert format_for("gate", (4, 96), options, advice=advised) is None
+    assert format_for("gate", (4, 96), options, advice=False) is None
+    assert format_for("gate", (4, 96), options) == NF4Format()
+    assert format_for("m.gate", (4, 128), QuantizeOptions(keep=("gate",)), advice=advised) is None
 
 
 @pytest.mark.parametrize("asked", ["nf4", "affine4"])
@@ -110,14 +90,14 @@ def test_the_plan_counts_the_modules_that_are_packed(tmp_path, asked):
 
 def test_the_rule_needs_no_model():
     model, _ = model_of("qwen3", tie_word_embeddings=True)
-    recipe = Recipe(keep=("up_proj",))
-    packed, dense = packings_of(model, recipe)
+    options = QuantizeOptions(keep=("up_proj",))
+    packed, dense = formats_for(model, options)
     assert len(packed) == 2 * 6 + 1 and len(dense) == 2
     for path, module in model.named_modules():
         if path in packed or path in dense:
-            assert packing_of(path, module.weight.shape, recipe) == packed.get(path)
+            assert format_for(path, module.weight.shape, options) == packed.get(path)
 
 
-def test_an_unknown_way_to_quantize_is_refused():
-    with pytest.raises(PackError, match=r"--quantize nf5: no such way to quantize. Did you mean"):
+def test_an_unknown_format_is_named_with_the_nearest():
+    with raises("unknown", "quantize", "nf5", "nf4"):
         load_base("tiny", "nf5")

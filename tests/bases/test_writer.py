@@ -9,11 +9,11 @@ from mlx.utils import tree_flatten
 
 from mlx_packs import files
 from mlx_packs.bases import files as base_files
-from mlx_packs.bases import quantization as packing
+from mlx_packs.bases import weight_formats
 from mlx_packs.bases import writer as quantize
 from mlx_packs.bases.files import tiny_checkpoint
-from mlx_packs.bases.quantization import Packing, quantized_tensors
-from mlx_packs.bases.writer import Recipe
+from mlx_packs.bases.quantization import QuantizeOptions
+from mlx_packs.bases.weight_formats import MLXFormat, NF4Format
 from mlx_packs.errors import Interrupted, PackError
 from mlx_packs.files import sha256
 from mlx_packs.ops import nf4
@@ -77,7 +77,7 @@ def refused(run, tmp_path):
 
 @pytest.mark.parametrize("double_quant", [True, False])
 def test_an_nf4_folder_is_the_base_that_is_quantized_on_loading(dense, tmp_path, double_quant):
-    quantize.quantize(dense, tmp_path / "q", Recipe(Packing(double_quant=double_quant)))
+    quantize.quantize(dense, tmp_path / "q", QuantizeOptions(NF4Format(double_quant=double_quant)))
     written, made = load_base(tmp_path / "q"), load_base(dense, "nf4", double_quant=double_quant)
     assert written.quantization["double_quant"] is double_quant
     assert mx.array_equal(written.model(TOKENS), made.model(TOKENS)).item()
@@ -88,8 +88,8 @@ def test_affine_is_what_mlx_lm_convert_writes(dense, tmp_path, bits, group_size)
     from mlx_lm.convert import convert
 
     convert(str(dense), tmp_path / "theirs", True, group_size, bits)
-    recipe = Recipe(Packing("affine", bits, group_size), max_shard_gb=SMALL_SHARDS)
-    quantize.quantize(dense, tmp_path / "ours", recipe)
+    options = QuantizeOptions(MLXFormat("affine", bits, group_size), max_shard_gb=SMALL_SHARDS)
+    quantize.quantize(dense, tmp_path / "ours", options)
     assert same(tensors_of(tmp_path / "ours"), tensors_of(tmp_path / "theirs"))
     ours, theirs = (
         json.loads((tmp_path / who / "config.json").read_text()) for who in ("ours", "theirs")
@@ -100,8 +100,8 @@ def test_affine_is_what_mlx_lm_convert_writes(dense, tmp_path, bits, group_size)
 
 @pytest.mark.parametrize("double_quant, bits", [(True, 4.13), (False, 4.50)])
 def test_bits_per_weight_on_disk(dense, tmp_path, double_quant, bits):
-    recipe = Recipe(Packing(double_quant=double_quant))
-    report = quantize.quantize(dense, tmp_path / "q", recipe)
+    options = QuantizeOptions(NF4Format(double_quant=double_quant))
+    report = quantize.quantize(dense, tmp_path / "q", options)
     dense_sizes = {name: t.size for name, t in tensors_of(dense).items()}
     packed = [n for n in tensors_of(tmp_path / "q") if n.endswith(".absmax")]
     paths = {name.removesuffix(".absmax") for name in packed}
@@ -118,10 +118,10 @@ def test_bits_per_weight_on_disk(dense, tmp_path, double_quant, bits):
 @pytest.mark.parametrize("double_quant", [True, False])
 @pytest.mark.parametrize("shape", [(40, 256), (37, 72), (64, 90), (1, 6)])
 def test_slices_give_the_bits_of_the_whole(monkeypatch, shape, double_quant):
-    monkeypatch.setattr(packing, "_SLICE", 500)
+    monkeypatch.setattr(weight_formats, "_SLICE", 500)
     w = mx.random.normal(shape).astype(mx.bfloat16)
     whole = nf4.quantize(w, 64, double_quant)
-    found = quantized_tensors("p.weight", w, Packing(double_quant=double_quant))
+    found = NF4Format(double_quant=double_quant).quantize("p.weight", w)
     for name in ("weight", "absmax", "nested_absmax", "offset"):
         part = getattr(whole, name)
         assert part is None or mx.array_equal(found.pop(f"p.{name}"), part).item()
@@ -150,7 +150,7 @@ def test_mixed_recipes_keep_modules_dense_or_give_them_other_bits(dense, tmp_pat
 
 def test_a_folder_has_an_index_a_tokenizer_and_the_hash_of_every_shard(dense, tmp_path):
     out = tmp_path / "q"
-    report = quantize.quantize(dense, out, Recipe(max_shard_gb=SMALL_SHARDS))
+    report = quantize.quantize(dense, out, QuantizeOptions(max_shard_gb=SMALL_SHARDS))
     shards = sorted(out.glob("model*.safetensors"))
     assert len(shards) == report["shards"] > 3
     index = json.loads((out / "model.safetensors.index.json").read_text())
@@ -169,8 +169,8 @@ def test_a_folder_has_an_index_a_tokenizer_and_the_hash_of_every_shard(dense, tm
 def test_stock_mlx_lm_loads_mixed_affine_bits(dense, tmp_path):
     from mlx_lm.utils import load_model
 
-    recipe = Recipe(Packing("affine"), bits_for=(("down_proj", 8),), keep=("lm_head",))
-    quantize.quantize(dense, tmp_path / "q", recipe)
+    options = QuantizeOptions(MLXFormat(), bits_for=(("down_proj", 8),), keep=("lm_head",))
+    quantize.quantize(dense, tmp_path / "q", options)
     model, _ = load_model(tmp_path / "q")
     assert model.layers[0].mlp.down_proj.bits == 8 and model.layers[0].mlp.up_proj.bits == 4
     assert mx.isfinite(model(TOKENS)).all().item()
@@ -179,7 +179,7 @@ def test_stock_mlx_lm_loads_mixed_affine_bits(dense, tmp_path):
 @pytest.fixture
 def interrupted(dense, tmp_path, monkeypatch):
     """A run that was stopped after some shards; what is kept of it, by name and inode."""
-    real, calls = quantize.quantized_tensors, []
+    real, calls = NF4Format.quantize, []
 
     def stop(*args):
         calls.append(args)
@@ -187,52 +187,52 @@ def interrupted(dense, tmp_path, monkeypatch):
             raise KeyboardInterrupt
         return real(*args)
 
-    monkeypatch.setattr(quantize, "quantized_tensors", stop)
+    monkeypatch.setattr(NF4Format, "quantize", stop)
     with pytest.raises(Interrupted, match=r"\d of \d+ shards are kept"):
-        quantize.quantize(dense, tmp_path / "q", Recipe(max_shard_gb=SMALL_SHARDS))
-    monkeypatch.setattr(quantize, "quantized_tensors", real)
+        quantize.quantize(dense, tmp_path / "q", QuantizeOptions(max_shard_gb=SMALL_SHARDS))
+    monkeypatch.setattr(NF4Format, "quantize", real)
     assert not (tmp_path / "q").exists()
     return {f.name: f.stat().st_ino for f in (tmp_path / ".q.partial").glob("*.safetensors")}
 
 
 def test_an_interrupted_run_goes_on_without_redoing_shards(dense, tmp_path, interrupted):
-    recipe = Recipe(max_shard_gb=SMALL_SHARDS)
-    report = quantize.quantize(dense, tmp_path / "q", recipe)
+    options = QuantizeOptions(max_shard_gb=SMALL_SHARDS)
+    report = quantize.quantize(dense, tmp_path / "q", options)
     assert report["shards_found"] == len(interrupted) > 0
     for name, inode in interrupted.items():
         assert (tmp_path / "q" / name).stat().st_ino == inode
-    quantize.quantize(dense, tmp_path / "unbroken", recipe)
+    quantize.quantize(dense, tmp_path / "unbroken", options)
     for file in (tmp_path / "unbroken").iterdir():
         assert (tmp_path / "q" / file.name).read_bytes() == file.read_bytes()
     assert not (tmp_path / ".q.partial").exists()
 
 
-@pytest.mark.parametrize("change", ["recipe", "source", "versions"])
+@pytest.mark.parametrize("change", ["options", "source", "versions"])
 def test_shards_of_another_request_are_not_reused(
     dense, tmp_path, interrupted, change, monkeypatch
 ):
-    recipe = Recipe(max_shard_gb=SMALL_SHARDS)
+    options = QuantizeOptions(max_shard_gb=SMALL_SHARDS)
     if change == "versions":
         monkeypatch.setattr("mlx_packs.runtime.versions", lambda: {"mlx": "another"})
-    if change == "recipe":
-        recipe = Recipe(Packing(double_quant=False), max_shard_gb=SMALL_SHARDS)
+    if change == "options":
+        options = QuantizeOptions(NF4Format(double_quant=False), max_shard_gb=SMALL_SHARDS)
     elif change == "source":
         save(dense, {name: 2 * tensor for name, tensor in tensors_of(dense).items()})
-    assert quantize.quantize(dense, tmp_path / "q", recipe)["shards_found"] == 0
+    assert quantize.quantize(dense, tmp_path / "q", options)["shards_found"] == 0
 
 
 def test_an_interruption_before_the_rename_keeps_every_shard(dense, tmp_path, monkeypatch):
     def stop(*_):
         raise KeyboardInterrupt
 
-    recipe, real = Recipe(max_shard_gb=SMALL_SHARDS), quantize.replace_folder
+    options, real = QuantizeOptions(max_shard_gb=SMALL_SHARDS), quantize.replace_folder
     monkeypatch.setattr(quantize, "replace_folder", stop)
     with pytest.raises(Interrupted, match=r"(\d+) of \1 shards are kept"):
-        quantize.quantize(dense, tmp_path / "q", recipe)
+        quantize.quantize(dense, tmp_path / "q", options)
     monkeypatch.setattr(quantize, "replace_folder", real)
-    report = quantize.quantize(dense, tmp_path / "q", recipe)
+    report = quantize.quantize(dense, tmp_path / "q", options)
     assert report["shards_found"] == report["shards"] > 3
-    quantize.quantize(dense, tmp_path / "unbroken", recipe)
+    quantize.quantize(dense, tmp_path / "unbroken", options)
     names = sorted(file.name for file in (tmp_path / "unbroken").iterdir())
     assert names == sorted(file.name for file in (tmp_path / "q").iterdir())
     for name in names:
@@ -291,13 +291,13 @@ def test_a_folder_that_appeared_meanwhile_is_not_replaced(dense, tmp_path, monke
 
     monkeypatch.setattr(quantize, "plan_of", slow)
     with pytest.raises(PackError, match="is there already"):
-        quantize.quantize(dense, tmp_path / "q", Recipe(Packing("affine")))
+        quantize.quantize(dense, tmp_path / "q", QuantizeOptions(MLXFormat()))
     assert quantize.verify(tmp_path / "q")["quantization"]["mode"] == "nf4"
 
 
 def test_inspect_holds_every_shard_against_its_hash(dense, tmp_path, run):
     out = tmp_path / "q"
-    quantize.quantize(dense, out, Recipe(max_shard_gb=SMALL_SHARDS))
+    quantize.quantize(dense, out, QuantizeOptions(max_shard_gb=SMALL_SHARDS))
     code, shown, _ = run("inspect", out)
     shards = sorted(out.glob("model*.safetensors"))
     assert code == 0 and shown.count(" ok\n") == len(shards)
@@ -314,7 +314,7 @@ def test_inspect_holds_every_shard_against_its_hash(dense, tmp_path, run):
 
 
 def test_a_shard_of_another_size_is_refused_when_it_is_loaded(dense, tmp_path):
-    quantize.quantize(dense, tmp_path / "q", Recipe(max_shard_gb=SMALL_SHARDS))
+    quantize.quantize(dense, tmp_path / "q", QuantizeOptions(max_shard_gb=SMALL_SHARDS))
     shard = sorted((tmp_path / "q").glob("model*.safetensors"))[2]
     shard.write_bytes(shard.read_bytes() + b"more")
     with pytest.raises(PackError, match=rf"{shard}: has \d+ bytes, but \d+ in quantization.json"):
@@ -377,10 +377,10 @@ def test_a_weight_that_is_not_finite_is_named(dense, refused, name, bad, format)
 
 
 def test_tensors_without_rows_or_numbers_are_checked_too():
-    packing.check_finite("scalar", mx.array(1.0))
-    packing.check_finite("empty", mx.zeros((0, 3)))
+    weight_formats.check_finite("scalar", mx.array(1.0))
+    weight_formats.check_finite("empty", mx.zeros((0, 3)))
     with pytest.raises(PackError, match="scalar: has NaN"):
-        packing.check_finite("scalar", mx.array(float("nan")))
+        weight_formats.check_finite("scalar", mx.array(float("nan")))
 
 
 def test_what_is_quantized_already_is_refused_with_what_it_is(dense, tmp_path, refused, run):
@@ -479,10 +479,10 @@ def test_modules_left_dense_are_named_with_the_reason(tmp_path, run):
             ("mlp.down_proj", "width 33 is no multiple of 2"),
         )
     ]
-    recipe = Recipe(keep=("q_proj",), format="bitsandbytes")
-    found = quantize.quantize(folder, tmp_path / "b", recipe)["left_dense"]
+    options = QuantizeOptions(keep=("q_proj",), layout="bitsandbytes")
+    found = quantize.quantize(folder, tmp_path / "b", options)["left_dense"]
     for path in ("model.embed_tokens", "lm_head"):
-        assert found[path].startswith("bitsandbytes packs neither embeddings nor heads")
+        assert found[path].startswith("bitsandbytes quantizes neither embeddings nor heads")
     assert found["model.layers.0.self_attn.q_proj"] == "kept by name" and len(found) == 6
 
 

@@ -9,7 +9,8 @@ from mlx.utils import tree_flatten
 
 from mlx_packs import Pack
 from mlx_packs.bases.loading import BaseModel, tiny_checkpoint
-from mlx_packs.bases.quantization import Packing, Recipe
+from mlx_packs.bases.quantization import QuantizeOptions
+from mlx_packs.bases.weight_formats import MLXFormat, NF4Format
 from mlx_packs.bases.writer import quantize, verify
 from mlx_packs.convert.merge import merge_pack
 from mlx_packs.files import read_header
@@ -59,7 +60,8 @@ def write_files(folder: Path, tensors: dict[str, mx.array], config: dict) -> Pat
 
 def write_quantized(folder: Path, source: Path, bits: int = 4, mode: str = "affine") -> Path:
     """Quantize a checkpoint as `packs quantize` does."""
-    quantize(source, folder, Recipe(Packing(mode, bits, 64 if mode == "nf4" else 32)))
+    weight_format = NF4Format() if mode == "nf4" else MLXFormat(mode, bits, 32)
+    quantize(source, folder, QuantizeOptions(weight_format))
     return folder
 
 

@@ -1,0 +1,88 @@
+"""Every weight format: what it writes, how large that is, and what comes back from it."""
+
+import pytest
+
+from mlx_packs.bases.quantization import QuantizeOptions, quantize_weights
+from mlx_packs.bases.weight_formats import (
+    FORMATS,
+    MLXFormat,
+    NF4Format,
+    WeightFormat,
+    format_name,
+    format_of,
+    named_format,
+)
+from mlx_packs.runtime import mx
+from tests.helpers.models import model_of
+
+NATIVE = [MLXFormat("affine", bits, g) for bits in (2, 3, 4, 5, 6, 8) for g in (32, 64, 128)]
+NF4 = [NF4Format(block, double) for block in (32, 64, 128, 256) for double in (True, False)]
+MXFP4 = MLXFormat("mxfp4", 4, 32)  # not registered: what another format needs is its settings
+ALL = [*NATIVE, *NF4, MXFP4]
+
+
+def label(weight_format: WeightFormat) -> str:
+    return "-".join(map(str, weight_format.to_config().values()))
+
+
+@pytest.mark.parametrize("shape", [(37, 72), (5, 90), (1, 6), (520, 514), (64, 256), (3, 4, 64)])
+@pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float32])
+def test_nbytes_is_what_the_outline_takes(shape, dtype):
+    w = mx.zeros(shape, dtype)
+    kind = "linear" if len(shape) == 2 else "other"
+    fitting = [f for f in ALL if f.fits(shape[-1]) and f.holds(kind)]
+    for weight_format in fitting:
+        outline = weight_format.outline("p.weight", w)
+        assert weight_format.nbytes(shape, dtype.size) == sum(t.nbytes for t in outline.values())
+    assert fitting
+
+
+@pytest.mark.parametrize("weight_format", ALL, ids=label)
+def test_outline_has_the_names_shapes_and_dtypes_of_quantize(weight_format):
+    w = mx.random.normal((12, 256)).astype(mx.bfloat16)
+    tensors, outline = (f("p.weight", w) for f in (weight_format.quantize, weight_format.outline))
+    assert {n: (t.shape, t.dtype) for n, t in tensors.items()} == {
+        n: (t.shape, t.dtype) for n, t in outline.items()
+    }
+
+
+@pytest.mark.parametrize("weight_format", ALL, ids=label)
+def test_dequantize_of_quantize_is_rounded_and_near_the_weight(weight_format):
+    w = mx.random.normal((12, 256))
+    back = weight_format.dequantize(weight_format.quantize("p.weight", w), mx.float32)
+    assert mx.array_equal(back, weight_format.rounded(w)).item()
+    step = 8 / 2**weight_format.bits  # of weights that span about 8 standard deviations
+    assert mx.abs(back - w).max().item() < step
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_name_and_its_config_mean_the_same_format(name):
+    assert format_name(named_format(name).to_config()) == name
+    assert named_format(name) == FORMATS[name]
+
+
+def test_other_quantizations_have_no_name():
+    assert format_name(None) == format_name({}) == "none"
+    assert format_name(MLXFormat(bits=3).to_config()) == "none"
+    assert format_name(MLXFormat(group_size=32).to_config()) == "none"
+    assert format_name({"bits": 4, "group_size": 64}) == "affine4"  # as mlx-lm once wrote it
+
+
+def test_double_quant_is_of_nf4():
+    assert named_format("nf4", double_quant=False) == NF4Format(double_quant=False)
+    assert named_format("affine4", double_quant=False) == MLXFormat()
+
+
+@pytest.mark.parametrize("weight_format", [MLXFormat(bits=8), MXFP4], ids=label)
+def test_modules_quantized_while_loading_have_the_format(weight_format):
+    model, _ = model_of("llama", hidden_size=64, intermediate_size=128)
+    weights = {"model.layers.0.mlp.up_proj.weight": mx.random.normal((128, 64))}
+    module = model.layers[0].mlp.up_proj
+    assert format_of(module) is None
+    quantized = quantize_weights(model, dict(weights), QuantizeOptions(weight_format))
+    module = model.layers[0].mlp.up_proj
+    assert format_of(module) == weight_format
+    module.update({name.rpartition(".")[2]: tensor for name, tensor in quantized.items()})
+    (w,) = weights.values()
+    expected = mx.ones((1, 64)) @ weight_format.rounded(w).T
+    assert mx.allclose(module(mx.ones((1, 64))), expected, atol=1e-3).item()
