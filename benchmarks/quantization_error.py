@@ -21,7 +21,7 @@ from mlx_packs import load_base, runtime
 from mlx_packs.config.schema import DataConfig
 from mlx_packs.data import rows as rows_of
 from mlx_packs.data.batches import evaluation_batches
-from mlx_packs.data.encoding import encode
+from mlx_packs.data.encoding import EncodingOptions, encode
 from mlx_packs.evaluation.evaluate import Score, Scorer
 from mlx_packs.nn.quantized import dense_module, quantized_modules, replace_modules
 from mlx_packs.objectives.causal_lm import split_head
@@ -109,15 +109,8 @@ def perplexity(base: Base, rows: int) -> Score:
     """Held-out perplexity of the tiny data's answers."""
     columns = DataConfig(data="tiny")
     test = rows_of.load_rows(columns).rows["test"][:rows]
-    examples = encode(
-        test,
-        base.tokenizer,
-        columns,
-        loss_on=None,
-        max_seq_length=256,
-        vocab_size=base.vocab_size,
-        ce_last_k=None,
-    )
+    options = EncodingOptions(max_seq_length=256, vocab_size=base.vocab_size)
+    examples = encode(test, base.tokenizer, columns, options)
     scorer = Scorer(base.model, split_head(base.model))
     return scorer.score(evaluation_batches(examples, 4, 256, -1))
 

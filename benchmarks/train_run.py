@@ -28,7 +28,7 @@ from mlx_lm.tuner.utils import linear_to_lora_layers
 from mlx_packs.bases.loading import TINY, tiny_checkpoint
 from mlx_packs.config.schema import DataConfig, LoRAConfig, TrainConfig
 from mlx_packs.data.batches import Batch, evaluation_batches
-from mlx_packs.data.encoding import encode
+from mlx_packs.data.encoding import EncodingOptions, encode
 from mlx_packs.data.rows import tiny_path
 from mlx_packs.errors import PackError
 from mlx_packs.evaluation.evaluate import Scorer, evaluation_rows
@@ -52,14 +52,8 @@ def held_out(base: Base, rows: int) -> list[Batch]:
     """The first so many held-out rows, as ours reads them."""
     columns = DataConfig()
     found = evaluation_rows(columns, "test")[:rows]
-    examples = encode(
-        found,
-        base.tokenizer,
-        columns,
-        loss_on="completion",
-        max_seq_length=MAX_LENGTH,
-        vocab_size=base.vocab_size,
-    )
+    options = EncodingOptions("completion", MAX_LENGTH, base.vocab_size)
+    examples = encode(found, base.tokenizer, columns, options)
     return evaluation_batches(examples, BATCH_SIZE, MAX_LENGTH)
 
 

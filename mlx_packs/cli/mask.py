@@ -39,14 +39,9 @@ def _masked_examples(recipe: Recipe, count: int) -> tuple[list[dict], str]:
     tokenizer, vocab_size = _tokenizer(run.get("model", TINY), run.get("trust_remote_code", False))
     masked, losses = [], {}
     for phase in resolve_phases(train, recipe.data):
-        rows = phase.load_rows().rows["train"][:count]
-        examples = encode(
-            rows,
-            tokenizer,
-            phase.sources[0],
-            vocab_size=vocab_size,
-            **encoding_options(train, "train", rows, phase.sources[0]),
-        )
+        splits = phase.load_rows()
+        options = encoding_options(train, "train", splits.format, vocab_size)
+        examples = encode(splits.rows["train"][:count], tokenizer, phase.sources[0], options)
         masked += [_masked(example, tokenizer) for example in examples.items]
         losses[examples.loss_on] = None
     return masked, ", ".join(losses)

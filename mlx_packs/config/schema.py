@@ -453,6 +453,12 @@ class DataConfig:
     )
 
 
+# The settings that say what columns are called.
+COLUMN_SETTINGS = tuple(
+    field.name for field in dataclasses.fields(DataConfig) if field.name.endswith("_feature")
+)
+
+
 def _raise_faults(where: str, checks: list[tuple[bool, str]]) -> None:
     if faults := [message for ok, message in checks if not ok]:
         raise PackError(f"[{where}] " + " ".join(faults))

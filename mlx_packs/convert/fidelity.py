@@ -13,7 +13,7 @@ import mlx.nn as nn
 from ..bases.loading import BaseModel
 from ..config.schema import DataConfig, TrainConfig
 from ..data.batches import Batch, evaluation_batches
-from ..data.encoding import encode
+from ..data.encoding import EncodingOptions, encode
 from ..errors import PackError
 from ..evaluation.evaluate import evaluation_rows, perplexity
 from ..memory.matmul_path import choose_matmul_path
@@ -64,13 +64,12 @@ def drift_batches(
     base: BaseModel, pack: Pack, columns: DataConfig, split: str = "test", rows: int = ROWS
 ) -> list[Batch]:
     """Batches of at most so many rows, read and cut as the pack was trained."""
+    loss_on = pack.part("objective").get("loss_on") if columns.data != "tiny" else None
     examples = encode(
         evaluation_rows(columns, split, rows),
         base.tokenizer,
         columns,
-        loss_on=pack.part("objective").get("loss_on") if columns.data != "tiny" else None,
-        max_seq_length=(length := _length_of(pack)),
-        vocab_size=base.vocab_size,
+        EncodingOptions(loss_on, length := _length_of(pack), base.vocab_size),
     )
     batches = evaluation_batches(examples, 4, length, -1)
     if not batches:

@@ -15,7 +15,7 @@ from ..bases import writer as quantize
 from ..bases.encoder import Encoder, embedded, make_encoder, tensor_name, tokens_of
 from ..bases.writer import Plan
 from ..config.schema import DataConfig
-from ..data.rows import PAIR_COLUMNS, Row
+from ..data.formats import PAIR_FORMATS, TOKEN_FORMATS, format_of
 from ..display import Display
 from ..errors import PackError
 from ..evaluation.evaluate import evaluation_rows
@@ -56,7 +56,13 @@ def merge_encoder(
             f"--requantize {requantize}: an encoder is written dense, as transformers reads it."
         )
     started = time.monotonic()
-    texts = _texts(evaluation_rows(columns, "test", rows))
+    formats = (*PAIR_FORMATS, *TOKEN_FORMATS)
+    texts = [
+        text
+        for row in evaluation_rows(columns, "test", rows)
+        for text in format_of(row, columns, formats).texts(row, columns)
+        if text
+    ]
     if not texts:
         raise PackError(f"--data {columns.data}: holds no text to measure on.")
     base = load_base_for(pack, model, trust_remote_code)
@@ -109,19 +115,6 @@ def merge_encoder(
         "gb": sum(file["bytes"] for file in record["files"].values()) / 1e9,
         "seconds": round(time.monotonic() - started, 2),
     }
-
-
-def _texts(rows: list[Row]) -> list[str]:
-    """What texts rows hold, of pairs or of anything else."""
-    names = {name for columns in PAIR_COLUMNS.values() for name in columns}
-    texts = []
-    for row in rows:
-        values = [row.value.get(name) for name in (*sorted(names), "text", "prompt", "completion")]
-        messages = row.value.get("messages")
-        for message in messages if isinstance(messages, list) else ():
-            values.append(message.get("content") if isinstance(message, dict) else None)
-        texts += [value for value in values if isinstance(value, str) and value]
-    return texts
 
 
 def _as_written(plan: Plan, base: Base) -> Encoder:

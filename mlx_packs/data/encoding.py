@@ -1,30 +1,34 @@
 """Rows as tokens, and which of them are targets.
 
-What is supervised is decided on the text that the chat template renders, never by encoding parts
-again: the conversation is rendered and encoded once, the spans of the answers are found in its
-text, and a token is a target if it starts inside one.
+Each row is rendered as one text and encoded once (formats.py); a token is a target if it starts
+inside a supervised span of the text.
 """
 
-import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
 from ..config.schema import DataConfig
 from ..errors import PackError
+from .conversations import Span
 from .fim import SPARE, FillInTheMiddle, arranged, continued, sentinels
-from .rows import PAIR_COLUMNS, Row, row_format
+from .formats import Row, Text, TokenFormat, check_unicode, common_format, format_of
 
-_SENTINEL = "\ue000\ue001\ue002"  # private use: in no template and no sane text
+# Part of the token cache's key: raise it whenever the same rows give other tokens or targets.
+ENCODING_VERSION = 1
 
 
 @dataclass(frozen=True)
 class Example:
-    """Tokens of one row and which of them are learned.
+    """Tokens of one row, or of a piece of it, and which of them are targets.
 
-    ``tokens``: int32 [L].   ``target``: bool [L]; True where the token is to be predicted.
+    Args:
+        tokens: int32 [L].
+        target: bool [L], True where the token is to be predicted.
+        where: the row that messages name.
     """
 
     tokens: np.ndarray
@@ -34,9 +38,14 @@ class Example:
 
 @dataclass
 class Examples:
-    """The rows of a split, encoded; ``cut`` were longer than the maximum, ``dropped`` lost all.
+    """The examples of a split; a row that was split has one for each of its pieces.
 
-    A row that was split has an item for each of its pieces.
+    Args:
+        items: the examples.
+        format: the name of the rows' format.
+        loss_on: what is supervised.
+        cut: how many rows were longer than the maximum.
+        dropped: how many lost every target by that.
     """
 
     items: Sequence[Example]
@@ -47,99 +56,109 @@ class Examples:
 
     @cached_property
     def lengths(self) -> np.ndarray:
-        """Tokens of each row."""
+        """Tokens of each example."""
         return np.array([len(e.tokens) for e in self.items])
 
     @cached_property
     def target_counts(self) -> np.ndarray:
-        """Supervised tokens of each row."""
+        """Supervised tokens of each example."""
         return np.array([int(e.target.sum()) for e in self.items])
 
     @property
     def targets(self) -> int:
-        """Supervised tokens in all rows."""
+        """Supervised tokens of all examples."""
         return int(self.target_counts.sum())
 
     def __len__(self) -> int:
         return len(self.items)
 
 
-def resolve_loss_on(kind: str, loss_on: str | None) -> str:
-    """What a format supervises by default, and which wishes it cannot fulfil."""
-    if kind in PAIR_COLUMNS:
+@dataclass(frozen=True)
+class EncodingOptions:
+    """How rows become tokens and targets.
+
+    Args:
+        loss_on: ``all`` tokens, the last ``completion``, or all ``assistant`` turns; None is the
+            default of the rows' format.
+        max_seq_length: longer examples are cut; those that lose every target are dropped.
+        vocab_size: token ids must lie below it; None does not check.
+        ce_last_k: keep only the last K targets of an example; None keeps all.
+        long_rows: of a text that is too long, ``cut`` keeps the beginning, and ``split`` makes
+            several examples.
+        fim: rearranges texts to fill in the middle.
+    """
+
+    loss_on: str | None = None
+    max_seq_length: int = 2048
+    vocab_size: int | None = None
+    ce_last_k: int | None = None
+    long_rows: str = "cut"
+    fim: FillInTheMiddle | None = None
+
+
+DEFAULTS = EncodingOptions()
+
+
+def token_format(row: Row, columns: DataConfig) -> TokenFormat:
+    """The format of a row that a causal model trains on.
+
+    Raises:
+        PackError: the row has no known format, or one for encoders.
+    """
+    row_format = format_of(row, columns)
+    if not isinstance(row_format, TokenFormat):
         raise PackError(
-            f"the rows are {kind}, which an encoder learns from: --task embedding, and "
-            "--model a folder of sentence-transformers."
+            f"{row.where}: the rows are {row_format.name}, which an encoder learns from: "
+            "--task embedding, and --model a folder of sentence-transformers.",
+            "conflict",
+            "task",
         )
-    if loss_on is None:
-        return {"chat": "assistant", "completion": "completion", "text": "all"}[kind]
-    if kind == "text" and loss_on != "all":
-        raise PackError(f"--loss-on {loss_on}: text rows have no prompt; use --loss-on all.")
-    return loss_on
+    return row_format
 
 
 def encode(
-    rows: list[Row],
-    tokenizer,
-    config: DataConfig,
-    *,
-    loss_on: str | None = None,
-    max_seq_length: int = 2048,
-    vocab_size: int | None = None,
-    ce_last_k: int | None = None,
-    long_rows: str = "cut",
-    fim: FillInTheMiddle | None = None,
+    rows: Sequence[Row],
+    tokenizer: Any,
+    columns: DataConfig,
+    options: EncodingOptions = DEFAULTS,
 ) -> Examples:
     """Tokens and targets of every row.
 
     Args:
+        rows: of one format.
         tokenizer: mlx-lm's wrapper, as `load_base` gives it.
-        loss_on: ``all`` tokens, the last ``completion``, or all ``assistant`` turns.
-        max_seq_length: longer rows are cut; those that lose every target are dropped and counted.
-        vocab_size: token ids must lie below it.   ce_last_k: keep only the last K targets of a row.
-        long_rows: ``split`` makes several of a text that is too long.   fim: rearranges texts.
-    Raises: PackError naming file and line for a row that cannot be used.
+        columns: what the rows' columns are called.
+        options: what is supervised, and what becomes of long rows.
+
+    Raises:
+        PackError: a row cannot be used; it names file and line.
     """
     if not rows:
-        raise PackError("the split is empty: there are no rows to encode.")
-    kind = row_format(rows[0], config)
-    loss_on = resolve_loss_on(kind, loss_on)
-    if kind != "text" and (fim is not None or long_rows != "cut"):
+        raise PackError("the split is empty: there are no rows to encode.", "data")
+    row_format = token_format(rows[0], columns)
+    loss_on = row_format.resolve_loss_on(options.loss_on)
+    fim, is_split = options.fim, options.long_rows == "split"
+    if not isinstance(row_format, Text) and (fim is not None or is_split):
         raise PackError(
-            f"--long-rows split and --fim-rate are for rows of text, but {rows[0].where} is {kind}."
+            f"--{'fim-rate' if fim else 'long-rows split'}: is for rows of text, but "
+            f"{rows[0].where} is {row_format.name}.",
+            "conflict",
         )
-    rendered: list[tuple[str, list[tuple[int, int]]]] = []
+    common_format(rows, columns)
+    rendered: list[tuple[str, list[Span]]] = []
     for row in rows:
-        if (found := row_format(row, config)) != kind:
-            raise PackError(
-                f"{row.where}: mixed formats: this row is {found}, but {rows[0].where} is {kind}."
-            )
-        text, spans = _render_row(row, kind, loss_on, tokenizer, config)
-        if not _is_unicode(text):
-            raise PackError(f"{row.where}: holds half of a surrogate pair (\\ud800 to \\udfff).")
+        text, spans = row_format.render(row, columns, loss_on, tokenizer)
+        check_unicode(row, text)
         rendered.append((text, spans))
-    special = kind == "text"
-    try:
-        encodings = tokenizer._tokenizer(
-            [text for text, _ in rendered],
-            add_special_tokens=special,
-            return_offsets_mapping=loss_on != "all" or fim is not None,
-            return_attention_mask=False,
-            verbose=False,  # of rows that are longer than it was made for
-        )
-    except NotImplementedError:
-        option = "--fim-rate" if fim else f"--loss-on {loss_on}"
-        raise PackError(
-            f"{option}: the base's tokenizer is a slow one and does not say where its "
-            "tokens stand; use --loss-on all without --fim-rate, or a base with tokenizer.json."
-        ) from None
-    examples = Examples([], kind, loss_on)
+    encodings = _encodings(
+        tokenizer, [text for text, _ in rendered], row_format.special_tokens, loss_on, fim
+    )
+    examples = Examples([], row_format.name, loss_on)
     ends = set(tokenizer.eos_token_ids) | set(tokenizer.all_special_ids)
-    long = long_rows == "split" or fim is not None
-    pieces = _Pieces(tokenizer, max_seq_length, long_rows, fim) if long else None
+    pieces = _Pieces(tokenizer, options.max_seq_length, is_split, fim) if fim or is_split else None
     for i, (row, (text, spans)) in enumerate(zip(rows, rendered, strict=True)):
         tokens = list(encodings["input_ids"][i])
-        if special and tokens[-1:] != [tokenizer.eos_token_id]:
+        if row_format.special_tokens and tokens[-1:] != [tokenizer.eos_token_id]:
             tokens.append(tokenizer.eos_token_id)
         if pieces is not None:
             pieces.add(i, text, tokens, encodings["offset_mapping"][i] if fim else None)
@@ -148,34 +167,62 @@ def encode(
             target = np.ones(len(tokens), dtype=bool)
         else:
             target = _targets(encodings["offset_mapping"][i], tokens, spans, ends)
-        _append(examples, row, tokens, target, max_seq_length, vocab_size, ce_last_k)
+        _append(examples, row, tokens, target, options)
     if pieces is not None:
-        for i, tokens in pieces.made():
-            target = np.ones(len(tokens), dtype=bool)
-            _append(examples, rows[i], tokens, target, max_seq_length, vocab_size, ce_last_k)
+        for i, tokens in pieces.encoded():
+            _append(examples, rows[i], tokens, np.ones(len(tokens), dtype=bool), options)
         examples.cut += pieces.cut
     if not examples.items:
-        raise PackError(f"{rows[0].where}: no row has a target within {max_seq_length} tokens.")
+        raise PackError(
+            f"{rows[0].where}: no row has a target within {options.max_seq_length} tokens.",
+            "data",
+            "max_seq_length",
+        )
     return examples
 
 
-class _Pieces:
-    """Texts as rows of at most so many tokens, some of them rearranged to fill in the middle.
+def _encodings(
+    tokenizer: Any,
+    texts: list[str],
+    special_tokens: bool,
+    loss_on: str,
+    fim: FillInTheMiddle | None,
+) -> dict[str, list]:
+    """Tokens of texts, and where each stands in its text if that is needed."""
+    try:
+        return tokenizer._tokenizer(
+            texts,
+            add_special_tokens=special_tokens,
+            return_offsets_mapping=loss_on != "all" or fim is not None,
+            return_attention_mask=False,
+            verbose=False,  # of rows that are longer than it was made for
+        )
+    except NotImplementedError:
+        option = "--fim-rate" if fim else f"--loss-on {loss_on}"
+        raise PackError(
+            f"{option}: the base's tokenizer is a slow one and does not say where its "
+            "tokens stand; use --loss-on all without --fim-rate, or a base with tokenizer.json.",
+            "unsupported",
+        ) from None
 
-    A piece begins with the last token of the one before it, so that every token is learned once.
-    ``cut``: texts that were too long, unless `_append` counts them.
+
+class _Pieces:
+    """Texts as pieces of at most so many tokens, some of them rearranged to fill in the middle.
+
+    A piece begins with the last token of the one before it, so that every token is a target once.
+    ``cut`` counts the texts that were too long, unless `_append` counts them.
     """
 
-    def __init__(self, tokenizer, limit: int, long_rows: str, fim: FillInTheMiddle | None):
+    def __init__(self, tokenizer: Any, limit: int, is_split: bool, fim: FillInTheMiddle | None):
         self.tokenizer, self.limit, self.fim, self.cut = tokenizer, limit, fim, 0
         self.ids = sentinels(tokenizer, fim.tokens) if fim else None
-        self.splits = long_rows == "split"
+        self.splits = is_split
         self.room = limit - SPARE if fim else limit
         self.plain: list[tuple[int, list[int]]] = []  # number of the row, tokens
         self.parts: dict[int, tuple[bool, tuple[str, str, str]]] = {}  # by index into `plain`
 
     def add(self, row: int, text: str, tokens: list[int], offsets: list | None) -> None:
-        """The pieces of a text; ``tokens`` are those of the whole, with what begins and ends it."""
+        """Add a text; ``tokens`` are those of the whole, with what begins and ends it."""
         count, starts = len(tokens), [0]
         if count > self.room and self.splits:
             starts = list(range(0, count - 1, self.room - 1))
@@ -196,7 +243,7 @@ class _Pieces:
             else:
                 self.plain.append((row, tokens[start:stop] if self.splits else tokens))
 
-    def made(self) -> Iterator[tuple[int, list[int]]]:
+    def encoded(self) -> Iterator[tuple[int, list[int]]]:
         """Number of the row and tokens of every piece."""
         texts = [text for _, parts in self.parts.values() for text in parts]
         encoded = iter(continued(self.tokenizer, texts))
@@ -208,167 +255,36 @@ class _Pieces:
             yield row, tokens
 
 
-def _is_unicode(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
 def _append(
-    examples: Examples,
-    row: Row,
-    tokens: list[int],
-    target: np.ndarray,
-    max_seq_length: int,
-    vocab_size: int | None,
-    ce_last_k: int | None,
+    examples: Examples, row: Row, tokens: list[int], target: np.ndarray, options: EncodingOptions
 ) -> None:
+    """Add an example, cut to the maximal length; without a target left it is counted alone."""
+    max_seq_length, vocab_size = options.max_seq_length, options.vocab_size
     target[:1] = False  # nothing predicts the first token
     if vocab_size is not None and tokens and max(tokens) >= vocab_size:
         raise PackError(
             f"{row.where}: token {max(tokens)} lies beyond the base's vocabulary of {vocab_size}: "
             "the tokenizer belongs to another base; put the tokenizer files of this one beside its "
-            "weights."
+            "weights.",
+            "mismatch",
         )
     if not target.any():
-        raise PackError(f"{row.where}: nothing to supervise (--loss-on {examples.loss_on}).")
+        raise PackError(
+            f"{row.where}: nothing to supervise (--loss-on {examples.loss_on}).", "data", "loss_on"
+        )
     if len(tokens) > max_seq_length:
         examples.cut += 1
         tokens, target = tokens[:max_seq_length], target[:max_seq_length]
         if not target.any():
             examples.dropped += 1
             return
-    if ce_last_k is not None:
-        target[np.flatnonzero(target)[:-ce_last_k]] = False
+    if options.ce_last_k is not None:
+        target[np.flatnonzero(target)[: -options.ce_last_k]] = False
     examples.items.append(Example(np.array(tokens, dtype=np.int32), target, row.where))
 
 
-def _render_row(
-    row: Row, kind: str, loss_on: str, tokenizer, config: DataConfig
-) -> tuple[str, list[tuple[int, int]]]:
-    """The text of a row and the spans of it that are learned (none for ``all``)."""
-    if kind == "text":
-        text = row.value[config.text_feature]
-        if not isinstance(text, str) or not text:
-            raise PackError(f"{row.where}: '{config.text_feature}' must be a text, got {text!r}.")
-        return text, []
-    if kind == "completion":
-        messages = []
-        for role, column in (
-            ("user", config.prompt_feature),
-            ("assistant", config.completion_feature),
-        ):
-            if not isinstance(text := row.value[column], str):
-                raise PackError(f"{row.where}: '{column}' must be a text, but got {text!r}.")
-            messages.append({"role": role, "content": text})
-    else:
-        messages = row.value[config.chat_feature]
-    _check_messages(row, messages, config.chat_feature)
-    render = _renderer(row, tokenizer)
-    full = render(messages)
-    if loss_on == "all":
-        return full, []
-    answers = [i for i, m in enumerate(messages) if m["role"] == "assistant"]
-    if loss_on == "completion":  # mlx-lm's --mask-prompt: all that follows the last prompt
-        last = len(messages) - 1
-        if answers == [0] == [last]:  # there is no prompt but the header of the answer
-            return full, [(_answer_span(row, render, messages, 0, full)[0], len(full))]
-        prompt = render(messages[:-1], add_generation_prompt=last in answers)
-        if not full.startswith(prompt):
-            raise PackError(
-                f"{row.where}: the chat template renders the prompt differently when the answer "
-                "follows, so it cannot be told apart; use --loss-on assistant."
-            )
-        return full, [(len(prompt), len(full))]
-    if not answers:
-        raise PackError(f"{row.where}: nothing to supervise: no message has role 'assistant'.")
-    return full, [_answer_span(row, render, messages, i, full) for i in answers]
-
-
-def _check_messages(row: Row, messages, column: str) -> None:
-    def fault(rule: str, value) -> PackError:
-        shown = json.dumps(value, ensure_ascii=False, default=str)
-        shown = shown if len(shown) < 60 else shown[:60] + "…"
-        return PackError(f"{row.where}: {rule} Shown: {shown}")
-
-    if messages == []:
-        raise fault(f"'{column}' must hold at least one message.", messages)
-    if not isinstance(messages, list):
-        kind = type(messages).__name__
-        raise fault(f"'{column}' must be a list of {{role, content}}, but got a {kind}.", messages)
-    for message in messages:
-        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-            raise fault("every message must be an object with a 'role'.", message)
-        content = message.get("content")
-        if not isinstance(content, str) and not (content is None and message.get("tool_calls")):
-            raise fault("the 'content' of a message must be a text.", message)
-
-
-def _renderer(row: Row, tokenizer) -> Callable[..., str]:
-    """A function that renders messages with the chat template of the base."""
-    if not tokenizer.has_chat_template:
-        raise PackError(
-            f"{row.where}: the base's tokenizer has no chat template; use rows with 'text', or a "
-            "base that has one."
-        )
-    from jinja2.exceptions import TemplateError
-
-    tools = row.value.get("tools")
-    if isinstance(tools, str):
-        try:
-            tools = json.loads(tools)
-        except json.JSONDecodeError as error:
-            raise PackError(f"{row.where}: 'tools' is not valid JSON: {error}.") from None
-
-    def render(messages, add_generation_prompt: bool = False) -> str:
-        if not messages:
-            return ""
-        try:
-            return tokenizer.apply_chat_template(
-                messages, tools=tools, tokenize=False, add_generation_prompt=add_generation_prompt
-            )
-        except (TemplateError, TypeError, ValueError) as error:
-            raise PackError(f"{row.where}: the chat template refuses this row: {error}") from None
-
-    return render
-
-
-def _answer_span(row: Row, render, messages: list, i: int, full: str) -> tuple[int, int]:
-    """Where answer ``i`` stands in the rendered conversation, its end-of-turn token included.
-
-    Usually the template renders a conversation as its beginning plus more. Where it does not (Qwen3
-    drops the thoughts of earlier turns), the answer is found by rendering another in its place.
-    """
-
-    def attempt(*arguments, **keywords) -> str | None:
-        try:
-            return render(*arguments, **keywords)
-        except PackError:  # some templates refuse a part of a conversation
-            return None
-
-    if i > 0:  # without a message before it, the header of the answer cannot be rendered
-        before = attempt(messages[:i], add_generation_prompt=True)
-        through = full if i + 1 == len(messages) else attempt(messages[: i + 1])
-        if before and through and full.startswith(before) and full.startswith(through):
-            if len(through) > len(before):
-                return len(before), len(before) + len(through[len(before) :].rstrip())
-    bare = {"role": "assistant", "content": _SENTINEL}
-    for other in (bare, {**messages[i], **bare}):  # without and with its tool calls
-        changed = attempt([other if j == i else m for j, m in enumerate(messages)]) or ""
-        start, found, rest = changed.partition(_SENTINEL)
-        if found and full.startswith(start) and full.endswith(rest):
-            if len(full) > len(start) + len(rest):
-                return len(start), len(full) - len(rest)
-    raise PackError(
-        f"{row.where}: the chat template does not show where answer {i} stands; "
-        "use --loss-on completion or all."
-    )
-
-
 def _targets(
-    offsets: list[tuple[int, int]], tokens: list[int], spans: list[tuple[int, int]], ends: set[int]
+    offsets: list[tuple[int, int]], tokens: list[int], spans: list[Span], ends: set[int]
 ) -> np.ndarray:
     """True for tokens that start inside a span, and for the special token that ends it."""
     starts = np.array([o[0] for o in offsets])

@@ -1,6 +1,6 @@
 """Fill-in-the-middle: a text is cut in three, and its middle comes last, behind what surrounds it.
 
-A model that learns to go on with a text learns from this to fill a gap. The order is that of the
+A model that is trained to continue a text is trained by this to fill a gap. The order is that of the
 paper's joint training: prefix, suffix, middle (PSM), or with the suffix first, so that the middle
 follows its prefix (SPM). Cuts lie between any two characters.
 
@@ -9,6 +9,7 @@ Bavarian et al.: https://arxiv.org/abs/2207.14255
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -30,9 +31,11 @@ SPARE = 12
 class FillInTheMiddle:
     """How many rows are rearranged, and how.
 
-    rate: share of them.   spm_rate: share of those whose suffix comes first.   seed: with the
-    number of the row, it decides which, and where they are cut.   tokens: the sentinels' names;
-    empty for those of `SPELLINGS` that the tokenizer knows.
+    Args:
+        rate: share of them.
+        spm_rate: share of those whose suffix comes first.
+        seed: with the number of the row, it decides which, and where they are cut.
+        tokens: the sentinels' names; empty for those of `SPELLINGS` that the tokenizer knows.
     """
 
     rate: float
@@ -41,8 +44,10 @@ class FillInTheMiddle:
     tokens: tuple[str, ...] = ()
 
     def parts(self, text: str, row: int, piece: int) -> tuple[bool, str, str, str] | None:
-        """Whether the suffix comes first, prefix, middle, suffix; None where a piece of a row
-        stays as it is."""
+        """Whether the suffix comes first, prefix, middle, suffix.
+
+        None where a piece of a row stays as it is.
+        """
         random = np.random.default_rng([self.seed, row, piece])
         chosen, suffix_first = random.random(2) < (self.rate, self.spm_rate)
         if not chosen or not text:
@@ -51,27 +56,31 @@ class FillInTheMiddle:
         return bool(suffix_first), text[:a], text[a:b], text[b:]
 
 
-def sentinels(tokenizer, names: Sequence[str] = ()) -> tuple[int, int, int, int]:
+def sentinels(tokenizer: Any, names: Sequence[str] = ()) -> tuple[int, int, int, int]:
     """Ids of what stands before prefix, suffix, middle, and behind the middle.
 
-    Raises: PackError if the tokenizer has none, or not those that are named.
+    Raises:
+        PackError: the tokenizer has none, or not those that are named.
     """
     plain = tokenizer._tokenizer
 
     def ids(spelled: Sequence[str]) -> list[int] | None:
-        found = [plain.convert_tokens_to_ids(name) for name in spelled]
-        known = None not in found and plain.convert_ids_to_tokens(found) == list(spelled)
-        return found if known else None
+        tokens = [plain.convert_tokens_to_ids(name) for name in spelled]
+        is_known = None not in tokens and plain.convert_ids_to_tokens(tokens) == list(spelled)
+        return tokens if is_known else None
 
     if names:
-        if (found := ids(names)) is None:
-            raise PackError(f"--fim-tokens {','.join(names)}: not all are tokens of the base.")
-    elif (found := next(filter(None, map(ids, SPELLINGS)), None)) is None:
+        if (known := ids(names)) is None:
+            raise PackError(
+                f"--fim-tokens {','.join(names)}: not all are tokens of the base.", "unknown"
+            )
+    elif (known := next(filter(None, map(ids, SPELLINGS)), None)) is None:
         raise PackError(
             "--fim-rate: the base's tokenizer has no tokens for prefix, suffix and middle that are "
-            "known here; name three of its tokens: --fim-tokens PREFIX,SUFFIX,MIDDLE."
+            "known here; name three of its tokens: --fim-tokens PREFIX,SUFFIX,MIDDLE.",
+            "unsupported",
         )
-    return (*found, tokenizer.eos_token_id)[:4]
+    return (*known, tokenizer.eos_token_id)[:4]
 
 
 def arranged(
@@ -96,14 +105,14 @@ def arranged(
     return [before, *prefix, after, *suffix, between, *middle, end]
 
 
-def continued(tokenizer, texts: Sequence[str]) -> list[list[int]]:
+def continued(tokenizer: Any, texts: Sequence[str]) -> list[list[int]]:
     """Tokens of texts that go on from something: without the space that some put at the start."""
 
     def plain(batch: Sequence[str]) -> list[list[int]]:
-        found = tokenizer._tokenizer(
+        encodings = tokenizer._tokenizer(
             list(batch), add_special_tokens=False, return_attention_mask=False, verbose=False
         )
-        return found["input_ids"]
+        return encodings["input_ids"]
 
     if not texts:
         return []
@@ -111,6 +120,6 @@ def continued(tokenizer, texts: Sequence[str]) -> list[list[int]]:
     if marked[len(mark) :] == letter:
         return plain(texts)
     return [
-        found[len(mark) :] if found[: len(mark)] == mark else alone
-        for found, alone in zip(plain(["\n" + t for t in texts]), plain(texts), strict=True)
+        after[len(mark) :] if after[: len(mark)] == mark else alone
+        for after, alone in zip(plain(["\n" + t for t in texts]), plain(texts), strict=True)
     ]

@@ -3,25 +3,21 @@
 ``{"sentence1", "sentence2", "score"}``, ``{"anchor", "positive"}``, or these with ``"negative"``.
 """
 
-import math
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from ..bases.encoder import padded, tokens_of
+from ..config.schema import DataConfig
 from ..errors import PackError
 from .batches import padded_length
-from .rows import PAIR_COLUMNS, Row, pair_format
+from .formats import PAIR_FORMATS, PairFormat, Row, check_unicode, common_format
 from .sampler import Sampler
 
-# What a row must hold for a loss; of several the first is what `auto` takes.
-LOSSES_OF = {
-    "scored pairs": ("cosine", "cosent"),
-    "pairs": ("mnrl", "cached-mnrl"),
-    "triplets": ("mnrl", "cached-mnrl", "triplet"),
-}
+_COLUMNS = DataConfig()  # pairs have the names of sentence-transformers
 IN_BATCH = ("mnrl", "cached-mnrl")  # the other rows of a batch are negatives
 _LOSSES_WITH = {
     "similarity_scale": (*IN_BATCH, "cosent"),
@@ -35,11 +31,15 @@ _LOSSES_WITH = {
 class Pairs:
     """Tokens of the rows of a split, by column.
 
-    tokens: one list a column.   texts: int64 [N, C], equal where two texts are.
-    scores: float32 [N], or None.   cut: how many texts were too long.
+    Args:
+        format: of the rows.
+        tokens: one list a column.
+        texts: int64 [N, C], equal where two texts are.
+        scores: float32 [N], or None.
+        cut: how many texts were too long.
     """
 
-    format: str
+    format: PairFormat
     tokens: list[list[np.ndarray]]
     texts: np.ndarray
     scores: np.ndarray | None
@@ -50,100 +50,76 @@ class Pairs:
 
     @property
     def lengths(self) -> np.ndarray:
-        """Of the longest text of each row, [N]."""
+        """Tokens of the longest text of each row, [N]."""
         return np.array([[len(text) for text in column] for column in self.tokens]).max(axis=0)
 
 
-def encode_pairs(rows: Sequence[Row], tokenizer, limit: int) -> Pairs:
+def encode_pairs(rows: Sequence[Row], tokenizer: Any, limit: int) -> Pairs:
     """Tokens of the pairs of a split, each text cut to ``limit``.
 
-    Raises: PackError naming file and line for a row that cannot be used.
+    Raises:
+        PackError: a row cannot be used; it names file and line.
     """
     if not rows:
-        raise PackError("the split is empty: there are no rows to encode.")
-    kind = pair_format(rows[0])
-    if kind is None:
-        wanted = " or ".join("{" + ", ".join(names) + "}" for names in PAIR_COLUMNS.values())
-        raise PackError(
-            f"{rows[0].where}: --task embedding learns from {wanted}, but this row has "
-            f"{sorted(rows[0].value) or 'nothing'}."
-        )
-    columns = [name for name in PAIR_COLUMNS[kind] if name != "score"]
-    for row in rows:
-        if (found := pair_format(row)) != kind:
-            raise PackError(
-                f"{row.where}: mixed formats: this row is {found or 'no pair'}, but "
-                f"{rows[0].where} is {kind}."
-            )
-        for name in columns:
-            _check_text(row, name)
-    scores = None
-    if kind == "scored pairs":
-        scores = np.array([_score(row) for row in rows], dtype=np.float32)
+        raise PackError("the split is empty: there are no rows to encode.", "data")
+    row_format = common_format(rows, _COLUMNS, PAIR_FORMATS)
     numbers: dict[str, int] = {}
-    texts = np.array(
-        [[numbers.setdefault(row.value[name], len(numbers)) for name in columns] for row in rows]
-    )
+    texts = []
+    for row in rows:
+        for text in (texts_of_row := row_format.texts(row, _COLUMNS)):
+            check_unicode(row, text)
+        texts.append([numbers.setdefault(text, len(numbers)) for text in texts_of_row])
+    scores = None
+    if row_format.score_column is not None:
+        scores = np.array([row_format.score(row) for row in rows], dtype=np.float32)
+    texts = np.array(texts)
     # a text that stands in several rows is tokenized once; one more token shows what is cut
     unique = tokens_of(tokenizer, list(numbers), limit + 1)
     is_cut = np.array([len(tokens) > limit for tokens in unique])
     if is_cut.any():
         short = tokens_of(tokenizer, list(numbers), limit)
         unique = [few if cut else all for all, few, cut in zip(unique, short, is_cut, strict=True)]
-    tokens = [[unique[i] for i in texts[:, c]] for c in range(len(columns))]
-    return Pairs(kind, tokens, texts, scores, int(is_cut[texts].sum()))
-
-
-def _check_text(row: Row, name: str) -> None:
-    text = row.value[name]
-    if not isinstance(text, str):
-        raise PackError(f"{row.where}: '{name}' must be a text, but is {text!r:.60}.")
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        raise PackError(
-            f"{row.where}: '{name}' holds half of a surrogate pair (\\ud800 to \\udfff)."
-        ) from None
-
-
-def _score(row: Row) -> float:
-    score = row.value["score"]
-    number = isinstance(score, (int, float)) and not isinstance(score, bool)
-    if not number or not math.isfinite(score):
-        raise PackError(f"{row.where}: 'score' must be a number, but is {score!r:.60}.")
-    return float(score)
+    tokens = [[unique[i] for i in column] for column in texts.T]
+    return Pairs(row_format, tokens, texts, scores, int(is_cut[texts].sum()))
 
 
 def choose_loss(wanted: str, pairs: Pairs, where: str) -> str:
     """The loss as asked for, or the one that ``auto`` stands for.
 
-    Raises: PackError if the rows have not what it needs.
+    Raises:
+        PackError: the rows have not what it needs.
     """
-    possible = LOSSES_OF[pairs.format]
-    if wanted != "auto" and wanted not in possible:
-        needs = next(kind for kind in LOSSES_OF if wanted in LOSSES_OF[kind])
-        raise PackError(
-            f"--loss {wanted}: needs {{{', '.join(PAIR_COLUMNS[needs])}}}, but {where} "
-            f"holds {pairs.format}; those learn by {', '.join(possible)}."
+    possible = pairs.format.losses
+    loss = possible[0] if wanted == "auto" else wanted
+    if loss not in possible:
+        fitting = min(
+            (each for each in PAIR_FORMATS if loss in each.losses),
+            key=lambda each: len(each.text_columns),
         )
-    chosen = possible[0] if wanted == "auto" else wanted
-    if chosen == "cosine" and np.abs(pairs.scores).max() > 1:
+        raise PackError(
+            f"--loss {loss}: needs {{{', '.join(fitting.columns(_COLUMNS))}}}, but {where} "
+            f"has {pairs.format.name}; use --loss {' or '.join(possible)}.",
+            "conflict",
+        )
+    if loss == "cosine" and np.abs(pairs.scores).max() > 1:
         worst = float(pairs.scores[np.abs(pairs.scores).argmax()])
         raise PackError(
             f"{where}: a score is {worst:g}, but a cosine lies in -1 to 1; divide the "
-            "scores by the largest, or take --loss cosent."
+            "scores by the largest, or use --loss cosent.",
+            "data",
+            "loss",
         )
-    return chosen
+    return loss
 
 
-def check_loss_settings(loss: str, said: Sequence[str]) -> None:
-    """Raises: PackError for a setting among those ``said`` that this loss has not."""
+def check_loss_settings(loss: str, specified: Sequence[str]) -> None:
+    """Raise a PackError for a setting among those specified that this loss does not have."""
     for name, losses in _LOSSES_WITH.items():
-        if name in said and loss not in losses:
+        if name in specified and loss not in losses:
             raise PackError(
-                f"--{name.replace('_', '-')}: is of the loss {' or '.join(losses)}, "
-                f"and this run's is {loss}; leave it out, or name that loss by "
-                "--loss."
+                f"--{name.replace('_', '-')}: applies to --loss {' or '.join(losses)}, but this "
+                f"run's is {loss}; leave it out, or set that loss.",
+                "conflict",
             )
 
 
@@ -151,8 +127,12 @@ def check_loss_settings(loss: str, said: Sequence[str]) -> None:
 class PairBatch:
     """A batch of B rows; what is missing to B is rows of one token and weight 0.
 
-    columns: int32 [B, T] each, T by column.   lengths: int32 [C, B].   weights: float32 [B].
-    scores: float32 [B] or None.   rows: which rows of the data.   count: how many.
+    Args:
+        columns: int32 [B, T] each, T by column.
+        lengths: int32 [C, B].
+        weights: float32 [B].
+        scores: float32 [B] or None.
+        rows: which rows of the data.
     """
 
     columns: tuple[np.ndarray, ...]
@@ -163,6 +143,7 @@ class PairBatch:
 
     @property
     def count(self) -> int:
+        """Rows of the data in this batch."""
         return len(self.rows)
 
 
@@ -210,7 +191,7 @@ class PairSampler(Sampler):
     ) -> "PairSampler":
         """The sampler of some pairs."""
         texts = pairs.texts if distinct else None
-        negatives = pairs.format == "triplets"
+        negatives = pairs.format.has_negatives
         return cls(pairs.lengths, batch_size, inputs, seed, texts=texts, has_negatives=negatives)
 
     def epoch(self, number: int) -> list[np.ndarray]:

@@ -1,53 +1,54 @@
-"""Rows from files and data sets: JSONL, JSON, parquet, Hugging Face; and what their columns say."""
+"""Rows from files and data sets: JSONL, JSON, parquet, Hugging Face."""
 
 import hashlib
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-from ..config.schema import DataConfig
+from ..config.schema import COLUMN_SETTINGS, DataConfig
 from ..errors import PackError, did_you_mean
 from ..files import TINY_FOLDER
+from .formats import Row, RowFormat, common_format
 
 SPLITS = ("train", "valid", "test")
-# The columns of sentence-transformers, by format; what has more of them is looked for first.
-PAIR_COLUMNS = {
-    "scored pairs": ("sentence1", "sentence2", "score"),
-    "triplets": ("anchor", "positive", "negative"),
-    "pairs": ("anchor", "positive"),
-}
 _SUFFIXES = (".jsonl", ".json", ".parquet")
 _HELD_OUT_SHARE, _HELD_OUT_MOST = 0.05, 100
 
 
-@dataclass(frozen=True)
-class Row:
-    """One row as it was read, with the place that messages name (``train.jsonl:17``)."""
-
-    where: str
-    value: Mapping
-
-
 @dataclass
 class Splits:
-    """Rows of each split and where they come from; ``notes`` say what was decided for the user."""
+    """The rows of each split.
+
+    Args:
+        rows: by split, each of `SPLITS`.
+        source: where they come from, as messages name it.
+        format: of the first row; whether the others have it is checked where they are encoded.
+        notes: what was decided for the user.
+    """
 
     rows: dict[str, list[Row]]
     source: str
+    format: RowFormat
     notes: list[str] = field(default_factory=list)
 
     def present(self) -> list[str]:
-        """The splits that have rows. Raises: PackError without training rows, or held-out ones."""
-        found = [split for split in SPLITS if self.rows[split]]
-        if "train" not in found:
-            raise PackError(f"--data {self.source}: the train split is empty.")
-        if found == ["train"]:
+        """The splits that have rows.
+
+        Raises:
+            PackError: there are no training rows, or no held-out ones.
+        """
+        present = [split for split in SPLITS if self.rows[split]]
+        if "train" not in present:
+            raise PackError(f"--data {self.source}: the train split is empty.", "data")
+        if present == ["train"]:
             raise PackError(
-                f"--data {self.source}: one row is too few: some must be held out (valid.jsonl)."
+                f"--data {self.source}: one row is too few: some must be held out (valid.jsonl).",
+                "data",
             )
-        return found
+        return present
 
 
 def tiny_path() -> Path:
@@ -59,44 +60,59 @@ def load_rows(config: DataConfig) -> Splits:
     """Rows of train, valid and test from a folder, a file, a Hugging Face id or ``tiny``.
 
     Without valid and test rows, the last 5 % of the training rows (100 at most) are held out.
-    Raises: PackError naming file and line.
+
+    Raises:
+        PackError: something cannot be read or used; it names file and line.
     """
     if config.hf_dataset is not None:
-        return _hf_collection(config)
-    path = tiny_path() if config.data == "tiny" else Path(config.data).expanduser()
-    if path.is_file():
-        rows = {"train": read_rows(path), "valid": [], "test": []}
-    elif path.is_dir():
-        rows = {}
-        for split in SPLITS:
-            files = [path / (split + s) for s in _SUFFIXES if (path / (split + s)).is_file()]
-            if len(files) > 1:
-                raise PackError(f"{path}: {files[0].name} and {files[1].name} both hold {split}.")
-            rows[split] = read_rows(files[0]) if files else []
-        if not any(rows.values()):
-            raise PackError(f"{path}: must hold train.jsonl (and valid.jsonl, test.jsonl).")
-    elif path.suffix not in _SUFFIXES and re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", config.data):
-        rows = _hf_dataset(config.data)
+        rows, source = _hf_collection(config)
     else:
-        raise PackError(
-            f"--data {config.data}: no such folder or file, and not a data set id (owner/name)."
-        )
-    _check_formats(rows, config)
-    splits = Splits(rows, str(config.data))
-    _hold_out(splits)
+        rows, source = _local_or_hub(config.data), str(config.data)
+    splits = Splits(rows, source, _first_format(rows, source, config))
+    if config.hf_dataset is None:
+        _hold_out(splits)
     return splits
 
 
-def _check_formats(rows: Mapping[str, list[Row]], config: DataConfig) -> None:
-    """Refuse splits of different formats: what is measured must be what is learned."""
-    first = [rows[s][0] for s in SPLITS if rows[s]]
-    for row in first[1:]:
-        found, wanted = row_format(row, config), row_format(first[0], config)
-        if found != wanted:
+def _local_or_hub(data: str) -> dict[str, list[Row]]:
+    """The rows of each split of a folder, a file (all are training rows), or a Hub data set."""
+    path = tiny_path() if data == "tiny" else Path(data).expanduser()
+    if path.is_file():
+        return {"train": read_rows(path), "valid": [], "test": []}
+    if path.is_dir():
+        return _folder_rows(path)
+    if path.suffix not in _SUFFIXES and re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", data):
+        return _hf_dataset(data)
+    raise PackError(
+        f"--data {data}: no such folder or file, and not a data set id (owner/name).", "not-found"
+    )
+
+
+def _folder_rows(path: Path) -> dict[str, list[Row]]:
+    """The rows of each split of a folder. Raises: PackError if there are none at all."""
+    rows: dict[str, list[Row]] = {}
+    for split in SPLITS:
+        files = [path / (split + s) for s in _SUFFIXES if (path / (split + s)).is_file()]
+        if len(files) > 1:
             raise PackError(
-                f"{row.where}: mixed formats: this row is {found}, but "
-                f"{first[0].where} is {wanted}."
+                f"{path}: {files[0].name} and {files[1].name} both hold {split}.",
+                "conflict",
+                "data",
             )
+        rows[split] = read_rows(files[0]) if files else []
+    if not any(rows.values()):
+        raise PackError(
+            f"{path}: must hold train.jsonl (and valid.jsonl, test.jsonl).", "not-found", "data"
+        )
+    return rows
+
+
+def _first_format(rows: Mapping[str, list[Row]], source: str, columns: DataConfig) -> RowFormat:
+    """The format of the first row of each split: what is measured must be what is trained on."""
+    firsts = [rows[split][0] for split in SPLITS if rows[split]]
+    if not firsts:
+        raise PackError(f"--data {source}: there are no rows.", "data")
+    return common_format(firsts, columns)
 
 
 def _hold_out(splits: Splits) -> None:
@@ -111,22 +127,23 @@ def _hold_out(splits: Splits) -> None:
 def read_rows(file: Path) -> list[Row]:
     """The rows of a .jsonl, .json or .parquet file.
 
-    Raises: PackError with file and line for what is not a JSON object, or an empty file.
+    Raises:
+        PackError: the file is empty, cannot be read, or a line is not a JSON object.
     """
     if file.suffix not in _SUFFIXES:
-        raise PackError(f"{file}: must end in {', '.join(_SUFFIXES)}.")
+        raise PackError(f"{file}: must end in {', '.join(_SUFFIXES)}.", "unsupported", "data")
     try:
         rows = _parquet_rows(file) if file.suffix == ".parquet" else _json_rows(file)
     except OSError as error:
-        raise PackError(f"{file}: cannot be read ({error.strerror}).") from None
+        raise PackError(f"{file}: cannot be read ({error.strerror}).", "unreadable") from None
     except UnicodeDecodeError as error:
-        raise PackError(f"{file}: is not UTF-8 text (byte {error.start}).") from None
+        raise PackError(f"{file}: is not UTF-8 text (byte {error.start}).", "unreadable") from None
     if not rows:
-        raise PackError(f"{file}: holds no rows.")
+        raise PackError(f"{file}: holds no rows.", "data")
     for row in rows:
         if not isinstance(row.value, Mapping):
             kind = type(row.value).__name__
-            raise PackError(f"{row.where}: must be a JSON object, but is a {kind}.")
+            raise PackError(f"{row.where}: must be a JSON object, but is a {kind}.", "data")
     return rows
 
 
@@ -136,9 +153,11 @@ def _json_rows(file: Path) -> list[Row]:
         try:
             values = json.loads(text)
         except json.JSONDecodeError as error:
-            raise PackError(f"{file}:{error.lineno}: is not valid JSON: {error.msg}.") from None
+            message = f"is not valid JSON: {error.msg}."
+            raise PackError(f"{file}:{error.lineno}: {message}", "unreadable") from None
         if not isinstance(values, list):
-            raise PackError(f"{file}: must hold a list of rows, but is a {type(values).__name__}.")
+            kind = type(values).__name__
+            raise PackError(f"{file}: must hold a list of rows, but is a {kind}.", "data")
         return [Row(f"{file}[{i}]", v) for i, v in enumerate(values)]
     rows = []
     # not splitlines(): U+2028 may stand inside a JSON string
@@ -150,7 +169,7 @@ def _json_rows(file: Path) -> list[Row]:
         except json.JSONDecodeError as error:
             shown = line if len(line) < 60 else line[:60] + "…"
             message = f"is not valid JSON ({error.msg} at column {error.colno}). Shown: {shown}"
-            raise PackError(f"{file}:{number}: {message}") from None
+            raise PackError(f"{file}:{number}: {message}", "unreadable") from None
     return rows
 
 
@@ -158,58 +177,66 @@ def _parquet_rows(file: Path) -> list[Row]:
     try:
         import pyarrow.parquet as parquet
     except ImportError:
-        raise PackError(f"{file}: reading parquet needs: pip install pyarrow") from None
+        raise PackError(
+            f"{file}: reading parquet needs `pip install pyarrow`.", "dependency"
+        ) from None
     return [Row(f"{file}[{i}]", v) for i, v in enumerate(parquet.read_table(file).to_pylist())]
 
 
-def _hf_load(name: str, /, **arguments):
-    """`datasets.load_dataset`, or one line that says why not."""
+def _hf_load(name: str, /, **arguments: Any) -> Any:
+    """What `datasets.load_dataset` loads. Raises: PackError that says why it cannot."""
     try:
         import datasets
     except ImportError:
         raise PackError(
-            f"--data {name}: no such folder or file here; to take it from the Hugging Face Hub: "
-            "pip install datasets."
+            f"--data {name}: no such folder or file here; to take it from the Hugging Face Hub, "
+            "run `pip install datasets`.",
+            "dependency",
         ) from None
     try:
         return datasets.load_dataset(name, **arguments)
     except (OSError, ValueError, datasets.exceptions.DatasetNotFoundError) as error:
         reason = " ".join(str(error).split())[:200]
-        raise PackError(f"--data {name}: cannot be loaded from the Hub: {reason}") from None
+        raise PackError(
+            f"--data {name}: cannot be loaded from the Hub: {reason}", "network"
+        ) from None
 
 
 def _hf_dataset(name: str) -> dict[str, list[Row]]:
     """Every split of a data set of the Hub that has our name (or is called validation)."""
     loaded = _hf_load(name)
-    found = {s: loaded[s] for s in SPLITS if s in loaded}
+    splits = {split: loaded[split] for split in SPLITS if split in loaded}
     if "validation" in loaded:
-        found.setdefault("valid", loaded["validation"])
-    if "train" not in found:
-        raise PackError(f"--data {name}: has no train split, only {', '.join(loaded)}.")
-    return {s: _hf_rows(name, s, found.get(s, ())) for s in SPLITS}
+        splits.setdefault("valid", loaded["validation"])
+    if "train" not in splits:
+        raise PackError(f"--data {name}: has no train split, only {', '.join(loaded)}.", "data")
+    return {split: _hf_rows(name, split, splits.get(split, ())) for split in SPLITS}
 
 
-def _hf_rows(name: str, split: str, loaded) -> list[Row]:
+def _hf_rows(name: str, split: str, loaded: Iterable[Mapping]) -> list[Row]:
     return [Row(f"{name}/{split}[{i}]", dict(v)) for i, v in enumerate(loaded)]
 
 
-def _hf_collection(config: DataConfig) -> Splits:
-    """mlx-lm's ``hf_dataset`` key: one data set or several, each with splits and column names."""
-    wanted = config.hf_dataset if isinstance(config.hf_dataset, list) else [config.hf_dataset]
-    features = {f: getattr(config, f) for f in _FEATURES}
+def _hf_collection(config: DataConfig) -> tuple[dict[str, list[Row]], str]:
+    """The rows of mlx-lm's ``hf_dataset`` key, and where they come from.
+
+    It holds one data set or several, each with splits and column names.
+    """
+    entries = config.hf_dataset if isinstance(config.hf_dataset, list) else [config.hf_dataset]
+    features = {name: getattr(config, name) for name in COLUMN_SETTINGS}
     known = {"path", "name", "train_split", "valid_split", "test_split", "config", *features}
     rows: dict[str, list[Row]] = {split: [] for split in SPLITS}
-    for entry in wanted:
+    for entry in entries:
         if not isinstance(entry, Mapping):
-            raise PackError(f"hf_dataset: must hold keys such as 'path', but got {entry!r}.")
+            message = f"hf_dataset: must hold keys such as 'path', but got {entry!r}."
+            raise PackError(message, "invalid", "hf_dataset")
         for key in entry:
             if key not in known:
-                raise PackError(
-                    f"hf_dataset: unknown key '{key}'. {did_you_mean(key, list(known))}"
-                )
-        name = entry.get("path") or entry.get("name")
-        if not name:
-            raise PackError("hf_dataset: every entry needs a 'path'.")
+                message = f"hf_dataset: unknown key '{key}'. {did_you_mean(key, list(known))}"
+                raise PackError(message, "unknown", "hf_dataset")
+        path = entry.get("path") or entry.get("name")
+        if not path:
+            raise PackError("hf_dataset: every entry needs a 'path'.", "invalid", "hf_dataset")
         splits = {
             "train": entry.get("train_split", "train[:80%]"),
             "valid": entry.get("valid_split", "train[-10%:]"),
@@ -217,18 +244,14 @@ def _hf_collection(config: DataConfig) -> Splits:
         if "test_split" in entry:
             splits["test"] = entry["test_split"]
         arguments = entry.get("config") or {}
-        renames = {entry[f]: features[f] for f in features if f in entry}
-        for split, wanted_split in splits.items():
-            loaded = _hf_load(name, split=wanted_split, **arguments)
+        renames = {entry[name]: features[name] for name in features if name in entry}
+        for split, part in splits.items():
+            loaded = _hf_load(path, split=part, **arguments)
             rows[split] += [
                 Row(r.where, {renames.get(k, k): v for k, v in r.value.items()})
-                for r in _hf_rows(name, split, loaded)
+                for r in _hf_rows(path, split, loaded)
             ]
-    _check_formats(rows, config)
-    return Splits(rows, ", ".join(str(e.get("path") or e.get("name")) for e in wanted))
-
-
-_FEATURES = ("chat_feature", "prompt_feature", "completion_feature", "text_feature")
+    return rows, ", ".join(str(entry.get("path") or entry.get("name")) for entry in entries)
 
 
 def fingerprint(rows: list[Row]) -> str:
@@ -238,26 +261,3 @@ def fingerprint(rows: list[Row]) -> str:
         line = json.dumps(row.value, sort_keys=True, ensure_ascii=False, default=str)
         digest.update(line.encode(errors="surrogatepass") + b"\n")
     return digest.hexdigest()
-
-
-def pair_format(row: Row) -> str | None:
-    """Which kind of pairs a row holds, of `PAIR_COLUMNS`; None if it is of none."""
-    kinds = (kind for kind, names in PAIR_COLUMNS.items() if all(n in row.value for n in names))
-    return next(kinds, None)
-
-
-def row_format(row: Row, config: DataConfig) -> str:
-    """chat, completion or text, by the columns of a row, in mlx-lm's order; or a kind of pairs."""
-    if config.prompt_feature in row.value and config.completion_feature in row.value:
-        return "completion"
-    if config.chat_feature in row.value:
-        return "chat"
-    if config.text_feature in row.value:
-        return "text"
-    if (pairs := pair_format(row)) is not None:
-        return pairs
-    raise PackError(
-        f"{row.where}: must have '{config.chat_feature}', or '{config.prompt_feature}' and "
-        f"'{config.completion_feature}', or '{config.text_feature}', but has "
-        f"{sorted(row.value) or 'nothing'}. Other names: --prompt-feature and its kin."
-    )

@@ -9,22 +9,23 @@ import json
 import os
 import time
 from collections.abc import Sequence
+from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from ..config.schema import DataConfig
+from ..config.schema import COLUMN_SETTINGS, DataConfig
 from ..errors import PackError
-from ..files import read_header, sha256, write_tensors
+from ..files import read_header, write_tensors
 from ..runtime import mx
-from . import encoding, fim
-from .encoding import Example, Examples, encode, resolve_loss_on
-from .rows import Row, row_format
+from .encoding import ENCODING_VERSION, EncodingOptions, Example, Examples, encode, token_format
+from .formats import Row
 
 CACHE_VARIABLE = "MLX_PACKS_CACHE"
-_WORTHWHILE_BYTES = 2 << 20  # of rows: a second or two of encoding
-_KEPT_DAYS = 30
+WORTHWHILE_BYTES = 2 << 20  # of rows: a second or two of encoding
+_DAYS = 30
 _DTYPES = {
     "ends": ("I64", np.int64),  # [R], where each example ends
     "rows": ("I64", np.int64),  # [R], which of the given rows it is
@@ -59,31 +60,33 @@ def cache_folder(part: str = "tokens") -> Path | None:
 
 
 def encode_cached(
-    rows: list[Row], tokenizer, config: DataConfig, **options
+    rows: list[Row],
+    tokenizer: Any,
+    columns: DataConfig,
+    options: EncodingOptions,
+    least_bytes: int = WORTHWHILE_BYTES,
 ) -> tuple[Examples, Path | None]:
     """`encoding.encode`, or what it gave for the same before; and the file, if there is one.
 
-    Small splits are encoded each time, and so is what the key cannot cover.
+    Splits of less than ``least_bytes`` are encoded each time, and so is what the key cannot cover.
     """
     folder = cache_folder()
-    if folder is None or _estimated_bytes(rows) < _WORTHWHILE_BYTES:
-        return encode(rows, tokenizer, config, **options), None
-    key = cache_key(rows, tokenizer, config, options)
+    if folder is None or _estimated_bytes(rows) < least_bytes:
+        return encode(rows, tokenizer, columns, options), None
+    key = cache_key(rows, tokenizer, columns, options)
     if key is None:
-        return encode(rows, tokenizer, config, **options), None
+        return encode(rows, tokenizer, columns, options), None
     file = folder / f"{key}.safetensors"
-    kind = row_format(rows[0], config)
-    loss_on = resolve_loss_on(kind, options.get("loss_on"))
-    if (found := _read(file, key, rows, kind, loss_on)) is not None:
+    if (stored := _read(file, key, rows, columns, options)) is not None:
         os.utime(file)
-        return found, file
-    examples = encode(rows, tokenizer, config, **options)
+        return stored, file
+    examples = encode(rows, tokenizer, columns, options)
     try:
         _write(file, key, rows, examples)
     except (PackError, OSError):  # a full or read-only disk must not stop a run
         return examples, None
     _forget_unused(folder)
-    return _read(file, key, rows, kind, loss_on) or examples, file
+    return _read(file, key, rows, columns, options) or examples, file
 
 
 def _estimated_bytes(rows: list[Row]) -> int:
@@ -92,7 +95,9 @@ def _estimated_bytes(rows: list[Row]) -> int:
     return sum(len(str(row.value)) for row in sample) * len(rows) // max(1, len(sample))
 
 
-def cache_key(rows: list[Row], tokenizer, config: DataConfig, options: dict) -> str | None:
+def cache_key(
+    rows: list[Row], tokenizer: Any, columns: DataConfig, options: EncodingOptions
+) -> str | None:
     """A hash of all that the tokens depend on; None where something of it cannot be seen."""
     backend = getattr(tokenizer._tokenizer, "backend_tokenizer", None)
     plain = tokenizer._tokenizer
@@ -101,7 +106,7 @@ def cache_key(rows: list[Row], tokenizer, config: DataConfig, options: dict) -> 
     template = str(plain.chat_template)
     special = getattr(tokenizer, "_chat_template", None)
     known = {
-        "code": [sha256(Path(module.__file__)) for module in (encoding, fim)],
+        "encoding": ENCODING_VERSION,
         "versions": [version(name) for name in ("mlx-lm", "transformers", "tokenizers")],
         "class": type(plain).__qualname__,
         "tokenizer": hashlib.sha256(backend.to_str().encode()).hexdigest(),
@@ -109,13 +114,8 @@ def cache_key(rows: list[Row], tokenizer, config: DataConfig, options: dict) -> 
         "ends": [tokenizer.eos_token_id, sorted(tokenizer.eos_token_ids)],
         "template": [template, getattr(special, "__module__", None)],
         "today": time.strftime("%Y-%m-%d") if "strftime_now" in template else None,
-        "columns": [
-            config.chat_feature,
-            config.prompt_feature,
-            config.completion_feature,
-            config.text_feature,
-        ],
-        "options": options,
+        "columns": [getattr(columns, name) for name in COLUMN_SETTINGS],
+        "options": asdict(options),
     }
     digest = hashlib.sha256()
     try:
@@ -151,8 +151,12 @@ def _write(file: Path, key: str, rows: list[Row], examples: Examples) -> None:
     write_tensors(file, tensors, tensors.items())
 
 
-def _read(file: Path, key: str, rows: list[Row], kind: str, loss_on: str) -> Examples | None:
+def _read(
+    file: Path, key: str, rows: list[Row], columns: DataConfig, options: EncodingOptions
+) -> Examples | None:
     """The examples of a file, mapped; None if there is none or it is not whole and of this key."""
+    row_format = token_format(rows[0], columns)
+    loss_on = row_format.resolve_loss_on(options.loss_on)
     try:
         header, start = read_header(file)
         parts = {
@@ -172,12 +176,12 @@ def _read(file: Path, key: str, rows: list[Row], kind: str, loss_on: str) -> Exa
         return None
     cut, dropped = parts["counts"].tolist()
     items = StoredExamples(parts, [row.where for row in rows])
-    return Examples(items, kind, loss_on, cut, dropped)
+    return Examples(items, row_format.name, loss_on, cut, dropped)
 
 
 def _forget_unused(folder: Path) -> None:
     """Remove entries that no run has read for a month."""
-    oldest = time.time() - _KEPT_DAYS * 24 * 3600
+    oldest = time.time() - _DAYS * 24 * 3600
     for file in folder.glob("*.safetensors"):
         try:
             if file.stat().st_mtime < oldest:

@@ -18,7 +18,7 @@ from ..bases.files import text_config
 from ..bases.loading import hold_causal
 from ..config.schema import DataConfig, TrainConfig
 from ..data.batches import Batch, evaluation_batches, make_packed_batch, padded_length
-from ..data.encoding import Examples, encode
+from ..data.encoding import EncodingOptions, Examples, encode
 from ..data.sampler import first_fit
 from ..display import QUIET, Display
 from ..errors import PackError
@@ -233,9 +233,7 @@ def _examples(
         rows,
         base.tokenizer,
         columns,
-        loss_on=loss_on,
-        max_seq_length=length,
-        vocab_size=base.vocab_size,
+        EncodingOptions(loss_on, length, base.vocab_size),
     )
     if not len(examples):
         raise PackError(f"--data {columns.data}: has no row with something to predict.")

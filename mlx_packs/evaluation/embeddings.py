@@ -83,7 +83,7 @@ def score_pairs(model: Encoder, pairs: Pairs, batch_size: int) -> Metrics:
             "pearson": pearson(cosines, pairs.scores),
         }
     found = retrieval(vectors, at[:, 0], at[:, 1])
-    if pairs.format == "triplets":
+    if pairs.format.has_negatives:
         anchor, positive, negative = (vectors[column] for column in at.T)
         nearer = (anchor * positive).sum(axis=1) > (anchor * negative).sum(axis=1)
         found = {"triplet_accuracy": float(nearer.mean()), **found}
@@ -167,4 +167,4 @@ def evaluate_embeddings(
     if pack is not None:
         with base.applied(pack):
             with_pack = score_pairs(base.model, pairs, batch_size)
-    return EmbeddingReport(len(pairs), pairs.format, plain, with_pack)
+    return EmbeddingReport(len(pairs), pairs.format.name, plain, with_pack)

@@ -10,10 +10,10 @@ import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_flatten
 
-from ..config.schema import DataConfig, TrainConfig
+from ..config.schema import COLUMN_SETTINGS, DataConfig, TrainConfig
 from ..data import rows as rows_of
 from ..data.batches import Batch, evaluation_batches
-from ..data.encoding import encode
+from ..data.encoding import EncodingOptions, encode
 from ..errors import PackError
 from ..memory.matmul_path import choose_matmul_path
 from ..nn.lora import GroupedLoRA
@@ -25,8 +25,6 @@ from ..runtime import is_traced, mx
 
 if TYPE_CHECKING:
     from .embeddings import EmbeddingReport
-
-_FEATURES = ("chat_feature", "prompt_feature", "completion_feature", "text_feature")
 
 
 @dataclass(frozen=True)
@@ -234,9 +232,7 @@ def evaluate(
         rows,
         base.tokenizer,
         columns,
-        loss_on=loss_on,
-        max_seq_length=max_seq_length,
-        vocab_size=base.vocab_size,
+        EncodingOptions(loss_on, max_seq_length, base.vocab_size),
     )
     batches = evaluation_batches(examples, batch_size, max_seq_length)
     if matmul_path == "auto":
@@ -266,7 +262,7 @@ def columns_of(pack: Pack | None, data: str | Path, **given: str) -> DataConfig:
     The embedded data set has the default names whatever a pack was trained on.
     """
     recipe = pack.part("recipe") if pack is not None and str(data) != "tiny" else {}
-    trained = {name: recipe[name] for name in _FEATURES if recipe.get(name)}
+    trained = {name: recipe[name] for name in COLUMN_SETTINGS if recipe.get(name)}
     return DataConfig(data=str(data), **{**trained, **given})
 
 

@@ -62,7 +62,8 @@ class RunPhase:
             return parts[0]
         rows = {split: [r for p in parts for r in p.rows[split]] for split in rows_of.SPLITS}
         notes = [f"{part.source}: {note}" for part in parts for note in part.notes]
-        return rows_of.Splits(rows, " + ".join(part.source for part in parts), notes)
+        source = " + ".join(part.source for part in parts)
+        return rows_of.Splits(rows, source, parts[0].format, notes)
 
     def public_source(self, splits: rows_of.Splits) -> str:
         """What a manifest calls its data: folders without their paths."""

@@ -25,13 +25,13 @@ from ..config.schema import (
 )
 from ..data import rows as rows_of
 from ..data.batches import Batch, prefetched
-from ..data.encoding import Examples
+from ..data.encoding import Examples, token_format
 from ..display import QUIET, VERBOSE, Display
 from ..errors import PackError
 from ..evaluation.evaluate import Score, Scorer
 from ..files import TINY_FOLDER, make_folder
 from ..gates import Gates, judge, limits
-from ..inference.generate import chat_prompt, complete
+from ..inference.generate import complete
 from ..inference.throughput import answering_path, prompts_of, race
 from ..memory.matmul_path import choose_matmul_path
 from ..nn.quantized import count_weights
@@ -594,19 +594,7 @@ class SamplePrompt:
 
     @classmethod
     def of(cls, row: rows_of.Row, base: Base, columns: DataConfig) -> "SamplePrompt":
-        kind = rows_of.row_format(row, columns)
-        if kind == "text":
-            tokens = base.tokenizer.encode(row.value[columns.text_feature])
-            tokens = tokens[: max(1, min(32, len(tokens) // 2))]
-            return cls(base.tokenizer.decode(tokens), tokens)
-        if kind == "completion":
-            messages = [{"role": "user", "content": row.value[columns.prompt_feature]}]
-        else:
-            messages = list(row.value[columns.chat_feature])
-            first = next((i for i, m in enumerate(messages) if m["role"] == "assistant"), 0)
-            messages = messages[: max(1, first)]
-        tokens = chat_prompt(base, messages, row.value.get("tools"))
-        return cls(messages[-1].get("content") or "", tokens)
+        return cls(*token_format(row, columns).prompt(row, columns, base.tokenizer))
 
     def complete(self, base: Base) -> str:
         """What the model says to it now, sampled with a fixed seed."""

@@ -16,8 +16,9 @@ from ..bases.loading import public_name
 from ..config.schema import DataConfig, LoRAConfig, Recipe, TrainConfig
 from ..data import rows as rows_of
 from ..data.batches import padded_length
-from ..data.encoding import Examples
+from ..data.encoding import EncodingOptions, Examples
 from ..data.fim import FillInTheMiddle
+from ..data.formats import RowFormat, Text
 from ..data.sampler import Sampler, packing_fill
 from ..data.token_cache import encode_cached
 from ..display import VERBOSE, Display, shown_count, size
@@ -176,8 +177,7 @@ def encode_splits(
                 splits.rows[split],
                 base.tokenizer,
                 columns,
-                vocab_size=base.vocab_size,
-                **encoding_options(train, split, splits.rows[split], columns),
+                encoding_options(train, split, splits.format, base.vocab_size),
             )
             if file is not None:
                 display.line("data", f"tokens of {split} are in {file}", VERBOSE)
@@ -212,24 +212,23 @@ def encode_splits(
 
 
 def encoding_options(
-    train: TrainConfig, split: str, rows: list[rows_of.Row], columns: DataConfig
-) -> dict:
+    train: TrainConfig, split: str, row_format: RowFormat, vocab_size: int
+) -> EncodingOptions:
     """How `encoding.encode` encodes the rows of a split.
 
     Held-out rows are measured as they are, so that their perplexity does not depend on how the
     training rows are laid out; what is for texts leaves rows of other formats alone.
     """
-    told = {"loss_on": train.loss_on, "max_seq_length": train.max_seq_length}
+    options = EncodingOptions(train.loss_on, train.max_seq_length, vocab_size)
     if split != "train":
-        return told
-    told["ce_last_k"] = train.ce_last_k
-    if rows and rows_of.row_format(rows[0], columns) == "text":
-        told["long_rows"] = train.long_rows
-        if train.fim_rate:
-            told["fim"] = FillInTheMiddle(
-                train.fim_rate, train.fim_spm_rate, train.seed, train.fim_tokens
-            )
-    return told
+        return options
+    options = dataclasses.replace(options, ce_last_k=train.ce_last_k)
+    if not isinstance(row_format, Text):
+        return options
+    fim = FillInTheMiddle(train.fim_rate, train.fim_spm_rate, train.seed, train.fim_tokens)
+    return dataclasses.replace(
+        options, long_rows=train.long_rows, fim=fim if train.fim_rate else None
+    )
 
 
 def encode_phases(
@@ -244,14 +243,11 @@ def encode_phases(
     Raises: PackError where something is asked for that is for texts, and no phase has any.
     """
     wanted = {"--fim-rate": train.fim_rate, "--long-rows split": train.long_rows == "split"}
-    kinds = {
-        rows_of.row_format(rows[0], phase.sources[0])
-        for phase, read in zip(phases, splits, strict=True)
-        if (rows := read.rows["train"])
-    }
-    for option in (name for name, said in wanted.items() if said):
-        if kinds and "text" not in kinds:
-            raise PackError(f"{option}: is for rows of text, but these are {', '.join(kinds)}.")
+    formats = {read.format for read in splits}
+    if not any(isinstance(row_format, Text) for row_format in formats):
+        for option in (name for name, is_wanted in wanted.items() if is_wanted):
+            names = ", ".join(row_format.name for row_format in formats)
+            raise PackError(f"{option}: is for rows of text, but these are {names}.", "conflict")
     found = []
     for phase, read in zip(phases, splits, strict=True):
         if phase.name:

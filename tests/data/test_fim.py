@@ -1,19 +1,20 @@
 """Text rows for code corpora: long ones split, and the middle of some put last."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from mlx_packs import DataConfig, LoRAConfig, PackError, TrainConfig, train_pack
 from mlx_packs.bases.loading import load_base_tokenizer, tiny_checkpoint
-from mlx_packs.data import token_cache
-from mlx_packs.data.encoding import encode
+from mlx_packs.data.encoding import EncodingOptions, encode
 from mlx_packs.data.fim import SPELLINGS, FillInTheMiddle, arranged, continued, sentinels
-from mlx_packs.data.rows import Row
+from mlx_packs.data.formats import Chat, Row, Text
 from mlx_packs.data.token_cache import encode_cached
 from mlx_packs.training.setup import encoding_options
-from tests.helpers.rows import chat, write_rows
+from tests.helpers.errors import raises
+from tests.helpers.rows import write_rows
 
 CONFIG = DataConfig()
 WORDS = "alpha beta gamma delta epsilon zeta eta theta iota kappa é 日本 \U0001f600".split()
@@ -63,7 +64,7 @@ def texts_of(tokenizer, tokens) -> tuple[bool, str, str, str] | None:
 
 def test_rearranged_rows_hold_the_same_text_and_all_of_it_is_learned(tokenizer):
     fim = FillInTheMiddle(1.0, 0.5, seed=3)
-    found = encode(ROWS, tokenizer, CONFIG, fim=fim)
+    found = encode(ROWS, tokenizer, CONFIG, EncodingOptions(fim=fim))
     kinds = set()
     for row, (text, example) in enumerate(zip(TEXTS, found.items, strict=True)):
         suffix_first, first, second, third = texts_of(tokenizer, example.tokens)
@@ -95,7 +96,9 @@ def test_rates_are_shares_of_rows_and_of_those_rearranged(rate):
 
 def test_which_rows_and_where_depends_on_seed_and_row_alone(tokenizer):
     def tokens(rows, seed):
-        found = encode(rows, tokenizer, CONFIG, fim=FillInTheMiddle(0.5, 0.5, seed))
+        found = encode(
+            rows, tokenizer, CONFIG, EncodingOptions(fim=FillInTheMiddle(0.5, 0.5, seed))
+        )
         return [e.tokens.tolist() for e in found.items]
 
     assert tokens(ROWS, 1) == tokens(ROWS, 1)
@@ -111,31 +114,33 @@ def test_sentinels_are_found_by_their_known_spellings(names):
 
 
 def test_a_tokenizer_without_sentinels_is_refused_unless_they_are_named(bare):
-    with pytest.raises(PackError, match="no tokens for prefix, suffix and middle.*--fim-tokens"):
-        encode(ROWS, bare, CONFIG, fim=FillInTheMiddle(0.5))
-    with pytest.raises(PackError, match="--fim-tokens a,b,<x>: not all are tokens of the base"):
-        encode(ROWS, bare, CONFIG, fim=FillInTheMiddle(0.5, tokens=("a", "b", "<x>")))
+    with raises("unsupported", "fim_rate", "--fim-tokens PREFIX,SUFFIX,MIDDLE"):
+        encode(ROWS, bare, CONFIG, EncodingOptions(fim=FillInTheMiddle(0.5)))
+    with raises("unknown", "fim_tokens", "a,b,<x>"):
+        named = FillInTheMiddle(0.5, tokens=("a", "b", "<x>"))
+        encode(ROWS, bare, CONFIG, EncodingOptions(fim=named))
     ids = bare._tokenizer.convert_tokens_to_ids(list(NAMED))
     assert sentinels(bare, NAMED) == (*ids, bare.eos_token_id)
 
 
 def test_split_rows_learn_every_token_once(bare):
-    whole = encode([LONG], bare, CONFIG, max_seq_length=100_000).items[0].tokens
+    whole = encode([LONG], bare, CONFIG, EncodingOptions(max_seq_length=100_000)).items[0].tokens
     rows = [ROWS[0], LONG, ROWS[1]]
-    found = encode(rows, bare, CONFIG, max_seq_length=100, long_rows="split")
+    found = encode(rows, bare, CONFIG, EncodingOptions(max_seq_length=100, long_rows="split"))
     pieces = [e for e in found.items if e.where == "x:long"]
     assert len(pieces) == -(-(len(whole) - 1) // 99) and found.cut == 1
     learned = np.concatenate([e.tokens[e.target] for e in pieces])
     assert np.array_equal(learned, whole[1:])
     assert all(len(e.tokens) <= 100 for e in found.items) and len(found) == len(pieces) + 2
-    cut = encode(rows, bare, CONFIG, max_seq_length=100)
+    cut = encode(rows, bare, CONFIG, EncodingOptions(max_seq_length=100))
     assert len(cut) == 3 and cut.cut == 1 and np.array_equal(cut.items[1].tokens, whole[:100])
 
 
 @pytest.mark.parametrize("length", [32, 33, 100, 101])
 def test_split_rows_that_are_rearranged_fit_and_lose_nothing(tokenizer, length):
     fim = FillInTheMiddle(0.5, 0.5, seed=1)
-    found = encode([LONG], tokenizer, CONFIG, max_seq_length=length, long_rows="split", fim=fim)
+    options = EncodingOptions(max_seq_length=length, long_rows="split", fim=fim)
+    found = encode([LONG], tokenizer, CONFIG, options)
     text, kinds = LONG.value["text"], []
     at = 0  # how much of the text the pieces have covered
     for example in found.items:
@@ -156,7 +161,7 @@ def test_split_rows_that_are_rearranged_fit_and_lose_nothing(tokenizer, length):
 
 def test_cut_rows_that_are_rearranged_keep_their_beginning(tokenizer):
     fim = FillInTheMiddle(1.0, 0.0)
-    found = encode([LONG], tokenizer, CONFIG, max_seq_length=64, fim=fim)
+    found = encode([LONG], tokenizer, CONFIG, EncodingOptions(max_seq_length=64, fim=fim))
     (example,) = found.items
     _, prefix, suffix, middle = texts_of(tokenizer, example.tokens)
     assert LONG.value["text"].startswith(prefix + middle + suffix)
@@ -190,18 +195,16 @@ def test_a_part_of_a_text_has_no_space_that_the_tokenizer_puts_before_a_text():
 
 def test_held_out_rows_and_chats_stay_as_they_are():
     train = TrainConfig(fim_rate=0.5, long_rows="split", ce_last_k=3)
-    options = encoding_options(train, "train", ROWS, CONFIG)
-    assert options["fim"].rate == 0.5 and options["long_rows"] == "split"
-    plain = {"loss_on": None, "max_seq_length": 2048}
-    assert encoding_options(train, "valid", ROWS, CONFIG) == plain
-    talk = [Row("y:1", chat("Hi.", "Ho."))]
-    assert encoding_options(train, "train", talk, CONFIG) == {**plain, "ce_last_k": 3}
+    options = encoding_options(train, "train", Text(), 500)
+    assert options.fim.rate == 0.5 and options.long_rows == "split"
+    plain = EncodingOptions(vocab_size=500)
+    assert encoding_options(train, "valid", Text(), 500) == plain
+    assert encoding_options(train, "train", Chat(), 500) == replace(plain, ce_last_k=3)
 
 
 def test_the_token_cache_tells_rates_seeds_and_long_rows_apart(tokenizer, tmp_path, monkeypatch):
     monkeypatch.setenv("MLX_PACKS_CACHE", str(tmp_path))
-    monkeypatch.setattr(token_cache, "_WORTHWHILE_BYTES", 1)
-    options = [
+    kinds = [
         {},
         {"long_rows": "split"},
         *(
@@ -216,16 +219,17 @@ def test_the_token_cache_tells_rates_seeds_and_long_rows_apart(tokenizer, tmp_pa
         ),
     ]
     files = set()
-    for told in options:
-        wanted = encode([*ROWS, LONG], tokenizer, CONFIG, max_seq_length=64, **told)
+    for kind in kinds:
+        options = EncodingOptions(max_seq_length=64, **kind)
+        wanted = encode([*ROWS, LONG], tokenizer, CONFIG, options)
         for _ in range(2):  # made, then read
-            found, file = encode_cached([*ROWS, LONG], tokenizer, CONFIG, max_seq_length=64, **told)
+            found, file = encode_cached([*ROWS, LONG], tokenizer, CONFIG, options, least_bytes=1)
             assert [e.tokens.tolist() for e in found.items] == [
                 e.tokens.tolist() for e in wanted.items
             ]
             assert (found.cut, len(found)) == (wanted.cut, len(wanted))
         files.add(file)
-    assert len(files) == len(options)
+    assert len(files) == len(kinds)
 
 
 @pytest.mark.parametrize(

@@ -12,9 +12,10 @@ from mlx_lm.utils import load_tokenizer
 from mlx_packs.bases.loading import tiny_checkpoint
 from mlx_packs.config.schema import DataConfig
 from mlx_packs.data import rows as data
-from mlx_packs.data.encoding import encode
-from mlx_packs.data.rows import Row, load_rows
-from mlx_packs.errors import PackError
+from mlx_packs.data.encoding import EncodingOptions, encode
+from mlx_packs.data.formats import FORMATS, Row, format_of
+from mlx_packs.data.rows import load_rows
+from tests.helpers.errors import raises
 from tests.helpers.rows import chat, write_rows
 
 COLUMNS = DataConfig()
@@ -80,7 +81,8 @@ def with_template():
 
 
 def encoded(tokenizer, *rows: dict, columns: DataConfig = COLUMNS, **options):
-    return encode([Row(f"rows:{i}", r) for i, r in enumerate(rows)], tokenizer, columns, **options)
+    rows = [Row(f"rows:{i}", row) for i, row in enumerate(rows)]
+    return encode(rows, tokenizer, columns, EncodingOptions(**options))
 
 
 def learned(tokenizer, row: dict, **options) -> list[str]:
@@ -131,13 +133,13 @@ def test_load_rows_keeps_train_whole_beside_a_test_split(tmp_path):
 def test_load_rows_refuses_two_files_of_one_split(tmp_path):
     write_rows(tmp_path, train=[{"text": "a"}])
     (tmp_path / "train.json").write_text('[{"text": "b"}]')
-    with pytest.raises(PackError, match=r"train\.jsonl and train\.json both"):
+    with raises("conflict", "data", "train.jsonl", "train.json "):
         load_rows(DataConfig(data=str(tmp_path)))
 
 
 def test_load_rows_refuses_splits_of_different_formats(tmp_path):
     write_rows(tmp_path, train=[chat("a", "b")], test=[{"text": "c"}])
-    with pytest.raises(PackError, match=r"test\.jsonl:1: mixed formats: this row is text, but .*"):
+    with raises("data", None, "test.jsonl:1", "text", "train.jsonl:1", "chat"):
         load_rows(DataConfig(data=str(tmp_path)))
 
 
@@ -169,7 +171,7 @@ def test_read_rows_parquet_reads_through_pyarrow_or_says_what_to_install(tmp_pat
     table = types.SimpleNamespace(to_pylist=lambda: [{"text": "a"}])
     (tmp_path / "rows.parquet").write_bytes(b"PAR1")
     monkeypatch.setitem(sys.modules, "pyarrow", None)
-    with pytest.raises(PackError, match="pip install pyarrow"):
+    with raises("dependency", None, "rows.parquet", "`pip install pyarrow`"):
         data.read_rows(tmp_path / "rows.parquet")
     module = types.ModuleType("pyarrow.parquet")
     module.read_table = lambda file: table
@@ -207,12 +209,12 @@ def hub(monkeypatch):
 
 def test_load_rows_hub_id_without_the_library_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(PackError, match=r"some/set: no such folder.*pip install datasets"):
+    with raises("dependency", "data", "some/set", "`pip install datasets`"):
         load_rows(DataConfig(data="some/set"))
 
 
 def test_load_rows_missing_file_is_not_taken_for_a_hub_id(hub):
-    with pytest.raises(PackError, match=r"rows/train\.jsonl: no such folder or file"):
+    with raises("not-found", "data", "rows/train.jsonl"):
         load_rows(DataConfig(data="rows/train.jsonl"))
     assert hub.asked == []
 
@@ -246,15 +248,15 @@ def test_load_rows_hf_dataset_renames_columns_and_joins_entries(hub):
 
 
 @pytest.mark.parametrize(
-    ("entry", "message"),
+    ("entry", "code", "names"),
     [
-        ({"path": "some/set", "prompt_featur": "q"}, "Did you mean 'prompt_feature'"),
-        ({"train_split": "train"}, "needs a 'path'"),
-        (["some/set"], "must hold keys"),
+        ({"path": "some/set", "prompt_featur": "q"}, "unknown", "'prompt_feature'"),
+        ({"train_split": "train"}, "invalid", "'path'"),
+        (["some/set"], "invalid", "'some/set'"),
     ],
 )
-def test_load_rows_hf_dataset_names_what_is_wrong(hub, entry, message):
-    with pytest.raises(PackError, match=message):
+def test_load_rows_hf_dataset_names_what_is_wrong(hub, entry, code, names):
+    with raises(code, "hf_dataset", names):
         load_rows(DataConfig(hf_dataset=entry))
 
 
@@ -369,7 +371,7 @@ def test_encode_all_learns_every_token_but_the_first(tokenizer):
 
 def test_encode_completion_refuses_a_template_that_rewrites_the_prompt(with_template):
     rewrites = "{{ messages | length }}{% for m in messages %}{{ m.content }}{% endfor %}"
-    with pytest.raises(PackError, match="rows:0: the chat template renders the prompt differently"):
+    with raises("data", "loss_on", "rows:0"):
         encoded(with_template(rewrites), chat("a", "b"), loss_on="completion")
 
 
@@ -403,39 +405,48 @@ def test_encode_ce_last_k_counts_from_the_end_of_a_cut_row(tokenizer):
 
 
 @pytest.mark.parametrize(
-    ("row", "options", "message"),
+    ("row", "options", "names"),
     [
-        ({"messages": "Hi"}, {}, r"'messages' must be a list .* Shown: \"Hi\""),
-        ({"messages": []}, {}, "at least one message"),
-        ({"messages": [{"content": "a"}]}, {}, "object with a 'role'"),
-        ({"messages": [{"role": "user", "content": ["a"]}]}, {}, "'content' .* must be a text"),
-        ({"messages": [{"role": "user", "content": "a"}]}, {}, "nothing to supervise"),
-        ({"prompt": "a", "completion": 5}, {}, "'completion' must be a text, but got 5"),
-        ({"text": ""}, {}, "'text' must be a text"),
-        ({"words": "a"}, {}, r"must have 'messages', .* but has \['words'\]"),
-        ({**chat("a", "b"), "tools": "{"}, {}, "'tools' is not valid JSON"),
-        ({**chat("a", "b"), "tools": 5}, {}, "template refuses this row"),
-        (chat("a", "b \ud800"), {}, "surrogate"),
-        (chat("a", "b"), {"vocab_size": 100}, "beyond the base's vocabulary of 100"),
-        (chat("a" * 99, "b"), {"max_seq_length": 8}, "no row has a target within 8 tokens"),
-        ({"text": "a"}, {"loss_on": "assistant"}, "text rows have no prompt"),
+        ({"messages": "Hi"}, {}, ["'messages'", '"Hi"']),
+        ({"messages": []}, {}, ["'messages'", "at least one"]),
+        ({"messages": [{"content": "a"}]}, {}, ["'role'", '{"content": "a"}']),
+        ({"messages": [{"role": "user", "content": ["a"]}]}, {}, ["'content'", '["a"]']),
+        ({"messages": [{"role": "user", "content": "a"}]}, {}, ["'assistant'"]),
+        ({"prompt": "a", "completion": 5}, {}, ["'completion'", "5"]),
+        ({"text": ""}, {}, ["'text'", "empty"]),
+        ({"text": 5}, {}, ["'text'", "5"]),
+        ({"words": "a"}, {}, ["{messages}", "{prompt, completion}", "{text}", "['words']"]),
+        ({**chat("a", "b"), "tools": "{"}, {}, ["'tools'", "JSON"]),
+        ({**chat("a", "b"), "tools": 5}, {}, ["template"]),
+        (chat("a", "b \ud800"), {}, ["surrogate"]),
+        (chat("a", "b"), {"vocab_size": 100}, ["vocabulary", "100"]),
+        (chat("a" * 99, "b"), {"max_seq_length": 8}, ["8 tokens"]),
     ],
 )
-def test_encode_names_row_and_fault(tokenizer, row, options, message):
-    with pytest.raises(PackError, match=message) as error:
+def test_encode_names_row_and_fault(tokenizer, row, options, names):
+    code = "mismatch" if "vocab_size" in options else "data"
+    with raises(code, None, "rows:0", *names):
         encoded(tokenizer, row, **options)
-    assert "rows:0" in str(error.value) or "--loss-on" in str(error.value)
+
+
+def test_encode_rejects_what_a_format_does_not_have(tokenizer):
+    with raises("conflict", "loss_on", "assistant"):
+        encoded(tokenizer, {"text": "a"}, loss_on="assistant")
+    with raises("conflict", "task", "rows:0", "pairs"):
+        encoded(tokenizer, {"anchor": "a", "positive": "b"})
+    with raises("conflict", "long_rows", "rows:0", "chat"):
+        encoded(tokenizer, chat("a", "b"), long_rows="split")
 
 
 def test_encode_mixed_formats_names_both_rows(tokenizer):
-    with pytest.raises(PackError, match="rows:1: mixed formats: this row is text, but rows:0"):
+    with raises("data", None, "rows:1", "text", "rows:0", "chat"):
         encoded(tokenizer, chat("a", "b"), {"text": "c"})
 
 
 def test_encode_without_chat_template_says_what_to_do(with_template):
     plain = with_template(None)
     plain.has_chat_template = False
-    with pytest.raises(PackError, match="rows:0: .* no chat template; use rows with 'text'"):
+    with raises("unsupported", None, "rows:0", "chat template", "'text'"):
         encoded(plain, chat("a", "b"))
     assert len(encoded(plain, {"text": "a"})) == 1
 
@@ -451,9 +462,55 @@ def test_encode_slow_tokenizer_says_what_to_do():
         _tokenizer = staticmethod(refuse)
         apply_chat_template = staticmethod(lambda messages, **_: "x" * len(messages))
 
-    with pytest.raises(PackError, match="use --loss-on all"):
+    with raises("unsupported", "loss_on", "--loss-on all"):
         encoded(Slow, chat("a", "b"), loss_on="completion")
     assert len(encoded(Slow, chat("a", "b"), loss_on="all")) == 1
+
+
+@pytest.mark.parametrize(
+    ("row", "shown", "asked"),
+    [
+        (chat("Hi.", "Ho.", "And?", "No."), "Hi.", "user\nHi."),
+        ({"prompt": "One?", "completion": "1"}, "One?", "user\nOne?"),
+        (TOOL_CHAT, "One and one?", "<tools>"),
+        ({**TOOL_CHAT, "tools": json.dumps(TOOL_CHAT["tools"])}, "One and one?", "<tools>"),
+    ],
+    ids=["chat", "completion", "tools", "tools as a text"],
+)
+def test_prompt_is_what_stands_before_the_first_answer(tokenizer, row, shown, asked):
+    row = Row("x", row)
+    text, tokens = format_of(row, COLUMNS).prompt(row, COLUMNS, tokenizer)
+    rendered = tokenizer.decode(tokens)
+    assert text == shown and asked in rendered
+    assert rendered.endswith("assistant\n") and rendered.count("<|im_start|>assistant") == 1
+
+
+def test_prompt_of_a_text_is_its_beginning(tokenizer):
+    row = Row("x", {"text": "word " * 80})
+    text, tokens = format_of(row, COLUMNS).prompt(row, COLUMNS, tokenizer)
+    assert row.value["text"].startswith(text) and len(tokens) == 32
+    short = Row("x", {"text": "In the beginning God"})
+    count = len(tokenizer.encode(short.value["text"]))
+    assert len(format_of(short, COLUMNS).prompt(short, COLUMNS, tokenizer)[1]) == count // 2
+
+
+@pytest.mark.parametrize(
+    ("row", "name"),
+    [
+        ({"messages": [], "text": "a"}, "chat"),
+        ({"messages": [], "prompt": "a", "completion": "b"}, "completion"),
+        ({"text": "a", "anchor": "a", "positive": "b"}, "text"),
+        ({"anchor": "a", "positive": "b", "negative": "c"}, "triplets"),
+        ({"anchor": "a", "positive": "b", "score": 1}, "pairs"),
+        ({"sentence1": "a", "sentence2": "b", "score": 1}, "scored pairs"),
+    ],
+)
+def test_a_row_has_the_first_format_that_it_matches(row, name):
+    assert format_of(Row("x", row), COLUMNS).name == name
+
+
+def test_formats_have_different_names():
+    assert len({row_format.name for row_format in FORMATS}) == len(FORMATS)
 
 
 def test_fingerprint_follows_content_and_not_place():

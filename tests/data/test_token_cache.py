@@ -1,8 +1,10 @@
 """Tokens kept on disk: the same as encoded again, or encoded again."""
 
 import dataclasses
+import hashlib
 import os
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,17 +12,17 @@ import pytest
 from mlx_packs import LoRAConfig, TrainConfig, train_pack
 from mlx_packs.config.schema import DataConfig
 from mlx_packs.data import token_cache
-from mlx_packs.data.encoding import encode
-from mlx_packs.data.rows import Row
-from mlx_packs.data.token_cache import encode_cached
-from mlx_packs.errors import PackError
+from mlx_packs.data.encoding import ENCODING_VERSION, EncodingOptions, encode
+from mlx_packs.data.fim import FillInTheMiddle
+from mlx_packs.data.formats import Row
 from mlx_packs.packs.base import load_base
 from mlx_packs.runtime import mx
+from tests.helpers.errors import raises
 from tests.helpers.rows import chat, write_rows
 
 CONFIG = DataConfig()
 ROWS = [Row(f"x:{i}", chat(f"Say {i}.", "yes, I will " * (i % 9 + 1))) for i in range(30)]
-OPTIONS = {"max_seq_length": 40, "vocab_size": 5000}
+OPTIONS = EncodingOptions(max_seq_length=40, vocab_size=5000)
 
 
 @pytest.fixture(scope="module")
@@ -30,10 +32,13 @@ def tokenizer():
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """An empty cache that keeps the smallest splits."""
+    """An empty cache."""
     monkeypatch.setenv("MLX_PACKS_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(token_cache, "_WORTHWHILE_BYTES", 1)
     return tmp_path / "cache" / "tokens"
+
+
+def encode_cached(rows, tokenizer, options=OPTIONS, least_bytes=1):
+    return token_cache.encode_cached(rows, tokenizer, CONFIG, options, least_bytes)
 
 
 @pytest.fixture
@@ -60,16 +65,18 @@ def assert_same(found, wanted):
         assert a.target.dtype == b.target.dtype and np.array_equal(a.target, b.target)
 
 
-@pytest.mark.parametrize("options", [OPTIONS, {"loss_on": "all", "ce_last_k": 3}], ids=str)
+@pytest.mark.parametrize(
+    "options", [OPTIONS, EncodingOptions(loss_on="all", ce_last_k=3)], ids=["cut", "last k"]
+)
 def test_cached_tokens_are_those_encoded_and_are_not_encoded_again(
     tokenizer, folder, no_encoding, options
 ):
     rows = [*ROWS, Row("x:long", chat("word " * 60, "too late"))]  # loses every target
-    wanted = encode(rows, tokenizer, CONFIG, **options)
-    assert wanted.dropped == ("max_seq_length" in options)
-    assert_same(encode_cached(rows, tokenizer, CONFIG, **options)[0], wanted)
+    wanted = encode(rows, tokenizer, CONFIG, options)
+    assert wanted.dropped == (options is OPTIONS)
+    assert_same(encode_cached(rows, tokenizer, options)[0], wanted)
     no_encoding()
-    found, file = encode_cached(rows, tokenizer, CONFIG, **options)
+    found, file = encode_cached(rows, tokenizer, options)
     assert_same(found, wanted)
     assert [file] == list(folder.iterdir())
     assert isinstance(found.items[-1].tokens.base.base, np.memmap)
@@ -80,10 +87,10 @@ def changed(tokenizer):
     rows = [*ROWS[:-1], Row("x:29", chat("Say 29.", "no"))]
     reordered = [Row(r.where, {**r.value, "tools": [{"b": 1, "a": 2}]}) for r in ROWS]
     return {
-        "options": (ROWS, CONFIG, {**OPTIONS, "max_seq_length": 41}),
-        "last k": (ROWS, CONFIG, {**OPTIONS, "ce_last_k": 2}),
-        "loss on": (ROWS, CONFIG, {**OPTIONS, "loss_on": "all"}),
-        "vocabulary": (ROWS, CONFIG, {**OPTIONS, "vocab_size": 5001}),
+        "options": (ROWS, CONFIG, replace(OPTIONS, max_seq_length=41)),
+        "last k": (ROWS, CONFIG, replace(OPTIONS, ce_last_k=2)),
+        "loss on": (ROWS, CONFIG, replace(OPTIONS, loss_on="all")),
+        "vocabulary": (ROWS, CONFIG, replace(OPTIONS, vocab_size=5001)),
         "columns": (ROWS, DataConfig(text_feature="body"), OPTIONS),
         "rows": (rows, CONFIG, OPTIONS),
         "order": (ROWS[::-1], CONFIG, OPTIONS),
@@ -98,7 +105,7 @@ def changed(tokenizer):
 
 def test_key_changes_with_everything_that_tokens_depend_on(tokenizer, monkeypatch):
     keys = [token_cache.cache_key(ROWS, tokenizer, CONFIG, OPTIONS)]
-    assert keys[0] == token_cache.cache_key(list(ROWS), tokenizer, CONFIG, dict(OPTIONS))
+    assert keys[0] == token_cache.cache_key(list(ROWS), tokenizer, CONFIG, replace(OPTIONS))
     for rows, config, options in changed(tokenizer).values():
         keys.append(token_cache.cache_key(rows, tokenizer, config, options))
     plain = tokenizer._tokenizer
@@ -118,38 +125,59 @@ def test_key_changes_with_everything_that_tokens_depend_on(tokenizer, monkeypatc
     assert None not in keys and len(set(keys)) == len(keys)
 
 
+def test_encoding_has_not_changed_since_its_version(tokenizer):
+    """Other tokens or targets need another ENCODING_VERSION: else caches give those of before."""
+    texts = [Row(f"x:{i}", {"text": "one two three " * (5 * i + 1)}) for i in range(9)]
+    pairs = [Row(f"x:{i}", {"prompt": f"{i}?", "completion": "no " * i + "."}) for i in range(9)]
+    fim = FillInTheMiddle(0.5, tokens=("<|im_start|>", "<|im_end|>", "<|endoftext|>"))
+    digest = hashlib.sha256()
+    for rows, options in (
+        (ROWS, OPTIONS),
+        (ROWS, EncodingOptions(loss_on="completion", ce_last_k=4)),
+        (pairs, OPTIONS),
+        (pairs, EncodingOptions(loss_on="all")),
+        (texts, OPTIONS),
+        (texts, EncodingOptions(max_seq_length=32, long_rows="split", fim=fim)),
+    ):
+        for example in encode(rows, tokenizer, CONFIG, options).items:
+            digest.update(example.tokens.tobytes() + example.target.tobytes())
+    assert (ENCODING_VERSION, digest.hexdigest()) == (
+        1,
+        "a8128330e54336797a577075f47005db67aabab0871ec9dcb902100d5b3f0f85",
+    )
+
+
 @pytest.mark.parametrize("how", ["cut short", "one bit", "foreign", "empty", "another key"])
 def test_damaged_entry_is_encoded_again_and_replaced(tokenizer, folder, no_encoding, how):
-    wanted, file = encode_cached(ROWS, tokenizer, CONFIG, **OPTIONS)
+    wanted, file = encode_cached(ROWS, tokenizer)
     whole = file.read_bytes()
     if how == "another key":  # a whole entry under a wrong name
-        _, other = encode_cached(ROWS[:5], tokenizer, CONFIG, **OPTIONS)
+        _, other = encode_cached(ROWS[:5], tokenizer)
         damaged = other.read_bytes()
     else:
         flipped = whole[:-40] + bytes([whole[-40] ^ 1]) + whole[-39:]
         damaged = {"cut short": whole[:-9], "one bit": flipped, "foreign": b"{}", "empty": b""}[how]
     file.unlink()  # not in place: it is mapped
     file.write_bytes(damaged)
-    found, _ = encode_cached(ROWS, tokenizer, CONFIG, **OPTIONS)
+    found, _ = encode_cached(ROWS, tokenizer)
     assert_same(found, wanted)
     assert file.read_bytes() == whole
     no_encoding()
-    assert_same(encode_cached(ROWS, tokenizer, CONFIG, **OPTIONS)[0], wanted)
+    assert_same(encode_cached(ROWS, tokenizer)[0], wanted)
 
 
 def test_cache_that_cannot_be_written_stops_nothing(tokenizer, tmp_path, folder, monkeypatch):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("MLX_PACKS_CACHE", str(tmp_path / "file"))
-    found, file = encode_cached(ROWS, tokenizer, CONFIG, **OPTIONS)
+    found, file = encode_cached(ROWS, tokenizer)
     assert file is None and len(found) == 30
 
 
 def test_cache_is_for_large_splits_and_can_be_off(tokenizer, folder, monkeypatch):
     monkeypatch.setenv("MLX_PACKS_CACHE", "off")
-    assert encode_cached(ROWS, tokenizer, CONFIG, **OPTIONS)[1] is None
+    assert encode_cached(ROWS, tokenizer)[1] is None
     monkeypatch.setenv("MLX_PACKS_CACHE", str(folder.parent))
-    monkeypatch.setattr(token_cache, "_WORTHWHILE_BYTES", 10**5)
-    assert encode_cached(ROWS, tokenizer, CONFIG, **OPTIONS)[1] is None
+    assert encode_cached(ROWS, tokenizer, least_bytes=10**5)[1] is None
     assert not folder.exists()
 
 
@@ -168,32 +196,34 @@ def test_what_the_key_cannot_cover_is_not_kept(tokenizer, folder):
 def test_bad_row_is_named_with_a_cache_too(tokenizer, folder):
     rows = [*ROWS, Row("x:31", {"messages": []})]
     for _ in range(2):
-        with pytest.raises(PackError, match="x:31"):
-            encode_cached(rows, tokenizer, CONFIG, **OPTIONS)
+        with raises("data", None, "x:31"):
+            encode_cached(rows, tokenizer)
 
 
 def test_entries_unread_for_a_month_are_removed(tokenizer, folder):
-    files = [encode_cached(ROWS[:n], tokenizer, CONFIG, **OPTIONS)[1] for n in (5, 6)]
+    files = [encode_cached(ROWS[:n], tokenizer)[1] for n in (5, 6)]
     month_ago = time.time() - 31 * 24 * 3600
     for file in files:
         os.utime(file, (month_ago, month_ago))
-    encode_cached(ROWS[:5], tokenizer, CONFIG, **OPTIONS)  # read: it stays
-    encode_cached(ROWS[:7], tokenizer, CONFIG, **OPTIONS)
+    encode_cached(ROWS[:5], tokenizer)  # read: it stays
+    encode_cached(ROWS[:7], tokenizer)
     assert files[0].exists() and not files[1].exists() and len(list(folder.iterdir())) == 2
 
 
 @pytest.mark.parametrize("packing", [False, True])
 def test_run_from_cached_tokens_equals_one_without(tmp_path, monkeypatch, packing):
-    rows = write_rows(tmp_path / "d", train=[dict(r.value) for r in ROWS], valid=[ROWS[0].value])
+    note = "x" * (token_cache.WORTHWHILE_BYTES // 29)  # in no template: a split worth a cache
+    rows = [{**r.value, "note": note} for r in ROWS]
+    rows = write_rows(tmp_path / "d", train=rows, valid=[ROWS[0].value])
     train = TrainConfig(
         iters=2, batch_size=2, max_seq_length=64, matmul_path="dense", packing=packing
     )
     lora, packs = LoRAConfig(rank=2, num_layers=1), []
     packs.append(train_pack("tiny", rows, lora, train, tmp_path / "without").pack)
     monkeypatch.setenv("MLX_PACKS_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(token_cache, "_WORTHWHILE_BYTES", 1)
     for name in ("written", "read"):
         packs.append(train_pack("tiny", rows, lora, train, tmp_path / name).pack)
+    assert len(list((tmp_path / "cache" / "tokens").iterdir())) == 1
     for pack in packs[1:]:
         for name, tensor in packs[0].tensors.items():
             assert mx.array_equal(tensor, pack.tensors[name]).item(), name

@@ -13,7 +13,14 @@ from pathlib import Path
 from ... import runtime
 from ...adapters.method import METHODS, Trainable
 from ...config.choices import ENCODERS
-from ...config.schema import EMBEDDING_SETTINGS, DataConfig, LoRAConfig, Recipe, TrainConfig
+from ...config.schema import (
+    COLUMN_SETTINGS,
+    EMBEDDING_SETTINGS,
+    DataConfig,
+    LoRAConfig,
+    Recipe,
+    TrainConfig,
+)
 from ...data import rows as rows_of
 from ...data.batches import prefetched
 from ...data.pairs import (
@@ -55,7 +62,6 @@ _OF_CAUSAL = (
     "train_fp16_fallback max_ppl_ratio min_tps_ratio objective phases long_rows fim_rate "
     "fim_spm_rate fim_tokens"
 ).split()
-_COLUMNS = "chat_feature prompt_feature completion_feature text_feature".split()
 
 
 def check_task(
@@ -79,7 +85,9 @@ def check_task(
     misplaced += ["matmul_path"] if train.matmul_path not in ("auto", "dense") else []
     misplaced += ["cache_frozen"] if train.cache_frozen == "on" else []
     misplaced += ["compute_dtype"] if train.compute_dtype not in ("auto", "float32") else []
-    misplaced += [name for name in _COLUMNS if getattr(columns, name) != getattr(DataConfig, name)]
+    misplaced += [
+        name for name in COLUMN_SETTINGS if getattr(columns, name) != getattr(DataConfig, name)
+    ]
     if misplaced:
         flags = ", ".join("--" + name.replace("_", "-") for name in misplaced)
         raise PackError(
@@ -201,7 +209,7 @@ def train_embeddings(
         "steps": learned.cursor.updates,
         "batches": learned.cursor.batches,
         **{k: v for k, v in result.items() if k not in ("split", "rows")},
-        "held_out": {"split": held_out, "rows": len(judged), "format": judged.format},
+        "held_out": {"split": held_out, "rows": len(judged), "format": judged.format.name},
         "trained_pairs": learned.cursor.trained_tokens,
         "method": attached.method,
         "learned_weights": pack.manifest["adapters"]["parameters"],
@@ -236,7 +244,7 @@ def _encoded(
     first = pairs["train"]
     loss = choose_loss(train.loss, first, f"--data {splits.source}")
     check_loss_settings(loss, train.changed(EMBEDDING_SETTINGS))
-    if loss in IN_BATCH and first.format == "pairs":
+    if loss in IN_BATCH and not first.format.has_negatives:
         sampler = PairSampler.of(first, train.batch_size, longest, train.seed, True)
         if train.batch_size < 2 or not sampler.epoch(0):
             raise PackError(
@@ -244,7 +252,7 @@ def _encoded(
                 "--batch-size 2 or more, and rows whose texts differ."
             )
     counts = " / ".join(f"{len(found):,} {split}" for split, found in pairs.items())
-    display.line("data", f"{splits.source} · {counts} rows · {first.format} · loss {loss}")
+    display.line("data", f"{splits.source} · {counts} rows · {first.format.name} · loss {loss}")
     if cut := sum(found.cut for found in pairs.values()):
         display.line(
             "data", f"longer than {longest} tokens and cut: {cut} texts (--max-seq-length)"

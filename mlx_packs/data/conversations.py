@@ -1,0 +1,158 @@
+"""Conversations as the chat template renders them, and where the answers stand in the text.
+
+What is supervised is decided on the text that the template renders, never by encoding parts again:
+the conversation is rendered once, and the spans of the answers are found in its text.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..errors import PackError
+
+_SENTINEL = "\ue000\ue001\ue002"  # private use: in no template and no sane text
+
+Span = tuple[int, int]  # of characters, the second excluded
+
+
+def check_messages(where: str, messages: Any, column: str) -> None:
+    """Raise a PackError unless the messages are a list of {role, content} that is not empty."""
+
+    def fault(rule: str, value: Any) -> PackError:
+        shown = json.dumps(value, ensure_ascii=False, default=str)
+        shown = shown if len(shown) < 60 else shown[:60] + "…"
+        return PackError(f"{where}: {rule} Shown: {shown}", "data")
+
+    if messages == []:
+        raise fault(f"'{column}' must hold at least one message.", messages)
+    if not isinstance(messages, list):
+        kind = type(messages).__name__
+        raise fault(f"'{column}' must be a list of {{role, content}}, but is a {kind}.", messages)
+    for message in messages:
+        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+            raise fault("every message must be an object with a 'role'.", message)
+        content = message.get("content")
+        if not isinstance(content, str) and not (content is None and message.get("tool_calls")):
+            raise fault("the 'content' of a message must be a text.", message)
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """Messages, the tools that they may call, and the tokenizer whose template renders them.
+
+    ``where`` is the row that errors name.
+    """
+
+    where: str
+    messages: Sequence[Mapping]
+    tools: list | None
+    tokenizer: Any
+
+    @classmethod
+    def of(
+        cls, where: str, messages: Sequence[Mapping], tools: Any, tokenizer: Any
+    ) -> "Conversation":
+        """The conversation of a row, whose tools may be a JSON text.
+
+        Raises:
+            PackError: the base has no chat template, or the tools are not JSON.
+        """
+        if not tokenizer.has_chat_template:
+            raise PackError(
+                f"{where}: the base's tokenizer has no chat template; use rows with 'text', or a "
+                "base that has one.",
+                "unsupported",
+            )
+        if isinstance(tools, str):
+            try:
+                tools = json.loads(tools)
+            except json.JSONDecodeError as error:
+                raise PackError(f"{where}: 'tools' is not valid JSON: {error}.", "data") from None
+        return cls(where, messages, tools, tokenizer)
+
+    def render(self, messages: Sequence[Mapping], add_generation_prompt: bool = False) -> str:
+        """The text of some messages, with the same tools."""
+        if not messages:
+            return ""
+        from jinja2.exceptions import TemplateError
+
+        try:
+            return self.tokenizer.apply_chat_template(
+                messages,
+                tools=self.tools,
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt,
+            )
+        except (TemplateError, TypeError, ValueError) as error:
+            raise PackError(
+                f"{self.where}: the chat template rejects this row: {error}", "data"
+            ) from None
+
+    def supervised(self, loss_on: str) -> tuple[str, list[Span]]:
+        """The text, and the spans of it that are targets (none for ``all``).
+
+        Raises:
+            PackError: there is no answer, or the template does not show where one stands.
+        """
+        text = self.render(self.messages)
+        if loss_on == "all":
+            return text, []
+        answers = [i for i, message in enumerate(self.messages) if message["role"] == "assistant"]
+        if loss_on == "completion":
+            return text, [(self._completion_start(text, answers), len(text))]
+        if not answers:
+            raise PackError(
+                f"{self.where}: nothing to supervise: no message has role 'assistant'.", "data"
+            )
+        return text, [self._answer_span(i, text) for i in answers]
+
+    def _completion_start(self, text: str, answers: list[int]) -> int:
+        """Where what follows the last prompt begins: mlx-lm's ``--mask-prompt``."""
+        last = len(self.messages) - 1
+        if answers == [0] == [last]:  # there is no prompt but the header of the answer
+            return self._answer_span(0, text)[0]
+        prompt = self.render(self.messages[:-1], add_generation_prompt=last in answers)
+        if not text.startswith(prompt):
+            raise PackError(
+                f"{self.where}: the chat template renders the prompt differently when the answer "
+                "follows, so it cannot be told apart; use --loss-on assistant.",
+                "data",
+                "loss_on",
+            )
+        return len(prompt)
+
+    def _answer_span(self, i: int, text: str) -> Span:
+        """Where answer ``i`` stands in the text, its end-of-turn token included.
+
+        Usually the template renders a conversation as its beginning plus more. Where it does not
+        (Qwen3 drops the thoughts of earlier turns), the answer is found by rendering another in its
+        place.
+        """
+
+        def attempt(messages: Sequence[Mapping], **options: bool) -> str | None:
+            try:
+                return self.render(messages, **options)
+            except PackError:  # some templates reject a part of a conversation
+                return None
+
+        messages = self.messages
+        if i > 0:  # without a message before it, the header of the answer cannot be rendered
+            before = attempt(messages[:i], add_generation_prompt=True)
+            through = text if i + 1 == len(messages) else attempt(messages[: i + 1])
+            if before and through and text.startswith(before) and text.startswith(through):
+                if len(through) > len(before):
+                    return len(before), len(before) + len(through[len(before) :].rstrip())
+        bare = {"role": "assistant", "content": _SENTINEL}
+        for other in (bare, {**messages[i], **bare}):  # without and with its tool calls
+            changed = attempt([other if j == i else m for j, m in enumerate(messages)]) or ""
+            start, sentinel, rest = changed.partition(_SENTINEL)
+            if sentinel and text.startswith(start) and text.endswith(rest):
+                if len(text) > len(start) + len(rest):
+                    return len(start), len(text) - len(rest)
+        raise PackError(
+            f"{self.where}: the chat template does not show where answer {i} stands; "
+            "use --loss-on completion or all.",
+            "data",
+            "loss_on",
+        )

@@ -1,0 +1,306 @@
+"""Row formats: which columns each has, and what becomes of a row.
+
+To add a format, write its class and name it in `FORMATS`.
+"""
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from ..config.schema import DataConfig
+from ..errors import PackError
+from .conversations import Conversation, Span, check_messages
+
+_PROMPT_TOKENS = 32  # of a text, half of which is given to be continued
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row as it was read, with the place that messages name (``train.jsonl:17``)."""
+
+    where: str
+    value: Mapping
+
+
+class RowFormat(ABC):
+    """A kind of row, recognized by its columns.
+
+    Attributes:
+        name: what reports, manifests and messages call it.
+    """
+
+    name: ClassVar[str]
+
+    @abstractmethod
+    def columns(self, names: DataConfig) -> tuple[str, ...]:
+        """The columns that a row of this format has."""
+
+    @abstractmethod
+    def texts(self, row: Row, names: DataConfig) -> list[str]:
+        """Every text of a row, for what needs texts of whatever kind."""
+
+    def matches(self, row: Row, names: DataConfig) -> bool:
+        """Whether a row has the columns of this format."""
+        return all(column in row.value for column in self.columns(names))
+
+
+class TokenFormat(RowFormat):
+    """Rows that a causal model trains on.
+
+    Attributes:
+        loss_on: what is supervised by default.
+        special_tokens: whether the tokenizer adds what begins and ends a text.
+    """
+
+    loss_on: ClassVar[str]
+    special_tokens: ClassVar[bool] = False
+
+    @abstractmethod
+    def render(
+        self, row: Row, names: DataConfig, loss_on: str, tokenizer: Any
+    ) -> tuple[str, list[Span]]:
+        """The text of a row and the spans of it that are targets (none for ``all``).
+
+        Raises:
+            PackError: the row cannot be used; it names the row.
+        """
+
+    @abstractmethod
+    def prompt(self, row: Row, names: DataConfig, tokenizer: Any) -> tuple[str, list[int]]:
+        """What of a row a model is asked to complete: as people see it, and its tokens."""
+
+    def resolve_loss_on(self, loss_on: str | None) -> str:
+        """What is supervised, where None is the default.
+
+        Raises:
+            PackError: this format does not have it.
+        """
+        return loss_on or self.loss_on
+
+
+class Chat(TokenFormat):
+    """Messages with roles, and the tools that they may call."""
+
+    name = "chat"
+    loss_on = "assistant"
+
+    def columns(self, names: DataConfig) -> tuple[str, ...]:
+        """The column with the messages."""
+        return (names.chat_feature,)
+
+    def messages(self, row: Row, names: DataConfig) -> list[Mapping]:
+        """The messages of a row, as the chat template takes them."""
+        messages = row.value[names.chat_feature]
+        check_messages(row.where, messages, names.chat_feature)
+        return messages
+
+    def conversation(self, row: Row, names: DataConfig, tokenizer: Any) -> Conversation:
+        """The messages of a row with their tools."""
+        messages = self.messages(row, names)
+        return Conversation.of(row.where, messages, row.value.get("tools"), tokenizer)
+
+    def render(
+        self, row: Row, names: DataConfig, loss_on: str, tokenizer: Any
+    ) -> tuple[str, list[Span]]:
+        """The rendered conversation and the spans of its answers."""
+        return self.conversation(row, names, tokenizer).supervised(loss_on)
+
+    def prompt(self, row: Row, names: DataConfig, tokenizer: Any) -> tuple[str, list[int]]:
+        """The messages before the first answer."""
+        conversation = self.conversation(row, names, tokenizer)
+        roles = [message["role"] for message in conversation.messages]
+        first = roles.index("assistant") if "assistant" in roles else 0
+        messages = list(conversation.messages)[: max(1, first)]
+        tokens = tokenizer.apply_chat_template(
+            messages, tools=conversation.tools, add_generation_prompt=True
+        )
+        return messages[-1].get("content") or "", tokens
+
+    def texts(self, row: Row, names: DataConfig) -> list[str]:
+        """The content of each message."""
+        return [text for m in self.messages(row, names) if (text := m.get("content"))]
+
+
+class Completion(Chat):
+    """A prompt and its completion: a conversation of two messages."""
+
+    name = "completion"
+    loss_on = "completion"
+
+    def columns(self, names: DataConfig) -> tuple[str, ...]:
+        """The columns with the prompt and the completion."""
+        return (names.prompt_feature, names.completion_feature)
+
+    def messages(self, row: Row, names: DataConfig) -> list[Mapping]:
+        """The prompt as the user's message, the completion as the assistant's."""
+        roles = zip(("user", "assistant"), self.columns(names), strict=True)
+        return [{"role": role, "content": _text_of(row, column)} for role, column in roles]
+
+
+class Text(TokenFormat):
+    """A plain text, all of which is supervised."""
+
+    name = "text"
+    loss_on = "all"
+    special_tokens = True
+
+    def columns(self, names: DataConfig) -> tuple[str, ...]:
+        """The column with the text."""
+        return (names.text_feature,)
+
+    def render(
+        self, row: Row, names: DataConfig, loss_on: str, tokenizer: Any
+    ) -> tuple[str, list[Span]]:
+        """The text as it is."""
+        text = _text_of(row, names.text_feature)
+        if not text:
+            raise PackError(f"{row.where}: '{names.text_feature}' is empty.", "data")
+        return text, []
+
+    def prompt(self, row: Row, names: DataConfig, tokenizer: Any) -> tuple[str, list[int]]:
+        """The beginning of the text."""
+        tokens = tokenizer.encode(row.value[names.text_feature])
+        tokens = tokens[: max(1, min(_PROMPT_TOKENS, len(tokens) // 2))]
+        return tokenizer.decode(tokens), tokens
+
+    def texts(self, row: Row, names: DataConfig) -> list[str]:
+        """The text."""
+        return [_text_of(row, names.text_feature)]
+
+    def resolve_loss_on(self, loss_on: str | None) -> str:
+        """``all``; a text has no prompt that could be left out."""
+        if loss_on not in (None, "all"):
+            raise PackError(
+                f"--loss-on {loss_on}: text rows have no prompt; use --loss-on all.", "conflict"
+            )
+        return "all"
+
+
+class PairFormat(RowFormat):
+    """Rows of sentence-transformers, which an encoder trains on.
+
+    Attributes:
+        text_columns: the columns with texts.
+        losses: what the rows suffice for; the first is what ``auto`` takes.
+        score_column: the column with a score, None where rows have none.
+    """
+
+    text_columns: ClassVar[tuple[str, ...]]
+    losses: ClassVar[tuple[str, ...]]
+    score_column: ClassVar[str | None] = None
+
+    @property
+    def has_negatives(self) -> bool:
+        """Whether every row has a negative of its own."""
+        return "negative" in self.text_columns
+
+    def columns(self, names: DataConfig) -> tuple[str, ...]:
+        """The columns with texts and the score."""
+        return self.text_columns + ((self.score_column,) if self.score_column else ())
+
+    def texts(self, row: Row, names: DataConfig) -> list[str]:
+        """The texts of a row, in the order of the columns.
+
+        Raises:
+            PackError: a column does not hold a text.
+        """
+        return [_text_of(row, column) for column in self.text_columns]
+
+    def score(self, row: Row) -> float:
+        """The score of a row.
+
+        Raises:
+            PackError: it is not a finite number.
+        """
+        score = row.value[self.score_column]
+        is_number = isinstance(score, (int, float)) and not isinstance(score, bool)
+        if not is_number or not math.isfinite(score):
+            message = f"'{self.score_column}' must be a number, but is {score!r:.60}."
+            raise PackError(f"{row.where}: {message}", "data")
+        return float(score)
+
+
+class ScoredPairs(PairFormat):
+    """Two sentences and how alike they are."""
+
+    name = "scored pairs"
+    text_columns = ("sentence1", "sentence2")
+    score_column = "score"
+    losses = ("cosine", "cosent")
+
+
+class Triplets(PairFormat):
+    """An anchor, what belongs to it, and what does not."""
+
+    name = "triplets"
+    text_columns = ("anchor", "positive", "negative")
+    losses = ("mnrl", "cached-mnrl", "triplet")
+
+
+class AnchorPairs(PairFormat):
+    """An anchor and what belongs to it."""
+
+    name = "pairs"
+    text_columns = ("anchor", "positive")
+    losses = ("mnrl", "cached-mnrl")
+
+
+# A row is of the first format that it matches; mlx-lm has the same order.
+TOKEN_FORMATS: tuple[TokenFormat, ...] = (Completion(), Chat(), Text())
+PAIR_FORMATS: tuple[PairFormat, ...] = (ScoredPairs(), Triplets(), AnchorPairs())
+FORMATS: tuple[RowFormat, ...] = (*TOKEN_FORMATS, *PAIR_FORMATS)
+
+
+def format_of(row: Row, names: DataConfig, formats: Sequence[RowFormat] = FORMATS) -> RowFormat:
+    """The first of ``formats`` that a row matches.
+
+    Raises:
+        PackError: there is none; it names the columns that would do.
+    """
+    for row_format in formats:
+        if row_format.matches(row, names):
+            return row_format
+    wanted = " or ".join("{" + ", ".join(each.columns(names)) + "}" for each in formats)
+    message = f"must have the columns {wanted}, but has {sorted(row.value) or 'none'}."
+    if any(isinstance(each, TokenFormat) for each in formats):
+        message += (
+            " Other names: --chat-feature, --prompt-feature, --completion-feature, --text-feature."
+        )
+    raise PackError(f"{row.where}: {message}", "data")
+
+
+def common_format(
+    rows: Sequence[Row], names: DataConfig, formats: Sequence[RowFormat] = FORMATS
+) -> RowFormat:
+    """The format that all rows have.
+
+    Raises:
+        PackError: two differ, which it names, or one has none.
+    """
+    first = format_of(rows[0], names, formats)
+    for row in rows[1:]:
+        if (other := format_of(row, names, formats)) is not first:
+            raise PackError(
+                f"{row.where}: mixed formats: this row is {other.name}, but {rows[0].where} is "
+                f"{first.name}.",
+                "data",
+            )
+    return first
+
+
+def check_unicode(row: Row, text: str) -> None:
+    """Raise a PackError where a text cannot be encoded as UTF-8."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        message = "holds half of a surrogate pair (\\ud800 to \\udfff)."
+        raise PackError(f"{row.where}: {message}", "data") from None
+
+
+def _text_of(row: Row, column: str) -> str:
+    """The text of a column. Raises: PackError if it holds something else."""
+    if not isinstance(text := row.value[column], str):
+        raise PackError(f"{row.where}: '{column}' must be a text, but is {text!r:.60}.", "data")
+    return text
