@@ -265,10 +265,11 @@ def format_of(row: Row, names: DataConfig, formats: Sequence[RowFormat] = FORMAT
     wanted = " or ".join("{" + ", ".join(each.columns(names)) + "}" for each in formats)
     message = f"must have the columns {wanted}, but has {sorted(row.value) or 'none'}."
     if any(isinstance(each, TokenFormat) for each in formats):
-        message += (
-            " Other names: --chat-feature, --prompt-feature, --completion-feature, --text-feature."
+        hint = (
+            "Other names: --chat-feature, --prompt-feature, --completion-feature, --text-feature."
         )
-    raise PackError(f"{row.where}: {message}", "data")
+        raise PackError(f"{row.where}: {message} {hint}", "data")
+    raise PackError(f"{row.where}: {message} --task embedding trains on no others.", "data", "task")
 
 
 def common_format(

@@ -28,6 +28,7 @@ from tests.helpers.encoders import (
     write_encoder,
     write_pairs,
 )
+from tests.helpers.errors import check, raises
 
 TEXTS = ["how do i fix a car?", "steps to repair the vehicle", "a"]
 LORA = LoRAConfig(rank=8)
@@ -230,16 +231,16 @@ def test_selective_recomputation_is_refused(encoder, data, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("rows", "changes", "message"),
+    ("rows", "changes", "names"),
     [
-        ("pairs", {"mini_batch_size": 4}, "--mini-batch-size: is of the loss cached-mnrl, and "),
-        ("pairs", {"triplet_margin": 0.3}, "--triplet-margin: .* this run's is mnrl"),
-        ("triplets", {"triplet_distance": "cosine"}, "--triplet-distance: is of the loss triplet"),
-        ("scored", {"similarity_scale": 9.0}, "mnrl or cached-mnrl or cosent, .* is cosine"),
+        ("pairs", {"mini_batch_size": 4}, ["cached-mnrl"]),
+        ("pairs", {"triplet_margin": 0.3}, ["run's is mnrl"]),
+        ("triplets", {"triplet_distance": "cosine"}, ["--loss triplet"]),
+        ("scored", {"similarity_scale": 9.0}, ["mnrl or cached-mnrl or cosent", "is cosine"]),
     ],
 )
-def test_a_setting_of_another_loss_is_refused(encoder, data, tmp_path, rows, changes, message):
-    with pytest.raises(PackError, match=message):
+def test_a_setting_of_another_loss_is_refused(encoder, data, tmp_path, rows, changes, names):
+    with raises("conflict", next(iter(changes)), *names):
         train_pack(encoder, str(data[rows]), LORA, settings(**changes), tmp_path / "p")
     assert not (tmp_path / "p").exists() and not (tmp_path / "p-run").exists()
 
@@ -273,9 +274,10 @@ def test_a_pair_of_base_and_task_that_does_not_go_names_the_one_that_does(run, e
     code, _, err = run("train", "--task", "embedding", "--data", data["pairs"])
     assert code == 2 and "causal qwen3" in err and "--task lm" in err
     code, _, err = run("train", "--data", data["pairs"])
-    assert code == 2 and "the rows are pairs, which an encoder learns from: --task embedding" in err
-    code, _, err = run("train", "--model", encoder, "--task", "embedding")
-    assert code == 2 and "--task embedding learns from" in err
+    check(run.error, "conflict", "task", "train.jsonl:1", "pairs", "--task embedding")
+    assert code == 2
+    assert run("train", "--model", encoder, "--task", "embedding")[0] == 2
+    check(run.error, "data", "task", "train.jsonl:1", "{anchor, positive}", "['messages']")
     code, _, err = run("train", "--model", encoder, "--task", "embedding", "--show-mask")
     assert code == 2 and "--show-mask" in err
 
