@@ -24,7 +24,7 @@ from mlx_packs.adapters.lora import attach
 from mlx_packs.config.schema import LoRAConfig
 from mlx_packs.data.batches import Batch, make_batch
 from mlx_packs.data.encoding import Example
-from mlx_packs.objectives.causal_lm import as_arrays, split_head
+from mlx_packs.objectives.causal_lm import as_arrays, loss_sum, split_head
 from mlx_packs.packs.base import Base
 from mlx_packs.runtime import mx
 from mlx_packs.training.step import Stepper
@@ -175,7 +175,13 @@ class Ours:
         attached.recompute(recompute)
         optimizer = optimizers.Adam(learning_rate=LEARNING_RATE)
         optimizer.init(base.model.trainable_parameters())
-        self.stepper = Stepper(base.model, split_head(base.model), optimizer, None)
+        head = split_head(base.model)
+        self.stepper = Stepper(
+            base.model,
+            lambda *arrays: (loss_sum(base.model, head, *arrays), arrays[3].sum()),
+            optimizer,
+            max_grad_norm=None,
+        )
         base.model.train()
         mx.eval(base.model.parameters(), optimizer.state)
         self.resident_bytes = _active_memory() - start

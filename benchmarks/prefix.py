@@ -26,7 +26,7 @@ from mlx_packs.data.encoding import Example, Examples
 from mlx_packs.data.sampler import Sampler
 from mlx_packs.data.token_cache import CACHE_VARIABLE
 from mlx_packs.display import QUIET, Display
-from mlx_packs.objectives.causal_lm import as_arrays, split_head
+from mlx_packs.objectives.causal_lm import as_arrays, loss_sum, split_head
 from mlx_packs.objectives.frozen_activations import open_prefix
 from mlx_packs.packs.base import Base
 from mlx_packs.runtime import mx
@@ -88,7 +88,12 @@ class Implementation:
         )
         self.optimizer = optimizers.Adam(learning_rate=LEARNING_RATE)
         self.optimizer.init(model.trainable_parameters())
-        self.stepper = Stepper(model, head, self.optimizer, max_grad_norm=None)
+        self.stepper = Stepper(
+            model,
+            lambda *arrays: (loss_sum(model, head, *arrays), arrays[3].sum()),
+            self.optimizer,
+            max_grad_norm=None,
+        )
         model.train()
         mx.eval(model.parameters(), self.optimizer.state)
 

@@ -29,7 +29,7 @@ def _deferred_interrupts() -> Iterator[list[int]]:
     """
     signals: list[int] = []
 
-    def handle(number: int, _) -> None:
+    def handle(number: int, _: object) -> None:
         if signals:
             raise KeyboardInterrupt
         signals.append(number)
@@ -112,7 +112,7 @@ class Loop:
             if self.validate and number % config.steps_per_eval == 0 and not ends:
                 self._validate()
             due = due or number % config.save_every == 0 or ends
-            if (due or interrupts) and not self.stepper.pending:
+            if (due or interrupts) and not self.stepper.waiting:
                 folder = self._save(batch)
                 due = False
                 if interrupts and not (ends and self.last):

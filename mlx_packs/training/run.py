@@ -35,7 +35,7 @@ from ..inference.generate import complete
 from ..inference.throughput import answering_path, prompts_of, race
 from ..memory.matmul_path import choose_matmul_path
 from ..nn.quantized import count_weights
-from ..objectives.causal_lm import Arrays, Head, split_head
+from ..objectives.causal_lm import Arrays, Head, loss_sum, split_head
 from ..objectives.frozen_activations import open_prefix
 from ..objectives.projection_stack import TRANSFORMER, graph_of
 from ..objectives.sequence_packing import prepare_packing
@@ -457,9 +457,18 @@ def _learn(
             display.line("phase", f"{phase.name}: batches {phase.first + 1} to {phase.stop}")
         valid = dataset.valid(phase)
         config = phase.train
-        stepper = Stepper(
-            model, head, optimizer, config.max_grad_norm, config.z_loss, config.label_smoothing
-        )
+
+        def loss(*arrays, config=config):
+            total = loss_sum(
+                model,
+                head,
+                *arrays,
+                z_loss=config.z_loss,
+                label_smoothing=config.label_smoothing,
+            )
+            return total, arrays[3].sum()  # of the weights
+
+        stepper = Stepper(model, loss, optimizer, config.max_grad_norm)
         loop = Loop(
             attached,
             stepper,

@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 
 from ..config.recipe import current_keys
@@ -112,6 +113,27 @@ def check_resumable(run: Path) -> dict:
             "unreadable",
         )
     return read_identity(run)
+
+
+def check_unchanged(where: str, then: Mapping, now: Mapping) -> None:
+    """Check that what a run began with is what it continues with.
+
+    Args:
+        where: what the message begins with.
+        then: settings of the run by name, as they were stored.
+        now: settings to compare with.
+
+    Raises:
+        PackError: naming the first setting that differs.
+    """
+    for name, value in now.items():
+        if then.get(name) != value:
+            raise PackError(
+                f"{where}: {name} is {value!r} but the run used {then.get(name)!r}; resume with "
+                "the original settings.",
+                "mismatch",
+                name.rpartition(".")[2],
+            )
 
 
 def read_metrics(run: Path, batches: int) -> list[dict]:

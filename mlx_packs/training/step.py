@@ -11,44 +11,43 @@ import mlx.nn as nn
 import mlx.optimizers as optimizers
 from mlx.utils import tree_flatten, tree_map
 
-from ..objectives.causal_lm import Arrays, Head, loss_sum
+from ..objectives.objective import Arrays, Loss
 from ..runtime import is_traced, mx
 
 
 class Stepper:
     """Compiled steps over batches of one run.
 
-    shapes: of the batches so far.   traces: of the functions below that MLX has compiled.
-
     Args:
-        loss: of the arrays of a batch, in the place of a language model's: the sum over its
-            targets, and what the sum is divided by.
+        model: has the trainable parameters.
+        loss: of the arrays of a batch: the sum over its targets, and what the sum is divided by
+            (`Objective.loss`).
+        optimizer: initialized for the trainable parameters.
+        max_grad_norm: gradients of a larger norm are scaled down to it; None or 0 never.
+
+    Attributes:
+        shapes: shapes of the arrays of all batches so far.
+        traces: number of functions that MLX has compiled.
+        waiting: number of batches whose gradients wait for the rest of their update.
     """
 
     def __init__(
         self,
         model: nn.Module,
-        head: Head | None,
+        loss: Loss,
         optimizer: optimizers.Optimizer,
         max_grad_norm: float | None,
-        z_loss: float = 0.0,
-        label_smoothing: float = 0.0,
-        loss: Callable[..., tuple[mx.array, mx.array]] | None = None,
-    ):
+    ) -> None:
         self.optimizer = optimizer
         self.state = [model.state, optimizer.state, mx.random.state]
         self.shapes: set[tuple] = set()
         self.traces = 0
-        self._pending: tuple | None = None
+        self.waiting = 0
+        self._pending: tuple = ()
+        value_and_grad = nn.value_and_grad(model, loss)
 
-        def loss_of_targets(*batch):
-            total = loss_sum(model, head, *batch, z_loss=z_loss, label_smoothing=label_smoothing)
-            return total, batch[3].sum()  # of the weights
-
-        value_and_grad = nn.value_and_grad(model, loss or loss_of_targets)
-
-        def update(grads, count):
-            """Mean gradient over ``count`` targets, clipped; its norm before clipping."""
+        def update(grads: dict, count: mx.array) -> mx.array:
+            """Mean gradient over ``count`` targets, clipped; returns its norm before clipping."""
             grads = tree_map(lambda g: g / count, grads)
             norm = mx.sqrt(sum(g.square().sum() for _, g in tree_flatten(grads)))
             if max_grad_norm:
@@ -57,20 +56,20 @@ class Stepper:
             optimizer.update(model, grads)
             return norm
 
-        def whole(*batch):
+        def whole(*batch: mx.array) -> tuple:
             (total, count), grads = value_and_grad(*batch)
             return total / count, update(grads, count)
 
-        def gather(*batch):
+        def gather(*batch: mx.array) -> tuple:
             (total, count), grads = value_and_grad(*batch)
             return total, count, grads
 
-        def add(pending, batch):
+        def add(pending: tuple, batch: Arrays) -> tuple:
             total, count, grads = gather(*batch)
             return total, pending[0] + count, tree_map(mx.add, pending[1], grads)
 
-        def compiled(step):
-            def counted(*args):
+        def compiled(step: Callable) -> Callable:
+            def counted(*args: object) -> tuple:
                 self.traces += is_traced(mx.random.state[0])
                 return step(*args)
 
@@ -80,37 +79,37 @@ class Stepper:
         self._update = mx.compile(update, inputs=self.state, outputs=self.state)
 
     def __call__(self, batch: Arrays, count: int, last: bool, alone: bool) -> tuple[float, float]:
-        """Learn from a batch; the update comes with the ``last`` of an accumulation.
+        """Take a batch; the update comes with the ``last`` of an accumulation.
 
-        Batches of one update count by their targets, so N small batches equal one large one.
-        Returns: mean loss of this batch and the gradient norm of the update (0 if none was made).
+        Args:
+            batch: its arrays.
+            count: number of its targets.
+            last: whether the update is made now.
+            alone: whether every update is of one batch; then all is one compiled function.
+
+        Returns:
+            The mean loss of this batch, and the gradient norm of the update (0 without one).
         """
         self.shapes.add(tuple(a.shape for a in batch))
         if alone:
             loss, norm = self._whole(*batch)
             mx.eval(self.state, loss, norm)
             return loss.item(), norm.item()
-        if self._pending is None:
-            total, *pending = self._gather(*batch)
-        else:
+        if self.waiting:
             total, *pending = self._add(self._pending, batch)
+        else:
+            total, *pending = self._gather(*batch)
+        self.waiting += 1
         self._pending = tuple(pending)
         mx.eval(self._pending, total, mx.random.state)
-        if not last:
-            return total.item() / count, 0.0
-        return total.item() / count, self.flush()
+        return total.item() / count, self.flush() if last else 0.0
 
     def flush(self) -> float:
-        """The update of what is pending; its gradient norm."""
+        """Make the update of the gradients that wait, and return their norm."""
         norm = self._update(self._pending[1], self._pending[0])
-        self._pending = None
+        self.waiting, self._pending = 0, ()
         mx.eval(self.state, norm)
         return norm.item()
-
-    @property
-    def pending(self) -> bool:
-        """Whether gradients wait for the rest of their update."""
-        return self._pending is not None
 
 
 def not_finite(loss: float, norm: float) -> str | None:

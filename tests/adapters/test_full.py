@@ -25,10 +25,10 @@ from mlx_packs.nn.quantized import apply_matmul_path, count_weights
 from mlx_packs.objectives.causal_lm import as_arrays, loss_sum, split_head
 from mlx_packs.optim import make_optimizer
 from mlx_packs.runtime import mx
-from mlx_packs.training.step import Stepper
 from tests.helpers.errors import raises
 from tests.helpers.models import base_of
 from tests.helpers.rows import chat, write_rows
+from tests.helpers.steps import lm_stepper
 
 FAMILIES = {
     "qwen3": {},
@@ -266,7 +266,7 @@ def test_the_plan_is_no_less_than_a_step_takes(recompute, changes):
     learning.recompute(recompute)
     optimizer = make_optimizer(train)
     optimizer.init(base.model.trainable_parameters())
-    stepper = Stepper(base.model, split_head(base.model), optimizer, 1.0)
+    stepper = lm_stepper(base.model, optimizer)
     base.model.train()
     mx.eval(base.model.parameters(), optimizer.state)
     limit = mx.set_memory_limit(0)  # nothing is allocated ahead, whatever else the machine does
@@ -390,7 +390,7 @@ def test_steps_and_scores_are_the_same_compiled(policy):
         optimizer = make_optimizer(FULL)
         optimizer.init(base.model.trainable_parameters())
         head = split_head(base.model)
-        stepper = Stepper(base.model, head, optimizer, 1.0)
+        stepper = lm_stepper(base.model, optimizer, head=head)
         scorer = Scorer(base.model, head)
         losses, scores = [], []
         for _ in range(3):

@@ -17,11 +17,11 @@ from mlx_packs.config.schema import LoRAConfig, TrainConfig
 from mlx_packs.data.batches import make_batch
 from mlx_packs.data.encoding import Example
 from mlx_packs.errors import PackError
-from mlx_packs.objectives.causal_lm import as_arrays, split_head
+from mlx_packs.objectives.causal_lm import as_arrays
 from mlx_packs.optim import make_optimizer
 from mlx_packs.runtime import mx
-from mlx_packs.training.step import Stepper
 from tests.helpers.models import base_of, model_of
+from tests.helpers.steps import lm_stepper
 
 QWEN3_4B = {
     "hidden_size": 2560,
@@ -299,7 +299,7 @@ def test_attach_fp16_fallback_trains_a_step(matmul_path):
     config = TrainConfig(lr_schedule="constant", learning_rate=1e-2)
     optimizer = make_optimizer(config)
     optimizer.init(base.model.trainable_parameters())
-    stepper = Stepper(base.model, split_head(base.model), optimizer, 1.0)
+    stepper = lm_stepper(base.model, optimizer)
 
     row = Example(np.arange(1, 12, dtype=np.int32), np.arange(11) > 3, "row")
     batch = make_batch([row], [0], 1, 31)

@@ -32,15 +32,15 @@ from mlx_packs.memory.plan import (
     tensors_of,
 )
 from mlx_packs.memory.recommend import advise
-from mlx_packs.objectives.causal_lm import as_arrays, split_head
+from mlx_packs.objectives.causal_lm import as_arrays
 from mlx_packs.optim import make_optimizer
 from mlx_packs.runtime import mx
 from mlx_packs.training.phases import PhasedDataset, resolve_phases
 from mlx_packs.training.setup import choose_path, encode_splits, plan_paths
-from mlx_packs.training.step import Stepper
 from tests.helpers.errors import check
 from tests.helpers.models import base_of
 from tests.helpers.rows import chat, write_rows
+from tests.helpers.steps import lm_stepper
 
 # hidden, FFN, blocks, heads, KV heads, vocab, tied; head_dim 128: weights and adapters at rank 16
 REAL = {
@@ -528,7 +528,7 @@ def test_blocks_keep_no_scores_whichever_of_their_projections_carry_adapters(
     attached.recompute(recompute)
     optimizer = make_optimizer(train)
     optimizer.init(tiny.model.trainable_parameters())
-    stepper = Stepper(tiny.model, split_head(tiny.model), optimizer, None)
+    stepper = lm_stepper(tiny.model, optimizer, None)
     tiny.model.train()
     rows = [Example(np.arange(length + 1, dtype=np.int32) % 1000, np.arange(length + 1) > 512, "x")]
     batch = make_batch(rows, [0], 1, length)

@@ -36,13 +36,13 @@ from mlx_packs.objectives.state_store import StateStore
 from mlx_packs.optim import make_optimizer
 from mlx_packs.runtime import mx
 from mlx_packs.training.run import SamplePrompt
-from mlx_packs.training.step import Stepper
 from tests.bases.test_families import FAMILIES as ALL_FAMILIES
 from tests.bases.test_families import sweep
 from tests.helpers import families
 from tests.helpers.models import base_of
 from tests.helpers.observers import observe
 from tests.helpers.rows import chat, write_rows
+from tests.helpers.steps import lm_stepper
 from tests.objectives.test_sequence_packing import (
     FAMILIES,
     assert_same,
@@ -601,7 +601,7 @@ def test_half_precision_states_are_not_taken_for_traces():
     opened = Opened(base=base)
     optimizer = make_optimizer(opened.train)
     optimizer.init(opened.model.trainable_parameters())
-    stepper = Stepper(opened.model, opened.head, optimizer, 1.0)
+    stepper = lm_stepper(opened.model, optimizer, head=opened.head)
     (batch,) = opened.batches(1)
     arrays = opened.cache.arrays(batch)
     stepper(arrays, batch.count, True, True)

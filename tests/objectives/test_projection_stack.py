@@ -18,9 +18,9 @@ from mlx_packs.objectives.causal_lm import loss_sum
 from mlx_packs.objectives.projection_stack import graph_of
 from mlx_packs.optim import make_optimizer
 from mlx_packs.runtime import mx
-from mlx_packs.training.step import Stepper
 from tests.helpers.checkpoints import write_checkpoint, write_quantized
 from tests.helpers.models import base_of
+from tests.helpers.steps import lm_stepper
 
 STACK = TrainConfig(objective="projection-stack")
 SQUARE = {"head_dim": 16}  # 4 heads of 16 are as wide as the 64 of the hidden states
@@ -122,7 +122,7 @@ def test_loss_gradients_and_a_step_are_those_of_the_stack_in_plain_mlx(
     config = TrainConfig(optimizer="sgd", learning_rate=rate, lr_schedule="constant")
     optimizer = make_optimizer(config)
     optimizer.init(attached.model.trainable_parameters())
-    Stepper(attached.model, head, optimizer, None)(arrays, count, True, True)
+    lm_stepper(attached.model, optimizer, None, head)(arrays, count, True, True)
     for name, stepped in attached.tensors().items():
         gradient = (started[name] - stepped) / rate * count
         scale = mx.abs(expected_grads[name]).max().item()

@@ -23,10 +23,10 @@ from mlx_packs.objectives.causal_lm import as_arrays, loss_sum, split_head
 from mlx_packs.objectives.sequence_packing import prepare_packing
 from mlx_packs.optim import make_optimizer
 from mlx_packs.runtime import mx
-from mlx_packs.training.step import Stepper
 from tests.helpers.models import base_of
 from tests.helpers.observers import observe
 from tests.helpers.rows import chat, write_rows
+from tests.helpers.steps import lm_stepper
 
 LIMIT = 47  # inputs of a packed row
 FAMILIES = {
@@ -134,7 +134,7 @@ def test_packed_steps_equal_unpacked_ones(recompute, accumulate, last_k):
         attached, head = attached_model("qwen3", recompute)
         optimizer = make_optimizer(TrainConfig(optimizer="sgd", learning_rate=0.1, iters=1))
         optimizer.init(attached.model.trainable_parameters())
-        stepper = Stepper(attached.model, head, optimizer, 1.0)
+        stepper = lm_stepper(attached.model, optimizer, head=head)
         for i, batch in enumerate(batches, 1):
             stepper(as_arrays(batch), batch.count, i == len(batches), len(batches) == 1)
         found.append(attached.tensors())
@@ -280,7 +280,7 @@ def steps():
     attached, head = attached_model("qwen3", recompute=True)
     optimizer = make_optimizer(TrainConfig(optimizer="sgd", learning_rate=0.1, iters=1))
     optimizer.init(attached.model.trainable_parameters())
-    stepper = Stepper(attached.model, head, optimizer, 1.0)
+    stepper = lm_stepper(attached.model, optimizer, head=head)
     for _ in range(2):
         stepper(as_arrays(packed_batch()), packed_batch().count, True, True)
     return attached.tensors(), stepper.traces

@@ -18,11 +18,11 @@ from mlx_packs.adapters.lora import attach
 from mlx_packs.config.schema import LoRAConfig
 from mlx_packs.data.batches import make_batch
 from mlx_packs.data.encoding import Example
-from mlx_packs.objectives.causal_lm import as_arrays, split_head
+from mlx_packs.objectives.causal_lm import as_arrays
 from mlx_packs.packs.pack import Pack
 from mlx_packs.runtime import mx
-from mlx_packs.training.step import Stepper
 from tests.helpers.models import base_of
+from tests.helpers.steps import lm_stepper
 
 FAMILIES = ("qwen3", "qwen2", "llama")
 RANK, SCALE = 4, 2.0
@@ -95,8 +95,7 @@ class KeepGradient(optimizers.Optimizer):
 
 
 def our_loss_and_gradients(attached, batch) -> tuple[float, dict[str, mx.array]]:
-    head = split_head(attached.model)
-    stepper = Stepper(attached.model, head, KeepGradient(), max_grad_norm=None)
+    stepper = lm_stepper(attached.model, KeepGradient(), max_grad_norm=None)
     loss, _ = stepper(as_arrays(batch), batch.count, last=True, alone=True)
     return loss, attached.tensors()
 
@@ -180,7 +179,7 @@ def test_three_steps_give_the_weights_of_mlx_lms_trainer(tmp_path):
     attached, start = our_side("qwen3")
     # with eps = 1e-8 Adam turns the rounding of an entry without gradient into a step of its own
     ours, theirs = (optimizers.AdamW(learning_rate=1e-3, eps=1e-5) for _ in range(2))
-    stepper = Stepper(attached.model, split_head(attached.model), ours, max_grad_norm=None)
+    stepper = lm_stepper(attached.model, ours, max_grad_norm=None)
     batch = our_batch(wanted)
     for _ in range(3):
         stepper(as_arrays(batch), batch.count, last=True, alone=True)

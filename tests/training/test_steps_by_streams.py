@@ -13,8 +13,8 @@ from mlx_packs.objectives.causal_lm import as_arrays, split_head
 from mlx_packs.ops import lanes, matmul
 from mlx_packs.optim import make_optimizer
 from mlx_packs.runtime import mx
-from mlx_packs.training.step import Stepper
 from tests.helpers.models import base_of
+from tests.helpers.steps import lm_stepper
 
 pytestmark = pytest.mark.skipif(runtime.COMPILES, reason="steps are compiled here")
 LLAMA3_ROPE = {
@@ -66,7 +66,7 @@ def trained(family: str, path: str, recompute: str, number: int, accumulate: int
     attached = model_with_adapters(family, path, recompute)
     optimizer = make_optimizer(TrainConfig(optimizer="sgd", learning_rate=0.05))
     optimizer.init(attached.model.trainable_parameters())
-    stepper = Stepper(attached.model, split_head(attached.model), optimizer, 1.0)
+    stepper = lm_stepper(attached.model, optimizer)
     found = [
         stepper(as_arrays(batch), batch.count, i % accumulate == 0, accumulate == 1)
         for i, batch in enumerate(batches(), 1)

@@ -21,10 +21,10 @@ from mlx_packs.memory.plan import ERROR
 from mlx_packs.objectives.causal_lm import as_arrays, loss_sum, split_head
 from mlx_packs.optim import make_optimizer
 from mlx_packs.runtime import mx
-from mlx_packs.training.step import Stepper
 from tests.helpers.models import base_of
 from tests.helpers.observers import observe
 from tests.helpers.rows import chat, write_rows
+from tests.helpers.steps import lm_stepper
 
 LORA = LoRAConfig(rank=4)
 QUICK = TrainConfig(
@@ -150,7 +150,7 @@ def weights_after(
     mx.random.seed(11)
     optimizer = make_optimizer(TrainConfig(optimizer="sgd", learning_rate=0.1, iters=1))
     optimizer.init(base.model.trainable_parameters())
-    stepper = Stepper(base.model, split_head(base.model), optimizer, 1.0)
+    stepper = lm_stepper(base.model, optimizer)
     for i, batch in enumerate(batches, 1):
         stepper(as_arrays(batch), batch.count, i == len(batches), accumulate == 1)
     return attached.tensors()
@@ -220,7 +220,7 @@ def test_one_block_at_true_qwen3_4b_geometry_trains(tmp_path):
     assert any("q_proj: 2560 -> 4096 (affine 4-bit g64, stored width 320" in d for d in described)
     optimizer = make_optimizer(TrainConfig(learning_rate=1e-3, iters=3, lr_schedule="constant"))
     optimizer.init(base.model.trainable_parameters())
-    stepper = Stepper(base.model, split_head(base.model), optimizer, 1.0)
+    stepper = lm_stepper(base.model, optimizer)
     batch = make_batch(small_examples(), range(4), 4, 64)
     mx.reset_peak_memory()
     losses = [stepper(as_arrays(batch), batch.count, True, True)[0] for _ in range(3)]
@@ -236,7 +236,7 @@ def test_every_optimizer_lowers_the_loss(optimizer):
     attach(base, LORA)
     made = make_optimizer(config)
     made.init(base.model.trainable_parameters())
-    stepper = Stepper(base.model, split_head(base.model), made, 1.0)
+    stepper = lm_stepper(base.model, made)
     batch = make_batch(small_examples(), range(4), 4, 64)
     losses = [stepper(as_arrays(batch), batch.count, True, True)[0] for _ in range(8)]
     assert losses[-1] < losses[0]
@@ -432,9 +432,9 @@ def test_cache_limit_on_a_gpu_is_less_than_a_fitting_plan_leaves_free(monkeypatc
 
 def test_three_hundred_steps_leave_memory_as_it_was(tmp_path):
     attached = attach(base_of("qwen3"), LORA, None, "quantized", 0)
-    head, optimizer = split_head(attached.model), make_optimizer(QUICK)
+    optimizer = make_optimizer(QUICK)
     optimizer.init(attached.model.trainable_parameters())
-    stepper = Stepper(attached.model, head, optimizer, 1.0)
+    stepper = lm_stepper(attached.model, optimizer)
     batches = [
         as_arrays(make_batch(small_examples(), range(n), 4, limit))
         for n in (1, 4)

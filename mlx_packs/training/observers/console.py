@@ -10,7 +10,7 @@ from .observer import ObservedRun, Observer
 class Console(Observer):
     """Shows progress on the run's display."""
 
-    def __init__(self, run: ObservedRun):
+    def __init__(self, run: ObservedRun) -> None:
         self._display = run.display
         self._curve = run.curve
         self._rate = f"{run.unit}_per_s"

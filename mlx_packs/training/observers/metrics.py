@@ -11,7 +11,7 @@ from .observer import ObservedRun, Observer
 class MetricsFile(Observer):
     """Adds each line to the run's curve and to its metrics.jsonl."""
 
-    def __init__(self, run: ObservedRun):
+    def __init__(self, run: ObservedRun) -> None:
         self._file = run.folder / METRICS
         self._curve = run.curve
 

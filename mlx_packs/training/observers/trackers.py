@@ -39,7 +39,7 @@ def check_report_to(report_to: str | None, project: str | None) -> None:
 class Trackers(Observer):
     """Reports the numbers that mlx-lm's trainer reports, under its names."""
 
-    def __init__(self, callback: "TrainingCallback", unit: str):
+    def __init__(self, callback: "TrainingCallback", unit: str) -> None:
         self._callback = callback
         self._unit = unit
 

@@ -342,7 +342,7 @@ def _learn(
     def loss_and_count(*batch):
         return loss(*batch), batch[3].sum()  # of the weights of its rows
 
-    stepper = Stepper(model, None, optimizer, train.max_grad_norm, loss=loss_and_count)
+    stepper = Stepper(model, loss_and_count, optimizer, train.max_grad_norm)
     longest = min(train.max_seq_length, model.longest)
 
     def judged(batch: PairBatch) -> EmbeddingScore:

@@ -1,0 +1,143 @@
+"""Compiled steps of a `LayerTrainer`, one for each loss that it steps."""
+
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import mlx.optimizers as optimizers
+
+from ..errors import PackError
+from ..runtime import mx
+from .registered_layer import RegisteredLayer, adapters_module
+from .step import Stepper
+
+_MOST_GRAPHS = 8  # kept compiled at a time
+
+Loss = Callable[..., tuple[mx.array, mx.array]]
+
+
+@dataclass(frozen=True)
+class Graph:
+    """A loss that is stepped.
+
+    Attributes:
+        stepper: takes its steps.
+        loss: the loss as it was first passed.
+        names: the layers that take part in it.
+        source: what the user passed; held so that its id stays its own.
+    """
+
+    stepper: Stepper
+    loss: Loss
+    names: frozenset[str]
+    source: object
+
+
+class GraphCache:
+    """The graphs that were stepped last, by the loss that they compute.
+
+    Args:
+        layers: the registered layers.
+        called: receives the name of each layer that is called.
+        optimizer: updates the adapters.
+        max_grad_norm: limit of the gradient norm.
+    """
+
+    def __init__(
+        self,
+        layers: dict[str, RegisteredLayer],
+        called: set[str],
+        optimizer: optimizers.Optimizer,
+        max_grad_norm: float | None,
+    ) -> None:
+        self._layers, self._called = layers, called
+        self._optimizer, self._max_grad_norm = optimizer, max_grad_norm
+        self._graphs: dict[object, Graph] = {}
+        self._idle: set[str] = set()  # layers that were warned of
+
+    def __len__(self) -> int:
+        return len(self._graphs)
+
+    def __iter__(self) -> Iterator[Graph]:
+        return iter(self._graphs.values())
+
+    def clear(self) -> None:
+        """Forget all graphs, which hold the state of the optimizer as it was."""
+        self._graphs.clear()
+
+    def graph(
+        self, kind: str, source: object, loss: Loss, batch: tuple, is_sequence: bool = False
+    ) -> Graph:
+        """The graph of a loss, made when it is first passed.
+
+        Which layers take part is found by calling the loss, without computing anything.
+
+        Args:
+            kind: tells losses of one source apart.
+            source: the layers or the function that the loss is made from.
+            loss: computes the sum over a batch and what it is divided by.
+            batch: its arrays.
+            is_sequence: whether layers are named one by one; then none is missed.
+        """
+        key = (kind, _key(source))
+        if key in self._graphs:
+            self._graphs[key] = self._graphs.pop(key)  # the newest is last
+            return self._graphs[key]
+        if not self._layers:
+            raise PackError("layers: none is registered.", "not-found", "layers")
+        names = self._participants(loss, batch)
+        if not is_sequence:
+            self._warn_of_idle(names)
+
+        def checked(*batch: mx.array) -> tuple[mx.array, mx.array]:
+            self._called.clear()
+            result = loss(*batch)
+            if self._called != names:
+                other = ", ".join(sorted(self._called ^ names))
+                raise PackError(
+                    f"layers: {other} took part in one step of this function and not in another; "
+                    "make it two functions.",
+                    "conflict",
+                    "layers",
+                )
+            return result
+
+        module = adapters_module(self._layers, [n for n in self._layers if n in names])
+        stepper = Stepper(module, checked, self._optimizer, self._max_grad_norm)
+        if len(self._graphs) == _MOST_GRAPHS:
+            oldest = next(k for k, graph in self._graphs.items() if not graph.stepper.waiting)
+            del self._graphs[oldest]
+        self._graphs[key] = Graph(stepper, loss, names, source)
+        return self._graphs[key]
+
+    def _participants(self, loss: Loss, batch: tuple) -> frozenset[str]:
+        self._called.clear()
+        loss(*batch)
+        if not self._called:
+            raise PackError(
+                "layers: no registered layer takes part in this loss; call what register returned, "
+                "not the linear itself.",
+                "not-found",
+                "layers",
+            )
+        return frozenset(self._called)
+
+    def _warn_of_idle(self, names: frozenset[str]) -> None:
+        idle = [n for n in self._layers if n not in names and n not in self._idle]
+        if idle:
+            self._idle |= set(idle)
+            warnings.warn(
+                f"LayerTrainer: {', '.join(idle)}: takes no part in this step and gets no update.",
+                stacklevel=4,
+            )
+
+
+def _key(source: object) -> object:
+    """What distinguishes a graph: the layers of a sequence, or the function itself."""
+    if isinstance(source, (list, tuple)):
+        return tuple(part if isinstance(part, str) else id(part) for part in source)
+    try:
+        hash(source)
+    except TypeError:
+        return id(source)
+    return source

@@ -1,0 +1,150 @@
+"""Linears with adapters for graphs that a user writes: the layers of a `LayerTrainer`."""
+
+import dataclasses
+import re
+from collections.abc import Iterable, Mapping
+
+import mlx.nn as nn
+
+from ..adapters.spec import ModuleSpec
+from ..adapters.targets import plan_specs
+from ..bases.geometry import GeometryError, Group, probe
+from ..config.schema import LoRAConfig
+from ..errors import PackError
+from ..nn.lora import AdaptedLinear, AdapterShape, GroupedLoRA, adapter_key
+from ..nn.quantized import LINEARS
+from ..runtime import mx
+
+_NAME = re.compile(r"[\w-]+(\.[\w-]+)*")
+
+
+class RegisteredLayer(nn.Module):
+    """A registered linear with its adapter: call it where your graph has the linear.
+
+    Args:
+        spec: name, widths, rank and alpha.
+        adapted: the linear and its adapter.
+        called: receives the layer's name at each call.
+    """
+
+    def __init__(self, spec: ModuleSpec, adapted: AdaptedLinear, called: set[str]) -> None:
+        super().__init__()
+        self.adapted = adapted
+        self.spec = spec
+        self._called = called
+
+    @property
+    def name(self) -> str:
+        """The name that the layer is registered under."""
+        return self.spec.path
+
+    @property
+    def linear(self) -> nn.Module:
+        """The frozen linear."""
+        return self.adapted.linear
+
+    @property
+    def in_features(self) -> int:
+        """Width of the input."""
+        return self.spec.in_features
+
+    @property
+    def out_features(self) -> int:
+        """Width of the output."""
+        return self.spec.widths[0]
+
+    @property
+    def alpha(self) -> float:
+        """Scale of the adapter times its rank."""
+        return self.spec.slices[0].alpha
+
+    def __call__(self, x: mx.array) -> mx.array:
+        """Map x [..., in] to [..., out].
+
+        Raises:
+            PackError: if x has another width.
+        """
+        if not isinstance(x, mx.array) or x.ndim < 1 or x.shape[-1] != self.in_features:
+            raise PackError(
+                f"{self.name}: expects inputs of width {self.in_features}, but got {shown(x)}."
+            )
+        self._called.add(self.name)
+        return self.adapted(x)
+
+
+def check_name(name: object) -> None:
+    """Check that a layer can have this name.
+
+    Raises:
+        PackError: if it cannot.
+    """
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise PackError(
+            f"name: must consist of letters, digits, _, - and dots between them, but got {name!r}.",
+            flag="name",
+        )
+
+
+def adapt(
+    name: str, linear: nn.Module, lora: LoRAConfig, seed: int, called: set[str]
+) -> RegisteredLayer:
+    """Freeze a linear and put a fresh adapter (B = 0) beside it.
+
+    Args:
+        name: of the layer.
+        linear: what it adapts.
+        lora: rank, alpha and dropout.
+        seed: of the run; with the name it decides the values of A.
+        called: receives the layer's name at each call.
+
+    Raises:
+        PackError: for a module that is no linear.
+    """
+    if isinstance(linear, (RegisteredLayer, AdaptedLinear)):
+        raise PackError(f"{name}: carries an adapter already.", "conflict", "linear")
+    if type(linear) not in (nn.Linear, *LINEARS):
+        raise PackError(
+            f"{name}: must be an nn.Linear, nn.QuantizedLinear or NF4Linear, but is a "
+            f"{type(linear).__name__}.",
+            flag="linear",
+        )
+    spec = _spec(name, linear, lora)
+    (part,) = spec.slices
+    adapter = GroupedLoRA(
+        spec.in_features,
+        [AdapterShape(part.width, part.rank, part.scale)],
+        lora.dropout,
+        [adapter_key(seed, f"{name}.{part.name}")],
+    )
+    linear.freeze()
+    layer = RegisteredLayer(spec, AdaptedLinear(linear, adapter, spec.widths), called)
+    layer.eval()
+    return layer
+
+
+def _spec(name: str, linear: nn.Module, lora: LoRAConfig) -> ModuleSpec:
+    """The adapter of a linear, checked against the linear's own tensors."""
+    try:
+        geometry = probe(name, linear, {})
+    except GeometryError as error:
+        raise PackError(f"{name}: {error.fault}", "unsupported", "linear") from None
+    leaf = name.rpartition(".")[2]
+    geometry = dataclasses.replace(geometry, slices=((leaf, geometry.out_features),))
+    return plan_specs([Group(None, (geometry,))], lora)[name]
+
+
+def adapters_module(layers: Mapping[str, RegisteredLayer], names: Iterable[str]) -> nn.Module:
+    """Some layers as one module, whose trainable parameters are their adapters.
+
+    Keys have no dot, since the names of an optimizer's state are split at them.
+    """
+    module = nn.Module()
+    for name in names:
+        module["/" + name.replace(".", "/")] = layers[name].adapted
+    return module
+
+
+def shown(value: object) -> str:
+    """The shape of an array for a message, or the type of anything else."""
+    shape = getattr(value, "shape", None)
+    return type(value).__name__ if shape is None else f"shape {list(shape)}"
