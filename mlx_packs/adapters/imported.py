@@ -77,7 +77,7 @@ def full_tensor_modules(
     for path, parameters in by_path.items():
         module = _bare(modules.get(path))
         if module is None or not all(isinstance(module.get(p), mx.array) for p in parameters):
-            raise PackError(f"{where}: {path}: the base has no such module to replace.")
+            raise PackError(f"{where}: {path}: the base has no such module to replace.", "mismatch")
         packed = isinstance(module, (*LINEARS, *EMBEDDINGS))
         mine = dense_module(module) if packed else copy.copy(module)
         for parameter, tensor in parameters.items():

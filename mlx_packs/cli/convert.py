@@ -4,6 +4,7 @@ from pathlib import Path
 
 import click
 
+from ..config.choices import ADAPTER_FORMATS
 from . import options
 from .options import option
 from .output import print_report
@@ -11,7 +12,7 @@ from .output import print_report
 
 @click.command()
 @click.argument("pack", type=click.Path(path_type=Path))
-@option("--to", required=True, type=click.Choice(["mlx-lm", "peft"]), help="Format to write.")
+@option("--to", required=True, type=click.Choice(ADAPTER_FORMATS), help="Format to write.")
 @options.out("Folder to write.")
 @options.as_json
 def export(pack, to, out, as_json):

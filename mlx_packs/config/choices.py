@@ -19,6 +19,7 @@ OPTIMIZERS = ("adamw", "adamw_8bit", "adam", "adafactor", "sgd", "muon", "lion")
 WEIGHT_FORMATS = ("affine4", "affine8", "nf4")  # that --quantize makes
 MATMUL_PATHS = ("quantized", "transient", "dense")
 POLICIES = ("none", "selective", "block")  # of activation checkpointing
+ADAPTER_FORMATS = ("mlx-lm", "peft")  # that packs export writes and packs import reads
 ENCODERS = ("bert",)  # model types that --task embedding trains
 LOSSES = ("cosine", "mnrl", "cached-mnrl", "cosent", "triplet")
 DISTANCES = ("euclidean", "cosine", "manhattan")

@@ -277,7 +277,8 @@ def _refuse_unmergeable(pack: Pack) -> None:
         if spec.head is False:
             raise PackError(
                 f"{pack.path}: {spec.path}: its adapter acts on the input alone, but the base ties "
-                "the head to this table, so no one table has both; apply the pack instead."
+                "the head to this table, so no one table has both. Apply the pack instead.",
+                "unsupported",
             )
 
 

@@ -1,0 +1,85 @@
+"""Formats of other tools that packs are exported to and imported from.
+
+A new one is a class in a file of its own, an entry here, and its name in `config.choices`.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Protocol
+
+from ..adapters.spec import ModuleSpec
+from ..bases.loading import BaseModel
+from ..config.choices import ADAPTER_FORMATS, registered
+from ..errors import PackError
+from ..packs.pack import Pack
+from .external import CONFIG, Delta, ExternalAdapter, StoredAdapter
+from .mlx_lm import MlxLm
+from .peft import Peft
+
+
+class AdapterFormat(Protocol):
+    """How another tool stores adapters."""
+
+    tensor_file: str
+
+    def recognises(self, config: dict) -> bool:
+        """Return whether an adapter_config.json is of this format."""
+
+    def check_config(self, config: dict, where: Path) -> None:
+        """Check that a pack can store what a config asks for.
+
+        Raises:
+            PackError: it cannot.
+        """
+
+    def read(
+        self, stored: StoredAdapter, model_type: str, ranks: Mapping[str, int] | None = None
+    ) -> ExternalAdapter:
+        """Return an adapter under a pack's names.
+
+        Args:
+            stored: as the other tool has it.
+            model_type: of the base.
+            ranks: by path, where they are known.
+
+        Raises:
+            PackError: a tensor cannot be converted.
+        """
+
+    def fit(self, adapter: ExternalAdapter, base: BaseModel, where: Path) -> None:
+        """Drop what an adapter stores twice, now that its base is known.
+
+        Raises:
+            PackError: the base has no place for what it stores.
+        """
+
+    def convert(self, pack: Pack, file: Path) -> StoredAdapter:
+        """Return a pack as this format stores it; ``file`` is where its tensors will be.
+
+        Raises:
+            PackError: the format has no place for something in the pack.
+        """
+
+    def save(self, stored: StoredAdapter, folder: Path) -> list[str]:
+        """Write the files of a converted pack into a folder; their names."""
+
+    def scale_of(self, spec: ModuleSpec, config: dict) -> float:
+        """Return the scale that a module of a pack has once it is converted."""
+
+    def deltas(self, stored: StoredAdapter, model_type: str) -> dict[str, Delta]:
+        """Return what the other tool adds at each module of a pack, from its own tensors."""
+
+
+FORMATS: dict[str, AdapterFormat] = registered(ADAPTER_FORMATS, {"mlx-lm": MlxLm(), "peft": Peft()})
+
+
+def format_of(config: dict, where: Path) -> str:
+    """Return the name of the format that recognises an adapter_config.json.
+
+    Raises:
+        PackError: none does.
+    """
+    for name, form in FORMATS.items():
+        if form.recognises(config):
+            return name
+    raise PackError(f"{where}: is not the {CONFIG} of any of {', '.join(FORMATS)}.", "unsupported")
