@@ -1,6 +1,7 @@
 """`packs apply`: whether a pack fits a base."""
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
@@ -9,6 +10,9 @@ from ..gates import failures, judge, limits
 from . import options
 from .options import option
 from .output import exit_if_failed, print_report
+
+if TYPE_CHECKING:
+    from ..packs.pack import Pack
 
 
 @click.command()
@@ -19,7 +23,14 @@ from .output import exit_if_failed, print_report
 @options.trust_remote_code()
 @options.backend
 @options.as_json
-def apply(pack, model, dry_run, max_pack_mb, trust_remote_code, as_json):
+def apply(
+    pack: Path,
+    model: str,
+    dry_run: bool,
+    max_pack_mb: float | None,
+    trust_remote_code: bool,
+    as_json: bool,
+) -> None:
     """Check that a pack fits a base.
 
     Without --dry-run it is attached, run and detached again.
@@ -55,7 +66,7 @@ def _lines(report: dict) -> list[str]:
     return lines
 
 
-def _largest_change(pack, model: str, trust_remote_code: bool) -> dict:
+def _largest_change(pack: "Pack", model: str, trust_remote_code: bool) -> dict:
     """Attach and run the pack: how far logits or embeddings move; check that detaching restores.
 
     Raises:

@@ -15,7 +15,7 @@ from .output import print_report
 @option("--to", required=True, type=click.Choice(ADAPTER_FORMATS), help="Format to write.")
 @options.out("Folder to write.")
 @options.as_json
-def export(pack, to, out, as_json):
+def export(pack: Path, to: str, out: str, as_json: bool) -> None:
     """Write a pack as an adapter of PEFT or mlx-lm."""
     from ..convert.interop import export_pack
 
@@ -36,7 +36,14 @@ def export(pack, to, out, as_json):
 @options.overwrite
 @options.trust_remote_code()
 @options.as_json
-def import_(folder, out, model, overwrite, trust_remote_code, as_json):
+def import_(
+    folder: Path,
+    out: str,
+    model: str | None,
+    overwrite: bool,
+    trust_remote_code: bool,
+    as_json: bool,
+) -> None:
     """Make a pack of an adapter of PEFT or mlx-lm.
 
     Reads safetensors only. What a pack cannot store exactly is rejected with the reason.

@@ -21,7 +21,7 @@ from .output import exit_if_failed, print_report
 @options.backend
 @option("-v", "--verbose", is_flag=True, help="Show every instance, on a CPU too.")
 @options.as_json
-def doctor(file, verbose, as_json):
+def doctor(file: Path | None, verbose: bool, as_json: bool) -> None:
     """Check this machine and its kernels.
 
     The usual instances of every kernel are compared with plain MLX, and timed. The exit code is 1

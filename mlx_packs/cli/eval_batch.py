@@ -58,7 +58,16 @@ from .output import exit_if_failed, print_report
 @options.trust_remote_code()
 @options.backend
 @options.as_json
-def eval_batch(more, model, packs, sizes, csv_file, trust_remote_code, as_json, **settings):
+def eval_batch(
+    more: tuple[str, ...],
+    model: str,
+    packs: tuple[str, ...],
+    sizes: str,
+    csv_file: str | None,
+    trust_remote_code: bool,
+    as_json: bool,
+    **settings,
+) -> None:
     """Compare a base and packs side by side, with gates.
 
     The base is loaded once, and all see the same examples: perplexity and the paired difference,

@@ -1,5 +1,8 @@
 """`packs eval` and `packs eval-tasks`: a base and a pack on the same examples."""
 
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
 import click
 
 from ..display import Display
@@ -7,6 +10,10 @@ from ..errors import PackError
 from . import options
 from .options import option
 from .output import print_report
+
+if TYPE_CHECKING:
+    from ..evaluation.embeddings import EmbeddingReport
+    from ..evaluation.evaluate import EvalReport
 
 _COLUMNS = {
     "chat_feature": "messages of a chat",
@@ -16,7 +23,7 @@ _COLUMNS = {
 }
 
 
-def _columns(command):
+def _columns(command: Callable) -> Callable:
     """Add the options that name columns."""
     for name, content in reversed(_COLUMNS.items()):
         command = option(
@@ -48,7 +55,15 @@ def _columns(command):
 @options.trust_remote_code()
 @options.backend
 @options.as_json
-def evaluate(pack, packs, model, data, trust_remote_code, as_json, **settings):
+def evaluate(
+    pack: str | None,
+    packs: tuple[str, ...],
+    model: str,
+    data: str,
+    trust_remote_code: bool,
+    as_json: bool,
+    **settings,
+) -> None:
     """Evaluate a base and a pack: perplexity and token accuracy.
 
     For the pack of an encoder: correlation with scores, retrieval, or triplet accuracy, depending
@@ -76,7 +91,7 @@ def evaluate(pack, packs, model, data, trust_remote_code, as_json, **settings):
     print_report(report.to_json(), as_json, _lines(report))
 
 
-def _lines(report) -> list[str]:
+def _lines(report: "EvalReport | EmbeddingReport") -> list[str]:
     """Base and pack on the same examples."""
     from ..evaluation.embeddings import EmbeddingReport
     from ..packs.manifest import shown_metrics, shown_perplexity
@@ -123,7 +138,14 @@ def _lines(report) -> list[str]:
 @options.trust_remote_code()
 @options.backend
 @options.as_json
-def eval_tasks(packs, model, tasks, trust_remote_code, as_json, **settings):
+def eval_tasks(
+    packs: tuple[str, ...],
+    model: str,
+    tasks: str,
+    trust_remote_code: bool,
+    as_json: bool,
+    **settings,
+) -> None:
     """Evaluate a base and a pack on tasks of lm-evaluation-harness.
 
     Needs pip install 'mlx-packs[lm-eval]'. The harness gets its data from the Hub. Several packs

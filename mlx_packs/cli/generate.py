@@ -34,7 +34,16 @@ from .output import print_report
 @options.trust_remote_code()
 @options.backend
 @options.as_json
-def generate(model, packs, prompt, system, trust_remote_code, as_json, raw, **sampling):
+def generate(
+    model: str,
+    packs: tuple[str, ...],
+    prompt: str,
+    system: str | None,
+    trust_remote_code: bool,
+    as_json: bool,
+    raw: bool,
+    **sampling,
+) -> None:
     """Stream text from a base, with a pack or without."""
     from ..bases.loading import hold_causal
     from ..inference.generate import chat_prompt, stream

@@ -2,6 +2,7 @@
 
 import shutil
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
@@ -10,12 +11,15 @@ from . import options
 from .options import option
 from .output import print_report
 
+if TYPE_CHECKING:
+    from ..packs.pack import Pack
+
 
 @click.command()
 @click.argument("pack", type=click.Path(path_type=Path))
 @options.as_json
 @option("-v", "--verbose", is_flag=True, help="List each adapter and the tensor it changes.")
-def inspect(pack, as_json, verbose):
+def inspect(pack: Path, as_json: bool, verbose: bool) -> None:
     """Show a pack: base, ranks, results, hashes.
 
     Loads no tensor and no model. PACK may be a folder that `packs quantize` wrote, too; then every
@@ -70,7 +74,7 @@ def _file_lines(files: dict[str, dict]) -> list[str]:
     ]
 
 
-def _pack_lines(pack, verbose: bool = False) -> list[str]:
+def _pack_lines(pack: "Pack", verbose: bool = False) -> list[str]:
     """Describe a pack; the optional parts of its manifest only as far as they are there."""
     m = pack.manifest
     modules = m["adapters"]["modules"]
@@ -82,7 +86,7 @@ def _pack_lines(pack, verbose: bool = False) -> list[str]:
     return lines + _file_lines(m["files"])
 
 
-def _adapter_lines(pack) -> list[str]:
+def _adapter_lines(pack: "Pack") -> list[str]:
     """Size, base and adapters of a pack, and where it is from."""
     from ..bases.files import quantization_name
     from ..packs.manifest import read_pin, replaced_of
@@ -111,7 +115,7 @@ def _adapter_lines(pack) -> list[str]:
     return lines
 
 
-def _training_lines(pack) -> list[str]:
+def _training_lines(pack: "Pack") -> list[str]:
     """What a pack was trained on, and with which results."""
     from ..gates import shown
     from ..packs.manifest import moved_metrics, phase_lines, shown_graph, shown_result
@@ -156,7 +160,7 @@ def _adapted_line(module: dict) -> str:
 @click.argument("folder", required=False)
 @option("--hub-cache", is_flag=True, help="List the packs in the caches of the Hub.")
 @options.as_json
-def list_packs(folder, hub_cache, as_json):
+def list_packs(folder: str | None, hub_cache: bool, as_json: bool) -> None:
     """List the packs below a folder.
 
     Without FOLDER it is the current one, or with --hub-cache the caches of the Hub alone. Only
@@ -175,7 +179,7 @@ def list_packs(folder, hub_cache, as_json):
 @click.argument("a")
 @click.argument("b")
 @options.as_json
-def diff(a, b, as_json):
+def diff(a: str, b: str, as_json: bool) -> None:
     """Show what two packs share, and how far apart they are.
 
     For each layer: the norms of both deltas and of their difference, the cosine between them, and

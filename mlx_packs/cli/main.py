@@ -66,7 +66,9 @@ class Commands(click.Group):
         module, _, attribute = self.lazy[name].partition(":")
         return getattr(importlib.import_module(f".{module}", __package__), attribute)
 
-    def resolve_command(self, ctx: click.Context, args: list[str]):
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
         """Find the command that the arguments name; an unknown one gets the nearest name."""
         name = args[0]
         if not name.startswith("-") and self.get_command(ctx, name) is None:
@@ -91,7 +93,7 @@ class Commands(click.Group):
         with user_errors():
             return super().make_context(*args, **settings)
 
-    def invoke(self, ctx: click.Context):
+    def invoke(self, ctx: click.Context) -> object:
         """Parse and run a command."""
         with user_errors():
             return super().invoke(ctx)

@@ -1,5 +1,7 @@
 """`packs train --show-mask`: which tokens of some examples the loss is on."""
 
+from typing import TYPE_CHECKING
+
 from ..bases.loading import TINY, check_files, load_base_tokenizer, resolve_checkpoint, text_config
 from ..config.schema import Recipe
 from ..data.encoding import Example, encode
@@ -7,6 +9,9 @@ from ..display import Display
 from ..training.phases import resolve_phases
 from ..training.setup import encoding_options
 from .output import print_report
+
+if TYPE_CHECKING:
+    from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 
 def show_mask(recipe: Recipe, display: Display, as_json: bool, count: int = 5) -> None:
@@ -47,7 +52,7 @@ def _masked_examples(recipe: Recipe, count: int) -> tuple[list[dict], str]:
     return masked, ", ".join(losses)
 
 
-def _masked(example: Example, tokenizer) -> dict:
+def _masked(example: Example, tokenizer: "TokenizerWrapper") -> dict:
     """An example in spans of text that are targets or not."""
     target, total = example.target, len(example.tokens)
     edges = [0, *(i for i in range(1, total) if target[i] != target[i - 1]), total]
@@ -61,7 +66,7 @@ def _masked(example: Example, tokenizer) -> dict:
     return {"where": example.where, "learned": int(target.sum()), "total": total, "spans": spans}
 
 
-def _tokenizer(model: str, trust_remote_code: bool) -> tuple[object, int]:
+def _tokenizer(model: str, trust_remote_code: bool) -> tuple["TokenizerWrapper", int]:
     """The tokenizer of a base and the size of its vocabulary; loads no weights."""
     from mlx_lm.utils import load_config
 

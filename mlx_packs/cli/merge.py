@@ -1,6 +1,6 @@
 """`packs merge` and `packs combine`: packs merged into their base, or into one pack."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import click
@@ -12,7 +12,7 @@ from .options import option
 from .output import exit_if_failed, print_report
 
 
-def _fidelity(command):
+def _fidelity(command: Callable) -> Callable:
     """Add the options of the comparison that a merged result has to pass."""
     decorators = (
         option(
@@ -58,7 +58,7 @@ def _fidelity(command):
 @options.trust_remote_code()
 @options.backend
 @options.as_json
-def merge(pack, model, out, as_json, **settings):
+def merge(pack: Path, model: str, out: str, as_json: bool, **settings) -> None:
     """Write the base with a pack merged into it.
 
     The merged model is first compared with the base with the pack attached (mean KL, nats per
@@ -106,7 +106,9 @@ def merge(pack, model, out, as_json, **settings):
 @options.trust_remote_code()
 @options.backend
 @options.as_json
-def combine(weighted_packs, out, method, as_json, **settings):
+def combine(
+    weighted_packs: tuple[str, ...], out: str, method: str, as_json: bool, **settings
+) -> None:
     """Make one pack of several of one base.
 
     Deltas are added by weight (linear), brought to a rank (svd), trimmed and elected by sign (TIES)

@@ -2,12 +2,16 @@
 
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING
 
 import click
 
 from ..config.recipe import RENAMED_KEYS
 from ..errors import PackError
 from ..gates import MEANING, flag_of
+
+if TYPE_CHECKING:
+    from ..packs.pack import Pack
 
 SECTIONS = (
     "Model and data",
@@ -36,7 +40,7 @@ class Option(click.Option):
         section: str = "Output",
         default_text: str | None = None,
         **settings,
-    ):
+    ) -> None:
         super().__init__(names, **settings)
         self.section = section
         self.default_text = default_text
@@ -69,7 +73,7 @@ def option(*names: str, **settings) -> Callable:
     return click.option(*names, cls=Option, **settings)
 
 
-def of_field(f: dataclasses.Field, default: str | None):
+def of_field(f: dataclasses.Field, default: str | None) -> Callable:
     """An option from a field of a config; `config.build` types its value.
 
     default: what stands in brackets after the field's sentence.
@@ -200,7 +204,7 @@ def gate(name: str) -> Callable:
     )
 
 
-def one_pack(texts: Iterable[str]):
+def one_pack(texts: Iterable[str]) -> "Pack | None":
     """The pack that ``DIR`` or ``DIR=0.7`` texts name together; None if there is none."""
     from ..packs.weighted_sum import open_weighted, weighted_sum
 
@@ -213,7 +217,7 @@ def names(text: str | None) -> tuple[str, ...]:
     return tuple(name.strip() for name in (text or "").split(",") if name.strip())
 
 
-def _use_backend(ctx: click.Context, _, name: str | None) -> None:
+def _use_backend(ctx: click.Context, _: click.Parameter, name: str | None) -> None:
     """Force the backend while the command runs; a wrong one shows before anything is loaded."""
     from ..ops import _backend
 

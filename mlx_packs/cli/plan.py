@@ -3,6 +3,7 @@
 import dataclasses
 import math
 import shutil
+from collections.abc import Callable
 
 import click
 
@@ -23,7 +24,7 @@ _SEARCHED = {
 }
 
 
-def _memory_options(command):
+def _memory_options(command: Callable) -> Callable:
     """Add the flags of `packs train` that change its peak."""
     for cls in (TrainConfig, LoRAConfig):
         for f in reversed(dataclasses.fields(cls)):
@@ -47,7 +48,9 @@ def _memory_options(command):
 @options.recipes
 @_memory_options
 @options.as_json
-def plan(memory, device, configs, as_json, **flags):
+def plan(
+    memory: float | None, device: str | None, configs: tuple[str, ...], as_json: bool, **flags
+) -> None:
     """Estimate peak memory and suggest a training command.
 
     Reads config.json and the headers of the tensors only, of a Hub id too. What a flag or a file

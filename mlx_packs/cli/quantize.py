@@ -1,5 +1,7 @@
 """`packs quantize`: a quantized copy of a checkpoint."""
 
+from typing import TYPE_CHECKING
+
 import click
 
 from ..display import Display, size
@@ -8,6 +10,9 @@ from . import options
 from .inspect import bits_line
 from .options import option
 from .output import print_report
+
+if TYPE_CHECKING:
+    from ..bases.quantization import QuantizeOptions
 
 
 @click.command()
@@ -46,7 +51,9 @@ from .output import print_report
 @options.overwrite
 @options.trust_remote_code()
 @options.as_json
-def quantize(model, out, overwrite, trust_remote_code, as_json, **settings):
+def quantize(
+    model: str, out: str, overwrite: bool, trust_remote_code: bool, as_json: bool, **settings
+) -> None:
     """Write a 4-bit (or 2- to 8-bit) copy of a checkpoint.
 
     Works tensor by tensor, so that a model larger than memory can be quantized. After an
@@ -54,13 +61,20 @@ def quantize(model, out, overwrite, trust_remote_code, as_json, **settings):
     """
     from ..bases.writer import quantize
 
-    wanted = _options(**settings)
-    report = quantize(model, out, wanted, overwrite, trust_remote_code, Display())
+    how = _options(**settings)
+    report = quantize(model, out, how, overwrite, trust_remote_code, Display())
     print_report(report, as_json, _lines(report))
 
 
-def _options(mode, bits, group_size, block, double_quant, **others):
-    """What is asked for, as an object.
+def _options(
+    mode: str,
+    bits: int | None,
+    group_size: int | None,
+    block: int | None,
+    double_quant: bool | None,
+    **others,
+) -> "QuantizeOptions":
+    """The options of the library that those of the command line describe.
 
     Raises:
         PackError: options that the mode does not have.

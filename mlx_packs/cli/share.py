@@ -20,7 +20,7 @@ from .output import print_report
     "--license", metavar="ID", help="Licence, as the Hub names it.", default_text="that of the base"
 )
 @options.as_json
-def push(pack, repo, as_json, **settings):
+def push(pack: str, repo: str, as_json: bool, **settings) -> None:
     """Upload a pack to the Hugging Face Hub.
 
     REPO is owner/name. The pack is checked first. Its folder is uploaded as it is, so a licence, or
@@ -47,7 +47,7 @@ def push(pack, repo, as_json, **settings):
 )
 @options.overwrite
 @options.as_json
-def pull(repo, out, overwrite, as_json):
+def pull(repo: str, out: str, overwrite: bool, as_json: bool) -> None:
     """Fetch a pack from the Hugging Face Hub.
 
     REPO is owner/name or owner/name@revision. Only the files of its manifest are fetched, each is

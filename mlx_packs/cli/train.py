@@ -1,6 +1,7 @@
 """`packs train`: what it does is `mlx_packs.train_pack`."""
 
 import dataclasses
+from collections.abc import Callable
 
 import click
 
@@ -23,7 +24,7 @@ Examples:
 """
 
 
-def _config_options(command):
+def _config_options(command: Callable) -> Callable:
     """Add a flag for every field of the configs that a flag can set; mappings are for YAML."""
     from ..training.run import tiny_recipe
 
@@ -97,7 +98,15 @@ def _config_options(command):
 @options.as_json
 @option("-v", "--verbose", is_flag=True, help="Explain decisions.")
 @option("-q", "--quiet", is_flag=True, help="Print the result line only.")
-def train(configs, force, show_mask, as_json, verbose, quiet, **flags):
+def train(
+    configs: tuple[str, ...],
+    force: bool,
+    show_mask: bool,
+    as_json: bool,
+    verbose: bool,
+    quiet: bool,
+    **flags,
+) -> None:
     """Train a pack; without arguments, a tiny one.
 
     The tiny one is a Qwen3 that comes with the package, on data that comes along, in a minute or
