@@ -1,4 +1,4 @@
-"""What people see while something runs: one line for each question they have at that moment.
+"""Progress output: lines, spinners and bars.
 
 Colour and movement only on a terminal, plain lines otherwise; everything goes to stderr, so that
 stdout carries results alone. Rich honours NO_COLOR and the width of the terminal.
@@ -19,21 +19,25 @@ _PLAIN_SECONDS = 5.0
 
 
 class Display:
-    """Lines and bars for a person. ``level``: 0 nothing, 1 what matters, 2 the reasons too."""
+    """Progress output of a command or a library call.
 
-    def __init__(self, level: int = NORMAL):
+    Args:
+        level: `QUIET` prints nothing, `NORMAL` what matters, `VERBOSE` the reasons, too.
+    """
+
+    def __init__(self, level: int = NORMAL) -> None:
         self.level = level
         self.console = Console(stderr=True, highlight=False, soft_wrap=True)
         self.live = self.console.is_terminal and level > QUIET
 
     def line(self, label: str, text: str, level: int = NORMAL) -> None:
-        """``label   text``, the label in bold."""
+        """Print ``label   text``, the label in bold, at ``level`` and above."""
         if self.level >= level:
             self.console.print(f"[bold]{label:<7}[/bold] {escape(printable(text))}")
 
     @contextmanager
     def working(self, label: str, text: str) -> Iterator[None]:
-        """A sign of life on a terminal while something runs whose length is not known."""
+        """Show a spinner on a terminal while something of unknown length runs."""
         if not self.live:
             yield
             return
@@ -42,7 +46,14 @@ class Display:
 
     @contextmanager
     def task(self, label: str, total: int, unit: str = "", done: int = 0) -> Iterator["Task"]:
-        """A bar on a terminal, else a plain line every few seconds; ``done`` were done before."""
+        """Show a bar on a terminal, else a plain line every few seconds.
+
+        Args:
+            label: what is done.
+            total: how many steps it has.
+            unit: what a step is, beside the bar.
+            done: steps that were done before.
+        """
         task = Task(self, label, total, unit, done)
         try:
             yield task
@@ -53,13 +64,13 @@ class Display:
 class Task:
     """Progress of one long piece of work."""
 
-    def __init__(self, display: Display, label: str, total: int, unit: str, done: int):
+    def __init__(self, display: Display, label: str, total: int, unit: str, done: int) -> None:
         self.display = display
         self.label = label
         self.total = total
         self.unit = unit
-        self.done = self.before = done
-        self.start = self.shown = time.monotonic()
+        self.done = self.initial = done
+        self.start = self.last_line = time.monotonic()
         self.bar: Progress | None = None
         if display.live:
             self.bar = Progress(
@@ -75,37 +86,38 @@ class Task:
             self.id = self.bar.add_task(label, total=total, completed=done, text=unit)
 
     def advance(self, text: str | None = None) -> None:
-        """One more is done; ``text`` stands beside the bar."""
+        """Count one more step; ``text`` stands beside the bar."""
         self.done += 1
         if self.bar is not None:
             fields = {} if text is None else {"text": text}
             self.bar.update(self.id, completed=self.done, **fields)
-        elif time.monotonic() - self.shown > _PLAIN_SECONDS and self.display.level > QUIET:
-            self.shown = time.monotonic()
-            pace = (self.shown - self.start) / (self.done - self.before)
+        elif time.monotonic() - self.last_line > _PLAIN_SECONDS and self.display.level > QUIET:
+            self.last_line = time.monotonic()
+            pace = (self.last_line - self.start) / (self.done - self.initial)
             left = pace * (self.total - self.done)
             text = f" {text}" if text else ""
             self.display.line(self.label, f"{self.done}/{self.total}{text}  {clock(left)} left")
 
     def close(self) -> None:
+        """Remove the bar."""
         if self.bar is not None:
             self.bar.stop()
 
 
 def clock(seconds: float) -> str:
-    """Minutes and seconds, as people read them."""
+    """Format a duration: 1:05, 2:03:04."""
     seconds = max(0, round(seconds))
     hours, rest = divmod(seconds, 3600)
     return f"{hours}:{rest // 60:02}:{rest % 60:02}" if hours else f"{rest // 60}:{rest % 60:02}"
 
 
 def size(count: float) -> str:
-    """Bytes, as people read them: 4.1 MB, 0.39 GB, 25.3 GB."""
+    """Format a number of bytes: 4.1 MB, 0.39 GB, 25.3 GB."""
     if count >= 1e10:
         return f"{count / 1e9:.1f} GB"
     return f"{count / 1e9:.2f} GB" if count >= 1e8 else f"{count / 1e6:.1f} MB"
 
 
 def shown_count(weights: int) -> str:
-    """A number of weights for people: 7.1 M, 8.03 B."""
+    """Format a number of weights: 7.1 M, 8.03 B."""
     return f"{weights / 1e9:.2f} B" if weights >= 1e8 else f"{weights / 1e6:.1f} M"

@@ -26,7 +26,7 @@ Code = Literal[
 
 
 class PackError(click.ClickException):
-    """Wrong use or bad input: `<file or flag>: what is wrong. What to do.`
+    """Wrong use or bad input, as ``<file or flag>: what is wrong. What to do.``.
 
     Args:
         message: one line, in terms of the command line.
@@ -37,7 +37,7 @@ class PackError(click.ClickException):
 
     exit_code = 2
 
-    def __init__(self, message: str, code: Code = "invalid", flag: str | None = None):
+    def __init__(self, message: str, code: Code = "invalid", flag: str | None = None) -> None:
         super().__init__(message)
         self.code: Code = code
         leading = re.match(r"--(?:no-)?([a-z][a-z0-9-]*)", message)
@@ -53,7 +53,7 @@ class Interrupted(PackError):
 
     exit_code = 130
 
-    def __init__(self, message: str):
+    def __init__(self, message: str) -> None:
         super().__init__(message, "interrupted")
 
 

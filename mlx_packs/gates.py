@@ -10,16 +10,20 @@ MEANING = {"max_ppl_ratio": "PPL ratio", "min_tps_ratio": "speed ratio", "max_pa
 Gates = dict[str, dict]
 
 
-def limits(**given: float | None) -> dict[str, float]:
-    """The limits that are set. Raises: PackError unless each is a positive number."""
-    for name, limit in given.items():
+def gate_limits(**limits: float | None) -> dict[str, float]:
+    """Return the limits that are set.
+
+    Raises:
+        PackError: one is not a positive number.
+    """
+    for name, limit in limits.items():
         if limit is not None and not (math.isfinite(limit) and limit > 0):
             raise PackError(f"{flag_of(name)} {limit:g}: must be a positive number.")
-    return {name: limit for name, limit in given.items() if limit is not None}
+    return {name: limit for name, limit in limits.items() if limit is not None}
 
 
-def judge(limits: Mapping[str, float], values: Mapping[str, float]) -> Gates:
-    """Each limit with the value that was found and whether it passed; NaN never does."""
+def evaluate_gates(limits: Mapping[str, float], values: Mapping[str, float]) -> Gates:
+    """Return each limit with the measured value and whether it passed; NaN never does."""
     gates = {}
     for name, limit in limits.items():
         value = values[name]
@@ -29,7 +33,7 @@ def judge(limits: Mapping[str, float], values: Mapping[str, float]) -> Gates:
 
 
 def failures(gates: Gates, where: str = "") -> list[str]:
-    """A line for each gate that failed; ``where`` says of what."""
+    """Return a line for each gate that failed; ``where`` names the pack."""
     return [
         f"gate {flag_of(name)} failed{where and f' ({where})'}: {gate['value']:.6g} "
         f"{'>' if name.startswith('max') else '<'} {gate['limit']:g}"
@@ -38,8 +42,8 @@ def failures(gates: Gates, where: str = "") -> list[str]:
     ]
 
 
-def shown(gates: Gates) -> str:
-    """All gates for the end of a line: `` · MB 2.11 of 10 ok``."""
+def gates_text(gates: Gates) -> str:
+    """Return all gates for the end of a line: `` · MB 2.11 of 10 ok``."""
     return "".join(
         f" · {MEANING.get(name, name)} {gate['value']:.2f} of {gate['limit']:g} "
         f"{'ok' if gate['passed'] else 'FAILED'}"
@@ -48,5 +52,5 @@ def shown(gates: Gates) -> str:
 
 
 def flag_of(name: str) -> str:
-    """What a limit is called on the command line."""
+    """Return a setting's name on the command line."""
     return "--" + name.replace("_", "-")

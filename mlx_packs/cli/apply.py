@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 import click
 
 from ..errors import PackError
-from ..gates import failures, judge, limits
+from ..gates import evaluate_gates, failures, gate_limits
 from . import options
 from .options import option
 from .output import exit_if_failed, print_report
@@ -37,12 +37,12 @@ def apply(
     """
     from ..packs.pack import Pack, check_against
 
-    gate_limits = limits(max_pack_mb=max_pack_mb)
+    limits = gate_limits(max_pack_mb=max_pack_mb)
     opened = Pack.open(pack)
     report = check_against(opened, model)
     if not dry_run:
         report |= _largest_change(opened, model, trust_remote_code)
-    gates = judge(gate_limits, {"max_pack_mb": report["pack_mb"]})
+    gates = evaluate_gates(limits, {"max_pack_mb": report["pack_mb"]})
     if gates:
         report["gates"] = gates
     print_report(report, as_json, _lines(report))

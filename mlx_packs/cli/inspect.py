@@ -117,7 +117,7 @@ def _adapter_lines(pack: "Pack") -> list[str]:
 
 def _training_lines(pack: "Pack") -> list[str]:
     """What a pack was trained on, and with which results."""
-    from ..gates import shown
+    from ..gates import gates_text
     from ..packs.manifest import moved_metrics, phase_lines, shown_graph, shown_result
 
     lines = []
@@ -140,7 +140,7 @@ def _training_lines(pack: "Pack") -> list[str]:
         lines.append(f"eval    held-out {moved} on {result.get('rows', '?')} rows")
     lines += [f"phase   {line}" for line in phase_lines(pack.manifest.get("phases") or ())]
     if gates := pack.part("gates"):
-        lines.append(f"gates   {shown(gates).removeprefix(' · ')}")
+        lines.append(f"gates   {gates_text(gates).removeprefix(' · ')}")
     if created := pack.part("measured").get("created"):
         lines.append(f"made    {created} · mlx {pack.part('versions').get('mlx')}")
     return lines

@@ -8,7 +8,7 @@ import click
 from ..config.schema import DataConfig, LoRAConfig, TrainConfig, said
 from ..display import NORMAL, QUIET, VERBOSE, Display, clock
 from ..errors import PackError
-from ..gates import failures, shown
+from ..gates import failures, gates_text
 from . import options
 from .options import option
 from .output import exit_if_failed, print_report
@@ -163,7 +163,7 @@ def _embedding_lines(report: dict, model: str) -> list[str]:
     held_out = report["held_out"]
     return [
         f"done    held-out {moved_metrics(report)} on {held_out['rows']} {held_out['split']} rows"
-        f"{shown(report['gates'])}",
+        f"{gates_text(report['gates'])}",
         f"speed   {report['pairs_per_s']:,.0f} pairs/s · {_cost(report)}",
         f"pack    {report['pack']} ({report['pack_mb']:.1f} MB)    try: packs eval "
         f"{report['pack']} --model {model} --data …",
@@ -179,7 +179,7 @@ def _text_lines(report: dict, model: str) -> list[str]:
     lines = [
         f"done    held-out PPL {shown_result(report, 'before')} → "
         f"{shown_result(report, 'after')} ({-drop:+.0%}) on "
-        f"{held_out['rows']} {held_out['split']} rows{shown(report['gates'])}",
+        f"{held_out['rows']} {held_out['split']} rows{gates_text(report['gates'])}",
         *(f"phase   {line}" for line in phase_lines(report["phases"])),
     ]
     if "ppl_before" in objective:

@@ -22,7 +22,7 @@ from ..data.encoding import EncodingOptions, Examples, encode
 from ..data.sampler import first_fit
 from ..display import QUIET, Display
 from ..errors import PackError
-from ..gates import Gates, failures, flag_of, judge, limits
+from ..gates import Gates, evaluate_gates, failures, flag_of, gate_limits
 from ..inference.throughput import Speed, answering_path, check_tokens, prompts_of, race
 from ..memory.matmul_path import choose_matmul_path
 from ..objectives.causal_lm import split_head
@@ -105,7 +105,9 @@ def evaluate_batch(
     Raises: PackError for unusable rows, a pack of another base, or sizes that make no sense.
     """
     display = display or Display(QUIET)
-    held = limits(max_ppl_ratio=max_ppl_ratio, min_tps_ratio=min_tps_ratio, max_pack_mb=max_pack_mb)
+    held = gate_limits(
+        max_ppl_ratio=max_ppl_ratio, min_tps_ratio=min_tps_ratio, max_pack_mb=max_pack_mb
+    )
     named = named_packs(packs)
     sizes = _sizes(batch_sizes)
     _check_counts(limit, rounds, max_tokens)
@@ -304,7 +306,7 @@ def _compared(
         nll_difference=difference.nll,
         nll_difference_se=difference.nll_se,
         pack_mb=pack_mb,
-        gates=judge(held, values) if pack else {},
+        gates=evaluate_gates(held, values) if pack else {},
         **asdict(speed),
         **how,
     )

@@ -30,7 +30,7 @@ from ..display import QUIET, VERBOSE, Display
 from ..errors import PackError
 from ..evaluation.evaluate import Score, Scorer
 from ..files import TINY_FOLDER, make_folder
-from ..gates import Gates, judge, limits
+from ..gates import Gates, evaluate_gates, gate_limits
 from ..inference.generate import complete
 from ..inference.throughput import answering_path, prompts_of, race
 from ..memory.matmul_path import choose_matmul_path
@@ -577,7 +577,7 @@ def _gates(
     display: Display,
 ) -> Gates:
     """Hold the saved pack against its gates; their results go into its manifest."""
-    held = limits(**train.gates)
+    held = gate_limits(**train.gates)
     if not held:
         return {}
     found = {"max_ppl_ratio": result["ppl_after"] / result["ppl_before"]}
@@ -589,7 +589,7 @@ def _gates(
             )
         found["min_tps_ratio"] = speeds[1].tps_ratio
     for _ in range(2):  # the manifest, which has the result, is part of the size
-        gates = judge(held, {**found, "max_pack_mb": pack.size_mb})
+        gates = evaluate_gates(held, {**found, "max_pack_mb": pack.size_mb})
         pack.note(gates=gates)
     return gates
 

@@ -16,7 +16,7 @@ from mlx_packs.data.encoding import Example, Examples
 from mlx_packs.errors import PackError
 from mlx_packs.evaluation import compare as comparison
 from mlx_packs.evaluation.evaluate import Difference, RowScores, Scorer
-from mlx_packs.gates import failures, judge, limits
+from mlx_packs.gates import evaluate_gates, failures, gate_limits
 from mlx_packs.inference import throughput as speed
 from mlx_packs.objectives.causal_lm import split_head
 from mlx_packs.runtime import mx
@@ -289,12 +289,12 @@ def test_a_pack_called_base_is_held_to_the_gates(here):
     assert len(comparison.failed(found)) == 1
 
 
-def test_judge_holds_values_against_limits_and_nan_never_passes():
-    held = limits(max_ppl_ratio=1.0, min_tps_ratio=0.9, max_pack_mb=None)
+def test_evaluate_gates_compares_values_with_limits_and_nan_never_passes():
+    held = gate_limits(max_ppl_ratio=1.0, min_tps_ratio=0.9, max_pack_mb=None)
     assert set(held) == {"max_ppl_ratio", "min_tps_ratio"}
-    gates = judge(held, {"max_ppl_ratio": 1.0, "min_tps_ratio": 0.9})
+    gates = evaluate_gates(held, {"max_ppl_ratio": 1.0, "min_tps_ratio": 0.9})
     assert all(gate["passed"] for gate in gates.values()) and failures(gates) == []
-    gates = judge(held, {"max_ppl_ratio": math.nan, "min_tps_ratio": 0.8999})
+    gates = evaluate_gates(held, {"max_ppl_ratio": math.nan, "min_tps_ratio": 0.8999})
     assert failures(gates, "x") == [
         "gate --max-ppl-ratio failed (x): nan > 1",
         "gate --min-tps-ratio failed (x): 0.8999 < 0.9",
@@ -304,7 +304,7 @@ def test_judge_holds_values_against_limits_and_nan_never_passes():
 @pytest.mark.parametrize("limit", [0, -1, math.nan, math.inf])
 def test_limits_must_be_positive_numbers(limit):
     with pytest.raises(PackError, match="--max-pack-mb .*: must be a positive number"):
-        limits(max_pack_mb=limit)
+        gate_limits(max_pack_mb=limit)
 
 
 @pytest.mark.parametrize(

@@ -37,7 +37,7 @@ from ...data.pairs import (
 from ...display import VERBOSE, Display
 from ...errors import PackError
 from ...evaluation.embeddings import EmbeddingScore, Metrics, check_scores, mean_loss, score_pairs
-from ...gates import Gates, judge, limits
+from ...gates import Gates, evaluate_gates, gate_limits
 from ...memory.encoder import estimate_encoder
 from ...memory.plan import MemoryPlan, fit, fitted, remedies, tensors_of
 from ...nn.quantized import count_weights
@@ -394,9 +394,9 @@ def _learn(
 
 def _gates(train: TrainConfig, pack: Pack) -> Gates:
     """Hold the saved pack against its gate on size; the result goes into its manifest."""
-    if not (held := limits(max_pack_mb=train.max_pack_mb)):
+    if not (held := gate_limits(max_pack_mb=train.max_pack_mb)):
         return {}
     for _ in range(2):  # the manifest, which has the result, is part of the size
-        gates = judge(held, {"max_pack_mb": pack.size_mb})
+        gates = evaluate_gates(held, {"max_pack_mb": pack.size_mb})
         pack.note(gates=gates)
     return gates
