@@ -1,4 +1,4 @@
-"""``python -m benchmarks NAME``: one benchmark by name, or the report of what they found."""
+"""``python -m benchmarks NAME``: one benchmark by name, or the report of their results."""
 
 import importlib
 import sys

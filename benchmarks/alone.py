@@ -1,7 +1,7 @@
 """A measurement in a process of its own: nothing that another implementation left behind is counted.
 
 A benchmark that measures so has two forms: asked for, it starts itself once for each implementation with
-``--alone IMPLEMENTATION``; that process measures one implementation and prints what it found as a line of JSON.
+``--alone IMPLEMENTATION``; that process measures one implementation and prints what it results as a line of JSON.
 """
 
 import json

@@ -44,10 +44,10 @@ def implementations(widths: Sequence[int], rank: int) -> dict[str, Callable]:
 
         return call
 
-    found = {"mlx-lm LoRALinear": mlx_lm, "mlx_packs plain MLX": ours("reference")}
+    results = {"mlx-lm LoRALinear": mlx_lm, "mlx_packs plain MLX": ours("reference")}
     if name := op_race.kernel_backend():
-        found[f"mlx_packs {name} kernel"] = ours(name)
-    return found
+        results[f"mlx_packs {name} kernel"] = ours(name)
+    return results
 
 
 def contests() -> Iterator[Contest]:

@@ -45,10 +45,10 @@ def implementations(x, outputs, a, b, scales, pack) -> dict[str, Callable]:
 
         return call
 
-    found = {"a pack at a time": one_by_one, "mlx_packs plain MLX": ours("reference")}
+    results = {"a pack at a time": one_by_one, "mlx_packs plain MLX": ours("reference")}
     if name := op_race.kernel_backend():
-        found[f"mlx_packs {name} kernel"] = ours(name)
-    return found
+        results[f"mlx_packs {name} kernel"] = ours(name)
+    return results
 
 
 def contests() -> Iterator[Contest]:

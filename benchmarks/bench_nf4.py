@@ -39,10 +39,10 @@ def prepare(dtype: mx.Dtype, rows: int, outputs: int, depth: int) -> op_race.Cal
 
         return call
 
-    found = {"dense, kept": lambda: [x @ dense.T], "mlx_packs plain MLX": ours("reference")}
+    results = {"dense, kept": lambda: [x @ dense.T], "mlx_packs plain MLX": ours("reference")}
     if name := op_race.kernel_backend():
-        found[f"mlx_packs {name} kernel"] = ours(name)
-    return found
+        results[f"mlx_packs {name} kernel"] = ours(name)
+    return results
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ def cases() -> dict[str, list[tuple[str, Plans]]]:
 
 def table(op: str) -> str:
     """Two tables in markdown: launches of the first case of few and of many rows, and times."""
-    found = cases()[op]
+    results = cases()[op]
     lines = [
         "Microseconds, plain MLX / kernel, expected from bytes and operations; not measured. The "
         f"smaller is bold.{DECIDES.get(op, '')}",
@@ -37,7 +37,7 @@ def table(op: str) -> str:
         _row(["", *(chip.name for chip in CHIPS)]),
         _row(["---"] * (len(CHIPS) + 1)),
     ]
-    for name, plans in found:
+    for name, plans in results:
         lines.append(_row([name, *(_times(plans, chip) for chip in CHIPS)]))
     lines += ["", "Chips as the model has them:", ""]
     lines += [
@@ -48,16 +48,16 @@ def table(op: str) -> str:
         _row([c.name, c.bandwidth_gb_s, c.vector_tflops, c.matrix_tflops, c.launch_us])
         for c in CHIPS
     ]
-    return "\n".join([*_launches(found), "", *lines])
+    return "\n".join([*_launches(results), "", *lines])
 
 
-def _launches(found: list[tuple[str, Plans]]) -> list[str]:
+def _launches(results: list[tuple[str, Plans]]) -> list[str]:
     """Bytes and operations of each kernel launch of the first and last case."""
     lines = [
         _row(["launch", "of", "MB from and to memory", "MB again from cache", "MFLOP"]),
         _row(["---"] * 5),
     ]
-    for name, (_, kernel) in (found[0], found[-1]):
+    for name, (_, kernel) in (results[0], results[-1]):
         lines += [
             _row(
                 [

@@ -48,36 +48,36 @@ def write_pack(model: str, folder: Path, seed: int) -> Path:
 
 def spoken(model: nn.Module, tokenizer, prompt: list[int], tokens: int) -> dict:
     """A greedy continuation of so many tokens, and mlx-lm's own rates of making it."""
-    last, said = None, []
+    last, output = None, []
     for last in mlx_lm.stream_generate(model, tokenizer, prompt, max_tokens=tokens):
-        said.append(last.token)
-    return {"said": said, "prompt": last.prompt_tps, "decode": last.generation_tps}
+        output.append(last.token)
+    return {"tokens": output, "prompt": last.prompt_tps, "decode": last.generation_tps}
 
 
 def race(implementations: dict[str, Callable[[], dict]], rounds: int) -> dict[str, list[dict]]:
     """What each implementation said and how fast, forth and back. Raises: TextsDiffer."""
     first, *others = implementations
-    expected = implementations[first]()["said"]
+    expected = implementations[first]()["tokens"]
     for name in others:
-        if (said := implementations[name]()["said"]) != expected:
+        if (tokens := implementations[name]()["tokens"]) != expected:
             at = next(
-                (i for i, (a, b) in enumerate(zip(said, expected, strict=False)) if a != b), 0
+                (i for i, (a, b) in enumerate(zip(tokens, expected, strict=False)) if a != b), 0
             )
             raise TextsDiffer(f"{name} says something else than {first} from token {at} on")
-    found: dict[str, list[dict]] = {name: [] for name in implementations}
+    results: dict[str, list[dict]] = {name: [] for name in implementations}
     for turn in range(2 * rounds):
         for name in list(implementations)[:: 1 if turn % 2 == 0 else -1]:
             print(f"turn {turn + 1} of {2 * rounds}: {name}", file=sys.stderr)
-            found[name].append(implementations[name]())
-    return found
+            results[name].append(implementations[name]())
+    return results
 
 
-def records(found: dict[str, list[dict]], task: str, shape: str) -> list[Record]:
+def records(results: dict[str, list[dict]], task: str, shape: str) -> list[Record]:
     """Tokens a second of prompt and decoding; the ratio is of decoding."""
     here = Environment.here()
-    base = percentiles([run["decode"] for run in found[STOCK]])["p50"]
-    made = []
-    for name, runs in found.items():
+    base = percentiles([run["decode"] for run in results[STOCK]])["p50"]
+    new_records = []
+    for name, runs in results.items():
         about = {
             "baseline": STOCK,
             "stock_blas": name == STOCK and stock.blas_is_replaced(),
@@ -85,10 +85,10 @@ def records(found: dict[str, list[dict]], task: str, shape: str) -> list[Record]
         for key in ("prompt", "decode"):
             rates = [run[key] for run in runs]
             ratio = percentiles(rates)["p50"] / base if key == "decode" else None
-            made.append(
+            new_records.append(
                 record(here, task, name, shape, key, "tokens/s", rates, ratio=ratio, **about)
             )
-    return made
+    return new_records
 
 
 def run(options: argparse.Namespace) -> list[Record]:
@@ -146,12 +146,12 @@ def main(arguments: list[str] | None = None) -> int:
     history.add_option(parser)
     options = parser.parse_args(arguments)
     try:
-        made = run(options)
+        new_records = run(options)
     except (TextsDiffer, PackError) as error:
         print(f"benchmarks: {error}", file=sys.stderr)
         return 1 if isinstance(error, TextsDiffer) else 2
-    history.append(made, options.history)
-    print(report.render(made))
+    history.append(new_records, options.history)
+    print(report.render(new_records))
     return 0
 
 

@@ -108,30 +108,28 @@ def record(
     metric: str,
     unit: str,
     samples: Sequence[float],
-    *,
-    dtype: str = "float32",
-    baseline: str = "",
-    ratio: float | None = None,
-    peak_mb: float | None = None,
-    stock_blas: bool = False,
-    note: str = "",
+    **fields: object,
 ) -> Record:
-    """A record of samples taken ``here``; numbers to four significant digits."""
+    """A record of samples taken ``here``; numbers to four significant digits.
+
+    Args:
+        fields: dtype, baseline, ratio, peak_mb and note of the record; ``stock_blas``: the BLAS
+            was the one that MLX's wheel brings.
+    """
+    stock_blas = fields.pop("stock_blas", False)
+    for name in ("ratio", "peak_mb"):
+        fields[name] = _rounded(fields.get(name))
     return Record(
         task=task,
         implementation=implementation,
         shape=shape,
-        dtype=dtype,
         metric=metric,
         unit=unit,
         **percentiles(samples),
         samples=len(samples),
-        baseline=baseline,
-        ratio=_rounded(ratio),
-        peak_mb=_rounded(peak_mb),
         blas=stock.REFERENCE_BLAS if stock_blas else stock.blas_name(),
         blas_threads=1 if stock_blas else runtime.BLAS.threads,
-        note=note,
+        **{"dtype": "float32", "baseline": "", "note": "", **fields},
         **dataclasses.asdict(here),
     )
 

@@ -100,8 +100,8 @@ class Adapters:
 
 def ours_name(matmul_path: str, recompute: str) -> str:
     """What records call an implementation of ours."""
-    told = "" if recompute == "none" else f", recompute {recompute}"
-    return f"mlx_packs {matmul_path}{told}"
+    suffix = "" if recompute == "none" else f", recompute {recompute}"
+    return f"mlx_packs {matmul_path}{suffix}"
 
 
 class MlxLm(TrainingCallback):

@@ -34,32 +34,32 @@ def measure(implementation: str, model: str) -> dict:
     return {
         "s": seconds,
         "peak": mx.get_peak_memory(),
-        "held": mx.get_active_memory(),
+        "active": mx.get_active_memory(),
         "process": alone.peak_rss_bytes() - before,
     }
 
 
 def race(model: str, rounds: int) -> dict[str, list[dict]]:
     """What each implementation took, forth and back ``rounds`` times. Raises: alone.Failed."""
-    found: dict[str, list[dict]] = {BASELINE: [], OURS: []}
+    results: dict[str, list[dict]] = {BASELINE: [], OURS: []}
     for turn in range(2 * rounds):
-        for implementation in list(found)[:: 1 if turn % 2 == 0 else -1]:
-            found[implementation].append(
+        for implementation in list(results)[:: 1 if turn % 2 == 0 else -1]:
+            results[implementation].append(
                 alone.run("load", ["--model", model, "--alone", implementation])
             )
-    return found
+    return results
 
 
-def records(found: dict[str, list[dict]], model: str) -> list[Record]:
+def records(results: dict[str, list[dict]], model: str) -> list[Record]:
     """Seconds and megabytes of both."""
     here = Environment.here()
-    base = percentiles([run["s"] for run in found[BASELINE]])["p50"]
-    made = []
-    for implementation, runs in found.items():
+    base = percentiles([run["s"] for run in results[BASELINE]])["p50"]
+    new_records = []
+    for implementation, runs in results.items():
         seconds = [run["s"] for run in runs]
         about = {"baseline": BASELINE, "note": "On a CPU ours takes scales and norms to float32."}
-        name, shape = f"load {Path(model).name}", f"{runs[0]['held'] / 1e6:.1f} MB"
-        made.append(
+        name, shape = f"load {Path(model).name}", f"{runs[0]['active'] / 1e6:.1f} MB"
+        new_records.append(
             record(
                 here,
                 name,
@@ -74,8 +74,10 @@ def records(found: dict[str, list[dict]], model: str) -> list[Record]:
         )
         for metric, key in (("most in MLX", "peak"), ("process", "process")):
             samples = [run[key] / 1e6 for run in runs]
-            made.append(record(here, name, implementation, shape, metric, "MB", samples, **about))
-    return made
+            new_records.append(
+                record(here, name, implementation, shape, metric, "MB", samples, **about)
+            )
+    return new_records
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -91,12 +93,12 @@ def main(arguments: list[str] | None = None) -> int:
         if options.alone:
             print(json.dumps(measure(options.alone, options.model)))
             return 0
-        made = records(race(options.model, options.rounds), options.model)
+        new_records = records(race(options.model, options.rounds), options.model)
     except (PackError, alone.Failed) as error:
         print(f"benchmarks: {error}", file=sys.stderr)
         return 2
-    history.append(made, options.history)
-    print(report.render(made))
+    history.append(new_records, options.history)
+    print(report.render(new_records))
     return 0
 
 

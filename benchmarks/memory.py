@@ -33,7 +33,7 @@ def measure(implementation: str, options: argparse.Namespace) -> dict:
     """
     workload = WORKLOADS[options.workload]
     base = load(workload, options.model, options.seed)
-    found = {"base": base_bytes(base), "dtype": activation_dtype(base)}
+    results = {"base": base_bytes(base), "dtype": activation_dtype(base)}
     batch_size, length = (
         options.batch_size or workload.batch_size,
         options.length or workload.length,
@@ -53,7 +53,7 @@ def measure(implementation: str, options: argparse.Namespace) -> dict:
         def batches():
             batch = rows.for_mlx_lm()
             batch = patched.with_targets(*batch) if implementation == PATCHED else batch
-            found.update(_at_rest())
+            results.update(_at_rest())
             for _ in range(STEPS):
                 yield batch
                 losses.append(peer.loss)
@@ -64,9 +64,9 @@ def measure(implementation: str, options: argparse.Namespace) -> dict:
         ours = Ours(loaded, adapters, implementation, options.recompute)
         del adapters
         batch = rows.for_ours()
-        found.update(_at_rest())
+        results.update(_at_rest())
         losses += [ours.step(batch)[1] for _ in range(STEPS)]
-    return found | {
+    return results | {
         "peak": mx.get_peak_memory(),
         "peak_rss": alone.peak_rss_bytes(),
         "losses": losses,
@@ -82,15 +82,15 @@ def _at_rest() -> dict:
     return {"resident": mx.get_active_memory(), "rss": alone.rss_bytes()}
 
 
-def records(found: dict[str, dict], task: str, shape: str) -> list[Record]:
+def records(results: dict[str, dict], task: str, shape: str) -> list[Record]:
     """Megabytes of every implementation; ratios of bytes, ours over mlx-lm's stock."""
     here = Environment.here()
-    made = []
-    for name, bytes_of in found.items():
+    new_records = []
+    for name, bytes_of in results.items():
         for metric, of in _METRICS.items():
             value = of(bytes_of) / 1e6
-            ratio = of(bytes_of) / of(found[STOCK]) if metric == "transient" else None
-            made.append(
+            ratio = of(bytes_of) / of(results[STOCK]) if metric == "transient" else None
+            new_records.append(
                 record(
                     here,
                     task,
@@ -105,7 +105,7 @@ def records(found: dict[str, dict], task: str, shape: str) -> list[Record]:
                     stock_blas=bytes_of["stock_blas"],
                 )
             )
-    return made
+    return new_records
 
 
 _METRICS = {
@@ -119,7 +119,7 @@ _METRICS = {
 def run(options: argparse.Namespace, arguments: list[str]) -> list[Record]:
     """Measure every implementation in turn. Raises: LossesDiffer, alone.Failed."""
     workload = WORKLOADS[options.workload]
-    found = {}
+    results = {}
     for implementation in (STOCK, PATCHED, *(options.matmul_path or workload.matmul_paths)):
         name = (
             implementation
@@ -128,15 +128,15 @@ def run(options: argparse.Namespace, arguments: list[str]) -> list[Record]:
         )
         print(name, file=sys.stderr)
         blas = "off" if implementation == STOCK else None
-        found[name] = alone.run("memory", [*arguments, "--alone", implementation], blas)
-        first = found[STOCK]
-        check_losses(first["losses"], found[name]["losses"], name, TOLERANCE[first["dtype"]])
+        results[name] = alone.run("memory", [*arguments, "--alone", implementation], blas)
+        first = results[STOCK]
+        check_losses(first["losses"], results[name]["losses"], name, TOLERANCE[first["dtype"]])
     batch_size, length = (
         options.batch_size or workload.batch_size,
         options.length or workload.length,
     )
     shape = f"{batch_size} x {length}, {first['targets']} targets, rank {options.rank}"
-    return records(found, f"memory {base_name(options.workload, options.model)}", shape)
+    return records(results, f"memory {base_name(options.workload, options.model)}", shape)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -175,12 +175,12 @@ def main(arguments: list[str] | None = None) -> int:
         if options.alone:
             print(json.dumps(measure(options.alone, options)))
             return 0
-        made = run(options, arguments)
+        new_records = run(options, arguments)
     except (LossesDiffer, PackError, alone.Failed) as error:
         print(f"benchmarks: {error}", file=sys.stderr)
         return 1 if isinstance(error, LossesDiffer) else 2
-    history.append(made, options.history)
-    print(report.render(made))
+    history.append(new_records, options.history)
+    print(report.render(new_records))
     return 0
 
 

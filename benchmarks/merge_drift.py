@@ -58,19 +58,19 @@ def main() -> None:
     parser.add_argument("--data", default="tiny")
     parser.add_argument("--rows", type=int, default=32)
     parser.add_argument("--write", action="store_true", help="put the table into docs/merge.md")
-    given = parser.parse_args()
-    packs = [Pack.open(path) for path in given.packs]
+    options = parser.parse_args()
+    packs = [Pack.open(path) for path in options.packs]
     versions = " · ".join(f"{k} {v}" for k, v in versions_line().items())
-    found = [
-        *table(packs, given.model, given.data, given.rows),
+    results = [
+        *table(packs, options.model, options.data, options.rows),
         "",
-        f"{given.rows} rows of `{given.data}`, base `{given.model}`. {versions}.",
+        f"{options.rows} rows of `{options.data}`, base `{options.model}`. {versions}.",
     ]
-    if given.write:
+    if options.write:
         text = DOC.read_text(encoding="utf-8")
         before, rest = text.split(BEGIN)
         after = rest.split(END)[1]
-        DOC.write_text(before + "\n".join([BEGIN, "", *found, "", END]) + after, encoding="utf-8")
+        DOC.write_text(before + "\n".join([BEGIN, "", *results, "", END]) + after, encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -118,24 +118,24 @@ def main() -> None:
     parser.add_argument("--pretraining", type=int, default=800, help="updates on documentation")
     parser.add_argument("--learning-rate", type=float, default=2e-3)
     parser.add_argument("--write", action="store_true", help="put the table into docs/systems.md")
-    given = parser.parse_args()
+    options = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         workload = Path(name)
-        loss = write_base(workload / "base", given.pretraining)
+        loss = write_base(workload / "base", options.pretraining)
         print(f"base: loss {loss:.2f} on documentation", flush=True)
-        found = table(workload / "base", workload, given.iters, given.learning_rate)
+        results = table(workload / "base", workload, options.iters, options.learning_rate)
     versions = " · ".join(f"{k} {v}" for k, v in versions_line().items())
-    found += [
+    results += [
         "",
-        f"{given.iters} batches of 8 rows, rank 16, learning rate {given.learning_rate:g}; the "
+        f"{options.iters} batches of 8 rows, rank 16, learning rate {options.learning_rate:g}; the "
         f"base (4 blocks of 128, vocabulary 4096) has a loss of {loss:.2f} on what it was taught "
         f"first. {versions}.",
     ]
-    if given.write:
+    if options.write:
         text = DOC.read_text(encoding="utf-8")
         before, rest = text.split(BEGIN)
         after = rest.split(END)[1]
-        DOC.write_text(before + "\n".join([BEGIN, "", *found, "", END]) + after, encoding="utf-8")
+        DOC.write_text(before + "\n".join([BEGIN, "", *results, "", END]) + after, encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -48,7 +48,7 @@ def check(contest: Contest, calls: Calls) -> None:
 def race(calls: Calls, rounds: int) -> dict[str, list[float]]:
     """Microseconds of a call, one number for each turn."""
     repeats = {name: _repeats(call) for name, call in calls.items()}
-    found: dict[str, list[float]] = {name: [] for name in calls}
+    samples: dict[str, list[float]] = {name: [] for name in calls}
     names = list(calls)
     for turn in range(2 * rounds):
         for name in names if turn % 2 == 0 else names[::-1]:
@@ -57,8 +57,8 @@ def race(calls: Calls, rounds: int) -> dict[str, list[float]]:
             start = time.perf_counter()
             for _ in range(repeats[name]):
                 mx.eval(call())
-            found[name].append(1e6 * (time.perf_counter() - start) / repeats[name])
-    return found
+            samples[name].append(1e6 * (time.perf_counter() - start) / repeats[name])
+    return samples
 
 
 def _repeats(call: Callable[[], Sequence[mx.array]]) -> int:
@@ -107,7 +107,7 @@ def parser(name: str) -> argparse.ArgumentParser:
 def main(task: str, contests: Iterable[Contest], arguments: list[str] | None = None) -> int:
     """Race every contest, print the table, append to the history."""
     options = parser(f"bench_{task}").parse_args(arguments)
-    made, date = [], None
+    new_records, date = [], None
     for contest in contests:
         if options.only not in contest.shape:
             continue
@@ -116,13 +116,13 @@ def main(task: str, contests: Iterable[Contest], arguments: list[str] | None = N
         check(contest, calls)
         for record in records(f"op {task}", contest, race(calls, options.rounds)):
             date = date or record.date
-            made.append(dataclasses.replace(record, date=date))  # one run, one date
-    if not made:
+            new_records.append(dataclasses.replace(record, date=date))  # one run, one date
+    if not new_records:
         sys.exit(f"--only {options.only}: no shape contains that")
     if fallbacks := _backend.record()["fallbacks"]:
         sys.exit(f"kernels failed here, so these are no times of theirs: {fallbacks}")
-    history.append(made, options.history)
-    print(report.render(made))
+    history.append(new_records, options.history)
+    print(report.render(new_records))
     return 0
 
 

@@ -49,16 +49,16 @@ def with_targets(tokens: mx.array, lengths: mx.array) -> Batch:
     width = tokens.shape[1] - 1
     for row, (offset, length) in enumerate(np.array(lengths)):
         rows.append(row * width + np.arange(max(offset, 1), length) - 1)
-    found = np.concatenate(rows).astype(np.int32)
-    slots = -(-len(found) // _SLOTS) * _SLOTS
+    results = np.concatenate(rows).astype(np.int32)
+    slots = -(-len(results) // _SLOTS) * _SLOTS
     positions, weights = np.zeros(slots, np.int32), np.zeros(slots, np.float32)
-    positions[: len(found)], weights[: len(found)] = found, 1
+    positions[: len(results)], weights[: len(results)] = results, 1
     return tokens, lengths, mx.array(positions), mx.array(weights)
 
 
-def batches(**given) -> Iterator[Batch]:
+def batches(**arguments) -> Iterator[Batch]:
     """mlx-lm's `iterate_batches`, each batch `with_targets`; one that has none is left out."""
-    for tokens, lengths in iterate_batches(**given):
+    for tokens, lengths in iterate_batches(**arguments):
         if (lengths[:, 0] < lengths[:, 1]).any():
             yield with_targets(tokens, lengths)
 

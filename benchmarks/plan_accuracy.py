@@ -178,11 +178,11 @@ def table(results: list[Result]) -> str:
 def records(results: list[Result], where: Environment) -> list[Record]:
     """Two records for each case, in GB; ratio is estimate over measured."""
     here = dataclasses.asdict(where)
-    made = []
+    new_records = []
     for r in results:
         for name, value in ((_MEASURED, r.measured_gb), (_PLAN, r.plan_gb)):
             each = float(f"{value:.4g}")
-            made.append(
+            new_records.append(
                 Record(
                     task="plan_accuracy",
                     implementation=name,
@@ -203,7 +203,7 @@ def records(results: list[Result], where: Environment) -> list[Record]:
                     **here,
                 )
             )
-    return made
+    return new_records
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -81,13 +81,13 @@ def rows(checkpoint: Checkpoint, memories: list[float]) -> list[str]:
     if checkpoint.name in _LONGEST:
         train = replace(train, max_seq_length=_LONGEST[checkpoint.name])
     for memory in memories:
-        found = advise(checkpoint, int(memory * 1e9), train=train)
-        first = {m: next((o for o in found if o.method == m), None) for m in _METHODS}
-        best = found[0]
+        results = advise(checkpoint, int(memory * 1e9), train=train)
+        first = {m: next((o for o in results if o.method == m), None) for m in _METHODS}
+        best = results[0]
         kind = " ".join([best.method, *[best.quantize] * (best.quantize != "none")])
-        taken = f"{kind}, batch {best.train.batch_size} x {best.train.max_seq_length}"
+        choice = f"{kind}, batch {best.train.batch_size} x {best.train.max_seq_length}"
         lora = first["lora"] or first["lora-fp32"]
-        cells = [*map(cell, (first["full"], lora, first["qlora"])), f"**{taken}**: {best.why}"]
+        cells = [*map(cell, (first["full"], lora, first["qlora"])), f"**{choice}**: {best.why}"]
         answers.setdefault(" | ".join(cells), []).append(f"{memory:g}")
     return [f"| {', '.join(sizes)} GB | {answer} |" for answer, sizes in answers.items()]
 
@@ -97,10 +97,10 @@ def main() -> None:
     parser.add_argument("bases", nargs="*", default=list(CONFIGS))
     parser.add_argument("--device", choices=["cpu", "gpu"])
     parser.add_argument("--memory", default="8,16,24,64")
-    given = parser.parse_args()
-    memories = [float(part) for part in given.memory.split(",")]
-    with assumed_device(given.device):
-        for name in given.bases:
+    options = parser.parse_args()
+    memories = [float(part) for part in options.memory.split(",")]
+    with assumed_device(options.device):
+        for name in options.bases:
             print(f"**{name}**\n")
             print("| memory | full fine-tune | LoRA, base unquantized | QLoRA | taken, and why |")
             print("|---|---|---|---|---|")

@@ -132,9 +132,9 @@ def race(
     Raises: LossesDiffer before anything is timed.
     """
     _say(f"checking {name}")
-    expected, found = plain.run(), cached.run()
-    if not np.allclose(expected, found, rtol=tolerance, atol=0):
-        worst = np.abs(np.array(found) / expected - 1).max()
+    expected, results = plain.run(), cached.run()
+    if not np.allclose(expected, results, rtol=tolerance, atol=0):
+        worst = np.abs(np.array(results) / expected - 1).max()
         raise LossesDiffer(f"losses with the cache differ by {worst:.1e} from those without")
     for implementation in (plain, cached):
         implementation.seconds.clear()
@@ -163,10 +163,10 @@ def _records(
     times = [a / b for a, b in zip(plain.seconds, cached.seconds, strict=True)]
     states = cached.cache.total_bytes / 1e6
     note = f"states of all rows: {states:.1f} MB; computing them is part of the time"
-    made = []
+    new_records = []
     for name, implementation in ((without, plain), (ours, cached)):
         ratio = float(np.median(plain.seconds) / np.median(implementation.seconds))
-        made.append(
+        new_records.append(
             record(
                 here,
                 task,
@@ -182,8 +182,8 @@ def _records(
                 note=note,
             )
         )
-    made.append(record(here, task, ours, shape, "times without", "x", times, dtype=dtype))
-    return made
+    new_records.append(record(here, task, ours, shape, "times without", "x", times, dtype=dtype))
+    return new_records
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -201,7 +201,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     os.environ[CACHE_VARIABLE] = "off"  # a run of before must not pay for this one
     workload = work_named(options.workload)
-    here, made = Environment.here(), []
+    here, new_records = Environment.here(), []
     for path in (options.matmul_path,) if options.matmul_path else workload.matmul_paths:
         bases = [load(workload, options.model, options.seed) for _ in range(2)]
         blocks = len(bases[0].model.layers)
@@ -238,9 +238,9 @@ def main(arguments: list[str] | None = None) -> int:
             f"{blocks} blocks, rank {options.rank}"
         )
         task = f"prefix {base_name(options.workload, options.model)}"
-        made += _records(here, task, shape, path, dtype, plain, cached)
-    history.append(made, options.history)
-    print(report.render(made))
+        new_records += _records(here, task, shape, path, dtype, plain, cached)
+    history.append(new_records, options.history)
+    print(report.render(new_records))
     return 0
 
 

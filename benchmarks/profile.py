@@ -54,12 +54,12 @@ class Part:
 def milliseconds(call: Callable[[], object], repeats: int) -> list[float]:
     """Of each of some calls, after one that is not timed."""
     mx.eval(call())
-    found = []
+    results = []
     for _ in range(repeats):
         start = time.perf_counter()
         mx.eval(call())
-        found.append(1e3 * (time.perf_counter() - start))
-    return found
+        results.append(1e3 * (time.perf_counter() - start))
+    return results
 
 
 def forward_and_backward(function: Function, inputs: list[mx.array]) -> Callable[[], object]:
@@ -128,8 +128,8 @@ class Profile:
             times = milliseconds(lambda w=dense, x=x: dense_matmul(x, w), self.repeats)
             forward = percentiles(times)["p50"]
             self.gflop_s = max(self.gflop_s, 1e3 * gflop / forward)
-            held = sum(a.nbytes for _, a in tree_flatten(module.parameters()))
-            moved = held + self.dtype.size * self.tokens * (out + width)
+            nbytes = sum(a.nbytes for _, a in tree_flatten(module.parameters()))
+            moved = nbytes + self.dtype.size * self.tokens * (out + width)
             self.bytes += moved * (2 * len(same) - len(first))
         if _AS_THEY_ARE in self.parts:
             both = self.parts.pop(_AS_THEY_ARE).ms, self.parts["base products"].ms
@@ -215,8 +215,8 @@ class Profile:
         states = noise((*tokens.shape, hidden), self.dtype, 10)
 
         def call(states):
-            given = dataclasses.replace(head, hidden=lambda *_, **__: states)
-            return [loss_sum(self.model, given, *self.arrays)]
+            supplied = dataclasses.replace(head, hidden=lambda *_, **__: states)
+            return [loss_sum(self.model, supplied, *self.arrays)]
 
         vocab_size = self.ours.attached.base.vocab_size
         self.add(
@@ -281,21 +281,21 @@ def records(profile: Profile, step_ms: list[float], about: dict, repeats: int) -
             note=note,
         )
 
-    made = []
+    new_records = []
     for name, part in profile.parts.items():
         ms = percentiles(part.ms)["p50"]
-        made += [
+        new_records += [
             row(name, "time", "ms", part.ms),
             row(name, "share of the step", "%", [100 * ms / step]),
         ]
         if part.gflop:
-            made += [
+            new_records += [
                 row(name, "workload", "GFLOP", [part.gflop]),
                 row(name, "rate", "GFLOP/s", [1e3 * part.gflop / ms]),
             ]
     rest = step - explained
     return [
-        *made,
+        *new_records,
         row("unexplained rest", "time", "ms", [rest]),
         row("unexplained rest", "share of the step", "%", [100 * rest / step]),
         row("whole step", "time", "ms", step_ms),
@@ -359,12 +359,12 @@ def main(arguments: list[str] | None = None) -> int:
     history.add_option(parser)
     options = parser.parse_args(arguments)
     try:
-        made = run(options)
+        new_records = run(options)
     except PackError as error:
         print(f"benchmarks: {error}", file=sys.stderr)
         return 2
-    history.append(made, options.history)
-    print(report.render(made))
+    history.append(new_records, options.history)
+    print(report.render(new_records))
     return 0
 
 

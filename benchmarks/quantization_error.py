@@ -126,17 +126,17 @@ def measure(base: Base, rows: int) -> dict[str, tuple[float, float, Score]]:
     dense = {path: m.weight for path, m in linears(base).items()}
     total = sum(w.size for w in dense.values())
     power = sum(w.square().sum().item() for w in dense.values())
-    found = {"float32": (32.0, 0.0, perplexity(base, rows))}
+    results = {"float32": (32.0, 0.0, perplexity(base, rows))}
     for name, quantize in FORMATS.items():
         error, size = 0.0, 0
         for path, module in linears(base).items():
             module.weight, nbytes = quantize(dense[path])
             error += (module.weight - dense[path]).square().sum().item()
             size += nbytes
-        found[name] = (8 * size / total, float(np.sqrt(error / power)), perplexity(base, rows))
+        results[name] = (8 * size / total, float(np.sqrt(error / power)), perplexity(base, rows))
         for path, module in linears(base).items():
             module.weight = dense[path]
-    return found
+    return results
 
 
 def normal_rmse() -> dict[str, float]:
@@ -155,11 +155,11 @@ def records(rows: int) -> list[Record]:
     rescale(moved)
     implementations = {"tiny": measure(as_it_is, rows), "tiny, rescaled": measure(moved, rows)}
     normal = normal_rmse()
-    made = []
+    new_records = []
 
     def add(name: str, metric: str, unit: str, value: float, se: float = 0.0) -> None:
         spread = {"p20": value - se, "p50": value, "p80": value + se}
-        made.append(
+        new_records.append(
             Record(
                 task="quantization error",
                 implementation=name,
@@ -183,11 +183,11 @@ def records(rows: int) -> list[Record]:
         add(name, "size", "bits a weight", bits)
         if name in normal:
             add(name, "RMSE, normal numbers", "of the weights", normal[name])
-        for implementation, found in implementations.items():
-            _, rmse, scored = found[name]
+        for implementation, results in implementations.items():
+            _, rmse, scored = results[name]
             add(name, f"RMSE, {implementation}", "of the weights", rmse)
             add(name, f"PPL, {implementation}", "", scored.ppl, scored.ppl_se)
-    return made
+    return new_records
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -201,9 +201,9 @@ def main(arguments: list[str] | None = None) -> int:
         help="where records go [benchmarks/history.jsonl]",
     )
     options = parser.parse_args(arguments)
-    made = records(options.rows)
-    history.append(made, options.history)
-    print(report.render(made))
+    new_records = records(options.rows)
+    history.append(new_records, options.history)
+    print(report.render(new_records))
     return 0
 
 

@@ -110,24 +110,24 @@ def timed(command: list[str]) -> tuple[float, float]:
 
 def race(model: Path, workload: Path, rounds: int) -> dict[str, list[tuple[float, float]]]:
     """Seconds and peak MB of each implementation, forth and back ``rounds`` times."""
-    found: dict[str, list[tuple[float, float]]] = {name: [] for name in COMMANDS}
+    results: dict[str, list[tuple[float, float]]] = {name: [] for name in COMMANDS}
     for turn in range(2 * rounds):
         for name in list(COMMANDS)[:: 1 if turn % 2 == 0 else -1]:
             print(f"turn {turn + 1} of {2 * rounds}: {name}", file=sys.stderr)
             out = workload / "out"
             filled = [part.format(model=model, out=out) for part in COMMANDS[name]]
-            found[name].append(timed(filled))
+            results[name].append(timed(filled))
             shutil.rmtree(out)
-    return found
+    return results
 
 
-def records(found: dict[str, list[tuple[float, float]]], shape: str) -> list[Record]:
+def records(results: dict[str, list[tuple[float, float]]], shape: str) -> list[Record]:
     here = dataclasses.asdict(Environment.here())
-    base = percentiles([seconds for seconds, _ in found[BASELINE]])["p50"]
-    made = []
-    for name, runs in found.items():
+    base = percentiles([seconds for seconds, _ in results[BASELINE]])["p50"]
+    new_records = []
+    for name, runs in results.items():
         spread = percentiles([seconds for seconds, _ in runs])
-        made.append(
+        new_records.append(
             Record(
                 task="quantize a checkpoint",
                 implementation=name,
@@ -146,7 +146,7 @@ def records(found: dict[str, list[tuple[float, float]]], shape: str) -> list[Rec
                 **here,
             )
         )
-    return made
+    return new_records
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -167,10 +167,12 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory(dir=options.workload) as folder:
         size = write_dense(Path(folder) / "dense", options.blocks, options.seed)
-        found = race(Path(folder) / "dense", Path(folder), options.rounds)
-    made = records(found, f"{size:.2f} GB, {options.blocks} blocks of Qwen3-1.7B and its table")
-    history.append(made, options.history)
-    print(report.render(made))
+        results = race(Path(folder) / "dense", Path(folder), options.rounds)
+    new_records = records(
+        results, f"{size:.2f} GB, {options.blocks} blocks of Qwen3-1.7B and its table"
+    )
+    history.append(new_records, options.history)
+    print(report.render(new_records))
     return 0
 
 

@@ -61,11 +61,11 @@ def _table(run: list[Record]) -> list[str]:
     has_peak = any(r.peak_mb is not None for r in run)
     titles += [f"times {run[0].baseline}"] * has_ratio + ["peak MB"] * has_peak
     lines = [_line(titles), _line("---" for _ in titles)]
-    for (implementation, shape, dtype), found in rows.items():
-        any_record = next(iter(found.values()))
-        ratio = next((r.ratio for r in found.values() if r.ratio is not None), None)
+    for (implementation, shape, dtype), results in rows.items():
+        any_record = next(iter(results.values()))
+        ratio = next((r.ratio for r in results.values() if r.ratio is not None), None)
         cells = [implementation, _blas(any_record), shape, dtype]
-        cells += [_spread(found.get(metric)) for metric, _ in metrics]
+        cells += [_spread(results.get(metric)) for metric, _ in metrics]
         cells += ["" if ratio is None else f"{ratio:.2f}x"] * has_ratio
         cells += ["" if any_record.peak_mb is None else f"{any_record.peak_mb:,.0f}"] * has_peak
         lines.append(_line(cells))
@@ -74,25 +74,25 @@ def _table(run: list[Record]) -> list[str]:
 
 def targets(records: Iterable[Record]) -> str:
     """What each target was and whether it was met, by the latest run of its workload on each device."""
-    found: dict[tuple[str, str], dict[str, Record]] = {}
+    results: dict[tuple[str, str], dict[str, Record]] = {}
     for r in records:
         if r.task == "targets":
-            found.setdefault((r.shape, r.device), {})[r.metric] = r
-    if not found:
+            results.setdefault((r.shape, r.device), {})[r.metric] = r
+    if not results:
         return ""
     lines = [
         _line(["workload", "target", "measured", "of", "", "on", "commit"]),
         _line(["---"] * 7),
     ]
-    for (workload, device), parts in found.items():
+    for (workload, device), parts in results.items():
         figure = parts.pop("figure")
         (bound, limit), *_ = parts.items()
         met = figure.p50 >= limit.p50 if bound == "at least" else figure.p50 <= limit.p50
         wanted = f"{bound} {_number(limit.p50)} {limit.unit}"
         shown = f"{_number(figure.p50)} {figure.unit}"
-        said = "met" if met else "**missed**"
+        verdict = "met" if met else "**missed**"
         lines.append(
-            _line([workload, wanted, shown, figure.implementation, said, device, figure.commit])
+            _line([workload, wanted, shown, figure.implementation, verdict, device, figure.commit])
         )
     return "\n".join(lines)
 
@@ -122,10 +122,10 @@ def _number(value: float) -> str:
 def with_tables(text: str, records: list[Record]) -> str:
     """A README with the table of each task between its marks; nothing there if it has not run."""
 
-    def table(found: re.Match) -> str:
-        named = [r for r in records if r.task == found[2]]
-        shown = targets(named) if found[2] == "targets" else render(named)
-        return found[1] + (f"\n{shown}\n\n" if shown else "") + found[3]
+    def table(results: re.Match) -> str:
+        named = [r for r in records if r.task == results[2]]
+        shown = targets(named) if results[2] == "targets" else render(named)
+        return results[1] + (f"\n{shown}\n\n" if shown else "") + results[3]
 
     return _MARKED.sub(table, text)
 
@@ -136,21 +136,21 @@ def plot(records: list[Record], file: Path) -> bool:
         "times its speed": _ratios(records, "train_step "),
         "times its transient memory": _ratios(records, "memory "),
     }
-    panels = {title: found for title, found in panels.items() if found}
+    panels = {title: results for title, results in panels.items() if results}
     if not panels:
         return False
-    several = len({r.device for found in panels.values() for r in found}) > 1
-    height = 0.22 * max(len(found) for found in panels.values())
+    several = len({r.device for results in panels.values() for r in results}) > 1
+    height = 0.22 * max(len(results) for results in panels.values())
     with figures.saved(file, columns=len(panels), height=height) as axes:
-        for ax, (title, found) in zip(axes, panels.items(), strict=True):
+        for ax, (title, results) in zip(axes, panels.items(), strict=True):
             names = [
                 f"{r.task.split(maxsplit=1)[1]} · {r.implementation}"
                 + (f" · {r.device}" if several else "")
-                for r in found
+                for r in results
             ]
             colours = ["C0" if "mlx_packs" in name else "0.6" for name in names]
-            bars = ax.barh(names, [r.ratio for r in found], color=colours)
-            ax.bar_label(bars, [f"{r.ratio:.3g}" for r in found], padding=3, fontsize="small")
+            bars = ax.barh(names, [r.ratio for r in results], color=colours)
+            ax.bar_label(bars, [f"{r.ratio:.3g}" for r in results], padding=3, fontsize="small")
             ax.axvline(1, color="k", lw=0.8)
             ax.set(xlabel=f"{title} (mlx-lm stock is 1)", xscale="log")
             ax.tick_params(axis="y", labelsize="small")

@@ -49,7 +49,7 @@ class Samples(Display):
     def __init__(self, every: int):
         super().__init__(QUIET)
         self.every = every
-        self.taken: list[Sample] = []
+        self.samples: list[Sample] = []
         self._since = 0.0
 
     @contextmanager
@@ -59,12 +59,12 @@ class Samples(Display):
                 self._since = time.perf_counter()
                 advance = task.advance
 
-                def noted(text: str | None = None) -> None:
+                def advance_and_sample(text: str | None = None) -> None:
                     advance(text)
                     if task.done % self.every == 0:
                         self._take(task.done)
 
-                task.advance = noted
+                task.advance = advance_and_sample
             yield task
 
     def _take(self, batch: int) -> None:
@@ -76,7 +76,7 @@ class Samples(Display):
             mx.get_peak_memory(),
         )
         megabytes = [size / 1e6 for size in sizes]
-        self.taken.append(Sample(batch, *megabytes, 1e3 * (now - self._since) / self.every))
+        self.samples.append(Sample(batch, *megabytes, 1e3 * (now - self._since) / self.every))
         mx.reset_peak_memory()
         self._since = time.perf_counter()
 
@@ -137,11 +137,11 @@ def run(options: argparse.Namespace) -> list[Record]:
             Path(folder) / "pack",
             display=display,
         )
-    samples = display.taken
+    samples = display.samples
     shape = f"{options.iters} batches of {options.batch_size} x {options.length}"
     write_csv(samples, options.out.with_suffix(".csv"))
     plot(samples, options.out.with_suffix(".png"), f"Tiny base, {shape}")
-    found = drift(samples)
+    results = drift(samples)
     here = Environment.here()
     shapes, traces = trained.report["batch_shapes"], trained.report["traces"]
     start = f"from batch {samples[max(0, int(len(samples) * _START) - 1)].batch} on"
@@ -150,7 +150,7 @@ def run(options: argparse.Namespace) -> list[Record]:
         "of the second and of the last tenth of the run."
     )
     path = f"mlx_packs {trained.report['matmul_path']}"
-    made = [
+    new_records = [
         record(
             here, "steady tiny", path, shape, "step", "ms", [s.step_ms for s in samples], note=note
         ),
@@ -171,7 +171,7 @@ def run(options: argparse.Namespace) -> list[Record]:
         "active_mb": "kept in MLX",
         "cache_mb": "MLX's cache",
     }
-    made += [
+    new_records += [
         record(
             here,
             "steady tiny",
@@ -179,12 +179,12 @@ def run(options: argparse.Namespace) -> list[Record]:
             shape,
             f"growth {start}: {label}",
             "MB",
-            [found[name]],
+            [results[name]],
             note=note,
         )
         for name, label in names.items()
     ]
-    return made
+    return new_records
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -207,12 +207,12 @@ def main(arguments: list[str] | None = None) -> int:
     if options.iters < options.every:
         parser.error("--every: must not be more than --iters")
     try:
-        made = run(options)
+        new_records = run(options)
     except PackError as error:
         print(f"benchmarks: {error}", file=sys.stderr)
         return 2
-    history.append(made, options.history)
-    print(report.render(made))
+    history.append(new_records, options.history)
+    print(report.render(new_records))
     return 0
 
 

@@ -45,12 +45,12 @@ def samples(base: Base, rank: int, rounds: int) -> dict[str, list[float]]:
     """Milliseconds of every way, by turns; each swap is warm, as in a server that runs."""
     one, two = (random_pack(base, seed, rank) for seed in (0, 1))
     other = random_pack(base, 2, rank + 1)
-    found: dict[str, list[float]] = {BASELINE: [], SAME: [], OTHER: [], ON_OFF: []}
+    results: dict[str, list[float]] = {BASELINE: [], SAME: [], OTHER: [], ON_OFF: []}
 
     def timed(name: str, action) -> None:
         start = time.perf_counter()
         action()
-        found[name].append((time.perf_counter() - start) * 1e3)
+        results[name].append((time.perf_counter() - start) * 1e3)
 
     def on_and_off(pack: Pack) -> None:
         with base.applied(pack):
@@ -67,13 +67,13 @@ def samples(base: Base, rank: int, rounds: int) -> dict[str, list[float]]:
             timed(OTHER, lambda: base.swap_pack(one))
             base.swap_pack(None)
             timed(ON_OFF, lambda: on_and_off(two))
-    return {name: values[min(2, len(values) - 1) :] for name, values in found.items()}
+    return {name: values[min(2, len(values) - 1) :] for name, values in results.items()}
 
 
-def records(found: dict[str, list[float]], model: str, rank: int) -> list[Record]:
+def records(results: dict[str, list[float]], model: str, rank: int) -> list[Record]:
     """Milliseconds of each way."""
     here = Environment.here()
-    base = percentiles(found[BASELINE])["p50"]
+    base = percentiles(results[BASELINE])["p50"]
     return [
         record(
             here,
@@ -86,7 +86,7 @@ def records(found: dict[str, list[float]], model: str, rank: int) -> list[Record
             ratio=base / percentiles(values)["p50"],
             baseline=BASELINE,
         )
-        for way, values in found.items()
+        for way, values in results.items()
     ]
 
 
@@ -101,12 +101,14 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     try:
         base = load_base(options.model)
-        made = records(samples(base, options.rank, options.rounds), options.model, options.rank)
+        new_records = records(
+            samples(base, options.rank, options.rounds), options.model, options.rank
+        )
     except PackError as error:
         print(f"benchmarks: {error}", file=sys.stderr)
         return 2
-    history.append(made, options.history)
-    print(report.render(made))
+    history.append(new_records, options.history)
+    print(report.render(new_records))
     return 0
 
 

@@ -23,7 +23,7 @@ from .history import Environment, Record, record
 from .implementations import SAME_BLAS, STOCK
 
 _CHECKOUT = Path(__file__).parent.parent
-Found = dict[str, list[Record]]  # records by run
+Records = dict[str, list[Record]]  # records by run
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Target:
     """One figure of one configuration of ours. ``of`` finds it in the records of the runs."""
 
     what: str
-    of: Callable[[Found, str], float]
+    of: Callable[[Records, str], float]
     unit: str = "x"
     at_least: float | None = None
     at_most: float | None = None
@@ -54,43 +54,45 @@ def _value(records: list[Record], implementation: str, metric: str) -> float:
     return next(r.p50 for r in records if r.implementation == implementation and r.metric == metric)
 
 
-def _speed_over(peer: str) -> Callable[[Found, str], float]:
+def _speed_over(peer: str) -> Callable[[Records, str], float]:
     """Supervised tokens a second, as times the peer's."""
 
-    def of(found: Found, ours: str) -> float:
-        steps = found["train_step"]
+    def of(records_by_run: Records, ours: str) -> float:
+        steps = records_by_run["train_step"]
         return _value(steps, ours, "speed") / _value(steps, peer, "speed")
 
     return of
 
 
-def _memory(metric: str) -> Callable[[Found, str], float]:
+def _memory(metric: str) -> Callable[[Records, str], float]:
     """Bytes in a process of its own, as times those of mlx-lm stock."""
 
-    def of(found: Found, ours: str) -> float:
-        return _value(found["memory"], ours, metric) / _value(found["memory"], STOCK, metric)
+    def of(records_by_run: Records, ours: str) -> float:
+        return _value(records_by_run["memory"], ours, metric) / _value(
+            records_by_run["memory"], STOCK, metric
+        )
 
     return of
 
 
-def _run_speed(peer: str) -> Callable[[Found, str], float]:
-    def of(found: Found, ours: str) -> float:
-        runs = found["train_run"]
+def _run_speed(peer: str) -> Callable[[Records, str], float]:
+    def of(records_by_run: Records, ours: str) -> float:
+        runs = records_by_run["train_run"]
         return _value(runs, peer, "to the loss") / _value(runs, ours, "to the loss")
 
     return of
 
 
-def _run_memory(found: Found, ours: str) -> float:
-    peaks = {r.implementation: r.peak_mb for r in found["train_run"]}
+def _run_memory(records_by_run: Records, ours: str) -> float:
+    peaks = {r.implementation: r.peak_mb for r in records_by_run["train_run"]}
     return peaks[ours] / peaks[STOCK]
 
 
 def _figure(run: str, metric: str, implementation: str | None = None):
     """One number of one run."""
 
-    def of(found: Found, ours: str) -> float:
-        return _value(found[run], implementation or ours, metric)
+    def of(records_by_run: Records, ours: str) -> float:
+        return _value(records_by_run[run], implementation or ours, metric)
 
     return of
 
@@ -218,20 +220,20 @@ def run(name: str, arguments: list[str]) -> list[Record]:
         return history.read(file)
 
 
-def judge(goal: Goal, found: Found) -> list[Result]:
+def judge(goal: Goal, records_by_run: Records) -> list[Result]:
     """The figures of the configuration of ours that meets most targets of a goal."""
-    names = [{r.implementation for r in records} for records in found.values()]
+    names = [{r.implementation for r in records} for records in records_by_run.values()]
     ours = sorted(n for n in set.intersection(*names) if n.startswith("mlx_packs")) or [
         "whole step"
     ]
 
     def results(name: str) -> list[Result]:
-        return [Result(goal.workload, t, name, t.of(found, name)) for t in goal.targets]
+        return [Result(goal.workload, t, name, t.of(records_by_run, name)) for t in goal.targets]
 
-    def rank(made: list[Result]) -> tuple[int, float]:
-        first = made[0]
+    def rank(new_records: list[Result]) -> tuple[int, float]:
+        first = new_records[0]
         better = first.figure if first.target.at_least is not None else -first.figure
-        return sum(r.target.met(r.figure) for r in made), better
+        return sum(r.target.met(r.figure) for r in new_records), better
 
     return max((results(name) for name in ours), key=rank)
 
@@ -239,7 +241,7 @@ def judge(goal: Goal, found: Found) -> list[Result]:
 def records(results: list[Result]) -> list[Record]:
     """Figure and bound of every target."""
     here = Environment.here()
-    made = []
+    new_records = []
     for r in results:
         name = f"{r.workload}: {r.target.what}"
         unit = r.target.unit
@@ -248,9 +250,9 @@ def records(results: list[Result]) -> list[Record]:
             if r.target.at_least is not None
             else ("at most", r.target.at_most)
         )
-        made.append(record(here, "targets", r.ours, name, "figure", unit, [r.figure]))
-        made.append(record(here, "targets", r.ours, name, bound[0], unit, [bound[1]]))
-    return made
+        new_records.append(record(here, "targets", r.ours, name, "figure", unit, [r.figure]))
+        new_records.append(record(here, "targets", r.ours, name, bound[0], unit, [bound[1]]))
+    return new_records
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -263,19 +265,21 @@ def main(arguments: list[str] | None = None) -> int:
     goals = [g for g in GOALS if options.only in g.workload and g.on_cpu == runtime.on_cpu()]
     if not goals:
         parser.error(f"--only {options.only}: no such workload on this device")
-    results, made, failed = [], [], False
+    results, new_records, failed = [], [], False
     for goal in goals:
         try:
-            found = {name: run(name, given) for name, given in goal.runs.items()}
+            records_by_run = {name: run(name, arguments) for name, arguments in goal.runs.items()}
         except alone.Failed as error:
             print(f"benchmarks: {error}", file=sys.stderr)
             failed = True
             continue
-        history.append((r for records_of in found.values() for r in records_of), options.history)
-        results += judge(goal, found)
-        made += records(results[-len(goal.targets) :])
-        history.append(made[-2 * len(goal.targets) :], options.history)
-    print(report.targets(made))
+        history.append(
+            (r for records_of in records_by_run.values() for r in records_of), options.history
+        )
+        results += judge(goal, records_by_run)
+        new_records += records(results[-len(goal.targets) :])
+        history.append(new_records[-2 * len(goal.targets) :], options.history)
+    print(report.targets(new_records))
     if failed:
         return 2
     return 0 if all(r.target.met(r.figure) for r in results) else 1

@@ -56,14 +56,14 @@ class Timeline:
 
 def sampled(call: Callable[[], object]) -> tuple[list[float], list[int]]:
     """MLX's memory while ``call`` runs. Its evaluation does not hold Python's lock."""
-    seconds, found = [], []
+    seconds, results = [], []
     done = threading.Event()
 
     def watch() -> None:
         start = time.perf_counter()
         while not done.is_set():
             seconds.append(time.perf_counter() - start)
-            found.append(mx.get_active_memory())
+            results.append(mx.get_active_memory())
             time.sleep(_PERIOD_S)
 
     thread = threading.Thread(target=watch)
@@ -73,7 +73,7 @@ def sampled(call: Callable[[], object]) -> tuple[list[float], list[int]]:
     finally:
         done.set()
         thread.join()
-    return seconds, found
+    return seconds, results
 
 
 def measure(options: argparse.Namespace) -> tuple[Timeline, dict[str, int], str, str]:
@@ -111,8 +111,8 @@ def measure(options: argparse.Namespace) -> tuple[Timeline, dict[str, int], str,
     forward_s = min(forward(), forward())
     mx.clear_cache()
     call = functools.partial(ours.stepper, arrays, batch.count, last=True, alone=True)
-    seconds, found = sampled(call)
-    line = Timeline(seconds, found, forward_s, still)
+    seconds, results = sampled(call)
+    line = Timeline(seconds, results, forward_s, still)
     shape = f"{ours_name(path, options.recompute)}, {_shape(rows)}, rank {options.rank}"
     return line, unwanted(base, rows), shape, activation_dtype(base)
 
@@ -142,8 +142,10 @@ def plot(line: Timeline, limits: dict[str, int], title: str, file: Path) -> None
         for shade, (name, size) in zip("468", line.still.items(), strict=True):
             ax.fill_between(ms, below, below + size / 1e6, color=f"0.{shade}", lw=0, label=name)
             below += size / 1e6
-        held = [size / 1e6 for size in line.bytes]
-        ax.fill_between(ms, below, [max(below, h) for h in held], alpha=0.6, lw=0, label="step")
+        megabytes = [size / 1e6 for size in line.bytes]
+        ax.fill_between(
+            ms, below, [max(below, h) for h in megabytes], alpha=0.6, lw=0, label="step"
+        )
         when, most = line.peak
         ax.plot(1e3 * when, most / 1e6, "k.")
         ax.annotate(
@@ -220,9 +222,9 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
     out = options.out or figures.IMAGES / f"timeline_{name}.png"
     plot(line, limits, f"{name}: {shape}", out)
-    made = records(line, limits, f"timeline {name}", shape, dtype)
-    history.append(made, options.history)
-    print(report.render(made))
+    new_records = records(line, limits, f"timeline {name}", shape, dtype)
+    history.append(new_records, options.history)
+    print(report.render(new_records))
     return 0
 
 

@@ -51,9 +51,9 @@ _FARTHER = 2  # mlx-lm gives up after so many times the batches of ours
 def held_out(base: Base, rows: int) -> list[Batch]:
     """The first so many held-out rows, as ours reads them."""
     columns = DataConfig()
-    found = evaluation_rows(columns, "test")[:rows]
+    chosen = evaluation_rows(columns, "test")[:rows]
     options = EncodingOptions("completion", MAX_LENGTH, base.vocab_size)
-    examples = encode(found, base.tokenizer, columns, options)
+    examples = encode(chosen, base.tokenizer, columns, options)
     return evaluation_batches(examples, BATCH_SIZE, MAX_LENGTH)
 
 
@@ -74,8 +74,8 @@ def held_out_loss(options: argparse.Namespace) -> float:
 
 def evaluation(options: argparse.Namespace, *what: str) -> float:
     """The `held_out_loss`, by a process of its own with our BLAS. Raises: alone.Failed."""
-    given = ["--alone", LOOK, "--held-out", str(options.held_out), *what]
-    return alone.run("train_run", given, "auto")["loss"]
+    arguments = ["--alone", LOOK, "--held-out", str(options.held_out), *what]
+    return alone.run("train_run", arguments, "auto")["loss"]
 
 
 class Clock:
@@ -91,9 +91,9 @@ class Clock:
     def stopped(self, evaluation: Callable[[], float]) -> float:
         """What ``evaluation`` gives, while the clock stands still."""
         before = time.perf_counter()
-        found = evaluation()
+        results = evaluation()
         self.start += time.perf_counter() - before
-        return found
+        return results
 
 
 def measure_ours(options: argparse.Namespace) -> dict:
@@ -205,18 +205,18 @@ def time_at(curve: list, target: float) -> tuple[float, float] | None:
     return None
 
 
-def records(found: dict[str, dict], target: float, options: argparse.Namespace) -> list[Record]:
+def records(results: dict[str, dict], target: float, options: argparse.Namespace) -> list[Record]:
     """Seconds and batches to the target of every implementation; an implementation that gave up has those until then."""
     here = Environment.here()
     reached = {
-        name: time_at(implementation["curve"], target) for name, implementation in found.items()
+        name: time_at(implementation["curve"], target) for name, implementation in results.items()
     }
     spent = {
         name: reached[name] or implementation["curve"][-1][:2]
-        for name, implementation in found.items()
+        for name, implementation in results.items()
     }
-    made = []
-    for name, implementation in found.items():
+    new_records = []
+    for name, implementation in results.items():
         batches, seconds = spent[name]
         shape = f"{options.iters} batches of ours of {BATCH_SIZE}, rank {RANK}"
         note = f"Held-out loss {implementation['curve'][0][2]:.3f} to {target:.3f}, seconds without imports."
@@ -234,7 +234,7 @@ def records(found: dict[str, dict], target: float, options: argparse.Namespace) 
             "stock_blas": name == STOCK and stock.blas_is_replaced(),
         }
         ratio = spent[STOCK][1] / seconds if STOCK in spent else None
-        made += [
+        new_records += [
             record(
                 here,
                 "train_run tiny",
@@ -248,7 +248,7 @@ def records(found: dict[str, dict], target: float, options: argparse.Namespace) 
             ),
             record(here, "train_run tiny", name, shape, "batches", "", [batches], **about),
         ]
-    return made
+    return new_records
 
 
 def parser() -> argparse.ArgumentParser:
@@ -289,24 +289,24 @@ def run(options: argparse.Namespace, arguments: list[str]) -> list[Record]:
     start, target = ours["curve"][0], ours["curve"][-1][2]
     if not target < start[2]:
         raise PackError(f"--iters {options.iters}: ours has not learned anything in so few.")
-    found = {}
+    results = {}
     for implementation in options.implementation:
         print(implementation, file=sys.stderr)
         try:
             if implementation != SAME_BLAS:  # once for each kind of step, g++ compiles its kernels
                 short = ["--alone", implementation, "--target", "inf", "--eval-every", "2"]
                 alone.run("train_run", [*arguments, *short])
-            found[implementation] = alone.run(
+            results[implementation] = alone.run(
                 "train_run",
                 [*arguments, "--alone", implementation, "--target", str(target)],
                 "off" if implementation == STOCK else None,
             )
-            found[implementation]["curve"].insert(0, start)
+            results[implementation]["curve"].insert(0, start)
         except alone.Failed as error:
-            if not found:
+            if not results:
                 raise
             print(f"benchmarks: {error}; recorded without it.", file=sys.stderr)
-    return records(found | {OURS: ours}, target, options)
+    return records(results | {OURS: ours}, target, options)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -322,13 +322,13 @@ def main(arguments: list[str] | None = None) -> int:
             *[SAME_BLAS] * stock.blas_is_replaced(),
             PATCHED,
         ]
-        made = run(options, arguments)
+        new_records = run(options, arguments)
     except (PackError, alone.Failed) as error:
         print(f"benchmarks: {error}", file=sys.stderr)
         return 2
-    history.append(made, options.history)
-    print(report.render(made))
-    return 0 if set(options.implementation) <= {r.implementation for r in made} else 1
+    history.append(new_records, options.history)
+    print(report.render(new_records))
+    return 0 if set(options.implementation) <= {r.implementation for r in new_records} else 1
 
 
 if __name__ == "__main__":

@@ -102,14 +102,14 @@ def race(
         for entry in (e for e in peers if e.patched):
             _say(f"checking {entry.name}")
             peer.reset(adapters)
-            found: list[float] = []
-            yield from checked(batch_with_targets, found)
-            check_losses(expected, found, entry.name, tolerance)
+            results: list[float] = []
+            yield from checked(batch_with_targets, results)
+            check_losses(expected, results, entry.name, tolerance)
         for entry in ours:
             _say(f"checking {entry.name}")
             batch = rows.for_ours()
-            found = [entry.implementation.step(batch)[1] for _ in expected]
-            check_losses(expected, found, entry.name, tolerance)
+            results = [entry.implementation.step(batch)[1] for _ in expected]
+            check_losses(expected, results, entry.name, tolerance)
         for turn in range(2 * turns.rounds):
             for entry in entries if turn % 2 == 0 else entries[::-1]:
                 _say(f"turn {turn + 1} of {2 * turns.rounds}: {entry.name}")
@@ -122,11 +122,11 @@ def race(
         peer.train(schedule)
 
 
-def check_losses(expected: list[float], found: list[float], name: str, tolerance: float) -> None:
+def check_losses(expected: list[float], results: list[float], name: str, tolerance: float) -> None:
     """Hold the losses of an implementation's first steps against mlx-lm's. Raises: LossesDiffer."""
-    if not all(abs(a - b) <= tolerance * a for a, b in zip(expected, found, strict=True)):
+    if not all(abs(a - b) <= tolerance * a for a, b in zip(expected, results, strict=True)):
         raise LossesDiffer(
-            f"losses of mlx-lm {expected} and of {name} {found} differ by "
+            f"losses of mlx-lm {expected} and of {name} {results} differ by "
             f"more than {tolerance:g} of mlx-lm's"
         )
 
@@ -147,7 +147,7 @@ def records(entries: list[Entry], task: str, dtype: str, rank: int) -> list[Reco
     if any(e.rows.tokens.shape != baseline.rows.tokens.shape for e in entries):
         note = "Batches differ in rows; ratios are of supervised tokens a second."
     base_speed = percentiles(baseline.tokens_per_s)["p50"]
-    made = []
+    new_records = []
     for entry in entries:
         count, width = entry.rows.tokens.shape
         shape = f"{count} x {width - 1}, {entry.rows.targets} targets, rank {rank}"
@@ -160,8 +160,10 @@ def records(entries: list[Entry], task: str, dtype: str, rank: int) -> list[Reco
         }
         speed = entry.tokens_per_s
         ratio = percentiles(speed)["p50"] / base_speed
-        made.append(record(here, task, entry.name, shape, "step", "ms", entry.step_ms, **about))
-        made.append(
+        new_records.append(
+            record(here, task, entry.name, shape, "step", "ms", entry.step_ms, **about)
+        )
+        new_records.append(
             record(
                 here,
                 task,
@@ -174,7 +176,7 @@ def records(entries: list[Entry], task: str, dtype: str, rank: int) -> list[Reco
                 **about,
             )
         )
-    return made
+    return new_records
 
 
 def run(options: argparse.Namespace) -> list[Record]:
@@ -277,12 +279,12 @@ def main(arguments: list[str] | None = None) -> int:
     if (options.mlx_lm_rows or 0) > (options.batch_size or workload.batch_size):
         asked.error("--mlx-lm-rows: must not be more than --batch-size")
     try:
-        made = run(options)
+        new_records = run(options)
     except (LossesDiffer, PackError) as error:
         print(f"benchmarks: {error}", file=sys.stderr)
         return 1 if isinstance(error, LossesDiffer) else 2
-    history.append(made, options.history)
-    print(report.render(made))
+    history.append(new_records, options.history)
+    print(report.render(new_records))
     return 0
 
 

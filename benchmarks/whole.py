@@ -33,21 +33,21 @@ def measure(options: argparse.Namespace) -> dict:
     )
     start = time.perf_counter()
     base = random_base(config, options.seed)
-    found = {
+    results = {
         "dtype": activation_dtype(base),
         "base": base_bytes(base),
         "build_s": time.perf_counter() - start,
         "build_peak": mx.get_peak_memory(),
     }
-    print(f"built in {found['build_s']:.0f} s: {found['base'] / 1e9:.2f} GB", file=sys.stderr)
+    print(f"built in {results['build_s']:.0f} s: {results['base'] / 1e9:.2f} GB", file=sys.stderr)
     adapters = Adapters.random(base, options.rank, SCALE, options.seed)
-    found["adapter_weights"] = sum(t.size for t in adapters.tensors.values())
+    results["adapter_weights"] = sum(t.size for t in adapters.tensors.values())
     rows = Rows.random(options.batch_size, options.length, base.vocab_size, options.seed)
     ours = Ours(lambda: base, adapters, options.matmul_path, options.recompute)
     del adapters
     mx.clear_cache()
     mx.reset_peak_memory()
-    found |= {
+    results |= {
         "resident": mx.get_active_memory(),
         "targets": rows.targets,
         "step_s": [],
@@ -59,30 +59,30 @@ def measure(options: argparse.Namespace) -> dict:
             f"step {step + 1} of {options.steps}: {ms / 1e3:.1f} s, loss {loss:.4f}",
             file=sys.stderr,
         )
-        found["step_s"].append(ms / 1e3)
-        found["losses"].append(loss)
-    return found | {"peak": mx.get_peak_memory(), "peak_rss": alone.peak_rss_bytes()}
+        results["step_s"].append(ms / 1e3)
+        results["losses"].append(loss)
+    return results | {"peak": mx.get_peak_memory(), "peak_rss": alone.peak_rss_bytes()}
 
 
-def records(found: dict, options: argparse.Namespace) -> list[Record]:
+def records(results: dict, options: argparse.Namespace) -> list[Record]:
     """Gigabytes, seconds a step and tokens a second of one model."""
     here = Environment.here()
     blocks = options.blocks or CONFIGS[options.model]["num_hidden_layers"]
     shape = (
-        f"{blocks} blocks, {options.batch_size} x {options.length}, {found['targets']} "
+        f"{blocks} blocks, {options.batch_size} x {options.length}, {results['targets']} "
         f"targets, rank {options.rank}"
     )
     tokens = options.batch_size * options.length
     metrics = {
-        ("base", "GB"): [found["base"] / 1e9],
-        ("most while building", "GB"): [found["build_peak"] / 1e9],
-        ("beyond the base", "GB"): [(found["peak"] - found["base"]) / 1e9],
-        ("process", "GB"): [found["peak_rss"] / 1e9],
-        ("step", "s"): found["step_s"],
-        ("speed", "tokens/s"): [tokens / s for s in found["step_s"]],
+        ("base", "GB"): [results["base"] / 1e9],
+        ("most while building", "GB"): [results["build_peak"] / 1e9],
+        ("beyond the base", "GB"): [(results["peak"] - results["base"]) / 1e9],
+        ("process", "GB"): [results["peak_rss"] / 1e9],
+        ("step", "s"): results["step_s"],
+        ("speed", "tokens/s"): [tokens / s for s in results["step_s"]],
     }
     name = ours_name(options.matmul_path, options.recompute)
-    note = f"{found['adapter_weights'] / 1e6:.1f} M adapter weights with Adam."
+    note = f"{results['adapter_weights'] / 1e6:.1f} M adapter weights with Adam."
     return [
         record(
             here,
@@ -92,7 +92,7 @@ def records(found: dict, options: argparse.Namespace) -> list[Record]:
             metric,
             unit,
             samples,
-            dtype=found["dtype"],
+            dtype=results["dtype"],
             note=note,
         )
         for (metric, unit), samples in metrics.items()
@@ -132,16 +132,16 @@ def main(arguments: list[str] | None = None) -> int:
         if options.alone:
             print(json.dumps(measure(options)))
             return 0
-        found = alone.run("whole", [*arguments, "--alone"])
+        results = alone.run("whole", [*arguments, "--alone"])
     except (PackError, alone.Failed) as error:
         print(f"benchmarks: {error}", file=sys.stderr)
         return 2
-    if not np.isfinite(found["losses"]).all():
-        print(f"benchmarks: losses are not finite: {found['losses']}", file=sys.stderr)
+    if not np.isfinite(results["losses"]).all():
+        print(f"benchmarks: losses are not finite: {results['losses']}", file=sys.stderr)
         return 1
-    made = records(found, options)
-    history.append(made, options.history)
-    print(report.render(made))
+    new_records = records(results, options)
+    history.append(new_records, options.history)
+    print(report.render(new_records))
     return 0
 
 
