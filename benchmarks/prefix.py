@@ -27,7 +27,7 @@ from mlx_packs.data.sampler import Sampler
 from mlx_packs.data.token_cache import CACHE_VARIABLE
 from mlx_packs.display import QUIET, Display
 from mlx_packs.objectives.causal_lm import as_arrays, loss_sum, split_head
-from mlx_packs.objectives.frozen_activations import open_prefix
+from mlx_packs.objectives.frozen_activations import open_frozen_activations
 from mlx_packs.packs.base import Base
 from mlx_packs.runtime import mx
 from mlx_packs.training.step import Stepper
@@ -77,7 +77,7 @@ class Implementation:
         self.started = started
         self.attached.recompute(self.train.recomputes)
         head = split_head(model)
-        self.cache = open_prefix(
+        self.cache = open_frozen_activations(
             self.attached,
             head,
             self.train,
@@ -161,7 +161,7 @@ def _records(
     without, ours = f"without the cache, {path}", f"mlx_packs {path}"
     whole = f"{EPOCHS} epochs"
     times = [a / b for a, b in zip(plain.seconds, cached.seconds, strict=True)]
-    states = cached.cache.total_bytes / 1e6
+    states = cached.cache.store.total_bytes / 1e6
     note = f"states of all rows: {states:.1f} MB; computing them is part of the time"
     new_records = []
     for name, implementation in ((without, plain), (ours, cached)):

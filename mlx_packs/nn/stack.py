@@ -11,7 +11,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_unflatten
 
-from .prefix import Feed, FrozenBlock
+from .frozen_blocks import FrozenBlock, Injection
 
 
 class _Part(nn.Module):
@@ -56,7 +56,7 @@ class ProjectionStack(nn.Module):
         self._embedding = embedding and embedding[0]
         self._head = head and head[0]
         if embedding is None:
-            self["table"] = FrozenBlock(_NoTable(), Feed(), is_last=True)
+            self["table"] = FrozenBlock(_NoTable(), Injection(), is_last=True)
 
     @property
     def layers(self) -> list[nn.Module]:

@@ -11,7 +11,7 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from ..data.batches import Batch
-from ..nn.prefix import fed
+from ..nn.frozen_blocks import injected
 from ..nn.quantized import frozen_head
 from ..nn.segments import restarting, segment_caches
 from ..ops.linear_cross_entropy import FrozenHead, cross_entropy, linear_cross_entropy
@@ -77,12 +77,12 @@ def forward(
     """What ``part`` (the model, or its hidden states) makes of tokens [B, T].
 
     Args:
-        tokens: or float [B, T, D], what enters the first adapted block in their place (prefix.py).
+        tokens: or float [B, T, D], what enters the first adapted block in their place (nn/frozen_blocks.py).
         segments: [B, T], where rows are packed; an input sees its own segment alone.
         offset: position of the first input of packed rows.
     """
     if tokens.ndim == 3:
-        with fed(model, tokens):
+        with injected(model, tokens):
             unread = mx.zeros(tokens.shape[:2], mx.int32)
             return forward(model, part, unread, segments, offset)
     if segments is None:

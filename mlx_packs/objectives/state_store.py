@@ -1,6 +1,6 @@
 """Rows of bytes by number: in memory up to a limit, and in a file that other runs can use.
 
-A row of the file counts if its digest fits: what is damaged, half-written or foreign is not found.
+A row of the file counts if its digest fits: what is damaged, half-written or foreign is ignored.
 """
 
 import hashlib
@@ -17,16 +17,23 @@ from ..errors import PackError
 from ..files import exclusive_writer
 
 _DIGEST_BYTES = 16
-_KEPT_DAYS = 7
+_DAYS = 7  # that an unused file is kept
 
 
 class StateStore:
-    """Rows of known sizes, each there or not yet there. Threads may share it.
+    """Rows of known sizes, each stored or not yet. Threads may share it.
 
-    row_bytes: size of each row.   memory_limit: bytes.   file, key: where rows are kept beyond the
-    process, and a hash (hex) of all that they depend on; without a file they live in memory alone.
-    is_on_disk: whether rows are put into the file; if that cannot be, ``note`` says why.   say: is
-    told of it if that ends while rows are put; those that are there stay.
+    Args:
+        row_bytes: size of each row.
+        memory_limit: bytes of the rows in memory.
+        file: where rows are stored beyond the process; without it they live in memory alone.
+        key: a hash (hex) of all that the rows depend on.
+        warn: is told if writing to the file ends while rows are put; those that are there stay.
+
+    Attributes:
+        memory_bytes: bytes of the rows in memory now.
+        is_on_disk: whether rows are put into the file.
+        note: why they are not.
     """
 
     def __init__(
@@ -35,13 +42,13 @@ class StateStore:
         memory_limit: int,
         file: Path | None = None,
         key: str = "",
-        say: Callable[[str], None] = lambda text: None,
-    ):
+        warn: Callable[[str], None] = lambda text: None,
+    ) -> None:
         self.memory_limit = memory_limit
         self.memory_bytes = 0
         self.is_on_disk = False
         self.note = ""
-        self._say = say
+        self._warn = warn
         self._in_memory: dict[int, np.ndarray] = {}
         self._sizes = row_bytes.astype(np.int64)
         self._ends = len(row_bytes) * _DIGEST_BYTES + np.cumsum(self._sizes)
@@ -50,46 +57,56 @@ class StateStore:
         self._open = ExitStack()
         self._file: int | None = None
         self._digests = np.zeros((len(row_bytes), _DIGEST_BYTES), np.uint8)
-        self._trusted = np.zeros(len(row_bytes), bool)
+        self._verified = np.zeros(len(row_bytes), bool)
         if file is not None:
             self._open_file(file)
 
-    def kept(self) -> np.ndarray:
-        """Numbers of the rows that the file says to have; `get` finds out which are whole."""
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of all rows."""
+        return int(self._sizes.sum())
+
+    @property
+    def most_memory_bytes(self) -> int:
+        """Bytes in memory once all rows are put, about."""
+        return min(self.total_bytes, self.memory_limit)
+
+    def stored(self) -> np.ndarray:
+        """Numbers of the rows that the file claims to have; `get` finds out which are intact."""
         return np.flatnonzero(self._digests.any(axis=1))
 
     def get(self, row: int) -> np.ndarray | None:
-        """A row's bytes, uint8; None if it is not there."""
+        """A row's bytes, uint8; None if it is not stored."""
         with self._lock:
             if row in self._in_memory:
                 return self._in_memory[row]
             if self._file is None or not self._digests[row].any():
                 return None
-            found = self._read(row)
-            if found is None:
+            data = self._read(row)
+            if data is None:
                 self._digests[row] = 0
             else:
-                self._remember(row, found)
-            return found
+                self._remember(row, data)
+            return data
 
-    def put(self, row: int, found: np.ndarray) -> None:
-        """Keep a row's bytes, uint8 and contiguous, as far as there is room."""
+    def put(self, row: int, data: np.ndarray) -> None:
+        """Store a row's bytes, uint8 and contiguous, as far as there is room."""
         with self._lock:
-            self._remember(row, found)
+            self._remember(row, data)
             if not self.is_on_disk:
                 return
-            digest = self._digest(row, found)
+            digest = self._digest(row, data)
             try:
-                self._write(found, self._ends[row] - self._sizes[row])
+                self._write(data, self._ends[row] - self._sizes[row])
                 self._write(digest, row * _DIGEST_BYTES)
             except OSError as error:  # a full disk must not stop a run
                 self._stop_writing(error)
                 return
             self._digests[row] = digest
-            self._trusted[row] = True
+            self._verified[row] = True
 
     def has_room(self, rows: Sequence[int]) -> bool:
-        """Whether these rows would be kept if they were put now."""
+        """Whether these rows would be stored if they were put now."""
         needed = int(self._sizes[list(rows)].sum())
         return self.is_on_disk or self.memory_bytes + needed <= self.memory_limit
 
@@ -99,7 +116,7 @@ class StateStore:
             self._in_memory.clear()
             self.memory_bytes = 0
             self._digests[:] = 0
-            self._trusted[:] = False
+            self._verified[:] = False
             if self.is_on_disk:
                 try:
                     self._write(self._digests.reshape(-1), 0)
@@ -107,25 +124,25 @@ class StateStore:
                     self._stop_writing(error)
 
     def close(self) -> None:
-        """Let go of the file and the memory."""
+        """Release the file and the memory."""
         with self._lock:
             self._close_file()
             self._in_memory.clear()
 
-    def _remember(self, row: int, found: np.ndarray) -> None:
-        if row not in self._in_memory and self.memory_bytes + found.nbytes <= self.memory_limit:
-            self._in_memory[row] = found.copy()  # of its own: it may be part of a batch
-            self.memory_bytes += found.nbytes
+    def _remember(self, row: int, data: np.ndarray) -> None:
+        if row not in self._in_memory and self.memory_bytes + data.nbytes <= self.memory_limit:
+            self._in_memory[row] = data.copy()  # of its own: it may be part of a batch
+            self.memory_bytes += data.nbytes
 
     def _stop_writing(self, error: OSError) -> None:
         self.note = f"no longer kept on disk ({error.strerror or error})"
         self.is_on_disk = False
-        self._say(self.note)
+        self._warn(self.note)
 
     def _open_file(self, file: Path) -> None:
         try:
             file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)  # rows may be private
-            _forget_unused(file.parent)
+            _remove_unused(file.parent)
             self._open.enter_context(exclusive_writer(file))
             self._file = os.open(file, os.O_RDWR | os.O_CREAT, 0o600)
             size = int(self._ends[-1])
@@ -149,37 +166,37 @@ class StateStore:
             self._file = None
         self._open.close()
 
-    def _digest(self, row: int, found: np.ndarray) -> np.ndarray:
+    def _digest(self, row: int, data: np.ndarray) -> np.ndarray:
         salt = row.to_bytes(8, "little")
-        digest = hashlib.blake2b(found.data, digest_size=_DIGEST_BYTES, key=self._key, salt=salt)
+        digest = hashlib.blake2b(data.data, digest_size=_DIGEST_BYTES, key=self._key, salt=salt)
         return np.frombuffer(digest.digest(), np.uint8)
 
     def _read(self, row: int) -> np.ndarray | None:
-        found = np.empty(self._sizes[row], np.uint8)
-        at, place = 0, int(self._ends[row] - self._sizes[row])
+        data = np.empty(self._sizes[row], np.uint8)
+        at, start = 0, int(self._ends[row] - self._sizes[row])
         try:
-            while at < len(found):
-                count = os.preadv(self._file, [found[at:]], place + at)
+            while at < len(data):
+                count = os.preadv(self._file, [data[at:]], start + at)
                 if not count:
                     return None
                 at += count
         except OSError:
             return None
-        if not self._trusted[row]:
-            if not np.array_equal(self._digest(row, found), self._digests[row]):
+        if not self._verified[row]:
+            if not np.array_equal(self._digest(row, data), self._digests[row]):
                 return None
-            self._trusted[row] = True
-        return found
+            self._verified[row] = True
+        return data
 
-    def _write(self, found: np.ndarray, place: int) -> None:
+    def _write(self, data: np.ndarray, start: int) -> None:
         at = 0
-        while at < len(found):
-            at += os.pwrite(self._file, found[at:].data, int(place) + at)
+        while at < len(data):
+            at += os.pwrite(self._file, data[at:].data, int(start) + at)
 
 
-def _forget_unused(folder: Path) -> None:
+def _remove_unused(folder: Path) -> None:
     """Remove the files that no run has used for a week; states are large."""
-    oldest = time.time() - _KEPT_DAYS * 24 * 3600
+    oldest = time.time() - _DAYS * 24 * 3600
     for file in folder.glob("*.states"):
         try:
             if file.stat().st_mtime < oldest:

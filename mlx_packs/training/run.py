@@ -36,7 +36,7 @@ from ..inference.throughput import answering_path, prompts_of, race
 from ..memory.matmul_path import choose_matmul_path
 from ..nn.quantized import count_weights
 from ..objectives.causal_lm import Arrays, Head, loss_sum, split_head
-from ..objectives.frozen_activations import open_prefix
+from ..objectives.frozen_activations import open_frozen_activations
 from ..objectives.projection_stack import TRANSFORMER, graph_of
 from ..objectives.sequence_packing import prepare_packing
 from ..ops import _backend
@@ -264,7 +264,7 @@ def _train_into(
         if train.packing and not graph.is_proxy:  # no token of a proxy sees another
             prepare_packing(attached, head, train.max_seq_length, base.vocab_size)
         if not graph.is_proxy:
-            prefix = open_prefix(
+            prefix = open_frozen_activations(
                 attached,
                 head,
                 replace(train, iters=dataset.iters),
@@ -287,7 +287,7 @@ def _train_into(
         observers = make_observers(observed)
         start_run_folder(run, identity, resume)
         arrays = prefix.arrays if prefix else graph.arrays
-        ahead = prefix.ahead if prefix else iter
+        ahead = prefix.prefetch if prefix else iter
         learned = _learn(
             attached, head, scorer, arrays, ahead, dataset, resume, observed, observers
         )

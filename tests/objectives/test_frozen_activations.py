@@ -22,14 +22,13 @@ from mlx_packs.data.encoding import Examples
 from mlx_packs.data.sampler import Sampler
 from mlx_packs.display import NORMAL, QUIET, VERBOSE, Display
 from mlx_packs.errors import PackError
-from mlx_packs.nn.prefix import FrozenBlock
-from mlx_packs.objectives import frozen_activations as prefixes
+from mlx_packs.nn.frozen_blocks import FrozenBlock, frozen_output
+from mlx_packs.objectives import frozen_activations
 from mlx_packs.objectives.causal_lm import as_arrays, loss_sum, split_head
 from mlx_packs.objectives.frozen_activations import (
     frozen_blocks,
-    held_bytes,
     memory_budget,
-    open_prefix,
+    open_frozen_activations,
 )
 from mlx_packs.objectives.sequence_packing import prepare_packing
 from mlx_packs.objectives.state_store import StateStore
@@ -89,7 +88,7 @@ class Opened:
         self.lines = []
         display = Display(QUIET)
         display.line = lambda label, text, level=NORMAL: self.lines.append((text, level))
-        self.cache = open_prefix(
+        self.cache = open_frozen_activations(
             self.attached, self.head, train, self.examples, "quantized", None, display
         )
 
@@ -128,13 +127,13 @@ def cached_loss_and_gradients(opened: Opened, batches):
 @pytest.mark.parametrize("family", ["qwen3", "llama", "qwen3_moe", "olmo2", "gpt2"])
 def test_cached_prefix_has_the_loss_and_gradients_of_a_computed_one(family, packing, recompute):
     opened = Opened(family, changed(TRAIN, packing=packing, recompute=recompute))
-    assert opened.cache.blocks == BLOCKS - 1
+    assert opened.cache.to_json()["blocks"] == BLOCKS - 1
     batches = opened.batches(9)  # into the third epoch, whose batches hold other rows together
     wanted, of_plain = loss_and_gradients(opened.model, opened.head, batches)
     found, of_cached = cached_loss_and_gradients(opened, batches)
     assert found == pytest.approx(wanted, rel=1e-6)
     assert_same(of_cached, of_plain)
-    assert opened.cache.computed == len(LENGTHS)  # each row once
+    assert opened.cache.rows_computed == len(LENGTHS)  # each row once
 
 
 @pytest.mark.parametrize("packing", [False, True], ids=["unpacked", "packed"])
@@ -157,7 +156,7 @@ def test_states_keep_every_bit_of_bfloat16():
     opened = Opened(base=base)
     batch = opened.batches(1)[0]
     states, *_ = opened.cache.arrays(batch)
-    wanted = prefixes.states_of(opened.model, lambda: opened.head.hidden(mx.array(batch.tokens)))
+    wanted = frozen_output(opened.model, lambda: opened.head.hidden(mx.array(batch.tokens)))
     assert states.dtype == mx.bfloat16
     for b, row in enumerate(batch.rows):
         n = LENGTHS[row] - 1
@@ -206,9 +205,9 @@ def test_the_backward_stops_at_the_first_adapted_block_even_without_a_cache(reco
 def test_rows_are_given_ahead_once_they_are_known():
     opened = Opened()
     epoch = opened.batches(4)
-    assert [b.states is None for b in opened.cache.ahead(epoch)] == [True] * 4
+    assert [b.states is None for b in opened.cache.prefetch(epoch)] == [True] * 4
     wanted = [opened.states(b) for b in epoch]
-    for batch, states in zip(opened.cache.ahead(epoch), wanted, strict=True):
+    for batch, states in zip(opened.cache.prefetch(epoch), wanted, strict=True):
         assert batch.states is not None
         assert np.array_equal(opened.states(batch), states)
 
@@ -259,7 +258,7 @@ def test_every_family_has_the_loss_of_a_computed_prefix_or_is_refused(family):
 
 @pytest.mark.parametrize("memory", [0, 20_000, 10**9], ids=["disk", "both", "memory"])
 def test_states_beyond_the_memory_limit_come_from_disk(folder, monkeypatch, memory):
-    monkeypatch.setattr(prefixes, "memory_budget", lambda plan: memory)
+    monkeypatch.setattr(frozen_activations, "memory_budget", lambda plan: memory)
     opened = Opened()
     batches = opened.batches(9)
     wanted = [as_arrays(batch) for batch in batches]
@@ -267,7 +266,7 @@ def test_states_beyond_the_memory_limit_come_from_disk(folder, monkeypatch, memo
     assert opened.cache.store.is_on_disk
     assert opened.cache.store.memory_bytes <= memory
     assert (opened.cache.store.memory_bytes > 0) == (memory > 0)
-    assert opened.cache.computed == len(LENGTHS)
+    assert opened.cache.rows_computed == len(LENGTHS)
     for cached, plain in zip(found, wanted, strict=True):
         losses = [loss_sum(opened.model, opened.head, *a).item() for a in (cached, plain)]
         assert losses[0] == pytest.approx(losses[1], rel=1e-6)
@@ -285,9 +284,9 @@ def filled(base, **changes) -> Opened:
 
 def test_another_run_finds_what_one_has_kept(folder):
     base = base_of("qwen3", num_hidden_layers=BLOCKS)
-    assert (filled(base).cache.found, filled(base).cache.found) == (0, len(LENGTHS))
+    assert (filled(base).cache.rows_found, filled(base).cache.rows_found) == (0, len(LENGTHS))
     last = filled(base, learning_rate=1.0, iters=90)  # neither changes a state
-    assert (last.cache.found, last.cache.computed) == (len(LENGTHS), 0)
+    assert (last.cache.rows_found, last.cache.rows_computed) == (len(LENGTHS), 0)
     assert len(list(folder.iterdir())) == 1
 
 
@@ -309,7 +308,7 @@ def test_whatever_changes_the_states_has_a_file_of_its_own(folder):
         )
     ]
     runs.append(Opened(base=base(), num_layers=2))
-    assert [run.cache.found for run in runs] == [0] * len(runs)
+    assert [run.cache.rows_found for run in runs] == [0] * len(runs)
     assert len(list(folder.glob("*.states"))) == 1 + len(runs)
 
 
@@ -318,7 +317,7 @@ def test_tokens_matmul_path_config_and_weight_files_are_in_the_key(tmp_path):
 
     def key(examples, matmul_path="quantized"):
         states = mx.zeros((1, 1, 64))
-        return prefixes._key(opened.attached, TRAIN, examples, matmul_path, 3, states)
+        return frozen_activations._key(opened.attached, TRAIN, examples, matmul_path, 3, states)
 
     other = examples()
     other.items[2].tokens[1] += 1
@@ -347,7 +346,7 @@ def test_damaged_files_are_made_again(folder, damage):
     }[damage]
     file.write_bytes(torn)
     again = filled(base)
-    assert again.cache.computed > 0
+    assert again.cache.rows_computed > 0
     assert file.read_bytes() == whole
 
 
@@ -356,7 +355,7 @@ def test_states_of_another_base_under_the_same_name_are_made_again(folder):
     filled(base)
     base.model.layers[0].mlp.up_proj.weight *= 1.5  # its fingerprint stays as it was
     again = Opened(base=base)
-    assert again.cache.found == 0
+    assert again.cache.rows_found == 0
     batches = again.batches(4)
     wanted, _ = loss_and_gradients(again.model, again.head, batches)
     assert cached_loss_and_gradients(again, batches)[0] == pytest.approx(wanted, rel=1e-6)
@@ -367,11 +366,11 @@ def test_one_foreign_row_among_those_computed_again_is_enough(folder):
     opened = Opened(base=base)
     for batch in opened.batches(4):
         opened.cache.arrays(batch)
-    last = max(opened.cache.compute(int(opened.cache._group_of[0])))
+    last = max(opened.cache.compute(int(opened.cache._batch_of[0])))
     opened.cache.store.put(last, np.zeros_like(opened.cache.store.get(last)))
     opened.cache.close()
     opened.attached.detach()
-    assert last > 0 and Opened(base=base).cache.found == 0
+    assert last > 0 and Opened(base=base).cache.rows_found == 0
 
 
 def test_a_file_in_use_is_left_to_the_other_run(folder):
@@ -385,12 +384,12 @@ def test_a_file_in_use_is_left_to_the_other_run(folder):
 
 
 def test_on_a_full_disk_what_is_kept_is_read_and_the_rest_is_left_as_it_is(folder, monkeypatch):
-    monkeypatch.setattr(prefixes, "memory_budget", lambda plan: 0)
+    monkeypatch.setattr(frozen_activations, "memory_budget", lambda plan: 0)
     opened = Opened()
     batches = opened.batches(4)
     wanted = [opened.states(b) for b in batches[:2]]
     opened.cache.store.forget()
-    opened.cache.computed = 0
+    opened.cache.rows_computed = 0
     opened.states(batches[0])
 
     def full(*_):
@@ -398,11 +397,11 @@ def test_on_a_full_disk_what_is_kept_is_read_and_the_rest_is_left_as_it_is(folde
 
     monkeypatch.setattr(os, "pwrite", full)
     assert np.array_equal(opened.states(batches[1]), wanted[1])
-    computed = opened.cache.computed
+    computed = opened.cache.rows_computed
     assert np.array_equal(opened.states(batches[0]), wanted[0])
     for batch in batches[1:]:
         assert np.array_equal(opened.states(batch), batch.tokens)
-    assert opened.cache.computed == computed == sum(len(b.rows) for b in batches[:2])
+    assert opened.cache.rows_computed == computed == sum(len(b.rows) for b in batches[:2])
     assert [t for t, _ in opened.lines[1:]] == [
         "states are no longer kept on disk (No space left on device)"
     ]
@@ -417,7 +416,7 @@ def test_a_cache_that_cannot_be_opened_lets_go_of_its_file(folder, monkeypatch, 
 
     base = base_of("qwen3", num_hidden_layers=BLOCKS)
     with monkeypatch.context() as patch, pytest.raises(error) as raised:
-        patch.setattr(prefixes.PrefixCache, "drop_if_foreign", fail)
+        patch.setattr(frozen_activations.FrozenActivations, "drop_if_foreign", fail)
         Opened(base=base)
     assert not list(folder.glob(".*.lock")), raised.traceback  # which holds on to the cache
 
@@ -426,8 +425,8 @@ def test_a_file_that_is_there_has_room_whatever_else_is_on_the_disk(folder, monk
     base = base_of("qwen3", num_hidden_layers=BLOCKS)
     filled(base)
     usage = SimpleNamespace(free=0)
-    monkeypatch.setattr(prefixes.shutil, "disk_usage", lambda _: usage)
-    assert filled(base).cache.found == len(LENGTHS)
+    monkeypatch.setattr(frozen_activations.shutil, "disk_usage", lambda _: usage)
+    assert filled(base).cache.rows_found == len(LENGTHS)
 
 
 def test_files_that_no_run_has_used_for_long_are_removed(folder):
@@ -448,7 +447,7 @@ def test_what_a_store_forgot_is_not_in_its_file(tmp_path):
     store.put(0, np.full(2, 1, np.uint8))
     store.close()
     again = StateStore(*given)
-    assert again.kept().tolist() == [0]
+    assert again.stored().tolist() == [0]
     again.close()
 
 
@@ -497,8 +496,10 @@ def test_adapters_on_the_head_alone_have_every_block_cached():
     base = base_of("qwen3", num_hidden_layers=BLOCKS)
     attached = attach(base, LoRAConfig(rank=2, target_modules=("lm_head",)))
     head = split_head(base.model)
-    cache = open_prefix(attached, head, TRAIN, examples(), "quantized", None, Display(QUIET))
-    assert cache.blocks == BLOCKS
+    cache = open_frozen_activations(
+        attached, head, TRAIN, examples(), "quantized", None, Display(QUIET)
+    )
+    assert cache.to_json()["blocks"] == BLOCKS
     batch = next(training_batches(examples(), Sampler(examples().lengths, 2, 47, 3)))
     plain, cached = (
         loss_sum(base.model, head, *a).item() for a in (as_arrays(batch), cache.arrays(batch))
@@ -553,11 +554,13 @@ def test_an_adapter_below_the_blocks_is_seen():
     attached = attach(base, LoRAConfig(rank=2, target_modules=targets))
     assert frozen_blocks(attached) == BLOCKS - 1
     with pytest.raises(PackError, match="the model computes something else"):
-        open_prefix(attached, None, TRAIN, examples(), "quantized", None, Display(QUIET))
+        open_frozen_activations(
+            attached, None, TRAIN, examples(), "quantized", None, Display(QUIET)
+        )
 
 
 def test_too_large_states_are_refused_or_left(monkeypatch):
-    monkeypatch.setattr(prefixes, "memory_budget", lambda plan: 100)
+    monkeypatch.setattr(frozen_activations, "memory_budget", lambda plan: 100)
     assert "--cache-frozen on: the states of all rows take" in refusal()
     opened = Opened(train=changed(TRAIN, cache_frozen="auto"))
     assert opened.cache is None
@@ -608,10 +611,11 @@ def test_half_precision_states_are_not_taken_for_traces():
     assert arrays[0].dtype == mx.bfloat16 and stepper.traces == 0
 
 
-def test_held_bytes_are_those_of_all_rows_within_the_budget():
+def test_states_in_memory_are_those_of_all_rows_within_the_budget():
     inputs = sum(n - 1 for n in LENGTHS)
-    assert held_bytes(examples(), 256, 0) == inputs * 256
-    assert held_bytes(examples(), 10**12, 0) == memory_budget(0)
+    for state_bytes, expected in ((256, inputs * 256), (10**12, memory_budget(0))):
+        store = StateStore((examples().lengths - 1) * state_bytes, memory_budget(0))
+        assert store.most_memory_bytes == expected
     assert memory_budget(10**15) == 0
     assert 0 < memory_budget(None) < memory_budget(0)
 
