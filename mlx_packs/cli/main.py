@@ -130,6 +130,9 @@ def _usage_error(error: click.ClickException) -> PackError:
     if isinstance(error, click.NoSuchOption):
         return no_such_option(error)
     message = " ".join(error.format_message().split())
+    if isinstance(error, click.BadOptionUsage):
+        complaint = message.removeprefix(f"Option {error.option_name!r} ")
+        return PackError(f"{error.option_name}: {complaint}")
     param = getattr(error, "param", None)
     if param is None:
         return PackError(message)

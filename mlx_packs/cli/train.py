@@ -18,9 +18,12 @@ _YAML_ONLY = ("optimizer_config", "phases", "hf_dataset")
 
 EXAMPLES = """\b
 Examples:
-  packs train
-  packs train --model mlx-community/Qwen3-4B-4bit --data data --rank 16 --out packs/notes
-  packs train -c recipe.yaml --learning-rate 1e-4 --resume
+  Fine-tune the bundled model on the bundled data:
+    packs train
+  Fine-tune a 4-bit model on the examples in ./data:
+    packs train --model mlx-community/Qwen3-4B-4bit --data data --out packs/notes
+  Continue that run after an interruption:
+    packs train --out packs/notes --resume
 """
 
 

@@ -1,0 +1,89 @@
+"""What the command line says about typical mistakes, word by word, in error_texts.txt.
+
+`MLX_PACKS_UPDATE_TEXTS=1 python -m pytest tests/cli/test_error_texts.py` writes the file anew from
+the command lines in it; a new mistake is a new line that begins with `$ packs`.
+"""
+
+import os
+import shlex
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from mlx_packs import LoRAConfig, TrainConfig, train_pack
+from mlx_packs.bases.loading import tiny_checkpoint
+from mlx_packs.cli.main import packs
+from mlx_packs.errors import PackError
+from tests.helpers.rows import chat, write_rows
+
+TEXTS = Path(__file__).with_name("error_texts.txt")
+UPDATE = bool(os.environ.get("MLX_PACKS_UPDATE_TEXTS"))
+GOOD = [chat("Say hi.", "Hi there, friend."), chat("Say yes.", "Yes, I will.")] * 4
+FILES = {
+    "broken.jsonl": '{"messages": [}\n',
+    "list.jsonl": '["a"]\n',
+    "empty.jsonl": "",
+    "columns.jsonl": '{"words": "a"}\n',
+    "mixed.jsonl": '{"text": "a"}\n{"prompt": "a", "completion": "b"}\n' * 4,
+    "no_answer.jsonl": '{"messages": [{"role": "user", "content": "a"}]}\n' * 4,
+    "one.jsonl": '{"text": "a b c"}\n',
+    "typo.yaml": "learnin_rate: 1\n",
+    "nested.yaml": "lora_parameters: {rnak: 1}\n",
+    "zero.yaml": "rank: 0\n",
+}
+
+
+def texts() -> dict[str, str]:
+    """Command lines, and the line that each prints; empty for one that was added by hand."""
+    entries: dict[str, str] = {}
+    for line in TEXTS.read_text(encoding="utf-8").splitlines():
+        if line.startswith("$ "):
+            command = line
+            entries[command] = ""
+        elif line and not line.startswith("#"):
+            entries[command] += line + "\n"
+    return entries
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """A folder with rows in ``d``, a pack ``o``, a run ``o-run``, and files with mistakes."""
+    folder = tmp_path_factory.mktemp("texts")
+    write_rows(folder / "d", train=GOOD, valid=GOOD[:2])
+    settings = LoRAConfig(rank=2, num_layers=1), TrainConfig(iters=2, batch_size=2, save_every=1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        train_pack("tiny", "d", *settings, out="o")
+    shutil.copytree(tiny_checkpoint(), folder / "base")
+    (folder / "other").mkdir()
+    (folder / "other" / "thesis.txt").write_text("mine")
+    for name, content in FILES.items():
+        (folder / name).write_text(content)
+    return folder
+
+
+@pytest.fixture(scope="module", autouse=True)
+def updated() -> Iterator[dict[str, str]]:
+    """Collects what was printed, for the file."""
+    printed: dict[str, str] = {}
+    yield printed
+    if UPDATE:
+        head = [line for line in TEXTS.read_text().splitlines() if line.startswith("#")]
+        entries = [f"{command}\n{text}" for command, text in printed.items()]
+        TEXTS.write_text("\n".join(["\n".join(head) + "\n", *entries]), encoding="utf-8")
+
+
+@pytest.mark.parametrize("command", texts())
+def test_error_text_is_the_one_in_the_file(folder, updated, monkeypatch, command):
+    monkeypatch.chdir(folder)
+    arguments = shlex.split(command.removeprefix("$ packs"))
+    result = CliRunner().invoke(packs, arguments, standalone_mode=False)
+    assert isinstance(result.exception, PackError), result.output
+    error = result.exception
+    text = f"{error.format_message()}\n"
+    updated[command] = text
+    assert UPDATE or text == texts()[command]
+    assert "\n" not in error.format_message()
