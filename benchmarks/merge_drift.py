@@ -11,7 +11,7 @@ from pathlib import Path
 
 from mlx_packs import Pack
 from mlx_packs.convert.merge import measured
-from mlx_packs.evaluation.evaluate import columns_of
+from mlx_packs.evaluation.rows import columns_of
 from mlx_packs.packs.pack import versions_line
 
 DOC = Path(__file__).parents[1] / "docs" / "merge.md"

@@ -22,7 +22,7 @@ from mlx_packs.config.schema import DataConfig
 from mlx_packs.data import rows as rows_of
 from mlx_packs.data.batches import evaluation_batches
 from mlx_packs.data.encoding import EncodingOptions, encode
-from mlx_packs.evaluation.evaluate import Score, Scorer
+from mlx_packs.evaluation.perplexity import Score, Scorer
 from mlx_packs.nn.quantized import dense_module, quantized_modules, replace_modules
 from mlx_packs.objectives.causal_lm import split_head
 from mlx_packs.ops import nf4

@@ -31,7 +31,8 @@ from mlx_packs.data.batches import Batch, evaluation_batches
 from mlx_packs.data.encoding import EncodingOptions, encode
 from mlx_packs.data.rows import tiny_path
 from mlx_packs.errors import PackError
-from mlx_packs.evaluation.evaluate import Scorer, evaluation_rows
+from mlx_packs.evaluation.perplexity import Scorer
+from mlx_packs.evaluation.rows import evaluation_rows
 from mlx_packs.nn.quantized import apply_matmul_path
 from mlx_packs.objectives.causal_lm import split_head
 from mlx_packs.packs.base import Base, load_base

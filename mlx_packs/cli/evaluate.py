@@ -1,7 +1,6 @@
 """`packs eval` and `packs eval-tasks`: a base and a pack on the same examples."""
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import click
 
@@ -10,10 +9,6 @@ from ..errors import PackError
 from . import options
 from .options import option
 from .output import print_report
-
-if TYPE_CHECKING:
-    from ..evaluation.embeddings import EmbeddingReport
-    from ..evaluation.evaluate import EvalReport
 
 _COLUMNS = {
     "chat_feature": "messages of a chat",
@@ -71,7 +66,8 @@ def evaluate(
     ratio is paired by example and therefore smaller. PACK may be PACK=WEIGHT, and several with
     --pack are evaluated as one, their deltas added up.
     """
-    from ..evaluation.evaluate import columns_of, evaluate
+    from ..evaluation.evaluate import evaluate
+    from ..evaluation.rows import columns_of
     from ..packs.base import load_base_for
 
     opened = options.one_pack([*([pack] if pack else []), *packs])
@@ -88,29 +84,7 @@ def evaluate(
         columns=columns_of(opened, data, **columns),
         **settings,
     )
-    print_report(report.to_json(), as_json, _lines(report))
-
-
-def _lines(report: "EvalReport | EmbeddingReport") -> list[str]:
-    """Base and pack on the same examples."""
-    from ..evaluation.embeddings import EmbeddingReport
-    from ..packs.manifest import shown_metrics, shown_perplexity
-
-    if isinstance(report, EmbeddingReport):
-        return [
-            f"base    {shown_metrics(report.base)}",
-            f"pack    {shown_metrics(report.pack)}",
-            f"rows    {report.rows} {report.format}",
-        ]
-    lines = [
-        f"{name}    PPL {shown_perplexity(s.ppl, s.ppl_se, 3)} · token accuracy {s.accuracy:.1%}"
-        for name, s in (("base", report.base), ("pack", report.pack))
-    ]
-    ratio = shown_perplexity(report.ppl_ratio, report.difference.ppl_ratio_se, 3)
-    lines.append(
-        f"ratio   {ratio}, paired by row, on {report.rows} rows, {report.targets:,} target tokens"
-    )
-    return lines
+    print_report(report.to_json(), as_json, report.lines())
 
 
 @click.command()

@@ -18,7 +18,7 @@ from ..bases.loading import BaseModel
 from ..config.schema import DataConfig
 from ..display import QUIET, Display
 from ..errors import PackError
-from ..evaluation.evaluate import columns_of
+from ..evaluation.rows import columns_of
 from ..files import sha256
 from ..nn.lora import adapter_key
 from ..packs.base import load_base_for

@@ -15,7 +15,8 @@ from ..config.schema import DataConfig, TrainConfig
 from ..data.batches import Batch, evaluation_batches
 from ..data.encoding import EncodingOptions, encode
 from ..errors import PackError
-from ..evaluation.evaluate import evaluation_rows, perplexity
+from ..evaluation.perplexity import perplexity
+from ..evaluation.rows import evaluation_rows
 from ..memory.matmul_path import choose_matmul_path
 from ..nn.quantized import apply_matmul_path, replace_modules
 from ..objectives.causal_lm import Head, as_arrays, forward, split_head

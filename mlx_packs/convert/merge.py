@@ -29,7 +29,7 @@ from ..bases.writer import Item, Plan
 from ..config.schema import DataConfig
 from ..display import QUIET, Display
 from ..errors import PackError
-from ..evaluation.evaluate import columns_of
+from ..evaluation.rows import columns_of
 from ..nn.experts import expert_weights, is_switch_linear
 from ..nn.quantized import LINEARS, QUANTIZED, dequantized_weight
 from ..packs.base import load_base_for

@@ -18,7 +18,7 @@ from ..config.schema import DataConfig
 from ..data.formats import PAIR_FORMATS, TOKEN_FORMATS, format_of
 from ..display import Display
 from ..errors import PackError
-from ..evaluation.evaluate import evaluation_rows
+from ..evaluation.rows import evaluation_rows
 from ..packs.base import Base, load_base_for
 from ..packs.pack import Pack
 from ..runtime import mx

@@ -30,7 +30,8 @@ from ..objectives.sequence_packing import why_not_packed
 from ..packs.base import Base, activated, check_no_pack
 from ..packs.pack import Pack
 from ..packs.weighted_sum import as_pack, check_distinct
-from .evaluate import Difference, RowScores, Scorer, columns_of, evaluation_rows
+from .perplexity import Difference, RowScores, Scorer
+from .rows import check_limit, columns_of, evaluation_rows
 
 BATCH_SIZES = (1, 4, 8)
 BASE = "base"
@@ -188,8 +189,7 @@ def _sizes(batch_sizes: Sequence[int]) -> list[int]:
 
 
 def _check_counts(limit: int, rounds: int, max_tokens: int) -> None:
-    if limit == 0 or limit < -1:
-        raise PackError(f"--limit must be positive, or -1 for all, but got {limit}.")
+    check_limit(limit)
     if rounds < 1:
         raise PackError(f"--rounds {rounds}: must be 1 or more.")
     check_tokens(max_tokens)

@@ -4,21 +4,21 @@ The numbers are those of sentence-transformers' EmbeddingSimilarityEvaluator,
 InformationRetrievalEvaluator and TripletEvaluator with the cosine.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import numpy as np
 
 from ..bases.encoder import Encoder, embedded
-from ..config.schema import DataConfig, TrainConfig
+from ..data.formats import Row
 from ..data.pairs import PairBatch, Pairs, encode_pairs
 from ..errors import PackError
 from ..objectives.embedding import arrays_of
 from ..packs.base import Base
 from ..packs.manifest import shown_metrics
-from ..packs.pack import Pack
 from ..runtime import mx
-from .evaluate import evaluation_rows
+from .rows import EvalSettings
 
 TOP = 10  # of MRR and NDCG
 _QUERIES = 512  # whose similarities are in memory at a time
@@ -51,16 +51,24 @@ class EmbeddingReport:
     base: Metrics
     pack: Metrics | None
 
-    def to_json(self) -> dict:
+    def to_json(self) -> dict[str, Any]:
+        """The report as JSON has it."""
         return asdict(self)
+
+    def lines(self) -> list[str]:
+        """The report for people."""
+        metrics = {"base": self.base, "pack": self.pack}
+        lines = [f"{name}    {shown_metrics(own)}" for name, own in metrics.items() if own]
+        return [*lines, f"rows    {self.rows} {self.format}"]
 
 
 def check_scores(pairs: Pairs, where: str) -> None:
-    """Raises: PackError if no correlation can be had with the scores of held-out rows."""
+    """Raise a PackError where the scores of held-out rows do not vary: nothing correlates then."""
     if pairs.scores is not None and len(np.unique(pairs.scores)) < 2:
         raise PackError(
             f"{where}: all {len(pairs)} held-out rows have the same score; a "
-            "correlation needs different ones (valid.jsonl)."
+            "correlation needs different ones (valid.jsonl).",
+            "data",
         )
 
 
@@ -82,12 +90,12 @@ def score_pairs(model: Encoder, pairs: Pairs, batch_size: int) -> Metrics:
             "spearman": spearman(cosines, pairs.scores),
             "pearson": pearson(cosines, pairs.scores),
         }
-    found = retrieval(vectors, at[:, 0], at[:, 1])
+    metrics = retrieval(vectors, at[:, 0], at[:, 1])
     if pairs.format.has_negatives:
         anchor, positive, negative = (vectors[column] for column in at.T)
         nearer = (anchor * positive).sum(axis=1) > (anchor * negative).sum(axis=1)
-        found = {"triplet_accuracy": float(nearer.mean()), **found}
-    return found
+        return {"triplet_accuracy": float(nearer.mean()), **metrics}
+    return metrics
 
 
 def pearson(a: np.ndarray, b: np.ndarray) -> float:
@@ -111,9 +119,12 @@ def _ranks(x: np.ndarray) -> np.ndarray:
 def retrieval(vectors: np.ndarray, anchors: np.ndarray, positives: np.ndarray) -> Metrics:
     """MRR@10, NDCG@10 and recall@1 of each anchor's positives among all positives.
 
+    An anchor that stands in several rows has several positives.
+
     Args:
-        vectors: [M, D] of length 1.   anchors, positives: int [N] into them; an anchor that stands
-            in several rows has several positives.
+        vectors: [M, D] of length 1.
+        anchors: int [N] into them.
+        positives: int [N] into them.
     """
     queries, documents = np.unique(anchors), np.unique(positives)
     right: dict[int, set[int]] = {}
@@ -125,8 +136,8 @@ def retrieval(vectors: np.ndarray, anchors: np.ndarray, positives: np.ndarray) -
         chosen = queries[start : start + _QUERIES]
         cosines = vectors[chosen] @ vectors[documents].T
         ranked = documents[np.argsort(-cosines, axis=1, kind="stable")[:, :TOP]]
-        for query, found in zip(chosen.tolist(), ranked, strict=True):
-            hits = np.array([document in right[query] for document in found.tolist()])
+        for query, best in zip(chosen.tolist(), ranked, strict=True):
+            hits = np.array([document in right[query] for document in best.tolist()])
             places = np.flatnonzero(hits)
             reciprocal.append(1 / (places[0] + 1) if len(places) else 0.0)
             ideal = gains[: min(len(right[query]), TOP)].sum()
@@ -140,31 +151,33 @@ def retrieval(vectors: np.ndarray, anchors: np.ndarray, positives: np.ndarray) -
 
 
 def mean_loss(loss: Callable[..., mx.array], batches: list[PairBatch]) -> float:
-    """Of some batches, a row."""
+    """The mean loss per row of some batches."""
     total = sum(loss(*arrays_of(batch)).item() for batch in batches)
     return total / sum(batch.count for batch in batches)
 
 
-def evaluate_embeddings(
-    base: Base,
-    pack: Pack | None,
-    columns: DataConfig,
-    split: str,
-    batch_size: int,
-    max_seq_length: int | None,
-    limit: int,
-) -> EmbeddingReport:
-    """What `evaluation.evaluate` says of an encoder.
+class EmbeddingEvaluator:
+    """The metrics of an encoder's embeddings; see `evaluate.Evaluator`."""
 
-    Raises: PackError for unusable rows, or a pack of another base.
-    """
-    if pack is not None:
-        max_seq_length = max_seq_length or pack.part("recipe").get("max_seq_length")
-    longest = min(max_seq_length or TrainConfig.max_seq_length, base.model.longest)
-    pairs = encode_pairs(evaluation_rows(columns, split, limit), base.tokenizer, longest)
-    check_scores(pairs, str(columns.data))
-    plain, with_pack = score_pairs(base.model, pairs, batch_size), None
-    if pack is not None:
-        with base.applied(pack):
-            with_pack = score_pairs(base.model, pairs, batch_size)
-    return EmbeddingReport(len(pairs), pairs.format.name, plain, with_pack)
+    matmul_path = "quantized"  # its base is dense: nothing to choose
+
+    def __init__(self, base: Base, rows: Sequence[Row], settings: EvalSettings) -> None:
+        if settings.loss_on is not None or settings.matmul_path not in ("auto", "dense"):
+            setting = "loss_on" if settings.loss_on is not None else "matmul_path"
+            raise PackError(
+                f"{base.name}: is an encoder, which has neither --loss-on nor a matmul path.",
+                "conflict",
+                setting,
+            )
+        longest = min(settings.max_seq_length, base.model.longest)
+        self._base, self._batch_size = base, settings.batch_size
+        self._pairs = encode_pairs(rows, base.tokenizer, longest)
+        check_scores(self._pairs, str(settings.columns.data))
+
+    def score(self) -> Metrics:
+        """The metrics that the rows allow."""
+        return score_pairs(self._base.model, self._pairs, self._batch_size)
+
+    def report(self, base: Metrics, pack: Metrics | None) -> EmbeddingReport:
+        """Both metrics."""
+        return EmbeddingReport(len(self._pairs), self._pairs.format.name, base, pack)

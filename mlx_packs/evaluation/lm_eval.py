@@ -24,7 +24,7 @@ from ..objectives.causal_lm import split_head
 from ..packs.base import Base, activated, check_no_pack
 from ..packs.pack import Pack
 from ..packs.weighted_sum import as_pack
-from .evaluate import Scorer
+from .perplexity import Scorer
 
 _ANSWER_TOKENS = 256  # the harness's own default, where a task names none
 _LONGEST = 2048

@@ -11,7 +11,7 @@ from pathlib import Path
 from ..adapters.method import Trainable
 from ..data.batches import Batch
 from ..errors import Interrupted, PackError
-from ..evaluation.evaluate import Score
+from ..evaluation.perplexity import Score
 from ..objectives.causal_lm import Arrays
 from ..runtime import mx
 from .checkpoint import TrainingState, Window, save_checkpoint

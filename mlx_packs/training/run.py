@@ -28,7 +28,7 @@ from ..data.batches import Batch, prefetched
 from ..data.encoding import Examples, token_format
 from ..display import QUIET, VERBOSE, Display
 from ..errors import PackError
-from ..evaluation.evaluate import Score, Scorer
+from ..evaluation.perplexity import Score, Scorer
 from ..files import TINY_FOLDER, make_folder
 from ..gates import Gates, evaluate_gates, gate_limits
 from ..inference.generate import complete

@@ -19,7 +19,7 @@ from mlx_packs.convert.interop import export_pack
 from mlx_packs.data.batches import make_batch
 from mlx_packs.data.encoding import Example
 from mlx_packs.errors import PackError
-from mlx_packs.evaluation.evaluate import Scorer
+from mlx_packs.evaluation.perplexity import Scorer
 from mlx_packs.memory.plan import ERROR, estimate, tensors_of
 from mlx_packs.nn.quantized import apply_matmul_path, count_weights
 from mlx_packs.objectives.causal_lm import as_arrays, loss_sum, split_head

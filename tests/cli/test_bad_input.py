@@ -60,7 +60,7 @@ def files(folder: Path) -> dict[str, bytes | None]:
         ('{"text": "a"}', "d/train.jsonl:9: mixed formats: this row is text"),
         ('{"messages": "Hi"}', "d/train.jsonl:9: 'messages' must be a list of {role, content}"),
         ('{"messages": [{"role": "user", "content": "a"}]}', "d/train.jsonl:9: nothing to superv"),
-        ('{"words": "a"}', "d/train.jsonl:9: must have 'messages'"),
+        ('{"words": "a"}', "d/train.jsonl:9: must have the columns {prompt, completion} or {messages}"),
         ('{"prompt": "a\\ud800", "completion": "b"}', "d/train.jsonl:9: mixed formats"),
     ],
 )
@@ -409,7 +409,7 @@ def test_pack_manifest_that_contradicts_the_adapters_is_refused(pack, refused):
         (("inspect", "d"), "d: is no pack: it has no pack.json."),
         (("eval", "o", "--data", "d", "--split", "foo"), "--data d: has no foo rows."),
         (("eval", "o", "--data", "nope"), "--data nope: no such folder or file"),
-        (("eval", "o", "--data", "d", "--limit", "0"), "--limit must be positive"),
+        (("eval", "o", "--data", "d", "--limit", "0"), "--limit 0: must be positive"),
         (("generate", "--prompt", " "), "--prompt: is empty."),
         ((*TRAIN,), "--out o: holds a pack already; choose another name or pass --overwrite."),
         ((*TRAIN, "--resume", "--rank", "4"), "--resume: "),

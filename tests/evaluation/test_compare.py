@@ -15,7 +15,7 @@ from mlx_packs.data.batches import evaluation_batches
 from mlx_packs.data.encoding import Example, Examples
 from mlx_packs.errors import PackError
 from mlx_packs.evaluation import compare as comparison
-from mlx_packs.evaluation.evaluate import Difference, RowScores, Scorer
+from mlx_packs.evaluation.perplexity import Difference, RowScores, Scorer
 from mlx_packs.gates import evaluate_gates, failures, gate_limits
 from mlx_packs.inference import throughput as speed
 from mlx_packs.objectives.causal_lm import split_head
@@ -321,7 +321,7 @@ def test_limits_must_be_positive_numbers(limit):
         (("--sequence-length", "100000"), "--sequence-length 100000: with --max-tokens 32"),
         (("--pack", "a", "--max-tokens", "1"), "--max-tokens 1: must be 2 or more"),
         (("--pack", "a", "--rounds", "0"), "--rounds 0: must be 1 or more"),
-        (("--pack", "a", "--limit", "0"), "--limit must be positive"),
+        (("--pack", "a", "--limit", "0"), "--limit 0: must be positive"),
         (("--pack", "a", "--max-ppl-ratio", "0"), "--max-ppl-ratio 0: must be a positive number"),
         (("--min-tps-ratio", "0.5"), "--min-tps-ratio: is a gate for packs, but there is no pack"),
         (("--pack", "a", "--csv", "no/x.csv"), "--csv no/x.csv: there is no folder no"),

@@ -9,8 +9,8 @@ import pytest
 
 from mlx_packs import evaluate, evaluate_tasks, load_base
 from mlx_packs.errors import PackError
-from mlx_packs.evaluation.evaluate import Scorer
 from mlx_packs.evaluation.lm_eval import _figures, _until, language_model, log_likelihoods
+from mlx_packs.evaluation.perplexity import Scorer
 from mlx_packs.objectives.causal_lm import split_head
 from mlx_packs.runtime import mx
 from tests.helpers.errors import raises

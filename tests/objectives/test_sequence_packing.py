@@ -17,7 +17,7 @@ from mlx_packs.data.batches import make_batch, make_packed_batch
 from mlx_packs.data.encoding import Example
 from mlx_packs.data.sampler import first_fit
 from mlx_packs.errors import PackError
-from mlx_packs.evaluation.evaluate import Scorer
+from mlx_packs.evaluation.perplexity import Scorer
 from mlx_packs.nn.segments import SegmentCache, places_in_segments
 from mlx_packs.objectives.causal_lm import as_arrays, loss_sum, split_head
 from mlx_packs.objectives.sequence_packing import prepare_packing

@@ -165,7 +165,7 @@ def test_packs_of_one_shape_share_the_traces_that_score_them():
 import numpy as np
 from tests.helpers.models import base_of
 from tests.helpers.packs import random_pack
-from mlx_packs.evaluation import evaluate as e
+from mlx_packs.evaluation import perplexity as e
 from mlx_packs.data.batches import evaluation_batches
 from mlx_packs.data.encoding import Example, Examples
 from mlx_packs.runtime import mx

@@ -8,7 +8,7 @@ from mlx_packs.adapters.lora import attach
 from mlx_packs.config.schema import LoRAConfig, TrainConfig
 from mlx_packs.data.batches import make_batch, make_packed_batch
 from mlx_packs.data.encoding import Example
-from mlx_packs.evaluation.evaluate import Scorer
+from mlx_packs.evaluation.perplexity import Scorer
 from mlx_packs.objectives.causal_lm import as_arrays, split_head
 from mlx_packs.ops import lanes, matmul
 from mlx_packs.optim import make_optimizer

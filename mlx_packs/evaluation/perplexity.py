@@ -1,0 +1,245 @@
+"""Held-out perplexity and its standard error, token accuracy, and the paired difference of two."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import mlx.nn as nn
+import numpy as np
+from mlx.utils import tree_flatten
+
+from ..data.batches import Batch, evaluation_batches
+from ..data.encoding import EncodingOptions, encode
+from ..data.formats import Row
+from ..errors import PackError
+from ..memory.matmul_path import choose_matmul_path
+from ..nn.lora import GroupedLoRA
+from ..objectives.causal_lm import Arrays, Head, as_arrays, split_head, target_loss
+from ..packs.base import Base
+from ..packs.manifest import shown_perplexity
+from ..runtime import is_traced, mx
+from .rows import EvalSettings
+
+
+@dataclass(frozen=True)
+class Score:
+    """PPL is exp(mean NLL a target); its standard error counts rows, not tokens, as independent.
+
+    One row alone tells nothing of the error: ``ppl_se`` is None then.
+    """
+
+    ppl: float
+    ppl_se: float | None
+    accuracy: float
+    nll: float
+    rows: int
+    targets: int
+
+    def log_entry(self) -> dict[str, float]:
+        """Entries of the line in a run's metrics for validation examples."""
+        return {"valid_loss": self.nll, "valid_ppl": self.ppl}
+
+    def summary(self) -> str:
+        """The same in one line for people."""
+        return f"loss {self.nll:.3f}, PPL {self.ppl:.2f}"
+
+
+@dataclass(frozen=True)
+class RowScores:
+    """Sum of the NLL [R] of each row, its targets [R], and how many of them ranked first [R].
+
+    Rows stand in the order of the data, whatever batches they were scored in.
+    """
+
+    nll: np.ndarray
+    targets: np.ndarray
+    hits: np.ndarray
+
+    @property
+    def score(self) -> Score:
+        """All rows together. Their error is that of a ratio (tokens of a row depend on each other):
+
+        se = sqrt(R / (R - 1) * sum((nll_r - mean * n_r)^2)) / N, times PPL.
+        """
+        count = int(self.targets.sum())
+        mean, se = _mean_and_error(self.nll, self.targets)
+        ppl = perplexity(float(self.nll.sum()), count)
+        accuracy = float(self.hits.sum()) / count
+        return Score(ppl, None if se is None else ppl * se, accuracy, mean, len(self.nll), count)
+
+
+@dataclass(frozen=True)
+class Difference:
+    """NLL a target with a pack less that without, row by row, and its standard error.
+
+    ``ppl_ratio`` is its exponential. What makes a row hard cancels out, so that the error is far
+    smaller than the two perplexities' own. One row alone tells nothing of the error: None then.
+    """
+
+    nll: float
+    nll_se: float | None
+    ppl_ratio: float
+    ppl_ratio_se: float | None
+
+    @classmethod
+    def between(cls, base: RowScores, pack: RowScores) -> "Difference":
+        mean, se = _mean_and_error(pack.nll - base.nll, base.targets)
+        ratio = math.exp(min(mean, 700.0))
+        return cls(mean, se, ratio, None if se is None else ratio * se)
+
+
+def _mean_and_error(sums: np.ndarray, targets: np.ndarray) -> tuple[float, float | None]:
+    """Mean a target of sums a row, and its standard error with rows as independent."""
+    total, rows = int(targets.sum()), len(targets)
+    mean = float(sums.sum() / total)
+    if rows < 2:
+        return mean, None
+    spread = float(((sums - mean * targets) ** 2).sum())
+    return mean, math.sqrt(spread * rows / (rows - 1)) / total
+
+
+@dataclass(frozen=True)
+class EvalReport:
+    """Base and base with pack on the same examples; ``difference`` is the paired one."""
+
+    rows: int
+    targets: int
+    base: Score
+    pack: Score | None
+    ppl_ratio: float | None
+    difference: Difference | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """The report as JSON has it."""
+        return asdict(self)
+
+    def lines(self) -> list[str]:
+        """The report for people."""
+        scores = {"base": self.base, "pack": self.pack}
+        lines = [
+            f"{name}    PPL {shown_perplexity(score.ppl, score.ppl_se, 3)} · "
+            f"token accuracy {score.accuracy:.1%}"
+            for name, score in scores.items()
+            if score is not None
+        ]
+        if self.difference is not None:
+            ratio = shown_perplexity(self.difference.ppl_ratio, self.difference.ppl_ratio_se, 3)
+            lines.append(
+                f"ratio   {ratio}, paired by row, on {self.rows} rows, "
+                f"{self.targets:,} target tokens"
+            )
+        return lines
+
+
+def perplexity(nll_sum: float, count: int) -> float:
+    """exp of the mean negative log-likelihood, capped where a float64 would overflow."""
+    return math.exp(min(nll_sum / count, 700.0))
+
+
+class Scorer:
+    """Scores batches with the model as it is; one trace for each shape of batch.
+
+    Adapters, and trainable base weights, are inputs of the traces: packs that are swapped in place
+    (`Base.swap_pack`) are scored by the traces of the first.
+
+    Args:
+        model: the base model, with or without adapters.
+        head: its head apart from its body, or None.
+        arrays: what the forward takes of a batch.
+
+    Attributes:
+        traces: how many MLX has compiled.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        head: Head | None,
+        arrays: Callable[[Batch], Arrays] = as_arrays,
+    ) -> None:
+        self.model = model
+        self.traces = 0
+        self._arrays = arrays
+        trainable = tree_flatten(model.trainable_parameters())
+        is_full = any(".lora_" not in name for name, _ in trainable)
+        variable = (
+            [model] if is_full else [m for m in model.modules() if isinstance(m, GroupedLoRA)]
+        )
+
+        def forward(
+            tokens: mx.array,
+            positions: mx.array,
+            targets: mx.array,
+            _: mx.array,
+            *segments: mx.array,
+        ) -> tuple[mx.array, mx.array]:
+            self.traces += is_traced(positions)
+            return target_loss(model, head, tokens, positions, targets, *segments, gradient=False)
+
+        self._forward = mx.compile(forward, inputs=[m.state for m in variable])
+
+    def rows(
+        self, batches: Sequence[Batch], advance: Callable[[], None] | None = None
+    ) -> RowScores:
+        """Score every example of the batches.
+
+        Raises:
+            PackError: there is none.
+        """
+        if not batches:
+            raise PackError("nothing to evaluate: there are no rows.", "data")
+        self.model.eval()
+        order: list[int] = []
+        parts = []
+        for batch in batches:
+            real = batch.owners >= 0
+            owners, rows = batch.owners[real], len(batch.rows)
+            scored = self._forward(*self._arrays(batch))
+            mx.eval(scored)
+            sums = [np.array(values, dtype=np.float64)[real] for values in scored]
+            parts.append(
+                (
+                    np.bincount(owners, sums[0], rows),
+                    np.bincount(owners, minlength=rows),
+                    np.bincount(owners, sums[1], rows),
+                )
+            )
+            order += batch.rows
+            if advance is not None:
+                advance()
+        by_row = np.argsort(order, kind="stable")
+        return RowScores(*(np.concatenate(part)[by_row] for part in zip(*parts, strict=True)))
+
+    def score(self, batches: Sequence[Batch], advance: Callable[[], None] | None = None) -> Score:
+        """All examples of the batches together, by token-weighted negative log-likelihood."""
+        return self.rows(batches, advance).score
+
+
+class PerplexityEvaluator:
+    """Perplexity and token accuracy of a causal model; see `evaluate.Evaluator`."""
+
+    def __init__(self, base: Base, rows: Sequence[Row], settings: EvalSettings) -> None:
+        length = settings.max_seq_length
+        options = EncodingOptions(settings.loss_on, length, base.vocab_size)
+        examples = encode(rows, base.tokenizer, settings.columns, options)
+        self._base = base
+        self._batches = evaluation_batches(examples, settings.batch_size, length)
+        self.matmul_path = settings.matmul_path
+        if self.matmul_path == "auto":
+            tokens = self._batches[-1].tokens.size
+            self.matmul_path = choose_matmul_path(base.model, tokens).matmul_path
+
+    def score(self) -> RowScores:
+        """Score every example."""
+        return Scorer(self._base.model, split_head(self._base.model)).rows(self._batches)
+
+    def report(self, base: RowScores, pack: RowScores | None) -> EvalReport:
+        """Both scores, and their difference paired by example."""
+        score = base.score
+        if pack is None:
+            return EvalReport(score.rows, score.targets, score, None, None)
+        difference = Difference.between(base, pack)
+        return EvalReport(
+            score.rows, score.targets, score, pack.score, difference.ppl_ratio, difference
+        )

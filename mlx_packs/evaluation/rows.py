@@ -1,0 +1,67 @@
+"""Which rows a base and its packs are evaluated on."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..config.schema import COLUMN_SETTINGS, DataConfig
+from ..data.formats import Row
+from ..data.rows import load_rows, read_rows
+from ..errors import PackError
+from ..packs.pack import Pack
+
+
+@dataclass(frozen=True)
+class EvalSettings:
+    """How rows are evaluated.
+
+    Args:
+        columns: what the rows' columns are called, and where the rows are.
+        batch_size: examples of a batch.
+        max_seq_length: longer examples are cut.
+        loss_on: which tokens are targets; None is the default of the rows' format.
+        matmul_path: how the frozen weights are used; ``auto`` is measured.
+    """
+
+    columns: DataConfig
+    batch_size: int
+    max_seq_length: int
+    loss_on: str | None = None
+    matmul_path: str = "auto"
+
+
+def columns_of(pack: Pack | None, data: str | Path, **specified: str) -> DataConfig:
+    """Rows in ``data`` with their columns named as specified, else as the pack was trained.
+
+    The embedded data set has the default names whatever a pack was trained on.
+    """
+    recipe = pack.part("recipe") if pack is not None and str(data) != "tiny" else {}
+    trained = {name: recipe[name] for name in COLUMN_SETTINGS if recipe.get(name)}
+    return DataConfig(data=str(data), **{**trained, **specified})
+
+
+def evaluation_rows(columns: DataConfig, split: str, limit: int = -1) -> list[Row]:
+    """The rows of a file, or of a folder's ``split`` (``valid`` where it has no ``test``).
+
+    Args:
+        columns: where the rows are.
+        split: that of a folder.
+        limit: takes the first rows; -1 takes all.
+
+    Raises:
+        PackError: there are no such rows.
+    """
+    first = slice(None if limit < 0 else limit)
+    if Path(columns.data).is_file():
+        return read_rows(Path(columns.data))[first]
+    rows = load_rows(columns).rows
+    if split == "test" and not rows["test"]:
+        split = "valid"
+    if not rows.get(split):
+        raise PackError(f"--data {columns.data}: has no {split} rows.", "data", "split")
+    return rows[split][first]
+
+
+def check_limit(limit: int) -> None:
+    """Raise a PackError unless a number of examples is positive, or -1 for all."""
+    if limit == 0 or limit < -1:
+        raise PackError(f"--limit {limit}: must be positive, or -1 for all.")
