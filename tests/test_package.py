@@ -47,17 +47,17 @@ def test_inspect_does_not_import_transformers():
     )
 
 
-@pytest.mark.parametrize("given", [None, "0"])
+@pytest.mark.parametrize("preset", [None, "0"])
 @pytest.mark.parametrize(
     "first",
     ["mlx_packs.nn.quantized", "mlx_packs.ops.nf4", "mlx_packs.train", "mlx_packs.cli.main"],
 )
-def test_the_watchdog_switch_is_set_before_mlx_is_imported_and_the_users_own_stays(first, given):
+def test_the_watchdog_switch_is_set_before_mlx_is_imported_and_the_users_own_stays(first, preset):
     """`find_spec` of a finder that finds nothing sees the environment when MLX is asked for."""
     code = f"""
 import os, sys
 os.environ.pop("AGX_RELAX_CDM_CTXSTORE_TIMEOUT", None)
-if {given!r}: os.environ["AGX_RELAX_CDM_CTXSTORE_TIMEOUT"] = {given!r}
+if {preset!r}: os.environ["AGX_RELAX_CDM_CTXSTORE_TIMEOUT"] = {preset!r}
 class Finder:
     @staticmethod
     def find_spec(name, path=None, target=None):
@@ -65,7 +65,7 @@ class Finder:
 sys.meta_path.insert(0, Finder)
 import {first}, mlx_packs.runtime
 """
-    assert run_python(code) == (given or "1")
+    assert run_python(code) == (preset or "1")
 
 
 def test_public_names_resolve_and_evaluate_is_a_function():
@@ -171,7 +171,7 @@ def check_kernel_sources(installed: Path, empty: Path) -> None:
         "import OPS; print(json.dumps([mlx_packs.__file__, {op.OP + '.' + suffix: source(op.OP, "
         "suffix) for op in OPS for suffix in ('metal', 'cu')}]))"
     )
-    found = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-c", code],
         cwd=empty,
         check=True,
@@ -179,7 +179,7 @@ def check_kernel_sources(installed: Path, empty: Path) -> None:
         text=True,
         env={**os.environ, "PYTHONPATH": str(installed), "PYTHONSAFEPATH": "1"},
     )
-    file, texts = json.loads(found.stdout)
+    file, texts = json.loads(result.stdout)
     assert file.startswith(str(installed))
     for name, text in texts.items():
         assert text == (ROOT / "kernels" / name.split(".")[0] / name).read_text()
@@ -207,10 +207,10 @@ def test_wheel_and_wheel_from_sdist_carry_the_same_files_and_train(tmp_path):
     installed = tmp_path / "installed"
     options = "--iters 1 --batch-size 1 --test-batches 1 --val-batches 0 --max-seq-length 64"
     train(f"{options} --matmul-path dense", tmp_path, PYTHONPATH=str(installed))
-    found = run_python(
+    file = run_python(
         "import mlx_packs; print(mlx_packs.__file__)", PYTHONPATH=str(installed), PYTHONSAFEPATH="1"
     )
-    assert found.startswith(str(installed))
+    assert file.startswith(str(installed))
 
 
 @pytest.mark.slow

@@ -92,8 +92,8 @@ def test_the_stack_of_projections_is_named_in_the_manifest_and_evaluates_on_the_
     code, printed, _ = run(
         "eval", here / "stack", "--model", here / "llama", "--data", here / "d", "--json"
     )
-    judged = json.loads(printed)
-    assert code == 0 and abs(judged["pack"]["ppl"] / report["ppl_after"] - 1) < 1e-4
+    evaluation = json.loads(printed)
+    assert code == 0 and abs(evaluation["pack"]["ppl"] / report["ppl_after"] - 1) < 1e-4
 
 
 @pytest.mark.parametrize(
@@ -226,17 +226,17 @@ def test_the_manifest_maps_adapters_to_the_bases_tensors_and_a_merge_changes_jus
 
 def test_double_quantization_is_the_default_and_can_be_turned_off(here, train, run):
     nf4 = ("--quantize", "nf4", "--keep", "lm_head,embed_tokens", "--target-modules", "q_proj")
-    found = {}
+    double_quant = {}
     for name, more in (("double", ()), ("single", ("--no-double-quant",))):
         train("llama", name, *nf4, *more, iters=1)
-        found[name] = Pack.open(here / name).manifest["base"]["quantization"]["double_quant"]
+        double_quant[name] = Pack.open(here / name).manifest["base"]["quantization"]["double_quant"]
         _, shown, _ = run("inspect", here / name)
         assert ("nf4 4-bit g64 double-quantized" in shown) == (name == "double")
-    assert found == {"double": True, "single": False}
+    assert double_quant == {"double": True, "single": False}
 
 
 @pytest.mark.parametrize(
-    ("spoil", "told"),
+    ("spoil", "parts"),
     [
         (lambda f: (f / "model.safetensors").rename(f / "m.gguf"), ("GGUF", "--quantize nf4")),
         (
@@ -247,12 +247,12 @@ def test_double_quantization_is_the_default_and_can_be_turned_off(here, train, r
     ],
     ids=["gguf", "sentencepiece", "hqq"],
 )
-def test_what_cannot_be_read_is_refused_and_what_works_is_named(tmp_path, here, run, spoil, told):
+def test_what_cannot_be_read_is_refused_and_what_works_is_named(tmp_path, here, run, spoil, parts):
     spoil(write_checkpoint(tmp_path / "base", "llama"))
     code, out, err = run(
         "train", "--model", tmp_path / "base", "--data", here / "d", "--out", tmp_path / "o"
     )
-    assert (code, out) == (2, "") and all(part in err for part in told)
+    assert (code, out) == (2, "") and all(part in err for part in parts)
     assert err.splitlines()[-1].startswith("packs: ") and not (tmp_path / "o").exists()
 
 
@@ -277,9 +277,9 @@ def test_layers_and_heads_of_the_manifest_are_the_bases_own(here, train, family,
         config.pop("num_attention_heads")  # GPT-2's own config has n_head
         (folder / "config.json").write_text(json.dumps(config))
     train(folder.name, f"counted-{family}", iters=1)
-    found = Pack.open(here / f"counted-{family}").manifest["base"]
+    base = Pack.open(here / f"counted-{family}").manifest["base"]
     names = ("num_layers", "num_heads", "num_kv_heads", "head_dim", "hidden_size")
-    assert tuple(found[name] for name in names) == counts
+    assert tuple(base[name] for name in names) == counts
 
 
 def test_a_4_bit_base_trains_both_objectives_and_the_same_pack_is_swapped(here, train):

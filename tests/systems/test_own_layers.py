@@ -81,9 +81,9 @@ def test_three_layers_equal_plain_mlx_autograd_as_a_sequence_and_as_a_function()
         value, grads = mx.value_and_grad(plain)(adapters)
         grads, _ = optimizers.clip_grad_norm(grads, 1.0)
         adapters = adamw.apply_gradients(grads, adapters)
-        found = trainer.step_lm(names, x, y)
-        assert found == other.step_lm(forward, x, y)
-        assert found == pytest.approx(value.item(), abs=1e-6)
+        loss = trainer.step_lm(names, x, y)
+        assert loss == other.step_lm(forward, x, y)
+        assert loss == pytest.approx(value.item(), abs=1e-6)
     for name in names:
         for key, wanted in zip(("lora_a", "lora_b"), adapters[name], strict=True):
             tensor = trainer.tensors()[f"{name}.{key}"]
@@ -133,15 +133,16 @@ def test_the_notebook_runs_and_says_what_is_stored_in_it(tmp_path, monkeypatch, 
     assert notebook["nbformat"] == 4
     cells = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
     space: dict = {}
-    told, stored = "", ""
+    output, stored = "", ""
     for cell in cells:
         exec("".join(cell["source"]), space)
-        told += capsys.readouterr().out
+        output += capsys.readouterr().out
         stored += "".join(part for output in cell["outputs"] for part in output["text"])
     losses = {
-        text: [float(n) for n in re.findall(r"held out (\d\.\d+)", text)] for text in (told, stored)
+        text: [float(n) for n in re.findall(r"held out (\d\.\d+)", text)]
+        for text in (output, stored)
     }
-    assert len(losses[stored]) == 4 and losses[told] == pytest.approx(losses[stored], abs=0.1)
-    fresh, loaded = (float(re.search(f"{word}: +(.+)", told)[1]) for word in ("fresh", "loaded"))
-    assert losses[told][-1] == loaded < 0.6 * fresh
-    assert told.splitlines()[0] == stored.splitlines()[0]
+    assert len(losses[stored]) == 4 and losses[output] == pytest.approx(losses[stored], abs=0.1)
+    fresh, loaded = (float(re.search(f"{word}: +(.+)", output)[1]) for word in ("fresh", "loaded"))
+    assert losses[output][-1] == loaded < 0.6 * fresh
+    assert output.splitlines()[0] == stored.splitlines()[0]

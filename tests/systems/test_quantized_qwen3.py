@@ -9,8 +9,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from click.testing import CliRunner
 
 from mlx_packs import Pack
+from mlx_packs.cli.main import packs
 from mlx_packs.files import read_header
 from mlx_packs.runtime import mx
 from tests.helpers.checkpoints import write_checkpoint, write_quantized
@@ -46,54 +48,33 @@ def here(tmp_path_factory) -> Path:
     return folder
 
 
+def training(here: Path, model: str, out: str, *args: object) -> list[str]:
+    """Arguments of `packs train` on a base of ``here``, for one short batch."""
+    arguments = ["--model", here / model, "--data", here / "d", "--out", here / out]
+    arguments += "--iters 1 --batch-size 2 --max-seq-length 32 --overwrite --json".split()
+    return ["train", *map(str, [*arguments, *args])]
+
+
 @pytest.fixture
 def train(here, run):
-    """`packs train` on a base of ``here``; its report and what it said."""
+    """`packs train` on a base of ``here``; its report and its output."""
 
     def go(model: str, out: str, *args, code: int = 0) -> tuple[dict, str]:
-        done, printed, err = run(
-            "train",
-            "--model",
-            here / model,
-            "--data",
-            here / "d",
-            "--out",
-            here / out,
-            "--iters",
-            1,
-            "--batch-size",
-            2,
-            "--max-seq-length",
-            32,
-            "--overwrite",
-            "--json",
-            *args,
-        )
-        assert done == code, err
+        exit_code, printed, err = run(*training(here, model, out, *args))
+        assert exit_code == code, err
         return json.loads(printed) if printed else {}, err
 
     return go
 
 
-@pytest.fixture
-def trained(here, train) -> tuple[Path, str]:
-    """A pack of the 4B block with a rank for each slice, made once; and what was said."""
-    said = here / "said.txt"
-    if not said.is_file():
-        pattern = ",".join(f"{name}={rank}" for name, rank in RANKS.items())
-        _, err = train(
-            "qwen3-4b",
-            "pack",
-            "--rank",
-            4,
-            "--rank-pattern",
-            pattern,
-            "--matmul-path",
-            "dense",
-            "-v",
-        )
-        said.write_text(err)
-    return here / "pack", said.read_text()
+@pytest.fixture(scope="module")
+def trained(here) -> tuple[Path, str]:
+    """A pack of the 4B block with a rank for each slice; and what was printed beside the report."""
+    pattern = ",".join(f"{name}={rank}" for name, rank in RANKS.items())
+    more = ("--rank", 4, "--rank-pattern", pattern, "--matmul-path", "dense", "-v")
+    result = CliRunner().invoke(packs, training(here, "qwen3-4b", "pack", *more))
+    assert result.exit_code == 0, result.stderr
+    return here / "pack", result.stderr
 
 
 def test_grouped_projections_train_at_the_true_geometry_of_qwen3_4b(here, trained):
@@ -120,8 +101,8 @@ def test_grouped_projections_train_at_the_true_geometry_of_qwen3_4b(here, traine
 
 def test_each_slice_has_the_rank_that_it_was_given(trained):
     specs = Pack.open(trained[0]).specs
-    found = {path.rpartition(".")[2]: spec.slices[0].rank for path, spec in specs.items()}
-    assert found == {"o_proj": 4, "gate_proj": 4, "up_proj": 4, **RANKS}
+    ranks = {path.rpartition(".")[2]: spec.slices[0].rank for path, spec in specs.items()}
+    assert ranks == {"o_proj": 4, "gate_proj": 4, "up_proj": 4, **RANKS}
 
 
 def test_the_probed_geometry_is_logged(trained):
@@ -144,20 +125,19 @@ class Model(qwen3.Model):
 """
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def pruned(here) -> str:
     """A base whose last feed-forward is narrower than its config says, by code of its own."""
-    if not (here / "pruned").exists():
-        folder = write_checkpoint(here / "pruned", "qwen3")
-        tensors = mx.load(str(folder / "model.safetensors"))
-        for name in ("gate_proj", "up_proj", "down_proj"):
-            key = f"model.layers.1.mlp.{name}.weight"
-            half = [n // 2 if n == 128 else n for n in tensors[key].shape]
-            tensors[key] = mx.contiguous(tensors[key][: half[0], : half[1]])
-        mx.save_safetensors(str(folder / "model.safetensors"), tensors)
-        (folder / "pruned.py").write_text(PRUNED)
-        config = json.loads((folder / "config.json").read_text())
-        (folder / "config.json").write_text(json.dumps({**config, "model_file": "pruned.py"}))
+    folder = write_checkpoint(here / "pruned", "qwen3")
+    tensors = mx.load(str(folder / "model.safetensors"))
+    for name in ("gate_proj", "up_proj", "down_proj"):
+        key = f"model.layers.1.mlp.{name}.weight"
+        half = [n // 2 if n == 128 else n for n in tensors[key].shape]
+        tensors[key] = mx.contiguous(tensors[key][: half[0], : half[1]])
+    mx.save_safetensors(str(folder / "model.safetensors"), tensors)
+    (folder / "pruned.py").write_text(PRUNED)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "model_file": "pruned.py"}))
     return "pruned"
 
 
@@ -172,8 +152,8 @@ def test_a_geometry_that_contradicts_the_config_is_refused_with_module_and_both_
 
 def test_the_fp16_fallback_trains_on_all_the_same_and_says_where(here, train, pruned, run):
     report, err = train(pruned, "fallback", "--trust-remote-code", "--train-fp16-fallback")
-    told = "geometry could not be probed, dequantized to fp16"
-    assert [f"model.layers.1.mlp.{n}_proj: {told}" in err for n in ("gate", "up", "down")] == [
+    note = "geometry could not be probed, dequantized to fp16"
+    assert [f"model.layers.1.mlp.{n}_proj: {note}" in err for n in ("gate", "up", "down")] == [
         True
     ] * 3
     assert np.isfinite(report["ppl_after"])
@@ -191,13 +171,13 @@ def test_the_fp16_fallback_trains_on_all_the_same_and_says_where(here, train, pr
 
 
 def test_eval_batch_measures_ppl_and_speed_and_its_gates_end_with_1(here, train, run):
-    train("bf16", "judged")
+    train("bf16", "evaluated")
     judge = (
         "eval-batch",
         "--model",
         here / "bf16",
         "--pack",
-        here / "judged",
+        here / "evaluated",
         "--data",
         here / "d",
         "--batch-size",
@@ -264,8 +244,8 @@ def test_a_bf16_checkpoint_trains_by_the_same_command(here, train):
 
 
 def test_the_runbook_says_what_a_pack_asks_of_a_base_and_it_is_asked(here, train, run):
-    said = (ROOT / "runbook.md").read_text().partition("## Pack compatibility")[2]
-    assert "another quantization of the same model is another base" in said
+    text = (ROOT / "runbook.md").read_text().partition("## Pack compatibility")[2]
+    assert "another quantization of the same model is another base" in text
     write_quantized(here / "packed", here / "bf16")
     train("packed", "of-packed")
     for model, code in (("packed", 0), ("bf16", 2)):

@@ -39,8 +39,8 @@ def trained(run, encoder: Path, folder: Path, rows: list[dict], *more) -> dict:
 
 
 def test_a_folder_of_sentence_transformers_makes_embeddings(encoder):
-    found = load_base(encoder).encode(["how do i fix a car?", "please tell me"], batch_size=2)
-    assert found.shape == (2, 32) and np.abs(np.linalg.norm(found, axis=1) - 1).max() < 1e-6
+    vectors = load_base(encoder).encode(["how do i fix a car?", "please tell me"], batch_size=2)
+    assert vectors.shape == (2, 32) and np.abs(np.linalg.norm(vectors, axis=1) - 1).max() < 1e-6
 
 
 @pytest.mark.parametrize("loss", ["cosine", "cosent", "mnrl", "cached-mnrl", "triplet"])

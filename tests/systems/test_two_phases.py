@@ -71,7 +71,7 @@ def data(tmp_path_factory) -> Path:
 def trained(llama, data, tmp_path_factory) -> tuple[Path, dict]:
     """The note's recipe, trained as it stands but for the size of the run."""
     out = tmp_path_factory.mktemp("out") / "p"
-    made = subprocess.run(
+    result = subprocess.run(
         [
             sys.executable,
             "-m",
@@ -103,8 +103,8 @@ def trained(llama, data, tmp_path_factory) -> tuple[Path, dict]:
         text=True,
         check=False,
     )
-    assert made.returncode == 0, made.stderr
-    return out, json.loads(made.stdout)
+    assert result.returncode == 0, result.stderr
+    return out, json.loads(result.stdout)
 
 
 def test_the_recipe_of_the_note_trains_a_llama_3_1_as_it_stands(trained, llama):
@@ -143,8 +143,8 @@ def test_weights_take_4_127_bits(trained, llama, tmp_path, run):
 def test_the_pack_is_merged_swapped_and_exported(trained, llama, tmp_path, run):
     out, _ = trained
     merged = ["merge", out, "--model", llama, "--out", tmp_path / "m", "--json"]
-    code, told, err = run(*merged)
-    assert code == 0 and json.loads(told)["passed"], err
+    code, printed, err = run(*merged)
+    assert code == 0 and json.loads(printed)["passed"], err
     base = load_base_for(Pack.open(out), llama)
     probe = mx.arange(1, 17)[None]
     before = base.model(probe)
@@ -177,18 +177,18 @@ def test_a_plan_for_8b_says_what_full_lora_and_qlora_need(tmp_path, run):
         "--json",
     )
     assert code == 0
-    found = {(o["method"], o["quantize"]): o for o in json.loads(out)}
-    assert found["full", "none"]["peak_gb"] > 60 and not found["full", "none"]["fits"]
-    assert 16 < found["lora", "none"]["peak_gb"] < 32
-    assert found["qlora", "nf4"]["peak_gb"] < 16 and found["qlora", "nf4"]["fits"]
-    assert {o["adapter_weights"] for o in found.values() if o["method"] != "full"} == {41_943_040}
-    assert all(o["why"] for o in found.values())
+    options = {(o["method"], o["quantize"]): o for o in json.loads(out)}
+    assert options["full", "none"]["peak_gb"] > 60 and not options["full", "none"]["fits"]
+    assert 16 < options["lora", "none"]["peak_gb"] < 32
+    assert options["qlora", "nf4"]["peak_gb"] < 16 and options["qlora", "nf4"]["fits"]
+    assert {o["adapter_weights"] for o in options.values() if o["method"] != "full"} == {41_943_040}
+    assert all(o["why"] for o in options.values())
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "mb"), [("float32", 167.8), ("bfloat16", 83.9)])
 def test_adapters_of_8b_at_rank_16_take_168_mb_or_84_in_half_precision(dtype, mb, tmp_path):
-    """With the true shapes; the base's weights are described, never made."""
+    """With the true shapes; the base's weights are described, never allocated."""
     model, config = _described("llama", LLAMA_3)
     base = Base("meta-llama/Meta-Llama-3-8B", Path("nowhere"), model, None, config, "0" * 64)
     attached = attach(base, LoRAConfig(rank=16, alpha=16, target_modules=tuple(TARGETS)))
