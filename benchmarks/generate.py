@@ -15,7 +15,7 @@ import mlx.nn as nn
 import mlx_lm
 
 from mlx_packs.adapters.lora import attach
-from mlx_packs.bases.loading import TINY, resolve_checkpoint
+from mlx_packs.bases.files import TINY, resolve_checkpoint
 from mlx_packs.config.choices import MATMUL_PATHS
 from mlx_packs.config.schema import LoRAConfig
 from mlx_packs.errors import PackError

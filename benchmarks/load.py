@@ -13,7 +13,7 @@ from pathlib import Path
 
 import mlx_lm
 
-from mlx_packs.bases.loading import TINY, resolve_checkpoint
+from mlx_packs.bases.files import TINY, resolve_checkpoint
 from mlx_packs.errors import PackError
 from mlx_packs.packs.base import load_base
 from mlx_packs.runtime import mx

@@ -10,7 +10,7 @@ import argparse
 import json
 import sys
 
-from mlx_packs.bases.loading import TINY
+from mlx_packs.bases.files import TINY
 from mlx_packs.config.choices import MATMUL_PATHS, POLICIES
 from mlx_packs.errors import PackError
 from mlx_packs.packs.base import Base

@@ -21,7 +21,7 @@ import numpy as np
 from mlx.utils import tree_flatten
 
 from mlx_packs import LoRAConfig, TrainConfig, load_base, train_pack
-from mlx_packs.bases.loading import tiny_checkpoint
+from mlx_packs.bases.files import tiny_checkpoint
 from mlx_packs.packs.pack import versions_line
 from mlx_packs.runtime import mx
 

@@ -18,7 +18,7 @@ import numpy as np
 from mlx.utils import tree_map
 
 from mlx_packs.adapters.lora import attach
-from mlx_packs.bases.loading import TINY
+from mlx_packs.bases.files import TINY
 from mlx_packs.config.choices import MATMUL_PATHS
 from mlx_packs.config.schema import LoRAConfig, TrainConfig
 from mlx_packs.data.batches import training_batches

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_map, tree_unflatten
 
-from mlx_packs.bases.loading import TINY
+from mlx_packs.bases.files import TINY
 from mlx_packs.config.choices import MATMUL_PATHS
 from mlx_packs.errors import PackError
 from mlx_packs.nn.lora import GroupedLoRA

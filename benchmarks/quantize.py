@@ -18,7 +18,7 @@ from pathlib import Path
 
 from mlx.utils import tree_flatten
 
-from mlx_packs.bases.loading import tiny_checkpoint
+from mlx_packs.bases.files import tiny_checkpoint
 from mlx_packs.files import write_tensors
 from mlx_packs.runtime import mx
 

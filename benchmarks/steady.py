@@ -18,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
-from mlx_packs.bases.loading import TINY
+from mlx_packs.bases.files import TINY
 from mlx_packs.config.schema import LoRAConfig, TrainConfig
 from mlx_packs.display import QUIET, Display
 from mlx_packs.errors import PackError

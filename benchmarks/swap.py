@@ -15,7 +15,7 @@ import mlx_lm
 
 from mlx_packs import LoRAConfig, Pack
 from mlx_packs.adapters.lora import attach
-from mlx_packs.bases.loading import TINY
+from mlx_packs.bases.files import TINY
 from mlx_packs.errors import PackError
 from mlx_packs.packs.base import Base, load_base
 from mlx_packs.runtime import mx

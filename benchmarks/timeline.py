@@ -18,8 +18,8 @@ from pathlib import Path
 
 from mlx.utils import tree_flatten
 
+from mlx_packs.bases.files import TINY
 from mlx_packs.bases.geometry import Heads
-from mlx_packs.bases.loading import TINY
 from mlx_packs.config.choices import MATMUL_PATHS, POLICIES
 from mlx_packs.errors import PackError
 from mlx_packs.memory.matmul_path import dense_bytes

@@ -25,7 +25,7 @@ from mlx_lm.tuner.datasets import CacheDataset, load_dataset
 from mlx_lm.tuner.trainer import TrainingArgs, TrainingCallback, iterate_batches, train
 from mlx_lm.tuner.utils import linear_to_lora_layers
 
-from mlx_packs.bases.loading import TINY, tiny_checkpoint
+from mlx_packs.bases.files import TINY, tiny_checkpoint
 from mlx_packs.config.schema import DataConfig, LoRAConfig, TrainConfig
 from mlx_packs.data.batches import Batch, evaluation_batches
 from mlx_packs.data.encoding import EncodingOptions, encode

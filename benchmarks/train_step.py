@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from mlx_packs.bases.loading import TINY
+from mlx_packs.bases.files import TINY
 from mlx_packs.config.choices import MATMUL_PATHS, POLICIES
 from mlx_packs.errors import PackError
 from mlx_packs.packs.base import Base

@@ -12,7 +12,7 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from mlx_packs import runtime
-from mlx_packs.bases.loading import TINY
+from mlx_packs.bases.files import TINY
 from mlx_packs.nn.quantized import quantized_modules
 from mlx_packs.packs.base import Base, load_base
 from mlx_packs.runtime import mx

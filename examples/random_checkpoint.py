@@ -17,7 +17,7 @@ from pathlib import Path
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
-from mlx_packs.bases.loading import tiny_checkpoint
+from mlx_packs.bases.files import tiny_checkpoint
 from mlx_packs.runtime import mx
 
 # hidden, FFN, blocks, heads, KV heads, tied head; head_dim is 128 throughout

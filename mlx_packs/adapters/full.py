@@ -12,8 +12,9 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from ..bases.families import check_trainable
+from ..bases.files import quantization_name
 from ..bases.geometry import Group, block_prefixes
-from ..bases.loading import BaseModel, quantization_name
+from ..bases.model import BaseModel
 from ..errors import PackError
 from ..nn.quantized import QUANTIZED
 from ..runtime import mx

@@ -13,7 +13,7 @@ import mlx.nn as nn
 
 from ..bases.families import check_trainable
 from ..bases.geometry import BLOCK_PROJECTIONS, Geometry, Group, block_prefixes, find_groups
-from ..bases.loading import BaseModel
+from ..bases.model import BaseModel
 from ..config.schema import LoRAConfig
 from ..errors import PackError
 from ..nn.blocks import GroupedAttention, GroupedMLP, is_grouped_attention, is_grouped_mlp

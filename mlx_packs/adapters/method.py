@@ -10,7 +10,7 @@ from typing import Protocol
 import mlx.nn as nn
 
 from ..bases.geometry import Group
-from ..bases.loading import BaseModel
+from ..bases.model import BaseModel
 from ..config import choices
 from ..config.choices import registered
 from ..config.schema import LoRAConfig, TrainConfig

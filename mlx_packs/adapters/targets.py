@@ -6,7 +6,7 @@ from collections.abc import Mapping
 import mlx.nn as nn
 
 from ..bases.geometry import Geometry, GeometryError, Group, linears
-from ..bases.loading import BaseModel
+from ..bases.model import BaseModel
 from ..config.schema import LoRAConfig
 from ..errors import PackError
 from ..nn.experts import is_switch_linear

@@ -1,12 +1,16 @@
-"""The architectures of mlx-lm that cannot be trained, with the reason.
+"""Which architecture a base has, and which families of mlx-lm cannot be trained.
 
 Every other one can; docs/families.md lists them all, and tests/bases/test_families.py trains each.
 """
 
+from collections.abc import Mapping
 from importlib import metadata
+from pathlib import Path
+from typing import Literal
 
 import mlx.nn as nn
 
+from ..config.choices import ENCODERS
 from ..errors import PackError
 from ..nn.experts import is_switch_linear
 from ..runtime import mx
@@ -25,15 +29,41 @@ UNTRAINABLE_ON_METAL = {
     "rwkv7": "its kernel for Metal (the recurrence) has no gradient",
 }
 MIXTURES_SINCE = (0, 32)  # of mlx-lm
+# Encoders of other families that people train with sentence-transformers, by model_type.
+_OTHER_ENCODERS = (
+    "albert camembert deberta deberta-v2 distilbert electra gte_new jina_bert modernbert mpnet "
+    "new nomic_bert roberta t5 xlm-roberta"
+).split()
+Architecture = Literal["decoder", "encoder"]
+
+
+def architecture_of(config: Mapping, where: str | Path = "config.json") -> Architecture:
+    """Return whether a config.json is of a ``decoder`` or of an ``encoder``.
+
+    Args:
+        config: config.json, or anything else with its ``model_type``.
+        where: the checkpoint, for errors.
+
+    Raises:
+        PackError: it is of an encoder that is not supported.
+    """
+    model_type = config.get("model_type")
+    if model_type in _OTHER_ENCODERS:
+        raise PackError(
+            f"{where}: is an encoder of model_type '{model_type}'; of encoders only "
+            f"{', '.join(ENCODERS)} is supported.",
+            "unsupported",
+        )
+    return "encoder" if model_type in ENCODERS else "decoder"
 
 
 def family_of(model: nn.Module) -> str:
-    """The module of mlx_lm.models that a model comes from, or where else it is defined."""
+    """Return the module of mlx_lm.models that a model comes from, or where else it is defined."""
     return type(model).__module__.rpartition(".")[2]
 
 
 def why_untrainable(family: str) -> str | None:
-    """Why a family cannot be trained on this device; None if it can."""
+    """Return why a family cannot be trained on this device; None if it can."""
     on_metal = mx.default_device() == mx.gpu and mx.metal.is_available()
     if on_metal and family in UNTRAINABLE_ON_METAL:
         return f"{UNTRAINABLE_ON_METAL[family]}; a CPU or CUDA trains it"
@@ -41,17 +71,21 @@ def why_untrainable(family: str) -> str | None:
 
 
 def check_trainable(name: str, model: nn.Module) -> None:
-    """Raises: PackError with the reason, if a model is of a family that cannot be trained."""
+    """Check that a model is of a family that can be trained.
+
+    Raises:
+        PackError: with the reason why it cannot.
+    """
     family = family_of(model)
     reason = why_untrainable(family)
     if reason is None and any(is_switch_linear(m) for m in model.modules()):
         reason = _why_no_mixture()
     if reason:
-        raise PackError(f"{name}: mlx-lm's {family} cannot carry adapters: {reason}.")
+        raise PackError(f"{name}: mlx-lm's {family} cannot be trained: {reason}.", "unsupported")
 
 
 def version_of_mlx_lm() -> tuple[int, int]:
-    """Major and minor version of the mlx-lm that is installed."""
+    """Return the major and minor version of the mlx-lm that is installed."""
     major, minor = metadata.version("mlx-lm").split(".")[:2]
     return int(major), int(minor)
 

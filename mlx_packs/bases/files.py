@@ -1,4 +1,4 @@
-"""The files of a base: found by name, checked to be whole, told from others by a fingerprint.
+"""The files of a base: found by name, checked to be complete, identified by a fingerprint.
 
 Offline first: a local folder never touches the network, a cached hub id is used as it is cached.
 """
@@ -25,20 +25,21 @@ CHECKPOINT_FILES = (
 
 
 def tiny_checkpoint() -> Path:
-    """The folder of the tiny Qwen3 that the package carries; an ordinary mlx-lm checkpoint."""
+    """Return the folder of the bundled tiny Qwen3; an ordinary mlx-lm checkpoint."""
     return TINY_FOLDER / "base"
 
 
 def public_name(name: str) -> str:
-    """What a manifest calls a base or data: a hub id as it is, a folder without its path."""
+    """Return what a manifest calls a base or data: a hub id as it is, a folder without its path."""
     path = Path(name).expanduser()
     return path.resolve().name if path.exists() else name
 
 
 def resolve_checkpoint(name: str | Path) -> Path:
-    """The checkpoint folder for ``tiny``, a local folder, or a hub id (cached first).
+    """Return the checkpoint folder for ``tiny``, a local folder, or a hub id (cached first).
 
-    Raises: PackError, one line with what to do, when there is none.
+    Raises:
+        PackError: there is none.
     """
     if str(name) == TINY:
         return tiny_checkpoint()
@@ -48,20 +49,26 @@ def resolve_checkpoint(name: str | Path) -> Path:
     if os.path.isdir(path):  # unlike Path.is_dir, False for a name that is too long
         if not (path / "config.json").is_file():
             other = foreign_weights(path)
-            raise PackError(f"{path}: is not a checkpoint, it has no config.json.{other}")
+            raise PackError(
+                f"{path}: is not a checkpoint, it has no config.json.{other}", "not-found", "model"
+            )
         return path
     if os.path.exists(path):
         other = foreign_file(path)
-        raise PackError(f"{path}: must be a checkpoint folder, but is a file.{other}")
+        raise PackError(
+            f"{path}: must be a checkpoint folder, but is a file.{other}", "unsupported", "model"
+        )
     if not re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", str(name), re.ASCII):
         alone = "/" not in str(name)
         hint = f" Its 4-bit form may be 'mlx-community/{name}'." if alone else ""
-        raise PackError(f"--model {name}: no such folder, and not a hub id (owner/name).{hint}")
+        raise PackError(
+            f"--model {name}: no such folder, and not a hub id (owner/name).{hint}", "not-found"
+        )
     return _hub_snapshot(str(name))
 
 
 def _hub_snapshot(repo: str) -> Path:
-    """The folder of a hub id: as it is cached, else (or if that is incomplete) downloaded."""
+    """Return the folder of a hub id: as it is cached, or downloaded if it is not or in part."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError, RepositoryNotFoundError
 
@@ -69,34 +76,38 @@ def _hub_snapshot(repo: str) -> Path:
     cached = "not in the Hugging Face cache"
     try:
         path = Path(snapshot_download(**wanted, local_files_only=True))
-        if _is_whole(path):
+        if _is_complete(path):
             return path
         cached = "only in part in the Hugging Face cache"
     except LocalEntryNotFoundError:
         pass
     except ValueError as error:  # the hub's rules for names
-        raise PackError(f"--model {repo}: no such folder, and {_first_line(error)}") from None
+        raise PackError(
+            f"--model {repo}: no such folder, and {_first_line(error)}", "not-found"
+        ) from None
     try:
         path = Path(snapshot_download(**wanted))  # without network, what is cached of it
-        if _is_whole(path):
+        if _is_complete(path):
             return path
         reason = "some of its files are missing"
     except RepositoryNotFoundError:
         raise PackError(
             f"--model {repo}: no folder of that name, and the Hub has no such model (or it is "
-            "private: hf auth login)."
+            "private: `hf auth login`).",
+            "not-found",
         ) from None
     except (OSError, ValueError) as error:
         reason = _first_line(error)
     raise PackError(
         f"--model {repo}: not a folder here, {cached}, and it cannot be had from the Hub "
-        f"({reason}). On a machine with network: hf download {repo}"
+        f"({reason}). On a machine with network: `hf download {repo}`.",
+        "network",
     )
 
 
-def _is_whole(path: Path) -> bool:
-    found = (path / "config.json").is_file() and weight_files(path)
-    return bool(found) and not missing_shards(path)
+def _is_complete(path: Path) -> bool:
+    has_files = (path / "config.json").is_file() and weight_files(path)
+    return bool(has_files) and not missing_shards(path)
 
 
 def _first_line(error: Exception) -> str:
@@ -105,14 +116,15 @@ def _first_line(error: Exception) -> str:
 
 
 def weight_files(path: Path) -> list[Path]:
-    """The safetensors shards of a checkpoint folder, in order."""
+    """Return the safetensors shards of a checkpoint folder, in order."""
     return sorted(path.glob("model*.safetensors"))
 
 
 def missing_shards(path: Path) -> list[str]:
-    """Shards that the index of a checkpoint folder names and that are not there.
+    """Return the shards that the index of a checkpoint folder names and that are missing.
 
-    Raises: PackError if the index is no index.
+    Raises:
+        PackError: the index is no index.
     """
     index = path / "model.safetensors.index.json"
     if not index.is_file():
@@ -120,12 +132,14 @@ def missing_shards(path: Path) -> list[str]:
     try:
         named = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
     except (ValueError, KeyError, TypeError, AttributeError):
-        raise PackError(f"{index}: is not an index of shards (no 'weight_map').") from None
+        raise PackError(
+            f"{index}: is not an index of shards (no 'weight_map').", "unreadable"
+        ) from None
     return sorted(named - {f.name for f in weight_files(path)})
 
 
 def fingerprint(path: Path) -> str:
-    """A hash of a checkpoint's tensors: names, dtypes, shapes and a sample of each one's bytes.
+    """Hash a checkpoint's tensors: names, dtypes, shapes and a sample of each one's bytes.
 
     It does not depend on how the tensors are spread over shards, and reads 4 KiB a tensor.
     """
@@ -146,27 +160,43 @@ def fingerprint(path: Path) -> str:
 
 
 def check_files(path: Path) -> None:
-    """Refuse a folder without weights, with a truncated shard, or one that the index misses."""
+    """Check that a folder has a config.json and all of its weights, none of them truncated.
+
+    Raises:
+        PackError: it is no complete checkpoint, or one of another backend.
+    """
     files = weight_files(path)
     if not files:
         other = foreign_weights(path)
-        raise PackError(f"{path}: has no model*.safetensors; is it a checkpoint folder?{other}")
+        raise PackError(
+            f"{path}: has no model*.safetensors; is it a checkpoint folder?{other}",
+            "unsupported" if other else "not-found",
+            "model",
+        )
     for file in files:
         read_header(file)
     if missing := missing_shards(path):
-        raise PackError(f"{path}: shard {missing[0]} is named in the index but not there.")
+        raise PackError(
+            f"{path}: shard {missing[0]} is named in the index but missing.", "unreadable"
+        )
     check_record(path)
     try:
         config = json.loads((path / "config.json").read_text(encoding="utf-8"))
     except ValueError as error:
-        raise PackError(f"{path / 'config.json'}: is not valid JSON: {error}.") from None
+        raise PackError(
+            f"{path / 'config.json'}: is not valid JSON: {error}.", "unreadable"
+        ) from None
     if not isinstance(config, dict) or "model_type" not in config:
-        raise PackError(f"{path / 'config.json'}: has no 'model_type'.")
+        raise PackError(f"{path / 'config.json'}: has no 'model_type'.", "unreadable")
     check_method(path, config)
 
 
 def stored_config(name: str | Path) -> dict:
-    """The config.json of a checkpoint whose files are whole. Raises: PackError if it is not."""
+    """Return the config.json of a checkpoint whose files are complete.
+
+    Raises:
+        PackError: they are not.
+    """
     path = resolve_checkpoint(name)
     check_files(path)
     return json.loads((path / "config.json").read_text(encoding="utf-8"))
@@ -186,49 +216,58 @@ _RECORD_KEYS = {
 
 
 def read_record(path: Path) -> dict | None:
-    """What `packs quantize` wrote about a folder; None if it did not write this folder."""
+    """Return what `packs quantize` wrote about a folder; None if it did not write this folder."""
     try:
         record = json.loads((path / RECORD).read_text(encoding="utf-8"))
-        whole = all(isinstance(record[key], kind) for key, kind in _RECORD_KEYS.items())
-        whole = whole and all(
+        complete = all(isinstance(record[key], kind) for key, kind in _RECORD_KEYS.items())
+        complete = complete and all(
             isinstance(each["bytes"], int) and isinstance(each["sha256"], str)
             for each in record["files"].values()
         )
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None  # not there, or a file of somebody else
-    return record if whole and record["files"] else None
+    return record if complete and record["files"] else None
 
 
 def check_record(path: Path, advance: Callable[[], None] | None = None) -> None:
-    """Hold the shards of a folder against its record: sizes, and with ``advance`` hashes too.
+    """Check the shards of a folder against its record: sizes, and with ``advance`` hashes too.
 
     Args:
+        path: the folder.
         advance: called after each file; all of its bytes are read.
-    Raises: PackError that names the first file which differs.
+
+    Raises:
+        PackError: naming the first file that differs.
     """
-    mend = f"Copy or quantize it again, or remove {RECORD} if that was meant."
+    remedy = f"Copy or quantize it again, or remove {RECORD} if that was meant."
     for name, facts in (read_record(path) or {"files": {}})["files"].items():
         file = path / name
         if not file.is_file():
-            raise PackError(f"{path}: {name} is named in {RECORD} but not there. {mend}")
+            raise PackError(
+                f"{path}: {name} is named in {RECORD} but missing. {remedy}", "unreadable"
+            )
         if (size := file.stat().st_size) != facts["bytes"]:
-            raise PackError(f"{file}: has {size} bytes, but {facts['bytes']} in {RECORD}. {mend}")
+            raise PackError(
+                f"{file}: has {size} bytes, but {facts['bytes']} in {RECORD}. {remedy}",
+                "unreadable",
+            )
         if advance is not None:
-            if (found := sha256(file)) != facts["sha256"]:
+            if (digest := sha256(file)) != facts["sha256"]:
                 raise PackError(
-                    f"{file}: has sha256 {found[:12]}…, but {facts['sha256'][:12]}… "
-                    f"in {RECORD}. {mend}"
+                    f"{file}: has sha256 {digest[:12]}…, but {facts['sha256'][:12]}… in {RECORD}. "
+                    f"{remedy}",
+                    "unreadable",
                 )
             advance()
 
 
 def text_config(config: dict) -> dict:
-    """The part of a config that describes the language model."""
+    """Return the part of a config that describes the language model."""
     return config if "vocab_size" in config else config.get("text_config", config)
 
 
 def stored_quantization(config: Mapping) -> dict:
-    """What a config.json says of quantization; {} if it says nothing."""
+    """Return what a config.json says of quantization; {} if it says nothing."""
     for part in (config, config.get("text_config") or {}):
         for key in ("quantization", "quantization_config"):
             if part.get(key):
@@ -237,7 +276,7 @@ def stored_quantization(config: Mapping) -> dict:
 
 
 def quantization_name(q: Mapping | None) -> str:
-    """A quantization for people: ``affine 4-bit g64``, ``bitsandbytes nf4``, or ``dense``."""
+    """Spell a quantization for people: ``affine 4-bit g64``, ``bitsandbytes nf4``, or ``dense``."""
     if not q:
         return "dense"
     if q.get("quant_method") == METHOD:
@@ -252,7 +291,7 @@ def quantization_name(q: Mapping | None) -> str:
 
 
 def quantized_as(path: Path, config: Mapping) -> str | None:
-    """What a checkpoint is quantized as, by its config or its tensors; None if it is dense."""
+    """Return what a checkpoint is quantized as, by its config or tensors; None if it is dense."""
     if stored := stored_quantization(config):
         return quantization_name(stored)
     for file in weight_files(path):

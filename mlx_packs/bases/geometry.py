@@ -15,7 +15,7 @@ from ..errors import PackError, did_you_mean
 from ..nn.blocks import is_grouped_attention, is_grouped_mlp
 from ..nn.experts import is_switch_linear
 from ..nn.quantized import LINEARS, NF4Linear
-from .loading import is_named
+from .quantization import is_named
 
 # Projections of a grouped block: all but the last read the block's input and form one group, the
 # last is a group of its own. Any other linear is a group of its own, too.

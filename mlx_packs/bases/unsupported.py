@@ -1,4 +1,4 @@
-"""Checkpoints and tokenizers of other backends: told by their files, with what works instead."""
+"""Checkpoints and tokenizers of other backends: known by their files, with what works instead."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -55,19 +55,19 @@ _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json"
 
 
 def foreign_weights(path: Path) -> str:
-    """What a folder without model*.safetensors holds, and what works instead; empty if unknown."""
+    """Return what a folder without model*.safetensors has, and what works instead, or nothing."""
     if (path / "pack.json").is_file():
         return " It is a pack: name it with --pack, and its base with --model."
     if (path / "adapter_config.json").is_file():
-        return f" It is an adapter, no base: packs import {path} --out PACK."
+        return f" It is an adapter, no base: `packs import {path} --out PACK`."
     for pattern, kind, works in _WEIGHTS:
-        if found := sorted(path.glob(pattern)):
-            return f" {found[0].name} is {kind}. {works}"
+        if files := sorted(path.glob(pattern)):
+            return f" {files[0].name} is {kind}. {works}"
     return ""
 
 
 def foreign_file(path: Path) -> str:
-    """The same of a file that was named where a folder is meant."""
+    """Return the same of a file that is named where a folder is meant."""
     for pattern, kind, works in _WEIGHTS:
         if path.match(pattern):
             return f" It is {kind}. {works}"
@@ -75,43 +75,64 @@ def foreign_file(path: Path) -> str:
 
 
 def check_method(path: Path, config: Mapping) -> None:
-    """Raises: PackError for weights quantized for another backend, before they are looked at."""
+    """Check that weights are not quantized for another backend, before they are read.
+
+    Raises:
+        PackError: they are.
+    """
     text = config.get("text_config")
     for part in (config, text if isinstance(text, dict) else {}):
         method = (part.get("quantization_config") or {}).get("quant_method")
         if method is not None and not part.get("quantization") and method not in _READ:
-            raise PackError(f"{path}: is quantized by {method}, which MLX does not read. {INSTEAD}")
+            raise PackError(
+                f"{path}: is quantized by {method}, which MLX does not read. {INSTEAD}",
+                "unsupported",
+            )
+
+
+def reason_of(error: Exception) -> str:
+    """Return an error of another library in one line."""
+    if isinstance(error, UnboundLocalError):  # mlx-lm's, of AWQ and GPTQ without their tensors
+        return "none of its tensors is quantized"
+    text = " ".join(str(error).split())
+    return f"there is no {text}" if isinstance(error, KeyError) else text
 
 
 def unreadable(path: Path, config: Mapping, reason: str) -> PackError:
-    """Of a checkpoint that mlx-lm's loader refused with this reason."""
+    """Return the error of a checkpoint that mlx-lm's loader rejects for a reason."""
     reason = reason if len(reason) < 400 else reason[:400] + " …"
     method = (config.get("quantization_config") or {}).get("quant_method")
     if method is not None and not config.get("quantization"):
         return PackError(
             f"{path}: is quantized by {method} in a way that mlx-lm does not read "
-            f"({reason.rstrip('.')}). {INSTEAD}"
+            f"({reason.rstrip('.')}). {INSTEAD}",
+            "unsupported",
         )
     if reason.endswith("not supported."):
         reason += " docs/families.md lists the architectures that train."
-    return PackError(f"{path}: tensors and config.json do not fit: {reason}")
+        return PackError(f"{path}: {reason}", "unsupported")
+    return PackError(f"{path}: tensors and config.json do not fit: {reason}", "unreadable")
 
 
 def unreadable_tokenizer(path: Path, reason: str) -> PackError:
-    """Of a tokenizer that transformers refused with this reason."""
-    held = [name for name in _TOKENIZERS if (path / name).is_file()]
-    held += sorted(file.name for file in path.glob("*.tiktoken"))
+    """Return the error of a tokenizer that transformers rejects for a reason."""
+    names = [name for name in _TOKENIZERS if (path / name).is_file()]
+    names += sorted(file.name for file in path.glob("*.tiktoken"))
     where = f"{path}: the tokenizer cannot be loaded"
-    if not held:
+    if not names:
         return PackError(
             f"{where}: there is no tokenizer.json. Copy it and tokenizer_config.json from the "
-            "model that the weights are of."
+            "model that the weights are of.",
+            "not-found",
         )
     reason = reason[:200].rstrip(".")
-    if "tokenizer.json" in held:
-        return PackError(f"{where}: {reason}. Get tokenizer.json and config.json again.")
+    if "tokenizer.json" in names:
+        return PackError(
+            f"{where}: {reason}. Get tokenizer.json and config.json again.", "unreadable"
+        )
     return PackError(
-        f"{where}: there is {', '.join(held)} alone, of which transformers makes no tokenizer here "
+        f"{where}: there is {', '.join(names)} alone, of which transformers makes no tokenizer here "
         f"({reason}). A tokenizer.json works: AutoTokenizer.from_pretrained(…).save_pretrained(…) "
-        "writes one where it loads."
+        "writes one where it loads.",
+        "unsupported",
     )

@@ -1,8 +1,8 @@
 """Which tensor of a checkpoint's files each weight of the model is.
 
-mlx-lm's loader renames, turns round and stacks tensors to suit its model. What passes through under
+mlx-lm's loader renames, transposes and stacks tensors to suit its model. What passes through under
 another name is known by being the same object; what is made anew, only where its name and shape
-leave one answer. Where there is none, nothing is said.
+leave one answer.
 """
 
 import re
@@ -10,35 +10,36 @@ from collections.abc import Mapping
 
 from ..runtime import mx
 
-Origin = str | list[str]  # one tensor, or those of the experts that are stacked, in their order
+Source = str | list[str]  # one tensor, or those of the experts that are stacked, in their order
 
 _MIXTRAL = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}
 
 
-def origins(stored: Mapping[str, mx.array], named: Mapping[str, mx.array]) -> dict[str, Origin]:
-    """The tensor of the files for each ``.weight`` of the model; absent where that is not certain.
+def weight_map(stored: Mapping[str, mx.array], named: Mapping[str, mx.array]) -> dict[str, Source]:
+    """Return the tensor of the files for each ``.weight`` of the model, where that is certain.
 
     Args:
-        stored: by the names of the files.   named: by the names of the model, of which those that
-            only changed their name are the same objects.
+        stored: tensors by the names of the files.
+        named: tensors by the names of the model; those that only changed their name are the same
+            objects.
     """
     by_object = {id(tensor): name for name, tensor in stored.items()}
     weights = {name: t for name, t in named.items() if name.endswith(".weight")}
-    found = {
+    sources = {
         name: by_object[id(tensor)] for name, tensor in weights.items() if id(tensor) in by_object
     }
-    taken = set(found.values())
-    free = {name: t for name, t in stored.items() if name not in taken}
+    used = set(sources.values())
+    free = {name: t for name, t in stored.items() if name not in used}
     for name, tensor in weights.items():
-        if name in found:
+        if name in sources:
             continue
-        if (origin := _experts(name, tensor, free) or _alike(name, tensor, free)) is not None:
-            found[name] = origin
-    return found
+        if (source := _experts(name, tensor, free) or _alike(name, tensor, free)) is not None:
+            sources[name] = source
+    return sources
 
 
 def _alike(name: str, tensor: mx.array, free: Mapping[str, mx.array]) -> str | None:
-    """The one tensor of this name, or of this name but for what stands before, of these sizes."""
+    """Return the one tensor of this name, or of this name but for a prefix, of these sizes."""
     if name in free:
         return name
     alike = [other for other in free if name.endswith(f".{other}") or other.endswith(f".{name}")]
@@ -48,7 +49,7 @@ def _alike(name: str, tensor: mx.array, free: Mapping[str, mx.array]) -> str | N
 
 
 def _experts(name: str, tensor: mx.array, free: Mapping[str, mx.array]) -> list[str] | None:
-    """The tensors of a mixture's experts that are stacked to [E, out, in]."""
+    """Return the tensors of a mixture's experts that are stacked to [E, out, in]."""
     place = re.fullmatch(r"(.+)\.switch_mlp\.(\w+)\.weight", name)
     if place is None or tensor.ndim != 3:
         return None

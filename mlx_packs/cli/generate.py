@@ -45,7 +45,7 @@ def generate(
     **sampling,
 ) -> None:
     """Stream text from a base, with a pack or without."""
-    from ..bases.loading import hold_causal
+    from ..bases.model import check_decoder
     from ..inference.generate import chat_prompt, stream
     from ..packs.base import load_base_for
 
@@ -54,7 +54,7 @@ def generate(
         raise PackError("--prompt: is empty.")
     pack = options.one_pack(packs)
     base = load_base_for(pack, model, trust_remote_code)
-    hold_causal(base, "generate")
+    check_decoder(base, "generate")
     messages = [{"role": "system", "content": system}] if system else []
     messages.append({"role": "user", "content": prompt})
     tokens = base.tokenizer.encode(prompt) if raw else chat_prompt(base, messages)

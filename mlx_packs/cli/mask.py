@@ -2,7 +2,8 @@
 
 from typing import TYPE_CHECKING
 
-from ..bases.loading import TINY, check_files, load_base_tokenizer, resolve_checkpoint, text_config
+from ..bases.files import TINY, check_files, resolve_checkpoint, text_config
+from ..bases.tokenizer import load_tokenizer
 from ..config.schema import Recipe
 from ..data.encoding import Example, encode
 from ..display import Display
@@ -73,5 +74,5 @@ def _tokenizer(model: str, trust_remote_code: bool) -> tuple["TokenizerWrapper",
     path = resolve_checkpoint(model)
     check_files(path)
     config = load_config(path)
-    tokenizer = load_base_tokenizer(path, config, trust_remote_code)
+    tokenizer = load_tokenizer(path, config, trust_remote_code)
     return tokenizer, int(text_config(config)["vocab_size"])

@@ -57,7 +57,7 @@ def plan(
     sets stays as it is; batch size, recomputation, length and rank are reduced in this order until
     the run fits. The command at the end has the peak that is shown.
     """
-    from ..bases.loading import TINY
+    from ..bases.files import TINY
     from ..memory.plan import read_checkpoint
     from ..memory.recommend import advise, table
     from ..runtime import assumed_device, total_memory

@@ -51,7 +51,7 @@ def recipe_of(flags: dict, settings: dict) -> Recipe:
 
 def _defaults(flags: dict, settings: dict) -> tuple[dict, dict, bool]:
     """The settings below those of flags and files, those of the files, whether a run is resumed."""
-    from ..bases.loading import TINY
+    from ..bases.files import TINY
     from ..memory.encoder import BATCH_SIZE
     from ..training.run import tiny_recipe
     from ..training.run_folder import CONFIG, check_resumable, run_folder

@@ -120,7 +120,7 @@ def train(
     or {"anchor", "positive"} and optionally "negative". Every flag and YAML key of mlx_lm.lora is
     supported. Defaults in brackets; "tiny:" marks the defaults for the bundled model.
     """
-    from ..bases.loading import TINY
+    from ..bases.files import TINY
     from ..training.phases import check_said
     from ..training.run import train_pack
 

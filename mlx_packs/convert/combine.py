@@ -14,7 +14,7 @@ import numpy as np
 from ..adapters.spec import ModuleSpec, SliceSpec, Specs
 from ..adapters.tensors import delta_of
 from ..bases import files as base_files
-from ..bases.loading import BaseModel
+from ..bases.model import BaseModel
 from ..config.schema import DataConfig
 from ..display import QUIET, Display
 from ..errors import PackError

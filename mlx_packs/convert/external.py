@@ -10,7 +10,7 @@ import numpy as np
 from ..adapters.spec import ModuleSpec, SliceSpec, Specs
 from ..adapters.tensors import delta_of
 from ..bases.geometry import linears
-from ..bases.loading import BaseModel
+from ..bases.model import BaseModel
 from ..errors import PackError
 from ..files import to_json, write_tensors
 from ..nn.experts import is_switch_linear

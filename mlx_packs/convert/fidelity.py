@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 
 import mlx.nn as nn
 
-from ..bases.loading import BaseModel
+from ..bases.model import BaseModel
 from ..config.schema import DataConfig, TrainConfig
 from ..data.batches import Batch, evaluation_batches
 from ..data.encoding import EncodingOptions, encode

@@ -22,7 +22,8 @@ from ..adapters.tensors import delta_of
 from ..bases import files as base_files
 from ..bases import writer as quantize
 from ..bases.bitsandbytes import METHOD
-from ..bases.loading import BaseModel, lazy_base
+from ..bases.loading import lazy_base
+from ..bases.model import BaseModel
 from ..bases.quantization import QuantizeOptions, formats_for
 from ..bases.weight_formats import FORMATS, MODES, WeightFormat, format_of, named_format
 from ..bases.writer import Item, Plan
@@ -495,7 +496,7 @@ def _own_names(base: BaseModel, source: Path, planned: _Planned, spelled: str):
     wanted += [name.rpartition(".")[0] for name in planned.tensors]
     for path in wanted:
         short = path.removeprefix("model.")
-        origin = base.origins.get(f"{path}.weight")
+        origin = base.weight_map.get(f"{path}.weight")
         known = [origin.removesuffix(".weight")] if isinstance(origin, str) else []
         for place in (
             (path, short, f"transformer.{short}") if gpt2 else (path, f"bert.{path}", *known)

@@ -12,7 +12,13 @@ import numpy as np
 
 from ..bases import files as base_files
 from ..bases import writer as quantize
-from ..bases.encoder import Encoder, embedded, make_encoder, tensor_name, tokens_of
+from ..bases.encoder import (
+    Encoder,
+    embedded,
+    make_encoder,
+    tensor_name,
+)
+from ..bases.tokenizer import tokens_of
 from ..bases.writer import Plan
 from ..config.schema import DataConfig
 from ..data.formats import PAIR_FORMATS, TOKEN_FORMATS, format_of

@@ -16,7 +16,7 @@ from mlx.utils import tree_flatten
 
 from ..adapters.spec import ModuleSpec, Specs
 from ..bases.geometry import chooses
-from ..bases.loading import BaseModel
+from ..bases.model import BaseModel
 from ..config.choices import ENCODERS
 from ..errors import PackError
 from ..packs.manifest import replaced_of

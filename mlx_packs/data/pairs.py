@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from ..bases.encoder import padded, tokens_of
+from ..bases.encoder import padded
+from ..bases.tokenizer import tokens_of
 from ..config.schema import DataConfig
 from ..errors import PackError
 from .batches import padded_length

@@ -15,7 +15,7 @@ import numpy as np
 
 from ..adapters.lora import Attached
 from ..bases.files import text_config
-from ..bases.loading import hold_causal
+from ..bases.model import check_decoder
 from ..config.schema import DataConfig, TrainConfig
 from ..data.batches import Batch, evaluation_batches, make_packed_batch, padded_length
 from ..data.encoding import EncodingOptions, Examples, encode
@@ -115,7 +115,7 @@ def evaluate_batch(
     if held and not named:
         raise PackError(f"{flag_of(next(iter(held)))}: is a gate for packs, but there is no pack.")
     check_no_pack(base)
-    hold_causal(base, "eval-batch")
+    check_decoder(base, "eval-batch")
     opened = [pack for _, pack in named]
     for pack in opened:
         pack.check_base(base.name, base.fingerprint, base.config, base.quantization)

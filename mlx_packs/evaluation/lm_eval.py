@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from ..bases.files import text_config
-from ..bases.loading import hold_causal
+from ..bases.model import check_decoder
 from ..data.batches import evaluation_batches
 from ..data.encoding import Example, Examples
 from ..errors import PackError
@@ -53,7 +53,7 @@ def evaluate_tasks(
         the base carries one.
     """
     check_no_pack(base)
-    hold_causal(base, "eval-tasks")
+    check_decoder(base, "eval-tasks")
     manager = _task_manager(tasks, task_path)
     if limit is not None and limit < 1:
         raise PackError(f"--limit {limit}: must be positive.")

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from ..bases.loading import BaseModel
+from ..bases.model import BaseModel
 from ..errors import PackError
 
 

@@ -11,8 +11,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from ..adapters.targets import plan_specs
-from ..bases.encoder import read_reading, tensor_name
+from ..bases.encoder import tensor_name
 from ..bases.geometry import Geometry, Group
+from ..bases.sentence_config import read_sentence_config
 from ..config.schema import LoRAConfig, TrainConfig
 from ..display import size
 from ..errors import PackError, did_you_mean
@@ -39,7 +40,7 @@ def for_encoder(checkpoint: Checkpoint, train: TrainConfig, asked: Set[str]) -> 
         )
     batch_size = train.batch_size if "batch_size" in asked else BATCH_SIZE
     folder = Path(checkpoint.name).expanduser()
-    longest = read_reading(folder).max_seq_length if folder.is_dir() else None
+    longest = read_sentence_config(folder).max_seq_length if folder.is_dir() else None
     limits = train.max_seq_length, longest, checkpoint.config.get("max_position_embeddings")
     return replace(
         train,

@@ -21,18 +21,18 @@ from mlx.utils import tree_flatten
 
 from .. import runtime
 from ..adapters.targets import plan_specs
-from ..bases.encoder import Encoder, Reading, check_config
-from ..bases.geometry import BLOCK_PROJECTIONS, Geometry, Group, Heads
-from ..bases.loading import (
+from ..bases.encoder import Encoder, check_config
+from ..bases.files import (
     TINY,
     check_files,
-    check_stored_nf4,
     missing_shards,
     resolve_checkpoint,
-    stored_as_asked,
     weight_files,
 )
+from ..bases.geometry import BLOCK_PROJECTIONS, Geometry, Group, Heads
+from ..bases.nf4 import check_stored_nf4, stored_as_asked
 from ..bases.quantization import QuantizeOptions, format_for
+from ..bases.sentence_config import SentenceConfig
 from ..bases.weight_formats import named_format
 from ..config.choices import ENCODERS, POLICIES
 from ..config.schema import LoRAConfig, TrainConfig
@@ -237,7 +237,7 @@ def _from_config(file: Path) -> tuple[dict, Tensors]:
 def described(config: Mapping) -> Tensors:
     """Headers of the dense checkpoint that a config describes."""
     if config.get("model_type") in ENCODERS:
-        return tensors_of(Encoder(check_config(config, Path("config.json")), Reading()))
+        return tensors_of(Encoder(check_config(config, Path("config.json")), SentenceConfig()))
     names = {"float32": "F32", "float16": "F16"}
     dtype = names.get(config.get("torch_dtype") or config.get("dtype"), "BF16")
     head = {} if config.get("tie_word_embeddings") else {"lm_head.weight": {}}

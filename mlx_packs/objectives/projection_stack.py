@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 import mlx.nn as nn
 
 from ..adapters.lora import check_bare
-from ..bases.embedding_table import MappedTable, map_table
 from ..bases.geometry import GeometryError, block_prefixes, probe
-from ..bases.loading import BaseModel
+from ..bases.mapped_embedding import MappedEmbedding, map_embedding
+from ..bases.model import BaseModel
 from ..config.schema import LoRAConfig, TrainConfig
 from ..data.batches import Batch
 from ..errors import PackError
@@ -102,10 +102,10 @@ def graph_of(base: BaseModel, lora: LoRAConfig, train: TrainConfig) -> Graph:
             f"--objective {STACK}: {base.name} has nothing to train in it: {left_out or 'no block'}"
             ", and its head is the frozen embedding table; train --objective transformer."
         )
-    mapped: MappedTable | str = f"the head is this table ({table_path})"
+    mapped: MappedEmbedding | str = f"the head is this table ({table_path})"
     if head:
-        key = base.origins.get(f"{table_path}.weight")
-        mapped = map_table(base.path, key if isinstance(key, str) else None, table)
+        key = base.weight_map.get(f"{table_path}.weight")
+        mapped = map_embedding(base.path, key if isinstance(key, str) else None, table)
     in_memory = isinstance(mapped, str)
     model = ProjectionStack(blocks, stack, (table_path, table) if in_memory else None, head)
     model.freeze()

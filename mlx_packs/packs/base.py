@@ -13,7 +13,9 @@ from pathlib import Path
 import mlx.nn as nn
 
 from ..adapters.lora import Attached
-from ..bases.loading import TINY, BaseModel, load_base_model
+from ..bases.files import TINY
+from ..bases.loading import load_base_model
+from ..bases.model import BaseModel
 from ..errors import PackError
 from ..nn.quantized import apply_matmul_path, replace_modules
 from ..runtime import mx

@@ -16,15 +16,15 @@ from ..adapters.imported import attach_inference_only, is_inference_only
 from ..adapters.lora import Attached, attach
 from ..adapters.method import Trainable
 from ..adapters.spec import Specs
-from ..bases.geometry import Heads, block_prefixes
-from ..bases.loading import (
-    BaseModel,
+from ..bases.files import (
     check_files,
     fingerprint,
     quantization_name,
     resolve_checkpoint,
     weight_files,
 )
+from ..bases.geometry import Heads, block_prefixes
+from ..bases.model import BaseModel
 from ..bases.weight_formats import format_name
 from ..errors import PackError
 from ..files import (
@@ -269,7 +269,7 @@ class Pack:
         trained = self.part("objective")
         if not base.is_encoder or trained.get("task") != "embedding":
             return
-        for name, here in base.model.reading.to_json().items():
+        for name, here in base.model.sentence_config.to_json().items():
             if trained.get(name, here) != here:
                 raise PackError(
                     f"{self.name}: was trained with {name} {trained[name]}, but "
@@ -348,7 +348,7 @@ def _is_hub_name(path: str | Path) -> bool:
 
 def modules_json(base: BaseModel, specs: Specs) -> list[dict]:
     """The modules of a manifest, each with the tensor of the base's files that it adapts."""
-    return [spec_json(spec, base.origins.get(f"{path}.weight")) for path, spec in specs.items()]
+    return [spec_json(spec, base.weight_map.get(f"{path}.weight")) for path, spec in specs.items()]
 
 
 def manifest_of(base: BaseModel, adapters: dict, **facts) -> dict:

@@ -13,7 +13,7 @@ from pathlib import Path
 from .. import runtime
 from ..adapters.lora import Attached, attach
 from ..adapters.method import METHODS, Trainable
-from ..bases.loading import TINY, stored_config
+from ..bases.files import TINY, stored_config
 from ..config.schema import (
     DataConfig,
     LoRAConfig,

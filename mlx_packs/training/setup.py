@@ -12,7 +12,7 @@ import numpy as np
 
 from .. import runtime
 from ..adapters.method import Trainable
-from ..bases.loading import public_name
+from ..bases.files import public_name
 from ..config.schema import DataConfig, LoRAConfig, Recipe, TrainConfig
 from ..data import rows as rows_of
 from ..data.batches import padded_length

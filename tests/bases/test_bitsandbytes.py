@@ -274,8 +274,8 @@ def made(bnb, request, tmp_path):
 def logits_here(folder, monkeypatch) -> np.ndarray:
     from mlx_packs.bases import loading
 
-    monkeypatch.setattr(loading, "load_base_tokenizer", lambda *_: None)
-    return np.array(loading.load_base(folder).model(mx.arange(1, 33)[None]))
+    monkeypatch.setattr(loading, "load_tokenizer", lambda *_: None)
+    return np.array(loading.load_base_model(folder).model(mx.arange(1, 33)[None]))
 
 
 @pytest.mark.interop

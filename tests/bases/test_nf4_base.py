@@ -12,14 +12,15 @@ from mlx.utils import tree_flatten
 from mlx_packs import LoRAConfig, Pack, PackError, TrainConfig, load_base, train_pack
 from mlx_packs.adapters.lora import attach
 from mlx_packs.bases.bitsandbytes import config_of, to_bitsandbytes
+from mlx_packs.bases.files import tiny_checkpoint
 from mlx_packs.bases.geometry import probe
-from mlx_packs.bases.loading import tiny_checkpoint
 from mlx_packs.nn.nf4 import NF4Embedding, NF4Linear
 from mlx_packs.nn.quantized import dense_module, quantized_modules, replace_modules
 from mlx_packs.objectives.causal_lm import split_head
 from mlx_packs.ops import nf4
 from mlx_packs.packs.base import load_base_for
 from mlx_packs.runtime import mx
+from tests.helpers.errors import raises
 
 
 def save_checkpoint(folder: Path, tensors: dict, **config) -> Path:
@@ -125,9 +126,7 @@ def test_modules_are_left_dense_by_name(dense, tmp_path):
     assert type(modules["model.layers.3.mlp.down_proj"]) is nn.Linear
     assert type(modules["model.layers.3.mlp.up_proj"]) is NF4Linear
     assert "nf4 4-bit g64 double-quantized without down_proj, lm_head, embed" in base.summary()
-    with pytest.raises(
-        PackError, match="--keep down_prj: no such module. Did you mean 'down_proj'"
-    ):
+    with raises("unknown", "keep", "down_prj", "'down_proj'"):
         load_base(dense, "nf4", keep=("down_prj",))
     train = TrainConfig(
         iters=1,
@@ -260,23 +259,23 @@ def test_a_pack_is_trained_saved_and_applied_on_nf4(dense, stored, tmp_path):
 
 
 BROKEN = {
-    "absmax of another size": ("absmax", lambda t: t[:-3], "q_proj: packed tensors do not fit"),
+    "absmax of another size": ("absmax", lambda t: t[:-3], "q_proj: "),
     "weight of another size": ("weight", lambda t: t[:-8], "q_proj"),
     "NaN in nested absmax": (
         "nested_absmax",
         lambda t: t * float("nan"),
-        "q_proj.nested_absmax: has NaN or infinite",
+        "q_proj.nested_absmax",
     ),
-    "infinite offset": ("offset", lambda t: t + float("inf"), "q_proj.offset: has NaN or infinite"),
-    "no absmax": ("absmax", None, "q_proj.absmax: is missing beside model.*q_proj.weight"),
-    "no weight": ("weight", None, "q_proj.weight: is missing beside model.*q_proj.absmax"),
-    "no offset": ("offset", None, "q_proj: packed tensors do not fit.*offset"),
+    "infinite offset": ("offset", lambda t: t + float("inf"), "q_proj.offset"),
+    "no absmax": ("absmax", None, "q_proj.absmax"),
+    "no weight": ("weight", None, "q_proj.weight"),
+    "no offset": ("offset", None, "'offset'"),
 }
 
 
 @pytest.mark.parametrize("name", BROKEN)
 def test_broken_packed_tensors_are_named(stored, tmp_path, name):
-    part, change, told = BROKEN[name]
+    part, change, named = BROKEN[name]
     tensors = mx.load(str(stored / "model.safetensors"))
     key = f"model.layers.0.self_attn.q_proj.{part}"
     if change is None:
@@ -288,9 +287,9 @@ def test_broken_packed_tensors_are_named(stored, tmp_path, name):
         tensors,
         quantization=json.loads((stored / "config.json").read_text())["quantization"],
     )
-    with pytest.raises(PackError, match=told) as error:
+    with raises("unreadable", None, "q_proj", named) as error:
         load_base(folder)
-    assert str(error.value).startswith(f"{folder}: ")
+    assert error.value.message.startswith(f"{folder}: ")
 
 
 @pytest.mark.parametrize("double_quant, part", [(True, "nested_absmax"), (False, "absmax")])
@@ -305,19 +304,17 @@ def test_an_absmax_of_bitsandbytes_that_is_not_finite_is_named(
     tensors[f"{name}.{part}"][3] = bad
     config = {"quantization_config": config_of(double_quant, "bfloat16", [])}
     folder = save_checkpoint(tmp_path / "bnb", tensors, **config)
-    with pytest.raises(PackError, match=rf"bnb: .*layers\.2\.mlp\.up_proj\.{part}: has NaN or inf"):
+    with raises("unreadable", None, str(folder), f"layers.2.mlp.up_proj.{part}"):
         load_base(folder)
 
 
 def test_quantizing_what_is_quantized_and_a_flag_without_its_mode_are_refused(stored, run):
-    with pytest.raises(
-        PackError, match=r"--quantize affine4: the base is quantized already \(nf4 4-bit g64 double"
-    ):
+    with raises("conflict", "quantize", "affine4", "nf4 4-bit g64 double"):
         load_base(stored, "affine4")
     assert load_base(stored, "nf4").quantization == load_base(stored).quantization
-    with pytest.raises(PackError, match="is NF4 already, double-quantized"):
+    with raises("conflict", "double_quant", str(stored)):
         load_base(stored, "nf4", double_quant=False)
-    with pytest.raises(PackError, match="--keep down_proj: .* is NF4 already"):
+    with raises("conflict", "keep", "down_proj", str(stored)):
         load_base(stored, "nf4", keep=("down_proj",))
     for mode in ("none", "affine4"):
         code, out, err = run("train", "--quantize", mode, "--no-double-quant")

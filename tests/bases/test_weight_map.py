@@ -9,8 +9,8 @@ import pytest
 from mlx.utils import tree_flatten
 
 from mlx_packs import load_base
-from mlx_packs.bases.loading import tiny_checkpoint
-from mlx_packs.bases.weight_map import origins
+from mlx_packs.bases.files import tiny_checkpoint
+from mlx_packs.bases.weight_map import weight_map
 from mlx_packs.files import read_header
 from mlx_packs.runtime import mx
 from tests.helpers.checkpoints import merged, write_checkpoint
@@ -79,12 +79,12 @@ def test_merging_changes_exactly_the_tensors_that_the_manifest_names(family, tmp
 
 def test_gpt2_and_a_language_model_among_others_have_other_names_in_their_files(tmp_path):
     gpt2 = load_base(write_checkpoint(tmp_path / "gpt2", "gpt2"))
-    assert gpt2.origins["model.h.1.attn.c_attn.weight"] == "h.1.attn.c_attn.weight"
-    assert gpt2.origins["model.wte.weight"] == "wte.weight"
+    assert gpt2.weight_map["model.h.1.attn.c_attn.weight"] == "h.1.attn.c_attn.weight"
+    assert gpt2.weight_map["model.wte.weight"] == "wte.weight"
     vision = load_base(renamed(tmp_path / "vl"))
     path = "language_model.model.layers.0.self_attn.q_proj"
-    assert vision.origins[f"{path}.weight"] == path.removeprefix("language_model.") + ".weight"
-    assert len(vision.origins) == len(content(tmp_path / "vl")) - 1 - sum(
+    assert vision.weight_map[f"{path}.weight"] == path.removeprefix("language_model.") + ".weight"
+    assert len(vision.weight_map) == len(content(tmp_path / "vl")) - 1 - sum(
         name.endswith(".bias") for name in content(tmp_path / "vl")
     )
 
@@ -100,12 +100,14 @@ def test_stacked_experts_name_the_tensor_of_each(tmp_path):
 
 def test_what_is_not_certain_is_not_said():
     a, b = mx.zeros((2, 3)), mx.zeros((3, 2))
-    assert origins({"x.a.weight": a, "y.a.weight": b}, {"z.x.a.weight": mx.zeros((4, 4))}) == {}
-    assert origins({"a.weight": a, "x.a.weight": b}, {"y.x.a.weight": mx.zeros((3, 2))}) == {}
-    assert origins({"a.weight": a}, {"m.a.weight": mx.zeros((3, 2))}) == {"m.a.weight": "a.weight"}
-    assert origins({"a.weight": a}, {"anything.weight": a}) == {"anything.weight": "a.weight"}
+    assert weight_map({"x.a.weight": a, "y.a.weight": b}, {"z.x.a.weight": mx.zeros((4, 4))}) == {}
+    assert weight_map({"a.weight": a, "x.a.weight": b}, {"y.x.a.weight": mx.zeros((3, 2))}) == {}
+    assert weight_map({"a.weight": a}, {"m.a.weight": mx.zeros((3, 2))}) == {
+        "m.a.weight": "a.weight"
+    }
+    assert weight_map({"a.weight": a}, {"anything.weight": a}) == {"anything.weight": "a.weight"}
     experts = {f"m.experts.{e}.up_proj.weight": mx.zeros((3, 2)) for e in range(3)}
-    assert origins(experts, {"m.switch_mlp.up_proj.weight": mx.zeros((2, 3, 2))}) == {}
+    assert weight_map(experts, {"m.switch_mlp.up_proj.weight": mx.zeros((2, 3, 2))}) == {}
 
 
 def test_a_model_made_in_memory_says_nothing(tmp_path):

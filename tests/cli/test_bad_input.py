@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from mlx_packs import LoRAConfig, TrainConfig, train_pack
-from mlx_packs.bases.loading import tiny_checkpoint
+from mlx_packs.bases.files import tiny_checkpoint
 from mlx_packs.runtime import mx
 from tests.helpers.errors import raises
 from tests.helpers.rows import chat, write_rows

@@ -10,7 +10,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from mlx_packs import LoRAConfig, Pack, TrainConfig, load_base, train_pack
-from mlx_packs.bases.loading import tiny_checkpoint
+from mlx_packs.bases.files import tiny_checkpoint
 from mlx_packs.cli.doctor import report_lines
 from mlx_packs.cli.main import packs
 from mlx_packs.nn.quantized import replace_modules

@@ -14,7 +14,7 @@ import pytest
 from click.testing import CliRunner
 
 from mlx_packs import LoRAConfig, TrainConfig, train_pack
-from mlx_packs.bases.loading import tiny_checkpoint
+from mlx_packs.bases.files import tiny_checkpoint
 from mlx_packs.cli.main import packs
 from mlx_packs.errors import PackError
 from tests.helpers.rows import chat, write_rows

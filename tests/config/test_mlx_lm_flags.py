@@ -342,7 +342,7 @@ def test_show_mask_prints_json_and_loads_no_weights(nothing_is_loaded):
 def test_show_mask_passes_trust_remote_code(monkeypatch):
     given = []
     monkeypatch.setattr(
-        "mlx_packs.cli.mask.load_base_tokenizer", lambda *args: given.append(args) or 1 / 0
+        "mlx_packs.cli.mask.load_tokenizer", lambda *args: given.append(args) or 1 / 0
     )
     packs_train("--show-mask")
     packs_train("--show-mask", "--trust-remote-code")

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from mlx_packs import Pack, load_base
+from mlx_packs.bases.files import tiny_checkpoint
 from mlx_packs.bases.geometry import chooses
-from mlx_packs.bases.loading import tiny_checkpoint
 from mlx_packs.config.choices import ENCODERS
 from mlx_packs.convert import peft as peft_format
 from mlx_packs.convert.interop import export_pack, import_adapter

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from mlx_packs import DataConfig, LoRAConfig, PackError, TrainConfig, train_pack
-from mlx_packs.bases.loading import load_base_tokenizer, tiny_checkpoint
+from mlx_packs.bases.files import tiny_checkpoint
+from mlx_packs.bases.tokenizer import load_tokenizer
 from mlx_packs.data.encoding import EncodingOptions, encode
 from mlx_packs.data.fim import SPELLINGS, FillInTheMiddle, arranged, continued, sentinels
 from mlx_packs.data.formats import Chat, Row, Text
@@ -34,7 +35,7 @@ def bare():
 
 def fresh():
     path = tiny_checkpoint()
-    return load_base_tokenizer(path, json.loads((path / "config.json").read_text()), False)
+    return load_tokenizer(path, json.loads((path / "config.json").read_text()), False)
 
 
 def knowing(names):

@@ -9,7 +9,7 @@ import pytest
 from mlx_lm.tuner.datasets import ChatDataset, CompletionsDataset, TextDataset
 from mlx_lm.utils import load_tokenizer
 
-from mlx_packs.bases.loading import tiny_checkpoint
+from mlx_packs.bases.files import tiny_checkpoint
 from mlx_packs.config.schema import DataConfig
 from mlx_packs.data import rows as data
 from mlx_packs.data.encoding import EncodingOptions, encode

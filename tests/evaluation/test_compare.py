@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from mlx_packs import evaluate, evaluate_batch, load_base, weighted_sum
-from mlx_packs.bases.loading import tiny_checkpoint
+from mlx_packs.bases.files import tiny_checkpoint
 from mlx_packs.data.batches import evaluation_batches
 from mlx_packs.data.encoding import Example, Examples
 from mlx_packs.errors import PackError

@@ -8,7 +8,8 @@ import numpy as np
 from mlx.utils import tree_flatten
 
 from mlx_packs import Pack
-from mlx_packs.bases.loading import BaseModel, tiny_checkpoint
+from mlx_packs.bases.files import tiny_checkpoint
+from mlx_packs.bases.model import BaseModel
 from mlx_packs.bases.quantization import QuantizeOptions
 from mlx_packs.bases.weight_formats import MLXFormat, NF4Format
 from mlx_packs.bases.writer import quantize, verify

@@ -7,7 +7,8 @@ from pathlib import Path
 
 from mlx.utils import tree_flatten
 
-from mlx_packs.bases.encoder import Encoder, Reading
+from mlx_packs.bases.encoder import Encoder
+from mlx_packs.bases.sentence_config import SentenceConfig
 from mlx_packs.runtime import mx
 
 # Each thing by two words that share no piece of a word: what belongs together must be learned.
@@ -106,7 +107,7 @@ def write_encoder(
     write_vocabulary(folder)
     (folder / "config.json").write_text(json.dumps(config))
     mx.random.seed(11)
-    model = Encoder(config, Reading())
+    model = Encoder(config, SentenceConfig())
     tensors = {
         f"{prefix}{name}": _spread(name, a).astype(dtype)
         for name, a in tree_flatten(model.parameters())

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from mlx_packs import LoRAConfig, Pack
 from mlx_packs.adapters.lora import attach
-from mlx_packs.bases.loading import BaseModel
+from mlx_packs.bases.model import BaseModel
 from mlx_packs.runtime import mx
 
 BASE = {

@@ -14,7 +14,7 @@ import pytest
 
 from mlx_packs import LoRAConfig, PackError, TrainConfig, runtime, train_pack
 from mlx_packs.adapters.lora import attach
-from mlx_packs.bases.loading import tiny_checkpoint
+from mlx_packs.bases.files import tiny_checkpoint
 from mlx_packs.cli.recipe import read_recipes, recipe_of
 from mlx_packs.cli.train import train as train_command
 from mlx_packs.config.schema import DataConfig

@@ -11,7 +11,7 @@ import mlx.nn as nn
 import pytest
 
 from mlx_packs.adapters.lora import attach
-from mlx_packs.bases.loading import tiny_checkpoint
+from mlx_packs.bases.files import tiny_checkpoint
 from mlx_packs.config.schema import LoRAConfig
 from mlx_packs.errors import PackError
 from mlx_packs.nn.quantized import replace_modules

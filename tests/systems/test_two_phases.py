@@ -13,7 +13,7 @@ from mlx.utils import tree_flatten
 
 from mlx_packs import LoRAConfig, Pack, load_base
 from mlx_packs.adapters.lora import attach
-from mlx_packs.bases.loading import tiny_checkpoint
+from mlx_packs.bases.files import tiny_checkpoint
 from mlx_packs.packs.base import Base, load_base_for
 from mlx_packs.runtime import mx
 from tests.helpers.models import model_of

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from mlx_packs import LoRAConfig, Pack, TrainConfig, evaluate, load_base, train_pack
-from mlx_packs.bases.encoder import Encoder, Reading, tensor_name
+from mlx_packs.bases.encoder import Encoder, tensor_name
+from mlx_packs.bases.sentence_config import SentenceConfig
 from mlx_packs.convert.interop import export_pack
 from mlx_packs.convert.merge import merge_pack
 from mlx_packs.errors import Interrupted, PackError
@@ -415,7 +416,7 @@ def test_merge_writes_a_folder_with_the_same_embeddings(data, tmp_path, prefix):
         wanted = base.encode(TEXTS)
     assert np.abs(merged.encode(TEXTS) - wanted).max() < 1e-5
     assert np.abs(base.encode(TEXTS) - wanted).max() > 1e-4
-    assert merged.model.reading == base.model.reading  # pooling, Normalize, length
+    assert merged.model.sentence_config == base.model.sentence_config  # pooling, Normalize, length
     stored = [mx.load(str(f)) for f in (tmp_path / "merged").glob("model*.safetensors")]
     names = {name for tensors in stored for name in tensors}
     assert names == set(mx.load(str(folder / "model.safetensors")))
@@ -476,7 +477,7 @@ def test_retrieval_counts_every_positive_of_an_anchor():
 
 def minilm_checkpoint() -> Checkpoint:
     config = MINILM | {"vocab_size": 30522}
-    return Checkpoint("all-MiniLM-L6-v2", config, tensors_of(Encoder(config, Reading())))
+    return Checkpoint("all-MiniLM-L6-v2", config, tensors_of(Encoder(config, SentenceConfig())))
 
 
 def test_a_folder_with_the_config_alone_is_planned(run, encoder, tmp_path):

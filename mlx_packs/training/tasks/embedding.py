@@ -183,7 +183,11 @@ def train_embeddings(
         pack = Pack.of(
             attached,
             train.pack_dtype,
-            objective={"task": "embedding", "loss": loss_name, **base.model.reading.to_json()},
+            objective={
+                "task": "embedding",
+                "loss": loss_name,
+                **base.model.sentence_config.to_json(),
+            },
             data={
                 "source": source,
                 "fingerprint": identity["data"],

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from mlx_packs import load_base
-from mlx_packs.bases.embedding_table import MappedTable, map_table
+from mlx_packs.bases.mapped_embedding import MappedEmbedding, map_embedding
 from mlx_packs.nn.nf4 import NF4Embedding
 from mlx_packs.runtime import mx
 from tests.helpers.checkpoints import write_checkpoint, write_quantized
@@ -21,8 +21,8 @@ def test_mapped_rows_are_those_of_the_embedding(tmp_path, dtype, mode):
     if mode:
         folder = write_quantized(tmp_path / "packed", folder, mode=mode)
     embedding = load_base(folder).model.model.embed_tokens
-    table = map_table(folder, KEY, embedding)
-    assert isinstance(table, MappedTable)
+    table = map_embedding(folder, KEY, embedding)
+    assert isinstance(table, MappedEmbedding)
     rows = table(TOKENS)
     assert mx.array_equal(rows, embedding(mx.array(TOKENS)))
     assert rows.dtype == embedding(mx.array(TOKENS)).dtype
@@ -32,8 +32,8 @@ def test_mapped_rows_are_those_of_the_embedding(tmp_path, dtype, mode):
 def test_the_reason_is_given_where_a_table_cannot_be_mapped(tmp_path):
     folder = write_checkpoint(tmp_path / "base", "llama")
     other = nn.Embedding(10, 64)
-    assert map_table(folder, KEY, other) == f"{KEY} lies in the files as F32 [4096, 64]"
-    assert map_table(folder, None, other) == "its tensor in the files is not known"
+    assert map_embedding(folder, KEY, other) == f"{KEY} lies in the files as F32 [4096, 64]"
+    assert map_embedding(folder, None, other) == "its tensor in the files is not known"
     packed = NF4Embedding.from_embedding(other)
-    assert map_table(folder, KEY, packed) == "rows of a NF4Embedding are not read from a file"
-    assert "the files have no no.such.weight" in map_table(folder, "no.such.weight", other)
+    assert map_embedding(folder, KEY, packed) == "rows of a NF4Embedding are not read from a file"
+    assert "the files have no no.such.weight" in map_embedding(folder, "no.such.weight", other)

@@ -1,4 +1,4 @@
-"""Rows of a frozen embedding table, read from its file as they are asked for.
+"""Rows of a frozen embedding, read from its file as they are asked for.
 
 The file is mapped: a row that no batch has is never read, and what was read is the system's to
 drop. MLX's own loader reads whole tensors instead.
@@ -19,8 +19,10 @@ _KINDS = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16, "U32": np.uin
 _BFLOAT = "BF16"
 
 
-class MappedTable:
-    """Semantics: table(tokens) is ``module(mx.array(tokens))``, to the bit.
+class MappedEmbedding:
+    """An embedding whose rows are read from its file as they are asked for.
+
+    Semantics: mapped(tokens) is bit-identical to ``module(mx.array(tokens))``.
 
     Args:
         parts: mapped [V, .] arrays by parameter, and their dtypes as safetensors spells them.
@@ -30,20 +32,22 @@ class MappedTable:
     def __init__(self, parts: Mapping[str, tuple[np.ndarray, str]], module: nn.Module):
         self._parts = dict(parts)
         self._dtypes = {name: module[name].dtype for name in parts}
-        self._packing = None
+        self._quantization = None
         if isinstance(module, nn.QuantizedEmbedding):
-            self._packing = {
+            self._quantization = {
                 "group_size": module.group_size,
                 "bits": module.bits,
                 "mode": module.mode,
             }
 
     def __call__(self, tokens: np.ndarray) -> mx.array:
-        """Rows [..., D] of tokens [...]."""
+        """Return rows [..., D] of tokens [...]."""
         rows = {name: self._rows(name, tokens) for name in self._parts}
-        if self._packing is None:
+        if self._quantization is None:
             return rows["weight"]
-        return mx.dequantize(rows["weight"], rows["scales"], rows.get("biases"), **self._packing)
+        return mx.dequantize(
+            rows["weight"], rows["scales"], rows.get("biases"), **self._quantization
+        )
 
     def _rows(self, name: str, tokens: np.ndarray) -> mx.array:
         mapped, kind = self._parts[name]
@@ -52,11 +56,13 @@ class MappedTable:
         return rows.astype(self._dtypes[name])
 
 
-def map_table(folder: Path, key: str | None, module: nn.Module) -> MappedTable | str:
-    """The table of an embedding as it lies in a checkpoint's files, or why it must be loaded.
+def map_embedding(folder: Path, key: str | None, module: nn.Module) -> MappedEmbedding | str:
+    """Map an embedding as it lies in a checkpoint's files, or say why it must be loaded.
 
     Args:
+        folder: of the checkpoint.
         key: name of its weight in the files, if it is one tensor there.
+        module: the embedding.
     """
     if type(module) not in (nn.Embedding, nn.QuantizedEmbedding):
         return f"rows of a {type(module).__name__} are not read from a file"
@@ -77,4 +83,4 @@ def map_table(folder: Path, key: str | None, module: nn.Module) -> MappedTable |
             parts[name] = np.memmap(file, _KINDS[kind], "r", offset, shape), kind
     if missing := [name for name in wanted if name not in parts]:
         return f"it was quantized while it was loaded: the files have no {path}.{missing[0]}"
-    return MappedTable(parts, module)
+    return MappedEmbedding(parts, module)

@@ -1,0 +1,117 @@
+"""A base model: a frozen checkpoint with its tokenizer, before packs are applied to it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import mlx.nn as nn
+import numpy as np
+
+from ..config.choices import ENCODERS
+from ..errors import PackError
+from .encoder import Encoder, embedded
+from .families import Architecture
+from .files import public_name, quantization_name, text_config, weight_files
+from .tokenizer import tokens_of
+from .weight_map import Source
+
+
+@dataclass
+class BaseModel:
+    """A frozen checkpoint with its tokenizer; packs know how to be applied to it (`packs.base`).
+
+    Attributes:
+        name: what the user called it.
+        path: its folder.
+        model: its modules, frozen.
+        tokenizer: None where only weights were asked for.
+        config: its config.json.
+        fingerprint: a hash of its tensors.
+        quantization: as config.json spells it; empty for a dense base.
+        weight_map: which tensor of the files each weight of the model is.
+    """
+
+    name: str
+    path: Path
+    model: nn.Module
+    tokenizer: object
+    config: dict
+    fingerprint: str
+    quantization: dict = field(default_factory=dict)
+    weight_map: dict[str, Source] = field(default_factory=dict, repr=False, compare=False)
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of rows of the embedding table."""
+        return int(text_config(self.config)["vocab_size"])
+
+    @property
+    def architecture(self) -> Architecture:
+        """``encoder`` if it computes embeddings of sentences, ``decoder`` if a next token."""
+        return "encoder" if self.is_encoder else "decoder"
+
+    @property
+    def is_encoder(self) -> bool:
+        """Whether it computes embeddings of sentences, and no next token."""
+        return isinstance(self.model, Encoder)
+
+    def encode(self, texts: Sequence[str], batch_size: int = 32) -> np.ndarray:
+        """Compute the embeddings of texts by an encoder, with its active pack: float32 [N, D].
+
+        Raises:
+            PackError: the base is a decoder, or something is no text.
+        """
+        if not self.is_encoder:
+            raise PackError(
+                f"{self.name}: is a causal {self.config['model_type']}; embeddings are "
+                f"computed by an encoder ({', '.join(ENCODERS)}).",
+                "unsupported",
+            )
+        if batch_size < 1:
+            raise PackError(
+                f"encode: batch_size must be positive, but got {batch_size}.", flag="batch_size"
+            )
+        if isinstance(texts, str):
+            raise PackError("encode: texts must be a list of texts, but got one.", flag="texts")
+        for at, text in enumerate(texts):
+            if not isinstance(text, str):
+                raise PackError(
+                    f"encode: texts[{at}] must be a text, but is {text!r:.60}.", flag="texts"
+                )
+        tokens = tokens_of(self.tokenizer, texts, self.model.longest)
+        return embedded(self.model, tokens, batch_size)
+
+    @property
+    def public_name(self) -> str:
+        """The name that a manifest gives it; it has no path."""
+        return public_name(self.name)
+
+    def summary(self) -> str:
+        """Return one line: architecture, blocks, quantization, size."""
+        text = text_config(self.config)
+        kind = quantization_name(self.quantization)
+        size = sum(f.stat().st_size for f in weight_files(self.path))
+        shown = f"{size / 1e9:.2f} GB" if size >= 1e8 else f"{size / 1e6:.1f} MB"
+        blocks = text.get("num_hidden_layers", text.get("n_layer", "?"))
+        model_type = self.config["model_type"]
+        return f"{self.name} · {model_type} · {blocks} blocks · {kind} · {shown}"
+
+
+def check_decoder(base: BaseModel, command: str) -> None:
+    """Check that a base has a next token.
+
+    Args:
+        base: the base.
+        command: what needs it, for the message.
+
+    Raises:
+        PackError: it is an encoder.
+    """
+    if base.is_encoder:
+        raise PackError(
+            f"{command}: {base.name} is an encoder ({base.config['model_type']}) and has no next "
+            "token; for one there are packs train --task embedding, eval, merge, export, and "
+            "base.encode(texts).",
+            "unsupported",
+            "model",
+        )

@@ -1,0 +1,137 @@
+"""How texts become vectors: what a folder of sentence-transformers says of it.
+
+Pooling stands in ``modules.json`` and ``1_Pooling/config.json``, how long a text may be in
+``sentence_bert_config.json`` (or with the tokenizer).
+
+Sentence-BERT: https://arxiv.org/abs/1908.10084
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..errors import PackError
+
+POOLING = ("mean", "cls", "max")
+MODULES = "modules.json"
+_SETTINGS = "sentence_bert_config.json"
+_TOKENIZER = "tokenizer_config.json"
+_PROMPTS = "config_sentence_transformers.json"
+
+
+@dataclass(frozen=True)
+class SentenceConfig:
+    """How texts become vectors.
+
+    Attributes:
+        pooling: of the states of the tokens.
+        normalize: whether vectors have length 1.
+        max_seq_length: tokens of a text with [CLS] and [SEP]; None is as many as there are
+            positions.
+        lower_case: whether texts are lower-cased before the tokenizer's own steps.
+    """
+
+    pooling: str = "mean"
+    normalize: bool = False
+    max_seq_length: int | None = None
+    lower_case: bool = False
+
+    def to_json(self) -> dict:
+        """Return what a pack's manifest says of it."""
+        return {"pooling": self.pooling, "normalize": self.normalize}
+
+
+def read_sentence_config(path: Path) -> SentenceConfig:
+    """Read what the files of sentence-transformers in a folder say; without them mean pooling.
+
+    Raises:
+        PackError: naming the module or setting that is not supported.
+    """
+    settings = _read_json(path / _SETTINGS, dict)
+    prompts = _read_json(path / _PROMPTS, dict)
+    if name := prompts.get("default_prompt_name"):
+        raise PackError(
+            f"{path / _PROMPTS}: puts the prompt '{name}' before every text. Set "
+            "default_prompt_name to null and write it into your texts.",
+            "unsupported",
+        )
+    longest = settings.get("max_seq_length")
+    if longest is None:
+        longest = _read_json(path / _TOKENIZER, dict).get("model_max_length")
+        longest = int(longest) if isinstance(longest, (int, float)) and longest < 2**31 else None
+    if longest is not None and not (type(longest) is int and longest > 2):
+        raise PackError(
+            f"{path / _SETTINGS}: max_seq_length must be an integer above 2, but is {longest!r}.",
+            "unreadable",
+        )
+    pooling, normalize = _modules(path)
+    return SentenceConfig(pooling, normalize, longest, settings.get("do_lower_case") is True)
+
+
+def _modules(path: Path) -> tuple[str, bool]:
+    """Return the pooling, and whether vectors are normalized, from ``modules.json``."""
+    file = path / MODULES
+    pooling, kinds = SentenceConfig.pooling, []
+    for module in _read_json(file, list):
+        if not isinstance(module, dict) or not isinstance(module.get("type"), str):
+            raise PackError(
+                f"{file}: every module must have a 'type', but got {module}.", "unreadable"
+            )
+        kind, place = module["type"].rpartition(".")[2], str(module.get("path") or "")
+        kinds.append(kind)
+        if kind == "Transformer" and place:
+            raise PackError(
+                f"{file}: its Transformer is in the folder '{place}'. Move what is in it up, and "
+                "set its path to ''.",
+                "unsupported",
+            )
+        if kind == "Pooling":
+            pooling = _pooling(path / place / "config.json")
+        elif kind not in ("Transformer", "Normalize"):
+            raise PackError(
+                f"{file}: the module {kind} ('{place}') is not supported; known are Transformer, "
+                "Pooling and Normalize.",
+                "unsupported",
+            )
+    if kinds and kinds not in (["Transformer", "Pooling"], ["Transformer", "Pooling", "Normalize"]):
+        raise PackError(
+            f"{file}: must be Transformer, Pooling and at most Normalize, in this order, but is "
+            f"{', '.join(kinds)}.",
+            "unsupported",
+        )
+    return pooling, "Normalize" in kinds
+
+
+def _pooling(file: Path) -> str:
+    """Return the one kind of pooling that a config of the Pooling module turns on."""
+    config = _read_json(file, dict)
+    on = config.get("pooling_mode")
+    if on is None:  # before sentence-transformers 5 a switch for each
+        names = {"mean_tokens": "mean", "cls_token": "cls", "max_tokens": "max"}
+        switches = {k.removeprefix("pooling_mode_"): v for k, v in config.items()}
+        on = [names.get(key, key) for key, value in switches.items() if value is True]
+        on = [name for name in on if name != "include_prompt"]
+    on = [on] if isinstance(on, str) else list(on or [])
+    if len(on) != 1 or on[0] not in POOLING:
+        raise PackError(
+            f"{file}: pools by {' and '.join(map(str, on)) or 'nothing'}; supported is one of "
+            f"{', '.join(POOLING)}.",
+            "unsupported",
+        )
+    return on[0]
+
+
+def _read_json(file: Path, kind: type) -> Any:
+    """Return what a file has; an empty ``kind`` where there is none."""
+    if not file.is_file():
+        return kind()
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise PackError(f"{file}: is not valid JSON: {error}.", "unreadable") from None
+    if not isinstance(content, kind):
+        raise PackError(
+            f"{file}: must be a {kind.__name__}, but is a {type(content).__name__}.", "unreadable"
+        )
+    return content
