@@ -78,7 +78,7 @@ class Rows:
 
 @dataclass(frozen=True)
 class Adapters:
-    """Where A and B start on both implementations. B is not zero, so that losses depend on all of them."""
+    """Initial A and B of both implementations; B is not zero, so that losses depend on all of it."""
 
     rank: int
     scale: float

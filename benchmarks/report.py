@@ -73,7 +73,7 @@ def _table(run: list[Record]) -> list[str]:
 
 
 def targets(records: Iterable[Record]) -> str:
-    """What each target was and whether it was met, by the latest run of its workload on each device."""
+    """Each target and whether it was met, by the latest run of its workload on each device."""
     results: dict[tuple[str, str], dict[str, Record]] = {}
     for r in records:
         if r.task == "targets":

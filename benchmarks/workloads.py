@@ -1,4 +1,4 @@
-"""What the benchmarks of training workload on: a base, the rows of a batch, and the implementations that suit it.
+"""Workloads of the training benchmarks: a base, the rows of a batch, and the implementations it suits.
 
 Random bases have the geometry of a real model and 4-bit weights that are random from the start: no
 dense weight ever exists, so even a whole model is built in little more than its own bytes.
