@@ -12,8 +12,9 @@ from dataclasses import replace
 
 from mlx_packs.config.schema import TrainConfig
 from mlx_packs.display import size
-from mlx_packs.memory.plan import Checkpoint, described, read_checkpoint
-from mlx_packs.memory.recommend import Option, advise
+from mlx_packs.memory.headers import Headers
+from mlx_packs.memory.read import describe, read_headers
+from mlx_packs.memory.recommend import Option, recommend
 from mlx_packs.runtime import assumed_device
 
 CONFIGS = {
@@ -60,11 +61,11 @@ _LONGEST = {"all-minilm-l6-v2": 256}  # by its sentence_bert_config.json
 _METHODS = ("full", "lora", "lora-fp32", "qlora")
 
 
-def checkpoint_of(name: str) -> Checkpoint:
+def headers_of(name: str) -> Headers:
     """A base by the name of its published config, or as `packs plan` reads it."""
     if name in CONFIGS:
-        return Checkpoint(name, CONFIGS[name], described(CONFIGS[name]))
-    return read_checkpoint(name)
+        return describe(name, CONFIGS[name])
+    return read_headers(name)
 
 
 def cell(option: Option | None) -> str:
@@ -75,17 +76,16 @@ def cell(option: Option | None) -> str:
     return f"{option.fit}: {size(option.plan.peak_bytes)} ({shape})"
 
 
-def rows(checkpoint: Checkpoint, memories: list[float]) -> list[str]:
+def rows(headers: Headers, memories: list[float]) -> list[str]:
     """A line for each memory, in GB of 10^9 bytes; one for all that are answered alike."""
     answers, train = {}, TrainConfig()
-    if checkpoint.name in _LONGEST:
-        train = replace(train, max_seq_length=_LONGEST[checkpoint.name])
+    if headers.name in _LONGEST:
+        train = replace(train, max_seq_length=_LONGEST[headers.name])
     for memory in memories:
-        results = advise(checkpoint, int(memory * 1e9), train=train)
-        first = {m: next((o for o in results if o.method == m), None) for m in _METHODS}
-        best = results[0]
-        kind = " ".join([best.method, *[best.quantize] * (best.quantize != "none")])
-        choice = f"{kind}, batch {best.train.batch_size} x {best.train.max_seq_length}"
+        options = recommend(headers, int(memory * 1e9), train=train)
+        first = {m: next((o for o in options if o.method == m), None) for m in _METHODS}
+        best = options[0]
+        choice = f"{best.kind}, batch {best.train.batch_size} x {best.train.max_seq_length}"
         lora = first["lora"] or first["lora-fp32"]
         cells = [*map(cell, (first["full"], lora, first["qlora"])), f"**{choice}**: {best.why}"]
         answers.setdefault(" | ".join(cells), []).append(f"{memory:g}")
@@ -104,7 +104,7 @@ def main() -> None:
             print(f"**{name}**\n")
             print("| memory | full fine-tune | LoRA, base unquantized | QLoRA | taken, and why |")
             print("|---|---|---|---|---|")
-            print("\n".join(rows(checkpoint_of(name), memories)) + "\n")
+            print("\n".join(rows(headers_of(name), memories)) + "\n")
 
 
 if __name__ == "__main__":

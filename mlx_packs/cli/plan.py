@@ -58,8 +58,8 @@ def plan(
     the run fits. The command at the end has the peak that is shown.
     """
     from ..bases.files import TINY
-    from ..memory.plan import read_checkpoint
-    from ..memory.recommend import advise, table
+    from ..memory.read import read_headers
+    from ..memory.recommend import recommend, table
     from ..runtime import assumed_device, total_memory
 
     _check_machine(memory, device)
@@ -69,15 +69,15 @@ def plan(
     model = recipe.run.get("model", TINY)
     unflagged = recipe_of({"model": model}, settings)
     limit = total_memory() if memory is None else int(memory * 1e9)
-    checkpoint = read_checkpoint(model)
+    headers = read_headers(model)
     with assumed_device(device):
-        choices = advise(checkpoint, limit, recipe.lora, recipe.train, said(settings, flags))
+        choices = recommend(headers, limit, recipe.lora, recipe.train, said(settings, flags))
         report = [
             {**choice.to_json(), "command": choice.command(model, configs, unflagged)}
             for choice in choices
         ]
         width = min(100, shutil.get_terminal_size((100, 24)).columns)
-        lines = table(choices, checkpoint, limit, configs, unflagged, width)
+        lines = table(choices, headers, limit, configs, unflagged, width)
     print_report(report, as_json, lines)
 
 

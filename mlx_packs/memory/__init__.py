@@ -1,0 +1,1 @@
+"""Peak estimates, recommendations, and the choice of the matmul path."""

@@ -1,47 +1,66 @@
-"""What training an encoder takes, and why it is not quantized for that.
+"""Estimate the peak memory of training an encoder, and say why it is not quantized for that.
 
-The count follows a step as `plan` does: all columns of a batch go forward before the loss, and what
-their backward needs is there then. What is in flight was read off `mx.get_peak_memory` on a CPU
-(benchmarks/LOG.md).
+The count follows a step as that of `decoder` does: all columns of a batch go forward before the
+loss, and what their backward pass needs is there then. What is in flight was read off
+`mx.get_peak_memory` on a CPU (benchmarks/LOG.md).
 """
 
 import math
-from collections.abc import Mapping, Set
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ..adapters.targets import plan_specs
-from ..bases.encoder import tensor_name
-from ..bases.geometry import Geometry, Group
-from ..bases.sentence_config import read_sentence_config
+from ..bases.encoder import Encoder, check_config, tensor_name
+from ..bases.sentence_config import SentenceConfig, read_sentence_config
 from ..config.schema import LoRAConfig, TrainConfig
+from ..data.batches import padded_length
 from ..display import size
-from ..errors import PackError, did_you_mean
-from .plan import Checkpoint, MemoryPlan, Tensors, optimizer_bytes, policies, state_bytes
+from ..errors import PackError
+from .headers import Headers, Tensors, tensors_of
+from .plan import (
+    MemoryPlan,
+    Shape,
+    moment_parts,
+    optimizer_bytes,
+    plan_adapters,
+    recompute_policies,
+)
 
-BATCH_SIZE = 32  # of pairs, where nobody says another: in-batch negatives want more than 4
-_PROJECTIONS = (
-    "attention.self.query attention.self.key attention.self.value attention.output.dense "
-    "intermediate.dense output.dense"
-).split()
-_PACKED_BITS = 4.5  # a 4-bit weight with its scales
+BATCH_SIZE = 32  # default number of pairs: in-batch negatives need more than the decoder's 4
+_QUANTIZED_BITS = 4.5  # a 4-bit weight with its scales
+# In flight while a block goes back: what GELU's gradient is made of, and that of the probabilities.
+_FLYING_FFN, _FLYING_SCORES = 20, 4
+_AHEAD = 2  # recomputed parts that are in memory together: MLX allocates ahead
 
 
-def for_encoder(checkpoint: Checkpoint, train: TrainConfig, asked: Set[str]) -> TrainConfig:
-    """Settings as `packs train` would take them for an encoder: texts as long as it reads them.
+def describe(config: Mapping) -> Tensors:
+    """Return the headers of the checkpoint that a config describes."""
+    return tensors_of(Encoder(check_config(dict(config), Path("config.json")), SentenceConfig()))
+
+
+def run_settings(headers: Headers, train: TrainConfig, specified: frozenset[str]) -> TrainConfig:
+    """Return the settings that `packs train` would take for an encoder.
+
+    Texts are as long as the encoder reads them.
 
     Args:
-        asked: those that somebody named. Raises: PackError if they ask for quantization.
+        headers: Of the base.
+        train: The settings wanted.
+        specified: Names of those that are not defaults.
+
+    Raises:
+        PackError: They ask for quantization.
     """
     if train.quantize != "none":
         raise PackError(
             f"--quantize {train.quantize}: an encoder is trained in float32; without it"
-            " the plan says why."
+            " the plan says why.",
+            "conflict",
         )
-    batch_size = train.batch_size if "batch_size" in asked else BATCH_SIZE
-    folder = Path(checkpoint.name).expanduser()
+    batch_size = train.batch_size if "batch_size" in specified else BATCH_SIZE
+    folder = Path(headers.name).expanduser()
     longest = read_sentence_config(folder).max_seq_length if folder.is_dir() else None
-    limits = train.max_seq_length, longest, checkpoint.config.get("max_position_embeddings")
+    limits = train.max_seq_length, longest, headers.config.get("max_position_embeddings")
     return replace(
         train,
         task="embedding",
@@ -50,149 +69,171 @@ def for_encoder(checkpoint: Checkpoint, train: TrainConfig, asked: Set[str]) -> 
     )
 
 
-def _widths(config: Mapping) -> dict[str, tuple[int, int]]:
-    """(in, out) of the projections of a block."""
+def _block_shapes(config: Mapping) -> dict[str, tuple[int, int]]:
+    """Return (out, in) of the projections of a block."""
     d, f = config["hidden_size"], config["intermediate_size"]
-    return {name: (d, d) for name in _PROJECTIONS[:4]} | {
-        "intermediate.dense": (d, f),
-        "output.dense": (f, d),
+    return {
+        "attention.self.query": (d, d),
+        "attention.self.key": (d, d),
+        "attention.self.value": (d, d),
+        "attention.output.dense": (d, d),
+        "intermediate.dense": (f, d),
+        "output.dense": (d, f),
     }
 
 
-def _groups(config: Mapping, lora: LoRAConfig) -> list[Group]:
-    """Projections that carry adapters, by the rules of `geometry.select_targets`."""
-    blocks = config["num_hidden_layers"]
-    if lora.num_layers > blocks:
-        raise PackError(f"--num-layers {lora.num_layers}: the base has only {blocks} blocks.")
-    first = blocks - lora.num_layers if lora.num_layers > 0 else 0
-    widths = _widths(config)
-    paths = {
-        f"encoder.layer.{i}.{name}": widths[name] for i in range(first, blocks) for name in widths
-    }
-    chosen = set() if lora.target_modules else set(paths)
-    for target in lora.target_modules:
-        matched = {p for p in paths if p == target or p.endswith("." + target)}
-        if not matched:
-            names = sorted({name.rpartition(".")[2] for name in widths})
-            hint = did_you_mean(target, names)
-            raise PackError(f"--target-modules {target}: no such projection in a plan. {hint}")
-        chosen |= matched
-    return [
-        Group(
-            None, (Geometry(p, d, out, None, None, None, d, True, ((p.rpartition(".")[2], out),)),)
-        )
-        for p, (d, out) in paths.items()
-        if p in chosen
-    ]
+@dataclass(frozen=True)
+class _Step:
+    """A training step of adapters.
+
+    Attributes:
+        tokens: Of a column of the batch, or of what is computed of it at once.
+        columns: Columns whose activations are there at once.
+        scores: Attention probabilities of a token: heads x T.
+        ranks: Sum of the ranks of each block from the first adapted one.
+        all_blocks: Whether that is the first block of the base.
+    """
+
+    hidden: int
+    ffn: int
+    tokens: int
+    columns: int
+    scores: int
+    ranks: list[int]
+    all_blocks: bool
+    recompute: str
+
+    def kept(self) -> int:
+        """Return the numbers that are kept for the backward pass."""
+        # The input, q, k and v, what attention gave, what both norms read and gave; what went into
+        # GELU and what came out; and the probabilities.
+        block = 9 * self.hidden + 2 * self.ffn + self.scores
+        blocks = [block + rank for rank in self.ranks]
+        if self.recompute == "block":
+            inputs = self.columns * self.hidden * len(blocks)
+            return self.tokens * (inputs + _AHEAD * max(blocks))
+        # the forward of blocks below the adapters is in flight, one block's worth
+        below = max(blocks) * (not self.all_blocks)
+        return self.columns * self.tokens * (sum(blocks) + below)
+
+    def flying(self) -> int:
+        """Return the numbers in flight while a block goes back."""
+        return self.tokens * (_FLYING_FFN * self.ffn + _FLYING_SCORES * self.scores)
 
 
-def estimate_encoder(
-    config: Mapping,
-    tensors: Tensors,
-    lora: LoRAConfig,
-    train: TrainConfig,
-    length: int | None = None,
-    columns: int | None = None,
+def estimate(
+    headers: Headers, lora: LoRAConfig, train: TrainConfig, shape: Shape | None = None
 ) -> MemoryPlan:
-    """The peak memory of training an encoder, by part.
+    """Return the peak memory of training an encoder, by part.
 
     Args:
-        length: tokens of a text; by default as many as max_seq_length and positions allow.
-        columns: texts of a row; by default 2, of triplets 3.
-    Raises: PackError for a config that lacks a size.
+        headers: Of the base.
+        lora: The adapters.
+        train: The run's settings.
+        shape: (tokens of a text, texts of a row); by default texts are as long as max_seq_length
+            and positions allow, and a row has 2, of triplets 3.
+
+    Raises:
+        PackError: The config lacks a size.
     """
+    config = headers.config
     keys = "hidden_size intermediate_size num_attention_heads num_hidden_layers".split()
     if not all(isinstance(config.get(key), int) and config[key] > 0 for key in keys):
-        raise PackError("no plan: config.json lacks a size (hidden, FFN, heads or blocks).")
-    d, f, heads, blocks = (config[key] for key in keys)
-    specs = plan_specs(_groups(config, lora), lora)
-    weights = sum(s.rank * (m.in_features + s.width) for m in specs.values() for s in m.slices)
-    base_weights = sum(
-        math.prod(tensor["shape"]) for name, tensor in tensors.items() if tensor_name(name)
-    )
-    positions = config.get("max_position_embeddings") or train.max_seq_length
-    time = min(length or train.max_seq_length, positions)
-    columns = columns or (3 if train.loss == "triplet" else 2)
-    texts, at_a_time = train.batch_size, columns  # columns of these whose activations are there
-    if train.loss == "cached-mnrl":
-        texts, at_a_time = min(texts, train.mini_batch_size), _AHEAD
-    policy = policies(train)[0]
-    adapted = [
-        sum(spec.rank for path, spec in specs.items() if path.startswith(f"encoder.layer.{i}."))
+        raise PackError(
+            "no plan: config.json lacks a size (hidden, FFN, heads or blocks).", "unsupported"
+        )
+    hidden, ffn, heads, blocks = (config[key] for key in keys)
+    projections = {
+        f"encoder.layer.{i}.{name}": shape
         for i in range(blocks)
-    ]
-    tracked = adapted[next(i for i, ranks in enumerate(adapted) if ranks) :]
-    tokens = texts * time
-    inside = [_kept(d, f, heads * time) + ranks for ranks in tracked]
-    if policy == "block":
-        kept = tokens * (at_a_time * d * len(tracked) + _AHEAD * max(inside))
-    else:
-        # the forward of blocks below the adapters is in flight, one block's worth
-        kept = at_a_time * tokens * (sum(inside) + max(inside) * (len(tracked) < blocks))
-    pending = 4 * weights * (train.grad_accumulation_steps > 1 or policy == "block")
+        for name, shape in _block_shapes(config).items()
+    }
+    adapters = plan_adapters(projections, blocks, lora)
+    tracked, weights = adapters.tracked, adapters.weights
+    length, columns = shape or (train.max_seq_length, _columns(train))
+    length = min(length, config.get("max_position_embeddings") or train.max_seq_length)
+    texts, at_once = train.batch_size, columns
+    if train.loss == "cached-mnrl":
+        texts, at_once = min(texts, train.mini_batch_size), _AHEAD
+    policy = recompute_policies(train)[0]
+    step = _Step(
+        hidden,
+        ffn,
+        tokens=texts * length,
+        columns=at_once,
+        scores=heads * length,
+        ranks=[sum(ranks.values()) for ranks in tracked],
+        all_blocks=len(tracked) == blocks,
+        recompute=policy,
+    )
+    accumulates = train.grad_accumulation_steps > 1
+    pending = 4 * weights * (accumulates or policy == "block")
     logits = 0
     if train.loss in ("auto", "mnrl", "cached-mnrl", "cosent"):
         logits = 6 * train.batch_size**2 * max(1, columns - 1)
-    flying = tokens * (_FLYING_FFN * f + _FLYING_SCORES * heads * time)
-    moments = {
-        "backward": (pending, 4 * kept, 4 * logits, 4 * flying),
-        "update": (
-            4 * weights * (1 + (train.grad_accumulation_steps > 1)),
-            0,
-            0,
-            1.3 * 4 * weights / len(tracked),
-        ),
-    }
-    names = ("gradients", "activations", "logits", "working")
+    base_weights = sum(math.prod(shape) for shape in _weight_shapes(headers))
     plan = MemoryPlan(
         base=4 * base_weights,
         adapters=4 * weights,
-        optimizer=optimizer_bytes(specs, train),
-        moments={at: dict(zip(names, map(int, held), strict=True)) for at, held in moments.items()},
+        optimizer=optimizer_bytes(adapters.shapes, train),
+        moments={
+            "backward": moment_parts(pending, 4 * step.kept(), 4 * logits, 4 * step.flying()),
+            "update": moment_parts(
+                4 * weights * (1 + accumulates), working=1.3 * 4 * weights / len(tracked)
+            ),
+        },
         matmul_path="dense",
         recompute=policy,
         adapter_weights=weights,
         base_weights=base_weights,
     )
-    return _full(plan, tensors, train) if train.method == "full" else plan
+    return _full(plan, headers, train) if train.method == "full" else plan
 
 
-def _full(plan: MemoryPlan, tensors: Tensors, train: TrainConfig) -> MemoryPlan:
-    """The same where all weights learn: they, their gradients and the optimizer's state are there
-    beside the base's own, which are kept; activations are those of adapters."""
-    shapes = [tuple(t["shape"]) for name, t in tensors.items() if tensor_name(name)]
-    learned = 4 * plan.base_weights
-    several = train.grad_accumulation_steps > 1
-    pending = learned * (several or plan.recompute == "block")
-    gradients = {"backward": pending, "update": learned * (1 + several)}
-    moments = {at: {**held, "gradients": gradients[at]} for at, held in plan.moments.items()}
+def _columns(train: TrainConfig) -> int:
+    return 3 if train.loss == "triplet" else 2
+
+
+def _weight_shapes(headers: Headers) -> list[tuple[int, ...]]:
+    return [tuple(t["shape"]) for name, t in headers.tensors.items() if tensor_name(name)]
+
+
+def smallest_shape(train: TrainConfig) -> Shape:
+    """Return the shape of the smallest batch that a run has, whatever its examples are."""
+    return padded_length(1, train.max_seq_length - 1), _columns(train)
+
+
+def resized(shape: Shape, before: TrainConfig, after: TrainConfig) -> Shape:
+    """Return the shape that a batch has after a change of its batch size or maximal length."""
+    length, columns = shape
+    return min(length, after.max_seq_length), columns
+
+
+def _full(plan: MemoryPlan, headers: Headers, train: TrainConfig) -> MemoryPlan:
+    """Return the plan of full fine-tuning, made of that of adapters.
+
+    The weights, their gradients and the optimizer's state are there beside the base's own weights,
+    which are kept; activations are those of adapters.
+    """
+    trainable = 4 * plan.base_weights
+    accumulates = train.grad_accumulation_steps > 1
+    pending = trainable * (accumulates or plan.recompute == "block")
+    gradients = {"backward": pending, "update": trainable * (1 + accumulates)}
+    moments = {at: {**parts, "gradients": gradients[at]} for at, parts in plan.moments.items()}
     return replace(
         plan,
-        adapters=learned,
-        optimizer=state_bytes(shapes, train),
+        adapters=trainable,
+        optimizer=optimizer_bytes(_weight_shapes(headers), train),
         moments=moments,
         adapter_weights=plan.base_weights,
     )
 
 
-def _kept(d: int, f: int, scores: int) -> float:
-    """Numbers per token that a block holds from forward to backward.
-
-    The input, q, k and v, what attention gave, what both norms read and gave; what went into GELU
-    and what came out; and the probabilities.
-    """
-    return 9 * d + 2 * f + scores
-
-
-# In flight while a block goes back: what GELU's gradient is made of, and that of the probabilities.
-_FLYING_FFN, _FLYING_SCORES = 20, 4
-_AHEAD = 2  # recomputed parts that are in memory together: MLX allocates ahead
-
-
-def why_not_quantized(config: Mapping, plan: MemoryPlan) -> str:
-    """Why QLoRA is not for this encoder, with what it would save."""
-    packed = config["num_hidden_layers"] * sum(a * b for a, b in _widths(config).values())
-    saved = packed * (4 - _PACKED_BITS / 8)
+def why_not_quantized(headers: Headers, plan: MemoryPlan) -> str:
+    """Return the reason why QLoRA is not for this encoder, with what it would save."""
+    block = sum(out * width for out, width in _block_shapes(headers.config).values())
+    quantizable = headers.config["num_hidden_layers"] * block
+    saved = quantizable * (4 - _QUANTIZED_BITS / 8)
     return (
         f"float32 LoRA, not QLoRA: all {plan.base_weights / 1e6:.1f} M weights are "
         f"{size(plan.base)} in float32. 4 bits would save {size(saved)} of a peak of "

@@ -1,13 +1,12 @@
-"""Choose how the frozen weights are multiplied, by measuring it here.
+"""Choose how the frozen weights are used, by measuring it on this machine.
 
-For each distinct weight shape of the base the three paths run forward and backward on the rows of
-this run; their times are added up over the base, which takes one path: a path for each kind of
-weight never won more than 3 % (benchmarks/LOG.md). A path that cannot fit into memory is not taken,
-and one that is far behind is given up early.
+For each distinct weight shape of the base the three paths run forward and backward on as many
+tokens as a batch of the run has; their times are added up over the base, which takes one path: a
+path for each kind of weight never won more than 3 % (benchmarks/LOG.md). A path that cannot fit
+into memory is not taken, and the measurement of one that is far behind ends early.
 """
 
 import time
-from collections import Counter, defaultdict
 from collections.abc import Callable, Set
 from dataclasses import dataclass
 
@@ -26,15 +25,24 @@ from ..nn.quantized import (
 from ..ops.matmul import dense_matmul
 from ..runtime import mx
 
+PATHS = ("quantized", "transient", "dense")
+Measure = Callable[[nn.Module, int], dict[str, float]]
+
 _MEASURED_ROWS = 512
-_GIVE_UP = 3.0  # times the best so far
+_FAR_BEHIND = 3.0  # times the best so far
 _DENSE_SHARE = 0.6  # of the memory that is left
 
 
 @dataclass(frozen=True)
 class KindTimes:
-    """Weights of one shape and packing: their last names, how many a step multiplies, and the
-    milliseconds a step that each path would take for all of them."""
+    """Times of the weights of one shape and quantization.
+
+    Attributes:
+        names: The last names of their paths.
+        shape: (out, in).
+        count: How many a step multiplies.
+        step_ms: Milliseconds a step that each matmul path would take for all of them.
+    """
 
     names: tuple[str, ...]
     shape: tuple[int, int]
@@ -42,14 +50,21 @@ class KindTimes:
     step_ms: dict[str, float]
 
     def line(self) -> str:
+        """Return the times for the log."""
         parts = [f"{name} {ms:,.1f} ms" for name, ms in self.step_ms.items()]
         return f"{self.count} x {list(self.shape)} {', '.join(self.names)}: {' · '.join(parts)}"
 
 
 @dataclass(frozen=True)
 class MatmulPathChoice:
-    """``matmul_path`` and the milliseconds a step that each measured path would take; of which
-    ``kinds`` has those of each kind of weight."""
+    """A matmul path, and why.
+
+    Attributes:
+        matmul_path: The choice.
+        step_ms: Milliseconds a step that each measured path would take.
+        reason: Why a faster one was left out, or nothing was measured.
+        kinds: Times of each kind of weight.
+    """
 
     matmul_path: str
     step_ms: dict[str, float]
@@ -57,7 +72,7 @@ class MatmulPathChoice:
     kinds: tuple[KindTimes, ...] = ()
 
     def line(self) -> str:
-        """The numbers and the choice, for the log."""
+        """Return the times and the choice for the log."""
         if not self.step_ms:
             return f"{self.matmul_path} ({self.reason})"
         parts = [f"{name} {ms:,.0f} ms" for name, ms in self.step_ms.items()]
@@ -67,7 +82,7 @@ class MatmulPathChoice:
 
 
 def dense_bytes(model: nn.Module) -> int:
-    """Bytes that the dense path adds: every quantized weight in the dtype of its scales."""
+    """Return the bytes that the dense path adds: every quantized weight in its scales' dtype."""
     total = 0
     for _, module in quantized_modules(model):
         out, width = true_shape(module)
@@ -77,7 +92,7 @@ def dense_bytes(model: nn.Module) -> int:
 
 
 def _seconds(multiply: Callable[[mx.array], mx.array], x: mx.array) -> float:
-    """Forward and input gradient of one product; the best of two after a first run."""
+    """Return the seconds of a product and its input gradient; the best of two after a first run."""
     cotangent = mx.random.normal(multiply(x).shape, key=mx.random.key(1)).astype(x.dtype)
     mx.eval(cotangent)
 
@@ -95,26 +110,25 @@ def _path_seconds(path: str, module: nn.Module, x: mx.array, dense: mx.array) ->
         return _seconds(lambda v: dense_matmul(v, dense), x)
     if path == "transient":
         return _seconds(lambda v: transient_matmul(v, module), x)
-
     return _seconds(lambda v: packed_matmul(v, module), x)
 
 
 def _measured(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """The quantized weights that a step multiplies: not an embedding that is looked up only."""
+    """Return the quantized weights that a step multiplies: no embedding that is only looked up."""
     modules = quantized_modules(model)
     heads = [path for path, _ in modules if path.endswith("lm_head")] or "lm_head" in model
     return [(p, m) for p, m in modules if not (heads and isinstance(m, EMBEDDINGS))]
 
 
 def _kind(path: str, module: nn.Module) -> tuple:
-    """What the time of a product depends on; a head has rows of its own."""
+    """Return what the time of a product depends on; a head has another number of rows."""
     head = isinstance(module, EMBEDDINGS) or path.endswith("lm_head")
     return true_shape(module), module.bits, module.group_size, module.mode, head
 
 
 def weight_kinds(model: nn.Module) -> int:
-    """How many kinds of quantized weights (shape, bits, group, mode) there are to measure."""
-    return len({_kind(*item) for item in _measured(model)})
+    """Return how many kinds of quantized weights (shape, bits, group, mode) are to be measured."""
+    return len(_by_kind(_measured(model)))
 
 
 def choose_matmul_path(
@@ -123,50 +137,60 @@ def choose_matmul_path(
     head_rows: int | None = None,
     advance: Callable[[], None] | None = None,
     planned: Set[str] | None = None,
+    measure: Measure | None = None,
 ) -> MatmulPathChoice:
     """Measure the three matmul paths for steps of ``rows`` tokens and take the fastest that fits.
 
     Times are for at most 512 tokens, scaled up.
 
     Args:
-        rows: tokens of a batch.   head_rows: those that reach the head, by default all.
-        advance: called after each kind of weight.
-        planned: the paths that fit by the plan of the run; without a plan, ``dense`` must leave
+        model: The base.
+        rows: Tokens of a batch.
+        head_rows: Those that reach the head, by default all.
+        advance: Called after each kind of weight.
+        planned: The paths that fit by the plan of the run; without a plan, ``dense`` must leave
             some of the free memory to the run.
+        measure: Seconds of a product by path; `product_seconds` by default.
     """
     modules = _measured(model)
     if not modules:
         return MatmulPathChoice("dense", {}, "the base is not quantized")
-    counts = Counter(_kind(*item) for item in modules)
-    example = {_kind(*item): item[1] for item in modules}
-    names: dict[tuple, set[str]] = defaultdict(set)
-    for path, module in modules:
-        names[_kind(path, module)].add(path.rsplit(".", 1)[-1])
     kinds = []
-    for kind, count in counts.items():
+    for kind, of_kind in _by_kind(modules).items():
         is_head = kind[-1]
-        wanted = head_rows if is_head and head_rows else rows
-        seconds = _kind_seconds(example[kind], wanted)
-        ms = {path: 1e3 * seconds[path] * count for path in ("quantized", "transient", "dense")}
-        kinds.append(KindTimes(tuple(sorted(names[kind])), kind[0], count, ms))
+        tokens = head_rows if is_head and head_rows else rows
+        seconds = (measure or product_seconds)(of_kind[0][1], tokens)
+        ms = {path: 1e3 * seconds[path] * len(of_kind) for path in PATHS}
+        names = sorted({path.rsplit(".", 1)[-1] for path, _ in of_kind})
+        kinds.append(KindTimes(tuple(names), kind[0], len(of_kind), ms))
         if advance is not None:
             advance()
-    step_ms = {path: sum(kind.step_ms[path] for kind in kinds) for path in kinds[0].step_ms}
+    step_ms = {path: sum(kind.step_ms[path] for kind in kinds) for path in PATHS}
     if planned is None:
         free = runtime.total_memory() - mx.get_active_memory()
         fits = dense_bytes(model) < _DENSE_SHARE * free
-        planned = {path for path in step_ms if path != "dense" or fits}
+        planned = {path for path in PATHS if path != "dense" or fits}
     candidates = {path: ms for path, ms in step_ms.items() if path in planned}
     left_out = [path for path in step_ms if path not in planned]
     reason = f"{' and '.join(left_out)} would not fit" if left_out else ""
     if left_out == ["dense"]:
         reason = f"dense would need {dense_bytes(model) / 1e9:.1f} GB more"
-    matmul_path = min(candidates, key=candidates.get)
+    matmul_path = min(candidates, key=candidates.__getitem__)
     return MatmulPathChoice(matmul_path, step_ms, reason, tuple(kinds))
 
 
-def _kind_seconds(module: nn.Module, rows: int) -> dict[str, float]:
-    """Seconds of one product by each path; the packed one is guessed where it is far behind."""
+def _by_kind(modules: list[tuple[str, nn.Module]]) -> dict[tuple, list[tuple[str, nn.Module]]]:
+    kinds: dict[tuple, list[tuple[str, nn.Module]]] = {}
+    for path, module in modules:
+        kinds.setdefault(_kind(path, module), []).append((path, module))
+    return kinds
+
+
+def product_seconds(module: nn.Module, rows: int) -> dict[str, float]:
+    """Return the seconds of one product of ``rows`` tokens by each path.
+
+    The quantized one is extrapolated where it is far behind.
+    """
     sample = min(rows, _MEASURED_ROWS)
     weight = dequantized_weight(module)
     x = mx.random.normal((sample, weight.shape[1]), key=mx.random.key(0)).astype(weight.dtype)
@@ -174,6 +198,6 @@ def _kind_seconds(module: nn.Module, rows: int) -> dict[str, float]:
     seconds = {path: _path_seconds(path, module, x, weight) for path in ("dense", "transient")}
     small = max(1, sample // 16)
     guess = _path_seconds("quantized", module, x[:small], weight) * sample / small
-    far_behind = guess > _GIVE_UP * min(seconds.values())
+    far_behind = guess > _FAR_BEHIND * min(seconds.values())
     seconds["quantized"] = guess if far_behind else _path_seconds("quantized", module, x, weight)
     return {path: value * rows / sample for path, value in seconds.items()}

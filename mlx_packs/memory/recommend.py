@@ -1,49 +1,51 @@
-"""`packs plan`: which way of training fits into a memory, the best first, and the next command.
+"""`packs plan`: the ways of training that fit into a memory, the best first, and the next command.
 
-What is given up to fit, the least harm first: rows of a batch (more of them can be accumulated),
-time (recomputed blocks), length of rows, rank. Ways are compared by the same scale from its other
-end, with the precision of the base between what is learned (rank, length) and what it costs.
+What is given up to fit, the least harm first: examples of a batch (gradients can be accumulated),
+time (recomputed blocks), length of examples, rank. Ways are compared by the same scale from its
+other end, with the precision of the base between what is learned (rank, length) and what it costs.
 """
 
 import shlex
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 from .. import runtime
-from ..config.choices import ENCODERS, POLICIES
+from ..config.choices import POLICIES
 from ..config.schema import MEMORY_SETTINGS, OF_ADAPTERS, LoRAConfig, Recipe, TrainConfig
 from ..display import shown_count, size
 from ..errors import PackError
-from .encoder import for_encoder, why_not_quantized
-from .plan import (
-    ERROR,
+from .decoder import activation_bytes
+from .estimate import (
     LEAST_RANK,
     SHORTEST,
-    Checkpoint,
-    MemoryPlan,
-    activation_bytes,
-    check_stored,
     estimate,
-    fit,
-    is_packed,
+    estimator_of,
     matmul_paths,
-    policies,
     remedies,
 )
+from .headers import Headers
+from .plan import ERROR, MemoryPlan, fit, recompute_policies
 
 SMALL_WEIGHTS = 1e9  # a base of fewer weights is better left unquantized, if that fits
-_SMALL = "small base: full precision fits, quantizing would cost accuracy for memory not needed"
 _METHODS = {True: ("lora-fp32", "lora", "qlora"), False: ("lora", "lora-fp32", "qlora")}  # if small
-_RECOMPUTED = {"selective": "what is cheap recomputed", "block": "blocks recomputed"}
+_RECOMPUTED = {"selective": "cheap operations recomputed", "block": "blocks recomputed"}
 _ALWAYS = ("batch_size", "max_seq_length", "rank", "matmul_path")  # named in every command
 
 
 @dataclass(frozen=True)
 class Option:
-    """One way of training a base. ``method``: lora, qlora, lora-fp32, or full (the baseline).
+    """One way of training a base.
 
-    quantize: what is done to the base on loading.   fit: as of `plan.fit`.
+    Attributes:
+        method: lora, qlora, lora-fp32, or full (the baseline).
+        quantize: How the base is quantized on loading.
+        lora: The adapters.
+        train: The run's settings.
+        plan: Its memory.
+        fit: As of `plan.fit`.
+        why: What was given up, and what takes most, in one line.
     """
 
     method: str
@@ -56,12 +58,19 @@ class Option:
 
     @property
     def fits(self) -> bool:
+        """Whether it fits with the error of the estimate to spare."""
         return self.fit == "fits"
 
-    def to_json(self) -> dict:
-        """Sizes of ``parts`` are in bytes; ``error`` is the share by which peak_gb may be off.
+    @property
+    def kind(self) -> str:
+        """The method, and how the base is quantized for it."""
+        return " ".join([self.method, *[self.quantize] * (self.quantize != "none")])
 
-        ``parts`` add up to the peak; ``parts_max`` is each when it is largest.
+    def to_json(self) -> dict:
+        """Return the option as `packs plan --json` prints it.
+
+        Sizes of ``parts`` are in bytes; they add up to the peak; ``parts_max`` is each when it is
+        largest. ``error`` is the share by which peak_gb may be off.
         """
         return {
             "method": self.method,
@@ -79,88 +88,118 @@ class Option:
             "why": self.why,
             "moment": self.plan.moment,
             "parts": self.plan.parts(),
-            "parts_max": self.plan.most(),
+            "parts_max": self.plan.largest_parts(),
             "adapter_weights": self.plan.adapter_weights,
             "base_weights": self.plan.base_weights,
         }
 
-    def command(self, model: str, configs: Sequence[str] = (), under: Recipe | None = None) -> str:
-        """The `packs train` whose peak this is.
+    def command(
+        self, model: str, configs: Sequence[str] = (), defaults: Recipe | None = None
+    ) -> str:
+        """Return the `packs train` whose peak this is.
 
         The matmul path is always named: left to `auto`, the run would choose, and peak, by the
         machine that it is on.
+
         Args:
-            under: what that run is told without these flags, by ``configs`` and defaults.
+            model: The base.
+            configs: Files of settings.
+            defaults: What that run takes without these flags, by ``configs`` and defaults.
         """
         words = ["packs", "train", *(w for file in configs for w in ("-c", str(file)))]
         words += ["--model", model]
-        under = under or Recipe()
-        told = {**vars(under.train), **vars(under.lora)}
+        defaults = defaults or Recipe()
+        before = {**vars(defaults.train), **vars(defaults.lora)}
         wanted = {**vars(self.train), **vars(self.lora)}
         full = self.method == "full"
         for name in MEMORY_SETTINGS:
             if full and name in OF_ADAPTERS:
                 continue
-            if name in _ALWAYS or wanted[name] != told[name]:
+            if name in _ALWAYS or wanted[name] != before[name]:
                 words += _flag(name, wanted[name])
         return shlex.join(words)
 
 
-def _flag(name: str, value) -> list[str]:
-    spelled = name.replace("_", "-")
+def _flag(name: str, value: Any) -> list[str]:
+    spelling = name.replace("_", "-")
     if isinstance(value, bool):
-        return [f"--{spelled}" if value else f"--no-{spelled}"]
-    if isinstance(value, dict):
+        return [f"--{spelling}" if value else f"--no-{spelling}"]
+    if isinstance(value, Mapping):
         value = tuple(f"{key}={number}" for key, number in value.items())
-    return [f"--{spelled}", ",".join(value) if isinstance(value, tuple) else str(value)]
+    return [f"--{spelling}", ",".join(value) if isinstance(value, tuple) else str(value)]
 
 
-def advise(
-    checkpoint: Checkpoint,
+@dataclass(frozen=True)
+class _Request:
+    """What is to be trained within how many bytes.
+
+    Attributes:
+        specified: Names of the settings that do not give way.
+    """
+
+    headers: Headers
+    memory: int
+    lora: LoRAConfig
+    train: TrainConfig
+    specified: frozenset[str]
+
+    @property
+    def in_batch(self) -> bool:
+        """Whether the other examples of a batch are the negatives of each."""
+        return self.train.task == "embedding"
+
+
+class _Way(NamedTuple):
+    method: str
+    quantize: str
+    matmul_path: str
+    compute_dtype: str
+
+
+def recommend(
+    headers: Headers,
     memory: int,
     lora: LoRAConfig | None = None,
     train: TrainConfig | None = None,
-    asked: frozenset[str] = frozenset(),
+    specified: frozenset[str] = frozenset(),
 ) -> list[Option]:
-    """Ways of training ``checkpoint`` within ``memory`` bytes, the best first.
+    """Return ways of training a base within ``memory`` bytes, the best first.
 
     Args:
-        lora, train: what is wanted.
-        asked: names of settings that stand. Of batch_size, recompute, max_seq_length and
-            rank, the rest give way in this order until it fits; matmul_path and quantize are tried.
-    Raises: PackError where no plan is possible.
+        headers: Of the base.
+        memory: Bytes that a run may take.
+        lora: The adapters wanted.
+        train: The settings wanted.
+        specified: Names of settings that do not give way. Of batch_size, recompute, max_seq_length
+            and rank, the others do in this order until it fits; matmul_path and quantize are tried.
+
+    Raises:
+        PackError: No plan is possible.
     """
     if memory <= 0:
         raise PackError(f"--memory must be positive, but got {memory / 1e9:g} GB.")
-    lora, train = lora or LoRAConfig(), train or TrainConfig()
-    encoder = checkpoint.config.get("model_type") in ENCODERS
-    if encoder:
-        train = for_encoder(checkpoint, train, asked)
-    elif train.task == "embedding":
-        raise PackError(
-            f"--task embedding: {checkpoint.name} is no encoder ({', '.join(ENCODERS)}); a causal "
-            "base is planned for without it."
-        )
-    check_stored(checkpoint, train)
+    estimator = estimator_of(headers.config)
+    train = estimator.run_settings(headers, train or TrainConfig(), specified)
+    headers.check_quantize(train)
+    request = _Request(headers, memory, lora or LoRAConfig(), train, specified)
     if train.method == "full":
-        return [_full(checkpoint, lora, train, memory, asked)]
-    ways = _ways(checkpoint, train, asked)
-    found = [_option(checkpoint, memory, lora, train, asked, *way) for way in ways]
-    small = found[0].plan.base_weights < SMALL_WEIGHTS
-    found.sort(key=lambda option: _harm(option, small))
-    best = found[0]
-    if small and best.method == "lora-fp32" and best.fits and not is_packed(checkpoint.tensors):
-        reason = why_not_quantized(checkpoint.config, best.plan) if encoder else _SMALL
-        found[0] = replace(best, why=f"{reason}; {best.why}")
-    return [*found, _full(checkpoint, best.lora, best.train, memory, asked)]
+        return [_full_option(request)]
+    options = [_option(request, way) for way in _ways(request)]
+    small = options[0].plan.base_weights < SMALL_WEIGHTS
+    options.sort(key=lambda option: _harm(option, small))
+    best = options[0]
+    if small and best.method == "lora-fp32" and best.fits and not headers.is_quantized:
+        reason = estimator.why_not_quantized(headers, best.plan)
+        options[0] = replace(best, why=f"{reason}; {best.why}")
+    return [*options, _full_option(replace(request, lora=best.lora, train=best.train))]
 
 
 def _harm(option: Option, small: bool) -> tuple:
-    """What makes an option worse than another, the weightiest first."""
+    """Return what makes an option worse than another, the weightiest first."""
     if option.fit == "no":
         return 2, option.plan.peak_bytes
     path, train = option.plan.matmul_path, option.train
-    # MLX's packed products on a CPU take ten times as long as dense ones (README, "Measured")
+    # MLX's quantized products on a CPU take ten times as long as dense ones (README, "Measured")
     slow = runtime.on_cpu() and path == "quantized"
     paths = ("dense", "transient", "quantized")
     return (
@@ -176,122 +215,120 @@ def _harm(option: Option, small: bool) -> tuple:
     )
 
 
-def _ways(checkpoint: Checkpoint, train: TrainConfig, asked: frozenset[str]) -> list[tuple]:
-    """(method, quantize, matmul path, compute dtype) to try."""
+def _ways(request: _Request) -> list[_Way]:
+    """Return the ways to try."""
+    headers, train = request.headers, request.train
     dtype = train.compute_dtype
-    if train.task == "embedding":
-        return [("lora-fp32", "none", "dense", dtype)]
-    if is_packed(checkpoint.tensors):
-        return [("qlora", "none", path, dtype) for path in matmul_paths(checkpoint.tensors, train)]
+    if request.in_batch:
+        return [_Way("lora-fp32", "none", "dense", dtype)]
+    if headers.is_quantized:
+        return [_Way("qlora", "none", path, dtype) for path in matmul_paths(headers, train)]
     ways = []
-    for quantize in [train.quantize] if "quantize" in asked else ["none", "nf4", "affine4"]:
+    named = "quantize" in request.specified
+    for quantize in [train.quantize] if named else ["none", "nf4", "affine4"]:
         if quantize != "none":
-            # of NF4 both packed paths are one; affine is slow packed on a CPU
-            packed = "transient" if quantize == "nf4" or runtime.on_cpu() else "quantized"
-            path = packed if train.matmul_path == "auto" else train.matmul_path
-            ways.append(("qlora", quantize, path, dtype))
+            # of NF4 both quantized paths are one; affine is slow on the quantized path of a CPU
+            cheap = "transient" if quantize == "nf4" or runtime.on_cpu() else "quantized"
+            path = cheap if train.matmul_path == "auto" else train.matmul_path
+            ways.append(_Way("qlora", quantize, path, dtype))
             continue
-        half = activation_bytes(checkpoint.config, train) == 2
+        half = activation_bytes(headers.config, train) == 2
         if half:
-            ways.append(("lora", "none", "dense", dtype))
+            ways.append(_Way("lora", "none", "dense", dtype))
         if not half or dtype == "auto":
-            ways.append(("lora-fp32", "none", "dense", "float32" if dtype == "auto" else dtype))
+            wide = "float32" if dtype == "auto" else dtype
+            ways.append(_Way("lora-fp32", "none", "dense", wide))
     return ways
 
 
-def _option(checkpoint, memory, lora, train, asked, method, quantize, path, dtype) -> Option:
-    """What gives up least of what is wanted and fits this way; the smallest where nothing does."""
-    stored = is_packed(checkpoint.tensors)
-    tried = []
-    for rank, length, recompute, batch in _search(checkpoint, lora, train, asked):
-        less_lora = replace(lora, rank=rank)
-        less = replace(
-            train,
-            quantize=train.quantize if stored else quantize,
-            matmul_path=path,
-            compute_dtype=dtype,
-            batch_size=batch,
-            max_seq_length=length,
-            recompute=recompute,
-        )
-        plan = estimate(checkpoint.config, checkpoint.tensors, less_lora, less, path)
-        tried.append((less_lora, less, plan, fit(plan, memory)))
-        if tried[-1][-1] == "fits":
+def _option(request: _Request, way: _Way) -> Option:
+    """Return what gives up least and fits this way; the smallest where nothing fits."""
+    train = replace(
+        request.train,
+        quantize=request.train.quantize if request.headers.is_quantized else way.quantize,
+        matmul_path=way.matmul_path,
+        compute_dtype=way.compute_dtype,
+    )
+    tried: list[Option] = []
+    for changes, rank in _smaller_settings(request):
+        smaller = replace(train, **changes)
+        lora = replace(request.lora, rank=rank)
+        plan = estimate(request.headers, lora, smaller)
+        fitting = fit(plan, request.memory)
+        tried.append(Option(way.method, way.quantize, lora, smaller, plan, fitting, ""))
+        if fitting == "fits":
             break
     else:  # a smaller rank frees little: it goes only where nothing else is tight
-        tried.sort(key=lambda t: (t[3] == "no", t[3] == "tight" and -t[0].rank, t[2].peak_bytes))
+        tried.sort(
+            key=lambda o: (o.fit == "no", o.fit == "tight" and -o.lora.rank, o.plan.peak_bytes)
+        )
         tried = tried[:1]
-    less_lora, less, plan, found = tried[-1]
-    why = _why(plan, found, (lora, less_lora), (train, less))
-    return Option(method, quantize, less_lora, less, plan, found, why)
+    return replace(tried[-1], why=_why(request, tried[-1]))
 
 
-def _search(checkpoint, lora, train, asked) -> list[tuple[int, int, str, int]]:
-    """(rank, length, recompute, batch), what gives up least first."""
-    longest = checkpoint.config.get("max_position_embeddings") or train.max_seq_length
+def _smaller_settings(request: _Request) -> Iterator[tuple[dict[str, Any], int]]:
+    """Yield settings of the run and the rank, what gives up least first."""
+    train, lora, specified = request.train, request.lora, request.specified
+    longest = request.headers.config.get("max_position_embeddings") or train.max_seq_length
     ranks = [lora.rank, *(r for r in (8, LEAST_RANK) if r < lora.rank)]
     lengths = _halved(min(train.max_seq_length, longest), SHORTEST)
-    if "rank" in asked:
+    if "rank" in specified:
         ranks = [lora.rank]
-    if "max_seq_length" in asked:
+    if "max_seq_length" in specified:
         lengths = [train.max_seq_length]
-    least = 2 if train.task == "embedding" else 1
-    batches = [train.batch_size] if "batch_size" in asked else _halved(train.batch_size, least)
-    if train.task == "embedding":  # rows are each other's negatives: rather recompute
-        return [
-            (r, t, c, b) for r in ranks for t in lengths for b in batches for c in policies(train)
-        ]
-    return [(r, t, c, b) for r in ranks for t in lengths for c in policies(train) for b in batches]
+    least = 2 if request.in_batch else 1
+    batches = [train.batch_size] if "batch_size" in specified else _halved(train.batch_size, least)
+    recomputed = recompute_policies(train)
+    shapes = [(policy, batch) for policy in recomputed for batch in batches]
+    if request.in_batch:  # examples are each other's negatives: rather recompute
+        shapes = [(policy, batch) for batch in batches for policy in recomputed]
+    for rank in ranks:
+        for length in lengths:
+            for policy, batch in shapes:
+                yield (
+                    {"batch_size": batch, "max_seq_length": length, "recompute": policy},
+                    rank,
+                )
 
 
 def _halved(largest: int, least: int) -> list[int]:
-    """``largest`` and its halves down to ``least``."""
+    """Return ``largest`` and its halves down to ``least``."""
     sizes = [largest]
     while sizes[-1] // 2 >= least:
         sizes.append(sizes[-1] // 2)
     return sizes
 
 
-def _why(
-    plan: MemoryPlan,
-    found: str,
-    lora: tuple[LoRAConfig, LoRAConfig],
-    train: tuple[TrainConfig, TrainConfig],
-) -> str:
-    """What was given up between (wanted, taken), and what takes most, in one line."""
-    gave = []
-    for name, (wanted, taken) in (
-        ("rank", [which.rank for which in lora]),
-        ("length", [which.max_seq_length for which in train]),
-        ("batch", [which.batch_size for which in train]),
+def _why(request: _Request, option: Option) -> str:
+    """Return what an option gave up of a request, and what takes most, in one line."""
+    gave, train, wanted = [], option.train, request.train
+    for name, before, after in (
+        ("rank", request.lora.rank, option.lora.rank),
+        ("length", wanted.max_seq_length, train.max_seq_length),
+        ("batch", wanted.batch_size, train.batch_size),
     ):
-        if taken != wanted:
-            gave.append(f"{name} {taken} instead of {wanted}")
-    if train[1].recomputes not in ("none", train[0].recomputes):
-        gave.append(_RECOMPUTED[train[1].recomputes])
-    name, largest = max(plan.parts().items(), key=lambda item: item[1])
+        if after != before:
+            gave.append(f"{name} {after} instead of {before}")
+    if train.recomputes not in ("none", wanted.recomputes):
+        gave.append(_RECOMPUTED[train.recomputes])
+    name, largest = max(option.plan.parts().items(), key=lambda item: item[1])
     share = f"{name} {size(largest)} is the largest part"
-    if found == "no":
-        asked = f" with {', '.join(gave)}" if gave else ""
-        return f"does not fit{asked}: {share}"
-    told = "; ".join([", ".join(gave), share] if gave else [share])
-    return told if found == "fits" else f"tight, {ERROR:.0%} more would not fit: {told}"
+    if option.fit == "no":
+        smaller = f" with {', '.join(gave)}" if gave else ""
+        return f"does not fit{smaller}: {share}"
+    why = "; ".join([", ".join(gave), share] if gave else [share])
+    return why if option.fits else f"tight, {ERROR:.0%} more would not fit: {why}"
 
 
-def _full(
-    checkpoint: Checkpoint,
-    lora: LoRAConfig,
-    wanted: TrainConfig,
-    memory: int,
-    asked: frozenset[str],
-) -> Option:
-    """Full fine-tuning, the baseline: the least that it takes at the length that is wanted.
+def _full_option(request: _Request) -> Option:
+    """Return full fine-tuning, the baseline: the least that it takes at the length wanted.
 
-    Weights, gradients and both moments of AdamW in float32 beside the base; float32 activations of
-    the smallest batch with recomputed blocks, where nothing else is asked for. The rows of an
-    encoder's batch are each other's negatives: theirs is the one that is wanted.
+    Weights, gradients and both moments of AdamW are in float32 beside the base, with float32
+    activations of the smallest batch with recomputed blocks, unless specified otherwise. The
+    examples of an encoder's batch are each other's negatives: its batch is the one wanted.
     """
-    smallest = wanted.task != "embedding" and "batch_size" not in asked
+    wanted, specified = request.train, request.specified
+    smallest = not request.in_batch and "batch_size" not in specified
     train = replace(
         wanted,
         method="full",
@@ -301,65 +338,76 @@ def _full(
         matmul_path="dense",
         batch_size=1 if smallest else wanted.batch_size,
         compute_dtype="auto",
-        recompute=wanted.recompute if "recompute" in asked else "block",
+        recompute=wanted.recompute if "recompute" in specified else "block",
         cache_frozen="off",
-        grad_checkpoint=False if "recompute" not in asked else wanted.grad_checkpoint,
+        grad_checkpoint=False if "recompute" not in specified else wanted.grad_checkpoint,
         train_fp16_fallback=False,
     )
-    layers = LoRAConfig(num_layers=lora.num_layers)
-    plan = estimate(checkpoint.config, checkpoint.tensors, layers, train, "dense")
+    layers = LoRAConfig(num_layers=request.lora.num_layers)
+    plan = estimate(request.headers, layers, train)
     each = (4 * 2 * plan.adapter_weights + plan.optimizer) / plan.adapter_weights
     why = (
-        f"the baseline: {each:.3g} bytes a weight that learns (float32 weights, gradients, "
+        f"the baseline: {each:.3g} bytes a trainable weight (float32 weights, gradients, "
         f"{train.optimizer}) beside the base's own, float32 activations of batch {train.batch_size}"
     )
-    return Option("full", "none", layers, train, plan, fit(plan, memory), why)
+    return Option("full", "none", layers, train, plan, fit(plan, request.memory), why)
 
 
 def table(
     options: list[Option],
-    checkpoint: Checkpoint,
+    headers: Headers,
     memory: int,
     configs: Sequence[str] = (),
-    under: Recipe | None = None,
+    defaults: Recipe | None = None,
     width: int = 100,
 ) -> list[str]:
-    """Options for people in lines of ``width`` columns, and the next command in one line."""
+    """Return options for people in lines of ``width`` columns, and the next command in one line."""
     best = options[0]
-    kinds = [" ".join([o.method, *[o.quantize] * (o.quantize != "none")]) for o in options]
     lines = [
-        f"base    {checkpoint.name} · {shown_count(best.plan.base_weights)} weights · "
+        f"base    {headers.name} · {shown_count(best.plan.base_weights)} weights · "
         f"memory {size(memory)}",
         "",
         f"{'method':<13} {'path':<9}{'rank':>4} {'batch':>8} {'recompute':>9} {'peak':>8} fits",
     ]
-    for o, kind in zip(options, kinds, strict=True):
-        full = o.method == "full"
+    for o in options:
         batch = f"{o.train.batch_size} x {o.train.max_seq_length}"
+        rank = "-" if o.method == "full" else o.lora.rank
         lines.append(
-            f"{kind:<13} {o.plan.matmul_path:<9}{'-' if full else o.lora.rank:>4} {batch:>8} "
+            f"{o.kind:<13} {o.plan.matmul_path:<9}{rank:>4} {batch:>8} "
             f"{o.train.recomputes:>9} {size(o.plan.peak_bytes):>8} {_ANSWERS[o.fit]}"
         )
-    lines += ["", f"{'parts of ' + kinds[0]:<24} {'at the peak':>12} {'at most':>9}"]
-    most = best.plan.most()
+    lines += ["", f"{'parts of ' + best.kind:<24} {'at the peak':>12} {'at most':>9}"]
+    largest = best.plan.largest_parts()
     for name, now in best.plan.parts().items():
-        lines.append(f"  {name:<22} {_part(now):>12} {_part(most[name]):>9}")
+        lines.append(f"  {name:<22} {_part(now):>12} {_part(largest[name]):>9}")
     lines += [f"  {'peak, at ' + best.plan.moment:<22} {size(best.plan.peak_bytes):>12}", ""]
-    told = [
-        ("why", f"{kinds[0]}: {best.why}"),
-        (
-            "error",
-            f"± {ERROR:.0%} against runs on a CPU (benchmarks/plan_accuracy.py); on a GPU "
-            f"the formula is not measured. {_TAKEN[best.train.task]}",
-        ),
-        (
-            "cache",
-            "not counted: the buffers that MLX has freed and keeps; it gives them back when "
-            "memory is short.",
-        ),
-    ]
-    for label, text in told:
-        lines += textwrap.wrap(
+    lines += _notes(best, width)
+    if best.fit == "no":
+
+        def peak(lora: LoRAConfig, train: TrainConfig) -> int:
+            return estimate(headers, lora, train).peak_bytes
+
+        dense = not headers.is_quantized
+        ways = [*remedies(peak, best.lora, best.train, dense), "more memory"]
+        lines.append(f"try:    {', '.join(ways[:-1])} or {ways[-1]}")
+    else:
+        lines.append(f"try:    {best.command(headers.name, configs, defaults)}")
+    return lines
+
+
+def _notes(best: Option, width: int) -> list[str]:
+    """Return what is to be known of the numbers, wrapped."""
+    notes = {
+        "why": f"{best.kind}: {best.why}",
+        "error": f"± {ERROR:.0%} against runs on a CPU (benchmarks/plan_accuracy.py); on a GPU "
+        f"the formula is not measured. {_ASSUMED[best.train.task]}",
+        "cache": "not counted: the buffers that MLX has freed and keeps; it gives them back when "
+        "memory is short.",
+    }
+    return [
+        line
+        for label, text in notes.items()
+        for line in textwrap.wrap(
             text,
             width,
             initial_indent=f"{label:<8}",
@@ -367,21 +415,10 @@ def table(
             break_long_words=False,
             break_on_hyphens=False,
         )
-    if best.fit == "no":
-
-        def peak(lora: LoRAConfig, train: TrainConfig) -> int:
-            path = train.matmul_path
-            return estimate(checkpoint.config, checkpoint.tensors, lora, train, path).peak_bytes
-
-        dense = not is_packed(checkpoint.tensors)
-        ways = [*remedies(peak, best.lora, best.train, dense), "more memory"]
-        lines.append(f"try:    {', '.join(ways[:-1])} or {ways[-1]}")
-    else:
-        lines.append(f"try:    {best.command(checkpoint.name, configs, under)}")
-    return lines
+    ]
 
 
-_TAKEN = {
+_ASSUMED = {
     "lm": "Every token is taken as a target.",
     "embedding": "Every text is taken as long as it may be. Blocks that are recomputed for small "
     "batches took up to twice the estimate.",

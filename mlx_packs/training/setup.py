@@ -24,20 +24,11 @@ from ..data.token_cache import encode_cached
 from ..display import VERBOSE, Display, shown_count, size
 from ..errors import PackError
 from ..files import exclusive_writer, make_folder, sha256
+from ..memory.estimate import check_least, plan_run
+from ..memory.headers import Headers
 from ..memory.matmul_path import MatmulPathChoice, choose_matmul_path, weight_kinds
-from ..memory.plan import (
-    ERROR,
-    MemoryPlan,
-    estimate_batches,
-    fit,
-    fitted,
-    is_packed,
-    least,
-    matmul_paths,
-    read_checkpoint,
-    remedies,
-    tensors_of,
-)
+from ..memory.plan import ERROR, MemoryPlan, Shape, fit
+from ..memory.read import read_headers
 from ..nn.quantized import path_at_work
 from ..packs.base import Base
 from ..packs.manifest import mlx_lm_config
@@ -280,82 +271,42 @@ def public_recipe(recipe: Recipe, base: Base) -> dict:
 def refuse_from_headers(
     name: str | Path, lora: LoRAConfig, train: TrainConfig, force: bool = False
 ) -> None:
-    """Refuse a base that cannot fit whatever its rows are, before a weight is read.
+    """Reject a base that cannot fit whatever its examples are, before a weight is read.
 
-    Where headers cannot be had or no plan is possible, loading has its own say.
-    Raises: PackError when the least that a run takes is more than this machine has, unless forced.
+    Where headers cannot be read or no plan is possible, loading reports it.
+
+    Raises:
+        PackError: The least that a run takes is more than this machine has, unless forced.
     """
     if force:
         return
     try:
-        checkpoint = read_checkpoint(name)
-        plan = least(checkpoint, lora, train)
-    except PackError:
-        return
-    if fit(plan, runtime.total_memory()) == "no":
-        ways = remedies(
-            lambda *settings: least(checkpoint, *settings).peak_bytes,
-            lora,
-            train,
-            dense=not is_packed(checkpoint.tensors),
-        )
-        raise too_large(plan, ways, "at least ")
+        check_least(read_headers(name), lora, train)
+    except PackError as error:
+        if error.code == "memory":
+            raise
 
 
 def plan_paths(
     base: Base,
     lora: LoRAConfig,
     train: TrainConfig,
-    shapes: set[tuple[int, int]],
+    shapes: set[Shape],
     display: Display,
     force: bool = False,
 ) -> dict[str, MemoryPlan]:
-    """The peak that batches of these shapes (T, M) should have on each matmul path that may be taken.
+    """Return `plan_run` of batches of these shapes; empty where no plan is possible.
 
-    Paths that do not fit, or not as well as another one, are left out. Empty where no plan is
-    possible.
-    Raises: PackError when none is within what this machine has, unless forced.
+    Raises:
+        PackError: Nothing is within what this machine has, unless forced.
     """
-    loaded = dataclasses.replace(train, quantize="none", keep=(), double_quant=True)
-    tensors = tensors_of(base.model)
-    memory = runtime.total_memory()
     try:
-        plans = {
-            path: fitted(
-                lambda run, path=path: estimate_batches(
-                    base.config, tensors, lora, run, path, shapes
-                ),
-                loaded,
-                memory,
-            )
-            for path in matmul_paths(tensors, loaded)
-        }
+        return plan_run(Headers.of(base), lora, train, shapes, force)
     except PackError as error:
-        display.line("plan", f"{error} Memory is not checked.")
+        if error.code == "memory":
+            raise
+        display.line("plan", f"{error.message} Memory is not checked.")
         return {}
-    for wanted in ("fits", "tight"):
-        if found := {p: plan for p, plan in plans.items() if fit(plan, memory) == wanted}:
-            return found
-    cheapest = min(plans.values(), key=lambda plan: plan.peak_bytes)
-    if force:
-        return {cheapest.matmul_path: cheapest}
-
-    def peak(lora: LoRAConfig, less: TrainConfig) -> int:
-        cut = set()
-        for length, targets in shapes:
-            kept = min(length, less.max_seq_length - 1)
-            share = less.batch_size * kept / (train.batch_size * length)
-            cut.add((kept, int(targets * share)))
-        path = less.matmul_path
-        return estimate_batches(base.config, tensors, lora, less, path, cut).peak_bytes
-
-    taken = dataclasses.replace(
-        loaded,
-        matmul_path=cheapest.matmul_path,
-        recompute=cheapest.recompute,
-        grad_checkpoint=False,
-    )
-    raise too_large(cheapest, remedies(peak, lora, taken, not is_packed(tensors)))
 
 
 def choose_path(
@@ -421,14 +372,6 @@ def show_plan(
     warnings = {"tight": f"tight: {ERROR:.0%} more would not fit", "no": "does not fit; forced"}
     if warning := warnings.get(fit(plan, memory)):
         display.line("plan", warning)
-
-
-def too_large(plan: MemoryPlan, ways: list[str], bound: str = "") -> PackError:
-    told = f"{', '.join(ways[:-1])} or {ways[-1]}" if len(ways) > 1 else ways[0]
-    return PackError(
-        f"training would take {bound}{size(plan.peak_bytes)} (± {ERROR:.0%}) of "
-        f"{size(runtime.total_memory())}: take {told}; --force tries anyway."
-    )
 
 
 def describe(attached: Trainable, display: Display, base_weights: int) -> None:

@@ -20,7 +20,9 @@ from mlx_packs.data.batches import make_batch
 from mlx_packs.data.encoding import Example
 from mlx_packs.errors import PackError
 from mlx_packs.evaluation.perplexity import Scorer
-from mlx_packs.memory.plan import ERROR, estimate, tensors_of
+from mlx_packs.memory.estimate import estimate
+from mlx_packs.memory.headers import Headers
+from mlx_packs.memory.plan import ERROR
 from mlx_packs.nn.quantized import apply_matmul_path, count_weights
 from mlx_packs.objectives.causal_lm import as_arrays, loss_sum, split_head
 from mlx_packs.optim import make_optimizer
@@ -250,13 +252,7 @@ def test_the_plan_is_no_less_than_a_step_takes(recompute, changes):
     ]
     made = make_batch(rows, list(range(train.batch_size)), train.batch_size, length)
     planned = estimate(
-        base.config,
-        tensors_of(base.model),
-        LoRAConfig(num_layers=layers),
-        train,
-        "dense",
-        length=length,
-        targets=len(made.targets),
+        Headers.of(base), LoRAConfig(num_layers=layers), train, [(length, len(made.targets))]
     )
     gc.collect()  # what other tests left would go while this one measures
     before = mx.get_active_memory() - sum(

@@ -7,7 +7,8 @@ from mlx_packs import LoRAConfig, TrainConfig
 from mlx_packs.bases.quantization import QuantizeOptions, format_for, formats_for
 from mlx_packs.bases.weight_formats import FORMATS, MLXFormat, NF4Format, named_format
 from mlx_packs.bases.writer import quantize
-from mlx_packs.memory.plan import estimate, tensors_of
+from mlx_packs.memory.estimate import estimate
+from mlx_packs.memory.headers import Headers
 from mlx_packs.nn.quantized import quantized_modules
 from mlx_packs.packs.base import load_base
 from mlx_packs.runtime import mx
@@ -81,9 +82,9 @@ def test_the_plan_counts_the_modules_that_are_packed(tmp_path, asked):
     )
     keep = ("v_proj",)
     base, plain = load_base(dense, asked, keep=keep), load_base(dense)
-    train = TrainConfig(quantize=asked, keep=keep)
+    train = TrainConfig(quantize=asked, keep=keep, matmul_path="quantized")
     lora = LoRAConfig(rank=2)
-    plan = estimate(plain.config, tensors_of(plain.model), lora, train, "quantized")
+    plan = estimate(Headers.of(plain), lora, train)
     assert plan.base == sum(t.nbytes for _, t in tree_flatten(base.model.parameters()))
     assert len(quantized_modules(base.model)) == (14 if asked == "nf4" else 10)
 

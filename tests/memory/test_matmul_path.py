@@ -3,7 +3,7 @@
 import mlx.nn as nn
 import pytest
 
-from mlx_packs.memory import matmul_path as matmul_path
+from mlx_packs.memory import matmul_path
 from mlx_packs.memory.matmul_path import choose_matmul_path, weight_kinds
 from mlx_packs.runtime import mx
 from tests.helpers.models import base_of
@@ -56,6 +56,18 @@ def test_choice_names_every_path_with_its_time():
     measured = {name for kind in choice.kinds for name in kind.names}
     assert {"q_proj", "down_proj", "lm_head"} <= measured
     assert sum(kind.count for kind in choice.kinds) == 2 * 7 + 1
+
+
+def test_the_fastest_path_that_is_planned_is_taken():
+    def measure(module, rows):
+        return {"quantized": 3.0, "transient": 2.0, "dense": 1.0}
+
+    def best(planned):
+        return choose_matmul_path(quantized(), 64, planned=planned, measure=measure).matmul_path
+
+    assert best({"quantized", "transient", "dense"}) == "dense"
+    assert best({"quantized", "transient"}) == "transient"
+    assert best({"quantized"}) == "quantized"
 
 
 def test_dense_is_not_taken_where_it_does_not_fit(monkeypatch):

@@ -13,7 +13,8 @@ from mlx_packs.adapters.lora import attach
 from mlx_packs.data.batches import make_batch
 from mlx_packs.data.encoding import Example
 from mlx_packs.errors import PackError
-from mlx_packs.memory.plan import estimate
+from mlx_packs.memory.estimate import estimate
+from mlx_packs.memory.headers import Headers
 from mlx_packs.objectives.causal_lm import loss_sum
 from mlx_packs.objectives.projection_stack import graph_of
 from mlx_packs.optim import make_optimizer
@@ -230,7 +231,7 @@ def test_what_a_stack_has_not_is_refused(wrong):
 
 def test_no_plan_is_made_for_another_graph_than_the_transformer():
     with pytest.raises(PackError, match="no plan for the objective projection-stack"):
-        estimate({"model_type": "qwen3"}, {}, LoRAConfig(), STACK)
+        estimate(Headers("q", {"model_type": "qwen3"}, {}), LoRAConfig(), STACK)
 
 
 @pytest.fixture(scope="module")

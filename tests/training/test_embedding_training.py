@@ -16,9 +16,10 @@ from mlx_packs.convert.merge import merge_pack
 from mlx_packs.errors import Interrupted, PackError
 from mlx_packs.evaluation.embeddings import pearson, retrieval, spearman
 from mlx_packs.files import sha256
-from mlx_packs.memory.encoder import estimate_encoder
-from mlx_packs.memory.plan import Checkpoint, read_checkpoint, tensors_of
-from mlx_packs.memory.recommend import advise, table
+from mlx_packs.memory.estimate import estimate
+from mlx_packs.memory.headers import Headers, tensors_of
+from mlx_packs.memory.read import read_headers
+from mlx_packs.memory.recommend import recommend, table
 from mlx_packs.packs.manifest import check_manifest
 from mlx_packs.runtime import mx
 from tests.helpers.encoders import (
@@ -475,16 +476,16 @@ def test_retrieval_counts_every_positive_of_an_anchor():
     assert found["recall_at_1"] == pytest.approx((1 / 2 + 0) / 2)
 
 
-def minilm_checkpoint() -> Checkpoint:
+def minilm() -> Headers:
     config = MINILM | {"vocab_size": 30522}
-    return Checkpoint("all-MiniLM-L6-v2", config, tensors_of(Encoder(config, SentenceConfig())))
+    return Headers("all-MiniLM-L6-v2", config, tensors_of(Encoder(config, SentenceConfig())))
 
 
 def test_a_folder_with_the_config_alone_is_planned(run, encoder, tmp_path):
     config = json.loads((encoder / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config))
-    found = read_checkpoint(tmp_path)
-    of_weights = {n: t["shape"] for n, t in read_checkpoint(encoder).tensors.items()}
+    found = read_headers(tmp_path)
+    of_weights = {n: t["shape"] for n, t in read_headers(encoder).tensors.items()}
     assert {n: t["shape"] for n, t in found.tensors.items()} == {
         n: shape for n, shape in of_weights.items() if tensor_name(n)
     }
@@ -496,33 +497,33 @@ def test_a_folder_with_the_config_alone_is_planned(run, encoder, tmp_path):
 
 
 def test_a_plan_leaves_no_batch_without_negatives():
-    checkpoint = minilm_checkpoint()
+    headers = minilm()
     full = TrainConfig(method="full")
-    (only,) = advise(checkpoint, 8 * 10**9, train=full)
+    (only,) = recommend(headers, 8 * 10**9, train=full)
     assert only.train.batch_size == 32 and "--batch-size 32" in only.command("m")
-    found = advise(checkpoint, 10**8)  # fits nowhere
+    found = recommend(headers, 10**8)  # fits nowhere
     assert found[0].fit == "no" and min(o.train.batch_size for o in found) == 2
 
 
 def test_a_plan_of_minilm_recommends_lora_in_float32_and_says_why_not_qlora():
-    checkpoint = minilm_checkpoint()
+    headers = minilm()
     for memory in (8, 16, 24, 64):
-        best = advise(checkpoint, memory * 10**9)[0]
+        best = recommend(headers, memory * 10**9)[0]
         assert best.method == "lora-fp32" and best.fits and best.plan.peak_gb < memory
         assert "not QLoRA" in best.why and "22.6 M weights" in best.why
         assert best.train.batch_size == 32 and best.quantize == "none"
         command = best.command("x")
         assert "--task embedding" in command and "--batch-size 32" in command
-    lines = "\n".join(table(advise(checkpoint, 8 * 10**9), checkpoint, 8 * 10**9))
+    lines = "\n".join(table(recommend(headers, 8 * 10**9), headers, 8 * 10**9))
     assert "lora-fp32" in lines and "qlora" not in lines
 
 
 def test_a_plan_counts_what_a_batch_holds():
-    checkpoint = minilm_checkpoint()
+    headers = minilm()
 
     def peak(lora=LORA, **changes) -> int:
         train = TrainConfig(**({"task": "embedding", "max_seq_length": 128} | changes))
-        return estimate_encoder(checkpoint.config, checkpoint.tensors, lora, train).peak_bytes
+        return estimate(headers, lora, train).peak_bytes
 
     plain = peak(batch_size=32)
     assert 1.8 < peak(batch_size=64) / plain < 2.1
@@ -543,7 +544,7 @@ def test_a_plan_of_a_folder_reads_how_long_texts_are(run, encoder, tiny):
     code, _, err = run("plan", "--memory", 8, "--task", "embedding")
     assert code == 2 and "is no encoder" in err
     with pytest.raises(PackError, match="--target-modules q_proj: no such projection in a plan"):
-        advise(read_checkpoint(encoder), 10**10, LoRAConfig(target_modules=("q_proj",)))
+        recommend(read_headers(encoder), 10**10, LoRAConfig(target_modules=("q_proj",)))
 
 
 def test_a_run_that_cannot_fit_is_refused(encoder, data, tmp_path, monkeypatch):

@@ -38,8 +38,9 @@ from ...display import VERBOSE, Display
 from ...errors import PackError
 from ...evaluation.embeddings import EmbeddingScore, Metrics, check_scores, mean_loss, score_pairs
 from ...gates import Gates, evaluate_gates, gate_limits
-from ...memory.encoder import estimate_encoder
-from ...memory.plan import MemoryPlan, fit, fitted, remedies, tensors_of
+from ...memory.estimate import plan_run
+from ...memory.headers import Headers
+from ...memory.plan import MemoryPlan
 from ...nn.quantized import count_weights
 from ...objectives.embedding import arrays_of, make_loss
 from ...ops import _backend
@@ -53,7 +54,7 @@ from ..observers.registry import make_observers
 from ..phases import RunPhase
 from ..run import TrainRun, start_run_folder
 from ..run_folder import latest_checkpoint, read_metrics
-from ..setup import check_resume, describe, load_adapters, public_recipe, show_plan, too_large
+from ..setup import check_resume, describe, load_adapters, public_recipe, show_plan
 from ..step import Stepper
 
 # Settings of the next token and of frozen weights that are packed; an encoder has neither.
@@ -282,24 +283,14 @@ def _first_rows(pairs: Pairs, batches: int, batch_size: int) -> Pairs:
 def _planned(
     base: Base, lora: LoRAConfig, train: TrainConfig, pairs: Pairs, loss: str, force: bool
 ) -> MemoryPlan:
-    """The peak that the loop over these rows should have, with the recomputation that fits.
+    """Return the peak that the loop over these examples should have, with the policy that fits.
 
-    Raises: PackError when that is more than this machine has, unless forced.
+    Raises:
+        PackError: It is more than this machine has, unless forced.
     """
-    tensors, memory = tensors_of(base.model), runtime.total_memory()
-    known = replace(train, loss=loss, matmul_path="dense", compute_dtype="float32")
-    longest = int(pairs.lengths.max())
-
-    def peak(lora: LoRAConfig, run: TrainConfig) -> MemoryPlan:
-        length = min(longest, run.max_seq_length)
-        return estimate_encoder(base.config, tensors, lora, run, length, len(pairs.tokens))
-
-    plan = fitted(lambda run: peak(lora, run), known, memory)
-    if fit(plan, memory) == "no" and not force:
-        taken = replace(known, recompute=plan.recompute, grad_checkpoint=False)
-        ways = remedies(lambda *settings: peak(*settings).peak_bytes, lora, taken, dense=False)
-        raise too_large(plan, ways)
-    return plan
+    shapes = {(int(pairs.lengths.max()), len(pairs.tokens))}
+    plans = plan_run(Headers.of(base), lora, replace(train, loss=loss), shapes, force)
+    return plans["dense"]
 
 
 def _score_base(attached: Trainable, judged: Pairs, batch_size: int) -> Metrics:

@@ -1,0 +1,448 @@
+"""Estimate the peak memory of training a decoder of the Llama family.
+
+A step of training is followed by hand: what the forward pass keeps for the backward pass, and what
+is in flight at the four moments that can be the worst. MLX allocates ahead of what it computes, so
+"in flight" is about one block's worth of temporaries, not one; the counts below are those of MLX's
+CPU backend, read off measured peaks and checked by `benchmarks/plan_accuracy.py`.
+
+On a GPU the same formula is used with the dtype of the checkpoint. It was **not measured there**.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+
+from .. import runtime
+from ..bases.geometry import BLOCK_PROJECTIONS, Heads
+from ..bases.quantization import QuantizeOptions, format_for
+from ..bases.weight_formats import named_format
+from ..config.choices import ENCODERS
+from ..config.schema import LoRAConfig, TrainConfig
+from ..data.batches import padded_length, padded_targets
+from ..errors import PackError
+from ..ops.attention import SCORE_BYTES
+from ..ops.exponential import ELEMENTS as SWIGLU_ELEMENTS
+from ..ops.lanes import lanes
+from ..ops.linear_cross_entropy import columns as loss_columns
+from ..ops.matmul import SLICE_WEIGHTS, device
+from .headers import Headers, Tensors, tensor_bytes
+from .plan import (
+    MemoryPlan,
+    Shape,
+    moment_parts,
+    optimizer_bytes,
+    plan_adapters,
+    recompute_policies,
+)
+
+FAMILIES = ("qwen3", "qwen2", "llama", "mistral")
+_WHOLE_LOGITS = 15  # arrays of the size of all logits, where the head is trainable
+_UPDATED_AT_ONCE = 3  # arrays of the size of the largest trainable weight
+_SMALL = "small base: full precision fits, quantizing would cost accuracy for memory not needed"
+
+
+def describe(config: Mapping) -> Tensors:
+    """Return the headers of the dense checkpoint that a config describes."""
+    names = {"float32": "F32", "float16": "F16"}
+    dtype = names.get(config.get("torch_dtype") or config.get("dtype"), "BF16")
+    head = {} if config.get("tie_word_embeddings") else {"lm_head.weight": {}}
+    shapes = {f"{path}.weight": list(s) for path, s in _sizes(config, head).modules.items()}
+    hidden, shapes["model.norm.weight"] = config["hidden_size"], [config["hidden_size"]]
+    heads = Heads.of(dict(config))
+    for i in range(config["num_hidden_layers"]):
+        block = f"model.layers.{i}"
+        for name in ("input_layernorm", "post_attention_layernorm"):
+            shapes[f"{block}.{name}.weight"] = [hidden]
+        if config["model_type"] == "qwen3":
+            for name in ("q_norm", "k_norm"):
+                shapes[f"{block}.self_attn.{name}.weight"] = [heads.head_dim]
+        if config["model_type"] == "qwen2":
+            for name in ("q_proj", "k_proj", "v_proj"):
+                path = f"{block}.self_attn.{name}"
+                shapes[f"{path}.bias"] = shapes[f"{path}.weight"][:1]
+    return {name: {"dtype": dtype, "shape": shape} for name, shape in shapes.items()}
+
+
+def run_settings(headers: Headers, train: TrainConfig, specified: frozenset[str]) -> TrainConfig:
+    """Return the settings that `packs train` would take for this base: those given.
+
+    Raises:
+        PackError: They are those of another task.
+    """
+    if train.task == "embedding":
+        raise PackError(
+            f"--task embedding: {headers.name} is no encoder ({', '.join(ENCODERS)}); a causal "
+            "base is planned for without it.",
+            "conflict",
+        )
+    return train
+
+
+def why_not_quantized(headers: Headers, plan: MemoryPlan) -> str:
+    """Return the reason why QLoRA is not the first recommendation for a small base."""
+    return _SMALL
+
+
+@dataclass(frozen=True)
+class _Sizes:
+    """Widths of a base of the Llama family, and where its modules are.
+
+    Attributes:
+        queries: Heads x head_dim.
+        keys: KV heads x head_dim.
+        modules: Path -> (out, in) of linear layers and embeddings.
+    """
+
+    hidden: int
+    ffn: int
+    blocks: int
+    heads: int
+    queries: int
+    keys: int
+    vocab: int
+    head_norms: bool
+    modules: dict[str, tuple[int, int]]
+
+    @property
+    def weights(self) -> int:
+        return sum(out * width for out, width in self.modules.values())
+
+    @property
+    def projections(self) -> dict[str, tuple[int, int]]:
+        """Those of ``modules`` that are in blocks."""
+        return {path: shape for path, shape in self.modules.items() if "layers" in path}
+
+    @property
+    def block_weights(self) -> int:
+        """How many weights the linear layers of a block have."""
+        return sum(
+            math.prod(self.modules[_projection_path(0, name)])
+            for names in BLOCK_PROJECTIONS.values()
+            for name in names
+        )
+
+
+def _projection_path(block: int, name: str) -> str:
+    parent = "self_attn" if name in BLOCK_PROJECTIONS["attention"] else "mlp"
+    return f"model.layers.{block}.{parent}.{name}"
+
+
+def _sizes(config: Mapping, tensors: Tensors) -> _Sizes:
+    """Raises: PackError for a family or a config that the formula does not know."""
+    family = config.get("model_type")
+    if family not in FAMILIES:
+        raise PackError(
+            f"no plan for model_type '{family}'; known are {', '.join((*FAMILIES, *ENCODERS))}.",
+            "unsupported",
+        )
+    heads = Heads.of(dict(config))
+    blocks, vocab = config.get("num_hidden_layers"), config.get("vocab_size")
+    numbers = (*asdict(heads).values(), blocks, vocab)
+    if not all(isinstance(n, int) and n > 0 for n in numbers):
+        raise PackError(
+            "no plan: config.json lacks a size (hidden, FFN, heads, blocks or vocab).",
+            "unsupported",
+        )
+    hidden, ffn = heads.hidden, heads.ffn
+    queries, keys = heads.heads * heads.head_dim, heads.kv_heads * heads.head_dim
+    shapes = {
+        "q_proj": (queries, hidden),
+        "k_proj": (keys, hidden),
+        "v_proj": (keys, hidden),
+        "o_proj": (hidden, queries),
+        "gate_proj": (ffn, hidden),
+        "up_proj": (ffn, hidden),
+        "down_proj": (hidden, ffn),
+    }
+    modules = {"model.embed_tokens": (vocab, hidden)}
+    for i in range(blocks):
+        modules |= {_projection_path(i, name): shape for name, shape in shapes.items()}
+    if "lm_head.weight" in tensors and not config.get("tie_word_embeddings"):
+        modules["lm_head"] = (vocab, hidden)
+    norms = any(name.endswith("self_attn.q_norm.weight") for name in tensors)
+    return _Sizes(hidden, ffn, blocks, heads.heads, queries, keys, vocab, norms, modules)
+
+
+def activation_bytes(config: Mapping, train: TrainConfig) -> int:
+    """Return the bytes of an activation: 4 on a CPU, on a GPU as configured or as stored."""
+    if runtime.on_cpu():
+        return 4
+    if train.compute_dtype != "auto":
+        return 4 if train.compute_dtype == "float32" else 2
+    return 4 if (config.get("torch_dtype") or config.get("dtype")) == "float32" else 2
+
+
+def _base_bytes(sizes: _Sizes, headers: Headers, train: TrainConfig, itemsize: int) -> int:
+    """Return the bytes of the frozen weights: stored or quantized on loading, and dense copies."""
+    skipped = ("quant_map", "bitsandbytes__nf4", "bitsandbytes__fp4")
+    widen = itemsize == 4
+    total = sum(
+        tensor_bytes(tensor, widen)
+        for name, tensor in headers.tensors.items()
+        if not name.endswith(skipped)
+    )
+    quantized = headers.quantized_modules()
+    if train.quantize != "none" and not quantized:
+        wanted = named_format(train.quantize, train.double_quant)
+        options = QuantizeOptions(wanted, tuple(train.keep))
+        for path, shape in sizes.modules.items():
+            stored = headers.tensors.get(f"{path}.weight")
+            weight_format = format_for(path, shape, options)
+            if stored is None or weight_format is None:
+                continue
+            quantized.add(path)
+            total -= tensor_bytes(stored, widen)
+            total += weight_format.nbytes(shape, itemsize)
+    if train.matmul_path == "dense":
+        total += sum(math.prod(s) * itemsize for p, s in sizes.modules.items() if p in quantized)
+    return total
+
+
+@dataclass(frozen=True)
+class _Step:
+    """A training step of adapters.
+
+    Attributes:
+        tokens: Inputs of the batch.
+        targets: Target slots of the batch.
+        scores: Attention scores of a token: heads x T.
+        ranks: Rank by projection of each block from the first adapted one.
+        pending: Bytes of gradients that wait for the update.
+        unpacks: Whether weights are dequantized by slices, which wait for each other.
+        nf4: Whether they are NF4.
+    """
+
+    sizes: _Sizes
+    tokens: int
+    targets: int
+    scores: int
+    ranks: list[dict[str, int]]
+    recompute: str
+    pending: int
+    unpacks: bool
+    nf4: bool
+
+    def moments(self, itemsize: int) -> dict[str, dict[str, int]]:
+        """Return the parts at the moments of the forward and backward pass, in bytes."""
+        sizes, tokens = self.sizes, self.tokens
+        logits = {"loss": self._loss_numbers()}
+        working = {
+            "mlp": self._dense_slices() if self.unpacks else 0,
+            "attention": 9 * min(lanes() * _score_block(), tokens * self.scores),
+        }
+        if runtime.on_cpu():
+            working["mlp"] += 15 * min(lanes() * SWIGLU_ELEMENTS, tokens * sizes.ffn)
+        return {
+            moment: moment_parts(
+                self.pending,
+                itemsize * (tokens * kept),
+                itemsize * logits.get(moment, 0),
+                itemsize * (tokens * flying + working.get(moment, 0)),
+            )
+            for moment, (kept, flying) in self._numbers_per_token().items()
+        }
+
+    def _numbers_per_token(self) -> dict[str, tuple[float, float]]:
+        """Return (kept, in flight) in numbers per token at each moment.
+
+        The loss comes when all blocks have run. In the feed-forward of a block its temporaries and
+        those of the attention beside it are in flight. Recomputed blocks hold their inputs, and
+        one of them what it holds anyway.
+        """
+        d, f, q = self.sizes.hidden, self.sizes.ffn, self.sizes.queries
+        blocks = [self._kept(ranks) for ranks in self.ranks]
+        kept = sum(blocks)
+        before = len(blocks) * d if self.recompute == "block" else kept
+        if self.recompute == "block":
+            kept = before + max(blocks)
+        if runtime.on_cpu():  # SwiGLU by pieces, which `moments` adds
+            mlp = 4 * d + (4 * f + 2 * q if self.recompute == "none" else 5 * f)
+        elif self.recompute == "none":
+            mlp = 4 * d + (4 if self.unpacks else 6) * f + 2 * q
+        else:
+            mlp = 4 * d + (15.5 if self.unpacks else 18) * f
+        attention = 2 * (q + self.sizes.keys)
+        return {
+            "loss": (before + 2 * d, 0),
+            "mlp": (kept, mlp),
+            "attention": (kept - f, attention),
+        }
+
+    def _kept(self, ranks: Mapping[str, int]) -> float:
+        """Return the numbers per token that an adapted block holds from forward to backward."""
+        d, f = self.sizes.hidden, self.sizes.ffn
+        q, k = self.sizes.queries, self.sizes.keys
+        adapted = {path.rpartition(".")[2] for path in ranks}
+        qkv = bool(adapted & {"q_proj", "k_proj", "v_proj"})
+        gate_up = bool(adapted & {"gate_proj", "up_proj"})
+        # two residual streams, and what the gradients of A are made of
+        kept = d * (2 + qkv + gate_up) + q * ("o_proj" in adapted) + sum(ranks.values())
+        if self.recompute != "none":
+            return kept + q + 2 * k + 2 * f  # outputs of the frozen products
+        # attention probabilities are kept if they are one piece
+        one_piece = self.tokens * self.scores <= lanes() * _score_block()
+        scores = self.scores if runtime.on_cpu() and one_piece else 0
+        # q and k after RoPE, v, attended; gate, up, on GPUs silu(gate); the input of down
+        kept += 2 * q + 2 * k + scores + (3 - runtime.on_cpu()) * f + f * ("down_proj" in adapted)
+        return kept + (q + k) * self.sizes.head_norms  # what q_norm and k_norm read
+
+    def _loss_numbers(self) -> float:
+        """Return the numbers in flight in the loss.
+
+        They are slices of logits, states [M, D] and slices of the head.
+        """
+        sizes, targets = self.sizes, self.targets
+        columns = min(lanes() * loss_columns(targets, sizes.hidden), sizes.vocab)
+        head = 1.25 * columns * sizes.hidden if self.unpacks else 0
+        return 12.5 * targets * columns + 3 * targets * sizes.hidden + head
+
+    def _dense_slices(self) -> float:
+        """Return the dense weights in flight while products dequantize theirs.
+
+        Recomputed blocks wait for each.
+        """
+        if self.recompute != "none":
+            return 0
+        return min((10 if self.nf4 else 5) * SLICE_WEIGHTS[device()], self.sizes.block_weights)
+
+
+def _score_block() -> float:
+    """Return how many attention scores are computed at once."""
+    return SCORE_BYTES[device()] / 4
+
+
+def estimate(
+    headers: Headers, lora: LoRAConfig, train: TrainConfig, shape: Shape | None = None
+) -> MemoryPlan:
+    """Return the peak memory of training with these settings, by part.
+
+    Args:
+        headers: Of the base.
+        lora: The adapters.
+        train: Matmul path ``auto`` counts as quantized, recomputation ``auto`` as keeping all.
+        shape: (T, M) of a batch: inputs of a row, target slots of the batch. By default T is all
+            of max_seq_length, and every position is a target.
+
+    Raises:
+        PackError: A family or an objective that the formula does not know.
+    """
+    if train.method == "full":
+        return _estimate_full(headers, lora, train, shape)
+    if train.objective != "transformer":
+        raise PackError(
+            f"no plan for the objective {train.objective}; known is transformer.",
+            "unsupported",
+            "objective",
+        )
+    sizes = _sizes(headers.config, headers.tensors)
+    itemsize = activation_bytes(headers.config, train)
+    adapters = plan_adapters(sizes.projections, sizes.blocks, lora)
+    tracked, weights = adapters.tracked, adapters.weights
+    length, targets = shape or _largest_shape(train)
+    quantized = headers.is_quantized or train.quantize != "none"
+    nf4 = train.quantize == "nf4" or headers.is_nf4
+    # NF4 has no kernel on a CPU that multiplies quantized weights
+    no_kernel = nf4 and train.matmul_path in ("quantized", "auto") and runtime.on_cpu()
+    policy = recompute_policies(train)[0]
+    accumulates = train.grad_accumulation_steps > 1
+    step = _Step(
+        sizes,
+        tokens=train.batch_size * length,
+        targets=targets,
+        scores=sizes.heads * length,
+        ranks=tracked,
+        recompute=policy,
+        # in recomputed blocks the last one is the worst, and all other gradients are there
+        pending=4 * weights * (accumulates or policy == "block"),
+        unpacks=quantized and (no_kernel or train.matmul_path == "transient"),
+        nf4=nf4,
+    )
+    # every gradient is there before the first update, whose temporaries span 1.3 blocks
+    update = moment_parts(4 * weights * (1 + accumulates), working=1.3 * 4 * weights / len(tracked))
+    path = "quantized" if train.matmul_path == "auto" else train.matmul_path
+    return MemoryPlan(
+        base=_base_bytes(sizes, headers, train, itemsize),
+        adapters=4 * weights,
+        optimizer=optimizer_bytes(adapters.shapes, train),
+        moments={**step.moments(itemsize), "update": update},
+        matmul_path=path if quantized else "dense",
+        recompute=policy,
+        adapter_weights=weights,
+        base_weights=sizes.weights,
+    )
+
+
+def _largest_shape(train: TrainConfig) -> Shape:
+    length = train.max_seq_length - 1
+    return length, train.batch_size * length
+
+
+def smallest_shape(train: TrainConfig) -> Shape:
+    """Return the shape of the smallest batch that a run has, whatever its examples are."""
+    length = padded_length(1, train.max_seq_length - 1)
+    return length, padded_targets(1, train.batch_size * length)
+
+
+def resized(shape: Shape, before: TrainConfig, after: TrainConfig) -> Shape:
+    """Return the shape that a batch has after a change of its batch size or maximal length."""
+    length, targets = shape
+    cut = min(length, after.max_seq_length - 1)
+    share = after.batch_size * cut / (before.batch_size * length)
+    return cut, int(targets * share)
+
+
+def _estimate_full(
+    headers: Headers, lora: LoRAConfig, train: TrainConfig, shape: Shape | None
+) -> MemoryPlan:
+    """Return the peak memory of full fine-tuning.
+
+    Trainable weights, their gradients and the optimizer are in float32, beside the base's own
+    weights, which are kept. Inputs of linear layers are kept as for the smallest adapters on all
+    of them. A trainable head has whole logits.
+    """
+    sizes = _sizes(headers.config, headers.tensors)
+    of_adapters = replace(
+        train,
+        method="lora",
+        quantize="none",
+        keep=(),
+        double_quant=True,
+        matmul_path="dense",
+        compute_dtype="float32",
+    )
+    smallest = LoRAConfig(rank=1, num_layers=lora.num_layers)
+    plan = estimate(headers.without_scales(), smallest, of_adapters, shape)
+    paths = dict(sizes.modules)
+    if lora.num_layers > 0:
+        first = sizes.blocks - lora.num_layers
+        paths = {p: s for p, s in sizes.projections.items() if int(p.split(".")[2]) >= first}
+    trainable = sum(math.prod(shape) for shape in paths.values())
+    largest = max(math.prod(shape) for shape in paths.values())
+    _, targets = shape or _largest_shape(train)
+    accumulates = train.grad_accumulation_steps > 1
+    recomputed = plan.recompute == "block"
+    moments = {}
+    for moment, of_plan in plan.moments.items():
+        parts = dict(of_plan)
+        pending = accumulates + (recomputed and moment in ("mlp", "attention"))
+        copies = 1 + accumulates if moment == "update" else pending
+        parts["gradients"] = 4 * trainable * copies
+        if moment == "loss" and lora.num_layers <= 0:
+            parts["logits"] = 4 * (
+                _WHOLE_LOGITS * targets * sizes.vocab + 3 * targets * sizes.hidden
+            )
+        if moment == "update":
+            parts["working"] = 4 * _UPDATED_AT_ONCE * largest
+            if train.optimizer == "adamw_8bit":  # the moments of all weights are decoded first
+                parts["working"] = 14 * trainable
+        moments[moment] = parts
+    itemsize = activation_bytes(headers.config, train)
+    return replace(
+        plan,
+        base=_base_bytes(sizes, headers, of_adapters, itemsize),
+        adapters=4 * trainable,
+        optimizer=optimizer_bytes(paths.values(), train),
+        moments=moments,
+        matmul_path="dense",
+        adapter_weights=trainable,
+    )

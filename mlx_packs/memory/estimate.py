@@ -1,0 +1,250 @@
+"""Estimate the peak memory of a run and check that it fits, before a weight is read or trained."""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from typing import Protocol
+
+from .. import runtime
+from ..bases.families import Architecture, architecture_of
+from ..config.schema import LoRAConfig, TrainConfig
+from ..display import size
+from ..errors import PackError
+from . import decoder, encoder
+from .headers import Headers, Tensors
+from .plan import ERROR, MemoryPlan, Shape, fit, recompute_policies
+
+SHORTEST, LEAST_RANK = 256, 4  # a plan proposes nothing smaller
+_HELPS = 0.98  # a remedy takes less than this share
+
+_Settings = tuple[LoRAConfig, TrainConfig]
+
+
+class Estimator(Protocol):
+    """What is known of the memory of one architecture: a module of functions."""
+
+    def describe(self, config: Mapping) -> Tensors:
+        """Return the headers of the dense checkpoint that a config describes."""
+        ...
+
+    def estimate(
+        self, headers: Headers, lora: LoRAConfig, train: TrainConfig, shape: Shape | None = None
+    ) -> MemoryPlan:
+        """Return the peak memory of training on batches of one shape."""
+        ...
+
+    def smallest_shape(self, train: TrainConfig) -> Shape:
+        """Return the shape of the smallest batch that a run has."""
+        ...
+
+    def resized(self, shape: Shape, before: TrainConfig, after: TrainConfig) -> Shape:
+        """Return the shape that a batch has after a change of batch size or maximal length."""
+        ...
+
+    def run_settings(
+        self, headers: Headers, train: TrainConfig, specified: frozenset[str]
+    ) -> TrainConfig:
+        """Return the settings that `packs train` would take for such a base."""
+        ...
+
+    def why_not_quantized(self, headers: Headers, plan: MemoryPlan) -> str:
+        """Return the reason why a small base is better trained unquantized."""
+        ...
+
+
+ESTIMATORS: dict[Architecture, Estimator] = {"decoder": decoder, "encoder": encoder}
+
+
+def estimator_of(config: Mapping) -> Estimator:
+    """Return the estimator of a base's architecture."""
+    return ESTIMATORS[architecture_of(config)]
+
+
+def estimate(
+    headers: Headers,
+    lora: LoRAConfig,
+    train: TrainConfig,
+    shapes: Iterable[Shape] | None = None,
+) -> MemoryPlan:
+    """Return the peak memory of training with these settings, by part.
+
+    Args:
+        headers: Of the base.
+        lora: The adapters.
+        train: Matmul path ``auto`` counts as quantized, recomputation ``auto`` as keeping all.
+        shapes: Shapes of the run's batches (`plan.Shape`), by default the largest possible.
+
+    Raises:
+        PackError: No plan is possible for such a base.
+    """
+    one = estimator_of(headers.config).estimate
+    if shapes is None:
+        return one(headers, lora, train)
+    largest = dict(sorted(shapes))  # of each length: estimates rise with the rest, to 2 %
+    plans = [one(headers, lora, train, shape) for shape in largest.items()]
+    return max(plans, key=lambda plan: plan.peak_bytes)
+
+
+def matmul_paths(headers: Headers, train: TrainConfig) -> list[str]:
+    """Return the matmul paths that a run may take, the cheapest in memory first."""
+    if train.method == "full":
+        return ["dense"]
+    if train.matmul_path != "auto":
+        return [train.matmul_path]
+    quantized = headers.is_quantized or train.quantize != "none"
+    return ["quantized", "transient", "dense"] if quantized else ["dense"]
+
+
+def least(headers: Headers, lora: LoRAConfig, train: TrainConfig) -> MemoryPlan:
+    """Return the plan of the least that a run takes, whatever its examples are.
+
+    Its batches are the shortest, its matmul path and policy of recomputation the cheapest.
+    """
+    shape = estimator_of(headers.config).smallest_shape(train)
+    plans = [
+        estimate(headers, lora, replace(train, matmul_path=path, recompute=policy), [shape])
+        for path in matmul_paths(headers, train)
+        for policy in recompute_policies(train)
+    ]
+    return min(plans, key=lambda plan: plan.peak_bytes)
+
+
+def check_least(headers: Headers, lora: LoRAConfig, train: TrainConfig) -> None:
+    """Check that a run on the smallest possible batches would fit into this machine.
+
+    Raises:
+        PackError: It would not (code ``memory``), or no plan is possible.
+    """
+    plan = least(headers, lora, train)
+    if fit(plan, runtime.total_memory()) == "no":
+
+        def peak(lora: LoRAConfig, train: TrainConfig) -> int:
+            return least(headers, lora, train).peak_bytes
+
+        ways = remedies(peak, lora, train, dense=not headers.is_quantized)
+        raise _too_large(plan, ways, "at least ")
+
+
+def plan_run(
+    headers: Headers,
+    lora: LoRAConfig,
+    train: TrainConfig,
+    shapes: set[Shape],
+    force: bool = False,
+) -> dict[str, MemoryPlan]:
+    """Return the plan of each matmul path that a run may take.
+
+    Each has the first policy of recomputation that fits. Paths that do not fit, or not as well as
+    another one, are left out.
+
+    Args:
+        headers: Of the base as it is loaded (`Headers.of`).
+        lora: The adapters.
+        train: The run's settings.
+        shapes: Shapes of its batches (`plan.Shape`).
+        force: Whether a plan that does not fit is taken all the same.
+
+    Raises:
+        PackError: Nothing fits (code ``memory``), or no plan is possible.
+    """
+    train = replace(train, quantize="none", keep=(), double_quant=True)  # it is done already
+    memory = runtime.total_memory()
+    plans = {
+        path: _first_fitting(headers, lora, replace(train, matmul_path=path), shapes, memory)
+        for path in matmul_paths(headers, train)
+    }
+    for wanted in ("fits", "tight"):
+        if fitting := {p: plan for p, plan in plans.items() if fit(plan, memory) == wanted}:
+            return fitting
+    cheapest = min(plans.values(), key=lambda plan: plan.peak_bytes)
+    if force:
+        return {cheapest.matmul_path: cheapest}
+    resized = estimator_of(headers.config).resized
+
+    def peak(lora: LoRAConfig, less: TrainConfig) -> int:
+        smaller = {resized(shape, train, less) for shape in shapes}
+        return estimate(headers, lora, less, smaller).peak_bytes
+
+    planned = replace(
+        train,
+        matmul_path=cheapest.matmul_path,
+        recompute=cheapest.recompute,
+        grad_checkpoint=False,
+    )
+    raise _too_large(cheapest, remedies(peak, lora, planned, not headers.is_quantized))
+
+
+def _first_fitting(
+    headers: Headers, lora: LoRAConfig, train: TrainConfig, shapes: set[Shape], memory: int
+) -> MemoryPlan:
+    """Return the plan of the first policy of recomputation that fits, else of the cheapest."""
+    plans = []
+    for policy in recompute_policies(train):
+        plans.append(estimate(headers, lora, replace(train, recompute=policy), shapes))
+        if fit(plans[-1], memory) == "fits":
+            return plans[-1]
+    return min(plans, key=lambda plan: plan.peak_bytes)
+
+
+def _too_large(plan: MemoryPlan, ways: list[str], bound: str = "") -> PackError:
+    choice = f"{', '.join(ways[:-1])} or {ways[-1]}" if len(ways) > 1 else ways[0]
+    return PackError(
+        f"training would take {bound}{size(plan.peak_bytes)} (± {ERROR:.0%}) of "
+        f"{size(runtime.total_memory())}: take {choice}; --force tries anyway.",
+        "memory",
+    )
+
+
+def remedies(
+    peak: Callable[[LoRAConfig, TrainConfig], int],
+    lora: LoRAConfig,
+    train: TrainConfig,
+    dense: bool,
+) -> list[str]:
+    """Return what would take less memory, the mildest first.
+
+    Args:
+        peak: Bytes with these settings, on ``train.matmul_path``.
+        lora: The adapters.
+        train: The run's settings.
+        dense: Whether the base is stored dense, so that it could be quantized.
+    """
+    if train.method == "full":
+        ways = _less_than_full(lora, train, dense)
+    else:
+        transient = replace(train, matmul_path="transient")
+        ways = {
+            "--quantize nf4": (lora, replace(transient, quantize="nf4")),
+            "--matmul-path transient": (lora, transient),
+            **_smaller_batches(lora, train, replace(train, recompute="block")),
+            "a smaller --rank": (replace(lora, rank=max(lora.rank // 2, LEAST_RANK)), train),
+        }
+        if not dense or train.quantize != "none":
+            del ways["--quantize nf4"]
+        if train.matmul_path != "dense" or dense and train.quantize == "none":
+            del ways["--matmul-path transient"]
+    before = peak(lora, train)
+    helpful = [way for way, settings in ways.items() if peak(*settings) < _HELPS * before]
+    return [*helpful, "a smaller base"]
+
+
+def _smaller_batches(
+    lora: LoRAConfig, train: TrainConfig, recomputed: TrainConfig
+) -> dict[str, _Settings]:
+    shorter = max(train.max_seq_length // 2, SHORTEST)
+    return {
+        "a smaller --batch-size": (lora, replace(train, batch_size=-(-train.batch_size // 2))),
+        "--recompute block": (lora, recomputed),
+        "a smaller --max-seq-length": (lora, replace(train, max_seq_length=shorter)),
+    }
+
+
+def _less_than_full(lora: LoRAConfig, train: TrainConfig, dense: bool) -> dict[str, _Settings]:
+    """Return settings that take less than full fine-tuning, which has no rank, with these."""
+    adapters = replace(train, method="lora", matmul_path="dense" if dense else "quantized")
+    recomputed = replace(train, recompute="block", grad_checkpoint=False)
+    return {
+        "--method lora": (lora, adapters),
+        **_smaller_batches(lora, train, recomputed),
+        "--optimizer adamw_8bit": (lora, replace(train, optimizer="adamw_8bit")),
+        "a smaller --num-layers": (replace(lora, num_layers=1), train),
+    }

@@ -1,0 +1,103 @@
+"""Read config and tensor headers of a base: of a folder, of the Hub, or of a config alone."""
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from ..bases.files import TINY, check_files, missing_shards, resolve_checkpoint, weight_files
+from ..errors import PackError
+from ..files import read_header
+from .estimate import estimator_of
+from .headers import Headers, Tensors
+
+
+def read_headers(name: str | Path) -> Headers:
+    """Return the headers of a folder, ``tiny`` or a hub id (cached first, else by range requests).
+
+    A folder with ``config.json`` alone is read as the dense checkpoint that this describes.
+
+    Raises:
+        PackError: There is none, or the Hub cannot be reached.
+    """
+    is_id = str(name) != TINY and "/" in str(name) and not os.path.exists(Path(name).expanduser())
+    path = _cached(str(name)) if is_id else resolve_checkpoint(name)
+    if path is None:
+        return Headers(str(name), *_from_hub(str(name)))
+    if not weight_files(path):
+        return describe(str(name), _config_of_dense(path / "config.json"))
+    check_files(path)
+    config = json.loads((path / "config.json").read_text(encoding="utf-8"))
+    tensors: dict[str, Mapping] = {}
+    for file in weight_files(path):
+        tensors |= read_header(file)[0]
+    return Headers(str(name), config, tensors)
+
+
+def describe(name: str, config: dict) -> Headers:
+    """Return the headers of the dense checkpoint that a config describes.
+
+    Raises:
+        PackError: The architecture is not known.
+    """
+    return Headers(name, config, estimator_of(config).describe(config))
+
+
+def _config_of_dense(file: Path) -> dict:
+    """Return the config in ``file``; raises PackError if it is that of a quantized checkpoint."""
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise PackError(f"{file}: is not valid JSON: {error}.", "unreadable") from None
+    if not isinstance(config, dict) or config.get(
+        "quantization_config", config.get("quantization")
+    ):
+        raise PackError(
+            f"{file}: is alone and does not say how each weight is quantized; a plan "
+            "needs the headers of model*.safetensors too.",
+            "not-found",
+        )
+    return config
+
+
+def _cached(repo: str) -> Path | None:
+    """Return the folder of a hub id if the cache has all of it."""
+    from huggingface_hub import snapshot_download
+
+    try:
+        path = Path(snapshot_download(repo, local_files_only=True))
+    except (OSError, ValueError):  # not there, or no name of the Hub's
+        return None
+    complete = (path / "config.json").is_file() and weight_files(path) and not missing_shards(path)
+    return path if complete else None
+
+
+def _from_hub(repo: str) -> tuple[dict, Tensors]:
+    """Return config and headers of a hub id; the config is downloaded."""
+    import huggingface_hub
+    from huggingface_hub import errors
+
+    unreachable = (OSError, ValueError, errors.HTTPError, errors.SafetensorsParsingError)
+    try:
+        headers = huggingface_hub.get_safetensors_metadata(repo)
+        file = huggingface_hub.hf_hub_download(repo, "config.json")
+        config = json.loads(Path(file).read_text(encoding="utf-8"))
+    except errors.RepositoryNotFoundError:
+        raise PackError(
+            f"--model {repo}: no folder of that name, and the Hub has no such model (or it is "
+            "private: `hf auth login`).",
+            "not-found",
+        ) from None
+    except unreachable as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0][:120].rstrip(".")
+        raise PackError(
+            f"--model {repo}: not a folder here, not in the Hugging Face cache, and its headers "
+            f"cannot be read from the Hub ({reason}).",
+            "network",
+        ) from None
+    tensors = {
+        name: {"dtype": str(getattr(t.dtype, "value", t.dtype)), "shape": list(t.shape)}
+        for file in headers.files_metadata.values()
+        for name, t in file.tensors.items()
+    }
+    return config, tensors

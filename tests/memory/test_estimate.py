@@ -1,0 +1,183 @@
+"""Estimates: counts by hand and against real geometries, directions, measured peaks."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from mlx.utils import tree_flatten
+
+from mlx_packs import LoRAConfig, TrainConfig, runtime
+from mlx_packs.adapters.lora import attach
+from mlx_packs.data.batches import make_batch
+from mlx_packs.data.encoding import Example
+from mlx_packs.memory.estimate import estimate, remedies
+from mlx_packs.memory.headers import Headers
+from mlx_packs.memory.plan import ERROR, fit
+from mlx_packs.memory.read import read_headers
+from mlx_packs.objectives.causal_lm import as_arrays, split_head
+from mlx_packs.optim import make_optimizer
+from mlx_packs.runtime import mx
+from mlx_packs.training.step import Stepper
+from tests.helpers.errors import raises
+from tests.helpers.headers import REAL, dense_headers
+from tests.helpers.models import base_of
+
+DENSE = TrainConfig(matmul_path="dense")
+
+
+def peak(lora: dict | None = None, matmul_path: str = "quantized", **train) -> float:
+    """Estimated GB of the tiny base."""
+    defaults = {"batch_size": 4, "max_seq_length": 256, "matmul_path": matmul_path}
+    settings = TrainConfig(**{**defaults, **train})
+    return estimate(read_headers("tiny"), LoRAConfig(**(lora or {})), settings).peak_gb
+
+
+@pytest.mark.parametrize("name", REAL)
+def test_counts_are_those_of_the_real_geometries(name):
+    plan = estimate(dense_headers(name), LoRAConfig(rank=16), DENSE)
+    assert plan.base_weights == pytest.approx(REAL[name][1], rel=0.01)
+    assert plan.adapter_weights == pytest.approx(REAL[name][2], abs=0.01e6)
+    assert plan.adapters == 4 * plan.adapter_weights
+    assert plan.optimizer == 8 * plan.adapter_weights
+
+
+def test_parts_of_a_small_base_are_counted_by_hand():
+    plan = estimate(Headers.of(base_of("qwen3")), LoRAConfig(rank=4), DENSE)
+    # per block: q 64 -> 128, k and v 64 -> 64, o 128 -> 64, gate and up 64 -> 96, down 96 -> 64
+    assert plan.adapter_weights == 2 * 4 * (192 + 2 * 128 + 192 + 3 * 160)
+    linears = 2 * (64 * 128 * 2 + 64 * 64 * 2 + 3 * 64 * 96) + 2 * 128 * 64
+    norms = 2 * (2 * 64 + 2 * 32) + 64
+    assert plan.base_weights == linears and plan.base == 4 * (linears + norms)
+    assert plan.peak_bytes == sum(plan.parts().values())
+
+
+def test_counts_are_those_of_a_loaded_base(tiny):
+    plan = estimate(Headers.of(tiny), LoRAConfig(rank=16), TrainConfig())
+    assert plan.base == sum(a.nbytes for _, a in tree_flatten(tiny.model.parameters()))
+    attached = attach(tiny, LoRAConfig(rank=16))
+    assert plan.adapter_weights == attached.parameter_count()
+    attached.detach()
+
+
+@pytest.mark.parametrize("bits, double", [(4.127, True), (4.5, False)])
+def test_nf4_takes_its_bits_a_weight(bits, double):
+    train = TrainConfig(quantize="nf4", double_quant=double, matmul_path="quantized")
+    plan = estimate(dense_headers("qwen3-4b"), LoRAConfig(), train)
+    assert plan.base == pytest.approx(4.02e9 * bits / 8, rel=0.002)
+
+
+def test_dense_copies_of_nf4_are_not_dequantized_again():
+    headers = dense_headers("qwen3-4b")
+    stored_dense = TrainConfig(recompute="none", matmul_path="dense")
+
+    def working(path: str) -> int:
+        train = TrainConfig(quantize="nf4", recompute="none", matmul_path=path)
+        return estimate(headers, LoRAConfig(), train).largest_parts()["working"]
+
+    dense = estimate(headers, LoRAConfig(), stored_dense).largest_parts()["working"]
+    assert working("dense") == dense != working("quantized")
+
+
+@pytest.mark.parametrize("optimizer, each", [("adamw", 8), ("lion", 4), ("adamw_8bit", 2.03)])
+def test_optimizer_takes_its_bytes_a_weight(optimizer, each):
+    train = TrainConfig(optimizer=optimizer)
+    plan = estimate(dense_headers("qwen3-4b"), LoRAConfig(), train)
+    assert plan.optimizer == pytest.approx(each * plan.adapter_weights, rel=0.01)
+
+
+def test_more_work_takes_more_and_recomputing_less():
+    assert peak() < peak(batch_size=8)
+    assert peak() < peak(max_seq_length=512)
+    assert peak() < peak({"rank": 64})
+    assert peak({"num_layers": 2}) < peak()
+    assert peak({"target_modules": ("q_proj", "v_proj")}) < peak()
+    assert (
+        peak(grad_checkpoint=True) < peak(recompute="selective") < peak(recompute="none") == peak()
+    )
+    assert peak() < peak(matmul_path="dense")
+
+
+def test_parts_add_up_to_the_peak_and_each_is_largest_somewhere():
+    plan = estimate(read_headers("tiny"), LoRAConfig(), DENSE)
+    assert sum(plan.parts().values()) == plan.peak_bytes
+    largest = plan.largest_parts()
+    assert largest["gradients"] == 4 * plan.adapter_weights
+    assert all(largest[name] >= size for name, size in plan.parts().items())
+    assert largest["logits"] > 0 and largest["working"] > 0
+
+
+def test_one_rule_says_what_fits():
+    plan = estimate(read_headers("tiny"), LoRAConfig(), DENSE)
+    assert fit(plan, int(plan.peak_bytes * (1 + ERROR)) + 1) == "fits"
+    assert fit(plan, int(plan.peak_bytes * (1 + ERROR)) - 1) == "tight"
+    assert fit(plan, plan.peak_bytes) == "tight" and fit(plan, plan.peak_bytes - 1) == "no"
+
+
+def test_of_several_shapes_the_plan_is_that_of_the_largest():
+    headers, shapes = read_headers("tiny"), [(64, 200), (128, 500), (128, 90)]
+    plans = [estimate(headers, LoRAConfig(), DENSE, [shape]).peak_bytes for shape in shapes]
+    assert estimate(headers, LoRAConfig(), DENSE, shapes).peak_bytes == max(plans) == plans[1]
+
+
+def test_remedies_name_only_what_is_not_so_already_and_helps():
+    small, tiny = dense_headers("qwen3-0.6b"), read_headers("tiny")
+
+    def ways(headers: Headers, lora: dict, **train) -> list[str]:
+        def peak(lora, train):
+            return estimate(headers, lora, train).peak_bytes
+
+        settings = TrainConfig(**{"matmul_path": "dense", **train})
+        return remedies(peak, LoRAConfig(**lora), settings, headers is small)
+
+    smallest = {"batch_size": 1, "max_seq_length": 256, "grad_checkpoint": True}
+    assert ways(small, {"rank": 4}, **smallest) == ["--quantize nf4", "a smaller base"]
+    assert ways(tiny, {"rank": 4}, **smallest) == ["--matmul-path transient", "a smaller base"]
+    assert ways(tiny, {"rank": 4}, **smallest, matmul_path="transient") == ["a smaller base"]
+    assert ways(tiny, {}, matmul_path="transient") == [
+        "a smaller --batch-size",
+        "--recompute block",
+        "a smaller --max-seq-length",
+        "a smaller base",
+    ]
+    assert "a smaller --rank" in ways(tiny, {"rank": 128}, **smallest)
+
+
+def test_an_unknown_family_has_no_plan():
+    with raises("unsupported", None, "gpt2"):
+        estimate(Headers("g", {"model_type": "gpt2"}, {}), LoRAConfig(), TrainConfig())
+
+
+@pytest.mark.parametrize("targets", ["gate_proj up_proj down_proj", "q_proj o_proj"])
+@pytest.mark.parametrize("recompute", ["none", "selective"])
+def test_blocks_keep_no_scores_whichever_of_their_projections_carry_adapters(
+    targets, recompute, tiny, nothing_ahead
+):
+    """A step of one long row, whose T x T probabilities would be most of its memory."""
+    length = 768
+    lora = LoRAConfig(rank=8, target_modules=tuple(targets.split()))
+    train = replace(DENSE, iters=1, batch_size=1, max_seq_length=length + 1, recompute=recompute)
+    planned = estimate(Headers.of(tiny), lora, train, [(length, 256)])
+    attached = attach(tiny, lora, matmul_path="dense")
+    attached.recompute(recompute)
+    optimizer = make_optimizer(train)
+    optimizer.init(tiny.model.trainable_parameters())
+    stepper = Stepper(tiny.model, split_head(tiny.model), optimizer, None)
+    tiny.model.train()
+    rows = [Example(np.arange(length + 1, dtype=np.int32) % 1000, np.arange(length + 1) > 512, "x")]
+    batch = make_batch(rows, [0], 1, length)
+    mx.eval(tiny.model.parameters(), optimizer.state)
+    for _ in range(2):
+        mx.reset_peak_memory()
+        stepper(as_arrays(batch), batch.count, True, True)
+    assert mx.get_peak_memory() < (1 + ERROR) * planned.peak_bytes
+
+
+def test_probabilities_are_kept_on_cpus_alone():
+    def activations(length):
+        train = replace(DENSE, batch_size=1, recompute="none")
+        plan = estimate(dense_headers("qwen3-0.6b"), LoRAConfig(), train, [(length, 1)])
+        return plan.moments["mlp"]["activations"]
+
+    assert activations(128) > 2.05 * activations(64)
+    with runtime.assumed_device("gpu"):
+        assert activations(128) == pytest.approx(2 * activations(64))

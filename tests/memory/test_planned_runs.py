@@ -1,0 +1,189 @@
+"""Runs and their plans: what is rejected before it starts, what is tight, what `auto` takes."""
+
+import json
+import shutil
+from pathlib import Path
+
+import huggingface_hub
+import pytest
+
+from mlx_packs import LoRAConfig, TrainConfig, runtime, train_pack
+from mlx_packs.bases.files import tiny_checkpoint
+from mlx_packs.config.schema import DataConfig
+from mlx_packs.data.rows import load_rows
+from mlx_packs.display import QUIET, Display
+from mlx_packs.memory.estimate import plan_run
+from mlx_packs.memory.headers import Headers
+from mlx_packs.memory.plan import ERROR
+from mlx_packs.training.setup import choose_path, encode_splits
+from tests.helpers.errors import check, raises
+from tests.helpers.headers import dense_headers, write_headers
+from tests.helpers.rows import chat, write_rows
+
+
+@pytest.fixture
+def rows(tmp_path) -> Path:
+    turns = [chat(f"What is {n}?", f"It is {n}, and {n} again. " * 12) for n in range(8)]
+    return write_rows(tmp_path / "rows", train=turns, valid=turns[:2], test=turns[:2])
+
+
+@pytest.fixture
+def memory(monkeypatch):
+    """Set the bytes of memory that this machine appears to have."""
+
+    def set_memory(size: float) -> None:
+        monkeypatch.setattr(runtime, "total_memory", lambda: int(size))
+
+    return set_memory
+
+
+@pytest.mark.parametrize("recomputed", [False, True])
+def test_the_estimate_is_within_its_error_of_the_measured_peak(recomputed, tiny, rows, tmp_path):
+    train = TrainConfig(
+        iters=2,
+        batch_size=4,
+        max_seq_length=128,
+        matmul_path="dense",
+        grad_checkpoint=recomputed,
+        val_batches=0,
+    )
+    report = train_pack(tiny, rows, LoRAConfig(rank=8), train, tmp_path / "p").report
+    assert report["plan_peak_gb"] == pytest.approx(report["peak_gb"], rel=ERROR)
+
+
+@pytest.fixture
+def nothing_is_loaded(monkeypatch):
+    """Loading weights raises."""
+
+    def load(*_, **__):
+        raise AssertionError("weights were loaded")
+
+    monkeypatch.setattr("mlx_packs.training.run.load_base", load)
+
+
+def test_a_base_that_cannot_fit_is_rejected_before_it_is_loaded(
+    nothing_is_loaded, rows, tmp_path, memory, run
+):
+    memory(4e9)
+    base = write_headers(tmp_path / "base", dense_headers("llama-3-8b"))
+    arguments = ["train", "--model", base, "--data", rows, "--out", tmp_path / "p"]
+    code, _, err = run(*arguments)
+    assert code == 2 and len(err.splitlines()) == 1 and not (tmp_path / "p").exists()
+    check(run.error, "memory", None, "at least 3", "GB", "--quantize nf4", "--force")
+    assert run(*arguments, "--quantize", "nf4")[0] == 2
+    check(run.error, "memory", None, "of 4.00 GB")
+    assert "--quantize" not in run.error.message
+    memory(64e9)
+    for more in (["--quantize", "nf4"], []):
+        with pytest.raises(AssertionError, match="weights were loaded"):
+            run(*arguments, *more)
+    memory(4e9)
+    with pytest.raises(AssertionError, match="weights were loaded"):
+        run(*arguments, "--force")
+
+
+def test_a_base_whose_headers_cannot_be_read_is_left_to_loading(monkeypatch, tmp_path, run):
+    def unreachable(*_, **__):
+        raise huggingface_hub.errors.LocalEntryNotFoundError("no network")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", unreachable)
+    monkeypatch.setattr(huggingface_hub, "get_safetensors_metadata", unreachable)
+    code, _, err = run("train", "--model", "owner/name", "--out", tmp_path / "p")
+    assert code == 2 and "hf download owner/name" in err
+
+
+def test_training_that_cannot_fit_is_rejected_unless_forced(
+    rows, tmp_path, monkeypatch, memory, run
+):
+    memory(60e6)
+    measured = []
+    monkeypatch.setattr(
+        "mlx_packs.training.setup.choose_matmul_path", lambda *_: measured.append(1)
+    )
+    out = tmp_path / "p"
+    arguments = ["train", "--data", rows, "--out", out, "--iters", "1", "--recompute", "none"]
+    code, _, err = run(*arguments)
+    assert code == 2 and not out.exists()
+    check(run.error, "memory", None, "--force", "--recompute block")
+    assert "at least" not in run.error.message and "data" in err, "the rows are known by now"
+    assert not measured, "rejected before any weight is dequantized"
+    assert run(*arguments, "--force", "-q", "--matmul-path", "transient")[0] == 0
+    assert json.loads((out / "pack.json").read_text())["measured"]["plan_peak_gb"] > 0.06
+
+
+def short_run(rows: Path, out: Path) -> list:
+    return [
+        *("train", "--data", rows, "--iters", 1, "--matmul-path", "dense", "--json"),
+        *("--test-batches", 1, "--val-batches", 0, "--overwrite", "--out", out),
+    ]
+
+
+def test_what_is_tight_is_trained_with_a_warning(rows, tmp_path, memory, run):
+    arguments = [*short_run(rows, tmp_path / "p"), "--batch-size", 1, "--recompute", "none"]
+    peak = json.loads(run(*arguments)[1])["plan_peak_gb"]
+    for size, warned in ((1.05 * peak, True), (1.2 * peak, False)):
+        memory(size * 1e9)
+        code, _, err = run(*arguments)
+        assert code == 0 and ("tight: 15% more would not fit" in err) is warned
+
+
+def test_a_run_has_the_plans_of_the_paths_that_fit_best(tiny, memory):
+    train = TrainConfig(batch_size=4, max_seq_length=128, recompute="none")
+    headers, shapes = Headers.of(tiny), {(96, 300), (64, 200)}
+
+    def plans(size: float, force: bool = False) -> dict:
+        memory(size)
+        return plan_run(headers, LoRAConfig(), train, shapes, force)
+
+    every = plans(64e9)
+    assert list(every) == ["quantized", "transient", "dense"]
+    assert set(plans(every["dense"].peak_bytes * (1 + ERROR) - 1)) == {"quantized", "transient"}
+    cheapest = min(every, key=lambda path: every[path].peak_bytes)
+    least = every[cheapest].peak_bytes
+    assert cheapest in plans(least)
+    with raises("memory", None, "--force"):
+        plans(least - 1)
+    assert list(plans(least - 1, force=True)) == [cheapest]
+
+
+def test_auto_takes_one_of_the_planned_paths(tiny, rows):
+    train = TrainConfig(batch_size=4, max_seq_length=128, iters=4, recompute="none")
+    columns, display = DataConfig(data=str(rows)), Display(QUIET)
+    examples = encode_splits(load_rows(columns), tiny, columns, train, display)["train"]
+    plans = plan_run(Headers.of(tiny), LoRAConfig(), train, {(96, 300)})
+    for path in plans:
+        choice = choose_path(tiny, train, examples, {path: plans[path]}, display)
+        assert choice.matmul_path == path and len(choice.step_ms) == 3
+
+
+def test_the_plan_takes_the_first_policy_of_recomputation_that_fits(rows, tmp_path, memory, run):
+    arguments = short_run(rows, tmp_path / "p")
+    peaks = {}
+    for policy in ("none", "selective", "block"):
+        report = json.loads(run(*arguments, "--recompute", policy)[1])
+        assert report["recompute"] == policy
+        peaks[policy] = report["plan_peak_gb"]
+    assert peaks["none"] > peaks["selective"] > peaks["block"]
+    for policy, peak in peaks.items():
+        memory((1 + ERROR) * peak * 1e9 + 1000)
+        code, out, err = run(*arguments)
+        assert code == 0 and json.loads(out)["recompute"] == policy
+        assert f"recompute {policy}" in err
+
+
+def test_a_dense_base_has_its_estimate(rows, tmp_path, run):
+    vocab_size = json.loads((tiny_checkpoint() / "config.json").read_text())["vocab_size"]
+    base = write_headers(tmp_path / "base", dense_headers("small", vocab_size))
+    for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        shutil.copy(tiny_checkpoint() / file, base / file)
+    arguments = ["--model", base, "--data", rows, "--iters", "1", "--val-batches", "0", "--json"]
+    code, out, err = run("train", *arguments, "--out", tmp_path / "p")
+    assert code == 0, err
+    assert json.loads(out)["plan_peak_gb"] > 0 and json.loads(out)["matmul_path"] == "dense"
+
+
+def test_a_base_without_a_plan_is_trained_all_the_same(monkeypatch, tiny, rows, tmp_path):
+    monkeypatch.setattr("mlx_packs.memory.decoder.FAMILIES", ())
+    train = TrainConfig(iters=1, batch_size=2, matmul_path="dense", val_batches=0)
+    run = train_pack(tiny, rows, LoRAConfig(rank=4), train, tmp_path / "p")
+    assert run.report["plan_peak_gb"] is None

@@ -1,0 +1,306 @@
+"""`packs plan`: what is recommended, in which order, and the commands that it prints."""
+
+import dataclasses
+import json
+import shlex
+from pathlib import Path
+
+import pytest
+
+from mlx_packs import LoRAConfig, TrainConfig, runtime
+from mlx_packs.cli.recipe import read_recipes, recipe_of
+from mlx_packs.cli.train import train as train_command
+from mlx_packs.memory.estimate import estimate
+from mlx_packs.memory.headers import Headers
+from mlx_packs.memory.plan import ERROR
+from mlx_packs.memory.read import read_headers
+from mlx_packs.memory.recommend import Option, recommend
+from tests.helpers.errors import check
+from tests.helpers.headers import dense_headers, write_headers
+
+MEMORIES = (8, 16, 24, 64)  # GB
+RECIPE = {"batch_size": 2, "lora_parameters": {"rank": 32, "scale": 2.0}, "grad_checkpoint": True}
+
+
+def best_by_memory(name: str, device: str) -> list[Option]:
+    """The first recommendation for each of ``MEMORIES``, and for one that fits everything."""
+    with runtime.assumed_device(device):
+        return [recommend(dense_headers(name), int(gb * 1e9))[0] for gb in (*MEMORIES, 4096)]
+
+
+def learned(option: Option) -> tuple:
+    """What an option learns, and with which precision of the base, as one order."""
+    return option.lora.rank, option.train.max_seq_length, option.method != "qlora"
+
+
+@pytest.mark.parametrize("device", ["cpu", "gpu"])
+@pytest.mark.parametrize("name", ["small", "qwen3-4b", "llama-3-8b"])
+def test_more_memory_never_recommends_less(name, device):
+    best = best_by_memory(name, device)
+    assert all(option.fits for option in best)
+    assert [learned(option) for option in best] == sorted(map(learned, best))
+    assert learned(best[-1]) == (LoRAConfig().rank, TrainConfig().max_seq_length, True)
+    assert (best[0].method == "qlora") == (name != "small")
+
+
+@pytest.mark.parametrize("name", ["small", "qwen3-4b", "llama-3-8b"])
+def test_half_precision_of_a_gpu_never_recommends_less_than_a_cpu(name):
+    for on_cpu, on_gpu in zip(
+        best_by_memory(name, "cpu"), best_by_memory(name, "gpu"), strict=True
+    ):
+        assert learned(on_cpu) <= learned(on_gpu)
+
+
+def test_a_small_base_is_not_to_be_quantized():
+    best = recommend(dense_headers("small"), int(16e9))[0]
+    assert best.plan.base_weights == pytest.approx(22.7e6, rel=0.2)
+    assert best.method == "lora-fp32" and best.fits and "small" in best.why
+
+
+def test_what_fits_comes_first_and_what_is_learned_before_precision():
+    with runtime.assumed_device("gpu"):
+        for gb in MEMORIES:
+            *ways, full = recommend(dense_headers("qwen3-4b"), int(gb * 1e9))
+            states = [("fits", "tight", "no").index(option.fit) for option in ways]
+            assert states == sorted(states) and full.method == "full"
+            fitting = [(-o.lora.rank, -o.train.max_seq_length) for o in ways if o.fits]
+            assert fitting == sorted(fitting)
+
+
+def nf4(memory: float, specified: frozenset = frozenset()) -> Option:
+    """The first recommendation for NF4 on Qwen3-4B within so many GB."""
+    train = TrainConfig(quantize="nf4")
+    specified = specified | {"quantize"}
+    return recommend(
+        dense_headers("qwen3-4b"), int(memory * 1e9), train=train, specified=specified
+    )[0]
+
+
+def test_batch_gives_way_before_time_length_and_rank():
+    memories = [256 / 1.3**i for i in range(16)] + [4 / 1.03**i for i in range(18)]
+    options = [option for memory in memories if (option := nf4(memory)).fits]
+    policies = ("none", "selective", "block")
+    given_up = [
+        (
+            -option.lora.rank,
+            -option.train.max_seq_length,
+            policies.index(option.train.recomputes),
+            -option.train.batch_size,
+        )
+        for option in options
+    ]
+    assert given_up == sorted(given_up)
+    ranks, lengths, recomputed, batches = map(set, zip(*given_up, strict=True))
+    assert given_up[0] == (-16, -2048, 0, -4)
+    assert recomputed == {0, 1, 2} and batches == {-4, -2, -1}
+    assert min(len(ranks), len(lengths)) > 1, "everything gives way in the end"
+    reduced = next(option for option in options if option.train.batch_size == 2)
+    assert "batch 2 instead of 4" in reduced.why
+
+
+def test_a_specified_batch_does_not_give_way():
+    for memory in (60, 10, 4):
+        assert nf4(memory, frozenset({"batch_size"})).train.batch_size == 4
+
+
+def test_rows_are_planned_no_longer_than_the_base_reads():
+    headers = dense_headers("small")
+    headers.config["max_position_embeddings"] = 512
+    assert recommend(headers, int(64e9))[0].train.max_seq_length == 512
+
+
+def test_full_fine_tuning_takes_16_bytes_a_weight_beside_the_base_and_float32_activations():
+    with runtime.assumed_device("gpu"):
+        full = recommend(dense_headers("qwen3-4b"), int(16e9))[-1]
+    weights, parts = full.plan.base_weights, full.plan.parts()
+    assert (parts["optimizer"], parts["adapters"]) == (8 * weights, 4 * weights)
+    assert parts["base"] == pytest.approx(2 * weights, rel=0.01)  # as stored, in bfloat16
+    assert full.plan.largest_parts()["gradients"] == 4 * weights
+    assert full.train.batch_size == 1 and "16 bytes" in full.why
+    # inputs of 36 blocks of one row, in float32
+    activations = full.plan.largest_parts()["activations"]
+    assert activations > 36 * (full.train.max_seq_length - 1) * 2560 * 4
+    assert full.plan.peak_bytes > 18 * weights and "--method full" in full.command("m")
+
+
+def test_what_is_specified_is_not_searched():
+    train = TrainConfig(batch_size=3, max_seq_length=300)
+    specified = frozenset({"batch_size", "max_seq_length"})
+    for option in recommend(read_headers("tiny"), int(8e9), train=train, specified=specified):
+        assert (option.train.batch_size, option.train.max_seq_length) == (3, 300)
+
+
+def test_command_prints_a_list_of_options_and_the_next_command(run):
+    code, out, _ = run("plan", "--memory", "16", "--json")
+    options = json.loads(out)
+    assert code == 0
+    keys = "method matmul_path batch_size max_seq_length peak_gb fits why parts parts_max".split()
+    assert all(set(keys) <= set(option) for option in options)
+    code, out, _ = run("plan", "--memory", "16", "--grad-checkpoint")
+    assert code == 0 and out.splitlines()[-1].startswith("try:    packs train --model tiny")
+    assert f"{ERROR:.0%}" in out
+
+
+def peak_of(command: str, headers: Headers) -> float:
+    """The estimate for a `packs train` as its own command line reads it."""
+    words = shlex.split(command)
+    assert words[:2] == ["packs", "train"]
+    arguments = dict(train_command.make_context("train", words[2:]).params)
+    settings = read_recipes(arguments.pop("configs"))
+    names = {f.name for c in (LoRAConfig, TrainConfig) for f in dataclasses.fields(c)} | {"model"}
+    flags = {k: v for k, v in arguments.items() if v is not None and k in names}
+    recipe = recipe_of(flags, settings)
+    assert recipe.run["model"] == headers.name
+    return estimate(headers, recipe.lora, recipe.train).peak_gb
+
+
+@pytest.mark.parametrize("device", ["cpu", "gpu"])
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "",
+        "--memory 8",
+        "--memory 0.3",
+        "--memory 16 --optimizer adamw_8bit --num-layers 2",
+        "--memory 16 --grad-accumulation-steps 4 --target-modules q_proj,v_proj -c FILE",
+        "--memory 16 -c FILE --no-grad-checkpoint",
+        "--memory 64 --model DENSE -c FILE",
+        "--memory 8 --model DENSE --quantize nf4 --keep embed_tokens --no-double-quant",
+        "--memory 8 --model DENSE --compute-dtype float32",
+        "--memory 4 --model DENSE",
+        "--memory 8 --rank-pattern q_proj=64,v_proj=2",
+    ],
+)
+def test_the_printed_command_has_the_peak_that_is_shown(flags, device, run, tmp_path):
+    folder = write_headers(tmp_path / "a dense base", dense_headers("small"))
+    (tmp_path / "c.yaml").write_text(json.dumps(RECIPE))
+    names = {"FILE": str(tmp_path / "c.yaml"), "DENSE": str(folder)}
+    arguments = [names.get(word, word) for word in flags.split()]
+    with runtime.assumed_device(device):
+        code, out, err = run("plan", "--json", *arguments)
+        assert code == 0, err
+        headers = read_headers(folder if "DENSE" in flags else "tiny")
+        *ways, _ = json.loads(out)
+        for option in ways:
+            assert peak_of(option["command"], headers) == option["peak_gb"], option["command"]
+        _, out, _ = run("plan", *arguments)
+    assert out.splitlines()[-1] == f"try:    {ways[0]['command']}"
+
+
+def test_flags_and_files_are_what_is_planned(run, tmp_path):
+    (tmp_path / "c.yaml").write_text(json.dumps(RECIPE))
+    code, out, _ = run("plan", "--memory", "64", "--json", "-c", tmp_path / "c.yaml")
+    best = json.loads(out)[0]
+    assert code == 0
+    assert (best["rank"], best["batch_size"], best["recompute"]) == (32, 2, "block")
+    wider = run("plan", "--json", "--memory", "64", "--rank-pattern", "q_proj=64")[1]
+    accumulated = run("plan", "--json", "--memory", "64", "--grad-accumulation-steps", "4")[1]
+    plain = run("plan", "--json", "--memory", "64")[1]
+    weights = json.loads(plain)[0]["adapter_weights"]
+    assert json.loads(wider)[0]["adapter_weights"] > weights
+    more = [json.loads(out)[0]["parts"]["gradients"] for out in (plain, accumulated)]
+    assert more[1] - more[0] == 4 * weights
+
+
+@pytest.mark.parametrize("columns", [60, 100])
+@pytest.mark.parametrize("memory", ["0.05", "8"])
+def test_the_table_fits_the_terminal(columns, memory, run, monkeypatch):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    lines = run("plan", "--memory", memory)[1].splitlines()
+    assert max(len(line) for line in lines[:-1]) <= columns  # the command is one line, to be copied
+    assert ("50.0 MB" if memory == "0.05" else "8.00 GB") in lines[0]
+
+
+def test_where_nothing_fits_it_says_what_is_left_to_do(run):
+    last = run("plan", "--memory", "0.02")[1].splitlines()[-1]
+    assert last == "try:    a smaller base or more memory"
+    specified = ["--batch-size", "4", "--no-grad-checkpoint", "--rank", "16"]
+    last = run("plan", "--memory", "0.02", *specified)[1].splitlines()[-1]
+    assert "--batch-size" in last and "--recompute" not in last and "--quantize" not in last
+
+
+@pytest.mark.parametrize("quantize", ["nf4", "affine8"])
+def test_plan_and_train_reject_quantizing_what_is_quantized_in_one_line(quantize, run, tmp_path):
+    planned = run("plan", "--quantize", quantize)
+    check(run.error, run.error.code, "quantize")
+    trained = run("train", "--quantize", quantize, "--out", tmp_path / "p")
+    assert planned[0] == trained[0] == 2 and planned[2] == trained[2]
+
+
+def test_plan_knows_an_nf4_base_as_it_is_stored(run, tmp_path):
+    dense = write_headers(tmp_path / "dense", dense_headers("small"))
+    out = tmp_path / "nf4"
+    assert run("quantize", "--model", dense, "--out", out)[0] == 0
+    arguments = ["plan", "--model", out, "--quantize", "nf4", "--memory", "64"]
+    code, report, _ = run(*arguments, "--json")
+    assert code == 0
+    for option in json.loads(report)[:-1]:
+        assert peak_of(option["command"], read_headers(out)) == option["peak_gb"]
+    for flags, flag in ((["--no-double-quant"], "quantize"), (["--keep", "q_proj"], "keep")):
+        assert run(*arguments, *flags)[0] == 2
+        check(run.error, run.error.code, flag)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        ["--memory", "-1"],
+        ["--rank", "0"],
+        ["--model", "/nowhere/at-all"],
+        ["--num-layers", "99"],
+        ["--target-modules", "q_prj"],
+        ["--rank-pattern", "q_prj=2"],
+        ["--batch-size", "many"],
+    ],
+)
+def test_bad_input_is_one_line_and_exit_2(wrong, run):
+    code, out, err = run("plan", *wrong)
+    assert code == 2 and out == "" and err.startswith("packs: ") and len(err.splitlines()) == 1
+
+
+@pytest.mark.parametrize("memory", ["nan", "inf", "0", "-4"])
+def test_memory_that_is_no_size_is_rejected(run, memory):
+    code, out, err = run("plan", "--model", "tiny", "--memory", memory)
+    assert (code, out) == (2, "") and err.count("\n") == 1
+    check(run.error, "invalid", "memory")
+
+
+def test_a_plan_for_another_device_is_that_of_the_device(tmp_path, run):
+    base = write_headers(tmp_path / "base", dense_headers("small"))
+    plan = ["plan", "--model", base, "--memory", 16, "--batch-size", 1, "--max-seq-length", 512]
+    plan += ["--recompute", "none", "--rank", 8, "--json"]
+    reports = {device: run(*plan, "--device", device)[1] for device in ("cpu", "gpu")}
+    assert reports["cpu"] == run(*plan)[1] != reports["gpu"]
+    assert runtime.on_cpu()
+    with runtime.assumed_device("gpu"):
+        assert run(*plan)[1] == reports["gpu"]
+    assert run("plan", "--model", base, "--device", "gpu")[0] == 2
+    check(run.error, "conflict", "device", "--memory")
+
+
+def test_the_table_of_bases_says_what_each_way_needs():
+    from benchmarks.plan_table import CONFIGS, headers_of, rows
+
+    for name in ("llama-3-8b", "qwen3-4b"):
+        config, real = CONFIGS[name], dense_headers(name).config
+        assert all(
+            real[key] == config.get(key, 128)
+            for key in real
+            if key not in ("rms_norm_eps", "rope_theta")
+        ), name
+    assert headers_of("llama-3-8b").config is CONFIGS["llama-3-8b"]
+    (line,) = rows(headers_of("all-minilm-l6-v2"), [8, 16, 24, 64])
+    assert line.startswith("| 8, 16, 24, 64 GB | fits: ") and "(batch 32 x 256) | - | " in line
+    assert "**lora-fp32, batch 32 x 256**: float32 LoRA, not QLoRA: all 22.6 M weights" in line
+    (line,) = rows(dense_headers("small"), [8])
+    assert line.startswith("| 8 GB | ") and "**lora-fp32, batch " in line
+
+
+def test_the_table_of_bases_in_the_docs_is_what_is_planned():
+    from benchmarks.plan_table import CONFIGS, headers_of, rows
+
+    docs = (Path(__file__).parents[2] / "docs" / "systems.md").read_text(encoding="utf-8")
+    with runtime.assumed_device("gpu"):
+        for name in CONFIGS:
+            for line in rows(headers_of(name), [8, 16, 24, 64]):
+                assert line in docs, name
