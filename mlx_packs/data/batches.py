@@ -1,7 +1,7 @@
-"""Fixed-shape batches of encoded rows, in the order of order.py.
+"""Fixed-shape batches of examples, in the order of a sampler.
 
-Unpacked, a row of a batch is a row of the data, and rows of like length stand together. Packed, a
-row of a batch holds as many rows of the data as fit, one behind the other: its *segments*.
+Unpacked, a sequence of a batch is an example, and examples of like length stand together. Packed, a
+sequence holds as many examples as fit, one behind the other: its *segments*.
 """
 
 import itertools
@@ -16,7 +16,7 @@ from .. import runtime
 from .encoding import Example, Examples
 from .sampler import Order, Sampler
 
-# Of the batches of a run that is compiled: each shape is compiled by itself and kept for good.
+# Of the batches of a run that is compiled: each shape costs a compilation of its own.
 MOST_SHAPES = 8
 _COUNTED_BATCHES = 2000
 
@@ -25,14 +25,20 @@ _COUNTED_BATCHES = 2000
 class Batch:
     """A fixed-shape batch of B rows of T inputs and M target slots.
 
-    tokens: int32 [B, T].   positions: int32 [M], index into the B x T flattened inputs whose
-    hidden state predicts the target.   targets: int32 [M].   weights: float32 [M], 0 where padding.
-    owners: int32 [M], index into ``rows`` (-1 where padding).   count: number of real targets.
-    rows: which rows of the data it holds, in the order in which they stand.   starts: where the
-    inputs of each begin in the B x T flattened ones.
-    segments: int32 [B, T], number of the segment in its row of the batch, from 0 and rising; what
-    is left of a row is a segment of its own. None where a row of the batch is one of the data.
-    states: uint8 [B, T, bytes], what enters the first adapted block (prefix.py), or None.
+    Args:
+        tokens: int32 [B, T].
+        positions: int32 [M], index into the B x T flattened inputs whose hidden state predicts the
+            target.
+        targets: int32 [M].
+        weights: float32 [M], 0 where padding.
+        owners: int32 [M], index into ``rows`` (-1 where padding).
+        rows: indices of the examples that it holds, in the order in which they stand.
+        starts: where the inputs of each begin in the B x T flattened ones.
+        count: number of real targets.
+        segments: int32 [B, T], number of the segment in its sequence, from 0 and rising; what is
+            left of a sequence is a segment of its own. None where a sequence is one example.
+        states: uint8 [B, T, bytes], what enters the first adapted block (frozen_activations.py),
+            or None.
     """
 
     tokens: np.ndarray
@@ -48,8 +54,9 @@ class Batch:
 
 
 def padded_length(longest: int, limit: int) -> int:
-    """T for a batch: the next multiple of 8, of 16 above 256, of 32 above 512, and so on; where
-    each T is compiled, the next of 32, 64, 96, 128, 192, 256, 384, 512, 768, ...
+    """T for a batch: the next multiple of 8, of 16 above 256, of 32 above 512, and so on.
+
+    Where each T is compiled, it is the next of 32, 64, 96, 128, 192, 256, 384, 512, 768, ...
     """
     step, multiples = (32, 4) if runtime.COMPILES else (8, 32)
     while longest > multiples * step:
@@ -58,8 +65,9 @@ def padded_length(longest: int, limit: int) -> int:
 
 
 def padded_targets(count: int, slots: int) -> int:
-    """M for a batch: as many quarters (where nothing is compiled, 32nds) of the B x T positions as
-    have room, at least one.
+    """M for a batch: the least number of quarters of the B x T positions that has room, one or more.
+
+    Where nothing is compiled, it is a number of 32nds.
     """
     parts = 4 if runtime.COMPILES else 32
     return next(m for k in range(1, parts + 1) if (m := slots * k // parts) >= max(count, 1))
@@ -77,13 +85,20 @@ def fitting_shape(
 
 def make_batch(
     examples: Sequence[Example],
-    indices,
+    indices: Sequence[int],
     batch_size: int,
     limit: int,
     shapes: Collection[tuple[int, int]] | None = None,
 ) -> Batch:
-    """Lay rows out as a batch, of one of ``shapes`` (T, M); missing rows of the last batch are
-    empty."""
+    """Lay examples out as a batch; the missing ones of the last batch are empty sequences.
+
+    Args:
+        examples: all of them.
+        indices: those of the batch.
+        batch_size: B.
+        limit: most inputs of a sequence.
+        shapes: (T, M) that the batch may have; None allows any.
+    """
     chosen = [examples[i] for i in indices]
     longest = max(len(e.tokens) for e in chosen) - 1
     width = padded_length(max(longest, 1), limit)
@@ -96,7 +111,7 @@ def make_batch(
 def make_packed_batch(
     examples: Sequence[Example], packed: Sequence[np.ndarray], batch_size: int, limit: int
 ) -> Batch:
-    """Lay out packed rows, given by the rows that each holds, with ``limit`` inputs each."""
+    """Lay out packed sequences of ``limit`` inputs, each given by its examples."""
     segments = np.zeros((batch_size, limit), dtype=np.int32)
     chosen, starts = [], []
     for b, indices in enumerate(packed):
@@ -116,11 +131,10 @@ def _laid_out(
     starts: list[int],
     shape: tuple[int, int],
     slots: int,
-    indices,
+    indices: Sequence[int],
     segments: np.ndarray | None = None,
 ) -> Batch:
-    """A batch with the inputs of each example from its start on, in the flattened [B, T], and
-    room for so many targets."""
+    """A batch with the inputs of each example from its start on, and room for ``slots`` targets."""
     tokens = np.zeros(shape[0] * shape[1], dtype=np.int32)
     positions, targets, owners = [], [], []
     for owner, (e, start) in enumerate(zip(chosen, starts, strict=True)):
@@ -176,7 +190,7 @@ def training_batches(
 def prefetched(batches: Iterator[Batch]) -> Iterator[Batch]:
     """The same batches, the next one made in a thread while the caller works on this one.
 
-    Close it, and the thread has ended. What making a batch raises is raised where it was due.
+    Closing it ends the thread. An exception of a batch is raised where that batch is due.
     """
     with ThreadPoolExecutor(1, "batches") as thread:
         ahead = thread.submit(next, batches, None)
@@ -211,9 +225,9 @@ def _shape_counts(examples: Examples, sampler: Sampler, count: int) -> Counter[t
 
 
 def few_shapes(examples: Examples, sampler: Sampler) -> frozenset[tuple[int, int]]:
-    """At most `MOST_SHAPES` shapes (T, M), one of which holds whatever batch of unpacked rows.
+    """At most `MOST_SHAPES` shapes (T, M), one of which holds any batch of unpacked examples.
 
-    Begins with those of the first batches and joins the two that add the least padding. It does
+    It begins with those of the first batches and joins the two that add the least padding. It does
     not depend on the number of batches, so that a run resumed for more has the same ones.
     """
     draw, batch_size = sampler.draw, sampler.batch_size
@@ -238,8 +252,11 @@ def few_shapes(examples: Examples, sampler: Sampler) -> frozenset[tuple[int, int
 
 
 def _shape_cost(shape: tuple[int, int], batch_size: int) -> int:
-    """What a batch of a shape (T, M) costs: a row of the head as much as a quarter of a token in
-    the blocks (a tenth in Qwen3-4B, a third in Qwen3-0.6B)."""
+    """What a batch of a shape (T, M) costs.
+
+    A row of the head costs a quarter of a token in the blocks (a tenth in Qwen3-4B, a third in
+    Qwen3-0.6B).
+    """
     return 4 * batch_size * shape[0] + shape[1]
 
 

@@ -213,7 +213,9 @@ class _Pieces:
     ``cut`` counts the texts that were too long, unless `_append` counts them.
     """
 
-    def __init__(self, tokenizer: Any, limit: int, is_split: bool, fim: FillInTheMiddle | None):
+    def __init__(
+        self, tokenizer: Any, limit: int, is_split: bool, fim: FillInTheMiddle | None
+    ) -> None:
         self.tokenizer, self.limit, self.fim, self.cut = tokenizer, limit, fim, 0
         self.ids = sentinels(tokenizer, fim.tokens) if fim else None
         self.splits = is_split

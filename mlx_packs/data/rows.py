@@ -116,6 +116,7 @@ def _first_format(rows: Mapping[str, list[Row]], source: str, columns: DataConfi
 
 
 def _hold_out(splits: Splits) -> None:
+    """Make the last training rows the validation split, if nothing is held out."""
     train = splits.rows["train"]
     if splits.rows["valid"] or splits.rows["test"] or len(train) < 2:
         return

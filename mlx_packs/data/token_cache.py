@@ -37,9 +37,9 @@ _DTYPES = {
 
 
 class StoredExamples(Sequence):
-    """Examples that lie one behind the other in a file; each is made when it is asked for."""
+    """Examples that lie one behind the other in a file; each is made when it is read."""
 
-    def __init__(self, parts: dict[str, np.ndarray], places: list[str]):
+    def __init__(self, parts: dict[str, np.ndarray], places: list[str]) -> None:
         self.tokens, self.target = np.asarray(parts["tokens"]), np.asarray(parts["target"])
         self.edges = [0, *parts["ends"].tolist()]
         self.places = [places[i] for i in parts["rows"]]

@@ -1,0 +1,1 @@
+"""How good a base and its packs are on held-out examples."""

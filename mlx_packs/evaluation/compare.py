@@ -1,15 +1,16 @@
-"""A base and packs side by side: quality on the same rows, speed at several batch sizes, gates.
+"""Compare a base with packs: quality on the same examples, speed at several batch sizes, gates.
 
-The base is loaded once; packs are swapped. Rows are scored once for each model, packed where that
-is exact, else by length; speeds are of answers to a whole batch of prompts (speed.py).
+The base is loaded once; packs are swapped. Examples are scored once for each model, packed where
+that is exact, else by length; speeds are of answers to a whole batch of prompts (throughput.py).
 """
 
 import csv
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import chain, count
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -39,9 +40,10 @@ BASE = "base"
 
 @dataclass(frozen=True)
 class Compared:
-    """One model at one batch size. ``tps_ratio`` is of decode_tps, in turns with the base.
+    """One model at one batch size; a base has a pack of 0 MB and no gates.
 
-    ``ppl_ratio`` and its error are paired by row. A base has a pack of 0 MB and no gates.
+    ``tps_ratio`` is of decode_tps, alternating with the base. ``ppl_ratio`` and its error are paired
+    by example.
     """
 
     name: str
@@ -67,11 +69,12 @@ class Compared:
     generation_path: str
     gates: Gates
 
-    def to_json(self) -> dict:
+    def to_json(self) -> dict[str, Any]:
+        """The figures as JSON has them."""
         return asdict(self)
 
 
-def evaluate_batch(
+def evaluate_batch(  # noqa: PLR0913 - a public facade
     base: Base,
     packs: Sequence[Pack | str | Path] | Mapping[str, Pack | str | Path] = (),
     data: str | Path = "tiny",
@@ -92,64 +95,63 @@ def evaluate_batch(
     """PPL, token accuracy, speed, memory and size of a base and of packs on it.
 
     Args:
+        base: a loaded base without an active pack.
         packs: packs or their folders; a mapping gives them names.
-        data, split, loss_on, columns: as in `evaluate`; None is what the packs agree on.
+        data: as in `evaluate`.
+        split: as in `evaluate`.
         batch_sizes: how many prompts are answered together.
-        sequence_length: rows are cut to so many tokens, and prompts have so many; None is the
+        sequence_length: examples are cut to so many tokens, and prompts have so many; None is the
             longest that a pack was trained with, else 2048.
-        limit: at most so many rows.   max_tokens: of each answer.
-        rounds: how often each speed is taken, after a warm-up.
+        loss_on: as in `evaluate`; None is what the packs agree on.
+        limit: at most so many examples; -1 takes all.
+        max_tokens: of each answer.
+        rounds: how often each speed is measured, after a warm-up.
         matmul_path: for both scoring and answering; ``auto`` is measured for scoring, and for
             answering is the same on a CPU and ``quantized`` elsewhere, as `packs generate` has it.
-        max_ppl_ratio, min_tps_ratio, max_pack_mb: gates; see `failed`.
-    Returns: the base and then the packs, each at every batch size.
-    Raises: PackError for unusable rows, a pack of another base, or sizes that make no sense.
+        columns: as in `evaluate`; None is as the first pack was trained.
+        max_ppl_ratio: gate, see `failed`.
+        min_tps_ratio: gate.
+        max_pack_mb: gate.
+        display: where progress goes.
+
+    Returns:
+        The base and then the packs, each at every batch size.
+
+    Raises:
+        PackError: rows cannot be used, a pack is of another base, or a size makes no sense.
     """
     display = display or Display(QUIET)
-    held = gate_limits(
+    limits = gate_limits(
         max_ppl_ratio=max_ppl_ratio, min_tps_ratio=min_tps_ratio, max_pack_mb=max_pack_mb
     )
-    named = named_packs(packs)
-    sizes = _sizes(batch_sizes)
-    _check_counts(limit, rounds, max_tokens)
-    if held and not named:
-        raise PackError(f"{flag_of(next(iter(held)))}: is a gate for packs, but there is no pack.")
-    check_no_pack(base)
-    check_decoder(base, "eval-batch")
-    opened = [pack for _, pack in named]
-    for pack in opened:
-        pack.check_base(base.name, base.fingerprint, base.config, base.quantization)
-    length = _sequence_length(sequence_length, opened, base, max_tokens)
-    examples = _examples(base, opened, data, split, length, loss_on, columns, limit)
-    batches, scoring = _scoring_batches(base, examples, max(sizes), length)
-    scoring_path = matmul_path
+    named = [(BASE, None), *named_packs(packs)]
+    models = [pack for _, pack in named]
+    _check_sizes(batch_sizes, limit, rounds, max_tokens)
+    _check_models(base, models[1:], limits)
+    length = _sequence_length(sequence_length, models[1:], base, max_tokens)
+    columns = columns or columns_of(models[1] if models[1:] else None, data)
+    loss_on = loss_on or _common([pack.part("objective").get("loss_on") for pack in models[1:]])
+    options = EncodingOptions(loss_on, length, base.vocab_size)
+    examples = encode(evaluation_rows(columns, split, limit), base.tokenizer, columns, options)
+    batches, scoring = _scoring_batches(base, examples, max(batch_sizes), length)
+    scoring_path = generation_path = matmul_path
     if matmul_path == "auto":
         scoring_path = choose_matmul_path(base.model, batches[-1].tokens.size).matmul_path
-    generation_path = answering_path(scoring_path) if matmul_path == "auto" else matmul_path
-    models = [None, *opened]
+        generation_path = answering_path(scoring_path)
     with display.task("score", len(models) * len(batches), "batches") as bar:
-        scored = _score_all(base, models, batches, scoring_path, bar.advance)
-    speeds: list[list[Speed]] = []
-    with display.task("speed", len(sizes) * len(models) * (rounds + 1), "runs") as bar:
-        for size in sizes:
-            prompts = prompts_of([e.tokens for e in examples.items], size, length)
-            speeds.append(
-                race(base, models, prompts, max_tokens, rounds, generation_path, bar.advance)
-            )
+        scores = _score_all(base, models, batches, scoring_path, bar.advance)
+    tokens = [example.tokens for example in examples.items]
+    with display.task("speed", len(batch_sizes) * len(models) * (rounds + 1), "runs") as bar:
+        prompts = [prompts_of(tokens, size, length) for size in batch_sizes]
+        speeds = [
+            race(base, models, each, max_tokens, rounds, generation_path, bar.advance)
+            for each in prompts
+        ]
+    paths = {"scoring_path": scoring_path, "generation_path": generation_path}
+    conditions = {"sequence_length": length, "scoring": scoring, **paths}
     return [
-        _compared(
-            name,
-            pack,
-            scored[0],
-            scored[i],
-            by_model[i],
-            held,
-            sequence_length=length,
-            scoring=scoring,
-            scoring_path=scoring_path,
-            generation_path=generation_path,
-        )
-        for i, (name, pack) in enumerate([(BASE, None), *named])
+        _compared(name, pack, (scores[0], scores[i]), by_model[i], limits, conditions)
+        for i, (name, pack) in enumerate(named)
         for by_model in speeds
     ]
 
@@ -157,12 +159,18 @@ def evaluate_batch(
 def named_packs(packs: Sequence | Mapping) -> list[tuple[str, Pack]]:
     """Packs with names for people: short ones, or the whole path where two have the same.
 
-    No name is given twice, and none is the base's.
-    Raises: PackError if a pack is given twice, or a mapping calls one as the base is called.
+    No name comes twice, and none is the base's.
+
+    Raises:
+        PackError: a pack comes twice, or a mapping calls one as the base is called.
     """
     if isinstance(packs, Mapping):
         if BASE in packs:
-            raise PackError(f"packs: '{BASE}' is what the base is called; choose another name.")
+            raise PackError(
+                f"packs: '{BASE}' is what the base is called; choose another name.",
+                "conflict",
+                "pack",
+            )
         named = [(name, as_pack(pack)) for name, pack in packs.items()]
         check_distinct([pack for _, pack in named])
         return named
@@ -172,80 +180,63 @@ def named_packs(packs: Sequence | Mapping) -> list[tuple[str, Pack]]:
     names = [BASE]
     for pack, name in zip(opened, short[1:], strict=True):
         longer = [pack.name, *([str(pack.path.resolve())] if pack.path else [])]
-        wanted = chain(
+        candidates = chain(
             longer if short.count(name) > 1 else [name], longer, (f"{name} ({i})" for i in count(2))
         )
-        names.append(next(each for each in wanted if each not in names))
+        names.append(next(each for each in candidates if each not in names))
     return list(zip(names[1:], opened, strict=True))
 
 
-def _sizes(batch_sizes: Sequence[int]) -> list[int]:
-    given = ",".join(map(str, batch_sizes))
+def _check_sizes(batch_sizes: Sequence[int], limit: int, rounds: int, max_tokens: int) -> None:
+    shown = ",".join(map(str, batch_sizes))
     if not batch_sizes or any(size < 1 for size in batch_sizes):
-        raise PackError(f"--batch-size {given}: must be numbers above 0, as in 1,4,8.")
+        raise PackError(f"--batch-size {shown}: must be numbers above 0, as in 1,4,8.")
     if len(set(batch_sizes)) < len(batch_sizes):
-        raise PackError(f"--batch-size {given}: has a number twice.")
-    return list(batch_sizes)
-
-
-def _check_counts(limit: int, rounds: int, max_tokens: int) -> None:
+        raise PackError(f"--batch-size {shown}: has a number twice.")
     check_limit(limit)
     if rounds < 1:
         raise PackError(f"--rounds {rounds}: must be 1 or more.")
     check_tokens(max_tokens)
 
 
-def _sequence_length(given: int | None, packs: Sequence[Pack], base: Base, max_tokens: int) -> int:
-    if given is not None and given < 2:
-        raise PackError(f"--sequence-length {given}: must be 2 or more.")
+def _check_models(base: Base, packs: Sequence[Pack], limits: Mapping[str, float]) -> None:
+    """Raise a PackError for gates without a pack, an encoder, or a pack of another base."""
+    if limits and not packs:
+        flag = flag_of(next(iter(limits)))
+        raise PackError(f"{flag}: is a gate for packs, but there is no pack.", "conflict")
+    check_no_pack(base)
+    check_decoder(base, "eval-batch")
+    for pack in packs:
+        pack.check_base(base.name, base.fingerprint, base.config, base.quantization)
+
+
+def _sequence_length(wanted: int | None, packs: Sequence[Pack], base: Base, max_tokens: int) -> int:
+    """The length as asked for, else the longest of the packs' that leaves room for answers."""
+    if wanted is not None and wanted < 2:
+        raise PackError(f"--sequence-length {wanted}: must be 2 or more.")
     trained = [n for pack in packs if (n := pack.part("recipe").get("max_seq_length"))]
-    length = given or max(trained, default=TrainConfig.max_seq_length)
+    length = wanted or max(trained, default=TrainConfig.max_seq_length)
     text = text_config(base.config)
-    most = text.get("n_positions", text.get("max_position_embeddings"))
-    if most and length + max_tokens > most:
-        if given:
+    positions = text.get("n_positions", text.get("max_position_embeddings"))
+    if positions and length + max_tokens > positions:
+        if wanted:
             raise PackError(
-                f"--sequence-length {given}: with --max-tokens {max_tokens} it is "
-                f"longer than the {most} positions of {base.name}."
+                f"--sequence-length {wanted}: with --max-tokens {max_tokens} it is "
+                f"longer than the {positions} positions of {base.name}."
             )
-        length = max(2, most - max_tokens)
+        length = max(2, positions - max_tokens)
     return length
 
 
-def _agreed(values: list):
+def _common(values: Sequence[str | None]) -> str | None:
     """The value that all have, else None."""
     return values[0] if values and all(value == values[0] for value in values) else None
-
-
-def _examples(
-    base: Base,
-    packs: list[Pack],
-    data,
-    split: str,
-    length: int,
-    loss_on: str | None,
-    columns: DataConfig | None,
-    limit: int,
-) -> Examples:
-    """The rows as tokens. Raises: PackError if there is none."""
-    columns = columns or columns_of(packs[0] if packs else None, data)
-    rows = evaluation_rows(columns, split, limit)
-    loss_on = loss_on or _agreed([pack.part("objective").get("loss_on") for pack in packs])
-    examples = encode(
-        rows,
-        base.tokenizer,
-        columns,
-        EncodingOptions(loss_on, length, base.vocab_size),
-    )
-    if not len(examples):
-        raise PackError(f"--data {columns.data}: has no row with something to predict.")
-    return examples
 
 
 def _scoring_batches(
     base: Base, examples: Examples, batch_size: int, length: int
 ) -> tuple[list[Batch], str]:
-    """Batches that have every row once, and how they were made: ``packed`` or ``by length``."""
+    """Batches with every example once, and how they were made: ``packed`` or ``by length``."""
     width = padded_length(int(examples.lengths.max()) - 1, length - 1)
     if why_not_packed(base.model, split_head(base.model), width, base.vocab_size):
         return evaluation_batches(examples, batch_size, length), "by length"
@@ -257,37 +248,41 @@ def _scoring_batches(
 
 
 def _score_all(
-    base: Base, models: Sequence[Pack | None], batches: list[Batch], matmul_path: str, advance
+    base: Base,
+    models: Sequence[Pack | None],
+    batches: list[Batch],
+    matmul_path: str,
+    advance: Callable[[], None],
 ) -> list[RowScores]:
-    """Every model on the batches; packs of one shape share the traces of the first."""
-    found: list[RowScores] = []
+    """Score every model on the batches; packs of one shape share the traces of the first."""
+    scores: list[RowScores] = []
     scorers: dict[Attached, Scorer] = {}
     try:
         for pack in models:
             if pack is None:
                 with activated(base, None, matmul_path):
                     scorer = Scorer(base.model, split_head(base.model))
-                    found.append(scorer.rows(batches, advance))
+                    scores.append(scorer.rows(batches, advance))
                 continue
             base.swap_pack(pack, matmul_path)
             if (attached := base.active.attached) not in scorers:
                 scorers = {attached: Scorer(base.model, split_head(base.model))}
-            found.append(scorers[attached].rows(batches, advance))
+            scores.append(scorers[attached].rows(batches, advance))
     finally:
         base.swap_pack(None)
-    return found
+    return scores
 
 
 def _compared(
     name: str,
     pack: Pack | None,
-    base: RowScores,
-    own: RowScores,
+    scores: tuple[RowScores, RowScores],
     speed: Speed,
-    held: Mapping[str, float],
-    **how,
+    limits: Mapping[str, float],
+    conditions: Mapping[str, Any],
 ) -> Compared:
-    score, difference = own.score, Difference.between(base, own)
+    """The figures of a model, whose scores stand second, behind those of the base alone."""
+    score, difference = scores[1].score, Difference.between(*scores)
     pack_mb = pack_megabytes(pack) if pack else 0.0
     values = {
         "max_ppl_ratio": difference.ppl_ratio,
@@ -306,9 +301,9 @@ def _compared(
         nll_difference=difference.nll,
         nll_difference_se=difference.nll_se,
         pack_mb=pack_mb,
-        gates=evaluate_gates(held, values) if pack else {},
+        gates=evaluate_gates(limits, values) if pack else {},
         **asdict(speed),
-        **how,
+        **conditions,
     )
 
 
@@ -322,10 +317,10 @@ def pack_megabytes(pack: Pack) -> float:
 def failed(compared: Sequence[Compared]) -> list[str]:
     """A line for each gate that a pack failed; that of speed for each batch size."""
     lines = []
-    for found in compared:
-        for name, gate in found.gates.items():
-            of_speed = name == "min_tps_ratio"
-            where = f"{found.name}, batch {found.batch_size}" if of_speed else found.name
+    for each in compared:
+        for name, gate in each.gates.items():
+            is_speed = name == "min_tps_ratio"
+            where = f"{each.name}, batch {each.batch_size}" if is_speed else each.name
             lines += failures({name: gate}, where)
     return list(dict.fromkeys(lines))
 
@@ -333,13 +328,12 @@ def failed(compared: Sequence[Compared]) -> list[str]:
 def as_csv(compared: Sequence[Compared]) -> str:
     """A line for each model and batch size; gates as ``NAME_passed``."""
     rows = []
-    for found in compared:
-        row = found.to_json()
+    names = dict.fromkeys(name for each in compared for name in each.gates)
+    for each in compared:
+        row = each.to_json()
         gates = row.pop("gates")
-        every = dict.fromkeys(name for c in compared for name in c.gates)
-        rows.append(
-            row | {f"{name}_passed": gates.get(name, {}).get("passed", "") for name in every}
-        )
+        passed = {f"{name}_passed": gates.get(name, {}).get("passed", "") for name in names}
+        rows.append(row | passed)
     text = io.StringIO()
     writer = csv.DictWriter(text, list(rows[0]), lineterminator="\n")
     writer.writeheader()

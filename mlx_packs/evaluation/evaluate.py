@@ -1,9 +1,12 @@
 """Evaluate a base, and the base with a pack, on the same held-out examples."""
 
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from ..bases.families import Architecture
 from ..config.schema import DataConfig, TrainConfig
+from ..data.formats import Row
 from ..packs.base import Base, activated, check_no_pack
 from ..packs.pack import Pack
 from .embeddings import EmbeddingEvaluator, EmbeddingReport
@@ -33,10 +36,13 @@ class Evaluator(Protocol):
 
 
 # By `Base.architecture`.
-EVALUATORS = {"decoder": PerplexityEvaluator, "encoder": EmbeddingEvaluator}
+EVALUATORS: dict[Architecture, Callable[[Base, Sequence[Row], EvalSettings], Evaluator]] = {
+    "decoder": PerplexityEvaluator,
+    "encoder": EmbeddingEvaluator,
+}
 
 
-def evaluate(
+def evaluate(  # noqa: PLR0913 - a public facade
     base: Base,
     pack: str | Path | Pack | None = None,
     data: str | Path = "tiny",
@@ -83,13 +89,9 @@ def evaluate(
         matmul_path,
     )
     rows = evaluation_rows(columns, split, limit)
-    evaluator: Evaluator = EVALUATORS[_architecture(base)](base, rows, settings)
+    evaluator: Evaluator = EVALUATORS[base.architecture](base, rows, settings)
     scores = []
     for each in [None, pack] if pack else [None]:
         with activated(base, each, evaluator.matmul_path):
             scores.append(evaluator.score())
     return evaluator.report(scores[0], scores[1] if pack else None)
-
-
-def _architecture(base: Base) -> str:
-    return "encoder" if base.is_encoder else "decoder"

@@ -1,16 +1,17 @@
 """Standard tasks of lm-evaluation-harness on a base and a pack (the extra ``lm-eval``).
 
-The harness asks in text; rows are scored and answers made as everywhere here: scoring in batches of
-like length, answers batched continuously.
+The harness asks in text; examples are scored in batches of like length, and answers are batched
+continuously.
 
 https://github.com/EleutherAI/lm-evaluation-harness
 """
 
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import redirect_stdout
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -30,7 +31,7 @@ _ANSWER_TOKENS = 256  # the harness's own default, where a task names none
 _LONGEST = 2048
 
 
-def evaluate_tasks(
+def evaluate_tasks(  # noqa: PLR0913 - a public facade
     base: Base,
     pack: Pack | str | Path | Mapping[str | Path, float] | None = None,
     tasks: Sequence[str] = (),
@@ -40,17 +41,23 @@ def evaluate_tasks(
     task_path: str | Path | None = None,
     chat: bool = False,
     matmul_path: str = "quantized",
-) -> dict:
+) -> dict[str, dict]:
     """Results of tasks by name: ``{task: {metric: {base, base_se, pack, pack_se}}}``.
 
     Args:
+        base: a loaded base without an active pack.
         pack: a pack, its folder, or several with weights; None evaluates the base alone.
-        num_fewshot: examples before each question; None is as the task has it.
-        limit: at most so many questions of a task.
+        tasks: names of tasks.
+        num_fewshot: solved examples before each question; None is as the task has it.
+        limit: at most so many examples of a task.
+        batch_size: examples that are scored together.
         task_path: folder with tasks of your own (YAML), besides those of the harness.
-        chat: put questions into the base's chat template.
-    Raises: PackError if lm_eval is not installed, a task is not known, the pack does not fit, or
-        the base carries one.
+        chat: whether questions are put into the base's chat template.
+        matmul_path: how the frozen weights are used.
+
+    Raises:
+        PackError: lm_eval is not installed, a task is not known, the pack does not fit, or the base
+            has an active one.
     """
     check_no_pack(base)
     check_decoder(base, "eval-tasks")
@@ -58,59 +65,64 @@ def evaluate_tasks(
     if limit is not None and limit < 1:
         raise PackError(f"--limit {limit}: must be positive.")
     if chat and not base.tokenizer.has_chat_template:
-        raise PackError(f"{base.name}: the tokenizer has no chat template.")
+        raise PackError(f"{base.name}: the tokenizer has no chat template.", "unsupported", "chat")
     opened = None if pack is None else as_pack(pack)
     if opened is not None:
         opened.check_base(base.name, base.fingerprint, base.config, base.quantization)
-    found: dict[str, dict] = {}
-    for side, own in {"base": None, **({"pack": opened} if opened else {})}.items():
-        with activated(base, own, matmul_path):
-            results = _run(base, manager, tasks, num_fewshot, limit, batch_size, chat)
+    options = {
+        "tasks": list(tasks),
+        "num_fewshot": num_fewshot,
+        "limit": limit,
+        "task_manager": manager,
+        "apply_chat_template": chat,
+    }
+    figures: dict[str, dict] = {}
+    for name, active in {"base": None, **({"pack": opened} if opened else {})}.items():
+        with activated(base, active, matmul_path):
+            results = _results(base, batch_size, options)
         for task, metric, part, value in _figures(results):
-            found.setdefault(task, {}).setdefault(metric, {})[side + part] = value
-    return found
+            figures.setdefault(task, {}).setdefault(metric, {})[name + part] = value
+    return figures
 
 
-def _task_manager(tasks: Sequence[str], task_path: str | Path | None):
+def _task_manager(tasks: Sequence[str], task_path: str | Path | None) -> Any:
+    """The harness's task manager, which has all the tasks."""
     try:
         from lm_eval.tasks import TaskManager
     except ImportError as error:
         raise PackError(
-            f"lm_eval cannot be imported ({error}); pip install 'mlx-packs[lm-eval]'."
+            f"lm_eval: cannot be imported ({error}); run `pip install 'mlx-packs[lm-eval]'`.",
+            "dependency",
         ) from None
     if task_path is not None and not Path(task_path).is_dir():
-        raise PackError(f"--task-path {task_path}: is no folder.")
+        raise PackError(f"--task-path {task_path}: is no folder.", "not-found")
     manager = TaskManager(include_path=None if task_path is None else str(task_path))
     if not tasks:
-        raise PackError("--tasks: name one or more, by comma.")
+        raise PackError("--tasks: name one or more, separated by commas.")
     for task in tasks:
         if not manager.match_tasks([task]):
-            raise PackError(f"--tasks {task}: lm_eval has no such task.")
+            raise PackError(f"--tasks {task}: lm_eval has no such task.", "unknown")
     return manager
 
 
-def _run(base: Base, manager, tasks, num_fewshot, limit, batch_size, chat) -> dict:
+def _results(base: Base, batch_size: int, options: Mapping[str, Any]) -> dict[str, dict]:
+    """Run tasks on a base as it is; the harness's results by task."""
     from lm_eval import simple_evaluate
 
     try:
         with redirect_stdout(sys.stderr):  # the harness prints, and stdout is for results
-            done = simple_evaluate(
-                model=language_model(base, batch_size),
-                tasks=list(tasks),
-                num_fewshot=num_fewshot,
-                limit=limit,
-                task_manager=manager,
-                log_samples=False,
-                apply_chat_template=chat,
+            evaluated = simple_evaluate(
+                model=language_model(base, batch_size), log_samples=False, **options
             )
-    except (OSError, ConnectionError) as error:  # data that cannot be had from the hub
+    except OSError as error:  # data that cannot be had from the hub
         reason = " ".join(str(error).split())[:300]
-        raise PackError(f"--tasks {','.join(tasks)}: the data cannot be read: {reason}") from None
-    return done["results"]
+        names = ",".join(options["tasks"])
+        raise PackError(f"--tasks {names}: the data cannot be read: {reason}", "network") from None
+    return evaluated["results"]
 
 
-def _figures(results: Mapping[str, Mapping]):
-    """(task, metric, '' or '_se', value) of the harness's ``acc,none`` and ``acc_stderr,none``."""
+def _figures(results: Mapping[str, Mapping]) -> Iterator[tuple[str, str, str, float]]:
+    """Task, metric, '' or '_se', value of the harness's ``acc,none`` and ``acc_stderr,none``."""
     for task, figures in results.items():
         for key, value in figures.items():
             metric = key.partition(",")[0]
@@ -119,8 +131,8 @@ def _figures(results: Mapping[str, Mapping]):
                 yield task, metric.removesuffix("_stderr"), "_se" if se else "", value
 
 
-def language_model(base: Base, batch_size: int = 8):
-    """A base, with whatever it carries, as the harness's LM: for `lm_eval.simple_evaluate`."""
+def language_model(base: Base, batch_size: int = 8) -> Any:
+    """A base with its active pack as the harness's LM: for `lm_eval.simple_evaluate`."""
     from lm_eval.api.model import TemplateLM
     from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
@@ -136,10 +148,12 @@ def language_model(base: Base, batch_size: int = 8):
         def eot_token_id(self) -> int:
             return min(tokenizer.eos_token_ids)
 
-        def tok_encode(self, string: str, add_special_tokens=None, **_) -> list[int]:
+        def tok_encode(self, string: str, add_special_tokens: Any = None, **_: Any) -> list[int]:
             return tokenizer.encode(string, add_special_tokens=bool(add_special_tokens))
 
-        def apply_chat_template(self, chat_history, add_generation_prompt=True) -> str:
+        def apply_chat_template(
+            self, chat_history: list, add_generation_prompt: bool = True
+        ) -> str:
             return tokenizer.apply_chat_template(
                 chat_history,
                 tokenize=False,
@@ -147,10 +161,10 @@ def language_model(base: Base, batch_size: int = 8):
                 continue_final_message=not add_generation_prompt,
             )
 
-        def _loglikelihood_tokens(self, requests, **_) -> list[tuple[float, bool]]:
+        def _loglikelihood_tokens(self, requests: list, **_: Any) -> list[tuple[float, bool]]:
             return log_likelihoods(scorer, [r[1:] for r in requests], batch_size, longest)
 
-        def loglikelihood_rolling(self, requests, disable_tqdm: bool = False) -> list[float]:
+        def loglikelihood_rolling(self, requests: list, disable_tqdm: bool = False) -> list[float]:
             sums = []
             for request in requests:
                 windows = get_rolling_token_windows(
@@ -164,10 +178,12 @@ def language_model(base: Base, batch_size: int = 8):
                 sums.append(sum(value for value, _ in scored))
             return sums
 
-        def generate_until(self, requests, disable_tqdm: bool = False) -> list[str]:
+        def generate_until(self, requests: list, disable_tqdm: bool = False) -> list[str]:
             options = [request.args[1] for request in requests]
             if any(o.get("do_sample") and o.get("temperature", 1) for o in options):
-                raise PackError("lm_eval: the task asks for sampled answers; answers are greedy.")
+                raise PackError(
+                    "lm_eval: the task asks for sampled answers; answers are greedy.", "unsupported"
+                )
             most = [int(o.get("max_gen_toks", _ANSWER_TOKENS)) for o in options]
             prompts = [
                 self.tok_encode(request.args[0])[-max(1, longest - n) :]
@@ -190,7 +206,11 @@ def log_likelihoods(
 ) -> list[tuple[float, bool]]:
     """Log-likelihood of each continuation after its context, and whether it is the greedy one.
 
-    Pairs of tokens; what is longer than ``longest`` loses its begin.
+    Args:
+        scorer: of the base as it is.
+        pairs: tokens of contexts and continuations.
+        batch_size: pairs that are scored together.
+        longest: most tokens of a pair; longer ones lose their beginning.
     """
     items = []
     for context, continuation in pairs:

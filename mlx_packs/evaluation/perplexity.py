@@ -24,9 +24,9 @@ from .rows import EvalSettings
 
 @dataclass(frozen=True)
 class Score:
-    """PPL is exp(mean NLL a target); its standard error counts rows, not tokens, as independent.
+    """PPL is exp(mean NLL a target); its standard error counts examples as independent, not tokens.
 
-    One row alone tells nothing of the error: ``ppl_se`` is None then.
+    A single example has no error: ``ppl_se`` is None then.
     """
 
     ppl: float
@@ -47,9 +47,9 @@ class Score:
 
 @dataclass(frozen=True)
 class RowScores:
-    """Sum of the NLL [R] of each row, its targets [R], and how many of them ranked first [R].
+    """Sum of the NLL [R] of each example, its targets [R], and how many of them ranked first [R].
 
-    Rows stand in the order of the data, whatever batches they were scored in.
+    Examples stand in the order of the data, whatever batches they were scored in.
     """
 
     nll: np.ndarray
@@ -58,8 +58,9 @@ class RowScores:
 
     @property
     def score(self) -> Score:
-        """All rows together. Their error is that of a ratio (tokens of a row depend on each other):
+        """All examples together.
 
+        Their error is that of a ratio, since tokens of an example depend on each other:
         se = sqrt(R / (R - 1) * sum((nll_r - mean * n_r)^2)) / N, times PPL.
         """
         count = int(self.targets.sum())
@@ -71,10 +72,10 @@ class RowScores:
 
 @dataclass(frozen=True)
 class Difference:
-    """NLL a target with a pack less that without, row by row, and its standard error.
+    """NLL a target with a pack less that without, example by example, and its standard error.
 
-    ``ppl_ratio`` is its exponential. What makes a row hard cancels out, so that the error is far
-    smaller than the two perplexities' own. One row alone tells nothing of the error: None then.
+    ``ppl_ratio`` is its exponential. Per-example difficulty cancels out, so that the error is far
+    smaller than the two perplexities' own. A single example has no error: None then.
     """
 
     nll: float
@@ -84,6 +85,7 @@ class Difference:
 
     @classmethod
     def between(cls, base: RowScores, pack: RowScores) -> "Difference":
+        """The difference of two scores of the same examples."""
         mean, se = _mean_and_error(pack.nll - base.nll, base.targets)
         ratio = math.exp(min(mean, 700.0))
         return cls(mean, se, ratio, None if se is None else ratio * se)
@@ -133,7 +135,7 @@ class EvalReport:
 
 
 def perplexity(nll_sum: float, count: int) -> float:
-    """exp of the mean negative log-likelihood, capped where a float64 would overflow."""
+    """The exponential of the mean negative log-likelihood, capped where a float64 would overflow."""
     return math.exp(min(nll_sum / count, 700.0))
 
 

@@ -13,14 +13,13 @@ from mlx_packs import evaluate, evaluate_batch, load_base, weighted_sum
 from mlx_packs.bases.files import tiny_checkpoint
 from mlx_packs.data.batches import evaluation_batches
 from mlx_packs.data.encoding import Example, Examples
-from mlx_packs.errors import PackError
 from mlx_packs.evaluation import compare as comparison
 from mlx_packs.evaluation.perplexity import Difference, RowScores, Scorer
 from mlx_packs.gates import evaluate_gates, failures, gate_limits
 from mlx_packs.inference import throughput as speed
 from mlx_packs.objectives.causal_lm import split_head
 from mlx_packs.runtime import mx
-from tests.helpers.errors import check
+from tests.helpers.errors import check, raises
 from tests.helpers.models import base_of
 from tests.helpers.packs import random_pack
 from tests.helpers.rows import chat, write_rows
@@ -45,9 +44,11 @@ def made(tmp_path_factory) -> Path:
 
 
 @pytest.fixture
-def here(made, monkeypatch) -> Path:
-    monkeypatch.chdir(made)
-    return made
+def here(made, tmp_path, monkeypatch) -> Path:
+    """A copy of the folder, where the test runs."""
+    shutil.copytree(made, tmp_path / "here")
+    monkeypatch.chdir(tmp_path / "here")
+    return tmp_path / "here"
 
 
 def stock_perplexity(adapter: Path | None) -> float:
@@ -105,8 +106,7 @@ def test_eval_batch_on_base_and_three_packs(here, run):
 def test_eval_batch_prints_tables_that_fit_60_columns(here, run, monkeypatch):
     monkeypatch.setenv("COLUMNS", "60")
     long = Path("a-pack-with-a-name-that-is-longer-than-a-column-of-the-table")
-    if not long.exists():
-        shutil.copytree("a", long)
+    shutil.copytree("a", long)
     code, out, err = run(
         "eval-batch",
         "--pack",
@@ -250,7 +250,7 @@ def test_prompts_of_are_cut_from_the_rows_one_behind_the_other():
 
 
 def test_named_packs_are_called_after_their_folders(here):
-    shutil.copytree("a", "more/a", dirs_exist_ok=True)
+    shutil.copytree("a", "more/a")
     half = weighted_sum([(comparison.as_pack("a"), 0.5)])
     found = comparison.named_packs(["a", "more/a", "c", half])
     assert [name for name, _ in found] == ["a", "more/a", "c", "0.5 a"]
@@ -259,7 +259,7 @@ def test_named_packs_are_called_after_their_folders(here):
 
 def test_named_packs_have_the_name_of_the_hub_and_never_that_of_the_base(here):
     for folder in ("base", "x/n", "y/n", "o--p/" + "a" * 40):
-        shutil.copytree("a", folder, dirs_exist_ok=True)
+        shutil.copytree("a", folder)
     pin = {"repo": "o/p", "revision": "v2", "commit": "a" * 40}
     (here / "o--p" / ("a" * 40) / "hub.json").write_text(json.dumps(pin))
     pulled = comparison.as_pack("o--p/" + "a" * 40)
@@ -267,14 +267,14 @@ def test_named_packs_have_the_name_of_the_hub_and_never_that_of_the_base(here):
     found = [name for name, _ in comparison.named_packs(["base", pulled, *sums])]
     assert found == [str(here / "base"), "o/p@v2", "0.5 n", "0.5 n (2)"]
     again = weighted_sum([(comparison.as_pack("x/n"), 0.5)])
-    with pytest.raises(PackError, match="is given twice"):
+    with raises("conflict", "pack", "0.5 n"):
         comparison.named_packs([*sums, again])
-    with pytest.raises(PackError, match="'base' is what the base is called"):
+    with raises("conflict", "pack", "'base'"):
         comparison.named_packs({"base": "a"})
 
 
 def test_a_pack_called_base_is_held_to_the_gates(here):
-    shutil.copytree("a", "base", dirs_exist_ok=True)
+    shutil.copytree("a", "base")
     found = evaluate_batch(
         load_base("tiny"),
         ["base"],
@@ -303,56 +303,55 @@ def test_evaluate_gates_compares_values_with_limits_and_nan_never_passes():
 
 @pytest.mark.parametrize("limit", [0, -1, math.nan, math.inf])
 def test_limits_must_be_positive_numbers(limit):
-    with pytest.raises(PackError, match="--max-pack-mb .*: must be a positive number"):
+    with raises("invalid", "max_pack_mb", str(limit)):
         gate_limits(max_pack_mb=limit)
 
 
 @pytest.mark.parametrize(
-    ("args", "message"),
+    ("args", "code", "flag", "names"),
     [
-        (("--pack", "a", "--batch-size", "1,x"), "--batch-size 1,x: must be numbers above 0"),
-        (("--pack", "a", "--batch-size", "0"), "--batch-size 0: must be numbers above 0"),
-        (("--pack", "a", "--batch-size", "2,2"), "--batch-size 2,2: has a number twice"),
-        (("--pack", "a", "--pack", "rows/../a"), "rows/../a: is given twice"),
-        (("--pack", "a=0.5", "--pack", "a=0.50"), "--pack 0.5 a: is given twice"),
-        (("--pack", "a=x"), "--pack a=x: the weight must be a number"),
-        (("--pack", "nowhere"), "nowhere: no such pack folder"),
-        (("--pack", "a", "--sequence-length", "1"), "--sequence-length 1: must be 2 or more"),
-        (("--sequence-length", "100000"), "--sequence-length 100000: with --max-tokens 32"),
-        (("--pack", "a", "--max-tokens", "1"), "--max-tokens 1: must be 2 or more"),
-        (("--pack", "a", "--rounds", "0"), "--rounds 0: must be 1 or more"),
-        (("--pack", "a", "--limit", "0"), "--limit 0: must be positive"),
-        (("--pack", "a", "--max-ppl-ratio", "0"), "--max-ppl-ratio 0: must be a positive number"),
-        (("--min-tps-ratio", "0.5"), "--min-tps-ratio: is a gate for packs, but there is no pack"),
-        (("--pack", "a", "--csv", "no/x.csv"), "--csv no/x.csv: there is no folder no"),
-        (("--pack", "a", "--csv", "rows"), "--csv rows: is a folder"),
-        (("--data", "empty.jsonl"), "empty.jsonl"),
-        (("--pack", "a", "--split", "train2"), "has no train2 rows"),
-        (("--pack", "stranger"), "was trained on tiny (fingerprint ffffffffffff), but tiny is"),
+        (("--pack", "a", "--batch-size", "1,x"), "invalid", "batch_size", "1,x"),
+        (("--pack", "a", "--batch-size", "0"), "invalid", "batch_size", "0"),
+        (("--pack", "a", "--batch-size", "2,2"), "invalid", "batch_size", "2,2"),
+        (("--pack", "a", "--pack", "rows/../a"), "conflict", "pack", "rows/../a"),
+        (("--pack", "a=0.5", "--pack", "a=0.50"), "conflict", "pack", "0.5 a"),
+        (("--pack", "a=x"), "invalid", "pack", "a=x"),
+        (("--pack", "nowhere"), "not-found", None, "nowhere"),
+        (("--pack", "a", "--sequence-length", "1"), "invalid", "sequence_length", "1"),
+        (("--sequence-length", "100000"), "invalid", "sequence_length", "--max-tokens 32"),
+        (("--pack", "a", "--max-tokens", "1"), "invalid", "max_tokens", "1"),
+        (("--pack", "a", "--rounds", "0"), "invalid", "rounds", "0"),
+        (("--pack", "a", "--limit", "0"), "invalid", "limit", "0"),
+        (("--pack", "a", "--max-ppl-ratio", "0"), "invalid", "max_ppl_ratio", "0"),
+        (("--min-tps-ratio", "0.5"), "conflict", "min_tps_ratio", "no pack"),
+        (("--pack", "a", "--csv", "no/x.csv"), "not-found", "csv", "no/x.csv"),
+        (("--pack", "a", "--csv", "rows"), "conflict", "csv", "rows"),
+        (("--data", "empty.jsonl"), "data", None, "empty.jsonl"),
+        (("--pack", "a", "--split", "train2"), "data", "split", "train2"),
+        (("--pack", "stranger"), "mismatch", None, "ffffffffffff"),
     ],
 )
-def test_eval_batch_refuses_in_one_line(here, run, args, message, monkeypatch):
+def test_eval_batch_rejects_in_one_line(here, run, args, code, flag, names, monkeypatch):
     monkeypatch.delattr(comparison, "_score_all")  # before anything is scored
     Path("empty.jsonl").write_text("")
-    if not Path("stranger").exists():
-        shutil.copytree("a", "stranger")
-        manifest = json.loads(Path("stranger/pack.json").read_text())
-        manifest["base"]["fingerprint"] = "f" * 64
-        Path("stranger/pack.json").write_text(json.dumps(manifest))
+    shutil.copytree("a", "stranger")
+    manifest = json.loads(Path("stranger/pack.json").read_text())
+    manifest["base"]["fingerprint"] = "f" * 64
+    Path("stranger/pack.json").write_text(json.dumps(manifest))
     more = () if "--data" in args else ("--data", "rows")
-    code, out, err = run("eval-batch", *args, *more)
+    status, out, err = run("eval-batch", *args, *more)
     lines = [line for line in err.splitlines() if line.startswith("packs: ")]
-    assert (code, out, len(lines)) == (2, "", 1), err
-    assert message in lines[0]
+    assert (status, out, len(lines)) == (2, "", 1), err
+    check(run.error, code, flag, names)
 
 
 def test_eval_names_both_where_one_pack_of_a_sum_is_for_another_base(here, run):
-    shutil.copytree("a", "other", dirs_exist_ok=True)
+    shutil.copytree("a", "other")
     manifest = json.loads(Path("other/pack.json").read_text())
     manifest["base"].update(fingerprint="e" * 64, id="elsewhere")
     Path("other/pack.json").write_text(json.dumps(manifest))
-    code, _, err = run("eval", "--pack", "a=0.5", "--pack", "other=0.5")
-    assert code == 2 and "other: was trained on elsewhere" in err and "but a on tiny" in err
+    assert run("eval", "--pack", "a=0.5", "--pack", "other=0.5")[0] == 2
+    check(run.error, "mismatch", None, "other:", "elsewhere", "but a on tiny")
 
 
 def test_eval_and_generate_take_a_weighted_sum(here, run):
