@@ -57,6 +57,11 @@ class Interrupted(PackError):
         super().__init__(message, "interrupted")
 
 
+def flag_of(setting: str) -> str:
+    """The flag of a setting: ``max_seq_length`` is ``--max-seq-length``."""
+    return "--" + setting.replace("_", "-")
+
+
 def printable(text: str) -> str:
     """One line for a terminal: what a stranger's file says cannot steer it."""
     return re.sub(r"[\x00-\x1f\x7f-\x9f]", "?", text)

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Mapping
 
-from .errors import PackError
+from .errors import PackError, flag_of
 
 # What each limit is of: PPL and decoded tokens/s over those of the base, size of the folder.
 MEANING = {"max_ppl_ratio": "PPL ratio", "min_tps_ratio": "speed ratio", "max_pack_mb": "MB"}
@@ -49,8 +49,3 @@ def gates_text(gates: Gates) -> str:
         f"{'ok' if gate['passed'] else 'FAILED'}"
         for name, gate in gates.items()
     )
-
-
-def flag_of(name: str) -> str:
-    """Return a setting's name on the command line."""
-    return "--" + name.replace("_", "-")

@@ -2,14 +2,22 @@
 
 import inspect
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 import mlx.optimizers as optimizers
 
-from .config.schema import TrainConfig, typed_value
-from .errors import PackError, did_you_mean
+from .config import choices
+from .config.choices import registered
+from .config.parse import typed_value
+from .config.schema import TrainConfig
+from .errors import Code, PackError, did_you_mean
 from .ops.blockwise import decode, encode
 from .runtime import mx
+from .schedules import SCHEDULES
+
+if TYPE_CHECKING:
+    from .schedules import Schedule
 
 _MIN_8BIT_SIZE = 4096  # numbers; smaller states stay float32, as in bitsandbytes
 
@@ -45,69 +53,71 @@ class AdamW8bit(optimizers.AdamW):
             state[name], state[f"{name}_scales"] = encode(state[name], signed)
 
 
-_CLASSES = {
-    "adamw": optimizers.AdamW,
-    "adamw_8bit": AdamW8bit,
-    "adam": optimizers.Adam,
-    "adafactor": optimizers.Adafactor,
-    "sgd": optimizers.SGD,
-    "muon": optimizers.Muon,
-    "lion": optimizers.Lion,
-}
-_SCHEDULES = ("cosine_decay", "linear_schedule", "exponential_decay", "step_decay")
+OPTIMIZERS: dict[str, type[optimizers.Optimizer]] = registered(
+    choices.OPTIMIZERS,
+    {
+        "adamw": optimizers.AdamW,
+        "adamw_8bit": AdamW8bit,
+        "adam": optimizers.Adam,
+        "adafactor": optimizers.Adafactor,
+        "sgd": optimizers.SGD,
+        "muon": optimizers.Muon,
+        "lion": optimizers.Lion,
+    },
+)
+_MLX_SCHEDULES = ("cosine_decay", "linear_schedule", "exponential_decay", "step_decay")
 
 
-def schedule(config: TrainConfig) -> float | Callable[[mx.array], mx.array]:
-    """The learning rate as a number or a function of the update.
+def schedule(config: TrainConfig) -> "Schedule":
+    """The learning rate by the number of updates that were made.
 
-    By name: warm-up, then cosine or linear to zero, or constant. As a mapping, mlx-lm's layout:
-    ``{name, arguments, warmup, warmup_init}`` with any schedule of mlx.
+    By name: a linear warm-up, then one of `SCHEDULES`. As a mapping, mlx-lm's form:
+    ``{name, arguments, warmup, warmup_init}`` with any schedule of MLX.
     """
     if isinstance(config.lr_schedule, dict):
         return _mlx_lm_schedule(config.lr_schedule)
     peak, warmup = config.learning_rate, config.warmup_steps
     updates = -(-config.iters // config.grad_accumulation_steps)
-    decay = max(1, updates - warmup)
-    if config.lr_schedule == "constant":
-        after: float | Callable = peak
-    elif config.lr_schedule == "linear":
-        after = optimizers.linear_schedule(peak, 0.0, decay)
-    else:
-        after = optimizers.cosine_decay(peak, decay)
+    main = SCHEDULES[config.lr_schedule](peak, max(1, updates - warmup))
     if not warmup:
-        return after
+        return main
     rise = optimizers.linear_schedule(peak / (warmup + 1), peak, warmup)
-    follow = after if callable(after) else (lambda step: mx.array(peak))
-    return optimizers.join_schedules([rise, follow], [warmup])
+    return optimizers.join_schedules([rise, main], [warmup])
 
 
-def _mlx_lm_schedule(wanted: dict) -> Callable[[mx.array], mx.array]:
-    name, arguments = wanted.get("name"), wanted.get("arguments")
+def _mlx_lm_schedule(values: dict) -> "Schedule":
+    name, arguments = values.get("name"), values.get("arguments")
     known = {"name", "arguments", "warmup", "warmup_init"}
-    if unknown := {str(key) for key in wanted} - known:
-        key = sorted(unknown)[0]
-        raise PackError(f"lr_schedule: unknown key '{key}'. {did_you_mean(key, list(known))}")
-    if name not in _SCHEDULES or not isinstance(arguments, (list, tuple)) or not arguments:
-        raise PackError(
-            f"lr_schedule: needs 'name' (one of {', '.join(_SCHEDULES)}) and 'arguments' (a list "
-            f"that starts with the learning rate), but got {wanted}."
+    if unknown := {str(key) for key in values} - known:
+        key = min(unknown)
+        raise _fault(
+            f"lr_schedule.{key}: is not a setting. {did_you_mean(key, list(known))}", "unknown"
+        )
+    if name not in _MLX_SCHEDULES:
+        raise _fault(
+            f"lr_schedule.name: must be one of {', '.join(_MLX_SCHEDULES)}, but is {name!r}.",
+            "unknown",
+        )
+    if not isinstance(arguments, (list, tuple)) or not arguments:
+        raise _fault(
+            "lr_schedule.arguments: must be a list that starts with the learning rate, but is "
+            f"{arguments!r}."
         )
     numbers = [_number(a, f"lr_schedule.arguments[{i}]") for i, a in enumerate(arguments)]
     if numbers[0] <= 0:
-        raise PackError(
-            "lr_schedule.arguments[0] is the learning rate and must be positive, but got "
+        raise _fault(
+            f"lr_schedule.arguments[0]: is the learning rate and must be above 0, but is "
             f"{numbers[0]}."
         )
-    warmup = typed_value(wanted.get("warmup") or 0, int, "lr_schedule.warmup")
-    start = _number(wanted.get("warmup_init") or 0.0, "lr_schedule.warmup_init")
-    if warmup < 0 or start < 0:
-        raise PackError(
-            f"lr_schedule: warmup and warmup_init must be 0 or more, got {warmup} and {start}."
-        )
+    warmup = typed_value(values.get("warmup") or 0, int, "lr_schedule.warmup")
+    start = _number(values.get("warmup_init") or 0.0, "lr_schedule.warmup_init")
+    for key, value in (("warmup", warmup), ("warmup_init", start)):
+        if value < 0:
+            raise _fault(f"lr_schedule.{key}: must be at least 0, but is {value}.")
     try:
         main = getattr(optimizers, name)(*numbers)
     except (TypeError, ValueError) as error:
-        raise PackError(f"lr_schedule: {name}({arguments}): {error}") from None
+        raise _fault(f"lr_schedule.arguments: {name}({arguments}): {error}") from None
     if not warmup:
         return main
     rise = optimizers.linear_schedule(start, numbers[0], warmup)
@@ -115,7 +125,7 @@ def _mlx_lm_schedule(wanted: dict) -> Callable[[mx.array], mx.array]:
 
 
 def unused_learning_rate(config: TrainConfig) -> str | None:
-    """A sentence if ``learning_rate`` was given beside a schedule that starts at another one."""
+    """A sentence if ``learning_rate`` has no effect beside a schedule with arguments, else None."""
     if not isinstance(config.lr_schedule, dict):
         return None
     first = float(config.lr_schedule["arguments"][0])
@@ -123,38 +133,43 @@ def unused_learning_rate(config: TrainConfig) -> str | None:
         return None
     return (
         f"learning_rate {config.learning_rate:g} is not used: lr_schedule.arguments starts with "
-        f"{first:g}, and that counts, as in mlx-lm"
+        f"{first:g}, as in mlx-lm"
     )
 
 
 def make_optimizer(config: TrainConfig, since: int = 0) -> optimizers.Optimizer:
-    """The optimizer of a run with its schedule and arguments, after one update on trial.
+    """The optimizer of a run with its schedule and arguments.
+
+    Its class is tried with one update first, so that a wrong value shows before a base is loaded.
 
     Args:
-        since: updates that its state will have seen when the schedule begins.
-    Raises: PackError naming an argument that the optimizer does not take, or a value that it does
-        not work with.
+        config: settings of the run or phase.
+        since: updates that its state has seen when the schedule begins.
+
+    Raises:
+        PackError: an argument is unknown to the optimizer, or its value does not work.
     """
-    made, arguments = _CLASSES[config.optimizer], _arguments(config)
+    optimizer, arguments = OPTIMIZERS[config.optimizer], _arguments(config)
+    where = f"optimizer_config.{config.optimizer}"
     try:
-        trial = made(learning_rate=schedule(config), **arguments)
-        moved = trial.apply_gradients({"w": mx.ones((2, 2))}, {"w": mx.ones((2, 2))})["w"]
-        works = mx.isfinite(moved).all().item()
+        trial = optimizer(learning_rate=schedule(config), **arguments)
+        updated = trial.apply_gradients({"w": mx.ones((2, 2))}, {"w": mx.ones((2, 2))})["w"]
+        is_finite = mx.isfinite(updated).all().item()
     except (TypeError, ValueError, RuntimeError, ArithmeticError, IndexError) as error:
-        raise PackError(f"optimizer_config.{config.optimizer}: {error}") from None
-    if not works:
-        raise PackError(
-            f"optimizer {config.optimizer} with {arguments} and lr_schedule {config.lr_schedule}: "
-            "the first update is not finite; check their values."
+        raise _fault(f"{where}: {error}") from None
+    if not is_finite:
+        raise _fault(
+            f"{where}: the first update with {arguments} and lr_schedule {config.lr_schedule} is "
+            "not finite. Check these values."
         )
     rate = schedule(config)
-    if since and callable(rate):
-        return made(learning_rate=lambda step: rate(step - since), **arguments)
-    return made(learning_rate=rate, **arguments)
+    if since:
+        return optimizer(learning_rate=lambda step: rate(step - since), **arguments)
+    return optimizer(learning_rate=rate, **arguments)
 
 
 def carry_state(old: optimizers.Optimizer, new: optimizers.Optimizer) -> None:
-    """Go on with another optimizer of the same kind: all of its state but the learning rate."""
+    """Continue with another optimizer of the same kind: all of its state but the learning rate."""
     rate = new.state["learning_rate"]
     new.state = {**old.state, "learning_rate": rate}
 
@@ -162,33 +177,30 @@ def carry_state(old: optimizers.Optimizer, new: optimizers.Optimizer) -> None:
 def _arguments(config: TrainConfig) -> dict:
     """The arguments of the chosen optimizer, each typed as its default is."""
     for key, values in config.optimizer_config.items():
-        if key not in _CLASSES:
-            raise PackError(
-                f"optimizer_config: unknown optimizer '{key}'. "
-                f"{did_you_mean(str(key), list(_CLASSES))}"
-            )
+        if key not in OPTIMIZERS:
+            hint = did_you_mean(str(key), list(OPTIMIZERS))
+            raise _fault(f"optimizer_config.{key}: is not an optimizer. {hint}", "unknown")
         if not isinstance(values, Mapping | None):
-            raise PackError(f"optimizer_config.{key}: must be a mapping, but got {values!r}.")
+            raise _fault(f"optimizer_config.{key}: must be a mapping, but is {values!r}.")
     where = f"optimizer_config.{config.optimizer}"
-    parameters = inspect.signature(_CLASSES[config.optimizer]).parameters
+    parameters = inspect.signature(OPTIMIZERS[config.optimizer]).parameters
     defaults = {name: p.default for name, p in parameters.items() if name != "learning_rate"}
-    given = config.optimizer_config.get(config.optimizer) or {}
-    for key in given:
+    arguments = config.optimizer_config.get(config.optimizer) or {}
+    for key in arguments:
         if key not in defaults:
-            raise PackError(
-                f"{where}: unknown argument '{key}'. {did_you_mean(str(key), list(defaults))}"
-            )
-    typed = {key: _as_default(v, defaults[key], f"{where}.{key}") for key, v in given.items()}
-    if config.optimizer == "adafactor":  # else it ignores the learning rate it is given
+            hint = did_you_mean(str(key), list(defaults))
+            raise _fault(f"{where}.{key}: is not an argument. {hint}", "unknown")
+    typed = {key: _as_default(v, defaults[key], f"{where}.{key}") for key, v in arguments.items()}
+    if config.optimizer == "adafactor":  # by default it ignores the learning rate
         return {"relative_step": False, "scale_parameter": False, "warmup_init": False} | typed
     return typed
 
 
-def _as_default(value, default, key: str):
+def _as_default(value: Any, default: Any, key: str) -> Any:
     """``value`` of the kind of ``default``: number, switch, or a list of as many numbers."""
     if isinstance(default, (list, tuple)):
         if not isinstance(value, (list, tuple)) or len(value) != len(default):
-            raise PackError(f"{key} must be a list of {len(default)} numbers, but got {value!r}.")
+            raise _fault(f"{key}: must be a list of {len(default)} numbers, but is {value!r}.")
         return [_number(v, f"{key}[{i}]") for i, v in enumerate(value)]
     if default is None and value is None:
         return None
@@ -197,8 +209,13 @@ def _as_default(value, default, key: str):
     return _number(value, key)
 
 
-def _number(value, key: str) -> float:
+def _number(value: Any, key: str) -> float:
     number = typed_value(value, float, key)
     if not math.isfinite(number):
-        raise PackError(f"{key} must be finite, but got {number}.")
+        raise _fault(f"{key}: must be finite, but is {number}.")
     return number
+
+
+def _fault(message: str, code: Code = "invalid") -> PackError:
+    """Error of the setting that the message begins with: ``lr_schedule.name: ...``."""
+    return PackError(message, code, message.split(":")[0].split(".")[0])

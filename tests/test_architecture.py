@@ -9,7 +9,7 @@ PACKAGE = Path(__file__).parents[1] / "mlx_packs"
 # A package (or module at the top) imports only from those above it, and from itself.
 LAYERS = """
 errors runtime files display gates
-config ops optim nn bases adapters data objectives packs memory inference evaluation training
+schedules config ops optim nn bases adapters data objectives packs memory inference evaluation training
 convert cli
 """.split()
 ENTRY_POINTS = ("__init__", "__main__", "train")  # import what they like; nobody imports them

@@ -2,58 +2,61 @@
 
 import pytest
 
-from mlx_packs.config.schema import TrainConfig, resolve
-from mlx_packs.errors import PackError
+from mlx_packs.config.recipe import resolve
+from mlx_packs.config.schema import TrainConfig
 from mlx_packs.optim import make_optimizer, schedule, unused_learning_rate
 from mlx_packs.runtime import mx
+from tests.helpers.errors import raises
 
 COSINE = {"name": "cosine_decay", "arguments": [1e-4, 100]}
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("changes", "code", "shown"),
     [
-        ({"warmup": "ten"}, "lr_schedule.warmup must be of type int, but got 'ten'"),
-        ({"warmup": -1}, "warmup and warmup_init must be 0 or more"),
-        ({"warmup": 2, "warmup_init": "x"}, "lr_schedule.warmup_init must be of type float"),
-        ({"arguments": [-1e-4, 100]}, "is the learning rate and must be positive, but got -0.0001"),
-        ({"arguments": [0, 100]}, "is the learning rate and must be positive"),
-        ({"arguments": ["nan", 100]}, r"lr_schedule.arguments\[0\] must be finite, but got nan"),
-        ({"arguments": [1e-4, "x"]}, r"lr_schedule.arguments\[1\] must be of type float"),
-        ({"arguments": [1e-4]}, "lr_schedule: cosine_decay"),
-        ({"name": [1]}, "lr_schedule: needs 'name'"),
-        ({5: 1}, "lr_schedule: unknown key '5'"),
+        ({"warmup": "ten"}, "invalid", "lr_schedule.warmup: "),
+        ({"warmup": -1}, "invalid", "lr_schedule.warmup: "),
+        ({"warmup": 2, "warmup_init": "x"}, "invalid", "lr_schedule.warmup_init: "),
+        ({"warmup": 2, "warmup_init": -1}, "invalid", "lr_schedule.warmup_init: "),
+        ({"arguments": [-1e-4, 100]}, "invalid", "lr_schedule.arguments[0]: "),
+        ({"arguments": [0, 100]}, "invalid", "lr_schedule.arguments[0]: "),
+        ({"arguments": ["nan", 100]}, "invalid", "lr_schedule.arguments[0]: "),
+        ({"arguments": [1e-4, "x"]}, "invalid", "lr_schedule.arguments[1]: "),
+        ({"arguments": [1e-4]}, "invalid", "cosine_decay"),
+        ({"arguments": 1e-4}, "invalid", "lr_schedule.arguments: "),
+        ({"name": [1]}, "unknown", "step_decay"),
+        ({5: 1}, "unknown", "lr_schedule.5: "),
     ],
 )
-def test_schedule_mapping_names_what_is_wrong(changes, message):
-    with pytest.raises(PackError, match=message):
+def test_schedule_mapping_names_what_is_wrong(changes, code, shown):
+    with raises(code, "lr_schedule", shown):
         make_optimizer(TrainConfig(lr_schedule={**COSINE, **changes}))
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "given", "message"),
+    ("optimizer", "arguments", "code", "shown"),
     [
-        ("adamw", {"adamw": {"weight_decay": "x"}}, "adamw.weight_decay must be of type float"),
-        ("adamw", {"adamw": {"weight_decay": None}}, "adamw.weight_decay must be of type float"),
-        ("adamw", {"adamw": {"eps": "inf"}}, "adamw.eps must be finite"),
-        ("adamw", {"adamw": {"betas": [0.9]}}, "adamw.betas must be a list of 2 numbers, but got"),
-        ("adamw", {"adamw": {"betas": 0.9}}, "adamw.betas must be a list of 2 numbers"),
-        ("adamw", {"adamw": {"betas": [0.9, "x"]}}, r"adamw.betas\[1\] must be of type float"),
-        ("adamw", {"adamw": {"bias_correction": "yes"}}, "bias_correction must be of type bool"),
-        ("adamw", {"adamw": 3}, "optimizer_config.adamw: must be a mapping, but got 3"),
-        ("adamw", {"lion": 3}, "optimizer_config.lion: must be a mapping, but got 3"),
-        ("adamw", {5: {}}, "optimizer_config: unknown optimizer '5'"),
-        ("adamw", {"adamw": {5: 1}}, "optimizer_config.adamw: unknown argument '5'"),
-        ("adam", {"adam": {"betas": [1, 1]}}, r"optimizer_config.adam: .*\[0, 1\)"),
-        ("adamw", {"adamw": {"weight_decay": 1e300}}, "the first update is not finite"),
-        ("adafactor", {"adafactor": {"beta_1": "x"}}, "adafactor.beta_1 must be of type float"),
-        ("sgd", {"sgd": {"nesterov": True}}, "optimizer_config.sgd: "),
-        ("muon", {"muon": {"ns_steps": 1.5}}, "muon.ns_steps must be of type int"),
+        ("adamw", {"adamw": {"weight_decay": "x"}}, "invalid", "adamw.weight_decay: "),
+        ("adamw", {"adamw": {"weight_decay": None}}, "invalid", "adamw.weight_decay: "),
+        ("adamw", {"adamw": {"eps": "inf"}}, "invalid", "adamw.eps: "),
+        ("adamw", {"adamw": {"betas": [0.9]}}, "invalid", "adamw.betas: "),
+        ("adamw", {"adamw": {"betas": 0.9}}, "invalid", "adamw.betas: "),
+        ("adamw", {"adamw": {"betas": [0.9, "x"]}}, "invalid", "adamw.betas[1]: "),
+        ("adamw", {"adamw": {"bias_correction": "yes"}}, "invalid", "adamw.bias_correction: "),
+        ("adamw", {"adamw": 3}, "invalid", "optimizer_config.adamw: "),
+        ("adamw", {"lion": 3}, "invalid", "optimizer_config.lion: "),
+        ("adamw", {5: {}}, "unknown", "optimizer_config.5: "),
+        ("adamw", {"adamw": {5: 1}}, "unknown", "optimizer_config.adamw.5: "),
+        ("adam", {"adam": {"betas": [1, 1]}}, "invalid", "optimizer_config.adam: "),
+        ("adamw", {"adamw": {"weight_decay": 1e300}}, "invalid", "optimizer_config.adamw: "),
+        ("adafactor", {"adafactor": {"beta_1": "x"}}, "invalid", "adafactor.beta_1: "),
+        ("sgd", {"sgd": {"nesterov": True}}, "invalid", "optimizer_config.sgd: "),
+        ("muon", {"muon": {"ns_steps": 1.5}}, "invalid", "muon.ns_steps: "),
     ],
 )
-def test_optimizer_arguments_name_what_is_wrong(optimizer, given, message):
-    with pytest.raises(PackError, match=message):
-        make_optimizer(TrainConfig(optimizer=optimizer, optimizer_config=given))
+def test_optimizer_arguments_name_what_is_wrong(optimizer, arguments, code, shown):
+    with raises(code, "optimizer_config", shown):
+        make_optimizer(TrainConfig(optimizer=optimizer, optimizer_config=arguments))
 
 
 def test_optimizer_arguments_are_typed_as_their_defaults():
@@ -71,9 +74,9 @@ def test_make_optimizer_is_fresh_after_its_trial():
 
 
 def test_warmup_steps_beside_a_schedule_mapping_are_refused():
-    with pytest.raises(PackError, match="beside a mapping write lr_schedule.warmup: 3"):
+    with raises("conflict", "warmup_steps", "lr_schedule.warmup: 3"):
         TrainConfig(lr_schedule=COSINE, warmup_steps=3)
-    with pytest.raises(PackError, match=r"my.yaml: .*write lr_schedule.warmup: 3"):
+    with raises("conflict", "warmup_steps", "my.yaml: warmup_steps: ", "lr_schedule.warmup: 3"):
         resolve({"lr_schedule": COSINE, "warmup_steps": 3}, "my.yaml")
 
 

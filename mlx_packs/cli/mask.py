@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 from ..bases.files import TINY, check_files, resolve_checkpoint, text_config
 from ..bases.tokenizer import load_tokenizer
-from ..config.schema import Recipe
+from ..config.recipe import Recipe
 from ..data.encoding import Example, encode
 from ..display import Display
 from ..training.phases import resolve_phases

@@ -6,22 +6,13 @@ from typing import TYPE_CHECKING
 
 import click
 
-from ..config.recipe import RENAMED_KEYS
-from ..errors import PackError
-from ..gates import MEANING, flag_of
+from ..config.fields import SECTIONS, default_of, facts_of
+from ..config.parse import RENAMED_KEYS
+from ..errors import PackError, flag_of
+from ..gates import MEANING
 
 if TYPE_CHECKING:
     from ..packs.pack import Pack
-
-SECTIONS = (
-    "Model and data",
-    "Adapter",
-    "Optimization",
-    "Memory and speed",
-    "Evaluation and gates",
-    "Output",
-    "Embedding",
-)
 
 
 class Option(click.Option):
@@ -73,26 +64,47 @@ def option(*names: str, **settings) -> Callable:
     return click.option(*names, cls=Option, **settings)
 
 
-def of_field(f: dataclasses.Field, default: str | None) -> Callable:
-    """An option from a field of a config; `config.build` types its value.
+def of_field(field: dataclasses.Field, default: str | None) -> Callable:
+    """An option from a setting; `config.parse.build` types its value.
 
-    default: what stands in brackets after the field's sentence.
+    Args:
+        field: of a configuration.
+        default: what stands in brackets after its help; nothing does where None or empty.
     """
-    name = "--" + f.name.replace("_", "-")
-    sentence = f.metadata["help"] + (f" [{default}]" if default else "")
-    if f.metadata["choices"]:
-        return click.option(
-            name, metavar="{" + ",".join(f.metadata["choices"]) + "}", help=sentence
-        )
-    if isinstance(f.default, bool):
-        return click.option(f"{name}/--no-{name[2:]}", default=None, help=sentence)
-    return click.option(name, metavar=f.name.split("_")[-1].upper(), help=sentence)
+    facts, names = facts_of(field), list(names_of(field))
+    if len(names) == 1 and isinstance(field.default, bool) and facts.flags is None:
+        names = [f"{names[0]}/--no-{names[0][2:]}"]
+    settings: dict = {"default": None}
+    if isinstance(field.default, bool):
+        settings["is_flag"] = True
+    else:
+        settings["metavar"] = metavar_of(field)
+    text = facts.help + (f" [default: {default}]" if default else "")
+    return option(*names, section=facts.section, help=text, **settings)
 
 
-def default_of(f: dataclasses.Field) -> str | None:
-    """A field's default as help shows it, None if it goes without saying."""
-    unsaid = f.default is False or f.default in (None, (), dataclasses.MISSING)
-    return None if unsaid else str(f.default)
+def names_of(field: dataclasses.Field) -> tuple[str, ...]:
+    """The flags of a setting; none if only files can specify it."""
+    flags = facts_of(field).flags
+    return (flag_of(field.name),) if flags is None else flags
+
+
+def metavar_of(field: dataclasses.Field) -> str:
+    """What help calls the value of a setting."""
+    facts = facts_of(field)
+    if facts.choices:
+        return "{" + ",".join(facts.choices) + "}"
+    kinds = {int: "N", float: "X", tuple[str, ...]: "NAMES"}
+    return facts.metavar or kinds.get(field.type, "TEXT")
+
+
+def default_text(field: dataclasses.Field) -> str | None:
+    """The default of a setting as help shows it; None if it goes without saying."""
+    facts, default = facts_of(field), default_of(field)
+    if facts.shown_default is not None:
+        return facts.shown_default
+    goes_without_saying = default is None or default is False or default in ((), {})
+    return None if goes_without_saying else str(default)
 
 
 recipe_model = option(

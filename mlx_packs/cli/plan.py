@@ -7,7 +7,9 @@ from collections.abc import Callable
 
 import click
 
-from ..config.schema import MEMORY_SETTINGS, LoRAConfig, TrainConfig, said
+from ..config.fields import facts_of
+from ..config.recipe import specified
+from ..config.schema import LoRAConfig, TrainConfig
 from ..errors import PackError
 from . import options
 from .options import option
@@ -28,9 +30,9 @@ def _memory_options(command: Callable) -> Callable:
     """Add the flags of `packs train` that change its peak."""
     for cls in (TrainConfig, LoRAConfig):
         for f in reversed(dataclasses.fields(cls)):
-            if f.name in MEMORY_SETTINGS:
-                default = _SEARCHED.get(f.name, "{}").format(options.default_of(f))
-                command = options.of_field(f, default.removeprefix("None"))(command)
+            if facts_of(f).memory:
+                default = _SEARCHED.get(f.name, "{}").format(options.default_text(f) or "")
+                command = options.of_field(f, default)(command)
     return command
 
 
@@ -71,7 +73,7 @@ def plan(
     limit = total_memory() if memory is None else int(memory * 1e9)
     headers = read_headers(model)
     with assumed_device(device):
-        choices = recommend(headers, limit, recipe.lora, recipe.train, said(settings, flags))
+        choices = recommend(headers, limit, recipe.lora, recipe.train, specified(settings, flags))
         report = [
             {**choice.to_json(), "command": choice.command(model, configs, unflagged)}
             for choice in choices

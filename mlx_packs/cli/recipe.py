@@ -5,7 +5,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from ..config.external import translate
-from ..config.schema import LoRAConfig, Recipe, check_method, read_yaml, resolve, said
+from ..config.parse import read_yaml
+from ..config.recipe import Recipe, check_method, resolve, specified
+from ..config.schema import LoRAConfig
 from ..errors import PackError
 
 RUN_ARGUMENTS = (
@@ -42,8 +44,8 @@ def recipe_of(flags: dict, settings: dict) -> Recipe:
     lowest, settings, resumed = _defaults(flags, settings)
     recipe = resolve(flags, under=[lowest, settings])
     if recipe.train.method == "full":  # the tiny base's defaults for adapters do not count
-        specified = recipe if resumed else resolve(flags, under=[settings])
-        check_method(specified.lora, recipe.train, said(settings, flags))
+        own = recipe if resumed else resolve(flags, under=[settings])
+        check_method(own.lora, recipe.train, specified(settings, flags))
         lora = LoRAConfig(num_layers=recipe.lora.num_layers)
         recipe = dataclasses.replace(recipe, lora=lora)
     return recipe

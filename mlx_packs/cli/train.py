@@ -5,7 +5,8 @@ from collections.abc import Callable
 
 import click
 
-from ..config.schema import DataConfig, LoRAConfig, TrainConfig, said
+from ..config.recipe import specified
+from ..config.schema import DataConfig, LoRAConfig, TrainConfig
 from ..display import NORMAL, QUIET, VERBOSE, Display, clock
 from ..errors import PackError
 from ..gates import failures, gates_text
@@ -13,8 +14,6 @@ from . import options
 from .options import option
 from .output import exit_if_failed, print_report
 from .recipe import RUN_ARGUMENTS, read_recipes, recipe_of
-
-_YAML_ONLY = ("optimizer_config", "phases", "hf_dataset")
 
 EXAMPLES = """\b
 Examples:
@@ -34,9 +33,9 @@ def _config_options(command: Callable) -> Callable:
     tiny = tiny_recipe()
     for cls in (TrainConfig, LoRAConfig, DataConfig):
         for f in reversed(dataclasses.fields(cls)):
-            if f.name not in _YAML_ONLY:
+            if options.names_of(f):
                 own = f"tiny: {tiny[f.name]}" if tiny.get(f.name, f.default) != f.default else None
-                defaults = [text for text in (options.default_of(f), own) if text]
+                defaults = [text for text in (options.default_text(f), own) if text]
                 command = options.of_field(f, "; ".join(defaults))(command)
     return command
 
@@ -127,7 +126,7 @@ def train(
     flags = {k: v for k, v in flags.items() if v is not None}
     settings = read_recipes(configs, flags)
     recipe = recipe_of(flags, settings)
-    check_said(recipe.train, said(settings, flags))
+    check_said(recipe.train, specified(settings, flags))
     display = Display(QUIET if quiet else VERBOSE if verbose else NORMAL)
     if show_mask:
         if recipe.train.task == "embedding":

@@ -1,0 +1,1 @@
+"""Run configuration: settings with their metadata, parsing, recipes of other tools. No MLX."""

@@ -1,25 +1,164 @@
-"""Recipes of runs and packs that an older version wrote, by the names of today."""
+"""The recipe of a run: its configuration, resolved from flags, files and defaults."""
 
-from collections.abc import Mapping
+import dataclasses
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 
-from ..errors import did_you_mean
+from ..errors import PackError, flag_of
+from .fields import Settings, fields_where, option
+from .mlx_lm import from_mlx_lm
+from .parse import build, unknown_setting
+from .schema import DataConfig, LoRAConfig, TrainConfig
 
-# Keys of a recipe, a manifest's `measured` and a report, as older versions spelled them.
-RENAMED_KEYS = {
-    "base_path": "matmul_path",
-    "base_path_ms": "matmul_path_ms",
-    "base_paths_at_work": "matmul_paths",
-    "cache_prefix": "cache_frozen",
-}
-
-
-def current_keys(values: Mapping) -> dict:
-    """Mapping of a file that an older version wrote, with today's name for every key."""
-    return {RENAMED_KEYS.get(key, key): value for key, value in values.items()}
+_output = partial(option, section="Output")
+_data = partial(option, section="Model and data")
 
 
-def unknown_key_hint(key: str, valid: list[str]) -> str:
-    """Sentence that names what to write instead of an unknown key."""
-    if key in RENAMED_KEYS:
-        return f"It is called '{RENAMED_KEYS[key]}' now."
-    return did_you_mean(key, valid)
+@dataclass(frozen=True)
+class RunOptions(Settings):
+    """What else a run is told: its base model, where it writes, what it starts from."""
+
+    model: str = _data(
+        "tiny", "Base model: a folder, a Hugging Face id, or 'tiny' (bundled).", metavar="MODEL"
+    )
+    out: str | None = _output(
+        None,
+        "Folder to write the pack to.",
+        shown_default="packs/<data>",
+        metavar="DIR",
+        flags=("--out", "--adapter-path"),
+    )
+    resume_adapter_file: str | None = _output(
+        None, "Start from the adapters in FILE.", metavar="FILE"
+    )
+    report_to: str | None = _output(
+        None, "Services to log to: wandb, swanlab or both.", metavar="NAMES"
+    )
+    project_name: str | None = _output(None, "Project for --report-to.", metavar="NAME")
+    trust_remote_code: bool = _data(
+        False, "Allow executing Python code shipped with the model.", flags=("--trust-remote-code",)
+    )
+    overwrite: bool = _output(
+        False, "Replace the pack and the run of --out.", flags=("--overwrite",)
+    )
+    resume: bool = _output(False, "Continue the run of --out.", flags=("--resume",))
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """All settings of a run, resolved: what the manifest of its pack records.
+
+    Attributes:
+        lora: settings of the adapters.
+        train: settings of the training.
+        data: settings of the data.
+        run: the settings of `RunOptions` that were specified.
+    """
+
+    lora: LoRAConfig = LoRAConfig()
+    train: TrainConfig = TrainConfig()
+    data: DataConfig = DataConfig()
+    run: dict = field(default_factory=dict)
+
+    def to_json(self) -> dict:
+        """All settings by name, as `resolve` reads them; those that have no meaning are left out."""
+        left_out = adapter_settings() if self.train.method == "full" else ()
+        settings = {
+            **{k: v for k, v in sorted(self.run.items()) if v not in (None, False)},
+            **{
+                f.name: getattr(part, f.name)
+                for part in (self.data, self.lora, self.train)
+                for f in dataclasses.fields(part)
+                if f.name not in left_out
+            },
+            "max_grad_norm": self.train.max_grad_norm or 0.0,  # None would read as its default
+            "phases": [phase.to_json() for phase in self.train.phases],
+        }
+        if not self.train.phases:  # an empty list would be a fault
+            del settings["phases"]
+        return settings
+
+
+_PARTS = {"lora": LoRAConfig, "train": TrainConfig, "data": DataConfig, "run": RunOptions}
+_OWNERS = {f.name: part for part, cls in _PARTS.items() for f in dataclasses.fields(cls)}
+
+
+def adapter_settings() -> tuple[str, ...]:
+    """The settings of adapters: where none are trained (method full) they have no meaning."""
+    return fields_where(LoRAConfig, method="lora")
+
+
+def _merged(layers: Sequence[Mapping], where: str) -> dict:
+    """One flat mapping; later layers override earlier ones, under whatever name either used.
+
+    A schedule as a mapping has its own rate and warm-up, so it overrides those of earlier layers.
+    """
+    merged: dict = {}
+    for layer in layers:
+        flat = from_mlx_lm(layer, where)
+        if isinstance(flat.get("lr_schedule"), Mapping):
+            merged = {k: v for k, v in merged.items() if k not in ("learning_rate", "warmup_steps")}
+        for key, other in (("alpha", "scale"), ("scale", "alpha")):
+            if key in flat:
+                merged.pop(other, None)
+        merged |= flat
+    if "scale" in merged:
+        merged["alpha"] = merged.pop("scale") * merged.get("rank", LoRAConfig.rank)
+    return merged
+
+
+def specified(*layers: Mapping) -> frozenset[str]:
+    """Names of the settings that mappings of keys (ours and mlx-lm's) specify."""
+    return frozenset(_merged(layers, ""))
+
+
+def resolve(values: Mapping, where: str = "", under: Sequence[Mapping] = ()) -> Recipe:
+    """The recipe of a flat mapping of keys (ours and mlx-lm's).
+
+    Args:
+        values: settings by name.
+        where: the file that they stand in; empty for flags and Python.
+        under: mappings that ``values`` override, from the weakest to the strongest.
+
+    Raises:
+        PackError: a key is unknown, or a value is wrong.
+    """
+    flat = _merged([*under, values], where)
+    train, test = flat.pop("train", None), flat.pop("test", None)
+    if not where and (train is False or (test and not train)):
+        raise PackError(
+            "--test: without --train, or with 'train: false', only an evaluation is wanted. Use "
+            "`packs eval`.",
+            "conflict",
+        )
+    parts: dict[str, dict] = {part: {} for part in _PARTS}
+    for key, value in flat.items():
+        if key not in _OWNERS:
+            raise unknown_setting(key, list(_OWNERS), where)
+        parts[_OWNERS[key]][key] = value
+    built = {part: build(cls, parts[part], where) for part, cls in _PARTS.items()}
+    options = {name: getattr(built["run"], name) for name in parts["run"]}
+    return Recipe(built["lora"], built["train"], built["data"], options)
+
+
+def check_method(lora: LoRAConfig, train: TrainConfig, names: Collection[str] = ()) -> None:
+    """Check that no setting of adapters stands beside ``method: full``.
+
+    Args:
+        lora: settings of the adapters, whose defaults are allowed.
+        train: settings of the training.
+        names: settings that were specified, which are not allowed even at their defaults.
+
+    Raises:
+        PackError: naming the first of them.
+    """
+    if train.method != "full":
+        return
+    for name in adapter_settings():
+        if name in names or lora.changed([name]):
+            raise PackError(
+                f"{flag_of(name)}: is a setting of adapters, and --method full trains none. Leave "
+                "it out, or use --method lora.",
+                "conflict",
+            )

@@ -22,8 +22,8 @@ from ..data.batches import Batch, evaluation_batches, make_packed_batch, padded_
 from ..data.encoding import EncodingOptions, Examples, encode
 from ..data.sampler import first_fit
 from ..display import QUIET, Display
-from ..errors import PackError
-from ..gates import Gates, evaluate_gates, failures, flag_of, gate_limits
+from ..errors import PackError, flag_of
+from ..gates import Gates, evaluate_gates, failures, gate_limits
 from ..inference.throughput import Speed, answering_path, check_tokens, prompts_of, race
 from ..memory.matmul_path import choose_matmul_path
 from ..objectives.causal_lm import split_head

@@ -13,7 +13,9 @@ from typing import Any, NamedTuple
 
 from .. import runtime
 from ..config.choices import POLICIES
-from ..config.schema import MEMORY_SETTINGS, OF_ADAPTERS, LoRAConfig, Recipe, TrainConfig
+from ..config.fields import fields_where
+from ..config.recipe import Recipe, adapter_settings
+from ..config.schema import LoRAConfig, TrainConfig
 from ..display import shown_count, size
 from ..errors import PackError
 from .decoder import activation_bytes
@@ -112,8 +114,8 @@ class Option:
         before = {**vars(defaults.train), **vars(defaults.lora)}
         wanted = {**vars(self.train), **vars(self.lora)}
         full = self.method == "full"
-        for name in MEMORY_SETTINGS:
-            if full and name in OF_ADAPTERS:
+        for name in fields_where(TrainConfig, LoRAConfig, memory=True):
+            if full and name in adapter_settings():
                 continue
             if name in _ALWAYS or wanted[name] != before[name]:
                 words += _flag(name, wanted[name])

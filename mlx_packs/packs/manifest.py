@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..config.choices import ENCODERS
-from ..config.recipe import current_keys
+from ..config.parse import current_keys
 from ..errors import PackError
 
 if TYPE_CHECKING:  # importing these loads MLX, and `packs list` reads manifests alone

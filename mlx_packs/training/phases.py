@@ -12,17 +12,16 @@ import numpy as np
 
 from .. import runtime
 from ..bases.files import public_name
+from ..config.fields import fields_where, flags_as_keys
 from ..config.schema import DataConfig, Phase, TrainConfig
 from ..data import rows as rows_of
 from ..data.batches import Batch, batch_shapes, evaluation_batches, few_shapes, training_batches
 from ..data.encoding import Example, Examples
 from ..data.sampler import Draw, Sampler
-from ..errors import PackError
+from ..errors import PackError, flag_of
 from ..optim import make_optimizer
 
-# What a phase may say for itself: of TrainConfig, and of DataConfig.
-OWN = ("iters", "learning_rate", "lr_schedule", "warmup_steps")
-OWN_DATA = ("data", "hf_dataset")
+OWN = fields_where(TrainConfig, phase=True)  # settings that a phase may have of its own
 
 
 @dataclass(frozen=True)
@@ -85,11 +84,16 @@ def resolve_phases(train: TrainConfig, columns: DataConfig) -> tuple[RunPhase, .
     names = [phase.name or f"phase-{i + 1}" for i, phase in enumerate(train.phases)]
     for i, (name, phase) in enumerate(zip(names, train.phases, strict=True)):
         if names.count(name) > 1:
-            raise PackError(f"phases: two are called '{name}'; every name must be another one.")
+            raise PackError(
+                f"phases: two are called '{name}'. Give each a name of its own.",
+                "conflict",
+                "phases",
+            )
         try:
             phases.append(_resolve(name, phase, train, columns, phases[-1] if phases else None))
         except PackError as error:
-            raise PackError(f"phases[{i}] ({name}): {error}") from None
+            text = f"phases[{i}] ({name}): {flags_as_keys(error.message)}"
+            raise PackError(text, error.code, error.flag) from None
     return tuple(phases)
 
 
@@ -97,14 +101,20 @@ def _resolve(
     name: str, phase: Phase, train: TrainConfig, columns: DataConfig, before: RunPhase | None
 ) -> RunPhase:
     if before is None and phase.replay:
-        raise PackError(f"replay {phase.replay:g}: no phase stands before the first.")
+        raise PackError(
+            f"replay {phase.replay:g}: the first phase has none before it. Leave it out.",
+            "conflict",
+            "replay",
+        )
     own = {key: getattr(phase, key) for key in OWN if getattr(phase, key) is not None}
     schedule = own.get("lr_schedule", train.lr_schedule)
     if isinstance(schedule, Mapping):
         if unused := sorted({"learning_rate", "warmup_steps"} & set(own)):
             raise PackError(
-                f"{unused[0]} is not used beside an lr_schedule that is a mapping: its arguments "
-                "and its warmup count; give the phase an lr_schedule of its own."
+                f"{unused[0]}: is not used with an lr_schedule that is a mapping, which has its "
+                "own. Give the phase an lr_schedule of its own.",
+                "conflict",
+                unused[0],
             )
         own.setdefault("warmup_steps", 0)
     settings = dataclasses.replace(train, **own, phases=())
@@ -131,14 +141,13 @@ def check_said(train: TrainConfig, said: frozenset[str]) -> None:
     Args:
         said: names of the settings that flags or files say something about.
     """
-    for key in (*OWN, *OWN_DATA) if train.phases else ():
-        given = ["data" if key in OWN_DATA else key] * len(train.phases)
-        own = [getattr(phase, k) is not None for phase, k in zip(train.phases, given, strict=True)]
-        if key in said and all(own):
-            flag = "--" + key.replace("_", "-")
+    for key in fields_where(TrainConfig, DataConfig, phase=True) if train.phases else ():
+        own = "data" if key == "hf_dataset" else key
+        if key in said and all(getattr(phase, own) is not None for phase in train.phases):
             raise PackError(
-                f"{flag} (or {key} at the top of the file): every phase says its own {given[0]}, "
-                "so this counts for nothing; change it in the phases, or take it out."
+                f"{flag_of(key)} (or {key} at the top of the file): every phase has its own {own}, "
+                "so this has no effect. Change it in the phases, or leave it out.",
+                "conflict",
             )
 
 

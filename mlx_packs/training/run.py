@@ -14,15 +14,9 @@ from .. import runtime
 from ..adapters.lora import Attached, attach
 from ..adapters.method import METHODS, Trainable
 from ..bases.files import TINY, stored_config
-from ..config.schema import (
-    DataConfig,
-    LoRAConfig,
-    Recipe,
-    TrainConfig,
-    check_method,
-    read_yaml,
-    resolve,
-)
+from ..config.parse import read_yaml
+from ..config.recipe import Recipe, check_method, resolve
+from ..config.schema import DataConfig, LoRAConfig, TrainConfig
 from ..data import rows as rows_of
 from ..data.batches import Batch, prefetched
 from ..data.encoding import Examples, token_format

@@ -6,7 +6,7 @@ import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
-from ..config.recipe import current_keys
+from ..config.parse import current_keys
 from ..errors import PackError
 from ..files import atomic_write, to_json
 

@@ -13,7 +13,8 @@ import numpy as np
 from .. import runtime
 from ..adapters.method import Trainable
 from ..bases.files import public_name
-from ..config.schema import DataConfig, LoRAConfig, Recipe, TrainConfig
+from ..config.recipe import Recipe
+from ..config.schema import DataConfig, LoRAConfig, TrainConfig
 from ..data import rows as rows_of
 from ..data.batches import padded_length
 from ..data.encoding import EncodingOptions, Examples

@@ -14,7 +14,7 @@ from mlx_packs import LoRAConfig, Pack, TrainConfig, evaluate, load_base, merge_
 from mlx_packs.adapters.full import unfreeze
 from mlx_packs.adapters.imported import attach_inference_only
 from mlx_packs.adapters.lora import attach
-from mlx_packs.config.schema import resolve
+from mlx_packs.config.recipe import resolve
 from mlx_packs.convert.interop import export_pack
 from mlx_packs.data.batches import make_batch
 from mlx_packs.data.encoding import Example
@@ -27,7 +27,7 @@ from mlx_packs.nn.quantized import apply_matmul_path, count_weights
 from mlx_packs.objectives.causal_lm import as_arrays, loss_sum, split_head
 from mlx_packs.optim import make_optimizer
 from mlx_packs.runtime import mx
-from tests.helpers.errors import raises
+from tests.helpers.errors import check, raises
 from tests.helpers.models import base_of
 from tests.helpers.rows import chat, write_rows
 from tests.helpers.steps import lm_stepper
@@ -371,7 +371,8 @@ def test_the_command_goes_on_with_a_run_without_being_told_the_method(dense, row
     assert code == 0 and json.loads(out_text)["method"] == "full", err
     assert "rank" not in json.loads((tmp_path / "p-run" / "config.json").read_text())["recipe"]
     code, _, err = run("train", "--resume", "--out", out, "--iters", 3, "--rank", 4)
-    assert code == 2 and "--rank: is of adapters" in err
+    assert code == 2
+    check(run.error, "conflict", "rank")
 
 
 @pytest.mark.slow
@@ -461,16 +462,16 @@ def test_a_card_says_what_was_trained(trained):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--rank", "16"], "--rank: is of adapters"),
-        (["--alpha", "4"], "--alpha: is of adapters"),
-        (["--dropout", "0.1"], "--dropout: is of adapters"),
-        (["--target-modules", "q_proj"], "--target-modules: is of adapters"),
-        (["--quantize", "nf4"], "quantize nf4 goes with method lora"),
-        (["--matmul-path", "transient"], "matmul_path transient goes with method lora"),
-        (["--cache-frozen", "on"], "cache_frozen on goes with method lora"),
-        (["--train-fp16-fallback"], "train_fp16_fallback True goes with method lora"),
-        (["--compute-dtype", "bfloat16"], "compute_dtype bfloat16 goes with method lora"),
-        (["--fine-tune-type", "lora"], "fine_tune_type is 'lora', but method is 'full'"),
+        (["--rank", "16"], "--rank: "),
+        (["--alpha", "4"], "--alpha: "),
+        (["--dropout", "0.1"], "--dropout: "),
+        (["--target-modules", "q_proj"], "--target-modules: "),
+        (["--quantize", "nf4"], "--quantize: "),
+        (["--matmul-path", "transient"], "--matmul-path: "),
+        (["--cache-frozen", "on"], "--cache-frozen: "),
+        (["--train-fp16-fallback"], "--train-fp16-fallback: "),
+        (["--compute-dtype", "bfloat16"], "--compute-dtype: "),
+        (["--fine-tune-type", "lora"], "--fine-tune-type: "),
         ([], "quantized weights cannot be trained. --matmul-path dense"),
     ],
 )
@@ -482,7 +483,7 @@ def test_what_means_nothing_beside_full_is_refused(flags, message, run, rows, tm
 
 
 def test_settings_of_adapters_are_refused_in_python_too(tiny, rows):
-    with pytest.raises(PackError, match="--rank: is of adapters"):
+    with raises("conflict", "rank"):
         train_pack(tiny, rows, LoRAConfig(rank=4), FULL)
 
 

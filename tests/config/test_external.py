@@ -8,8 +8,9 @@ import pytest
 
 from mlx_packs.adapters.lora import attach
 from mlx_packs.config.external import translate
-from mlx_packs.config.schema import read_yaml, resolve
-from mlx_packs.errors import PackError
+from mlx_packs.config.parse import read_yaml
+from mlx_packs.config.recipe import resolve
+from tests.helpers.errors import check, raises
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 TARGETS = "q_proj k_proj v_proj o_proj up_proj down_proj gate_proj".split()
@@ -113,38 +114,42 @@ def test_a_bits_and_bytes_config_means_what_transformers_does_with_it():
     assert kept == ("lm_head", "embed_tokens", "down_proj")
 
 
-REFUSED = [
-    ({"bnb_4bit": {"quant_type": "fp4"}}, "quant_type 'fp4' is not done here; write nf4"),
-    ({"bnb_4bit": {}}, "quant_type 'fp4'"),  # the default of bitsandbytes
-    ({"bnb_4bit": {"quant_typ": "nf4"}}, "bnb_4bit.quant_typ'. Did you mean 'quant_type'"),
-    ({"bnb_4bit": 4}, "bnb_4bit must be a mapping, but got 4"),
-    ({"bnb_4bit": {"quant_type": "nf4", "compute_dtype": "int8"}}, "compute_dtype 'int8' must be"),
-    ({"bnb_4bit": {"quant_type": "nf4"}, "quantize": "affine4"}, "'quantize' is said twice"),
-    ({"lora": {"rank": 8}}, "unknown key 'lora.rank'"),
-    ({"lora": {"bias": "all"}}, "biases are not trained"),
-    (PEFT | {"peft_type": "IA3"}, "peft_type 'IA3' is not trained here, only LORA"),
-    (PEFT | {"use_dora": True}, "use_dora = True has no counterpart"),
-    (PEFT | {"modules_to_save": ["lm_head"]}, "modules_to_save .* has no counterpart"),
-    (PEFT | {"init_lora_weights": "pissa"}, "init_lora_weights 'pissa'"),
-    (PEFT | {"bias": "lora_only"}, "biases are not trained"),
-    (PEFT | {"target_modules": r".*\.q_proj"}, "is a pattern; list the modules' names"),
-    (PEFT | {"target_modules": None}, "target_modules is empty"),
-    (BNB | {"load_in_4bit": False}, "load_in_4bit False is not done here"),
-    (BNB | {"load_in_8bit": True}, "load_in_8bit True is not done here"),
-    (BNB | {"bnb_4bit_quant_type": "fp4"}, "quant_type 'fp4'"),
+UNSUPPORTED = [
+    ({"bnb_4bit": {"quant_type": "fp4"}}, "unsupported", "bnb_4bit_quant_type", "'fp4'"),
+    ({"bnb_4bit": {}}, "unsupported", "bnb_4bit_quant_type", "'fp4'"),  # bitsandbytes' default
+    ({"bnb_4bit": {"quant_typ": "nf4"}}, "unknown", "quant_typ", "'quant_type'"),
+    ({"bnb_4bit": 4}, "invalid", "bnb_4bit", "4"),
+    (
+        {"bnb_4bit": {"quant_type": "nf4", "compute_dtype": "int8"}},
+        "unsupported",
+        "bnb_4bit_compute_dtype",
+        "'int8'",
+    ),
+    ({"bnb_4bit": {"quant_type": "nf4"}, "quantize": "affine4"}, "conflict", "quantize", "bnb_4"),
+    ({"lora": {"rank": 8}}, "unknown", "rank", "lora.rank"),
+    ({"lora": {"bias": "all"}}, "unsupported", "bias", "'all'"),
+    (PEFT | {"peft_type": "IA3"}, "unsupported", "peft_type", "LORA"),
+    (PEFT | {"use_dora": True}, "unsupported", "use_dora", "True"),
+    (PEFT | {"modules_to_save": ["lm_head"]}, "unsupported", "modules_to_save", "lm_head"),
+    (PEFT | {"init_lora_weights": "pissa"}, "unsupported", "init_lora_weights", "'pissa'"),
+    (PEFT | {"bias": "lora_only"}, "unsupported", "bias", "'lora_only'"),
+    (PEFT | {"target_modules": r".*\.q_proj"}, "unsupported", "target_modules", r".*\.q_proj"),
+    (PEFT | {"target_modules": None}, "unsupported", "target_modules", "all-linear"),
+    (BNB | {"load_in_4bit": False}, "unsupported", "load_in_4bit", "False"),
+    (BNB | {"load_in_8bit": True}, "unsupported", "load_in_8bit", "affine8"),
+    (BNB | {"bnb_4bit_quant_type": "fp4"}, "unsupported", "bnb_4bit_quant_type", "'fp4'"),
 ]
 
 
-@pytest.mark.parametrize("values, message", REFUSED)
-def test_what_would_mean_something_else_is_refused(values, message):
-    with pytest.raises(PackError, match=message):
+@pytest.mark.parametrize(("values", "code", "key", "shown"), UNSUPPORTED)
+def test_what_would_mean_something_else_is_an_error(values, code, key, shown):
+    with raises(code, key, "recipe: ", shown):
         recipe(values)
 
 
 def test_train_takes_several_recipe_files_and_names_the_faulty_one(run, tmp_path):
     (tmp_path / "adapter_config.json").write_text(json.dumps(PEFT | {"use_dora": True}))
     (tmp_path / "bnb.json").write_text(json.dumps(BNB))
-    code, out, err = run(
-        "train", "-c", tmp_path / "bnb.json", "-c", tmp_path / "adapter_config.json"
-    )
-    assert (code, out) == (2, "") and "adapter_config.json: use_dora" in err
+    code, out, _ = run("train", "-c", tmp_path / "bnb.json", "-c", tmp_path / "adapter_config.json")
+    assert (code, out) == (2, "")
+    check(run.error, "unsupported", "use_dora", "adapter_config.json: use_dora")

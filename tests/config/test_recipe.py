@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from mlx_packs import LoRAConfig, TrainConfig, train_pack
-from mlx_packs.config.schema import read_yaml, resolve
+from mlx_packs.config.parse import read_yaml
+from mlx_packs.config.recipe import resolve
 from mlx_packs.packs.pack import Pack
 from mlx_packs.training.run_folder import read_identity
 from tests.helpers.errors import check, raises

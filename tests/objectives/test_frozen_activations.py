@@ -16,7 +16,7 @@ from mlx.utils import tree_flatten
 
 from mlx_packs import LoRAConfig, TrainConfig, runtime, train_pack
 from mlx_packs.adapters.lora import attach
-from mlx_packs.config.schema import resolve
+from mlx_packs.config.recipe import resolve
 from mlx_packs.data.batches import training_batches
 from mlx_packs.data.encoding import Examples
 from mlx_packs.data.sampler import Sampler
@@ -38,6 +38,7 @@ from mlx_packs.training.run import SamplePrompt
 from tests.bases.test_families import FAMILIES as ALL_FAMILIES
 from tests.bases.test_families import sweep
 from tests.helpers import families
+from tests.helpers.errors import raises
 from tests.helpers.models import base_of
 from tests.helpers.observers import observe
 from tests.helpers.rows import chat, write_rows
@@ -626,7 +627,7 @@ def test_yaml_reads_on_and_off_as_truth_values(said, meant):
 
 
 def test_unknown_ways_are_refused():
-    with pytest.raises(PackError, match="cache_frozen is one of auto, on, off; got 'yes'"):
+    with raises("unknown", "cache_frozen", "auto, on, off", "'yes'"):
         TrainConfig(cache_frozen="yes")
 
 

@@ -16,7 +16,7 @@ from mlx_packs.files import exclusive_writer, sha256
 from mlx_packs.runtime import mx
 from mlx_packs.training.run_folder import clear_run, is_run, latest_checkpoint, read_metrics
 from mlx_packs.training.setup import output_folders
-from tests.helpers.errors import raises
+from tests.helpers.errors import check, raises
 from tests.helpers.rows import chat, write_rows
 
 ROWS = [chat("Say hi.", "Hi there, friend."), chat("Say yes.", "Yes, I will.")] * 2
@@ -60,7 +60,9 @@ def resumed(trained, here):
 
 def packs_train(*args):
     """`packs train ARGS`; what it raised, or None."""
-    return CliRunner().invoke(train_command, [str(a) for a in args], standalone_mode=False).exception
+    return (
+        CliRunner().invoke(train_command, [str(a) for a in args], standalone_mode=False).exception
+    )
 
 
 @pytest.mark.parametrize(
@@ -198,7 +200,7 @@ def test_resume_names_the_file_whose_recipe_is_damaged(here):
     file = here / "o-run" / "config.json"
     file.write_text(file.read_text().replace('"rank": 2', '"rank": "x"'))
     error = packs_train("--out", "o", "--resume")
-    assert isinstance(error, PackError) and "o-run/config.json: rank must be of type" in str(error)
+    check(error, "invalid", "rank", "o-run/config.json: rank: ")
 
 
 def test_resume_keeps_no_gradient_norm_off(trained, tmp_path):

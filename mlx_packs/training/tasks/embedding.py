@@ -13,14 +13,9 @@ from pathlib import Path
 from ... import runtime
 from ...adapters.method import METHODS, Trainable
 from ...config.choices import ENCODERS
-from ...config.schema import (
-    COLUMN_SETTINGS,
-    EMBEDDING_SETTINGS,
-    DataConfig,
-    LoRAConfig,
-    Recipe,
-    TrainConfig,
-)
+from ...config.fields import fields_where
+from ...config.recipe import Recipe
+from ...config.schema import COLUMN_SETTINGS, DataConfig, LoRAConfig, TrainConfig
 from ...data import rows as rows_of
 from ...data.batches import prefetched
 from ...data.pairs import (
@@ -57,13 +52,6 @@ from ..run_folder import latest_checkpoint, read_metrics
 from ..setup import check_resume, describe, load_adapters, public_recipe, show_plan
 from ..step import Stepper
 
-# Settings of the next token and of frozen weights that are packed; an encoder has neither.
-_OF_CAUSAL = (
-    "packing loss_on ce_last_k z_loss label_smoothing quantize double_quant keep "
-    "train_fp16_fallback max_ppl_ratio min_tps_ratio objective phases long_rows fim_rate "
-    "fim_spm_rate fim_tokens"
-).split()
-
 
 def check_task(
     name: str, model_type: str, lora: LoRAConfig, train: TrainConfig, columns: DataConfig
@@ -82,13 +70,9 @@ def check_task(
             f"{name}: is an encoder ({model_type}) and has no next token to learn; train it with "
             "--task embedding."
         )
-    misplaced = train.changed(_OF_CAUSAL)
-    misplaced += ["matmul_path"] if train.matmul_path not in ("auto", "dense") else []
-    misplaced += ["cache_frozen"] if train.cache_frozen == "on" else []
-    misplaced += ["compute_dtype"] if train.compute_dtype not in ("auto", "float32") else []
-    misplaced += [
-        name for name in COLUMN_SETTINGS if getattr(columns, name) != getattr(DataConfig, name)
-    ]
+    misplaced = train.changed(fields_where(TrainConfig, task="lm"))
+    misplaced += [name for name in train.unfit_for_dense() if name not in misplaced]
+    misplaced += columns.changed(COLUMN_SETTINGS)
     if misplaced:
         flags = ", ".join("--" + name.replace("_", "-") for name in misplaced)
         raise PackError(
@@ -248,7 +232,7 @@ def _encoded(
             bar.advance()
     first = pairs["train"]
     loss = choose_loss(train.loss, first, f"--data {splits.source}")
-    check_loss_settings(loss, train.changed(EMBEDDING_SETTINGS))
+    check_loss_settings(loss, train.changed(fields_where(TrainConfig, task="embedding")))
     if loss in IN_BATCH and not first.format.has_negatives:
         sampler = PairSampler.of(first, train.batch_size, longest, train.seed, True)
         if train.batch_size < 2 or not sampler.epoch(0):

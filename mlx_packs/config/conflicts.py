@@ -1,0 +1,95 @@
+"""Settings of a training run that exclude or require each other."""
+
+import dataclasses
+from collections.abc import Iterator
+
+from .fields import Fault, Settings, facts_of, fields_where
+
+
+class TrainConflicts(Settings):
+    """The checks of `TrainConfig` that are about more than one setting."""
+
+    method: str
+    task: str
+    objective: str
+    phases: tuple
+    max_seq_length: int
+    fim_rate: float
+    fim_tokens: tuple[str, ...]
+    lr_schedule: str | dict
+    warmup_steps: int
+    grad_checkpoint: bool
+    recompute: str
+    cache_frozen: str
+    quantize: str
+    double_quant: bool
+    keep: tuple[str, ...]
+    test_batches: int
+
+    @property
+    def recomputes(self) -> str:
+        """The policy of activation checkpointing, whichever of its two settings names it."""
+        return "block" if self.grad_checkpoint else self.recompute
+
+    def unfit_for_dense(self) -> list[str]:
+        """The settings that do not fit a base whose weights are dense in float32."""
+        return [
+            field.name
+            for field in dataclasses.fields(self)
+            if (fit := facts_of(field).dense) and getattr(self, field.name) not in fit
+        ]
+
+    def _conflicts(self) -> Iterator[Fault]:
+        yield from self._conflicts_of_memory()
+        yield from self._conflicts_of_fim()
+        yield from self._conflicts_of_objective()
+        if self.test_batches == 0:
+            yield Fault("test_batches", "must be at least 1, or -1 for all, but is 0.")
+        if self.task == "lm":
+            for name in self.changed(fields_where(type(self), task="embedding")):
+                yield Fault(name, "needs --task embedding.", "conflict")
+        if self.method == "full":
+            for name in self.unfit_for_dense():
+                text = f"{getattr(self, name)} does not go with --method full."
+                yield Fault(name, text, "conflict")
+        if self.warmup_steps and not isinstance(self.lr_schedule, str):
+            text = f"a schedule with arguments has its own; write lr_schedule.warmup: {self.warmup_steps}."
+            yield Fault("warmup_steps", text, "conflict")
+
+    def _conflicts_of_memory(self) -> Iterator[Fault]:
+        if self.grad_checkpoint and self.recompute == "none":
+            yield Fault("grad_checkpoint", "means --recompute block, but that is none.", "conflict")
+        if not self.double_quant and self.quantize != "nf4":
+            text = f"can be off only with --quantize nf4, but that is {self.quantize}."
+            yield Fault("double_quant", text, "conflict")
+        if self.keep and self.quantize == "none":
+            yield Fault("keep", "needs --quantize.", "conflict")
+
+    def _conflicts_of_fim(self) -> Iterator[Fault]:
+        if self.fim_rate <= 0:
+            for name in self.changed(("fim_tokens", "fim_spm_rate")):
+                yield Fault(name, "needs a --fim-rate above 0.", "conflict")
+        elif self.max_seq_length < 32:
+            text = f"needs a --max-seq-length of at least 32, but that is {self.max_seq_length}."
+            yield Fault("fim_rate", text, "conflict")
+        tokens = self.fim_tokens
+        if len(tokens) not in (0, 3, 4) or len(set(tokens)) != len(tokens):
+            yield Fault(
+                "fim_tokens",
+                "must be three different tokens (before prefix, suffix, middle), or a fourth that "
+                f"ends the middle, but is {', '.join(tokens)}.",
+            )
+
+    def _conflicts_of_objective(self) -> Iterator[Fault]:
+        if self.objective == "transformer":
+            return
+        unfit = {
+            "grad_checkpoint" if self.grad_checkpoint else "recompute": (
+                self.recomputes not in ("auto", "none")
+            ),
+            "phases": bool(self.phases),
+            "method": self.method == "full",
+            "cache_frozen": self.cache_frozen == "on",
+        }
+        for name in (name for name, bad in unfit.items() if bad):
+            yield Fault(name, f"does not go with --objective {self.objective}.", "conflict")

@@ -1,0 +1,204 @@
+"""Values of settings from files and flags: YAML is read, every value is typed.
+
+PyYAML gives ``1e-5`` as a text, and a flag gives everything as one, so each value is converted to
+the type of its field.
+"""
+
+import dataclasses
+import json
+import re
+import types
+import typing
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+from ..errors import PackError, did_you_mean, flag_of
+from .fields import Settings, flags_as_keys, spelling_of
+
+S = TypeVar("S", bound=Settings)
+
+# Keys of recipes, manifests (`measured`) and reports, as older versions wrote them.
+RENAMED_KEYS = {
+    "base_path": "matmul_path",
+    "base_path_ms": "matmul_path_ms",
+    "base_paths_at_work": "matmul_paths",
+    "cache_prefix": "cache_frozen",
+}
+
+_NUMBERS = {int: "an integer", float: "a number"}
+_KINDS = {bool: "true or false", str: "text", dict: "a mapping", list: "a list", **_NUMBERS}
+
+
+def typed_value(value: Any, kind: Any, key: str, spelled: str = "") -> Any:
+    """``value`` as ``kind``; integers pass for floats, and texts for the numbers that they spell.
+
+    Args:
+        value: as a file, a flag or Python has it.
+        kind: type of a field: a class, a union, ``tuple[X, ...]`` or ``dict[str, X]``.
+        key: the setting, or where in it the value stands (``rank_pattern.q_proj``).
+        spelled: how the error calls ``key``; as it is where empty.
+
+    Raises:
+        PackError: the value is of another type.
+    """
+    spelled = spelled or key
+    origin = typing.get_origin(kind)
+    if origin in (typing.Union, types.UnionType):
+        return _one_of(value, typing.get_args(kind), key, spelled)
+    if origin is tuple:
+        return _items(value, typing.get_args(kind)[0], key, spelled)
+    if origin is dict:
+        value = _pairs(value, key, spelled) if isinstance(value, str) else value
+        if not isinstance(value, Mapping):
+            raise _mistyped("a mapping", value, key, spelled)
+        kind = typing.get_args(kind)[1]
+        return {
+            str(k): typed_value(v, kind, f"{key}.{k}", f"{spelled}.{k}") for k, v in value.items()
+        }
+    if kind in _NUMBERS and isinstance(value, (int, float, str)) and not isinstance(value, bool):
+        try:
+            number = float(value)
+            if kind is float or number == int(number):
+                return kind(number)
+        except (ValueError, OverflowError):
+            pass
+    elif kind in (bool, str, dict, list) and isinstance(value, kind):
+        return value
+    raise _mistyped(_KINDS[kind], value, key, spelled)
+
+
+def _mistyped(expected: str, value: Any, key: str, spelled: str) -> PackError:
+    setting = re.split(r"[.\[]", key, maxsplit=1)[0]
+    return PackError(f"{spelled}: must be {expected}, but is {value!r}.", "invalid", setting)
+
+
+def _one_of(value: Any, kinds: tuple, key: str, spelled: str) -> Any:
+    if value is None and type(None) in kinds:
+        return None
+    kinds = tuple(kind for kind in kinds if kind is not type(None))
+    for kind in kinds:
+        try:
+            return typed_value(value, kind, key, spelled)
+        except PackError:
+            if len(kinds) == 1:
+                raise
+    raise _mistyped(" or ".join(_KINDS[kind] for kind in kinds), value, key, spelled)
+
+
+def _items(value: Any, kind: Any, key: str, spelled: str) -> tuple:
+    items = value.split(",") if isinstance(value, str) else value
+    if not isinstance(items, (list, tuple)):
+        raise _mistyped("a list", value, key, spelled)
+    if dataclasses.is_dataclass(kind):
+        return tuple(_part(v, kind, key, f"{spelled}[{i}]") for i, v in enumerate(items))
+    items = [item.strip() if isinstance(item, str) else item for item in items]
+    return tuple(typed_value(item, kind, key, spelled) for item in items if item != "")
+
+
+def _part(value: Any, cls: type[S], key: str, spelled: str) -> S:
+    """Settings inside a setting, from their mapping; settings themselves stay."""
+    if isinstance(value, cls):
+        return value
+    if not isinstance(value, Mapping):
+        raise _mistyped("a mapping", value, key, spelled)
+    return build(cls, {str(k): v for k, v in value.items()}, spelled)
+
+
+def _pairs(text: str, key: str, spelled: str) -> dict[str, str]:
+    """``a=8,b=2`` as a flag has it; in YAML it is a mapping."""
+    pairs = [part.rpartition("=") for part in text.split(",") if part.strip()]
+    if not all(name.strip() and value.strip() for name, _, value in pairs):
+        raise _mistyped("of the form name=number,name=number", text, key, spelled)
+    names = [name.strip() for name, _, _ in pairs]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise PackError(f"{spelled}: has two values for '{twice}'; give one.", "conflict", key)
+    return {name.strip(): value.strip() for name, _, value in pairs}
+
+
+def build(cls: type[S], values: Mapping[str, Any], where: str = "") -> S:
+    """``cls(**values)`` with every value typed.
+
+    Args:
+        cls: the configuration.
+        values: by the names of its fields.
+        where: the file that they stand in; empty for flags and Python.
+
+    Raises:
+        PackError: a key is unknown, or a value is wrong.
+    """
+    fields = {field.name: field for field in dataclasses.fields(cls)}
+    kinds = typing.get_type_hints(cls)
+    typed = {}
+    for key, value in values.items():
+        if key not in fields:
+            raise unknown_setting(key, list(fields), where)
+        spelled = f"{where}: {key}" if where else spelling_of(fields[key])
+        typed[key] = typed_value(value, kinds[key], key, spelled)
+    try:
+        return cls(**typed)
+    except PackError as error:
+        if not where:
+            raise
+        raise PackError(
+            f"{where}: {flags_as_keys(error.message)}", error.code, error.flag
+        ) from None
+
+
+def spelled_in(where: str, key: str) -> str:
+    """How errors call a setting: ``--key`` for flags, ``file: key`` for a file."""
+    return f"{where}: {key}" if where else flag_of(key)
+
+
+def unknown_setting(key: str, valid: list[str], where: str) -> PackError:
+    """The error for a key that is no setting; it names the nearest one."""
+    place = f"{where}: " if where else ""
+    renamed = RENAMED_KEYS.get(key)
+    hint = f"It is called '{renamed}' now." if renamed else did_you_mean(key, valid)
+    return PackError(f"{place}{key}: is not a setting. {hint}", "unknown", key)
+
+
+def current_keys(values: Mapping) -> dict:
+    """Mapping of a file that an older version wrote, with today's name for every key."""
+    return {RENAMED_KEYS.get(key, key): value for key, value in values.items()}
+
+
+def read_yaml(path: str | Path) -> dict:
+    """The mapping in a YAML or JSON file.
+
+    Raises:
+        PackError: the file cannot be read, or contains something else.
+    """
+    import yaml
+
+    path = Path(path)
+    try:
+        text = path.read_text(encoding="utf-8")
+        values = json.loads(text) if path.suffix == ".json" else yaml.load(text, _yaml_loader())
+    except OSError as error:
+        code = "not-found" if isinstance(error, FileNotFoundError) else "unreadable"
+        raise PackError(f"{path}: cannot be read ({error.strerror}).", code, "config") from None
+    except (yaml.YAMLError, json.JSONDecodeError, UnicodeDecodeError) as error:
+        line = " ".join(str(error).split())
+        raise PackError(f"{path}: is not valid YAML: {line}", "unreadable", "config") from None
+    if values is None:
+        return {}
+    if not isinstance(values, dict):
+        raise PackError(
+            f"{path}: must be a mapping of settings, but is a {type(values).__name__}.",
+            "unreadable",
+            "config",
+        )
+    return values
+
+
+def _yaml_loader() -> type:
+    """PyYAML's safe loader with the numbers of YAML 1.2: ``1e-5`` is a float wherever it stands."""
+    import yaml
+
+    class Loader(yaml.SafeLoader):
+        pass
+
+    number = re.compile(r"[-+]?(\d[\d_]*\.?[\d_]*|\.\d[\d_]*)[eE][-+]?\d+")
+    Loader.add_implicit_resolver("tag:yaml.org,2002:float", number, list("-+.0123456789"))
+    return Loader
