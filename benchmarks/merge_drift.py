@@ -10,7 +10,9 @@ import math
 from pathlib import Path
 
 from mlx_packs import Pack
-from mlx_packs.convert.merge import measured
+from mlx_packs.convert.merge_decoder import measured
+from mlx_packs.convert.merge_plan import MergeRequest
+from mlx_packs.display import QUIET, Display
 from mlx_packs.evaluation.rows import columns_of
 from mlx_packs.packs.pack import versions_line
 
@@ -35,12 +37,24 @@ def table(packs: list[Pack], model: str, data: str, rows: int) -> list[str]:
     for pack in packs:
         columns = columns_of(pack, data)
         for name, (requantize, dtype) in WAYS.items():
-            drift, _, _ = measured(pack, model, requantize, dtype, math.inf, columns, rows)
-            verdict = "passes" if drift.kl_mean <= drift.limit(None) else "**refused**"
+            request = MergeRequest(
+                pack=pack,
+                model=model,
+                requantize=requantize,
+                dtype=dtype,
+                max_drift=math.inf,
+                columns=columns,
+                rows=rows,
+                max_shard_gb=1.0,
+                trust_remote_code=False,
+                display=Display(QUIET),
+            )
+            fidelity, _, _ = measured(request)
+            verdict = "passes" if fidelity.kl_mean <= fidelity.limit(None) else "**refused**"
             lines.append(
-                f"| {_name(pack)}, moves the base by {drift.kl_of_pack:.2g} | {name} | "
-                f"{drift.kl_mean:.2g} | {drift.kl_mean / drift.kl_of_pack:.1%} | "
-                f"{drift.ppl_ratio:.4f} | {drift.same_token:.1%} | {verdict} |"
+                f"| {_name(pack)}, moves the base by {fidelity.kl_of_pack:.2g} | {name} | "
+                f"{fidelity.kl_mean:.2g} | {fidelity.kl_mean / fidelity.kl_of_pack:.1%} | "
+                f"{fidelity.ppl_ratio:.4f} | {fidelity.same_token:.1%} | {verdict} |"
             )
             print(lines[-1], flush=True)
     return lines

@@ -1,0 +1,1 @@
+"""Packs merged, combined, and exchanged with other tools."""

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Protocol
 
 from ..adapters.spec import ModuleSpec
-from ..bases.loading import BaseModel
+from ..bases.model import BaseModel
 from ..config.choices import ADAPTER_FORMATS, registered
 from ..errors import PackError
 from ..packs.pack import Pack

@@ -1,4 +1,4 @@
-"""Several packs of one base into one: linear, SVD, TIES, DARE; measured before it is kept.
+"""Several packs of one base into one: linear, SVD, TIES, DARE; compared before it is written.
 
 What is combined are deltas D_i = scale * (A B)^T of whole modules, never A and B apart. A linear
 sum of low-rank deltas is low-rank itself and kept exactly; what the other methods make is not, and
@@ -26,32 +26,25 @@ from ..packs.manifest import ADAPTERS, is_of_encoder
 from ..packs.pack import Pack, check_output, grouped, manifest_of, modules_json, versions_line
 from ..packs.weighted_sum import check_addable, check_distinct, weighted_sum
 from ..runtime import mx
-from .fidelity import (
-    ROWS,
-    Drift,
-    drift_batches,
-    fastest_path,
-    measure,
-    put_base,
-    put_modules,
-    put_pack,
-)
-from .merge import Change, check_max_drift, dense_weight, modules_of
+from .fidelity import ROWS, Fidelity, FidelityMeter, Modules, check_max_drift
+from .merge_decoder import dense_modules
+from .merge_plan import Change, dense_weight
+from .merger import first_that_passes
 
-METHODS = ("linear", "svd", "ties", "dare")
 _EXACT_SVD = 512  # of the smaller side; above it the range is found by random projections
 _OVERSAMPLED, _ITERATIONS = 16, 4
 
 Weighted = list[tuple[mx.array, float]]  # deltas of one module with the weights of their packs
+Packs = Sequence[tuple[Pack, float]]
 
 
 def linear(deltas: Weighted, *_) -> mx.array:
-    """sum_i w_i D_i"""
+    """Return sum_i w_i D_i."""
     return sum(weight * delta for delta, weight in deltas)
 
 
 def ties(deltas: Weighted, density: float, *_) -> mx.array:
-    """Trim, elect signs, merge what agrees.
+    """Trim, elect signs, and merge what agrees.
 
     Semantics: T_i = D_i where |D_i| is among the largest share ``density``, else 0;
         s = sign(sum_i w_i T_i); mean of the T_i of sign s, weighted by w_i, and 0 where none is
@@ -76,7 +69,7 @@ def _trimmed(delta: mx.array, density: float) -> mx.array:
 
 
 def dare(deltas: Weighted, density: float, keys: Sequence[mx.array]) -> mx.array:
-    """sum_i w_i M_i D_i / density, M_i of independent zeros and ones, the share ``density`` ones.
+    """Return sum_i w_i M_i D_i / density, with M_i random zeros and ones, a share ``density`` ones.
 
     DARE: https://arxiv.org/abs/2311.03099
     """
@@ -86,7 +79,7 @@ def dare(deltas: Weighted, density: float, keys: Sequence[mx.array]) -> mx.array
     )
 
 
-_METHODS: dict[str, Callable[..., mx.array]] = {
+METHODS: dict[str, Callable[..., mx.array]] = {
     "linear": linear,
     "svd": linear,
     "ties": ties,
@@ -114,16 +107,31 @@ def combine_packs(
 
     Args:
         packs: at least two with their weights.
+        out: the pack to write.
         method: ``linear`` keeps all ranks; ``svd``, ``ties`` and ``dare`` come down to ``rank``.
+        rank: of the result.
         density: share of each delta that ``ties`` and ``dare`` keep; 0.5.
+        seed: of what ``dare`` drops.
+        model: the packs' base.
         max_drift: largest mean KL, nats a token, of the deltas as the method makes them from the
             pack of this rank; None as in `merge_pack`.
-    Returns: what `packs combine --json` prints. With ``passed`` false nothing is written, and
-        ``passes`` names the smallest doubling of the rank that would pass.
-    Raises: PackError if the packs are not of one base, or not of kinds that add up.
+        data: examples to compare on.
+        rows: at most so many of them.
+        overwrite: whether a pack at ``out`` is replaced.
+        trust_remote_code: whether to run Python code that comes with the base.
+        columns: names of the data's columns.
+        display: progress output.
+
+    Returns:
+        What `packs combine --json` prints. With ``passed`` false nothing is written, and ``passes``
+        names the smallest doubling of the rank that would pass.
+
+    Raises:
+        PackError: the packs are not of one base, or not of kinds that add up.
     """
-    display = display or Display(QUIET)
-    _check_request(packs, method, rank, density, max_drift)
+    check_max_drift(max_drift)
+    _check_settings(len(packs), method, rank, density)
+    _check_weights([weight for _, weight in packs])
     density = 0.5 if density is None else density
     out = Path(out).expanduser()
     check_output(out, overwrite)
@@ -133,8 +141,9 @@ def combine_packs(
     first = opened[0][0]
     if is_of_encoder(first.manifest):
         raise PackError(
-            f"combine: {first.name} is of an encoder, and what is measured here is the next token; "
-            "packs eval --pack A=0.7 --pack B=0.3 adds such packs up."
+            f"combine: {first.name} is of an encoder, and what is compared here is the next token. "
+            "`packs eval --pack A=0.7 --pack B=0.3` adds such packs up.",
+            "unsupported",
         )
     base = load_base_for(first, model, trust_remote_code)
     deltas = _deltas(opened, method, density, seed)
@@ -142,14 +151,7 @@ def combine_packs(
         "method": method,
         **({"rank": rank} if rank else {}),
         **({"density": density, "seed": seed} if method in ("ties", "dare") else {}),
-        "packs": [
-            {
-                "name": p.short_name if p.path else None,
-                "weight": w,
-                "sha256": sha256(p.path / ADAPTERS) if p.path else None,
-            }
-            for p, w in opened
-        ],
+        "packs": [_source(pack, weight) for pack, weight in opened],
     }
 
     def pack_of(rank: int | None) -> Pack:
@@ -157,92 +159,113 @@ def combine_packs(
             summed = weighted_sum(opened)
             specs, tensors = summed.specs, summed.load_tensors()
         else:
-            specs, tensors = _factors(opened, deltas, rank)
+            specs, tensors = _low_rank(opened, deltas, rank)
         return _as_pack(base, first, specs, tensors, {**facts, **({"rank": rank} if rank else {})})
 
-    made = pack_of(rank)
-    batches = drift_batches(base, first, columns or columns_of(first, data), rows=rows)
-    path = fastest_path(base, batches)
-    plain = put_base(base, path)
-    dense = put_modules(base, _with_deltas(base, deltas))
+    combined = pack_of(rank)
+    columns = columns or columns_of(first, data)
+    meter = FidelityMeter(base, first, columns, rows, display or Display(QUIET))
+    dense = meter.with_modules(_with_deltas(base, deltas))
 
-    def drift_of(pack: Pack) -> Drift:
-        with display.task("drift", len(batches), "batches") as bar:
-            attached = put_pack(pack, base, path)
-            return measure(base, dense, attached, plain, batches, bar.advance)
+    def fidelity_of(pack: Pack) -> Fidelity:
+        return meter.compare(dense, meter.with_pack(pack))
 
-    found = drift_of(made)
-    limit = found.limit(max_drift)
-    tried, passes = {str(rank or "all"): found.kl_mean}, rank or "all"
-    if not (passed := found.kl_mean <= limit):
-        passes, largest = None, max(min(d.shape[-2:]) for d in deltas.values())
-        more = rank
-        while passes is None and more and more < largest:
-            more = min(2 * more, largest)
-            tried[str(more)] = drift_of(pack_of(more)).kl_mean
-            passes = more if tried[str(more)] <= limit else None
+    fidelity = fidelity_of(combined)
+    limit = fidelity.limit(max_drift)
+    ranks = _doublings(rank, max(min(d.shape[-2:]) for d in deltas.values()))
+    others = {str(more): lambda more=more: fidelity_of(pack_of(more)).kl_mean for more in ranks}
+    setting = str(rank or "all")
+    tried, passes = first_that_passes(setting, fidelity.kl_mean, limit, others)
+    passed = passes == setting
     if passed:
-        made.save(out, overwrite)
+        combined.save(out, overwrite)
     return {
         "out": str(out),
         "model": base_files.public_name(str(model)),
         **facts,
-        **found.to_json(),
+        **fidelity.to_json(),
         "max_drift": limit,
         "passed": passed,
-        "passes": passes,
+        "passes": int(passes) if passes and passes != "all" else passes,
         "tried": tried,
-        **({"pack_mb": round(made.size_mb, 3)} if passed else {}),
+        **({"pack_mb": round(combined.size_mb, 3)} if passed else {}),
     }
 
 
-def _check_request(packs, method, rank, density, max_drift) -> None:
-    """Raises: PackError in the words of the command line."""
+def _check_settings(count: int, method: str, rank: int | None, density: float | None) -> None:
+    """Raise a PackError for settings that do not apply to each other."""
     if method not in METHODS:
-        raise PackError(f"--method {method}: must be one of {', '.join(METHODS)}.")
-    if len(packs) < 2:
-        raise PackError("combine takes two packs or more, each as PACK=WEIGHT.")
-    if bad := [w for _, w in packs if not math.isfinite(w) or w == 0]:
-        raise PackError(f"weights must be numbers other than 0, but one is {bad[0]}.")
+        raise PackError(f"--method {method}: must be one of {', '.join(METHODS)}.", "unknown")
+    if count < 2:
+        raise PackError(
+            "combine takes two packs or more, each as PACK=WEIGHT.", flag="weighted_packs"
+        )
     if method == "linear" and rank is not None:
-        raise PackError("--rank: not with --method linear, which keeps all ranks; say svd.")
+        raise PackError(
+            "--rank: not with --method linear, which keeps all ranks. Pass --method svd.",
+            "conflict",
+        )
     if method != "linear" and (rank is None or rank < 1):
-        raise PackError(f"--method {method}: needs --rank R of 1 or more.")
+        raise PackError(f"--method {method}: needs --rank R of 1 or more.", "conflict", "rank")
     if density is not None and method not in ("ties", "dare"):
-        raise PackError(f"--density: not with --method {method}.")
+        raise PackError(f"--density: not with --method {method}.", "conflict")
     if density is not None and not 0 < density <= 1:
         raise PackError(f"--density must be above 0 and at most 1, but is {density}.")
-    check_max_drift(max_drift)
 
 
-def _deltas(opened, method: str, density: float, seed: int) -> dict[str, mx.array]:
-    """What the method makes of each module's deltas, [out, in] or [E, out, in], lazily."""
-    found: dict[str, Weighted] = {}
+def _check_weights(weights: Sequence[float]) -> None:
+    if bad := [weight for weight in weights if not math.isfinite(weight) or weight == 0]:
+        raise PackError(
+            f"weights must be numbers other than 0, but one is {bad[0]}.", flag="weighted_packs"
+        )
+
+
+def _source(pack: Pack, weight: float) -> dict:
+    """Return what the manifest says of a pack that was combined."""
+    return {
+        "name": pack.short_name if pack.path else None,
+        "weight": weight,
+        "sha256": sha256(pack.path / ADAPTERS) if pack.path else None,
+    }
+
+
+def _doublings(rank: int | None, largest: int) -> list[int]:
+    """Return the ranks to try after one: its doublings, up to the largest that there is."""
+    ranks = []
+    while rank and rank < largest:
+        rank = min(2 * rank, largest)
+        ranks.append(rank)
+    return ranks
+
+
+def _deltas(opened: Packs, method: str, density: float, seed: int) -> dict[str, mx.array]:
+    """Return what the method makes of each module's deltas, [out, in] or [E, out, in], lazily."""
+    by_path: dict[str, Weighted] = {}
     keys: dict[str, list[mx.array]] = {}
     for i, (pack, weight) in enumerate(opened):
         for path, spec in pack.specs.items():
             delta = delta_of(spec, pack.load_tensors())
-            found.setdefault(path, []).append((delta, weight))
+            by_path.setdefault(path, []).append((delta, weight))
             keys.setdefault(path, []).append(adapter_key(seed, f"{i} {path}"))
-    make = _METHODS[method]
-    return {path: make(deltas, density, keys[path]) for path, deltas in found.items()}
+    combine = METHODS[method]
+    return {path: combine(deltas, density, keys[path]) for path, deltas in by_path.items()}
 
 
-def _factors(opened, deltas: dict[str, mx.array], rank: int) -> tuple[Specs, dict]:
-    """Adapters of scale 1 of this rank."""
+def _low_rank(opened: Packs, deltas: dict[str, mx.array], rank: int) -> tuple[Specs, dict]:
+    """Return adapters of scale 1 of this rank."""
     specs, tensors = {}, {}
     for path, delta in deltas.items():
         spec = next(p.specs[path] for p, _ in opened if path in p.specs)
         a, b = _nearest(np.array(delta), min(rank, *delta.shape[-2:]))
-        width, found = sum(spec.widths), a.shape[1]
-        part = SliceSpec(path.rpartition(".")[2], width, found, float(found))
+        actual_rank = a.shape[1]
+        part = SliceSpec(path.rpartition(".")[2], sum(spec.widths), actual_rank, float(actual_rank))
         specs[path] = ModuleSpec(path, spec.in_features, (part,), spec.experts)
         tensors |= {f"{path}.lora_a": a, f"{path}.lora_b": b}
     return specs, tensors
 
 
 def _nearest(delta: np.ndarray, rank: int) -> tuple[mx.array, mx.array]:
-    """Factors as on disk of the nearest matrix of a rank, to one [O, D] or to each of a stack."""
+    """Return factors as on disk of the nearest matrix of a rank, to one [O, D] or each of a stack."""
     if delta.ndim == 3:
         pairs = [_nearest(part, rank) for part in delta]
         a, b = (mx.stack([pair[i].T for pair in pairs]) for i in (0, 1))
@@ -254,7 +277,7 @@ def _nearest(delta: np.ndarray, rank: int) -> tuple[mx.array, mx.array]:
 
 
 def _svd(delta: np.ndarray, rank: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The leading singular triplets; of large matrices inside a random range, the same each time.
+    """Return the leading singular triplets; large matrices use a random range, the same each time.
 
     Halko, Martinsson, Tropp: https://arxiv.org/abs/0909.4061
     """
@@ -277,15 +300,17 @@ def _as_pack(base: BaseModel, first: Pack, specs: Specs, tensors: dict, facts: d
         "groups": [],
         "modules": modules_json(base, specs),
     }
-    kept = {key: first.manifest[key] for key in ("recipe", "objective") if key in first.manifest}
-    manifest = manifest_of(base, adapters, **kept, combined=facts, versions=versions_line())
+    facts_of_first = {k: first.manifest[k] for k in ("recipe", "objective") if k in first.manifest}
+    manifest = manifest_of(
+        base, adapters, **facts_of_first, combined=facts, versions=versions_line()
+    )
     return grouped(Pack(manifest, tensors), base)
 
 
-def _with_deltas(base: BaseModel, deltas: dict[str, mx.array]):
+def _with_deltas(base: BaseModel, deltas: dict[str, mx.array]) -> Modules:
     modules = dict(base.model.named_modules())
     changes = [
         Change(path, dense_weight(modules[path]).astype(mx.float32) + delta, None)
         for path, delta in deltas.items()
     ]
-    return modules_of(base, changes)
+    return dense_modules(base, changes)

@@ -1,11 +1,12 @@
-"""How far one way of applying adapters lies from another: KL of the next token, and perplexity.
+"""Merge fidelity: how far one way of computing a model is from another, in KL and perplexity.
 
-A delta that is small beside the steps of a packed weight vanishes when it is rounded to them. How
-much of it is left cannot be told from the weights; it is measured on rows.
+A delta that is small beside the quantization step of a weight is lost when it is rounded. How much
+of it remains cannot be read off the weights; it is measured on examples.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass
 
 import mlx.nn as nn
@@ -14,6 +15,7 @@ from ..bases.model import BaseModel
 from ..config.schema import DataConfig, TrainConfig
 from ..data.batches import Batch, evaluation_batches
 from ..data.encoding import EncodingOptions, encode
+from ..display import Display
 from ..errors import PackError
 from ..evaluation.perplexity import perplexity
 from ..evaluation.rows import evaluation_rows
@@ -23,23 +25,32 @@ from ..objectives.causal_lm import Head, as_arrays, forward, split_head
 from ..packs.pack import Pack
 from ..runtime import mx
 
-# The default limit, in nats a token. Without a share a small pack could be rounded away whole.
-MAX_DRIFT = 0.02
+# The default limit, in nats a token. Without a share a small pack could be rounded away entirely.
+MAX_KL = 0.02
 MAX_SHARE = 0.1  # of what the pack itself moves the base by
 _NOISE = 2e-5  # of float32 products in another order, and of bf16 weights
 ROWS = 32
-_KEPT_BYTES = 1 << 28  # of logits that wait for their counterpart
+_LOGIT_BYTES = 1 << 28  # of logits that wait for their counterpart
 
-Put = Callable[[], Callable[[], None]]  # puts modules in place; gives what takes them off
+Modules = list[tuple[str, nn.Module]]
+Variant = Callable[
+    [], AbstractContextManager[None]
+]  # installs modules into a base and removes them
 
 
 @dataclass(frozen=True)
-class Drift:
-    """Two models on the targets of the same rows.
+class Fidelity:
+    """Two models on the targets of the same examples.
 
-    kl_mean: of the first from the second, nats a target.   kl_of_pack: of the first from the base
-    without a pack.   same_token: share of targets where both rank the
-    same token first.   ppl_ratio: ppl_after / ppl_before, second over first.
+    Attributes:
+        kl_mean: of the first from the second, nats a target.
+        kl_of_pack: of the first from the base without a pack.
+        same_token: share of targets where both rank the same token first.
+        ppl_before: perplexity of the first.
+        ppl_after: perplexity of the second.
+        ppl_ratio: ppl_after / ppl_before.
+        rows: number of examples.
+        targets: number of targets.
     """
 
     kl_mean: float
@@ -52,140 +63,154 @@ class Drift:
     targets: int
 
     def to_json(self) -> dict:
+        """Return the fields as the reports of merge and combine have them."""
         return asdict(self)
 
     def limit(self, max_drift: float | None) -> float:
-        """What was asked for; None is a tenth of what the pack does, and 0.02 nats at most."""
+        """Return what was asked for; None is a tenth of what the pack does, and 0.02 at most."""
         if max_drift is not None:
             return max_drift
-        return max(_NOISE, min(MAX_DRIFT, MAX_SHARE * self.kl_of_pack))
+        return max(_NOISE, min(MAX_KL, MAX_SHARE * self.kl_of_pack))
 
 
-def drift_batches(
-    base: BaseModel, pack: Pack, columns: DataConfig, split: str = "test", rows: int = ROWS
-) -> list[Batch]:
-    """Batches of at most so many rows, read and cut as the pack was trained."""
-    loss_on = pack.part("objective").get("loss_on") if columns.data != "tiny" else None
-    examples = encode(
-        evaluation_rows(columns, split, rows),
-        base.tokenizer,
-        columns,
-        EncodingOptions(loss_on, length := _length_of(pack), base.vocab_size),
-    )
-    batches = evaluation_batches(examples, 4, length, -1)
-    if not batches:
-        raise PackError(f"--data {columns.data}: no row has a target, so no drift can be measured.")
-    return batches
+def check_max_drift(max_drift: float | None) -> None:
+    """Check a limit of the KL; JSON has no infinity either.
 
-
-def _length_of(pack: Pack) -> int:
-    return pack.part("recipe").get("max_seq_length") or TrainConfig.max_seq_length
-
-
-def fastest_path(base: BaseModel, batches: list[Batch]) -> str:
-    """The matmul path that is fastest for these batches."""
-    return choose_matmul_path(base.model, batches[-1].tokens.size).matmul_path
-
-
-def put_pack(pack: Pack, base: BaseModel, matmul_path: str) -> Put:
-    """What attaches a pack."""
-
-    def put() -> Callable[[], None]:
-        return pack.attach(base, matmul_path=matmul_path).detach
-
-    return put
-
-
-def put_base(base: BaseModel, matmul_path: str) -> Put:
-    """What leaves a base without a pack."""
-
-    def put() -> Callable[[], None]:
-        originals = apply_matmul_path(base.model, matmul_path)
-        return lambda: replace_modules(base.model, originals)
-
-    return put
-
-
-def put_modules(base: BaseModel, modules: list[tuple[str, nn.Module]]) -> Put:
-    """What puts modules in the place of those of a base."""
-    found = dict(base.model.named_modules())
-    originals = [(path, found[path]) for path, _ in modules]
-
-    def put() -> Callable[[], None]:
-        replace_modules(base.model, modules)
-        return lambda: replace_modules(base.model, originals)
-
-    return put
-
-
-def measure(
-    base: BaseModel, first: Put, second: Put, plain: Put, batches: list[Batch], advance=None
-) -> Drift:
-    """KL and perplexity of a base with ``second`` against the same base with ``first``.
-
-    Args:
-        plain: the base alone; its KL from ``first`` is what there is to lose.
+    Raises:
+        PackError: it is not a finite number of 0 or more.
     """
-    base.model.eval()
-    kl = kl_base = same = nll_before = nll_after = 0.0
-    targets = rows = 0
-    for some in _portions(batches, base.vocab_size):
-        before = _log_probabilities(base.model, some, first)
-        after = _log_probabilities(base.model, some, second)
-        alone = _log_probabilities(base.model, some, plain)
-        for batch, p, q, r in zip(some, before, after, alone, strict=True):
-            wanted = mx.array(batch.targets[batch.owners >= 0])[:, None]
-            kl += _kl(p, q)
-            kl_base += _kl(p, r)
-            same += (mx.argmax(p, axis=-1) == mx.argmax(q, axis=-1)).sum().item()
-            nll_before -= mx.take_along_axis(p, wanted, axis=-1).sum().item()
-            nll_after -= mx.take_along_axis(q, wanted, axis=-1).sum().item()
-            targets += len(wanted)
-            rows += len(batch.rows)
-            if advance is not None:
-                advance()
-    ppl_before, ppl_after = perplexity(nll_before, targets), perplexity(nll_after, targets)
-    ratio = math.exp(max(-700.0, min((nll_after - nll_before) / targets, 700.0)))
-    return Drift(
-        _not_negative(kl / targets),
-        _not_negative(kl_base / targets),
-        same / targets,
-        ppl_before,
-        ppl_after,
-        ratio,
-        rows,
-        targets,
-    )
+    if max_drift is not None and not 0 <= max_drift < math.inf:
+        raise PackError(f"--max-drift must be a number of 0 or more, but is {max_drift}.")
+
+
+class FidelityMeter:
+    """Compares variants of a base model on the same examples, cut as the pack was trained."""
+
+    def __init__(
+        self, base: BaseModel, pack: Pack, columns: DataConfig, rows: int, display: Display
+    ) -> None:
+        """Read at most ``rows`` test examples and choose the fastest matmul path for them.
+
+        Raises:
+            PackError: no example has a target.
+        """
+        length = pack.part("recipe").get("max_seq_length") or TrainConfig.max_seq_length
+        loss_on = pack.part("objective").get("loss_on") if columns.data != "tiny" else None
+        examples = encode(
+            evaluation_rows(columns, "test", rows),
+            base.tokenizer,
+            columns,
+            EncodingOptions(loss_on, length, base.vocab_size),
+        )
+        self.base, self.display = base, display
+        self.batches = evaluation_batches(examples, 4, length, -1)
+        if not self.batches:
+            raise PackError(
+                f"--data {columns.data}: no example has a target, so nothing can be compared.",
+                "data",
+            )
+        size = self.batches[-1].tokens.size
+        self.matmul_path = choose_matmul_path(base.model, size).matmul_path
+
+    def with_pack(self, pack: Pack) -> Variant:
+        """Return the base with a pack attached."""
+
+        @contextmanager
+        def variant() -> Iterator[None]:
+            attached = pack.attach(self.base, matmul_path=self.matmul_path)
+            try:
+                yield
+            finally:
+                attached.detach()
+
+        return variant
+
+    def without_pack(self) -> Variant:
+        """Return the base alone."""
+
+        @contextmanager
+        def variant() -> Iterator[None]:
+            originals = apply_matmul_path(self.base.model, self.matmul_path)
+            try:
+                yield
+            finally:
+                replace_modules(self.base.model, originals)
+
+        return variant
+
+    def with_modules(self, modules: Modules) -> Variant:
+        """Return the base with other modules."""
+        own = dict(self.base.model.named_modules())
+        originals = [(path, own[path]) for path, _ in modules]
+
+        @contextmanager
+        def variant() -> Iterator[None]:
+            replace_modules(self.base.model, modules)
+            try:
+                yield
+            finally:
+                replace_modules(self.base.model, originals)
+
+        return variant
+
+    def compare(self, first: Variant, second: Variant) -> Fidelity:
+        """Return KL and perplexity of the second variant against the first."""
+        model, plain = self.base.model, self.without_pack()
+        model.eval()
+        kl = kl_base = same = nll_before = nll_after = 0.0
+        targets = rows = 0
+        with self.display.task("drift", len(self.batches), "batches") as bar:
+            for portion in _portions(self.batches, self.base.vocab_size):
+                before = _log_probabilities(model, portion, first)
+                after = _log_probabilities(model, portion, second)
+                alone = _log_probabilities(model, portion, plain)
+                for batch, p, q, r in zip(portion, before, after, alone, strict=True):
+                    wanted = mx.array(batch.targets[batch.owners >= 0])[:, None]
+                    kl += _kl(p, q)
+                    kl_base += _kl(p, r)
+                    same += (mx.argmax(p, axis=-1) == mx.argmax(q, axis=-1)).sum().item()
+                    nll_before -= mx.take_along_axis(p, wanted, axis=-1).sum().item()
+                    nll_after -= mx.take_along_axis(q, wanted, axis=-1).sum().item()
+                    targets += len(wanted)
+                    rows += len(batch.rows)
+                    bar.advance()
+        return Fidelity(
+            kl_mean=_not_negative(kl / targets),
+            kl_of_pack=_not_negative(kl_base / targets),
+            same_token=same / targets,
+            ppl_before=perplexity(nll_before, targets),
+            ppl_after=perplexity(nll_after, targets),
+            ppl_ratio=math.exp(max(-700.0, min((nll_after - nll_before) / targets, 700.0))),
+            rows=rows,
+            targets=targets,
+        )
 
 
 def _not_negative(kl: float) -> float:
-    """KL is not; its rounding errors are. NaN stays."""
+    """Return 0 for a KL that rounding made negative. NaN stays."""
     return 0.0 if kl < 0 else kl
 
 
-def _portions(batches: list[Batch], vocab_size: int):
-    """Batches, as many at a time as their logits may wait for."""
+def _portions(batches: list[Batch], vocab_size: int) -> Iterator[list[Batch]]:
+    """Yield as many batches at a time as their logits may wait for."""
     portion, size = [], 0
     for batch in batches:
         size += 4 * vocab_size * batch.count
         portion.append(batch)
-        if size >= _KEPT_BYTES:
+        if size >= _LOGIT_BYTES:
             yield portion
             portion, size = [], 0
     if portion:
         yield portion
 
 
-def _log_probabilities(model: nn.Module, batches: list[Batch], put: Put) -> list[mx.array]:
-    """Log-probabilities [targets, V] float32 at each batch's targets."""
-    take_off = put()
-    try:
+def _log_probabilities(model: nn.Module, batches: list[Batch], variant: Variant) -> list[mx.array]:
+    """Return log-probabilities [targets, V] float32 at each batch's targets."""
+    with variant():
         head = split_head(model)
-        found = [_at_targets(model, head, batch) for batch in batches]
-        mx.eval(found)
-        return found
-    finally:
-        take_off()
+        arrays = [_at_targets(model, head, batch) for batch in batches]
+        mx.eval(arrays)
+        return arrays
 
 
 def _at_targets(model: nn.Module, head: Head | None, batch: Batch) -> mx.array:
@@ -198,5 +223,5 @@ def _at_targets(model: nn.Module, head: Head | None, batch: Batch) -> mx.array:
 
 
 def _kl(p: mx.array, q: mx.array) -> float:
-    """Sum over rows of KL(p || q), of log-probabilities [n, V]."""
+    """Return the sum over rows of KL(p || q), of log-probabilities [n, V]."""
     return mx.where(mx.isneginf(p), 0, mx.exp(p) * (p - q)).sum().item()

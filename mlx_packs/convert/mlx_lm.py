@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from ..adapters.spec import ModuleSpec
-from ..bases.loading import BaseModel
+from ..bases.model import BaseModel
 from ..errors import PackError
 from ..packs.manifest import adapter_config, is_of_encoder, replaced_of
 from ..packs.pack import Pack

@@ -64,6 +64,7 @@ class ActivePack:
 
     @property
     def attached(self) -> Attached:
+        """The adapters on the base."""
         return self.slots.attached
 
     @property

@@ -238,42 +238,60 @@ class Pack:
         self.manifest = {**self.manifest, **facts}
         atomic_write(self.path / MANIFEST, to_json(self.manifest))
 
-    def check_base(self, name: str, found: str, config: dict, quantization: Mapping | None) -> None:
-        """Hold the pack against a base: model type, fingerprint, quantization (None is dense).
+    def check_base(
+        self, name: str, fingerprint: str, config: dict, quantization: Mapping | None
+    ) -> None:
+        """Compare the pack's base with another: model type, fingerprint, quantization.
 
-        Raises: PackError naming both.
+        Args:
+            name: what messages call the other base.
+            fingerprint: of its files.
+            config: its config.json.
+            quantization: how it is quantized; None is dense.
+
+        Raises:
+            PackError: they differ.
         """
-        wanted, where = self.manifest["base"], self.name
-        if wanted["model_type"] != config["model_type"]:
+        ours, where = self.manifest["base"], self.name
+        if ours["model_type"] != config["model_type"]:
             raise PackError(
-                f"{where}: was trained on a {wanted['model_type']} ({wanted['id']}), but "
-                f"{name} is a {config['model_type']}."
+                f"{where}: was trained on a {ours['model_type']} ({ours['id']}), but "
+                f"{name} is a {config['model_type']}.",
+                "mismatch",
             )
-        if wanted["fingerprint"] != found:
+        if ours["fingerprint"] != fingerprint:
             raise PackError(
-                f"{where}: was trained on {wanted['id']} (fingerprint "
-                f"{wanted['fingerprint'][:12]}), but {name} is another base (fingerprint "
-                f"{found[:12]})."
+                f"{where}: was trained on {ours['id']} (fingerprint "
+                f"{ours['fingerprint'][:12]}), but {name} is another base (fingerprint "
+                f"{fingerprint[:12]}).",
+                "mismatch",
             )
-        was, now = (quantization_name(q) for q in (wanted["quantization"], quantization))
+        was, now = (quantization_name(q) for q in (ours["quantization"], quantization))
         if was != now:
-            mode = format_name(wanted["quantization"])
+            mode = format_name(ours["quantization"])
             how = f"with load_base(…, quantize='{mode}')" if mode != "none" else "without quantize"
             raise PackError(
-                f"{where}: was trained on {wanted['id']} as {was}, but {name} is {now}; load it "
-                f"{how}."
+                f"{where}: was trained on {ours['id']} as {was}, but {name} is {now}. Load it "
+                f"{how}.",
+                "mismatch",
+                "quantize",
             )
 
     def check_reading(self, base: BaseModel) -> None:
-        """Raises: PackError if an encoder pools otherwise than the one that the pack is of."""
+        """Check that an encoder pools as the one that the pack was trained on.
+
+        Raises:
+            PackError: it does not.
+        """
         trained = self.part("objective")
         if not base.is_encoder or trained.get("task") != "embedding":
             return
-        for name, here in base.model.sentence_config.to_json().items():
-            if trained.get(name, here) != here:
+        for name, value in base.model.sentence_config.to_json().items():
+            if trained.get(name, value) != value:
                 raise PackError(
                     f"{self.name}: was trained with {name} {trained[name]}, but "
-                    f"{base.name} has {name} {here} (its modules.json)."
+                    f"{base.name} has {name} {value} (its modules.json).",
+                    "mismatch",
                 )
 
     def check_checkpoint(self, model: str | Path) -> tuple[Path, dict]:

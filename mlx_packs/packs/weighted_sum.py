@@ -20,9 +20,10 @@ Weighted = list[tuple[Pack, float]]
 
 
 def open_weighted(text: str | Path) -> tuple[Pack, float]:
-    """A pack and its weight from ``DIR`` or ``DIR=0.7``.
+    """Return a pack and its weight from ``DIR`` or ``DIR=0.7``.
 
-    Raises: PackError for what is no weight, or no pack.
+    Raises:
+        PackError: the weight is not a number, or there is no such pack.
     """
     folder, sign, weight = str(text).rpartition("=")
     if not sign or Path(text).expanduser().is_dir():
@@ -33,24 +34,24 @@ def open_weighted(text: str | Path) -> tuple[Pack, float]:
         raise PackError(
             f"--pack {text}: the weight must be a number, as in {folder}=0.7, but got '{weight}'."
         ) from None
-    return Pack.open(folder), _checked(value, folder)
+    _check_weight(value, folder)
+    return Pack.open(folder), value
 
 
-def _checked(weight: float, name: str | Path) -> float:
+def _check_weight(weight: float, name: str | Path) -> None:
     if not math.isfinite(weight) or weight == 0:
         raise PackError(
             f"--pack {name}={weight:g}: the weight must be a finite number other than 0."
         )
-    return float(weight)
 
 
-def as_pack(given: "str | Path | Pack | Mapping[str | Path, float] | Weighted") -> Pack:
-    """A pack, a folder, or packs with weights (``{"a": 0.7, "b": 0.3}`` or pairs), as one pack."""
-    if isinstance(given, Pack):
-        return given
-    if isinstance(given, (str, Path)):
-        return Pack.open(given)
-    pairs = given.items() if isinstance(given, Mapping) else given
+def as_pack(packs: "str | Path | Pack | Mapping[str | Path, float] | Weighted") -> Pack:
+    """Return a pack, a folder, or packs with weights (a mapping or pairs), as one pack."""
+    if isinstance(packs, Pack):
+        return packs
+    if isinstance(packs, (str, Path)):
+        return Pack.open(packs)
+    pairs = packs.items() if isinstance(packs, Mapping) else packs
     return weighted_sum([(as_pack(pack), weight) for pack, weight in pairs])
 
 
@@ -61,24 +62,22 @@ class _Part:
     pack: Pack
     weight: float
     specs: Specs
-    name: str
-
-    @classmethod
-    def of(cls, pack: Pack, weight: float) -> "_Part":
-        return cls(pack, _checked(weight, pack.name), pack.specs, pack.name)
 
 
 def weighted_sum(packs: Sequence[tuple[Pack, float]]) -> Pack:
-    """The pack whose delta is the sum of the packs' deltas, each times its weight.
+    """Return the pack whose delta is the sum of the packs' deltas, each times its weight.
 
-    One pack with weight 1 is given back as it is. Recipe and objective keep what all agree on.
+    One pack with weight 1 is returned unchanged. Recipe and objective keep what all agree on.
 
-    Raises: PackError if there is none, one is given twice or is for another base than the first, or
-        one is not a sum of low-rank deltas.
+    Raises:
+        PackError: there is no pack, one is listed twice or is for another base than the first, or
+            one is not a sum of low-rank deltas.
     """
     if not packs:
         raise PackError("--pack: there is no pack to add up.")
-    parts = [_Part.of(pack, weight) for pack, weight in packs]
+    for pack, weight in packs:
+        _check_weight(weight, pack.name)
+    parts = [_Part(pack, float(weight), pack.specs) for pack, weight in packs]
     check_distinct([part.pack for part in parts])
     first = parts[0].pack
     if len(parts) == 1 and parts[0].weight == 1:
@@ -86,9 +85,9 @@ def weighted_sum(packs: Sequence[tuple[Pack, float]]) -> Pack:
     check_addable([part.pack for part in parts])
     specs, tensors = {}, {}
     for path in dict.fromkeys(path for part in parts for path in part.specs):
-        held = [part for part in parts if path in part.specs]
-        specs[path] = _sum_spec(path, held)
-        tensors |= _sum_tensors(specs[path], held)
+        with_path = [part for part in parts if path in part.specs]
+        specs[path] = _sum_spec(path, with_path)
+        tensors |= _sum_tensors(specs[path], with_path)
     mx.eval(tensors)
     manifest = {
         "format_version": first.manifest["format_version"],
@@ -106,38 +105,48 @@ def weighted_sum(packs: Sequence[tuple[Pack, float]]) -> Pack:
 
 
 def check_distinct(packs: Sequence[Pack]) -> None:
-    """Raises: PackError if two of the packs are one folder, one object, or the same sum."""
+    """Check that no two of the packs are one folder, one object, or the same sum.
+
+    Raises:
+        PackError: two are.
+    """
     seen = set()
     for pack in packs:
         if pack.identity in seen:
-            raise PackError(f"--pack {pack.name}: is given twice.")
+            raise PackError(f"--pack {pack.name}: is listed twice.", "conflict")
         seen.add(pack.identity)
 
 
 def check_addable(packs: Sequence[Pack]) -> None:
-    """Raises: PackError if one is for another base than the first, or no sum of low-rank deltas."""
+    """Check that packs are sums of low-rank deltas for one base.
+
+    Raises:
+        PackError: one is for another base than the first, or is not such a sum.
+    """
     first = packs[0]
     for pack in packs:
-        if found := pack.beyond_lora:
+        if reason := pack.beyond_lora:
             raise PackError(
-                f"{pack.name}: {found}, which is no delta of a linear that can be "
-                "weighted and added; merge it instead."
+                f"{pack.name}: {reason}, which is not a delta of a linear that can be weighted and "
+                "added. Merge it instead.",
+                "unsupported",
             )
-        ours, theirs = first.manifest["base"], pack.manifest["base"]
-        if any(ours[key] != theirs[key] for key in ("fingerprint", "quantization")):
-            told = [
-                f"{b['id']} as {quantization_name(b['quantization'])} (fingerprint "
-                f"{b['fingerprint'][:12]})"
-                for b in (theirs, ours)
-            ]
+        bases = [pack.manifest["base"], first.manifest["base"]]
+        if any(bases[0][key] != bases[1][key] for key in ("fingerprint", "quantization")):
+            theirs, ours = (
+                f"{base['id']} as {quantization_name(base['quantization'])} (fingerprint "
+                f"{base['fingerprint'][:12]})"
+                for base in bases
+            )
             raise PackError(
-                f"{pack.name}: was trained on {told[0]}, but {first.name} on "
-                f"{told[1]}; only packs of one base can be added up."
+                f"{pack.name}: was trained on {theirs}, but {first.name} on {ours}; only packs of "
+                "one base can be added up.",
+                "mismatch",
             )
 
 
 def _agreed(parts: list[dict]) -> dict:
-    """What all mappings say alike."""
+    """Return the entries that all mappings have in common."""
     first, *others = parts
     return {k: v for k, v in first.items() if all(k in o and o[k] == v for o in others)}
 
@@ -153,32 +162,35 @@ def _sum_groups(parts: list[_Part]) -> list[list[str]]:
 
 
 def _sum_spec(path: str, parts: list[_Part]) -> ModuleSpec:
-    """One projection's adapter with the ranks of all packs, and scale 1.
+    """Return one projection's adapter with the ranks of all packs, and scale 1.
 
     Where one pack has slices that another has not, they become one slice with all ranks.
     """
-    found = [part.specs[path] for part in parts]
-    first = found[0]
-    for part, spec in zip(parts, found, strict=True):
+    specs = [part.specs[path] for part in parts]
+    first = specs[0]
+    for part, spec in zip(parts, specs, strict=True):
         if (spec.in_features, sum(spec.widths), spec.experts) != (
             first.in_features,
             sum(first.widths),
             first.experts,
         ):
-            raise PackError(f"{part.name}: {path}: its shape differs from that in {parts[0].name}.")
-    if any(spec.widths != first.widths for spec in found):
-        rank, leaf = sum(spec.rank for spec in found), path.rpartition(".")[2]
-        whole = SliceSpec(leaf, sum(first.widths), rank, float(rank))
-        return ModuleSpec(path, first.in_features, (whole,), first.experts)
+            raise PackError(
+                f"{part.pack.name}: {path}: its shape differs from that in {parts[0].pack.name}.",
+                "mismatch",
+            )
+    if any(spec.widths != first.widths for spec in specs):
+        rank, leaf = sum(spec.rank for spec in specs), path.rpartition(".")[2]
+        single = SliceSpec(leaf, sum(first.widths), rank, float(rank))
+        return ModuleSpec(path, first.in_features, (single,), first.experts)
     slices = []
-    for same in zip(*(spec.slices for spec in found), strict=True):
-        rank = sum(s.rank for s in same)
-        slices.append(SliceSpec(same[0].name, same[0].width, rank, float(rank)))
+    for parallel in zip(*(spec.slices for spec in specs), strict=True):
+        rank = sum(s.rank for s in parallel)
+        slices.append(SliceSpec(parallel[0].name, parallel[0].width, rank, float(rank)))
     return ModuleSpec(path, first.in_features, tuple(slices), first.experts)
 
 
 def _sum_tensors(spec: ModuleSpec, parts: list[_Part]) -> dict[str, mx.array]:
-    """A and B of one projection on disk: slice by slice, and in each slice the packs in order."""
+    """Return A and B as on disk: slice by slice, and in each slice the packs in order."""
     names = f"{spec.path}.lora_a", f"{spec.path}.lora_b"
     experts = spec.experts is not None
     columns: list[list[mx.array]] = [[] for _ in spec.slices]
@@ -190,12 +202,12 @@ def _sum_tensors(spec: ModuleSpec, parts: list[_Part]) -> dict[str, mx.array]:
             a, b = a.swapaxes(-1, -2), b.swapaxes(-1, -2)
         at = 0
         for i, s in enumerate(part.specs[spec.path].slices):
-            own, to = slice(at, at + s.rank), min(i, len(spec.slices) - 1)
-            columns[to].append(a[..., own])
-            rows[to].append(part.weight * s.scale * b[..., own, :])
+            ranks, to = slice(at, at + s.rank), min(i, len(spec.slices) - 1)
+            columns[to].append(a[..., ranks])
+            rows[to].append(part.weight * s.scale * b[..., ranks, :])
             at += s.rank
-    a = mx.concatenate([x for found in columns for x in found], axis=-1)
-    b = mx.concatenate([x for found in rows for x in found], axis=-2)
+    a = mx.concatenate([x for arrays in columns for x in arrays], axis=-1)
+    b = mx.concatenate([x for arrays in rows for x in arrays], axis=-2)
     if experts:
         a, b = a.swapaxes(-1, -2), b.swapaxes(-1, -2)
     return dict(zip(names, (a, b), strict=True))

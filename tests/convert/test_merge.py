@@ -7,12 +7,14 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 from mlx.utils import tree_flatten
+from mlx_lm.utils import load_model
 
 from mlx_packs import Pack, load_base
+from mlx_packs.bases import writer
 from mlx_packs.bases.quantization import QuantizeOptions
 from mlx_packs.bases.writer import quantize, verify
 from mlx_packs.convert.merge import merge_pack
-from mlx_packs.errors import PackError
+from mlx_packs.errors import Interrupted, PackError
 from mlx_packs.files import sha256
 from mlx_packs.packs.manifest import ADAPTERS
 from mlx_packs.runtime import mx
@@ -159,8 +161,6 @@ def test_shards_and_dtype(tmp_path):
 
 
 def test_stock_mlx_lm_loads_what_is_written(tmp_path):
-    from mlx_lm.utils import load_model
-
     base = write_quantized(tmp_path / "base", write_checkpoint(tmp_path / "dense"))
     pack = random_pack(load_base(base)).save(tmp_path / "pack")
     for way in ("same", "none", "affine8"):
@@ -245,22 +245,20 @@ def test_a_link_to_the_base_is_the_base(faint, tmp_path):
 
 def test_bad_requests_and_another_base_are_named(faint, tmp_path):
     base, pack = faint
-    for options, message in (
-        ({"requantize": "int4"}, "--requantize int4"),
-        ({"dtype": "int8"}, "--dtype int8"),
-        ({"max_drift": float("nan")}, "--max-drift must be a number of 0 or more"),
-        ({"max_drift": float("inf")}, "--max-drift must be a number of 0 or more"),
+    for options, code in (
+        ({"requantize": "int4"}, "unknown"),
+        ({"dtype": "int8"}, "unknown"),
+        ({"max_drift": float("nan")}, "invalid"),
+        ({"max_drift": float("inf")}, "invalid"),
     ):
-        with pytest.raises(PackError, match=message):
+        ((flag, value),) = options.items()
+        with raises(code, flag, str(value)):
             merge_pack(pack, base, tmp_path / "out", **options)
-    with pytest.raises(PackError, match="is another base"):
+    with raises("mismatch", None, str(pack.path), "tiny"):
         merge_pack(pack, "tiny", tmp_path / "out")
 
 
 def test_a_merge_that_is_interrupted_goes_on(faint, tmp_path, monkeypatch):
-    from mlx_packs.bases import writer
-    from mlx_packs.errors import Interrupted
-
     base, pack = faint
     real, count = writer.write_tensors, []
 
@@ -290,7 +288,7 @@ def test_nan_in_the_pack_stops_the_merge(faint, tmp_path):
     manifest["files"][ADAPTERS]["sha256"] = sha256(pack.path / ADAPTERS)
     manifest["files"][ADAPTERS]["bytes"] = (pack.path / ADAPTERS).stat().st_size
     (pack.path / "pack.json").write_text(json.dumps(manifest))
-    with pytest.raises(PackError, match="has NaN"):
+    with raises("unreadable", None, name):
         merge_pack(Pack.open(pack.path), base, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
@@ -303,7 +301,7 @@ def test_mxfp4_is_not_written_and_says_what_is(tmp_path):
     mx.save_safetensors(str(folder / "model.safetensors"), dict(tree_flatten(model.parameters())))
     (folder / "config.json").write_text(json.dumps(config))
     pack = random_pack(load_base(folder)).save(tmp_path / "pack")
-    with pytest.raises(PackError, match="is mxfp4, which is not written here; choose affine4"):
+    with raises("unsupported", "requantize", "mxfp4", "q_proj"):
         merge_pack(pack, folder, tmp_path / "same", requantize="same", rows=2)
     merged(pack, folder, tmp_path / "out", requantize="affine8")
     found, expected = logits(load_base(tmp_path / "out")), attached_logits(pack, folder)

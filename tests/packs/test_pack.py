@@ -352,14 +352,14 @@ def test_evaluate_takes_columns_and_length_from_the_pack(pack, tiny):
     assert evaluate(tiny, "p", rows).targets == 15  # 16 tokens, the first is not predicted
     assert evaluate(tiny, "p", rows, max_seq_length=9).targets == 8
     given = DataConfig(data=str(rows), text_feature="text")
-    with pytest.raises(PackError, match="'text'"):
+    with pytest.raises(PackError, match="{text}"):
         evaluate(tiny, "p", columns=given)
 
 
 def test_eval_takes_columns_as_flags(pack, run):
     rows = write_rows(Path("d"), train=[{"w": "x"}], test=[{"w": "one two three"}])
     code, _, err = run("eval", "p", "--data", rows)
-    assert code == 2 and "'words'" in err
+    assert code == 2 and "{words}" in err
     code, out, err = run("eval", "p", "--data", rows, "--text-feature", "w", "--json")
     assert code == 0 and json.loads(out)["rows"] == 1, err
 

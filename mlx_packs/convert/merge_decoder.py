@@ -1,0 +1,108 @@
+"""Merge fidelity of causal models: KL of the next token between attached and merged."""
+
+import dataclasses
+
+import mlx.nn as nn
+
+from ..adapters.imported import full_tensor_modules
+from ..bases.model import BaseModel
+from ..nn.experts import is_switch_linear
+from ..nn.quantized import LINEARS
+from ..packs.base import load_base_for
+from ..packs.manifest import replaced_of
+from ..packs.pack import Pack
+from ..runtime import mx, on_cpu
+from .fidelity import Fidelity, FidelityMeter, Modules
+from .merge_plan import Change, MergeRequest, dtype_of, plan_changes
+from .merger import Outcome, first_that_passes
+
+_CHEAPEST_FIRST = ("affine8", "none")  # what is tried where a merge is too far off
+
+
+class DecoderMerger:
+    """Compares next tokens, and perplexity."""
+
+    def check(self, request: MergeRequest) -> None:
+        """Accept every request."""
+
+    def compare(self, request: MergeRequest) -> Outcome:
+        """Return the merge fidelity, and the cheapest setting within the limit."""
+        fidelity, tried, passes = measured(request)
+        return Outcome(
+            scores=fidelity.to_json(),
+            recorded=("kl_mean", "ppl_ratio"),
+            distance=fidelity.kl_mean,
+            limit=fidelity.limit(request.max_drift),
+            tried=tried,
+            passes=passes,
+        )
+
+
+def measured(request: MergeRequest) -> tuple[Fidelity, dict[str, float], str | None]:
+    """Return the fidelity of a merge, the mean KL of each setting tried, and which one passes."""
+    pack, dtype = request.pack, request.dtype
+    planned = plan_changes(request)
+    base = load_base_for(pack, request.model, request.trust_remote_code)
+    meter = FidelityMeter(base, pack, request.columns, request.rows, request.display)
+    attached = meter.with_pack(pack)
+
+    def fidelity_of(changes: list[Change]) -> Fidelity:
+        return meter.compare(attached, meter.with_modules(dense_modules(base, changes, pack)))
+
+    def kl_of(requantize: str, dtype: str) -> float:
+        other = dataclasses.replace(request, requantize=requantize, dtype=dtype)
+        return fidelity_of(plan_changes(other).changes).kl_mean
+
+    fidelity = fidelity_of(planned.changes)
+    others = {
+        finer: lambda finer=finer: kl_of(finer, dtype) for finer in _finer(request.requantize)
+    }
+    if any(change.weight.dtype != mx.float32 for change in planned.changes):
+        others["none --dtype float32"] = lambda: kl_of("none", "float32")
+    limit = fidelity.limit(request.max_drift)
+    tried, passes = first_that_passes(request.requantize, fidelity.kl_mean, limit, others)
+    return fidelity, tried, passes
+
+
+def _finer(requantize: str) -> tuple[str, ...]:
+    """Return the settings with more bits than one, the cheapest first."""
+    if requantize not in _CHEAPEST_FIRST:
+        return _CHEAPEST_FIRST
+    return _CHEAPEST_FIRST[_CHEAPEST_FIRST.index(requantize) + 1 :]
+
+
+def dense_modules(base: BaseModel, changes: list[Change], pack: Pack | None = None) -> Modules:
+    """Return dense modules that compute what the written ones will, for a base that is loaded."""
+    modules = dict(base.model.named_modules())
+    replaced = []
+    for change in changes:
+        module = modules[change.path]
+        if is_switch_linear(module):
+            from mlx_lm.models.switch_layers import SwitchLinear
+
+            dense = SwitchLinear(1, 1, 1, bias="bias" in module)
+        elif isinstance(module, (nn.Linear, *LINEARS)):
+            dense = nn.Linear(1, 1, bias="bias" in module)
+        else:
+            dense = nn.Embedding(1, 1)
+        dense.weight = _as_loaded(change, mx.float32 if on_cpu() else dtype_of(module))
+        if "bias" in module:
+            dense.bias = module.bias
+        dense.freeze()
+        mx.eval(dense.parameters())
+        replaced.append((change.path, dense))
+    if pack is not None:
+        paths = {path for path, _ in replaced}
+        names = [n for n in replaced_of(pack.manifest) if n.rpartition(".")[0] not in paths]
+        if names:
+            tensors = pack.load_tensors()
+            replaced += full_tensor_modules(base.model, names, tensors, str(pack.path))
+    return replaced
+
+
+def _as_loaded(change: Change, dtype: mx.Dtype) -> mx.array:
+    """Return the weight that the written tensors represent, in the dtype of its products."""
+    if change.weight_format is None:
+        return change.weight.astype(dtype)
+    tensors = change.weight_format.quantize(f"{change.path}.weight", change.weight)
+    return change.weight_format.dequantize(tensors, dtype)

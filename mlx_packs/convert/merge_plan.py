@@ -1,0 +1,421 @@
+"""What a merge writes: the weights that change, how they are quantized, under which names.
+
+Everything is lazy: planning reads headers, and a tensor is computed when it is written.
+"""
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import mlx.nn as nn
+from mlx.utils import tree_flatten
+
+from ..adapters.spec import ModuleSpec
+from ..adapters.tensors import delta_of
+from ..bases import files as base_files
+from ..bases import writer
+from ..bases.bitsandbytes import METHOD
+from ..bases.loading import lazy_base
+from ..bases.model import BaseModel
+from ..bases.quantization import QuantizeOptions, formats_for
+from ..bases.weight_formats import FORMATS, MODES, WeightFormat, format_of, named_format
+from ..bases.writer import Item, Plan
+from ..config.schema import DataConfig
+from ..display import Display
+from ..errors import PackError
+from ..nn.experts import expert_weights, is_switch_linear
+from ..nn.quantized import QUANTIZED, dequantized_weight
+from ..packs.manifest import replaced_of
+from ..packs.pack import Pack
+from ..runtime import mx
+
+REQUANTIZE = ("none", "same", *FORMATS)
+DTYPES = {"auto": None, "float32": mx.float32, "bfloat16": mx.bfloat16, "float16": mx.float16}
+_MATRICES = (nn.Linear, nn.Embedding, *QUANTIZED)
+_PARTS = ("scales", "biases", "absmax", "nested_absmax", "offset")
+
+
+@dataclass(frozen=True)
+class MergeRequest:
+    """What `merge_pack` was asked for."""
+
+    pack: Pack
+    model: str | Path
+    requantize: str
+    dtype: str
+    max_drift: float | None
+    columns: DataConfig
+    rows: int
+    max_shard_gb: float
+    trust_remote_code: bool
+    display: Display
+
+
+@dataclass(frozen=True)
+class Change:
+    """The new weight of a module: lazy and dense, and its format (None: it stays dense)."""
+
+    path: str
+    weight: mx.array
+    weight_format: WeightFormat | None
+
+
+@dataclass(frozen=True)
+class Changes:
+    """All changes of a base, whose own weights are lazy, and config.json as it will be."""
+
+    base: BaseModel
+    changes: list[Change]
+    tensors: dict[str, mx.array]  # parameters stored in full that are not weights of linears
+    config: dict
+    options: QuantizeOptions
+
+
+class _Planner:
+    """Collects new weights and their formats by module, in the order in which they depend."""
+
+    def __init__(self, request: MergeRequest, base: BaseModel) -> None:
+        self.request, self.base = request, base
+        self.modules = dict(base.model.named_modules())
+        self.weights: dict[str, mx.array] = {}
+        self.formats: dict[str, WeightFormat | None] = {}
+        self.options = QuantizeOptions()
+
+    def quantize_as_trained(self) -> None:
+        """Round a dense checkpoint as it was for training, where the pack was trained on that."""
+        pack = self.request.pack
+        on_loading = pack.quantize_for(self.base.config)
+        if on_loading == "none":
+            return
+        trained = pack.quantize_options
+        weight_format = named_format(on_loading, trained["double_quant"])
+        self.options = QuantizeOptions(weight_format, trained["keep"])
+        for path, weight_format in formats_for(self.base.model, self.options)[0].items():
+            self.weights[path] = weight_format.rounded(self.modules[path].weight)
+            self.formats[path] = weight_format if self.request.requantize == "same" else None
+
+    def choose_formats(self) -> None:
+        """Set the format to quantize to; all of a dense base is quantized."""
+        if self.request.requantize not in FORMATS:
+            return
+        self.options = QuantizeOptions(named_format(self.request.requantize))
+        if not self.base.quantization:
+            self.formats = dict(formats_for(self.base.model, self.options)[0])
+
+    def replace_full_tensors(self, tensors: Mapping[str, mx.array]) -> dict[str, mx.array]:
+        """Take tensors that the pack stores in full; return those that are not such weights."""
+        others = {}
+        for name in replaced_of(self.request.pack.manifest):
+            path, _, parameter = name.rpartition(".")
+            if parameter == "weight" and isinstance(self.modules.get(path), _MATRICES):
+                self.weights[path] = tensors[name]
+            else:
+                others[name] = tensors[name]
+        return others
+
+    def add_deltas(self, tensors: Mapping[str, mx.array]) -> None:
+        """Add the delta of every adapter to its weight."""
+        pack, dtype = self.request.pack, DTYPES[self.request.dtype]
+        for path, spec in pack.specs.items():
+            if (module := self.modules.get(path)) is None:
+                raise PackError(
+                    f"{pack.path}: {path}: {self.request.model} has no such module.", "mismatch"
+                )
+            weight = self.weights.get(path, dense_weight(module))
+            merged = _merged(spec, tensors, weight)
+            self.weights[path] = merged.astype(dtype or dtype_of(module))
+
+    def cast(self) -> None:
+        """Bring every weight to its dtype and choose its format."""
+        dtype = DTYPES[self.request.dtype]
+        for path in [*self.weights, *self.formats]:
+            module = self.modules[path]
+            if path not in self.weights:
+                self.weights[path] = dense_weight(module)
+            self.weights[path] = self.weights[path].astype(dtype or dtype_of(module))
+            self.formats.setdefault(path, self._format_for(path))
+
+    def requantize_others(self) -> None:
+        """Change modules of a quantized base without an adapter, where they become smaller."""
+        if not self.base.quantization or self.request.requantize == "same":
+            return
+        dtype = DTYPES[self.request.dtype]
+        for path, module in self.modules.items():
+            if path in self.weights or not (stored := format_of(module)):
+                continue
+            wanted = self._format_for(path)
+            if wanted is None or wanted.bits_per_weight < stored.bits_per_weight:
+                self.weights[path] = dense_weight(module).astype(dtype or dtype_of(module))
+                self.formats[path] = wanted
+
+    def _format_for(self, path: str) -> WeightFormat | None:
+        """Return the format of the merged weight of a module; None is dense."""
+        module, requantize = self.modules[path], self.request.requantize
+        stored = format_of(module)
+        if requantize == "none":
+            return None
+        if requantize == "same":
+            if stored and stored.mode not in MODES:
+                raise PackError(
+                    f"--requantize same: {path} is {stored.mode}, which cannot be written. Choose "
+                    "affine4, affine8 or none.",
+                    "unsupported",
+                )
+            return stored
+        if stored is None:  # what the base left dense stays so
+            return None
+        wanted = named_format(requantize)
+        if wanted.is_stored(stored.to_config()):
+            return stored
+        if is_switch_linear(module) and not wanted.holds("other"):
+            raise PackError(
+                f"--requantize {requantize}: {path} has experts, and {requantize} is for linears "
+                "and embeddings. Choose same, affine4 or affine8.",
+                "unsupported",
+            )
+        return wanted if wanted.fits(dense_weight(module).shape[-1]) else None
+
+
+def plan_changes(request: MergeRequest) -> Changes:
+    """Plan which weights of the base change, and how each is quantized.
+
+    Raises:
+        PackError: the pack cannot be merged into this base in this way.
+    """
+    base = lazy_base(request.model, request.trust_remote_code)
+    _check_mergeable(request.pack)
+    planner, tensors = _Planner(request, base), request.pack.load_tensors()
+    planner.quantize_as_trained()
+    planner.choose_formats()
+    others = planner.replace_full_tensors(tensors)
+    planner.add_deltas(tensors)
+    planner.cast()
+    planner.requantize_others()
+    changes = [
+        Change(path, planner.weights[path], planner.formats[path])
+        for path in reversed(planner.modules)
+        if path in planner.weights
+    ]
+    stored = _stored_config(base.path)
+    config = _config(stored, base.quantization, changes, planner.options, request.requantize)
+    return Changes(base, changes, others, config, planner.options)
+
+
+def _check_mergeable(pack: Pack) -> None:
+    """Raise a PackError for an adapter of a tied embedding that acts on the input alone."""
+    for spec in pack.specs.values():
+        if spec.head is False:
+            raise PackError(
+                f"{pack.path}: {spec.path}: its adapter acts on the input alone, but the base ties "
+                "the head to this table, so no one table has both. Apply the pack instead.",
+                "unsupported",
+            )
+
+
+def dense_weight(module: nn.Module) -> mx.array:
+    """Return the dequantized weight of any linear, embedding or stack of experts."""
+    if is_switch_linear(module):
+        return expert_weights(module)
+    return dequantized_weight(module) if isinstance(module, QUANTIZED) else module.weight
+
+
+def dtype_of(module: nn.Module) -> mx.Dtype:
+    """Return the dtype of a weight when it is dense."""
+    return dense_weight(module).dtype
+
+
+def _merged(spec: ModuleSpec, tensors: Mapping[str, mx.array], weight: mx.array) -> mx.array:
+    """Return W + D in float32; with DoRA each row then gets its magnitude."""
+    adapted = weight.astype(mx.float32) + delta_of(spec, tensors)
+    if spec.kind != "dora":
+        return adapted
+    m = tensors[f"{spec.path}.m"].astype(mx.float32)
+    return (m / mx.linalg.norm(adapted, axis=1))[:, None] * adapted
+
+
+def _config(
+    config: dict,
+    quantization: Mapping,
+    changes: list[Change],
+    options: QuantizeOptions,
+    requantize: str,
+) -> dict:
+    """Return config.json of the merged model."""
+    if requantize == "same" and (quantization or not any(c.weight_format for c in changes)):
+        return config
+    quantized = dict(quantization)
+    plain = {k: v for k, v in config.items() if k not in ("quantization", "quantization_config")}
+    if "text_config" in plain:
+        text = plain["text_config"]
+        plain["text_config"] = {k: v for k, v in text.items() if k != "quantization_config"}
+    if requantize == "none":
+        return plain
+    if not quantized:
+        quantized = options.weight_format.to_config()
+    for change in changes:
+        weight_format = change.weight_format
+        entry = weight_format.to_config() if weight_format else {}
+        if entry and all(quantized.get(k, "affine") == v for k, v in entry.items()):
+            quantized.pop(change.path, None)
+        elif entry and (weight_format.native or weight_format.is_stored(quantized)):
+            quantized[change.path] = entry
+        else:
+            # mlx-lm quantizes nothing here: it is dense, or NF4 by its tensors
+            quantized[change.path] = False
+    return dict(
+        sorted({**plain, "quantization": quantized, "quantization_config": quantized}.items())
+    )
+
+
+@dataclass(frozen=True)
+class _Names:
+    """The tensors of a checkpoint under the names of its files, and where modules are among them.
+
+    Attributes:
+        tensors: by name.
+        places: the name of each changed module in the files, by path.
+        transposed: paths whose weight is stored transposed (GPT-2's).
+    """
+
+    tensors: dict[str, mx.array]
+    places: dict[str, str]
+    transposed: frozenset[str] = frozenset()
+
+
+def plan_merge(request: MergeRequest, facts: Mapping | None = None) -> Plan:
+    """Plan the merged checkpoint for the writer of `packs quantize`; reads headers only.
+
+    Args:
+        request: what to merge.
+        facts: for the record that the writer leaves in the folder.
+    """
+    planned = plan_changes(request)
+    base, source = planned.base, base_files.resolve_checkpoint(request.model)
+    requantize = request.requantize
+    of_bitsandbytes = base_files.stored_quantization(base.config).get("quant_method") == METHOD
+    native = requantize in FORMATS and FORMATS[requantize].native
+    keeps_layout = of_bitsandbytes and requantize != "none" and not native
+    layout = "bitsandbytes" if keeps_layout else "mlx"
+    names, config, origin = _own_names(source, planned, layout), planned.config, "base"
+    if names is None or (of_bitsandbytes and native):
+        names, layout, origin = _names_of_model(planned), "mlx", "mlx-lm"
+    if layout == "bitsandbytes":
+        config = _stored_config(source)
+    items, tensors = _items(planned, names, DTYPES[request.dtype], layout)
+    options = dataclasses.replace(planned.options, layout=layout, max_shard_gb=request.max_shard_gb)
+    quantized = base_files.stored_quantization(config)
+    short = {k: v for k, v in quantized.items() if not isinstance(v, dict) and v is not False}
+    changed = len(planned.changes) + len(planned.tensors)
+    merged = {**(facts or {}), "changed": changed, "names": origin}
+    shards = writer.in_shards(items, request.max_shard_gb)
+    return Plan(options, tensors, shards, config, base.fingerprint, {}, short or None, merged)
+
+
+def _items(
+    planned: Changes, names: _Names, dtype: mx.Dtype | None, layout: str
+) -> tuple[list[Item], dict[str, mx.array]]:
+    """Return what the writer needs to know of each tensor, and the tensors, by name."""
+    places = names.places
+    by_name = {f"{places[c.path]}.weight": c for c in planned.changes}
+    parts = {n for c in planned.changes for n in names.tensors if _is_part(n, places[c.path])}
+    full_tensors = {}
+    for name, tensor in planned.tensors.items():
+        path, _, parameter = name.rpartition(".")
+        full_tensors[f"{places.get(path, path)}.{parameter}"] = tensor
+    sizes = _true_sizes(planned.base, places)
+    items, tensors = [], {}
+    for name, tensor in names.tensors.items():
+        change = by_name.get(name)
+        if name in parts and change is None:
+            continue
+        weight_format = None
+        size = sizes.get(name, tensor.size)
+        if change:
+            weight_format = change.weight_format
+            tensor = change.weight.T if change.path in names.transposed else change.weight
+            size = tensor.size
+        elif name in full_tensors:
+            tensor = full_tensors[name].astype(dtype or tensor.dtype)
+        items.append(Item.of(name, tensor, weight_format, layout, size))
+        tensors[name] = tensor
+    return items, tensors
+
+
+def _stored_config(source: Path) -> dict:
+    return json.loads((source / "config.json").read_text(encoding="utf-8"))
+
+
+def _is_part(name: str, place: str) -> bool:
+    """Return whether a tensor of a file is a part of the weight of a module."""
+    if not name.startswith(f"{place}."):
+        return False
+    rest = name.removeprefix(f"{place}.")
+    return rest == "weight" or rest in _PARTS or rest.startswith("weight.")
+
+
+def _true_sizes(base: BaseModel, places: Mapping[str, str]) -> dict[str, int]:
+    """Return how many weights each stored tensor represents where it is quantized; scales: none."""
+    sizes = {}
+    for path, module in base.model.named_modules():
+        if stored := format_of(module):
+            place = places.get(path, path)
+            sizes[f"{place}.weight"] = module.weight.nbytes * 8 // stored.bits
+            sizes |= {f"{place}.{part}": 0 for part in _PARTS}
+    return sizes
+
+
+def _own_names(source: Path, planned: Changes, layout: str) -> _Names | None:
+    """Return the base's tensors as its files name them, with a place for each change.
+
+    None if mlx-lm has other names or shapes for a module that changes.
+    """
+    tensors: dict[str, mx.array] = {}
+    for file in base_files.weight_files(source):
+        tensors |= mx.load(str(file))
+    base = planned.base
+    modules = dict(base.model.named_modules())
+    is_gpt2 = base.config["model_type"] == "gpt2"
+    paths = [c.path for c in planned.changes]
+    paths += [name.rpartition(".")[0] for name in planned.tensors]
+    places = {path: _place_of(path, base, tensors, is_gpt2) for path in paths}
+    if None in places.values():
+        return None
+    transposed = {
+        path
+        for path, place in places.items()
+        if is_gpt2 and place != path and isinstance(modules[path], nn.Linear)
+    }
+    for change in planned.changes:
+        place, stored = places[change.path], format_of(modules[change.path])
+        if change.path in transposed:
+            if change.weight_format:
+                return None
+            continue
+        # what scales are called beside a weight of another name is not known
+        if place != change.path and (stored or change.weight_format):
+            return None
+        if stored is None and tensors[f"{place}.weight"].shape != change.weight.shape:
+            return None
+        if layout == "mlx" and change.weight_format and f"{place}.weight.absmax" in tensors:
+            return None
+    return _Names(tensors, places, frozenset(transposed))
+
+
+def _place_of(
+    path: str, base: BaseModel, tensors: Mapping[str, mx.array], is_gpt2: bool
+) -> str | None:
+    """Return what the files call a module; None if that is not known."""
+    short = path.removeprefix("model.")
+    origin = base.weight_map.get(f"{path}.weight")
+    known = [origin.removesuffix(".weight")] if isinstance(origin, str) else []
+    candidates = (
+        (path, short, f"transformer.{short}") if is_gpt2 else (path, f"bert.{path}", *known)
+    )
+    return next((p for p in candidates if f"{p}.weight" in tensors or f"{p}.bias" in tensors), None)
+
+
+def _names_of_model(planned: Changes) -> _Names:
+    tensors = dict(tree_flatten(planned.base.model.parameters()))
+    return _Names(tensors, {c.path: c.path for c in planned.changes})
