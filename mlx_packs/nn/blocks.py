@@ -1,11 +1,13 @@
 """Attention and MLP of the Llama family with grouped projections.
 
-`GroupedAttention` and `GroupedMLP` hold the very same projection modules, norms and RoPE as the
-block that they stand in for, under the same names and with the same call, so that
-`mlx_lm.generate` and its KV caches work on them. What changes: q, k, v (and gate, up) share one
-pass over their input. Attention is ours in training, and on CPUs where the scores of rows without a
-KV cache would be more than one block; else mlx-lm's, to the bit.
+`GroupedAttention` and `GroupedMLP` hold the projection modules, norms and RoPE of the modules that
+they replace, under the same names and with the same call, so that `mlx_lm.generate` and its KV
+caches work on them. What changes: q, k, v (and gate, up) share one pass over their input. Attention
+is `ops.attention` in training, and on CPUs where the scores of rows without a KV cache would be
+more than one block; otherwise it is bit-identical to mlx-lm's.
 """
+
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -33,10 +35,13 @@ def is_grouped_mlp(module: nn.Module) -> bool:
 class GroupedAttention(nn.Module):
     """Self-attention whose q, k, v are one projection group and whose o is another.
 
-    recompute: whether the backward makes all between the two groups again.
+    Attributes:
+        recompute: whether the backward computes all between the two groups again.
     """
 
-    def __init__(self, attention: nn.Module, qkv: GroupedLoRA | None, o: GroupedLoRA | None):
+    def __init__(
+        self, attention: nn.Module, qkv: GroupedLoRA | None, o: GroupedLoRA | None
+    ) -> None:
         super().__init__()
         for name, child in attention.items():
             self[name] = child
@@ -47,45 +52,51 @@ class GroupedAttention(nn.Module):
         self.o_lora = o
         self.recompute = False
 
-    def __call__(self, x: mx.array, mask=None, cache=None) -> mx.array:
-        """x [B, T, D] to [B, T, D]; mask and cache as in mlx-lm."""
+    def __call__(self, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
+        """Map x [B, T, D] to [B, T, D]; mask and cache are as in mlx-lm."""
         projected = [self.q_proj(x), self.k_proj(x), self.v_proj(x)]
         if self.qkv_lora is not None:
             projected = self.qkv_lora(x, projected)
         if self.training and self.recompute:
-            learned = [self[name] for name in ("q_norm", "k_norm") if name in self]
+            trainable = [self[name] for name in ("q_norm", "k_norm") if name in self]
             attended = recomputed(
-                lambda *qkv: self._attended(*qkv, mask, cache), learned, *projected
+                lambda *qkv: self._attended(*qkv, mask, cache), trainable, *projected
             )
         else:
             attended = self._attended(*projected, mask, cache)
         output = self.o_proj(attended)
         return output if self.o_lora is None else self.o_lora(attended, [output])[0]
 
-    def _attended(self, queries, keys, values, mask, cache) -> mx.array:
-        """[B, T, heads * head_dim] from the three projections, [B, T, ...] each."""
-        B, T, _ = queries.shape
-        queries = queries.reshape(B, T, self.n_heads, -1)
-        keys = keys.reshape(B, T, self.n_kv_heads, -1)
-        values = values.reshape(B, T, self.n_kv_heads, -1).transpose(0, 2, 1, 3)
+    def _attended(
+        self, queries: mx.array, keys: mx.array, values: mx.array, mask: Any, cache: Any
+    ) -> mx.array:
+        """Return [B, T, heads * head_dim] of the three projections, [B, T, ...] each."""
+        rows, length, _ = queries.shape
+        queries = queries.reshape(rows, length, self.n_heads, -1)
+        keys = keys.reshape(rows, length, self.n_kv_heads, -1)
+        values = values.reshape(rows, length, self.n_kv_heads, -1).transpose(0, 2, 1, 3)
         if "q_norm" in self:
             queries, keys = self.q_norm(queries), self.k_norm(keys)
         queries, keys = queries.transpose(0, 2, 1, 3), keys.transpose(0, 2, 1, 3)
         ours = cache is None or isinstance(cache, SegmentCache)
-        ours = ours and (self.training or scores_are_cut(B * self.n_heads, T))
+        ours = ours and (self.training or scores_are_cut(rows * self.n_heads, length))
         attend = self._attend if ours else self._attend_as_mlx_lm
         attended = attend(queries, keys, values, mask, cache)
-        return attended.transpose(0, 2, 1, 3).reshape(B, T, -1)
+        return attended.transpose(0, 2, 1, 3).reshape(rows, length, -1)
 
-    def _attend(self, queries, keys, values, mask, cache) -> mx.array:
-        """Attention by blocks; rows are packed where there is a cache (nn/segments.py)."""
+    def _attend(
+        self, queries: mx.array, keys: mx.array, values: mx.array, mask: Any, cache: Any
+    ) -> mx.array:
+        """Attend by blocks; examples are packed where there is a cache (nn/segments.py)."""
         segments = None
         if cache is not None and mask is cache.unwindowed:
             mask, segments = "causal", cache.segments
         return attention(self.rope(queries), self.rope(keys), values, self.scale, mask, segments)
 
-    def _attend_as_mlx_lm(self, queries, keys, values, mask, cache) -> mx.array:
-        """Attention as mlx-lm's block has it, to the bit; its caches may be quantized."""
+    def _attend_as_mlx_lm(
+        self, queries: mx.array, keys: mx.array, values: mx.array, mask: Any, cache: Any
+    ) -> mx.array:
+        """Attend bit-identically to mlx-lm's module; its caches may be quantized."""
         from mlx_lm.models.base import scaled_dot_product_attention
 
         if cache is None:
@@ -102,10 +113,13 @@ class GroupedAttention(nn.Module):
 class GroupedMLP(nn.Module):
     """SwiGLU whose gate and up are one projection group and whose down is another.
 
-    recompute: whether the backward makes the product of gate and up again.
+    Attributes:
+        recompute: whether the backward computes the product of gate and up again.
     """
 
-    def __init__(self, mlp: nn.Module, gate_up: GroupedLoRA | None, down: GroupedLoRA | None):
+    def __init__(
+        self, mlp: nn.Module, gate_up: GroupedLoRA | None, down: GroupedLoRA | None
+    ) -> None:
         super().__init__()
         for name, child in mlp.items():
             self[name] = child
@@ -114,17 +128,17 @@ class GroupedMLP(nn.Module):
         self.recompute = False
 
     def __call__(self, x: mx.array) -> mx.array:
-        """x [B, T, D] to [B, T, D]."""
+        """Map x [B, T, D] to [B, T, D]."""
         gated = [self.gate_proj(x), self.up_proj(x)]
         if self.gate_up_lora is not None:
             gated = self.gate_up_lora(x, gated)
         if self.training and self.recompute:
-            learned = [m for m in (self.down_proj, self.down_lora) if m is not None]
-            return recomputed(self._down, learned, *gated)
+            trainable = [m for m in (self.down_proj, self.down_lora) if m is not None]
+            return recomputed(self._down, trainable, *gated)
         return self._down(*gated)
 
     def _down(self, gate: mx.array, up: mx.array) -> mx.array:
-        # in training ours, else mlx-lm's, so that attaching changes no bit of a logit
+        # outside training as in mlx-lm, so that attaching changes no bit of a logit
         inner = swiglu(gate, up) if self.training else nn.silu(gate) * up
         output = self.down_proj(inner)
         return output if self.down_lora is None else self.down_lora(inner, [output])[0]

@@ -1,12 +1,13 @@
-"""Recomputation: what is cheap to make again is not kept for the backward.
+"""Activation checkpointing: the backward pass computes again what is cheap.
 
-``none`` keeps all. ``selective`` keeps what frozen products made and computes again what lies
-between them: norms and RoPE of q and k, attention, SwiGLU (https://arxiv.org/abs/2205.05198).
-``block`` keeps the input of each block and computes the block again
-(https://arxiv.org/abs/1604.06174).
+``none`` stores all activations. ``selective`` stores the outputs of frozen products and computes
+again what lies between them: norms and RoPE of q and k, attention, SwiGLU
+(https://arxiv.org/abs/2205.05198). ``block`` stores the input of each block and computes the block
+again (https://arxiv.org/abs/1604.06174).
 """
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -16,22 +17,27 @@ from .lora import GroupedLoRA
 from .wrapped import WrappedBlock
 
 
-def recomputed(function: Callable, modules: Sequence[nn.Module], *args, **kwargs):
-    """``function(*args, **kwargs)``; the backward calls it again instead of keeping its inside.
+def recomputed(
+    function: Callable[..., Any], modules: Sequence[nn.Module], *args: Any, **kwargs: Any
+) -> Any:
+    """Return ``function(*args, **kwargs)``; the backward calls it again for its activations.
 
     The second call waits for the gradient of the result, and what it passes on waits for the
-    gradients of the parameters: so one inside is in memory at a time. (`mx.checkpoint` lets both
-    drift, and then the insides of several blocks are held until the end of the step.)
+    gradients of the parameters, so that the activations of one call are in memory at a time.
+    (`mx.checkpoint` enforces neither order, and then those of several blocks are held until the
+    end of the step.)
 
     Args:
+        function: what is computed.
         modules: whose trainable parameters ``function`` uses; other arrays that it closes over
             get no gradient.
-        args, kwargs: gradients reach every floating array among them.
+        *args: gradients reach every floating array among them.
+        **kwargs: likewise.
     """
     names = [[name for name, _ in tree_flatten(m.trainable_parameters())] for m in modules]
-    own = [a for m in modules for _, a in tree_flatten(m.trainable_parameters())]
-    given: list[mx.array] = []
-    tree_map(lambda leaf: given.append(leaf) if _is_differentiable(leaf) else None, (args, kwargs))
+    parameters = [a for m in modules for _, a in tree_flatten(m.trainable_parameters())]
+    inputs: list[mx.array] = []
+    tree_map(lambda leaf: inputs.append(leaf) if _is_differentiable(leaf) else None, (args, kwargs))
     dropouts = [
         lora.dropout
         for m in modules
@@ -47,35 +53,36 @@ def recomputed(function: Callable, modules: Sequence[nn.Module], *args, **kwargs
             if of_module:
                 module.update(tree_unflatten([(name, next(remaining)) for name in of_module]))
 
-    def call(*arrays):
-        remaining = iter(arrays[len(own) :])
+    def call(*arrays: mx.array) -> Any:
+        remaining = iter(arrays[len(parameters) :])
         placed = tree_map(
             lambda leaf: next(remaining) if _is_differentiable(leaf) else leaf, (args, kwargs)
         )
-        set_parameters(arrays[: len(own)])
+        set_parameters(arrays[: len(parameters)])
         before = [dropout.key for dropout in dropouts]
         for dropout, key in zip(dropouts, keys, strict=True):
             dropout.key = key
         try:
             return function(*placed[0], **placed[1])
         finally:
-            set_parameters(own)
+            set_parameters(parameters)
             for dropout, key in zip(dropouts, before, strict=True):
                 dropout.key = key
 
-    kept = mx.custom_function(call)
+    checkpointed = mx.custom_function(call)
 
-    @kept.vjp
-    def backward(primals, cotangents, _):
+    @checkpointed.vjp
+    def backward(primals: Any, cotangents: Any, _: Any) -> list[mx.array]:
         primals = [primals] if isinstance(primals, mx.array) else list(primals)
         cotangents = [cotangents] if isinstance(cotangents, mx.array) else list(cotangents)
         _, gradients = mx.vjp(call, mx.depends(primals, cotangents), cotangents)
-        of_own, of_given = gradients[: len(own)], gradients[len(own) :]
-        if of_own and of_given:
-            of_given = mx.depends(of_given, of_own)
-        return [*of_own, *of_given]
+        of_parameters = gradients[: len(parameters)]
+        of_inputs = gradients[len(parameters) :]
+        if of_parameters and of_inputs:
+            of_inputs = mx.depends(of_inputs, of_parameters)
+        return [*of_parameters, *of_inputs]
 
-    return kept(*own, *given)
+    return checkpointed(*parameters, *inputs)
 
 
 def _is_differentiable(leaf: object) -> bool:
@@ -83,14 +90,15 @@ def _is_differentiable(leaf: object) -> bool:
 
 
 def _fresh_key() -> mx.array:
-    """A random key, drawn from MLX's own random state (which follows the seed of the run)."""
+    """Draw a random key from MLX's own random state, which follows the seed of the run."""
     return mx.random.randint(0, 2**31 - 1, (2,)).astype(mx.uint32)
 
 
 class RecomputedBlock(WrappedBlock):
     """A block that the backward computes again."""
 
-    def __call__(self, *args, **kwargs):
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Return what the block returns."""
         block = self["block"]
         if not self.training:
             return block(*args, **kwargs)

@@ -1,8 +1,8 @@
-"""Rows packed one behind the other: what a model of mlx-lm is given so that none sees another.
+"""Packed examples: attention masks by segment, so that no example sees another.
 
-Every model of mlx-lm asks the cache that it is given for its attention mask, so a cache without
-memory that answers with the mask of the segments packs any of them. Rotary positions are relative
-and stay as they are; a table of learned positions must start again in each segment.
+Every model of mlx-lm asks the cache that it is passed for its attention mask, so a cache without
+memory that returns the mask of the segments packs any of them. Rotary positions are relative and
+stay as they are; a table of learned positions must start again in each segment.
 """
 
 from collections.abc import Iterator
@@ -13,27 +13,35 @@ import mlx.nn as nn
 
 
 class SegmentCache:
-    """Stands where mlx-lm expects a KV cache: keeps nothing and masks by segment.
+    """Takes the place of mlx-lm's KV cache: keeps nothing and masks by segment.
 
-    segments: int [B, T], rising along a row.   offset: position of the first input.
-    head_axes: axes of the mask between B and T: how many the scores of the attention have there.
-    unwindowed: the last mask without a window; who gets it may use ``segments`` in its place.
+    Args:
+        segments: int [B, T], rising along a sequence.
+        offset: position of the first input.
+        head_axes: number of axes between B and T in the attention scores, and so in the mask.
+
+    Attributes:
+        unwindowed: the last mask without a window; an attention that gets it may use ``segments``
+            in its place.
     """
 
-    def __init__(self, segments: mx.array, offset: int = 0, head_axes: int = 1):
+    def __init__(self, segments: mx.array, offset: int = 0, head_axes: int = 1) -> None:
         self.segments = segments
         self.offset = offset
         self.head_axes = head_axes
         self.unwindowed: mx.array | None = None
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """The keys and values of this forward alone."""
+        """Return the keys and values of this forward alone."""
         return keys, values
 
     def make_mask(
-        self, N: int, return_array: bool = True, window_size: int | None = None
+        self,
+        N: int,  # noqa: N803 - mlx-lm passes it by this name
+        return_array: bool = True,
+        window_size: int | None = None,
     ) -> mx.array:
-        """Boolean [B, 1, N, N]: same segment, not later, in the window. Names are mlx-lm's."""
+        """Return a boolean mask [B, 1, N, N]: same segment, not later, in the window."""
         places = mx.arange(N)
         distance = places[:, None] - places[None]
         seen = distance >= 0
@@ -47,7 +55,7 @@ class SegmentCache:
 
 
 def segment_caches(model: nn.Module, segments: mx.array, offset: int = 0) -> list[SegmentCache]:
-    """As many caches as the model would make for itself."""
+    """Return as many caches as the model would make for itself."""
     from mlx_lm.models.cache import make_prompt_cache
 
     head_axes = 1
@@ -58,7 +66,7 @@ def segment_caches(model: nn.Module, segments: mx.array, offset: int = 0) -> lis
 
 
 def places_in_segments(segments: mx.array) -> mx.array:
-    """Place of each input in its segment, from 0: int32 [B, T] of segments [B, T]."""
+    """Return the place of each input in its segment, from 0: int32 [B, T] of segments [B, T]."""
     places = mx.broadcast_to(mx.arange(segments.shape[1]), segments.shape)
     begins = mx.concatenate(
         [mx.ones_like(segments[:, :1]), segments[:, 1:] != segments[:, :-1]], axis=1
@@ -69,12 +77,13 @@ def places_in_segments(segments: mx.array) -> mx.array:
 class RestartedPositions(nn.Module):
     """A table of learned positions that starts again in each segment while `restarting`."""
 
-    def __init__(self, table: nn.Module):
+    def __init__(self, table: nn.Module) -> None:
         super().__init__()
         self.table = table
         self._places: list[mx.array] = []
 
     def __call__(self, positions: mx.array) -> mx.array:
+        """Return the rows [..., D] of the table at these positions, or at those in segments."""
         return self.table(self._places[0] if self._places else positions)
 
 

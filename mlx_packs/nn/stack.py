@@ -1,11 +1,13 @@
 """A stack of a base's own projections: embedding rows, square projections in a row, the head.
 
 No attention, feed-forward, norm, residual or position: no token sees another. It is the bounded
-proxy of a transformer that `--objective projection-stack` trains (objective.py). The modules are
-the base's own objects under its own paths, so that adapters on the stack are adapters of the base.
+proxy of a transformer that `--objective projection-stack` trains (objectives/projection_stack.py).
+The modules are the base's own objects under its own paths, so that adapters on the stack are
+adapters of the base.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -15,23 +17,26 @@ from .frozen_blocks import FrozenBlock, Injection
 
 
 class _Part(nn.Module):
-    """A place in the tree of paths."""
+    """A node in the tree of paths."""
 
 
 class _NoTable(nn.Module):
-    """Stands for an embedding table that is not in memory; its rows are given as states."""
+    """Replaces an embedding table that is not in memory; its rows are injected as states."""
 
     def __call__(self, tokens: mx.array) -> mx.array:
-        raise ValueError("rows of the embedding table must be given: the table is not in memory")
+        """Raise: without injected rows there is nothing to return."""
+        raise ValueError("rows of the embedding table must be injected: it is not in memory")
 
 
 class ProjectionStack(nn.Module):
-    """Semantics: x = embedding[tokens]; for P in projections: x = P(x); logits = head(x)
+    """Embedding rows, square projections one after the other, and the head.
+
+    Semantics: x = embedding[tokens]; for P in projections: x = P(x); logits = head(x)
 
     Args:
         blocks: path of every block of the base, whether it has a projection in the stack or not.
         projections: path and module of each projection [D, D], in the order of the blocks.
-        embedding: path and module of the table; None where its rows are given in its place.
+        embedding: path and module of the table; None where its rows are injected instead.
         head: path and module of the head; None where it is the table.
     """
 
@@ -41,7 +46,7 @@ class ProjectionStack(nn.Module):
         projections: Sequence[tuple[str, nn.Module]],
         embedding: tuple[str, nn.Module] | None,
         head: tuple[str, nn.Module] | None,
-    ):
+    ) -> None:
         super().__init__()
         named = [*projections, *(pair for pair in (embedding, head) if pair is not None)]
         empty = [
@@ -50,7 +55,7 @@ class ProjectionStack(nn.Module):
             if not any(path.startswith(f"{block}.") for path, _ in named)
         ]
         for name, child in tree_unflatten([*named, *empty]).items():
-            self[name] = _grown(child)
+            self[name] = _as_modules(child)
         self._blocks = tuple(blocks)
         self._projections = tuple(path for path, _ in projections)
         self._embedding = embedding and embedding[0]
@@ -64,14 +69,14 @@ class ProjectionStack(nn.Module):
         return [self.at(path) for path in self._blocks]
 
     def at(self, path: str) -> nn.Module:
-        """The module that stands at a path now."""
-        found = self
+        """The module that is at a path now."""
+        node = self
         for part in path.split("."):
-            found = found[int(part)] if isinstance(found, list) else found[part]
-        return found
+            node = node[int(part)] if isinstance(node, list) else node[part]
+        return node
 
-    def hidden(self, tokens: mx.array, cache=None) -> mx.array:
-        """Tokens [B, T] to states [B, T, D]; rows packed together need no mask here."""
+    def hidden(self, tokens: mx.array, cache: object = None) -> mx.array:
+        """Map tokens [B, T] to states [B, T, D]; packed examples need no mask here."""
         x = self.at(self._embedding)(tokens) if self._embedding else self["table"](tokens)
         for path in self._projections:
             x = self.at(path)(x)
@@ -83,21 +88,22 @@ class ProjectionStack(nn.Module):
         return self.at(self._head or self._embedding)
 
     def logits(self, states: mx.array) -> mx.array:
-        """States [..., D] to [..., V]."""
+        """Map states [..., D] to [..., V]."""
         head = self.head
         return head(states) if self._head else head.as_linear(states)
 
-    def __call__(self, tokens: mx.array, cache=None) -> mx.array:
+    def __call__(self, tokens: mx.array, cache: object = None) -> mx.array:
+        """Map tokens [B, T] to logits [B, T, V]."""
         return self.logits(self.hidden(tokens, cache))
 
 
-def _grown(node) -> nn.Module | list:
+def _as_modules(node: Any) -> nn.Module | list:
     """A tree of dicts, lists and modules as modules."""
     if isinstance(node, nn.Module):
         return node
     if isinstance(node, list):
-        return [_grown(child) for child in node]
+        return [_as_modules(child) for child in node]
     part = _Part()
     for name, child in node.items():
-        part[name] = _grown(child)
+        part[name] = _as_modules(child)
     return part

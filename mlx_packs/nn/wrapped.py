@@ -1,17 +1,18 @@
-"""A module that stands in the place of a block and answers for it."""
+"""A module that takes the place of a block."""
+
+from typing import Any
 
 import mlx.nn as nn
 
 
 class WrappedBlock(nn.Module):
-    """Holds ``block``; what it has not itself (some models read attributes of blocks) is the
-    block's."""
+    """Holds ``block``, and has its attributes: some models read those of their blocks."""
 
-    def __init__(self, block: nn.Module):
+    def __init__(self, block: nn.Module) -> None:
         super().__init__()
         self.block = block
 
-    def __getattr__(self, name: str):
+    def __getattr__(self, name: str) -> Any:
         try:
             return super().__getattr__(name)
         except AttributeError:

@@ -1,7 +1,7 @@
-"""Whether rows can be packed for a model so that each is computed as if it were alone.
+"""Sequence packing: whether a model computes each packed example as if it were alone.
 
-Nothing is assumed of a family: two short rows are packed, at the begin and at the end of the
-longest row of the run, and must come out as each does alone.
+Nothing is assumed of a family: two short examples are packed, at the begin and at the end of the
+longest sequence of the run, and must come out as each does alone.
 """
 
 import mlx.nn as nn
@@ -14,7 +14,7 @@ from ..runtime import mx
 from .causal_lm import Head, forward
 
 _LEARNED_POSITIONS = ("wpe",)  # gpt2 and gpt_bigcode are all of mlx-lm that have them
-_PROBE = (9, 7)  # tokens of the two rows
+_PROBE = (9, 7)  # tokens of the two examples
 TOLERANCE = {mx.float32: 1e-4, mx.float16: 1e-2, mx.bfloat16: 5e-2}
 _ROTARY_ERROR = 1e-6  # an angle in float32 loses this much for each position
 
@@ -22,9 +22,16 @@ _ROTARY_ERROR = 1e-6  # an angle in float32 loses this much for each position
 def prepare_packing(
     attached: Trainable, head: Head | None, max_seq_length: int, vocab_size: int
 ) -> None:
-    """Let learned positions start again in each packed row's segments; check that packing is exact.
+    """Let learned positions start again in each segment, and check that packing is exact.
 
-    Raises: PackError for a model whose rows would see each other.
+    Args:
+        attached: what is trained.
+        head: the model as hidden states and head; None if it is not split.
+        max_seq_length: most tokens of a packed sequence.
+        vocab_size: of the model.
+
+    Raises:
+        PackError: for a model whose packed examples would see each other.
     """
     model = attached.model
     attached.swap(
@@ -37,13 +44,14 @@ def prepare_packing(
     if reason := why_not_packed(model, head, max_seq_length - 1, vocab_size):
         family = attached.base.config.get("model_type", attached.base.name)
         raise PackError(
-            f"--packing: rows of a {family} model cannot be packed exactly ({reason}); "
-            "train with --no-packing."
+            f"--packing: a {family} model does not compute packed examples exactly ({reason}); "
+            "train with --no-packing.",
+            "unsupported",
         )
 
 
 def why_not_packed(model: nn.Module, head: Head | None, limit: int, vocab_size: int) -> str | None:
-    """Why packed rows of ``limit`` inputs would not be computed as each alone; None if they are."""
+    """Why packed sequences of ``limit`` inputs would differ from examples alone; None if not."""
     from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 
     kinds = {type(cache) for cache in make_prompt_cache(model)}
@@ -62,19 +70,21 @@ def why_not_packed(model: nn.Module, head: Head | None, limit: int, vocab_size: 
         for offset in {0, max(0, limit - sum(_PROBE))}:
             try:
                 packed = forward(model, part, tokens, segments, offset)
-                error = relative_error(packed, alone)
-            except (TypeError, ValueError, AttributeError, IndexError, KeyError) as fault:
-                return f"it does not take a mask of segments: {' '.join(str(fault).split())}"
+                difference = relative_error(packed, alone)
+            except (TypeError, ValueError, AttributeError, IndexError, KeyError) as error:
+                return f"it does not take a mask of segments: {' '.join(str(error).split())}"
             allowed = TOLERANCE[alone.dtype] + offset * _ROTARY_ERROR
-            if not error <= allowed:
-                return f"off by {error:.1e} at position {offset}, where {allowed:.1e} is rounding"
+            if not difference <= allowed:
+                return (
+                    f"off by {difference:.1e} at position {offset}, where {allowed:.1e} is rounding"
+                )
     finally:
         model.train(training)
     return None
 
 
-def relative_error(found: mx.array, wanted: mx.array) -> float:
+def relative_error(actual: mx.array, expected: mx.array) -> float:
     """The largest error of a position's vector, as a share of that vector's length."""
-    found, wanted = found.astype(mx.float32), wanted.astype(mx.float32)
-    lengths = mx.linalg.norm(wanted, axis=-1)
-    return (mx.linalg.norm(found - wanted, axis=-1) / (lengths + 1e-9)).max().item()
+    actual, expected = actual.astype(mx.float32), expected.astype(mx.float32)
+    lengths = mx.linalg.norm(expected, axis=-1)
+    return (mx.linalg.norm(actual - expected, axis=-1) / (lengths + 1e-9)).max().item()
