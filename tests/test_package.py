@@ -129,18 +129,13 @@ for m, k, n in ((1, 7, 5), (33, 65, 129), (128, 256, 512)):
 def test_steps_are_the_same_compiled_and_uncompiled():
     # with an empty PATH, which would be quick, MLX finds no g++ and compiles nothing
     code = """
-from tests.training import test_train
-from tests.training.test_train import small_examples, weights_after, largest_difference, make_batch
+from mlx_packs.data.batches import make_batch
 from mlx_packs.runtime import mx
-steppers = []
-class Noted(test_train.Stepper):
-    def __init__(self, *arguments):
-        super().__init__(*arguments)
-        steppers.append(self)
-test_train.Stepper = Noted
-batches = [make_batch(small_examples(), range(4), 4, 64)] * 3
-mx.disable_compile(); plain = weights_after(batches, 1)
-mx.enable_compile(); compiled = weights_after(batches, 1)
+from tests.helpers.steps import examples_of, largest_difference, update
+batches = [make_batch(examples_of((9, 17, 5, 30)), range(4), 4, 64)] * 3
+mx.disable_compile(); plain, *steppers = update(batches, 1)
+mx.enable_compile(); compiled, stepper = update(batches, 1)
+steppers.append(stepper)
 print(largest_difference(plain, compiled), *(stepper.traces for stepper in steppers))
 """
     difference, *traces = run_python(code).split()

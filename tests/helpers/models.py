@@ -6,6 +6,30 @@ from pathlib import Path
 from mlx_packs.packs.base import Base
 from mlx_packs.runtime import mx
 
+# Settings of small models of several families, besides those of `model_of`.
+SMALL_FAMILIES = {
+    "qwen3": {},
+    "llama": {},
+    "gpt2": {},  # learned positions
+    "gpt_bigcode": {
+        **{"n_embd": 64, "n_layer": 2, "n_inner": 96, "n_head": 4, "n_positions": 128},
+        "layer_norm_epsilon": 1e-5,
+    },
+    "gemma2": {
+        **{"query_pre_attn_scalar": 32, "attn_logit_softcapping": 50.0},
+        "final_logit_softcapping": 30.0,
+    },
+    "gemma3_text": {
+        **{"sliding_window": 6, "sliding_window_pattern": 2, "query_pre_attn_scalar": 32}
+    },
+    "phi": {"num_key_value_heads": 4, "partial_rotary_factor": 0.5, "layer_norm_eps": 1e-5},
+    "olmo2": {},
+    "qwen3_moe": {
+        **{"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+        **{"decoder_sparse_step": 1, "mlp_only_layers": [], "norm_topk_prob": True},
+    },
+}
+
 
 def model_of(family: str, **changes):
     """A small random model of a family of mlx-lm, and its config."""

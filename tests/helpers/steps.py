@@ -1,11 +1,39 @@
-"""Steps of a causal language model, without a run around them."""
+"""Steps of small causal language models, without a run around them."""
+
+from collections.abc import Callable, Iterable, Sequence
 
 import mlx.nn as nn
 import mlx.optimizers as optimizers
+import numpy as np
+from mlx.utils import tree_flatten, tree_map
 
-from mlx_packs.objectives.causal_lm import Head, loss_sum, split_head
+from mlx_packs import LoRAConfig, TrainConfig
+from mlx_packs.adapters.lora import Attached, attach
+from mlx_packs.data.batches import Batch
+from mlx_packs.data.encoding import Example
+from mlx_packs.objectives.causal_lm import Head, as_arrays, loss_sum, split_head
+from mlx_packs.optim import make_optimizer
 from mlx_packs.runtime import mx
 from mlx_packs.training.step import Stepper
+from tests.helpers.models import base_of
+
+
+def examples_of(lengths: Iterable[int], last_k: int | None = None) -> list[Example]:
+    """Random examples; the loss is on the last two thirds of each, or on its last k tokens."""
+    random = np.random.default_rng(0)
+    examples = []
+    for length in lengths:
+        target = np.arange(length) >= max(1, length // 3)
+        if last_k is not None:
+            target[:-last_k] = False
+        examples.append(Example(random.integers(1, 128, length).astype(np.int32), target, "x"))
+    return examples
+
+
+def fill_b(attached: Attached) -> None:
+    """Give B random values: with B at zero, A would get no gradient."""
+    for slot in attached.slots.values():
+        slot.lora.lora_b[:] = [0.1 * mx.random.normal(b.shape) for b in slot.lora.lora_b]
 
 
 def lm_stepper(
@@ -21,3 +49,51 @@ def lm_stepper(
         return loss_sum(model, head, *arrays), arrays[3].sum()  # of the weights
 
     return Stepper(model, loss, optimizer, max_grad_norm)
+
+
+def update(batches: Sequence[Batch], accumulate: int, recompute: bool = False) -> tuple:
+    """Adapters of a small model after one update over batches, and the stepper that made it."""
+    base = base_of("qwen3")
+    attached = attach(base, LoRAConfig(rank=4))
+    fill_b(attached)
+    if recompute:
+        attached.recompute("block")
+    base.model.train()
+    mx.random.seed(11)
+    optimizer = make_optimizer(TrainConfig(optimizer="sgd", learning_rate=0.1, iters=1))
+    optimizer.init(base.model.trainable_parameters())
+    stepper = lm_stepper(base.model, optimizer)
+    for i, batch in enumerate(batches, 1):
+        stepper(as_arrays(batch), batch.count, i == len(batches), accumulate == 1)
+    return attached.tensors(), stepper
+
+
+def largest_difference(one: dict[str, mx.array], other: dict[str, mx.array]) -> float:
+    """The largest difference of any entry of two sets of tensors with the same names."""
+    assert set(one) == set(other)
+    return max(mx.abs(one[name] - other[name]).max().item() for name in one)
+
+
+def loss_and_gradients(
+    model: nn.Module,
+    head: Head | None,
+    batches: Iterable[Batch],
+    arrays: Callable[[Batch], tuple] = as_arrays,
+) -> tuple[float, dict[str, mx.array]]:
+    """Sums over batches."""
+    value_and_grad = nn.value_and_grad(model, lambda *arrays: loss_sum(model, head, *arrays))
+    total, gradients = 0.0, None
+    for batch in batches:
+        loss, of_batch = value_and_grad(*arrays(batch))
+        total += loss.item()
+        gradients = of_batch if gradients is None else tree_map(mx.add, gradients, of_batch)
+    return total, dict(tree_flatten(gradients))
+
+
+def assert_same(actual: dict[str, mx.array], expected: dict[str, mx.array]) -> None:
+    """Gradients agree to 2e-5 of each tensor's largest entry, and none is all zero."""
+    assert set(actual) == set(expected)
+    for name, tensor in expected.items():
+        largest = mx.abs(tensor).max().item()
+        assert largest > 0, name
+        assert mx.abs(actual[name] - tensor).max().item() < 2e-5 * largest, name

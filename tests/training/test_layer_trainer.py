@@ -11,6 +11,7 @@ from mlx_packs.nn.quantized import dequantized_weight
 from mlx_packs.runtime import mx
 from mlx_packs.training.registered_layer import RegisteredLayer
 from tests.helpers.errors import raises
+from tests.helpers.steps import largest_difference
 
 KINDS = {
     "quantized": lambda linear: nn.QuantizedLinear.from_linear(linear, 64, 4),
@@ -78,11 +79,6 @@ def plain_run(linears: dict, start: dict, graph, batches, optimizer, clip=1.0, s
         for n, ab in adapters.items()
         for k, t in zip(("lora_a", "lora_b"), ab, strict=True)
     }
-
-
-def largest_difference(one: dict, other: dict) -> float:
-    assert set(one) == set(other)
-    return max(mx.abs(one[n] - other[n]).max().item() for n in one)
 
 
 def equal(one: dict, other: dict) -> bool:

@@ -24,7 +24,7 @@ from mlx_packs.runtime import mx
 from tests.helpers.models import base_of
 from tests.helpers.observers import observe
 from tests.helpers.rows import chat, write_rows
-from tests.helpers.steps import lm_stepper
+from tests.helpers.steps import examples_of, largest_difference, lm_stepper, update
 
 LORA = LoRAConfig(rank=4)
 QUICK = TrainConfig(
@@ -125,39 +125,11 @@ def test_evaluation_cadence_does_not_change_training(tiny, rows, tmp_path):
 
 
 def small_examples() -> list[Example]:
-    import numpy as np
-
-    random = np.random.default_rng(0)
-    found = []
-    for length in (9, 17, 5, 30):
-        tokens = random.integers(1, 128, length).astype(np.int32)
-        target = np.arange(length) >= length // 3
-        found.append(Example(tokens, target, "x"))
-    return found
+    return examples_of((9, 17, 5, 30))
 
 
-def weights_after(
-    batches, accumulate: int, recompute: bool = False, dropout: float = 0.0
-) -> dict[str, mx.array]:
-    """Adapters of a small model after one update over the given batches."""
-    base = base_of("qwen3")
-    attached = attach(base, LoRAConfig(rank=4, dropout=dropout))
-    for slot in attached.slots.values():  # with B at zero, A would get no gradient
-        slot.lora.lora_b[:] = [0.1 * mx.random.normal(b.shape) for b in slot.lora.lora_b]
-    if recompute:
-        attached.recompute("block")
-    base.model.train()
-    mx.random.seed(11)
-    optimizer = make_optimizer(TrainConfig(optimizer="sgd", learning_rate=0.1, iters=1))
-    optimizer.init(base.model.trainable_parameters())
-    stepper = lm_stepper(base.model, optimizer)
-    for i, batch in enumerate(batches, 1):
-        stepper(as_arrays(batch), batch.count, i == len(batches), accumulate == 1)
-    return attached.tensors()
-
-
-def largest_difference(a: dict, b: dict) -> float:
-    return max(mx.abs(a[name] - b[name]).max().item() for name in a)
+def weights_after(batches, accumulate: int, recompute: bool = False) -> dict[str, mx.array]:
+    return update(batches, accumulate, recompute)[0]
 
 
 def test_accumulated_batches_equal_one_large_batch_whatever_their_lengths():
