@@ -7,7 +7,6 @@ reason; docs/families.md has all of them.
 import importlib
 import re
 from importlib import metadata
-from pathlib import Path
 
 import mlx.nn as nn
 import pytest
@@ -15,39 +14,17 @@ from mlx.utils import tree_flatten
 
 from mlx_packs.adapters import lora as adapters
 from mlx_packs.adapters.lora import attach
-from mlx_packs.bases.families import MIXTURES_SINCE, UNTRAINABLE, check_trainable, version_of_mlx_lm
+from mlx_packs.bases.families import UNTRAINABLE, check_trainable
 from mlx_packs.config.schema import LoRAConfig
 from mlx_packs.errors import PackError
 from mlx_packs.nn.quantized import replace_modules
 from mlx_packs.runtime import mx, on_cpu
 from tests.helpers.families import architectures, base_of, randomized, table, targets_of
+from tests.helpers.family_sweep import DOCS, DOCUMENTED, FAMILIES, IS_DOCUMENTED, sweep
 
 RANK = 2
 TOKENS = mx.array([[(5 * i + 3) % 127 for i in range(37)]])
 LEVEL = 1e-4
-DOCS = Path(__file__).parents[2] / "docs" / "families.md"
-ROWS = re.findall(r"^\| ([\w.-]+) \| (\w[^|]*) \|", DOCS.read_text(), re.M)[1:]
-DOCUMENTED = dict(ROWS)
-IS_DOCUMENTED = f"mlx-lm {metadata.version('mlx-lm')}:" in DOCS.read_text()
-OLD = version_of_mlx_lm() < MIXTURES_SINCE
-# With another mlx-lm than that of the table, those that both know.
-FAMILIES = [f for f in architectures() if f in DOCUMENTED and f not in UNTRAINABLE]
-if OLD:  # mixtures are refused, phi3small writes beyond its logits, falcon_h1 is half connected
-    FAMILIES = [f for f in FAMILIES if "MoE" not in DOCUMENTED[f]]
-    FAMILIES = [f for f in FAMILIES if f not in ("phi3small", "falcon_h1")]
-# One of each kind: grouped blocks, fused projections, mixtures, recurrent and hybrid blocks, latent
-# attention, parallel blocks, soft capping. The rest is slow.
-REPRESENTATIVE = (
-    "qwen3 llama gpt2 phi3 gemma2 cohere qwen3_moe deepseek_v3 mamba2 qwen3_next"
-).split()
-
-
-def sweep(families: list[str]) -> list:
-    """Parameters of a sweep over families, of which the default suite runs the representative."""
-    return [
-        pytest.param(family, marks=() if family in REPRESENTATIVE else pytest.mark.slow)
-        for family in families
-    ]
 
 
 class PlainLoRA(nn.Module):

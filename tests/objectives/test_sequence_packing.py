@@ -8,9 +8,7 @@ import pytest
 
 from mlx_packs import LoRAConfig, TrainConfig, train_pack
 from mlx_packs.adapters.lora import attach
-from mlx_packs.data.batches import make_batch, make_packed_batch
-from mlx_packs.data.encoding import Example
-from mlx_packs.data.sampler import first_fit
+from mlx_packs.data.batches import make_batch
 from mlx_packs.errors import PackError
 from mlx_packs.evaluation.perplexity import Scorer
 from mlx_packs.nn.segments import SegmentCache, places_in_segments
@@ -22,36 +20,14 @@ from tests.helpers.errors import raises
 from tests.helpers.interpreter import run_python
 from tests.helpers.models import SMALL_FAMILIES, base_of
 from tests.helpers.observers import observe
+from tests.helpers.packing import LIMIT, ROWS, attached_model, packed_batch
 from tests.helpers.rows import chat, write_rows
 from tests.helpers.steps import (
     assert_same,
     examples_of,
-    fill_b,
     lm_stepper,
     loss_and_gradients,
 )
-
-LIMIT = 47  # inputs of a packed row
-ROWS = examples_of((9, 17, 5, 30, 2, 21, 12))
-
-
-def packed_batch(rows: list[Example] = ROWS, batch_size: int = 3):
-    inputs = np.array([len(e.tokens) - 1 for e in rows])
-    return make_packed_batch(
-        rows, first_fit(inputs, np.arange(len(rows)), LIMIT), batch_size, LIMIT
-    )
-
-
-def attached_model(family: str, recompute: bool = False, max_seq_length: int = LIMIT + 1):
-    base = base_of(family, **SMALL_FAMILIES[family])
-    attached = attach(base, LoRAConfig(rank=2))
-    fill_b(attached)
-    if recompute:
-        attached.recompute("block")
-    head = split_head(base.model)
-    prepare_packing(attached, head, max_seq_length, 128)
-    base.model.train()
-    return attached, head
 
 
 @pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])
@@ -226,7 +202,7 @@ from mlx_packs.objectives.causal_lm import as_arrays
 from mlx_packs.optim import make_optimizer
 from mlx_packs.runtime import mx
 from tests.helpers.steps import largest_difference, lm_stepper
-from tests.objectives.test_sequence_packing import attached_model, packed_batch
+from tests.helpers.packing import attached_model, packed_batch
 def steps():
     mx.random.seed(7)
     attached, head = attached_model("qwen3", recompute=True)

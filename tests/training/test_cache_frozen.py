@@ -1,0 +1,131 @@
+"""Runs with cached frozen activations: the same weights, resumed or not, and the base as it was."""
+
+import dataclasses
+import itertools
+
+import pytest
+
+from mlx_packs import LoRAConfig, TrainConfig, train_pack
+from mlx_packs.runtime import mx
+from mlx_packs.training.run import SamplePrompt
+from tests.helpers.cached_model import changed
+from tests.helpers.errors import check
+from tests.helpers.observers import observe
+from tests.helpers.rows import chat, write_rows
+
+LORA = LoRAConfig(rank=4, num_layers=2, dropout=0.1)
+RUN = TrainConfig(
+    iters=8,
+    batch_size=2,
+    max_seq_length=64,
+    learning_rate=1e-3,
+    lr_schedule="constant",
+    matmul_path="dense",
+    steps_per_report=1,
+    save_every=50,
+    val_batches=0,
+    test_batches=1,
+    cache_frozen="on",
+)
+
+
+ANSWERS = ("Yes.", "No, not at all.", "I will see.", "Ask me again.", "Fine", "Go on, then.")
+
+
+@pytest.fixture
+def rows(tmp_path, monkeypatch):
+    """A handful of short rows; no text is sampled."""
+    monkeypatch.setattr(SamplePrompt, "complete", lambda *_: "")
+    chats = [chat("Is it so?", answer) for answer in ANSWERS]
+    return write_rows(tmp_path / "rows", train=chats, test=chats[:1])
+
+
+def losses(run) -> list[float]:
+    return [line["loss"] for line in run.curve if "loss" in line]
+
+
+def adapters(run) -> dict[str, mx.array]:
+    return mx.load(str(run.pack.path / "adapters.safetensors"))
+
+
+@pytest.mark.parametrize("packing", [False, True], ids=["unpacked", "packed"])
+@pytest.mark.parametrize("stop", [2, 5], ids=["first epoch", "later"])
+def test_resumed_run_with_a_cache_equals_an_unbroken_one(
+    tiny, rows, tmp_path, monkeypatch, packing, stop
+):
+    train = changed(RUN, packing=packing)
+    unbroken = train_pack(tiny, rows, LORA, train, tmp_path / "a")
+    assert unbroken.report["cache_frozen"]["rows_computed"] == 6
+    train_pack(tiny, rows, LORA, changed(train, iters=stop), tmp_path / "b")
+    resumed = train_pack(tiny, rows, LORA, train, tmp_path / "b", resume=True)
+    for name, tensor in adapters(unbroken).items():
+        assert mx.array_equal(adapters(resumed)[name], tensor).item(), name
+
+
+def test_resumed_run_finds_its_states_on_disk_and_equals_an_unbroken_one(
+    tiny, rows, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("MLX_PACKS_CACHE", str(tmp_path / "cache"))
+    train_pack(tiny, rows, LORA, changed(RUN, iters=6), tmp_path / "b")
+    resumed = train_pack(tiny, rows, LORA, RUN, tmp_path / "b", resume=True)
+    found = resumed.report["cache_frozen"]
+    assert (found["rows_found"], found["rows_computed"], found["on_disk"]) == (6, 0, True)
+    unbroken = train_pack(tiny, rows, LORA, changed(RUN, cache_frozen="off"), tmp_path / "a")
+    assert unbroken.report["cache_frozen"] is None
+    for name, tensor in adapters(unbroken).items():
+        assert mx.array_equal(adapters(resumed)[name], tensor).item(), name
+
+
+def test_a_run_leaves_the_base_as_it_was(tiny, rows, tmp_path, monkeypatch):
+    before = dict(tiny.model.named_modules())
+
+    def stop(line):
+        raise KeyboardInterrupt
+
+    train_pack(tiny, rows, LORA, RUN, tmp_path / "a")
+    observe(monkeypatch, on_step=stop)
+    with pytest.raises(KeyboardInterrupt):
+        train_pack(tiny, rows, LORA, RUN, tmp_path / "b")
+    after = dict(tiny.model.named_modules())
+    assert list(after) == list(before)
+    assert all(after[path] is module for path, module in before.items())
+
+
+def test_the_command_line_rejects_on_in_one_line(rows, tmp_path, run):
+    code, _, err = run(
+        "train", "--data", rows, "--out", tmp_path / "p", "--cache-frozen", "on", "--iters", 2
+    )
+    assert code == 2
+    check(run.error, "conflict", "cache_frozen")
+    assert "Traceback" not in err and not (tmp_path / "p").exists()
+
+
+@pytest.mark.parametrize("last_k", [None, 2], ids=["all", "last 2"])
+def test_every_combination_learns_the_same(tiny, rows, tmp_path, last_k):
+    """An update of a whole epoch does not depend on how its rows are laid out or recomputed."""
+    policies = ({"recompute": "none"}, {"recompute": "selective"}, {"grad_checkpoint": True})
+    found = []
+    for packing, cache, policy in itertools.product((False, True), ("off", "on"), policies):
+        batches = 2 if packing else 3  # of an epoch
+        train = changed(
+            RUN,
+            batch_size=1 if packing else 2,
+            packing=packing,
+            cache_frozen=cache,
+            ce_last_k=last_k,
+            **policy,
+            save_every=100,
+            iters=3 * batches,
+            grad_accumulation_steps=batches,
+            steps_per_report=batches,
+        )
+        lora = dataclasses.replace(LORA, dropout=0.0)
+        run = train_pack(tiny, rows, lora, train, tmp_path / str(len(found)))
+        assert (run.report["steps"], run.report["batches"]) == (3, 3 * batches)
+        assert (run.report["cache_frozen"] is None) == (cache == "off")
+        found.append((run.report["trained_tokens"], losses(run)))
+    (targets, plain), *others = found
+    assert plain[0] > plain[-1]
+    for other, curve in others:
+        assert other == targets
+        assert curve == pytest.approx(plain, rel=2e-5)
