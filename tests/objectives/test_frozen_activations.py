@@ -161,7 +161,9 @@ from tests.helpers.steps import lm_stepper
 def losses():
     mx.random.seed(7)
     opened = CachedModel()
-    stepper = lm_stepper(opened.model, optimizers.SGD(0.0), head=opened.head)
+    optimizer = optimizers.SGD(0.0)
+    optimizer.init(opened.model.trainable_parameters())
+    stepper = lm_stepper(opened.model, optimizer, head=opened.head)
     (batch,) = opened.batches(1)
     first = opened.cache.arrays(batch)
     second = first[0][::-1] * 2, *first[1:]
