@@ -8,7 +8,7 @@ from ..config.recipe import Recipe
 from ..data.encoding import Example, encode
 from ..display import Display
 from ..training.phases import resolve_phases
-from ..training.setup import encoding_options
+from ..training.tasks.tokens import encoding_options
 from .output import print_report
 
 if TYPE_CHECKING:

@@ -12,7 +12,11 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
-TASKS = ("lm", "embedding")
+# The class of each task, found when a run of it begins.
+TASKS = {
+    "lm": "mlx_packs.training.tasks.causal_lm:CausalLMTask",
+    "embedding": "mlx_packs.training.tasks.embedding:EmbeddingTask",
+}
 METHODS = ("lora", "full")
 OBJECTIVES = ("transformer", "projection-stack")
 OPTIMIZERS = ("adamw", "adamw_8bit", "adam", "adafactor", "sgd", "muon", "lion")

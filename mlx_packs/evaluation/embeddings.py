@@ -4,7 +4,7 @@ The numbers are those of sentence-transformers' EmbeddingSimilarityEvaluator,
 InformationRetrievalEvaluator and TripletEvaluator with the cosine.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -12,12 +12,10 @@ import numpy as np
 
 from ..bases.encoder import Encoder, embedded
 from ..data.formats import Row
-from ..data.pairs import PairBatch, Pairs, encode_pairs
+from ..data.pairs import Pairs, encode_pairs
 from ..errors import PackError
-from ..objectives.embedding import arrays_of
 from ..packs.base import Base
 from ..packs.manifest import shown_metrics
-from ..runtime import mx
 from .rows import EvalSettings
 
 TOP = 10  # of MRR and NDCG
@@ -148,12 +146,6 @@ def retrieval(vectors: np.ndarray, anchors: np.ndarray, positives: np.ndarray) -
         "ndcg_at_10": float(np.mean(discounted)),
         "recall_at_1": float(np.mean(recall)),
     }
-
-
-def mean_loss(loss: Callable[..., mx.array], batches: list[PairBatch]) -> float:
-    """The mean loss per row of some batches."""
-    total = sum(loss(*arrays_of(batch)).item() for batch in batches)
-    return total / sum(batch.count for batch in batches)
 
 
 class EmbeddingEvaluator:

@@ -4,7 +4,7 @@ A model is split into the part that makes hidden states and the head. The split 
 both together give the model's own logits to the bit; any other model keeps its whole forward.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import mlx.nn as nn
@@ -16,8 +16,7 @@ from ..nn.quantized import frozen_head
 from ..nn.segments import restarting, segment_caches
 from ..ops.linear_cross_entropy import FrozenHead, cross_entropy, linear_cross_entropy
 from ..runtime import mx
-
-Arrays = tuple[mx.array, ...]
+from .objective import Arrays, Inputs, Objective, Score
 
 
 @dataclass(frozen=True)
@@ -144,3 +143,69 @@ def loss_sum(
         model, head, tokens, positions, targets, segments, z_loss, label_smoothing
     )
     return (loss * weights).sum()
+
+
+class TokenInputs(Inputs):
+    """Batches of tokens as they are."""
+
+    def arrays(self, batch: Batch) -> Arrays:
+        """Tokens, positions, targets, weights, and of a packed batch its segments."""
+        return as_arrays(batch)
+
+
+class CausalLM(Objective):
+    """The next token of each input.
+
+    Args:
+        model: what is trained.
+        head: the model as hidden states and head, None where it cannot be split.
+        inputs: how batches become arrays.
+        score: scores batches (`evaluation` has scorers); an objective that only trains needs none.
+        z_loss: weight of logsumexp^2.
+        label_smoothing: share of each target that is spread over the vocabulary.
+    """
+
+    unit = "tokens"
+
+    def __init__(
+        self,
+        model: nn.Module,
+        head: Head | None,
+        inputs: Inputs | None = None,
+        score: Callable[..., Score] | None = None,
+        z_loss: float = 0.0,
+        label_smoothing: float = 0.0,
+    ):
+        self.model, self.head = model, head
+        self._inputs = inputs or TokenInputs()
+        self._score = score
+        self._regularization = {"z_loss": z_loss, "label_smoothing": label_smoothing}
+
+    def arrays(self, batch: Batch) -> Arrays:
+        """What `loss` takes of a batch."""
+        return self._inputs.arrays(batch)
+
+    def prefetch(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+        """The same batches, with what the inputs can prepare ahead."""
+        return self._inputs.prefetch(batches)
+
+    def close(self) -> None:
+        """Release what the inputs hold."""
+        self._inputs.close()
+
+    def loss(
+        self,
+        tokens: mx.array,
+        positions: mx.array,
+        targets: mx.array,
+        weights: mx.array,
+        *segments: mx.array,
+    ) -> tuple[mx.array, mx.array]:
+        """Sum of the weighted losses of the targets, and the sum of their weights."""
+        arrays = tokens, positions, targets, weights, *segments
+        total = loss_sum(self.model, self.head, *arrays, **self._regularization)
+        return total, weights.sum()
+
+    def score(self, batches: Sequence[Batch], advance: Callable[[], None] | None = None) -> Score:
+        """Perplexity and accuracy on batches."""
+        return self._score(batches, advance)

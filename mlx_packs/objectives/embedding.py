@@ -8,6 +8,7 @@ https://arxiv.org/abs/1705.00652. CoSENT: https://kexue.fm/archives/8847. Triple
 https://arxiv.org/abs/1703.07737. Gradients by mini-batches: https://arxiv.org/abs/2101.06983
 """
 
+import math
 from collections.abc import Callable, Sequence
 
 from ..bases.encoder import Encoder, unit
@@ -15,10 +16,9 @@ from ..config.schema import TrainConfig
 from ..data.pairs import PairBatch
 from ..nn.recompute import recomputed
 from ..runtime import mx
+from .objective import Arrays, Objective, Score
 
 _HIDDEN = -1e9  # a logit that takes no part, finite so that its gradient is 0 and not NaN
-
-Arrays = tuple[mx.array, ...]
 
 
 def cosine_loss(embeddings: Sequence[mx.array], weights: mx.array, scores: mx.array) -> mx.array:
@@ -108,28 +108,55 @@ def embed_in_parts(
     return embeddings
 
 
-def arrays_of(batch: PairBatch) -> Arrays:
-    """What a loss takes: the first two columns, lengths, weights, then scores or a third column.
+class EmbeddingObjective(Objective):
+    """A loss of embeddings by name, with its settings.
 
-    The weights stand where `step.Stepper` looks for them.
+    Args:
+        model: the encoder.
+        loss: one of `config.choices.LOSSES`.
+        train: the settings of the loss.
+        score: scores batches (`evaluation` has scorers); an objective that only trains needs none.
     """
-    first, second, *others = (mx.array(column) for column in batch.columns)
-    scores = [] if batch.scores is None else [mx.array(batch.scores)]
-    return (first, second, mx.array(batch.lengths), mx.array(batch.weights), *scores, *others)
 
+    unit = "pairs"
 
-def make_loss(model: Encoder, name: str, train: TrainConfig) -> Callable[..., mx.array]:
-    """A loss by name as a function of the arrays of a batch."""
-    scored = name in ("cosine", "cosent")
+    def __init__(
+        self,
+        model: Encoder,
+        loss: str,
+        train: TrainConfig,
+        score: Callable[..., Score] | None = None,
+    ):
+        self.model = model
+        self._name, self._train, self._score = loss, train, score
+
+    def arrays(self, batch: PairBatch) -> Arrays:
+        """The first two columns, lengths, weights, then scores or a third column."""
+        first, second, *others = (mx.array(column) for column in batch.columns)
+        scores = [] if batch.scores is None else [mx.array(batch.scores)]
+        return (first, second, mx.array(batch.lengths), mx.array(batch.weights), *scores, *others)
 
     def loss(
-        first: mx.array, second: mx.array, lengths: mx.array, weights: mx.array, *rest: mx.array
+        self,
+        first: mx.array,
+        second: mx.array,
+        lengths: mx.array,
+        weights: mx.array,
+        *rest: mx.array,
+    ) -> tuple[mx.array, mx.array]:
+        """Sum of the loss over the rows, and the number of rows that are not padding."""
+        return self._sum([first, second], lengths, weights, rest), weights.sum()
+
+    def _sum(
+        self, columns: list[mx.array], lengths: mx.array, weights: mx.array, rest: Arrays
     ) -> mx.array:
-        columns = [first, second, *(() if scored else rest)]
+        name, train = self._name, self._train
+        scored = name in ("cosine", "cosent")
+        columns = columns if scored else [*columns, *rest]
         if name == "cached-mnrl":
-            embeddings = embed_in_parts(model, columns, lengths, train.mini_batch_size)
+            embeddings = embed_in_parts(self.model, columns, lengths, train.mini_batch_size)
         else:
-            embeddings = [model(*column) for column in zip(columns, lengths, strict=True)]
+            embeddings = [self.model(*column) for column in zip(columns, lengths, strict=True)]
         if name == "cosine":
             return cosine_loss(embeddings, weights, rest[0])
         if name == "cosent":
@@ -139,4 +166,14 @@ def make_loss(model: Encoder, name: str, train: TrainConfig) -> Callable[..., mx
             return triplet_loss(embeddings, weights, margin, distance)
         return ranking_loss(embeddings, weights, train.similarity_scale)
 
-    return loss
+    def mean_loss(self, batches: Sequence[PairBatch]) -> float:
+        """Loss per row of some batches, without gradients; nan of none."""
+        total = sum(self.loss(*self.arrays(batch))[0].item() for batch in batches)
+        count = sum(batch.count for batch in batches)
+        return total / count if count else math.nan
+
+    def score(
+        self, batches: Sequence[PairBatch], advance: Callable[[], None] | None = None
+    ) -> Score:
+        """Loss and metrics on batches."""
+        return self._score(self, batches, advance)

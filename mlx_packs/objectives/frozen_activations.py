@@ -32,7 +32,8 @@ from ..nn.frozen_blocks import FrozenBlock, Injection, frozen_output
 from ..nn.quantized import replace_modules
 from ..ops.lanes import lanes
 from ..runtime import mx
-from .causal_lm import Arrays, Head, as_arrays, forward
+from .causal_lm import Head, as_arrays, forward
+from .objective import Arrays, Inputs
 from .sequence_packing import TOLERANCE, relative_error
 from .state_store import StateStore
 
@@ -47,7 +48,7 @@ _PROBE_STD = 0.02  # of the adapters' B
 StandIns = list[tuple[str, FrozenBlock]]
 
 
-class FrozenActivations:
+class FrozenActivations(Inputs):
     """States of the examples of a run; `arrays` stands in the place of `as_arrays`.
 
     Args:

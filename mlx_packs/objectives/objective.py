@@ -40,21 +40,34 @@ class Score(Protocol):
         ...
 
 
-class Objective(Protocol):
+class Inputs(Protocol):
+    """How batches become arrays.
+
+    Inherit from it to get the defaults of `prefetch` and `close`.
+    """
+
+    def arrays(self, batch: Any) -> Arrays:
+        """The arrays that `Objective.loss` takes of a batch; each set of shapes is compiled."""
+        ...
+
+    def prefetch(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """The same batches, with what can be computed on the CPU before their step."""
+        return batches
+
+    def close(self) -> None:
+        """Release files and memory that outlive a batch."""
+
+
+class Objective(Inputs, Protocol):
     """What is computed on a batch.
 
-    Inherit from it to get the defaults of `prefetch` and `close`. The model, and whatever else the
-    computation needs, is bound when the objective is made.
+    The model, and whatever else the computation needs, is bound when the objective is made.
 
     Attributes:
         unit: what targets are, as a plural: ``tokens``, ``pairs``. Names of logged values carry it.
     """
 
     unit: str
-
-    def arrays(self, batch: Any) -> Arrays:
-        """The arrays that `loss` takes of a batch; their shapes decide what is compiled."""
-        ...
 
     def loss(self, *arrays: mx.array) -> tuple[mx.array, mx.array]:
         """Sum of the loss over a batch's targets, and what the sum is divided by.
@@ -72,10 +85,3 @@ class Objective(Protocol):
             advance: Called after each batch.
         """
         ...
-
-    def prefetch(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """The same batches, with what can be computed on the CPU before their step."""
-        return batches
-
-    def close(self) -> None:
-        """Release files and memory that outlive a batch."""

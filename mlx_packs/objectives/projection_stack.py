@@ -7,7 +7,6 @@ with the true forward, so a run under it is judged by the true forward all the s
 """
 
 import dataclasses
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import mlx.nn as nn
@@ -22,7 +21,8 @@ from ..errors import PackError
 from ..nn.quantized import EMBEDDINGS, LINEARS, frozen_head, true_shape
 from ..nn.stack import ProjectionStack
 from ..runtime import mx
-from .causal_lm import Arrays, Head, as_arrays, split_head
+from .causal_lm import Head, TokenInputs, as_arrays, split_head
+from .objective import Arrays, Inputs
 
 TRANSFORMER, STACK = "transformer", "projection-stack"
 
@@ -40,13 +40,16 @@ _PROXY = (
 class Graph:
     """What the loss of a run is taken of.
 
-    base: its model is the graph, under the base's own paths.   lora: which of it carries adapters.
-    arrays: of a batch, what a step takes.   facts: what the manifest says of it.
+    Attributes:
+        base: the base; its model is the graph, under the base's own paths.
+        lora: which of its modules carry adapters.
+        inputs: how batches become arrays.
+        facts: what the manifest records of it.
     """
 
     base: BaseModel
     lora: LoRAConfig
-    arrays: Callable[[Batch], Arrays] = as_arrays
+    inputs: Inputs = field(default_factory=TokenInputs)
     facts: dict = field(default_factory=lambda: {"graph": TRANSFORMER})
 
     @property
@@ -119,14 +122,19 @@ def graph_of(base: BaseModel, lora: LoRAConfig, train: TrainConfig) -> Graph:
         "embedding": f"in memory: {mapped}" if in_memory else "frozen, mapped from its file",
     }
     lora = dataclasses.replace(lora, target_modules=tuple(adapted), num_layers=-1)
-    graph = Graph(dataclasses.replace(base, model=model), lora, facts=facts)
-    if in_memory:
-        return graph
+    inputs = TokenInputs() if in_memory else _MappedInputs(mapped)
+    return Graph(dataclasses.replace(base, model=model), lora, inputs, facts)
 
-    def arrays(batch: Batch) -> Arrays:
-        return mapped(batch.tokens), *as_arrays(batch)[1:]
 
-    return dataclasses.replace(graph, arrays=arrays)
+class _MappedInputs(Inputs):
+    """Rows of an embedding table that stays in its file, in the place of tokens."""
+
+    def __init__(self, table: MappedEmbedding):
+        self._table = table
+
+    def arrays(self, batch: Batch) -> Arrays:
+        """States [B, T, D], positions, targets, weights, and of a packed batch its segments."""
+        return self._table(batch.tokens), *as_arrays(batch)[1:]
 
 
 def _table(base: BaseModel, modules: dict[str, nn.Module]) -> tuple[str, nn.Module]:

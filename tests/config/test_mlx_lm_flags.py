@@ -25,6 +25,7 @@ from mlx_packs.optim import make_optimizer, schedule
 from mlx_packs.runtime import mx
 from mlx_packs.training import run as training
 from mlx_packs.training import setup as prepare
+from mlx_packs.training.folders import output_folders
 from tests.helpers.errors import raises
 from tests.helpers.models import base_of, model_of
 
@@ -398,5 +399,5 @@ def test_examples_make_packs_that_stock_mlx_lm_opens():
 )
 def test_pack_is_named_after_its_first_data_set(tmp_path, monkeypatch, columns, name):
     monkeypatch.chdir(tmp_path)
-    with prepare.output_folders(None, columns, overwrite=False, resume=False) as (folder, run):
+    with output_folders(None, columns, overwrite=False, resume=False) as (folder, run):
         assert (folder, run) == (Path("packs") / name, Path("packs") / f"{name}-run")

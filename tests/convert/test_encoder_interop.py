@@ -16,7 +16,7 @@ from mlx_packs.convert.merge import merge_pack
 from mlx_packs.data.pairs import encode_pairs, make_pair_batch
 from mlx_packs.data.rows import Row
 from mlx_packs.evaluation.embeddings import score_pairs
-from mlx_packs.objectives.embedding import arrays_of, make_loss
+from mlx_packs.objectives.embedding import EmbeddingObjective
 from mlx_packs.runtime import mx
 from tests.helpers.encoders import (
     MINILM,
@@ -182,9 +182,9 @@ def test_a_step_has_the_loss_and_gradients_of_sentence_transformers(minilm, name
     )
     pairs = encode_pairs([Row("test", row) for row in rows], base.tokenizer, 128)
     batch = make_pair_batch(pairs, range(len(rows)), len(rows) + 3, 128)  # three rows of padding
-    loss = make_loss(base.model, kind, train)
+    objective = EmbeddingObjective(base.model, kind, train)
     base.model.train()
-    total, gradients = nn.value_and_grad(base.model, loss)(*arrays_of(batch))
+    (total, _), gradients = nn.value_and_grad(base.model, objective.loss)(*objective.arrays(batch))
     assert total.item() / len(rows) == pytest.approx(theirs.item(), rel=1e-4)
 
     # gradients by name on disk: those of the adapters stand where the adapters do

@@ -11,7 +11,7 @@ from mlx_packs import LoRAConfig, TrainConfig
 from mlx_packs.adapters.lora import Attached, attach
 from mlx_packs.data.batches import Batch
 from mlx_packs.data.encoding import Example
-from mlx_packs.objectives.causal_lm import Head, as_arrays, loss_sum, split_head
+from mlx_packs.objectives.causal_lm import CausalLM, Head, as_arrays, loss_sum, split_head
 from mlx_packs.optim import make_optimizer
 from mlx_packs.runtime import mx
 from mlx_packs.training.step import Stepper
@@ -43,11 +43,7 @@ def lm_stepper(
     head: Head | None = None,
 ) -> Stepper:
     """A stepper on the loss of the next token; by default the model is split into states and head."""
-    head = head or split_head(model)
-
-    def loss(*arrays: mx.array) -> tuple[mx.array, mx.array]:
-        return loss_sum(model, head, *arrays), arrays[3].sum()  # of the weights
-
+    loss = CausalLM(model, head or split_head(model)).loss
     return Stepper(model, loss, optimizer, max_grad_norm)
 
 

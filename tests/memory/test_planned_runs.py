@@ -15,7 +15,9 @@ from mlx_packs.display import QUIET, Display
 from mlx_packs.memory.estimate import plan_run
 from mlx_packs.memory.headers import Headers
 from mlx_packs.memory.plan import ERROR
-from mlx_packs.training.setup import choose_path, encode_splits
+from mlx_packs.training.phases import resolve_phases
+from mlx_packs.training.planning import choose_path
+from mlx_packs.training.tasks.tokens import encode_phases
 from tests.helpers.errors import check, raises
 from tests.helpers.headers import dense_headers, write_headers
 from tests.helpers.rows import chat, write_rows
@@ -98,7 +100,7 @@ def test_training_that_cannot_fit_is_rejected_unless_forced(
     memory(60e6)
     measured = []
     monkeypatch.setattr(
-        "mlx_packs.training.setup.choose_matmul_path", lambda *_: measured.append(1)
+        "mlx_packs.training.planning.choose_matmul_path", lambda *_: measured.append(1)
     )
     out = tmp_path / "p"
     arguments = ["train", "--data", rows, "--out", out, "--iters", "1", "--recompute", "none"]
@@ -149,10 +151,11 @@ def test_a_run_has_the_plans_of_the_paths_that_fit_best(tiny, memory):
 def test_auto_takes_one_of_the_planned_paths(tiny, rows):
     train = TrainConfig(batch_size=4, max_seq_length=128, iters=4, recompute="none")
     columns, display = DataConfig(data=str(rows)), Display(QUIET)
-    examples = encode_splits(load_rows(columns), tiny, columns, train, display)["train"]
+    phases = resolve_phases(train, columns)
+    rows = encode_phases(phases, [load_rows(columns)], tiny, train, display).typical_rows()
     plans = plan_run(Headers.of(tiny), LoRAConfig(), train, {(96, 300)})
     for path in plans:
-        choice = choose_path(tiny, train, examples, {path: plans[path]}, display)
+        choice = choose_path(tiny, train, rows, {path: plans[path]}, display)
         assert choice.matmul_path == path and len(choice.step_ms) == 3
 
 

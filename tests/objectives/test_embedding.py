@@ -13,10 +13,9 @@ from mlx_packs.adapters.lora import attach
 from mlx_packs.data.pairs import encode_pairs, make_pair_batch
 from mlx_packs.data.rows import Row
 from mlx_packs.objectives.embedding import (
-    arrays_of,
+    EmbeddingObjective,
     cosent_loss,
     cosine_loss,
-    make_loss,
     ranking_loss,
     triplet_loss,
 )
@@ -119,9 +118,10 @@ def gradients(base, name: str, rows: list[dict], size: int, **settings) -> tuple
     """Loss and gradients of the adapters for a batch of ``size`` rows, some of them padding."""
     pairs = encode_pairs([Row("test", row) for row in rows], base.tokenizer, 48)
     batch = make_pair_batch(pairs, range(len(rows)), size, 48)
-    loss = make_loss(base.model, name, TrainConfig(task="embedding", **settings))
+    train = TrainConfig(task="embedding", **settings)
+    objective = EmbeddingObjective(base.model, name, train)
     base.model.train()
-    value, found = nn.value_and_grad(base.model, loss)(*arrays_of(batch))
+    (value, _), found = nn.value_and_grad(base.model, objective.loss)(*objective.arrays(batch))
     return value.item(), {name: np.array(g) for name, g in tree_flatten(found)}
 
 

@@ -168,9 +168,9 @@ def test_resumed_packed_run_equals_an_unbroken_one(tiny, rows, tmp_path):
 
 def test_packed_run_says_how_full_it_is_and_plans_its_own_shapes(rows, tmp_path, run, monkeypatch):
     planned = []
-    estimate = "mlx_packs.training.setup.estimate_batches"
+    plan_run = "mlx_packs.training.planning.plan_run"
     monkeypatch.setattr(
-        estimate, lambda *a: planned.append(a[5]) or (_ for _ in ()).throw(PackError("none."))
+        plan_run, lambda *a: planned.append(a[3]) or (_ for _ in ()).throw(PackError("none."))
     )
     arguments = f"--data {rows} --iters 1 --max-seq-length 96 --batch-size 2 --matmul-path dense"
     code, _, err = run("train", *arguments.split(), "--packing", "--out", tmp_path / "p")

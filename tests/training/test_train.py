@@ -16,11 +16,12 @@ from mlx_packs.cli.train import train as train_command
 from mlx_packs.data.batches import make_batch
 from mlx_packs.data.encoding import Example
 from mlx_packs.data.rows import tiny_path
-from mlx_packs.errors import Interrupted, PackError
+from mlx_packs.errors import Interrupted
 from mlx_packs.memory.plan import ERROR
 from mlx_packs.objectives.causal_lm import as_arrays, loss_sum, split_head
 from mlx_packs.optim import make_optimizer
 from mlx_packs.runtime import mx
+from tests.helpers.errors import raises
 from tests.helpers.models import base_of
 from tests.helpers.observers import observe
 from tests.helpers.rows import chat, write_rows
@@ -111,7 +112,7 @@ def test_interrupted_run_goes_on_to_the_same_weights(tiny, rows, tmp_path, monke
 def test_resume_refuses_another_recipe(tiny, rows, tmp_path):
     train_pack(tiny, rows, LORA, QUICK, tmp_path / "p")
     other = TrainConfig(**{**vars(QUICK), "learning_rate": 2e-3})
-    with pytest.raises(PackError, match="learning_rate was 0.001 and is 0.002"):
+    with raises("mismatch", "learning_rate", "0.001", "0.002"):
         train_pack(tiny, rows, LORA, other, tmp_path / "p", resume=True)
 
 

@@ -1,23 +1,14 @@
-"""Train a pack of an encoder: sentence pairs in, adapters on a frozen float32 base, a folder out.
+"""Embeddings of sentences, by an encoder: sentence pairs in, adapters on a float32 base out."""
 
-The loop, its steps, checkpoints and the pack are those of `training`; what differs is said here:
-rows are pairs, a loss is over the texts of a batch, and what is measured is no perplexity.
-"""
-
-import time
-from collections.abc import Sequence
-from contextlib import closing
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from ... import runtime
 from ...adapters.method import METHODS, Trainable
+from ...bases.encoder import Encoder
 from ...config.choices import ENCODERS
 from ...config.fields import fields_where
-from ...config.recipe import Recipe
-from ...config.schema import COLUMN_SETTINGS, DataConfig, LoRAConfig, TrainConfig
-from ...data import rows as rows_of
-from ...data.batches import prefetched
+from ...config.schema import COLUMN_SETTINGS, TrainConfig
 from ...data.pairs import (
     IN_BATCH,
     PairBatch,
@@ -29,353 +20,205 @@ from ...data.pairs import (
     make_pair_batch,
     pair_batches,
 )
-from ...display import VERBOSE, Display
+from ...data.rows import Splits
 from ...errors import PackError
-from ...evaluation.embeddings import EmbeddingScore, Metrics, check_scores, mean_loss, score_pairs
-from ...gates import Gates, evaluate_gates, gate_limits
-from ...memory.estimate import plan_run
-from ...memory.headers import Headers
-from ...memory.plan import MemoryPlan
-from ...nn.quantized import count_weights
-from ...objectives.embedding import arrays_of, make_loss
-from ...ops import _backend
+from ...evaluation.embeddings import EmbeddingScore, check_scores, score_pairs
+from ...objectives.embedding import EmbeddingObjective
 from ...packs.base import Base
-from ...packs.pack import Pack, round_adapters, versions_line
-from ...runtime import mx
-from ..checkpoint import TrainingState, load_checkpoint
-from ..loop import Loop
-from ..observers.observer import ObservedRun, Observer
-from ..observers.registry import make_observers
 from ..phases import RunPhase
-from ..run import TrainRun, start_run_folder
-from ..run_folder import latest_checkpoint, read_metrics
-from ..setup import check_resume, describe, load_adapters, public_recipe, show_plan
-from ..step import Stepper
+from ..planning import MemoryChoice
+from ..result import FitResult
+from .task import Summary, Task
 
 
-def check_task(
-    name: str, model_type: str, lora: LoRAConfig, train: TrainConfig, columns: DataConfig
-) -> None:
-    """Raises: PackError if base and task do not go together, or a setting has no meaning there."""
-    if model_type not in ENCODERS:
-        if train.task == "embedding":
-            raise PackError(
-                f"--task embedding: {name} is a causal {model_type}; "
-                f"embeddings are trained on an encoder ({', '.join(ENCODERS)}: all-MiniLM-L6-v2, "
-                "bge, e5), and this base by --task lm."
-            )
-        return
-    if train.task != "embedding":
-        raise PackError(
-            f"{name}: is an encoder ({model_type}) and has no next token to learn; train it with "
-            "--task embedding."
-        )
-    misplaced = train.changed(fields_where(TrainConfig, task="lm"))
-    misplaced += [name for name in train.unfit_for_dense() if name not in misplaced]
-    misplaced += columns.changed(COLUMN_SETTINGS)
-    if misplaced:
-        flags = ", ".join("--" + name.replace("_", "-") for name in misplaced)
-        raise PackError(
-            f"{flags}: not with --task embedding, whose base is dense in float32 and "
-            "whose rows are sentence pairs; leave it out."
-        )
-    if train.method == "full" and lora.num_layers > 0:
-        raise PackError("--num-layers: --method full trains all of an encoder; leave it out.")
-    if train.recomputes == "selective":
-        raise PackError("--recompute selective: an encoder's blocks have only none and block.")
+class EvalPairs(list[PairBatch]):
+    """Held-out pairs: their metrics are over all of them, their loss over some batches, or none."""
 
-
-def train_embeddings(
-    folder: Path,
-    run: Path,
-    base: Base,
-    lora: LoRAConfig,
-    phase: RunPhase,
-    splits: rows_of.Splits,
-    display: Display,
-    replaces: bool,
-    earlier: dict | None,
-    started: dict | None,
-    resume_adapter_file: str | None,
-    report_to: str | None,
-    project_name: str | None,
-    force: bool,
-) -> TrainRun:
-    """`training.train_pack` of an encoder, from its rows on.
-
-    Args:
-        phase: the only one of the run.   splits: its rows.
-        replaces: whether what lies in ``folder`` may be replaced.
-        earlier: what the run to go on with was; None begins one.
-        started: name and hash of the adapters to start from, read from ``resume_adapter_file``.
-    """
-    train, columns = phase.train, phase.sources[0]
-    recipe = Recipe(lora, train, columns, {"model": base.name, "resume_adapter_file": started})
-    source = phase.public_source(splits)
-    pairs, loss_name = _encoded(splits, base, train, display)
-    identity = {
-        "recipe": recipe.to_json(),
-        "base": base.fingerprint,
-        "data": {split: rows_of.fingerprint(splits.rows[split]) for split in pairs},
-    }
-    if earlier is not None:
-        check_resume(run, identity, earlier)
-    splits.rows.clear()
-    held_out = "test" if "test" in pairs else "valid"
-    judged = _first_rows(pairs[held_out], train.test_batches, train.batch_size)
-    check_scores(judged, f"--data {splits.source}")
-    valid = None
-    if "valid" in pairs and train.val_batches:
-        valid = _first_rows(pairs["valid"], train.val_batches, train.batch_size)
-        check_scores(valid, f"--data {splits.source}: valid")
-    plan = _planned(base, lora, train, pairs["train"], loss_name, force)
-    method = METHODS[train.method]
-    show_plan(base, lora, plan, display, method.trains_base)
-    weights = count_weights(base.model)
-    attached = method.attach(base, lora, train, "dense")
-    try:
-        describe(attached, display, weights)
-        if resume_adapter_file is not None:
-            load_adapters(attached, Path(resume_adapter_file))
-        attached.recompute(plan.recompute)
-        with display.working("eval", f"{len(judged)} held-out rows"):
-            before = _score_base(attached, judged, train.batch_size)
-        observed = ObservedRun(
-            run, train, display, "pairs", recipe.to_json(), report_to, project_name
-        )
-        observers = make_observers(observed)
-        start_run_folder(run, identity, earlier is not None)
-        learned = _learn(
-            attached,
-            loss_name,
-            phase,
-            pairs["train"],
-            valid,
-            earlier is not None,
-            observed,
-            observers,
-        )
-        round_adapters(attached, train.pack_dtype)
-        with display.working("eval", f"{len(judged)} held-out rows"):
-            base.model.eval()
-            after = score_pairs(base.model, judged, train.batch_size)
-        result = {
-            "split": held_out,
-            "rows": len(judged),
-            **{f"{name}_before": value for name, value in before.items()},
-            **{f"{name}_after": value for name, value in after.items()},
-        }
-        pack = Pack.of(
-            attached,
-            train.pack_dtype,
-            objective={
-                "task": "embedding",
-                "loss": loss_name,
-                **base.model.sentence_config.to_json(),
-            },
-            data={
-                "source": source,
-                "fingerprint": identity["data"],
-                "rows": {split: len(found) for split, found in pairs.items()},
-            },
-            recipe=public_recipe(recipe, base),
-            versions=versions_line(),
-            eval=result,
-            measured={
-                "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-                **learned.measured,
-                "plan_peak_gb": plan.peak_gb,
-                "ops": _backend.record(),
-            },
-        ).save(folder, overwrite=replaces)
-    finally:
-        attached.detach()
-    report = {
-        "pack": str(folder),
-        "run": str(run),
-        "task": "embedding",
-        "loss": loss_name,
-        "steps": learned.cursor.updates,
-        "batches": learned.cursor.batches,
-        **{k: v for k, v in result.items() if k not in ("split", "rows")},
-        "held_out": {"split": held_out, "rows": len(judged), "format": judged.format.name},
-        "trained_pairs": learned.cursor.trained_tokens,
-        "method": attached.method,
-        "learned_weights": pack.manifest["adapters"]["parameters"],
-        "base_weights": weights,
-        **learned.measured,
-        "process_peak_gb": runtime.peak_process_bytes() / 1e9,
-        "pack_mb": pack.size_mb,
-        "matmul_path": "dense",
-        "recompute": plan.recompute,
-        "plan_peak_gb": plan.peak_gb,
-        "batch_shapes": learned.batch_shapes,
-        "traces": learned.traces,
-        "ops": _backend.record(),
-        "gates": _gates(train, pack),
-    }
-    for observer in observers:
-        observer.on_end(report)
-    return TrainRun(pack, run, report, learned.curve)
-
-
-def _encoded(
-    splits: rows_of.Splits, base: Base, train: TrainConfig, display: Display
-) -> tuple[dict[str, Pairs], str]:
-    """Pairs of every split that has rows, and the loss; says what was cut."""
-    present = splits.present()
-    longest = min(train.max_seq_length, base.model.longest)
-    pairs = {}
-    with display.task("data", len(present), "splits") as bar:
-        for split in present:
-            pairs[split] = encode_pairs(splits.rows[split], base.tokenizer, longest)
-            bar.advance()
-    first = pairs["train"]
-    loss = choose_loss(train.loss, first, f"--data {splits.source}")
-    check_loss_settings(loss, train.changed(fields_where(TrainConfig, task="embedding")))
-    if loss in IN_BATCH and not first.format.has_negatives:
-        sampler = PairSampler.of(first, train.batch_size, longest, train.seed, True)
-        if train.batch_size < 2 or not sampler.epoch(0):
-            raise PackError(
-                f"--loss {loss}: the other rows of a batch are the negatives, so it needs "
-                "--batch-size 2 or more, and rows whose texts differ."
-            )
-    counts = " / ".join(f"{len(found):,} {split}" for split, found in pairs.items())
-    display.line("data", f"{splits.source} · {counts} rows · {first.format.name} · loss {loss}")
-    if cut := sum(found.cut for found in pairs.values()):
-        display.line(
-            "data", f"longer than {longest} tokens and cut: {cut} texts (--max-seq-length)"
-        )
-    for note in splits.notes:
-        display.line("data", note)
-    return pairs, loss
-
-
-def _first_rows(pairs: Pairs, batches: int, batch_size: int) -> Pairs:
-    """So many batches' worth of rows; -1 is all."""
-    if batches < 0 or batches * batch_size >= len(pairs):
-        return pairs
-    count = batches * batch_size
-    return replace(
-        pairs,
-        tokens=[column[:count] for column in pairs.tokens],
-        texts=pairs.texts[:count],
-        scores=None if pairs.scores is None else pairs.scores[:count],
-    )
-
-
-def _planned(
-    base: Base, lora: LoRAConfig, train: TrainConfig, pairs: Pairs, loss: str, force: bool
-) -> MemoryPlan:
-    """Return the peak that the loop over these examples should have, with the policy that fits.
-
-    Raises:
-        PackError: It is more than this machine has, unless forced.
-    """
-    shapes = {(int(pairs.lengths.max()), len(pairs.tokens))}
-    plans = plan_run(Headers.of(base), lora, replace(train, loss=loss), shapes, force)
-    return plans["dense"]
-
-
-def _score_base(attached: Trainable, judged: Pairs, batch_size: int) -> Metrics:
-    """The score of the base alone, whatever the run starts from."""
-    with attached.disabled():
-        attached.model.eval()
-        return score_pairs(attached.model, judged, batch_size)
+    def __init__(self, pairs: Pairs, batches: Sequence[PairBatch] = ()):
+        super().__init__(batches)
+        self.pairs = pairs
 
 
 @dataclass(frozen=True)
-class _Learned:
-    """What the loop left behind besides the adapters."""
+class PairDataset:
+    """Pairs of every split, encoded.
 
-    cursor: TrainingState
-    curve: list[dict]
-    measured: dict
-    batch_shapes: int
-    traces: int
+    Attributes:
+        splits: the pairs by split.
+        train: the settings of the run.
+        loss: the loss by name.
+        limit: most tokens of a text.
+    """
 
+    splits: dict[str, Pairs]
+    train: TrainConfig
+    loss: str
+    limit: int
 
-def _learn(
-    attached: Trainable,
-    loss_name: str,
-    phase: RunPhase,
-    pairs: Pairs,
-    valid: Pairs | None,
-    resume: bool,
-    observed: ObservedRun,
-    observers: Sequence[Observer],
-) -> _Learned:
-    """Run the loop from the start or from the last checkpoint; checkpoint its end."""
-    model, train = attached.model, phase.train
-    mx.random.seed(train.seed)
-    optimizer = phase.optimizer()
-    optimizer.init(model.trainable_parameters())
-    cursor, curve = TrainingState(), observed.curve
-    run, display = observed.folder, observed.display
-    if resume:
-        cursor = load_checkpoint(latest_checkpoint(run), attached, optimizer)
-        curve.extend(read_metrics(run, cursor.batches))
-        display.line("resume", f"{run}: batch {cursor.batches} of {train.iters}")
-    loss = make_loss(model, loss_name, train)
+    @property
+    def split(self) -> str:
+        """The split that the run is evaluated on."""
+        return "test" if "test" in self.splits else "valid"
 
-    def loss_and_count(*batch):
-        return loss(*batch), batch[3].sum()  # of the weights of its rows
+    def counts(self) -> dict[str, int]:
+        """Number of pairs by split."""
+        return {split: len(pairs) for split, pairs in self.splits.items()}
 
-    stepper = Stepper(model, loss_and_count, optimizer, train.max_grad_norm)
-    longest = min(train.max_seq_length, model.longest)
+    def shapes(self) -> set[tuple[int, int]]:
+        """The longest text, and the columns of a pair."""
+        pairs = self.splits["train"]
+        return {(int(pairs.lengths.max()), len(pairs.tokens))}
 
-    def judged(batch: PairBatch) -> EmbeddingScore:
-        model.eval()
-        return EmbeddingScore(mean_loss(loss, [batch]), {})
+    def typical_rows(self) -> None:
+        """No matmul path is chosen: an encoder is dense."""
 
-    distinct, validate = loss_name in IN_BATCH, None
-    if valid is not None:
-        one, other = (
-            PairSampler.of(valid, train.batch_size, longest, 0, d) for d in (distinct, False)
+    def batches(self, phase: RunPhase, taken: int) -> Iterator[PairBatch]:
+        """Batches without end, after ``taken`` of them."""
+        pairs = self.splits["train"]
+        sampler = self._sampler(pairs, self.train.seed, self.loss in IN_BATCH)
+        return pair_batches(pairs, sampler, taken, runtime.COMPILES)
+
+    def validation(self, phase: RunPhase) -> EvalPairs | list:
+        """The first pairs to validate on, and batches of them for the loss."""
+        if "valid" not in self.splits or not self.train.val_batches:
+            return []
+        pairs, size = self.first("valid", self.train.val_batches), self.train.batch_size
+        order = self._sampler(pairs, 0, self.loss in IN_BATCH).epoch(0)
+        order = order or self._sampler(pairs, 0, False).epoch(0)  # one pair, or all alike
+        return EvalPairs(pairs, [make_pair_batch(pairs, rows, size, self.limit) for rows in order])
+
+    def held_out(self, phase: RunPhase) -> EvalPairs:
+        """The pairs that the run is evaluated on."""
+        return EvalPairs(self.first(self.split, self.train.test_batches))
+
+    def first(self, split: str, batches: int) -> Pairs:
+        """The first pairs of a split, so many batches' worth; -1 is all."""
+        pairs, count = self.splits[split], batches * self.train.batch_size
+        if batches < 0 or count >= len(pairs):
+            return pairs
+        return replace(
+            pairs,
+            tokens=[column[:count] for column in pairs.tokens],
+            texts=pairs.texts[:count],
+            scores=None if pairs.scores is None else pairs.scores[:count],
         )
-        order = one.epoch(0) or other.epoch(0)  # one row, or all alike
-        batches = [make_pair_batch(valid, rows, train.batch_size, longest) for rows in order]
 
-        def validate() -> EmbeddingScore:
-            model.eval()
-            metrics = score_pairs(model, valid, train.batch_size)
-            return EmbeddingScore(mean_loss(loss, batches), metrics)
-
-    loop = Loop(
-        attached,
-        stepper,
-        phase,
-        True,
-        run,
-        cursor,
-        arrays_of,
-        judged,
-        validate,
-        observers,
-        unit="pairs",
-    )
-    sampler = PairSampler.of(pairs, train.batch_size, longest, train.seed, distinct)
-    batches_of_run = pair_batches(pairs, sampler, cursor.batches, runtime.COMPILES)
-    model.train()
-    mx.reset_peak_memory()
-    held = runtime.memory_limits(train.clear_cache_threshold or 0)
-    with closing(prefetched(batches_of_run)) as ahead, held:
-        loop.learn(ahead)
-    shapes, traces = len(stepper.shapes), stepper.traces
-    display.line("shapes", f"{shapes} of batches, {traces} compiled traces", VERBOSE)
-    measured = {
-        "train_s": cursor.train_s,
-        "pairs_per_s": cursor.trained_tokens / cursor.train_s,
-        "peak_gb": mx.get_peak_memory() / 1e9,
-    }
-    return _Learned(cursor, curve, measured, shapes, traces)
+    def _sampler(self, pairs: Pairs, seed: int, distinct: bool) -> PairSampler:
+        return PairSampler.of(pairs, self.train.batch_size, self.limit, seed, distinct)
 
 
-def _gates(train: TrainConfig, pack: Pack) -> Gates:
-    """Hold the saved pack against its gate on size; the result goes into its manifest."""
-    if not (held := gate_limits(max_pack_mb=train.max_pack_mb)):
-        return {}
-    for _ in range(2):  # the manifest, which has the result, is part of the size
-        gates = evaluate_gates(held, {"max_pack_mb": pack.size_mb})
-        pack.note(gates=gates)
-    return gates
+class EmbeddingTask(Task):
+    """``--task embedding``."""
+
+    unplanned_recompute = "none"
+    base: Base
+    dataset: PairDataset
+
+    def check(self, name: str, model_type: str) -> None:
+        """Accept encoders alone, and no setting that means nothing for them."""
+        train, columns = self.run.train, self.run.columns
+        if model_type not in ENCODERS:
+            raise PackError(
+                f"--task embedding: {name} is a causal {model_type}; "
+                f"embeddings are trained on an encoder ({', '.join(ENCODERS)}: all-MiniLM-L6-v2, "
+                "bge, e5), and this base by --task lm.",
+                "mismatch",
+            )
+        misplaced = train.changed(fields_where(TrainConfig, task="lm"))
+        misplaced += [key for key in train.unfit_for_dense() if key not in misplaced]
+        misplaced += columns.changed(COLUMN_SETTINGS)
+        if misplaced:
+            flags = ", ".join("--" + key.replace("_", "-") for key in misplaced)
+            raise PackError(
+                f"{flags}: not with --task embedding, whose base is dense in float32 and "
+                "whose rows are sentence pairs; leave it out.",
+                "conflict",
+            )
+        if METHODS[train.method].trains_base and self.run.lora.num_layers > 0:
+            raise PackError(
+                "--num-layers: --method full trains all of an encoder; leave it out.", "conflict"
+            )
+        if train.recomputes == "selective":
+            raise PackError(
+                "--recompute selective: an encoder's blocks have only none and block.",
+                "unsupported",
+            )
+
+    def encode(self, base: Base, splits: Sequence[Splits]) -> PairDataset:
+        """Pairs of every split, and the loss that suits them; shows what was cut."""
+        (read,), train, display = splits, self.run.train, self.run.display
+        present, limit = read.present(), min(train.max_seq_length, base.model.longest)
+        pairs = {}
+        with display.task("data", len(present), "splits") as bar:
+            for split in present:
+                pairs[split] = encode_pairs(read.rows[split], base.tokenizer, limit)
+                bar.advance()
+        first = pairs["train"]
+        loss = choose_loss(train.loss, first, f"--data {read.source}")
+        check_loss_settings(loss, train.changed(fields_where(TrainConfig, task="embedding")))
+        self.base, self.dataset = base, PairDataset(pairs, train, loss, limit)
+        if loss in IN_BATCH and not first.format.has_negatives:
+            sampler = PairSampler.of(first, train.batch_size, limit, train.seed, True)
+            if train.batch_size < 2 or not sampler.epoch(0):
+                raise PackError(
+                    f"--loss {loss}: the other rows of a batch are the negatives, so it needs "
+                    "--batch-size 2 or more, and rows whose texts differ.",
+                    "data",
+                )
+        counts = " / ".join(f"{len(part):,} {split}" for split, part in pairs.items())
+        display.line("data", f"{read.source} · {counts} rows · {first.format.name} · loss {loss}")
+        if cut := sum(part.cut for part in pairs.values()):
+            display.line(
+                "data", f"longer than {limit} tokens and cut: {cut} texts (--max-seq-length)"
+            )
+        for note in read.notes:
+            display.line("data", note)
+        check_scores(self.dataset.held_out(self.run.goal).pairs, f"--data {read.source}")
+        if validation := self.dataset.validation(self.run.goal):
+            check_scores(validation.pairs, f"--data {read.source}: valid")
+        return self.dataset
+
+    def planned_settings(self) -> TrainConfig:
+        """The settings with the loss that the pairs have."""
+        return replace(self.run.train, loss=self.dataset.loss)
+
+    def objective(self, trainable: Trainable, memory: MemoryChoice) -> EmbeddingObjective:
+        """The loss of pairs."""
+        return EmbeddingObjective(trainable.model, self.dataset.loss, self.run.train, self._score)
+
+    def _score(
+        self,
+        objective: EmbeddingObjective,
+        batches: Sequence[PairBatch],
+        advance: Callable[[], None] | None = None,
+    ) -> EmbeddingScore:
+        """The metrics of held-out pairs, and the loss of batches."""
+        model: Encoder = objective.model
+        model.eval()
+        metrics = {}
+        if isinstance(batches, EvalPairs):
+            metrics = score_pairs(model, batches.pairs, self.run.train.batch_size)
+        return EmbeddingScore(objective.mean_loss(batches), metrics)
+
+    def summary(
+        self,
+        trainable: Trainable,
+        objective: EmbeddingObjective,
+        fit: FitResult,
+        sources: Sequence[str],
+    ) -> Summary:
+        """Metrics on the held-out pairs."""
+        before, after = (scores[self.run.goal.name].metrics for scores in fit.scores)
+        held_out = self.dataset.held_out(self.run.goal).pairs
+        task = {"task": "embedding", "loss": self.dataset.loss}
+        return Summary(
+            eval={
+                "split": self.dataset.split,
+                "rows": len(held_out),
+                **{f"{name}_before": value for name, value in before.items()},
+                **{f"{name}_after": value for name, value in after.items()},
+            },
+            objective={**task, **self.base.model.sentence_config.to_json()},
+            held_out={"format": held_out.format.name},
+            report=task,
+        )

@@ -1,0 +1,157 @@
+"""Train through the phases of a run: from its start or its last checkpoint to its end."""
+
+from collections.abc import Sequence
+from contextlib import closing, suppress
+from dataclasses import asdict
+
+import mlx.optimizers as optimizers
+
+from .. import runtime
+from ..adapters.method import Trainable
+from ..data.batches import prefetched
+from ..display import VERBOSE, Display
+from ..objectives.objective import Objective, Score
+from ..optim import carry_state
+from ..runtime import mx
+from .checkpoint import TrainingState, load_checkpoint, read_training_state
+from .loop import Loop, interrupted
+from .observers.observer import ObservedRun, Observer
+from .phases import RunPhase
+from .result import FitResult
+from .run_folder import latest_checkpoint, read_metrics
+from .settings import Run
+from .step import Stepper
+from .tasks.task import Dataset
+
+Scores = dict[str, Score]  # by phase
+
+
+def score_phases(
+    objective: Objective, dataset: Dataset, phases: Sequence[RunPhase], display: Display
+) -> Scores:
+    """The scores on the held-out examples of each phase, by its name."""
+    held_out = {phase.name: dataset.held_out(phase) for phase in phases}
+    with display.task("eval", sum(map(len, held_out.values())), "held-out batches") as bar:
+        return {name: objective.score(batches, bar.advance) for name, batches in held_out.items()}
+
+
+class Fit:
+    """Training through the phases of a run.
+
+    Args:
+        run: the run.
+        trainable: what is trained.
+        objective: what is computed on a batch.
+        dataset: the examples.
+        observed: what observers know of the run; its curve is filled.
+        observers: follow the run.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        trainable: Trainable,
+        objective: Objective,
+        dataset: Dataset,
+        observed: ObservedRun,
+        observers: Sequence[Observer],
+    ):
+        self.run, self.trainable, self.objective = run, trainable, objective
+        self.dataset, self.curve, self.observers = dataset, observed.curve, observers
+        self.state = TrainingState()
+        self.shapes: set[tuple] = set()
+        self.traces = 0
+
+    def train(self, before: Scores) -> FitResult:
+        """Train every phase that is not over; a checkpoint is saved at the end of each.
+
+        Args:
+            before: the scores of the base alone.
+
+        Raises:
+            PackError: if a loss or gradient is not finite; the last checkpoint remains.
+            Interrupted: after Ctrl-C, once a checkpoint is saved.
+        """
+        run, display = self.run, self.run.display
+        mx.random.seed(run.train.seed)
+        checkpoint = latest_checkpoint(run.folder) if run.resume else None
+        if checkpoint is not None:
+            self.state = read_training_state(checkpoint)
+            self.curve.extend(read_metrics(run.folder, self.state.batches))
+            batches = f"batch {self.state.batches} of {run.goal.stop}"
+            display.line("resume", f"{run.folder}: {batches}")
+        scores, optimizer = [before], None
+        mx.reset_peak_memory()
+        for phase in run.phases:
+            if self.state.batches > phase.stop and phase is not run.goal:  # trained before
+                scores.append(self._logged_scores(phase, before))
+                continue
+            previous, optimizer = optimizer, phase.optimizer()
+            optimizer.init(self.trainable.model.trainable_parameters())
+            if checkpoint is not None:
+                self.state = load_checkpoint(checkpoint, self.trainable, optimizer)
+                checkpoint = None
+            elif previous is not None and phase.carries:
+                carry_state(previous, optimizer)
+            self._train_phase(phase, optimizer)
+            if phase is not run.goal:
+                scores.append(self._logged_scores(phase, before) or self._score_after(phase))
+        display.line(
+            "shapes", f"{len(self.shapes)} of batches, {self.traces} compiled traces", VERBOSE
+        )
+        state, unit = self.state, self.objective.unit
+        measured = {
+            "train_s": state.train_s,
+            f"{unit}_per_s": state.trained_tokens / state.train_s,
+            "peak_gb": mx.get_peak_memory() / 1e9,
+        }
+        return FitResult(state, self.curve, scores, measured, len(self.shapes), self.traces)
+
+    def _train_phase(self, phase: RunPhase, optimizer: optimizers.Optimizer) -> None:
+        run, objective, settings = self.run, self.objective, phase.train
+        if phase.name:
+            run.display.line("phase", f"{phase.name}: batches {phase.first + 1} to {phase.stop}")
+        stepper = Stepper(self.trainable.model, objective.loss, optimizer, settings.max_grad_norm)
+        validation = self.dataset.validation(phase)
+        loop = Loop(
+            self.trainable,
+            stepper,
+            phase,
+            phase is run.goal,
+            run.folder,
+            self.state,
+            objective.arrays,
+            lambda batch: objective.score([batch]),
+            (lambda: objective.score(validation)) if validation else None,
+            self.observers,
+            objective.unit,
+        )
+        batches = self.dataset.batches(phase, self.state.batches - phase.first)
+        self.trainable.model.train()
+        limits = runtime.memory_limits(settings.clear_cache_threshold or 0)
+        with closing(prefetched(objective.prefetch(batches))) as ahead, limits:
+            loop.learn(ahead)
+        self.shapes |= stepper.shapes
+        self.traces += stepper.traces
+
+    def _score_after(self, phase: RunPhase) -> Scores:
+        """The scores after a phase that is not the last, logged for a run that is resumed."""
+        run = self.run
+        try:
+            scores = score_phases(self.objective, self.dataset, run.phases, run.display)
+        except KeyboardInterrupt:
+            raise interrupted(latest_checkpoint(run.folder)) from None
+        held_out = {name: asdict(score) for name, score in scores.items()}
+        line = {"batch": self.state.batches, "held_out": held_out, "phase": phase.name}
+        for observer in self.observers:
+            observer.on_held_out(line)
+        return scores
+
+    def _logged_scores(self, phase: RunPhase, before: Scores) -> Scores:
+        """The scores after a phase from the run's metrics; empty if they are not there."""
+        kind = type(before[phase.name])
+        for line in self.curve:
+            if "held_out" in line and line["batch"] == phase.stop:
+                with suppress(TypeError, AttributeError):  # not as it was written
+                    return {name: kind(**values) for name, values in line["held_out"].items()}
+        return {}

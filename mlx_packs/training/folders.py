@@ -1,0 +1,85 @@
+"""The folders of a run: this run's alone while it lasts, and nothing lost that stood there."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from ..config.schema import DataConfig
+from ..errors import PackError
+from ..files import exclusive_writer, make_folder
+from ..packs.pack import check_output
+from .run_folder import checkpoints, is_run, run_folder
+
+
+@contextmanager
+def output_folders(
+    out: str | Path | None, columns: DataConfig, overwrite: bool, resume: bool
+) -> Iterator[tuple[Path, Path]]:
+    """The folders of pack and run, this run's alone meanwhile; refuses what would lose something.
+
+    A name that nobody gave is reserved by making the run folder. What is still empty at the end is
+    removed.
+    """
+    if out is None:
+        if resume:
+            raise PackError("--resume: name the run's pack with --out.")
+        folder = Path("packs") / _data_name(columns)
+    else:
+        folder = Path(out).expanduser()
+        run_folder(folder)  # there can be one
+        check_output(folder, overwrite or resume)
+    parent = next(p for p in folder.absolute().parents if p.exists())
+    if not parent.is_dir() or not os.access(parent, os.W_OK):
+        said = folder if out is None else out
+        raise PackError(f"--out {said}: cannot be written ({parent} is no folder to write in).")
+    made = [p for p in folder.absolute().parents if not p.exists()]
+    try:
+        make_folder(folder.parent)
+        if out is None:
+            folder = _reserved(folder)
+            made.insert(0, run_folder(folder).absolute())
+        run = run_folder(folder)
+        with exclusive_writer(run):
+            if out is not None and not resume:
+                _check_run(run, overwrite)
+            yield folder, run
+    finally:
+        for path in made:
+            with suppress(OSError):  # it holds something
+                path.rmdir()
+
+
+def _reserved(folder: Path) -> Path:
+    """This pack, or the first free one with a number, whose run folder was not there and now is."""
+    free, n = folder, 1
+    while True:
+        try:
+            if not free.exists():
+                run_folder(free).mkdir()
+                return free
+        except FileExistsError:
+            pass
+        except OSError as error:
+            raise PackError(f"{free}: cannot be made ({error.strerror or error}).") from None
+        n += 1
+        free = folder.with_name(f"{folder.name}-{n}")
+
+
+def _check_run(run: Path, overwrite: bool) -> None:
+    if run.exists() and not is_run(run):
+        raise PackError(f"{run}: is there and holds something else; choose another --out.")
+    if checkpoints(run) and not overwrite:
+        raise PackError(
+            f"{run}: holds checkpoints of an earlier run; continue it with --resume, replace it "
+            "with --overwrite, or choose another --out."
+        )
+
+
+def _data_name(columns: DataConfig) -> str:
+    """What a pack is called that was given no name: as its data, or the first of several."""
+    entries = columns.hf_dataset
+    first = entries[0] if isinstance(entries, list) and entries else entries
+    if isinstance(first, dict) and isinstance(first.get("path"), str):
+        return Path(first["path"]).expanduser().resolve().name or "pack"
+    return Path(columns.data).expanduser().resolve().stem or "pack"

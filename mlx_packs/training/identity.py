@@ -1,0 +1,104 @@
+"""What a run is: its recipe, its base and its data; a resumed run must be the same run."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from ..bases.files import public_name
+from ..config.recipe import Recipe
+from ..data import rows as rows_of
+from ..errors import PackError
+from ..files import sha256
+from ..packs.base import Base
+from .phases import RunPhase
+from .run_folder import check_unchanged
+
+# What may differ when a run is resumed: none of it changes a step that was taken.
+_MAY_CHANGE = (
+    "iters steps_per_report steps_per_eval save_every val_batches test_batches max_pack_mb "
+    "max_ppl_ratio min_tps_ratio clear_cache_threshold matmul_path cache_frozen pack_dtype"
+).split()
+
+# The same up to float error; dropout would draw other masks.
+_MAY_CHANGE_WITHOUT_DROPOUT = ("recompute", "grad_checkpoint")
+
+
+def start_of(file: str | None, earlier: dict | None) -> dict | None:
+    """Name and hash of the adapters that a run starts from, for the manifest.
+
+    Args:
+        file: the adapters, None for fresh ones.
+        earlier: identity of the run that is resumed, None for a new one.
+
+    Raises:
+        PackError: if there is no such file, or a resumed run is given one.
+    """
+    if earlier is not None:
+        if file is not None:
+            raise PackError(
+                "--resume and --resume-adapter-file: a resumed run continues from its checkpoint. "
+                "Leave one of them out.",
+                "conflict",
+                "resume_adapter_file",
+            )
+        return earlier["recipe"].get("resume_adapter_file")
+    if file is None:
+        return None
+    if not Path(file).is_file():
+        raise PackError(f"--resume-adapter-file {file}: no such file.", "not-found")
+    return {"name": Path(file).name, "sha256": sha256(Path(file))}
+
+
+def run_identity(
+    recipe: Recipe, base: Base, phases: Sequence[RunPhase], splits: Sequence[rows_of.Splits]
+) -> dict:
+    """The recipe of a run, and the fingerprints of its base and of every split of its data."""
+    return {
+        "recipe": recipe.to_json(),
+        "base": base.fingerprint,
+        "data": {
+            phase.named(split): rows_of.fingerprint(read.rows[split])
+            for phase, read in zip(phases, splits, strict=True)
+            for split in read.present()
+        },
+    }
+
+
+def check_resume(run: Path, identity: dict, earlier: dict) -> None:
+    """Check that a resumed run is the same run: base, data and everything that shapes a step.
+
+    Args:
+        run: the run folder.
+        identity: of the run as it is asked for.
+        earlier: of the run as it began.
+
+    Raises:
+        PackError: naming what differs.
+    """
+    for key, other in (("base", "another base"), ("data", "other examples")):
+        if earlier[key] != identity[key]:
+            raise PackError(
+                f"--resume: {run} was trained on {other}. Resume with the original {key}.",
+                "mismatch",
+                {"base": "model", "data": "data"}[key],
+            )
+    then, now = earlier["recipe"], json.loads(json.dumps(identity["recipe"]))
+    # an option that is newer than the run was what it is by default
+    newest = json.loads(json.dumps(Recipe().to_json()))
+    then, now = newest | then, newest | now
+    may_change = {*_MAY_CHANGE, *(() if then["dropout"] else _MAY_CHANGE_WITHOUT_DROPOUT)}
+    if "phases" in then:
+        may_change.discard("iters")  # where one phase ends, the next begins
+    fixed = sorted((set(now) | set(then)) - may_change)
+    check_unchanged("--resume", then, {key: now.get(key) for key in fixed})
+
+
+def public_recipe(recipe: Recipe, base: Base) -> dict:
+    """A recipe as a manifest has it: folders without their paths."""
+    public = {**recipe.to_json(), "model": base.public_name, "data": public_name(recipe.data.data)}
+    for phase in public.get("phases", ()):
+        if "data" in phase:
+            data = phase["data"]
+            one = isinstance(data, str)
+            phase["data"] = public_name(data) if one else [public_name(source) for source in data]
+    return public

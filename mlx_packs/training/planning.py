@@ -1,0 +1,155 @@
+"""The memory plan of a run, and how its frozen weights are used."""
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from .. import runtime
+from ..adapters.method import METHODS, Trainable
+from ..config.schema import TrainConfig
+from ..display import VERBOSE, Display, size
+from ..errors import PackError
+from ..memory.estimate import check_least, plan_run
+from ..memory.headers import Headers
+from ..memory.matmul_path import MatmulPathChoice, choose_matmul_path, weight_kinds
+from ..memory.plan import ERROR, MemoryPlan, Shape, fit
+from ..memory.read import read_headers
+from ..nn.quantized import path_at_work
+from ..packs.base import Base
+from .settings import Run
+
+
+@dataclass(frozen=True)
+class MemoryChoice:
+    """How a run fits into memory.
+
+    Attributes:
+        plan: the estimate of its peak; None where none is possible.
+        choice: how frozen weights are used, and the times that decided.
+        recompute: the policy of activation checkpointing.
+    """
+
+    plan: MemoryPlan | None
+    choice: MatmulPathChoice
+    recompute: str
+
+    @property
+    def peak_gb(self) -> float | None:
+        """The estimated peak."""
+        return None if self.plan is None else self.plan.peak_gb
+
+
+def check_headers(name: str | Path, run: Run) -> None:
+    """Check that a base could fit whatever the examples are, before a weight is read.
+
+    Where headers cannot be read or no plan is possible, loading reports what is wrong.
+
+    Raises:
+        PackError: if the least that a run takes is more than the machine has, unless forced.
+    """
+    if run.force:
+        return
+    try:
+        check_least(read_headers(name), run.lora, run.train)
+    except PackError as error:
+        if error.code == "memory":
+            raise
+
+
+def plan_memory(
+    run: Run, base: Base, train: TrainConfig, shapes: set[Shape]
+) -> dict[str, MemoryPlan]:
+    """The plan of each matmul path that fits best; empty where no plan is possible.
+
+    Args:
+        run: the run.
+        base: its loaded base, without adapters.
+        train: its settings, with what ``auto`` stands for in the task.
+        shapes: shapes of its batches.
+
+    Raises:
+        PackError: if nothing is within what the machine has, unless forced.
+    """
+    try:
+        return plan_run(Headers.of(base), run.lora, train, shapes, run.force)
+    except PackError as error:
+        if error.code == "memory":
+            raise
+        run.display.line("plan", f"{error.message} Memory is not checked.")
+        return {}
+
+
+def choose_path(
+    base: Base,
+    train: TrainConfig,
+    rows: tuple[int, int] | None,
+    plans: Mapping[str, MemoryPlan],
+    display: Display,
+) -> MatmulPathChoice:
+    """The matmul path as asked for, or the fastest of those that are planned.
+
+    Args:
+        base: whose frozen weights are used.
+        train: the settings.
+        rows: of a typical batch, those that go through a weight and through the head; None where
+            the base is dense for the task.
+        plans: by matmul path.
+        display: where the choice is shown.
+    """
+    if rows is None:
+        return MatmulPathChoice("dense", {}, "the base is not quantized")
+    if train.matmul_path != "auto":
+        choice = MatmulPathChoice(train.matmul_path, {}, "as asked")
+    else:
+        with display.task("path", weight_kinds(base.model), "kinds of weights measured") as bar:
+            choice = choose_matmul_path(base.model, *rows, bar.advance, frozenset(plans) or None)
+    display.line("path", choice.line())
+    for kind in choice.kinds:
+        display.line("", kind.line(), VERBOSE)
+    return choice
+
+
+def choose_recompute(train: TrainConfig, plan: MemoryPlan | None, unplanned: str) -> str:
+    """The policy of activation checkpointing as asked for, or the plan's, or ``unplanned``."""
+    if train.recomputes != "auto":
+        return train.recomputes
+    return plan.recompute if plan else unplanned
+
+
+def matmul_paths_by_name(trainable: Trainable, choice: MatmulPathChoice) -> dict[str, dict]:
+    """How the frozen weights of each name are used in this run, and the times that decided.
+
+    Returns:
+        By the last name of the modules: ``paths`` (how many use each matmul path; weights that were
+        dense already are ``dense`` too) and, where they were measured, ``step_ms`` by path (of all
+        weights of this shape, together).
+    """
+    names: dict[str, dict] = {}
+    seen: set[str] = set()
+    for path, module in trainable.model.named_modules():  # a module comes before those inside it
+        if path.rpartition(".")[0] in seen or (used := path_at_work(module)) is None:
+            continue
+        seen.add(path)
+        name = path.removesuffix(".linear").rpartition(".")[2]  # .linear: an adapted projection's
+        names.setdefault(name, {"paths": Counter()})["paths"][used] += 1
+    for kind in choice.kinds:
+        for name in kind.names:
+            if name in names:
+                names[name]["step_ms"] = kind.step_ms
+    return names
+
+
+def show_plan(base: Base, run: Run, plan: MemoryPlan) -> None:
+    """Show the estimate of the path that was chosen, and a warning if it is tight."""
+    memory = runtime.total_memory()
+    method = f"{'QLoRA' if base.quantization else 'LoRA'} r{run.lora.rank}"
+    method = "full fine-tuning" if METHODS[run.train.method].trains_base else method
+    run.display.line(
+        "plan",
+        f"{method} · {plan.adapter_weights:,} weights · recompute {plan.recompute} · "
+        f"{size(plan.peak_bytes)} of {size(memory)} (estimate ± {ERROR:.0%})",
+    )
+    warnings = {"tight": f"tight: {ERROR:.0%} more would not fit", "no": "does not fit; forced"}
+    if warning := warnings.get(fit(plan, memory)):
+        run.display.line("plan", warning)

@@ -1,0 +1,69 @@
+"""What a training run gives."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..objectives.objective import Score
+from ..packs.pack import Pack
+from .checkpoint import TrainingState
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+
+@dataclass
+class TrainRun:
+    """Result of a training run.
+
+    Attributes:
+        pack: the pack.
+        run: the run folder.
+        report: what was measured, as ``packs train --json`` prints it.
+        curve: the lines of metrics.jsonl.
+    """
+
+    pack: Pack
+    run: Path
+    report: dict
+    curve: list[dict] = field(default_factory=list)
+
+    def plot(self, ax: "Axes | None" = None) -> "Axes":
+        """Draw the loss curve (needs matplotlib) and return its axes."""
+        import matplotlib.pyplot as plt
+
+        ax = ax or plt.gca()
+        for key, style in (("loss", "-"), ("valid_loss", "o-")):
+            points = [(line["batch"], line[key]) for line in self.curve if key in line]
+            if points:
+                ax.plot(*zip(*points, strict=True), style, label=key.replace("_", " "))
+        ax.set_xlabel("batch")
+        ax.set_ylabel("loss" if "loss" in self.report else "loss (nats a token)")
+        ax.legend()
+        return ax
+
+    def to_json(self) -> dict:
+        """The report."""
+        return self.report
+
+
+@dataclass(frozen=True)
+class FitResult:
+    """Outcome of the training loop, besides the trained parameters.
+
+    Attributes:
+        state: how far the run is.
+        curve: the lines of metrics.jsonl.
+        scores: on the held-out examples, by phase: before the first phase and after each; empty
+            where they are not known.
+        measured: seconds, throughput and peak memory.
+        batch_shapes: number of different shapes of batches.
+        traces: number of compiled traces.
+    """
+
+    state: TrainingState
+    curve: list[dict]
+    scores: list[dict[str, Score | Any]]
+    measured: dict
+    batch_shapes: int
+    traces: int

@@ -1,0 +1,64 @@
+"""Everything that one training run is asked to do."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..config.recipe import Recipe
+from ..config.schema import DataConfig, LoRAConfig, TrainConfig
+from ..display import Display
+from ..packs.base import Base
+from .phases import RunPhase
+
+
+@dataclass(frozen=True)
+class Run:
+    """A training run: what to train on what, and where.
+
+    Attributes:
+        base: a loaded base, or what `load_base` takes.
+        lora: where adapters sit and how large they are.
+        train: the settings of training.
+        columns: where the examples are, and their columns.
+        phases: the phases that ``train`` resolves to, at least one.
+        pack: folder of the pack.
+        folder: the run folder.
+        display: where messages for people go.
+        overwrite: whether a pack and a run that are there may be replaced.
+        resume: whether to continue from the last checkpoint of ``folder``.
+        resume_adapter_file: adapters to start from.
+        report_to: experiment trackers, separated by commas.
+        project_name: the trackers' project.
+        trust_remote_code: whether code that is shipped with the base may run.
+        force: whether to train although the memory plan exceeds the machine.
+    """
+
+    base: Base | str | Path
+    lora: LoRAConfig
+    train: TrainConfig
+    columns: DataConfig
+    phases: tuple[RunPhase, ...]
+    pack: Path
+    folder: Path
+    display: Display
+    overwrite: bool = False
+    resume: bool = False
+    resume_adapter_file: str | None = None
+    report_to: str | None = None
+    project_name: str | None = None
+    trust_remote_code: bool = False
+    force: bool = False
+
+    @property
+    def goal(self) -> RunPhase:
+        """The last phase: the pack is evaluated on its held-out examples."""
+        return self.phases[-1]
+
+    def recipe(self, base: Base, start: dict | None) -> Recipe:
+        """The run's configuration, as config.json and the pack's manifest record it.
+
+        Args:
+            base: the loaded base.
+            start: name and hash of the adapters that the run starts from.
+        """
+        origin = {"model": base.name, "resume_adapter_file": start}
+        return Recipe(self.lora, self.train, self.columns, origin)

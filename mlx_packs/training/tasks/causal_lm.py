@@ -1,0 +1,225 @@
+"""The next token of text, of completions and of chats, by a causal language model."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from ...adapters.lora import attach
+from ...adapters.method import Trainable
+from ...config.choices import ENCODERS
+from ...config.schema import LoRAConfig
+from ...data.rows import Splits
+from ...errors import PackError
+from ...evaluation.perplexity import Score, Scorer
+from ...inference.throughput import answering_path, prompts_of, race
+from ...memory.matmul_path import choose_matmul_path
+from ...objectives.causal_lm import CausalLM, split_head
+from ...objectives.frozen_activations import FrozenActivations, open_frozen_activations
+from ...objectives.projection_stack import TRANSFORMER, Graph, graph_of
+from ...objectives.sequence_packing import prepare_packing
+from ...packs.base import Base
+from ...packs.pack import Pack
+from ..phases import OWN
+from ..planning import MemoryChoice
+from ..result import FitResult
+from .sample import SAMPLE_TOKENS, SamplePrompt
+from .task import Summary, Task
+from .tokens import PhasedDataset, encode_phases
+
+_PROMPT_TOKENS = 64  # of the prompt that the speed gate completes
+
+Scores = Mapping[str, Score]  # by phase
+
+
+class CausalLMTask(Task):
+    """``--task lm``."""
+
+    base: Base
+    dataset: PhasedDataset
+    graph: Graph
+    sample: SamplePrompt
+    scorer: Scorer
+    frozen: FrozenActivations | None = None
+    sample_before: str | None = None
+
+    @property
+    def lazy_base(self) -> bool:
+        """A proxy uses few of the base's weights."""
+        return self.run.train.objective != TRANSFORMER
+
+    def check(self, name: str, model_type: str) -> None:
+        """Reject encoders, which have no next token."""
+        if model_type in ENCODERS:
+            raise PackError(
+                f"{name}: is an encoder ({model_type}) and has no next token to learn; train it "
+                "with --task embedding.",
+                "mismatch",
+                "task",
+            )
+
+    def target(self, base: Base) -> tuple[Base, LoRAConfig]:
+        """The base, or the projection stack over it (``--objective``)."""
+        self.base, self.graph = base, graph_of(base, self.run.lora, self.run.train)
+        if self.graph.is_proxy:
+            self.unplanned_recompute = "none"
+        for line in self.graph.lines():
+            self.run.display.line("graph", line)
+        return self.graph.base, self.graph.lora
+
+    def encode(self, base: Base, splits: Sequence[Splits]) -> PhasedDataset:
+        """Tokens of the examples of every phase."""
+        run = self.run
+        self.dataset = encode_phases(run.phases, splits, base, run.train, run.display)
+        split, _ = self.dataset.held_out_examples(run.goal)
+        self.sample = SamplePrompt.of(splits[-1].rows[split][0], base, run.goal.sources[0])
+        return self.dataset
+
+    def objective(self, trainable: Trainable, memory: MemoryChoice) -> CausalLM:
+        """The loss of the targets. The sample prompt is completed here, before training."""
+        train, head = self.run.train, self.graph.head()
+        if not self.graph.is_proxy:
+            if train.packing:  # no token of a proxy sees another
+                prepare_packing(trainable, head, train.max_seq_length, self.base.vocab_size)
+            self.frozen = open_frozen_activations(
+                trainable,
+                head,
+                replace(train, iters=self.run.goal.stop),
+                self.dataset.train,
+                memory.choice.matmul_path,
+                memory.plan.peak_bytes if memory.plan else None,
+                self.run.display,
+            )
+            self.sample_before = self.sample.complete(self.base)
+        self.scorer = Scorer(trainable.model, head, self.graph.inputs.arrays)
+        inputs = self.frozen or self.graph.inputs
+        return CausalLM(
+            trainable.model,
+            head,
+            inputs,
+            self.scorer.score,
+            train.z_loss,
+            train.label_smoothing,
+        )
+
+    def summary(
+        self, trainable: Trainable, objective: CausalLM, fit: FitResult, sources: Sequence[str]
+    ) -> Summary:
+        """Perplexity on the held-out examples of the last phase, and the sample completed again."""
+        run, facts = self.run, self.graph.facts
+        before, after = fit.scores[0][run.goal.name], fit.scores[-1][run.goal.name]
+        if self.graph.is_proxy:
+            facts = facts | {"ppl_before": before.ppl, "ppl_after": after.ppl}
+            before, after, texts = self._by_transformer(trainable)
+        else:
+            texts = {"before": self.sample_before, "after": self.sample.complete(self.base)}
+        split, _ = self.dataset.held_out_examples(run.goal)
+        phases = phase_reports(self.dataset, sources, fit)
+        return Summary(
+            eval=_changes(split, before, after),
+            objective={
+                "loss_on": self.dataset.loss_on,
+                "ce_last_k": run.train.ce_last_k,
+                **facts,
+            },
+            facts={"phases": phases} if phases else {},
+            report={
+                "phases": phases,
+                "objective": facts,
+                "eval_traces": self.scorer.traces,
+                "cache_frozen": self.frozen.to_json() if self.frozen else None,
+                "sample": {"prompt": self.sample.text, **texts},
+            },
+        )
+
+    def gate_values(
+        self, gates: Mapping[str, float], pack: Pack, summary: Summary, matmul_path: str
+    ) -> dict[str, float]:
+        """Perplexity after over before; where a gate asks for it, the speed of decoding."""
+        values = {"max_ppl_ratio": summary.eval["ppl_after"] / summary.eval["ppl_before"]}
+        if "min_tps_ratio" in gates:
+            _, held_out = self.dataset.held_out_examples(self.run.goal)
+            prompts = prompts_of([e.tokens for e in held_out.items], 1, _PROMPT_TOKENS)
+            path = answering_path(matmul_path)
+            with self.run.display.working("gates", "measuring the speed of answers"):
+                speeds = race(self.base, [None, pack], prompts, SAMPLE_TOKENS, matmul_path=path)
+            values["min_tps_ratio"] = speeds[1].tps_ratio
+        return values
+
+    def _by_transformer(self, proxy: Trainable) -> tuple[Score, Score, dict[str, str]]:
+        """What adapters that a proxy trained are worth on the base's own forward.
+
+        Returns:
+            Scores without and with them, and the completions of the sample prompt.
+        """
+        base, display = self.base, self.run.display
+        batches = self.dataset.held_out(self.run.goal)
+        with display.working("eval", "reading the whole base"):
+            matmul_path = choose_matmul_path(base.model, batches[-1].tokens.size).matmul_path
+        fallback = self.run.train.train_fp16_fallback
+        attached = attach(base, specs=proxy.specs, matmul_path=matmul_path, fp16_fallback=fallback)
+        try:
+            head = split_head(base.model)
+            scores, texts = [], {}
+            total = 2 * len(batches)
+            with display.task("eval", total, "held-out batches, whole base") as bar:
+                for when, tensors in (("before", attached.tensors()), ("after", proxy.tensors())):
+                    attached.load(tensors, when)
+                    scores.append(Scorer(base.model, head).score(batches, bar.advance))
+                    texts[when] = self.sample.complete(base)
+        finally:
+            attached.detach()
+        return scores[0], scores[1], texts
+
+
+def _changes(split: str, before: Score, after: Score) -> dict:
+    """Scores before and after by key: ``ppl_before``, ``ppl_after_se`` and so on."""
+    changes = {"split": split, "rows": after.rows, "targets": after.targets}
+    for key in ("ppl", "ppl_se", "accuracy"):
+        name, _, tail = key.partition("_")
+        for when, score in (("before", before), ("after", after)):
+            changes["_".join(p for p in (name, when, tail) if p)] = getattr(score, key)
+    return changes
+
+
+def phase_reports(dataset: PhasedDataset, sources: Sequence[str], fit: FitResult) -> list[dict]:
+    """What each phase of a run was and did; empty where a run has no phases.
+
+    Args:
+        dataset: the examples.
+        sources: the public names of the data of each phase.
+        fit: the scores before the first phase and after each (empty where not known), and the
+            lines that have the losses.
+    """
+    reports = []
+    for i, (phase, source) in enumerate(zip(dataset.phases, sources, strict=True)):
+        if not phase.name:
+            continue
+        losses = [
+            x["loss"] for x in fit.curve if "loss" in x and phase.first < x["batch"] <= phase.stop
+        ]
+        split, held_out = dataset.held_out_examples(phase)
+        reports.append(
+            {
+                "name": phase.name,
+                "data": source,
+                "batches": [phase.first, phase.stop],
+                "steps": -(-phase.train.iters // phase.train.grad_accumulation_steps),
+                **{key: getattr(phase.train, key) for key in OWN},
+                "replay": phase.replay,
+                "optimizer_state": "carry" if phase.carries else "fresh",
+                "rows": {s: len(e) for s, e in dataset.splits[i].items()},
+                "loss_first": losses[0] if losses else None,
+                "loss_last": losses[-1] if losses else None,
+                "held_out": {"split": split, "rows": len(held_out)},
+                "before": _perplexities(fit.scores[i]),
+                "after": _perplexities(fit.scores[i + 1]),
+            }
+        )
+    return reports
+
+
+def _perplexities(scores: Scores) -> dict:
+    """Perplexity and accuracy on the held-out examples of every phase, by its name."""
+    return {
+        name: {"ppl": s.ppl, "ppl_se": s.ppl_se, "accuracy": s.accuracy}
+        for name, s in scores.items()
+    }

@@ -1,0 +1,135 @@
+"""The seam for what is learned: a task is one class in one file, named in `config.choices.TASKS`.
+
+`training.run` makes one task for each run and calls its methods in the order in which they stand
+here. Methods with a body are defaults.
+"""
+
+import pkgutil
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from ...adapters.method import Trainable
+from ...config.choices import TASKS
+from ...config.schema import LoRAConfig, TrainConfig
+from ...data.rows import Splits
+from ...memory.plan import Shape
+from ...objectives.objective import Batch, Objective
+from ...packs.base import Base
+from ...packs.pack import Pack
+from ..phases import RunPhase
+from ..planning import MemoryChoice
+from ..result import FitResult
+from ..settings import Run
+
+
+class Dataset(Protocol):
+    """The examples of a run, encoded."""
+
+    def counts(self) -> dict[str, int]:
+        """Number of examples by split; in a run with phases ``<phase>/<split>``."""
+        ...
+
+    def shapes(self) -> set[Shape]:
+        """Shapes of all training batches, as the memory plan counts them."""
+        ...
+
+    def batches(self, phase: RunPhase, taken: int) -> Iterator[Batch]:
+        """Training batches of a phase without end, after ``taken`` of them."""
+        ...
+
+    def validation(self, phase: RunPhase) -> Sequence[Any]:
+        """What `Objective.score` scores while a phase trains; empty where nothing is wanted."""
+        ...
+
+    def held_out(self, phase: RunPhase) -> Sequence[Any]:
+        """What `Objective.score` scores before and after the run, for a phase."""
+        ...
+
+    def typical_rows(self) -> tuple[int, int] | None:
+        """Rows of a typical batch that go through a frozen weight, and those through the head.
+
+        The matmul path is chosen by them; None where there is no choice.
+        """
+        return None
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What a run did, in the task's terms.
+
+    Attributes:
+        eval: scores before and after, for the manifest and the report; ``split`` and ``rows`` say
+            of what.
+        objective: what was trained, for the manifest.
+        facts: other parts of the manifest.
+        held_out: what else the report says of the held-out examples.
+        report: other keys of the report.
+    """
+
+    eval: dict
+    objective: dict
+    facts: dict = field(default_factory=dict)
+    held_out: dict = field(default_factory=dict)
+    report: dict = field(default_factory=dict)
+
+
+class Task(ABC):
+    """What is learned from which examples.
+
+    Attributes:
+        run: the run that the task was made for.
+        lazy_base: whether the base's weights are read when they are used, not before.
+        unplanned_recompute: activation checkpointing where no memory plan is possible.
+    """
+
+    lazy_base = False
+    unplanned_recompute = "selective"
+
+    def __init__(self, run: Run):
+        self.run = run
+
+    def check(self, name: str, model_type: str) -> None:
+        """Check that the base and the settings go with the task; called before and after loading.
+
+        Raises:
+            PackError: naming the base or the setting.
+        """
+
+    def target(self, base: Base) -> tuple[Base, LoRAConfig]:
+        """The base whose model the loss goes through, and which of its modules are adapted."""
+        return base, self.run.lora
+
+    @abstractmethod
+    def encode(self, base: Base, splits: Sequence[Splits]) -> Dataset:
+        """Encode the examples of every phase.
+
+        Raises:
+            PackError: naming file and line of an example that cannot be used.
+        """
+
+    def planned_settings(self) -> TrainConfig:
+        """The settings that memory is planned for, with what ``auto`` stands for in the task."""
+        return self.run.train
+
+    @abstractmethod
+    def objective(self, trainable: Trainable, memory: MemoryChoice) -> Objective:
+        """What is computed on a batch, over the model that now carries ``trainable``."""
+
+    @abstractmethod
+    def summary(
+        self, trainable: Trainable, objective: Objective, fit: FitResult, sources: Sequence[str]
+    ) -> Summary:
+        """What the run did; ``sources`` names the data of each phase in public."""
+
+    def gate_values(
+        self, gates: Mapping[str, float], pack: Pack, summary: Summary, matmul_path: str
+    ) -> dict[str, float]:
+        """The values of those gates that are not about the size of the pack."""
+        return {}
+
+
+def make_task(run: Run) -> Task:
+    """The task that a run asks for."""
+    return pkgutil.resolve_name(TASKS[run.train.task])(run)

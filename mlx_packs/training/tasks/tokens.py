@@ -1,0 +1,260 @@
+"""Examples of all phases as tokens."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+
+from ... import runtime
+from ...config.schema import DataConfig, TrainConfig
+from ...data import rows as rows_of
+from ...data.batches import (
+    Batch,
+    batch_shapes,
+    evaluation_batches,
+    few_shapes,
+    padded_length,
+    training_batches,
+)
+from ...data.encoding import EncodingOptions, Example, Examples
+from ...data.fim import FillInTheMiddle
+from ...data.formats import RowFormat, Text
+from ...data.sampler import Draw, Sampler, packing_fill
+from ...data.token_cache import encode_cached
+from ...display import VERBOSE, Display
+from ...errors import PackError
+from ...packs.base import Base
+from ..phases import RunPhase
+
+
+@dataclass
+class PhasedDataset:
+    """Examples of all phases as tokens.
+
+    Attributes:
+        phases: the phases of the run.
+        splits: the examples of each phase by split.
+    """
+
+    phases: tuple[RunPhase, ...]
+    splits: list[dict[str, Examples]]
+
+    @cached_property
+    def train(self) -> Examples:
+        """The training examples of all phases, those of one phase after those of another."""
+        parts = [splits["train"] for splits in self.splits]
+        if len(parts) == 1:
+            return parts[0]
+        formats, losses = (
+            " + ".join(dict.fromkeys(getattr(part, key) for part in parts))
+            for key in ("format", "loss_on")
+        )
+        return Examples(_Joined([part.items for part in parts]), formats, losses)
+
+    @property
+    def loss_on(self) -> str:
+        """Which tokens of its examples the last phase learns."""
+        return self.splits[-1]["train"].loss_on
+
+    def counts(self) -> dict[str, int]:
+        """Number of examples by split; in a run with phases ``<phase>/<split>``."""
+        return {
+            phase.named(split): len(examples)
+            for phase, splits in zip(self.phases, self.splits, strict=True)
+            for split, examples in splits.items()
+        }
+
+    def draw(self, phase: RunPhase) -> Draw:
+        """Which of all training examples a phase draws its batches from."""
+        edges = np.cumsum([0, *(len(splits["train"]) for splits in self.splits)]).tolist()
+        i = self.phases.index(phase)
+        return Draw(edges[i], edges[i + 1], phase.replay)
+
+    def sampler(self, phase: RunPhase) -> Sampler:
+        """Which of all training examples each batch of a phase holds."""
+        t = phase.train
+        return Sampler(
+            self.train.lengths,
+            t.batch_size,
+            t.max_seq_length - 1,
+            t.seed,
+            t.packing,
+            self.draw(phase),
+        )
+
+    def allowed_shapes(self, phase: RunPhase) -> frozenset[tuple[int, int]] | None:
+        """The shapes (T, M) that a phase's batches may have where each costs a compilation."""
+        t = phase.train
+        if t.packing or not runtime.COMPILES:
+            return None
+        return few_shapes(self.train, self.sampler(phase))
+
+    def shapes(self) -> set[tuple[int, int]]:
+        """(T, M) of all batches of the run."""
+        return set().union(
+            *(
+                batch_shapes(
+                    self.train, self.sampler(phase), phase.train.iters, self.allowed_shapes(phase)
+                )
+                for phase in self.phases
+            )
+        )
+
+    def batches(self, phase: RunPhase, taken: int) -> Iterator[Batch]:
+        """Batches of a phase without end, after ``taken`` of them."""
+        return training_batches(self.train, self.sampler(phase), taken, self.allowed_shapes(phase))
+
+    def held_out_examples(self, phase: RunPhase) -> tuple[str, Examples]:
+        """The split that a phase is evaluated on, and its examples."""
+        splits = self.splits[self.phases.index(phase)]
+        split = "test" if "test" in splits else "valid"
+        return split, splits[split]
+
+    def held_out(self, phase: RunPhase) -> list[Batch]:
+        """The examples that a phase is evaluated on, in batches."""
+        return _batches(self.held_out_examples(phase)[1], phase, phase.train.test_batches)
+
+    def validation(self, phase: RunPhase) -> list[Batch]:
+        """What a phase is validated on while it trains; empty where it has or wants nothing."""
+        splits, count = self.splits[self.phases.index(phase)], phase.train.val_batches
+        return _batches(splits["valid"], phase, count) if "valid" in splits and count else []
+
+    def typical_rows(self) -> tuple[int, int]:
+        """Tokens of a typical batch, and those of them that reach the head."""
+        train = self.phases[-1].train
+        lengths = np.sort(self.train.lengths)
+        width = padded_length(int(lengths[len(lengths) // 2]), train.max_seq_length)
+        rows = train.batch_size * (train.max_seq_length - 1 if train.packing else width)
+        return rows, max(1, rows * self.train.targets // int(lengths.sum()))
+
+
+def _batches(examples: Examples, phase: RunPhase, count: int) -> list[Batch]:
+    t = phase.train
+    return evaluation_batches(examples, t.batch_size, t.max_seq_length, count, runtime.COMPILES)
+
+
+class _Joined(Sequence):
+    """Several sequences of examples as one; nothing is copied."""
+
+    def __init__(self, parts: list[Sequence[Example]]):
+        self.parts = parts
+        self.edges = np.cumsum([0, *map(len, parts)])
+
+    def __len__(self) -> int:
+        return int(self.edges[-1])
+
+    def __getitem__(self, i: int) -> Example:
+        i = range(len(self))[i]
+        part = int(np.searchsorted(self.edges, i, "right")) - 1
+        return self.parts[part][i - int(self.edges[part])]
+
+
+def encode_phases(
+    phases: Sequence[RunPhase],
+    splits: Sequence[rows_of.Splits],
+    base: Base,
+    train: TrainConfig,
+    display: Display,
+) -> PhasedDataset:
+    """Encode the examples of every phase.
+
+    Args:
+        phases: the phases of the run.
+        splits: their examples.
+        base: whose tokenizer encodes them.
+        train: the settings of the run.
+        display: where counts are shown.
+
+    Raises:
+        PackError: if something is asked for that is for texts, and no phase has any.
+    """
+    for_texts = {"--fim-rate": train.fim_rate, "--long-rows split": train.long_rows == "split"}
+    formats = {read.format for read in splits}
+    if not any(isinstance(row_format, Text) for row_format in formats):
+        for option in (name for name, is_wanted in for_texts.items() if is_wanted):
+            names = ", ".join(row_format.name for row_format in formats)
+            raise PackError(f"{option}: is for rows of text, but these are {names}.", "conflict")
+    encoded = []
+    for phase, read in zip(phases, splits, strict=True):
+        if phase.name:
+            replayed = f", {phase.replay:.0%} of its rows from before" if phase.replay else ""
+            display.line("phase", f"{phase.name}: {phase.train.iters:,} batches{replayed}")
+        encoded.append(encode_splits(read, base, phase.sources[0], phase.train, display))
+    return PhasedDataset(tuple(phases), encoded)
+
+
+def encode_splits(
+    splits: rows_of.Splits, base: Base, columns: DataConfig, train: TrainConfig, display: Display
+) -> dict[str, Examples]:
+    """Tokens of every split that has examples; shows how many there are and what was cut."""
+    present = splits.present()
+    examples = {}
+    with display.task("data", len(present), "splits") as bar:
+        for split in present:
+            examples[split], file = encode_cached(
+                splits.rows[split],
+                base.tokenizer,
+                columns,
+                encoding_options(train, split, splits.format, base.vocab_size),
+            )
+            if file is not None:
+                display.line("data", f"tokens of {split} are in {file}", VERBOSE)
+            bar.advance()
+    first = examples["train"]
+    display.line(
+        "data",
+        f"{splits.source} · {_counts(examples, train)} · {first.format} · {first.targets:,} "
+        f"supervised tokens (loss on {first.loss_on})",
+    )
+    if cut := _cut(examples, train):
+        display.line("data", f"{cut} (--max-seq-length)")
+    for note in splits.notes:
+        display.line("data", note)
+    return examples
+
+
+def _counts(examples: dict[str, Examples], train: TrainConfig) -> str:
+    """How many examples each split has, and how many sequences they are packed into."""
+    first = examples["train"]
+    if not train.packing:
+        return " / ".join(f"{len(e):,} {split}" for split, e in examples.items()) + " rows"
+    inputs = train.max_seq_length - 1
+    sampler = Sampler(first.lengths, train.batch_size, inputs, train.seed, packing=True)
+    number, fill = packing_fill(sampler)
+    packed = f"{number:,} packed rows of {train.max_seq_length} ({100 * fill:.1f} % full)"
+    held_out = "".join(f" / {len(e):,} {s}" for s, e in examples.items() if s != "train")
+    return f"{len(first):,} rows → {packed}{held_out}"
+
+
+def _cut(examples: dict[str, Examples], train: TrainConfig) -> str:
+    """How many examples are too long, and what became of them; empty where none is."""
+    first = examples["train"]
+    if not (cut := sum(e.cut for e in examples.values())):
+        return ""
+    dropped = sum(e.dropped for e in examples.values())
+    text = f"longer than {train.max_seq_length} tokens and cut: {cut} rows"
+    if first.format == "text" and train.long_rows == "split":
+        text = f"longer than {train.max_seq_length} tokens: {first.cut} training rows, split"
+        text += f"; {cut - first.cut} held-out rows, cut" if cut > first.cut else ""
+    elif first.format == "text" and first.cut:
+        text += "; --long-rows split keeps all of them"
+    return text + (f", {dropped} of them dropped, since no target was left" if dropped else "")
+
+
+def encoding_options(
+    train: TrainConfig, split: str, row_format: RowFormat, vocab_size: int
+) -> EncodingOptions:
+    """How `encoding.encode` encodes the examples of a split.
+
+    Held-out examples are evaluated as they are, so that their perplexity does not depend on how the
+    training examples are laid out; what is for texts leaves examples of other formats alone.
+    """
+    options = EncodingOptions(train.loss_on, train.max_seq_length, vocab_size)
+    if split != "train":
+        return options
+    options = replace(options, ce_last_k=train.ce_last_k)
+    if not isinstance(row_format, Text):
+        return options
+    fim = FillInTheMiddle(train.fim_rate, train.fim_spm_rate, train.seed, train.fim_tokens)
+    return replace(options, long_rows=train.long_rows, fim=fim if train.fim_rate else None)
