@@ -51,7 +51,7 @@ def report_lines(report: dict, verbose: bool) -> list[str]:
         f"device  {report['device']} · {report['system']}",
         "version " + " · ".join(f"{k} {v}" for k, v in report["versions"].items()),
         f"blas    {blas['library']} · {blas['note']} · "
-        f"{blas['threads'] or '?'} threads · {blas['lanes']} lanes · "
+        f"{blas['threads'] or '?'} threads · {blas['streams']} CPU streams · "
         f"{blas['gflops']:.0f} GFLOP/s fp32",
         f"memory  {memory['total_gb']:.1f} GB · this process {memory['process_peak_gb']:.2f} GB",
     ]

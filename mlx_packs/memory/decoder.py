@@ -20,11 +20,9 @@ from ..config.choices import ENCODERS
 from ..config.schema import LoRAConfig, TrainConfig
 from ..data.batches import padded_length, padded_targets
 from ..errors import PackError
-from ..ops.attention import SCORE_BYTES
-from ..ops.exponential import ELEMENTS as SWIGLU_ELEMENTS
-from ..ops.lanes import lanes
 from ..ops.linear_cross_entropy import columns as loss_columns
-from ..ops.matmul import SLICE_WEIGHTS, device
+from ..ops.streams import stream_count
+from ..ops.tiling import tiling
 from .headers import Headers, Tensors, tensor_bytes
 from .plan import (
     MemoryPlan,
@@ -228,10 +226,10 @@ class _Step:
         logits = {"loss": self._loss_numbers()}
         working = {
             "mlp": self._dense_slices() if self.unpacks else 0,
-            "attention": 9 * min(lanes() * _score_block(), tokens * self.scores),
+            "attention": 9 * min(stream_count() * _score_block(), tokens * self.scores),
         }
         if runtime.on_cpu():
-            working["mlp"] += 15 * min(lanes() * SWIGLU_ELEMENTS, tokens * sizes.ffn)
+            working["mlp"] += 15 * min(stream_count() * tiling().elements, tokens * sizes.ffn)
         return {
             moment: moment_parts(
                 self.pending,
@@ -280,7 +278,7 @@ class _Step:
         if self.recompute != "none":
             return kept + q + 2 * k + 2 * f  # outputs of the frozen products
         # attention probabilities are kept if they are one piece
-        one_piece = self.tokens * self.scores <= lanes() * _score_block()
+        one_piece = self.tokens * self.scores <= stream_count() * _score_block()
         scores = self.scores if runtime.on_cpu() and one_piece else 0
         # q and k after RoPE, v, attended; gate, up, on GPUs silu(gate); the input of down
         kept += 2 * q + 2 * k + scores + (3 - runtime.on_cpu()) * f + f * ("down_proj" in adapted)
@@ -292,7 +290,7 @@ class _Step:
         They are slices of logits, states [M, D] and slices of the head.
         """
         sizes, targets = self.sizes, self.targets
-        columns = min(lanes() * loss_columns(targets, sizes.hidden), sizes.vocab)
+        columns = min(stream_count() * loss_columns(targets, sizes.hidden), sizes.vocab)
         head = 1.25 * columns * sizes.hidden if self.unpacks else 0
         return 12.5 * targets * columns + 3 * targets * sizes.hidden + head
 
@@ -303,12 +301,12 @@ class _Step:
         """
         if self.recompute != "none":
             return 0
-        return min((10 if self.nf4 else 5) * SLICE_WEIGHTS[device()], self.sizes.block_weights)
+        return min((10 if self.nf4 else 5) * tiling().slice_weights, self.sizes.block_weights)
 
 
 def _score_block() -> float:
     """Return how many attention scores are computed at once."""
-    return SCORE_BYTES[device()] / 4
+    return tiling().score_bytes / 4
 
 
 def estimate(

@@ -15,9 +15,9 @@ from mlx.utils import tree_unflatten
 
 from ..ops import nf4
 from ..ops.affine import dequantize
-from ..ops.lanes import lanes
 from ..ops.linear_cross_entropy import FrozenHead, HeadSlice
 from ..ops.matmul import dense_matmul, sliced_matmul
+from ..ops.streams import stream_count
 from ..runtime import on_cpu
 from .nf4 import NF4Embedding, NF4Linear
 
@@ -148,17 +148,17 @@ class HalfLinear(nn.Module):
 
 
 class DenseLinear(nn.Linear):
-    """A linear whose product the lanes of a CPU share."""
+    """A linear whose product the streams of a CPU share."""
 
     def __call__(self, x: mx.array) -> mx.array:
-        if lanes() == 1:
+        if stream_count() == 1:
             return super().__call__(x)
         y = dense_matmul(x, self.weight)
         return y + self.bias if "bias" in self else y
 
 
 def _shared(linear: nn.Linear) -> DenseLinear:
-    """A frozen linear with the same arrays, for the lanes."""
+    """A frozen linear with the same arrays, for the streams."""
     shared = DenseLinear(1, 1, bias="bias" in linear)
     shared.update(linear.parameters())
     shared.freeze()
@@ -282,11 +282,11 @@ def replace_modules(model: nn.Module, modules: list[tuple[str, nn.Module]]) -> N
 def apply_matmul_path(model: nn.Module, matmul_path: str) -> list[tuple[str, nn.Module]]:
     """Make every quantized module of ``model`` compute by ``matmul_path``.
 
-    By ``dense`` linears that are dense anyway become some that lanes share, if there are lanes.
+    By ``dense`` linears that are dense anyway become some that streams share, if there are several.
     Returns: (path, original module) of those replaced; `replace_modules` puts them back.
     """
     linears = []
-    if matmul_path == "dense" and lanes() > 1:
+    if matmul_path == "dense" and stream_count() > 1:
         linears = [(path, m) for path, m in model.named_modules() if type(m) is nn.Linear]
     originals = quantized_modules(model) if matmul_path != "quantized" else []
     # a subclass computes something of its own with the product: it stays as it is

@@ -30,7 +30,7 @@ from ..display import VERBOSE, Display, size
 from ..errors import Code, PackError
 from ..nn.frozen_blocks import FrozenBlock, Injection, frozen_output
 from ..nn.quantized import replace_modules
-from ..ops.lanes import lanes
+from ..ops.streams import stream_count
 from ..runtime import mx
 from .causal_lm import Head, as_arrays, forward
 from .objective import Arrays, Inputs
@@ -416,7 +416,7 @@ def _key(
         "blocks": frozen,
         "states": [str(states.dtype), states.shape[-1], train.compute_dtype, matmul_path],
         "batches": [train.batch_size, train.max_seq_length, train.packing, train.seed],
-        "device": [runtime.device_name(), runtime.BLAS.name, runtime.BLAS.threads, lanes()],
+        "device": [runtime.device_name(), runtime.BLAS.name, runtime.BLAS.threads, stream_count()],
         "versions": [version(name) for name in ("mlx", "mlx-lm")],
     }
     digest = hashlib.sha256(json.dumps(dependencies, sort_keys=True, default=str).encode())

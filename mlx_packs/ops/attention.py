@@ -14,15 +14,13 @@ from typing import NamedTuple
 import mlx.core as mx
 import numpy as np
 
+from .. import runtime
 from .exponential import exp2
-from .lanes import lanes, rounds
-from .matmul import device
+from .streams import rounds, stream_count
+from .tiling import tiling
 
 Mask = mx.array | str | None
 
-SCORE_BYTES = {"cpu": 2 << 20, "gpu": 64 << 20}  # of one block of scores
-_LEAST_QUERIES = 32
-_CPU_KEYS, _CPU_BYTES = 512, 1 << 20  # of a block where there are several: it stays in the cache
 _LOG2_E = 1.4426950408889634
 
 
@@ -46,15 +44,16 @@ def attention(
             segment only. Together with ``mask="causal"`` only.
     Returns: [B, H, T, D] in the dtype of queries. The mask gets no gradient.
     """
-    on_cpu = device() == "cpu"
+    on_cpu = runtime.on_cpu()
     seen = _Seen(mask, segments)
     if not on_cpu and mx.cuda.is_available():
         return mx.fast.scaled_dot_product_attention(
             queries, keys, values, scale=scale, mask=seen.whole()
         )
     batch, heads, length, _ = queries.shape
-    even = keys.shape[1] % lanes() == 0 and seen.same_for_all_heads
-    parts = lanes() if even else 1
+    count = stream_count()
+    even = keys.shape[1] % count == 0 and seen.same_for_all_heads
+    parts = count if even else 1
     blocks, width = seen.blocks(length, keys.shape[2], 4 * batch * heads // parts, on_cpu)
     output = _attention(scale, seen, blocks, width, on_cpu, parts)(queries, keys, values)[0]
     return output.transpose(0, 2, 1, 3)
@@ -62,7 +61,7 @@ def attention(
 
 def scores_are_cut(heads: int, length: int) -> bool:
     """Whether a CPU computes T x T scores of so many heads (of all rows) block by block."""
-    return device() == "cpu" and 4 * heads * length**2 > lanes() * SCORE_BYTES["cpu"]
+    return runtime.on_cpu() and 4 * heads * length**2 > stream_count() * tiling().score_bytes
 
 
 class _Block(NamedTuple):
@@ -98,11 +97,12 @@ class _Seen(NamedTuple):
 
         One pair of a query and a key has scores of ``pair_bytes``. On a CPU keys are cut too.
         """
-        width, room = keys_length, SCORE_BYTES["cpu" if on_cpu else "gpu"]
+        sizes = tiling()
+        width, room, least = keys_length, sizes.score_bytes, sizes.least_queries
         if on_cpu and pair_bytes * length * keys_length > room:
-            width, room = min(_CPU_KEYS, keys_length), _CPU_BYTES
-        fitting = room // (pair_bytes * width) // _LEAST_QUERIES * _LEAST_QUERIES
-        rows = max(_LEAST_QUERIES, fitting)
+            width, room = min(sizes.block_keys, keys_length), sizes.block_bytes
+        fitting = room // (pair_bytes * width) // least * least
+        rows = max(least, fitting)
         causal = isinstance(self.mask, str)
         firsts = None if self.segments is None else _first_keys(self.segments)
         found = []
@@ -193,7 +193,7 @@ def _powers(scores: mx.array) -> tuple[mx.array, mx.array, mx.array]:
 
 
 class _Heads(NamedTuple):
-    """What a lane reads, and in the backward the gradient of its output and its sum of
+    """What a stream reads, and in the backward the gradient of its output and its sum of
     output * gradient, [B, heads, T, ...] each."""
 
     queries: mx.array
@@ -270,8 +270,8 @@ def _attention(
             found: list[_Partial | None] = [None] * parts
             for at in row:
                 (group,) = rounds(enumerate(heads))
-                for lane, (n, own) in group:
-                    with lane:
+                for stream, (n, own) in group:
+                    with stream:
                         part, weights = forward(at, own)
                         found[n] = part if found[n] is None else found[n].merged(part)
                     kept += [weights] if only else []
@@ -305,8 +305,8 @@ def _attention(
             for at in row:
                 visible, found = slice(at.first, at.last), []
                 (group,) = rounds(enumerate(heads))
-                for lane, (n, own) in group:
-                    with lane:
+                for stream, (n, own) in group:
+                    with stream:
                         kv_heads = own.keys.shape[1]
                         kept = outputs[1 + number * parts + n] if on_cpu else None
                         weights = probabilities(at, own, kept)

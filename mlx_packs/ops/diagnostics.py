@@ -14,7 +14,7 @@ from .. import runtime
 from ..runtime import mx
 from . import _backend, grouped_lora, multi_lora, nf4
 from ._check import Check, Instance, examine
-from .lanes import lanes
+from .streams import stream_count
 
 OPS = (grouped_lora, multi_lora, nf4)
 _REPEATS = 5
@@ -112,7 +112,7 @@ def examine_machine() -> dict:
             "bound": runtime.BLAS.bound,
             "note": runtime.BLAS.note,
             "threads": runtime.BLAS.threads,
-            "lanes": lanes(),
+            "streams": stream_count(),
             "gflops": matmul_gflops(),
         },
         "memory": {

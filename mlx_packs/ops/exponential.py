@@ -12,9 +12,9 @@ from collections.abc import Callable
 import mlx.core as mx
 import mlx.nn as nn
 
-from .lanes import rounds
+from .streams import rounds
+from .tiling import tiling
 
-ELEMENTS = 1 << 18  # of an array at a time where it is made by rows: 1 MB
 _LOG2_E = 1.4426950408889634
 _LN_2 = 1 / _LOG2_E
 # ln 2 in two parts: n * _LN2_HIGH is exact in float32 for every n in range (Cody and Waite 1980)
@@ -84,15 +84,15 @@ def _by_rows(
     and takes no memory of the size of the whole.
     """
     rows, width = arrays[0].shape
-    step = max(1, ELEMENTS // width)
+    step = max(1, tiling().elements // width)
     if rows <= step:
         return function(*arrays)
     whole = [mx.zeros(arrays[0].shape) for _ in range(count)]
     inputs = list(arrays)
     for group in rounds(range(0, rows, step)):
         parts = []
-        for lane, start in group:
-            with lane:
+        for stream, start in group:
+            with stream:
                 parts.append((start, function(*(a[start : start + step] for a in inputs))))
         for start, part in parts:
             for result, own in zip(whole, part, strict=True):

@@ -13,11 +13,8 @@ from typing import NamedTuple
 import mlx.core as mx
 
 from .exponential import exp
-from .lanes import rounds
-from .matmul import SLICE_WEIGHTS, device
-
-LOGIT_BYTES = {"cpu": 1 << 20, "gpu": 64 << 20}  # of one slice of logits
-_LEAST_COLUMNS = 256
+from .streams import rounds
+from .tiling import tiling
 
 
 class HeadSlice(NamedTuple):
@@ -75,9 +72,9 @@ def _logsumexp_vjp(_, cotangents, outputs):
 
 def columns(rows: int, width: int) -> int:
     """Columns of the logits that are made at a time for so many rows of hidden states [., D]."""
-    room, weights = LOGIT_BYTES[device()], SLICE_WEIGHTS[device()]
-    fitting = min(room // (4 * rows), weights // width)
-    return max(_LEAST_COLUMNS, fitting)
+    sizes = tiling()
+    fitting = min(sizes.logit_bytes // (4 * rows), sizes.slice_weights // width)
+    return max(sizes.least_columns, fitting)
 
 
 class _Running(NamedTuple):
@@ -139,19 +136,19 @@ def linear_cross_entropy(
     smooth = label_smoothing > 0
 
     def forward(h):
-        by_lane: list[_Running] = []
+        by_stream: list[_Running] = []
         for group in rounds(range(0, head.vocab_size, step)):
-            if by_lane:
-                h = mx.depends(h, [array for seen in by_lane for array in seen])
-            for number, (lane, start) in enumerate(group):
-                with lane:
+            if by_stream:
+                h = mx.depends(h, [array for seen in by_stream for array in seen])
+            for number, (stream, start) in enumerate(group):
+                with stream:
                     part = head.part(start, min(start + step, head.vocab_size))
                     own = _of_slice(h, targets, part, start, gradient, smooth)
-                    if number < len(by_lane):
-                        by_lane[number] = by_lane[number].merged(own)
+                    if number < len(by_stream):
+                        by_stream[number] = by_stream[number].merged(own)
                     else:
-                        by_lane.append(own)
-        seen = functools.reduce(_Running.merged, by_lane)
+                        by_stream.append(own)
+        seen = functools.reduce(_Running.merged, by_stream)
         lse = (mx.log(seen.total) + seen.largest)[:, 0]
         loss = lse - seen.picked
         if z_loss:

@@ -8,20 +8,11 @@ from collections.abc import Callable, Iterator
 
 import mlx.core as mx
 
-from ..runtime import on_cpu
-from .lanes import lanes, rounds
-
-SLICE_WEIGHTS = {"cpu": 1 << 20, "gpu": 1 << 26}  # that are dense at a time
-_LEAST_WORK = 1 << 22  # multiplications that are worth a lane: a tenth of a millisecond
-_MULTIPLE = 128  # of rows, so that blocks of up to 256 weights are whole for every even width
+from .streams import rounds, stream_count
+from .tiling import tiling
 
 # (start, stop, after) to dense rows W[start:stop] in the dtype of ``after``, not before it is there
 Rows = Callable[[int, int, mx.array], mx.array]
-
-
-def device() -> str:
-    """Which of the sizes of this package's slices hold: ``cpu`` or ``gpu``."""
-    return "cpu" if on_cpu() else "gpu"
 
 
 def sliced_matmul(x: mx.array, shape: tuple[int, int], rows: Rows) -> mx.array:
@@ -50,21 +41,21 @@ def sliced_forward(x: mx.array, shape: tuple[int, int], rows: Rows) -> mx.array:
     parts: list[mx.array] = []
     for group in rounds(_slices(shape, len(x))):
         if parts:
-            x = mx.depends(x, parts[-lanes() :])
-        for lane, (start, stop) in group:
-            with lane:
+            x = mx.depends(x, parts[-stream_count() :])
+        for stream, (start, stop) in group:
+            with stream:
                 parts.append(x @ rows(start, stop, x).T)
     return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=1)
 
 
 def sliced_backward(dy: mx.array, shape: tuple[int, int], rows: Rows) -> mx.array:
     """dy [N, O] @ W, [N, D]."""
-    totals: list[mx.array] = []  # of each lane
+    totals: list[mx.array] = []  # of each stream
     for group in rounds(_slices(shape, len(dy))):
         if totals:
             dy = mx.depends(dy, totals)
-        for number, (lane, (start, stop)) in enumerate(group):
-            with lane:
+        for number, (stream, (start, stop)) in enumerate(group):
+            with stream:
                 part = dy[:, start:stop]
                 weight = rows(start, stop, part)
                 if number < len(totals):
@@ -75,17 +66,19 @@ def sliced_backward(dy: mx.array, shape: tuple[int, int], rows: Rows) -> mx.arra
 
 
 def _slices(shape: tuple[int, int], rows: int) -> Iterator[tuple[int, int]]:
-    """Rows [start, stop) of a weight; of a large product at least a slice for each lane."""
+    """Rows [start, stop) of a weight; of a large product at least a slice for each stream."""
     outputs, width = shape
-    step = max(1, SLICE_WEIGHTS[device()] // width // _MULTIPLE) * _MULTIPLE
-    if rows * width * outputs >= lanes() * _LEAST_WORK:
-        step = min(step, -(-outputs // lanes() // _MULTIPLE) * _MULTIPLE)
+    sizes, count = tiling(), stream_count()
+    multiple = sizes.slice_rows
+    step = max(1, sizes.slice_weights // width // multiple) * multiple
+    if rows * width * outputs >= count * sizes.stream_work:
+        step = min(step, -(-outputs // count // multiple) * multiple)
     for start in range(0, outputs, step):
         yield start, min(start + step, outputs)
 
 
 def dense_matmul(x: mx.array, weight: mx.array) -> mx.array:
-    """Product with a dense weight, rows of x dealt to the lanes, in both directions.
+    """Product with a dense weight, rows of x divided among the streams, in both directions.
 
     Semantics: y = x @ weight.T
 
@@ -94,13 +87,13 @@ def dense_matmul(x: mx.array, weight: mx.array) -> mx.array:
     Returns: [..., O].
     """
     rows = x.reshape(-1, x.shape[-1])
-    count = lanes()
-    if not 1 < count <= len(rows) or len(rows) * weight.size < count * _LEAST_WORK:
+    count = stream_count()
+    if not 1 < count <= len(rows) or len(rows) * weight.size < count * tiling().stream_work:
         return x @ weight.T
     step = -(-len(rows) // count)
     parts = []
     for group in rounds(mx.split(rows, range(step, len(rows), step))):
-        for lane, part in group:
-            with lane:
+        for stream, part in group:
+            with stream:
                 parts.append(part @ weight.T)
     return mx.concatenate(parts).reshape(*x.shape[:-1], -1)

@@ -15,7 +15,7 @@ from mlx_packs.cli.doctor import report_lines
 from mlx_packs.cli.main import packs
 from mlx_packs.nn.quantized import replace_modules
 from mlx_packs.ops import _backend, diagnostics
-from mlx_packs.ops.lanes import lanes
+from mlx_packs.ops.streams import stream_count
 from mlx_packs.runtime import mx
 from tests.helpers.emulation import emulation
 from tests.helpers.rows import chat, write_rows
@@ -111,7 +111,7 @@ def test_doctor_names_the_machine_and_every_kernel_and_writes_a_report(tmp_path)
     assert len(report_lines(report, verbose=True)) == 6 + len(report["kernels"])
     assert {"device", "versions", "blas", "memory", "kernels"} <= set(report)
     assert report["versions"]["mlx"] and report["blas"]["gflops"] > 0
-    assert report["blas"]["lanes"] == lanes()
+    assert report["blas"]["streams"] == stream_count()
     assert {k["op"] for k in report["kernels"]} == {"grouped_lora", "multi_lora", "nf4"}
     for kernel in report["kernels"]:
         assert {"op", "instance", "backend", "max_error", "ok"} <= set(kernel)

@@ -1,9 +1,12 @@
 """Training attention against MLX's own, values and the gradients of q, k and v."""
 
+from dataclasses import replace
+
 import pytest
 
-from mlx_packs.ops import attention as module
+from mlx_packs import runtime
 from mlx_packs.ops.attention import attention
+from mlx_packs.ops.tiling import CPU, GPU, forced_tiling
 from mlx_packs.runtime import mx
 
 SHAPES = {  # batch, heads, KV heads, queries, keys, head_dim
@@ -15,13 +18,16 @@ SHAPES = {  # batch, heads, KV heads, queries, keys, head_dim
 }
 
 
+every_mask = pytest.mark.parametrize("mask", ["none", "causal", "boolean", "additive"])
+every_shape = pytest.mark.parametrize("name", SHAPES)
+SMALL_BLOCKS = replace(CPU, score_bytes=0, least_queries=4, block_keys=8, block_bytes=0)
+
+
 @pytest.fixture
-def small_blocks(monkeypatch):
+def small_blocks():
     """Many blocks of few queries and keys, whatever the shapes."""
-    monkeypatch.setitem(module.SCORE_BYTES, "cpu", 0)
-    monkeypatch.setattr(module, "_LEAST_QUERIES", 4)
-    monkeypatch.setattr(module, "_CPU_KEYS", 8)
-    monkeypatch.setattr(module, "_CPU_BYTES", 0)
+    with forced_tiling(SMALL_BLOCKS):
+        yield
 
 
 def masks(shape: tuple) -> dict:
@@ -36,9 +42,8 @@ def masks(shape: tuple) -> dict:
     }
 
 
-@pytest.mark.parametrize("mask", ["none", "causal", "boolean", "additive"])
-@pytest.mark.parametrize("name", SHAPES)
-def test_attention_and_its_gradients_are_those_of_mlx(name, mask):
+def check_against_mlx(name: str, mask: str) -> None:
+    """Values and gradients are those of MLX's own attention."""
     shape = SHAPES[name]
     batch, heads, kv_heads, queries, keys, width = shape
     q = mx.random.normal((batch, heads, queries, width))
@@ -60,10 +65,16 @@ def test_attention_and_its_gradients_are_those_of_mlx(name, mask):
         assert mx.allclose(gradient, expected, rtol=1e-4, atol=1e-5).item()
 
 
-@pytest.mark.parametrize("mask", ["none", "causal", "boolean", "additive"])
-@pytest.mark.parametrize("name", SHAPES)
+@every_mask
+@every_shape
+def test_attention_and_its_gradients_are_those_of_mlx(name, mask):
+    check_against_mlx(name, mask)
+
+
+@every_mask
+@every_shape
 def test_many_blocks_are_as_one(name, mask, small_blocks):
-    test_attention_and_its_gradients_are_those_of_mlx(name, mask)
+    check_against_mlx(name, mask)
 
 
 def test_a_block_may_hide_all_of_its_keys_by_minus_infinity(small_blocks):
@@ -82,7 +93,8 @@ def test_a_block_may_hide_all_of_its_keys_by_minus_infinity(small_blocks):
         assert mx.allclose(gradient, reference, rtol=1e-4, atol=1e-5).item()
 
 
-def test_segments_in_many_blocks_are_the_mask_that_they_stand_for(small_blocks):
+def check_segments() -> None:
+    """Segments are the mask that they stand for."""
     q, k, v = (mx.random.normal((2, h, 30, 8)) for h in (4, 2, 2))
     segments = mx.array([[0] * 5 + [1] * 12 + [2] * 13, [0] * 9 + [1] * 11 + [2] * 10])
     own = (segments[:, :, None] == segments[:, None])[:, None]
@@ -99,23 +111,31 @@ def test_segments_in_many_blocks_are_the_mask_that_they_stand_for(small_blocks):
         assert mx.allclose(gradient, reference, rtol=1e-4, atol=1e-5).item()
 
 
+def test_segments_in_many_blocks_are_the_mask_that_they_stand_for(small_blocks):
+    check_segments()
+
+
 @pytest.fixture
-def off_cpu(monkeypatch):
+def off_cpu():
     """The way of Metal with many blocks of queries, computed here."""
-    monkeypatch.setattr(module, "device", lambda: "gpu")
-    monkeypatch.setitem(module.SCORE_BYTES, "gpu", 0)
+    with runtime.assumed_device("gpu"), forced_tiling(replace(GPU, score_bytes=0)):
+        yield
 
 
-@pytest.mark.parametrize("mask", ["none", "causal", "boolean", "additive"])
-@pytest.mark.parametrize("name", SHAPES)
-def test_blocks_off_the_cpu_are_as_one(name, mask, off_cpu, monkeypatch):
-    monkeypatch.setattr(module, "_LEAST_QUERIES", 4)
-    test_attention_and_its_gradients_are_those_of_mlx(name, mask)
+@pytest.fixture
+def small_blocks_off_cpu(off_cpu):
+    with forced_tiling(replace(GPU, score_bytes=0, least_queries=4)):
+        yield
 
 
-def test_segments_off_the_cpu_are_the_mask_that_they_stand_for(off_cpu, monkeypatch):
-    monkeypatch.setattr(module, "_LEAST_QUERIES", 4)
-    test_segments_in_many_blocks_are_the_mask_that_they_stand_for(None)
+@every_mask
+@every_shape
+def test_blocks_off_the_cpu_are_as_one(name, mask, small_blocks_off_cpu):
+    check_against_mlx(name, mask)
+
+
+def test_segments_off_the_cpu_are_the_mask_that_they_stand_for(small_blocks_off_cpu):
+    check_segments()
 
 
 def test_gradients_of_many_blocks_in_bfloat16_are_as_good_as_those_of_mlx(off_cpu):

@@ -1,12 +1,14 @@
 """Cross-entropy by chunks against the whole logits, values and the gradient of the states."""
 
+from dataclasses import replace
+
 import mlx.nn as nn
 import pytest
 
 from mlx_packs.nn.nf4 import NF4Embedding
 from mlx_packs.nn.quantized import HalfLinear, TransientEmbedding, TransientLinear, frozen_head
-from mlx_packs.ops import linear_cross_entropy as module
-from mlx_packs.ops.linear_cross_entropy import cross_entropy, linear_cross_entropy
+from mlx_packs.ops.linear_cross_entropy import columns, cross_entropy, linear_cross_entropy
+from mlx_packs.ops.tiling import CPU, forced_tiling
 from mlx_packs.runtime import mx
 
 
@@ -47,9 +49,9 @@ def heads() -> dict:
 
 
 @pytest.fixture
-def small_slices(monkeypatch):
-    monkeypatch.setitem(module.LOGIT_BYTES, "cpu", 4 * 33 * 40)  # 40 columns of 33 rows
-    monkeypatch.setattr(module, "_LEAST_COLUMNS", 16)
+def small_slices():
+    with forced_tiling(replace(CPU, logit_bytes=4 * 33 * 40, least_columns=16)):
+        yield  # 40 columns of 33 rows
 
 
 @pytest.mark.parametrize("name", heads())
@@ -60,7 +62,7 @@ def test_slices_of_the_vocabulary_give_the_whole(name, z_loss, smoothing, small_
     head = frozen_head(layer)
     states, targets = mx.random.normal((33, 64)) * 2, mx.random.randint(0, VOCABULARY, (33,))
     weight = mx.random.normal((33,))
-    assert module.columns(33, 64) == 40
+    assert columns(33, 64) == 40
 
     def sliced(h):
         return (linear_cross_entropy(h, targets, head, z_loss, smoothing)[0] * weight).sum()

@@ -1,4 +1,6 @@
-"""Steps and scores by two lanes are those by one, to float error, and repeat to the bit."""
+"""Steps and scores on two streams are those on one, to float error, and repeat to the bit."""
+
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,7 +12,7 @@ from mlx_packs.data.batches import make_batch, make_packed_batch
 from mlx_packs.data.encoding import Example
 from mlx_packs.evaluation.perplexity import Scorer
 from mlx_packs.objectives.causal_lm import as_arrays, split_head
-from mlx_packs.ops import lanes, matmul
+from mlx_packs.ops.tiling import CPU, forced_tiling
 from mlx_packs.optim import make_optimizer
 from mlx_packs.runtime import mx
 from tests.helpers.models import base_of
@@ -54,46 +56,46 @@ def model_with_adapters(family: str, path: str, recompute: str):
     return attached
 
 
-@pytest.fixture(autouse=True)
-def much_work(monkeypatch):
-    monkeypatch.setattr(matmul, "_LEAST_WORK", 1)
-    monkeypatch.setattr(matmul, "_MULTIPLE", 16)
+def streams(count: int):
+    """Compute on so many streams, however small the work is."""
+    return forced_tiling(replace(CPU, stream_work=1, slice_rows=16, streams=count))
 
 
-def trained(family: str, path: str, recompute: str, number: int, accumulate: int, monkeypatch):
-    """Losses, gradient norms and adapters by so many lanes."""
-    monkeypatch.setattr(lanes, "_core_is_idle", lambda: number == 2)
+def trained(family: str, path: str, recompute: str, accumulate: int):
+    """Losses, gradient norms and adapters after some steps."""
     attached = model_with_adapters(family, path, recompute)
     optimizer = make_optimizer(TrainConfig(optimizer="sgd", learning_rate=0.05))
     optimizer.init(attached.model.trainable_parameters())
     stepper = lm_stepper(attached.model, optimizer)
-    found = [
+    losses = [
         stepper(as_arrays(batch), batch.count, i % accumulate == 0, accumulate == 1)
         for i, batch in enumerate(batches(), 1)
     ]
-    return found, attached.tensors()
+    return losses, attached.tensors()
 
 
 @pytest.mark.parametrize("family", MODELS)
 @pytest.mark.parametrize("path", ["dense", "transient"])
 @pytest.mark.parametrize(("recompute", "accumulate"), [("none", 1), ("selective", 2), ("block", 1)])
-def test_steps_by_two_lanes_are_those_by_one(family, path, recompute, accumulate, monkeypatch):
-    run = family, path, recompute
-    expected, adapters = trained(*run, 1, accumulate, monkeypatch)
-    found, by_two = trained(*run, 2, accumulate, monkeypatch)
-    assert np.allclose(expected, found, rtol=2e-5)
+def test_steps_on_two_streams_are_those_on_one(family, path, recompute, accumulate):
+    run = family, path, recompute, accumulate
+    with streams(1):
+        expected, adapters = trained(*run)
+    with streams(2):
+        losses, by_two = trained(*run)
+        _, again = trained(*run)
+    assert np.allclose(expected, losses, rtol=2e-5)
     for name, tensor in adapters.items():
         assert mx.abs(by_two[name] - tensor).max().item() < 2e-6, name
-    _, again = trained(*run, 2, accumulate, monkeypatch)
     assert all(mx.array_equal(by_two[name], again[name]).item() for name in again)
 
 
-def test_rows_are_scored_by_two_lanes_as_by_one(monkeypatch):
+def test_rows_are_scored_on_two_streams_as_on_one():
     attached = model_with_adapters("qwen3", "dense", "none")
     scorer = Scorer(attached.model, split_head(attached.model))
     scores = []
-    for idle in (True, False):
-        monkeypatch.setattr(lanes, "_core_is_idle", lambda idle=idle: idle)
-        scores.append(scorer.rows(batches()[:6]))
+    for count in (2, 1):
+        with streams(count):
+            scores.append(scorer.rows(batches()[:6]))
     assert np.allclose(scores[0].nll, scores[1].nll, rtol=1e-5)
     assert (scores[0].hits == scores[1].hits).all()

@@ -1,6 +1,7 @@
-"""Pieces of an operation by one lane and by two: the same numbers, whatever the operation."""
+"""Pieces of an operation on one stream and on two: the same numbers, whatever the operation."""
 
 import threading
+from dataclasses import replace
 
 import mlx.nn as nn
 import numpy as np
@@ -10,25 +11,27 @@ from mlx_packs import runtime
 from mlx_packs.nn.nf4 import NF4Linear
 from mlx_packs.nn.quantized import dense_module, frozen_head, transient_matmul
 from mlx_packs.ops import attention as attention_module
-from mlx_packs.ops import exponential, lanes, linear_cross_entropy, matmul
+from mlx_packs.ops import exponential, linear_cross_entropy, matmul, streams
+from mlx_packs.ops.tiling import Tiling, forced_tiling
 from mlx_packs.runtime import mx
 
 pytestmark = pytest.mark.skipif(runtime.COMPILES, reason="operations are compiled here")
 
 
-@pytest.fixture(autouse=True)
-def many_pieces(monkeypatch):
-    """Work is cut into many pieces, however small it is."""
-    monkeypatch.setattr(matmul, "_LEAST_WORK", 1)
-    monkeypatch.setattr(matmul, "_MULTIPLE", 16)
-    monkeypatch.setitem(matmul.SLICE_WEIGHTS, "cpu", 48 * 64)
-    monkeypatch.setattr(exponential, "ELEMENTS", 7 * 64)
-    monkeypatch.setitem(linear_cross_entropy.LOGIT_BYTES, "cpu", 0)
-    monkeypatch.setattr(linear_cross_entropy, "_LEAST_COLUMNS", 16)
-    monkeypatch.setitem(attention_module.SCORE_BYTES, "cpu", 0)
-    monkeypatch.setattr(attention_module, "_LEAST_QUERIES", 4)
-    monkeypatch.setattr(attention_module, "_CPU_KEYS", 8)
-    monkeypatch.setattr(attention_module, "_CPU_BYTES", 0)
+# Work is cut into many pieces, however small it is.
+MANY_PIECES = Tiling(
+    slice_weights=48 * 64,
+    score_bytes=0,
+    logit_bytes=0,
+    slice_rows=16,
+    stream_work=1,
+    least_queries=4,
+    block_keys=8,
+    block_bytes=0,
+    least_columns=16,
+    elements=7 * 64,
+)
+TWO_STREAMS = replace(MANY_PIECES, streams=2)
 
 
 def noise(*shape: int) -> mx.array:
@@ -70,56 +73,55 @@ def operations() -> dict:
     }
 
 
-def by(number: int, name: str, monkeypatch) -> tuple[list[mx.array], int]:
-    """Results and gradients of an operation by so many lanes, and how often the second was used."""
+def computed(name: str, count: int, monkeypatch) -> tuple[list[mx.array], int]:
+    """Results and gradients of an operation on so many streams; how often the second was used."""
     used = []
-    with monkeypatch.context() as patch:
-        patch.setattr(lanes, "_core_is_idle", lambda: number == 2)
-        stream = lanes._second_stream
-        patch.setattr(lanes, "_second_stream", lambda: used.append(1) or stream())
+    second_stream = streams.second_stream
+    with forced_tiling(replace(MANY_PIECES, streams=count)), monkeypatch.context() as patch:
+        patch.setattr(streams, "second_stream", lambda: used.append(1) or second_stream())
         function, inputs = operations()[name]
         outputs = function(*inputs)
-        found = mx.vjp(lambda *a: [function(*a)], inputs, [noise(*outputs.shape)])
-        mx.eval(found)
-    return [*found[0], *found[1]], len(used)
+        results = mx.vjp(lambda *a: [function(*a)], inputs, [noise(*outputs.shape)])
+        mx.eval(results)
+    return [*results[0], *results[1]], len(used)
 
 
 @pytest.mark.parametrize("name", operations())
-def test_two_lanes_give_the_numbers_of_one(name, monkeypatch):
-    expected, unused = by(1, name, monkeypatch)
-    found, used = by(2, name, monkeypatch)
+def test_two_streams_give_the_numbers_of_one(name, monkeypatch):
+    expected, unused = computed(name, 1, monkeypatch)
+    results, used = computed(name, 2, monkeypatch)
     assert unused == 0
     assert (used > 1) == (name not in ("mask_by_head", "one_kv_head"))
-    for one, two in zip(expected, found, strict=True):
+    for one, two in zip(expected, results, strict=True):
         assert mx.allclose(one, two, rtol=1e-4, atol=1e-5).item()
-    again, _ = by(2, name, monkeypatch)
-    assert all(mx.array_equal(one, two).item() for one, two in zip(found, again, strict=True))
+    again, _ = computed(name, 2, monkeypatch)
+    assert all(mx.array_equal(one, two).item() for one, two in zip(results, again, strict=True))
 
 
-def test_the_first_of_two_best_tokens_is_the_hit_whichever_lane_finds_it(monkeypatch):
-    monkeypatch.setattr(lanes, "_core_is_idle", lambda: True)
+def test_the_first_of_two_best_tokens_is_the_hit_whichever_stream_finds_it():
     weight = mx.zeros((64, 8))
-    weight[[20, 40]] = 1  # slices of 16 rows: one for each lane
+    weight[[20, 40]] = 1  # slices of 16 rows: one for each stream
     linear = nn.Linear(8, 64, bias=False)
     linear.weight = weight
     targets = mx.array([20, 40, 0])
     hidden = mx.ones((3, 8))
     head = frozen_head(linear)
-    _, hits = linear_cross_entropy.linear_cross_entropy(hidden, targets, head, gradient=False)
+    with forced_tiling(TWO_STREAMS):
+        _, hits = linear_cross_entropy.linear_cross_entropy(hidden, targets, head, gradient=False)
     assert hits.tolist() == [True, False, False]
 
 
-def test_lanes_are_for_cpus_without_compiled_steps_that_have_a_core_to_spare(monkeypatch):
-    monkeypatch.setattr(lanes, "_core_is_idle", lambda: True)
-    assert lanes.lanes() == 2
-    monkeypatch.setattr(lanes, "_core_is_idle", lambda: False)
-    assert lanes.lanes() == 1
-    monkeypatch.setattr(lanes, "_core_is_idle", lambda: True)
+def test_streams_are_for_cpus_without_compiled_steps_that_have_a_core_to_spare(monkeypatch):
+    monkeypatch.setattr(streams, "core_is_idle", lambda: True)
+    assert streams.stream_count() == 2
+    monkeypatch.setattr(streams, "core_is_idle", lambda: False)
+    assert streams.stream_count() == 1
+    monkeypatch.setattr(streams, "core_is_idle", lambda: True)
     with monkeypatch.context() as patch:
-        patch.setattr(lanes, "COMPILES", True)
-        assert lanes.lanes() == 1
+        patch.setattr(streams, "COMPILES", True)
+        assert streams.stream_count() == 1
     with runtime.assumed_device("gpu"):
-        assert lanes.lanes() == 1
+        assert streams.stream_count() == 1
 
 
 @pytest.mark.parametrize(
@@ -133,23 +135,23 @@ def test_lanes_are_for_cpus_without_compiled_steps_that_have_a_core_to_spare(mon
     ],
 )
 def test_a_core_is_idle_beside_a_blas_of_one_thread(name, threads, cores, idle, monkeypatch):
-    monkeypatch.setattr(lanes, "BLAS", runtime.Blas(name, True, "", threads))
+    monkeypatch.setattr(streams, "BLAS", runtime.Blas(name, True, "", threads))
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(cores)), raising=False)
-    assert lanes._core_is_idle.__wrapped__() == idle
+    assert streams.core_is_idle.__wrapped__() == idle
 
 
-def test_operations_of_another_thread_have_a_second_stream_of_their_own(monkeypatch):
-    monkeypatch.setattr(lanes, "_core_is_idle", lambda: True)
+def test_operations_of_another_thread_have_a_second_stream_of_their_own():
     x, y = noise(33, 64), noise(33, 64)
-    expected, found = exponential.swiglu(x, y), []
-    mx.eval(expected)
+    results = []
 
-    def elsewhere():
+    def compute():
         result = exponential.swiglu(x, y)
         mx.eval(result)
-        found.append(np.array(result))
+        results.append(np.array(result))
 
-    thread = threading.Thread(target=elsewhere)
-    thread.start()
-    thread.join()
-    assert (found[0] == np.array(expected)).all()
+    with forced_tiling(TWO_STREAMS):
+        compute()
+        thread = threading.Thread(target=compute)
+        thread.start()
+        thread.join()
+    assert (results[0] == results[1]).all()
