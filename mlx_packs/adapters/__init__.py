@@ -1,0 +1,1 @@
+"""What trains on a base, and which adapters a pack has: specs, methods, tensors."""

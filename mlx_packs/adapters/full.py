@@ -1,7 +1,6 @@
-"""Full fine-tuning: the base's own weights learn, in float32, and no adapter stands beside them.
+"""Full fine-tuning: the base's own weights are trained, in float32, without adapters.
 
-`Unfrozen` has the interface of `adapters.Attached`, so that loop, checkpoints and packs know one
-thing that learns. The base's arrays are kept, and `detach` puts them back.
+The base's arrays are kept, and `detach` puts them back.
 """
 
 from collections.abc import Iterator, Mapping
@@ -24,7 +23,7 @@ from .tensors import check_tensors
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a weight that learns is, and what the base has there."""
+    """Where a trainable weight is, and what the base has there."""
 
     module: nn.Module
     key: str
@@ -32,11 +31,11 @@ class _Place:
 
 
 class Unfrozen:
-    """A base whose weights learn; `tensors` and `load` speak its parameters' own names."""
+    """A base whose weights are trainable; tensors have the names of its parameters."""
 
     method = "full"
 
-    def __init__(self, blocks: Attached, places: dict[str, _Place]):
+    def __init__(self, blocks: Attached, places: dict[str, _Place]) -> None:
         self._blocks = blocks
         self._places = places
         self.specs: dict = {}
@@ -45,10 +44,12 @@ class Unfrozen:
 
     @property
     def base(self) -> BaseModel:
+        """The base."""
         return self._blocks.base
 
     @property
     def model(self) -> nn.Module:
+        """The model of the base."""
         return self._blocks.model
 
     @property
@@ -58,15 +59,15 @@ class Unfrozen:
 
     @property
     def replaced(self) -> dict[str, tuple[int, ...]]:
-        """Names and shapes of the base's tensors that a pack brings whole."""
+        """Names and shapes of the base's tensors that a pack stores in full."""
         return {name: tuple(place.own.shape) for name, place in self._places.items()}
 
     def swap(self, modules: list[tuple[str, nn.Module]]) -> None:
-        """Put modules at their paths, remembering what stood there."""
+        """Put modules at their paths until `detach`."""
         self._blocks.swap(modules)
 
     def recompute(self, policy: str) -> None:
-        """What the backward computes again, as `Attached.recompute`."""
+        """Set what the backward pass computes again, as `Attached.recompute`."""
         self._blocks.recompute(policy)
 
     def detach(self) -> None:
@@ -77,12 +78,12 @@ class Unfrozen:
         self._blocks.detach()
 
     def tensors(self) -> dict[str, mx.array]:
-        """What was learned, in float32, by the name that the parameter has in the base."""
+        """Return the trained weights, in float32, by the names of the base's parameters."""
         return {name: place.module[place.key] for name, place in self._places.items()}
 
     @contextmanager
     def disabled(self) -> Iterator[None]:
-        """A context in which the model computes what the base alone does, in float32."""
+        """Return a context in which the model computes what the base alone does, in float32."""
         trained = self.tensors()
         try:
             self.load({name: place.own for name, place in self._places.items()}, "base")
@@ -91,27 +92,31 @@ class Unfrozen:
             self.load(trained, "trained")
 
     def load(self, tensors: Mapping[str, mx.array], where: str) -> None:
-        """Set all weights that learn.
+        """Set all trainable weights.
 
-        Raises: PackError listing every missing, unknown or misshaped tensor; nothing is changed.
+        Raises:
+            PackError: listing every missing, unknown or misshaped tensor; nothing is changed.
         """
         check_tensors(self.replaced, tensors, where)
         for name, place in self._places.items():
             place.module[place.key] = tensors[name].astype(mx.float32)
 
     def parameter_count(self) -> int:
-        """Weights that learn; a tied table counts once."""
+        """Return the number of trainable parameters; a tied table counts once."""
         return sum(place.own.size for place in self._places.values())
 
 
 def unfreeze(base: BaseModel, num_layers: int = -1, matmul_path: str = "auto") -> Unfrozen:
-    """Let the weights of a base learn, as float32 copies.
+    """Make the weights of a base trainable, as float32 copies.
 
     Args:
+        base: without adapters.
         num_layers: the last N blocks alone, as in mlx-lm; -1 is every floating weight, the
             embedding and the head too.
-        matmul_path: ``dense`` dequantizes a quantized base, and its dense weights learn.
-    Raises: PackError for a base that is quantized otherwise, or that cannot be trained.
+        matmul_path: ``dense`` dequantizes a quantized base and trains its dense weights.
+
+    Raises:
+        PackError: the base is quantized and not to be dense, or cannot be trained.
     """
     check_trainable(base.name, base.model)
     check_dense(base, matmul_path)
@@ -131,9 +136,13 @@ def unfreeze(base: BaseModel, num_layers: int = -1, matmul_path: str = "auto") -
 
 
 def check_dense(base: BaseModel, matmul_path: str) -> None:
-    """Raises: PackError if a base is packed and its weights are not to be dense."""
-    packed = any(isinstance(m, QUANTIZED) for m in base.model.modules())
-    if packed and matmul_path != "dense":
+    """Check that the weights of a base are dense, or are to be.
+
+    Raises:
+        PackError: they are quantized.
+    """
+    quantized = any(isinstance(m, QUANTIZED) for m in base.model.modules())
+    if quantized and matmul_path != "dense":
         raise PackError(
             f"--method full: {base.name} is {quantization_name(base.quantization)}, and quantized "
             "weights cannot be trained. --matmul-path dense trains dense copies of them; or take "
@@ -143,36 +152,33 @@ def check_dense(base: BaseModel, matmul_path: str) -> None:
 
 
 def _places(base: BaseModel, prefixes: list[str] | None) -> dict[str, _Place]:
-    """Every floating weight, or those in the blocks at ``prefixes``; shared ones under one name."""
-    found: dict[str, _Place] = {}
-    seen: set[int] = set()
-    kept = None if prefixes is None else tuple(f"{prefix}." for prefix in prefixes)
+    """Return every floating weight, or those in the blocks at ``prefixes``; shared ones once."""
+    places: dict[str, _Place] = {}
+    visited: set[int] = set()
+    trained = None if prefixes is None else tuple(f"{prefix}." for prefix in prefixes)
     for path, module in reversed(base.model.named_modules()):
-        if id(module) in seen or (kept is not None and not f"{path}.".startswith(kept)):
+        if id(module) in visited or (trained is not None and not f"{path}.".startswith(trained)):
             continue
-        seen.add(id(module))
+        visited.add(id(module))
         weight = module.get("weight")
         if "scales" in module and not mx.issubdtype(weight.dtype, mx.floating):
-            raise PackError(
-                f"--method full: {path} is packed, and packed weights cannot learn; "
-                "take --method lora, or a dense checkpoint."
-            )
+            raise _unsupported(f"{path} is quantized, and quantized weights cannot be trained")
         for key, value in module.items():
             is_weight = isinstance(value, mx.array) and not key.startswith("_")
             if not is_weight or not mx.issubdtype(value.dtype, mx.floating):
                 continue
             if not path:
-                raise PackError(
-                    f"--method full: {key} is a weight of no module, which a pack "
-                    "cannot bring; take --method lora."
-                )
-            found[f"{path}.{key}"] = _Place(module, key, value)
-    reached = {id(place.own) for place in found.values()}
+                raise _unsupported(f"{key} is a weight of no module, which a pack cannot store")
+            places[f"{path}.{key}"] = _Place(module, key, value)
+    reached = {id(place.own) for place in places.values()}
     for name, weight in tree_flatten(base.model.parameters()):
-        inside = kept is None or name.startswith(kept)
+        inside = trained is None or name.startswith(trained)
         if inside and mx.issubdtype(weight.dtype, mx.floating) and id(weight) not in reached:
-            raise PackError(
-                f"--method full: {name} stands in a list, which a pack cannot bring; "
-                "take --method lora."
-            )
-    return found
+            raise _unsupported(f"{name} is in a list, which a pack cannot store")
+    return places
+
+
+def _unsupported(fault: str) -> PackError:
+    return PackError(
+        f"--method full: {fault}. Take --method lora, or a dense checkpoint.", "unsupported"
+    )

@@ -1,7 +1,7 @@
-"""Attach what is applied but not trained: DoRA, adapters on embeddings, modules brought whole.
+"""Attach inference-only adapters: DoRA, adapters on embeddings, and tensors stored in full.
 
-`adapters.attach` has put the trainable kinds in place; these go on top of it, and `detach` takes
-them off with the rest.
+`lora.attach` puts the trainable kinds in place; these go on top of it, and `detach` takes them off
+with the rest.
 """
 
 import copy
@@ -14,6 +14,7 @@ from ..nn.imported import AdaptedEmbedding, DoRALinear
 from ..nn.quantized import (
     EMBEDDINGS,
     LINEARS,
+    QUANTIZED,
     TransientEmbedding,
     TransientLinear,
     dense_module,
@@ -21,7 +22,7 @@ from ..nn.quantized import (
 )
 from ..runtime import mx
 from .lora import Attached
-from .spec import ModuleSpec, Specs
+from .spec import ModuleSpec, Specs, factor_names
 
 _KINDS = {
     "dora": ((nn.Linear, *LINEARS, TransientLinear), "a linear"),
@@ -30,7 +31,7 @@ _KINDS = {
 
 
 def is_inference_only(spec: ModuleSpec) -> bool:
-    """Whether an adapter is of a kind that is not trained here."""
+    """Return whether an adapter is of a kind that is applied but not trained here."""
     return spec.kind != "lora"
 
 
@@ -41,19 +42,25 @@ def attach_inference_only(
     tensors: Mapping[str, mx.array],
     where: str,
 ) -> None:
-    """Put modules that are brought whole, then DoRA and embeddings' adapters, on a base.
+    """Put tensors that are stored in full, then DoRA and embeddings' adapters, on a base.
 
     Args:
-        specs: those of fixed kinds.   replaced: names and shapes of whole tensors.
-    Raises: PackError naming the first module that does not fit.
+        attached: the trainable kinds, in place.
+        specs: of the inference-only adapters.
+        replaced: names and shapes of tensors that are stored in full.
+        tensors: by name on disk.
+        where: the pack, for errors.
+
+    Raises:
+        PackError: naming the first module that does not fit.
     """
-    wanted = dict(replaced)
+    shapes = dict(replaced)
     for spec in specs.values():
-        wanted |= spec.shapes
-    for name, shape in wanted.items():
-        found = tuple(tensors[name].shape) if name in tensors else "missing"
-        if found != shape:
-            raise PackError(f"{where}: {name} is {found}, must be {shape}.")
+        shapes |= spec.shapes
+    for name, shape in shapes.items():
+        actual = tuple(tensors[name].shape) if name in tensors else "missing"
+        if actual != shape:
+            raise PackError(f"{where}: {name} is {actual}, must be {shape}.", "unreadable")
     attached.swap(full_tensor_modules(attached.model, replaced, tensors, where))
     modules = dict(attached.model.named_modules())
     attached.swap(
@@ -67,33 +74,33 @@ def attach_inference_only(
 def full_tensor_modules(
     model: nn.Module, names: Mapping[str, object], tensors: Mapping[str, mx.array], where: str
 ) -> list[tuple[str, nn.Module]]:
-    """A copy of each module with its own tensors, dense where the base's is packed."""
+    """Return a copy of each module with the given tensors, dense where the base's is quantized."""
     modules = dict(model.named_modules())
     by_path: dict[str, dict[str, mx.array]] = {}
     for name in names:
         path, _, parameter = name.rpartition(".")
         by_path.setdefault(path, {})[parameter] = tensors[name]
-    made = []
+    copies = []
     for path, parameters in by_path.items():
         module = _bare(modules.get(path))
         if module is None or not all(isinstance(module.get(p), mx.array) for p in parameters):
-            raise PackError(f"{where}: {path}: the base has no such module to replace.", "mismatch")
-        packed = isinstance(module, (*LINEARS, *EMBEDDINGS))
-        mine = dense_module(module) if packed else copy.copy(module)
+            raise PackError(f"{where}: {path}: the base has no such module.", "mismatch")
+        dense = dense_module(module) if isinstance(module, QUANTIZED) else copy.copy(module)
         for parameter, tensor in parameters.items():
-            if tensor.shape != mine[parameter].shape:
+            if tensor.shape != dense[parameter].shape:
                 raise PackError(
-                    f"{where}: {path}.{parameter} is {list(tensor.shape)}, but the "
-                    f"base's is {list(mine[parameter].shape)}."
+                    f"{where}: {path}.{parameter} is {list(tensor.shape)}, but the base's is "
+                    f"{list(dense[parameter].shape)}.",
+                    "mismatch",
                 )
-            mine[parameter] = tensor.astype(mine[parameter].dtype)
-        mine.freeze()
-        made.append((path, mine))
-    return made
+            dense[parameter] = tensor.astype(dense[parameter].dtype)
+        dense.freeze()
+        copies.append((path, dense))
+    return copies
 
 
 def _bare(module: nn.Module | None) -> nn.Module | None:
-    """What a matmul path stands in for."""
+    """Return the module that one of a matmul path stands in for."""
     if isinstance(module, TransientLinear):
         return module.linear
     return module.embedding if isinstance(module, TransientEmbedding) else module
@@ -108,19 +115,21 @@ def _adapted(
 ) -> nn.Module:
     types, kind = _KINDS[spec.kind]
     if not isinstance(module, types):
-        found = "nothing" if module is None else f"a {type(module).__name__}"
-        raise PackError(f"{where}: {path}: the adapter is for {kind}, but the base has {found}.")
+        actual = "nothing" if module is None else f"a {type(module).__name__}"
+        raise PackError(
+            f"{where}: {path}: the adapter is for {kind}, but the base has {actual}.", "mismatch"
+        )
     bare = _bare(module)
-    packed = isinstance(bare, (*LINEARS, *EMBEDDINGS))
-    weight = dequantized_weight(bare) if packed else bare.weight
+    weight = dequantized_weight(bare) if isinstance(bare, QUANTIZED) else bare.weight
     (part,) = spec.slices
     shape = (spec.in_features, part.width)
     if tuple(weight.shape) != (shape if spec.kind == "embedding" else shape[::-1]):
         raise PackError(
             f"{where}: {path}: the adapter is for {spec.in_features} x {part.width}, "
-            f"but the base's weight is {list(weight.shape)}."
+            f"but the base's weight is {list(weight.shape)}.",
+            "mismatch",
         )
-    a, b = tensors[f"{path}.lora_a"], tensors[f"{path}.lora_b"]
+    a, b = (tensors[name] for name in factor_names(path))
     if spec.kind == "embedding":
         return AdaptedEmbedding(module, a, b, part.scale, spec.head is not False)
     m = tensors[f"{path}.m"]

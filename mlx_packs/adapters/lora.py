@@ -5,7 +5,7 @@ wraps any other linear; detaching puts the very same objects back. In memory ada
 their names and shapes on disk are mlx-lm's, per projection (`Attached.tensors`).
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import MappingProxyType
 
@@ -28,15 +28,20 @@ from .tensors import Slot, load_slots, merged_weight, slot_tensors
 
 
 class Attached:
-    """Adapters on a base. ``tensors`` and ``load`` speak mlx-lm's names; ``detach`` undoes all.
+    """Adapters on a base; tensors have mlx-lm's names.
 
-    ``slots`` has the adapters and ``frozen`` the base's own module, by path of the projection.
+    Attributes:
+        slots: the adapters in memory, by path of the projection.
+        frozen: the base's own modules, by path of the projection.
+        notes: what a user should know of them.
     """
 
     method = "lora"
     replaced: Mapping[str, tuple[int, ...]] = MappingProxyType({})  # `full.Unfrozen` has some
 
-    def __init__(self, base: BaseModel, specs: Specs, groups: list[Group], notes: list[str]):
+    def __init__(
+        self, base: BaseModel, specs: Specs, groups: list[Group], notes: list[str]
+    ) -> None:
         self.base = base
         self.specs = specs
         self.groups = groups
@@ -47,6 +52,7 @@ class Attached:
 
     @property
     def model(self) -> nn.Module:
+        """The model of the base."""
         return self.base.model
 
     @property
@@ -59,13 +65,13 @@ class Attached:
         )
 
     def swap(self, modules: list[tuple[str, nn.Module]]) -> None:
-        """Put modules at their paths, remembering what stood there."""
+        """Put modules at their paths until `detach`."""
         current = dict(self.model.named_modules())
         self._originals += [(path, current[path]) for path, _ in modules]
         replace_modules(self.model, modules)
 
     def recompute(self, policy: str) -> None:
-        """What the backward computes again: ``none``, ``selective`` or ``block``.
+        """Set what the backward pass computes again: ``none``, ``selective`` or ``block``.
 
         ``selective`` acts in blocks with grouped projections; other families keep all.
         """
@@ -85,48 +91,54 @@ class Attached:
         self.model.eval()
 
     def installed_modules(self) -> tuple[list[tuple[str, nn.Module]], list[tuple[str, nn.Module]]]:
-        """The base's own modules that were replaced, and those installed instead, by path."""
+        """Return the base's own modules that were replaced, and those installed instead."""
         current = dict(self.model.named_modules())
         return list(self._originals), [(path, current[path]) for path, _ in self._originals]
 
     def tensors(self) -> dict[str, mx.array]:
-        """Adapters by name on disk: ``<path>.lora_a`` [in, r], ``<path>.lora_b`` [r, out], fp32.
+        """Return adapters by name on disk: ``<path>.lora_a`` [in, r], ``<path>.lora_b`` [r, out].
 
-        Those of experts lie as mlx-lm has them, [E, r, in] and [E, out, r].
+        They are float32; those of experts are as mlx-lm has them, [E, r, in] and [E, out, r].
         """
         return slot_tensors(self.slots)
 
     @contextmanager
     def disabled(self) -> Iterator[None]:
-        """A context in which the model computes what the base alone does: every B is zero."""
-        loras = list({id(slot.lora): slot.lora for slot in self.slots.values()}.values())
-        trained = [list(lora.lora_b) for lora in loras]
+        """Return a context in which the model computes what the base alone does: every B is zero."""
+        with self.altered_b(lambda _, b: mx.zeros_like(b)):
+            yield
+
+    @contextmanager
+    def altered_b(self, change: Callable[[int, mx.array], mx.array]) -> Iterator[None]:
+        """Return a context in which every B is what ``change`` makes of its index and itself."""
+        groups = list({id(slot.lora): slot.lora for slot in self.slots.values()}.values())
+        trained = [list(group.lora_b) for group in groups]
         try:
-            for lora in loras:
-                lora.lora_b[:] = [mx.zeros_like(b) for b in lora.lora_b]
+            for group in groups:
+                group.lora_b[:] = [change(i, b) for i, b in enumerate(group.lora_b)]
             yield
         finally:
-            for lora, b in zip(loras, trained, strict=True):
-                lora.lora_b[:] = b
+            for group, b in zip(groups, trained, strict=True):
+                group.lora_b[:] = b
 
     def load(self, tensors: Mapping[str, mx.array], where: str) -> None:
         """Set all adapters from tensors named as on disk.
 
-        Raises: PackError listing every missing, unknown or misshaped tensor; nothing is changed.
+        Raises:
+            PackError: listing every missing, unknown or misshaped tensor; nothing is changed.
         """
         load_slots(self.slots, tensors, where)
 
     def parameter_count(self) -> int:
-        """Trainable weights."""
-        return sum(t.size for slot in self.slots.values() for t in self._arrays(slot))
-
-    @staticmethod
-    def _arrays(slot: Slot) -> list[mx.array]:
-        last = slot.first + sum(1 for s in slot.spec.slices if s.rank)
-        return [*slot.lora.lora_a[slot.first : last], *slot.lora.lora_b[slot.first : last]]
+        """Return the number of trainable parameters."""
+        return sum(
+            part.rank * (slot.spec.in_features + part.width) * (slot.spec.experts or 1)
+            for slot in self.slots.values()
+            for part in slot.spec.slices
+        )
 
     def merged_weights(self) -> dict[str, mx.array]:
-        """Dense weight of every adapted projection with its delta added, [out, in] in float32.
+        """Return the weight of every adapted projection with its delta, [out, in] in float32.
 
         A switch linear has one for each expert, [E, out, in].
         """
@@ -148,11 +160,15 @@ def attach(
     """Attach fresh adapters (B = 0: no logit changes) to a base.
 
     Args:
+        base: without adapters.
         lora: where and how large, for training; or
         specs: exactly which adapters, as a pack's manifest has them; none at all is allowed.
         matmul_path: how the frozen weights are multiplied while attached.
+        seed: of the values of A.
         fp16_fallback: dequantize modules whose geometry cannot be probed to fp16 and train on.
-    Raises: PackError if a target does not exist or a geometry cannot be probed.
+
+    Raises:
+        PackError: a target does not exist, or a geometry cannot be probed.
     """
     check_bare(base)
     if specs is None:
@@ -171,7 +187,7 @@ def attach(
         groups, left_out = without_narrow(groups, lora)
         notes += left_out + experts_note(base.model)
     if not groups and specs != {}:
-        raise PackError("--target-modules: no projection carries an adapter.")
+        raise PackError("--target-modules: no projection gets an adapter.", "unknown")
     if specs is None:
         specs = plan_specs(groups, lora)
     attached = Attached(base, specs, groups, notes)
@@ -189,15 +205,19 @@ def attach(
 
 
 def check_bare(base: BaseModel) -> None:
-    """Raises: PackError if a base carries adapters."""
+    """Check that a base has no adapters.
+
+    Raises:
+        PackError: it has.
+    """
     if any(isinstance(m, GroupedLoRA) for m in base.model.modules()):
-        raise PackError(f"{base.name}: carries adapters already; take them off first.")
+        raise PackError(f"{base.name}: has adapters already; detach them first.", "conflict")
 
 
 def _make_lora(
     attached: Attached, members: list[Geometry | None], dropout: float, seed: int
 ) -> GroupedLoRA | None:
-    """One GroupedLoRA for projections that read the same input, in order; None carries nothing."""
+    """Make one GroupedLoRA for projections that read the same input; None has no adapter."""
     shapes: list[AdapterShape | None] = []
     keys: list[mx.array | None] = []
     firsts: dict[str, int] = {}
@@ -207,14 +227,15 @@ def _make_lora(
             shapes.append(None)
             keys.append(None)
             continue
-        wanted = spec.in_features, spec.widths, spec.experts
-        found = geometry.in_features, geometry.widths, geometry.experts
+        adapter = spec.in_features, spec.widths, spec.experts
+        projection = geometry.in_features, geometry.widths, geometry.experts
         # one adapter over all slices of a fused projection, as other tools train it
         whole = geometry.in_features, [sum(geometry.widths)], geometry.experts
-        if wanted not in (found, whole):
+        if adapter not in (projection, whole):
             raise PackError(
-                f"{spec.path}: the adapter is for {_sizes(*wanted)}, but the projection is "
-                f"{_sizes(*found)}."
+                f"{spec.path}: the adapter is for {_sizes(*adapter)}, but the projection is "
+                f"{_sizes(*projection)}.",
+                "mismatch",
             )
         firsts[spec.path] = sum(shape is not None for shape in shapes)
         for s in spec.slices:
@@ -235,20 +256,21 @@ def _sizes(in_features: int, widths: list[int], experts: int | None) -> str:
 
 
 def _adapted(linear: nn.Module, lora: GroupedLoRA, spec: ModuleSpec) -> nn.Module:
-    """A module that stands for a lone projection and adds what its adapters give."""
+    """Return a module in place of a lone projection that adds what its adapters compute."""
     if spec.experts is not None:
         return AdaptedSwitchLinear(linear, lora)
     own = getattr(linear, "output_dims", None)
     if isinstance(own, list) and spec.widths != own:
-        raise PackError(f"{spec.path}: cuts its output into {own}, and the adapter does not.")
+        raise PackError(
+            f"{spec.path}: splits its output into {own}, and the adapter does not.", "unsupported"
+        )
     return AdaptedLinear(linear, lora, spec.widths)
 
 
 def _swap_in_adapters(attached: Attached, dropout: float, seed: int) -> None:
-    """Replace modules by ones that carry GroupedLoRA: lone projections first, then whole blocks.
+    """Replace modules by ones with GroupedLoRA: lone projections first, then whole blocks.
 
-    Blocks that carry nothing are replaced too: training by ours keeps no T x T scores, nor do they
-    exist on the way through.
+    Blocks without adapters are replaced too: ours never have all T x T scores in memory.
     """
 
     def lora_of(members: list[Geometry | None]) -> GroupedLoRA | None:

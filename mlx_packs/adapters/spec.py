@@ -1,11 +1,11 @@
-"""What adapters a base carries: slices, modules, and the names of their tensors on disk."""
+"""Which adapters a base has: slices, modules, and the names of their tensors on disk."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class SliceSpec:
-    """Adapter of one slice of a projection; rank 0 is none."""
+    """The adapter of one slice of a projection; rank 0 is none."""
 
     name: str
     width: int
@@ -14,6 +14,7 @@ class SliceSpec:
 
     @property
     def scale(self) -> float:
+        """Factor of the low-rank product: alpha / rank."""
         return self.alpha / self.rank if self.rank else 0.0
 
 
@@ -21,9 +22,13 @@ class SliceSpec:
 class ModuleSpec:
     """Adapters of one projection (several slices if it is fused).
 
-    ``experts``: the projection is a switch linear, and each of its experts has an adapter.
-    ``kind``: ``lora``; what comes by import may be ``dora``, or ``embedding``, where in_features is
-    the vocabulary. ``head``: the embedding is the head too, and the adapter acts there (or not).
+    Attributes:
+        path: of the projection.
+        in_features: width of its input; of an embedding the vocabulary.
+        slices: of its output.
+        experts: how many experts a switch linear has, each with an adapter.
+        kind: ``lora``; imported adapters may be ``dora`` or ``embedding``.
+        head: whether the adapter of an embedding that is the head too acts there.
     """
 
     path: str
@@ -49,8 +54,13 @@ class ModuleSpec:
         a, b = (self.in_features, self.rank), (self.rank, sum(self.widths))
         if self.experts is not None:
             a, b = (self.experts, *a[::-1]), (self.experts, *b[::-1])
-        shapes = {f"{self.path}.lora_a": a, f"{self.path}.lora_b": b}
+        shapes = dict(zip(factor_names(self.path), (a, b), strict=True))
         return shapes | ({f"{self.path}.m": (sum(self.widths),)} if self.kind == "dora" else {})
 
 
 Specs = dict[str, ModuleSpec]
+
+
+def factor_names(path: str) -> tuple[str, str]:
+    """Return the names on disk of A and B of the projection at a path."""
+    return f"{path}.lora_a", f"{path}.lora_b"

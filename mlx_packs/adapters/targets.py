@@ -1,4 +1,4 @@
-"""Which projections of a base carry adapters, of which rank and alpha."""
+"""Which projections of a base get adapters, of which rank and alpha."""
 
 import re
 from collections.abc import Mapping
@@ -16,9 +16,10 @@ from .spec import ModuleSpec, SliceSpec, Specs
 
 
 def plan_specs(groups: list[Group], lora: LoRAConfig) -> Specs:
-    """Rank and alpha of every slice under a LoRAConfig.
+    """Return rank and alpha of every slice under a LoRAConfig.
 
-    Raises: PackError for a rank above a width, or a pattern that fits no projection.
+    Raises:
+        PackError: a rank is above a width, or a pattern fits no projection.
     """
     specs: Specs = {}
     used: set[str] = set()
@@ -41,21 +42,27 @@ def plan_specs(groups: list[Group], lora: LoRAConfig) -> Specs:
             geometry.path, geometry.in_features, tuple(slices), geometry.experts
         )
     if unused := (set(lora.rank_pattern) | set(lora.alpha_pattern)) - used:
-        raise PackError(f"rank_pattern, alpha_pattern: '{sorted(unused)[0]}' fits no projection.")
+        pattern = sorted(unused)[0]
+        flag = "rank_pattern" if pattern in lora.rank_pattern else "alpha_pattern"
+        raise PackError(
+            f"--{flag.replace('_', '-')}: '{pattern}' fits no projection.", "unknown", flag
+        )
     return specs
 
 
 def _match(pattern: Mapping[str, float], path: str) -> str | None:
-    """The first key of a pattern that fits a path, by PEFT's rule."""
+    """Return the first key of a pattern that fits a path, by PEFT's rule."""
     return next((key for key in pattern if re.match(rf"(.*\.)?({key})$", path)), None)
 
 
 def without_narrow(groups: list[Group], lora: LoRAConfig) -> tuple[list[Group], list[str]]:
-    """Groups without the linears that nobody named and that are too narrow for the rank.
+    """Leave out the linears that are not named and too narrow for the rank.
 
-    Such are gates and steps by head of a recurrence or a mixture. What is left out is noted; if
-    that were all, it stays, and `plan_specs` says what is wrong with the rank. So does a projection
-    of a grouped block.
+    Such are gates and steps by head of a recurrence or a mixture. If that were all of them, they
+    stay, and `plan_specs` says what is wrong with the rank. So does a projection of a grouped block.
+
+    Returns:
+        The groups, and notes on what was left out.
     """
 
     def is_narrow(group: Group) -> bool:
@@ -64,14 +71,15 @@ def without_narrow(groups: list[Group], lora: LoRAConfig) -> tuple[list[Group], 
         named = _match(lora.rank_pattern, geometry.path)
         return group.block is None and not others and not named and lora.rank > limit
 
-    kept = [group for group in groups if not is_narrow(group)]
-    if not kept or len(kept) == len(groups):
+    wide = [group for group in groups if not is_narrow(group)]
+    if not wide or len(wide) == len(groups):
         return groups, []
     names = sorted({group.members[0].name for group in groups if is_narrow(group)})
-    return kept, [f"{', '.join(names)}: narrower than rank {lora.rank}, carry no adapter"]
+    return wide, [f"{', '.join(names)}: narrower than rank {lora.rank}, carry no adapter"]
 
 
 def experts_note(model: nn.Module) -> list[str]:
+    """Return a note that experts have no adapters unless named, if a model has experts."""
     names = {path.rpartition(".")[2] for path, m in linears(model) if is_switch_linear(m)}
     if not names:
         return []
@@ -81,8 +89,15 @@ def experts_note(model: nn.Module) -> list[str]:
 def fp16_copies(
     base: BaseModel, faults: list[GeometryError]
 ) -> tuple[list[tuple[Geometry, nn.Module]], list[str]]:
-    """An fp16 copy of each module that could not be probed, with what is then true of it."""
-    found, notes = [], []
+    """Make an fp16 copy of each module that could not be probed.
+
+    Returns:
+        Geometry and copy of each module, and notes on them.
+
+    Raises:
+        PackError: one cannot be dequantized either.
+    """
+    copies, notes = [], []
     modules = dict(base.model.named_modules())
     for fault in faults:
         module = modules[fault.path]
@@ -96,24 +111,13 @@ def fp16_copies(
             mx.eval(half.parameters())
         except (ValueError, RuntimeError) as error:
             reason = " ".join(str(error).split())
-            raise PackError(f"[geometry] {fault.path}: cannot be dequantized: {reason}") from None
+            raise PackError(
+                f"{fault.path}: cannot be dequantized: {reason}", "unreadable"
+            ) from None
         out, width = half.weight.shape
         name = fault.path.rsplit(".", 1)[-1]
-        found.append(
-            (
-                Geometry(
-                    fault.path,
-                    width,
-                    out,
-                    None,
-                    None,
-                    None,
-                    width,
-                    "bias" in module,
-                    ((name, out),),
-                ),
-                half,
-            )
-        )
+        has_bias, slices = "bias" in module, ((name, out),)
+        geometry = Geometry(fault.path, width, out, None, None, None, width, has_bias, slices)
+        copies.append((geometry, half))
         notes.append(f"{fault.path}: geometry could not be probed, dequantized to fp16")
-    return found, notes
+    return copies, notes

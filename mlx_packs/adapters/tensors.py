@@ -10,12 +10,12 @@ from ..nn.experts import expert_weights
 from ..nn.lora import GroupedLoRA, low_rank_delta
 from ..nn.quantized import LINEARS, dequantized_weight
 from ..runtime import mx
-from .spec import ModuleSpec
+from .spec import ModuleSpec, factor_names
 
 
 @dataclass(frozen=True)
 class Slot:
-    """Where the adapters of one projection live in memory."""
+    """Where the adapters of one projection are in memory: in ``lora``, from index ``first`` on."""
 
     lora: GroupedLoRA
     first: int
@@ -26,48 +26,56 @@ Slots = Mapping[str, Slot]
 
 
 def slot_tensors(slots: Slots) -> dict[str, mx.array]:
-    """Adapters by name on disk, as `Attached.tensors` has them."""
-    found = {}
+    """Return adapters by name on disk: A [in, r] and B [r, out], or mlx-lm's of experts."""
+    tensors = {}
     for path, slot in slots.items():
         adapted = [s for s in slot.spec.slices if s.rank]
         a = slot.lora.lora_a[slot.first : slot.first + len(adapted)]
         b = slot.lora.lora_b[slot.first : slot.first + len(adapted)]
         if slot.spec.experts is not None:
-            a, b = ([t.swapaxes(-1, -2) for t in tensors] for tensors in (a, b))
-        found[f"{path}.lora_a"] = a[0] if len(a) == 1 else mx.concatenate(a, axis=1)
-        found[f"{path}.lora_b"] = _block_diagonal(slot.spec, b)
-    return found
+            a, b = ([t.swapaxes(-1, -2) for t in factors] for factors in (a, b))
+        name_a, name_b = factor_names(path)
+        tensors[name_a] = a[0] if len(a) == 1 else mx.concatenate(a, axis=1)
+        tensors[name_b] = _block_diagonal(slot.spec, b)
+    return tensors
 
 
 def check_tensors(
-    wanted: Mapping[str, tuple[int, ...]], tensors: Mapping[str, mx.array], where: str
+    shapes: Mapping[str, tuple[int, ...]], tensors: Mapping[str, mx.array], where: str
 ) -> None:
-    """Hold tensors against names and shapes.
+    """Check tensors against names and shapes.
 
-    Raises: PackError listing what is missing, unknown or misshaped.
+    Raises:
+        PackError: listing what is missing, unknown or misshaped.
     """
-    faults = [f"{n}: missing" for n in wanted if n not in tensors]
-    faults += [f"{n}: not learned in this run" for n in tensors if n not in wanted]
+    faults = [f"{n}: missing" for n in shapes if n not in tensors]
+    faults += [f"{n}: not trained in this run" for n in tensors if n not in shapes]
     faults += [
         f"{n}: is {tuple(tensors[n].shape)}, must be {shape}"
-        for n, shape in wanted.items()
+        for n, shape in shapes.items()
         if n in tensors and tuple(tensors[n].shape) != shape
     ]
     if faults:
         more = f" (and {len(faults) - 3} more)" if len(faults) > 3 else ""
-        raise PackError(f"{where}: tensors do not fit: {'; '.join(faults[:3])}{more}.")
+        raise PackError(f"{where}: tensors do not fit: {'; '.join(faults[:3])}{more}.", "mismatch")
 
 
 def load_slots(slots: Slots, tensors: Mapping[str, mx.array], where: str) -> None:
-    """Set all adapters from tensors named as on disk; raises as `Attached.load`."""
-    wanted = {n: shape for s in slots.values() for n, shape in s.spec.shapes.items()}
-    check_tensors(wanted, tensors, where)
+    """Set all adapters from tensors named as on disk.
+
+    Raises:
+        PackError: listing every missing, unknown or misshaped tensor; nothing is changed.
+    """
+    shapes = {n: shape for s in slots.values() for n, shape in s.spec.shapes.items()}
+    check_tensors(shapes, tensors, where)
     for path, slot in slots.items():
-        b = tensors[f"{path}.lora_b"]
-        if not _is_block_diagonal(slot.spec, b):
-            raise PackError(f"{where}: {path}.lora_b couples the slices of a fused projection.")
+        name = factor_names(path)[1]
+        if not _is_block_diagonal(slot.spec, tensors[name]):
+            raise PackError(
+                f"{where}: {name} couples the slices of a fused projection.", "unsupported"
+            )
     for path, slot in slots.items():
-        a, b = tensors[f"{path}.lora_a"], tensors[f"{path}.lora_b"]
+        a, b = (tensors[name] for name in factor_names(path))
         if slot.spec.experts is not None:
             a, b = a.swapaxes(-1, -2), b.swapaxes(-1, -2)
         rank = column = 0
@@ -82,7 +90,7 @@ def load_slots(slots: Slots, tensors: Mapping[str, mx.array], where: str) -> Non
 
 
 def merged_weight(spec: ModuleSpec, tensors: Mapping[str, mx.array], linear: nn.Module) -> mx.array:
-    """The dense weight of a frozen linear with its adapters' delta added, in float32."""
+    """Return the dense weight of a frozen linear with its adapters' delta added, in float32."""
     if spec.experts is not None:
         weight = expert_weights(linear)
     else:
@@ -92,11 +100,11 @@ def merged_weight(spec: ModuleSpec, tensors: Mapping[str, mx.array], linear: nn.
 
 
 def delta_of(spec: ModuleSpec, tensors: Mapping[str, mx.array]) -> mx.array:
-    """What adapters, named as on disk, add to their weight: [out, in] in float32.
+    """Return what adapters, named as on disk, add to their weight: [out, in] in float32.
 
-    Of experts [E, out, in]; of an embedding [vocab, dim], which is how its table lies.
+    The delta of experts is [E, out, in]; that of an embedding [vocab, dim], as its table.
     """
-    a, b = tensors[f"{spec.path}.lora_a"], tensors[f"{spec.path}.lora_b"]
+    a, b = (tensors[name] for name in factor_names(spec.path))
     if spec.experts is not None:
         return low_rank_delta(a.swapaxes(-1, -2), b.swapaxes(-1, -2), spec.slices[0].scale)
     scales = [mx.full((s.rank,), s.scale) for s in spec.slices if s.rank]
@@ -105,20 +113,20 @@ def delta_of(spec: ModuleSpec, tensors: Mapping[str, mx.array]) -> mx.array:
 
 
 def _block_diagonal(spec: ModuleSpec, parts: list[mx.array]) -> mx.array:
-    """B of a fused projection: each slice's B in its own rows and columns, zero elsewhere."""
+    """Return B of a fused projection: each slice's B in its own rows and columns, else zero."""
     if len(spec.slices) == 1:
         return parts[0]
     rows, remaining = [], iter(parts)
-    before, total = 0, sum(s.width for s in spec.slices)
+    column, total = 0, sum(s.width for s in spec.slices)
     for s in spec.slices:
         if s.rank:
-            rows.append(mx.pad(next(remaining), ((0, 0), (before, total - before - s.width))))
-        before += s.width
+            rows.append(mx.pad(next(remaining), ((0, 0), (column, total - column - s.width))))
+        column += s.width
     return mx.concatenate(rows)
 
 
 def _is_block_diagonal(spec: ModuleSpec, b: mx.array) -> bool:
-    """Whether B [r, out] of a projection is zero outside its slices."""
+    """Return whether B [r, out] of a projection is zero outside its slices."""
     if len(spec.slices) == 1:
         return True
     ones = [mx.ones((s.rank, s.width)) for s in spec.slices if s.rank]

@@ -1,0 +1,1 @@
+"""Checkpoints: their files, weight formats, geometry, loading and writing."""

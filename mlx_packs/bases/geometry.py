@@ -57,7 +57,7 @@ class Geometry:
         if self.bits is None:
             stored = f"dense [{self.out_features}, {self.in_features}]"
         else:
-            unit = 8 if self.mode == "nf4" else 32  # codes are packed into bytes or words
+            unit = self.in_features * self.bits // self.packed_width  # bits of a byte or a word
             stored = f"{self.mode} {self.bits}-bit g{self.group_size}, stored width"
             stored += f" {self.packed_width} = {self.in_features} x {self.bits} / {unit}"
         experts = "" if self.experts is None else f"{self.experts} experts of "
@@ -71,14 +71,15 @@ class GeometryError(PackError):
         self.path = path
         self.fault = fault
         super().__init__(
-            f"[geometry] {path}: {fault} Pass --train-fp16-fallback to train on a dequantized copy "
-            "of just such modules, or leave it out of --target-modules."
+            f"{path}: {fault} Pass --train-fp16-fallback to train on a dequantized copy of just "
+            "such modules, or leave it out of --target-modules.",
+            "unreadable",
         )
 
 
 @dataclass(frozen=True)
 class Heads:
-    """The sizes that a config promises; None where it does not say."""
+    """The sizes that a config states; None where it does not."""
 
     hidden: int | None
     ffn: int | None
@@ -88,6 +89,7 @@ class Heads:
 
     @classmethod
     def of(cls, config: dict) -> "Heads":
+        """Read the sizes from a config.json."""
         text = config.get("text_config") or config
         heads = text.get("num_attention_heads", text.get("n_head"))
         hidden = text.get("hidden_size", text.get("n_embd"))
@@ -97,12 +99,16 @@ class Heads:
 
 
 def probe(path: str, module: nn.Module, config: dict, grouped: bool = False) -> Geometry:
-    """The geometry of one linear, from its tensors, checked against the config.
+    """Return the geometry of one linear, from its tensors, checked against the config.
 
     Args:
-        path: where the module sits, for messages.
+        path: of the module, for messages.
+        module: the linear.
+        config: config.json.
         grouped: the parent is attention or SwiGLU of the Llama family; the config has its sizes.
-    Raises: GeometryError naming the module and both shapes.
+
+    Raises:
+        GeometryError: naming the module and both shapes.
     """
     weight = module.weight
     axes = 3 if is_switch_linear(module) else 2
@@ -116,21 +122,21 @@ def probe(path: str, module: nn.Module, config: dict, grouped: bool = False) -> 
         try:
             out_features, in_features = module.packed.shape
         except ValueError as error:
-            raise GeometryError(path, f"its packed tensors do not fit: {error}") from None
+            raise GeometryError(path, f"its quantized tensors do not fit: {error}") from None
     elif "scales" in module:
         bits, group_size, mode = module.bits, module.group_size, module.mode
         in_features, odd = divmod(packed_width * 32, bits)
         expected = [*stack, out_features, in_features // group_size]
         stored = {"scales": module.scales, "biases": module.get("biases")}
         for name, tensor in stored.items():
-            found = list(tensor.shape) if tensor is not None else None
-            if name == "biases" and mode != "affine" and found is None:
+            shape = list(tensor.shape) if tensor is not None else None
+            if name == "biases" and mode != "affine" and shape is None:
                 continue
-            if odd or in_features % group_size or found != expected:
+            if odd or in_features % group_size or shape != expected:
                 raise GeometryError(
                     path,
                     f"weight {list(weight.shape)} at {bits} bits, group {group_size} asks for "
-                    f"{name} {expected}, but they are {found}.",
+                    f"{name} {expected}, but they are {shape}.",
                 )
     if "bias" in module and list(module.bias.shape) != [*stack, out_features]:
         raise GeometryError(path, f"bias {list(module.bias.shape)} for {out_features} outputs.")
@@ -156,10 +162,10 @@ def probe(path: str, module: nn.Module, config: dict, grouped: bool = False) -> 
 
 
 def _check_config(path: str, name: str, in_features: int, out_features: int, c: Heads) -> None:
-    """Hold a projection of the Llama family against heads, head_dim, hidden and FFN width."""
+    """Check a projection of the Llama family against heads, head_dim, hidden and FFN width."""
     attention = c.heads * c.head_dim if c.heads and c.head_dim else None
     kv = c.kv_heads * c.head_dim if c.kv_heads and c.head_dim else None
-    promised = {
+    stated = {
         "q_proj": (c.hidden, attention),
         "k_proj": (c.hidden, kv),
         "v_proj": (c.hidden, kv),
@@ -168,21 +174,21 @@ def _check_config(path: str, name: str, in_features: int, out_features: int, c: 
         "up_proj": (c.hidden, c.ffn),
         "down_proj": (c.ffn, c.hidden),
     }.get(name, (None, None))
-    for what, found, wanted in (
-        ("input", in_features, promised[0]),
-        ("output", out_features, promised[1]),
+    for side, actual, expected in (
+        ("input", in_features, stated[0]),
+        ("output", out_features, stated[1]),
     ):
-        if wanted is not None and found != wanted:
+        if expected is not None and actual != expected:
             raise GeometryError(
                 path,
-                f"its true shape is [{out_features}, {in_features}], but the config promises "
-                f"[{promised[1]}, {promised[0]}] (heads {c.heads}, KV heads {c.kv_heads}, head_dim "
-                f"{c.head_dim}, hidden {c.hidden}, FFN {c.ffn}): the {what} does not fit.",
+                f"its true shape is [{out_features}, {in_features}], but the config states "
+                f"[{stated[1]}, {stated[0]}] (heads {c.heads}, KV heads {c.kv_heads}, head_dim "
+                f"{c.head_dim}, hidden {c.hidden}, FFN {c.ffn}): the {side} does not fit.",
             )
 
 
 def _own_slices(name: str, module: nn.Module) -> tuple[tuple[str, int], ...] | None:
-    """The slices of a linear that cuts its own output, as that of Apple's foundation model does."""
+    """Return the slices of a linear that splits its own output (Apple's foundation model)."""
     widths = getattr(module, "output_dims", None)
     if not isinstance(widths, list):
         return None
@@ -191,7 +197,7 @@ def _own_slices(name: str, module: nn.Module) -> tuple[tuple[str, int], ...] | N
 
 
 def _fused_slices(name: str, width: int, c: Heads) -> tuple[tuple[str, int], ...]:
-    """The projections inside a fused linear, where its layout is known; else one slice."""
+    """Return the projections inside a fused linear, where its layout is known; else one slice."""
     if name == "c_attn" and c.hidden and width == 3 * c.hidden:  # GPT-2: q, k, v of equal width
         return tuple((part, width // 3) for part in "qkv")
     if name == "qkv_proj" and c.heads and c.head_dim and c.kv_heads:  # Phi-3
@@ -212,9 +218,9 @@ class Group:
 
 
 def linears(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Every linear and switch linear that can carry adapters, in the order of the model."""
-    found = [(path, m) for path, m in model.named_modules() if _is_linear(m)][::-1]
-    return [(path, m) for path, m in found if path.rpartition(".")[2] not in _READ_AS_DATA]
+    """Return every linear and switch linear that can have adapters, in the order of the model."""
+    every = [(path, m) for path, m in model.named_modules() if _is_linear(m)][::-1]
+    return [(path, m) for path, m in every if path.rpartition(".")[2] not in _READ_AS_DATA]
 
 
 def _is_linear(module: nn.Module) -> bool:
@@ -235,12 +241,12 @@ _READ_AS_DATA = (
 
 
 def chooses(path: str) -> bool:
-    """Whether a linear decides what a token sees: which experts, or which keys."""
+    """Return whether a linear decides what a token sees: which experts, or which keys."""
     return any(part in _CHOOSERS or part.endswith("router") for part in path.split("."))
 
 
 def block_prefixes(model: nn.Module) -> list[str]:
-    """Paths of the transformer blocks, in order; they are ``model.layers``."""
+    """Return the paths of the transformer blocks, in order; they are ``model.layers``."""
     paths = {id(m): path for path, m in model.named_modules()}
     return [paths[id(block)] for block in model.layers]
 
@@ -248,20 +254,23 @@ def block_prefixes(model: nn.Module) -> list[str]:
 def select_targets(
     model: nn.Module, target_modules: Sequence[str], num_layers: int
 ) -> list[tuple[str, nn.Module]]:
-    """Linears that carry adapters: named by leaf (q_proj), by tail (self_attn.q_proj) or by path.
+    """Return the linears that get adapters.
 
-    Without names: every linear inside the last ``num_layers`` blocks but routers, indexers and the
-    experts of a mixture, whose adapters would be as many as there are experts. A full path is taken
-    wherever it lies (as mlx-lm does with absolute keys).
-    Raises: PackError listing the names that exist when one matches nothing.
+    They are named by leaf (q_proj), by tail (self_attn.q_proj) or by path. Without names: every
+    linear inside the last ``num_layers`` blocks but routers, indexers and the experts of a mixture,
+    whose adapters would be as many as there are experts. A full path may be outside these blocks
+    (as with mlx-lm's absolute keys).
+
+    Raises:
+        PackError: one matches nothing; it lists the names that exist.
     """
     prefixes = block_prefixes(model)
     if num_layers > len(prefixes):
         raise PackError(f"--num-layers {num_layers}: the base has only {len(prefixes)} blocks.")
     # 0 and -1 both mean all, as in mlx-lm
-    kept = tuple(p + "." for p in (prefixes[-num_layers:] if num_layers > 0 else prefixes))
+    blocks = tuple(p + "." for p in (prefixes[-num_layers:] if num_layers > 0 else prefixes))
     every = linears(model)
-    inside = [(path, m) for path, m in every if path.startswith(kept)]
+    inside = [(path, m) for path, m in every if path.startswith(blocks)]
     if not target_modules:
         return [(p, m) for p, m in inside if not is_switch_linear(m) and not chooses(p)]
     chosen: dict[str, nn.Module] = {}
@@ -274,12 +283,13 @@ def select_targets(
             if other is not None:
                 kind = type(other).__name__
                 raise PackError(
-                    f"--target-modules {target}: is of type {kind} and cannot carry an adapter."
+                    f"--target-modules {target}: is of type {kind} and cannot have an adapter.",
+                    "unsupported",
                 )
             hint = did_you_mean(target, names)
             if not hint.startswith("Valid"):
                 hint += f" Those that exist: {', '.join(names)}."
-            raise PackError(f"--target-modules {target}: no such projection. {hint}")
+            raise PackError(f"--target-modules {target}: no such projection. {hint}", "unknown")
         chosen.update(matched)
     return [(path, m) for path, m in every if path in chosen]
 
@@ -287,7 +297,11 @@ def select_targets(
 def find_groups(
     model: nn.Module, config: dict, target_modules: Sequence[str], num_layers: int
 ) -> tuple[list[Group], list[GeometryError]]:
-    """Projection groups of the targets with their probed geometry, and what could not be probed."""
+    """Probe the projection groups of the targets.
+
+    Returns:
+        The groups, and an error for each module that could not be probed.
+    """
     modules = dict(model.named_modules())
     groups: list[Group] = []
     faults: list[GeometryError] = []
@@ -304,7 +318,7 @@ def find_groups(
         shared = (names[:-1] for names in BLOCK_PROJECTIONS.values() if grouped)
         group = next((names for names in shared if name in names), (name,))
         members.setdefault((parent if grouped else path, group), []).append(geometry)
-    for (owner, names), found in members.items():
-        ordered = tuple(sorted(found, key=lambda g: names.index(g.name)))
-        groups.append(Group(None if owner == found[0].path else owner, ordered))
+    for (owner, names), geometries in members.items():
+        ordered = tuple(sorted(geometries, key=lambda g, names=names: names.index(g.name)))
+        groups.append(Group(None if owner == geometries[0].path else owner, ordered))
     return groups, faults

@@ -366,18 +366,12 @@ def _probe(attached: Attached, head: Head | None) -> mx.array:
     if not isinstance(states, mx.array) or states.ndim != 3 or states.shape[:2] != padded.shape:
         raise _Impossible("its blocks return more than the states of each token")
     states = states[:, : tokens.shape[1]]
-    loras = {id(slot.lora): slot.lora for slot in attached.slots.values()}.values()
-    before = [list(lora.lora_b) for lora in loras]
-    try:
-        for lora in loras:  # with B at zero, it would not show where an adapter reaches the states
-            lora.lora_b[:] = [
-                b + _PROBE_STD * mx.random.normal(b.shape, key=mx.random.key(i))
-                for i, b in enumerate(lora.lora_b)
-            ]
+
+    def noisy(i: int, b: mx.array) -> mx.array:
+        return b + _PROBE_STD * mx.random.normal(b.shape, key=mx.random.key(i))
+
+    with attached.altered_b(noisy):  # with B at zero, adapters that reach the states do not show
         error = relative_error(forward(model, part, states), forward(model, part, tokens))
-    finally:
-        for lora, b in zip(loras, before, strict=True):
-            lora.lora_b[:] = b
     if not error <= TOLERANCE[states.dtype]:
         raise _Impossible(
             f"with these states injected, the model computes something else (off by {error:.1e})"
