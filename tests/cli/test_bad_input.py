@@ -188,7 +188,7 @@ def test_train_names_the_flag(refused, args, message):
         ),
         ("rank: 0", "c.yaml: rank: must be at least 1, but is 0."),
         ("rank: [1", "c.yaml: is not valid YAML"),
-        ("rank_pattern: {no_proj: 4}", "rank_pattern, alpha_pattern: 'no_proj' fits no projection"),
+        ("rank_pattern: {no_proj: 4}", "--rank-pattern: 'no_proj' fits no projection"),
         ("optimizer_config: {adamw: {bets: 1}}", "optimizer_config.adamw.bets: is not an argument"),
         ("lr_schedule: {name: cosine}", "lr_schedule.name: must be one of"),
     ],
