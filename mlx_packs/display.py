@@ -89,8 +89,9 @@ class Task:
         """Count one more step; ``text`` stands beside the bar."""
         self.done += 1
         if self.bar is not None:
-            fields = {} if text is None else {"text": text}
-            self.bar.update(self.id, completed=self.done, **fields)
+            self.bar.update(self.id, completed=self.done)
+            if text is not None:
+                self.bar.update(self.id, text=text)
         elif time.monotonic() - self.last_line > _PLAIN_SECONDS and self.display.level > QUIET:
             self.last_line = time.monotonic()
             pace = (self.last_line - self.start) / (self.done - self.initial)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 @options.model
 @option("--dry-run", is_flag=True, help="Check hashes, shapes and base; load no weights.")
 @options.gate("max_pack_mb")
-@options.trust_remote_code()
+@options.trust_remote_code
 @options.backend
 @options.as_json
 def apply(

@@ -34,7 +34,7 @@ def export(pack: Path, to: str, out: str, as_json: bool) -> None:
     "--model", metavar="MODEL", help="The adapter's base.", default_text="as the adapter names it"
 )
 @options.overwrite
-@options.trust_remote_code()
+@options.trust_remote_code
 @options.as_json
 def import_(
     folder: Path,

@@ -55,7 +55,7 @@ from .output import exit_if_failed, print_report
 @options.gate("min_tps_ratio")
 @options.gate("max_pack_mb")
 @option("--csv", "csv_file", metavar="FILE", help="Write every figure as CSV, too.")
-@options.trust_remote_code()
+@options.trust_remote_code
 @options.backend
 @options.as_json
 def eval_batch(

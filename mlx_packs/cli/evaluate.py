@@ -47,7 +47,7 @@ def _columns(command: Callable) -> Callable:
 @_columns
 @options.loss_on
 @options.limit
-@options.trust_remote_code()
+@options.trust_remote_code
 @options.backend
 @options.as_json
 def evaluate(
@@ -109,7 +109,7 @@ def evaluate(
 @option("--task-path", metavar="DIR", help="Folder with tasks of your own (YAML).")
 @option("--chat", is_flag=True, help="Put questions into the base's chat template.")
 @options.matmul_path("quantized", "transient", "dense")
-@options.trust_remote_code()
+@options.trust_remote_code
 @options.backend
 @options.as_json
 def eval_tasks(

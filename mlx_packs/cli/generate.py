@@ -31,7 +31,7 @@ from .output import print_report
     help="Temperature of sampling; 0 takes the likeliest token.",
 )
 @option("--seed", default=0, metavar="N", help="Seed of sampling.")
-@options.trust_remote_code()
+@options.trust_remote_code
 @options.backend
 @options.as_json
 def generate(

@@ -171,8 +171,10 @@ def list_packs(folder: str | None, hub_cache: bool, as_json: bool) -> None:
     top = folder or (None if hub_cache else ".")
     listed = list_packs(top, hub_cache)
     width = max(60, min(120, shutil.get_terminal_size((100, 24)).columns))
-    where = " or ".join(filter(None, (top and f"below {top}", hub_cache and "in the Hub's caches")))
-    print_report(listed, as_json, table(listed, width) if listed else [f"no packs {where}"])
+    places = [f"below {top}"] * bool(top) + ["in the Hub's caches"] * hub_cache
+    print_report(
+        listed, as_json, table(listed, width) if listed else [f"no packs {' or '.join(places)}"]
+    )
 
 
 @click.command()

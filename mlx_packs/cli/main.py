@@ -80,10 +80,10 @@ class Commands(click.Group):
         """Write the commands in their sections."""
         width = max(map(len, self.lazy))
         for section, names in COMMANDS.items():
-            commands = {name: self.get_command(ctx, name) for name in names}
             rows = [
                 (name.ljust(width), command.get_short_help_str(formatter.width - width - 4))
-                for name, command in commands.items()
+                for name in names
+                if (command := self.get_command(ctx, name))
             ]
             with formatter.section(section):
                 formatter.write_dl(rows)

@@ -55,7 +55,7 @@ def _fidelity(command: Callable) -> Callable:
 @_fidelity
 @options.max_shard_gb
 @options.overwrite
-@options.trust_remote_code()
+@options.trust_remote_code
 @options.backend
 @options.as_json
 def merge(pack: Path, model: str, out: str, as_json: bool, **settings) -> None:
@@ -103,7 +103,7 @@ def merge(pack: Path, model: str, out: str, as_json: bool, **settings) -> None:
 @options.model
 @_fidelity
 @options.overwrite
-@options.trust_remote_code()
+@options.trust_remote_code
 @options.backend
 @options.as_json
 def combine(

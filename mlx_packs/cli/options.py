@@ -12,6 +12,8 @@ from ..errors import PackError, flag_of
 from ..gates import MEANING
 
 if TYPE_CHECKING:
+    from click.types import OptionHelpExtra
+
     from ..packs.pack import Pack
 
 
@@ -36,7 +38,7 @@ class Option(click.Option):
         self.section = section
         self.default_text = default_text
 
-    def get_help_extra(self, ctx: click.Context) -> dict:
+    def get_help_extra(self, ctx: click.Context) -> "OptionHelpExtra":
         """Return what stands in brackets after the help."""
         extra = super().get_help_extra(ctx)
         if self.default_text:
@@ -64,13 +66,25 @@ def option(*names: str, **settings) -> Callable:
     return click.option(*names, cls=Option, **settings)
 
 
-def of_field(field: dataclasses.Field, default: str | None) -> Callable:
-    """An option from a setting; `config.parse.build` types its value.
+def of_settings(
+    fields: Iterable[dataclasses.Field], default_text: Callable[[dataclasses.Field], str | None]
+) -> Callable:
+    """Add an option for each setting; `config.parse.build` types the values.
 
     Args:
-        field: of a configuration.
-        default: what stands in brackets after its help; nothing does where None or empty.
+        fields: of configurations, in the order of the help.
+        default_text: returns what the help of a setting shows as its default.
     """
+
+    def decorate(command: Callable) -> Callable:
+        for field in reversed(list(fields)):
+            command = _of_field(field, default_text(field))(command)
+        return command
+
+    return decorate
+
+
+def _of_field(field: dataclasses.Field, default: str | None) -> Callable:
     facts, names = facts_of(field), list(names_of(field))
     if len(names) == 1 and isinstance(field.default, bool) and facts.flags is None:
         names = [f"{names[0]}/--no-{names[0][2:]}"]
@@ -79,8 +93,7 @@ def of_field(field: dataclasses.Field, default: str | None) -> Callable:
         settings["is_flag"] = True
     else:
         settings["metavar"] = metavar_of(field)
-    text = facts.help + (f" [default: {default}]" if default else "")
-    return option(*names, section=facts.section, help=text, **settings)
+    return option(*names, section=facts.section, help=facts.help, default_text=default, **settings)
 
 
 def names_of(field: dataclasses.Field) -> tuple[str, ...]:
@@ -103,17 +116,11 @@ def default_text(field: dataclasses.Field) -> str | None:
     facts, default = facts_of(field), default_of(field)
     if facts.shown_default is not None:
         return facts.shown_default
-    goes_without_saying = default is None or default is False or default in ((), {})
-    return None if goes_without_saying else str(default)
+    if default is None or default is False or default in ((), {}):
+        return None
+    return flag_of(field.name)[2:] if default is True else str(default)
 
 
-recipe_model = option(
-    "--model",
-    section="Model and data",
-    metavar="MODEL",
-    help="Base model: a folder, a Hub id, or 'tiny'.",
-    default_text="tiny",
-)
 recipes = option(
     "-c",
     "--config",
@@ -128,6 +135,11 @@ model = option(
     default="tiny",
     metavar="MODEL",
     help="Base model: a folder, a Hub id, or 'tiny'.",
+)
+trust_remote_code = option(
+    "--trust-remote-code",
+    is_flag=True,
+    help="Allow executing Python code shipped with the model.",
 )
 as_json = option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
 overwrite = option("--overwrite", is_flag=True, help="Replace what is at --out.")
@@ -185,17 +197,6 @@ def matmul_path(default: str, *others: str) -> Callable:
         default=default,
         type=click.Choice([default, *others]),
         help="How frozen weights are used: quantized, dequantized on the fly (transient), or dense.",
-    )
-
-
-def trust_remote_code(default: bool | None = False) -> Callable:
-    """Whether code of a checkpoint may run; None where a recipe may allow it too."""
-    return option(
-        "--trust-remote-code",
-        section="Model and data",
-        is_flag=True,
-        default=default,
-        help="Allow executing Python code shipped with the model.",
     )
 
 

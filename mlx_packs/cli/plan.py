@@ -3,12 +3,11 @@
 import dataclasses
 import math
 import shutil
-from collections.abc import Callable
 
 import click
 
 from ..config.fields import facts_of
-from ..config.recipe import specified
+from ..config.recipe import RunOptions, specified
 from ..config.schema import LoRAConfig, TrainConfig
 from ..errors import PackError
 from . import options
@@ -26,18 +25,20 @@ _SEARCHED = {
 }
 
 
-def _memory_options(command: Callable) -> Callable:
-    """Add the flags of `packs train` that change its peak."""
-    for cls in (TrainConfig, LoRAConfig):
-        for f in reversed(dataclasses.fields(cls)):
-            if facts_of(f).memory:
-                default = _SEARCHED.get(f.name, "{}").format(options.default_text(f) or "")
-                command = options.of_field(f, default)(command)
-    return command
+_SETTINGS = [
+    f
+    for config in (RunOptions, LoRAConfig, TrainConfig)
+    for f in dataclasses.fields(config)
+    if facts_of(f).memory or f.name == "model"
+]
+
+
+def _default_text(field: dataclasses.Field) -> str:
+    """The default of a setting, and what the search does with it."""
+    return _SEARCHED.get(field.name, "{}").format(options.default_text(field) or "")
 
 
 @click.command()
-@options.recipe_model
 @option(
     "--memory", type=float, metavar="GB", help="Memory to fit into.", default_text="this machine's"
 )
@@ -48,7 +49,7 @@ def _memory_options(command: Callable) -> Callable:
     default_text="this machine's",
 )
 @options.recipes
-@_memory_options
+@options.of_settings(_SETTINGS, _default_text)
 @options.as_json
 def plan(
     memory: float | None, device: str | None, configs: tuple[str, ...], as_json: bool, **flags

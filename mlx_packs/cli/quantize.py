@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 )
 @options.max_shard_gb
 @options.overwrite
-@options.trust_remote_code()
+@options.trust_remote_code
 @options.as_json
 def quantize(
     model: str, out: str, overwrite: bool, trust_remote_code: bool, as_json: bool, **settings

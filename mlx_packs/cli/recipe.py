@@ -6,14 +6,11 @@ from pathlib import Path
 
 from ..config.external import translate
 from ..config.parse import read_yaml
-from ..config.recipe import Recipe, check_method, resolve, specified
+from ..config.recipe import Recipe, RunOptions, check_method, resolve, specified, tiny_recipe
 from ..config.schema import LoRAConfig
 from ..errors import PackError
 
-RUN_ARGUMENTS = (
-    "overwrite resume resume_adapter_file report_to project_name trust_remote_code"
-).split()
-_RUN = ("model", "out", "adapter_path", *RUN_ARGUMENTS)
+_RUN = ("adapter_path", *(f.name for f in dataclasses.fields(RunOptions)))
 
 
 def read_recipes(files: Sequence[str], flags: Mapping | None = None) -> dict:
@@ -55,7 +52,6 @@ def _defaults(flags: dict, settings: dict) -> tuple[dict, dict, bool]:
     """The settings below those of flags and files, those of the files, whether a run is resumed."""
     from ..bases.files import TINY
     from ..memory.encoder import BATCH_SIZE
-    from ..training.run import tiny_recipe
     from ..training.run_folder import CONFIG, check_resumable, run_folder
 
     # only what is no setting of training: a flag may need what the run to resume has

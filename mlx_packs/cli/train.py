@@ -1,11 +1,10 @@
 """`packs train`: what it does is `mlx_packs.train_pack`."""
 
 import dataclasses
-from collections.abc import Callable
 
 import click
 
-from ..config.recipe import specified
+from ..config.recipe import RunOptions, specified, tiny_recipe
 from ..config.schema import DataConfig, LoRAConfig, TrainConfig
 from ..display import NORMAL, QUIET, VERBOSE, Display, clock
 from ..errors import PackError
@@ -13,7 +12,7 @@ from ..gates import failures, gates_text
 from . import options
 from .options import option
 from .output import exit_if_failed, print_report
-from .recipe import RUN_ARGUMENTS, read_recipes, recipe_of
+from .recipe import read_recipes, recipe_of
 
 EXAMPLES = """\b
 Examples:
@@ -26,31 +25,25 @@ Examples:
 """
 
 
-def _config_options(command: Callable) -> Callable:
-    """Add a flag for every field of the configs that a flag can set; mappings are for YAML."""
-    from ..training.run import tiny_recipe
+_SETTINGS = [
+    f
+    for config in (RunOptions, DataConfig, LoRAConfig, TrainConfig)
+    for f in dataclasses.fields(config)
+    if options.names_of(f)  # others are for YAML
+]
+_TINY = tiny_recipe()
 
-    tiny = tiny_recipe()
-    for cls in (TrainConfig, LoRAConfig, DataConfig):
-        for f in reversed(dataclasses.fields(cls)):
-            if options.names_of(f):
-                own = f"tiny: {tiny[f.name]}" if tiny.get(f.name, f.default) != f.default else None
-                defaults = [text for text in (options.default_text(f), own) if text]
-                command = options.of_field(f, "; ".join(defaults))(command)
-    return command
+
+def _default_text(field: dataclasses.Field) -> str:
+    """The default of a setting, and that for the bundled model where it is another one."""
+    tiny = _TINY.get(field.name, field.default)
+    own = f"tiny: {tiny}" if tiny != field.default else None
+    return "; ".join(text for text in (options.default_text(field), own) if text)
 
 
 @click.command(cls=options.SectionedCommand, epilog=EXAMPLES)
-@options.recipe_model
 @options.recipes
-@option(
-    "--out",
-    "--adapter-path",
-    metavar="DIR",
-    help="Folder of the pack.",
-    default_text="packs/NAME-OF-THE-DATA",
-)
-@_config_options
+@options.of_settings(_SETTINGS, _default_text)
 @option(
     "--mask-prompt",
     section="Model and data",
@@ -69,21 +62,6 @@ def _config_options(command: Callable) -> Callable:
     default=None,
     help="As in mlx-lm; the held-out examples are always evaluated.",
 )
-@option(
-    "--resume",
-    is_flag=True,
-    default=None,
-    help="Continue the run of --out with its original settings.",
-)
-@option(
-    "--resume-adapter-file", section="Adapter", metavar="FILE", help="Start from these adapters."
-)
-@option("--overwrite", is_flag=True, default=None, help="Replace the pack and the run of --out.")
-@option(
-    "--report-to", metavar="NAMES", help="Services to log to, separated by commas: wandb, swanlab."
-)
-@option("--project-name", metavar="NAME", help="Project for --report-to.")
-@options.trust_remote_code(default=None)
 @options.backend
 @option(
     "--force",
@@ -133,9 +111,9 @@ def train(
             raise PackError(
                 "--show-mask: shows the tokens that the loss is on; pairs have none.", "conflict"
             )
-        from .mask import show_mask
+        from . import mask
 
-        show_mask(recipe, display, as_json)
+        mask.show_mask(recipe, display, as_json)
         return
     run, model = recipe.run, recipe.run.get("model", TINY)
     result = train_pack(
@@ -146,7 +124,7 @@ def train(
         columns=recipe.data,
         display=display,
         force=force,
-        **{k: run[k] for k in RUN_ARGUMENTS if k in run},
+        **{name: value for name, value in run.items() if name not in ("model", "out")},
     )
     print_report(result.to_json(), as_json, _lines(result.report, model, quiet))
     exit_if_failed(failures(result.report["gates"]))

@@ -6,9 +6,10 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from ..errors import PackError, flag_of
+from ..files import TINY_FOLDER
 from .fields import Settings, fields_where, option
 from .mlx_lm import from_mlx_lm
-from .parse import build, unknown_setting
+from .parse import build, read_yaml, unknown_setting
 from .schema import DataConfig, LoRAConfig, TrainConfig
 
 _output = partial(option, section="Output")
@@ -29,8 +30,8 @@ class RunOptions(Settings):
         metavar="DIR",
         flags=("--out", "--adapter-path"),
     )
-    resume_adapter_file: str | None = _output(
-        None, "Start from the adapters in FILE.", metavar="FILE"
+    resume_adapter_file: str | None = option(
+        None, "Start from the adapters in FILE.", section="Adapter", metavar="FILE"
     )
     report_to: str | None = _output(
         None, "Services to log to: wandb, swanlab or both.", metavar="NAMES"
@@ -42,7 +43,9 @@ class RunOptions(Settings):
     overwrite: bool = _output(
         False, "Replace the pack and the run of --out.", flags=("--overwrite",)
     )
-    resume: bool = _output(False, "Continue the run of --out.", flags=("--resume",))
+    resume: bool = _output(
+        False, "Continue the run of --out with its original settings.", flags=("--resume",)
+    )
 
 
 @dataclass(frozen=True)
@@ -140,6 +143,11 @@ def resolve(values: Mapping, where: str = "", under: Sequence[Mapping] = ()) -> 
     built = {part: build(cls, parts[part], where) for part, cls in _PARTS.items()}
     options = {name: getattr(built["run"], name) for name in parts["run"]}
     return Recipe(built["lora"], built["train"], built["data"], options)
+
+
+def tiny_recipe() -> dict:
+    """The settings that suit the bundled base; they apply to it where nothing else is specified."""
+    return read_yaml(TINY_FOLDER / "recipe.yaml")
 
 
 def check_method(lora: LoRAConfig, train: TrainConfig, names: Collection[str] = ()) -> None:

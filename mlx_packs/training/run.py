@@ -11,12 +11,11 @@ from pathlib import Path
 from .. import runtime
 from ..adapters.method import METHODS, Trainable
 from ..bases.files import TINY, stored_config
-from ..config.parse import read_yaml
-from ..config.recipe import Recipe, check_method, resolve
+from ..config.recipe import Recipe, check_method, resolve, tiny_recipe
 from ..config.schema import DataConfig, LoRAConfig, TrainConfig
 from ..display import QUIET, Display
 from ..errors import PackError
-from ..files import TINY_FOLDER, make_folder
+from ..files import make_folder
 from ..gates import Gates, evaluate_gates, gate_limits
 from ..nn.quantized import count_weights
 from ..objectives.objective import Objective
@@ -45,11 +44,6 @@ from .run_folder import check_resumable, clear_run, write_identity
 from .settings import Run
 from .setup import describe, load_adapters
 from .tasks.task import Dataset, Summary, Task, make_task
-
-
-def tiny_recipe() -> dict:
-    """Options that suit the tiny base; they apply where it is trained and nothing else is said."""
-    return read_yaml(TINY_FOLDER / "recipe.yaml")
 
 
 @runtime.memory_limits()

@@ -17,7 +17,7 @@ from mlx_packs.bases.geometry import select_targets
 from mlx_packs.cli.train import train as command
 from mlx_packs.config.external import translate
 from mlx_packs.config.parse import read_yaml
-from mlx_packs.config.recipe import resolve
+from mlx_packs.config.recipe import resolve, tiny_recipe
 from mlx_packs.config.schema import DataConfig, LoRAConfig, TrainConfig
 from mlx_packs.display import NORMAL, Display
 from mlx_packs.errors import PackError
@@ -358,7 +358,7 @@ def test_show_mask_passes_trust_remote_code(monkeypatch):
 
 
 def test_help_shows_what_the_tiny_base_changes():
-    recipe, shown = training.tiny_recipe(), " ".join(packs_train("--help").stdout.split())
+    recipe, shown = tiny_recipe(), " ".join(packs_train("--help").stdout.split())
     assert recipe["iters"] != TrainConfig.iters
     assert f"Batches to train on. [default: 600; tiny: {recipe['iters']}]" in shown
     assert "dropout. [default: 0]" in shown
@@ -366,7 +366,7 @@ def test_help_shows_what_the_tiny_base_changes():
 
 @pytest.mark.parametrize("given", [{}, {"lora": LoRAConfig(3)}, {"train": TrainConfig(iters=7)}])
 def test_train_pack_takes_the_other_half_from_the_tiny_recipe(monkeypatch, given):
-    tiny, found = resolve(training.tiny_recipe()), {}
+    tiny, found = resolve(tiny_recipe()), {}
     monkeypatch.setattr(
         training, "Recipe", lambda lora, train, *_: found.update(lora=lora, train=train) or 1 / 0
     )
