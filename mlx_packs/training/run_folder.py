@@ -36,9 +36,8 @@ def point_to(checkpoint: Path) -> None:
 def checkpoints(run: Path) -> list[Path]:
     """The checkpoints of a run folder, oldest first."""
     entries = run.iterdir() if run.is_dir() else []
-    return sorted(
-        f for f in entries if _STEP.fullmatch(f.name) and f.is_dir() and not f.is_symlink()
-    )
+    folders = [f for f in entries if _STEP.fullmatch(f.name) and f.is_dir() and not f.is_symlink()]
+    return sorted(folders, key=lambda folder: int(folder.name.removeprefix("step-")))
 
 
 def clear_run(run: Path) -> None:
