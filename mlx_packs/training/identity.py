@@ -5,22 +5,15 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ..bases.files import public_name
+from ..config.fields import fields_where
 from ..config.recipe import Recipe
+from ..config.schema import TrainConfig
 from ..data import rows as rows_of
 from ..errors import PackError
 from ..files import sha256
 from ..packs.base import Base
 from .phases import RunPhase
 from .run_folder import check_unchanged
-
-# What may differ when a run is resumed: none of it changes a step that was taken.
-_MAY_CHANGE = (
-    "iters steps_per_report steps_per_eval save_every val_batches test_batches max_pack_mb "
-    "max_ppl_ratio min_tps_ratio clear_cache_threshold matmul_path cache_frozen pack_dtype"
-).split()
-
-# The same up to float error; dropout would draw other masks.
-_MAY_CHANGE_WITHOUT_DROPOUT = ("recompute", "grad_checkpoint")
 
 
 def start_of(file: str | None, earlier: dict | None) -> dict | None:
@@ -86,7 +79,9 @@ def check_resume(run: Path, identity: dict, earlier: dict) -> None:
     # an option that is newer than the run was what it is by default
     newest = json.loads(json.dumps(Recipe().to_json()))
     then, now = newest | then, newest | now
-    may_change = {*_MAY_CHANGE, *(() if then["dropout"] else _MAY_CHANGE_WITHOUT_DROPOUT)}
+    may_change = set(fields_where(TrainConfig, resumable=True))
+    if not then["dropout"]:  # else other masks would be drawn
+        may_change |= set(fields_where(TrainConfig, resumable="without-dropout"))
     if "phases" in then:
         may_change.discard("iters")  # where one phase ends, the next begins
     fixed = sorted((set(now) | set(then)) - may_change)

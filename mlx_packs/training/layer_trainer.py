@@ -21,6 +21,7 @@ import mlx.optimizers as optimizers
 from mlx.utils import tree_map
 
 from ..adapters.tensors import Slot, load_slots, merged_weight, slot_tensors
+from ..config.fields import fields_where
 from ..config.schema import LoRAConfig, TrainConfig
 from ..errors import PackError, did_you_mean
 from ..files import atomic_write, make_folder, read_tensors, save_tensors, to_json
@@ -35,9 +36,9 @@ from .run_folder import check_unchanged, latest_checkpoint
 from .step import not_finite
 
 LAYERS = "layers.json"
-_OF_OPTIMIZER = "iters learning_rate lr_schedule warmup_steps optimizer optimizer_config".split()
-_OF_STEPS = "grad_accumulation_steps max_grad_norm z_loss label_smoothing seed".split()
-_OF_LORA = "rank alpha dropout".split()
+_OF_OPTIMIZER = fields_where(TrainConfig, own_layers="optimizer")
+_OF_STEPS = fields_where(TrainConfig, own_layers="step")
+_OF_LORA = fields_where(LoRAConfig, own_layers="adapter")
 
 Layers = Sequence[str | nn.Module]
 
