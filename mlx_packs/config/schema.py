@@ -358,6 +358,13 @@ class TrainConfig(TrainConflicts):
     save_every: int = _output(
         100, "Batches between checkpoints in the run folder.", at_least=1, resumable=True
     )
+    keep_last: int | None = _output(
+        None,
+        "Keep only the last N checkpoints of the run folder. [default: all]",
+        metavar="N",
+        at_least=1,
+        resumable=True,
+    )
     clear_cache_threshold: int | None = _memory(
         None,
         "Clear MLX's buffer cache between steps when it exceeds SIZE (2GB, 500M); a SIZE above the "

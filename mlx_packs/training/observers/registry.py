@@ -5,6 +5,7 @@ from collections.abc import Callable
 from .console import Console
 from .metrics import MetricsFile
 from .observer import ObservedRun, Observer
+from .retention import Retention
 from .trackers import Trackers
 
 # By name: makes the observer of a run, or None where the run's settings do not ask for it.
@@ -12,6 +13,7 @@ OBSERVERS: dict[str, Callable[[ObservedRun], Observer | None]] = {
     "metrics": MetricsFile,
     "console": Console,
     "trackers": Trackers.of,
+    "retention": Retention.of,
 }
 
 

@@ -1,0 +1,45 @@
+"""Removal of old checkpoints (``--keep-last``)."""
+
+import os
+import shutil
+from pathlib import Path
+
+from ...display import Display
+from ..run_folder import checkpoints
+from .observer import ObservedRun, Observer
+
+
+class Retention(Observer):
+    """Keeps the last checkpoints of a run.
+
+    Args:
+        run: the run folder.
+        keep_last: number of checkpoints to keep.
+        display: is told if one cannot be removed.
+    """
+
+    def __init__(self, run: Path, keep_last: int, display: Display) -> None:
+        self._run, self._keep_last, self._display = run, keep_last, display
+
+    @classmethod
+    def of(cls, run: ObservedRun) -> "Retention | None":
+        """The retention that ``--keep-last`` asks for; None if all checkpoints are kept."""
+        keep_last = run.train.keep_last
+        return None if keep_last is None else cls(run.folder, keep_last, run.display)
+
+    def on_checkpoint(self, folder: Path) -> None:
+        """Remove what is older than the last checkpoints; the new one is complete by now.
+
+        Checkpoints of later batches, which a run that continues from an earlier one replaces, are
+        left alone.
+        """
+        existing = checkpoints(self._run)
+        until_now = existing[: existing.index(folder) + 1]
+        for old in until_now[: -self._keep_last]:
+            removed = old.with_name(f".{old.name}.old-{os.getpid()}")
+            try:
+                old.rename(removed)  # so that no partial checkpoint has its name
+            except OSError as error:  # training is worth more than space on the disk
+                self._display.line("note", f"{old}: cannot be removed ({error.strerror or error})")
+                continue
+            shutil.rmtree(removed, ignore_errors=True)
