@@ -147,10 +147,10 @@ def test_make_batch_weighs_real_targets_alone(examples):
 
 @pytest.mark.parametrize("limit", [-1, 0, 3, 1000])
 def test_evaluation_batches_limit_counts_batches(examples, limit):
-    taken = evaluation_batches(examples, 8, 150, limit)
-    assert len(taken) == (26 if limit < 0 or limit > 26 else limit)
-    rows = [r for b in taken for r in b.rows]
-    assert len(set(rows)) == len(rows) == min(203, 8 * len(taken))
+    batches = evaluation_batches(examples, 8, 150, limit)
+    assert len(batches) == (26 if limit < 0 or limit > 26 else limit)
+    rows = [r for b in batches for r in b.rows]
+    assert len(set(rows)) == len(rows) == min(203, 8 * len(batches))
 
 
 @pytest.mark.parametrize("longest", [1, 31, 32, 33, 500, 2047, 5000])
@@ -170,8 +170,8 @@ def test_packed_batches_take_every_row_once_an_epoch(examples):
     sizes = [len(sampler.epoch(number)) for number in range(3)]
     batches = packed_epochs(examples, sum(sizes))
     for epoch, size in enumerate(sizes):
-        taken = batches[sum(sizes[:epoch]) :][:size]
-        assert sorted(r for b in taken for r in b.rows) == list(range(203))
+        own = batches[sum(sizes[:epoch]) :][:size]
+        assert sorted(r for b in own for r in b.rows) == list(range(203))
     first, second = batches[0].rows, batches[sizes[0]].rows
     assert first != second and first != packed_epochs(examples, 1, seed=4)[0].rows
 
@@ -255,16 +255,16 @@ def test_prefetched_batches_are_the_same_in_order(examples):
 
 
 def test_next_batch_is_made_while_this_one_is_worked_on():
-    made = threading.Event()
+    is_ahead = threading.Event()
 
     def batches():
         yield "first"
-        made.set()
+        is_ahead.set()
         yield "second"
 
     with closing(prefetched(batches())) as ahead:
         assert next(ahead) == "first"
-        assert made.wait(10)  # nobody has asked for the second
+        assert is_ahead.wait(10)  # nobody has asked for the second
         assert list(ahead) == ["second"]
     assert not batch_threads()
 

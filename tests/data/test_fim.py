@@ -14,7 +14,7 @@ from mlx_packs.data.fim import SPELLINGS, FillInTheMiddle, arranged, continued, 
 from mlx_packs.data.formats import Chat, Row, Text
 from mlx_packs.data.token_cache import encode_cached
 from mlx_packs.training.tasks.tokens import encoding_options
-from tests.helpers.errors import raises
+from tests.helpers.errors import check, raises
 from tests.helpers.rows import write_rows
 
 CONFIG = DataConfig()
@@ -65,9 +65,9 @@ def texts_of(tokenizer, tokens) -> tuple[bool, str, str, str] | None:
 
 def test_rearranged_rows_hold_the_same_text_and_all_of_it_is_learned(tokenizer):
     fim = FillInTheMiddle(1.0, 0.5, seed=3)
-    found = encode(ROWS, tokenizer, CONFIG, EncodingOptions(fim=fim))
+    examples = encode(ROWS, tokenizer, CONFIG, EncodingOptions(fim=fim))
     kinds = set()
-    for row, (text, example) in enumerate(zip(TEXTS, found.items, strict=True)):
+    for row, (text, example) in enumerate(zip(TEXTS, examples.items, strict=True)):
         suffix_first, first, second, third = texts_of(tokenizer, example.tokens)
         kinds.add(suffix_first)
         _, prefix, middle, suffix = fim.parts(text, row, 0)
@@ -81,9 +81,9 @@ def test_rearranged_rows_hold_the_same_text_and_all_of_it_is_learned(tokenizer):
 
 
 def test_cuts_lie_between_any_two_characters(tokenizer):
-    found = [FillInTheMiddle(1.0, 0.0, seed).parts("abcd", 0, 0)[1:] for seed in range(200)]
-    assert {"".join(parts) for parts in found} == {"abcd"}
-    assert len(set(found)) == 15  # 5 places for two cuts, in order
+    cuts = [FillInTheMiddle(1.0, 0.0, seed).parts("abcd", 0, 0)[1:] for seed in range(200)]
+    assert {"".join(parts) for parts in cuts} == {"abcd"}
+    assert len(set(cuts)) == 15  # 5 places for two cuts, in order
 
 
 @pytest.mark.parametrize("rate", [0.0, 0.3, 1.0])
@@ -97,10 +97,10 @@ def test_rates_are_shares_of_rows_and_of_those_rearranged(rate):
 
 def test_which_rows_and_where_depends_on_seed_and_row_alone(tokenizer):
     def tokens(rows, seed):
-        found = encode(
+        examples = encode(
             rows, tokenizer, CONFIG, EncodingOptions(fim=FillInTheMiddle(0.5, 0.5, seed))
         )
-        return [e.tokens.tolist() for e in found.items]
+        return [e.tokens.tolist() for e in examples.items]
 
     assert tokens(ROWS, 1) == tokens(ROWS, 1)
     assert tokens(ROWS, 1)[:20] == tokens(ROWS[:20], 1)
@@ -127,12 +127,12 @@ def test_a_tokenizer_without_sentinels_is_refused_unless_they_are_named(bare):
 def test_split_rows_learn_every_token_once(bare):
     whole = encode([LONG], bare, CONFIG, EncodingOptions(max_seq_length=100_000)).items[0].tokens
     rows = [ROWS[0], LONG, ROWS[1]]
-    found = encode(rows, bare, CONFIG, EncodingOptions(max_seq_length=100, long_rows="split"))
-    pieces = [e for e in found.items if e.where == "x:long"]
-    assert len(pieces) == -(-(len(whole) - 1) // 99) and found.cut == 1
+    examples = encode(rows, bare, CONFIG, EncodingOptions(max_seq_length=100, long_rows="split"))
+    pieces = [e for e in examples.items if e.where == "x:long"]
+    assert len(pieces) == -(-(len(whole) - 1) // 99) and examples.cut == 1
     learned = np.concatenate([e.tokens[e.target] for e in pieces])
     assert np.array_equal(learned, whole[1:])
-    assert all(len(e.tokens) <= 100 for e in found.items) and len(found) == len(pieces) + 2
+    assert all(len(e.tokens) <= 100 for e in examples.items) and len(examples) == len(pieces) + 2
     cut = encode(rows, bare, CONFIG, EncodingOptions(max_seq_length=100))
     assert len(cut) == 3 and cut.cut == 1 and np.array_equal(cut.items[1].tokens, whole[:100])
 
@@ -141,10 +141,10 @@ def test_split_rows_learn_every_token_once(bare):
 def test_split_rows_that_are_rearranged_fit_and_lose_nothing(tokenizer, length):
     fim = FillInTheMiddle(0.5, 0.5, seed=1)
     options = EncodingOptions(max_seq_length=length, long_rows="split", fim=fim)
-    found = encode([LONG], tokenizer, CONFIG, options)
+    examples = encode([LONG], tokenizer, CONFIG, options)
     text, kinds = LONG.value["text"], []
     at = 0  # how much of the text the pieces have covered
-    for example in found.items:
+    for example in examples.items:
         assert len(example.tokens) <= length
         parts = texts_of(tokenizer, example.tokens)
         kinds.append(parts is not None)
@@ -162,11 +162,11 @@ def test_split_rows_that_are_rearranged_fit_and_lose_nothing(tokenizer, length):
 
 def test_cut_rows_that_are_rearranged_keep_their_beginning(tokenizer):
     fim = FillInTheMiddle(1.0, 0.0)
-    found = encode([LONG], tokenizer, CONFIG, EncodingOptions(max_seq_length=64, fim=fim))
-    (example,) = found.items
+    examples = encode([LONG], tokenizer, CONFIG, EncodingOptions(max_seq_length=64, fim=fim))
+    (example,) = examples.items
     _, prefix, suffix, middle = texts_of(tokenizer, example.tokens)
     assert LONG.value["text"].startswith(prefix + middle + suffix)
-    assert found.cut == 1 and 50 < len(example.tokens) <= 64
+    assert examples.cut == 1 and 50 < len(example.tokens) <= 64
 
 
 def test_what_is_too_much_goes_from_the_far_ends():
@@ -183,12 +183,12 @@ def test_a_part_of_a_text_has_no_space_that_the_tokenizer_puts_before_a_text():
     from transformers import PreTrainedTokenizerFast
 
     vocab = {"<unk>": 0, "▁": 1, "a": 2, "b": 3, "\n": 4, "▁a": 5}
-    made = Tokenizer(models.BPE(vocab, [("▁", "a")], unk_token="<unk>"))
-    made.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always", split=False)
-    made.decoder = decoders.Metaspace()
+    metaspace = Tokenizer(models.BPE(vocab, [("▁", "a")], unk_token="<unk>"))
+    metaspace.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always", split=False)
+    metaspace.decoder = decoders.Metaspace()
 
     class Wrapped:
-        _tokenizer = PreTrainedTokenizerFast(tokenizer_object=made)
+        _tokenizer = PreTrainedTokenizerFast(tokenizer_object=metaspace)
 
     assert Wrapped._tokenizer("ab")["input_ids"] == [5, 3]
     assert continued(Wrapped, ["ab", "b a", ""]) == [[2, 3], [3, 5], []]
@@ -224,39 +224,40 @@ def test_the_token_cache_tells_rates_seeds_and_long_rows_apart(tokenizer, tmp_pa
         options = EncodingOptions(max_seq_length=64, **kind)
         wanted = encode([*ROWS, LONG], tokenizer, CONFIG, options)
         for _ in range(2):  # made, then read
-            found, file = encode_cached([*ROWS, LONG], tokenizer, CONFIG, options, least_bytes=1)
-            assert [e.tokens.tolist() for e in found.items] == [
+            cached, file = encode_cached([*ROWS, LONG], tokenizer, CONFIG, options, least_bytes=1)
+            assert [e.tokens.tolist() for e in cached.items] == [
                 e.tokens.tolist() for e in wanted.items
             ]
-            assert (found.cut, len(found)) == (wanted.cut, len(wanted))
+            assert (cached.cut, len(cached)) == (wanted.cut, len(wanted))
         files.add(file)
     assert len(files) == len(kinds)
 
 
 @pytest.mark.parametrize(
-    ("flags", "message"),
+    ("flags", "code", "flag", "names"),
     [
-        ("--fim-rate 1.5", "--fim-rate: must be in [0, 1]"),
-        ("--fim-spm-rate 0.2", "--fim-spm-rate: "),
-        ("--fim-rate 0.5 --fim-tokens a,b", "--fim-tokens: "),
-        ("--fim-rate 0.5 --fim-tokens a,a,b", "--fim-tokens: "),
-        ("--fim-rate 0.5 --fim-tokens a,b,c,c", "--fim-tokens: "),
-        ("--fim-rate 0.5 --max-seq-length 16", "--fim-rate: "),
-        ("--long-rows fold", "--long-rows: "),
-        ("--fim-rate 0.5", "--fim-rate: is for rows of text, but these are chat"),
-        ("--long-rows split", "--long-rows split: is for rows of text, but these are chat"),
+        ("--fim-rate 1.5", "invalid", "fim_rate", ["1.5"]),
+        ("--fim-spm-rate 0.2", "conflict", "fim_spm_rate", ["fim-rate"]),
+        ("--fim-rate 0.5 --fim-tokens a,b", "invalid", "fim_tokens", ["a, b"]),
+        ("--fim-rate 0.5 --fim-tokens a,a,b", "invalid", "fim_tokens", ["a, a, b"]),
+        ("--fim-rate 0.5 --fim-tokens a,b,c,c", "invalid", "fim_tokens", ["a, b, c, c"]),
+        ("--fim-rate 0.5 --max-seq-length 16", "conflict", "fim_rate", ["32", "16"]),
+        ("--long-rows fold", "unknown", "long_rows", ["cut", "split", "fold"]),
+        ("--fim-rate 0.5", "conflict", "fim_rate", ["chat"]),
+        ("--long-rows split", "conflict", "long_rows", ["chat"]),
     ],
 )
-def test_faults_are_one_line(run, tmp_path, flags, message):
-    code, _, err = run("train", "-q", "--iters", 1, "--out", tmp_path / "o", *flags.split())
-    assert code == 2 and message in err and len(err.splitlines()) == 1
+def test_faults_are_one_line(run, tmp_path, flags, code, flag, names):
+    status, _, err = run("train", "-q", "--iters", 1, "--out", tmp_path / "o", *flags.split())
+    assert status == 2 and len(err.splitlines()) == 1
+    check(run.error, code, flag, *names)
     assert not list(tmp_path.iterdir())
 
 
 def test_a_run_on_code_resumes_only_with_the_same_layout_of_its_rows(tmp_path, run):
     rows = [{"text": text} for text in [*TEXTS, LONG.value["text"]]]
     data = write_rows(tmp_path / "d", train=rows, valid=rows[:2])
-    told = {
+    settings = {
         "iters": 2,
         "batch_size": 2,
         "max_seq_length": 64,
@@ -267,15 +268,17 @@ def test_a_run_on_code_resumes_only_with_the_same_layout_of_its_rows(tmp_path, r
         "test_batches": 1,
     }
     lora = LoRAConfig(rank=2, num_layers=1)
-    with pytest.raises(PackError, match="--fim-tokens PREFIX"):
-        train_pack("tiny", data, lora, TrainConfig(**told), tmp_path / "o")
-    told["fim_tokens"] = NAMED
-    made = train_pack("tiny", data, lora, TrainConfig(**told), tmp_path / "o")
-    assert made.pack.manifest["recipe"]["fim_rate"] == 0.5
-    assert made.pack.manifest["data"]["rows"]["train"] > 61 + 20  # pieces
+    with raises("unsupported", "fim_rate", "--fim-tokens PREFIX"):
+        train_pack("tiny", data, lora, TrainConfig(**settings), tmp_path / "o")
+    settings["fim_tokens"] = NAMED
+    trained = train_pack("tiny", data, lora, TrainConfig(**settings), tmp_path / "o")
+    assert trained.pack.manifest["recipe"]["fim_rate"] == 0.5
+    assert trained.pack.manifest["data"]["rows"]["train"] > 61 + 20  # pieces
     for other in ({"fim_rate": 0.25}, {"long_rows": "cut"}, {"fim_spm_rate": 0.0}):
         with pytest.raises(PackError, match=f"{next(iter(other))} was"):
-            train_pack("tiny", data, lora, TrainConfig(**told | other), tmp_path / "o", resume=True)
+            train_pack(
+                "tiny", data, lora, TrainConfig(**settings | other), tmp_path / "o", resume=True
+            )
     code, out, _ = run(
         "train",
         "--data",

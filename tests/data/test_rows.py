@@ -72,10 +72,10 @@ def with_template():
     """A fresh tokenizer of the tiny base with another chat template and more special tokens."""
 
     def make(template: str, *specials: str):
-        made = load_tokenizer(tiny_checkpoint())
-        made._tokenizer.chat_template = template
-        made._tokenizer.add_tokens(list(specials), special_tokens=True)
-        return made
+        tokenizer = load_tokenizer(tiny_checkpoint())
+        tokenizer._tokenizer.chat_template = template
+        tokenizer._tokenizer.add_tokens(list(specials), special_tokens=True)
+        return tokenizer
 
     return make
 
@@ -114,15 +114,15 @@ def test_load_rows_takes_every_split_of_a_folder(tmp_path):
     assert splits.notes == []
 
 
-@pytest.mark.parametrize(("rows", "held"), [(2, 1), (40, 2), (4000, 100)])
-def test_load_rows_holds_out_the_end_of_a_single_file(tmp_path, rows, held):
+@pytest.mark.parametrize(("rows", "count"), [(2, 1), (40, 2), (4000, 100)])
+def test_load_rows_holds_out_the_end_of_a_single_file(tmp_path, rows, count):
     write_rows(tmp_path, only=[{"text": str(i)} for i in range(rows)])
     splits = load_rows(DataConfig(data=str(tmp_path / "only.jsonl")))
-    assert len(splits.rows["train"]) == rows - held
+    assert len(splits.rows["train"]) == rows - count
     assert [r.value["text"] for r in splits.rows["valid"]] == [
-        str(i) for i in range(rows - held, rows)
+        str(i) for i in range(rows - count, rows)
     ]
-    assert str(held) in splits.notes[0]
+    assert str(count) in splits.notes[0]
 
 
 def test_load_rows_keeps_train_whole_beside_a_test_split(tmp_path):

@@ -54,12 +54,12 @@ def no_encoding(monkeypatch):
     return refuse
 
 
-def assert_same(found, wanted):
-    assert len(found) == len(wanted)
+def assert_same(cached, wanted):
+    assert len(cached) == len(wanted)
     for name in ("format", "loss_on", "cut", "dropped", "targets"):
-        assert getattr(found, name) == getattr(wanted, name), name
-    assert found.lengths.tolist() == wanted.lengths.tolist()
-    for a, b in zip(found.items, wanted.items, strict=True):
+        assert getattr(cached, name) == getattr(wanted, name), name
+    assert cached.lengths.tolist() == wanted.lengths.tolist()
+    for a, b in zip(cached.items, wanted.items, strict=True):
         assert a.where == b.where
         assert a.tokens.dtype == b.tokens.dtype and np.array_equal(a.tokens, b.tokens)
         assert a.target.dtype == b.target.dtype and np.array_equal(a.target, b.target)
@@ -76,11 +76,11 @@ def test_cached_tokens_are_those_encoded_and_are_not_encoded_again(
     assert wanted.dropped == (options is OPTIONS)
     assert_same(encode_cached(rows, tokenizer, options)[0], wanted)
     no_encoding()
-    found, file = encode_cached(rows, tokenizer, options)
-    assert_same(found, wanted)
+    cached, file = encode_cached(rows, tokenizer, options)
+    assert_same(cached, wanted)
     assert [file] == list(folder.iterdir())
-    assert isinstance(found.items[-1].tokens.base.base, np.memmap)
-    assert found.items[-1].where == wanted.items[-1].where
+    assert isinstance(cached.items[-1].tokens.base.base, np.memmap)
+    assert cached.items[-1].where == wanted.items[-1].where
 
 
 def changed(tokenizer):
@@ -159,8 +159,8 @@ def test_damaged_entry_is_encoded_again_and_replaced(tokenizer, folder, no_encod
         damaged = {"cut short": whole[:-9], "one bit": flipped, "foreign": b"{}", "empty": b""}[how]
     file.unlink()  # not in place: it is mapped
     file.write_bytes(damaged)
-    found, _ = encode_cached(ROWS, tokenizer)
-    assert_same(found, wanted)
+    cached, _ = encode_cached(ROWS, tokenizer)
+    assert_same(cached, wanted)
     assert file.read_bytes() == whole
     no_encoding()
     assert_same(encode_cached(ROWS, tokenizer)[0], wanted)
@@ -169,8 +169,8 @@ def test_damaged_entry_is_encoded_again_and_replaced(tokenizer, folder, no_encod
 def test_cache_that_cannot_be_written_stops_nothing(tokenizer, tmp_path, folder, monkeypatch):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("MLX_PACKS_CACHE", str(tmp_path / "file"))
-    found, file = encode_cached(ROWS, tokenizer)
-    assert file is None and len(found) == 30
+    cached, file = encode_cached(ROWS, tokenizer)
+    assert file is None and len(cached) == 30
 
 
 def test_cache_is_for_large_splits_and_can_be_off(tokenizer, folder, monkeypatch):

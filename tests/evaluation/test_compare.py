@@ -34,7 +34,7 @@ QUICK = ("--data", "rows", "--sequence-length", 48, "--max-tokens", 3, "--rounds
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory) -> Path:
+def packs_folder(tmp_path_factory) -> Path:
     """A folder with rows and three packs, ``a`` and ``b`` of one shape."""
     folder = tmp_path_factory.mktemp("made")
     base = load_base("tiny")
@@ -45,9 +45,9 @@ def made(tmp_path_factory) -> Path:
 
 
 @pytest.fixture
-def here(made, tmp_path, monkeypatch) -> Path:
+def here(packs_folder, tmp_path, monkeypatch) -> Path:
     """A copy of the folder, where the test runs."""
-    shutil.copytree(made, tmp_path / "here")
+    shutil.copytree(packs_folder, tmp_path / "here")
     monkeypatch.chdir(tmp_path / "here")
     return tmp_path / "here"
 
@@ -85,23 +85,23 @@ def test_eval_batch_on_base_and_three_packs(here, run):
         "--json",
     )
     assert code == 0, err
-    found = json.loads(out)
-    assert [(f["name"], f["batch_size"]) for f in found] == [
+    compared = json.loads(out)
+    assert [(f["name"], f["batch_size"]) for f in compared] == [
         (name, size) for name in ("base", "a", "b", "c") for size in (1, 3)
     ]
-    for one in found:
+    for one in compared:
         for key in "ppl_se prompt_tps decode_tps first_token_ms peak_gb accuracy".split():
             assert one[key] >= 0 and math.isfinite(one[key]), key
         assert one["scoring"] == "packed" and one["rows"] == 3
         wanted = stock_perplexity(None if one["name"] == "base" else here / one["name"])
         assert one["ppl"] == pytest.approx(wanted, rel=1e-3)
-        assert one["ppl_ratio"] == pytest.approx(one["ppl"] / found[0]["ppl"], rel=1e-6)
-    sizes = {f["name"]: f["pack_mb"] for f in found}
+        assert one["ppl_ratio"] == pytest.approx(one["ppl"] / compared[0]["ppl"], rel=1e-6)
+    sizes = {f["name"]: f["pack_mb"] for f in compared}
     assert sizes["base"] == 0 and 0.05 < sizes["a"] < sizes["c"]
     with open("out.csv") as file:
         lines = list(csv.DictReader(file))
-    assert [float(line["ppl"]) for line in lines] == [f["ppl"] for f in found]
-    assert [line["name"] for line in lines] == [f["name"] for f in found]
+    assert [float(line["ppl"]) for line in lines] == [f["ppl"] for f in compared]
+    assert [line["name"] for line in lines] == [f["name"] for f in compared]
 
 
 def test_eval_batch_prints_tables_that_fit_60_columns(here, run, monkeypatch):
@@ -146,28 +146,28 @@ def test_a_failing_gate_exits_with_1_and_is_named_with_limit_and_value(here, run
         50,
     )
     assert code == 1
-    found = {(f["name"], f["batch_size"]): f for f in json.loads(out)}
-    gates = found["c", 1]["gates"]
+    compared = {(f["name"], f["batch_size"]): f for f in json.loads(out)}
+    gates = compared["c", 1]["gates"]
     assert {name: gate["passed"] for name, gate in gates.items()} == {
         "max_pack_mb": False,
         "min_tps_ratio": False,
         "max_ppl_ratio": True,
     }
     assert gates["max_pack_mb"]["limit"] == 0.1 < gates["max_pack_mb"]["value"]
-    assert gates["max_ppl_ratio"]["value"] == found["c", 1]["ppl_ratio"]
+    assert gates["max_ppl_ratio"]["value"] == compared["c", 1]["ppl_ratio"]
     lines = [line for line in err.splitlines() if line.startswith("packs: gate")]
     assert sum("--max-pack-mb failed (c)" in line for line in lines) == 1
     assert sum("--min-tps-ratio failed (a, batch 2)" in line for line in lines) == 1
-    assert len(lines) == 6 - (gates["max_pack_mb"]["limit"] > found["a", 1]["pack_mb"])
-    assert found["base", 1]["gates"] == {} and " < 1000" in err and " > 0.1" in err
+    assert len(lines) == 6 - (gates["max_pack_mb"]["limit"] > compared["a", 1]["pack_mb"])
+    assert compared["base", 1]["gates"] == {} and " < 1000" in err and " > 0.1" in err
 
 
 def test_evaluate_batch_gives_the_perplexities_of_evaluate(here):
     base = load_base("tiny")
-    found = evaluate_batch(
+    compared = evaluate_batch(
         base, ["a", "c"], "rows", batch_sizes=[2], sequence_length=48, max_tokens=2, rounds=1
     )
-    for one, pack in zip(found[1:], ("a", "c"), strict=True):
+    for one, pack in zip(compared[1:], ("a", "c"), strict=True):
         report = evaluate(base, pack, "rows")
         assert one.ppl == pytest.approx(report.pack.ppl, rel=1e-5)
         assert one.accuracy == report.pack.accuracy
@@ -191,16 +191,16 @@ def test_difference_is_paired_by_row():
     """Against the ratio estimator written out; the same rows in another order do not match."""
     base = RowScores(np.array([10.0, 2.0, 6.0]), np.array([5, 2, 3]), np.array([1, 0, 2]))
     pack = RowScores(np.array([9.0, 1.5, 5.9]), base.targets, base.hits)
-    found = Difference.between(base, pack)
+    difference = Difference.between(base, pack)
     d, n = np.array([-1.0, -0.5, -0.1]), base.targets
     mean = d.sum() / 10
-    assert found.nll == pytest.approx(mean)
-    assert found.nll_se == pytest.approx(
+    assert difference.nll == pytest.approx(mean)
+    assert difference.nll_se == pytest.approx(
         math.sqrt(3 / 2 * sum((x - mean * k) ** 2 for x, k in zip(d, n, strict=True))) / 10
     )
-    assert found.ppl_ratio == pytest.approx(pack.score.ppl / base.score.ppl)
-    assert found.ppl_ratio_se == pytest.approx(found.ppl_ratio * found.nll_se)
-    assert found.nll_se < base.score.ppl_se / base.score.ppl
+    assert difference.ppl_ratio == pytest.approx(pack.score.ppl / base.score.ppl)
+    assert difference.ppl_ratio_se == pytest.approx(difference.ppl_ratio * difference.nll_se)
+    assert difference.nll_se < base.score.ppl_se / base.score.ppl
     one = RowScores(base.nll[:1], n[:1], base.hits[:1])
     assert Difference.between(one, one).nll_se is None
 
@@ -229,11 +229,11 @@ def test_race_warms_up_takes_turns_forth_and_back_and_pairs_the_ratio(here, monk
         return speed._Run(1.0 / pace, (100 if order[-1] == "base" else 80) * pace, 0.5)
 
     monkeypatch.setattr(speed, "_timed", timed)
-    found = speed.race(base, [None, pack], [[1, 2]] * 3, 4, rounds=3)
+    speeds = speed.race(base, [None, pack], [[1, 2]] * 3, 4, rounds=3)
     assert order == ["pack", "base", "base", "pack", "pack", "base", "base", "pack"]
-    assert found[1].tps_ratio == pytest.approx(0.8) and found[0].tps_ratio == 1
-    assert found[0].decode_tps == 100 * rounds[4] and found[1].decode_tps == 80 * rounds[4]
-    assert found[0].prompt_tps == 6 * rounds[4] and found[0].batch_size == 3
+    assert speeds[1].tps_ratio == pytest.approx(0.8) and speeds[0].tps_ratio == 1
+    assert speeds[0].decode_tps == 100 * rounds[4] and speeds[1].decode_tps == 80 * rounds[4]
+    assert speeds[0].prompt_tps == 6 * rounds[4] and speeds[0].batch_size == 3
 
 
 def test_timed_counts_the_tokens_of_all_answers(monkeypatch):
@@ -253,8 +253,8 @@ def test_prompts_of_are_cut_from_the_rows_one_behind_the_other():
 def test_named_packs_are_called_after_their_folders(here):
     shutil.copytree("a", "more/a")
     half = weighted_sum([(comparison.as_pack("a"), 0.5)])
-    found = comparison.named_packs(["a", "more/a", "c", half])
-    assert [name for name, _ in found] == ["a", "more/a", "c", "0.5 a"]
+    named = comparison.named_packs(["a", "more/a", "c", half])
+    assert [name for name, _ in named] == ["a", "more/a", "c", "0.5 a"]
     assert [name for name, _ in comparison.named_packs({"x": "a", "y": half})] == ["x", "y"]
 
 
@@ -265,8 +265,8 @@ def test_named_packs_have_the_name_of_the_hub_and_never_that_of_the_base(here):
     (here / "o--p" / ("a" * 40) / "hub.json").write_text(json.dumps(pin))
     pulled = comparison.as_pack("o--p/" + "a" * 40)
     sums = [weighted_sum([(comparison.as_pack(f"{folder}/n"), 0.5)]) for folder in "xy"]
-    found = [name for name, _ in comparison.named_packs(["base", pulled, *sums])]
-    assert found == [str(here / "base"), "o/p@v2", "0.5 n", "0.5 n (2)"]
+    names = [name for name, _ in comparison.named_packs(["base", pulled, *sums])]
+    assert names == [str(here / "base"), "o/p@v2", "0.5 n", "0.5 n (2)"]
     again = weighted_sum([(comparison.as_pack("x/n"), 0.5)])
     with pytest.raises(PackError, match="0.5 n"):
         comparison.named_packs([*sums, again])
@@ -276,7 +276,7 @@ def test_named_packs_have_the_name_of_the_hub_and_never_that_of_the_base(here):
 
 def test_a_pack_called_base_is_held_to_the_gates(here):
     shutil.copytree("a", "base")
-    found = evaluate_batch(
+    compared = evaluate_batch(
         load_base("tiny"),
         ["base"],
         "rows",
@@ -286,16 +286,16 @@ def test_a_pack_called_base_is_held_to_the_gates(here):
         rounds=1,
         max_pack_mb=0.001,
     )
-    assert [one.name for one in found] == ["base", str(here / "base")]
-    assert len(comparison.failed(found)) == 1
+    assert [one.name for one in compared] == ["base", str(here / "base")]
+    assert len(comparison.failed(compared)) == 1
 
 
 def test_evaluate_gates_compares_values_with_limits_and_nan_never_passes():
-    held = gate_limits(max_ppl_ratio=1.0, min_tps_ratio=0.9, max_pack_mb=None)
-    assert set(held) == {"max_ppl_ratio", "min_tps_ratio"}
-    gates = evaluate_gates(held, {"max_ppl_ratio": 1.0, "min_tps_ratio": 0.9})
+    limits = gate_limits(max_ppl_ratio=1.0, min_tps_ratio=0.9, max_pack_mb=None)
+    assert set(limits) == {"max_ppl_ratio", "min_tps_ratio"}
+    gates = evaluate_gates(limits, {"max_ppl_ratio": 1.0, "min_tps_ratio": 0.9})
     assert all(gate["passed"] for gate in gates.values()) and failures(gates) == []
-    gates = evaluate_gates(held, {"max_ppl_ratio": math.nan, "min_tps_ratio": 0.8999})
+    gates = evaluate_gates(limits, {"max_ppl_ratio": math.nan, "min_tps_ratio": 0.8999})
     assert failures(gates, "x") == [
         "gate --max-ppl-ratio failed (x): nan > 1",
         "gate --min-tps-ratio failed (x): 0.8999 < 0.9",

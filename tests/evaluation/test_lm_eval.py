@@ -60,11 +60,11 @@ def test_log_likelihoods_are_those_of_each_pair_alone(base):
     context = encode("The house of the")
     greedy = mx.argmax(base.model(mx.array([context]))[0, -1]).item()
     pairs.append((context, [greedy]))
-    found = log_likelihoods(Scorer(base.model, split_head(base.model)), pairs, 2, 64)
-    for pair, (value, is_greedy) in zip(pairs, found, strict=True):
+    scores = log_likelihoods(Scorer(base.model, split_head(base.model)), pairs, 2, 64)
+    for pair, (value, is_greedy) in zip(pairs, scores, strict=True):
         wanted, most = alone(base, *pair)
         assert value == pytest.approx(wanted, rel=1e-4) and is_greedy is most
-    assert found[-1][1] and not all(is_greedy for _, is_greedy in found)
+    assert scores[-1][1] and not all(is_greedy for _, is_greedy in scores)
 
 
 def test_log_likelihoods_cut_the_begin_of_what_is_too_long(base):
@@ -135,11 +135,11 @@ def stand_in(monkeypatch):
 
 def test_evaluate_tasks_scores_base_and_pack(base, stand_in):
     pack = random_pack(base, 0)
-    found = evaluate_tasks(base, pack, ["known"])["known"]["nll"]
-    assert found["base"] == pytest.approx(
+    figures = evaluate_tasks(base, pack, ["known"])["known"]["nll"]
+    assert figures["base"] == pytest.approx(
         -alone(base, [5, 6], [7])[0] - alone(base, [8], [9, 10])[0], rel=1e-4
     )
-    assert found["pack"] != pytest.approx(found["base"], rel=1e-4) and base.active is None
+    assert figures["pack"] != pytest.approx(figures["base"], rel=1e-4) and base.active is None
     with base.applied(pack):
         rolled = language_model(base).loglikelihood_rolling([SimpleNamespace(args=("He was",))])
         tokens = base.tokenizer.encode("He was", add_special_tokens=False)
@@ -188,9 +188,9 @@ def test_the_harness_runs_tasks_with_a_pack_and_agrees_with_mlx_lm(base, tmp_pat
         head = TASK.format(name=name, rows=tmp_path / "rows.jsonl")
         (tmp_path / f"{name}.yaml").write_text(head + kind)
     pack = random_pack(base, 0).save(tmp_path / "p")
-    found = evaluate_tasks(base, pack, ["choose", "answer"], task_path=tmp_path, limit=3)
-    assert {"base", "pack", "base_se", "pack_se"} <= set(found["choose"]["acc"])
-    assert "exact_match" in found["answer"]
+    figures = evaluate_tasks(base, pack, ["choose", "answer"], task_path=tmp_path, limit=3)
+    assert {"base", "pack", "base_se", "pack_se"} <= set(figures["choose"]["acc"])
+    assert "exact_match" in figures["answer"]
 
     from mlx_lm.evaluate import MLXLM
 
