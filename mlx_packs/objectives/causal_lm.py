@@ -175,7 +175,7 @@ class CausalLM(Objective):
         score: Callable[..., Score] | None = None,
         z_loss: float = 0.0,
         label_smoothing: float = 0.0,
-    ):
+    ) -> None:
         self.model, self.head = model, head
         self._inputs = inputs or TokenInputs()
         self._score = score

@@ -126,7 +126,7 @@ class EmbeddingObjective(Objective):
         loss: str,
         train: TrainConfig,
         score: Callable[..., Score] | None = None,
-    ):
+    ) -> None:
         self.model = model
         self._name, self._train, self._score = loss, train, score
 

@@ -129,7 +129,7 @@ def graph_of(base: BaseModel, lora: LoRAConfig, train: TrainConfig) -> Graph:
 class _MappedInputs(Inputs):
     """Rows of an embedding table that stays in its file, in the place of tokens."""
 
-    def __init__(self, table: MappedEmbedding):
+    def __init__(self, table: MappedEmbedding) -> None:
         self._table = table
 
     def arrays(self, batch: Batch) -> Arrays:

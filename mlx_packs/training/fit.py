@@ -55,7 +55,7 @@ class Fit:
         dataset: Dataset,
         observed: ObservedRun,
         observers: Sequence[Observer],
-    ):
+    ) -> None:
         self.run, self.trainable, self.objective = run, trainable, objective
         self.dataset, self.curve, self.observers = dataset, observed.curve, observers
         self.state = TrainingState()

@@ -34,7 +34,7 @@ from .task import Summary, Task
 class EvalPairs(list[PairBatch]):
     """Held-out pairs: their metrics are over all of them, their loss over some batches, or none."""
 
-    def __init__(self, pairs: Pairs, batches: Sequence[PairBatch] = ()):
+    def __init__(self, pairs: Pairs, batches: Sequence[PairBatch] = ()) -> None:
         super().__init__(batches)
         self.pairs = pairs
 

@@ -87,10 +87,10 @@ class Task(ABC):
     lazy_base = False
     unplanned_recompute = "selective"
 
-    def __init__(self, run: Run):
+    def __init__(self, run: Run) -> None:
         self.run = run
 
-    def check(self, name: str, model_type: str) -> None:
+    def check(self, name: str, model_type: str) -> None:  # noqa: B027 (every base will do)
         """Check that the base and the settings go with the task; called before and after loading.
 
         Raises:

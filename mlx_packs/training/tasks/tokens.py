@@ -137,7 +137,7 @@ def _batches(examples: Examples, phase: RunPhase, count: int) -> list[Batch]:
 class _Joined(Sequence):
     """Several sequences of examples as one; nothing is copied."""
 
-    def __init__(self, parts: list[Sequence[Example]]):
+    def __init__(self, parts: list[Sequence[Example]]) -> None:
         self.parts = parts
         self.edges = np.cumsum([0, *map(len, parts)])
 

@@ -1,0 +1,180 @@
+"""The seams of training: a task is one class and one name; an objective's sum and count are used."""
+
+import json
+from dataclasses import dataclass
+
+import mlx.nn as nn
+import mlx.optimizers as optimizers
+import pytest
+from mlx.utils import tree_flatten
+
+from mlx_packs import LoRAConfig, Pack, TrainConfig, train_pack
+from mlx_packs.config.choices import TASKS
+from mlx_packs.objectives.objective import Objective
+from mlx_packs.runtime import mx
+from mlx_packs.training.step import Stepper
+from mlx_packs.training.tasks.task import Summary, Task, make_task
+from tests.helpers.rows import chat, write_rows
+
+WORD = 42
+
+
+@dataclass
+class Batch:
+    """Token ids [B, T]; every token is a target."""
+
+    tokens: mx.array
+
+    @property
+    def count(self) -> int:
+        return self.tokens.size
+
+
+@dataclass
+class Score:
+    nll: float
+
+    def log_entry(self) -> dict[str, float]:
+        return {"valid_loss": self.nll}
+
+    def summary(self) -> str:
+        return f"loss {self.nll:.3f}"
+
+
+class OneWord(Objective):
+    """The same word after every token."""
+
+    unit = "words"
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+
+    def arrays(self, batch: Batch) -> tuple[mx.array, ...]:
+        return (batch.tokens,)
+
+    def loss(self, tokens: mx.array) -> tuple[mx.array, mx.array]:
+        targets = mx.full(tokens.shape, WORD)
+        total = nn.losses.cross_entropy(self.model(tokens), targets, reduction="sum")
+        return total, mx.array(float(tokens.size))
+
+    def score(self, batches: list[Batch], advance=None) -> Score:
+        self.model.eval()
+        sums = [self.loss(*self.arrays(batch)) for batch in batches]
+        return Score(sum(s.item() for s, _ in sums) / sum(n.item() for _, n in sums))
+
+
+class Texts:
+    """Eight tokens of every example."""
+
+    def __init__(self, splits: dict[str, list[Batch]]) -> None:
+        self.splits = splits
+
+    def counts(self) -> dict[str, int]:
+        return {split: len(batches) for split, batches in self.splits.items()}
+
+    def shapes(self) -> set[tuple[int, int]]:
+        return {(8, 8)}
+
+    def typical_rows(self) -> None:
+        return None
+
+    def batches(self, phase, taken: int):
+        while True:
+            yield self.splits["train"][taken % len(self.splits["train"])]
+            taken += 1
+
+    def validation(self, phase) -> list[Batch]:
+        return self.splits["valid"]
+
+    def held_out(self, phase) -> list[Batch]:
+        return self.splits["valid"]
+
+
+class OneWordTask(Task):
+    """A task that no other file knows."""
+
+    def encode(self, base, splits) -> Texts:
+        def batch(row) -> Batch:
+            text = row.value["messages"][0]["content"]
+            return Batch(mx.array([base.tokenizer.encode(text)[:8]]))
+
+        (read,) = splits
+        return Texts({split: [batch(r) for r in read.rows[split]] for split in read.present()})
+
+    def objective(self, trainable, memory) -> OneWord:
+        return OneWord(trainable.model)
+
+    def summary(self, trainable, objective, fit, sources) -> Summary:
+        before, after = (scores[""].nll for scores in fit.scores)
+        losses = {"loss_before": before, "loss_after": after}
+        return Summary({"split": "valid", "rows": 2, **losses}, {"task": "one-word"})
+
+
+def test_a_task_is_one_class_and_one_name(tmp_path, monkeypatch):
+    monkeypatch.setitem(TASKS, "one-word", f"{__name__}:OneWordTask")
+    rows = [
+        chat(f"Say {w} and nothing else, please, friend.", "Yes.") for w in "one two six".split()
+    ]
+    data = write_rows(tmp_path / "d", train=rows, valid=rows[:2])
+    settings = {"task": "one-word", "iters": 6, "learning_rate": 1e-2, "matmul_path": "dense"}
+    train = TrainConfig(**settings, steps_per_report=2, steps_per_eval=4, save_every=3)
+    run = train_pack("tiny", data, LoRAConfig(rank=2), train, tmp_path / "p")
+    report = run.report
+    assert report["loss_after"] < report["loss_before"] - 1
+    assert report["trained_words"] == 6 * 8 and report["words_per_s"] > 0
+    assert [line["batch"] for line in run.curve if "valid_loss" in line] == [4]
+    manifest = Pack.open(tmp_path / "p").manifest
+    assert (
+        manifest["objective"] == {"task": "one-word"} and manifest["recipe"]["task"] == "one-word"
+    )
+    assert manifest["data"]["rows"] == {"train": 3, "valid": 2}
+    longer = TrainConfig(**{**settings, "iters": 8})
+    resumed = train_pack("tiny", data, LoRAConfig(rank=2), longer, tmp_path / "p", resume=True)
+    assert resumed.report["steps"] == 8
+    lines = (tmp_path / "p-run" / "metrics.jsonl").read_text().splitlines()
+    assert {key for line in lines for key in json.loads(line)} >= {"words_per_s", "trained_words"}
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_every_task_that_can_be_named_has_its_class(name):
+    class Run:
+        train = TrainConfig(task=name)
+
+    assert isinstance(make_task(Run()), Task)
+
+
+class Weighted(Objective):
+    """x * w, counted by what the batch says and not by its size."""
+
+    unit = "weights"
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+
+    def loss(self, x: mx.array, count: mx.array) -> tuple[mx.array, mx.array]:
+        return (self.model.w * x).sum(), count
+
+
+class OneWeight(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = mx.array([1.0])
+
+
+@pytest.mark.parametrize("counts", [(2.0, 6.0), (0.5, 1.0)])
+def test_what_a_loss_counts_is_what_sums_and_gradients_are_divided_by(counts):
+    def step(*batches: tuple[mx.array, mx.array]) -> tuple[float, float, float]:
+        model = OneWeight()
+        optimizer = optimizers.SGD(1.0)
+        optimizer.init(model.trainable_parameters())
+        stepper = Stepper(model, Weighted(model).loss, optimizer, None)
+        for i, batch in enumerate(batches, 1):
+            loss, norm = stepper(batch, batch[1].item(), i == len(batches), len(batches) == 1)
+        return loss, norm, dict(tree_flatten(model.parameters()))["w"].item()
+
+    x = mx.array([1.0, 2.0, 4.0])
+    one, other = ((x * scale, mx.array(n)) for scale, n in zip((1, 3), counts, strict=True))
+    mean = 7 / counts[0]
+    assert step(one) == pytest.approx((mean, mean, 1 - mean))
+    mean = 28 / sum(counts)
+    assert step(one, other) == pytest.approx((21 / counts[1], mean, 1 - mean))
