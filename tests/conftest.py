@@ -14,7 +14,7 @@ from mlx_packs.errors import PackError
 from mlx_packs.ops import _backend
 from mlx_packs.packs.base import Base, load_base
 from mlx_packs.runtime import mx
-from tests.helpers.emulation import emulation
+from tests.helpers.emulation import Emulated, emulation
 
 os.environ["MLX_PACKS_CACHE"] = "off"  # nothing is left in the home of who runs the tests
 
@@ -70,13 +70,26 @@ def nothing_ahead() -> Iterator[None]:
 
 
 @pytest.fixture(params=["metal", "cuda"])
-def emulated(request) -> Iterator[str]:
-    """A backend by name, forced, whose kernels run in the emulator; each must have been run."""
+def emulated(request) -> Iterator[Emulated]:
+    """A forced backend whose kernels run in the emulator; some must have run, each that was built.
+
+    None may fall back to its reference, or compute in half precision.
+    """
     with emulation(request.param) as built, _backend.backend(request.param):
-        yield request.param
+        yield Emulated(request.param, built)
         assert not _backend.record()["fallbacks"]
+        assert built and all(kernel.reports for kernel in built)
         for kernel in built:
             assert sum(r.half_operations + r.bfloat_operations for r in kernel.reports) == 0
+
+
+@pytest.fixture(params=["metal", "cuda"])
+def nothing_launched(request) -> Iterator[Emulated]:
+    """A forced backend as `emulated`, of which no kernel may run."""
+    with emulation(request.param) as built, _backend.backend(request.param):
+        yield Emulated(request.param, built)
+        assert not _backend.record()["fallbacks"]
+        assert not built
 
 
 @pytest.fixture(autouse=True)

@@ -1,7 +1,9 @@
 """Backends whose kernels run in the emulator, and the rules of a GPU."""
 
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import pytest
 
@@ -36,6 +38,24 @@ def gpu_rules(patch) -> Iterator[None]:
     patch.setattr(mx, "stream", watched)
     patch.setattr(mx.array, "astype", cast)
     yield
+
+
+class Emulated(NamedTuple):
+    """A backend whose kernels run in the emulator, and the kernels that were built."""
+
+    backend: str
+    built: list
+
+    def launches(self) -> Counter[str]:
+        """How often each kernel ran, by its name without what it was made for."""
+        names = "down up backward_out a_gradient x_gradient".split()
+        return Counter(
+            next(
+                (n for n in names if f"lora_{n}" in kernel.definition.name), kernel.definition.name
+            )
+            for kernel in self.built
+            for _ in kernel.reports
+        )
 
 
 @contextmanager

@@ -80,18 +80,18 @@ def test_slices_of_a_fused_output_equal_separate_outputs_with_all_gradients():
         return [mx.concatenate(plain(x, mx.split(y, [24, 40], axis=-1), a, b, scales), axis=-1)]
 
     weight = mx.random.normal(y.shape)
-    for f, g in ((fused, apart),):
-        grads, wanted = (
-            mx.grad(lambda *v, f=h: (f(*v)[0] * weight).sum(), argnums=(0, 1, 2, 3))(x, y, a, b)
-            for h in (f, g)
-        )
-        assert mx.allclose(f(x, y, a, b)[0], g(x, y, a, b)[0], atol=1e-4).item()
-        flat = zip(
-            [*grads[:2], *grads[2], *grads[3]], [*wanted[:2], *wanted[2], *wanted[3]], strict=True
-        )
-        for gradient, exact in flat:
-            assert gradient.shape == exact.shape
-            assert gradient.size == 0 or mx.allclose(gradient, exact, atol=1e-4).item()
+
+    def gradients(op):
+        def loss(*v):
+            return (op(*v)[0] * weight).sum()
+
+        dx, dy, da, db = mx.grad(loss, argnums=(0, 1, 2, 3))(x, y, a, b)
+        return [dx, dy, *da, *db]
+
+    assert mx.allclose(fused(x, y, a, b)[0], apart(x, y, a, b)[0], atol=1e-4).item()
+    for gradient, exact in zip(gradients(fused), gradients(apart), strict=True):
+        assert gradient.shape == exact.shape
+        assert gradient.size == 0 or mx.allclose(gradient, exact, atol=1e-4).item()
 
 
 def test_slices_that_do_not_fill_the_outputs_are_refused():
@@ -116,23 +116,38 @@ WORKLOADS = {  # rows, D, ranks, widths, output of each slice
 @pytest.mark.parametrize("name", WORKLOADS)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_kernel_is_no_worse_than_the_plain_op_in_outputs_and_all_gradients(emulated, dtype, name):
-    assert examine(check_of(emulated, dtype, *WORKLOADS[name], exact=False)).fault is None
+    assert examine(check_of(emulated.backend, dtype, *WORKLOADS[name], exact=False)).fault is None
 
 
 @pytest.mark.parametrize("rank", [1, 4, 8, 16, 33, 64])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_kernel_gives_exact_sums_bit_for_bit_at_every_rank(emulated, dtype, rank):
-    check = check_of(emulated, dtype, 18, 140, (rank, rank), (70, 64), (0, 1), exact=True)
+    check = check_of(emulated.backend, dtype, 18, 140, (rank, rank), (70, 64), (0, 1), exact=True)
     assert examine(check).fault is None
 
 
-def test_public_op_runs_the_kernel_and_training_shapes_reach_it(emulated):
+def test_public_op_runs_its_kernels_forward_and_backward(emulated):
     x, outputs, a, b, scales = inputs("mixed_ranks", (3, 7), mx.float32)
-    for ours, wanted in zip(
-        grouped_lora(x, outputs, a, b, scales), reference(x, outputs, a, b, scales), strict=True
-    ):
+    grouped_lora(x, outputs, a, b, scales)  # the first call compares them with the reference
+    before = emulated.launches()
+    summed = grouped_lora(x, outputs, a, b, scales)
+    assert emulated.launches() - before == {"down": 1, "up": 1}
+    for ours, wanted in zip(summed, reference(x, outputs, a, b, scales), strict=True):
         assert ours.shape == wanted.shape
         assert mx.allclose(ours, wanted, atol=1e-4).item()
+
+    def gradients(op):
+        def loss(x, a, b):
+            return sum((y**2).sum() for y in op(x, outputs, a, b, scales))
+
+        dx, da, db = mx.grad(loss, argnums=(0, 1, 2))(x, a, b)
+        return [dx, *da, *db]
+
+    before, ours = emulated.launches(), gradients(grouped_lora)
+    kernels = ("down", "up", "backward_out", "a_gradient", "x_gradient")
+    assert emulated.launches() - before == dict.fromkeys(kernels, 1)
+    for gradient, wanted in zip(ours, gradients(reference), strict=True):
+        assert mx.allclose(gradient, wanted, rtol=1e-4, atol=1e-3).item()
 
 
 def test_a_zero_rank_slice_of_a_fused_output_is_kept_to_the_bit(emulated):
@@ -143,7 +158,7 @@ def test_a_zero_rank_slice_of_a_fused_output_is_kept_to_the_bit(emulated):
     assert mx.array_equal(found[:, 8:].view(mx.uint32), y[:, 8:].view(mx.uint32)).item()
 
 
-def test_an_empty_batch_and_no_rank_at_all_launch_nothing(emulated):
+def test_an_empty_batch_and_no_rank_at_all_launch_nothing(nothing_launched):
     y = mx.ones((2, 0, 12))
     found = grouped_lora(mx.ones((2, 0, 8)), [y], [mx.ones((8, 2))], [mx.ones((2, 12))], [1.0])
     assert found[0].shape == (2, 0, 12)

@@ -166,7 +166,7 @@ def test_kernel_is_no_worse_than_the_reference_and_exact_sums_agree_to_the_bit(
     emulated, dtype, name
 ):
     for exact in (False, True):
-        assert examine(check_of(emulated, dtype, *WORKLOADS[name], exact)).fault is None
+        assert examine(check_of(emulated.backend, dtype, *WORKLOADS[name], exact)).fault is None
 
 
 def test_arrays_of_fewer_than_8_numbers_reach_the_kernel(emulated):
@@ -194,7 +194,7 @@ def test_gradients_through_the_kernel_are_those_of_the_reference(emulated):
         assert mx.array_equal(found, wanted).item()
 
 
-def test_nothing_to_add_launches_nothing(emulated):
+def test_nothing_to_add_launches_nothing(nothing_launched):
     x, outputs, a, b, scales, _ = inputs(0, 3)
     assert multi_lora(x, outputs, a, b, scales, mx.zeros((0,), mx.int32)) == outputs
     x, outputs, a, b, scales, pack = inputs(2, 3, ranks=(0, 0))
@@ -204,7 +204,7 @@ def test_nothing_to_add_launches_nothing(emulated):
     assert not _backend.record()["kernels"]
 
 
-def test_a_rank_that_no_launch_holds_is_left_to_plain_mlx(emulated):
+def test_a_rank_that_no_launch_holds_is_left_to_plain_mlx(nothing_launched):
     batch = inputs(2, 1, ranks=(65,), widths=(80,))
     assert mx.array_equal(multi_lora(*batch)[0], reference(*batch)[0]).item()
     (said,) = _backend.record()["plain_mlx"]
