@@ -1,14 +1,110 @@
 """Optimizer and schedule: values are typed and tried before anything is loaded."""
 
+import dataclasses
+import math
+
+import numpy as np
 import pytest
 
+from mlx_packs.config.choices import OPTIMIZERS, registered
+from mlx_packs.config.fields import facts_of
 from mlx_packs.config.recipe import resolve
 from mlx_packs.config.schema import TrainConfig
+from mlx_packs.optim import OPTIMIZERS as REGISTERED
 from mlx_packs.optim import make_optimizer, schedule, unused_learning_rate
 from mlx_packs.runtime import mx
+from mlx_packs.schedules import SCHEDULES
 from tests.helpers.errors import raises
 
 COSINE = {"name": "cosine_decay", "arguments": [1e-4, 100]}
+
+
+PEAK = 3e-3
+
+# The share of the peak after each of so many updates, counted from the end of the warm-up.
+SHARES = {
+    "cosine": lambda update, updates: (1 + np.cos(np.pi * update / updates)) / 2,
+    "linear": lambda update, updates: 1 - update / updates,
+    "constant": lambda update, updates: np.ones_like(update),
+    "wsd": lambda update, updates: np.minimum(1, (updates - update) / round(0.2 * updates)),
+}
+
+
+def rates(name: str, iters: int, warmup: int = 0, accumulation: int = 1) -> np.ndarray:
+    """The learning rate of every update of a run, and of the two after it."""
+    config = TrainConfig(
+        learning_rate=PEAK,
+        lr_schedule=name,
+        iters=iters,
+        warmup_steps=warmup,
+        grad_accumulation_steps=accumulation,
+    )
+    rate = schedule(config)
+    updates = math.ceil(iters / accumulation)
+    return np.array([rate(mx.array(update)).item() for update in range(updates + 2)])
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_schedule_has_the_rate_of_its_formula_at_every_update(name):
+    updates = np.arange(50, dtype=float)
+    np.testing.assert_allclose(
+        rates(name, 50)[:50], PEAK * SHARES[name](updates, 50), rtol=1e-5, atol=1e-9
+    )
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_schedule_rises_in_a_line_to_its_peak_and_follows_its_formula_from_there(name):
+    rise = PEAK * np.arange(1, 11) / 11
+    follow = PEAK * SHARES[name](np.arange(40, dtype=float), 40)
+    wanted = np.concatenate([rise, follow])
+    np.testing.assert_allclose(rates(name, 50, warmup=10)[:50], wanted, rtol=1e-5, atol=1e-9)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_schedule_counts_updates_and_not_batches(name):
+    np.testing.assert_array_equal(rates(name, 99, 5, accumulation=3), rates(name, 33, 5))
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("iters", [1, 2, 3])
+def test_schedule_of_few_updates_is_positive_and_never_above_its_peak(name, iters):
+    for warmup in (0, 1, 3):
+        values = rates(name, iters, warmup)[:iters]
+        assert (values > 0).all() and (values <= PEAK * (1 + 1e-6)).all()
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_schedule_stays_where_it_ended(name):
+    end = {"constant": PEAK}.get(name, 0.0)
+    np.testing.assert_allclose(rates(name, 20)[20:], end, atol=1e-9)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_optimizer_takes_the_rates_of_its_schedule(name):
+    optimizer = make_optimizer(TrainConfig(learning_rate=PEAK, lr_schedule=name, iters=20))
+    weights, seen = {"w": mx.ones((2, 2))}, []
+    for _ in range(20):
+        weights = optimizer.apply_gradients({"w": mx.ones((2, 2))}, weights)
+        seen.append(optimizer.learning_rate.item())
+    np.testing.assert_allclose(seen, rates(name, 20)[:20], rtol=1e-6, atol=1e-9)
+
+
+def test_every_registered_schedule_has_a_formula_here_and_is_a_choice():
+    assert set(SHARES) == set(SCHEDULES)
+    (field,) = (f for f in dataclasses.fields(TrainConfig) if f.name == "lr_schedule")
+    assert facts_of(field).choices == tuple(SCHEDULES)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_every_optimizer_that_config_accepts_is_registered(name):
+    assert isinstance(make_optimizer(TrainConfig(optimizer=name)), REGISTERED[name])
+
+
+def test_a_registry_without_code_for_a_name_or_a_name_for_code_cannot_be_built():
+    assert list(registered(("a", "b"), {"b": 2, "a": 1})) == ["a", "b"]
+    for code in ({"a": 1}, {"a": 1, "b": 2, "c": 3}):
+        with pytest.raises(RuntimeError, match="b|c"):
+            registered(("a", "b"), code)
 
 
 @pytest.mark.parametrize(
