@@ -3,6 +3,7 @@
 ``{"sentence1", "sentence2", "score"}``, ``{"anchor", "positive"}``, or these with ``"negative"``.
 """
 
+import dataclasses
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -12,20 +13,15 @@ import numpy as np
 
 from ..bases.encoder import padded
 from ..bases.tokenizer import tokens_of
-from ..config.schema import DataConfig
-from ..errors import PackError
+from ..config.fields import facts_of
+from ..config.schema import DataConfig, TrainConfig
+from ..errors import PackError, flag_of
 from .batches import padded_length
 from .formats import PAIR_FORMATS, PairFormat, Row, check_unicode, common_format
 from .sampler import Sampler
 
 _COLUMNS = DataConfig()  # pairs have the names of sentence-transformers
 IN_BATCH = ("mnrl", "cached-mnrl")  # the other rows of a batch are negatives
-_LOSSES_WITH = {
-    "similarity_scale": (*IN_BATCH, "cosent"),
-    "mini_batch_size": ("cached-mnrl",),
-    "triplet_margin": ("triplet",),
-    "triplet_distance": ("triplet",),
-}
 
 
 @dataclass
@@ -113,13 +109,14 @@ def choose_loss(wanted: str, pairs: Pairs, where: str) -> str:
     return loss
 
 
-def check_loss_settings(loss: str, specified: Sequence[str]) -> None:
-    """Raise a PackError for a setting among those specified that this loss does not have."""
-    for name, losses in _LOSSES_WITH.items():
-        if name in specified and loss not in losses:
+def check_loss_settings(loss: str, train: TrainConfig) -> None:
+    """Raise a PackError for a setting that is not at its default and that this loss does not have."""
+    for field in dataclasses.fields(train):
+        losses = facts_of(field).losses
+        if losses and loss not in losses and train.changed([field.name]):
             raise PackError(
-                f"--{name.replace('_', '-')}: applies to --loss {' or '.join(losses)}, but this "
-                f"run's is {loss}; leave it out, or set that loss.",
+                f"{flag_of(field.name)}: applies to --loss {' or '.join(losses)}, but this run's "
+                f"is {loss}. Leave it out, or set that loss.",
                 "conflict",
             )
 

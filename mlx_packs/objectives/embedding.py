@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Sequence
 
 from ..bases.encoder import Encoder, unit
+from ..config.choices import DISTANCES, LOSSES, registered
 from ..config.schema import TrainConfig
 from ..data.pairs import PairBatch
 from ..nn.recompute import recomputed
@@ -71,11 +72,14 @@ def _euclidean(a: mx.array, b: mx.array) -> mx.array:
     return mx.where(apart, mx.sqrt(mx.where(apart, square, 1)), 0)
 
 
-_DISTANCES: dict[str, Callable[[mx.array, mx.array], mx.array]] = {
-    "euclidean": _euclidean,
-    "cosine": lambda a, b: 1 - cosines(a, b),
-    "manhattan": lambda a, b: mx.abs(a - b).sum(axis=-1),
-}
+_DISTANCES: dict[str, Callable[[mx.array, mx.array], mx.array]] = registered(
+    DISTANCES,
+    {
+        "euclidean": _euclidean,
+        "cosine": lambda a, b: 1 - cosines(a, b),
+        "manhattan": lambda a, b: mx.abs(a - b).sum(axis=-1),
+    },
+)
 
 
 def embed_in_parts(
@@ -106,6 +110,31 @@ def embed_in_parts(
     # nothing is added but the order: `turn` is zero
     embeddings[-1] = embeddings[-1] + turn
     return embeddings
+
+
+def _ranking(
+    embeddings: Sequence[mx.array], weights: mx.array, scores: mx.array | None, train: TrainConfig
+) -> mx.array:
+    return ranking_loss(embeddings, weights, train.similarity_scale)
+
+
+# Each takes embeddings by column, weights, scores (None where the rows have none) and settings.
+_LOSSES: dict[str, Callable[..., mx.array]] = registered(
+    LOSSES,
+    {
+        "cosine": lambda embeddings, weights, scores, train: cosine_loss(
+            embeddings, weights, scores
+        ),
+        "cosent": lambda embeddings, weights, scores, train: cosent_loss(
+            embeddings, weights, scores, train.similarity_scale
+        ),
+        "mnrl": _ranking,
+        "cached-mnrl": _ranking,
+        "triplet": lambda embeddings, weights, scores, train: triplet_loss(
+            embeddings, weights, train.triplet_margin, train.triplet_distance
+        ),
+    },
+)
 
 
 class EmbeddingObjective(Objective):
@@ -157,14 +186,7 @@ class EmbeddingObjective(Objective):
             embeddings = embed_in_parts(self.model, columns, lengths, train.mini_batch_size)
         else:
             embeddings = [self.model(*column) for column in zip(columns, lengths, strict=True)]
-        if name == "cosine":
-            return cosine_loss(embeddings, weights, rest[0])
-        if name == "cosent":
-            return cosent_loss(embeddings, weights, rest[0], train.similarity_scale)
-        if name == "triplet":
-            margin, distance = train.triplet_margin, train.triplet_distance
-            return triplet_loss(embeddings, weights, margin, distance)
-        return ranking_loss(embeddings, weights, train.similarity_scale)
+        return _LOSSES[name](embeddings, weights, rest[0] if scored else None, train)
 
     def mean_loss(self, batches: Sequence[PairBatch]) -> float:
         """Loss per row of some batches, without gradients; nan of none."""

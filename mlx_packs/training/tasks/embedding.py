@@ -155,7 +155,7 @@ class EmbeddingTask(Task):
                 bar.advance()
         first = pairs["train"]
         loss = choose_loss(train.loss, first, f"--data {read.source}")
-        check_loss_settings(loss, train.changed(fields_where(TrainConfig, task="embedding")))
+        check_loss_settings(loss, train)
         self.base, self.dataset = base, PairDataset(pairs, train, loss, limit)
         if loss in IN_BATCH and not first.format.has_negatives:
             sampler = PairSampler.of(first, train.batch_size, limit, train.seed, True)
