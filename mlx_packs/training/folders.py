@@ -23,7 +23,7 @@ def output_folders(
     """
     if out is None:
         if resume:
-            raise PackError("--resume: name the run's pack with --out.")
+            raise PackError("--resume: needs the pack of the run. Name it with --out.", "conflict")
         folder = Path("packs") / _data_name(columns)
     else:
         folder = Path(out).expanduser()
@@ -32,7 +32,9 @@ def output_folders(
     parent = next(p for p in folder.absolute().parents if p.exists())
     if not parent.is_dir() or not os.access(parent, os.W_OK):
         said = folder if out is None else out
-        raise PackError(f"--out {said}: cannot be written ({parent} is no folder to write in).")
+        raise PackError(
+            f"--out {said}: cannot be written ({parent} is no folder to write in).", "unwritable"
+        )
     made = [p for p in folder.absolute().parents if not p.exists()]
     try:
         make_folder(folder.parent)
@@ -61,18 +63,20 @@ def _reserved(folder: Path) -> Path:
         except FileExistsError:
             pass
         except OSError as error:
-            raise PackError(f"{free}: cannot be made ({error.strerror or error}).") from None
+            reason = error.strerror or error
+            raise PackError(f"{free}: cannot be created ({reason}).", "unwritable") from None
         n += 1
         free = folder.with_name(f"{folder.name}-{n}")
 
 
 def _check_run(run: Path, overwrite: bool) -> None:
     if run.exists() and not is_run(run):
-        raise PackError(f"{run}: is there and holds something else; choose another --out.")
+        raise PackError(f"{run}: already exists and is not a run. Choose another --out.", "exists")
     if checkpoints(run) and not overwrite:
         raise PackError(
-            f"{run}: holds checkpoints of an earlier run; continue it with --resume, replace it "
-            "with --overwrite, or choose another --out."
+            f"{run}: holds checkpoints of an earlier run. Continue it with --resume, replace it "
+            "with --overwrite, or choose another --out.",
+            "exists",
         )
 
 

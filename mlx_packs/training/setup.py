@@ -31,5 +31,5 @@ def load_adapters(attached: Trainable, file: Path) -> None:
     try:
         tensors = mx.load(str(file))
     except (RuntimeError, ValueError) as error:
-        raise PackError(f"--resume-adapter-file {file}: {error}") from None
+        raise PackError(f"--resume-adapter-file {file}: {error}", "unreadable") from None
     attached.load(tensors, str(file))

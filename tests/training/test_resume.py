@@ -73,7 +73,7 @@ def test_foreign_folder_with_a_config_is_never_taken_for_a_run(trained, tmp_path
     (theirs / "step-by-step").mkdir(parents=True)
     (theirs / "config.json").write_text(config)
     for overwrite in (False, True):
-        with pytest.raises(PackError, match="p-run: is there and holds something else"):
+        with raises("exists", None, "p-run: "):
             train_pack("tiny", trained / "d", LORA, TRAIN, tmp_path / "p", overwrite=overwrite)
     assert (theirs / "config.json").read_text() == config
 
@@ -91,7 +91,7 @@ def test_clear_run_takes_checkpoints_only(here):
 def test_checkpoints_are_kept_when_the_pointer_is_damaged(trained, here):
     (here / "o-run" / "latest").write_text("")
     shutil.rmtree(here / "o")
-    with pytest.raises(PackError, match="holds checkpoints of an earlier run"):
+    with raises("exists", None, "-run: ", "--resume", "--overwrite"):
         train_pack("tiny", trained / "d", LORA, TRAIN, "o")
 
 
