@@ -24,7 +24,13 @@ from ..data.sampler import first_fit
 from ..display import QUIET, Display
 from ..errors import PackError, flag_of
 from ..gates import Gates, evaluate_gates, failures, gate_limits
-from ..inference.throughput import Speed, answering_path, check_tokens, prompts_of, race
+from ..inference.throughput import (
+    Speed,
+    check_max_tokens,
+    cut_prompts,
+    generation_path,
+    measure_throughput,
+)
 from ..memory.matmul_path import choose_matmul_path
 from ..objectives.causal_lm import split_head
 from ..objectives.sequence_packing import why_not_packed
@@ -134,20 +140,20 @@ def evaluate_batch(  # noqa: PLR0913 - a public facade
     options = EncodingOptions(loss_on, length, base.vocab_size)
     examples = encode(evaluation_rows(columns, split, limit), base.tokenizer, columns, options)
     batches, scoring = _scoring_batches(base, examples, max(batch_sizes), length)
-    scoring_path = generation_path = matmul_path
+    scoring_path = generating_path = matmul_path
     if matmul_path == "auto":
         scoring_path = choose_matmul_path(base.model, batches[-1].tokens.size).matmul_path
-        generation_path = answering_path(scoring_path)
+        generating_path = generation_path(scoring_path)
     with display.task("score", len(models) * len(batches), "batches") as bar:
         scores = _score_all(base, models, batches, scoring_path, bar.advance)
     tokens = [example.tokens for example in examples.items]
     with display.task("speed", len(batch_sizes) * len(models) * (rounds + 1), "runs") as bar:
-        prompts = [prompts_of(tokens, size, length) for size in batch_sizes]
+        prompts = [cut_prompts(tokens, size, length) for size in batch_sizes]
         speeds = [
-            race(base, models, each, max_tokens, rounds, generation_path, bar.advance)
+            measure_throughput(base, models, each, max_tokens, rounds, generating_path, bar.advance)
             for each in prompts
         ]
-    paths = {"scoring_path": scoring_path, "generation_path": generation_path}
+    paths = {"scoring_path": scoring_path, "generation_path": generating_path}
     conditions = {"sequence_length": length, "scoring": scoring, **paths}
     return [
         _compared(name, pack, (scores[0], scores[i]), by_model[i], limits, conditions)
@@ -196,7 +202,7 @@ def _check_sizes(batch_sizes: Sequence[int], limit: int, rounds: int, max_tokens
     check_limit(limit)
     if rounds < 1:
         raise PackError(f"--rounds {rounds}: must be 1 or more.")
-    check_tokens(max_tokens)
+    check_max_tokens(max_tokens)
 
 
 def _check_models(base: Base, packs: Sequence[Pack], limits: Mapping[str, float]) -> None:

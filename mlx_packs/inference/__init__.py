@@ -1,0 +1,1 @@
+"""Text from a base with packs, and how fast it is generated."""

@@ -1,4 +1,4 @@
-"""Text from a base, with or without a pack, one prompt or many; decoding is mlx-lm's."""
+"""Generate text with a base, with or without a pack, for one prompt or many, by mlx-lm."""
 
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -6,13 +6,23 @@ from ..bases.model import BaseModel
 from ..errors import PackError
 
 
-def chat_prompt(base: BaseModel, messages: Sequence[Mapping], tools=None) -> list[int]:
-    """Tokens of a conversation that waits for an answer.
+def chat_prompt(
+    base: BaseModel, messages: Sequence[Mapping], tools: Sequence[Mapping] | None = None
+) -> list[int]:
+    """Return the tokens of a conversation up to the assistant's next turn.
 
-    Raises: PackError if the base has no chat template.
+    Args:
+        base: Whose chat template is used.
+        messages: With ``role`` and ``content``.
+        tools: Descriptions of the functions that may be called.
+
+    Raises:
+        PackError: The base has no chat template.
     """
     if not base.tokenizer.has_chat_template:
-        raise PackError(f"{base.name}: the tokenizer has no chat template; use --raw.")
+        raise PackError(
+            f"{base.name}: the tokenizer has no chat template. Use --raw.", "unsupported", "raw"
+        )
     return base.tokenizer.apply_chat_template(
         list(messages), tools=tools, add_generation_prompt=True
     )
@@ -25,7 +35,11 @@ def stream(
     temperature: float = 0.0,
     seed: int = 0,
 ) -> Iterator[str]:
-    """Pieces of text that follow ``prompt``; greedy at temperature 0."""
+    """Yield pieces of the text that follows ``prompt``; greedy at temperature 0.
+
+    Raises:
+        PackError: The prompt has a token that the base lacks.
+    """
     from mlx_lm import stream_generate
     from mlx_lm.sample_utils import make_sampler
 
@@ -45,17 +59,18 @@ def stream(
 
 
 def _check_tokens(base: BaseModel, prompt: Sequence[int]) -> None:
-    """Raises: PackError for a token that the base does not have: MLX would read past the table."""
+    """Raise PackError for a token that the base lacks: MLX would read past its embeddings."""
     if prompt and max(prompt) >= base.vocab_size:
         raise PackError(
             f"{base.name}: token {max(prompt)} of the prompt lies beyond the base's vocabulary of "
-            f"{base.vocab_size}: the tokenizer belongs to another base; put the tokenizer files of "
-            "this one beside its weights."
+            f"{base.vocab_size}: the tokenizer belongs to another base. Put the tokenizer files of "
+            "this one beside its weights.",
+            "mismatch",
         )
 
 
 def complete(base: BaseModel, prompt: Sequence[int], max_tokens: int = 100, **sampling) -> str:
-    """The text that follows ``prompt``, whole."""
+    """Return the text that follows ``prompt``; ``sampling`` is that of `stream`."""
     return "".join(stream(base, prompt, max_tokens, **sampling))
 
 
@@ -66,15 +81,20 @@ def stream_batch(
     batch_size: int = 8,
     stop: bool = True,
 ) -> Iterator[tuple[int, int]]:
-    """(prompt, token) of many prompts as they come, greedy, ``batch_size`` at a time.
+    """Yield (index of the prompt, token) for many prompts, greedily, ``batch_size`` at a time.
 
     Batching is continuous, by mlx-lm: prompts of different lengths share a batch, and when one has
     ended the next takes its place.
 
     Args:
-        max_tokens: for each answer, or one number for all.
-        stop: end an answer at the end of its turn; else it has ``max_tokens`` whatever it says.
-    Raises: PackError for a model that keeps what cannot be put into one batch, or an empty prompt.
+        base: Which generates.
+        prompts: Tokens of each.
+        max_tokens: For each prompt, or one number for all.
+        batch_size: How many are generated together.
+        stop: Whether a text ends at the end of its turn; else it has ``max_tokens`` tokens.
+
+    Raises:
+        PackError: The model's cache cannot be batched, or a prompt is empty.
     """
     from mlx_lm.generate import BatchGenerator
     from mlx_lm.models.cache import make_prompt_cache
@@ -82,14 +102,15 @@ def stream_batch(
     base.model.eval()
     if other := next((c for c in make_prompt_cache(base.model) if not hasattr(c, "merge")), None):
         raise PackError(
-            f"{base.name}: answers cannot be batched: mlx-lm has no batch of "
-            f"{type(other).__name__}."
+            f"{base.name}: its texts cannot be generated in batches: mlx-lm has no batch of "
+            f"{type(other).__name__}.",
+            "unsupported",
         )
     if not all(len(prompt) for prompt in prompts):
-        raise PackError("a prompt is empty.")
+        raise PackError("A prompt is empty.")
     for prompt in prompts:
         _check_tokens(base, prompt)
-    most = [max_tokens] * len(prompts) if isinstance(max_tokens, int) else list(max_tokens)
+    limits = [max_tokens] * len(prompts) if isinstance(max_tokens, int) else list(max_tokens)
     generator = BatchGenerator(
         base.model,
         stop_tokens=[[token] for token in base.tokenizer.eos_token_ids] if stop else None,
@@ -97,12 +118,12 @@ def stream_batch(
         prefill_batch_size=batch_size,
     )
     try:
-        numbers = generator.insert([list(prompt) for prompt in prompts], most)
+        numbers = generator.insert([list(prompt) for prompt in prompts], limits)
         order = {number: i for i, number in enumerate(numbers)}
-        while found := generator.next_generated():
-            for answer in found:
-                if answer.finish_reason != "stop":
-                    yield order[answer.uid], answer.token
+        while responses := generator.next_generated():
+            for response in responses:
+                if response.finish_reason != "stop":
+                    yield order[response.uid], response.token
     finally:
         generator.close()
 
@@ -113,15 +134,15 @@ def complete_batch(
     max_tokens: int | Sequence[int] = 100,
     batch_size: int = 8,
 ) -> list[str]:
-    """The greedy text that follows each prompt, in their order."""
+    """Return the greedy text that follows each prompt, in their order."""
     tokens: list[list[int]] = [[] for _ in prompts]
     for i, token in stream_batch(base, prompts, max_tokens, batch_size):
         tokens[i].append(token)
-    return [_text(base, found) for found in tokens]
+    return [_text(base, generated) for generated in tokens]
 
 
 def _text(base: BaseModel, tokens: Sequence[int]) -> str:
-    """Tokens as `stream` turns them into text."""
+    """Return tokens as the text that `stream` makes of them."""
     detokenizer = base.tokenizer.detokenizer
     detokenizer.reset()
     for token in tokens:

@@ -1,7 +1,7 @@
-"""How fast a base answers, alone and with packs: batched, after a warm-up, in turns."""
+"""Throughput of generation by a base, alone and with packs: batched, after a warm-up, alternating."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import median
 
@@ -16,11 +16,15 @@ from .generate import stream_batch
 
 @dataclass(frozen=True)
 class Speed:
-    """Medians over the rounds, of a batch of prompts that are answered together.
+    """Medians over the rounds, of a batch of prompts that are completed together.
 
-    prompt_tps: tokens of all prompts, by the time until each has its first token, which is
-    ``first_token_ms``.   decode_tps: tokens of all answers after the first.   tps_ratio: decode_tps
-    over that of the first model in the same round.   peak_gb: MLX's arrays, weights too.
+    Attributes:
+        batch_size: How many prompts.
+        prompt_tps: Tokens of all prompts, by the time until each has its first token.
+        decode_tps: Tokens of all completions after the first, per second.
+        first_token_ms: The time until each prompt has its first token.
+        tps_ratio: decode_tps over that of the first model in the same round.
+        peak_gb: Of MLX's arrays, weights included.
     """
 
     batch_size: int
@@ -31,80 +35,104 @@ class Speed:
     peak_gb: float
 
 
-def prompts_of(rows: Sequence[np.ndarray], count: int, length: int) -> list[list[int]]:
-    """``count`` prompts of ``length`` tokens, cut from rows that stand one behind the other."""
+def cut_prompts(rows: Sequence[np.ndarray], count: int, length: int) -> list[list[int]]:
+    """Return ``count`` prompts of ``length`` tokens, cut from the concatenated rows."""
     tokens = np.concatenate(rows)
     return np.resize(tokens, (count, length)).tolist()
 
 
-def answering_path(measured: str) -> str:
-    """How frozen weights are multiplied in answers: packed, as `packs generate` does; on a CPU,
-    where that is far slower, as was measured to be best."""
+def generation_path(measured: str) -> str:
+    """Return the matmul path for generation: quantized, as `packs generate` does.
+
+    On a CPU, where that is far slower, it is the one that was measured to be the fastest.
+    """
     return measured if on_cpu() else "quantized"
 
 
-def check_tokens(max_tokens: int) -> None:
-    """Raises: PackError for answers that are too short to have a speed."""
+def check_max_tokens(max_tokens: int) -> None:
+    """Check that completions are long enough to have a throughput.
+
+    Raises:
+        PackError: They are not.
+    """
     if max_tokens < 2:
         raise PackError(f"--max-tokens {max_tokens}: must be 2 or more.")
 
 
-def race(
+@dataclass(frozen=True)
+class Timing:
+    """One round of one model: seconds to the first token of all, tokens per second, GB."""
+
+    first_s: float
+    decode_tps: float
+    peak_gb: float
+
+
+def time_generation(base: Base, prompts: Sequence[Sequence[int]], max_tokens: int) -> Timing:
+    """Complete all prompts together, with exactly ``max_tokens`` each."""
+    started_prompts: set[int] = set()
+    mx.clear_cache()
+    mx.reset_peak_memory()
+    count, at_first, first, started = 0, 0, None, time.perf_counter()
+    for i, _ in stream_batch(base, prompts, max_tokens, len(prompts), stop=False):
+        count += 1
+        started_prompts.add(i)
+        if first is None and len(started_prompts) == len(prompts):
+            at_first, first = count, time.perf_counter()
+    ended = time.perf_counter()
+    decode_tps = (count - at_first) / (ended - first)
+    return Timing(first - started, decode_tps, mx.get_peak_memory() / 1e9)
+
+
+def measure_throughput(
     base: Base,
     packs: Sequence[Pack | None],
     prompts: Sequence[Sequence[int]],
     max_tokens: int,
     rounds: int = 3,
     matmul_path: str = "quantized",
-    advance=None,
+    advance: Callable[[], None] | None = None,
+    measure: Callable[[Base, Sequence[Sequence[int]], int], Timing] = time_generation,
 ) -> list[Speed]:
-    """The speed of the base with each pack (None: alone) on a batch of prompts.
+    """Return the throughput of the base with each pack (None: alone) on a batch of prompts.
 
-    Each is run once to warm up; then they take turns, forth and back, so that a machine that slows
+    Each runs once to warm up; then they alternate, forth and back, so that a machine that slows
     down or speeds up favours none.
+
+    Args:
+        base: Which generates.
+        packs: What is compared.
+        prompts: Tokens of each, all of one length.
+        max_tokens: Of each completion.
+        rounds: How often each is measured.
+        matmul_path: How the frozen weights are used.
+        advance: Called after each measurement.
+        measure: Times one model.
+
+    Raises:
+        PackError: Completions are too short.
     """
-    check_tokens(max_tokens)
-    found: list[list[_Run]] = [[] for _ in packs]
+    check_max_tokens(max_tokens)
+    timings: list[list[Timing]] = [[] for _ in packs]
     order = list(range(len(packs)))
     for number in range(rounds + 1):
         for i in order if number % 2 else order[::-1]:
             with activated(base, packs[i], matmul_path):
-                run = _timed(base, prompts, max_tokens)
-            found[i] += [run] if number else []
+                timing = measure(base, prompts, max_tokens)
+            timings[i] += [timing] if number else []
             if advance is not None:
                 advance()
-    size = len(prompts)
+    size, firsts = len(prompts), timings[0]
     return [
         Speed(
-            size,
-            median(size * len(prompts[0]) / run.first_s for run in runs),
-            median(run.decode_tps for run in runs),
-            median(run.first_s for run in runs) * 1e3,
-            median(r.decode_tps / o.decode_tps for r, o in zip(runs, found[0], strict=True)),
-            max(run.peak_gb for run in runs),
+            batch_size=size,
+            prompt_tps=median(size * len(prompts[0]) / t.first_s for t in of_model),
+            decode_tps=median(t.decode_tps for t in of_model),
+            first_token_ms=median(t.first_s for t in of_model) * 1e3,
+            tps_ratio=median(
+                t.decode_tps / first.decode_tps for t, first in zip(of_model, firsts, strict=True)
+            ),
+            peak_gb=max(t.peak_gb for t in of_model),
         )
-        for runs in found
+        for of_model in timings
     ]
-
-
-@dataclass(frozen=True)
-class _Run:
-    first_s: float
-    decode_tps: float
-    peak_gb: float
-
-
-def _timed(base: Base, prompts: Sequence[Sequence[int]], max_tokens: int) -> _Run:
-    """Answer all prompts at once, with ``max_tokens`` each whatever the model says."""
-    seen: set[int] = set()
-    mx.clear_cache()
-    mx.reset_peak_memory()
-    count, at_first, first, started = 0, 0, None, time.perf_counter()
-    for i, _ in stream_batch(base, prompts, max_tokens, len(prompts), stop=False):
-        count += 1
-        seen.add(i)
-        if first is None and len(seen) == len(prompts):
-            at_first, first = count, time.perf_counter()
-    ended = time.perf_counter()
-    decode_tps = (count - at_first) / (ended - first)
-    return _Run(first - started, decode_tps, mx.get_peak_memory() / 1e9)

@@ -216,7 +216,7 @@ def test_row_scores_stand_in_the_order_of_the_data():
         assert batched.nll[i] == pytest.approx(alone.nll[0], rel=1e-5)
 
 
-def test_race_warms_up_takes_turns_forth_and_back_and_pairs_the_ratio(here, monkeypatch):
+def test_throughput_warms_up_alternates_forth_and_back_and_pairs_the_ratio(here):
     """The machine slows down by half from round to round; the ratio of each round does not."""
     base = load_base("tiny")
     pack = comparison.as_pack("a")
@@ -226,28 +226,27 @@ def test_race_warms_up_takes_turns_forth_and_back_and_pairs_the_ratio(here, monk
         order.append("base" if base.active is None else "pack")
         pace = 2.0 ** -((len(order) - 1) // 2)
         rounds.append(pace)
-        return speed._Run(1.0 / pace, (100 if order[-1] == "base" else 80) * pace, 0.5)
+        return speed.Timing(1.0 / pace, (100 if order[-1] == "base" else 80) * pace, 0.5)
 
-    monkeypatch.setattr(speed, "_timed", timed)
-    speeds = speed.race(base, [None, pack], [[1, 2]] * 3, 4, rounds=3)
+    speeds = speed.measure_throughput(base, [None, pack], [[1, 2]] * 3, 4, rounds=3, measure=timed)
     assert order == ["pack", "base", "base", "pack", "pack", "base", "base", "pack"]
     assert speeds[1].tps_ratio == pytest.approx(0.8) and speeds[0].tps_ratio == 1
     assert speeds[0].decode_tps == 100 * rounds[4] and speeds[1].decode_tps == 80 * rounds[4]
     assert speeds[0].prompt_tps == 6 * rounds[4] and speeds[0].batch_size == 3
 
 
-def test_timed_counts_the_tokens_of_all_answers(monkeypatch):
+def test_timing_counts_the_tokens_of_all_completions(monkeypatch):
     clock = iter([0.0, 2.0, 6.0])
     tokens = [(0, 1), (1, 1), (0, 1), (1, 1), (0, 1), (1, 1)]
     monkeypatch.setattr(speed.time, "perf_counter", lambda: next(clock))
     monkeypatch.setattr(speed, "stream_batch", lambda *_, **__: iter(tokens))
-    run = speed._timed(None, [[1], [2]], 3)
+    run = speed.time_generation(None, [[1], [2]], 3)
     assert (run.first_s, run.decode_tps) == (2.0, 1.0)
 
 
-def test_prompts_of_are_cut_from_the_rows_one_behind_the_other():
+def test_prompts_are_cut_from_the_rows_one_behind_the_other():
     rows = [np.array([1, 2, 3]), np.array([4, 5])]
-    assert speed.prompts_of(rows, 3, 2) == [[1, 2], [3, 4], [5, 1]]
+    assert speed.cut_prompts(rows, 3, 2) == [[1, 2], [3, 4], [5, 1]]
 
 
 def test_named_packs_are_called_after_their_folders(here):

@@ -1,4 +1,4 @@
-"""Batched answers: continuous, and the text of each as if it were asked alone."""
+"""Batched generation: continuous, and the text of each as if it were generated alone."""
 
 from types import SimpleNamespace
 
@@ -6,9 +6,9 @@ import pytest
 from mlx_lm.generate import generate_step
 
 from mlx_packs import load_base
-from mlx_packs.errors import PackError
 from mlx_packs.inference.generate import complete, complete_batch, stream_batch
 from mlx_packs.runtime import mx
+from tests.helpers.errors import raises
 from tests.helpers.models import base_of
 from tests.helpers.packs import random_pack
 
@@ -28,7 +28,7 @@ def base():
 
 @pytest.mark.parametrize("rank", [0, 4], ids=["base", "pack"])
 def test_complete_batch_gives_the_text_of_each_prompt_alone(base, rank):
-    """Five ragged prompts, answers of four lengths, two at a time: each slot is used again."""
+    """Five ragged prompts, completions of four lengths, two at a time: each slot is used again."""
     prompts = [base.tokenizer.encode(text) for text in PROMPTS]
     lengths = [12, 5, 9, 12, 3]
     if rank:
@@ -55,10 +55,10 @@ def test_stream_batch_equals_one_by_one_in_other_families(family):
     base.tokenizer = SimpleNamespace(eos_token_ids={0})
     prompts = [[5, 9, 3], [7], [11, 2, 8, 4, 6, 1, 90], [33, 44]]
     with base.applied(random_pack(base, 1, 2, ())):
-        found = [[] for _ in prompts]
+        batched = [[] for _ in prompts]
         for i, token in stream_batch(base, prompts, 6, 3, stop=False):
-            found[i].append(token)
-        for prompt, tokens in zip(prompts, found, strict=True):
+            batched[i].append(token)
+        for prompt, tokens in zip(prompts, batched, strict=True):
             alone = [t for t, _ in generate_step(mx.array(prompt), base.model, max_tokens=6)]
             assert tokens == [int(t) for t in alone]
 
@@ -69,8 +69,8 @@ def test_stream_batch_admits_the_next_prompt_when_one_has_ended(base):
     assert order.index(2) < len(order) - 1 - order[::-1].index(1)
 
 
-def test_stream_batch_refuses_an_empty_prompt_and_states_that_cannot_be_batched(base, monkeypatch):
-    with pytest.raises(PackError, match="prompt is empty"):
+def test_stream_batch_rejects_an_empty_prompt_and_states_that_cannot_be_batched(base, monkeypatch):
+    with raises("invalid", None, "prompt"):
         list(stream_batch(base, [[1], []]))
     from mlx_lm.models import cache
 
@@ -78,5 +78,5 @@ def test_stream_batch_refuses_an_empty_prompt_and_states_that_cannot_be_batched(
         pass
 
     monkeypatch.setattr(cache, "make_prompt_cache", lambda model: [Lone()])
-    with pytest.raises(PackError, match="tiny: answers cannot be batched: .* Lone"):
+    with raises("unsupported", None, "tiny", "Lone"):
         list(stream_batch(base, [[1]]))

@@ -10,7 +10,7 @@ from ...config.schema import LoRAConfig
 from ...data.rows import Splits
 from ...errors import PackError
 from ...evaluation.perplexity import Score, Scorer
-from ...inference.throughput import answering_path, prompts_of, race
+from ...inference.throughput import cut_prompts, generation_path, measure_throughput
 from ...memory.matmul_path import choose_matmul_path
 from ...objectives.causal_lm import CausalLM, split_head
 from ...objectives.frozen_activations import FrozenActivations, open_frozen_activations
@@ -137,10 +137,13 @@ class CausalLMTask(Task):
         values = {"max_ppl_ratio": summary.eval["ppl_after"] / summary.eval["ppl_before"]}
         if "min_tps_ratio" in gates:
             _, held_out = self.dataset.held_out_examples(self.run.goal)
-            prompts = prompts_of([e.tokens for e in held_out.items], 1, _PROMPT_TOKENS)
-            path = answering_path(matmul_path)
+            prompts = cut_prompts([e.tokens for e in held_out.items], 1, _PROMPT_TOKENS)
+            path = generation_path(matmul_path)
             with self.run.display.working("gates", "measuring the speed of answers"):
-                speeds = race(self.base, [None, pack], prompts, SAMPLE_TOKENS, matmul_path=path)
+                packs = [None, pack]
+                speeds = measure_throughput(
+                    self.base, packs, prompts, SAMPLE_TOKENS, matmul_path=path
+                )
             values["min_tps_ratio"] = speeds[1].tps_ratio
         return values
 
