@@ -1,4 +1,4 @@
-"""bitsandbytes' 4-bit tensors, to and from ours: the same bits under other names and shapes.
+"""The 4-bit tensors of bitsandbytes, to and from ours: the same bits, other names and shapes.
 
 A weight [O, D] of theirs is uint8 [O * D / 2, 1] and has beside it ``weight.absmax``, the tables
 that codes stand for, and ``weight.quant_state.bitsandbytes__nf4``: JSON, as bytes.
@@ -15,13 +15,13 @@ from ..runtime import mx
 METHOD = "bitsandbytes"  # quant_method in a config.json
 _STATE = ".quant_state.bitsandbytes__"
 _PARTS = ("absmax", "quant_map", "nested_absmax", "nested_quant_map")
-_DTYPES = ("float32", "float16", "bfloat16")  # of what was packed
+_DTYPES = ("float32", "float16", "bfloat16")  # of what was quantized
 _STATE_BYTES = 256  # more than any state takes; blanks after JSON mean nothing
-_MEND = "Download the checkpoint again, or `packs quantize` the one that is not quantized."
+_REMEDY = "Download the checkpoint again, or `packs quantize` the one that is not quantized."
 
 
 def config_of(double_quant: bool, compute_dtype: str, skipped: list[str]) -> dict:
-    """``quantization_config`` as transformers writes it; ``skipped`` are modules left dense."""
+    """Return ``quantization_config`` as transformers writes it; ``skipped`` modules are dense."""
     return {
         "_load_in_4bit": True,
         "_load_in_8bit": False,
@@ -39,27 +39,27 @@ def config_of(double_quant: bool, compute_dtype: str, skipped: list[str]) -> dic
     }
 
 
-def to_bitsandbytes(name: str, packed: NF4Weight, dtype: str) -> dict[str, mx.array]:
-    """The tensors of a weight called ``name`` (with its ``.weight``), which had this dtype.
+def to_bitsandbytes(name: str, weight: NF4Weight, dtype: str) -> dict[str, mx.array]:
+    """Return the tensors of a weight called ``name`` (with its ``.weight``), once of this dtype.
 
     Their sizes do not depend on the values, so that a file can be laid out before they are known.
     """
     state = {
         "quant_type": "nf4",
-        "blocksize": packed.block_size,
+        "blocksize": weight.block_size,
         "dtype": dtype,
-        "shape": list(packed.shape),
+        "shape": list(weight.shape),
     }
     tensors = {
-        name: packed.weight.reshape(-1, 1),
-        f"{name}.absmax": packed.absmax,
+        name: weight.weight.reshape(-1, 1),
+        f"{name}.absmax": weight.absmax,
         f"{name}.quant_map": mx.array(LEVELS),
     }
-    if packed.double_quant:
+    if weight.double_quant:
         state["nested_blocksize"] = NESTED_BLOCK_SIZE
         state["nested_dtype"] = "float32"
-        state["nested_offset"] = packed.offset.item()
-        tensors[f"{name}.nested_absmax"] = packed.nested_absmax
+        state["nested_offset"] = weight.offset.item()
+        tensors[f"{name}.nested_absmax"] = weight.nested_absmax
         tensors[f"{name}.nested_quant_map"] = absmax_map()
     text = json.dumps(state).ljust(_STATE_BYTES)
     tensors[f"{name}{_STATE}nf4"] = mx.array(np.frombuffer(text.encode(), np.uint8))
@@ -67,49 +67,61 @@ def to_bitsandbytes(name: str, packed: NF4Weight, dtype: str) -> dict[str, mx.ar
 
 
 def from_bitsandbytes(weights: dict[str, mx.array], where: str) -> dict[str, mx.array]:
-    """All weights of a checkpoint, its 4-bit ones under our names; nothing is quantized again.
+    """Return all weights of a checkpoint, 4-bit ones by our names; nothing is quantized again.
 
     Codes stay lazy: only the small tensors beside them are read.
+
     Args:
+        weights: by their names in the files.
         where: the checkpoint, for errors.
-    Raises: PackError, one line that names the first tensor which cannot be read as it is.
+
+    Raises:
+        PackError: naming the first tensor that cannot be read as it is.
     """
-    _refuse_other_kinds(weights, where)
-    found = dict(weights)
+    _check_kinds(weights, where)
+    renamed = dict(weights)
     for state_name in [name for name in weights if name.endswith(f"{_STATE}nf4")]:
         name = state_name.removesuffix(f"{_STATE}nf4")
-        has = {part: found.pop(f"{name}.{part}", None) for part in _PARTS}
-        weight, state = found.pop(name, None), found.pop(state_name)
+        parts = {part: renamed.pop(f"{name}.{part}", None) for part in _PARTS}
+        codes, state = renamed.pop(name, None), renamed.pop(state_name)
         try:
-            packed = _packed(weight, _state(state), **has)
+            weight = _weight(codes, _state(state), **parts)
         except ValueError as error:
-            raise PackError(f"{where}: {name}: {error} {_MEND}") from None
+            raise PackError(f"{where}: {name}: {error} {_REMEDY}", "unreadable") from None
         if not name.endswith(".weight"):
             raise PackError(
-                f"{where}: {name}: 4-bit is read for the weights of modules only. {_MEND}"
+                f"{where}: {name}: 4-bit is read for the weights of modules only. {_REMEDY}",
+                "unsupported",
             )
         path = name.removesuffix(".weight")
-        found |= {name: packed.weight, f"{path}.absmax": packed.absmax}
-        if packed.double_quant:
-            found[f"{path}.nested_absmax"] = packed.nested_absmax
-            found[f"{path}.offset"] = packed.offset
-    return found
+        renamed |= {name: weight.weight, f"{path}.absmax": weight.absmax}
+        if weight.double_quant:
+            renamed[f"{path}.nested_absmax"] = weight.nested_absmax
+            renamed[f"{path}.offset"] = weight.offset
+    return renamed
 
 
-def _refuse_other_kinds(weights: dict[str, mx.array], where: str) -> None:
+def _check_kinds(weights: dict[str, mx.array], where: str) -> None:
+    """Check that bitsandbytes' tensors are NF4."""
     with_state = {name.partition(_STATE)[0] for name in weights if _STATE in name}
     for name in weights:
         if name.endswith(".SCB"):
             raise PackError(
-                f"{where}: {name}: is 8-bit bitsandbytes (load_in_8bit); only NF4 is read. {_MEND}"
+                f"{where}: {name}: is 8-bit bitsandbytes (load_in_8bit); only NF4 is read. "
+                f"{_REMEDY}",
+                "unsupported",
             )
         base, is_state, kind = name.partition(_STATE)
         if is_state and kind != "nf4":
-            raise PackError(f"{where}: {base}: has quant_type '{kind}'; only NF4 is read. {_MEND}")
+            raise PackError(
+                f"{where}: {base}: has quant_type '{kind}'; only NF4 is read. {_REMEDY}",
+                "unsupported",
+            )
         base, is_map, _ = name.rpartition(".quant_map")
         if is_map and base not in with_state:
             raise PackError(
-                f"{where}: {base}: has a quant_map but no quant_state; only NF4 is read. {_MEND}"
+                f"{where}: {base}: has a quant_map but no quant_state; only NF4 is read. {_REMEDY}",
+                "unsupported",
             )
 
 
@@ -120,7 +132,7 @@ def _state(state: mx.array) -> dict:
         raise ValueError("its quant_state is no JSON.") from None
 
 
-def _packed(
+def _weight(
     weight: mx.array | None,
     state: dict,
     absmax: mx.array | None,
@@ -128,7 +140,11 @@ def _packed(
     nested_absmax: mx.array | None,
     nested_quant_map: mx.array | None,
 ) -> NF4Weight:
-    """A weight from its tensors. Raises: ValueError with what contradicts what."""
+    """Return a weight from its tensors.
+
+    Raises:
+        ValueError: saying what contradicts what.
+    """
     if (kind := state.get("quant_type")) != "nf4":
         raise ValueError(f"quant_type must be 'nf4' but its quant_state says {kind!r}.")
     block_size, shape = state.get("blocksize"), state.get("shape")
@@ -139,8 +155,8 @@ def _packed(
     _check_dtype("dtype", state.get("dtype"), _DTYPES)
     bytes_wanted = shape[0] * shape[1] // 2
     if weight is None or weight.nbytes != bytes_wanted:
-        has = "there is no weight" if weight is None else f"its weight has {weight.nbytes}"
-        raise ValueError(f"shape {shape} takes {bytes_wanted} bytes but {has}.")
+        actual = "there is no weight" if weight is None else f"its weight has {weight.nbytes}"
+        raise ValueError(f"shape {shape} takes {bytes_wanted} bytes but {actual}.")
     _check_table("quant_map", quant_map, mx.array(LEVELS))
     offset = None
     if nested_absmax is not None:
@@ -153,9 +169,9 @@ def _packed(
     return NF4Weight(codes, absmax, nested_absmax, offset, block_size)
 
 
-def _check_dtype(part: str, has: object, wanted: tuple[str, ...]) -> None:
-    if has not in wanted:
-        raise ValueError(f"{part} must be one of {', '.join(wanted)} but is {has!r}.")
+def _check_dtype(part: str, dtype: object, valid: tuple[str, ...]) -> None:
+    if dtype not in valid:
+        raise ValueError(f"{part} must be one of {', '.join(valid)} but is {dtype!r}.")
 
 
 def _is_matrix(shape: object) -> bool:
@@ -171,10 +187,10 @@ def _offset(state: dict) -> mx.array:
     return mx.array([value], dtype=mx.float32)
 
 
-def _check_table(part: str, has: mx.array | None, wanted: mx.array) -> None:
-    """A table of levels must be the one that the ops know."""
-    if has is None or has.shape != wanted.shape:
-        shape = "is missing" if has is None else f"has shape {list(has.shape)}"
-        raise ValueError(f"{part} must have {wanted.size} levels but {shape}.")
-    if not mx.array_equal(has.astype(mx.float32), wanted).item():
+def _check_table(part: str, table: mx.array | None, levels: mx.array) -> None:
+    """Check that a table of levels is the one that the ops know."""
+    if table is None or table.shape != levels.shape:
+        shape = "is missing" if table is None else f"has shape {list(table.shape)}"
+        raise ValueError(f"{part} must have {levels.size} levels but {shape}.")
+    if not mx.array_equal(table.astype(mx.float32), levels).item():
         raise ValueError(f"{part} must be the levels of NF4 as bitsandbytes has them but differs.")

@@ -38,7 +38,7 @@ class Geometry:
     bits: int | None
     group_size: int | None
     mode: str | None
-    packed_width: int
+    stored_width: int
     bias: bool
     slices: tuple[tuple[str, int], ...]
     experts: int | None = None
@@ -57,9 +57,9 @@ class Geometry:
         if self.bits is None:
             stored = f"dense [{self.out_features}, {self.in_features}]"
         else:
-            unit = self.in_features * self.bits // self.packed_width  # bits of a byte or a word
+            unit = self.in_features * self.bits // self.stored_width  # bits of a byte or a word
             stored = f"{self.mode} {self.bits}-bit g{self.group_size}, stored width"
-            stored += f" {self.packed_width} = {self.in_features} x {self.bits} / {unit}"
+            stored += f" {self.stored_width} = {self.in_features} x {self.bits} / {unit}"
         experts = "" if self.experts is None else f"{self.experts} experts of "
         return f"{self.path}: {experts}{self.in_features} -> {self.out_features} ({stored})"
 
@@ -114,9 +114,9 @@ def probe(path: str, module: nn.Module, config: dict, grouped: bool = False) -> 
     axes = 3 if is_switch_linear(module) else 2
     if weight.ndim != axes:
         raise GeometryError(path, f"its weight must have {axes} axes, but is {list(weight.shape)}.")
-    *stack, out_features, packed_width = weight.shape
+    *stack, out_features, stored_width = weight.shape
     bits = group_size = mode = None
-    in_features = packed_width
+    in_features = stored_width
     if isinstance(module, NF4Linear):
         bits, group_size, mode = module.bits, module.group_size, module.mode
         try:
@@ -125,7 +125,7 @@ def probe(path: str, module: nn.Module, config: dict, grouped: bool = False) -> 
             raise GeometryError(path, f"its quantized tensors do not fit: {error}") from None
     elif "scales" in module:
         bits, group_size, mode = module.bits, module.group_size, module.mode
-        in_features, odd = divmod(packed_width * 32, bits)
+        in_features, odd = divmod(stored_width * 32, bits)
         expected = [*stack, out_features, in_features // group_size]
         stored = {"scales": module.scales, "biases": module.get("biases")}
         for name, tensor in stored.items():
@@ -154,7 +154,7 @@ def probe(path: str, module: nn.Module, config: dict, grouped: bool = False) -> 
         bits,
         group_size,
         mode,
-        packed_width,
+        stored_width,
         "bias" in module,
         slices,
         *stack,

@@ -1,7 +1,8 @@
 """Quantize a checkpoint to another, tensor by tensor: the model is never in memory as a whole.
 
-`plan_of` says which modules are packed and how, and spreads what comes out over shards; `write`
-then reads, packs and writes one tensor after another. Finished shards outlive an interruption.
+`plan_quantized` says which modules are quantized and how, and spreads the result over shards;
+`write` then reads, quantizes and writes one tensor after another. Finished shards outlive an
+interruption.
 `packs merge` makes plans of its own (merge.py).
 """
 
@@ -15,7 +16,7 @@ from pathlib import Path
 from mlx.utils import tree_flatten
 
 from .. import runtime
-from ..display import QUIET, Display
+from ..display import QUIET, Display, Task
 from ..errors import Interrupted, PackError
 from ..files import (
     atomic_write,
@@ -73,16 +74,23 @@ class Item:
 
     @property
     def nbytes(self) -> int:
+        """Bytes on disk."""
         return sum(tensor.nbytes for tensor in self.outline.values())
 
 
 @dataclass(frozen=True)
-class Plan:
+class WritePlan:
     """What `write` does.
 
-    tensors: of the source, lazy.   shards: the items of each new file.
-    left_dense: modules that are not packed though they could be, and why.
-    quantization: of the whole, for the record.   merged: the pack that went into it, if one did.
+    Attributes:
+        options: of the quantization.
+        tensors: of the source, lazy.
+        shards: the items of each new file.
+        config: the new config.json.
+        fingerprint: of the source.
+        left_dense: modules that are not quantized though they could be, and why.
+        quantization: of the whole, for the record.
+        merged: the pack that was merged into it, if any.
     """
 
     options: QuantizeOptions
@@ -96,12 +104,13 @@ class Plan:
 
     @property
     def items(self) -> list[Item]:
+        """The items of all shards."""
         return [item for items in self.shards.values() for item in items]
 
     def request(self) -> dict:
-        """How a record begins: what a later run must ask for to go on with the shards of this one.
+        """Return how a record begins: what a later run must ask for to continue this one.
 
-        Another version of this package or of MLX may pack other tensors to other bits.
+        Another version of this package or of MLX may quantize other tensors to other bits.
         """
         return {
             "version": 1,
@@ -121,19 +130,29 @@ def quantize(
 ) -> dict:
     """Write a quantized copy of a dense checkpoint; the folder appears when it is complete.
 
-    After an interruption the same call goes on with the shard that was not finished.
+    After an interruption the same call continues with the shard that was not finished.
+
     Args:
         model: a checkpoint folder or a hub id: bf16, fp16 or fp32, sharded or not.
-        overwrite: replace ``out`` if it is there.
-    Returns: what was written, as `packs quantize --json` prints it.
-    Raises: PackError, one line; then nothing is left behind.   Interrupted: shards are kept.
+        out: folder to write.
+        options: what is quantized, and how.
+        overwrite: replace ``out`` if it exists.
+        trust_remote_code: run code that the checkpoint brings.
+        display: of progress.
+
+    Returns:
+        What was written, as `packs quantize --json` prints it.
+
+    Raises:
+        PackError: then nothing is left behind.
+        Interrupted: finished shards are kept.
     """
     options, display = options or QuantizeOptions(), display or Display(QUIET)
     options.check()
     source = base_files.resolve_checkpoint(model)
     started = time.monotonic()
     output_folder(str(out), source, overwrite)
-    plan = plan_of(source, options, trust_remote_code)
+    plan = plan_quantized(source, options, trust_remote_code)
     record, finished = write(out, source, plan, overwrite, display)
     return {
         "out": str(out),
@@ -151,23 +170,25 @@ def quantize(
 
 
 def write(
-    given: str | Path, source: Path, plan: Plan, overwrite: bool, display: Display
+    folder: str | Path, source: Path, plan: WritePlan, overwrite: bool, display: Display
 ) -> tuple[dict, list[str]]:
     """Carry a plan out, one process at a time.
 
-    Returns: the record, and the shards that an earlier run had finished.
+    Returns:
+        The record, and the shards that an earlier run had finished.
     """
-    out = output_folder(str(given), source, overwrite)
+    out = output_folder(str(folder), source, overwrite)
     make_folder(out.parent)
     with exclusive_writer(out):
-        output_folder(str(given), source, overwrite)  # another run may have ended since
+        output_folder(str(folder), source, overwrite)  # another run may have ended since
         return _write(out, source, plan, display)
 
 
-def _write(out: Path, source: Path, plan: Plan, display: Display) -> tuple[dict, list[str]]:
+def _write(out: Path, source: Path, plan: WritePlan, display: Display) -> tuple[dict, list[str]]:
     """Write all files beside ``out`` and rename the folder.
 
-    Returns: the record, and the shards that an earlier run had finished.
+    Returns:
+        The record, and the shards that an earlier run had finished.
     """
     partial = out.with_name(f".{out.name}.partial")
     try:
@@ -181,48 +202,64 @@ def _write(out: Path, source: Path, plan: Plan, display: Display) -> tuple[dict,
         done = len(_finished(partial, plan))
         raise Interrupted(
             f"interrupted; {done} of {len(plan.shards)} shards are kept in {partial}, and the same "
-            "command goes on from there."
+            "command continues from there."
         ) from None
     except (PackError, OSError) as error:
         shutil.rmtree(partial, ignore_errors=True)
         if isinstance(error, OSError):
-            raise PackError(f"{out}: cannot be written ({error.strerror or error}).") from None
+            raise PackError(
+                f"{out}: cannot be written ({error.strerror or error}).", "unwritable", "out"
+            ) from None
         raise
     return record, finished
 
 
-def output_folder(given: str, source: Path, overwrite: bool) -> Path:
-    """The folder to write; only one that `packs quantize` or `merge` made may be replaced."""
-    if not given.strip():
+def output_folder(folder: str, source: Path, overwrite: bool) -> Path:
+    """Return the folder to write; only one that `packs quantize` or `merge` wrote is replaced.
+
+    Raises:
+        PackError: it exists, or it is no place for a checkpoint.
+    """
+    if not folder.strip():
         raise PackError("--out: is empty; name a folder.")
-    out = Path(given).expanduser()
-    whole = out.resolve()
-    if source.resolve().is_relative_to(whole):
-        raise PackError(f"--out {out}: holds the checkpoint itself; choose another name.")
+    out = Path(folder).expanduser()
+    resolved = out.resolve()
+    if source.resolve().is_relative_to(resolved):
+        raise PackError(
+            f"--out {out}: contains the checkpoint itself; choose another name.", "conflict"
+        )
     if out.is_file():
-        raise PackError(f"--out {out}: must be a folder, but is a file.")
+        raise PackError(f"--out {out}: must be a folder, but is a file.", "exists")
     if not out.exists():
-        return whole
+        return resolved
     if not overwrite:
-        raise PackError(f"{out}: is there already; choose another name, or --overwrite.")
+        raise PackError(
+            f"{out}: already exists; choose another name, or --overwrite.", "exists", "out"
+        )
     if any(out.iterdir()) and not (out / RECORD).is_file():
         raise PackError(
-            f"--out {out}: holds something else than what packs quantize or merge wrote"
-            f" (no {RECORD}), so it is not replaced; choose another name."
+            f"--out {out}: was not written by `packs quantize` or `packs merge` (no {RECORD}), so "
+            "it is not replaced; choose another name.",
+            "exists",
         )
-    return whole
+    return resolved
 
 
-def plan_of(source: Path, options: QuantizeOptions, trust_remote_code: bool = False) -> Plan:
-    """Which tensors of a checkpoint become what; reads its headers only.
+def plan_quantized(
+    source: Path, options: QuantizeOptions, trust_remote_code: bool = False
+) -> WritePlan:
+    """Plan which tensors of a checkpoint become what; reads its headers only.
 
-    Raises: PackError if it is quantized already, or has no module that the recipe names.
+    Raises:
+        PackError: it is quantized already, or has no module that the options name.
     """
     base_files.check_files(source)
     config = json.loads((source / "config.json").read_text(encoding="utf-8"))
     if kind := base_files.quantized_as(source, config):
         raise PackError(
-            f"{source}: is quantized already ({kind}); take the checkpoint that it was made from."
+            f"{source}: is quantized already ({kind}). Take the checkpoint that it was made from.",
+            "conflict",
+            "model",
         )
     model, *_ = load_model_of(source, trust_remote_code, lambda _, weights: weights)
     formats, dense = formats_for(model, options)
@@ -235,17 +272,18 @@ def plan_of(source: Path, options: QuantizeOptions, trust_remote_code: bool = Fa
         fmt = formats.get(name.removesuffix(".weight")) if name.endswith(".weight") else None
         items.append(Item.of(name, tensor, fmt, options.layout))
     if not any(item.weight_format for item in items):
-        raise PackError(f"{source}: nothing is left to quantize with these options.")
+        raise PackError(f"{source}: nothing is left to quantize with these options.", "conflict")
     shards = in_shards(items, options.max_shard_gb)
     config = _new_config(config, options, formats, list(dense), items)
     stated = options.weight_format.to_config()
-    return Plan(options, tensors, shards, config, base_files.fingerprint(source), dense, stated)
+    fingerprint = base_files.fingerprint(source)
+    return WritePlan(options, tensors, shards, config, fingerprint, dense, stated)
 
 
 def _by_names_of_transformers(
     source: Path, ours: dict[str, mx.array], formats: dict[str, WeightFormat]
 ) -> dict[str, mx.array]:
-    """The tensors as the files name them; those that are packed must be called alike here."""
+    """Return the tensors as the files name them, if quantized ones have the same name here."""
     theirs: dict[str, mx.array] = {}
     for file in base_files.weight_files(source):
         theirs |= mx.load(str(file))
@@ -254,14 +292,15 @@ def _by_names_of_transformers(
         if name not in theirs or theirs[name].shape != ours[name].shape:
             raise PackError(
                 f"{source}: --format bitsandbytes: its files have no {name} of shape "
-                f"{list(ours[name].shape)}; this family is written with --format mlx "
-                "only."
+                f"{list(ours[name].shape)}; this family is written with --format mlx only.",
+                "unsupported",
+                "format",
             )
     return theirs
 
 
 def in_shards(items: list[Item], max_shard_gb: float) -> dict[str, list[Item]]:
-    """Items by file, in their order; tensors of one module stay together."""
+    """Return items by file, in their order; tensors of one module stay together."""
     shards, size = [[]], 0
     for item in items:
         if shards[-1] and size + item.nbytes > max_shard_gb * 1e9:
@@ -282,7 +321,7 @@ def _new_config(
     dense: list[str],
     items: list[Item],
 ) -> dict:
-    """config.json with the quantization as mlx-lm, or transformers, spells it."""
+    """Return config.json with the quantization as mlx-lm, or transformers, spells it."""
     weight_format = options.weight_format
     if options.layout == "bitsandbytes":
         dtype = next(item.dtype for item in items if item.weight_format)
@@ -296,8 +335,12 @@ def _new_config(
     return dict(sorted({**config, "quantization": stated, "quantization_config": stated}.items()))
 
 
-def _begin(partial: Path, plan: Plan) -> list[str]:
-    """Make the folder of a run, or find it as an interrupted run with this request left it."""
+def _begin(partial: Path, plan: WritePlan) -> list[str]:
+    """Make the folder of a run, or continue in that of an interrupted run with this request.
+
+    Returns:
+        The shards that are finished.
+    """
     record = partial / RECORD
     if _begins_with(record, plan.request()):
         for file in partial.iterdir():
@@ -313,21 +356,21 @@ def _begin(partial: Path, plan: Plan) -> list[str]:
 
 
 def _begins_with(record: Path, request: dict) -> bool:
-    """Whether a record, of a run that ended or not, is of this request."""
-    wanted = json.loads(to_json(request))
+    """Return whether a record, of a run that ended or not, is of this request."""
+    expected = json.loads(to_json(request))
     try:
-        found = json.loads(record.read_text(encoding="utf-8"))
-        return all(found[key] == value for key, value in wanted.items())
+        content = json.loads(record.read_text(encoding="utf-8"))
+        return all(content[key] == value for key, value in expected.items())
     except (OSError, ValueError, KeyError, TypeError):
         return False
 
 
-def _finished(partial: Path, plan: Plan) -> list[str]:
-    """Shards get their names when they are complete."""
+def _finished(partial: Path, plan: WritePlan) -> list[str]:
+    """Return the shards that are complete: they get their names then."""
     return [shard for shard in plan.shards if (partial / shard).is_file()]
 
 
-def _write_shards(partial: Path, plan: Plan, finished: list[str], display: Display) -> None:
+def _write_shards(partial: Path, plan: WritePlan, finished: list[str], display: Display) -> None:
     kind = "pt" if plan.options.layout == "bitsandbytes" else "mlx"
     before = sum(len(plan.shards[shard]) for shard in finished)
     cache = mx.set_cache_limit(_CACHE_BYTES)
@@ -338,14 +381,14 @@ def _write_shards(partial: Path, plan: Plan, finished: list[str], display: Displ
                     for item in items:
                         del plan.tensors[item.name]
                     continue
-                made = {name: tensor for item in items for name, tensor in item.outline.items()}
-                write_tensors(partial / shard, made, _made(items, plan, bar), kind)
+                outline = {name: w for item in items for name, w in item.outline.items()}
+                write_tensors(partial / shard, outline, _written(items, plan, bar), kind)
     finally:
         mx.set_cache_limit(cache)
 
 
-def _made(items: list[Item], plan: Plan, bar) -> Iterator[tuple[str, mx.array]]:
-    """The tensors of a shard, one after another; of the source only the current one is held."""
+def _written(items: list[Item], plan: WritePlan, bar: Task) -> Iterator[tuple[str, mx.array]]:
+    """Yield the tensors of a shard; of the source only the current one is in memory."""
     for item in items:
         w = plan.tensors.pop(item.name)
         mx.eval(w)
@@ -359,8 +402,12 @@ def _made(items: list[Item], plan: Plan, bar) -> Iterator[tuple[str, mx.array]]:
         bar.advance()
 
 
-def _write_rest(partial: Path, source: Path, plan: Plan) -> dict:
-    """config.json, index, tokenizer and other small files, and the record with the hashes."""
+def _write_rest(partial: Path, source: Path, plan: WritePlan) -> dict:
+    """Write config.json, index, tokenizer and other small files, and the record with the hashes.
+
+    Returns:
+        The record.
+    """
     for pattern in base_files.CHECKPOINT_FILES:
         for file in source.glob(pattern):
             if file.suffix != ".safetensors" and file.name != "model.safetensors.index.json":
@@ -403,19 +450,26 @@ def _write_rest(partial: Path, source: Path, plan: Plan) -> dict:
 
 
 def _bits(items: list[Item]) -> float:
-    """Bits on disk for each weight."""
+    """Return the bits on disk of a weight."""
     return round(8 * sum(i.nbytes for i in items) / max(1, sum(i.size for i in items)), 4)
 
 
 def verify(folder: Path, display: Display | None = None) -> dict:
-    """Hold every shard of a folder that `quantize` wrote against its hash.
+    """Check every shard of a folder that `quantize` wrote against its hash.
 
-    Returns: the record.   Raises: PackError that names the first file which differs.
+    Returns:
+        The record.
+
+    Raises:
+        PackError: naming the first file that differs.
     """
     base_files.check_files(folder)
     record = base_files.read_record(folder)
     if record is None:
-        raise PackError(f"{folder}: has no {RECORD} with hashes; packs quantize did not write it.")
+        raise PackError(
+            f"{folder}: has no {RECORD} with hashes; `packs quantize` did not write it.",
+            "unsupported",
+        )
     with (display or Display(QUIET)).task("check", len(record["files"]), "files") as bar:
         base_files.check_record(folder, bar.advance)
     return record

@@ -9,7 +9,7 @@ import numpy as np
 
 from ..bases.encoder import Encoder, embedded, make_encoder, tensor_name
 from ..bases.tokenizer import tokens_of
-from ..bases.writer import Plan
+from ..bases.writer import WritePlan
 from ..data.formats import PAIR_FORMATS, TOKEN_FORMATS, format_of
 from ..errors import PackError
 from ..evaluation.rows import evaluation_rows
@@ -87,7 +87,7 @@ def _texts(request: MergeRequest) -> list[str]:
     return texts
 
 
-def _as_written(plan: Plan, base: Base) -> Encoder:
+def _as_written(plan: WritePlan, base: Base) -> Encoder:
     """Return the encoder that the tensors of a plan make."""
     model = make_encoder(base.path, base.config)
     named = [(tensor_name(stored), tensor) for stored, tensor in plan.tensors.items()]

@@ -21,7 +21,7 @@ from ..bases.loading import lazy_base
 from ..bases.model import BaseModel
 from ..bases.quantization import QuantizeOptions, formats_for
 from ..bases.weight_formats import FORMATS, MODES, WeightFormat, format_of, named_format
-from ..bases.writer import Item, Plan
+from ..bases.writer import Item, WritePlan
 from ..config.schema import DataConfig
 from ..display import Display
 from ..errors import PackError
@@ -284,7 +284,7 @@ class _Names:
     transposed: frozenset[str] = frozenset()
 
 
-def plan_merge(request: MergeRequest, facts: Mapping | None = None) -> Plan:
+def plan_merge(request: MergeRequest, facts: Mapping | None = None) -> WritePlan:
     """Plan the merged checkpoint for the writer of `packs quantize`; reads headers only.
 
     Args:
@@ -310,7 +310,7 @@ def plan_merge(request: MergeRequest, facts: Mapping | None = None) -> Plan:
     changed = len(planned.changes) + len(planned.tensors)
     merged = {**(facts or {}), "changed": changed, "names": origin}
     shards = writer.in_shards(items, request.max_shard_gb)
-    return Plan(options, tensors, shards, config, base.fingerprint, {}, short or None, merged)
+    return WritePlan(options, tensors, shards, config, base.fingerprint, {}, short or None, merged)
 
 
 def _items(

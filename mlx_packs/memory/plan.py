@@ -189,7 +189,7 @@ def _group(path: str, out: int, width: int) -> Group:
         bits=None,
         group_size=None,
         mode=None,
-        packed_width=width,
+        stored_width=width,
         bias=False,
         slices=((name, out),),
     )

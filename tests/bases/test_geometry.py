@@ -68,7 +68,7 @@ def test_probe_stored_width_320_is_an_input_of_2560(qwen3_4b):
     q_proj = model.layers[0].self_attn.q_proj
     assert q_proj.weight.shape == (4096, 320) and q_proj.weight.dtype == mx.uint32
     found = probe("model.layers.0.self_attn.q_proj", q_proj, config, grouped=True)
-    assert (found.in_features, found.out_features, found.packed_width) == (2560, 4096, 320)
+    assert (found.in_features, found.out_features, found.stored_width) == (2560, 4096, 320)
     assert (found.bits, found.group_size, found.mode, found.bias) == (4, 64, "affine", False)
     assert "320 = 2560 x 4 / 32" in found.describe()
 
@@ -131,7 +131,7 @@ def test_find_groups_names_module_and_both_shapes(qwen3_4b, wrong, projection, s
 def test_probe_finds_the_input_of_every_packing(bits, group_size):
     linear = nn.QuantizedLinear(384, 40, bits=bits, group_size=group_size)
     found = probe("x.proj", linear, {})
-    assert (found.in_features, found.out_features, found.packed_width) == (384, 40, 12 * bits)
+    assert (found.in_features, found.out_features, found.stored_width) == (384, 40, 12 * bits)
     assert (found.bits, found.group_size, found.bias) == (bits, group_size, True)
 
 
@@ -151,7 +151,7 @@ def test_probe_finds_the_input_of_every_mode(mode, bits, group_size):
 
 def test_probe_dense_linear_is_as_wide_as_it_is():
     found = probe("x.proj", nn.Linear(48, 40, bias=False), {})
-    assert (found.in_features, found.out_features, found.bits, found.packed_width) == (
+    assert (found.in_features, found.out_features, found.bits, found.stored_width) == (
         48,
         40,
         None,

@@ -166,7 +166,7 @@ def test_geometry_is_probed_and_packed_tensors_that_do_not_fit_are_named(dense):
     base = load_base(dense, "nf4")
     module = base.model.layers[0].self_attn.q_proj
     found = probe("q_proj", module, base.config)
-    assert (found.in_features, found.out_features, found.packed_width) == (256, 512, 128)
+    assert (found.in_features, found.out_features, found.stored_width) == (256, 512, 128)
     assert "nf4 4-bit g64, stored width 128 = 256 x 4 / 8" in found.describe()
     module.absmax = module.absmax[:-1]
     with raises("unreadable", None, "q_proj", "absmax"):

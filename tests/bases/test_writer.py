@@ -14,11 +14,12 @@ from mlx_packs.bases import writer as quantize
 from mlx_packs.bases.files import tiny_checkpoint
 from mlx_packs.bases.quantization import QuantizeOptions
 from mlx_packs.bases.weight_formats import MLXFormat, NF4Format
-from mlx_packs.errors import Interrupted, PackError
+from mlx_packs.errors import Interrupted
 from mlx_packs.files import sha256
 from mlx_packs.ops import nf4
 from mlx_packs.packs.base import load_base
 from mlx_packs.runtime import mx
+from tests.helpers.errors import check, raises
 from tests.helpers.models import model_of
 
 TOKENS = mx.arange(1, 33)[None]
@@ -61,16 +62,16 @@ def dense(tmp_path) -> Path:
 
 
 @pytest.fixture
-def refused(run, tmp_path):
-    """The one line of a refused command that leaves nothing behind."""
+def rejected(run, tmp_path):
+    """A function that asserts that a command fails in one line and leaves nothing behind."""
 
-    def go(*args) -> str:
+    def go(code: str, flag: str | None, names: tuple[str, ...], *args) -> None:
         before = sorted(tmp_path.rglob("*"))
-        code, out, err = run("quantize", "--out", tmp_path / "out", *args)
+        status, out, err = run("quantize", "--out", tmp_path / "out", *args)
         lines = [line for line in err.splitlines() if line.startswith("packs: ")]
-        assert code == 2 and not out and len(lines) == 1, err
+        assert status == 2 and not out and len(lines) == 1, err
         assert sorted(tmp_path.rglob("*")) == before
-        return lines[0]
+        check(run.error, code, flag, *names)
 
     return go
 
@@ -271,10 +272,9 @@ def test_an_interruption_between_two_renames_keeps_the_old_folder(tmp_path, monk
     assert (tmp_path / "q" / "q").is_file() and (tmp_path / "new" / "new").is_file()
 
 
-def test_one_run_at_a_time_writes_a_folder(dense, tmp_path, refused):
+def test_one_run_at_a_time_writes_a_folder(dense, tmp_path, rejected):
     with files.exclusive_writer(tmp_path / "out"):
-        told = refused("--model", dense)
-        assert f"{tmp_path / 'out'}: another process is writing it" in told
+        rejected("busy", None, (str(tmp_path / "out"),), "--model", dense)
         quantize.quantize(dense, tmp_path / "other")
     (tmp_path / ".out.lock").touch()  # of a run that was killed
     quantize.quantize(dense, tmp_path / "out")
@@ -282,15 +282,15 @@ def test_one_run_at_a_time_writes_a_folder(dense, tmp_path, refused):
 
 
 def test_a_folder_that_appeared_meanwhile_is_not_replaced(dense, tmp_path, monkeypatch):
-    real = quantize.plan_of
+    real = quantize.plan_quantized
 
-    def slow(*given):
-        monkeypatch.setattr(quantize, "plan_of", real)
+    def slow(*args):
+        monkeypatch.setattr(quantize, "plan_quantized", real)
         quantize.quantize(dense, tmp_path / "q")
-        return real(*given)
+        return real(*args)
 
-    monkeypatch.setattr(quantize, "plan_of", slow)
-    with pytest.raises(PackError, match="is there already"):
+    monkeypatch.setattr(quantize, "plan_quantized", slow)
+    with raises("exists", "out", str(tmp_path / "q")):
         quantize.quantize(dense, tmp_path / "q", QuantizeOptions(MLXFormat()))
     assert quantize.verify(tmp_path / "q")["quantization"]["mode"] == "nf4"
 
@@ -310,18 +310,18 @@ def test_inspect_holds_every_shard_against_its_hash(dense, tmp_path, run):
     load_base(out)  # reads no hash
     code, shown, err = run("inspect", out)
     assert (code, shown) == (2, "") and len(err.splitlines()) == 1
-    assert err.startswith(f"packs: {shards[1]}: has sha256 ") and "quantize it again" in err
+    check(run.error, "unreadable", None, str(shards[1]), "sha256", "quantization.json")
 
 
 def test_a_shard_of_another_size_is_refused_when_it_is_loaded(dense, tmp_path):
     quantize.quantize(dense, tmp_path / "q", QuantizeOptions(max_shard_gb=SMALL_SHARDS))
     shard = sorted((tmp_path / "q").glob("model*.safetensors"))[2]
     shard.write_bytes(shard.read_bytes() + b"more")
-    with pytest.raises(PackError, match=rf"{shard}: has \d+ bytes, but \d+ in quantization.json"):
+    with raises("unreadable", None, str(shard), "quantization.json"):
         load_base(tmp_path / "q")
     (tmp_path / "q" / "model.safetensors.index.json").unlink()
     shard.unlink()
-    with pytest.raises(PackError, match=f"{shard.name} is named in quantization.json but not"):
+    with raises("unreadable", None, shard.name, "quantization.json"):
         load_base(tmp_path / "q")
 
 
@@ -329,20 +329,22 @@ def test_a_shard_of_another_size_is_refused_when_it_is_loaded(dense, tmp_path):
 def test_a_quantization_json_of_somebody_else_is_no_record(dense, run, text):
     (dense / base_files.RECORD).write_text(text)
     load_base(dense)
-    code, out, err = run("inspect", dense)
-    assert (code, out) == (2, "") and "packs quantize did not write it" in err
+    code, out, _ = run("inspect", dense)
+    assert (code, out) == (2, "")
+    check(run.error, "unsupported", None, str(dense), "quantization.json")
 
 
-def test_a_folder_that_is_there_is_replaced_only_with_overwrite(dense, tmp_path, run, refused):
+def test_a_folder_that_is_there_is_replaced_only_with_overwrite(dense, tmp_path, run, rejected):
     given = ("--model", dense, "--out", tmp_path / "q")
     assert run("quantize", *given)[0] == 0
-    assert "is there already; choose another name, or --overwrite" in refused(*given)
+    rejected("exists", "out", (str(tmp_path / "q"), "--overwrite"), *given)
     assert run("quantize", *given, "--mode", "affine", "--overwrite")[0] == 0
     assert (
         json.loads((tmp_path / "q" / "config.json").read_text())["quantization"]["mode"] == "affine"
     )
     assert sorted(f.name for f in tmp_path.iterdir()) == ["dense", "q"]
-    assert "holds the checkpoint itself" in refused("--model", dense, "--out", dense, "--overwrite")
+    args = ("--model", dense, "--out", dense, "--overwrite")
+    rejected("conflict", "out", (str(dense),), *args)
 
 
 def test_modules_with_bias_are_packed_and_the_bias_stays(tmp_path):
@@ -368,69 +370,70 @@ def test_a_module_of_odd_width_stays_dense(tmp_path):
 @pytest.mark.parametrize("format", ["mlx", "bitsandbytes"])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 @pytest.mark.parametrize("name", ["model.layers.1.mlp.up_proj.weight", "model.norm.weight"])
-def test_a_weight_that_is_not_finite_is_named(dense, refused, name, bad, format):
+def test_a_weight_that_is_not_finite_is_named(dense, rejected, name, bad, format):
     tensors = tensors_of(dense)
     flat = tensors[name].flatten()
     flat[3] = bad
     save(dense, {**tensors, name: flat.reshape(tensors[name].shape)})
-    assert f"{name}: has NaN or infinite weights" in refused("--model", dense, "--format", format)
+    rejected("unreadable", None, (name,), "--model", dense, "--format", format)
 
 
 def test_tensors_without_rows_or_numbers_are_checked_too():
     weight_formats.check_finite("scalar", mx.array(1.0))
     weight_formats.check_finite("empty", mx.zeros((0, 3)))
-    with pytest.raises(PackError, match="scalar: has NaN"):
+    with raises("unreadable", None, "scalar"):
         weight_formats.check_finite("scalar", mx.array(float("nan")))
 
 
-def test_what_is_quantized_already_is_refused_with_what_it_is(dense, tmp_path, refused, run):
+def test_what_is_quantized_already_is_refused_with_what_it_is(dense, tmp_path, rejected, run):
     config = json.loads((dense / "config.json").read_text())
-    assert "is quantized already (affine 4-bit g64)" in refused("--model", "tiny")
-    for arguments, said in (
+    rejected("conflict", "model", ("(affine 4-bit g64)",), "--model", "tiny")
+    for arguments, kind in (
         (["--mode", "nf4"], "nf4 4-bit g64 double-quantized"),
         (["--format", "bitsandbytes"], "bitsandbytes nf4"),
     ):
         run("quantize", "--model", dense, "--out", tmp_path / "q", "--overwrite", *arguments)
-        assert f"is quantized already ({said})" in refused("--model", tmp_path / "q")
+        rejected("conflict", "model", (f"({kind})",), "--model", tmp_path / "q")
     (tmp_path / "q" / "config.json").write_text(json.dumps(config))
-    assert ".weight is U8); take the checkpoint" in refused("--model", tmp_path / "q")
+    rejected("conflict", "model", (".weight is U8",), "--model", tmp_path / "q")
 
 
-def test_a_damaged_source_is_refused(dense, refused):
+def test_a_damaged_source_is_refused(dense, rejected):
     file = dense / "model.safetensors"
     whole = file.read_bytes()
     file.write_bytes(whole[:-100])
-    assert "is truncated" in refused("--model", dense)
+    rejected("unreadable", None, (str(file),), "--model", dense)
     file.write_bytes(whole)
     index = {"weight_map": {"a": "model-00002-of-00002.safetensors"}}
     (dense / "model.safetensors.index.json").write_text(json.dumps(index))
-    assert "named in the index but not there" in refused("--model", dense)
+    shard = "model-00002-of-00002.safetensors"
+    rejected("unreadable", None, (str(dense), shard), "--model", dense)
 
 
 @pytest.mark.parametrize(
-    "given, said",
-    {
-        "--keep up_porj": "--keep up_porj: no such module. Did you mean 'up_proj'?",
-        "--bits-for nothing=8": "--bits-for nothing: finds no module; there are",
-        "--bits-for up_proj=7": "--bits-for must give one of (2, 3, 4, 5, 6, 8) but gives 7",
-        "--bits-for up_proj": "--bits-for up_proj: must be REGEX=BITS",
-        "--bits-for (=8": "--bits-for '(' is no regular expression",
-        "--group-size 48": "--group-size or --block must be one of (32, 64, 128, 256) but is 48",
-        "--block 32 --group-size 64": "--block 32: is --group-size by another name, which is 64",
-        "--mode affine --double-quant": "--double-quant: not with --mode affine",
-        "--block 48": "--block must be one of (32, 64, 128, 256) but is 48",
-        "--bits 3": "--bits: not with --mode nf4",
-        "--mode affine --block 64": "--block: not with --mode affine",
-        "--mode affine --no-double-quant": "--no-double-quant: not with --mode affine",
-        "--mode affine --bits 7": "--bits must be one of (2, 3, 4, 5, 6, 8) but is 7",
-        "--mode affine --group-size 48": "--group-size must be one of (32, 64, 128) but is 48",
-        "--mode affine --format bitsandbytes": "--format bitsandbytes takes --mode nf4 only",
-        "--max-shard-gb 0": "--max-shard-gb must be positive but is 0.0",
-        "--model nowhere": "--model nowhere: no such folder",
-    }.items(),
+    "args, code, flag, name",
+    [
+        ("--keep up_porj", "unknown", "keep", "'up_proj'"),
+        ("--bits-for nothing=8", "unknown", "bits_for", "up_proj"),
+        ("--bits-for up_proj=7", "invalid", "bits_for", "(2, 3, 4, 5, 6, 8)"),
+        ("--bits-for up_proj", "invalid", "bits_for", "REGEX=BITS"),
+        ("--bits-for (=8", "invalid", "bits_for", "'('"),
+        ("--group-size 48", "invalid", "group_size", "(32, 64, 128, 256)"),
+        ("--block 32 --group-size 64", "conflict", "block", "64"),
+        ("--mode affine --double-quant", "conflict", "double_quant", "affine"),
+        ("--block 48", "invalid", "group_size", "(32, 64, 128, 256)"),
+        ("--bits 3", "conflict", "bits", "nf4"),
+        ("--mode affine --block 64", "conflict", "block", "affine"),
+        ("--mode affine --no-double-quant", "conflict", "double_quant", "affine"),
+        ("--mode affine --bits 7", "invalid", "bits", "(2, 3, 4, 5, 6, 8)"),
+        ("--mode affine --group-size 48", "invalid", "group_size", "(32, 64, 128)"),
+        ("--mode affine --format bitsandbytes", "invalid", "format", "nf4"),
+        ("--max-shard-gb 0", "invalid", "max_shard_gb", "0.0"),
+        ("--model nowhere", "not-found", "model", "nowhere"),
+    ],
 )
-def test_a_wrong_flag_is_one_line_that_names_it(dense, refused, given, said):
-    assert said in refused("--model", dense, *given.split())
+def test_a_wrong_flag_is_one_line_that_names_it(dense, rejected, args, code, flag, name):
+    rejected(code, flag, (name,), "--model", dense, *args.split())
 
 
 @pytest.mark.parametrize("flag", ["--block", "--group-size"])
@@ -448,13 +451,14 @@ def test_a_record_of_somebody_else_is_not_taken_for_ours(dense, run, tmp_path, m
     record = json.loads(file.read_text())
     del record[missing]
     file.write_text(json.dumps(record))
-    code, out, err = run("inspect", tmp_path / "q")
-    assert (code, out) == (2, "") and "packs quantize did not write it" in err
+    code, out, _ = run("inspect", tmp_path / "q")
+    assert (code, out) == (2, "")
+    check(run.error, "unsupported", None, str(tmp_path / "q"), "quantization.json")
 
 
-def test_a_recipe_that_leaves_nothing_to_quantize_is_refused(dense, refused):
+def test_a_recipe_that_leaves_nothing_to_quantize_is_refused(dense, rejected):
     every = "q_proj,k_proj,v_proj,o_proj,up_proj,gate_proj,down_proj,embed_tokens,lm_head"
-    assert "nothing is left to quantize" in refused("--model", dense, "--keep", every)
+    rejected("conflict", None, (str(dense),), "--model", dense, "--keep", every)
 
 
 def test_a_full_disk_leaves_nothing_behind(dense, tmp_path, monkeypatch):
@@ -462,7 +466,7 @@ def test_a_full_disk_leaves_nothing_behind(dense, tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("os.fsync", full)
-    with pytest.raises(PackError, match="No space left on device"):
+    with raises("unwritable", None, "No space left on device"):
         quantize.quantize(dense, tmp_path / "q")
     assert [f.name for f in tmp_path.iterdir()] == ["dense"]
 
@@ -486,22 +490,21 @@ def test_modules_left_dense_are_named_with_the_reason(tmp_path, run):
     assert found["model.layers.0.self_attn.q_proj"] == "kept by name" and len(found) == 6
 
 
-def test_overwrite_replaces_only_what_packs_quantize_made(dense, tmp_path, refused, monkeypatch):
+def test_overwrite_replaces_only_what_packs_quantize_made(dense, tmp_path, rejected, monkeypatch):
     parent = dense.parent / "holder"
     parent.mkdir()
     source = parent / "source"
     shutil.copytree(dense, source)
     (parent / "thesis.txt").write_text("mine")
-    told = refused("--model", source, "--out", parent, "--overwrite")
-    assert "holds the checkpoint itself" in told
+    replace = ("--model", source, "--overwrite", "--out")
+    rejected("conflict", "out", (str(parent),), *replace, parent)
     other = tmp_path / "other"
     other.mkdir()
     (other / "thesis.txt").write_text("mine")
-    told = refused("--model", source, "--out", other, "--overwrite")
-    assert "holds something else" in told and "quantization.json" in told
+    rejected("exists", "out", (str(other), "quantization.json"), *replace, other)
     assert (parent / "thesis.txt").is_file() and (other / "thesis.txt").is_file()
     monkeypatch.chdir(source)
-    assert "holds the checkpoint itself" in refused("--model", source, "--out", ".", "--overwrite")
-    assert "is empty" in refused("--model", source, "--out", " ")
+    rejected("conflict", "out", (".",), *replace, ".")
+    rejected("invalid", "out", (), "--model", source, "--out", " ")
     quantize.quantize(source, tmp_path / "q")
     quantize.quantize(source, tmp_path / "q", overwrite=True)

@@ -422,7 +422,7 @@ def test_merge_writes_a_folder_with_the_same_embeddings(data, tmp_path, prefix):
     stored = [mx.load(str(f)) for f in (tmp_path / "merged").glob("model*.safetensors")]
     names = {name for tensors in stored for name in tensors}
     assert names == set(mx.load(str(folder / "model.safetensors")))
-    with pytest.raises(PackError, match="is there already"):
+    with raises("exists", "out", str(tmp_path / "merged")):
         merge_pack(pack, folder, tmp_path / "merged", data=data["pairs"])
     merge_pack(pack, folder, tmp_path / "merged", data=data["pairs"], overwrite=True)
 
