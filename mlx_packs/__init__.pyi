@@ -19,9 +19,9 @@ from .ops._backend import backend as backend
 from .packs.base import Base as Base
 from .packs.base import load_base as load_base
 from .packs.diff import diff as diff
-from .packs.hub import pull as pull
 from .packs.listing import list_packs as list_packs
 from .packs.pack import Pack as Pack
+from .packs.pull import pull as pull
 from .packs.push import push as push
 from .packs.weighted_sum import weighted_sum as weighted_sum
 from .training.layer_trainer import LayerTrainer as LayerTrainer

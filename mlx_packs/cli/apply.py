@@ -35,11 +35,12 @@ def apply(
 
     Without --dry-run it is attached, run and detached again.
     """
-    from ..packs.pack import Pack, check_against
+    from ..packs.fit import check_fit
+    from ..packs.pack import Pack
 
     limits = gate_limits(max_pack_mb=max_pack_mb)
     opened = Pack.open(pack)
-    report = check_against(opened, model)
+    report = check_fit(opened, model)
     if not dry_run:
         report |= _largest_change(opened, model, trust_remote_code)
     gates = evaluate_gates(limits, {"max_pack_mb": report["pack_mb"]})

@@ -20,7 +20,7 @@ from ..evaluation.compare import (
 )
 from ..files import atomic_write
 from ..packs.base import load_base_for
-from ..packs.manifest import shown_perplexity
+from ..packs.card import format_perplexity
 from . import options
 from .options import option
 from .output import exit_if_failed, print_report
@@ -134,11 +134,11 @@ def _lines(compared: Sequence[Compared], csv_path: Path | None) -> list[str]:
 
 def _quality(one: Compared) -> list[str]:
     if one.name == BASE:
-        return [one.name, shown_perplexity(one.ppl, one.ppl_se), "", f"{one.accuracy:.1%}", ""]
+        return [one.name, format_perplexity(one.ppl, one.ppl_se), "", f"{one.accuracy:.1%}", ""]
     return [
         one.name,
-        shown_perplexity(one.ppl, one.ppl_se),
-        shown_perplexity(one.ppl_ratio, one.ppl_ratio_se, 3),
+        format_perplexity(one.ppl, one.ppl_se),
+        format_perplexity(one.ppl_ratio, one.ppl_ratio_se, 3),
         f"{one.accuracy:.1%}",
         f"{one.pack_mb:.2f}",
     ]

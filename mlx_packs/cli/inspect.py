@@ -118,7 +118,7 @@ def _adapter_lines(pack: "Pack") -> list[str]:
 def _training_lines(pack: "Pack") -> list[str]:
     """What a pack was trained on, and with which results."""
     from ..gates import gates_text
-    from ..packs.manifest import moved_metrics, phase_lines, shown_graph, shown_result
+    from ..packs.card import format_change, format_result, graph_lines, phase_lines
 
     lines = []
     objective = pack.part("objective")
@@ -128,15 +128,15 @@ def _training_lines(pack: "Pack") -> list[str]:
         if objective.get("task") == "embedding":
             learned = f"embeddings, loss {objective.get('loss')}"
         lines.append(f"data    {data.get('source')} · {rows or '?'} rows · {learned}")
-    lines += [f"graph   {line}" for line in shown_graph(objective)]
+    lines += [f"graph   {line}" for line in graph_lines(objective)]
     result = pack.part("eval")
-    before, after = (shown_result(result, when) for when in ("before", "after"))
+    before, after = (format_result(result, when) for when in ("before", "after"))
     if before and after:
         lines.append(
             f"eval    held-out PPL {before} → {after} on {result.get('rows', '?')} "
             f"{result.get('split', '?')} rows"
         )
-    elif moved := moved_metrics(result):
+    elif moved := format_change(result):
         lines.append(f"eval    held-out {moved} on {result.get('rows', '?')} rows")
     lines += [f"phase   {line}" for line in phase_lines(pack.manifest.get("phases") or ())]
     if gates := pack.part("gates"):

@@ -54,8 +54,8 @@ def pull(repo: str, out: str, overwrite: bool, as_json: bool) -> None:
     checked, and DIR appears when all are right. After an interruption the same command continues.
     """
     from ..display import Display
-    from ..packs.hub import pull
     from ..packs.manifest import read_pin
+    from ..packs.pull import pull
 
     if overwrite and out is None:
         raise PackError(

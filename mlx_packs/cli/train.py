@@ -138,11 +138,11 @@ def _lines(report: dict, model: str, quiet: bool) -> list[str]:
 
 def _embedding_lines(report: dict, model: str) -> list[str]:
     """The result of a run that trained an encoder."""
-    from ..packs.manifest import moved_metrics
+    from ..packs.card import format_change
 
     held_out = report["held_out"]
     return [
-        f"done    held-out {moved_metrics(report)} on {held_out['rows']} {held_out['split']} rows"
+        f"done    held-out {format_change(report)} on {held_out['rows']} {held_out['split']} rows"
         f"{gates_text(report['gates'])}",
         f"speed   {report['pairs_per_s']:,.0f} pairs/s · {_cost(report)}",
         f"pack    {report['pack']} ({report['pack_mb']:.1f} MB)    try: packs eval "
@@ -152,13 +152,13 @@ def _embedding_lines(report: dict, model: str) -> list[str]:
 
 def _text_lines(report: dict, model: str) -> list[str]:
     """The result of a run that trained a language model."""
-    from ..packs.manifest import phase_lines, shown_result
+    from ..packs.card import format_result, phase_lines
 
     drop = 1 - report["ppl_after"] / report["ppl_before"]
     held_out, objective, sample = report["held_out"], report["objective"], report["sample"]
     lines = [
-        f"done    held-out PPL {shown_result(report, 'before')} → "
-        f"{shown_result(report, 'after')} ({-drop:+.0%}) on "
+        f"done    held-out PPL {format_result(report, 'before')} → "
+        f"{format_result(report, 'after')} ({-drop:+.0%}) on "
         f"{held_out['rows']} {held_out['split']} rows{gates_text(report['gates'])}",
         *(f"phase   {line}" for line in phase_lines(report["phases"])),
     ]

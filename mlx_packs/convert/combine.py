@@ -22,8 +22,9 @@ from ..evaluation.rows import columns_of
 from ..files import sha256
 from ..nn.lora import adapter_key
 from ..packs.base import load_base_for
+from ..packs.folder import check_output
 from ..packs.manifest import ADAPTERS, is_of_encoder
-from ..packs.pack import Pack, check_output, grouped, manifest_of, modules_json, versions_line
+from ..packs.pack import Pack, grouped, manifest_of, modules_json, versions_line
 from ..packs.weighted_sum import check_addable, check_distinct, weighted_sum
 from ..runtime import mx
 from .fidelity import ROWS, Fidelity, FidelityMeter, Modules, check_max_drift

@@ -15,7 +15,7 @@ from ..data.formats import Row
 from ..data.pairs import Pairs, encode_pairs
 from ..errors import PackError
 from ..packs.base import Base
-from ..packs.manifest import shown_metrics
+from ..packs.card import format_metrics
 from .rows import EvalSettings
 
 TOP = 10  # of MRR and NDCG
@@ -37,7 +37,7 @@ class EmbeddingScore:
 
     def summary(self) -> str:
         """The same in one line for people."""
-        return f"loss {self.nll:.3f}, {shown_metrics(self.metrics)}"
+        return f"loss {self.nll:.3f}, {format_metrics(self.metrics)}"
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class EmbeddingReport:
     def lines(self) -> list[str]:
         """The report for people."""
         metrics = {"base": self.base, "pack": self.pack}
-        lines = [f"{name}    {shown_metrics(own)}" for name, own in metrics.items() if own]
+        lines = [f"{name}    {format_metrics(own)}" for name, own in metrics.items() if own]
         return [*lines, f"rows    {self.rows} {self.format}"]
 
 

@@ -17,7 +17,7 @@ from ..memory.matmul_path import choose_matmul_path
 from ..nn.lora import GroupedLoRA
 from ..objectives.causal_lm import Arrays, Head, as_arrays, split_head, target_loss
 from ..packs.base import Base
-from ..packs.manifest import shown_perplexity
+from ..packs.card import format_perplexity
 from ..runtime import is_traced, mx
 from .rows import EvalSettings
 
@@ -120,13 +120,13 @@ class EvalReport:
         """The report for people."""
         scores = {"base": self.base, "pack": self.pack}
         lines = [
-            f"{name}    PPL {shown_perplexity(score.ppl, score.ppl_se, 3)} · "
+            f"{name}    PPL {format_perplexity(score.ppl, score.ppl_se, 3)} · "
             f"token accuracy {score.accuracy:.1%}"
             for name, score in scores.items()
             if score is not None
         ]
         if self.difference is not None:
-            ratio = shown_perplexity(self.difference.ppl_ratio, self.difference.ppl_ratio_se, 3)
+            ratio = format_perplexity(self.difference.ppl_ratio, self.difference.ppl_ratio_se, 3)
             lines.append(
                 f"ratio   {ratio}, paired by row, on {self.rows} rows, "
                 f"{self.targets:,} target tokens"

@@ -1,0 +1,1 @@
+"""Packs: in memory, on disk, on a base, on the Hub."""

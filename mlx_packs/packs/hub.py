@@ -1,8 +1,8 @@
-"""Packs from the Hugging Face Hub: of one commit, whole or not at all, checked to the byte.
+"""Fetch the folder of a pack from the Hugging Face Hub: one commit, atomic, every hash checked.
 
 Only what a manifest names is fetched, under plain names that end in .safetensors or .json, and a
 pack appears in its place after every hash was right. huggingface_hub does the transfers; a download
-that was killed goes on from what is there, which its own downloads no longer do.
+that was killed resumes from what is there, which its own downloads no longer do.
 """
 
 import glob
@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 from typing import IO
 
-from ..display import QUIET, Display, Task, size
+from ..display import Display, Task, size
 from ..errors import PackError
 from ..files import (
     atomic_write,
@@ -25,6 +25,7 @@ from ..files import (
     to_json,
     unwritable,
 )
+from .folder import check_output, open_folder, verify_hashes
 from .manifest import (
     ADAPTERS,
     HUB_ID,
@@ -34,98 +35,94 @@ from .manifest import (
     read_manifest,
     read_pin,
 )
-from .pack import Pack, check_output
 
 _REVISION = r"[\w][\w.-]*(/[\w][\w.-]*)*"
 _FILE = r"[A-Za-z0-9][\w.-]*\.(safetensors|json)|README\.md"
 _USUAL = (".gitattributes", MANIFEST, PIN)  # in a repository beside what a manifest names
 _MAX_MANIFEST_BYTES = 64 << 20
 _STEP = 1_000_000  # bytes between two signs of progress
-_KEPT = "cannot be pulled whole (the same command goes on where it stopped)"
+_INCOMPLETE = "cannot be pulled completely (the same command resumes it)"
 _TRIES = 3  # of a download in which nothing comes
 
 
 def split_name(name: str) -> tuple[str, str]:
-    """``owner/name`` or ``owner/name@revision`` as both parts. Raises: PackError if it is neither.
+    """Split ``owner/name`` or ``owner/name@revision`` into both parts.
 
     A revision is a branch, a tag or a commit; without one it is ``main``.
+
+    Raises:
+        PackError: it is neither.
     """
     repo, at, revision = name.partition("@")
     if not re.fullmatch(HUB_ID, repo, re.ASCII) or ".." in repo or "--" in repo:
-        raise PackError(f"{name}: is not a hub id (owner/name, or owner/name@revision).")
+        raise PackError(
+            f"{name}: is not a hub id (owner/name, or owner/name@revision).", flag="pack"
+        )
     if at and (not re.fullmatch(_REVISION, revision, re.ASCII) or ".." in revision):
-        raise PackError(f"{name}: '{revision}' is not a revision (a branch, a tag or a commit).")
+        raise PackError(
+            f"{name}: '{revision}' is not a revision (a branch, a tag or a commit).",
+            flag="revision",
+        )
     return repo, revision or MAIN
 
 
-def pull(
-    name: str,
-    out: str | Path | None = None,
-    *,
-    overwrite: bool = False,
-    endpoint: str | None = None,
-    display: Display | None = None,
-) -> Pack:
-    """Fetch a pack from the Hub, whole or not at all.
-
-    A branch or tag is resolved to its commit first; ``hub.json`` beside the pack records both.
-
-    Args:
-        name: ``owner/name``, with ``@revision`` if it is not ``main``.
-        out: folder to write; without it the cache, where ``owner/name`` is found as a pack.
-    Raises: PackError if the Hub cannot be reached, the pack is not whole, or a hash differs.
-    """
+def fetch(
+    name: str, out: str | Path | None, overwrite: bool, endpoint: str | None, show: Display
+) -> Path:
+    """Fetch a pack as `pull` does; its folder."""
     repo, revision = split_name(str(name))
-    show = display or Display(QUIET)
     with errors_of_hub(f"{repo}@{revision}", "cannot be pulled"):
         commit, listed = _resolve(repo, revision, endpoint)
     folder = _cache(repo) / commit if out is None else Path(out).expanduser()
     if folder.name in ("", ".."):
         raise PackError(f"--out {out}: must name the folder that the pack becomes.")
     if folder.is_symlink():
-        raise PackError(f"--out {folder}: is a symlink; name a folder.")
+        raise PackError(f"--out {folder}: is a symbolic link. Name a folder.", "exists")
     pin = {"repo": repo, "revision": revision, "commit": commit}
-    if out is None and _is_whole(folder, commit):
-        _pin(folder, pin)  # the newest one tells where a branch was last
+    if out is None and _is_complete(folder, commit):
+        _pin(folder, pin)  # the newest one records where a branch was last
     else:
         check_output(folder, overwrite or out is None)
         _fetch(pin, listed, folder, endpoint, show)
-    return Pack.open(folder)
+    return folder
 
 
 def cached(name: str) -> Path:
-    """The folder of a hub id in the cache, as it is there; pulled if it is not.
+    """Return the folder of a hub id in the cache; it is fetched if it is not there.
 
-    Raises: PackError as `pull` does.
+    Raises:
+        PackError: it cannot be fetched.
     """
     repo, revision = split_name(name)
-    found = [f.parent for f in _cache(repo).glob(f"[!.]*/{PIN}")]
-    pins = {folder: read_pin(folder) or {} for folder in found}
-    asked = [f for f, pin in pins.items() if revision in (pin.get("revision"), pin.get("commit"))]
-    if asked:
-        return max(asked, key=lambda folder: (folder / PIN).stat().st_mtime_ns)
-    return pull(name, display=Display()).path
+    folders = [f.parent for f in _cache(repo).glob(f"[!.]*/{PIN}")]
+    pins = {folder: read_pin(folder) or {} for folder in folders}
+    of_revision = [
+        f for f, pin in pins.items() if revision in (pin.get("revision"), pin.get("commit"))
+    ]
+    if of_revision:
+        return max(of_revision, key=lambda folder: (folder / PIN).stat().st_mtime_ns)
+    return fetch(name, None, False, None, Display())
 
 
-def _is_whole(folder: Path, commit: str) -> bool:
-    """Whether a pack lies in the cache as it came: manifest and files with every hash right."""
+def _is_complete(folder: Path, commit: str) -> bool:
+    """Return whether the cache has a pack unchanged: manifest and files with every hash right."""
     pin = read_pin(folder)
     try:
         if pin is None or pin["commit"] != commit:
             return False
-        Pack.open(folder).verify()
+        verify_hashes(folder, open_folder(folder))
         return pin.get("manifest_sha256") == sha256(folder / MANIFEST)
     except (PackError, OSError):
         return False
 
 
 def _pin(folder: Path, pin: dict) -> None:
-    """Note beside a pack where it comes from, and the hash of its manifest."""
+    """Record beside a pack where it comes from, and the hash of its manifest."""
     atomic_write(folder / PIN, to_json(pin | {"manifest_sha256": sha256(folder / MANIFEST)}))
 
 
 def cache_roots() -> list[Path]:
-    """Where packs of the Hub lie: what was pulled by name, and the Hub's own cache."""
+    """Return the folders with packs of the Hub: what was pulled by name, and the Hub's own cache."""
     from huggingface_hub import constants
 
     return [Path(constants.HF_ASSETS_CACHE) / "mlx_packs", Path(constants.HF_HUB_CACHE)]
@@ -136,26 +133,28 @@ def _cache(repo: str) -> Path:
 
 
 def _resolve(repo: str, revision: str, endpoint: str | None) -> tuple[str, list[str]]:
-    """The commit of a revision, and the names of its files."""
+    """Return the commit of a revision, and the names of its files."""
     from huggingface_hub import HfApi
     from huggingface_hub.constants import HF_HUB_ETAG_TIMEOUT
 
     info = HfApi(endpoint).model_info(repo, revision=revision, timeout=HF_HUB_ETAG_TIMEOUT)
     if not re.fullmatch(r"[0-9a-f]{7,64}", info.sha or ""):
-        raise PackError(f"{repo}@{revision}: the Hub names no commit ({info.sha}).")
+        raise PackError(f"{repo}@{revision}: the Hub names no commit ({info.sha}).", "network")
     listed = [file.rfilename for file in info.siblings or []]
     for name in listed:
         if PurePosixPath(name).is_absolute() or ".." in re.split(r"[/\\]", name):
-            raise PackError(f"{repo}@{revision}: holds a file that leads elsewhere: {name!r}.")
+            raise PackError(
+                f"{repo}@{revision}: names a file outside the pack: {name!r}.", "unreadable"
+            )
     if MANIFEST not in listed:
-        raise PackError(f"{repo}@{revision}: is no pack: it has no {MANIFEST}.")
+        raise PackError(f"{repo}@{revision}: is not a pack: it has no {MANIFEST}.", "not-found")
     return info.sha, listed
 
 
 def _fetch(pin: dict, listed: list[str], folder: Path, endpoint: str | None, show: Display) -> None:
-    """Download a pack of one commit beside ``folder``, check it, and put it there.
+    """Download a pack of one commit beside ``folder``, check it, and rename it.
 
-    What was fetched stays there after a failure, and is gone on with if the commit is the same.
+    What was fetched stays after a failure, and the download resumes if the commit is the same.
     """
     repo, commit, name = pin["repo"], pin["commit"], f"{pin['repo']}@{pin['revision']}"
     try:
@@ -163,11 +162,11 @@ def _fetch(pin: dict, listed: list[str], folder: Path, endpoint: str | None, sho
     except OSError as error:
         raise unwritable(folder, error) from None
     partial = folder.with_name(f".{folder.name}.pull-{commit[:12]}")
-    with exclusive_writer(folder), errors_of_hub(name, _KEPT):
+    with exclusive_writer(folder), errors_of_hub(name, _INCOMPLETE):
         _clear(partial)
         try:
             files = _fetch_files(repo, commit, name, listed, partial, endpoint, show)
-        except PackError:  # refused, not broken off
+        except PackError:  # rejected, not interrupted
             shutil.rmtree(partial)
             raise
         for stray in {file.name for file in partial.iterdir()} - {MANIFEST, *files}:
@@ -189,7 +188,11 @@ def _fetch_files(
 ) -> dict:
     """Download the manifest and what it names into a folder, each file checked.
 
-    Returns: size and hash of each file. Raises: PackError for what is refused.
+    Returns:
+        Size and hash of each file.
+
+    Raises:
+        PackError: a file is not what the manifest says.
     """
     _download(repo, commit, partial / MANIFEST, None, endpoint, show)
     manifest = read_manifest(partial / MANIFEST)
@@ -201,7 +204,7 @@ def _fetch_files(
         more = f" and {len(beyond) - 5} more" if len(beyond) > 5 else ""
         show.line("left", f"{', '.join(beyond[:5])}{more}: not of the pack, not fetched")
     if missing := [file for file in files if file not in listed]:
-        raise PackError(f"{name}: {MANIFEST} names {missing[0]}, which is not there.")
+        raise PackError(f"{name}: {MANIFEST} names {missing[0]}, which is not there.", "not-found")
     for file, facts in files.items():
         _download(repo, commit, partial / file, facts["bytes"], endpoint, show)
         _check_hash(partial / file, facts["sha256"], name)
@@ -210,38 +213,47 @@ def _fetch_files(
 
 
 def _clear(partial: Path) -> None:
-    """Make a folder for downloads, or see that one from before holds plain files alone."""
+    """Make a folder for downloads, or check that an earlier one has regular files alone."""
     if partial.is_symlink():
-        raise PackError(f"{partial}: is a symlink; remove it.")
+        raise PackError(f"{partial}: is a symbolic link. Remove it.", "exists")
     partial.mkdir(exist_ok=True)
     for file in partial.iterdir():
         if file.is_symlink() or not file.is_file():
-            raise PackError(f"{file}: is not a plain file; remove {partial}.")
+            raise PackError(f"{file}: is not a regular file. Remove {partial}.", "exists")
     (partial / MANIFEST).unlink(missing_ok=True)
 
 
 def _download(
-    repo: str, commit: str, file: Path, wanted: int | None, endpoint: str | None, show: Display
+    repo: str, commit: str, file: Path, expected: int | None, endpoint: str | None, show: Display
 ) -> None:
-    """Fetch a file of a commit, from where an earlier try left off.
+    """Fetch a file of a commit, from where an earlier try stopped.
 
     Args:
-        wanted: its size by the manifest; None for the manifest itself.
+        repo: ``owner/name``.
+        commit: the commit.
+        file: where to write it.
+        expected: its size by the manifest; None for the manifest itself.
+        endpoint: of another Hub.
+        show: progress output.
     """
     from huggingface_hub import get_hf_file_metadata, hf_hub_url
     from huggingface_hub.errors import HfHubHTTPError
 
     name = file.name
-    if wanted is not None and file.is_file() and file.stat().st_size == wanted:
+    if expected is not None and file.is_file() and file.stat().st_size == expected:
         return
     url = hf_hub_url(repo, name, revision=commit, endpoint=endpoint)
-    found = get_hf_file_metadata(url, endpoint=endpoint).size
-    if wanted is None and (found is None or found > _MAX_MANIFEST_BYTES):
-        raise PackError(f"{repo}: {name} has {found} bytes, which no manifest has.")
-    if wanted is not None and found not in (None, wanted):
-        raise PackError(f"{repo}: {name} has {found} bytes, but {MANIFEST} says {wanted}.")
-    total = found if wanted is None else wanted
-    with file.open("ab", buffering=0) as f:  # what has come is there, however this ends
+    remote_size = get_hf_file_metadata(url, endpoint=endpoint).size
+    if expected is None and (remote_size is None or remote_size > _MAX_MANIFEST_BYTES):
+        raise PackError(
+            f"{repo}: {name} has {remote_size} bytes, which no manifest has.", "unreadable"
+        )
+    if expected is not None and remote_size not in (None, expected):
+        raise PackError(
+            f"{repo}: {name} has {remote_size} bytes, but {MANIFEST} says {expected}.", "unreadable"
+        )
+    total = remote_size if expected is None else expected
+    with file.open("ab", buffering=0) as f:  # what has arrived stays, however this ends
         if f.tell() > total:
             f.truncate(f.seek(0))
         with show.task("pull", -(-total // _STEP), f"MB {name}", f.tell() // _STEP) as bar:
@@ -251,7 +263,7 @@ def _download(
                 try:
                     _receive(url, f, total, bar)
                 except (ConnectionError, *HfHubHTTPError.__bases__[:1]) as error:
-                    if isinstance(error, HfHubHTTPError):  # an answer, and it is no
+                    if isinstance(error, HfHubHTTPError):  # an answer, which is an error
                         raise
                     tries = 0 if f.tell() > before else tries + 1
                     if tries == _TRIES:
@@ -260,7 +272,7 @@ def _download(
 
 
 def _receive(url: str, file: IO[bytes], total: int, bar: Task) -> None:
-    """Add to a file what it lacks. Raises: what the HTTP library does when the connection ends."""
+    """Append to a file what it lacks; errors of the HTTP library pass through."""
     from huggingface_hub import constants
     from huggingface_hub.utils import build_hf_headers, hf_raise_for_status, http_stream_backoff
 
@@ -280,7 +292,9 @@ def _receive(url: str, file: IO[bytes], total: int, bar: Task) -> None:
             file.truncate(file.seek(0))
         for chunk in response.iter_bytes():
             if file.tell() + len(chunk) > total:
-                raise PackError(f"{url}: sends more than the {total} bytes that it should.")
+                raise PackError(
+                    f"{url}: sends more than the {total} bytes that it should.", "unreadable"
+                )
             done = file.tell() // _STEP
             file.write(chunk)
             for _ in range(file.tell() // _STEP - done):
@@ -290,26 +304,31 @@ def _receive(url: str, file: IO[bytes], total: int, bar: Task) -> None:
 
 
 def check_names(manifest: dict, where: str) -> None:
-    """Raises: PackError if a manifest names a file that no pack holds."""
+    """Check that a manifest names only files that a pack may have.
+
+    Raises:
+        PackError: it names another.
+    """
     for name in manifest["files"]:
         if name in (MANIFEST, PIN) or not re.fullmatch(_FILE, name):
             raise PackError(
-                f"{where}: {MANIFEST} names {name!r}; a pack holds only safetensors, JSON and its "
-                "card, under plain names."
+                f"{where}: {MANIFEST} names {name!r}; a pack has only safetensors, JSON and its "
+                "card, under plain names.",
+                "unsupported",
             )
 
 
-def _check_hash(file: Path, wanted: str, where: str) -> None:
-    """Raises: PackError unless a file has the hash that the manifest says."""
-    if (found := sha256(file)) != wanted:
+def _check_hash(file: Path, expected: str, where: str) -> None:
+    if (digest := sha256(file)) != expected:
         raise PackError(
-            f"{where}: {file.name} has sha256 {found[:12]}…, but {MANIFEST} says {wanted[:12]}…; "
-            "it was changed or damaged, and is not kept."
+            f"{where}: {file.name} has sha256 {digest[:12]}…, but {MANIFEST} says "
+            f"{expected[:12]}…; it was changed or damaged, and is removed.",
+            "unreadable",
         )
 
 
 def http_errors() -> tuple[type[Exception], ...]:
-    """What huggingface_hub raises when a request fails; its HTTP library differs by version."""
+    """Return what huggingface_hub raises when a request fails; it differs by version."""
     from huggingface_hub.errors import HfHubHTTPError
 
     return (OSError, ValueError, RuntimeError, *HfHubHTTPError.__bases__)
@@ -317,27 +336,29 @@ def http_errors() -> tuple[type[Exception], ...]:
 
 @contextmanager
 def errors_of_hub(name: str, what: str) -> Iterator[None]:
-    """Say in one line what went wrong between here and the Hub."""
+    """Raise errors between here and the Hub as a PackError of one line."""
     from huggingface_hub import constants, errors
 
     try:
         yield
     except errors.GatedRepoError:
-        raise PackError(f"{name}: is gated; ask for access on its page on the Hub.") from None
+        raise PackError(f"{name}: is gated. Ask for access on its page.", "network") from None
     except errors.RepositoryNotFoundError:
         raise PackError(
-            f"{name}: the Hub has no such pack, or it is private (hf auth login)."
+            f"{name}: the Hub has no such pack, or it is private (`hf auth login`).", "not-found"
         ) from None
     except errors.RevisionNotFoundError:
-        raise PackError(f"{name}: the Hub has the pack, but no such revision.") from None
+        raise PackError(
+            f"{name}: the Hub has the pack, but no such revision.", "not-found"
+        ) from None
     except errors.OfflineModeIsEnabled:
-        raise PackError(f"{name}: {what}: HF_HUB_OFFLINE is set.") from None
+        raise PackError(f"{name}: {what}: HF_HUB_OFFLINE is set.", "network") from None
     except http_errors() as error:
         status = getattr(getattr(error, "response", None), "status_code", None)
-        unheard = isinstance(error, (ConnectionError, *errors.HfHubHTTPError.__bases__[:1]))
-        hint = f"; no answer from {constants.ENDPOINT}" if unheard and status is None else ""
+        unanswered = isinstance(error, (ConnectionError, *errors.HfHubHTTPError.__bases__[:1]))
+        hint = f"; no answer from {constants.ENDPOINT}" if unanswered and status is None else ""
         if status in (401, 403):
-            hint = "; hf auth login, with a token that may write"
+            hint = "; run `hf auth login`, with a token that may write"
         cause = (error.__cause__ if isinstance(error, RuntimeError) else None) or error
         text = next(iter(str(cause).strip().splitlines()), "") or type(cause).__name__
-        raise PackError(f"{name}: {what}: {text[:160].rstrip('.')}{hint}.") from None
+        raise PackError(f"{name}: {what}: {text[:160].rstrip('.')}{hint}.", "network") from None

@@ -1,4 +1,4 @@
-"""What packs there are: below a folder, or in the caches of the Hub; from manifests alone."""
+"""List packs below a folder or in the caches of the Hub, from manifests alone."""
 
 import os
 from collections.abc import Iterator
@@ -11,32 +11,39 @@ _ID_DIGITS = 7  # of a commit, beside the name of a pack of the Hub
 
 
 def list_packs(folder: str | Path | None = ".", hub_cache: bool = False) -> list[dict]:
-    """Every pack below a folder, or in the Hub's caches; neither tensors nor hashes are read.
+    """List every pack below a folder, or in the Hub's caches; neither tensors nor hashes are read.
 
-    Links to folders are not followed, hidden folders are passed over.
+    Links to folders are not followed, hidden folders are skipped.
 
     Args:
-        folder: looked through with all below it; with ``hub_cache`` None for the caches alone.
-    Returns: an object for each, by name: ``pack`` (folder), ``name``, ``error`` (None if it is
-        whole) and, from its manifest, ``base``, ``fingerprint``, ``model_type``, ``quantization``,
+        folder: searched with all below it; None searches the caches alone.
+        hub_cache: whether to search the Hub's caches.
+
+    Returns:
+        An object for each, by name: ``pack`` (folder), ``name``, ``error`` (None if it is
+        complete) and, from its manifest, ``base``, ``fingerprint``, ``model_type``, ``quantization``,
         ``ranks``, ``parameters``, ``pack_mb``, ``ppl_before``, ``ppl_after`` (of an encoder null,
         with ``metric``, ``metric_before``, ``metric_after`` instead), ``created``, ``license``,
         ``hub`` (repo, revision, commit of a pulled one).
-    Raises: PackError if there is no such folder.
+
+    Raises:
+        PackError: there is no such folder.
     """
-    found = []
+    packs = []
     if folder is not None:
         top = Path(folder).expanduser()
         if not top.is_dir():
             raise PackError(
-                f"{top}: {'is a file' if top.exists() else 'no such folder'}; name a "
-                "folder with packs below it."
+                f"{top}: {'is a file' if top.exists() else 'no such folder'}. Name a "
+                "folder with packs below it.",
+                "not-found",
+                "folder",
             )
-        found += [(str(path.relative_to(top)), path) for path in _packs_below(top)]
-        found = [(top.resolve().name if name == "." else name, path) for name, path in found]
+        packs += [(str(path.relative_to(top)), path) for path in _packs_below(top)]
+        packs = [(top.resolve().name if name == "." else name, path) for name, path in packs]
     if hub_cache:
-        found += _packs_of_hub()
-    return [_described(name, path) for name, path in sorted(found)]
+        packs += _packs_of_hub()
+    return [_entry(name, path) for name, path in sorted(packs)]
 
 
 def _packs_below(top: Path) -> Iterator[Path]:
@@ -48,7 +55,7 @@ def _packs_below(top: Path) -> Iterator[Path]:
 
 
 def _packs_of_hub() -> Iterator[tuple[str, Path]]:
-    """Packs that were pulled by name, and those among the snapshots of the Hub's own cache."""
+    """Yield packs that were pulled by name, and those in snapshots of the Hub's own cache."""
     from .hub import cache_roots
 
     pulled, snapshots = cache_roots()
@@ -63,8 +70,8 @@ def _hub_name(folder: str, commit: str) -> str:
     return f"{folder.replace('--', '/', 1)}@{commit[:_ID_DIGITS]}"
 
 
-def _described(name: str, folder: Path) -> dict:
-    """A pack for a list; where its manifest cannot be read or a file is not whole, the error."""
+def _entry(name: str, folder: Path) -> dict:
+    """Return the entry of a pack; with an error where its manifest or a file is damaged."""
     entry = dict.fromkeys(
         "base fingerprint model_type quantization ranks parameters pack_mb ppl_before ppl_after "
         "metric metric_before metric_after created license".split()
@@ -90,35 +97,35 @@ def _described(name: str, folder: Path) -> dict:
         }
         entry["error"] = _fault(folder, files)
     except PackError as error:
-        entry["error"] = str(error).removeprefix(f"{folder}{os.sep}")
+        entry["error"] = error.message.removeprefix(f"{folder}{os.sep}")
     except OSError as error:
         entry["error"] = f"{MANIFEST}: {error.strerror or error}"
     return entry
 
 
 def _metric(result: dict) -> dict:
-    """The metric that a pack of an encoder is told by; empty if it has none."""
+    """Return the metric that stands for a pack of an encoder; empty if it has none."""
     name = next((name for name in METRICS if f"{name}_after" in result), None)
     values = {when: result.get(f"{name}_{when}") for when in ("before", "after")}
     return {} if name is None else {"metric": name} | {f"metric_{k}": v for k, v in values.items()}
 
 
 def _fault(folder: Path, files: dict) -> str | None:
-    """What is wrong with the files of a pack, by their sizes; None if nothing is."""
+    """Return what is wrong with the files of a pack, by their sizes; None if nothing is."""
     for name, facts in files.items():
         if Path(name).name != name:
             return f"names a file outside the pack: {name!r}"
         try:
-            found = (folder / name).stat().st_size
+            size = (folder / name).stat().st_size
         except OSError:
             return f"{name} is missing"
-        if found != facts["bytes"]:
-            return f"{name} has {found:,} bytes of {facts['bytes']:,}"
+        if size != facts["bytes"]:
+            return f"{name} has {size:,} bytes of {facts['bytes']:,}"
     return None
 
 
 def table(entries: list[dict], width: int) -> list[str]:
-    """The list for people, in lines of at most ``width`` columns (60 or more)."""
+    """Return the list as a table, in lines of at most ``width`` columns (60 or more)."""
     gap = "  " if width >= 80 else " "
     rows = [("pack", "base", "MB", "rank", "PPL", "made"), *map(_cells, entries)]
     wide = [max(len(row[i]) for row in rows) for i in range(6)]
@@ -160,7 +167,7 @@ def _cells(entry: dict) -> tuple[str, ...]:
 
 
 def _short(value: float) -> str:
-    """A perplexity in at most five characters, as far as that goes."""
+    """Return a perplexity in at most five characters, where that is possible."""
     return f"{value:.2f}" if value < 10 else f"{value:.1f}" if value < 100 else f"{value:.0f}"
 
 

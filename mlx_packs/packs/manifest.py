@@ -1,9 +1,8 @@
-"""The manifest of a pack: what every key must be, and what people and mlx-lm read of it."""
+"""The manifest of a pack: what every key must be, and what stock mlx-lm reads of it."""
 
 import json
 import math
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -23,7 +22,7 @@ CARD = "README.md"
 PIN = "hub.json"  # in a pulled pack, beyond what the manifest names: where it comes from
 HUB_ID = r"[\w-][\w.-]*/[\w-][\w.-]*"
 MAIN = "main"  # the Hub's branch where none is named
-# What a pack of an encoder is measured by, and how people call it.
+# Metrics of embeddings, and their names for people.
 METRICS = {
     "spearman": "Spearman",
     "pearson": "Pearson",
@@ -37,11 +36,11 @@ _MISSING = object()
 _ADAPTER_KINDS = ("lora", "dora", "embedding")
 
 
-def _is_int(value, least: int) -> bool:
+def _is_int(value: object, least: int) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and least <= value < 2**53
 
 
-def _is_number(value) -> bool:
+def _is_number(value: object) -> bool:
     return _is_int(value, -(2**53)) or (isinstance(value, float) and math.isfinite(value))
 
 
@@ -129,37 +128,38 @@ _PHASE = {
 _GATE = {"limit": "a number", "value": "a number", "passed": "true or false"}
 
 
-def _hold(key: str, value, kind: str) -> None:
-    """Raises: ValueError naming the key, unless a value is of a kind."""
+def _check(key: str, value: object, kind: str) -> None:
+    """Raise a ValueError that names the key, unless a value is of a kind."""
     if not _KINDS[kind](value):
-        shown = "is missing" if value is _MISSING else f"is {repr(value)[:60]}"
-        raise ValueError(f"{key} must be {kind}, but {shown}")
+        problem = "is missing" if value is _MISSING else f"is {repr(value)[:60]}"
+        raise ValueError(f"{key} must be {kind}, but {problem}")
 
 
-def _look_up(manifest: dict, key: str):
-    value = manifest
+def _look_up(manifest: dict, key: str) -> object:
+    value: object = manifest
     for part in key.split("."):
         value = value.get(part, _MISSING) if isinstance(value, dict) else _MISSING
     return value
 
 
-def _hold_all(key: str, value, kinds: Mapping[str, str]) -> None:
-    """Hold a mapping and its keys."""
-    _hold(key, value, "a mapping")
+def _check_keys(key: str, value: object, kinds: Mapping[str, str]) -> None:
+    """Check a mapping and its keys."""
+    _check(key, value, "a mapping")
     for name, kind in kinds.items():
-        _hold(f"{key}.{name}", value.get(name, _MISSING), kind)
+        _check(f"{key}.{name}", value.get(name, _MISSING), kind)
 
 
 def read_manifest(file: Path) -> dict:
-    """The manifest in a file, with every key held that this program reads.
+    """Return the manifest in a file, with every key checked that this program reads.
 
-    Raises: PackError naming the file and the key, or a format that is newer than this program.
+    Raises:
+        PackError: a key is faulty, or the format is newer than this program.
     """
     try:
         manifest = json.loads(file.read_text(encoding="utf-8"))
-        _hold("it", manifest, "a mapping")
+        _check("it", manifest, "a mapping")
         version = manifest.get("format_version", _MISSING)
-        _hold("format_version", version, "an integer above 0")
+        _check("format_version", version, "an integer above 0")
         if version <= FORMAT_VERSION:
             check_manifest(manifest)
             manifest |= {
@@ -168,94 +168,111 @@ def read_manifest(file: Path) -> dict:
                 if manifest.get(part)
             }
     except (ValueError, RecursionError) as error:
-        raise PackError(f"{file}: is not a manifest ({error}).") from None
+        raise PackError(f"{file}: is not a manifest ({error}).", "unreadable") from None
     if version > FORMAT_VERSION:
         raise PackError(
-            f"{file}: format {version} is newer than this program's ({FORMAT_VERSION}); upgrade "
-            "mlx-packs."
+            f"{file}: format {version} is newer than this program's ({FORMAT_VERSION}). Upgrade "
+            "mlx-packs.",
+            "unsupported",
         )
     return manifest
 
 
 def check_manifest(manifest: dict, with_files: bool = True) -> None:
-    """Hold every key that is read. Raises: ValueError naming the first that is not as it must."""
+    """Check every key that is read.
+
+    Args:
+        manifest: as in a file.
+        with_files: whether it must name the files of a pack.
+
+    Raises:
+        ValueError: a key is missing or faulty.
+    """
     for key, kind in _REQUIRED.items():
         if key == "files" and not with_files:
             continue
-        _hold(key, _look_up(manifest, key), kind)
+        _check(key, _look_up(manifest, key), kind)
     for key, kind in _OPTIONAL.items():
         if (value := _look_up(manifest, key)) is not _MISSING and value is not None:
-            _hold(key, value, kind)
+            _check(key, value, kind)
     if (q := manifest["base"]["quantization"]) is not None:
         check_quantization("base.quantization", q)
     for split, rows in ((manifest.get("data") or {}).get("rows") or {}).items():
-        _hold(f"data.rows.{split}", rows, "an integer of 0 or more")
+        _check(f"data.rows.{split}", rows, "an integer of 0 or more")
     for name, gate in (manifest.get("gates") or {}).items():
-        _hold_all(f"gates.{name}", gate, _GATE)
+        _check_keys(f"gates.{name}", gate, _GATE)
     for i, phase in enumerate(manifest.get("phases") or ()):
-        _hold_all(f"phases[{i}]", phase, _PHASE)
+        _check_keys(f"phases[{i}]", phase, _PHASE)
         for when in ("before", "after"):
-            for name, found in phase[when].items():
-                _hold_all(f"phases[{i}].{when}.{name}", found, {"ppl": "a number"})
+            for name, score in phase[when].items():
+                _check_keys(f"phases[{i}].{when}.{name}", score, {"ppl": "a number"})
     files = manifest["files"] if with_files else {}
     for name in (ADAPTERS, *files) if with_files else ():
         kinds = {"bytes": "an integer of 0 or more", "sha256": "text"}
-        _hold_all(f"files.{name}", files.get(name, _MISSING), kinds)
+        _check_keys(f"files.{name}", files.get(name, _MISSING), kinds)
     for i, part in enumerate(manifest.get("sum_of") or ()):
-        _hold_all(f"sum_of[{i}]", part, {"pack": "text", "weight": "a number"})
-    for i, group in enumerate(manifest["adapters"]["groups"]):
-        _hold(f"adapters.groups[{i}]", group, "a list of texts")
-    for i, module in enumerate(manifest["adapters"]["modules"]):
+        _check_keys(f"sum_of[{i}]", part, {"pack": "text", "weight": "a number"})
+    _check_adapters(manifest["adapters"])
+
+
+def check_quantization(key: str, q: object) -> None:
+    """Check what MLX needs to know of quantized weights.
+
+    Raises:
+        ValueError: an entry is missing or faulty.
+    """
+    _check_keys(key, q, {"bits": "an integer above 0", "group_size": "an integer above 0"})
+    _check(f"{key}.mode", q.get("mode", "affine"), "text")
+    _check(f"{key}.keep", q.get("keep") or [], "a list of texts")
+
+
+def _check_adapters(adapters: dict) -> None:
+    for i, group in enumerate(adapters["groups"]):
+        _check(f"adapters.groups[{i}]", group, "a list of texts")
+    for i, module in enumerate(adapters["modules"]):
         _check_module(f"adapters.modules[{i}]", module)
-    replaced = manifest["adapters"].get("replaced")
-    _hold("adapters.replaced", [] if replaced is None else replaced, "a list")
-    if not manifest["adapters"]["modules"] and not replaced:
+    replaced = adapters.get("replaced")
+    _check("adapters.replaced", [] if replaced is None else replaced, "a list")
+    if not adapters["modules"] and not replaced:
         raise ValueError("adapters.modules must be a list with something in it, but is []")
     for i, tensor in enumerate(replaced or []):
         where, kinds = f"adapters.replaced[{i}]", {"name": "text", "shape": "a list of integers"}
-        _hold_all(where, tensor, kinds)
+        _check_keys(where, tensor, kinds)
         if not tensor["name"].rpartition(".")[0]:
             raise ValueError(
                 f"{where}.name must be of a module's tensor, but is {tensor['name']!r}"
             )
 
 
-def check_quantization(key: str, q) -> None:
-    """Hold what MLX needs to know of packed weights. Raises: ValueError naming the key."""
-    _hold_all(key, q, {"bits": "an integer above 0", "group_size": "an integer above 0"})
-    _hold(f"{key}.mode", q.get("mode", "affine"), "text")
-    _hold(f"{key}.keep", q.get("keep") or [], "a list of texts")
-
-
-def _check_module(key: str, module) -> None:
+def _check_module(key: str, module: object) -> None:
     kinds = {"path": "text", "in_features": "an integer above 0"}
-    _hold_all(key, module, {**kinds, "slices": "a list with something in it"})
-    if module.get("kind", "lora") not in _ADAPTER_KINDS:
-        raise ValueError(
-            f"{key}.kind must be one of {', '.join(_ADAPTER_KINDS)}, but is {module['kind']!r}"
-        )
+    _check_keys(key, module, {**kinds, "slices": "a list with something in it"})
+    kind = module.get("kind", "lora")
+    if kind not in _ADAPTER_KINDS:
+        raise ValueError(f"{key}.kind must be one of {', '.join(_ADAPTER_KINDS)}, but is {kind!r}")
     if (origin := module.get("base_key")) is not None:
-        _hold(f"{key}.base_key", origin, "text or a list of texts")
+        _check(f"{key}.base_key", origin, "text or a list of texts")
     if module.get("head") is not None:
-        _hold(f"{key}.head", module["head"], "true or false")
-    if module.get("kind", "lora") != "lora" and ("experts" in module or len(module["slices"]) > 1):
-        raise ValueError(f"{key}: {module['kind']} has one slice and no experts")
+        _check(f"{key}.head", module["head"], "true or false")
+    if kind != "lora" and ("experts" in module or len(module["slices"]) > 1):
+        raise ValueError(f"{key}: {kind} has one slice and no experts")
     if "experts" in module:
-        _hold(f"{key}.experts", module["experts"], "an integer above 0")
+        _check(f"{key}.experts", module["experts"], "an integer above 0")
         if len(module["slices"]) > 1:
             raise ValueError(f"{key}: a switch linear has one slice, not {len(module['slices'])}")
     for i, part in enumerate(module["slices"]):
         where = f"{key}.slices[{i}]"
         kinds = {"name": "text", "width": "an integer above 0", "rank": "an integer of 0 or more"}
-        _hold_all(where, part, kinds)
-        kind = "a finite number above 0" if part["rank"] else "a number"
-        _hold(f"{where}.alpha", part.get("alpha", _MISSING), kind)
+        _check_keys(where, part, kinds)
+        alpha_kind = "a finite number above 0" if part["rank"] else "a number"
+        _check(f"{where}.alpha", part.get("alpha", _MISSING), alpha_kind)
 
 
 def spec_json(spec: "ModuleSpec", origin: str | list[str] | None = None) -> dict:
-    """A module of the manifest.
+    """Return a module of the manifest.
 
     Args:
+        spec: the module's adapter.
         origin: the tensor of the base's files that its adapter changes, if that is certain.
     """
     rest = {} if spec.experts is None else {"experts": spec.experts}
@@ -271,6 +288,7 @@ def spec_json(spec: "ModuleSpec", origin: str | list[str] | None = None) -> dict
 
 
 def specs_of(manifest: dict) -> "Specs":
+    """Return the adapters of a manifest."""
     from ..adapters.spec import ModuleSpec, SliceSpec
 
     modules = manifest["adapters"]["modules"]
@@ -291,12 +309,12 @@ def specs_of(manifest: dict) -> "Specs":
 
 
 def replaced_of(manifest: dict) -> dict[str, tuple[int, ...]]:
-    """Tensors of the base that a pack brings whole (PEFT's modules_to_save): name and shape."""
+    """Return names and shapes of tensors stored in full (PEFT's modules_to_save)."""
     return {t["name"]: tuple(t["shape"]) for t in manifest["adapters"].get("replaced") or []}
 
 
 def shapes_of(manifest: dict) -> dict[str, tuple[int, ...]]:
-    """Every tensor that the manifest promises, and its shape."""
+    """Return every tensor that the manifest promises, and its shape."""
     shapes = replaced_of(manifest)
     for spec in specs_of(manifest).values():
         shapes |= spec.shapes
@@ -304,14 +322,15 @@ def shapes_of(manifest: dict) -> dict[str, tuple[int, ...]]:
 
 
 def is_of_encoder(manifest: dict) -> bool:
-    """Whether a pack is of an encoder, which makes embeddings."""
+    """Return whether a pack is of an encoder, which makes embeddings."""
     return manifest["base"]["model_type"] in ENCODERS
 
 
-def mlx_lm_config(specs: "Specs") -> dict | None:
-    """``adapter_config.json`` for stock mlx-lm, or None where its one rank and scale do not do.
+def adapter_config_of(specs: "Specs") -> dict | None:
+    """Return ``adapter_config.json`` for stock mlx-lm, or None where it cannot express adapters.
 
-    Neither do LoRA and DoRA in one, nor an embedding's adapter that leaves the tied head alone.
+    It has one rank and one scale, either LoRA or DoRA, and adapters of embeddings act on a tied
+    head.
     """
     kinds = {spec.kind == "dora" for spec in specs.values()}
     if len(kinds) != 1 or any(spec.head is False for spec in specs.values()):
@@ -333,99 +352,22 @@ def mlx_lm_config(specs: "Specs") -> dict | None:
 
 
 def adapter_config(manifest: dict) -> dict | None:
-    """``adapter_config.json`` of a pack, or None where stock mlx-lm cannot load it.
+    """Return ``adapter_config.json`` of a pack, or None where stock mlx-lm cannot load it.
 
-    Weights that are brought whole it loads as those of a full fine-tuning, over dense ones.
+    It loads tensors stored in full as those of a full fine-tuning, over dense ones.
     """
     if not replaced_of(manifest):
-        return mlx_lm_config(specs_of(manifest))
+        return adapter_config_of(specs_of(manifest))
     if manifest["adapters"]["modules"] or manifest["base"]["quantization"]:
         return None
     return {"fine_tune_type": "full", "num_layers": -1}
 
 
-def model_card(manifest: dict, name: str) -> str:
-    """README.md of a pack: what it is, what it was measured to do, how to use it."""
-    base = manifest["base"]
-    specs = specs_of(manifest)
-    ranks = sorted({s.rank for spec in specs.values() for s in spec.slices if s.rank})
-    targets = sorted({path.rsplit(".", 1)[-1] for path in specs})
-    what = f"rank {', '.join(map(str, ranks))} on {', '.join(targets)}"
-    if not specs:
-        what = f"{len(replaced_of(manifest))} of its tensors fine-tuned in full"
-    lines = [
-        *_card_metadata(manifest),
-        "",
-        f"# {name}",
-        "",
-        f"A {'LoRA ' if specs else ''}pack for `{base['id']}` ({base['model_type']}, "
-        f"{base['num_layers']} blocks), {what}.",
-        "",
-    ]
-    result = manifest.get("eval") or {}
-    before, after = (shown_result(result, when) for when in ("before", "after"))
-    if before and after:
-        change = result["ppl_after"] / result["ppl_before"] - 1
-        lines += [
-            f"Held-out perplexity: {before} before, {after} with the pack ({change:+.0%}), on "
-            f"{result.get('rows', '?')} rows of `{result.get('split', '?')}`.",
-            "",
-        ]
-    elif is_of_encoder(manifest) and (moved := moved_metrics(result)):
-        lines += [
-            f"Held-out {moved}, on {result.get('rows', '?')} rows of `{result.get('split', '?')}`.",
-            "",
-        ]
-    if phases := manifest.get("phases"):
-        lines += ["Learned in phases:", "", *(f"- {line}" for line in phase_lines(phases)), ""]
-    lines += [f"{line}\n" for line in shown_graph(manifest.get("objective") or {})]
-    lines += ["```", _card_command(manifest), "```", ""]
-    lines += [f"Base fingerprint: `{base['fingerprint']}`"]
-    if license := manifest.get("license"):
-        lines += ["", f"Licence: {license}"]
-    lines += _card_data(manifest.get("data") or {})
-    return "\n".join(lines) + "\n"
-
-
-def _card_metadata(manifest: dict) -> list[str]:
-    """What the Hub reads of a card, in YAML; a base is named there only if it is a hub id."""
-    base = manifest["base"]["id"]
-    license, is_lora = manifest.get("license"), bool(manifest["adapters"]["modules"])
-    return [
-        "---",
-        "library_name: mlx",
-        *([f"license: {json.dumps(license)}"] if license else []),
-        *(
-            [
-                f"base_model: {json.dumps(base)}",
-                f"base_model_relation: {'adapter' if is_lora else 'finetune'}",
-            ]
-            if re.fullmatch(HUB_ID, base, re.ASCII)
-            else []
-        ),
-        f"pipeline_tag: {'sentence-similarity' if is_of_encoder(manifest) else 'text-generation'}",
-        f"tags: [mlx, {'lora, ' * is_lora}mlx-packs]",
-        "---",
-    ]
-
-
-def _card_data(data: Mapping) -> list[str]:
-    """What it was trained on, by name and fingerprint; the rows stay where they are."""
-    prints = data.get("fingerprint")
-    if not isinstance(prints, dict) or not prints:
-        return []
-    rows = data.get("rows") or {}
-    lines = ["", f"Data `{data.get('source', '?')}`, by fingerprint:", ""]
-    for split, value in prints.items():
-        count = f", {rows[split]:,} rows" if split in rows else ""
-        lines.append(f"- {split}{count}: `{value}`")
-    return lines
-
-
 def read_pin(folder: Path) -> dict | None:
-    """Where a pulled pack comes from (repo, revision, commit); None if it was not pulled.
+    """Return where a pulled pack comes from (repo, revision, commit); None if it was not pulled.
 
-    ``manifest_sha256``, of the manifest as it came, is there unless an older program wrote it.
+    ``manifest_sha256``, of the manifest as it was pulled, is present unless an older program wrote
+    the file.
     """
     try:
         pin = json.loads((folder / PIN).read_text(encoding="utf-8"))
@@ -435,72 +377,3 @@ def read_pin(folder: Path) -> dict | None:
     if not isinstance(pin, dict) or not all(isinstance(pin.get(key), str) for key in keys):
         return None
     return {key: pin[key] for key in (*keys, "manifest_sha256") if isinstance(pin.get(key), str)}
-
-
-def shown_result(result: Mapping, when: str) -> str | None:
-    """The perplexity before or after with its standard error, as far as a manifest has them."""
-    ppl, se = result.get(f"ppl_{when}"), result.get(f"ppl_{when}_se")
-    return None if ppl is None else shown_perplexity(ppl, se)
-
-
-def shown_graph(objective: Mapping) -> list[str]:
-    """What the loss was taken of, for people, where that was a proxy of the base."""
-    graph, stack = objective.get("graph"), objective.get("stack")
-    if graph is None or stack is None:
-        return []
-    before, after = objective.get("ppl_before"), objective.get("ppl_after")
-    own = "" if before is None or after is None else f"; its own PPL {before:.2f} → {after:.2f}"
-    shown = ", ".join(stack) or "no projection"
-    if len(stack) > 3:
-        shown = f"{len(stack)} projections ({stack[0]} … {stack[-1]})"
-    return [
-        f"Trained by {graph} over {shown} and the head "
-        f"{objective.get('head')}{own}: {objective.get('note')}."
-    ]
-
-
-def shown_metrics(metrics: Mapping[str, float]) -> str:
-    """Metrics of embeddings for people."""
-    return ", ".join(f"{METRICS[name]} {value:.4f}" for name, value in metrics.items())
-
-
-def moved_metrics(result: Mapping) -> str:
-    """Metrics of embeddings before and after, for people, as far as a manifest has them."""
-    names = [n for n in METRICS if all(f"{n}_{when}" in result for when in ("before", "after"))]
-    before, after = ({n: result[f"{n}_{when}"] for n in names} for when in ("before", "after"))
-    return f"{shown_metrics(before)} → {shown_metrics(after)}" if names else ""
-
-
-def shown_perplexity(ppl: float, se: float | None, digits: int = 2) -> str:
-    """A perplexity for people, with its standard error where there is one."""
-    return f"{ppl:.{digits}f}" + ("" if se is None else f" ± {se:.{digits}f}")
-
-
-def phase_lines(phases: Sequence[Mapping]) -> list[str]:
-    """A line a phase for people: what it did to its own held-out rows and to those of others."""
-    lines = []
-    for phase in phases:
-        before, after = phase["before"], phase["after"]
-        names = sorted(set(before) & set(after), key=lambda name: (name != phase["name"], name))
-        changes = [f"{n} {before[n]['ppl']:.2f} → {after[n]['ppl']:.2f}" for n in names]
-        replayed = f", {phase['replay']:.0%} replayed" if phase["replay"] else ""
-        lines.append(
-            f"{phase['name']}: {phase['steps']:,} updates on {phase['data']}{replayed} · held-out "
-            f"PPL of {' · '.join(changes) or '?'}"
-        )
-    return lines
-
-
-def _card_command(manifest: dict) -> str:
-    """A command that loads the pack: stock mlx-lm's, where that loads base and adapters as here."""
-    from ..bases.files import TINY
-
-    base = manifest["base"]["id"]
-    if is_of_encoder(manifest):
-        return f"packs merge . --model {base} --out merged  # a folder of sentence-transformers"
-    if base == TINY:
-        return "packs generate --pack . --prompt ..."
-    quantize = (manifest.get("recipe") or {}).get("quantize") or "none"
-    if quantize == "none" and adapter_config(manifest):
-        return f"mlx_lm.generate --model {base} --adapter-path . --prompt ..."
-    return f"packs generate --model {base} --pack . --prompt ..."

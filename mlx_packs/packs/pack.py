@@ -21,7 +21,6 @@ from ..bases.files import (
     fingerprint,
     quantization_name,
     resolve_checkpoint,
-    weight_files,
 )
 from ..bases.geometry import Heads, block_prefixes
 from ..bases.model import BaseModel
@@ -30,13 +29,15 @@ from ..errors import PackError
 from ..files import (
     atomic_folder,
     atomic_write,
-    read_header,
     read_tensors,
     save_tensors,
     sha256,
     to_json,
 )
 from ..runtime import mx
+from .card import model_card
+from .folder import check_output, open_folder, verify_hashes
+from .hub import cached
 from .manifest import (
     ADAPTER_CONFIG,
     ADAPTERS,
@@ -49,11 +50,8 @@ from .manifest import (
     check_manifest,
     check_quantization,
     is_of_encoder,
-    model_card,
-    read_manifest,
     read_pin,
     replaced_of,
-    shapes_of,
     spec_json,
     specs_of,
 )
@@ -74,15 +72,18 @@ class Pack:
     parts: tuple = ()
 
     @property
-    def identity(self):
+    def identity(self) -> object:
         """What is equal for two that are the same pack: the folder, or the parts of a sum."""
         return self.path.resolve() if self.path else self.parts or id(self)
 
     @classmethod
-    def of(cls, attached: Trainable, dtype: str = "float32", **facts) -> "Pack":
-        """The pack of what was learned beside or in a base; ``facts`` go into the manifest.
+    def of(cls, attached: Trainable, dtype: str = "float32", **facts: object) -> "Pack":
+        """Return the pack of trained parameters.
 
-        dtype: of its tensors; `rounded` ones lose nothing.
+        Args:
+            attached: the parameters, on their base.
+            dtype: of its tensors; those of `round_adapters` lose nothing.
+            facts: optional parts of the manifest.
         """
         groups = [[g.path for g in group.members] for group in attached.groups]
         adapters = {
@@ -103,48 +104,27 @@ class Pack:
     def open(cls, path: str | Path) -> "Pack":
         """Read a pack's manifest and check its files' sizes; loads no tensor.
 
-        path: a folder, or where there is none of that name a hub id (``owner/name@revision``).
-        Raises: PackError naming the file and what is wrong with it.
+        Args:
+            path: a folder, or where there is none of that name a hub id (``owner/name@revision``).
+
+        Raises:
+            PackError: there is no such pack, or a file of it is damaged.
         """
         folder = Path(path).expanduser()
         if _is_hub_name(path):
-            from .hub import cached
-
             folder = cached(str(path))
-        file = folder / MANIFEST
-        if not folder.is_dir():
-            raise PackError(f"{folder}: no such pack folder.")
-        if not file.is_file():
-            foreign = (folder / ADAPTER_CONFIG).is_file()
-            hint = f" As an adapter of another tool: packs import {folder}" if foreign else ""
-            kind = "an mlx-lm adapter" if (folder / ADAPTERS).is_file() else "no pack"
-            raise PackError(f"{folder}: is {kind}: it has no {MANIFEST}.{hint}")
-        manifest = read_manifest(file)
-        for name, facts in manifest["files"].items():
-            size, digest = facts["bytes"], facts["sha256"]
-            if Path(name).name != name:
-                raise PackError(f"{file}: names a file outside the pack: {name!r}.")
-            part = folder / name
-            if not part.is_file() or (part.is_symlink() and not _is_hub_blob(part)):
-                raise PackError(f"{part}: is named in {MANIFEST} but is not a file here.")
-            if part.stat().st_size != size:
-                raise PackError(
-                    f"{part}: has {part.stat().st_size} bytes, but {MANIFEST} says "
-                    f"{size} (sha256 {digest[:12]}…). Copy the pack again."
-                )
-        return cls(manifest, None, folder)
+        return cls(open_folder(folder), None, folder)
 
     def verify(self) -> None:
-        """Hash every file of a saved pack. Raises: PackError naming the one that differs."""
-        for name, facts in self.manifest["files"].items():
-            if (found := sha256(self.path / name)) != facts["sha256"]:
-                raise PackError(
-                    f"{self.path / name}: sha256 is {found[:12]}…, but {MANIFEST} says "
-                    f"{facts['sha256'][:12]}…; the file was changed or damaged."
-                )
+        """Hash every file of a saved pack.
+
+        Raises:
+            PackError: a hash differs from the manifest's.
+        """
+        verify_hashes(self.path, self.manifest)
 
     def load_tensors(self) -> Mapping[str, mx.array]:
-        """The adapters, after checking hashes and that every number is finite."""
+        """Return the adapters, after checking hashes and that every number is finite."""
         if self.tensors is None:
             self.verify()
             self.tensors = read_tensors(self.path / ADAPTERS)
@@ -157,7 +137,7 @@ class Pack:
 
     @property
     def method(self) -> str:
-        """What was trained: ``lora``, or ``full``, whose weights are all brought whole."""
+        """What was trained: ``lora``, or ``full``, which stores full tensors."""
         return self.manifest.get("method") or "lora"
 
     @property
@@ -167,15 +147,15 @@ class Pack:
 
     @property
     def beyond_lora(self) -> str:
-        """What of it is no LoRA of a linear, in words; empty if nothing is."""
+        """A part of it that is not LoRA of a linear, in words; empty if there is none."""
         for path, spec in self.specs.items():
             if is_inference_only(spec):
                 return f"{path} is {spec.kind}"
-        whole = replaced_of(self.manifest)
-        return f"{next(iter(whole))} is brought whole" if whole else ""
+        replaced = replaced_of(self.manifest)
+        return f"{next(iter(replaced))} is stored in full" if replaced else ""
 
     def part(self, name: str) -> dict:
-        """An optional part of the manifest (recipe, objective, eval), empty where there is none."""
+        """Return an optional part of the manifest (recipe, objective, eval), or an empty one."""
         return self.manifest.get(name) or {}
 
     @property
@@ -203,10 +183,11 @@ class Pack:
         return sum(f.stat().st_size for f in files) / 1e6
 
     def save(self, path: str | Path, overwrite: bool = False) -> "Pack":
-        """Write the pack's folder, whole or not at all.
+        """Write the pack's folder atomically.
 
-        Raises: PackError if the folder holds something else than a pack, or a pack and not
-            ``overwrite``, or if the manifest is none that can be opened.
+        Raises:
+            PackError: the folder exists and is not a pack, or is one and not ``overwrite``, or the
+                manifest would be faulty.
         """
         folder = Path(path).expanduser()
         check_output(folder, overwrite)
@@ -233,7 +214,7 @@ class Pack:
         self.path, self.manifest = folder, manifest
         return self
 
-    def note(self, **facts) -> None:
+    def note(self, **facts: object) -> None:
         """Add facts to the manifest of a saved pack; its other files stay as they are."""
         self.manifest = {**self.manifest, **facts}
         atomic_write(self.path / MANIFEST, to_json(self.manifest))
@@ -295,44 +276,52 @@ class Pack:
                 )
 
     def check_checkpoint(self, model: str | Path) -> tuple[Path, dict]:
-        """Hold the pack against a checkpoint from its headers and config.json alone.
+        """Compare the pack's base with a checkpoint, from headers and config.json alone.
 
-        Returns: the checkpoint's folder and config. Raises: PackError as `check_base` does.
+        Returns:
+            The checkpoint's folder and config.
+
+        Raises:
+            PackError: it is another base.
         """
         path, config = _read_checkpoint(model)
         stored = config.get("quantization")
-        if not stored and (_is_foreign(config) or self.quantize_for(config) != "none"):
+        if not stored and (is_converted_on_loading(config) or self.quantize_for(config) != "none"):
             stored = self.manifest["base"]["quantization"]  # as it will be once it is loaded
         self.check_base(str(model), fingerprint(path), config, stored)
         return path, config
 
     def quantize_for(self, config: dict) -> str:
-        """What to tell `load_base` to quantize, so that a checkpoint is what was trained on."""
-        if config.get("quantization") or _is_foreign(config):
+        """Return how `load_base` quantizes a checkpoint so that it is what was trained on."""
+        if config.get("quantization") or is_converted_on_loading(config):
             return "none"
         return format_name(self.manifest["base"]["quantization"])
 
     @property
     def quantize_options(self) -> dict:
-        """What `load_base` needs beside the mode of `quantize_for`."""
+        """Options of `load_base` beside the mode of `quantize_for`."""
         q = self.manifest["base"]["quantization"] or {}
         return {"double_quant": bool(q.get("double_quant")), "keep": tuple(q.get("keep") or ())}
 
     def attach(self, base: BaseModel, matmul_path: str = "quantized") -> Attached:
-        """Attach this pack to its base. Raises: PackError if it does not fit."""
+        """Attach this pack to its base.
+
+        Raises:
+            PackError: it does not fit.
+        """
         self.check_base(base.name, base.fingerprint, base.config, base.quantization)
         self.check_reading(base)
         tensors = self.load_tensors()
         fallback = bool(self.part("recipe").get("train_fp16_fallback"))
         where = str(self.path / ADAPTERS if self.path else "pack")
-        fixed = {path: spec for path, spec in self.specs.items() if is_inference_only(spec)}
-        plain = {path: spec for path, spec in self.specs.items() if path not in fixed}
+        inference_only = {p: spec for p, spec in self.specs.items() if is_inference_only(spec)}
+        trainable = {p: spec for p, spec in self.specs.items() if p not in inference_only}
         replaced = replaced_of(self.manifest)
-        apart = {name for spec in fixed.values() for name in spec.shapes} | set(replaced)
-        attached = attach(base, specs=plain, matmul_path=matmul_path, fp16_fallback=fallback)
+        others = {name for spec in inference_only.values() for name in spec.shapes} | set(replaced)
+        attached = attach(base, specs=trainable, matmul_path=matmul_path, fp16_fallback=fallback)
         try:
-            attached.load({n: t for n, t in tensors.items() if n not in apart}, where)
-            attach_inference_only(attached, fixed, replaced, tensors, where)
+            attached.load({n: t for n, t in tensors.items() if n not in others}, where)
+            attach_inference_only(attached, inference_only, replaced, tensors, where)
         except PackError:
             attached.detach()
             raise
@@ -341,36 +330,34 @@ class Pack:
 
 
 def round_adapters(attached: Trainable, dtype: str) -> None:
-    """Take every adapter to the nearest number of a dtype, so that a pack of it loses nothing.
+    """Round every adapter to a dtype, so that a pack of that dtype loses nothing.
 
-    Raises: PackError if one is too large for it.
+    Raises:
+        PackError: a number is too large for it.
     """
     rounded = {n: t.astype(getattr(mx, dtype)) for n, t in attached.tensors().items()}
     for name, tensor in rounded.items():
         if not mx.isfinite(tensor).all().item():
-            raise PackError(f"{name}: is too large for {dtype}; use --pack-dtype bfloat16.")
+            raise PackError(
+                f"{name}: is too large for {dtype}. Pass --pack-dtype bfloat16.",
+                flag="pack_dtype",
+            )
     attached.load(rounded, f"--pack-dtype {dtype}")
 
 
-def _is_hub_blob(link: Path) -> bool:
-    """Whether a link is one of a snapshot in the Hub's cache, to a file that belongs to it."""
-    snapshots, target = link.parent.parent, link.resolve()
-    return snapshots.name == "snapshots" and target.parent == snapshots.resolve().parent / "blobs"
-
-
 def _is_hub_name(path: str | Path) -> bool:
-    """Whether a pack's name can only be meant for the Hub: nothing here begins like it."""
-    named = re.fullmatch(HUB_ID + r"(@[\w./-]+)?", str(path), re.ASCII)
-    return bool(named) and not Path(Path(path).parts[0]).exists()
+    """Return whether a pack's name can only be meant for the Hub: nothing here begins like it."""
+    is_id = re.fullmatch(HUB_ID + r"(@[\w./-]+)?", str(path), re.ASCII) is not None
+    return is_id and not Path(Path(path).parts[0]).exists()
 
 
 def modules_json(base: BaseModel, specs: Specs) -> list[dict]:
-    """The modules of a manifest, each with the tensor of the base's files that it adapts."""
+    """Return the modules of a manifest, each with the tensor of the base's files that it adapts."""
     return [spec_json(spec, base.weight_map.get(f"{path}.weight")) for path, spec in specs.items()]
 
 
-def manifest_of(base: BaseModel, adapters: dict, **facts) -> dict:
-    """The manifest of adapters on a base; ``facts`` are its optional parts."""
+def manifest_of(base: BaseModel, adapters: dict, **facts: object) -> dict:
+    """Return the manifest of adapters on a base; ``facts`` are its optional parts."""
     heads = Heads.of(base.config)
     return {
         "format_version": FORMAT_VERSION,
@@ -391,66 +378,21 @@ def manifest_of(base: BaseModel, adapters: dict, **facts) -> dict:
 
 
 def grouped(pack: Pack, base: BaseModel) -> Pack:
-    """A pack that was not trained, with its projection groups; every name and shape is held.
+    """Add projection groups to a pack that was not trained, and check every name and shape.
 
-    Raises: PackError if it does not fit the base.
+    Raises:
+        PackError: the pack does not fit the base.
     """
     attached = pack.attach(base)
     members = [[g.path for g in group.members] for group in attached.groups]
     attached.detach()
-    fixed = [[path] for path, spec in pack.specs.items() if is_inference_only(spec)]
-    pack.manifest["adapters"]["groups"] = members + fixed
+    inference_only = [[path] for path, spec in pack.specs.items() if is_inference_only(spec)]
+    pack.manifest["adapters"]["groups"] = members + inference_only
     return pack
 
 
-def check_output(folder: Path, overwrite: bool) -> None:
-    """Refuse to write over something that is not a pack, or over a pack without being told to."""
-    if not folder.exists():
-        return
-    if not folder.is_dir():
-        raise PackError(f"--out {folder}: is a file; choose another name.")
-    if not any(folder.iterdir()):
-        return
-    if not (folder / MANIFEST).is_file():
-        raise PackError(f"--out {folder}: is there and holds something else; choose another name.")
-    if not overwrite:
-        raise PackError(
-            f"--out {folder}: holds a pack already; choose another name or pass --overwrite."
-        )
-
-
-def check_against(pack: Pack, model: str) -> dict:
-    """Check a pack against a base from headers alone; loads no weights of either.
-
-    Returns: what was checked. Raises: PackError for the first thing that does not fit.
-    """
-    pack.verify()
-    path, config = pack.check_checkpoint(model)
-    header, _ = read_header(pack.path / ADAPTERS)
-    wanted = {name: list(shape) for name, shape in shapes_of(pack.manifest).items()}
-    for name in sorted(set(wanted) | set(header)):
-        shape = header.get(name, {}).get("shape")
-        if shape != wanted.get(name):
-            raise PackError(
-                f"{pack.path / ADAPTERS}: {name} is {shape}, but the manifest says "
-                f"{wanted.get(name)}."
-            )
-    checked = _check_geometry(pack, str(model), path, config)
-    return {
-        "pack": str(pack.path),
-        "model": str(model),
-        "fits": True,
-        "geometry": "checked" if checked else "not in the headers",
-        "fingerprint": pack.manifest["base"]["fingerprint"],
-        "projections": len(pack.specs),
-        "whole": len(replaced_of(pack.manifest)),
-        "dtype": sorted({t["dtype"] for t in header.values()}),
-        "pack_mb": round(pack.size_mb, 3),
-    }
-
-
 def _read_checkpoint(model: str | Path) -> tuple[Path, dict]:
-    """The folder and config of a checkpoint whose files are whole."""
+    """Return the folder and config of a checkpoint whose files are complete."""
     path = resolve_checkpoint(model)
     check_files(path)
     config = json.loads((path / "config.json").read_text(encoding="utf-8"))
@@ -458,69 +400,17 @@ def _read_checkpoint(model: str | Path) -> tuple[Path, dict]:
         try:
             check_quantization("quantization", config["quantization"])
         except ValueError as error:
-            raise PackError(f"{path / 'config.json'}: {error}.") from None
+            raise PackError(f"{path / 'config.json'}: {error}.", "unreadable") from None
     return path, config
 
 
-def _is_foreign(config: dict) -> bool:
-    """Whether a checkpoint is quantized in a format that mlx-lm converts as it loads."""
+def is_converted_on_loading(config: dict) -> bool:
+    """Return whether a checkpoint is quantized in a format that mlx-lm converts as it loads."""
     text = config.get("text_config")
     configs = (config, text if isinstance(text, dict) else {})
     return not config.get("quantization") and any(c.get("quantization_config") for c in configs)
 
 
-def _check_geometry(pack: Pack, model: str, path: Path, config: dict) -> bool:
-    """Hold the adapters against the shapes in a checkpoint's headers.
-
-    Returns: False where the headers cannot tell, as mlx-lm renames or converts these tensors.
-    Raises: PackError naming the module and both shapes.
-    """
-    stored: dict[str, dict] = {}
-    for file in weight_files(path):
-        stored |= read_header(file)[0]
-    if is_of_encoder(pack.manifest):
-        stored = {name.removeprefix("bert."): tensor for name, tensor in stored.items()}
-    specs = pack.specs.values()
-    if _is_foreign(config):
-        return False
-    for name, shape in replaced_of(pack.manifest).items():
-        dense = name in stored and f"{name.rpartition('.')[0]}.scales" not in stored
-        if dense and stored[name]["dtype"] != "U8" and stored[name]["shape"] != list(shape):
-            raise PackError(
-                f"{pack.path}: {name} is {list(shape)}, but that of {model} is "
-                f"{stored[name]['shape']}."
-            )
-    if not specs:
-        return any(name in stored for name in replaced_of(pack.manifest))
-    if not any(f"{s.path}.weight" in stored for s in specs):
-        return False
-    for spec in specs:
-        if f"{spec.path}.weight" not in stored:
-            if spec.experts is not None:  # mlx-lm stacks experts that lie one by one as it loads
-                continue
-            raise PackError(f"{pack.path}: {spec.path}: {model} has no such module.")
-        shape = list(stored[f"{spec.path}.weight"]["shape"])
-        if f"{spec.path}.scales" in stored:
-            q = config.get("quantization") or {}
-            own = q.get(spec.path)
-            bits = (own if isinstance(own, dict) else q).get("bits")
-            if not isinstance(bits, int) or bits < 1:
-                return False
-            shape[-1] = shape[-1] * 32 // bits
-        elif f"{spec.path}.absmax" in stored:
-            shape[-1] *= 2  # NF4: two codes a byte
-        stack = [] if spec.experts is None else [spec.experts]
-        wanted = [*stack, sum(spec.widths), spec.in_features]
-        if spec.kind == "embedding":
-            wanted.reverse()
-        if shape != wanted:
-            raise PackError(
-                f"{pack.path}: {spec.path}: the adapter is for a weight of {wanted}, but that of "
-                f"{model} is {shape}."
-            )
-    return True
-
-
 def versions_line() -> dict[str, str]:
-    """Versions and device that a pack was made with."""
+    """Return versions and device, for a manifest."""
     return {**runtime.versions(), "device": runtime.device_name()}

@@ -8,7 +8,7 @@ from pathlib import Path
 from ..config.schema import DataConfig
 from ..errors import PackError
 from ..files import exclusive_writer, make_folder
-from ..packs.pack import check_output
+from ..packs.folder import check_output
 from .run_folder import checkpoints, is_run, run_folder
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 from ..adapters.method import Trainable
 from ..display import VERBOSE, Display, shown_count
 from ..errors import PackError
-from ..packs.manifest import mlx_lm_config
+from ..packs.manifest import adapter_config_of
 from ..runtime import mx
 
 
@@ -16,7 +16,7 @@ def describe(attached: Trainable, display: Display, base_weights: int) -> None:
     display.line(attached.method, f"{count:,} trainable parameters, {share} · {attached.details}")
     for note in attached.notes:
         display.line("note", note)
-    if attached.specs and mlx_lm_config(attached.specs) is None:
+    if attached.specs and adapter_config_of(attached.specs) is None:
         display.line(
             "note",
             "ranks or scales differ between projections: stock mlx-lm cannot open this pack",

@@ -13,8 +13,9 @@ from mlx_packs import DataConfig, LoRAConfig, Pack, TrainConfig, evaluate, load_
 from mlx_packs.adapters.lora import attach
 from mlx_packs.errors import PackError
 from mlx_packs.files import atomic_folder, sha256
-from mlx_packs.packs.manifest import model_card
-from mlx_packs.packs.pack import check_against, round_adapters
+from mlx_packs.packs.card import model_card
+from mlx_packs.packs.fit import check_fit
+from mlx_packs.packs.pack import round_adapters
 from mlx_packs.runtime import mx
 from tests.helpers.checkpoints import SIZES, write_files
 from tests.helpers.errors import raises
@@ -156,7 +157,7 @@ def test_apply_names_a_bad_config_of_the_base(made, here, refused, content, dry)
 def test_check_against_reads_the_geometry_from_headers(tmp_path, bits, finer):
     folder = write_base(tmp_path / "base", bits, finer)
     pack = random_pack(load_base(folder)).save(tmp_path / "p")
-    assert check_against(pack, str(folder))["geometry"] == "checked"
+    assert check_fit(pack, str(folder))["geometry"] == "checked"
 
 
 def test_apply_dry_run_names_module_and_both_shapes(pack, refused):

@@ -15,7 +15,8 @@ from mlx_packs.data.batches import batch_shapes, few_shapes, training_batches
 from mlx_packs.data.encoding import Example, Examples
 from mlx_packs.data.sampler import Draw, Sampler
 from mlx_packs.optim import carry_state
-from mlx_packs.packs.manifest import check_manifest, phase_lines
+from mlx_packs.packs.card import phase_lines
+from mlx_packs.packs.manifest import check_manifest
 from mlx_packs.runtime import mx
 from mlx_packs.training.phases import pack_name, resolve_phases
 from mlx_packs.training.tasks.tokens import PhasedDataset

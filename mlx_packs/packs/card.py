@@ -1,0 +1,153 @@
+"""What a manifest says to people: the model card, and lines about results and phases."""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+
+from ..bases.files import TINY
+from .manifest import HUB_ID, METRICS, adapter_config, is_of_encoder, replaced_of, specs_of
+
+
+def model_card(manifest: dict, name: str) -> str:
+    """Return README.md of a pack: what it is, its results, how to use it."""
+    base = manifest["base"]
+    specs = specs_of(manifest)
+    ranks = sorted({s.rank for spec in specs.values() for s in spec.slices if s.rank})
+    targets = sorted({path.rsplit(".", 1)[-1] for path in specs})
+    what = f"rank {', '.join(map(str, ranks))} on {', '.join(targets)}"
+    if not specs:
+        what = f"{len(replaced_of(manifest))} of its tensors fine-tuned in full"
+    lines = [
+        *_card_metadata(manifest),
+        "",
+        f"# {name}",
+        "",
+        f"A {'LoRA ' if specs else ''}pack for `{base['id']}` ({base['model_type']}, "
+        f"{base['num_layers']} blocks), {what}.",
+        "",
+    ]
+    result = manifest.get("eval") or {}
+    before, after = (format_result(result, when) for when in ("before", "after"))
+    if before and after:
+        change = result["ppl_after"] / result["ppl_before"] - 1
+        lines += [
+            f"Held-out perplexity: {before} before, {after} with the pack ({change:+.0%}), on "
+            f"{result.get('rows', '?')} rows of `{result.get('split', '?')}`.",
+            "",
+        ]
+    elif is_of_encoder(manifest) and (moved := format_change(result)):
+        lines += [
+            f"Held-out {moved}, on {result.get('rows', '?')} rows of `{result.get('split', '?')}`.",
+            "",
+        ]
+    if phases := manifest.get("phases"):
+        lines += ["Learned in phases:", "", *(f"- {line}" for line in phase_lines(phases)), ""]
+    lines += [f"{line}\n" for line in graph_lines(manifest.get("objective") or {})]
+    lines += ["```", _card_command(manifest), "```", ""]
+    lines += [f"Base fingerprint: `{base['fingerprint']}`"]
+    if license := manifest.get("license"):
+        lines += ["", f"Licence: {license}"]
+    lines += _card_data(manifest.get("data") or {})
+    return "\n".join(lines) + "\n"
+
+
+def _card_metadata(manifest: dict) -> list[str]:
+    """Return the YAML that the Hub reads; a base is named there only if it is a hub id."""
+    base = manifest["base"]["id"]
+    license, is_lora = manifest.get("license"), bool(manifest["adapters"]["modules"])
+    return [
+        "---",
+        "library_name: mlx",
+        *([f"license: {json.dumps(license)}"] if license else []),
+        *(
+            [
+                f"base_model: {json.dumps(base)}",
+                f"base_model_relation: {'adapter' if is_lora else 'finetune'}",
+            ]
+            if re.fullmatch(HUB_ID, base, re.ASCII)
+            else []
+        ),
+        f"pipeline_tag: {'sentence-similarity' if is_of_encoder(manifest) else 'text-generation'}",
+        f"tags: [mlx, {'lora, ' * is_lora}mlx-packs]",
+        "---",
+    ]
+
+
+def _card_data(data: Mapping) -> list[str]:
+    """Return lines about the training data: its name and fingerprints, no example of it."""
+    prints = data.get("fingerprint")
+    if not isinstance(prints, dict) or not prints:
+        return []
+    rows = data.get("rows") or {}
+    lines = ["", f"Data `{data.get('source', '?')}`, by fingerprint:", ""]
+    for split, value in prints.items():
+        count = f", {rows[split]:,} rows" if split in rows else ""
+        lines.append(f"- {split}{count}: `{value}`")
+    return lines
+
+
+def format_result(result: Mapping, when: str) -> str | None:
+    """Return the perplexity before or after with its standard error, None without one."""
+    ppl, se = result.get(f"ppl_{when}"), result.get(f"ppl_{when}_se")
+    return None if ppl is None else format_perplexity(ppl, se)
+
+
+def graph_lines(objective: Mapping) -> list[str]:
+    """Return a line about the graph that was trained, where that was a proxy of the base."""
+    graph, stack = objective.get("graph"), objective.get("stack")
+    if graph is None or stack is None:
+        return []
+    before, after = objective.get("ppl_before"), objective.get("ppl_after")
+    own = "" if before is None or after is None else f"; its own PPL {before:.2f} → {after:.2f}"
+    shown = ", ".join(stack) or "no projection"
+    if len(stack) > 3:
+        shown = f"{len(stack)} projections ({stack[0]} … {stack[-1]})"
+    return [
+        f"Trained by {graph} over {shown} and the head "
+        f"{objective.get('head')}{own}: {objective.get('note')}."
+    ]
+
+
+def format_metrics(metrics: Mapping[str, float]) -> str:
+    """Return metrics of embeddings as text."""
+    return ", ".join(f"{METRICS[name]} {value:.4f}" for name, value in metrics.items())
+
+
+def format_change(result: Mapping) -> str:
+    """Return metrics of embeddings before and after as text; empty without any."""
+    names = [n for n in METRICS if all(f"{n}_{when}" in result for when in ("before", "after"))]
+    before, after = ({n: result[f"{n}_{when}"] for n in names} for when in ("before", "after"))
+    return f"{format_metrics(before)} → {format_metrics(after)}" if names else ""
+
+
+def format_perplexity(ppl: float, se: float | None, digits: int = 2) -> str:
+    """Return a perplexity as text, with its standard error where there is one."""
+    return f"{ppl:.{digits}f}" + ("" if se is None else f" ± {se:.{digits}f}")
+
+
+def phase_lines(phases: Sequence[Mapping]) -> list[str]:
+    """Return a line for each phase: its effect on its own held-out examples and on the others'."""
+    lines = []
+    for phase in phases:
+        before, after = phase["before"], phase["after"]
+        names = sorted(set(before) & set(after), key=lambda name: (name != phase["name"], name))
+        changes = [f"{n} {before[n]['ppl']:.2f} → {after[n]['ppl']:.2f}" for n in names]
+        replayed = f", {phase['replay']:.0%} replayed" if phase["replay"] else ""
+        lines.append(
+            f"{phase['name']}: {phase['steps']:,} updates on {phase['data']}{replayed} · held-out "
+            f"PPL of {' · '.join(changes) or '?'}"
+        )
+    return lines
+
+
+def _card_command(manifest: dict) -> str:
+    """Return a command that loads the pack: stock mlx-lm's, where that loads the same."""
+    base = manifest["base"]["id"]
+    if is_of_encoder(manifest):
+        return f"packs merge . --model {base} --out merged  # a folder of sentence-transformers"
+    if base == TINY:
+        return "packs generate --pack . --prompt ..."
+    quantize = (manifest.get("recipe") or {}).get("quantize") or "none"
+    if quantize == "none" and adapter_config(manifest):
+        return f"mlx_lm.generate --model {base} --adapter-path . --prompt ..."
+    return f"packs generate --model {base} --pack . --prompt ..."

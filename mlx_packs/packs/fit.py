@@ -1,0 +1,114 @@
+"""Whether a pack fits a base, from headers alone: what `packs apply --dry-run` prints."""
+
+from pathlib import Path
+
+from ..adapters.spec import ModuleSpec
+from ..bases.files import weight_files
+from ..errors import PackError
+from ..files import read_header
+from .manifest import ADAPTERS, is_of_encoder, replaced_of, shapes_of
+from .pack import Pack, is_converted_on_loading
+
+
+def check_fit(pack: Pack, model: str) -> dict:
+    """Check a saved pack against a base; loads no weights of either.
+
+    Returns:
+        What was checked.
+
+    Raises:
+        PackError: something does not fit.
+    """
+    pack.verify()
+    path, config = pack.check_checkpoint(model)
+    header, _ = read_header(pack.path / ADAPTERS)
+    promised = {name: list(shape) for name, shape in shapes_of(pack.manifest).items()}
+    for name in sorted(set(promised) | set(header)):
+        shape = header.get(name, {}).get("shape")
+        if shape != promised.get(name):
+            raise PackError(
+                f"{pack.path / ADAPTERS}: {name} is {shape}, but the manifest says "
+                f"{promised.get(name)}.",
+                "mismatch",
+            )
+    checked = _check_geometry(pack, str(model), path, config)
+    return {
+        "pack": str(pack.path),
+        "model": str(model),
+        "fits": True,
+        "geometry": "checked" if checked else "not in the headers",
+        "fingerprint": pack.manifest["base"]["fingerprint"],
+        "projections": len(pack.specs),
+        "whole": len(replaced_of(pack.manifest)),
+        "dtype": sorted({t["dtype"] for t in header.values()}),
+        "pack_mb": round(pack.size_mb, 3),
+    }
+
+
+def _check_geometry(pack: Pack, model: str, path: Path, config: dict) -> bool:
+    """Compare the adapters with the shapes in a checkpoint's headers.
+
+    Returns:
+        False where the headers cannot tell, as mlx-lm renames or converts these tensors.
+
+    Raises:
+        PackError: a shape differs.
+    """
+    stored: dict[str, dict] = {}
+    for file in weight_files(path):
+        stored |= read_header(file)[0]
+    if is_of_encoder(pack.manifest):
+        stored = {name.removeprefix("bert."): tensor for name, tensor in stored.items()}
+    if is_converted_on_loading(config):
+        return False
+    _check_full_tensors(pack, model, stored)
+    specs = pack.specs.values()
+    if not specs:
+        return any(name in stored for name in replaced_of(pack.manifest))
+    if not any(f"{s.path}.weight" in stored for s in specs):
+        return False
+    for spec in specs:
+        if f"{spec.path}.weight" not in stored:
+            if spec.experts is not None:  # mlx-lm stacks experts that are stored one by one
+                continue
+            raise PackError(f"{pack.path}: {spec.path}: {model} has no such module.", "mismatch")
+        shape = _dense_shape(spec, stored, config.get("quantization") or {})
+        if shape is None:
+            return False
+        stack = [] if spec.experts is None else [spec.experts]
+        expected = [*stack, sum(spec.widths), spec.in_features]
+        if spec.kind == "embedding":
+            expected.reverse()
+        if shape != expected:
+            raise PackError(
+                f"{pack.path}: {spec.path}: the adapter is for a weight of {expected}, but that of "
+                f"{model} is {shape}.",
+                "mismatch",
+            )
+    return True
+
+
+def _check_full_tensors(pack: Pack, model: str, stored: dict[str, dict]) -> None:
+    """Compare tensors that the pack stores in full with dense ones of the checkpoint."""
+    for name, shape in replaced_of(pack.manifest).items():
+        dense = name in stored and f"{name.rpartition('.')[0]}.scales" not in stored
+        if dense and stored[name]["dtype"] != "U8" and stored[name]["shape"] != list(shape):
+            raise PackError(
+                f"{pack.path}: {name} is {list(shape)}, but that of {model} is "
+                f"{stored[name]['shape']}.",
+                "mismatch",
+            )
+
+
+def _dense_shape(spec: ModuleSpec, stored: dict[str, dict], quantization: dict) -> list[int] | None:
+    """Return the shape of a module's weight when it is dense; None where that is not known."""
+    shape = list(stored[f"{spec.path}.weight"]["shape"])
+    if f"{spec.path}.scales" in stored:
+        own = quantization.get(spec.path)
+        bits = (own if isinstance(own, dict) else quantization).get("bits")
+        if not isinstance(bits, int) or bits < 1:
+            return None
+        shape[-1] = shape[-1] * 32 // bits
+    elif f"{spec.path}.absmax" in stored:
+        shape[-1] *= 2  # NF4: two codes a byte
+    return shape
