@@ -13,7 +13,7 @@ from mlx_packs.bases.files import tiny_checkpoint
 from mlx_packs.config.schema import DataConfig
 from mlx_packs.data import rows as data
 from mlx_packs.data.encoding import EncodingOptions, encode
-from mlx_packs.data.formats import FORMATS, Row, format_of
+from mlx_packs.data.formats import FORMATS, Chat, Row, format_of
 from mlx_packs.data.rows import load_rows
 from tests.helpers.errors import raises
 from tests.helpers.rows import chat, write_rows
@@ -507,6 +507,32 @@ def test_prompt_of_a_text_is_its_beginning(tokenizer):
 )
 def test_a_row_has_the_first_format_that_it_matches(row, name):
     assert format_of(Row("x", row), COLUMNS).name == name
+
+
+class ShareGPT(Chat):
+    """What a new format takes: its columns, and its messages as the chat template has them."""
+
+    name = "sharegpt"
+
+    def columns(self, names):
+        return ("conversations",)
+
+    def messages(self, row, names):
+        roles = {"human": "user", "gpt": "assistant"}
+        turns = row.value["conversations"]
+        return [{"role": roles[turn["from"]], "content": turn["value"]} for turn in turns]
+
+
+def test_a_new_format_is_one_class(tokenizer):
+    turns = [{"from": "human", "value": "Hi."}, {"from": "gpt", "value": "Ho."}]
+    new, usual = Row("x", {"conversations": turns}), Row("x", chat("Hi.", "Ho."))
+    row_format = format_of(new, COLUMNS, (ShareGPT(), *FORMATS))
+    for method, arguments in (("render", ("assistant", tokenizer)), ("prompt", (tokenizer,))):
+        one, other = (
+            getattr(each, method)(row, COLUMNS, *arguments)
+            for each, row in ((row_format, new), (Chat(), usual))
+        )
+        assert one == other
 
 
 def test_formats_have_different_names():
