@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from ..config.choices import ENCODERS
 from ..config.parse import current_keys
+from ..config.schema import COLUMN_SETTINGS
 from ..errors import PackError
 
 if TYPE_CHECKING:  # importing these loads MLX, and `packs list` reads manifests alone
@@ -96,10 +97,7 @@ _OPTIONAL = {
     "recipe": "a mapping",
     "recipe.max_seq_length": "an integer above 1",
     "recipe.train_fp16_fallback": "true or false",
-    **{
-        f"recipe.{key}": "text"
-        for key in "quantize chat_feature prompt_feature completion_feature text_feature".split()
-    },
+    **{f"recipe.{key}": "text" for key in ("quantize", *COLUMN_SETTINGS)},
     "versions": "a mapping",
     "measured": "a mapping",
     "measured.created": "text",
