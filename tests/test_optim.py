@@ -15,6 +15,7 @@ from mlx_packs.optim import make_optimizer, schedule, unused_learning_rate
 from mlx_packs.runtime import mx
 from mlx_packs.schedules import SCHEDULES
 from tests.helpers.errors import raises
+from tests.helpers.models import base_of
 
 COSINE = {"name": "cosine_decay", "arguments": [1e-4, 100]}
 
@@ -217,3 +218,26 @@ def test_adamw_in_8_bits_takes_the_arguments_of_adamw():
     given = {"adamw_8bit": {"weight_decay": 0.1, "betas": [0.9, 0.99]}}
     made = make_optimizer(TrainConfig(optimizer="adamw_8bit", optimizer_config=given))
     assert made.weight_decay == 0.1 and made.betas == [0.9, 0.99]
+
+
+@pytest.mark.parametrize(
+    "lr_schedule",
+    [
+        "cosine",
+        "linear",
+        "constant",
+        {"name": "cosine_decay", "arguments": ["1e-3", 10], "warmup": 3, "warmup_init": 1e-7},
+        {"name": "exponential_decay", "arguments": [1e-3, 0.9]},
+    ],
+)
+def test_schedules_start_low_when_warmed_up_and_stay_positive(lr_schedule):
+    warmup = 0 if isinstance(lr_schedule, dict) else 3
+    config = TrainConfig(lr_schedule=lr_schedule, warmup_steps=warmup, iters=10, learning_rate=1e-3)
+    rate = make_optimizer(config)
+    values = []
+    for _ in range(10):
+        rate.update(base_of("qwen3", num_hidden_layers=1).model, {})
+        values.append(float(rate.learning_rate))
+    assert all(v >= 0 for v in values) and 0 < max(values) <= 1.001e-3
+    if not isinstance(lr_schedule, dict) or "warmup" in lr_schedule:
+        assert values[0] < values[3]

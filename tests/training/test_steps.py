@@ -1,0 +1,127 @@
+"""Steps: every way of stepping agrees, every optimizer learns, memory stays as it was."""
+
+import mlx.nn as nn
+import pytest
+from mlx.utils import tree_flatten
+
+from mlx_packs import LoRAConfig, TrainConfig, runtime
+from mlx_packs.adapters.lora import attach
+from mlx_packs.data.batches import make_batch
+from mlx_packs.data.encoding import Example
+from mlx_packs.memory.matmul_path import dense_bytes
+from mlx_packs.objectives.causal_lm import as_arrays, loss_sum, split_head
+from mlx_packs.optim import make_optimizer
+from mlx_packs.runtime import mx
+from tests.helpers.models import base_of
+from tests.helpers.steps import examples_of, largest_difference, lm_stepper, update
+
+
+def small_examples() -> list[Example]:
+    return examples_of((9, 17, 5, 30))
+
+
+def weights_after(batches, accumulate: int, recompute: bool = False) -> dict[str, mx.array]:
+    return update(batches, accumulate, recompute)[0]
+
+
+def test_accumulated_batches_equal_one_large_batch_whatever_their_lengths():
+    rows = small_examples()
+    large = weights_after([make_batch(rows, range(4), 4, 64)], 1)
+    parts = [make_batch(rows, [i], 1, 64) for i in range(4)]
+    assert largest_difference(large, weights_after(parts, 4)) < 1e-6
+
+
+def test_recomputed_blocks_give_the_same_step():
+    batch = [make_batch(small_examples(), range(4), 4, 64)]
+    kept = weights_after(batch, 1)
+    assert largest_difference(kept, weights_after(batch, 1, recompute=True)) < 1e-6
+
+
+def test_recomputed_blocks_drop_the_same_inputs_in_forward_and_backward():
+    """The gradient of a recomputed block with dropout is that of its own loss."""
+    base = base_of("qwen3", num_hidden_layers=1)
+    attached = attach(base, LoRAConfig(rank=2, dropout=0.4))
+    for slot in attached.slots.values():
+        slot.lora.lora_b[:] = [0.3 * mx.random.normal(b.shape) for b in slot.lora.lora_b]
+    attached.recompute("block")
+    base.model.train()
+    head = split_head(base.model)
+    batch = as_arrays(make_batch(small_examples(), range(4), 4, 64))
+
+    def loss(*arrays):
+        mx.random.seed(5)
+        return loss_sum(base.model, head, *arrays)
+
+    _, grads = nn.value_and_grad(base.model, loss)(*batch)
+    flat, start = tree_flatten(grads), dict(tree_flatten(base.model.trainable_parameters()))
+    direction = {name: g / mx.sqrt(sum(v.square().sum() for _, v in flat)) for name, g in flat}
+    values = []
+    for step in (1e-2, -1e-2):
+        moved = [(name, start[name] + step * d) for name, d in direction.items()]
+        base.model.load_weights(moved, strict=False)
+        values.append(loss(*batch).item())
+    slope = mx.sqrt(sum(g.square().sum() for _, g in flat)).item()
+    assert abs((values[0] - values[1]) / 2e-2 / slope - 1) < 1e-2
+
+
+def test_padding_rows_do_not_change_the_step():
+    rows = small_examples()
+    alone = weights_after([make_batch(rows, range(2), 2, 64)], 1)
+    padded = weights_after([make_batch(rows, range(2), 8, 64)], 1)
+    assert largest_difference(alone, padded) < 1e-6
+
+
+def test_one_block_at_true_qwen3_4b_geometry_trains(nothing_ahead):
+    sizes = {"hidden_size": 2560, "num_attention_heads": 32, "num_key_value_heads": 8}
+    base = base_of(
+        "qwen3", **sizes, head_dim=128, intermediate_size=9728, num_hidden_layers=1, vocab_size=512
+    )
+    nn.quantize(base.model, group_size=64, bits=4)
+    attached = attach(base, LoRAConfig(rank=8), matmul_path="transient")
+    described = [g.describe() for group in attached.groups for g in group.members]
+    assert any("q_proj: 2560 -> 4096 (affine 4-bit g64, stored width 320" in d for d in described)
+    optimizer = make_optimizer(TrainConfig(learning_rate=1e-3, iters=3, lr_schedule="constant"))
+    optimizer.init(base.model.trainable_parameters())
+    stepper = lm_stepper(base.model, optimizer)
+    batch = make_batch(small_examples(), range(4), 4, 64)
+    mx.reset_peak_memory()
+    before = mx.get_active_memory()
+    losses = [stepper(as_arrays(batch), batch.count, True, True)[0] for _ in range(3)]
+    assert losses[-1] < losses[0] - 0.01
+    # the dense weights never exist together
+    assert mx.get_peak_memory() - before < 0.5 * dense_bytes(base.model)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "adam", "adafactor", "sgd", "muon", "lion"])
+def test_every_optimizer_lowers_the_loss(optimizer):
+    rate = {"sgd": 0.3, "lion": 1e-3}.get(optimizer, 1e-2)
+    config = TrainConfig(optimizer=optimizer, learning_rate=rate, iters=8)
+    base = base_of("qwen3")
+    attach(base, LoRAConfig(rank=4))
+    made = make_optimizer(config)
+    made.init(base.model.trainable_parameters())
+    stepper = lm_stepper(base.model, made)
+    batch = make_batch(small_examples(), range(4), 4, 64)
+    losses = [stepper(as_arrays(batch), batch.count, True, True)[0] for _ in range(8)]
+    assert losses[-1] < losses[0]
+
+
+def test_three_hundred_steps_leave_memory_as_it_was(tmp_path):
+    attached = attach(base_of("qwen3"), LoRAConfig(rank=4), None, "quantized", 0)
+    optimizer = make_optimizer(TrainConfig(iters=4, learning_rate=1e-3))
+    optimizer.init(attached.model.trainable_parameters())
+    stepper = lm_stepper(attached.model, optimizer)
+    batches = [
+        as_arrays(make_batch(small_examples(), range(n), 4, limit))
+        for n in (1, 4)
+        for limit in (29, 40, 64)
+    ]
+    active = []
+    with runtime.memory_limits():
+        for number in range(300):
+            stepper(batches[number % len(batches)], 10, True, True)
+            active.append(mx.get_active_memory())
+            assert mx.get_cache_memory() <= runtime.cache_limit()
+    assert max(active[100:]) <= max(active[:20]) and max(active[290:]) <= max(active[10:20])
+    assert 1 < len(stepper.shapes) <= len(batches)
+    assert stepper.traces == 0 or runtime.COMPILES
