@@ -112,19 +112,16 @@ class Fit:
         if phase.name:
             run.display.line("phase", f"{phase.name}: batches {phase.first + 1} to {phase.stop}")
         stepper = Stepper(self.trainable.model, objective.loss, optimizer, settings.max_grad_norm)
-        validation = self.dataset.validation(phase)
         loop = Loop(
             self.trainable,
+            objective,
             stepper,
             phase,
             phase is run.goal,
             run.folder,
             self.state,
-            objective.arrays,
-            lambda batch: objective.score([batch]),
-            (lambda: objective.score(validation)) if validation else None,
+            self.dataset.validation(phase),
             self.observers,
-            objective.unit,
         )
         batches = self.dataset.batches(phase, self.state.batches - phase.first)
         self.trainable.model.train()

@@ -3,16 +3,14 @@
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from ..adapters.method import Trainable
-from ..data.batches import Batch
 from ..errors import Interrupted, PackError
-from ..evaluation.perplexity import Score
-from ..objectives.causal_lm import Arrays
+from ..objectives.objective import Batch, Objective
 from ..runtime import mx
 from .checkpoint import TrainingState, Window, save_checkpoint
 from .observers.observer import Observer
@@ -49,30 +47,26 @@ class Loop:
     """The loop over the batches of a phase.
 
     Attributes:
-        attached: what is trained.
+        trainable: what is trained.
+        objective: what is computed on a batch.
         stepper: takes the steps.
         phase: its settings, and where in the run it begins.
         last: whether no phase follows.
-        run: the run folder.
+        folder: the run folder.
         state: progress of the run; the loop advances it.
-        arrays: the arrays of a batch that the step takes.
-        score: scores batches of the phase.
-        validate: scores the validation split; None without one.
+        validation: batches of the validation split; none without one.
         observers: are told of every event.
-        unit: what `Batch.count` counts.
     """
 
-    attached: Trainable
+    trainable: Trainable
+    objective: Objective
     stepper: Stepper
     phase: RunPhase
     last: bool
-    run: Path
+    folder: Path
     state: TrainingState
-    arrays: Callable[[Batch], Arrays]
-    score: Callable[[Batch], Score]
-    validate: Callable[[], Score] | None
+    validation: Sequence[Batch]
     observers: Sequence[Observer]
-    unit: str = "tokens"
 
     def learn(self, batches: Iterator[Batch]) -> None:
         """Take batches up to the end of the phase: step, report, validate, save.
@@ -101,7 +95,7 @@ class Loop:
             ends = number == config.iters
             update = number % config.grad_accumulation_steps == 0 or ends
             start = time.perf_counter()
-            loss, norm = self.stepper(self.arrays(batch), batch.count, update, alone)
+            loss, norm = self.stepper(self.objective.arrays(batch), batch.count, update, alone)
             seconds = time.perf_counter() - start
             self._check_finite(loss, norm, first + number)
             state.count(loss, batch.count, norm if update else None, seconds)
@@ -109,7 +103,7 @@ class Loop:
             self._announce(loss)
             if number % config.steps_per_report == 0 or ends:
                 self._report()
-            if self.validate and number % config.steps_per_eval == 0 and not ends:
+            if self.validation and number % config.steps_per_eval == 0 and not ends:
                 self._validate()
             due = due or number % config.save_every == 0 or ends
             if (due or interrupts) and not self.stepper.waiting:
@@ -127,7 +121,7 @@ class Loop:
         line = self._line(
             {
                 "loss": loss,
-                f"{self.unit}_per_s": self.state.window.targets_per_s,
+                f"{self.objective.unit}_per_s": self.state.window.targets_per_s,
                 "peak_gb": mx.get_peak_memory() / 1e9,
             }
         )
@@ -136,14 +130,15 @@ class Loop:
 
     def _report(self) -> None:
         window, self.state.window = self.state.window, Window()
+        unit = self.objective.unit
         line = self._line(
             {
                 "update": self.state.updates,
                 "loss": window.loss_sum / window.targets,
                 "grad_norm": self.state.grad_norm,
                 "learning_rate": float(self.stepper.optimizer.learning_rate),
-                f"{self.unit}_per_s": window.targets_per_s,
-                f"trained_{self.unit}": self.state.trained_tokens,
+                f"{unit}_per_s": window.targets_per_s,
+                f"trained_{unit}": self.state.trained_tokens,
                 "peak_gb": mx.get_peak_memory() / 1e9,
             }
         )
@@ -152,8 +147,8 @@ class Loop:
 
     def _validate(self) -> None:
         start = time.perf_counter()
-        score = self.validate()
-        self.attached.model.train()
+        score = self.objective.score(self.validation)
+        self.trainable.model.train()
         seconds = time.perf_counter() - start
         line = self._line(score.log_entry())
         for observer in self.observers:
@@ -161,16 +156,16 @@ class Loop:
 
     def _save(self, batch: Batch) -> Path:
         """Checkpoint the model if it still works: the loss before an update does not tell."""
-        self._check_finite(self.score(batch).nll, 0.0, self.state.batches)
-        self.attached.model.train()
-        folder = save_checkpoint(self.run, self.attached, self.stepper.optimizer, self.state)
+        self._check_finite(self.objective.score([batch]).nll, 0.0, self.state.batches)
+        self.trainable.model.train()
+        folder = save_checkpoint(self.folder, self.trainable, self.stepper.optimizer, self.state)
         for observer in self.observers:
             observer.on_checkpoint(folder)
         return folder
 
     def _check_finite(self, loss: float, norm: float, number: int) -> None:
         if fault := not_finite(loss, norm):
-            folder = latest_checkpoint(self.run)
+            folder = latest_checkpoint(self.folder)
             last = f"The last good checkpoint is {folder}." if folder else "No checkpoint was due."
             raise PackError(
                 f"step {number}: {fault}; stopped. {last} "
