@@ -24,7 +24,7 @@ from mlx_packs.adapters.lora import attach
 from mlx_packs.config.schema import LoRAConfig
 from mlx_packs.data.batches import Batch, make_batch
 from mlx_packs.data.encoding import Example
-from mlx_packs.objectives.causal_lm import as_arrays, loss_sum, split_head
+from mlx_packs.objectives.causal_lm import CausalLM, as_arrays, split_head
 from mlx_packs.packs.base import Base
 from mlx_packs.runtime import mx
 from mlx_packs.training.step import Stepper
@@ -175,10 +175,9 @@ class Ours:
         attached.recompute(recompute)
         optimizer = optimizers.Adam(learning_rate=LEARNING_RATE)
         optimizer.init(base.model.trainable_parameters())
-        head = split_head(base.model)
         self.stepper = Stepper(
             base.model,
-            lambda *arrays: (loss_sum(base.model, head, *arrays), arrays[3].sum()),
+            CausalLM(base.model, split_head(base.model)).loss,
             optimizer,
             max_grad_norm=None,
         )

@@ -26,7 +26,7 @@ from mlx_packs.data.encoding import Example, Examples
 from mlx_packs.data.sampler import Sampler
 from mlx_packs.data.token_cache import CACHE_VARIABLE
 from mlx_packs.display import QUIET, Display
-from mlx_packs.objectives.causal_lm import as_arrays, loss_sum, split_head
+from mlx_packs.objectives.causal_lm import CausalLM, as_arrays, split_head
 from mlx_packs.objectives.frozen_activations import open_frozen_activations
 from mlx_packs.packs.base import Base
 from mlx_packs.runtime import mx
@@ -90,7 +90,7 @@ class Implementation:
         self.optimizer.init(model.trainable_parameters())
         self.stepper = Stepper(
             model,
-            lambda *arrays: (loss_sum(model, head, *arrays), arrays[3].sum()),
+            CausalLM(model, head).loss,
             self.optimizer,
             max_grad_norm=None,
         )
