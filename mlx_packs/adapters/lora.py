@@ -129,6 +129,13 @@ class Attached:
         """
         load_slots(self.slots, tensors, where)
 
+    def clear(self) -> None:
+        """Drop the arrays of all adapters; `load` sets them again."""
+        empty = mx.zeros(())
+        for slot in self.slots.values():
+            for factors in (slot.lora.lora_a, slot.lora.lora_b):
+                factors[:] = [empty] * len(factors)
+
     def parameter_count(self) -> int:
         """Return the number of trainable parameters."""
         return sum(

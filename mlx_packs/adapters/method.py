@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager
 from typing import Protocol
 
 import mlx.nn as nn
+from mlx.utils import tree_flatten
 
 from ..bases.geometry import Group
 from ..bases.model import BaseModel
@@ -150,6 +151,23 @@ class FullFineTuning:
     def trainable_shapes(self, specs: Specs, weights: Iterable[Shape]) -> list[Shape]:
         """Return the shapes of the weights themselves."""
         return list(weights)
+
+
+def trainable_modules(model: nn.Module) -> list[nn.Module]:
+    """Return the modules with trainable parameters of their own, in the order of the model.
+
+    They are the inputs of a compiled function whose result is to follow training.
+    """
+    return [module for module in model.modules() if _has_trainable(module)]
+
+
+def _has_trainable(module: nn.Module) -> bool:
+    return any(
+        isinstance(leaf, mx.array)
+        for key, value in module.items()
+        if not key.startswith("_") and key not in module._no_grad
+        for _, leaf in tree_flatten(value, is_leaf=lambda v: isinstance(v, nn.Module))
+    )
 
 
 METHODS: dict[str, Method] = registered(choices.METHODS, {"lora": LoRA(), "full": FullFineTuning()})

@@ -7,14 +7,13 @@ from typing import Any
 
 import mlx.nn as nn
 import numpy as np
-from mlx.utils import tree_flatten
 
+from ..adapters.method import trainable_modules
 from ..data.batches import Batch, evaluation_batches
 from ..data.encoding import EncodingOptions, encode
 from ..data.formats import Row
 from ..errors import PackError
 from ..memory.matmul_path import choose_matmul_path
-from ..nn.lora import GroupedLoRA
 from ..objectives.causal_lm import Arrays, Head, as_arrays, split_head, target_loss
 from ..packs.base import Base
 from ..packs.card import format_perplexity
@@ -163,11 +162,6 @@ class Scorer:
         self.model = model
         self.traces = 0
         self._arrays = arrays
-        trainable = tree_flatten(model.trainable_parameters())
-        is_full = any(".lora_" not in name for name, _ in trainable)
-        variable = (
-            [model] if is_full else [m for m in model.modules() if isinstance(m, GroupedLoRA)]
-        )
 
         def forward(
             tokens: mx.array,
@@ -179,7 +173,7 @@ class Scorer:
             self.traces += is_traced(positions)
             return target_loss(model, head, tokens, positions, targets, *segments, gradient=False)
 
-        self._forward = mx.compile(forward, inputs=[m.state for m in variable])
+        self._forward = mx.compile(forward, inputs=[m.state for m in trainable_modules(model)])
 
     def rows(
         self, batches: Sequence[Batch], advance: Callable[[], None] | None = None

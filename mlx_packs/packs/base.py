@@ -48,10 +48,7 @@ class AdapterSlots:
 
     def clear(self) -> None:
         """Drop the adapters; `Attached.load` sets them all."""
-        nothing = mx.zeros(())
-        for slot in self.attached.slots.values():
-            slot.lora.lora_a[:] = [nothing] * len(slot.lora.lora_a)
-            slot.lora.lora_b[:] = [nothing] * len(slot.lora.lora_b)
+        self.attached.clear()
 
 
 @dataclass(frozen=True, eq=False)

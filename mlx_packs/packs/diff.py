@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ..adapters.spec import ModuleSpec
+from ..adapters.spec import ModuleSpec, factor_names
 from ..bases.files import quantization_name
 from ..errors import PackError
 from ..runtime import mx
@@ -116,9 +116,8 @@ def diff(a: str | Path | Pack, b: str | Path | Pack) -> dict:
 
 def _factors(spec: ModuleSpec, tensors: Mapping[str, mx.array]) -> Factors:
     """Both factors in float64, the scale of each slice in the first."""
-    names = [f"{spec.path}.{name}" for name in ("lora_a", "lora_b")]
     arrays = []
-    for name in names:
+    for name in factor_names(spec.path):
         if name not in tensors or tuple(tensors[name].shape) != spec.shapes[name]:
             has = tuple(tensors[name].shape) if name in tensors else "missing"
             raise PackError(f"{name}: is {has}, but the manifest says {spec.shapes[name]}.")

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..adapters.spec import ModuleSpec, SliceSpec, Specs
+from ..adapters.spec import ModuleSpec, SliceSpec, Specs, factor_names
 from ..bases.files import quantization_name
 from ..errors import PackError
 from ..runtime import mx
@@ -191,7 +191,7 @@ def _sum_spec(path: str, parts: list[_Part]) -> ModuleSpec:
 
 def _sum_tensors(spec: ModuleSpec, parts: list[_Part]) -> dict[str, mx.array]:
     """Return A and B as on disk: slice by slice, and in each slice the packs in order."""
-    names = f"{spec.path}.lora_a", f"{spec.path}.lora_b"
+    names = factor_names(spec.path)
     experts = spec.experts is not None
     columns: list[list[mx.array]] = [[] for _ in spec.slices]
     rows: list[list[mx.array]] = [[] for _ in spec.slices]

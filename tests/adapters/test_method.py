@@ -3,7 +3,7 @@
 import pytest
 from mlx.utils import tree_flatten
 
-from mlx_packs.adapters.method import METHODS
+from mlx_packs.adapters.method import METHODS, trainable_modules
 from mlx_packs.config.schema import LoRAConfig, TrainConfig
 from mlx_packs.runtime import mx
 from tests.helpers.models import base_of
@@ -71,3 +71,12 @@ def test_a_base_is_the_same_after_detaching(name):
     trainable.detach()
     assert mx.array_equal(base.model(TOKENS), before).item()
     assert not tree_flatten(base.model.trainable_parameters())
+
+
+def test_trainable_modules_have_all_trainable_parameters_and_no_others(name):
+    base = base_of("llama")
+    assert trainable_modules(base.model) == []
+    trainable = attached(name, base)
+    modules = trainable_modules(base.model)
+    own = [w for m in modules for _, w in tree_flatten(m.trainable_parameters())]
+    assert sum(w.size for w in own) == trainable.parameter_count()

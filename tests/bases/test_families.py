@@ -19,7 +19,7 @@ from mlx_packs.errors import PackError
 from mlx_packs.nn.quantized import replace_modules
 from mlx_packs.runtime import mx, on_cpu
 from tests.helpers.errors import raises
-from tests.helpers.families import architectures, base_of, randomized, table, targets_of
+from tests.helpers.families import architectures, family_base, randomized, table, targets_of
 from tests.helpers.family_sweep import DOCS, DOCUMENTED, FAMILIES, IS_DOCUMENTED, sweep
 
 RANK = 2
@@ -81,7 +81,7 @@ def _value_and_grad(model: nn.Module):
 
 def check(family: str, bits: int | None) -> None:
     """Attach, hold one step against plain LoRA on every projection and expert, detach."""
-    base = base_of(family, bits)
+    base = family_base(family, bits)
     before = base.model(TOKENS)
     attached = attach(base, LoRAConfig(rank=RANK, target_modules=targets_of(base, RANK)))
     specs = attached.specs
@@ -129,7 +129,7 @@ def test_a_step_on_packed_weights_has_the_gradients_of_plain_lora(family):
 @pytest.mark.parametrize("family", sweep(FAMILIES))
 @pytest.mark.parametrize("matmul_path", ["transient", "dense"])
 def test_matmul_paths_agree_and_detach(family, matmul_path):
-    base = base_of(family, None if family == "afm7" else 4)
+    base = family_base(family, None if family == "afm7" else 4)
     before = base.model(TOKENS)
     attached = attach(base, LoRAConfig(rank=RANK), matmul_path=matmul_path)
     finite = mx.where(mx.isfinite(before), before, 0)  # some families mask unused tokens
@@ -155,9 +155,9 @@ def test_what_is_said_to_be_untrainable_is_refused_by_name_and_does_not_train(fa
         return
     if family == "recurrent_gemma":  # cannot be frozen
         with pytest.raises(AttributeError, match="_no_grad"):
-            base_of(family)
+            family_base(family)
         return
-    base = base_of(family)
+    base = family_base(family)
     with raises("unsupported", None, family, UNTRAINABLE[family]):
         attach(base)
     monkeypatch.setattr(adapters, "check_trainable", lambda *_: None)
@@ -173,7 +173,7 @@ def test_what_is_said_to_be_untrainable_is_refused_by_name_and_does_not_train(fa
 
 
 def test_a_family_whose_kernel_for_metal_has_no_gradient_is_refused_there_alone(monkeypatch):
-    base = base_of("rwkv7")
+    base = family_base("rwkv7")
     check_trainable("base", base.model)
     monkeypatch.setattr(mx, "default_device", lambda: mx.gpu)
     monkeypatch.setattr(mx.metal, "is_available", lambda: True)
@@ -189,8 +189,8 @@ def test_mistral_is_grouped_as_llama_is():
 
 
 def test_mixtures_are_refused_with_an_mlx_lm_that_cannot_train_them(monkeypatch):
-    base = base_of("qwen3_moe")
+    base = family_base("qwen3_moe")
     monkeypatch.setattr(metadata, "version", lambda _: "0.31.3")
     with raises("unsupported", None, "mlx-lm 0.31.3"):
         attach(base, LoRAConfig(rank=RANK))
-    attach(base_of("qwen3"), LoRAConfig(rank=RANK)).detach()
+    attach(family_base("qwen3"), LoRAConfig(rank=RANK)).detach()

@@ -341,7 +341,7 @@ def build(family: str):
     return model, config
 
 
-def base_of(family: str, bits: int | None = None) -> Base:
+def family_base(family: str, bits: int | None = None) -> Base:
     """A base without tokenizer around a small model; packed weights where their width allows."""
     model, config = build(family)
     if bits:
@@ -379,7 +379,7 @@ def _row(family: str) -> str:
     """The line of a family in the table."""
     if reason := UNTRAINABLE.get(family):
         return f"| {family} | not supported | {reason} | |"
-    base = base_of(family)
+    base = family_base(family)
     attached: Attached = attach(base, LoRAConfig(rank=2))
     grouped = any(group.block for group in attached.groups)
     attached.detach()

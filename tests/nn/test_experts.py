@@ -19,9 +19,9 @@ from tests.helpers.errors import raises
 from tests.helpers.families import (
     SIZES,
     architectures,
-    base_of,
     config_of,
     expert_paths,
+    family_base,
     randomized,
     targets_of,
 )
@@ -32,7 +32,7 @@ TOKENS = mx.array([[(5 * i + 3) % 127 for i in range(37)]])
 
 
 def test_experts_routers_and_indexers_carry_adapters_only_where_named():
-    base = base_of("deepseek_v32")
+    base = family_base("deepseek_v32")
     attached = attach(base, LoRAConfig(rank=RANK))
     assert not any("switch_mlp" in p or "indexer" in p for p in attached.specs)
     assert any("shared_experts.up_proj" in p for p in attached.specs)
@@ -46,7 +46,7 @@ def test_experts_routers_and_indexers_carry_adapters_only_where_named():
 
 
 def test_linears_narrower_than_the_rank_are_left_out_unless_named():
-    base = base_of("qwen2_moe")
+    base = family_base("qwen2_moe")
     attached = attach(base, LoRAConfig(rank=8))
     assert not any("shared_expert_gate" in p for p in attached.specs)
     assert "shared_expert_gate: narrower than rank 8, carry no adapter" in attached.notes
@@ -57,13 +57,13 @@ def test_linears_narrower_than_the_rank_are_left_out_unless_named():
 
 def test_a_module_that_cannot_have_an_adapter_is_named_with_its_type():
     with raises("unsupported", "target_modules", "embed_q", "MultiLinear"):
-        attach(base_of("deepseek_v3"), LoRAConfig(target_modules=("embed_q",)))
+        attach(family_base("deepseek_v3"), LoRAConfig(target_modules=("embed_q",)))
     with raises("unsupported", "target_modules", "prediction_coefs", "Linear"):
-        attach(base_of("gemma3n"), LoRAConfig(target_modules=("prediction_coefs",)))
+        attach(family_base("gemma3n"), LoRAConfig(target_modules=("prediction_coefs",)))
 
 
 def test_a_switch_linear_whose_tensors_contradict_is_named():
-    base = base_of("qwen3_moe", 4)
+    base = family_base("qwen3_moe", 4)
     path = expert_paths(base.model)[0]
     module = dict(base.model.named_modules())[path]
     module.scales = module.scales[..., :1]
@@ -76,7 +76,7 @@ def test_a_switch_linear_whose_tensors_contradict_is_named():
 def test_merged_experts_give_the_attached_forward(bits):
     from mlx_lm.models.switch_layers import SwitchLinear
 
-    base = base_of("gpt_oss", bits)  # its experts have a bias
+    base = family_base("gpt_oss", bits)  # its experts have a bias
     attached = attach(base, LoRAConfig(rank=RANK, target_modules=expert_paths(base.model)))
     randomized(attached)
     expected, merged = base.model(TOKENS), attached.merged_weights()
@@ -97,7 +97,7 @@ def test_merged_experts_give_the_attached_forward(bits):
 def test_stock_mlx_lm_opens_a_pack_with_experts(family, tokens, tmp_path):
     from mlx_lm.tuner.utils import load_adapters
 
-    base = base_of(family, 4)
+    base = family_base(family, 4)
     targets, path = targets_of(base, RANK), expert_paths(base.model)[0]
     attached = attach(base, LoRAConfig(rank=RANK, target_modules=targets))
     tensors = randomized(attached)
@@ -112,7 +112,7 @@ def test_stock_mlx_lm_opens_a_pack_with_experts(family, tokens, tmp_path):
     again = pack.attach(base)
     assert mx.array_equal(base.model(TOKENS[:, :tokens]), expected).item()
     again.detach()
-    model = load_adapters(base_of(family, 4).model, str(tmp_path / "pack"))
+    model = load_adapters(family_base(family, 4).model, str(tmp_path / "pack"))
     assert mx.abs(model(TOKENS[:, :tokens]) - expected).max().item() < 1e-4
 
 

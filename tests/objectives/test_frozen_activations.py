@@ -37,7 +37,7 @@ from tests.helpers.cached_model import (
     examples,
 )
 from tests.helpers.errors import raises
-from tests.helpers.families import base_of as families_base_of
+from tests.helpers.families import family_base
 from tests.helpers.family_sweep import FAMILIES, sweep
 from tests.helpers.interpreter import run_python
 from tests.helpers.models import base_of
@@ -182,7 +182,7 @@ print(json.dumps([*plain, *compiled]))
 @pytest.mark.parametrize("family", sweep(FAMILIES))
 def test_every_family_has_the_loss_of_computed_states_or_is_rejected(family):
     try:
-        opened = CachedModel(base=families_base_of(family))
+        opened = CachedModel(base=family_base(family))
     except PackError as error:
         assert family in UNSUPPORTED, error
         assert (error.code, error.flag) == ("unsupported", "cache_frozen")
