@@ -1,9 +1,10 @@
 """Every flag and key of the installed mlx-lm is understood here, and stands in the docs."""
 
-import inspect
 import json
 import re
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from click.testing import CliRunner
@@ -47,12 +48,56 @@ NOT_FIELDS = {
 }
 
 
-def keys_read_by(function, *names: str) -> set[str]:
-    """Keys that an mlx-lm function reads from the mapping or namespace called one of ``names``."""
-    source = inspect.getsource(function)
-    name = "|".join(names)
-    found = re.findall(rf'\b(?:{name})(?:\.get\(|\[)"(\w+)"', source)
-    return {*found, *re.findall(rf'getattr\((?:{name}), "(\w+)"', source)}
+class Recorded(dict):
+    """A mapping that records which of its keys are read, by name or as an attribute."""
+
+    def __init__(self, **values):
+        super().__init__(values)
+        self.reads = set()
+
+    def __getitem__(self, key):
+        self.reads.add(key)
+        return super().__getitem__(key)
+
+    def get(self, key, default=None):
+        self.reads.add(key)
+        return super().get(key, default)
+
+    def __getattr__(self, key):
+        self.reads.add(key)
+        raise AttributeError(key)
+
+
+def keys_of_a_schedule() -> set[str]:
+    """The keys of ``lr_schedule`` that mlx-lm reads."""
+    values = Recorded(name="cosine_decay", arguments=[1e-5, 10], warmup=2, warmup_init=0.0)
+    their_tuner.build_schedule(values)
+    return values.reads
+
+
+def keys_of_lora() -> set[str]:
+    """The keys of ``lora_parameters`` that mlx-lm reads."""
+    model, _ = model_of("qwen3")
+    values = Recorded(rank=2, scale=1.0, dropout=0.0, keys=None)
+    their_tuner.linear_to_lora_layers(model, 1, values)
+    return values.reads
+
+
+def keys_of_a_hub_dataset(monkeypatch) -> set[str]:
+    """The keys of ``hf_dataset`` that mlx-lm reads."""
+    library = SimpleNamespace(load_dataset=lambda *_, **__: [{"text": "a"}])
+    monkeypatch.setitem(sys.modules, "datasets", library)
+    values = Recorded(path="owner/name")
+    asked = SimpleNamespace(hf_dataset=values, train=True, test=True, mask_prompt=False)
+    their_data.load_custom_hf_dataset(asked, None)
+    return values.reads | {"mask_prompt"}
+
+
+def keys_of_columns() -> set[str]:
+    """The settings of columns that mlx-lm reads."""
+    settings = Recorded()
+    their_data.create_dataset([{"text": "a"}], None, settings)
+    return settings.reads - {"mask_prompt"}
 
 
 def recipe_of(*args: str, under=()):
@@ -70,12 +115,25 @@ def test_command_has_every_flag_of_mlx_lm(dest):
         assert OPTIONS[flag].is_flag == (ACTIONS[dest].nargs == 0)
 
 
+SAMPLES = {  # where mlx-lm's default is None, which says nothing, or asks for no training
+    "config": {"config": "c.yaml"},
+    "lr_schedule": {"lr_schedule": {"name": "cosine_decay", "arguments": [1e-5, 10]}},
+    "project_name": {"project_name": "p"},
+    "report_to": {"report_to": "wandb"},
+    "resume_adapter_file": {"resume_adapter_file": "a.safetensors"},
+    "test": {"test": True, "train": True},
+    "train": {"train": True},
+}
+
+
 @pytest.mark.parametrize("key", sorted(set(theirs.CONFIG_DEFAULTS) | set(ACTIONS)))
 def test_resolve_understands_every_key_of_mlx_lm(key):
-    value = theirs.CONFIG_DEFAULTS.get(key)
-    value = {"train": True, "test": None}.get(key, value)
-    resolve({key: value}, "theirs.yaml")
-    resolve({key: value})
+    values = SAMPLES.get(key) or {key: theirs.CONFIG_DEFAULTS[key]}
+    assert values[key] is not None
+    for where in ("theirs.yaml", ""):
+        resolve(values, where)
+        with raises("unknown", f"{key}_"):
+            resolve({f"{key}_": values[key]}, where)
 
 
 NEW_IN_0_32 = {"--trust-remote-code"}
@@ -88,19 +146,16 @@ def test_table_has_a_row_for_every_flag_of_mlx_lm():
     assert rows - flags <= NEW_IN_0_32  # Python 3.10 gets mlx-lm 0.31
 
 
-def test_table_has_a_row_for_every_key_without_a_flag():
-    loaded = keys_read_by(their_data.load_custom_hf_dataset, "ds") - {"mask_prompt"}
-    wanted = {f"hf_dataset.{key}" for key in loaded | {"mask_prompt"}}
-    wanted |= {
-        f"lr_schedule.{k}" for k in keys_read_by(their_tuner.build_schedule, "schedule_config")
+def test_table_has_a_row_for_every_key_without_a_flag(monkeypatch):
+    nested = {
+        "hf_dataset": keys_of_a_hub_dataset(monkeypatch),
+        "lr_schedule": keys_of_a_schedule(),
+        "lora_parameters": keys_of_lora(),
     }
-    lora = keys_read_by(their_tuner.linear_to_lora_layers, "config")
-    wanted |= {f"lora_parameters.{k}" for k in lora}
-    wanted |= keys_read_by(their_data.create_dataset, "config") - {"mask_prompt"}
-    nested = {"lora_parameters", "lr_schedule"}
-    wanted |= set(theirs.CONFIG_DEFAULTS) - set(ACTIONS) - nested
+    assert set(theirs.CONFIG_DEFAULTS["lora_parameters"]) <= nested["lora_parameters"]
+    wanted = {f"{parent}.{key}" for parent, keys in nested.items() for key in keys}
+    wanted |= keys_of_columns() | set(theirs.CONFIG_DEFAULTS) - set(ACTIONS) - set(nested)
     assert wanted == {row for row in ROWS if not row.startswith("--")}
-    assert {"rank", "scale", "dropout", "keys"} <= lora and "path" in loaded
 
 
 def shown(value) -> str:
