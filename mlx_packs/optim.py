@@ -34,11 +34,13 @@ class AdamW8bit(optimizers.AdamW):
     _MOMENTS = (("m", True), ("v", False))
 
     def init_single(self, parameter: mx.array, state: dict) -> None:
+        """Initialize the state of one parameter, in 8 bits unless it is small."""
         super().init_single(parameter, state)
         if parameter.size >= _MIN_8BIT_SIZE:
             self._pack(state)
 
     def apply_single(self, gradient: mx.array, parameter: mx.array, state: dict) -> mx.array:
+        """Update one parameter by AdamW with its state decoded to float32."""
         if "m_scales" not in state:
             return super().apply_single(gradient, parameter, state)
         for name, signed in self._MOMENTS:

@@ -2,9 +2,10 @@
 
 Configuration is read without MLX, so it cannot import the code itself. Each name stands here once;
 the module that implements it builds its registry with `registered`, which fails at import unless
-every name has its code and all code has a name. To add a task, a method, an optimizer, a weight
-format: write it, add it to its registry, add its name here. Schedules need no name here: their
-registry (`mlx_packs.schedules`) is free of MLX and is read directly.
+every name has its code and all code has a name. To add a method, an optimizer, a weight format or a
+loss: write it, add it to its registry, add its name here. To add a task, write its class and add it
+here. Schedules are not here: their registry (`mlx_packs.schedules`) does not load MLX, so that it
+is read directly.
 """
 
 from collections.abc import Iterable, Mapping

@@ -360,7 +360,8 @@ class TrainConfig(TrainConflicts):
     )
     keep_last: int | None = _output(
         None,
-        "Keep only the last N checkpoints of the run folder. [default: all]",
+        "Keep only the last N checkpoints of the run folder.",
+        shown_default="all",
         metavar="N",
         at_least=1,
         resumable=True,

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import mlx.nn as nn
 
 from .. import runtime
+from ..config.choices import MATMUL_PATHS
 from ..nn.quantized import (
     EMBEDDINGS,
     dense_dtype,
@@ -25,7 +26,6 @@ from ..nn.quantized import (
 from ..ops.matmul import dense_matmul
 from ..runtime import mx
 
-PATHS = ("quantized", "transient", "dense")
 Measure = Callable[[nn.Module, int], dict[str, float]]
 
 _MEASURED_ROWS = 512
@@ -160,16 +160,16 @@ def choose_matmul_path(
         is_head = kind[-1]
         tokens = head_rows if is_head and head_rows else rows
         seconds = (measure or product_seconds)(of_kind[0][1], tokens)
-        ms = {path: 1e3 * seconds[path] * len(of_kind) for path in PATHS}
+        ms = {path: 1e3 * seconds[path] * len(of_kind) for path in MATMUL_PATHS}
         names = sorted({path.rsplit(".", 1)[-1] for path, _ in of_kind})
         kinds.append(KindTimes(tuple(names), kind[0], len(of_kind), ms))
         if advance is not None:
             advance()
-    step_ms = {path: sum(kind.step_ms[path] for kind in kinds) for path in PATHS}
+    step_ms = {path: sum(kind.step_ms[path] for kind in kinds) for path in MATMUL_PATHS}
     if planned is None:
         free = runtime.total_memory() - mx.get_active_memory()
         fits = dense_bytes(model) < _DENSE_SHARE * free
-        planned = {path for path in PATHS if path != "dense" or fits}
+        planned = {path for path in MATMUL_PATHS if path != "dense" or fits}
     candidates = {path: ms for path, ms in step_ms.items() if path in planned}
     left_out = [path for path in step_ms if path not in planned]
     reason = f"{' and '.join(left_out)} would not fit" if left_out else ""

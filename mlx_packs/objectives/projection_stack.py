@@ -15,6 +15,7 @@ from ..adapters.lora import check_bare
 from ..bases.geometry import GeometryError, block_prefixes, probe
 from ..bases.mapped_embedding import MappedEmbedding, map_embedding
 from ..bases.model import BaseModel
+from ..config.choices import OBJECTIVES
 from ..config.schema import LoRAConfig, TrainConfig
 from ..data.batches import Batch
 from ..errors import PackError
@@ -24,7 +25,7 @@ from ..runtime import mx
 from .causal_lm import Head, TokenInputs, as_arrays, split_head
 from .objective import Arrays, Inputs
 
-TRANSFORMER, STACK = "transformer", "projection-stack"
+TRANSFORMER, STACK = OBJECTIVES  # all that there are
 
 # The attention's output projection in a block: of the Llama family, of GPT-2.
 _PROJECTIONS = ("self_attn.o_proj", "attn.c_proj")

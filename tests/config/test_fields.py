@@ -1,0 +1,105 @@
+"""What is true of a setting stands at its field, and is complete."""
+
+import dataclasses
+import pkgutil
+import re
+import subprocess
+import sys
+
+import pytest
+
+from mlx_packs.config.choices import TASKS
+from mlx_packs.config.fields import SECTIONS, Settings, facts_of, fields_where, option
+from mlx_packs.config.recipe import RunOptions
+from mlx_packs.config.schema import DataConfig, LoRAConfig, Phase, TrainConfig
+from mlx_packs.training.tasks.task import Task
+from tests.helpers.errors import raises
+
+CONFIGS = (DataConfig, LoRAConfig, TrainConfig, RunOptions)
+FIELDS = {field.name: field for config in CONFIGS for field in dataclasses.fields(config)}
+
+
+@dataclasses.dataclass(frozen=True)
+class Bounded(Settings):
+    """Settings with every kind of bound."""
+
+    share: float = option(0.5, "A.", section="Output", at_least=0, below=1, memory=True)
+    rate: float | None = option(None, "B.", section="Output", above=0)
+    norm: float = option(1.0, "C.", section="Output", at_least=0, at_most=float("inf"))
+    ranks: dict = option({}, "D.", section="Output", at_least=1, memory=True, flags=())
+
+
+def test_names_of_settings_are_unique():
+    assert len(FIELDS) == sum(len(dataclasses.fields(config)) for config in CONFIGS)
+
+
+@pytest.mark.parametrize("field", [*FIELDS.values(), *dataclasses.fields(Phase)])
+def test_every_setting_has_sentences_and_a_section(field):
+    facts = facts_of(field)
+    assert re.fullmatch(r"[A-Z].*[.)]", facts.help) and facts.section in SECTIONS
+    assert "[default" not in facts.help
+    assert not facts.choices or field.default in (*facts.choices, None)
+
+
+@pytest.mark.parametrize("field", FIELDS.values())
+def test_a_setting_of_a_task_or_method_names_one_that_exists(field):
+    facts = facts_of(field)
+    for name, setting in ((facts.task, "task"), (facts.method, "method")):
+        assert name is None or name in facts_of(FIELDS[setting]).choices
+    assert set(facts.losses) <= set(facts_of(FIELDS["loss"]).choices)
+    assert not facts.dense or field.default in facts.dense
+
+
+def test_settings_of_a_phase_are_those_that_a_phase_has():
+    own = {*fields_where(TrainConfig, DataConfig, phase=True)} - {"hf_dataset"}
+    others = {"name", "replay", "optimizer_state"}
+    assert own == {field.name for field in dataclasses.fields(Phase)} - others
+
+
+def test_fields_where_finds_settings_by_all_facts_in_their_order():
+    assert fields_where(Bounded, memory=True) == ("share", "ranks")
+    assert fields_where(Bounded, memory=True, at_least=0) == ("share",)
+    assert fields_where(Bounded, TrainConfig, own_layers="adapter") == ()
+    with pytest.raises(AttributeError):
+        fields_where(Bounded, memmory=True)
+
+
+@pytest.mark.parametrize(
+    ("values", "setting"),
+    [
+        ({"share": 1.0}, "share"),
+        ({"share": -0.1}, "share"),
+        ({"share": float("nan")}, "share"),
+        ({"rate": 0.0}, "rate"),
+        ({"rate": float("inf")}, "rate"),
+        ({"norm": -1.0}, "norm"),
+        ({"ranks": {"a": 1, "b": 0}}, "ranks"),
+    ],
+)
+def test_settings_out_of_bounds_are_errors(values, setting):
+    with raises("invalid", setting):
+        Bounded(**values)
+
+
+def test_settings_within_bounds_are_accepted():
+    Bounded(share=0.0, rate=1e-9, norm=float("inf"), ranks={"a": 1})
+
+
+def test_settings_without_a_flag_are_named_by_their_key():
+    with raises("invalid", "ranks") as error:
+        Bounded(ranks={"a": 0})
+    assert error.value.message.startswith("ranks: ")
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_every_task_that_config_accepts_is_a_class(name):
+    assert issubclass(pkgutil.resolve_name(TASKS[name]), Task)
+
+
+def test_configuration_is_read_without_mlx():
+    code = (
+        "import sys; from mlx_packs.config import external, recipe; "
+        "recipe.resolve({'lr_schedule': 'wsd', 'phases': [{}]}, 'c.yaml'); "
+        "sys.exit('mlx.core' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
