@@ -1,7 +1,7 @@
 """Backends whose kernels run in the emulator, and the rules of a GPU."""
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -82,3 +82,22 @@ def emulation(language: str, orders=("forward", "reverse", "shuffled"), compile_
 def _forget_kernels() -> None:
     _backend.forget()
     _backend._built.cache_clear()
+
+
+def failing_maker(kind: str, maker: Callable) -> Callable:
+    """A maker of kernels that do not compile, that raise when run, or that are wrong."""
+
+    def make(**definition):
+        if kind == "compile":
+            raise RuntimeError("[metal::Device] Unable to build metal library from source")
+        kernel = maker(**definition)
+
+        def run(**arguments):
+            if kind == "exception":
+                raise ValueError("threadgroup of 256 exceeds the pipeline's limit of 224")
+            outputs = kernel(**arguments)
+            return [v + mx.where(mx.arange(v.size).reshape(v.shape) == 5, 0.5, 0) for v in outputs]
+
+        return run
+
+    return make

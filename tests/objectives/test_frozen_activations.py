@@ -66,9 +66,9 @@ def test_cached_states_have_the_loss_and_gradients_of_computed_ones(family, pack
     )
     assert opened.cache.to_json()["blocks"] == BLOCKS - 1
     batches = opened.batches(9)  # into the third epoch, whose batches hold other rows together
-    wanted, of_plain = loss_and_gradients(opened.model, opened.head, batches)
-    found, of_cached = loss_and_gradients(opened.model, opened.head, batches, opened.cache.arrays)
-    assert found == pytest.approx(wanted, rel=1e-6)
+    expected, of_plain = loss_and_gradients(opened.model, opened.head, batches)
+    actual, of_cached = loss_and_gradients(opened.model, opened.head, batches, opened.cache.arrays)
+    assert actual == pytest.approx(expected, rel=1e-6)
     assert_same(of_cached, of_plain)
     assert opened.cache.rows_computed == len(LENGTHS)  # each row once
 
@@ -93,11 +93,11 @@ def test_states_keep_every_bit_of_bfloat16():
     opened = CachedModel(base=base)
     batch = opened.batches(1)[0]
     states, *_ = opened.cache.arrays(batch)
-    wanted = frozen_output(opened.model, lambda: opened.head.hidden(mx.array(batch.tokens)))
+    expected = frozen_output(opened.model, lambda: opened.head.hidden(mx.array(batch.tokens)))
     assert states.dtype == mx.bfloat16
     for b, row in enumerate(batch.rows):
         n = LENGTHS[row] - 1
-        assert mx.array_equal(states[b, :n], wanted[b, :n]).item()
+        assert mx.array_equal(states[b, :n], expected[b, :n]).item()
 
 
 def test_frozen_blocks_are_not_computed_where_states_are_given():
@@ -125,7 +125,7 @@ def test_the_backward_stops_at_the_first_adapted_block_even_without_a_cache(reco
             self.block = block
 
         def __call__(self, x, *args):
-            watched = mx.custom_function(lambda made: made + 0)
+            watched = mx.custom_function(lambda states: states + 0)
             watched.vjp(lambda primals, cotangents, _: passed.append(1) or cotangents)
             return watched(self.block(x, *args))
 
@@ -143,8 +143,8 @@ def test_rows_are_given_ahead_once_they_are_known():
     opened = CachedModel()
     epoch = opened.batches(4)
     assert [b.states is None for b in opened.cache.prefetch(epoch)] == [True] * 4
-    wanted = [opened.states(b) for b in epoch]
-    for batch, states in zip(opened.cache.prefetch(epoch), wanted, strict=True):
+    expected = [opened.states(b) for b in epoch]
+    for batch, states in zip(opened.cache.prefetch(epoch), expected, strict=True):
         assert batch.states is not None
         assert np.array_equal(opened.states(batch), states)
 
@@ -188,11 +188,11 @@ def test_every_family_has_the_loss_of_computed_states_or_is_rejected(family):
         assert (error.code, error.flag) == ("unsupported", "cache_frozen")
         return
     assert family not in UNSUPPORTED
-    wanted, found = [], []
+    expected, actual = [], []
     for batch in opened.batches(6):
-        wanted.append(loss_sum(opened.model, opened.head, *as_arrays(batch)).item())
-        found.append(loss_sum(opened.model, opened.head, *opened.cache.arrays(batch)).item())
-    assert found == pytest.approx(wanted, rel=1e-5)
+        expected.append(loss_sum(opened.model, opened.head, *as_arrays(batch)).item())
+        actual.append(loss_sum(opened.model, opened.head, *opened.cache.arrays(batch)).item())
+    assert actual == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.parametrize("memory", [0, 20_000, 10**9], ids=["disk", "both", "memory"])
@@ -200,13 +200,13 @@ def test_states_beyond_the_memory_limit_come_from_disk(folder, monkeypatch, memo
     monkeypatch.setattr(frozen_activations, "memory_budget", lambda plan: memory)
     opened = CachedModel()
     batches = opened.batches(9)
-    wanted = [as_arrays(batch) for batch in batches]
-    found = [opened.cache.arrays(batch) for batch in batches]
+    expected = [as_arrays(batch) for batch in batches]
+    actual = [opened.cache.arrays(batch) for batch in batches]
     assert opened.cache.store.is_on_disk
     assert opened.cache.store.memory_bytes <= memory
     assert (opened.cache.store.memory_bytes > 0) == (memory > 0)
     assert opened.cache.rows_computed == len(LENGTHS)
-    for cached, plain in zip(found, wanted, strict=True):
+    for cached, plain in zip(actual, expected, strict=True):
         losses = [loss_sum(opened.model, opened.head, *a).item() for a in (cached, plain)]
         assert losses[0] == pytest.approx(losses[1], rel=1e-6)
 
@@ -254,14 +254,14 @@ def test_tokens_matmul_path_config_and_weight_files_are_in_the_key(tmp_path):
 
     other = examples()
     other.items[2].tokens[1] += 1
-    found = {key(examples()), key(other), key(examples(), "dense")}
+    keys = {key(examples()), key(other), key(examples(), "dense")}
     assert key(examples()) == key(examples())
     opened.attached.base.config["rms_norm_eps"] *= 2
-    found.add(key(examples()))
+    keys.add(key(examples()))
     (tmp_path / "model.safetensors").write_bytes(b"0")
     opened.attached.base.path = tmp_path
-    found.add(key(examples()))
-    assert len(found) == 5
+    keys.add(key(examples()))
+    assert len(keys) == 5
 
 
 @pytest.mark.parametrize("damage", ["states", "digests", "short", "long", "empty"])
@@ -290,10 +290,10 @@ def test_states_of_another_base_under_the_same_name_are_made_again(folder):
     again = CachedModel(base=base)
     assert again.cache.rows_found == 0
     batches = again.batches(4)
-    wanted, _ = loss_and_gradients(again.model, again.head, batches)
+    expected, _ = loss_and_gradients(again.model, again.head, batches)
     assert loss_and_gradients(again.model, again.head, batches, again.cache.arrays)[
         0
-    ] == pytest.approx(wanted, rel=1e-6)
+    ] == pytest.approx(expected, rel=1e-6)
 
 
 def test_one_foreign_row_among_those_computed_again_is_enough(folder):
@@ -322,7 +322,7 @@ def test_on_a_full_disk_what_is_kept_is_read_and_the_rest_is_left_as_it_is(folde
     monkeypatch.setattr(frozen_activations, "memory_budget", lambda plan: 0)
     opened = CachedModel()
     batches = opened.batches(4)
-    wanted = [opened.states(b) for b in batches[:2]]
+    expected = [opened.states(b) for b in batches[:2]]
     opened.cache.store.forget()
     opened.cache.rows_computed = 0
     opened.states(batches[0])
@@ -331,9 +331,9 @@ def test_on_a_full_disk_what_is_kept_is_read_and_the_rest_is_left_as_it_is(folde
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "pwrite", full)
-    assert np.array_equal(opened.states(batches[1]), wanted[1])
+    assert np.array_equal(opened.states(batches[1]), expected[1])
     computed = opened.cache.rows_computed
-    assert np.array_equal(opened.states(batches[0]), wanted[0])
+    assert np.array_equal(opened.states(batches[0]), expected[0])
     for batch in batches[1:]:
         assert np.array_equal(opened.states(batch), batch.tokens)
     assert opened.cache.rows_computed == computed == sum(len(b.rows) for b in batches[:2])
@@ -380,13 +380,13 @@ def test_on_is_rejected_with_nothing_frozen_below_the_adapters():
 
 def test_frozen_blocks_are_those_below_the_first_adapter():
     base = base_of_blocks()
-    for targets, wanted in (
+    for targets, expected in (
         (("model.layers.2.mlp.up_proj", "model.layers.3.self_attn.q_proj"), 2),
         (("q_proj",), 0),
         (("lm_head",), BLOCKS),
     ):
         attached = attach(base, LoRAConfig(rank=2, target_modules=targets))
-        assert frozen_blocks(attached) == wanted
+        assert frozen_blocks(attached) == expected
         attached.detach()
 
 
@@ -419,7 +419,7 @@ class _Peeks(nn.Module):
         return self.inner(tokens, *args, **kwargs) + self.inner.embed_tokens(tokens)
 
 
-def test_a_family_whose_upper_blocks_see_more_than_states_is_refused():
+def test_a_family_whose_upper_blocks_see_more_than_states_is_rejected():
     def base():
         peeking = base_of_blocks()
         peeking.model.model = _Peeks(peeking.model.model)
@@ -459,7 +459,7 @@ def test_an_adapter_below_the_blocks_is_seen():
         )
 
 
-def test_too_large_states_are_refused_or_left(monkeypatch):
+def test_too_large_states_are_rejected_or_left(monkeypatch):
     monkeypatch.setattr(frozen_activations, "memory_budget", lambda plan: 100)
     with raises("memory", "cache_frozen"):
         CachedModel()

@@ -1,4 +1,4 @@
-"""Packed rows: each is learned as if it were alone, in every family; or packing is refused."""
+"""Packed examples: each is trained as if it were alone, in every family; or packing is rejected."""
 
 import shutil
 import threading
@@ -30,7 +30,7 @@ from tests.helpers.steps import (
 )
 
 
-@pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])
+@pytest.mark.parametrize("recompute", [False, True], ids=["stored", "recomputed"])
 @pytest.mark.parametrize("family", SMALL_FAMILIES)
 def test_packed_rows_have_the_loss_and_gradients_of_rows_alone(family, recompute):
     attached, head = attached_model(family, recompute)
@@ -38,12 +38,12 @@ def test_packed_rows_have_the_loss_and_gradients_of_rows_alone(family, recompute
     assert packed.segments.max() > 2
     alone = [make_batch(ROWS, [i], 1, LIMIT) for i in range(len(ROWS))]
     loss, gradients = loss_and_gradients(attached.model, head, [packed])
-    wanted, wanted_gradients = loss_and_gradients(attached.model, head, alone)
-    assert abs(loss / wanted - 1) < 1e-6
-    assert_same(gradients, wanted_gradients)
+    expected, expected_gradients = loss_and_gradients(attached.model, head, alone)
+    assert abs(loss / expected - 1) < 1e-6
+    assert_same(gradients, expected_gradients)
 
 
-@pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])
+@pytest.mark.parametrize("recompute", [False, True], ids=["stored", "recomputed"])
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("last_k", [None, 2])
 def test_packed_steps_equal_unpacked_ones(recompute, accumulate, last_k):
@@ -52,7 +52,7 @@ def test_packed_steps_equal_unpacked_ones(recompute, accumulate, last_k):
     halves = [packed_batch(rows[:4], 2), packed_batch(rows[4:], 2)]
     packed = [packed_batch(rows)] if accumulate == 1 else halves
     alone = [make_batch(rows, [i], 1, LIMIT) for i in range(len(rows))]
-    found = []
+    results = []
     for batches in (packed, alone):
         mx.random.seed(7)
         attached, head = attached_model("qwen3", recompute)
@@ -61,9 +61,9 @@ def test_packed_steps_equal_unpacked_ones(recompute, accumulate, last_k):
         stepper = lm_stepper(attached.model, optimizer, head=head)
         for i, batch in enumerate(batches, 1):
             stepper(as_arrays(batch), batch.count, i == len(batches), len(batches) == 1)
-        found.append(attached.tensors())
-    for name, tensor in found[1].items():
-        assert mx.abs(found[0][name] - tensor).max().item() < 1e-6, name
+        results.append(attached.tensors())
+    for name, tensor in results[1].items():
+        assert mx.abs(results[0][name] - tensor).max().item() < 1e-6, name
 
 
 def test_packed_rows_are_scored_row_by_row_as_alone():
@@ -88,7 +88,7 @@ def test_segment_mask_lets_every_input_see_itself_and_its_own_past_alone():
     ]
 
 
-def test_packing_a_recurrent_model_is_refused():
+def test_packing_a_recurrent_model_is_rejected():
     sizes = {"intermediate_size": 128, "state_size": 8, "conv_kernel": 4, "time_step_rank": 4}
     base = base_of("mamba", **sizes, use_bias=False, use_conv_bias=True)
     attached = attach(base, LoRAConfig(rank=2, target_modules=("in_proj",)))
@@ -102,12 +102,12 @@ def check_rejected(family: str, *names: str) -> None:
         prepare_packing(attached, split_head(attached.model), 64, 128)
 
 
-def test_packing_is_refused_where_positions_run_on(monkeypatch):
+def test_packing_is_rejected_where_positions_run_on(monkeypatch):
     monkeypatch.setattr("mlx_packs.objectives.sequence_packing._LEARNED_POSITIONS", ())
     check_rejected("gpt2", "at position 0")
 
 
-def test_packing_is_refused_where_a_row_sees_another(monkeypatch):
+def test_packing_is_rejected_where_a_row_sees_another(monkeypatch):
     def causal(self, N, return_array=True, window_size=None):
         return (mx.arange(N)[:, None] >= mx.arange(N))[None, None]
 
@@ -115,7 +115,7 @@ def test_packing_is_refused_where_a_row_sees_another(monkeypatch):
     check_rejected("llama", "at position 0")
 
 
-def test_packing_is_refused_where_a_far_position_is_computed_otherwise(monkeypatch):
+def test_packing_is_rejected_where_a_far_position_is_computed_otherwise(monkeypatch):
     """As in families that scale their queries by position, far from the first one alone."""
     from mlx_lm.models.phi import PhiAttention
 

@@ -6,14 +6,14 @@ from mlx_packs.objectives.state_store import StateStore
 
 
 def test_what_a_store_forgot_is_not_in_its_file(tmp_path):
-    given = np.full(3, 2), 0, tmp_path / "a.states", "ab" * 32
-    store = StateStore(*given)
+    arguments = np.full(3, 2), 0, tmp_path / "a.states", "ab" * 32
+    store = StateStore(*arguments)
     for row in range(3):
         store.put(row, np.full(2, row + 1, np.uint8))
     store.forget()
     store.put(0, np.full(2, 1, np.uint8))
     store.close()
-    again = StateStore(*given)
+    again = StateStore(*arguments)
     assert again.stored().tolist() == [0]
     again.close()
 

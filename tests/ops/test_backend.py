@@ -8,7 +8,7 @@ import mlx_packs as mp
 from mlx_packs.ops import _backend, _cost, grouped_lora
 from mlx_packs.ops._check import Check, examine
 from mlx_packs.runtime import mx
-from tests.helpers.emulation import emulation
+from tests.helpers.emulation import emulation, failing_maker
 
 
 def call() -> list[mx.array]:
@@ -58,25 +58,6 @@ def test_backend_of_one_command_does_not_outlive_it(run):
     assert _backend.forced() is None
 
 
-def broken(kind: str, maker):
-    """A maker of kernels that do not compile, that raise when run, or that are wrong."""
-
-    def make(**definition):
-        if kind == "compile":
-            raise RuntimeError("[metal::Device] Unable to build metal library from source")
-        kernel = maker(**definition)
-
-        def run(**arguments):
-            if kind == "exception":
-                raise ValueError("threadgroup of 256 exceeds the pipeline's limit of 224")
-            outputs = kernel(**arguments)
-            return [v + mx.where(mx.arange(v.size).reshape(v.shape) == 5, 0.5, 0) for v in outputs]
-
-        return run
-
-    return make
-
-
 @pytest.mark.parametrize("forced", [False, True])
 @pytest.mark.parametrize("kind", ["compile", "exception", "wrong"])
 def test_a_failing_kernel_falls_back_once_with_a_reason_and_right_numbers(
@@ -84,7 +65,7 @@ def test_a_failing_kernel_falls_back_once_with_a_reason_and_right_numbers(
 ):
     expected = call()
     with emulation("metal"), caplog.at_level(logging.WARNING, "mlx_packs"):
-        monkeypatch.setitem(_backend.MAKERS, "metal", broken(kind, _backend.MAKERS["metal"]))
+        monkeypatch.setitem(_backend.MAKERS, "metal", failing_maker(kind, _backend.MAKERS["metal"]))
         if not forced:
             monkeypatch.setattr(_backend, "chip_here", lambda: _cost.chip_named("Apple M1"))
         with _backend.backend("metal" if forced else None):

@@ -68,8 +68,8 @@ def test_resumed_run_finds_its_states_on_disk_and_equals_an_unbroken_one(
     monkeypatch.setenv("MLX_PACKS_CACHE", str(tmp_path / "cache"))
     train_pack(tiny, rows, LORA, changed(RUN, iters=6), tmp_path / "b")
     resumed = train_pack(tiny, rows, LORA, RUN, tmp_path / "b", resume=True)
-    found = resumed.report["cache_frozen"]
-    assert (found["rows_found"], found["rows_computed"], found["on_disk"]) == (6, 0, True)
+    cache = resumed.report["cache_frozen"]
+    assert (cache["rows_found"], cache["rows_computed"], cache["on_disk"]) == (6, 0, True)
     unbroken = train_pack(tiny, rows, LORA, changed(RUN, cache_frozen="off"), tmp_path / "a")
     assert unbroken.report["cache_frozen"] is None
     for name, tensor in adapters(unbroken).items():
@@ -104,7 +104,7 @@ def test_the_command_line_rejects_on_in_one_line(rows, tmp_path, run):
 def test_every_combination_learns_the_same(tiny, rows, tmp_path, last_k):
     """An update of a whole epoch does not depend on how its rows are laid out or recomputed."""
     policies = ({"recompute": "none"}, {"recompute": "selective"}, {"grad_checkpoint": True})
-    found = []
+    results = []
     for packing, cache, policy in itertools.product((False, True), ("off", "on"), policies):
         batches = 2 if packing else 3  # of an epoch
         train = changed(
@@ -120,11 +120,11 @@ def test_every_combination_learns_the_same(tiny, rows, tmp_path, last_k):
             steps_per_report=batches,
         )
         lora = dataclasses.replace(LORA, dropout=0.0)
-        run = train_pack(tiny, rows, lora, train, tmp_path / str(len(found)))
+        run = train_pack(tiny, rows, lora, train, tmp_path / str(len(results)))
         assert (run.report["steps"], run.report["batches"]) == (3, 3 * batches)
         assert (run.report["cache_frozen"] is None) == (cache == "off")
-        found.append((run.report["trained_tokens"], losses(run)))
-    (targets, plain), *others = found
+        results.append((run.report["trained_tokens"], losses(run)))
+    (targets, plain), *others = results
     assert plain[0] > plain[-1]
     for other, curve in others:
         assert other == targets

@@ -23,8 +23,8 @@ VOCAB = 32
 
 
 def settings(**changes) -> TrainConfig:
-    told = {"iters": 20, "learning_rate": 1e-3, "lr_schedule": "constant", "seed": 3}
-    return TrainConfig(**{**told, **changes})
+    defaults = {"iters": 20, "learning_rate": 1e-3, "lr_schedule": "constant", "seed": 3}
+    return TrainConfig(**{**defaults, **changes})
 
 
 def three(kind: str = "dense") -> dict[str, nn.Module]:
@@ -86,17 +86,17 @@ def equal(one: dict, other: dict) -> bool:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("made", ["adamw", "sgd"])
-def test_steps_equal_plain_mlx_autograd(kind, made):
-    plain = {"adamw": optimizers.AdamW(1e-3), "sgd": optimizers.SGD(1e-3)}[made]
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+def test_steps_equal_plain_mlx_autograd(kind, optimizer):
+    plain = {"adamw": optimizers.AdamW(1e-3), "sgd": optimizers.SGD(1e-3)}[optimizer]
     linears = three(kind)
-    trainer = trainer_of(linears, train=settings(optimizer=made))
+    trainer = trainer_of(linears, train=settings(optimizer=optimizer))
     layers = {name: trainer.layer(name) for name in linears}
     start, forward = trainer.tensors(), residual(layers)
     batches = [batch(seed=s) for s in range(6)]
     losses = [trainer.step_lm(forward, *b) for b in batches]
-    wanted, adapters = plain_run(linears, start, residual, batches, plain)
-    np.testing.assert_allclose(losses, wanted, atol=1e-6)
+    expected, adapters = plain_run(linears, start, residual, batches, plain)
+    np.testing.assert_allclose(losses, expected, atol=1e-6)
     assert largest_difference(trainer.tensors(), adapters) < 1e-6
     assert largest_difference(trainer.tensors(), start) > 1e-4
 
@@ -190,26 +190,26 @@ def test_any_number_of_layers_trains(count):
 
 def test_masked_targets_of_all_three_kinds_count_alike():
     x, y = batch()
-    wanted = np.array(y)
-    wanted[:, ::2] = -100
+    targets = np.array(y)
+    targets[:, ::2] = -100
     mask = np.ones(y.shape, bool)
     mask[:, ::2] = False
     trainer = trainer_of(three())
-    found = [
-        trainer.loss_lm(list(SIZES), x, wanted),
+    losses = [
+        trainer.loss_lm(list(SIZES), x, targets),
         trainer.loss_lm(list(SIZES), x, y, mask=mask),
         trainer.loss_lm(list(SIZES), x, y, weights=mask.astype(np.float32)),
     ]
-    assert found[0] == found[1] == found[2]
-    assert found[0] == pytest.approx(trainer.loss_lm(list(SIZES), x[:, 1::2], y[:, 1::2]))
+    assert losses[0] == losses[1] == losses[2]
+    assert losses[0] == pytest.approx(trainer.loss_lm(list(SIZES), x[:, 1::2], y[:, 1::2]))
 
 
 def test_loss_lm_learns_nothing_and_drops_nothing():
     trainer = trainer_of(three(), LoRAConfig(rank=4, dropout=0.5))
     trainer.step_lm(list(SIZES), *batch())
     before = trainer.tensors()
-    found = [trainer.loss_lm(list(SIZES), *batch()) for _ in range(2)]
-    assert found[0] == found[1] and equal(before, trainer.tensors())
+    losses = [trainer.loss_lm(list(SIZES), *batch()) for _ in range(2)]
+    assert losses[0] == losses[1] and equal(before, trainer.tensors())
 
 
 def test_a_loss_of_ones_own_steps_as_mlx_does():
@@ -217,21 +217,21 @@ def test_a_loss_of_ones_own_steps_as_mlx_does():
     trainer = trainer_of(linears, train=settings(optimizer="sgd", max_grad_norm=0.0))
     up = trainer.layer("up")
     x = batch()[0]
-    wanted = mx.random.normal((8, 5, 128))
+    targets = mx.random.normal((8, 5, 128))
     start = trainer.tensors()
 
     def squared(x, y):
         return (up(x) - y).square().mean()
 
     with pytest.warns(UserWarning, match="down, head"):
-        found = trainer.step(squared, x, wanted)
+        loss = trainer.step(squared, x, targets)
 
     def plain(ab):
-        return (linears["up"](x) + 2.0 * ((x @ ab[0]) @ ab[1]) - wanted).square().mean()
+        return (linears["up"](x) + 2.0 * ((x @ ab[0]) @ ab[1]) - targets).square().mean()
 
     ab = [start["up.lora_a"], start["up.lora_b"]]
     value, grads = mx.value_and_grad(plain)(ab)
-    assert found == pytest.approx(value.item(), abs=1e-6)
+    assert loss == pytest.approx(value.item(), abs=1e-6)
     for k, a, g in zip(("lora_a", "lora_b"), ab, grads, strict=True):
         assert mx.allclose(trainer.tensors()[f"up.{k}"], a - 1e-3 * g, atol=1e-7).item()
 
@@ -251,10 +251,10 @@ def test_an_optimizer_of_mlx_is_the_one_that_is_used():
     assert largest_difference(trainer.tensors(), adapters) < 1e-6
 
 
-@pytest.mark.parametrize("made", ["adamw", "sgd", "adamw_8bit"])
-def test_a_resumed_run_equals_the_unbroken_one_to_the_bit(tmp_path, made):
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd", "adamw_8bit"])
+def test_a_resumed_run_equals_the_unbroken_one_bit_for_bit(tmp_path, optimizer):
     lora = LoRAConfig(rank=4, dropout=0.3)
-    train = settings(optimizer=made, lr_schedule="cosine")
+    train = settings(optimizer=optimizer, lr_schedule="cosine")
 
     def fresh():
         mx.random.seed(1)
@@ -386,10 +386,10 @@ def test_the_same_function_is_set_up_once_and_few_are_kept():
         for _ in range(20):
             trainer.step_lm(lambda x: head(x), x, y)
     assert len(trainer._graphs) == 8
-    kept = trainer_of(three())
+    reused = trainer_of(three())
     for _ in range(3):
-        kept.step_lm(list(SIZES), x, y)
-    assert len(kept._graphs) == 1
+        reused.step_lm(list(SIZES), x, y)
+    assert len(reused._graphs) == 1
 
 
 def fresh_layer() -> RegisteredLayer:
@@ -531,14 +531,14 @@ def test_a_loss_of_ones_own_must_be_one_number():
 
 @pytest.mark.slow
 def test_steps_are_the_same_compiled():
-    """On a CPU MLX compiles with g++; so they are not compiled there unless told to."""
+    """On a CPU MLX compiles with g++; so they are not compiled there unless compilation is enabled."""
     plain, compiled = (trainer_of(three("quantized")) for _ in range(2))
     losses = [plain.step_lm(list(SIZES), *batch(seed=s)) for s in range(4)]
     mx.enable_compile()
     try:
-        found = [compiled.step_lm(list(SIZES), *batch(seed=s)) for s in range(4)]
+        compiled_losses = [compiled.step_lm(list(SIZES), *batch(seed=s)) for s in range(4)]
     finally:
         mx.disable_compile()
-    np.testing.assert_allclose(found, losses, atol=1e-6)
+    np.testing.assert_allclose(compiled_losses, losses, atol=1e-6)
     assert largest_difference(plain.tensors(), compiled.tensors()) < 1e-6
     assert [g.stepper.traces for g in compiled._graphs] == [1]

@@ -67,16 +67,16 @@ def mlx_lm_side(family: str, start: dict[str, mx.array]) -> nn.Module:
     return model
 
 
-def their_batch(wanted: list[Row]) -> tuple[mx.array, mx.array]:
+def their_batch(data: list[Row]) -> tuple[mx.array, mx.array]:
     """mlx-lm's batch of all rows: tokens [B, T + 1] and (offset, length) [B, 2]."""
-    batch, lengths = next(iterate_batches(wanted, len(wanted), WIDTH))
+    batch, lengths = next(iterate_batches(data, len(data), WIDTH))
     return batch, lengths
 
 
-def our_batch(wanted: list[Row], pad_is_target: bool = False):
-    """Our batch of the same rows; with ``pad_is_target`` a row that is padded also learns a 0."""
+def our_batch(data: list[Row], pad_is_target: bool = False):
+    """Our batch of the same rows; with ``pad_is_target`` a padded row also has the target 0."""
     examples = []
-    for tokens, offset in wanted:
+    for tokens, offset in data:
         if pad_is_target and len(tokens) < WIDTH:
             tokens = [*tokens, 0]
         target = np.arange(len(tokens)) >= max(offset, 1)
@@ -109,21 +109,21 @@ def their_loss_and_gradients(model, batch, lengths):
 def assert_same(ours: dict[str, mx.array], theirs: dict[str, mx.array]) -> None:
     """Each tensor to TOLERANCE of its largest entry, and none is all zero."""
     assert set(ours) == set(theirs)
-    for name, wanted in theirs.items():
-        largest = mx.abs(wanted).max().item()
+    for name, expected in theirs.items():
+        largest = mx.abs(expected).max().item()
         assert largest > 0, name
-        assert mx.abs(ours[name] - wanted).max().item() <= TOLERANCE * largest, name
+        assert mx.abs(ours[name] - expected).max().item() <= TOLERANCE * largest, name
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("completion_only", [True, False])
 def test_full_rows_have_mlx_lms_loss_and_gradients(family, completion_only):
-    wanted = rows([WIDTH, WIDTH, WIDTH], completion_only)
+    data = rows([WIDTH, WIDTH, WIDTH], completion_only)
     attached, start = our_side(family)
-    batch = our_batch(wanted)
+    batch = our_batch(data)
     loss, gradients = our_loss_and_gradients(attached, batch)
     expected, count, expected_gradients = their_loss_and_gradients(
-        mlx_lm_side(family, start), *their_batch(wanted)
+        mlx_lm_side(family, start), *their_batch(data)
     )
     assert count == batch.count
     assert loss == pytest.approx(expected, rel=TOLERANCE)
@@ -132,11 +132,11 @@ def test_full_rows_have_mlx_lms_loss_and_gradients(family, completion_only):
 
 @pytest.mark.parametrize("matmul_path", ["transient", "dense"])
 def test_every_matmul_path_has_mlx_lms_loss_and_gradients(matmul_path):
-    wanted = rows([WIDTH, WIDTH], True)
+    data = rows([WIDTH, WIDTH], True)
     attached, start = our_side("qwen3", matmul_path)
-    loss, gradients = our_loss_and_gradients(attached, our_batch(wanted))
+    loss, gradients = our_loss_and_gradients(attached, our_batch(data))
     expected, _, expected_gradients = their_loss_and_gradients(
-        mlx_lm_side("qwen3", start), *their_batch(wanted)
+        mlx_lm_side("qwen3", start), *their_batch(data)
     )
     assert loss == pytest.approx(expected, rel=TOLERANCE)
     assert_same(gradients, expected_gradients)
@@ -144,51 +144,51 @@ def test_every_matmul_path_has_mlx_lms_loss_and_gradients(matmul_path):
 
 @pytest.mark.parametrize("completion_only", [True, False])
 def test_padded_rows_have_mlx_lms_loss_and_gradients_once_its_mask_ends_at_the_row(completion_only):
-    wanted = rows([WIDTH, 20, 11], completion_only)
+    data = rows([WIDTH, 20, 11], completion_only)
     attached, start = our_side("qwen3")
-    loss, gradients = our_loss_and_gradients(attached, our_batch(wanted))
-    tokens, lengths = their_batch(wanted)
-    mended = lengths - mx.array([0, 1])  # steps <= length - 1 is steps < length
+    loss, gradients = our_loss_and_gradients(attached, our_batch(data))
+    tokens, lengths = their_batch(data)
+    patched = lengths - mx.array([0, 1])  # steps <= length - 1 is steps < length
     expected, count, expected_gradients = their_loss_and_gradients(
-        mlx_lm_side("qwen3", start), tokens, mended
+        mlx_lm_side("qwen3", start), tokens, patched
     )
-    assert count == our_batch(wanted).count
+    assert count == our_batch(data).count
     assert loss == pytest.approx(expected, rel=TOLERANCE)
     assert_same(gradients, expected_gradients)
 
 
-def test_mlx_lm_as_shipped_differs_by_one_pad_target_for_each_padded_row_and_nothing_else():
-    wanted = rows([WIDTH, 20, 11], True)
+def test_stock_mlx_lm_differs_by_one_pad_target_for_each_padded_row_and_nothing_else():
+    data = rows([WIDTH, 20, 11], True)
     attached, start = our_side("qwen3")
-    with_pads = our_batch(wanted, pad_is_target=True)
-    assert with_pads.count == our_batch(wanted).count + 2
+    with_pads = our_batch(data, pad_is_target=True)
+    assert with_pads.count == our_batch(data).count + 2
     loss, gradients = our_loss_and_gradients(attached, with_pads)
     expected, count, expected_gradients = their_loss_and_gradients(
-        mlx_lm_side("qwen3", start), *their_batch(wanted)
+        mlx_lm_side("qwen3", start), *their_batch(data)
     )
     assert count == with_pads.count
     assert loss == pytest.approx(expected, rel=TOLERANCE)
     assert_same(gradients, expected_gradients)
     attached.load(start, "test")
-    without, _ = our_loss_and_gradients(attached, our_batch(wanted))
+    without, _ = our_loss_and_gradients(attached, our_batch(data))
     assert without != pytest.approx(expected, rel=1e-3)
 
 
 def test_three_steps_give_the_weights_of_mlx_lms_trainer(tmp_path):
-    wanted = rows([WIDTH, WIDTH, WIDTH], True)
+    data = rows([WIDTH, WIDTH, WIDTH], True)
     attached, start = our_side("qwen3")
     # with eps = 1e-8 Adam turns the rounding of an entry without gradient into a step of its own
     ours, theirs = (optimizers.AdamW(learning_rate=1e-3, eps=1e-5) for _ in range(2))
     stepper = lm_stepper(attached.model, ours, max_grad_norm=None)
-    batch = our_batch(wanted)
+    batch = our_batch(data)
     for _ in range(3):
         stepper(as_arrays(batch), batch.count, last=True, alone=True)
     train(
         mlx_lm_side("qwen3", start),
         theirs,
-        wanted,
+        data,
         args=TrainingArgs(
-            batch_size=len(wanted),
+            batch_size=len(data),
             iters=3,
             max_seq_length=WIDTH,
             adapter_file=str(tmp_path / "adapters.safetensors"),

@@ -40,10 +40,10 @@ def rows(lengths) -> list[Example]:
 def batches() -> list:
     """Of several shapes: an odd number of rows, a row alone, missing last rows, packed rows."""
     some = rows((30, 41, 64, 12, 90, 17, 5, 33, 70))
-    found = [make_batch(some, range(start, start + 3), 3, 128) for start in (0, 3, 6)]
-    found += [make_batch(some, [4], 1, 128), make_batch(some, [0, 1], 8, 128)]
+    unpacked = [make_batch(some, range(start, start + 3), 3, 128) for start in (0, 3, 6)]
+    unpacked += [make_batch(some, [4], 1, 128), make_batch(some, [0, 1], 8, 128)]
     packed = [np.array([0, 1]), np.array([2, 3]), np.array([4, 5])]
-    return [*found, make_packed_batch(some, packed, 3, 127), *found]
+    return [*unpacked, make_packed_batch(some, packed, 3, 127), *unpacked]
 
 
 def model_with_adapters(family: str, path: str, recompute: str):

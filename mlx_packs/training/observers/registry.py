@@ -19,5 +19,5 @@ OBSERVERS: dict[str, Callable[[ObservedRun], Observer | None]] = {
 
 def make_observers(run: ObservedRun) -> list[Observer]:
     """The observers that follow a run."""
-    made = (make(run) for make in OBSERVERS.values())
-    return [observer for observer in made if observer is not None]
+    observers = (make(run) for make in OBSERVERS.values())
+    return [observer for observer in observers if observer is not None]
