@@ -2,6 +2,7 @@
 
 import ast
 from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 PACKAGE = Path(__file__).parents[1] / "mlx_packs"
@@ -61,3 +62,29 @@ def test_packages_import_only_from_above():
         if imported not in LAYERS[: LAYERS.index(unit)]
     }
     assert set(upward) == UPWARD, upward
+
+
+def modules_imported(file: Path) -> set[Path]:
+    """Files of the package that a file imports; names of a module count for the module."""
+    files = set()
+    for name in imported_modules(file):
+        parts = name.split(".")
+        while parts and parts[0] == "mlx_packs":
+            path = PACKAGE.joinpath(*parts[1:])
+            candidates = (path.with_suffix(".py"), path / "__init__.py")
+            if module := next((file for file in candidates if file.is_file()), None):
+                files.add(module)
+                break
+            parts.pop()
+    return files - {file}
+
+
+def test_no_module_imports_itself_by_way_of_others():
+    graph = {file: modules_imported(file) for file in PACKAGE.rglob("*.py")}
+    faces = {PACKAGE / "__init__.py", PACKAGE / "__main__.py"}
+    order = TopologicalSorter({file: graph[file] - faces for file in graph if file not in faces})
+    try:
+        order.prepare()
+    except CycleError as error:
+        cycle = " -> ".join(str(file.relative_to(PACKAGE)) for file in error.args[1])
+        raise AssertionError(cycle) from None
