@@ -34,7 +34,7 @@ _UNUSED = re.compile(r"(pooler|cls|classifier)\.|embeddings\.position_ids$")
 
 
 class _Embeddings(nn.Module):
-    def __init__(self, vocab: int, positions: int, types: int, dims: int, eps: float):
+    def __init__(self, vocab: int, positions: int, types: int, dims: int, eps: float) -> None:
         super().__init__()
         self.word_embeddings = nn.Embedding(vocab, dims)
         self.position_embeddings = nn.Embedding(positions, dims)
@@ -49,7 +49,7 @@ class _Embeddings(nn.Module):
 
 
 class _SelfAttention(nn.Module):
-    def __init__(self, dims: int, heads: int):
+    def __init__(self, dims: int, heads: int) -> None:
         super().__init__()
         self.query = nn.Linear(dims, dims)
         self.key = nn.Linear(dims, dims)
@@ -71,7 +71,7 @@ class _SelfAttention(nn.Module):
 class _Residual(nn.Module):
     """A product added to what went in before, and normed."""
 
-    def __init__(self, in_dims: int, dims: int, eps: float):
+    def __init__(self, in_dims: int, dims: int, eps: float) -> None:
         super().__init__()
         self.dense = nn.Linear(in_dims, dims)
         self.LayerNorm = nn.LayerNorm(dims, eps)
@@ -81,7 +81,7 @@ class _Residual(nn.Module):
 
 
 class _Attention(nn.Module):
-    def __init__(self, dims: int, heads: int, eps: float):
+    def __init__(self, dims: int, heads: int, eps: float) -> None:
         super().__init__()
         self.self = _SelfAttention(dims, heads)
         self.output = _Residual(dims, dims, eps)
@@ -91,7 +91,7 @@ class _Attention(nn.Module):
 
 
 class _Intermediate(nn.Module):
-    def __init__(self, dims: int, ffn: int, activation: Callable[[mx.array], mx.array]):
+    def __init__(self, dims: int, ffn: int, activation: Callable[[mx.array], mx.array]) -> None:
         super().__init__()
         self.dense = nn.Linear(dims, ffn)
         self._activation = activation
@@ -101,7 +101,7 @@ class _Intermediate(nn.Module):
 
 
 class _Layer(nn.Module):
-    def __init__(self, dims: int, heads: int, ffn: int, eps: float, activation: Callable):
+    def __init__(self, dims: int, heads: int, ffn: int, eps: float, activation: Callable) -> None:
         super().__init__()
         self.attention = _Attention(dims, heads, eps)
         self.intermediate = _Intermediate(dims, ffn, activation)
@@ -113,7 +113,7 @@ class _Layer(nn.Module):
 
 
 class _Layers(nn.Module):
-    def __init__(self, layers: list[_Layer]):
+    def __init__(self, layers: list[_Layer]) -> None:
         super().__init__()
         self.layer = layers
 
@@ -124,7 +124,7 @@ class Encoder(nn.Module):
     Semantics: pool(layers(words[tokens] + positions + type)), / its length if ``normalize``.
     """
 
-    def __init__(self, config: dict, sentence_config: SentenceConfig):
+    def __init__(self, config: dict, sentence_config: SentenceConfig) -> None:
         super().__init__()
         dims, ffn = config["hidden_size"], config["intermediate_size"]
         eps = config.get("layer_norm_eps", 1e-12)

@@ -1,9 +1,9 @@
-"""Probe the geometry of the projections that carry adapters, and assert every assumption.
+"""Probe the geometry of the projections that get adapters, and check every assumption.
 
 A 4-bit q_proj of Qwen3-4B is stored as uint32 of width 320, but its input is 2560 wide
 (320 x 32 / 4), and q, k, v have 4096, 1024 and 1024 rows. Nothing here takes the stored width for
-the input, or q, k and v for alike: sizes come from the module's tensors and are held against the
-config.
+the input, or q, k and v for alike: sizes come from the module's tensors and are checked against
+the config.
 """
 
 from collections.abc import Sequence
@@ -27,9 +27,19 @@ BLOCK_PROJECTIONS = {
 
 @dataclass(frozen=True)
 class Geometry:
-    """What is true of one frozen linear. ``slices`` are (name, width) of its output columns.
+    """The sizes of one frozen linear.
 
-    ``experts``: how many weights of these sizes are stacked, where it is a switch linear.
+    Attributes:
+        path: of the linear.
+        in_features: D.
+        out_features: O.
+        bits: of a code; None for a dense weight.
+        group_size: weights that share a scale.
+        mode: of the weight format.
+        stored_width: of the stored tensor, in words or bytes.
+        bias: whether it has one.
+        slices: (name, width) of its output columns.
+        experts: how many weights of these sizes are stacked, where it is a switch linear.
     """
 
     path: str
@@ -45,6 +55,7 @@ class Geometry:
 
     @property
     def name(self) -> str:
+        """The last part of the path."""
         return self.path.rsplit(".", 1)[-1]
 
     @property
@@ -53,7 +64,7 @@ class Geometry:
         return [width for _, width in self.slices]
 
     def describe(self) -> str:
-        """One line for people: stored and true shape."""
+        """Return one line for people: stored and true shape."""
         if self.bits is None:
             stored = f"dense [{self.out_features}, {self.in_features}]"
         else:
@@ -67,7 +78,7 @@ class Geometry:
 class GeometryError(PackError):
     """A module whose tensors contradict each other or the config."""
 
-    def __init__(self, path: str, fault: str):
+    def __init__(self, path: str, fault: str) -> None:
         self.path = path
         self.fault = fault
         super().__init__(
@@ -120,7 +131,7 @@ def probe(path: str, module: nn.Module, config: dict, grouped: bool = False) -> 
     if isinstance(module, NF4Linear):
         bits, group_size, mode = module.bits, module.group_size, module.mode
         try:
-            out_features, in_features = module.packed.shape
+            out_features, in_features = module.nf4_weight.shape
         except ValueError as error:
             raise GeometryError(path, f"its quantized tensors do not fit: {error}") from None
     elif "scales" in module:

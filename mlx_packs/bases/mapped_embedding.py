@@ -29,7 +29,7 @@ class MappedEmbedding:
         module: the embedding whose rows they are; its own arrays are not read.
     """
 
-    def __init__(self, parts: Mapping[str, tuple[np.ndarray, str]], module: nn.Module):
+    def __init__(self, parts: Mapping[str, tuple[np.ndarray, str]], module: nn.Module) -> None:
         self._parts = dict(parts)
         self._dtypes = {name: module[name].dtype for name in parts}
         self._quantization = None

@@ -18,7 +18,7 @@ from ..nn.quantized import (
     EMBEDDINGS,
     dense_dtype,
     dequantized_weight,
-    packed_matmul,
+    quantized_matmul,
     quantized_modules,
     transient_matmul,
     true_shape,
@@ -110,7 +110,7 @@ def _path_seconds(path: str, module: nn.Module, x: mx.array, dense: mx.array) ->
         return _seconds(lambda v: dense_matmul(v, dense), x)
     if path == "transient":
         return _seconds(lambda v: transient_matmul(v, module), x)
-    return _seconds(lambda v: packed_matmul(v, module), x)
+    return _seconds(lambda v: quantized_matmul(v, module), x)
 
 
 def _measured(model: nn.Module) -> list[tuple[str, nn.Module]]:

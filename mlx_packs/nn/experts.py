@@ -1,6 +1,6 @@
 """Switch linears: mlx-lm's stacked experts of a mixture, with an adapter for each expert.
 
-The weight is [E, O, D], dense or packed; a call takes the expert of each row. The adapter has
+The weight is [E, O, D], dense or quantized; a call takes the expert of each row. The adapter has
 A [E, D, R] and B [E, R, O], and a row meets those of its own expert only.
 """
 
@@ -14,12 +14,12 @@ _NAMES = ("SwitchLinear", "QuantizedSwitchLinear")
 
 
 def is_switch_linear(module: nn.Module) -> bool:
-    """Whether a module is mlx-lm's stack of experts, dense or quantized."""
+    """Return whether a module is mlx-lm's stack of experts, dense or quantized."""
     return type(module).__module__ == _MODULE and type(module).__name__ in _NAMES
 
 
 def expert_weights(module: nn.Module) -> mx.array:
-    """The dense weight [E, O, D] of a switch linear, in the dtype of its scales."""
+    """Return the dense weight [E, O, D] of a switch linear, in the dtype of its scales."""
     if "scales" not in module:
         return module.weight
     return mx.dequantize(
@@ -35,12 +35,12 @@ def expert_weights(module: nn.Module) -> mx.array:
 class AdaptedSwitchLinear(nn.Module):
     """A frozen switch linear with an adapter for each expert; called as the switch linear is."""
 
-    def __init__(self, linear: nn.Module, lora: GroupedLoRA):
+    def __init__(self, linear: nn.Module, lora: GroupedLoRA) -> None:
         super().__init__()
         self.linear = linear
         self.lora = lora
 
     def __call__(self, x: mx.array, indices: mx.array, sorted_indices: bool = False) -> mx.array:
-        """x [..., 1, D] and the expert of each row, [...], to [..., 1, O]."""
+        """Map x [..., 1, D] and the expert of each row, [...], to [..., 1, O]."""
         output = self.linear(x, indices, sorted_indices=sorted_indices)
         return self.lora.of_experts(x, output, indices, sorted_indices)

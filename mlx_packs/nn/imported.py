@@ -1,6 +1,6 @@
-"""Adapters that are applied and merged but not trained here: DoRA, and LoRA on an embedding.
+"""Inference-only adapters: DoRA, and LoRA on an embedding; applied and merged, not trained.
 
-They come by import (interop.py) and compute what mlx-lm's and PEFT's own modules compute.
+They come by import and compute what mlx-lm's and PEFT's own modules compute.
 """
 
 import mlx.core as mx
@@ -13,8 +13,13 @@ class DoRALinear(nn.Module):
     Semantics: y = m / ||W + D|| * (x (W + D)^T) + bias, rows' norms, D = scale * (A B)^T
 
     Args:
-        linear: any linear of the base, packed or dense.   weight: [O, D], what it multiplies by.
-        lora_a: [D, R].   lora_b: [R, O].   m: [O].   scale: alpha / rank.
+        linear: any linear of the base, quantized or dense.
+        weight: [O, D], what it multiplies by.
+        lora_a: [D, R].
+        lora_b: [R, O].
+        m: [O], the magnitudes.
+        scale: alpha / rank.
+        bias: [O] of the linear, if it has one.
 
     DoRA: https://arxiv.org/abs/2402.09353
     """
@@ -28,7 +33,7 @@ class DoRALinear(nn.Module):
         m: mx.array,
         scale: float,
         bias: mx.array | None,
-    ):
+    ) -> None:
         super().__init__()
         self.linear = linear
         self.lora_a = lora_a.astype(mx.float32)
@@ -41,7 +46,7 @@ class DoRALinear(nn.Module):
         self.freeze()
 
     def __call__(self, x: mx.array) -> mx.array:
-        """x [..., D] to [..., O]; the low-rank product has float32 factors."""
+        """Map x [..., D] to [..., O]; the low-rank product has float32 factors."""
         y = self.linear(x)
         low_rank = (x.astype(mx.float32) @ self.lora_a) @ self.lora_b
         scaled = self.magnitude * (y + self._scale * low_rank)
@@ -54,14 +59,17 @@ class AdaptedEmbedding(nn.Module):
     """A frozen embedding [V, D] with an adapter on its table.
 
     Args:
-        lora_a: [V, R].   lora_b: [R, D].   scale: alpha / rank.
+        embedding: of the base, quantized or dense.
+        lora_a: [V, R].
+        lora_b: [R, D].
+        scale: alpha / rank.
         head: whether it acts on the output too, where the table is the head (mlx-lm: it does;
             PEFT: it does not).
     """
 
     def __init__(
         self, embedding: nn.Module, lora_a: mx.array, lora_b: mx.array, scale: float, head: bool
-    ):
+    ) -> None:
         super().__init__()
         self.embedding = embedding
         self.lora_a = lora_a.astype(mx.float32)
@@ -71,12 +79,12 @@ class AdaptedEmbedding(nn.Module):
         self.freeze()
 
     def __call__(self, tokens: mx.array) -> mx.array:
-        """Rows [..., D] of the adapted table."""
+        """Return rows [..., D] of the adapted table."""
         rows = self.embedding(tokens)
         return rows + (self._scale * (self.lora_a[tokens] @ self.lora_b)).astype(rows.dtype)
 
     def as_linear(self, x: mx.array) -> mx.array:
-        """x [..., D] times the table, [..., V]."""
+        """Multiply x [..., D] by the table, [..., V]."""
         y = self.embedding.as_linear(x)
         if not self._head:
             return y

@@ -35,12 +35,12 @@ class InputDropout:
     A recomputed block runs twice, and both runs must drop the same inputs (nn/blocks.py).
     """
 
-    def __init__(self, p: float):
+    def __init__(self, p: float) -> None:
         self.p = p
         self.key: mx.array | None = None
 
     def __call__(self, x: mx.array) -> mx.array:
-        """x with a share p of its numbers at zero and the others scaled up by 1 / (1 - p)."""
+        """Return x with a share p of its numbers at zero and the others scaled by 1 / (1 - p)."""
         mask = mx.random.bernoulli(1 - self.p, x.shape, key=self.key)
         return mx.where(mask, x * (1 / (1 - self.p)), 0)
 
@@ -62,7 +62,7 @@ class GroupedLoRA(nn.Module):
         shapes: Sequence[AdapterShape | None],
         dropout: float,
         keys: Sequence[mx.array],
-    ):
+    ) -> None:
         super().__init__()
         bound = 1 / math.sqrt(in_features)
         adapted = [(i, s) for i, s in enumerate(shapes) if s is not None]
@@ -76,7 +76,7 @@ class GroupedLoRA(nn.Module):
         self.lora_b = [mx.zeros((*s.stack, s.rank, s.out_features)) for _, s in adapted]
 
     def __call__(self, x: mx.array, outputs: Sequence[mx.array]) -> list[mx.array]:
-        """Base outputs of all projections, [..., O_i] each, with the deltas of the adapted ones."""
+        """Return the outputs of all projections, [..., O_i] each, with the deltas of adapted ones."""
         if self.training and self.dropout.p:
             x = self.dropout(x)
         summed = grouped_lora(
@@ -92,7 +92,7 @@ class GroupedLoRA(nn.Module):
         return result
 
     def fused(self, x: mx.array, output: mx.array, widths: Sequence[int]) -> mx.array:
-        """The same for the output [..., sum(widths)] of one projection made of several slices."""
+        """Return the same for the output [..., sum(widths)] of one projection of several slices."""
         if self.training and self.dropout.p:
             x = self.dropout(x)
         empty_a = mx.zeros((x.shape[-1], 0))
@@ -107,7 +107,7 @@ class GroupedLoRA(nn.Module):
     def of_experts(
         self, x: mx.array, output: mx.array, indices: mx.array, sorted_indices: bool
     ) -> mx.array:
-        """The same for experts: each row of x [..., 1, D] by the adapter that ``indices`` names."""
+        """Return the same for experts: each row of x [..., 1, D] by the adapter of its index."""
         if not self._slots:
             return output
         if self.training and self.dropout.p:
@@ -121,16 +121,17 @@ class GroupedLoRA(nn.Module):
 class AdaptedLinear(nn.Module):
     """A frozen linear with adapters on slices of its output: one slice, or those of a fused one.
 
-    A fused linear that cuts its output itself (Apple's foundation model) gives a list of slices.
+    A fused linear that splits its output itself (Apple's foundation model) gives a list of slices.
     """
 
-    def __init__(self, linear: nn.Module, lora: GroupedLoRA, widths: Sequence[int]):
+    def __init__(self, linear: nn.Module, lora: GroupedLoRA, widths: Sequence[int]) -> None:
         super().__init__()
         self.linear = linear
         self.lora = lora
         self._widths = tuple(widths)
 
-    def __call__(self, x: mx.array) -> mx.array:
+    def __call__(self, x: mx.array) -> mx.array | list[mx.array]:
+        """Map x [..., D] to [..., O], or to its slices."""
         output = self.linear(x)
         if isinstance(output, (list, tuple)):
             return self.lora(x, output)
@@ -138,11 +139,11 @@ class AdaptedLinear(nn.Module):
 
 
 def low_rank_delta(lora_a: mx.array, lora_b: mx.array, scale: float) -> mx.array:
-    """What an adapter adds to its weight: scale * (A B)^T, [O, D] (or [E, O, D]) in float32."""
+    """Return the delta of an adapter: scale * (A B)^T, [O, D] (or [E, O, D]) in float32."""
     product = lora_a.astype(mx.float32) @ lora_b.astype(mx.float32)
     return scale * product.swapaxes(-1, -2)
 
 
 def adapter_key(seed: int, path: str) -> mx.array:
-    """A random key for the adapter at ``path``; it depends on no other adapter."""
+    """Return a random key for the adapter at ``path``; it depends on no other adapter."""
     return mx.random.key((seed << 32) ^ zlib.crc32(path.encode()))

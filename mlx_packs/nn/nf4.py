@@ -1,4 +1,4 @@
-"""NF4Linear and NF4Embedding: frozen weights in 4-bit NormalFloat, with the face of MLX's own.
+"""NF4Linear and NF4Embedding: frozen weights in 4-bit NormalFloat, called as MLX's own modules.
 
 QLoRA: https://arxiv.org/abs/2305.14314
 """
@@ -12,27 +12,27 @@ from ..ops.nf4 import NF4Weight
 BITS, MODE = 4, "nf4"
 
 
-class _Packed(nn.Module):
-    """The arrays of an `NF4Weight`, under the names that a checkpoint has for them."""
+class _NF4Module(nn.Module):
+    """The arrays of an `NF4Weight`, by the names that a checkpoint has for them."""
 
     bits, mode = BITS, MODE
 
-    def __init__(self, packed: NF4Weight, dtype: mx.Dtype):
+    def __init__(self, weight: NF4Weight, dtype: mx.Dtype) -> None:
         super().__init__()
-        self.weight = packed.weight
-        self.absmax = packed.absmax
-        if packed.double_quant:
-            self.nested_absmax = packed.nested_absmax
-            self.offset = packed.offset
-        self.group_size = packed.block_size
+        self.weight = weight.weight
+        self.absmax = weight.absmax
+        if weight.double_quant:
+            self.nested_absmax = weight.nested_absmax
+            self.offset = weight.offset
+        self.group_size = weight.block_size
         self.dtype = dtype
-        self._packed = packed
+        self._nf4_weight = weight
         self.freeze()
 
     @property
-    def packed(self) -> NF4Weight:
+    def nf4_weight(self) -> NF4Weight:
         """The weight as ops/nf4.py takes it; it changes when parameters are loaded."""
-        known = self._packed
+        known = self._nf4_weight
         if known.weight is not self.weight or known.absmax is not self.absmax:
             known = NF4Weight(
                 self.weight,
@@ -41,7 +41,7 @@ class _Packed(nn.Module):
                 self.get("offset"),
                 self.group_size,
             )
-            self._packed = known
+            self._nf4_weight = known
         return known
 
     @property
@@ -50,27 +50,28 @@ class _Packed(nn.Module):
         return "nested_absmax" in self
 
     def dequantized(self) -> mx.array:
-        """The weight [O, D] in ``dtype``."""
-        return nf4.dequantize(self.packed, self.dtype)
+        """Return the weight [O, D] in ``dtype``."""
+        return nf4.dequantize(self.nf4_weight, self.dtype)
 
     def _extra_repr(self) -> str:
-        outputs, depth = self.packed.shape
+        outputs, depth = self.nf4_weight.shape
         kind = "double-quantized" if self.double_quant else "float32 absmax"
         return f"input_dims={depth}, output_dims={outputs}, block={self.group_size}, {kind}"
 
 
-class NF4Linear(_Packed):
-    """A frozen linear with a packed weight [O, D] and perhaps a bias [O].
+class NF4Linear(_NF4Module):
+    """A frozen linear with an NF4 weight [O, D] and perhaps a bias [O].
 
     Args:
-        packed: the weight.   bias: added to the product.
+        weight: the weight.
+        bias: added to the product.
         dtype: of the dense weight where one is asked for; the product is in the dtype of x.
     """
 
     def __init__(
-        self, packed: NF4Weight, bias: mx.array | None = None, dtype: mx.Dtype = mx.bfloat16
-    ):
-        super().__init__(packed, dtype)
+        self, weight: NF4Weight, bias: mx.array | None = None, dtype: mx.Dtype = mx.bfloat16
+    ) -> None:
+        super().__init__(weight, dtype)
         if bias is not None:
             self.bias = bias
             self.freeze()
@@ -80,33 +81,33 @@ class NF4Linear(_Packed):
         cls, linear: nn.Linear, group_size: int = 64, double_quant: bool = True
     ) -> "NF4Linear":
         """Quantize a dense linear. Its width must be even."""
-        packed = nf4.quantize(linear.weight, group_size, double_quant)
-        return cls(packed, linear.get("bias"), linear.weight.dtype)
+        weight = nf4.quantize(linear.weight, group_size, double_quant)
+        return cls(weight, linear.get("bias"), linear.weight.dtype)
 
     def __call__(self, x: mx.array) -> mx.array:
-        """x [..., D] to [..., O], in the dtype of x."""
-        y = nf4.matmul(x, self.packed)
+        """Map x [..., D] to [..., O], in the dtype of x."""
+        y = nf4.matmul(x, self.nf4_weight)
         return y + self.bias if "bias" in self else y
 
 
-class NF4Embedding(_Packed):
+class NF4Embedding(_NF4Module):
     """A frozen embedding table [V, D]; rows are dequantized as they are looked up."""
 
-    def __init__(self, packed: NF4Weight, dtype: mx.Dtype = mx.bfloat16):
-        super().__init__(packed, dtype)
+    def __init__(self, weight: NF4Weight, dtype: mx.Dtype = mx.bfloat16) -> None:
+        super().__init__(weight, dtype)
 
     @classmethod
     def from_embedding(
         cls, embedding: nn.Embedding, group_size: int = 64, double_quant: bool = True
     ) -> "NF4Embedding":
         """Quantize a dense table. Its width must be even."""
-        packed = nf4.quantize(embedding.weight, group_size, double_quant)
-        return cls(packed, embedding.weight.dtype)
+        weight = nf4.quantize(embedding.weight, group_size, double_quant)
+        return cls(weight, embedding.weight.dtype)
 
     def __call__(self, tokens: mx.array) -> mx.array:
-        """Rows [..., D] of the table, in ``dtype``."""
-        return nf4.rows(self.packed, tokens, self.dtype)
+        """Return rows [..., D] of the table, in ``dtype``."""
+        return nf4.rows(self.nf4_weight, tokens, self.dtype)
 
     def as_linear(self, x: mx.array) -> mx.array:
-        """x [..., D] times the table: the head of a model with tied embeddings, [..., V]."""
-        return nf4.matmul(x, self.packed)
+        """Multiply x [..., D] by the table, as the head of a model with tied embeddings: [..., V]."""
+        return nf4.matmul(x, self.nf4_weight)

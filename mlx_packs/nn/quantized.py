@@ -1,12 +1,11 @@
 """The three ways to multiply by a frozen weight (matmul paths), and swapping modules for them.
 
-``quantized``: MLX's fused kernel on the packed weight. ``transient``: dequantize for one use, then
+``quantized``: MLX's fused kernel on the quantized weight. ``transient``: dequantize for one use, then
 a dense product; the backward dequantizes again, so nothing dense is kept. ``dense``: dequantize
 once and keep. Which is fastest depends on device, rows and shape: `auto` measures (matmul_path.py).
 """
 
 import itertools
-import math
 from collections.abc import Callable
 
 import mlx.core as mx
@@ -28,19 +27,19 @@ QUANTIZED = (*LINEARS, *EMBEDDINGS)
 
 
 def true_shape(module: nn.Module) -> tuple[int, int]:
-    """[out, in] of the weight that a quantized linear or embedding holds packed."""
+    """Return [out, in] of the weight of a quantized linear or embedding."""
     if isinstance(module, NF4):
-        return module.packed.shape
+        return module.nf4_weight.shape
     return module.weight.shape[0], module.weight.shape[1] * 32 // module.bits
 
 
 def dense_dtype(module: nn.Module) -> mx.Dtype:
-    """The dtype that a quantized module has when it is dense."""
+    """Return the dtype that a quantized module has when it is dense."""
     return module.dtype if isinstance(module, NF4) else module.scales.dtype
 
 
 def dequantized_weight(module: nn.Module) -> mx.array:
-    """The weight of a quantized linear or embedding as [out, in], in the dtype of its scales.
+    """Return the weight of a quantized linear or embedding, [out, in], in the dtype of its scales.
 
     NF4, whose scales are float32, has the dtype that its module names.
     """
@@ -59,22 +58,20 @@ def dequantized_weight(module: nn.Module) -> mx.array:
 def _dequantized_rows(
     module: nn.Module, at: slice | mx.array, after: mx.array | None = None
 ) -> mx.array:
-    """Some rows of an affine weight, or of one of its kin that have no biases; not before
-    ``after`` is there.
-    """
+    """Return some rows of a weight in one of MLX's formats, not before ``after`` is computed."""
     names = [name for name in ("weight", "scales", "biases") if name in module]
-    packed = [module[name][at] for name in names]
+    arrays = [module[name][at] for name in names]
     if after is not None:
-        packed = mx.depends(packed, after)
-    weight, scales, *biases = packed
+        arrays = mx.depends(arrays, after)
+    weight, scales, *biases = arrays
     how = module.group_size, module.bits, module.mode
     return dequantize(weight, scales, biases[0] if biases else None, *how)
 
 
-def packed_matmul(x: mx.array, module: nn.Module) -> mx.array:
-    """``x @ W.T`` for a quantized module by the kernel that reads W packed."""
+def quantized_matmul(x: mx.array, module: nn.Module) -> mx.array:
+    """Compute ``x @ W.T`` for a quantized module by the kernel that reads W quantized."""
     if isinstance(module, NF4):
-        return nf4.matmul(x, module.packed)
+        return nf4.matmul(x, module.nf4_weight)
     return mx.quantized_matmul(
         x,
         module.weight,
@@ -88,14 +85,17 @@ def packed_matmul(x: mx.array, module: nn.Module) -> mx.array:
 
 
 def transient_matmul(x: mx.array, module: nn.Module) -> mx.array:
-    """``x @ W.T`` for a quantized module, dequantizing W for this one use.
+    """Compute ``x @ W.T`` for a quantized module, dequantizing W for this one use.
 
     Args:
-        x: [..., D].   module: quantized linear or embedding with a weight of [O, D].
-    Returns: [..., O] in the dtype of x. The gradient reaches x only; the weight is frozen.
+        x: [..., D].
+        module: quantized linear or embedding with a weight of [O, D].
+
+    Returns:
+        [..., O] in the dtype of x. The gradient reaches x only; the weight is frozen.
     """
     if isinstance(module, NF4):  # for more than a few rows that is what the op does anyway
-        return nf4.matmul(x, module.packed)
+        return nf4.matmul(x, module.nf4_weight)
 
     def rows(start: int, stop: int, after: mx.array) -> mx.array:
         return _dequantized_rows(module, slice(start, stop), after).astype(after.dtype)
@@ -106,11 +106,12 @@ def transient_matmul(x: mx.array, module: nn.Module) -> mx.array:
 class TransientLinear(nn.Module):
     """A quantized linear whose weight is dequantized for each use."""
 
-    def __init__(self, linear: nn.QuantizedLinear):
+    def __init__(self, linear: nn.QuantizedLinear) -> None:
         super().__init__()
         self.linear = linear
 
     def __call__(self, x: mx.array) -> mx.array:
+        """Map x [..., D] to [..., O]."""
         y = transient_matmul(x, self.linear)
         return y + self.linear.bias if "bias" in self.linear else y
 
@@ -118,24 +119,26 @@ class TransientLinear(nn.Module):
 class TransientEmbedding(nn.Module):
     """A quantized embedding whose table, used as a head, is dequantized for each use."""
 
-    def __init__(self, embedding: nn.QuantizedEmbedding):
+    def __init__(self, embedding: nn.QuantizedEmbedding) -> None:
         super().__init__()
         self.embedding = embedding
 
     def __call__(self, tokens: mx.array) -> mx.array:
+        """Return rows [..., D] of the table."""
         return self.embedding(tokens)
 
     def as_linear(self, x: mx.array) -> mx.array:
+        """Multiply x [..., D] by the table, [..., V]."""
         return transient_matmul(x, self.embedding)
 
 
 class HalfLinear(nn.Module):
-    """A frozen fp16 copy of a weight [O, D] whose packed geometry could not be probed.
+    """A frozen fp16 copy of a weight [O, D] whose geometry could not be probed.
 
     It multiplies in the dtype of its input, so that nothing downstream is promoted.
     """
 
-    def __init__(self, weight: mx.array, bias: mx.array | None):
+    def __init__(self, weight: mx.array, bias: mx.array | None) -> None:
         super().__init__()
         self.weight = weight
         if bias is not None:
@@ -143,6 +146,7 @@ class HalfLinear(nn.Module):
         self.freeze()
 
     def __call__(self, x: mx.array) -> mx.array:
+        """Map x [..., D] to [..., O], in the dtype of x."""
         y = x @ self.weight.astype(x.dtype).T
         return y + self.bias.astype(x.dtype) if "bias" in self else y
 
@@ -151,6 +155,7 @@ class DenseLinear(nn.Linear):
     """A linear whose product the streams of a CPU share."""
 
     def __call__(self, x: mx.array) -> mx.array:
+        """Map x [..., D] to [..., O]."""
         if stream_count() == 1:
             return super().__call__(x)
         y = dense_matmul(x, self.weight)
@@ -166,7 +171,7 @@ def _shared(linear: nn.Linear) -> DenseLinear:
 
 
 def dense_module(module: nn.Module, dtype: mx.Dtype | None = None) -> nn.Module:
-    """A frozen nn.Linear or nn.Embedding with the dequantized weight of ``module``."""
+    """Return a frozen nn.Linear or nn.Embedding with the dequantized weight of ``module``."""
     weight = dequantized_weight(module)
     if dtype is not None:
         weight = weight.astype(dtype)
@@ -182,14 +187,14 @@ def dense_module(module: nn.Module, dtype: mx.Dtype | None = None) -> nn.Module:
 
 
 def frozen_head(module: nn.Module) -> FrozenHead | None:
-    """A linear or embedding as a head that is read by slices of rows; None if it is neither.
+    """Return a linear or embedding as a head that is read by slices of rows; None if it is neither.
 
     By the transient path, and from NF4, a slice is dense while it is used.
     """
     if isinstance(module, (TransientLinear, TransientEmbedding)):
-        return _packed_head(module["linear" if "linear" in module else "embedding"], dense=True)
+        return _quantized_head(module["linear" if "linear" in module else "embedding"], dense=True)
     if isinstance(module, QUANTIZED):
-        return _packed_head(module, dense=isinstance(module, NF4))
+        return _quantized_head(module, dense=isinstance(module, NF4))
     if type(module) in (nn.Linear, DenseLinear, nn.Embedding, HalfLinear):
         return _head(module, *module.weight.shape, lambda at: module.weight[at])
     return None
@@ -198,7 +203,7 @@ def frozen_head(module: nn.Module) -> FrozenHead | None:
 def _head(
     module: nn.Module, vocab_size: int, width: int, rows: Callable[[slice | mx.array], mx.array]
 ) -> FrozenHead:
-    """A head whose rows can be had dense."""
+    """Return a head whose rows are dequantized or dense."""
 
     def part(start: int, stop: int) -> HeadSlice:
         weight = rows(slice(start, stop))
@@ -215,14 +220,14 @@ def _biased(y: mx.array, bias: mx.array | None) -> mx.array:
     return y if bias is None else y + bias.astype(y.dtype)
 
 
-def _packed_head(module: nn.Module, dense: bool) -> FrozenHead:
-    """A head in packed rows; ``dense``: slices of it are unpacked, else multiplied as they are."""
+def _quantized_head(module: nn.Module, dense: bool) -> FrozenHead:
+    """Return a head of quantized rows; ``dense`` slices of it are dequantized, then multiplied."""
     vocab_size, width = true_shape(module)
 
     def rows(at: slice | mx.array) -> mx.array:
         if isinstance(module, NF4):
             at = mx.arange(at.start, at.stop) if isinstance(at, slice) else at
-            return nf4.rows(module.packed, at, module.dtype)
+            return nf4.rows(module.nf4_weight, at, module.dtype)
         return _dequantized_rows(module, at)
 
     def part(start: int, stop: int) -> HeadSlice:
@@ -240,26 +245,24 @@ def _packed_head(module: nn.Module, dense: bool) -> FrozenHead:
 
 
 def quantized_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Paths and modules of every quantized linear and embedding of a model."""
+    """Return paths and modules of every quantized linear and embedding of a model."""
     return [(path, m) for path, m in model.named_modules() if isinstance(m, QUANTIZED)]
 
 
 def count_weights(model: nn.Module) -> int:
-    """Weights and biases of a model; a packed weight counts as what it stands for."""
+    """Count the weights and biases of a model; a quantized weight counts as a dense one."""
     count = 0
     for module in model.modules():
         own = {k: v for k, v in module.items() if isinstance(v, mx.array) and not k.startswith("_")}
-        if isinstance(module, NF4):
-            count += math.prod(true_shape(module)) + own.get("bias", mx.zeros(0)).size
-        elif "scales" in own:  # experts are packed like linears
-            count += own["weight"].size * 32 // module.bits + own.get("bias", mx.zeros(0)).size
+        if "scales" in own or isinstance(module, NF4):
+            count += own["weight"].nbytes * 8 // module.bits + own.get("bias", mx.zeros(0)).size
         else:
             count += sum(v.size for v in own.values())
     return count
 
 
-def path_at_work(module: nn.Module) -> str | None:
-    """The matmul path of a frozen linear or embedding; None for other modules."""
+def matmul_path_of(module: nn.Module) -> str | None:
+    """Return the matmul path of a frozen linear or embedding; None for other modules."""
     if isinstance(module, (TransientLinear, TransientEmbedding)):
         return "transient"
     if isinstance(module, QUANTIZED):
@@ -270,7 +273,7 @@ def path_at_work(module: nn.Module) -> str | None:
 
 
 def replace_modules(model: nn.Module, modules: list[tuple[str, nn.Module]]) -> None:
-    """Put each module at its path; one that stands within another goes into the new one."""
+    """Put each module at its path; one inside another goes into the new one."""
 
     def depth(item: tuple[str, nn.Module]) -> int:
         return item[0].count(".")
@@ -283,7 +286,9 @@ def apply_matmul_path(model: nn.Module, matmul_path: str) -> list[tuple[str, nn.
     """Make every quantized module of ``model`` compute by ``matmul_path``.
 
     By ``dense`` linears that are dense anyway become some that streams share, if there are several.
-    Returns: (path, original module) of those replaced; `replace_modules` puts them back.
+
+    Returns:
+        (path, original module) of those replaced; `replace_modules` puts them back.
     """
     linears = []
     if matmul_path == "dense" and stream_count() > 1:
@@ -296,7 +301,7 @@ def apply_matmul_path(model: nn.Module, matmul_path: str) -> list[tuple[str, nn.
     replaced = [(path, _shared(module)) for path, module in linears]
     for path, module in originals:
         if matmul_path == "dense":
-            # on a CPU activations are float32, whatever the packed format dequantizes to
+            # on a CPU activations are float32, whatever the format dequantizes to
             replaced.append((path, dense_module(module, mx.float32 if on_cpu() else None)))
         elif isinstance(module, EMBEDDINGS):
             replaced.append((path, TransientEmbedding(module)))

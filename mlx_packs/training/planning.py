@@ -15,7 +15,7 @@ from ..memory.headers import Headers
 from ..memory.matmul_path import MatmulPathChoice, choose_matmul_path, weight_kinds
 from ..memory.plan import ERROR, MemoryPlan, Shape, fit
 from ..memory.read import read_headers
-from ..nn.quantized import path_at_work
+from ..nn.quantized import matmul_path_of
 from ..packs.base import Base
 from .settings import Run
 
@@ -128,7 +128,7 @@ def matmul_paths_by_name(trainable: Trainable, choice: MatmulPathChoice) -> dict
     names: dict[str, dict] = {}
     seen: set[str] = set()
     for path, module in trainable.model.named_modules():  # a module comes before those inside it
-        if path.rpartition(".")[0] in seen or (used := path_at_work(module)) is None:
+        if path.rpartition(".")[0] in seen or (used := matmul_path_of(module)) is None:
             continue
         seen.add(path)
         name = path.removesuffix(".linear").rpartition(".")[2]  # .linear: an adapted projection's

@@ -78,8 +78,8 @@ def test_a_dense_checkpoint_is_quantized_as_it_is_loaded(dense, double_quant):
 @pytest.mark.parametrize("double_quant, wanted", [(True, 4.127), (False, 4.5)])
 def test_bits_per_weight_in_memory(dense, double_quant, wanted):
     modules = quantized_modules(load_base(dense, "nf4", double_quant=double_quant).model)
-    bits = 8 * sum(m.packed.nbytes for _, m in modules)
-    assert bits / sum(np.prod(m.packed.shape) for _, m in modules) == pytest.approx(
+    bits = 8 * sum(m.nf4_weight.nbytes for _, m in modules)
+    assert bits / sum(np.prod(m.nf4_weight.shape) for _, m in modules) == pytest.approx(
         wanted, abs=0.02
     )
 
@@ -100,7 +100,7 @@ def test_a_bitsandbytes_checkpoint_is_read_without_quantizing_again(dense, tmp_p
         if not isinstance(module, NF4Linear):
             tensors[name] = tensor.astype(mx.bfloat16)
         elif part == "weight":
-            tensors |= to_bitsandbytes(name, module.packed, "bfloat16")
+            tensors |= to_bitsandbytes(name, module.nf4_weight, "bfloat16")
     config = {"quantization_config": config_of(True, "bfloat16", ["lm_head"])}
     folder = save_checkpoint(tmp_path / "bnb", tensors, **config)
     base = load_base(folder)
