@@ -172,7 +172,7 @@ class FidelityMeter:
                     nll_before -= mx.take_along_axis(p, wanted, axis=-1).sum().item()
                     nll_after -= mx.take_along_axis(q, wanted, axis=-1).sum().item()
                     targets += len(wanted)
-                    rows += len(batch.rows)
+                    rows += len(batch.examples)
                     bar.advance()
         return Fidelity(
             kl_mean=_not_negative(kl / targets),

@@ -23,7 +23,7 @@ _COUNTED_BATCHES = 2000
 
 @dataclass(frozen=True)
 class Batch:
-    """A fixed-shape batch of B rows of T inputs and M target slots.
+    """A fixed-shape batch of B sequences of T inputs and M target slots.
 
     Args:
         tokens: int32 [B, T].
@@ -31,8 +31,8 @@ class Batch:
             target.
         targets: int32 [M].
         weights: float32 [M], 0 where padding.
-        owners: int32 [M], index into ``rows`` (-1 where padding).
-        rows: indices of the examples that it holds, in the order in which they stand.
+        owners: int32 [M], index into ``examples`` (-1 where padding).
+        examples: indices of the examples that it holds, in the order in which they stand.
         starts: where the inputs of each begin in the B x T flattened ones.
         count: number of real targets.
         segments: int32 [B, T], number of the segment in its sequence, from 0 and rising; what is
@@ -46,7 +46,7 @@ class Batch:
     targets: np.ndarray
     weights: np.ndarray
     owners: np.ndarray
-    rows: tuple[int, ...]
+    examples: tuple[int, ...]
     starts: tuple[int, ...]
     count: int
     segments: np.ndarray | None = None
@@ -235,7 +235,7 @@ def few_shapes(examples: Examples, sampler: Sampler) -> frozenset[tuple[int, int
     batches = min(-(-len(lengths) // batch_size), _COUNTED_BATCHES)
     counts = _shape_counts(examples, sampler, batches)
     longest = padded_length(int(lengths.max()) - 1, sampler.inputs)
-    counts[longest, batch_size * longest] += 0  # a later epoch may put any rows together
+    counts[longest, batch_size * longest] += 0  # a later epoch may put any examples together
 
     def joined(one: tuple[int, int], other: tuple[int, int]) -> tuple[tuple[int, int], int]:
         both = max(one[0], other[0]), max(one[1], other[1])

@@ -130,19 +130,19 @@ class PairBatch:
         lengths: int32 [C, B].
         weights: float32 [B].
         scores: float32 [B] or None.
-        rows: which rows of the data.
+        examples: indices of the pairs that it holds.
     """
 
     columns: tuple[np.ndarray, ...]
     lengths: np.ndarray
     weights: np.ndarray
     scores: np.ndarray | None
-    rows: tuple[int, ...]
+    examples: tuple[int, ...]
 
     @property
     def count(self) -> int:
-        """Rows of the data in this batch."""
-        return len(self.rows)
+        """Number of pairs in this batch."""
+        return len(self.examples)
 
 
 def make_pair_batch(

@@ -37,7 +37,7 @@ from ..objectives.sequence_packing import why_not_packed
 from ..packs.base import Base, activated, check_no_pack
 from ..packs.pack import Pack
 from ..packs.weighted_sum import as_pack, check_distinct
-from .perplexity import Difference, RowScores, Scorer
+from .perplexity import Difference, ExampleScores, Scorer
 from .rows import check_limit, columns_of, evaluation_rows
 
 BATCH_SIZES = (1, 4, 8)
@@ -259,21 +259,21 @@ def _score_all(
     batches: list[Batch],
     matmul_path: str,
     advance: Callable[[], None],
-) -> list[RowScores]:
+) -> list[ExampleScores]:
     """Score every model on the batches; packs of one shape share the traces of the first."""
-    scores: list[RowScores] = []
+    scores: list[ExampleScores] = []
     scorers: dict[Attached, Scorer] = {}
     try:
         for pack in models:
             if pack is None:
                 with activated(base, None, matmul_path):
                     scorer = Scorer(base.model, split_head(base.model))
-                    scores.append(scorer.rows(batches, advance))
+                    scores.append(scorer.examples(batches, advance))
                 continue
             base.swap_pack(pack, matmul_path)
             if (attached := base.active.attached) not in scorers:
                 scorers = {attached: Scorer(base.model, split_head(base.model))}
-            scores.append(scorers[attached].rows(batches, advance))
+            scores.append(scorers[attached].examples(batches, advance))
     finally:
         base.swap_pack(None)
     return scores
@@ -282,7 +282,7 @@ def _score_all(
 def _compared(
     name: str,
     pack: Pack | None,
-    scores: tuple[RowScores, RowScores],
+    scores: tuple[ExampleScores, ExampleScores],
     speed: Speed,
     limits: Mapping[str, float],
     conditions: Mapping[str, Any],

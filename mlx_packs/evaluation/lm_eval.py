@@ -217,7 +217,7 @@ def log_likelihoods(
         tokens = np.array([*context, *continuation], dtype=np.int32)[-longest:]
         target = np.arange(len(tokens)) >= max(1, len(tokens) - len(continuation))
         items.append(Example(tokens, target, "lm_eval"))
-    rows = scorer.rows(evaluation_batches(Examples(items, "text", "all"), batch_size, longest))
+    rows = scorer.examples(evaluation_batches(Examples(items, "text", "all"), batch_size, longest))
     return [
         (-float(nll), math.isclose(hits, count))
         for nll, hits, count in zip(rows.nll, rows.hits, rows.targets, strict=True)

@@ -45,7 +45,7 @@ class Score:
 
 
 @dataclass(frozen=True)
-class RowScores:
+class ExampleScores:
     """Sum of the NLL [R] of each example, its targets [R], and how many of them ranked first [R].
 
     Examples stand in the order of the data, whatever batches they were scored in.
@@ -83,7 +83,7 @@ class Difference:
     ppl_ratio_se: float | None
 
     @classmethod
-    def between(cls, base: RowScores, pack: RowScores) -> "Difference":
+    def between(cls, base: ExampleScores, pack: ExampleScores) -> "Difference":
         """The difference of two scores of the same examples."""
         mean, se = _mean_and_error(pack.nll - base.nll, base.targets)
         ratio = math.exp(min(mean, 700.0))
@@ -91,13 +91,13 @@ class Difference:
 
 
 def _mean_and_error(sums: np.ndarray, targets: np.ndarray) -> tuple[float, float | None]:
-    """Mean a target of sums a row, and its standard error with rows as independent."""
-    total, rows = int(targets.sum()), len(targets)
+    """Mean per target of sums per example, and its standard error with examples as independent."""
+    total, count = int(targets.sum()), len(targets)
     mean = float(sums.sum() / total)
-    if rows < 2:
+    if count < 2:
         return mean, None
     spread = float(((sums - mean * targets) ** 2).sum())
-    return mean, math.sqrt(spread * rows / (rows - 1)) / total
+    return mean, math.sqrt(spread * count / (count - 1)) / total
 
 
 @dataclass(frozen=True)
@@ -175,9 +175,9 @@ class Scorer:
 
         self._forward = mx.compile(forward, inputs=[m.state for m in trainable_modules(model)])
 
-    def rows(
+    def examples(
         self, batches: Sequence[Batch], advance: Callable[[], None] | None = None
-    ) -> RowScores:
+    ) -> ExampleScores:
         """Score every example of the batches.
 
         Raises:
@@ -190,26 +190,28 @@ class Scorer:
         parts = []
         for batch in batches:
             real = batch.owners >= 0
-            owners, rows = batch.owners[real], len(batch.rows)
+            owners, count = batch.owners[real], len(batch.examples)
             scored = self._forward(*self._arrays(batch))
             mx.eval(scored)
             sums = [np.array(values, dtype=np.float64)[real] for values in scored]
             parts.append(
                 (
-                    np.bincount(owners, sums[0], rows),
-                    np.bincount(owners, minlength=rows),
-                    np.bincount(owners, sums[1], rows),
+                    np.bincount(owners, sums[0], count),
+                    np.bincount(owners, minlength=count),
+                    np.bincount(owners, sums[1], count),
                 )
             )
-            order += batch.rows
+            order += batch.examples
             if advance is not None:
                 advance()
-        by_row = np.argsort(order, kind="stable")
-        return RowScores(*(np.concatenate(part)[by_row] for part in zip(*parts, strict=True)))
+        by_example = np.argsort(order, kind="stable")
+        return ExampleScores(
+            *(np.concatenate(part)[by_example] for part in zip(*parts, strict=True))
+        )
 
     def score(self, batches: Sequence[Batch], advance: Callable[[], None] | None = None) -> Score:
         """All examples of the batches together, by token-weighted negative log-likelihood."""
-        return self.rows(batches, advance).score
+        return self.examples(batches, advance).score
 
 
 class PerplexityEvaluator:
@@ -226,11 +228,11 @@ class PerplexityEvaluator:
             tokens = self._batches[-1].tokens.size
             self.matmul_path = choose_matmul_path(base.model, tokens).matmul_path
 
-    def score(self) -> RowScores:
+    def score(self) -> ExampleScores:
         """Score every example."""
-        return Scorer(self._base.model, split_head(self._base.model)).rows(self._batches)
+        return Scorer(self._base.model, split_head(self._base.model)).examples(self._batches)
 
-    def report(self, base: RowScores, pack: RowScores | None) -> EvalReport:
+    def report(self, base: ExampleScores, pack: ExampleScores | None) -> EvalReport:
         """Both scores, and their difference paired by example."""
         score = base.score
         if pack is None:

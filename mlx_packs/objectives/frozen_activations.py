@@ -91,7 +91,7 @@ class FrozenActivations(Inputs):
     def prefetch(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         """The same batches, with their states where all of them are stored already."""
         for batch in batches:
-            states = {row: self.store.get(row) for row in batch.rows}
+            states = {row: self.store.get(row) for row in batch.examples}
             if all(row_states is not None for row_states in states.values()):
                 batch = dataclasses.replace(batch, states=self._lay_out(batch, states))
             yield batch
@@ -104,7 +104,7 @@ class FrozenActivations(Inputs):
         """
         laid_out = batch.states
         if laid_out is None:
-            states = {row: self.store.get(row) for row in batch.rows}
+            states = {row: self.store.get(row) for row in batch.examples}
             missing = [row for row, row_states in states.items() if row_states is None]
             if not self.store.has_room(missing):
                 return as_arrays(batch)
@@ -125,10 +125,10 @@ class FrozenActivations(Inputs):
             self._model, lambda: forward(self._model, self._part, tokens, segments)
         )
         flat = np.array(states.view(mx.uint8)).reshape(-1, self._token_bytes)
-        self.rows_computed += len(batch.rows)
+        self.rows_computed += len(batch.examples)
         return {
             row: flat[start : start + self._inputs[row]].reshape(-1)
-            for row, start in zip(batch.rows, batch.starts, strict=True)
+            for row, start in zip(batch.examples, batch.starts, strict=True)
         }
 
     def to_json(self) -> dict:
@@ -185,7 +185,7 @@ class FrozenActivations(Inputs):
     def _lay_out(self, batch: Batch, states: dict[int, np.ndarray]) -> np.ndarray:
         """uint8 [B, T, bytes] of a batch; zero where it holds no example."""
         laid_out = np.zeros((batch.tokens.size, self._token_bytes), np.uint8)
-        for row, start in zip(batch.rows, batch.starts, strict=True):
+        for row, start in zip(batch.examples, batch.starts, strict=True):
             place = slice(start, start + self._inputs[row])
             laid_out[place] = states[row].reshape(-1, self._token_bytes)
         return laid_out.reshape(*batch.tokens.shape, -1)

@@ -393,7 +393,7 @@ def test_steps_and_scores_are_the_same_compiled(policy):
         for _ in range(3):
             base.model.train()
             losses.append(stepper(as_arrays(batch()), batch().count, True, True)[0])
-            scores.append(scorer.rows([batch()]).score.nll)
+            scores.append(scorer.examples([batch()]).score.nll)
         return losses, scores
 
     plain = learn()

@@ -50,15 +50,15 @@ def epoch_of(examples, epoch: int, seed: int = 3) -> list[Batch]:
 
 @pytest.mark.parametrize("epoch", [0, 4])
 def test_training_batches_take_every_row_once_an_epoch(examples, epoch):
-    rows = [r for batch in epoch_of(examples, epoch) for r in batch.rows]
+    rows = [r for batch in epoch_of(examples, epoch) for r in batch.examples]
     assert sorted(rows) == list(range(203))
 
 
 def test_training_batches_differ_by_epoch_and_seed_alone(examples):
     first, again = epoch_of(examples, 0), epoch_of(examples, 0)
-    assert [b.rows for b in first] == [b.rows for b in again]
-    assert [b.rows for b in first] != [b.rows for b in epoch_of(examples, 1)]
-    assert [b.rows for b in first] != [b.rows for b in epoch_of(examples, 0, seed=4)]
+    assert [b.examples for b in first] == [b.examples for b in again]
+    assert [b.examples for b in first] != [b.examples for b in epoch_of(examples, 1)]
+    assert [b.examples for b in first] != [b.examples for b in epoch_of(examples, 0, seed=4)]
 
 
 @pytest.mark.parametrize("start", [1, 25, 26, 60])
@@ -71,7 +71,7 @@ def test_training_batches_resume_from_any_batch(examples, start):
         next(whole)
     for _ in range(30):
         a, b = next(whole), next(resumed)
-        assert a.rows == b.rows and np.array_equal(a.tokens, b.tokens)
+        assert a.examples == b.examples and np.array_equal(a.tokens, b.tokens)
 
 
 def test_compiled_training_batches_come_in_few_shapes(examples, compiled):
@@ -86,7 +86,7 @@ def test_batches_that_are_not_compiled_have_little_padding(examples, monkeypatch
     slots = inputs = room = targets = 0
     for batch in epoch_of(examples, 0):
         inputs += batch.tokens.size
-        slots += 8 * max(len(examples.items[row].tokens) - 1 for row in batch.rows)
+        slots += 8 * max(len(examples.items[row].tokens) - 1 for row in batch.examples)
         room, targets = room + batch.targets.size, targets + batch.count
     assert (inputs <= 1.05 * slots) != compiles
     assert (room <= 1.1 * targets) != compiles
@@ -102,7 +102,7 @@ def test_a_compiled_run_has_at_most_eight_shapes_in_any_epoch_and_the_same_rows(
     assert {(b.tokens.shape[1], b.targets.size) for b in batches} <= few
     assert batch_shapes(examples, pairs, 1000, shapes=few) <= few
     for batch, plain in zip(batches[:100], training_batches(examples, pairs), strict=False):
-        assert batch.rows == plain.rows and batch.count == plain.count
+        assert batch.examples == plain.examples and batch.count == plain.count
         width, least = batch.tokens.shape[1], plain.tokens.shape[1]
         assert np.array_equal(batch.tokens[:, :least], plain.tokens) and width >= least
         assert np.array_equal(
@@ -114,7 +114,7 @@ def test_a_compiled_run_has_at_most_eight_shapes_in_any_epoch_and_the_same_rows(
 
 def test_evaluation_batches_come_in_few_shapes_where_each_is_compiled(examples, compiled):
     many, few = (evaluation_batches(examples, 2, 150, few=few) for few in (False, True))
-    assert [batch.rows for batch in many] == [batch.rows for batch in few]
+    assert [batch.examples for batch in many] == [batch.examples for batch in few]
     assert [batch.count for batch in many] == [batch.count for batch in few]
     shapes = [{(*b.tokens.shape, len(b.targets)) for b in batches} for batches in (many, few)]
     assert len(shapes[0]) > MOST_SHAPES >= len(shapes[1])
@@ -128,7 +128,7 @@ def test_few_shapes_are_those_of_the_batches_where_they_are_few(examples):
 def test_make_batch_positions_and_targets_rebuild_the_rows(examples):
     batch = epoch_of(examples, 0)[3]
     width = batch.tokens.shape[1]
-    for b, row in enumerate(batch.rows):
+    for b, row in enumerate(batch.examples):
         example = examples.items[row]
         at = batch.owners == b
         inputs = batch.tokens[b, : len(example.tokens) - 1]
@@ -149,7 +149,7 @@ def test_make_batch_weighs_real_targets_alone(examples):
 def test_evaluation_batches_limit_counts_batches(examples, limit):
     batches = evaluation_batches(examples, 8, 150, limit)
     assert len(batches) == (26 if limit < 0 or limit > 26 else limit)
-    rows = [r for b in batches for r in b.rows]
+    rows = [r for b in batches for r in b.examples]
     assert len(set(rows)) == len(rows) == min(203, 8 * len(batches))
 
 
@@ -171,16 +171,16 @@ def test_packed_batches_take_every_row_once_an_epoch(examples):
     batches = packed_epochs(examples, sum(sizes))
     for epoch, size in enumerate(sizes):
         own = batches[sum(sizes[:epoch]) :][:size]
-        assert sorted(r for b in own for r in b.rows) == list(range(203))
-    first, second = batches[0].rows, batches[sizes[0]].rows
-    assert first != second and first != packed_epochs(examples, 1, seed=4)[0].rows
+        assert sorted(r for b in own for r in b.examples) == list(range(203))
+    first, second = batches[0].examples, batches[sizes[0]].examples
+    assert first != second and first != packed_epochs(examples, 1, seed=4)[0].examples
 
 
 @pytest.mark.parametrize("start", [1, 9, 10, 11, 25])
 def test_packed_batches_resume_from_any_batch(examples, start):
     whole = packed_epochs(examples, start + 12)[start:]
     for a, b in zip(whole, packed_epochs(examples, 12, start), strict=True):
-        assert a.rows == b.rows and np.array_equal(a.tokens, b.tokens)
+        assert a.examples == b.examples and np.array_equal(a.tokens, b.tokens)
         assert np.array_equal(a.segments, b.segments)
 
 
@@ -198,7 +198,7 @@ def test_packed_batch_rebuilds_the_rows(examples):
         flat, segments = batch.tokens.ravel(), batch.segments.ravel()
         left = np.ones(flat.size, bool)
         assert batch.count == batch.weights.sum() == (batch.owners >= 0).sum()
-        for owner, row in enumerate(batch.rows):
+        for owner, row in enumerate(batch.examples):
             example = examples.items[row]
             at = batch.owners == owner
             begin = batch.positions[at][0] + 1 - np.flatnonzero(example.target)[0]
@@ -238,7 +238,7 @@ def test_row_of_the_maximal_length_fills_a_packed_row():
     items = [Example(np.arange(n, dtype=np.int32), np.arange(n) > 0, "x") for n in (9, 9, 2)]
     examples = Examples(items, "text", "all")
     stream = training_batches(examples, sampler_of(examples, 2, 8, 0, packing=True))
-    assert sorted(r for _ in range(2) for r in next(stream).rows) == [0, 1, 2]
+    assert sorted(r for _ in range(2) for r in next(stream).examples) == [0, 1, 2]
 
 
 def batch_threads() -> list[threading.Thread]:
@@ -249,7 +249,7 @@ def test_prefetched_batches_are_the_same_in_order(examples):
     plain, same = (training_batches(examples, sampler_of(examples), 20) for _ in range(2))
     with closing(prefetched(same)) as ahead:
         for _ in range(30):
-            assert next(ahead).rows == next(plain).rows
+            assert next(ahead).examples == next(plain).examples
         assert len(batch_threads()) == 1
     assert not batch_threads()
 

@@ -101,7 +101,7 @@ def test_a_batch_is_padded_by_column_and_to_its_size(tokenizer, monkeypatch, com
     pairs = encoded(tokenizer, rows)
     batch = make_pair_batch(pairs, [1, 0], 4, 48)
     assert [c.shape for c in batch.columns] == [(4, least), (4, 48)]
-    assert batch.weights.tolist() == [1, 1, 0, 0] and batch.count == 2 and batch.rows == (1, 0)
+    assert batch.weights.tolist() == [1, 1, 0, 0] and batch.count == 2 and batch.examples == (1, 0)
     assert batch.lengths.tolist() == [[3, 3, 1, 1], [3, 42, 1, 1]]
     assert batch.columns[0][0, :4].tolist() == [*tokenizer.encode("fix"), 0]
     powers = make_pair_batch(pairs, [1, 0], 2, 100, powers=True)
@@ -131,9 +131,9 @@ def test_batches_from_the_middle_are_those_of_the_whole_run(tokenizer, distinct)
     pairs = encoded(tokenizer, all_pairs()[:21])
     sampler = PairSampler.of(pairs, 4, 48, 5, distinct)
     whole = pair_batches(pairs, sampler)
-    rows = [batch.rows for batch in itertools.islice(whole, 14)]
+    rows = [batch.examples for batch in itertools.islice(whole, 14)]
     later = pair_batches(pairs, sampler, start=8)
-    assert [batch.rows for batch in itertools.islice(later, 6)] == rows[8:]
+    assert [batch.examples for batch in itertools.islice(later, 6)] == rows[8:]
     epoch = len(sampler.epoch(0))
     first = sorted(row for batch in rows[:epoch] for row in batch)
     alone = 21 % 4  # the row that is left over is alone in a batch

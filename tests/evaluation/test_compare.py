@@ -15,7 +15,7 @@ from mlx_packs.data.batches import evaluation_batches
 from mlx_packs.data.encoding import Example, Examples
 from mlx_packs.errors import PackError
 from mlx_packs.evaluation import compare as comparison
-from mlx_packs.evaluation.perplexity import Difference, RowScores, Scorer
+from mlx_packs.evaluation.perplexity import Difference, ExampleScores, Scorer
 from mlx_packs.gates import evaluate_gates, failures, gate_limits
 from mlx_packs.inference import throughput as speed
 from mlx_packs.objectives.causal_lm import split_head
@@ -189,8 +189,8 @@ def test_rows_that_cannot_be_packed_exactly_are_scored_by_length(here, monkeypat
 
 def test_difference_is_paired_by_row():
     """Against the ratio estimator written out; the same rows in another order do not match."""
-    base = RowScores(np.array([10.0, 2.0, 6.0]), np.array([5, 2, 3]), np.array([1, 0, 2]))
-    pack = RowScores(np.array([9.0, 1.5, 5.9]), base.targets, base.hits)
+    base = ExampleScores(np.array([10.0, 2.0, 6.0]), np.array([5, 2, 3]), np.array([1, 0, 2]))
+    pack = ExampleScores(np.array([9.0, 1.5, 5.9]), base.targets, base.hits)
     difference = Difference.between(base, pack)
     d, n = np.array([-1.0, -0.5, -0.1]), base.targets
     mean = d.sum() / 10
@@ -201,7 +201,7 @@ def test_difference_is_paired_by_row():
     assert difference.ppl_ratio == pytest.approx(pack.score.ppl / base.score.ppl)
     assert difference.ppl_ratio_se == pytest.approx(difference.ppl_ratio * difference.nll_se)
     assert difference.nll_se < base.score.ppl_se / base.score.ppl
-    one = RowScores(base.nll[:1], n[:1], base.hits[:1])
+    one = ExampleScores(base.nll[:1], n[:1], base.hits[:1])
     assert Difference.between(one, one).nll_se is None
 
 
@@ -209,10 +209,10 @@ def test_row_scores_stand_in_the_order_of_the_data():
     base = base_of("qwen3")
     rows = [Example(np.arange(1, n, dtype=np.int32), np.arange(n - 1) > 0, "") for n in (9, 4, 7)]
     scorer = Scorer(base.model, split_head(base.model))
-    batched = scorer.rows(evaluation_batches(Examples(rows, "text", "all"), 2, 32))
+    batched = scorer.examples(evaluation_batches(Examples(rows, "text", "all"), 2, 32))
     assert batched.targets.tolist() == [7, 2, 5]
     for i, row in enumerate(rows):
-        alone = scorer.rows(evaluation_batches(Examples([row], "text", "all"), 1, 32))
+        alone = scorer.examples(evaluation_batches(Examples([row], "text", "all"), 1, 32))
         assert batched.nll[i] == pytest.approx(alone.nll[0], rel=1e-5)
 
 

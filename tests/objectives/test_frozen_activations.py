@@ -95,7 +95,7 @@ def test_states_keep_every_bit_of_bfloat16():
     states, *_ = opened.cache.arrays(batch)
     expected = frozen_output(opened.model, lambda: opened.head.hidden(mx.array(batch.tokens)))
     assert states.dtype == mx.bfloat16
-    for b, row in enumerate(batch.rows):
+    for b, row in enumerate(batch.examples):
         n = LENGTHS[row] - 1
         assert mx.array_equal(states[b, :n], expected[b, :n]).item()
 
@@ -336,7 +336,7 @@ def test_on_a_full_disk_what_is_kept_is_read_and_the_rest_is_left_as_it_is(folde
     assert np.array_equal(opened.states(batches[0]), expected[0])
     for batch in batches[1:]:
         assert np.array_equal(opened.states(batch), batch.tokens)
-    assert opened.cache.rows_computed == computed == sum(len(b.rows) for b in batches[:2])
+    assert opened.cache.rows_computed == computed == sum(len(b.examples) for b in batches[:2])
     assert [t for t, _ in opened.lines[1:]] == [
         "states are no longer kept on disk (No space left on device)"
     ]

@@ -185,9 +185,9 @@ scorer = e.Scorer(base.model, None)
 found = []
 for pack in packs:
     base.swap_pack(pack)
-    found.append(scorer.rows(batches).nll)
+    found.append(scorer.examples(batches).nll)
 count = len(traced)
-same = all(np.array_equal(f, e.Scorer(base.model, None).rows(batches).nll)
+same = all(np.array_equal(f, e.Scorer(base.model, None).examples(batches).nll)
            for f, pack in zip(found, packs) if base.swap_pack(pack) is None)
 print(count - len(packs) * (len(probed) - 1), same, np.array_equal(found[0], found[1]))
 """

@@ -80,14 +80,14 @@ def test_replayed_rows_are_an_exact_share_of_any_number_of_batches(examples, rep
     stream = training_batches(examples, sampler)
     old = taken = 0
     for batch in islice(stream, 100):
-        old += sum(row < 90 for row in batch.rows)
-        taken += len(batch.rows)
-        assert len(batch.rows) == batch_size and abs(old - replay * taken) <= 0.5
+        old += sum(row < 90 for row in batch.examples)
+        taken += len(batch.examples)
+        assert len(batch.examples) == batch_size and abs(old - replay * taken) <= 0.5
 
 
 def test_both_kinds_of_rows_go_round_before_one_comes_again(examples):
     stream = training_batches(examples, drawn(examples, Draw(90, None, 0.5)))
-    rows = [row for batch in islice(stream, 64) for row in batch.rows]  # two windows
+    rows = [row for batch in islice(stream, 64) for row in batch.examples]  # two windows
     for kind in ([r for r in rows if r < 90], [r for r in rows if r >= 90]):
         counts = np.unique(kind, return_counts=True)[1]
         assert counts.max() - counts.min() <= 1
@@ -102,7 +102,7 @@ def test_drawn_batches_resume_from_any_batch(examples, packing, replay, start):
     whole = islice(training_batches(examples, sampler), start, start + 20)
     resumed = training_batches(examples, sampler, start)
     for a, b in zip(whole, resumed, strict=False):
-        assert a.rows == b.rows and np.array_equal(a.tokens, b.tokens)
+        assert a.examples == b.examples and np.array_equal(a.tokens, b.tokens)
 
 
 def test_packed_rows_of_replay_hold_no_own_rows_and_are_a_share_of_packed_rows(examples):
@@ -110,7 +110,7 @@ def test_packed_rows_of_replay_hold_no_own_rows_and_are_a_share_of_packed_rows(e
     stream = training_batches(examples, sampler)
     for batch in islice(stream, 40):
         kinds = [set() for _ in range(4)]
-        for row, start in zip(batch.rows, batch.starts, strict=True):
+        for row, start in zip(batch.examples, batch.starts, strict=True):
             kinds[start // 100].add(row < 90)
         assert sorted(map(tuple, kinds)) == [(False,)] * 3 + [(True,)]
 
@@ -119,7 +119,7 @@ def test_without_replay_only_own_rows_are_drawn(examples):
     for packing in (False, True):
         for draw, allowed in ((Draw(0, 90), range(90)), (Draw(90, None), range(90, 130))):
             stream = training_batches(examples, drawn(examples, draw, packing=packing))
-            assert {r for b in islice(stream, 60) for r in b.rows} == set(allowed)
+            assert {r for b in islice(stream, 60) for r in b.examples} == set(allowed)
 
 
 def test_shapes_of_drawn_batches_are_those_that_were_foretold(examples):

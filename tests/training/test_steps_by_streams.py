@@ -96,6 +96,6 @@ def test_rows_are_scored_on_two_streams_as_on_one():
     scores = []
     for count in (2, 1):
         with streams(count):
-            scores.append(scorer.rows(batches()[:6]))
+            scores.append(scorer.examples(batches()[:6]))
     assert np.allclose(scores[0].nll, scores[1].nll, rtol=1e-5)
     assert (scores[0].hits == scores[1].hits).all()
