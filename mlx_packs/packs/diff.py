@@ -1,8 +1,8 @@
-"""How far two packs lie apart: what they share, and the distance of their deltas layer by layer.
+"""Differences of two packs: what they share, and the distance of their deltas layer by layer.
 
 A delta is scale * A @ B, [in, out]. With orthogonal bases Q of both packs' A, side by side, and P
 of their B, a delta is Q @ core @ P.T with a core as small as the ranks together; norms, products
-and singular vectors are those of the cores, and nothing as large as a weight is made.
+and singular vectors are those of the cores, and no_overlap as large as a weight is made.
 
 Subspace similarity (phi of equation 4): LoRA, section 7.2, https://arxiv.org/abs/2106.09685
 """
@@ -26,25 +26,25 @@ Factors = tuple[np.ndarray, np.ndarray]  # [E, in, r] with the scale in it, [E, 
 
 
 @dataclass(frozen=True)
-class _Apart:
-    """Squared norms of two deltas and of their difference, and their product; these add up."""
+class _Difference:
+    """Squared norms of two deltas and of their difference, and their product; they can be added."""
 
     a: float = 0.0
     b: float = 0.0
-    difference: float = 0.0
+    between: float = 0.0
     product: float = 0.0
 
-    def __add__(self, other: "_Apart") -> "_Apart":
-        return _Apart(
+    def __add__(self, other: "_Difference") -> "_Difference":
+        return _Difference(
             self.a + other.a,
             self.b + other.b,
-            self.difference + other.difference,
+            self.between + other.between,
             self.product + other.product,
         )
 
     def to_json(self) -> dict:
-        """Frobenius norms; ``relative`` to that of A, ``cosine`` None where a delta is zero."""
-        norm_a, norm_b, distance = (math.sqrt(v) for v in (self.a, self.b, self.difference))
+        """Return Frobenius norms, ``relative`` to that of A; ``cosine`` is None if a delta is zero."""
+        norm_a, norm_b, distance = (math.sqrt(v) for v in (self.a, self.b, self.between))
         both = norm_a * norm_b
         return {
             "norm_a": norm_a,
@@ -56,71 +56,82 @@ class _Apart:
 
 
 def diff(a: str | Path | Pack, b: str | Path | Pack) -> dict:
-    """Compare two packs: what they share, and how far their deltas lie apart. Loads no base.
+    """Compare two packs: what they share, and the distance of their deltas. Loads no base.
 
     Ranks and targets may differ; a projection that only one adapts counts with its whole delta.
     ``overlap_in`` and ``overlap_out`` are phi of the LoRA paper for the directions that the deltas
     read and write, at both packs' full ranks: 1 where the smaller subspace lies in the larger one,
     ``chance`` (input, output) for random ones.
 
-    Returns: ``a``, ``b``, ``shared`` (same, a, b of each fact), ``same_base``, ``total``,
-        ``layers``, ``modules``, ``only_in_a``, ``only_in_b``, ``not_comparable``.
-    Raises: PackError if a pack is damaged or cannot be read.
+    Args:
+        a: a pack or its folder.
+        b: another.
+
+    Returns:
+        ``a``, ``b``, ``shared`` (same, a, b of each fact), ``same_base``, ``total``, ``layers``,
+        ``modules``, ``only_in_a``, ``only_in_b``, ``not_comparable``.
+
+    Raises:
+        PackError: a pack is damaged or cannot be read, or no projection can be compared.
     """
     packs = [p if isinstance(p, Pack) else Pack.open(p) for p in (a, b)]
     specs = [pack.specs for pack in packs]
     tensors = [pack.load_tensors() for pack in packs]
-    modules, sums, refused = [], {}, {}
+    modules, sums, incomparable = [], {}, {}
     for path in sorted({*specs[0], *specs[1]}, key=_reading_order):
         spec = [s.get(path) for s in specs]
         if reason := _unlike(*spec):
-            refused[path] = reason
+            incomparable[path] = reason
             continue
         factors = [_factors(s, t) if s else None for s, t in zip(spec, tensors, strict=True)]
-        apart, overlap = _compare(*factors)
-        sums.setdefault(_layer(path), []).append(apart)
+        difference, overlap = _compare(*factors)
+        sums.setdefault(_layer(path), []).append(difference)
         ranks = {"rank_a": spec[0].rank if spec[0] else 0, "rank_b": spec[1].rank if spec[1] else 0}
-        modules.append({"path": path, **ranks, **apart.to_json(), **overlap})
-    for pack, spec, found in zip(packs, specs, tensors, strict=True):
-        refused |= dict.fromkeys(replaced_of(pack.manifest), "is brought whole")
-        parts = {name for path in spec for name in spec[path].shapes}
-        for name in sorted(set(found) - parts - set(refused)):
-            refused[name] = "is no factor of a LoRA"
+        modules.append({"path": path, **ranks, **difference.to_json(), **overlap})
+    for pack, spec, stored in zip(packs, specs, tensors, strict=True):
+        incomparable |= dict.fromkeys(replaced_of(pack.manifest), "is stored in full")
+        factors = {name for path in spec for name in spec[path].shapes}
+        for name in sorted(set(stored) - factors - set(incomparable)):
+            incomparable[name] = "is not a factor of a LoRA"
     if not modules:
-        path, reason = next(iter(refused.items()))
+        path, reason = next(iter(incomparable.items()))
         raise PackError(
-            f"{packs[0].name} and {packs[1].name}: no projection of one fits: {path}: {reason}."
+            f"{packs[0].name} and {packs[1].name}: no projection can be compared: {path}: "
+            f"{reason}.",
+            "mismatch",
         )
-    layers = {name: sum(parts, _Apart()) for name, parts in sums.items()}
+    layers = {name: sum(parts, _Difference()) for name, parts in sums.items()}
     shared = _shared(*packs)
     return {
         "a": _facts(packs[0]),
         "b": _facts(packs[1]),
         "same_base": shared["base"]["same"] and shared["quantization"]["same"],
         "shared": shared,
-        "total": sum(layers.values(), _Apart()).to_json() | _mean_overlap(modules),
+        "total": sum(layers.values(), _Difference()).to_json() | _mean_overlap(modules),
         "layers": [
             {
                 "layer": name,
-                **apart.to_json(),
+                **difference.to_json(),
                 **_mean_overlap(m for m in modules if _layer(m["path"]) == name),
             }
-            for name, apart in layers.items()
+            for name, difference in layers.items()
         ],
         "modules": modules,
         "only_in_a": [path for path in specs[0] if path not in specs[1]],
         "only_in_b": [path for path in specs[1] if path not in specs[0]],
-        "not_comparable": refused,
+        "not_comparable": incomparable,
     }
 
 
 def _factors(spec: ModuleSpec, tensors: Mapping[str, mx.array]) -> Factors:
-    """Both factors in float64, the scale of each slice in the first."""
+    """Return both factors in float64, the scale of each slice in the first."""
     arrays = []
     for name in factor_names(spec.path):
         if name not in tensors or tuple(tensors[name].shape) != spec.shapes[name]:
             has = tuple(tensors[name].shape) if name in tensors else "missing"
-            raise PackError(f"{name}: is {has}, but the manifest says {spec.shapes[name]}.")
+            raise PackError(
+                f"{name}: is {has}, but the manifest says {spec.shapes[name]}.", "mismatch"
+            )
         arrays.append(np.asarray(tensors[name].astype(mx.float32)).astype(np.float64))
     a, b = arrays if spec.experts is not None else (array[None] for array in arrays)
     if spec.experts is not None:
@@ -129,32 +140,32 @@ def _factors(spec: ModuleSpec, tensors: Mapping[str, mx.array]) -> Factors:
     return a * scale, b
 
 
-def _compare(a: Factors | None, b: Factors | None) -> tuple[_Apart, dict]:
-    """Squared norms, product and subspace overlaps of two deltas; None is a delta of zero."""
-    nothing = {"overlap_in": None, "overlap_out": None, "chance": None}
+def _compare(a: Factors | None, b: Factors | None) -> tuple[_Difference, dict]:
+    """Return norms, product and subspace overlaps of two deltas; None is a delta of zero."""
+    no_overlap = {"overlap_in": None, "overlap_out": None, "chance": None}
     if a is None or b is None:
         square = _squared_norm(*(a or b))
-        alone = _Apart(a=square) if b is None else _Apart(b=square)
-        return alone + _Apart(difference=square), nothing
-    apart, overlaps = _Apart(), []
+        alone = _Difference(a=square) if b is None else _Difference(b=square)
+        return alone + _Difference(between=square), no_overlap
+    difference, overlaps = _Difference(), []
     for expert in range(len(a[0])):
         (a_in, a_out), (b_in, b_out) = ((f[expert] for f in pack) for pack in (a, b))
         r = a_in.shape[1]
         left = np.linalg.qr(np.concatenate([a_in, b_in], axis=1), mode="r")  # [k, ra + rb]
         right = np.linalg.qr(np.concatenate([a_out, b_out], axis=0).T, mode="r")  # [l, ra + rb]
         of_a, of_b = left[:, :r] @ right[:, :r].T, left[:, r:] @ right[:, r:].T  # [k, l]
-        apart += _Apart(
+        difference += _Difference(
             float(np.sum(of_a**2)),
             float(np.sum(of_b**2)),
             float(np.sum((of_a - of_b) ** 2)),
             float(np.sum(of_a * of_b)),
         )
         overlaps.append(_overlap(of_a, of_b, a_in.shape[0], a_out.shape[1]))
-    measured = [o for o in overlaps if o is not None]
-    if not measured:  # no delta, no directions
-        return apart, nothing
-    means = np.mean(measured, axis=0)
-    return apart, {
+    overlaps = [overlap for overlap in overlaps if overlap is not None]
+    if not overlaps:  # a delta of zero has no directions
+        return difference, no_overlap
+    means = np.mean(overlaps, axis=0)
+    return difference, {
         "overlap_in": float(means[0]),
         "overlap_out": float(means[1]),
         "chance": means[2:].tolist(),
@@ -162,12 +173,12 @@ def _compare(a: Factors | None, b: Factors | None) -> tuple[_Apart, dict]:
 
 
 def _squared_norm(a: np.ndarray, b: np.ndarray) -> float:
-    """||A @ B||^2 = sum(A'A * BB'), summed over experts."""
+    """Return ||A @ B||^2 = sum(A'A * BB'), summed over experts."""
     return float(np.sum((a.swapaxes(-1, -2) @ a) * (b @ b.swapaxes(-1, -2))))
 
 
 def _overlap(a: np.ndarray, b: np.ndarray, width: int, height: int) -> list[float] | None:
-    """phi for inputs and outputs, and what random subspaces of these sizes would have."""
+    """Return phi for inputs and outputs, and that of random subspaces of these sizes."""
     (a_in, a_out), (b_in, b_out) = _directions(a), _directions(b)
     i, j = a_in.shape[1], b_in.shape[1]
     if not i or not j:
@@ -177,14 +188,14 @@ def _overlap(a: np.ndarray, b: np.ndarray, width: int, height: int) -> list[floa
 
 
 def _directions(core: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Left and right singular vectors of a core, those that its delta has."""
+    """Return the left and right singular vectors of a core with nonzero singular values."""
     u, s, vt = np.linalg.svd(core, full_matrices=False)
-    kept = s > 1e-6 * s[0] if s[0] > 0 else np.zeros(len(s), bool)  # factors have 24 bits
-    return u[:, kept], vt[kept].T
+    nonzero = s > 1e-6 * s[0] if s[0] > 0 else np.zeros(len(s), bool)  # factors have 24 bits
+    return u[:, nonzero], vt[nonzero].T
 
 
 def _mean_overlap(modules: Iterable[dict]) -> dict:
-    """Mean overlaps over the projections that both packs adapt."""
+    """Return mean overlaps over the projections that both packs adapt."""
     both = [m for m in modules if m["overlap_in"] is not None]
     return {
         key: float(np.mean([m[key] for m in both])) if both else None
@@ -193,24 +204,24 @@ def _mean_overlap(modules: Iterable[dict]) -> dict:
 
 
 def _unlike(a: ModuleSpec | None, b: ModuleSpec | None) -> str | None:
-    """Why two adapters of one path cannot be compared; None if they can."""
+    """Return why two adapters of one path cannot be compared; None if they can."""
     kinds = [spec.kind for spec in (a, b) if spec]
     if "dora" in kinds or len(set(kinds)) > 1:
-        named = [f"{spec.kind} in {of}" for spec, of in ((a, "A"), (b, "B")) if spec]
-        return ", ".join(named) + (": its delta is of the base too" if "dora" in kinds else "")
+        places = [f"{spec.kind} in {of}" for spec, of in ((a, "A"), (b, "B")) if spec]
+        return ", ".join(places) + (": its delta is of the base too" if "dora" in kinds else "")
     if a is None or b is None:
         return None
     shapes = [(s.in_features, sum(s.widths), s.experts) for s in (a, b)]
     if shapes[0] == shapes[1]:
         return None
-    shown = [f"{i} -> {o}" + (f" x {e} experts" if e else "") for i, o, e in shapes]
-    return f"{shown[0]} in A, {shown[1]} in B"
+    in_a, in_b = (f"{i} -> {o}" + (f" x {e} experts" if e else "") for i, o, e in shapes)
+    return f"{in_a} in A, {in_b} in B"
 
 
 def _layer(path: str) -> str:
-    """The path through the number of its block, or all of it."""
-    found = re.match(r"(.*?\.\d+)\.", path)
-    return found[1] if found else path
+    """Return the path through the number of its block, or all of it."""
+    match = re.match(r"(.*?\.\d+)\.", path)
+    return match[1] if match else path
 
 
 def _reading_order(path: str) -> list:
@@ -232,26 +243,26 @@ def _facts(pack: Pack) -> dict:
 
 
 def _shared(a: Pack, b: Pack) -> dict[str, dict]:
-    """Facts of both manifests side by side; of a recipe only what differs."""
-    found = {}
+    """Return facts of both manifests side by side; of a recipe only what differs."""
+    facts = {}
 
-    def hold(key: str, of_a, of_b) -> None:
-        found[key] = {"same": of_a == of_b, "a": of_a, "b": of_b}
+    def add(key: str, of_a: object, of_b: object) -> None:
+        facts[key] = {"same": of_a == of_b, "a": of_a, "b": of_b}
 
     bases = [pack.manifest["base"] for pack in (a, b)]
-    hold("base", *(base["fingerprint"] for base in bases))
-    hold("quantization", *(quantization_name(base["quantization"]) for base in bases))
-    hold("targets", *(_targets(pack) for pack in (a, b)))
-    hold("data", *(pack.part("data").get("fingerprint") for pack in (a, b)))
-    hold("objective", *(pack.part("objective") for pack in (a, b)))
+    add("base", *(base["fingerprint"] for base in bases))
+    add("quantization", *(quantization_name(base["quantization"]) for base in bases))
+    add("targets", *(_targets(pack) for pack in (a, b)))
+    add("data", *(pack.part("data").get("fingerprint") for pack in (a, b)))
+    add("objective", *(pack.part("objective") for pack in (a, b)))
     recipes = [pack.part("recipe") for pack in (a, b)]
     keys = [k for k in {**recipes[0], **recipes[1]} if recipes[0].get(k) != recipes[1].get(k)]
-    hold("recipe", *({k: recipe.get(k) for k in keys} for recipe in recipes))
-    hold("versions", *(pack.part("versions") for pack in (a, b)))
-    hold("adapters", *(pack.adapters_hash for pack in (a, b)))
-    if found["adapters"]["a"] is None:  # neither of two sums lies on a disk
-        found["adapters"]["same"] = a.identity == b.identity
-    return found
+    add("recipe", *({k: recipe.get(k) for k in keys} for recipe in recipes))
+    add("versions", *(pack.part("versions") for pack in (a, b)))
+    add("adapters", *(pack.adapters_hash for pack in (a, b)))
+    if facts["adapters"]["a"] is None:  # neither of two sums is on disk
+        facts["adapters"]["same"] = a.identity == b.identity
+    return facts
 
 
 def _targets(pack: Pack) -> list[str]:
@@ -259,34 +270,34 @@ def _targets(pack: Pack) -> list[str]:
 
 
 def lines(report: dict) -> list[str]:
-    """The report of `diff` as a table that fits 60 columns, the farthest projections below it."""
-    shown = [_pack_line(name, report[key]) for name, key in (("A", "a"), ("B", "b"))]
+    """Return the report of `diff` as a table of 60 columns, the farthest projections below it."""
+    table = [_pack_line(name, report[key]) for name, key in (("A", "a"), ("B", "b"))]
     for key, fact in report["shared"].items():
-        shown += _fact_lines(key, fact)
+        table += _fact_lines(key, fact)
     if not report["same_base"]:
-        shown.append("note    other bases: distances are of the deltas alone")
+        table.append("note    other bases: distances are of the deltas alone")
     if report["shared"]["adapters"]["same"]:  # to the byte
-        return shown
-    shown += ["", f"{'layer':<13}{'|A|':>8}{'|B|':>8}{'|A-B|':>8}{'rel':>6}{'cos':>6}   overlap"]
-    shown += [_row(_block(layer["layer"]), layer) for layer in report["layers"]]
+        return table
+    table += ["", f"{'layer':<13}{'|A|':>8}{'|B|':>8}{'|A-B|':>8}{'rel':>6}{'cos':>6}   overlap"]
+    table += [_row(_block(layer["layer"]), layer) for layer in report["layers"]]
     if len(report["layers"]) > 1:
-        shown.append(_row("all", report["total"]))
-    shown.append("")
+        table.append(_row("all", report["total"]))
+    table.append("")
     for m in sorted(report["modules"], key=lambda m: -m["distance"])[:3]:
-        shown.append(
+        table.append(
             f"far     {m['path']}: |A-B| {_norm(m['distance'])}, rel "
             f"{_ratio(m['relative'])}, cos {_ratio(m['cosine'])}"
         )
     for name, key in (("A", "only_in_a"), ("B", "only_in_b")):
         if paths := report[key]:
-            shown.append(f"only {name}  {len(paths)} projections: {_some(paths)}")
-    if refused := report["not_comparable"]:
-        shown += [f"unlike  {path}: {reason}" for path, reason in list(refused.items())[:3]]
-        shown.append(f"unlike  {len(refused)} in all, which are in no figure above")
+            table.append(f"only {name}  {len(paths)} projections: {_some(paths)}")
+    if reasons := report["not_comparable"]:
+        table += [f"unlike  {path}: {reason}" for path, reason in list(reasons.items())[:3]]
+        table.append(f"unlike  {len(reasons)} in all, which are in no figure above")
     if chances := [m["chance"] for m in report["modules"] if m["chance"]]:
         read, written = np.mean(chances, axis=0)
-        shown.append(f"overlap of what is read/written: 1 same, {read:.2f}/{written:.2f} by chance")
-    return shown
+        table.append(f"overlap of what is read/written: 1 same, {read:.2f}/{written:.2f} by chance")
+    return table
 
 
 def _pack_line(name: str, facts: dict) -> str:
@@ -297,20 +308,20 @@ def _pack_line(name: str, facts: dict) -> str:
 def _fact_lines(key: str, fact: dict) -> list[str]:
     label = {"quantization": "quant", "objective": "loss"}.get(key, key)
     if fact["same"]:
-        told = "none recorded" if not fact["a"] and key != "recipe" else "same"
-        return [f"{label:<9} {told}"]
+        answer = "none recorded" if not fact["a"] and key != "recipe" else "same"
+        return [f"{label:<9} {answer}"]
     of_a, of_b = fact["a"], fact["b"]
     if isinstance(of_a, dict) and isinstance(of_b, dict):
         parts = [
-            f"{k} {_told(of_a.get(k))} | {_told(of_b.get(k))}"
+            f"{k} {_text(of_a.get(k))} | {_text(of_b.get(k))}"
             for k in {**of_a, **of_b}
             if of_a.get(k) != of_b.get(k)
         ]
         return [f"{label:<9} {part}" for part in parts]
-    return [f"{label:<9} {_told(of_a)} | {_told(of_b)}"]
+    return [f"{label:<9} {_text(of_a)} | {_text(of_b)}"]
 
 
-def _told(value) -> str:
+def _text(value: object) -> str:
     if isinstance(value, str) and re.fullmatch(r"[0-9a-f]{64}", value):
         return value[:12]
     if isinstance(value, list):
@@ -318,10 +329,10 @@ def _told(value) -> str:
     return "none" if value is None else str(value)
 
 
-def _row(name: str, apart: dict) -> str:
-    norms = "".join(f"{_norm(apart[key]):>8}" for key in ("norm_a", "norm_b", "distance"))
-    ratios = "".join(f"{_ratio(apart[key]):>6}" for key in ("relative", "cosine"))
-    overlap = [apart["overlap_in"], apart["overlap_out"]]
+def _row(name: str, difference: dict) -> str:
+    norms = "".join(f"{_norm(difference[key]):>8}" for key in ("norm_a", "norm_b", "distance"))
+    ratios = "".join(f"{_ratio(difference[key]):>6}" for key in ("relative", "cosine"))
+    overlap = [difference["overlap_in"], difference["overlap_out"]]
     both = "-" if overlap[0] is None else "/".join(f"{v:.2f}" for v in overlap)
     return f"{name:<13}{norms}{ratios}{both:>10}"
 
@@ -335,7 +346,7 @@ def _ratio(value: float | None) -> str:
 
 
 def _block(layer: str) -> str:
-    """The last part of a block's path with its number, what fits."""
+    """Return the last part of a block's path with its number, as far as it fits."""
     name = ".".join(layer.rsplit(".", 2)[-2:])
     return name if len(name) < 13 else "…" + name[-11:]
 

@@ -11,7 +11,7 @@ from huggingface_hub import constants
 import mlx_packs as mp
 from mlx_packs import Pack
 from mlx_packs.display import Display
-from mlx_packs.errors import PackError
+from tests.helpers.errors import raises
 from tests.helpers.packs import BASE, EVAL, write_pack
 
 MEASURED = {"created": "2026-11-21T10:00:00Z"}
@@ -135,7 +135,7 @@ def test_list_shows_both_caches_of_the_hub(tmp_path, run, monkeypatch):
     Pack.open(found[1]["pack"]).verify()
     (snapshot / "README.md").unlink()
     (snapshot / "README.md").symlink_to(pulled / "README.md")  # not of its repository
-    with pytest.raises(PackError, match="README.md: is named in pack.json but is not a file here"):
+    with raises("not-found", None, "README.md"):
         Pack.open(snapshot)
     assert len(json.loads(run("list", ".", "--hub-cache", "--json")[1])) == 5
 
