@@ -1,19 +1,18 @@
 """How a weight is quantized: one class per kind of format, and the registry of those made here.
 
 A format turns a dense weight into the tensors that stand for it on disk and back. To add one, write
-its class unless `MLXFormat` makes it, register it in `FORMATS`, and name it in
-`config.choices.WEIGHT_FORMATS`.
+its class, register it in `CLASSES` and `FORMATS`, and name it in `config.choices`.
 """
 
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import ClassVar
 
 import mlx.nn as nn
 
-from ..config.choices import WEIGHT_FORMATS, registered
+from ..config.choices import WEIGHT_FORMATS, WEIGHT_MODES, registered
 from ..errors import PackError, did_you_mean
 from ..nn.nf4 import NF4Embedding, NF4Linear
 from ..ops import nf4
@@ -255,7 +254,9 @@ FORMATS: dict[str, WeightFormat] = registered(
     WEIGHT_FORMATS,
     {"affine4": MLXFormat(bits=4), "affine8": MLXFormat(bits=8), "nf4": NF4Format()},
 )
-MODES = tuple(sorted({known.mode for known in FORMATS.values()}))  # that are written here
+CLASSES: dict[str, type[WeightFormat]] = registered(
+    WEIGHT_MODES, {"nf4": NF4Format, "affine": MLXFormat}
+)
 
 
 def named_format(name: str, double_quant: bool = True) -> WeightFormat:
@@ -270,6 +271,21 @@ def named_format(name: str, double_quant: bool = True) -> WeightFormat:
         )
     known = FORMATS[name]
     return replace(known, double_quant=double_quant) if isinstance(known, NF4Format) else known
+
+
+def specified_format(mode: str, **settings: int | bool | None) -> WeightFormat:
+    """Return a format of a mode with these settings; None is the default of the format.
+
+    Raises:
+        PackError: the format has no such setting.
+    """
+    known = CLASSES[mode]
+    specified = {name: value for name, value in settings.items() if value is not None}
+    own = {f.name for f in fields(known) if f.init}
+    if misplaced := [name for name in specified if name not in own]:
+        flags = ", ".join(f"--{name.replace('_', '-')}" for name in misplaced)
+        raise PackError(f"{flags}: not with --mode {mode}.", "conflict")
+    return known(**specified)
 
 
 def format_name(quantization: Mapping | None) -> str:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import click
 
+from ..config.choices import WEIGHT_FORMATS
 from ..display import Display, size
 from ..errors import PackError
 from . import options
@@ -43,7 +44,7 @@ def _fidelity(command: Callable) -> Callable:
 @option(
     "--requantize",
     default="none",
-    metavar="{none,same,affine4,affine8,nf4}",
+    metavar=f"{{none,same,{','.join(WEIGHT_FORMATS)}}}",
     help="Format of the merged weights; none is dense, same is the base's.",
 )
 @option(

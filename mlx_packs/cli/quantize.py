@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from ..config.choices import WEIGHT_MODES
 from ..display import Display, size
 from ..errors import PackError
 from . import options
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 @click.command()
 @option("--model", required=True, metavar="MODEL", help="Dense checkpoint: folder or Hub id.")
 @options.out("Folder to write.")
-@option("--mode", type=click.Choice(["nf4", "affine"]), default="nf4", help="Format.")
+@option("--mode", type=click.Choice(WEIGHT_MODES), default="nf4", help="Format.")
 @option(
     "--double-quant/--no-double-quant",
     default=None,
@@ -80,21 +81,16 @@ def _options(
         PackError: options that the mode does not have.
     """
     from ..bases.quantization import QuantizeOptions
-    from ..bases.weight_formats import MLXFormat, NF4Format
+    from ..bases.weight_formats import specified_format
 
-    double = "--no-double-quant" if double_quant is False else "--double-quant"
-    foreign = {"--bits": bits} if mode == "nf4" else {"--block": block, double: double_quant}
-    if misplaced := [flag for flag, value in foreign.items() if value is not None]:
-        raise PackError(f"{', '.join(misplaced)}: not with --mode {mode}.", "conflict")
+    if block is not None and mode != "nf4":
+        raise PackError(f"--block: not with --mode {mode}.", "conflict")
     if None not in (block, group_size) and block != group_size:
         raise PackError(
             f"--block {block}: is --group-size by another name, which is {group_size}.", "conflict"
         )
-    sizes = [size for size in (block, group_size, 64) if size is not None]
-    if mode == "nf4":
-        weight_format = NF4Format(sizes[0], double_quant is not False)
-    else:
-        weight_format = MLXFormat(mode, 4 if bits is None else bits, sizes[0])
+    size = group_size if block is None else block
+    weight_format = specified_format(mode, bits=bits, group_size=size, double_quant=double_quant)
     return QuantizeOptions(
         weight_format,
         options.names(others["keep"]),

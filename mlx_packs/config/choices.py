@@ -22,6 +22,7 @@ METHODS = ("lora", "full")
 OBJECTIVES = ("transformer", "projection-stack")
 OPTIMIZERS = ("adamw", "adamw_8bit", "adam", "adafactor", "sgd", "muon", "lion")
 WEIGHT_FORMATS = ("affine4", "affine8", "nf4")  # that --quantize makes
+WEIGHT_MODES = ("nf4", "affine")  # kinds of formats, of `packs quantize --mode`
 MATMUL_PATHS = ("quantized", "transient", "dense")
 POLICIES = ("none", "selective", "block")  # of activation checkpointing
 ADAPTER_FORMATS = ("mlx-lm", "peft")  # that packs export writes and packs import reads

@@ -20,7 +20,7 @@ from ..bases.bitsandbytes import METHOD
 from ..bases.loading import lazy_base
 from ..bases.model import BaseModel
 from ..bases.quantization import QuantizeOptions, formats_for
-from ..bases.weight_formats import FORMATS, MODES, WeightFormat, format_of, named_format
+from ..bases.weight_formats import CLASSES, FORMATS, WeightFormat, format_of, named_format
 from ..bases.writer import Item, WritePlan
 from ..config.schema import DataConfig
 from ..display import Display
@@ -157,7 +157,7 @@ class _Planner:
         if requantize == "none":
             return None
         if requantize == "same":
-            if stored and stored.mode not in MODES:
+            if stored and stored.mode not in CLASSES:
                 raise PackError(
                     f"--requantize same: {path} is {stored.mode}, which cannot be written. Choose "
                     "affine4, affine8 or none.",

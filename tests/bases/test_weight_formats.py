@@ -11,8 +11,10 @@ from mlx_packs.bases.weight_formats import (
     format_name,
     format_of,
     named_format,
+    specified_format,
 )
 from mlx_packs.runtime import mx
+from tests.helpers.errors import raises
 from tests.helpers.models import model_of
 
 NATIVE = [MLXFormat("affine", bits, g) for bits in (2, 3, 4, 5, 6, 8) for g in (32, 64, 128)]
@@ -66,6 +68,15 @@ def test_other_quantizations_have_no_name():
     assert format_name(MLXFormat(bits=3).to_config()) == "none"
     assert format_name(MLXFormat(group_size=32).to_config()) == "none"
     assert format_name({"bits": 4, "group_size": 64}) == "affine4"  # as mlx-lm once wrote it
+
+
+def test_settings_of_a_mode_are_those_of_its_format():
+    assert specified_format("affine", bits=8, group_size=None) == MLXFormat(bits=8)
+    assert specified_format("nf4", group_size=32, double_quant=False) == NF4Format(32, False)
+    with raises("conflict", "bits", "nf4"):
+        specified_format("nf4", bits=3)
+    with raises("conflict", "double_quant", "affine"):
+        specified_format("affine", double_quant=False)
 
 
 def test_double_quant_is_of_nf4():
