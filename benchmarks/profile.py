@@ -361,7 +361,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         new_records = run(options)
     except PackError as error:
-        print(f"benchmarks: {error}", file=sys.stderr)
+        print(f"benchmarks: {error.message}", file=sys.stderr)
         return 2
     history.append(new_records, options.history)
     print(report.render(new_records))

@@ -105,7 +105,7 @@ def main(arguments: list[str] | None = None) -> int:
             samples(base, options.rank, options.rounds), options.model, options.rank
         )
     except PackError as error:
-        print(f"benchmarks: {error}", file=sys.stderr)
+        print(f"benchmarks: {error.message}", file=sys.stderr)
         return 2
     history.append(new_records, options.history)
     print(report.render(new_records))

@@ -218,7 +218,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         line, limits, shape, dtype = measure(options)
     except PackError as error:
-        print(f"benchmarks: {error}", file=sys.stderr)
+        print(f"benchmarks: {error.message}", file=sys.stderr)
         return 2
     out = options.out or figures.IMAGES / f"timeline_{name}.png"
     plot(line, limits, f"{name}: {shape}", out)

@@ -25,11 +25,24 @@ Code = Literal[
 ]
 
 
+_FLAG = re.compile(r"(?<![\w-])--(no-)?([a-z][a-z0-9]*(?:-[a-z0-9]+)*)")
+
+
+def _argument(flag: re.Match) -> str:
+    """``max_seq_length`` for ``--max-seq-length``, ``double_quant=False`` for ``--no-…``."""
+    name = flag[2].replace("-", "_")
+    return f"{name}=False" if flag[1] else name
+
+
 class PackError(click.ClickException):
     """Wrong use or bad input, as ``<file or flag>: what is wrong. What to do.``.
 
+    The command line prints the message with its flags (``--max-seq-length``); ``str()`` has the
+    arguments of Python in their place (``max_seq_length``). Inside another message stands
+    ``error.message``.
+
     Args:
-        message: one line, in terms of the command line.
+        message: one line, in terms of the command line; commands to run stand in backticks.
         code: the kind of error; stable, so that callers and tests can rely on it.
         flag: the setting that it is about, as in Python (``max_seq_length``); by default the flag
             that the message begins with.
@@ -40,8 +53,14 @@ class PackError(click.ClickException):
     def __init__(self, message: str, code: Code = "invalid", flag: str | None = None) -> None:
         super().__init__(message)
         self.code: Code = code
-        leading = re.match(r"--(?:no-)?([a-z][a-z0-9-]*)", message)
-        self.flag = flag or (leading.group(1).replace("-", "_") if leading else None)
+        leading = _FLAG.match(message)
+        self.flag = flag or (leading[2].replace("-", "_") if leading else None)
+
+    def __str__(self) -> str:
+        """Return the message in terms of Python."""
+        parts = self.message.split("`")
+        parts[::2] = [_FLAG.sub(_argument, part) for part in parts[::2]]
+        return "`".join(parts)
 
     def show(self, file: IO[Any] | None = None) -> None:
         """Print the error as one line; what a stranger's file says cannot steer a terminal."""

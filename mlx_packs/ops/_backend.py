@@ -54,15 +54,20 @@ def forced() -> str | None:
 
     Raises: PackError if there is no such backend, or not on this machine.
     """
-    name, said = _forced, "--backend"
+    name, source = _forced, "--backend"
     if name is None:
-        name, said = os.environ.get(VARIABLE) or None, VARIABLE
+        name, source = os.environ.get(VARIABLE) or None, VARIABLE
     if name is None:
         return None
     if name not in BACKENDS:
-        raise PackError(f"{said} {name}: must be one of {', '.join(BACKENDS)}.")
+        choices = ", ".join(BACKENDS)
+        raise PackError(f"{source} {name}: must be one of {choices}.", "unknown", "backend")
     if name not in ("reference", here := detect()):
-        raise PackError(f"{said} {name}: is not available, MLX computes by '{here}' here.")
+        raise PackError(
+            f"{source} {name}: is not available, MLX computes by '{here}' here.",
+            "unsupported",
+            "backend",
+        )
     return name
 
 
