@@ -108,8 +108,8 @@ def token_format(row: Row, columns: DataConfig) -> TokenFormat:
     row_format = format_of(row, columns)
     if not isinstance(row_format, TokenFormat):
         raise PackError(
-            f"{row.where}: the rows are {row_format.name}, which an encoder learns from: "
-            "--task embedding, and --model a folder of sentence-transformers.",
+            f"{row.where}: the rows are {row_format.name}, which encoders train on. Pass --task "
+            "embedding, and as --model a folder of sentence-transformers.",
             "conflict",
             "task",
         )
@@ -134,7 +134,7 @@ def encode(
         PackError: a row cannot be used; it names file and line.
     """
     if not rows:
-        raise PackError("the split is empty: there are no rows to encode.", "data")
+        raise PackError("--data: the split has no rows.", "data")
     row_format = token_format(rows[0], columns)
     loss_on = row_format.resolve_loss_on(options.loss_on)
     fim, is_split = options.fim, options.long_rows == "split"

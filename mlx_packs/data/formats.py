@@ -269,7 +269,7 @@ def format_of(row: Row, names: DataConfig, formats: Sequence[RowFormat] = FORMAT
             "Other names: --chat-feature, --prompt-feature, --completion-feature, --text-feature."
         )
         raise PackError(f"{row.where}: {message} {hint}", "data")
-    raise PackError(f"{row.where}: {message} --task embedding trains on no others.", "data", "task")
+    raise PackError(f"{row.where}: {message} Other rows are for --task lm.", "data", "task")
 
 
 def common_format(

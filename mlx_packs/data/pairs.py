@@ -58,7 +58,7 @@ def encode_pairs(rows: Sequence[Row], tokenizer: Any, limit: int) -> Pairs:
         PackError: a row cannot be used; it names file and line.
     """
     if not rows:
-        raise PackError("the split is empty: there are no rows to encode.", "data")
+        raise PackError("--data: the split has no rows.", "data")
     row_format = common_format(rows, _COLUMNS, PAIR_FORMATS)
     numbers: dict[str, int] = {}
     texts = []

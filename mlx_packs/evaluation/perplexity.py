@@ -184,7 +184,7 @@ class Scorer:
             PackError: there is none.
         """
         if not batches:
-            raise PackError("nothing to evaluate: there are no rows.", "data")
+            raise PackError("--data: there are no rows to evaluate.", "data")
         self.model.eval()
         order: list[int] = []
         parts = []

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from mlx_packs import load_base, runtime
-from mlx_packs.data.formats import Row
+from mlx_packs.config.choices import LOSSES
+from mlx_packs.data.formats import PAIR_FORMATS, Row
 from mlx_packs.data.pairs import (
     Pairs,
     PairSampler,
@@ -73,6 +74,10 @@ def test_rows_that_cannot_be_used_are_named(tokenizer, fault):
     rows, names = BAD[fault]
     with raises("data", None, *names):
         encoded(tokenizer, rows)
+
+
+def test_every_loss_has_a_format():
+    assert {loss for row_format in PAIR_FORMATS for loss in row_format.losses} == set(LOSSES)
 
 
 def test_a_loss_must_fit_the_rows(tokenizer):
