@@ -1,0 +1,1 @@
+"""What is computed on a batch: forwards, losses, sequence packing, cached frozen activations."""

@@ -1,0 +1,1 @@
+"""One training run: setup, phases, loop, steps, checkpoints and observers; tasks plug in."""
