@@ -1,16 +1,18 @@
-"""Bad input through the command line: one clear line, exit 2, nothing half-written."""
+"""Bad input through the command line: one line, exit code 2, nothing half-written.
+
+What the lines say is in error_texts.txt.
+"""
 
 import json
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from mlx_packs import LoRAConfig, TrainConfig, train_pack
 from mlx_packs.bases.files import tiny_checkpoint
+from mlx_packs.errors import PackError
 from mlx_packs.runtime import mx
 from tests.helpers.errors import check, raises
 from tests.helpers.rows import chat, write_rows
@@ -30,16 +32,16 @@ def here(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def refused(run, here):
+def rejected(run, here):
     """Run `packs ARGS`, which must fail in one line and leave every file as it was."""
 
-    def go(*args) -> str:
+    def go(*args) -> PackError:
         before = files(here)
         code, out, err = run(*args)
         assert (code, out) == (2, "")
-        assert err.startswith("packs: ") and err.endswith("\n") and err.count("\n") == 1
+        assert err == f"packs: {run.error.format_message()}\n" and err.count("\n") == 1
         assert files(here) == before
-        return err.removeprefix("packs: ").rstrip("\n")
+        return run.error
 
     return go
 
@@ -52,63 +54,62 @@ def files(folder: Path) -> dict[str, bytes | None]:
 
 
 @pytest.mark.parametrize(
-    ("line", "message"),
+    ("line", "code", "names"),
     [
-        ('{"messages": [}', "d/train.jsonl:9: is not valid JSON"),
-        ('{"messages": [{"role": "user", "conte', "d/train.jsonl:9: is not valid JSON"),
-        ('["a"]', "d/train.jsonl:9: must be a JSON object, but is a list"),
-        ('{"text": "a"}', "d/train.jsonl:9: mixed formats: this row is text"),
-        ('{"messages": "Hi"}', "d/train.jsonl:9: 'messages' must be a list of {role, content}"),
-        ('{"messages": [{"role": "user", "content": "a"}]}', "d/train.jsonl:9: nothing to superv"),
-        (
-            '{"words": "a"}',
-            "d/train.jsonl:9: must have the columns {prompt, completion} or {messages}",
-        ),
-        ('{"prompt": "a\\ud800", "completion": "b"}', "d/train.jsonl:9: mixed formats"),
+        ('{"messages": [}', "unreadable", ["JSON"]),
+        ('{"messages": [{"role": "user", "conte', "unreadable", ["JSON"]),
+        ('["a"]', "data", ["list"]),
+        ('{"text": "a"}', "data", ["text", "d/train.jsonl:1"]),
+        ('{"messages": "Hi"}', "data", ["'messages'"]),
+        ('{"messages": [{"role": "user", "content": "a"}]}', "data", ["assistant"]),
+        ('{"words": "a"}', "data", ["messages"]),
+        ('{"prompt": "a\\ud800", "completion": "b"}', "data", ["completion", "d/train.jsonl:1"]),
     ],
 )
-def test_train_names_file_and_line_of_a_bad_row(here, refused, line, message):
+def test_train_names_file_and_line_of_a_bad_row(here, rejected, line, code, names):
     with (here / "d" / "train.jsonl").open("a") as f:
         f.write(line)
-    assert refused(*TRAIN).startswith(message)
+    error = rejected(*TRAIN)
+    check(error, code, None, *names)
+    assert error.message.startswith("d/train.jsonl:9: ")
 
 
-def test_train_names_file_and_line_in_other_splits(here, refused):
+def test_train_names_file_and_line_in_other_splits(here, rejected):
     (here / "d" / "valid.jsonl").write_text('{"messages": []}\n{')
-    assert refused(*TRAIN).startswith("d/valid.jsonl:2: is not valid JSON")
+    check(rejected(*TRAIN), "unreadable", None, "d/valid.jsonl:2: ", "JSON")
 
 
-def test_train_refuses_text_that_is_not_utf8(here, refused):
+def test_train_rejects_text_that_is_not_utf8(here, rejected):
     (here / "d" / "train.jsonl").write_bytes(b'{"text": "\xff"}')
-    assert refused(*TRAIN) == "d/train.jsonl: is not UTF-8 text (byte 10)."
+    check(rejected(*TRAIN), "unreadable", None, "d/train.jsonl: ", "UTF-8", "10")
 
 
 @pytest.mark.parametrize("split", ["train", "valid"])
 @pytest.mark.parametrize("content", ["", "\n\n"])
-def test_train_refuses_an_empty_split(here, refused, split, content):
+def test_train_rejects_an_empty_split(here, rejected, split, content):
     (here / "d" / f"{split}.jsonl").write_text(content)
-    assert refused(*TRAIN) == f"d/{split}.jsonl: holds no rows."
+    check(rejected(*TRAIN), "data", None, f"d/{split}.jsonl: ")
 
 
-def test_train_refuses_a_folder_without_training_rows(here, refused):
+def test_train_rejects_a_folder_without_training_rows(here, rejected):
     (here / "d" / "train.jsonl").unlink()
-    assert refused(*TRAIN) == "--data d: the train split is empty."
+    check(rejected(*TRAIN), "data", "data", "--data d: ", "train")
 
 
-def test_train_refuses_one_row_alone(here, refused):
+def test_train_rejects_one_row_alone(here, rejected):
     write_rows(here / "d", train=GOOD[:1])
     (here / "d" / "valid.jsonl").unlink()
-    assert "one row is too few: some must be held out" in refused(*TRAIN)
+    check(rejected(*TRAIN), "data", "data", "valid.jsonl")
 
 
-def test_train_refuses_splits_of_different_formats(here, refused):
+def test_train_rejects_splits_of_different_formats(here, rejected):
     write_rows(here / "d", valid=[{"text": "a"}])
-    assert refused(*TRAIN).startswith("d/valid.jsonl:1: mixed formats")
+    check(rejected(*TRAIN), "data", None, "d/valid.jsonl:1: ", "text")
 
 
-def test_train_refuses_rows_that_lose_every_target(refused):
-    message = refused(*TRAIN, "--max-seq-length", "8")
-    assert message == "d/train.jsonl:1: no row has a target within 8 tokens."
+def test_train_rejects_rows_that_lose_every_target(rejected):
+    error = rejected(*TRAIN, "--max-seq-length", "8")
+    check(error, "data", None, "d/train.jsonl:1: ", " 8 tokens")
 
 
 def test_train_counts_and_says_what_is_cut(here, run):
@@ -120,7 +121,7 @@ def test_train_counts_and_says_what_is_cut(here, run):
     assert "2 rows" in line and "40 tokens" in line and "1 of them" in line and "dropped" in line
 
 
-def test_train_refuses_tokens_beyond_the_vocabulary(here, refused):
+def test_train_rejects_tokens_beyond_the_vocabulary(here, rejected):
     shutil.copytree(tiny_checkpoint(), here / "base")
     tokenizer = json.loads((here / "base" / "tokenizer.json").read_text())
     for token in tokenizer["added_tokens"]:
@@ -129,136 +130,111 @@ def test_train_refuses_tokens_beyond_the_vocabulary(here, refused):
     added = dict(tokenizer["added_tokens"][-1], id=4096, content="<|im_end|>")
     tokenizer["added_tokens"].append(added)
     (here / "base" / "tokenizer.json").write_text(json.dumps(tokenizer))
-    message = refused(*TRAIN, "--model", "base")
-    assert message.startswith("d/train.jsonl:1: token 4096 lies beyond the base's vocabulary of 40")
+    check(rejected(*TRAIN, "--model", "base"), "mismatch", None, "d/train.jsonl:1: ", "4096")
 
 
-def test_train_refuses_chats_for_a_base_without_chat_template(here, refused):
+def test_train_rejects_chats_for_a_base_without_chat_template(here, rejected):
     shutil.copytree(tiny_checkpoint(), here / "base")
     (here / "base" / "chat_template.jinja").unlink()
-    message = refused(*TRAIN, "--model", "base")
-    assert message.startswith("d/train.jsonl:1: the base's tokenizer has no chat template")
+    check(rejected(*TRAIN, "--model", "base"), "unsupported", None, "d/train.jsonl:1: ", "template")
 
 
 @pytest.mark.parametrize(
-    ("args", "message"),
+    ("args", "code", "flag", "names"),
     [
+        (["--learning-rat", "1"], "unknown", "learning_rat", ["--learning-rate"]),
+        (["--rank"], "invalid", "rank", []),
+        (["--iters", "many"], "invalid", "iters", ["'many'"]),
+        (["--rank", "0"], "invalid", "rank", ["0"]),
+        (["--rank", "400"], "invalid", "rank", ["layers.0.self_attn.q_proj", "256"]),
+        (["--learning-rate", "-1"], "invalid", "learning_rate", ["-1.0"]),
+        (["--learning-rate", "nan"], "invalid", "learning_rate", ["nan"]),
+        (["--optimizer", "adamm"], "unknown", "optimizer", ["adamw", "adamw_8bit"]),
+        (["--target-modules", "q_pro"], "unknown", "target_modules", ["q_pro", "'q_proj'"]),
+        (["--num-layers", "99"], "invalid", "num_layers", ["99", "6"]),
+        (["--quantize", "affine4"], "conflict", "quantize", ["affine"]),
+        (["--data", "nope"], "not-found", "data", ["nope"]),
+        (["--data", "nope/train.jsonl"], "not-found", "data", ["nope/train.jsonl"]),
+        (["--model", "d"], "not-found", None, ["d: ", "config.json"]),
+        (["--model", "d/train.jsonl"], "unsupported", None, ["d/train.jsonl"]),
+        (["--model", "nope"], "not-found", "model", ["nope"]),
+        (["-c", "nope.yaml"], "not-found", None, ["nope.yaml: "]),
+        (["--resume"], "not-found", "resume", ["o-run"]),
+        (["--resume-adapter-file", "nope"], "not-found", "resume_adapter_file", ["nope"]),
         (
-            ["--learning-rat", "1"],
-            "--learning-rat: no such option. Use --learning-rate",
+            ["--resume-adapter-file", "d/train.jsonl"],
+            "unreadable",
+            "resume_adapter_file",
+            ["d/train.jsonl"],
         ),
-        (["--rank"], "Option '--rank' requires an argument."),
-        (["--iters", "many"], "--iters: must be an integer, but is 'many'."),
-        (["--rank", "0"], "--rank: must be at least 1, but is 0."),
-        (["--rank", "400"], "--rank 400: model.layers.0.self_attn.q_proj is 256 x 512"),
-        (["--learning-rate", "-1"], "--learning-rate: must be above 0, but is -1.0."),
-        (["--learning-rate", "nan"], "--learning-rate: must be above 0, but is nan."),
-        (["--optimizer", "adamm"], "--optimizer: must be one of adamw, adamw_8bit,"),
-        (["--target-modules", "q_pro"], "--target-modules q_pro: no such projection. Did you mean"),
-        (["--num-layers", "99"], "--num-layers 99: the base has only 6 blocks."),
-        (["--quantize", "affine4"], "--quantize affine4: the base is quantized already"),
-        (["--data", "nope"], "--data nope: no such folder or file"),
-        (["--data", "nope/train.jsonl"], "--data nope/train.jsonl: no such folder or file"),
-        (["--model", "d"], "d: is not a checkpoint, it has no config.json."),
-        (["--model", "d/train.jsonl"], "d/train.jsonl: must be a checkpoint folder"),
-        (["--model", "nope"], "--model nope: no such folder"),
-        (["-c", "nope.yaml"], "nope.yaml: cannot be read (No such file or directory)."),
-        (["--resume"], "--resume: o-run has no checkpoint to continue from."),
-        (["--resume-adapter-file", "nope"], "--resume-adapter-file nope: no such file."),
-        (["--resume-adapter-file", "d/train.jsonl"], "--resume-adapter-file d/train.jsonl: "),
-        (["--fine-tune-type", "dora"], "--fine-tune-type: dora is not trained here"),
-        (["what"], "Got unexpected extra argument (what)"),
+        (["--fine-tune-type", "dora"], "unsupported", "fine_tune_type", ["dora"]),
+        (["what"], "invalid", None, ["what"]),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_train_names_the_flag(refused, args, message):
-    assert refused(*TRAIN, *args).startswith(message)
+def test_train_names_the_flag(rejected, args, code, flag, names):
+    check(rejected(*TRAIN, *args), code, flag, *names)
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
+    ("text", "code", "flag", "names"),
     [
-        (
-            "learnin_rate: 1",
-            "c.yaml: learnin_rate: is not a setting. Did you mean 'learning_rate'?",
-        ),
-        (
-            "lora_parameters: {rnak: 1}",
-            "c.yaml: lora_parameters.rnak: is not a setting. Did you mean",
-        ),
-        ("rank: 0", "c.yaml: rank: must be at least 1, but is 0."),
-        ("rank: [1", "c.yaml: is not valid YAML"),
-        ("rank_pattern: {no_proj: 4}", "--rank-pattern: 'no_proj' fits no projection"),
-        ("optimizer_config: {adamw: {bets: 1}}", "optimizer_config.adamw.bets: is not an argument"),
-        ("lr_schedule: {name: cosine}", "lr_schedule.name: must be one of"),
+        ("learnin_rate: 1", "unknown", "learnin_rate", ["c.yaml: ", "'learning_rate'"]),
+        ("lora_parameters: {rnak: 1}", "unknown", None, ["c.yaml: ", "lora_parameters.rnak"]),
+        ("rank: 0", "invalid", "rank", ["c.yaml: ", "0"]),
+        ("rank: [1", "unreadable", None, ["c.yaml: "]),
+        ("rank_pattern: {no_proj: 4}", "unknown", "rank_pattern", ["'no_proj'"]),
+        ("optimizer_config: {adamw: {bets: 1}}", "unknown", "optimizer_config", ["bets"]),
+        ("lr_schedule: {name: cosine}", "unknown", "lr_schedule", ["'cosine'"]),
     ],
 )
-def test_train_names_file_and_key_of_a_configuration(here, refused, text, message):
+def test_train_names_file_and_key_of_a_configuration(here, rejected, text, code, flag, names):
     (here / "c.yaml").write_text(text)
-    assert refused(*TRAIN, "-c", "c.yaml").startswith(message)
+    check(rejected(*TRAIN, "-c", "c.yaml"), code, flag, *names)
 
 
-def test_what_a_configuration_lacks_may_be_said_by_a_flag_or_another_file(here, refused):
+def test_what_a_configuration_lacks_may_be_in_a_flag_or_another_file(here, rejected):
     (here / "c.yaml").write_text("double_quant: false\n")
     (here / "more.yaml").write_text("quantize: nf4\n")
     args = (*TRAIN, "--model", "nowhere", "-c", "c.yaml")
-    assert refused(*args).startswith("c.yaml: double_quant: ")
-    for mended in ((*args, "--quantize", "nf4"), (*args, "-c", "more.yaml")):
-        assert "nowhere" in refused(*mended) and "double" not in refused(*mended)
+    check(rejected(*args), "conflict", "double_quant", "c.yaml: ")
+    for corrected in ((*args, "--quantize", "nf4"), (*args, "-c", "more.yaml")):
+        check(rejected(*corrected), "not-found", "model", "nowhere")
 
 
-def test_packs_names_the_nearest_command(refused):
-    assert refused("trian") == "no such command 'trian'. Did you mean 'train'?"
+def test_packs_names_the_nearest_command(rejected):
+    check(rejected("trian"), "unknown", "command", "'trian'", "'train'")
 
 
-def test_module_exit_code_is_2_and_stdout_empty(here):
-    done = subprocess.run(
-        [sys.executable, "-m", "mlx_packs.train", "--learning-rat", "4"],
-        capture_output=True,
-        text=True,
-        cwd=here,
-    )
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith("packs: --learning-rat: no such option.")
-    assert done.stderr.count("\n") == 1
-
-
-def test_train_never_writes_into_a_folder_that_holds_something_else(here, refused, run):
+def test_train_never_writes_into_a_folder_that_holds_something_else(here, rejected):
     (here / "o").mkdir()
     (here / "o" / "thesis.txt").write_text("mine")
-    for args in (TRAIN, (*TRAIN, "--overwrite")):
-        refused(*args)
-        check(run.error, "exists", "out", "--out o:")
+    for overwrite in ((), ("--overwrite",)):
+        check(rejected(*TRAIN, *overwrite), "exists", "out", "--out o: ")
 
 
-def test_train_never_writes_over_a_file(refused, run):
-    refused(*TRAIN[:-1], "d/train.jsonl")
-    check(run.error, "exists", "out", "d/train.jsonl")
+def test_train_never_writes_over_a_file(rejected):
+    check(rejected(*TRAIN[:-1], "d/train.jsonl"), "exists", "out", "--out d/train.jsonl: ")
 
 
 @pytest.mark.parametrize(
-    ("out", "message"),
-    [
-        (".", "--out .: must name a folder of its own."),
-        ("/", "--out /: must name a folder of its own."),
-        ("d/train.jsonl/x", "--out d/train.jsonl/x: cannot be written"),
-    ],
+    ("out", "code"), [(".", "invalid"), ("/", "invalid"), ("d/train.jsonl/x", "unwritable")]
 )
-def test_train_refuses_an_output_that_cannot_be_made(refused, out, message):
-    assert refused(*TRAIN[:-1], out).startswith(message)
+def test_train_rejects_an_output_that_cannot_be_made(rejected, out, code):
+    check(rejected(*TRAIN[:-1], out), code, "out", f"--out {out}: ")
 
 
 @pytest.mark.parametrize("name", ["o-run"])
-def test_train_never_mixes_a_run_with_something_else(here, refused, name):
+def test_train_never_mixes_a_run_with_something_else(here, rejected, name):
     (here / name).mkdir()
     (here / name / "thesis.txt").write_text("mine")
-    assert refused(*TRAIN).startswith("o-run: is there and holds something else")
+    check(rejected(*TRAIN), "exists", None, "o-run: ")
 
 
-@pytest.mark.parametrize("service", ["nonsense", "wandb"])
-def test_train_unknown_or_absent_reporter_leaves_nothing(refused, monkeypatch, service):
+@pytest.mark.parametrize(("service", "code"), [("nonsense", "unknown"), ("wandb", "dependency")])
+def test_train_unknown_or_absent_reporter_leaves_nothing(rejected, monkeypatch, service, code):
     monkeypatch.setattr("mlx_lm.tuner.callbacks.wandb", None)
-    assert refused(*TRAIN, "--report-to", service).startswith(f"--report-to {service}: ")
+    check(rejected(*TRAIN, "--report-to", service), code, "report_to", service)
 
 
 def test_train_nan_loss_names_the_step_and_keeps_a_good_checkpoint(here, run):
@@ -267,14 +243,13 @@ def test_train_nan_loss_names_the_step_and_keeps_a_good_checkpoint(here, run):
     (here / "c.yaml").write_text(growing)
     code, out, err = run(*TRAIN, "-c", "c.yaml", "--save-every", "1", "--iters", "9")
     assert (code, out, err.count("\n")) == (2, "", 1)
-    found = re.fullmatch(r"packs: step (\d+): the (loss|gradient) is .*; stopped\. (.*)\n", err)
-    assert found and 1 < int(found[1]) < 9
-    assert not (here / "o").exists()
     latest = (here / "o-run" / "latest").read_text().strip()
-    assert f"The last good checkpoint is o-run/{latest}." in found[3]
-    assert int(latest.removeprefix("step-")) < int(found[1])
-    kept = mx.load(f"o-run/{latest}/adapters.safetensors")
-    assert all(mx.isfinite(t).all().item() for t in kept.values())
+    check(run.error, "diverged", None, f"o-run/{latest}")
+    step = int(re.match(r"step (\d+): ", run.error.message)[1])
+    assert 1 < step < 9 and int(latest.removeprefix("step-")) < step
+    assert not (here / "o").exists()
+    tensors = mx.load(f"o-run/{latest}/adapters.safetensors")
+    assert all(mx.isfinite(t).all().item() for t in tensors.values())
 
 
 @pytest.mark.parametrize("save_every", ["1", "100"])
@@ -282,7 +257,7 @@ def test_train_last_update_that_breaks_the_model_makes_no_pack(here, run, save_e
     broken = ("--iters", "1", "--learning-rate", "1e30", "--warmup-steps", "0")
     code, out, err = run(*TRAIN, *broken, "--save-every", save_every)
     assert (code, out, err.count("\n")) == (2, "", 1)
-    assert err.startswith("packs: step 1: the loss is nan; stopped.")
+    check(run.error, "diverged", None, "step 1: ", "nan")
     assert not (here / "o").exists() and not list((here / "o-run").glob("*step*"))
 
 
@@ -307,7 +282,7 @@ def test_train_full_disk_leaves_the_last_checkpoint_and_no_pack(here, run, monke
     monkeypatch.setattr(mx, "save_safetensors", save)
     code, out, err = run(*TRAIN, "--save-every", "1")
     assert (code, out, err.count("\n")) == (2, "", 1)
-    assert "cannot be written ([write] Unable to write 611 bytes" in err
+    check(run.error, "unwritable", None, "[write] Unable to write 611 bytes")
     assert sorted(p.name for p in here.iterdir()) == ["d", "o-run"]
     steps = [p.name for p in (here / "o-run").iterdir() if p.is_dir()]
     assert steps == ["step-000001"]
@@ -322,7 +297,8 @@ def test_train_full_disk_that_mlx_does_not_report_is_found(here, run, monkeypatc
 
     monkeypatch.setattr(mx, "save_safetensors", save)
     code, _, err = run(*TRAIN)
-    assert code == 2 and "is truncated" in err and err.count("\n") == 1
+    assert code == 2 and err.count("\n") == 1
+    check(run.error, "unreadable", None, "adapters.safetensors")
     assert not (here / "o").exists() and not list((here / "o-run").glob("*step*"))
 
 
@@ -330,8 +306,10 @@ def test_train_full_disk_that_mlx_does_not_report_is_found(here, run, monkeypatc
 def trained(tmp_path_factory) -> Path:
     """A pack of two steps on the tiny base, made once; tests work on copies."""
     folder = tmp_path_factory.mktemp("trained")
-    data = write_rows(folder / "d", train=GOOD, valid=VALID)
-    train_pack("tiny", data, *SETTINGS, out=folder / "o")
+    write_rows(folder / "d", train=GOOD, valid=VALID)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        train_pack("tiny", "d", *SETTINGS, out="o")
     return folder
 
 
@@ -360,79 +338,82 @@ USES = (
 
 
 @pytest.mark.parametrize("use", USES, ids=lambda use: use[0])
-def test_pack_of_another_base_is_refused(pack, refused, use):
+def test_pack_of_another_base_is_rejected(pack, rejected, use):
     edit(pack, lambda m: m["base"].update(fingerprint="0" * 64, id="other"))
-    assert refused(*use).startswith("o: was trained on other (fingerprint 000000000000), but tiny")
+    check(rejected(*use), "mismatch", None, "o: ", "other", "000000000000", "tiny")
 
 
 @pytest.mark.parametrize("use", [("inspect", "o"), *USES], ids=lambda use: use[0])
-def test_pack_with_changed_adapters_is_refused(pack, refused, use):
+def test_pack_with_changed_adapters_is_rejected(pack, rejected, use):
     file = pack / "adapters.safetensors"
     content = bytearray(file.read_bytes())
     content[-2] ^= 255
     file.write_bytes(content)
-    message = refused(*use)
-    assert message.startswith("o/adapters.safetensors: sha256 is ") and "damaged" in message
+    check(rejected(*use), "unreadable", None, "o/adapters.safetensors: ", "sha256")
 
 
-def test_pack_with_truncated_adapters_is_refused(pack, refused):
+def test_pack_with_truncated_adapters_is_rejected(pack, rejected):
     file = pack / "adapters.safetensors"
     file.write_bytes(file.read_bytes()[:-10])
-    assert refused("inspect", "o").startswith("o/adapters.safetensors: has ")
+    check(rejected("inspect", "o"), "unreadable", None, "o/adapters.safetensors: ")
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("change", "code", "file", "name"),
     [
-        (lambda m: m.update(format_version=9), "o/pack.json: format 9 is newer"),
-        (lambda m: m.pop("files"), "o/pack.json: is not a manifest"),
+        (lambda m: m.update(format_version=9), "unsupported", "pack.json", "9"),
+        (lambda m: m.pop("files"), "unreadable", "pack.json", "files"),
         (
             lambda m: m["files"].update({"../x": {"bytes": 1, "sha256": "0"}}),
-            "o/pack.json: names a file outside",
+            "unreadable",
+            "pack.json",
+            "../x",
         ),
         (
             lambda m: m["files"].update({"x": {"bytes": 1, "sha256": "0"}}),
-            "o/x: is named in pack.json but is not",
+            "not-found",
+            "x",
+            "pack.json",
         ),
-        (lambda m: m.pop("base"), "o/pack.json: is not a manifest"),
-        (lambda m: m.update(format_version="x"), "o/pack.json: is not a manifest"),
-        (lambda m: m["files"].update({"README.md": 5}), "o/pack.json: is not a manifest"),
-        (lambda m: m["files"].pop("adapters.safetensors"), "o/pack.json: is not a manifest"),
-        (lambda m: _slice(m).update(rank="x"), "o/pack.json: is not a manifest"),
+        (lambda m: m.pop("base"), "unreadable", "pack.json", "base"),
+        (lambda m: m.update(format_version="x"), "unreadable", "pack.json", "format_version"),
+        (lambda m: m["files"].update({"README.md": 5}), "unreadable", "pack.json", "README.md"),
+        (lambda m: m["files"].pop("adapters.safetensors"), "unreadable", "pack.json", "adapters"),
+        (lambda m: _slice(m).update(rank="x"), "unreadable", "pack.json", "rank"),
     ],
 )
-def test_pack_with_a_wrong_manifest_is_refused(pack, refused, change, message):
+def test_pack_with_a_wrong_manifest_is_rejected(pack, rejected, change, code, file, name):
     edit(pack, change)
-    assert refused("inspect", "o").startswith(message)
+    check(rejected("inspect", "o"), code, None, f"o/{file}: ", name)
 
 
-def test_pack_manifest_that_contradicts_the_adapters_is_refused(pack, refused):
+def test_pack_manifest_that_contradicts_the_adapters_is_rejected(pack, rejected):
     edit(pack, lambda m: _slice(m).update(rank=1))
-    assert "but the manifest says [256, 1]" in refused("apply", "o", "--dry-run")
+    check(rejected("apply", "o", "--dry-run"), "mismatch", None, "o", "[256, 1]")
 
 
 @pytest.mark.parametrize(
-    ("args", "message"),
+    ("args", "code", "flag", "name"),
     [
-        (("inspect", "nope"), "nope: no such pack folder."),
-        (("inspect", "d"), "d: is not a pack: it has no pack.json."),
-        (("eval", "o", "--data", "d", "--split", "foo"), "--data d: has no foo rows."),
-        (("eval", "o", "--data", "nope"), "--data nope: no such folder or file"),
-        (("eval", "o", "--data", "d", "--limit", "0"), "--limit 0: must be positive"),
-        (("generate", "--prompt", " "), "--prompt: is empty."),
-        ((*TRAIN,), "--out o: is a pack already. Choose another path or pass --overwrite."),
-        ((*TRAIN, "--resume", "--rank", "4"), "--resume: "),
+        (("inspect", "nope"), "not-found", None, "nope: "),
+        (("inspect", "d"), "not-found", None, "d: "),
+        (("eval", "o", "--data", "d", "--split", "foo"), "data", "split", "foo"),
+        (("eval", "o", "--data", "nope"), "not-found", "data", "nope"),
+        (("eval", "o", "--data", "d", "--limit", "0"), "invalid", "limit", "0"),
+        (("generate", "--prompt", " "), "invalid", "prompt", ""),
+        ((*TRAIN,), "exists", "out", "--overwrite"),
+        ((*TRAIN, "--resume", "--rank", "4"), "mismatch", None, "rank"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
 )
-def test_packs_says_what_is_wrong_beside_a_pack(pack, refused, args, message):
-    assert refused(*args).startswith(message)
+def test_error_beside_a_pack(pack, rejected, args, code, flag, name):
+    check(rejected(*args), code, flag, name)
 
 
 @pytest.mark.parametrize("name", ["state.json", "optimizer.safetensors", "adapters.safetensors"])
-def test_resume_refuses_a_damaged_checkpoint(trained, pack, here, name):
+def test_resume_rejects_a_damaged_checkpoint(pack, here, name):
     shutil.rmtree(pack)
     (here / "o-run" / "step-000002" / name).write_bytes(b"{")
     with raises("unreadable", None, "o-run/step-000002"):
-        train_pack("tiny", trained / "d", *SETTINGS, out="o", resume=True)
+        train_pack("tiny", "d", *SETTINGS, out="o", resume=True)
     assert not pack.exists()

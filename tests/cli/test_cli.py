@@ -78,7 +78,9 @@ def test_eval_agrees_with_stock_mlx_lm_on_the_same_rows(trained):
     import mlx.nn as nn
     from mlx_lm.utils import load
 
-    report = json.loads(invoke("eval", trained / "pack", "--data", trained / "rows", "--json").stdout)
+    report = json.loads(
+        invoke("eval", trained / "pack", "--data", trained / "rows", "--json").stdout
+    )
     for name, adapter in (("base", None), ("pack", str(trained / "pack"))):
         model, tokenizer = load(str(tiny_checkpoint()), adapter_path=adapter)
         total, count = 0.0, 0
