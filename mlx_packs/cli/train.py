@@ -98,13 +98,13 @@ def train(
     supported. Defaults in brackets; "tiny:" marks the defaults for the bundled model.
     """
     from ..bases.files import TINY
-    from ..training.phases import check_said
+    from ..training.phases import check_overridden
     from ..training.run import train_pack
 
     flags = {k: v for k, v in flags.items() if v is not None}
     settings = read_recipes(configs, flags)
     recipe = recipe_of(flags, settings)
-    check_said(recipe.train, specified(settings, flags))
+    check_overridden(recipe.train, specified(settings, flags))
     display = Display(QUIET if quiet else VERBOSE if verbose else NORMAL)
     if show_mask:
         if recipe.train.task == "embedding":

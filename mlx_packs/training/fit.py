@@ -91,7 +91,7 @@ class Fit:
             if checkpoint is not None:
                 self.state = load_checkpoint(checkpoint, self.trainable, optimizer)
                 checkpoint = None
-            elif previous is not None and phase.carries:
+            elif previous is not None and phase.carries_optimizer:
                 carry_state(previous, optimizer)
             self._train_phase(phase, optimizer)
             if phase is not run.goal:
@@ -110,7 +110,7 @@ class Fit:
     def _train_phase(self, phase: RunPhase, optimizer: optimizers.Optimizer) -> None:
         run, objective, settings = self.run, self.objective, phase.train
         if phase.name:
-            run.display.line("phase", f"{phase.name}: batches {phase.first + 1} to {phase.stop}")
+            run.display.line("phase", f"{phase.name}: batches {phase.start + 1} to {phase.stop}")
         stepper = Stepper(self.trainable.model, objective.loss, optimizer, settings.max_grad_norm)
         loop = Loop(
             self.trainable,
@@ -123,7 +123,7 @@ class Fit:
             self.dataset.validation(phase),
             self.observers,
         )
-        batches = self.dataset.batches(phase, self.state.batches - phase.first)
+        batches = self.dataset.batches(phase, self.state.batches - phase.start)
         self.trainable.model.train()
         limits = runtime.memory_limits(settings.clear_cache_threshold or 0)
         with closing(prefetched(objective.prefetch(batches))) as ahead, limits:

@@ -16,10 +16,19 @@ from .run_folder import checkpoints, is_run, run_folder
 def output_folders(
     out: str | Path | None, columns: DataConfig, overwrite: bool, resume: bool
 ) -> Iterator[tuple[Path, Path]]:
-    """The folders of pack and run, this run's alone meanwhile; refuses what would lose something.
+    """Yield the folders of pack and run, which no other process writes meanwhile.
 
-    A name that nobody gave is reserved by making the run folder. What is still empty at the end is
-    removed.
+    A default name is reserved by creating the run folder. Folders that are still empty at the end
+    are removed.
+
+    Args:
+        out: the pack's folder; None names it after its data, with a number where that is taken.
+        columns: the data.
+        overwrite: whether a pack and a run that are there may be replaced.
+        resume: whether the run that is there continues.
+
+    Raises:
+        PackError: if something would be lost, or nothing can be written there.
     """
     if out is None:
         if resume:
@@ -31,29 +40,29 @@ def output_folders(
         check_output(folder, overwrite or resume)
     parent = next(p for p in folder.absolute().parents if p.exists())
     if not parent.is_dir() or not os.access(parent, os.W_OK):
-        said = folder if out is None else out
+        name = folder if out is None else out
         raise PackError(
-            f"--out {said}: cannot be written ({parent} is no folder to write in).", "unwritable"
+            f"--out {name}: cannot be written ({parent} is no folder to write in).", "unwritable"
         )
-    made = [p for p in folder.absolute().parents if not p.exists()]
+    created = [p for p in folder.absolute().parents if not p.exists()]
     try:
         make_folder(folder.parent)
         if out is None:
             folder = _reserved(folder)
-            made.insert(0, run_folder(folder).absolute())
+            created.insert(0, run_folder(folder).absolute())
         run = run_folder(folder)
         with exclusive_writer(run):
             if out is not None and not resume:
                 _check_run(run, overwrite)
             yield folder, run
     finally:
-        for path in made:
+        for path in created:
             with suppress(OSError):  # it holds something
                 path.rmdir()
 
 
 def _reserved(folder: Path) -> Path:
-    """This pack, or the first free one with a number, whose run folder was not there and now is."""
+    """Create the run folder of this pack, or of the first free one with a number; the pack's name."""
     free, n = folder, 1
     while True:
         try:
@@ -81,7 +90,7 @@ def _check_run(run: Path, overwrite: bool) -> None:
 
 
 def _data_name(columns: DataConfig) -> str:
-    """What a pack is called that was given no name: as its data, or the first of several."""
+    """The default name of a pack: that of its data, or of the first of several sources."""
     entries = columns.hf_dataset
     first = entries[0] if isinstance(entries, list) and entries else entries
     if isinstance(first, dict) and isinstance(first.get("path"), str):

@@ -50,7 +50,7 @@ def run_identity(
         "recipe": recipe.to_json(),
         "base": base.fingerprint,
         "data": {
-            phase.named(split): rows_of.fingerprint(read.rows[split])
+            phase.manifest_key(split): rows_of.fingerprint(read.rows[split])
             for phase, read in zip(phases, splits, strict=True)
             for split in read.present()
         },

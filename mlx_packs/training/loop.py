@@ -75,7 +75,7 @@ class Loop:
             PackError: if a loss or gradient is not finite; the last checkpoint remains.
             Interrupted: after Ctrl-C, once a checkpoint is saved.
         """
-        done = self.state.batches - self.phase.first
+        done = self.state.batches - self.phase.start
         for observer in self.observers:
             observer.on_phase_start(self.phase.train.iters, done)
         try:
@@ -86,7 +86,7 @@ class Loop:
                 observer.on_phase_end()
 
     def _take(self, batches: Iterator[Batch], interrupts: list[int]) -> None:
-        config, state, first = self.phase.train, self.state, self.phase.first
+        config, state, first = self.phase.train, self.state, self.phase.start
         alone = config.grad_accumulation_steps == 1
         due = False
         while state.batches < self.phase.stop:

@@ -4,8 +4,10 @@ A run without ``phases`` has one phase without a name.
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
+
+import mlx.optimizers as optimizers
 
 from ..bases.files import public_name
 from ..config.fields import fields_where, flags_as_keys
@@ -21,34 +23,40 @@ OWN = fields_where(TrainConfig, phase=True)  # settings that a phase may have of
 class RunPhase:
     """A phase with every setting resolved.
 
-    name: empty where the run has no phases.   train: the run's settings with its own among them.
-    sources: where its rows are.   first: batches that the run took before it.   since: updates
-    before it that the optimizer's state has seen; its schedule begins there.
+    Attributes:
+        name: empty where the run has no phases.
+        train: the run's settings, with those of the phase in their places.
+        sources: where its examples are.
+        replay: share of its examples that earlier phases have trained on.
+        carries_optimizer: whether it continues with the optimizer's state.
+        start: batches of the run before it.
+        updates_before: updates before it that the optimizer's state has seen; its schedule begins
+            there.
     """
 
     name: str
     train: TrainConfig
     sources: tuple[DataConfig, ...]
     replay: float = 0.0
-    carries: bool = False
-    first: int = 0
-    since: int = 0
+    carries_optimizer: bool = False
+    start: int = 0
+    updates_before: int = 0
 
     @property
     def stop(self) -> int:
-        """Batches of the run when it ends."""
-        return self.first + self.train.iters
+        """Batches of the run at its end."""
+        return self.start + self.train.iters
 
-    def optimizer(self):
-        """Its optimizer, whose state counts updates from the last fresh one on."""
-        return make_optimizer(self.train, self.since)
+    def optimizer(self) -> optimizers.Optimizer:
+        """Its optimizer, whose state counts updates since the last fresh one."""
+        return make_optimizer(self.train, self.updates_before)
 
-    def named(self, key: str) -> str:
-        """A key of the manifest: as it is, or in a run of several phases with the phase's name."""
+    def manifest_key(self, key: str) -> str:
+        """The key itself, or ``<phase>/<key>`` in a run of several phases."""
         return f"{self.name}/{key}" if self.name else key
 
     def load_rows(self) -> rows_of.Splits:
-        """Rows of all its sources, one behind the other."""
+        """The rows of all its sources, those of one after those of another."""
         parts = [rows_of.load_rows(source) for source in self.sources]
         if len(parts) == 1:
             return parts[0]
@@ -58,7 +66,7 @@ class RunPhase:
         return rows_of.Splits(rows, source, parts[0].format, notes)
 
     def public_source(self, splits: rows_of.Splits) -> str:
-        """What a manifest calls its data: folders without their paths."""
+        """The name of its data in a manifest: folders without their paths."""
         one = len(self.sources) == 1
         names = [splits.source] if one else [source.data for source in self.sources]
         return " + ".join(map(public_name, names))
@@ -124,26 +132,25 @@ def _resolve(
         phase.replay,
         carries,
         before.stop if before else 0,
-        before.since + updates if carries else 0,
+        before.updates_before + updates if carries else 0,
     )
 
 
-def check_said(train: TrainConfig, said: frozenset[str]) -> None:
-    """Refuse what is said for all phases while each says its own: it would count for nothing.
+def check_overridden(train: TrainConfig, specified: frozenset[str]) -> None:
+    """Check that no setting is specified for all phases while every phase has its own.
 
     Args:
-        said: names of the settings that flags or files say something about.
+        train: the settings of the run.
+        specified: names of the settings that flags or files specify.
+
+    Raises:
+        PackError: naming a setting that has no effect.
     """
     for key in fields_where(TrainConfig, DataConfig, phase=True) if train.phases else ():
         own = "data" if key == "hf_dataset" else key
-        if key in said and all(getattr(phase, own) is not None for phase in train.phases):
+        if key in specified and all(getattr(phase, own) is not None for phase in train.phases):
             raise PackError(
                 f"{flag_of(key)} (or {key} at the top of the file): every phase has its own {own}, "
                 "so this has no effect. Change it in the phases, or leave it out.",
                 "conflict",
             )
-
-
-def pack_name(phases: Sequence[RunPhase]) -> DataConfig:
-    """The source that a pack without a name is called by: the last one learned."""
-    return phases[-1].sources[0]

@@ -29,7 +29,7 @@ from .identity import check_resume, public_recipe, run_identity, start_of
 from .observers.observer import ObservedRun, Observer
 from .observers.registry import make_observers
 from .observers.trackers import check_report_to
-from .phases import pack_name, resolve_phases
+from .phases import resolve_phases
 from .planning import (
     MemoryChoice,
     check_headers,
@@ -47,7 +47,7 @@ from .tasks.task import Dataset, Summary, Task, make_task
 
 
 @runtime.memory_limits()
-def train_pack(
+def train_pack(  # noqa: PLR0913 (the public face)
     base: Base | str | Path = TINY,
     data: str | Path | None = None,
     lora: LoRAConfig | None = None,
@@ -108,7 +108,7 @@ def train_pack(
             "data",
         )
     check_report_to(report_to, project_name)
-    with output_folders(out, pack_name(phases), overwrite, resume) as (pack, folder):
+    with output_folders(out, phases[-1].sources[0], overwrite, resume) as (pack, folder):
         return run(
             Run(
                 base,

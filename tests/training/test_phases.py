@@ -18,7 +18,7 @@ from mlx_packs.optim import carry_state
 from mlx_packs.packs.card import phase_lines
 from mlx_packs.packs.manifest import check_manifest
 from mlx_packs.runtime import mx
-from mlx_packs.training.phases import pack_name, resolve_phases
+from mlx_packs.training.phases import resolve_phases
 from mlx_packs.training.tasks.tokens import PhasedDataset
 from tests.helpers.errors import check, raises
 from tests.helpers.rows import chat, write_rows
@@ -134,7 +134,13 @@ def test_a_run_without_phases_is_a_run_of_one_leg():
     config, columns = TrainConfig(iters=7), DataConfig()
     (phase,) = resolve_phases(config, columns)
     assert phase.train is config and phase.sources == (columns,)
-    assert (phase.name, phase.first, phase.stop, phase.since, phase.carries) == ("", 0, 7, 0, False)
+    assert (phase.name, phase.start, phase.stop, phase.updates_before, phase.carries_optimizer) == (
+        "",
+        0,
+        7,
+        0,
+        False,
+    )
 
 
 def test_what_a_phase_does_not_say_is_as_the_run_has_it(data):
@@ -152,7 +158,7 @@ def test_what_a_phase_does_not_say_is_as_the_run_has_it(data):
     )
     phases = resolve_phases(config, DataConfig(data="x", text_feature="body"))
     assert [phase.name for phase in phases] == ["phase-1", "phase-2", "phase-3", "phase-4"]
-    assert [(phase.first, phase.stop, phase.since) for phase in phases] == [
+    assert [(phase.start, phase.stop, phase.updates_before) for phase in phases] == [
         (0, 5, 0),
         (5, 8, 3),
         (8, 13, 0),
@@ -181,7 +187,7 @@ def test_a_schedule_begins_with_its_phase_and_carried_moments_stay():
         if before is not None:
             carry_state(before, made)
             assert mx.array_equal(made.state["w"]["m"], before.state["w"]["m"]).item()
-            assert made.state["step"].item() == phase.first == phase.since
+            assert made.state["step"].item() == phase.start == phase.updates_before
         for _ in range(phase.train.iters):
             weights = made.apply_gradients(gradients, weights)
             rates.append(made.learning_rate.item())
@@ -198,7 +204,7 @@ def test_rows_of_several_sources_and_of_all_legs_lie_one_behind_the_other(data):
     splits = phases[1].load_rows()
     assert len(splits.rows["train"]) == 36 and len(splits.rows["valid"]) == 12
     assert phases[1].public_source(splits) == "broad + broad"
-    assert pack_name(phases).data == both[0]
+    assert phases[-1].sources[0].data == both[0]
     one = Examples(
         [Example(np.arange(i + 2), np.ones(i + 2, bool), str(i)) for i in range(3)], "text", "all"
     )

@@ -197,18 +197,18 @@ def phase_reports(dataset: PhasedDataset, sources: Sequence[str], fit: FitResult
         if not phase.name:
             continue
         losses = [
-            x["loss"] for x in fit.curve if "loss" in x and phase.first < x["batch"] <= phase.stop
+            x["loss"] for x in fit.curve if "loss" in x and phase.start < x["batch"] <= phase.stop
         ]
         split, held_out = dataset.held_out_examples(phase)
         reports.append(
             {
                 "name": phase.name,
                 "data": source,
-                "batches": [phase.first, phase.stop],
+                "batches": [phase.start, phase.stop],
                 "steps": -(-phase.train.iters // phase.train.grad_accumulation_steps),
                 **{key: getattr(phase.train, key) for key in OWN},
                 "replay": phase.replay,
-                "optimizer_state": "carry" if phase.carries else "fresh",
+                "optimizer_state": "carry" if phase.carries_optimizer else "fresh",
                 "rows": {s: len(e) for s, e in dataset.splits[i].items()},
                 "loss_first": losses[0] if losses else None,
                 "loss_last": losses[-1] if losses else None,

@@ -60,7 +60,7 @@ class PhasedDataset:
     def counts(self) -> dict[str, int]:
         """Number of examples by split; in a run with phases ``<phase>/<split>``."""
         return {
-            phase.named(split): len(examples)
+            phase.manifest_key(split): len(examples)
             for phase, splits in zip(self.phases, self.splits, strict=True)
             for split, examples in splits.items()
         }
