@@ -9,6 +9,8 @@ while gradients are traced. With CUDA forward and backward are MLX's.
 """
 
 import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import mlx.core as mx
@@ -20,6 +22,7 @@ from .streams import rounds, stream_count
 from .tiling import tiling
 
 Mask = mx.array | str | None
+Arrays = Sequence[mx.array]
 
 _LOG2_E = 1.4426950408889634
 
@@ -32,35 +35,41 @@ def attention(
     mask: Mask = None,
     segments: mx.array | None = None,
 ) -> mx.array:
-    """Attention with grouped heads, and its gradient.
+    """Return attention with grouped heads; it has a gradient of its own.
 
     Semantics: softmax(scale * queries @ keys^T + mask) @ values, each KV head serving H / KV heads
 
     Args:
-        queries: [B, H, T, D].   keys, values: [B, KV, S, D] with KV dividing H.
+        queries: [B, H, T, D].
+        keys: [B, KV, S, D] with KV dividing H.
+        values: [B, KV, S, D].
+        scale: Of the scores.
         mask: ``"causal"``, boolean (True is seen) or additive, broadcastable to [B, H, T, S].
             No row may be fully masked.
         segments: [B, T], with T = S, numbers that never fall along T: a query sees keys of its own
             segment only. Together with ``mask="causal"`` only.
-    Returns: [B, H, T, D] in the dtype of queries. The mask gets no gradient.
+
+    Returns:
+        [B, H, T, D] in the dtype of queries. The mask gets no gradient.
     """
     on_cpu = runtime.on_cpu()
     seen = _Seen(mask, segments)
     if not on_cpu and mx.cuda.is_available():
         return mx.fast.scaled_dot_product_attention(
-            queries, keys, values, scale=scale, mask=seen.whole()
+            queries, keys, values, scale=scale, mask=seen.full_mask()
         )
     batch, heads, length, _ = queries.shape
     count = stream_count()
     even = keys.shape[1] % count == 0 and seen.same_for_all_heads
     parts = count if even else 1
     blocks, width = seen.blocks(length, keys.shape[2], 4 * batch * heads // parts, on_cpu)
-    output = _attention(scale, seen, blocks, width, on_cpu, parts)(queries, keys, values)[0]
+    function = _Attention(scale, seen, blocks, width, on_cpu, parts).function()
+    output = function(queries, keys, values)[0]
     return output.transpose(0, 2, 1, 3)
 
 
 def scores_are_cut(heads: int, length: int) -> bool:
-    """Whether a CPU computes T x T scores of so many heads (of all rows) block by block."""
+    """Return whether a CPU computes T x T scores of so many heads (of all rows) by blocks."""
     return runtime.on_cpu() and 4 * heads * length**2 > stream_count() * tiling().score_bytes
 
 
@@ -83,8 +92,8 @@ class _Seen(NamedTuple):
     def same_for_all_heads(self) -> bool:
         return not isinstance(self.mask, mx.array) or self.mask.ndim < 3 or self.mask.shape[-3] == 1
 
-    def whole(self) -> Mask:
-        """As one mask."""
+    def full_mask(self) -> Mask:
+        """Return the mask of all queries and keys."""
         if self.segments is None:
             return self.mask
         length = self.segments.shape[1]
@@ -93,7 +102,7 @@ class _Seen(NamedTuple):
     def blocks(
         self, length: int, keys_length: int, pair_bytes: int, on_cpu: bool
     ) -> tuple[list[list[_Block]], int]:
-        """Blocks in order, those of the same queries together, and how many keys they may have.
+        """Return blocks in order, those of the same queries together, and their most keys.
 
         One pair of a query and a key has scores of ``pair_bytes``. On a CPU keys are cut too.
         """
@@ -105,18 +114,20 @@ class _Seen(NamedTuple):
         rows = max(least, fitting)
         causal = isinstance(self.mask, str)
         firsts = None if self.segments is None else _first_keys(self.segments)
-        found = []
+        blocks = []
         for start in range(0, length, rows):
             stop = min(start + rows, length)
             first = int(firsts[start]) if firsts is not None else 0
             last = stop + keys_length - length if causal else keys_length
             cuts = [first, *range((first // width + 1) * width, last, width), last]
-            found.append([_Block(start, stop, *keys) for keys in itertools.pairwise(cuts)])
-        return found, width
+            blocks.append([_Block(start, stop, *keys) for keys in itertools.pairwise(cuts)])
+        return blocks, width
 
     def block(self, at: _Block, offset: int) -> mx.array | None:
-        """The mask of a block, broadcastable to [B, H, queries, keys]; query t stands at key
-        t + offset."""
+        """Return the mask of a block, broadcastable to [B, H, queries, keys].
+
+        Query t is at the position of key t + offset.
+        """
         if self.mask is None:
             return None
         if not isinstance(self.mask, str):
@@ -135,7 +146,7 @@ class _Seen(NamedTuple):
 
 
 def _first_keys(segments: mx.array) -> np.ndarray | None:
-    """First key [T] that a query at t sees in any row; None while a step is being compiled."""
+    """Return the first key [T] that a query at t sees in any row; None in a compiled step."""
     try:
         numbers = np.array(segments)
     except ValueError:  # a traced array has no values
@@ -146,14 +157,16 @@ def _first_keys(segments: mx.array) -> np.ndarray | None:
 
 
 def _folded(x: mx.array, kv_heads: int) -> mx.array:
-    """[B, H, T, D] to [B, KV, H / KV * T, D]: query heads of one KV head are more rows."""
+    """Return [B, H, T, D] as [B, KV, H / KV * T, D]: query heads of a KV head are more rows."""
     batch, heads, length, width = x.shape
     return x.reshape(batch, kv_heads, heads // kv_heads * length, width)
 
 
 def _scores(queries: mx.array, keys: mx.array, scale: float, mask: mx.array | None) -> mx.array:
-    """Scores of a block times log2(e), float32 [B, KV, H / KV * n, keys]; those of hidden keys are
-    finite, so that a block may hide all of its keys from a query."""
+    """Return the scores of a block times log2(e), float32 [B, KV, H / KV * n, keys].
+
+    Those of hidden keys are finite, so that a block may hide all of its keys from a query.
+    """
     batch, heads, n, _ = queries.shape
     queries, keys = queries.astype(mx.float32), keys.astype(mx.float32)
     scores = (_folded(queries, keys.shape[1]) * (scale * _LOG2_E)) @ keys.swapaxes(-1, -2)
@@ -169,15 +182,20 @@ def _scores(queries: mx.array, keys: mx.array, scale: float, mask: mx.array | No
 
 
 class _Partial(NamedTuple):
-    """Of a block of queries over the keys so far, float32: largest score and sum of
-    2^(score - largest), [..., 1], and the sum of 2^(score - largest) * value, [..., D]."""
+    """The state of a block of queries over the keys so far, float32.
+
+    Attributes:
+        largest: The largest score, [..., 1].
+        total: The sum of 2^(score - largest), [..., 1].
+        output: The sum of 2^(score - largest) * value, [..., D].
+    """
 
     largest: mx.array
     total: mx.array
     output: mx.array
 
     def merged(self, other: "_Partial") -> "_Partial":
-        """Over the keys of both."""
+        """Return the state over the keys of both."""
         largest = mx.maximum(self.largest, other.largest)
         own, others = exp2(self.largest - largest), exp2(other.largest - largest)
         total = self.total * own + other.total * others
@@ -185,7 +203,7 @@ class _Partial(NamedTuple):
 
 
 def _powers(scores: mx.array) -> tuple[mx.array, mx.array, mx.array]:
-    """2^(score - largest) [..., keys], their sum and the largest, [..., 1]."""
+    """Return 2^(score - largest) [..., keys], their sum and the largest, [..., 1]."""
     largest = scores.max(axis=-1, keepdims=True)
     powers = exp2(scores - largest)
     # as a product a sum takes a fifth of the time on CPUs
@@ -193,8 +211,12 @@ def _powers(scores: mx.array) -> tuple[mx.array, mx.array, mx.array]:
 
 
 class _Heads(NamedTuple):
-    """What a stream reads, and in the backward the gradient of its output and its sum of
-    output * gradient, [B, heads, T, ...] each."""
+    """The arrays [B, heads, T, ...] that one CPU stream reads.
+
+    Attributes:
+        d_output: In the backward pass the gradient of its output.
+        shared: In the backward pass its sum of output * gradient.
+    """
 
     queries: mx.array
     keys: mx.array
@@ -203,132 +225,157 @@ class _Heads(NamedTuple):
     shared: mx.array | None = None
 
 
-def _attention(
-    scale: float, seen: _Seen, blocks: list[list[_Block]], width: int, on_cpu: bool, parts: int
-):
-    """Attention over these blocks as a function with its own gradient.
+@dataclass(frozen=True)
+class _Attention:
+    """Attention over some blocks, and its gradient.
 
     MLX computes what is independent side by side; each block is made to wait for the one before.
-    A block of so many parts of the heads is computed at once.
-    Returns: a function to the output [B, T, H, D], as the next projection keeps it for its own
-    backward, and on a CPU for each part of the heads: the probabilities of the only block, or for
-    the blocks of the same queries log2 of the sum of 2^score.
+
+    Attributes:
+        width: The most keys of a block.
+        parts: Parts of the heads whose blocks are computed at once.
     """
-    only = len(blocks) == 1 and len(blocks[0]) == 1
 
-    def of_lanes(*arrays: mx.array) -> list[_Heads]:
-        return [
-            _Heads(*own) for own in zip(*(mx.split(a, parts, axis=1) for a in arrays), strict=True)
-        ]
+    scale: float
+    seen: _Seen
+    blocks: list[list[_Block]]
+    width: int
+    on_cpu: bool
+    parts: int
 
-    def scores_of(at: _Block, queries, keys):
+    @property
+    def only(self) -> bool:
+        """Whether one block is all."""
+        return len(self.blocks) == 1 and len(self.blocks[0]) == 1
+
+    def function(self) -> Callable[..., tuple[mx.array, ...]]:
+        """Return the differentiable function.
+
+        It gives the output [B, T, H, D], as the next projection keeps it for its own backward
+        pass, and on a CPU for each part of the heads: the probabilities of the only block, or for
+        the blocks of the same queries log2 of the sum of 2^score.
+        """
+
+        @mx.custom_function
+        def attend(queries: mx.array, keys: mx.array, values: mx.array) -> tuple[mx.array, ...]:
+            if self.on_cpu:
+                return self._forward(queries, keys, values)
+            return (self._fused(queries, keys, values),)
+
+        @attend.vjp
+        def attend_vjp(primals: Arrays, cotangents: Arrays, outputs: Arrays) -> Arrays:
+            return self._backward(primals, cotangents[0], outputs)
+
+        return attend
+
+    def _by_stream(self, *arrays: mx.array) -> list[_Heads]:
+        split = (mx.split(a, self.parts, axis=1) for a in arrays)
+        return [_Heads(*own) for own in zip(*split, strict=True)]
+
+    def _scores(self, at: _Block, queries: mx.array, keys: mx.array) -> mx.array:
         offset = keys.shape[2] - queries.shape[2]
         part = queries[:, :, at.start : at.stop]
-        return _scores(part, keys[:, :, at.first : at.last], scale, seen.block(at, offset))
+        mask = self.seen.block(at, offset)
+        return _scores(part, keys[:, :, at.first : at.last], self.scale, mask)
 
-    def fused(queries, keys, values) -> mx.array:
+    def _fused(self, queries: mx.array, keys: mx.array, values: mx.array) -> mx.array:
+        """Return the output by MLX's own attention, block by block."""
         outputs = []
-        for (at,) in blocks:
+        for (at,) in self.blocks:
             visible = slice(at.first, at.last)
             output = mx.fast.scaled_dot_product_attention(
                 queries[:, :, at.start : at.stop],
                 keys[:, :, visible],
                 values[:, :, visible],
-                scale=scale,
-                mask=seen.block(at, keys.shape[2] - queries.shape[2]),
+                scale=self.scale,
+                mask=self.seen.block(at, keys.shape[2] - queries.shape[2]),
             )
             queries = mx.depends(queries, output)
             outputs.append(output.transpose(0, 2, 1, 3))
         return _joined(outputs, axis=1)
 
-    def forward(at: _Block, own: _Heads) -> tuple[_Partial, mx.array | None]:
-        """And the probabilities, if they are kept."""
-        powers, total, largest = _powers(scores_of(at, own.queries, own.keys))
+    def _block_output(self, at: _Block, own: _Heads) -> tuple[_Partial, mx.array | None]:
+        """Return the output of a block, and the probabilities, if they are kept."""
+        powers, total, largest = _powers(self._scores(at, own.queries, own.keys))
         visible = own.values[:, :, at.first : at.last]
-        if only:
+        if self.only:
             kept = (powers * mx.reciprocal(total)).astype(own.queries.dtype)
             return _Partial(largest, mx.ones_like(total), kept @ visible), kept
         output = (powers.astype(own.queries.dtype) @ visible).astype(mx.float32)
         return _Partial(largest, total, output), None
 
-    def probabilities(at: _Block, own: _Heads, kept: mx.array | None) -> mx.array:
-        """Of a block, from what the forward kept of its queries."""
-        if only and on_cpu:
+    def _probabilities(self, at: _Block, own: _Heads, kept: mx.array | None) -> mx.array:
+        """Return those of a block, from what the forward pass kept of its queries."""
+        if self.only and self.on_cpu:
             return kept
-        scores = scores_of(at, own.queries, own.keys)
-        if on_cpu:
+        scores = self._scores(at, own.queries, own.keys)
+        if self.on_cpu:
             return exp2(scores - kept).astype(own.queries.dtype)
         powers, total, _ = _powers(scores)
         return (powers * mx.reciprocal(total)).astype(own.queries.dtype)
 
-    @mx.custom_function
-    def attend(queries, keys, values):
-        if not on_cpu:
-            return (fused(queries, keys, values),)
-        heads, outputs, kept = of_lanes(queries, keys, values), [], []
-        for row in blocks:
-            found: list[_Partial | None] = [None] * parts
+    def _forward(self, queries: mx.array, keys: mx.array, values: mx.array) -> Arrays:
+        heads, outputs, kept = self._by_stream(queries, keys, values), [], []
+        for row in self.blocks:
+            partial: list[_Partial | None] = [None] * self.parts
             for at in row:
                 (group,) = rounds(enumerate(heads))
                 for stream, (n, own) in group:
                     with stream:
-                        part, weights = forward(at, own)
-                        found[n] = part if found[n] is None else found[n].merged(part)
-                    kept += [weights] if only else []
-                if not only:
-                    later = mx.depends([h.queries for h in heads], [a for f in found for a in f])
+                        part, weights = self._block_output(at, own)
+                        partial[n] = part if partial[n] is None else partial[n].merged(part)
+                    kept += [weights] if self.only else []
+                if not self.only:
+                    later = mx.depends([h.queries for h in heads], [a for p in partial for a in p])
                     heads = [h._replace(queries=q) for h, q in zip(heads, later, strict=True)]
-            if not only:
-                kept += [each.largest + mx.log2(each.total) for each in found]
+            if not self.only:
+                kept += [each.largest + mx.log2(each.total) for each in partial]
             rows = row[0].stop - row[0].start
             own_outputs = [
                 (each.output * mx.reciprocal(each.total))
                 .astype(queries.dtype)
                 .reshape(len(queries), -1, rows, values.shape[-1])
                 .transpose(0, 2, 1, 3)
-                for each in found
+                for each in partial
             ]
             outputs.append(_joined(own_outputs, axis=2))
         return (_joined(outputs, axis=1), *kept)
 
-    @attend.vjp
-    def attend_vjp(primals, cotangents, outputs):
+    def _backward(self, primals: Arrays, d_output: mx.array, outputs: Arrays) -> Arrays:
         # sum over keys of p * dp, a number a query, equals that of output * d_output
-        shared = (cotangents[0] * outputs[0]).sum(axis=-1, keepdims=True).transpose(0, 2, 1, 3)
-        heads = of_lanes(*primals, cotangents[0].transpose(0, 2, 1, 3), shared)
+        shared = (d_output * outputs[0]).sum(axis=-1, keepdims=True).transpose(0, 2, 1, 3)
+        heads = self._by_stream(*primals, d_output.transpose(0, 2, 1, 3), shared)
         d_queries = []
-        d_keys = [_Slices(own.keys, width) for own in heads]
-        d_values = [_Slices(own.values, width) for own in heads]
-        for number, row in enumerate(blocks):
+        d_keys = [_Slices(own.keys, self.width) for own in heads]
+        d_values = [_Slices(own.values, self.width) for own in heads]
+        for number, row in enumerate(self.blocks):
             rows = slice(row[0].start, row[0].stop)
-            totals: list[mx.array | None] = [None] * parts
+            totals: list[mx.array | None] = [None] * self.parts
             for at in row:
-                visible, found = slice(at.first, at.last), []
+                visible, computed = slice(at.first, at.last), []
                 (group,) = rounds(enumerate(heads))
                 for stream, (n, own) in group:
                     with stream:
+                        kept = outputs[1 + number * self.parts + n] if self.on_cpu else None
                         kv_heads = own.keys.shape[1]
-                        kept = outputs[1 + number * parts + n] if on_cpu else None
-                        weights = probabilities(at, own, kept)
-                        d_output = _folded(own.d_output[:, :, rows], kv_heads)
-                        d_weights = d_output @ own.values[:, :, visible].swapaxes(-1, -2)
+                        weights = self._probabilities(at, own, kept)
+                        d_part = _folded(own.d_output[:, :, rows], kv_heads)
+                        d_weights = d_part @ own.values[:, :, visible].swapaxes(-1, -2)
                         d_scores = weights * (d_weights - _folded(own.shared[:, :, rows], kv_heads))
-                        queries = _folded(own.queries[:, :, rows], kv_heads) * scale
-                        found.append(d_keys[n].add(d_scores.swapaxes(-1, -2) @ queries, at))
-                        found.append(d_values[n].add(weights.swapaxes(-1, -2) @ d_output, at))
+                        queries = _folded(own.queries[:, :, rows], kv_heads) * self.scale
+                        computed.append(d_keys[n].add(d_scores.swapaxes(-1, -2) @ queries, at))
+                        computed.append(d_values[n].add(weights.swapaxes(-1, -2) @ d_part, at))
                         part = (d_scores @ own.keys[:, :, visible]).astype(mx.float32)
                         totals[n] = part if totals[n] is None else totals[n] + part
-                if not only:
+                if not self.only:
                     read = [a for h in heads for a in (h.queries, h.d_output)]
-                    later = iter(mx.depends(read, [*totals, *found]))
+                    later = iter(mx.depends(read, [*totals, *computed]))
                     heads = [h._replace(queries=next(later), d_output=next(later)) for h in heads]
             shape = (len(totals[0]), -1, rows.stop - rows.start, primals[0].shape[-1])
-            own_queries = [(t * scale).astype(primals[0].dtype).reshape(shape) for t in totals]
+            own_queries = [(t * self.scale).astype(primals[0].dtype).reshape(shape) for t in totals]
             d_queries.append(_joined(own_queries, axis=1))
-        found = [_joined([d.whole() for d in own], axis=1) for own in (d_keys, d_values)]
-        return mx.depends(_joined(d_queries, axis=2), found), *found
-
-    return attend
+        others = [_joined([d.concatenated() for d in own], axis=1) for own in (d_keys, d_values)]
+        return mx.depends(_joined(d_queries, axis=2), others), *others
 
 
 def _joined(parts: list[mx.array], axis: int) -> mx.array:
@@ -336,17 +383,19 @@ def _joined(parts: list[mx.array], axis: int) -> mx.array:
 
 
 class _Slices:
-    """A sum in float32 like ``like`` [B, KV, S, D] in slices of ``width`` keys, so that adding to a
-    few keys copies no more than a slice."""
+    """A sum in float32 like ``like`` [B, KV, S, D] in slices of ``width`` keys.
 
-    def __init__(self, like: mx.array, width: int):
+    Adding to a few keys copies no more than a slice.
+    """
+
+    def __init__(self, like: mx.array, width: int) -> None:
         self.width = width
         self.shape = like.shape
         self.dtype = like.dtype
         self.parts: dict[int, mx.array] = {}
 
     def add(self, part: mx.array, at: _Block) -> mx.array:
-        """Add to the keys of a block, all of one slice; the slice as it is now."""
+        """Add to the keys of a block, all of one slice, and return the slice."""
         number, offset = divmod(at.first, self.width)
         batch, heads, keys, depth = self.shape
         width = min(self.width, keys - number * self.width)
@@ -360,7 +409,7 @@ class _Slices:
         self.parts[number] = total
         return total
 
-    def whole(self) -> mx.array:
-        """In the dtype of ``like``."""
+    def concatenated(self) -> mx.array:
+        """Return the sum in the dtype of ``like``."""
         parts = [self.parts[number] for number in sorted(self.parts)]
         return mx.concatenate(parts, axis=2).astype(self.dtype)
