@@ -1,4 +1,4 @@
-"""exp and erf, and what is made of them, for MLX on CPUs.
+"""The exponential and error functions, SwiGLU and GELU, for MLX on CPUs.
 
 MLX's CPU backend on Linux takes exp one element at a time (12 ns each), and erf in 26 ns; in a
 training step that is a third of the time, in an encoder half. The usual range reduction and
@@ -7,7 +7,7 @@ products are vectorized. On other devices, and for other dtypes than float32, th
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -37,11 +37,12 @@ def _by_formula(x: mx.array) -> bool:
 
 
 def exp(x: mx.array) -> mx.array:
-    """e to the power of x. It has no gradient of its own: callers know theirs.
+    """Return e to the power of x. It has no gradient of its own: callers know theirs.
 
     Semantics: mx.exp(x), within 4e-7 relative for -87 <= x <= 88; clipped to that range.
 
-    Args: x: any shape and float dtype.   Returns: the same shape and dtype.
+    Args:
+        x: Any shape and float dtype; the result has the same.
     """
     if not _by_formula(x):
         return mx.exp(x)
@@ -52,13 +53,14 @@ def exp(x: mx.array) -> mx.array:
 
 
 def exp2(x: mx.array) -> mx.array:
-    """2 to the power of x, for x that are not above 127; without a gradient, as `exp`.
+    """Return 2 to the power of x, for x that are not above 127; without a gradient, as `exp`.
 
     It takes two thirds of the operations of `exp`.
 
     Semantics: mx.power(2, x), within 4e-7 relative for -126 <= x; 2^-126 below.
 
-    Args: x: any shape and float dtype.   Returns: the same shape and dtype.
+    Args:
+        x: Any shape and float dtype; the result has the same.
     """
     if not _by_formula(x):
         return mx.exp(x * _LN_2)
@@ -68,7 +70,7 @@ def exp2(x: mx.array) -> mx.array:
 
 
 def _scaled(r: mx.array, rounded: mx.array, terms: tuple[float, float, float]) -> mx.array:
-    """exp or 2^ of r times the power of two in the low bits of ``rounded``."""
+    """Return exp or 2^ of r times the power of two in the low bits of ``rounded``."""
     square = r * r
     u = (square * terms[2] + terms[1]) * square + terms[0]
     power = ((u + r) / (u - r)).view(mx.int32)
@@ -78,16 +80,16 @@ def _scaled(r: mx.array, rounded: mx.array, terms: tuple[float, float, float]) -
 def _by_rows(
     function: Callable[..., list[mx.array]], count: int, *arrays: mx.array
 ) -> list[mx.array]:
-    """The ``count`` results of a function of single elements, a few rows of [N, D] at a time.
+    """Return the ``count`` results of a function of single elements, computed by rows of [N, D].
 
-    Rows wait for those before them, so that what is made on the way stays in the processor's cache
-    and takes no memory of the size of the whole.
+    Rows wait for those before them, so that temporaries stay in the processor's cache and take no
+    memory of the size of all rows.
     """
     rows, width = arrays[0].shape
     step = max(1, tiling().elements // width)
     if rows <= step:
         return function(*arrays)
-    whole = [mx.zeros(arrays[0].shape) for _ in range(count)]
+    results = [mx.zeros(arrays[0].shape) for _ in range(count)]
     inputs = list(arrays)
     for group in rounds(range(0, rows, step)):
         parts = []
@@ -95,10 +97,10 @@ def _by_rows(
             with stream:
                 parts.append((start, function(*(a[start : start + step] for a in inputs))))
         for start, part in parts:
-            for result, own in zip(whole, part, strict=True):
+            for result, own in zip(results, part, strict=True):
                 result[start : start + step] = own
-        inputs = mx.depends(arrays, whole)
-    return whole
+        inputs = mx.depends(arrays, results)
+    return results
 
 
 def _gated(gate: mx.array, up: mx.array) -> list[mx.array]:
@@ -117,16 +119,20 @@ def _swiglu(gate: mx.array, up: mx.array) -> mx.array:
 
 
 @_swiglu.vjp
-def _swiglu_vjp(primals, cotangent, _):
+def _swiglu_vjp(
+    primals: Sequence[mx.array], cotangent: mx.array, _: mx.array
+) -> tuple[mx.array, ...]:
     return tuple(_by_rows(_gated_gradients, 2, *primals, cotangent))
 
 
 def swiglu(gate: mx.array, up: mx.array) -> mx.array:
-    """The gated unit of SwiGLU (https://arxiv.org/abs/2002.05202).
+    """Return the gated unit of SwiGLU (https://arxiv.org/abs/2002.05202).
 
     Semantics: gate * sigmoid(gate) * up
 
-    Args: gate, up: the same shape, any float dtype.   Returns: the same.
+    Args:
+        gate: Any shape and float dtype; the result has the same.
+        up: Of the same shape and dtype.
     """
     if not _by_formula(gate):
         return nn.silu(gate) * up
@@ -135,7 +141,7 @@ def swiglu(gate: mx.array, up: mx.array) -> mx.array:
 
 
 def _erf(x: mx.array) -> mx.array:
-    """Within 5e-7 of erf."""
+    """Return the error function, within 5e-7."""
     x = mx.clip(x, -_ERF_END, _ERF_END)
     square = x * x
 
@@ -149,7 +155,7 @@ def _erf(x: mx.array) -> mx.array:
 
 
 def _normal(x: mx.array) -> mx.array:
-    """The share of a normal distribution that lies below x."""
+    """Return the share of a normal distribution that lies below x."""
     return 0.5 + 0.5 * _erf(x * math.sqrt(0.5))
 
 
@@ -159,18 +165,19 @@ def _gelu(x: mx.array) -> mx.array:
 
 
 @_gelu.vjp
-def _gelu_vjp(x, cotangent, _):
-    # made again from x: keeping it would be a third array as wide as the feed-forward
+def _gelu_vjp(x: mx.array, cotangent: mx.array, _: mx.array) -> mx.array:
+    # recomputed from x: keeping it would be a third array as wide as the feed-forward
     density = exp(-0.5 * x * x) * (1 / math.sqrt(2 * math.pi))
     return cotangent * (_normal(x) + x * density)
 
 
 def gelu(x: mx.array) -> mx.array:
-    """The unit of BERT (https://arxiv.org/abs/1606.08415). Only ``x`` is kept for the backward.
+    """Return the unit of BERT (https://arxiv.org/abs/1606.08415); the backward keeps only ``x``.
 
     Semantics: x * (1 + erf(x / sqrt(2))) / 2
 
-    Args: x: any shape and float dtype.   Returns: the same shape and dtype.
+    Args:
+        x: Any shape and float dtype; the result has the same.
     """
     if not _by_formula(x):
         return nn.gelu(x)

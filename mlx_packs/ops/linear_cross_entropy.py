@@ -3,11 +3,11 @@
 One pass over the slices keeps a running maximum, sum and expected row of the head, as attention
 does with keys and values (https://arxiv.org/abs/1805.02867). The gradient of the hidden states is
 that expected row less the target's, so it is there with the loss: each slice of the head is
-unpacked once and multiplied twice, and nothing is made again in the backward.
+dequantized once and multiplied twice, and the backward pass recomputes nothing.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import mlx.core as mx
@@ -18,8 +18,11 @@ from .tiling import tiling
 
 
 class HeadSlice(NamedTuple):
-    """Rows W [v, D] of a head. ``logits``: h [n, D] to h @ W^T [n, v] (and its bias).
-    ``back``: p [n, v] to p @ W [n, D].
+    """Rows W [v, D] of a head.
+
+    Attributes:
+        logits: h [n, D] to h @ W^T [n, v] (and its bias).
+        back: p [n, v] to p @ W [n, D].
     """
 
     logits: Callable[[mx.array], mx.array]
@@ -27,7 +30,12 @@ class HeadSlice(NamedTuple):
 
 
 class FrozenHead(NamedTuple):
-    """A head of V rows of D. ``part``: rows [start, stop).   ``rows``: tokens [n] to W[tokens]."""
+    """A head of V rows of D.
+
+    Attributes:
+        part: Rows [start, stop).
+        rows: Tokens [n] to W[tokens].
+    """
 
     vocab_size: int
     width: int
@@ -38,13 +46,18 @@ class FrozenHead(NamedTuple):
 def cross_entropy(
     logits: mx.array, targets: mx.array, z_loss: float = 0.0, label_smoothing: float = 0.0
 ) -> mx.array:
-    """Loss of each target from whole logits, in float32; by default its negative log-likelihood.
+    """Return the loss of each target from all logits; by default the negative log-likelihood.
 
     Semantics: as `linear_cross_entropy`.
 
     Args:
-        logits: [N, V], any float dtype.   targets: [N], token ids.
-    Returns: [N], float32.
+        logits: [N, V], any float dtype.
+        targets: [N], token ids.
+        z_loss: Weight of lse^2.
+        label_smoothing: Share of the target spread over all tokens.
+
+    Returns:
+        [N], float32.
     """
     logits = logits.astype(mx.float32)
     picked = mx.take_along_axis(logits, targets[:, None], axis=-1)[:, 0]
@@ -66,23 +79,30 @@ def _logsumexp(logits: mx.array) -> tuple[mx.array, mx.array]:
 
 
 @_logsumexp.vjp
-def _logsumexp_vjp(_, cotangents, outputs):
+def _logsumexp_vjp(
+    _: mx.array, cotangents: Sequence[mx.array], outputs: Sequence[mx.array]
+) -> mx.array:
     return cotangents[0][:, None] * outputs[1]
 
 
 def columns(rows: int, width: int) -> int:
-    """Columns of the logits that are made at a time for so many rows of hidden states [., D]."""
+    """Return how many columns of the logits of so many rows [., D] are computed at a time."""
     sizes = tiling()
     fitting = min(sizes.logit_bytes // (4 * rows), sizes.slice_weights // width)
     return max(sizes.least_columns, fitting)
 
 
 class _Running(NamedTuple):
-    """What the slices so far have told of N rows, all float32 but ``best``.
+    """The state of N rows over the slices so far, all float32 but ``best``.
 
-    largest, total, sum_of: [N, 1], maximum, sum of exp(logit - largest), sum of the logits.
-    picked: [N], logit of the target.   best: [N], token of the largest logit.
-    expected: [N, D], sum of exp(logit - largest) * W.   mean_row: [1, D], sum of W.
+    Attributes:
+        largest: [N, 1], maximum of the logits.
+        total: [N, 1], sum of exp(logit - largest).
+        sum_of: [N, 1], sum of the logits.
+        picked: [N], logit of the target.
+        best: [N], token of the largest logit.
+        expected: [N, D], sum of exp(logit - largest) * W.
+        mean_row: [1, D], sum of W.
     """
 
     largest: mx.array
@@ -94,7 +114,7 @@ class _Running(NamedTuple):
     mean_row: mx.array
 
     def merged(self, other: "_Running") -> "_Running":
-        """Over the slices of both. Of two tokens with the largest logit the first is the best."""
+        """Return the state over the slices of both; of two largest logits the first is the best."""
         largest = mx.maximum(self.largest, other.largest)
         own, others = exp(self.largest - largest), exp(other.largest - largest)
         better = (other.largest > self.largest)[:, 0]
@@ -119,7 +139,7 @@ def linear_cross_entropy(
     label_smoothing: float = 0.0,
     gradient: bool = True,
 ) -> tuple[mx.array, mx.array]:
-    """Loss of each target under a frozen head and whether the head ranks it first.
+    """Return the loss of each target under a frozen head and whether the head ranks it first.
 
     Semantics: logits = hidden @ W^T; lse = logsumexp(logits); nll = lse - logits[target];
     loss = nll + z_loss * lse^2 + label_smoothing * (logits[target] - mean(logits))
@@ -127,15 +147,18 @@ def linear_cross_entropy(
     Args:
         hidden: [N, D], any float dtype; products run in it, sums in float32.
         targets: [N], token ids.
-        z_loss: weight of lse^2 (PaLM, https://arxiv.org/abs/2204.02311).
-        label_smoothing: share of the target spread over all tokens.
-        gradient: whether the gradient of ``hidden`` will be asked for.
-    Returns: loss [N] float32, hit [N] bool.
+        head: The frozen head.
+        z_loss: Weight of lse^2 (PaLM, https://arxiv.org/abs/2204.02311).
+        label_smoothing: Share of the target spread over all tokens.
+        gradient: Whether the gradient of ``hidden`` will be asked for.
+
+    Returns:
+        Loss [N] float32, hit [N] bool.
     """
     step = columns(hidden.shape[0], head.width)
     smooth = label_smoothing > 0
 
-    def forward(h):
+    def forward(h: mx.array) -> tuple[mx.array, ...]:
         by_stream: list[_Running] = []
         for group in rounds(range(0, head.vocab_size, step)):
             if by_stream:
@@ -168,11 +191,13 @@ def linear_cross_entropy(
         return forward(hidden)
 
     @mx.custom_function
-    def loss_of(h):
+    def loss_of(h: mx.array) -> tuple[mx.array, ...]:
         return forward(h)
 
     @loss_of.vjp
-    def loss_vjp(_, cotangents, outputs):
+    def loss_vjp(
+        _: mx.array, cotangents: Sequence[mx.array], outputs: Sequence[mx.array]
+    ) -> mx.array:
         return (cotangents[0][:, None] * outputs[2]).astype(outputs[2].dtype)
 
     return tuple(loss_of(hidden)[:2])
@@ -186,22 +211,22 @@ def _of_slice(
     gradient: bool,
     smooth: bool,
 ) -> _Running:
-    """Of one slice of the vocabulary, whose first token is ``start``."""
+    """Return the state of one slice of the vocabulary, whose first token is ``start``."""
     logits = part.logits(hidden).astype(mx.float32)
     width = logits.shape[1]
     largest = logits.max(axis=-1, keepdims=True)
     weights = exp(logits - largest)
     inside = (targets >= start) & (targets < start + width)
     at = mx.clip(targets - start, 0, width - 1)[:, None]
-    nothing = mx.zeros((1,))
+    unused = mx.zeros((1,))
     return _Running(
         largest,
         weights.sum(axis=-1, keepdims=True),
-        logits.sum(axis=-1, keepdims=True) if smooth else nothing,
+        logits.sum(axis=-1, keepdims=True) if smooth else unused,
         mx.where(inside, mx.take_along_axis(logits, at, axis=-1)[:, 0], 0),
         mx.argmax(logits, axis=-1) + start,
-        part.back(weights.astype(hidden.dtype)).astype(mx.float32) if gradient else nothing,
+        part.back(weights.astype(hidden.dtype)).astype(mx.float32) if gradient else unused,
         part.back(mx.ones((1, width), hidden.dtype)).astype(mx.float32)
         if smooth and gradient
-        else nothing,
+        else unused,
     )

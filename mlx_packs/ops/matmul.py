@@ -1,10 +1,10 @@
-"""Products with weights; of a packed one some slices of rows are dense at a time.
+"""Products with weights; of a quantized one some slices of rows are dense at a time.
 
 MLX allocates ahead of what it computes, and computes what is independent side by side: without
 slices that wait for each other, several dense weights of a block are in memory at once.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import mlx.core as mx
 
@@ -16,28 +16,32 @@ Rows = Callable[[int, int, mx.array], mx.array]
 
 
 def sliced_matmul(x: mx.array, shape: tuple[int, int], rows: Rows) -> mx.array:
-    """Product with a frozen weight W; the gradient reaches x only, and unpacks W again.
+    """Return the product with a frozen weight W; the gradient reaches x only, and unpacks W again.
 
     Semantics: y = x @ rows(0, O, x).T
 
     Args:
-        x: [..., D], any float dtype.   shape: (O, D) of W.   rows: dense slices of W.
-    Returns: [..., O] in the dtype of x.
+        x: [..., D], any float dtype.
+        shape: (O, D) of W.
+        rows: Gives dense slices of W.
+
+    Returns:
+        [..., O] in the dtype of x.
     """
 
     @mx.custom_function
-    def product(x):
+    def product(x: mx.array) -> mx.array:
         return sliced_forward(x, shape, rows)
 
     @product.vjp
-    def product_vjp(_, cotangent, __):
+    def product_vjp(_: Sequence[mx.array], cotangent: mx.array, __: Sequence[mx.array]) -> mx.array:
         return sliced_backward(cotangent, shape, rows)
 
     return product(x.reshape(-1, shape[1])).reshape(*x.shape[:-1], shape[0])
 
 
 def sliced_forward(x: mx.array, shape: tuple[int, int], rows: Rows) -> mx.array:
-    """x [N, D] @ W.T, [N, O]."""
+    """Return x [N, D] @ W.T, [N, O]."""
     parts: list[mx.array] = []
     for group in rounds(_slices(shape, len(x))):
         if parts:
@@ -49,7 +53,7 @@ def sliced_forward(x: mx.array, shape: tuple[int, int], rows: Rows) -> mx.array:
 
 
 def sliced_backward(dy: mx.array, shape: tuple[int, int], rows: Rows) -> mx.array:
-    """dy [N, O] @ W, [N, D]."""
+    """Return dy [N, O] @ W, [N, D]."""
     totals: list[mx.array] = []  # of each stream
     for group in rounds(_slices(shape, len(dy))):
         if totals:
@@ -66,7 +70,7 @@ def sliced_backward(dy: mx.array, shape: tuple[int, int], rows: Rows) -> mx.arra
 
 
 def _slices(shape: tuple[int, int], rows: int) -> Iterator[tuple[int, int]]:
-    """Rows [start, stop) of a weight; of a large product at least a slice for each stream."""
+    """Yield rows [start, stop) of a weight; of a large product at least a slice for each stream."""
     outputs, width = shape
     sizes, count = tiling(), stream_count()
     multiple = sizes.slice_rows
@@ -78,13 +82,16 @@ def _slices(shape: tuple[int, int], rows: int) -> Iterator[tuple[int, int]]:
 
 
 def dense_matmul(x: mx.array, weight: mx.array) -> mx.array:
-    """Product with a dense weight, rows of x divided among the streams, in both directions.
+    """Return the product with a dense weight; CPU streams share the rows, in both directions.
 
     Semantics: y = x @ weight.T
 
     Args:
-        x: [..., D].   weight: [O, D].
-    Returns: [..., O].
+        x: [..., D].
+        weight: [O, D].
+
+    Returns:
+        [..., O].
     """
     rows = x.reshape(-1, x.shape[-1])
     count = stream_count()
