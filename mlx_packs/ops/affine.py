@@ -1,4 +1,4 @@
-"""Dequantizing MLX's packed weights; on CPUs by array operations, which are vectorized.
+"""Dequantize MLX's quantized weights; on CPUs by array operations, which are vectorized.
 
 `mx.dequantize` takes weights one at a time there. Four-bit codes are spread over bytes two at a
 time, which needs three operations on half as many bytes as there are weights.
@@ -17,11 +17,20 @@ def dequantize(
     bits: int,
     mode: str,
 ) -> mx.array:
-    """`mx.dequantize`, to the bit; for slices, since on CPUs it takes three times their memory.
+    """Return what `mx.dequantize` gives, bit-identical.
+
+    It is for slices, since on CPUs it takes three times their memory.
 
     Args:
-        weight: [O, D * bits / 32], uint32.   scales, biases: [O, D / group_size].
-    Returns: [O, D] in the dtype of scales, bfloat16 for modes without biases.
+        weight: [O, D * bits / 32], uint32.
+        scales: [O, D / group_size].
+        biases: [O, D / group_size], or None for modes without.
+        group_size: Weights that share a scale.
+        bits: Of a weight.
+        mode: As MLX names it.
+
+    Returns:
+        [O, D] in the dtype of scales, bfloat16 for modes without biases.
     """
     if not (on_cpu() and mode == "affine" and bits in (4, 8) and scales.dtype == mx.float32):
         return mx.dequantize(weight, scales, biases, group_size=group_size, bits=bits, mode=mode)

@@ -16,7 +16,7 @@ BLOCK_SIZE = 256
 
 @functools.cache
 def dynamic_map(signed: bool = True) -> mx.array:
-    """The 256 values of a code in [-1, 1] or [0, 1], sorted: bitsandbytes' map, to the bit.
+    """Return the 256 values of a code in [-1, 1] or [0, 1], sorted: bitsandbytes' map, exactly.
 
     Seven decades from 1e-6 to 1; decade i has 2^i values of each sign (2^(i+1) if there is one
     sign), in the middles of equal parts of [0.1, 1]. 0 and 1 are added.
@@ -35,22 +35,23 @@ def dynamic_map(signed: bool = True) -> mx.array:
 
 
 def nearest(values: mx.array, table: mx.array) -> mx.array:
-    """Index, uint8, of the nearest entry of a sorted table, by bisection.
+    """Return the index, uint8, of the nearest entry of a sorted table, by bisection.
 
     Args:
+        values: Any shape.
         table: [2^n] with n of 8 at most.
     """
     middles = (table[1:] + table[:-1]) / 2
-    found = mx.zeros(values.shape, mx.uint8)
+    index = mx.zeros(values.shape, mx.uint8)
     step = table.size // 2
     while step:
-        found = mx.where(values > middles[found + (step - 1)], found + step, found)
+        index = mx.where(values > middles[index + (step - 1)], index + step, index)
         step //= 2
-    return found
+    return index
 
 
 def encode(values: mx.array, signed: bool = True) -> tuple[mx.array, mx.array]:
-    """Codes uint8 [N] and scales float32 [N / 256, rounded up] of values of any shape, N in all."""
+    """Return codes uint8 [N] and scales float32 [N / 256, rounded up] of N values of any shape."""
     flat = values.astype(mx.float32).flatten()
     blocks = mx.pad(flat, (0, -flat.size % BLOCK_SIZE)).reshape(-1, BLOCK_SIZE)
     scales = mx.abs(blocks).max(axis=1)
@@ -61,7 +62,7 @@ def encode(values: mx.array, signed: bool = True) -> tuple[mx.array, mx.array]:
 def decode(
     codes: mx.array, scales: mx.array, shape: Sequence[int], signed: bool = True
 ) -> mx.array:
-    """What `encode` was given, as float32 of this shape, to within its precision."""
+    """Return what `encode` was given, as float32 of this shape, to within its precision."""
     size = math.prod(shape)
     values = mx.pad(dynamic_map(signed)[codes], (0, -size % BLOCK_SIZE)).reshape(-1, BLOCK_SIZE)
     return (values * scales[:, None]).flatten()[:size].reshape(shape)

@@ -6,7 +6,7 @@ The reference comes first; below it the kernels of kernels/grouped_lora, whose R
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -16,6 +16,7 @@ from ._check import Check, Instance, first_fault, normal, sparse_signs
 from ._cost import Launch
 
 OP = "grouped_lora"
+Arrays = Sequence[mx.array]
 
 
 def grouped_lora(
@@ -25,18 +26,20 @@ def grouped_lora(
     lora_b: Sequence[mx.array],
     scales: Sequence[float],
 ) -> list[mx.array]:
-    """Base outputs of a projection group with their low-rank deltas added.
+    """Return the base outputs of a projection group with their low-rank deltas added.
 
     Semantics: y[slice i] = outputs[slice i] + scales[i] * (x @ lora_a[i]) @ lora_b[i]
 
     Args:
         x: [..., D], any float dtype; products run in it and accumulate in float32.
-        outputs: what the frozen projections made of the same input, [..., O] each. A fused
+        outputs: What the frozen projections made of the same input, [..., O] each. A fused
             projection has several slices; they fill the columns of its output in order.
-        lora_a: [D, R_i] of each slice.   lora_b: [R_i, O_i] of each; masters in float32.
-            R_i = 0 leaves a slice as it is.
+        lora_a: [D, R_i] of each slice; masters in float32. R_i = 0 leaves a slice as it is.
+        lora_b: [R_i, O_i] of each slice; masters in float32.
         scales: alpha_i / R_i of each slice.
-    Returns: [..., O] each, in the dtype of its base output.
+
+    Returns:
+        [..., O] each, in the dtype of its base output.
 
     LoRA: https://arxiv.org/abs/2106.09685
     """
@@ -54,8 +57,10 @@ def reference(
     lora_b: Sequence[mx.array],
     scales: Sequence[float],
 ) -> list[mx.array]:
-    """The same in plain MLX: products with the A's, one over all of them where rows are many, then
-    ``addmm`` for each slice.
+    """Return the same by plain MLX.
+
+    There are products with the A's, one over all of them where rows are many, then ``addmm`` for
+    each slice.
     """
     layout = _layout_of(outputs, lora_b, scales)
     if not any(layout.ranks):
@@ -85,13 +90,13 @@ def reference(
 
 
 def _stacks(rows: int, ranks: Sequence[int]) -> bool:
-    """Whether one product over the stacked A's moves less than one for each: stacking copies A."""
+    """Return whether one product over the stacked A's moves less than one for each; it copies A."""
     return rows * (len(ranks) - 1) > 2 * sum(ranks)
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Where the slices of a group lie: by slice its rank, width, output, first column, scale."""
+    """Where the slices of a group are: by slice its rank, width, output, first column, scale."""
 
     ranks: tuple[int, ...]
     widths: tuple[int, ...]
@@ -123,7 +128,7 @@ def _layout_of(
 def _layout(
     strides: tuple[int, ...], shapes: tuple[tuple[int, int], ...], scales: tuple[float, ...]
 ) -> Layout:
-    """Raises ValueError if the slices do not fill the outputs."""
+    """Return the layout; raises ValueError if the slices do not fill the outputs."""
     output_of, offsets, m, column = [], [], 0, 0
     for _, width in shapes:
         output_of.append(m)
@@ -158,18 +163,19 @@ A_BLOCK = 64  # ranks whose gradient of A one thread holds
 
 
 def row_tile(rows: int) -> int:
+    """Return the rows of a tile, in fours."""
     return FEW_ROWS4 if rows <= 4 * FEW_ROWS4 else MANY_ROWS4
 
 
 def down_chunk(row_tiles: int, depth: int) -> int:
-    """Columns of x that one group takes: fewer where row tiles are few, so that all cores read."""
+    """Return the columns of x of one group: fewer where row tiles are few, so that all cores read."""
     column_tiles = tiles(depth, DEPTH)
     parts = min(column_tiles, tiles(WANTED_GROUPS, row_tiles))
     return tiles(column_tiles, parts) * DEPTH
 
 
-def four(values: Sequence, empty) -> list:
-    """Values for the four places that a launch has for slices."""
+def four(values: Sequence, empty: object) -> list:
+    """Return values for the four places that a launch has for slices."""
     return [*values, *[empty] * (MAX_SLICES - len(values))]
 
 
@@ -188,7 +194,7 @@ def _down_kernel() -> Kernel:
 
 @functools.cache
 def _up_kernel(layout: Layout) -> Kernel:
-    """One line for each slice: groups along y are tiles of columns, slice after slice."""
+    """Return a kernel with a line for each slice: groups along y are tiles of columns."""
     lines = ["{shared} float4 tile[TILE];", "const int row0 = {group}.x * 4 * ROWS4;"]
     lines += ["int first_tile = 0;"]
     for i, (rank, m) in enumerate(zip(layout.ranks, layout.output_of, strict=True)):
@@ -219,7 +225,7 @@ _STRIDE, _OFFSET = 3 + 8, 3 + 16  # where sizes has them, for up to 8 slices
 
 @functools.cache
 def _backward_out_kernel(layout: Layout) -> Kernel:
-    """One line for each adapted slice: groups along z."""
+    """Return a kernel with a line for each adapted slice: groups along z."""
     lines = ["{shared} float4 tile[DEPTH * ROWS4];", "{shared} float4 hidden[TILE];"]
     for z, i in enumerate(layout.adapted):
         m = layout.output_of[i]
@@ -269,7 +275,7 @@ def _x_gradient_kernel() -> Kernel:
 
 
 def _shape_name(layout: Layout) -> str:
-    """What makes the text of a body: rank and output of each slice."""
+    """Return what the text of a body depends on: rank and output of each slice."""
     pairs = zip(layout.ranks, layout.output_of, strict=True)
     return "_".join(f"{rank}at{m}" for rank, m in pairs)
 
@@ -282,29 +288,29 @@ def by_kernel(
     lora_b: Sequence[mx.array],
     scales: Sequence[float],
 ) -> list[mx.array]:
-    """`grouped_lora` by the kernels of a backend, whatever the cost model thinks of it."""
+    """Return `grouped_lora` by the kernels of a backend, whatever the cost model says."""
     layout = _layout_of(outputs, lora_b, scales)
     flat_x = x.reshape(-1, x.shape[-1])
     flat = [y.reshape(-1, y.shape[-1]) for y in outputs]
     a = [lora_a[i].astype(mx.float32) for i in layout.adapted]
     b = [lora_b[i].astype(mx.float32) for i in layout.adapted]
-    found = _differentiable(backend, layout)(flat_x, *flat, *a, *b)
-    return [s.reshape(y.shape) for s, y in zip(found, outputs, strict=False)]  # h comes last
+    summed = _differentiable(backend, layout)(flat_x, *flat, *a, *b)
+    return [s.reshape(y.shape) for s, y in zip(summed, outputs, strict=False)]  # h comes last
 
 
 @functools.cache
-def _differentiable(backend: str, layout: Layout):
-    """(x, *outputs, *A, *B) to (*sums, h); h, [parts, N, RANKS], is kept for the backward."""
+def _differentiable(backend: str, layout: Layout) -> Callable[..., tuple[mx.array, ...]]:
+    """Return (x, *outputs, *A, *B) to (*sums, h); h, [parts, N, RANKS], is for the backward."""
     m, s = len(layout.strides), len(layout.adapted)
 
     @mx.custom_function
-    def op(x, *rest):
+    def op(x: mx.array, *rest: mx.array) -> tuple[mx.array, ...]:
         outputs, a, b = rest[:m], rest[m : m + s], rest[m + s :]
         h = _down(backend, layout, x, a)
         return (*_up(backend, layout, outputs, b, h), h)
 
     @op.vjp
-    def op_vjp(primals, cotangents, results):
+    def op_vjp(primals: Arrays, cotangents: Arrays, results: Arrays) -> tuple[mx.array, ...]:
         x, a, b = primals[0], primals[1 + m : 1 + m + s], primals[1 + m + s :]
         dy = cotangents[:m]
         dh, db = _backward_out(backend, layout, dy, b, results[m])
@@ -322,7 +328,7 @@ def _rank_template(layout: Layout) -> dict[str, int]:
     return {f"R{j}": r for j, r in enumerate(four(_ranks(layout), 0))}
 
 
-def _down(backend, layout, x, a) -> mx.array:
+def _down(backend: str, layout: Layout, x: mx.array, a: Arrays) -> mx.array:
     rows, depth = x.shape
     rows4, chunk = row_tile(rows), down_chunk(tiles(rows, 4 * row_tile(rows)), depth)
     parts = tiles(depth, chunk)
@@ -337,7 +343,7 @@ def _down(backend, layout, x, a) -> mx.array:
 
 
 def _sizes(layout: Layout, rows: int, h: mx.array) -> mx.array:
-    def eight(values):
+    def eight(values: Sequence[int]) -> tuple[int, ...]:
         return (*values, *[0] * (8 - len(values)))
 
     strides = [layout.strides[m] for m in layout.output_of]
@@ -353,7 +359,7 @@ def _sizes(layout: Layout, rows: int, h: mx.array) -> mx.array:
     )
 
 
-def _up(backend, layout, outputs, b, h) -> list[mx.array]:
+def _up(backend: str, layout: Layout, outputs: Arrays, b: Arrays, h: mx.array) -> list[mx.array]:
     rows, rows4 = outputs[0].shape[0], row_tile(outputs[0].shape[0])
     column_tiles = sum(tiles(width, THREADS) for width in layout.widths)
     return _up_kernel(_text(layout)).launch(
@@ -365,8 +371,10 @@ def _up(backend, layout, outputs, b, h) -> list[mx.array]:
     )
 
 
-def _backward_out(backend, layout, dy, b, h) -> tuple[mx.array, list[mx.array]]:
-    """Gradients of h (times the scale) and of every B."""
+def _backward_out(
+    backend: str, layout: Layout, dy: Arrays, b: Arrays, h: mx.array
+) -> tuple[mx.array, list[mx.array]]:
+    """Return the gradients of h (times the scale) and of every B."""
     rows, adapted = dy[0].shape[0], layout.adapted
     column_tiles = max(tiles(layout.widths[i], DEPTH) for i in adapted)
     chunks = tiles(rows, BACKWARD_CHUNK)
@@ -386,8 +394,10 @@ def _backward_out(backend, layout, dy, b, h) -> tuple[mx.array, list[mx.array]]:
     return _total(dh), [_total(part) for part in db]
 
 
-def _backward_in(backend, layout, x, a, dh) -> tuple[mx.array, list[mx.array]]:
-    """Gradients of x and of every A."""
+def _backward_in(
+    backend: str, layout: Layout, x: mx.array, a: Arrays, dh: mx.array
+) -> tuple[mx.array, list[mx.array]]:
+    """Return the gradients of x and of every A."""
     rows, depth = x.shape
     ranks = dh.shape[-1]
     block = min(ranks, A_BLOCK)
@@ -412,12 +422,12 @@ def _backward_in(backend, layout, x, a, dh) -> tuple[mx.array, list[mx.array]]:
 
 
 def _total(parts: mx.array) -> mx.array:
-    """The sum over the first axis."""
+    """Return the sum over the first axis."""
     return parts.reshape(parts.shape[1:]) if parts.shape[0] == 1 else parts.sum(axis=0)
 
 
 def _text(layout: Layout) -> Layout:
-    """The layout as far as the text of a body depends on it, so that one kernel serves many."""
+    """Return the layout as far as the text of a body depends on it: one kernel serves many."""
     none = (0,) * len(layout.ranks)
     return Layout(layout.ranks, none, layout.output_of, none, (), (0,) * len(layout.strides))
 
@@ -461,7 +471,7 @@ def _backend_of(x: mx.array, outputs: Sequence[mx.array], layout: Layout) -> str
 def checks(
     backend: str, dtype: mx.Dtype, ranks: tuple[int, ...], output_of: tuple[int, ...], rows4: int
 ) -> list[Check]:
-    """Inputs with tails in rows and columns, exact and random, for one kernel instance.
+    """Return inputs with tails in rows and columns, exact and random, for one kernel instance.
 
     Where rows are many, the exact ones take two chunks of rows in the backward.
     """
@@ -474,8 +484,17 @@ def checks(
     ]
 
 
-def check_of(backend, dtype, rows, depth, ranks, widths, output_of, exact) -> Check:
-    """Seeded inputs of these sizes; a scale for each slice, powers of two."""
+def check_of(
+    backend: str,
+    dtype: mx.Dtype,
+    rows: int,
+    depth: int,
+    ranks: Sequence[int],
+    widths: Sequence[int],
+    output_of: Sequence[int],
+    exact: bool,
+) -> Check:
+    """Return seeded inputs of these sizes; a scale for each slice, powers of two."""
     scales = [(2.0, 0.5, 1.0, 4.0)[i % 4] for i in range(len(ranks))]
     strides = [0] * (max(output_of) + 1)
     for m, width in zip(output_of, widths, strict=True):
@@ -483,14 +502,14 @@ def check_of(backend, dtype, rows, depth, ranks, widths, output_of, exact) -> Ch
     layout = _layout(tuple(strides), tuple(zip(ranks, widths, strict=True)), tuple(scales))
     m, s = len(strides), len(layout.adapted)
 
-    def kernel(x, *rest):
+    def kernel(x: mx.array, *rest: mx.array) -> list[mx.array]:
         return by_kernel(backend, x, rest[:m], *factors(rest[m:]), scales)
 
-    def plain(x, *rest):
+    def plain(x: mx.array, *rest: mx.array) -> list[mx.array]:
         return reference(x, rest[:m], *factors(rest[m:]), scales)
 
-    def factors(present):
-        """A and B of every slice; those of rank 0 are empty."""
+    def factors(present: Arrays) -> tuple[Arrays, Arrays]:
+        """Return A and B of every slice; those of rank 0 are empty."""
         a, b = iter(present[:s]), iter(present[s:])
         return (
             [next(a) if r else mx.zeros((depth, 0)) for r in ranks],
@@ -508,15 +527,15 @@ def check_of(backend, dtype, rows, depth, ranks, widths, output_of, exact) -> Ch
 
 
 def instances() -> list[Instance]:
-    """q, k, v of Qwen3-4B (2560 to 4096, 1024, 1024) and its o (4096 to 2560), 1 and 512 rows."""
-    found = []
+    """Return instances of q, k, v of Qwen3-4B and of its o, with 1 and 512 rows."""
+    instances = []
     for dtype in (mx.float32, mx.bfloat16, mx.float16):
         for rank in (8, 16, 64):
             for depth, widths in ((2560, (4096, 1024, 1024)), (4096, (2560,))):
                 for rows in (1, 512):
                     ranks, output_of = (rank,) * len(widths), tuple(range(len(widths)))
                     shape = (dtype, rows, depth, ranks, widths, output_of, False)
-                    found.append(
+                    instances.append(
                         Instance(
                             OP,
                             f"{str(dtype).removeprefix('mlx.core.')} rank {rank} "
@@ -531,7 +550,7 @@ def instances() -> list[Instance]:
                             functools.partial(_workload, shape=shape),
                         )
                     )
-    return found
+    return instances
 
 
 def _workload(backend: str, shape: tuple) -> Check:
@@ -541,14 +560,14 @@ def _workload(backend: str, shape: tuple) -> Check:
 def plans(
     itemsize: int, rows: int, depth: int, ranks: Sequence[int], widths: Sequence[int]
 ) -> tuple[list[Launch], list[Launch]]:
-    """Launches of plain MLX and of the kernels, forward and backward."""
+    """Return launches of plain MLX and of the kernels, forward and backward."""
     forward_plain, forward = forward_plans(itemsize, rows, depth, ranks, widths)
     backward_plain, backward = backward_plans(itemsize, rows, depth, ranks, widths)
     return forward_plain + backward_plain, forward + backward
 
 
 def cost_cases() -> list[tuple[str, tuple[list[Launch], list[Launch]]]]:
-    """For the table in kernels/grouped_lora/README.md: bfloat16, q, k, v of Qwen3-4B."""
+    """Return cases of kernels/grouped_lora/README.md: bfloat16, q, k, v of Qwen3-4B."""
     forward, both = [], []
     for rank in (8, 16, 64):
         for rows in (1, 8, 64, 512, 4096):
@@ -558,8 +577,10 @@ def cost_cases() -> list[tuple[str, tuple[list[Launch], list[Launch]]]]:
     return forward + both
 
 
-def forward_plans(itemsize, rows, depth, ranks, widths) -> tuple[list[Launch], list[Launch]]:
-    """Launches of one forward."""
+def forward_plans(
+    itemsize: int, rows: int, depth: int, ranks: Sequence[int], widths: Sequence[int]
+) -> tuple[list[Launch], list[Launch]]:
+    """Return launches of one forward pass."""
     e, n, d, total = itemsize, rows, depth, sum(ranks)
     adapted = [(r, o) for r, o in zip(ranks, widths, strict=True) if r]
     plain = []
@@ -592,8 +613,10 @@ def forward_plans(itemsize, rows, depth, ranks, widths) -> tuple[list[Launch], l
     return plain, [down, up]
 
 
-def backward_plans(itemsize, rows, depth, ranks, widths) -> tuple[list[Launch], list[Launch]]:
-    """Launches of one backward, as automatic differentiation of the reference makes them."""
+def backward_plans(
+    itemsize: int, rows: int, depth: int, ranks: Sequence[int], widths: Sequence[int]
+) -> tuple[list[Launch], list[Launch]]:
+    """Return launches of one backward pass, those of plain MLX as its differentiation has them."""
     e, n, d, total = itemsize, rows, depth, sum(ranks)
     adapted = [(r, o) for r, o in zip(ranks, widths, strict=True) if r]
     area = sum(r * o for r, o in adapted)

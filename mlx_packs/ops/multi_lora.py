@@ -8,7 +8,7 @@ S-LoRA: https://arxiv.org/abs/2311.03285   Punica: https://arxiv.org/abs/2310.18
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from ..runtime import mx
@@ -28,6 +28,7 @@ from .grouped_lora import (
 )
 
 OP = "multi_lora"
+Arrays = Sequence[mx.array]
 
 
 def multi_lora(
@@ -38,25 +39,29 @@ def multi_lora(
     scales: Sequence[mx.array],
     pack: mx.array,
 ) -> list[mx.array]:
-    """Base outputs of a projection group with the deltas of each sequence's pack added.
+    """Return the base outputs of a projection group with the deltas of each sequence's pack added.
 
     Semantics: y[i][b] = outputs[i][b] + scales[i][p] * (x[b] @ lora_a[i][p]) @ lora_b[i][p],
-    p = pack[b]; outputs[i][b] to the bit where there is no pack.
+    p = pack[b]; outputs[i][b], bit-identical, where there is no pack.
+
+    The kernels read ``scales`` and ``pack`` in place if they have 8 numbers or more; shorter ones
+    are copied at each call, so pad them once if many layers share them.
 
     Args:
         x: [B, T, D], any float dtype; products accumulate in float32.
         outputs: what the frozen projections made of the same input, [B, T, O_i] for each slice.
-        lora_a: [P, D, R_i] of each slice.   lora_b: [P, R_i, O_i] of each; masters in float32.
-            R_i is the largest rank among the packs, the others are padded with zeros. A slice
-            with R_i = 0 keeps its output.
+        lora_a: [P, D, R_i] of each slice; masters in float32. R_i is the largest rank among the
+            packs, the others are padded with zeros. A slice with R_i = 0 keeps its output.
+        lora_b: [P, R_i, O_i] of each slice; masters in float32.
         scales: [P] or longer, of each slice: alpha / rank of the pack, by its own rank.
-        pack: int32, [B] or longer; -1 is none. It lies on the device and is not looked at here:
+        pack: int32, [B] or longer; -1 is none. It is on the device and is not read here:
             the caller checks it. Any number that is no pack counts as none.
-    Returns: [B, T, O_i] each, in the dtype of its base output.
-    Raises: ValueError if the shapes do not fit each other.
 
-    The kernels read ``scales`` and ``pack`` in place if they have 8 numbers or more; shorter ones
-    are copied at each call, so pad them once if many layers share them.
+    Returns:
+        [B, T, O_i] each, in the dtype of its base output.
+
+    Raises:
+        ValueError: The shapes do not fit each other.
     """
     _check_shapes(x, outputs, lora_a, lora_b, scales, pack)
     adapted = [i for i, a in enumerate(lora_a) if a.size]
@@ -79,7 +84,7 @@ def reference(
     scales: Sequence[mx.array],
     pack: mx.array,
 ) -> list[mx.array]:
-    """The same in plain MLX, for slices with a rank: two gathered products for each."""
+    """Return the same by plain MLX, for slices with a rank: two gathered products for each."""
     pack = pack[: x.shape[0]]
     index = mx.clip(pack, 0, lora_a[0].shape[0] - 1)
     present = (pack == index)[:, None, None]
@@ -94,14 +99,21 @@ def reference(
 
 
 def _gathered_product(x: mx.array, factors: mx.array, index: mx.array) -> mx.array:
-    """x[b] @ factors[index[b]] without a copy of the factors for each sequence."""
+    """Return x[b] @ factors[index[b]] without a copy of the factors for each sequence."""
     if x.dtype == mx.float64:  # of checks alone; gather_mm has none
         return x @ factors[index]
     return mx.gather_mm(x, factors.astype(mx.float32), rhs_indices=index)
 
 
-def _check_shapes(x, outputs, lora_a, lora_b, scales, pack) -> None:
-    """Raises ValueError with all that does not fit."""
+def _check_shapes(
+    x: mx.array,
+    outputs: Arrays,
+    lora_a: Arrays,
+    lora_b: Arrays,
+    scales: Arrays,
+    pack: mx.array,
+) -> None:
+    """Raise ValueError with all that does not fit."""
     sequences, rows, depth = x.shape
     packs = lora_a[0].shape[0]
     faults = []
@@ -178,30 +190,39 @@ def _up_kernel(ranks: tuple[int, ...]) -> Kernel:
     )
 
 
-def by_kernel(backend, x, outputs, lora_a, lora_b, scales, pack) -> list[mx.array]:
+def by_kernel(
+    backend: str,
+    x: mx.array,
+    outputs: Arrays,
+    lora_a: Arrays,
+    lora_b: Arrays,
+    scales: Arrays,
+    pack: mx.array,
+) -> list[mx.array]:
+    """Return `multi_lora` by the kernels of a backend, whatever the cost model says."""
     masters = [[v.astype(mx.float32) for v in part] for part in (lora_a, lora_b, scales)]
     op = _differentiable(backend, len(outputs))
     return list(op(x, pack.astype(mx.int32), *outputs, *masters[0], *masters[1], *masters[2]))
 
 
 @functools.cache
-def _differentiable(backend: str, slices: int):
-    """(x, pack, *outputs, *A, *B, *scales) to sums. Nobody trains so: the gradient is plain MLX."""
+def _differentiable(backend: str, slices: int) -> Callable[..., tuple[mx.array, ...]]:
+    """Return (x, pack, *outputs, *A, *B, *scales) to sums; the gradient is that of plain MLX."""
 
-    def by_kind(values):
+    def by_kind(values: Arrays) -> list[Arrays]:
         return [values[k * slices : (k + 1) * slices] for k in range(4)]
 
     @mx.custom_function
-    def op(x, pack, *rest):
+    def op(x: mx.array, pack: mx.array, *rest: mx.array) -> tuple[mx.array, ...]:
         outputs, a, b, scales = by_kind(rest)
         h = _down(backend, x, a, pack)
         return tuple(_up(backend, outputs, b, scales, pack, h))
 
     @op.vjp
-    def op_vjp(primals, cotangents, results):
+    def op_vjp(primals: Arrays, cotangents: Arrays, _: Arrays) -> tuple[mx.array, ...]:
         x, pack, *rest = primals
 
-        def plain(x, *rest):
+        def plain(x: mx.array, *rest: mx.array) -> list[mx.array]:
             return reference(x, *by_kind(rest), pack)
 
         _, (dx, *others) = mx.vjp(plain, [x, *rest], list(cotangents))
@@ -210,8 +231,8 @@ def _differentiable(backend: str, slices: int):
     return op
 
 
-def _down(backend, x, a, pack) -> mx.array:
-    """h, [B, parts, T, sum(R)]: each part is the product over a chunk of D."""
+def _down(backend: str, x: mx.array, a: Arrays, pack: mx.array) -> mx.array:
+    """Return h, [B, parts, T, sum(R)]: each part is the product over a chunk of D."""
     sequences, rows, depth = x.shape
     ranks = [v.shape[-1] for v in a]
     chunk = down_chunk(sequences * _row_tiles(rows), depth)
@@ -230,7 +251,9 @@ def _down(backend, x, a, pack) -> mx.array:
     return h
 
 
-def _up(backend, outputs, b, scales, pack, h) -> list[mx.array]:
+def _up(
+    backend: str, outputs: Arrays, b: Arrays, scales: Arrays, pack: mx.array, h: mx.array
+) -> list[mx.array]:
     sequences, parts, rows, _ = h.shape
     ranks = tuple(v.shape[1] for v in b)
     widths = [y.shape[-1] for y in outputs]
@@ -260,7 +283,7 @@ class Sizes(NamedTuple):
     packs: int
 
 
-def _backend_of(x, outputs, lora_a) -> str:
+def _backend_of(x: mx.array, outputs: Arrays, lora_a: Arrays) -> str:
     if any(y.dtype != x.dtype for y in outputs):
         return "reference"
     sequences, rows, depth = x.shape
@@ -282,29 +305,41 @@ def _backend_of(x, outputs, lora_a) -> str:
 
 
 def checks(backend: str, dtype: mx.Dtype, ranks: tuple[int, ...], rows4: int) -> list[Check]:
-    """Small inputs with tails in rows and columns, exact and random, for one kernel instance."""
+    """Return small inputs with tails in rows and columns, exact and random, for one instance."""
     rows = 1 if rows4 == FEW_ROWS4 else 4 * rows4 + 3
     widths = [max(rank, (THREADS + 40, 36, 20, 52)[i % 4]) for i, rank in enumerate(ranks)]
-    sizes = ((2, -1, 0), rows, DEPTH + 44, 3, ranks, tuple(widths))
-    return [check_of(backend, dtype, *sizes, exact) for exact in (True, False)]
+    workload = Workload((2, -1, 0), rows, DEPTH + 44, 3, ranks, tuple(widths))
+    return [check_of(backend, dtype, workload, exact) for exact in (True, False)]
 
 
-def check_of(backend, dtype, pack, rows, depth, packs, ranks, widths, exact) -> Check:
-    """Seeded inputs for sequences that use these packs; every scale is a power of two.
+class Workload(NamedTuple):
+    """Sequences that use these packs, and the sizes of all arrays."""
+
+    pack: tuple[int, ...]
+    rows: int
+    depth: int
+    packs: int
+    ranks: tuple[int, ...]
+    widths: tuple[int, ...]
+
+
+def check_of(backend: str, dtype: mx.Dtype, workload: Workload, exact: bool) -> Check:
+    """Return seeded inputs of a workload; every scale is a power of two.
 
     ``pack`` and ``scales`` are long enough for kernels to read them in place.
     """
+    pack, rows, depth, packs, ranks, widths = workload
     s, sequences = len(ranks), len(pack)
 
-    def by_kind(values):
+    def by_kind(values: Arrays) -> list[Arrays]:
         return [values[k * s : (k + 1) * s] for k in range(4)]
 
     index = mx.array([*pack, *[-1] * (8 - sequences)], dtype=mx.int32)
 
-    def kernel(x, *rest):
+    def kernel(x: mx.array, *rest: mx.array) -> list[mx.array]:
         return by_kernel(backend, x, *by_kind(rest), index)
 
-    def plain(x, *rest):
+    def plain(x: mx.array, *rest: mx.array) -> list[mx.array]:
         return reference(x, *by_kind(rest), index)
 
     shapes = [(sequences, rows, depth), *((sequences, rows, width) for width in widths)]
@@ -319,34 +354,30 @@ def check_of(backend, dtype, pack, rows, depth, packs, ranks, widths, exact) -> 
 
 
 def instances() -> list[Instance]:
-    """q, k, v of Qwen3-4B (2560 to 4096, 1024, 1024) at rank 16 with 4 packs: decode, prefill."""
+    """Return instances of q, k, v of Qwen3-4B at rank 16 with 4 packs: decode and prefill."""
     ranks, widths, packs = (16, 16, 16), (4096, 1024, 1024), 4
-    found = []
+    instances = []
     for dtype in (mx.float32, mx.bfloat16, mx.float16):
         for sequences, rows in ((1, 1), (8, 1), (64, 1), (4, 128)):
             pack = tuple(b % packs for b in range(sequences))
-            shape = (dtype, pack, rows, 2560, packs, ranks, widths, False)
-            found.append(
+            workload = Workload(pack, rows, 2560, packs, ranks, widths)
+            instances.append(
                 Instance(
                     OP,
                     f"{str(dtype).removeprefix('mlx.core.')} rank 16 "
                     f"2560 to {'/'.join(map(str, widths))} sequences {sequences} rows {rows}",
                     functools.partial(checks, dtype=dtype, ranks=ranks, rows4=row_tile(rows)),
-                    functools.partial(_workload, shape=shape),
+                    functools.partial(check_of, dtype=dtype, workload=workload, exact=False),
                 )
             )
-    return found
-
-
-def _workload(backend: str, shape: tuple) -> Check:
-    return check_of(backend, *shape)
+    return instances
 
 
 PLAIN_TILE = 64  # rows that share one read of a factor in MLX's gathered product; assumed
 
 
 def cost_cases() -> list[tuple[str, tuple[list[Launch], list[Launch]]]]:
-    """For the table in kernels/multi_lora/README.md: bfloat16, q, k, v of Qwen3-4B, 4 packs."""
+    """Return cases of kernels/multi_lora/README.md: bfloat16, q, k, v of Qwen3-4B, 4 packs."""
     shapes = ((1, 1), (8, 1), (64, 1), (4, 128), (4, 1024))
     return [
         (
@@ -367,7 +398,7 @@ def plans(
     ranks: Sequence[int],
     widths: Sequence[int],
 ) -> tuple[list[Launch], list[Launch]]:
-    """Launches of plain MLX and of the kernels, forward; every sequence has a pack.
+    """Return launches of plain MLX and of the kernels, forward; every sequence has a pack.
 
     ``scales`` and ``pack`` are taken to need no copy.
     """

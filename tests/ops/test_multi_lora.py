@@ -8,7 +8,14 @@ import pytest
 from mlx_packs.ops import _backend
 from mlx_packs.ops._check import examine, sparse_signs
 from mlx_packs.ops.grouped_lora import grouped_lora
-from mlx_packs.ops.multi_lora import check_of, instances, multi_lora, plans, reference
+from mlx_packs.ops.multi_lora import (
+    Workload,
+    check_of,
+    instances,
+    multi_lora,
+    plans,
+    reference,
+)
 from mlx_packs.runtime import mx
 from tests.helpers.emulation import emulation
 
@@ -166,7 +173,10 @@ def test_kernel_is_no_worse_than_the_reference_and_exact_sums_agree_to_the_bit(
     emulated, dtype, name
 ):
     for exact in (False, True):
-        assert examine(check_of(emulated.backend, dtype, *WORKLOADS[name], exact)).fault is None
+        assert (
+            examine(check_of(emulated.backend, dtype, Workload(*WORKLOADS[name]), exact)).fault
+            is None
+        )
 
 
 def test_arrays_of_fewer_than_8_numbers_reach_the_kernel(emulated):
