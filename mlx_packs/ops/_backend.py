@@ -1,9 +1,9 @@
-"""Which code computes an op: plain MLX (the reference), or the text of a Metal or CUDA kernel.
+"""Choose what computes an op: plain MLX (the reference), or a Metal or CUDA kernel.
 
 An op asks `choose` before it launches a kernel. The default follows the device; a name forces one.
 A kernel instance (what the device compiles as one program) is compared with its reference when it
-is first asked for; if it does not compile or is wrong, its op stays with the reference in this
-process, and that is said once.
+is first used; if it does not compile or is wrong, its op stays with the reference in this process,
+and a warning is logged once.
 """
 
 import functools
@@ -34,6 +34,9 @@ _WORDS = {
 _PACKAGE = Path(__file__).parents[1]
 _log = logging.getLogger("mlx_packs")
 
+CheckInstance = Callable[[str], str | None]
+Plans = Callable[[], tuple[Sequence[Launch], Sequence[Launch]]]
+
 _forced: str | None = None
 _checked: set[tuple] = set()  # backend, op, instance: agreed with their reference
 _fallbacks: dict[str, str] = {}  # by op: why its kernels are off in this process
@@ -43,16 +46,17 @@ _reasons: dict[tuple, str] = {}  # the same to why plain MLX
 
 
 def detect() -> str:
-    """The backend of MLX's default device."""
+    """Return the backend of MLX's default device."""
     if on_cpu():
         return "reference"
     return "metal" if mx.metal.is_available() else "cuda"
 
 
 def forced() -> str | None:
-    """The backend asked for by name, here or in the environment.
+    """Return the backend specified by name, here or in the environment.
 
-    Raises: PackError if there is no such backend, or not on this machine.
+    Raises:
+        PackError: There is no such backend, or not on this machine.
     """
     name, source = _forced, "--backend"
     if name is None:
@@ -64,7 +68,7 @@ def forced() -> str | None:
         raise PackError(f"{source} {name}: must be one of {choices}.", "unknown", "backend")
     if name not in ("reference", here := detect()):
         raise PackError(
-            f"{source} {name}: is not available, MLX computes by '{here}' here.",
+            f"{source} {name}: is not available. MLX computes by '{here}' here.",
             "unsupported",
             "backend",
         )
@@ -73,10 +77,12 @@ def forced() -> str | None:
 
 @contextmanager
 def backend(name: str | None) -> Iterator[None]:
-    """Compute every op of this process by ``reference``, ``metal`` or ``cuda`` for a while.
+    """Compute every op of this process by ``reference``, ``metal`` or ``cuda`` in a context.
 
     None follows the environment and the device again.
-    Raises: PackError if there is no such backend, or not on this machine.
+
+    Raises:
+        PackError: There is no such backend, or not on this machine.
     """
     global _forced
     before, _forced = _forced, name
@@ -88,36 +94,37 @@ def backend(name: str | None) -> Iterator[None]:
 
 
 def start_record() -> None:
-    """Forget which calls were computed by what; a run that reports them begins here."""
+    """Clear the record of calls; a run that reports them begins here."""
     _calls.clear()
 
 
 def record() -> dict:
-    """What computed the calls since `start_record`, for reports.
+    """Return what computed the calls since `start_record`, for reports.
 
-    Returns: ``backend``; ``kernels``, what ran as kernels; ``plain_mlx``, what plain MLX was taken
-    for, with one reason; ``fallbacks``, ops whose kernel failed in this process, and why.
+    Returns:
+        ``backend``; ``kernels``, what ran as kernels; ``plain_mlx``, what plain MLX was chosen for,
+        with one reason; ``fallbacks``, ops whose kernel failed in this process, and why.
     """
     name = forced() or detect()
     by_kernel: dict[str, list[int]] = {}
     plain: dict[str, tuple[list[int], str]] = {}
-    for call, taken in _calls.items():
+    for call, choice in _calls.items():
         op, instance, rows, sizes = call
-        said = f"{op} {_words(instance)} · {_words(sizes)}"
-        if taken != "reference":
-            by_kernel.setdefault(said, []).append(rows)
+        kind = f"{op} {_words(instance)} · {_words(sizes)}"
+        if choice != "reference":
+            by_kernel.setdefault(kind, []).append(rows)
         elif call in _reasons:
-            plain.setdefault(said, ([], _reasons[call]))[0].append(rows)
+            plain.setdefault(kind, ([], _reasons[call]))[0].append(rows)
     return {
         "backend": name,
-        "kernels": {said: _span(rows) for said, rows in by_kernel.items()},
-        "plain_mlx": {said: f"{_span(rows)}: {why}" for said, (rows, why) in plain.items()},
+        "kernels": {kind: _span(rows) for kind, rows in by_kernel.items()},
+        "plain_mlx": {kind: f"{_span(rows)}: {why}" for kind, (rows, why) in plain.items()},
         "fallbacks": dict(_fallbacks),
     }
 
 
 def summary() -> str:
-    """One line on what `record` has."""
+    """Return what `record` has in one line."""
     known = record()
     if known["backend"] == "reference":
         return "plain MLX"
@@ -136,7 +143,7 @@ def _span(rows: list[int]) -> str:
 
 
 def _words(value: object) -> str:
-    """An instance or sizes for people."""
+    """Return an instance or sizes for people."""
     if isinstance(value, mx.Dtype):
         return str(value).removeprefix("mlx.core.")
     if hasattr(value, "_asdict"):
@@ -153,32 +160,34 @@ def choose(
     instance: tuple,
     rows: int,
     sizes: tuple,
-    check: Callable[[str], str | None],
-    plans: Callable[[], tuple[Sequence[Launch], Sequence[Launch]]],
+    check: CheckInstance,
+    plans: Plans,
 ) -> str:
-    """The backend that computes one call of an op.
+    """Return the backend that computes one call of an op.
 
     Args:
-        instance: what the device compiles as one program, a named tuple: dtype, ranks, tile.
-        rows, sizes: all else that the cost depends on; sizes is a named tuple.
-        check: compares the instance with its reference on the given backend; what is wrong, or
+        op: Its name.
+        instance: What the device compiles as one program, a named tuple: dtype, ranks, tile.
+        rows: The cost depends on them, and on ``sizes``.
+        sizes: A named tuple.
+        check: Compares the instance with its reference on the given backend; what is wrong, or
             None. It may raise whatever a compiler or a device raises.
-        plans: launches of plain MLX and of the kernel, for the cost model.
+        plans: Launches of plain MLX and of the kernel, for the cost model.
     """
     wanted = forced()
     name = wanted or detect()
     if name == "reference":
         return name
     call = (op, instance, rows, sizes)
-    taken = _decided.get((name, wanted, call))
-    if taken is None:
-        taken = _decide(name, wanted, call, check, plans)
-        _decided[(name, wanted, call)] = taken
-    _calls[call] = taken
-    return taken
+    choice = _decided.get((name, wanted, call))
+    if choice is None:
+        choice = _decide(name, wanted, call, check, plans)
+        _decided[(name, wanted, call)] = choice
+    _calls[call] = choice
+    return choice
 
 
-def _decide(name: str, wanted: str | None, call: tuple, check, plans) -> str:
+def _decide(name: str, wanted: str | None, call: tuple, check: CheckInstance, plans: Plans) -> str:
     op, instance, _, _ = call
     if op in _fallbacks:
         return "reference"
@@ -201,7 +210,7 @@ def _decide(name: str, wanted: str | None, call: tuple, check, plans) -> str:
 
 
 def decline(op: str, instance: tuple, rows: int, sizes: tuple, reason: str) -> str:
-    """Take the reference for a call that an op has no kernel for, and keep the reason."""
+    """Choose the reference for a call that an op has no kernel for, and record the reason."""
     if (forced() or detect()) != "reference":
         call = (op, instance, rows, sizes)
         _calls[call], _reasons[call] = "reference", reason
@@ -209,7 +218,7 @@ def decline(op: str, instance: tuple, rows: int, sizes: tuple, reason: str) -> s
 
 
 def fall_back(op: str, reason: str) -> None:
-    """Compute an op by its reference for the rest of this process, and say so once.
+    """Compute an op by its reference for the rest of this process, and log a warning once.
 
     Steps that were compiled before keep the kernels that passed their check.
     """
@@ -221,14 +230,14 @@ def fall_back(op: str, reason: str) -> None:
 
 
 def forget() -> None:
-    """Forget all verdicts, as in a new process."""
+    """Clear all verdicts, as in a new process."""
     for known in (_checked, _fallbacks, _decided, _calls, _reasons):
         known.clear()
 
 
 @functools.cache
 def source(op: str, suffix: str) -> str:
-    """Text of ``kernels/<op>/<op>.<suffix>``, from the wheel or from a checkout."""
+    """Return the text of ``kernels/<op>/<op>.<suffix>``, from the wheel or from a checkout."""
     for root in (_PACKAGE / "_kernels", _PACKAGE.parent / "kernels"):
         if (path := root / op / f"{op}.{suffix}").is_file():
             return path.read_text(encoding="utf-8")
@@ -239,10 +248,11 @@ def source(op: str, suffix: str) -> str:
 class Kernel:
     """A kernel of ``kernels/<op>/``: its name, buffers, and the body that calls its functions.
 
-    includes: other ops whose text stands before that of this op.
-
     The body is the same for both languages; ``{shared}``, ``{group}`` and ``{thread}`` stand for
-    what differs. Every launch consists of whole groups of ``threads`` threads.
+    what differs. Every launch consists of complete groups of ``threads`` threads.
+
+    Attributes:
+        includes: Other ops whose text precedes that of this op.
     """
 
     op: str
@@ -261,7 +271,7 @@ class Kernel:
         groups: tuple[int, int, int],
         outputs: Sequence[tuple[Sequence[int], mx.Dtype]],
     ) -> list[mx.array]:
-        """Outputs of the given shapes and dtypes; ``groups`` counts groups of threads.
+        """Return outputs of these shapes and dtypes; ``groups`` counts groups of threads.
 
         Inputs of fewer than 8 numbers are padded: MLX puts shorter ones into Metal's ``constant``
         address space, and the functions take ``device`` pointers.
@@ -277,8 +287,8 @@ class Kernel:
 
 
 @functools.cache
-def _built(backend: str, kernel: Kernel):
-    """The launchable object. Built when first used: without CUDA, building one raises."""
+def _built(backend: str, kernel: Kernel) -> Callable[..., list[mx.array]]:
+    """Return the launchable object, built when first used: without CUDA, building one raises."""
     body = kernel.body
     for word, text in _WORDS[backend].items():
         body = body.replace("{" + word + "}", text)
@@ -293,17 +303,17 @@ def _built(backend: str, kernel: Kernel):
 
 
 def tiles(count: int, size: int) -> int:
-    """Tiles of a size that cover a count."""
+    """Return how many tiles of a size cover a count."""
     return -(-count // size)
 
 
 @functools.cache
 def int_table(values: tuple[int, ...]) -> mx.array:
-    """Small numbers for a kernel, the same array each time."""
+    """Return small numbers for a kernel, the same array each time."""
     return mx.array([*values, *[0] * (8 - len(values))], dtype=mx.int32)
 
 
 @functools.cache
 def float_table(values: tuple[float, ...]) -> mx.array:
-    """The same for floats."""
+    """Return the same for floats."""
     return mx.array([*values, *[0.0] * (8 - len(values))], dtype=mx.float32)

@@ -1,4 +1,4 @@
-"""Hold a kernel to its reference: outputs and every gradient, bit for bit where sums are exact.
+"""Compare a kernel with its reference: outputs and every gradient, exactly where sums are exact.
 
 The bound is the plain op's own error: a kernel may be no further from a float64 truth than plain
 MLX in the same dtype, but for a rounding of the result. Where all sums are exact, the kernel must
@@ -18,8 +18,9 @@ _FLOATS = (mx.float32, mx.float16, mx.bfloat16)
 class Check:
     """One set of inputs for a kernel and its reference; both give a list of arrays.
 
-    exact: all sums are small integers, so that any order gives the same bits.
-    alone: the kernel is the reference; nothing is excused but some roundings of its inputs' dtype.
+    Attributes:
+        exact: All sums are small integers, so that any order gives the same bits.
+        alone: The kernel is the reference; some roundings of its inputs' dtype are all its error.
     """
 
     name: str
@@ -34,7 +35,9 @@ class Check:
 class Instance:
     """A kernel instance that people are likely to meet, for the doctor and for tests.
 
-    checks: by backend, small inputs with tails.   workload: by backend, inputs of a real size.
+    Attributes:
+        checks: By backend, small inputs with tails.
+        workload: By backend, inputs of a real size.
     """
 
     op: str
@@ -52,14 +55,14 @@ class Finding:
 
 
 def examine(check: Check) -> Finding:
-    """Run a check: outputs, and gradients for every floating-point input."""
-    found = _outputs_and_gradients(check.kernel, check.inputs)
+    """Return the result of a check: of outputs, and of gradients for every floating-point input."""
+    computed = _outputs_and_gradients(check.kernel, check.inputs)
     plain = _outputs_and_gradients(check.reference, check.inputs)
     worst, fault = 0.0, None
     roundings = 8 * max(_rounding(v.dtype) for v in check.inputs if v.dtype in _FLOATS)
     with mx.stream(mx.cpu):  # GPUs have no float64
         truth = _outputs_and_gradients(check.reference, [_double(v) for v in check.inputs])
-        for name, value in found.items():
+        for name, value in computed.items():
             if check.exact:
                 error, allowed = _error(value, truth[name].astype(value.dtype)), 0.0
             else:
@@ -69,21 +72,21 @@ def examine(check: Check) -> Finding:
             if value.dtype != plain[name].dtype or value.shape != plain[name].shape:
                 fault = fault or f"{check.name}: {name} is {value.dtype} {value.shape}"
             if not error <= allowed:  # NaN too
-                told = f"{check.name}: {name} is off by {error:.1e}, allowed {allowed:.1e}"
-                fault = fault or told
+                off = f"{check.name}: {name} is off by {error:.1e}, allowed {allowed:.1e}"
+                fault = fault or off
             worst = error if not error <= worst else worst
     return Finding(worst, fault)
 
 
 def first_fault(checks: Sequence[Check]) -> str | None:
-    """What is wrong with a kernel, or None."""
+    """Return what is wrong with a kernel, or None."""
     return next((fault for c in checks if (fault := examine(c).fault) is not None), None)
 
 
 def _outputs_and_gradients(op: Op, inputs: Sequence[mx.array]) -> dict[str, mx.array]:
     floating = [i for i, v in enumerate(inputs) if v.dtype in (*_FLOATS, mx.float64)]
 
-    def of_floats(*floats):
+    def of_floats(*floats: mx.array) -> list[mx.array]:
         values = list(inputs)
         for i, v in zip(floating, floats, strict=True):
             values[i] = v
@@ -93,10 +96,10 @@ def _outputs_and_gradients(op: Op, inputs: Sequence[mx.array]) -> dict[str, mx.a
     outputs = of_floats(*primals)
     cotangents = [_signs(y, i) for i, y in enumerate(outputs)]
     _, gradients = mx.vjp(of_floats, primals, cotangents)
-    found = {f"output {i}": y for i, y in enumerate(outputs)}
-    found |= {f"gradient {i}": g for i, g in zip(floating, gradients, strict=True)}
-    mx.eval(found)
-    return found
+    arrays = {f"output {i}": y for i, y in enumerate(outputs)}
+    arrays |= {f"gradient {i}": g for i, g in zip(floating, gradients, strict=True)}
+    mx.eval(arrays)
+    return arrays
 
 
 def _double(value: mx.array) -> mx.array:
@@ -104,23 +107,23 @@ def _double(value: mx.array) -> mx.array:
 
 
 def _signs(like: mx.array, seed: int) -> mx.array:
-    """A cotangent of ones, zeros and minus ones: exact in every dtype."""
+    """Return a cotangent of ones, zeros and minus ones: exact in every dtype."""
     return sparse_signs(like.shape, seed).astype(like.dtype)
 
 
 def sparse_signs(shape: Sequence[int], seed: int) -> mx.array:
-    """Mostly zeros, else 1 or -1, in float32: products and sums of a few of them are exact."""
+    """Return mostly zeros, else 1 or -1, in float32: products and sums of a few are exact."""
     drawn = mx.random.randint(-3, 4, tuple(shape), key=mx.random.key(seed))
     return mx.where(mx.abs(drawn) == 3, mx.sign(drawn), 0).astype(mx.float32)
 
 
 def normal(shape: Sequence[int], seed: int) -> mx.array:
-    """Random numbers that depend on the seed alone, in float32."""
+    """Return random numbers that depend on the seed alone, in float32."""
     return mx.random.normal(tuple(shape), key=mx.random.key(seed))
 
 
 def _error(value: mx.array, truth: mx.array) -> float:
-    """Largest difference, relative to the largest number of the truth."""
+    """Return the largest difference, relative to the largest number of the truth."""
     if truth.size == 0:
         return 0.0
     truth = truth.astype(mx.float64)
@@ -129,5 +132,5 @@ def _error(value: mx.array, truth: mx.array) -> float:
 
 
 def _rounding(dtype: mx.Dtype) -> float:
-    """What rounding may add: one of the result; in float32, whose sums are no finer, a few."""
+    """Return what rounding may add: one of the result; in float32, whose sums are no finer, a few."""
     return float(mx.finfo(dtype).eps) * (8 if dtype == mx.float32 else 1)

@@ -1,4 +1,4 @@
-"""What a launch costs: bytes against bandwidth, operations against rates, and the launch itself.
+"""The cost of a launch: bytes against bandwidth, operations against rates, the launch itself.
 
     seconds = launch + max(bytes / bandwidth, cached bytes / cache rate, operations / rate)
 
@@ -54,7 +54,7 @@ class Launch:
 
 
 def seconds(plan: Sequence[Launch], chip: Chip) -> float:
-    """Expected seconds of a plan's launches, one after the other."""
+    """Return the expected seconds of a plan's launches, one after the other."""
     total = 0.0
     for launch in plan:
         memory = launch.bytes / (chip.bandwidth_gb_s * 1e9 * BANDWIDTH_REACHED)
@@ -70,13 +70,13 @@ def seconds(plan: Sequence[Launch], chip: Chip) -> float:
 
 @cache
 def chip_here() -> Chip:
-    """The table's chip for this machine: the same name, else one whose rates are in proportion."""
+    """Return the table's chip for this machine: the same name, else one of proportional rates."""
     name = str(mx.device_info().get("device_name", ""))
     return chip_named(name)
 
 
 def chip_named(name: str) -> Chip:
-    """The table's chip that is, or stands for, a device of this name."""
+    """Return the table's chip that is, or stands for, a device of this name."""
     by_name = {chip.name: chip for chip in CHIPS}
     if name in by_name:
         return by_name[name]

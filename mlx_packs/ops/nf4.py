@@ -48,12 +48,14 @@ LEVELS = (
 
 @dataclass(frozen=True, eq=False)
 class NF4Weight:
-    """A packed weight [O, D]. Blocks are consecutive elements of the flattened weight.
+    """A quantized weight [O, D]. Blocks are consecutive elements of the flattened weight.
 
-    weight: uint8 [O, D / 2]; of two neighbours the first is in the high half of the byte.
-    absmax: float32 [blocks], or with double quantization uint8, codes of `absmax_map`.
-    nested_absmax: float32 [blocks / 256, rounded up], of the codes.   offset: float32 [1]; an
-        absmax is absmax_map[code] * nested_absmax[block // 256] + offset.
+    Attributes:
+        weight: uint8 [O, D / 2]; of two neighbours the first is in the high half of the byte.
+        absmax: float32 [blocks], or with double quantization uint8, codes of `absmax_map`.
+        nested_absmax: float32 [blocks / 256, rounded up], of the codes.
+        offset: float32 [1]; an absmax is absmax_map[code] * nested_absmax[block // 256] + offset.
+        block_size: Weights of a block.
     """
 
     weight: mx.array
@@ -62,7 +64,7 @@ class NF4Weight:
     offset: mx.array | None = None
     block_size: int = 64
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if self.block_size not in BLOCK_SIZES:
             raise ValueError(
                 f"[NF4Weight] 'block_size' must be one of {BLOCK_SIZES} but got {self.block_size}."
@@ -85,7 +87,7 @@ class NF4Weight:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """[O, D] of the weight that is packed."""
+        """[O, D] of the weight that is quantized."""
         return self.weight.shape[0], 2 * self.weight.shape[1]
 
     @property
@@ -107,10 +109,10 @@ def _kind(value: mx.array | None) -> str:
 
 
 def quantize(w: mx.array, block_size: int = 64, double_quant: bool = True) -> NF4Weight:
-    """Pack a weight [O, D] of any float dtype; D must be even.
+    """Quantize a weight [O, D] of any float dtype; D must be even.
 
-    Bit for bit what bitsandbytes makes of it on an x86-64 CPU with one thread; with more threads
-    only its sum behind ``offset`` differs, from 32768 blocks on.
+    The result is bit-identical to that of bitsandbytes on an x86-64 CPU with one thread; with more
+    threads only its sum behind ``offset`` differs, from 32768 blocks on.
     """
     outputs, depth = w.shape
     if depth % 2:
@@ -125,7 +127,7 @@ def quantize(w: mx.array, block_size: int = 64, double_quant: bool = True) -> NF
 
 
 def quantize_absmax(packed: NF4Weight) -> NF4Weight:
-    """The second quantization: a weight with float32 absmax to one with codes of them."""
+    """Return a weight with float32 absmax as one with codes of them, the second quantization."""
     blocks = packed.absmax.size
     offset = _sum(packed.absmax)[None] / blocks
     left = mx.pad(packed.absmax - offset, (0, -blocks % NESTED_BLOCK_SIZE))
@@ -137,7 +139,7 @@ def quantize_absmax(packed: NF4Weight) -> NF4Weight:
 
 
 def dequantize(weight: NF4Weight, dtype: mx.Dtype = mx.bfloat16) -> mx.array:
-    """The weight as [O, D].
+    """Return the weight as [O, D].
 
     Semantics: w.flatten()[i] = LEVELS[code[i]] * absmax[i // block_size]
     The product is float32, rounded to ``dtype`` once.
@@ -146,7 +148,7 @@ def dequantize(weight: NF4Weight, dtype: mx.Dtype = mx.bfloat16) -> mx.array:
 
 
 def matmul(x: mx.array, weight: NF4Weight) -> mx.array:
-    """Product with a packed weight, which is frozen: the gradient reaches x only.
+    """Return the product with a quantized weight, which is frozen: the gradient reaches x only.
 
     Semantics: y = x @ dequantize(weight, x.dtype).T
     Nothing dense is kept for the backward. For few rows the 4-bit weight is read as it is, and
@@ -154,7 +156,10 @@ def matmul(x: mx.array, weight: NF4Weight) -> mx.array:
 
     Args:
         x: [..., D], any float dtype; products accumulate in float32.
-    Returns: [..., O] in the dtype of x.
+        weight: [O, D].
+
+    Returns:
+        [..., O] in the dtype of x.
     """
     outputs, depth = weight.shape
     if x.shape[-1] != depth:
@@ -165,11 +170,15 @@ def matmul(x: mx.array, weight: NF4Weight) -> mx.array:
 
 
 def rows(weight: NF4Weight, index: mx.array, dtype: mx.Dtype = mx.bfloat16) -> mx.array:
-    """Some rows of the weight, as a look-up in an embedding table wants them.
+    """Return some rows of the weight, for a look-up in an embedding.
 
     Args:
-        index: integers of any shape.
-    Returns: [*index.shape, D] in ``dtype``; only these rows are unpacked.
+        weight: [O, D].
+        index: Integers of any shape.
+        dtype: Of the result.
+
+    Returns:
+        [*index.shape, D]; only these rows are dequantized.
     """
     _, depth = weight.shape
     codes = _levels_of_byte()[weight.weight[index]].reshape(*index.shape, depth)
@@ -183,12 +192,12 @@ def rows(weight: NF4Weight, index: mx.array, dtype: mx.Dtype = mx.bfloat16) -> m
 
 
 def reference(x: mx.array, weight: NF4Weight) -> mx.array:
-    """The product in plain MLX."""
+    """Return the product by plain MLX."""
     return x @ reference_dequantize(weight, x.dtype).T
 
 
 def reference_dequantize(weight: NF4Weight, dtype: mx.Dtype) -> mx.array:
-    """The dense weight in plain MLX."""
+    """Return the dense weight by plain MLX."""
     absmax = weight.absmax
     if weight.double_quant:
         nested = _by_block(absmax_map()[absmax], weight.nested_absmax, NESTED_BLOCK_SIZE)
@@ -204,7 +213,7 @@ def _dense_rows(
     stop: int,
     after: mx.array,
 ) -> mx.array:
-    """Rows [start, stop) of the weight, which begin with a block; not before ``after``."""
+    """Return rows [start, stop) of the weight, which begin with a block; not before ``after``."""
     if (start, stop) == (0, weight.shape[0]):
         return unpack(weight, after.dtype)
     depth, size = weight.shape[1], weight.block_size
@@ -214,7 +223,7 @@ def _dense_rows(
 
 
 def _absmax(weight: NF4Weight, block: mx.array) -> mx.array:
-    """The absmax of these blocks, in float32."""
+    """Return the absmax of these blocks, in float32."""
     if not weight.double_quant:
         return weight.absmax[block]
     nested = weight.nested_absmax[block // NESTED_BLOCK_SIZE]
@@ -222,14 +231,14 @@ def _absmax(weight: NF4Weight, block: mx.array) -> mx.array:
 
 
 def _by_block(values: mx.array, factors: mx.array, block_size: int) -> mx.array:
-    """values[i] * factors[i // block_size]; the last block may be short."""
+    """Return values[i] * factors[i // block_size]; the last block may be short."""
     if values.size % block_size == 0:
         return (values.reshape(-1, block_size) * factors[:, None]).flatten()
     return values * mx.repeat(factors, block_size)[: values.size]
 
 
 def _normalized(values: mx.array, block_size: int) -> tuple[mx.array, mx.array]:
-    """values over the largest magnitude of their block, and those magnitudes.
+    """Return values over the largest magnitude of their block, and those magnitudes.
 
     As bitsandbytes has it: whole blocks times the reciprocal, a short last one divided.
     """
@@ -247,17 +256,17 @@ def _normalized(values: mx.array, block_size: int) -> tuple[mx.array, mx.array]:
 
 
 def _above(values: mx.array, edges: mx.array) -> mx.array:
-    """How many of the sorted edges lie below each value, by bisection; they are 2^n - 1."""
-    found = mx.zeros(values.shape, mx.uint8)
+    """Return how many of the 2^n - 1 sorted edges lie below each value, by bisection."""
+    below = mx.zeros(values.shape, mx.uint8)
     step = (edges.size + 1) // 2
     while step:
-        found = mx.where(values > edges[found + (step - 1)], found + step, found)
+        below = mx.where(values > edges[below + (step - 1)], below + step, below)
         step //= 2
-    return found
+    return below
 
 
 def _sum(values: mx.array) -> mx.array:
-    """Sum of a vector in the order of torch on a CPU, on every device to the same bit.
+    """Return the sum of a vector in the order of torch on a CPU, bit-identical on every device.
 
     Words of 8 lanes, of which 4 make a row. Rows are added up in steps of 2^p, the sums of steps
     likewise, four levels deep; then what each level has left over, the rest, the lanes.
@@ -277,7 +286,7 @@ def _sum(values: mx.array) -> mx.array:
 
 
 def _running(terms: mx.array) -> mx.array:
-    """Sum over the first axis, one after another."""
+    """Return the sum over the first axis, one after another."""
     if len(terms) == 0:
         return mx.zeros(terms.shape[1:])
     return functools.reduce(mx.add, list(terms))
@@ -300,7 +309,7 @@ def _levels_of_byte() -> mx.array:
 
 
 def absmax_map() -> mx.array:
-    """The 256 values of an absmax code: bitsandbytes' signed dynamic map, to the bit."""
+    """Return the 256 values of an absmax code: bitsandbytes' signed dynamic map."""
     return dynamic_map(signed=True)
 
 
@@ -342,7 +351,7 @@ def _row_tile(rows: int) -> int:
 
 
 def _word_dtype(depth: int) -> mx.Dtype:
-    """Codes are read 8 at a time where rows begin at a whole word, else 2."""
+    """Return the word that codes are read by: 8 codes where rows begin at a word, else 2."""
     return mx.uint32 if depth % 8 == 0 else mx.uint8
 
 
@@ -381,17 +390,17 @@ def _matvec_kernel() -> Kernel:
 def _product(
     weight: NF4Weight, matvec_by: str, unpack: Callable[[NF4Weight, mx.Dtype], mx.array]
 ) -> Callable[[mx.array], mx.array]:
-    """x [N, D] to [N, O]. The weight is bound, not passed: only x has a gradient."""
+    """Return x [N, D] to [N, O]. The weight is bound, not passed: only x has a gradient."""
     rows = functools.partial(_dense_rows, unpack, weight)
 
     @mx.custom_function
-    def product(x):
+    def product(x: mx.array) -> mx.array:
         if matvec_by != "reference":
             return _matvec(matvec_by, x, weight)
         return sliced_forward(x, weight.shape, rows)
 
     @product.vjp
-    def product_vjp(x, cotangent, _):
+    def product_vjp(_: mx.array, cotangent: mx.array, __: mx.array) -> mx.array:
         return sliced_backward(cotangent, weight.shape, rows)
 
     return product
@@ -428,7 +437,7 @@ def _matvec(backend: str, x: mx.array, weight: NF4Weight) -> mx.array:
 
 
 def _packed(weight: NF4Weight, dtype: mx.Dtype) -> tuple[list[mx.array], dict]:
-    """Inputs of both kernels but the sizes, and their template arguments."""
+    """Return the inputs of both kernels but the sizes, and their template arguments."""
     word = _word_dtype(weight.shape[1])
     nested, offset = absmax_map(), absmax_map()  # without double quantization they are not read
     if weight.double_quant:
@@ -493,29 +502,38 @@ def _matvec_backend(x: mx.array, weight: NF4Weight) -> str:
 
 
 def _rows_of_check(tile: int) -> int:
-    """Rows that take this tile; of the largest a second one, with a tail."""
+    """Return a number of rows of this tile; of the largest a second one, with a tail."""
     return tile + 3 if tile == ROW_TILES[-1] else tile
 
 
 def checks(
     backend: str, dtype: mx.Dtype, word: mx.Dtype, block_size: int, double_quant: bool, rows: int
 ) -> list[Check]:
-    """Small inputs with tails in all directions and blocks across rows, exact and random."""
+    """Return small inputs with tails in all directions and blocks across rows."""
     depth = 264 + (0 if word == mx.uint32 else 2)
     outputs = tiles((NESTED_BLOCK_SIZE + 1) * block_size, depth) | 1  # two nested blocks, a tail
     shape = (dtype, rows, depth, outputs, block_size, double_quant)
     return [check_of(backend, *shape, exact) for exact in (True, False)]
 
 
-def check_of(backend, dtype, rows, depth, outputs, block_size, double_quant, exact) -> Check:
-    """A seeded weight of these sizes and rows of x; exact ones have levels -1, 0 and 1 only."""
+def check_of(
+    backend: str,
+    dtype: mx.Dtype,
+    rows: int,
+    depth: int,
+    outputs: int,
+    block_size: int,
+    double_quant: bool,
+    exact: bool,
+) -> Check:
+    """Return a seeded weight of these sizes and rows of x; exact ones have levels -1, 0 and 1."""
     drawn = _drawn_weight(outputs, depth, block_size, double_quant, exact)
     matvec_by = backend if rows <= MATVEC_ROWS else "reference"
 
-    def by_kernel(x):
+    def by_kernel(x: mx.array) -> list[mx.array]:
         return [_product(drawn, matvec_by, functools.partial(_dequantized, backend))(x)]
 
-    def by_reference(x):
+    def by_reference(x: mx.array) -> list[mx.array]:
         return [reference(x, drawn)]
 
     x = (sparse_signs if exact else normal)((rows, depth), 0).astype(dtype)
@@ -523,7 +541,9 @@ def check_of(backend, dtype, rows, depth, outputs, block_size, double_quant, exa
     return Check(name, by_kernel, by_reference, [x], exact)
 
 
-def _drawn_weight(outputs, depth, block_size, double_quant, exact) -> NF4Weight:
+def _drawn_weight(
+    outputs: int, depth: int, block_size: int, double_quant: bool, exact: bool
+) -> NF4Weight:
     if not exact:
         return quantize(normal((outputs, depth), 1), block_size, double_quant)
     signs = sparse_signs((outputs, depth), 1)
@@ -539,7 +559,7 @@ def _drawn_weight(outputs, depth, block_size, double_quant, exact) -> NF4Weight:
 
 
 def instances() -> list[Instance]:
-    """The q projection of Qwen3-4B, 2560 to 4096: one row, and 512."""
+    """Return instances of the q projection of Qwen3-4B, 2560 to 4096: one row, and 512."""
     found = []
     for dtype in (mx.float32, mx.bfloat16, mx.float16):
         for double_quant in (False, True):
@@ -579,7 +599,7 @@ def plans(
     block_size: int = 64,
     double_quant: bool = True,
 ) -> tuple[list[Launch], list[Launch]]:
-    """Launches of one forward: of plain MLX, and of the kernels with MLX's product."""
+    """Return launches of one forward: of plain MLX, and of the kernels with MLX's product."""
     plain, unpack = dequantize_plans(itemsize, shape, block_size, double_quant)
     product = [_product_launch(itemsize, rows, shape)]
     if rows > MATVEC_ROWS:
@@ -588,7 +608,7 @@ def plans(
 
 
 def cost_cases() -> list[tuple[str, tuple[list[Launch], list[Launch]]]]:
-    """For the table in kernels/nf4/README.md: bfloat16, the q projection of Qwen3-4B."""
+    """Return cases of kernels/nf4/README.md: bfloat16, the q projection of Qwen3-4B."""
     shape = (4096, 2560)
     rows = (1, 4, 8, 16, 64, 512, 4096)
     unpacked = dequantize_plans(2, shape, 64, True)
@@ -598,7 +618,7 @@ def cost_cases() -> list[tuple[str, tuple[list[Launch], list[Launch]]]]:
 def dequantize_plans(
     itemsize: int, shape: tuple[int, int], block_size: int, double_quant: bool
 ) -> tuple[list[Launch], list[Launch]]:
-    """Launches that make the weight dense: of plain MLX, and the kernel."""
+    """Return launches that dequantize the weight: of plain MLX, and the kernel."""
     n = shape[0] * shape[1]
     blocks = tiles(n, block_size)
     plain = []
@@ -621,7 +641,7 @@ def dequantize_plans(
 def matvec_plans(
     itemsize: int, rows: int, shape: tuple[int, int], block_size: int, double_quant: bool
 ) -> tuple[list[Launch], list[Launch]]:
-    """Launches of a product with few rows: by a dense weight, and by the matvec kernel."""
+    """Return launches of a product with few rows: by a dense weight, and by the matvec kernel."""
     outputs, depth = shape
     n = outputs * depth
     dense = dequantize_plans(itemsize, shape, block_size, double_quant)[1]
