@@ -127,7 +127,7 @@ class Fit:
         self.trainable.model.train()
         limits = runtime.memory_limits(settings.clear_cache_threshold or 0)
         with closing(prefetched(objective.prefetch(batches))) as ahead, limits:
-            loop.learn(ahead)
+            loop.train(ahead)
         self.shapes |= stepper.shapes
         self.traces += stepper.traces
 

@@ -68,7 +68,7 @@ class Loop:
     validation: Sequence[Batch]
     observers: Sequence[Observer]
 
-    def learn(self, batches: Iterator[Batch]) -> None:
+    def train(self, batches: Iterator[Batch]) -> None:
         """Take batches up to the end of the phase: step, report, validate, save.
 
         Raises:
