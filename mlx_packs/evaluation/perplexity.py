@@ -14,7 +14,7 @@ from ..data.encoding import EncodingOptions, encode
 from ..data.formats import Row
 from ..errors import PackError
 from ..memory.matmul_path import choose_matmul_path
-from ..objectives.causal_lm import Arrays, Head, as_arrays, split_head, target_loss
+from ..objectives.causal_lm import Arrays, Head, LossOptions, as_arrays, split_head, target_loss
 from ..packs.base import Base
 from ..packs.card import format_perplexity
 from ..runtime import is_traced, mx
@@ -171,7 +171,8 @@ class Scorer:
             *segments: mx.array,
         ) -> tuple[mx.array, mx.array]:
             self.traces += is_traced(positions)
-            return target_loss(model, head, tokens, positions, targets, *segments, gradient=False)
+            arrays = tokens, positions, targets, *segments
+            return target_loss(model, head, *arrays, options=LossOptions(gradient=False))
 
         self._forward = mx.compile(forward, inputs=[m.state for m in trainable_modules(model)])
 

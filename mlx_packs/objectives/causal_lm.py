@@ -73,12 +73,15 @@ def forward(
     segments: mx.array | None = None,
     offset: int = 0,
 ) -> mx.array:
-    """What ``part`` (the model, or its hidden states) makes of tokens [B, T].
+    """The output of a part of the model for tokens [B, T].
 
     Args:
-        tokens: or float [B, T, D], what enters the first adapted block in their place (nn/frozen_blocks.py).
-        segments: [B, T], where rows are packed; an input sees its own segment alone.
-        offset: position of the first input of packed rows.
+        model: the model.
+        part: the model, or its hidden states.
+        tokens: or float [B, T, D], what enters the first adapted block in their place
+            (nn/frozen_blocks.py).
+        segments: [B, T], where examples are packed; an input sees its own segment alone.
+        offset: position of the first input of packed examples.
     """
     if tokens.ndim == 3:
         with injected(model, tokens):
@@ -90,6 +93,24 @@ def forward(
         return part(tokens, cache=segment_caches(model, segments, offset))
 
 
+@dataclass(frozen=True)
+class LossOptions:
+    """What the loss of a target is, besides its negative log-likelihood.
+
+    Attributes:
+        z_loss: weight of logsumexp^2.
+        label_smoothing: share of each target that is spread over the vocabulary.
+        gradient: whether one will be asked for.
+    """
+
+    z_loss: float = 0.0
+    label_smoothing: float = 0.0
+    gradient: bool = True
+
+
+_PLAIN = LossOptions()
+
+
 def target_loss(
     model: nn.Module,
     head: Head | None,
@@ -97,28 +118,30 @@ def target_loss(
     positions: mx.array,
     targets: mx.array,
     segments: mx.array | None = None,
-    z_loss: float = 0.0,
-    label_smoothing: float = 0.0,
-    gradient: bool = True,
+    options: LossOptions = _PLAIN,
 ) -> tuple[mx.array, mx.array]:
     """Loss [M] float32 of each target and whether it ranks first [M].
 
-    By default the loss is the negative log-likelihood; ops/linear_cross_entropy.py has the rest.
-
     Args:
-        tokens: [B, T], or their states (`forward`).   positions: [M], flat index of the input that
-            predicts each target.
-        targets: [M], token ids.   segments: [B, T], where rows are packed.
-        gradient: whether one will be asked for.
+        model: the model.
+        head: the model as hidden states and head, None where it cannot be split.
+        tokens: [B, T], or their states (`forward`).
+        positions: [M], flat index of the input that predicts each target.
+        targets: [M], token ids.
+        segments: [B, T], where examples are packed.
+        options: what the loss is (ops/linear_cross_entropy.py).
     """
+    z_loss, smoothing = options.z_loss, options.label_smoothing
     if head is not None and head.frozen is not None:
         states = _rows(forward(model, head.hidden, tokens, segments), positions)
-        return linear_cross_entropy(states, targets, head.frozen, z_loss, label_smoothing, gradient)
+        return linear_cross_entropy(
+            states, targets, head.frozen, z_loss, smoothing, options.gradient
+        )
     if head is None:
         logits = _rows(forward(model, model, tokens, segments), positions)
     else:
         logits = head.logits(_rows(forward(model, head.hidden, tokens, segments), positions))
-    loss = cross_entropy(logits, targets, z_loss, label_smoothing)
+    loss = cross_entropy(logits, targets, z_loss, smoothing)
     return loss, mx.argmax(logits, axis=-1) == targets
 
 
@@ -135,13 +158,10 @@ def loss_sum(
     targets: mx.array,
     weights: mx.array,
     segments: mx.array | None = None,
-    z_loss: float = 0.0,
-    label_smoothing: float = 0.0,
+    options: LossOptions = _PLAIN,
 ) -> mx.array:
-    """Sum of the targets' losses; the caller divides by their number."""
-    loss, _ = target_loss(
-        model, head, tokens, positions, targets, segments, z_loss, label_smoothing
-    )
+    """Sum of the targets' losses, weighted [M]; the caller divides by their number."""
+    loss, _ = target_loss(model, head, tokens, positions, targets, segments, options)
     return (loss * weights).sum()
 
 
@@ -161,8 +181,7 @@ class CausalLM(Objective):
         head: the model as hidden states and head, None where it cannot be split.
         inputs: how batches become arrays.
         score: scores batches (`evaluation` has scorers); an objective that only trains needs none.
-        z_loss: weight of logsumexp^2.
-        label_smoothing: share of each target that is spread over the vocabulary.
+        options: what the loss of a target is.
     """
 
     unit = "tokens"
@@ -173,13 +192,12 @@ class CausalLM(Objective):
         head: Head | None,
         inputs: Inputs | None = None,
         score: Callable[..., Score] | None = None,
-        z_loss: float = 0.0,
-        label_smoothing: float = 0.0,
+        options: LossOptions = _PLAIN,
     ) -> None:
         self.model, self.head = model, head
         self._inputs = inputs or TokenInputs()
         self._score = score
-        self._regularization = {"z_loss": z_loss, "label_smoothing": label_smoothing}
+        self._options = options
 
     def arrays(self, batch: Batch) -> Arrays:
         """What `loss` takes of a batch."""
@@ -203,7 +221,7 @@ class CausalLM(Objective):
     ) -> tuple[mx.array, mx.array]:
         """Sum of the weighted losses of the targets, and the sum of their weights."""
         arrays = tokens, positions, targets, weights, *segments
-        total = loss_sum(self.model, self.head, *arrays, **self._regularization)
+        total = loss_sum(self.model, self.head, *arrays, options=self._options)
         return total, weights.sum()
 
     def score(self, batches: Sequence[Batch], advance: Callable[[], None] | None = None) -> Score:

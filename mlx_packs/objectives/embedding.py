@@ -91,7 +91,10 @@ def embed_in_parts(
     memory at a time. The numbers are those of all at once.
 
     Args:
-        columns: int [B, T] each.   lengths: [C, B].
+        model: the encoder.
+        columns: int [B, T] each.
+        lengths: [C, B].
+        size: texts of a part.
     """
     turn = mx.zeros(())  # goes from part to part, and its gradient back
 

@@ -1,1 +1,1 @@
-"""One training run: setup, phases, loop, steps, checkpoints and observers; tasks plug in."""
+"""One run: its setup, phases, loop, steps and checkpoints; tasks and observers plug in."""

@@ -12,7 +12,7 @@ from ...errors import PackError
 from ...evaluation.perplexity import Score, Scorer
 from ...inference.throughput import cut_prompts, generation_path, measure_throughput
 from ...memory.matmul_path import choose_matmul_path
-from ...objectives.causal_lm import CausalLM, split_head
+from ...objectives.causal_lm import CausalLM, LossOptions, split_head
 from ...objectives.frozen_activations import FrozenActivations, open_frozen_activations
 from ...objectives.projection_stack import TRANSFORMER, Graph, graph_of
 from ...objectives.sequence_packing import prepare_packing
@@ -96,8 +96,7 @@ class CausalLMTask(Task):
             head,
             inputs,
             self.scorer.score,
-            train.z_loss,
-            train.label_smoothing,
+            LossOptions(train.z_loss, train.label_smoothing),
         )
 
     def summary(
