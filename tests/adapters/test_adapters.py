@@ -8,7 +8,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_packs.adapters.lora import attach
 from mlx_packs.config.schema import LoRAConfig
-from mlx_packs.nn.quantized import quantized_modules
+from mlx_packs.nn.quantized import quantized_modules, replace_modules
 from mlx_packs.objectives.causal_lm import loss_sum, split_head
 from mlx_packs.runtime import mx
 from tests.helpers.errors import raises
@@ -135,8 +135,6 @@ def test_merged_weights_give_the_attached_forward(family):
         if "bias" in modules[path]:
             linear.bias = modules[path].bias
         replaced.append((path, linear))
-    from mlx_packs.nn.quantized import replace_modules
-
     replace_modules(base.model, replaced)
     assert mx.abs(base.model(TOKENS) - expected).max().item() < 1e-4
 

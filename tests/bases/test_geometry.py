@@ -1,5 +1,7 @@
 """What is probed of a projection, and that every contradiction names module and shapes."""
 
+import importlib
+
 import mlx.nn as nn
 import numpy as np
 import pytest
@@ -55,8 +57,6 @@ def qwen3_4b():
 
 
 def unevaluated(family: str, **changes):
-    import importlib
-
     _, config = model_of(family)
     module = importlib.import_module(f"mlx_lm.models.{family}")
     config |= changes

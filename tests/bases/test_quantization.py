@@ -12,7 +12,7 @@ from mlx_packs.memory.headers import Headers
 from mlx_packs.nn.quantized import quantized_modules
 from mlx_packs.packs.base import load_base
 from mlx_packs.runtime import mx
-from tests.bases.test_writer import TOKENS, write_dense
+from tests.helpers.checkpoints import TOKENS, write_dense
 from tests.helpers.errors import raises
 from tests.helpers.models import model_of
 

@@ -14,7 +14,7 @@ from mlx_packs.bases.weight_map import weight_map
 from mlx_packs.files import read_header
 from mlx_packs.runtime import mx
 from tests.helpers.checkpoints import merged, write_checkpoint
-from tests.helpers.models import model_of
+from tests.helpers.models import base_of, model_of
 from tests.helpers.packs import random_pack
 
 
@@ -111,8 +111,6 @@ def test_what_is_not_certain_is_not_said():
 
 
 def test_a_model_made_in_memory_says_nothing(tmp_path):
-    from tests.helpers.models import base_of
-
     base = base_of("llama")
     nn.quantize(base.model, group_size=32)
     assert keys_of(random_pack(base).save(tmp_path / "pack")) == dict.fromkeys(

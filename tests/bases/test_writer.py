@@ -5,13 +5,11 @@ import shutil
 from pathlib import Path
 
 import pytest
-from mlx.utils import tree_flatten
 
 from mlx_packs import files
 from mlx_packs.bases import files as base_files
 from mlx_packs.bases import weight_formats
 from mlx_packs.bases import writer as quantize
-from mlx_packs.bases.files import tiny_checkpoint
 from mlx_packs.bases.quantization import QuantizeOptions
 from mlx_packs.bases.weight_formats import MLXFormat, NF4Format
 from mlx_packs.errors import Interrupted
@@ -19,24 +17,10 @@ from mlx_packs.files import sha256
 from mlx_packs.ops import nf4
 from mlx_packs.packs.base import load_base
 from mlx_packs.runtime import mx
+from tests.helpers.checkpoints import TOKENIZER_FILES, TOKENS, write_dense
 from tests.helpers.errors import check, raises
-from tests.helpers.models import model_of
 
-TOKENS = mx.arange(1, 33)[None]
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 SMALL_SHARDS = 2e-5  # GB; a few modules each
-
-
-def write_dense(folder: Path, dtype: mx.Dtype = mx.bfloat16, family="qwen3", **changes) -> Path:
-    """A small dense checkpoint with the tokenizer of the tiny base."""
-    model, config = model_of(family, **{"hidden_size": 128, "intermediate_size": 192} | changes)
-    model.set_dtype(dtype)
-    folder.mkdir()
-    save(folder, dict(tree_flatten(model.parameters())))
-    (folder / "config.json").write_text(json.dumps(config))
-    for name in TOKENIZER_FILES:
-        shutil.copy(tiny_checkpoint() / name, folder / name)
-    return folder
 
 
 def save(folder: Path, tensors: dict) -> None:

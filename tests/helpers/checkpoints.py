@@ -19,6 +19,8 @@ from mlx_packs.packs.base import load_base_for
 from mlx_packs.runtime import mx
 from tests.helpers.models import model_of
 
+TOKENS = mx.arange(1, 33)[None]
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 SIZES = {"vocab_size": 4096, "intermediate_size": 128}
 SIZES_OF = {
     "gpt2": {"vocab_size": 4096, "n_positions": 2048},
@@ -49,12 +51,19 @@ def write_checkpoint(
     return write_files(folder, tensors, config)
 
 
+def write_dense(folder: Path, dtype: mx.Dtype = mx.bfloat16, family="qwen3", **changes) -> Path:
+    """Write a small dense checkpoint in half precision, of widths that every format divides."""
+    model, config = model_of(family, **{"hidden_size": 128, "intermediate_size": 192} | changes)
+    model.set_dtype(dtype)
+    return write_files(folder, dict(tree_flatten(model.parameters())), config)
+
+
 def write_files(folder: Path, tensors: dict[str, mx.array], config: dict) -> Path:
     """Write the files of a checkpoint, with the tokenizer of the tiny base."""
     folder.mkdir()
-    mx.save_safetensors(str(folder / "model.safetensors"), tensors)
+    mx.save_safetensors(str(folder / "model.safetensors"), tensors, {"format": "mlx"})
     (folder / "config.json").write_text(json.dumps(config))
-    for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+    for file in TOKENIZER_FILES:
         shutil.copy(tiny_checkpoint() / file, folder)
     return folder
 
@@ -78,7 +87,7 @@ def layout(folder: Path) -> dict[str, tuple[str, list[int]]]:
 def logits(base: BaseModel) -> np.ndarray:
     """Return the logits [1, 32, V] of fixed tokens."""
     base.model.eval()
-    return np.array(base.model(mx.arange(1, 33)[None]))
+    return np.array(base.model(TOKENS))
 
 
 def attached_logits(pack: Pack, model: Path) -> np.ndarray:
