@@ -4,26 +4,17 @@ import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
-from ..display import Display
 from ..errors import PackError
-from ..evaluation.compare import (
-    BASE,
-    BATCH_SIZES,
-    Compared,
-    as_csv,
-    evaluate_batch,
-    failed,
-    named_packs,
-)
-from ..files import atomic_write
-from ..packs.base import load_base_for
-from ..packs.card import format_perplexity
 from . import options
 from .options import option
 from .output import exit_if_failed, print_report
+
+if TYPE_CHECKING:
+    from ..evaluation.compare import Compared
 
 
 @click.command("eval-batch")
@@ -35,7 +26,7 @@ from .output import exit_if_failed, print_report
 @option(
     "--batch-size",
     "sizes",
-    default=",".join(map(str, BATCH_SIZES)),
+    default="1,4,8",
     metavar="N,N",
     help="Prompts that are generated from together, one or several numbers.",
 )
@@ -74,6 +65,11 @@ def eval_batch(
     token accuracy, speed of generation in batches, memory, size. The exit code is 1 if a pack fails
     a gate.
     """
+    from ..display import Display
+    from ..evaluation.compare import as_csv, evaluate_batch, failed, named_packs
+    from ..files import atomic_write
+    from ..packs.base import load_base_for
+
     csv_path = _writable(csv_file)
     chosen = [pack for _, pack in named_packs([options.one_pack([p]) for p in (*packs, *more)])]
     batch_sizes = _batch_sizes(sizes)
@@ -110,8 +106,10 @@ def _batch_sizes(text: str) -> list[int]:
         raise PackError(f"--batch-size {text}: must be numbers above 0, as in 1,4,8.") from None
 
 
-def _lines(compared: Sequence[Compared], csv_path: Path | None) -> list[str]:
+def _lines(compared: Sequence["Compared"], csv_path: Path | None) -> list[str]:
     """Two tables, of quality and of speed, and how they were measured."""
+    from ..evaluation.compare import failed
+
     first = compared[0]
     quality = [one for one in compared if one.batch_size == first.batch_size]
     lines = [
@@ -132,7 +130,11 @@ def _lines(compared: Sequence[Compared], csv_path: Path | None) -> list[str]:
     return lines
 
 
-def _quality(one: Compared) -> list[str]:
+def _quality(one: "Compared") -> list[str]:
+    """The cells of a model in the table of quality."""
+    from ..evaluation.compare import BASE
+    from ..packs.card import format_perplexity
+
     if one.name == BASE:
         return [one.name, format_perplexity(one.ppl, one.ppl_se), "", f"{one.accuracy:.1%}", ""]
     return [
@@ -144,7 +146,10 @@ def _quality(one: Compared) -> list[str]:
     ]
 
 
-def _speed(one: Compared) -> list[str]:
+def _speed(one: "Compared") -> list[str]:
+    """The cells of a model at a batch size in the table of speed."""
+    from ..evaluation.compare import BASE
+
     return [
         one.name,
         str(one.batch_size),

@@ -133,3 +133,13 @@ def test_every_command_has_help_by_both_flags(command):
     short, long = (CliRunner().invoke(packs, [command, flag]) for flag in ("-h", "--help"))
     assert short.exit_code == 0 and short.stdout == long.stdout
     assert command in CliRunner().invoke(packs, ["-h"]).stdout
+
+
+@pytest.mark.parametrize("arguments", [["-h"], ["train", "-h"]], ids=" ".join)
+def test_help_does_not_wait_for_mlx(arguments):
+    code = (
+        "import sys\nfrom mlx_packs.cli.main import main\n"
+        f"try: main({arguments})\nexcept SystemExit: pass\n"
+        "sys.exit(bool({'mlx', 'mlx_lm', 'transformers', 'numpy'} & set(sys.modules)))"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)
