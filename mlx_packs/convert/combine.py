@@ -7,6 +7,8 @@ becomes the nearest pack of the rank that is asked for (Eckart and Young, by SVD
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -136,46 +138,30 @@ def combine_packs(
     density = 0.5 if density is None else density
     out = Path(out).expanduser()
     check_output(out, overwrite)
-    opened = [(p if isinstance(p, Pack) else Pack.open(p), weight) for p, weight in packs]
-    check_distinct([pack for pack, _ in opened])
-    check_addable([pack for pack, _ in opened])
+    opened = _open(packs)
     first = opened[0][0]
-    if is_of_encoder(first.manifest):
-        raise PackError(
-            f"combine: {first.name} is of an encoder, and what is compared here is the next token. "
-            "`packs eval --pack A=0.7 --pack B=0.3` adds such packs up.",
-            "unsupported",
-        )
     base = load_base_for(first, model, trust_remote_code)
-    deltas = _deltas(opened, method, density, seed)
     facts = {
         "method": method,
         **({"rank": rank} if rank else {}),
         **({"density": density, "seed": seed} if method in ("ties", "dare") else {}),
         "packs": [_source(pack, weight) for pack, weight in opened],
     }
-
-    def pack_of(rank: int | None) -> Pack:
-        if rank is None:
-            summed = weighted_sum(opened)
-            specs, tensors = summed.specs, summed.load_tensors()
-        else:
-            specs, tensors = _low_rank(opened, deltas, rank)
-        return _as_pack(base, first, specs, tensors, {**facts, **({"rank": rank} if rank else {})})
-
-    combined = pack_of(rank)
+    combination = _Combination(base, opened, _deltas(opened, method, density, seed), facts)
+    combined = combination.pack(rank)
     columns = columns or columns_of(first, data)
     meter = FidelityMeter(base, first, columns, rows, display or Display(QUIET))
-    dense = meter.with_modules(_with_deltas(base, deltas))
+    dense = meter.with_modules(combination.modules())
 
     def fidelity_of(pack: Pack) -> Fidelity:
         return meter.compare(dense, meter.with_pack(pack))
 
+    def kl_of(rank: int) -> float:
+        return fidelity_of(combination.pack(rank)).kl_mean
+
     fidelity = fidelity_of(combined)
-    limit = fidelity.limit(max_drift)
-    ranks = _doublings(rank, max(min(d.shape[-2:]) for d in deltas.values()))
-    others = {str(more): lambda more=more: fidelity_of(pack_of(more)).kl_mean for more in ranks}
-    setting = str(rank or "all")
+    limit, setting = fidelity.limit(max_drift), str(rank or "all")
+    others = {str(more): partial(kl_of, more) for more in combination.doublings(rank)}
     tried, passes = first_that_passes(setting, fidelity.kl_mean, limit, others)
     passed = passes == setting
     if passed:
@@ -191,6 +177,66 @@ def combine_packs(
         "tried": tried,
         **({"pack_mb": round(combined.size_mb, 3)} if passed else {}),
     }
+
+
+@dataclass(frozen=True)
+class _Combination:
+    """Packs of one base, the deltas that a method makes of them, and what a manifest says of it."""
+
+    base: BaseModel
+    packs: Packs
+    deltas: dict[str, mx.array]
+    facts: dict
+
+    def pack(self, rank: int | None) -> Pack:
+        """Return the pack of a rank; None keeps all ranks."""
+        facts, first = self.facts, self.packs[0][0]
+        if rank is None:
+            total = weighted_sum(self.packs)
+            specs, tensors = total.specs, total.load_tensors()
+        else:
+            facts = {**facts, "rank": rank}
+            specs, tensors = _low_rank(self.packs, self.deltas, rank)
+        adapters = {
+            "parameters": sum(t.size for t in tensors.values()),
+            "groups": [],
+            "modules": modules_json(self.base, specs),
+        }
+        parts = {k: first.manifest[k] for k in ("recipe", "objective") if k in first.manifest}
+        versions = versions_line()
+        manifest = manifest_of(self.base, adapters, **parts, combined=facts, versions=versions)
+        return grouped(Pack(manifest, tensors), self.base)
+
+    def modules(self) -> Modules:
+        """Return dense modules with the deltas added."""
+        modules = dict(self.base.model.named_modules())
+        changes = [
+            Change(path, dense_weight(modules[path]).astype(mx.float32) + delta, None)
+            for path, delta in self.deltas.items()
+        ]
+        return dense_modules(self.base, changes)
+
+    def doublings(self, rank: int | None) -> list[int]:
+        """Return the ranks to try after one: its doublings, up to the largest that there is."""
+        largest, ranks = max(min(d.shape[-2:]) for d in self.deltas.values()), []
+        while rank and rank < largest:
+            rank = min(2 * rank, largest)
+            ranks.append(rank)
+        return ranks
+
+
+def _open(packs: Sequence[tuple[str | Path | Pack, float]]) -> Packs:
+    """Open packs and check that they can be combined."""
+    opened = [(p if isinstance(p, Pack) else Pack.open(p), weight) for p, weight in packs]
+    check_distinct([pack for pack, _ in opened])
+    check_addable([pack for pack, _ in opened])
+    if is_of_encoder(opened[0][0].manifest):
+        raise PackError(
+            f"combine: {opened[0][0].name} is of an encoder, and what is compared here is the next "
+            "token. `packs eval --pack A=0.7 --pack B=0.3` adds such packs up.",
+            "unsupported",
+        )
+    return opened
 
 
 def _check_settings(count: int, method: str, rank: int | None, density: float | None) -> None:
@@ -228,15 +274,6 @@ def _source(pack: Pack, weight: float) -> dict:
         "weight": weight,
         "sha256": sha256(pack.path / ADAPTERS) if pack.path else None,
     }
-
-
-def _doublings(rank: int | None, largest: int) -> list[int]:
-    """Return the ranks to try after one: its doublings, up to the largest that there is."""
-    ranks = []
-    while rank and rank < largest:
-        rank = min(2 * rank, largest)
-        ranks.append(rank)
-    return ranks
 
 
 def _deltas(opened: Packs, method: str, density: float, seed: int) -> dict[str, mx.array]:
@@ -293,25 +330,3 @@ def _svd(delta: np.ndarray, rank: int) -> tuple[np.ndarray, np.ndarray, np.ndarr
         span, _ = np.linalg.qr(delta @ back)
     u, s, vt = np.linalg.svd(span.T @ delta, full_matrices=False)
     return (span @ u)[:, :rank], s[:rank], vt[:rank]
-
-
-def _as_pack(base: BaseModel, first: Pack, specs: Specs, tensors: dict, facts: dict) -> Pack:
-    adapters = {
-        "parameters": sum(t.size for t in tensors.values()),
-        "groups": [],
-        "modules": modules_json(base, specs),
-    }
-    facts_of_first = {k: first.manifest[k] for k in ("recipe", "objective") if k in first.manifest}
-    manifest = manifest_of(
-        base, adapters, **facts_of_first, combined=facts, versions=versions_line()
-    )
-    return grouped(Pack(manifest, tensors), base)
-
-
-def _with_deltas(base: BaseModel, deltas: dict[str, mx.array]) -> Modules:
-    modules = dict(base.model.named_modules())
-    changes = [
-        Change(path, dense_weight(modules[path]).astype(mx.float32) + delta, None)
-        for path, delta in deltas.items()
-    ]
-    return dense_modules(base, changes)

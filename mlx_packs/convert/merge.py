@@ -20,7 +20,7 @@ from .fidelity import ROWS, check_max_drift
 from .merge_decoder import DecoderMerger
 from .merge_encoder import EncoderMerger
 from .merge_plan import DTYPES, REQUANTIZE, MergeRequest, plan_merge
-from .merger import Merger
+from .merger import Merger, Outcome
 
 MERGERS: dict[str, Merger] = {"decoder": DecoderMerger(), "encoder": EncoderMerger()}
 
@@ -69,17 +69,8 @@ def merge_pack(
     Raises:
         PackError: the pack is not of this base, cannot be merged, or ``out`` cannot be written.
     """
-    if requantize not in REQUANTIZE:
-        raise PackError(
-            f"--requantize {requantize}: must be one of {', '.join(REQUANTIZE)}.", "unknown"
-        )
-    if dtype not in DTYPES:
-        raise PackError(f"--dtype {dtype}: must be one of {', '.join(DTYPES)}.", "unknown")
-    check_max_drift(max_drift)
     started = time.monotonic()
     pack = pack if isinstance(pack, Pack) else Pack.open(pack)
-    source, _ = pack.check_checkpoint(model)
-    writer.output_folder(str(out), source, overwrite)
     request = MergeRequest(
         pack=pack,
         model=model,
@@ -92,29 +83,16 @@ def merge_pack(
         trust_remote_code=trust_remote_code,
         display=display or Display(QUIET),
     )
+    _check(request)
+    source, _ = pack.check_checkpoint(model)
+    writer.output_folder(str(out), source, overwrite)
     merger = MERGERS["encoder" if is_of_encoder(pack.manifest) else "decoder"]
     merger.check(request)
     outcome = merger.compare(request)
-    settings = {"requantize": requantize, "dtype": dtype}
-    report = {
-        "out": str(out),
-        "model": base_files.public_name(str(model)),
-        **settings,
-        **outcome.scores,
-        "max_drift": outcome.limit,
-        "passed": outcome.distance <= outcome.limit,
-        "passes": outcome.passes,
-        "tried": outcome.tried,
-    }
+    report = _report(request, outcome, out)
     if not report["passed"]:
         return report
-    facts = {
-        "base": report["model"],
-        "pack_sha256": pack.adapters_hash,
-        **settings,
-        **{name: outcome.scores[name] for name in outcome.recorded},
-    }
-    plan = plan_merge(request, facts)
+    plan = plan_merge(request, _facts(request, outcome))
     record, _ = writer.write(out, source, plan, overwrite, request.display)
     return report | {
         "changed": record["merged"]["changed"],
@@ -122,4 +100,39 @@ def merge_pack(
         "shards": len(plan.shards),
         "gb": sum(file["bytes"] for file in record["files"].values()) / 1e9,
         "seconds": round(time.monotonic() - started, 2),
+    }
+
+
+def _check(request: MergeRequest) -> None:
+    if request.requantize not in REQUANTIZE:
+        valid = ", ".join(REQUANTIZE)
+        raise PackError(f"--requantize {request.requantize}: must be one of {valid}.", "unknown")
+    if request.dtype not in DTYPES:
+        raise PackError(f"--dtype {request.dtype}: must be one of {', '.join(DTYPES)}.", "unknown")
+    check_max_drift(request.max_drift)
+
+
+def _report(request: MergeRequest, outcome: Outcome, out: str | Path) -> dict:
+    """Return what is known before anything is written."""
+    return {
+        "out": str(out),
+        "model": base_files.public_name(str(request.model)),
+        "requantize": request.requantize,
+        "dtype": request.dtype,
+        **outcome.scores,
+        "max_drift": outcome.limit,
+        "passed": outcome.distance <= outcome.limit,
+        "passes": outcome.passes,
+        "tried": outcome.tried,
+    }
+
+
+def _facts(request: MergeRequest, outcome: Outcome) -> dict:
+    """Return what the written folder records."""
+    return {
+        "base": base_files.public_name(str(request.model)),
+        "pack_sha256": request.pack.adapters_hash,
+        "requantize": request.requantize,
+        "dtype": request.dtype,
+        **{name: outcome.scores[name] for name in outcome.recorded},
     }

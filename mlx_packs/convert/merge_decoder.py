@@ -1,6 +1,7 @@
 """Merge fidelity of causal models: KL of the next token between attached and merged."""
 
 import dataclasses
+from functools import partial
 
 import mlx.nn as nn
 
@@ -54,11 +55,9 @@ def measured(request: MergeRequest) -> tuple[Fidelity, dict[str, float], str | N
         return fidelity_of(plan_changes(other).changes).kl_mean
 
     fidelity = fidelity_of(planned.changes)
-    others = {
-        finer: lambda finer=finer: kl_of(finer, dtype) for finer in _finer(request.requantize)
-    }
+    others = {finer: partial(kl_of, finer, dtype) for finer in _finer(request.requantize)}
     if any(change.weight.dtype != mx.float32 for change in planned.changes):
-        others["none --dtype float32"] = lambda: kl_of("none", "float32")
+        others["none --dtype float32"] = partial(kl_of, "none", "float32")
     limit = fidelity.limit(request.max_drift)
     tried, passes = first_that_passes(request.requantize, fidelity.kl_mean, limit, others)
     return fidelity, tried, passes
