@@ -18,6 +18,7 @@ from mlx_packs.ops import _backend, diagnostics
 from mlx_packs.ops.streams import stream_count
 from mlx_packs.runtime import mx
 from tests.helpers.emulation import emulation
+from tests.helpers.errors import check
 from tests.helpers.rows import chat, write_rows
 
 
@@ -138,9 +139,10 @@ def test_doctor_shows_a_failing_kernel_and_exits_with_1(monkeypatch):
         assert "a kernel is wrong on this machine" in bad.stderr
 
 
-def test_doctor_refuses_a_report_in_a_folder_that_is_not_there(run, tmp_path):
+def test_doctor_rejects_a_report_in_a_folder_that_is_not_there(run, tmp_path):
     code, out, err = run("doctor", "--report", tmp_path / "no" / "report.json")
-    assert (code, out) == (2, "") and "there is no folder" in err and err.count("\n") == 1
+    assert (code, out) == (2, "") and err.count("\n") == 1
+    check(run.error, "not-found", "report", str(tmp_path / "no"))
 
 
 def test_pack_is_applied_and_taken_off_without_a_trace(trained):

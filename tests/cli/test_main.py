@@ -95,8 +95,9 @@ def test_out_of_memory_names_the_settings_that_need_less(monkeypatch, run, text)
 @pytest.mark.parametrize("error", [RuntimeError("[matmul] shapes"), RecursionError("too deep")])
 def test_other_errors_keep_their_traceback(monkeypatch, run, error):
     failing(monkeypatch, error)
-    with pytest.raises(type(error), match=str(error).lstrip("[")[:6]):
+    with pytest.raises(type(error)) as caught:
         run("inspect", "p")
+    assert caught.value is error
 
 
 @pytest.mark.parametrize(
