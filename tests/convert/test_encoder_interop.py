@@ -13,8 +13,8 @@ from mlx_packs import LoRAConfig, Pack, TrainConfig, load_base, train_pack
 from mlx_packs.adapters.lora import attach
 from mlx_packs.convert.interop import export_pack, import_adapter
 from mlx_packs.convert.merge import merge_pack
+from mlx_packs.data.formats import Row
 from mlx_packs.data.pairs import encode_pairs, make_pair_batch
-from mlx_packs.data.rows import Row
 from mlx_packs.evaluation.embeddings import score_pairs
 from mlx_packs.objectives.embedding import EmbeddingObjective
 from mlx_packs.runtime import mx

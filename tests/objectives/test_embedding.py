@@ -10,8 +10,8 @@ from mlx.utils import tree_flatten, tree_unflatten
 from mlx_packs import LoRAConfig, TrainConfig, load_base
 from mlx_packs.adapters.full import unfreeze
 from mlx_packs.adapters.lora import attach
+from mlx_packs.data.formats import Row
 from mlx_packs.data.pairs import encode_pairs, make_pair_batch
-from mlx_packs.data.rows import Row
 from mlx_packs.objectives.embedding import (
     EmbeddingObjective,
     cosent_loss,
