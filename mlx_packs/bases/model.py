@@ -110,8 +110,8 @@ def check_decoder(base: BaseModel, command: str) -> None:
     if base.is_encoder:
         raise PackError(
             f"{command}: {base.name} is an encoder ({base.config['model_type']}) and has no next "
-            "token; for one there are packs train --task embedding, eval, merge, export, and "
-            "base.encode(texts).",
+            "token. For one there are `packs train --task embedding`, `packs eval`, `packs merge`, "
+            "`packs export`, and base.encode(texts).",
             "unsupported",
             "model",
         )

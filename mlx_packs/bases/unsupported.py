@@ -46,7 +46,7 @@ _WEIGHTS = (
     (
         "*.npz",
         "weights of an old MLX, which are not read",
-        "Convert the original again: mlx_lm.convert --hf-path ….",
+        "Convert the original again: `mlx_lm.convert --hf-path …`.",
     ),
     ("*.onnx", "ONNX, which is not read", INSTEAD),
     ("*.engine", "an engine of TensorRT, which is not read", INSTEAD),

@@ -32,7 +32,8 @@ def check_report_to(report_to: str | None, project: str | None) -> None:
             )
         if getattr(callbacks, name) is None:
             raise PackError(
-                f"--report-to {report_to}: is not installed; pip install {name}.", "dependency"
+                f"--report-to {report_to}: is not installed. Run `pip install {name}`.",
+                "dependency",
             )
 
 
