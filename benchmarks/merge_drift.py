@@ -10,7 +10,7 @@ import math
 from pathlib import Path
 
 from mlx_packs import Pack
-from mlx_packs.convert.merge_decoder import measured
+from mlx_packs.convert.merge_decoder import merge_fidelity
 from mlx_packs.convert.merge_plan import MergeRequest
 from mlx_packs.display import QUIET, Display
 from mlx_packs.evaluation.rows import columns_of
@@ -49,7 +49,7 @@ def table(packs: list[Pack], model: str, data: str, rows: int) -> list[str]:
                 trust_remote_code=False,
                 display=Display(QUIET),
             )
-            fidelity, _, _ = measured(request)
+            fidelity, _, _ = merge_fidelity(request)
             verdict = "passes" if fidelity.kl_mean <= fidelity.limit(None) else "**refused**"
             lines.append(
                 f"| {_name(pack)}, moves the base by {fidelity.kl_of_pack:.2g} | {name} | "

@@ -5,6 +5,7 @@ In `.ci/run` (MLX_PACKS_NO_SKIP=1) a skipped test is a failure.
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -35,6 +36,13 @@ def pytest_runtest_makereport(item, call):
 def tiny() -> Base:
     """The embedded base, freshly loaded."""
     return load_base("tiny")
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch) -> Path:
+    """An empty folder, which is the current one."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
 
 
 @pytest.fixture

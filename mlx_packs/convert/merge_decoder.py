@@ -28,7 +28,7 @@ class DecoderMerger:
 
     def compare(self, request: MergeRequest) -> Outcome:
         """Return the merge fidelity, and the cheapest setting within the limit."""
-        fidelity, tried, passes = measured(request)
+        fidelity, tried, passes = merge_fidelity(request)
         return Outcome(
             scores=fidelity.to_json(),
             recorded=("kl_mean", "ppl_ratio"),
@@ -39,7 +39,7 @@ class DecoderMerger:
         )
 
 
-def measured(request: MergeRequest) -> tuple[Fidelity, dict[str, float], str | None]:
+def merge_fidelity(request: MergeRequest) -> tuple[Fidelity, dict[str, float], str | None]:
     """Return the fidelity of a merge, the mean KL of each setting tried, and which one passes."""
     pack, dtype = request.pack, request.dtype
     planned = plan_changes(request)

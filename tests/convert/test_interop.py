@@ -8,6 +8,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from mlx_lm.tuner.utils import load_adapters
+from mlx_lm.utils import load_model
 
 from mlx_packs import LoRAConfig, Pack, load_base
 from mlx_packs.adapters.lora import attach
@@ -46,8 +48,9 @@ def bases(tmp_path_factory) -> dict[str, Path]:
     }
 
 
-def pack_with(matmul_path: Path, folder: Path, **lora) -> Pack:
-    base = load_base(matmul_path)
+def pack_with(model: Path, folder: Path, **lora) -> Pack:
+    """A pack with random B on all that a LoRAConfig targets."""
+    base = load_base(model)
     attached = attach(base, LoRAConfig(**lora))
     try:
         mx.random.seed(1)
@@ -141,9 +144,6 @@ def test_without_what_was_noted_the_logits_are_the_same(kind, to, bases, tmp_pat
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_stock_mlx_lm_loads_an_export_and_gives_the_same_logits(kind, bases, tmp_path):
-    from mlx_lm.tuner.utils import load_adapters
-    from mlx_lm.utils import load_model
-
     family, lora = KINDS[kind]
     pack = pack_with(bases[family], tmp_path / "pack", **lora)
     export_pack(pack, "mlx-lm", tmp_path / "out")
@@ -284,9 +284,6 @@ def write_dora(folder: Path) -> Path:
 
 @pytest.mark.parametrize("bits", [None, 4])
 def test_dora_is_carried_applied_merged_and_is_that_of_mlx_lm(bits, bases, tmp_path):
-    from mlx_lm.tuner.utils import load_adapters
-    from mlx_lm.utils import load_model
-
     model = write_quantized(tmp_path / "q", bases["qwen3"], bits) if bits else bases["qwen3"]
     import_adapter(write_dora(tmp_path / "in"), tmp_path / "pack", model)
     pack = Pack.open(tmp_path / "pack")
@@ -338,9 +335,6 @@ def test_an_adapter_on_an_untied_embedding_goes_both_ways(bases, tmp_path):
 
 
 def test_on_a_tied_embedding_peft_acts_on_the_input_and_mlx_lm_on_the_head_too(bases, tmp_path):
-    from mlx_lm.tuner.utils import load_adapters
-    from mlx_lm.utils import load_model
-
     folder = write_peft(tmp_path / "in", {Q0: 4}, SIZES, tensors=embedding_adapter())
     import_adapter(folder, tmp_path / "peft", bases["tied"])
     peft = Pack.open(tmp_path / "peft")

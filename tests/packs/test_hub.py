@@ -30,12 +30,6 @@ NAMES = {"pack.json", "adapters.safetensors", "adapter_config.json", "README.md"
 
 
 @pytest.fixture
-def here(tmp_path, monkeypatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
-
-
-@pytest.fixture
 def hub(here, monkeypatch):
     """The stand-in in the Hub's place, with caches of its own."""
     with local_hub() as found:

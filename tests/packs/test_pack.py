@@ -11,6 +11,7 @@ from mlx.utils import tree_flatten
 
 from mlx_packs import DataConfig, LoRAConfig, Pack, TrainConfig, evaluate, load_base, train_pack
 from mlx_packs.adapters.lora import attach
+from mlx_packs.bases import loading
 from mlx_packs.errors import PackError
 from mlx_packs.files import atomic_folder, sha256
 from mlx_packs.packs.card import model_card
@@ -42,12 +43,6 @@ def write_base(folder: Path, bits: int | None = None, finer: tuple[str, ...] = (
         nn.quantize(model, class_predicate=how)
         config["quantization"] = {**chosen, **finer}
     return write_files(folder, dict(tree_flatten(model.parameters())), config)
-
-
-@pytest.fixture
-def here(tmp_path, monkeypatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
 
 
 @pytest.fixture(scope="module")
@@ -368,15 +363,13 @@ def test_eval_takes_columns_as_flags(pack, run):
 
 @pytest.mark.parametrize("command", ["apply", "eval", "generate"])
 def test_commands_run_code_of_a_checkpoint_only_when_told_to(here, monkeypatch, run, command):
-    from mlx_packs.bases import loading
-
     base = write_base(here / "base")
     random_pack(load_base(base)).save(here / "p")
     write_rows(here / "d", train=[{"text": "x y"}], test=[{"text": "one two"}])
-    given = []
+    trusted = []
 
     def load(path, trust_remote_code, pack):
-        given.append(trust_remote_code)
+        trusted.append(trust_remote_code)
         raise PackError("stop")
 
     monkeypatch.setattr(loading, "load_model_of", load)
@@ -387,7 +380,7 @@ def test_commands_run_code_of_a_checkpoint_only_when_told_to(here, monkeypatch, 
     }[command]
     run(*args, "--model", "base")
     run(*args, "--model", "base", "--trust-remote-code")
-    assert given == [False, True]
+    assert trusted == [False, True]
 
 
 def test_generate_json_is_alone_on_stdout(pack, run):

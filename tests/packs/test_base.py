@@ -1,4 +1,4 @@
-"""Hot-swap: packs put on, replaced and taken off without touching the base; sums of packs."""
+"""A base with packs: applied, swapped and removed without touching the base; sums of packs."""
 
 import mlx.nn as nn
 import pytest
@@ -6,7 +6,6 @@ from mlx.utils import tree_flatten
 
 from mlx_packs import Pack, load_base, weighted_sum
 from mlx_packs.adapters.tensors import delta_of
-from mlx_packs.errors import PackError
 from mlx_packs.nn.imported import DoRALinear
 from mlx_packs.packs.base import Base
 from mlx_packs.packs.weighted_sum import open_weighted
@@ -19,8 +18,8 @@ from tests.helpers.packs import random_pack
 PROBE = [[1, 2, 3, 4, 5, 6, 7, 8]]
 
 
-def with_whole_norm(base, pack: Pack) -> Pack:
-    """The pack with the last norm, halved, brought whole."""
+def with_full_norm(base, pack: Pack) -> Pack:
+    """Return the pack with the last norm, halved, stored in full."""
     norm = base.model.model.norm.weight / 2
     replaced = [{"name": "model.norm.weight", "shape": list(norm.shape)}]
     adapters = {**pack.manifest["adapters"], "replaced": replaced}
@@ -29,9 +28,9 @@ def with_whole_norm(base, pack: Pack) -> Pack:
 
 
 def logits(base) -> mx.array:
-    found = base.model(mx.array(PROBE))
-    mx.eval(found)
-    return found
+    values = base.model(mx.array(PROBE))
+    mx.eval(values)
+    return values
 
 
 def same(a, b) -> bool:
@@ -106,16 +105,16 @@ def test_swap_pack_of_one_shape_replaces_arrays_alone_and_others_come_back_as_th
     base.swap_pack(None)
 
 
-def test_swap_pack_refuses_another_base_naming_both_and_keeps_what_was(base, packs):
+def test_swap_pack_rejects_another_base_and_keeps_the_active_pack(base, packs):
     stranger = random_pack(Base(**{**vars_of(base), "fingerprint": "f" * 64}), 3)
     with base.applied(packs["a"]):
-        carried = logits(base)
+        active = logits(base)
         with raises("mismatch", None, "tiny (fingerprint ffffffffffff)", base.fingerprint[:12]):
             base.swap_pack(stranger)
         wrong = Pack({**packs["c"].manifest}, dict(list(packs["c"].tensors.items())[:-1]))
-        with pytest.raises(PackError, match="missing"):
+        with raises("mismatch", None, "missing"):
             base.swap_pack(wrong)
-        assert same(logits(base), carried)
+        assert same(logits(base), active)
         with raises("conflict", None, base.name):
             packs["b"].attach(base)
 
@@ -278,7 +277,7 @@ def test_weighted_sum_of_one_pack_with_weight_1_is_that_pack(packs):
 
 
 def test_what_a_pack_brings_whole_goes_with_it(base, packs):
-    plain, whole = packs["a"], with_whole_norm(base, packs["a"])
+    plain, whole = packs["a"], with_full_norm(base, packs["a"])
     alone = logits(base)
     with base.applied(plain):
         expected = logits(base)
@@ -321,7 +320,7 @@ def test_weighted_sum_refuses_what_cannot_be_added(base, packs, tmp_path):
     with raises("invalid", "pack"):
         weighted_sum([])
     with raises("unsupported", None, "model.norm.weight"):
-        weighted_sum([(a, 0.5), (with_whole_norm(base, a), 0.5)])
+        weighted_sum([(a, 0.5), (with_full_norm(base, a), 0.5)])
 
 
 @pytest.mark.parametrize("weight", ["x", "", "nan", "inf", "0", "1e999"])
