@@ -157,20 +157,20 @@ def test_optimizer_arguments_name_what_is_wrong(optimizer, arguments, code, show
 
 
 def test_optimizer_arguments_are_typed_as_their_defaults():
-    given = {
+    arguments = {
         "adafactor": {"eps": ["1e-30", 1], "beta_1": None, "relative_step": True},
         "adam": None,
     }
-    made = make_optimizer(TrainConfig(optimizer="adafactor", optimizer_config=given))
-    assert (made.eps, made.beta_1, made.relative_step) == ([1e-30, 1.0], None, True)
+    optimizer = make_optimizer(TrainConfig(optimizer="adafactor", optimizer_config=arguments))
+    assert (optimizer.eps, optimizer.beta_1, optimizer.relative_step) == ([1e-30, 1.0], None, True)
 
 
 def test_make_optimizer_is_fresh_after_its_trial():
-    made = make_optimizer(TrainConfig())
-    assert made.step.item() == 0 and "w" not in made.state
+    optimizer = make_optimizer(TrainConfig())
+    assert optimizer.step.item() == 0 and "w" not in optimizer.state
 
 
-def test_warmup_steps_beside_a_schedule_mapping_are_refused():
+def test_warmup_steps_beside_a_schedule_mapping_are_an_error():
     with raises("conflict", "warmup_steps", "lr_schedule.warmup: 3"):
         TrainConfig(lr_schedule=COSINE, warmup_steps=3)
     with raises("conflict", "warmup_steps", "my.yaml: warmup_steps: ", "lr_schedule.warmup: 3"):
@@ -184,10 +184,10 @@ def test_schedule_mapping_overrides_rate_and_warmup_under_it():
     assert schedule(train)(mx.array(0)).item() == pytest.approx(1e-4)
 
 
-@pytest.mark.parametrize(("rate", "said"), [("1e-4", False), ("3e-3", True)])
-def test_learning_rate_beside_a_schedule_mapping_is_said_to_be_unused(rate, said):
+@pytest.mark.parametrize(("rate", "warns"), [("1e-4", False), ("3e-3", True)])
+def test_learning_rate_beside_a_schedule_mapping_is_reported_as_unused(rate, warns):
     train = resolve({"lr_schedule": COSINE, "learning_rate": rate}).train
-    assert bool(unused_learning_rate(train)) == said
+    assert bool(unused_learning_rate(train)) == warns
 
 
 def test_adamw_in_8_bits_keeps_two_bytes_a_weight_and_follows_adamw():
@@ -204,20 +204,20 @@ def test_adamw_in_8_bits_keeps_two_bytes_a_weight_and_follows_adamw():
             current = optimizer.apply_gradients(gradients, current)
             mx.eval(current, optimizer.state)
         paths[name] = current, optimizer
-    exact, found = (paths[name][0]["w"] for name in ("adamw", "adamw_8bit"))
-    assert mx.abs(found - exact).max() < 0.15 * mx.abs(weights["w"] - exact).max()
+    exact, rounded = (paths[name][0]["w"] for name in ("adamw", "adamw_8bit"))
+    assert mx.abs(rounded - exact).max() < 0.15 * mx.abs(weights["w"] - exact).max()
     assert mx.array_equal(paths["adamw"][0]["small"], paths["adamw_8bit"][0]["small"]).item()
     state = paths["adamw_8bit"][1].state["w"]
     assert state["m"].dtype == state["v"].dtype == mx.uint8
-    held = sum(part.nbytes for part in state.values())
-    assert held / weights["w"].size == pytest.approx(2 * (1 + 4 / 256), abs=0.01)
+    nbytes = sum(part.nbytes for part in state.values())
+    assert nbytes / weights["w"].size == pytest.approx(2 * (1 + 4 / 256), abs=0.01)
     assert paths["adamw_8bit"][1].state["small"]["m"].dtype == mx.float32
 
 
 def test_adamw_in_8_bits_takes_the_arguments_of_adamw():
-    given = {"adamw_8bit": {"weight_decay": 0.1, "betas": [0.9, 0.99]}}
-    made = make_optimizer(TrainConfig(optimizer="adamw_8bit", optimizer_config=given))
-    assert made.weight_decay == 0.1 and made.betas == [0.9, 0.99]
+    arguments = {"adamw_8bit": {"weight_decay": 0.1, "betas": [0.9, 0.99]}}
+    optimizer = make_optimizer(TrainConfig(optimizer="adamw_8bit", optimizer_config=arguments))
+    assert optimizer.weight_decay == 0.1 and optimizer.betas == [0.9, 0.99]
 
 
 @pytest.mark.parametrize(

@@ -87,8 +87,8 @@ def facts_of(field: dataclasses.Field) -> Facts:
 
 def default_of(field: dataclasses.Field) -> Any:
     """The default of a setting."""
-    made = field.default_factory
-    return field.default if made is dataclasses.MISSING else made()
+    factory = field.default_factory
+    return field.default if factory is dataclasses.MISSING else factory()
 
 
 def spelling_of(field: dataclasses.Field) -> str:

@@ -18,7 +18,7 @@ _data = partial(option, section="Model and data")
 
 @dataclass(frozen=True)
 class RunOptions(Settings):
-    """What else a run is told: its base model, where it writes, what it starts from."""
+    """Settings of a run beside training: its base model, where it writes, what it starts from."""
 
     model: str = _data(
         "tiny", "Base model: a folder, a Hugging Face id, or 'tiny' (bundled).", metavar="MODEL"
@@ -131,7 +131,7 @@ def resolve(values: Mapping, where: str = "", under: Sequence[Mapping] = ()) -> 
     train, test = flat.pop("train", None), flat.pop("test", None)
     if not where and (train is False or (test and not train)):
         raise PackError(
-            "--test: without --train, or with 'train: false', only an evaluation is wanted. Use "
+            "--test: without --train, or with 'train: false', nothing would be trained. Use "
             "`packs eval`.",
             "conflict",
         )

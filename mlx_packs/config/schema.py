@@ -1,4 +1,4 @@
-"""Run configuration: what a run is told, as frozen dataclasses.
+"""Run configuration: settings of adapters, training and data, as frozen dataclasses.
 
 Each setting has its default, its help and all else that is true of it at its field (`Facts`) and
 nowhere else; the command line, the checks and the error messages are made from them.
@@ -62,7 +62,7 @@ class LoRAConfig(Settings):
     )
     target_modules: tuple[str, ...] = _adapter(
         (),
-        "Layers to adapt, by name or path (q_proj,v_proj).",
+        "Layers to adapt: names or paths, separated by commas (q_proj,v_proj).",
         shown_default="all linear layers except MoE routers and experts",
         memory=True,
     )
@@ -148,7 +148,11 @@ class TrainConfig(TrainConflicts):
     )
     iters: int = _schedule(600, "Batches to train on.", at_least=1, resumable=True)
     batch_size: int = _optimization(
-        4, "Examples per batch (default 32 for --task embedding).", at_least=1, memory=True
+        4,
+        "Examples per batch.",
+        shown_default="4, with --task embedding 32",
+        at_least=1,
+        memory=True,
     )
     max_seq_length: int = _data(
         2048,
@@ -169,7 +173,8 @@ class TrainConfig(TrainConflicts):
     )
     fim_tokens: tuple[str, ...] = _text(
         (),
-        "Tokens before prefix, suffix and middle, and optionally after the middle.",
+        "Tokens before prefix, suffix and middle, and optionally after the middle, separated by "
+        "commas.",
         shown_default="the tokenizer's own",
         metavar="TOKENS",
     )
@@ -284,7 +289,10 @@ class TrainConfig(TrainConflicts):
         True, "Double quantization: store the scales of NF4 in 8 bits.", memory=True, task="lm"
     )
     keep: tuple[str, ...] = _memory(
-        (), "With --quantize: modules to leave dense, by name.", memory=True, task="lm"
+        (),
+        "With --quantize: names of modules to leave dense, separated by commas.",
+        memory=True,
+        task="lm",
     )
     compute_dtype: str = _memory(
         "auto",
@@ -381,7 +389,7 @@ class TrainConfig(TrainConflicts):
         resumable=True,
     )
     max_pack_mb: float | None = _gate(
-        None, "Gate: exit with code 1 if the pack has more megabytes."
+        None, "Gate: exit with code 1 if the pack is larger than LIMIT megabytes."
     )
     max_ppl_ratio: float | None = _gate(
         None,

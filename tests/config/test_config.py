@@ -170,11 +170,11 @@ def test_resolve_none_says_nothing():
 
 def test_patterns_are_flags_too_and_say_what_the_mapping_says():
     flags = {"rank_pattern": "c_attn.q=8, c_attn.v=2", "alpha_pattern": r"h\.(0|1)\.mlp.*=0.5"}
-    said = {
+    mapping = {
         "rank_pattern": {"c_attn.q": 8, "c_attn.v": 2},
         "alpha_pattern": {r"h\.(0|1)\.mlp.*": 0.5},
     }
-    assert resolve(flags) == resolve(said, "c.yaml")
+    assert resolve(flags) == resolve(mapping, "c.yaml")
     assert resolve({"rank_pattern": ""}).lora.rank_pattern == {}
 
 

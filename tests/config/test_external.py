@@ -74,18 +74,21 @@ def recipe(values):
 
 
 def test_the_qlora_example_means_what_the_layout_says():
-    found = recipe(read_yaml(EXAMPLES / "llama3_8b_qlora.yaml"))
-    assert found.lora.rank == 16 and found.lora.alpha == 16 and found.lora.dropout == 0.05
-    assert list(found.lora.target_modules) == TARGETS
-    assert (found.train.quantize, found.train.double_quant) == ("nf4", True)
-    assert found.train.compute_dtype == "bfloat16"
-    assert found.train.keep == ("lm_head", "embed_tokens")  # transformers leaves them dense
+    resolved = recipe(read_yaml(EXAMPLES / "llama3_8b_qlora.yaml"))
+    assert resolved.lora.rank == 16 and resolved.lora.alpha == 16 and resolved.lora.dropout == 0.05
+    assert list(resolved.lora.target_modules) == TARGETS
+    assert (resolved.train.quantize, resolved.train.double_quant) == ("nf4", True)
+    assert resolved.train.compute_dtype == "bfloat16"
+    assert resolved.train.keep == ("lm_head", "embed_tokens")  # transformers leaves them dense
 
 
 def test_a_peft_config_means_what_peft_does_with_it():
-    found = recipe(PEFT)
-    assert (found.lora.rank, found.lora.alpha, found.lora.dropout) == (8, 32, 0.1)
-    assert found.lora.target_modules == ("q_proj", "v_proj") and found.run["model"] == "owner/base"
+    resolved = recipe(PEFT)
+    assert (resolved.lora.rank, resolved.lora.alpha, resolved.lora.dropout) == (8, 32, 0.1)
+    assert (
+        resolved.lora.target_modules == ("q_proj", "v_proj")
+        and resolved.run["model"] == "owner/base"
+    )
     assert recipe(PEFT | {"target_modules": "all-linear"}).lora.target_modules == ()
 
 
@@ -106,12 +109,16 @@ def test_patterns_and_rslora_give_pefts_scales(tiny):
 
 
 def test_a_bits_and_bytes_config_means_what_transformers_does_with_it():
-    found = recipe(BNB).train
-    assert (found.quantize, found.double_quant, found.compute_dtype) == ("nf4", True, "bfloat16")
-    found = recipe({"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}).train
-    assert (found.double_quant, found.compute_dtype) == (False, "float32")  # its defaults
-    kept = recipe(BNB | {"llm_int8_skip_modules": ["lm_head", "down_proj"]}).train.keep
-    assert kept == ("lm_head", "embed_tokens", "down_proj")
+    resolved = recipe(BNB).train
+    assert (resolved.quantize, resolved.double_quant, resolved.compute_dtype) == (
+        "nf4",
+        True,
+        "bfloat16",
+    )
+    resolved = recipe({"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}).train
+    assert (resolved.double_quant, resolved.compute_dtype) == (False, "float32")  # its defaults
+    dense = recipe(BNB | {"llm_int8_skip_modules": ["lm_head", "down_proj"]}).train.keep
+    assert dense == ("lm_head", "embed_tokens", "down_proj")
 
 
 UNSUPPORTED = [

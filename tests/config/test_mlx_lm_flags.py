@@ -273,9 +273,9 @@ def test_select_targets_num_layers_takes_the_blocks_that_mlx_lm_takes(num_layers
 
 
 def test_make_optimizer_passes_arguments_of_a_yaml(from_yaml):
-    made = make_optimizer(from_yaml.train)
-    assert (made.betas, made.eps, made.weight_decay) == ([0.9, 0.98], 1e-6, 0.05)
-    assert made.bias_correction
+    adamw = make_optimizer(from_yaml.train)
+    assert (adamw.betas, adamw.eps, adamw.weight_decay) == ([0.9, 0.98], 1e-6, 0.05)
+    assert adamw.bias_correction
 
 
 @pytest.mark.parametrize(
@@ -302,8 +302,8 @@ def test_clear_cache_threshold_takes_the_sizes_of_mlx_lm(size):
 
 @pytest.mark.parametrize("optimizer", ACTIONS["optimizer"].choices)
 def test_optimizers_of_mlx_lm_exist_here(optimizer):
-    made = make_optimizer(recipe_of("--optimizer", optimizer).train)
-    assert type(made).__name__.lower() == optimizer
+    cls = type(make_optimizer(recipe_of("--optimizer", optimizer).train))
+    assert cls.__name__.lower() == optimizer
 
 
 @pytest.mark.parametrize("kind", ACTIONS["fine_tune_type"].choices)
@@ -318,7 +318,7 @@ def test_fine_tune_type_is_the_method_or_says_what_to_use(kind):
 @pytest.mark.parametrize(
     "values", [{"test": True}, {"train": False}, {"train": False, "test": True}]
 )
-def test_evaluation_alone_is_refused_with_what_to_write(values):
+def test_evaluation_alone_is_an_error_with_what_to_write(values):
     with raises("conflict", "test", "`packs eval`"):
         resolve(values)
 
@@ -332,7 +332,7 @@ def test_mask_prompt_of_a_file_means_what_it_means_there(value, loss_on):
     assert resolve({"mask_prompt": value}).train.loss_on == loss_on
 
 
-def test_mask_prompt_against_loss_on_is_refused():
+def test_mask_prompt_against_loss_on_is_an_error():
     with raises("conflict", "mask_prompt", "completion"):
         recipe_of("--mask-prompt", "--loss-on", "all")
 
@@ -348,25 +348,25 @@ def test_command_file_overrides_the_recipe_of_the_tiny_base(
     tmp_path, monkeypatch, text, flags, wanted
 ):
     (tmp_path / "c.yaml").write_text(text)
-    given = {}
+    passed = {}
     monkeypatch.setattr(
-        "mlx_packs.training.run.train_pack", lambda *_, **k: given.update(k) or 1 / 0
+        "mlx_packs.training.run.train_pack", lambda *_, **k: passed.update(k) or 1 / 0
     )
     with pytest.raises(ZeroDivisionError):
         command.main(["-c", str(tmp_path / "c.yaml"), *flags], standalone_mode=False)
-    assert given["lora"] == wanted
+    assert passed["lora"] == wanted
 
 
 def test_command_loss_on_overrides_mask_prompt_of_a_file(tmp_path, monkeypatch):
     (tmp_path / "c.yaml").write_text("mask_prompt: true")
-    given = {}
+    passed = {}
     monkeypatch.setattr(
-        "mlx_packs.training.run.train_pack", lambda *_, **k: given.update(k) or 1 / 0
+        "mlx_packs.training.run.train_pack", lambda *_, **k: passed.update(k) or 1 / 0
     )
     with pytest.raises(ZeroDivisionError):
         args = ["-c", str(tmp_path / "c.yaml"), "--loss-on", "all"]
         command.main(args, standalone_mode=False)
-    assert given["train"].loss_on == "all"
+    assert passed["train"].loss_on == "all"
 
 
 def packs_train(*args: str):
@@ -382,14 +382,14 @@ def nothing_is_loaded(monkeypatch):
 
 
 @pytest.mark.parametrize("service", ["wandb", "swanlab", "nonsense", "wandb,nonsense"])
-def test_report_to_is_refused_before_anything_is_loaded(monkeypatch, nothing_is_loaded, service):
+def test_report_to_is_an_error_before_anything_is_loaded(monkeypatch, nothing_is_loaded, service):
     for name in ("wandb", "swanlab"):
         monkeypatch.setattr(f"mlx_lm.tuner.callbacks.{name}", None)
     error = packs_train("--report-to", service).exception
     assert isinstance(error, PackError) and error.message.startswith(f"--report-to {service}: ")
 
 
-def test_project_name_without_report_to_is_refused(nothing_is_loaded):
+def test_project_name_without_report_to_is_an_error(nothing_is_loaded):
     error = packs_train("--project-name", "p").exception
     assert isinstance(error, PackError) and error.flag == "project_name"
 
@@ -403,13 +403,13 @@ def test_show_mask_prints_json_and_loads_no_weights(nothing_is_loaded):
 
 
 def test_show_mask_passes_trust_remote_code(monkeypatch):
-    given = []
+    passed = []
     monkeypatch.setattr(
-        "mlx_packs.cli.mask.load_tokenizer", lambda *args: given.append(args) or 1 / 0
+        "mlx_packs.cli.mask.load_tokenizer", lambda *args: passed.append(args) or 1 / 0
     )
     packs_train("--show-mask")
     packs_train("--show-mask", "--trust-remote-code")
-    assert [args[-1] for args in given] == [False, True]
+    assert [args[-1] for args in passed] == [False, True]
 
 
 def test_help_shows_what_the_tiny_base_changes():
@@ -419,22 +419,22 @@ def test_help_shows_what_the_tiny_base_changes():
     assert "dropout. [default: 0]" in shown
 
 
-@pytest.mark.parametrize("given", [{}, {"lora": LoRAConfig(3)}, {"train": TrainConfig(iters=7)}])
-def test_train_pack_takes_the_other_half_from_the_tiny_recipe(monkeypatch, given):
-    tiny, found = resolve(tiny_recipe()), {}
+@pytest.mark.parametrize("passed", [{}, {"lora": LoRAConfig(3)}, {"train": TrainConfig(iters=7)}])
+def test_train_pack_takes_the_other_half_from_the_tiny_recipe(monkeypatch, passed):
+    tiny, built = resolve(tiny_recipe()), {}
     monkeypatch.setattr(
-        training, "Recipe", lambda lora, train, *_: found.update(lora=lora, train=train) or 1 / 0
+        training, "Recipe", lambda lora, train, *_: built.update(lora=lora, train=train) or 1 / 0
     )
     with pytest.raises(ZeroDivisionError):
-        training.train_pack("tiny", **given)
-    assert found == {"lora": tiny.lora, "train": tiny.train} | given
+        training.train_pack("tiny", **passed)
+    assert built == {"lora": tiny.lora, "train": tiny.train} | passed
 
 
-@pytest.mark.parametrize(("pattern", "said"), [({}, False), ({"down_proj": 2}, True)])
-def test_training_says_when_stock_mlx_lm_cannot_open_the_pack(capsys, pattern, said):
+@pytest.mark.parametrize(("pattern", "warns"), [({}, False), ({"down_proj": 2}, True)])
+def test_training_says_when_stock_mlx_lm_cannot_open_the_pack(capsys, pattern, warns):
     attached = attach(base_of("qwen3"), LoRAConfig(rank=4, rank_pattern=pattern))
     prepare.describe(attached, Display(NORMAL), base_weights=100_000)
-    assert ("stock mlx-lm cannot open" in capsys.readouterr().err) == said
+    assert ("stock mlx-lm cannot open" in capsys.readouterr().err) == warns
 
 
 def test_examples_make_packs_that_stock_mlx_lm_opens():
