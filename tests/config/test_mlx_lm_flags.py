@@ -420,10 +420,11 @@ def test_help_shows_what_the_tiny_base_changes():
 
 
 @pytest.mark.parametrize("passed", [{}, {"lora": LoRAConfig(3)}, {"train": TrainConfig(iters=7)}])
-def test_train_pack_takes_the_other_half_from_the_tiny_recipe(monkeypatch, passed):
+def test_train_pack_takes_the_other_half_from_the_tiny_recipe(monkeypatch, tmp_path, passed):
     tiny, built = resolve(tiny_recipe()), {}
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(
-        training, "Recipe", lambda lora, train, *_: built.update(lora=lora, train=train) or 1 / 0
+        training, "run", lambda run: built.update(lora=run.lora, train=run.train) or 1 / 0
     )
     with pytest.raises(ZeroDivisionError):
         training.train_pack("tiny", **passed)
