@@ -3,7 +3,7 @@
 A new method is a class here and its name in `config.choices.METHODS`.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from typing import Protocol
 
@@ -100,13 +100,8 @@ class Method(Protocol):
     ) -> Trainable:
         """Make parameters of a base trainable; ``matmul_path`` is what frozen weights use."""
 
-    def trainable_shapes(self, specs: Specs, weights: Iterable[Shape]) -> list[Shape]:
-        """Return the shapes of all trainable parameters, for an estimate of memory.
-
-        Args:
-            specs: the adapters of a LoRAConfig.
-            weights: shapes of the base's weights in the blocks that are trained.
-        """
+    def adapter_shapes(self, specs: Specs) -> list[Shape]:
+        """Return the shapes of the trainable parameters of adapters, for an estimate of memory."""
 
 
 class LoRA:
@@ -123,8 +118,8 @@ class LoRA:
         """Attach fresh adapters, which change no output."""
         return attach(base, lora, None, matmul_path, train.seed, train.train_fp16_fallback)
 
-    def trainable_shapes(self, specs: Specs, weights: Iterable[Shape]) -> list[Shape]:
-        """Return A [in, r] and B [r, out] of every slice."""
+    def adapter_shapes(self, specs: Specs) -> list[Shape]:
+        """Return the shapes of A [in, r] and B [r, out] of every slice."""
         return [
             shape
             for spec in specs.values()
@@ -148,9 +143,9 @@ class FullFineTuning:
         """Make the weights of the last ``lora.num_layers`` blocks trainable, or all."""
         return unfreeze(base, lora.num_layers, matmul_path)
 
-    def trainable_shapes(self, specs: Specs, weights: Iterable[Shape]) -> list[Shape]:
-        """Return the shapes of the weights themselves."""
-        return list(weights)
+    def adapter_shapes(self, specs: Specs) -> list[Shape]:
+        """Return none: there are no adapters."""
+        return []
 
 
 def trainable_modules(model: nn.Module) -> list[nn.Module]:

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 
 from .. import runtime
+from ..adapters.method import METHODS
 from ..bases.geometry import BLOCK_PROJECTIONS, Heads
 from ..bases.quantization import QuantizeOptions, format_for
 from ..bases.weight_formats import named_format
@@ -324,7 +325,7 @@ def estimate(
     Raises:
         PackError: A family or an objective that the formula does not know.
     """
-    if train.method == "full":
+    if METHODS[train.method].trains_base:
         return _estimate_full(headers, lora, train, shape)
     if train.objective != "transformer":
         raise PackError(
@@ -334,7 +335,7 @@ def estimate(
         )
     sizes = _sizes(headers.config, headers.tensors)
     itemsize = activation_bytes(headers.config, train)
-    adapters = plan_adapters(sizes.projections, sizes.blocks, lora)
+    adapters = plan_adapters(sizes.projections, sizes.blocks, lora, train.method)
     tracked, weights = adapters.tracked, adapters.weights
     length, targets = shape or _largest_shape(train)
     quantized = headers.is_quantized or train.quantize != "none"

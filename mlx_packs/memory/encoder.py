@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from ..adapters.method import METHODS
 from ..bases.encoder import Encoder, check_config, tensor_name
 from ..bases.sentence_config import SentenceConfig, read_sentence_config
 from ..config.schema import LoRAConfig, TrainConfig
@@ -148,7 +149,8 @@ def estimate(
         for i in range(blocks)
         for name, shape in _block_shapes(config).items()
     }
-    adapters = plan_adapters(projections, blocks, lora)
+    is_full = METHODS[train.method].trains_base  # activations are then those of adapters
+    adapters = plan_adapters(projections, blocks, lora, "lora" if is_full else train.method)
     tracked, weights = adapters.tracked, adapters.weights
     length, columns = shape or (train.max_seq_length, _columns(train))
     length = min(length, config.get("max_position_embeddings") or train.max_seq_length)
@@ -187,7 +189,7 @@ def estimate(
         adapter_weights=weights,
         base_weights=base_weights,
     )
-    return _full(plan, headers, train) if train.method == "full" else plan
+    return _full(plan, headers, train) if is_full else plan
 
 
 def _columns(train: TrainConfig) -> int:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from mlx.utils import tree_flatten
 
+from ..adapters.method import METHODS
 from ..adapters.targets import plan_specs
 from ..bases.geometry import Geometry, Group
 from ..config.choices import POLICIES
@@ -119,11 +120,11 @@ class PlannedAdapters:
 
     Attributes:
         ranks: Rank by projection of each block of the base.
-        shapes: Shapes of the A and B of all adapters.
+        shapes: Shapes of the parameters of all adapters.
     """
 
     ranks: list[dict[str, int]]
-    shapes: list[tuple[int, int]]
+    shapes: list[tuple[int, ...]]
 
     @property
     def weights(self) -> int:
@@ -137,7 +138,7 @@ class PlannedAdapters:
 
 
 def plan_adapters(
-    projections: Mapping[str, tuple[int, int]], blocks: int, lora: LoRAConfig
+    projections: Mapping[str, tuple[int, int]], blocks: int, lora: LoRAConfig, method: str = "lora"
 ) -> PlannedAdapters:
     """Return the adapters of a base, by the rules of `geometry.select_targets`.
 
@@ -146,6 +147,7 @@ def plan_adapters(
             The third name of a path is the number of its block.
         blocks: How many blocks the base has.
         lora: What is to be adapted.
+        method: The kind of the adapters.
 
     Raises:
         PackError: No such projection or not so many blocks.
@@ -166,13 +168,10 @@ def plan_adapters(
         selected |= matched
     specs = plan_specs([_group(p, *projections[p]) for p in projections if p in selected], lora)
     ranks: list[dict[str, int]] = [{} for _ in range(blocks)]
-    shapes = []
     for path, spec in specs.items():
         if spec.rank:
             ranks[_block_of(path)][path.split(".", 3)[3]] = spec.rank
-        for part in spec.slices:
-            shapes += [(spec.in_features, part.rank), (part.rank, part.width)]
-    return PlannedAdapters(ranks, shapes)
+    return PlannedAdapters(ranks, METHODS[method].adapter_shapes(specs))
 
 
 def _block_of(path: str) -> int:

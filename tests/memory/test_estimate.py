@@ -14,13 +14,13 @@ from mlx_packs.memory.estimate import estimate, remedies
 from mlx_packs.memory.headers import Headers
 from mlx_packs.memory.plan import ERROR, fit
 from mlx_packs.memory.read import read_headers
-from mlx_packs.objectives.causal_lm import as_arrays, split_head
+from mlx_packs.objectives.causal_lm import as_arrays
 from mlx_packs.optim import make_optimizer
 from mlx_packs.runtime import mx
-from mlx_packs.training.step import Stepper
 from tests.helpers.errors import raises
 from tests.helpers.headers import REAL, dense_headers
 from tests.helpers.models import base_of
+from tests.helpers.steps import lm_stepper
 
 DENSE = TrainConfig(matmul_path="dense")
 
@@ -161,7 +161,7 @@ def test_blocks_keep_no_scores_whichever_of_their_projections_carry_adapters(
     attached.recompute(recompute)
     optimizer = make_optimizer(train)
     optimizer.init(tiny.model.trainable_parameters())
-    stepper = Stepper(tiny.model, split_head(tiny.model), optimizer, None)
+    stepper = lm_stepper(tiny.model, optimizer, None)
     tiny.model.train()
     rows = [Example(np.arange(length + 1, dtype=np.int32) % 1000, np.arange(length + 1) > 512, "x")]
     batch = make_batch(rows, [0], 1, length)

@@ -236,9 +236,9 @@ def test_plan_knows_an_nf4_base_as_it_is_stored(run, tmp_path):
     assert code == 0
     for option in json.loads(report)[:-1]:
         assert peak_of(option["command"], read_headers(out)) == option["peak_gb"]
-    for flags, flag in ((["--no-double-quant"], "quantize"), (["--keep", "q_proj"], "keep")):
+    for flags, flag in ((["--no-double-quant"], "double_quant"), (["--keep", "q_proj"], "keep")):
         assert run(*arguments, *flags)[0] == 2
-        check(run.error, run.error.code, flag)
+        check(run.error, "conflict", flag)
 
 
 @pytest.mark.parametrize(
