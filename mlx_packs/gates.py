@@ -5,8 +5,8 @@ from collections.abc import Mapping
 
 from .errors import PackError, flag_of
 
-# What each limit is of: PPL and decoded tokens/s over those of the base, size of the folder.
-MEANING = {"max_ppl_ratio": "PPL ratio", "min_tps_ratio": "speed ratio", "max_pack_mb": "MB"}
+# What each limit is of: size of the folder, PPL and decoded tokens/s over those of the base.
+MEANING = {"max_pack_mb": "MB", "max_ppl_ratio": "PPL ratio", "min_tps_ratio": "speed ratio"}
 Gates = dict[str, dict]
 
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 
+from ..gates import MEANING
 from ..schedules import SCHEDULES
 from .choices import (
     DISTANCES,
@@ -33,7 +34,7 @@ _schedule = partial(_optimization, phase=True, own_layers="optimizer")
 _step = partial(_optimization, own_layers="step")
 _memory = partial(option, section="Memory and speed")
 _evaluation = partial(option, section="Evaluation and gates", resumable=True)
-_gate = partial(_evaluation, metavar="LIMIT", above=0)
+_gate = partial(_evaluation, above=0)
 _output = partial(option, section="Output")
 _embedding = partial(option, section="Embedding", task="embedding")
 _phase = partial(option, section="Optimization", flags=())
@@ -389,26 +390,27 @@ class TrainConfig(TrainConflicts):
         resumable=True,
     )
     max_pack_mb: float | None = _gate(
-        None, "Gate: exit with code 1 if the pack is larger than LIMIT megabytes."
+        None, "Gate: exit with code 1 if the pack is larger than MB megabytes.", metavar="MB"
     )
     max_ppl_ratio: float | None = _gate(
         None,
-        "Gate: exit with code 1 if held-out perplexity after training is more than LIMIT times "
+        "Gate: exit with code 1 if held-out perplexity after training is more than RATIO times "
         "that before.",
+        metavar="RATIO",
         task="lm",
     )
     min_tps_ratio: float | None = _gate(
         None,
-        "Gate: exit with code 1 if tokens/s with the pack are less than LIMIT times those of the "
+        "Gate: exit with code 1 if tokens/s with the pack are less than RATIO times those of the "
         "base model.",
+        metavar="RATIO",
         task="lm",
     )
 
     @property
     def gates(self) -> dict[str, float | None]:
         """The limits that the pack must meet at the end; None where there is none."""
-        names = ("max_pack_mb", "max_ppl_ratio", "min_tps_ratio")
-        return {name: getattr(self, name) for name in names}
+        return {name: getattr(self, name) for name in MEANING}
 
 
 @dataclass(frozen=True)
