@@ -78,10 +78,10 @@ class Texts:
     def typical_rows(self) -> None:
         return None
 
-    def batches(self, phase, taken: int):
+    def batches(self, phase, start: int):
         while True:
-            yield self.splits["train"][taken % len(self.splits["train"])]
-            taken += 1
+            yield self.splits["train"][start % len(self.splits["train"])]
+            start += 1
 
     def validation(self, phase) -> list[Batch]:
         return self.splits["valid"]

@@ -72,11 +72,11 @@ class PairDataset:
     def typical_rows(self) -> None:
         """No matmul path is chosen: an encoder is dense."""
 
-    def batches(self, phase: RunPhase, taken: int) -> Iterator[PairBatch]:
-        """Batches without end, after ``taken`` of them."""
+    def batches(self, phase: RunPhase, start: int) -> Iterator[PairBatch]:
+        """Batches without end, from batch number ``start``."""
         pairs = self.splits["train"]
         sampler = self._sampler(pairs, self.train.seed, self.loss in IN_BATCH)
-        return pair_batches(pairs, sampler, taken, runtime.COMPILES)
+        return pair_batches(pairs, sampler, start, runtime.COMPILES)
 
     def validation(self, phase: RunPhase) -> EvalPairs | list:
         """The first pairs to validate on, and batches of them for the loss."""

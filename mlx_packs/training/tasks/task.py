@@ -35,8 +35,8 @@ class Dataset(Protocol):
         """Shapes of all training batches, as the memory plan counts them."""
         ...
 
-    def batches(self, phase: RunPhase, taken: int) -> Iterator[Batch]:
-        """Training batches of a phase without end, after ``taken`` of them."""
+    def batches(self, phase: RunPhase, start: int) -> Iterator[Batch]:
+        """Training batches of a phase without end, from batch number ``start``."""
         ...
 
     def validation(self, phase: RunPhase) -> Sequence[Any]:

@@ -101,9 +101,9 @@ class PhasedDataset:
             )
         )
 
-    def batches(self, phase: RunPhase, taken: int) -> Iterator[Batch]:
-        """Batches of a phase without end, after ``taken`` of them."""
-        return training_batches(self.train, self.sampler(phase), taken, self.allowed_shapes(phase))
+    def batches(self, phase: RunPhase, start: int) -> Iterator[Batch]:
+        """Batches of a phase without end, from batch number ``start``."""
+        return training_batches(self.train, self.sampler(phase), start, self.allowed_shapes(phase))
 
     def held_out_examples(self, phase: RunPhase) -> tuple[str, Examples]:
         """The split that a phase is evaluated on, and its examples."""
