@@ -3,7 +3,7 @@
 The proxy, ``projection-stack``, is a base without attention, feed-forwards, norms and residuals:
 rows of the embedding table go through the attention's output projections, one after another, to
 the head. It needs no block's other weights, and it is no language model. It is here to be compared
-with the true forward, so a run under it is judged by the true forward all the same.
+with the true forward, so a run under it is evaluated on the true forward all the same.
 """
 
 import dataclasses
@@ -88,13 +88,16 @@ def graph_of(base: BaseModel, lora: LoRAConfig, train: TrainConfig) -> Graph:
     if lora.target_modules:
         raise PackError(
             f"--target-modules {','.join(lora.target_modules)}: --objective {STACK} adapts the "
-            "attention's output projections and the head, and nothing else is in its graph; leave "
-            "it out, or train --objective transformer."
+            "attention's output projections and the head, and nothing else is in its graph. Leave "
+            "it out, or train --objective transformer.",
+            "conflict",
         )
     modules = dict(base.model.named_modules())
     blocks = block_prefixes(base.model)
     if lora.num_layers > len(blocks):
-        raise PackError(f"--num-layers {lora.num_layers}: the base has only {len(blocks)} blocks.")
+        raise PackError(
+            f"--num-layers {lora.num_layers}: the base has only {len(blocks)} blocks.", "invalid"
+        )
     table_path, table = _table(base, modules)
     head = _head(base, modules)
     stack, left_out = _square(base, modules, blocks, table_path)
@@ -104,7 +107,8 @@ def graph_of(base: BaseModel, lora: LoRAConfig, train: TrainConfig) -> Graph:
     if not adapted:
         raise PackError(
             f"--objective {STACK}: {base.name} has nothing to train in it: {left_out or 'no block'}"
-            ", and its head is the frozen embedding table; train --objective transformer."
+            ", and its head is the frozen embedding table. Train --objective transformer.",
+            "unsupported",
         )
     mapped: MappedEmbedding | str = f"the head is this table ({table_path})"
     if head:
@@ -144,8 +148,9 @@ def _table(base: BaseModel, modules: dict[str, nn.Module]) -> tuple[str, nn.Modu
         if path.rpartition(".")[2] in _TABLES and isinstance(module, (nn.Embedding, *EMBEDDINGS)):
             return path, module
     raise PackError(
-        f"--objective {STACK}: {base.name} has no embedding table called {' or '.join(_TABLES)}; "
-        "train --objective transformer."
+        f"--objective {STACK}: {base.name} has no embedding table called {' or '.join(_TABLES)}. "
+        "Train --objective transformer.",
+        "unsupported",
     )
 
 
@@ -157,8 +162,9 @@ def _head(base: BaseModel, modules: dict[str, nn.Module]) -> tuple[str, nn.Modul
     text = base.config.get("text_config") or base.config
     if text.get("tie_word_embeddings", base.config.get("tie_word_embeddings")) is False:
         raise PackError(
-            f"--objective {STACK}: {base.name} has a head of its own, but none called {_HEAD}; "
-            "train --objective transformer."
+            f"--objective {STACK}: {base.name} has a head of its own, but none called {_HEAD}. "
+            "Train --objective transformer.",
+            "unsupported",
         )
     return None
 

@@ -172,20 +172,25 @@ def test_qwen3_4b_has_no_square_projection():
     linear = nn.Linear(1, 1, bias=False)
     linear.weight = mx.zeros((2560, 4096))
     model.model.layers[0].self_attn.o_proj = linear
-    with pytest.raises(PackError, match=r"4096 -> 2560, not 64 -> 64 in 1 of 2"):
+    with raises("unsupported", "objective", "4096 -> 2560", "64 -> 64", "1 of 2"):
         graph(model)
 
 
 @pytest.mark.parametrize(
-    ("family", "changes", "lora", "message"),
+    ("family", "changes", "lora", "error"),
     [
-        ("qwen3", {"tie_word_embeddings": True}, {}, "nothing to train in it: o_proj is 128 -> 64"),
-        ("llama", SQUARE, {"target_modules": ("q_proj",)}, "--target-modules q_proj: --objective"),
-        ("llama", SQUARE, {"num_layers": 3}, "--num-layers 3: the base has only 2 blocks"),
+        ("qwen3", {"tie_word_embeddings": True}, {}, ("unsupported", "objective", "128 -> 64")),
+        (
+            "llama",
+            SQUARE,
+            {"target_modules": ("q_proj",)},
+            ("conflict", "target_modules", "q_proj"),
+        ),
+        ("llama", SQUARE, {"num_layers": 3}, ("invalid", "num_layers", "3", "2")),
     ],
 )
-def test_a_graph_in_which_nothing_would_learn_is_refused(family, changes, lora, message):
-    with pytest.raises(PackError, match=message):
+def test_a_graph_in_which_nothing_would_learn_is_refused(family, changes, lora, error):
+    with raises(*error):
         graph(base_of(family, **changes), LoRAConfig(**lora))
 
 
