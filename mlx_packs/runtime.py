@@ -23,7 +23,7 @@ BLAS_VARIABLE = "MLX_PACKS_BLAS"
 _SYSTEM_BLAS = ("libopenblas.so.0", "libblis.so.4", "libmkl_rt.so.2")
 _GEMM_SYMBOLS = ("cblas_sgemm", "cblas_dgemm", "cblas_cgemm")
 _CPU_CACHE_BYTES = 128 << 20
-_GPU_CACHE_SHARE = 1 / 8  # of the memory: less than what `plan.fit` leaves free
+_GPU_CACHE_SHARE = 1 / 8  # of the memory: less than `memory.plan.fit` leaves free
 _MEMORY_LIMITS = [  # of a container, by cgroups 2 and 1
     Path("/sys/fs/cgroup/memory.max"),
     Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
@@ -33,7 +33,7 @@ _JUMP_SLOT = {"x86_64": 7, "aarch64": 1026}  # R_X86_64_JUMP_SLOT, R_AARCH64_JUM
 
 @dataclass(frozen=True)
 class Blas:
-    """Which library multiplies fp32 matrices on the CPU, where it lies, and why that one."""
+    """The library that multiplies fp32 matrices on the CPU, and why that one."""
 
     name: str
     bound: bool
@@ -42,23 +42,26 @@ class Blas:
 
 
 def _candidates() -> list[tuple[str, str]]:
-    """(library file, symbol prefix) in the order to try; ``MLX_PACKS_BLAS=/lib.so`` is the only."""
+    """Return (library file, symbol prefix) in the order to try.
+
+    ``MLX_PACKS_BLAS=/lib.so`` is the only one.
+    """
     wanted = os.environ.get(BLAS_VARIABLE, "auto")
     if wanted not in ("auto", ""):
         return [(wanted, ""), (wanted, "scipy_")]
-    found: list[tuple[str, str]] = []
+    candidates: list[tuple[str, str]] = []
     try:
         import scipy_openblas32
 
         folder = Path(scipy_openblas32.get_lib_dir())
-        found += [(str(p), "scipy_") for p in sorted(folder.glob("libscipy_openblas*.so"))]
+        candidates += [(str(p), "scipy_") for p in sorted(folder.glob("libscipy_openblas*.so"))]
     except ImportError:
         pass
-    return found + [(name, "") for name in _SYSTEM_BLAS]
+    return candidates + [(name, "") for name in _SYSTEM_BLAS]
 
 
 def _open_blas() -> tuple[str, list[int], int | None] | None:
-    """The first library that has all matrix products: its name, their addresses, its threads."""
+    """Return name, addresses and threads of the first library that has all matrix products."""
     for name, prefix in _candidates():
         try:
             library = ctypes.CDLL(name)
@@ -71,7 +74,7 @@ def _open_blas() -> tuple[str, list[int], int | None] | None:
 
 
 def _set_threads(library: ctypes.CDLL, prefix: str) -> int | None:
-    """Let OpenBLAS use half of the cores, unless OPENBLAS_NUM_THREADS says otherwise.
+    """Let OpenBLAS use half of the cores, unless OPENBLAS_NUM_THREADS is set.
 
     Its threads wait for each other by spinning: with as many threads as cores, any other busy
     program makes a product 20 times slower (benchmarks/LOG.md). A fixed number also keeps runs
@@ -88,7 +91,7 @@ def _set_threads(library: ctypes.CDLL, prefix: str) -> int | None:
 
 
 def _libmlx_maps() -> list[tuple[int, int, str, int]]:
-    """(start, end, permissions, file offset) of the parts of libmlx.so mapped into this process."""
+    """Return (start, end, permissions, file offset) of the mapped parts of libmlx.so."""
     maps = []
     for line in Path("/proc/self/maps").read_text().splitlines():
         fields = line.split()
@@ -99,7 +102,7 @@ def _libmlx_maps() -> list[tuple[int, int, str, int]]:
 
 
 def _gemm_slots(base: int, jump_slot: int) -> dict[str, ctypes.c_uint64]:
-    """Where libmlx.so keeps the addresses of the BLAS functions that it calls.
+    """Return where libmlx.so stores the addresses of the BLAS functions that it calls.
 
     Reads the ELF64 dynamic section in memory (System V gABI, chapter 5): DT_JMPREL lists
     relocations of 24 bytes {offset, symbol << 32 | type, addend}; DT_SYMTAB, DT_STRTAB name them.
@@ -137,7 +140,7 @@ def _gemm_slots(base: int, jump_slot: int) -> dict[str, ctypes.c_uint64]:
 
 
 def _product_is_right() -> bool:
-    """A small product of integers is exact in float32, so any right BLAS gives the same bits."""
+    """Return whether a small product of integers, exact in float32 in any order, is right."""
     a = mx.arange(35 * 17, dtype=mx.float32).reshape(35, 17) % 7
     b = mx.arange(17 * 29, dtype=mx.float32).reshape(17, 29) % 5
     expected = (a[:, :, None] * b[None]).sum(axis=1)
@@ -147,7 +150,7 @@ def _product_is_right() -> bool:
 def _bind_blas() -> Blas:
     """Point libmlx's matrix products at a real BLAS.
 
-    The CPU wheel of MLX on Linux brings the reference BLAS (1 to 5 GFLOP/s where OpenBLAS reaches
+    The CPU wheel of MLX on Linux ships the reference BLAS (1 to 5 GFLOP/s where OpenBLAS reaches
     200). The functions have the same names and the same ABI everywhere, so replacing three entries
     of libmlx's jump table is enough; it needs no compiler, no LD_PRELOAD and no import order.
     """
@@ -158,14 +161,14 @@ def _bind_blas() -> Blas:
     jump_slot = _JUMP_SLOT.get(platform.machine())
     if jump_slot is None:
         return Blas("reference", False, f"no binding for {platform.machine()}")
-    found = _open_blas()
-    if found is None:
+    library = _open_blas()
+    if library is None:
         hint = "none found (pip install scipy-openblas32, or apt install libopenblas0)"
         if named := os.environ.get(BLAS_VARIABLE, "auto").removeprefix("auto"):
             hint = f"{BLAS_VARIABLE}={named} has no CBLAS or cannot be loaded"
             print(f"mlx_packs: {hint}; matrix products will be slow.", file=sys.stderr)
         return Blas("reference", False, f"slow: {hint}")
-    name, addresses, threads = found
+    name, addresses, threads = library
     maps = _libmlx_maps()
     base = min((start for start, _, _, offset in maps if offset == 0), default=None)
     slots = _gemm_slots(base, jump_slot) if base is not None else {}
@@ -190,9 +193,9 @@ BLAS = _bind_blas()
 
 @atexit.register
 def _finish() -> None:
-    """Wait for what MLX still computes (mlx-lm begins a token that nobody may ask for).
+    """Wait for what MLX still computes (mlx-lm begins a token that may not be needed).
 
-    A process that ends meanwhile takes the BLAS from under MLX's thread, which then crashes.
+    Otherwise the process would unload the BLAS while MLX's thread uses it, which then crashes.
     """
     mx.synchronize()
     if generate := sys.modules.get("mlx_lm.generate"):
@@ -220,7 +223,7 @@ _assumed: str | None = None
 
 @contextmanager
 def assumed_device(kind: str | None) -> Iterator[None]:
-    """Plan as if MLX computed on a ``cpu`` or a ``gpu`` by default; None is as it is."""
+    """Plan as if MLX computed on a ``cpu`` or a ``gpu`` by default; None changes nothing."""
     global _assumed
     before, _assumed = _assumed, kind or _assumed
     try:
@@ -230,21 +233,21 @@ def assumed_device(kind: str | None) -> Iterator[None]:
 
 
 def on_cpu() -> bool:
-    """Whether MLX computes on the CPU by default."""
+    """Return whether MLX computes on the CPU by default."""
     if _assumed is not None:
         return _assumed == "cpu"
     return mx.default_device() == mx.Device(mx.cpu)
 
 
 def device_name() -> str:
-    """The chip, as MLX names it."""
+    """Return the name of the chip, as MLX has it."""
     info = mx.device_info()
     kind = "cpu" if on_cpu() else ("metal" if mx.metal.is_available() else "cuda")
     return f"{info.get('device_name', platform.processor() or 'unknown')} ({kind})"
 
 
 def total_memory() -> int:
-    """Bytes of memory that MLX's device has; on Macs what Metal recommends to use at most."""
+    """Return the bytes of memory of MLX's device; on Macs what Metal recommends to use at most."""
     info = {} if on_cpu() else mx.device_info()
     # Metal's name and CUDA's
     known = info.get("max_recommended_working_set_size") or info.get("total_memory")
@@ -252,7 +255,7 @@ def total_memory() -> int:
 
 
 def host_memory() -> int:
-    """Bytes of memory that this process may have beside a GPU's own: a container may limit it."""
+    """Return the bytes of memory of this process beside a GPU's own; a container may limit it."""
     limits = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
     for file in _MEMORY_LIMITS:
         with suppress(OSError, ValueError):  # no such file, or "max"
@@ -261,7 +264,7 @@ def host_memory() -> int:
 
 
 def cache_limit() -> int:
-    """Bytes of freed buffers that MLX may keep for reuse in a run.
+    """Return the bytes of freed buffers that MLX may keep for reuse in a run.
 
     A process is at most so much larger than its arrays. MLX's own limit is 32 MB on Linux CPUs,
     where steps then ask the system for the same pages again and again (benchmarks/LOG.md), and
@@ -272,7 +275,7 @@ def cache_limit() -> int:
 
 @contextmanager
 def memory_limits(cache_bytes: int = 0) -> Iterator[None]:
-    """MLX's memory limits of a run, and those of before when it ends, however it ends.
+    """Set MLX's memory limits for a run, and restore them when it ends, however it ends.
 
     The buffer cache is limited to `cache_limit`, or ``cache_bytes`` if that is more. On Macs what
     the run uses stays resident (wired), up to what Metal recommends.
@@ -292,19 +295,19 @@ def memory_limits(cache_bytes: int = 0) -> Iterator[None]:
 
 
 def peak_process_bytes() -> int:
-    """The largest resident size that this process has had."""
+    """Return the largest resident size that this process has had."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
 
 
 def versions() -> dict[str, str]:
-    """Versions that a result depends on."""
+    """Return the versions that a result depends on."""
     from importlib.metadata import PackageNotFoundError, version
 
-    found = {"python": platform.python_version()}
+    packages = {"python": platform.python_version()}
     for name in ("mlx-packs", "mlx", "mlx-lm", "transformers", "numpy"):
         try:
-            found[name] = version(name)
+            packages[name] = version(name)
         except PackageNotFoundError:
-            found[name] = "source tree"
-    return found
+            packages[name] = "source tree"
+    return packages

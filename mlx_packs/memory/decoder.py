@@ -234,26 +234,26 @@ class _Step:
         return {
             moment: moment_parts(
                 self.pending,
-                itemsize * (tokens * kept),
+                itemsize * (tokens * saved),
                 itemsize * logits.get(moment, 0),
                 itemsize * (tokens * flying + working.get(moment, 0)),
             )
-            for moment, (kept, flying) in self._numbers_per_token().items()
+            for moment, (saved, flying) in self._numbers_per_token().items()
         }
 
     def _numbers_per_token(self) -> dict[str, tuple[float, float]]:
-        """Return (kept, in flight) in numbers per token at each moment.
+        """Return (saved, in flight) in numbers per token at each moment.
 
         The loss comes when all blocks have run. In the feed-forward of a block its temporaries and
         those of the attention beside it are in flight. Recomputed blocks hold their inputs, and
         one of them what it holds anyway.
         """
         d, f, q = self.sizes.hidden, self.sizes.ffn, self.sizes.queries
-        blocks = [self._kept(ranks) for ranks in self.ranks]
-        kept = sum(blocks)
-        before = len(blocks) * d if self.recompute == "block" else kept
+        blocks = [self._saved(ranks) for ranks in self.ranks]
+        saved = sum(blocks)
+        before = len(blocks) * d if self.recompute == "block" else saved
         if self.recompute == "block":
-            kept = before + max(blocks)
+            saved = before + max(blocks)
         if runtime.on_cpu():  # SwiGLU by pieces, which `moments` adds
             mlp = 4 * d + (4 * f + 2 * q if self.recompute == "none" else 5 * f)
         elif self.recompute == "none":
@@ -263,11 +263,11 @@ class _Step:
         attention = 2 * (q + self.sizes.keys)
         return {
             "loss": (before + 2 * d, 0),
-            "mlp": (kept, mlp),
-            "attention": (kept - f, attention),
+            "mlp": (saved, mlp),
+            "attention": (saved - f, attention),
         }
 
-    def _kept(self, ranks: Mapping[str, int]) -> float:
+    def _saved(self, ranks: Mapping[str, int]) -> float:
         """Return the numbers per token that an adapted block holds from forward to backward."""
         d, f = self.sizes.hidden, self.sizes.ffn
         q, k = self.sizes.queries, self.sizes.keys
@@ -275,15 +275,15 @@ class _Step:
         qkv = bool(adapted & {"q_proj", "k_proj", "v_proj"})
         gate_up = bool(adapted & {"gate_proj", "up_proj"})
         # two residual streams, and what the gradients of A are made of
-        kept = d * (2 + qkv + gate_up) + q * ("o_proj" in adapted) + sum(ranks.values())
+        saved = d * (2 + qkv + gate_up) + q * ("o_proj" in adapted) + sum(ranks.values())
         if self.recompute != "none":
-            return kept + q + 2 * k + 2 * f  # outputs of the frozen products
-        # attention probabilities are kept if they are one piece
+            return saved + q + 2 * k + 2 * f  # outputs of the frozen products
+        # attention probabilities are saved if they are one piece
         one_piece = self.tokens * self.scores <= stream_count() * _score_block()
         scores = self.scores if runtime.on_cpu() and one_piece else 0
         # q and k after RoPE, v, attended; gate, up, on GPUs silu(gate); the input of down
-        kept += 2 * q + 2 * k + scores + (3 - runtime.on_cpu()) * f + f * ("down_proj" in adapted)
-        return kept + (q + k) * self.sizes.head_norms  # what q_norm and k_norm read
+        saved += 2 * q + 2 * k + scores + (3 - runtime.on_cpu()) * f + f * ("down_proj" in adapted)
+        return saved + (q + k) * self.sizes.head_norms  # what q_norm and k_norm read
 
     def _loss_numbers(self) -> float:
         """Return the numbers in flight in the loss.

@@ -104,7 +104,7 @@ class _Step:
     all_blocks: bool
     recompute: str
 
-    def kept(self) -> int:
+    def saved(self) -> int:
         """Return the numbers that are kept for the backward pass."""
         # The input, q, k and v, what attention gave, what both norms read and gave; what went into
         # GELU and what came out; and the probabilities.
@@ -179,7 +179,7 @@ def estimate(
         adapters=4 * weights,
         optimizer=optimizer_bytes(adapters.shapes, train),
         moments={
-            "backward": moment_parts(pending, 4 * step.kept(), 4 * logits, 4 * step.flying()),
+            "backward": moment_parts(pending, 4 * step.saved(), 4 * logits, 4 * step.flying()),
             "update": moment_parts(
                 4 * weights * (1 + accumulates), working=1.3 * 4 * weights / len(tracked)
             ),

@@ -3,7 +3,7 @@
 Scores exist for one block of queries and keys at a time, forward and backward: the backward makes
 each block again from Q, K and V instead of keeping T x S probabilities; blocks of the same queries
 are merged by their largest score and their sum (https://arxiv.org/abs/2205.14135). Only where one
-block is all, on a CPU, it is kept. Keys that no query of a block sees are left out. On a GPU a
+block is all, on a CPU, it is saved. Keys that no query of a block sees are left out. On a GPU a
 block has all keys, and its forward is MLX's: the fused kernel, but on Metal the scores of a block
 while gradients are traced. With CUDA forward and backward are MLX's.
 """
@@ -295,27 +295,27 @@ class _Attention:
         return _joined(outputs, axis=1)
 
     def _block_output(self, at: _Block, own: _Heads) -> tuple[_Partial, mx.array | None]:
-        """Return the output of a block, and the probabilities, if they are kept."""
+        """Return the output of a block, and the probabilities, if they are saved."""
         powers, total, largest = _powers(self._scores(at, own.queries, own.keys))
         visible = own.values[:, :, at.first : at.last]
         if self.only:
-            kept = (powers * mx.reciprocal(total)).astype(own.queries.dtype)
-            return _Partial(largest, mx.ones_like(total), kept @ visible), kept
+            saved = (powers * mx.reciprocal(total)).astype(own.queries.dtype)
+            return _Partial(largest, mx.ones_like(total), saved @ visible), saved
         output = (powers.astype(own.queries.dtype) @ visible).astype(mx.float32)
         return _Partial(largest, total, output), None
 
-    def _probabilities(self, at: _Block, own: _Heads, kept: mx.array | None) -> mx.array:
-        """Return those of a block, from what the forward pass kept of its queries."""
+    def _probabilities(self, at: _Block, own: _Heads, saved: mx.array | None) -> mx.array:
+        """Return those of a block, from what the forward pass saved of its queries."""
         if self.only and self.on_cpu:
-            return kept
+            return saved
         scores = self._scores(at, own.queries, own.keys)
         if self.on_cpu:
-            return exp2(scores - kept).astype(own.queries.dtype)
+            return exp2(scores - saved).astype(own.queries.dtype)
         powers, total, _ = _powers(scores)
         return (powers * mx.reciprocal(total)).astype(own.queries.dtype)
 
     def _forward(self, queries: mx.array, keys: mx.array, values: mx.array) -> Arrays:
-        heads, outputs, kept = self._by_stream(queries, keys, values), [], []
+        heads, outputs, saved = self._by_stream(queries, keys, values), [], []
         for row in self.blocks:
             partial: list[_Partial | None] = [None] * self.parts
             for at in row:
@@ -324,12 +324,12 @@ class _Attention:
                     with stream:
                         part, weights = self._block_output(at, own)
                         partial[n] = part if partial[n] is None else partial[n].merged(part)
-                    kept += [weights] if self.only else []
+                    saved += [weights] if self.only else []
                 if not self.only:
                     later = mx.depends([h.queries for h in heads], [a for p in partial for a in p])
                     heads = [h._replace(queries=q) for h, q in zip(heads, later, strict=True)]
             if not self.only:
-                kept += [each.largest + mx.log2(each.total) for each in partial]
+                saved += [each.largest + mx.log2(each.total) for each in partial]
             rows = row[0].stop - row[0].start
             own_outputs = [
                 (each.output * mx.reciprocal(each.total))
@@ -339,7 +339,7 @@ class _Attention:
                 for each in partial
             ]
             outputs.append(_joined(own_outputs, axis=2))
-        return (_joined(outputs, axis=1), *kept)
+        return (_joined(outputs, axis=1), *saved)
 
     def _backward(self, primals: Arrays, d_output: mx.array, outputs: Arrays) -> Arrays:
         # sum over keys of p * dp, a number a query, equals that of output * d_output
@@ -356,9 +356,9 @@ class _Attention:
                 (group,) = rounds(enumerate(heads))
                 for stream, (n, own) in group:
                     with stream:
-                        kept = outputs[1 + number * self.parts + n] if self.on_cpu else None
+                        saved = outputs[1 + number * self.parts + n] if self.on_cpu else None
                         kv_heads = own.keys.shape[1]
-                        weights = self._probabilities(at, own, kept)
+                        weights = self._probabilities(at, own, saved)
                         d_part = _folded(own.d_output[:, :, rows], kv_heads)
                         d_weights = d_part @ own.values[:, :, visible].swapaxes(-1, -2)
                         d_scores = weights * (d_weights - _folded(own.shared[:, :, rows], kv_heads))

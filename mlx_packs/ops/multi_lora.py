@@ -49,7 +49,7 @@ def multi_lora(
 
     Args:
         x: [B, T, D], any float dtype; products accumulate in float32.
-        outputs: what the frozen projections made of the same input, [B, T, O_i] for each slice.
+        outputs: What the frozen projections made of the same input, [B, T, O_i] for each slice.
         lora_a: [P, D, R_i] of each slice; masters in float32. R_i is the largest rank among the
             packs, the others are padded with zeros. A slice with R_i = 0 keeps its output.
         lora_b: [P, R_i, O_i] of each slice; masters in float32.

@@ -560,12 +560,12 @@ def _drawn_weight(
 
 def instances() -> list[Instance]:
     """Return instances of the q projection of Qwen3-4B, 2560 to 4096: one row, and 512."""
-    found = []
+    instances = []
     for dtype in (mx.float32, mx.bfloat16, mx.float16):
         for double_quant in (False, True):
             for rows in (1, 512):
                 kind = "nf4 double" if double_quant else "nf4"
-                found.append(
+                instances.append(
                     Instance(
                         OP,
                         f"{str(dtype).removeprefix('mlx.core.')} {kind} 2560 to 4096 rows {rows}",
@@ -589,7 +589,7 @@ def instances() -> list[Instance]:
                         ),
                     )
                 )
-    return found
+    return instances
 
 
 def plans(
