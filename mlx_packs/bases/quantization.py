@@ -42,16 +42,16 @@ class QuantizeOptions:
         faults = self.weight_format.faults()
         for expression, bits in self.bits_for:
             if bits not in AFFINE_BITS:
-                faults.append(f"--bits-for must give one of {AFFINE_BITS} but gives {bits}")
+                faults.append(f"--bits-for: must give one of {AFFINE_BITS} but gives {bits}")
             try:
                 re.compile(expression)
             except re.error as error:
-                faults.append(f"--bits-for '{expression}' is no regular expression ({error})")
+                faults.append(f"--bits-for: '{expression}' is no regular expression ({error})")
         is_nf4 = isinstance(self.weight_format, NF4Format)
         if self.layout == "bitsandbytes" and (not is_nf4 or self.bits_for):
-            faults.append("--format bitsandbytes takes --mode nf4 only, and no --bits-for")
+            faults.append("--format bitsandbytes: takes --mode nf4 only, and no --bits-for")
         if not self.max_shard_gb > 0:
-            faults.append(f"--max-shard-gb must be positive but is {self.max_shard_gb}")
+            faults.append(f"--max-shard-gb: must be above 0 but is {self.max_shard_gb}")
         if faults:
             raise PackError("; ".join(faults) + ".")
 

@@ -136,10 +136,10 @@ class MLXFormat(WeightFormat):
         faults = []
         if self.mode == "affine" and self.group_size not in AFFINE_GROUP_SIZES:
             faults.append(
-                f"--group-size must be one of {AFFINE_GROUP_SIZES} but is {self.group_size}"
+                f"--group-size: must be one of {AFFINE_GROUP_SIZES} but is {self.group_size}"
             )
         if self.mode == "affine" and self.bits not in AFFINE_BITS:
-            faults.append(f"--bits must be one of {AFFINE_BITS} but is {self.bits}")
+            faults.append(f"--bits: must be one of {AFFINE_BITS} but is {self.bits}")
         return faults
 
     def nbytes(self, shape: Shape, scale_itemsize: int) -> int:
@@ -196,7 +196,7 @@ class NF4Format(WeightFormat):
         """Return what is wrong with the block size."""
         if self.group_size in BLOCK_SIZES:
             return []
-        return [f"--group-size or --block must be one of {BLOCK_SIZES} but is {self.group_size}"]
+        return [f"--group-size: must be one of {BLOCK_SIZES} but is {self.group_size}"]
 
     def nbytes(self, shape: Shape, scale_itemsize: int) -> int:
         """Return the bytes of codes and absmax, which are float32 or 8-bit."""
