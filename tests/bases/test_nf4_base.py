@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from mlx.utils import tree_flatten
 
-from mlx_packs import LoRAConfig, Pack, PackError, TrainConfig, load_base, train_pack
+from mlx_packs import LoRAConfig, Pack, TrainConfig, load_base, train_pack
 from mlx_packs.adapters.lora import attach
 from mlx_packs.bases.bitsandbytes import config_of, to_bitsandbytes
 from mlx_packs.bases.files import tiny_checkpoint
@@ -248,9 +248,9 @@ def test_a_pack_is_trained_saved_and_applied_on_nf4(dense, stored, tmp_path):
     assert not base.model.layers[0].self_attn.q_proj.double_quant
     with base.applied(pack):
         pass
-    with pytest.raises(PackError, match="nf4 4-bit g64, but .* is nf4 4-bit g64 double-quantized"):
+    with raises("mismatch", None, "nf4 4-bit g64,", "nf4 4-bit g64 double-quantized"):
         pack.attach(load_base(dense, "nf4"))
-    with pytest.raises(PackError, match="another base"):
+    with raises("mismatch", None, str(stored)):
         load_base_for(pack, stored)
     train = TrainConfig(iters=1, batch_size=1, max_seq_length=64, val_batches=0, test_batches=1)
     run = train_pack(str(stored), "tiny", LoRAConfig(rank=2), train, tmp_path / "q")
