@@ -66,8 +66,8 @@ def ties(deltas: Weighted, density: float, *_) -> mx.array:
 
 def _trimmed(delta: mx.array, density: float) -> mx.array:
     size = np.abs(np.array(delta)).ravel()
-    kept = max(1, round(density * size.size))
-    threshold = float(np.partition(size, size.size - kept)[size.size - kept])
+    count = max(1, round(density * size.size))
+    threshold = float(np.partition(size, size.size - count)[size.size - count])
     return mx.where(mx.abs(delta) >= threshold, delta, 0)
 
 

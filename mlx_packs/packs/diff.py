@@ -2,7 +2,7 @@
 
 A delta is scale * A @ B, [in, out]. With orthogonal bases Q of both packs' A, side by side, and P
 of their B, a delta is Q @ core @ P.T with a core as small as the ranks together; norms, products
-and singular vectors are those of the cores, and no_overlap as large as a weight is made.
+and singular vectors are those of the cores, and nothing as large as a weight is made.
 
 Subspace similarity (phi of equation 4): LoRA, section 7.2, https://arxiv.org/abs/2106.09685
 """

@@ -30,10 +30,10 @@ class Repo:
 
     def commit(self, files: dict[str, bytes | None], branch: str = "main") -> str:
         """Add files to a branch (None removes one); the commit's name."""
-        kept = {**self.commits.get(self.branches.get(branch, ""), {}), **files}
-        kept = {name: data for name, data in kept.items() if data is not None}
-        sha = hashlib.sha1(f"{len(self.commits)}{sorted(kept.items())}".encode()).hexdigest()
-        self.commits[sha], self.branches[branch] = kept, sha
+        content = {**self.commits.get(self.branches.get(branch, ""), {}), **files}
+        content = {name: data for name, data in content.items() if data is not None}
+        sha = hashlib.sha1(f"{len(self.commits)}{sorted(content.items())}".encode()).hexdigest()
+        self.commits[sha], self.branches[branch] = content, sha
         return sha
 
     def resolve(self, revision: str) -> str | None:
@@ -59,7 +59,7 @@ class LocalHub:
     forbidden: bool = False
     cut: dict[str, int] = field(default_factory=dict)
     hold: dict[str, int] = field(default_factory=dict)
-    held: threading.Event = field(default_factory=threading.Event)
+    holding: threading.Event = field(default_factory=threading.Event)
     closing: threading.Event = field(default_factory=threading.Event)
 
     def ranges(self, name: str) -> list[str | None]:
@@ -140,8 +140,8 @@ class _Handler(BaseHTTPRequestHandler):
             (method, r"/objects/(?P<oid>\w+)/(?P<name>.+)"): self._object,
         }
         for (verb, pattern), route in routes.items():
-            if verb == method and (found := re.fullmatch(pattern, path)):
-                return route(**found.groupdict())
+            if verb == method and (match := re.fullmatch(pattern, path)):
+                return route(**match.groupdict())
         self._fail(404, "EntryNotFound")
 
     def _json(self, value, status: int = 200) -> None:
@@ -153,8 +153,8 @@ class _Handler(BaseHTTPRequestHandler):
     def _bytes(self, data: bytes, status: int, headers: dict, name: str = "") -> None:
         begin = 0
         ranged = status == 200 and not self.hub.no_ranges
-        if ranged and (found := re.match(r"bytes=(\d+)-", self.headers.get("Range") or "")):
-            status, begin = 206, int(found[1])
+        if ranged and (match := re.match(r"bytes=(\d+)-", self.headers.get("Range") or "")):
+            status, begin = 206, int(match[1])
             headers |= {"Content-Range": f"bytes {begin}-{len(data) - 1}/{len(data)}"}
         self.send_response(status)
         for key, value in {**headers, "Content-Length": len(data) - begin}.items():
@@ -169,10 +169,10 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.flush()
             self.close_connection = True
         if cut is None and stop is not None:
-            self.hub.held.set()
+            self.hub.holding.set()
             self.hub.closing.wait()
 
-    def _found(self, repo: str, revision: str | None) -> tuple[Repo, str] | None:
+    def _look_up(self, repo: str, revision: str | None) -> tuple[Repo, str] | None:
         if repo not in self.hub.repos:
             return self._fail(404, "RepoNotFound")
         sha = self.hub.repos[repo].resolve(revision or "main")
@@ -198,22 +198,22 @@ class _Handler(BaseHTTPRequestHandler):
         self._json({} if good else {"errors": [{"message": "bad"}]}, 200 if good else 400)
 
     def _info(self, repo: str, revision: str | None) -> None:
-        if found := self._found(repo, revision):
-            held, sha = found
-            names = [{"rfilename": name} for name in sorted(held.commits[sha])]
+        if entry := self._look_up(repo, revision):
+            stored, sha = entry
+            names = [{"rfilename": name} for name in sorted(stored.commits[sha])]
             self._json(
                 {
                     "id": repo,
                     "sha": sha,
                     "siblings": names,
-                    "private": held.private,
-                    "cardData": held.card,
+                    "private": stored.private,
+                    "cardData": stored.card,
                 }
             )
 
     def _tree(self, repo: str, revision: str) -> None:
-        if found := self._found(repo, revision):
-            files = found[0].commits[found[1]]
+        if entry := self._look_up(repo, revision):
+            files = entry[0].commits[entry[1]]
             self._json(
                 [
                     {"type": "file", "path": name, "size": len(data), "oid": _git_oid(data)}
@@ -222,14 +222,14 @@ class _Handler(BaseHTTPRequestHandler):
             )
 
     def _branch(self, repo: str, branch: str) -> None:
-        held, sha = self._found(repo, None)
-        if branch in held.branches:
+        stored, sha = self._look_up(repo, None)
+        if branch in stored.branches:
             return self._json({}, 409)
-        held.branches[branch] = sha
+        stored.branches[branch] = sha
         self._json({})
 
     def _preupload(self, repo: str, revision: str) -> None:
-        if self._found(repo, revision):
+        if self._look_up(repo, revision):
             self._json(
                 {
                     "files": [
@@ -287,12 +287,12 @@ class _Handler(BaseHTTPRequestHandler):
         self._json({"commitUrl": f"{self.hub.url}/{repo}/commit/{sha}", "commitOid": sha})
 
     def _resolve(self, repo: str, revision: str, name: str) -> None:
-        if not (found := self._found(repo, revision)):
+        if not (entry := self._look_up(repo, revision)):
             return
-        held, sha = found
-        if name not in held.commits[sha]:
+        stored, sha = entry
+        if name not in stored.commits[sha]:
             return self._fail(404, "EntryNotFound")
-        data = held.commits[sha][name]
+        data = stored.commits[sha][name]
         headers = {"X-Repo-Commit": sha, "Accept-Ranges": "bytes"}
         if not name.endswith(".safetensors"):
             return self._bytes(data, 200, headers | {"ETag": f'"{_git_oid(data)}"'}, name)

@@ -157,7 +157,7 @@ def test_a_killed_download_resumes_and_leaves_nothing_in_place(hub, here):
     }
     command = [sys.executable, "-m", "mlx_packs.cli.main", "pull", "me/p", "--out", "q"]
     process = subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL)
-    assert hub.held.wait(30)
+    assert hub.holding.wait(30)
     (partial,) = here.glob(".q.pull-*")
     file = partial / "adapters.safetensors"
     while not file.exists() or file.stat().st_size < 300_000:
