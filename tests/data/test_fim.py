@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from mlx_packs import DataConfig, LoRAConfig, PackError, TrainConfig, train_pack
+from mlx_packs import DataConfig, LoRAConfig, TrainConfig, train_pack
 from mlx_packs.bases.files import tiny_checkpoint
 from mlx_packs.bases.tokenizer import load_tokenizer
 from mlx_packs.data.encoding import EncodingOptions, encode
@@ -275,7 +275,7 @@ def test_a_run_on_code_resumes_only_with_the_same_layout_of_its_rows(tmp_path, r
     assert trained.pack.manifest["recipe"]["fim_rate"] == 0.5
     assert trained.pack.manifest["data"]["rows"]["train"] > 61 + 20  # pieces
     for other in ({"fim_rate": 0.25}, {"long_rows": "cut"}, {"fim_spm_rate": 0.0}):
-        with pytest.raises(PackError, match=f"{next(iter(other))} was"):
+        with raises("mismatch", next(iter(other))):
             train_pack(
                 "tiny", data, lora, TrainConfig(**settings | other), tmp_path / "o", resume=True
             )
