@@ -10,7 +10,6 @@ import json
 import shutil
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 from mlx.utils import tree_flatten
@@ -34,90 +33,9 @@ from .files import RECORD
 from .loading import load_model_of
 from .quantization import QuantizeOptions, formats_for
 from .weight_formats import WeightFormat, check_finite
+from .write_plan import Item, WritePlan, in_shards
 
 _CACHE_BYTES = 1 << 24  # of buffers that MLX may keep between two slices of a tensor
-
-
-@dataclass(frozen=True)
-class Item:
-    """One tensor of the source, its format (None: left as it is), and what it becomes."""
-
-    name: str
-    size: int
-    dtype: str
-    weight_format: WeightFormat | None
-    outline: dict[str, mx.array]
-
-    @classmethod
-    def of(
-        cls,
-        name: str,
-        w: mx.array,
-        weight_format: WeightFormat | None,
-        layout: str,
-        size: int | None = None,
-    ) -> "Item":
-        """Describe what a tensor becomes.
-
-        Args:
-            name: of the tensor.
-            w: the tensor, lazy.
-            weight_format: None leaves it as it is.
-            layout: of quantized tensors, as `QuantizeOptions.layout`.
-            size: weights that it stands for, if not one each.
-        """
-        outline = {name: mx.zeros(w.shape, w.dtype)}
-        if weight_format is not None:
-            outline = weight_format.outline(name, w, layout)
-        dtype = str(w.dtype).removeprefix("mlx.core.")
-        return cls(name, w.size if size is None else size, dtype, weight_format, outline)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes on disk."""
-        return sum(tensor.nbytes for tensor in self.outline.values())
-
-
-@dataclass(frozen=True)
-class WritePlan:
-    """What `write` does.
-
-    Attributes:
-        options: of the quantization.
-        tensors: of the source, lazy.
-        shards: the items of each new file.
-        config: the new config.json.
-        fingerprint: of the source.
-        left_dense: modules that are not quantized though they could be, and why.
-        quantization: of the whole, for the record.
-        merged: the pack that was merged into it, if any.
-    """
-
-    options: QuantizeOptions
-    tensors: dict[str, mx.array]
-    shards: dict[str, list[Item]]
-    config: dict
-    fingerprint: str
-    left_dense: dict[str, str]
-    quantization: dict | None
-    merged: dict | None = None
-
-    @property
-    def items(self) -> list[Item]:
-        """The items of all shards."""
-        return [item for items in self.shards.values() for item in items]
-
-    def request(self) -> dict:
-        """Return how a record begins: what a later run must ask for to continue this one.
-
-        Another version of this package or of MLX may quantize other tensors to other bits.
-        """
-        return {
-            "version": 1,
-            "source": self.fingerprint,
-            "recipe": self.options.to_json(),
-            "versions": runtime.versions(),
-        } | ({"merged": self.merged} if self.merged else {})
 
 
 def quantize(
@@ -297,21 +215,6 @@ def _by_names_of_transformers(
                 "format",
             )
     return theirs
-
-
-def in_shards(items: list[Item], max_shard_gb: float) -> dict[str, list[Item]]:
-    """Return items by file, in their order; tensors of one module stay together."""
-    shards, size = [[]], 0
-    for item in items:
-        if shards[-1] and size + item.nbytes > max_shard_gb * 1e9:
-            shards.append([])
-            size = 0
-        shards[-1].append(item)
-        size += item.nbytes
-    if len(shards) == 1:
-        return {"model.safetensors": items}
-    count = len(shards)
-    return {f"model-{i:05d}-of-{count:05d}.safetensors": shard for i, shard in enumerate(shards, 1)}
 
 
 def _new_config(

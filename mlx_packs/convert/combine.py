@@ -133,21 +133,13 @@ def combine_packs(
         PackError: the packs are not of one base, or not of kinds that add up.
     """
     check_max_drift(max_drift)
-    _check_settings(len(packs), method, rank, density)
-    _check_weights([weight for _, weight in packs])
-    density = 0.5 if density is None else density
+    _check_settings([weight for _, weight in packs], method, rank, density)
     out = Path(out).expanduser()
     check_output(out, overwrite)
     opened = _open(packs)
     first = opened[0][0]
     base = load_base_for(first, model, trust_remote_code)
-    facts = {
-        "method": method,
-        **({"rank": rank} if rank else {}),
-        **({"density": density, "seed": seed} if method in ("ties", "dare") else {}),
-        "packs": [_source(pack, weight) for pack, weight in opened],
-    }
-    combination = _Combination(base, opened, _deltas(opened, method, density, seed), facts)
+    combination = _combination(base, opened, method, rank, density or 0.5, seed)
     combined = combination.pack(rank)
     columns = columns or columns_of(first, data)
     meter = FidelityMeter(base, first, columns, rows, display or Display(QUIET))
@@ -169,7 +161,7 @@ def combine_packs(
     return {
         "out": str(out),
         "model": base_files.public_name(str(model)),
-        **facts,
+        **combination.facts,
         **fidelity.to_json(),
         "max_drift": limit,
         "passed": passed,
@@ -239,11 +231,13 @@ def _open(packs: Sequence[tuple[str | Path | Pack, float]]) -> Packs:
     return opened
 
 
-def _check_settings(count: int, method: str, rank: int | None, density: float | None) -> None:
+def _check_settings(
+    weights: Sequence[float], method: str, rank: int | None, density: float | None
+) -> None:
     """Raise a PackError for settings that do not apply to each other."""
     if method not in METHODS:
         raise PackError(f"--method {method}: must be one of {', '.join(METHODS)}.", "unknown")
-    if count < 2:
+    if len(weights) < 2:
         raise PackError(
             "combine takes two packs or more, each as PACK=WEIGHT.", flag="weighted_packs"
         )
@@ -258,22 +252,30 @@ def _check_settings(count: int, method: str, rank: int | None, density: float | 
         raise PackError(f"--density: not with --method {method}.", "conflict")
     if density is not None and not 0 < density <= 1:
         raise PackError(f"--density must be above 0 and at most 1, but is {density}.")
-
-
-def _check_weights(weights: Sequence[float]) -> None:
     if bad := [weight for weight in weights if not math.isfinite(weight) or weight == 0]:
         raise PackError(
             f"weights must be numbers other than 0, but one is {bad[0]}.", flag="weighted_packs"
         )
 
 
-def _source(pack: Pack, weight: float) -> dict:
-    """Return what the manifest says of a pack that was combined."""
-    return {
-        "name": pack.short_name if pack.path else None,
-        "weight": weight,
-        "sha256": sha256(pack.path / ADAPTERS) if pack.path else None,
+def _combination(
+    base: BaseModel, packs: Packs, method: str, rank: int | None, density: float, seed: int
+) -> _Combination:
+    """Return what a method makes of packs, and the facts of it for a manifest."""
+    facts = {
+        "method": method,
+        **({"rank": rank} if rank else {}),
+        **({"density": density, "seed": seed} if method in ("ties", "dare") else {}),
+        "packs": [
+            {
+                "name": pack.short_name if pack.path else None,
+                "weight": weight,
+                "sha256": sha256(pack.path / ADAPTERS) if pack.path else None,
+            }
+            for pack, weight in packs
+        ],
     }
+    return _Combination(base, packs, _deltas(packs, method, density, seed), facts)
 
 
 def _deltas(opened: Packs, method: str, density: float, seed: int) -> dict[str, mx.array]:

@@ -9,7 +9,7 @@ import numpy as np
 
 from ..bases.encoder import Encoder, embedded, make_encoder, tensor_name
 from ..bases.tokenizer import tokens_of
-from ..bases.writer import WritePlan
+from ..bases.write_plan import WritePlan
 from ..data.formats import PAIR_FORMATS, TOKEN_FORMATS, format_of
 from ..errors import PackError
 from ..evaluation.rows import evaluation_rows

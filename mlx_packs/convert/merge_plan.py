@@ -15,13 +15,12 @@ from mlx.utils import tree_flatten
 from ..adapters.spec import ModuleSpec
 from ..adapters.tensors import delta_of
 from ..bases import files as base_files
-from ..bases import writer
 from ..bases.bitsandbytes import METHOD
 from ..bases.loading import lazy_base
 from ..bases.model import BaseModel
 from ..bases.quantization import QuantizeOptions, formats_for
 from ..bases.weight_formats import CLASSES, FORMATS, WeightFormat, format_of, named_format
-from ..bases.writer import Item, WritePlan
+from ..bases.write_plan import Item, WritePlan, in_shards
 from ..config.schema import DataConfig
 from ..display import Display
 from ..errors import PackError
@@ -309,7 +308,7 @@ def plan_merge(request: MergeRequest, facts: Mapping | None = None) -> WritePlan
     short = {k: v for k, v in quantized.items() if not isinstance(v, dict) and v is not False}
     changed = len(planned.changes) + len(planned.tensors)
     merged = {**(facts or {}), "changed": changed, "names": origin}
-    shards = writer.in_shards(items, request.max_shard_gb)
+    shards = in_shards(items, request.max_shard_gb)
     return WritePlan(options, tensors, shards, config, base.fingerprint, {}, short or None, merged)
 
 

@@ -1,0 +1,105 @@
+"""What writing a checkpoint takes: the tensors of its source, their formats, and their files."""
+
+from dataclasses import dataclass
+
+from .. import runtime
+from ..runtime import mx
+from .quantization import QuantizeOptions
+from .weight_formats import WeightFormat
+
+
+@dataclass(frozen=True)
+class Item:
+    """One tensor of the source, its format (None: left as it is), and what it becomes."""
+
+    name: str
+    size: int
+    dtype: str
+    weight_format: WeightFormat | None
+    outline: dict[str, mx.array]
+
+    @classmethod
+    def of(
+        cls,
+        name: str,
+        w: mx.array,
+        weight_format: WeightFormat | None,
+        layout: str,
+        size: int | None = None,
+    ) -> "Item":
+        """Describe what a tensor becomes.
+
+        Args:
+            name: of the tensor.
+            w: the tensor, lazy.
+            weight_format: None leaves it as it is.
+            layout: of quantized tensors, as `QuantizeOptions.layout`.
+            size: weights that it stands for, if not one each.
+        """
+        outline = {name: mx.zeros(w.shape, w.dtype)}
+        if weight_format is not None:
+            outline = weight_format.outline(name, w, layout)
+        dtype = str(w.dtype).removeprefix("mlx.core.")
+        return cls(name, w.size if size is None else size, dtype, weight_format, outline)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on disk."""
+        return sum(tensor.nbytes for tensor in self.outline.values())
+
+
+@dataclass(frozen=True)
+class WritePlan:
+    """What `write` does.
+
+    Attributes:
+        options: of the quantization.
+        tensors: of the source, lazy.
+        shards: the items of each new file.
+        config: the new config.json.
+        fingerprint: of the source.
+        left_dense: modules that are not quantized though they could be, and why.
+        quantization: of the whole, for the record.
+        merged: the pack that was merged into it, if any.
+    """
+
+    options: QuantizeOptions
+    tensors: dict[str, mx.array]
+    shards: dict[str, list[Item]]
+    config: dict
+    fingerprint: str
+    left_dense: dict[str, str]
+    quantization: dict | None
+    merged: dict | None = None
+
+    @property
+    def items(self) -> list[Item]:
+        """The items of all shards."""
+        return [item for items in self.shards.values() for item in items]
+
+    def request(self) -> dict:
+        """Return how a record begins: what a later run must ask for to continue this one.
+
+        Another version of this package or of MLX may quantize other tensors to other bits.
+        """
+        return {
+            "version": 1,
+            "source": self.fingerprint,
+            "recipe": self.options.to_json(),
+            "versions": runtime.versions(),
+        } | ({"merged": self.merged} if self.merged else {})
+
+
+def in_shards(items: list[Item], max_shard_gb: float) -> dict[str, list[Item]]:
+    """Return items by file, in their order; tensors of one module stay together."""
+    shards, size = [[]], 0
+    for item in items:
+        if shards[-1] and size + item.nbytes > max_shard_gb * 1e9:
+            shards.append([])
+            size = 0
+        shards[-1].append(item)
+        size += item.nbytes
+    if len(shards) == 1:
+        return {"model.safetensors": items}
+    count = len(shards)
+    return {f"model-{i:05d}-of-{count:05d}.safetensors": shard for i, shard in enumerate(shards, 1)}
