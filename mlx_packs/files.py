@@ -5,8 +5,9 @@ import hashlib
 import json
 import os
 import shutil
+import time
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
@@ -154,6 +155,15 @@ def append_line(path: Path, line: str) -> None:
             f.write(line + "\n")
     except OSError as error:
         raise unwritable(path, error) from None
+
+
+def remove_unused(folder: Path, pattern: str, days: int) -> None:
+    """Remove the files of a cache that no run has used for some days."""
+    oldest = time.time() - days * 24 * 3600
+    for file in folder.glob(pattern):
+        with suppress(OSError):  # another process was faster
+            if file.stat().st_mtime < oldest:
+                file.unlink()
 
 
 def make_folder(path: Path) -> None:

@@ -18,7 +18,7 @@ from ..nn.quantized import (
     TransientEmbedding,
     TransientLinear,
     dense_module,
-    dequantized_weight,
+    dense_weight,
 )
 from ..runtime import mx
 from .lora import Attached
@@ -120,7 +120,7 @@ def _adapted(
             f"{where}: {path}: the adapter is for {kind}, but the base has {actual}.", "mismatch"
         )
     bare = _bare(module)
-    weight = dequantized_weight(bare) if isinstance(bare, QUANTIZED) else bare.weight
+    weight = dense_weight(bare)
     (part,) = spec.slices
     shape = (spec.in_features, part.width)
     if tuple(weight.shape) != (shape if spec.kind == "embedding" else shape[::-1]):

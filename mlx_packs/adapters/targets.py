@@ -10,7 +10,7 @@ from ..bases.model import BaseModel
 from ..config.schema import LoRAConfig
 from ..errors import PackError
 from ..nn.experts import is_switch_linear
-from ..nn.quantized import LINEARS, HalfLinear, dequantized_weight
+from ..nn.quantized import HalfLinear, dense_weight
 from ..runtime import mx
 from .spec import ModuleSpec, SliceSpec, Specs
 
@@ -104,10 +104,8 @@ def fp16_copies(
         if is_switch_linear(module):
             raise fault
         try:
-            weight = module.weight
-            if isinstance(module, LINEARS):
-                weight = dequantized_weight(module)
-            half = HalfLinear(weight.astype(mx.float16), module.get("bias"))
+            weight = dense_weight(module).astype(mx.float16)
+            half = HalfLinear(weight, module.get("bias"))
             mx.eval(half.parameters())
         except (ValueError, RuntimeError) as error:
             reason = " ".join(str(error).split())

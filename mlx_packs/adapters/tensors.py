@@ -6,9 +6,8 @@ from dataclasses import dataclass
 import mlx.nn as nn
 
 from ..errors import PackError
-from ..nn.experts import expert_weights
 from ..nn.lora import GroupedLoRA, low_rank_delta
-from ..nn.quantized import LINEARS, dequantized_weight
+from ..nn.quantized import dense_weight
 from ..runtime import mx
 from .spec import ModuleSpec, factor_names
 
@@ -91,12 +90,7 @@ def load_slots(slots: Slots, tensors: Mapping[str, mx.array], where: str) -> Non
 
 def merged_weight(spec: ModuleSpec, tensors: Mapping[str, mx.array], linear: nn.Module) -> mx.array:
     """Return the dense weight of a frozen linear with its adapters' delta added, in float32."""
-    if spec.experts is not None:
-        weight = expert_weights(linear)
-    else:
-        quantized = isinstance(linear, LINEARS)
-        weight = dequantized_weight(linear) if quantized else linear.weight
-    return weight.astype(mx.float32) + delta_of(spec, tensors)
+    return dense_weight(linear).astype(mx.float32) + delta_of(spec, tensors)
 
 
 def delta_of(spec: ModuleSpec, tensors: Mapping[str, mx.array]) -> mx.array:

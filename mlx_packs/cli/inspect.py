@@ -74,7 +74,7 @@ def _file_lines(files: dict[str, dict]) -> list[str]:
     ]
 
 
-def _pack_lines(pack: "Pack", verbose: bool = False) -> list[str]:
+def _pack_lines(pack: "Pack", verbose: bool) -> list[str]:
     """Describe a pack; the optional parts of its manifest only as far as they are there."""
     m = pack.manifest
     modules = m["adapters"]["modules"]

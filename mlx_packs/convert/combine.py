@@ -23,6 +23,7 @@ from ..errors import PackError
 from ..evaluation.rows import columns_of
 from ..files import sha256
 from ..nn.lora import adapter_key
+from ..nn.quantized import dense_weight
 from ..packs.base import load_base_for
 from ..packs.folder import check_output
 from ..packs.manifest import ADAPTERS, is_of_encoder
@@ -31,7 +32,7 @@ from ..packs.weighted_sum import check_addable, check_distinct, weighted_sum
 from ..runtime import mx
 from .fidelity import ROWS, Fidelity, FidelityMeter, Modules, check_max_drift
 from .merge_decoder import dense_modules
-from .merge_plan import Change, dense_weight
+from .merge_plan import Change
 from .merger import first_that_passes
 
 _EXACT_SVD = 512  # of the smaller side; above it the range is found by random projections

@@ -24,8 +24,8 @@ from ..bases.write_plan import Item, WritePlan, in_shards
 from ..config.schema import DataConfig
 from ..display import Display
 from ..errors import PackError
-from ..nn.experts import expert_weights, is_switch_linear
-from ..nn.quantized import QUANTIZED, dequantized_weight
+from ..nn.experts import is_switch_linear
+from ..nn.quantized import QUANTIZED, dense_weight
 from ..packs.manifest import replaced_of
 from ..packs.pack import Pack
 from ..runtime import mx
@@ -213,13 +213,6 @@ def _check_mergeable(pack: Pack) -> None:
             )
 
 
-def dense_weight(module: nn.Module) -> mx.array:
-    """Return the dequantized weight of any linear, embedding or stack of experts."""
-    if is_switch_linear(module):
-        return expert_weights(module)
-    return dequantized_weight(module) if isinstance(module, QUANTIZED) else module.weight
-
-
 def dtype_of(module: nn.Module) -> mx.Dtype:
     """Return the dtype of a weight when it is dense."""
     return dense_weight(module).dtype
@@ -299,7 +292,9 @@ def plan_merge(request: MergeRequest, facts: Mapping | None = None) -> WritePlan
     layout = "bitsandbytes" if keeps_layout else "mlx"
     names, config, origin = _own_names(source, planned, layout), planned.config, "base"
     if names is None or (of_bitsandbytes and native):
-        names, layout, origin = _names_of_model(planned), "mlx", "mlx-lm"
+        tensors = dict(tree_flatten(planned.base.model.parameters()))
+        names = _Names(tensors, {c.path: c.path for c in planned.changes})
+        layout, origin = "mlx", "mlx-lm"
     if layout == "bitsandbytes":
         config = _stored_config(source)
     items, tensors = _items(planned, names, DTYPES[request.dtype], layout)
@@ -413,8 +408,3 @@ def _place_of(
         (path, short, f"transformer.{short}") if is_gpt2 else (path, f"bert.{path}", *known)
     )
     return next((p for p in candidates if f"{p}.weight" in tensors or f"{p}.bias" in tensors), None)
-
-
-def _names_of_model(planned: Changes) -> _Names:
-    tensors = dict(tree_flatten(planned.base.model.parameters()))
-    return _Names(tensors, {c.path: c.path for c in planned.changes})

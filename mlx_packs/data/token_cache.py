@@ -18,14 +18,14 @@ import numpy as np
 
 from ..config.schema import COLUMN_SETTINGS, DataConfig
 from ..errors import PackError
-from ..files import read_header, write_tensors
+from ..files import read_header, remove_unused, write_tensors
 from ..runtime import mx
 from .encoding import ENCODING_VERSION, EncodingOptions, Example, Examples, encode, token_format
 from .formats import Row
 
 CACHE_VARIABLE = "MLX_PACKS_CACHE"
 WORTHWHILE_BYTES = 2 << 20  # of rows: a second or two of encoding
-_DAYS = 30
+_DAYS = 30  # that an unused file is kept
 _DTYPES = {
     "ends": ("I64", np.int64),  # [R], where each example ends
     "rows": ("I64", np.int64),  # [R], which of the given rows it is
@@ -85,7 +85,7 @@ def encode_cached(
         _write(file, key, rows, examples)
     except (PackError, OSError):  # a full or read-only disk must not stop a run
         return examples, None
-    _forget_unused(folder)
+    remove_unused(folder, "*.safetensors", _DAYS)
     return _read(file, key, rows, columns, options) or examples, file
 
 
@@ -177,14 +177,3 @@ def _read(
     cut, dropped = parts["counts"].tolist()
     items = StoredExamples(parts, [row.where for row in rows])
     return Examples(items, row_format.name, loss_on, cut, dropped)
-
-
-def _forget_unused(folder: Path) -> None:
-    """Remove entries that no run has read for a month."""
-    oldest = time.time() - _DAYS * 24 * 3600
-    for file in folder.glob("*.safetensors"):
-        try:
-            if file.stat().st_mtime < oldest:
-                file.unlink()
-        except OSError:  # another process was faster
-            continue

@@ -17,7 +17,7 @@ from ..config.choices import MATMUL_PATHS
 from ..nn.quantized import (
     EMBEDDINGS,
     dense_dtype,
-    dequantized_weight,
+    dense_weight,
     quantized_matmul,
     quantized_modules,
     transient_matmul,
@@ -192,7 +192,7 @@ def product_seconds(module: nn.Module, rows: int) -> dict[str, float]:
     The quantized one is extrapolated where it is far behind.
     """
     sample = min(rows, _MEASURED_ROWS)
-    weight = dequantized_weight(module)
+    weight = dense_weight(module)
     x = mx.random.normal((sample, weight.shape[1]), key=mx.random.key(0)).astype(weight.dtype)
     mx.eval(x, weight)
     seconds = {path: _path_seconds(path, module, x, weight) for path in ("dense", "transient")}

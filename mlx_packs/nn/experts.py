@@ -18,20 +18,6 @@ def is_switch_linear(module: nn.Module) -> bool:
     return type(module).__module__ == _MODULE and type(module).__name__ in _NAMES
 
 
-def expert_weights(module: nn.Module) -> mx.array:
-    """Return the dense weight [E, O, D] of a switch linear, in the dtype of its scales."""
-    if "scales" not in module:
-        return module.weight
-    return mx.dequantize(
-        module.weight,
-        module.scales,
-        module.get("biases"),
-        group_size=module.group_size,
-        bits=module.bits,
-        mode=module.mode,
-    )
-
-
 class AdaptedSwitchLinear(nn.Module):
     """A frozen switch linear with an adapter for each expert; called as the switch linear is."""
 

@@ -38,13 +38,17 @@ def dense_dtype(module: nn.Module) -> mx.Dtype:
     return module.dtype if isinstance(module, NF4) else module.scales.dtype
 
 
-def dequantized_weight(module: nn.Module) -> mx.array:
-    """Return the weight of a quantized linear or embedding, [out, in], in the dtype of its scales.
+def dense_weight(module: nn.Module) -> mx.array:
+    """Return the weight of a linear, an embedding or a stack of experts, dequantized if quantized.
 
-    NF4, whose scales are float32, has the dtype that its module names.
+    Returns:
+        [out, in], of experts [E, out, in], in the dtype of the scales; NF4, whose scales are
+        float32, has the dtype that its module names.
     """
     if isinstance(module, NF4):
         return module.dequantized()
+    if "scales" not in module:
+        return module.weight
     return mx.dequantize(
         module.weight,
         module.scales,
@@ -172,7 +176,7 @@ def _shared(linear: nn.Linear) -> DenseLinear:
 
 def dense_module(module: nn.Module, dtype: mx.Dtype | None = None) -> nn.Module:
     """Return a frozen nn.Linear or nn.Embedding with the dequantized weight of ``module``."""
-    weight = dequantized_weight(module)
+    weight = dense_weight(module)
     if dtype is not None:
         weight = weight.astype(dtype)
     if isinstance(module, EMBEDDINGS):

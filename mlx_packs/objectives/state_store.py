@@ -6,7 +6,6 @@ A row of the file counts if its digest fits: what is damaged, half-written or fo
 import hashlib
 import os
 import threading
-import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -14,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from ..errors import PackError
-from ..files import exclusive_writer
+from ..files import exclusive_writer, remove_unused
 
 _DIGEST_BYTES = 16
 _DAYS = 7  # that an unused file is kept
@@ -142,7 +141,7 @@ class StateStore:
     def _open_file(self, file: Path) -> None:
         try:
             file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)  # rows may be private
-            _remove_unused(file.parent)
+            remove_unused(file.parent, "*.states", _DAYS)
             self._open.enter_context(exclusive_writer(file))
             self._file = os.open(file, os.O_RDWR | os.O_CREAT, 0o600)
             size = int(self._ends[-1])
@@ -192,14 +191,3 @@ class StateStore:
         at = 0
         while at < len(data):
             at += os.pwrite(self._file, data[at:].data, int(start) + at)
-
-
-def _remove_unused(folder: Path) -> None:
-    """Remove the files that no run has used for a week; states are large."""
-    oldest = time.time() - _DAYS * 24 * 3600
-    for file in folder.glob("*.states"):
-        try:
-            if file.stat().st_mtime < oldest:
-                file.unlink()
-        except OSError:  # another process was faster
-            continue

@@ -34,7 +34,7 @@ from benchmarks import (
     whole,
     workloads,
 )
-from mlx_packs.nn.quantized import dequantized_weight, quantized_modules
+from mlx_packs.nn.quantized import dense_weight, quantized_modules
 from mlx_packs.runtime import mx
 
 CONFIG = workloads.QWEN3_4B | {
@@ -84,7 +84,7 @@ def test_a_random_base_never_has_a_dense_weight():
 def test_weights_of_a_random_base_are_centred_and_of_the_usual_size(config):
     small = {k: CONFIG[k] for k in CONFIG if k.startswith(("num_", "inter", "vocab", "head"))}
     base = workloads.random_base(config | small, seed=0)
-    weights = dequantized_weight(base.model.layers[0].mlp.gate_proj)
+    weights = dense_weight(base.model.layers[0].mlp.gate_proj)
     assert abs(weights.mean().item()) < 1e-3
     assert weights.var().sqrt().item() == pytest.approx(0.02, rel=0.05)
     assert mx.isfinite(base.model(mx.array([[1, 2, 3]]))).all().item()

@@ -14,7 +14,7 @@ from mlx_packs.bases.geometry import chooses
 from mlx_packs.config.choices import ENCODERS
 from mlx_packs.convert import peft as peft_format
 from mlx_packs.convert.interop import export_pack, import_adapter
-from mlx_packs.nn.quantized import QUANTIZED, dequantized_weight
+from mlx_packs.nn.quantized import QUANTIZED, dense_weight
 from mlx_packs.runtime import mx
 from tests.helpers.checkpoints import attached_logits
 from tests.helpers.packs import random_pack
@@ -123,7 +123,7 @@ def test_over_the_dequantized_base_of_a_4_bit_pack_too(base, tmp_path):
     for path, module in loaded.model.named_modules():
         if isinstance(module, QUANTIZED):
             name = path.replace("model.", "transformer.", 1) if base.name == "gpt2" else path
-            weight = np.array(dequantized_weight(module).astype(mx.float32))
+            weight = np.array(dense_weight(module).astype(mx.float32))
             turned = base.name == "gpt2" and state[f"{name}.weight"].shape != weight.shape
             square = base.name == "gpt2" and name.endswith("attn.c_proj")
             state[f"{name}.weight"] = torch.tensor(weight.T if turned or square else weight)
