@@ -18,7 +18,7 @@ Code = Literal[
     "data",  # examples that cannot be used
     "memory",  # more than the machine has
     "dependency",  # a package that is not installed, or too old
-    "busy",  # another process is at work there
+    "busy",  # another process writes there
     "diverged",  # a loss or gradient that is not finite
     "network",
     "interrupted",
@@ -63,7 +63,7 @@ class PackError(click.ClickException):
         return "`".join(parts)
 
     def show(self, file: IO[Any] | None = None) -> None:
-        """Print the error as one line; what a stranger's file says cannot steer a terminal."""
+        """Print the error as one line, without control characters from files."""
         click.echo(f"packs: {printable(self.message)}", file=file, err=file is None)
 
 
@@ -82,7 +82,7 @@ def flag_of(setting: str) -> str:
 
 
 def printable(text: str) -> str:
-    """One line for a terminal: what a stranger's file says cannot steer it."""
+    """Return text for a terminal without control characters, which could steer it."""
     return re.sub(r"[\x00-\x1f\x7f-\x9f]", "?", text)
 
 

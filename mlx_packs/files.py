@@ -258,7 +258,7 @@ def save_tensors(file: Path, tensors: dict, metadata: Mapping[str, str] | None =
         mx.save_safetensors(str(file), dict(sorted(tensors.items())), entries)
     except RuntimeError as error:
         raise PackError(f"{file}: cannot be written ({error}).", "unwritable") from None
-    # MLX does not report a full disk: the file is then shorter than its header says
+    # MLX does not report a full disk: the file is then shorter than its header states
     read_header(file)
 
 

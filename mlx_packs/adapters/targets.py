@@ -59,7 +59,7 @@ def without_narrow(groups: list[Group], lora: LoRAConfig) -> tuple[list[Group], 
     """Leave out the linears that are not named and too narrow for the rank.
 
     Such are gates and steps by head of a recurrence or a mixture. If that were all of them, they
-    stay, and `plan_specs` says what is wrong with the rank. So does a projection of a grouped block.
+    stay, and `plan_specs` reports what is wrong with the rank. So does a projection of a grouped block.
 
     Returns:
         The groups, and notes on what was left out.

@@ -267,7 +267,7 @@ def text_config(config: dict) -> dict:
 
 
 def stored_quantization(config: Mapping) -> dict:
-    """Return what a config.json says of quantization; {} if it says nothing."""
+    """Return the quantization settings of a config.json; {} if it has none."""
     for part in (config, config.get("text_config") or {}):
         for key in ("quantization", "quantization_config"):
             if part.get(key):
@@ -286,8 +286,8 @@ def quantization_name(q: Mapping | None) -> str:
     if "bits" not in q or "group_size" not in q:
         return mode
     double = " double-quantized" if q.get("double_quant") else ""
-    kept = f" without {', '.join(q['keep'])}" if q.get("keep") else ""
-    return f"{mode} {q['bits']}-bit g{q['group_size']}{double}{kept}"
+    dense = f" without {', '.join(q['keep'])}" if q.get("keep") else ""
+    return f"{mode} {q['bits']}-bit g{q['group_size']}{double}{dense}"
 
 
 def quantized_as(path: Path, config: Mapping) -> str | None:

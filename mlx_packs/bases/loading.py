@@ -225,10 +225,10 @@ def _cast(model: nn.Module, dtype: mx.Dtype) -> None:
     """Take the floating tensors of a model to a dtype, but for the parts of NF4 weights."""
     half = (mx.float16, mx.bfloat16)
     changed = half if runtime.on_cpu() else (*half, mx.float32)
-    kept = {id(v) for m in model.modules() if isinstance(m, NF4) for v in m.values()}
+    exempt = {id(v) for m in model.modules() if isinstance(m, NF4) for v in m.values()}
     model.update(
         tree_map(
-            lambda a: a.astype(dtype) if a.dtype in changed and id(a) not in kept else a,
+            lambda a: a.astype(dtype) if a.dtype in changed and id(a) not in exempt else a,
             model.parameters(),
         )
     )

@@ -1,4 +1,4 @@
-"""Checkpoints that are stored in NF4: where their tensors go, and what is asked of them."""
+"""Checkpoints that are stored in NF4: where their tensors go, and which settings they allow."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -27,7 +27,7 @@ def place_nf4(
     Args:
         model: with dense modules.
         weights: by the names of the model, lazy.
-        dtype: of the dense weight where one is asked for.
+        dtype: of the dense weight where one is needed.
         config: config.json; one that names NF4 must have absmax beside all codes.
         where: the checkpoint, for errors.
 
@@ -121,7 +121,7 @@ def stored_as_asked(config: Mapping, quantize: str) -> bool:
 
 
 def quantized_already(quantize: str, kind: str) -> PackError:
-    """Return the error of a quantized base that is asked to be quantized."""
+    """Return the error for quantizing a base that is quantized already."""
     return PackError(
         f"--quantize {quantize}: the base is quantized already ({kind}). Train on it as it is, or "
         "name the checkpoint that it was made from.",
@@ -137,7 +137,7 @@ def check_stored_nf4(
     Args:
         modules: paths of its NF4 modules, and whether each is double-quantized.
         name: of the base.
-        double_quant: what is asked for.
+        double_quant: as requested.
         keep: modules that are to be dense.
 
     Raises:
@@ -151,10 +151,10 @@ def check_stored_nf4(
             "conflict",
             "double_quant",
         )
-    for kept in keep:
-        if path := next((path for path, _ in modules if is_named(path, kept)), None):
+    for dense in keep:
+        if path := next((path for path, _ in modules if is_named(path, dense)), None):
             raise PackError(
-                f"--keep {kept}: {name} is NF4 already, {path} too; take the checkpoint that it "
+                f"--keep {dense}: {name} is NF4 already, {path} too; take the checkpoint that it "
                 "was made from.",
                 "conflict",
             )

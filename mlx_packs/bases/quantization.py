@@ -104,11 +104,11 @@ def format_for(
     Args:
         path: of the module.
         shape: [O, D] of its weight.
-        options: what is asked for.
+        options: as requested.
         kind: ``linear``, ``embedding``, or ``other`` for what else can be quantized, such as
             stacked experts [E, O, D].
         advice: of the model's family (mlx-lm's ``quant_predicate``): False for dense, or bits and
-            group_size. What the options say of the module by name goes before it.
+            group_size. Options that name the module take precedence.
 
     Raises:
         PackError: ``bits_for`` finds a module whose width does not fit.

@@ -1,6 +1,6 @@
-"""How texts become vectors: what a folder of sentence-transformers says of it.
+"""How texts become vectors: the configuration of a sentence-transformers folder.
 
-Pooling stands in ``modules.json`` and ``1_Pooling/config.json``, how long a text may be in
+Pooling is configured in ``modules.json`` and ``1_Pooling/config.json``, how long a text may be in
 ``sentence_bert_config.json`` (or with the tokenizer).
 
 Sentence-BERT: https://arxiv.org/abs/1908.10084
@@ -38,7 +38,7 @@ class SentenceConfig:
     lower_case: bool = False
 
     def to_json(self) -> dict:
-        """Return what a pack's manifest says of it."""
+        """Return its entry in a pack's manifest."""
         return {"pooling": self.pooling, "normalize": self.normalize}
 
 

@@ -1,6 +1,6 @@
 """Quantize a checkpoint to another, tensor by tensor: the model is never in memory as a whole.
 
-`plan_quantized` says which modules are quantized and how, and spreads the result over shards;
+`plan_quantized` decides which modules are quantized and how, and spreads the result over shards;
 `write` then reads, quantizes and writes one tensor after another. Finished shards outlive an
 interruption.
 `packs merge` makes plans of its own (merge.py).

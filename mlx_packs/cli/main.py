@@ -110,7 +110,7 @@ def user_errors() -> Iterator[None]:
         raise _usage_error(error) from error
     except (click.Abort, KeyboardInterrupt) as error:
         raise Interrupted("interrupted") from error
-    except OSError as error:  # a disk that fills up, a folder that may not be read
+    except OSError as error:  # a disk that fills up, a folder without read permission
         full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
         message = f"{error.filename or 'input or output'}: {error.strerror or error}"
         raise PackError(message, "unwritable" if full else "unreadable") from error

@@ -23,7 +23,7 @@ class Option(click.Option):
     Args:
         names: flags, and perhaps the parameter of the function.
         section: where `SectionedCommand` lists it.
-        default_text: the default in words, where its value says nothing.
+        default_text: the default in words, where its value explains nothing.
         settings: as of `click.Option`.
     """
 
@@ -39,7 +39,7 @@ class Option(click.Option):
         self.default_text = default_text
 
     def get_help_extra(self, ctx: click.Context) -> "OptionHelpExtra":
-        """Return what stands in brackets after the help."""
+        """Return the text in brackets after the help."""
         extra = super().get_help_extra(ctx)
         if self.default_text:
             extra["default"] = self.default_text

@@ -30,10 +30,10 @@ class Facts:
 
     Attributes:
         help: full sentences, without the default.
-        section: the part of the help that it stands in, one of `SECTIONS`.
+        section: its section of the help, one of `SECTIONS`.
         choices: valid values of a text; empty where any text is valid.
         metavar: what help calls its value; by its type where None.
-        shown_default: what help says of the default, where the value does not say it.
+        shown_default: the default as help shows it, where the value does not explain itself.
         flags: how the command line spells it; by its name where None, not at all where empty.
         at_least: smallest valid number (of every value of a mapping).
         above: number that a valid one exceeds.

@@ -103,7 +103,7 @@ def _take_lora_parameters(flat: dict, where: str) -> None:
                 "conflict",
                 "alpha",
             )
-        del flat["scale"]  # the nested form stands in files only, and flags override them
+        del flat["scale"]  # the nested form occurs in files only, and flags override them
 
 
 def _take_mask_prompt(flat: dict, where: str) -> None:

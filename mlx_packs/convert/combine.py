@@ -2,7 +2,7 @@
 
 What is combined are deltas D_i = scale * (A B)^T of whole modules, never A and B apart. A linear
 sum of low-rank deltas is low-rank itself and kept exactly; what the other methods make is not, and
-becomes the nearest pack of the rank that is asked for (Eckart and Young, by SVD).
+becomes the nearest pack of the requested rank (Eckart and Young, by SVD).
 """
 
 import math
@@ -174,7 +174,7 @@ def combine_packs(
 
 @dataclass(frozen=True)
 class _Combination:
-    """Packs of one base, the deltas that a method makes of them, and what a manifest says of it."""
+    """Packs of one base, the deltas that a method makes of them, and facts for a manifest."""
 
     base: BaseModel
     packs: Packs

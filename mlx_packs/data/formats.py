@@ -13,7 +13,7 @@ from ..config.schema import DataConfig
 from ..errors import PackError
 from .conversations import Conversation, Span, check_messages
 
-_PROMPT_TOKENS = 32  # of a text, half of which is given to be continued
+_PROMPT_TOKENS = 32  # that are to be continued; of a short text at most half
 
 
 @dataclass(frozen=True)

@@ -70,7 +70,7 @@ def encode_pairs(rows: Sequence[Row], tokenizer: Any, limit: int) -> Pairs:
     if row_format.score_column is not None:
         scores = np.array([row_format.score(row) for row in rows], dtype=np.float32)
     texts = np.array(texts)
-    # a text that stands in several rows is tokenized once; one more token shows what is cut
+    # a text that occurs in several rows is tokenized once; one more token shows what is cut
     unique = tokens_of(tokenizer, list(numbers), limit + 1)
     is_cut = np.array([len(tokens) > limit for tokens in unique])
     if is_cut.any():

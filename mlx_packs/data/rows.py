@@ -185,7 +185,7 @@ def _parquet_rows(file: Path) -> list[Row]:
 
 
 def _hf_load(name: str, /, **arguments: Any) -> Any:
-    """What `datasets.load_dataset` loads. Raises: PackError that says why it cannot."""
+    """Return what `datasets.load_dataset` loads. Raises: PackError with the reason if it cannot."""
     try:
         import datasets
     except ImportError:

@@ -117,7 +117,7 @@ def _ranks(x: np.ndarray) -> np.ndarray:
 def retrieval(vectors: np.ndarray, anchors: np.ndarray, positives: np.ndarray) -> Metrics:
     """MRR@10, NDCG@10 and recall@1 of each anchor's positives among all positives.
 
-    An anchor that stands in several rows has several positives.
+    An anchor that occurs in several rows has several positives.
 
     Args:
         vectors: [M, D] of length 1.

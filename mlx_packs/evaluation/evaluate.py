@@ -61,7 +61,7 @@ def evaluate(  # noqa: PLR0913 - a public facade
     Args:
         base: a loaded base without an active pack.
         pack: a pack or its folder; None scores the base alone.
-        data: a folder (its ``split`` is taken, or ``valid`` where there is none), a file, ``tiny``.
+        data: a folder (its ``split``, or ``valid`` where there is none), a file, ``tiny``.
         split: that of a folder.
         batch_size: examples of a batch.
         max_seq_length: longer examples are cut; None is as the pack was trained, else 2048.

@@ -1,6 +1,6 @@
 """`packs plan`: the ways of training that fit into a memory, the best first, and the next command.
 
-What is given up to fit, the least harm first: examples of a batch (gradients can be accumulated),
+Concessions to fit, the least harmful first: examples of a batch (gradients can be accumulated),
 time (recomputed blocks), length of examples, rank. Ways are compared by the same scale from its
 other end, with the precision of the base between what is learned (rank, length) and what it costs.
 """

@@ -65,7 +65,7 @@ class NF4Linear(_NF4Module):
     Args:
         weight: the weight.
         bias: added to the product.
-        dtype: of the dense weight where one is asked for; the product is in the dtype of x.
+        dtype: of the dense weight where one is needed; the product is in the dtype of x.
     """
 
     def __init__(

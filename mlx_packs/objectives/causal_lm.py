@@ -1,7 +1,7 @@
 """The training loss: only rows with a target reach the head.
 
 A model is split into the part that makes hidden states and the head. The split is accepted only if
-both together give the model's own logits to the bit; any other model keeps its whole forward.
+both together give logits bit-identical to the model's own; any other model keeps its whole forward.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -23,7 +23,7 @@ from .objective import Arrays, Inputs, Objective, Score
 class Head:
     """``hidden``: tokens [B, T] to states [B, T, D].   ``logits``: states [n, D] to [n, V].
 
-    frozen: the same head by slices of its rows; None if it learns, or cannot be sliced.
+    frozen: the same head by slices of its rows; None if it is trainable, or cannot be sliced.
     """
 
     hidden: Callable[..., mx.array]
@@ -48,8 +48,8 @@ def split_head(model: nn.Module) -> Head | None:
         expected, states = model(probe), inner(probe)
         for module, logits in heads:
             if mx.array_equal(logits(states), expected).item():
-                learns = bool(tree_flatten(module.trainable_parameters()))
-                return Head(inner, logits, None if learns else frozen_head(module))
+                trainable = bool(tree_flatten(module.trainable_parameters()))
+                return Head(inner, logits, None if trainable else frozen_head(module))
     except (TypeError, ValueError, AttributeError):
         return None
     return None

@@ -88,7 +88,7 @@ def embed_in_parts(
     """Embeddings of columns, ``size`` texts at a time; the backward computes each part again.
 
     A part waits for the one before it, on the way back too, so that the activations of one are in
-    memory at a time. The numbers are those of all at once.
+    memory at a time. The numbers are those of one pass over all.
 
     Args:
         model: the encoder.

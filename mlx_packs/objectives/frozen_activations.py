@@ -50,7 +50,7 @@ StandIns = list[tuple[str, FrozenBlock]]
 
 
 class FrozenActivations(Inputs):
-    """States of the examples of a run; `arrays` stands in the place of `as_arrays`.
+    """States of the examples of a run; `arrays` replaces `as_arrays`.
 
     Args:
         attached: the adapters.
@@ -213,7 +213,7 @@ def open_frozen_activations(
         display: where the decision is shown.
 
     Raises:
-        PackError: if the cache is asked for and impossible.
+        PackError: if the cache is requested and impossible.
     """
     if train.cache_frozen == "off" or METHODS[train.method].trains_base:
         return None

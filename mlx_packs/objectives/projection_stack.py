@@ -66,7 +66,7 @@ class Graph:
         return Head(stack.hidden, stack.logits, frozen_head(stack.head))
 
     def lines(self) -> list[str]:
-        """What a run says of it."""
+        """Return the facts of the stack for a run's report."""
         if not self.is_proxy:
             return []
         count, head = len(self.facts["stack"]), self.facts["head"]
@@ -80,7 +80,7 @@ class Graph:
 def graph_of(base: BaseModel, lora: LoRAConfig, train: TrainConfig) -> Graph:
     """The graph of ``train.objective`` over a base, whose other weights are not read for it.
 
-    Raises: PackError if nothing of the graph would learn, or if adapters are asked for elsewhere.
+    Raises: PackError if nothing of the graph is trainable, or if adapters are requested elsewhere.
     """
     if train.objective == TRANSFORMER:
         return Graph(base, lora)
@@ -101,8 +101,8 @@ def graph_of(base: BaseModel, lora: LoRAConfig, train: TrainConfig) -> Graph:
     table_path, table = _table(base, modules)
     head = _head(base, modules)
     stack, left_out = _square(base, modules, blocks, table_path)
-    kept = tuple(blocks[-lora.num_layers :] if lora.num_layers > 0 else blocks)
-    adapted = [path for path, _ in stack if path.startswith(tuple(f"{b}." for b in kept))]
+    trained = tuple(blocks[-lora.num_layers :] if lora.num_layers > 0 else blocks)
+    adapted = [path for path, _ in stack if path.startswith(tuple(f"{b}." for b in trained))]
     adapted += [head[0]] if head else []
     if not adapted:
         raise PackError(
@@ -175,7 +175,7 @@ def _square(
     """The projections [D, D] of the blocks, D as wide as the table; and why others are left out."""
     table = modules[table_path]
     width = (true_shape(table) if isinstance(table, EMBEDDINGS) else table.weight.shape)[1]
-    found, faults = [], []
+    stack, faults = [], []
     for block in blocks:
         path = next(
             (f"{block}.{tail}" for tail in _PROJECTIONS if f"{block}.{tail}" in modules), ""
@@ -190,18 +190,18 @@ def _square(
             faults.append(f"{path.rpartition('.')[2]} is of a geometry that cannot be probed")
             continue
         if geometry.in_features == geometry.out_features == width:
-            found.append((path, module))
+            stack.append((path, module))
         else:
             sizes = f"{geometry.in_features} -> {geometry.out_features}"
             faults.append(f"{geometry.name} is {sizes}, not {width} -> {width}")
     kinds = sorted(set(faults))
-    return found, "; ".join(
+    return stack, "; ".join(
         f"{kind} in {faults.count(kind)} of {len(blocks)} blocks" for kind in kinds
     )
 
 
 def _fallback(stack: list, left_out: str) -> str:
-    """What the note says of blocks that have no place in the stack."""
+    """Return the note about blocks that have no place in the stack."""
     if not stack:
         return f"the head alone, since {left_out}"
     return f"without {left_out}" if left_out else ""

@@ -1,6 +1,6 @@
 """Rows of bytes by number: in memory up to a limit, and in a file that other runs can use.
 
-A row of the file counts if its digest fits: what is damaged, half-written or foreign is ignored.
+A row of the file counts if its digest fits: what is damaged, half-written or of another run is ignored.
 """
 
 import hashlib
@@ -27,7 +27,7 @@ class StateStore:
         memory_limit: bytes of the rows in memory.
         file: where rows are stored beyond the process; without it they live in memory alone.
         key: a hash (hex) of all that the rows depend on.
-        warn: is told if writing to the file ends while rows are put; those that are there stay.
+        warn: is called if writing to the file ends while rows are put; those that are there stay.
 
     Attributes:
         memory_bytes: bytes of the rows in memory now.

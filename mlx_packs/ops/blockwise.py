@@ -62,7 +62,7 @@ def encode(values: mx.array, signed: bool = True) -> tuple[mx.array, mx.array]:
 def decode(
     codes: mx.array, scales: mx.array, shape: Sequence[int], signed: bool = True
 ) -> mx.array:
-    """Return what `encode` was given, as float32 of this shape, to within its precision."""
+    """Return the numbers that `encode` stored, as float32 of this shape, to within its precision."""
     size = math.prod(shape)
     values = mx.pad(dynamic_map(signed)[codes], (0, -size % BLOCK_SIZE)).reshape(-1, BLOCK_SIZE)
     return (values * scales[:, None]).flatten()[:size].reshape(shape)

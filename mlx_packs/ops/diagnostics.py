@@ -35,7 +35,7 @@ def matmul_gflops() -> float:
 
 
 def kernel_instances() -> list[Instance]:
-    """Every instance that `examine_kernel` is asked about."""
+    """Return every instance for `examine_kernel`."""
     return [instance for op in OPS for instance in op.instances()]
 
 
@@ -44,8 +44,8 @@ def examine_kernel(instance: Instance) -> dict:
 
     Returns: ``op``, ``instance``, ``backend``, ``max_error`` (relative to the largest number, over
     outputs and gradients; None if there is none), ``ok``, ``fault`` (None or what is wrong),
-    ``kernel_us`` and ``reference_us`` (forward, median). Without a GPU the reference itself is held
-    to float64, and timed in float32 alone: half precision on a CPU is far slower, and not used.
+    ``kernel_us`` and ``reference_us`` (forward, median). Without a GPU the reference itself is compared
+    with float64, and timed in float32 alone: half precision on a CPU is far slower, and not used.
     """
     backend = _backend.forced() or _backend.detect()
     report = {

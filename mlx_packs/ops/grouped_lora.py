@@ -288,7 +288,7 @@ def by_kernel(
     lora_b: Sequence[mx.array],
     scales: Sequence[float],
 ) -> list[mx.array]:
-    """Return `grouped_lora` by the kernels of a backend, whatever the cost model says."""
+    """Return `grouped_lora` by the kernels of a backend, whatever the cost model estimates."""
     layout = _layout_of(outputs, lora_b, scales)
     flat_x = x.reshape(-1, x.shape[-1])
     flat = [y.reshape(-1, y.shape[-1]) for y in outputs]

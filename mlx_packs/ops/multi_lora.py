@@ -199,7 +199,7 @@ def by_kernel(
     scales: Arrays,
     pack: mx.array,
 ) -> list[mx.array]:
-    """Return `multi_lora` by the kernels of a backend, whatever the cost model says."""
+    """Return `multi_lora` by the kernels of a backend, whatever the cost model estimates."""
     masters = [[v.astype(mx.float32) for v in part] for part in (lora_a, lora_b, scales)]
     op = _differentiable(backend, len(outputs))
     return list(op(x, pack.astype(mx.int32), *outputs, *masters[0], *masters[1], *masters[2]))

@@ -315,7 +315,7 @@ def absmax_map() -> mx.array:
 
 @functools.cache
 def _absmax_edges() -> mx.array:
-    """[255]: the largest value that is given each absmax code but the last.
+    """[255]: the largest value of each absmax code but the last.
 
     bitsandbytes rounds a value to one of 65536 in [-1, 1] and looks the nearest code of that up.
     """

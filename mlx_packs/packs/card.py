@@ -1,4 +1,4 @@
-"""What a manifest says to people: the model card, and lines about results and phases."""
+"""The manifest for readers: the model card, and lines about results and phases."""
 
 import json
 import re

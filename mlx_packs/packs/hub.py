@@ -192,7 +192,7 @@ def _fetch_files(
         Size and hash of each file.
 
     Raises:
-        PackError: a file is not what the manifest says.
+        PackError: a file does not match the manifest.
     """
     _download(repo, commit, partial / MANIFEST, None, endpoint, show)
     manifest = read_manifest(partial / MANIFEST)

@@ -1,6 +1,6 @@
 """A pack: adapters and a manifest in a folder that can be checked, measured and swapped.
 
-``pack.json`` says what the pack is and the hash of every file; ``adapters.safetensors`` has
+``pack.json`` describes the pack and has the hash of every file; ``adapters.safetensors`` has
 mlx-lm's names and shapes; with one rank and scale throughout, ``adapter_config.json`` lets stock
 ``mlx_lm.generate --adapter-path`` read it. Safetensors and JSON only, never code.
 """

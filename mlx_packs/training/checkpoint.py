@@ -153,7 +153,7 @@ def _damaged(folder: Path, error: Exception) -> PackError:
 
 
 def _training_state(value: object) -> TrainingState:
-    """A state from JSON. Raises: ValueError or TypeError that says what is wrong."""
+    """A state from JSON. Raises: ValueError or TypeError that names the fault."""
     entries = _checked_fields(value, TrainingState, "")
     window = entries.get("window", asdict(Window()))
     entries["window"] = Window(**_checked_fields(window, Window, "window."))

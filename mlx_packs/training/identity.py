@@ -24,7 +24,7 @@ def start_of(file: str | None, earlier: dict | None) -> dict | None:
         earlier: identity of the run that is resumed, None for a new one.
 
     Raises:
-        PackError: if there is no such file, or a resumed run is given one.
+        PackError: if there is no such file, or the run is resumed.
     """
     if earlier is not None:
         if file is not None:
@@ -62,7 +62,7 @@ def check_resume(run: Path, identity: dict, earlier: dict) -> None:
 
     Args:
         run: the run folder.
-        identity: of the run as it is asked for.
+        identity: of the run as requested.
         earlier: of the run as it began.
 
     Raises:

@@ -55,7 +55,7 @@ class Loop:
         folder: the run folder.
         state: progress of the run; the loop advances it.
         validation: batches of the validation split; none without one.
-        observers: are told of every event.
+        observers: are notified of every event.
     """
 
     trainable: Trainable

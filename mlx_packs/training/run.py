@@ -89,7 +89,7 @@ def train_pack(  # noqa: PLR0913 (the public face)
         The pack, the run folder, the report and the loss curve.
 
     Raises:
-        PackError: For anything that a user can mend; nothing half-written stays.
+        PackError: For anything that a user can correct; nothing half-written stays.
     """
     display = display or Display(QUIET)
     columns = columns or DataConfig(data=str(data or "tiny"))
@@ -102,7 +102,7 @@ def train_pack(  # noqa: PLR0913 (the public face)
     phases = resolve_phases(train, columns)
     if data is not None and train.phases and all(phase.data for phase in train.phases):
         raise PackError(
-            f"data {data}: every phase has rows of its own; say them there alone.",
+            f"data {data}: every phase names its own data. Leave it out here.",
             "conflict",
             "data",
         )
@@ -133,7 +133,7 @@ def run(run: Run) -> TrainRun:
     """Train as a run asks for, in folders that are its own.
 
     Raises:
-        PackError: For anything that a user can mend; nothing half-written stays.
+        PackError: For anything that a user can correct; nothing half-written stays.
     """
     earlier = check_resumable(run.folder) if run.resume else None
     start = start_of(run.resume_adapter_file, earlier)

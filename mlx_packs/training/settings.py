@@ -1,4 +1,4 @@
-"""Everything that one training run is asked to do."""
+"""The settings of one training run."""
 
 from dataclasses import dataclass
 from pathlib import Path

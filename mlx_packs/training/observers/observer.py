@@ -37,7 +37,7 @@ class Observer:
     """Follows a run; a subclass overrides the methods that it needs.
 
     An exception ends the run; its last checkpoint remains. Lines are JSON objects with the number
-    of batches taken, ``batch``; in a run with phases they name theirs, ``phase``.
+    of batches, ``batch``; in a run with phases they name theirs, ``phase``.
     """
 
     def on_phase_start(self, batches: int, done: int) -> None:

@@ -15,7 +15,7 @@ class Retention(Observer):
     Args:
         run: the run folder.
         keep_last: number of checkpoints to keep.
-        display: is told if one cannot be removed.
+        display: shows a note if one cannot be removed.
     """
 
     def __init__(self, run: Path, keep_last: int, display: Display) -> None:

@@ -64,7 +64,7 @@ class Summary:
             of what.
         objective: what was trained, for the manifest.
         facts: other parts of the manifest.
-        held_out: what else the report says of the held-out examples.
+        held_out: further facts of the held-out examples, for the report.
         report: other keys of the report.
     """
 

@@ -54,7 +54,7 @@ class PhasedDataset:
 
     @property
     def loss_on(self) -> str:
-        """Which tokens of its examples the last phase learns."""
+        """Which tokens of its examples the last phase is trained on."""
         return self.splits[-1]["train"].loss_on
 
     def counts(self) -> dict[str, int]:
@@ -167,7 +167,7 @@ def encode_phases(
         display: where counts are shown.
 
     Raises:
-        PackError: if something is asked for that is for texts, and no phase has any.
+        PackError: if a setting needs texts, and no phase has any.
     """
     for_texts = {"--fim-rate": train.fim_rate, "--long-rows split": train.long_rows == "split"}
     formats = {read.format for read in splits}
