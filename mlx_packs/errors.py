@@ -77,7 +77,7 @@ class Interrupted(PackError):
 
 
 def flag_of(setting: str) -> str:
-    """The flag of a setting: ``max_seq_length`` is ``--max-seq-length``."""
+    """Return the flag of a setting: ``max_seq_length`` is ``--max-seq-length``."""
     return "--" + setting.replace("_", "-")
 
 
@@ -87,7 +87,7 @@ def printable(text: str) -> str:
 
 
 def did_you_mean(name: str, valid: list[str]) -> str:
-    """A sentence that names the nearest valid spelling, or lists the valid ones."""
+    """Return a sentence that names the nearest valid spelling, or lists the valid ones."""
     import difflib
 
     if near := difflib.get_close_matches(name, valid, n=1, cutoff=0.5):

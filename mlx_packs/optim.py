@@ -71,7 +71,7 @@ _MLX_SCHEDULES = ("cosine_decay", "linear_schedule", "exponential_decay", "step_
 
 
 def schedule(config: TrainConfig) -> "Schedule":
-    """The learning rate by the number of updates that were made.
+    """Return the learning rate by the number of updates that were made.
 
     By name: a linear warm-up, then one of `SCHEDULES`. As a mapping, mlx-lm's form:
     ``{name, arguments, warmup, warmup_init}`` with any schedule of MLX.
@@ -127,7 +127,7 @@ def _mlx_lm_schedule(values: dict) -> "Schedule":
 
 
 def unused_learning_rate(config: TrainConfig) -> str | None:
-    """A sentence if ``learning_rate`` has no effect beside a schedule with arguments, else None."""
+    """Return a note if a schedule with arguments makes ``learning_rate`` useless, else None."""
     if not isinstance(config.lr_schedule, dict):
         return None
     first = float(config.lr_schedule["arguments"][0])
@@ -140,7 +140,7 @@ def unused_learning_rate(config: TrainConfig) -> str | None:
 
 
 def make_optimizer(config: TrainConfig, since: int = 0) -> optimizers.Optimizer:
-    """The optimizer of a run with its schedule and arguments.
+    """Return the optimizer of a run with its schedule and arguments.
 
     Its class is tried with one update first, so that a wrong value shows before a base is loaded.
 
@@ -177,7 +177,7 @@ def carry_state(old: optimizers.Optimizer, new: optimizers.Optimizer) -> None:
 
 
 def _arguments(config: TrainConfig) -> dict:
-    """The arguments of the chosen optimizer, each typed as its default is."""
+    """Return the arguments of the chosen optimizer, each typed as its default is."""
     for key, values in config.optimizer_config.items():
         if key not in OPTIMIZERS:
             hint = did_you_mean(str(key), list(OPTIMIZERS))

@@ -24,14 +24,14 @@ def cosine(peak: float, updates: int) -> "Schedule":
 
 
 def linear(peak: float, updates: int) -> "Schedule":
-    """A line from the peak to zero."""
+    """Return a line from the peak to zero."""
     import mlx.optimizers as optimizers
 
     return optimizers.linear_schedule(peak, 0.0, updates)
 
 
 def constant(peak: float, updates: int) -> "Schedule":
-    """The peak throughout."""
+    """Return the peak throughout."""
     import mlx.core as mx
 
     return lambda step: mx.array(peak)

@@ -51,7 +51,7 @@ def apply(
 
 
 def _lines(report: dict) -> list[str]:
-    """What was checked, and what attaching changed."""
+    """Return what was checked, and what attaching changed."""
     parts = [f"{report['projections']} projections"] if report["projections"] else []
     parts += [f"{report['whole']} tensors whole"] if report["whole"] else []
     lines = [

@@ -45,7 +45,7 @@ def doctor(file: Path | None, verbose: bool, as_json: bool) -> None:
 
 
 def report_lines(report: dict, verbose: bool) -> list[str]:
-    """The machine, and a table of kernels; without kernels one line for each op and dtype."""
+    """Return the machine and a table of kernels, or a line for each op and dtype without any."""
     memory, blas = report["memory"], report["blas"]
     lines = [
         f"device  {report['device']} · {report['system']}",
@@ -66,7 +66,7 @@ def report_lines(report: dict, verbose: bool) -> list[str]:
 
 
 def _instance_lines(kernels: list[dict]) -> list[str]:
-    """A table with a line for each instance: error and times."""
+    """Return a table with a line for each instance: error and times."""
     width = max(len(kernel["instance"]) for kernel in kernels)
     lines = [f"        {'op':<13} {'instance':<{width}}  error    kernel us  plain us"]
     for k in kernels:
@@ -82,7 +82,7 @@ def _instance_lines(kernels: list[dict]) -> list[str]:
 
 
 def _group_lines(kernels: list[dict]) -> list[str]:
-    """A line for the instances of each op and dtype: how many, the worst error, what is wrong."""
+    """Return a line for each op and dtype: its instances, the worst error, what is wrong."""
     groups: dict[tuple[str, str], list[dict]] = {}
     for kernel in kernels:
         groups.setdefault((kernel["op"], kernel["instance"].split()[0]), []).append(kernel)

@@ -85,7 +85,7 @@ def eval_batch(
 
 
 def _writable(file: str | None) -> Path | None:
-    """The path of the CSV.
+    """Return the path of the CSV.
 
     Raises:
         PackError: there is no folder for it; before anything is measured.
@@ -131,7 +131,7 @@ def _lines(compared: Sequence["Compared"], csv_path: Path | None) -> list[str]:
 
 
 def _quality(one: "Compared") -> list[str]:
-    """The cells of a model in the table of quality."""
+    """Return the cells of a model in the table of quality."""
     from ..evaluation.compare import BASE
     from ..packs.card import format_perplexity
 
@@ -147,7 +147,7 @@ def _quality(one: "Compared") -> list[str]:
 
 
 def _speed(one: "Compared") -> list[str]:
-    """The cells of a model at a batch size in the table of speed."""
+    """Return the cells of a model at a batch size in the table of speed."""
     from ..evaluation.compare import BASE
 
     return [

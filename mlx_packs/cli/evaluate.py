@@ -136,7 +136,7 @@ def eval_tasks(
 
 
 def _task_lines(report: dict) -> list[str]:
-    """A line for each task and metric."""
+    """Return a line for each task and metric."""
     lines = []
     for task, metrics in report.items():
         for metric, values in metrics.items():

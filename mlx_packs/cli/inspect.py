@@ -67,7 +67,7 @@ def bits_line(report: dict) -> str:
 
 
 def _file_lines(files: dict[str, dict]) -> list[str]:
-    """A line for each file whose hash was checked."""
+    """Return a line for each file whose hash was checked."""
     return [
         f"file    {name} · {facts['bytes']:,} bytes · sha256 {facts['sha256']} ok"
         for name, facts in files.items()
@@ -116,7 +116,7 @@ def _adapter_lines(pack: "Pack") -> list[str]:
 
 
 def _training_lines(pack: "Pack") -> list[str]:
-    """What a pack was trained on, and with which results."""
+    """Return what a pack was trained on, and with which results."""
     from ..gates import gates_text
     from ..packs.card import format_change, format_result, graph_lines, phase_lines
 
@@ -147,7 +147,7 @@ def _training_lines(pack: "Pack") -> list[str]:
 
 
 def _adapted_line(module: dict) -> str:
-    """An adapter, its ranks, and the tensor of the base's files that it changes."""
+    """Return an adapter, its ranks, and the tensor of the base's files that it changes."""
     ranks = ", ".join(f"{s['name']} {s['rank']}" for s in module["slices"])
     ranks = ranks if len(module["slices"]) > 1 else str(module["slices"][0]["rank"])
     key = module.get("base_key") or "not known"

@@ -143,7 +143,7 @@ def _usage_error(error: click.ClickException) -> PackError:
 
 
 def _is_out_of_memory(error: Exception) -> bool:
-    """Whether MLX (Metal, CUDA or host) could not get memory; it raises plain RuntimeErrors."""
+    """Return whether MLX (Metal, CUDA or host) is out of memory; it raises RuntimeErrors."""
     text = str(error).lower()
     signs = ("malloc", "memory", "resource limit")
     return isinstance(error, MemoryError) or any(sign in text for sign in signs)

@@ -54,7 +54,7 @@ def _masked_examples(recipe: Recipe, count: int) -> tuple[list[dict], str]:
 
 
 def _masked(example: Example, tokenizer: "TokenizerWrapper") -> dict:
-    """An example in spans of text that are targets or not."""
+    """Return an example in spans of text that are targets or not."""
     target, total = example.target, len(example.tokens)
     edges = [0, *(i for i in range(1, total) if target[i] != target[i - 1]), total]
     spans = [
@@ -68,7 +68,7 @@ def _masked(example: Example, tokenizer: "TokenizerWrapper") -> dict:
 
 
 def _tokenizer(model: str, trust_remote_code: bool) -> tuple["TokenizerWrapper", int]:
-    """The tokenizer of a base and the size of its vocabulary; loads no weights."""
+    """Return the tokenizer of a base and the size of its vocabulary; loads no weights."""
     from mlx_lm.utils import load_config
 
     path = resolve_checkpoint(model)

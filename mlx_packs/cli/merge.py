@@ -129,7 +129,7 @@ def combine(
 
 
 def _weighted(text: str) -> tuple[str, float]:
-    """A folder and its weight from ``PACK=WEIGHT``."""
+    """Return a folder and its weight from ``PACK=WEIGHT``."""
     folder, _, weight = text.rpartition("=")
     try:
         if folder:
@@ -140,7 +140,7 @@ def _weighted(text: str) -> tuple[str, float]:
 
 
 def _fidelity_lines(report: dict) -> list[str]:
-    """How far the merged result is from the attached adapters."""
+    """Return how far the merged result is from the attached adapters."""
     if "drift_mean" in report:
         return [
             f"drift   1 - cosine {report['drift_mean']:.2g} on {report['texts']} texts, of the "
@@ -155,5 +155,5 @@ def _fidelity_lines(report: dict) -> list[str]:
 
 
 def _failed_gate(value: float, limit: float, advice: str) -> Sequence[str]:
-    """The line about a result that is too far from the attached adapters."""
+    """Return the line about a result that is too far from the attached adapters."""
     return [f"gate --max-drift failed: {value:.2g} > {limit:.2g}; nothing was written; {advice}."]

@@ -97,13 +97,13 @@ def _of_field(field: dataclasses.Field, default: str | None) -> Callable:
 
 
 def names_of(field: dataclasses.Field) -> tuple[str, ...]:
-    """The flags of a setting; none if only files can specify it."""
+    """Return the flags of a setting; none if only files can specify it."""
     flags = facts_of(field).flags
     return (flag_of(field.name),) if flags is None else flags
 
 
 def metavar_of(field: dataclasses.Field) -> str:
-    """What help calls the value of a setting."""
+    """Return what help calls the value of a setting."""
     facts = facts_of(field)
     if facts.choices:
         return "{" + ",".join(facts.choices) + "}"
@@ -112,7 +112,7 @@ def metavar_of(field: dataclasses.Field) -> str:
 
 
 def default_text(field: dataclasses.Field) -> str | None:
-    """The default of a setting as help shows it; None if it goes without saying."""
+    """Return the default of a setting as help shows it; None if it goes without saying."""
     facts, default = facts_of(field), default_of(field)
     if facts.shown_default is not None:
         return facts.shown_default
@@ -218,7 +218,7 @@ def gate(name: str) -> Callable:
 
 
 def one_pack(texts: Iterable[str]) -> "Pack | None":
-    """The pack that ``DIR`` or ``DIR=0.7`` texts name together; None if there is none."""
+    """Return the pack that ``DIR`` or ``DIR=0.7`` texts name together; None if there is none."""
     from ..packs.weighted_sum import open_weighted, weighted_sum
 
     weighted = [open_weighted(text) for text in texts]
@@ -226,7 +226,7 @@ def one_pack(texts: Iterable[str]) -> "Pack | None":
 
 
 def names(text: str | None) -> tuple[str, ...]:
-    """The names in a list that is separated by commas."""
+    """Return the names in a list that is separated by commas."""
     return tuple(name.strip() for name in (text or "").split(",") if name.strip())
 
 
@@ -252,7 +252,7 @@ backend = option(
 
 
 def no_such_option(error: click.NoSuchOption) -> PackError:
-    """The error for an option that a command lacks; it names the nearest one, or the new name."""
+    """Return the error for an option that a command lacks, with the nearest or new name."""
     name = error.option_name
     renamed = RENAMED_KEYS.get(name.lstrip("-").replace("-", "_"), "").replace("_", "-")
     near = [f"--{renamed}"] if renamed else error.possibilities

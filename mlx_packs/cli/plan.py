@@ -34,7 +34,7 @@ _SETTINGS = [
 
 
 def _default_text(field: dataclasses.Field) -> str:
-    """The default of a setting, and what the search does with it."""
+    """Return the default of a setting, and what the search does with it."""
     return _SEARCHED.get(field.name, "{}").format(options.default_text(field) or "")
 
 

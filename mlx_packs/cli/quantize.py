@@ -75,7 +75,7 @@ def _options(
     double_quant: bool | None,
     **others,
 ) -> "QuantizeOptions":
-    """The options of the library that those of the command line describe.
+    """Return the options of the library that those of the command line describe.
 
     Raises:
         PackError: options that the mode does not have.
@@ -101,7 +101,7 @@ def _options(
 
 
 def _bits_for(text: str) -> tuple[str, int]:
-    """A regular expression and bits from ``REGEX=BITS``."""
+    """Return a regular expression and bits from ``REGEX=BITS``."""
     expression, _, bits = text.rpartition("=")
     if not expression or not bits.isdecimal():
         raise PackError(f"--bits-for {text}: must be REGEX=BITS, as in 'down_proj=8'.")
@@ -109,7 +109,7 @@ def _bits_for(text: str) -> tuple[str, int]:
 
 
 def _lines(report: dict) -> list[str]:
-    """What was written, and what was left dense for which reason."""
+    """Return what was written, and what was left dense for which reason."""
     finished = report["shards_found"]
     earlier = f", {finished} of them found finished" if finished else ""
     return [
@@ -121,7 +121,7 @@ def _lines(report: dict) -> list[str]:
 
 
 def _dense_lines(reasons: dict[str, str]) -> list[str]:
-    """A line for each reason, with the first modules that it holds for."""
+    """Return a line for each reason, with the first modules that it holds for."""
     lines = []
     for reason in dict.fromkeys(reasons.values()):
         paths = [path for path, why in reasons.items() if why == reason]

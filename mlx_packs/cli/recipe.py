@@ -14,7 +14,7 @@ _RUN = ("adapter_path", *(f.name for f in dataclasses.fields(RunOptions)))
 
 
 def read_recipes(files: Sequence[str], flags: Mapping | None = None) -> dict:
-    """The settings in recipe files; later ones override earlier ones.
+    """Return the settings in recipe files; later ones override earlier ones.
 
     Raises:
         PackError: a fault of a file, by its name, unless the other files or ``flags`` correct it.
@@ -49,7 +49,7 @@ def recipe_of(flags: dict, settings: dict) -> Recipe:
 
 
 def _defaults(flags: dict, settings: dict) -> tuple[dict, dict, bool]:
-    """The settings below those of flags and files, those of the files, whether a run is resumed."""
+    """Return the settings below flags and files, those of files, and whether a run is resumed."""
     from ..bases.files import TINY
     from ..memory.encoder import BATCH_SIZE
     from ..training.run_folder import CONFIG, check_resumable, run_folder

@@ -35,7 +35,7 @@ _TINY = tiny_recipe()
 
 
 def _default_text(field: dataclasses.Field) -> str:
-    """The default of a setting, and that for the bundled model where it is another one."""
+    """Return the default of a setting, and that for the bundled model where it is another one."""
     tiny = _TINY.get(field.name, field.default)
     own = f"tiny: {tiny}" if tiny != field.default else None
     return "; ".join(text for text in (options.default_text(field), own) if text)
@@ -131,13 +131,13 @@ def train(
 
 
 def _lines(report: dict, model: str, quiet: bool) -> list[str]:
-    """The result of a run; its first line alone if ``quiet``."""
+    """Return the result of a run; its first line alone if ``quiet``."""
     lines = (_embedding_lines if report.get("task") == "embedding" else _text_lines)(report, model)
     return lines[:1] if quiet else lines
 
 
 def _embedding_lines(report: dict, model: str) -> list[str]:
-    """The result of a run that trained an encoder."""
+    """Return the result of a run that trained an encoder."""
     from ..packs.card import format_change
 
     held_out = report["held_out"]
@@ -151,7 +151,7 @@ def _embedding_lines(report: dict, model: str) -> list[str]:
 
 
 def _text_lines(report: dict, model: str) -> list[str]:
-    """The result of a run that trained a language model."""
+    """Return the result of a run that trained a language model."""
     from ..packs.card import format_result, phase_lines
 
     drop = 1 - report["ppl_after"] / report["ppl_before"]

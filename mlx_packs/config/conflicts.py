@@ -32,7 +32,7 @@ class TrainConflicts(Settings):
         return "block" if self.grad_checkpoint else self.recompute
 
     def unfit_for_dense(self) -> list[str]:
-        """The settings that do not fit a base whose weights are dense in float32."""
+        """Return the settings that do not fit a base whose weights are dense in float32."""
         return [
             field.name
             for field in dataclasses.fields(self)

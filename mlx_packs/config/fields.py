@@ -81,18 +81,18 @@ def option(default: Any, help: str, *, section: str, **facts: Any) -> Any:
 
 
 def facts_of(field: dataclasses.Field) -> Facts:
-    """What is true of a setting."""
+    """Return what is true of a setting."""
     return field.metadata["facts"]
 
 
 def default_of(field: dataclasses.Field) -> Any:
-    """The default of a setting."""
+    """Return the default of a setting."""
     factory = field.default_factory
     return field.default if factory is dataclasses.MISSING else factory()
 
 
 def spelling_of(field: dataclasses.Field) -> str:
-    """How errors call a setting: its flag, or its key where it has none."""
+    """Return how errors call a setting: its flag, or its key where it has none."""
     return flag_of(field.name) if facts_of(field).flags != () else field.name
 
 
@@ -119,7 +119,7 @@ class Settings:
         yield from ()
 
     def changed(self, names: Iterable[str]) -> list[str]:
-        """The settings among ``names`` that differ from their defaults, in that order."""
+        """Return the settings among ``names`` that differ from their defaults, in that order."""
         defaults = {f.name: default_of(f) for f in dataclasses.fields(self)}
         return [
             name for name in names if name in defaults and getattr(self, name) != defaults[name]
@@ -149,7 +149,7 @@ def _in_range(value: Any, facts: Facts) -> bool:
 
 
 def _range(facts: Facts) -> str:
-    """A range of numbers in words: ``in [0, 1)``, ``above 0``, ``at least 1``."""
+    """Return a range of numbers in words: ``in [0, 1)``, ``above 0``, ``at least 1``."""
     if facts.at_most in (None, math.inf) and facts.below == math.inf:
         return f"above {facts.above:g}" if facts.above is not None else f"at least {facts.at_least}"
     low = f"({facts.above}" if facts.above is not None else f"[{facts.at_least}"
@@ -158,7 +158,7 @@ def _range(facts: Facts) -> str:
 
 
 def fields_where(*configs: type[Settings], **facts: Any) -> tuple[str, ...]:
-    """Names of the settings of which all of ``facts`` are true, in the order of their declaration.
+    """Return the names of the settings of which all ``facts`` are true, as they are declared.
 
     Args:
         configs: the configurations to search.
@@ -173,14 +173,14 @@ def fields_where(*configs: type[Settings], **facts: Any) -> tuple[str, ...]:
 
 
 def flags_as_keys(text: str) -> str:
-    """A message about flags in terms of a file: ``--max-seq-length`` reads ``max_seq_length``."""
+    """Return a message in terms of a file: ``--max-seq-length`` is ``max_seq_length``."""
     return re.sub(
         r"(?<![\w-])--(?:no-)?([a-z][a-z0-9-]*)", lambda match: match[1].replace("-", "_"), text
     )
 
 
 def is_regex(pattern: str) -> bool:
-    """Whether a text is a regular expression."""
+    """Return whether a text is a regular expression."""
     try:
         re.compile(pattern)
     except re.error:

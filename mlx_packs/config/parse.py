@@ -146,12 +146,12 @@ def build(cls: type[S], values: Mapping[str, Any], where: str = "") -> S:
 
 
 def spelled_in(where: str, key: str) -> str:
-    """How errors call a setting: ``--key`` for flags, ``file: key`` for a file."""
+    """Return how errors call a setting: ``--key`` for flags, ``file: key`` for a file."""
     return f"{where}: {key}" if where else flag_of(key)
 
 
 def unknown_setting(key: str, valid: list[str], where: str) -> PackError:
-    """The error for a key that is no setting; it names the nearest one."""
+    """Return the error for a key that is no setting; it names the nearest one."""
     place = f"{where}: " if where else ""
     renamed = RENAMED_KEYS.get(key)
     hint = f"It is called '{renamed}' now." if renamed else did_you_mean(key, valid)
@@ -164,7 +164,7 @@ def current_keys(values: Mapping) -> dict:
 
 
 def read_yaml(path: str | Path) -> dict:
-    """The mapping in a YAML or JSON file.
+    """Return the mapping in a YAML or JSON file.
 
     Raises:
         PackError: the file cannot be read, or contains something else.

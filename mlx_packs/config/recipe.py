@@ -65,7 +65,7 @@ class Recipe:
     run: dict = field(default_factory=dict)
 
     def to_json(self) -> dict:
-        """All settings by name, as `resolve` reads them; those that have no meaning are left out."""
+        """Return all settings that have a meaning by name, as `resolve` reads them."""
         left_out = adapter_settings() if self.train.method == "full" else ()
         settings = {
             **{k: v for k, v in sorted(self.run.items()) if v not in (None, False)},
@@ -88,12 +88,12 @@ _OWNERS = {f.name: part for part, cls in _PARTS.items() for f in dataclasses.fie
 
 
 def adapter_settings() -> tuple[str, ...]:
-    """The settings of adapters: where none are trained (method full) they have no meaning."""
+    """Return the settings of adapters, which have no meaning for method full."""
     return fields_where(LoRAConfig, method="lora")
 
 
 def _merged(layers: Sequence[Mapping], where: str) -> dict:
-    """One flat mapping; later layers override earlier ones, under whatever name either used.
+    """Return one flat mapping; later layers override earlier ones, under whatever name either used.
 
     A schedule as a mapping has its own rate and warm-up, so it overrides those of earlier layers.
     """
@@ -112,12 +112,12 @@ def _merged(layers: Sequence[Mapping], where: str) -> dict:
 
 
 def specified(*layers: Mapping) -> frozenset[str]:
-    """Names of the settings that mappings of keys (ours and mlx-lm's) specify."""
+    """Return the names of the settings that mappings of keys (ours and mlx-lm's) specify."""
     return frozenset(_merged(layers, ""))
 
 
 def resolve(values: Mapping, where: str = "", under: Sequence[Mapping] = ()) -> Recipe:
-    """The recipe of a flat mapping of keys (ours and mlx-lm's).
+    """Return the recipe of a flat mapping of keys (ours and mlx-lm's).
 
     Args:
         values: settings by name.
@@ -146,7 +146,7 @@ def resolve(values: Mapping, where: str = "", under: Sequence[Mapping] = ()) -> 
 
 
 def tiny_recipe() -> dict:
-    """The settings that suit the bundled base; they apply to it where nothing else is specified."""
+    """Return the defaults of the bundled base."""
     return read_yaml(TINY_FOLDER / "recipe.yaml")
 
 

@@ -132,7 +132,7 @@ class Phase(Settings):
         return tuple(self.data) if isinstance(self.data, list) else (self.data,) * bool(self.data)
 
     def to_json(self) -> dict:
-        """The settings that it does not leave out."""
+        """Return the settings that it does not leave out."""
         return {name: getattr(self, name) for name in self.changed(vars(self))}
 
 

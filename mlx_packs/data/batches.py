@@ -76,7 +76,7 @@ def padded_targets(count: int, slots: int) -> int:
 def fitting_shape(
     shape: tuple[int, int], batch_size: int, shapes: Collection[tuple[int, int]] | None
 ) -> tuple[int, int]:
-    """The cheapest of ``shapes`` (T, M) that holds a batch of ``shape``; itself without any."""
+    """Return the cheapest of ``shapes`` (T, M) that holds a batch of ``shape``, or ``shape``."""
     if shapes is None:
         return shape
     fitting = [s for s in shapes if s[0] >= shape[0] and s[1] >= shape[1]]
@@ -134,7 +134,7 @@ def _laid_out(
     indices: Sequence[int],
     segments: np.ndarray | None = None,
 ) -> Batch:
-    """A batch with the inputs of each example from its start on, and room for ``slots`` targets."""
+    """Return a batch with each example's inputs at its start, and room for ``slots`` targets."""
     tokens = np.zeros(shape[0] * shape[1], dtype=np.int32)
     positions, targets, owners = [], [], []
     for owner, (e, start) in enumerate(zip(chosen, starts, strict=True)):
@@ -171,7 +171,7 @@ def lay_out(
     order: Order,
     shapes: Collection[tuple[int, int]] | None = None,
 ) -> Batch:
-    """The batch of one of the sampler's orders; an unpacked one has one of ``shapes``, if any."""
+    """Return the batch of one of the sampler's orders; unpacked, it has one of ``shapes``."""
     if sampler.packing:
         return make_packed_batch(examples.items, order, sampler.batch_size, sampler.inputs)
     return make_batch(examples.items, order, sampler.batch_size, sampler.inputs, shapes)
@@ -183,12 +183,12 @@ def training_batches(
     start: int = 0,
     shapes: Collection[tuple[int, int]] | None = None,
 ) -> Iterator[Batch]:
-    """The sampler's batches without end, from batch number ``start``."""
+    """Yield the sampler's batches without end, from batch number ``start``."""
     return (lay_out(examples, sampler, order, shapes) for order in sampler.batches(start))
 
 
 def prefetched(batches: Iterator[Batch]) -> Iterator[Batch]:
-    """The same batches, the next one made in a thread while the caller works on this one.
+    """Yield the same batches, the next one made in a thread while the caller works on this one.
 
     Closing it ends the thread. An exception of a batch is raised where that batch is due.
     """
@@ -213,7 +213,7 @@ def batch_shapes(
 
 
 def _shape_counts(examples: Examples, sampler: Sampler, count: int) -> Counter[tuple[int, int]]:
-    """How many of the first ``count`` batches have each shape, where any is allowed."""
+    """Return how many of the first ``count`` batches have each shape, where any is allowed."""
     shapes: Counter[tuple[int, int]] = Counter()
     for order in itertools.islice(sampler.batches(), count):
         rows = np.concatenate(order) if sampler.packing else order
@@ -252,7 +252,7 @@ def few_shapes(examples: Examples, sampler: Sampler) -> frozenset[tuple[int, int
 
 
 def _shape_cost(shape: tuple[int, int], batch_size: int) -> int:
-    """What a batch of a shape (T, M) costs.
+    """Return what a batch of a shape (T, M) costs.
 
     A row of the head costs a quarter of a token in the blocks (a tenth in Qwen3-4B, a third in
     Qwen3-0.6B).
@@ -267,7 +267,7 @@ def evaluation_batches(
     max_batches: int = -1,
     few: bool = False,
 ) -> list[Batch]:
-    """Every example once, by length.
+    """Return every example once, by length.
 
     Args:
         examples: the held-out ones.

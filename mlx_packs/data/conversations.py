@@ -53,7 +53,7 @@ class Conversation:
     def of(
         cls, where: str, messages: Sequence[Mapping], tools: Any, tokenizer: Any
     ) -> "Conversation":
-        """The conversation of a row, whose tools may be a JSON text.
+        """Return the conversation of a row, whose tools may be a JSON text.
 
         Raises:
             PackError: the base has no chat template, or the tools are not JSON.
@@ -72,7 +72,7 @@ class Conversation:
         return cls(where, messages, tools, tokenizer)
 
     def render(self, messages: Sequence[Mapping], add_generation_prompt: bool = False) -> str:
-        """The text of some messages, with the same tools."""
+        """Return the text of some messages, with the same tools."""
         if not messages:
             return ""
         from jinja2.exceptions import TemplateError
@@ -90,7 +90,7 @@ class Conversation:
             ) from None
 
     def supervised(self, loss_on: str) -> tuple[str, list[Span]]:
-        """The text, and the spans of it that are targets (none for ``all``).
+        """Return the text, and the spans of it that are targets (none for ``all``).
 
         Raises:
             PackError: there is no answer, or the template does not show where one stands.
@@ -108,7 +108,7 @@ class Conversation:
         return text, [self._answer_span(i, text) for i in answers]
 
     def _completion_start(self, text: str, answers: list[int]) -> int:
-        """Where what follows the last prompt begins: mlx-lm's ``--mask-prompt``."""
+        """Return where what follows the last prompt begins: mlx-lm's ``--mask-prompt``."""
         last = len(self.messages) - 1
         if answers == [0] == [last]:  # there is no prompt but the header of the answer
             return self._answer_span(0, text)[0]
@@ -123,7 +123,7 @@ class Conversation:
         return len(prompt)
 
     def _answer_span(self, i: int, text: str) -> Span:
-        """Where answer ``i`` stands in the text, its end-of-turn token included.
+        """Return where answer ``i`` stands in the text, its end-of-turn token included.
 
         Usually the template renders a conversation as its beginning plus more. Where it does not
         (Qwen3 drops the thoughts of earlier turns), the answer is found by rendering another in its

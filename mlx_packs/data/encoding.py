@@ -100,7 +100,7 @@ DEFAULTS = EncodingOptions()
 
 
 def token_format(row: Row, columns: DataConfig) -> TokenFormat:
-    """The format of a row that a causal model trains on.
+    """Return the format of a row that a causal model trains on.
 
     Raises:
         PackError: the row has no known format, or one for encoders.
@@ -122,7 +122,7 @@ def encode(
     columns: DataConfig,
     options: EncodingOptions = DEFAULTS,
 ) -> Examples:
-    """Tokens and targets of every row.
+    """Return tokens and targets of every row.
 
     Args:
         rows: of one format.
@@ -188,7 +188,7 @@ def _encodings(
     loss_on: str,
     fim: FillInTheMiddle | None,
 ) -> dict[str, list]:
-    """Tokens of texts, and where each stands in its text if that is needed."""
+    """Return the tokens of texts, and where each stands in its text if that is needed."""
     try:
         return tokenizer._tokenizer(
             texts,
@@ -246,7 +246,7 @@ class _Pieces:
                 self.plain.append((row, tokens[start:stop] if self.splits else tokens))
 
     def encoded(self) -> Iterator[tuple[int, list[int]]]:
-        """Number of the row and tokens of every piece."""
+        """Yield the number of the row and tokens of every piece."""
         texts = [text for _, parts in self.parts.values() for text in parts]
         encoded = iter(continued(self.tokenizer, texts))
         for i, (row, tokens) in enumerate(self.plain):

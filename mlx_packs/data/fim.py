@@ -44,7 +44,7 @@ class FillInTheMiddle:
     tokens: tuple[str, ...] = ()
 
     def parts(self, text: str, row: int, piece: int) -> tuple[bool, str, str, str] | None:
-        """Whether the suffix comes first, prefix, middle, suffix.
+        """Return whether the suffix comes first, prefix, middle, suffix.
 
         None where a piece of a row stays as it is.
         """
@@ -89,7 +89,7 @@ def arranged(
     parts: tuple[list[int], list[int], list[int]],
     limit: int,
 ) -> list[int]:
-    """Tokens of (prefix, middle, suffix) with the middle last, ``limit`` at most.
+    """Return the tokens of (prefix, middle, suffix) with the middle last, ``limit`` at most.
 
     What is too much is taken from the far ends: of the prefix, then of the suffix, then of the
     middle where it begins.
@@ -106,7 +106,7 @@ def arranged(
 
 
 def continued(tokenizer: Any, texts: Sequence[str]) -> list[list[int]]:
-    """Tokens of texts that go on from something: without the space that some put at the start."""
+    """Return the tokens of texts that continue others, without a tokenizer's leading space."""
 
     def plain(batch: Sequence[str]) -> list[list[int]]:
         encodings = tokenizer._tokenizer(

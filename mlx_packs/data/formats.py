@@ -35,14 +35,14 @@ class RowFormat(ABC):
 
     @abstractmethod
     def columns(self, names: DataConfig) -> tuple[str, ...]:
-        """The columns that a row of this format has."""
+        """Return the columns that a row of this format has."""
 
     @abstractmethod
     def texts(self, row: Row, names: DataConfig) -> list[str]:
-        """Every text of a row, for what needs texts of whatever kind."""
+        """Return every text of a row, for what needs texts of whatever kind."""
 
     def matches(self, row: Row, names: DataConfig) -> bool:
-        """Whether a row has the columns of this format."""
+        """Return whether a row has the columns of this format."""
         return all(column in row.value for column in self.columns(names))
 
 
@@ -61,7 +61,7 @@ class TokenFormat(RowFormat):
     def render(
         self, row: Row, names: DataConfig, loss_on: str, tokenizer: Any
     ) -> tuple[str, list[Span]]:
-        """The text of a row and the spans of it that are targets (none for ``all``).
+        """Return the text of a row and the spans of it that are targets (none for ``all``).
 
         Raises:
             PackError: the row cannot be used; it names the row.
@@ -69,10 +69,10 @@ class TokenFormat(RowFormat):
 
     @abstractmethod
     def prompt(self, row: Row, names: DataConfig, tokenizer: Any) -> tuple[str, list[int]]:
-        """What of a row a model is asked to complete: as people see it, and its tokens."""
+        """Return what of a row a model is asked to complete: as people see it, and its tokens."""
 
     def resolve_loss_on(self, loss_on: str | None) -> str:
-        """What is supervised, where None is the default.
+        """Return what is supervised, where None is the default.
 
         Raises:
             PackError: this format does not have it.
@@ -87,28 +87,28 @@ class Chat(TokenFormat):
     loss_on = "assistant"
 
     def columns(self, names: DataConfig) -> tuple[str, ...]:
-        """The column with the messages."""
+        """Return the column with the messages."""
         return (names.chat_feature,)
 
     def messages(self, row: Row, names: DataConfig) -> list[Mapping]:
-        """The messages of a row, as the chat template takes them."""
+        """Return the messages of a row, as the chat template takes them."""
         messages = row.value[names.chat_feature]
         check_messages(row.where, messages, names.chat_feature)
         return messages
 
     def conversation(self, row: Row, names: DataConfig, tokenizer: Any) -> Conversation:
-        """The messages of a row with their tools."""
+        """Return the messages of a row with their tools."""
         messages = self.messages(row, names)
         return Conversation.of(row.where, messages, row.value.get("tools"), tokenizer)
 
     def render(
         self, row: Row, names: DataConfig, loss_on: str, tokenizer: Any
     ) -> tuple[str, list[Span]]:
-        """The rendered conversation and the spans of its answers."""
+        """Return the rendered conversation and the spans of its answers."""
         return self.conversation(row, names, tokenizer).supervised(loss_on)
 
     def prompt(self, row: Row, names: DataConfig, tokenizer: Any) -> tuple[str, list[int]]:
-        """The messages before the first answer."""
+        """Return the messages before the first answer."""
         conversation = self.conversation(row, names, tokenizer)
         roles = [message["role"] for message in conversation.messages]
         first = roles.index("assistant") if "assistant" in roles else 0
@@ -119,7 +119,7 @@ class Chat(TokenFormat):
         return messages[-1].get("content") or "", tokens
 
     def texts(self, row: Row, names: DataConfig) -> list[str]:
-        """The content of each message."""
+        """Return the content of each message."""
         return [text for m in self.messages(row, names) if (text := m.get("content"))]
 
 
@@ -130,11 +130,11 @@ class Completion(Chat):
     loss_on = "completion"
 
     def columns(self, names: DataConfig) -> tuple[str, ...]:
-        """The columns with the prompt and the completion."""
+        """Return the columns with the prompt and the completion."""
         return (names.prompt_feature, names.completion_feature)
 
     def messages(self, row: Row, names: DataConfig) -> list[Mapping]:
-        """The prompt as the user's message, the completion as the assistant's."""
+        """Return the prompt as the user's message, the completion as the assistant's."""
         roles = zip(("user", "assistant"), self.columns(names), strict=True)
         return [{"role": role, "content": _text_of(row, column)} for role, column in roles]
 
@@ -147,26 +147,26 @@ class Text(TokenFormat):
     special_tokens = True
 
     def columns(self, names: DataConfig) -> tuple[str, ...]:
-        """The column with the text."""
+        """Return the column with the text."""
         return (names.text_feature,)
 
     def render(
         self, row: Row, names: DataConfig, loss_on: str, tokenizer: Any
     ) -> tuple[str, list[Span]]:
-        """The text as it is."""
+        """Return the text as it is."""
         text = _text_of(row, names.text_feature)
         if not text:
             raise PackError(f"{row.where}: '{names.text_feature}' is empty.", "data")
         return text, []
 
     def prompt(self, row: Row, names: DataConfig, tokenizer: Any) -> tuple[str, list[int]]:
-        """The beginning of the text."""
+        """Return the beginning of the text."""
         tokens = tokenizer.encode(row.value[names.text_feature])
         tokens = tokens[: max(1, min(_PROMPT_TOKENS, len(tokens) // 2))]
         return tokenizer.decode(tokens), tokens
 
     def texts(self, row: Row, names: DataConfig) -> list[str]:
-        """The text."""
+        """Return the text."""
         return [_text_of(row, names.text_feature)]
 
     def resolve_loss_on(self, loss_on: str | None) -> str:
@@ -197,11 +197,11 @@ class PairFormat(RowFormat):
         return "negative" in self.text_columns
 
     def columns(self, names: DataConfig) -> tuple[str, ...]:
-        """The columns with texts and the score."""
+        """Return the columns with texts and the score."""
         return self.text_columns + ((self.score_column,) if self.score_column else ())
 
     def texts(self, row: Row, names: DataConfig) -> list[str]:
-        """The texts of a row, in the order of the columns.
+        """Return the texts of a row, in the order of the columns.
 
         Raises:
             PackError: a column does not hold a text.
@@ -209,7 +209,7 @@ class PairFormat(RowFormat):
         return [_text_of(row, column) for column in self.text_columns]
 
     def score(self, row: Row) -> float:
-        """The score of a row.
+        """Return the score of a row.
 
         Raises:
             PackError: it is not a finite number.
@@ -254,7 +254,7 @@ FORMATS: tuple[RowFormat, ...] = (*TOKEN_FORMATS, *PAIR_FORMATS)
 
 
 def format_of(row: Row, names: DataConfig, formats: Sequence[RowFormat] = FORMATS) -> RowFormat:
-    """The first of ``formats`` that a row matches.
+    """Return the first of ``formats`` that a row matches.
 
     Raises:
         PackError: there is none; it names the columns that would do.
@@ -275,7 +275,7 @@ def format_of(row: Row, names: DataConfig, formats: Sequence[RowFormat] = FORMAT
 def common_format(
     rows: Sequence[Row], names: DataConfig, formats: Sequence[RowFormat] = FORMATS
 ) -> RowFormat:
-    """The format that all rows have.
+    """Return the format that all rows have.
 
     Raises:
         PackError: two differ, which it names, or one has none.
@@ -301,7 +301,7 @@ def check_unicode(row: Row, text: str) -> None:
 
 
 def _text_of(row: Row, column: str) -> str:
-    """The text of a column. Raises: PackError if it holds something else."""
+    """Return the text of a column. Raises: PackError if it holds something else."""
     if not isinstance(text := row.value[column], str):
         raise PackError(f"{row.where}: '{column}' must be a text, but is {text!r:.60}.", "data")
     return text

@@ -52,7 +52,7 @@ class Pairs:
 
 
 def encode_pairs(rows: Sequence[Row], tokenizer: Any, limit: int) -> Pairs:
-    """Tokens of the pairs of a split, each text cut to ``limit``.
+    """Return the tokens of the pairs of a split, each text cut to ``limit``.
 
     Raises:
         PackError: a row cannot be used; it names file and line.
@@ -81,7 +81,7 @@ def encode_pairs(rows: Sequence[Row], tokenizer: Any, limit: int) -> Pairs:
 
 
 def choose_loss(wanted: str, pairs: Pairs, where: str) -> str:
-    """The loss as asked for, or the one that ``auto`` stands for.
+    """Return the loss as asked for, or the one that ``auto`` stands for.
 
     Raises:
         PackError: the rows have not what it needs.
@@ -187,13 +187,13 @@ class PairSampler(Sampler):
     def of(
         cls, pairs: Pairs, batch_size: int, inputs: int, seed: int, distinct: bool
     ) -> "PairSampler":
-        """The sampler of some pairs."""
+        """Return the sampler of some pairs."""
         texts = pairs.texts if distinct else None
         negatives = pairs.format.has_negatives
         return cls(pairs.lengths, batch_size, inputs, seed, texts=texts, has_negatives=negatives)
 
     def epoch(self, number: int) -> list[np.ndarray]:
-        """The rows of each batch of an epoch."""
+        """Return the rows of each batch of an epoch."""
         order = super().epoch(number)
         if self.texts is None:
             return order
@@ -220,6 +220,6 @@ class PairSampler(Sampler):
 def pair_batches(
     pairs: Pairs, sampler: PairSampler, start: int = 0, powers: bool = False
 ) -> Iterator[PairBatch]:
-    """The sampler's batches without end, from batch number ``start``."""
+    """Yield the sampler's batches without end, from batch number ``start``."""
     for rows in sampler.batches(start):
         yield make_pair_batch(pairs, rows, sampler.batch_size, sampler.inputs, powers)

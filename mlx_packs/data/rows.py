@@ -35,7 +35,7 @@ class Splits:
     notes: list[str] = field(default_factory=list)
 
     def present(self) -> list[str]:
-        """The splits that have rows.
+        """Return the splits that have rows.
 
         Raises:
             PackError: there are no training rows, or no held-out ones.
@@ -52,7 +52,7 @@ class Splits:
 
 
 def tiny_path() -> Path:
-    """The folder of the embedded data set: train.jsonl, valid.jsonl, test.jsonl."""
+    """Return the folder of the embedded data set: train.jsonl, valid.jsonl, test.jsonl."""
     return TINY_FOLDER / "data"
 
 
@@ -75,7 +75,7 @@ def load_rows(config: DataConfig) -> Splits:
 
 
 def _local_or_hub(data: str) -> dict[str, list[Row]]:
-    """The rows of each split of a folder, a file (all are training rows), or a Hub data set."""
+    """Return the rows of each split of a folder, a file (training rows), or a Hub data set."""
     path = tiny_path() if data == "tiny" else Path(data).expanduser()
     if path.is_file():
         return {"train": read_rows(path), "valid": [], "test": []}
@@ -89,7 +89,7 @@ def _local_or_hub(data: str) -> dict[str, list[Row]]:
 
 
 def _folder_rows(path: Path) -> dict[str, list[Row]]:
-    """The rows of each split of a folder. Raises: PackError if there are none at all."""
+    """Return the rows of each split of a folder. Raises: PackError if there are none at all."""
     rows: dict[str, list[Row]] = {}
     for split in SPLITS:
         files = [path / (split + s) for s in _SUFFIXES if (path / (split + s)).is_file()]
@@ -108,7 +108,7 @@ def _folder_rows(path: Path) -> dict[str, list[Row]]:
 
 
 def _first_format(rows: Mapping[str, list[Row]], source: str, columns: DataConfig) -> RowFormat:
-    """The format of the first row of each split: what is measured must be what is trained on."""
+    """Return the format of the first row, which must be that of every split."""
     firsts = [rows[split][0] for split in SPLITS if rows[split]]
     if not firsts:
         raise PackError(f"--data {source}: there are no rows.", "data")
@@ -126,7 +126,7 @@ def _hold_out(splits: Splits) -> None:
 
 
 def read_rows(file: Path) -> list[Row]:
-    """The rows of a .jsonl, .json or .parquet file.
+    """Return the rows of a .jsonl, .json or .parquet file.
 
     Raises:
         PackError: the file is empty, cannot be read, or a line is not a JSON object.
@@ -204,7 +204,7 @@ def _hf_load(name: str, /, **arguments: Any) -> Any:
 
 
 def _hf_dataset(name: str) -> dict[str, list[Row]]:
-    """Every split of a data set of the Hub that has our name (or is called validation)."""
+    """Return every split of a data set of the Hub that has our name (or is called validation)."""
     loaded = _hf_load(name)
     splits = {split: loaded[split] for split in SPLITS if split in loaded}
     if "validation" in loaded:
@@ -219,7 +219,7 @@ def _hf_rows(name: str, split: str, loaded: Iterable[Mapping]) -> list[Row]:
 
 
 def _hf_collection(config: DataConfig) -> tuple[dict[str, list[Row]], str]:
-    """The rows of mlx-lm's ``hf_dataset`` key, and where they come from.
+    """Return the rows of mlx-lm's ``hf_dataset`` key, and where they come from.
 
     It holds one data set or several, each with splits and column names.
     """
@@ -256,7 +256,7 @@ def _hf_collection(config: DataConfig) -> tuple[dict[str, list[Row]], str]:
 
 
 def fingerprint(rows: list[Row]) -> str:
-    """A hash of the rows' content, whatever file they stand in."""
+    """Return a hash of the rows' content, whatever file they stand in."""
     digest = hashlib.sha256()
     for row in rows:
         line = json.dumps(row.value, sort_keys=True, ensure_ascii=False, default=str)

@@ -30,7 +30,7 @@ class Draw:
     replay: float = 0.0
 
     def replayed(self, examples: int) -> int:
-        """How many of the first ``examples`` examples of batches are replayed."""
+        """Return how many of the first ``examples`` examples of batches are replayed."""
         return math.floor(examples * self.replay + 0.5)
 
 
@@ -61,7 +61,7 @@ class Sampler:
     draw: Draw = ALL
 
     def batches(self, start: int = 0) -> Iterator[Order]:
-        """The examples of each batch without end, from batch number ``start``."""
+        """Yield the examples of each batch without end, from batch number ``start``."""
         if self.draw.replay:
             yield from itertools.islice(self._mixed(), start, None)
         for number in itertools.count():
@@ -70,7 +70,7 @@ class Sampler:
             start = max(0, start - len(epoch))
 
     def epoch(self, number: int) -> list[Order]:
-        """The examples of each batch of an epoch of the own ones, each of which comes once."""
+        """Return the examples of each batch of an epoch of the own ones, each once."""
         random = np.random.default_rng([self.seed, number])
         first, lengths = self.draw.first, self.lengths[self.draw.first : self.draw.stop]
         if not self.packing:
@@ -159,6 +159,6 @@ def first_fit(inputs: np.ndarray, rows: np.ndarray, limit: int) -> list[np.ndarr
 
 
 def packing_fill(sampler: Sampler) -> tuple[int, float]:
-    """How many packed sequences the first epoch has, and the filled share of their inputs."""
+    """Return how many packed sequences the first epoch has, and how full they are."""
     count = sum(len(batch) for batch in sampler.epoch(0))
     return count, float((sampler.lengths - 1).sum()) / (count * sampler.inputs)

@@ -54,7 +54,7 @@ class StoredExamples(Sequence):
 
 
 def cache_folder(part: str = "tokens") -> Path | None:
-    """Where a part of the cache is: ``$MLX_PACKS_CACHE/<part>``, or nowhere if that is ``off``."""
+    """Return ``$MLX_PACKS_CACHE/<part>``; None if the variable is ``off``."""
     named = os.environ.get(CACHE_VARIABLE) or "~/.cache/mlx_packs"
     return None if named == "off" else Path(named).expanduser() / part
 
@@ -90,7 +90,7 @@ def encode_cached(
 
 
 def _estimated_bytes(rows: list[Row]) -> int:
-    """Bytes of all rows, from a hundred of them."""
+    """Return the bytes of all rows, from a hundred of them."""
     sample = rows[:: max(1, len(rows) // 100)]
     return sum(len(str(row.value)) for row in sample) * len(rows) // max(1, len(sample))
 
@@ -98,7 +98,7 @@ def _estimated_bytes(rows: list[Row]) -> int:
 def cache_key(
     rows: list[Row], tokenizer: Any, columns: DataConfig, options: EncodingOptions
 ) -> str | None:
-    """A hash of all that the tokens depend on; None where something of it cannot be seen."""
+    """Return a hash of all that the tokens depend on; None where something of it cannot be seen."""
     backend = getattr(tokenizer._tokenizer, "backend_tokenizer", None)
     plain = tokenizer._tokenizer
     if backend is None or not type(plain).__module__.startswith("transformers."):
@@ -154,7 +154,7 @@ def _write(file: Path, key: str, rows: list[Row], examples: Examples) -> None:
 def _read(
     file: Path, key: str, rows: list[Row], columns: DataConfig, options: EncodingOptions
 ) -> Examples | None:
-    """The examples of a file, mapped; None if there is none or it is not whole and of this key."""
+    """Return the examples of a file, mapped; None without a complete file of this key."""
     row_format = token_format(rows[0], columns)
     loss_on = row_format.resolve_loss_on(options.loss_on)
     try:

@@ -76,7 +76,7 @@ class Compared:
     gates: Gates
 
     def to_json(self) -> dict[str, Any]:
-        """The figures as JSON has them."""
+        """Return the figures as JSON has them."""
         return asdict(self)
 
 
@@ -217,7 +217,7 @@ def _check_models(base: Base, packs: Sequence[Pack], limits: Mapping[str, float]
 
 
 def _sequence_length(wanted: int | None, packs: Sequence[Pack], base: Base, max_tokens: int) -> int:
-    """The length as asked for, else the longest of the packs' that leaves room for answers."""
+    """Return the requested length, else the longest of the packs' with room for answers."""
     if wanted is not None and wanted < 2:
         raise PackError(f"--sequence-length {wanted}: must be 2 or more.")
     trained = [n for pack in packs if (n := pack.part("recipe").get("max_seq_length"))]
@@ -235,7 +235,7 @@ def _sequence_length(wanted: int | None, packs: Sequence[Pack], base: Base, max_
 
 
 def _common(values: Sequence[str | None]) -> str | None:
-    """The value that all have, else None."""
+    """Return the value that all have, else None."""
     return values[0] if values and all(value == values[0] for value in values) else None
 
 
@@ -287,7 +287,7 @@ def _compared(
     limits: Mapping[str, float],
     conditions: Mapping[str, Any],
 ) -> Compared:
-    """The figures of a model, whose scores stand second, behind those of the base alone."""
+    """Return the figures of a model, whose scores stand second, behind those of the base alone."""
     score, difference = scores[1].score, Difference.between(*scores)
     pack_mb = pack_megabytes(pack) if pack else 0.0
     values = {
@@ -321,7 +321,7 @@ def pack_megabytes(pack: Pack) -> float:
 
 
 def failed(compared: Sequence[Compared]) -> list[str]:
-    """A line for each gate that a pack failed; that of speed for each batch size."""
+    """Return a line for each gate that a pack failed; that of speed for each batch size."""
     lines = []
     for each in compared:
         for name, gate in each.gates.items():
@@ -332,7 +332,7 @@ def failed(compared: Sequence[Compared]) -> list[str]:
 
 
 def as_csv(compared: Sequence[Compared]) -> str:
-    """A line for each model and batch size; gates as ``NAME_passed``."""
+    """Return a line for each model and batch size; gates as ``NAME_passed``."""
     rows = []
     names = dict.fromkeys(name for each in compared for name in each.gates)
     for each in compared:

@@ -36,7 +36,7 @@ class EmbeddingScore:
         return {"valid_loss": self.nll, **{f"valid_{k}": v for k, v in self.metrics.items()}}
 
     def summary(self) -> str:
-        """The same in one line for people."""
+        """Return the same in one line for people."""
         return f"loss {self.nll:.3f}, {format_metrics(self.metrics)}"
 
 
@@ -50,11 +50,11 @@ class EmbeddingReport:
     pack: Metrics | None
 
     def to_json(self) -> dict[str, Any]:
-        """The report as JSON has it."""
+        """Return the report as JSON has it."""
         return asdict(self)
 
     def lines(self) -> list[str]:
-        """The report for people."""
+        """Return the report for people."""
         metrics = {"base": self.base, "pack": self.pack}
         lines = [f"{name}    {format_metrics(own)}" for name, own in metrics.items() if own]
         return [*lines, f"rows    {self.rows} {self.format}"]
@@ -71,7 +71,7 @@ def check_scores(pairs: Pairs, where: str) -> None:
 
 
 def score_pairs(model: Encoder, pairs: Pairs, batch_size: int) -> Metrics:
-    """The metrics that the rows allow, the most telling first. The model must not be in training.
+    """Return the metrics that the rows allow. The model must be in evaluation mode.
 
     Semantics: correlations of the cosine with the score; or retrieval of each anchor's positives
     among all positives; with negatives also how often the positive is nearer.
@@ -167,7 +167,7 @@ class EmbeddingEvaluator:
         check_scores(self._pairs, str(settings.columns.data))
 
     def score(self) -> Metrics:
-        """The metrics that the rows allow."""
+        """Return the metrics that the rows allow."""
         return score_pairs(self._base.model, self._pairs, self._batch_size)
 
     def report(self, base: Metrics, pack: Metrics | None) -> EmbeddingReport:

@@ -31,7 +31,7 @@ class Evaluator(Protocol):
         ...
 
     def report(self, base: Any, pack: Any | None) -> EvalReport | EmbeddingReport:
-        """What the scores of the base, and of the base with the pack, say together."""
+        """Return what the scores of the base, and of the base with the pack, say together."""
         ...
 
 

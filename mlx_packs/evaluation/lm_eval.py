@@ -86,7 +86,7 @@ def evaluate_tasks(  # noqa: PLR0913 - a public facade
 
 
 def _task_manager(tasks: Sequence[str], task_path: str | Path | None) -> Any:
-    """The harness's task manager, which has all the tasks."""
+    """Return the harness's task manager, which has all the tasks."""
     try:
         from lm_eval.tasks import TaskManager
     except ImportError as error:
@@ -132,7 +132,7 @@ def _figures(results: Mapping[str, Mapping]) -> Iterator[tuple[str, str, str, fl
 
 
 def language_model(base: Base, batch_size: int = 8) -> Any:
-    """A base with its active pack as the harness's LM: for `lm_eval.simple_evaluate`."""
+    """Return a base with its active pack as the harness's LM: for `lm_eval.simple_evaluate`."""
     from lm_eval.api.model import TemplateLM
     from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
@@ -225,7 +225,7 @@ def log_likelihoods(
 
 
 def _until(answer: str, stops: str | Sequence[str]) -> str:
-    """An answer up to the first of the texts that end it."""
+    """Return an answer up to the first of the texts that end it."""
     for stop in [stops] if isinstance(stops, str) else stops:
         answer = answer.partition(stop)[0] if stop else answer
     return answer

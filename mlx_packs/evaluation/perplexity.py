@@ -40,7 +40,7 @@ class Score:
         return {"valid_loss": self.nll, "valid_ppl": self.ppl}
 
     def summary(self) -> str:
-        """The same in one line for people."""
+        """Return the same in one line for people."""
         return f"loss {self.nll:.3f}, PPL {self.ppl:.2f}"
 
 
@@ -84,7 +84,7 @@ class Difference:
 
     @classmethod
     def between(cls, base: ExampleScores, pack: ExampleScores) -> "Difference":
-        """The difference of two scores of the same examples."""
+        """Return the difference of two scores of the same examples."""
         mean, se = _mean_and_error(pack.nll - base.nll, base.targets)
         ratio = math.exp(min(mean, 700.0))
         return cls(mean, se, ratio, None if se is None else ratio * se)
@@ -112,11 +112,11 @@ class EvalReport:
     difference: Difference | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """The report as JSON has it."""
+        """Return the report as JSON has it."""
         return asdict(self)
 
     def lines(self) -> list[str]:
-        """The report for people."""
+        """Return the report for people."""
         scores = {"base": self.base, "pack": self.pack}
         lines = [
             f"{name}    PPL {format_perplexity(score.ppl, score.ppl_se, 3)} · "
@@ -134,7 +134,7 @@ class EvalReport:
 
 
 def perplexity(nll_sum: float, count: int) -> float:
-    """The exponential of the mean negative log-likelihood, capped where a float64 would overflow."""
+    """Return exp(mean negative log-likelihood), capped where a float64 would overflow."""
     return math.exp(min(nll_sum / count, 700.0))
 
 
@@ -211,7 +211,7 @@ class Scorer:
         )
 
     def score(self, batches: Sequence[Batch], advance: Callable[[], None] | None = None) -> Score:
-        """All examples of the batches together, by token-weighted negative log-likelihood."""
+        """Return the score of all examples, by token-weighted negative log-likelihood."""
         return self.examples(batches, advance).score
 
 

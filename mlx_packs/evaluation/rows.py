@@ -40,7 +40,7 @@ def columns_of(pack: Pack | None, data: str | Path, **specified: str) -> DataCon
 
 
 def evaluation_rows(columns: DataConfig, split: str, limit: int = -1) -> list[Row]:
-    """The rows of a file, or of a folder's ``split`` (``valid`` where it has no ``test``).
+    """Return the rows of a file, or of a folder's ``split`` (``valid`` where it has no ``test``).
 
     Args:
         columns: where the rows are.

@@ -23,12 +23,12 @@ _GROUPED_MODULES = ("mlx_lm.models.qwen3", "mlx_lm.models.qwen2", "mlx_lm.models
 
 
 def is_grouped_attention(module: nn.Module) -> bool:
-    """Whether `GroupedAttention` computes what this attention computes."""
+    """Return whether `GroupedAttention` computes what this attention computes."""
     return type(module).__module__ in _GROUPED_MODULES and type(module).__name__ == "Attention"
 
 
 def is_grouped_mlp(module: nn.Module) -> bool:
-    """Whether `GroupedMLP` computes what this feed-forward computes."""
+    """Return whether `GroupedMLP` computes what this feed-forward computes."""
     return type(module).__module__ in _GROUPED_MODULES and type(module).__name__ == "MLP"
 
 

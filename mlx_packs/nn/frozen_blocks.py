@@ -63,7 +63,7 @@ def injected(model: nn.Module, states: mx.array) -> Iterator[None]:
 
 
 def frozen_output(model: nn.Module, forward: Callable[[], object]) -> object:
-    """What the frozen blocks compute in a forward, which ends there.
+    """Return what the frozen blocks compute in a forward, which ends there.
 
     Raises:
         ValueError: if it never gets there.

@@ -167,7 +167,7 @@ class DenseLinear(nn.Linear):
 
 
 def _shared(linear: nn.Linear) -> DenseLinear:
-    """A frozen linear with the same arrays, for the streams."""
+    """Return a frozen linear with the same arrays, for the streams."""
     shared = DenseLinear(1, 1, bias="bias" in linear)
     shared.update(linear.parameters())
     shared.freeze()

@@ -69,7 +69,7 @@ class ProjectionStack(nn.Module):
         return [self.at(path) for path in self._blocks]
 
     def at(self, path: str) -> nn.Module:
-        """The module that is at a path now."""
+        """Return the module that is at a path now."""
         node = self
         for part in path.split("."):
             node = node[int(part)] if isinstance(node, list) else node[part]
@@ -98,7 +98,7 @@ class ProjectionStack(nn.Module):
 
 
 def _as_modules(node: Any) -> nn.Module | list:
-    """A tree of dicts, lists and modules as modules."""
+    """Return a tree of dicts, lists and modules as modules."""
     if isinstance(node, nn.Module):
         return node
     if isinstance(node, list):

@@ -32,7 +32,7 @@ class Head:
 
 
 def split_head(model: nn.Module) -> Head | None:
-    """The model as hidden states and head, or None if the two do not give its logits exactly.
+    """Return the model as hidden states and head; None if they change its logits.
 
     Logit scaling or capping makes the check fail, and then the whole forward is used.
     """
@@ -56,7 +56,7 @@ def split_head(model: nn.Module) -> Head | None:
 
 
 def as_arrays(batch: Batch) -> Arrays:
-    """What the step takes of a batch: tokens [B, T], positions, targets, weights [M].
+    """Return what the step takes of a batch: tokens [B, T], positions, targets, weights [M].
 
     Of a packed batch also its segments [B, T].
     """
@@ -73,7 +73,7 @@ def forward(
     segments: mx.array | None = None,
     offset: int = 0,
 ) -> mx.array:
-    """The output of a part of the model for tokens [B, T].
+    """Return the output of a part of the model for tokens [B, T].
 
     Args:
         model: the model.
@@ -200,11 +200,11 @@ class CausalLM(Objective):
         self._options = options
 
     def arrays(self, batch: Batch) -> Arrays:
-        """What `loss` takes of a batch."""
+        """Return what `loss` takes of a batch."""
         return self._inputs.arrays(batch)
 
     def prefetch(self, batches: Iterator[Batch]) -> Iterator[Batch]:
-        """The same batches, with what the inputs can prepare ahead."""
+        """Yield the same batches, with what the inputs can prepare ahead."""
         return self._inputs.prefetch(batches)
 
     def close(self) -> None:

@@ -163,7 +163,7 @@ class EmbeddingObjective(Objective):
         self._name, self._train, self._score = loss, train, score
 
     def arrays(self, batch: PairBatch) -> Arrays:
-        """The first two columns, lengths, weights, then scores or a third column."""
+        """Return the first two columns, lengths, weights, then scores or a third column."""
         first, second, *others = (mx.array(column) for column in batch.columns)
         scores = [] if batch.scores is None else [mx.array(batch.scores)]
         return (first, second, mx.array(batch.lengths), mx.array(batch.weights), *scores, *others)

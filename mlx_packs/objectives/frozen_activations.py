@@ -90,7 +90,7 @@ class FrozenActivations(Inputs):
             self._batch_of[np.concatenate(rows) if sampler.packing else rows] = number
 
     def prefetch(self, batches: Iterator[Batch]) -> Iterator[Batch]:
-        """The same batches, with their states where all of them are stored already."""
+        """Yield the same batches, with their states where all of them are stored already."""
         for batch in batches:
             states = {row: self.store.get(row) for row in batch.examples}
             if all(row_states is not None for row_states in states.values()):
@@ -98,7 +98,7 @@ class FrozenActivations(Inputs):
             yield batch
 
     def arrays(self, batch: Batch) -> Arrays:
-        """What the step takes of a batch, states [B, T, D] in the place of tokens.
+        """Return what the step takes of a batch, states [B, T, D] in the place of tokens.
 
         What is not stored is computed, with the batch that has it in the first epoch; a batch whose
         states could not be kept stays as it is.
@@ -118,7 +118,7 @@ class FrozenActivations(Inputs):
         return mx.array(laid_out).view(self._dtype), *as_arrays(batch)[1:]
 
     def compute(self, number: int) -> dict[int, np.ndarray]:
-        """Bytes of the states of each example in a batch of the first epoch."""
+        """Return the bytes of the states of each example in a batch of the first epoch."""
         batch = lay_out(self._examples, self._sampler, self._batches[number])
         tokens, *_ = as_arrays(batch)
         segments = None if batch.segments is None else mx.array(batch.segments)
@@ -133,7 +133,7 @@ class FrozenActivations(Inputs):
         }
 
     def to_json(self) -> dict:
-        """The part of a run's report on the cache."""
+        """Return the part of a run's report on the cache."""
         return {
             "blocks": self._blocks,
             "gb": self.store.total_bytes / 1e9,
@@ -144,7 +144,7 @@ class FrozenActivations(Inputs):
         }
 
     def summary(self) -> str:
-        """The same before the run, for people."""
+        """Return the same before the run, for people."""
         store = self.store
         memory = store.most_memory_bytes
         in_memory = "all" if memory == store.total_bytes else size(memory)
@@ -176,7 +176,7 @@ class FrozenActivations(Inputs):
         self.rows_computed = 0
 
     def _is_same(self, computed: np.ndarray, stored: np.ndarray) -> bool:
-        """Whether the states of an example equal the stored ones, to float error."""
+        """Return whether the states of an example equal the stored ones, to float error."""
         first, second = (
             mx.array(np.ascontiguousarray(states).reshape(-1, self._token_bytes)).view(self._dtype)
             for states in (computed, stored)
@@ -201,7 +201,7 @@ def open_frozen_activations(
     plan_bytes: int | None,
     display: Display,
 ) -> FrozenActivations | None:
-    """The cache that ``train.cache_frozen`` asks for; None if there is none.
+    """Return the cache that ``train.cache_frozen`` asks for; None if there is none.
 
     Args:
         attached: what is trained.
@@ -231,7 +231,7 @@ def open_frozen_activations(
 
 
 def frozen_blocks(attached: Attached) -> int:
-    """How many blocks lie below the first one that carries an adapter."""
+    """Return how many blocks lie below the first one that carries an adapter."""
     prefixes = block_prefixes(attached.model)
     adapted = (
         i
@@ -242,7 +242,7 @@ def frozen_blocks(attached: Attached) -> int:
 
 
 def memory_budget(plan_bytes: int | None) -> int:
-    """Bytes of states that may be held in memory, beside a run that peaks at ``plan_bytes``.
+    """Return the bytes of states that fit into memory beside a run that peaks at ``plan_bytes``.
 
     They are the process's, not MLX's.
     """
@@ -267,7 +267,7 @@ def _open(
     plan_bytes: int | None,
     display: Display,
 ) -> FrozenActivations:
-    """The cache, with its stand-ins in the model. Raises: _Impossible."""
+    """Return the cache, with its stand-ins in the model. Raises: _Impossible."""
     frozen = frozen_blocks(attached)
     inputs = train.max_seq_length - 1
     sampler = Sampler(examples.lengths, train.batch_size, inputs, train.seed, train.packing)
@@ -328,7 +328,7 @@ def _open_store(row_bytes: np.ndarray, memory: int, key: str, display: Display) 
 
 
 def _stand_ins(model: nn.Module, frozen: int) -> StandIns:
-    """What stands at the paths of the frozen blocks while their states are cached."""
+    """Return what stands at the paths of the frozen blocks while their states are cached."""
     injection, paths = Injection(), block_prefixes(model)[:frozen]
     return [
         (path, FrozenBlock(block, injection, path == paths[-1]))
@@ -337,7 +337,7 @@ def _stand_ins(model: nn.Module, frozen: int) -> StandIns:
 
 
 def _example_states(attached: Attached, head: Head | None, stand_ins: StandIns) -> mx.array:
-    """States of some tokens. Raises: _Impossible if the model does not take states."""
+    """Return the states of some tokens. Raises: _Impossible if the model takes no states."""
     model, training = attached.model, attached.model.training
     blocks = [(path, stand_in["block"]) for path, stand_in in stand_ins]
     replace_modules(model, stand_ins)
@@ -381,7 +381,7 @@ def _probe(attached: Attached, head: Head | None) -> mx.array:
 
 
 def _disk_budget(file: Path) -> int:
-    """Bytes that a file may have: what it has already, and a share of what is free."""
+    """Return the bytes that a file may have: what it has already, and a share of what is free."""
     folder = next(p for p in file.parents if p.exists())
     own = file.stat().st_blocks * 512 if file.is_file() else 0
     return own + int(_DISK_SHARE * shutil.disk_usage(folder).free)
@@ -395,7 +395,7 @@ def _key(
     frozen: int,
     states: mx.array,
 ) -> str:
-    """A hash of all that the bits of the states depend on."""
+    """Return a hash of all that the bits of the states depend on."""
     base = attached.base
     dependencies = {
         "format": _FORMAT,

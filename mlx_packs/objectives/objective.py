@@ -36,7 +36,7 @@ class Score(Protocol):
         ...
 
     def summary(self) -> str:
-        """The same in one line for people."""
+        """Return the same in one line for people."""
         ...
 
 
@@ -47,11 +47,11 @@ class Inputs(Protocol):
     """
 
     def arrays(self, batch: Any) -> Arrays:
-        """The arrays that `Objective.loss` takes of a batch; each set of shapes is compiled."""
+        """Return the arrays of a batch for `Objective.loss`; each set of shapes is compiled."""
         ...
 
     def prefetch(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """The same batches, with what can be computed on the CPU before their step."""
+        """Yield the same batches, with what can be computed on the CPU before their step."""
         return batches
 
     def close(self) -> None:

@@ -78,7 +78,7 @@ class Graph:
 
 
 def graph_of(base: BaseModel, lora: LoRAConfig, train: TrainConfig) -> Graph:
-    """The graph of ``train.objective`` over a base, whose other weights are not read for it.
+    """Return the graph of ``train.objective`` over a base, whose other weights are not read for it.
 
     Raises: PackError if nothing of the graph is trainable, or if adapters are requested elsewhere.
     """
@@ -138,7 +138,7 @@ class _MappedInputs(Inputs):
         self._table = table
 
     def arrays(self, batch: Batch) -> Arrays:
-        """States [B, T, D], positions, targets, weights, and of a packed batch its segments."""
+        """Return states [B, T, D], positions, targets, weights, and segments of packed batches."""
         return self._table(batch.tokens), *as_arrays(batch)[1:]
 
 
@@ -172,7 +172,7 @@ def _head(base: BaseModel, modules: dict[str, nn.Module]) -> tuple[str, nn.Modul
 def _square(
     base: BaseModel, modules: dict[str, nn.Module], blocks: list[str], table_path: str
 ) -> tuple[list[tuple[str, nn.Module]], str]:
-    """The projections [D, D] of the blocks, D as wide as the table; and why others are left out."""
+    """Return the projections [D, D] of the blocks, D the table's width, and others' faults."""
     table = modules[table_path]
     width = (true_shape(table) if isinstance(table, EMBEDDINGS) else table.weight.shape)[1]
     stack, faults = [], []

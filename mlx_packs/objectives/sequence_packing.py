@@ -51,7 +51,7 @@ def prepare_packing(
 
 
 def why_not_packed(model: nn.Module, head: Head | None, limit: int, vocab_size: int) -> str | None:
-    """Why packed sequences of ``limit`` inputs would differ from examples alone; None if not."""
+    """Return why packed sequences of ``limit`` inputs differ from examples alone, or None."""
     from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 
     kinds = {type(cache) for cache in make_prompt_cache(model)}
@@ -84,7 +84,7 @@ def why_not_packed(model: nn.Module, head: Head | None, limit: int, vocab_size: 
 
 
 def relative_error(actual: mx.array, expected: mx.array) -> float:
-    """The largest error of a position's vector, as a share of that vector's length."""
+    """Return the largest error of a position's vector, as a share of that vector's length."""
     actual, expected = actual.astype(mx.float32), expected.astype(mx.float32)
     lengths = mx.linalg.norm(expected, axis=-1)
     return (mx.linalg.norm(actual - expected, axis=-1) / (lengths + 1e-9)).max().item()

@@ -71,11 +71,11 @@ class StateStore:
         return min(self.total_bytes, self.memory_limit)
 
     def stored(self) -> np.ndarray:
-        """Numbers of the rows that the file claims to have; `get` finds out which are intact."""
+        """Return the numbers of the rows that the file claims; `get` checks that they are intact."""
         return np.flatnonzero(self._digests.any(axis=1))
 
     def get(self, row: int) -> np.ndarray | None:
-        """A row's bytes, uint8; None if it is not stored."""
+        """Return a row's bytes, uint8; None if it is not stored."""
         with self._lock:
             if row in self._in_memory:
                 return self._in_memory[row]
@@ -105,7 +105,7 @@ class StateStore:
             self._verified[row] = True
 
     def has_room(self, rows: Sequence[int]) -> bool:
-        """Whether these rows would be stored if they were put now."""
+        """Return whether these rows would be stored if they were put now."""
         needed = int(self._sizes[list(rows)].sum())
         return self.is_on_disk or self.memory_bytes + needed <= self.memory_limit
 

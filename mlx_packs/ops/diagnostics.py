@@ -40,12 +40,12 @@ def kernel_instances() -> list[Instance]:
 
 
 def examine_kernel(instance: Instance) -> dict:
-    """One kernel instance against its reference: errors on small inputs, time on real sizes.
+    """Compare a kernel instance with its reference: errors on small inputs, time on real sizes.
 
     Returns: ``op``, ``instance``, ``backend``, ``max_error`` (relative to the largest number, over
     outputs and gradients; None if there is none), ``ok``, ``fault`` (None or what is wrong),
-    ``kernel_us`` and ``reference_us`` (forward, median). Without a GPU the reference itself is compared
-    with float64, and timed in float32 alone: half precision on a CPU is far slower, and not used.
+    ``kernel_us`` and ``reference_us`` (forward, median). Without a GPU the reference itself is
+    compared with float64, and timed in float32 alone: half precision on a CPU is far slower.
     """
     backend = _backend.forced() or _backend.detect()
     report = {
@@ -79,7 +79,7 @@ def examine_kernel(instance: Instance) -> dict:
 
 
 def _reference_alone(check: Check) -> Check:
-    """The same check of the reference by itself: no plain error is forgiven but rounding."""
+    """Return the same check of the reference by itself: no plain error is forgiven but rounding."""
     return replace(check, kernel=check.reference, exact=False, alone=True)
 
 
@@ -124,7 +124,7 @@ def examine_machine() -> dict:
 
 
 def examine_all(advance: Callable[[], None] = lambda: None) -> dict:
-    """The machine, and every kernel instance in ``kernels``; ``advance`` is called after each."""
+    """Return the machine and each kernel instance, ``kernels``; call ``advance`` after each."""
     report = examine_machine() | {"kernels": []}
     for instance in kernel_instances():
         report["kernels"].append(examine_kernel(instance))

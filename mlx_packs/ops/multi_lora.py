@@ -162,7 +162,7 @@ def _down_kernel() -> Kernel:
 
 @functools.cache
 def _up_kernel(ranks: tuple[int, ...]) -> Kernel:
-    """One line for each slice: groups along y are tiles of columns, slice after slice."""
+    """Return one line for each slice: groups along y are tiles of columns, slice after slice."""
     lines = [
         "{shared} float4 tile[TILE];",
         "const int p = pack_of(pack, {group}.z, sizes[2]);",

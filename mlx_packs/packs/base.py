@@ -41,7 +41,7 @@ class AdapterSlots:
     modules: list[tuple[str, nn.Module]]
 
     def fits(self, pack: Pack) -> bool:
-        """Whether they are made for the pack's targets, ranks and scales."""
+        """Return whether they are made for the pack's targets, ranks and scales."""
         if self.beyond_lora or pack.beyond_lora:
             return False
         return self.attached.specs == pack.specs

@@ -137,7 +137,7 @@ def set_random_state(key: mx.array) -> None:
 
 
 def read_training_state(folder: Path) -> TrainingState:
-    """The progress stored in a checkpoint.
+    """Return the progress stored in a checkpoint.
 
     Raises:
         PackError: if the checkpoint is damaged.
@@ -153,7 +153,7 @@ def _damaged(folder: Path, error: Exception) -> PackError:
 
 
 def _training_state(value: object) -> TrainingState:
-    """A state from JSON. Raises: ValueError or TypeError that names the fault."""
+    """Return a state from JSON. Raises: ValueError or TypeError that names the fault."""
     entries = _checked_fields(value, TrainingState, "")
     window = entries.get("window", asdict(Window()))
     entries["window"] = Window(**_checked_fields(window, Window, "window."))
@@ -163,7 +163,7 @@ def _training_state(value: object) -> TrainingState:
 
 
 def _checked_fields(value: object, cls: type, prefix: str) -> dict:
-    """The fields of a dataclass from JSON, after a check of every name and number."""
+    """Return the fields of a dataclass from JSON, after a check of every name and number."""
     names = [f.name for f in fields(cls)]
     present = set(value) if isinstance(value, dict) else set()
     if not set(names) - set(_ADDED_LATER) <= present <= set(names):
@@ -183,7 +183,7 @@ def _checked_fields(value: object, cls: type, prefix: str) -> dict:
 def _with_current_names(
     arrays: dict[str, mx.array], optimizer: optimizers.Optimizer
 ) -> dict[str, mx.array]:
-    """A stored optimizer state under the names of a fresh one.
+    """Return a stored optimizer state under the names of a fresh one.
 
     They differ where blocks are checkpointed now and were not then, or the other way round.
     """
@@ -192,7 +192,7 @@ def _with_current_names(
 
 
 def _unwrapped(name: str) -> str:
-    """A parameter's name as if no block were wrapped (`nn.recompute.RecomputedBlock`)."""
+    """Return a parameter's name as if no block were wrapped (`nn.recompute.RecomputedBlock`)."""
     return name.replace(".block.", ".")
 
 

@@ -29,7 +29,7 @@ Scores = dict[str, Score]  # by phase
 def score_phases(
     objective: Objective, dataset: Dataset, phases: Sequence[RunPhase], display: Display
 ) -> Scores:
-    """The scores on the held-out examples of each phase, by its name."""
+    """Return the scores on the held-out examples of each phase, by its name."""
     held_out = {phase.name: dataset.held_out(phase) for phase in phases}
     with display.task("eval", sum(map(len, held_out.values())), "held-out batches") as bar:
         return {name: objective.score(batches, bar.advance) for name, batches in held_out.items()}
@@ -132,7 +132,7 @@ class Fit:
         self.traces += stepper.traces
 
     def _score_after(self, phase: RunPhase) -> Scores:
-        """The scores after a phase that is not the last, logged for a run that is resumed."""
+        """Return the scores after a phase that is not the last, logged for a resumed run."""
         run = self.run
         try:
             scores = score_phases(self.objective, self.dataset, run.phases, run.display)
@@ -145,7 +145,7 @@ class Fit:
         return scores
 
     def _logged_scores(self, phase: RunPhase, before: Scores) -> Scores:
-        """The scores after a phase from the run's metrics; empty if they are not there."""
+        """Return the scores after a phase from the run's metrics; empty if they are not there."""
         kind = type(before[phase.name])
         for line in self.curve:
             if "held_out" in line and line["batch"] == phase.stop:

@@ -90,7 +90,7 @@ def _check_run(run: Path, overwrite: bool) -> None:
 
 
 def _data_name(columns: DataConfig) -> str:
-    """The default name of a pack: that of its data, or of the first of several sources."""
+    """Return the default name of a pack: that of its data, or of the first of several sources."""
     entries = columns.hf_dataset
     first = entries[0] if isinstance(entries, list) and entries else entries
     if isinstance(first, dict) and isinstance(first.get("path"), str):

@@ -45,7 +45,7 @@ def start_of(file: str | None, earlier: dict | None) -> dict | None:
 def run_identity(
     recipe: Recipe, base: Base, phases: Sequence[RunPhase], splits: Sequence[rows_of.Splits]
 ) -> dict:
-    """The recipe of a run, and the fingerprints of its base and of every split of its data."""
+    """Return the recipe of a run, and the fingerprints of its base and its data."""
     return {
         "recipe": recipe.to_json(),
         "base": base.fingerprint,
@@ -89,7 +89,7 @@ def check_resume(run: Path, identity: dict, earlier: dict) -> None:
 
 
 def public_recipe(recipe: Recipe, base: Base) -> dict:
-    """A recipe as a manifest has it: folders without their paths."""
+    """Return a recipe as a manifest has it: folders without their paths."""
     public = {**recipe.to_json(), "model": base.public_name, "data": public_name(recipe.data.data)}
     for phase in public.get("phases", ()):
         if "data" in phase:

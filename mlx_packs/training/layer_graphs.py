@@ -68,7 +68,7 @@ class GraphCache:
     def graph(
         self, kind: str, source: object, loss: Loss, batch: tuple, is_sequence: bool = False
     ) -> Graph:
-        """The graph of a loss, made when it is first passed.
+        """Return the graph of a loss, made when it is first passed.
 
         Which layers take part is found by calling the loss, without computing anything.
 
@@ -133,7 +133,7 @@ class GraphCache:
 
 
 def _key(source: object) -> object:
-    """What distinguishes a graph: the layers of a sequence, or the function itself."""
+    """Return what distinguishes a graph: the layers of a sequence, or the function itself."""
     if isinstance(source, (list, tuple)):
         return tuple(part if isinstance(part, str) else id(part) for part in source)
     try:

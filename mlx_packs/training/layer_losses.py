@@ -30,7 +30,7 @@ class LMLoss:
     def __call__(
         self, inputs: mx.array, targets: mx.array, weights: mx.array
     ) -> tuple[mx.array, mx.array]:
-        """The weighted sum of the losses, and the sum of the weights."""
+        """Return the weighted sum of the losses, and the sum of the weights."""
         logits = self._forward(inputs)
         if not isinstance(logits, mx.array) or logits.shape[:-1] != targets.shape:
             raise PackError(
@@ -68,7 +68,7 @@ class UserLoss:
         self._function = function
 
     def __call__(self, *arrays: mx.array) -> tuple[mx.array, mx.array]:
-        """The loss, and 1: accumulated batches count alike."""
+        """Return the loss, and 1: accumulated batches count alike."""
         loss = self._function(*arrays)
         if not isinstance(loss, mx.array) or loss.ndim:
             raise PackError(f"loss: must return a scalar, but returned {shown(loss)}.", flag="loss")

@@ -122,7 +122,7 @@ class LayerTrainer:
         return self._layers[name]
 
     def layer(self, name: str) -> RegisteredLayer:
-        """A registered layer.
+        """Return a registered layer.
 
         Raises:
             PackError: naming the nearest.
@@ -143,7 +143,7 @@ class LayerTrainer:
         return sum(tensor.size for tensor in self.tensors().values())
 
     def merged_weight(self, name: str) -> mx.array:
-        """The dense weight [out, in] of a layer with its adapter added, in float32."""
+        """Return the dense weight [out, in] of a layer with its adapter added, in float32."""
         layer = self.layer(name)
         return merged_weight(layer.spec, self.tensors(), layer.linear)
 
@@ -214,7 +214,7 @@ class LayerTrainer:
         mask: mx.array | None = None,
         weights: mx.array | None = None,
     ) -> float:
-        """The loss that `step_lm` would return, without dropout and without an update."""
+        """Return the loss that `step_lm` would return, without dropout and without an update."""
         forward, _ = self._forward(layers, inputs)
         batch = lm_batch(inputs, targets, mask, weights)
         loss = LMLoss(forward, self.train.z_loss, self.train.label_smoothing)
@@ -233,7 +233,7 @@ class LayerTrainer:
         return True
 
     def _forward(self, layers: Layers | Forward, inputs: mx.array) -> tuple[Forward, bool]:
-        """What computes the logits, and whether it is a sequence of layers."""
+        """Return what computes the logits, and whether it is a sequence of layers."""
         if callable(layers) and not isinstance(layers, (list, tuple)):
             return layers, False
         if not isinstance(layers, (list, tuple)) or not layers:
@@ -405,7 +405,7 @@ class LayerTrainer:
         self._forget_graphs()
 
     def _identity(self) -> dict:
-        """What must not change when a run continues."""
+        """Return what must not change when a run continues."""
         settings = [*_OF_STEPS, *(_OF_OPTIMIZER if self._has_own_optimizer else ())]
         return {
             "optimizer": type(self.optimizer).__name__,

@@ -113,7 +113,7 @@ class Loop:
                     raise interrupted(folder)
 
     def _line(self, entries: dict[str, float]) -> dict:
-        """A line for observers, with the number of batches and the phase if it has a name."""
+        """Return a line for observers, with the number of batches and the phase's name."""
         phase = {"phase": self.phase.name} if self.phase.name else {}
         return {"batch": self.state.batches, **entries, **phase}
 
@@ -180,5 +180,5 @@ class Loop:
 
 
 def interrupted(checkpoint: Path | None) -> Interrupted:
-    """The error that ends a run which is saved up to a checkpoint."""
+    """Return the error that ends a run which is saved up to a checkpoint."""
     return Interrupted(f"interrupted. Checkpoint saved to {checkpoint}; continue with --resume.")

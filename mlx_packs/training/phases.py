@@ -52,11 +52,11 @@ class RunPhase:
         return make_optimizer(self.train, self.updates_before)
 
     def manifest_key(self, key: str) -> str:
-        """The key itself, or ``<phase>/<key>`` in a run of several phases."""
+        """Return the key itself, or ``<phase>/<key>`` in a run of several phases."""
         return f"{self.name}/{key}" if self.name else key
 
     def load_rows(self) -> rows_of.Splits:
-        """The rows of all its sources, those of one after those of another."""
+        """Return the rows of all its sources, those of one after those of another."""
         parts = [rows_of.load_rows(source) for source in self.sources]
         if len(parts) == 1:
             return parts[0]
@@ -66,14 +66,14 @@ class RunPhase:
         return rows_of.Splits(rows, source, parts[0].format, notes)
 
     def public_source(self, splits: rows_of.Splits) -> str:
-        """The name of its data in a manifest: folders without their paths."""
+        """Return the name of its data in a manifest: folders without their paths."""
         one = len(self.sources) == 1
         names = [splits.source] if one else [source.data for source in self.sources]
         return " + ".join(map(public_name, names))
 
 
 def resolve_phases(train: TrainConfig, columns: DataConfig) -> tuple[RunPhase, ...]:
-    """The phases of a run, each checked by itself; nothing is loaded.
+    """Return the phases of a run, each checked by itself; nothing is loaded.
 
     Raises:
         PackError: Naming the phase and what is wrong with it.

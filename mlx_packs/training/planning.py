@@ -60,7 +60,7 @@ def check_headers(name: str | Path, run: Run) -> None:
 def plan_memory(
     run: Run, base: Base, train: TrainConfig, shapes: set[Shape]
 ) -> dict[str, MemoryPlan]:
-    """The plan of each matmul path that fits best; empty where no plan is possible.
+    """Return the plan of each matmul path that fits best; empty where no plan is possible.
 
     Args:
         run: the run.
@@ -87,7 +87,7 @@ def choose_path(
     plans: Mapping[str, MemoryPlan],
     display: Display,
 ) -> MatmulPathChoice:
-    """The matmul path as asked for, or the fastest of those that are planned.
+    """Return the matmul path as asked for, or the fastest of those that are planned.
 
     Args:
         base: whose frozen weights are used.
@@ -111,14 +111,14 @@ def choose_path(
 
 
 def choose_recompute(train: TrainConfig, plan: MemoryPlan | None, unplanned: str) -> str:
-    """The policy of activation checkpointing as asked for, or the plan's, or ``unplanned``."""
+    """Return the requested policy of activation checkpointing, the plan's, or ``unplanned``."""
     if train.recomputes != "auto":
         return train.recomputes
     return plan.recompute if plan else unplanned
 
 
 def matmul_paths_by_name(trainable: Trainable, choice: MatmulPathChoice) -> dict[str, dict]:
-    """How the frozen weights of each name are used in this run, and the times that decided.
+    """Return how the frozen weights of each name are used in this run, and the times that decided.
 
     Returns:
         By the last name of the modules: ``paths`` (how many use each matmul path; weights that were

@@ -123,7 +123,7 @@ def adapt(
 
 
 def _spec(name: str, linear: nn.Module, lora: LoRAConfig) -> ModuleSpec:
-    """The adapter of a linear, checked against the linear's own tensors."""
+    """Return the adapter of a linear, checked against the linear's own tensors."""
     try:
         geometry = probe(name, linear, {})
     except GeometryError as error:
@@ -134,7 +134,7 @@ def _spec(name: str, linear: nn.Module, lora: LoRAConfig) -> ModuleSpec:
 
 
 def adapters_module(layers: Mapping[str, RegisteredLayer], names: Iterable[str]) -> nn.Module:
-    """Some layers as one module, whose trainable parameters are their adapters.
+    """Return some layers as one module, whose trainable parameters are their adapters.
 
     Keys have no dot, since the names of an optimizer's state are split at them.
     """
@@ -145,6 +145,6 @@ def adapters_module(layers: Mapping[str, RegisteredLayer], names: Iterable[str])
 
 
 def shown(value: object) -> str:
-    """The shape of an array for a message, or the type of anything else."""
+    """Return the shape of an array for a message, or the type of anything else."""
     shape = getattr(value, "shape", None)
     return type(value).__name__ if shape is None else f"shape {list(shape)}"

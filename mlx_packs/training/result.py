@@ -43,7 +43,7 @@ class TrainRun:
         return ax
 
     def to_json(self) -> dict:
-        """The report."""
+        """Return the report."""
         return self.report
 
 

@@ -192,7 +192,7 @@ def run(run: Run) -> TrainRun:
 
 
 def _open_base(run: Run, task: Task) -> Base:
-    """The base, quantized as the run asks for; rejected before it is read where it cannot fit."""
+    """Return the base, quantized as requested; reject it unread where it cannot fit."""
     train, base = run.train, run.base
     if isinstance(base, Base):
         if train.quantize != "none":
@@ -225,7 +225,7 @@ def _open_base(run: Run, task: Task) -> Base:
 def _fit_into_memory(
     run: Run, task: Task, base: Base, target: Base, dataset: Dataset
 ) -> MemoryChoice:
-    """The memory plan, the matmul path and the activation checkpointing of a run."""
+    """Return the memory plan, the matmul path and the activation checkpointing of a run."""
     plans = plan_memory(run, base, task.planned_settings(), dataset.shapes())
     choice = choose_path(target, run.train, dataset.typical_rows(), plans, run.display)
     plan = plans.get(choice.matmul_path)
@@ -269,7 +269,7 @@ def _train(
 
 
 def _measured(fit: FitResult, memory: MemoryChoice) -> dict:
-    """The part of a manifest that differs from run to run."""
+    """Return the part of a manifest that differs from run to run."""
     return {
         "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         **fit.measured,
@@ -295,7 +295,7 @@ def _check_gates(run: Run, task: Task, pack: Pack, summary: Summary, memory: Mem
 def _report(
     run: Run, pack: Pack, unit: str, fit: FitResult, summary: Summary, memory: MemoryChoice
 ) -> dict:
-    """What a run reports whatever its method and its task."""
+    """Return what a run reports whatever its method and its task."""
     described = ("split", "rows", "targets")
     return {
         "pack": str(run.pack),

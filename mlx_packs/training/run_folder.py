@@ -17,14 +17,14 @@ _STEP = re.compile(r"step-\d{6,}")
 
 
 def run_folder(pack: Path) -> Path:
-    """The run folder beside a pack."""
+    """Return the run folder beside a pack."""
     if pack.name in ("", ".."):
         raise PackError(f"--out {pack}: must name a folder of its own.", "invalid")
     return pack.with_name(pack.name + "-run")
 
 
 def step_folder(run: Path, batches: int) -> Path:
-    """The folder of the checkpoint after this many batches."""
+    """Return the folder of the checkpoint after this many batches."""
     return run / f"step-{batches:06d}"
 
 
@@ -34,7 +34,7 @@ def point_to(checkpoint: Path) -> None:
 
 
 def checkpoints(run: Path) -> list[Path]:
-    """The checkpoints of a run folder, oldest first."""
+    """Return the checkpoints of a run folder, oldest first."""
     entries = run.iterdir() if run.is_dir() else []
     folders = [f for f in entries if _STEP.fullmatch(f.name) and f.is_dir() and not f.is_symlink()]
     return sorted(folders, key=lambda folder: int(folder.name.removeprefix("step-")))
@@ -54,7 +54,7 @@ def write_identity(run: Path, identity: dict) -> None:
 
 
 def read_identity(run: Path) -> dict:
-    """The identity that `write_identity` wrote.
+    """Return the identity that `write_identity` wrote.
 
     Raises:
         PackError: if the folder is not a run folder, or its configuration is damaged.
@@ -77,7 +77,7 @@ def read_identity(run: Path) -> dict:
 
 
 def is_run(folder: Path) -> bool:
-    """Whether a folder is a run folder, or empty."""
+    """Return whether a folder is a run folder, or empty."""
     if not folder.is_dir():
         return False
     if not any(folder.iterdir()):
@@ -89,7 +89,7 @@ def is_run(folder: Path) -> bool:
 
 
 def latest_checkpoint(run: Path) -> Path | None:
-    """The checkpoint that `latest` names; None if it names none of this folder."""
+    """Return the checkpoint that `latest` names; None if it names none of this folder."""
     pointer = run / "latest"
     if not pointer.is_file():
         return None
@@ -98,7 +98,7 @@ def latest_checkpoint(run: Path) -> Path | None:
 
 
 def check_resumable(run: Path) -> dict:
-    """The identity of a run that has a checkpoint to continue from.
+    """Return the identity of a run that has a checkpoint to continue from.
 
     Raises:
         PackError: if there is no checkpoint, or if the run folder is damaged.
@@ -136,7 +136,7 @@ def check_unchanged(where: str, then: Mapping, now: Mapping) -> None:
 
 
 def read_metrics(run: Path, batches: int) -> list[dict]:
-    """The lines of metrics.jsonl up to a batch; later ones are removed from the file."""
+    """Return the lines of metrics.jsonl up to a batch; later ones are removed from the file."""
     file, lines = run / METRICS, []
     if not file.is_file():
         return lines

@@ -54,7 +54,7 @@ class Run:
         return self.phases[-1]
 
     def recipe(self, base: Base, start: dict | None) -> Recipe:
-        """The run's configuration, as config.json and the pack's manifest record it.
+        """Return the run's configuration, as config.json and the pack's manifest record it.
 
         Args:
             base: the loaded base.

@@ -113,7 +113,7 @@ class Stepper:
 
 
 def not_finite(loss: float, norm: float) -> str | None:
-    """What is wrong with the result of a step; None if loss and gradient norm are finite."""
+    """Return what is wrong with the result of a step; None if loss and gradient norm are finite."""
     if not math.isfinite(loss):
         return f"the loss is {loss}"
     return None if math.isfinite(norm) else "the gradient is not finite"

@@ -18,6 +18,6 @@ OBSERVERS: dict[str, Callable[[ObservedRun], Observer | None]] = {
 
 
 def make_observers(run: ObservedRun) -> list[Observer]:
-    """The observers that follow a run."""
+    """Return the observers that follow a run."""
     observers = (make(run) for make in OBSERVERS.values())
     return [observer for observer in observers if observer is not None]

@@ -23,7 +23,7 @@ class Retention(Observer):
 
     @classmethod
     def of(cls, run: ObservedRun) -> "Retention | None":
-        """The retention that ``--keep-last`` asks for; None if all checkpoints are kept."""
+        """Return the retention that ``--keep-last`` asks for; None if all checkpoints are kept."""
         keep_last = run.train.keep_last
         return None if keep_last is None else cls(run.folder, keep_last, run.display)
 

@@ -46,7 +46,7 @@ class Trackers(Observer):
 
     @classmethod
     def of(cls, run: ObservedRun) -> "Trackers | None":
-        """The trackers of ``--report-to``; None without any."""
+        """Return the trackers of ``--report-to``; None without any."""
         if run.report_to is None:
             return None
         from mlx_lm.tuner.callbacks import get_reporting_callbacks

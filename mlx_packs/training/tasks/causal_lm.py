@@ -57,7 +57,7 @@ class CausalLMTask(Task):
             )
 
     def target(self, base: Base) -> tuple[Base, LoRAConfig]:
-        """The base, or the projection stack over it (``--objective``)."""
+        """Return the base, or the projection stack over it (``--objective``)."""
         self.base, self.graph = base, graph_of(base, self.run.lora, self.run.train)
         if self.graph.is_proxy:
             self.unplanned_recompute = "none"
@@ -66,7 +66,7 @@ class CausalLMTask(Task):
         return self.graph.base, self.graph.lora
 
     def encode(self, base: Base, splits: Sequence[Splits]) -> PhasedDataset:
-        """Tokens of the examples of every phase."""
+        """Return the tokens of the examples of every phase."""
         run = self.run
         self.dataset = encode_phases(run.phases, splits, base, run.train, run.display)
         split, _ = self.dataset.held_out_examples(run.goal)
@@ -74,7 +74,7 @@ class CausalLMTask(Task):
         return self.dataset
 
     def objective(self, trainable: Trainable, memory: MemoryChoice) -> CausalLM:
-        """The loss of the targets. The sample prompt is completed here, before training."""
+        """Return the loss of the targets. The sample prompt is completed here, before training."""
         train, head = self.run.train, self.graph.head()
         if not self.graph.is_proxy:
             if train.packing:  # no token of a proxy sees another
@@ -147,7 +147,7 @@ class CausalLMTask(Task):
         return values
 
     def _by_transformer(self, proxy: Trainable) -> tuple[Score, Score, dict[str, str]]:
-        """What adapters that a proxy trained are worth on the base's own forward.
+        """Return what adapters that a proxy trained are worth on the base's own forward.
 
         Returns:
             Scores without and with them, and the completions of the sample prompt.
@@ -183,7 +183,7 @@ def _changes(split: str, before: Score, after: Score) -> dict:
 
 
 def phase_reports(dataset: PhasedDataset, sources: Sequence[str], fit: FitResult) -> list[dict]:
-    """What each phase of a run was and did; empty where a run has no phases.
+    """Return what each phase of a run was and did; empty where a run has no phases.
 
     Args:
         dataset: the examples.

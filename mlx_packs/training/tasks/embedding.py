@@ -61,11 +61,11 @@ class PairDataset:
         return "test" if "test" in self.splits else "valid"
 
     def counts(self) -> dict[str, int]:
-        """Number of pairs by split."""
+        """Return the number of pairs by split."""
         return {split: len(pairs) for split, pairs in self.splits.items()}
 
     def shapes(self) -> set[tuple[int, int]]:
-        """The longest text, and the columns of a pair."""
+        """Return the longest text, and the columns of a pair."""
         pairs = self.splits["train"]
         return {(int(pairs.lengths.max()), len(pairs.tokens))}
 
@@ -79,7 +79,7 @@ class PairDataset:
         return pair_batches(pairs, sampler, start, runtime.COMPILES)
 
     def validation(self, phase: RunPhase) -> EvalPairs | list:
-        """The first pairs to validate on, and batches of them for the loss."""
+        """Return the first pairs to validate on, and batches of them for the loss."""
         if "valid" not in self.splits or not self.train.val_batches:
             return []
         pairs, size = self.first("valid", self.train.val_batches), self.train.batch_size
@@ -88,11 +88,11 @@ class PairDataset:
         return EvalPairs(pairs, [make_pair_batch(pairs, rows, size, self.limit) for rows in order])
 
     def held_out(self, phase: RunPhase) -> EvalPairs:
-        """The pairs that the run is evaluated on."""
+        """Return the pairs that the run is evaluated on."""
         return EvalPairs(self.first(self.split, self.train.test_batches))
 
     def first(self, split: str, batches: int) -> Pairs:
-        """The first pairs of a split, so many batches' worth; -1 is all."""
+        """Return the first pairs of a split, so many batches' worth; -1 is all."""
         pairs, count = self.splits[split], batches * self.train.batch_size
         if batches < 0 or count >= len(pairs):
             return pairs
@@ -179,11 +179,11 @@ class EmbeddingTask(Task):
         return self.dataset
 
     def planned_settings(self) -> TrainConfig:
-        """The settings with the loss that the pairs have."""
+        """Return the settings with the loss that the pairs have."""
         return replace(self.run.train, loss=self.dataset.loss)
 
     def objective(self, trainable: Trainable, memory: MemoryChoice) -> EmbeddingObjective:
-        """The loss of pairs."""
+        """Return the loss of pairs."""
         return EmbeddingObjective(trainable.model, self.dataset.loss, self.run.train, self._score)
 
     def _score(
@@ -192,7 +192,7 @@ class EmbeddingTask(Task):
         batches: Sequence[PairBatch],
         advance: Callable[[], None] | None = None,
     ) -> EmbeddingScore:
-        """The metrics of held-out pairs, and the loss of batches."""
+        """Return the metrics of held-out pairs, and the loss of batches."""
         model: Encoder = objective.model
         model.eval()
         metrics = {}

@@ -26,10 +26,10 @@ class SamplePrompt:
 
     @classmethod
     def of(cls, row: rows_of.Row, base: Base, columns: DataConfig) -> "SamplePrompt":
-        """The beginning of a text, the prompt of a completion, or a chat up to its first answer."""
+        """Return the beginning of a text, a completion's prompt, or a chat up to its answer."""
         return cls(*token_format(row, columns).prompt(row, columns, base.tokenizer))
 
     def complete(self, base: Base) -> str:
-        """The base's completion as it is now, sampled with a fixed seed."""
+        """Return the base's completion as it is now, sampled with a fixed seed."""
         text = complete(base, self.tokens, SAMPLE_TOKENS, temperature=_TEMPERATURE)
         return " ".join(text.split())

@@ -28,7 +28,7 @@ class Dataset(Protocol):
     """The examples of a run, encoded."""
 
     def counts(self) -> dict[str, int]:
-        """Number of examples by split; in a run with phases ``<phase>/<split>``."""
+        """Return the number of examples by split; in a run with phases ``<phase>/<split>``."""
         ...
 
     def shapes(self) -> set[Shape]:
@@ -40,11 +40,11 @@ class Dataset(Protocol):
         ...
 
     def validation(self, phase: RunPhase) -> Sequence[Any]:
-        """What `Objective.score` scores while a phase trains; empty where nothing is wanted."""
+        """Return what `Objective.score` scores while a phase trains; it may be empty."""
         ...
 
     def held_out(self, phase: RunPhase) -> Sequence[Any]:
-        """What `Objective.score` scores before and after the run, for a phase."""
+        """Return what `Objective.score` scores before and after the run, for a phase."""
         ...
 
     def typical_rows(self) -> tuple[int, int] | None:
@@ -98,7 +98,7 @@ class Task(ABC):
         """
 
     def target(self, base: Base) -> tuple[Base, LoRAConfig]:
-        """The base whose model the loss goes through, and which of its modules are adapted."""
+        """Return the base that the loss goes through, and which of its modules are adapted."""
         return base, self.run.lora
 
     @abstractmethod
@@ -110,26 +110,26 @@ class Task(ABC):
         """
 
     def planned_settings(self) -> TrainConfig:
-        """The settings that memory is planned for, with what ``auto`` stands for in the task."""
+        """Return the settings to plan memory for, with ``auto`` as the task resolves it."""
         return self.run.train
 
     @abstractmethod
     def objective(self, trainable: Trainable, memory: MemoryChoice) -> Objective:
-        """What is computed on a batch, over the model that now carries ``trainable``."""
+        """Return what is computed on a batch, over the model that now carries ``trainable``."""
 
     @abstractmethod
     def summary(
         self, trainable: Trainable, objective: Objective, fit: FitResult, sources: Sequence[str]
     ) -> Summary:
-        """What the run did; ``sources`` names the data of each phase in public."""
+        """Return what the run did; ``sources`` names the data of each phase in public."""
 
     def gate_values(
         self, gates: Mapping[str, float], pack: Pack, summary: Summary, matmul_path: str
     ) -> dict[str, float]:
-        """The values of those gates that are not about the size of the pack."""
+        """Return the values of those gates that are not about the size of the pack."""
         return {}
 
 
 def make_task(run: Run) -> Task:
-    """The task that a run asks for."""
+    """Return the task that a run asks for."""
     return pkgutil.resolve_name(TASKS[run.train.task])(run)

@@ -58,7 +58,7 @@ class PhasedDataset:
         return self.splits[-1]["train"].loss_on
 
     def counts(self) -> dict[str, int]:
-        """Number of examples by split; in a run with phases ``<phase>/<split>``."""
+        """Return the number of examples by split; in a run with phases ``<phase>/<split>``."""
         return {
             phase.manifest_key(split): len(examples)
             for phase, splits in zip(self.phases, self.splits, strict=True)
@@ -66,13 +66,13 @@ class PhasedDataset:
         }
 
     def draw(self, phase: RunPhase) -> Draw:
-        """Which of all training examples a phase draws its batches from."""
+        """Return which of all training examples a phase draws its batches from."""
         edges = np.cumsum([0, *(len(splits["train"]) for splits in self.splits)]).tolist()
         i = self.phases.index(phase)
         return Draw(edges[i], edges[i + 1], phase.replay)
 
     def sampler(self, phase: RunPhase) -> Sampler:
-        """Which of all training examples each batch of a phase holds."""
+        """Return which of all training examples each batch of a phase holds."""
         t = phase.train
         return Sampler(
             self.train.lengths,
@@ -84,7 +84,7 @@ class PhasedDataset:
         )
 
     def allowed_shapes(self, phase: RunPhase) -> frozenset[tuple[int, int]] | None:
-        """The shapes (T, M) that a phase's batches may have where each costs a compilation."""
+        """Return the shapes (T, M) of a phase's batches where each costs a compilation."""
         t = phase.train
         if t.packing or not runtime.COMPILES:
             return None
@@ -106,22 +106,22 @@ class PhasedDataset:
         return training_batches(self.train, self.sampler(phase), start, self.allowed_shapes(phase))
 
     def held_out_examples(self, phase: RunPhase) -> tuple[str, Examples]:
-        """The split that a phase is evaluated on, and its examples."""
+        """Return the split that a phase is evaluated on, and its examples."""
         splits = self.splits[self.phases.index(phase)]
         split = "test" if "test" in splits else "valid"
         return split, splits[split]
 
     def held_out(self, phase: RunPhase) -> list[Batch]:
-        """The examples that a phase is evaluated on, in batches."""
+        """Return the examples that a phase is evaluated on, in batches."""
         return _batches(self.held_out_examples(phase)[1], phase, phase.train.test_batches)
 
     def validation(self, phase: RunPhase) -> list[Batch]:
-        """What a phase is validated on while it trains; empty where it has or wants nothing."""
+        """Return what a phase is validated on while it trains; it may be empty."""
         splits, count = self.splits[self.phases.index(phase)], phase.train.val_batches
         return _batches(splits["valid"], phase, count) if "valid" in splits and count else []
 
     def typical_rows(self) -> tuple[int, int]:
-        """Tokens of a typical batch, and those of them that reach the head."""
+        """Return the tokens of a typical batch, and those of them that reach the head."""
         train = self.phases[-1].train
         lengths = np.sort(self.train.lengths)
         width = padded_length(int(lengths[len(lengths) // 2]), train.max_seq_length)
@@ -187,7 +187,7 @@ def encode_phases(
 def encode_splits(
     splits: rows_of.Splits, base: Base, columns: DataConfig, train: TrainConfig, display: Display
 ) -> dict[str, Examples]:
-    """Tokens of every split that has examples; shows how many there are and what was cut."""
+    """Return the tokens of every split that has examples; shows how many there are and what was cut."""
     present = splits.present()
     examples = {}
     with display.task("data", len(present), "splits") as bar:
@@ -215,7 +215,7 @@ def encode_splits(
 
 
 def _counts(examples: dict[str, Examples], train: TrainConfig) -> str:
-    """How many examples each split has, and how many sequences they are packed into."""
+    """Return how many examples each split has, and how many sequences they are packed into."""
     first = examples["train"]
     if not train.packing:
         return " / ".join(f"{len(e):,} {split}" for split, e in examples.items()) + " rows"
@@ -228,7 +228,7 @@ def _counts(examples: dict[str, Examples], train: TrainConfig) -> str:
 
 
 def _cut(examples: dict[str, Examples], train: TrainConfig) -> str:
-    """How many examples are too long, and what became of them; empty where none is."""
+    """Return how many examples are too long, and what became of them; empty where none is."""
     first = examples["train"]
     if not (cut := sum(e.cut for e in examples.values())):
         return ""
@@ -245,7 +245,7 @@ def _cut(examples: dict[str, Examples], train: TrainConfig) -> str:
 def encoding_options(
     train: TrainConfig, split: str, row_format: RowFormat, vocab_size: int
 ) -> EncodingOptions:
-    """How `encoding.encode` encodes the examples of a split.
+    """Return how `encoding.encode` encodes the examples of a split.
 
     Held-out examples are evaluated as they are, so that their perplexity does not depend on how the
     training examples are laid out; what is for texts leaves examples of other formats alone.
