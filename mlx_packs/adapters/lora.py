@@ -24,7 +24,7 @@ from ..nn.recompute import RecomputedBlock
 from ..runtime import mx
 from .spec import ModuleSpec, Specs
 from .targets import experts_note, fp16_copies, plan_specs, without_narrow
-from .tensors import Slot, load_slots, merged_weight, slot_tensors
+from .tensors import Slot, load_slots, slot_tensors
 
 
 class Attached:
@@ -143,17 +143,6 @@ class Attached:
             for slot in self.slots.values()
             for part in slot.spec.slices
         )
-
-    def merged_weights(self) -> dict[str, mx.array]:
-        """Return the weight of every adapted projection with its delta, [out, in] in float32.
-
-        A switch linear has one for each expert, [E, out, in].
-        """
-        tensors = self.tensors()
-        return {
-            path: merged_weight(slot.spec, tensors, self.frozen[path])
-            for path, slot in self.slots.items()
-        }
 
 
 def attach(

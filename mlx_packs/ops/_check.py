@@ -61,7 +61,8 @@ def examine(check: Check) -> Finding:
     worst, fault = 0.0, None
     roundings = 8 * max(_rounding(v.dtype) for v in check.inputs if v.dtype in _FLOATS)
     with mx.stream(mx.cpu):  # GPUs have no float64
-        truth = _outputs_and_gradients(check.reference, [_double(v) for v in check.inputs])
+        doubles = [v.astype(mx.float64) if v.dtype in _FLOATS else v for v in check.inputs]
+        truth = _outputs_and_gradients(check.reference, doubles)
         for name, value in computed.items():
             if check.exact:
                 error, allowed = _error(value, truth[name].astype(value.dtype)), 0.0
@@ -94,21 +95,13 @@ def _outputs_and_gradients(op: Op, inputs: Sequence[mx.array]) -> dict[str, mx.a
 
     primals = [inputs[i] for i in floating]
     outputs = of_floats(*primals)
-    cotangents = [_signs(y, i) for i, y in enumerate(outputs)]
+    # exact in every dtype
+    cotangents = [sparse_signs(y.shape, i).astype(y.dtype) for i, y in enumerate(outputs)]
     _, gradients = mx.vjp(of_floats, primals, cotangents)
     arrays = {f"output {i}": y for i, y in enumerate(outputs)}
     arrays |= {f"gradient {i}": g for i, g in zip(floating, gradients, strict=True)}
     mx.eval(arrays)
     return arrays
-
-
-def _double(value: mx.array) -> mx.array:
-    return value.astype(mx.float64) if value.dtype in _FLOATS else value
-
-
-def _signs(like: mx.array, seed: int) -> mx.array:
-    """Return a cotangent of ones, zeros and minus ones: exact in every dtype."""
-    return sparse_signs(like.shape, seed).astype(like.dtype)
 
 
 def sparse_signs(shape: Sequence[int], seed: int) -> mx.array:

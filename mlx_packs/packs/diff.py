@@ -252,7 +252,7 @@ def _shared(a: Pack, b: Pack) -> dict[str, dict]:
     bases = [pack.manifest["base"] for pack in (a, b)]
     add("base", *(base["fingerprint"] for base in bases))
     add("quantization", *(quantization_name(base["quantization"]) for base in bases))
-    add("targets", *(_targets(pack) for pack in (a, b)))
+    add("targets", *(_last_names(pack.specs) for pack in (a, b)))
     add("data", *(pack.part("data").get("fingerprint") for pack in (a, b)))
     add("objective", *(pack.part("objective") for pack in (a, b)))
     recipes = [pack.part("recipe") for pack in (a, b)]
@@ -265,13 +265,16 @@ def _shared(a: Pack, b: Pack) -> dict[str, dict]:
     return facts
 
 
-def _targets(pack: Pack) -> list[str]:
-    return sorted({path.rpartition(".")[2] for path in pack.specs})
+def _last_names(paths: Iterable[str]) -> list[str]:
+    return sorted({path.rpartition(".")[2] for path in paths})
 
 
 def lines(report: dict) -> list[str]:
     """Return the report of `diff` as a table of 60 columns, the farthest projections below it."""
-    table = [_pack_line(name, report[key]) for name, key in (("A", "a"), ("B", "b"))]
+    table = []
+    for name, facts in (("A", report["a"]), ("B", report["b"])):
+        ranks = ", ".join(map(str, facts["ranks"])) or "0"
+        table.append(f"{name:<7} {facts['pack']} · {facts['base']} · rank {ranks}")
     for key, fact in report["shared"].items():
         table += _fact_lines(key, fact)
     if not report["same_base"]:
@@ -290,7 +293,7 @@ def lines(report: dict) -> list[str]:
         )
     for name, key in (("A", "only_in_a"), ("B", "only_in_b")):
         if paths := report[key]:
-            table.append(f"only {name}  {len(paths)} projections: {_some(paths)}")
+            table.append(f"only {name}  {len(paths)} projections: {', '.join(_last_names(paths))}")
     if reasons := report["not_comparable"]:
         table += [f"unlike  {path}: {reason}" for path, reason in list(reasons.items())[:3]]
         table.append(f"unlike  {len(reasons)} in all, which are in no figure above")
@@ -298,11 +301,6 @@ def lines(report: dict) -> list[str]:
         read, written = np.mean(chances, axis=0)
         table.append(f"overlap of what is read/written: 1 same, {read:.2f}/{written:.2f} by chance")
     return table
-
-
-def _pack_line(name: str, facts: dict) -> str:
-    ranks = ", ".join(map(str, facts["ranks"])) or "0"
-    return f"{name:<7} {facts['pack']} · {facts['base']} · rank {ranks}"
 
 
 def _fact_lines(key: str, fact: dict) -> list[str]:
@@ -349,8 +347,3 @@ def _block(layer: str) -> str:
     """Return the last part of a block's path with its number, as far as it fits."""
     name = ".".join(layer.rsplit(".", 2)[-2:])
     return name if len(name) < 13 else "…" + name[-11:]
-
-
-def _some(paths: list[str]) -> str:
-    names = sorted({path.rpartition(".")[2] for path in paths})
-    return ", ".join(names)

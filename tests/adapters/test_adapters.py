@@ -13,6 +13,7 @@ from mlx_packs.objectives.causal_lm import loss_sum, split_head
 from mlx_packs.runtime import mx
 from tests.helpers.errors import raises
 from tests.helpers.models import base_of
+from tests.helpers.packs import merged_weights
 
 FAMILIES = ("qwen3", "qwen2", "llama", "gpt2")
 TOKENS = mx.array([[5, 9, 3, 77, 12, 40], [1, 2, 3, 4, 5, 6]])
@@ -125,7 +126,7 @@ def test_merged_weights_give_the_attached_forward(family):
     attached = attach(base, LoRAConfig(rank=4))
     randomize(attached)
     expected = base.model(TOKENS)
-    merged = attached.merged_weights()
+    merged = merged_weights(attached)
     attached.detach()
     modules = dict(base.model.named_modules())
     replaced = []
@@ -147,7 +148,7 @@ def test_merged_weights_do_not_depend_on_the_matmul_path_or_recomputation():
     for matmul_path in ("quantized", "transient", "dense"):
         attached = attach(base, LoRAConfig(rank=4), matmul_path=matmul_path)
         attached.recompute("block")
-        found.append(attached.merged_weights())
+        found.append(merged_weights(attached))
         attached.detach()
     for path, weight in found[0].items():
         assert all(mx.allclose(weight, other[path], atol=1e-6).item() for other in found[1:])

@@ -3,7 +3,8 @@
 from pathlib import Path
 
 from mlx_packs import LoRAConfig, Pack
-from mlx_packs.adapters.lora import attach
+from mlx_packs.adapters.lora import Attached, attach
+from mlx_packs.adapters.tensors import merged_weight
 from mlx_packs.bases.model import BaseModel
 from mlx_packs.runtime import mx
 
@@ -64,3 +65,12 @@ def write_pack(folder: Path, width: int = 64, rank: int = 2, base: dict = BASE, 
     tensors = {f"{p}.lora_a": mx.random.normal((width, rank)) for p in paths}
     tensors |= {f"{p}.lora_b": mx.random.normal((rank, width)) for p in paths}
     return Pack(manifest, tensors).save(folder)
+
+
+def merged_weights(attached: Attached) -> dict[str, mx.array]:
+    """Return the weight of every adapted projection with its delta, in float32."""
+    tensors = attached.tensors()
+    return {
+        path: merged_weight(slot.spec, tensors, attached.frozen[path])
+        for path, slot in attached.slots.items()
+    }

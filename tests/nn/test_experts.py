@@ -25,6 +25,7 @@ from tests.helpers.families import (
     randomized,
     targets_of,
 )
+from tests.helpers.packs import merged_weights
 from tests.helpers.rows import write_rows
 
 RANK = 2
@@ -79,7 +80,7 @@ def test_merged_experts_give_the_attached_forward(bits):
     base = family_base("gpt_oss", bits)  # its experts have a bias
     attached = attach(base, LoRAConfig(rank=RANK, target_modules=expert_paths(base.model)))
     randomized(attached)
-    expected, merged = base.model(TOKENS), attached.merged_weights()
+    expected, merged = base.model(TOKENS), merged_weights(attached)
     attached.detach()
     modules = dict(base.model.named_modules())
     replaced = []
@@ -101,7 +102,7 @@ def test_stock_mlx_lm_opens_a_pack_with_experts(family, tokens, tmp_path):
     targets, path = targets_of(base, RANK), expert_paths(base.model)[0]
     attached = attach(base, LoRAConfig(rank=RANK, target_modules=targets))
     tensors = randomized(attached)
-    experts, out, width = attached.merged_weights()[path].shape
+    experts, out, width = merged_weights(attached)[path].shape
     assert tensors[f"{path}.lora_a"].shape == (experts, RANK, width)
     assert tensors[f"{path}.lora_b"].shape == (experts, out, RANK)
     expected = base.model(TOKENS[:, :tokens])

@@ -13,7 +13,7 @@ from mlx_packs.runtime import mx
 from tests.helpers.errors import raises
 from tests.helpers.interpreter import run_python
 from tests.helpers.models import base_of, model_of
-from tests.helpers.packs import random_pack
+from tests.helpers.packs import merged_weights, random_pack
 
 PROBE = [[1, 2, 3, 4, 5, 6, 7, 8]]
 
@@ -196,10 +196,10 @@ print(count - len(packs) * (len(probed) - 1), same, np.array_equal(found[0], fou
 def deltas(base, pack: Pack) -> dict[str, mx.array]:
     """What a pack adds to each weight."""
     attached = pack.attach(base)
-    merged = attached.merged_weights()
+    merged = merged_weights(attached)
     zero = {n: mx.zeros_like(t) for n, t in attached.tensors().items()}
     attached.load(zero, "zero")
-    plain = attached.merged_weights()
+    plain = merged_weights(attached)
     attached.detach()
     return {path: merged[path] - plain[path] for path in merged}
 
