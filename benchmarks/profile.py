@@ -24,7 +24,7 @@ from mlx_packs.bases.files import TINY
 from mlx_packs.config.choices import MATMUL_PATHS
 from mlx_packs.errors import PackError
 from mlx_packs.nn.lora import GroupedLoRA
-from mlx_packs.nn.quantized import dequantized_weight, true_shape
+from mlx_packs.nn.quantized import dense_weight, true_shape
 from mlx_packs.objectives.causal_lm import as_arrays, loss_sum, split_head
 from mlx_packs.ops.attention import attention
 from mlx_packs.ops.exponential import swiglu
@@ -118,7 +118,7 @@ class Profile:
             first = [p for p in same if ".layers.0." in p and p.endswith(_FIRST_GROUP)]
             x = noise((self.tokens, width), self.dtype, 1)
             module = modules[same[0]]
-            dense = dequantized_weight(frozen[same[0]]).astype(self.dtype)
+            dense = dense_weight(frozen[same[0]]).astype(self.dtype)
             gflop = 2e-9 * self.tokens * out * width
             self._add_product(
                 "base products", lambda v, w=dense: [dense_matmul(v, w)], x, same, first, gflop
