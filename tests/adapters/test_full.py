@@ -347,6 +347,7 @@ def test_the_merged_checkpoint_computes_what_the_pack_does(trained, dense, rows,
     assert mx.allclose(load_base(tmp_path / "merged").model(tokens), wanted, atol=1e-4).item()
 
 
+@pytest.mark.slow
 def test_a_resumed_run_equals_the_unbroken_one_to_the_bit(trained, dense, rows, tmp_path):
     half = TrainConfig(**{**vars(FULL), "iters": 2, "lr_schedule": "constant"})
     whole = TrainConfig(**{**vars(FULL), "lr_schedule": "constant"})

@@ -167,6 +167,7 @@ def test_a_whole_model_is_built_and_stepped_alone(here, tmp_path):
     assert found["base"].implementation == "mlx_packs transient, recompute block"
 
 
+@pytest.mark.slow
 def test_loads_are_timed_in_processes_of_their_own(tmp_path):
     file = tmp_path / "h.jsonl"
     assert load.main(["--rounds", "1", "--history", str(file)]) == 0
@@ -401,6 +402,7 @@ def test_memory_is_sampled_while_something_runs():
     assert len(seconds) > 5 and max(found) - min(found) >= 4 << 20
 
 
+@pytest.mark.slow
 def test_a_long_run_is_sampled_plotted_and_its_growth_recorded(tmp_path):
     file, out = tmp_path / "h.jsonl", tmp_path / "steady"
     arguments = ["--iters", "6", "--every", "2", "--length", "96", "--out", str(out)]

@@ -107,6 +107,7 @@ def test_generate_streams_and_the_pack_changes_the_text(trained):
     assert raw.exit_code == 0 and raw.stdout.strip()
 
 
+@pytest.mark.slow
 def test_doctor_names_the_machine_and_every_kernel_and_writes_a_report(tmp_path):
     result = invoke("doctor", "--json", "--report", tmp_path / "report.json")
     report = json.loads(result.stdout)

@@ -147,8 +147,11 @@ def test_an_unknown_family_has_no_plan():
         estimate(Headers("g", {"model_type": "gpt2"}, {}), LoRAConfig(), TrainConfig())
 
 
-@pytest.mark.parametrize("targets", ["gate_proj up_proj down_proj", "q_proj o_proj"])
-@pytest.mark.parametrize("recompute", ["none", "selective"])
+@pytest.mark.parametrize(
+    "targets",
+    [pytest.param("gate_proj up_proj down_proj", marks=pytest.mark.slow), "q_proj o_proj"],
+)
+@pytest.mark.parametrize("recompute", [pytest.param("none", marks=pytest.mark.slow), "selective"])
 def test_blocks_keep_no_scores_whichever_of_their_projections_carry_adapters(
     targets, recompute, tiny, nothing_ahead
 ):

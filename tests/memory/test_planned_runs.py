@@ -159,6 +159,7 @@ def test_auto_takes_one_of_the_planned_paths(tiny, rows):
         assert choice.matmul_path == path and len(choice.step_ms) == 3
 
 
+@pytest.mark.slow
 def test_the_plan_takes_the_first_policy_of_recomputation_that_fits(rows, tmp_path, memory, run):
     arguments = short_run(rows, tmp_path / "p")
     peaks = {}

@@ -34,7 +34,9 @@ def learned(option: Option) -> tuple:
 
 
 @pytest.mark.parametrize("device", ["cpu", "gpu"])
-@pytest.mark.parametrize("name", ["small", "qwen3-4b", "llama-3-8b"])
+@pytest.mark.parametrize(
+    "name", ["small", "qwen3-4b", pytest.param("llama-3-8b", marks=pytest.mark.slow)]
+)
 def test_more_memory_never_recommends_less(name, device):
     best = best_by_memory(name, device)
     assert all(option.fits for option in best)
@@ -43,7 +45,9 @@ def test_more_memory_never_recommends_less(name, device):
     assert (best[0].method == "qlora") == (name != "small")
 
 
-@pytest.mark.parametrize("name", ["small", "qwen3-4b", "llama-3-8b"])
+@pytest.mark.parametrize(
+    "name", ["small", "qwen3-4b", pytest.param("llama-3-8b", marks=pytest.mark.slow)]
+)
 def test_half_precision_of_a_gpu_never_recommends_less_than_a_cpu(name):
     for on_cpu, on_gpu in zip(
         best_by_memory(name, "cpu"), best_by_memory(name, "gpu"), strict=True
@@ -76,6 +80,7 @@ def nf4(memory: float, specified: frozenset = frozenset()) -> Option:
     )[0]
 
 
+@pytest.mark.slow
 def test_batch_gives_way_before_time_length_and_rank():
     memories = [256 / 1.3**i for i in range(16)] + [4 / 1.03**i for i in range(18)]
     options = [option for memory in memories if (option := nf4(memory)).fits]

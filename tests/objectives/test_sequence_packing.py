@@ -152,6 +152,7 @@ def rows(tmp_path):
     return write_rows(tmp_path / "rows", train=turns, valid=turns[:4])
 
 
+@pytest.mark.slow
 def test_resumed_packed_run_equals_an_unbroken_one(tiny, rows, tmp_path):
     lora = LoRAConfig(rank=4, dropout=0.2)
     short = TrainConfig(**{**vars(PACKED), "iters": 2})

@@ -134,6 +134,7 @@ def test_modules_that_were_taken_off_in_training_come_back_to_answer(base, packs
         assert same(logits(base), wanted)
 
 
+@pytest.mark.slow
 def test_memory_is_flat_over_a_thousand_swaps(base, packs):
     def swap(count):
         for i in range(count):

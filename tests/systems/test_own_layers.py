@@ -127,6 +127,7 @@ def test_accumulated_steps_go_on_to_the_bit_after_a_checkpoint(tmp_path):
     assert {n for n in mx.load(str(tmp_path / "own.safetensors"))} == set(whole.tensors())
 
 
+@pytest.mark.slow
 def test_the_notebook_runs_and_says_what_is_stored_in_it(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     notebook = json.loads(NOTEBOOK.read_text(encoding="utf-8"))

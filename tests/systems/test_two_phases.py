@@ -284,6 +284,7 @@ def test_a_run_killed_in_phase_one_is_resumed_to_the_same_bits(tmp_path, data):
     assert losses[0] == losses[1] and len(losses[0]) == 24  # 23 batches, and between the phases
 
 
+@pytest.mark.slow
 def test_a_code_corpus_is_packed_split_and_learned_to_fill_gaps_in(tmp_path, run):
     long = [{"text": "".join(row["text"] for row in CODE)}]
     folder = write_rows(tmp_path / "d", train=[*CODE[:20], *long], valid=CODE[30:])

@@ -100,7 +100,9 @@ def test_the_command_line_rejects_on_in_one_line(rows, tmp_path, run):
     assert "Traceback" not in err and not (tmp_path / "p").exists()
 
 
-@pytest.mark.parametrize("last_k", [None, 2], ids=["all", "last 2"])
+@pytest.mark.parametrize(
+    "last_k", [pytest.param(None, marks=pytest.mark.slow), 2], ids=["all", "last 2"]
+)
 def test_every_combination_learns_the_same(tiny, rows, tmp_path, last_k):
     """An update of a whole epoch does not depend on how its rows are laid out or recomputed."""
     policies = ({"recompute": "none"}, {"recompute": "selective"}, {"grad_checkpoint": True})

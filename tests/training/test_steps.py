@@ -71,6 +71,7 @@ def test_padding_rows_do_not_change_the_step():
     assert largest_difference(alone, padded) < 1e-6
 
 
+@pytest.mark.slow
 def test_one_block_at_true_qwen3_4b_geometry_trains(nothing_ahead):
     sizes = {"hidden_size": 2560, "num_attention_heads": 32, "num_key_value_heads": 8}
     base = base_of(
@@ -106,6 +107,7 @@ def test_every_optimizer_lowers_the_loss(optimizer):
     assert losses[-1] < losses[0]
 
 
+@pytest.mark.slow
 def test_three_hundred_steps_leave_memory_as_it_was(tmp_path):
     attached = attach(base_of("qwen3"), LoRAConfig(rank=4), None, "quantized", 0)
     optimizer = make_optimizer(TrainConfig(iters=4, learning_rate=1e-3))

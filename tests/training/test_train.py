@@ -106,6 +106,7 @@ def test_resume_refuses_another_recipe(tiny, rows, tmp_path):
         train_pack(tiny, rows, LORA, other, tmp_path / "p", resume=True)
 
 
+@pytest.mark.slow
 def test_evaluation_cadence_does_not_change_training(tiny, rows, tmp_path):
     lora = LoRAConfig(rank=4, dropout=0.2)
     often = train_pack(tiny, rows, lora, QUICK, tmp_path / "often")
@@ -127,6 +128,7 @@ def test_size_gate_fails_with_exit_code_1_and_names_the_gate(rows, tmp_path):
     assert (tmp_path / "p" / "pack.json").is_file()
 
 
+@pytest.mark.slow
 def test_gates_are_held_at_the_end_and_their_results_are_in_the_manifest(rows, tmp_path):
     arguments = f"--data {rows} --iters 1 --batch-size 2 --matmul-path dense --out {tmp_path / 'p'}"
     limits = "--max-ppl-ratio 0.001 --min-tps-ratio 0.001 --max-pack-mb 50"
