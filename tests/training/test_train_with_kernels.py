@@ -35,7 +35,8 @@ def losses(rows, out, iters=20, dtype=mx.float32, learning_rate=1e-3) -> tuple[l
     return [line["loss"] for line in run.curve if "loss" in line], run.report
 
 
-@pytest.mark.parametrize("language", ["metal", pytest.param("cuda", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("language", ["metal", "cuda"])
 def test_twenty_steps_of_the_tiny_base_have_the_losses_of_the_reference(language, rows, tmp_path):
     expected, report = losses(rows, tmp_path / "reference")
     assert len(expected) == 20 and expected[-1] < 0.8 * expected[0]
