@@ -91,7 +91,7 @@ METHODS: dict[str, Callable[..., mx.array]] = {
 }
 
 
-def combine_packs(
+def combine_packs(  # noqa: PLR0913 - a public facade
     packs: Sequence[tuple[str | Path | Pack, float]],
     out: str | Path,
     method: str = "linear",

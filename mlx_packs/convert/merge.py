@@ -25,7 +25,7 @@ from .merger import Merger, Outcome
 MERGERS: dict[str, Merger] = {"decoder": DecoderMerger(), "encoder": EncoderMerger()}
 
 
-def merge_pack(
+def merge_pack(  # noqa: PLR0913 - a public facade
     pack: str | Path | Pack,
     model: str | Path,
     out: str | Path,
