@@ -158,6 +158,16 @@ def test_readme_opens_with_two_commands_and_ci_runs_the_second():
     assert first == tests
 
 
+@pytest.mark.parametrize(
+    "document", ["README.md", "runbook.md", "docs/decisions.md", "docs/systems.md"]
+)
+def test_files_that_a_document_names_exist(document):
+    text = (ROOT / document).read_text(encoding="utf-8")
+    paths = set(re.findall(r"\b((?:[\w-]+/)+[\w-]+\.py)\b", text))
+    assert paths
+    assert not {p for p in paths if not (ROOT / p).exists() and not (PACKAGE / p).exists()}
+
+
 def check_kernel_sources(installed: Path, empty: Path) -> None:
     """An installed copy, started in an empty folder, loads the text of every kernel."""
     empty.mkdir(exist_ok=True)

@@ -3,7 +3,7 @@
 `plan_quantized` decides which modules are quantized and how, and spreads the result over shards;
 `write` then reads, quantizes and writes one tensor after another. Finished shards outlive an
 interruption.
-`packs merge` makes plans of its own (merge.py).
+`packs merge` makes plans of its own (convert/merge.py).
 """
 
 import json

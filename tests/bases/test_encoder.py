@@ -1,4 +1,4 @@
-"""models/encoder.py: folders of sentence-transformers, the forward, tokens, and refusals."""
+"""bases/encoder.py: folders of sentence-transformers, the forward, tokens, and refusals."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""embedding_loss.py: each loss against its definition, padding, mini-batches."""
+"""objectives/embedding.py: each loss against its definition, padding, mini-batches."""
 
 import math
 
