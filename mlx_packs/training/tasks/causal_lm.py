@@ -79,6 +79,7 @@ class CausalLMTask(Task):
         if not self.graph.is_proxy:
             if train.packing:  # no token of a proxy sees another
                 prepare_packing(trainable, head, train.max_seq_length, self.base.vocab_size)
+            self.sample_before = self.sample.complete(self.base)
             self.frozen = open_frozen_activations(
                 trainable,
                 head,
@@ -88,7 +89,6 @@ class CausalLMTask(Task):
                 memory.plan.peak_bytes if memory.plan else None,
                 self.run.display,
             )
-            self.sample_before = self.sample.complete(self.base)
         self.scorer = Scorer(trainable.model, head, self.graph.inputs.arrays)
         inputs = self.frozen or self.graph.inputs
         return CausalLM(
