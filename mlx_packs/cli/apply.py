@@ -53,7 +53,7 @@ def apply(
 def _lines(report: dict) -> list[str]:
     """Return what was checked, and what attaching changed."""
     parts = [f"{report['projections']} projections"] if report["projections"] else []
-    parts += [f"{report['whole']} tensors whole"] if report["whole"] else []
+    parts += [f"{report['whole']} tensors stored in full"] if report["whole"] else []
     lines = [
         f"fits    {report['pack']} on {report['model']}: hashes, base fingerprint "
         f"{report['fingerprint'][:12]}, {', '.join(parts)}, {report['pack_mb']} MB"

@@ -51,11 +51,12 @@ def import_(
     from ..convert.interop import import_adapter
 
     report = import_adapter(folder, out, model, overwrite, trust_remote_code)
-    whole = f" · whole: {', '.join(report['replaced'])}" if report["replaced"] else ""
+    replaced = ", ".join(report["replaced"])
+    in_full = f" · stored in full: {replaced}" if replaced else ""
     ranks = ", ".join(map(str, report["ranks"]))
     lines = [
         f"pack    {report['out']} ({report['pack_mb']:.2f} MB) from {report['from']}: "
         f"{', '.join(report['kinds'])} of rank {ranks} on {report['modules']} modules of "
-        f"{report['base']}{whole}"
+        f"{report['base']}{in_full}"
     ]
     print_report(report, as_json, lines)

@@ -442,11 +442,11 @@ def test_a_pack_on_a_packed_base_brings_dense_weights(tiny, rows, tmp_path, run)
         assert isinstance(tiny.model.layers[4].mlp.up_proj, nn.QuantizedLinear)
     assert isinstance(tiny.model.layers[5].mlp.up_proj, nn.QuantizedLinear)
     code, out, _ = run("inspect", tmp_path / "p")
-    assert code == 0 and "tensors of the base, whole" in out
+    assert code == 0 and "tensors of the base, stored in full" in out
     code, out, _ = run("list", tmp_path)
     assert code == 0 and "full" in out
     code, out, _ = run("apply", tmp_path / "p", "--model", "tiny", "--dry-run")
-    assert code == 0 and "11 tensors whole" in out
+    assert code == 0 and "11 tensors stored in full" in out
     for to in ("peft", "mlx-lm"):
         code, _, err = run("export", tmp_path / "p", "--to", to, "--out", tmp_path / "x")
         assert code == 2 and len(err.splitlines()) == 1
