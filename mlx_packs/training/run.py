@@ -197,9 +197,8 @@ def _open_base(run: Run, task: Task) -> Base:
     if isinstance(base, Base):
         if train.quantize != "none":
             raise PackError(
-                "quantize: this base is loaded already; give it to load_base instead.",
+                "--quantize: this base is loaded already. Pass the option to load_base instead.",
                 "conflict",
-                "quantize",
             )
     else:
         task.check(str(base), stored_config(base)["model_type"])
