@@ -79,14 +79,7 @@ class Trainable(Protocol):
 
 
 class Method(Protocol):
-    """A way to train a base.
-
-    Attributes:
-        trains_base: whether the base's own weights are trained, dense and in float32, rather than
-            adapters beside frozen weights.
-    """
-
-    trains_base: bool
+    """A way to train a base; `config.choices.METHODS` has what is known of it without MLX."""
 
     def check(self, base: BaseModel, matmul_path: str) -> None:
         """Check that a base can be trained so.
@@ -106,8 +99,6 @@ class Method(Protocol):
 
 class LoRA:
     """Low-rank adapters beside frozen weights: y = W x + (alpha / r) B A x."""
-
-    trains_base = False
 
     def check(self, base: BaseModel, matmul_path: str) -> None:
         """Accept every base; `attach` checks what it targets."""
@@ -130,8 +121,6 @@ class LoRA:
 
 class FullFineTuning:
     """The base's own weights, in float32."""
-
-    trains_base = True
 
     def check(self, base: BaseModel, matmul_path: str) -> None:
         """Check that the weights of a base are dense, or are made so."""

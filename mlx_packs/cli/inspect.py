@@ -107,7 +107,9 @@ def _adapter_lines(pack: "Pack") -> list[str]:
             f"{count} on {len(modules)} projections in {len(m['adapters']['groups'])} groups"
         )
     else:
-        lines.append(f"full    {count} in {len(replaced_of(m))} tensors of the base, stored in full")
+        lines.append(
+            f"full    {count} in {len(replaced_of(m))} tensors of the base, stored in full"
+        )
     if pin := read_pin(pack.path):
         lines.append(f"hub     {pin['repo']}@{pin['revision']} · commit {pin['commit']}")
     if license := m.get("license"):

@@ -40,7 +40,7 @@ def recipe_of(flags: dict, settings: dict) -> Recipe:
     """Flags over the settings of files, over the recipe of the run to resume or the base's defaults."""
     lowest, settings, resumed = _defaults(flags, settings)
     recipe = resolve(flags, under=[lowest, settings])
-    if recipe.train.method == "full":  # the tiny base's defaults for adapters do not count
+    if recipe.train.trains_base:  # the tiny base's defaults for adapters do not count
         own = recipe if resumed else resolve(flags, under=[settings])
         check_method(own.lora, recipe.train, specified(settings, flags))
         lora = LoRAConfig(num_layers=recipe.lora.num_layers)

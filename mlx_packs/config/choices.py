@@ -9,16 +9,30 @@ is read directly.
 """
 
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import TypeVar
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class MethodFacts:
+    """What is known of a method without MLX.
+
+    Attributes:
+        trains_base: whether the base's own weights are trained, dense and in float32, rather than
+            adapters beside frozen weights.
+    """
+
+    trains_base: bool = False
+
 
 # The class of each task, found when a run of it begins.
 TASKS = {
     "lm": "mlx_packs.training.tasks.causal_lm:CausalLMTask",
     "embedding": "mlx_packs.training.tasks.embedding:EmbeddingTask",
 }
-METHODS = ("lora", "full")
+METHODS = {"lora": MethodFacts(), "full": MethodFacts(trains_base=True)}
 OBJECTIVES = ("transformer", "projection-stack")
 OPTIMIZERS = ("adamw", "adamw_8bit", "adam", "adafactor", "sgd", "muon", "lion")
 WEIGHT_FORMATS = ("affine4", "affine8", "nf4")  # that --quantize makes

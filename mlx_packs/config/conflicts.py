@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Iterator
 
+from .choices import METHODS, MethodFacts
 from .fields import Fault, Settings, facts_of, fields_where
 
 
@@ -27,6 +28,11 @@ class TrainConflicts(Settings):
     test_batches: int
 
     @property
+    def trains_base(self) -> bool:
+        """Whether the method trains the base's own weights."""
+        return METHODS.get(self.method, MethodFacts()).trains_base
+
+    @property
     def recomputes(self) -> str:
         """The policy of activation checkpointing, whichever of its two settings names it."""
         return "block" if self.grad_checkpoint else self.recompute
@@ -45,10 +51,10 @@ class TrainConflicts(Settings):
         yield from self._conflicts_of_objective()
         if self.test_batches == 0:
             yield Fault("test_batches", "must be at least 1, or -1 for all, but is 0.")
-        if self.task == "lm":
+        if self.task != "embedding":
             for name in self.changed(fields_where(type(self), task="embedding")):
                 yield Fault(name, "needs --task embedding.", "conflict")
-        if self.method == "full":
+        if self.trains_base:
             for name in self.unfit_for_dense():
                 text = f"{getattr(self, name)} does not go with --method full."
                 yield Fault(name, text, "conflict")
@@ -88,7 +94,7 @@ class TrainConflicts(Settings):
                 self.recomputes not in ("auto", "none")
             ),
             "phases": bool(self.phases),
-            "method": self.method == "full",
+            "method": self.trains_base,
             "cache_frozen": self.cache_frozen == "on",
         }
         for name in (name for name, bad in unfit.items() if bad):

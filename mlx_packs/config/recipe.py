@@ -66,7 +66,7 @@ class Recipe:
 
     def to_json(self) -> dict:
         """Return all settings that have a meaning by name, as `resolve` reads them."""
-        left_out = adapter_settings() if self.train.method == "full" else ()
+        left_out = adapter_settings() if self.train.trains_base else ()
         settings = {
             **{k: v for k, v in sorted(self.run.items()) if v not in (None, False)},
             **{
@@ -161,7 +161,7 @@ def check_method(lora: LoRAConfig, train: TrainConfig, names: Collection[str] = 
     Raises:
         PackError: naming the first of them.
     """
-    if train.method != "full":
+    if not train.trains_base:
         return
     for name in adapter_settings():
         if name in names or lora.changed([name]):

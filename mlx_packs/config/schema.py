@@ -144,7 +144,7 @@ class TrainConfig(TrainConflicts):
         "lora",
         "Train LoRA adapters, or all weights of the base model in float32 (full).",
         section="Adapter",
-        choices=METHODS,
+        choices=tuple(METHODS),
         memory=True,
     )
     iters: int = _schedule(600, "Batches to train on.", at_least=1, resumable=True)

@@ -13,7 +13,6 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 
 from .. import runtime
-from ..adapters.method import METHODS
 from ..bases.geometry import BLOCK_PROJECTIONS, Heads
 from ..bases.quantization import QuantizeOptions, format_for
 from ..bases.weight_formats import named_format
@@ -325,7 +324,7 @@ def estimate(
     Raises:
         PackError: A family or an objective that the formula does not know.
     """
-    if METHODS[train.method].trains_base:
+    if train.trains_base:
         return _estimate_full(headers, lora, train, shape)
     if train.objective != "transformer":
         raise PackError(

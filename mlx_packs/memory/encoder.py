@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ..adapters.method import METHODS
 from ..bases.encoder import Encoder, check_config, tensor_name
 from ..bases.sentence_config import SentenceConfig, read_sentence_config
 from ..config.schema import LoRAConfig, TrainConfig
@@ -149,7 +148,7 @@ def estimate(
         for i in range(blocks)
         for name, shape in _block_shapes(config).items()
     }
-    is_full = METHODS[train.method].trains_base  # activations are then those of adapters
+    is_full = train.trains_base  # activations are then those of adapters
     adapters = plan_adapters(projections, blocks, lora, "lora" if is_full else train.method)
     tracked, weights = adapters.tracked, adapters.weights
     length, columns = shape or (train.max_seq_length, _columns(train))

@@ -5,7 +5,6 @@ from dataclasses import replace
 from typing import Protocol
 
 from .. import runtime
-from ..adapters.method import METHODS
 from ..bases.families import Architecture, architecture_of
 from ..config.schema import LoRAConfig, TrainConfig
 from ..display import size
@@ -87,7 +86,7 @@ def estimate(
 
 def matmul_paths(headers: Headers, train: TrainConfig) -> list[str]:
     """Return the matmul paths that a run may take, the cheapest in memory first."""
-    if METHODS[train.method].trains_base:
+    if train.trains_base:
         return ["dense"]
     if train.matmul_path != "auto":
         return [train.matmul_path]
@@ -209,7 +208,7 @@ def remedies(
         train: The run's settings.
         dense: Whether the base is stored dense, so that it could be quantized.
     """
-    if METHODS[train.method].trains_base:
+    if train.trains_base:
         ways = _less_than_full(lora, train, dense)
     else:
         transient = replace(train, matmul_path="transient")

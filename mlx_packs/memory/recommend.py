@@ -113,7 +113,7 @@ class Option:
         defaults = defaults or Recipe()
         before = {**vars(defaults.train), **vars(defaults.lora)}
         wanted = {**vars(self.train), **vars(self.lora)}
-        full = self.method == "full"
+        full = self.train.trains_base
         for name in fields_where(TrainConfig, LoRAConfig, memory=True):
             if full and name in adapter_settings():
                 continue
@@ -184,7 +184,7 @@ def recommend(
     train = estimator.run_settings(headers, train or TrainConfig(), specified)
     headers.check_quantize(train)
     request = _Request(headers, memory, lora or LoRAConfig(), train, specified)
-    if train.method == "full":
+    if train.trains_base:
         return [_full_option(request)]
     options = [_option(request, way) for way in _ways(request)]
     small = options[0].plan.base_weights < SMALL_WEIGHTS
@@ -373,7 +373,7 @@ def table(
     ]
     for o in options:
         batch = f"{o.train.batch_size} x {o.train.max_seq_length}"
-        rank = "-" if o.method == "full" else o.lora.rank
+        rank = "-" if o.train.trains_base else o.lora.rank
         lines.append(
             f"{o.kind:<13} {o.plan.matmul_path:<9}{rank:>4} {batch:>8} "
             f"{o.train.recomputes:>9} {size(o.plan.peak_bytes):>8} {_ANSWERS[o.fit]}"

@@ -19,7 +19,6 @@ import numpy as np
 
 from .. import runtime
 from ..adapters.lora import Attached
-from ..adapters.method import METHODS
 from ..bases.files import weight_files
 from ..bases.geometry import block_prefixes
 from ..config.schema import TrainConfig
@@ -215,7 +214,7 @@ def open_frozen_activations(
     Raises:
         PackError: if the cache is requested and impossible.
     """
-    if train.cache_frozen == "off" or METHODS[train.method].trains_base:
+    if train.cache_frozen == "off" or train.trains_base:
         return None
     try:
         cache = _open(attached, head, train, examples, matmul_path, plan_bytes, display)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from .. import runtime
-from ..adapters.method import METHODS, Trainable
+from ..adapters.method import Trainable
 from ..config.schema import TrainConfig
 from ..display import VERBOSE, Display, size
 from ..errors import PackError
@@ -144,7 +144,7 @@ def show_plan(base: Base, run: Run, plan: MemoryPlan) -> None:
     """Show the estimate of the path that was chosen, and a warning if it is tight."""
     memory = runtime.total_memory()
     method = f"{'QLoRA' if base.quantization else 'LoRA'} r{run.lora.rank}"
-    method = "full fine-tuning" if METHODS[run.train.method].trains_base else method
+    method = "full fine-tuning" if run.train.trains_base else method
     run.display.line(
         "plan",
         f"{method} · {plan.adapter_weights:,} weights · recompute {plan.recompute} · "

@@ -96,7 +96,7 @@ def train_pack(  # noqa: PLR0913 (the public face)
     tiny = str(getattr(base, "name", base)) == TINY
     suited = resolve(tiny_recipe()) if tiny else Recipe()
     train = train or suited.train
-    lora = lora or (LoRAConfig() if METHODS[train.method].trains_base else suited.lora)
+    lora = lora or (LoRAConfig() if train.trains_base else suited.lora)
     check_method(lora, train)
     _backend.start_record()
     phases = resolve_phases(train, columns)

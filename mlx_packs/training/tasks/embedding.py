@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from ... import runtime
-from ...adapters.method import METHODS, Trainable
+from ...adapters.method import Trainable
 from ...bases.encoder import Encoder
 from ...config.choices import ENCODERS
 from ...config.fields import fields_where
@@ -134,7 +134,7 @@ class EmbeddingTask(Task):
                 "whose rows are sentence pairs; leave it out.",
                 "conflict",
             )
-        if METHODS[train.method].trains_base and self.run.lora.num_layers > 0:
+        if train.trains_base and self.run.lora.num_layers > 0:
             raise PackError(
                 "--num-layers: --method full trains all of an encoder; leave it out.", "conflict"
             )
