@@ -27,6 +27,23 @@ class MethodFacts:
     trains_base: bool = False
 
 
+@dataclass(frozen=True)
+class LossFacts:
+    """What is true of an embedding loss, beside its formula.
+
+    Attributes:
+        scored: whether it needs the scores of the examples.
+        in_batch: whether the other examples of a batch are its negatives.
+        compares_all: whether it compares each example of a batch with every other, [B, B].
+        by_parts: whether the batch is embedded in mini-batches.
+    """
+
+    scored: bool = False
+    in_batch: bool = False
+    compares_all: bool = False
+    by_parts: bool = False
+
+
 # The class of each task, found when a run of it begins.
 TASKS = {
     "lm": "mlx_packs.training.tasks.causal_lm:CausalLMTask",
@@ -41,7 +58,13 @@ MATMUL_PATHS = ("quantized", "transient", "dense")
 POLICIES = ("none", "selective", "block")  # of activation checkpointing
 ADAPTER_FORMATS = ("mlx-lm", "peft")  # that packs export writes and packs import reads
 ENCODERS = ("bert",)  # model types that --task embedding trains
-LOSSES = ("cosine", "mnrl", "cached-mnrl", "cosent", "triplet")
+LOSSES: dict[str, LossFacts] = {
+    "cosine": LossFacts(scored=True),
+    "mnrl": LossFacts(in_batch=True, compares_all=True),
+    "cached-mnrl": LossFacts(in_batch=True, compares_all=True, by_parts=True),
+    "cosent": LossFacts(scored=True, compares_all=True),
+    "triplet": LossFacts(),
+}
 DISTANCES = ("euclidean", "cosine", "manhattan")
 
 
@@ -49,7 +72,7 @@ def registered(names: Iterable[str], code: Mapping[str, T]) -> dict[str, T]:
     """Registry with the code of every name, in the order of the names.
 
     Args:
-        names: one of the tuples of this module.
+        names: one of the listings of this module.
         code: what each name stands for.
 
     Raises:

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from ..config.choices import LOSSES, registered
 from ..config.schema import DataConfig
 from ..errors import PackError
 from .conversations import Conversation, Span, check_messages
@@ -251,6 +252,8 @@ class AnchorPairs(PairFormat):
 TOKEN_FORMATS: tuple[TokenFormat, ...] = (Completion(), Chat(), Text())
 PAIR_FORMATS: tuple[PairFormat, ...] = (ScoredPairs(), Triplets(), AnchorPairs())
 FORMATS: tuple[RowFormat, ...] = (*TOKEN_FORMATS, *PAIR_FORMATS)
+# Fails at import where a loss has no rows, or rows name a loss that there is not.
+registered(LOSSES, {loss: each for each in PAIR_FORMATS for loss in each.losses})
 
 
 def format_of(row: Row, names: DataConfig, formats: Sequence[RowFormat] = FORMATS) -> RowFormat:

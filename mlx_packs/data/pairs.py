@@ -21,7 +21,6 @@ from .formats import PAIR_FORMATS, PairFormat, Row, check_unicode, common_format
 from .sampler import Sampler
 
 _COLUMNS = DataConfig()  # pairs have the names of sentence-transformers
-IN_BATCH = ("mnrl", "cached-mnrl")  # the other rows of a batch are negatives
 
 
 @dataclass

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from ..bases.encoder import Encoder, check_config, tensor_name
 from ..bases.sentence_config import SentenceConfig, read_sentence_config
+from ..config.choices import LOSSES
 from ..config.schema import LoRAConfig, TrainConfig
 from ..data.batches import padded_length
 from ..display import size
@@ -154,7 +155,8 @@ def estimate(
     length, columns = shape or (train.max_seq_length, _columns(train))
     length = min(length, config.get("max_position_embeddings") or train.max_seq_length)
     texts, at_once = train.batch_size, columns
-    if train.loss == "cached-mnrl":
+    loss = LOSSES["mnrl" if train.loss == "auto" else train.loss]  # auto: at most that of mnrl
+    if loss.by_parts:
         texts, at_once = min(texts, train.mini_batch_size), _AHEAD
     policy = recompute_policies(train)[0]
     step = _Step(
@@ -170,7 +172,7 @@ def estimate(
     accumulates = train.grad_accumulation_steps > 1
     pending = 4 * weights * (accumulates or policy == "block")
     logits = 0
-    if train.loss in ("auto", "mnrl", "cached-mnrl", "cosent"):
+    if loss.compares_all:
         logits = 6 * train.batch_size**2 * max(1, columns - 1)
     base_weights = sum(math.prod(shape) for shape in _weight_shapes(headers))
     plan = MemoryPlan(

@@ -182,14 +182,14 @@ class EmbeddingObjective(Objective):
     def _sum(
         self, columns: list[mx.array], lengths: mx.array, weights: mx.array, rest: Arrays
     ) -> mx.array:
-        name, train = self._name, self._train
-        scored = name in ("cosine", "cosent")
-        columns = columns if scored else [*columns, *rest]
-        if name == "cached-mnrl":
+        train, facts = self._train, LOSSES[self._name]
+        columns = columns if facts.scored else [*columns, *rest]
+        if facts.by_parts:
             embeddings = embed_in_parts(self.model, columns, lengths, train.mini_batch_size)
         else:
             embeddings = [self.model(*column) for column in zip(columns, lengths, strict=True)]
-        return _LOSSES[name](embeddings, weights, rest[0] if scored else None, train)
+        scores = rest[0] if facts.scored else None
+        return _LOSSES[self._name](embeddings, weights, scores, train)
 
     def mean_loss(self, batches: Sequence[PairBatch]) -> float:
         """Loss per row of some batches, without gradients; nan of none."""

@@ -6,11 +6,10 @@ from dataclasses import dataclass, replace
 from ... import runtime
 from ...adapters.method import Trainable
 from ...bases.encoder import Encoder
-from ...config.choices import ENCODERS
+from ...config.choices import ENCODERS, LOSSES
 from ...config.fields import fields_where
 from ...config.schema import COLUMN_SETTINGS, TrainConfig
 from ...data.pairs import (
-    IN_BATCH,
     PairBatch,
     Pairs,
     PairSampler,
@@ -75,7 +74,7 @@ class PairDataset:
     def batches(self, phase: RunPhase, start: int) -> Iterator[PairBatch]:
         """Batches without end, from batch number ``start``."""
         pairs = self.splits["train"]
-        sampler = self._sampler(pairs, self.train.seed, self.loss in IN_BATCH)
+        sampler = self._sampler(pairs, self.train.seed, LOSSES[self.loss].in_batch)
         return pair_batches(pairs, sampler, start, runtime.COMPILES)
 
     def validation(self, phase: RunPhase) -> EvalPairs | list:
@@ -83,7 +82,7 @@ class PairDataset:
         if "valid" not in self.splits or not self.train.val_batches:
             return []
         pairs, size = self.first("valid", self.train.val_batches), self.train.batch_size
-        order = self._sampler(pairs, 0, self.loss in IN_BATCH).epoch(0)
+        order = self._sampler(pairs, 0, LOSSES[self.loss].in_batch).epoch(0)
         order = order or self._sampler(pairs, 0, False).epoch(0)  # one pair, or all alike
         return EvalPairs(pairs, [make_pair_batch(pairs, rows, size, self.limit) for rows in order])
 
@@ -157,7 +156,7 @@ class EmbeddingTask(Task):
         loss = choose_loss(train.loss, first, f"--data {read.source}")
         check_loss_settings(loss, train)
         self.base, self.dataset = base, PairDataset(pairs, train, loss, limit)
-        if loss in IN_BATCH and not first.format.has_negatives:
+        if LOSSES[loss].in_batch and not first.format.has_negatives:
             sampler = PairSampler.of(first, train.batch_size, limit, train.seed, True)
             if train.batch_size < 2 or not sampler.epoch(0):
                 raise PackError(
