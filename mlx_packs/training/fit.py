@@ -113,15 +113,15 @@ class Fit:
             run.display.line("phase", f"{phase.name}: batches {phase.start + 1} to {phase.stop}")
         stepper = Stepper(self.trainable.model, objective.loss, optimizer, settings.max_grad_norm)
         loop = Loop(
-            self.trainable,
-            objective,
-            stepper,
-            phase,
-            phase is run.goal,
-            run.folder,
-            self.state,
-            self.dataset.validation(phase),
-            self.observers,
+            trainable=self.trainable,
+            objective=objective,
+            stepper=stepper,
+            phase=phase,
+            last=phase is run.goal,
+            folder=run.folder,
+            state=self.state,
+            validation=self.dataset.validation(phase),
+            observers=self.observers,
         )
         batches = self.dataset.batches(phase, self.state.batches - phase.start)
         self.trainable.model.train()

@@ -110,21 +110,21 @@ def train_pack(  # noqa: PLR0913 (the public face)
     with output_folders(out, phases[-1].sources[0], overwrite, resume) as (pack, folder):
         return run(
             Run(
-                base,
-                lora,
-                train,
-                columns,
-                phases,
-                pack,
-                folder,
-                display,
-                overwrite,
-                resume,
-                resume_adapter_file,
-                report_to,
-                project_name,
-                trust_remote_code,
-                force,
+                base=base,
+                lora=lora,
+                train=train,
+                columns=columns,
+                phases=phases,
+                pack=pack,
+                folder=folder,
+                display=display,
+                overwrite=overwrite,
+                resume=resume,
+                resume_adapter_file=resume_adapter_file,
+                report_to=report_to,
+                project_name=project_name,
+                trust_remote_code=trust_remote_code,
+                force=force,
             )
         )
 
