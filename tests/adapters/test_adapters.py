@@ -144,14 +144,14 @@ def test_merged_weights_do_not_depend_on_the_matmul_path_or_recomputation():
     base = base_of("qwen3")
     nn.quantize(base.model, group_size=32, bits=4)
     base.model.freeze()
-    found = []
+    result = []
     for matmul_path in ("quantized", "transient", "dense"):
         attached = attach(base, LoRAConfig(rank=4), matmul_path=matmul_path)
         attached.recompute("block")
-        found.append(merged_weights(attached))
+        result.append(merged_weights(attached))
         attached.detach()
-    for path, weight in found[0].items():
-        assert all(mx.allclose(weight, other[path], atol=1e-6).item() for other in found[1:])
+    for path, weight in result[0].items():
+        assert all(mx.allclose(weight, other[path], atol=1e-6).item() for other in result[1:])
 
 
 def test_attach_refuses_a_base_that_carries_adapters():
@@ -271,8 +271,8 @@ def test_a_kv_cache_is_used_in_training_mode_too():
     expected = base.model(tokens)
     base.model.train()
     cache = make_prompt_cache(base.model)
-    found = mx.concatenate([base.model(tokens[:, :7], cache), base.model(tokens[:, 7:], cache)], 1)
-    assert mx.allclose(found, expected, atol=1e-4).item()
+    result = mx.concatenate([base.model(tokens[:, :7], cache), base.model(tokens[:, 7:], cache)], 1)
+    assert mx.allclose(result, expected, atol=1e-4).item()
 
 
 def test_evaluation_of_a_long_row_keeps_no_whole_scores():
@@ -284,8 +284,8 @@ def test_evaluation_of_a_long_row_keeps_no_whole_scores():
     mx.eval(expected, base.model.parameters())
     before = mx.get_active_memory()
     mx.reset_peak_memory()
-    found = base.model(tokens)
-    mx.eval(found)
+    result = base.model(tokens)
+    mx.eval(result)
     scores = 4 * base.config["num_attention_heads"] * length**2
     assert mx.get_peak_memory() - before < 0.5 * scores
-    assert mx.allclose(found, expected, atol=1e-4).item()
+    assert mx.allclose(result, expected, atol=1e-4).item()

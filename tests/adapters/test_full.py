@@ -90,16 +90,16 @@ def test_gradients_are_those_of_plain_mlx(name, policy):
     head = split_head(base.model)
     assert head is None or head.frozen is None
     base.model.train()
-    made = batch()
-    value, found = nn.value_and_grad(
-        base.model, lambda *arrays: loss_sum(base.model, head, *arrays) / made.count
-    )(*as_arrays(made))
-    found = named(found)
+    built = batch()
+    value, result = nn.value_and_grad(
+        base.model, lambda *arrays: loss_sum(base.model, head, *arrays) / built.count
+    )(*as_arrays(built))
+    result = named(result)
     assert value.item() == pytest.approx(expected, rel=1e-6)
-    assert set(found) == set(wanted) == set(learning.tensors())
+    assert set(result) == set(wanted) == set(learning.tensors())
     for weight, gradient in wanted.items():
         largest = mx.abs(gradient).max().item()
-        assert mx.abs(found[weight] - gradient).max().item() <= 2e-5 * largest + 1e-8, weight
+        assert mx.abs(result[weight] - gradient).max().item() <= 2e-5 * largest + 1e-8, weight
 
 
 def test_detach_gives_the_base_back_to_the_bit():
@@ -250,9 +250,9 @@ def test_the_plan_is_no_less_than_a_step_takes(recompute, changes):
         Example(np.arange(length + 1, dtype=np.int32), np.arange(length + 1) > 0, "x")
         for _ in range(train.batch_size)
     ]
-    made = make_batch(rows, list(range(train.batch_size)), train.batch_size, length)
+    result = make_batch(rows, list(range(train.batch_size)), train.batch_size, length)
     planned = estimate(
-        Headers.of(base), LoRAConfig(num_layers=layers), train, [(length, len(made.targets))]
+        Headers.of(base), LoRAConfig(num_layers=layers), train, [(length, len(result.targets))]
     )
     gc.collect()  # what other tests left would go while this one measures
     before = mx.get_active_memory() - sum(
@@ -269,7 +269,7 @@ def test_the_plan_is_no_less_than_a_step_takes(recompute, changes):
     try:
         for _ in range(2):
             mx.reset_peak_memory()
-            stepper(as_arrays(made), made.count, True, True)
+            stepper(as_arrays(result), result.count, True, True)
     finally:
         mx.set_memory_limit(limit)
     measured = mx.get_peak_memory() - before
@@ -365,8 +365,8 @@ def test_a_resumed_run_equals_the_unbroken_one_to_the_bit(trained, dense, rows, 
 def test_the_command_goes_on_with_a_run_without_being_told_the_method(dense, rows, tmp_path, run):
     out = tmp_path / "p"
     common = ["--data", rows, "--model", dense, "--max-seq-length", 48, "--batch-size", 2]
-    told = ["--method", "full", "--val-batches", 0, "--iters", 1]
-    code, _, err = run("train", *common, *told, "--out", out)
+    arguments = ["--method", "full", "--val-batches", 0, "--iters", 1]
+    code, _, err = run("train", *common, *arguments, "--out", out)
     assert code == 0, err
     code, out_text, err = run("train", "--resume", "--out", out, "--iters", 2, "--json")
     assert code == 0 and json.loads(out_text)["method"] == "full", err
@@ -516,9 +516,9 @@ def test_the_plan_of_full_is_a_command_that_can_be_run(run, dense):
 def test_the_share_that_learns_is_told_for_adapters_too(tiny, rows, tmp_path, capsys):
     train = TrainConfig(**{**vars(FULL), "method": "lora", "iters": 1})
     run = train_pack(tiny, rows, LoRAConfig(rank=2), train, tmp_path / "p", display=Display(NORMAL))
-    told = capsys.readouterr().err
+    text = capsys.readouterr().err
     share = 100 * run.report["learned_weights"] / run.report["base_weights"]
-    assert f"{share:.3g} % of 6.6 M weights" in told and 0 < share < 5
+    assert f"{share:.3g} % of 6.6 M weights" in text and 0 < share < 5
 
 
 def test_a_base_that_carries_adapters_is_not_unfrozen():

@@ -53,8 +53,8 @@ def packed_of(kind, shape, dtype, block_size, double_quant) -> nf4.NF4Weight:
 
 
 def parts(packed: nf4.NF4Weight) -> list[np.ndarray]:
-    found = (packed.weight, packed.absmax, packed.nested_absmax, packed.offset)
-    return [np.array(part).ravel() for part in found if part is not None]
+    result = (packed.weight, packed.absmax, packed.nested_absmax, packed.offset)
+    return [np.array(part).ravel() for part in result if part is not None]
 
 
 def digest(arrays: list[np.ndarray]) -> str:
@@ -208,9 +208,9 @@ def theirs_of(bnb, kind, shape, dtype, block_size, double_quant):
     codes, state = bnb.quantize_4bit(
         w, blocksize=block_size, quant_type="nf4", compress_statistics=double_quant
     )
-    found = [codes, state.absmax]
-    found += [state.state2.absmax, state.offset] if double_quant else []
-    return [part.numpy().ravel() for part in found], codes, state
+    result = [codes, state.absmax]
+    result += [state.state2.absmax, state.offset] if double_quant else []
+    return [part.numpy().ravel() for part in result], codes, state
 
 
 @pytest.mark.interop
@@ -223,8 +223,8 @@ def test_quantize_and_dequantize_equal_bitsandbytes_bit_for_bit(bnb, kind, shape
     for block_size in nf4.BLOCK_SIZES:
         for double_quant in (True, False):
             packed = packed_of(kind, shape, dtype, block_size, double_quant)
-            found, codes, state = theirs_of(bnb, kind, shape, dtype, block_size, double_quant)
-            for ours, theirs in zip(parts(packed), found, strict=True):
+            result, codes, state = theirs_of(bnb, kind, shape, dtype, block_size, double_quant)
+            for ours, theirs in zip(parts(packed), result, strict=True):
                 assert ours.tobytes() == theirs.tobytes()
             for out in DTYPES:
                 # where the CPU has AVX512-BF16, bitsandbytes gives 0 for bfloat16 denormals

@@ -26,9 +26,9 @@ def folder(tmp_path) -> Path:
 
 def change(file: Path, **values) -> None:
     """Set keys of a JSON file; None takes one out."""
-    found = json.loads(file.read_text()) if file.is_file() else {}
-    found = {k: v for k, v in (found | values).items() if v is not None}
-    file.write_text(json.dumps(found))
+    result = json.loads(file.read_text()) if file.is_file() else {}
+    result = {k: v for k, v in (result | values).items() if v is not None}
+    file.write_text(json.dumps(result))
 
 
 def reference(folder: Path, text: str, pooling: str = "mean", normalize: bool = True) -> np.ndarray:
@@ -71,10 +71,10 @@ def reference(folder: Path, text: str, pooling: str = "mean", normalize: bool = 
 )
 def test_embeddings_are_those_of_the_paper(tmp_path, pooling, normalize):
     folder = write_encoder(tmp_path, pooling, normalize)
-    found = load_base(folder).encode(TEXTS, batch_size=3)
+    result = load_base(folder).encode(TEXTS, batch_size=3)
     wanted = np.stack([reference(folder, text, pooling, normalize) for text in TEXTS])
-    assert found.shape == (len(TEXTS), 32) and found.dtype == np.float32
-    assert np.abs(found - wanted).max() < 1e-5
+    assert result.shape == (len(TEXTS), 32) and result.dtype == np.float32
+    assert np.abs(result - wanted).max() < 1e-5
 
 
 def test_an_embedding_depends_neither_on_the_batch_nor_on_the_order(folder):

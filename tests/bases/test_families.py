@@ -107,13 +107,13 @@ def check(family: str, bits: int | None) -> None:
     assert set(expected) == {f"{path}.{name}" for path in specs for name in "ab"}
     for path in specs:
         for name, on_disk in (("a", "lora_a"), ("b", "lora_b")):
-            found, wanted = ours[f"{path}.{on_disk}"], expected[f"{path}.{name}"]
+            result, wanted = ours[f"{path}.{on_disk}"], expected[f"{path}.{name}"]
             if name == "b" and len(specs[path].slices) > 1:  # block-diagonal
                 wanted = wanted * (tensors[f"{path}.lora_b"] != 0)
-            assert mx.isfinite(found).all().item(), path
+            assert mx.isfinite(result).all().item(), path
             largest = mx.abs(wanted).max().item()
             assert largest > 0, f"{path}.{on_disk}: no gradient reaches it"
-            assert mx.abs(found - wanted).max().item() <= LEVEL * largest, f"{path}.{on_disk}"
+            assert mx.abs(result - wanted).max().item() <= LEVEL * largest, f"{path}.{on_disk}"
 
 
 @pytest.mark.parametrize("family", sweep(FAMILIES))

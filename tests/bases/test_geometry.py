@@ -67,22 +67,22 @@ def test_probe_stored_width_320_is_an_input_of_2560(qwen3_4b):
     model, config = qwen3_4b
     q_proj = model.layers[0].self_attn.q_proj
     assert q_proj.weight.shape == (4096, 320) and q_proj.weight.dtype == mx.uint32
-    found = probe("model.layers.0.self_attn.q_proj", q_proj, config, grouped=True)
-    assert (found.in_features, found.out_features, found.stored_width) == (2560, 4096, 320)
-    assert (found.bits, found.group_size, found.mode, found.bias) == (4, 64, "affine", False)
-    assert "320 = 2560 x 4 / 32" in found.describe()
+    result = probe("model.layers.0.self_attn.q_proj", q_proj, config, grouped=True)
+    assert (result.in_features, result.out_features, result.stored_width) == (2560, 4096, 320)
+    assert (result.bits, result.group_size, result.mode, result.bias) == (4, 64, "affine", False)
+    assert "320 = 2560 x 4 / 32" in result.describe()
 
 
 def test_find_groups_of_qwen3_4b_has_uneven_members(qwen3_4b):
     groups, faults = find_groups(*qwen3_4b, (), -1)
     assert faults == []
-    found = {
+    result = {
         tuple(g.name for g in group.members): [
             (g.in_features, g.out_features) for g in group.members
         ]
         for group in groups
     }
-    assert found == {
+    assert result == {
         ("q_proj", "k_proj", "v_proj"): [(2560, 4096), (2560, 1024), (2560, 1024)],
         ("o_proj",): [(4096, 2560)],
         ("gate_proj", "up_proj"): [(2560, 9728), (2560, 9728)],
@@ -130,9 +130,9 @@ def test_find_groups_names_module_and_both_shapes(qwen3_4b, wrong, projection, s
 @pytest.mark.parametrize("group_size", [32, 64, 128])
 def test_probe_finds_the_input_of_every_packing(bits, group_size):
     linear = nn.QuantizedLinear(384, 40, bits=bits, group_size=group_size)
-    found = probe("x.proj", linear, {})
-    assert (found.in_features, found.out_features, found.stored_width) == (384, 40, 12 * bits)
-    assert (found.bits, found.group_size, found.bias) == (bits, group_size, True)
+    result = probe("x.proj", linear, {})
+    assert (result.in_features, result.out_features, result.stored_width) == (384, 40, 12 * bits)
+    assert (result.bits, result.group_size, result.bias) == (bits, group_size, True)
 
 
 @pytest.mark.parametrize(
@@ -140,8 +140,8 @@ def test_probe_finds_the_input_of_every_packing(bits, group_size):
 )
 def test_probe_finds_the_input_of_every_mode(mode, bits, group_size):
     linear = nn.QuantizedLinear(128, 40, bias=False, bits=bits, group_size=group_size, mode=mode)
-    found = probe("x.proj", linear, {})
-    assert (found.in_features, found.bits, found.group_size, found.mode) == (
+    result = probe("x.proj", linear, {})
+    assert (result.in_features, result.bits, result.group_size, result.mode) == (
         128,
         bits,
         group_size,
@@ -150,14 +150,14 @@ def test_probe_finds_the_input_of_every_mode(mode, bits, group_size):
 
 
 def test_probe_dense_linear_is_as_wide_as_it_is():
-    found = probe("x.proj", nn.Linear(48, 40, bias=False), {})
-    assert (found.in_features, found.out_features, found.bits, found.stored_width) == (
+    result = probe("x.proj", nn.Linear(48, 40, bias=False), {})
+    assert (result.in_features, result.out_features, result.bits, result.stored_width) == (
         48,
         40,
         None,
         48,
     )
-    assert found.describe() == "x.proj: 48 -> 40 (dense [40, 48])"
+    assert result.describe() == "x.proj: 48 -> 40 (dense [40, 48])"
 
 
 def with_tensor(name: str, *shape: int) -> nn.Module:
@@ -200,8 +200,8 @@ def test_heads_follow_the_config_and_its_defaults():
 
 def test_probe_slices_of_fused_projections():
     gpt2, config = model_of("gpt2")
-    (found,) = [probe(p, m, config) for p, m in linears(gpt2) if p.endswith("0.attn.c_attn")]
-    assert found.slices == (("q", 64), ("k", 64), ("v", 64))
+    (result,) = [probe(p, m, config) for p, m in linears(gpt2) if p.endswith("0.attn.c_attn")]
+    assert result.slices == (("q", 64), ("k", 64), ("v", 64))
     phi3 = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
     assert probe("a.qkv_proj", nn.Linear(64, 128), phi3).slices == (("q", 64), ("k", 32), ("v", 32))
     mlp = {"intermediate_size": 96}
@@ -226,14 +226,14 @@ def test_probe_fused_projection_of_unknown_layout_is_one_slice():
 )
 def test_select_targets_by_name_tail_or_path(targets, num_layers, wanted):
     model, _ = model_of("qwen3")
-    found = [p for p, _ in select_targets(model, targets, num_layers)]
-    assert found == ["model.layers." + w for w in wanted]
+    result = [p for p, _ in select_targets(model, targets, num_layers)]
+    assert result == ["model.layers." + w for w in wanted]
 
 
 def test_select_targets_by_default_are_all_in_the_blocks():
     model, _ = model_of("qwen3")
-    found = {p for p, _ in select_targets(model, (), -1)}
-    assert len(found) == 14 and "lm_head" not in found
+    result = {p for p, _ in select_targets(model, (), -1)}
+    assert len(result) == 14 and "lm_head" not in result
     assert [p for p, _ in select_targets(model, ("lm_head",), -1)] == ["lm_head"]
 
 

@@ -86,18 +86,18 @@ def test_bits_per_weight_in_memory(dense, double_quant, wanted):
 
 
 def test_a_stored_base_gives_the_logits_of_the_one_quantized_on_loading(dense, stored):
-    base, made = load_base(stored), load_base(dense, "nf4")
-    assert base.quantization == made.quantization
+    base, result = load_base(stored), load_base(dense, "nf4")
+    assert base.quantization == result.quantization
     assert isinstance(base.model.model.embed_tokens, NF4Embedding)
-    assert mx.array_equal(base.model(TOKENS), made.model(TOKENS)).item()
+    assert mx.array_equal(base.model(TOKENS), result.model(TOKENS)).item()
 
 
 def test_a_bitsandbytes_checkpoint_is_read_without_quantizing_again(dense, tmp_path):
-    made = load_base(dense, "nf4", keep=("embed_tokens",))
+    result = load_base(dense, "nf4", keep=("embed_tokens",))
     tensors = {}
-    for name, tensor in tree_flatten(made.model.parameters()):
+    for name, tensor in tree_flatten(result.model.parameters()):
         path, _, part = name.rpartition(".")
-        module = dict(made.model.named_modules())[path]
+        module = dict(result.model.named_modules())[path]
         if not isinstance(module, NF4Linear):
             tensors[name] = tensor.astype(mx.bfloat16)
         elif part == "weight":
@@ -111,7 +111,7 @@ def test_a_bitsandbytes_checkpoint_is_read_without_quantizing_again(dense, tmp_p
         "mode": "nf4",
         "double_quant": True,
     }
-    assert mx.array_equal(base.model(TOKENS), made.model(TOKENS)).item()
+    assert mx.array_equal(base.model(TOKENS), result.model(TOKENS)).item()
     asked = load_base(folder, "nf4", keep=("lm_head", "embed_tokens"))  # as a bnb_4bit recipe does
     assert asked.quantization == base.quantization
     train = TrainConfig(iters=1, batch_size=1, max_seq_length=64, val_batches=0, test_batches=1)
@@ -166,9 +166,9 @@ def test_a_linear_with_bias_is_its_dequantized_self():
 def test_geometry_is_probed_and_packed_tensors_that_do_not_fit_are_named(dense):
     base = load_base(dense, "nf4")
     module = base.model.layers[0].self_attn.q_proj
-    found = probe("q_proj", module, base.config)
-    assert (found.in_features, found.out_features, found.stored_width) == (256, 512, 128)
-    assert "nf4 4-bit g64, stored width 128 = 256 x 4 / 8" in found.describe()
+    result = probe("q_proj", module, base.config)
+    assert (result.in_features, result.out_features, result.stored_width) == (256, 512, 128)
+    assert "nf4 4-bit g64, stored width 128 = 256 x 4 / 8" in result.describe()
     module.absmax = module.absmax[:-1]
     with raises("unreadable", None, "q_proj", "absmax"):
         probe("q_proj", module, base.config)
@@ -196,13 +196,13 @@ def test_gradients_of_all_adapters_are_those_on_the_dequantized_base(dense, matm
     plain = load_base(dense)
     packed = dict(quantized_modules(base.model))
     replace_modules(plain.model, [(path, dense_module(m)) for path, m in packed.items()])
-    value, found = gradients(base, matmul_path)
+    value, result = gradients(base, matmul_path)
     wanted_value, wanted = gradients(plain, "quantized")
     assert value == pytest.approx(wanted_value, rel=1e-5)
-    assert set(found) == set(wanted) and len(found) == 2 * 6 * 7
+    assert set(result) == set(wanted) and len(result) == 2 * 6 * 7
     for name, gradient in wanted.items():
         largest = mx.abs(gradient).max().item()
-        assert mx.abs(found[name] - gradient).max().item() <= 1e-4 * largest, name
+        assert mx.abs(result[name] - gradient).max().item() <= 1e-4 * largest, name
 
 
 def test_merging_is_exact_and_detaching_leaves_no_trace(stored):
@@ -325,7 +325,7 @@ def test_quantizing_what_is_quantized_and_a_flag_without_its_mode_are_refused(st
 
 @pytest.mark.slow
 def test_200_steps_on_nf4_end_within_two_percent_of_affine_4_bit(dense, tmp_path):
-    found = {}
+    result = {}
     for mode in ("affine4", "nf4"):
         train = TrainConfig(
             iters=200,
@@ -337,7 +337,7 @@ def test_200_steps_on_nf4_end_within_two_percent_of_affine_4_bit(dense, tmp_path
             matmul_path="dense",
         )
         run = train_pack(str(dense), "tiny", LoRAConfig(rank=16), train, tmp_path / mode)
-        found[mode] = run.report
+        result[mode] = run.report
         print(mode, {k: v for k, v in run.report.items() if k.startswith("ppl")})
-    assert found["nf4"]["ppl_after"] < 0.7 * found["nf4"]["ppl_before"]
-    assert found["nf4"]["ppl_after"] == pytest.approx(found["affine4"]["ppl_after"], rel=0.02)
+    assert result["nf4"]["ppl_after"] < 0.7 * result["nf4"]["ppl_before"]
+    assert result["nf4"]["ppl_after"] == pytest.approx(result["affine4"]["ppl_after"], rel=0.02)

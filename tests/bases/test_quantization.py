@@ -49,20 +49,20 @@ def test_quantizing_on_loading_packs_what_packs_quantize_packs(
 ):
     dense = write_dense(tmp_path / "dense", family=family, **changes)
     report = quantize(dense, tmp_path / "q", QuantizeOptions(named_format(asked), keep))
-    written, made = load_base(tmp_path / "q"), load_base(dense, asked, keep=keep)
-    assert kinds(written) == kinds(made) and len(kinds(made)) == report["quantized"]
-    assert mx.array_equal(written.model(TOKENS), made.model(TOKENS)).item()
+    written, result = load_base(tmp_path / "q"), load_base(dense, asked, keep=keep)
+    assert kinds(written) == kinds(result) and len(kinds(result)) == report["quantized"]
+    assert mx.array_equal(written.model(TOKENS), result.model(TOKENS)).item()
 
 
 def test_routers_are_packed_as_their_family_advises(tmp_path):
     dense = write_dense(tmp_path / "dense", family="qwen3_moe", **MOE)
-    found = kinds(load_base(dense, "nf4"))
+    result = kinds(load_base(dense, "nf4"))
     router, expert = "model.layers.0.mlp.gate", "model.layers.0.mlp.switch_mlp.up_proj"
-    assert found[router] == ("QuantizedLinear", "affine", 8, 64)
-    assert expert not in found  # stacked experts have no NF4
-    assert found["model.layers.0.self_attn.q_proj"][1] == "nf4"
-    found = kinds(load_base(dense, "affine4"))
-    assert found[router][2:] == (8, 64) and found[expert][2:] == (4, 64)
+    assert result[router] == ("QuantizedLinear", "affine", 8, 64)
+    assert expert not in result  # stacked experts have no NF4
+    assert result["model.layers.0.self_attn.q_proj"][1] == "nf4"
+    result = kinds(load_base(dense, "affine4"))
+    assert result[router][2:] == (8, 64) and result[expert][2:] == (4, 64)
 
 
 def test_advice_that_does_not_fit_or_leaves_something_out():

@@ -28,10 +28,10 @@ def save(folder: Path, tensors: dict) -> None:
 
 
 def tensors_of(folder: Path) -> dict:
-    found = {}
+    result = {}
     for file in folder.glob("model*.safetensors"):
-        found |= mx.load(str(file))
-    return found
+        result |= mx.load(str(file))
+    return result
 
 
 def same(a: dict, b: dict) -> bool:
@@ -63,9 +63,9 @@ def rejected(run, tmp_path):
 @pytest.mark.parametrize("double_quant", [True, False])
 def test_an_nf4_folder_is_the_base_that_is_quantized_on_loading(dense, tmp_path, double_quant):
     quantize.quantize(dense, tmp_path / "q", QuantizeOptions(NF4Format(double_quant=double_quant)))
-    written, made = load_base(tmp_path / "q"), load_base(dense, "nf4", double_quant=double_quant)
+    written, result = load_base(tmp_path / "q"), load_base(dense, "nf4", double_quant=double_quant)
     assert written.quantization["double_quant"] is double_quant
-    assert mx.array_equal(written.model(TOKENS), made.model(TOKENS)).item()
+    assert mx.array_equal(written.model(TOKENS), result.model(TOKENS)).item()
 
 
 @pytest.mark.parametrize("bits, group_size", [(4, 64), (8, 32), (3, 64)])
@@ -106,16 +106,18 @@ def test_slices_give_the_bits_of_the_whole(monkeypatch, shape, double_quant):
     monkeypatch.setattr(weight_formats, "_SLICE", 500)
     w = mx.random.normal(shape).astype(mx.bfloat16)
     whole = nf4.quantize(w, 64, double_quant)
-    found = NF4Format(double_quant=double_quant).quantize("p.weight", w)
+    result = NF4Format(double_quant=double_quant).quantize("p.weight", w)
     for name in ("weight", "absmax", "nested_absmax", "offset"):
         part = getattr(whole, name)
-        assert part is None or mx.array_equal(found.pop(f"p.{name}"), part).item()
-    assert not found
+        assert part is None or mx.array_equal(result.pop(f"p.{name}"), part).item()
+    assert not result
 
 
 def test_mixed_recipes_keep_modules_dense_or_give_them_other_bits(dense, tmp_path, run):
-    given = ("--keep", "embed_tokens,layers.0.mlp.up_proj", "--bits-for", "down_proj|lm_head=8")
-    code, out, err = run("quantize", "--model", dense, "--out", tmp_path / "q", *given, "--json")
+    arguments = ("--keep", "embed_tokens,layers.0.mlp.up_proj", "--bits-for", "down_proj|lm_head=8")
+    code, out, err = run(
+        "quantize", "--model", dense, "--out", tmp_path / "q", *arguments, "--json"
+    )
     assert code == 0, err
     assert json.loads(out)["quantized"] == 14
     stated = json.loads((tmp_path / "q" / "config.json").read_text())["quantization"]
@@ -319,10 +321,10 @@ def test_a_quantization_json_of_somebody_else_is_no_record(dense, run, text):
 
 
 def test_a_folder_that_is_there_is_replaced_only_with_overwrite(dense, tmp_path, run, rejected):
-    given = ("--model", dense, "--out", tmp_path / "q")
-    assert run("quantize", *given)[0] == 0
-    rejected("exists", "out", (str(tmp_path / "q"), "--overwrite"), *given)
-    assert run("quantize", *given, "--mode", "affine", "--overwrite")[0] == 0
+    arguments = ("--model", dense, "--out", tmp_path / "q")
+    assert run("quantize", *arguments)[0] == 0
+    rejected("exists", "out", (str(tmp_path / "q"), "--overwrite"), *arguments)
+    assert run("quantize", *arguments, "--mode", "affine", "--overwrite")[0] == 0
     assert (
         json.loads((tmp_path / "q" / "config.json").read_text())["quantization"]["mode"] == "affine"
     )
@@ -334,10 +336,10 @@ def test_a_folder_that_is_there_is_replaced_only_with_overwrite(dense, tmp_path,
 def test_modules_with_bias_are_packed_and_the_bias_stays(tmp_path):
     folder = write_dense(tmp_path / "dense", family="qwen2")
     quantize.quantize(folder, tmp_path / "q")
-    found = tensors_of(tmp_path / "q")
+    result = tensors_of(tmp_path / "q")
     name = "model.layers.0.self_attn.q_proj"
-    assert found[f"{name}.weight"].dtype == mx.uint8
-    assert same({"b": found[f"{name}.bias"]}, {"b": tensors_of(folder)[f"{name}.bias"]})
+    assert result[f"{name}.weight"].dtype == mx.uint8
+    assert same({"b": result[f"{name}.bias"]}, {"b": tensors_of(folder)[f"{name}.bias"]})
     assert mx.isfinite(load_base(tmp_path / "q").model(TOKENS)).all().item()
 
 
@@ -346,9 +348,9 @@ def test_a_module_of_odd_width_stays_dense(tmp_path):
         tmp_path / "dense", head_dim=33, num_attention_heads=3, num_key_value_heads=3
     )
     quantize.quantize(folder, tmp_path / "q")
-    found = tensors_of(tmp_path / "q")
-    assert found["model.layers.0.self_attn.o_proj.weight"].dtype == mx.bfloat16
-    assert found["model.layers.0.self_attn.q_proj.weight"].dtype == mx.uint8
+    result = tensors_of(tmp_path / "q")
+    assert result["model.layers.0.self_attn.o_proj.weight"].dtype == mx.bfloat16
+    assert result["model.layers.0.self_attn.q_proj.weight"].dtype == mx.uint8
 
 
 @pytest.mark.parametrize("format", ["mlx", "bitsandbytes"])
@@ -424,8 +426,8 @@ def test_a_wrong_flag_is_one_line_that_names_it(dense, rejected, args, code, fla
 def test_group_size_is_the_block_of_nf4_and_double_quant_may_be_said(dense, run, tmp_path, flag):
     args = ("quantize", "--model", dense, "--out", tmp_path / "q", "--mode", "nf4", flag, 32)
     assert run(*args, "--double-quant")[0] == 0
-    found = base_files.read_record(tmp_path / "q")["quantization"]
-    assert (found["group_size"], found["double_quant"]) == (32, True)
+    result = base_files.read_record(tmp_path / "q")["quantization"]
+    assert (result["group_size"], result["double_quant"]) == (32, True)
 
 
 @pytest.mark.parametrize("missing", ["quantization", "format", "source", "versions", "dense"])
@@ -457,8 +459,8 @@ def test_a_full_disk_leaves_nothing_behind(dense, tmp_path, monkeypatch):
 
 def test_modules_left_dense_are_named_with_the_reason(tmp_path, run):
     folder = write_dense(tmp_path / "dense", intermediate_size=33)
-    given = ("--model", folder, "--out", tmp_path / "q")
-    code, out, _ = run("quantize", *given, "--keep", "q_proj")
+    arguments = ("--model", folder, "--out", tmp_path / "q")
+    code, out, _ = run("quantize", *arguments, "--keep", "q_proj")
     lines = [line for line in out.splitlines() if line.startswith("dense")]
     assert code == 0 and lines == [
         f"dense   {', '.join(f'model.layers.{i}.{name}' for i in range(2))} ({why})"
@@ -468,10 +470,10 @@ def test_modules_left_dense_are_named_with_the_reason(tmp_path, run):
         )
     ]
     options = QuantizeOptions(keep=("q_proj",), layout="bitsandbytes")
-    found = quantize.quantize(folder, tmp_path / "b", options)["left_dense"]
+    result = quantize.quantize(folder, tmp_path / "b", options)["left_dense"]
     for path in ("model.embed_tokens", "lm_head"):
-        assert found[path].startswith("bitsandbytes quantizes neither embeddings nor heads")
-    assert found["model.layers.0.self_attn.q_proj"] == "kept by name" and len(found) == 6
+        assert result[path].startswith("bitsandbytes quantizes neither embeddings nor heads")
+    assert result["model.layers.0.self_attn.q_proj"] == "kept by name" and len(result) == 6
 
 
 def test_overwrite_replaces_only_what_packs_quantize_made(dense, tmp_path, rejected, monkeypatch):

@@ -95,17 +95,17 @@ def test_the_mended_loss_is_that_of_mlx_lm_without_the_pad_after_a_row():
     tokens = mx.array(np.random.default_rng(0).integers(1, 128, (2, 33)))
     whole_rows = mx.array([[9, 33], [17, 33]])
     expected, count = default_loss(base.model, tokens, whole_rows)
-    found, targets_found = patched.loss(base.model, *patched.with_targets(tokens, whole_rows))
-    assert found.item() == pytest.approx(expected.item(), rel=1e-6)
+    result, targets_found = patched.loss(base.model, *patched.with_targets(tokens, whole_rows))
+    assert result.item() == pytest.approx(expected.item(), rel=1e-6)
     assert targets_found.item() == count.item()
     padded = mx.array([[9, 20], [17, 33]])
     _, with_pad = default_loss(base.model, tokens, padded)
-    found, without = patched.loss(base.model, *patched.with_targets(tokens, padded))
+    result, without = patched.loss(base.model, *patched.with_targets(tokens, padded))
     assert (with_pad.item(), without.item()) == (12 + 16, 11 + 16)
     logits = base.model(tokens[:, :-1])
     nll = nn.losses.cross_entropy(logits, tokens[:, 1:])
     by_hand = (nll[0, 8:19].sum() + nll[1, 16:32].sum()) / 27
-    assert found.item() == pytest.approx(by_hand.item(), rel=1e-6)
+    assert result.item() == pytest.approx(by_hand.item(), rel=1e-6)
 
 
 def test_mended_rows_are_sorted_by_their_tokens_and_batches_have_targets():
@@ -122,28 +122,28 @@ def test_mended_rows_are_sorted_by_their_tokens_and_batches_have_targets():
             return row["t"], row["from"]
 
     arguments = {"batch_size": 2, "max_seq_length": 64, "seed": 0}
-    found = patched.batches(dataset=patched.RowsByLength(Rows()), **arguments)
-    lengths = [sorted(np.array(batch[1])[:, 1]) for batch in found]
+    result = patched.batches(dataset=patched.RowsByLength(Rows()), **arguments)
+    lengths = [sorted(np.array(batch[1])[:, 1]) for batch in result]
     assert sorted(lengths) == [[3, 5], [7, 9]]
 
 
 def test_memory_of_sides_alone_is_recorded_with_ratios(here, tmp_path, capsys):
     file = tmp_path / "h.jsonl"
     assert memory.main(["--workload", "small", "--history", str(file)]) == 0
-    found = history.read(file)
+    result = history.read(file)
     names = [
         implementations.STOCK,
         implementations.PATCHED,
         "mlx_packs transient",
         "mlx_packs dense",
     ]
-    assert list(dict.fromkeys(r.implementation for r in found)) == names
-    assert {r.metric for r in found} == set(memory._METRICS)
-    transient = {r.implementation: r for r in found if r.metric == "transient"}
+    assert list(dict.fromkeys(r.implementation for r in result)) == names
+    assert {r.metric for r in result} == set(memory._METRICS)
+    transient = {r.implementation: r for r in result if r.metric == "transient"}
     assert transient[implementations.STOCK].ratio == 1 and all(
         r.p50 > 0 for r in transient.values()
     )
-    beyond = {r.implementation: r.p50 for r in found if r.metric == "beyond the base"}
+    beyond = {r.implementation: r.p50 for r in result if r.metric == "beyond the base"}
     assert beyond["mlx_packs dense"] > transient["mlx_packs dense"].p50
     assert "times mlx-lm stock's transient memory" in capsys.readouterr().out
 
@@ -160,29 +160,29 @@ def test_a_whole_model_is_built_and_stepped_alone(here, tmp_path):
     file = tmp_path / "h.jsonl"
     arguments = ["--model", "small", "--blocks", "1", "--length", "32", "--history", str(file)]
     assert whole.main(arguments) == 0
-    found = {r.metric: r for r in history.read(file)}
-    assert {"base", "most while building", "beyond the base", "step", "speed"} <= set(found)
-    assert found["step"].samples == 2 and found["beyond the base"].p50 > 0
-    assert found["base"].shape.startswith("1 blocks, 1 x 32, 16 targets, rank 16")
-    assert found["base"].implementation == "mlx_packs transient, recompute block"
+    result = {r.metric: r for r in history.read(file)}
+    assert {"base", "most while building", "beyond the base", "step", "speed"} <= set(result)
+    assert result["step"].samples == 2 and result["beyond the base"].p50 > 0
+    assert result["base"].shape.startswith("1 blocks, 1 x 32, 16 targets, rank 16")
+    assert result["base"].implementation == "mlx_packs transient, recompute block"
 
 
 @pytest.mark.slow
 def test_loads_are_timed_in_processes_of_their_own(tmp_path):
     file = tmp_path / "h.jsonl"
     assert load.main(["--rounds", "1", "--history", str(file)]) == 0
-    found = history.read(file)
-    assert [r.metric for r in found] == ["load", "most in MLX", "process"] * 2
-    assert found[0].ratio == 1 and found[3].ratio > 0 and found[0].samples == 2
-    assert 4 < found[1].p50 < 10  # MB of the tiny base
+    result = history.read(file)
+    assert [r.metric for r in result] == ["load", "most in MLX", "process"] * 2
+    assert result[0].ratio == 1 and result[3].ratio > 0 and result[0].samples == 2
+    assert 4 < result[1].p50 < 10  # MB of the tiny base
 
 
 def test_swaps_are_timed_against_loading_anew(tmp_path):
     file = tmp_path / "h.jsonl"
     assert swap.main(["--rounds", "2", "--rank", "2", "--history", str(file)]) == 0
-    found = {r.implementation: r for r in history.read(file)}
-    assert list(found) == [swap.BASELINE, swap.SAME, swap.OTHER, swap.ON_OFF]
-    assert all(r.unit == "ms" and r.p50 > 0 for r in found.values())
+    result = {r.implementation: r for r in history.read(file)}
+    assert list(result) == [swap.BASELINE, swap.SAME, swap.OTHER, swap.ON_OFF]
+    assert all(r.unit == "ms" and r.p50 > 0 for r in result.values())
 
 
 def test_a_process_that_fails_is_named(capfd):
@@ -196,14 +196,14 @@ def test_the_prefix_cache_is_timed_over_all_epochs(tmp_path, monkeypatch):
     file = tmp_path / "h.jsonl"
     arguments = ["--workload", "small", "--rows", "3", "--rank", "2", "--rounds", "1"]
     assert prefix.main([*arguments, "--history", str(file)]) == 0
-    found = history.read(file)
+    actual = history.read(file)
     names = ["without the cache, transient", "mlx_packs transient", "mlx_packs transient"]
-    assert [r.implementation for r in found[:3]] == names and len(found) == 6
-    assert [(r.metric, r.unit) for r in found[1:3]] == [("5 epochs", "s"), ("times without", "x")]
-    assert found[0].samples == 2 and found[0].ratio == 1 and found[1].ratio > 0
-    assert found[0].shape == "3 rows of 32, batch 2, top 1 of 2 blocks, rank 2"
+    assert [r.implementation for r in actual[:3]] == names and len(actual) == 6
+    assert [(r.metric, r.unit) for r in actual[1:3]] == [("5 epochs", "s"), ("times without", "x")]
+    assert actual[0].samples == 2 and actual[0].ratio == 1 and actual[1].ratio > 0
+    assert actual[0].shape == "3 rows of 32, batch 2, top 1 of 2 blocks, rank 2"
     goal = next(g for g in targets.GOALS if "prefix" in g.runs)
-    (result,) = targets.judge(goal, {"prefix": found})
+    (result,) = targets.judge(goal, {"prefix": actual})
     assert result.ours.startswith("mlx_packs") and result.figure > 0
 
 
@@ -232,14 +232,14 @@ def test_the_time_of_a_loss_is_between_two_evaluations():
 
 def test_a_side_that_gives_up_has_a_lower_bound(tmp_path):
     options = train_run.parser().parse_args(["--iters", "4"])
-    found = {
+    result = {
         implementations.STOCK: {"curve": [(0, 0.0, 4.0), (8, 40.0, 3.0)], "peak": 2e6},
         train_run.OURS: {"curve": [(0, 0.0, 4.0), (4, 2.0, 2.9)], "peak": 1e6, "matmul_path": "x"},
     }
-    made = train_run.records(found, 2.9, options)
-    assert [r.p50 for r in made if r.metric == "to the loss"] == [40.0, 2.0]
-    assert "lower bound" in made[0].note and made[2].ratio == 20
-    assert "lower bound" not in made[2].note
+    built = train_run.records(result, 2.9, options)
+    assert [r.p50 for r in built if r.metric == "to the loss"] == [40.0, 2.0]
+    assert "lower bound" in built[0].note and built[2].ratio == 20
+    assert "lower bound" not in built[2].note
 
 
 def test_the_clock_stands_still_for_an_evaluation(monkeypatch):
@@ -273,8 +273,8 @@ def test_a_side_that_fails_is_told_and_the_others_are_recorded(tmp_path, monkeyp
     ]
     assert train_run.main(arguments) == 1
     assert "it broke; recorded without it" in capsys.readouterr().err
-    found = {r.implementation: r.ratio for r in history.read(file) if r.metric == "to the loss"}
-    assert found == {implementations.STOCK: 1.0, train_run.OURS: pytest.approx(30 * 1.1 / 2 / 2)}
+    result = {r.implementation: r.ratio for r in history.read(file) if r.metric == "to the loss"}
+    assert result == {implementations.STOCK: 1.0, train_run.OURS: pytest.approx(30 * 1.1 / 2 / 2)}
     assert (
         train_run.main(["--implementation", implementations.PATCHED, "--history", str(file)]) == 2
     )
@@ -294,9 +294,9 @@ def test_a_run_of_ours_and_of_mlx_lm_end_at_the_same_loss(here, tmp_path):
         str(file),
     ]
     assert train_run.main(arguments) == 0
-    found = {(r.implementation, r.metric): r for r in history.read(file)}
-    assert found[train_run.OURS, "batches"].p50 == 4
-    assert 0 < found[implementations.STOCK, "batches"].p50 <= 8
+    result = {(r.implementation, r.metric): r for r in history.read(file)}
+    assert result[train_run.OURS, "batches"].p50 == 4
+    assert 0 < result[implementations.STOCK, "batches"].p50 <= 8
 
 
 QUICK = ["--rounds", "1", "--tokens", "4", "--repeat", "1", "--matmul-path", "dense"]
@@ -305,9 +305,9 @@ QUICK = ["--rounds", "1", "--tokens", "4", "--repeat", "1", "--matmul-path", "de
 def test_generating_is_timed_where_all_say_the_same(tmp_path):
     file = tmp_path / "h.jsonl"
     assert generate.main([*QUICK, "--history", str(file)]) == 0
-    found = history.read(file)
-    assert {r.metric for r in found} == {"prompt", "decode"} and all(r.p50 > 0 for r in found)
-    assert found[-1].implementation == "mlx_packs dense" and found[-1].ratio > 0
+    result = history.read(file)
+    assert {r.metric for r in result} == {"prompt", "decode"} and all(r.p50 > 0 for r in result)
+    assert result[-1].implementation == "mlx_packs dense" and result[-1].ratio > 0
 
 
 def test_generating_something_else_gives_no_speed(tmp_path, capsys):
@@ -339,12 +339,12 @@ def test_a_profile_explains_a_step_and_shows_what_it_does_not(path, tmp_path):
         str(file),
     ]
     assert profile.main(arguments) == 0
-    found = {(r.implementation, r.metric): r.p50 for r in history.read(file)}
-    times = {name: ms for (name, metric), ms in found.items() if metric == "time"}
+    result = {(r.implementation, r.metric): r.p50 for r in history.read(file)}
+    times = {name: ms for (name, metric), ms in result.items() if metric == "time"}
     step = times.pop("whole step")
     assert sum(times.values()) == pytest.approx(step, rel=1e-2)
     assert ("unpacking weights" in times) == (path == "transient")
-    assert found["whole step", "share of the roofline"] > 0
+    assert result["whole step", "share of the roofline"] > 0
     parts = {
         "base products",
         "low-rank parts",
@@ -361,13 +361,13 @@ def test_a_profile_explains_a_step_and_shows_what_it_does_not(path, tmp_path):
 def test_the_flops_of_a_profile_are_those_of_the_shapes(tmp_path):
     file = tmp_path / "h.jsonl"
     assert profile.main(["--workload", "small", "--repeats", "1", "--history", str(file)]) == 0
-    found = {r.implementation: r.p50 for r in history.read(file) if r.metric == "workload"}
+    result = {r.implementation: r.p50 for r in history.read(file) if r.metric == "workload"}
     tokens, targets_of_batch = 2 * 32, 32
     qkv, rest = 64 * (64 + 32 + 32), 64 * 64 + 3 * 64 * 128
     products = 4 * tokens * 2 * (qkv + rest) - 2 * tokens * qkv  # the first q, k, v: forward only
-    assert found["base products"] == pytest.approx(products / 1e9, rel=1e-3)
-    assert found["head and loss"] == pytest.approx(4 * targets_of_batch * 64 * 128 / 1e9, rel=1e-3)
-    assert found["attention"] == pytest.approx(2 * 12 * 2 * 2 * 32 * 33 / 2 * 32 / 1e9, rel=1e-3)
+    assert result["base products"] == pytest.approx(products / 1e9, rel=1e-3)
+    assert result["head and loss"] == pytest.approx(4 * targets_of_batch * 64 * 128 / 1e9, rel=1e-3)
+    assert result["attention"] == pytest.approx(2 * 12 * 2 * 2 * 32 * 33 / 2 * 32 / 1e9, rel=1e-3)
 
 
 def test_a_timeline_is_drawn_and_its_parts_are_recorded(tmp_path):
@@ -383,23 +383,23 @@ def test_a_timeline_is_drawn_and_its_parts_are_recorded(tmp_path):
         str(file),
     ]
     assert timeline.main(arguments) == 0
-    found = {r.implementation: r.p50 for r in history.read(file)}
+    result = {r.implementation: r.p50 for r in history.read(file)}
     assert out.read_bytes().startswith(b"\x89PNG")
     size = workloads.base_bytes(workloads.random_base(CONFIG, 0)) / 1e6
-    assert found["base"] == pytest.approx(size, rel=1e-3)
-    assert found["for scale: whole logits"] == pytest.approx(2 * 32 * 128 * 4 / 1e6, rel=1e-3)
+    assert result["base"] == pytest.approx(size, rel=1e-3)
+    assert result["for scale: whole logits"] == pytest.approx(2 * 32 * 128 * 4 / 1e6, rel=1e-3)
     scores = 2 * 2 * 32**2 * 4 / 1e6
-    assert found["for scale: T x T scores of a block"] == pytest.approx(scores, rel=1e-3)
+    assert result["for scale: T x T scores of a block"] == pytest.approx(scores, rel=1e-3)
 
 
 def test_memory_is_sampled_while_something_runs():
     def grow():
-        held = mx.zeros((1 << 20,)) + 1
-        mx.eval(held)
+        values = mx.zeros((1 << 20,)) + 1
+        mx.eval(values)
         time.sleep(0.05)
 
-    seconds, found = timeline.sampled(grow)
-    assert len(seconds) > 5 and max(found) - min(found) >= 4 << 20
+    seconds, result = timeline.sampled(grow)
+    assert len(seconds) > 5 and max(result) - min(result) >= 4 << 20
 
 
 @pytest.mark.slow
@@ -412,10 +412,10 @@ def test_a_long_run_is_sampled_plotted_and_its_growth_recorded(tmp_path):
     assert [row["batch"] for row in rows] == ["2", "4", "6"]
     assert all(float(row["rss_mb"]) > float(row["active_mb"]) > 1 for row in rows)
     assert out.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
-    found = history.read(file)
-    assert found[0].metric == "step" and found[0].samples == 3
-    assert sum(r.metric.startswith("growth") for r in found) == 4
-    assert "shapes of batches, 0 compiled traces" in found[0].note
+    result = history.read(file)
+    assert result[0].metric == "step" and result[0].samples == 3
+    assert sum(r.metric.startswith("growth") for r in result) == 4
+    assert "shapes of batches, 0 compiled traces" in result[0].note
 
 
 def test_growth_is_from_the_second_tenth_to_the_last():
@@ -450,8 +450,8 @@ def test_one_configuration_must_meet_speed_and_memory():
     assert (speed.figure, size.figure) == (41, 0.5)
     assert "**missed**" not in report.targets(targets.records([speed, size]))
     fast = dataclasses.replace(speed, figure=39.0)
-    told = report.targets(targets.records([fast]))
-    assert "| at least 40 x | 39 x | mlx_packs transient | **missed** |" in told
+    text = report.targets(targets.records([fast]))
+    assert "| at least 40 x | 39 x | mlx_packs transient | **missed** |" in text
 
 
 def test_targets_are_measured_printed_and_appended(tmp_path, monkeypatch, capsys):

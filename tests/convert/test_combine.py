@@ -53,9 +53,9 @@ def test_linear_keeps_all_ranks_and_is_the_weighted_sum(made, tmp_path):
 @pytest.mark.parametrize(("method", "rank"), [("linear", None), ("svd", 2), ("ties", 2)])
 def test_no_method_takes_one_pack_twice(method, rank, made, tmp_path):
     base, a, _ = made
-    given = [(a, 0.5), (Pack.open(a.path), 0.2)]
+    arguments = [(a, 0.5), (Pack.open(a.path), 0.2)]
     with raises("conflict", None, str(a.path)):
-        combine_packs(given, tmp_path / "c", method, rank, model=base, **LOOSE)
+        combine_packs(arguments, tmp_path / "c", method, rank, model=base, **LOOSE)
 
 
 def test_svd_is_the_nearest_of_its_rank(made, tmp_path):
@@ -75,10 +75,10 @@ def test_large_matrices_find_their_range_by_random_projections():
     random = np.random.default_rng(0)
     low = random.standard_normal((700, 6)) @ random.standard_normal((6, 600))
     noise = 1e-3 * random.standard_normal(low.shape)
-    found = _svd((low + noise).astype(np.float32), 6)
-    assert np.abs((found[0] * found[1]) @ found[2] - low).max() < 0.01
+    result = _svd((low + noise).astype(np.float32), 6)
+    assert np.abs((result[0] * result[1]) @ result[2] - low).max() < 0.01
     again = _svd((low + noise).astype(np.float32), 6)
-    assert all(np.array_equal(x, y) for x, y in zip(found, again, strict=True))
+    assert all(np.array_equal(x, y) for x, y in zip(result, again, strict=True))
 
 
 def test_ties_trims_elects_and_merges_by_hand():
@@ -92,9 +92,9 @@ def test_ties_trims_elects_and_merges_by_hand():
 def test_dare_drops_by_seed_and_keeps_the_mean():
     ones = mx.ones((200, 200))
     keys = [mx.random.key(1), mx.random.key(2)]
-    found = np.array(dare([(ones, 0.5), (ones, 0.5)], 0.25, keys))
-    assert abs(found.mean() - 1) < 0.05 and set(np.unique(found)) == {0.0, 2.0, 4.0}
-    assert np.array_equal(found, np.array(dare([(ones, 0.5), (ones, 0.5)], 0.25, keys)))
+    result = np.array(dare([(ones, 0.5), (ones, 0.5)], 0.25, keys))
+    assert abs(result.mean() - 1) < 0.05 and set(np.unique(result)) == {0.0, 2.0, 4.0}
+    assert np.array_equal(result, np.array(dare([(ones, 0.5), (ones, 0.5)], 0.25, keys)))
     assert linear([(ones, 2.0), (ones, -0.5)]).max().item() == 1.5
 
 

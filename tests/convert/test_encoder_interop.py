@@ -50,11 +50,11 @@ def make_minilm(folder: Path, pooling: str = "mean", normalize: bool = True, **c
     raw = write_vocabulary(folder / "raw")
     config = {k: v for k, v in MINILM.items() if k not in ("model_type", "architectures")} | changes
     no_dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-    made = BertModel(BertConfig(**config, **no_dropout, initializer_range=0.06))
-    for name, parameter in made.named_parameters():
+    result = BertModel(BertConfig(**config, **no_dropout, initializer_range=0.06))
+    for name, parameter in result.named_parameters():
         if name.endswith("bias"):
             torch.nn.init.normal_(parameter, std=0.05)
-    made.save_pretrained(raw)
+    result.save_pretrained(raw)
     BertTokenizerFast(str(raw / "vocab.txt")).save_pretrained(raw)
     transformer = models.Transformer(str(raw), max_seq_length=128)
     parts = [transformer, models.Pooling(384, pooling_mode=pooling)]
@@ -118,16 +118,16 @@ def torch_adapted(minilm: Path, tensors: dict):
     paths = sorted({name.rpartition(".")[0] for name in tensors})
     config = LoraConfig(r=4, lora_alpha=4 * SCALE, target_modules=paths, lora_dropout=0.0)
     model.add_adapter(config)
-    found = {}
+    result = {}
     for name, parameter in model[0].auto_model.named_parameters():
         if ".lora_" in name:
             path, _, part = name.partition(".lora_")
             ours = f"{path}.lora_{part[0].lower()}"
-            found[ours] = parameter
+            result[ours] = parameter
             with torch.no_grad():
                 parameter.copy_(torch.tensor(np.array(tensors[ours]).T))
-    assert set(found) == set(tensors)
-    return model, found
+    assert set(result) == set(tensors)
+    return model, result
 
 
 ROWS = {
@@ -146,7 +146,7 @@ def torch_loss(name: str, model):
     from sentence_transformers import losses
 
     metric = losses.TripletDistanceMetric
-    made = {
+    result = {
         "cosine": lambda: losses.CosineSimilarityLoss(model),
         "cosent": lambda: losses.CoSENTLoss(model),
         "mnrl": lambda: losses.MultipleNegativesRankingLoss(model),
@@ -156,7 +156,7 @@ def torch_loss(name: str, model):
         "triplet cosine": lambda: losses.TripletLoss(model, metric.COSINE, 0.5),
         "triplet manhattan": lambda: losses.TripletLoss(model, metric.MANHATTAN),
     }
-    return made[name]()
+    return result[name]()
 
 
 @pytest.mark.parametrize("name", ROWS)
@@ -190,12 +190,12 @@ def test_a_step_has_the_loss_and_gradients_of_sentence_transformers(minilm, name
     # gradients by name on disk: those of the adapters stand where the adapters do
     own = attached.tensors()
     base.model.update(gradients)
-    found = {name: np.array(g).T / len(rows) for name, g in attached.tensors().items()}
+    result = {name: np.array(g).T / len(rows) for name, g in attached.tensors().items()}
     attached.load(own, "test")
     worst = 0.0
     for name, parameter in parameters.items():
         wanted = parameter.grad.numpy()
-        worst = max(worst, np.abs(found[name] - wanted).max() / (np.abs(wanted).max() + 1e-12))
+        worst = max(worst, np.abs(result[name] - wanted).max() / (np.abs(wanted).max() + 1e-12))
     assert worst < 1e-4
     assert len(dict(tree_flatten(gradients))) == len(parameters)
     attached.detach()
@@ -213,9 +213,9 @@ def test_metrics_are_those_of_its_evaluators(minilm):
     rows = [{**row, "score": i % 5 / 4} for i, row in enumerate(all_scored()[:40])]
     texts = [[row[key] for row in rows] for key in ("sentence1", "sentence2")]
     evaluator = theirs.EmbeddingSimilarityEvaluator(*texts, [row["score"] for row in rows])
-    wanted, found = evaluator(model), ours(rows)
-    assert found["spearman"] == pytest.approx(wanted["spearman_cosine"], abs=1e-5)
-    assert found["pearson"] == pytest.approx(wanted["pearson_cosine"], abs=1e-5)
+    wanted, result = evaluator(model), ours(rows)
+    assert result["spearman"] == pytest.approx(wanted["spearman_cosine"], abs=1e-5)
+    assert result["pearson"] == pytest.approx(wanted["pearson_cosine"], abs=1e-5)
 
     rows = all_pairs()[:40] + [{**all_pairs()[0], "positive": "ways to move the house"}]
     corpus = {text: text for text in {row["positive"] for row in rows}}
@@ -233,18 +233,18 @@ def test_metrics_are_those_of_its_evaluators(minilm):
         accuracy_at_k=[1],
         map_at_k=[10],
     )
-    wanted, found = evaluator(model), ours(rows)
+    wanted, result = evaluator(model), ours(rows)
     for name, key in (
         ("mrr_at_10", "mrr@10"),
         ("ndcg_at_10", "ndcg@10"),
         ("recall_at_1", "recall@1"),
     ):
-        assert found[name] == pytest.approx(wanted[f"cosine_{key}"], abs=1e-6)
+        assert result[name] == pytest.approx(wanted[f"cosine_{key}"], abs=1e-6)
 
     rows = all_triplets()[:40]
     columns = [[row[key] for row in rows] for key in ("anchor", "positive", "negative")]
-    wanted, found = theirs.TripletEvaluator(*columns)(model), ours(rows)
-    assert found["triplet_accuracy"] == pytest.approx(wanted["cosine_accuracy"])
+    wanted, result = theirs.TripletEvaluator(*columns)(model), ours(rows)
+    assert result["triplet_accuracy"] == pytest.approx(wanted["cosine_accuracy"])
 
 
 def embeddings_with(base, pack: Pack) -> np.ndarray:

@@ -149,8 +149,8 @@ def test_stock_mlx_lm_loads_an_export_and_gives_the_same_logits(kind, bases, tmp
     export_pack(pack, "mlx-lm", tmp_path / "out")
     model, _ = load_model(bases[family])
     load_adapters(model, str(tmp_path / "out")).eval()
-    found = np.array(model(mx.arange(1, 33)[None]))
-    assert np.abs(found - attached_logits(pack, bases[family])).max() < 1e-4
+    result = np.array(model(mx.arange(1, 33)[None]))
+    assert np.abs(result - attached_logits(pack, bases[family])).max() < 1e-4
 
 
 def test_stock_mlx_lm_generates_with_a_pack_and_with_an_export_of_several_ranks(bases, tmp_path):
@@ -214,9 +214,9 @@ def test_ranks_and_alphas_of_peft_are_by_module_and_tensors_are_trusted(rslora, 
     )
     import_adapter(folder, tmp_path / "pack", bases["qwen3"])
     specs = Pack.open(tmp_path / "pack").specs
-    found = {path: (spec.rank, spec.slices[0].scale) for path, spec in specs.items()}
+    result = {path: (spec.rank, spec.slices[0].scale) for path, spec in specs.items()}
     by = (3**0.5, 5**0.5) if rslora else (3, 5)
-    assert found == {
+    assert result == {
         Q0: (3, pytest.approx(8 / by[0])),
         DOWN1: (5, pytest.approx(7 / by[1])),
     }
@@ -403,8 +403,8 @@ def test_whole_conv1d_weights_of_gpt2_are_turned_both_ways(bases, tmp_path):
     own = mx.load(str(bases["gpt2"] / "model.safetensors"))
     names = ["h.0.attn.c_proj.weight", "h.1.mlp.c_fc.weight"]  # [in, out]; the first is square
     whole = {f"transformer.{n}": own[n] + 0.1 * mx.random.normal(own[n].shape) for n in names}
-    given = write_peft(tmp_path / "in", {path: 4}, {path: (64, 192)}, tensors=whole)
-    import_adapter(given, tmp_path / "pack", bases["gpt2"])
+    arguments = write_peft(tmp_path / "in", {path: 4}, {path: (64, 192)}, tensors=whole)
+    import_adapter(arguments, tmp_path / "pack", bases["gpt2"])
     pack = Pack.open(tmp_path / "pack")
     for name in whole:
         ours = pack.load_tensors()[name.replace("transformer.", "model.")]
@@ -413,8 +413,8 @@ def test_whole_conv1d_weights_of_gpt2_are_turned_both_ways(bases, tmp_path):
     written = mx.load(str(tmp_path / "out" / "model.safetensors"))
     assert all(mx.array_equal(written[n], whole[f"transformer.{n}"]).item() for n in names)
     export_pack(pack, "peft", tmp_path / "peft")
-    found = mx.load(str(tmp_path / "peft" / "adapter_model.safetensors"))
-    assert all(mx.array_equal(found[PREFIX + n], whole[n]).item() for n in whole)
+    result = mx.load(str(tmp_path / "peft" / "adapter_model.safetensors"))
+    assert all(mx.array_equal(result[PREFIX + n], whole[n]).item() for n in whole)
 
 
 def test_nan_proves_nothing(bases, tmp_path):
@@ -453,8 +453,8 @@ def test_experts_go_to_mlx_lm_and_not_to_peft(bases, tmp_path):
     (tmp_path / "out" / SIDECAR).unlink()
     import_adapter(tmp_path / "out", tmp_path / "again", bases["moe"])
     again = Pack.open(tmp_path / "again")
-    found, expected = (attached_logits(p, bases["moe"]) for p in (again, pack))
-    assert np.abs(found - expected).max() < 1e-5
+    result, expected = (attached_logits(p, bases["moe"]) for p in (again, pack))
+    assert np.abs(result - expected).max() < 1e-5
     attention = random_pack(load_base(bases["moe"]), targets=("q_proj",)).save(tmp_path / "a")
     assert export_pack(attention, "peft", tmp_path / "attention")["modules"] == 2
     router = random_pack(load_base(bases["moe"]), targets=("mlp.gate",)).save(tmp_path / "r")
@@ -540,8 +540,8 @@ def test_a_pickle_is_refused_and_never_opened(bases, tmp_path, monkeypatch):
     monkeypatch.setattr(
         Path, "open", lambda self, *a, **k: watched(self) if self == pickle else real(self, *a, **k)
     )
-    for given in (folder, pickle):
-        check_rejected(given, tmp_path / "pack", bases["qwen3"], "unsupported", str(pickle))
+    for arguments in (folder, pickle):
+        check_rejected(arguments, tmp_path / "pack", bases["qwen3"], "unsupported", str(pickle))
 
 
 def test_damaged_poisoned_and_misplaced_files_are_named(bases, tmp_path):

@@ -72,8 +72,8 @@ def test_same_requantizes_what_changed_and_leaves_every_other_byte(mode, tmp_pat
     before, after = (mx.load(str(f / "model.safetensors")) for f in (base, tmp_path / "out"))
     differ = {n.rpartition(".")[0] for n in before if not mx.array_equal(before[n], after[n])}
     assert differ == set(pack.specs)
-    found, expected = logits(load_base(tmp_path / "out")), attached_logits(pack, base)
-    assert np.abs(found - expected).max() < 0.5 * np.abs(expected - logits(load_base(base))).max()
+    result, expected = logits(load_base(tmp_path / "out")), attached_logits(pack, base)
+    assert np.abs(result - expected).max() < 0.5 * np.abs(expected - logits(load_base(base))).max()
 
 
 @pytest.mark.parametrize("mode", ["affine", "nf4"])
@@ -135,9 +135,9 @@ def test_a_bitsandbytes_base_is_merged(requantize, tmp_path):
         assert config["quantization_config"]["quant_method"] == "bitsandbytes"
     elif requantize == "none":
         assert layout(tmp_path / "out") == layout(dense)
-    found, expected = logits(load_base(tmp_path / "out")), attached_logits(pack, base)
+    result, expected = logits(load_base(tmp_path / "out")), attached_logits(pack, base)
     limit = {"none": 1e-4, "affine8": 0.05, "same": 1.0}[requantize]
-    assert np.abs(found - expected).max() < limit
+    assert np.abs(result - expected).max() < limit
 
 
 def test_packed_experts_are_merged_and_not_into_nf4(tmp_path):
@@ -155,9 +155,9 @@ def test_shards_and_dtype(tmp_path):
     pack = random_pack(load_base(base)).save(tmp_path / "pack")
     report = merged(pack, base, tmp_path / "out", dtype="bfloat16", max_shard_gb=0.0005)
     assert report["shards"] > 1 and len(list((tmp_path / "out").glob("model-*"))) > 1
-    found = layout(tmp_path / "out")
-    assert {found[f"{path}.weight"][0] for path in pack.specs} == {"BF16"}
-    assert found["model.norm.weight"][0] == "F32"
+    result = layout(tmp_path / "out")
+    assert {result[f"{path}.weight"][0] for path in pack.specs} == {"BF16"}
+    assert result["model.norm.weight"][0] == "F32"
 
 
 def test_stock_mlx_lm_loads_what_is_written(tmp_path):
@@ -304,5 +304,5 @@ def test_mxfp4_is_not_written_and_says_what_is(tmp_path):
     with raises("unsupported", "requantize", "mxfp4", "q_proj"):
         merge_pack(pack, folder, tmp_path / "same", requantize="same", rows=2)
     merged(pack, folder, tmp_path / "out", requantize="affine8")
-    found, expected = logits(load_base(tmp_path / "out")), attached_logits(pack, folder)
-    assert np.abs(found - expected).max() < 0.05
+    result, expected = logits(load_base(tmp_path / "out")), attached_logits(pack, folder)
+    assert np.abs(result - expected).max() < 0.05

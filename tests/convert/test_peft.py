@@ -132,8 +132,8 @@ def test_over_the_dequantized_base_of_a_4_bit_pack_too(base, tmp_path):
         state["lm_head.weight"] = state[table]
     there.load_state_dict(state)
     there.save_pretrained(tmp_path / "dense")
-    found = with_peft(tmp_path / "dense", tmp_path / "out")
-    assert np.abs(found - attached_logits(pack, base)).max() < 1e-4
+    result = with_peft(tmp_path / "dense", tmp_path / "out")
+    assert np.abs(result - attached_logits(pack, base)).max() < 1e-4
 
 
 def peft_folder(base: Path, out: Path, **options) -> np.ndarray:

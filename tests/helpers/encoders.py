@@ -184,6 +184,6 @@ def write_pairs(folder: Path, rows: list[dict], held_out: int = 44) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     half = held_out // 2
     splits = {"train": rows[:-held_out], "valid": rows[-held_out:-half], "test": rows[-half:]}
-    for split, found in splits.items():
-        (folder / f"{split}.jsonl").write_text("".join(json.dumps(r) + "\n" for r in found))
+    for split, result in splits.items():
+        (folder / f"{split}.jsonl").write_text("".join(json.dumps(r) + "\n" for r in result))
     return folder

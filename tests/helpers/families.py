@@ -278,17 +278,17 @@ def architectures() -> dict[str, ModuleType | None]:
     """The modules of mlx-lm's models that are architectures, by name; None if not importable."""
     from mlx_lm import models
 
-    found = {}
+    result = {}
     for info in sorted(pkgutil.iter_modules(models.__path__), key=lambda info: info.name):
         try:
             with contextlib.redirect_stdout(io.StringIO()):  # olmo prints what it misses
                 module = importlib.import_module(f"mlx_lm.models.{info.name}")
         except SystemExit:  # olmo ends the program where ai2-olmo is missing
-            found[info.name] = None
+            result[info.name] = None
             continue
         if hasattr(module, "Model") and hasattr(module, "ModelArgs"):
-            found[info.name] = module
-    return found
+            result[info.name] = module
+    return result
 
 
 def _fields(module) -> set[str]:

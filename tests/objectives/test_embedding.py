@@ -47,8 +47,8 @@ SCORES_PADDED = mx.array(np.concatenate([SCORES, [7.0, 0.0]]).astype(np.float32)
 def test_cosine_loss_is_the_squared_error_of_the_cosine():
     a, b = columns(2)
     wanted = sum((cosine(a[i], b[i]) - SCORES[i]) ** 2 for i in range(B))
-    found = cosine_loss([mx.array(a), mx.array(b)], ONES, mx.array(SCORES))
-    assert found.item() == pytest.approx(wanted, rel=1e-5)
+    result = cosine_loss([mx.array(a), mx.array(b)], ONES, mx.array(SCORES))
+    assert result.item() == pytest.approx(wanted, rel=1e-5)
     assert cosine_loss(padded([a, b]), WEIGHTS, SCORES_PADDED).item() == pytest.approx(wanted)
 
 
@@ -60,8 +60,8 @@ def test_cosent_loss_compares_pairs_in_the_order_of_their_scores():
             if SCORES[i] < SCORES[j]:
                 total += math.exp(3 * (cosine(a[i], b[i]) - cosine(a[j], b[j])))
     wanted = B * math.log(total)
-    found = cosent_loss([mx.array(a), mx.array(b)], ONES, mx.array(SCORES), 3.0)
-    assert found.item() == pytest.approx(wanted, rel=1e-5)
+    result = cosent_loss([mx.array(a), mx.array(b)], ONES, mx.array(SCORES), 3.0)
+    assert result.item() == pytest.approx(wanted, rel=1e-5)
     assert cosent_loss(padded([a, b]), WEIGHTS, SCORES_PADDED, 3.0).item() == pytest.approx(
         wanted, rel=1e-5
     )
@@ -69,15 +69,15 @@ def test_cosent_loss_compares_pairs_in_the_order_of_their_scores():
 
 @pytest.mark.parametrize("count", [2, 3])
 def test_ranking_loss_is_the_cross_entropy_over_the_batch(count):
-    found = columns(count)
-    candidates = np.concatenate(found[1:])
+    result = columns(count)
+    candidates = np.concatenate(result[1:])
     wanted = 0.0
     for i in range(B):
-        logits = [20 * cosine(found[0][i], candidate) for candidate in candidates]
+        logits = [20 * cosine(result[0][i], candidate) for candidate in candidates]
         wanted += math.log(sum(map(math.exp, logits))) - logits[i]
-    arrays = [mx.array(c) for c in found]
+    arrays = [mx.array(c) for c in result]
     assert ranking_loss(arrays, ONES, 20.0).item() == pytest.approx(wanted, rel=1e-5)
-    assert ranking_loss(padded(found), WEIGHTS, 20.0).item() == pytest.approx(wanted, rel=1e-5)
+    assert ranking_loss(padded(result), WEIGHTS, 20.0).item() == pytest.approx(wanted, rel=1e-5)
 
 
 FAR = {
@@ -94,8 +94,8 @@ def test_triplet_loss_is_a_hinge_of_distances(distance):
     wanted = sum(max(0.0, far(a[i], p[i]) - far(a[i], n[i]) + 0.5) for i in range(B))
     arrays = [mx.array(c) for c in (a, p, n)]
     assert triplet_loss(arrays, ONES, 0.5, distance).item() == pytest.approx(wanted, rel=1e-5)
-    found = padded([a, p, n])
-    assert triplet_loss(found, WEIGHTS, 0.5, distance).item() == pytest.approx(wanted, rel=1e-5)
+    result = padded([a, p, n])
+    assert triplet_loss(result, WEIGHTS, 0.5, distance).item() == pytest.approx(wanted, rel=1e-5)
 
 
 @pytest.mark.parametrize("distance", FAR)
@@ -121,8 +121,8 @@ def gradients(base, name: str, rows: list[dict], size: int, **settings) -> tuple
     train = TrainConfig(task="embedding", **settings)
     objective = EmbeddingObjective(base.model, name, train)
     base.model.train()
-    (value, _), found = nn.value_and_grad(base.model, objective.loss)(*objective.arrays(batch))
-    return value.item(), {name: np.array(g) for name, g in tree_flatten(found)}
+    (value, _), result = nn.value_and_grad(base.model, objective.loss)(*objective.arrays(batch))
+    return value.item(), {name: np.array(g) for name, g in tree_flatten(result)}
 
 
 @pytest.fixture
@@ -170,11 +170,11 @@ def test_all_weights_get_the_gradients_of_plain_autograd(tmp_path, policy):
     learning = unfreeze(base)
     learning.recompute(policy)
     for name, settings in (("mnrl", {}), ("cached-mnrl", {"mini_batch_size": 3})):
-        _, found = gradients(base, name, rows, 8, **settings)
-        found = {key.replace(".block.", "."): gradient for key, gradient in found.items()}
-        assert set(found) == set(plain) == set(learning.tensors())
+        _, result = gradients(base, name, rows, 8, **settings)
+        result = {key.replace(".block.", "."): gradient for key, gradient in result.items()}
+        assert set(result) == set(plain) == set(learning.tensors())
         for key, wanted in plain.items():
-            assert np.abs(found[key] - wanted).max() < 1e-5 * (1 + np.abs(wanted).max()), key
+            assert np.abs(result[key] - wanted).max() < 1e-5 * (1 + np.abs(wanted).max()), key
 
 
 def test_cached_ranking_drops_the_same_inputs_on_the_way_back(tmp_path):
@@ -189,8 +189,8 @@ def test_cached_ranking_drops_the_same_inputs_on_the_way_back(tmp_path):
         return gradients(base, "cached-mnrl", all_pairs()[:6], 6, mini_batch_size=2)
 
     start = attached.tensors()
-    _, found = at(0.0, {})
-    base.model.update(tree_unflatten([(n, mx.array(g)) for n, g in found.items()]))
+    _, result = at(0.0, {})
+    base.model.update(tree_unflatten([(n, mx.array(g)) for n, g in result.items()]))
     slopes = {n: t for n, t in attached.tensors().items() if n.endswith("lora_b")}
     length = mx.sqrt(sum(t.square().sum() for t in slopes.values())).item()
     direction = {n: t / length for n, t in slopes.items()}

@@ -37,11 +37,11 @@ def randomized(attached) -> None:
     """Adapters that change what they stand at."""
     tensors = attached.tensors()
     keys = mx.random.split(mx.random.key(5), len(tensors))
-    made = {
+    result = {
         n: 0.3 * mx.random.normal(t.shape, key=k)
         for (n, t), k in zip(tensors.items(), keys, strict=True)
     }
-    attached.load(made, "test")
+    attached.load(result, "test")
 
 
 def batch_of(arrays):
@@ -100,12 +100,12 @@ def test_loss_gradients_and_a_step_are_those_of_the_stack_in_plain_mlx(
         *((p, dense(modules[p]), modules[p].get("bias")) for p in paths),
     ]
 
-    found = graph(base)
-    attached = attach(found.base, found.lora)
+    result = graph(base)
+    attached = attach(result.base, result.lora)
     assert list(attached.specs) == paths
     randomized(attached)
-    head = found.head()
-    arrays = batch_of(found.inputs.arrays)
+    head = result.head()
+    arrays = batch_of(result.inputs.arrays)
     tokens, positions, targets, weights = arrays
     started = attached.tensors()
 
@@ -144,26 +144,26 @@ def test_no_token_sees_another_so_packed_rows_are_those_alone():
 def test_the_base_itself_is_untouched_and_shares_its_weights():
     base = base_of("llama", **SQUARE)
     objects = {path: id(m) for path, m in base.model.named_modules()}
-    found = graph(base)
-    attached = attach(found.base, found.lora)
+    result = graph(base)
+    attached = attach(result.base, result.lora)
     assert {path: id(m) for path, m in base.model.named_modules()} == objects
     assert attached.model is not base.model
     attached.detach()
-    assert found.base.model.at(O_PROJ.format(0)) is base.model.layers[0].self_attn.o_proj
+    assert result.base.model.at(O_PROJ.format(0)) is base.model.layers[0].self_attn.o_proj
 
 
 def test_num_layers_adapts_the_last_projections_of_the_whole_stack():
-    found = graph(base_of("llama", **SQUARE), LoRAConfig(rank=2, num_layers=1))
-    assert found.lora.target_modules == (O_PROJ.format(1), "lm_head")
-    assert found.facts["stack"] == [O_PROJ.format(0), O_PROJ.format(1)]
+    result = graph(base_of("llama", **SQUARE), LoRAConfig(rank=2, num_layers=1))
+    assert result.lora.target_modules == (O_PROJ.format(1), "lm_head")
+    assert result.facts["stack"] == [O_PROJ.format(0), O_PROJ.format(1)]
 
 
 def test_projections_that_are_not_square_leave_the_head_alone_and_the_note_says_so():
-    found = graph(base_of("qwen3"))  # 4 heads of 32 to 64 hidden, as 4096 to 2560 in Qwen3-4B
-    assert found.lora.target_modules == ("lm_head",) and found.facts["stack"] == []
+    result = graph(base_of("qwen3"))  # 4 heads of 32 to 64 hidden, as 4096 to 2560 in Qwen3-4B
+    assert result.lora.target_modules == ("lm_head",) and result.facts["stack"] == []
     assert (
         "the head alone, since o_proj is 128 -> 64, not 64 -> 64 in 2 of 2 blocks"
-        in (found.facts["note"])
+        in (result.facts["note"])
     )
 
 
@@ -198,8 +198,8 @@ def test_a_mistral_is_a_llama_by_another_name(tmp_path):
     folder = write_checkpoint(tmp_path / "mistral", "llama", **SQUARE)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "model_type": "mistral"}))
-    found = graph(load_base(folder, lazy=True))
-    assert found.facts["stack"] == [O_PROJ.format(0), O_PROJ.format(1)]
+    result = graph(load_base(folder, lazy=True))
+    assert result.facts["stack"] == [O_PROJ.format(0), O_PROJ.format(1)]
 
 
 def test_a_projection_whose_tensors_contradict_has_no_place_in_the_stack():
@@ -207,9 +207,9 @@ def test_a_projection_whose_tensors_contradict_has_no_place_in_the_stack():
     nn.quantize(base.model, group_size=32, bits=4)
     o_proj = base.model.layers[0].self_attn.o_proj
     o_proj.scales = o_proj.scales[:, :1]
-    found = graph(base).facts
-    assert found["stack"] == [O_PROJ.format(1)]
-    assert "o_proj is of a geometry that cannot be probed in 1 of 2 blocks" in found["note"]
+    result = graph(base).facts
+    assert result["stack"] == [O_PROJ.format(1)]
+    assert "o_proj is of a geometry that cannot be probed in 1 of 2 blocks" in result["note"]
 
 
 def test_a_base_that_carries_a_pack_is_refused_at_once():
@@ -242,13 +242,13 @@ def test_no_plan_is_made_for_another_graph_than_the_transformer():
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    made = tmp_path_factory.mktemp("objective")
-    write_checkpoint(made / "llama", "llama", **SQUARE)
+    result = tmp_path_factory.mktemp("objective")
+    write_checkpoint(result / "llama", "llama", **SQUARE)
     rows = [{"text": f"row {i} has {i + 1} after it and {i + 2} then"} for i in range(24)]
-    (made / "d").mkdir()
-    (made / "d" / "train.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
-    (made / "d" / "valid.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows[:6]))
-    return made
+    (result / "d").mkdir()
+    (result / "d" / "train.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+    (result / "d" / "valid.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows[:6]))
+    return result
 
 
 def trained(folder: Path, out: str, model: str = "llama", resume=False, **options):
@@ -283,10 +283,10 @@ def test_a_run_is_an_ordinary_pack_judged_by_the_true_forward(folder, run):
     code, out, _ = run(
         "eval", folder / "o", "--model", folder / "llama", "--data", folder / "d", "--json"
     )
-    judged = json.loads(out)
+    evaluation = json.loads(out)
     assert code == 0
     for key, side in (("ppl_before", "base"), ("ppl_after", "pack")):
-        assert abs(judged[side]["ppl"] / report[key] - 1) < 1e-4
+        assert abs(evaluation[side]["ppl"] / report[key] - 1) < 1e-4
         assert abs(objective[key] / report[key] - 1) > 1e-3
     _, shown, _ = run("inspect", folder / "o")
     assert "graph   Trained by projection-stack over model.layers.0" in shown
@@ -334,6 +334,6 @@ def test_a_4_bit_table_is_mapped_and_a_tied_one_is_not(folder, tmp_path):
     write_quantized(tmp_path / "q", folder / "llama")
     assert graph(load_base(tmp_path / "q")).facts["embedding"] == "frozen, mapped from its file"
     write_checkpoint(tmp_path / "tied", "llama", tie_word_embeddings=True, **SQUARE)
-    found = graph(load_base(tmp_path / "tied")).facts
-    assert found["embedding"] == "in memory: the head is this table (model.embed_tokens)"
-    assert found["head"] == "model.embed_tokens, tied and frozen"
+    result = graph(load_base(tmp_path / "tied")).facts
+    assert result["embedding"] == "in memory: the head is this table (model.embed_tokens)"
+    assert result["head"] == "model.embed_tokens, tied and frozen"

@@ -86,9 +86,9 @@ def test_a_block_may_hide_all_of_its_keys_by_minus_infinity(small_blocks):
         loss = lambda *a: f(*a, scale=0.3, mask=mask).square().sum()  # noqa: E731
         return mx.value_and_grad(loss, argnums=(0, 1, 2))(q, k, v)
 
-    found, gradients = both(attention, hidden)
+    result, gradients = both(attention, hidden)
     expected, wanted = both(mx.fast.scaled_dot_product_attention, near)
-    assert mx.allclose(found, expected, rtol=1e-5).item()
+    assert mx.allclose(result, expected, rtol=1e-5).item()
     for gradient, reference in zip(gradients, wanted, strict=True):
         assert mx.allclose(gradient, reference, rtol=1e-4, atol=1e-5).item()
 
@@ -104,9 +104,9 @@ def check_segments() -> None:
         loss = lambda *a: attention(*a, 0.3, **how).square().sum()  # noqa: E731
         return mx.value_and_grad(loss, argnums=(0, 1, 2))(q, k, v)
 
-    found, gradients = both(mask="causal", segments=segments)
+    result, gradients = both(mask="causal", segments=segments)
     expected, wanted = both(mask=mask)
-    assert mx.allclose(found, expected, rtol=1e-5).item()
+    assert mx.allclose(result, expected, rtol=1e-5).item()
     for gradient, reference in zip(gradients, wanted, strict=True):
         assert mx.allclose(gradient, reference, rtol=1e-4, atol=1e-5).item()
 
@@ -144,9 +144,9 @@ def test_gradients_of_many_blocks_in_bfloat16_are_as_good_as_those_of_mlx(off_cp
     fused = mx.fast.scaled_dot_product_attention
 
     def gradients(attend, dtype):
-        given = [a.astype(mx.bfloat16).astype(dtype) for a in (q, k, v)]
+        arguments = [a.astype(mx.bfloat16).astype(dtype) for a in (q, k, v)]
         weight = q.astype(mx.bfloat16).astype(dtype)
-        return mx.vjp(lambda *a: [attend(*a, scale=0.2, mask="causal")], given, [weight])[1]
+        return mx.vjp(lambda *a: [attend(*a, scale=0.2, mask="causal")], arguments, [weight])[1]
 
     exact = gradients(fused, mx.float32)
     for ours, theirs, wanted in zip(

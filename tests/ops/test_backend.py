@@ -87,17 +87,17 @@ def test_chooser_takes_kernels_for_few_rows_and_plain_mlx_where_the_cost_model_s
     with emulation("metal") as built:
         monkeypatch.setattr(_backend, "chip_here", lambda: _cost.chip_named("Apple M3 Max"))
         call()
-        said = "grouped_lora float32, ranks 4, outputs 0, row tile 4 · inputs 40, widths 24"
-        assert built and _backend.record()["kernels"] == {said: "6 rows"}
+        text = "grouped_lora float32, ranks 4, outputs 0, row tile 4 · inputs 40, widths 24"
+        assert built and _backend.record()["kernels"] == {text: "6 rows"}
         slow = _cost.Launch("kernel", bytes=1e9)
         monkeypatch.setattr(grouped_lora, "plans", lambda *_: ([], [slow]))
         _backend.forget()
         call()
-        assert f"plain MLX for 1 ({said}, 6 rows: 0 us, kernel 333" in _backend.summary()
+        assert f"plain MLX for 1 ({text}, 6 rows: 0 us, kernel 333" in _backend.summary()
         _backend.start_record()
         assert not _backend.record()["plain_mlx"]
         call()  # decided before, and recorded again
-        assert set(_backend.record()["plain_mlx"]) == {said}
+        assert set(_backend.record()["plain_mlx"]) == {text}
 
 
 def test_launches_that_no_kernel_can_hold_take_the_reference_and_say_so():
@@ -128,9 +128,9 @@ def test_examine_sees_a_wrong_value_a_wrong_gradient_and_a_nan():
         "gradient 0": lambda v: [wrong_gradient(v)],
         "off by nan": lambda v: [v * 2 + mx.array(float("nan"))],
     }
-    for told, op in cases.items():
+    for text, op in cases.items():
         for exact in (True, False):
-            assert told in examine(Check("case", op, right, [x], exact)).fault
+            assert text in examine(Check("case", op, right, [x], exact)).fault
     assert examine(Check("case", right, right, [x])).fault is None
 
 

@@ -21,8 +21,8 @@ def test_nearest_is_the_nearest():
     table = dynamic_map()
     values = mx.random.uniform(-1, 1, (500,))
     distance = np.abs(np.array(values)[:, None] - np.array(table)[None])
-    found = np.array(nearest(values, table))
-    assert (distance[np.arange(500), found] == distance.min(axis=1)).all()
+    result = np.array(nearest(values, table))
+    assert (distance[np.arange(500), result] == distance.min(axis=1)).all()
 
 
 @pytest.mark.parametrize("signed", [True, False])
@@ -33,10 +33,10 @@ def test_decoding_gives_back_what_the_codes_can_hold(shape, signed):
     codes, scales = encode(values, signed)
     assert codes.dtype == mx.uint8 and codes.shape == (values.size,)
     assert scales.shape == (-(-values.size // BLOCK_SIZE),)
-    found = decode(codes, scales, shape, signed)
-    assert found.shape == values.shape
+    result = decode(codes, scales, shape, signed)
+    assert result.shape == values.shape
     if values.size:
-        assert (mx.abs(found - values).max() / mx.abs(values).max()).item() < 0.04
+        assert (mx.abs(result - values).max() / mx.abs(values).max()).item() < 0.04
 
 
 def test_zeros_stay_zeros():

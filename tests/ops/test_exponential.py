@@ -35,9 +35,9 @@ def test_exp2_is_within_4e_7_of_float64_and_tiny_below_its_range():
 def test_swiglu_by_rows_is_swiglu_of_each_row(rows):
     """1023 rows of 1024 are three pieces and a part of one."""
     gate, up, cotangent = (mx.random.normal((rows, 1024)) for _ in range(3))
-    found = mx.vjp(swiglu, [gate, up], [cotangent])
+    result = mx.vjp(swiglu, [gate, up], [cotangent])
     expected = mx.vjp(lambda g, u: nn.silu(g) * u, [gate, up], [cotangent])
-    for a, b in zip(found[0] + found[1], expected[0] + expected[1], strict=True):
+    for a, b in zip(result[0] + result[1], expected[0] + expected[1], strict=True):
         assert mx.allclose(a, b, rtol=1e-5, atol=1e-5).item()
 
 

@@ -153,14 +153,14 @@ def test_public_op_runs_its_kernels_forward_and_backward(emulated):
 def test_a_zero_rank_slice_of_a_fused_output_is_kept_to_the_bit(emulated):
     y = mx.concatenate([mx.ones((3, 8)), mx.full((3, 8), -0.0)], axis=1)
     a, b = [mx.ones((8, 2)), mx.ones((8, 0))], [mx.ones((2, 8)), mx.ones((0, 8))]
-    found = grouped_lora(mx.ones((3, 8)), [y], a, b, [1.0, 0.0])[0]
-    assert (found[:, :8] == 17).all().item()
-    assert mx.array_equal(found[:, 8:].view(mx.uint32), y[:, 8:].view(mx.uint32)).item()
+    result = grouped_lora(mx.ones((3, 8)), [y], a, b, [1.0, 0.0])[0]
+    assert (result[:, :8] == 17).all().item()
+    assert mx.array_equal(result[:, 8:].view(mx.uint32), y[:, 8:].view(mx.uint32)).item()
 
 
 def test_an_empty_batch_and_no_rank_at_all_launch_nothing(nothing_launched):
     y = mx.ones((2, 0, 12))
-    found = grouped_lora(mx.ones((2, 0, 8)), [y], [mx.ones((8, 2))], [mx.ones((2, 12))], [1.0])
-    assert found[0].shape == (2, 0, 12)
+    result = grouped_lora(mx.ones((2, 0, 8)), [y], [mx.ones((8, 2))], [mx.ones((2, 12))], [1.0])
+    assert result[0].shape == (2, 0, 12)
     y = mx.ones((3, 12))
     assert grouped_lora(mx.ones((3, 8)), [y], [mx.ones((8, 0))], [mx.ones((0, 12))], [1.0]) == [y]

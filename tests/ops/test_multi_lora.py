@@ -53,8 +53,8 @@ def gradients(f, x, outputs, a, b, scales, pack):
         summed = f(x, outputs, a, b, scales, pack)
         return sum((y * w).sum() for y, w in zip(summed, weights, strict=True))
 
-    found = mx.grad(loss, argnums=(0, 1, 2, 3, 4))(x, outputs, a, b, scales)
-    return [found[0], *found[1], *found[2], *found[3], *found[4]]
+    result = mx.grad(loss, argnums=(0, 1, 2, 3, 4))(x, outputs, a, b, scales)
+    return [result[0], *result[1], *result[2], *result[3], *result[4]]
 
 
 def bits(value: mx.array) -> mx.array:
@@ -64,10 +64,12 @@ def bits(value: mx.array) -> mx.array:
 @pytest.mark.parametrize(("sequences", "rows"), [(1, 1), (8, 1), (64, 1), (5, 7)])
 def test_multi_lora_equals_a_loop_over_sequences_with_all_gradients(sequences, rows):
     batch = inputs(sequences, rows)
-    for found, wanted in zip(multi_lora(*batch), looped(*batch), strict=True):
-        assert mx.allclose(found, wanted, atol=1e-4).item()
-    for found, wanted in zip(gradients(multi_lora, *batch), gradients(looped, *batch), strict=True):
-        assert mx.allclose(found, wanted, rtol=1e-4, atol=1e-4).item()
+    for result, wanted in zip(multi_lora(*batch), looped(*batch), strict=True):
+        assert mx.allclose(result, wanted, atol=1e-4).item()
+    for result, wanted in zip(
+        gradients(multi_lora, *batch), gradients(looped, *batch), strict=True
+    ):
+        assert mx.allclose(result, wanted, rtol=1e-4, atol=1e-4).item()
 
 
 @pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16])
@@ -78,8 +80,8 @@ def test_multi_lora_in_low_precision_is_no_worse_than_the_loop(dtype):
     low = looped(
         x, outputs, [p.astype(dtype) for p in a], [q.astype(dtype) for q in b], scales, pack
     )
-    found = multi_lora(x, outputs, a, b, scales, pack)
-    for ours, theirs, exact in zip(found, low, truth, strict=True):
+    result = multi_lora(x, outputs, a, b, scales, pack)
+    for ours, theirs, exact in zip(result, low, truth, strict=True):
         assert ours.dtype == dtype
         error, allowed = (mx.abs(v.astype(up) - exact).max().item() for v in (ours, theirs))
         assert error <= allowed + mx.finfo(dtype).eps * mx.abs(exact).max().item()
@@ -90,8 +92,10 @@ def test_a_pack_of_lower_rank_is_padded_with_zeros():
     pack = mx.array([1, 1])
     a[0][1, :, 3:], b[0][1, 3:] = 0.0, 0.0
     small_a, small_b = [a[0][:, :, :3], a[1]], [b[0][:, :3], b[1]]
-    found = multi_lora(x, outputs, a, b, scales, pack)
-    for ours, wanted in zip(found, looped(x, outputs, small_a, small_b, scales, pack), strict=True):
+    result = multi_lora(x, outputs, a, b, scales, pack)
+    for ours, wanted in zip(
+        result, looped(x, outputs, small_a, small_b, scales, pack), strict=True
+    ):
         assert mx.allclose(ours, wanted, atol=1e-5).item()
 
 
@@ -124,18 +128,18 @@ def test_a_sequence_without_a_pack_keeps_its_output_to_the_bit(each_backend, dty
     outputs = [mx.concatenate([special, y.flatten()[4:]]).reshape(y.shape) for y in outputs]
     x[0] = float("inf")
     pack = mx.array([-1, 2, -1], dtype=mx.int32)
-    for found, y in zip(multi_lora(x, outputs, a, b, scales, pack), outputs, strict=True):
+    for result, y in zip(multi_lora(x, outputs, a, b, scales, pack), outputs, strict=True):
         for i in (0, 2):
-            assert mx.array_equal(bits(found[i]), bits(y[i])).item()
-        assert not mx.array_equal(found[1], y[1]).item()
+            assert mx.array_equal(bits(result[i]), bits(y[i])).item()
+        assert not mx.array_equal(result[1], y[1]).item()
 
 
 def test_a_number_that_is_no_pack_counts_as_none(each_backend):
     x, outputs, a, b, scales, _ = inputs(4, 1)
     wild = mx.array([PACKS, 1, -7, 2**31 - 1], dtype=mx.int32)
     tame = mx.array([-1, 1, -1, -1], dtype=mx.int32)
-    found, wanted = (multi_lora(x, outputs, a, b, scales, pack) for pack in (wild, tame))
-    for ours, theirs in zip(found, wanted, strict=True):
+    result, wanted = (multi_lora(x, outputs, a, b, scales, pack) for pack in (wild, tame))
+    for ours, theirs in zip(result, wanted, strict=True):
         assert mx.array_equal(ours, theirs).item()
 
 
@@ -144,17 +148,17 @@ def test_one_pack_for_all_equals_grouped_lora(each_backend):
     x, *outputs = (sparse_signs(v.shape, i) for i, v in enumerate((x, *outputs)))
     a, b = ([sparse_signs(v.shape, i) for i, v in enumerate(m)] for m in (a, b))
     scales = [mx.array([1.0, 2.0, 0.5]), mx.array([1.0, 0.5, 4.0])]
-    found = multi_lora(x, outputs, a, b, scales, mx.array([1, 1]))
+    result = multi_lora(x, outputs, a, b, scales, mx.array([1, 1]))
     alone = [v[1] for v in a], [v[1] for v in b], [s[1].item() for s in scales]
-    for ours, theirs in zip(found, grouped_lora(x, outputs, *alone), strict=True):
+    for ours, theirs in zip(result, grouped_lora(x, outputs, *alone), strict=True):
         assert mx.array_equal(ours, theirs).item()
 
 
 def test_longer_pack_and_scales_change_nothing(each_backend):
     x, outputs, a, b, scales, pack = inputs(3, 1)
     longer = [mx.pad(s, (0, 5)) for s in scales], mx.pad(pack, (0, 5))
-    found, wanted = multi_lora(x, outputs, a, b, *longer), looped(x, outputs, a, b, scales, pack)
-    for ours, theirs in zip(found, wanted, strict=True):
+    result, wanted = multi_lora(x, outputs, a, b, *longer), looped(x, outputs, a, b, scales, pack)
+    for ours, theirs in zip(result, wanted, strict=True):
         assert mx.allclose(ours, theirs, atol=1e-5).item()
 
 
@@ -187,21 +191,21 @@ def test_arrays_of_fewer_than_8_numbers_reach_the_kernel(emulated):
 
 def test_public_op_runs_the_kernel_and_a_rank_0_slice_keeps_its_output(emulated):
     batch = inputs(8, 3, ranks=(4, 0, 2), widths=(48, 16, 40))
-    found, wanted = multi_lora(*batch), looped(*batch)
-    assert found[1] is batch[1][1]
-    for ours, theirs in zip(found, wanted, strict=True):
+    result, wanted = multi_lora(*batch), looped(*batch)
+    assert result[1] is batch[1][1]
+    for ours, theirs in zip(result, wanted, strict=True):
         assert ours.shape == theirs.shape
         assert mx.allclose(ours, theirs, atol=1e-4).item()
-    (said,) = _backend.record()["kernels"]
-    assert said.endswith("sequences 8, inputs 40, widths 48/40, packs 3")
+    (text,) = _backend.record()["kernels"]
+    assert text.endswith("sequences 8, inputs 40, widths 48/40, packs 3")
 
 
 def test_gradients_through_the_kernel_are_those_of_the_reference(emulated):
     batch = inputs(5, 2)
-    for found, wanted in zip(
+    for result, wanted in zip(
         gradients(multi_lora, *batch), gradients(reference, *batch), strict=True
     ):
-        assert mx.array_equal(found, wanted).item()
+        assert mx.array_equal(result, wanted).item()
 
 
 def test_nothing_to_add_launches_nothing(nothing_launched):
@@ -217,14 +221,14 @@ def test_nothing_to_add_launches_nothing(nothing_launched):
 def test_a_rank_that_no_launch_holds_is_left_to_plain_mlx(nothing_launched):
     batch = inputs(2, 1, ranks=(65,), widths=(80,))
     assert mx.array_equal(multi_lora(*batch)[0], reference(*batch)[0]).item()
-    (said,) = _backend.record()["plain_mlx"]
-    assert said.startswith("multi_lora float32, ranks 65")
+    (text,) = _backend.record()["plain_mlx"]
+    assert text.startswith("multi_lora float32, ranks 65")
 
 
 def test_doctor_is_given_every_dtype_and_shape_once_and_the_reference_passes_alone():
-    found = instances()
-    assert len({instance.name for instance in found}) == len(found) == 12
-    for instance in found[2::4] + found[3::4]:  # one of decode and one of prefill in each dtype
+    result = instances()
+    assert len({instance.name for instance in result}) == len(result) == 12
+    for instance in result[2::4] + result[3::4]:  # one of decode and one of prefill in each dtype
         for check in instance.checks("reference"):
             alone = replace(check, kernel=check.reference, exact=False, alone=True)
             assert examine(alone).fault is None

@@ -160,8 +160,8 @@ def test_what_does_not_fit_is_refused_with_all_faults():
     packed = nf4.quantize(random_weight("whole_blocks"))
     with pytest.raises(ValueError, match=r"'block_size' must be one of .* but got 48"):
         nf4.NF4Weight(packed.weight, packed.absmax, block_size=48)
-    said = r"'absmax' must be uint8 \[24\] but got float32 \[3\]; .*'offset' .* but got None"
-    with pytest.raises(ValueError, match=said):
+    text = r"'absmax' must be uint8 \[24\] but got float32 \[3\]; .*'offset' .* but got None"
+    with pytest.raises(ValueError, match=text):
         nf4.NF4Weight(packed.weight, mx.zeros(3), packed.nested_absmax)
     with pytest.raises(ValueError, match=r"'weight' must be uint8 \[O, D / 2\]"):
         nf4.NF4Weight(packed.weight.flatten(), packed.absmax, packed.nested_absmax, packed.offset)
@@ -207,7 +207,7 @@ def test_public_functions_run_the_kernels(emulated, double_quant):
         y = x @ dense.T
         assert mx.allclose(value, (y**2).sum(), rtol=1e-5).item()
         assert mx.allclose(gradient, 2 * y @ dense, atol=1e-3).item()
-    kinds = sorted(said.split(",")[0] for said in _backend.record()["kernels"])
+    kinds = sorted(text.split(",")[0] for text in _backend.record()["kernels"])
     assert kinds == ["nf4 dequantize", "nf4 matvec"]
 
 

@@ -225,12 +225,12 @@ def some_base(family: str):
 def test_weighted_sum_is_the_sum_of_the_deltas(family):
     base, first, second = some_base(family)
     a, b = random_pack(base, 0, 2, first, alpha=3.0), random_pack(base, 1, 4, second)
-    found, parts = (
+    result, parts = (
         deltas(base, weighted_sum([(a, 0.7), (b, -0.3)])),
         (deltas(base, a), deltas(base, b)),
     )
-    assert set(found) == set(parts[0]) | set(parts[1])
-    for path, delta in found.items():
+    assert set(result) == set(parts[0]) | set(parts[1])
+    for path, delta in result.items():
         wanted = sum(w * p[path] for w, p in zip((0.7, -0.3), parts, strict=True) if path in p)
         assert mx.abs(wanted).max().item() > 1e-3
         assert mx.abs(delta - wanted).max().item() < 1e-6
@@ -301,10 +301,10 @@ def test_a_swap_leaves_nothing_of_dora_to_the_first_forward(base, packs):
     adapters = {**lora.manifest["adapters"], "modules": modules}
     base.swap_pack(Pack({**lora.manifest, "adapters": adapters}, tensors))
     try:
-        made = [m.magnitude for m in base.model.modules() if isinstance(m, DoRALinear)]
+        result = [m.magnitude for m in base.model.modules() if isinstance(m, DoRALinear)]
         before = mx.get_active_memory()
-        mx.eval(made)
-        assert made and mx.get_active_memory() == before
+        mx.eval(result)
+        assert result and mx.get_active_memory() == before
     finally:
         base.swap_pack(None)
 

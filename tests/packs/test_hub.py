@@ -77,12 +77,12 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 def serve(hub: LocalHub, pack: Path, change=None, **files: bytes) -> str:
     """Put a pack on the hub as ``me/evil``, its manifest changed; the commit."""
-    found = {f.name: f.read_bytes() for f in pack.iterdir() if f.name in NAMES} | files
+    result = {f.name: f.read_bytes() for f in pack.iterdir() if f.name in NAMES} | files
     if change is not None:
-        manifest = json.loads(found["pack.json"])
+        manifest = json.loads(result["pack.json"])
         change(manifest)
-        found["pack.json"] = json.dumps(manifest).encode()
-    return hub.repos.setdefault("me/evil", Repo()).commit(found)
+        result["pack.json"] = json.dumps(manifest).encode()
+    return hub.repos.setdefault("me/evil", Repo()).commit(result)
 
 
 def test_push_then_pull_gives_the_same_bytes(hub, here, run):
@@ -564,8 +564,8 @@ def test_pull_without_out_brings_the_cache_up_to_date(pushed, hub, here):
 
 
 def test_a_damaged_pack_in_the_cache_is_fetched_again(pushed, hub):
-    found = Pack.open("me/p")
-    (found.path / "adapters.safetensors").write_bytes(b"x")
+    result = Pack.open("me/p")
+    (result.path / "adapters.safetensors").write_bytes(b"x")
     mp.pull("me/p").verify()
 
 

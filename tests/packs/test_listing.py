@@ -32,9 +32,9 @@ def shelf(tmp_path) -> Path:
 
 
 def test_list_finds_packs_at_any_depth_with_what_they_are(shelf):
-    found = {entry["name"]: entry for entry in mp.list_packs(shelf)}
-    assert sorted(found) == ["b", "deep/c", "deep/er/a"]
-    b = found["b"]
+    result = {entry["name"]: entry for entry in mp.list_packs(shelf)}
+    assert sorted(result) == ["b", "deep/c", "deep/er/a"]
+    b = result["b"]
     assert (b["base"], b["ranks"], b["ppl_before"], b["ppl_after"]) == (BASE["id"], [2], 10.0, 5.0)
     assert (b["created"], b["license"], b["error"], b["hub"]) == (
         MEASURED["created"],
@@ -43,7 +43,7 @@ def test_list_finds_packs_at_any_depth_with_what_they_are(shelf):
         None,
     )
     assert b["pack_mb"] == round(Pack.open(shelf / "b").size_mb, 3)
-    assert found["deep/er/a"]["ranks"] == [3] and found["deep/er/a"]["ppl_after"] is None
+    assert result["deep/er/a"]["ranks"] == [3] and result["deep/er/a"]["ppl_after"] is None
     assert [entry["name"] for entry in mp.list_packs(shelf / "b")] == ["b"]
 
 
@@ -128,11 +128,11 @@ def test_list_shows_both_caches_of_the_hub(tmp_path, run, monkeypatch):
     for file in blobs.iterdir():  # as huggingface_hub lays files out
         (snapshot / file.name).symlink_to(Path("..", "..", "blobs", file.name))
     (tmp_path / "hub" / "models--you--base" / "snapshots" / commit).mkdir(parents=True)
-    found = mp.list_packs(None, hub_cache=True)
-    assert [e["name"] for e in found] == ["me/mine@0123456", "you/theirs@0123456"]
-    assert [e["error"] for e in found] == [None, None]
-    assert found[0]["hub"] == pin
-    Pack.open(found[1]["pack"]).verify()
+    result = mp.list_packs(None, hub_cache=True)
+    assert [e["name"] for e in result] == ["me/mine@0123456", "you/theirs@0123456"]
+    assert [e["error"] for e in result] == [None, None]
+    assert result[0]["hub"] == pin
+    Pack.open(result[1]["pack"]).verify()
     (snapshot / "README.md").unlink()
     (snapshot / "README.md").symlink_to(pulled / "README.md")  # not of its repository
     with raises("not-found", None, "README.md"):

@@ -348,9 +348,9 @@ def test_evaluate_takes_columns_and_length_from_the_pack(pack, tiny):
     rows = write_rows(Path("d"), train=[{"words": "x"}], test=[{"words": "one two three " * 20}])
     assert evaluate(tiny, "p", rows).targets == 15  # 16 tokens, the first is not predicted
     assert evaluate(tiny, "p", rows, max_seq_length=9).targets == 8
-    given = DataConfig(data=str(rows), text_feature="text")
+    arguments = DataConfig(data=str(rows), text_feature="text")
     with pytest.raises(PackError, match="{text}"):
-        evaluate(tiny, "p", columns=given)
+        evaluate(tiny, "p", columns=arguments)
 
 
 def test_eval_takes_columns_as_flags(pack, run):

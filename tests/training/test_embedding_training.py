@@ -50,7 +50,7 @@ def encoder(tmp_path_factory) -> Path:
 def data(tmp_path_factory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("data")
     rows = {"pairs": all_pairs(), "triplets": all_triplets(), "scored": all_scored()}
-    return {name: write_pairs(folder / name, found) for name, found in rows.items()}
+    return {name: write_pairs(folder / name, result) for name, result in rows.items()}
 
 
 @pytest.fixture(scope="module")
@@ -87,11 +87,11 @@ def parts_of(loss: str, size: int) -> dict:
 )
 def test_every_loss_goes_down_and_is_reported(encoder, data, tmp_path, rows, loss, metric):
     train = settings(loss=loss, iters=12, steps_per_report=4, **parts_of(loss, 5))
-    found = train_pack(encoder, str(data[rows]), LORA, train, tmp_path / "pack")
-    losses = [line["loss"] for line in found.curve]
+    result = train_pack(encoder, str(data[rows]), LORA, train, tmp_path / "pack")
+    losses = [line["loss"] for line in result.curve]
     assert losses[-1] < losses[0]
-    assert found.report["loss"] == found.pack.manifest["objective"]["loss"] == loss
-    assert next(key for key in found.report if key.endswith("_before")) == f"{metric}_before"
+    assert result.report["loss"] == result.pack.manifest["objective"]["loss"] == loss
+    assert next(key for key in result.report if key.endswith("_before")) == f"{metric}_before"
 
 
 def test_report_and_manifest_say_what_was_done(run_of_pairs, encoder):
@@ -159,7 +159,7 @@ def test_a_resumed_run_equals_an_unbroken_one_to_the_bit(
     again = train_pack(encoder, str(data["pairs"]), lora, train, tmp_path / "cut", resume=True)
     assert adapters(tmp_path / "cut") == adapters(tmp_path / "whole")
     assert again.report["mrr_at_10_after"] == whole.report["mrr_at_10_after"]
-    losses = [[line["loss"] for line in found.curve] for found in (whole, again)]
+    losses = [[line["loss"] for line in result.curve] for result in (whole, again)]
     assert losses[0][-1] == losses[1][-1]
 
 
@@ -187,20 +187,20 @@ def test_recomputed_blocks_give_the_same_steps(encoder, data, tmp_path):
     losses = []
     for policy in ("none", "block"):
         train = settings(recompute=policy, steps_per_report=1)
-        found = train_pack(encoder, str(data["pairs"]), LORA, train, tmp_path / policy)
-        losses.append([line["loss"] for line in found.curve])
+        result = train_pack(encoder, str(data["pairs"]), LORA, train, tmp_path / policy)
+        losses.append([line["loss"] for line in result.curve])
     assert np.abs(np.subtract(*losses)).max() < 1e-5
 
 
 def test_targets_and_accumulation_are_as_asked(encoder, data, tmp_path):
     lora = LoRAConfig(rank=4, target_modules=("query", "value"), num_layers=1)
     train = settings(grad_accumulation_steps=2)
-    found = train_pack(encoder, str(data["scored"]), lora, train, tmp_path / "pack")
-    assert list(found.pack.specs) == [
+    result = train_pack(encoder, str(data["scored"]), lora, train, tmp_path / "pack")
+    assert list(result.pack.specs) == [
         "encoder.layer.1.attention.self.query",
         "encoder.layer.1.attention.self.value",
     ]
-    assert found.report["steps"] == 2 and found.report["batches"] == 4
+    assert result.report["steps"] == 2 and result.report["batches"] == 4
 
 
 MISPLACED = {
@@ -249,8 +249,8 @@ def test_a_setting_of_another_loss_is_refused(encoder, data, tmp_path, rows, cha
 
 def test_flags_of_a_resumed_run_need_not_say_its_task_again(run, encoder, data, tmp_path):
     out = str(tmp_path / "pack")
-    told = ["--model", encoder, "--task", "embedding", "--data", data["pairs"], "--out", out]
-    assert run("train", *told, "--iters", 1, "--method", "full")[0] == 0
+    arguments = ["--model", encoder, "--task", "embedding", "--data", data["pairs"], "--out", out]
+    assert run("train", *arguments, "--iters", 1, "--method", "full")[0] == 0
     code, _, _ = run("train", "--out", out, "--resume", "--similarity-scale", 10)
     assert code == 2
     check(run.error, "mismatch", "similarity_scale", "20.0", "10.0")
@@ -302,19 +302,21 @@ def test_rows_that_make_no_batch_are_refused(encoder, tmp_path):
 def test_one_row_held_out_is_enough_for_ranking(encoder, tmp_path):
     (tmp_path / "few.jsonl").write_text("".join(json.dumps(r) + "\n" for r in all_pairs()[:12]))
     train = settings(batch_size=4, iters=3, steps_per_eval=1)
-    found = train_pack(encoder, str(tmp_path / "few.jsonl"), LORA, train, tmp_path / "pack")
-    assert found.report["held_out"]["rows"] == 1 and found.report["mrr_at_10_after"] == 1
-    assert [line["valid_loss"] for line in found.curve if "valid_loss" in line] == [0, 0]
+    result = train_pack(encoder, str(tmp_path / "few.jsonl"), LORA, train, tmp_path / "pack")
+    assert result.report["held_out"]["rows"] == 1 and result.report["mrr_at_10_after"] == 1
+    assert [line["valid_loss"] for line in result.curve if "valid_loss" in line] == [0, 0]
 
 
 def test_eval_gives_the_numbers_of_the_run(run, run_of_pairs, encoder, data):
     pack = run_of_pairs.pack.path
     code, out, _ = run("eval", pack, "--model", encoder, "--data", data["pairs"], "--json")
-    found = json.loads(out)
-    assert code == 0 and found["rows"] == 22 and found["format"] == "pairs"
-    for name, value in found["pack"].items():
+    result = json.loads(out)
+    assert code == 0 and result["rows"] == 22 and result["format"] == "pairs"
+    for name, value in result["pack"].items():
         assert value == pytest.approx(run_of_pairs.report[f"{name}_after"], abs=1e-6)
-        assert found["base"][name] == pytest.approx(run_of_pairs.report[f"{name}_before"], abs=1e-6)
+        assert result["base"][name] == pytest.approx(
+            run_of_pairs.report[f"{name}_before"], abs=1e-6
+        )
     code, out, _ = run("eval", pack, "--model", encoder, "--data", data["triplets"], "--limit", 7)
     assert code == 0 and "triplet accuracy" in out and "7 triplets" in out
     half = run("eval", "--pack", f"{pack}=0.5", "--model", encoder, "--data", data["pairs"])
@@ -377,9 +379,9 @@ def test_full_fine_tuning_of_an_encoder_is_a_pack_that_eval_finds_again(full_run
     assert losses[-1] < losses[0]
     base = load_base(encoder)
     plain = base.encode(TEXTS)
-    found = evaluate(base, full_run.pack, str(data["pairs"])).to_json()
-    assert found["base"]["mrr_at_10"] == pytest.approx(report["mrr_at_10_before"])
-    assert found["pack"]["mrr_at_10"] == pytest.approx(report["mrr_at_10_after"])
+    result = evaluate(base, full_run.pack, str(data["pairs"])).to_json()
+    assert result["base"]["mrr_at_10"] == pytest.approx(report["mrr_at_10_before"])
+    assert result["pack"]["mrr_at_10"] == pytest.approx(report["mrr_at_10_after"])
     assert np.array_equal(base.encode(TEXTS), plain)
 
 
@@ -429,13 +431,15 @@ def test_merge_writes_a_folder_with_the_same_embeddings(data, tmp_path, prefix):
 
 def test_merge_refuses_what_it_cannot_do(run, run_of_pairs, encoder, data, tmp_path):
     pack = run_of_pairs.pack.path
-    given = ["merge", pack, "--model", encoder, "--data", data["pairs"]]
-    code, _, err = run(*given, "--out", tmp_path / "m", "--requantize", "affine4")
+    arguments = ["merge", pack, "--model", encoder, "--data", data["pairs"]]
+    code, _, err = run(*arguments, "--out", tmp_path / "m", "--requantize", "affine4")
     assert code == 2 and "an encoder is written dense" in err
-    code, _, err = run(*given, "--out", tmp_path / "m", "--dtype", "bfloat16", "--max-drift", 1e-8)
+    code, _, err = run(
+        *arguments, "--out", tmp_path / "m", "--dtype", "bfloat16", "--max-drift", 1e-8
+    )
     assert code == 1 and "nothing was written" in err and "none --dtype float32 passes" in err
     assert not (tmp_path / "m").exists()
-    code, out, _ = run(*given, "--out", tmp_path / "m")
+    code, out, _ = run(*arguments, "--out", tmp_path / "m")
     assert code == 0 and "1 - cosine" in out and (tmp_path / "m" / "1_Pooling").is_dir()
 
 
@@ -470,11 +474,11 @@ def test_correlations_are_those_of_the_definition():
 def test_retrieval_counts_every_positive_of_an_anchor():
     vectors = np.eye(4, dtype=np.float32)
     vectors = np.concatenate([vectors, [[0.9, 0.1, 0, 0]], [[0, 0, 1, 0]]]).astype(np.float32)
-    found = retrieval(vectors, np.array([0, 0, 1]), np.array([4, 3, 5]))
+    result = retrieval(vectors, np.array([0, 0, 1]), np.array([4, 3, 5]))
     # anchor 0: 4 and 3, both right, stand first; anchor 1: 4, 3 and then 5, which is right
-    assert found["mrr_at_10"] == pytest.approx((1 + 1 / 3) / 2)
-    assert found["ndcg_at_10"] == pytest.approx((1 + 1 / 2) / 2)
-    assert found["recall_at_1"] == pytest.approx((1 / 2 + 0) / 2)
+    assert result["mrr_at_10"] == pytest.approx((1 + 1 / 3) / 2)
+    assert result["ndcg_at_10"] == pytest.approx((1 + 1 / 2) / 2)
+    assert result["recall_at_1"] == pytest.approx((1 / 2 + 0) / 2)
 
 
 def minilm() -> Headers:
@@ -485,9 +489,9 @@ def minilm() -> Headers:
 def test_a_folder_with_the_config_alone_is_planned(run, encoder, tmp_path):
     config = json.loads((encoder / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config))
-    found = read_headers(tmp_path)
+    result = read_headers(tmp_path)
     of_weights = {n: t["shape"] for n, t in read_headers(encoder).tensors.items()}
-    assert {n: t["shape"] for n, t in found.tensors.items()} == {
+    assert {n: t["shape"] for n, t in result.tensors.items()} == {
         n: shape for n, shape in of_weights.items() if tensor_name(n)
     }
     code, out, _ = run("plan", "--model", tmp_path, "--memory", 8, "--json")
@@ -502,8 +506,8 @@ def test_a_plan_leaves_no_batch_without_negatives():
     full = TrainConfig(method="full")
     (only,) = recommend(headers, 8 * 10**9, train=full)
     assert only.train.batch_size == 32 and "--batch-size 32" in only.command("m")
-    found = recommend(headers, 10**8)  # fits nowhere
-    assert found[0].fit == "no" and min(o.train.batch_size for o in found) == 2
+    result = recommend(headers, 10**8)  # fits nowhere
+    assert result[0].fit == "no" and min(o.train.batch_size for o in result) == 2
 
 
 def test_a_plan_of_minilm_recommends_lora_in_float32_and_says_why_not_qlora():
@@ -537,9 +541,9 @@ def test_a_plan_counts_what_a_batch_holds():
 
 def test_a_plan_of_a_folder_reads_how_long_texts_are(run, encoder, tiny):
     code, out, _ = run("plan", "--model", encoder, "--memory", 8, "--json")
-    found = json.loads(out)
-    assert code == 0 and found[0]["max_seq_length"] == 48 and found[0]["method"] == "lora-fp32"
-    assert "--task embedding" in found[0]["command"]
+    result = json.loads(out)
+    assert code == 0 and result[0]["max_seq_length"] == 48 and result[0]["method"] == "lora-fp32"
+    assert "--task embedding" in result[0]["command"]
     code, _, err = run("plan", "--model", encoder, "--memory", 8, "--quantize", "nf4")
     assert code == 2 and "trained in float32" in err
     code, _, err = run("plan", "--memory", 8, "--task", "embedding")
@@ -553,8 +557,8 @@ def test_a_run_that_cannot_fit_is_refused(encoder, data, tmp_path, monkeypatch):
     with raises("memory", None, "--force"):
         train_pack(encoder, str(data["pairs"]), LORA, settings(), tmp_path / "pack")
     assert not (tmp_path / "pack").exists()
-    found = train_pack(encoder, str(data["pairs"]), LORA, settings(), tmp_path / "p", force=True)
-    assert found.report["recompute"] == "block"  # what takes least
+    result = train_pack(encoder, str(data["pairs"]), LORA, settings(), tmp_path / "p", force=True)
+    assert result.report["recompute"] == "block"  # what takes least
     monkeypatch.undo()
-    found = train_pack(encoder, str(data["pairs"]), LORA, settings(), tmp_path / "q")
-    assert found.report["recompute"] == "none"
+    result = train_pack(encoder, str(data["pairs"]), LORA, settings(), tmp_path / "q")
+    assert result.report["recompute"] == "none"

@@ -157,8 +157,8 @@ def test_trackers_report_the_lines_of_the_metrics_under_mlx_lms_names(tmp_path, 
     config = TrainConfig(iters=4, **SETTINGS)
     run = train_pack("tiny", data, LORA, config, tmp_path / "p", report_to="wandb").run
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    made, *events = calls
-    assert made == ("made", "p-run", str(run), 2)
+    result, *events = calls
+    assert result == ("made", "p-run", str(run), 2)
     assert [kind for kind, _ in events] == ["train", "valid", "train"]
     for (kind, info), line in zip(events, lines, strict=True):
         if kind == "valid":

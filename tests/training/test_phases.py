@@ -45,7 +45,7 @@ def phases(data, **second) -> tuple[Phase, ...]:
 
 
 def train(data, *two: Phase, **changes) -> TrainConfig:
-    told = {
+    settings = {
         "batch_size": 2,
         "max_seq_length": 64,
         "matmul_path": "dense",
@@ -55,7 +55,7 @@ def train(data, *two: Phase, **changes) -> TrainConfig:
         "phases": two or phases(data),
         **changes,
     }
-    return TrainConfig(**told)
+    return TrainConfig(**settings)
 
 
 @pytest.fixture(scope="module")
@@ -126,8 +126,8 @@ def test_shapes_of_drawn_batches_are_those_that_were_foretold(examples):
     sampler = drawn(examples, Draw(90, None, 0.3), 2)
     few = few_shapes(examples, sampler)
     stream = training_batches(examples, sampler, shapes=few)
-    found = {(b.tokens.shape[1], b.targets.size) for b in islice(stream, 200)}
-    assert found == batch_shapes(examples, sampler, 200, shapes=few) <= few
+    result = {(b.tokens.shape[1], b.targets.size) for b in islice(stream, 200)}
+    assert result == batch_shapes(examples, sampler, 200, shapes=few) <= few
 
 
 def test_a_run_without_phases_is_a_run_of_one_leg():
@@ -182,16 +182,16 @@ def test_a_schedule_begins_with_its_phase_and_carried_moments_stay():
     weights, gradients = {"w": mx.ones((4, 4))}, {"w": mx.full((4, 4), 0.5)}
     before, rates = None, []
     for phase in resolve_phases(config, DataConfig()):
-        made = phase.optimizer()
-        made.init(weights)
+        result = phase.optimizer()
+        result.init(weights)
         if before is not None:
-            carry_state(before, made)
-            assert mx.array_equal(made.state["w"]["m"], before.state["w"]["m"]).item()
-            assert made.state["step"].item() == phase.start == phase.updates_before
+            carry_state(before, result)
+            assert mx.array_equal(result.state["w"]["m"], before.state["w"]["m"]).item()
+            assert result.state["step"].item() == phase.start == phase.updates_before
         for _ in range(phase.train.iters):
-            weights = made.apply_gradients(gradients, weights)
-            rates.append(made.learning_rate.item())
-        before = made
+            weights = result.apply_gradients(gradients, weights)
+            rates.append(result.learning_rate.item())
+        before = result
     linear = [1e-3 * (1 - i / 4) for i in range(4)]
     assert rates == pytest.approx([*[1e-2] * 3, *linear, *[5e-4] * 2])
     assert isinstance(before, optimizers.AdamW)
@@ -262,8 +262,8 @@ def test_faults_are_one_line_before_anything_is_loaded(
     "flag", ["--iters 3", "--learning-rate 1", "--data tiny", "--lr-schedule linear"]
 )
 def test_flags_that_every_phase_overrides_are_refused(run, tmp_path, flag):
-    told = "{data: tiny, iters: 1, learning_rate: 1, lr_schedule: constant}"
-    (tmp_path / "p.yaml").write_text(f"phases: [{told}, {told}]")
+    text = "{data: tiny, iters: 1, learning_rate: 1, lr_schedule: constant}"
+    (tmp_path / "p.yaml").write_text(f"phases: [{text}, {text}]")
     code, _, _ = run("train", "-c", tmp_path / "p.yaml", *flag.split())
     assert code == 2
     check(run.error, "conflict", flag.split()[0][2:].replace("-", "_"))
@@ -346,8 +346,8 @@ def test_fresh_and_carried_states_differ_and_fresh_begins_at_step_zero(data, who
 
 
 def test_one_phase_learns_what_a_run_without_phases_learns(data, tmp_path):
-    told = {"phases": (), "iters": 4, "learning_rate": 1e-3}
-    plain = train_pack("tiny", data / "broad", LORA, train(data, **told), tmp_path / "plain")
+    settings = {"phases": (), "iters": 4, "learning_rate": 1e-3}
+    plain = train_pack("tiny", data / "broad", LORA, train(data, **settings), tmp_path / "plain")
     one = train_pack("tiny", None, LORA, train(data, phases(data)[0]), tmp_path / "one")
     for name, tensor in plain.pack.tensors.items():
         assert mx.array_equal(tensor, one.pack.tensors[name]).item(), name
@@ -419,12 +419,12 @@ def killed(folder, where: str, *flags: str) -> int:
 def test_a_run_killed_in_each_phase_and_between_goes_on_to_the_same_bits(data, whole, tmp_path):
     import yaml
 
-    told = {k: v for k, v in vars(train(data)).items() if v != getattr(TrainConfig(), k)}
-    told |= {"phases": [p.to_json() for p in phases(data)]}
-    told |= {"rank": 2, "num_layers": 2, "dropout": 0.1}
+    settings = {k: v for k, v in vars(train(data)).items() if v != getattr(TrainConfig(), k)}
+    settings |= {"phases": [p.to_json() for p in phases(data)]}
+    settings |= {"rank": 2, "num_layers": 2, "dropout": 0.1}
     # what the recipe of the tiny base would say otherwise
-    told |= {"warmup_steps": 0, "steps_per_eval": 200, "val_batches": 25}
-    (tmp_path / "p.yaml").write_text(yaml.safe_dump(told))
+    settings |= {"warmup_steps": 0, "steps_per_eval": 200, "val_batches": 25}
+    (tmp_path / "p.yaml").write_text(yaml.safe_dump(settings))
     assert killed(tmp_path, "1", "-c", "p.yaml") == 130
     run = tmp_path / "o-run"
     assert (run / "latest").read_text() == "step-000002\n"

@@ -188,9 +188,9 @@ def test_resume_may_recompute_otherwise_unless_there_is_dropout(trained, here):
 
 def test_what_an_older_run_does_not_mention_was_as_by_default(here, resumed):
     file = here / "o-run" / "config.json"
-    found = json.loads(file.read_text())
-    del found["recipe"]["z_loss"], found["recipe"]["cache_frozen"]
-    file.write_text(json.dumps(found))
+    result = json.loads(file.read_text())
+    del result["recipe"]["z_loss"], result["recipe"]["cache_frozen"]
+    file.write_text(json.dumps(result))
     assert resumed().report["batches"] == 3
 
 
@@ -223,12 +223,12 @@ def test_read_metrics_of_a_run_that_logged_nothing(tmp_path):
 
 def test_start_from_adapters_is_in_the_manifest_and_can_be_resumed(trained, tmp_path):
     start = trained / "o" / "adapters.safetensors"
-    given = {"resume_adapter_file": str(start)}
-    run = train_pack("tiny", trained / "d", LORA, TRAIN, tmp_path / "p", **given)
+    arguments = {"resume_adapter_file": str(start)}
+    run = train_pack("tiny", trained / "d", LORA, TRAIN, tmp_path / "p", **arguments)
     recorded = {"name": "adapters.safetensors", "sha256": sha256(start)}
     assert run.pack.manifest["recipe"]["resume_adapter_file"] == recorded
     with raises("conflict", "resume_adapter_file"):
-        train_pack("tiny", trained / "d", LORA, TRAIN, tmp_path / "p", resume=True, **given)
+        train_pack("tiny", trained / "d", LORA, TRAIN, tmp_path / "p", resume=True, **arguments)
     error = packs_train("--out", tmp_path / "p", "--resume", "--resume-adapter-file", start)
     check(error, "conflict", "resume_adapter_file")
     assert packs_train("--out", tmp_path / "p", "--resume", "--iters", "3", "-q") is None

@@ -99,9 +99,9 @@ def test_every_optimizer_lowers_the_loss(optimizer):
     config = TrainConfig(optimizer=optimizer, learning_rate=rate, iters=8)
     base = base_of("qwen3")
     attach(base, LoRAConfig(rank=4))
-    made = make_optimizer(config)
-    made.init(base.model.trainable_parameters())
-    stepper = lm_stepper(base.model, made)
+    result = make_optimizer(config)
+    result.init(base.model.trainable_parameters())
+    stepper = lm_stepper(base.model, result)
     batch = make_batch(small_examples(), range(4), 4, 64)
     losses = [stepper(as_arrays(batch), batch.count, True, True)[0] for _ in range(8)]
     assert losses[-1] < losses[0]

@@ -174,9 +174,9 @@ def test_json_says_which_path_every_kind_of_weight_ran_on_and_why(rows, tmp_path
     at_work = report["matmul_paths"]
     projections = "q_proj k_proj v_proj o_proj gate_proj up_proj down_proj".split()
     assert set(at_work) == {*projections, "embed_tokens"}
-    for name, found in at_work.items():
-        assert found["paths"] == {report["matmul_path"]: 1 if name == "embed_tokens" else 6}
-        assert set(found["step_ms"]) == {"quantized", "transient", "dense"}
+    for name, actual in at_work.items():
+        assert actual["paths"] == {report["matmul_path"]: 1 if name == "embed_tokens" else 6}
+        assert set(actual["step_ms"]) == {"quantized", "transient", "dense"}
     assert "24 x" not in result.stderr and "12 x [768, 256] gate_proj, up_proj:" in result.stderr
     assert f"{report['batch_shapes']} of batches" in result.stderr
 
