@@ -94,7 +94,9 @@ def test_real_blas_is_bound_and_can_be_turned_off():
         assert bound.startswith("False")
 
 
-@pytest.mark.parametrize("stream", ["default_stream(mx.cpu)", "generation_stream"])
+@pytest.mark.parametrize(
+    "stream", [pytest.param("default_stream(mx.cpu)", marks=pytest.mark.slow), "generation_stream"]
+)
 def test_a_process_ends_well_while_mlx_computes(stream):
     code = f"""
 from mlx_packs.runtime import mx

@@ -120,7 +120,7 @@ def test_experts_are_combined(tmp_path):
         assert report["kl_mean"] < 1e-5
 
 
-@pytest.mark.parametrize("method", ["ties", "dare"])
+@pytest.mark.parametrize("method", ["ties", pytest.param("dare", marks=pytest.mark.slow)])
 def test_a_rank_that_loses_too_much_is_refused_and_one_that_passes_is_named(
     method, made, tmp_path, run
 ):

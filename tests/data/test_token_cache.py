@@ -210,7 +210,7 @@ def test_entries_unread_for_a_month_are_removed(tokenizer, folder):
     assert files[0].exists() and not files[1].exists() and len(list(folder.iterdir())) == 2
 
 
-@pytest.mark.parametrize("packing", [False, True])
+@pytest.mark.parametrize("packing", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_run_from_cached_tokens_equals_one_without(tmp_path, monkeypatch, packing):
     note = "x" * (token_cache.WORTHWHILE_BYTES // 29)  # in no template: a split worth a cache
     rows = [{**r.value, "note": note} for r in ROWS]

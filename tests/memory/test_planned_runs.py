@@ -39,7 +39,7 @@ def memory(monkeypatch):
     return set_memory
 
 
-@pytest.mark.parametrize("recomputed", [False, True])
+@pytest.mark.parametrize("recomputed", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_the_estimate_is_within_its_error_of_the_measured_peak(recomputed, tiny, rows, tmp_path):
     train = TrainConfig(
         iters=2,
@@ -175,6 +175,7 @@ def test_the_plan_takes_the_first_policy_of_recomputation_that_fits(rows, tmp_pa
         assert f"recompute {policy}" in err
 
 
+@pytest.mark.slow
 def test_a_dense_base_has_its_estimate(rows, tmp_path, run):
     vocab_size = json.loads((tiny_checkpoint() / "config.json").read_text())["vocab_size"]
     base = write_headers(tmp_path / "base", dense_headers("small", vocab_size))

@@ -320,6 +320,7 @@ def test_a_run_interrupted_and_resumed_has_the_bits_of_an_unbroken_one(folder):
     assert all(mx.array_equal(whole[name], broken[name]) for name in whole)
 
 
+@pytest.mark.slow
 def test_the_loop_reads_no_other_weight_of_the_blocks(folder, tmp_path):
     wide = {**SQUARE, "intermediate_size": 40_000}
     write_checkpoint(tmp_path / "wide", "llama", **wide)

@@ -417,7 +417,7 @@ def test_whole_folder_puts_the_old_folder_back_when_it_cannot_be_replaced(tmp_pa
     assert (folder / "old").read_text() == "1"
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.slow)])
 def test_half_precision_halves_a_pack_and_what_was_measured_is_what_is_opened(dtype, tmp_path, run):
     lora, few = LoRAConfig(rank=8, num_layers=2), {"iters": 3, "matmul_path": "dense"}
     few |= {"batch_size": 2, "max_seq_length": 96, "learning_rate": 2e-3}

@@ -10,6 +10,7 @@ from tests.helpers.rows import chat, write_rows
 pytestmark = pytest.mark.systems
 
 
+@pytest.mark.slow
 def test_full_fine_tuning_is_a_baseline_with_its_share_of_weights(run, tmp_path):
     rows = [chat(f"Say {word}.", f"{word}, I say, {word}.") for word in "yes no one two".split()]
     data = write_rows(tmp_path / "d", train=rows, valid=rows[:2])

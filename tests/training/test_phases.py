@@ -364,6 +364,7 @@ def test_resume_with_phases_refuses_other_iters_which_a_phase_may_take(data, who
         train_pack("tiny", None, LORA, train(data, iters=700), whole.pack.path, resume=True)
 
 
+@pytest.mark.slow
 def test_phases_work_with_packing_and_a_cached_prefix(data, tmp_path, monkeypatch):
     monkeypatch.setenv("MLX_PACKS_CACHE", str(tmp_path / "cache"))
     config = {"packing": True, "val_batches": 0}

@@ -64,11 +64,12 @@ def test_run_reports_what_it_wrote_and_learns(tiny, rows, tmp_path):
     } <= set(report)
     lines = (tmp_path / "p-run" / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["batch"] for line in lines] == [10, 12]
-    again = evaluate(tiny, tmp_path / "p", rows)
+    again = evaluate(tiny, tmp_path / "p", rows, matmul_path="dense")
     assert abs(again.pack.ppl / report["ppl_after"] - 1) < 1e-4
     assert abs(again.base.ppl / report["ppl_before"] - 1) < 1e-4
 
 
+@pytest.mark.slow
 def test_resumed_run_equals_an_unbroken_one(tiny, rows, tmp_path):
     lora = LoRAConfig(rank=4, dropout=0.2)
     long = TrainConfig(**{**vars(QUICK), "lr_schedule": "constant"})
