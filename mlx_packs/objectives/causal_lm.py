@@ -36,23 +36,27 @@ def split_head(model: nn.Module) -> Head | None:
 
     Logit scaling or capping makes the check fail, and then the whole forward is used.
     """
-    inner = model.get("model", model.get("transformer"))
-    if not isinstance(inner, nn.Module):
-        return None
-    heads = [(model["lm_head"], model["lm_head"])] if "lm_head" in model else []
-    for name in ("embed_tokens", "wte"):
-        if name in inner:
-            heads.append((inner[name], inner[name].as_linear))
     probe = mx.array([[1, 2, 3, 1]])
     try:
-        expected, states = model(probe), inner(probe)
-        for module, logits in heads:
-            if mx.array_equal(logits(states), expected).item():
-                trainable = bool(tree_flatten(module.trainable_parameters()))
-                return Head(inner, logits, None if trainable else frozen_head(module))
+        expected = model(probe)
+        for head in possible_heads(model):
+            if mx.array_equal(head.logits(head.hidden(probe)), expected).item():
+                return head
     except (TypeError, ValueError, AttributeError):
         return None
     return None
+
+
+def possible_heads(model: nn.Module) -> Iterator[Head]:
+    """Yield the splits that the names of a model's modules suggest; `split_head` checks them."""
+    inner = model.get("model", model.get("transformer"))
+    if not isinstance(inner, nn.Module):
+        return
+    heads = [(model["lm_head"], model["lm_head"])] if "lm_head" in model else []
+    heads += [(inner[n], inner[n].as_linear) for n in ("embed_tokens", "wte") if n in inner]
+    for module, logits in heads:
+        trainable = bool(tree_flatten(module.trainable_parameters()))
+        yield Head(inner, logits, None if trainable else frozen_head(module))
 
 
 def as_arrays(batch: Batch) -> Arrays:

@@ -29,6 +29,7 @@ class Stepper:
         shapes: shapes of the arrays of all batches so far.
         traces: number of functions that MLX has compiled.
         waiting: number of batches whose gradients wait for the rest of their update.
+        whole: the compiled step of an update of one batch; loss and norm are not evaluated yet.
     """
 
     def __init__(
@@ -75,7 +76,7 @@ class Stepper:
 
             return mx.compile(counted, inputs=self.state, outputs=self.state)
 
-        self._whole, self._gather, self._add = map(compiled, (whole, gather, add))
+        self.whole, self._gather, self._add = map(compiled, (whole, gather, add))
         self._update = mx.compile(update, inputs=self.state, outputs=self.state)
 
     def __call__(self, batch: Arrays, count: int, last: bool, alone: bool) -> tuple[float, float]:
@@ -92,7 +93,7 @@ class Stepper:
         """
         self.shapes.add(tuple(a.shape for a in batch))
         if alone:
-            loss, norm = self._whole(*batch)
+            loss, norm = self.whole(*batch)
             mx.eval(self.state, loss, norm)
             return loss.item(), norm.item()
         if self.waiting:

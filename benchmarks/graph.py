@@ -1,0 +1,108 @@
+"""The step and the batches that an Apple GPU would get, laid out without evaluating them.
+
+A tool that prices graphs on machine models calls these two functions in a process where MLX lays
+out what its Metal build would. They stand on the code that trains: the same adapters, objective and
+compiled step. No Mac is timed by them.
+"""
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from unittest import mock
+
+import mlx.nn as nn
+import numpy as np
+from mlx.utils import tree_flatten
+
+from mlx_packs.adapters.lora import attach
+from mlx_packs.config.schema import LoRAConfig, TrainConfig
+from mlx_packs.data.batches import few_shapes, lay_out
+from mlx_packs.data.encoding import Example, Examples
+from mlx_packs.data.sampler import Sampler
+from mlx_packs.objectives.causal_lm import CausalLM, possible_heads
+from mlx_packs.ops import _check
+from mlx_packs.optim import make_optimizer
+from mlx_packs.packs.base import Base
+from mlx_packs.runtime import mx
+from mlx_packs.training.step import Stepper
+
+
+def lazy_step(  # noqa: PLR0913 (one argument for each thing that a step depends on)
+    model: nn.Module,
+    args: dict,
+    *,
+    batch: int,
+    length: int,
+    targets: int,
+    rank: int,
+    path: str,
+    recompute: str,
+    packed: bool,
+) -> tuple[list[mx.array], list[mx.array]]:
+    """Call one compiled training step on a model whose arrays are not evaluated.
+
+    Args:
+        model: a 4-bit model of mlx-lm, frozen.
+        args: its config.json.
+        batch: sequences.
+        length: inputs of each.
+        targets: target slots of the batch.
+        rank: of the adapters on every projection of every block.
+        path: matmul path: quantized, transient or dense.
+        recompute: activation checkpointing: none, selective or block.
+        packed: whether sequences hold several examples.
+
+    Returns:
+        What the step computes: loss, gradient norm, the updated adapters and the optimizer's
+        state; and every array that exists before it and is read.
+    """
+    base = Base("captured", Path("."), model, None, args, "")
+    attached = attach(base, LoRAConfig(rank=rank), matmul_path=path)
+    attached.recompute(recompute)
+    model.train()
+    settings = TrainConfig()
+    optimizer = make_optimizer(settings)
+    optimizer.init(model.trainable_parameters())
+    head = next(possible_heads(model))
+    stepper = Stepper(model, CausalLM(model, head).loss, optimizer, settings.max_grad_norm)
+    integers = [(batch, length), (targets,), (targets,)]
+    arrays = [mx.zeros(shape, mx.int32) for shape in integers] + [mx.ones((targets,))]
+    if packed:
+        arrays.append(mx.zeros((batch, length), mx.int32))
+    state = [model.parameters(), optimizer.state, mx.random.state[0]]
+    leaves = [array for _, array in tree_flatten(state)] + arrays
+    with _unchecked_kernels():
+        results = stepper.whole(*arrays)
+    updated = [model.trainable_parameters(), optimizer.state, results]
+    return [array for _, array in tree_flatten(updated)], leaves
+
+
+def batch_shapes(
+    lengths: Sequence[int], supervised: float, batch_size: int, packing: bool, max_length: int
+) -> list[tuple[int, int, int]]:
+    """Return (sequences, inputs, target slots) of each batch of one epoch.
+
+    Args:
+        lengths: tokens of each example.
+        supervised: the share of an example's inputs that predict a target.
+        batch_size: sequences of a batch.
+        packing: whether sequences hold several examples.
+        max_length: most tokens of a sequence.
+    """
+    items = [_example(tokens, supervised) for tokens in lengths]
+    examples = Examples(items, "text", "all tokens")
+    sampler = Sampler(examples.lengths, batch_size, max_length - 1, packing=packing)
+    shapes = None if packing else few_shapes(examples, sampler)
+    batches = (lay_out(examples, sampler, order, shapes) for order in sampler.epoch(0))
+    return [(*batch.tokens.shape, len(batch.positions)) for batch in batches]
+
+
+def _unchecked_kernels() -> AbstractContextManager:
+    """Trust kernels without their self-check, which would evaluate them."""
+    return mock.patch.object(_check, "examine", lambda check: _check.Finding(0.0, None))
+
+
+def _example(tokens: int, supervised: float) -> Example:
+    target = np.zeros(tokens, bool)
+    target[tokens - max(1, round((tokens - 1) * supervised)) :] = True
+    return Example(np.zeros(tokens, np.int32), target, "captured")

@@ -1,0 +1,59 @@
+"""The step and the batches that are laid out for a machine model are those of training."""
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+
+from benchmarks.graph import batch_shapes, lazy_step
+from mlx_packs.data.sampler import Sampler
+from tests.helpers.models import model_of
+
+
+def step(packed: bool) -> tuple[list[mx.array], list[mx.array], int]:
+    """Outputs and leaves of a step on a small 4-bit model, and the number of its projections."""
+    model, config = model_of("qwen3", hidden_size=128, intermediate_size=192)
+    nn.quantize(model, group_size=64, bits=4)
+    model.freeze()
+    outputs, leaves = lazy_step(
+        model,
+        config,
+        batch=2,
+        length=8,
+        targets=4,
+        rank=4,
+        path="quantized",
+        recompute="none",
+        packed=packed,
+    )
+    return outputs, leaves, 7 * len(model.layers)
+
+
+def test_lazy_step_returns_adapters_their_moments_and_a_finite_loss():
+    outputs, leaves, projections = step(packed=False)
+    loss, norm = outputs[-2:]
+    mx.eval(outputs)
+    adapters = 2 * projections
+    assert len(outputs) == 3 * adapters + len(("step", "learning rate", "loss", "norm"))
+    assert np.isfinite(loss.item()) and norm.item() > 0
+    assert {(2, 8), (4,)} <= {tuple(leaf.shape) for leaf in leaves}
+
+
+def test_lazy_step_of_a_packed_batch_reads_its_segments():
+    read = [sum(leaf.shape == (2, 8) for leaf in step(packed)[1]) for packed in (False, True)]
+    assert read[1] == read[0] + 1
+
+
+def test_batch_shapes_hold_every_example_of_an_epoch():
+    lengths = np.random.default_rng(0).integers(2, 90, 50)
+    order = Sampler(lengths, 4, 63).epoch(0)
+    shapes = batch_shapes(lengths.clip(max=64).tolist(), 0.3, 4, False, 64)
+    assert len(shapes) == len(order) == 13
+    for _, length, targets in shapes:
+        assert length <= 63 and 4 <= targets <= 4 * length
+    assert max(length for _, length, _ in shapes) == 63
+
+
+def test_batch_shapes_of_packed_rows_are_full_sequences():
+    shapes = batch_shapes([33] * 16, 1.0, 2, True, 65)
+    assert [(rows, length) for rows, length, _ in shapes] == [(2, 64)] * 4
+    assert all(targets == 128 for *_, targets in shapes)
