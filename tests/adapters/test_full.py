@@ -1,6 +1,5 @@
 """Full fine-tuning: the base's own weights learn, as plain MLX would have them."""
 
-import gc
 import json
 import shutil
 from pathlib import Path
@@ -28,6 +27,7 @@ from mlx_packs.objectives.causal_lm import as_arrays, loss_sum, split_head
 from mlx_packs.optim import make_optimizer
 from mlx_packs.runtime import mx
 from tests.helpers.errors import check, raises
+from tests.helpers.memory import active_bytes
 from tests.helpers.models import base_of
 from tests.helpers.rows import chat, write_rows
 from tests.helpers.steps import lm_stepper
@@ -254,10 +254,7 @@ def test_the_plan_is_no_less_than_a_step_takes(recompute, changes):
     planned = estimate(
         Headers.of(base), LoRAConfig(num_layers=layers), train, [(length, len(result.targets))]
     )
-    gc.collect()  # what other tests left would go while this one measures
-    before = mx.get_active_memory() - sum(
-        a.nbytes for _, a in tree_flatten(base.model.parameters())
-    )
+    before = active_bytes() - sum(a.nbytes for _, a in tree_flatten(base.model.parameters()))
     learning = unfreeze(base, layers)
     learning.recompute(recompute)
     optimizer = make_optimizer(train)

@@ -36,6 +36,7 @@ from benchmarks import (
 )
 from mlx_packs.nn.quantized import dense_weight, quantized_modules
 from mlx_packs.runtime import mx
+from tests.helpers.memory import active_bytes
 
 CONFIG = workloads.QWEN3_4B | {
     "num_hidden_layers": 2,
@@ -71,8 +72,7 @@ def here(monkeypatch, capsys):
 
 
 def test_a_random_base_never_has_a_dense_weight():
-    mx.clear_cache()
-    before = mx.get_active_memory()
+    before = active_bytes()
     mx.reset_peak_memory()
     base = workloads.random_base(CONFIG | {"vocab_size": 8192}, seed=0)
     size = workloads.base_bytes(base)

@@ -19,6 +19,7 @@ from mlx_packs.optim import make_optimizer
 from mlx_packs.runtime import mx
 from tests.helpers.errors import raises
 from tests.helpers.headers import REAL, dense_headers
+from tests.helpers.memory import active_bytes
 from tests.helpers.models import base_of
 from tests.helpers.steps import lm_stepper
 
@@ -160,6 +161,8 @@ def test_blocks_keep_no_scores_whichever_of_their_projections_carry_adapters(
     lora = LoRAConfig(rank=8, target_modules=tuple(targets.split()))
     train = replace(DENSE, iters=1, batch_size=1, max_seq_length=length + 1, recompute=recompute)
     planned = estimate(Headers.of(tiny), lora, train, [(length, 256)])
+    weights = sum(a.nbytes for _, a in tree_flatten(tiny.model.parameters()))
+    others = active_bytes() - weights  # of other tests
     attached = attach(tiny, lora, matmul_path="dense")
     attached.recompute(recompute)
     optimizer = make_optimizer(train)
@@ -172,7 +175,7 @@ def test_blocks_keep_no_scores_whichever_of_their_projections_carry_adapters(
     for _ in range(2):
         mx.reset_peak_memory()
         stepper(as_arrays(batch), batch.count, True, True)
-    assert mx.get_peak_memory() < (1 + ERROR) * planned.peak_bytes
+    assert mx.get_peak_memory() - others < (1 + ERROR) * planned.peak_bytes
 
 
 def test_probabilities_are_kept_on_cpus_alone():
