@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from ..config.fields import SECTIONS, default_of, facts_of
+from ..config.fields import SECTIONS, facts_of, flags_of
 from ..config.parse import RENAMED_KEYS
 from ..errors import PackError, flag_of
 from ..gates import MEANING
@@ -66,40 +66,31 @@ def option(*names: str, **settings) -> Callable:
     return click.option(*names, cls=Option, **settings)
 
 
-def of_settings(
-    fields: Iterable[dataclasses.Field], default_text: Callable[[dataclasses.Field], str | None]
-) -> Callable:
-    """Add an option for each setting; `config.parse.build` types the values.
-
-    Args:
-        fields: of configurations, in the order of the help.
-        default_text: returns what the help of a setting shows as its default.
-    """
+def add(*decorators: Callable) -> Callable:
+    """Add several options to a command, in this order in its help."""
 
     def decorate(command: Callable) -> Callable:
-        for field in reversed(list(fields)):
-            command = _of_field(field, default_text(field))(command)
+        for decorator in reversed(decorators):
+            command = decorator(command)
         return command
 
     return decorate
 
 
-def _of_field(field: dataclasses.Field, default: str | None) -> Callable:
-    facts, names = facts_of(field), list(names_of(field))
-    if len(names) == 1 and isinstance(field.default, bool) and facts.flags is None:
+def of_setting(field: dataclasses.Field, default: str | None) -> Callable:
+    """Add the option of a setting; `config.parse.build` types its value.
+
+    Args:
+        field: of a configuration.
+        default: what the help shows as the default.
+    """
+    facts, names = facts_of(field), list(flags_of(field))
+    settings: dict = {"section": facts.section, "help": facts.help, "default_text": default}
+    if not isinstance(field.default, bool):
+        return option(*names, metavar=metavar_of(field), **settings)
+    if facts.flags is None:
         names = [f"{names[0]}/--no-{names[0][2:]}"]
-    settings: dict = {"default": None}
-    if isinstance(field.default, bool):
-        settings["is_flag"] = True
-    else:
-        settings["metavar"] = metavar_of(field)
-    return option(*names, section=facts.section, help=facts.help, default_text=default, **settings)
-
-
-def names_of(field: dataclasses.Field) -> tuple[str, ...]:
-    """Return the flags of a setting; none if only files can specify it."""
-    flags = facts_of(field).flags
-    return (flag_of(field.name),) if flags is None else flags
+    return option(*names, is_flag=True, default=None, **settings)
 
 
 def metavar_of(field: dataclasses.Field) -> str:
@@ -113,12 +104,10 @@ def metavar_of(field: dataclasses.Field) -> str:
 
 def default_text(field: dataclasses.Field) -> str | None:
     """Return the default of a setting as help shows it; None if it goes without saying."""
-    facts, default = facts_of(field), default_of(field)
-    if facts.shown_default is not None:
-        return facts.shown_default
-    if default is None or default is False or default in ((), {}):
-        return None
-    return flag_of(field.name)[2:] if default is True else str(default)
+    shown, default = facts_of(field).shown_default, field.default
+    if shown is not None or default is False or default in (None, (), dataclasses.MISSING):
+        return shown
+    return flags_of(field)[0][2:] if default is True else str(default)
 
 
 recipes = option(

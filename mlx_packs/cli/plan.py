@@ -49,7 +49,7 @@ def _default_text(field: dataclasses.Field) -> str:
     default_text="this machine's",
 )
 @options.recipes
-@options.of_settings(_SETTINGS, _default_text)
+@options.add(*(options.of_setting(f, _default_text(f)) for f in _SETTINGS))
 @options.as_json
 def plan(
     memory: float | None, device: str | None, configs: tuple[str, ...], as_json: bool, **flags

@@ -4,6 +4,7 @@ import dataclasses
 
 import click
 
+from ..config.fields import flags_of
 from ..config.recipe import RunOptions, specified, tiny_recipe
 from ..config.schema import DataConfig, LoRAConfig, TrainConfig
 from ..display import NORMAL, QUIET, VERBOSE, Display, clock
@@ -29,7 +30,7 @@ _SETTINGS = [
     f
     for config in (RunOptions, DataConfig, LoRAConfig, TrainConfig)
     for f in dataclasses.fields(config)
-    if options.names_of(f)  # others are for YAML
+    if flags_of(f)  # others are for YAML
 ]
 _TINY = tiny_recipe()
 
@@ -43,7 +44,7 @@ def _default_text(field: dataclasses.Field) -> str:
 
 @click.command(cls=options.SectionedCommand, epilog=EXAMPLES)
 @options.recipes
-@options.of_settings(_SETTINGS, _default_text)
+@options.add(*(options.of_setting(f, _default_text(f)) for f in _SETTINGS))
 @option(
     "--mask-prompt",
     section="Model and data",

@@ -17,31 +17,21 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class MethodFacts:
-    """What is known of a method without MLX.
+    """What is known of a method without MLX."""
 
-    Attributes:
-        trains_base: whether the base's own weights are trained, dense and in float32, rather than
-            adapters beside frozen weights.
-    """
-
+    # Whether the base's own weights are trained, dense and in float32, rather than adapters beside
+    # frozen weights.
     trains_base: bool = False
 
 
 @dataclass(frozen=True)
 class LossFacts:
-    """What is true of an embedding loss, beside its formula.
+    """What is true of an embedding loss, beside its formula."""
 
-    Attributes:
-        scored: whether it needs the scores of the examples.
-        in_batch: whether the other examples of a batch are its negatives.
-        compares_all: whether it compares each example of a batch with every other, [B, B].
-        by_parts: whether the batch is embedded in mini-batches.
-    """
-
-    scored: bool = False
-    in_batch: bool = False
-    compares_all: bool = False
-    by_parts: bool = False
+    scored: bool = False  # whether it needs the scores of the examples
+    in_batch: bool = False  # whether the other examples of a batch are its negatives
+    compares_all: bool = False  # whether it compares each example with every other, [B, B]
+    by_parts: bool = False  # whether the batch is embedded in mini-batches
 
 
 # The class of each task, found when a run of it begins.

@@ -25,7 +25,6 @@ class TrainConflicts(Settings):
     quantize: str
     double_quant: bool
     keep: tuple[str, ...]
-    test_batches: int
 
     @property
     def trains_base(self) -> bool:
@@ -49,8 +48,6 @@ class TrainConflicts(Settings):
         yield from self._conflicts_of_memory()
         yield from self._conflicts_of_fim()
         yield from self._conflicts_of_objective()
-        if self.test_batches == 0:
-            yield Fault("test_batches", "must be at least 1, or -1 for all, but is 0.")
         if self.task != "embedding":
             for name in self.changed(fields_where(type(self), task="embedding")):
                 yield Fault(name, "needs --task embedding.", "conflict")

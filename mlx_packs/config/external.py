@@ -5,10 +5,11 @@ transformers' ``BitsAndBytesConfig`` as JSON. What would mean something else her
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from ..errors import PackError, did_you_mean
+from ..errors import PackError
+from .parse import setting_error, typed_value, unknown_setting
 
 # transformers quantizes linear layers only, and not the head
 _DENSE_IN_TRANSFORMERS = ("lm_head", "embed_tokens")
@@ -31,6 +32,7 @@ _BITS_AND_BYTES = {  # BitsAndBytesConfig: the one value that is understood
 }
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
+_LORA = {"r": "rank", "alpha": "alpha", "dropout": "dropout", "target_modules": "target_modules"}
 _PEFT = {  # ours by PEFT's
     "r": "rank",
     "lora_dropout": "dropout",
@@ -57,17 +59,15 @@ def translate(values: dict, where: str) -> dict:
         return _peft(values, where)
     kinds = ("load_in_4bit", "load_in_8bit")
     if any(k in values for k in kinds) or values.get("quant_method") == "bitsandbytes":
-        return _bits_and_bytes(values, where, "")
+        return _bits_and_bytes(values, where)
     ours = dict(values)
     for key, read in (("bnb_4bit", _bnb_4bit), ("lora", _lora)):
         if key in ours:
-            part = ours.pop(key)
-            if not isinstance(part, Mapping):
-                raise PackError(f"{where}: {key}: must be a mapping, but is {part!r}.", flag=key)
+            part = typed_value(ours.pop(key), dict, key, where)
             for name, value in read(part, where).items():
                 if name in ours:
-                    text = f"{where}: {name}: is specified twice, by itself and in '{key}'."
-                    raise PackError(text, "conflict", name)
+                    text = f"is specified twice, by itself and in '{key}'."
+                    raise setting_error(text, name, where, "conflict")
                 ours[name] = value
     return ours
 
@@ -75,28 +75,31 @@ def translate(values: dict, where: str) -> dict:
 def _bnb_4bit(part: Mapping, where: str) -> dict:
     """Settings of ``{quant_type, compute_dtype, use_double_quant}``."""
     known = ("quant_type", "compute_dtype", "use_double_quant", "quant_storage")
-    _check_keys(part, known, where, "bnb_4bit.")
+    for key in part:
+        if key not in known:
+            raise unknown_setting(key, known, where, "bnb_4bit.")
     values = {f"bnb_4bit_{key}": value for key, value in part.items()}
-    return _bits_and_bytes({"load_in_4bit": True, **values}, where, "bnb_4bit.")
+    return _bits_and_bytes({"load_in_4bit": True, **values}, where)
 
 
-def _bits_and_bytes(values: Mapping, where: str, parent: str) -> dict:
+def _bits_and_bytes(values: Mapping, where: str) -> dict:
     """Settings of transformers' BitsAndBytesConfig; its defaults are fp4, float32, single."""
-    _check_keys(values, _BITS_AND_BYTES, where, parent)
-    for key, valid in _BITS_AND_BYTES.items():
-        if valid is not _ANY and values.get(key, valid) != valid:
+    for key, value in values.items():
+        if key not in _BITS_AND_BYTES:
+            raise unknown_setting(key, _BITS_AND_BYTES, where)
+        valid = _BITS_AND_BYTES[key]
+        if valid is not _ANY and value != valid:
             hint = " For 8 bits write quantize: affine8." if key == "load_in_8bit" else ""
-            raise _unsupported(where, key, values[key], f"only {valid}.{hint}")
+            raise _unsupported(where, key, value, f"only {valid}.{hint}")
     kind = values.get("bnb_4bit_quant_type", "fp4")
     if kind != "nf4":
         raise _unsupported(where, "bnb_4bit_quant_type", kind, "only nf4.")
+    keep = (*_DENSE_IN_TRANSFORMERS, *(values.get("llm_int8_skip_modules") or ()))
     return {
         "quantize": "nf4",
         "double_quant": values.get("bnb_4bit_use_double_quant", False),
         "compute_dtype": _dtype(values.get("bnb_4bit_compute_dtype", "float32"), where),
-        "keep": tuple(
-            dict.fromkeys((*_DENSE_IN_TRANSFORMERS, *(values.get("llm_int8_skip_modules") or ())))
-        ),
+        "keep": tuple(dict.fromkeys(keep)),
     }
 
 
@@ -104,18 +107,18 @@ def _dtype(value: Any, where: str) -> str:
     name = str(value).removeprefix("torch.")
     name = _DTYPES.get(name, name)
     if name not in _DTYPES.values():
-        raise _unsupported(
-            where, "bnb_4bit_compute_dtype", value, f"only {', '.join(_DTYPES.values())}."
-        )
+        valid = ", ".join(_DTYPES.values())
+        raise _unsupported(where, "bnb_4bit_compute_dtype", value, f"only {valid}.")
     return name
 
 
 def _lora(part: Mapping, where: str) -> dict:
     """Settings of ``{r, alpha, dropout, target_modules}``."""
-    ours = {"r": "rank", "alpha": "alpha", "dropout": "dropout", "target_modules": "target_modules"}
-    _check_keys(part, (*ours, "bias", "task_type"), where, "lora.")
+    for key in part:
+        if key not in (*_LORA, "bias", "task_type"):
+            raise unknown_setting(key, _LORA, where, "lora.")
     _check_bias(part, where)
-    return {name: part[key] for key, name in ours.items() if key in part}
+    return {name: part[key] for key, name in _LORA.items() if key in part}
 
 
 def _peft(values: Mapping, where: str) -> dict:
@@ -124,8 +127,7 @@ def _peft(values: Mapping, where: str) -> dict:
         raise _unsupported(where, "peft_type", values["peft_type"], "only LORA.")
     for key, value in values.items():
         has_no_effect = value in (None, False, [], {}, 0, "") or _PEFT_DEFAULTS.get(key) == value
-        known = key in _PEFT or key in _PEFT_READ_APART or key in _PEFT_WITHOUT_EFFECT
-        if not known and not has_no_effect:
+        if not has_no_effect and key not in (*_PEFT, *_PEFT_READ_APART, *_PEFT_WITHOUT_EFFECT):
             raise _unsupported(where, key, value, "take it out.")
     _check_bias(values, where)
     if values.get("init_lora_weights", True) is not True:
@@ -156,12 +158,8 @@ def _peft_targets(values: Mapping, where: str) -> dict:
         return {}
     if not targets or isinstance(targets, str):
         problem = f"'{targets}' is a pattern" if targets else "is empty (PEFT has defaults)"
-        raise PackError(
-            f"{where}: target_modules: {problem}. List the names of the modules, or write "
-            "all-linear.",
-            "unsupported",
-            "target_modules",
-        )
+        text = f"{problem}. List the names of the modules, or write all-linear."
+        raise setting_error(text, "target_modules", where, "unsupported")
     return {"target_modules": list(targets)}
 
 
@@ -170,12 +168,5 @@ def _check_bias(values: Mapping, where: str) -> None:
         raise _unsupported(where, "bias", bias, "biases are not trained; write none.")
 
 
-def _check_keys(values: Mapping, known: Iterable[str], where: str, parent: str) -> None:
-    for key in values:
-        if key not in known:
-            hint = did_you_mean(str(key), list(known))
-            raise PackError(f"{where}: {parent}{key}: is not a setting. {hint}", "unknown", key)
-
-
 def _unsupported(where: str, key: str, value: Any, instead: str) -> PackError:
-    return PackError(f"{where}: {key}: {value!r} is not supported, {instead}", "unsupported", key)
+    return setting_error(f"{value!r} is not supported, {instead}", key, where, "unsupported")

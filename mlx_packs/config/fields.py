@@ -26,50 +26,30 @@ SECTIONS = (
 
 @dataclass(frozen=True)
 class Facts:
-    """What is true of a setting beside its name, type and default.
+    """What is true of a setting beside its name, type and default."""
 
-    Attributes:
-        help: full sentences, without the default.
-        section: its section of the help, one of `SECTIONS`.
-        choices: valid values of a text; empty where any text is valid.
-        metavar: what help calls its value; by its type where None.
-        shown_default: the default as help shows it, where the value does not explain itself.
-        flags: how the command line spells it; by its name where None, not at all where empty.
-        at_least: smallest valid number (of every value of a mapping).
-        above: number that a valid one exceeds.
-        at_most: largest valid number.
-        below: number that a valid one stays under; infinity is invalid by default.
-        task: the one task that it belongs to.
-        method: the one method that it belongs to.
-        losses: the embedding losses that it belongs to.
-        phase: whether a phase of a run may have its own.
-        column: whether it names a column of the data.
-        memory: whether the peak memory of a run depends on it.
-        resumable: whether it may differ when a run is resumed; where "without-dropout", a change
-            keeps the results up to rounding, but dropout would draw other masks.
-        dense: the values that fit a base whose weights are dense in float32; empty where all do.
-        own_layers: what `LayerTrainer` uses it for; None where it has no meaning there.
-    """
-
-    help: str
-    section: str
-    choices: tuple[str, ...] = ()
-    metavar: str | None = None
-    shown_default: str | None = None
-    flags: tuple[str, ...] | None = None
-    at_least: float | None = None
-    above: float | None = None
-    at_most: float | None = None
-    below: float = math.inf
-    task: str | None = None
-    method: str | None = None
-    losses: tuple[str, ...] = ()
-    phase: bool = False
-    column: bool = False
-    memory: bool = False
+    help: str  # full sentences, without the default
+    section: str  # one of `SECTIONS`
+    choices: tuple[str, ...] = ()  # valid values of a text; empty where any text is valid
+    metavar: str | None = None  # what help calls the value; by its type where None
+    shown_default: str | None = None  # the default in words, where the value explains nothing
+    flags: tuple[str, ...] | None = None  # by the name where None; empty where only files set it
+    at_least: float | None = None  # smallest valid number (of every value of a mapping)
+    or_all: bool = False  # whether -1 is valid too, and means all
+    above: float | None = None  # number that a valid one exceeds
+    at_most: float | None = None  # largest valid number
+    below: float = math.inf  # number that a valid one stays under; infinity is invalid by default
+    task: str | None = None  # the one task that it belongs to
+    method: str | None = None  # the one method that it belongs to
+    losses: tuple[str, ...] = ()  # the embedding losses that it belongs to
+    phase: bool = False  # whether a phase of a run may have its own
+    column: bool = False  # whether it names a column of the data
+    memory: bool = False  # whether the peak memory of a run depends on it
+    # Whether it may differ when a run is resumed. "without-dropout": a change keeps the results up
+    # to rounding, but dropout would draw other masks.
     resumable: bool | Literal["without-dropout"] = False
-    dense: tuple = ()
-    own_layers: Literal["adapter", "optimizer", "step"] | None = None
+    dense: tuple = ()  # values that fit a dense base in float32; empty where all do
+    own_layers: Literal["adapter", "optimizer", "step"] | None = None  # its use in `LayerTrainer`
 
 
 def option(default: Any, help: str, *, section: str, **facts: Any) -> Any:
@@ -85,15 +65,10 @@ def facts_of(field: dataclasses.Field) -> Facts:
     return field.metadata["facts"]
 
 
-def default_of(field: dataclasses.Field) -> Any:
-    """Return the default of a setting."""
-    factory = field.default_factory
-    return field.default if factory is dataclasses.MISSING else factory()
-
-
-def spelling_of(field: dataclasses.Field) -> str:
-    """Return how errors call a setting: its flag, or its key where it has none."""
-    return flag_of(field.name) if facts_of(field).flags != () else field.name
+def flags_of(field: dataclasses.Field) -> tuple[str, ...]:
+    """Return the flags of a setting; none if only files can specify it."""
+    flags = facts_of(field).flags
+    return (flag_of(field.name),) if flags is None else flags
 
 
 class Fault(NamedTuple):
@@ -110,7 +85,7 @@ class Settings:
     def __post_init__(self) -> None:
         faults = [*_field_faults(self), *self._conflicts()]
         if faults:
-            spelled = {f.name: spelling_of(f) for f in dataclasses.fields(self)}
+            spelled = {f.name: next(iter(flags_of(f)), f.name) for f in dataclasses.fields(self)}
             text = " ".join(f"{spelled[fault.setting]}: {fault.text}" for fault in faults)
             raise PackError(text, faults[0].code, faults[0].setting)
 
@@ -120,7 +95,10 @@ class Settings:
 
     def changed(self, names: Iterable[str]) -> list[str]:
         """Return the settings among ``names`` that differ from their defaults, in that order."""
-        defaults = {f.name: default_of(f) for f in dataclasses.fields(self)}
+        defaults = {
+            f.name: f.default_factory() if f.default is dataclasses.MISSING else f.default
+            for f in dataclasses.fields(self)
+        }
         return [
             name for name in names if name in defaults and getattr(self, name) != defaults[name]
         ]
@@ -141,17 +119,20 @@ def _field_faults(settings: Settings) -> Iterator[Fault]:
 def _in_range(value: Any, facts: Facts) -> bool:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return True
-    if facts.above is not None:
-        enough = value > facts.above
-    else:
-        enough = facts.at_least is None or value >= facts.at_least
-    return enough and (value <= facts.at_most if facts.at_most is not None else value < facts.below)
+    if facts.or_all and value == -1:
+        return True
+    if facts.at_least is not None and not value >= facts.at_least:
+        return False
+    if facts.above is not None and not value > facts.above:
+        return False
+    return value < facts.below if facts.at_most is None else value <= facts.at_most
 
 
 def _range(facts: Facts) -> str:
     """Return a range of numbers in words: ``in [0, 1)``, ``above 0``, ``at least 1``."""
     if facts.at_most in (None, math.inf) and facts.below == math.inf:
-        return f"above {facts.above:g}" if facts.above is not None else f"at least {facts.at_least}"
+        low = f"above {facts.above:g}" if facts.above is not None else f"at least {facts.at_least}"
+        return f"{low}, or -1 for all" if facts.or_all else low
     low = f"({facts.above}" if facts.above is not None else f"[{facts.at_least}"
     high = f"{facts.below})" if facts.at_most is None else f"{facts.at_most}]"
     return f"in {low}, {high}"
@@ -177,12 +158,3 @@ def flags_as_keys(text: str) -> str:
     return re.sub(
         r"(?<![\w-])--(?:no-)?([a-z][a-z0-9-]*)", lambda match: match[1].replace("-", "_"), text
     )
-
-
-def is_regex(pattern: str) -> bool:
-    """Return whether a text is a regular expression."""
-    try:
-        re.compile(pattern)
-    except re.error:
-        return False
-    return True

@@ -9,12 +9,12 @@ import json
 import re
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ..errors import PackError, did_you_mean, flag_of
-from .fields import Settings, flags_as_keys, spelling_of
+from ..errors import Code, PackError, did_you_mean, flag_of
+from .fields import Settings, flags_as_keys
 
 S = TypeVar("S", bound=Settings)
 
@@ -30,32 +30,29 @@ _NUMBERS = {int: "an integer", float: "a number"}
 _KINDS = {bool: "true or false", str: "text", dict: "a mapping", list: "a list", **_NUMBERS}
 
 
-def typed_value(value: Any, kind: Any, key: str, spelled: str = "") -> Any:
+def typed_value(value: Any, kind: Any, key: str, where: str = "") -> Any:
     """``value`` as ``kind``; integers pass for floats, and texts for the numbers that they spell.
 
     Args:
         value: as a file, a flag or Python has it.
         kind: type of a field: a class, a union, ``tuple[X, ...]`` or ``dict[str, X]``.
         key: the setting, or where in it the value stands (``rank_pattern.q_proj``).
-        spelled: how the error calls ``key``; as it is where empty.
+        where: the file; empty for flags and Python.
 
     Raises:
         PackError: the value is of another type.
     """
-    spelled = spelled or key
     origin = typing.get_origin(kind)
     if origin in (typing.Union, types.UnionType):
-        return _one_of(value, typing.get_args(kind), key, spelled)
+        return _one_of(value, typing.get_args(kind), key, where)
     if origin is tuple:
-        return _items(value, typing.get_args(kind)[0], key, spelled)
+        return _items(value, typing.get_args(kind)[0], key, where)
     if origin is dict:
-        value = _pairs(value, key, spelled) if isinstance(value, str) else value
+        value = _pairs(value, key, where) if isinstance(value, str) else value
         if not isinstance(value, Mapping):
-            raise _mistyped("a mapping", value, key, spelled)
+            raise _mistyped("a mapping", value, key, where)
         kind = typing.get_args(kind)[1]
-        return {
-            str(k): typed_value(v, kind, f"{key}.{k}", f"{spelled}.{k}") for k, v in value.items()
-        }
+        return {str(k): typed_value(v, kind, f"{key}.{k}", where) for k, v in value.items()}
     if kind in _NUMBERS and isinstance(value, (int, float, str)) and not isinstance(value, bool):
         try:
             number = float(value)
@@ -65,54 +62,49 @@ def typed_value(value: Any, kind: Any, key: str, spelled: str = "") -> Any:
             pass
     elif kind in (bool, str, dict, list) and isinstance(value, kind):
         return value
-    raise _mistyped(_KINDS[kind], value, key, spelled)
+    raise _mistyped(_KINDS[kind], value, key, where)
 
 
-def _mistyped(expected: str, value: Any, key: str, spelled: str) -> PackError:
-    setting = re.split(r"[.\[]", key, maxsplit=1)[0]
-    return PackError(f"{spelled}: must be {expected}, but is {value!r}.", "invalid", setting)
-
-
-def _one_of(value: Any, kinds: tuple, key: str, spelled: str) -> Any:
+def _one_of(value: Any, kinds: tuple, key: str, where: str) -> Any:
     if value is None and type(None) in kinds:
         return None
     kinds = tuple(kind for kind in kinds if kind is not type(None))
     for kind in kinds:
         try:
-            return typed_value(value, kind, key, spelled)
+            return typed_value(value, kind, key, where)
         except PackError:
             if len(kinds) == 1:
                 raise
-    raise _mistyped(" or ".join(_KINDS[kind] for kind in kinds), value, key, spelled)
+    raise _mistyped(" or ".join(_KINDS[kind] for kind in kinds), value, key, where)
 
 
-def _items(value: Any, kind: Any, key: str, spelled: str) -> tuple:
+def _items(value: Any, kind: Any, key: str, where: str) -> tuple:
     items = value.split(",") if isinstance(value, str) else value
     if not isinstance(items, (list, tuple)):
-        raise _mistyped("a list", value, key, spelled)
+        raise _mistyped("a list", value, key, where)
     if dataclasses.is_dataclass(kind):
-        return tuple(_part(v, kind, key, f"{spelled}[{i}]") for i, v in enumerate(items))
+        return tuple(_part(v, kind, f"{key}[{i}]", where) for i, v in enumerate(items))
     items = [item.strip() if isinstance(item, str) else item for item in items]
-    return tuple(typed_value(item, kind, key, spelled) for item in items if item != "")
+    return tuple(typed_value(item, kind, key, where) for item in items if item != "")
 
 
-def _part(value: Any, cls: type[S], key: str, spelled: str) -> S:
+def _part(value: Any, cls: type[S], key: str, where: str) -> S:
     """Settings inside a setting, from their mapping; settings themselves stay."""
     if isinstance(value, cls):
         return value
     if not isinstance(value, Mapping):
-        raise _mistyped("a mapping", value, key, spelled)
-    return build(cls, {str(k): v for k, v in value.items()}, spelled)
+        raise _mistyped("a mapping", value, key, where)
+    return build(cls, {str(k): v for k, v in value.items()}, f"{where}: {key}" if where else key)
 
 
-def _pairs(text: str, key: str, spelled: str) -> dict[str, str]:
+def _pairs(text: str, key: str, where: str) -> dict[str, str]:
     """``a=8,b=2`` as a flag has it; in YAML it is a mapping."""
     pairs = [part.rpartition("=") for part in text.split(",") if part.strip()]
     if not all(name.strip() and value.strip() for name, _, value in pairs):
-        raise _mistyped("of the form name=number,name=number", text, key, spelled)
+        raise _mistyped("of the form name=number,name=number", text, key, where)
     names = [name.strip() for name, _, _ in pairs]
     if twice := next((name for name in names if names.count(name) > 1), None):
-        raise PackError(f"{spelled}: has two values for '{twice}'; give one.", "conflict", key)
+        raise setting_error(f"has two values for '{twice}'. Give one.", key, where, "conflict")
     return {name.strip(): value.strip() for name, _, value in pairs}
 
 
@@ -127,35 +119,53 @@ def build(cls: type[S], values: Mapping[str, Any], where: str = "") -> S:
     Raises:
         PackError: a key is unknown, or a value is wrong.
     """
-    fields = {field.name: field for field in dataclasses.fields(cls)}
     kinds = typing.get_type_hints(cls)
+    names = [field.name for field in dataclasses.fields(cls)]
     typed = {}
     for key, value in values.items():
-        if key not in fields:
-            raise unknown_setting(key, list(fields), where)
-        spelled = f"{where}: {key}" if where else spelling_of(fields[key])
-        typed[key] = typed_value(value, kinds[key], key, spelled)
+        if key not in names:
+            raise unknown_setting(key, names, where)
+        typed[key] = typed_value(value, kinds[key], key, where)
     try:
         return cls(**typed)
     except PackError as error:
         if not where:
             raise
-        raise PackError(
-            f"{where}: {flags_as_keys(error.message)}", error.code, error.flag
-        ) from None
+        message = f"{where}: {flags_as_keys(error.message)}"
+        raise PackError(message, error.code, error.flag) from None
 
 
-def spelled_in(where: str, key: str) -> str:
-    """Return how errors call a setting: ``--key`` for flags, ``file: key`` for a file."""
-    return f"{where}: {key}" if where else flag_of(key)
+def setting_error(text: str, key: str, where: str = "", code: Code = "invalid") -> PackError:
+    """Return the error of a setting, which begins with its file and key, or with its flag.
+
+    Args:
+        text: what is wrong and what to do.
+        key: the setting, or where in it the fault is (``rank_pattern.q_proj``).
+        where: the file; empty for flags and Python.
+        code: the kind of error.
+    """
+    spelled = flag_of(key) if key.isidentifier() else key
+    message = f"{where}: {key}: {text}" if where else f"{spelled}: {text}"
+    return PackError(message, code, re.split(r"[.\[]", key, maxsplit=1)[0])
 
 
-def unknown_setting(key: str, valid: list[str], where: str) -> PackError:
-    """Return the error for a key that is no setting; it names the nearest one."""
-    place = f"{where}: " if where else ""
+def _mistyped(expected: str, value: Any, key: str, where: str) -> PackError:
+    return setting_error(f"must be {expected}, but is {value!r}.", key, where)
+
+
+def unknown_setting(key: Any, valid: Iterable[str], where: str = "", parent: str = "") -> PackError:
+    """Return the error for a key of a file, or of Python, that is no setting.
+
+    Args:
+        key: the key.
+        valid: the keys of which the nearest is named.
+        where: the file; empty for Python.
+        parent: the mapping that the key stands in (``lora_parameters.``).
+    """
     renamed = RENAMED_KEYS.get(key)
-    hint = f"It is called '{renamed}' now." if renamed else did_you_mean(key, valid)
-    return PackError(f"{place}{key}: is not a setting. {hint}", "unknown", key)
+    hint = f"It is called '{renamed}' now." if renamed else did_you_mean(str(key), list(valid))
+    message = f"{where and where + ': '}{parent}{key}: is not a setting. {hint}"
+    return PackError(message, "unknown", key)
 
 
 def current_keys(values: Mapping) -> dict:
@@ -181,15 +191,10 @@ def read_yaml(path: str | Path) -> dict:
     except (yaml.YAMLError, json.JSONDecodeError, UnicodeDecodeError) as error:
         line = " ".join(str(error).split())
         raise PackError(f"{path}: is not valid YAML: {line}", "unreadable", "config") from None
-    if values is None:
-        return {}
-    if not isinstance(values, dict):
-        raise PackError(
-            f"{path}: must be a mapping of settings, but is a {type(values).__name__}.",
-            "unreadable",
-            "config",
-        )
-    return values
+    if not isinstance(values, dict | None):
+        message = f"{path}: must be a mapping of settings, but is a {type(values).__name__}."
+        raise PackError(message, "unreadable", "config")
+    return values or {}
 
 
 def _yaml_loader() -> type:

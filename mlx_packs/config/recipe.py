@@ -138,7 +138,7 @@ def resolve(values: Mapping, where: str = "", under: Sequence[Mapping] = ()) -> 
     parts: dict[str, dict] = {part: {} for part in _PARTS}
     for key, value in flat.items():
         if key not in _OWNERS:
-            raise unknown_setting(key, list(_OWNERS), where)
+            raise unknown_setting(key, _OWNERS, where)
         parts[_OWNERS[key]][key] = value
     built = {part: build(cls, parts[part], where) for part, cls in _PARTS.items()}
     options = {name: getattr(built["run"], name) for name in parts["run"]}

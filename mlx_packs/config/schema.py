@@ -4,6 +4,7 @@ Each setting has its default, its help and all else that is true of it at its fi
 nowhere else; the command line, the checks and the error messages are made from them.
 """
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -22,7 +23,7 @@ from .choices import (
     WEIGHT_FORMATS,
 )
 from .conflicts import TrainConflicts
-from .fields import Fault, Settings, fields_where, is_regex, option
+from .fields import Fault, Settings, fields_where, option
 
 _data = partial(option, section="Model and data")
 _text = partial(_data, task="lm")
@@ -68,7 +69,12 @@ class LoRAConfig(Settings):
         memory=True,
     )
     num_layers: int = _adapter(
-        -1, "Train only the last N blocks; -1 trains all.", method=None, at_least=-1, memory=True
+        -1,
+        "Train only the last N blocks; -1 trains all.",
+        method=None,
+        at_least=0,
+        or_all=True,
+        memory=True,
     )
     rank_pattern: dict[str, int] = _adapter(
         {},
@@ -85,9 +91,10 @@ class LoRAConfig(Settings):
     def _conflicts(self) -> Iterator[Fault]:
         for name in ("rank_pattern", "alpha_pattern"):
             for key in getattr(self, name):
-                if not is_regex(key):
-                    text = f"'{key}' must be a module path or a regular expression."
-                    yield Fault(name, text)
+                try:
+                    re.compile(key)
+                except re.error:
+                    yield Fault(name, f"'{key}' must be a module path or a regular expression.")
 
 
 @dataclass(frozen=True)
@@ -359,10 +366,13 @@ class TrainConfig(TrainConflicts):
         200, "Batches between evaluations on the validation examples.", at_least=1
     )
     val_batches: int = _evaluation(
-        25, "Validation batches per evaluation; -1 uses all, 0 none.", at_least=-1
+        25, "Validation batches per evaluation; -1 uses all, 0 none.", at_least=0, or_all=True
     )
     test_batches: int = _evaluation(
-        -1, "Held-out batches to evaluate before and after training; -1 uses all.", at_least=-1
+        -1,
+        "Held-out batches to evaluate before and after training; -1 uses all.",
+        at_least=1,
+        or_all=True,
     )
     save_every: int = _output(
         100, "Batches between checkpoints in the run folder.", at_least=1, resumable=True
