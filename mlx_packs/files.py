@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO, TYPE_CHECKING
+from typing import IO, TYPE_CHECKING, Any
 
 from .errors import PackError
 
@@ -19,33 +19,28 @@ if TYPE_CHECKING:
 
 TINY_FOLDER = Path(__file__).parent / "tiny"  # the bundled base, data set and recipe
 _DTYPES = {  # of MLX, and how safetensors calls them
-    f"mlx.core.{name}": short
-    for name, short in {
-        "bool_": "BOOL",
-        "bool": "BOOL",
-        "uint8": "U8",
-        "uint16": "U16",
-        "uint32": "U32",
-        "uint64": "U64",
-        "int8": "I8",
-        "int16": "I16",
-        "int32": "I32",
-        "int64": "I64",
-        "float16": "F16",
-        "bfloat16": "BF16",
-        "float32": "F32",
-        "float64": "F64",
-    }.items()
+    "bool": "BOOL",
+    "uint8": "U8",
+    "uint16": "U16",
+    "uint32": "U32",
+    "uint64": "U64",
+    "int8": "I8",
+    "int16": "I16",
+    "int32": "I32",
+    "int64": "I64",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "float32": "F32",
+    "float64": "F64",
 }
-_FLOATS = ("F32", "F16", "BF16")  # that adapters are of
+FLOATS = ("F32", "F16", "BF16")  # dtypes of adapters and of dense weights
 
 
 @contextmanager
 def atomic_folder(path: Path, replace: bool = False) -> Iterator[Path]:
     """Yield a temporary folder beside ``path``, renamed to it on success, removed on failure.
 
-    Raises:
-        PackError: ``path`` exists and ``replace`` is not set, or it cannot be written.
+    Without ``replace`` an existing ``path`` is an error.
     """
     if path.exists() and not replace:
         raise PackError(f"{path}: already exists. Choose another path.", "exists")
@@ -53,26 +48,21 @@ def atomic_folder(path: Path, replace: bool = False) -> Iterator[Path]:
         path = path.resolve()
     partial = path.with_name(f".{path.name}.partial-{os.getpid()}")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir()
-        yield partial
-        for file in partial.rglob("*"):
-            if file.is_file():
-                _sync(file)
-        replace_folder(partial, path)
-    except OSError as error:
-        raise unwritable(path, error) from None
+        with write_errors(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir()
+            yield partial
+            for file in partial.rglob("*"):
+                if file.is_file():
+                    _sync(file)
+            replace_folder(partial, path)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 
 
 def replace_folder(partial: Path, path: Path) -> None:
-    """Rename a finished folder to ``path``; the one that it replaces stays on failure.
-
-    Raises:
-        OSError: the folder cannot be renamed.
-    """
+    """Rename a finished folder to ``path``; the one that it replaces stays on failure."""
     old = path.with_name(f".{path.name}.old-{os.getpid()}")
     try:
         if path.exists():
@@ -87,11 +77,7 @@ def replace_folder(partial: Path, path: Path) -> None:
 
 @contextmanager
 def exclusive_writer(path: Path) -> Iterator[None]:
-    """Let one process at a time write ``path``, by a lock file beside it.
-
-    Raises:
-        PackError: another process is writing it; this one does not wait.
-    """
+    """Let one process at a time write ``path``, by a lock file beside it; others do not wait."""
     lock = path.with_name(f".{path.name}.lock")
     with _locked(lock, path):
         try:
@@ -103,10 +89,8 @@ def exclusive_writer(path: Path) -> Iterator[None]:
 def _locked(lock: Path, path: Path) -> IO:
     """Open the lock file and lock it until it is closed."""
     while True:
-        try:
+        with write_errors(path):
             file = lock.open("a")
-        except OSError as error:
-            raise unwritable(path, error) from None
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             # who had the lock may have removed this file since it was opened here
@@ -125,9 +109,14 @@ def _locked(lock: Path, path: Path) -> IO:
         file.close()
 
 
-def unwritable(path: Path, error: OSError) -> PackError:
-    """Return the error of a path that cannot be written."""
-    return PackError(f"{path}: cannot be written ({error.strerror or error}).", "unwritable")
+@contextmanager
+def write_errors(path: Path) -> Iterator[None]:
+    """Raise errors of the system as those of a path that cannot be written."""
+    try:
+        yield
+    except OSError as error:
+        reason = error.strerror or error
+        raise PackError(f"{path}: cannot be written ({reason}).", "unwritable") from None
 
 
 def _sync(file: Path) -> None:
@@ -136,25 +125,21 @@ def _sync(file: Path) -> None:
 
 
 def atomic_write(path: Path, text: str) -> None:
-    """Write a text file atomically, under a temporary name that is then changed."""
+    """Write a text file atomically."""
     partial = path.with_name(f".{path.name}.partial-{os.getpid()}")
     try:
-        partial.write_text(text, encoding="utf-8")
-        _sync(partial)
-        os.replace(partial, path)
-    except OSError as error:
-        raise unwritable(path, error) from None
+        with write_errors(path):
+            partial.write_text(text, encoding="utf-8")
+            _sync(partial)
+            os.replace(partial, path)
     finally:
         partial.unlink(missing_ok=True)
 
 
 def append_line(path: Path, line: str) -> None:
     """Add a line to a text file."""
-    try:
-        with path.open("a", encoding="utf-8") as f:
-            f.write(line + "\n")
-    except OSError as error:
-        raise unwritable(path, error) from None
+    with write_errors(path), path.open("a", encoding="utf-8") as f:
+        f.write(line + "\n")
 
 
 def remove_unused(folder: Path, pattern: str, days: int) -> None:
@@ -168,15 +153,26 @@ def remove_unused(folder: Path, pattern: str, days: int) -> None:
 
 def make_folder(path: Path) -> None:
     """Create a folder and those above it."""
-    try:
+    with write_errors(path):
         path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise unwritable(path, error) from None
 
 
 def to_json(value: object) -> str:
     """Return indented JSON, which people and diffs can read."""
     return json.dumps(value, indent=2, ensure_ascii=False, sort_keys=False) + "\n"
+
+
+def read_json(file: Path, kind: type = dict) -> Any:
+    """Return the content of a JSON file, which must be of a kind: ``dict`` or ``list``."""
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise PackError(f"{file}: is not valid JSON: {error}.", "unreadable") from None
+    if not isinstance(content, kind):
+        raise PackError(
+            f"{file}: must be a {kind.__name__}, but is a {type(content).__name__}.", "unreadable"
+        )
+    return content
 
 
 def sha256(file: Path) -> str:
@@ -220,15 +216,11 @@ def read_header(file: Path) -> tuple[dict[str, dict], int]:
 
 
 def read_tensors(file: Path) -> dict[str, "mx.array"]:
-    """Return the adapters of a safetensors file, all of them finite.
-
-    Raises:
-        PackError: the file is damaged, or a tensor has NaN or infinite values.
-    """
+    """Return the adapters of a safetensors file; a value that is not finite is an error."""
     from .runtime import mx
 
     header, _ = read_header(file)
-    if bad := next((n for n, t in header.items() if t["dtype"] not in _FLOATS), None):
+    if bad := next((n for n, t in header.items() if t["dtype"] not in FLOATS), None):
         raise PackError(
             f"{file}: {bad} is {header[bad]['dtype']}; adapters are F32, F16 or BF16.",
             "unsupported",
@@ -246,11 +238,7 @@ def read_tensors(file: Path) -> dict[str, "mx.array"]:
 
 
 def save_tensors(file: Path, tensors: dict, metadata: Mapping[str, str] | None = None) -> None:
-    """Write MLX arrays as safetensors, in the order of their names; the header has ``metadata``.
-
-    Raises:
-        PackError: the disk is full or the file cannot be written.
-    """
+    """Write MLX arrays as safetensors, in the order of their names; the header has ``metadata``."""
     from .runtime import mx
 
     try:
@@ -272,40 +260,36 @@ def write_tensors(
         outline: arrays of the shapes and dtypes to come, by name; they are not evaluated.
         tensors: all of them with their names, in any order.
         kind: ``mlx`` or ``pt``, whose conventions the names follow.
-
-    Raises:
-        PackError: the disk is full or the file cannot be written.
     """
+    from .runtime import mx
+
     # wide dtypes first, so that each is aligned
     names = sorted(outline, key=lambda name: (-outline[name].dtype.size, name))
     header: dict = {"__metadata__": {"format": kind}}
     end = 0
     for name in names:
         begin, end = end, end + outline[name].nbytes
-        dtype, shape = _DTYPES[str(outline[name].dtype)], list(outline[name].shape)
+        dtype = _DTYPES[dtype_name(outline[name])]
+        shape = list(outline[name].shape)
         header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     partial = file.with_name(f"{file.name}.partial-{os.getpid()}")
     try:
-        with partial.open("wb") as f:
-            f.write(len(text).to_bytes(8, "little") + text)
-            for name, tensor in tensors:
-                begin, end = header[name]["data_offsets"]
-                assert tensor.dtype == outline[name].dtype and tensor.nbytes == end - begin
-                f.seek(8 + len(text) + begin)
-                f.write(_bytes(tensor))
-            os.fsync(f.fileno())
-        os.replace(partial, file)
-    except OSError as error:
-        raise unwritable(file, error) from None
+        with write_errors(file):
+            with partial.open("wb") as f:
+                f.write(len(text).to_bytes(8, "little") + text)
+                for name, tensor in tensors:
+                    begin, end = header[name]["data_offsets"]
+                    assert tensor.dtype == outline[name].dtype and tensor.nbytes == end - begin
+                    f.seek(8 + len(text) + begin)
+                    f.write(tensor.flatten().view(mx.uint8))
+                os.fsync(f.fileno())
+            os.replace(partial, file)
     finally:
         partial.unlink(missing_ok=True)
 
 
-def _bytes(tensor: "mx.array") -> memoryview:
-    from .runtime import mx
-
-    flat = tensor.flatten().view(mx.uint8)
-    mx.eval(flat)
-    return memoryview(flat)
+def dtype_name(tensor: "mx.array") -> str:
+    """Return the dtype of a tensor without its module: ``bfloat16``."""
+    return str(tensor.dtype).removeprefix("mlx.core.")

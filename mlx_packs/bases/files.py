@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from ..errors import PackError
-from ..files import TINY_FOLDER, read_header, sha256
+from ..files import FLOATS, TINY_FOLDER, read_header, read_json, sha256
 from .bitsandbytes import METHOD
 from .unsupported import check_method, foreign_file, foreign_weights
 
@@ -36,11 +36,7 @@ def public_name(name: str) -> str:
 
 
 def resolve_checkpoint(name: str | Path) -> Path:
-    """Return the checkpoint folder for ``tiny``, a local folder, or a hub id (cached first).
-
-    Raises:
-        PackError: there is none.
-    """
+    """Return the checkpoint folder for ``tiny``, a local folder, or a hub id (cached first)."""
     if str(name) == TINY:
         return tiny_checkpoint()
     if not str(name):
@@ -48,19 +44,20 @@ def resolve_checkpoint(name: str | Path) -> Path:
     path = Path(name).expanduser()
     if os.path.isdir(path):  # unlike Path.is_dir, False for a name that is too long
         if not (path / "config.json").is_file():
-            other = foreign_weights(path)
             raise PackError(
-                f"{path}: is not a checkpoint, it has no config.json.{other}", "not-found", "model"
+                f"{path}: is not a checkpoint, it has no config.json.{foreign_weights(path)}",
+                "not-found",
+                "model",
             )
         return path
     if os.path.exists(path):
-        other = foreign_file(path)
         raise PackError(
-            f"{path}: must be a checkpoint folder, but is a file.{other}", "unsupported", "model"
+            f"{path}: must be a checkpoint folder, but is a file.{foreign_file(path)}",
+            "unsupported",
+            "model",
         )
     if not re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", str(name), re.ASCII):
-        alone = "/" not in str(name)
-        hint = f" Its 4-bit form may be 'mlx-community/{name}'." if alone else ""
+        hint = "" if "/" in str(name) else f" Its 4-bit form may be 'mlx-community/{name}'."
         raise PackError(
             f"--model {name}: no such folder, and not a hub id (owner/name).{hint}", "not-found"
         )
@@ -76,7 +73,7 @@ def _hub_snapshot(repo: str) -> Path:
     cached = "not in the Hugging Face cache"
     try:
         path = Path(snapshot_download(**wanted, local_files_only=True))
-        if _is_complete(path):
+        if is_complete(path):
             return path
         cached = "only in part in the Hugging Face cache"
     except LocalEntryNotFoundError:
@@ -87,7 +84,7 @@ def _hub_snapshot(repo: str) -> Path:
         ) from None
     try:
         path = Path(snapshot_download(**wanted))  # without network, what is cached of it
-        if _is_complete(path):
+        if is_complete(path):
             return path
         reason = "some of its files are missing"
     except RepositoryNotFoundError:
@@ -105,9 +102,10 @@ def _hub_snapshot(repo: str) -> Path:
     )
 
 
-def _is_complete(path: Path) -> bool:
+def is_complete(path: Path) -> bool:
+    """Return whether a folder has a config.json and every shard."""
     has_files = (path / "config.json").is_file() and weight_files(path)
-    return bool(has_files) and not missing_shards(path)
+    return bool(has_files) and not _missing_shards(path)
 
 
 def _first_line(error: Exception) -> str:
@@ -120,12 +118,8 @@ def weight_files(path: Path) -> list[Path]:
     return sorted(path.glob("model*.safetensors"))
 
 
-def missing_shards(path: Path) -> list[str]:
-    """Return the shards that the index of a checkpoint folder names and that are missing.
-
-    Raises:
-        PackError: the index is no index.
-    """
+def _missing_shards(path: Path) -> list[str]:
+    """Return the shards that the index of a checkpoint folder names and that are missing."""
     index = path / "model.safetensors.index.json"
     if not index.is_file():
         return []
@@ -159,12 +153,8 @@ def fingerprint(path: Path) -> str:
     return digest.hexdigest()
 
 
-def check_files(path: Path) -> None:
-    """Check that a folder has a config.json and all of its weights, none of them truncated.
-
-    Raises:
-        PackError: it is no complete checkpoint, or one of another backend.
-    """
+def check_files(path: Path) -> dict:
+    """Check that all weights of a checkpoint are there and readable by MLX; return its config.json."""
     files = weight_files(path)
     if not files:
         other = foreign_weights(path)
@@ -175,31 +165,17 @@ def check_files(path: Path) -> None:
         )
     for file in files:
         read_header(file)
-    if missing := missing_shards(path):
+    if missing := _missing_shards(path):
         raise PackError(
             f"{path}: shard {missing[0]} is named in the index but missing.", "unreadable"
         )
     check_record(path)
-    try:
-        config = json.loads((path / "config.json").read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise PackError(
-            f"{path / 'config.json'}: is not valid JSON: {error}.", "unreadable"
-        ) from None
-    if not isinstance(config, dict) or "model_type" not in config:
-        raise PackError(f"{path / 'config.json'}: has no 'model_type'.", "unreadable")
+    file = path / "config.json"
+    config = read_json(file)
+    if "model_type" not in config:
+        raise PackError(f"{file}: has no 'model_type'.", "unreadable")
     check_method(path, config)
-
-
-def stored_config(name: str | Path) -> dict:
-    """Return the config.json of a checkpoint whose files are complete.
-
-    Raises:
-        PackError: they are not.
-    """
-    path = resolve_checkpoint(name)
-    check_files(path)
-    return json.loads((path / "config.json").read_text(encoding="utf-8"))
+    return config
 
 
 _RECORD_KEYS = {
@@ -230,17 +206,13 @@ def read_record(path: Path) -> dict | None:
 
 
 def check_record(path: Path, advance: Callable[[], None] | None = None) -> None:
-    """Check the shards of a folder against its record: sizes, and with ``advance`` hashes too.
+    """Check the shards of a folder against its record, if it has one: their sizes.
 
-    Args:
-        path: the folder.
-        advance: called after each file; all of its bytes are read.
-
-    Raises:
-        PackError: naming the first file that differs.
+    With ``advance``, which is called after each file, their hashes too.
     """
     remedy = f"Copy or quantize it again, or remove {RECORD} if that was meant."
-    for name, facts in (read_record(path) or {"files": {}})["files"].items():
+    record = read_record(path) or {"files": {}}
+    for name, facts in record["files"].items():
         file = path / name
         if not file.is_file():
             raise PackError(
@@ -296,6 +268,6 @@ def quantized_as(path: Path, config: Mapping) -> str | None:
         return quantization_name(stored)
     for file in weight_files(path):
         for name, tensor in read_header(file)[0].items():
-            if name.endswith(".weight") and tensor["dtype"] not in ("F32", "F16", "BF16"):
+            if name.endswith(".weight") and tensor["dtype"] not in FLOATS:
                 return f"{name} is {tensor['dtype']}"
     return None

@@ -1,7 +1,6 @@
 """Load a base: any model of mlx-lm, dense or quantized, or quantized while it is read."""
 
 import inspect
-import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -10,6 +9,7 @@ from mlx.utils import tree_map
 
 from .. import runtime
 from ..errors import PackError
+from ..files import read_json
 from ..nn.quantized import NF4
 from ..runtime import mx
 from .bitsandbytes import from_bitsandbytes
@@ -128,7 +128,7 @@ def load_model_of(
     """
     from mlx_lm.utils import _get_classes, load_model
 
-    stored = json.loads((path / "config.json").read_text(encoding="utf-8"))
+    stored = read_json(path / "config.json")
     if architecture_of(stored, path) == "encoder":
         raise PackError(
             f"{path}: is an encoder ({stored['model_type']}) and stays in float32; this is for "
@@ -187,8 +187,7 @@ def load_model_of(
 def _checkpoint(name: str | Path) -> tuple[Path, dict]:
     """Return the folder of a checkpoint, whose files are checked, and its config.json."""
     path = resolve_checkpoint(name)
-    check_files(path)
-    return path, json.loads((path / "config.json").read_text(encoding="utf-8"))
+    return path, check_files(path)
 
 
 def _load_encoder(

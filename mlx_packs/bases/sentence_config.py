@@ -6,12 +6,12 @@ Pooling is configured in ``modules.json`` and ``1_Pooling/config.json``, how lon
 Sentence-BERT: https://arxiv.org/abs/1908.10084
 """
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ..errors import PackError
+from ..files import read_json
 
 POOLING = ("mean", "cls", "max")
 MODULES = "modules.json"
@@ -48,8 +48,8 @@ def read_sentence_config(path: Path) -> SentenceConfig:
     Raises:
         PackError: naming the module or setting that is not supported.
     """
-    settings = _read_json(path / _SETTINGS, dict)
-    prompts = _read_json(path / _PROMPTS, dict)
+    settings = _read(path / _SETTINGS)
+    prompts = _read(path / _PROMPTS)
     if name := prompts.get("default_prompt_name"):
         raise PackError(
             f"{path / _PROMPTS}: puts the prompt '{name}' before every text. Set "
@@ -58,7 +58,7 @@ def read_sentence_config(path: Path) -> SentenceConfig:
         )
     longest = settings.get("max_seq_length")
     if longest is None:
-        longest = _read_json(path / _TOKENIZER, dict).get("model_max_length")
+        longest = _read(path / _TOKENIZER).get("model_max_length")
         longest = int(longest) if isinstance(longest, (int, float)) and longest < 2**31 else None
     if longest is not None and not (type(longest) is int and longest > 2):
         raise PackError(
@@ -73,7 +73,7 @@ def _modules(path: Path) -> tuple[str, bool]:
     """Return the pooling, and whether vectors are normalized, from ``modules.json``."""
     file = path / MODULES
     pooling, kinds = SentenceConfig.pooling, []
-    for module in _read_json(file, list):
+    for module in _read(file, list):
         if not isinstance(module, dict) or not isinstance(module.get("type"), str):
             raise PackError(
                 f"{file}: every module must have a 'type', but got {module}.", "unreadable"
@@ -105,7 +105,7 @@ def _modules(path: Path) -> tuple[str, bool]:
 
 def _pooling(file: Path) -> str:
     """Return the one kind of pooling that a config of the Pooling module turns on."""
-    config = _read_json(file, dict)
+    config = _read(file)
     on = config.get("pooling_mode")
     if on is None:  # before sentence-transformers 5 a switch for each
         names = {"mean_tokens": "mean", "cls_token": "cls", "max_tokens": "max"}
@@ -122,16 +122,6 @@ def _pooling(file: Path) -> str:
     return on[0]
 
 
-def _read_json(file: Path, kind: type) -> Any:
-    """Return what a file has; an empty ``kind`` where there is none."""
-    if not file.is_file():
-        return kind()
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise PackError(f"{file}: is not valid JSON: {error}.", "unreadable") from None
-    if not isinstance(content, kind):
-        raise PackError(
-            f"{file}: must be a {kind.__name__}, but is a {type(content).__name__}.", "unreadable"
-        )
-    return content
+def _read(file: Path, kind: type = dict) -> Any:
+    """Return the content of a JSON file; an empty ``kind`` where there is none."""
+    return read_json(file, kind) if file.is_file() else kind()

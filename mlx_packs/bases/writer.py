@@ -171,8 +171,7 @@ def plan_quantized(
     Raises:
         PackError: it is quantized already, or has no module that the options name.
     """
-    base_files.check_files(source)
-    config = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    config = base_files.check_files(source)
     if kind := base_files.quantized_as(source, config):
         raise PackError(
             f"{source}: is quantized already ({kind}). Take the checkpoint that it was made from.",

@@ -5,7 +5,6 @@ beside what the other tool reads, so that import restores the pack bit-identical
 tool has changed it, it is read by its own config.
 """
 
-import json
 import math
 import re
 from pathlib import Path
@@ -14,7 +13,7 @@ from .. import __version__
 from ..bases.files import TINY
 from ..bases.loading import lazy_base
 from ..errors import PackError
-from ..files import atomic_folder, read_tensors, save_tensors, sha256, to_json
+from ..files import atomic_folder, read_json, read_tensors, save_tensors, sha256, to_json
 from ..packs.manifest import (
     FORMAT_VERSION,
     MANIFEST,
@@ -126,7 +125,7 @@ def import_adapter(
         raise PackError(f"{folder}: no such folder.", "not-found")
     if (folder / MANIFEST).is_file():
         raise PackError(f"{folder}: is a pack already; there is nothing to import.", "conflict")
-    config = _read_json(plain_file(folder, CONFIG))
+    config = read_json(plain_file(folder, CONFIG))
     name = format_of(config, folder / CONFIG)
     form = FORMATS[name]
     form.check_config(config, folder / CONFIG)
@@ -157,16 +156,6 @@ def import_adapter(
     }
 
 
-def _read_json(file: Path) -> dict:
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise PackError(f"{file}: is not valid JSON: {error}.", "unreadable") from None
-    if not isinstance(content, dict):
-        raise PackError(f"{file}: must be a mapping.", "unreadable")
-    return content
-
-
 def _base_name(model: str | Path | None, config: dict, folder: Path) -> str | Path:
     if model is not None:
         return model
@@ -186,7 +175,7 @@ def _read_sidecar(folder: Path) -> dict | None:
     if not (folder / SIDECAR).exists():
         return None
     file = plain_file(folder, SIDECAR)
-    sidecar = _read_json(file)
+    sidecar = read_json(file)
     version = sidecar.get("format_version")
     if not isinstance(version, int) or version < 1:
         raise PackError(

@@ -4,7 +4,6 @@ Everything is lazy: planning reads headers, and a tensor is computed when it is 
 """
 
 import dataclasses
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +23,7 @@ from ..bases.write_plan import Item, WritePlan, in_shards
 from ..config.schema import DataConfig
 from ..display import Display
 from ..errors import PackError
+from ..files import read_json
 from ..nn.experts import is_switch_linear
 from ..nn.quantized import QUANTIZED, dense_weight
 from ..packs.manifest import replaced_of
@@ -197,7 +197,7 @@ def plan_changes(request: MergeRequest) -> Changes:
         for path in reversed(planner.modules)
         if path in planner.weights
     ]
-    stored = _stored_config(base.path)
+    stored = read_json(base.path / "config.json")
     config = _config(stored, base.quantization, changes, planner.options, request.requantize)
     return Changes(base, changes, others, config, planner.options)
 
@@ -296,7 +296,7 @@ def plan_merge(request: MergeRequest, facts: Mapping | None = None) -> WritePlan
         names = _Names(tensors, {c.path: c.path for c in planned.changes})
         layout, origin = "mlx", "mlx-lm"
     if layout == "bitsandbytes":
-        config = _stored_config(source)
+        config = read_json(source / "config.json")
     items, tensors = _items(planned, names, DTYPES[request.dtype], layout)
     options = dataclasses.replace(planned.options, layout=layout, max_shard_gb=request.max_shard_gb)
     quantized = base_files.stored_quantization(config)
@@ -335,10 +335,6 @@ def _items(
         items.append(Item.of(name, tensor, weight_format, layout, size))
         tensors[name] = tensor
     return items, tensors
-
-
-def _stored_config(source: Path) -> dict:
-    return json.loads((source / "config.json").read_text(encoding="utf-8"))
 
 
 def _is_part(name: str, place: str) -> bool:

@@ -1,13 +1,12 @@
 """Read config and tensor headers of a base: of a folder, of the Hub, or of a config alone."""
 
-import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from ..bases.files import TINY, check_files, missing_shards, resolve_checkpoint, weight_files
+from ..bases.files import TINY, check_files, is_complete, resolve_checkpoint, weight_files
 from ..errors import PackError
-from ..files import read_header
+from ..files import read_header, read_json
 from .estimate import estimator_of
 from .headers import Headers, Tensors
 
@@ -26,8 +25,7 @@ def read_headers(name: str | Path) -> Headers:
         return Headers(str(name), *_from_hub(str(name)))
     if not weight_files(path):
         return describe(str(name), _config_of_dense(path / "config.json"))
-    check_files(path)
-    config = json.loads((path / "config.json").read_text(encoding="utf-8"))
+    config = check_files(path)
     tensors: dict[str, Mapping] = {}
     for file in weight_files(path):
         tensors |= read_header(file)[0]
@@ -45,13 +43,8 @@ def describe(name: str, config: dict) -> Headers:
 
 def _config_of_dense(file: Path) -> dict:
     """Return the config in ``file``; raises PackError if it is that of a quantized checkpoint."""
-    try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise PackError(f"{file}: is not valid JSON: {error}.", "unreadable") from None
-    if not isinstance(config, dict) or config.get(
-        "quantization_config", config.get("quantization")
-    ):
+    config = read_json(file)
+    if config.get("quantization_config", config.get("quantization")):
         raise PackError(
             f"{file}: is alone and does not say how each weight is quantized; a plan "
             "needs the headers of model*.safetensors too.",
@@ -68,8 +61,7 @@ def _cached(repo: str) -> Path | None:
         path = Path(snapshot_download(repo, local_files_only=True))
     except (OSError, ValueError):  # not there, or no name of the Hub's
         return None
-    complete = (path / "config.json").is_file() and weight_files(path) and not missing_shards(path)
-    return path if complete else None
+    return path if is_complete(path) else None
 
 
 def _from_hub(repo: str) -> tuple[dict, Tensors]:
@@ -81,7 +73,7 @@ def _from_hub(repo: str) -> tuple[dict, Tensors]:
     try:
         headers = huggingface_hub.get_safetensors_metadata(repo)
         file = huggingface_hub.hf_hub_download(repo, "config.json")
-        config = json.loads(Path(file).read_text(encoding="utf-8"))
+        config = read_json(Path(file))
     except errors.RepositoryNotFoundError:
         raise PackError(
             f"--model {repo}: no folder of that name, and the Hub has no such model (or it is "

@@ -23,7 +23,7 @@ from ..files import (
     replace_folder,
     sha256,
     to_json,
-    unwritable,
+    write_errors,
 )
 from .folder import check_output, open_folder, verify_hashes
 from .manifest import (
@@ -157,10 +157,8 @@ def _fetch(pin: dict, listed: list[str], folder: Path, endpoint: str | None, sho
     What was fetched stays after a failure, and the download resumes if the commit is the same.
     """
     repo, commit, name = pin["repo"], pin["commit"], f"{pin['repo']}@{pin['revision']}"
-    try:
+    with write_errors(folder):
         folder.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise unwritable(folder, error) from None
     partial = folder.with_name(f".{folder.name}.pull-{commit[:12]}")
     with exclusive_writer(folder), errors_of_hub(name, _INCOMPLETE):
         _clear(partial)

@@ -5,7 +5,6 @@ mlx-lm's names and shapes; with one rank and scale throughout, ``adapter_config.
 ``mlx_lm.generate --adapter-path`` read it. Safetensors and JSON only, never code.
 """
 
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -394,8 +393,7 @@ def grouped(pack: Pack, base: BaseModel) -> Pack:
 def _read_checkpoint(model: str | Path) -> tuple[Path, dict]:
     """Return the folder and config of a checkpoint whose files are complete."""
     path = resolve_checkpoint(model)
-    check_files(path)
-    config = json.loads((path / "config.json").read_text(encoding="utf-8"))
+    config = check_files(path)
     if config.get("quantization"):
         try:
             check_quantization("quantization", config["quantization"])

@@ -24,7 +24,7 @@ from ..adapters.tensors import Slot, load_slots, merged_weight, slot_tensors
 from ..config.fields import fields_where
 from ..config.schema import LoRAConfig, TrainConfig
 from ..errors import PackError, did_you_mean
-from ..files import atomic_write, make_folder, read_tensors, save_tensors, to_json
+from ..files import atomic_write, make_folder, read_tensors, save_tensors, to_json, write_errors
 from ..optim import make_optimizer
 from ..packs.manifest import spec_json
 from ..runtime import mx
@@ -345,12 +345,9 @@ class LayerTrainer:
         partial = file.with_name(f".{file.name}.partial-{os.getpid()}.safetensors")
         alphas = {name: layer.alpha for name, layer in self._layers.items()}
         try:
-            save_tensors(partial, self.tensors(), {"alpha": json.dumps(alphas)})
-            os.replace(partial, file)
-        except OSError as error:
-            raise PackError(
-                f"{file}: cannot be written ({error.strerror or error}).", "unwritable"
-            ) from None
+            with write_errors(file):
+                save_tensors(partial, self.tensors(), {"alpha": json.dumps(alphas)})
+                os.replace(partial, file)
         finally:
             partial.unlink(missing_ok=True)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from .. import runtime
 from ..adapters.method import METHODS, Trainable
-from ..bases.files import TINY, stored_config
+from ..bases.files import TINY, check_files, resolve_checkpoint
 from ..config.recipe import Recipe, check_method, resolve, tiny_recipe
 from ..config.schema import DataConfig, LoRAConfig, TrainConfig
 from ..display import QUIET, Display
@@ -201,7 +201,7 @@ def _open_base(run: Run, task: Task) -> Base:
                 "conflict",
             )
     else:
-        task.check(str(base), stored_config(base)["model_type"])
+        task.check(str(base), check_files(resolve_checkpoint(base))["model_type"])
         check_headers(base, run)
         with run.display.working("base", f"loading {base}"):
             base = load_base(

@@ -264,9 +264,14 @@ BROKEN = {
         "config.json",
     ),
     "config_empty": (
-        lambda f: (f / "config.json").write_text("[]"),
+        lambda f: (f / "config.json").write_text("{}"),
         "unreadable",
         "'model_type'",
+    ),
+    "config_list": (
+        lambda f: (f / "config.json").write_text("[]"),
+        "unreadable",
+        "config.json",
     ),
     "unknown_type": (lambda f: edit_config(f, model_type="qwen9"), "unsupported", "qwen9"),
     "other_width": (lambda f: edit_config(f, hidden_size=96), "unreadable", "Expected shape"),
