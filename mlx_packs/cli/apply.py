@@ -20,16 +20,13 @@ if TYPE_CHECKING:
 @options.model
 @option("--dry-run", is_flag=True, help="Check hashes, shapes and base; load no weights.")
 @options.gate("max_pack_mb")
-@options.trust_remote_code
-@options.backend
-@options.as_json
+@options.execution
 def apply(
     pack: Path,
     model: str,
     dry_run: bool,
     max_pack_mb: float | None,
     trust_remote_code: bool,
-    as_json: bool,
 ) -> None:
     """Check that a pack fits a base.
 
@@ -46,7 +43,7 @@ def apply(
     gates = evaluate_gates(limits, {"max_pack_mb": report["pack_mb"]})
     if gates:
         report["gates"] = gates
-    print_report(report, as_json, _lines(report))
+    print_report(report, _lines(report))
     exit_if_failed(failures(gates))
 
 

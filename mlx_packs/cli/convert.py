@@ -15,7 +15,7 @@ from .output import print_report
 @option("--to", required=True, type=click.Choice(ADAPTER_FORMATS), help="Format to write.")
 @options.out("Folder to write.")
 @options.as_json
-def export(pack: Path, to: str, out: str, as_json: bool) -> None:
+def export(pack: Path, to: str, out: str) -> None:
     """Write a pack as an adapter of PEFT or mlx-lm."""
     from ..convert.interop import export_pack
 
@@ -24,7 +24,7 @@ def export(pack: Path, to: str, out: str, as_json: bool) -> None:
         f"wrote   {report['out']} ({report['mb']:.2f} MB): {report['modules']} modules for "
         f"{to}, numerically verified"
     ]
-    print_report(report, as_json, lines + [f"note    {note}" for note in report["notes"]])
+    print_report(report, lines + [f"note    {note}" for note in report["notes"]])
 
 
 @click.command("import")
@@ -42,7 +42,6 @@ def import_(
     model: str | None,
     overwrite: bool,
     trust_remote_code: bool,
-    as_json: bool,
 ) -> None:
     """Make a pack of an adapter of PEFT or mlx-lm.
 
@@ -59,4 +58,4 @@ def import_(
         f"{', '.join(report['kinds'])} of rank {ranks} on {report['modules']} modules of "
         f"{report['base']}{in_full}"
     ]
-    print_report(report, as_json, lines)
+    print_report(report, lines)

@@ -21,7 +21,7 @@ from .output import exit_if_failed, print_report
 @options.backend
 @option("-v", "--verbose", is_flag=True, help="Show every instance, on a CPU too.")
 @options.as_json
-def doctor(file: Path | None, verbose: bool, as_json: bool) -> None:
+def doctor(file: Path | None, verbose: bool) -> None:
     """Check this machine and its kernels.
 
     The usual instances of every kernel are compared with plain MLX, and timed. The exit code is 1
@@ -39,7 +39,7 @@ def doctor(file: Path | None, verbose: bool, as_json: bool) -> None:
     if file is not None:
         atomic_write(file, to_json(report))
         lines.append(f"report  {file}: attach it to an issue")
-    print_report(report, as_json, lines)
+    print_report(report, lines)
     if not all(kernel["ok"] for kernel in report["kernels"]):
         exit_if_failed(["a kernel is wrong on this machine; please report it"])
 

@@ -1,7 +1,6 @@
 """`packs eval-batch`: a base and packs side by side."""
 
 import shutil
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -46,9 +45,7 @@ if TYPE_CHECKING:
 @options.gate("min_tps_ratio")
 @options.gate("max_pack_mb")
 @option("--csv", "csv_file", metavar="FILE", help="Write every figure as CSV, too.")
-@options.trust_remote_code
-@options.backend
-@options.as_json
+@options.execution
 def eval_batch(
     more: tuple[str, ...],
     model: str,
@@ -56,7 +53,6 @@ def eval_batch(
     sizes: str,
     csv_file: str | None,
     trust_remote_code: bool,
-    as_json: bool,
     **settings,
 ) -> None:
     """Compare a base and packs side by side, with gates.
@@ -80,7 +76,7 @@ def eval_batch(
     compared = evaluate_batch(base, chosen, batch_sizes=batch_sizes, display=display, **settings)
     if csv_path is not None:
         atomic_write(csv_path, as_csv(compared))
-    print_report([one.to_json() for one in compared], as_json, _lines(compared, csv_path))
+    print_report([one.to_json() for one in compared], _lines(compared, csv_path))
     exit_if_failed(failed(compared))
 
 
@@ -135,14 +131,13 @@ def _quality(one: "Compared") -> list[str]:
     from ..evaluation.compare import BASE
     from ..packs.card import format_perplexity
 
-    if one.name == BASE:
-        return [one.name, format_perplexity(one.ppl, one.ppl_se), "", f"{one.accuracy:.1%}", ""]
+    is_base = one.name == BASE
     return [
         one.name,
         format_perplexity(one.ppl, one.ppl_se),
-        format_perplexity(one.ppl_ratio, one.ppl_ratio_se, 3),
+        "" if is_base else format_perplexity(one.ppl_ratio, one.ppl_ratio_se, 3),
         f"{one.accuracy:.1%}",
-        f"{one.pack_mb:.2f}",
+        "" if is_base else f"{one.pack_mb:.2f}",
     ]
 
 
@@ -162,19 +157,13 @@ def _speed(one: "Compared") -> list[str]:
 
 
 def _table(head: list[str], rows: list[list[str]]) -> list[str]:
-    """Plain lines as wide as the terminal at most; colour is left to terminals."""
-    from rich.console import Console
-    from rich.table import Table
-
-    width = max(60, min(100, shutil.get_terminal_size((80, 24)).columns))
+    """Lines as wide as the terminal at most; names are cut, figures never."""
     widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
-    most = max(8, width - sum(w + 2 for w in widths[1:]))  # names are cut, figures never
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
-    for i, title in enumerate(head):
-        table.add_column(title, justify="right" if i else "left", no_wrap=True)
-    for name, *figures in rows:
-        table.add_row(name if len(name) <= most else name[: most - 1] + "…", *figures)
-    console = Console(width=2 * width + sum(widths), highlight=False, file=sys.stdout)
-    with console.capture() as captured:
-        console.print(table)
-    return [line.rstrip() for line in captured.get().splitlines()]
+    columns = max(60, min(100, shutil.get_terminal_size((80, 24)).columns))
+    widths[0] = min(widths[0], max(8, columns - sum(width + 2 for width in widths[1:])))
+    lines = []
+    for name, *figures in [head, *rows]:
+        name = name if len(name) <= widths[0] else name[: widths[0] - 1] + "…"
+        cells = [f"  {figure:>{width}}" for figure, width in zip(figures, widths[1:], strict=True)]
+        lines.append(f"{name:<{widths[0]}}{''.join(cells)}")
+    return lines

@@ -1,33 +1,18 @@
 """`packs eval` and `packs eval-tasks`: a base and a pack on the same examples."""
 
-from collections.abc import Callable
+import dataclasses
 
 import click
 
+from ..config.fields import facts_of
+from ..config.schema import DataConfig
 from ..display import Display
 from ..errors import PackError
 from . import options
 from .options import option
 from .output import print_report
 
-_COLUMNS = {
-    "chat_feature": "messages of a chat",
-    "prompt_feature": "prompt",
-    "completion_feature": "completion",
-    "text_feature": "plain text",
-}
-
-
-def _columns(command: Callable) -> Callable:
-    """Add the options that name columns."""
-    for name, content in reversed(_COLUMNS.items()):
-        command = option(
-            "--" + name.replace("_", "-"),
-            metavar="COLUMN",
-            help=f"Column with the {content}.",
-            default_text="as the pack was trained",
-        )(command)
-    return command
+_COLUMNS = [field for field in dataclasses.fields(DataConfig) if facts_of(field).column]
 
 
 @click.command("eval")
@@ -44,19 +29,16 @@ def _columns(command: Callable) -> Callable:
     help="Tokens that an example is cut to.",
     default_text="as the pack was trained",
 )
-@_columns
+@options.add(*(options.of_setting(field, "as the pack was trained") for field in _COLUMNS))
 @options.loss_on
 @options.limit
-@options.trust_remote_code
-@options.backend
-@options.as_json
+@options.execution
 def evaluate(
     pack: str | None,
     packs: tuple[str, ...],
     model: str,
     data: str,
     trust_remote_code: bool,
-    as_json: bool,
     **settings,
 ) -> None:
     """Evaluate a base and a pack: perplexity and token accuracy.
@@ -75,7 +57,7 @@ def evaluate(
         raise PackError(
             "PACK: is required, or packs to add up: --pack a=0.7 --pack b=0.3.", flag="pack"
         )
-    columns = {name: settings.pop(name) for name in _COLUMNS}
+    columns = {field.name: settings.pop(field.name) for field in _COLUMNS}
     columns = {name: column for name, column in columns.items() if column is not None}
     report = evaluate(
         load_base_for(opened, model, trust_remote_code),
@@ -84,7 +66,7 @@ def evaluate(
         columns=columns_of(opened, data, **columns),
         **settings,
     )
-    print_report(report.to_json(), as_json, report.lines())
+    print_report(report.to_json(), report.lines())
 
 
 @click.command()
@@ -109,15 +91,12 @@ def evaluate(
 @option("--task-path", metavar="DIR", help="Folder with tasks of your own (YAML).")
 @option("--chat", is_flag=True, help="Put questions into the base's chat template.")
 @options.matmul_path("quantized", "transient", "dense")
-@options.trust_remote_code
-@options.backend
-@options.as_json
+@options.execution
 def eval_tasks(
     packs: tuple[str, ...],
     model: str,
     tasks: str,
     trust_remote_code: bool,
-    as_json: bool,
     **settings,
 ) -> None:
     """Evaluate a base and a pack on tasks of lm-evaluation-harness.
@@ -132,7 +111,7 @@ def eval_tasks(
     with Display().working("base", f"loading {model}"):
         base = load_base_for(pack, model, trust_remote_code)
     report = evaluate_tasks(base, pack, options.names(tasks), **settings)
-    print_report(report, as_json, _task_lines(report))
+    print_report(report, _task_lines(report))
 
 
 def _task_lines(report: dict) -> list[str]:

@@ -8,7 +8,7 @@ import click
 from ..errors import PackError
 from . import options
 from .options import option
-from .output import print_report
+from .output import print_report, wants_json
 
 
 @click.command()
@@ -31,16 +31,13 @@ from .output import print_report
     help="Temperature of sampling; 0 takes the likeliest token.",
 )
 @option("--seed", default=0, metavar="N", help="Seed of sampling.")
-@options.trust_remote_code
-@options.backend
-@options.as_json
+@options.execution
 def generate(
     model: str,
     packs: tuple[str, ...],
     prompt: str,
     system: str | None,
     trust_remote_code: bool,
-    as_json: bool,
     raw: bool,
     **sampling,
 ) -> None:
@@ -62,7 +59,7 @@ def generate(
     with base.applied(pack) if pack else nullcontext():
         for piece in stream(base, tokens, **sampling):
             pieces.append(piece)
-            if not as_json:
+            if not wants_json():
                 click.echo(piece, nl=False)
     report = {
         "prompt": prompt,
@@ -70,4 +67,4 @@ def generate(
         "pack": " + ".join(packs) or None,
         "model": model,
     }
-    print_report(report, as_json, [""])
+    print_report(report, [""])

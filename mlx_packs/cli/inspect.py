@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 @click.argument("pack", type=click.Path(path_type=Path))
 @options.as_json
 @option("-v", "--verbose", is_flag=True, help="List each adapter and the tensor it changes.")
-def inspect(pack: Path, as_json: bool, verbose: bool) -> None:
+def inspect(pack: Path, verbose: bool) -> None:
     """Show a pack: base, ranks, results, hashes.
 
     Loads no tensor and no model. PACK may be a folder that `packs quantize` wrote, too; then every
@@ -34,13 +34,13 @@ def inspect(pack: Path, as_json: bool, verbose: bool) -> None:
         from ..display import Display
 
         record = verify(pack, Display())
-        print_report(record, as_json, _checkpoint_lines(pack, record))
+        print_report(record, _checkpoint_lines(pack, record))
         return
     opened = Pack.open(pack)
     opened.verify()
     pin = read_pin(opened.path)
     report = opened.manifest | ({"hub": pin} if pin else {})
-    print_report(report, as_json, _pack_lines(opened, verbose))
+    print_report(report, _pack_lines(opened, verbose))
 
 
 def _checkpoint_lines(folder: Path, record: dict) -> list[str]:
@@ -162,7 +162,7 @@ def _adapted_line(module: dict) -> str:
 @click.argument("folder", required=False)
 @option("--hub-cache", is_flag=True, help="List the packs in the caches of the Hub.")
 @options.as_json
-def list_packs(folder: str | None, hub_cache: bool, as_json: bool) -> None:
+def list_packs(folder: str | None, hub_cache: bool) -> None:
     """List the packs below a folder.
 
     Without FOLDER it is the current one, or with --hub-cache the caches of the Hub alone. Only
@@ -174,16 +174,15 @@ def list_packs(folder: str | None, hub_cache: bool, as_json: bool) -> None:
     listed = list_packs(top, hub_cache)
     width = max(60, min(120, shutil.get_terminal_size((100, 24)).columns))
     places = [f"below {top}"] * bool(top) + ["in the Hub's caches"] * hub_cache
-    print_report(
-        listed, as_json, table(listed, width) if listed else [f"no packs {' or '.join(places)}"]
-    )
+    lines = table(listed, width) if listed else [f"no packs {' or '.join(places)}"]
+    print_report(listed, lines)
 
 
 @click.command()
 @click.argument("a")
 @click.argument("b")
 @options.as_json
-def diff(a: str, b: str, as_json: bool) -> None:
+def diff(a: str, b: str) -> None:
     """Show what two packs share, and how far apart they are.
 
     For each layer: the norms of both deltas and of their difference, the cosine between them, and
@@ -192,4 +191,4 @@ def diff(a: str, b: str, as_json: bool) -> None:
     from ..packs.diff import diff, lines
 
     report = diff(a, b)
-    print_report(report, as_json, lines(report))
+    print_report(report, lines(report))

@@ -10,8 +10,8 @@ from contextlib import contextmanager
 
 import click
 
-from ..errors import Interrupted, PackError, did_you_mean
-from .options import no_such_option
+from ..config.parse import RENAMED_KEYS
+from ..errors import Interrupted, PackError, did_you_mean, flag_of
 
 # Section of `packs --help` -> command -> "module:attribute" of this package.
 COMMANDS = {
@@ -128,7 +128,10 @@ def user_errors() -> Iterator[None]:
 def _usage_error(error: click.ClickException) -> PackError:
     """Turn click's complaint into ours, with the option or argument first."""
     if isinstance(error, click.NoSuchOption):
-        return no_such_option(error)
+        renamed = RENAMED_KEYS.get(error.option_name.lstrip("-").replace("-", "_"))
+        near = [flag_of(renamed)] if renamed else error.possibilities
+        hint = f" Use {' or '.join(near)}." if near else ""
+        return PackError(f"{error.option_name}: no such option.{hint}", "unknown")
     message = " ".join(error.format_message().split())
     if isinstance(error, click.BadOptionUsage):
         complaint = message.removeprefix(f"Option {error.option_name!r} ")

@@ -9,17 +9,19 @@ from ..data.encoding import Example, encode
 from ..display import Display
 from ..training.phases import resolve_phases
 from ..training.tasks.tokens import encoding_options
-from .output import print_report
+from .output import print_report, wants_json
 
 if TYPE_CHECKING:
     from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+COUNT = 5  # of the examples of each phase that are shown
 
-def show_mask(recipe: Recipe, display: Display, as_json: bool, count: int = 5) -> None:
+
+def show_mask(recipe: Recipe, display: Display) -> None:
     """Print the first training examples of each phase; targets are green, or between ⟦ and ⟧."""
-    masked, loss_on = _masked_examples(recipe, count)
-    if as_json:
-        print_report(masked, as_json, [])
+    masked, loss_on = _masked_examples(recipe)
+    if wants_json():
+        print_report(masked, [])
         return
     from rich.console import Console
     from rich.text import Text
@@ -39,7 +41,7 @@ def show_mask(recipe: Recipe, display: Display, as_json: bool, count: int = 5) -
     display.line("mask", f"loss on {loss_on}; --loss-on all, completion or assistant")
 
 
-def _masked_examples(recipe: Recipe, count: int) -> tuple[list[dict], str]:
+def _masked_examples(recipe: Recipe) -> tuple[list[dict], str]:
     """Training examples in spans of text that are targets or not, and what the loss is on."""
     run, train = recipe.run, recipe.train
     tokenizer, vocab_size = _tokenizer(run.get("model", TINY), run.get("trust_remote_code", False))
@@ -47,7 +49,7 @@ def _masked_examples(recipe: Recipe, count: int) -> tuple[list[dict], str]:
     for phase in resolve_phases(train, recipe.data):
         splits = phase.load_rows()
         options = encoding_options(train, "train", splits.format, vocab_size)
-        examples = encode(splits.rows["train"][:count], tokenizer, phase.sources[0], options)
+        examples = encode(splits.rows["train"][:COUNT], tokenizer, phase.sources[0], options)
         masked += [_masked(example, tokenizer) for example in examples.items]
         losses[examples.loss_on] = None
     return masked, ", ".join(losses)
@@ -68,7 +70,7 @@ def _masked(example: Example, tokenizer: "TokenizerWrapper") -> dict:
 
 
 def _tokenizer(model: str, trust_remote_code: bool) -> tuple["TokenizerWrapper", int]:
-    """Return the tokenizer of a base and the size of its vocabulary; loads no weights."""
+    """Return the tokenizer of a base model and the size of its vocabulary; load no weights."""
     from mlx_lm.utils import load_config
 
     path = resolve_checkpoint(model)

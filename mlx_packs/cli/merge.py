@@ -1,6 +1,5 @@
 """`packs merge` and `packs combine`: packs merged into their base, or into one pack."""
 
-from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import click
@@ -12,29 +11,20 @@ from . import options
 from .options import option
 from .output import exit_if_failed, print_report
 
-
-def _fidelity(command: Callable) -> Callable:
-    """Add the options of the comparison that a merged result has to pass."""
-    decorators = (
-        option(
-            "--max-drift",
-            type=float,
-            metavar="KL",
-            help="Gate: exit with 1 if the mean KL is above this.",
-            default_text="0.02 and a tenth of the pack's own",
-        ),
-        options.data("Examples to compare on"),
-        option(
-            "--rows",
-            default=32,
-            metavar="N",
-            type=click.IntRange(1),
-            help="Examples to compare on.",
-        ),
-    )
-    for decorator in reversed(decorators):
-        command = decorator(command)
-    return command
+# of the comparison that a merged result has to pass
+_fidelity = options.add(
+    option(
+        "--max-drift",
+        type=float,
+        metavar="KL",
+        help="Gate: exit with 1 if the mean KL is above this.",
+        default_text="0.02 and a tenth of the pack's own",
+    ),
+    options.data("Examples to compare on"),
+    option(
+        "--rows", default=32, metavar="N", type=click.IntRange(1), help="Examples to compare on."
+    ),
+)
 
 
 @click.command()
@@ -56,10 +46,8 @@ def _fidelity(command: Callable) -> Callable:
 @_fidelity
 @options.max_shard_gb
 @options.overwrite
-@options.trust_remote_code
-@options.backend
-@options.as_json
-def merge(pack: Path, model: str, out: str, as_json: bool, **settings) -> None:
+@options.execution
+def merge(pack: Path, model: str, out: str, **settings) -> None:
     """Write the base with a pack merged into it.
 
     The merged model is first compared with the base with the pack attached (mean KL, nats per
@@ -76,7 +64,7 @@ def merge(pack: Path, model: str, out: str, as_json: bool, **settings) -> None:
             f"wrote   {report['out']} ({size(report['gb'] * 1e9)}, {report['shards']} shard(s)): "
             f"{report['changed']} weights changed, requantize {requantize}"
         )
-    print_report(report, as_json, lines)
+    print_report(report, lines)
     if not report["passed"]:
         scores, passing = report["tried"], report["passes"]
         advice = (
@@ -84,7 +72,7 @@ def merge(pack: Path, model: str, out: str, as_json: bool, **settings) -> None:
             if passing
             else f"nothing passes ({', '.join(f'{k} {v:.2g}' for k, v in scores.items())})"
         )
-        exit_if_failed(_failed_gate(scores[requantize], report["max_drift"], advice))
+        _fail(scores[requantize], report["max_drift"], advice)
 
 
 @click.command()
@@ -104,12 +92,8 @@ def merge(pack: Path, model: str, out: str, as_json: bool, **settings) -> None:
 @options.model
 @_fidelity
 @options.overwrite
-@options.trust_remote_code
-@options.backend
-@options.as_json
-def combine(
-    weighted_packs: tuple[str, ...], out: str, method: str, as_json: bool, **settings
-) -> None:
+@options.execution
+def combine(weighted_packs: tuple[str, ...], out: str, method: str, **settings) -> None:
     """Make one pack of several of one base.
 
     Deltas are added by weight (linear), brought to a rank (svd), trimmed and elected by sign (TIES)
@@ -122,10 +106,10 @@ def combine(
     lines = _fidelity_lines(report)
     if report["passed"]:
         lines.append(f"pack    {report['out']} ({report['pack_mb']:.2f} MB) by {method}")
-    print_report(report, as_json, lines)
+    print_report(report, lines)
     if not report["passed"]:
         advice = f"--rank {report['passes']} passes" if report["passes"] else "no rank passes"
-        exit_if_failed(_failed_gate(report["kl_mean"], report["max_drift"], advice))
+        _fail(report["kl_mean"], report["max_drift"], advice)
 
 
 def _weighted(text: str) -> tuple[str, float]:
@@ -154,6 +138,7 @@ def _fidelity_lines(report: dict) -> list[str]:
     ]
 
 
-def _failed_gate(value: float, limit: float, advice: str) -> Sequence[str]:
-    """Return the line about a result that is too far from the attached adapters."""
-    return [f"gate --max-drift failed: {value:.2g} > {limit:.2g}; nothing was written; {advice}."]
+def _fail(value: float, limit: float, advice: str) -> None:
+    """Exit with code 1 because a result is too far from the attached adapters."""
+    drift = f"gate --max-drift failed: {value:.2g} > {limit:.2g}"
+    exit_if_failed([f"{drift}. Nothing was written. {advice}."])

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 import click
 
 from ..config.fields import SECTIONS, facts_of, flags_of
-from ..config.parse import RENAMED_KEYS
-from ..errors import PackError, flag_of
+from ..errors import flag_of
 from ..gates import MEANING
+from .output import JSON
 
 if TYPE_CHECKING:
     from click.types import OptionHelpExtra
@@ -84,22 +84,17 @@ def of_setting(field: dataclasses.Field, default: str | None) -> Callable:
         field: of a configuration.
         default: what the help shows as the default.
     """
-    facts, names = facts_of(field), list(flags_of(field))
+    facts, names = facts_of(field), flags_of(field)
     settings: dict = {"section": facts.section, "help": facts.help, "default_text": default}
-    if not isinstance(field.default, bool):
-        return option(*names, metavar=metavar_of(field), **settings)
-    if facts.flags is None:
-        names = [f"{names[0]}/--no-{names[0][2:]}"]
-    return option(*names, is_flag=True, default=None, **settings)
-
-
-def metavar_of(field: dataclasses.Field) -> str:
-    """Return what help calls the value of a setting."""
-    facts = facts_of(field)
+    if isinstance(field.default, bool):
+        names = names if facts.flags else (f"{names[0]}/--no-{names[0][2:]}",)
+        return option(*names, is_flag=True, default=None, **settings)
     if facts.choices:
-        return "{" + ",".join(facts.choices) + "}"
-    kinds = {int: "N", float: "X", tuple[str, ...]: "NAMES"}
-    return facts.metavar or kinds.get(field.type, "TEXT")
+        metavar = "{" + ",".join(facts.choices) + "}"
+    else:
+        kinds = {int: "N", float: "X", tuple[str, ...]: "NAMES"}
+        metavar = facts.metavar or kinds.get(field.type, "TEXT")
+    return option(*names, metavar=metavar, **settings)
 
 
 def default_text(field: dataclasses.Field) -> str | None:
@@ -130,7 +125,15 @@ trust_remote_code = option(
     is_flag=True,
     help="Allow executing Python code shipped with the model.",
 )
-as_json = option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
+
+
+def _use_json(ctx: click.Context, _: click.Parameter, value: bool) -> None:
+    ctx.meta[JSON] = value
+
+
+as_json = option(
+    "--json", is_flag=True, expose_value=False, callback=_use_json, help="Print the result as JSON."
+)
 overwrite = option("--overwrite", is_flag=True, help="Replace what is at --out.")
 max_shard_gb = option("--max-shard-gb", default=1.0, metavar="GB", help="Largest file of weights.")
 split = option(
@@ -240,10 +243,5 @@ backend = option(
 )
 
 
-def no_such_option(error: click.NoSuchOption) -> PackError:
-    """Return the error for an option that a command lacks, with the nearest or new name."""
-    name = error.option_name
-    renamed = RENAMED_KEYS.get(name.lstrip("-").replace("-", "_"), "").replace("_", "-")
-    near = [f"--{renamed}"] if renamed else error.possibilities
-    hint = f" Use {' or '.join(near)}." if near else ""
-    return PackError(f"{name}: no such option.{hint}", "unknown")
+# of every command that loads a model
+execution = add(trust_remote_code, backend, as_json)

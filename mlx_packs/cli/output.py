@@ -8,10 +8,17 @@ import click
 
 from ..errors import printable
 
+JSON = "mlx_packs.json"  # in `click.Context.meta`
 
-def print_report(report: dict | list, as_json: bool, lines: Iterable[str]) -> None:
-    """Print a report as JSON, or lines about it; neither can steer a terminal."""
-    if not as_json:
+
+def wants_json() -> bool:
+    """Return whether the command that runs was called with --json."""
+    return click.get_current_context().meta.get(JSON, False)
+
+
+def print_report(report: dict | list, lines: Iterable[str]) -> None:
+    """Print a report as JSON after --json, else lines about it; neither can steer a terminal."""
+    if not wants_json():
         click.echo("\n".join(map(printable, lines)))
         return
     text = json.dumps(report, indent=2, ensure_ascii=False)

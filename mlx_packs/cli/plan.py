@@ -51,9 +51,7 @@ def _default_text(field: dataclasses.Field) -> str:
 @options.recipes
 @options.add(*(options.of_setting(f, _default_text(f)) for f in _SETTINGS))
 @options.as_json
-def plan(
-    memory: float | None, device: str | None, configs: tuple[str, ...], as_json: bool, **flags
-) -> None:
+def plan(memory: float | None, device: str | None, configs: tuple[str, ...], **flags) -> None:
     """Estimate peak memory and suggest a training command.
 
     Reads config.json and the headers of the tensors only, of a Hub id too. What a flag or a file
@@ -81,7 +79,7 @@ def plan(
         ]
         width = min(100, shutil.get_terminal_size((100, 24)).columns)
         lines = table(choices, headers, limit, configs, unflagged, width)
-    print_report(report, as_json, lines)
+    print_report(report, lines)
 
 
 def _check_machine(memory: float | None, device: str | None) -> None:

@@ -52,9 +52,7 @@ if TYPE_CHECKING:
 @options.overwrite
 @options.trust_remote_code
 @options.as_json
-def quantize(
-    model: str, out: str, overwrite: bool, trust_remote_code: bool, as_json: bool, **settings
-) -> None:
+def quantize(model: str, out: str, overwrite: bool, trust_remote_code: bool, **settings) -> None:
     """Write a 4-bit (or 2- to 8-bit) copy of a checkpoint.
 
     Works tensor by tensor, so that a model larger than memory can be quantized. After an
@@ -64,7 +62,7 @@ def quantize(
 
     how = _options(**settings)
     report = quantize(model, out, how, overwrite, trust_remote_code, Display())
-    print_report(report, as_json, _lines(report))
+    print_report(report, _lines(report))
 
 
 def _options(

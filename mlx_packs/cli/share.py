@@ -20,7 +20,7 @@ from .output import print_report
     "--license", metavar="ID", help="Licence, as the Hub names it.", default_text="that of the base"
 )
 @options.as_json
-def push(pack: str, repo: str, as_json: bool, **settings) -> None:
+def push(pack: str, repo: str, **settings) -> None:
     """Upload a pack to the Hugging Face Hub.
 
     REPO is owner/name. The pack is checked first. Its folder is uploaded as it is, so a licence, or
@@ -37,7 +37,7 @@ def push(pack: str, repo: str, as_json: bool, **settings) -> None:
         f"{report['commit'][:12]} · {report['url']}",
         f"try     packs pull {name} --out packs/{report['repo'].rsplit('/', 1)[-1]}",
     ]
-    print_report(report, as_json, lines)
+    print_report(report, lines)
 
 
 @click.command()
@@ -47,7 +47,7 @@ def push(pack: str, repo: str, as_json: bool, **settings) -> None:
 )
 @options.overwrite
 @options.as_json
-def pull(repo: str, out: str, overwrite: bool, as_json: bool) -> None:
+def pull(repo: str, out: str, overwrite: bool) -> None:
     """Fetch a pack from the Hugging Face Hub.
 
     REPO is owner/name or owner/name@revision. Only the files of its manifest are fetched, each is
@@ -68,4 +68,4 @@ def pull(repo: str, out: str, overwrite: bool, as_json: bool) -> None:
         f"pulled  {pack.path} ({pack.size_mb:.2f} MB) · commit {report['commit'][:12]} · hashes ok",
         f'try     packs generate --model {base} --pack {out or repo} --prompt "…"',
     ]
-    print_report(report, as_json, lines)
+    print_report(report, lines)

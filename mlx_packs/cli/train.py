@@ -83,7 +83,6 @@ def train(
     configs: tuple[str, ...],
     force: bool,
     show_mask: bool,
-    as_json: bool,
     verbose: bool,
     quiet: bool,
     **flags,
@@ -114,7 +113,7 @@ def train(
             )
         from . import mask
 
-        mask.show_mask(recipe, display, as_json)
+        mask.show_mask(recipe, display)
         return
     run, model = recipe.run, recipe.run.get("model", TINY)
     result = train_pack(
@@ -127,7 +126,7 @@ def train(
         force=force,
         **{name: value for name, value in run.items() if name not in ("model", "out")},
     )
-    print_report(result.to_json(), as_json, _lines(result.report, model, quiet))
+    print_report(result.to_json(), _lines(result.report, model, quiet))
     exit_if_failed(failures(result.report["gates"]))
 
 
