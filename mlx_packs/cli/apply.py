@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 @click.argument("pack", type=click.Path(path_type=Path))
 @options.model
 @option("--dry-run", is_flag=True, help="Check hashes, shapes and base; load no weights.")
-@options.gate("max_pack_mb")
+@options.setting("max_pack_mb", type=float)
 @options.execution
 def apply(
     pack: Path,

@@ -41,9 +41,9 @@ if TYPE_CHECKING:
 @options.limit
 @options.loss_on
 @options.matmul_path("auto", "quantized", "transient", "dense")
-@options.gate("max_ppl_ratio")
-@options.gate("min_tps_ratio")
-@options.gate("max_pack_mb")
+@options.setting("max_ppl_ratio", type=float)
+@options.setting("min_tps_ratio", type=float)
+@options.setting("max_pack_mb", type=float)
 @option("--csv", "csv_file", metavar="FILE", help="Write every figure as CSV, too.")
 @options.execution
 def eval_batch(

@@ -1,18 +1,15 @@
 """`packs eval` and `packs eval-tasks`: a base and a pack on the same examples."""
 
-import dataclasses
-
 import click
 
-from ..config.fields import facts_of
-from ..config.schema import DataConfig
+from ..config.schema import COLUMN_SETTINGS
 from ..display import Display
 from ..errors import PackError
 from . import options
 from .options import option
 from .output import print_report
 
-_COLUMNS = [field for field in dataclasses.fields(DataConfig) if facts_of(field).column]
+_AS_TRAINED = "as the pack was trained"
 
 
 @click.command("eval")
@@ -21,15 +18,9 @@ _COLUMNS = [field for field in dataclasses.fields(DataConfig) if facts_of(field)
 @options.packs("Pack with a weight, repeatable: the deltas add up.", metavar="PACK=WEIGHT")
 @options.data()
 @options.split
-@options.batch_size(4)
-@option(
-    "--max-seq-length",
-    type=click.IntRange(2),
-    metavar="N",
-    help="Tokens that an example is cut to.",
-    default_text="as the pack was trained",
-)
-@options.add(*(options.of_setting(field, "as the pack was trained") for field in _COLUMNS))
+@options.setting("batch_size", default=4, type=click.IntRange(1))
+@options.setting("max_seq_length", _AS_TRAINED, type=click.IntRange(2))
+@options.add(*(options.setting(name, _AS_TRAINED) for name in COLUMN_SETTINGS))
 @options.loss_on
 @options.limit
 @options.execution
@@ -57,7 +48,7 @@ def evaluate(
         raise PackError(
             "PACK: is required, or packs to add up: --pack a=0.7 --pack b=0.3.", flag="pack"
         )
-    columns = {field.name: settings.pop(field.name) for field in _COLUMNS}
+    columns = {name: settings.pop(name) for name in COLUMN_SETTINGS}
     columns = {name: column for name, column in columns.items() if column is not None}
     report = evaluate(
         load_base_for(opened, model, trust_remote_code),
@@ -87,7 +78,7 @@ def evaluate(
     help="Examples of each task.",
     default_text="all",
 )
-@options.batch_size(8)
+@options.setting("batch_size", default=8, type=click.IntRange(1))
 @option("--task-path", metavar="DIR", help="Folder with tasks of your own (YAML).")
 @option("--chat", is_flag=True, help="Put questions into the base's chat template.")
 @options.matmul_path("quantized", "transient", "dense")

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 import click
 
 from ..config.fields import SECTIONS, facts_of, flags_of
-from ..errors import flag_of
-from ..gates import MEANING
+from ..config.recipe import RunOptions
+from ..config.schema import DataConfig, LoRAConfig, TrainConfig
 from .output import JSON
 
 if TYPE_CHECKING:
@@ -17,13 +17,22 @@ if TYPE_CHECKING:
     from ..packs.pack import Pack
 
 
+# The settings of a run by name, in the order of the help; without those that only files specify.
+SETTINGS = {
+    field.name: field
+    for config in (RunOptions, DataConfig, LoRAConfig, TrainConfig)
+    for field in dataclasses.fields(config)
+    if flags_of(field)
+}
+
+
 class Option(click.Option):
-    """An option of a command.
+    """An option with a section of the help, and a default in words where its value explains nothing.
 
     Args:
         names: flags, and perhaps the parameter of the function.
         section: where `SectionedCommand` lists it.
-        default_text: the default in words, where its value explains nothing.
+        default_text: the default in words.
         settings: as of `click.Option`.
     """
 
@@ -37,6 +46,8 @@ class Option(click.Option):
         super().__init__(names, **settings)
         self.section = section
         self.default_text = default_text
+        if isinstance(self.type, click.Choice):
+            self.metavar = "{" + ",".join(self.type.choices) + "}"
 
     def get_help_extra(self, ctx: click.Context) -> "OptionHelpExtra":
         """Return the text in brackets after the help."""
@@ -77,28 +88,31 @@ def add(*decorators: Callable) -> Callable:
     return decorate
 
 
-def of_setting(field: dataclasses.Field, default: str | None) -> Callable:
-    """Add the option of a setting; `config.parse.build` types its value.
+def setting(name: str, default_text: str | None = None, **overrides) -> Callable:
+    """Add the option of a setting of a run, as its field describes it.
 
     Args:
-        field: of a configuration.
-        default: what the help shows as the default.
+        name: of the setting.
+        default_text: the default in words.
+        overrides: what differs here. Without ``type``, `config.parse.build` types the value.
     """
-    facts, names = facts_of(field), flags_of(field)
-    settings: dict = {"section": facts.section, "help": facts.help, "default_text": default}
+    field = SETTINGS[name]
+    facts, flags = facts_of(field), flags_of(field)
+    described: dict = {"section": facts.section, "help": facts.help, "default_text": default_text}
     if isinstance(field.default, bool):
-        names = names if facts.flags else (f"{names[0]}/--no-{names[0][2:]}",)
-        return option(*names, is_flag=True, default=None, **settings)
-    if facts.choices:
-        metavar = "{" + ",".join(facts.choices) + "}"
+        described |= {"is_flag": True, "default": None}
+        flags = facts.flags or (f"{flags[0]}/--no-{flags[0][2:]}",)
+    elif facts.choices:
+        described["metavar"] = "{" + ",".join(facts.choices) + "}"
     else:
         kinds = {int: "N", float: "X", tuple[str, ...]: "NAMES"}
-        metavar = facts.metavar or kinds.get(field.type, "TEXT")
-    return option(*names, metavar=metavar, **settings)
+        described["metavar"] = facts.metavar or kinds.get(field.type, "TEXT")
+    return option(*flags, **described | overrides)
 
 
-def default_text(field: dataclasses.Field) -> str | None:
+def shown_default(name: str) -> str | None:
     """Return the default of a setting as help shows it; None if it goes without saying."""
+    field = SETTINGS[name]
     shown, default = facts_of(field).shown_default, field.default
     if shown is not None or default is False or default in (None, (), dataclasses.MISSING):
         return shown
@@ -114,17 +128,8 @@ recipes = option(
     multiple=True,
     help="YAML file of these options, or a recipe of QLoRA, PEFT or bitsandbytes.",
 )
-model = option(
-    "--model",
-    default="tiny",
-    metavar="MODEL",
-    help="Base model: a folder, a Hub id, or 'tiny'.",
-)
-trust_remote_code = option(
-    "--trust-remote-code",
-    is_flag=True,
-    help="Allow executing Python code shipped with the model.",
-)
+model = setting("model", default="tiny")
+trust_remote_code = setting("trust_remote_code", default=False)
 
 
 def _use_json(ctx: click.Context, _: click.Parameter, value: bool) -> None:
@@ -142,11 +147,12 @@ split = option(
     metavar="NAME",
     help="Split of a data folder; valid where there is no test split.",
 )
-loss_on = option(
-    "--loss-on",
-    type=click.Choice(["all", "completion", "assistant"]),
-    help="Tokens that count.",
-    default_text="as the pack was trained",
+loss_on = setting(
+    "loss_on",
+    "as the pack was trained",
+    type=click.Choice(facts_of(SETTINGS["loss_on"]).choices),
+    help="Tokens to evaluate: all, those of the completion (the last answer), or those of every "
+    "assistant message.",
 )
 limit = option("--limit", default=-1, metavar="N", help="Examples to evaluate; -1 is all of them.")
 
@@ -171,17 +177,6 @@ def packs(sentence: str, metavar: str = "PACK") -> Callable:
     return option("--pack", "packs", multiple=True, metavar=metavar, help=sentence)
 
 
-def batch_size(default: int) -> Callable:
-    """How many examples are computed together."""
-    return option(
-        "--batch-size",
-        default=default,
-        metavar="N",
-        type=click.IntRange(1),
-        help="Examples per batch.",
-    )
-
-
 def matmul_path(default: str, *others: str) -> Callable:
     """How a command that does not train multiplies frozen weights."""
     return option(
@@ -189,23 +184,6 @@ def matmul_path(default: str, *others: str) -> Callable:
         default=default,
         type=click.Choice([default, *others]),
         help="How frozen weights are used: quantized, dequantized on the fly (transient), or dense.",
-    )
-
-
-_GATES = {
-    "max_ppl_ratio": "a pack's PPL is above this share of the base's",
-    "min_tps_ratio": "a pack decodes at less than this share of the base's tokens/s",
-    "max_pack_mb": "the pack is larger than this",
-}
-
-
-def gate(name: str) -> Callable:
-    """A limit of `gates`, as a flag."""
-    return option(
-        flag_of(name),
-        type=float,
-        metavar="MB" if MEANING[name] == "MB" else "RATIO",
-        help=f"Gate: exit with 1 if {_GATES[name]}.",
     )
 
 

@@ -1,14 +1,12 @@
 """`packs plan`: what fits into a memory."""
 
-import dataclasses
 import math
 import shutil
 
 import click
 
 from ..config.fields import facts_of
-from ..config.recipe import RunOptions, specified
-from ..config.schema import LoRAConfig, TrainConfig
+from ..config.recipe import specified
 from ..errors import PackError
 from . import options
 from .options import option
@@ -26,16 +24,13 @@ _SEARCHED = {
 
 
 _SETTINGS = [
-    f
-    for config in (RunOptions, LoRAConfig, TrainConfig)
-    for f in dataclasses.fields(config)
-    if facts_of(f).memory or f.name == "model"
+    name for name, field in options.SETTINGS.items() if facts_of(field).memory or name == "model"
 ]
 
 
-def _default_text(field: dataclasses.Field) -> str:
+def _default_text(name: str) -> str:
     """Return the default of a setting, and what the search does with it."""
-    return _SEARCHED.get(field.name, "{}").format(options.default_text(field) or "")
+    return _SEARCHED.get(name, "{}").format(options.shown_default(name) or "")
 
 
 @click.command()
@@ -49,7 +44,7 @@ def _default_text(field: dataclasses.Field) -> str:
     default_text="this machine's",
 )
 @options.recipes
-@options.add(*(options.of_setting(f, _default_text(f)) for f in _SETTINGS))
+@options.add(*(options.setting(name, _default_text(name)) for name in _SETTINGS))
 @options.as_json
 def plan(memory: float | None, device: str | None, configs: tuple[str, ...], **flags) -> None:
     """Estimate peak memory and suggest a training command.

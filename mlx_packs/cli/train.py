@@ -1,12 +1,8 @@
 """`packs train`: what it does is `mlx_packs.train_pack`."""
 
-import dataclasses
-
 import click
 
-from ..config.fields import flags_of
-from ..config.recipe import RunOptions, specified, tiny_recipe
-from ..config.schema import DataConfig, LoRAConfig, TrainConfig
+from ..config.recipe import specified, tiny_recipe
 from ..display import NORMAL, QUIET, VERBOSE, Display, clock
 from ..errors import PackError
 from ..gates import failures, gates_text
@@ -26,25 +22,20 @@ Examples:
 """
 
 
-_SETTINGS = [
-    f
-    for config in (RunOptions, DataConfig, LoRAConfig, TrainConfig)
-    for f in dataclasses.fields(config)
-    if flags_of(f)  # others are for YAML
-]
 _TINY = tiny_recipe()
 
 
-def _default_text(field: dataclasses.Field) -> str:
+def _default_text(name: str) -> str:
     """Return the default of a setting, and that for the bundled model where it is another one."""
-    tiny = _TINY.get(field.name, field.default)
-    own = f"tiny: {tiny}" if tiny != field.default else None
-    return "; ".join(text for text in (options.default_text(field), own) if text)
+    default = options.SETTINGS[name].default
+    tiny = _TINY.get(name, default)
+    own = f"tiny: {tiny}" if tiny != default else None
+    return "; ".join(text for text in (options.shown_default(name), own) if text)
 
 
 @click.command(cls=options.SectionedCommand, epilog=EXAMPLES)
 @options.recipes
-@options.add(*(options.of_setting(f, _default_text(f)) for f in _SETTINGS))
+@options.add(*(options.setting(name, _default_text(name)) for name in options.SETTINGS))
 @option(
     "--mask-prompt",
     section="Model and data",

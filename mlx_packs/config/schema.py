@@ -404,8 +404,8 @@ class TrainConfig(TrainConflicts):
     )
     max_ppl_ratio: float | None = _gate(
         None,
-        "Gate: exit with code 1 if held-out perplexity after training is more than RATIO times "
-        "that before.",
+        "Gate: exit with code 1 if held-out perplexity with the pack is more than RATIO times that "
+        "of the base model.",
         metavar="RATIO",
         task="lm",
     )
