@@ -9,8 +9,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from mlx_packs.ops import grouped_lora, multi_lora, nf4
 from mlx_packs.ops._cost import CHIPS, Launch, seconds
-from mlx_packs.ops.diagnostics import OPS
 
 KERNELS = Path(__file__).parent.parent / "kernels"
 # How the op decides where that is not by the row itself.
@@ -20,11 +20,43 @@ DECIDES = {
 }
 BEGIN, END = "<!-- cost table -->", "<!-- end of cost table -->"
 Plans = tuple[Sequence[Launch], Sequence[Launch]]  # plain MLX, kernels
+WIDTHS = (4096, 1024, 1024)  # q, k and v of Qwen3-4B, whose width is 2560; all in bfloat16
 
 
 def cases() -> dict[str, list[tuple[str, Plans]]]:
     """By op, what is computed and its two plans."""
-    return {op.OP: op.cost_cases() for op in OPS}
+    forward, both = [], []
+    for rank in (8, 16, 64):
+        for rows in (1, 8, 64, 512, 4096):
+            sizes = (2, rows, 2560, (rank,) * 3, WIDTHS)
+            case = f"rank {rank}, {rows:,} rows"
+            forward.append((f"forward, {case}", grouped_lora.forward_plans(*sizes)))
+            both.append((f"with backward, {case}", grouped_lora.plans(*sizes)))
+    packs = [
+        (
+            f"rank {rank}, {sequences} x {rows:,} rows",
+            multi_lora.plans(2, sequences, rows, 2560, 4, (rank,) * 3, WIDTHS),
+        )
+        for rank in (16, 64)
+        for sequences, rows in ((1, 1), (8, 1), (64, 1), (4, 128), (4, 1024))
+    ]
+    products = [(f"rows {rows:,}", nf4_plans(rows)) for rows in (1, 4, 8, 16, 64, 512, 4096)]
+    unpacked = nf4.dequantize_plans(2, (WIDTHS[0], 2560), 64, True)
+    return {
+        "grouped_lora": forward + both,
+        "multi_lora": packs,
+        "nf4": [*products, ("dequantize", unpacked)],
+    }
+
+
+def nf4_plans(rows: int) -> Plans:
+    """Launches of a forward by the q projection: of plain MLX, and kernels with MLX's product."""
+    weight = ((WIDTHS[0], 2560), 64, True)
+    plain, unpack = nf4.dequantize_plans(2, *weight)
+    by_dense, by_matvec = nf4.matvec_plans(2, rows, *weight)
+    product = by_dense[-1:]
+    kernels = by_matvec if rows <= nf4.MATVEC_ROWS else unpack + product
+    return plain + product, kernels
 
 
 def table(op: str) -> str:

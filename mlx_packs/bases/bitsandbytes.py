@@ -9,7 +9,8 @@ import json
 import numpy as np
 
 from ..errors import PackError
-from ..ops.nf4 import BLOCK_SIZES, LEVELS, NESTED_BLOCK_SIZE, NF4Weight, absmax_map
+from ..ops.blockwise import dynamic_map
+from ..ops.nf4 import BLOCK_SIZES, LEVELS, NESTED_BLOCK_SIZE, NF4Weight
 from ..runtime import mx
 
 METHOD = "bitsandbytes"  # quant_method in a config.json
@@ -60,7 +61,7 @@ def to_bitsandbytes(name: str, weight: NF4Weight, dtype: str) -> dict[str, mx.ar
         state["nested_dtype"] = "float32"
         state["nested_offset"] = weight.offset.item()
         tensors[f"{name}.nested_absmax"] = weight.nested_absmax
-        tensors[f"{name}.nested_quant_map"] = absmax_map()
+        tensors[f"{name}.nested_quant_map"] = dynamic_map()
     text = json.dumps(state).ljust(_STATE_BYTES)
     tensors[f"{name}{_STATE}nf4"] = mx.array(np.frombuffer(text.encode(), np.uint8))
     return tensors
@@ -160,7 +161,7 @@ def _weight(
     _check_table("quant_map", quant_map, mx.array(LEVELS))
     offset = None
     if nested_absmax is not None:
-        _check_table("nested_quant_map", nested_quant_map, absmax_map())
+        _check_table("nested_quant_map", nested_quant_map, dynamic_map())
         if (size := state.get("nested_blocksize")) != NESTED_BLOCK_SIZE:
             raise ValueError(f"nested_blocksize must be {NESTED_BLOCK_SIZE} but is {size!r}.")
         _check_dtype("nested_dtype", state.get("nested_dtype"), ("float32",))

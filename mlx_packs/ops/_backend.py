@@ -31,6 +31,7 @@ _WORDS = {
     },
     "cuda": {"shared": "__shared__", "group": "blockIdx", "thread": "threadIdx.x"},
 }
+THREADS = 256  # of a group, unless a kernel has its own number
 _PACKAGE = Path(__file__).parents[1]
 _log = logging.getLogger("mlx_packs")
 
@@ -137,6 +138,11 @@ def summary() -> str:
     return " · ".join(parts)
 
 
+def dtype_name(dtype: mx.Dtype) -> str:
+    """Return ``float32`` for ``mx.float32``."""
+    return str(dtype).removeprefix("mlx.core.")
+
+
 def _span(rows: list[int]) -> str:
     low, high = min(rows), max(rows)
     return f"{low:,} rows" if low == high else f"{low:,} to {high:,} rows"
@@ -145,7 +151,7 @@ def _span(rows: list[int]) -> str:
 def _words(value: object) -> str:
     """Return an instance or sizes for people."""
     if isinstance(value, mx.Dtype):
-        return str(value).removeprefix("mlx.core.")
+        return dtype_name(value)
     if hasattr(value, "_asdict"):
         parts = value._asdict().items()
         return ", ".join(
@@ -162,6 +168,7 @@ def choose(
     sizes: tuple,
     check: CheckInstance,
     plans: Plans,
+    unsupported: str | None = None,
 ) -> str:
     """Return the backend that computes one call of an op.
 
@@ -173,12 +180,16 @@ def choose(
         check: Compares the instance with its reference on the given backend; what is wrong, or
             None. It may raise whatever a compiler or a device raises.
         plans: Launches of plain MLX and of the kernel, for the cost model.
+        unsupported: Why the op has no kernel for this call; the reference computes it.
     """
     wanted = forced()
     name = wanted or detect()
     if name == "reference":
         return name
     call = (op, instance, rows, sizes)
+    if unsupported is not None:
+        _calls[call], _reasons[call] = "reference", unsupported
+        return "reference"
     choice = _decided.get((name, wanted, call))
     if choice is None:
         choice = _decide(name, wanted, call, check, plans)
@@ -207,14 +218,6 @@ def _decide(name: str, wanted: str | None, call: tuple, check: CheckInstance, pl
             return "reference"
         _checked.add((name, op, instance))
     return name
-
-
-def decline(op: str, instance: tuple, rows: int, sizes: tuple, reason: str) -> str:
-    """Choose the reference for a call that an op has no kernel for, and record the reason."""
-    if (forced() or detect()) != "reference":
-        call = (op, instance, rows, sizes)
-        _calls[call], _reasons[call] = "reference", reason
-    return "reference"
 
 
 def fall_back(op: str, reason: str) -> None:
@@ -260,7 +263,7 @@ class Kernel:
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
     body: str
-    threads: int = 256
+    threads: int = THREADS
     includes: tuple[str, ...] = ()
 
     def launch(
@@ -308,12 +311,6 @@ def tiles(count: int, size: int) -> int:
 
 
 @functools.cache
-def int_table(values: tuple[int, ...]) -> mx.array:
-    """Return small numbers for a kernel, the same array each time."""
-    return mx.array([*values, *[0] * (8 - len(values))], dtype=mx.int32)
-
-
-@functools.cache
-def float_table(values: tuple[float, ...]) -> mx.array:
-    """Return the same for floats."""
-    return mx.array([*values, *[0.0] * (8 - len(values))], dtype=mx.float32)
+def table(values: tuple[float, ...], dtype: mx.Dtype = mx.int32) -> mx.array:
+    """Return a few numbers for a kernel, at least 8 with zeros; the same array each time."""
+    return mx.array([*values, *[0] * (8 - len(values))], dtype=dtype)

@@ -110,6 +110,12 @@ def sparse_signs(shape: Sequence[int], seed: int) -> mx.array:
     return mx.where(mx.abs(drawn) == 3, mx.sign(drawn), 0).astype(mx.float32)
 
 
+def seeded(shapes: Sequence[Sequence[int]], exact: bool) -> list[mx.array]:
+    """Return inputs of these shapes in float32, whose sums are exact if that is asked for."""
+    draw = sparse_signs if exact else normal
+    return [draw(shape, i) for i, shape in enumerate(shapes)]
+
+
 def normal(shape: Sequence[int], seed: int) -> mx.array:
     """Return random numbers that depend on the seed alone, in float32."""
     return mx.random.normal(tuple(shape), key=mx.random.key(seed))

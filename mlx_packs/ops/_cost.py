@@ -6,7 +6,7 @@ summed over launches, since each waits for the one before it. It decides between
 MLX where nothing was measured; the tables in kernels/*/README.md are printed from it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -53,17 +53,26 @@ class Launch:
     matmul: bool = False  # one of MLX's matrix products, at the matrix rate
 
 
+def product(what: str, itemsize: int, rows: int, depth: int, columns: int) -> Launch:
+    """Return MLX's product of arrays [rows, depth] and [depth, columns]."""
+    numbers = rows * depth + depth * columns + rows * columns
+    return Launch(what, itemsize * numbers, 2 * rows * depth * columns, matmul=True)
+
+
+def casts(what: str, itemsize: int, counts: Iterable[int]) -> list[Launch]:
+    """Return casts of arrays of so many numbers between float32 and a dtype; none to itself."""
+    return [Launch(what, (4 + itemsize) * count) for count in counts] if itemsize < 4 else []
+
+
 def seconds(plan: Sequence[Launch], chip: Chip) -> float:
     """Return the expected seconds of a plan's launches, one after the other."""
     total = 0.0
     for launch in plan:
         memory = launch.bytes / (chip.bandwidth_gb_s * 1e9 * BANDWIDTH_REACHED)
         cached = launch.cached_bytes / (chip.bandwidth_gb_s * 1e9 * CACHE_FACTOR)
-        rate = (
-            chip.matrix_tflops * MATMUL_REACHED
-            if launch.matmul
-            else chip.vector_tflops * VECTOR_REACHED
-        )
+        rate = chip.vector_tflops * VECTOR_REACHED
+        if launch.matmul:
+            rate = chip.matrix_tflops * MATMUL_REACHED
         total += chip.launch_us * 1e-6 + max(memory, cached, launch.flops / (rate * 1e12))
     return total
 
@@ -71,8 +80,7 @@ def seconds(plan: Sequence[Launch], chip: Chip) -> float:
 @cache
 def chip_here() -> Chip:
     """Return the table's chip for this machine: the same name, else one of proportional rates."""
-    name = str(mx.device_info().get("device_name", ""))
-    return chip_named(name)
+    return chip_named(str(mx.device_info().get("device_name", "")))
 
 
 def chip_named(name: str) -> Chip:

@@ -35,19 +35,18 @@ def dynamic_map(signed: bool = True) -> mx.array:
 
 
 def nearest(values: mx.array, table: mx.array) -> mx.array:
-    """Return the index, uint8, of the nearest entry of a sorted table, by bisection.
+    """Return the index, uint8, of the nearest entry of a sorted table [2^n], n of 8 at most."""
+    return count_below(values, (table[1:] + table[:-1]) / 2)
 
-    Args:
-        values: Any shape.
-        table: [2^n] with n of 8 at most.
-    """
-    middles = (table[1:] + table[:-1]) / 2
-    index = mx.zeros(values.shape, mx.uint8)
-    step = table.size // 2
+
+def count_below(values: mx.array, edges: mx.array) -> mx.array:
+    """Return how many of the 2^n - 1 sorted edges lie below each value, uint8, by bisection."""
+    below = mx.zeros(values.shape, mx.uint8)
+    step = (edges.size + 1) // 2
     while step:
-        index = mx.where(values > middles[index + (step - 1)], index + step, index)
+        below = mx.where(values > edges[below + (step - 1)], below + step, below)
         step //= 2
-    return index
+    return below
 
 
 def encode(values: mx.array, signed: bool = True) -> tuple[mx.array, mx.array]:

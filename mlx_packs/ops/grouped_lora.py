@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from ..runtime import mx
-from ._backend import Kernel, choose, decline, float_table, int_table, tiles
-from ._check import Check, Instance, first_fault, normal, sparse_signs
-from ._cost import Launch
+from ._backend import THREADS, Kernel, choose, dtype_name, table, tiles
+from ._check import Check, Instance, first_fault, seeded
+from ._cost import Launch, casts, product
 
 OP = "grouped_lora"
 Arrays = Sequence[mx.array]
@@ -129,29 +129,22 @@ def _layout(
     strides: tuple[int, ...], shapes: tuple[tuple[int, int], ...], scales: tuple[float, ...]
 ) -> Layout:
     """Return the layout; raises ValueError if the slices do not fill the outputs."""
+    ranks, widths = tuple(r for r, _ in shapes), tuple(w for _, w in shapes)
     output_of, offsets, m, column = [], [], 0, 0
-    for _, width in shapes:
+    for width in widths:
         output_of.append(m)
         offsets.append(column)
         column += width
         if m < len(strides) and column == strides[m]:
             m, column = m + 1, 0
     if m != len(strides) or column:
-        widths = [width for _, width in shapes]
         raise ValueError(
-            f"[grouped_lora] slices of {widths} columns must fill outputs of {list(strides)}."
+            f"[grouped_lora] slices of {list(widths)} columns must fill outputs of {list(strides)}."
         )
-    return Layout(
-        tuple(r for r, _ in shapes),
-        tuple(w for _, w in shapes),
-        tuple(output_of),
-        tuple(offsets),
-        scales,
-        strides,
-    )
+    return Layout(ranks, widths, tuple(output_of), tuple(offsets), scales, strides)
 
 
-THREADS = 256  # a group; every thread owns one column, or one rank and one lane over columns
+# Every thread of a group owns one column, or one rank and one lane over columns.
 DEPTH = 256  # columns of a staged tile
 MAX_SLICES, MAX_RANK, MAX_RANKS = 4, 64, 256  # pointers of a launch; registers; threads
 # Four rows of a float4 each: few for decoding, more where a tile of A or B is read again by each.
@@ -179,17 +172,32 @@ def four(values: Sequence, empty: object) -> list:
     return [*values, *[empty] * (MAX_SLICES - len(values))]
 
 
-@functools.cache
-def _down_kernel() -> Kernel:
-    return Kernel(
-        OP,
-        "grouped_lora_down",
-        ("x", "a0", "a1", "a2", "a3", "sizes"),
-        ("h",),
-        "{shared} float4 tile[DEPTH * ROWS4];\n"
-        "down<T, ROWS4, R0, R1, R2, R3>(x, a0, a1, a2, a3, sizes, h, tile, {group}, {thread});",
-        THREADS,
-    )
+_DOWN = Kernel(
+    OP,
+    "grouped_lora_down",
+    ("x", "a0", "a1", "a2", "a3", "sizes"),
+    ("h",),
+    "{shared} float4 tile[DEPTH * ROWS4];\n"
+    "down<T, ROWS4, R0, R1, R2, R3>(x, a0, a1, a2, a3, sizes, h, tile, {group}, {thread});",
+)
+_A_GRADIENT = Kernel(
+    OP,
+    "grouped_lora_a_gradient",
+    ("x", "dh", "sizes"),
+    ("da",),
+    "{shared} float4 tile[BLOCK * ROWS4];\n"
+    "a_gradient<T, ROWS4, RANKS, BLOCK>(x, dh, sizes, da, tile, {group}, {thread});",
+)
+_X_GRADIENT = Kernel(
+    OP,
+    "grouped_lora_x_gradient",
+    ("dh", "a0", "a1", "a2", "a3", "sizes"),
+    ("dx",),
+    "{shared} float4 tile[(R0 + R1 + R2 + R3) * ROWS4];\n"
+    "x_gradient<T, ROWS4, R0, R1, R2, R3>"
+    "(dh, a0, a1, a2, a3, sizes, dx, tile, {group}, {thread});",
+)
+_STRIDE, _OFFSET = 3 + 8, 3 + 16  # where sizes has them, for up to 8 slices
 
 
 @functools.cache
@@ -216,11 +224,7 @@ def _up_kernel(layout: Layout) -> Kernel:
         (*inputs, "h", "scales", "sizes"),
         tuple(f"out{m}" for m in outputs),
         "\n".join(lines),
-        THREADS,
     )
-
-
-_STRIDE, _OFFSET = 3 + 8, 3 + 16  # where sizes has them, for up to 8 slices
 
 
 @functools.cache
@@ -243,34 +247,6 @@ def _backward_out_kernel(layout: Layout) -> Kernel:
         (*inputs, "h", "scales", "sizes"),
         ("dh", *(f"db{i}" for i in layout.adapted)),
         "\n".join(lines),
-        THREADS,
-    )
-
-
-@functools.cache
-def _a_gradient_kernel() -> Kernel:
-    return Kernel(
-        OP,
-        "grouped_lora_a_gradient",
-        ("x", "dh", "sizes"),
-        ("da",),
-        "{shared} float4 tile[BLOCK * ROWS4];\n"
-        "a_gradient<T, ROWS4, RANKS, BLOCK>(x, dh, sizes, da, tile, {group}, {thread});",
-        THREADS,
-    )
-
-
-@functools.cache
-def _x_gradient_kernel() -> Kernel:
-    return Kernel(
-        OP,
-        "grouped_lora_x_gradient",
-        ("dh", "a0", "a1", "a2", "a3", "sizes"),
-        ("dx",),
-        "{shared} float4 tile[(R0 + R1 + R2 + R3) * ROWS4];\n"
-        "x_gradient<T, ROWS4, R0, R1, R2, R3>"
-        "(dh, a0, a1, a2, a3, sizes, dx, tile, {group}, {thread});",
-        THREADS,
     )
 
 
@@ -332,9 +308,9 @@ def _down(backend: str, layout: Layout, x: mx.array, a: Arrays) -> mx.array:
     rows, depth = x.shape
     rows4, chunk = row_tile(rows), down_chunk(tiles(rows, 4 * row_tile(rows)), depth)
     parts = tiles(depth, chunk)
-    (h,) = _down_kernel().launch(
+    (h,) = _DOWN.launch(
         backend,
-        [x, *four(a, a[0]), int_table((rows, depth, chunk))],
+        [x, *four(a, a[0]), table((rows, depth, chunk))],
         {"T": x.dtype, "ROWS4": rows4, **_rank_template(layout)},
         (tiles(rows, 4 * rows4), parts, 1),
         [((parts, rows, sum(_ranks(layout))), mx.float32)],
@@ -343,28 +319,19 @@ def _down(backend: str, layout: Layout, x: mx.array, a: Arrays) -> mx.array:
 
 
 def _sizes(layout: Layout, rows: int, h: mx.array) -> mx.array:
-    def eight(values: Sequence[int]) -> tuple[int, ...]:
-        return (*values, *[0] * (8 - len(values)))
-
+    values = [rows, h.shape[0], h.shape[2]]
     strides = [layout.strides[m] for m in layout.output_of]
-    return int_table(
-        (
-            rows,
-            h.shape[0],
-            h.shape[2],
-            *eight(layout.widths),
-            *eight(strides),
-            *eight(layout.offsets),
-        )
-    )
+    for columns in (layout.widths, strides, layout.offsets):
+        values += [*columns, *[0] * (8 - len(columns))]
+    return table(tuple(values))
 
 
 def _up(backend: str, layout: Layout, outputs: Arrays, b: Arrays, h: mx.array) -> list[mx.array]:
     rows, rows4 = outputs[0].shape[0], row_tile(outputs[0].shape[0])
     column_tiles = sum(tiles(width, THREADS) for width in layout.widths)
-    return _up_kernel(_text(layout)).launch(
+    return _up_kernel(layout).launch(
         backend,
-        [*outputs, *b, h, float_table(layout.scales), _sizes(layout, rows, h)],
+        [*outputs, *b, h, table(layout.scales, mx.float32), _sizes(layout, rows, h)],
         {"T": outputs[0].dtype, "ROWS4": rows4, "TILE": max(layout.ranks) * rows4},
         (tiles(rows, 4 * rows4), column_tiles, 1),
         [(y.shape, y.dtype) for y in outputs],
@@ -378,9 +345,9 @@ def _backward_out(
     rows, adapted = dy[0].shape[0], layout.adapted
     column_tiles = max(tiles(layout.widths[i], DEPTH) for i in adapted)
     chunks = tiles(rows, BACKWARD_CHUNK)
-    dh, *db = _backward_out_kernel(_text(layout)).launch(
+    dh, *db = _backward_out_kernel(layout).launch(
         backend,
-        [*dy, *b, h, float_table(layout.scales), _sizes(layout, rows, h)],
+        [*dy, *b, h, table(layout.scales, mx.float32), _sizes(layout, rows, h)],
         {
             "T": dy[0].dtype,
             "ROWS4": BACKWARD_ROWS4,
@@ -402,15 +369,15 @@ def _backward_in(
     ranks = dh.shape[-1]
     block = min(ranks, A_BLOCK)
     chunks = tiles(rows, BACKWARD_CHUNK)
-    sizes = int_table((rows, depth, BACKWARD_CHUNK))
-    (da,) = _a_gradient_kernel().launch(
+    sizes = table((rows, depth, BACKWARD_CHUNK))
+    (da,) = _A_GRADIENT.launch(
         backend,
         [x, dh, sizes],
         {"T": x.dtype, "ROWS4": BACKWARD_ROWS4, "RANKS": ranks, "BLOCK": block},
         (tiles(depth, THREADS), chunks, tiles(ranks, block)),
         [((chunks, depth, ranks), mx.float32)],
     )
-    (dx,) = _x_gradient_kernel().launch(
+    (dx,) = _X_GRADIENT.launch(
         backend,
         [dh, *four(a, a[0]), sizes],
         {"T": x.dtype, "ROWS4": row_tile(rows), **_rank_template(layout)},
@@ -424,12 +391,6 @@ def _backward_in(
 def _total(parts: mx.array) -> mx.array:
     """Return the sum over the first axis."""
     return parts.reshape(parts.shape[1:]) if parts.shape[0] == 1 else parts.sum(axis=0)
-
-
-def _text(layout: Layout) -> Layout:
-    """Return the layout as far as the text of a body depends on it: one kernel serves many."""
-    none = (0,) * len(layout.ranks)
-    return Layout(layout.ranks, none, layout.output_of, none, (), (0,) * len(layout.strides))
 
 
 class Compiled(NamedTuple):
@@ -452,12 +413,8 @@ def _backend_of(x: mx.array, outputs: Sequence[mx.array], layout: Layout) -> str
     if x.size == 0 or not any(layout.ranks) or any(y.dtype != x.dtype for y in outputs):
         return "reference"
     rows = x.size // x.shape[-1]
-    ranks = _ranks(layout)
     instance = Compiled(x.dtype, layout.ranks, layout.output_of, row_tile(rows))
     sizes = Sizes(x.shape[-1], layout.widths)
-    if len(layout.ranks) > MAX_SLICES or max(ranks) > MAX_RANK or sum(ranks) > MAX_RANKS:
-        reason = "more slices or ranks than a launch can hold"
-        return decline(OP, instance, rows, sizes, reason)
     return choose(
         OP,
         instance,
@@ -465,7 +422,15 @@ def _backend_of(x: mx.array, outputs: Sequence[mx.array], layout: Layout) -> str
         sizes,
         lambda backend: first_fault(checks(backend, *instance)),
         lambda: plans(x.dtype.size, rows, x.shape[-1], layout.ranks, layout.widths),
+        unsupported(layout.ranks),
     )
+
+
+def unsupported(ranks: Sequence[int]) -> str | None:
+    """Return why no launch takes slices of these ranks, if it is so."""
+    if len(ranks) > MAX_SLICES or max(ranks) > MAX_RANK or sum(ranks) > MAX_RANKS:
+        return "more slices or ranks than a launch can hold"
+    return None
 
 
 def checks(
@@ -476,12 +441,16 @@ def checks(
     Where rows are many, the exact ones take two chunks of rows in the backward.
     """
     few = rows4 == FEW_ROWS4
-    widths = [max(rank, (THREADS + 40, 36, 20, 52)[i % 4]) for i, rank in enumerate(ranks)]
-    sizes = (DEPTH + 44, ranks, widths, output_of)
+    sizes = (DEPTH + 44, ranks, check_widths(ranks), output_of)
     return [
         check_of(backend, dtype, 3 if few else BACKWARD_CHUNK + 3, *sizes, exact=True),
         check_of(backend, dtype, 3 if few else 4 * rows4 + 3, *sizes, exact=False),
     ]
+
+
+def check_widths(ranks: Sequence[int]) -> tuple[int, ...]:
+    """Return columns of slices, of which none is a whole number of tiles."""
+    return tuple(max(rank, (THREADS + 40, 36, 20, 52)[i % 4]) for i, rank in enumerate(ranks))
 
 
 def check_of(
@@ -519,8 +488,7 @@ def check_of(
     shapes = [(rows, depth), *((rows, stride) for stride in strides)]
     shapes += [(depth, ranks[i]) for i in layout.adapted]
     shapes += [(ranks[i], widths[i]) for i in layout.adapted]
-    draw = sparse_signs if exact else normal
-    drawn = [draw(shape, i) for i, shape in enumerate(shapes)]
+    drawn = seeded(shapes, exact)
     drawn[: 1 + m] = [v.astype(dtype) for v in drawn[: 1 + m]]
     name = f"{'exact' if exact else 'random'} {rows} x {depth}"
     return Check(name, kernel, plain, drawn, exact)
@@ -528,33 +496,26 @@ def check_of(
 
 def instances() -> list[Instance]:
     """Return instances of q, k, v of Qwen3-4B and of its o, with 1 and 512 rows."""
-    instances = []
-    for dtype in (mx.float32, mx.bfloat16, mx.float16):
-        for rank in (8, 16, 64):
-            for depth, widths in ((2560, (4096, 1024, 1024)), (4096, (2560,))):
-                for rows in (1, 512):
-                    ranks, output_of = (rank,) * len(widths), tuple(range(len(widths)))
-                    shape = (dtype, rows, depth, ranks, widths, output_of, False)
-                    instances.append(
-                        Instance(
-                            OP,
-                            f"{str(dtype).removeprefix('mlx.core.')} rank {rank} "
-                            f"{depth} to {'/'.join(map(str, widths))} rows {rows}",
-                            functools.partial(
-                                checks,
-                                dtype=dtype,
-                                ranks=ranks,
-                                output_of=output_of,
-                                rows4=row_tile(rows),
-                            ),
-                            functools.partial(_workload, shape=shape),
-                        )
-                    )
-    return instances
+    return [
+        _instance(dtype, rank, depth, widths, rows)
+        for dtype in (mx.float32, mx.bfloat16, mx.float16)
+        for rank in (8, 16, 64)
+        for depth, widths in ((2560, (4096, 1024, 1024)), (4096, (2560,)))
+        for rows in (1, 512)
+    ]
 
 
-def _workload(backend: str, shape: tuple) -> Check:
-    return check_of(backend, *shape)
+def _instance(
+    dtype: mx.Dtype, rank: int, depth: int, widths: tuple[int, ...], rows: int
+) -> Instance:
+    ranks, output_of = (rank,) * len(widths), tuple(range(len(widths)))
+    compiled = Compiled(dtype, ranks, output_of, row_tile(rows))
+    return Instance(
+        OP,
+        f"{dtype_name(dtype)} rank {rank} {depth} to {'/'.join(map(str, widths))} rows {rows}",
+        lambda backend: checks(backend, *compiled),
+        lambda backend: check_of(backend, dtype, rows, depth, ranks, widths, output_of, False),
+    )
 
 
 def plans(
@@ -566,36 +527,19 @@ def plans(
     return forward_plain + backward_plain, forward + backward
 
 
-def cost_cases() -> list[tuple[str, tuple[list[Launch], list[Launch]]]]:
-    """Return cases of kernels/grouped_lora/README.md: bfloat16, q, k, v of Qwen3-4B."""
-    forward, both = [], []
-    for rank in (8, 16, 64):
-        for rows in (1, 8, 64, 512, 4096):
-            sizes = (2, rows, 2560, (rank,) * 3, (4096, 1024, 1024))
-            forward.append((f"forward, rank {rank}, {rows:,} rows", forward_plans(*sizes)))
-            both.append((f"with backward, rank {rank}, {rows:,} rows", plans(*sizes)))
-    return forward + both
-
-
 def forward_plans(
     itemsize: int, rows: int, depth: int, ranks: Sequence[int], widths: Sequence[int]
 ) -> tuple[list[Launch], list[Launch]]:
     """Return launches of one forward pass."""
     e, n, d, total = itemsize, rows, depth, sum(ranks)
     adapted = [(r, o) for r, o in zip(ranks, widths, strict=True) if r]
-    plain = []
-    if e < 4:
-        plain += [Launch("cast B", (4 + e) * r * o) for r, o in adapted]
-    if _stacks(n, [r for r, _ in adapted]):
-        plain += [Launch("copy A into the stack", 8 * d * r) for r, _ in adapted]
+    of_products = [r for r, _ in adapted]
+    plain = casts("cast B", e, [r * o for r, o in adapted])
+    if _stacks(n, of_products):
+        plain += [Launch("copy A into the stack", 8 * d * r) for r in of_products]
         of_products = [total]
-    else:
-        of_products = [r for r, _ in adapted]
-    if e < 4:
-        plain += [Launch("cast A", (4 + e) * d * r) for r in of_products]
-    plain += [
-        Launch("x A", e * (n * d + d * r + n * r), 2 * n * d * r, matmul=True) for r in of_products
-    ]
+    plain += casts("cast A", e, [d * r for r in of_products])
+    plain += [product("x A", e, n, d, r) for r in of_products]
     plain += [
         Launch("y + h B", e * (2 * n * o + n * r + r * o), 2 * n * r * o, matmul=True)
         for r, o in adapted
@@ -623,26 +567,22 @@ def backward_plans(
     plain = []
     for r, o in adapted:
         plain += [
-            Launch("dy B^T", e * (n * o + n * r + r * o), 2 * n * r * o, matmul=True),
+            product("dy B^T", e, n, o, r),
             Launch("scale it", 2 * e * n * r),
-            Launch("h^T dy", e * (n * o + n * r + r * o), 2 * n * r * o, matmul=True),
+            product("h^T dy", e, r, n, o),
             Launch("scale it", 2 * e * r * o),
+            *casts("cast gradient of B", e, [r * o]),
         ]
-        if e < 4:
-            plain += [Launch("cast gradient of B", (4 + e) * r * o)]
     stacks = _stacks(n, [r for r, _ in adapted])
     if stacks:
-        plain += [
-            Launch("put into the stack", e * n * total),
-            Launch("add", 3 * e * n * total),
-        ] * len(adapted)
+        stacking = [Launch("put into the stack", e * n * total), Launch("add", 3 * e * n * total)]
+        plain += stacking * len(adapted)
     for r in [total] if stacks else [r for r, _ in adapted]:
         plain += [
-            Launch("dh A^T", e * (n * d + d * r + n * r), 2 * n * d * r, matmul=True),
-            Launch("x^T dh", e * (n * d + d * r + n * r), 2 * n * d * r, matmul=True),
+            product("dh A^T", e, n, r, d),
+            product("x^T dh", e, d, n, r),
+            *casts("cast gradient of A", e, [d * r]),
         ]
-        if e < 4:
-            plain += [Launch("cast gradient of A", (4 + e) * d * r)]
     if not stacks:
         plain += [Launch("add dx", 3 * e * n * d)] * (len(adapted) - 1)
     chunks = tiles(n, BACKWARD_CHUNK)

@@ -15,7 +15,12 @@ from .tiling import tiling
 Rows = Callable[[int, int, mx.array], mx.array]
 
 
-def sliced_matmul(x: mx.array, shape: tuple[int, int], rows: Rows) -> mx.array:
+def sliced_matmul(
+    x: mx.array,
+    shape: tuple[int, int],
+    rows: Rows,
+    forward: Callable[[mx.array], mx.array] | None = None,
+) -> mx.array:
     """Return the product with a frozen weight W; the gradient reaches x only, and unpacks W again.
 
     Semantics: y = x @ rows(0, O, x).T
@@ -24,6 +29,7 @@ def sliced_matmul(x: mx.array, shape: tuple[int, int], rows: Rows) -> mx.array:
         x: [..., D], any float dtype.
         shape: (O, D) of W.
         rows: Gives dense slices of W.
+        forward: Computes x [N, D] to [N, O] in another way, in the forward pass only.
 
     Returns:
         [..., O] in the dtype of x.
@@ -31,16 +37,16 @@ def sliced_matmul(x: mx.array, shape: tuple[int, int], rows: Rows) -> mx.array:
 
     @mx.custom_function
     def product(x: mx.array) -> mx.array:
-        return sliced_forward(x, shape, rows)
+        return _sliced_forward(x, shape, rows) if forward is None else forward(x)
 
     @product.vjp
     def product_vjp(_: Sequence[mx.array], cotangent: mx.array, __: Sequence[mx.array]) -> mx.array:
-        return sliced_backward(cotangent, shape, rows)
+        return _sliced_backward(cotangent, shape, rows)
 
     return product(x.reshape(-1, shape[1])).reshape(*x.shape[:-1], shape[0])
 
 
-def sliced_forward(x: mx.array, shape: tuple[int, int], rows: Rows) -> mx.array:
+def _sliced_forward(x: mx.array, shape: tuple[int, int], rows: Rows) -> mx.array:
     """Return x [N, D] @ W.T, [N, O]."""
     parts: list[mx.array] = []
     for group in rounds(_slices(shape, len(x))):
@@ -52,7 +58,7 @@ def sliced_forward(x: mx.array, shape: tuple[int, int], rows: Rows) -> mx.array:
     return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=1)
 
 
-def sliced_backward(dy: mx.array, shape: tuple[int, int], rows: Rows) -> mx.array:
+def _sliced_backward(dy: mx.array, shape: tuple[int, int], rows: Rows) -> mx.array:
     """Return dy [N, O] @ W, [N, D]."""
     totals: list[mx.array] = []  # of each stream
     for group in rounds(_slices(shape, len(dy))):

@@ -12,20 +12,10 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from ..runtime import mx
-from ._backend import Kernel, choose, decline, int_table, tiles
-from ._check import Check, Instance, first_fault, normal, sparse_signs
-from ._cost import Launch
-from .grouped_lora import (
-    DEPTH,
-    FEW_ROWS4,
-    MAX_RANK,
-    MAX_RANKS,
-    MAX_SLICES,
-    THREADS,
-    down_chunk,
-    four,
-    row_tile,
-)
+from ._backend import THREADS, Kernel, choose, dtype_name, table, tiles
+from ._check import Check, Instance, first_fault, seeded
+from ._cost import Launch, casts
+from .grouped_lora import DEPTH, FEW_ROWS4, check_widths, down_chunk, four, row_tile, unsupported
 
 OP = "multi_lora"
 Arrays = Sequence[mx.array]
@@ -145,19 +135,16 @@ def _row_tiles(rows: int) -> int:
     return tiles(rows, 4 * row_tile(rows))
 
 
-@functools.cache
-def _down_kernel() -> Kernel:
-    return Kernel(
-        OP,
-        "multi_lora_down",
-        ("x", "pack", "a0", "a1", "a2", "a3", "sizes"),
-        ("h",),
-        "{shared} float4 tile[DEPTH * ROWS4];\n"
-        "multi_down<T, ROWS4, R0, R1, R2, R3>"
-        "(x, pack, a0, a1, a2, a3, sizes, h, tile, {group}, {thread});",
-        THREADS,
-        includes=("grouped_lora",),
-    )
+_DOWN = Kernel(
+    OP,
+    "multi_lora_down",
+    ("x", "pack", "a0", "a1", "a2", "a3", "sizes"),
+    ("h",),
+    "{shared} float4 tile[DEPTH * ROWS4];\n"
+    "multi_down<T, ROWS4, R0, R1, R2, R3>"
+    "(x, pack, a0, a1, a2, a3, sizes, h, tile, {group}, {thread});",
+    includes=("grouped_lora",),
+)
 
 
 @functools.cache
@@ -185,7 +172,6 @@ def _up_kernel(ranks: tuple[int, ...]) -> Kernel:
         (*inputs, "h", "pack", "sizes"),
         tuple(f"out{i}" for i in slices),
         "\n".join(lines),
-        THREADS,
         includes=("grouped_lora",),
     )
 
@@ -201,20 +187,23 @@ def by_kernel(
 ) -> list[mx.array]:
     """Return `multi_lora` by the kernels of a backend, whatever the cost model estimates."""
     masters = [[v.astype(mx.float32) for v in part] for part in (lora_a, lora_b, scales)]
-    op = _differentiable(backend, len(outputs))
+    op = _differentiable(backend)
     return list(op(x, pack.astype(mx.int32), *outputs, *masters[0], *masters[1], *masters[2]))
 
 
-@functools.cache
-def _differentiable(backend: str, slices: int) -> Callable[..., tuple[mx.array, ...]]:
-    """Return (x, pack, *outputs, *A, *B, *scales) to sums; the gradient is that of plain MLX."""
+def _by_kind(values: Arrays) -> list[Arrays]:
+    """Return the outputs, A's, B's and scales of the slices."""
+    slices = len(values) // 4
+    return [values[k * slices : (k + 1) * slices] for k in range(4)]
 
-    def by_kind(values: Arrays) -> list[Arrays]:
-        return [values[k * slices : (k + 1) * slices] for k in range(4)]
+
+@functools.cache
+def _differentiable(backend: str) -> Callable[..., tuple[mx.array, ...]]:
+    """Return (x, pack, *outputs, *A, *B, *scales) to sums; the gradient is that of plain MLX."""
 
     @mx.custom_function
     def op(x: mx.array, pack: mx.array, *rest: mx.array) -> tuple[mx.array, ...]:
-        outputs, a, b, scales = by_kind(rest)
+        outputs, a, b, scales = _by_kind(rest)
         h = _down(backend, x, a, pack)
         return tuple(_up(backend, outputs, b, scales, pack, h))
 
@@ -223,7 +212,7 @@ def _differentiable(backend: str, slices: int) -> Callable[..., tuple[mx.array, 
         x, pack, *rest = primals
 
         def plain(x: mx.array, *rest: mx.array) -> list[mx.array]:
-            return reference(x, *by_kind(rest), pack)
+            return reference(x, *_by_kind(rest), pack)
 
         _, (dx, *others) = mx.vjp(plain, [x, *rest], list(cotangents))
         return (dx, mx.zeros_like(pack), *others)
@@ -237,9 +226,9 @@ def _down(backend: str, x: mx.array, a: Arrays, pack: mx.array) -> mx.array:
     ranks = [v.shape[-1] for v in a]
     chunk = down_chunk(sequences * _row_tiles(rows), depth)
     parts = tiles(depth, chunk)
-    (h,) = _down_kernel().launch(
+    (h,) = _DOWN.launch(
         backend,
-        [x, pack, *four(a, a[0]), int_table((rows, depth, chunk, a[0].shape[0]))],
+        [x, pack, *four(a, a[0]), table((rows, depth, chunk, a[0].shape[0]))],
         {
             "T": x.dtype,
             "ROWS4": row_tile(rows),
@@ -259,7 +248,7 @@ def _up(
     widths = [y.shape[-1] for y in outputs]
     return _up_kernel(ranks).launch(
         backend,
-        [*outputs, *b, *scales, h, pack, int_table((rows, parts, b[0].shape[0], *widths))],
+        [*outputs, *b, *scales, h, pack, table((rows, parts, b[0].shape[0], *widths))],
         {"T": outputs[0].dtype, "ROWS4": row_tile(rows), "TILE": max(ranks) * row_tile(rows)},
         (_row_tiles(rows), sum(tiles(width, THREADS) for width in widths), sequences),
         [(y.shape, y.dtype) for y in outputs],
@@ -291,9 +280,6 @@ def _backend_of(x: mx.array, outputs: Arrays, lora_a: Arrays) -> str:
     packs, widths = lora_a[0].shape[0], tuple(y.shape[-1] for y in outputs)
     instance = Compiled(x.dtype, ranks, row_tile(rows))
     sizes = Sizes(sequences, depth, widths, packs)
-    if len(ranks) > MAX_SLICES or max(ranks) > MAX_RANK or sum(ranks) > MAX_RANKS:
-        reason = "more slices or ranks than a launch can hold"
-        return decline(OP, instance, rows, sizes, reason)
     return choose(
         OP,
         instance,
@@ -301,14 +287,14 @@ def _backend_of(x: mx.array, outputs: Arrays, lora_a: Arrays) -> str:
         sizes,
         lambda backend: first_fault(checks(backend, *instance)),
         lambda: plans(x.dtype.size, sequences, rows, depth, packs, ranks, widths),
+        unsupported(ranks),
     )
 
 
 def checks(backend: str, dtype: mx.Dtype, ranks: tuple[int, ...], rows4: int) -> list[Check]:
     """Return small inputs with tails in rows and columns, exact and random, for one instance."""
     rows = 1 if rows4 == FEW_ROWS4 else 4 * rows4 + 3
-    widths = [max(rank, (THREADS + 40, 36, 20, 52)[i % 4]) for i, rank in enumerate(ranks)]
-    workload = Workload((2, -1, 0), rows, DEPTH + 44, 3, ranks, tuple(widths))
+    workload = Workload((2, -1, 0), rows, DEPTH + 44, 3, ranks, check_widths(ranks))
     return [check_of(backend, dtype, workload, exact) for exact in (True, False)]
 
 
@@ -330,23 +316,18 @@ def check_of(backend: str, dtype: mx.Dtype, workload: Workload, exact: bool) -> 
     """
     pack, rows, depth, packs, ranks, widths = workload
     s, sequences = len(ranks), len(pack)
-
-    def by_kind(values: Arrays) -> list[Arrays]:
-        return [values[k * s : (k + 1) * s] for k in range(4)]
-
     index = mx.array([*pack, *[-1] * (8 - sequences)], dtype=mx.int32)
 
     def kernel(x: mx.array, *rest: mx.array) -> list[mx.array]:
-        return by_kernel(backend, x, *by_kind(rest), index)
+        return by_kernel(backend, x, *_by_kind(rest), index)
 
     def plain(x: mx.array, *rest: mx.array) -> list[mx.array]:
-        return reference(x, *by_kind(rest), index)
+        return reference(x, *_by_kind(rest), index)
 
     shapes = [(sequences, rows, depth), *((sequences, rows, width) for width in widths)]
     shapes += [(packs, depth, rank) for rank in ranks]
     shapes += [(packs, rank, width) for rank, width in zip(ranks, widths, strict=True)]
-    draw = sparse_signs if exact else normal
-    drawn = [draw(shape, i) for i, shape in enumerate(shapes)]
+    drawn = seeded(shapes, exact)
     drawn[: 1 + s] = [v.astype(dtype) for v in drawn[: 1 + s]]
     drawn += [mx.array([2.0 ** ((i + p) % 4 - 1) for p in range(max(packs, 8))]) for i in range(s)]
     name = f"{'exact' if exact else 'random'} {sequences} x {rows} x {depth}"
@@ -355,38 +336,27 @@ def check_of(backend: str, dtype: mx.Dtype, workload: Workload, exact: bool) -> 
 
 def instances() -> list[Instance]:
     """Return instances of q, k, v of Qwen3-4B at rank 16 with 4 packs: decode and prefill."""
+    return [
+        _instance(dtype, sequences, rows)
+        for dtype in (mx.float32, mx.bfloat16, mx.float16)
+        for sequences, rows in ((1, 1), (8, 1), (64, 1), (4, 128))
+    ]
+
+
+def _instance(dtype: mx.Dtype, sequences: int, rows: int) -> Instance:
     ranks, widths, packs = (16, 16, 16), (4096, 1024, 1024), 4
-    instances = []
-    for dtype in (mx.float32, mx.bfloat16, mx.float16):
-        for sequences, rows in ((1, 1), (8, 1), (64, 1), (4, 128)):
-            pack = tuple(b % packs for b in range(sequences))
-            workload = Workload(pack, rows, 2560, packs, ranks, widths)
-            instances.append(
-                Instance(
-                    OP,
-                    f"{str(dtype).removeprefix('mlx.core.')} rank 16 "
-                    f"2560 to {'/'.join(map(str, widths))} sequences {sequences} rows {rows}",
-                    functools.partial(checks, dtype=dtype, ranks=ranks, rows4=row_tile(rows)),
-                    functools.partial(check_of, dtype=dtype, workload=workload, exact=False),
-                )
-            )
-    return instances
+    workload = Workload(
+        tuple(b % packs for b in range(sequences)), rows, 2560, packs, ranks, widths
+    )
+    return Instance(
+        OP,
+        f"{dtype_name(dtype)} rank 16 2560 to 4096/1024/1024 sequences {sequences} rows {rows}",
+        lambda backend: checks(backend, dtype, ranks, row_tile(rows)),
+        lambda backend: check_of(backend, dtype, workload, exact=False),
+    )
 
 
 PLAIN_TILE = 64  # rows that share one read of a factor in MLX's gathered product; assumed
-
-
-def cost_cases() -> list[tuple[str, tuple[list[Launch], list[Launch]]]]:
-    """Return cases of kernels/multi_lora/README.md: bfloat16, q, k, v of Qwen3-4B, 4 packs."""
-    shapes = ((1, 1), (8, 1), (64, 1), (4, 128), (4, 1024))
-    return [
-        (
-            f"rank {rank}, {sequences} x {rows:,} rows",
-            plans(2, sequences, rows, 2560, 4, (rank,) * 3, (4096, 1024, 1024)),
-        )
-        for rank in (16, 64)
-        for sequences, rows in shapes
-    ]
 
 
 def plans(
@@ -405,8 +375,7 @@ def plans(
     e, d, total = itemsize, depth, sum(ranks)
     n, used = sequences * rows, min(sequences, packs)
     plain = [Launch(f"index of packs: {what}", 16 * sequences) for what in ("max", "min", "equal")]
-    if e < 4:
-        plain += [Launch("cast x", (e + 4) * n * d)]
+    plain += casts("cast x", e, [n * d])
     reads = sequences * tiles(rows, PLAIN_TILE)
     for r, o in zip(ranks, widths, strict=True):
         plain += [
@@ -426,10 +395,10 @@ def plans(
                 4 * reads * r * o,
                 matmul=True,
             ),
+            *casts("cast delta", e, [n * o]),
+            Launch("add", 3 * e * n * o),
+            Launch("keep rows without a pack", 3 * e * n * o),
         ]
-        if e < 4:
-            plain += [Launch("cast delta", (4 + e) * n * o)]
-        plain += [Launch("add", 3 * e * n * o), Launch("keep rows without a pack", 3 * e * n * o)]
     area = sum(r * o for r, o in zip(ranks, widths, strict=True))
     row_tiles = sequences * _row_tiles(rows)
     computed = row_tiles * 4 * row_tile(rows)  # rows, with those of no use in a tile of four

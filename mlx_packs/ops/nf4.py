@@ -15,11 +15,11 @@ from typing import NamedTuple
 import numpy as np
 
 from ..runtime import mx
-from ._backend import Kernel, choose, int_table, tiles
+from ._backend import THREADS, Kernel, choose, dtype_name, table, tiles
 from ._check import Check, Instance, first_fault, normal, sparse_signs
-from ._cost import Launch
-from .blockwise import dynamic_map
-from .matmul import sliced_backward, sliced_forward
+from ._cost import Launch, casts, product
+from .blockwise import count_below, dynamic_map, nearest
+from .matmul import sliced_matmul
 
 OP = "nf4"
 BLOCK_SIZES = (32, 64, 128, 256)
@@ -52,9 +52,9 @@ class NF4Weight:
 
     Attributes:
         weight: uint8 [O, D / 2]; of two neighbours the first is in the high half of the byte.
-        absmax: float32 [blocks], or with double quantization uint8, codes of `absmax_map`.
+        absmax: float32 [blocks], or with double quantization uint8, codes of `dynamic_map`.
         nested_absmax: float32 [blocks / 256, rounded up], of the codes.
-        offset: float32 [1]; an absmax is absmax_map[code] * nested_absmax[block // 256] + offset.
+        offset: float32 [1]; an absmax is dynamic_map[code] * nested_absmax[block // 256] + offset.
         block_size: Weights of a block.
     """
 
@@ -105,7 +105,7 @@ class NF4Weight:
 def _kind(value: mx.array | None) -> str:
     if value is None:
         return "None"
-    return f"{str(value.dtype).removeprefix('mlx.core.')} {list(value.shape)}"
+    return f"{dtype_name(value.dtype)} {list(value.shape)}"
 
 
 def quantize(w: mx.array, block_size: int = 64, double_quant: bool = True) -> NF4Weight:
@@ -118,8 +118,10 @@ def quantize(w: mx.array, block_size: int = 64, double_quant: bool = True) -> NF
     if depth % 2:
         raise ValueError(f"[nf4] columns of a weight must be even but got {depth}.")
     scaled, absmax = _normalized(w.astype(mx.float32).flatten(), block_size)
+    levels = _levels()
+    middles = (levels[1:] + levels[:-1]) / 2
     # 15 comparisons of all values are 10 times faster than a bisection, which gathers
-    above = [(scaled > middle).view(mx.uint8) for middle in _middles()]
+    above = [(scaled > middle).view(mx.uint8) for middle in middles]
     codes = functools.reduce(mx.add, above).reshape(outputs, depth // 2, 2)
     weight = (codes[..., 0] << 4) | codes[..., 1]
     packed = NF4Weight(weight, absmax, block_size=block_size)
@@ -133,7 +135,7 @@ def quantize_absmax(packed: NF4Weight) -> NF4Weight:
     left = mx.pad(packed.absmax - offset, (0, -blocks % NESTED_BLOCK_SIZE))
     left = left.reshape(-1, NESTED_BLOCK_SIZE)
     nested_absmax = mx.abs(left).max(axis=1)
-    codes = _above(left * (1 / nested_absmax)[:, None], _absmax_edges())  # of 0 / 0 it is 0
+    codes = count_below(left * (1 / nested_absmax)[:, None], _absmax_edges())  # of 0 / 0 it is 0
     codes = codes.flatten()[:blocks]
     return NF4Weight(packed.weight, codes, nested_absmax, offset, packed.block_size)
 
@@ -161,12 +163,10 @@ def matmul(x: mx.array, weight: NF4Weight) -> mx.array:
     Returns:
         [..., O] in the dtype of x.
     """
-    outputs, depth = weight.shape
+    depth = weight.shape[1]
     if x.shape[-1] != depth:
         raise ValueError(f"[nf4] x must have {depth} columns but its shape is {x.shape}.")
-    rows = x.reshape(-1, depth)  # [N, D]
-    product = _product(weight, _matvec_backend(rows, weight), dequantize)
-    return product(rows).reshape(*x.shape[:-1], outputs)
+    return _product(x, weight, _matvec_backend(x, weight), dequantize)
 
 
 def rows(weight: NF4Weight, index: mx.array, dtype: mx.Dtype = mx.bfloat16) -> mx.array:
@@ -191,16 +191,11 @@ def rows(weight: NF4Weight, index: mx.array, dtype: mx.Dtype = mx.bfloat16) -> m
     return (codes * _absmax(weight, block)).astype(dtype)
 
 
-def reference(x: mx.array, weight: NF4Weight) -> mx.array:
-    """Return the product by plain MLX."""
-    return x @ reference_dequantize(weight, x.dtype).T
-
-
 def reference_dequantize(weight: NF4Weight, dtype: mx.Dtype) -> mx.array:
     """Return the dense weight by plain MLX."""
     absmax = weight.absmax
     if weight.double_quant:
-        nested = _by_block(absmax_map()[absmax], weight.nested_absmax, NESTED_BLOCK_SIZE)
+        nested = _by_block(dynamic_map()[absmax], weight.nested_absmax, NESTED_BLOCK_SIZE)
         absmax = nested + weight.offset
     dense = _by_block(_levels_of_byte()[weight.weight].flatten(), absmax, weight.block_size)
     return dense.astype(dtype).reshape(weight.shape)
@@ -227,7 +222,7 @@ def _absmax(weight: NF4Weight, block: mx.array) -> mx.array:
     if not weight.double_quant:
         return weight.absmax[block]
     nested = weight.nested_absmax[block // NESTED_BLOCK_SIZE]
-    return absmax_map()[weight.absmax[block]] * nested + weight.offset
+    return dynamic_map()[weight.absmax[block]] * nested + weight.offset
 
 
 def _by_block(values: mx.array, factors: mx.array, block_size: int) -> mx.array:
@@ -253,16 +248,6 @@ def _normalized(values: mx.array, block_size: int) -> tuple[mx.array, mx.array]:
         absmax.append(mx.maximum(mx.abs(short).max(keepdims=True), _TINY))
         scaled.append(short / absmax[-1])
     return mx.concatenate(scaled), mx.concatenate(absmax)
-
-
-def _above(values: mx.array, edges: mx.array) -> mx.array:
-    """Return how many of the 2^n - 1 sorted edges lie below each value, by bisection."""
-    below = mx.zeros(values.shape, mx.uint8)
-    step = (edges.size + 1) // 2
-    while step:
-        below = mx.where(values > edges[below + (step - 1)], below + step, below)
-        step //= 2
-    return below
 
 
 def _sum(values: mx.array) -> mx.array:
@@ -298,19 +283,9 @@ def _levels() -> mx.array:
 
 
 @functools.cache
-def _middles() -> mx.array:
-    return (_levels()[1:] + _levels()[:-1]) / 2
-
-
-@functools.cache
 def _levels_of_byte() -> mx.array:
     """[256, 2]: one look-up for both codes of a byte."""
     return mx.array([[LEVELS[byte >> 4], LEVELS[byte & 15]] for byte in range(256)])
-
-
-def absmax_map() -> mx.array:
-    """Return the 256 values of an absmax code: bitsandbytes' signed dynamic map."""
-    return dynamic_map(signed=True)
 
 
 @functools.cache
@@ -319,7 +294,7 @@ def _absmax_edges() -> mx.array:
 
     bitsandbytes rounds a value to one of 65536 in [-1, 1] and looks the nearest code of that up.
     """
-    values = np.array(absmax_map())
+    values = np.array(dynamic_map())
     half, last = np.float32(0.5), np.float32(65535)
 
     def place(value: np.ndarray) -> np.ndarray:
@@ -337,7 +312,6 @@ def _absmax_edges() -> mx.array:
 
 
 LANES = 32  # of a simdgroup, of a warp
-DEQUANTIZE_THREADS = 256  # one word of codes each
 # As MLX's own quantized matrix-vector product: small groups, so that 1024 outputs fill all cores,
 # and 4 outputs a simdgroup, so that x is loaded once for 4.
 MATVEC_THREADS, MATVEC_OUTPUTS = 64, 4
@@ -359,51 +333,36 @@ _INPUTS = ("weight", "absmax", "map", "nested", "offset", "levels", "sizes")
 _ARGUMENTS = "weight, absmax, map, nested, offset, levels, sizes"
 
 
-@functools.cache
-def _dequantize_kernel() -> Kernel:
-    return Kernel(
-        OP,
-        "nf4_dequantize",
-        _INPUTS,
-        ("w",),
-        "{shared} float table[LEVELS];\n"
-        f"dequantize<T, W, A, BLOCK>({_ARGUMENTS}, w, table,"
-        f" {{group}}.x * {DEQUANTIZE_THREADS} + {{thread}}, {{thread}});",
-        DEQUANTIZE_THREADS,
-    )
-
-
-@functools.cache
-def _matvec_kernel() -> Kernel:
-    return Kernel(
-        OP,
-        "nf4_matvec",
-        ("x", *_INPUTS),
-        ("y",),
-        "{shared} float table[LEVELS];\n"
-        f"matvec<T, W, A, BLOCK, ROWS, {MATVEC_OUTPUTS}, {MATVEC_THREADS}>"
-        f"(x, {_ARGUMENTS}, y, table, {{group}}, {{thread}});",
-        MATVEC_THREADS,
-    )
+_DEQUANTIZE = Kernel(  # one word of codes a thread
+    OP,
+    "nf4_dequantize",
+    _INPUTS,
+    ("w",),
+    "{shared} float table[LEVELS];\n"
+    f"dequantize<T, W, A, BLOCK>({_ARGUMENTS}, w, table,"
+    f" {{group}}.x * {THREADS} + {{thread}}, {{thread}});",
+)
+_MATVEC = Kernel(
+    OP,
+    "nf4_matvec",
+    ("x", *_INPUTS),
+    ("y",),
+    "{shared} float table[LEVELS];\n"
+    f"matvec<T, W, A, BLOCK, ROWS, {MATVEC_OUTPUTS}, {MATVEC_THREADS}>"
+    f"(x, {_ARGUMENTS}, y, table, {{group}}, {{thread}});",
+    MATVEC_THREADS,
+)
 
 
 def _product(
-    weight: NF4Weight, matvec_by: str, unpack: Callable[[NF4Weight, mx.Dtype], mx.array]
-) -> Callable[[mx.array], mx.array]:
-    """Return x [N, D] to [N, O]. The weight is bound, not passed: only x has a gradient."""
+    x: mx.array,
+    weight: NF4Weight,
+    matvec_by: str,
+    unpack: Callable[[NF4Weight, mx.Dtype], mx.array],
+) -> mx.array:
     rows = functools.partial(_dense_rows, unpack, weight)
-
-    @mx.custom_function
-    def product(x: mx.array) -> mx.array:
-        if matvec_by != "reference":
-            return _matvec(matvec_by, x, weight)
-        return sliced_forward(x, weight.shape, rows)
-
-    @product.vjp
-    def product_vjp(_: mx.array, cotangent: mx.array, __: mx.array) -> mx.array:
-        return sliced_backward(cotangent, weight.shape, rows)
-
-    return product
+    matvec = functools.partial(_matvec, matvec_by, weight)
+    return sliced_matmul(x, weight.shape, rows, None if matvec_by == "reference" else matvec)
 
 
 def _dequantized(backend: str, weight: NF4Weight, dtype: mx.Dtype) -> mx.array:
@@ -411,24 +370,24 @@ def _dequantized(backend: str, weight: NF4Weight, dtype: mx.Dtype) -> mx.array:
         return reference_dequantize(weight, dtype)
     packed, template = _packed(weight, dtype)
     words = packed[0].size
-    (w,) = _dequantize_kernel().launch(
+    (w,) = _DEQUANTIZE.launch(
         backend,
-        [*packed, int_table((words,))],
+        [*packed, table((words,))],
         template,
-        (tiles(words, DEQUANTIZE_THREADS), 1, 1),
+        (tiles(words, THREADS), 1, 1),
         [(weight.shape, dtype)],
     )
     return w
 
 
-def _matvec(backend: str, x: mx.array, weight: NF4Weight) -> mx.array:
+def _matvec(backend: str, weight: NF4Weight, x: mx.array) -> mx.array:
     rows, (outputs, depth) = x.shape[0], weight.shape
     packed, template = _packed(weight, x.dtype)
     tile = _row_tile(rows)
     outputs_of_group = MATVEC_OUTPUTS * MATVEC_THREADS // LANES
-    (y,) = _matvec_kernel().launch(
+    (y,) = _MATVEC.launch(
         backend,
-        [x, *packed, int_table((rows, depth, outputs))],
+        [x, *packed, table((rows, depth, outputs))],
         {**template, "ROWS": tile},
         (tiles(outputs, outputs_of_group), tiles(rows, tile), 1),
         [((rows, outputs), x.dtype)],
@@ -439,10 +398,10 @@ def _matvec(backend: str, x: mx.array, weight: NF4Weight) -> mx.array:
 def _packed(weight: NF4Weight, dtype: mx.Dtype) -> tuple[list[mx.array], dict]:
     """Return the inputs of both kernels but the sizes, and their template arguments."""
     word = _word_dtype(weight.shape[1])
-    nested, offset = absmax_map(), absmax_map()  # without double quantization they are not read
+    nested, offset = dynamic_map(), dynamic_map()  # without double quantization they are not read
     if weight.double_quant:
         nested, offset = weight.nested_absmax, weight.offset
-    inputs = [weight.weight.flatten().view(word), weight.absmax, absmax_map(), nested, offset]
+    inputs = [weight.weight.flatten().view(word), weight.absmax, dynamic_map(), nested, offset]
     template = {"T": dtype, "W": word, "A": weight.absmax.dtype, "BLOCK": weight.block_size}
     return [*inputs, _levels()], template
 
@@ -464,46 +423,39 @@ class Sizes(NamedTuple):
     weight: tuple[int, int]
 
 
-def _instance(kernel: str, weight: NF4Weight, dtype: mx.Dtype, row_tile: int = 0) -> Compiled:
-    word = _word_dtype(weight.shape[1])
-    return Compiled(kernel, dtype, word, weight.block_size, weight.double_quant, row_tile)
-
-
 def _dequantize_backend(weight: NF4Weight, dtype: mx.Dtype) -> str:
     if weight.weight.size == 0:
         return "reference"
-    instance = _instance("dequantize", weight, dtype)
+    form = weight.block_size, weight.double_quant
+    instance = Compiled("dequantize", dtype, _word_dtype(weight.shape[1]), *form)
     return choose(
         OP,
         instance,
         weight.shape[0],
         Sizes(weight.shape),
         lambda backend: first_fault(checks(backend, *instance[1:5], rows=MATVEC_ROWS + 1)),
-        lambda: dequantize_plans(dtype.size, weight.shape, weight.block_size, weight.double_quant),
+        lambda: dequantize_plans(dtype.size, weight.shape, *form),
     )
 
 
 def _matvec_backend(x: mx.array, weight: NF4Weight) -> str:
-    rows = x.shape[0]
-    if x.size == 0 or weight.weight.size == 0 or rows > MATVEC_ROWS:
+    if x.size == 0 or weight.weight.size == 0:
+        return "reference"
+    rows = x.size // x.shape[-1]
+    if rows > MATVEC_ROWS:
         return "reference"
     tile = _row_tile(rows)
-    instance = _instance("matvec", weight, x.dtype, tile)
+    rows_of_check = tile + 3 if tile == ROW_TILES[-1] else tile  # a second tile, with a tail
+    form = weight.block_size, weight.double_quant
+    instance = Compiled("matvec", x.dtype, _word_dtype(weight.shape[1]), *form, tile)
     return choose(
         OP,
         instance,
         rows,
         Sizes(weight.shape),
-        lambda backend: first_fault(checks(backend, *instance[1:5], rows=_rows_of_check(tile))),
-        lambda: matvec_plans(
-            x.dtype.size, rows, weight.shape, weight.block_size, weight.double_quant
-        ),
+        lambda backend: first_fault(checks(backend, *instance[1:5], rows=rows_of_check)),
+        lambda: matvec_plans(x.dtype.size, rows, weight.shape, *form),
     )
-
-
-def _rows_of_check(tile: int) -> int:
-    """Return a number of rows of this tile; of the largest a second one, with a tail."""
-    return tile + 3 if tile == ROW_TILES[-1] else tile
 
 
 def checks(
@@ -531,10 +483,10 @@ def check_of(
     matvec_by = backend if rows <= MATVEC_ROWS else "reference"
 
     def by_kernel(x: mx.array) -> list[mx.array]:
-        return [_product(drawn, matvec_by, functools.partial(_dequantized, backend))(x)]
+        return [_product(x, drawn, matvec_by, functools.partial(_dequantized, backend))]
 
     def by_reference(x: mx.array) -> list[mx.array]:
-        return [reference(x, drawn)]
+        return [x @ reference_dequantize(drawn, x.dtype).T]
 
     x = (sparse_signs if exact else normal)((rows, depth), 0).astype(dtype)
     name = f"{'exact' if exact else 'random'} {rows} x {depth} to {outputs}"
@@ -553,66 +505,30 @@ def _drawn_weight(
     if not double_quant:
         return NF4Weight(packed.weight, powers, block_size=block_size)
     values = mx.arange(blocks) % 2  # of the map: 0 or 1
-    codes = _above(values.astype(mx.float32), (absmax_map()[1:] + absmax_map()[:-1]) / 2)
+    codes = nearest(values.astype(mx.float32), dynamic_map())
     nested = 2.0 ** (mx.arange(tiles(blocks, NESTED_BLOCK_SIZE)) % 3)
     return NF4Weight(packed.weight, codes, nested, mx.array([2.0]), block_size)
 
 
 def instances() -> list[Instance]:
     """Return instances of the q projection of Qwen3-4B, 2560 to 4096: one row, and 512."""
-    instances = []
-    for dtype in (mx.float32, mx.bfloat16, mx.float16):
-        for double_quant in (False, True):
-            for rows in (1, 512):
-                kind = "nf4 double" if double_quant else "nf4"
-                instances.append(
-                    Instance(
-                        OP,
-                        f"{str(dtype).removeprefix('mlx.core.')} {kind} 2560 to 4096 rows {rows}",
-                        functools.partial(
-                            checks,
-                            dtype=dtype,
-                            word=_word_dtype(2560),
-                            block_size=64,
-                            double_quant=double_quant,
-                            rows=min(rows, MATVEC_ROWS + 1),
-                        ),
-                        functools.partial(
-                            check_of,
-                            dtype=dtype,
-                            rows=rows,
-                            depth=2560,
-                            outputs=4096,
-                            block_size=64,
-                            double_quant=double_quant,
-                            exact=False,
-                        ),
-                    )
-                )
-    return instances
+    return [
+        _instance(dtype, double_quant, rows)
+        for dtype in (mx.float32, mx.bfloat16, mx.float16)
+        for double_quant in (False, True)
+        for rows in (1, 512)
+    ]
 
 
-def plans(
-    itemsize: int,
-    rows: int,
-    shape: tuple[int, int],
-    block_size: int = 64,
-    double_quant: bool = True,
-) -> tuple[list[Launch], list[Launch]]:
-    """Return launches of one forward: of plain MLX, and of the kernels with MLX's product."""
-    plain, unpack = dequantize_plans(itemsize, shape, block_size, double_quant)
-    product = [_product_launch(itemsize, rows, shape)]
-    if rows > MATVEC_ROWS:
-        return plain + product, unpack + product
-    return plain + product, matvec_plans(itemsize, rows, shape, block_size, double_quant)[1]
-
-
-def cost_cases() -> list[tuple[str, tuple[list[Launch], list[Launch]]]]:
-    """Return cases of kernels/nf4/README.md: bfloat16, the q projection of Qwen3-4B."""
-    shape = (4096, 2560)
-    rows = (1, 4, 8, 16, 64, 512, 4096)
-    unpacked = dequantize_plans(2, shape, 64, True)
-    return [*((f"rows {n:,}", plans(2, n, shape)) for n in rows), ("dequantize", unpacked)]
+def _instance(dtype: mx.Dtype, double_quant: bool, rows: int) -> Instance:
+    kind = "nf4 double" if double_quant else "nf4"
+    few = min(rows, MATVEC_ROWS + 1)
+    return Instance(
+        OP,
+        f"{dtype_name(dtype)} {kind} 2560 to 4096 rows {rows}",
+        lambda backend: checks(backend, dtype, _word_dtype(2560), 64, double_quant, few),
+        lambda backend: check_of(backend, dtype, rows, 2560, 4096, 64, double_quant, exact=False),
+    )
 
 
 def dequantize_plans(
@@ -632,8 +548,7 @@ def dequantize_plans(
         Launch("look up levels", 4.5 * n),
         Launch("times absmax", 8 * n + 4 * blocks),
     ]
-    if itemsize < 4:
-        plain += [Launch("cast", (4 + itemsize) * n)]
+    plain += casts("cast", itemsize, [n])
     packed = _packed_bytes(n, block_size, double_quant)
     return plain, [Launch("dequantize", packed + itemsize * n, (UNPACK_FLOPS + 2) * n)]
 
@@ -645,7 +560,7 @@ def matvec_plans(
     outputs, depth = shape
     n = outputs * depth
     dense = dequantize_plans(itemsize, shape, block_size, double_quant)[1]
-    dense += [_product_launch(itemsize, rows, shape)]
+    dense += [product("MLX's product", itemsize, rows, depth, outputs)]
     row_tiles, tile = tiles(rows, _row_tile(rows)), _row_tile(rows)
     packed = _packed_bytes(n, block_size, double_quant)
     x = itemsize * rows * depth
@@ -657,13 +572,6 @@ def matvec_plans(
         row_tiles * packed + simdgroups * x,
     )
     return dense, [kernel]
-
-
-def _product_launch(itemsize: int, rows: int, shape: tuple[int, int]) -> Launch:
-    outputs, depth = shape
-    n = outputs * depth
-    moved = itemsize * (rows * depth + n + rows * outputs)
-    return Launch("MLX's product", moved, 2 * rows * n, matmul=True)
 
 
 def _packed_bytes(n: int, block_size: int, double_quant: bool) -> float:

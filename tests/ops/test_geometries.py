@@ -91,7 +91,7 @@ def test_multi_lora_and_nf4_compile_at_every_geometry(name, language):
                         weight = packed(width, depth, double_quant)
                         nf4._dequantized(language, weight, dtype)
                         for rows in nf4.ROW_TILES:
-                            nf4._matvec(language, mx.zeros((rows, depth), dtype), weight)
+                            nf4._matvec(language, weight, mx.zeros((rows, depth), dtype))
         assert {k.definition.name for k in built} >= {
             "mlx_packs_nf4_dequantize",
             "mlx_packs_nf4_matvec",

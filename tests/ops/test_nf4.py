@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from mlx_packs.ops import _backend, nf4
+from mlx_packs.ops import _backend, blockwise, nf4
 from mlx_packs.ops._check import examine
 from mlx_packs.ops._cost import CHIPS, seconds
 from mlx_packs.runtime import mx
@@ -70,7 +70,7 @@ def random_weight(name: str) -> mx.array:
 
 
 def test_absmax_map_is_that_of_bitsandbytes():
-    values = np.array(nf4.absmax_map())
+    values = np.array(blockwise.dynamic_map())
     assert values.shape == (256,) and values.dtype == np.float32 and (np.diff(values) > 0).all()
     assert np.allclose(values, dynamic_map(), rtol=3e-7, atol=0)
     # float32 as its published tables have it, where other orders of rounding give neighbours
@@ -103,7 +103,7 @@ def test_quantize_takes_the_nearest_level_and_the_nearest_absmax(name, block_siz
             # bitsandbytes rounds to one of 65536 places first
             places = (part * (1 / np.abs(part).max()) + 1) * np.float32(0.5) * 65535
             places = np.floor(places + np.float32(0.5)) / 65535 * 2 - 1
-            wanted = nearest(places, np.array(nf4.absmax_map()))
+            wanted = nearest(places, np.array(blockwise.dynamic_map()))
             assert np.array_equal(np.array(double.absmax)[first : first + 256], wanted)
 
 
