@@ -1,4 +1,4 @@
-"""Which architecture a base has, and which families of mlx-lm cannot be trained.
+"""Which architectures and which families of mlx-lm cannot be trained.
 
 Every other one can; docs/families.md lists them all, and tests/bases/test_families.py trains each.
 """
@@ -6,11 +6,10 @@ Every other one can; docs/families.md lists them all, and tests/bases/test_famil
 from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
-from typing import Literal
 
 import mlx.nn as nn
 
-from ..config.choices import ENCODERS
+from ..config.choices import ARCHITECTURES, TASKS, architecture_of
 from ..errors import PackError
 from ..nn.experts import is_switch_linear
 from ..runtime import mx
@@ -34,27 +33,56 @@ _OTHER_ENCODERS = (
     "albert camembert deberta deberta-v2 distilbert electra gte_new jina_bert modernbert mpnet "
     "new nomic_bert roberta t5 xlm-roberta"
 ).split()
-Architecture = Literal["decoder", "encoder"]
 
 
-def architecture_of(config: Mapping, where: str | Path = "config.json") -> Architecture:
-    """Return whether a config.json is of a ``decoder`` or of an ``encoder``.
-
-    Args:
-        config: config.json, or anything else with its ``model_type``.
-        where: the checkpoint, for errors.
+def check_supported(config: Mapping, where: str | Path = "config.json") -> None:
+    """Check that a config.json is of no encoder that is not supported.
 
     Raises:
-        PackError: it is of an encoder that is not supported.
+        PackError: it is; the message begins with ``where``.
     """
-    model_type = config.get("model_type")
-    if model_type in _OTHER_ENCODERS:
+    if (model_type := config.get("model_type")) in _OTHER_ENCODERS:
         raise PackError(
-            f"{where}: is an encoder of model_type '{model_type}'; of encoders only "
-            f"{', '.join(ENCODERS)} is supported.",
+            f"{where}: has model_type '{model_type}'; of encoders only "
+            f"{', '.join(ARCHITECTURES['encoder'].model_types)} is supported.",
             "unsupported",
         )
-    return "encoder" if model_type in ENCODERS else "decoder"
+
+
+def check_architecture(command: str, wanted: str, name: str | Path, model_type: str) -> None:
+    """Check that a base is of the architecture that a command takes.
+
+    Raises:
+        PackError: it is of another.
+    """
+    if (actual := architecture_of(model_type)) != wanted:
+        raise PackError(
+            f"{command}: takes {ARCHITECTURES[wanted].described}, but {name} is a {model_type}. "
+            f"{ARCHITECTURES[actual].instead}".rstrip(),
+            "unsupported",
+            "model",
+        )
+
+
+def check_task(task: str, name: str | Path, model_type: str) -> None:
+    """Check that a base is of the architecture that a task trains.
+
+    Raises:
+        PackError: it is of another; the message names its tasks.
+    """
+    wanted, fitting = TASKS[task].architecture, tasks_of(model_type)
+    if task not in fitting:
+        raise PackError(
+            f"--task {task}: trains {ARCHITECTURES[wanted].described}, but {name} is a "
+            f"{model_type}. Pass --task {' or '.join(fitting)}.",
+            "mismatch",
+        )
+
+
+def tasks_of(model_type: str) -> list[str]:
+    """Return the tasks that train a base, the default one first."""
+    architecture = architecture_of(model_type)
+    return [name for name, facts in TASKS.items() if facts.architecture == architecture]
 
 
 def family_of(model: nn.Module) -> str:

@@ -2,19 +2,21 @@
 
 import inspect
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import mlx.nn as nn
 from mlx.utils import tree_map
 
 from .. import runtime
+from ..config.choices import ARCHITECTURES, architecture_of, registered
 from ..errors import PackError
 from ..files import read_json
 from ..nn.quantized import NF4
 from ..runtime import mx
 from .bitsandbytes import from_bitsandbytes
 from .encoder import load_encoder
-from .families import architecture_of
+from .families import check_supported
 from .files import (
     TINY,
     check_files,
@@ -34,6 +36,21 @@ from .weight_map import Source, weight_map
 Weights = dict[str, mx.array]
 
 
+@dataclass(frozen=True)
+class _Request:
+    """A checkpoint and how it is to be loaded, as of `load_base_model`."""
+
+    name: str
+    path: Path
+    config: dict
+    trust_remote_code: bool
+    quantize: str
+    double_quant: bool
+    keep: tuple[str, ...]
+    compute_dtype: str
+    lazy: bool
+
+
 def load_base_model(
     name: str | Path = TINY,
     quantize: str = "none",
@@ -49,17 +66,32 @@ def load_base_model(
     Raises:
         PackError: there is no such checkpoint, or its tensors do not fit its config.
     """
-    options = None
-    if quantize != "none":
-        options = QuantizeOptions(named_format(quantize, double_quant), tuple(keep))
-    path, stored = _checkpoint(name)
-    if architecture_of(stored, path) == "encoder":
-        return _load_encoder(name, path, stored, quantize, compute_dtype, trust_remote_code)
+    path, config = _checkpoint(name)
+    request = _Request(
+        name=str(name),
+        path=path,
+        config=config,
+        trust_remote_code=trust_remote_code,
+        quantize=quantize,
+        double_quant=double_quant,
+        keep=tuple(keep),
+        compute_dtype=compute_dtype,
+        lazy=lazy,
+    )
+    return _LOADERS[architecture_of(config.get("model_type"))](request)
+
+
+def _load_decoder(request: _Request) -> BaseModel:
+    """Load a causal language model, dense or quantized, or quantize it while it is read."""
+    name, path, stored = request.name, request.path, request.config
+    quantize, double_quant, keep = request.quantize, request.double_quant, request.keep
     as_stored = stored_as_asked(stored, quantize)
-    options = None if as_stored else options
+    options = None
+    if quantize != "none" and not as_stored:
+        options = QuantizeOptions(named_format(quantize, double_quant), keep)
     if options and (kind := quantized_as(path, stored)):
         raise quantized_already(quantize, kind)
-    dtype = _activation_dtype(stored, compute_dtype)
+    dtype = _activation_dtype(stored, request.compute_dtype)
 
     def prepare(model: nn.Module, weights: Weights) -> Weights:
         if options:
@@ -67,22 +99,22 @@ def load_base_model(
         place_nf4(model, weights, dtype, stored, path)
         return weights
 
-    model, config, sources = load_model_of(path, trust_remote_code, prepare)
+    model, config, sources = load_model_of(path, request.trust_remote_code, prepare)
     if as_stored:
         modules = [(p, m.double_quant) for p, m in model.named_modules() if isinstance(m, NF4)]
-        check_stored_nf4(modules, str(name), double_quant, keep)
+        check_stored_nf4(modules, name, double_quant, keep)
     quantization = config.get("quantization") or nf4_quantization(model)
     if options:
         quantization = options.weight_format.to_config() | ({"keep": list(keep)} if keep else {})
-    if runtime.on_cpu() or compute_dtype != "auto":
+    if runtime.on_cpu() or request.compute_dtype != "auto":
         _cast(model, dtype)
     model.freeze()
     model.eval()
-    if not lazy:
+    if not request.lazy:
         mx.eval(model.parameters())
-    tokenizer = load_tokenizer(path, config, trust_remote_code)
+    tokenizer = load_tokenizer(path, config, request.trust_remote_code)
     return BaseModel(
-        str(name), path, model, tokenizer, config, fingerprint(path), dict(quantization), sources
+        name, path, model, tokenizer, config, fingerprint(path), dict(quantization), sources
     )
 
 
@@ -92,11 +124,17 @@ def lazy_base(name: str | Path, trust_remote_code: bool = False) -> BaseModel:
     Raises:
         PackError: as of `load_base_model`.
     """
-    path, stored = _checkpoint(name)
-    if architecture_of(stored, path) == "encoder":
-        model = load_encoder(path, stored, lazy=True)
-        return BaseModel(str(name), path, model, None, stored, fingerprint(path))
+    path, config = _checkpoint(name)
+    load = _LAZY_LOADERS[architecture_of(config.get("model_type"))]
+    return load(str(name), path, config, trust_remote_code)
 
+
+def _lazy_encoder(name: str, path: Path, config: dict, trust_remote_code: bool) -> BaseModel:
+    model = load_encoder(path, config, lazy=True)
+    return BaseModel(name, path, model, None, config, fingerprint(path))
+
+
+def _lazy_decoder(name: str, path: Path, stored: dict, trust_remote_code: bool) -> BaseModel:
     def prepare(model: nn.Module, weights: Weights) -> Weights:
         place_nf4(model, weights, _dense_dtype(weights), stored, path)
         return weights
@@ -106,7 +144,7 @@ def lazy_base(name: str | Path, trust_remote_code: bool = False) -> BaseModel:
     model.eval()
     quantization = config.get("quantization") or nf4_quantization(model)
     return BaseModel(
-        str(name), path, model, None, config, fingerprint(path), dict(quantization), sources
+        name, path, model, None, config, fingerprint(path), dict(quantization), sources
     )
 
 
@@ -129,12 +167,6 @@ def load_model_of(
     from mlx_lm.utils import _get_classes, load_model
 
     stored = read_json(path / "config.json")
-    if architecture_of(stored, path) == "encoder":
-        raise PackError(
-            f"{path}: is an encoder ({stored['model_type']}) and stays in float32; this is for "
-            "causal models.",
-            "unsupported",
-        )
     if "model_file" in stored and not trust_remote_code:
         raise PackError(
             f"{path}: brings code of its own; --trust-remote-code runs it.",
@@ -187,27 +219,38 @@ def load_model_of(
 def _checkpoint(name: str | Path) -> tuple[Path, dict]:
     """Return the folder of a checkpoint, whose files are checked, and its config.json."""
     path = resolve_checkpoint(name)
-    return path, check_files(path)
+    config = check_files(path)
+    check_supported(config, path)
+    return path, config
 
 
-def _load_encoder(
-    name: str | Path, path: Path, config: dict, quantize: str, compute_dtype: str, trust: bool
-) -> BaseModel:
+def _load_encoder(request: _Request) -> BaseModel:
     """Load an encoder, in float32 on every device."""
-    if quantize != "none":
+    name, path, config = request.name, request.path, request.config
+    if request.quantize != "none":
         raise PackError(
-            f"--quantize {quantize}: {name} is an encoder, and those are trained in float32: "
-            "`packs plan` says why.",
+            f"--quantize {request.quantize}: {name} is an encoder, and those are trained in "
+            "float32: `packs plan` says why.",
             "unsupported",
         )
-    if compute_dtype not in ("auto", "float32"):
+    if request.compute_dtype not in ("auto", "float32"):
         raise PackError(
-            f"--compute-dtype {compute_dtype}: {name} is an encoder, which computes in float32.",
+            f"--compute-dtype {request.compute_dtype}: {name} is an encoder, which computes in "
+            "float32.",
             "unsupported",
         )
     model = load_encoder(path, config)
-    tokenizer = load_encoder_tokenizer(path, config, model.sentence_config.lower_case, trust)
-    return BaseModel(str(name), path, model, tokenizer, config, fingerprint(path))
+    lower_case = model.sentence_config.lower_case
+    tokenizer = load_encoder_tokenizer(path, config, lower_case, request.trust_remote_code)
+    return BaseModel(name, path, model, tokenizer, config, fingerprint(path))
+
+
+_LOADERS: dict[str, Callable[[_Request], BaseModel]] = registered(
+    ARCHITECTURES, {"decoder": _load_decoder, "encoder": _load_encoder}
+)
+_LAZY_LOADERS: dict[str, Callable[[str, Path, dict, bool], BaseModel]] = registered(
+    ARCHITECTURES, {"decoder": _lazy_decoder, "encoder": _lazy_encoder}
+)
 
 
 def _activation_dtype(config: dict, wanted: str) -> mx.Dtype:

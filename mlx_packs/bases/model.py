@@ -7,10 +7,10 @@ from pathlib import Path
 import mlx.nn as nn
 import numpy as np
 
-from ..config.choices import ENCODERS
+from ..config.choices import architecture_of
 from ..errors import PackError
-from .encoder import Encoder, embedded
-from .families import Architecture
+from .encoder import embedded
+from .families import check_architecture
 from .files import public_name, quantization_name, text_config, weight_files
 from .tokenizer import tokens_of
 from .weight_map import Source
@@ -46,14 +46,17 @@ class BaseModel:
         return int(text_config(self.config)["vocab_size"])
 
     @property
-    def architecture(self) -> Architecture:
-        """``encoder`` if it computes embeddings of sentences, ``decoder`` if a next token."""
-        return "encoder" if self.is_encoder else "decoder"
+    def architecture(self) -> str:
+        """One of `config.choices.ARCHITECTURES`."""
+        return architecture_of(self.config["model_type"])
 
-    @property
-    def is_encoder(self) -> bool:
-        """Whether it computes embeddings of sentences, and no next token."""
-        return isinstance(self.model, Encoder)
+    def check_architecture(self, command: str, wanted: str) -> None:
+        """Check that it is of the architecture that a command takes.
+
+        Raises:
+            PackError: it is of another.
+        """
+        check_architecture(command, wanted, self.name, self.config["model_type"])
 
     def encode(self, texts: Sequence[str], batch_size: int = 32) -> np.ndarray:
         """Compute the embeddings of texts by an encoder, with its active pack: float32 [N, D].
@@ -61,12 +64,7 @@ class BaseModel:
         Raises:
             PackError: the base is a decoder, or something is no text.
         """
-        if not self.is_encoder:
-            raise PackError(
-                f"{self.name}: is a causal {self.config['model_type']}; embeddings are "
-                f"computed by an encoder ({', '.join(ENCODERS)}).",
-                "unsupported",
-            )
+        self.check_architecture("encode", "encoder")
         if batch_size < 1:
             raise PackError(
                 f"encode: batch_size must be positive, but got {batch_size}.", flag="batch_size"
@@ -95,23 +93,3 @@ class BaseModel:
         blocks = text.get("num_hidden_layers", text.get("n_layer", "?"))
         model_type = self.config["model_type"]
         return f"{self.name} · {model_type} · {blocks} blocks · {kind} · {shown}"
-
-
-def check_decoder(base: BaseModel, command: str) -> None:
-    """Check that a base has a next token.
-
-    Args:
-        base: the base.
-        command: what needs it, for the message.
-
-    Raises:
-        PackError: it is an encoder.
-    """
-    if base.is_encoder:
-        raise PackError(
-            f"{command}: {base.name} is an encoder ({base.config['model_type']}) and has no next "
-            "token. For one there are `packs train --task embedding`, `packs eval`, `packs merge`, "
-            "`packs export`, and base.encode(texts).",
-            "unsupported",
-            "model",
-        )

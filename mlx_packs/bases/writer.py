@@ -29,6 +29,7 @@ from ..files import (
 from ..runtime import mx
 from . import bitsandbytes
 from . import files as base_files
+from .families import check_architecture, check_supported
 from .files import RECORD
 from .loading import load_model_of
 from .quantization import QuantizeOptions, formats_for
@@ -172,6 +173,8 @@ def plan_quantized(
         PackError: it is quantized already, or has no module that the options name.
     """
     config = base_files.check_files(source)
+    check_supported(config, source)
+    check_architecture("quantize", "decoder", source, config.get("model_type"))
     if kind := base_files.quantized_as(source, config):
         raise PackError(
             f"{source}: is quantized already ({kind}). Take the checkpoint that it was made from.",

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from ..config.choices import ARCHITECTURES
 from ..errors import PackError
 from ..gates import evaluate_gates, failures, gate_limits
 from . import options
@@ -55,7 +56,7 @@ def _lines(report: dict) -> list[str]:
         f"fits    {report['pack']} on {report['model']}: hashes, base fingerprint "
         f"{report['fingerprint'][:12]}, {', '.join(parts)}, {report['pack_mb']} MB"
     ]
-    for output in ("embedding", "logit"):
+    for output in (facts.output for facts in ARCHITECTURES.values()):
         if (change := report.get(f"largest_{output}_change")) is not None:
             lines.append(
                 f"applied {output}s moved by up to {change:.3f}; after detaching they are "
@@ -84,4 +85,4 @@ def _largest_change(pack: "Pack", model: str, trust_remote_code: bool) -> dict:
         raise PackError(
             f"{pack.path}: detaching did not restore the base; please report this.", "mismatch"
         )
-    return {f"largest_{'embedding' if base.is_encoder else 'logit'}_change": change}
+    return {f"largest_{ARCHITECTURES[base.architecture].output}_change": change}

@@ -42,7 +42,6 @@ def generate(
     **sampling,
 ) -> None:
     """Stream text from a base, with a pack or without."""
-    from ..bases.model import check_decoder
     from ..inference.generate import chat_prompt, stream
     from ..packs.base import load_base_for
 
@@ -51,7 +50,7 @@ def generate(
         raise PackError("--prompt: is empty.")
     pack = options.one_pack(packs)
     base = load_base_for(pack, model, trust_remote_code)
-    check_decoder(base, "generate")
+    base.check_architecture("generate", "decoder")
     messages = [{"role": "system", "content": system}] if system else []
     messages.append({"role": "user", "content": prompt})
     tokens = base.tokenizer.encode(prompt) if raw else chat_prompt(base, messages)

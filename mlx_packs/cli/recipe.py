@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from ..config.choices import TASKS
 from ..config.external import translate
 from ..config.parse import read_yaml
 from ..config.recipe import Recipe, RunOptions, check_method, resolve, specified, tiny_recipe
@@ -51,7 +52,6 @@ def recipe_of(flags: dict, settings: dict) -> Recipe:
 def _defaults(flags: dict, settings: dict) -> tuple[dict, dict, bool]:
     """Return the settings below flags and files, those of files, and whether a run is resumed."""
     from ..bases.files import TINY
-    from ..memory.encoder import BATCH_SIZE
     from ..training.run_folder import CONFIG, check_resumable, run_folder
 
     # only what is no setting of training: a flag may need what the run to resume has
@@ -64,6 +64,5 @@ def _defaults(flags: dict, settings: dict) -> tuple[dict, dict, bool]:
         resolve(lowest, str(folder / CONFIG))
         return lowest, {k: v for k, v in settings.items() if k != "resume_adapter_file"}, True
     lowest = tiny_recipe() if run.get("model", TINY) == TINY else {}
-    if resolve(flags, under=[settings]).train.task == "embedding":
-        lowest = {"batch_size": BATCH_SIZE}
-    return lowest, settings, False
+    task = TASKS[resolve(flags, under=[settings]).train.task]
+    return dict(task.defaults) or lowest, settings, False

@@ -9,10 +9,35 @@ is read directly.
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class ArchitectureFacts:
+    """What is known of a kind of base model without MLX."""
+
+    described: str  # what errors call it
+    output: str  # what it computes
+    hub_task: str  # the pipeline tag of its packs on the Hub
+    peft_task: str  # PEFT's task_type
+    model_types: tuple[str, ...] = ()  # of its config.json; empty where it has all others
+    prefix: str = ""  # what may stand before the names of a checkpoint's tensors
+    quantizable: bool = True  # whether adapters train beside quantized weights
+    in_mlx_lm: bool = True  # whether stock mlx-lm loads it
+    instead: str = ""  # what there is for it, where a command does not take it
+
+
+@dataclass(frozen=True)
+class TaskFacts:
+    """What is known of a task without MLX."""
+
+    code: str  # its class, module:name, imported when a run of it begins
+    architecture: str  # of the bases that it trains
+    defaults: Mapping[str, object] = field(default_factory=dict)  # other than in TrainConfig
+    in_batch: bool = False  # whether the examples of a batch are each other's negatives
 
 
 @dataclass(frozen=True)
@@ -28,32 +53,88 @@ class MethodFacts:
 class LossFacts:
     """What is true of an embedding loss, beside its formula."""
 
+    settings: tuple[str, ...] = ()  # that only it and some other losses have
+    texts: int = 2  # of an example
     scored: bool = False  # whether it needs the scores of the examples
+    scores_are_cosines: bool = False  # whether these must lie in -1 to 1
     in_batch: bool = False  # whether the other examples of a batch are its negatives
     compares_all: bool = False  # whether it compares each example with every other, [B, B]
     by_parts: bool = False  # whether the batch is embedded in mini-batches
 
 
-# The class of each task, found when a run of it begins.
+@dataclass(frozen=True)
+class MatmulPathFacts:
+    """What is known of a way to multiply by quantized weights without MLX."""
+
+    dequantizes: bool = False  # whether each use of a weight makes a dense one
+    keeps_dense: bool = False  # whether a dense copy of every weight is kept
+
+
+@dataclass(frozen=True)
+class PolicyFacts:
+    """What a policy of activation checkpointing computes again in the backward pass."""
+
+    operations: bool = False  # the cheap ones between the products of a block
+    blocks: bool = False  # every block, from its input
+    described: str = ""
+
+
+ARCHITECTURES = {
+    "decoder": ArchitectureFacts(
+        described="a causal language model",
+        output="logit",
+        hub_task="text-generation",
+        peft_task="CAUSAL_LM",
+    ),
+    "encoder": ArchitectureFacts(
+        described="an encoder (bert: all-MiniLM-L6-v2, bge, e5)",
+        output="embedding",
+        hub_task="sentence-similarity",
+        peft_task="FEATURE_EXTRACTION",
+        model_types=("bert",),
+        prefix="bert.",
+        quantizable=False,
+        in_mlx_lm=False,
+        instead="For an encoder there are `packs train --task embedding`, `packs eval` (which adds "
+        "packs up, too: --pack A=0.7 --pack B=0.3), `packs merge`, `packs export`, and "
+        "base.encode(texts).",
+    ),
+}
 TASKS = {
-    "lm": "mlx_packs.training.tasks.causal_lm:CausalLMTask",
-    "embedding": "mlx_packs.training.tasks.embedding:EmbeddingTask",
+    "lm": TaskFacts("mlx_packs.training.tasks.causal_lm:CausalLMTask", "decoder"),
+    "embedding": TaskFacts(
+        "mlx_packs.training.tasks.embedding:EmbeddingTask",
+        "encoder",
+        defaults={"batch_size": 32},
+        in_batch=True,
+    ),
 }
 METHODS = {"lora": MethodFacts(), "full": MethodFacts(trains_base=True)}
 OBJECTIVES = ("transformer", "projection-stack")
 OPTIMIZERS = ("adamw", "adamw_8bit", "adam", "adafactor", "sgd", "muon", "lion")
 WEIGHT_FORMATS = ("affine4", "affine8", "nf4")  # that --quantize makes
 WEIGHT_MODES = ("nf4", "affine")  # kinds of formats, of `packs quantize --mode`
-MATMUL_PATHS = ("quantized", "transient", "dense")
-POLICIES = ("none", "selective", "block")  # of activation checkpointing
+# The cheapest in memory first.
+MATMUL_PATHS = {
+    "quantized": MatmulPathFacts(),
+    "transient": MatmulPathFacts(dequantizes=True),
+    "dense": MatmulPathFacts(keeps_dense=True),
+}
+# Of activation checkpointing, the fastest first.
+POLICIES = {
+    "none": PolicyFacts(),
+    "selective": PolicyFacts(operations=True, described="cheap operations recomputed"),
+    "block": PolicyFacts(operations=True, blocks=True, described="blocks recomputed"),
+}
 ADAPTER_FORMATS = ("mlx-lm", "peft")  # that packs export writes and packs import reads
-ENCODERS = ("bert",)  # model types that --task embedding trains
 LOSSES: dict[str, LossFacts] = {
-    "cosine": LossFacts(scored=True),
-    "mnrl": LossFacts(in_batch=True, compares_all=True),
-    "cached-mnrl": LossFacts(in_batch=True, compares_all=True, by_parts=True),
-    "cosent": LossFacts(scored=True, compares_all=True),
-    "triplet": LossFacts(),
+    "cosine": LossFacts(scored=True, scores_are_cosines=True),
+    "mnrl": LossFacts(("similarity_scale",), in_batch=True, compares_all=True),
+    "cached-mnrl": LossFacts(
+        ("similarity_scale", "mini_batch_size"), in_batch=True, compares_all=True, by_parts=True
+    ),
+    "cosent": LossFacts(("similarity_scale",), scored=True, compares_all=True),
+    "triplet": LossFacts(("triplet_margin", "triplet_distance"), texts=3),
 }
 DISTANCES = ("euclidean", "cosine", "manhattan")
 
@@ -71,3 +152,9 @@ def registered(names: Iterable[str], code: Mapping[str, T]) -> dict[str, T]:
     if faulty := set(names) ^ set(code):
         raise RuntimeError(f"registered in one place only: {', '.join(sorted(faulty))}")
     return {name: code[name] for name in names}
+
+
+def architecture_of(model_type: str | None) -> str:
+    """Return the architecture of the base models that have a ``model_type`` in config.json."""
+    listed = (name for name, facts in ARCHITECTURES.items() if model_type in facts.model_types)
+    return next(listed, "decoder")

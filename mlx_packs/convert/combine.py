@@ -16,6 +16,7 @@ import numpy as np
 from ..adapters.spec import ModuleSpec, SliceSpec, Specs
 from ..adapters.tensors import delta_of
 from ..bases import files as base_files
+from ..bases.families import check_architecture
 from ..bases.model import BaseModel
 from ..config.schema import DataConfig
 from ..display import QUIET, Display
@@ -26,7 +27,7 @@ from ..nn.lora import adapter_key
 from ..nn.quantized import dense_weight
 from ..packs.base import load_base_for
 from ..packs.folder import check_output
-from ..packs.manifest import ADAPTERS, is_of_encoder
+from ..packs.manifest import ADAPTERS
 from ..packs.pack import Pack, grouped, manifest_of, modules_json, versions_line
 from ..packs.weighted_sum import check_addable, check_distinct, weighted_sum
 from ..runtime import mx
@@ -223,12 +224,8 @@ def _open(packs: Sequence[tuple[str | Path | Pack, float]]) -> Packs:
     opened = [(p if isinstance(p, Pack) else Pack.open(p), weight) for p, weight in packs]
     check_distinct([pack for pack, _ in opened])
     check_addable([pack for pack, _ in opened])
-    if is_of_encoder(opened[0][0].manifest):
-        raise PackError(
-            f"combine: {opened[0][0].name} is of an encoder, and what is compared here is the next "
-            "token. `packs eval --pack A=0.7 --pack B=0.3` adds such packs up.",
-            "unsupported",
-        )
+    base = opened[0][0].manifest["base"]
+    check_architecture("combine", "decoder", base["id"], base["model_type"])
     return opened
 
 

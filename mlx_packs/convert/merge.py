@@ -10,11 +10,11 @@ from pathlib import Path
 
 from ..bases import files as base_files
 from ..bases import writer
+from ..config.choices import ARCHITECTURES, architecture_of, registered
 from ..config.schema import DataConfig
 from ..display import QUIET, Display
 from ..errors import PackError
 from ..evaluation.rows import columns_of
-from ..packs.manifest import is_of_encoder
 from ..packs.pack import Pack
 from .fidelity import ROWS, check_max_drift
 from .merge_decoder import DecoderMerger
@@ -22,7 +22,9 @@ from .merge_encoder import EncoderMerger
 from .merge_plan import DTYPES, REQUANTIZE, MergeRequest, plan_merge
 from .merger import Merger, Outcome
 
-MERGERS: dict[str, Merger] = {"decoder": DecoderMerger(), "encoder": EncoderMerger()}
+MERGERS: dict[str, Merger] = registered(
+    ARCHITECTURES, {"decoder": DecoderMerger(), "encoder": EncoderMerger()}
+)
 
 
 def merge_pack(  # noqa: PLR0913 - a public facade
@@ -86,7 +88,7 @@ def merge_pack(  # noqa: PLR0913 - a public facade
     _check(request)
     source, _ = pack.check_checkpoint(model)
     writer.output_folder(str(out), source, overwrite)
-    merger = MERGERS["encoder" if is_of_encoder(pack.manifest) else "decoder"]
+    merger = MERGERS[architecture_of(pack.manifest["base"]["model_type"])]
     merger.check(request)
     outcome = merger.compare(request)
     report = _report(request, outcome, out)

@@ -12,7 +12,7 @@ import numpy as np
 from ..adapters.spec import ModuleSpec
 from ..bases.model import BaseModel
 from ..errors import PackError
-from ..packs.manifest import adapter_config, is_of_encoder, replaced_of
+from ..packs.manifest import adapter_config, architecture_facts, replaced_of
 from ..packs.pack import Pack
 from ..runtime import mx
 from .external import (
@@ -100,10 +100,10 @@ class MlxLm:
     def convert(self, pack: Pack, file: Path) -> StoredAdapter:
         """Return a pack as stock mlx-lm loads it."""
         specs = pack.specs
-        if is_of_encoder(pack.manifest):
+        if not (facts := architecture_facts(pack.manifest)).in_mlx_lm:
             raise PackError(
-                f"{pack.name}: is of an encoder, and mlx-lm has none. Export it to peft, or merge "
-                "it.",
+                f"{pack.name}: is of {facts.described}, and mlx-lm has none. Export it to peft, or "
+                "merge it.",
                 "unsupported",
             )
         if not specs and (config := adapter_config(pack.manifest)):

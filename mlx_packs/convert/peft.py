@@ -17,7 +17,7 @@ from mlx.utils import tree_flatten
 from ..adapters.spec import ModuleSpec, Specs
 from ..bases.geometry import chooses
 from ..bases.model import BaseModel
-from ..config.choices import ENCODERS
+from ..config.choices import ARCHITECTURES, architecture_of
 from ..errors import PackError
 from ..packs.manifest import replaced_of
 from ..packs.pack import Pack
@@ -61,11 +61,9 @@ _PART = re.compile(
 
 def path_here(theirs: str, model_type: str) -> str:
     """Return a module's path in mlx-lm, or in `bases.encoder`."""
-    if model_type in ENCODERS:
-        return re.sub(r"^bert\.", "", theirs)
     if model_type == "gpt2":
         return re.sub(r"^transformer\.", "model.", theirs)
-    return theirs
+    return theirs.removeprefix(ARCHITECTURES[architecture_of(model_type)].prefix)
 
 
 def path_there(ours: str, model_type: str) -> str:
@@ -364,7 +362,7 @@ def _config(pack: Pack, model_type: str, specs: Specs) -> dict:
 
     return {
         "peft_type": "LORA",
-        "task_type": "FEATURE_EXTRACTION" if model_type in ENCODERS else "CAUSAL_LM",
+        "task_type": ARCHITECTURES[architecture_of(model_type)].peft_task,
         "base_model_name_or_path": pack.manifest["base"]["id"],
         "r": rank,
         "lora_alpha": alpha,

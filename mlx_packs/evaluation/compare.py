@@ -16,7 +16,6 @@ import numpy as np
 
 from ..adapters.lora import Attached
 from ..bases.files import text_config
-from ..bases.model import check_decoder
 from ..config.schema import DataConfig, TrainConfig
 from ..data.batches import Batch, evaluation_batches, make_packed_batch, padded_length
 from ..data.encoding import EncodingOptions, Examples, encode
@@ -211,7 +210,7 @@ def _check_models(base: Base, packs: Sequence[Pack], limits: Mapping[str, float]
         flag = flag_of(next(iter(limits)))
         raise PackError(f"{flag}: is a gate for packs, but there is no pack.", "conflict")
     check_no_pack(base)
-    check_decoder(base, "eval-batch")
+    base.check_architecture("eval-batch", "decoder")
     for pack in packs:
         pack.check_base(base.name, base.fingerprint, base.config, base.quantization)
 

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from ..bases.families import Architecture
+from ..config.choices import ARCHITECTURES, registered
 from ..config.schema import DataConfig, TrainConfig
 from ..data.formats import Row
 from ..packs.base import Base, activated, check_no_pack
@@ -35,11 +35,9 @@ class Evaluator(Protocol):
         ...
 
 
-# By `Base.architecture`.
-EVALUATORS: dict[Architecture, Callable[[Base, Sequence[Row], EvalSettings], Evaluator]] = {
-    "decoder": PerplexityEvaluator,
-    "encoder": EmbeddingEvaluator,
-}
+EVALUATORS: dict[str, Callable[[Base, Sequence[Row], EvalSettings], Evaluator]] = registered(
+    ARCHITECTURES, {"decoder": PerplexityEvaluator, "encoder": EmbeddingEvaluator}
+)
 
 
 def evaluate(  # noqa: PLR0913 - a public facade

@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 
 from ..bases.files import text_config
-from ..bases.model import check_decoder
 from ..data.batches import evaluation_batches
 from ..data.encoding import Example, Examples
 from ..errors import PackError
@@ -60,7 +59,7 @@ def evaluate_tasks(  # noqa: PLR0913 - a public facade
             has an active one.
     """
     check_no_pack(base)
-    check_decoder(base, "eval-tasks")
+    base.check_architecture("eval-tasks", "decoder")
     manager = _task_manager(tasks, task_path)
     if limit is not None and limit < 1:
         raise PackError(f"--limit {limit}: must be positive.")

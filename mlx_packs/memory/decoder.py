@@ -16,7 +16,7 @@ from .. import runtime
 from ..bases.geometry import BLOCK_PROJECTIONS, Heads
 from ..bases.quantization import QuantizeOptions, format_for
 from ..bases.weight_formats import named_format
-from ..config.choices import ENCODERS
+from ..config.choices import ARCHITECTURES
 from ..config.schema import LoRAConfig, TrainConfig
 from ..data.batches import padded_length, padded_targets
 from ..errors import PackError
@@ -36,6 +36,7 @@ from .plan import (
 FAMILIES = ("qwen3", "qwen2", "llama", "mistral")
 _WHOLE_LOGITS = 15  # arrays of the size of all logits, where the head is trainable
 _UPDATED_AT_ONCE = 3  # arrays of the size of the largest trainable weight
+ASSUMED = "Every token is taken as a target."
 _SMALL = "small base: full precision fits, quantizing would cost accuracy for memory not needed"
 
 
@@ -61,18 +62,8 @@ def describe(config: Mapping) -> Tensors:
     return {name: {"dtype": dtype, "shape": shape} for name, shape in shapes.items()}
 
 
-def run_settings(headers: Headers, train: TrainConfig, specified: frozenset[str]) -> TrainConfig:
-    """Return the settings that `packs train` would take for this base: those given.
-
-    Raises:
-        PackError: They are those of another task.
-    """
-    if train.task == "embedding":
-        raise PackError(
-            f"--task embedding: {headers.name} is no encoder ({', '.join(ENCODERS)}); a causal "
-            "base is planned for without it.",
-            "conflict",
-        )
+def run_settings(headers: Headers, train: TrainConfig) -> TrainConfig:
+    """Return the settings that `packs train` would take for this base: those given."""
     return train
 
 
@@ -129,8 +120,9 @@ def _sizes(config: Mapping, tensors: Tensors) -> _Sizes:
     """Raises: PackError for a family or a config that the formula does not know."""
     family = config.get("model_type")
     if family not in FAMILIES:
+        others = [t for facts in ARCHITECTURES.values() for t in facts.model_types]
         raise PackError(
-            f"no plan for model_type '{family}'; known are {', '.join((*FAMILIES, *ENCODERS))}.",
+            f"no plan for model_type '{family}'; known are {', '.join((*FAMILIES, *others))}.",
             "unsupported",
         )
     heads = Heads.of(dict(config))

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from ..bases.encoder import Encoder, check_config, tensor_name
 from ..bases.sentence_config import SentenceConfig, read_sentence_config
-from ..config.choices import LOSSES
+from ..config.choices import LOSSES, LossFacts
 from ..config.schema import LoRAConfig, TrainConfig
 from ..data.batches import padded_length
 from ..display import size
@@ -27,7 +27,10 @@ from .plan import (
     recompute_policies,
 )
 
-BATCH_SIZE = 32  # default number of pairs: in-batch negatives need more than the decoder's 4
+ASSUMED = (
+    "Every text is taken as long as it may be. Blocks that are recomputed for small batches took "
+    "up to twice the estimate."
+)
 _QUANTIZED_BITS = 4.5  # a 4-bit weight with its scales
 # In flight while a block goes back: what GELU's gradient is made of, and that of the probabilities.
 _FLYING_FFN, _FLYING_SCORES = 20, 4
@@ -39,15 +42,8 @@ def describe(config: Mapping) -> Tensors:
     return tensors_of(Encoder(check_config(dict(config), Path("config.json")), SentenceConfig()))
 
 
-def run_settings(headers: Headers, train: TrainConfig, specified: frozenset[str]) -> TrainConfig:
-    """Return the settings that `packs train` would take for an encoder.
-
-    Texts are as long as the encoder reads them.
-
-    Args:
-        headers: Of the base.
-        train: The settings wanted.
-        specified: Names of those that are not defaults.
+def run_settings(headers: Headers, train: TrainConfig) -> TrainConfig:
+    """Return the settings with texts as long as the encoder reads them.
 
     Raises:
         PackError: They ask for quantization.
@@ -58,16 +54,10 @@ def run_settings(headers: Headers, train: TrainConfig, specified: frozenset[str]
             " the plan says why.",
             "conflict",
         )
-    batch_size = train.batch_size if "batch_size" in specified else BATCH_SIZE
     folder = Path(headers.name).expanduser()
     longest = read_sentence_config(folder).max_seq_length if folder.is_dir() else None
     limits = train.max_seq_length, longest, headers.config.get("max_position_embeddings")
-    return replace(
-        train,
-        task="embedding",
-        batch_size=batch_size,
-        max_seq_length=min(limit for limit in limits if limit),
-    )
+    return replace(train, max_seq_length=min(limit for limit in limits if limit))
 
 
 def _block_shapes(config: Mapping) -> dict[str, tuple[int, int]]:
@@ -152,10 +142,10 @@ def estimate(
     is_full = train.trains_base  # activations are then those of adapters
     adapters = plan_adapters(projections, blocks, lora, "lora" if is_full else train.method)
     tracked, weights = adapters.tracked, adapters.weights
-    length, columns = shape or (train.max_seq_length, _columns(train))
+    loss = _loss_of(train)
+    length, columns = shape or (train.max_seq_length, loss.texts)
     length = min(length, config.get("max_position_embeddings") or train.max_seq_length)
     texts, at_once = train.batch_size, columns
-    loss = LOSSES["mnrl" if train.loss == "auto" else train.loss]  # auto: at most that of mnrl
     if loss.by_parts:
         texts, at_once = min(texts, train.mini_batch_size), _AHEAD
     policy = recompute_policies(train)[0]
@@ -193,8 +183,9 @@ def estimate(
     return _full(plan, headers, train) if is_full else plan
 
 
-def _columns(train: TrainConfig) -> int:
-    return 3 if train.loss == "triplet" else 2
+def _loss_of(train: TrainConfig) -> LossFacts:
+    """Return the facts of the loss of a run; ``auto`` takes at most the memory of mnrl."""
+    return LOSSES.get(train.loss, LOSSES["mnrl"])
 
 
 def _weight_shapes(headers: Headers) -> list[tuple[int, ...]]:
@@ -203,7 +194,7 @@ def _weight_shapes(headers: Headers) -> list[tuple[int, ...]]:
 
 def smallest_shape(train: TrainConfig) -> Shape:
     """Return the shape of the smallest batch that a run has, whatever its examples are."""
-    return padded_length(1, train.max_seq_length - 1), _columns(train)
+    return padded_length(1, train.max_seq_length - 1), _loss_of(train).texts
 
 
 def resized(shape: Shape, before: TrainConfig, after: TrainConfig) -> Shape:

@@ -5,7 +5,8 @@ from dataclasses import replace
 from typing import Protocol
 
 from .. import runtime
-from ..bases.families import Architecture, architecture_of
+from ..bases.families import check_supported
+from ..config.choices import ARCHITECTURES, MATMUL_PATHS, architecture_of, registered
 from ..config.schema import LoRAConfig, TrainConfig
 from ..display import size
 from ..errors import PackError
@@ -20,7 +21,13 @@ _Settings = tuple[LoRAConfig, TrainConfig]
 
 
 class Estimator(Protocol):
-    """What is known of the memory of one architecture: a module of functions."""
+    """What is known of the memory of one architecture: a module.
+
+    Attributes:
+        ASSUMED: what is assumed of the examples, a sentence.
+    """
+
+    ASSUMED: str
 
     def describe(self, config: Mapping) -> Tensors:
         """Return the headers of the dense checkpoint that a config describes."""
@@ -40,9 +47,7 @@ class Estimator(Protocol):
         """Return the shape that a batch has after a change of batch size or maximal length."""
         ...
 
-    def run_settings(
-        self, headers: Headers, train: TrainConfig, specified: frozenset[str]
-    ) -> TrainConfig:
+    def run_settings(self, headers: Headers, train: TrainConfig) -> TrainConfig:
         """Return the settings that `packs train` would take for such a base."""
         ...
 
@@ -51,12 +56,15 @@ class Estimator(Protocol):
         ...
 
 
-ESTIMATORS: dict[Architecture, Estimator] = {"decoder": decoder, "encoder": encoder}
+ESTIMATORS: dict[str, Estimator] = registered(
+    ARCHITECTURES, {"decoder": decoder, "encoder": encoder}
+)
 
 
 def estimator_of(config: Mapping) -> Estimator:
     """Return the estimator of a base's architecture."""
-    return ESTIMATORS[architecture_of(config)]
+    check_supported(config)
+    return ESTIMATORS[architecture_of(config.get("model_type"))]
 
 
 def estimate(
@@ -91,7 +99,7 @@ def matmul_paths(headers: Headers, train: TrainConfig) -> list[str]:
     if train.matmul_path != "auto":
         return [train.matmul_path]
     quantized = headers.is_quantized or train.quantize != "none"
-    return ["quantized", "transient", "dense"] if quantized else ["dense"]
+    return list(MATMUL_PATHS) if quantized else ["dense"]
 
 
 def least(headers: Headers, lora: LoRAConfig, train: TrainConfig) -> MemoryPlan:

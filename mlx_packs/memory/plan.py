@@ -111,7 +111,7 @@ def moment_parts(
 
 def recompute_policies(train: TrainConfig) -> tuple[str, ...]:
     """Return the policies of activation checkpointing that a run may take, the fastest first."""
-    return POLICIES if train.recomputes == "auto" else (train.recomputes,)
+    return tuple(POLICIES) if train.recomputes == "auto" else (train.recomputes,)
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,8 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from .. import runtime
-from ..config.choices import POLICIES
+from ..bases.families import check_task, tasks_of
+from ..config.choices import ARCHITECTURES, MATMUL_PATHS, POLICIES, TASKS, architecture_of
 from ..config.fields import fields_where
 from ..config.recipe import Recipe, adapter_settings
 from ..config.schema import LoRAConfig, TrainConfig
@@ -32,7 +33,6 @@ from .plan import ERROR, MemoryPlan, fit, recompute_policies
 
 SMALL_WEIGHTS = 1e9  # a base of fewer weights is better left unquantized, if that fits
 _METHODS = {True: ("lora-fp32", "lora", "qlora"), False: ("lora", "lora-fp32", "qlora")}  # if small
-_RECOMPUTED = {"selective": "cheap operations recomputed", "block": "blocks recomputed"}
 _ALWAYS = ("batch_size", "max_seq_length", "rank", "matmul_path")  # named in every command
 
 
@@ -148,7 +148,7 @@ class _Request:
     @property
     def in_batch(self) -> bool:
         """Whether the other examples of a batch are the negatives of each."""
-        return self.train.task == "embedding"
+        return TASKS[self.train.task].in_batch
 
 
 class _Way(NamedTuple):
@@ -181,7 +181,8 @@ def recommend(
     if memory <= 0:
         raise PackError(f"--memory must be positive, but got {memory / 1e9:g} GB.")
     estimator = estimator_of(headers.config)
-    train = estimator.run_settings(headers, train or TrainConfig(), specified)
+    train = _of_task(headers, train or TrainConfig(), specified)
+    train = estimator.run_settings(headers, train)
     headers.check_quantize(train)
     request = _Request(headers, memory, lora or LoRAConfig(), train, specified)
     if train.trains_base:
@@ -196,6 +197,17 @@ def recommend(
     return [*options, _full_option(replace(request, lora=best.lora, train=best.train))]
 
 
+def _of_task(headers: Headers, train: TrainConfig, specified: frozenset[str]) -> TrainConfig:
+    """Return the settings with the task that trains a base, and with the defaults of that task."""
+    model_type = headers.config.get("model_type")
+    if train.changed(["task"]):
+        check_task(train.task, headers.name, model_type)
+    else:
+        train = replace(train, task=tasks_of(model_type)[0])
+    own = {k: v for k, v in TASKS[train.task].defaults.items() if k not in specified}
+    return replace(train, **own)
+
+
 def _harm(option: Option, small: bool) -> tuple:
     """Return what makes an option worse than another, the weightiest first."""
     if option.fit == "no":
@@ -203,7 +215,7 @@ def _harm(option: Option, small: bool) -> tuple:
     path, train = option.plan.matmul_path, option.train
     # MLX's quantized products on a CPU take ten times as long as dense ones (README, "Measured")
     slow = runtime.on_cpu() and path == "quantized"
-    paths = ("dense", "transient", "quantized")
+    dense_first = list(reversed(MATMUL_PATHS)).index(path)
     return (
         option.fit == "tight",
         -option.lora.rank,
@@ -211,8 +223,8 @@ def _harm(option: Option, small: bool) -> tuple:
         slow,
         _METHODS[small].index(option.method),
         -train.batch_size,
-        POLICIES.index(train.recomputes),
-        paths.index(path) if runtime.on_cpu() else -paths.index(path),
+        list(POLICIES).index(train.recomputes),
+        dense_first if runtime.on_cpu() else -dense_first,
         option.quantize != "nf4",
     )
 
@@ -221,7 +233,7 @@ def _ways(request: _Request) -> list[_Way]:
     """Return the ways to try."""
     headers, train = request.headers, request.train
     dtype = train.compute_dtype
-    if request.in_batch:
+    if not ARCHITECTURES[architecture_of(headers.config.get("model_type"))].quantizable:
         return [_Way("lora-fp32", "none", "dense", dtype)]
     if headers.is_quantized:
         return [_Way("qlora", "none", path, dtype) for path in matmul_paths(headers, train)]
@@ -311,8 +323,8 @@ def _why(request: _Request, option: Option) -> str:
     ):
         if after != before:
             gave.append(f"{name} {after} instead of {before}")
-    if train.recomputes not in ("none", wanted.recomputes):
-        gave.append(_RECOMPUTED[train.recomputes])
+    if train.recomputes != wanted.recomputes and (said := POLICIES[train.recomputes].described):
+        gave.append(said)
     name, largest = max(option.plan.parts().items(), key=lambda item: item[1])
     share = f"{name} {size(largest)} is the largest part"
     if option.fit == "no":
@@ -383,7 +395,7 @@ def table(
     for name, now in best.plan.parts().items():
         lines.append(f"  {name:<22} {_part(now):>12} {_part(largest[name]):>9}")
     lines += [f"  {'peak, at ' + best.plan.moment:<22} {size(best.plan.peak_bytes):>12}", ""]
-    lines += _notes(best, width)
+    lines += _notes(best, estimator_of(headers.config).ASSUMED, width)
     if best.fit == "no":
 
         def peak(lora: LoRAConfig, train: TrainConfig) -> int:
@@ -397,12 +409,12 @@ def table(
     return lines
 
 
-def _notes(best: Option, width: int) -> list[str]:
+def _notes(best: Option, assumed: str, width: int) -> list[str]:
     """Return what is to be known of the numbers, wrapped."""
     notes = {
         "why": f"{best.kind}: {best.why}",
         "error": f"± {ERROR:.0%} against runs on a CPU (benchmarks/plan_accuracy.py); on a GPU "
-        f"the formula is not measured. {_ASSUMED[best.train.task]}",
+        f"the formula is not measured. {assumed}",
         "cache": "not counted: the buffers that MLX has freed and keeps; it gives them back when "
         "memory is short.",
     }
@@ -420,11 +432,6 @@ def _notes(best: Option, width: int) -> list[str]:
     ]
 
 
-_ASSUMED = {
-    "lm": "Every token is taken as a target.",
-    "embedding": "Every text is taken as long as it may be. Blocks that are recomputed for small "
-    "batches took up to twice the estimate.",
-}
 _ANSWERS = {"fits": "yes", "tight": "tight", "no": "no"}
 
 

@@ -5,7 +5,7 @@ import re
 from collections.abc import Mapping, Sequence
 
 from ..bases.files import TINY
-from .manifest import HUB_ID, METRICS, adapter_config, is_of_encoder, replaced_of, specs_of
+from .manifest import HUB_ID, METRICS, adapter_config, architecture_facts, replaced_of, specs_of
 
 
 def model_card(manifest: dict, name: str) -> str:
@@ -35,7 +35,7 @@ def model_card(manifest: dict, name: str) -> str:
             f"{result.get('rows', '?')} rows of `{result.get('split', '?')}`.",
             "",
         ]
-    elif is_of_encoder(manifest) and (moved := format_change(result)):
+    elif moved := format_change(result):
         lines += [
             f"Held-out {moved}, on {result.get('rows', '?')} rows of `{result.get('split', '?')}`.",
             "",
@@ -67,7 +67,7 @@ def _card_metadata(manifest: dict) -> list[str]:
             if re.fullmatch(HUB_ID, base, re.ASCII)
             else []
         ),
-        f"pipeline_tag: {'sentence-similarity' if is_of_encoder(manifest) else 'text-generation'}",
+        f"pipeline_tag: {architecture_facts(manifest).hub_task}",
         f"tags: [mlx, {'lora, ' * is_lora}mlx-packs]",
         "---",
     ]
@@ -143,7 +143,7 @@ def phase_lines(phases: Sequence[Mapping]) -> list[str]:
 def _card_command(manifest: dict) -> str:
     """Return a command that loads the pack: stock mlx-lm's, where that loads the same."""
     base = manifest["base"]["id"]
-    if is_of_encoder(manifest):
+    if not architecture_facts(manifest).in_mlx_lm:
         return f"packs merge . --model {base} --out merged  # a folder of sentence-transformers"
     if base == TINY:
         return "packs generate --pack . --prompt ..."

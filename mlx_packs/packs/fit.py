@@ -6,7 +6,7 @@ from ..adapters.spec import ModuleSpec
 from ..bases.files import weight_files
 from ..errors import PackError
 from ..files import read_header
-from .manifest import ADAPTERS, is_of_encoder, replaced_of, shapes_of
+from .manifest import ADAPTERS, architecture_facts, replaced_of, shapes_of
 from .pack import Pack, is_converted_on_loading
 
 
@@ -57,8 +57,8 @@ def _check_geometry(pack: Pack, model: str, path: Path, config: dict) -> bool:
     stored: dict[str, dict] = {}
     for file in weight_files(path):
         stored |= read_header(file)[0]
-    if is_of_encoder(pack.manifest):
-        stored = {name.removeprefix("bert."): tensor for name, tensor in stored.items()}
+    prefix = architecture_facts(pack.manifest).prefix
+    stored = {name.removeprefix(prefix): tensor for name, tensor in stored.items()}
     if is_converted_on_loading(config):
         return False
     _check_full_tensors(pack, model, stored)

@@ -7,7 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..config.choices import ENCODERS
+from ..config.choices import ARCHITECTURES, ArchitectureFacts, architecture_of
 from ..config.parse import current_keys
 from ..config.schema import COLUMN_SETTINGS
 from ..errors import PackError
@@ -319,9 +319,9 @@ def shapes_of(manifest: dict) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def is_of_encoder(manifest: dict) -> bool:
-    """Return whether a pack is of an encoder, which makes embeddings."""
-    return manifest["base"]["model_type"] in ENCODERS
+def architecture_facts(manifest: dict) -> ArchitectureFacts:
+    """Return what is known of the architecture of a pack's base."""
+    return ARCHITECTURES[architecture_of(manifest["base"]["model_type"])]
 
 
 def adapter_config_of(specs: "Specs") -> dict | None:
@@ -354,6 +354,8 @@ def adapter_config(manifest: dict) -> dict | None:
 
     It loads tensors stored in full as those of a full fine-tuning, over dense ones.
     """
+    if not architecture_facts(manifest).in_mlx_lm:
+        return None
     if not replaced_of(manifest):
         return adapter_config_of(specs_of(manifest))
     if manifest["adapters"]["modules"] or manifest["base"]["quantization"]:

@@ -48,7 +48,6 @@ from .manifest import (
     adapter_config,
     check_manifest,
     check_quantization,
-    is_of_encoder,
     read_pin,
     replaced_of,
     spec_json,
@@ -192,8 +191,7 @@ class Pack:
         check_output(folder, overwrite)
         with atomic_folder(folder, replace=True) as partial:
             save_tensors(partial / ADAPTERS, dict(self.load_tensors()))
-            config = adapter_config(self.manifest)
-            if config and not is_of_encoder(self.manifest):
+            if config := adapter_config(self.manifest):
                 (partial / ADAPTER_CONFIG).write_text(to_json(config))
             (partial / CARD).write_text(model_card(self.manifest, folder.name), encoding="utf-8")
             names = [ADAPTERS, ADAPTER_CONFIG, CARD]
@@ -264,9 +262,8 @@ class Pack:
             PackError: it does not.
         """
         trained = self.part("objective")
-        if not base.is_encoder or trained.get("task") != "embedding":
-            return
-        for name, value in base.model.sentence_config.to_json().items():
+        config = getattr(base.model, "sentence_config", None)  # which decoders lack
+        for name, value in (config.to_json() if config else {}).items():
             if trained.get(name, value) != value:
                 raise PackError(
                     f"{self.name}: was trained with {name} {trained[name]}, but "

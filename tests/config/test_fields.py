@@ -1,7 +1,6 @@
 """What is true of a setting stands at its field, and is complete."""
 
 import dataclasses
-import pkgutil
 import re
 import subprocess
 import sys
@@ -12,7 +11,7 @@ from mlx_packs.config.choices import TASKS
 from mlx_packs.config.fields import SECTIONS, Settings, facts_of, fields_where, option
 from mlx_packs.config.recipe import RunOptions
 from mlx_packs.config.schema import DataConfig, LoRAConfig, Phase, TrainConfig
-from mlx_packs.training.tasks.task import Task
+from mlx_packs.training.tasks.task import Task, task_class
 from tests.helpers.errors import raises
 
 CONFIGS = (DataConfig, LoRAConfig, TrainConfig, RunOptions)
@@ -93,7 +92,7 @@ def test_settings_without_a_flag_are_named_by_their_key():
 
 @pytest.mark.parametrize("name", TASKS)
 def test_every_task_that_config_accepts_is_a_class(name):
-    assert issubclass(pkgutil.resolve_name(TASKS[name]), Task)
+    assert issubclass(task_class(name), Task)
 
 
 def test_configuration_is_read_without_mlx():

@@ -9,7 +9,7 @@ import pytest
 from mlx.utils import tree_flatten
 
 from mlx_packs import LoRAConfig, Pack, TrainConfig, train_pack
-from mlx_packs.config.choices import TASKS
+from mlx_packs.config.choices import TASKS, TaskFacts
 from mlx_packs.objectives.objective import Objective
 from mlx_packs.runtime import mx
 from mlx_packs.training.step import Stepper
@@ -111,7 +111,7 @@ class OneWordTask(Task):
 
 
 def test_a_task_is_one_class_and_one_name(tmp_path, monkeypatch):
-    monkeypatch.setitem(TASKS, "one-word", f"{__name__}:OneWordTask")
+    monkeypatch.setitem(TASKS, "one-word", TaskFacts(f"{__name__}:OneWordTask", "decoder"))
     rows = [
         chat(f"Say {w} and nothing else, please, friend.", "Yes.") for w in "one two six".split()
     ]

@@ -5,10 +5,8 @@ from dataclasses import replace
 
 from ...adapters.lora import attach
 from ...adapters.method import Trainable
-from ...config.choices import ENCODERS
 from ...config.schema import LoRAConfig
 from ...data.rows import Splits
-from ...errors import PackError
 from ...evaluation.perplexity import Score, Scorer
 from ...inference.throughput import cut_prompts, generation_path, measure_throughput
 from ...memory.matmul_path import choose_matmul_path
@@ -45,16 +43,6 @@ class CausalLMTask(Task):
     def lazy_base(self) -> bool:
         """A proxy uses few of the base's weights."""
         return self.run.train.objective != TRANSFORMER
-
-    def check(self, name: str, model_type: str) -> None:
-        """Reject encoders, which have no next token."""
-        if model_type in ENCODERS:
-            raise PackError(
-                f"{name}: is an encoder ({model_type}) and has no next token to learn; train it "
-                "with --task embedding.",
-                "mismatch",
-                "task",
-            )
 
     def target(self, base: Base) -> tuple[Base, LoRAConfig]:
         """Return the base, or the projection stack over it (``--objective``)."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from ... import runtime
 from ...adapters.method import Trainable
 from ...bases.encoder import Encoder
-from ...config.choices import ENCODERS, LOSSES
+from ...config.choices import LOSSES
 from ...config.fields import fields_where
 from ...config.schema import COLUMN_SETTINGS, TrainConfig
 from ...data.pairs import (
@@ -114,15 +114,9 @@ class EmbeddingTask(Task):
     dataset: PairDataset
 
     def check(self, name: str, model_type: str) -> None:
-        """Accept encoders alone, and no setting that means nothing for them."""
+        """Accept no setting that means nothing for an encoder."""
+        super().check(name, model_type)
         train, columns = self.run.train, self.run.columns
-        if model_type not in ENCODERS:
-            raise PackError(
-                f"--task embedding: {name} is a causal {model_type}; "
-                f"embeddings are trained on an encoder ({', '.join(ENCODERS)}: all-MiniLM-L6-v2, "
-                "bge, e5), and this base by --task lm.",
-                "mismatch",
-            )
         misplaced = train.changed(fields_where(TrainConfig, task="lm"))
         misplaced += [key for key in train.unfit_for_dense() if key not in misplaced]
         misplaced += columns.changed(COLUMN_SETTINGS)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from ...adapters.method import Trainable
+from ...bases.families import check_task
 from ...config.choices import TASKS
 from ...config.schema import LoRAConfig, TrainConfig
 from ...data.rows import Splits
@@ -90,12 +91,13 @@ class Task(ABC):
     def __init__(self, run: Run) -> None:
         self.run = run
 
-    def check(self, name: str, model_type: str) -> None:  # noqa: B027 (every base will do)
+    def check(self, name: str, model_type: str) -> None:
         """Check that the base and the settings go with the task; called before and after loading.
 
         Raises:
             PackError: naming the base or the setting.
         """
+        check_task(self.run.train.task, name, model_type)
 
     def target(self, base: Base) -> tuple[Base, LoRAConfig]:
         """Return the base that the loss goes through, and which of its modules are adapted."""
@@ -132,4 +134,9 @@ class Task(ABC):
 
 def make_task(run: Run) -> Task:
     """Return the task that a run asks for."""
-    return pkgutil.resolve_name(TASKS[run.train.task])(run)
+    return task_class(run.train.task)(run)
+
+
+def task_class(name: str) -> type[Task]:
+    """Return the class of a task."""
+    return pkgutil.resolve_name(TASKS[name].code)
