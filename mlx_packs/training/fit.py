@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from contextlib import closing, suppress
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 
 import mlx.optimizers as optimizers
 
@@ -14,14 +14,13 @@ from ..objectives.objective import Objective, Score
 from ..optim import carry_state
 from ..runtime import mx
 from .checkpoint import TrainingState, load_checkpoint, read_training_state
+from .dataset import Dataset
 from .loop import Loop, interrupted
-from .observers.observer import ObservedRun, Observer
+from .observers.observer import Observer
 from .phases import RunPhase
-from .result import FitResult
 from .run_folder import latest_checkpoint, read_metrics
 from .settings import Run
 from .step import Stepper
-from .tasks.task import Dataset
 
 Scores = dict[str, Score]  # by phase
 
@@ -35,34 +34,33 @@ def score_phases(
         return {name: objective.score(batches, bar.advance) for name, batches in held_out.items()}
 
 
+@dataclass
 class Fit:
-    """Training through the phases of a run.
+    """Training through the phases of a run, and its outcome besides the trained parameters.
 
-    Args:
-        run: the run.
-        trainable: what is trained.
-        objective: what is computed on a batch.
-        dataset: the examples.
-        observed: what observers know of the run; its curve is filled.
-        observers: follow the run.
+    Attributes:
+        curve: the lines of metrics.jsonl, which an observer adds.
+        state: how far the run is.
+        scores: on the held-out examples, by phase: before the first phase and after each; empty
+            where they are not known.
+        measured: seconds, throughput and peak memory.
+        shapes: the different shapes of batches.
+        traces: number of compiled traces.
     """
 
-    def __init__(
-        self,
-        run: Run,
-        trainable: Trainable,
-        objective: Objective,
-        dataset: Dataset,
-        observed: ObservedRun,
-        observers: Sequence[Observer],
-    ) -> None:
-        self.run, self.trainable, self.objective = run, trainable, objective
-        self.dataset, self.curve, self.observers = dataset, observed.curve, observers
-        self.state = TrainingState()
-        self.shapes: set[tuple] = set()
-        self.traces = 0
+    run: Run
+    trainable: Trainable
+    objective: Objective
+    dataset: Dataset
+    observers: Sequence[Observer]
+    curve: list[dict]
+    state: TrainingState = field(default_factory=TrainingState)
+    scores: list[Scores] = field(default_factory=list)
+    measured: dict = field(default_factory=dict)
+    shapes: set[tuple] = field(default_factory=set)
+    traces: int = 0
 
-    def train(self, before: Scores) -> FitResult:
+    def train(self, before: Scores) -> None:
         """Train every phase that is not over; a checkpoint is saved at the end of each.
 
         Args:
@@ -80,11 +78,11 @@ class Fit:
             self.curve.extend(read_metrics(run.folder, self.state.batches))
             batches = f"batch {self.state.batches} of {run.goal.stop}"
             display.line("resume", f"{run.folder}: {batches}")
-        scores, optimizer = [before], None
+        self.scores, optimizer = [before], None
         mx.reset_peak_memory()
         for phase in run.phases:
             if self.state.batches > phase.stop and phase is not run.goal:  # trained before
-                scores.append(self._logged_scores(phase, before))
+                self.scores.append(self._logged_scores(phase, before))
                 continue
             previous, optimizer = optimizer, phase.optimizer()
             optimizer.init(self.trainable.model.trainable_parameters())
@@ -95,17 +93,16 @@ class Fit:
                 carry_state(previous, optimizer)
             self._train_phase(phase, optimizer)
             if phase is not run.goal:
-                scores.append(self._logged_scores(phase, before) or self._score_after(phase))
+                self.scores.append(self._logged_scores(phase, before) or self._score_after(phase))
         display.line(
             "shapes", f"{len(self.shapes)} of batches, {self.traces} compiled traces", VERBOSE
         )
         state, unit = self.state, self.objective.unit
-        measured = {
+        self.measured = {
             "train_s": state.train_s,
             f"{unit}_per_s": state.trained_tokens / state.train_s,
             "peak_gb": mx.get_peak_memory() / 1e9,
         }
-        return FitResult(state, self.curve, scores, measured, len(self.shapes), self.traces)
 
     def _train_phase(self, phase: RunPhase, optimizer: optimizers.Optimizer) -> None:
         run, objective, settings = self.run, self.objective, phase.train
@@ -113,12 +110,11 @@ class Fit:
             run.display.line("phase", f"{phase.name}: batches {phase.start + 1} to {phase.stop}")
         stepper = Stepper(self.trainable.model, objective.loss, optimizer, settings.max_grad_norm)
         loop = Loop(
+            run=run,
+            phase=phase,
             trainable=self.trainable,
             objective=objective,
             stepper=stepper,
-            phase=phase,
-            last=phase is run.goal,
-            folder=run.folder,
             state=self.state,
             validation=self.dataset.validation(phase),
             observers=self.observers,

@@ -16,6 +16,7 @@ from .checkpoint import TrainingState, Window, save_checkpoint
 from .observers.observer import Observer
 from .phases import RunPhase
 from .run_folder import latest_checkpoint
+from .settings import Run
 from .step import Stepper, not_finite
 
 
@@ -47,23 +48,15 @@ class Loop:
     """The loop over the batches of a phase.
 
     Attributes:
-        trainable: what is trained.
-        objective: what is computed on a batch.
-        stepper: takes the steps.
-        phase: its settings, and where in the run it begins.
-        last: whether no phase follows.
-        folder: the run folder.
         state: progress of the run; the loop advances it.
         validation: batches of the validation split; none without one.
-        observers: are notified of every event.
     """
 
+    run: Run
+    phase: RunPhase
     trainable: Trainable
     objective: Objective
     stepper: Stepper
-    phase: RunPhase
-    last: bool
-    folder: Path
     state: TrainingState
     validation: Sequence[Batch]
     observers: Sequence[Observer]
@@ -109,7 +102,7 @@ class Loop:
             if (due or interrupts) and not self.stepper.waiting:
                 folder = self._save(batch)
                 due = False
-                if interrupts and not (ends and self.last):
+                if interrupts and not (ends and self.phase is self.run.goal):
                     raise interrupted(folder)
 
     def _line(self, entries: dict[str, float]) -> dict:
@@ -158,14 +151,16 @@ class Loop:
         """Checkpoint the model if it still works: the loss before an update does not tell."""
         self._check_finite(self.objective.score([batch]).nll, 0.0, self.state.batches)
         self.trainable.model.train()
-        folder = save_checkpoint(self.folder, self.trainable, self.stepper.optimizer, self.state)
+        folder = save_checkpoint(
+            self.run.folder, self.trainable, self.stepper.optimizer, self.state
+        )
         for observer in self.observers:
             observer.on_checkpoint(folder)
         return folder
 
     def _check_finite(self, loss: float, norm: float, number: int) -> None:
         if fault := not_finite(loss, norm):
-            folder = latest_checkpoint(self.folder)
+            folder = latest_checkpoint(self.run.folder)
             last = f"The last good checkpoint is {folder}." if folder else "No checkpoint was due."
             raise PackError(
                 f"step {number}: {fault}; stopped. {last} "

@@ -110,13 +110,6 @@ def choose_path(
     return choice
 
 
-def choose_recompute(train: TrainConfig, plan: MemoryPlan | None, unplanned: str) -> str:
-    """Return the requested policy of activation checkpointing, the plan's, or ``unplanned``."""
-    if train.recomputes != "auto":
-        return train.recomputes
-    return plan.recompute if plan else unplanned
-
-
 def matmul_paths_by_name(trainable: Trainable, choice: MatmulPathChoice) -> dict[str, dict]:
     """Return how the frozen weights of each name are used in this run, and the times that decided.
 

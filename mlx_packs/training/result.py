@@ -2,11 +2,9 @@
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from ..objectives.objective import Score
 from ..packs.pack import Pack
-from .checkpoint import TrainingState
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -45,25 +43,3 @@ class TrainRun:
     def to_json(self) -> dict:
         """Return the report."""
         return self.report
-
-
-@dataclass(frozen=True)
-class FitResult:
-    """Outcome of the training loop, besides the trained parameters.
-
-    Attributes:
-        state: how far the run is.
-        curve: the lines of metrics.jsonl.
-        scores: on the held-out examples, by phase: before the first phase and after each; empty
-            where they are not known.
-        measured: seconds, throughput and peak memory.
-        batch_shapes: number of different shapes of batches.
-        traces: number of compiled traces.
-    """
-
-    state: TrainingState
-    curve: list[dict]
-    scores: list[dict[str, Score | Any]]
-    measured: dict
-    batch_shapes: int
-    traces: int

@@ -23,6 +23,7 @@ from ..ops import _backend
 from ..optim import unused_learning_rate
 from ..packs.base import Base, load_base
 from ..packs.pack import Pack, round_adapters, versions_line
+from .dataset import Dataset
 from .fit import Fit, score_phases
 from .folders import output_folders
 from .identity import check_resume, public_recipe, run_identity, start_of
@@ -34,16 +35,15 @@ from .planning import (
     MemoryChoice,
     check_headers,
     choose_path,
-    choose_recompute,
     matmul_paths_by_name,
     plan_memory,
     show_plan,
 )
-from .result import FitResult, TrainRun
+from .result import TrainRun
 from .run_folder import check_resumable, clear_run, write_identity
 from .settings import Run
 from .setup import describe, load_adapters
-from .tasks.task import Dataset, Summary, Task, make_task
+from .tasks.task import Summary, Task, make_task
 
 
 @runtime.memory_limits()
@@ -142,7 +142,8 @@ def run(run: Run) -> TrainRun:
     base = _open_base(run, task)
     target, lora = task.target(base)
     dataset = task.encode(base, splits)
-    recipe = run.recipe(base, start)
+    origin = {"model": base.name, "resume_adapter_file": start}
+    recipe = Recipe(run.lora, run.train, run.columns, origin)
     identity = run_identity(recipe, base, run.phases, splits)
     if earlier is not None:
         check_resume(run.folder, identity, earlier)
@@ -230,7 +231,9 @@ def _fit_into_memory(
     plan = plans.get(choice.matmul_path)
     if plan:
         show_plan(base, run, plan)
-    recompute = choose_recompute(run.train, plan, task.unplanned_recompute)
+    recompute = run.train.recomputes
+    if recompute == "auto":
+        recompute = plan.recompute if plan else task.unplanned_recompute
     return MemoryChoice(plan, choice, recompute)
 
 
@@ -241,25 +244,18 @@ def _train(
     trainable: Trainable,
     objective: Objective,
     dataset: Dataset,
-) -> tuple[Sequence[Observer], FitResult]:
+) -> tuple[Sequence[Observer], Fit]:
     """Score the base, train, round to the pack's dtype, and score again."""
     with trainable.disabled():
         before = score_phases(objective, dataset, run.phases, run.display)
-    observed = ObservedRun(
-        run.folder,
-        run.train,
-        run.display,
-        objective.unit,
-        recipe.to_json(),
-        run.report_to,
-        run.project_name,
-    )
+    observed = ObservedRun(run, objective.unit, recipe.to_json())
     observers = make_observers(observed)
     make_folder(run.folder)
     if not run.resume:
         clear_run(run.folder)
     write_identity(run.folder, identity)
-    fit = Fit(run, trainable, objective, dataset, observed, observers).train(before)
+    fit = Fit(run, trainable, objective, dataset, observers, observed.curve)
+    fit.train(before)
     if _backend.detect() != "reference":
         run.display.line("kernels", _backend.summary())
     round_adapters(trainable, run.train.pack_dtype)
@@ -267,7 +263,7 @@ def _train(
     return observers, fit
 
 
-def _measured(fit: FitResult, memory: MemoryChoice) -> dict:
+def _measured(fit: Fit, memory: MemoryChoice) -> dict:
     """Return the part of a manifest that differs from run to run."""
     return {
         "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
@@ -292,7 +288,7 @@ def _check_gates(run: Run, task: Task, pack: Pack, summary: Summary, memory: Mem
 
 
 def _report(
-    run: Run, pack: Pack, unit: str, fit: FitResult, summary: Summary, memory: MemoryChoice
+    run: Run, pack: Pack, unit: str, fit: Fit, summary: Summary, memory: MemoryChoice
 ) -> dict:
     """Return what a run reports whatever its method and its task."""
     described = ("split", "rows", "targets")
@@ -316,6 +312,6 @@ def _report(
         "learned_weights": pack.manifest["adapters"]["parameters"],
         "ops": _backend.record(),
         "plan_peak_gb": memory.peak_gb,
-        "batch_shapes": fit.batch_shapes,
+        "batch_shapes": len(fit.shapes),
         "traces": fit.traces,
     }

@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..config.recipe import Recipe
 from ..config.schema import DataConfig, LoRAConfig, TrainConfig
 from ..display import Display
 from ..packs.base import Base
@@ -52,13 +51,3 @@ class Run:
     def goal(self) -> RunPhase:
         """The last phase: the pack is evaluated on its held-out examples."""
         return self.phases[-1]
-
-    def recipe(self, base: Base, start: dict | None) -> Recipe:
-        """Return the run's configuration, as config.json and the pack's manifest record it.
-
-        Args:
-            base: the loaded base.
-            start: name and hash of the adapters that the run starts from.
-        """
-        origin = {"model": base.name, "resume_adapter_file": start}
-        return Recipe(self.lora, self.train, self.columns, origin)

@@ -10,11 +10,11 @@ from .observer import ObservedRun, Observer
 class Console(Observer):
     """Shows progress on the run's display."""
 
-    def __init__(self, run: ObservedRun) -> None:
-        self._display = run.display
-        self._curve = run.curve
-        self._rate = f"{run.unit}_per_s"
-        self._unit = "tok" if run.unit == "tokens" else run.unit
+    def __init__(self, observed: ObservedRun) -> None:
+        self._display = observed.run.display
+        self._curve = observed.curve
+        self._rate = f"{observed.unit}_per_s"
+        self._unit = "tok" if observed.unit == "tokens" else observed.unit
         self._open = ExitStack()
         self._bar: Task | None = None
 

@@ -11,9 +11,9 @@ from .observer import ObservedRun, Observer
 class MetricsFile(Observer):
     """Adds each line to the run's curve and to its metrics.jsonl."""
 
-    def __init__(self, run: ObservedRun) -> None:
-        self._file = run.folder / METRICS
-        self._curve = run.curve
+    def __init__(self, observed: ObservedRun) -> None:
+        self._file = observed.run.folder / METRICS
+        self._curve = observed.curve
 
     def _append(self, line: dict) -> None:
         self._curve.append(line)

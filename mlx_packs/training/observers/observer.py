@@ -3,9 +3,8 @@
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ...config.schema import TrainConfig
-from ...display import Display
 from ...objectives.objective import Score
+from ..settings import Run
 
 
 @dataclass(frozen=True)
@@ -13,23 +12,15 @@ class ObservedRun:
     """What observers are made from.
 
     Attributes:
-        folder: the run folder.
-        train: the run's settings.
-        display: where messages for people go.
+        run: its settings and folders.
         unit: what the run counts, ``tokens`` or ``pairs``.
         recipe: the run's configuration as in config.json.
-        report_to: experiment trackers (``wandb``, ``swanlab``), separated by commas.
-        project_name: the trackers' project.
         curve: the lines of metrics.jsonl so far.
     """
 
-    folder: Path
-    train: TrainConfig
-    display: Display
-    unit: str = "tokens"
-    recipe: dict = field(default_factory=dict)
-    report_to: str | None = None
-    project_name: str | None = None
+    run: Run
+    unit: str
+    recipe: dict
     curve: list[dict] = field(default_factory=list)
 
 

@@ -17,7 +17,7 @@ OBSERVERS: dict[str, Callable[[ObservedRun], Observer | None]] = {
 }
 
 
-def make_observers(run: ObservedRun) -> list[Observer]:
+def make_observers(observed: ObservedRun) -> list[Observer]:
     """Return the observers that follow a run."""
-    observers = (make(run) for make in OBSERVERS.values())
+    observers = (make(observed) for make in OBSERVERS.values())
     return [observer for observer in observers if observer is not None]

@@ -10,20 +10,15 @@ from .observer import ObservedRun, Observer
 
 
 class Retention(Observer):
-    """Keeps the last checkpoints of a run.
-
-    Args:
-        run: the run folder.
-        keep_last: number of checkpoints to keep.
-        display: shows a note if one cannot be removed.
-    """
+    """Keeps the last ``keep_last`` checkpoints of a run folder."""
 
     def __init__(self, run: Path, keep_last: int, display: Display) -> None:
         self._run, self._keep_last, self._display = run, keep_last, display
 
     @classmethod
-    def of(cls, run: ObservedRun) -> "Retention | None":
+    def of(cls, observed: ObservedRun) -> "Retention | None":
         """Return the retention that ``--keep-last`` asks for; None if all checkpoints are kept."""
+        run = observed.run
         keep_last = run.train.keep_last
         return None if keep_last is None else cls(run.folder, keep_last, run.display)
 

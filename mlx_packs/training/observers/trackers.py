@@ -18,7 +18,7 @@ def check_report_to(report_to: str | None, project: str | None) -> None:
     """
     if project is not None and not report_to:
         raise PackError(
-            "--project-name: is the project of a --report-to; name that too.", "conflict"
+            "--project-name: belongs to an experiment tracker. Pass --report-to too.", "conflict"
         )
     if report_to is None:
         return
@@ -45,8 +45,9 @@ class Trackers(Observer):
         self._unit = unit
 
     @classmethod
-    def of(cls, run: ObservedRun) -> "Trackers | None":
+    def of(cls, observed: ObservedRun) -> "Trackers | None":
         """Return the trackers of ``--report-to``; None without any."""
+        run = observed.run
         if run.report_to is None:
             return None
         from mlx_lm.tuner.callbacks import get_reporting_callbacks
@@ -56,11 +57,11 @@ class Trackers(Observer):
                 run.report_to,
                 project_name=run.project_name or run.folder.name,
                 log_dir=str(run.folder),
-                config=run.recipe,
+                config=observed.recipe,
             )
         except (ImportError, ValueError) as error:
             raise PackError(f"--report-to {run.report_to}: {error}", "dependency") from None
-        return cls(callback, run.unit) if callback else None
+        return cls(callback, observed.unit) if callback else None
 
     def on_report(self, line: dict, batches_per_s: float) -> None:
         """Report the training loss."""

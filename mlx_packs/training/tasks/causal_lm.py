@@ -16,9 +16,9 @@ from ...objectives.projection_stack import TRANSFORMER, Graph, graph_of
 from ...objectives.sequence_packing import prepare_packing
 from ...packs.base import Base
 from ...packs.pack import Pack
+from ..fit import Fit
 from ..phases import OWN
 from ..planning import MemoryChoice
-from ..result import FitResult
 from .sample import SAMPLE_TOKENS, SamplePrompt
 from .task import Summary, Task
 from .tokens import PhasedDataset, encode_phases
@@ -88,7 +88,7 @@ class CausalLMTask(Task):
         )
 
     def summary(
-        self, trainable: Trainable, objective: CausalLM, fit: FitResult, sources: Sequence[str]
+        self, trainable: Trainable, objective: CausalLM, fit: Fit, sources: Sequence[str]
     ) -> Summary:
         """Perplexity on the held-out examples of the last phase, and the sample completed again."""
         run, facts = self.run, self.graph.facts
@@ -170,7 +170,7 @@ def _changes(split: str, before: Score, after: Score) -> dict:
     return changes
 
 
-def phase_reports(dataset: PhasedDataset, sources: Sequence[str], fit: FitResult) -> list[dict]:
+def phase_reports(dataset: PhasedDataset, sources: Sequence[str], fit: Fit) -> list[dict]:
     """Return what each phase of a run was and did; empty where a run has no phases.
 
     Args:

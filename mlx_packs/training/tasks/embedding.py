@@ -24,9 +24,9 @@ from ...errors import PackError
 from ...evaluation.embeddings import EmbeddingScore, check_scores, score_pairs
 from ...objectives.embedding import EmbeddingObjective
 from ...packs.base import Base
+from ..fit import Fit
 from ..phases import RunPhase
 from ..planning import MemoryChoice
-from ..result import FitResult
 from .task import Summary, Task
 
 
@@ -197,7 +197,7 @@ class EmbeddingTask(Task):
         self,
         trainable: Trainable,
         objective: EmbeddingObjective,
-        fit: FitResult,
+        fit: Fit,
         sources: Sequence[str],
     ) -> Summary:
         """Metrics on the held-out pairs."""

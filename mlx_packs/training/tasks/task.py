@@ -6,54 +6,21 @@ here. Methods with a body are defaults.
 
 import pkgutil
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
 
 from ...adapters.method import Trainable
 from ...bases.families import check_task
 from ...config.choices import TASKS
 from ...config.schema import LoRAConfig, TrainConfig
 from ...data.rows import Splits
-from ...memory.plan import Shape
-from ...objectives.objective import Batch, Objective
+from ...objectives.objective import Objective
 from ...packs.base import Base
 from ...packs.pack import Pack
-from ..phases import RunPhase
+from ..dataset import Dataset
+from ..fit import Fit
 from ..planning import MemoryChoice
-from ..result import FitResult
 from ..settings import Run
-
-
-class Dataset(Protocol):
-    """The examples of a run, encoded."""
-
-    def counts(self) -> dict[str, int]:
-        """Return the number of examples by split; in a run with phases ``<phase>/<split>``."""
-        ...
-
-    def shapes(self) -> set[Shape]:
-        """Shapes of all training batches, as the memory plan counts them."""
-        ...
-
-    def batches(self, phase: RunPhase, start: int) -> Iterator[Batch]:
-        """Training batches of a phase without end, from batch number ``start``."""
-        ...
-
-    def validation(self, phase: RunPhase) -> Sequence[Any]:
-        """Return what `Objective.score` scores while a phase trains; it may be empty."""
-        ...
-
-    def held_out(self, phase: RunPhase) -> Sequence[Any]:
-        """Return what `Objective.score` scores before and after the run, for a phase."""
-        ...
-
-    def typical_rows(self) -> tuple[int, int] | None:
-        """Rows of a typical batch that go through a frozen weight, and those through the head.
-
-        The matmul path is chosen by them; None where there is no choice.
-        """
-        return None
 
 
 @dataclass(frozen=True)
@@ -121,7 +88,7 @@ class Task(ABC):
 
     @abstractmethod
     def summary(
-        self, trainable: Trainable, objective: Objective, fit: FitResult, sources: Sequence[str]
+        self, trainable: Trainable, objective: Objective, fit: Fit, sources: Sequence[str]
     ) -> Summary:
         """Return what the run did; ``sources`` names the data of each phase in public."""
 
