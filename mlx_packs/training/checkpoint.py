@@ -8,6 +8,7 @@ import json
 import math
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
+from typing import Any
 
 import mlx.optimizers as optimizers
 from mlx.utils import tree_flatten, tree_unflatten
@@ -21,8 +22,7 @@ from .run_folder import point_to, step_folder
 ADAPTERS = "adapters.safetensors"
 OPTIMIZER = "optimizer.safetensors"
 STATE = "state.json"
-_FLOATS = ("train_s", "grad_norm", "loss_sum", "seconds")
-_ADDED_LATER = ("grad_norm", "window")  # absent from the checkpoints of early versions
+_ADDED_LATER = {"grad_norm", "window"}  # absent from the checkpoints of early versions
 
 
 @dataclass
@@ -101,15 +101,9 @@ def save_checkpoint(
 def load_checkpoint(
     folder: Path, trainable: Trainable, optimizer: optimizers.Optimizer
 ) -> TrainingState:
-    """Restore trainable parameters, optimizer and random state from a checkpoint.
+    """Restore trainable parameters, optimizer and random state; return the progress of the run.
 
-    Args:
-        folder: the checkpoint.
-        trainable: what the run trains.
-        optimizer: initialized for its parameters.
-
-    Returns:
-        The progress of the run.
+    The optimizer must be initialized for the parameters.
 
     Raises:
         PackError: if the checkpoint is damaged, or belongs to other parameters or another
@@ -143,7 +137,10 @@ def read_training_state(folder: Path) -> TrainingState:
         PackError: if the checkpoint is damaged.
     """
     try:
-        return _training_state(json.loads((folder / STATE).read_text(encoding="utf-8")))
+        state = _from_json(TrainingState, json.loads((folder / STATE).read_text(encoding="utf-8")))
+        if state.batches and not state.train_s:
+            raise ValueError(f"{STATE}: train_s must be positive after {state.batches} batches")
+        return state
     except (OSError, ValueError, TypeError) as error:
         raise _damaged(folder, error) from None
 
@@ -152,32 +149,20 @@ def _damaged(folder: Path, error: Exception) -> PackError:
     return PackError(f"{folder}: is not a complete checkpoint ({error}).", "unreadable")
 
 
-def _training_state(value: object) -> TrainingState:
-    """Return a state from JSON. Raises: ValueError or TypeError that names the fault."""
-    entries = _checked_fields(value, TrainingState, "")
-    window = entries.get("window", asdict(Window()))
-    entries["window"] = Window(**_checked_fields(window, Window, "window."))
-    if entries["batches"] and not entries["train_s"]:
-        raise ValueError(f"{STATE}: train_s must be positive after {entries['batches']} batches")
-    return TrainingState(**entries)
-
-
-def _checked_fields(value: object, cls: type, prefix: str) -> dict:
-    """Return the fields of a dataclass from JSON, after a check of every name and number."""
-    names = [f.name for f in fields(cls)]
-    present = set(value) if isinstance(value, dict) else set()
-    if not set(names) - set(_ADDED_LATER) <= present <= set(names):
-        raise ValueError(f"{STATE} must hold {', '.join(prefix + name for name in names)}")
-    for key, number in value.items():
-        if key == "window":
-            continue
-        kinds = (int, float) if key in _FLOATS else (int,)
-        is_number = isinstance(number, kinds) and not isinstance(number, bool)
-        if not is_number or not math.isfinite(number) or number < 0:
+def _from_json(cls: type, value: object, prefix: str = "") -> Any:
+    """Return a dataclass from JSON, after a check of every name and number."""
+    kinds = {f.name: f.type for f in fields(cls)}
+    if not isinstance(value, dict) or not set(kinds) - _ADDED_LATER <= set(value) <= set(kinds):
+        raise ValueError(f"{STATE} must hold {', '.join(prefix + name for name in kinds)}")
+    entries = dict(value)
+    for key, number in entries.items():
+        if kinds[key] is Window:
+            entries[key] = _from_json(Window, number, f"{key}.")
+        elif type(number) not in (int, kinds[key]) or not math.isfinite(number) or number < 0:
             raise ValueError(
                 f"{STATE}: {prefix}{key} must be a number of 0 or more, but is {number!r}"
             )
-    return dict(value)
+    return cls(**entries)
 
 
 def _with_current_names(
@@ -187,23 +172,18 @@ def _with_current_names(
 
     They differ where blocks are checkpointed now and were not then, or the other way round.
     """
-    current = {_unwrapped(name): name for name, _ in tree_flatten(optimizer.state)}
-    return {current.get(_unwrapped(name), name): array for name, array in arrays.items()}
 
+    def unwrapped(name: str) -> str:  # as if there were no `nn.recompute.RecomputedBlock`
+        return name.replace(".block.", ".")
 
-def _unwrapped(name: str) -> str:
-    """Return a parameter's name as if no block were wrapped (`nn.recompute.RecomputedBlock`)."""
-    return name.replace(".block.", ".")
+    current = {unwrapped(name): name for name, _ in tree_flatten(optimizer.state)}
+    return {current.get(unwrapped(name), name): array for name, array in arrays.items()}
 
 
 def _check_optimizer_state(
     file: Path, arrays: dict[str, mx.array], optimizer: optimizers.Optimizer
 ) -> None:
-    """Compare a stored optimizer state with a fresh one.
-
-    Raises:
-        PackError: listing the arrays that are missing, unknown or of another shape.
-    """
+    """Compare a stored optimizer state with a fresh one."""
     expected = {name: tuple(a.shape) for name, a in tree_flatten(optimizer.state)}
     expected["random"] = (2,)
     shapes = {name: tuple(a.shape) for name, a in arrays.items()}

@@ -1,4 +1,4 @@
-"""The folders of a run: this run's alone while it lasts, and nothing lost that stood there."""
+"""The output folders of a run: locked while it lasts; what is there already is not lost."""
 
 import os
 from collections.abc import Iterator
@@ -18,14 +18,8 @@ def output_folders(
 ) -> Iterator[tuple[Path, Path]]:
     """Yield the folders of pack and run, which no other process writes meanwhile.
 
-    A default name is reserved by creating the run folder. Folders that are still empty at the end
-    are removed.
-
-    Args:
-        out: the pack's folder; None names it after its data, with a number where that is taken.
-        columns: the data.
-        overwrite: whether a pack and a run that are there may be replaced.
-        resume: whether the run that is there continues.
+    Without ``out`` the pack is named after its data, with a number where that name is taken; the
+    name is reserved by creating the run folder. Folders that are still empty at the end are removed.
 
     Raises:
         PackError: if something would be lost, or nothing can be written there.
@@ -36,7 +30,7 @@ def output_folders(
         folder = Path("packs") / _data_name(columns)
     else:
         folder = Path(out).expanduser()
-        run_folder(folder)  # there can be one
+        run_folder(folder)  # checks the name
         check_output(folder, overwrite or resume)
     parent = next(p for p in folder.absolute().parents if p.exists())
     if not parent.is_dir() or not os.access(parent, os.W_OK):
@@ -57,12 +51,12 @@ def output_folders(
             yield folder, run
     finally:
         for path in created:
-            with suppress(OSError):  # it holds something
+            with suppress(OSError):  # it is not empty
                 path.rmdir()
 
 
 def _reserved(folder: Path) -> Path:
-    """Create the run folder of this pack, or of the first free one with a number; the pack's name."""
+    """Create the run folder of the first free name, with a number if needed; return the pack's."""
     free, n = folder, 1
     while True:
         try:
@@ -83,7 +77,7 @@ def _check_run(run: Path, overwrite: bool) -> None:
         raise PackError(f"{run}: already exists and is not a run. Choose another --out.", "exists")
     if checkpoints(run) and not overwrite:
         raise PackError(
-            f"{run}: holds checkpoints of an earlier run. Continue it with --resume, replace it "
+            f"{run}: has checkpoints of an earlier run. Continue it with --resume, replace it "
             "with --overwrite, or choose another --out.",
             "exists",
         )

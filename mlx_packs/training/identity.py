@@ -17,14 +17,9 @@ from .run_folder import check_unchanged
 
 
 def start_of(file: str | None, earlier: dict | None) -> dict | None:
-    """Name and hash of the adapters that a run starts from, for the manifest.
+    """Return name and hash of the adapters that a run starts from; None for fresh ones.
 
-    Args:
-        file: the adapters, None for fresh ones.
-        earlier: identity of the run that is resumed, None for a new one.
-
-    Raises:
-        PackError: if there is no such file, or the run is resumed.
+    ``earlier`` is the identity of the run that is resumed.
     """
     if earlier is not None:
         if file is not None:
@@ -60,25 +55,18 @@ def run_identity(
 def check_resume(run: Path, identity: dict, earlier: dict) -> None:
     """Check that a resumed run is the same run: base, data and everything that shapes a step.
 
-    Args:
-        run: the run folder.
-        identity: of the run as requested.
-        earlier: of the run as it began.
-
-    Raises:
-        PackError: naming what differs.
+    ``identity`` is that of the run as requested, ``earlier`` that of the run as it began.
     """
-    for key, other in (("base", "another base"), ("data", "other examples")):
+    for key, other, flag in (("base", "another base", "model"), ("data", "other examples", "data")):
         if earlier[key] != identity[key]:
             raise PackError(
                 f"--resume: {run} was trained on {other}. Resume with the original {key}.",
                 "mismatch",
-                {"base": "model", "data": "data"}[key],
+                flag,
             )
-    then, now = earlier["recipe"], json.loads(json.dumps(identity["recipe"]))
     # an option that is newer than the run was what it is by default
     newest = json.loads(json.dumps(Recipe().to_json()))
-    then, now = newest | then, newest | now
+    then, now = newest | earlier["recipe"], newest | json.loads(json.dumps(identity["recipe"]))
     may_change = set(fields_where(TrainConfig, resumable=True))
     if not then["dropout"]:  # else other masks would be drawn
         may_change |= set(fields_where(TrainConfig, resumable="without-dropout"))

@@ -36,11 +36,7 @@ class Graph:
 class GraphCache:
     """The graphs that were stepped last, by the loss that they compute.
 
-    Args:
-        layers: the registered layers.
-        called: receives the name of each layer that is called.
-        optimizer: updates the adapters.
-        max_grad_norm: limit of the gradient norm.
+    ``called`` receives the name of each layer that is called.
     """
 
     def __init__(
@@ -65,28 +61,19 @@ class GraphCache:
         """Forget all graphs, which hold the state of the optimizer as it was."""
         self._graphs.clear()
 
-    def graph(
-        self, kind: str, source: object, loss: Loss, batch: tuple, is_sequence: bool = False
-    ) -> Graph:
-        """Return the graph of a loss, made when it is first passed.
+    def graph(self, source: object, loss: Loss, batch: tuple) -> Graph:
+        """Return the graph of a loss, made when its layers or its function are first passed.
 
         Which layers take part is found by calling the loss, without computing anything.
-
-        Args:
-            kind: tells losses of one source apart.
-            source: the layers or the function that the loss is made from.
-            loss: computes the sum over a batch and what it is divided by.
-            batch: its arrays.
-            is_sequence: whether layers are named one by one; then none is missed.
         """
-        key = (kind, _key(source))
+        key = (type(loss), _key(source))
         if key in self._graphs:
             self._graphs[key] = self._graphs.pop(key)  # the newest is last
             return self._graphs[key]
         if not self._layers:
             raise PackError("layers: none is registered.", "not-found", "layers")
         names = self._participants(loss, batch)
-        if not is_sequence:
+        if not isinstance(source, (list, tuple)):
             self._warn_of_idle(names)
 
         def checked(*batch: mx.array) -> tuple[mx.array, mx.array]:

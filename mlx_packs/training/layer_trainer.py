@@ -108,7 +108,7 @@ class LayerTrainer:
         check_name(name)
         if name in self._layers:
             raise PackError(
-                f"{name}: is registered already; choose another name.", "conflict", "name"
+                f"{name}: is registered already. Choose another name.", "conflict", "name"
             )
         if other := next((n for n, o in self._layers.items() if o.linear is linear), None):
             raise PackError(f"{name}: is the same linear as '{other}'.", "conflict", "linear")
@@ -178,10 +178,8 @@ class LayerTrainer:
             PackError: naming what does not fit. After a loss or gradient that is not finite all is
                 as it was before the update, and gradients that waited are dropped.
         """
-        forward, is_sequence = self._forward(layers, inputs)
-        batch = lm_batch(inputs, targets, mask, weights)
-        loss = LMLoss(forward, self.train.z_loss, self.train.label_smoothing)
-        graph = self._graphs.graph("lm", layers, loss, batch, is_sequence)
+        loss, batch = self._lm_loss(layers, inputs), lm_batch(inputs, targets, mask, weights)
+        graph = self._graphs.graph(layers, loss, batch)
         graph.loss.check_targets(batch[1])
         return self._step(graph, batch, float(batch[2].sum()))
 
@@ -202,9 +200,9 @@ class LayerTrainer:
                 flag="loss",
             )
         if not arrays:
-            raise PackError("arrays: there are none; pass those of a batch.", flag="arrays")
+            raise PackError("arrays: there are none. Pass those of a batch.", flag="arrays")
         batch = tuple(mx.array(a) for a in arrays)
-        return self._step(self._graphs.graph("own", loss, UserLoss(loss), batch), batch, 1.0)
+        return self._step(self._graphs.graph(loss, UserLoss(loss), batch), batch, 1.0)
 
     def loss_lm(
         self,
@@ -215,9 +213,7 @@ class LayerTrainer:
         weights: mx.array | None = None,
     ) -> float:
         """Return the loss that `step_lm` would return, without dropout and without an update."""
-        forward, _ = self._forward(layers, inputs)
-        batch = lm_batch(inputs, targets, mask, weights)
-        loss = LMLoss(forward, self.train.z_loss, self.train.label_smoothing)
+        loss, batch = self._lm_loss(layers, inputs), lm_batch(inputs, targets, mask, weights)
         total, count = loss(*batch)
         loss.check_targets(batch[1])
         return (total / count).item()
@@ -232,18 +228,19 @@ class LayerTrainer:
         self._count_update(graph)
         return True
 
-    def _forward(self, layers: Layers | Forward, inputs: mx.array) -> tuple[Forward, bool]:
-        """Return what computes the logits, and whether it is a sequence of layers."""
-        if callable(layers) and not isinstance(layers, (list, tuple)):
-            return layers, False
-        if not isinstance(layers, (list, tuple)) or not layers:
+    def _lm_loss(self, layers: Layers | Forward, inputs: mx.array) -> LMLoss:
+        if isinstance(layers, (list, tuple)) and layers:
+            registered = [self._registered(i, layer) for i, layer in enumerate(layers)]
+            forward = sequence_forward(registered, inputs)
+        elif callable(layers):
+            forward = layers
+        else:
             raise PackError(
                 "layers: must be a list of registered layers or a function of the inputs, but got "
                 f"{layers!r}.",
                 flag="layers",
             )
-        registered = [self._registered(i, layer) for i, layer in enumerate(layers)]
-        return sequence_forward(registered, inputs), True
+        return LMLoss(forward, self.train.z_loss, self.train.label_smoothing)
 
     def _registered(self, i: int, layer: object) -> RegisteredLayer:
         """Layer ``i`` of a sequence, given by its name, as itself or as its linear."""
@@ -262,7 +259,7 @@ class LayerTrainer:
         """Take one batch and return its loss; the update comes with the last of an accumulation."""
         if self._waiting not in (None, graph):
             raise PackError(
-                "gradients of another loss wait for their update; call flush before this one.",
+                "gradients of another loss wait for their update. Call flush before this one.",
                 "conflict",
             )
         several = self.train.grad_accumulation_steps
@@ -305,14 +302,14 @@ class LayerTrainer:
             raise
 
     def _forget_graphs(self) -> None:
-        """Drop compiled graphs, which hold the optimizer's state as it was, and what waits."""
+        """Drop compiled graphs, which hold the optimizer's earlier state, and what waits."""
         self._graphs.clear()
         self._waiting = None
 
     def _check_finite(self, loss: float, norm: float) -> None:
         if fault := not_finite(loss, norm):
             raise PackError(
-                f"step {self._state.batches + 1}: {fault}; nothing was updated. Check inputs and "
+                f"step {self._state.batches + 1}: {fault}. Nothing was updated. Check inputs and "
                 "weights, or use a lower learning_rate.",
                 "diverged",
             )
@@ -320,7 +317,7 @@ class LayerTrainer:
     def _check_nothing_waits(self, before: str) -> None:
         if self._waiting is not None:
             raise PackError(
-                f"gradients wait for their update; call flush before {before}.", "conflict"
+                f"gradients wait for their update. Call flush before {before}.", "conflict"
             )
 
     def tensors(self) -> dict[str, mx.array]:

@@ -137,15 +137,7 @@ def _resolve(
 
 
 def check_overridden(train: TrainConfig, specified: frozenset[str]) -> None:
-    """Check that no setting is specified for all phases while every phase has its own.
-
-    Args:
-        train: the settings of the run.
-        specified: names of the settings that flags or files specify.
-
-    Raises:
-        PackError: naming a setting that has no effect.
-    """
+    """Check that no setting is ``specified`` for all phases while every phase has its own."""
     for key in fields_where(TrainConfig, DataConfig, phase=True) if train.phases else ():
         own = "data" if key == "hf_dataset" else key
         if key in specified and all(getattr(phase, own) is not None for phase in train.phases):

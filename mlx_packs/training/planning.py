@@ -22,13 +22,7 @@ from .settings import Run
 
 @dataclass(frozen=True)
 class MemoryChoice:
-    """How a run fits into memory.
-
-    Attributes:
-        plan: the estimate of its peak; None where none is possible.
-        choice: how frozen weights are used, and the times that decided.
-        recompute: the policy of activation checkpointing.
-    """
+    """How a run fits into memory: the plan (None where none is possible) and what it decided."""
 
     plan: MemoryPlan | None
     choice: MatmulPathChoice
@@ -89,13 +83,8 @@ def choose_path(
 ) -> MatmulPathChoice:
     """Return the matmul path as asked for, or the fastest of those that are planned.
 
-    Args:
-        base: whose frozen weights are used.
-        train: the settings.
-        rows: of a typical batch, those that go through a weight and through the head; None where
-            the base is dense for the task.
-        plans: by matmul path.
-        display: where the choice is shown.
+    ``rows`` are those of a typical batch that go through a weight and through the head; None where
+    the base is dense for the task.
     """
     if rows is None:
         return MatmulPathChoice("dense", {}, "the base is not quantized")
@@ -111,12 +100,10 @@ def choose_path(
 
 
 def matmul_paths_by_name(trainable: Trainable, choice: MatmulPathChoice) -> dict[str, dict]:
-    """Return how the frozen weights of each name are used in this run, and the times that decided.
+    """Return how the frozen weights are used, by the last name of their modules.
 
-    Returns:
-        By the last name of the modules: ``paths`` (how many use each matmul path; weights that were
-        dense already are ``dense`` too) and, where they were measured, ``step_ms`` by path (of all
-        weights of this shape, together).
+    ``paths``: how many use each matmul path; weights that were dense already are ``dense`` too.
+    ``step_ms``, where they were measured: by path, of all weights of this shape together.
     """
     names: dict[str, dict] = {}
     seen: set[str] = set()
@@ -143,6 +130,6 @@ def show_plan(base: Base, run: Run, plan: MemoryPlan) -> None:
         f"{method} · {plan.adapter_weights:,} weights · recompute {plan.recompute} · "
         f"{size(plan.peak_bytes)} of {size(memory)} (estimate ± {ERROR:.0%})",
     )
-    warnings = {"tight": f"tight: {ERROR:.0%} more would not fit", "no": "does not fit; forced"}
+    warnings = {"tight": f"tight: {ERROR:.0%} more would not fit", "no": "does not fit, forced"}
     if warning := warnings.get(fit(plan, memory)):
         run.display.line("plan", warning)

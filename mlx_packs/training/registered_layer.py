@@ -21,10 +21,7 @@ _NAME = re.compile(r"[\w-]+(\.[\w-]+)*")
 class RegisteredLayer(nn.Module):
     """A registered linear with its adapter: call it where your graph has the linear.
 
-    Args:
-        spec: name, widths, rank and alpha.
-        adapted: the linear and its adapter.
-        called: receives the layer's name at each call.
+    ``called`` receives the layer's name at each call.
     """
 
     def __init__(self, spec: ModuleSpec, adapted: AdaptedLinear, called: set[str]) -> None:
@@ -73,11 +70,7 @@ class RegisteredLayer(nn.Module):
 
 
 def check_name(name: object) -> None:
-    """Check that a layer can have this name.
-
-    Raises:
-        PackError: if it cannot.
-    """
+    """Check that a layer can have this name."""
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise PackError(
             f"name: must consist of letters, digits, _, - and dots between them, but got {name!r}.",
@@ -88,14 +81,7 @@ def check_name(name: object) -> None:
 def adapt(
     name: str, linear: nn.Module, lora: LoRAConfig, seed: int, called: set[str]
 ) -> RegisteredLayer:
-    """Freeze a linear and put a fresh adapter (B = 0) beside it.
-
-    Args:
-        name: of the layer.
-        linear: what it adapts.
-        lora: rank, alpha and dropout.
-        seed: of the run; with the name it decides the values of A.
-        called: receives the layer's name at each call.
+    """Freeze a linear and put a fresh adapter (B = 0) beside it; seed and name decide A.
 
     Raises:
         PackError: for a module that is no linear.

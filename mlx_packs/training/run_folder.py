@@ -54,17 +54,13 @@ def write_identity(run: Path, identity: dict) -> None:
 
 
 def read_identity(run: Path) -> dict:
-    """Return the identity that `write_identity` wrote.
-
-    Raises:
-        PackError: if the folder is not a run folder, or its configuration is damaged.
-    """
+    """Return the identity that `write_identity` wrote."""
     file = run / CONFIG
     try:
         identity = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         raise PackError(
-            f"{file}: cannot be read as JSON; this is no run folder.", "unreadable"
+            f"{file}: cannot be read as JSON. This is no run folder.", "unreadable"
         ) from None
     kinds = {"recipe": dict, "base": str, "data": dict}
     has_format = isinstance(identity, dict) and identity.get("format") == RUN_FORMAT
@@ -98,16 +94,12 @@ def latest_checkpoint(run: Path) -> Path | None:
 
 
 def check_resumable(run: Path) -> dict:
-    """Return the identity of a run that has a checkpoint to continue from.
-
-    Raises:
-        PackError: if there is no checkpoint, or if the run folder is damaged.
-    """
+    """Return the identity of a run; it must have a checkpoint to continue from."""
     if latest_checkpoint(run) is None:
         if not (folders := checkpoints(run)):
             raise PackError(f"--resume: {run} has no checkpoint to continue from.", "not-found")
         raise PackError(
-            f"--resume: {run / 'latest'} must name a checkpoint of this folder; the newest is "
+            f"--resume: {run / 'latest'} must name a checkpoint of this folder. The newest is "
             f"{folders[-1].name}.",
             "unreadable",
         )
@@ -115,20 +107,11 @@ def check_resumable(run: Path) -> dict:
 
 
 def check_unchanged(where: str, then: Mapping, now: Mapping) -> None:
-    """Check that what a run began with is what it continues with.
-
-    Args:
-        where: what the message begins with.
-        then: settings of the run by name, as they were stored.
-        now: settings to compare with.
-
-    Raises:
-        PackError: naming the first setting that differs.
-    """
+    """Check that a run continues with the settings, by name, that it began with."""
     for name, value in now.items():
         if then.get(name) != value:
             raise PackError(
-                f"{where}: {name} is {value!r} but the run used {then.get(name)!r}; resume with "
+                f"{where}: {name} is {value!r} but the run used {then.get(name)!r}. Resume with "
                 "the original settings.",
                 "mismatch",
                 name.rpartition(".")[2],

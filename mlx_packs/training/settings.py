@@ -15,19 +15,13 @@ class Run:
 
     Attributes:
         base: a loaded base, or what `load_base` takes.
-        lora: where adapters sit and how large they are.
-        train: the settings of training.
-        columns: where the examples are, and their columns.
         phases: the phases that ``train`` resolves to, at least one.
         pack: folder of the pack.
         folder: the run folder.
-        display: where messages for people go.
         overwrite: whether a pack and a run that are there may be replaced.
         resume: whether to continue from the last checkpoint of ``folder``.
         resume_adapter_file: adapters to start from.
         report_to: experiment trackers, separated by commas.
-        project_name: the trackers' project.
-        trust_remote_code: whether code that is shipped with the base may run.
         force: whether to train although the memory plan exceeds the machine.
     """
 
