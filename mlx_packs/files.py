@@ -110,13 +110,13 @@ def _locked(lock: Path, path: Path) -> IO:
 
 
 @contextmanager
-def write_errors(path: Path) -> Iterator[None]:
+def write_errors(path: Path, flag: str | None = None) -> Iterator[None]:
     """Raise errors of the system as those of a path that cannot be written."""
     try:
         yield
     except OSError as error:
         reason = error.strerror or error
-        raise PackError(f"{path}: cannot be written ({reason}).", "unwritable") from None
+        raise PackError(f"{path}: cannot be written ({reason}).", "unwritable", flag) from None
 
 
 def _sync(file: Path) -> None:

@@ -70,14 +70,8 @@ def to_bitsandbytes(name: str, weight: NF4Weight, dtype: str) -> dict[str, mx.ar
 def from_bitsandbytes(weights: dict[str, mx.array], where: str) -> dict[str, mx.array]:
     """Return all weights of a checkpoint, 4-bit ones by our names; nothing is quantized again.
 
-    Codes stay lazy: only the small tensors beside them are read.
-
-    Args:
-        weights: by their names in the files.
-        where: the checkpoint, for errors.
-
-    Raises:
-        PackError: naming the first tensor that cannot be read as it is.
+    Codes stay lazy: only the small tensors beside them are read. Errors name ``where``, the
+    checkpoint, and the first tensor that cannot be read as it is.
     """
     _check_kinds(weights, where)
     renamed = dict(weights)
@@ -104,26 +98,20 @@ def from_bitsandbytes(weights: dict[str, mx.array], where: str) -> dict[str, mx.
 
 def _check_kinds(weights: dict[str, mx.array], where: str) -> None:
     """Check that bitsandbytes' tensors are NF4."""
+
+    def unsupported(name: str, fault: str) -> PackError:
+        return PackError(f"{where}: {name}: {fault}. Only NF4 is read. {_REMEDY}", "unsupported")
+
     with_state = {name.partition(_STATE)[0] for name in weights if _STATE in name}
     for name in weights:
         if name.endswith(".SCB"):
-            raise PackError(
-                f"{where}: {name}: is 8-bit bitsandbytes (load_in_8bit); only NF4 is read. "
-                f"{_REMEDY}",
-                "unsupported",
-            )
+            raise unsupported(name, "is 8-bit bitsandbytes (load_in_8bit)")
         base, is_state, kind = name.partition(_STATE)
         if is_state and kind != "nf4":
-            raise PackError(
-                f"{where}: {base}: has quant_type '{kind}'; only NF4 is read. {_REMEDY}",
-                "unsupported",
-            )
+            raise unsupported(base, f"has quant_type '{kind}'")
         base, is_map, _ = name.rpartition(".quant_map")
         if is_map and base not in with_state:
-            raise PackError(
-                f"{where}: {base}: has a quant_map but no quant_state; only NF4 is read. {_REMEDY}",
-                "unsupported",
-            )
+            raise unsupported(base, "has a quant_map but no quant_state")
 
 
 def _state(state: mx.array) -> dict:
@@ -141,11 +129,7 @@ def _weight(
     nested_absmax: mx.array | None,
     nested_quant_map: mx.array | None,
 ) -> NF4Weight:
-    """Return a weight from its tensors.
-
-    Raises:
-        ValueError: saying what contradicts what.
-    """
+    """Return a weight from its tensors; a ValueError says what contradicts what."""
     if (kind := state.get("quant_type")) != "nf4":
         raise ValueError(f"quant_type must be 'nf4' but its quant_state says {kind!r}.")
     block_size, shape = state.get("blocksize"), state.get("shape")
@@ -165,7 +149,10 @@ def _weight(
         if (size := state.get("nested_blocksize")) != NESTED_BLOCK_SIZE:
             raise ValueError(f"nested_blocksize must be {NESTED_BLOCK_SIZE} but is {size!r}.")
         _check_dtype("nested_dtype", state.get("nested_dtype"), ("float32",))
-        offset = _offset(state)
+        value = state.get("nested_offset")
+        if not isinstance(value, (int, float)) or not np.isfinite(value):
+            raise ValueError(f"nested_offset must be a finite number but is {value!r}.")
+        offset = mx.array([value], dtype=mx.float32)
     codes = weight.flatten().view(mx.uint8).reshape(shape[0], shape[1] // 2)
     return NF4Weight(codes, absmax, nested_absmax, offset, block_size)
 
@@ -179,13 +166,6 @@ def _is_matrix(shape: object) -> bool:
     if not isinstance(shape, list) or len(shape) != 2:
         return False
     return all(type(n) is int and n > 0 for n in shape) and shape[1] % 2 == 0
-
-
-def _offset(state: dict) -> mx.array:
-    value = state.get("nested_offset")
-    if not isinstance(value, (int, float)) or not np.isfinite(value):
-        raise ValueError(f"nested_offset must be a finite number but is {value!r}.")
-    return mx.array([value], dtype=mx.float32)
 
 
 def _check_table(part: str, table: mx.array | None, levels: mx.array) -> None:

@@ -30,6 +30,10 @@ _ACTIVATIONS = {
     "silu": nn.silu,
     "swish": nn.silu,
 }
+_SIZES = (  # in config.json
+    "hidden_size intermediate_size max_position_embeddings num_attention_heads num_hidden_layers "
+    "vocab_size"
+).split()
 _UNUSED = re.compile(r"(pooler|cls|classifier)\.|embeddings\.position_ids$")
 
 
@@ -112,16 +116,15 @@ class _Layer(nn.Module):
         return self.output(self.intermediate(x), x)
 
 
-class _Layers(nn.Module):
-    def __init__(self, layers: list[_Layer]) -> None:
-        super().__init__()
-        self.layer = layers
-
-
 class Encoder(nn.Module):
     """Tokens to one vector a text.
 
     Semantics: pool(layers(words[tokens] + positions + type)), / its length if ``normalize``.
+
+    Attributes:
+        sentence_config: how texts become vectors.
+        dims: width of a vector.
+        longest: tokens of a text at most.
     """
 
     def __init__(self, config: dict, sentence_config: SentenceConfig) -> None:
@@ -131,33 +134,19 @@ class Encoder(nn.Module):
         activation = _ACTIVATIONS[config.get("hidden_act", "gelu")]
         positions, types = config["max_position_embeddings"], config.get("type_vocab_size", 2)
         self.embeddings = _Embeddings(config["vocab_size"], positions, types, dims, eps)
-        self.encoder = _Layers(
-            [
-                _Layer(dims, config["num_attention_heads"], ffn, eps, activation)
-                for _ in range(config["num_hidden_layers"])
-            ]
-        )
-        self._sentence_config, self._dims, self._positions = sentence_config, dims, positions
+        self.encoder = nn.Module()
+        self.encoder.layer = [
+            _Layer(dims, config["num_attention_heads"], ffn, eps, activation)
+            for _ in range(config["num_hidden_layers"])
+        ]
+        self.sentence_config = sentence_config
+        self.dims = dims
+        self.longest = min(sentence_config.max_seq_length or positions, positions)
 
     @property
     def layers(self) -> list[nn.Module]:
         """The transformer blocks, in order."""
         return self.encoder.layer
-
-    @property
-    def sentence_config(self) -> SentenceConfig:
-        """How texts become vectors."""
-        return self._sentence_config
-
-    @property
-    def dims(self) -> int:
-        """Width of a vector."""
-        return self._dims
-
-    @property
-    def longest(self) -> int:
-        """Tokens of a text at most."""
-        return min(self._sentence_config.max_seq_length or self._positions, self._positions)
 
     def __call__(self, tokens: mx.array, lengths: mx.array | None = None) -> mx.array:
         """Return one vector a row, float32 [B, D].
@@ -171,19 +160,19 @@ class Encoder(nn.Module):
             valid = mx.arange(tokens.shape[1])[None] < lengths[:, None]  # [B, T]
         mask = None if valid is None else valid[:, None, None]
         x = self.embeddings(tokens)
-        for layer in self.encoder.layer:
+        for layer in self.layers:
             x = layer(x, mask)
         pooled = self._pooled(x, valid)
-        return unit(pooled) if self._sentence_config.normalize else pooled
+        return unit(pooled) if self.sentence_config.normalize else pooled
 
     def _pooled(self, x: mx.array, valid: mx.array | None) -> mx.array:
         """[B, T, D] to [B, D]."""
-        if self._sentence_config.pooling == "cls":
+        if self.sentence_config.pooling == "cls":
             return x[:, 0]
+        if self.sentence_config.pooling == "max":
+            return (x if valid is None else mx.where(valid[..., None], x, -mx.inf)).max(axis=1)
         if valid is None:
-            return x.max(axis=1) if self._sentence_config.pooling == "max" else x.mean(axis=1)
-        if self._sentence_config.pooling == "max":
-            return mx.where(valid[..., None], x, -mx.inf).max(axis=1)
+            return x.mean(axis=1)
         # a product, so that no [B, T, D] is made
         return (valid.astype(x.dtype)[:, None] @ x)[:, 0] / valid.sum(axis=1, keepdims=True)
 
@@ -200,71 +189,46 @@ def tensor_name(stored: str) -> str | None:
     if _UNUSED.match(name):
         return None
     # checkpoints that came from TensorFlow
-    return re.sub(r"LayerNorm\.(gamma|beta)$", _of_norm, name)
-
-
-def _of_norm(match: re.Match) -> str:
-    return "LayerNorm." + {"gamma": "weight", "beta": "bias"}[match[1]]
+    name = name.replace("LayerNorm.gamma", "LayerNorm.weight")
+    return name.replace("LayerNorm.beta", "LayerNorm.bias")
 
 
 def make_encoder(path: Path, config: dict) -> Encoder:
-    """Return the encoder of a folder with random weights.
-
-    Raises:
-        PackError: its config asks for something that is not supported.
-    """
+    """Return the encoder of a folder with random weights."""
     return Encoder(check_config(config, path / "config.json"), read_sentence_config(path))
 
 
 def check_config(config: dict, where: Path) -> dict:
-    """Check what a config.json asks for, and return it.
+    """Check what a config.json asks for, and return it."""
 
-    Raises:
-        PackError: it asks for something that is not supported.
-    """
-    needed = (
-        "hidden_size intermediate_size max_position_embeddings num_attention_heads "
-        "num_hidden_layers vocab_size"
-    ).split()
-    for key in needed:
+    def unsupported(fault: str) -> PackError:
+        return PackError(f"{where}: {fault}", "unsupported")
+
+    for key in _SIZES:
         if not (type(config.get(key)) is int and config[key] > 0):
             raise PackError(
                 f"{where}: {key} must be an integer above 0, but is {config.get(key)!r}.",
                 "unreadable",
             )
-    if config["hidden_size"] % config["num_attention_heads"]:
+    hidden, heads = config["hidden_size"], config["num_attention_heads"]
+    if hidden % heads:
         raise PackError(
-            f"{where}: hidden_size {config['hidden_size']} cannot be cut into "
-            f"{config['num_attention_heads']} heads.",
-            "unreadable",
+            f"{where}: hidden_size {hidden} cannot be cut into {heads} heads.", "unreadable"
         )
     if (kind := config.get("position_embedding_type", "absolute")) != "absolute":
-        raise PackError(
-            f"{where}: position_embedding_type '{kind}' is not supported, only absolute.",
-            "unsupported",
-        )
+        raise unsupported(f"position_embedding_type '{kind}' is not supported, only absolute.")
     if (name := config.get("hidden_act", "gelu")) not in _ACTIVATIONS:
-        raise PackError(
-            f"{where}: hidden_act '{name}' is not supported; known are {', '.join(_ACTIVATIONS)}.",
-            "unsupported",
-        )
+        known = ", ".join(_ACTIVATIONS)
+        raise unsupported(f"hidden_act '{name}' is not supported. Known are {known}.")
     if config.get("is_decoder"):
-        raise PackError(
-            f"{where}: is_decoder: a BERT that decodes is no sentence encoder.", "unsupported"
-        )
+        raise unsupported("is_decoder is set, but a BERT that decodes is no sentence encoder.")
     if config.get("quantization") or config.get("quantization_config"):
-        raise PackError(
-            f"{where}: is quantized; an encoder is read in float32 alone.", "unsupported"
-        )
+        raise unsupported("is quantized. An encoder is read in float32 alone.")
     return config
 
 
 def load_encoder(path: Path, config: dict, lazy: bool = False) -> Encoder:
-    """Load the encoder of a folder, frozen; in float32, or ``lazy`` as stored with no weight read.
-
-    Raises:
-        PackError: its tensors do not fit its config.
-    """
+    """Load the encoder of a folder, frozen: in float32, or ``lazy`` as stored, unread."""
     model = make_encoder(path, config)
     tensors: dict[str, mx.array] = {}
     for file in weight_files(path):

@@ -1,9 +1,7 @@
 """Probe the geometry of the projections that get adapters, and check every assumption.
 
 A 4-bit q_proj of Qwen3-4B is stored as uint32 of width 320, but its input is 2560 wide
-(320 x 32 / 4), and q, k, v have 4096, 1024 and 1024 rows. Nothing here takes the stored width for
-the input, or q, k and v for alike: sizes come from the module's tensors and are checked against
-the config.
+(320 x 32 / 4), and q, k, v have 4096, 1024 and 1024 rows.
 """
 
 from collections.abc import Sequence
@@ -30,14 +28,11 @@ class Geometry:
     """The sizes of one frozen linear.
 
     Attributes:
-        path: of the linear.
         in_features: D.
         out_features: O.
         bits: of a code; None for a dense weight.
         group_size: weights that share a scale.
-        mode: of the weight format.
         stored_width: of the stored tensor, in words or bytes.
-        bias: whether it has one.
         slices: (name, width) of its output columns.
         experts: how many weights of these sizes are stacked, where it is a switch linear.
     """
@@ -112,11 +107,8 @@ class Heads:
 def probe(path: str, module: nn.Module, config: dict, grouped: bool = False) -> Geometry:
     """Return the geometry of one linear, from its tensors, checked against the config.
 
-    Args:
-        path: of the module, for messages.
-        module: the linear.
-        config: config.json.
-        grouped: the parent is attention or SwiGLU of the Llama family; the config has its sizes.
+    With ``grouped`` the parent is attention or SwiGLU of the Llama family, whose sizes the config
+    has.
 
     Raises:
         GeometryError: naming the module and both shapes.
@@ -138,11 +130,11 @@ def probe(path: str, module: nn.Module, config: dict, grouped: bool = False) -> 
         bits, group_size, mode = module.bits, module.group_size, module.mode
         in_features, odd = divmod(stored_width * 32, bits)
         expected = [*stack, out_features, in_features // group_size]
-        stored = {"scales": module.scales, "biases": module.get("biases")}
+        stored = {"scales": module.scales}
+        if mode == "affine" or "biases" in module:
+            stored["biases"] = module.get("biases")
         for name, tensor in stored.items():
             shape = list(tensor.shape) if tensor is not None else None
-            if name == "biases" and mode != "affine" and shape is None:
-                continue
             if odd or in_features % group_size or shape != expected:
                 raise GeometryError(
                     path,
@@ -185,10 +177,8 @@ def _check_config(path: str, name: str, in_features: int, out_features: int, c: 
         "up_proj": (c.hidden, c.ffn),
         "down_proj": (c.ffn, c.hidden),
     }.get(name, (None, None))
-    for side, actual, expected in (
-        ("input", in_features, stated[0]),
-        ("output", out_features, stated[1]),
-    ):
+    sides = zip(("input", "output"), (in_features, out_features), stated, strict=True)
+    for side, actual, expected in sides:
         if expected is not None and actual != expected:
             raise GeometryError(
                 path,
@@ -271,9 +261,6 @@ def select_targets(
     linear inside the last ``num_layers`` blocks but routers, indexers and the experts of a mixture,
     whose adapters would be as many as there are experts. A full path may be outside these blocks
     (as with mlx-lm's absolute keys).
-
-    Raises:
-        PackError: one matches nothing; it lists the names that exist.
     """
     prefixes = block_prefixes(model)
     if num_layers > len(prefixes):

@@ -1,8 +1,4 @@
-"""Rows of a frozen embedding, read from its file as they are asked for.
-
-The file is mapped: a row that no batch has is never read, and what was read is the system's to
-drop. MLX's own loader reads whole tensors instead.
-"""
+"""Rows of a frozen embedding, read from its mapped file; MLX's own loader reads whole tensors."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,11 +12,10 @@ from .files import weight_files
 
 # numpy has no bfloat16: its bits are read
 _KINDS = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16, "U32": np.uint32}
-_BFLOAT = "BF16"
 
 
 class MappedEmbedding:
-    """An embedding whose rows are read from its file as they are asked for.
+    """An embedding whose rows are read from its file when a batch has them.
 
     Semantics: mapped(tokens) is bit-identical to ``module(mx.array(tokens))``.
 
@@ -52,17 +47,14 @@ class MappedEmbedding:
     def _rows(self, name: str, tokens: np.ndarray) -> mx.array:
         mapped, kind = self._parts[name]
         rows = mx.array(mapped[tokens])
-        rows = rows.view(mx.bfloat16) if kind == _BFLOAT else rows
+        rows = rows.view(mx.bfloat16) if kind == "BF16" else rows
         return rows.astype(self._dtypes[name])
 
 
 def map_embedding(folder: Path, key: str | None, module: nn.Module) -> MappedEmbedding | str:
     """Map an embedding as it lies in a checkpoint's files, or say why it must be loaded.
 
-    Args:
-        folder: of the checkpoint.
-        key: name of its weight in the files, if it is one tensor there.
-        module: the embedding.
+    ``key`` is the name of its weight in the files, if it is one tensor there.
     """
     if type(module) not in (nn.Embedding, nn.QuantizedEmbedding):
         return f"rows of a {type(module).__name__} are not read from a file"

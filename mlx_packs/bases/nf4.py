@@ -16,7 +16,6 @@ from .weight_formats import FORMATS, format_of
 
 Weights = dict[str, mx.array]
 _PARTS = ("weight", "absmax", "nested_absmax", "offset")
-_AGAIN = "The checkpoint is damaged: get it again."
 
 
 def place_nf4(
@@ -29,10 +28,7 @@ def place_nf4(
         weights: by the names of the model, lazy.
         dtype: of the dense weight where one is needed.
         config: config.json; one that names NF4 must have absmax beside all codes.
-        where: the checkpoint, for errors.
-
-    Raises:
-        PackError: the tensors are not those of NF4 weights, or do not fit the model.
+        where: the checkpoint, which errors name.
     """
     if FORMATS["nf4"].is_stored(stored_quantization(config)):
         _check_no_codes_alone(weights, where)
@@ -64,22 +60,20 @@ def _nf4_weight(path: str, weights: Weights, where: Path) -> NF4Weight:
     """Return the NF4 weight of the module at a path, its codes lazy."""
     parts = {part: weights.get(f"{path}.{part}") for part in _PARTS}
     if parts["weight"] is None:
-        raise PackError(
-            f"{where}: {path}.weight: is missing beside {path}.absmax. {_AGAIN}", "unreadable"
-        )
+        raise _damaged(where, f"{path}.weight: is missing beside {path}.absmax.")
     block_size = _block_size(parts["weight"], parts["absmax"])
     try:
         weight = NF4Weight(*parts.values(), block_size)
     except ValueError as error:
-        raise PackError(
-            f"{where}: {path}: quantized tensors do not fit: {error} {_AGAIN}", "unreadable"
-        ) from None
+        raise _damaged(where, f"{path}: quantized tensors do not fit: {error}") from None
     for part in _PARTS[1:]:
         if parts[part] is not None and not mx.isfinite(parts[part]).all().item():
-            raise PackError(
-                f"{where}: {path}.{part}: has NaN or infinite values. {_AGAIN}", "unreadable"
-            )
+            raise _damaged(where, f"{path}.{part}: has NaN or infinite values.")
     return weight
+
+
+def _damaged(where: Path, fault: str) -> PackError:
+    return PackError(f"{where}: {fault} The checkpoint is damaged: get it again.", "unreadable")
 
 
 def _check_no_codes_alone(weights: Weights, where: Path) -> None:
@@ -88,10 +82,7 @@ def _check_no_codes_alone(weights: Weights, where: Path) -> None:
         path = name.removesuffix(".weight")
         scaled = f"{path}.absmax" in weights or f"{path}.scales" in weights
         if name.endswith(".weight") and tensor.dtype == mx.uint8 and not scaled:
-            raise PackError(
-                f"{where}: {path}.absmax: is missing beside {name}, which is NF4. {_AGAIN}",
-                "unreadable",
-            )
+            raise _damaged(where, f"{path}.absmax: is missing beside {name}, which is NF4.")
 
 
 def _block_size(weight: mx.array, absmax: mx.array) -> int:
@@ -107,11 +98,7 @@ def nf4_quantization(model: nn.Module) -> dict:
 
 
 def stored_as_asked(config: Mapping, quantize: str) -> bool:
-    """Return whether --quantize asks a checkpoint for the format that it is stored in.
-
-    Raises:
-        PackError: it is quantized, and asked to be so otherwise.
-    """
+    """Return whether --quantize asks a checkpoint for the format that it is stored in."""
     quantization = stored_quantization(config)
     if quantize == "none" or not quantization:
         return False
@@ -139,14 +126,11 @@ def check_stored_nf4(
         name: of the base.
         double_quant: as requested.
         keep: modules that are to be dense.
-
-    Raises:
-        PackError: it is stored otherwise.
     """
     if other := next((path for path, double in modules if double != double_quant), None):
         stored = "single" if double_quant else "double"
         raise PackError(
-            f"--quantize nf4: {name} is NF4 already, {stored}-quantized ({other}); leave "
+            f"--quantize nf4: {name} is NF4 already, {stored}-quantized ({other}). Leave "
             "--no-double-quant as the base has it.",
             "conflict",
             "double_quant",
@@ -154,7 +138,7 @@ def check_stored_nf4(
     for dense in keep:
         if path := next((path for path, _ in modules if is_named(path, dense)), None):
             raise PackError(
-                f"--keep {dense}: {name} is NF4 already, {path} too; take the checkpoint that it "
+                f"--keep {dense}: {name} is NF4 already, {path} too. Take the checkpoint that it "
                 "was made from.",
                 "conflict",
             )

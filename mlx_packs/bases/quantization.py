@@ -34,26 +34,22 @@ class QuantizeOptions:
     max_shard_gb: float = 1.0
 
     def check(self) -> None:
-        """Check all options.
-
-        Raises:
-            PackError: with all faults, in the words of the command line.
-        """
+        """Check all options; the error has all faults."""
         faults = self.weight_format.faults()
         for expression, bits in self.bits_for:
             if bits not in AFFINE_BITS:
-                faults.append(f"--bits-for: must give one of {AFFINE_BITS} but gives {bits}")
+                faults.append(f"--bits-for: must give one of {AFFINE_BITS} but gives {bits}.")
             try:
                 re.compile(expression)
             except re.error as error:
-                faults.append(f"--bits-for: '{expression}' is no regular expression ({error})")
+                faults.append(f"--bits-for: '{expression}' is no regular expression ({error}).")
         is_nf4 = isinstance(self.weight_format, NF4Format)
         if self.layout == "bitsandbytes" and (not is_nf4 or self.bits_for):
-            faults.append("--format bitsandbytes: takes --mode nf4 only, and no --bits-for")
+            faults.append("--format bitsandbytes: takes --mode nf4 only, and no --bits-for.")
         if not self.max_shard_gb > 0:
-            faults.append(f"--max-shard-gb: must be above 0 but is {self.max_shard_gb}")
+            faults.append(f"--max-shard-gb: must be above 0 but is {self.max_shard_gb}.")
         if faults:
-            raise PackError("; ".join(faults) + ".")
+            raise PackError(" ".join(faults))
 
     def to_json(self) -> dict:
         """Return them as a record of `packs quantize` has them."""
@@ -72,11 +68,7 @@ def is_named(path: str, name: str) -> bool:
 
 
 def check_names(options: QuantizeOptions, paths: Collection[str]) -> None:
-    """Check that the modules which the options name are among these.
-
-    Raises:
-        PackError: one is not.
-    """
+    """Check that the modules which the options name are among these."""
     leaves = sorted({path.rpartition(".")[2] for path in paths})
     for name in options.keep:
         # a tied head has no module of its own: its table is the embedding
@@ -98,8 +90,8 @@ def format_for(
     options: QuantizeOptions,
     kind: str = "linear",
     advice: bool | Mapping = True,
-) -> WeightFormat | None:
-    """Return the format of the weight of one module; None if it is left dense.
+) -> WeightFormat | str:
+    """Return the format of the weight of one module, or why it is left dense.
 
     Args:
         path: of the module.
@@ -113,18 +105,6 @@ def format_for(
     Raises:
         PackError: ``bits_for`` finds a module whose width does not fit.
     """
-    outcome = _format_or_reason(path, shape, options, kind, advice)
-    return outcome if isinstance(outcome, WeightFormat) else None
-
-
-def _format_or_reason(
-    path: str,
-    shape: tuple[int, ...],
-    options: QuantizeOptions,
-    kind: str,
-    advice: bool | Mapping,
-) -> WeightFormat | str:
-    """Return the format of a weight, or why it is left dense."""
     weight_format, width = options.weight_format, shape[-1]
     if any(is_named(path, name) for name in options.keep):
         return "kept by name"
@@ -135,7 +115,13 @@ def _format_or_reason(
     else:
         for expression, bits in options.bits_for:
             if re.search(expression, path):
-                return _named_bits(expression, path, bits, weight_format, width)
+                group_size = weight_format.group_size if weight_format.native else 64
+                if width % group_size:
+                    raise PackError(
+                        f"--bits-for {expression}: {path} has {width} columns, which {group_size} "
+                        "does not divide. Keep it dense with --keep."
+                    )
+                return MLXFormat("affine", bits, group_size)
         if not advice:
             return "its family advises so"
         if isinstance(advice, Mapping):
@@ -148,27 +134,10 @@ def _format_or_reason(
     return weight_format
 
 
-def _named_bits(
-    expression: str, path: str, bits: int, weight_format: WeightFormat, width: int
-) -> WeightFormat:
-    """Return the affine format of a module that ``bits_for`` finds."""
-    group_size = weight_format.group_size if weight_format.native else 64
-    if width % group_size:
-        raise PackError(
-            f"--bits-for {expression}: {path} has {width} columns, which {group_size} does not "
-            "divide; --keep it dense."
-        )
-    return MLXFormat("affine", bits, group_size)
-
-
 def formats_for(
     model: nn.Module, options: QuantizeOptions
 ) -> tuple[dict[str, WeightFormat], dict[str, str]]:
-    """Return the format of each module of a dense model, and why others are left dense, by path.
-
-    Raises:
-        PackError: the options name a module that is not there.
-    """
+    """Return the format of each module of a dense model, and why others are left dense, by path."""
     advise = getattr(model, "quant_predicate", None) or (lambda *_: True)
     modules = {
         path: module
@@ -178,8 +147,8 @@ def formats_for(
     check_names(options, modules)
     formats, dense = {}, {}
     for path, module in modules.items():
-        shape, kind, advice = module.weight.shape, _kind(module), advise(path, module)
-        outcome = _format_or_reason(path, shape, options, kind, advice)
+        kind, advice = _kind(module), advise(path, module)
+        outcome = format_for(path, module.weight.shape, options, kind, advice)
         if isinstance(outcome, WeightFormat):
             formats[path] = outcome
         else:
@@ -206,9 +175,7 @@ def quantize_weights(
         name = f"{path}.weight"
         if name not in weights:
             continue
-        dense = weights.pop(name)
-        weights |= weight_format.quantize(name, dense)
-        del dense
+        weights |= weight_format.quantize(name, weights.pop(name))
         if weight_format.native:
             native[path] = weight_format.to_config()
     nn.quantize(model, class_predicate=lambda path, _: native.get(path, False))

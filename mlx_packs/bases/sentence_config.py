@@ -43,11 +43,7 @@ class SentenceConfig:
 
 
 def read_sentence_config(path: Path) -> SentenceConfig:
-    """Read what the files of sentence-transformers in a folder say; without them mean pooling.
-
-    Raises:
-        PackError: naming the module or setting that is not supported.
-    """
+    """Read what the files of sentence-transformers in a folder say; without them mean pooling."""
     settings = _read(path / _SETTINGS)
     prompts = _read(path / _PROMPTS)
     if name := prompts.get("default_prompt_name"):
@@ -90,7 +86,7 @@ def _modules(path: Path) -> tuple[str, bool]:
             pooling = _pooling(path / place / "config.json")
         elif kind not in ("Transformer", "Normalize"):
             raise PackError(
-                f"{file}: the module {kind} ('{place}') is not supported; known are Transformer, "
+                f"{file}: the module {kind} ('{place}') is not supported. Known are Transformer, "
                 "Pooling and Normalize.",
                 "unsupported",
             )
@@ -115,7 +111,7 @@ def _pooling(file: Path) -> str:
     on = [on] if isinstance(on, str) else list(on or [])
     if len(on) != 1 or on[0] not in POOLING:
         raise PackError(
-            f"{file}: pools by {' and '.join(map(str, on)) or 'nothing'}; supported is one of "
+            f"{file}: pools by {' and '.join(map(str, on)) or 'nothing'}. Supported is one of "
             f"{', '.join(POOLING)}.",
             "unsupported",
         )

@@ -12,11 +12,7 @@ from .unsupported import reason_of, unreadable_tokenizer
 
 
 def load_tokenizer(path: Path, config: dict, trust_remote_code: bool) -> Any:
-    """Load the tokenizer of a decoder, as mlx-lm wraps it.
-
-    Raises:
-        PackError: it cannot be read, or knows no token.
-    """
+    """Load the tokenizer of a decoder, as mlx-lm wraps it."""
     from huggingface_hub.errors import StrictDataclassError  # of a config that transformers refuses
     from mlx_lm.utils import load_tokenizer
     from transformers.utils import logging as transformers_logging
@@ -43,11 +39,7 @@ def load_tokenizer(path: Path, config: dict, trust_remote_code: bool) -> Any:
 def load_encoder_tokenizer(
     path: Path, config: dict, lower_case: bool, trust_remote_code: bool
 ) -> Any:
-    """Load the WordPiece tokenizer of an encoder, from tokenizer.json or vocab.txt.
-
-    Raises:
-        PackError: there is none, or it has more tokens than the encoder.
-    """
+    """Load the WordPiece tokenizer of an encoder, from tokenizer.json or vocab.txt."""
     from huggingface_hub.errors import StrictDataclassError
 
     # as mlx-lm does: that there is no torch is no news

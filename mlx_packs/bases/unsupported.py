@@ -23,6 +23,11 @@ _READ = (
     "bitnet",
 )
 
+_PICKLED = (
+    "pickled weights of PyTorch, which are never opened",
+    "Take the safetensors of the same model, or write them where PyTorch is: "
+    "model.save_pretrained(folder, safe_serialization=True).",
+)
 # Files that hold weights in another format: pattern, what they are, what works.
 _WEIGHTS = (
     ("*.gguf", "GGUF of llama.cpp, which is not read", INSTEAD),
@@ -31,18 +36,8 @@ _WEIGHTS = (
         "weights in Mistral's own layout, which is not read",
         "Take the same model's folder with model*.safetensors.",
     ),
-    (
-        "*.bin",
-        "pickled weights of PyTorch, which are never opened",
-        "Take the safetensors of the same model, or write them where PyTorch is: "
-        "model.save_pretrained(folder, safe_serialization=True).",
-    ),
-    (
-        "*.pt*",
-        "pickled weights of PyTorch, which are never opened",
-        "Take the safetensors of the same model, or write them where PyTorch is: "
-        "model.save_pretrained(folder, safe_serialization=True).",
-    ),
+    ("*.bin", *_PICKLED),
+    ("*.pt*", *_PICKLED),
     (
         "*.npz",
         "weights of an old MLX, which are not read",
@@ -67,7 +62,7 @@ def foreign_weights(path: Path) -> str:
 
 
 def foreign_file(path: Path) -> str:
-    """Return the same of a file that is named where a folder is meant."""
+    """Return what a file is that is named where a folder is meant, and what works instead."""
     for pattern, kind, works in _WEIGHTS:
         if path.match(pattern):
             return f" It is {kind}. {works}"
@@ -75,11 +70,7 @@ def foreign_file(path: Path) -> str:
 
 
 def check_method(path: Path, config: Mapping) -> None:
-    """Check that weights are not quantized for another backend, before they are read.
-
-    Raises:
-        PackError: they are.
-    """
+    """Check that weights are not quantized for another backend, before they are read."""
     text = config.get("text_config")
     for part in (config, text if isinstance(text, dict) else {}):
         method = (part.get("quantization_config") or {}).get("quant_method")

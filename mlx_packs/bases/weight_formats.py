@@ -14,6 +14,7 @@ import mlx.nn as nn
 
 from ..config.choices import WEIGHT_FORMATS, WEIGHT_MODES, registered
 from ..errors import PackError, did_you_mean
+from ..files import dtype_name
 from ..nn.nf4 import NF4Embedding, NF4Linear
 from ..ops import nf4
 from ..ops.nf4 import BLOCK_SIZES, NESTED_BLOCK_SIZE, NF4Weight
@@ -136,10 +137,10 @@ class MLXFormat(WeightFormat):
         faults = []
         if self.mode == "affine" and self.group_size not in AFFINE_GROUP_SIZES:
             faults.append(
-                f"--group-size: must be one of {AFFINE_GROUP_SIZES} but is {self.group_size}"
+                f"--group-size: must be one of {AFFINE_GROUP_SIZES} but is {self.group_size}."
             )
         if self.mode == "affine" and self.bits not in AFFINE_BITS:
-            faults.append(f"--bits: must be one of {AFFINE_BITS} but is {self.bits}")
+            faults.append(f"--bits: must be one of {AFFINE_BITS} but is {self.bits}.")
         return faults
 
     def nbytes(self, shape: Shape, scale_itemsize: int) -> int:
@@ -196,7 +197,7 @@ class NF4Format(WeightFormat):
         """Return what is wrong with the block size."""
         if self.group_size in BLOCK_SIZES:
             return []
-        return [f"--group-size: must be one of {BLOCK_SIZES} but is {self.group_size}"]
+        return [f"--group-size: must be one of {BLOCK_SIZES} but is {self.group_size}."]
 
     def nbytes(self, shape: Shape, scale_itemsize: int) -> int:
         """Return the bytes of codes and absmax, which are float32 or 8-bit."""
@@ -215,7 +216,7 @@ class NF4Format(WeightFormat):
             nested = mx.zeros(-(-blocks // NESTED_BLOCK_SIZE))
             absmax = [mx.zeros(blocks, mx.uint8), nested, mx.zeros(1)]
         weight = NF4Weight(codes, *absmax, block_size=self.group_size)
-        return _nf4_names(name, weight, w.dtype, layout)
+        return _nf4_names(name, weight, dtype_name(w), layout)
 
     def quantize(self, name: str, w: mx.array, layout: str = "mlx") -> Tensors:
         """Return codes and absmax."""
@@ -229,13 +230,12 @@ class NF4Format(WeightFormat):
         weight = NF4Weight(*arrays, block_size=self.group_size)
         if self.double_quant:
             weight = nf4.quantize_absmax(weight)
-        return _nf4_names(name, weight, w.dtype, layout)
+        return _nf4_names(name, weight, dtype_name(w), layout)
 
     def dequantize(self, tensors: Tensors, dtype: mx.Dtype) -> mx.array:
         """Return the dense weight in ``dtype``."""
-        arrays = list(tensors.values())
-        arrays += [None] * (4 - len(arrays))
-        return nf4.dequantize(NF4Weight(*arrays, self.group_size), dtype)
+        weight = NF4Weight(*tensors.values(), block_size=self.group_size)
+        return nf4.dequantize(weight, dtype)
 
     def rounded(self, w: mx.array) -> mx.array:
         """Return a dense weight as it is after quantizing."""
@@ -260,11 +260,7 @@ CLASSES: dict[str, type[WeightFormat]] = registered(
 
 
 def named_format(name: str, double_quant: bool = True) -> WeightFormat:
-    """Return what --quantize means by a name.
-
-    Raises:
-        PackError: there is no such format.
-    """
+    """Return what --quantize means by a name."""
     if name not in FORMATS:
         raise PackError(
             f"--quantize {name}: is not a format. {did_you_mean(name, list(FORMATS))}", "unknown"
@@ -274,11 +270,7 @@ def named_format(name: str, double_quant: bool = True) -> WeightFormat:
 
 
 def specified_format(mode: str, **settings: int | bool | None) -> WeightFormat:
-    """Return a format of a mode with these settings; None is the default of the format.
-
-    Raises:
-        PackError: the format has no such setting.
-    """
+    """Return a format of a mode with these settings; None is the default of the format."""
     known = CLASSES[mode]
     specified = {name: value for name, value in settings.items() if value is not None}
     own = {f.name for f in fields(known) if f.init}
@@ -308,11 +300,7 @@ def format_of(module: nn.Module) -> WeightFormat | None:
 
 
 def check_finite(name: str, w: mx.array) -> None:
-    """Check that all weights are finite: that no exponent has all of its bits set.
-
-    Raises:
-        PackError: a weight is NaN or infinite.
-    """
+    """Check that all weights are finite: that no exponent has all of its bits set."""
     if w.dtype not in _INFINITY:
         return
     word, infinity = _INFINITY[w.dtype]
@@ -325,27 +313,19 @@ def check_finite(name: str, w: mx.array) -> None:
             )
 
 
-def _slices(w: mx.array, multiple: int) -> list[slice]:
-    """Return slices of all rows, each of a multiple of so many."""
-    rows = max(1, _SLICE // (w.size // len(w)) // multiple) * multiple
-    return [slice(start, min(start + rows, len(w))) for start in range(0, len(w), rows)]
-
-
 def _by_slices(
     name: str, w: mx.array, multiple: int, quantize: Callable[[mx.array], tuple[mx.array, ...]]
 ) -> list[mx.array]:
     """Return what ``quantize`` makes of all rows, from slices of a multiple of so many rows.
 
     Slices are put in their place at once; to join them in the end would take the memory twice.
-
-    Raises:
-        PackError: a weight is NaN or infinite.
     """
     check_finite(name, w)
     whole = [mx.zeros(part.shape, part.dtype) for part in quantize(w)]
     ends = [0] * len(whole)
-    for rows in _slices(w, multiple):
-        for i, part in enumerate(quantize(w[rows])):
+    rows = max(1, _SLICE // (w.size // len(w)) // multiple) * multiple
+    for start in range(0, len(w), rows):
+        for i, part in enumerate(quantize(w[start : start + rows])):
             whole[i][ends[i] : ends[i] + len(part)] = part
             ends[i] += len(part)
         mx.eval(whole)
@@ -357,9 +337,9 @@ def _native_names(name: str, arrays: tuple[mx.array, ...] | list[mx.array]) -> T
     return dict(zip((name, f"{path}.scales", f"{path}.biases"), arrays, strict=False))
 
 
-def _nf4_names(name: str, weight: NF4Weight, dtype: mx.Dtype, layout: str) -> Tensors:
+def _nf4_names(name: str, weight: NF4Weight, dtype: str, layout: str) -> Tensors:
     if layout == "bitsandbytes":
-        return to_bitsandbytes(name, weight, str(dtype).removeprefix("mlx.core."))
+        return to_bitsandbytes(name, weight, dtype)
     path = name.removesuffix(".weight")
     tensors = {name: weight.weight, f"{path}.absmax": weight.absmax}
     if weight.double_quant:

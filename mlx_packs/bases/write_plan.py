@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from .. import runtime
+from ..files import dtype_name
 from ..runtime import mx
 from .quantization import QuantizeOptions
 from .weight_formats import WeightFormat
@@ -27,20 +28,12 @@ class Item:
         layout: str,
         size: int | None = None,
     ) -> "Item":
-        """Describe what a tensor becomes.
-
-        Args:
-            name: of the tensor.
-            w: the tensor, lazy.
-            weight_format: None leaves it as it is.
-            layout: of quantized tensors, as `QuantizeOptions.layout`.
-            size: weights that it stands for, if not one each.
-        """
+        """Describe what a tensor becomes; ``size``: weights that it stands for, if not one each."""
         outline = {name: mx.zeros(w.shape, w.dtype)}
         if weight_format is not None:
             outline = weight_format.outline(name, w, layout)
-        dtype = str(w.dtype).removeprefix("mlx.core.")
-        return cls(name, w.size if size is None else size, dtype, weight_format, outline)
+        size = w.size if size is None else size
+        return cls(name, size, dtype_name(w), weight_format, outline)
 
     @property
     def nbytes(self) -> int:
@@ -53,7 +46,6 @@ class WritePlan:
     """What `write` does.
 
     Attributes:
-        options: of the quantization.
         tensors: of the source, lazy.
         shards: the items of each new file.
         config: the new config.json.

@@ -1,9 +1,8 @@
 """Quantize a checkpoint to another, tensor by tensor: the model is never in memory as a whole.
 
-`plan_quantized` decides which modules are quantized and how, and spreads the result over shards;
-`write` then reads, quantizes and writes one tensor after another. Finished shards outlive an
+`plan_quantized` decides which modules are quantized and how, and spreads the result over shards
+(`packs merge` makes plans of its own); `write` carries a plan out. Finished shards outlive an
 interruption.
-`packs merge` makes plans of its own (convert/merge.py).
 """
 
 import json
@@ -24,6 +23,7 @@ from ..files import (
     replace_folder,
     sha256,
     to_json,
+    write_errors,
     write_tensors,
 )
 from ..runtime import mx
@@ -91,11 +91,7 @@ def quantize(
 def write(
     folder: str | Path, source: Path, plan: WritePlan, overwrite: bool, display: Display
 ) -> tuple[dict, list[str]]:
-    """Carry a plan out, one process at a time.
-
-    Returns:
-        The record, and the shards that an earlier run had finished.
-    """
+    """Carry a plan out; return its record, and the shards that an earlier run had finished."""
     out = output_folder(str(folder), source, overwrite)
     make_folder(out.parent)
     with exclusive_writer(out):
@@ -104,17 +100,15 @@ def write(
 
 
 def _write(out: Path, source: Path, plan: WritePlan, display: Display) -> tuple[dict, list[str]]:
-    """Write all files beside ``out`` and rename the folder.
-
-    Returns:
-        The record, and the shards that an earlier run had finished.
-    """
+    """Write all files beside ``out`` and rename the folder."""
     partial = out.with_name(f".{out.name}.partial")
     try:
-        finished = _begin(partial, plan)
-        _write_shards(partial, plan, finished, display)
-        record = _write_rest(partial, source, plan)
-        replace_folder(partial, out)
+        with write_errors(out, "out"):
+            finished = _begin(partial, plan)
+            _write_shards(partial, plan, finished, display)
+            record = _write_rest(partial, source, plan)
+            replace_folder(partial, out)
+        return record, finished
     except KeyboardInterrupt:
         if not partial.exists() and _begins_with(out / RECORD, plan.request()):
             raise Interrupted(f"interrupted, but {out} was complete.") from None
@@ -123,29 +117,20 @@ def _write(out: Path, source: Path, plan: WritePlan, display: Display) -> tuple[
             f"interrupted; {done} of {len(plan.shards)} shards are kept in {partial}, and the same "
             "command continues from there."
         ) from None
-    except (PackError, OSError) as error:
+    except PackError:
         shutil.rmtree(partial, ignore_errors=True)
-        if isinstance(error, OSError):
-            raise PackError(
-                f"{out}: cannot be written ({error.strerror or error}).", "unwritable", "out"
-            ) from None
         raise
-    return record, finished
 
 
 def output_folder(folder: str, source: Path, overwrite: bool) -> Path:
-    """Return the folder to write; only one that `packs quantize` or `merge` wrote is replaced.
-
-    Raises:
-        PackError: it exists, or it is no place for a checkpoint.
-    """
+    """Return the folder to write; only one that `packs quantize` or `merge` wrote is replaced."""
     if not folder.strip():
         raise PackError("--out: is empty; name a folder.")
     out = Path(folder).expanduser()
     resolved = out.resolve()
     if source.resolve().is_relative_to(resolved):
         raise PackError(
-            f"--out {out}: contains the checkpoint itself; choose another name.", "conflict"
+            f"--out {out}: contains the checkpoint itself. Choose another name.", "conflict"
         )
     if out.is_file():
         raise PackError(f"--out {out}: must be a folder, but is a file.", "exists")
@@ -153,12 +138,12 @@ def output_folder(folder: str, source: Path, overwrite: bool) -> Path:
         return resolved
     if not overwrite:
         raise PackError(
-            f"{out}: already exists; choose another name, or --overwrite.", "exists", "out"
+            f"{out}: already exists. Choose another name, or --overwrite.", "exists", "out"
         )
     if any(out.iterdir()) and not (out / RECORD).is_file():
         raise PackError(
             f"--out {out}: was not written by `packs quantize` or `packs merge` (no {RECORD}), so "
-            "it is not replaced; choose another name.",
+            "it is not replaced. Choose another name.",
             "exists",
         )
     return resolved
@@ -167,11 +152,7 @@ def output_folder(folder: str, source: Path, overwrite: bool) -> Path:
 def plan_quantized(
     source: Path, options: QuantizeOptions, trust_remote_code: bool = False
 ) -> WritePlan:
-    """Plan which tensors of a checkpoint become what; reads its headers only.
-
-    Raises:
-        PackError: it is quantized already, or has no module that the options name.
-    """
+    """Plan which tensors of a checkpoint become what; reads its headers only."""
     config = base_files.check_files(source)
     check_supported(config, source)
     check_architecture("quantize", "decoder", source, config.get("model_type"))
@@ -212,7 +193,7 @@ def _by_names_of_transformers(
         if name not in theirs or theirs[name].shape != ours[name].shape:
             raise PackError(
                 f"{source}: --format bitsandbytes: its files have no {name} of shape "
-                f"{list(ours[name].shape)}; this family is written with --format mlx only.",
+                f"{list(ours[name].shape)}. This family is written with --format mlx only.",
                 "unsupported",
                 "format",
             )
@@ -241,11 +222,7 @@ def _new_config(
 
 
 def _begin(partial: Path, plan: WritePlan) -> list[str]:
-    """Make the folder of a run, or continue in that of an interrupted run with this request.
-
-    Returns:
-        The shards that are finished.
-    """
+    """Make the folder of a run, or continue in one of the same request; return finished shards."""
     record = partial / RECORD
     if _begins_with(record, plan.request()):
         for file in partial.iterdir():
@@ -308,11 +285,7 @@ def _written(items: list[Item], plan: WritePlan, bar: Task) -> Iterator[tuple[st
 
 
 def _write_rest(partial: Path, source: Path, plan: WritePlan) -> dict:
-    """Write config.json, index, tokenizer and other small files, and the record with the hashes.
-
-    Returns:
-        The record.
-    """
+    """Write config.json, index, tokenizer and other small files, and the record, which it returns."""
     for pattern in base_files.CHECKPOINT_FILES:
         for file in source.glob(pattern):
             if file.suffix != ".safetensors" and file.name != "model.safetensors.index.json":
@@ -341,10 +314,7 @@ def _write_rest(partial: Path, source: Path, plan: WritePlan) -> dict:
         "bits_per_weight": _bits(plan.items),
         "bits_per_quantized_weight": _bits(quantized),
         "files": {
-            shard: {
-                "bytes": (partial / shard).stat().st_size,
-                "sha256": sha256(partial / shard),
-            }
+            shard: {"bytes": (partial / shard).stat().st_size, "sha256": sha256(partial / shard)}
             for shard in plan.shards
         },
     }
@@ -360,19 +330,12 @@ def _bits(items: list[Item]) -> float:
 
 
 def verify(folder: Path, display: Display | None = None) -> dict:
-    """Check every shard of a folder that `quantize` wrote against its hash.
-
-    Returns:
-        The record.
-
-    Raises:
-        PackError: naming the first file that differs.
-    """
+    """Check every shard of a folder that `quantize` wrote against its hash; return its record."""
     base_files.check_files(folder)
     record = base_files.read_record(folder)
     if record is None:
         raise PackError(
-            f"{folder}: has no {RECORD} with hashes; `packs quantize` did not write it.",
+            f"{folder}: has no {RECORD} with hashes. `packs quantize` did not write it.",
             "unsupported",
         )
     with (display or Display(QUIET)).task("check", len(record["files"]), "files") as bar:

@@ -53,11 +53,7 @@ class Conversation:
     def of(
         cls, where: str, messages: Sequence[Mapping], tools: Any, tokenizer: Any
     ) -> "Conversation":
-        """Return the conversation of a row, whose tools may be a JSON text.
-
-        Raises:
-            PackError: the base has no chat template, or the tools are not JSON.
-        """
+        """Return the conversation of a row, whose tools may be a JSON text."""
         if not tokenizer.has_chat_template:
             raise PackError(
                 f"{where}: the base's tokenizer has no chat template; use rows with 'text', or a "
@@ -90,11 +86,7 @@ class Conversation:
             ) from None
 
     def supervised(self, loss_on: str) -> tuple[str, list[Span]]:
-        """Return the text, and the spans of it that are targets (none for ``all``).
-
-        Raises:
-            PackError: there is no answer, or the template does not show where one stands.
-        """
+        """Return the text, and the spans of it that are targets (none for ``all``)."""
         text = self.render(self.messages)
         if loss_on == "all":
             return text, []

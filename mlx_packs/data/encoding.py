@@ -100,11 +100,7 @@ DEFAULTS = EncodingOptions()
 
 
 def token_format(row: Row, columns: DataConfig) -> TokenFormat:
-    """Return the format of a row that a causal model trains on.
-
-    Raises:
-        PackError: the row has no known format, or one for encoders.
-    """
+    """Return the format of a row that a causal model trains on."""
     row_format = format_of(row, columns)
     if not isinstance(row_format, TokenFormat):
         raise PackError(

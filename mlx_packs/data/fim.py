@@ -57,11 +57,7 @@ class FillInTheMiddle:
 
 
 def sentinels(tokenizer: Any, names: Sequence[str] = ()) -> tuple[int, int, int, int]:
-    """Ids of what stands before prefix, suffix, middle, and behind the middle.
-
-    Raises:
-        PackError: the tokenizer has none, or not those that are named.
-    """
+    """Ids of what stands before prefix, suffix, middle, and behind the middle."""
     plain = tokenizer._tokenizer
 
     def ids(spelled: Sequence[str]) -> list[int] | None:

@@ -73,11 +73,7 @@ class TokenFormat(RowFormat):
         """Return what of a row a model is asked to complete: as people see it, and its tokens."""
 
     def resolve_loss_on(self, loss_on: str | None) -> str:
-        """Return what is supervised, where None is the default.
-
-        Raises:
-            PackError: this format does not have it.
-        """
+        """Return what is supervised, where None is the default."""
         return loss_on or self.loss_on
 
 
@@ -202,19 +198,11 @@ class PairFormat(RowFormat):
         return self.text_columns + ((self.score_column,) if self.score_column else ())
 
     def texts(self, row: Row, names: DataConfig) -> list[str]:
-        """Return the texts of a row, in the order of the columns.
-
-        Raises:
-            PackError: a column does not hold a text.
-        """
+        """Return the texts of a row, in the order of the columns."""
         return [_text_of(row, column) for column in self.text_columns]
 
     def score(self, row: Row) -> float:
-        """Return the score of a row.
-
-        Raises:
-            PackError: it is not a finite number.
-        """
+        """Return the score of a row."""
         score = row.value[self.score_column]
         is_number = isinstance(score, (int, float)) and not isinstance(score, bool)
         if not is_number or not math.isfinite(score):
@@ -257,11 +245,7 @@ registered(LOSSES, {loss: each for each in PAIR_FORMATS for loss in each.losses}
 
 
 def format_of(row: Row, names: DataConfig, formats: Sequence[RowFormat] = FORMATS) -> RowFormat:
-    """Return the first of ``formats`` that a row matches.
-
-    Raises:
-        PackError: there is none; it names the columns that would do.
-    """
+    """Return the first of ``formats`` that a row matches."""
     for row_format in formats:
         if row_format.matches(row, names):
             return row_format
@@ -278,11 +262,7 @@ def format_of(row: Row, names: DataConfig, formats: Sequence[RowFormat] = FORMAT
 def common_format(
     rows: Sequence[Row], names: DataConfig, formats: Sequence[RowFormat] = FORMATS
 ) -> RowFormat:
-    """Return the format that all rows have.
-
-    Raises:
-        PackError: two differ, which it names, or one has none.
-    """
+    """Return the format that all rows have."""
     first = format_of(rows[0], names, formats)
     for row in rows[1:]:
         if (other := format_of(row, names, formats)) is not first:

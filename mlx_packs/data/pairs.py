@@ -80,11 +80,7 @@ def encode_pairs(rows: Sequence[Row], tokenizer: Any, limit: int) -> Pairs:
 
 
 def choose_loss(wanted: str, pairs: Pairs, where: str) -> str:
-    """Return the loss as asked for, or the one that ``auto`` stands for.
-
-    Raises:
-        PackError: the rows have not what it needs.
-    """
+    """Return the loss as asked for, or the one that ``auto`` stands for."""
     possible = pairs.format.losses
     loss = possible[0] if wanted == "auto" else wanted
     if loss not in possible:

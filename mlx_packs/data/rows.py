@@ -35,11 +35,7 @@ class Splits:
     notes: list[str] = field(default_factory=list)
 
     def present(self) -> list[str]:
-        """Return the splits that have rows.
-
-        Raises:
-            PackError: there are no training rows, or no held-out ones.
-        """
+        """Return the splits that have rows."""
         present = [split for split in SPLITS if self.rows[split]]
         if "train" not in present:
             raise PackError(f"--data {self.source}: the train split is empty.", "data")

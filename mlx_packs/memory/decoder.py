@@ -178,7 +178,7 @@ def _base_bytes(sizes: _Sizes, headers: Headers, train: TrainConfig, itemsize: i
         for path, shape in sizes.modules.items():
             stored = headers.tensors.get(f"{path}.weight")
             weight_format = format_for(path, shape, options)
-            if stored is None or weight_format is None:
+            if stored is None or isinstance(weight_format, str):
                 continue
             quantized.add(path)
             total -= tensor_bytes(stored, widen)
