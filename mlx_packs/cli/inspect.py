@@ -127,8 +127,8 @@ def _training_lines(pack: "Pack") -> list[str]:
     if data := pack.part("data"):
         rows = " / ".join(f"{n:,} {split}" for split, n in (data.get("rows") or {}).items())
         learned = f"loss on {objective.get('loss_on') or '?'}"
-        if objective.get("task") == "embedding":
-            learned = f"embeddings, loss {objective.get('loss')}"
+        if loss := objective.get("loss"):
+            learned = f"embeddings, loss {loss}"
         lines.append(f"data    {data.get('source')} · {rows or '?'} rows · {learned}")
     lines += [f"graph   {line}" for line in graph_lines(objective)]
     result = pack.part("eval")

@@ -2,10 +2,11 @@
 
 import click
 
+from ..config.choices import TASKS
 from ..config.recipe import specified, tiny_recipe
-from ..display import NORMAL, QUIET, VERBOSE, Display, clock
+from ..display import NORMAL, QUIET, VERBOSE, Display
 from ..errors import PackError
-from ..gates import failures, gates_text
+from ..gates import failures
 from . import options
 from .options import option
 from .output import exit_if_failed, print_report
@@ -91,6 +92,7 @@ def train(
     from ..bases.files import TINY
     from ..training.phases import check_overridden
     from ..training.run import train_pack
+    from ..training.tasks.task import task_class
 
     flags = {k: v for k, v in flags.items() if v is not None}
     settings = read_recipes(configs, flags)
@@ -98,9 +100,11 @@ def train(
     check_overridden(recipe.train, specified(settings, flags))
     display = Display(QUIET if quiet else VERBOSE if verbose else NORMAL)
     if show_mask:
-        if recipe.train.task == "embedding":
+        if not TASKS[recipe.train.task].masks:
             raise PackError(
-                "--show-mask: shows the tokens that the loss is on; pairs have none.", "conflict"
+                "--show-mask: shows the tokens that the loss is on; examples of "
+                f"--task {recipe.train.task} have none.",
+                "conflict",
             )
         from . import mask
 
@@ -117,68 +121,6 @@ def train(
         force=force,
         **{name: value for name, value in run.items() if name not in ("model", "out")},
     )
-    print_report(result.to_json(), _lines(result.report, model, quiet))
+    lines = task_class(recipe.train.task).report_lines(result.report, model)
+    print_report(result.to_json(), lines[:1] if quiet else lines)
     exit_if_failed(failures(result.report["gates"]))
-
-
-def _lines(report: dict, model: str, quiet: bool) -> list[str]:
-    """Return the result of a run; its first line alone if ``quiet``."""
-    lines = (_embedding_lines if report.get("task") == "embedding" else _text_lines)(report, model)
-    return lines[:1] if quiet else lines
-
-
-def _embedding_lines(report: dict, model: str) -> list[str]:
-    """Return the result of a run that trained an encoder."""
-    from ..packs.card import format_change
-
-    held_out = report["held_out"]
-    return [
-        f"done    held-out {format_change(report)} on {held_out['rows']} {held_out['split']} rows"
-        f"{gates_text(report['gates'])}",
-        f"speed   {report['pairs_per_s']:,.0f} pairs/s · {_cost(report)}",
-        f"pack    {report['pack']} ({report['pack_mb']:.1f} MB)    try: packs eval "
-        f"{report['pack']} --model {model} --data …",
-    ]
-
-
-def _text_lines(report: dict, model: str) -> list[str]:
-    """Return the result of a run that trained a language model."""
-    from ..packs.card import format_result, phase_lines
-
-    drop = 1 - report["ppl_after"] / report["ppl_before"]
-    held_out, objective, sample = report["held_out"], report["objective"], report["sample"]
-    lines = [
-        f"done    held-out PPL {format_result(report, 'before')} → "
-        f"{format_result(report, 'after')} ({-drop:+.0%}) on "
-        f"{held_out['rows']} {held_out['split']} rows{gates_text(report['gates'])}",
-        *(f"phase   {line}" for line in phase_lines(report["phases"])),
-    ]
-    if "ppl_before" in objective:
-        lines.append(
-            f"graph   the {objective['graph']}'s own PPL {objective['ppl_before']:,.2f} → "
-            f"{objective['ppl_after']:,.2f}; above is the whole base's"
-        )
-    return [
-        *lines,
-        f"speed   {report['tokens_per_s']:,.0f} supervised tokens/s · {_cost(report)}",
-        f"sample  {_shortened(sample['prompt'])}",
-        f"before  {_shortened(sample['before'])}",
-        f"after   {_shortened(sample['after'])}",
-        f"pack    {report['pack']} ({report['pack_mb']:.1f} MB)    try: packs generate "
-        f'--model {model} --pack {report["pack"]} --prompt "…"',
-    ]
-
-
-def _cost(report: dict) -> str:
-    """Time and memory of a run."""
-    planned = report["plan_peak_gb"]
-    planned = "" if planned is None else f" ({planned:.2f} estimated)"
-    return (
-        f"{clock(report['train_s'])} for {report['steps']} updates · MLX peak "
-        f"{report['peak_gb']:.2f} GB{planned}, process RSS {report['process_peak_gb']:.2f} GB"
-    )
-
-
-def _shortened(text: str, width: int = 160) -> str:
-    text = " ".join(text.split())
-    return text if len(text) <= width else text[: width - 1] + "…"

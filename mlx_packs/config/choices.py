@@ -38,6 +38,7 @@ class TaskFacts:
     architecture: str  # of the bases that it trains
     defaults: Mapping[str, object] = field(default_factory=dict)  # other than in TrainConfig
     in_batch: bool = False  # whether the examples of a batch are each other's negatives
+    masks: bool = False  # whether its targets are some tokens of an example
 
 
 @dataclass(frozen=True)
@@ -101,7 +102,7 @@ ARCHITECTURES = {
     ),
 }
 TASKS = {
-    "lm": TaskFacts("mlx_packs.training.tasks.causal_lm:CausalLMTask", "decoder"),
+    "lm": TaskFacts("mlx_packs.training.tasks.causal_lm:CausalLMTask", "decoder", masks=True),
     "embedding": TaskFacts(
         "mlx_packs.training.tasks.embedding:EmbeddingTask",
         "encoder",

@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Iterator
 
-from .choices import METHODS, MethodFacts
+from .choices import METHODS, TASKS, MethodFacts
 from .fields import Fault, Settings, facts_of, fields_where
 
 
@@ -48,9 +48,10 @@ class TrainConflicts(Settings):
         yield from self._conflicts_of_memory()
         yield from self._conflicts_of_fim()
         yield from self._conflicts_of_objective()
-        if self.task != "embedding":
-            for name in self.changed(fields_where(type(self), task="embedding")):
-                yield Fault(name, "needs --task embedding.", "conflict")
+        # the other tasks check the settings of the default one
+        for task in (name for name in TASKS if name not in (self.task, type(self).task)):
+            for name in self.changed(fields_where(type(self), task=task)):
+                yield Fault(name, f"needs --task {task}.", "conflict")
         if self.trains_base:
             for name in self.unfit_for_dense():
                 text = f"{getattr(self, name)} does not go with --method full."

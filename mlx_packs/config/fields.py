@@ -41,7 +41,6 @@ class Facts:
     below: float = math.inf  # number that a valid one stays under; infinity is invalid by default
     task: str | None = None  # the one task that it belongs to
     method: str | None = None  # the one method that it belongs to
-    losses: tuple[str, ...] = ()  # the embedding losses that it belongs to
     phase: bool = False  # whether a phase of a run may have its own
     column: bool = False  # whether it names a column of the data
     memory: bool = False  # whether the peak memory of a run depends on it

@@ -340,23 +340,20 @@ class TrainConfig(TrainConflicts):
         "Factor on the cosines in mnrl, cached-mnrl and cosent (1 / temperature).",
         metavar="FACTOR",
         above=0,
-        losses=("mnrl", "cached-mnrl", "cosent"),
     )
     mini_batch_size: int = _embedding(
         32,
         "Texts of cached-mnrl whose activations are in memory at a time.",
         at_least=1,
         memory=True,
-        losses=("cached-mnrl",),
     )
     triplet_margin: float = _embedding(
-        5.0, "Margin of the triplet loss.", metavar="MARGIN", at_least=0, losses=("triplet",)
+        5.0, "Margin of the triplet loss.", metavar="MARGIN", at_least=0
     )
     triplet_distance: str = _embedding(
         "euclidean",
         "Distance function of the triplet loss.",
         choices=DISTANCES,
-        losses=("triplet",),
     )
     seed: int = _step(
         0, "Seed of the adapters, the order of examples and dropout.", at_least=0, below=2**32

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from ..config.choices import LOSSES, registered
+from ..config.choices import LOSSES
 from ..config.schema import DataConfig
 from ..errors import PackError
 from .conversations import Conversation, Span, check_messages
@@ -180,18 +180,25 @@ class PairFormat(RowFormat):
 
     Attributes:
         text_columns: the columns with texts.
-        losses: what the rows suffice for; the first is what ``auto`` takes.
         score_column: the column with a score, None where rows have none.
     """
 
     text_columns: ClassVar[tuple[str, ...]]
-    losses: ClassVar[tuple[str, ...]]
     score_column: ClassVar[str | None] = None
 
     @property
     def has_negatives(self) -> bool:
         """Whether every row has a negative of its own."""
         return "negative" in self.text_columns
+
+    @property
+    def losses(self) -> list[str]:
+        """The losses that the rows suffice for; the first is what ``auto`` takes."""
+        return [
+            name
+            for name, facts in LOSSES.items()
+            if facts.scored == bool(self.score_column) and facts.texts <= len(self.text_columns)
+        ]
 
     def columns(self, names: DataConfig) -> tuple[str, ...]:
         """Return the columns with texts and the score."""
@@ -217,7 +224,6 @@ class ScoredPairs(PairFormat):
     name = "scored pairs"
     text_columns = ("sentence1", "sentence2")
     score_column = "score"
-    losses = ("cosine", "cosent")
 
 
 class Triplets(PairFormat):
@@ -225,7 +231,6 @@ class Triplets(PairFormat):
 
     name = "triplets"
     text_columns = ("anchor", "positive", "negative")
-    losses = ("mnrl", "cached-mnrl", "triplet")
 
 
 class AnchorPairs(PairFormat):
@@ -233,15 +238,12 @@ class AnchorPairs(PairFormat):
 
     name = "pairs"
     text_columns = ("anchor", "positive")
-    losses = ("mnrl", "cached-mnrl")
 
 
 # A row is of the first format that it matches; mlx-lm has the same order.
 TOKEN_FORMATS: tuple[TokenFormat, ...] = (Completion(), Chat(), Text())
 PAIR_FORMATS: tuple[PairFormat, ...] = (ScoredPairs(), Triplets(), AnchorPairs())
 FORMATS: tuple[RowFormat, ...] = (*TOKEN_FORMATS, *PAIR_FORMATS)
-# Fails at import where a loss has no rows, or rows name a loss that there is not.
-registered(LOSSES, {loss: each for each in PAIR_FORMATS for loss in each.losses})
 
 
 def format_of(row: Row, names: DataConfig, formats: Sequence[RowFormat] = FORMATS) -> RowFormat:

@@ -3,7 +3,6 @@
 ``{"sentence1", "sentence2", "score"}``, ``{"anchor", "positive"}``, or these with ``"negative"``.
 """
 
-import dataclasses
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ import numpy as np
 
 from ..bases.encoder import padded
 from ..bases.tokenizer import tokens_of
-from ..config.fields import facts_of
+from ..config.choices import LOSSES
 from ..config.schema import DataConfig, TrainConfig
 from ..errors import PackError, flag_of
 from .batches import padded_length
@@ -93,11 +92,12 @@ def choose_loss(wanted: str, pairs: Pairs, where: str) -> str:
             f"has {pairs.format.name}; use --loss {' or '.join(possible)}.",
             "conflict",
         )
-    if loss == "cosine" and np.abs(pairs.scores).max() > 1:
+    if LOSSES[loss].scores_are_cosines and np.abs(pairs.scores).max() > 1:
         worst = float(pairs.scores[np.abs(pairs.scores).argmax()])
+        others = [name for name in possible if not LOSSES[name].scores_are_cosines]
         raise PackError(
             f"{where}: a score is {worst:g}, but a cosine lies in -1 to 1; divide the "
-            "scores by the largest, or use --loss cosent.",
+            f"scores by the largest, or use --loss {' or '.join(others)}.",
             "data",
             "loss",
         )
@@ -106,11 +106,11 @@ def choose_loss(wanted: str, pairs: Pairs, where: str) -> str:
 
 def check_loss_settings(loss: str, train: TrainConfig) -> None:
     """Raise a PackError for a setting that is not at its default and that this loss does not have."""
-    for field in dataclasses.fields(train):
-        losses = facts_of(field).losses
-        if losses and loss not in losses and train.changed([field.name]):
+    for name in train.changed(vars(train)):
+        losses = [each for each, facts in LOSSES.items() if name in facts.settings]
+        if losses and loss not in losses:
             raise PackError(
-                f"{flag_of(field.name)}: applies to --loss {' or '.join(losses)}, but this run's "
+                f"{flag_of(name)}: applies to --loss {' or '.join(losses)}, but this run's "
                 f"is {loss}. Leave it out, or set that loss.",
                 "conflict",
             )

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from mlx_packs.config.choices import TASKS
+from mlx_packs.config.choices import LOSSES, TASKS
 from mlx_packs.config.fields import SECTIONS, Settings, facts_of, fields_where, option
 from mlx_packs.config.recipe import RunOptions
 from mlx_packs.config.schema import DataConfig, LoRAConfig, Phase, TrainConfig
@@ -45,8 +45,12 @@ def test_a_setting_of_a_task_or_method_names_one_that_exists(field):
     facts = facts_of(field)
     for name, setting in ((facts.task, "task"), (facts.method, "method")):
         assert name is None or name in facts_of(FIELDS[setting]).choices
-    assert set(facts.losses) <= set(facts_of(FIELDS["loss"]).choices)
     assert not facts.dense or field.default in facts.dense
+
+
+def test_settings_of_losses_are_settings_of_embeddings():
+    named = {name for facts in LOSSES.values() for name in facts.settings}
+    assert named < set(fields_where(TrainConfig, task="embedding"))
 
 
 def test_settings_of_a_phase_are_those_that_a_phase_has():

@@ -109,6 +109,10 @@ class OneWordTask(Task):
         losses = {"loss_before": before, "loss_after": after}
         return Summary({"split": "valid", "rows": 2, **losses}, {"task": "one-word"})
 
+    @staticmethod
+    def report_lines(report, model) -> list[str]:
+        return [f"done    {report['loss_after']}"]
+
 
 def test_a_task_is_one_class_and_one_name(tmp_path, monkeypatch):
     monkeypatch.setitem(TASKS, "one-word", TaskFacts(f"{__name__}:OneWordTask", "decoder"))

@@ -8,6 +8,7 @@ from ...adapters.method import Trainable
 from ...config.schema import LoRAConfig
 from ...data.rows import Splits
 from ...evaluation.perplexity import Score, Scorer
+from ...gates import gates_text
 from ...inference.throughput import cut_prompts, generation_path, measure_throughput
 from ...memory.matmul_path import choose_matmul_path
 from ...objectives.causal_lm import CausalLM, LossOptions, split_head
@@ -15,12 +16,13 @@ from ...objectives.frozen_activations import FrozenActivations, open_frozen_acti
 from ...objectives.projection_stack import TRANSFORMER, Graph, graph_of
 from ...objectives.sequence_packing import prepare_packing
 from ...packs.base import Base
+from ...packs.card import format_result, phase_lines
 from ...packs.pack import Pack
 from ..fit import Fit
 from ..phases import OWN
 from ..planning import MemoryChoice
 from .sample import SAMPLE_TOKENS, SamplePrompt
-from .task import Summary, Task
+from .task import Summary, Task, cost
 from .tokens import PhasedDataset, encode_phases
 
 _PROMPT_TOKENS = 64  # of the prompt that the speed gate completes
@@ -117,6 +119,32 @@ class CausalLMTask(Task):
             },
         )
 
+    @staticmethod
+    def report_lines(report: dict, model: str) -> list[str]:
+        """Return perplexity, phases, speed, the sample and the pack."""
+        drop = 1 - report["ppl_after"] / report["ppl_before"]
+        held_out, objective, sample = report["held_out"], report["objective"], report["sample"]
+        lines = [
+            f"done    held-out PPL {format_result(report, 'before')} → "
+            f"{format_result(report, 'after')} ({-drop:+.0%}) on "
+            f"{held_out['rows']} {held_out['split']} rows{gates_text(report['gates'])}",
+            *(f"phase   {line}" for line in phase_lines(report["phases"])),
+        ]
+        if "ppl_before" in objective:
+            lines.append(
+                f"graph   the {objective['graph']}'s own PPL {objective['ppl_before']:,.2f} → "
+                f"{objective['ppl_after']:,.2f}; above is the whole base's"
+            )
+        return [
+            *lines,
+            f"speed   {report['tokens_per_s']:,.0f} supervised tokens/s · {cost(report)}",
+            f"sample  {_shortened(sample['prompt'])}",
+            f"before  {_shortened(sample['before'])}",
+            f"after   {_shortened(sample['after'])}",
+            f"pack    {report['pack']} ({report['pack_mb']:.1f} MB)    try: packs generate "
+            f'--model {model} --pack {report["pack"]} --prompt "…"',
+        ]
+
     def gate_values(
         self, gates: Mapping[str, float], pack: Pack, summary: Summary, matmul_path: str
     ) -> dict[str, float]:
@@ -158,6 +186,11 @@ class CausalLMTask(Task):
         finally:
             attached.detach()
         return scores[0], scores[1], texts
+
+
+def _shortened(text: str, width: int = 160) -> str:
+    text = " ".join(text.split())
+    return text if len(text) <= width else text[: width - 1] + "…"
 
 
 def _changes(split: str, before: Score, after: Score) -> dict:

@@ -22,12 +22,14 @@ from ...data.pairs import (
 from ...data.rows import Splits
 from ...errors import PackError
 from ...evaluation.embeddings import EmbeddingScore, check_scores, score_pairs
+from ...gates import gates_text
 from ...objectives.embedding import EmbeddingObjective
 from ...packs.base import Base
+from ...packs.card import format_change
 from ..fit import Fit
 from ..phases import RunPhase
 from ..planning import MemoryChoice
-from .task import Summary, Task
+from .task import Summary, Task, cost
 
 
 class EvalPairs(list[PairBatch]):
@@ -215,3 +217,15 @@ class EmbeddingTask(Task):
             held_out={"format": held_out.format.name},
             report=task,
         )
+
+    @staticmethod
+    def report_lines(report: dict, model: str) -> list[str]:
+        """Return metrics, speed and the pack."""
+        held_out = report["held_out"]
+        return [
+            f"done    held-out {format_change(report)} on {held_out['rows']} {held_out['split']} "
+            f"rows{gates_text(report['gates'])}",
+            f"speed   {report['pairs_per_s']:,.0f} pairs/s · {cost(report)}",
+            f"pack    {report['pack']} ({report['pack_mb']:.1f} MB)    try: packs eval "
+            f"{report['pack']} --model {model} --data …",
+        ]

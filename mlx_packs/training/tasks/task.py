@@ -14,6 +14,7 @@ from ...bases.families import check_task
 from ...config.choices import TASKS
 from ...config.schema import LoRAConfig, TrainConfig
 from ...data.rows import Splits
+from ...display import clock
 from ...objectives.objective import Objective
 from ...packs.base import Base
 from ...packs.pack import Pack
@@ -92,11 +93,26 @@ class Task(ABC):
     ) -> Summary:
         """Return what the run did; ``sources`` names the data of each phase in public."""
 
+    @staticmethod
+    @abstractmethod
+    def report_lines(report: dict, model: str) -> list[str]:
+        """Return the report of a run for people, the line that stands alone first."""
+
     def gate_values(
         self, gates: Mapping[str, float], pack: Pack, summary: Summary, matmul_path: str
     ) -> dict[str, float]:
         """Return the values of those gates that are not about the size of the pack."""
         return {}
+
+
+def cost(report: Mapping) -> str:
+    """Return time and memory of a run for people."""
+    planned = report["plan_peak_gb"]
+    planned = "" if planned is None else f" ({planned:.2f} estimated)"
+    return (
+        f"{clock(report['train_s'])} for {report['steps']} updates · MLX peak "
+        f"{report['peak_gb']:.2f} GB{planned}, process RSS {report['process_peak_gb']:.2f} GB"
+    )
 
 
 def make_task(run: Run) -> Task:
