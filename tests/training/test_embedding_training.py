@@ -437,7 +437,7 @@ def test_merge_refuses_what_it_cannot_do(run, run_of_pairs, encoder, data, tmp_p
     code, _, err = run(
         *arguments, "--out", tmp_path / "m", "--dtype", "bfloat16", "--max-drift", 1e-8
     )
-    assert code == 1 and "nothing was written" in err and "none --dtype float32 passes" in err
+    assert code == 1 and "none --dtype float32 passes" in err
     assert not (tmp_path / "m").exists()
     code, out, _ = run(*arguments, "--out", tmp_path / "m")
     assert code == 0 and "1 - cosine" in out and (tmp_path / "m" / "1_Pooling").is_dir()
