@@ -4,18 +4,24 @@ In `.ci/run` (MLX_PACKS_NO_SKIP=1) a skipped test is a failure.
 """
 
 import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+from mlx_packs import train_pack
 from mlx_packs.bases.families import MIXTURES_SINCE, version_of_mlx_lm
 from mlx_packs.cli.main import main
-from mlx_packs.errors import PackError
+from mlx_packs.errors import PackError, printable
 from mlx_packs.ops import _backend
 from mlx_packs.packs.base import Base, load_base
 from mlx_packs.runtime import mx
 from tests.helpers.emulation import Emulated, emulation
+from tests.helpers.encoders import write_encoder
+from tests.helpers.rows import CHATS, write_rows
+from tests.helpers.runs import LORA, TRAIN
 
 os.environ["MLX_PACKS_CACHE"] = "off"  # nothing is left in the home of who runs the tests
 
@@ -36,6 +42,41 @@ def pytest_runtest_makereport(item, call):
 def tiny() -> Base:
     """The embedded base, freshly loaded."""
     return load_base("tiny")
+
+
+@pytest.fixture(scope="session")
+def shared_tiny() -> Base:
+    """The embedded base, loaded once; tests leave it as it was."""
+    return load_base("tiny")
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> TokenizerWrapper:
+    """The tokenizer of the embedded base."""
+    return load_base("tiny").tokenizer
+
+
+@pytest.fixture(scope="session")
+def encoder(tmp_path_factory) -> Path:
+    """The folder of a small encoder; tests only read it."""
+    return write_encoder(tmp_path_factory.mktemp("encoder") / "mini")
+
+
+@pytest.fixture(scope="session")
+def trained(tmp_path_factory) -> Path:
+    """A folder with rows ``d``, a pack ``o`` and its run ``o-run``; tests only read it."""
+    folder = tmp_path_factory.mktemp("trained")
+    write_rows(folder / "d", train=CHATS, valid=CHATS[:2])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        train_pack("tiny", "d", LORA, TRAIN, "o")
+    return folder
+
+
+@pytest.fixture
+def trained_copy(trained, here) -> Path:
+    """A copy of `trained`, which is the current folder."""
+    return shutil.copytree(trained, here, dirs_exist_ok=True)
 
 
 @pytest.fixture
@@ -66,6 +107,20 @@ def run(monkeypatch, capsys):
         show(error, file)
 
     monkeypatch.setattr(PackError, "show", remember)
+    return go
+
+
+@pytest.fixture
+def rejected(run):
+    """Run `packs ARGS`, which prints nothing but one line about its error; the error."""
+
+    def go(*args) -> PackError:
+        code, out, err = run(*args)
+        assert (code, out) == (2, ""), err
+        lines = [line for line in err.splitlines() if not line.startswith(("pull ", "left "))]
+        assert lines == [f"packs: {printable(run.error.message)}"]
+        return run.error
+
     return go
 
 

@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "mlx_packs"
 
 
-def train(options: str, folder: Path, **environment: str) -> dict:
+def train_in_process(options: str, folder: Path, **environment: str) -> dict:
     """What `python -m mlx_packs.train --json` reports, run in a folder."""
     result = subprocess.run(
         [sys.executable, "-m", "mlx_packs.train", "--json", *options.split()],
@@ -213,7 +213,7 @@ def test_wheel_and_wheel_from_sdist_carry_the_same_files_and_train(tmp_path):
         check_kernel_sources(tmp_path / folder, tmp_path / "empty")
     installed = tmp_path / "installed"
     options = "--iters 1 --batch-size 1 --test-batches 1 --val-batches 0 --max-seq-length 64"
-    train(f"{options} --matmul-path dense", tmp_path, PYTHONPATH=str(installed))
+    train_in_process(f"{options} --matmul-path dense", tmp_path, PYTHONPATH=str(installed))
     file = run_python(
         "import mlx_packs; print(mlx_packs.__file__)", PYTHONPATH=str(installed), PYTHONSAFEPATH="1"
     )
@@ -226,7 +226,7 @@ def test_checkpoint_of_one_true_qwen3_4b_block_trains_from_the_command_line(tmp_
     subprocess.run([*script, "--out", "block"], cwd=tmp_path, check=True, capture_output=True)
     options = "--model block --data tiny --iters 4 --batch-size 2 --max-seq-length 64"
     more = "--test-batches 4 --learning-rate 1e-3 --steps-per-report 1 --rank 8 --out p"
-    report = train(f"{options} {more}", tmp_path)
+    report = train_in_process(f"{options} {more}", tmp_path)
     lines = (tmp_path / "p-run" / "metrics.jsonl").read_text().splitlines()
     losses = [json.loads(line)["loss"] for line in lines]
     assert losses[-1] < losses[0] and report["peak_gb"] > 0.1
@@ -234,6 +234,6 @@ def test_checkpoint_of_one_true_qwen3_4b_block_trains_from_the_command_line(tmp_
 
 @pytest.mark.slow
 def test_default_run_lowers_held_out_perplexity_by_a_third(tmp_path):
-    report = train("", tmp_path)
+    report = train_in_process("", tmp_path)
     assert report["ppl_after"] < 0.7 * report["ppl_before"]
     assert report["pack"] == "packs/tiny" and (tmp_path / "packs/tiny/pack.json").is_file()

@@ -287,81 +287,89 @@ def write_dense_tiny(folder: Path, dtype: mx.Dtype) -> Path:
 
 
 @pytest.fixture(scope="module")
-def dense(tmp_path_factory) -> Path:
+def dense_tiny(tmp_path_factory) -> Path:
     return write_dense_tiny(tmp_path_factory.mktemp("dense") / "base", mx.float32)
 
 
 @pytest.fixture(scope="module")
-def rows(tmp_path_factory) -> Path:
+def full_data(tmp_path_factory) -> Path:
     return write_rows(tmp_path_factory.mktemp("data") / "d", train=ROWS, valid=ROWS[:2])
 
 
 @pytest.fixture(scope="module")
-def trained(dense, rows, tmp_path_factory):
+def full_run(dense_tiny, full_data, tmp_path_factory):
     """A run on the dense base, made once."""
     out = tmp_path_factory.mktemp("trained") / "p"
-    return train_pack(dense, rows, train=FULL, out=out)
+    return train_pack(dense_tiny, full_data, train=FULL, out=out)
 
 
-def test_held_out_perplexity_falls_and_the_ratio_is_told(trained, dense):
-    report, manifest = trained.report, trained.pack.manifest
+def test_held_out_perplexity_falls_and_the_ratio_is_told(full_run, dense_tiny):
+    report, manifest = full_run.report, full_run.pack.manifest
     assert report["ppl_after"] < 0.5 * report["ppl_before"]
     assert report["method"] == manifest["method"] == "full"
     assert report["learned_weights"] == report["base_weights"] == 6_557_696
     assert report["plan_peak_gb"] * (1 + ERROR) > report["peak_gb"]
     recipe = manifest["recipe"]
     assert recipe["method"] == "full" and "rank" not in recipe and recipe["num_layers"] == -1
-    tensors = mx.load(str(trained.pack.path / "adapters.safetensors"))
-    stored = mx.load(str(dense / "model.safetensors"))
+    tensors = mx.load(str(full_run.pack.path / "adapters.safetensors"))
+    stored = mx.load(str(dense_tiny / "model.safetensors"))
     assert set(tensors) == set(stored) == {t["name"] for t in manifest["adapters"]["replaced"]}
 
 
-def test_the_pack_computes_what_was_measured_in_the_run(trained, dense, rows):
-    report = evaluate(load_base(dense), trained.pack.path, rows / "valid.jsonl")
-    assert report.pack.ppl == pytest.approx(trained.report["ppl_after"], rel=1e-5)
-    assert report.base.ppl == pytest.approx(trained.report["ppl_before"], rel=1e-5)
+def test_the_pack_computes_what_was_measured_in_the_run(full_run, dense_tiny, full_data):
+    report = evaluate(load_base(dense_tiny), full_run.pack.path, full_data / "valid.jsonl")
+    assert report.pack.ppl == pytest.approx(full_run.report["ppl_after"], rel=1e-5)
+    assert report.base.ppl == pytest.approx(full_run.report["ppl_before"], rel=1e-5)
 
 
-def test_stock_mlx_lm_loads_the_pack_over_its_base(trained, dense, tmp_path):
+def test_stock_mlx_lm_loads_the_pack_over_its_base(full_run, dense_tiny, tmp_path):
     from mlx_lm import load
 
-    export_pack(trained.pack, "mlx-lm", tmp_path / "theirs")
+    export_pack(full_run.pack, "mlx-lm", tmp_path / "theirs")
     tokens = mx.array(TOKENS)
-    base = load_base(dense)
-    with base.applied(trained.pack):
+    base = load_base(dense_tiny)
+    with base.applied(full_run.pack):
         wanted = base.model(tokens)
-    for folder in (trained.pack.path, tmp_path / "theirs"):
-        model, _ = load(str(dense), adapter_path=str(folder))
+    for folder in (full_run.pack.path, tmp_path / "theirs"):
+        model, _ = load(str(dense_tiny), adapter_path=str(folder))
         assert mx.allclose(model(tokens), wanted, atol=1e-4).item()
 
 
-def test_the_merged_checkpoint_computes_what_the_pack_does(trained, dense, rows, tmp_path):
-    report = merge_pack(trained.pack, dense, tmp_path / "merged", data=rows / "valid.jsonl")
+def test_the_merged_checkpoint_computes_what_the_pack_does(
+    full_run, dense_tiny, full_data, tmp_path
+):
+    report = merge_pack(
+        full_run.pack, dense_tiny, tmp_path / "merged", data=full_data / "valid.jsonl"
+    )
     assert report["passed"] and report["kl_mean"] < 1e-6
-    tokens, base = mx.array(TOKENS), load_base(dense)
-    with base.applied(trained.pack):
+    tokens, base = mx.array(TOKENS), load_base(dense_tiny)
+    with base.applied(full_run.pack):
         wanted = base.model(tokens)
     assert mx.allclose(load_base(tmp_path / "merged").model(tokens), wanted, atol=1e-4).item()
 
 
 @pytest.mark.slow
-def test_a_resumed_run_equals_the_unbroken_one_to_the_bit(trained, dense, rows, tmp_path):
+def test_a_resumed_run_equals_the_unbroken_one_to_the_bit(
+    full_run, dense_tiny, full_data, tmp_path
+):
     half = TrainConfig(**{**vars(FULL), "iters": 2, "lr_schedule": "constant"})
     whole = TrainConfig(**{**vars(FULL), "lr_schedule": "constant"})
-    unbroken = train_pack(dense, rows, train=whole, out=tmp_path / "a")
-    train_pack(dense, rows, train=half, out=tmp_path / "b")
-    resumed = train_pack(dense, rows, train=whole, out=tmp_path / "b", resume=True)
+    unbroken = train_pack(dense_tiny, full_data, train=whole, out=tmp_path / "a")
+    train_pack(dense_tiny, full_data, train=half, out=tmp_path / "b")
+    resumed = train_pack(dense_tiny, full_data, train=whole, out=tmp_path / "b", resume=True)
     assert resumed.report["ppl_after"] == unbroken.report["ppl_after"]
     for name, tensor in unbroken.pack.tensors.items():
         assert mx.array_equal(tensor, resumed.pack.tensors[name]).item(), name
     with raises("mismatch", "method", "'full'", "'lora'"):
         lora = TrainConfig(**{**vars(whole), "method": "lora"})
-        train_pack(dense, rows, train=lora, out=tmp_path / "b", resume=True)
+        train_pack(dense_tiny, full_data, train=lora, out=tmp_path / "b", resume=True)
 
 
-def test_the_command_goes_on_with_a_run_without_being_told_the_method(dense, rows, tmp_path, run):
+def test_the_command_goes_on_with_a_run_without_being_told_the_method(
+    dense_tiny, full_data, tmp_path, run
+):
     out = tmp_path / "p"
-    common = ["--data", rows, "--model", dense, "--max-seq-length", 48, "--batch-size", 2]
+    common = ["--data", full_data, "--model", dense_tiny, "--max-seq-length", 48, "--batch-size", 2]
     arguments = ["--method", "full", "--val-batches", 0, "--iters", 1]
     code, _, err = run("train", *common, *arguments, "--out", out)
     assert code == 0, err
@@ -404,14 +412,16 @@ def test_steps_and_scores_are_the_same_compiled(policy):
     assert plain[1][2] < plain[1][0]
 
 
-def test_a_run_can_start_from_the_weights_of_another(trained, dense, rows, tmp_path):
-    file = trained.pack.path / "adapters.safetensors"
-    run = train_pack(dense, rows, train=FULL, out=tmp_path / "p", resume_adapter_file=str(file))
-    assert run.report["ppl_before"] == trained.report["ppl_before"]
-    assert run.report["ppl_after"] < trained.report["ppl_after"]
+def test_a_run_can_start_from_the_weights_of_another(full_run, dense_tiny, full_data, tmp_path):
+    file = full_run.pack.path / "adapters.safetensors"
+    run = train_pack(
+        dense_tiny, full_data, train=FULL, out=tmp_path / "p", resume_adapter_file=str(file)
+    )
+    assert run.report["ppl_before"] == full_run.report["ppl_before"]
+    assert run.report["ppl_after"] < full_run.report["ppl_after"]
 
 
-def test_a_pack_on_a_packed_base_brings_dense_weights(tiny, rows, tmp_path, run):
+def test_a_pack_on_a_packed_base_brings_dense_weights(tiny, full_data, tmp_path, run):
     code, _, err = run(
         "train",
         "--method",
@@ -423,7 +433,7 @@ def test_a_pack_on_a_packed_base_brings_dense_weights(tiny, rows, tmp_path, run)
         "--iters",
         2,
         "--data",
-        rows,
+        full_data,
         "--out",
         tmp_path / "p",
         "--val-batches",
@@ -453,8 +463,8 @@ def test_a_pack_on_a_packed_base_brings_dense_weights(tiny, rows, tmp_path, run)
     check(run.error, "mismatch", None, str(tmp_path / "p"))
 
 
-def test_a_card_says_what_was_trained(trained):
-    card = (trained.pack.path / "README.md").read_text()
+def test_a_card_says_what_was_trained(full_run):
+    card = (full_run.pack.path / "README.md").read_text()
     assert "68 of its tensors fine-tuned in full" in card and "lora" not in card.lower()
 
 
@@ -474,17 +484,17 @@ def test_a_card_says_what_was_trained(trained):
         ([], "method"),
     ],
 )
-def test_what_means_nothing_beside_full_is_rejected(flags, setting, run, rows, tmp_path):
+def test_what_means_nothing_beside_full_is_rejected(flags, setting, run, full_data, tmp_path):
     out = tmp_path / "p"
-    code, _, err = run("train", "--method", "full", *flags, "--data", rows, "--out", out)
+    code, _, err = run("train", "--method", "full", *flags, "--data", full_data, "--out", out)
     assert code == 2 and len(err.splitlines()) == 1
     check(run.error, "conflict", setting)
     assert not out.exists() and not (tmp_path / "p-run").exists()
 
 
-def test_settings_of_adapters_are_refused_in_python_too(tiny, rows):
+def test_settings_of_adapters_are_refused_in_python_too(tiny, full_data):
     with raises("conflict", "rank"):
-        train_pack(tiny, rows, LoRAConfig(rank=4), FULL)
+        train_pack(tiny, full_data, LoRAConfig(rank=4), FULL)
 
 
 def test_mlx_lms_key_is_the_method_and_flags_override_files():
@@ -494,25 +504,27 @@ def test_mlx_lms_key_is_the_method_and_flags_override_files():
         resolve({"fine_tune_type": "dora"})
 
 
-def test_a_run_that_cannot_fit_is_refused_by_the_plan(dense, rows, tmp_path, monkeypatch):
+def test_a_run_that_cannot_fit_is_refused_by_the_plan(dense_tiny, full_data, tmp_path, monkeypatch):
     monkeypatch.setattr("mlx_packs.runtime.total_memory", lambda: int(1e8))
     with raises("memory", None, "--method lora"):
-        train_pack(dense, rows, train=FULL, out=tmp_path / "p")
+        train_pack(dense_tiny, full_data, train=FULL, out=tmp_path / "p")
     assert not (tmp_path / "p").exists()
 
 
-def test_the_plan_of_full_is_a_command_that_can_be_run(run, dense):
-    code, out, err = run("plan", "--model", dense, "--memory", 8, "--method", "full", "--json")
+def test_the_plan_of_full_is_a_command_that_can_be_run(run, dense_tiny):
+    code, out, err = run("plan", "--model", dense_tiny, "--memory", 8, "--method", "full", "--json")
     (full,) = json.loads(out)
     assert code == 0 and full["method"] == "full" and full["fits"]
     assert "--method full" in full["command"] and "--rank" not in full["command"]
-    code, out, _ = run("plan", "--model", dense, "--memory", 8, "--json")
+    code, out, _ = run("plan", "--model", dense_tiny, "--memory", 8, "--json")
     assert json.loads(out)[-1]["command"].split()[:2] == ["packs", "train"]
 
 
-def test_the_share_that_learns_is_told_for_adapters_too(tiny, rows, tmp_path, capsys):
+def test_the_share_that_learns_is_told_for_adapters_too(tiny, full_data, tmp_path, capsys):
     train = TrainConfig(**{**vars(FULL), "method": "lora", "iters": 1})
-    run = train_pack(tiny, rows, LoRAConfig(rank=2), train, tmp_path / "p", display=Display(NORMAL))
+    run = train_pack(
+        tiny, full_data, LoRAConfig(rank=2), train, tmp_path / "p", display=Display(NORMAL)
+    )
     text = capsys.readouterr().err
     share = 100 * run.report["learned_weights"] / run.report["base_weights"]
     assert f"{share:.3g} % of 6.6 M weights" in text and 0 < share < 5

@@ -243,7 +243,7 @@ def test_the_recorded_bytes_are_those_of_bitsandbytes(bnb, case, wanted):
 
 
 @pytest.fixture(params=["qwen3", "llama"])
-def made(bnb, request, tmp_path):
+def transformers_model(bnb, request, tmp_path):
     """A tiny model made by transformers; (folder, how to load a folder, logits of a model)."""
     import torch
     import transformers
@@ -288,11 +288,11 @@ def logits_here(folder, monkeypatch) -> np.ndarray:
 @pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize("double_quant", [True, False])
 def test_a_checkpoint_of_transformers_has_the_same_logits_here(
-    made, tmp_path, monkeypatch, double_quant
+    transformers_model, tmp_path, monkeypatch, double_quant
 ):
     from transformers import BitsAndBytesConfig
 
-    dense, load, logits = made
+    dense, load, logits = transformers_model
     config = BitsAndBytesConfig(
         load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=double_quant
     )
@@ -304,8 +304,10 @@ def test_a_checkpoint_of_transformers_has_the_same_logits_here(
 
 @pytest.mark.interop
 @pytest.mark.filterwarnings("default")
-def test_a_checkpoint_written_here_has_the_same_logits_there(made, tmp_path, monkeypatch):
-    dense, load, logits = made
+def test_a_checkpoint_written_here_has_the_same_logits_there(
+    transformers_model, tmp_path, monkeypatch
+):
+    dense, load, logits = transformers_model
     options = QuantizeOptions(keep=("layers.1.mlp.up_proj",), layout="bitsandbytes")
     quantize(dense, tmp_path / "ours", options)
     there = load(tmp_path / "ours")

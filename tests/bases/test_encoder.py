@@ -20,7 +20,7 @@ TEXTS = ["how do i fix a car?", "", "the STORE", "please " * 80, "a"]
 
 
 @pytest.fixture
-def folder(tmp_path) -> Path:
+def small_encoder(tmp_path) -> Path:
     return write_encoder(tmp_path / "mini")
 
 
@@ -77,8 +77,8 @@ def test_embeddings_are_those_of_the_paper(tmp_path, pooling, normalize):
     assert np.abs(result - wanted).max() < 1e-5
 
 
-def test_an_embedding_depends_neither_on_the_batch_nor_on_the_order(folder):
-    base = load_base(folder)
+def test_an_embedding_depends_neither_on_the_batch_nor_on_the_order(small_encoder):
+    base = load_base(small_encoder)
     together = base.encode(TEXTS, batch_size=len(TEXTS))
     alone = np.concatenate([base.encode([text]) for text in TEXTS])
     assert np.abs(together - alone).max() < 1e-6
@@ -87,13 +87,13 @@ def test_an_embedding_depends_neither_on_the_batch_nor_on_the_order(folder):
 
 
 @pytest.mark.parametrize("prefix", ["", "bert."])
-def test_tensors_load_as_they_lie(tmp_path, folder, prefix):
+def test_tensors_load_as_they_lie(tmp_path, small_encoder, prefix):
     other = write_encoder(tmp_path / "other", prefix=prefix)
-    assert np.array_equal(load_base(other).encode(TEXTS), load_base(folder).encode(TEXTS))
+    assert np.array_equal(load_base(other).encode(TEXTS), load_base(small_encoder).encode(TEXTS))
 
 
-def test_norms_of_tensorflow_and_half_precision_are_read(tmp_path, folder):
-    tensors = mx.load(str(folder / "model.safetensors"))
+def test_norms_of_tensorflow_and_half_precision_are_read(tmp_path, small_encoder):
+    tensors = mx.load(str(small_encoder / "model.safetensors"))
     spelled = {"weight": "gamma", "bias": "beta"}
     renamed = {}
     for name, tensor in tensors.items():
@@ -102,7 +102,7 @@ def test_norms_of_tensorflow_and_half_precision_are_read(tmp_path, folder):
         renamed[f"{head}.{spelled[last]}" if norm else name] = tensor
     other = write_encoder(tmp_path / "other")
     mx.save_safetensors(str(other / "model.safetensors"), renamed)
-    assert np.array_equal(load_base(other).encode(TEXTS), load_base(folder).encode(TEXTS))
+    assert np.array_equal(load_base(other).encode(TEXTS), load_base(small_encoder).encode(TEXTS))
     assert tensor_name("bert.embeddings.LayerNorm.gamma") == "embeddings.LayerNorm.weight"
     assert tensor_name("bert.embeddings.position_ids") is None
     half = load_base(write_encoder(tmp_path / "half", dtype=mx.float16))
@@ -111,8 +111,8 @@ def test_norms_of_tensorflow_and_half_precision_are_read(tmp_path, folder):
     assert lazy.model.encoder.layer[0].output.dense.weight.dtype == mx.float16
 
 
-def test_the_tokenizer_comes_from_vocab_txt_or_tokenizer_json(folder):
-    base = load_base(folder)
+def test_the_tokenizer_comes_from_vocab_txt_or_tokenizer_json(small_encoder):
+    base = load_base(small_encoder)
     from_words = [base.tokenizer.encode(text) for text in TEXTS]
     assert base.tokenizer.convert_ids_to_tokens(from_words[0])[:6] == [
         "[CLS]",
@@ -122,43 +122,43 @@ def test_the_tokenizer_comes_from_vocab_txt_or_tokenizer_json(folder):
         "fix",
         "a",
     ]
-    base.tokenizer.save_pretrained(folder)
-    (folder / "vocab.txt").unlink()
-    assert (folder / "tokenizer.json").is_file()
-    assert [load_base(folder).tokenizer.encode(text) for text in TEXTS] == from_words
-    (folder / "tokenizer.json").unlink()
+    base.tokenizer.save_pretrained(small_encoder)
+    (small_encoder / "vocab.txt").unlink()
+    assert (small_encoder / "tokenizer.json").is_file()
+    assert [load_base(small_encoder).tokenizer.encode(text) for text in TEXTS] == from_words
+    (small_encoder / "tokenizer.json").unlink()
     with raises("not-found", None, "tokenizer.json", "vocab.txt"):
-        load_base(folder)
+        load_base(small_encoder)
 
 
-def test_texts_are_cut_where_the_folder_says(folder):
-    settings = folder / "sentence_bert_config.json"
-    assert load_base(folder).model.longest == 48
+def test_texts_are_cut_where_the_folder_says(small_encoder):
+    settings = small_encoder / "sentence_bert_config.json"
+    assert load_base(small_encoder).model.longest == 48
     change(settings, max_seq_length=8)
-    base = load_base(folder)
+    base = load_base(small_encoder)
     assert base.model.longest == 8
     words = "please " * 6  # with [CLS] and [SEP] that is all
     assert np.array_equal(base.encode([words]), base.encode([words * 5]))
     change(settings, max_seq_length=None)  # as the tokenizer says
-    change(folder / "tokenizer_config.json", model_max_length=16)
-    assert load_base(folder).model.longest == 16
+    change(small_encoder / "tokenizer_config.json", model_max_length=16)
+    assert load_base(small_encoder).model.longest == 16
     change(settings, max_seq_length=512)  # more than there are positions
-    assert load_base(folder).model.longest == 64
+    assert load_base(small_encoder).model.longest == 64
 
 
-def test_do_lower_case_is_respected(folder):
-    change(folder / "tokenizer_config.json", do_lower_case=False)
-    vectors = load_base(folder).encode(["FIX", "fix"])
+def test_do_lower_case_is_respected(small_encoder):
+    change(small_encoder / "tokenizer_config.json", do_lower_case=False)
+    vectors = load_base(small_encoder).encode(["FIX", "fix"])
     assert np.abs(vectors[0] - vectors[1]).max() > 1e-3  # [UNK] and a word
-    change(folder / "sentence_bert_config.json", do_lower_case=True)
-    vectors = load_base(folder).encode(["FIX", "fix"])
+    change(small_encoder / "sentence_bert_config.json", do_lower_case=True)
+    vectors = load_base(small_encoder).encode(["FIX", "fix"])
     assert np.array_equal(vectors[0], vectors[1])
 
 
-def test_a_folder_without_modules_is_pooled_by_the_mean(folder):
-    with_modules = load_base(folder).encode(TEXTS)
-    (folder / "modules.json").unlink()
-    plain = load_base(folder).encode(TEXTS)
+def test_a_folder_without_modules_is_pooled_by_the_mean(small_encoder):
+    with_modules = load_base(small_encoder).encode(TEXTS)
+    (small_encoder / "modules.json").unlink()
+    plain = load_base(small_encoder).encode(TEXTS)
     assert np.abs(plain / np.linalg.norm(plain, axis=1, keepdims=True) - with_modules).max() < 1e-6
 
 
@@ -253,22 +253,22 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_what_is_not_supported_is_named(folder, fault):
+def test_what_is_not_supported_is_named(small_encoder, fault):
     spoil, (code, *names) = FAULTS[fault]
-    spoil(folder)
-    with raises(code, None, str(folder), *names) as error:
-        load_base(folder)
+    spoil(small_encoder)
+    with raises(code, None, str(small_encoder), *names) as error:
+        load_base(small_encoder)
     assert "\n" not in error.value.message
 
 
-def test_an_encoder_stays_in_float32(folder):
+def test_an_encoder_stays_in_float32(small_encoder):
     for setting, value in {"quantize": "nf4", "compute_dtype": "float16"}.items():
-        with raises("unsupported", setting, value, str(folder)):
-            load_base(folder, **{setting: value})
+        with raises("unsupported", setting, value, str(small_encoder)):
+            load_base(small_encoder, **{setting: value})
 
 
-def test_encode_refuses_what_is_no_text_and_a_causal_base(folder, tiny):
-    base = load_base(folder)
+def test_encode_refuses_what_is_no_text_and_a_causal_base(small_encoder, tiny):
+    base = load_base(small_encoder)
     for texts, name in (("one text", "texts"), (["a", 3], "texts[1]")):
         with raises("invalid", "texts", name):
             base.encode(texts)
@@ -287,7 +287,7 @@ def test_encode_refuses_what_is_no_text_and_a_causal_base(folder, tiny):
         "quantize --out out",
     ],
 )
-def test_commands_of_causal_models_refuse_an_encoder(run, folder, command):
-    code, out, _ = run(*command.split(), "--model", folder)
+def test_commands_of_causal_models_refuse_an_encoder(run, small_encoder, command):
+    code, out, _ = run(*command.split(), "--model", small_encoder)
     assert code == 2 and out == ""
-    check(run.error, "unsupported", None, str(folder), "encoder")
+    check(run.error, "unsupported", None, str(small_encoder), "encoder")

@@ -38,7 +38,7 @@ def save_checkpoint(folder: Path, tensors: dict, **config) -> Path:
 
 
 @pytest.fixture(scope="module")
-def dense(tmp_path_factory) -> Path:
+def bf16_tiny(tmp_path_factory) -> Path:
     """The tiny base, dequantized, as an ordinary bf16 checkpoint."""
     model = load_base("tiny").model
     replace_modules(model, [(path, dense_module(m)) for path, m in quantized_modules(model)])
@@ -47,9 +47,9 @@ def dense(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def stored(dense, tmp_path_factory) -> Path:
+def stored(bf16_tiny, tmp_path_factory) -> Path:
     """The same in NF4 on disk, double-quantized, and its config."""
-    base = load_base(dense, "nf4")
+    base = load_base(bf16_tiny, "nf4")
     tensors = dict(tree_flatten(base.model.parameters()))
     config = {"quantization": base.quantization}
     return save_checkpoint(tmp_path_factory.mktemp("stored") / "base", tensors, **config)
@@ -59,9 +59,9 @@ TOKENS = mx.array([[5, 9, 300, 41, 7, 2, 3, 3900]])
 
 
 @pytest.mark.parametrize("double_quant", [True, False])
-def test_a_dense_checkpoint_is_quantized_as_it_is_loaded(dense, double_quant):
-    base = load_base(dense, "nf4", double_quant=double_quant)
-    reference = load_base(dense)
+def test_a_dense_checkpoint_is_quantized_as_it_is_loaded(bf16_tiny, double_quant):
+    base = load_base(bf16_tiny, "nf4", double_quant=double_quant)
+    reference = load_base(bf16_tiny)
     packed = quantized_modules(base.model)
     assert len(packed) == 6 * 7 + 1
     for path, module in packed:
@@ -77,23 +77,23 @@ def test_a_dense_checkpoint_is_quantized_as_it_is_loaded(dense, double_quant):
 
 
 @pytest.mark.parametrize("double_quant, wanted", [(True, 4.127), (False, 4.5)])
-def test_bits_per_weight_in_memory(dense, double_quant, wanted):
-    modules = quantized_modules(load_base(dense, "nf4", double_quant=double_quant).model)
+def test_bits_per_weight_in_memory(bf16_tiny, double_quant, wanted):
+    modules = quantized_modules(load_base(bf16_tiny, "nf4", double_quant=double_quant).model)
     bits = 8 * sum(m.nf4_weight.nbytes for _, m in modules)
     assert bits / sum(np.prod(m.nf4_weight.shape) for _, m in modules) == pytest.approx(
         wanted, abs=0.02
     )
 
 
-def test_a_stored_base_gives_the_logits_of_the_one_quantized_on_loading(dense, stored):
-    base, result = load_base(stored), load_base(dense, "nf4")
+def test_a_stored_base_gives_the_logits_of_the_one_quantized_on_loading(bf16_tiny, stored):
+    base, result = load_base(stored), load_base(bf16_tiny, "nf4")
     assert base.quantization == result.quantization
     assert isinstance(base.model.model.embed_tokens, NF4Embedding)
     assert mx.array_equal(base.model(TOKENS), result.model(TOKENS)).item()
 
 
-def test_a_bitsandbytes_checkpoint_is_read_without_quantizing_again(dense, tmp_path):
-    result = load_base(dense, "nf4", keep=("embed_tokens",))
+def test_a_bitsandbytes_checkpoint_is_read_without_quantizing_again(bf16_tiny, tmp_path):
+    result = load_base(bf16_tiny, "nf4", keep=("embed_tokens",))
     tensors = {}
     for name, tensor in tree_flatten(result.model.parameters()):
         path, _, part = name.rpartition(".")
@@ -120,15 +120,15 @@ def test_a_bitsandbytes_checkpoint_is_read_without_quantizing_again(dense, tmp_p
         pass
 
 
-def test_modules_are_left_dense_by_name(dense, tmp_path):
-    base = load_base(dense, "nf4", keep=("down_proj", "lm_head", "embed_tokens"))
+def test_modules_are_left_dense_by_name(bf16_tiny, tmp_path):
+    base = load_base(bf16_tiny, "nf4", keep=("down_proj", "lm_head", "embed_tokens"))
     modules = dict(base.model.named_modules())
     assert type(modules["model.embed_tokens"]) is nn.Embedding
     assert type(modules["model.layers.3.mlp.down_proj"]) is nn.Linear
     assert type(modules["model.layers.3.mlp.up_proj"]) is NF4Linear
     assert "nf4 4-bit g64 double-quantized without down_proj, lm_head, embed" in base.summary()
     with raises("unknown", "keep", "down_prj", "'down_proj'"):
-        load_base(dense, "nf4", keep=("down_prj",))
+        load_base(bf16_tiny, "nf4", keep=("down_prj",))
     train = TrainConfig(
         iters=1,
         batch_size=1,
@@ -138,8 +138,8 @@ def test_modules_are_left_dense_by_name(dense, tmp_path):
         quantize="affine4",
         keep=("down_proj",),
     )
-    train_pack(str(dense), "tiny", LoRAConfig(rank=2), train, tmp_path / "p")
-    again = load_base_for(Pack.open(tmp_path / "p"), dense)
+    train_pack(str(bf16_tiny), "tiny", LoRAConfig(rank=2), train, tmp_path / "p")
+    again = load_base_for(Pack.open(tmp_path / "p"), bf16_tiny)
     assert type(again.model.layers[0].mlp.down_proj) is nn.Linear
 
 
@@ -163,8 +163,8 @@ def test_a_linear_with_bias_is_its_dequantized_self():
     assert not packed.trainable_parameters() and "double-quantized" in repr(packed)
 
 
-def test_geometry_is_probed_and_packed_tensors_that_do_not_fit_are_named(dense):
-    base = load_base(dense, "nf4")
+def test_geometry_is_probed_and_packed_tensors_that_do_not_fit_are_named(bf16_tiny):
+    base = load_base(bf16_tiny, "nf4")
     module = base.model.layers[0].self_attn.q_proj
     result = probe("q_proj", module, base.config)
     assert (result.in_features, result.out_features, result.stored_width) == (256, 512, 128)
@@ -175,7 +175,7 @@ def test_geometry_is_probed_and_packed_tensors_that_do_not_fit_are_named(dense):
 
 
 @pytest.mark.parametrize("matmul_path", ["quantized", "transient", "dense"])
-def test_gradients_of_all_adapters_are_those_on_the_dequantized_base(dense, matmul_path):
+def test_gradients_of_all_adapters_are_those_on_the_dequantized_base(bf16_tiny, matmul_path):
     def gradients(base, path):
         attached = attach(base, LoRAConfig(rank=4), matmul_path=path)
         for slot in attached.slots.values():
@@ -192,8 +192,8 @@ def test_gradients_of_all_adapters_are_those_on_the_dequantized_base(dense, matm
         attached.detach()
         return value.item(), dict(tree_flatten(grads))
 
-    base = load_base(dense, "nf4")
-    plain = load_base(dense)
+    base = load_base(bf16_tiny, "nf4")
+    plain = load_base(bf16_tiny)
     packed = dict(quantized_modules(base.model))
     replace_modules(plain.model, [(path, dense_module(m)) for path, m in packed.items()])
     value, result = gradients(base, matmul_path)
@@ -226,7 +226,7 @@ def test_merging_is_exact_and_detaching_leaves_no_trace(stored):
     assert mx.allclose(base.model(TOKENS), with_pack, atol=1e-3).item()
 
 
-def test_a_pack_is_trained_saved_and_applied_on_nf4(dense, stored, tmp_path):
+def test_a_pack_is_trained_saved_and_applied_on_nf4(bf16_tiny, stored, tmp_path):
     train = TrainConfig(
         iters=3,
         batch_size=2,
@@ -236,7 +236,7 @@ def test_a_pack_is_trained_saved_and_applied_on_nf4(dense, stored, tmp_path):
         quantize="nf4",
         double_quant=False,
     )
-    run = train_pack(str(dense), "tiny", LoRAConfig(rank=2), train, tmp_path / "p")
+    run = train_pack(str(bf16_tiny), "tiny", LoRAConfig(rank=2), train, tmp_path / "p")
     manifest = run.pack.manifest
     assert manifest["base"]["quantization"] == {
         "group_size": 64,
@@ -245,12 +245,12 @@ def test_a_pack_is_trained_saved_and_applied_on_nf4(dense, stored, tmp_path):
         "double_quant": False,
     }
     pack = Pack.open(tmp_path / "p")
-    base = load_base_for(pack, dense)
+    base = load_base_for(pack, bf16_tiny)
     assert not base.model.layers[0].self_attn.q_proj.double_quant
     with base.applied(pack):
         pass
     with raises("mismatch", None, "nf4 4-bit g64,", "nf4 4-bit g64 double-quantized"):
-        pack.attach(load_base(dense, "nf4"))
+        pack.attach(load_base(bf16_tiny, "nf4"))
     with raises("mismatch", None, str(stored)):
         load_base_for(pack, stored)
     train = TrainConfig(iters=1, batch_size=1, max_seq_length=64, val_batches=0, test_batches=1)
@@ -296,9 +296,9 @@ def test_broken_packed_tensors_are_named(stored, tmp_path, name):
 @pytest.mark.parametrize("double_quant, part", [(True, "nested_absmax"), (False, "absmax")])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_an_absmax_of_bitsandbytes_that_is_not_finite_is_named(
-    dense, tmp_path, double_quant, part, bad
+    bf16_tiny, tmp_path, double_quant, part, bad
 ):
-    tensors = mx.load(str(dense / "model.safetensors"))
+    tensors = mx.load(str(bf16_tiny / "model.safetensors"))
     name = "model.layers.2.mlp.up_proj.weight"
     packed = nf4.quantize(tensors.pop(name), 64, double_quant)
     tensors |= to_bitsandbytes(name, packed, "bfloat16")
@@ -324,7 +324,7 @@ def test_quantizing_what_is_quantized_and_a_flag_without_its_mode_are_refused(st
 
 
 @pytest.mark.slow
-def test_200_steps_on_nf4_end_within_two_percent_of_affine_4_bit(dense, tmp_path):
+def test_200_steps_on_nf4_end_within_two_percent_of_affine_4_bit(bf16_tiny, tmp_path):
     result = {}
     for mode in ("affine4", "nf4"):
         train = TrainConfig(
@@ -336,7 +336,7 @@ def test_200_steps_on_nf4_end_within_two_percent_of_affine_4_bit(dense, tmp_path
             quantize=mode,
             matmul_path="dense",
         )
-        run = train_pack(str(dense), "tiny", LoRAConfig(rank=16), train, tmp_path / mode)
+        run = train_pack(str(bf16_tiny), "tiny", LoRAConfig(rank=16), train, tmp_path / mode)
         result[mode] = run.report
         print(mode, {k: v for k, v in run.report.items() if k.startswith("ppl")})
     assert result["nf4"]["ppl_after"] < 0.7 * result["nf4"]["ppl_before"]

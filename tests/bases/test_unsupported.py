@@ -17,11 +17,11 @@ SAFE = "Take the safetensors of the same model"
 
 
 @pytest.fixture
-def folder(tmp_path) -> Path:
+def llama_folder(tmp_path) -> Path:
     return write_checkpoint(tmp_path / "base", "llama")
 
 
-def rejected(code: str, names: tuple[str, ...], load, *args) -> None:
+def check_unsupported(code: str, names: tuple[str, ...], load, *args) -> None:
     """Assert that loading fails in one line with this code, which names these."""
     with raises(code, None, *names) as error:
         load(*args)
@@ -42,18 +42,18 @@ def rejected(code: str, names: tuple[str, ...], load, *args) -> None:
         ("pack.json", ("--pack",)),
     ],
 )
-def test_a_folder_of_other_weights(folder, file, names, config):
-    (folder / "model.safetensors").rename(folder / file)
+def test_a_folder_of_other_weights(llama_folder, file, names, config):
+    (llama_folder / "model.safetensors").rename(llama_folder / file)
     if not config:
-        (folder / "config.json").unlink()
+        (llama_folder / "config.json").unlink()
     missing = "model*.safetensors" if config else "config.json"
     code = "unsupported" if config else "not-found"
-    rejected(code, (str(folder), missing, *names), load_base, folder)
+    check_unsupported(code, (str(llama_folder), missing, *names), load_base, llama_folder)
 
 
 def test_a_file_of_other_weights(tmp_path):
     (tmp_path / "m.gguf").write_bytes(b"GGUF")
-    rejected("unsupported", ("m.gguf", "GGUF", DENSE), load_base, tmp_path / "m.gguf")
+    check_unsupported("unsupported", ("m.gguf", "GGUF", DENSE), load_base, tmp_path / "m.gguf")
 
 
 def edited(folder: Path, **changes) -> Path:
@@ -63,14 +63,14 @@ def edited(folder: Path, **changes) -> Path:
 
 
 @pytest.mark.parametrize("method", ["hqq", "torchao", "exl2", "gptq", "awq", "compressed-tensors"])
-def test_weights_quantized_for_another_backend(folder, method):
-    edited(folder, quantization_config={"quant_method": method, "group_size": 128})
-    rejected("unsupported", (str(folder), method, DENSE), load_base, folder)
+def test_weights_quantized_for_another_backend(llama_folder, method):
+    edited(llama_folder, quantization_config={"quant_method": method, "group_size": 128})
+    check_unsupported("unsupported", (str(llama_folder), method, DENSE), load_base, llama_folder)
 
 
-def test_another_architecture_points_to_those_that_train(folder):
+def test_another_architecture_points_to_those_that_train(llama_folder):
     names = ("made_up", "docs/families.md")
-    rejected("unsupported", names, load_base, edited(folder, model_type="made_up"))
+    check_unsupported("unsupported", names, load_base, edited(llama_folder, model_type="made_up"))
 
 
 def test_a_recipe_for_8_bit_bitsandbytes_names_our_8_bits(tmp_path, run):
@@ -79,25 +79,27 @@ def test_a_recipe_for_8_bit_bitsandbytes_names_our_8_bits(tmp_path, run):
     check(run.error, "unsupported", "load_in_8bit", "c.yaml: ", "affine8")
 
 
-def test_a_base_without_tokenizer_names_the_files_that_are_missing(folder):
+def test_a_base_without_tokenizer_names_the_files_that_are_missing(llama_folder):
     for name in TOKENIZER:
-        (folder / name).unlink()
-    rejected("not-found", ("tokenizer.json", "tokenizer_config.json"), load_base, folder)
+        (llama_folder / name).unlink()
+    check_unsupported(
+        "not-found", ("tokenizer.json", "tokenizer_config.json"), load_base, llama_folder
+    )
 
 
-def test_a_sentencepiece_file_alone_names_what_is_read(folder, capfd):
-    (folder / "tokenizer.json").unlink()
-    (folder / "tokenizer.model").write_bytes(b"no sentencepiece")
-    config = json.loads((folder / "tokenizer_config.json").read_text())
+def test_a_sentencepiece_file_alone_names_what_is_read(llama_folder, capfd):
+    (llama_folder / "tokenizer.json").unlink()
+    (llama_folder / "tokenizer.model").write_bytes(b"no sentencepiece")
+    config = json.loads((llama_folder / "tokenizer_config.json").read_text())
     config["tokenizer_class"] = "LlamaTokenizer"
-    (folder / "tokenizer_config.json").write_text(json.dumps(config))
-    rejected("unsupported", ("tokenizer.model", "tokenizer.json"), load_base, folder)
+    (llama_folder / "tokenizer_config.json").write_text(json.dumps(config))
+    check_unsupported("unsupported", ("tokenizer.model", "tokenizer.json"), load_base, llama_folder)
     assert capfd.readouterr().err == ""
 
 
-def test_a_damaged_tokenizer_is_named(folder):
-    (folder / "tokenizer.json").write_text('{"version": "1.0"}')
-    rejected("unreadable", ("tokenizer.json", "config.json"), load_base, folder)
+def test_a_damaged_tokenizer_is_named(llama_folder):
+    (llama_folder / "tokenizer.json").write_text('{"version": "1.0"}')
+    check_unsupported("unreadable", ("tokenizer.json", "config.json"), load_base, llama_folder)
 
 
 def test_a_tokenizer_of_a_larger_vocabulary_is_named_before_a_row_of_the_table_is_read(tmp_path):
@@ -111,14 +113,14 @@ def test_a_tokenizer_of_a_larger_vocabulary_is_named_before_a_row_of_the_table_i
             generate()
 
 
-def test_rows_of_a_larger_vocabulary_and_chats_without_template(folder, tmp_path, run):
+def test_rows_of_a_larger_vocabulary_and_chats_without_template(llama_folder, tmp_path, run):
     data = write_rows(tmp_path / "d", train=[chat("Say hi.", "Hi.")] * 4, valid=[chat("A", "B")])
     small = write_checkpoint(tmp_path / "small", "llama", vocab_size=500)
     train = ("train", "--data", data, "--iters", 1, "--out", tmp_path / "o", "--model")
     code, _, _ = run(*train, small)
     assert code == 2
     check(run.error, "mismatch", None, "500")
-    (folder / "chat_template.jinja").unlink()
-    code, _, _ = run(*train, folder)
+    (llama_folder / "chat_template.jinja").unlink()
+    code, _, _ = run(*train, llama_folder)
     assert code == 2 and "chat template" in run.error.message and "'text'" in run.error.message
     assert not (tmp_path / "o").exists()

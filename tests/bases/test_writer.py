@@ -12,7 +12,6 @@ from mlx_packs.bases import weight_formats
 from mlx_packs.bases import writer as quantize
 from mlx_packs.bases.quantization import QuantizeOptions
 from mlx_packs.bases.weight_formats import MLXFormat, NF4Format
-from mlx_packs.errors import Interrupted
 from mlx_packs.files import sha256
 from mlx_packs.ops import nf4
 from mlx_packs.packs.base import load_base
@@ -41,12 +40,12 @@ def same(a: dict, b: dict) -> bool:
 
 
 @pytest.fixture
-def dense(tmp_path) -> Path:
+def dense_checkpoint(tmp_path) -> Path:
     return write_dense(tmp_path / "dense")
 
 
 @pytest.fixture
-def rejected(run, tmp_path):
+def quantize_rejected(run, tmp_path):
     """A function that asserts that a command fails in one line and leaves nothing behind."""
 
     def go(code: str, flag: str | None, names: tuple[str, ...], *args) -> None:
@@ -61,20 +60,27 @@ def rejected(run, tmp_path):
 
 
 @pytest.mark.parametrize("double_quant", [True, False])
-def test_an_nf4_folder_is_the_base_that_is_quantized_on_loading(dense, tmp_path, double_quant):
-    quantize.quantize(dense, tmp_path / "q", QuantizeOptions(NF4Format(double_quant=double_quant)))
-    written, result = load_base(tmp_path / "q"), load_base(dense, "nf4", double_quant=double_quant)
+def test_an_nf4_folder_is_the_base_that_is_quantized_on_loading(
+    dense_checkpoint, tmp_path, double_quant
+):
+    quantize.quantize(
+        dense_checkpoint, tmp_path / "q", QuantizeOptions(NF4Format(double_quant=double_quant))
+    )
+    written, result = (
+        load_base(tmp_path / "q"),
+        load_base(dense_checkpoint, "nf4", double_quant=double_quant),
+    )
     assert written.quantization["double_quant"] is double_quant
     assert mx.array_equal(written.model(TOKENS), result.model(TOKENS)).item()
 
 
 @pytest.mark.parametrize("bits, group_size", [(4, 64), (8, 32), (3, 64)])
-def test_affine_is_what_mlx_lm_convert_writes(dense, tmp_path, bits, group_size):
+def test_affine_is_what_mlx_lm_convert_writes(dense_checkpoint, tmp_path, bits, group_size):
     from mlx_lm.convert import convert
 
-    convert(str(dense), tmp_path / "theirs", True, group_size, bits)
+    convert(str(dense_checkpoint), tmp_path / "theirs", True, group_size, bits)
     options = QuantizeOptions(MLXFormat("affine", bits, group_size), max_shard_gb=SMALL_SHARDS)
-    quantize.quantize(dense, tmp_path / "ours", options)
+    quantize.quantize(dense_checkpoint, tmp_path / "ours", options)
     assert same(tensors_of(tmp_path / "ours"), tensors_of(tmp_path / "theirs"))
     ours, theirs = (
         json.loads((tmp_path / who / "config.json").read_text()) for who in ("ours", "theirs")
@@ -84,10 +90,10 @@ def test_affine_is_what_mlx_lm_convert_writes(dense, tmp_path, bits, group_size)
 
 
 @pytest.mark.parametrize("double_quant, bits", [(True, 4.13), (False, 4.50)])
-def test_bits_per_weight_on_disk(dense, tmp_path, double_quant, bits):
+def test_bits_per_weight_on_disk(dense_checkpoint, tmp_path, double_quant, bits):
     options = QuantizeOptions(NF4Format(double_quant=double_quant))
-    report = quantize.quantize(dense, tmp_path / "q", options)
-    dense_sizes = {name: t.size for name, t in tensors_of(dense).items()}
+    report = quantize.quantize(dense_checkpoint, tmp_path / "q", options)
+    dense_sizes = {name: t.size for name, t in tensors_of(dense_checkpoint).items()}
     packed = [n for n in tensors_of(tmp_path / "q") if n.endswith(".absmax")]
     paths = {name.removesuffix(".absmax") for name in packed}
     stored = sum(
@@ -113,10 +119,10 @@ def test_slices_give_the_bits_of_the_whole(monkeypatch, shape, double_quant):
     assert not result
 
 
-def test_mixed_recipes_keep_modules_dense_or_give_them_other_bits(dense, tmp_path, run):
+def test_mixed_recipes_keep_modules_dense_or_give_them_other_bits(dense_checkpoint, tmp_path, run):
     arguments = ("--keep", "embed_tokens,layers.0.mlp.up_proj", "--bits-for", "down_proj|lm_head=8")
     code, out, err = run(
-        "quantize", "--model", dense, "--out", tmp_path / "q", *arguments, "--json"
+        "quantize", "--model", dense_checkpoint, "--out", tmp_path / "q", *arguments, "--json"
     )
     assert code == 0, err
     assert json.loads(out)["quantized"] == 14
@@ -135,9 +141,9 @@ def test_mixed_recipes_keep_modules_dense_or_give_them_other_bits(dense, tmp_pat
     assert mx.isfinite(base.model(TOKENS)).all().item()
 
 
-def test_a_folder_has_an_index_a_tokenizer_and_the_hash_of_every_shard(dense, tmp_path):
+def test_a_folder_has_an_index_a_tokenizer_and_the_hash_of_every_shard(dense_checkpoint, tmp_path):
     out = tmp_path / "q"
-    report = quantize.quantize(dense, out, QuantizeOptions(max_shard_gb=SMALL_SHARDS))
+    report = quantize.quantize(dense_checkpoint, out, QuantizeOptions(max_shard_gb=SMALL_SHARDS))
     shards = sorted(out.glob("model*.safetensors"))
     assert len(shards) == report["shards"] > 3
     index = json.loads((out / "model.safetensors.index.json").read_text())
@@ -150,21 +156,21 @@ def test_a_folder_has_an_index_a_tokenizer_and_the_hash_of_every_shard(dense, tm
         shard.name: sha256(shard) for shard in shards
     }
     for name in TOKENIZER_FILES:
-        assert (out / name).read_bytes() == (dense / name).read_bytes()
+        assert (out / name).read_bytes() == (dense_checkpoint / name).read_bytes()
 
 
-def test_stock_mlx_lm_loads_mixed_affine_bits(dense, tmp_path):
+def test_stock_mlx_lm_loads_mixed_affine_bits(dense_checkpoint, tmp_path):
     from mlx_lm.utils import load_model
 
     options = QuantizeOptions(MLXFormat(), bits_for=(("down_proj", 8),), keep=("lm_head",))
-    quantize.quantize(dense, tmp_path / "q", options)
+    quantize.quantize(dense_checkpoint, tmp_path / "q", options)
     model, _ = load_model(tmp_path / "q")
     assert model.layers[0].mlp.down_proj.bits == 8 and model.layers[0].mlp.up_proj.bits == 4
     assert mx.isfinite(model(TOKENS)).all().item()
 
 
 @pytest.fixture
-def interrupted(dense, tmp_path, monkeypatch):
+def interrupted(dense_checkpoint, tmp_path, monkeypatch):
     """A run that was stopped after some shards; what is kept of it, by name and inode."""
     real, calls = NF4Format.quantize, []
 
@@ -175,20 +181,22 @@ def interrupted(dense, tmp_path, monkeypatch):
         return real(*args)
 
     monkeypatch.setattr(NF4Format, "quantize", stop)
-    with pytest.raises(Interrupted, match=r"\d of \d+ shards are kept"):
-        quantize.quantize(dense, tmp_path / "q", QuantizeOptions(max_shard_gb=SMALL_SHARDS))
+    with raises("interrupted", None, ".q.partial"):
+        quantize.quantize(
+            dense_checkpoint, tmp_path / "q", QuantizeOptions(max_shard_gb=SMALL_SHARDS)
+        )
     monkeypatch.setattr(NF4Format, "quantize", real)
     assert not (tmp_path / "q").exists()
     return {f.name: f.stat().st_ino for f in (tmp_path / ".q.partial").glob("*.safetensors")}
 
 
-def test_an_interrupted_run_goes_on_without_redoing_shards(dense, tmp_path, interrupted):
+def test_an_interrupted_run_goes_on_without_redoing_shards(dense_checkpoint, tmp_path, interrupted):
     options = QuantizeOptions(max_shard_gb=SMALL_SHARDS)
-    report = quantize.quantize(dense, tmp_path / "q", options)
+    report = quantize.quantize(dense_checkpoint, tmp_path / "q", options)
     assert report["shards_found"] == len(interrupted) > 0
     for name, inode in interrupted.items():
         assert (tmp_path / "q" / name).stat().st_ino == inode
-    quantize.quantize(dense, tmp_path / "unbroken", options)
+    quantize.quantize(dense_checkpoint, tmp_path / "unbroken", options)
     for file in (tmp_path / "unbroken").iterdir():
         assert (tmp_path / "q" / file.name).read_bytes() == file.read_bytes()
     assert not (tmp_path / ".q.partial").exists()
@@ -196,7 +204,7 @@ def test_an_interrupted_run_goes_on_without_redoing_shards(dense, tmp_path, inte
 
 @pytest.mark.parametrize("change", ["options", "source", "versions"])
 def test_shards_of_another_request_are_not_reused(
-    dense, tmp_path, interrupted, change, monkeypatch
+    dense_checkpoint, tmp_path, interrupted, change, monkeypatch
 ):
     options = QuantizeOptions(max_shard_gb=SMALL_SHARDS)
     if change == "versions":
@@ -204,22 +212,29 @@ def test_shards_of_another_request_are_not_reused(
     if change == "options":
         options = QuantizeOptions(NF4Format(double_quant=False), max_shard_gb=SMALL_SHARDS)
     elif change == "source":
-        save(dense, {name: 2 * tensor for name, tensor in tensors_of(dense).items()})
-    assert quantize.quantize(dense, tmp_path / "q", options)["shards_found"] == 0
+        save(
+            dense_checkpoint,
+            {name: 2 * tensor for name, tensor in tensors_of(dense_checkpoint).items()},
+        )
+    assert quantize.quantize(dense_checkpoint, tmp_path / "q", options)["shards_found"] == 0
 
 
-def test_an_interruption_before_the_rename_keeps_every_shard(dense, tmp_path, monkeypatch):
+def test_an_interruption_before_the_rename_keeps_every_shard(
+    dense_checkpoint, tmp_path, monkeypatch
+):
     def stop(*_):
         raise KeyboardInterrupt
 
     options, real = QuantizeOptions(max_shard_gb=SMALL_SHARDS), quantize.replace_folder
     monkeypatch.setattr(quantize, "replace_folder", stop)
-    with pytest.raises(Interrupted, match=r"(\d+) of \1 shards are kept"):
-        quantize.quantize(dense, tmp_path / "q", options)
+    with raises("interrupted", None, ".q.partial") as stopped:
+        quantize.quantize(dense_checkpoint, tmp_path / "q", options)
+    kept = len(list((tmp_path / ".q.partial").glob("*.safetensors")))
+    assert f"{kept} of {kept} " in stopped.value.message
     monkeypatch.setattr(quantize, "replace_folder", real)
-    report = quantize.quantize(dense, tmp_path / "q", options)
+    report = quantize.quantize(dense_checkpoint, tmp_path / "q", options)
     assert report["shards_found"] == report["shards"] > 3
-    quantize.quantize(dense, tmp_path / "unbroken", options)
+    quantize.quantize(dense_checkpoint, tmp_path / "unbroken", options)
     names = sorted(file.name for file in (tmp_path / "unbroken").iterdir())
     assert names == sorted(file.name for file in (tmp_path / "q").iterdir())
     for name in names:
@@ -227,15 +242,15 @@ def test_an_interruption_before_the_rename_keeps_every_shard(dense, tmp_path, mo
 
 
 def test_an_interruption_after_the_rename_says_that_the_folder_is_complete(
-    dense, tmp_path, monkeypatch
+    dense_checkpoint, tmp_path, monkeypatch
 ):
     def stop(*folders):
         files.replace_folder(*folders)
         raise KeyboardInterrupt
 
     monkeypatch.setattr(quantize, "replace_folder", stop)
-    with pytest.raises(Interrupted, match="q was complete"):
-        quantize.quantize(dense, tmp_path / "q")
+    with raises("interrupted", None, str(tmp_path / "q")):
+        quantize.quantize(dense_checkpoint, tmp_path / "q")
     assert sorted(f.name for f in tmp_path.iterdir()) == ["dense", "q"]
     quantize.verify(tmp_path / "q")
 
@@ -258,32 +273,32 @@ def test_an_interruption_between_two_renames_keeps_the_old_folder(tmp_path, monk
     assert (tmp_path / "q" / "q").is_file() and (tmp_path / "new" / "new").is_file()
 
 
-def test_one_run_at_a_time_writes_a_folder(dense, tmp_path, rejected):
+def test_one_run_at_a_time_writes_a_folder(dense_checkpoint, tmp_path, quantize_rejected):
     with files.exclusive_writer(tmp_path / "out"):
-        rejected("busy", None, (str(tmp_path / "out"),), "--model", dense)
-        quantize.quantize(dense, tmp_path / "other")
+        quantize_rejected("busy", None, (str(tmp_path / "out"),), "--model", dense_checkpoint)
+        quantize.quantize(dense_checkpoint, tmp_path / "other")
     (tmp_path / ".out.lock").touch()  # of a run that was killed
-    quantize.quantize(dense, tmp_path / "out")
+    quantize.quantize(dense_checkpoint, tmp_path / "out")
     assert sorted(f.name for f in tmp_path.iterdir()) == ["dense", "other", "out"]
 
 
-def test_a_folder_that_appeared_meanwhile_is_not_replaced(dense, tmp_path, monkeypatch):
+def test_a_folder_that_appeared_meanwhile_is_not_replaced(dense_checkpoint, tmp_path, monkeypatch):
     real = quantize.plan_quantized
 
     def slow(*args):
         monkeypatch.setattr(quantize, "plan_quantized", real)
-        quantize.quantize(dense, tmp_path / "q")
+        quantize.quantize(dense_checkpoint, tmp_path / "q")
         return real(*args)
 
     monkeypatch.setattr(quantize, "plan_quantized", slow)
     with raises("exists", "out", str(tmp_path / "q")):
-        quantize.quantize(dense, tmp_path / "q", QuantizeOptions(MLXFormat()))
+        quantize.quantize(dense_checkpoint, tmp_path / "q", QuantizeOptions(MLXFormat()))
     assert quantize.verify(tmp_path / "q")["quantization"]["mode"] == "nf4"
 
 
-def test_inspect_holds_every_shard_against_its_hash(dense, tmp_path, run):
+def test_inspect_holds_every_shard_against_its_hash(dense_checkpoint, tmp_path, run):
     out = tmp_path / "q"
-    quantize.quantize(dense, out, QuantizeOptions(max_shard_gb=SMALL_SHARDS))
+    quantize.quantize(dense_checkpoint, out, QuantizeOptions(max_shard_gb=SMALL_SHARDS))
     code, shown, _ = run("inspect", out)
     shards = sorted(out.glob("model*.safetensors"))
     assert code == 0 and shown.count(" ok\n") == len(shards)
@@ -299,8 +314,8 @@ def test_inspect_holds_every_shard_against_its_hash(dense, tmp_path, run):
     check(run.error, "unreadable", None, str(shards[1]), "sha256", "quantization.json")
 
 
-def test_a_shard_of_another_size_is_refused_when_it_is_loaded(dense, tmp_path):
-    quantize.quantize(dense, tmp_path / "q", QuantizeOptions(max_shard_gb=SMALL_SHARDS))
+def test_a_shard_of_another_size_is_refused_when_it_is_loaded(dense_checkpoint, tmp_path):
+    quantize.quantize(dense_checkpoint, tmp_path / "q", QuantizeOptions(max_shard_gb=SMALL_SHARDS))
     shard = sorted((tmp_path / "q").glob("model*.safetensors"))[2]
     shard.write_bytes(shard.read_bytes() + b"more")
     with raises("unreadable", None, str(shard), "quantization.json"):
@@ -312,25 +327,27 @@ def test_a_shard_of_another_size_is_refused_when_it_is_loaded(dense, tmp_path):
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"bits": 4}', '{"files": {"a": 3}}'])
-def test_a_quantization_json_of_somebody_else_is_no_record(dense, run, text):
-    (dense / base_files.RECORD).write_text(text)
-    load_base(dense)
-    code, out, _ = run("inspect", dense)
+def test_a_quantization_json_of_somebody_else_is_no_record(dense_checkpoint, run, text):
+    (dense_checkpoint / base_files.RECORD).write_text(text)
+    load_base(dense_checkpoint)
+    code, out, _ = run("inspect", dense_checkpoint)
     assert (code, out) == (2, "")
-    check(run.error, "unsupported", None, str(dense), "quantization.json")
+    check(run.error, "unsupported", None, str(dense_checkpoint), "quantization.json")
 
 
-def test_a_folder_that_is_there_is_replaced_only_with_overwrite(dense, tmp_path, run, rejected):
-    arguments = ("--model", dense, "--out", tmp_path / "q")
+def test_a_folder_that_is_there_is_replaced_only_with_overwrite(
+    dense_checkpoint, tmp_path, run, quantize_rejected
+):
+    arguments = ("--model", dense_checkpoint, "--out", tmp_path / "q")
     assert run("quantize", *arguments)[0] == 0
-    rejected("exists", "out", (str(tmp_path / "q"), "--overwrite"), *arguments)
+    quantize_rejected("exists", "out", (str(tmp_path / "q"), "--overwrite"), *arguments)
     assert run("quantize", *arguments, "--mode", "affine", "--overwrite")[0] == 0
     assert (
         json.loads((tmp_path / "q" / "config.json").read_text())["quantization"]["mode"] == "affine"
     )
     assert sorted(f.name for f in tmp_path.iterdir()) == ["dense", "q"]
-    args = ("--model", dense, "--out", dense, "--overwrite")
-    rejected("conflict", "out", (str(dense),), *args)
+    args = ("--model", dense_checkpoint, "--out", dense_checkpoint, "--overwrite")
+    quantize_rejected("conflict", "out", (str(dense_checkpoint),), *args)
 
 
 def test_modules_with_bias_are_packed_and_the_bias_stays(tmp_path):
@@ -356,12 +373,14 @@ def test_a_module_of_odd_width_stays_dense(tmp_path):
 @pytest.mark.parametrize("format", ["mlx", "bitsandbytes"])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 @pytest.mark.parametrize("name", ["model.layers.1.mlp.up_proj.weight", "model.norm.weight"])
-def test_a_weight_that_is_not_finite_is_named(dense, rejected, name, bad, format):
-    tensors = tensors_of(dense)
+def test_a_weight_that_is_not_finite_is_named(
+    dense_checkpoint, quantize_rejected, name, bad, format
+):
+    tensors = tensors_of(dense_checkpoint)
     flat = tensors[name].flatten()
     flat[3] = bad
-    save(dense, {**tensors, name: flat.reshape(tensors[name].shape)})
-    rejected("unreadable", None, (name,), "--model", dense, "--format", format)
+    save(dense_checkpoint, {**tensors, name: flat.reshape(tensors[name].shape)})
+    quantize_rejected("unreadable", None, (name,), "--model", dense_checkpoint, "--format", format)
 
 
 def test_tensors_without_rows_or_numbers_are_checked_too():
@@ -371,29 +390,41 @@ def test_tensors_without_rows_or_numbers_are_checked_too():
         weight_formats.check_finite("scalar", mx.array(float("nan")))
 
 
-def test_what_is_quantized_already_is_refused_with_what_it_is(dense, tmp_path, rejected, run):
-    config = json.loads((dense / "config.json").read_text())
-    rejected("conflict", "model", ("(affine 4-bit g64)",), "--model", "tiny")
+def test_what_is_quantized_already_is_refused_with_what_it_is(
+    dense_checkpoint, tmp_path, quantize_rejected, run
+):
+    config = json.loads((dense_checkpoint / "config.json").read_text())
+    quantize_rejected("conflict", "model", ("(affine 4-bit g64)",), "--model", "tiny")
     for arguments, kind in (
         (["--mode", "nf4"], "nf4 4-bit g64 double-quantized"),
         (["--format", "bitsandbytes"], "bitsandbytes nf4"),
     ):
-        run("quantize", "--model", dense, "--out", tmp_path / "q", "--overwrite", *arguments)
-        rejected("conflict", "model", (f"({kind})",), "--model", tmp_path / "q")
+        run(
+            "quantize",
+            "--model",
+            dense_checkpoint,
+            "--out",
+            tmp_path / "q",
+            "--overwrite",
+            *arguments,
+        )
+        quantize_rejected("conflict", "model", (f"({kind})",), "--model", tmp_path / "q")
     (tmp_path / "q" / "config.json").write_text(json.dumps(config))
-    rejected("conflict", "model", (".weight is U8",), "--model", tmp_path / "q")
+    quantize_rejected("conflict", "model", (".weight is U8",), "--model", tmp_path / "q")
 
 
-def test_a_damaged_source_is_refused(dense, rejected):
-    file = dense / "model.safetensors"
+def test_a_damaged_source_is_refused(dense_checkpoint, quantize_rejected):
+    file = dense_checkpoint / "model.safetensors"
     whole = file.read_bytes()
     file.write_bytes(whole[:-100])
-    rejected("unreadable", None, (str(file),), "--model", dense)
+    quantize_rejected("unreadable", None, (str(file),), "--model", dense_checkpoint)
     file.write_bytes(whole)
     index = {"weight_map": {"a": "model-00002-of-00002.safetensors"}}
-    (dense / "model.safetensors.index.json").write_text(json.dumps(index))
+    (dense_checkpoint / "model.safetensors.index.json").write_text(json.dumps(index))
     shard = "model-00002-of-00002.safetensors"
-    rejected("unreadable", None, (str(dense), shard), "--model", dense)
+    quantize_rejected(
+        "unreadable", None, (str(dense_checkpoint), shard), "--model", dense_checkpoint
+    )
 
 
 @pytest.mark.parametrize(
@@ -418,21 +449,35 @@ def test_a_damaged_source_is_refused(dense, rejected):
         ("--model nowhere", "not-found", "model", "nowhere"),
     ],
 )
-def test_a_wrong_flag_is_one_line_that_names_it(dense, rejected, args, code, flag, name):
-    rejected(code, flag, (name,), "--model", dense, *args.split())
+def test_a_wrong_flag_is_one_line_that_names_it(
+    dense_checkpoint, quantize_rejected, args, code, flag, name
+):
+    quantize_rejected(code, flag, (name,), "--model", dense_checkpoint, *args.split())
 
 
 @pytest.mark.parametrize("flag", ["--block", "--group-size"])
-def test_group_size_is_the_block_of_nf4_and_double_quant_may_be_said(dense, run, tmp_path, flag):
-    args = ("quantize", "--model", dense, "--out", tmp_path / "q", "--mode", "nf4", flag, 32)
+def test_group_size_is_the_block_of_nf4_and_double_quant_may_be_said(
+    dense_checkpoint, run, tmp_path, flag
+):
+    args = (
+        "quantize",
+        "--model",
+        dense_checkpoint,
+        "--out",
+        tmp_path / "q",
+        "--mode",
+        "nf4",
+        flag,
+        32,
+    )
     assert run(*args, "--double-quant")[0] == 0
     result = base_files.read_record(tmp_path / "q")["quantization"]
     assert (result["group_size"], result["double_quant"]) == (32, True)
 
 
 @pytest.mark.parametrize("missing", ["quantization", "format", "source", "versions", "dense"])
-def test_a_record_of_somebody_else_is_not_taken_for_ours(dense, run, tmp_path, missing):
-    quantize.quantize(dense, tmp_path / "q")
+def test_a_record_of_somebody_else_is_not_taken_for_ours(dense_checkpoint, run, tmp_path, missing):
+    quantize.quantize(dense_checkpoint, tmp_path / "q")
     file = tmp_path / "q" / "quantization.json"
     record = json.loads(file.read_text())
     del record[missing]
@@ -442,18 +487,20 @@ def test_a_record_of_somebody_else_is_not_taken_for_ours(dense, run, tmp_path, m
     check(run.error, "unsupported", None, str(tmp_path / "q"), "quantization.json")
 
 
-def test_a_recipe_that_leaves_nothing_to_quantize_is_refused(dense, rejected):
+def test_a_recipe_that_leaves_nothing_to_quantize_is_refused(dense_checkpoint, quantize_rejected):
     every = "q_proj,k_proj,v_proj,o_proj,up_proj,gate_proj,down_proj,embed_tokens,lm_head"
-    rejected("conflict", None, (str(dense),), "--model", dense, "--keep", every)
+    quantize_rejected(
+        "conflict", None, (str(dense_checkpoint),), "--model", dense_checkpoint, "--keep", every
+    )
 
 
-def test_a_full_disk_leaves_nothing_behind(dense, tmp_path, monkeypatch):
+def test_a_full_disk_leaves_nothing_behind(dense_checkpoint, tmp_path, monkeypatch):
     def full(*_):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("os.fsync", full)
     with raises("unwritable", None, "No space left on device"):
-        quantize.quantize(dense, tmp_path / "q")
+        quantize.quantize(dense_checkpoint, tmp_path / "q")
     assert [f.name for f in tmp_path.iterdir()] == ["dense"]
 
 
@@ -476,21 +523,23 @@ def test_modules_left_dense_are_named_with_the_reason(tmp_path, run):
     assert result["model.layers.0.self_attn.q_proj"] == "kept by name" and len(result) == 6
 
 
-def test_overwrite_replaces_only_what_packs_quantize_made(dense, tmp_path, rejected, monkeypatch):
-    parent = dense.parent / "holder"
+def test_overwrite_replaces_only_what_packs_quantize_made(
+    dense_checkpoint, tmp_path, quantize_rejected, monkeypatch
+):
+    parent = dense_checkpoint.parent / "holder"
     parent.mkdir()
     source = parent / "source"
-    shutil.copytree(dense, source)
+    shutil.copytree(dense_checkpoint, source)
     (parent / "thesis.txt").write_text("mine")
     replace = ("--model", source, "--overwrite", "--out")
-    rejected("conflict", "out", (str(parent),), *replace, parent)
+    quantize_rejected("conflict", "out", (str(parent),), *replace, parent)
     other = tmp_path / "other"
     other.mkdir()
     (other / "thesis.txt").write_text("mine")
-    rejected("exists", "out", (str(other), "quantization.json"), *replace, other)
+    quantize_rejected("exists", "out", (str(other), "quantization.json"), *replace, other)
     assert (parent / "thesis.txt").is_file() and (other / "thesis.txt").is_file()
     monkeypatch.chdir(source)
-    rejected("conflict", "out", (".",), *replace, ".")
-    rejected("invalid", "out", (), "--model", source, "--out", " ")
+    quantize_rejected("conflict", "out", (".",), *replace, ".")
+    quantize_rejected("invalid", "out", (), "--model", source, "--out", " ")
     quantize.quantize(source, tmp_path / "q")
     quantize.quantize(source, tmp_path / "q", overwrite=True)

@@ -50,7 +50,7 @@ CONFIG = workloads.QWEN3_4B | {
 
 
 @pytest.fixture(autouse=True)
-def _small(monkeypatch):
+def _small_runs(monkeypatch):
     """A workload of milliseconds; implementations that would run alone run here, and mlx-lm does not call g++."""
     monkeypatch.setitem(
         workloads.WORKLOADS, "small", workloads.Workload(CONFIG, 2, 32, ("transient", "dense"))
@@ -60,7 +60,7 @@ def _small(monkeypatch):
 
 
 @pytest.fixture
-def here(monkeypatch, capsys):
+def in_this_process(monkeypatch, capsys):
     """`alone.run` in this process: its printed line, as the parent would read it."""
 
     def run(module, arguments, blas=None):
@@ -127,7 +127,7 @@ def test_mended_rows_are_sorted_by_their_tokens_and_batches_have_targets():
     assert sorted(lengths) == [[3, 5], [7, 9]]
 
 
-def test_memory_of_sides_alone_is_recorded_with_ratios(here, tmp_path, capsys):
+def test_memory_of_sides_alone_is_recorded_with_ratios(in_this_process, tmp_path, capsys):
     file = tmp_path / "h.jsonl"
     assert memory.main(["--workload", "small", "--history", str(file)]) == 0
     result = history.read(file)
@@ -148,7 +148,9 @@ def test_memory_of_sides_alone_is_recorded_with_ratios(here, tmp_path, capsys):
     assert "times mlx-lm stock's transient memory" in capsys.readouterr().out
 
 
-def test_memory_of_sides_that_compute_something_else_is_not_shown(here, tmp_path, monkeypatch):
+def test_memory_of_sides_that_compute_something_else_is_not_shown(
+    in_this_process, tmp_path, monkeypatch
+):
     step = implementations.Ours.step
     monkeypatch.setattr(implementations.Ours, "step", lambda *a: (0.0, 1.01 * step(*a)[1]))
     file = tmp_path / "h.jsonl"
@@ -156,7 +158,7 @@ def test_memory_of_sides_that_compute_something_else_is_not_shown(here, tmp_path
     assert not file.exists()
 
 
-def test_a_whole_model_is_built_and_stepped_alone(here, tmp_path):
+def test_a_whole_model_is_built_and_stepped_alone(in_this_process, tmp_path):
     file = tmp_path / "h.jsonl"
     arguments = ["--model", "small", "--blocks", "1", "--length", "32", "--history", str(file)]
     assert whole.main(arguments) == 0
@@ -281,7 +283,7 @@ def test_a_side_that_fails_is_told_and_the_others_are_recorded(tmp_path, monkeyp
 
 
 @pytest.mark.slow
-def test_a_run_of_ours_and_of_mlx_lm_end_at_the_same_loss(here, tmp_path):
+def test_a_run_of_ours_and_of_mlx_lm_end_at_the_same_loss(in_this_process, tmp_path):
     file = tmp_path / "h.jsonl"
     arguments = [
         "--iters",

@@ -37,7 +37,7 @@ QUICK = ["--workload", "small", "--rounds", "1", "--steps", "1"]
 
 
 @pytest.fixture(autouse=True)
-def _small(monkeypatch):
+def _small_steps(monkeypatch):
     """A workload of milliseconds. mlx-lm steps as mlx_packs has set MLX: compiling takes g++."""
     small = workloads.Workload(CONFIG, 4, 32, ("quantized", "dense"), mlx_lm_rows=2)
     monkeypatch.setitem(workloads.WORKLOADS, "small", small)

@@ -10,37 +10,35 @@ from pathlib import Path
 
 import pytest
 
-from mlx_packs import LoRAConfig, TrainConfig, train_pack
+from mlx_packs import train_pack
 from mlx_packs.bases.files import tiny_checkpoint
 from mlx_packs.errors import PackError
 from mlx_packs.runtime import mx
 from tests.helpers.errors import check, raises
-from tests.helpers.rows import chat, write_rows
+from tests.helpers.rows import CHATS, chat, write_rows
+from tests.helpers.runs import LORA, TRAIN
 
-GOOD = [chat("Say hi.", "Hi there, friend."), chat("Say yes.", "Yes, I will.")] * 4
-VALID = GOOD[:2]
-SETTINGS = LoRAConfig(rank=2, num_layers=1), TrainConfig(iters=2, batch_size=2, save_every=1)
-TRAIN = ("train", "-q", "--data", "d", "--iters", "2", "--out", "o")
+COMMAND = ("train", "-q", "--matmul-path", "dense", "--data", "d", "--iters", "2", "--out", "o")
 
 
 @pytest.fixture
-def here(tmp_path, monkeypatch):
+def data_here(tmp_path, monkeypatch):
     """An empty folder to stand in, with a good data set in ``d``."""
-    write_rows(tmp_path / "d", train=GOOD, valid=VALID)
+    write_rows(tmp_path / "d", train=CHATS, valid=CHATS[:2])
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
 
 @pytest.fixture
-def rejected(run, here):
+def untouched(run, data_here):
     """Run `packs ARGS`, which must fail in one line and leave every file as it was."""
 
     def go(*args) -> PackError:
-        before = files(here)
+        before = files(data_here)
         code, out, err = run(*args)
         assert (code, out) == (2, "")
         assert err == f"packs: {run.error.format_message()}\n" and err.count("\n") == 1
-        assert files(here) == before
+        assert files(data_here) == before
         return run.error
 
     return go
@@ -66,54 +64,56 @@ def files(folder: Path) -> dict[str, bytes | None]:
         ('{"prompt": "a\\ud800", "completion": "b"}', "data", ["completion", "d/train.jsonl:1"]),
     ],
 )
-def test_train_names_file_and_line_of_a_bad_row(here, rejected, line, code, names):
-    with (here / "d" / "train.jsonl").open("a") as f:
+def test_train_names_file_and_line_of_a_bad_row(data_here, untouched, line, code, names):
+    with (data_here / "d" / "train.jsonl").open("a") as f:
         f.write(line)
-    error = rejected(*TRAIN)
+    error = untouched(*COMMAND)
     check(error, code, None, *names)
-    assert error.message.startswith("d/train.jsonl:9: ")
+    assert error.message.startswith(f"d/train.jsonl:{len(CHATS) + 1}: ")
 
 
-def test_train_names_file_and_line_in_other_splits(here, rejected):
-    (here / "d" / "valid.jsonl").write_text('{"messages": []}\n{')
-    check(rejected(*TRAIN), "unreadable", None, "d/valid.jsonl:2: ", "JSON")
+def test_train_names_file_and_line_in_other_splits(data_here, untouched):
+    (data_here / "d" / "valid.jsonl").write_text('{"messages": []}\n{')
+    check(untouched(*COMMAND), "unreadable", None, "d/valid.jsonl:2: ", "JSON")
 
 
-def test_train_rejects_text_that_is_not_utf8(here, rejected):
-    (here / "d" / "train.jsonl").write_bytes(b'{"text": "\xff"}')
-    check(rejected(*TRAIN), "unreadable", None, "d/train.jsonl: ", "UTF-8", "10")
+def test_train_rejects_text_that_is_not_utf8(data_here, untouched):
+    (data_here / "d" / "train.jsonl").write_bytes(b'{"text": "\xff"}')
+    check(untouched(*COMMAND), "unreadable", None, "d/train.jsonl: ", "UTF-8", "10")
 
 
 @pytest.mark.parametrize("split", ["train", "valid"])
 @pytest.mark.parametrize("content", ["", "\n\n"])
-def test_train_rejects_an_empty_split(here, rejected, split, content):
-    (here / "d" / f"{split}.jsonl").write_text(content)
-    check(rejected(*TRAIN), "data", None, f"d/{split}.jsonl: ")
+def test_train_rejects_an_empty_split(data_here, untouched, split, content):
+    (data_here / "d" / f"{split}.jsonl").write_text(content)
+    check(untouched(*COMMAND), "data", None, f"d/{split}.jsonl: ")
 
 
-def test_train_rejects_a_folder_without_training_rows(here, rejected):
-    (here / "d" / "train.jsonl").unlink()
-    check(rejected(*TRAIN), "data", "data", "--data d: ", "train")
+def test_train_rejects_a_folder_without_training_rows(data_here, untouched):
+    (data_here / "d" / "train.jsonl").unlink()
+    check(untouched(*COMMAND), "data", "data", "--data d: ", "train")
 
 
-def test_train_rejects_one_row_alone(here, rejected):
-    write_rows(here / "d", train=GOOD[:1])
-    (here / "d" / "valid.jsonl").unlink()
-    check(rejected(*TRAIN), "data", "data", "valid.jsonl")
+def test_train_rejects_one_row_alone(data_here, untouched):
+    write_rows(data_here / "d", train=CHATS[:1])
+    (data_here / "d" / "valid.jsonl").unlink()
+    check(untouched(*COMMAND), "data", "data", "valid.jsonl")
 
 
-def test_train_rejects_splits_of_different_formats(here, rejected):
-    write_rows(here / "d", valid=[{"text": "a"}])
-    check(rejected(*TRAIN), "data", None, "d/valid.jsonl:1: ", "text")
+def test_train_rejects_splits_of_different_formats(data_here, untouched):
+    write_rows(data_here / "d", valid=[{"text": "a"}])
+    check(untouched(*COMMAND), "data", None, "d/valid.jsonl:1: ", "text")
 
 
-def test_train_rejects_rows_that_lose_every_target(rejected):
-    error = rejected(*TRAIN, "--max-seq-length", "8")
+def test_train_rejects_rows_that_lose_every_target(untouched):
+    error = untouched(*COMMAND, "--max-seq-length", "8")
     check(error, "data", None, "d/train.jsonl:1: ", " 8 tokens")
 
 
-def test_train_counts_and_says_what_is_cut(here, run):
-    write_rows(here / "d", train=[*GOOD, chat("Say it.", "word " * 60), chat("long " * 60, "Yes.")])
+def test_train_counts_and_says_what_is_cut(data_here, run):
+    write_rows(
+        data_here / "d", train=[*CHATS, chat("Say it.", "word " * 60), chat("long " * 60, "Yes.")]
+    )
     args = ("--out", "o", "--iters", "1", "--max-seq-length", "40")
     code, _, err = run("train", "--data", "d", *args)
     assert code == 0
@@ -121,22 +121,24 @@ def test_train_counts_and_says_what_is_cut(here, run):
     assert "2 rows" in line and "40 tokens" in line and "1 of them" in line and "dropped" in line
 
 
-def test_train_rejects_tokens_beyond_the_vocabulary(here, rejected):
-    shutil.copytree(tiny_checkpoint(), here / "base")
-    tokenizer = json.loads((here / "base" / "tokenizer.json").read_text())
+def test_train_rejects_tokens_beyond_the_vocabulary(data_here, untouched):
+    shutil.copytree(tiny_checkpoint(), data_here / "base")
+    tokenizer = json.loads((data_here / "base" / "tokenizer.json").read_text())
     for token in tokenizer["added_tokens"]:
         if token["content"] == "<|im_end|>":
             token["content"] = "<|old_end|>"
     added = dict(tokenizer["added_tokens"][-1], id=4096, content="<|im_end|>")
     tokenizer["added_tokens"].append(added)
-    (here / "base" / "tokenizer.json").write_text(json.dumps(tokenizer))
-    check(rejected(*TRAIN, "--model", "base"), "mismatch", None, "d/train.jsonl:1: ", "4096")
+    (data_here / "base" / "tokenizer.json").write_text(json.dumps(tokenizer))
+    check(untouched(*COMMAND, "--model", "base"), "mismatch", None, "d/train.jsonl:1: ", "4096")
 
 
-def test_train_rejects_chats_for_a_base_without_chat_template(here, rejected):
-    shutil.copytree(tiny_checkpoint(), here / "base")
-    (here / "base" / "chat_template.jinja").unlink()
-    check(rejected(*TRAIN, "--model", "base"), "unsupported", None, "d/train.jsonl:1: ", "template")
+def test_train_rejects_chats_for_a_base_without_chat_template(data_here, untouched):
+    shutil.copytree(tiny_checkpoint(), data_here / "base")
+    (data_here / "base" / "chat_template.jinja").unlink()
+    check(
+        untouched(*COMMAND, "--model", "base"), "unsupported", None, "d/train.jsonl:1: ", "template"
+    )
 
 
 @pytest.mark.parametrize(
@@ -172,8 +174,8 @@ def test_train_rejects_chats_for_a_base_without_chat_template(here, rejected):
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_train_names_the_flag(rejected, args, code, flag, names):
-    check(rejected(*TRAIN, *args), code, flag, *names)
+def test_train_names_the_flag(untouched, args, code, flag, names):
+    check(untouched(*COMMAND, *args), code, flag, *names)
 
 
 @pytest.mark.parametrize(
@@ -188,88 +190,88 @@ def test_train_names_the_flag(rejected, args, code, flag, names):
         ("lr_schedule: {name: cosine}", "unknown", "lr_schedule", ["'cosine'"]),
     ],
 )
-def test_train_names_file_and_key_of_a_configuration(here, rejected, text, code, flag, names):
-    (here / "c.yaml").write_text(text)
-    check(rejected(*TRAIN, "-c", "c.yaml"), code, flag, *names)
+def test_train_names_file_and_key_of_a_configuration(data_here, untouched, text, code, flag, names):
+    (data_here / "c.yaml").write_text(text)
+    check(untouched(*COMMAND, "-c", "c.yaml"), code, flag, *names)
 
 
-def test_what_a_configuration_lacks_may_be_in_a_flag_or_another_file(here, rejected):
-    (here / "c.yaml").write_text("double_quant: false\n")
-    (here / "more.yaml").write_text("quantize: nf4\n")
-    args = (*TRAIN, "--model", "nowhere", "-c", "c.yaml")
-    check(rejected(*args), "conflict", "double_quant", "c.yaml: ")
+def test_what_a_configuration_lacks_may_be_in_a_flag_or_another_file(data_here, untouched):
+    (data_here / "c.yaml").write_text("double_quant: false\n")
+    (data_here / "more.yaml").write_text("quantize: nf4\n")
+    args = (*COMMAND, "--model", "nowhere", "-c", "c.yaml")
+    check(untouched(*args), "conflict", "double_quant", "c.yaml: ")
     for corrected in ((*args, "--quantize", "nf4"), (*args, "-c", "more.yaml")):
-        check(rejected(*corrected), "not-found", "model", "nowhere")
+        check(untouched(*corrected), "not-found", "model", "nowhere")
 
 
-def test_packs_names_the_nearest_command(rejected):
-    check(rejected("trian"), "unknown", "command", "'trian'", "'train'")
+def test_packs_names_the_nearest_command(untouched):
+    check(untouched("trian"), "unknown", "command", "'trian'", "'train'")
 
 
-def test_train_never_writes_into_a_folder_that_holds_something_else(here, rejected):
-    (here / "o").mkdir()
-    (here / "o" / "thesis.txt").write_text("mine")
+def test_train_never_writes_into_a_folder_that_holds_something_else(data_here, untouched):
+    (data_here / "o").mkdir()
+    (data_here / "o" / "thesis.txt").write_text("mine")
     for overwrite in ((), ("--overwrite",)):
-        check(rejected(*TRAIN, *overwrite), "exists", "out", "--out o: ")
+        check(untouched(*COMMAND, *overwrite), "exists", "out", "--out o: ")
 
 
-def test_train_never_writes_over_a_file(rejected):
-    check(rejected(*TRAIN[:-1], "d/train.jsonl"), "exists", "out", "--out d/train.jsonl: ")
+def test_train_never_writes_over_a_file(untouched):
+    check(untouched(*COMMAND[:-1], "d/train.jsonl"), "exists", "out", "--out d/train.jsonl: ")
 
 
 @pytest.mark.parametrize(
     ("out", "code"), [(".", "invalid"), ("/", "invalid"), ("d/train.jsonl/x", "unwritable")]
 )
-def test_train_rejects_an_output_that_cannot_be_made(rejected, out, code):
-    check(rejected(*TRAIN[:-1], out), code, "out", f"--out {out}: ")
+def test_train_rejects_an_output_that_cannot_be_made(untouched, out, code):
+    check(untouched(*COMMAND[:-1], out), code, "out", f"--out {out}: ")
 
 
 @pytest.mark.parametrize("name", ["o-run"])
-def test_train_never_mixes_a_run_with_something_else(here, rejected, name):
-    (here / name).mkdir()
-    (here / name / "thesis.txt").write_text("mine")
-    check(rejected(*TRAIN), "exists", None, "o-run: ")
+def test_train_never_mixes_a_run_with_something_else(data_here, untouched, name):
+    (data_here / name).mkdir()
+    (data_here / name / "thesis.txt").write_text("mine")
+    check(untouched(*COMMAND), "exists", None, "o-run: ")
 
 
 @pytest.mark.parametrize(("service", "code"), [("nonsense", "unknown"), ("wandb", "dependency")])
-def test_train_unknown_or_absent_reporter_leaves_nothing(rejected, monkeypatch, service, code):
+def test_train_unknown_or_absent_reporter_leaves_nothing(untouched, monkeypatch, service, code):
     monkeypatch.setattr("mlx_lm.tuner.callbacks.wandb", None)
-    check(rejected(*TRAIN, "--report-to", service), code, "report_to", service)
+    check(untouched(*COMMAND, "--report-to", service), code, "report_to", service)
 
 
-def test_train_nan_loss_names_the_step_and_keeps_a_good_checkpoint(here, run):
+def test_train_nan_loss_names_the_step_and_keeps_a_good_checkpoint(data_here, run):
     # the rate grows a million times a step: the first is harmless, the later ones are not
     growing = "lr_schedule: {name: exponential_decay, arguments: [1e-3, 1e6]}"
-    (here / "c.yaml").write_text(growing)
-    code, out, err = run(*TRAIN, "-c", "c.yaml", "--save-every", "1", "--iters", "9")
+    (data_here / "c.yaml").write_text(growing)
+    code, out, err = run(*COMMAND, "-c", "c.yaml", "--save-every", "1", "--iters", "9")
     assert (code, out, err.count("\n")) == (2, "", 1)
-    latest = (here / "o-run" / "latest").read_text().strip()
+    latest = (data_here / "o-run" / "latest").read_text().strip()
     check(run.error, "diverged", None, f"o-run/{latest}")
     step = int(re.match(r"step (\d+): ", run.error.message)[1])
     assert 1 < step < 9 and int(latest.removeprefix("step-")) < step
-    assert not (here / "o").exists()
+    assert not (data_here / "o").exists()
     tensors = mx.load(f"o-run/{latest}/adapters.safetensors")
     assert all(mx.isfinite(t).all().item() for t in tensors.values())
 
 
 @pytest.mark.parametrize("save_every", ["1", "100"])
-def test_train_last_update_that_breaks_the_model_makes_no_pack(here, run, save_every):
+def test_train_last_update_that_breaks_the_model_makes_no_pack(data_here, run, save_every):
     broken = ("--iters", "1", "--learning-rate", "1e30", "--warmup-steps", "0")
-    code, out, err = run(*TRAIN, *broken, "--save-every", save_every)
+    code, out, err = run(*COMMAND, *broken, "--save-every", save_every)
     assert (code, out, err.count("\n")) == (2, "", 1)
     check(run.error, "diverged", None, "step 1: ", "nan")
-    assert not (here / "o").exists() and not list((here / "o-run").glob("*step*"))
+    assert not (data_here / "o").exists() and not list((data_here / "o-run").glob("*step*"))
 
 
 @pytest.mark.parametrize(("every", "steps"), [("2", ["step-000003", "step-000006"])])
-def test_train_checkpoint_due_within_an_update_comes_after_it(here, run, every, steps):
+def test_train_checkpoint_due_within_an_update_comes_after_it(data_here, run, every, steps):
     accumulate = ("--grad-accumulation-steps", "3", "--batch-size", "2", "--iters", "6")
-    code, _, _ = run(*TRAIN, *accumulate, "--save-every", every)
+    code, _, _ = run(*COMMAND, *accumulate, "--save-every", every)
     assert code == 0
-    assert sorted(p.name for p in (here / "o-run").glob("step-*")) == steps
+    assert sorted(p.name for p in (data_here / "o-run").glob("step-*")) == steps
 
 
-def test_train_full_disk_leaves_the_last_checkpoint_and_no_pack(here, run, monkeypatch):
+def test_train_full_disk_leaves_the_last_checkpoint_and_no_pack(data_here, run, monkeypatch):
     real, written = mx.save_safetensors, []
 
     def save(file, tensors, metadata):
@@ -280,15 +282,15 @@ def test_train_full_disk_leaves_the_last_checkpoint_and_no_pack(here, run, monke
         real(file, tensors, metadata)
 
     monkeypatch.setattr(mx, "save_safetensors", save)
-    code, out, err = run(*TRAIN, "--save-every", "1")
+    code, out, err = run(*COMMAND, "--save-every", "1")
     assert (code, out, err.count("\n")) == (2, "", 1)
     check(run.error, "unwritable", None, "[write] Unable to write 611 bytes")
-    assert sorted(p.name for p in here.iterdir()) == ["d", "o-run"]
-    steps = [p.name for p in (here / "o-run").iterdir() if p.is_dir()]
+    assert sorted(p.name for p in data_here.iterdir()) == ["d", "o-run"]
+    steps = [p.name for p in (data_here / "o-run").iterdir() if p.is_dir()]
     assert steps == ["step-000001"]
 
 
-def test_train_full_disk_that_mlx_does_not_report_is_found(here, run, monkeypatch):
+def test_train_full_disk_that_mlx_does_not_report_is_found(data_here, run, monkeypatch):
     real = mx.save_safetensors
 
     def save(file, tensors, metadata):
@@ -296,28 +298,16 @@ def test_train_full_disk_that_mlx_does_not_report_is_found(here, run, monkeypatc
         Path(file).write_bytes(Path(file).read_bytes()[:-100])
 
     monkeypatch.setattr(mx, "save_safetensors", save)
-    code, _, err = run(*TRAIN)
+    code, _, err = run(*COMMAND)
     assert code == 2 and err.count("\n") == 1
     check(run.error, "unreadable", None, "adapters.safetensors")
-    assert not (here / "o").exists() and not list((here / "o-run").glob("*step*"))
-
-
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory) -> Path:
-    """A pack of two steps on the tiny base, made once; tests work on copies."""
-    folder = tmp_path_factory.mktemp("trained")
-    write_rows(folder / "d", train=GOOD, valid=VALID)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(folder)
-        train_pack("tiny", "d", *SETTINGS, out="o")
-    return folder
+    assert not (data_here / "o").exists() and not list((data_here / "o-run").glob("*step*"))
 
 
 @pytest.fixture
-def pack(trained, here) -> Path:
+def trained_pack(trained_copy) -> Path:
     """A copy of the trained pack at ``o``, its run at ``o-run``."""
-    shutil.copytree(trained / "o-run", here / "o-run")
-    return Path(shutil.copytree(trained / "o", here / "o"))
+    return trained_copy / "o"
 
 
 def edit(pack: Path, change) -> None:
@@ -338,24 +328,24 @@ USES = (
 
 
 @pytest.mark.parametrize("use", USES, ids=lambda use: use[0])
-def test_pack_of_another_base_is_rejected(pack, rejected, use):
-    edit(pack, lambda m: m["base"].update(fingerprint="0" * 64, id="other"))
-    check(rejected(*use), "mismatch", None, "o: ", "other", "000000000000", "tiny")
+def test_pack_of_another_base_is_rejected(trained_pack, untouched, use):
+    edit(trained_pack, lambda m: m["base"].update(fingerprint="0" * 64, id="other"))
+    check(untouched(*use), "mismatch", None, "o: ", "other", "000000000000", "tiny")
 
 
 @pytest.mark.parametrize("use", [("inspect", "o"), *USES], ids=lambda use: use[0])
-def test_pack_with_changed_adapters_is_rejected(pack, rejected, use):
-    file = pack / "adapters.safetensors"
+def test_pack_with_changed_adapters_is_rejected(trained_pack, untouched, use):
+    file = trained_pack / "adapters.safetensors"
     content = bytearray(file.read_bytes())
     content[-2] ^= 255
     file.write_bytes(content)
-    check(rejected(*use), "unreadable", None, "o/adapters.safetensors: ", "sha256")
+    check(untouched(*use), "unreadable", None, "o/adapters.safetensors: ", "sha256")
 
 
-def test_pack_with_truncated_adapters_is_rejected(pack, rejected):
-    file = pack / "adapters.safetensors"
+def test_pack_with_truncated_adapters_is_rejected(trained_pack, untouched):
+    file = trained_pack / "adapters.safetensors"
     file.write_bytes(file.read_bytes()[:-10])
-    check(rejected("inspect", "o"), "unreadable", None, "o/adapters.safetensors: ")
+    check(untouched("inspect", "o"), "unreadable", None, "o/adapters.safetensors: ")
 
 
 @pytest.mark.parametrize(
@@ -382,14 +372,14 @@ def test_pack_with_truncated_adapters_is_rejected(pack, rejected):
         (lambda m: _slice(m).update(rank="x"), "unreadable", "pack.json", "rank"),
     ],
 )
-def test_pack_with_a_wrong_manifest_is_rejected(pack, rejected, change, code, file, name):
-    edit(pack, change)
-    check(rejected("inspect", "o"), code, None, f"o/{file}: ", name)
+def test_pack_with_a_wrong_manifest_is_rejected(trained_pack, untouched, change, code, file, name):
+    edit(trained_pack, change)
+    check(untouched("inspect", "o"), code, None, f"o/{file}: ", name)
 
 
-def test_pack_manifest_that_contradicts_the_adapters_is_rejected(pack, rejected):
-    edit(pack, lambda m: _slice(m).update(rank=1))
-    check(rejected("apply", "o", "--dry-run"), "mismatch", None, "o", "[256, 1]")
+def test_pack_manifest_that_contradicts_the_adapters_is_rejected(trained_pack, untouched):
+    edit(trained_pack, lambda m: _slice(m).update(rank=1))
+    check(untouched("apply", "o", "--dry-run"), "mismatch", None, "o", "[256, 1]")
 
 
 @pytest.mark.parametrize(
@@ -401,19 +391,19 @@ def test_pack_manifest_that_contradicts_the_adapters_is_rejected(pack, rejected)
         (("eval", "o", "--data", "nope"), "not-found", "data", "nope"),
         (("eval", "o", "--data", "d", "--limit", "0"), "invalid", "limit", "0"),
         (("generate", "--prompt", " "), "invalid", "prompt", ""),
-        ((*TRAIN,), "exists", "out", "--overwrite"),
-        ((*TRAIN, "--resume", "--rank", "4"), "mismatch", None, "rank"),
+        ((*COMMAND,), "exists", "out", "--overwrite"),
+        ((*COMMAND, "--resume", "--rank", "4"), "mismatch", None, "rank"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
 )
-def test_error_beside_a_pack(pack, rejected, args, code, flag, name):
-    check(rejected(*args), code, flag, name)
+def test_error_beside_a_pack(trained_pack, untouched, args, code, flag, name):
+    check(untouched(*args), code, flag, name)
 
 
 @pytest.mark.parametrize("name", ["state.json", "optimizer.safetensors", "adapters.safetensors"])
-def test_resume_rejects_a_damaged_checkpoint(pack, here, name):
-    shutil.rmtree(pack)
-    (here / "o-run" / "step-000002" / name).write_bytes(b"{")
+def test_resume_rejects_a_damaged_checkpoint(trained_pack, data_here, name):
+    shutil.rmtree(trained_pack)
+    (data_here / "o-run" / "step-000002" / name).write_bytes(b"{")
     with raises("unreadable", None, "o-run/step-000002"):
-        train_pack("tiny", "d", *SETTINGS, out="o", resume=True)
-    assert not pack.exists()
+        train_pack("tiny", "d", LORA, TRAIN, out="o", resume=True)
+    assert not trained_pack.exists()

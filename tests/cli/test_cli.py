@@ -24,7 +24,7 @@ from tests.helpers.rows import chat, write_rows
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory) -> Path:
+def answers(tmp_path_factory) -> Path:
     """A folder with rows and a pack trained on them."""
     folder = tmp_path_factory.mktemp("trained")
     rows = [chat(f"What is {n}?", f"It is {n} and {n}.") for n in ("one", "two", "three", "four")]
@@ -40,53 +40,53 @@ def invoke(*arguments) -> Result:
     return result
 
 
-def test_inspect_prints_the_manifest_with_hashes(trained):
-    manifest = json.loads(invoke("inspect", trained / "pack", "--json").stdout)
-    assert manifest == json.loads((trained / "pack" / "pack.json").read_text())
+def test_inspect_prints_the_manifest_with_hashes(answers):
+    manifest = json.loads(invoke("inspect", answers / "pack", "--json").stdout)
+    assert manifest == json.loads((answers / "pack" / "pack.json").read_text())
     assert set(manifest["files"]) == {"adapters.safetensors", "adapter_config.json", "README.md"}
-    text = invoke("inspect", trained / "pack").stdout
+    text = invoke("inspect", answers / "pack").stdout
     assert "rank 4 · scale 2.0" in text and manifest["files"]["README.md"]["sha256"] in text
 
 
 @pytest.mark.parametrize("dry", [("--dry-run",), ()])
-def test_apply_says_that_the_pack_fits(trained, dry):
-    report = json.loads(invoke("apply", trained / "pack", "--model", "tiny", *dry, "--json").stdout)
+def test_apply_says_that_the_pack_fits(answers, dry):
+    report = json.loads(invoke("apply", answers / "pack", "--model", "tiny", *dry, "--json").stdout)
     assert report["fits"] and report["projections"] == 42
     assert ("largest_logit_change" in report) == (not dry)
 
 
-def test_apply_gate_on_size_exits_with_1(trained):
-    result = invoke("apply", trained / "pack", "--dry-run", "--max-pack-mb", "0.01")
+def test_apply_gate_on_size_exits_with_1(answers):
+    result = invoke("apply", answers / "pack", "--dry-run", "--max-pack-mb", "0.01")
     assert result.exit_code == 1 and "--max-pack-mb failed" in result.stderr
 
 
-def test_eval_scores_base_and_pack_on_the_same_rows(trained):
-    data = trained / "rows" / "test.jsonl"
-    report = json.loads(invoke("eval", trained / "pack", "--data", data, "--json").stdout)
+def test_eval_scores_base_and_pack_on_the_same_rows(answers):
+    data = answers / "rows" / "test.jsonl"
+    report = json.loads(invoke("eval", answers / "pack", "--data", data, "--json").stdout)
     assert report["rows"] == 2 and report["base"]["targets"] == report["pack"]["targets"]
     assert {"ppl", "ppl_se", "accuracy"} <= set(report["base"])
     assert abs(report["ppl_ratio"] - report["pack"]["ppl"] / report["base"]["ppl"]) < 1e-9
-    assert "ratio" in invoke("eval", trained / "pack", "--data", data).stdout
+    assert "ratio" in invoke("eval", answers / "pack", "--data", data).stdout
 
 
 @pytest.mark.parametrize(("limit", "rows"), [(1, 1), (2, 2), (-1, 2)])
-def test_eval_limit_counts_examples(trained, limit, rows):
-    arguments = ("eval", trained / "pack", "--data", trained / "rows", "--limit", limit, "--json")
+def test_eval_limit_counts_examples(answers, limit, rows):
+    arguments = ("eval", answers / "pack", "--data", answers / "rows", "--limit", limit, "--json")
     assert json.loads(invoke(*arguments).stdout)["rows"] == rows
 
 
-def test_eval_agrees_with_stock_mlx_lm_on_the_same_rows(trained):
+def test_eval_agrees_with_stock_mlx_lm_on_the_same_rows(answers):
     """Perplexity of base and pack by mlx-lm's loader and forward, row by row."""
     import mlx.nn as nn
     from mlx_lm.utils import load
 
     report = json.loads(
-        invoke("eval", trained / "pack", "--data", trained / "rows", "--json").stdout
+        invoke("eval", answers / "pack", "--data", answers / "rows", "--json").stdout
     )
-    for name, adapter in (("base", None), ("pack", str(trained / "pack"))):
+    for name, adapter in (("base", None), ("pack", str(answers / "pack"))):
         model, tokenizer = load(str(tiny_checkpoint()), adapter_path=adapter)
         total, count = 0.0, 0
-        for line in (trained / "rows" / "test.jsonl").read_text().splitlines():
+        for line in (answers / "rows" / "test.jsonl").read_text().splitlines():
             messages = json.loads(line)["messages"]
             tokens = tokenizer.apply_chat_template(messages)
             start = len(tokenizer.apply_chat_template(messages[:-1], add_generation_prompt=True))
@@ -98,9 +98,9 @@ def test_eval_agrees_with_stock_mlx_lm_on_the_same_rows(trained):
         assert abs(mx.exp(mx.array(total / count)).item() / report[name]["ppl"] - 1) < 1e-4
 
 
-def test_generate_streams_and_the_pack_changes_the_text(trained):
+def test_generate_streams_and_the_pack_changes_the_text(answers):
     arguments = ("generate", "--prompt", "What is one?", "--max-tokens", "8")
-    plain, packed = invoke(*arguments), invoke(*arguments, "--pack", trained / "pack")
+    plain, packed = invoke(*arguments), invoke(*arguments, "--pack", answers / "pack")
     assert plain.exit_code == packed.exit_code == 0
     assert plain.stdout.strip() and plain.stdout != packed.stdout
     raw = invoke("generate", "--prompt", "The module", "--raw", "--max-tokens", "3")
@@ -147,20 +147,20 @@ def test_doctor_rejects_a_report_in_a_folder_that_is_not_there(run, tmp_path):
     check(run.error, "not-found", "report", str(tmp_path / "no"))
 
 
-def test_pack_is_applied_and_taken_off_without_a_trace(trained):
+def test_pack_is_applied_and_taken_off_without_a_trace(answers):
     base = load_base("tiny")
     probe = mx.array([[1, 2, 3, 4]])
     before = base.model(probe)
-    with base.applied(trained / "pack") as applied:
+    with base.applied(answers / "pack") as applied:
         assert applied is base
         assert not mx.array_equal(base.model(probe), before).item()
     assert mx.array_equal(base.model(probe), before).item()
 
 
-def test_module_is_the_command_and_json_is_alone_on_stdout(trained):
+def test_module_is_the_command_and_json_is_alone_on_stdout(answers):
     result = subprocess.run(
-        [sys.executable, "-W", "error", "-m", "mlx_packs.train", "--data", str(trained / "rows")]
-        + ["--iters", "1", "--out", str(trained / "again"), "--json", "--rank", "2"],
+        [sys.executable, "-W", "error", "-m", "mlx_packs.train", "--data", str(answers / "rows")]
+        + ["--iters", "1", "--out", str(answers / "again"), "--json", "--rank", "2"],
         capture_output=True,
         text=True,
         check=False,
@@ -170,36 +170,36 @@ def test_module_is_the_command_and_json_is_alone_on_stdout(trained):
     assert "held-out batches" not in result.stdout
 
 
-def test_show_mask_marks_what_is_learned(trained):
-    result = invoke("train", "--data", trained / "rows", "--show-mask")
+def test_show_mask_marks_what_is_learned(answers):
+    result = invoke("train", "--data", answers / "rows", "--show-mask")
     assert "⟦It is one and one.<|im_end|>⟧" in result.stdout
 
 
-def test_quiet_prints_the_result_line_only(trained):
+def test_quiet_prints_the_result_line_only(answers):
     result = invoke(
-        *("train", "--data", trained / "rows", "--iters", 1, "-q", "--out", trained / "quiet")
+        *("train", "--data", answers / "rows", "--iters", 1, "-q", "--out", answers / "quiet")
     )
     assert result.stdout.count("\n") == 1 and result.stdout.startswith("done")
     assert not result.stderr
 
 
-def test_manifest_and_card_hold_no_path_of_this_machine(trained):
+def test_manifest_and_card_hold_no_path_of_this_machine(answers):
     for name in ("pack.json", "README.md", "adapter_config.json"):
-        assert str(trained) not in (trained / "pack" / name).read_text()
+        assert str(answers) not in (answers / "pack" / name).read_text()
 
 
-def test_attached_merged_and_stock_mlx_lm_give_the_same_logits_on_the_tiny_base(trained):
+def test_attached_merged_and_stock_mlx_lm_give_the_same_logits_on_the_tiny_base(answers):
     import mlx.nn as nn
     from mlx_lm.utils import load
 
     base = load_base("tiny")
     probe = mx.random.randint(0, 4000, (2, 48))
     plain = base.model(probe)
-    attached = Pack.open(trained / "pack").attach(base)
+    attached = Pack.open(answers / "pack").attach(base)
     with_pack = base.model(probe)
     merged = merged_weights(attached)
     attached.detach()
-    stock, _ = load(str(tiny_checkpoint()), adapter_path=str(trained / "pack"))
+    stock, _ = load(str(tiny_checkpoint()), adapter_path=str(answers / "pack"))
     linears = []
     for path, weight in merged.items():
         linear = nn.Linear(1, 1, bias=False)
@@ -211,11 +211,11 @@ def test_attached_merged_and_stock_mlx_lm_give_the_same_logits_on_the_tiny_base(
     assert mx.abs(with_pack - stock(probe)).max().item() < 1e-4
 
 
-def test_one_row_has_no_standard_error(trained, tmp_path):
-    line = (trained / "rows" / "test.jsonl").read_text().splitlines()[0]
+def test_one_row_has_no_standard_error(answers, tmp_path):
+    line = (answers / "rows" / "test.jsonl").read_text().splitlines()[0]
     (tmp_path / "one.jsonl").write_text(line + "\n")
     report = json.loads(
-        invoke("eval", trained / "pack", "--data", tmp_path / "one.jsonl", "--json").stdout
+        invoke("eval", answers / "pack", "--data", tmp_path / "one.jsonl", "--json").stdout
     )
     assert report["base"]["ppl_se"] is None
-    assert "±" not in invoke("eval", trained / "pack", "--data", tmp_path / "one.jsonl").stdout
+    assert "±" not in invoke("eval", answers / "pack", "--data", tmp_path / "one.jsonl").stdout

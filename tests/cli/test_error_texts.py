@@ -13,15 +13,12 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from mlx_packs import LoRAConfig, TrainConfig, train_pack
 from mlx_packs.bases.files import tiny_checkpoint
 from mlx_packs.cli.main import packs
 from mlx_packs.errors import PackError
-from tests.helpers.rows import chat, write_rows
 
 TEXTS = Path(__file__).with_name("error_texts.txt")
 UPDATE = bool(os.environ.get("MLX_PACKS_UPDATE_TEXTS"))
-GOOD = [chat("Say hi.", "Hi there, friend."), chat("Say yes.", "Yes, I will.")] * 4
 FILES = {
     "broken.jsonl": '{"messages": [}\n',
     "list.jsonl": '["a"]\n',
@@ -49,14 +46,10 @@ def texts() -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
+def mistakes(trained, tmp_path_factory) -> Path:
     """A folder with rows in ``d``, a pack ``o``, a run ``o-run``, and files with mistakes."""
     folder = tmp_path_factory.mktemp("texts")
-    write_rows(folder / "d", train=GOOD, valid=GOOD[:2])
-    settings = LoRAConfig(rank=2, num_layers=1), TrainConfig(iters=2, batch_size=2, save_every=1)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(folder)
-        train_pack("tiny", "d", *settings, out="o")
+    shutil.copytree(trained, folder, dirs_exist_ok=True)
     shutil.copytree(tiny_checkpoint(), folder / "base")
     (folder / "other").mkdir()
     (folder / "other" / "thesis.txt").write_text("mine")
@@ -77,8 +70,8 @@ def updated() -> Iterator[dict[str, str]]:
 
 
 @pytest.mark.parametrize("command", texts())
-def test_error_text_is_the_one_in_the_file(folder, updated, monkeypatch, command):
-    monkeypatch.chdir(folder)
+def test_error_text_is_the_one_in_the_file(mistakes, updated, monkeypatch, command):
+    monkeypatch.chdir(mistakes)
     arguments = shlex.split(command.removeprefix("$ packs"))
     result = CliRunner().invoke(packs, arguments, standalone_mode=False)
     assert isinstance(result.exception, PackError), result.output

@@ -1,22 +1,16 @@
 """Recipes that older versions wrote are read by the names of today."""
 
 import json
-import shutil
 from pathlib import Path
 
 import pytest
 
-from mlx_packs import LoRAConfig, TrainConfig, train_pack
 from mlx_packs.config.parse import read_yaml
 from mlx_packs.config.recipe import resolve
 from mlx_packs.packs.pack import Pack
 from mlx_packs.training.run_folder import read_identity
 from tests.helpers.errors import check, raises
-from tests.helpers.rows import chat, write_rows
 
-ROWS = [chat("Say hi.", "Hi there, friend."), chat("Say yes.", "Yes, I will.")] * 2
-LORA = LoRAConfig(rank=2, num_layers=1)
-TRAIN = TrainConfig(iters=2, batch_size=2, max_seq_length=64, matmul_path="dense", save_every=1)
 OLD_KEYS = {
     "matmul_path": "base_path",
     "matmul_path_ms": "base_path_ms",
@@ -24,28 +18,16 @@ OLD_KEYS = {
 }
 
 
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory) -> Path:
-    """A run of two batches, as today's version writes it."""
-    folder = tmp_path_factory.mktemp("trained")
-    write_rows(folder / "d", train=ROWS, valid=ROWS[:2])
-    train_pack("tiny", folder / "d", LORA, TRAIN, folder / "o")
-    return folder
-
-
 @pytest.fixture
-def older(trained, tmp_path, monkeypatch) -> Path:
-    """That run and its pack, with the keys that an older version wrote."""
-    for name in ("o", "o-run"):
-        shutil.copytree(trained / name, tmp_path / name)
+def older(trained_copy) -> Path:
+    """A run and its pack, with the keys that an older version wrote."""
     for file, parts in (("o/pack.json", ["recipe", "measured"]), ("o-run/config.json", ["recipe"])):
-        values = json.loads((tmp_path / file).read_text())
+        values = json.loads((trained_copy / file).read_text())
         for part in parts:
             values[part] = {OLD_KEYS.get(key, key): v for key, v in values[part].items()}
             assert "base_path" in values[part]
-        (tmp_path / file).write_text(json.dumps(values))
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
+        (trained_copy / file).write_text(json.dumps(values))
+    return trained_copy
 
 
 def test_manifest_of_an_older_pack_has_the_names_of_today(trained, older):
@@ -60,7 +42,7 @@ def test_identity_of_an_older_run_has_the_names_of_today(trained, older):
 
 
 def test_older_run_goes_on_with_its_own_settings(run, trained, older):
-    code, _, _ = run("train", "--resume", "--out", "o", "--data", trained / "d", "--iters", 3)
+    code, _, _ = run("train", "--resume", "--out", "o", "--iters", 3)
     assert code == 0
     recipe = Pack.open("o").part("recipe")
     assert (recipe["matmul_path"], recipe["iters"]) == ("dense", 3)

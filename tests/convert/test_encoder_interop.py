@@ -75,7 +75,7 @@ def minilm(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def trained(minilm, tmp_path_factory) -> Pack:
+def minilm_pack(minilm, tmp_path_factory) -> Pack:
     """A pack of it, trained for a few steps."""
     folder = tmp_path_factory.mktemp("trained")
     data = write_pairs(folder / "pairs", all_pairs())
@@ -253,11 +253,11 @@ def embeddings_with(base, pack: Pack) -> np.ndarray:
 
 
 @pytest.mark.systems
-def test_a_merged_folder_opens_in_sentence_transformers(minilm, trained, tmp_path):
-    report = merge_pack(trained, minilm, tmp_path / "merged")
+def test_a_merged_folder_opens_in_sentence_transformers(minilm, minilm_pack, tmp_path):
+    report = merge_pack(minilm_pack, minilm, tmp_path / "merged")
     assert report["passed"] and report["changed"] == 36
     base = load_base(minilm)
-    wanted = embeddings_with(base, trained)
+    wanted = embeddings_with(base, minilm_pack)
     theirs = torch_model(tmp_path / "merged").encode(TEXTS)
     assert np.abs(theirs - wanted).max() < 1e-5
     assert np.abs(theirs - base.encode(TEXTS)).max() > 1e-3
@@ -273,13 +273,13 @@ def test_a_merged_full_fine_tuning_opens_in_sentence_transformers(minilm, tmp_pa
 
 
 @pytest.mark.systems
-def test_an_export_opens_in_peft_and_sentence_transformers(minilm, trained, tmp_path):
+def test_an_export_opens_in_peft_and_sentence_transformers(minilm, minilm_pack, tmp_path):
     import torch
     from peft import PeftModel
     from transformers import AutoModel
 
-    export_pack(trained, "peft", tmp_path / "peft")
-    wanted = embeddings_with(load_base(minilm), trained)
+    export_pack(minilm_pack, "peft", tmp_path / "peft")
+    wanted = embeddings_with(load_base(minilm), minilm_pack)
     model = torch_model(minilm)
     model.load_adapter(str(tmp_path / "peft"))
     assert np.abs(model.encode(TEXTS) - wanted).max() < 1e-5

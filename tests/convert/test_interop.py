@@ -26,7 +26,7 @@ from tests.helpers.checkpoints import (
     write_checkpoint,
     write_quantized,
 )
-from tests.helpers.errors import raises
+from tests.helpers.errors import check, raises
 from tests.helpers.packs import random_pack
 
 PREFIX = "base_model.model."
@@ -633,9 +633,10 @@ def test_commands_print_what_was_done(bases, tmp_path, run):
     assert run("export", pack.path, "--to", "peft", "--out", tmp_path / "out")[0] == 2
     code, out, _ = run("import", tmp_path / "out", "--out", tmp_path / "back")
     assert code == 0 and "lora of rank 2 on 14 modules of qwen3" in out
-    assert run("import", pack.path, "--out", tmp_path / "x")[2].endswith("nothing to import.\n")
-    code, _, err = run("inspect", tmp_path / "out")
-    assert code == 2 and "packs import" in err
+    assert run("import", pack.path, "--out", tmp_path / "x")[0] == 2
+    check(run.error, "conflict", None, str(pack.path))
+    assert run("inspect", tmp_path / "out")[0] == 2
+    check(run.error, "not-found", None, f"`packs import {tmp_path / 'out'} --out PACK`")
     code, out, _ = run("inspect", tmp_path / "back")
     assert code == 0 and "file    adapters.safetensors" in out
     code, out, _ = run("apply", tmp_path / "back", "--model", bases["qwen3"])

@@ -14,7 +14,6 @@ from mlx_packs.bases import writer
 from mlx_packs.bases.quantization import QuantizeOptions
 from mlx_packs.bases.writer import quantize, verify
 from mlx_packs.convert.merge import merge_pack
-from mlx_packs.errors import Interrupted
 from mlx_packs.files import sha256
 from mlx_packs.packs.manifest import ADAPTERS
 from mlx_packs.runtime import mx
@@ -184,10 +183,10 @@ def test_a_pack_that_four_bits_would_erase_is_refused_and_the_bits_that_pass_nam
     args = ("merge", pack.path, "--model", base, "--rows", 2, "--out", tmp_path / "out")
     code, out, err = run(*args, "--requantize", "same", "--json")
     report = json.loads(out)
-    assert code == 1 and "gate --max-drift failed" in err and "nothing was written" in err
+    assert code == 1 and "--max-drift" in err
     assert not report["passed"] and report["kl_mean"] > 0.3 * report["kl_of_pack"]
     assert report["max_drift"] == max(2e-5, 0.1 * report["kl_of_pack"])
-    assert report["passes"] in ("affine8", "none") and f"{report['passes']} passes" in err
+    assert report["passes"] in ("affine8", "none") and f"--requantize {report['passes']}" in err
     assert not [f for f in tmp_path.iterdir() if "out" in f.name]
     code, out, _ = run(*args, "--requantize", report["passes"], "--json")
     report = json.loads(out)
@@ -198,8 +197,9 @@ def test_a_pack_that_four_bits_would_erase_is_refused_and_the_bits_that_pass_nam
 def test_a_limit_that_is_said_stands(faint, tmp_path, run):
     base, pack = faint
     args = ("merge", pack.path, "--model", base, "--rows", 2, "--requantize", "same")
-    code, _, err = run(*args, "--out", tmp_path / "a", "--max-drift", "1e-12")
-    assert code == 1 and "nothing passes" in err
+    limited = (*args, "--out", tmp_path / "a", "--max-drift", "1e-12", "--json")
+    code, out, err = run(*limited)
+    assert code == 1 and json.loads(out)["passes"] is None and "--requantize" not in err
     assert run(*args, "--out", tmp_path / "a", "--max-drift", "1")[0] == 0
 
 
@@ -222,7 +222,7 @@ def test_a_dense_merge_that_16_bits_would_spoil_names_float32(faint, tmp_path, r
     )
     code, out, err = run(*args)
     assert code == 1 and json.loads(out)["passes"] == "none --dtype float32"
-    assert "--requantize none --dtype float32 passes" in err
+    assert "--requantize none --dtype float32" in err
     assert run(*args, "--dtype", "float32")[0] == 0
 
 
@@ -270,7 +270,7 @@ def test_a_merge_that_is_interrupted_goes_on(faint, tmp_path, monkeypatch):
 
     monkeypatch.setattr(writer, "write_tensors", stop)
     options = {"rows": 2, "max_drift": 10.0, "max_shard_gb": 0.0002}
-    with pytest.raises(Interrupted, match="2 of"):
+    with raises("interrupted", None, "2 of", ".out.partial"):
         merge_pack(pack, base, tmp_path / "out", **options)
     assert not (tmp_path / "out").exists()
     merge_pack(pack, base, tmp_path / "out", **options)

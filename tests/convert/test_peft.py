@@ -34,7 +34,7 @@ FAMILIES = ("qwen3", "llama", "gpt2", "tied")
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
-def base(request, tmp_path_factory) -> Path:
+def transformers_base(request, tmp_path_factory) -> Path:
     """A checkpoint that transformers made; its name is the family's."""
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
     pytest.importorskip("peft")
@@ -99,41 +99,53 @@ TARGETS = {"gpt2": ("c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")}
 ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
-def test_a_folder_from_here_has_the_same_logits_in_peft(base, tmp_path):
-    pack = random_pack(load_base(base), targets=TARGETS.get(base.name, ALL)).save(tmp_path / "pack")
+def test_a_folder_from_here_has_the_same_logits_in_peft(transformers_base, tmp_path):
+    pack = random_pack(
+        load_base(transformers_base), targets=TARGETS.get(transformers_base.name, ALL)
+    ).save(tmp_path / "pack")
     export_pack(pack, "peft", tmp_path / "out")
-    expected = attached_logits(pack, base)
-    there = with_peft(base, tmp_path / "out")
-    assert np.abs(there - logits_there(transformers_model(base))).max() > 0.05
+    expected = attached_logits(pack, transformers_base)
+    there = with_peft(transformers_base, tmp_path / "out")
+    assert np.abs(there - logits_there(transformers_model(transformers_base))).max() > 0.05
     assert np.abs(there - expected).max() < 1e-4
 
 
-def test_over_the_dequantized_base_of_a_4_bit_pack_too(base, tmp_path):
-    if base.name == "gpt2":
+def test_over_the_dequantized_base_of_a_4_bit_pack_too(transformers_base, tmp_path):
+    if transformers_base.name == "gpt2":
         targets = TARGETS["gpt2"]
     else:
         targets = ALL
-    loaded = load_base(base, quantize="affine4")
+    loaded = load_base(transformers_base, quantize="affine4")
     pack = random_pack(loaded, targets=targets).save(tmp_path / "pack")
     export_pack(pack, "peft", tmp_path / "out")
-    there = transformers_model(base)
+    there = transformers_model(transformers_base)
     state = there.state_dict()
     import torch
 
     for path, module in loaded.model.named_modules():
         if isinstance(module, QUANTIZED):
-            name = path.replace("model.", "transformer.", 1) if base.name == "gpt2" else path
+            name = (
+                path.replace("model.", "transformer.", 1)
+                if transformers_base.name == "gpt2"
+                else path
+            )
             weight = np.array(dense_weight(module).astype(mx.float32))
-            turned = base.name == "gpt2" and state[f"{name}.weight"].shape != weight.shape
-            square = base.name == "gpt2" and name.endswith("attn.c_proj")
+            turned = (
+                transformers_base.name == "gpt2" and state[f"{name}.weight"].shape != weight.shape
+            )
+            square = transformers_base.name == "gpt2" and name.endswith("attn.c_proj")
             state[f"{name}.weight"] = torch.tensor(weight.T if turned or square else weight)
-    if "lm_head.weight" in state and base.name in ("gpt2", "tied"):
-        table = "transformer.wte.weight" if base.name == "gpt2" else "model.embed_tokens.weight"
+    if "lm_head.weight" in state and transformers_base.name in ("gpt2", "tied"):
+        table = (
+            "transformer.wte.weight"
+            if transformers_base.name == "gpt2"
+            else "model.embed_tokens.weight"
+        )
         state["lm_head.weight"] = state[table]
     there.load_state_dict(state)
     there.save_pretrained(tmp_path / "dense")
     result = with_peft(tmp_path / "dense", tmp_path / "out")
-    assert np.abs(result - attached_logits(pack, base)).max() < 1e-4
+    assert np.abs(result - attached_logits(pack, transformers_base)).max() < 1e-4
 
 
 def peft_folder(base: Path, out: Path, **options) -> np.ndarray:
@@ -167,35 +179,37 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_folder_from_peft_has_the_same_logits_here(case, base, tmp_path):
+def test_a_folder_from_peft_has_the_same_logits_here(case, transformers_base, tmp_path):
     options = dict(CASES[case])
     if case == "last layer":
-        options["layers_pattern"] = "h" if base.name == "gpt2" else "layers"
-    theirs = peft_folder(base, tmp_path / "in", **options)
-    import_adapter(tmp_path / "in", tmp_path / "pack", base)
+        options["layers_pattern"] = "h" if transformers_base.name == "gpt2" else "layers"
+    theirs = peft_folder(transformers_base, tmp_path / "in", **options)
+    import_adapter(tmp_path / "in", tmp_path / "pack", transformers_base)
     pack = Pack.open(tmp_path / "pack")
-    assert np.abs(attached_logits(pack, base) - theirs).max() < 1e-4
+    assert np.abs(attached_logits(pack, transformers_base) - theirs).max() < 1e-4
     export_pack(pack, "peft", tmp_path / "out")  # and back again
-    assert np.abs(with_peft(base, tmp_path / "out") - theirs).max() < 1e-4
+    assert np.abs(with_peft(transformers_base, tmp_path / "out") - theirs).max() < 1e-4
 
 
-def test_modules_to_save_and_embeddings_of_peft(base, tmp_path):
-    gpt2, tied = base.name == "gpt2", base.name in ("gpt2", "tied")
+def test_modules_to_save_and_embeddings_of_peft(transformers_base, tmp_path):
+    gpt2, tied = transformers_base.name == "gpt2", transformers_base.name in ("gpt2", "tied")
     table = "wte" if gpt2 else "embed_tokens"
-    targets = [*TARGETS.get(base.name, ALL), table]
+    targets = [*TARGETS.get(transformers_base.name, ALL), table]
     if gpt2:  # a square Conv1D and one that is not come whole
         targets = ["c_attn", "mlp.c_fc", table]
     whole = (
         ["ln_f", "attn.c_proj", "mlp.c_proj"] if gpt2 else ["norm"] if tied else ["lm_head", "norm"]
     )
-    theirs = peft_folder(base, tmp_path / "in", target_modules=targets, modules_to_save=whole)
-    import_adapter(tmp_path / "in", tmp_path / "pack", base)
+    theirs = peft_folder(
+        transformers_base, tmp_path / "in", target_modules=targets, modules_to_save=whole
+    )
+    import_adapter(tmp_path / "in", tmp_path / "pack", transformers_base)
     pack = Pack.open(tmp_path / "pack")
     kinds = {path: spec.kind for path, spec in pack.specs.items()}
     assert kinds[f"model.{table}"] == "embedding" and len(pack.manifest["adapters"]["replaced"])
-    assert np.abs(attached_logits(pack, base) - theirs).max() < 1e-4
+    assert np.abs(attached_logits(pack, transformers_base) - theirs).max() < 1e-4
     export_pack(pack, "peft", tmp_path / "out")
-    assert np.abs(with_peft(base, tmp_path / "out") - theirs).max() < 1e-4
+    assert np.abs(with_peft(transformers_base, tmp_path / "out") - theirs).max() < 1e-4
 
 
 # of encoders, which mlx-lm has not: test_encoder_interop.py

@@ -23,7 +23,7 @@ from mlx_packs.data.sampler import Sampler, first_fit, packing_fill
 
 
 @pytest.fixture(scope="module")
-def examples() -> Examples:
+def ragged_examples() -> Examples:
     """Rows of 8 to 150 random tokens, of which the later part is learned."""
     random = np.random.default_rng(0)
     items = []
@@ -49,23 +49,23 @@ def epoch_of(examples, epoch: int, seed: int = 3) -> list[Batch]:
 
 
 @pytest.mark.parametrize("epoch", [0, 4])
-def test_training_batches_take_every_row_once_an_epoch(examples, epoch):
-    rows = [r for batch in epoch_of(examples, epoch) for r in batch.examples]
+def test_training_batches_take_every_row_once_an_epoch(ragged_examples, epoch):
+    rows = [r for batch in epoch_of(ragged_examples, epoch) for r in batch.examples]
     assert sorted(rows) == list(range(203))
 
 
-def test_training_batches_differ_by_epoch_and_seed_alone(examples):
-    first, again = epoch_of(examples, 0), epoch_of(examples, 0)
+def test_training_batches_differ_by_epoch_and_seed_alone(ragged_examples):
+    first, again = epoch_of(ragged_examples, 0), epoch_of(ragged_examples, 0)
     assert [b.examples for b in first] == [b.examples for b in again]
-    assert [b.examples for b in first] != [b.examples for b in epoch_of(examples, 1)]
-    assert [b.examples for b in first] != [b.examples for b in epoch_of(examples, 0, seed=4)]
+    assert [b.examples for b in first] != [b.examples for b in epoch_of(ragged_examples, 1)]
+    assert [b.examples for b in first] != [b.examples for b in epoch_of(ragged_examples, 0, seed=4)]
 
 
 @pytest.mark.parametrize("start", [1, 25, 26, 60])
-def test_training_batches_resume_from_any_batch(examples, start):
+def test_training_batches_resume_from_any_batch(ragged_examples, start):
     whole, resumed = (
-        training_batches(examples, sampler_of(examples)),
-        training_batches(examples, sampler_of(examples), start),
+        training_batches(ragged_examples, sampler_of(ragged_examples)),
+        training_batches(ragged_examples, sampler_of(ragged_examples), start),
     )
     for _ in range(start):
         next(whole)
@@ -74,34 +74,36 @@ def test_training_batches_resume_from_any_batch(examples, start):
         assert a.examples == b.examples and np.array_equal(a.tokens, b.tokens)
 
 
-def test_compiled_training_batches_come_in_few_shapes(examples, compiled):
-    shapes = {(b.tokens.shape, b.targets.shape) for b in epoch_of(examples, 0)}
+def test_compiled_training_batches_come_in_few_shapes(ragged_examples, compiled):
+    shapes = {(b.tokens.shape, b.targets.shape) for b in epoch_of(ragged_examples, 0)}
     assert len(shapes) <= 12
     assert max(shape[1] for shape, _ in shapes) < 150
 
 
 @pytest.mark.parametrize("compiles", [True, False])
-def test_batches_that_are_not_compiled_have_little_padding(examples, monkeypatch, compiles):
+def test_batches_that_are_not_compiled_have_little_padding(ragged_examples, monkeypatch, compiles):
     monkeypatch.setattr(runtime, "COMPILES", compiles)
     slots = inputs = room = targets = 0
-    for batch in epoch_of(examples, 0):
+    for batch in epoch_of(ragged_examples, 0):
         inputs += batch.tokens.size
-        slots += 8 * max(len(examples.items[row].tokens) - 1 for row in batch.examples)
+        slots += 8 * max(len(ragged_examples.items[row].tokens) - 1 for row in batch.examples)
         room, targets = room + batch.targets.size, targets + batch.count
     assert (inputs <= 1.05 * slots) != compiles
     assert (room <= 1.1 * targets) != compiles
 
 
-def test_a_compiled_run_has_at_most_eight_shapes_in_any_epoch_and_the_same_rows(examples, compiled):
-    pairs = sampler_of(examples, 2)
-    free = batch_shapes(examples, pairs, 1000)
-    few = few_shapes(examples, pairs)
+def test_a_compiled_run_has_at_most_eight_shapes_in_any_epoch_and_the_same_rows(
+    ragged_examples, compiled
+):
+    pairs = sampler_of(ragged_examples, 2)
+    free = batch_shapes(ragged_examples, pairs, 1000)
+    few = few_shapes(ragged_examples, pairs)
     assert len(free) > MOST_SHAPES >= len(few)
-    stream = training_batches(examples, pairs, shapes=few)
+    stream = training_batches(ragged_examples, pairs, shapes=few)
     batches = [next(stream) for _ in range(1000)]
     assert {(b.tokens.shape[1], b.targets.size) for b in batches} <= few
-    assert batch_shapes(examples, pairs, 1000, shapes=few) <= few
-    for batch, plain in zip(batches[:100], training_batches(examples, pairs), strict=False):
+    assert batch_shapes(ragged_examples, pairs, 1000, shapes=few) <= few
+    for batch, plain in zip(batches[:100], training_batches(ragged_examples, pairs), strict=False):
         assert batch.examples == plain.examples and batch.count == plain.count
         width, least = batch.tokens.shape[1], plain.tokens.shape[1]
         assert np.array_equal(batch.tokens[:, :least], plain.tokens) and width >= least
@@ -112,24 +114,24 @@ def test_a_compiled_run_has_at_most_eight_shapes_in_any_epoch_and_the_same_rows(
         assert np.array_equal(batch.targets[: batch.count], plain.targets[: plain.count])
 
 
-def test_evaluation_batches_come_in_few_shapes_where_each_is_compiled(examples, compiled):
-    many, few = (evaluation_batches(examples, 2, 150, few=few) for few in (False, True))
+def test_evaluation_batches_come_in_few_shapes_where_each_is_compiled(ragged_examples, compiled):
+    many, few = (evaluation_batches(ragged_examples, 2, 150, few=few) for few in (False, True))
     assert [batch.examples for batch in many] == [batch.examples for batch in few]
     assert [batch.count for batch in many] == [batch.count for batch in few]
     shapes = [{(*b.tokens.shape, len(b.targets)) for b in batches} for batches in (many, few)]
     assert len(shapes[0]) > MOST_SHAPES >= len(shapes[1])
 
 
-def test_few_shapes_are_those_of_the_batches_where_they_are_few(examples):
-    one = few_shapes(examples, sampler_of(examples, len(examples)))
-    assert one == {(149, m) for _, m in one} | {(149, 149 * len(examples))}
+def test_few_shapes_are_those_of_the_batches_where_they_are_few(ragged_examples):
+    one = few_shapes(ragged_examples, sampler_of(ragged_examples, len(ragged_examples)))
+    assert one == {(149, m) for _, m in one} | {(149, 149 * len(ragged_examples))}
 
 
-def test_make_batch_positions_and_targets_rebuild_the_rows(examples):
-    batch = epoch_of(examples, 0)[3]
+def test_make_batch_positions_and_targets_rebuild_the_rows(ragged_examples):
+    batch = epoch_of(ragged_examples, 0)[3]
     width = batch.tokens.shape[1]
     for b, row in enumerate(batch.examples):
-        example = examples.items[row]
+        example = ragged_examples.items[row]
         at = batch.owners == b
         inputs = batch.tokens[b, : len(example.tokens) - 1]
         assert inputs.tolist() == example.tokens[:-1].tolist()
@@ -139,15 +141,15 @@ def test_make_batch_positions_and_targets_rebuild_the_rows(examples):
         assert batch.targets[at].tolist() == example.tokens[example.target].tolist()
 
 
-def test_make_batch_weighs_real_targets_alone(examples):
-    batch = make_batch(examples.items, [5, 6], 8, 149)
+def test_make_batch_weighs_real_targets_alone(ragged_examples):
+    batch = make_batch(ragged_examples.items, [5, 6], 8, 149)
     assert batch.count == batch.weights.sum() == (batch.owners >= 0).sum()
     assert batch.tokens.shape[0] == 8 and set(batch.owners.tolist()) == {0, 1, -1}
 
 
 @pytest.mark.parametrize("limit", [-1, 0, 3, 1000])
-def test_evaluation_batches_limit_counts_batches(examples, limit):
-    batches = evaluation_batches(examples, 8, 150, limit)
+def test_evaluation_batches_limit_counts_batches(ragged_examples, limit):
+    batches = evaluation_batches(ragged_examples, 8, 150, limit)
     assert len(batches) == (26 if limit < 0 or limit > 26 else limit)
     rows = [r for b in batches for r in b.examples]
     assert len(set(rows)) == len(rows) == min(203, 8 * len(batches))
@@ -165,41 +167,43 @@ def packed_epochs(examples, count: int, start: int = 0, seed: int = 3) -> list[B
     return [next(stream) for _ in range(count)]
 
 
-def test_packed_batches_take_every_row_once_an_epoch(examples):
-    sampler = sampler_of(examples, 4, 400, packing=True)
+def test_packed_batches_take_every_row_once_an_epoch(ragged_examples):
+    sampler = sampler_of(ragged_examples, 4, 400, packing=True)
     sizes = [len(sampler.epoch(number)) for number in range(3)]
-    batches = packed_epochs(examples, sum(sizes))
+    batches = packed_epochs(ragged_examples, sum(sizes))
     for epoch, size in enumerate(sizes):
         own = batches[sum(sizes[:epoch]) :][:size]
         assert sorted(r for b in own for r in b.examples) == list(range(203))
     first, second = batches[0].examples, batches[sizes[0]].examples
-    assert first != second and first != packed_epochs(examples, 1, seed=4)[0].examples
+    assert first != second and first != packed_epochs(ragged_examples, 1, seed=4)[0].examples
 
 
 @pytest.mark.parametrize("start", [1, 9, 10, 11, 25])
-def test_packed_batches_resume_from_any_batch(examples, start):
-    whole = packed_epochs(examples, start + 12)[start:]
-    for a, b in zip(whole, packed_epochs(examples, 12, start), strict=True):
+def test_packed_batches_resume_from_any_batch(ragged_examples, start):
+    whole = packed_epochs(ragged_examples, start + 12)[start:]
+    for a, b in zip(whole, packed_epochs(ragged_examples, 12, start), strict=True):
         assert a.examples == b.examples and np.array_equal(a.tokens, b.tokens)
         assert np.array_equal(a.segments, b.segments)
 
 
 def test_compiled_packed_batches_have_one_width_and_at_most_four_sizes_of_targets(
-    examples, compiled
+    ragged_examples, compiled
 ):
-    batches = packed_epochs(examples, 40)
+    batches = packed_epochs(ragged_examples, 40)
     shapes = {(b.tokens.shape[1], b.targets.size) for b in batches}
     assert {b.tokens.shape for b in batches} == {(4, 400)} and len(shapes) <= 4
-    assert shapes == batch_shapes(examples, sampler_of(examples, 4, 400, packing=True), 40)
+    assert shapes == batch_shapes(
+        ragged_examples, sampler_of(ragged_examples, 4, 400, packing=True), 40
+    )
 
 
-def test_packed_batch_rebuilds_the_rows(examples):
-    for batch in packed_epochs(examples, 11):
+def test_packed_batch_rebuilds_the_rows(ragged_examples):
+    for batch in packed_epochs(ragged_examples, 11):
         flat, segments = batch.tokens.ravel(), batch.segments.ravel()
         left = np.ones(flat.size, bool)
         assert batch.count == batch.weights.sum() == (batch.owners >= 0).sum()
         for owner, row in enumerate(batch.examples):
-            example = examples.items[row]
+            example = ragged_examples.items[row]
             at = batch.owners == owner
             begin = batch.positions[at][0] + 1 - np.flatnonzero(example.target)[0]
             inputs = slice(begin, begin + len(example.tokens) - 1)
@@ -245,8 +249,10 @@ def batch_threads() -> list[threading.Thread]:
     return [t for t in threading.enumerate() if t.name.startswith("batches")]
 
 
-def test_prefetched_batches_are_the_same_in_order(examples):
-    plain, same = (training_batches(examples, sampler_of(examples), 20) for _ in range(2))
+def test_prefetched_batches_are_the_same_in_order(ragged_examples):
+    plain, same = (
+        training_batches(ragged_examples, sampler_of(ragged_examples), 20) for _ in range(2)
+    )
     with closing(prefetched(same)) as ahead:
         for _ in range(30):
             assert next(ahead).examples == next(plain).examples

@@ -46,7 +46,7 @@ def knowing(names):
 
 
 @pytest.fixture(scope="module")
-def tokenizer():
+def fim_tokenizer():
     return knowing(SPELLINGS[0])
 
 
@@ -63,12 +63,12 @@ def texts_of(tokenizer, tokens) -> tuple[bool, str, str, str] | None:
     return one == 1, first, second, third
 
 
-def test_rearranged_rows_hold_the_same_text_and_all_of_it_is_learned(tokenizer):
+def test_rearranged_rows_hold_the_same_text_and_all_of_it_is_learned(fim_tokenizer):
     fim = FillInTheMiddle(1.0, 0.5, seed=3)
-    examples = encode(ROWS, tokenizer, CONFIG, EncodingOptions(fim=fim))
+    examples = encode(ROWS, fim_tokenizer, CONFIG, EncodingOptions(fim=fim))
     kinds = set()
     for row, (text, example) in enumerate(zip(TEXTS, examples.items, strict=True)):
-        suffix_first, first, second, third = texts_of(tokenizer, example.tokens)
+        suffix_first, first, second, third = texts_of(fim_tokenizer, example.tokens)
         kinds.add(suffix_first)
         _, prefix, middle, suffix = fim.parts(text, row, 0)
         if suffix_first:
@@ -80,7 +80,7 @@ def test_rearranged_rows_hold_the_same_text_and_all_of_it_is_learned(tokenizer):
     assert kinds == {False, True}
 
 
-def test_cuts_lie_between_any_two_characters(tokenizer):
+def test_cuts_lie_between_any_two_characters(fim_tokenizer):
     cuts = [FillInTheMiddle(1.0, 0.0, seed).parts("abcd", 0, 0)[1:] for seed in range(200)]
     assert {"".join(parts) for parts in cuts} == {"abcd"}
     assert len(set(cuts)) == 15  # 5 places for two cuts, in order
@@ -95,10 +95,10 @@ def test_rates_are_shares_of_rows_and_of_those_rearranged(rate):
         assert sum(p[0] for p in chosen) / len(chosen) == pytest.approx(0.25, abs=0.05)
 
 
-def test_which_rows_and_where_depends_on_seed_and_row_alone(tokenizer):
+def test_which_rows_and_where_depends_on_seed_and_row_alone(fim_tokenizer):
     def tokens(rows, seed):
         examples = encode(
-            rows, tokenizer, CONFIG, EncodingOptions(fim=FillInTheMiddle(0.5, 0.5, seed))
+            rows, fim_tokenizer, CONFIG, EncodingOptions(fim=FillInTheMiddle(0.5, 0.5, seed))
         )
         return [e.tokens.tolist() for e in examples.items]
 
@@ -138,18 +138,20 @@ def test_split_rows_learn_every_token_once(bare):
 
 
 @pytest.mark.parametrize("length", [32, 33, 100, 101])
-def test_split_rows_that_are_rearranged_fit_and_lose_nothing(tokenizer, length):
+def test_split_rows_that_are_rearranged_fit_and_lose_nothing(fim_tokenizer, length):
     fim = FillInTheMiddle(0.5, 0.5, seed=1)
     options = EncodingOptions(max_seq_length=length, long_rows="split", fim=fim)
-    examples = encode([LONG], tokenizer, CONFIG, options)
+    examples = encode([LONG], fim_tokenizer, CONFIG, options)
     text, kinds = LONG.value["text"], []
     at = 0  # how much of the text the pieces have covered
     for example in examples.items:
         assert len(example.tokens) <= length
-        parts = texts_of(tokenizer, example.tokens)
+        parts = texts_of(fim_tokenizer, example.tokens)
         kinds.append(parts is not None)
         if parts is None:
-            piece = tokenizer.decode([t for t in example.tokens if t != tokenizer.eos_token_id])
+            piece = fim_tokenizer.decode(
+                [t for t in example.tokens if t != fim_tokenizer.eos_token_id]
+            )
         elif parts[0]:  # where the middle follows its prefix, both are before the suffix
             piece = parts[3] + parts[2]
         else:
@@ -160,11 +162,11 @@ def test_split_rows_that_are_rearranged_fit_and_lose_nothing(tokenizer, length):
     assert at == len(text) and set(kinds) == {False, True}
 
 
-def test_cut_rows_that_are_rearranged_keep_their_beginning(tokenizer):
+def test_cut_rows_that_are_rearranged_keep_their_beginning(fim_tokenizer):
     fim = FillInTheMiddle(1.0, 0.0)
-    examples = encode([LONG], tokenizer, CONFIG, EncodingOptions(max_seq_length=64, fim=fim))
+    examples = encode([LONG], fim_tokenizer, CONFIG, EncodingOptions(max_seq_length=64, fim=fim))
     (example,) = examples.items
-    _, prefix, suffix, middle = texts_of(tokenizer, example.tokens)
+    _, prefix, suffix, middle = texts_of(fim_tokenizer, example.tokens)
     assert LONG.value["text"].startswith(prefix + middle + suffix)
     assert examples.cut == 1 and 50 < len(example.tokens) <= 64
 
@@ -203,7 +205,9 @@ def test_held_out_rows_and_chats_stay_as_they_are():
     assert encoding_options(train, "train", Chat(), 500) == replace(plain, ce_last_k=3)
 
 
-def test_the_token_cache_tells_rates_seeds_and_long_rows_apart(tokenizer, tmp_path, monkeypatch):
+def test_the_token_cache_tells_rates_seeds_and_long_rows_apart(
+    fim_tokenizer, tmp_path, monkeypatch
+):
     monkeypatch.setenv("MLX_PACKS_CACHE", str(tmp_path))
     kinds = [
         {},
@@ -222,9 +226,11 @@ def test_the_token_cache_tells_rates_seeds_and_long_rows_apart(tokenizer, tmp_pa
     files = set()
     for kind in kinds:
         options = EncodingOptions(max_seq_length=64, **kind)
-        wanted = encode([*ROWS, LONG], tokenizer, CONFIG, options)
+        wanted = encode([*ROWS, LONG], fim_tokenizer, CONFIG, options)
         for _ in range(2):  # made, then read
-            cached, file = encode_cached([*ROWS, LONG], tokenizer, CONFIG, options, least_bytes=1)
+            cached, file = encode_cached(
+                [*ROWS, LONG], fim_tokenizer, CONFIG, options, least_bytes=1
+            )
             assert [e.tokens.tolist() for e in cached.items] == [
                 e.tokens.tolist() for e in wanted.items
             ]

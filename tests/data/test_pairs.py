@@ -21,7 +21,7 @@ from tests.helpers.errors import raises
 
 
 @pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory):
+def encoder_tokenizer(tmp_path_factory):
     return load_base(write_encoder(tmp_path_factory.mktemp("mini"))).tokenizer
 
 
@@ -29,19 +29,21 @@ def encoded(tokenizer, rows: list[dict], limit: int = 48) -> Pairs:
     return encode_pairs([Row(f"d.jsonl:{i + 1}", r) for i, r in enumerate(rows)], tokenizer, limit)
 
 
-def test_columns_become_tokens(tokenizer):
+def test_columns_become_tokens(encoder_tokenizer):
     rows = [
         {"sentence1": "fix a car", "sentence2": "", "score": 0.5, "note": "kept out"},
         {"sentence1": "", "sentence2": "please " * 90, "score": -1},
     ]
-    pairs = encoded(tokenizer, rows, 8)
+    pairs = encoded(encoder_tokenizer, rows, 8)
     assert pairs.format.name == "scored pairs" and len(pairs) == 2 and pairs.cut == 1
-    assert pairs.tokens[0][0].tolist() == tokenizer.encode("fix a car")
+    assert pairs.tokens[0][0].tolist() == encoder_tokenizer.encode("fix a car")
     assert [len(t) for t in pairs.tokens[1]] == [2, 8]
-    assert pairs.tokens[1][1][-1] == tokenizer.sep_token_id  # the end stays when a text is cut
+    assert (
+        pairs.tokens[1][1][-1] == encoder_tokenizer.sep_token_id
+    )  # the end stays when a text is cut
     assert pairs.scores.tolist() == [0.5, -1] and pairs.lengths.tolist() == [5, 8]
     assert pairs.texts[0][1] == pairs.texts[1][0] != pairs.texts[0][0]
-    assert encoded(tokenizer, all_triplets()[:3]).format.name == "triplets"
+    assert encoded(encoder_tokenizer, all_triplets()[:3]).format.name == "triplets"
 
 
 BAD = {
@@ -70,19 +72,22 @@ BAD = {
 
 
 @pytest.mark.parametrize("fault", BAD)
-def test_rows_that_cannot_be_used_are_named(tokenizer, fault):
+def test_rows_that_cannot_be_used_are_named(encoder_tokenizer, fault):
     rows, names = BAD[fault]
     with raises("data", None, *names):
-        encoded(tokenizer, rows)
+        encoded(encoder_tokenizer, rows)
 
 
 def test_every_loss_has_a_format():
     assert {loss for row_format in PAIR_FORMATS for loss in row_format.losses} == set(LOSSES)
 
 
-def test_a_loss_must_fit_the_rows(tokenizer):
-    scored, pairs = encoded(tokenizer, all_scored()), encoded(tokenizer, all_pairs())
-    triplets = encoded(tokenizer, all_triplets())
+def test_a_loss_must_fit_the_rows(encoder_tokenizer):
+    scored, pairs = (
+        encoded(encoder_tokenizer, all_scored()),
+        encoded(encoder_tokenizer, all_pairs()),
+    )
+    triplets = encoded(encoder_tokenizer, all_triplets())
     assert [choose_loss("auto", p, "x") for p in (scored, pairs, triplets)] == [
         "cosine",
         "mnrl",
@@ -100,24 +105,26 @@ def test_a_loss_must_fit_the_rows(tokenizer):
 
 
 @pytest.mark.parametrize(("compiles", "least"), [(True, 32), (False, 8)])
-def test_a_batch_is_padded_by_column_and_to_its_size(tokenizer, monkeypatch, compiles, least):
+def test_a_batch_is_padded_by_column_and_to_its_size(
+    encoder_tokenizer, monkeypatch, compiles, least
+):
     monkeypatch.setattr(runtime, "COMPILES", compiles)
     rows = [{"anchor": "a", "positive": "please " * 40}, {"anchor": "fix", "positive": "fix"}]
-    pairs = encoded(tokenizer, rows)
+    pairs = encoded(encoder_tokenizer, rows)
     batch = make_pair_batch(pairs, [1, 0], 4, 48)
     assert [c.shape for c in batch.columns] == [(4, least), (4, 48)]
     assert batch.weights.tolist() == [1, 1, 0, 0] and batch.count == 2 and batch.examples == (1, 0)
     assert batch.lengths.tolist() == [[3, 3, 1, 1], [3, 42, 1, 1]]
-    assert batch.columns[0][0, :4].tolist() == [*tokenizer.encode("fix"), 0]
+    assert batch.columns[0][0, :4].tolist() == [*encoder_tokenizer.encode("fix"), 0]
     powers = make_pair_batch(pairs, [1, 0], 2, 100, powers=True)
     assert [c.shape[1] for c in powers.columns] == [32, 64]
 
 
-def test_no_text_stands_twice_in_a_batch_of_in_batch_negatives(tokenizer):
+def test_no_text_stands_twice_in_a_batch_of_in_batch_negatives(encoder_tokenizer):
     rows = all_pairs()[:30]
     rows += [{"anchor": rows[0]["anchor"], "positive": f"please {i}"} for i in range(5)]
     rows += [{"anchor": rows[1]["positive"], "positive": "paint a house"}]  # across columns, too
-    pairs = encoded(tokenizer, rows)
+    pairs = encoded(encoder_tokenizer, rows)
     batches = PairSampler.of(pairs, 8, 48, seed=0, distinct=True).epoch(0)
     for batch in batches:
         texts = pairs.texts[batch]
@@ -132,8 +139,8 @@ def test_no_text_stands_twice_in_a_batch_of_in_batch_negatives(tokenizer):
 
 
 @pytest.mark.parametrize("distinct", [True, False])
-def test_batches_from_the_middle_are_those_of_the_whole_run(tokenizer, distinct):
-    pairs = encoded(tokenizer, all_pairs()[:21])
+def test_batches_from_the_middle_are_those_of_the_whole_run(encoder_tokenizer, distinct):
+    pairs = encoded(encoder_tokenizer, all_pairs()[:21])
     sampler = PairSampler.of(pairs, 4, 48, 5, distinct)
     whole = pair_batches(pairs, sampler)
     rows = [batch.examples for batch in itertools.islice(whole, 14)]

@@ -62,11 +62,6 @@ LLAMA = """
 """
 
 
-@pytest.fixture(scope="module")
-def tokenizer():
-    return load_tokenizer(tiny_checkpoint())
-
-
 @pytest.fixture
 def with_template():
     """A fresh tokenizer of the tiny base with another chat template and more special tokens."""
@@ -183,7 +178,7 @@ def test_read_rows_parquet_reads_through_pyarrow_or_says_what_to_install(tmp_pat
 
 
 @pytest.fixture
-def hub(monkeypatch):
+def datasets_library(monkeypatch):
     """A stand-in for the `datasets` library with one data set; notes what was asked of it."""
     stored = {
         "train": [{"q": "1", "a": "one"}, {"q": "2", "a": "two"}],
@@ -213,20 +208,20 @@ def test_load_rows_hub_id_without_the_library_says_what_to_install(monkeypatch):
         load_rows(DataConfig(data="some/set"))
 
 
-def test_load_rows_missing_file_is_not_taken_for_a_hub_id(hub):
+def test_load_rows_missing_file_is_not_taken_for_a_hub_id(datasets_library):
     with raises("not-found", "data", "rows/train.jsonl"):
         load_rows(DataConfig(data="rows/train.jsonl"))
-    assert hub.asked == []
+    assert datasets_library.asked == []
 
 
-def test_load_rows_hub_id_takes_validation_for_valid(hub):
+def test_load_rows_hub_id_takes_validation_for_valid(datasets_library):
     columns = DataConfig(data="some/set", prompt_feature="q", completion_feature="a")
     rows = load_rows(columns).rows
     assert [len(rows[s]) for s in ("train", "valid", "test")] == [2, 1, 1]
     assert rows["valid"][0].where == "some/set/valid[0]"
 
 
-def test_load_rows_hf_dataset_follows_its_own_split_names(hub):
+def test_load_rows_hf_dataset_follows_its_own_split_names(datasets_library):
     entry = {"path": "some/set", "train_split": "train[:1]", "valid_split": "test"}
     columns = DataConfig(hf_dataset=entry, prompt_feature="q", completion_feature="a")
     rows = load_rows(columns).rows
@@ -234,7 +229,7 @@ def test_load_rows_hf_dataset_follows_its_own_split_names(hub):
     assert rows["test"] == []
 
 
-def test_load_rows_hf_dataset_renames_columns_and_joins_entries(hub):
+def test_load_rows_hf_dataset_renames_columns_and_joins_entries(datasets_library):
     entry = {
         "path": "some/set",
         "valid_split": "validation",
@@ -244,7 +239,7 @@ def test_load_rows_hf_dataset_renames_columns_and_joins_entries(hub):
     }
     rows = load_rows(DataConfig(hf_dataset=[entry, entry])).rows
     assert [r.value for r in rows["valid"]] == [{"prompt": "3", "completion": "three"}] * 2
-    assert hub.asked[0] == ("some/set", "train[:80%]", {"name": "main"})
+    assert datasets_library.asked[0] == ("some/set", "train[:80%]", {"name": "main"})
 
 
 @pytest.mark.parametrize(
@@ -255,7 +250,7 @@ def test_load_rows_hf_dataset_renames_columns_and_joins_entries(hub):
         (["some/set"], "invalid", "'some/set'"),
     ],
 )
-def test_load_rows_hf_dataset_names_what_is_wrong(hub, entry, code, names):
+def test_load_rows_hf_dataset_names_what_is_wrong(datasets_library, entry, code, names):
     with raises(code, "hf_dataset", names):
         load_rows(DataConfig(hf_dataset=entry))
 

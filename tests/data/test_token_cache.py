@@ -25,13 +25,8 @@ ROWS = [Row(f"x:{i}", chat(f"Say {i}.", "yes, I will " * (i % 9 + 1))) for i in 
 OPTIONS = EncodingOptions(max_seq_length=40, vocab_size=5000)
 
 
-@pytest.fixture(scope="module")
-def tokenizer():
-    return load_base("tiny").tokenizer
-
-
 @pytest.fixture
-def folder(tmp_path, monkeypatch):
+def token_folder(tmp_path, monkeypatch):
     """An empty cache."""
     monkeypatch.setenv("MLX_PACKS_CACHE", str(tmp_path / "cache"))
     return tmp_path / "cache" / "tokens"
@@ -69,7 +64,7 @@ def assert_same(cached, wanted):
     "options", [OPTIONS, EncodingOptions(loss_on="all", ce_last_k=3)], ids=["cut", "last k"]
 )
 def test_cached_tokens_are_those_encoded_and_are_not_encoded_again(
-    tokenizer, folder, no_encoding, options
+    tokenizer, token_folder, no_encoding, options
 ):
     rows = [*ROWS, Row("x:long", chat("word " * 60, "too late"))]  # loses every target
     wanted = encode(rows, tokenizer, CONFIG, options)
@@ -78,7 +73,7 @@ def test_cached_tokens_are_those_encoded_and_are_not_encoded_again(
     no_encoding()
     cached, file = encode_cached(rows, tokenizer, options)
     assert_same(cached, wanted)
-    assert [file] == list(folder.iterdir())
+    assert [file] == list(token_folder.iterdir())
     assert isinstance(cached.items[-1].tokens.base.base, np.memmap)
     assert cached.items[-1].where == wanted.items[-1].where
 
@@ -148,7 +143,7 @@ def test_encoding_has_not_changed_since_its_version(tokenizer):
 
 
 @pytest.mark.parametrize("how", ["cut short", "one bit", "foreign", "empty", "another key"])
-def test_damaged_entry_is_encoded_again_and_replaced(tokenizer, folder, no_encoding, how):
+def test_damaged_entry_is_encoded_again_and_replaced(tokenizer, token_folder, no_encoding, how):
     wanted, file = encode_cached(ROWS, tokenizer)
     whole = file.read_bytes()
     if how == "another key":  # a whole entry under a wrong name
@@ -166,22 +161,22 @@ def test_damaged_entry_is_encoded_again_and_replaced(tokenizer, folder, no_encod
     assert_same(encode_cached(ROWS, tokenizer)[0], wanted)
 
 
-def test_cache_that_cannot_be_written_stops_nothing(tokenizer, tmp_path, folder, monkeypatch):
+def test_cache_that_cannot_be_written_stops_nothing(tokenizer, tmp_path, token_folder, monkeypatch):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("MLX_PACKS_CACHE", str(tmp_path / "file"))
     cached, file = encode_cached(ROWS, tokenizer)
     assert file is None and len(cached) == 30
 
 
-def test_cache_is_for_large_splits_and_can_be_off(tokenizer, folder, monkeypatch):
+def test_cache_is_for_large_splits_and_can_be_off(tokenizer, token_folder, monkeypatch):
     monkeypatch.setenv("MLX_PACKS_CACHE", "off")
     assert encode_cached(ROWS, tokenizer)[1] is None
-    monkeypatch.setenv("MLX_PACKS_CACHE", str(folder.parent))
+    monkeypatch.setenv("MLX_PACKS_CACHE", str(token_folder.parent))
     assert encode_cached(ROWS, tokenizer, least_bytes=10**5)[1] is None
-    assert not folder.exists()
+    assert not token_folder.exists()
 
 
-def test_what_the_key_cannot_cover_is_not_kept(tokenizer, folder):
+def test_what_the_key_cannot_cover_is_not_kept(tokenizer, token_folder):
     odd = [Row("x:0", {**ROWS[0].value, "made": object()})]
     assert token_cache.cache_key(odd, tokenizer, CONFIG, OPTIONS) is None
 
@@ -193,21 +188,21 @@ def test_what_the_key_cannot_cover_is_not_kept(tokenizer, folder):
     assert token_cache.cache_key(ROWS, own, CONFIG, OPTIONS) is None
 
 
-def test_bad_row_is_named_with_a_cache_too(tokenizer, folder):
+def test_bad_row_is_named_with_a_cache_too(tokenizer, token_folder):
     rows = [*ROWS, Row("x:31", {"messages": []})]
     for _ in range(2):
         with raises("data", None, "x:31"):
             encode_cached(rows, tokenizer)
 
 
-def test_entries_unread_for_a_month_are_removed(tokenizer, folder):
+def test_entries_unread_for_a_month_are_removed(tokenizer, token_folder):
     files = [encode_cached(ROWS[:n], tokenizer)[1] for n in (5, 6)]
     month_ago = time.time() - 31 * 24 * 3600
     for file in files:
         os.utime(file, (month_ago, month_ago))
     encode_cached(ROWS[:5], tokenizer)  # read: it stays
     encode_cached(ROWS[:7], tokenizer)
-    assert files[0].exists() and not files[1].exists() and len(list(folder.iterdir())) == 2
+    assert files[0].exists() and not files[1].exists() and len(list(token_folder.iterdir())) == 2
 
 
 @pytest.mark.parametrize("packing", [pytest.param(False, marks=pytest.mark.slow), True])

@@ -44,7 +44,7 @@ def packs_folder(tmp_path_factory) -> Path:
 
 
 @pytest.fixture
-def here(packs_folder, tmp_path, monkeypatch) -> Path:
+def packs_here(packs_folder, tmp_path, monkeypatch) -> Path:
     """A copy of the folder, where the test runs."""
     shutil.copytree(packs_folder, tmp_path / "here")
     monkeypatch.chdir(tmp_path / "here")
@@ -68,7 +68,7 @@ def stock_perplexity(adapter: Path | None) -> float:
     return math.exp(total / count)
 
 
-def test_eval_batch_on_base_and_three_packs(here, run):
+def test_eval_batch_on_base_and_three_packs(packs_here, run):
     """JSON and CSV; perplexities are those of stock mlx-lm on the same rows."""
     code, out, err = run(
         "eval-batch",
@@ -92,7 +92,7 @@ def test_eval_batch_on_base_and_three_packs(here, run):
         for key in "ppl_se prompt_tps decode_tps first_token_ms peak_gb accuracy".split():
             assert one[key] >= 0 and math.isfinite(one[key]), key
         assert one["scoring"] == "packed" and one["rows"] == 3
-        wanted = stock_perplexity(None if one["name"] == "base" else here / one["name"])
+        wanted = stock_perplexity(None if one["name"] == "base" else packs_here / one["name"])
         assert one["ppl"] == pytest.approx(wanted, rel=1e-3)
         assert one["ppl_ratio"] == pytest.approx(one["ppl"] / compared[0]["ppl"], rel=1e-6)
     sizes = {f["name"]: f["pack_mb"] for f in compared}
@@ -103,7 +103,7 @@ def test_eval_batch_on_base_and_three_packs(here, run):
     assert [line["name"] for line in lines] == [f["name"] for f in compared]
 
 
-def test_eval_batch_prints_tables_that_fit_60_columns(here, run, monkeypatch):
+def test_eval_batch_prints_tables_that_fit_60_columns(packs_here, run, monkeypatch):
     monkeypatch.setenv("COLUMNS", "60")
     long = Path("a-pack-with-a-name-that-is-longer-than-a-column-of-the-table")
     shutil.copytree("a", long)
@@ -126,7 +126,7 @@ def test_eval_batch_prints_tables_that_fit_60_columns(here, run, monkeypatch):
     assert "±" in tables[0] and tables[-1].split()[-1].startswith("0.") and "gates   ok" in lines
 
 
-def test_a_failing_gate_exits_with_1_and_is_named_with_limit_and_value(here, run):
+def test_a_failing_gate_exits_with_1_and_is_named_with_limit_and_value(packs_here, run):
     code, out, err = run(
         "eval-batch",
         "--pack",
@@ -161,7 +161,7 @@ def test_a_failing_gate_exits_with_1_and_is_named_with_limit_and_value(here, run
     assert compared["base", 1]["gates"] == {} and " < 1000" in err and " > 0.1" in err
 
 
-def test_evaluate_batch_gives_the_perplexities_of_evaluate(here):
+def test_evaluate_batch_gives_the_perplexities_of_evaluate(packs_here):
     base = load_base("tiny")
     compared = evaluate_batch(
         base, ["a", "c"], "rows", batch_sizes=[2], sequence_length=48, max_tokens=2, rounds=1
@@ -174,7 +174,7 @@ def test_evaluate_batch_gives_the_perplexities_of_evaluate(here):
     assert base.active is None
 
 
-def test_rows_that_cannot_be_packed_exactly_are_scored_by_length(here, monkeypatch):
+def test_rows_that_cannot_be_packed_exactly_are_scored_by_length(packs_here, monkeypatch):
     base = load_base("tiny")
     how = dict(batch_sizes=[2], sequence_length=48, max_tokens=2, rounds=1)
     packed = evaluate_batch(base, ["a"], "rows", **how)
@@ -215,7 +215,7 @@ def test_row_scores_stand_in_the_order_of_the_data():
         assert batched.nll[i] == pytest.approx(alone.nll[0], rel=1e-5)
 
 
-def test_throughput_warms_up_alternates_forth_and_back_and_pairs_the_ratio(here):
+def test_throughput_warms_up_alternates_forth_and_back_and_pairs_the_ratio(packs_here):
     """The machine slows down by half from round to round; the ratio of each round does not."""
     base = load_base("tiny")
     pack = comparison.as_pack("a")
@@ -248,7 +248,7 @@ def test_prompts_are_cut_from_the_rows_one_behind_the_other():
     assert speed.cut_prompts(rows, 3, 2) == [[1, 2], [3, 4], [5, 1]]
 
 
-def test_named_packs_are_called_after_their_folders(here):
+def test_named_packs_are_called_after_their_folders(packs_here):
     shutil.copytree("a", "more/a")
     half = weighted_sum([(comparison.as_pack("a"), 0.5)])
     named = comparison.named_packs(["a", "more/a", "c", half])
@@ -256,15 +256,15 @@ def test_named_packs_are_called_after_their_folders(here):
     assert [name for name, _ in comparison.named_packs({"x": "a", "y": half})] == ["x", "y"]
 
 
-def test_named_packs_have_the_name_of_the_hub_and_never_that_of_the_base(here):
+def test_named_packs_have_the_name_of_the_hub_and_never_that_of_the_base(packs_here):
     for folder in ("base", "x/n", "y/n", "o--p/" + "a" * 40):
         shutil.copytree("a", folder)
     pin = {"repo": "o/p", "revision": "v2", "commit": "a" * 40}
-    (here / "o--p" / ("a" * 40) / "hub.json").write_text(json.dumps(pin))
+    (packs_here / "o--p" / ("a" * 40) / "hub.json").write_text(json.dumps(pin))
     pulled = comparison.as_pack("o--p/" + "a" * 40)
     sums = [weighted_sum([(comparison.as_pack(f"{folder}/n"), 0.5)]) for folder in "xy"]
     names = [name for name, _ in comparison.named_packs(["base", pulled, *sums])]
-    assert names == [str(here / "base"), "o/p@v2", "0.5 n", "0.5 n (2)"]
+    assert names == [str(packs_here / "base"), "o/p@v2", "0.5 n", "0.5 n (2)"]
     again = weighted_sum([(comparison.as_pack("x/n"), 0.5)])
     with raises("conflict", "pack", "0.5 n"):
         comparison.named_packs([*sums, again])
@@ -272,7 +272,7 @@ def test_named_packs_have_the_name_of_the_hub_and_never_that_of_the_base(here):
         comparison.named_packs({"base": "a"})
 
 
-def test_a_pack_called_base_is_held_to_the_gates(here):
+def test_a_pack_called_base_is_held_to_the_gates(packs_here):
     shutil.copytree("a", "base")
     compared = evaluate_batch(
         load_base("tiny"),
@@ -284,7 +284,7 @@ def test_a_pack_called_base_is_held_to_the_gates(here):
         rounds=1,
         max_pack_mb=0.001,
     )
-    assert [one.name for one in compared] == ["base", str(here / "base")]
+    assert [one.name for one in compared] == ["base", str(packs_here / "base")]
     assert len(comparison.failed(compared)) == 1
 
 
@@ -330,7 +330,7 @@ def test_limits_must_be_positive_numbers(limit):
         (("--pack", "stranger"), "mismatch", None, "ffffffffffff"),
     ],
 )
-def test_eval_batch_rejects_in_one_line(here, run, args, code, flag, names, monkeypatch):
+def test_eval_batch_rejects_in_one_line(packs_here, run, args, code, flag, names, monkeypatch):
     monkeypatch.delattr(comparison, "_score_all")  # before anything is scored
     Path("empty.jsonl").write_text("")
     shutil.copytree("a", "stranger")
@@ -344,7 +344,7 @@ def test_eval_batch_rejects_in_one_line(here, run, args, code, flag, names, monk
     check(run.error, code, flag, names)
 
 
-def test_eval_names_both_where_one_pack_of_a_sum_is_for_another_base(here, run):
+def test_eval_names_both_where_one_pack_of_a_sum_is_for_another_base(packs_here, run):
     shutil.copytree("a", "other")
     manifest = json.loads(Path("other/pack.json").read_text())
     manifest["base"].update(fingerprint="e" * 64, id="elsewhere")
@@ -353,7 +353,7 @@ def test_eval_names_both_where_one_pack_of_a_sum_is_for_another_base(here, run):
     check(run.error, "mismatch", None, "other", "elsewhere", "tiny")
 
 
-def test_eval_and_generate_take_a_weighted_sum(here, run):
+def test_eval_and_generate_take_a_weighted_sum(packs_here, run):
     both = ("--pack", "a=0.7", "--pack", "c=0.3")
     code, out, err = run("eval", *both, "--data", "rows", "--json")
     assert code == 0, err

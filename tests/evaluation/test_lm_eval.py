@@ -7,12 +7,12 @@ from types import ModuleType, SimpleNamespace
 import mlx.nn as nn
 import pytest
 
-from mlx_packs import evaluate, evaluate_tasks, load_base
+from mlx_packs import evaluate, evaluate_tasks
 from mlx_packs.evaluation.lm_eval import _figures, _until, language_model, log_likelihoods
 from mlx_packs.evaluation.perplexity import Scorer
 from mlx_packs.objectives.causal_lm import split_head
 from mlx_packs.runtime import mx
-from tests.helpers.errors import raises
+from tests.helpers.errors import check, raises
 from tests.helpers.packs import random_pack
 
 TASK = """
@@ -40,11 +40,6 @@ QUESTIONS = [
 ]
 
 
-@pytest.fixture(scope="module")
-def base():
-    return load_base("tiny")
-
-
 def alone(base, context: list[int], continuation: list[int]) -> tuple[float, bool]:
     """By one forward of the model."""
     tokens = [*context, *continuation]
@@ -53,25 +48,25 @@ def alone(base, context: list[int], continuation: list[int]) -> tuple[float, boo
     return value, mx.argmax(scores, axis=-1).tolist() == continuation
 
 
-def test_log_likelihoods_are_those_of_each_pair_alone(base):
-    encode = base.tokenizer.encode
+def test_log_likelihoods_are_those_of_each_pair_alone(shared_tiny):
+    encode = shared_tiny.tokenizer.encode
     pairs = [(encode("In the beginning God"), encode(" created the heaven"))]
     pairs += [(encode("He"), encode(" was a")), ([5], [9]), (encode("And the"), [7, 8, 9, 10, 11])]
     context = encode("The house of the")
-    greedy = mx.argmax(base.model(mx.array([context]))[0, -1]).item()
+    greedy = mx.argmax(shared_tiny.model(mx.array([context]))[0, -1]).item()
     pairs.append((context, [greedy]))
-    scores = log_likelihoods(Scorer(base.model, split_head(base.model)), pairs, 2, 64)
+    scores = log_likelihoods(Scorer(shared_tiny.model, split_head(shared_tiny.model)), pairs, 2, 64)
     for pair, (value, is_greedy) in zip(pairs, scores, strict=True):
-        wanted, most = alone(base, *pair)
+        wanted, most = alone(shared_tiny, *pair)
         assert value == pytest.approx(wanted, rel=1e-4) and is_greedy is most
     assert scores[-1][1] and not all(is_greedy for _, is_greedy in scores)
 
 
-def test_log_likelihoods_cut_the_begin_of_what_is_too_long(base):
-    scorer = Scorer(base.model, split_head(base.model))
+def test_log_likelihoods_cut_the_begin_of_what_is_too_long(shared_tiny):
+    scorer = Scorer(shared_tiny.model, split_head(shared_tiny.model))
     context = list(range(1, 60))
     (whole,) = log_likelihoods(scorer, [(context, [7, 8])], 1, 16)
-    assert whole[0] == pytest.approx(alone(base, context[-14:], [7, 8])[0], rel=1e-4)
+    assert whole[0] == pytest.approx(alone(shared_tiny, context[-14:], [7, 8])[0], rel=1e-4)
 
 
 def test_until_ends_at_the_first_stop():
@@ -84,12 +79,13 @@ def test_figures_read_the_results_of_the_harness():
     assert list(_figures(results)) == [("t", "acc", "", 0.5), ("t", "acc", "_se", 0.1)]
 
 
-def test_without_lm_eval_the_message_says_how_to_get_it(base, monkeypatch, run):
+def test_without_lm_eval_the_message_says_how_to_get_it(shared_tiny, monkeypatch, run):
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     with raises("dependency", None, "lm_eval", "`pip install 'mlx-packs[lm-eval]'`"):
-        evaluate_tasks(base, None, ["arc_easy"])
+        evaluate_tasks(shared_tiny, None, ["arc_easy"])
     code, out, err = run("eval-tasks", "--tasks", "arc_easy")
-    assert (code, out) == (2, "") and "pip install" in err
+    assert (code, out) == (2, "")
+    check(run.error, "dependency", None, "`pip install 'mlx-packs[lm-eval]'`")
 
 
 @pytest.fixture
@@ -133,17 +129,21 @@ def stand_in(monkeypatch):
         monkeypatch.setitem(sys.modules, module.__name__, module)
 
 
-def test_evaluate_tasks_scores_base_and_pack(base, stand_in):
-    pack = random_pack(base, 0)
-    figures = evaluate_tasks(base, pack, ["known"])["known"]["nll"]
+def test_evaluate_tasks_scores_base_and_pack(shared_tiny, stand_in):
+    pack = random_pack(shared_tiny, 0)
+    figures = evaluate_tasks(shared_tiny, pack, ["known"])["known"]["nll"]
     assert figures["base"] == pytest.approx(
-        -alone(base, [5, 6], [7])[0] - alone(base, [8], [9, 10])[0], rel=1e-4
+        -alone(shared_tiny, [5, 6], [7])[0] - alone(shared_tiny, [8], [9, 10])[0], rel=1e-4
     )
-    assert figures["pack"] != pytest.approx(figures["base"], rel=1e-4) and base.active is None
-    with base.applied(pack):
-        rolled = language_model(base).loglikelihood_rolling([SimpleNamespace(args=("He was",))])
-        tokens = base.tokenizer.encode("He was", add_special_tokens=False)
-        assert rolled[0] == pytest.approx(alone(base, tokens[:1], tokens[1:])[0], rel=1e-4)
+    assert (
+        figures["pack"] != pytest.approx(figures["base"], rel=1e-4) and shared_tiny.active is None
+    )
+    with shared_tiny.applied(pack):
+        rolled = language_model(shared_tiny).loglikelihood_rolling(
+            [SimpleNamespace(args=("He was",))]
+        )
+        tokens = shared_tiny.tokenizer.encode("He was", add_special_tokens=False)
+        assert rolled[0] == pytest.approx(alone(shared_tiny, tokens[:1], tokens[1:])[0], rel=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -155,9 +155,9 @@ def test_evaluate_tasks_scores_base_and_pack(base, stand_in):
         ({"tasks": ["known"], "task_path": "nowhere"}, "not-found", "task_path", "nowhere"),
     ],
 )
-def test_evaluate_tasks_names_what_is_wrong(base, stand_in, how, code, flag, names):
+def test_evaluate_tasks_names_what_is_wrong(shared_tiny, stand_in, how, code, flag, names):
     with raises(code, flag, names):
-        evaluate_tasks(base, None, **how)
+        evaluate_tasks(shared_tiny, None, **how)
 
 
 def test_eval_tasks_prints_json_alone_on_stdout(stand_in, run):
@@ -165,45 +165,47 @@ def test_eval_tasks_prints_json_alone_on_stdout(stand_in, run):
     assert (code, set(json.loads(out)["known"])) == (0, {"nll"}) and "bootstrapping" in err
 
 
-def test_a_base_that_carries_a_pack_is_not_taken_for_the_base(base, stand_in):
-    with base.applied(random_pack(base, 0)):
-        with raises("conflict", None, base.name):
-            evaluate_tasks(base, None, ["known"])
-        with raises("conflict", None, base.name):
-            evaluate(base, None, limit=1)
+def test_a_base_that_carries_a_pack_is_not_taken_for_the_base(shared_tiny, stand_in):
+    with shared_tiny.applied(random_pack(shared_tiny, 0)):
+        with raises("conflict", None, shared_tiny.name):
+            evaluate_tasks(shared_tiny, None, ["known"])
+        with raises("conflict", None, shared_tiny.name):
+            evaluate(shared_tiny, None, limit=1)
 
 
-def test_sampled_answers_are_rejected(base, stand_in):
+def test_sampled_answers_are_rejected(shared_tiny, stand_in):
     ask = SimpleNamespace(args=("He", {"do_sample": True, "temperature": 0.7}))
     with raises("unsupported", None, "lm_eval"):
-        language_model(base).generate_until([ask])
+        language_model(shared_tiny).generate_until([ask])
 
 
 @pytest.mark.interop
-def test_the_harness_runs_tasks_with_a_pack_and_agrees_with_mlx_lm(base, tmp_path, monkeypatch):
+def test_the_harness_runs_tasks_with_a_pack_and_agrees_with_mlx_lm(
+    shared_tiny, tmp_path, monkeypatch
+):
     """The real lm_eval on tasks of a folder; likelihoods are those of mlx-lm's own adapter."""
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(q) + "\n" for q in QUESTIONS))
     for name, kind in (("choose", CHOICE), ("answer", ANSWER)):
         head = TASK.format(name=name, rows=tmp_path / "rows.jsonl")
         (tmp_path / f"{name}.yaml").write_text(head + kind)
-    pack = random_pack(base, 0).save(tmp_path / "p")
-    figures = evaluate_tasks(base, pack, ["choose", "answer"], task_path=tmp_path, limit=3)
+    pack = random_pack(shared_tiny, 0).save(tmp_path / "p")
+    figures = evaluate_tasks(shared_tiny, pack, ["choose", "answer"], task_path=tmp_path, limit=3)
     assert {"base", "pack", "base_se", "pack_se"} <= set(figures["choose"]["acc"])
     assert "exact_match" in figures["answer"]
 
     from mlx_lm.evaluate import MLXLM
 
     theirs = MLXLM.__new__(MLXLM)
-    theirs._model, theirs.tokenizer = base.model, base.tokenizer
+    theirs._model, theirs.tokenizer = shared_tiny.model, shared_tiny.tokenizer
     theirs._max_tokens, theirs.use_chat_template = None, True
     asked = [
         SimpleNamespace(args=(q["question"], choice), arguments=(q["question"], choice))
         for q in QUESTIONS
         for choice in q["choices"]
     ]
-    with base.applied(pack):
-        ours = language_model(base).loglikelihood(asked)
+    with shared_tiny.applied(pack):
+        ours = language_model(shared_tiny).loglikelihood(asked)
         wanted = theirs.loglikelihood(asked)
     for (value, greedy), (their_value, their_greedy) in zip(ours, wanted, strict=True):
         assert value == pytest.approx(their_value, rel=1e-4) and greedy == bool(their_greedy)

@@ -17,3 +17,6 @@ def chat(*turns: str) -> dict:
     """A chat row: user and assistant by turns."""
     roles = ("user", "assistant")
     return {"messages": [{"role": roles[i % 2], "content": t} for i, t in enumerate(turns)]}
+
+
+CHATS = [chat("Say hi.", "Hi there, friend."), chat("Say yes.", "Yes, I will.")] * 2

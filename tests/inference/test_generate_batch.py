@@ -5,7 +5,6 @@ from types import SimpleNamespace
 import pytest
 from mlx_lm.generate import generate_step
 
-from mlx_packs import load_base
 from mlx_packs.inference.generate import complete, complete_batch, stream_batch
 from mlx_packs.runtime import mx
 from tests.helpers.errors import raises
@@ -21,32 +20,27 @@ PROMPTS = (
 )
 
 
-@pytest.fixture(scope="module")
-def base():
-    return load_base("tiny")
-
-
 @pytest.mark.parametrize("rank", [0, 4], ids=["base", "pack"])
-def test_complete_batch_gives_the_text_of_each_prompt_alone(base, rank):
+def test_complete_batch_gives_the_text_of_each_prompt_alone(shared_tiny, rank):
     """Five ragged prompts, completions of four lengths, two at a time: each slot is used again."""
-    prompts = [base.tokenizer.encode(text) for text in PROMPTS]
+    prompts = [shared_tiny.tokenizer.encode(text) for text in PROMPTS]
     lengths = [12, 5, 9, 12, 3]
     if rank:
-        base.swap_pack(random_pack(base, 5, rank, ()))
+        shared_tiny.swap_pack(random_pack(shared_tiny, 5, rank, ()))
     try:
-        alone = [complete(base, p, n) for p, n in zip(prompts, lengths, strict=True)]
-        assert complete_batch(base, prompts, lengths, batch_size=2) == alone
-        assert complete_batch(base, prompts, lengths, batch_size=8) == alone
+        alone = [complete(shared_tiny, p, n) for p, n in zip(prompts, lengths, strict=True)]
+        assert complete_batch(shared_tiny, prompts, lengths, batch_size=2) == alone
+        assert complete_batch(shared_tiny, prompts, lengths, batch_size=8) == alone
     finally:
-        base.swap_pack(None)
+        shared_tiny.swap_pack(None)
     assert len(set(alone)) > 2
 
 
-def test_complete_batch_differs_with_a_pack(base):
-    prompts = [base.tokenizer.encode(text) for text in PROMPTS[:2]]
-    plain = complete_batch(base, prompts, 8)
-    with base.applied(random_pack(base, 5, 4, ())):
-        assert complete_batch(base, prompts, 8) != plain
+def test_complete_batch_differs_with_a_pack(shared_tiny):
+    prompts = [shared_tiny.tokenizer.encode(text) for text in PROMPTS[:2]]
+    plain = complete_batch(shared_tiny, prompts, 8)
+    with shared_tiny.applied(random_pack(shared_tiny, 5, 4, ())):
+        assert complete_batch(shared_tiny, prompts, 8) != plain
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "gpt2"])
@@ -63,15 +57,17 @@ def test_stream_batch_equals_one_by_one_in_other_families(family):
             assert tokens == [int(t) for t in alone]
 
 
-def test_stream_batch_admits_the_next_prompt_when_one_has_ended(base):
-    prompts = [base.tokenizer.encode(text) for text in PROMPTS[:3]]
-    order = [i for i, _ in stream_batch(base, prompts, [2, 10, 2], 2, stop=False)]
+def test_stream_batch_admits_the_next_prompt_when_one_has_ended(shared_tiny):
+    prompts = [shared_tiny.tokenizer.encode(text) for text in PROMPTS[:3]]
+    order = [i for i, _ in stream_batch(shared_tiny, prompts, [2, 10, 2], 2, stop=False)]
     assert order.index(2) < len(order) - 1 - order[::-1].index(1)
 
 
-def test_stream_batch_rejects_an_empty_prompt_and_states_that_cannot_be_batched(base, monkeypatch):
+def test_stream_batch_rejects_an_empty_prompt_and_states_that_cannot_be_batched(
+    shared_tiny, monkeypatch
+):
     with raises("invalid", None, "prompt"):
-        list(stream_batch(base, [[1], []]))
+        list(stream_batch(shared_tiny, [[1], []]))
     from mlx_lm.models import cache
 
     class Lone:
@@ -79,4 +75,4 @@ def test_stream_batch_rejects_an_empty_prompt_and_states_that_cannot_be_batched(
 
     monkeypatch.setattr(cache, "make_prompt_cache", lambda model: [Lone()])
     with raises("unsupported", None, "tiny", "Lone"):
-        list(stream_batch(base, [[1]]))
+        list(stream_batch(shared_tiny, [[1]]))

@@ -51,7 +51,7 @@ UNSUPPORTED = (
 
 
 @pytest.fixture
-def folder(tmp_path, monkeypatch):
+def states_folder(tmp_path, monkeypatch):
     """The folder of stored states, on disk in these tests alone."""
     monkeypatch.setenv("MLX_PACKS_CACHE", str(tmp_path / "cache"))
     return tmp_path / "cache" / "prefix"
@@ -196,7 +196,7 @@ def test_every_family_has_the_loss_of_computed_states_or_is_rejected(family):
 
 
 @pytest.mark.parametrize("memory", [0, 20_000, 10**9], ids=["disk", "both", "memory"])
-def test_states_beyond_the_memory_limit_come_from_disk(folder, monkeypatch, memory):
+def test_states_beyond_the_memory_limit_come_from_disk(states_folder, monkeypatch, memory):
     monkeypatch.setattr(frozen_activations, "memory_budget", lambda plan: memory)
     opened = CachedModel()
     batches = opened.batches(9)
@@ -215,15 +215,15 @@ def filled(base, **changes) -> CachedModel:
     return CachedModel(base, changed(TRAIN, **changes)).fill()
 
 
-def test_another_run_finds_what_one_has_kept(folder):
+def test_another_run_finds_what_one_has_kept(states_folder):
     base = base_of_blocks()
     assert (filled(base).cache.rows_found, filled(base).cache.rows_found) == (0, len(LENGTHS))
     last = filled(base, learning_rate=1.0, iters=90)  # neither changes a state
     assert (last.cache.rows_found, last.cache.rows_computed) == (len(LENGTHS), 0)
-    assert len(list(folder.iterdir())) == 1
+    assert len(list(states_folder.iterdir())) == 1
 
 
-def test_whatever_changes_the_states_has_a_file_of_its_own(folder):
+def test_whatever_changes_the_states_has_a_file_of_its_own(states_folder):
     def base():
         return base_of_blocks()
 
@@ -242,7 +242,7 @@ def test_whatever_changes_the_states_has_a_file_of_its_own(folder):
     ]
     runs.append(CachedModel(base=base(), num_layers=2))
     assert [run.cache.rows_found for run in runs] == [0] * len(runs)
-    assert len(list(folder.glob("*.states"))) == 1 + len(runs)
+    assert len(list(states_folder.glob("*.states"))) == 1 + len(runs)
 
 
 def test_tokens_matmul_path_config_and_weight_files_are_in_the_key(tmp_path):
@@ -265,10 +265,10 @@ def test_tokens_matmul_path_config_and_weight_files_are_in_the_key(tmp_path):
 
 
 @pytest.mark.parametrize("damage", ["states", "digests", "short", "long", "empty"])
-def test_damaged_files_are_made_again(folder, damage):
+def test_damaged_files_are_made_again(states_folder, damage):
     base = base_of_blocks()
     filled(base)
-    (file,) = folder.glob("*.states")
+    (file,) = states_folder.glob("*.states")
     whole = file.read_bytes()
     torn = {
         "states": whole[:-9] + bytes(b ^ 1 for b in whole[-9:]),
@@ -283,7 +283,7 @@ def test_damaged_files_are_made_again(folder, damage):
     assert file.read_bytes() == whole
 
 
-def test_states_of_another_base_under_the_same_name_are_made_again(folder):
+def test_states_of_another_base_under_the_same_name_are_made_again(states_folder):
     base = base_of_blocks()
     filled(base)
     base.model.layers[0].mlp.up_proj.weight *= 1.5  # its fingerprint stays as it was
@@ -296,7 +296,7 @@ def test_states_of_another_base_under_the_same_name_are_made_again(folder):
     ] == pytest.approx(expected, rel=1e-6)
 
 
-def test_one_foreign_row_among_those_computed_again_is_enough(folder):
+def test_one_foreign_row_among_those_computed_again_is_enough(states_folder):
     base = base_of_blocks()
     opened = CachedModel(base=base)
     for batch in opened.batches(4):
@@ -308,7 +308,7 @@ def test_one_foreign_row_among_those_computed_again_is_enough(folder):
     assert last > 0 and CachedModel(base=base).cache.rows_found == 0
 
 
-def test_a_file_in_use_is_left_to_the_other_run(folder):
+def test_a_file_in_use_is_left_to_the_other_run(states_folder):
     base = base_of_blocks()
     first = CachedModel(base=base)
     first.attached.detach()
@@ -318,7 +318,9 @@ def test_a_file_in_use_is_left_to_the_other_run(folder):
     assert second.states(second.batches(1)[0]).any()
 
 
-def test_on_a_full_disk_what_is_kept_is_read_and_the_rest_is_left_as_it_is(folder, monkeypatch):
+def test_on_a_full_disk_what_is_kept_is_read_and_the_rest_is_left_as_it_is(
+    states_folder, monkeypatch
+):
     monkeypatch.setattr(frozen_activations, "memory_budget", lambda plan: 0)
     opened = CachedModel()
     batches = opened.batches(4)
@@ -345,7 +347,7 @@ def test_on_a_full_disk_what_is_kept_is_read_and_the_rest_is_left_as_it_is(folde
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
-def test_a_cache_that_cannot_be_opened_lets_go_of_its_file(folder, monkeypatch, error):
+def test_a_cache_that_cannot_be_opened_lets_go_of_its_file(states_folder, monkeypatch, error):
     def fail(_):
         raise error
 
@@ -353,10 +355,10 @@ def test_a_cache_that_cannot_be_opened_lets_go_of_its_file(folder, monkeypatch, 
     with monkeypatch.context() as patch, pytest.raises(error) as raised:
         patch.setattr(frozen_activations.FrozenActivations, "drop_if_foreign", fail)
         CachedModel(base=base)
-    assert not list(folder.glob(".*.lock")), raised.traceback  # which holds on to the cache
+    assert not list(states_folder.glob(".*.lock")), raised.traceback  # which holds on to the cache
 
 
-def test_a_file_that_is_there_has_room_whatever_else_is_on_the_disk(folder, monkeypatch):
+def test_a_file_that_is_there_has_room_whatever_else_is_on_the_disk(states_folder, monkeypatch):
     base = base_of_blocks()
     filled(base)
     usage = SimpleNamespace(free=0)
@@ -364,13 +366,13 @@ def test_a_file_that_is_there_has_room_whatever_else_is_on_the_disk(folder, monk
     assert filled(base).cache.rows_found == len(LENGTHS)
 
 
-def test_files_that_no_run_has_used_for_long_are_removed(folder):
+def test_files_that_no_run_has_used_for_long_are_removed(states_folder):
     base = base_of_blocks()
     filled(base)
-    (old,) = folder.glob("*.states")
+    (old,) = states_folder.glob("*.states")
     os.utime(old, (0, 0))
     filled(base, seed=9)
-    assert not old.exists() and len(list(folder.glob("*.states"))) == 1
+    assert not old.exists() and len(list(states_folder.glob("*.states"))) == 1
 
 
 def test_on_is_rejected_with_nothing_frozen_below_the_adapters():

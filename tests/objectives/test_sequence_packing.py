@@ -147,33 +147,41 @@ PACKED = TrainConfig(
 
 
 @pytest.fixture
-def rows(tmp_path):
+def ragged_chats(tmp_path):
     turns = [chat(f"Say {i}.", "yes " * (i % 7 + 1)) for i in range(40)]
     return write_rows(tmp_path / "rows", train=turns, valid=turns[:4])
 
 
 @pytest.mark.slow
-def test_resumed_packed_run_equals_an_unbroken_one(tiny, rows, tmp_path):
+def test_resumed_packed_run_equals_an_unbroken_one(tiny, ragged_chats, tmp_path):
     lora = LoRAConfig(rank=4, dropout=0.2)
     short = TrainConfig(**{**vars(PACKED), "iters": 2})
-    whole = train_pack(tiny, rows, lora, PACKED, tmp_path / "whole")
-    train_pack(tiny, rows, lora, short, tmp_path / "broken")
-    resumed = train_pack(tiny, rows, lora, PACKED, tmp_path / "broken", resume=True, overwrite=True)
+    whole = train_pack(tiny, ragged_chats, lora, PACKED, tmp_path / "whole")
+    train_pack(tiny, ragged_chats, lora, short, tmp_path / "broken")
+    resumed = train_pack(
+        tiny, ragged_chats, lora, PACKED, tmp_path / "broken", resume=True, overwrite=True
+    )
     for name, tensor in whole.pack.tensors.items():
         assert mx.array_equal(tensor, resumed.pack.tensors[name]).item(), name
     assert whole.report["batch_shapes"] <= 4
     unpacked = TrainConfig(**{**vars(PACKED), "packing": False})
     with raises("mismatch", "packing", "True", "False"):
-        train_pack(tiny, rows, lora, unpacked, tmp_path / "broken", resume=True, overwrite=True)
+        train_pack(
+            tiny, ragged_chats, lora, unpacked, tmp_path / "broken", resume=True, overwrite=True
+        )
 
 
-def test_packed_run_says_how_full_it_is_and_plans_its_own_shapes(rows, tmp_path, run, monkeypatch):
+def test_packed_run_says_how_full_it_is_and_plans_its_own_shapes(
+    ragged_chats, tmp_path, run, monkeypatch
+):
     planned = []
     plan_run = "mlx_packs.training.planning.plan_run"
     monkeypatch.setattr(
         plan_run, lambda *a: planned.append(a[3]) or (_ for _ in ()).throw(PackError("none."))
     )
-    arguments = f"--data {rows} --iters 1 --max-seq-length 96 --batch-size 2 --matmul-path dense"
+    arguments = (
+        f"--data {ragged_chats} --iters 1 --max-seq-length 96 --batch-size 2 --matmul-path dense"
+    )
     code, _, err = run("train", *arguments.split(), "--packing", "--out", tmp_path / "p")
     assert code == 0, err
     line = next(line for line in err.splitlines() if line.startswith("data"))
@@ -183,14 +191,14 @@ def test_packed_run_says_how_full_it_is_and_plans_its_own_shapes(rows, tmp_path,
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, PackError])
-def test_no_thread_is_left_when_a_run_breaks_off(tiny, rows, tmp_path, monkeypatch, error):
+def test_no_thread_is_left_when_a_run_breaks_off(tiny, ragged_chats, tmp_path, monkeypatch, error):
     def fail(line):
         assert any(t.name.startswith("batches") for t in threading.enumerate())
         raise error("now")
 
     observe(monkeypatch, on_step=fail)
     with pytest.raises(error):
-        train_pack(tiny, rows, LoRAConfig(rank=2), PACKED, tmp_path / "p")
+        train_pack(tiny, ragged_chats, LoRAConfig(rank=2), PACKED, tmp_path / "p")
     assert not any(t.name.startswith("batches") for t in threading.enumerate())
 
 

@@ -9,7 +9,7 @@ from mlx_packs.ops import _backend, _cost, grouped_lora
 from mlx_packs.ops._check import Check, examine
 from mlx_packs.runtime import mx
 from tests.helpers.emulation import emulation, failing_maker
-from tests.helpers.errors import raises
+from tests.helpers.errors import check, raises
 
 
 def call() -> list[mx.array]:
@@ -40,11 +40,12 @@ def test_a_backend_that_is_not_here_is_an_error_by_every_way_to_name_it(
     with raises(kind, "backend", f"MLX_PACKS_BACKEND {name}"):
         call()
     for command in (["generate", "--prompt", "x"], ["train"], ["doctor"]):
-        code, out, err = run(*command)
-        assert (code, out) == (2, "") and f"MLX_PACKS_BACKEND {name}" in err
+        assert run(*command)[:2] == (2, "")
+        check(run.error, kind, "backend", f"MLX_PACKS_BACKEND {name}")
     monkeypatch.delenv("MLX_PACKS_BACKEND")
     code, out, err = run("train", "--backend", name)
-    assert (code, out) == (2, "") and err.count("\n") == 1 and f"--backend {name}" in err
+    assert (code, out) == (2, "") and err.count("\n") == 1
+    check(run.error, kind, "backend", f"--backend {name}")
 
 
 def test_leaving_a_backend_neither_raises_nor_hides_an_error(monkeypatch, run):

@@ -4,7 +4,7 @@ import mlx.nn as nn
 import pytest
 from mlx.utils import tree_flatten
 
-from mlx_packs import Pack, load_base, weighted_sum
+from mlx_packs import Pack, weighted_sum
 from mlx_packs.adapters.tensors import delta_of
 from mlx_packs.nn.imported import DoRALinear
 from mlx_packs.packs.base import Base
@@ -38,85 +38,88 @@ def same(a, b) -> bool:
 
 
 @pytest.fixture(scope="module")
-def base() -> Base:
-    return load_base("tiny")
-
-
-@pytest.fixture(scope="module")
-def packs(base) -> dict[str, Pack]:
+def packs(shared_tiny) -> dict[str, Pack]:
     """``a`` and ``b`` have one shape, ``c`` another."""
     other = ("k_proj", "o_proj", "gate_proj")
     return {
-        "a": random_pack(base, 0),
-        "b": random_pack(base, 1),
-        "c": random_pack(base, 2, 3, other),
+        "a": random_pack(shared_tiny, 0),
+        "b": random_pack(shared_tiny, 1),
+        "c": random_pack(shared_tiny, 2, 3, other),
     }
 
 
-def test_applied_contexts_nest_and_each_end_restores_logits_to_the_bit(base, packs):
-    plain, alone = logits(base), {}
+def test_applied_contexts_nest_and_each_end_restores_logits_to_the_bit(shared_tiny, packs):
+    plain, alone = logits(shared_tiny), {}
     for name, pack in packs.items():
-        with base.applied(pack):
-            alone[name] = logits(base)
+        with shared_tiny.applied(pack):
+            alone[name] = logits(shared_tiny)
         assert not same(alone[name], plain)
-    with base.applied(packs["a"]):
+    with shared_tiny.applied(packs["a"]):
         for inner in "bc":
-            with base.applied(packs[inner]):
-                assert same(logits(base), alone[inner])
-                with base.applied(packs["a"]):
-                    assert same(logits(base), alone["a"])
-                assert same(logits(base), alone[inner])
-            assert same(logits(base), alone["a"])
-    assert same(logits(base), plain) and base.active is None
+            with shared_tiny.applied(packs[inner]):
+                assert same(logits(shared_tiny), alone[inner])
+                with shared_tiny.applied(packs["a"]):
+                    assert same(logits(shared_tiny), alone["a"])
+                assert same(logits(shared_tiny), alone[inner])
+            assert same(logits(shared_tiny), alone["a"])
+    assert same(logits(shared_tiny), plain) and shared_tiny.active is None
 
 
-def test_applied_restores_after_an_error_inside(base, packs):
-    plain = logits(base)
-    with pytest.raises(ZeroDivisionError), base.applied(packs["a"]), base.applied(packs["c"]):
+def test_applied_restores_after_an_error_inside(shared_tiny, packs):
+    plain = logits(shared_tiny)
+    with (
+        pytest.raises(ZeroDivisionError),
+        shared_tiny.applied(packs["a"]),
+        shared_tiny.applied(packs["c"]),
+    ):
         raise ZeroDivisionError
-    assert same(logits(base), plain) and base.active is None
+    assert same(logits(shared_tiny), plain) and shared_tiny.active is None
 
 
-def test_swap_pack_gives_what_a_fresh_attach_gives_and_touches_no_weight(base, packs):
-    before = [(name, id(array)) for name, array in tree_flatten(base.model.parameters())]
-    modules = [(path, id(module)) for path, module in base.model.named_modules()]
+def test_swap_pack_gives_what_a_fresh_attach_gives_and_touches_no_weight(shared_tiny, packs):
+    before = [(name, id(array)) for name, array in tree_flatten(shared_tiny.model.parameters())]
+    modules = [(path, id(module)) for path, module in shared_tiny.model.named_modules()]
     for name in "abcacb":
-        base.swap_pack(packs[name])
-        swapped = logits(base)
-        base.swap_pack(None)
-        attached = packs[name].attach(base)
-        assert same(swapped, logits(base))
+        shared_tiny.swap_pack(packs[name])
+        swapped = logits(shared_tiny)
+        shared_tiny.swap_pack(None)
+        attached = packs[name].attach(shared_tiny)
+        assert same(swapped, logits(shared_tiny))
         attached.detach()
-    assert [(name, id(array)) for name, array in tree_flatten(base.model.parameters())] == before
-    assert [(path, id(module)) for path, module in base.model.named_modules()] == modules
+    assert [
+        (name, id(array)) for name, array in tree_flatten(shared_tiny.model.parameters())
+    ] == before
+    assert [(path, id(module)) for path, module in shared_tiny.model.named_modules()] == modules
 
 
 def test_swap_pack_of_one_shape_replaces_arrays_alone_and_others_come_back_as_they_were(
-    base, packs
+    shared_tiny, packs
 ):
-    base.swap_pack(packs["a"])
-    first = base.active.attached
-    base.swap_pack(packs["b"])
-    assert base.active.attached is first
-    base.swap_pack(packs["c"])
-    assert base.active.attached is not first
-    base.swap_pack(packs["a"])
-    assert base.active.attached is first
-    base.swap_pack(None)
+    shared_tiny.swap_pack(packs["a"])
+    first = shared_tiny.active.attached
+    shared_tiny.swap_pack(packs["b"])
+    assert shared_tiny.active.attached is first
+    shared_tiny.swap_pack(packs["c"])
+    assert shared_tiny.active.attached is not first
+    shared_tiny.swap_pack(packs["a"])
+    assert shared_tiny.active.attached is first
+    shared_tiny.swap_pack(None)
 
 
-def test_swap_pack_rejects_another_base_and_keeps_the_active_pack(base, packs):
-    stranger = random_pack(Base(**{**vars_of(base), "fingerprint": "f" * 64}), 3)
-    with base.applied(packs["a"]):
-        active = logits(base)
-        with raises("mismatch", None, "tiny (fingerprint ffffffffffff)", base.fingerprint[:12]):
-            base.swap_pack(stranger)
+def test_swap_pack_rejects_another_base_and_keeps_the_active_pack(shared_tiny, packs):
+    stranger = random_pack(Base(**{**vars_of(shared_tiny), "fingerprint": "f" * 64}), 3)
+    with shared_tiny.applied(packs["a"]):
+        active = logits(shared_tiny)
+        with raises(
+            "mismatch", None, "tiny (fingerprint ffffffffffff)", shared_tiny.fingerprint[:12]
+        ):
+            shared_tiny.swap_pack(stranger)
         wrong = Pack({**packs["c"].manifest}, dict(list(packs["c"].tensors.items())[:-1]))
         with raises("mismatch", None, "missing"):
-            base.swap_pack(wrong)
-        assert same(logits(base), active)
-        with raises("conflict", None, base.name):
-            packs["b"].attach(base)
+            shared_tiny.swap_pack(wrong)
+        assert same(logits(shared_tiny), active)
+        with raises("conflict", None, shared_tiny.name):
+            packs["b"].attach(shared_tiny)
 
 
 def vars_of(base) -> dict:
@@ -124,25 +127,25 @@ def vars_of(base) -> dict:
     return {name: getattr(base, name) for name in names}
 
 
-def test_modules_that_were_taken_off_in_training_come_back_to_answer(base, packs):
-    with base.applied(packs["a"]):
-        wanted = logits(base)
-        base.model.train()
-    assert not any(module.training for module in base.model.modules())
-    with base.applied(packs["a"]):
-        assert not any(module.training for module in base.model.modules())
-        assert same(logits(base), wanted)
+def test_modules_that_were_taken_off_in_training_come_back_to_answer(shared_tiny, packs):
+    with shared_tiny.applied(packs["a"]):
+        wanted = logits(shared_tiny)
+        shared_tiny.model.train()
+    assert not any(module.training for module in shared_tiny.model.modules())
+    with shared_tiny.applied(packs["a"]):
+        assert not any(module.training for module in shared_tiny.model.modules())
+        assert same(logits(shared_tiny), wanted)
 
 
 @pytest.mark.slow
-def test_memory_is_flat_over_a_thousand_swaps(base, packs):
+def test_memory_is_flat_over_a_thousand_swaps(shared_tiny, packs):
     def swap(count):
         for i in range(count):
-            base.swap_pack(packs["ab"[i % 2]])
+            shared_tiny.swap_pack(packs["ab"[i % 2]])
             if i % 10 == 0:
-                base.swap_pack(packs["c"])
-                mx.eval(base.model(mx.array(PROBE)))
-        base.swap_pack(None)
+                shared_tiny.swap_pack(packs["c"])
+                mx.eval(shared_tiny.model(mx.array(PROBE)))
+        shared_tiny.swap_pack(None)
         mx.clear_cache()
         return mx.get_active_memory()
 
@@ -150,14 +153,16 @@ def test_memory_is_flat_over_a_thousand_swaps(base, packs):
     assert swap(1000) == swap(20)
 
 
-def test_dense_path_is_kept_while_packs_of_one_shape_are_swapped(base, packs):
-    plain = logits(base)
-    with base.applied(packs["a"], "dense"):
-        first = base.active.attached
-        with base.applied(packs["b"], "dense"):
-            assert base.active.attached is first
-            assert isinstance(base.model.layers[0].self_attn.k_proj, nn.Linear)
-    assert same(logits(base), plain) and all(f.attached is not first for f in base.idle_slots)
+def test_dense_path_is_kept_while_packs_of_one_shape_are_swapped(shared_tiny, packs):
+    plain = logits(shared_tiny)
+    with shared_tiny.applied(packs["a"], "dense"):
+        first = shared_tiny.active.attached
+        with shared_tiny.applied(packs["b"], "dense"):
+            assert shared_tiny.active.attached is first
+            assert isinstance(shared_tiny.model.layers[0].self_attn.k_proj, nn.Linear)
+    assert same(logits(shared_tiny), plain) and all(
+        f.attached is not first for f in shared_tiny.idle_slots
+    )
 
 
 def test_packs_of_one_shape_share_the_traces_that_score_them():
@@ -259,57 +264,57 @@ def test_weighted_sum_of_slices_and_a_whole_projection_has_one_slice():
         logits(base)
 
 
-def test_applied_takes_packs_with_weights(base, packs, tmp_path):
-    plain = logits(base)
+def test_applied_takes_packs_with_weights(shared_tiny, packs, tmp_path):
+    plain = logits(shared_tiny)
     for name in "ac":
         packs[name].save(tmp_path / name)
-    with base.applied({tmp_path / "a": 0.7, tmp_path / "c": 0.3}):
-        both = logits(base)
-    with base.applied([(packs["a"], 0.7), (packs["c"], 0.3)]):
-        assert same(logits(base), both)
-    assert not same(both, plain) and same(logits(base), plain)
+    with shared_tiny.applied({tmp_path / "a": 0.7, tmp_path / "c": 0.3}):
+        both = logits(shared_tiny)
+    with shared_tiny.applied([(packs["a"], 0.7), (packs["c"], 0.3)]):
+        assert same(logits(shared_tiny), both)
+    assert not same(both, plain) and same(logits(shared_tiny), plain)
     summed = weighted_sum([(packs["a"], 0.7), (packs["c"], 0.3)]).save(tmp_path / "sum")
-    with base.applied(Pack.open(summed.path)):
-        assert same(logits(base), both)
+    with shared_tiny.applied(Pack.open(summed.path)):
+        assert same(logits(shared_tiny), both)
 
 
 def test_weighted_sum_of_one_pack_with_weight_1_is_that_pack(packs):
     assert weighted_sum([(packs["a"], 1.0)]) is packs["a"]
 
 
-def test_what_a_pack_brings_whole_goes_with_it(base, packs):
-    plain, whole = packs["a"], with_full_norm(base, packs["a"])
-    alone = logits(base)
-    with base.applied(plain):
-        expected = logits(base)
+def test_what_a_pack_brings_whole_goes_with_it(shared_tiny, packs):
+    plain, whole = packs["a"], with_full_norm(shared_tiny, packs["a"])
+    alone = logits(shared_tiny)
+    with shared_tiny.applied(plain):
+        expected = logits(shared_tiny)
     for _ in range(2):
-        with base.applied(whole):
-            assert not mx.allclose(logits(base), expected).item()
-            base.swap_pack(plain)
-            assert mx.array_equal(logits(base), expected).item()
-        with base.applied(plain):
-            assert mx.array_equal(logits(base), expected).item()
-    assert mx.array_equal(logits(base), alone).item()
+        with shared_tiny.applied(whole):
+            assert not mx.allclose(logits(shared_tiny), expected).item()
+            shared_tiny.swap_pack(plain)
+            assert mx.array_equal(logits(shared_tiny), expected).item()
+        with shared_tiny.applied(plain):
+            assert mx.array_equal(logits(shared_tiny), expected).item()
+    assert mx.array_equal(logits(shared_tiny), alone).item()
 
 
-def test_a_swap_leaves_nothing_of_dora_to_the_first_forward(base, packs):
+def test_a_swap_leaves_nothing_of_dora_to_the_first_forward(shared_tiny, packs):
     lora = packs["a"]
     modules, tensors = [], dict(lora.load_tensors())
     for module in lora.manifest["adapters"]["modules"]:
         modules.append({**module, "kind": "dora"})
         tensors[f"{module['path']}.m"] = mx.ones((module["slices"][0]["width"],))
     adapters = {**lora.manifest["adapters"], "modules": modules}
-    base.swap_pack(Pack({**lora.manifest, "adapters": adapters}, tensors))
+    shared_tiny.swap_pack(Pack({**lora.manifest, "adapters": adapters}, tensors))
     try:
-        result = [m.magnitude for m in base.model.modules() if isinstance(m, DoRALinear)]
+        result = [m.magnitude for m in shared_tiny.model.modules() if isinstance(m, DoRALinear)]
         before = mx.get_active_memory()
         mx.eval(result)
         assert result and mx.get_active_memory() == before
     finally:
-        base.swap_pack(None)
+        shared_tiny.swap_pack(None)
 
 
-def test_weighted_sum_refuses_what_cannot_be_added(base, packs, tmp_path):
+def test_weighted_sum_refuses_what_cannot_be_added(shared_tiny, packs, tmp_path):
     a = packs["a"].save(tmp_path / "a")
     model, config = model_of("qwen3")
     other = Base("elsewhere", tmp_path, model, None, config, "9" * 64)
@@ -321,7 +326,7 @@ def test_weighted_sum_refuses_what_cannot_be_added(base, packs, tmp_path):
     with raises("invalid", "pack"):
         weighted_sum([])
     with raises("unsupported", None, "model.norm.weight"):
-        weighted_sum([(a, 0.5), (with_full_norm(base, a), 0.5)])
+        weighted_sum([(a, 0.5), (with_full_norm(shared_tiny, a), 0.5)])
 
 
 @pytest.mark.parametrize("weight", ["x", "", "nan", "inf", "0", "1e999"])

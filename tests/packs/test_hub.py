@@ -14,7 +14,6 @@ from huggingface_hub import ModelCard, constants
 
 import mlx_packs as mp
 from mlx_packs import Pack
-from mlx_packs.errors import PackError
 from mlx_packs.files import sha256
 from mlx_packs.packs.hub import MAIN, split_name
 from mlx_packs.packs.push import prepare
@@ -44,31 +43,17 @@ def hub(here, monkeypatch):
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory) -> Path:
+def local_pack(tmp_path_factory) -> Path:
     return write_pack(tmp_path_factory.mktemp("made") / "p", eval=EVAL).path
 
 
 @pytest.fixture
-def pushed(made, hub, here) -> Pack:
+def pushed(local_pack, hub, here) -> Pack:
     """A pack in ``p`` that is on the hub as ``me/p``."""
-    shutil.copytree(made, here / "p")
+    shutil.copytree(local_pack, here / "p")
     hub.repos["me/p"] = Repo()
     hub.repos["me/p"].commit(contents(here / "p"))
     return Pack.open(here / "p")
-
-
-@pytest.fixture
-def refused(run):
-    """Run a command that prints nothing but one line about its error; the error."""
-
-    def go(*args) -> PackError:
-        code, out, err = run(*args)
-        assert (code, out) == (2, ""), err
-        lines = [line for line in err.splitlines() if not line.startswith(("pull ", "left "))]
-        assert len(lines) == 1 and lines[0].startswith("packs: "), err
-        return run.error
-
-    return go
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -125,12 +110,12 @@ def test_pull_takes_a_branch_or_a_commit(pushed, hub, here):
     assert json.loads((here / "a" / "hub.json").read_text())["revision"] == first
 
 
-def test_pull_replaces_a_pack_only_when_told_to(pushed, here, refused, run):
+def test_pull_replaces_a_pack_only_when_told_to(pushed, here, rejected, run):
     (here / "q").mkdir()
     (here / "q" / "mine.txt").write_text("mine")
-    check(refused("pull", "me/p", "--out", "q"), "exists", "out", "q")
+    check(rejected("pull", "me/p", "--out", "q"), "exists", "out", "q")
     write_pack(here / "r", rank=5)
-    check(refused("pull", "me/p", "--out", "r"), "exists", "out", "--overwrite")
+    check(rejected("pull", "me/p", "--out", "r"), "exists", "out", "--overwrite")
     assert run("pull", "me/p", "--out", "r", "--overwrite")[0] == 0
     assert sha256(here / "r" / "adapters.safetensors") == sha256(
         here / "p" / "adapters.safetensors"
@@ -194,21 +179,21 @@ def test_a_server_without_ranges_and_a_partial_that_is_too_long_start_again(
     assert set(contents(here / "q")) == NAMES | {"hub.json"}
 
 
-def test_a_tampered_file_is_refused_with_its_hash(pushed, hub, here, refused):
+def test_a_tampered_file_is_refused_with_its_hash(pushed, hub, here, rejected):
     data = bytearray((here / "p" / "adapters.safetensors").read_bytes())
     data[-1] ^= 1
     serve(hub, here / "p", **{"adapters.safetensors": bytes(data)})
     digest = pushed.manifest["files"]["adapters.safetensors"]["sha256"][:12]
-    error = refused("pull", "me/evil", "--out", "q")
+    error = rejected("pull", "me/evil", "--out", "q")
     check(error, "unreadable", None, "adapters.safetensors", digest)
     assert not (here / "q").exists()
     serve(hub, here / "p")  # mended: nothing bad was kept
     assert mp.pull("me/evil", "q").path == Path("q")
 
 
-def test_a_file_of_another_size_is_refused_before_it_is_fetched(pushed, hub, here, refused):
+def test_a_file_of_another_size_is_refused_before_it_is_fetched(pushed, hub, here, rejected):
     serve(hub, here / "p", **{"adapters.safetensors": b"\0" * 10_000_000})
-    check(refused("pull", "me/evil", "--out", "q"), "unreadable", None, "10000000 bytes")
+    check(rejected("pull", "me/evil", "--out", "q"), "unreadable", None, "10000000 bytes")
     assert hub.fetched() == {"pack.json"}
 
 
@@ -229,20 +214,20 @@ def test_a_file_of_another_size_is_refused_before_it_is_fetched(pushed, hub, her
     ],
 )
 def test_a_manifest_that_names_anything_but_plain_files_is_refused(
-    pushed, hub, here, refused, name
+    pushed, hub, here, rejected, name
 ):
     def change(manifest):
         manifest["files"][name] = {"bytes": 4, "sha256": "0" * 64}
 
     serve(hub, here / "p", change, **{"evil.bin": b"evil"})
-    check(refused("pull", "me/evil", "--out", "q"), "unsupported", None, f"{name!r}")
+    check(rejected("pull", "me/evil", "--out", "q"), "unsupported", None, f"{name!r}")
     assert hub.fetched() == {"pack.json"}
     assert {p.name for p in here.iterdir()} == {"p"}  # nothing of it is kept
 
 
-def test_a_repository_with_a_path_that_leads_elsewhere_is_refused(pushed, hub, here, refused):
+def test_a_repository_with_a_path_that_leads_elsewhere_is_refused(pushed, hub, here, rejected):
     serve(hub, here / "p", **{"../evil.json": b"{}"})
-    check(refused("pull", "me/evil", "--out", "q"), "unreadable", None, "'../evil.json'")
+    check(rejected("pull", "me/evil", "--out", "q"), "unreadable", None, "'../evil.json'")
     assert hub.fetched() == set()
 
 
@@ -253,39 +238,39 @@ def test_pickles_and_code_beside_a_pack_are_never_fetched(pushed, hub, here, run
     assert hub.fetched() == NAMES and set(contents(here / "q")) == NAMES | {"hub.json"}
 
 
-def test_a_symlink_in_a_repository_never_becomes_one_here(pushed, hub, here, refused):
+def test_a_symlink_in_a_repository_never_becomes_one_here(pushed, hub, here, rejected):
     """The Hub serves a link of git as a file with the target in it."""
     serve(hub, here / "p", **{"README.md": b"../../.ssh/id"})
-    check(refused("pull", "me/evil", "--out", "q"), "unreadable", None, "README.md", "13 bytes")
+    check(rejected("pull", "me/evil", "--out", "q"), "unreadable", None, "README.md", "13 bytes")
 
 
-def test_symlinks_here_are_not_written_through(pushed, hub, here, refused):
+def test_symlinks_here_are_not_written_through(pushed, hub, here, rejected):
     target = here / "target.txt"
     target.write_text("mine")
     (here / "q").symlink_to(here / "elsewhere")
-    check(refused("pull", "me/p", "--out", "q"), "exists", "out", "q")
+    check(rejected("pull", "me/p", "--out", "q"), "exists", "out", "q")
     partial = here / f".r.pull-{hub.repos['me/p'].branches[MAIN][:12]}"
     partial.mkdir()
     (partial / "adapters.safetensors").symlink_to(target)
-    check(refused("pull", "me/p", "--out", "r"), "exists", None, "adapters.safetensors")
+    check(rejected("pull", "me/p", "--out", "r"), "exists", None, "adapters.safetensors")
     assert target.read_text() == "mine"
 
 
-def test_a_symlink_in_a_pack_is_not_pushed(hub, here, refused):
+def test_a_symlink_in_a_pack_is_not_pushed(hub, here, rejected):
     write_pack(here / "p")
     (here / "p" / "README.md").rename(here / "card")
     (here / "p" / "README.md").symlink_to(here / "card")
-    check(refused("push", "p", "me/p"), "not-found", None, "README.md")
+    check(rejected("push", "p", "me/p"), "not-found", None, "README.md")
     assert hub.requests == []
 
 
-def test_a_manifest_of_a_newer_format_is_refused(pushed, hub, here, refused):
+def test_a_manifest_of_a_newer_format_is_refused(pushed, hub, here, rejected):
     serve(hub, here / "p", lambda m: m.update(format_version=99))
-    check(refused("pull", "me/evil", "--out", "q"), "unsupported", None, "pack.json", "99")
+    check(rejected("pull", "me/evil", "--out", "q"), "unsupported", None, "pack.json", "99")
     assert hub.fetched() == {"pack.json"}
 
 
-def test_safetensors_that_are_none_are_refused(pushed, hub, here, refused):
+def test_safetensors_that_are_none_are_refused(pushed, hub, here, rejected):
     junk = b"\x80\x04evil pickle" * 9
 
     def change(manifest):
@@ -293,7 +278,7 @@ def test_safetensors_that_are_none_are_refused(pushed, hub, here, refused):
         manifest["files"]["adapters.safetensors"] = facts
 
     serve(hub, here / "p", change, **{"adapters.safetensors": junk})
-    check(refused("pull", "me/evil", "--out", "q"), "unreadable", None, "adapters.safetensors")
+    check(rejected("pull", "me/evil", "--out", "q"), "unreadable", None, "adapters.safetensors")
     assert not (here / "q").exists()
 
 
@@ -312,10 +297,10 @@ def test_safetensors_that_are_none_are_refused(pushed, hub, here, refused):
         ("me/empty", "not-found", None),
     ],
 )
-def test_pull_names_what_is_wrong_with_a_name(pushed, hub, refused, name, code, flag):
+def test_pull_names_what_is_wrong_with_a_name(pushed, hub, rejected, name, code, flag):
     hub.repos["me/empty"] = Repo()
     hub.repos["me/empty"].commit({"config.json": b"{}"})
-    check(refused("pull", name, "--out", "q"), code, flag, name.partition("@")[0])
+    check(rejected("pull", name, "--out", "q"), code, flag, name.partition("@")[0])
 
 
 def test_split_name_knows_revisions():
@@ -323,7 +308,7 @@ def test_split_name_knows_revisions():
     assert split_name("a/b@refs/pr/1") == ("a/b", "refs/pr/1")
 
 
-def test_without_a_network_each_command_says_so_in_one_line(here, hub, monkeypatch, refused):
+def test_without_a_network_each_command_says_so_in_one_line(here, hub, monkeypatch, rejected):
     write_pack(here / "p")
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
     for command in (
@@ -332,24 +317,24 @@ def test_without_a_network_each_command_says_so_in_one_line(here, hub, monkeypat
         ("inspect", "me/p"),
         ("generate", "--pack", "me/p", "--prompt", "x"),
     ):
-        check(refused(*command), "network", None, "me/p", "http://127.0.0.1:9")
+        check(rejected(*command), "network", None, "me/p", "http://127.0.0.1:9")
     assert {f.name for f in here.iterdir()} == {"p"}
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    check(refused("pull", "me/p"), "network", None, "me/p@main", "HF_HUB_OFFLINE")
+    check(rejected("pull", "me/p"), "network", None, "me/p@main", "HF_HUB_OFFLINE")
 
 
 @pytest.mark.parametrize("out", ["", ".", ".."])
-def test_pull_needs_a_name_for_the_folder(pushed, refused, out):
-    check(refused("pull", "me/p", "--out", out), "invalid", "out")
+def test_pull_needs_a_name_for_the_folder(pushed, rejected, out):
+    check(rejected("pull", "me/p", "--out", out), "invalid", "out")
 
 
-def test_push_refuses_a_damaged_pack_before_it_sends_anything(hub, here, refused):
+def test_push_refuses_a_damaged_pack_before_it_sends_anything(hub, here, rejected):
     pack = write_pack(here / "p")
     data = bytearray((here / "p" / "adapters.safetensors").read_bytes())
     data[-1] ^= 1
     (here / "p" / "adapters.safetensors").write_bytes(data)
     digest = pack.manifest["files"]["adapters.safetensors"]["sha256"][:12]
-    check(refused("push", "p", "me/p"), "unreadable", None, "adapters.safetensors", digest)
+    check(rejected("push", "p", "me/p"), "unreadable", None, "adapters.safetensors", digest)
     assert hub.requests == []
 
 
@@ -375,7 +360,7 @@ def test_a_base_that_is_no_hub_id_is_not_named_as_one(here):
     assert card.base_model is None and card.license is None
 
 
-def test_a_licence_is_given_or_the_bases_and_never_invented(hub, here, refused):
+def test_a_licence_is_given_or_the_bases_and_never_invented(hub, here, rejected):
     def license_of(name: str) -> str | None:
         write_pack(here / name)
         mp.push(name, f"me/{name}")
@@ -386,7 +371,7 @@ def test_a_licence_is_given_or_the_bases_and_never_invented(hub, here, refused):
     hub.repos[BASE["id"]].commit({"config.json": b"{}"})
     assert license_of("b") == "mit"
     assert "Licence: mit" in (here / "b" / "README.md").read_text()
-    check(refused("push", "a", "me/a", "--license", "My own!"), "invalid", "license", "My own!")
+    check(rejected("push", "a", "me/a", "--license", "My own!"), "invalid", "license", "My own!")
 
 
 @pytest.mark.parametrize("out", ["q", None], ids=["folder", "cache"])
@@ -412,15 +397,15 @@ def snapshot_of(pack: Path, cache: Path) -> Path:
     return snapshot
 
 
-def test_nothing_is_written_through_the_links_of_a_snapshot(made, hub, here):
-    snapshot = snapshot_of(made, here / "hf" / "hub")
+def test_nothing_is_written_through_the_links_of_a_snapshot(local_pack, hub, here):
+    snapshot = snapshot_of(local_pack, here / "hf" / "hub")
     mp.push(snapshot, "me/own", license="mit")
     assert all(file.is_symlink() for file in snapshot.iterdir())
-    elsewhere = snapshot_of(made, here / "other")
+    elsewhere = snapshot_of(local_pack, here / "other")
     prepare(Pack.open(elsewhere), "mit")
     assert Pack.open(elsewhere).manifest["license"] == "mit"
     for cache in ("hf/hub", "other"):
-        assert contents(here / cache / "models--me--p" / "blobs") == contents(made)
+        assert contents(here / cache / "models--me--p" / "blobs") == contents(local_pack)
 
 
 def test_a_link_to_a_pack_stays_a_link_when_the_pack_is_written(hub, here):
@@ -492,7 +477,7 @@ def test_push_leaves_no_path_of_this_machine_in_what_it_sends(hub, here):
 
 
 @pytest.mark.parametrize("where", ["adapter_config.json", "adapters.safetensors"])
-def test_push_refuses_a_path_of_this_machine_in_other_files(hub, here, refused, where):
+def test_push_refuses_a_path_of_this_machine_in_other_files(hub, here, rejected, where):
     pack = write_pack(here / "p")
     file, secret = here / "p" / where, f"{Path.home()}/private/x"
     if where == "adapter_config.json":
@@ -504,7 +489,7 @@ def test_push_refuses_a_path_of_this_machine_in_other_files(hub, here, refused, 
     facts = {"bytes": file.stat().st_size, "sha256": sha256(file)}
     manifest = pack.manifest | {"files": pack.manifest["files"] | {where: facts}}
     (here / "p" / "pack.json").write_text(json.dumps(manifest))
-    check(refused("push", "p", "me/p"), "data", None, where, str(Path.home()))
+    check(rejected("push", "p", "me/p"), "data", None, where, str(Path.home()))
     assert hub.requests == []
 
 
@@ -527,19 +512,19 @@ def test_a_token_goes_to_the_hub_and_nowhere_else(pushed, hub, here, monkeypatch
     assert hub.tokens == {"127.0.0.1": {"Bearer hf_secret"}, "localhost": {None}}
 
 
-def test_a_push_that_the_hub_forbids_says_what_to_do(hub, here, refused):
+def test_a_push_that_the_hub_forbids_says_what_to_do(hub, here, rejected):
     write_pack(here / "p")
     hub.forbidden = True
-    check(refused("push", "p", "me/p"), "network", None, "me/p", "403", "hf auth login")
+    check(rejected("push", "p", "me/p"), "network", None, "me/p", "403", "hf auth login")
 
 
-def test_private_is_private(hub, here, refused):
+def test_private_is_private(hub, here, rejected):
     write_pack(here / "p")
     mp.push("p", "me/secret", private=True)
     assert hub.repos["me/secret"].private
     hub.repos["me/open"] = Repo()
     before = hub.repos["me/open"].commit({"a.json": b"{}"})
-    check(refused("push", "p", "me/open", "--private"), "conflict", "private", "me/open")
+    check(rejected("push", "p", "me/open", "--private"), "conflict", "private", "me/open")
     assert hub.repos["me/open"].branches[MAIN] == before
 
 
@@ -569,10 +554,10 @@ def test_a_damaged_pack_in_the_cache_is_fetched_again(pushed, hub):
     mp.pull("me/p").verify()
 
 
-def test_a_folder_comes_before_a_hub_id(here, hub, refused):
+def test_a_folder_comes_before_a_hub_id(here, hub, rejected):
     write_pack(here / "me" / "p")
     assert Pack.open("me/p").path == Path("me/p")
-    check(refused("inspect", "me/typo"), "not-found", None, "me/typo")
+    check(rejected("inspect", "me/typo"), "not-found", None, "me/typo")
     assert hub.requests == []
 
 

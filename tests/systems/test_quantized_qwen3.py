@@ -36,7 +36,7 @@ SHAPES = {  # in, out
 
 
 @pytest.fixture(scope="module")
-def here(tmp_path_factory) -> Path:
+def block_folder(tmp_path_factory) -> Path:
     """The block of Qwen3-4B, a small base in bf16, and rows."""
     folder = tmp_path_factory.mktemp("qwen3-4b")
     spec = importlib.util.spec_from_file_location("c", ROOT / "examples" / "random_checkpoint.py")
@@ -57,11 +57,11 @@ def training(here: Path, model: str, out: str, *args: object) -> list[str]:
 
 
 @pytest.fixture
-def train(here, run):
+def train_block(block_folder, run):
     """`packs train` on a base of ``here``; its report and its output."""
 
     def go(model: str, out: str, *args, code: int = 0) -> tuple[dict, str]:
-        exit_code, printed, err = run(*training(here, model, out, *args))
+        exit_code, printed, err = run(*training(block_folder, model, out, *args))
         assert exit_code == code, err
         return json.loads(printed) if printed else {}, err
 
@@ -69,19 +69,19 @@ def train(here, run):
 
 
 @pytest.fixture(scope="module")
-def trained(here) -> tuple[Path, str]:
+def pack_of_block(block_folder) -> tuple[Path, str]:
     """A pack of the 4B block with a rank for each slice; and what was printed beside the report."""
     pattern = ",".join(f"{name}={rank}" for name, rank in RANKS.items())
     more = ("--rank", 4, "--rank-pattern", pattern, "--matmul-path", "dense", "-v")
-    result = CliRunner().invoke(packs, training(here, "qwen3-4b", "pack", *more))
+    result = CliRunner().invoke(packs, training(block_folder, "qwen3-4b", "pack", *more))
     assert result.exit_code == 0, result.stderr
-    return here / "pack", result.stderr
+    return block_folder / "pack", result.stderr
 
 
-def test_grouped_projections_train_at_the_true_geometry_of_qwen3_4b(here, trained):
-    stored, _ = read_header(here / "qwen3-4b" / "model.safetensors")
+def test_grouped_projections_train_at_the_true_geometry_of_qwen3_4b(block_folder, pack_of_block):
+    stored, _ = read_header(block_folder / "qwen3-4b" / "model.safetensors")
     assert stored[f"{BLOCK}.self_attn.q_proj.weight"]["shape"] == [4096, 320]  # what once crashed
-    pack = Pack.open(trained[0])
+    pack = Pack.open(pack_of_block[0])
     tensors = pack.load_tensors()
     for path, (inputs, outputs) in SHAPES.items():
         a, b = (tensors[f"{BLOCK}.{path}.lora_{part}"] for part in "ab")
@@ -100,17 +100,19 @@ def test_grouped_projections_train_at_the_true_geometry_of_qwen3_4b(here, traine
     ]
 
 
-def test_each_slice_has_the_rank_that_it_was_given(trained):
-    specs = Pack.open(trained[0]).specs
+def test_each_slice_has_the_rank_that_it_was_given(pack_of_block):
+    specs = Pack.open(pack_of_block[0]).specs
     ranks = {path.rpartition(".")[2]: spec.slices[0].rank for path, spec in specs.items()}
     assert ranks == {"o_proj": 4, "gate_proj": 4, "up_proj": 4, **RANKS}
 
 
-def test_the_probed_geometry_is_logged(trained):
-    assert "7 projections in 4 groups" in trained[1]
+def test_the_probed_geometry_is_logged(pack_of_block):
+    assert "7 projections in 4 groups" in pack_of_block[1]
     for path, (inputs, outputs) in SHAPES.items():
         width = f"stored width {inputs // 8} = {inputs} x 4 / 32"
-        assert f"{BLOCK}.{path}: {inputs} -> {outputs} (affine 4-bit g64, {width})" in trained[1]
+        assert (
+            f"{BLOCK}.{path}: {inputs} -> {outputs} (affine 4-bit g64, {width})" in pack_of_block[1]
+        )
 
 
 PRUNED = """
@@ -127,9 +129,9 @@ class Model(qwen3.Model):
 
 
 @pytest.fixture(scope="module")
-def pruned(here) -> str:
+def pruned(block_folder) -> str:
     """A base whose last feed-forward is narrower than its config says, by code of its own."""
-    folder = write_checkpoint(here / "pruned", "qwen3")
+    folder = write_checkpoint(block_folder / "pruned", "qwen3")
     tensors = mx.load(str(folder / "model.safetensors"))
     for name in ("gate_proj", "up_proj", "down_proj"):
         key = f"model.layers.1.mlp.{name}.weight"
@@ -143,16 +145,18 @@ def pruned(here) -> str:
 
 
 def test_a_geometry_that_contradicts_the_config_is_refused_with_module_and_both_shapes(
-    here, train, pruned
+    block_folder, train_block, pruned, run
 ):
-    _, err = train(pruned, "no", "--trust-remote-code", code=2)
-    assert err.splitlines()[-1].startswith("packs: model.layers.1.mlp.")
-    assert "[64, 64]" in err and "[128, 64]" in err
-    assert "--train-fp16-fallback" in err and not (here / "no").exists()
+    train_block(pruned, "no", "--trust-remote-code", code=2)
+    shapes = ("[64, 64]", "[128, 64]")
+    check(run.error, "unreadable", None, "model.layers.1.mlp.", *shapes, "--train-fp16-fallback")
+    assert not (block_folder / "no").exists()
 
 
-def test_the_fp16_fallback_trains_on_all_the_same_and_says_where(here, train, pruned, run):
-    report, err = train(pruned, "fallback", "--trust-remote-code", "--train-fp16-fallback")
+def test_the_fp16_fallback_trains_on_all_the_same_and_says_where(
+    block_folder, train_block, pruned, run
+):
+    report, err = train_block(pruned, "fallback", "--trust-remote-code", "--train-fp16-fallback")
     note = "geometry could not be probed, dequantized to fp16"
     assert [f"model.layers.1.mlp.{n}_proj: {note}" in err for n in ("gate", "up", "down")] == [
         True
@@ -160,27 +164,27 @@ def test_the_fp16_fallback_trains_on_all_the_same_and_says_where(here, train, pr
     assert np.isfinite(report["ppl_after"])
     code, out, _ = run(
         "eval",
-        here / "fallback",
+        block_folder / "fallback",
         "--model",
-        here / pruned,
+        block_folder / pruned,
         "--data",
-        here / "d",
+        block_folder / "d",
         "--trust-remote-code",
         "--json",
     )
     assert code == 0 and abs(json.loads(out)["pack"]["ppl"] / report["ppl_after"] - 1) < 1e-3
 
 
-def test_eval_batch_measures_ppl_and_speed_and_its_gates_end_with_1(here, train, run):
-    train("bf16", "evaluated")
+def test_eval_batch_measures_ppl_and_speed_and_its_gates_end_with_1(block_folder, train_block, run):
+    train_block("bf16", "evaluated")
     judge = (
         "eval-batch",
         "--model",
-        here / "bf16",
+        block_folder / "bf16",
         "--pack",
-        here / "evaluated",
+        block_folder / "evaluated",
         "--data",
-        here / "d",
+        block_folder / "d",
         "--batch-size",
         1,
         "--sequence-length",
@@ -202,52 +206,67 @@ def test_eval_batch_measures_ppl_and_speed_and_its_gates_end_with_1(here, train,
         assert code == 1 and gate.replace("-", "_") in err.replace("-", "_")
 
 
-def test_the_size_gate_of_training_keeps_the_pack_and_ends_with_1(here, train):
-    report, err = train("bf16", "small", "--max-pack-mb", 0.001, code=1)
+def test_the_size_gate_of_training_keeps_the_pack_and_ends_with_1(block_folder, train_block):
+    report, err = train_block("bf16", "small", "--max-pack-mb", 0.001, code=1)
     assert report["gates"]["max_pack_mb"]["passed"] is False
-    assert "gate --max-pack-mb failed" in err
-    assert Pack.open(here / "small").manifest["gates"] == report["gates"]
+    assert "--max-pack-mb" in err
+    assert Pack.open(block_folder / "small").manifest["gates"] == report["gates"]
 
 
-def test_packs_are_lite_up_to_10_mb_and_heavy_beyond(here, train, run):
-    write_checkpoint(here / "wide", "qwen3", intermediate_size=20_000)
+def test_packs_are_lite_up_to_10_mb_and_heavy_beyond(block_folder, train_block, run):
+    write_checkpoint(block_folder / "wide", "qwen3", intermediate_size=20_000)
     sizes = {}
     for profile, rank in (("lite", 2), ("heavy", 32)):
-        report, _ = train("wide", profile, "--target-modules", "up_proj,down_proj", "--rank", rank)
+        report, _ = train_block(
+            "wide", profile, "--target-modules", "up_proj,down_proj", "--rank", rank
+        )
         sizes[profile] = report["pack_mb"]
-        assert Pack.open(here / profile).manifest["profile"] == profile
-        _, shown, _ = run("inspect", here / profile)
+        assert Pack.open(block_folder / profile).manifest["profile"] == profile
+        _, shown, _ = run("inspect", block_folder / profile)
         assert f"MB, {profile})" in shown
     assert sizes["lite"] < 10 < sizes["heavy"]
 
 
-def test_a_pack_fits_the_quantized_base_that_it_was_trained_on_and_no_other(here, trained, run):
-    code, out, _ = run("apply", trained[0], "--model", here / "qwen3-4b", "--dry-run", "--json")
+def test_a_pack_fits_the_quantized_base_that_it_was_trained_on_and_no_other(
+    block_folder, pack_of_block, run
+):
+    code, out, _ = run(
+        "apply", pack_of_block[0], "--model", block_folder / "qwen3-4b", "--dry-run", "--json"
+    )
     assert code == 0 and json.loads(out)["geometry"] == "checked"
-    assert run("apply", trained[0], "--model", here / "bf16", "--dry-run")[0] == 2
-    check(run.error, "mismatch", None, str(here / "bf16"))
+    assert run("apply", pack_of_block[0], "--model", block_folder / "bf16", "--dry-run")[0] == 2
+    check(run.error, "mismatch", None, str(block_folder / "bf16"))
 
 
-def test_taking_a_pack_off_leaves_the_quantized_base_as_it_was_to_the_bit(here, train, run):
-    write_quantized(here / "4-bit", here / "bf16")
-    train("4-bit", "off")
-    code, out, _ = run("apply", here / "off", "--model", here / "4-bit")
+def test_taking_a_pack_off_leaves_the_quantized_base_as_it_was_to_the_bit(
+    block_folder, train_block, run
+):
+    write_quantized(block_folder / "4-bit", block_folder / "bf16")
+    train_block("4-bit", "off")
+    code, out, _ = run("apply", block_folder / "off", "--model", block_folder / "4-bit")
     assert code == 0 and "after detaching they are bit-identical to before" in out
 
 
-def test_a_bf16_checkpoint_trains_by_the_same_command(here, train):
-    report, _ = train("bf16", "dense")
-    manifest = Pack.open(here / "dense").manifest
+def test_a_bf16_checkpoint_trains_by_the_same_command(block_folder, train_block):
+    report, _ = train_block("bf16", "dense")
+    manifest = Pack.open(block_folder / "dense").manifest
     assert manifest["base"]["quantization"] is None and np.isfinite(report["ppl_after"])
     assert {m["path"].rpartition(".")[2] for m in manifest["adapters"]["modules"]} == {
         path.rpartition(".")[2] for path in SHAPES
     }
 
 
-def test_the_runbook_says_what_a_pack_asks_of_a_base_and_it_is_asked(here, train, run):
+def test_the_runbook_says_what_a_pack_asks_of_a_base_and_it_is_asked(
+    block_folder, train_block, run
+):
     text = (ROOT / "runbook.md").read_text().partition("## Pack compatibility")[2]
     assert "another quantization of the same model is another base" in text
-    write_quantized(here / "packed", here / "bf16")
-    train("packed", "of-packed")
+    write_quantized(block_folder / "packed", block_folder / "bf16")
+    train_block("packed", "of-packed")
     for model, code in (("packed", 0), ("bf16", 2)):
-        assert run("apply", here / "of-packed", "--model", here / model, "--dry-run")[0] == code
+        assert (
+            run("apply", block_folder / "of-packed", "--model", block_folder / model, "--dry-run")[
+                0
+            ]
+            == code
+        )

@@ -7,19 +7,14 @@ import numpy as np
 import pytest
 
 from mlx_packs import load_base
-from tests.helpers.encoders import all_pairs, all_scored, all_triplets, write_encoder, write_pairs
+from tests.helpers.encoders import all_pairs, all_scored, all_triplets, write_pairs
 
 pytestmark = pytest.mark.systems
 
 QUICK = "--batch-size 16 --learning-rate 1e-3 --rank 8 --json".split()
 
 
-@pytest.fixture(scope="module")
-def encoder(tmp_path_factory) -> Path:
-    return write_encoder(tmp_path_factory.mktemp("base") / "mini")
-
-
-def trained(run, encoder: Path, folder: Path, rows: list[dict], *more) -> dict:
+def train_report(run, encoder: Path, folder: Path, rows: list[dict], *more) -> dict:
     data = write_pairs(folder / "data", rows)
     code, out, err = run(
         "train",
@@ -47,13 +42,13 @@ def test_a_folder_of_sentence_transformers_makes_embeddings(encoder):
 def test_every_loss_trains_float32_lora(run, encoder, tmp_path, loss):
     scored = loss in ("cosine", "cosent")
     rows = all_scored() if scored else all_triplets() if loss == "triplet" else all_pairs()
-    report = trained(run, encoder, tmp_path, rows, "--loss", loss, "--iters", 4)
+    report = train_report(run, encoder, tmp_path, rows, "--loss", loss, "--iters", 4)
     assert report["loss"] == loss and 0 < report["learned_weights"] < report["base_weights"]
     assert any(key.endswith("_after") for key in report)
 
 
 def test_training_moves_the_metric_and_eval_finds_it_again(run, encoder, tmp_path):
-    report = trained(run, encoder, tmp_path, all_pairs(), "--iters", 60, "--rank", 16)
+    report = train_report(run, encoder, tmp_path, all_pairs(), "--iters", 60, "--rank", 16)
     assert report["mrr_at_10_after"] > report["mrr_at_10_before"] + 0.2
     code, out, _ = run(
         "eval", report["pack"], "--model", encoder, "--data", tmp_path / "data", "--json"
@@ -63,7 +58,7 @@ def test_training_moves_the_metric_and_eval_finds_it_again(run, encoder, tmp_pat
 
 
 def test_packs_leave_as_peft_and_as_a_merged_folder(run, encoder, tmp_path):
-    report = trained(run, encoder, tmp_path, all_pairs(), "--iters", 4)
+    report = train_report(run, encoder, tmp_path, all_pairs(), "--iters", 4)
     code, _, err = run("export", report["pack"], "--to", "peft", "--out", tmp_path / "peft")
     assert code == 0, err
     assert (tmp_path / "peft" / "adapter_model.safetensors").is_file()

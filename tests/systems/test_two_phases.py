@@ -63,12 +63,12 @@ def llama(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def data(tmp_path_factory) -> Path:
+def note_data(tmp_path_factory) -> Path:
     return write_rows(tmp_path_factory.mktemp("data") / "code", train=CODE[:30], valid=CODE[30:34])
 
 
 @pytest.fixture(scope="module")
-def trained(llama, data, tmp_path_factory) -> tuple[Path, dict]:
+def note_run(llama, note_data, tmp_path_factory) -> tuple[Path, dict]:
     """The note's recipe, trained as it stands but for the size of the run."""
     out = tmp_path_factory.mktemp("out") / "p"
     result = subprocess.run(
@@ -82,7 +82,7 @@ def trained(llama, data, tmp_path_factory) -> tuple[Path, dict]:
             "--model",
             llama,
             "--data",
-            data,
+            note_data,
             "--out",
             out,
             "--iters",
@@ -107,8 +107,8 @@ def trained(llama, data, tmp_path_factory) -> tuple[Path, dict]:
     return out, json.loads(result.stdout)
 
 
-def test_the_recipe_of_the_note_trains_a_llama_3_1_as_it_stands(trained, llama):
-    out, report = trained
+def test_the_recipe_of_the_note_trains_a_llama_3_1_as_it_stands(note_run, llama):
+    out, report = note_run
     manifest = json.loads((out / "pack.json").read_text())
     q = manifest["base"]["quantization"]
     assert (q["mode"], q["double_quant"], q["group_size"]) == ("nf4", True, 64)
@@ -123,7 +123,7 @@ def test_the_recipe_of_the_note_trains_a_llama_3_1_as_it_stands(trained, llama):
     assert type(rope).__name__ == "Llama3RoPE"
 
 
-def test_weights_take_4_127_bits(trained, llama, tmp_path, run):
+def test_weights_take_4_127_bits(note_run, llama, tmp_path, run):
     code, out, _ = run(
         "quantize",
         "--model",
@@ -140,8 +140,8 @@ def test_weights_take_4_127_bits(trained, llama, tmp_path, run):
     assert json.loads(out)["bits_per_quantized_weight"] == pytest.approx(4.127, abs=0.02)
 
 
-def test_the_pack_is_merged_swapped_and_exported(trained, llama, tmp_path, run):
-    out, _ = trained
+def test_the_pack_is_merged_swapped_and_exported(note_run, llama, tmp_path, run):
+    out, _ = note_run
     merged = ["merge", out, "--model", llama, "--out", tmp_path / "m", "--json"]
     code, printed, err = run(*merged)
     assert code == 0 and json.loads(printed)["passed"], err
@@ -243,7 +243,7 @@ def test_the_example_of_two_phases_trains_and_shows_what_was_forgotten(tmp_path,
 
 
 @pytest.mark.slow
-def test_a_run_killed_in_phase_one_is_resumed_to_the_same_bits(tmp_path, data):
+def test_a_run_killed_in_phase_one_is_resumed_to_the_same_bits(tmp_path, note_data):
     talk = write_rows(tmp_path / "talk", train=TALK, valid=TALK[:2])
     (tmp_path / "p.yaml").write_text(
         json.dumps(
@@ -258,7 +258,7 @@ def test_a_run_killed_in_phase_one_is_resumed_to_the_same_bits(tmp_path, data):
                 "steps_per_report": 1,
                 "dropout": 0.1,
                 "phases": [
-                    {"name": "broad", "data": str(data), "iters": 20, "learning_rate": 1e-3},
+                    {"name": "broad", "data": str(note_data), "iters": 20, "learning_rate": 1e-3},
                     {"name": "talk", "data": str(talk), "iters": 3, "replay": 0.25},
                 ],
             }

@@ -33,7 +33,7 @@ ANSWERS = ("Yes.", "No, not at all.", "I will see.", "Ask me again.", "Fine", "G
 
 
 @pytest.fixture
-def rows(tmp_path, monkeypatch):
+def varied_chats(tmp_path, monkeypatch):
     """A handful of short rows; no text is sampled."""
     monkeypatch.setattr(SamplePrompt, "complete", lambda *_: "")
     chats = [chat("Is it so?", answer) for answer in ANSWERS]
@@ -51,49 +51,59 @@ def adapters(run) -> dict[str, mx.array]:
 @pytest.mark.parametrize("packing", [False, True], ids=["unpacked", "packed"])
 @pytest.mark.parametrize("stop", [2, 5], ids=["first epoch", "later"])
 def test_resumed_run_with_a_cache_equals_an_unbroken_one(
-    tiny, rows, tmp_path, monkeypatch, packing, stop
+    tiny, varied_chats, tmp_path, monkeypatch, packing, stop
 ):
     train = changed(RUN, packing=packing)
-    unbroken = train_pack(tiny, rows, LORA, train, tmp_path / "a")
+    unbroken = train_pack(tiny, varied_chats, LORA, train, tmp_path / "a")
     assert unbroken.report["cache_frozen"]["rows_computed"] == 6
-    train_pack(tiny, rows, LORA, changed(train, iters=stop), tmp_path / "b")
-    resumed = train_pack(tiny, rows, LORA, train, tmp_path / "b", resume=True)
+    train_pack(tiny, varied_chats, LORA, changed(train, iters=stop), tmp_path / "b")
+    resumed = train_pack(tiny, varied_chats, LORA, train, tmp_path / "b", resume=True)
     for name, tensor in adapters(unbroken).items():
         assert mx.array_equal(adapters(resumed)[name], tensor).item(), name
 
 
 def test_resumed_run_finds_its_states_on_disk_and_equals_an_unbroken_one(
-    tiny, rows, tmp_path, monkeypatch
+    tiny, varied_chats, tmp_path, monkeypatch
 ):
     monkeypatch.setenv("MLX_PACKS_CACHE", str(tmp_path / "cache"))
-    train_pack(tiny, rows, LORA, changed(RUN, iters=6), tmp_path / "b")
-    resumed = train_pack(tiny, rows, LORA, RUN, tmp_path / "b", resume=True)
+    train_pack(tiny, varied_chats, LORA, changed(RUN, iters=6), tmp_path / "b")
+    resumed = train_pack(tiny, varied_chats, LORA, RUN, tmp_path / "b", resume=True)
     cache = resumed.report["cache_frozen"]
     assert (cache["rows_found"], cache["rows_computed"], cache["on_disk"]) == (6, 0, True)
-    unbroken = train_pack(tiny, rows, LORA, changed(RUN, cache_frozen="off"), tmp_path / "a")
+    unbroken = train_pack(
+        tiny, varied_chats, LORA, changed(RUN, cache_frozen="off"), tmp_path / "a"
+    )
     assert unbroken.report["cache_frozen"] is None
     for name, tensor in adapters(unbroken).items():
         assert mx.array_equal(adapters(resumed)[name], tensor).item(), name
 
 
-def test_a_run_leaves_the_base_as_it_was(tiny, rows, tmp_path, monkeypatch):
+def test_a_run_leaves_the_base_as_it_was(tiny, varied_chats, tmp_path, monkeypatch):
     before = dict(tiny.model.named_modules())
 
     def stop(line):
         raise KeyboardInterrupt
 
-    train_pack(tiny, rows, LORA, RUN, tmp_path / "a")
+    train_pack(tiny, varied_chats, LORA, RUN, tmp_path / "a")
     observe(monkeypatch, on_step=stop)
     with pytest.raises(KeyboardInterrupt):
-        train_pack(tiny, rows, LORA, RUN, tmp_path / "b")
+        train_pack(tiny, varied_chats, LORA, RUN, tmp_path / "b")
     after = dict(tiny.model.named_modules())
     assert list(after) == list(before)
     assert all(after[path] is module for path, module in before.items())
 
 
-def test_the_command_line_rejects_on_in_one_line(rows, tmp_path, run):
+def test_the_command_line_rejects_on_in_one_line(varied_chats, tmp_path, run):
     code, _, err = run(
-        "train", "--data", rows, "--out", tmp_path / "p", "--cache-frozen", "on", "--iters", 2
+        "train",
+        "--data",
+        varied_chats,
+        "--out",
+        tmp_path / "p",
+        "--cache-frozen",
+        "on",
+        "--iters",
+        2,
     )
     assert code == 2
     check(run.error, "conflict", "cache_frozen")
@@ -103,7 +113,7 @@ def test_the_command_line_rejects_on_in_one_line(rows, tmp_path, run):
 @pytest.mark.parametrize(
     "last_k", [pytest.param(None, marks=pytest.mark.slow), 2], ids=["all", "last 2"]
 )
-def test_every_combination_learns_the_same(tiny, rows, tmp_path, last_k):
+def test_every_combination_learns_the_same(tiny, varied_chats, tmp_path, last_k):
     """An update of a whole epoch does not depend on how its rows are laid out or recomputed."""
     policies = ({"recompute": "none"}, {"recompute": "selective"}, {"grad_checkpoint": True})
     results = []
@@ -122,7 +132,7 @@ def test_every_combination_learns_the_same(tiny, rows, tmp_path, last_k):
             steps_per_report=batches,
         )
         lora = dataclasses.replace(LORA, dropout=0.0)
-        run = train_pack(tiny, rows, lora, train, tmp_path / str(len(results)))
+        run = train_pack(tiny, varied_chats, lora, train, tmp_path / str(len(results)))
         assert (run.report["steps"], run.report["batches"]) == (3, 3 * batches)
         assert (run.report["cache_frozen"] is None) == (cache == "off")
         results.append((run.report["trained_tokens"], losses(run)))

@@ -32,7 +32,7 @@ TOLERANCE = 1e-5
 Row = tuple[list[int], int]  # tokens, and the number of the first that are prompt
 
 
-def rows(lengths: list[int], completion_only: bool) -> list[Row]:
+def random_rows(lengths: list[int], completion_only: bool) -> list[Row]:
     """Random rows of the given lengths; their first 40 % is prompt, or nothing is."""
     random = np.random.default_rng(5)
     return [(random.integers(1, 128, n).tolist(), n * 2 // 5 * completion_only) for n in lengths]
@@ -118,7 +118,7 @@ def assert_same(ours: dict[str, mx.array], theirs: dict[str, mx.array]) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("completion_only", [True, False])
 def test_full_rows_have_mlx_lms_loss_and_gradients(family, completion_only):
-    data = rows([WIDTH, WIDTH, WIDTH], completion_only)
+    data = random_rows([WIDTH, WIDTH, WIDTH], completion_only)
     attached, start = our_side(family)
     batch = our_batch(data)
     loss, gradients = our_loss_and_gradients(attached, batch)
@@ -132,7 +132,7 @@ def test_full_rows_have_mlx_lms_loss_and_gradients(family, completion_only):
 
 @pytest.mark.parametrize("matmul_path", ["transient", "dense"])
 def test_every_matmul_path_has_mlx_lms_loss_and_gradients(matmul_path):
-    data = rows([WIDTH, WIDTH], True)
+    data = random_rows([WIDTH, WIDTH], True)
     attached, start = our_side("qwen3", matmul_path)
     loss, gradients = our_loss_and_gradients(attached, our_batch(data))
     expected, _, expected_gradients = their_loss_and_gradients(
@@ -144,7 +144,7 @@ def test_every_matmul_path_has_mlx_lms_loss_and_gradients(matmul_path):
 
 @pytest.mark.parametrize("completion_only", [True, False])
 def test_padded_rows_have_mlx_lms_loss_and_gradients_once_its_mask_ends_at_the_row(completion_only):
-    data = rows([WIDTH, 20, 11], completion_only)
+    data = random_rows([WIDTH, 20, 11], completion_only)
     attached, start = our_side("qwen3")
     loss, gradients = our_loss_and_gradients(attached, our_batch(data))
     tokens, lengths = their_batch(data)
@@ -158,7 +158,7 @@ def test_padded_rows_have_mlx_lms_loss_and_gradients_once_its_mask_ends_at_the_r
 
 
 def test_stock_mlx_lm_differs_by_one_pad_target_for_each_padded_row_and_nothing_else():
-    data = rows([WIDTH, 20, 11], True)
+    data = random_rows([WIDTH, 20, 11], True)
     attached, start = our_side("qwen3")
     with_pads = our_batch(data, pad_is_target=True)
     assert with_pads.count == our_batch(data).count + 2
@@ -175,7 +175,7 @@ def test_stock_mlx_lm_differs_by_one_pad_target_for_each_padded_row_and_nothing_
 
 
 def test_three_steps_give_the_weights_of_mlx_lms_trainer(tmp_path):
-    data = rows([WIDTH, WIDTH, WIDTH], True)
+    data = random_rows([WIDTH, WIDTH, WIDTH], True)
     attached, start = our_side("qwen3")
     # with eps = 1e-8 Adam turns the rounding of an entry without gradient into a step of its own
     ours, theirs = (optimizers.AdamW(learning_rate=1e-3, eps=1e-5) for _ in range(2))
@@ -204,7 +204,7 @@ def test_three_steps_give_the_weights_of_mlx_lms_trainer(tmp_path):
 def test_stock_mlx_lm_loads_a_pack_with_the_same_logits(family, tmp_path):
     attached, _ = our_side(family)
     attached.model.eval()
-    tokens = mx.array([rows([WIDTH], False)[0][0]])
+    tokens = mx.array([random_rows([WIDTH], False)[0][0]])
     expected = attached.model(tokens)
     Pack.of(attached).save(tmp_path / "pack")
     stock = quantized(family).model

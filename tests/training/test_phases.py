@@ -29,7 +29,7 @@ LORA = LoRAConfig(rank=2, num_layers=2, dropout=0.1)
 
 
 @pytest.fixture(scope="module")
-def data(tmp_path_factory):
+def phase_data(tmp_path_factory):
     folder = tmp_path_factory.mktemp("data")
     write_rows(folder / "broad", train=CODE[:18], valid=CODE[18:])
     write_rows(folder / "narrow", train=TALK[:4], valid=TALK[4:])
@@ -44,7 +44,7 @@ def phases(data, **second) -> tuple[Phase, ...]:
     )
 
 
-def train(data, *two: Phase, **changes) -> TrainConfig:
+def phased(data, *two: Phase, **changes) -> TrainConfig:
     settings = {
         "batch_size": 2,
         "max_seq_length": 64,
@@ -59,7 +59,7 @@ def train(data, *two: Phase, **changes) -> TrainConfig:
 
 
 @pytest.fixture(scope="module")
-def examples() -> Examples:
+def two_phase_examples() -> Examples:
     """90 rows of a first phase, 40 of a second."""
     random = np.random.default_rng(0)
     items = []
@@ -75,9 +75,11 @@ def drawn(examples, draw: Draw, batch_size: int = 4, inputs: int = 59, packing=F
 
 @pytest.mark.parametrize("replay", [0.05, 0.2, 0.5, 1.0])
 @pytest.mark.parametrize("batch_size", [1, 3, 4])
-def test_replayed_rows_are_an_exact_share_of_any_number_of_batches(examples, replay, batch_size):
-    sampler = drawn(examples, Draw(90, None, replay), batch_size)
-    stream = training_batches(examples, sampler)
+def test_replayed_rows_are_an_exact_share_of_any_number_of_batches(
+    two_phase_examples, replay, batch_size
+):
+    sampler = drawn(two_phase_examples, Draw(90, None, replay), batch_size)
+    stream = training_batches(two_phase_examples, sampler)
     old = taken = 0
     for batch in islice(stream, 100):
         old += sum(row < 90 for row in batch.examples)
@@ -85,8 +87,8 @@ def test_replayed_rows_are_an_exact_share_of_any_number_of_batches(examples, rep
         assert len(batch.examples) == batch_size and abs(old - replay * taken) <= 0.5
 
 
-def test_both_kinds_of_rows_go_round_before_one_comes_again(examples):
-    stream = training_batches(examples, drawn(examples, Draw(90, None, 0.5)))
+def test_both_kinds_of_rows_go_round_before_one_comes_again(two_phase_examples):
+    stream = training_batches(two_phase_examples, drawn(two_phase_examples, Draw(90, None, 0.5)))
     rows = [row for batch in islice(stream, 64) for row in batch.examples]  # two windows
     for kind in ([r for r in rows if r < 90], [r for r in rows if r >= 90]):
         counts = np.unique(kind, return_counts=True)[1]
@@ -97,17 +99,17 @@ def test_both_kinds_of_rows_go_round_before_one_comes_again(examples):
 @pytest.mark.parametrize("packing", [False, True])
 @pytest.mark.parametrize("replay", [0.0, 0.3])
 @pytest.mark.parametrize("start", [1, 31, 70])
-def test_drawn_batches_resume_from_any_batch(examples, packing, replay, start):
-    sampler = drawn(examples, Draw(90, None, replay), 3, packing=packing)
-    whole = islice(training_batches(examples, sampler), start, start + 20)
-    resumed = training_batches(examples, sampler, start)
+def test_drawn_batches_resume_from_any_batch(two_phase_examples, packing, replay, start):
+    sampler = drawn(two_phase_examples, Draw(90, None, replay), 3, packing=packing)
+    whole = islice(training_batches(two_phase_examples, sampler), start, start + 20)
+    resumed = training_batches(two_phase_examples, sampler, start)
     for a, b in zip(whole, resumed, strict=False):
         assert a.examples == b.examples and np.array_equal(a.tokens, b.tokens)
 
 
-def test_packed_rows_of_replay_hold_no_own_rows_and_are_a_share_of_packed_rows(examples):
-    sampler = drawn(examples, Draw(90, None, 0.25), 4, 100, packing=True)
-    stream = training_batches(examples, sampler)
+def test_packed_rows_of_replay_hold_no_own_rows_and_are_a_share_of_packed_rows(two_phase_examples):
+    sampler = drawn(two_phase_examples, Draw(90, None, 0.25), 4, 100, packing=True)
+    stream = training_batches(two_phase_examples, sampler)
     for batch in islice(stream, 40):
         kinds = [set() for _ in range(4)]
         for row, start in zip(batch.examples, batch.starts, strict=True):
@@ -115,19 +117,21 @@ def test_packed_rows_of_replay_hold_no_own_rows_and_are_a_share_of_packed_rows(e
         assert sorted(map(tuple, kinds)) == [(False,)] * 3 + [(True,)]
 
 
-def test_without_replay_only_own_rows_are_drawn(examples):
+def test_without_replay_only_own_rows_are_drawn(two_phase_examples):
     for packing in (False, True):
         for draw, allowed in ((Draw(0, 90), range(90)), (Draw(90, None), range(90, 130))):
-            stream = training_batches(examples, drawn(examples, draw, packing=packing))
+            stream = training_batches(
+                two_phase_examples, drawn(two_phase_examples, draw, packing=packing)
+            )
             assert {r for b in islice(stream, 60) for r in b.examples} == set(allowed)
 
 
-def test_shapes_of_drawn_batches_are_those_that_were_foretold(examples):
-    sampler = drawn(examples, Draw(90, None, 0.3), 2)
-    few = few_shapes(examples, sampler)
-    stream = training_batches(examples, sampler, shapes=few)
+def test_shapes_of_drawn_batches_are_those_that_were_foretold(two_phase_examples):
+    sampler = drawn(two_phase_examples, Draw(90, None, 0.3), 2)
+    few = few_shapes(two_phase_examples, sampler)
+    stream = training_batches(two_phase_examples, sampler, shapes=few)
     result = {(b.tokens.shape[1], b.targets.size) for b in islice(stream, 200)}
-    assert result == batch_shapes(examples, sampler, 200, shapes=few) <= few
+    assert result == batch_shapes(two_phase_examples, sampler, 200, shapes=few) <= few
 
 
 def test_a_run_without_phases_is_a_run_of_one_leg():
@@ -143,7 +147,7 @@ def test_a_run_without_phases_is_a_run_of_one_leg():
     )
 
 
-def test_what_a_phase_does_not_say_is_as_the_run_has_it(data):
+def test_what_a_phase_does_not_say_is_as_the_run_has_it(phase_data):
     config = TrainConfig(
         iters=5,
         learning_rate=3e-4,
@@ -197,8 +201,8 @@ def test_a_schedule_begins_with_its_phase_and_carried_moments_stay():
     assert isinstance(before, optimizers.AdamW)
 
 
-def test_rows_of_several_sources_and_of_all_legs_lie_one_behind_the_other(data):
-    both = [str(data / "broad"), str(data / "narrow")]
+def test_rows_of_several_sources_and_of_all_legs_lie_one_behind_the_other(phase_data):
+    both = [str(phase_data / "broad"), str(phase_data / "narrow")]
     config = TrainConfig(phases=(Phase(data=both[:1]), Phase(data=[both[0], both[0]])))
     phases = resolve_phases(config, DataConfig())
     splits = phases[1].load_rows()
@@ -269,15 +273,17 @@ def test_flags_that_every_phase_overrides_are_refused(run, tmp_path, flag):
     check(run.error, "conflict", flag.split()[0][2:].replace("-", "_"))
 
 
-def test_data_beside_phases_that_have_their_own_is_refused_in_python_too(data, tmp_path):
+def test_data_beside_phases_that_have_their_own_is_refused_in_python_too(phase_data, tmp_path):
     with raises("conflict", "data"):
-        train_pack("tiny", str(data / "narrow"), LORA, train(data), tmp_path / "o")
+        train_pack("tiny", str(phase_data / "narrow"), LORA, phased(phase_data), tmp_path / "o")
 
 
 @pytest.fixture(scope="module")
-def whole(data, tmp_path_factory):
+def whole(phase_data, tmp_path_factory):
     """An unbroken run of two phases."""
-    return train_pack("tiny", None, LORA, train(data), tmp_path_factory.mktemp("whole") / "o")
+    return train_pack(
+        "tiny", None, LORA, phased(phase_data), tmp_path_factory.mktemp("whole") / "o"
+    )
 
 
 def test_the_manifest_has_both_phases_and_what_each_did_to_the_others_rows(whole):
@@ -331,9 +337,13 @@ def test_inspect_shows_phases(whole, run):
     assert code == 0 and "phase   narrow: 2 updates on narrow, 25% replayed" in out
 
 
-def test_fresh_and_carried_states_differ_and_fresh_begins_at_step_zero(data, whole, tmp_path):
+def test_fresh_and_carried_states_differ_and_fresh_begins_at_step_zero(phase_data, whole, tmp_path):
     fresh = train_pack(
-        "tiny", None, LORA, train(data, *phases(data, optimizer_state="fresh")), tmp_path / "o"
+        "tiny",
+        None,
+        LORA,
+        phased(phase_data, *phases(phase_data, optimizer_state="fresh")),
+        tmp_path / "o",
     )
     steps = [
         mx.load(str(r.run / "step-000008" / "optimizer.safetensors"))["step"].item()
@@ -345,31 +355,37 @@ def test_fresh_and_carried_states_differ_and_fresh_begins_at_step_zero(data, who
     assert first[0] == first[1] and last[0] != last[1]
 
 
-def test_one_phase_learns_what_a_run_without_phases_learns(data, tmp_path):
+def test_one_phase_learns_what_a_run_without_phases_learns(phase_data, tmp_path):
     settings = {"phases": (), "iters": 4, "learning_rate": 1e-3}
-    plain = train_pack("tiny", data / "broad", LORA, train(data, **settings), tmp_path / "plain")
-    one = train_pack("tiny", None, LORA, train(data, phases(data)[0]), tmp_path / "one")
+    plain = train_pack(
+        "tiny", phase_data / "broad", LORA, phased(phase_data, **settings), tmp_path / "plain"
+    )
+    one = train_pack(
+        "tiny", None, LORA, phased(phase_data, phases(phase_data)[0]), tmp_path / "one"
+    )
     for name, tensor in plain.pack.tensors.items():
         assert mx.array_equal(tensor, one.pack.tensors[name]).item(), name
 
 
-def test_resume_refuses_other_phases(data, whole):
-    other = train(data, *phases(data, replay=0.5))
+def test_resume_refuses_other_phases(phase_data, whole):
+    other = phased(phase_data, *phases(phase_data, replay=0.5))
     with raises("mismatch", "phases"):
         train_pack("tiny", None, LORA, other, whole.pack.path, resume=True)
 
 
-def test_resume_with_phases_refuses_other_iters_which_a_phase_may_take(data, whole):
+def test_resume_with_phases_refuses_other_iters_which_a_phase_may_take(phase_data, whole):
     with raises("mismatch", "iters", "600", "700"):
-        train_pack("tiny", None, LORA, train(data, iters=700), whole.pack.path, resume=True)
+        train_pack("tiny", None, LORA, phased(phase_data, iters=700), whole.pack.path, resume=True)
 
 
 @pytest.mark.slow
-def test_phases_work_with_packing_and_a_cached_prefix(data, tmp_path, monkeypatch):
+def test_phases_work_with_packing_and_a_cached_prefix(phase_data, tmp_path, monkeypatch):
     monkeypatch.setenv("MLX_PACKS_CACHE", str(tmp_path / "cache"))
     config = {"packing": True, "val_batches": 0}
     runs = [
-        train_pack("tiny", None, LORA, train(data, cache_frozen=how, **config), tmp_path / how)
+        train_pack(
+            "tiny", None, LORA, phased(phase_data, cache_frozen=how, **config), tmp_path / how
+        )
         for how in ("off", "on")
     ]
     assert runs[1].report["cache_frozen"]["rows_computed"] <= 22  # each row of both phases once
@@ -417,11 +433,13 @@ def killed(folder, where: str, *flags: str) -> int:
     ).returncode
 
 
-def test_a_run_killed_in_each_phase_and_between_goes_on_to_the_same_bits(data, whole, tmp_path):
+def test_a_run_killed_in_each_phase_and_between_goes_on_to_the_same_bits(
+    phase_data, whole, tmp_path
+):
     import yaml
 
-    settings = {k: v for k, v in vars(train(data)).items() if v != getattr(TrainConfig(), k)}
-    settings |= {"phases": [p.to_json() for p in phases(data)]}
+    settings = {k: v for k, v in vars(phased(phase_data)).items() if v != getattr(TrainConfig(), k)}
+    settings |= {"phases": [p.to_json() for p in phases(phase_data)]}
     settings |= {"rank": 2, "num_layers": 2, "dropout": 0.1}
     # what the recipe of the tiny base would say otherwise
     settings |= {"warmup_steps": 0, "steps_per_eval": 200, "val_batches": 25}

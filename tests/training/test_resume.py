@@ -16,45 +16,15 @@ from mlx_packs.runtime import mx
 from mlx_packs.training.folders import output_folders
 from mlx_packs.training.run_folder import clear_run, is_run, latest_checkpoint, read_metrics
 from tests.helpers.errors import check, raises
-from tests.helpers.rows import chat, write_rows
+from tests.helpers.runs import LORA, TRAIN
 
-ROWS = [chat("Say hi.", "Hi there, friend."), chat("Say yes.", "Yes, I will.")] * 2
-LORA = LoRAConfig(rank=2, num_layers=1)
-TRAIN = TrainConfig(
-    iters=2,
-    batch_size=2,
-    max_seq_length=64,
-    matmul_path="dense",
-    save_every=1,
-    steps_per_report=1,
-    lr_schedule="constant",
-    learning_rate=1e-3,
-)
 LONGER = TrainConfig(**{**vars(TRAIN), "iters": 3})
 
 
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory) -> Path:
-    """A run of two batches, made once; tests work on copies."""
-    folder = tmp_path_factory.mktemp("trained")
-    data = write_rows(folder / "d", train=ROWS, valid=ROWS[:2])
-    train_pack("tiny", data, LORA, TRAIN, folder / "o")
-    return folder
-
-
 @pytest.fixture
-def here(trained, tmp_path, monkeypatch) -> Path:
-    """A copy of that run to stand in; its rows stay where they are."""
-    for name in ("o", "o-run"):
-        shutil.copytree(trained / name, tmp_path / name)
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
-
-
-@pytest.fixture
-def resumed(trained, here):
-    """Go on with the copied run to its third batch."""
-    return lambda: train_pack("tiny", trained / "d", LORA, LONGER, "o", resume=True)
+def resumed(trained_copy):
+    """Resume the copied run to its third batch."""
+    return lambda: train_pack("tiny", "d", LORA, LONGER, "o", resume=True)
 
 
 def packs_train(*args):
@@ -78,34 +48,34 @@ def test_foreign_folder_with_a_config_is_never_taken_for_a_run(trained, tmp_path
     assert (theirs / "config.json").read_text() == config
 
 
-def test_clear_run_takes_checkpoints_only(here):
-    (here / "o-run" / "step-by-step").mkdir()
-    (here / "o-run" / "step-1").mkdir()
-    (here / "o-run" / "step-000009").write_text("a file")
-    clear_run(here / "o-run")
-    left = {p.name for p in (here / "o-run").iterdir()}
+def test_clear_run_takes_checkpoints_only(trained_copy):
+    (trained_copy / "o-run" / "step-by-step").mkdir()
+    (trained_copy / "o-run" / "step-1").mkdir()
+    (trained_copy / "o-run" / "step-000009").write_text("a file")
+    clear_run(trained_copy / "o-run")
+    left = {p.name for p in (trained_copy / "o-run").iterdir()}
     assert left == {"config.json", "step-by-step", "step-1", "step-000009"}
-    assert is_run(here / "o-run")
+    assert is_run(trained_copy / "o-run")
 
 
-def test_checkpoints_are_kept_when_the_pointer_is_damaged(trained, here):
-    (here / "o-run" / "latest").write_text("")
-    shutil.rmtree(here / "o")
+def test_checkpoints_are_kept_when_the_pointer_is_damaged(trained, trained_copy):
+    (trained_copy / "o-run" / "latest").write_text("")
+    shutil.rmtree(trained_copy / "o")
     with raises("exists", None, "-run: ", "--resume", "--overwrite"):
         train_pack("tiny", trained / "d", LORA, TRAIN, "o")
 
 
 @pytest.mark.parametrize("text", ["", "\n", "..", ".", "step-2", "step-000009", "../o"])
-def test_resume_refuses_a_pointer_that_names_no_checkpoint(here, resumed, text):
-    (here / "o-run" / "latest").write_text(text)
-    assert latest_checkpoint(here / "o-run") is None
+def test_resume_refuses_a_pointer_that_names_no_checkpoint(trained_copy, resumed, text):
+    (trained_copy / "o-run" / "latest").write_text(text)
+    assert latest_checkpoint(trained_copy / "o-run") is None
     with raises("unreadable", "resume", "latest", "step-000002"):
         resumed()
 
 
 @pytest.mark.parametrize("config", ["{}", "[]", "{", '{"format": "mlx_packs run 1"}'])
-def test_resume_refuses_a_damaged_configuration(here, resumed, config):
-    (here / "o-run" / "config.json").write_text(config)
+def test_resume_refuses_a_damaged_configuration(trained_copy, resumed, config):
+    (trained_copy / "o-run" / "config.json").write_text(config)
     with raises("unreadable", None, "o-run/config.json"):
         resumed()
 
@@ -129,8 +99,8 @@ STATE = {"batches": 2, "updates": 2, "trained_tokens": 9, "train_s": 0.5}
     ],
     ids=str,
 )
-def test_resume_rejects_a_damaged_training_state(here, resumed, state):
-    (here / "o-run" / "step-000002" / "state.json").write_text(json.dumps(state))
+def test_resume_rejects_a_damaged_training_state(trained_copy, resumed, state):
+    (trained_copy / "o-run" / "step-000002" / "state.json").write_text(json.dumps(state))
     with raises("unreadable", None, "step-000002", "state.json"):
         resumed()
 
@@ -145,8 +115,8 @@ def test_resume_rejects_a_damaged_training_state(here, resumed, state):
         (lambda s: s.update({max(s): mx.zeros(3)}), ["(3,)"]),
     ],
 )
-def test_resume_rejects_a_damaged_optimizer(here, resumed, change, names):
-    file = here / "o-run" / "step-000002" / "optimizer.safetensors"
+def test_resume_rejects_a_damaged_optimizer(trained_copy, resumed, change, names):
+    file = trained_copy / "o-run" / "step-000002" / "optimizer.safetensors"
     state = mx.load(str(file))
     mx.eval(state)
     change(state)
@@ -156,28 +126,29 @@ def test_resume_rejects_a_damaged_optimizer(here, resumed, change, names):
 
 
 @pytest.mark.parametrize("out", [".", "/", "..", "nope", "o-run/config.json/x"])
-def test_resume_of_no_run_is_refused(here, out):
+def test_resume_of_no_run_is_refused(trained_copy, out):
     assert isinstance(packs_train("--out", out, "--resume"), PackError)
 
 
-def test_resume_needs_no_other_flag(here, trained):
+def test_resume_needs_no_other_flag(trained_copy, trained):
     assert packs_train("--out", "o", "--resume", "--iters", "3", "-q") is None
     then, now = (
-        json.loads((f / "o-run" / "config.json").read_text())["recipe"] for f in (trained, here)
+        json.loads((f / "o-run" / "config.json").read_text())["recipe"]
+        for f in (trained, trained_copy)
     )
     assert now == {**then, "iters": 3}
-    assert (here / "o-run" / "latest").read_text() == "step-000003\n"
+    assert (trained_copy / "o-run" / "latest").read_text() == "step-000003\n"
 
 
-def test_resume_flags_and_files_override_what_the_run_was_told(here):
-    (here / "c.yaml").write_text("out: o\nlora_parameters: {rank: 4, scale: 2.0}")
+def test_resume_flags_and_files_override_what_the_run_was_told(trained_copy):
+    (trained_copy / "c.yaml").write_text("out: o\nlora_parameters: {rank: 4, scale: 2.0}")
     check(packs_train("-c", "c.yaml", "--resume"), "mismatch", "alpha", "None", "8.0")
     error = packs_train("--out", "o", "--resume", "--learning-rate", "2e-3")
     check(error, "mismatch", "learning_rate", "0.001", "0.002")
 
 
-def test_resume_may_recompute_otherwise_unless_there_is_dropout(trained, here):
-    args = "tiny", trained / "d"
+def test_resume_may_recompute_otherwise_unless_there_is_dropout(trained, trained_copy):
+    args = "tiny", "d"
     other = TrainConfig(**{**vars(LONGER), "recompute": "block"})
     train_pack(*args, LORA, other, "o", resume=True)
     dropping = LoRAConfig(rank=2, num_layers=1, dropout=0.1)
@@ -186,16 +157,16 @@ def test_resume_may_recompute_otherwise_unless_there_is_dropout(trained, here):
         train_pack(*args, dropping, other, "p", resume=True)
 
 
-def test_what_an_older_run_does_not_mention_was_as_by_default(here, resumed):
-    file = here / "o-run" / "config.json"
+def test_what_an_older_run_does_not_mention_was_as_by_default(trained_copy, resumed):
+    file = trained_copy / "o-run" / "config.json"
     result = json.loads(file.read_text())
     del result["recipe"]["z_loss"], result["recipe"]["cache_frozen"]
     file.write_text(json.dumps(result))
     assert resumed().report["batches"] == 3
 
 
-def test_resume_names_the_file_whose_recipe_is_damaged(here):
-    file = here / "o-run" / "config.json"
+def test_resume_names_the_file_whose_recipe_is_damaged(trained_copy):
+    file = trained_copy / "o-run" / "config.json"
     file.write_text(file.read_text().replace('"rank": 2', '"rank": "x"'))
     error = packs_train("--out", "o", "--resume")
     check(error, "invalid", "rank", "o-run/config.json: rank: ")
@@ -207,8 +178,8 @@ def test_resume_keeps_no_gradient_norm_off(trained, tmp_path):
     assert packs_train("--out", tmp_path / "p", "--resume", "-q", "--iters", "2") is None
 
 
-def test_resume_drops_what_was_logged_beyond_the_checkpoint(here, resumed):
-    metrics = here / "o-run" / "metrics.jsonl"
+def test_resume_drops_what_was_logged_beyond_the_checkpoint(trained_copy, resumed):
+    metrics = trained_copy / "o-run" / "metrics.jsonl"
     with metrics.open("a") as f:
         f.write('{"batch": 3, "loss": 9.0}\n{"batch": 4, "lo')
     run = resumed()
@@ -248,10 +219,10 @@ def test_runs_at_once_take_different_names_and_leave_nothing_that_is_empty(tmp_p
 
 
 @pytest.mark.parametrize("flags", ["--resume", "--overwrite"])
-def test_a_run_that_another_process_is_at_is_refused(here, trained, flags, run):
-    kept = sorted((here / "o-run").iterdir())
+def test_a_run_that_another_process_is_at_is_refused(trained_copy, trained, flags, run):
+    kept = sorted((trained_copy / "o-run").iterdir())
     with exclusive_writer(Path("o-run")):
         code, _, err = run("train", "-q", "--out", "o", "--iters", "4", flags)
     assert code == 2 and len(err.splitlines()) == 1
-    assert "o-run: another process is writing it" in err
-    assert sorted((here / "o-run").iterdir()) == kept
+    check(run.error, "busy", None, "o-run: ")
+    assert sorted((trained_copy / "o-run").iterdir()) == kept

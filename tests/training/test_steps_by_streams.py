@@ -29,7 +29,7 @@ LLAMA3_ROPE = {
 MODELS = {"qwen3": {}, "qwen2": {}, "llama": {"rope_scaling": LLAMA3_ROPE}}
 
 
-def rows(lengths) -> list[Example]:
+def examples_of_lengths(lengths) -> list[Example]:
     random = np.random.default_rng(5)
     return [
         Example(random.integers(0, 128, n).astype(np.int32), np.arange(n) > n // 2, "x")
@@ -39,7 +39,7 @@ def rows(lengths) -> list[Example]:
 
 def batches() -> list:
     """Of several shapes: an odd number of rows, a row alone, missing last rows, packed rows."""
-    some = rows((30, 41, 64, 12, 90, 17, 5, 33, 70))
+    some = examples_of_lengths((30, 41, 64, 12, 90, 17, 5, 33, 70))
     unpacked = [make_batch(some, range(start, start + 3), 3, 128) for start in (0, 3, 6)]
     unpacked += [make_batch(some, [4], 1, 128), make_batch(some, [0, 1], 8, 128)]
     packed = [np.array([0, 1]), np.array([2, 3]), np.array([4, 5])]
@@ -61,7 +61,7 @@ def streams(count: int):
     return forced_tiling(replace(CPU, stream_work=1, slice_rows=16, streams=count))
 
 
-def trained(family: str, path: str, recompute: str, accumulate: int):
+def take_steps(family: str, path: str, recompute: str, accumulate: int):
     """Losses, gradient norms and adapters after some steps."""
     attached = model_with_adapters(family, path, recompute)
     optimizer = make_optimizer(TrainConfig(optimizer="sgd", learning_rate=0.05))
@@ -82,10 +82,10 @@ def trained(family: str, path: str, recompute: str, accumulate: int):
 def test_steps_on_two_streams_are_those_on_one(family, path, recompute, accumulate):
     run = family, path, recompute, accumulate
     with streams(1):
-        expected, adapters = trained(*run)
+        expected, adapters = take_steps(*run)
     with streams(2):
-        losses, by_two = trained(*run)
-        _, again = trained(*run)
+        losses, by_two = take_steps(*run)
+        _, again = take_steps(*run)
     assert np.allclose(expected, losses, rtol=2e-5)
     for name, tensor in adapters.items():
         assert mx.abs(by_two[name] - tensor).max().item() < 2e-6, name

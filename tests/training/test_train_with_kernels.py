@@ -11,7 +11,7 @@ from tests.helpers.rows import chat, write_rows
 
 
 @pytest.fixture(scope="module")
-def rows(tmp_path_factory):
+def four_chats(tmp_path_factory):
     turns = [chat(f"Say {n}.", f"{n} it is, {n}!") for n in ("one", "two", "three", "four")]
     return write_rows(tmp_path_factory.mktemp("rows"), train=turns, valid=turns[:2])
 
@@ -37,12 +37,14 @@ def losses(rows, out, iters=20, dtype=mx.float32, learning_rate=1e-3) -> tuple[l
 
 @pytest.mark.slow
 @pytest.mark.parametrize("language", ["metal", "cuda"])
-def test_twenty_steps_of_the_tiny_base_have_the_losses_of_the_reference(language, rows, tmp_path):
-    expected, report = losses(rows, tmp_path / "reference")
+def test_twenty_steps_of_the_tiny_base_have_the_losses_of_the_reference(
+    language, four_chats, tmp_path
+):
+    expected, report = losses(four_chats, tmp_path / "reference")
     assert len(expected) == 20 and expected[-1] < 0.8 * expected[0]
     assert report["ops"]["backend"] == "reference" and not report["ops"]["kernels"]
     with emulation(language, orders=("forward",)) as built, _backend.backend(language):
-        by_kernels, report = losses(rows, tmp_path / "kernels")
+        by_kernels, report = losses(four_chats, tmp_path / "kernels")
     assert by_kernels == pytest.approx(expected, rel=1e-5)
     assert {k.definition.name.removeprefix("mlx_packs_grouped_lora_") for k in built} >= {
         "down",
@@ -56,22 +58,22 @@ def test_twenty_steps_of_the_tiny_base_have_the_losses_of_the_reference(language
 
 
 @pytest.mark.slow
-def test_twenty_steps_in_bfloat16_have_the_losses_of_the_reference(rows, tmp_path):
+def test_twenty_steps_in_bfloat16_have_the_losses_of_the_reference(four_chats, tmp_path):
     how = {"dtype": mx.bfloat16, "learning_rate": 1e-4}  # larger ones make paths part by chance
-    expected, _ = losses(rows, tmp_path / "reference", **how)
+    expected, _ = losses(four_chats, tmp_path / "reference", **how)
     with emulation("metal", orders=("forward",)), _backend.backend("metal"):
-        by_kernels, _ = losses(rows, tmp_path / "kernels", **how)
+        by_kernels, _ = losses(four_chats, tmp_path / "kernels", **how)
     assert by_kernels == pytest.approx(expected, rel=0.01)
 
 
 @pytest.mark.parametrize("kind", ["compile", "exception", "wrong"])
 def test_a_run_on_a_machine_where_a_kernel_fails_equals_the_reference(
-    kind, rows, tmp_path, monkeypatch, caplog
+    kind, four_chats, tmp_path, monkeypatch, caplog
 ):
-    expected, _ = losses(rows, tmp_path / "reference", iters=3)
+    expected, _ = losses(four_chats, tmp_path / "reference", iters=3)
     with emulation("metal") as _, _backend.backend("metal"):
         monkeypatch.setitem(_backend.MAKERS, "metal", failing_maker(kind, _backend.MAKERS["metal"]))
-        by_kernels, report = losses(rows, tmp_path / "kernels", iters=3)
+        by_kernels, report = losses(four_chats, tmp_path / "kernels", iters=3)
     assert by_kernels == expected
     assert set(report["ops"]["fallbacks"]) == {"grouped_lora"} and not report["ops"]["kernels"]
     assert len(caplog.records) == 1

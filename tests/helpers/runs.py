@@ -1,0 +1,15 @@
+"""The settings of a small run on the tiny base that several test modules share."""
+
+from mlx_packs import LoRAConfig, TrainConfig
+
+LORA = LoRAConfig(rank=2, num_layers=1)
+TRAIN = TrainConfig(
+    iters=2,
+    batch_size=2,
+    max_seq_length=64,
+    matmul_path="dense",
+    save_every=1,
+    steps_per_report=1,
+    lr_schedule="constant",
+    learning_rate=1e-3,
+)
