@@ -1,4 +1,4 @@
-"""`packs apply`: whether a pack fits a base."""
+"""`packs apply`: whether a pack fits a base model."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,7 +19,11 @@ if TYPE_CHECKING:
 @click.command()
 @click.argument("pack", type=click.Path(path_type=Path))
 @options.model
-@option("--dry-run", is_flag=True, help="Check hashes, shapes and base; load no weights.")
+@option(
+    "--dry-run",
+    is_flag=True,
+    help="Check hashes, shapes and the base model's fingerprint, without loading weights.",
+)
 @options.setting("max_pack_mb", type=float)
 @options.execution
 def apply(
@@ -29,9 +33,9 @@ def apply(
     max_pack_mb: float | None,
     trust_remote_code: bool,
 ) -> None:
-    """Check that a pack fits a base.
+    """Check that a pack fits a base model.
 
-    Without --dry-run it is attached, run and detached again.
+    Without --dry-run, the pack is also attached, run and detached again.
     """
     from ..packs.fit import check_fit
     from ..packs.pack import Pack
@@ -41,20 +45,21 @@ def apply(
     report = check_fit(opened, model)
     if not dry_run:
         report |= _largest_change(opened, model, trust_remote_code)
-    gates = evaluate_gates(limits, {"max_pack_mb": report["pack_mb"]})
-    if gates:
+    if gates := evaluate_gates(limits, {"max_pack_mb": report["pack_mb"]}):
         report["gates"] = gates
     print_report(report, _lines(report))
     exit_if_failed(failures(gates))
 
 
 def _lines(report: dict) -> list[str]:
-    """Return what was checked, and what attaching changed."""
-    parts = [f"{report['projections']} projections"] if report["projections"] else []
-    parts += [f"{report['whole']} tensors stored in full"] if report["whole"] else []
+    tensors = []
+    if report["projections"]:
+        tensors.append(f"{report['projections']} projections")
+    if report["whole"]:
+        tensors.append(f"{report['whole']} tensors stored in full")
     lines = [
         f"fits    {report['pack']} on {report['model']}: hashes, base fingerprint "
-        f"{report['fingerprint'][:12]}, {', '.join(parts)}, {report['pack_mb']} MB"
+        f"{report['fingerprint'][:12]}, {', '.join(tensors)}, {report['pack_mb']} MB"
     ]
     for output in (facts.output for facts in ARCHITECTURES.values()):
         if (change := report.get(f"largest_{output}_change")) is not None:
@@ -66,11 +71,7 @@ def _lines(report: dict) -> list[str]:
 
 
 def _largest_change(pack: "Pack", model: str, trust_remote_code: bool) -> dict:
-    """Attach and run the pack: how far logits or embeddings move; check that detaching restores.
-
-    Raises:
-        PackError: the base computes something else after detaching than before.
-    """
+    """Attach the pack, return how far outputs move, and check that detaching restores them."""
     from ..packs.base import load_base_for
     from ..runtime import mx
 
@@ -82,7 +83,6 @@ def _largest_change(pack: "Pack", model: str, trust_remote_code: bool) -> dict:
     change = mx.abs(base.model(probe) - before).max().item()
     attached.detach()
     if not mx.array_equal(base.model(probe), before).item():
-        raise PackError(
-            f"{pack.path}: detaching did not restore the base; please report this.", "mismatch"
-        )
+        text = "detaching did not restore the base model. This is a bug; please report it."
+        raise PackError(f"{pack.path}: {text}", "mismatch")
     return {f"largest_{ARCHITECTURES[base.architecture].output}_change": change}

@@ -12,11 +12,19 @@ from .output import print_report
 
 @click.command()
 @click.argument("pack", type=click.Path(path_type=Path))
-@option("--to", required=True, type=click.Choice(ADAPTER_FORMATS), help="Format to write.")
-@options.out("Folder to write.")
+@option(
+    "--to",
+    required=True,
+    type=click.Choice(ADAPTER_FORMATS),
+    help="Format of the adapter to write.",
+)
+@options.out("Folder to write the adapter to.")
 @options.as_json
 def export(pack: Path, to: str, out: str) -> None:
-    """Write a pack as an adapter of PEFT or mlx-lm."""
+    """Convert a pack to an adapter of PEFT or mlx-lm.
+
+    The adapter is numerically verified against the pack.
+    """
     from ..convert.interop import export_pack
 
     report = export_pack(pack, to, out)
@@ -29,9 +37,12 @@ def export(pack: Path, to: str, out: str) -> None:
 
 @click.command("import")
 @click.argument("folder", metavar="DIR", type=click.Path(path_type=Path))
-@options.out("Pack to write.")
+@options.out("Folder to write the pack to.")
 @option(
-    "--model", metavar="MODEL", help="The adapter's base.", default_text="as the adapter names it"
+    "--model",
+    metavar="MODEL",
+    help="Base model of the adapter.",
+    default_text="the one that the adapter names",
 )
 @options.overwrite
 @options.trust_remote_code
@@ -43,9 +54,10 @@ def import_(
     overwrite: bool,
     trust_remote_code: bool,
 ) -> None:
-    """Make a pack of an adapter of PEFT or mlx-lm.
+    """Convert an adapter of PEFT or mlx-lm to a pack.
 
-    Reads safetensors only. What a pack cannot store exactly is rejected with the reason.
+    DIR is the folder of the adapter; only safetensors files are read. An adapter that a pack cannot
+    store exactly is rejected with the reason.
     """
     from ..convert.interop import import_adapter
 

@@ -1,4 +1,4 @@
-"""`packs doctor`: this machine, and whether every kernel is right on it."""
+"""`packs doctor`: this machine, and whether every kernel is correct on it."""
 
 from pathlib import Path
 
@@ -16,16 +16,16 @@ from .output import exit_if_failed, print_report
     "file",
     type=click.Path(path_type=Path, dir_okay=False),
     metavar="FILE",
-    help="Write the whole report as JSON, to attach to an issue.",
+    help="Write the full report to FILE as JSON, to attach to an issue.",
 )
 @options.backend
-@option("-v", "--verbose", is_flag=True, help="Show every instance, on a CPU too.")
+@option("-v", "--verbose", is_flag=True, help="List every kernel instance, on a CPU too.")
 @options.as_json
 def doctor(file: Path | None, verbose: bool) -> None:
     """Check this machine and its kernels.
 
-    The usual instances of every kernel are compared with plain MLX, and timed. The exit code is 1
-    if one is wrong; training then uses the reference by itself.
+    The usual instances of every kernel are compared with plain MLX and timed. The exit code is 1 if
+    one is wrong; training then falls back to plain MLX.
     """
     from ..display import Display
     from ..files import atomic_write, to_json
@@ -41,7 +41,7 @@ def doctor(file: Path | None, verbose: bool) -> None:
         lines.append(f"report  {file}: attach it to an issue")
     print_report(report, lines)
     if not all(kernel["ok"] for kernel in report["kernels"]):
-        exit_if_failed(["a kernel is wrong on this machine; please report it"])
+        exit_if_failed(["a kernel is wrong on this machine. Please report it."])
 
 
 def report_lines(report: dict, verbose: bool) -> list[str]:
@@ -66,7 +66,6 @@ def report_lines(report: dict, verbose: bool) -> list[str]:
 
 
 def _instance_lines(kernels: list[dict]) -> list[str]:
-    """Return a table with a line for each instance: error and times."""
     width = max(len(kernel["instance"]) for kernel in kernels)
     lines = [f"        {'op':<13} {'instance':<{width}}  error    kernel us  plain us"]
     for k in kernels:

@@ -1,4 +1,4 @@
-"""`packs eval-batch`: a base and packs side by side."""
+"""`packs eval-batch`: a base model and packs side by side."""
 
 import shutil
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 @click.command("eval-batch")
 @click.argument("more", nargs=-1, metavar="[PACK]...")
 @options.model
-@options.packs("Pack to compare, repeatable; PACK=0.5 takes half of its delta.")
+@options.packs("Pack to compare; PACK=0.5 applies half of its delta. Repeatable.")
 @options.data()
 @options.split
 @option(
@@ -27,16 +27,16 @@ if TYPE_CHECKING:
     "sizes",
     default="1,4,8",
     metavar="N,N",
-    help="Prompts that are generated from together, one or several numbers.",
+    help="Batch sizes to time generation with, separated by commas.",
 )
 @option(
     "--sequence-length",
     type=int,
     metavar="N",
-    help="Tokens that examples are cut to and that prompts have.",
-    default_text="as packs were trained",
+    help="Maximum number of tokens per example, and length of the timed prompts.",
+    default_text="as the packs were trained",
 )
-@option("--max-tokens", default=32, metavar="N", help="Tokens to generate per prompt.")
+@option("--max-tokens", default=32, metavar="N", help="Number of tokens to generate per prompt.")
 @option("--rounds", default=3, metavar="N", help="Number of timing rounds.")
 @options.limit
 @options.loss_on
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 @options.setting("max_ppl_ratio", type=float)
 @options.setting("min_tps_ratio", type=float)
 @options.setting("max_pack_mb", type=float)
-@option("--csv", "csv_file", metavar="FILE", help="Write every figure as CSV, too.")
+@option("--csv", "csv_file", metavar="FILE", help="Also write all results to FILE as CSV.")
 @options.execution
 def eval_batch(
     more: tuple[str, ...],
@@ -55,11 +55,10 @@ def eval_batch(
     trust_remote_code: bool,
     **settings,
 ) -> None:
-    """Compare a base and packs side by side, with gates.
+    """Compare a base model and packs on the same examples.
 
-    The base is loaded once, and all see the same examples: perplexity and the paired difference,
-    token accuracy, speed of generation in batches, memory, size. The exit code is 1 if a pack fails
-    a gate.
+    Reports perplexity and its paired ratio, token accuracy, speed of batched generation, memory and
+    size. The base model is loaded once. The exit code is 1 if a pack fails a gate.
     """
     from ..display import Display
     from ..evaluation.compare import as_csv, evaluate_batch, failed, named_packs
@@ -81,11 +80,7 @@ def eval_batch(
 
 
 def _writable(file: str | None) -> Path | None:
-    """Return the path of the CSV.
-
-    Raises:
-        PackError: there is no folder for it; before anything is measured.
-    """
+    """Return the path of the CSV; a place that cannot be written shows before the evaluation."""
     if file is None:
         return None
     path = Path(file).expanduser()
@@ -103,17 +98,17 @@ def _batch_sizes(text: str) -> list[int]:
 
 
 def _lines(compared: Sequence["Compared"], csv_path: Path | None) -> list[str]:
-    """Two tables, of quality and of speed, and how they were measured."""
+    """Return a table of quality and one of speed, and how they were measured."""
     from ..evaluation.compare import failed
 
     first = compared[0]
     quality = [one for one in compared if one.batch_size == first.batch_size]
     lines = [
-        f"rows    {first.rows} of at most {first.sequence_length} tokens · {first.targets:,} "
-        f"targets · scored {first.scoring}, {first.scoring_path}",
+        f"data    {first.rows} examples of at most {first.sequence_length} tokens · "
+        f"{first.targets:,} targets · evaluated {first.scoring}, {first.scoring_path}",
         *_table(["", "PPL", "ratio", "accuracy", "MB"], [_quality(one) for one in quality]),
-        f"speed   prompts of {first.sequence_length} tokens, a batch together, "
-        f"{first.generation_path}; first token, peak",
+        f"speed   prompts of {first.sequence_length} tokens, {first.generation_path} · "
+        "first token in ms, peak in GB",
         *_table(
             ["", "batch", "prompt/s", "decode/s", "ratio", "ms", "GB"],
             [_speed(one) for one in compared],
@@ -127,7 +122,6 @@ def _lines(compared: Sequence["Compared"], csv_path: Path | None) -> list[str]:
 
 
 def _quality(one: "Compared") -> list[str]:
-    """Return the cells of a model in the table of quality."""
     from ..evaluation.compare import BASE
     from ..packs.card import format_perplexity
 
@@ -142,7 +136,6 @@ def _quality(one: "Compared") -> list[str]:
 
 
 def _speed(one: "Compared") -> list[str]:
-    """Return the cells of a model at a batch size in the table of speed."""
     from ..evaluation.compare import BASE
 
     return [
@@ -157,7 +150,7 @@ def _speed(one: "Compared") -> list[str]:
 
 
 def _table(head: list[str], rows: list[list[str]]) -> list[str]:
-    """Lines as wide as the terminal at most; names are cut, figures never."""
+    """Return lines that fit the terminal; names are cut, numbers never."""
     widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
     columns = max(60, min(100, shutil.get_terminal_size((80, 24)).columns))
     widths[0] = min(widths[0], max(8, columns - sum(width + 2 for width in widths[1:])))

@@ -1,4 +1,4 @@
-"""`packs eval` and `packs eval-tasks`: a base and a pack on the same examples."""
+"""`packs eval` and `packs eval-tasks`: a base model and a pack on the same examples."""
 
 import click
 
@@ -15,7 +15,7 @@ _AS_TRAINED = "as the pack was trained"
 @click.command("eval")
 @click.argument("pack", required=False)
 @options.model
-@options.packs("Pack with a weight, repeatable: the deltas add up.", metavar="PACK=WEIGHT")
+@options.packs("Pack and its weight; the deltas of several add up. Repeatable.", "PACK=WEIGHT")
 @options.data()
 @options.split
 @options.setting("batch_size", default=4, type=click.IntRange(1))
@@ -32,12 +32,12 @@ def evaluate(
     trust_remote_code: bool,
     **settings,
 ) -> None:
-    """Evaluate a base and a pack: perplexity and token accuracy.
+    """Compare perplexity and accuracy with a pack and without.
 
-    For the pack of an encoder: correlation with scores, retrieval, or triplet accuracy, depending
-    on the examples. Both are evaluated on the same examples, with standard errors; that of the
-    ratio is paired by example and therefore smaller. PACK may be PACK=WEIGHT, and several with
-    --pack are evaluated as one, their deltas added up.
+    The pack of an encoder is evaluated by correlation with scores, retrieval or triplet accuracy,
+    depending on the examples. Base model and pack see the same examples, and each result has its
+    standard error; that of the ratio is paired by example and therefore smaller. To evaluate the
+    weighted sum of several packs, pass --pack PACK=WEIGHT for each.
     """
     from ..evaluation.evaluate import evaluate
     from ..evaluation.rows import columns_of
@@ -45,9 +45,8 @@ def evaluate(
 
     opened = options.one_pack([*([pack] if pack else []), *packs])
     if opened is None:
-        raise PackError(
-            "PACK: is required, or packs to add up: --pack a=0.7 --pack b=0.3.", flag="pack"
-        )
+        text = "is required. To add several packs up, pass --pack a=0.7 --pack b=0.3."
+        raise PackError(f"PACK: {text}", flag="pack")
     columns = {name: settings.pop(name) for name in COLUMN_SETTINGS}
     columns = {name: column for name, column in columns.items() if column is not None}
     report = evaluate(
@@ -63,24 +62,26 @@ def evaluate(
 @click.command()
 @click.argument("packs", nargs=-1, metavar="[PACK[=WEIGHT]]...")
 @options.model
-@option("--tasks", required=True, metavar="NAMES", help="Tasks of lm_eval, separated by commas.")
+@option(
+    "--tasks", required=True, metavar="NAMES", help="Names of lm_eval tasks, separated by commas."
+)
 @option(
     "--num-fewshot",
     type=click.IntRange(0),
     metavar="N",
-    help="Solved examples before each question.",
-    default_text="as the task has it",
+    help="Number of solved examples before each question.",
+    default_text="that of the task",
 )
 @option(
     "--limit",
     type=click.IntRange(1),
     metavar="N",
-    help="Examples of each task.",
+    help="Number of examples to evaluate of each task.",
     default_text="all",
 )
 @options.setting("batch_size", default=8, type=click.IntRange(1))
-@option("--task-path", metavar="DIR", help="Folder with tasks of your own (YAML).")
-@option("--chat", is_flag=True, help="Put questions into the base's chat template.")
+@option("--task-path", metavar="DIR", help="Folder with custom tasks in YAML.")
+@option("--chat", is_flag=True, help="Put each question into the chat template of the base model.")
 @options.matmul_path("quantized", "transient", "dense")
 @options.execution
 def eval_tasks(
@@ -90,10 +91,10 @@ def eval_tasks(
     trust_remote_code: bool,
     **settings,
 ) -> None:
-    """Evaluate a base and a pack on tasks of lm-evaluation-harness.
+    """Run tasks of lm-evaluation-harness with packs and without.
 
-    Needs pip install 'mlx-packs[lm-eval]'. The harness gets its data from the Hub. Several packs
-    are evaluated as one, their deltas added up with their weights.
+    Install the harness by pip install 'mlx-packs[lm-eval]'; it downloads its data from the Hub.
+    Several packs are evaluated as one: the sum of their deltas, each times its WEIGHT.
     """
     from ..evaluation.lm_eval import evaluate_tasks
     from ..packs.base import load_base_for
@@ -106,7 +107,6 @@ def eval_tasks(
 
 
 def _task_lines(report: dict) -> list[str]:
-    """Return a line for each task and metric."""
     lines = []
     for task, metrics in report.items():
         for metric, values in metrics.items():

@@ -1,4 +1,4 @@
-"""`packs generate`: text from a base, with a pack or without."""
+"""`packs generate`: text from a base model, with packs or without."""
 
 import sys
 from contextlib import nullcontext
@@ -13,14 +13,21 @@ from .output import print_report, wants_json
 
 @click.command()
 @options.model
-@options.packs("Pack to apply; the deltas of several add up: --pack a=0.7 --pack b=0.3.")
+@options.packs("Pack to apply; PACK=0.7 applies 70 % of its delta. Several add up.")
 @option(
-    "--prompt", required=True, metavar="TEXT", help="The user's message; - reads standard input."
+    "--prompt",
+    required=True,
+    metavar="TEXT",
+    help="Message of the user; - reads it from standard input.",
 )
-@option("--system", metavar="TEXT", help="System message.")
-@option("--raw", is_flag=True, help="Continue the prompt as it is, without chat template.")
+@option("--system", metavar="TEXT", help="System message that comes before the prompt.")
+@option("--raw", is_flag=True, help="Continue the prompt as plain text, without the chat template.")
 @option(
-    "--max-tokens", default=100, metavar="N", type=click.IntRange(1), help="Tokens to generate."
+    "--max-tokens",
+    default=100,
+    metavar="N",
+    type=click.IntRange(1),
+    help="Maximum number of tokens to generate.",
 )
 @option(
     "--temp",
@@ -28,9 +35,9 @@ from .output import print_report, wants_json
     default=0.0,
     metavar="T",
     type=click.FloatRange(0),
-    help="Temperature of sampling; 0 takes the likeliest token.",
+    help="Sampling temperature; 0 always takes the likeliest token.",
 )
-@option("--seed", default=0, metavar="N", help="Seed of sampling.")
+@option("--seed", default=0, metavar="N", help="Random seed of sampling.")
 @options.execution
 def generate(
     model: str,
@@ -41,7 +48,7 @@ def generate(
     raw: bool,
     **sampling,
 ) -> None:
-    """Stream text from a base, with a pack or without."""
+    """Generate text with packs or without, as a stream."""
     from ..inference.generate import chat_prompt, stream
     from ..packs.base import load_base_for
 

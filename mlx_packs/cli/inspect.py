@@ -18,12 +18,14 @@ if TYPE_CHECKING:
 @click.command()
 @click.argument("pack", type=click.Path(path_type=Path))
 @options.as_json
-@option("-v", "--verbose", is_flag=True, help="List each adapter and the tensor it changes.")
+@option(
+    "-v", "--verbose", is_flag=True, help="Also list each adapter and the tensor that it changes."
+)
 def inspect(pack: Path, verbose: bool) -> None:
-    """Show a pack: base, ranks, results, hashes.
+    """Show a pack's base model, ranks, results and hashes.
 
-    Loads no tensor and no model. PACK may be a folder that `packs quantize` wrote, too; then every
-    shard is checked against its hash.
+    No tensor and no model is loaded. PACK may also be a folder that `packs quantize` wrote, whose
+    files are then checked against their hashes.
     """
     from ..bases.files import RECORD
     from ..packs.manifest import read_pin
@@ -44,7 +46,6 @@ def inspect(pack: Path, verbose: bool) -> None:
 
 
 def _checkpoint_lines(folder: Path, record: dict) -> list[str]:
-    """Describe a folder that `packs quantize` wrote."""
     from ..bases.files import quantization_name
 
     total = sum(facts["bytes"] for facts in record["files"].values())
@@ -58,16 +59,15 @@ def _checkpoint_lines(folder: Path, record: dict) -> list[str]:
 
 
 def bits_line(report: dict) -> str:
-    """Bits a weight of a checkpoint that `packs quantize` wrote, and how many tensors have them."""
+    """Return the bits per weight of a checkpoint that `packs quantize` wrote."""
     where = f", {report['bits_per_quantized_weight']:.2f} where quantized"
     return (
-        f"bits    {report['bits_per_weight']:.2f} a weight{where if report['quantized'] else ''} · "
-        f"{report['quantized']} tensors quantized, {report['dense']} as they were"
+        f"bits    {report['bits_per_weight']:.2f} per weight{where if report['quantized'] else ''} · "
+        f"{report['quantized']} tensors quantized, {report['dense']} unchanged"
     )
 
 
 def _file_lines(files: dict[str, dict]) -> list[str]:
-    """Return a line for each file whose hash was checked."""
     return [
         f"file    {name} · {facts['bytes']:,} bytes · sha256 {facts['sha256']} ok"
         for name, facts in files.items()
@@ -75,7 +75,6 @@ def _file_lines(files: dict[str, dict]) -> list[str]:
 
 
 def _pack_lines(pack: "Pack", verbose: bool) -> list[str]:
-    """Describe a pack; the optional parts of its manifest only as far as they are there."""
     m = pack.manifest
     modules = m["adapters"]["modules"]
     lines = [*_adapter_lines(pack), *_training_lines(pack)]
@@ -87,7 +86,6 @@ def _pack_lines(pack: "Pack", verbose: bool) -> list[str]:
 
 
 def _adapter_lines(pack: "Pack") -> list[str]:
-    """Size, base and adapters of a pack, and where it is from."""
     from ..bases.files import quantization_name
     from ..packs.manifest import read_pin, replaced_of
 
@@ -100,7 +98,9 @@ def _adapter_lines(pack: "Pack") -> list[str]:
         f"base    {base['id']} · {base['model_type']} · {base['num_layers']} blocks · "
         f"{quantization_name(base['quantization'])} · fingerprint {base['fingerprint'][:12]}",
     ]
-    count = f"{m['adapters']['parameters']:,} weights ({m['adapters'].get('dtype') or 'float32'})"
+    count = (
+        f"{m['adapters']['parameters']:,} parameters ({m['adapters'].get('dtype') or 'float32'})"
+    )
     if modules:
         lines.append(
             f"lora    rank {', '.join(map(str, ranks))} · scale {', '.join(map(str, scales))} · "
@@ -118,7 +118,6 @@ def _adapter_lines(pack: "Pack") -> list[str]:
 
 
 def _training_lines(pack: "Pack") -> list[str]:
-    """Return what a pack was trained on, and with which results."""
     from ..gates import gates_text
     from ..packs.card import format_change, format_result, graph_lines, phase_lines
 
@@ -129,17 +128,17 @@ def _training_lines(pack: "Pack") -> list[str]:
         learned = f"loss on {objective.get('loss_on') or '?'}"
         if loss := objective.get("loss"):
             learned = f"embeddings, loss {loss}"
-        lines.append(f"data    {data.get('source')} · {rows or '?'} rows · {learned}")
+        lines.append(f"data    {data.get('source')} · {rows or '?'} examples · {learned}")
     lines += [f"graph   {line}" for line in graph_lines(objective)]
     result = pack.part("eval")
     before, after = (format_result(result, when) for when in ("before", "after"))
     if before and after:
         lines.append(
             f"eval    held-out PPL {before} → {after} on {result.get('rows', '?')} "
-            f"{result.get('split', '?')} rows"
+            f"{result.get('split', '?')} examples"
         )
     elif moved := format_change(result):
-        lines.append(f"eval    held-out {moved} on {result.get('rows', '?')} rows")
+        lines.append(f"eval    held-out {moved} on {result.get('rows', '?')} examples")
     lines += [f"phase   {line}" for line in phase_lines(pack.manifest.get("phases") or ())]
     if gates := pack.part("gates"):
         lines.append(f"gates   {gates_text(gates).removeprefix(' · ')}")
@@ -149,7 +148,6 @@ def _training_lines(pack: "Pack") -> list[str]:
 
 
 def _adapted_line(module: dict) -> str:
-    """Return an adapter, its ranks, and the tensor of the base's files that it changes."""
     ranks = ", ".join(f"{s['name']} {s['rank']}" for s in module["slices"])
     ranks = ranks if len(module["slices"]) > 1 else str(module["slices"][0]["rank"])
     key = module.get("base_key") or "not known"
@@ -160,13 +158,13 @@ def _adapted_line(module: dict) -> str:
 
 @click.command("list")
 @click.argument("folder", required=False)
-@option("--hub-cache", is_flag=True, help="List the packs in the caches of the Hub.")
+@option("--hub-cache", is_flag=True, help="List the packs in the Hugging Face Hub's caches.")
 @options.as_json
 def list_packs(folder: str | None, hub_cache: bool) -> None:
     """List the packs below a folder.
 
-    Without FOLDER it is the current one, or with --hub-cache the caches of the Hub alone. Only
-    manifests and file sizes are read; `packs inspect` checks hashes.
+    FOLDER is the current folder by default. With --hub-cache alone, only the Hub's caches are
+    searched. Only manifests and file sizes are read; `packs inspect` checks hashes.
     """
     from ..packs.listing import list_packs, table
 
@@ -183,10 +181,10 @@ def list_packs(folder: str | None, hub_cache: bool) -> None:
 @click.argument("b")
 @options.as_json
 def diff(a: str, b: str) -> None:
-    """Show what two packs share, and how far apart they are.
+    """Compare the deltas of two packs.
 
-    For each layer: the norms of both deltas and of their difference, the cosine between them, and
-    how far the directions that they read and write overlap. Loads no base.
+    Shows for each layer the norms of both deltas and of their difference, the cosine between them,
+    and how far the directions that they read and write overlap. No base model is loaded.
     """
     from ..packs.diff import diff, lines
 

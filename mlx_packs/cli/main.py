@@ -119,7 +119,7 @@ def user_errors() -> Iterator[None]:
             raise
         reason = " ".join(str(error).split())[:120]
         raise PackError(
-            f"memory is exhausted ({reason}); pass a smaller --batch-size or --max-seq-length, or "
+            f"memory is exhausted ({reason}). Pass a smaller --batch-size or --max-seq-length, or "
             "train with --grad-checkpoint.",
             "memory",
         ) from error

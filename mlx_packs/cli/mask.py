@@ -29,7 +29,7 @@ def show_mask(recipe: Recipe, display: Display) -> None:
     console = Console(highlight=False, soft_wrap=True)
     colour = console.is_terminal and not console.no_color
     for example in masked:
-        targets = f"{example['learned']} of {example['total']} tokens are learned"
+        targets = f"{example['learned']} of {example['total']} tokens are trained on"
         console.print(Text(f"{example['where']}: {targets}", "bold"))
         text = Text()
         for span in example["spans"]:

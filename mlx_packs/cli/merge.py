@@ -1,4 +1,4 @@
-"""`packs merge` and `packs combine`: packs merged into their base, or into one pack."""
+"""`packs merge` and `packs combine`: packs merged into their base model, or into one pack."""
 
 from pathlib import Path
 
@@ -17,12 +17,16 @@ _fidelity = options.add(
         "--max-drift",
         type=float,
         metavar="KL",
-        help="Gate: exit with 1 if the mean KL is above this.",
+        help="Gate: write nothing and exit with code 1 if the mean KL divergence is above KL.",
         default_text="0.02 and a tenth of the pack's own",
     ),
     options.data("Examples to compare on"),
     option(
-        "--rows", default=32, metavar="N", type=click.IntRange(1), help="Examples to compare on."
+        "--rows",
+        default=32,
+        metavar="N",
+        type=click.IntRange(1),
+        help="Number of examples to compare on.",
     ),
 )
 
@@ -30,29 +34,30 @@ _fidelity = options.add(
 @click.command()
 @click.argument("pack", type=click.Path(path_type=Path))
 @options.model
-@options.out("Folder to write.")
+@options.out("Folder to write the merged model to.")
 @option(
     "--requantize",
     default="none",
     metavar=f"{{none,same,{','.join(WEIGHT_FORMATS)}}}",
-    help="Format of the merged weights; none is dense, same is the base's.",
+    help="Format of the merged weights: dense (none), that of the base model (same), or another.",
 )
 @option(
     "--dtype",
     default="auto",
     metavar="{auto,float32,bfloat16,float16}",
-    help="Dtype of the weights that change; auto is the base's.",
+    help="Dtype of the merged weights; auto is that of the base model.",
 )
 @_fidelity
 @options.max_shard_gb
 @options.overwrite
 @options.execution
 def merge(pack: Path, model: str, out: str, **settings) -> None:
-    """Write the base with a pack merged into it.
+    """Merge a pack into its base model.
 
-    The merged model is first compared with the base with the pack attached (mean KL, nats per
-    token; for an encoder 1 - cosine of the embeddings). If quantization would erase the pack's
-    effect, nothing is written, a setting that passes is suggested, and the exit code is 1.
+    The merged model is first compared with the base model with the pack attached: by mean KL
+    divergence in nats per token, or for an encoder by 1 - cosine of the embeddings. If quantization
+    would erase the pack's effect, nothing is written, a setting that passes is suggested, and the
+    exit code is 1.
     """
     from ..convert.merge import merge_pack
 
@@ -77,27 +82,31 @@ def merge(pack: Path, model: str, out: str, **settings) -> None:
 
 @click.command()
 @click.argument("weighted_packs", metavar="PACK=WEIGHT...", nargs=-1)
-@options.out("Pack to write.")
+@options.out("Folder to write the pack to.")
 @option(
     "--method",
     default="linear",
     metavar="{linear,svd,ties,dare}",
-    help="How deltas are combined; linear keeps all ranks.",
+    help="Method that combines the deltas; linear keeps all ranks.",
 )
 @option("--rank", type=int, metavar="N", help="Rank of the result of svd, ties and dare.")
 @option(
-    "--density", type=float, metavar="X", help="Share that ties and dare keep.", default_text="0.5"
+    "--density",
+    type=float,
+    metavar="SHARE",
+    help="Share of the deltas that ties and dare keep.",
+    default_text="0.5",
 )
-@option("--seed", default=0, metavar="N", help="Seed of what dare drops.")
+@option("--seed", default=0, metavar="N", help="Random seed of what dare drops.")
 @options.model
 @_fidelity
 @options.overwrite
 @options.execution
 def combine(weighted_packs: tuple[str, ...], out: str, method: str, **settings) -> None:
-    """Make one pack of several of one base.
+    """Combine several packs of one base model into one.
 
-    Deltas are added by weight (linear), brought to a rank (svd), trimmed and elected by sign (TIES)
-    or thinned out at random (DARE). What bringing them to a rank loses is measured.
+    The weighted deltas are added up (linear), also reduced to a rank (svd), trimmed and elected by
+    sign (TIES), or dropped at random (DARE). The loss by the reduction to a rank is measured.
     """
     from ..convert.combine import combine_packs
 
@@ -124,17 +133,16 @@ def _weighted(text: str) -> tuple[str, float]:
 
 
 def _fidelity_lines(report: dict) -> list[str]:
-    """Return how far the merged result is from the attached adapters."""
     if "drift_mean" in report:
         return [
             f"drift   1 - cosine {report['drift_mean']:.2g} on {report['texts']} texts, of the "
             f"{report['drift_of_pack']:.2g} by which the pack moves them"
         ]
     return [
-        f"drift   KL {report['kl_mean']:.2g} nats a token · PPL {report['ppl_before']:.3f} → "
+        f"drift   KL {report['kl_mean']:.2g} nats per token · PPL {report['ppl_before']:.3f} → "
         f"{report['ppl_after']:.3f} (ratio {report['ppl_ratio']:.4f}) · same first token "
-        f"{report['same_token']:.1%} · {report['rows']} rows, {report['targets']:,} targets",
-        f"pack    moves the base by KL {report['kl_of_pack']:.2g}",
+        f"{report['same_token']:.1%} · {report['rows']} examples, {report['targets']:,} targets",
+        f"pack    moves the base model by KL {report['kl_of_pack']:.2g}",
     ]
 
 

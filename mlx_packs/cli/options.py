@@ -126,7 +126,7 @@ recipes = option(
     section="Model and data",
     metavar="FILE",
     multiple=True,
-    help="YAML file of these options, or a recipe of QLoRA, PEFT or bitsandbytes.",
+    help="YAML file with these options, or a configuration of QLoRA, PEFT or bitsandbytes. Repeatable.",
 )
 model = setting("model", default="tiny")
 trust_remote_code = setting("trust_remote_code", default=False)
@@ -139,13 +139,18 @@ def _use_json(ctx: click.Context, _: click.Parameter, value: bool) -> None:
 as_json = option(
     "--json", is_flag=True, expose_value=False, callback=_use_json, help="Print the result as JSON."
 )
-overwrite = option("--overwrite", is_flag=True, help="Replace what is at --out.")
-max_shard_gb = option("--max-shard-gb", default=1.0, metavar="GB", help="Largest file of weights.")
+overwrite = option("--overwrite", is_flag=True, help="Replace the folder --out if it exists.")
+max_shard_gb = option(
+    "--max-shard-gb",
+    default=1.0,
+    metavar="GB",
+    help="Maximum size of a file of weights, in 10^9 bytes.",
+)
 split = option(
     "--split",
     default="test",
     metavar="NAME",
-    help="Split of a data folder; valid where there is no test split.",
+    help="Split to evaluate of a data folder; valid if it has no test split.",
 )
 loss_on = setting(
     "loss_on",
@@ -154,16 +159,18 @@ loss_on = setting(
     help="Tokens to evaluate: all, those of the completion (the last answer), or those of every "
     "assistant message.",
 )
-limit = option("--limit", default=-1, metavar="N", help="Examples to evaluate; -1 is all of them.")
+limit = option(
+    "--limit", default=-1, metavar="N", help="Number of examples to evaluate; -1 uses all."
+)
 
 
 def out(sentence: str) -> Callable:
-    """The place where a command writes."""
+    """Add the folder that a command writes."""
     return option("--out", required=True, metavar="DIR", help=sentence)
 
 
 def data(sentence: str = "Examples to evaluate on") -> Callable:
-    """The examples that a command measures on."""
+    """Add the examples that a command evaluates on."""
     return option(
         "--data",
         default="tiny",
@@ -173,12 +180,12 @@ def data(sentence: str = "Examples to evaluate on") -> Callable:
 
 
 def packs(sentence: str, metavar: str = "PACK") -> Callable:
-    """Packs, each with a weight if it is not 1."""
+    """Add packs, each with a weight if that is not 1."""
     return option("--pack", "packs", multiple=True, metavar=metavar, help=sentence)
 
 
 def matmul_path(default: str, *others: str) -> Callable:
-    """How a command that does not train multiplies frozen weights."""
+    """Add how a command that does not train uses frozen weights."""
     return option(
         "--matmul-path",
         default=default,
@@ -216,7 +223,7 @@ backend = option(
     metavar="{reference,metal,cuda}",
     expose_value=False,
     callback=_use_backend,
-    help="Op implementation: reference (plain MLX), or metal or cuda kernels.",
+    help="Implementation of the operations: plain MLX (reference), or metal or cuda kernels.",
     default_text="chosen for the device",
 )
 

@@ -1,4 +1,4 @@
-"""`packs plan`: what fits into a memory."""
+"""`packs plan`: what fits into memory."""
 
 import math
 import shutil
@@ -14,10 +14,10 @@ from .output import print_report
 from .recipe import read_recipes, recipe_of
 
 _SEARCHED = {
-    "batch_size": "{}, less if need be",
-    "max_seq_length": "{}, less if need be",
-    "rank": "{}, less if need be",
-    "recompute": "{}, block if need be",
+    "batch_size": "{}, less if necessary",
+    "max_seq_length": "{}, less if necessary",
+    "rank": "{}, less if necessary",
+    "recompute": "{}, block if necessary",
     "matmul_path": "all",
     "quantize": "none, nf4 and affine4",
 }
@@ -35,12 +35,16 @@ def _default_text(name: str) -> str:
 
 @click.command()
 @option(
-    "--memory", type=float, metavar="GB", help="Memory to fit into.", default_text="this machine's"
+    "--memory",
+    type=float,
+    metavar="GB",
+    help="Memory that the run must fit into, in 10^9 bytes.",
+    default_text="this machine's",
 )
 @option(
     "--device",
     type=click.Choice(["cpu", "gpu"]),
-    help="Plan for such a device, with --memory.",
+    help="Device to plan for; needs --memory.",
     default_text="this machine's",
 )
 @options.recipes
@@ -49,9 +53,10 @@ def _default_text(name: str) -> str:
 def plan(memory: float | None, device: str | None, configs: tuple[str, ...], **flags) -> None:
     """Estimate peak memory and suggest a training command.
 
-    Reads config.json and the headers of the tensors only, of a Hub id too. What a flag or a file
-    sets stays as it is; batch size, recomputation, length and rank are reduced in this order until
-    the run fits. The command at the end has the peak that is shown.
+    Only config.json and the headers of the tensors are read, also of a model on the Hub. Settings
+    from flags and files stay as they are. Of the others, batch size, activation checkpointing,
+    sequence length and rank are reduced in this order until the run fits. The command that is
+    printed last has the peak that is shown.
     """
     from ..bases.files import TINY
     from ..memory.read import read_headers

@@ -17,36 +17,49 @@ if TYPE_CHECKING:
 
 
 @click.command()
-@option("--model", required=True, metavar="MODEL", help="Dense checkpoint: folder or Hub id.")
-@options.out("Folder to write.")
-@option("--mode", type=click.Choice(WEIGHT_MODES), default="nf4", help="Format.")
+@option(
+    "--model",
+    required=True,
+    metavar="MODEL",
+    help="Checkpoint to quantize: a folder or a Hugging Face id.",
+)
+@options.out("Folder to write the quantized checkpoint to.")
+@option("--mode", type=click.Choice(WEIGHT_MODES), default="nf4", help="Kind of quantization.")
 @option(
     "--double-quant/--no-double-quant",
     default=None,
-    help="nf4: quantize the scales of the blocks to 8 bits, too.",
+    help="With --mode nf4: store the scales in 8 bits.",
     default_text="double-quant",
 )
-@option("--bits", type=int, metavar="N", help="affine: 2, 3, 4, 5, 6 or 8.", default_text="4")
+@option(
+    "--bits",
+    type=int,
+    metavar="N",
+    help="With --mode affine: bits per weight (2, 3, 4, 5, 6 or 8).",
+    default_text="4",
+)
 @option(
     "--group-size",
     type=int,
     metavar="N",
-    help="Weights that share a scale: 32, 64 or 128; for nf4 256, too.",
+    help="Number of weights that share a scale: 32, 64 or 128; with --mode nf4 also 256.",
     default_text="64",
 )
-@option("--block", type=int, metavar="N", help="nf4: another name of --group-size.")
-@option("--keep", metavar="NAMES", help="Modules left dense, by name or path, separated by commas.")
+@option("--block", type=int, metavar="N", help="With --mode nf4: another name of --group-size.")
+@option(
+    "--keep", metavar="NAMES", help="Modules to leave dense: names or paths, separated by commas."
+)
 @option(
     "--bits-for",
     multiple=True,
     metavar="REGEX=N",
-    help="Quantize modules whose path matches to affine with N bits; repeatable.",
+    help="Quantize the modules whose path matches REGEX to affine with N bits. Repeatable.",
 )
 @option(
     "--format",
     type=click.Choice(["mlx", "bitsandbytes"]),
     default="mlx",
-    help="File format; bitsandbytes is for transformers.",
+    help="Format of the files: mlx, or bitsandbytes for transformers.",
 )
 @options.max_shard_gb
 @options.overwrite
@@ -55,8 +68,8 @@ if TYPE_CHECKING:
 def quantize(model: str, out: str, overwrite: bool, trust_remote_code: bool, **settings) -> None:
     """Write a 4-bit (or 2- to 8-bit) copy of a checkpoint.
 
-    Works tensor by tensor, so that a model larger than memory can be quantized. After an
-    interruption the same command continues.
+    Tensors are quantized one by one, so the model may be larger than memory. After an interruption
+    the same command continues.
     """
     from ..bases.writer import quantize
 
@@ -73,20 +86,14 @@ def _options(
     double_quant: bool | None,
     **others,
 ) -> "QuantizeOptions":
-    """Return the options of the library that those of the command line describe.
-
-    Raises:
-        PackError: options that the mode does not have.
-    """
     from ..bases.quantization import QuantizeOptions
     from ..bases.weight_formats import specified_format
 
     if block is not None and mode != "nf4":
-        raise PackError(f"--block: not with --mode {mode}.", "conflict")
+        raise PackError(f"--block: does not apply to --mode {mode}.", "conflict")
     if None not in (block, group_size) and block != group_size:
-        raise PackError(
-            f"--block {block}: is --group-size by another name, which is {group_size}.", "conflict"
-        )
+        text = f"is another name of --group-size, which is {group_size}. Give one of them."
+        raise PackError(f"--block {block}: {text}", "conflict")
     size = group_size if block is None else block
     weight_format = specified_format(mode, bits=bits, group_size=size, double_quant=double_quant)
     return QuantizeOptions(
@@ -99,17 +106,15 @@ def _options(
 
 
 def _bits_for(text: str) -> tuple[str, int]:
-    """Return a regular expression and bits from ``REGEX=BITS``."""
     expression, _, bits = text.rpartition("=")
     if not expression or not bits.isdecimal():
-        raise PackError(f"--bits-for {text}: must be REGEX=BITS, as in 'down_proj=8'.")
+        raise PackError(f"--bits-for {text}: must be REGEX=N, as in 'down_proj=8'.")
     return expression, int(bits)
 
 
 def _lines(report: dict) -> list[str]:
-    """Return what was written, and what was left dense for which reason."""
     finished = report["shards_found"]
-    earlier = f", {finished} of them found finished" if finished else ""
+    earlier = f", {finished} of them already there" if finished else ""
     return [
         f"wrote   {report['out']} ({size(report['gb'] * 1e9)}, {report['shards']} shard(s){earlier})",
         bits_line(report),

@@ -14,18 +14,21 @@ from .output import print_report
 @click.command()
 @click.argument("pack")
 @click.argument("repo")
-@option("--private", is_flag=True, help="Make a repository that is new a private one.")
+@option("--private", is_flag=True, help="Make the repository private if it is created.")
 @option("--revision", metavar="BRANCH", help="Branch to push to.", default_text="main")
 @option(
-    "--license", metavar="ID", help="Licence, as the Hub names it.", default_text="that of the base"
+    "--license",
+    metavar="ID",
+    help="Identifier of the licence on the Hub.",
+    default_text="that of the base model",
 )
 @options.as_json
 def push(pack: str, repo: str, **settings) -> None:
     """Upload a pack to the Hugging Face Hub.
 
-    REPO is owner/name. The pack is checked first. Its folder is uploaded as it is, so a licence, or
-    a card without the Hub's metadata, is written there before. A pack that was pulled stays as it
-    is; a copy of it is changed.
+    REPO is owner/name. The pack is checked first, then its folder is uploaded as it is. A licence,
+    or the Hub's metadata that its card lacks, is therefore added to the folder itself; of a pack
+    that was pulled, to a copy.
     """
     from ..display import Display
     from ..packs.push import push
@@ -43,24 +46,27 @@ def push(pack: str, repo: str, **settings) -> None:
 @click.command()
 @click.argument("repo")
 @option(
-    "--out", metavar="DIR", help="Folder to write.", default_text="the cache, for --pack owner/name"
+    "--out",
+    metavar="DIR",
+    help="Folder to write the pack to.",
+    default_text="the Hub's cache, for --pack owner/name",
 )
 @options.overwrite
 @options.as_json
 def pull(repo: str, out: str, overwrite: bool) -> None:
-    """Fetch a pack from the Hugging Face Hub.
+    """Download a pack from the Hugging Face Hub.
 
-    REPO is owner/name or owner/name@revision. Only the files of its manifest are fetched, each is
-    checked, and DIR appears when all are right. After an interruption the same command continues.
+    REPO is owner/name or owner/name@revision. Only the files that the manifest lists are
+    downloaded, and their hashes are checked before DIR is created. After an interruption the same
+    command continues.
     """
     from ..display import Display
     from ..packs.manifest import read_pin
     from ..packs.pull import pull
 
     if overwrite and out is None:
-        raise PackError(
-            "--overwrite: is for --out DIR; the cache is always brought up to date.", "conflict"
-        )
+        text = "applies to --out DIR only. The cache is always updated."
+        raise PackError(f"--overwrite: {text}", "conflict")
     pack = pull(repo, out, overwrite=overwrite, display=Display())
     base = shlex.quote(pack.manifest["base"]["id"])
     report = {"pack": str(pack.path), "pack_mb": pack.size_mb, **(read_pin(pack.path) or {})}

@@ -42,18 +42,23 @@ def _default_text(name: str) -> str:
     section="Model and data",
     is_flag=True,
     default=None,
-    help="As in mlx-lm: --loss-on completion.",
+    help="Same as --loss-on completion, as in mlx-lm.",
 )
 @option(
-    "--fine-tune-type", section="Adapter", metavar="{lora,full}", help="As in mlx-lm: --method."
+    "--fine-tune-type",
+    section="Adapter",
+    metavar="{lora,full}",
+    help="Same as --method, as in mlx-lm.",
 )
-@option("--train", is_flag=True, default=None, help="As in mlx-lm; this command always trains.")
+@option(
+    "--train", is_flag=True, default=None, help="Accepted as in mlx-lm; this command always trains."
+)
 @option(
     "--test",
     section="Evaluation and gates",
     is_flag=True,
     default=None,
-    help="As in mlx-lm; the held-out examples are always evaluated.",
+    help="Accepted as in mlx-lm; held-out examples are always evaluated.",
 )
 @options.backend
 @option(
@@ -66,10 +71,10 @@ def _default_text(name: str) -> str:
     "--show-mask",
     section="Model and data",
     is_flag=True,
-    help="Show which tokens of some examples the loss is on, and stop.",
+    help="Show which tokens of the first examples are trained on, and exit.",
 )
 @options.as_json
-@option("-v", "--verbose", is_flag=True, help="Explain decisions.")
+@option("-v", "--verbose", is_flag=True, help="Also print the reasons for automatic choices.")
 @option("-q", "--quiet", is_flag=True, help="Print the result line only.")
 def train(
     configs: tuple[str, ...],
@@ -79,15 +84,17 @@ def train(
     quiet: bool,
     **flags,
 ) -> None:
-    """Train a pack; without arguments, a tiny one.
+    """Fine-tune a model and write the result as a pack.
 
-    The tiny one is a Qwen3 that comes with the package, on data that comes along, in a minute or
-    two.
+    Without arguments, the bundled Qwen3 is trained on the bundled data in a minute or two.
 
-    Data: train.jsonl, valid.jsonl, test.jsonl with {"messages": [{"role", "content"}]}, {"prompt",
-    "completion"} or {"text"}; for an encoder (--task embedding) {"sentence1", "sentence2", "score"}
-    or {"anchor", "positive"} and optionally "negative". Every flag and YAML key of mlx_lm.lora is
-    supported. Defaults in brackets; "tiny:" marks the defaults for the bundled model.
+    A data folder contains train.jsonl, and optionally valid.jsonl and test.jsonl, with one JSON
+    object per line: {"messages": [{"role", "content"}]}, {"prompt", "completion"} or {"text"}. With
+    --task embedding, it is {"sentence1", "sentence2", "score"} or {"anchor", "positive"}, optionally
+    with "negative".
+
+    Every flag and YAML key of mlx_lm.lora is supported. "tiny:" marks the defaults for the bundled
+    model.
     """
     from ..bases.files import TINY
     from ..training.phases import check_overridden

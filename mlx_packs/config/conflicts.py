@@ -57,8 +57,12 @@ class TrainConflicts(Settings):
                 text = f"{getattr(self, name)} does not go with --method full."
                 yield Fault(name, text, "conflict")
         if self.warmup_steps and not isinstance(self.lr_schedule, str):
-            text = f"a schedule with arguments has its own; write lr_schedule.warmup: {self.warmup_steps}."
-            yield Fault("warmup_steps", text, "conflict")
+            yield Fault(
+                "warmup_steps",
+                "does not apply to a schedule with arguments. Write lr_schedule.warmup: "
+                f"{self.warmup_steps}.",
+                "conflict",
+            )
 
     def _conflicts_of_memory(self) -> Iterator[Fault]:
         if self.grad_checkpoint and self.recompute == "none":

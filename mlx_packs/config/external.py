@@ -90,10 +90,10 @@ def _bits_and_bytes(values: Mapping, where: str) -> dict:
         valid = _BITS_AND_BYTES[key]
         if valid is not _ANY and value != valid:
             hint = " For 8 bits write quantize: affine8." if key == "load_in_8bit" else ""
-            raise _unsupported(where, key, value, f"only {valid}.{hint}")
+            raise _unsupported(where, key, value, f"Only {valid} is.{hint}")
     kind = values.get("bnb_4bit_quant_type", "fp4")
     if kind != "nf4":
-        raise _unsupported(where, "bnb_4bit_quant_type", kind, "only nf4.")
+        raise _unsupported(where, "bnb_4bit_quant_type", kind, "Only nf4 is.")
     keep = (*_DENSE_IN_TRANSFORMERS, *(values.get("llm_int8_skip_modules") or ()))
     return {
         "quantize": "nf4",
@@ -108,7 +108,7 @@ def _dtype(value: Any, where: str) -> str:
     name = _DTYPES.get(name, name)
     if name not in _DTYPES.values():
         valid = ", ".join(_DTYPES.values())
-        raise _unsupported(where, "bnb_4bit_compute_dtype", value, f"only {valid}.")
+        raise _unsupported(where, "bnb_4bit_compute_dtype", value, f"Write one of {valid}.")
     return name
 
 
@@ -124,15 +124,15 @@ def _lora(part: Mapping, where: str) -> dict:
 def _peft(values: Mapping, where: str) -> dict:
     """Settings of PEFT's LoraConfig. Keys at their defaults have no effect; others must be known."""
     if values["peft_type"] != "LORA":
-        raise _unsupported(where, "peft_type", values["peft_type"], "only LORA.")
+        raise _unsupported(where, "peft_type", values["peft_type"], "Only LORA is.")
     for key, value in values.items():
         has_no_effect = value in (None, False, [], {}, 0, "") or _PEFT_DEFAULTS.get(key) == value
         if not has_no_effect and key not in (*_PEFT, *_PEFT_READ_APART, *_PEFT_WITHOUT_EFFECT):
-            raise _unsupported(where, key, value, "take it out.")
+            raise _unsupported(where, key, value, "Take it out.")
     _check_bias(values, where)
     if values.get("init_lora_weights", True) is not True:
         value = values["init_lora_weights"]
-        raise _unsupported(where, "init_lora_weights", value, "only true (A uniform, B zero).")
+        raise _unsupported(where, "init_lora_weights", value, "Write true (A uniform, B zero).")
     return {
         **{name: values[key] for key, name in _PEFT.items() if values.get(key)},
         "rank": values.get("r") or 8,
@@ -165,8 +165,8 @@ def _peft_targets(values: Mapping, where: str) -> dict:
 
 def _check_bias(values: Mapping, where: str) -> None:
     if (bias := values.get("bias") or "none") != "none":
-        raise _unsupported(where, "bias", bias, "biases are not trained; write none.")
+        raise _unsupported(where, "bias", bias, "Biases are not trained. Write none.")
 
 
 def _unsupported(where: str, key: str, value: Any, instead: str) -> PackError:
-    return setting_error(f"{value!r} is not supported, {instead}", key, where, "unsupported")
+    return setting_error(f"{value!r} is not supported. {instead}", key, where, "unsupported")

@@ -34,9 +34,9 @@ class RunOptions(Settings):
         None, "Start from the adapters in FILE.", section="Adapter", metavar="FILE"
     )
     report_to: str | None = _output(
-        None, "Services to log to: wandb, swanlab or both.", metavar="NAMES"
+        None, "Services to log to: wandb, swanlab, or both, separated by a comma.", metavar="NAMES"
     )
-    project_name: str | None = _output(None, "Project for --report-to.", metavar="NAME")
+    project_name: str | None = _output(None, "Name of the project for --report-to.", metavar="NAME")
     trust_remote_code: bool = _data(
         False, "Allow executing Python code shipped with the model.", flags=("--trust-remote-code",)
     )

@@ -119,7 +119,7 @@ class Phase(Settings):
     )
     optimizer_state: str = _phase(
         "carry",
-        "Keep the optimizer's state (carry), or start with a fresh one.",
+        "Whether the optimizer keeps its state (carry) or starts anew (fresh).",
         choices=("carry", "fresh"),
     )
 
@@ -158,7 +158,7 @@ class TrainConfig(TrainConflicts):
     batch_size: int = _optimization(
         4,
         "Examples per batch.",
-        shown_default="4, with --task embedding 32",
+        shown_default="4; 32 with --task embedding",
         at_least=1,
         memory=True,
     )
@@ -174,7 +174,8 @@ class TrainConfig(TrainConflicts):
         choices=("cut", "split"),
     )
     fim_rate: float = _share(
-        0.0, "Share of the texts to train fill-in-the-middle on; the tokenizer needs tokens for it."
+        0.0,
+        "Share of the texts that are trained as fill-in-the-middle; the tokenizer must have its tokens.",
     )
     fim_spm_rate: float = _share(
         0.5, "Share of the fill-in-the-middle examples with the suffix before the prefix."
@@ -356,7 +357,10 @@ class TrainConfig(TrainConflicts):
         choices=DISTANCES,
     )
     seed: int = _step(
-        0, "Seed of the adapters, the order of examples and dropout.", at_least=0, below=2**32
+        0,
+        "Random seed of the adapters, the order of examples and dropout.",
+        at_least=0,
+        below=2**32,
     )
     steps_per_report: int = _output(10, "Batches between log lines.", at_least=1, resumable=True)
     steps_per_eval: int = _evaluation(
