@@ -118,7 +118,9 @@ def test_train_counts_and_says_what_is_cut(data_here, run):
     code, _, err = run("train", "--data", "d", *args)
     assert code == 0
     (line,) = (line for line in err.splitlines() if "--max-seq-length" in line)
-    assert "2 rows" in line and "40 tokens" in line and "1 of them" in line and "dropped" in line
+    assert (
+        "2 examples" in line and "40 tokens" in line and "1 of them" in line and "dropped" in line
+    )
 
 
 def test_train_rejects_tokens_beyond_the_vocabulary(data_here, untouched):

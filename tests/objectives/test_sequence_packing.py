@@ -185,7 +185,9 @@ def test_packed_run_says_how_full_it_is_and_plans_its_own_shapes(
     code, _, err = run("train", *arguments.split(), "--packing", "--out", tmp_path / "p")
     assert code == 0, err
     line = next(line for line in err.splitlines() if line.startswith("data"))
-    assert "40 rows → " in line and " packed rows of 96 (" in line and " % full)" in line
+    assert (
+        "40 examples packed into " in line and " sequences of 96 (" in line and " % full)" in line
+    )
     assert " supervised tokens" in line
     assert {width for width, _ in planned[0]} == {95}
 

@@ -317,4 +317,4 @@ def test_a_code_corpus_is_packed_split_and_learned_to_fill_gaps_in(tmp_path, run
     assert json.loads(out)["ppl_after"] < json.loads(out)["ppl_before"]
     manifest = json.loads((tmp_path / "p" / "pack.json").read_text())
     assert manifest["data"]["rows"]["train"] > 30  # 20 texts, and one in many pieces
-    assert "1 training rows, split" in err
+    assert "1 training examples split" in err

@@ -7,7 +7,7 @@ import pytest
 
 from mlx_packs import LoRAConfig, TrainConfig, train_pack
 from mlx_packs.runtime import mx
-from mlx_packs.training.tasks.sample import SamplePrompt
+from mlx_packs.training.tasks.causal_lm import SamplePrompt
 from tests.helpers.cached_model import changed
 from tests.helpers.errors import check
 from tests.helpers.observers import observe

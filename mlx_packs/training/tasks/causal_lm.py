@@ -1,14 +1,16 @@
 """The next token of text, of completions and of chats, by a causal language model."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from ...adapters.lora import attach
 from ...adapters.method import Trainable
-from ...config.schema import LoRAConfig
-from ...data.rows import Splits
+from ...config.schema import DataConfig, LoRAConfig
+from ...data.encoding import token_format
+from ...data.rows import Row, Splits
 from ...evaluation.perplexity import Score, Scorer
 from ...gates import gates_text
+from ...inference.generate import complete
 from ...inference.throughput import cut_prompts, generation_path, measure_throughput
 from ...memory.matmul_path import choose_matmul_path
 from ...objectives.causal_lm import CausalLM, LossOptions, split_head
@@ -21,13 +23,32 @@ from ...packs.pack import Pack
 from ..fit import Fit
 from ..phases import OWN
 from ..planning import MemoryChoice
-from .sample import SAMPLE_TOKENS, SamplePrompt
 from .task import Summary, Task, cost
 from .tokens import PhasedDataset, encode_phases
 
-_PROMPT_TOKENS = 64  # of the prompt that the speed gate completes
+SAMPLE_TOKENS = 40
+_TEMPERATURE = 0.7
+_PROMPT_TOKENS = 64  # of the prompt that the throughput gate completes
 
 Scores = Mapping[str, Score]  # by phase
+
+
+@dataclass(frozen=True)
+class SamplePrompt:
+    """A held-out prompt that is completed before and after a run, so that people see the change."""
+
+    text: str
+    tokens: list[int]
+
+    @classmethod
+    def of(cls, row: Row, base: Base, columns: DataConfig) -> "SamplePrompt":
+        """Return the beginning of a text, a completion's prompt, or a chat up to its answer."""
+        return cls(*token_format(row, columns).prompt(row, columns, base.tokenizer))
+
+    def complete(self, base: Base) -> str:
+        """Return the base's completion as it is now, sampled with a fixed seed."""
+        text = complete(base, self.tokens, SAMPLE_TOKENS, temperature=_TEMPERATURE)
+        return " ".join(text.split())
 
 
 class CausalLMTask(Task):
@@ -148,29 +169,24 @@ class CausalLMTask(Task):
     def gate_values(
         self, gates: Mapping[str, float], pack: Pack, summary: Summary, matmul_path: str
     ) -> dict[str, float]:
-        """Perplexity after over before; where a gate asks for it, the speed of decoding."""
+        """Return the ratio of perplexities and, where a gate asks for it, of decoding throughput."""
         values = {"max_ppl_ratio": summary.eval["ppl_after"] / summary.eval["ppl_before"]}
         if "min_tps_ratio" in gates:
             _, held_out = self.dataset.held_out_examples(self.run.goal)
             prompts = cut_prompts([e.tokens for e in held_out.items], 1, _PROMPT_TOKENS)
             path = generation_path(matmul_path)
-            with self.run.display.working("gates", "measuring the speed of answers"):
-                packs = [None, pack]
-                speeds = measure_throughput(
-                    self.base, packs, prompts, SAMPLE_TOKENS, matmul_path=path
+            with self.run.display.working("gates", "measuring decoding throughput"):
+                _, with_pack = measure_throughput(
+                    self.base, [None, pack], prompts, SAMPLE_TOKENS, matmul_path=path
                 )
-            values["min_tps_ratio"] = speeds[1].tps_ratio
+            values["min_tps_ratio"] = with_pack.tps_ratio
         return values
 
     def _by_transformer(self, proxy: Trainable) -> tuple[Score, Score, dict[str, str]]:
-        """Return what adapters that a proxy trained are worth on the base's own forward.
-
-        Returns:
-            Scores without and with them, and the completions of the sample prompt.
-        """
+        """Score the base's own forward without and with what a proxy trained; complete the sample."""
         base, display = self.base, self.run.display
         batches = self.dataset.held_out(self.run.goal)
-        with display.working("eval", "reading the whole base"):
+        with display.working("eval", "loading the whole base model"):
             matmul_path = choose_matmul_path(base.model, batches[-1].tokens.size).matmul_path
         fallback = self.run.train.train_fp16_fallback
         attached = attach(base, specs=proxy.specs, matmul_path=matmul_path, fp16_fallback=fallback)
@@ -178,7 +194,7 @@ class CausalLMTask(Task):
             head = split_head(base.model)
             scores, texts = [], {}
             total = 2 * len(batches)
-            with display.task("eval", total, "held-out batches, whole base") as bar:
+            with display.task("eval", total, "held-out batches, whole base model") as bar:
                 for when, tensors in (("before", attached.tensors()), ("after", proxy.tensors())):
                     attached.load(tensors, when)
                     scores.append(Scorer(base.model, head).score(batches, bar.advance))
@@ -194,24 +210,21 @@ def _shortened(text: str, width: int = 160) -> str:
 
 
 def _changes(split: str, before: Score, after: Score) -> dict:
-    """Scores before and after by key: ``ppl_before``, ``ppl_after_se`` and so on."""
-    changes = {"split": split, "rows": after.rows, "targets": after.targets}
-    for key in ("ppl", "ppl_se", "accuracy"):
-        name, _, tail = key.partition("_")
-        for when, score in (("before", before), ("after", after)):
-            changes["_".join(p for p in (name, when, tail) if p)] = getattr(score, key)
-    return changes
+    return {
+        "split": split,
+        "rows": after.rows,
+        "targets": after.targets,
+        "ppl_before": before.ppl,
+        "ppl_after": after.ppl,
+        "ppl_before_se": before.ppl_se,
+        "ppl_after_se": after.ppl_se,
+        "accuracy_before": before.accuracy,
+        "accuracy_after": after.accuracy,
+    }
 
 
 def phase_reports(dataset: PhasedDataset, sources: Sequence[str], fit: Fit) -> list[dict]:
-    """Return what each phase of a run was and did; empty where a run has no phases.
-
-    Args:
-        dataset: the examples.
-        sources: the public names of the data of each phase.
-        fit: the scores before the first phase and after each (empty where not known), and the
-            lines that have the losses.
-    """
+    """Return what each phase of a run was and did; empty where a run has no phases."""
     reports = []
     for i, (phase, source) in enumerate(zip(dataset.phases, sources, strict=True)):
         if not phase.name:

@@ -42,14 +42,7 @@ class EvalPairs(list[PairBatch]):
 
 @dataclass(frozen=True)
 class PairDataset:
-    """Pairs of every split, encoded.
-
-    Attributes:
-        splits: the pairs by split.
-        train: the settings of the run.
-        loss: the loss by name.
-        limit: most tokens of a text.
-    """
+    """Pairs by split, with the loss by name and the most tokens of a text."""
 
     splits: dict[str, Pairs]
     train: TrainConfig
@@ -126,12 +119,12 @@ class EmbeddingTask(Task):
             flags = ", ".join("--" + key.replace("_", "-") for key in misplaced)
             raise PackError(
                 f"{flags}: not with --task embedding, whose base is dense in float32 and "
-                "whose rows are sentence pairs; leave it out.",
+                "whose examples are sentence pairs. Leave it out.",
                 "conflict",
             )
         if train.trains_base and self.run.lora.num_layers > 0:
             raise PackError(
-                "--num-layers: --method full trains all of an encoder; leave it out.", "conflict"
+                "--num-layers: --method full trains all of an encoder. Leave it out.", "conflict"
             )
         if train.recomputes == "selective":
             raise PackError(
@@ -156,16 +149,16 @@ class EmbeddingTask(Task):
             sampler = PairSampler.of(first, train.batch_size, limit, train.seed, True)
             if train.batch_size < 2 or not sampler.epoch(0):
                 raise PackError(
-                    f"--loss {loss}: the other rows of a batch are the negatives, so it needs "
-                    "--batch-size 2 or more, and rows whose texts differ.",
+                    f"--loss {loss}: the other examples of a batch are the negatives, so it needs "
+                    "--batch-size 2 or more, and examples whose texts differ.",
                     "data",
                 )
         counts = " / ".join(f"{len(part):,} {split}" for split, part in pairs.items())
-        display.line("data", f"{read.source} · {counts} rows · {first.format.name} · loss {loss}")
+        display.line(
+            "data", f"{read.source} · {counts} examples · {first.format.name} · loss {loss}"
+        )
         if cut := sum(part.cut for part in pairs.values()):
-            display.line(
-                "data", f"longer than {limit} tokens and cut: {cut} texts (--max-seq-length)"
-            )
+            display.line("data", f"longer than {limit} tokens (--max-seq-length): {cut} texts cut")
         for note in read.notes:
             display.line("data", note)
         check_scores(self.dataset.held_out(self.run.goal).pairs, f"--data {read.source}")

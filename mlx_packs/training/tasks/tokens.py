@@ -30,12 +30,7 @@ from ..phases import RunPhase
 
 @dataclass
 class PhasedDataset:
-    """Examples of all phases as tokens.
-
-    Attributes:
-        phases: the phases of the run.
-        splits: the examples of each phase by split.
-    """
+    """Examples of all phases as tokens; ``splits`` has those of each phase by split."""
 
     phases: tuple[RunPhase, ...]
     splits: list[dict[str, Examples]]
@@ -58,7 +53,7 @@ class PhasedDataset:
         return self.splits[-1]["train"].loss_on
 
     def counts(self) -> dict[str, int]:
-        """Return the number of examples by split; in a run with phases ``<phase>/<split>``."""
+        """Return the number of examples by split."""
         return {
             phase.manifest_key(split): len(examples)
             for phase, splits in zip(self.phases, self.splits, strict=True)
@@ -159,13 +154,6 @@ def encode_phases(
 ) -> PhasedDataset:
     """Encode the examples of every phase.
 
-    Args:
-        phases: the phases of the run.
-        splits: their examples.
-        base: whose tokenizer encodes them.
-        train: the settings of the run.
-        display: where counts are shown.
-
     Raises:
         PackError: if a setting needs texts, and no phase has any.
     """
@@ -178,7 +166,9 @@ def encode_phases(
     encoded = []
     for phase, read in zip(phases, splits, strict=True):
         if phase.name:
-            replayed = f", {phase.replay:.0%} of its rows from before" if phase.replay else ""
+            replayed = (
+                f", {phase.replay:.0%} of its examples from earlier phases" if phase.replay else ""
+            )
             display.line("phase", f"{phase.name}: {phase.train.iters:,} batches{replayed}")
         encoded.append(encode_splits(read, base, phase.sources[0], phase.train, display))
     return PhasedDataset(tuple(phases), encoded)
@@ -187,7 +177,7 @@ def encode_phases(
 def encode_splits(
     splits: rows_of.Splits, base: Base, columns: DataConfig, train: TrainConfig, display: Display
 ) -> dict[str, Examples]:
-    """Return the tokens of every split that has examples; shows how many there are and what was cut."""
+    """Return the tokens of every split that has examples; show their number and what was cut."""
     present = splits.present()
     examples = {}
     with display.task("data", len(present), "splits") as bar:
@@ -208,7 +198,7 @@ def encode_splits(
         f"supervised tokens (loss on {first.loss_on})",
     )
     if cut := _cut(examples, train):
-        display.line("data", f"{cut} (--max-seq-length)")
+        display.line("data", cut)
     for note in splits.notes:
         display.line("data", note)
     return examples
@@ -218,28 +208,31 @@ def _counts(examples: dict[str, Examples], train: TrainConfig) -> str:
     """Return how many examples each split has, and how many sequences they are packed into."""
     first = examples["train"]
     if not train.packing:
-        return " / ".join(f"{len(e):,} {split}" for split, e in examples.items()) + " rows"
+        return " / ".join(f"{len(e):,} {split}" for split, e in examples.items()) + " examples"
     inputs = train.max_seq_length - 1
     sampler = Sampler(first.lengths, train.batch_size, inputs, train.seed, packing=True)
     number, fill = packing_fill(sampler)
-    packed = f"{number:,} packed rows of {train.max_seq_length} ({100 * fill:.1f} % full)"
+    packed = f"{number:,} sequences of {train.max_seq_length} ({100 * fill:.1f} % full)"
     held_out = "".join(f" / {len(e):,} {s}" for s, e in examples.items() if s != "train")
-    return f"{len(first):,} rows → {packed}{held_out}"
+    return f"{len(first):,} examples packed into {packed}{held_out}"
 
 
 def _cut(examples: dict[str, Examples], train: TrainConfig) -> str:
     """Return how many examples are too long, and what became of them; empty where none is."""
-    first = examples["train"]
-    if not (cut := sum(e.cut for e in examples.values())):
+    first, is_text = examples["train"], examples["train"].format == "text"
+    cut, dropped = (sum(getattr(e, key) for e in examples.values()) for key in ("cut", "dropped"))
+    if not cut:
         return ""
-    dropped = sum(e.dropped for e in examples.values())
-    text = f"longer than {train.max_seq_length} tokens and cut: {cut} rows"
-    if first.format == "text" and train.long_rows == "split":
-        text = f"longer than {train.max_seq_length} tokens: {first.cut} training rows, split"
-        text += f"; {cut - first.cut} held-out rows, cut" if cut > first.cut else ""
-    elif first.format == "text" and first.cut:
-        text += "; --long-rows split keeps all of them"
-    return text + (f", {dropped} of them dropped, since no target was left" if dropped else "")
+    text = f"longer than {train.max_seq_length} tokens (--max-seq-length): "
+    if is_text and train.long_rows == "split":
+        text += f"{first.cut} training examples split, {cut - first.cut} held-out examples cut"
+    else:
+        text += f"{cut} examples cut"
+    if dropped:
+        text += f", {dropped} of them dropped, since no target was left"
+    if is_text and first.cut and train.long_rows != "split":
+        text += ". --long-rows split keeps all of them"
+    return text
 
 
 def encoding_options(
