@@ -148,7 +148,7 @@ class CausalLMTask(Task):
         lines = [
             f"done    held-out PPL {format_result(report, 'before')} → "
             f"{format_result(report, 'after')} ({-drop:+.0%}) on "
-            f"{held_out['rows']} {held_out['split']} rows{gates_text(report['gates'])}",
+            f"{held_out['rows']} {held_out['split']} examples{gates_text(report['gates'])}",
             *(f"phase   {line}" for line in phase_lines(report["phases"])),
         ]
         if "ppl_before" in objective:

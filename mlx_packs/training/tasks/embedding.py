@@ -217,7 +217,7 @@ class EmbeddingTask(Task):
         held_out = report["held_out"]
         return [
             f"done    held-out {format_change(report)} on {held_out['rows']} {held_out['split']} "
-            f"rows{gates_text(report['gates'])}",
+            f"examples{gates_text(report['gates'])}",
             f"speed   {report['pairs_per_s']:,.0f} pairs/s · {cost(report)}",
             f"pack    {report['pack']} ({report['pack_mb']:.1f} MB)    try: packs eval "
             f"{report['pack']} --model {model} --data …",
