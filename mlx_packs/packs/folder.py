@@ -45,12 +45,17 @@ def verify_hashes(folder: Path, manifest: dict) -> None:
         PackError: a hash differs from the manifest's.
     """
     for name, facts in manifest["files"].items():
-        if (digest := sha256(folder / name)) != facts["sha256"]:
-            raise PackError(
-                f"{folder / name}: sha256 is {digest[:12]}…, but {MANIFEST} says "
-                f"{facts['sha256'][:12]}…; the file was changed or damaged.",
-                "unreadable",
-            )
+        check_hash(folder / name, facts["sha256"], str(folder / name))
+
+
+def check_hash(file: Path, expected: str, where: str) -> None:
+    """Raise a PackError, which says ``where``, unless a file has the SHA-256 of its manifest."""
+    if (digest := sha256(file)) != expected:
+        raise PackError(
+            f"{where}: sha256 is {digest[:12]}…, but {MANIFEST} says {expected[:12]}…. The file "
+            "was changed or damaged.",
+            "unreadable",
+        )
 
 
 def check_output(folder: Path, overwrite: bool) -> None:

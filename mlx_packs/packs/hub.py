@@ -1,8 +1,8 @@
 """Fetch the folder of a pack from the Hugging Face Hub: one commit, atomic, every hash checked.
 
 Only what a manifest names is fetched, under plain names that end in .safetensors or .json, and a
-pack appears in its place after every hash was right. huggingface_hub does the transfers; a download
-that was killed resumes from what is there, which its own downloads no longer do.
+pack appears in its place after every hash was right. A download that was killed resumes from what
+is there; huggingface_hub's own ones start again, or keep it in steps of 10 MB.
 """
 
 import glob
@@ -19,22 +19,14 @@ from ..errors import PackError
 from ..files import (
     atomic_write,
     exclusive_writer,
+    make_folder,
     read_header,
     replace_folder,
     sha256,
     to_json,
-    write_errors,
 )
-from .folder import check_output, open_folder, verify_hashes
-from .manifest import (
-    ADAPTERS,
-    HUB_ID,
-    MAIN,
-    MANIFEST,
-    PIN,
-    read_manifest,
-    read_pin,
-)
+from .folder import check_hash, check_output, open_folder, verify_hashes
+from .manifest import ADAPTERS, HUB_ID, MAIN, MANIFEST, PIN, read_manifest, read_pin
 
 _REVISION = r"[\w][\w.-]*(/[\w][\w.-]*)*"
 _FILE = r"[A-Za-z0-9][\w.-]*\.(safetensors|json)|README\.md"
@@ -66,13 +58,11 @@ def split_name(name: str) -> tuple[str, str]:
     return repo, revision or MAIN
 
 
-def fetch(
-    name: str, out: str | Path | None, overwrite: bool, endpoint: str | None, show: Display
-) -> Path:
+def fetch(name: str, out: str | Path | None, overwrite: bool, show: Display) -> Path:
     """Fetch a pack as `pull` does; its folder."""
     repo, revision = split_name(str(name))
     with errors_of_hub(f"{repo}@{revision}", "cannot be pulled"):
-        commit, listed = _resolve(repo, revision, endpoint)
+        commit, listed = _resolve(repo, revision)
     folder = _cache(repo) / commit if out is None else Path(out).expanduser()
     if folder.name in ("", ".."):
         raise PackError(f"--out {out}: must name the folder that the pack becomes.")
@@ -83,7 +73,7 @@ def fetch(
         _pin(folder, pin)  # the newest one records where a branch was last
     else:
         check_output(folder, overwrite or out is None)
-        _fetch(pin, listed, folder, endpoint, show)
+        _fetch(pin, listed, folder, show)
     return folder
 
 
@@ -101,7 +91,7 @@ def cached(name: str) -> Path:
     ]
     if of_revision:
         return max(of_revision, key=lambda folder: (folder / PIN).stat().st_mtime_ns)
-    return fetch(name, None, False, None, Display())
+    return fetch(name, None, False, Display())
 
 
 def _is_complete(folder: Path, commit: str) -> bool:
@@ -132,12 +122,12 @@ def _cache(repo: str) -> Path:
     return cache_roots()[0] / repo.replace("/", "--")
 
 
-def _resolve(repo: str, revision: str, endpoint: str | None) -> tuple[str, list[str]]:
+def _resolve(repo: str, revision: str) -> tuple[str, list[str]]:
     """Return the commit of a revision, and the names of its files."""
     from huggingface_hub import HfApi
     from huggingface_hub.constants import HF_HUB_ETAG_TIMEOUT
 
-    info = HfApi(endpoint).model_info(repo, revision=revision, timeout=HF_HUB_ETAG_TIMEOUT)
+    info = HfApi().model_info(repo, revision=revision, timeout=HF_HUB_ETAG_TIMEOUT)
     if not re.fullmatch(r"[0-9a-f]{7,64}", info.sha or ""):
         raise PackError(f"{repo}@{revision}: the Hub names no commit ({info.sha}).", "network")
     listed = [file.rfilename for file in info.siblings or []]
@@ -151,19 +141,17 @@ def _resolve(repo: str, revision: str, endpoint: str | None) -> tuple[str, list[
     return info.sha, listed
 
 
-def _fetch(pin: dict, listed: list[str], folder: Path, endpoint: str | None, show: Display) -> None:
+def _fetch(pin: dict, listed: list[str], folder: Path, show: Display) -> None:
     """Download a pack of one commit beside ``folder``, check it, and rename it.
 
     What was fetched stays after a failure, and the download resumes if the commit is the same.
     """
-    repo, commit, name = pin["repo"], pin["commit"], f"{pin['repo']}@{pin['revision']}"
-    with write_errors(folder):
-        folder.parent.mkdir(parents=True, exist_ok=True)
-    partial = folder.with_name(f".{folder.name}.pull-{commit[:12]}")
-    with exclusive_writer(folder), errors_of_hub(name, _INCOMPLETE):
+    make_folder(folder.parent)
+    partial = folder.with_name(f".{folder.name}.pull-{pin['commit'][:12]}")
+    with exclusive_writer(folder), errors_of_hub(f"{pin['repo']}@{pin['revision']}", _INCOMPLETE):
         _clear(partial)
         try:
-            files = _fetch_files(repo, commit, name, listed, partial, endpoint, show)
+            files = _fetch_files(pin, listed, partial, show)
         except PackError:  # rejected, not interrupted
             shutil.rmtree(partial)
             raise
@@ -175,37 +163,27 @@ def _fetch(pin: dict, listed: list[str], folder: Path, endpoint: str | None, sho
             shutil.rmtree(other, ignore_errors=True)  # of commits that are past
 
 
-def _fetch_files(
-    repo: str,
-    commit: str,
-    name: str,
-    listed: list[str],
-    partial: Path,
-    endpoint: str | None,
-    show: Display,
-) -> dict:
+def _fetch_files(pin: dict, listed: list[str], partial: Path, show: Display) -> dict:
     """Download the manifest and what it names into a folder, each file checked.
 
     Returns:
         Size and hash of each file.
-
-    Raises:
-        PackError: a file does not match the manifest.
     """
-    _download(repo, commit, partial / MANIFEST, None, endpoint, show)
+    name = f"{pin['repo']}@{pin['revision']}"
+    _download(pin, partial / MANIFEST, None, show)
     manifest = read_manifest(partial / MANIFEST)
     check_names(manifest, name)
     files = manifest["files"]
     total = sum(facts["bytes"] for facts in files.values())
-    show.line("pull", f"{name} · commit {commit[:12]} · {len(files)} files · {size(total)}")
+    show.line("pull", f"{name} · commit {pin['commit'][:12]} · {len(files)} files · {size(total)}")
     if beyond := sorted(set(listed) - {*files, *_USUAL}):
         more = f" and {len(beyond) - 5} more" if len(beyond) > 5 else ""
         show.line("left", f"{', '.join(beyond[:5])}{more}: not of the pack, not fetched")
     if missing := [file for file in files if file not in listed]:
         raise PackError(f"{name}: {MANIFEST} names {missing[0]}, which is not there.", "not-found")
     for file, facts in files.items():
-        _download(repo, commit, partial / file, facts["bytes"], endpoint, show)
-        _check_hash(partial / file, facts["sha256"], name)
+        _download(pin, partial / file, facts["bytes"], show)
+        check_hash(partial / file, facts["sha256"], f"{name}: {file}")
     read_header(partial / ADAPTERS)
     return files
 
@@ -221,36 +199,30 @@ def _clear(partial: Path) -> None:
     (partial / MANIFEST).unlink(missing_ok=True)
 
 
-def _download(
-    repo: str, commit: str, file: Path, expected: int | None, endpoint: str | None, show: Display
-) -> None:
+def _download(pin: dict, file: Path, expected: int | None, show: Display) -> None:
     """Fetch a file of a commit, from where an earlier try stopped.
 
     Args:
-        repo: ``owner/name``.
-        commit: the commit.
+        pin: its repository and commit.
         file: where to write it.
-        expected: its size by the manifest; None for the manifest itself.
-        endpoint: of another Hub.
+        expected: its bytes by the manifest; None for the manifest itself.
         show: progress output.
     """
     from huggingface_hub import get_hf_file_metadata, hf_hub_url
     from huggingface_hub.errors import HfHubHTTPError
 
-    name = file.name
-    if expected is not None and file.is_file() and file.stat().st_size == expected:
+    if file.is_file() and file.stat().st_size == expected:
         return
-    url = hf_hub_url(repo, name, revision=commit, endpoint=endpoint)
-    remote_size = get_hf_file_metadata(url, endpoint=endpoint).size
-    if expected is None and (remote_size is None or remote_size > _MAX_MANIFEST_BYTES):
+    repo, name = pin["repo"], file.name
+    url = hf_hub_url(repo, name, revision=pin["commit"])
+    total = get_hf_file_metadata(url).size
+    if expected is None and (total is None or total > _MAX_MANIFEST_BYTES):
+        raise PackError(f"{repo}: {name} has {total} bytes, which no manifest has.", "unreadable")
+    if expected is not None and total not in (None, expected):
         raise PackError(
-            f"{repo}: {name} has {remote_size} bytes, which no manifest has.", "unreadable"
+            f"{repo}: {name} has {total} bytes, but {MANIFEST} says {expected}.", "unreadable"
         )
-    if expected is not None and remote_size not in (None, expected):
-        raise PackError(
-            f"{repo}: {name} has {remote_size} bytes, but {MANIFEST} says {expected}.", "unreadable"
-        )
-    total = remote_size if expected is None else expected
+    total = total if expected is None else expected
     with file.open("ab", buffering=0) as f:  # what has arrived stays, however this ends
         if f.tell() > total:
             f.truncate(f.seek(0))
@@ -310,19 +282,10 @@ def check_names(manifest: dict, where: str) -> None:
     for name in manifest["files"]:
         if name in (MANIFEST, PIN) or not re.fullmatch(_FILE, name):
             raise PackError(
-                f"{where}: {MANIFEST} names {name!r}; a pack has only safetensors, JSON and its "
+                f"{where}: {MANIFEST} names {name!r}. A pack has only safetensors, JSON and its "
                 "card, under plain names.",
                 "unsupported",
             )
-
-
-def _check_hash(file: Path, expected: str, where: str) -> None:
-    if (digest := sha256(file)) != expected:
-        raise PackError(
-            f"{where}: {file.name} has sha256 {digest[:12]}…, but {MANIFEST} says "
-            f"{expected[:12]}…; it was changed or damaged, and is removed.",
-            "unreadable",
-        )
 
 
 def http_errors() -> tuple[type[Exception], ...]:
@@ -354,9 +317,9 @@ def errors_of_hub(name: str, what: str) -> Iterator[None]:
     except http_errors() as error:
         status = getattr(getattr(error, "response", None), "status_code", None)
         unanswered = isinstance(error, (ConnectionError, *errors.HfHubHTTPError.__bases__[:1]))
-        hint = f"; no answer from {constants.ENDPOINT}" if unanswered and status is None else ""
+        hint = f" No answer from {constants.ENDPOINT}." if unanswered and status is None else ""
         if status in (401, 403):
-            hint = "; run `hf auth login`, with a token that may write"
+            hint = " Run `hf auth login`, with a token that may write."
         cause = (error.__cause__ if isinstance(error, RuntimeError) else None) or error
         text = next(iter(str(cause).strip().splitlines()), "") or type(cause).__name__
-        raise PackError(f"{name}: {what}: {text[:160].rstrip('.')}{hint}.", "network") from None
+        raise PackError(f"{name}: {what}: {text[:160].rstrip('.')}.{hint}", "network") from None

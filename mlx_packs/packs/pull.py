@@ -12,7 +12,6 @@ def pull(
     out: str | Path | None = None,
     *,
     overwrite: bool = False,
-    endpoint: str | None = None,
     display: Display | None = None,
 ) -> Pack:
     """Fetch a pack from the Hub, atomically.
@@ -23,10 +22,9 @@ def pull(
         name: ``owner/name``, with ``@revision`` if it is not ``main``.
         out: folder to write; without it the cache, where ``owner/name`` is found as a pack.
         overwrite: whether a pack at ``out`` is replaced.
-        endpoint: of another Hub.
         display: progress output.
 
     Raises:
         PackError: the Hub cannot be reached, the pack is not complete, or a hash differs.
     """
-    return Pack.open(fetch(name, out, overwrite, endpoint, display or Display(QUIET)))
+    return Pack.open(fetch(name, out, overwrite, display or Display(QUIET)))

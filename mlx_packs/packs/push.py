@@ -39,7 +39,6 @@ def push(
     private: bool = False,
     revision: str | None = None,
     license: str | None = None,
-    endpoint: str | None = None,
     display: Display | None = None,
 ) -> dict:
     """Check a pack and upload it: the manifest and what it names, byte for byte, in one commit.
@@ -54,7 +53,6 @@ def push(
         private: whether to create it private.
         revision: the branch; ``main`` by default.
         license: the Hub's name for one (``apache-2.0``); by default the base's, if the Hub has it.
-        endpoint: of another Hub.
         display: progress output.
 
     Returns:
@@ -78,7 +76,7 @@ def push(
     check_names(opened.manifest, str(opened.path))
     with _writable(opened) as writable, errors_of_hub(repo, "cannot be pushed"):
         opened, changed = prepare(writable, license)
-        api = HfApi(endpoint)
+        api = HfApi()
         url = api.create_repo(repo, private=private or None, exist_ok=True)
         if private and api.model_info(repo).private is False:
             raise PackError(f"--private: {repo} already exists, and is public.", "conflict")
@@ -220,17 +218,13 @@ def _text_of(file: Path) -> str:
 @contextmanager
 def _bars_of_hub(shown: bool) -> Iterator[None]:
     """Let huggingface_hub draw its progress bars, or not."""
-    from huggingface_hub.utils import (
-        are_progress_bars_disabled,
-        disable_progress_bars,
-        enable_progress_bars,
-    )
+    from huggingface_hub import utils
 
-    if shown or are_progress_bars_disabled():
-        yield
-        return
-    disable_progress_bars()
+    hide = not shown and not utils.are_progress_bars_disabled()
+    if hide:
+        utils.disable_progress_bars()
     try:
         yield
     finally:
-        enable_progress_bars()
+        if hide:
+            utils.enable_progress_bars()
