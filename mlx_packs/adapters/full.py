@@ -12,13 +12,13 @@ from mlx.utils import tree_flatten
 
 from ..bases.families import check_trainable
 from ..bases.files import quantization_name
-from ..bases.geometry import Group, block_prefixes
+from ..bases.geometry import Group, block_prefixes, check_num_layers
 from ..bases.model import BaseModel
 from ..errors import PackError
 from ..nn.quantized import QUANTIZED
 from ..runtime import mx
 from .lora import Attached, attach
-from .tensors import check_tensors
+from .spec import Specs, check_shapes
 
 
 @dataclass(frozen=True)
@@ -36,21 +36,15 @@ class Unfrozen:
     method = "full"
 
     def __init__(self, blocks: Attached, places: dict[str, _Place]) -> None:
-        self._blocks = blocks
-        self._places = places
-        self.specs: dict = {}
+        self.base = blocks.base
+        self.model = blocks.model
+        self.specs: Specs = {}
         self.groups: list[Group] = []
         self.notes: list[str] = []
-
-    @property
-    def base(self) -> BaseModel:
-        """The base."""
-        return self._blocks.base
-
-    @property
-    def model(self) -> nn.Module:
-        """The model of the base."""
-        return self._blocks.model
+        self.swap = blocks.swap
+        self.recompute = blocks.recompute
+        self._blocks = blocks
+        self._places = places
 
     @property
     def details(self) -> str:
@@ -61,14 +55,6 @@ class Unfrozen:
     def replaced(self) -> dict[str, tuple[int, ...]]:
         """Names and shapes of the base's tensors that a pack stores in full."""
         return {name: tuple(place.own.shape) for name, place in self._places.items()}
-
-    def swap(self, modules: list[tuple[str, nn.Module]]) -> None:
-        """Put modules at their paths until `detach`."""
-        self._blocks.swap(modules)
-
-    def recompute(self, policy: str) -> None:
-        """Set what the backward pass computes again, as `Attached.recompute`."""
-        self._blocks.recompute(policy)
 
     def detach(self) -> None:
         """Put the base's own arrays and modules back, frozen; can be called twice."""
@@ -92,12 +78,8 @@ class Unfrozen:
             self.load(trained, "trained")
 
     def load(self, tensors: Mapping[str, mx.array], where: str) -> None:
-        """Set all trainable weights.
-
-        Raises:
-            PackError: listing every missing, unknown or misshaped tensor; nothing is changed.
-        """
-        check_tensors(self.replaced, tensors, where)
+        """Set all trainable weights."""
+        check_shapes(self.replaced, {name: t.shape for name, t in tensors.items()}, where)
         for name, place in self._places.items():
             place.module[place.key] = tensors[name].astype(mx.float32)
 
@@ -121,8 +103,7 @@ def unfreeze(base: BaseModel, num_layers: int = -1, matmul_path: str = "auto") -
     check_trainable(base.name, base.model)
     check_dense(base, matmul_path)
     prefixes = block_prefixes(base.model) if num_layers > 0 else []
-    if num_layers > len(prefixes):
-        raise PackError(f"--num-layers {num_layers}: the base has only {len(prefixes)} blocks.")
+    check_num_layers(num_layers, len(prefixes))
     blocks = attach(base, specs={}, matmul_path="dense")
     try:
         places = _places(base, prefixes[-num_layers:] if num_layers > 0 else None)
@@ -136,16 +117,12 @@ def unfreeze(base: BaseModel, num_layers: int = -1, matmul_path: str = "auto") -
 
 
 def check_dense(base: BaseModel, matmul_path: str) -> None:
-    """Check that the weights of a base are dense, or are to be.
-
-    Raises:
-        PackError: they are quantized.
-    """
+    """Raise a PackError unless the weights of a base are dense, or are to be."""
     quantized = any(isinstance(m, QUANTIZED) for m in base.model.modules())
     if quantized and matmul_path != "dense":
         raise PackError(
             f"--method full: {base.name} is {quantization_name(base.quantization)}, and quantized "
-            "weights cannot be trained. --matmul-path dense trains dense copies of them; or take "
+            "weights cannot be trained. Pass --matmul-path dense to train dense copies of them, or take "
             "--method lora, or a dense checkpoint.",
             "conflict",
         )

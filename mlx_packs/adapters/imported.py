@@ -5,7 +5,7 @@ with the rest.
 """
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import mlx.nn as nn
 
@@ -38,7 +38,7 @@ def is_inference_only(spec: ModuleSpec) -> bool:
 def attach_inference_only(
     attached: Attached,
     specs: Specs,
-    replaced: Mapping[str, tuple[int, ...]],
+    replaced: Iterable[str],
     tensors: Mapping[str, mx.array],
     where: str,
 ) -> None:
@@ -47,20 +47,13 @@ def attach_inference_only(
     Args:
         attached: the trainable kinds, in place.
         specs: of the inference-only adapters.
-        replaced: names and shapes of tensors that are stored in full.
-        tensors: by name on disk.
+        replaced: names of tensors that are stored in full.
+        tensors: by name on disk, of the shapes that the pack promises.
         where: the pack, for errors.
 
     Raises:
         PackError: naming the first module that does not fit.
     """
-    shapes = dict(replaced)
-    for spec in specs.values():
-        shapes |= spec.shapes
-    for name, shape in shapes.items():
-        actual = tuple(tensors[name].shape) if name in tensors else "missing"
-        if actual != shape:
-            raise PackError(f"{where}: {name} is {actual}, must be {shape}.", "unreadable")
     attached.swap(full_tensor_modules(attached.model, replaced, tensors, where))
     modules = dict(attached.model.named_modules())
     attached.swap(
@@ -72,7 +65,7 @@ def attach_inference_only(
 
 
 def full_tensor_modules(
-    model: nn.Module, names: Mapping[str, object], tensors: Mapping[str, mx.array], where: str
+    model: nn.Module, names: Iterable[str], tensors: Mapping[str, mx.array], where: str
 ) -> list[tuple[str, nn.Module]]:
     """Return a copy of each module with the given tensors, dense where the base's is quantized."""
     modules = dict(model.named_modules())

@@ -22,7 +22,7 @@ from ..nn.lora import AdaptedLinear, AdapterShape, GroupedLoRA, adapter_key
 from ..nn.quantized import apply_matmul_path, replace_modules
 from ..nn.recompute import RecomputedBlock
 from ..runtime import mx
-from .spec import ModuleSpec, Specs
+from .spec import ModuleSpec, Specs, ranks_of
 from .targets import experts_note, fp16_copies, plan_specs, without_narrow
 from .tensors import Slot, load_slots, slot_tensors
 
@@ -58,10 +58,9 @@ class Attached:
     @property
     def details(self) -> str:
         """Ranks and places, for one line of output."""
-        ranks = sorted({s.rank for spec in self.specs.values() for s in spec.slices if s.rank})
         return (
-            f"rank {', '.join(map(str, ranks))} · geometry probed, {len(self.specs)} projections "
-            f"in {len(self.groups)} groups"
+            f"rank {', '.join(map(str, ranks_of(self.specs)))} · geometry probed, "
+            f"{len(self.specs)} projections in {len(self.groups)} groups"
         )
 
     def swap(self, modules: list[tuple[str, nn.Module]]) -> None:
@@ -122,11 +121,7 @@ class Attached:
                 group.lora_b[:] = b
 
     def load(self, tensors: Mapping[str, mx.array], where: str) -> None:
-        """Set all adapters from tensors named as on disk.
-
-        Raises:
-            PackError: listing every missing, unknown or misshaped tensor; nothing is changed.
-        """
+        """Set all adapters from tensors named as on disk."""
         load_slots(self.slots, tensors, where)
 
     def clear(self) -> None:
@@ -201,13 +196,9 @@ def attach(
 
 
 def check_bare(base: BaseModel) -> None:
-    """Check that a base has no adapters.
-
-    Raises:
-        PackError: it has.
-    """
+    """Raise a PackError if a base has adapters."""
     if any(isinstance(m, GroupedLoRA) for m in base.model.modules()):
-        raise PackError(f"{base.name}: has adapters already; detach them first.", "conflict")
+        raise PackError(f"{base.name}: has adapters already. Detach them first.", "conflict")
 
 
 def _make_lora(

@@ -1,6 +1,9 @@
 """Which adapters a base has: slices, modules, and the names of their tensors on disk."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+
+from ..errors import PackError
 
 
 @dataclass(frozen=True)
@@ -49,13 +52,18 @@ class ModuleSpec:
         return [s.width for s in self.slices]
 
     @property
+    def out_features(self) -> int:
+        """Width of the output, of all slices together."""
+        return sum(self.widths)
+
+    @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Tensors on disk by name: [in, r] and [r, out], or mlx-lm's [E, r, in] and [E, out, r]."""
-        a, b = (self.in_features, self.rank), (self.rank, sum(self.widths))
+        a, b = (self.in_features, self.rank), (self.rank, self.out_features)
         if self.experts is not None:
             a, b = (self.experts, *a[::-1]), (self.experts, *b[::-1])
         shapes = dict(zip(factor_names(self.path), (a, b), strict=True))
-        return shapes | ({f"{self.path}.m": (sum(self.widths),)} if self.kind == "dora" else {})
+        return shapes | ({f"{self.path}.m": (self.out_features,)} if self.kind == "dora" else {})
 
 
 Specs = dict[str, ModuleSpec]
@@ -64,3 +72,28 @@ Specs = dict[str, ModuleSpec]
 def factor_names(path: str) -> tuple[str, str]:
     """Return the names on disk of A and B of the projection at a path."""
     return f"{path}.lora_a", f"{path}.lora_b"
+
+
+def ranks_of(specs: Specs) -> list[int]:
+    """Return the ranks of all slices that have an adapter, each once."""
+    return sorted({s.rank for spec in specs.values() for s in spec.slices if s.rank})
+
+
+def check_shapes(
+    expected: Mapping[str, tuple[int, ...]], actual: Mapping[str, tuple[int, ...]], where: str
+) -> None:
+    """Check names and shapes of tensors.
+
+    Raises:
+        PackError: listing what is missing, unexpected or misshaped.
+    """
+    faults = [f"{name}: missing" for name in expected if name not in actual]
+    faults += [f"{name}: not expected" for name in actual if name not in expected]
+    faults += [
+        f"{name}: is {actual[name]}, must be {shape}"
+        for name, shape in expected.items()
+        if actual.get(name, shape) != shape
+    ]
+    if faults:
+        more = f" (and {len(faults) - 3} more)" if len(faults) > 3 else ""
+        raise PackError(f"{where}: tensors do not fit: {'; '.join(faults[:3])}{more}.", "mismatch")

@@ -9,7 +9,7 @@ from ..errors import PackError
 from ..nn.lora import GroupedLoRA, low_rank_delta
 from ..nn.quantized import dense_weight
 from ..runtime import mx
-from .spec import ModuleSpec, factor_names
+from .spec import ModuleSpec, check_shapes, factor_names
 
 
 @dataclass(frozen=True)
@@ -24,39 +24,29 @@ class Slot:
 Slots = Mapping[str, Slot]
 
 
+def read_factors(spec: ModuleSpec, tensors: Mapping[str, mx.array]) -> tuple[mx.array, mx.array]:
+    """Return A [in, r] and B [r, out] of tensors named as on disk; of experts [E, …]."""
+    a, b = (tensors[name] for name in factor_names(spec.path))
+    return (a, b) if spec.experts is None else (a.swapaxes(-1, -2), b.swapaxes(-1, -2))
+
+
+def name_factors(spec: ModuleSpec, a: mx.array, b: mx.array) -> dict[str, mx.array]:
+    """Return A and B by name, and in the shapes, on disk; undoes `read_factors`."""
+    if spec.experts is not None:
+        a, b = a.swapaxes(-1, -2), b.swapaxes(-1, -2)
+    return dict(zip(factor_names(spec.path), (a, b), strict=True))
+
+
 def slot_tensors(slots: Slots) -> dict[str, mx.array]:
     """Return adapters by name on disk: A [in, r] and B [r, out], or mlx-lm's of experts."""
     tensors = {}
-    for path, slot in slots.items():
+    for slot in slots.values():
         adapted = [s for s in slot.spec.slices if s.rank]
         a = slot.lora.lora_a[slot.first : slot.first + len(adapted)]
         b = slot.lora.lora_b[slot.first : slot.first + len(adapted)]
-        if slot.spec.experts is not None:
-            a, b = ([t.swapaxes(-1, -2) for t in factors] for factors in (a, b))
-        name_a, name_b = factor_names(path)
-        tensors[name_a] = a[0] if len(a) == 1 else mx.concatenate(a, axis=1)
-        tensors[name_b] = _block_diagonal(slot.spec, b)
+        side_by_side = a[0] if len(a) == 1 else mx.concatenate(a, axis=1)
+        tensors |= name_factors(slot.spec, side_by_side, _block_diagonal(slot.spec, b))
     return tensors
-
-
-def check_tensors(
-    shapes: Mapping[str, tuple[int, ...]], tensors: Mapping[str, mx.array], where: str
-) -> None:
-    """Check tensors against names and shapes.
-
-    Raises:
-        PackError: listing what is missing, unknown or misshaped.
-    """
-    faults = [f"{n}: missing" for n in shapes if n not in tensors]
-    faults += [f"{n}: not trained in this run" for n in tensors if n not in shapes]
-    faults += [
-        f"{n}: is {tuple(tensors[n].shape)}, must be {shape}"
-        for n, shape in shapes.items()
-        if n in tensors and tuple(tensors[n].shape) != shape
-    ]
-    if faults:
-        more = f" (and {len(faults) - 3} more)" if len(faults) > 3 else ""
-        raise PackError(f"{where}: tensors do not fit: {'; '.join(faults[:3])}{more}.", "mismatch")
 
 
 def load_slots(slots: Slots, tensors: Mapping[str, mx.array], where: str) -> None:
@@ -65,18 +55,16 @@ def load_slots(slots: Slots, tensors: Mapping[str, mx.array], where: str) -> Non
     Raises:
         PackError: listing every missing, unknown or misshaped tensor; nothing is changed.
     """
-    shapes = {n: shape for s in slots.values() for n, shape in s.spec.shapes.items()}
-    check_tensors(shapes, tensors, where)
+    expected = {n: shape for s in slots.values() for n, shape in s.spec.shapes.items()}
+    check_shapes(expected, {name: tensor.shape for name, tensor in tensors.items()}, where)
     for path, slot in slots.items():
         name = factor_names(path)[1]
         if not _is_block_diagonal(slot.spec, tensors[name]):
             raise PackError(
                 f"{where}: {name} couples the slices of a fused projection.", "unsupported"
             )
-    for path, slot in slots.items():
-        a, b = (tensors[name] for name in factor_names(path))
-        if slot.spec.experts is not None:
-            a, b = a.swapaxes(-1, -2), b.swapaxes(-1, -2)
+    for slot in slots.values():
+        a, b = read_factors(slot.spec, tensors)
         rank = column = 0
         index = slot.first
         for s in slot.spec.slices:
@@ -98,9 +86,9 @@ def delta_of(spec: ModuleSpec, tensors: Mapping[str, mx.array]) -> mx.array:
 
     The delta of experts is [E, out, in]; that of an embedding [vocab, dim], as its table.
     """
-    a, b = (tensors[name] for name in factor_names(spec.path))
+    a, b = read_factors(spec, tensors)
     if spec.experts is not None:
-        return low_rank_delta(a.swapaxes(-1, -2), b.swapaxes(-1, -2), spec.slices[0].scale)
+        return low_rank_delta(a, b, spec.slices[0].scale)
     scales = [mx.full((s.rank,), s.scale) for s in spec.slices if s.rank]
     delta = low_rank_delta(a, b * mx.concatenate(scales)[:, None], 1.0)
     return delta.T if spec.kind == "embedding" else delta
@@ -111,10 +99,12 @@ def _block_diagonal(spec: ModuleSpec, parts: list[mx.array]) -> mx.array:
     if len(spec.slices) == 1:
         return parts[0]
     rows, remaining = [], iter(parts)
-    column, total = 0, sum(s.width for s in spec.slices)
+    column = 0
     for s in spec.slices:
         if s.rank:
-            rows.append(mx.pad(next(remaining), ((0, 0), (column, total - column - s.width))))
+            rows.append(
+                mx.pad(next(remaining), ((0, 0), (column, spec.out_features - column - s.width)))
+            )
         column += s.width
     return mx.concatenate(rows)
 

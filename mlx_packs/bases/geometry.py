@@ -263,8 +263,7 @@ def select_targets(
     (as with mlx-lm's absolute keys).
     """
     prefixes = block_prefixes(model)
-    if num_layers > len(prefixes):
-        raise PackError(f"--num-layers {num_layers}: the base has only {len(prefixes)} blocks.")
+    check_num_layers(num_layers, len(prefixes))
     # 0 and -1 both mean all, as in mlx-lm
     blocks = tuple(p + "." for p in (prefixes[-num_layers:] if num_layers > 0 else prefixes))
     every = linears(model)
@@ -290,6 +289,14 @@ def select_targets(
             raise PackError(f"--target-modules {target}: no such projection. {hint}", "unknown")
         chosen.update(matched)
     return [(path, m) for path, m in every if path in chosen]
+
+
+def check_num_layers(num_layers: int, blocks: int) -> None:
+    """Raise a PackError if a base has fewer blocks than are to be trained."""
+    if num_layers > blocks:
+        raise PackError(
+            f"--num-layers {num_layers}: the base has only {blocks} blocks.", "mismatch"
+        )
 
 
 def find_groups(

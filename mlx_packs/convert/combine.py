@@ -28,7 +28,7 @@ from ..nn.quantized import dense_weight
 from ..packs.base import load_base_for
 from ..packs.folder import check_output
 from ..packs.manifest import ADAPTERS
-from ..packs.pack import Pack, grouped, manifest_of, modules_json, versions_line
+from ..packs.pack import Pack
 from ..packs.weighted_sum import check_addable, check_distinct, weighted_sum
 from ..runtime import mx
 from .fidelity import ROWS, Fidelity, FidelityMeter, Modules, check_max_drift
@@ -191,15 +191,8 @@ class _Combination:
         else:
             facts = {**facts, "rank": rank}
             specs, tensors = _low_rank(self.packs, self.deltas, rank)
-        adapters = {
-            "parameters": sum(t.size for t in tensors.values()),
-            "groups": [],
-            "modules": modules_json(self.base, specs),
-        }
         parts = {k: first.manifest[k] for k in ("recipe", "objective") if k in first.manifest}
-        versions = versions_line()
-        manifest = manifest_of(self.base, adapters, **parts, combined=facts, versions=versions)
-        return grouped(Pack(manifest, tensors), self.base)
+        return Pack.untrained(self.base, specs, tensors, **parts, combined=facts)
 
     def modules(self) -> Modules:
         """Return dense modules with the deltas added."""

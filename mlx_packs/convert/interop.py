@@ -5,11 +5,11 @@ beside what the other tool reads, so that import restores the pack bit-identical
 tool has changed it, it is read by its own config.
 """
 
-import math
 import re
 from pathlib import Path
 
 from .. import __version__
+from ..adapters.spec import check_shapes
 from ..bases.files import TINY
 from ..bases.loading import lazy_base
 from ..errors import PackError
@@ -22,7 +22,7 @@ from ..packs.manifest import (
     shapes_of,
     specs_of,
 )
-from ..packs.pack import Pack, grouped, manifest_of, modules_json, versions_line
+from ..packs.pack import Pack
 from ..runtime import mx
 from .adapter_format import FORMATS, AdapterFormat, format_of
 from .external import (
@@ -224,14 +224,7 @@ def _restored(folder: Path, form: AdapterFormat, stored: StoredAdapter, sidecar:
             tensors[name] = unfolded(spec, tensors[name], form.scale_of(spec, stored.config))
     if ORIGINALS in sidecar["sha256"]:
         tensors |= read_tensors(plain_file(folder, ORIGINALS))
-    expected = shapes_of(manifest)
-    for name in sorted(set(expected) | set(tensors)):
-        shape = tuple(tensors[name].shape) if name in tensors else None
-        if shape != expected.get(name):
-            raise PackError(
-                f"{where}: {name} is {shape}, but its manifest says {expected.get(name)}.",
-                "mismatch",
-            )
+    check_shapes(shapes_of(manifest), {n: t.shape for n, t in tensors.items()}, str(where))
     return Pack(manifest, tensors)
 
 
@@ -241,21 +234,10 @@ def _converted(name: str, stored: StoredAdapter, model: str | Path, trust: bool)
     adapter = form.read(stored, base.config["model_type"])
     form.fit(adapter, base, stored.file)
     specs = specs_for(base, adapter, stored.file)
-    adapters = {
-        "parameters": sum(math.prod(s) for spec in specs.values() for s in spec.shapes.values()),
-        "groups": [],
-        "modules": modules_json(base, specs),
-    }
-    if adapter.full_tensors:
-        adapters["replaced"] = [
-            {"name": n, "shape": list(t.shape)} for n, t in adapter.full_tensors.items()
-        ]
     base_id = stored.config.get("base_model_name_or_path") or stored.config.get("model")
     source = {
         "from": name,
         "base": base_id if isinstance(base_id, str) else None,
         "by": f"mlx-packs {__version__}",
     }
-    manifest = manifest_of(base, adapters, imported=source, versions=versions_line())
-    pack = Pack(manifest, {**adapter.tensors, **adapter.full_tensors})
-    return grouped(pack, base)  # no weight of the base is read
+    return Pack.untrained(base, specs, adapter.tensors, adapter.full_tensors, imported=source)

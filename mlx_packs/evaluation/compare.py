@@ -212,7 +212,7 @@ def _check_models(base: Base, packs: Sequence[Pack], limits: Mapping[str, float]
     check_no_pack(base)
     base.check_architecture("eval-batch", "decoder")
     for pack in packs:
-        pack.check_base(base.name, base.fingerprint, base.config, base.quantization)
+        pack.check_base(base)
 
 
 def _sequence_length(wanted: int | None, packs: Sequence[Pack], base: Base, max_tokens: int) -> int:

@@ -67,7 +67,7 @@ def evaluate_tasks(  # noqa: PLR0913 - a public facade
         raise PackError(f"{base.name}: the tokenizer has no chat template.", "unsupported", "chat")
     opened = None if pack is None else as_pack(pack)
     if opened is not None:
-        opened.check_base(base.name, base.fingerprint, base.config, base.quantization)
+        opened.check_base(base)
     options = {
         "tasks": list(tasks),
         "num_fewshot": num_fewshot,

@@ -107,7 +107,7 @@ def stream_batch(
             "unsupported",
         )
     if not all(len(prompt) for prompt in prompts):
-        raise PackError("A prompt is empty.")
+        raise PackError("prompts: one of them is empty. Give each a token.", flag="prompts")
     for prompt in prompts:
         _check_tokens(base, prompt)
     limits = [max_tokens] * len(prompts) if isinstance(max_tokens, int) else list(max_tokens)

@@ -13,7 +13,7 @@ from mlx.utils import tree_flatten
 
 from ..adapters.method import METHODS
 from ..adapters.targets import plan_specs
-from ..bases.geometry import Geometry, Group
+from ..bases.geometry import Geometry, Group, check_num_layers
 from ..config.choices import POLICIES
 from ..config.schema import LoRAConfig, TrainConfig
 from ..errors import PackError, did_you_mean
@@ -152,8 +152,7 @@ def plan_adapters(
     Raises:
         PackError: No such projection or not so many blocks.
     """
-    if lora.num_layers > blocks:
-        raise PackError(f"--num-layers {lora.num_layers}: the base has only {blocks} blocks.")
+    check_num_layers(lora.num_layers, blocks)
     first = blocks - lora.num_layers if lora.num_layers > 0 else 0
     inside = [path for path in projections if _block_of(path) >= first]
     selected = set() if lora.target_modules else set(inside)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import mlx.nn as nn
 
 from ..adapters.lora import check_bare
-from ..bases.geometry import GeometryError, block_prefixes, probe
+from ..bases.geometry import GeometryError, block_prefixes, check_num_layers, probe
 from ..bases.mapped_embedding import MappedEmbedding, map_embedding
 from ..bases.model import BaseModel
 from ..config.choices import OBJECTIVES
@@ -94,10 +94,7 @@ def graph_of(base: BaseModel, lora: LoRAConfig, train: TrainConfig) -> Graph:
         )
     modules = dict(base.model.named_modules())
     blocks = block_prefixes(base.model)
-    if lora.num_layers > len(blocks):
-        raise PackError(
-            f"--num-layers {lora.num_layers}: the base has only {len(blocks)} blocks.", "invalid"
-        )
+    check_num_layers(lora.num_layers, len(blocks))
     table_path, table = _table(base, modules)
     head = _head(base, modules)
     stack, left_out = _square(base, modules, blocks, table_path)

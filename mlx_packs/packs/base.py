@@ -118,8 +118,7 @@ class Base(BaseModel):
         before = self.active
         after = None if pack is None else as_pack(pack)
         if after is not None:
-            after.check_base(self.name, self.fingerprint, self.config, self.quantization)
-            after.check_reading(self)
+            after.check_base(self)
             tensors = after.load_tensors()
             if before and before.matmul_path == matmul_path and before.slots.fits(after):
                 before.attached.load(tensors, after.name)
@@ -227,7 +226,7 @@ def load_base_for(
 def check_no_pack(base: Base) -> None:
     """Raise a PackError if a base has an active pack: it could not be measured alone."""
     if base.active:
-        raise PackError(f"{base.name}: has an active pack; leave `applied` first.", "conflict")
+        raise PackError(f"{base.name}: has an active pack. Leave `applied` first.", "conflict")
 
 
 @contextmanager

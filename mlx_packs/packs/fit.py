@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from ..adapters.spec import ModuleSpec
+from ..adapters.spec import ModuleSpec, check_shapes
 from ..bases.files import weight_files
 from ..errors import PackError
 from ..files import read_header
@@ -22,15 +22,8 @@ def check_fit(pack: Pack, model: str) -> dict:
     pack.verify()
     path, config = pack.check_checkpoint(model)
     header, _ = read_header(pack.path / ADAPTERS)
-    promised = {name: list(shape) for name, shape in shapes_of(pack.manifest).items()}
-    for name in sorted(set(promised) | set(header)):
-        shape = header.get(name, {}).get("shape")
-        if shape != promised.get(name):
-            raise PackError(
-                f"{pack.path / ADAPTERS}: {name} is {shape}, but the manifest says "
-                f"{promised.get(name)}.",
-                "mismatch",
-            )
+    stored = {name: tuple(tensor["shape"]) for name, tensor in header.items()}
+    check_shapes(shapes_of(pack.manifest), stored, str(pack.path / ADAPTERS))
     checked = _check_geometry(pack, str(model), path, config)
     return {
         "pack": str(pack.path),
@@ -76,7 +69,7 @@ def _check_geometry(pack: Pack, model: str, path: Path, config: dict) -> bool:
         if shape is None:
             return False
         stack = [] if spec.experts is None else [spec.experts]
-        expected = [*stack, sum(spec.widths), spec.in_features]
+        expected = [*stack, spec.out_features, spec.in_features]
         if spec.kind == "embedding":
             expected.reverse()
         if shape != expected:

@@ -5,8 +5,9 @@ mlx-lm's names and shapes; with one rank and scale throughout, ``adapter_config.
 ``mlx_lm.generate --adapter-path`` read it. Safetensors and JSON only, never code.
 """
 
+import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,25 +15,13 @@ from .. import runtime
 from ..adapters.imported import attach_inference_only, is_inference_only
 from ..adapters.lora import Attached, attach
 from ..adapters.method import Trainable
-from ..adapters.spec import Specs
-from ..bases.files import (
-    check_files,
-    fingerprint,
-    quantization_name,
-    resolve_checkpoint,
-)
-from ..bases.geometry import Heads, block_prefixes
+from ..adapters.spec import Specs, check_shapes
+from ..bases.files import check_files, fingerprint, quantization_name, resolve_checkpoint
+from ..bases.geometry import Group, Heads, block_prefixes
 from ..bases.model import BaseModel
 from ..bases.weight_formats import format_name
 from ..errors import PackError
-from ..files import (
-    atomic_folder,
-    atomic_write,
-    read_tensors,
-    save_tensors,
-    sha256,
-    to_json,
-)
+from ..files import atomic_folder, atomic_write, read_tensors, save_tensors, sha256, to_json
 from ..runtime import mx
 from .card import model_card
 from .folder import check_output, open_folder, verify_hashes
@@ -50,6 +39,7 @@ from .manifest import (
     check_quantization,
     read_pin,
     replaced_of,
+    shapes_of,
     spec_json,
     specs_of,
 )
@@ -83,20 +73,50 @@ class Pack:
             dtype: of its tensors; those of `round_adapters` lose nothing.
             facts: optional parts of the manifest.
         """
-        groups = [[g.path for g in group.members] for group in attached.groups]
         adapters = {
             "parameters": attached.parameter_count(),
-            "groups": groups,
-            "modules": modules_json(attached.base, attached.specs),
+            "groups": _paths_of(attached.groups),
             "dtype": dtype,
+            **_modules_json(attached.base, attached.specs, attached.replaced),
         }
-        if attached.replaced:
-            adapters["replaced"] = [
-                {"name": name, "shape": list(shape)} for name, shape in attached.replaced.items()
-            ]
         facts = {"method": attached.method, **facts}
         tensors = {n: t.astype(getattr(mx, dtype)) for n, t in attached.tensors().items()}
-        return cls(manifest_of(attached.base, adapters, **facts), tensors)
+        return cls(_manifest_of(attached.base, adapters, facts), tensors)
+
+    @classmethod
+    def untrained(
+        cls,
+        base: BaseModel,
+        specs: Specs,
+        tensors: Mapping[str, mx.array],
+        full_tensors: Mapping[str, mx.array] | None = None,
+        **facts: object,
+    ) -> "Pack":
+        """Return the pack of adapters that come from elsewhere, each checked against the base.
+
+        Args:
+            base: what they are for; none of its weights is read.
+            specs: the adapters.
+            tensors: their factors, by name on disk.
+            full_tensors: tensors of the base that are stored in full, by name.
+            facts: optional parts of the manifest.
+
+        Raises:
+            PackError: they do not fit the base.
+        """
+        full_tensors = full_tensors or {}
+        factors = [shape for spec in specs.values() for shape in spec.shapes.values()]
+        adapters = {
+            "parameters": sum(math.prod(shape) for shape in factors),
+            "groups": [],
+            **_modules_json(base, specs, {n: t.shape for n, t in full_tensors.items()}),
+        }
+        pack = cls(_manifest_of(base, adapters, facts), {**tensors, **full_tensors})
+        attached = pack.attach(base)
+        attached.detach()
+        inference_only = [[path] for path, spec in specs.items() if is_inference_only(spec)]
+        adapters["groups"] = _paths_of(attached.groups) + inference_only
+        return pack
 
     @classmethod
     def open(cls, path: str | Path) -> "Pack":
@@ -216,20 +236,19 @@ class Pack:
         self.manifest = {**self.manifest, **facts}
         atomic_write(self.path / MANIFEST, to_json(self.manifest))
 
-    def check_base(
-        self, name: str, fingerprint: str, config: dict, quantization: Mapping | None
-    ) -> None:
-        """Compare the pack's base with another: model type, fingerprint, quantization.
-
-        Args:
-            name: what messages call the other base.
-            fingerprint: of its files.
-            config: its config.json.
-            quantization: how it is quantized; None is dense.
+    def check_base(self, base: BaseModel) -> None:
+        """Compare the pack's base with a loaded one, and how encoders pool.
 
         Raises:
             PackError: they differ.
         """
+        self._check_base(base.name, base.fingerprint, base.config, base.quantization)
+        self._check_reading(base)
+
+    def _check_base(
+        self, name: str, fingerprint: str, config: dict, quantization: Mapping | None
+    ) -> None:
+        """Compare model type, fingerprint, quantization; without one the base is dense."""
         ours, where = self.manifest["base"], self.name
         if ours["model_type"] != config["model_type"]:
             raise PackError(
@@ -255,12 +274,8 @@ class Pack:
                 "quantize",
             )
 
-    def check_reading(self, base: BaseModel) -> None:
-        """Check that an encoder pools as the one that the pack was trained on.
-
-        Raises:
-            PackError: it does not.
-        """
+    def _check_reading(self, base: BaseModel) -> None:
+        """Check that an encoder pools as the one that the pack was trained on."""
         trained = self.part("objective")
         config = getattr(base.model, "sentence_config", None)  # which decoders lack
         for name, value in (config.to_json() if config else {}).items():
@@ -284,7 +299,7 @@ class Pack:
         stored = config.get("quantization")
         if not stored and (is_converted_on_loading(config) or self.quantize_for(config) != "none"):
             stored = self.manifest["base"]["quantization"]  # as it will be once it is loaded
-        self.check_base(str(model), fingerprint(path), config, stored)
+        self._check_base(str(model), fingerprint(path), config, stored)
         return path, config
 
     def quantize_for(self, config: dict) -> str:
@@ -305,18 +320,18 @@ class Pack:
         Raises:
             PackError: it does not fit.
         """
-        self.check_base(base.name, base.fingerprint, base.config, base.quantization)
-        self.check_reading(base)
+        self.check_base(base)
         tensors = self.load_tensors()
         fallback = bool(self.part("recipe").get("train_fp16_fallback"))
         where = str(self.path / ADAPTERS if self.path else "pack")
+        check_shapes(shapes_of(self.manifest), {n: t.shape for n, t in tensors.items()}, where)
         inference_only = {p: spec for p, spec in self.specs.items() if is_inference_only(spec)}
         trainable = {p: spec for p, spec in self.specs.items() if p not in inference_only}
         replaced = replaced_of(self.manifest)
-        others = {name for spec in inference_only.values() for name in spec.shapes} | set(replaced)
         attached = attach(base, specs=trainable, matmul_path=matmul_path, fp16_fallback=fallback)
         try:
-            attached.load({n: t for n, t in tensors.items() if n not in others}, where)
+            factors = {n: tensors[n] for spec in trainable.values() for n in spec.shapes}
+            attached.load(factors, where)
             attach_inference_only(attached, inference_only, replaced, tensors, where)
         except PackError:
             attached.detach()
@@ -336,7 +351,8 @@ def round_adapters(attached: Trainable, dtype: str) -> None:
         if not mx.isfinite(tensor).all().item():
             raise PackError(
                 f"{name}: is too large for {dtype}. Pass --pack-dtype bfloat16.",
-                flag="pack_dtype",
+                "mismatch",
+                "pack_dtype",
             )
     attached.load(rounded, f"--pack-dtype {dtype}")
 
@@ -347,12 +363,22 @@ def _is_hub_name(path: str | Path) -> bool:
     return is_id and not Path(Path(path).parts[0]).exists()
 
 
-def modules_json(base: BaseModel, specs: Specs) -> list[dict]:
+def _paths_of(groups: Iterable[Group]) -> list[list[str]]:
+    return [[geometry.path for geometry in group.members] for group in groups]
+
+
+def _modules_json(
+    base: BaseModel, specs: Specs, replaced: Mapping[str, tuple[int, ...]]
+) -> dict[str, list]:
     """Return the modules of a manifest, each with the tensor of the base's files that it adapts."""
-    return [spec_json(spec, base.weight_map.get(f"{path}.weight")) for path, spec in specs.items()]
+    origins = {path: base.weight_map.get(f"{path}.weight") for path in specs}
+    modules = {"modules": [spec_json(spec, origins[path]) for path, spec in specs.items()]}
+    if replaced:
+        modules["replaced"] = [{"name": n, "shape": list(s)} for n, s in replaced.items()]
+    return modules
 
 
-def manifest_of(base: BaseModel, adapters: dict, **facts: object) -> dict:
+def _manifest_of(base: BaseModel, adapters: dict, facts: Mapping[str, object]) -> dict:
     """Return the manifest of adapters on a base; ``facts`` are its optional parts."""
     heads = Heads.of(base.config)
     return {
@@ -369,22 +395,9 @@ def manifest_of(base: BaseModel, adapters: dict, **facts: object) -> dict:
             "hidden_size": heads.hidden,
         },
         "adapters": adapters,
+        "versions": versions_line(),
         **facts,
     }
-
-
-def grouped(pack: Pack, base: BaseModel) -> Pack:
-    """Add projection groups to a pack that was not trained, and check every name and shape.
-
-    Raises:
-        PackError: the pack does not fit the base.
-    """
-    attached = pack.attach(base)
-    members = [[g.path for g in group.members] for group in attached.groups]
-    attached.detach()
-    inference_only = [[path] for path, spec in pack.specs.items() if is_inference_only(spec)]
-    pack.manifest["adapters"]["groups"] = members + inference_only
-    return pack
 
 
 def _read_checkpoint(model: str | Path) -> tuple[Path, dict]:

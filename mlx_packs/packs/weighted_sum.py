@@ -139,7 +139,7 @@ def check_addable(packs: Sequence[Pack]) -> None:
                 for base in bases
             )
             raise PackError(
-                f"{pack.name}: was trained on {theirs}, but {first.name} on {ours}; only packs of "
+                f"{pack.name}: was trained on {theirs}, but {first.name} on {ours}. Only packs of "
                 "one base can be added up.",
                 "mismatch",
             )

@@ -22,7 +22,7 @@ from ..objectives.objective import Objective
 from ..ops import _backend
 from ..optim import unused_learning_rate
 from ..packs.base import Base, load_base
-from ..packs.pack import Pack, round_adapters, versions_line
+from ..packs.pack import Pack, round_adapters
 from .dataset import Dataset
 from .fit import Fit, score_phases
 from .folders import output_folders
@@ -173,7 +173,6 @@ def run(run: Run) -> TrainRun:
             },
             recipe=public_recipe(recipe, base),
             **summary.facts,
-            versions=versions_line(),
             eval=summary.eval,
             measured=_measured(fit, memory),
         ).save(run.pack, overwrite=run.overwrite or run.resume)

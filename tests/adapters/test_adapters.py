@@ -228,7 +228,7 @@ def test_num_layers_adapts_the_last_blocks_only():
         ({"target_modules": ("q_prj",)}, "unknown", ("'q_proj'", "down_proj, gate_proj, k_proj")),
         ({"target_modules": ("model.embed_tokens",)}, "unsupported", ("Embedding",)),
         ({"rank": 1000}, "invalid", ("1000", "64")),
-        ({"num_layers": 9}, "invalid", ("9", "2 blocks")),
+        ({"num_layers": 9}, "mismatch", ("9", "2 blocks")),
         ({"rank_pattern": {"nothing": 3}}, "unknown", ("nothing",)),
         ({"alpha_pattern": {"nothing": 3}}, "unknown", ("nothing",)),
     ],

@@ -128,7 +128,7 @@ def test_the_last_blocks_alone_learn_as_in_mlx_lm():
     assert learning.parameter_count() == sum(a.size for _, a in tree_flatten(inside))
     assert split_head(base.model).frozen is not None  # sliced, as beside adapters
     learning.detach()
-    with raises("invalid", "num_layers", "9", "2 blocks"):
+    with raises("mismatch", "num_layers", "9", "2 blocks"):
         unfreeze(base, num_layers=9)
 
 

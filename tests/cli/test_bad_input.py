@@ -155,7 +155,7 @@ def test_train_rejects_chats_for_a_base_without_chat_template(data_here, untouch
         (["--learning-rate", "nan"], "invalid", "learning_rate", ["nan"]),
         (["--optimizer", "adamm"], "unknown", "optimizer", ["adamw", "adamw_8bit"]),
         (["--target-modules", "q_pro"], "unknown", "target_modules", ["q_pro", "'q_proj'"]),
-        (["--num-layers", "99"], "invalid", "num_layers", ["99", "6"]),
+        (["--num-layers", "99"], "mismatch", "num_layers", ["99", "6"]),
         (["--quantize", "affine4"], "conflict", "quantize", ["affine"]),
         (["--data", "nope"], "not-found", "data", ["nope"]),
         (["--data", "nope/train.jsonl"], "not-found", "data", ["nope/train.jsonl"]),
@@ -381,7 +381,7 @@ def test_pack_with_a_wrong_manifest_is_rejected(trained_pack, untouched, change,
 
 def test_pack_manifest_that_contradicts_the_adapters_is_rejected(trained_pack, untouched):
     edit(trained_pack, lambda m: _slice(m).update(rank=1))
-    check(untouched("apply", "o", "--dry-run"), "mismatch", None, "o", "[256, 1]")
+    check(untouched("apply", "o", "--dry-run"), "mismatch", None, "o", "(256, 1)")
 
 
 @pytest.mark.parametrize(

@@ -66,7 +66,7 @@ def test_stream_batch_admits_the_next_prompt_when_one_has_ended(shared_tiny):
 def test_stream_batch_rejects_an_empty_prompt_and_states_that_cannot_be_batched(
     shared_tiny, monkeypatch
 ):
-    with raises("invalid", None, "prompt"):
+    with raises("invalid", "prompts", "prompt"):
         list(stream_batch(shared_tiny, [[1], []]))
     from mlx_lm.models import cache
 

@@ -186,7 +186,7 @@ def test_qwen3_4b_has_no_square_projection():
             {"target_modules": ("q_proj",)},
             ("conflict", "target_modules", "q_proj"),
         ),
-        ("llama", SQUARE, {"num_layers": 3}, ("invalid", "num_layers", "3", "2")),
+        ("llama", SQUARE, {"num_layers": 3}, ("mismatch", "num_layers", "3", "2")),
     ],
 )
 def test_a_graph_in_which_nothing_would_learn_is_refused(family, changes, lora, error):
