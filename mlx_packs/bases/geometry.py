@@ -131,7 +131,7 @@ def probe(path: str, module: nn.Module, config: dict, grouped: bool = False) -> 
         in_features, odd = divmod(stored_width * 32, bits)
         expected = [*stack, out_features, in_features // group_size]
         stored = {"scales": module.scales}
-        if mode == "affine" or "biases" in module:
+        if mode == "affine" or module.get("biases") is not None:
             stored["biases"] = module.get("biases")
         for name, tensor in stored.items():
             shape = list(tensor.shape) if tensor is not None else None

@@ -1,7 +1,7 @@
 """Fixed-shape batches of examples, in the order of a sampler.
 
-Unpacked, a sequence of a batch is an example, and examples of like length stand together. Packed, a
-sequence holds as many examples as fit, one behind the other: its *segments*.
+Unpacked, a sequence of a batch is an example. Packed, it holds as many examples as fit, one behind
+the other: its *segments*.
 """
 
 import itertools
@@ -76,7 +76,7 @@ def padded_targets(count: int, slots: int) -> int:
 def fitting_shape(
     shape: tuple[int, int], batch_size: int, shapes: Collection[tuple[int, int]] | None
 ) -> tuple[int, int]:
-    """Return the cheapest of ``shapes`` (T, M) that holds a batch of ``shape``, or ``shape``."""
+    """Return the cheapest of ``shapes`` (T, M) that holds a batch of ``shape``; None allows any."""
     if shapes is None:
         return shape
     fitting = [s for s in shapes if s[0] >= shape[0] and s[1] >= shape[1]]
@@ -90,7 +90,7 @@ def make_batch(
     limit: int,
     shapes: Collection[tuple[int, int]] | None = None,
 ) -> Batch:
-    """Lay examples out as a batch; the missing ones of the last batch are empty sequences.
+    """Lay out the examples of these indices as a batch, missing ones as empty sequences.
 
     Args:
         examples: all of them.
@@ -146,17 +146,14 @@ def _laid_out(
     count = sum(len(t) for t in targets)
 
     def filled(parts: list[np.ndarray], value: int) -> np.ndarray:
-        out = np.full(slots, value, dtype=np.int32)
-        out[:count] = np.concatenate(parts)
-        return out
+        padded = np.pad(np.concatenate(parts), (0, slots - count), constant_values=value)
+        return padded.astype(np.int32)
 
-    weights = np.zeros(slots, dtype=np.float32)
-    weights[:count] = 1
     return Batch(
         tokens.reshape(shape),
         filled(positions, 0),
         filled(targets, 0),
-        weights,
+        (np.arange(slots) < count).astype(np.float32),
         filled(owners, -1),
         tuple(int(i) for i in indices),
         tuple(starts),
@@ -252,10 +249,9 @@ def few_shapes(examples: Examples, sampler: Sampler) -> frozenset[tuple[int, int
 
 
 def _shape_cost(shape: tuple[int, int], batch_size: int) -> int:
-    """Return what a batch of a shape (T, M) costs.
+    """Return what a batch of a shape (T, M) costs: M targets cost what M / 4 tokens do in the blocks.
 
-    A row of the head costs a quarter of a token in the blocks (a tenth in Qwen3-4B, a third in
-    Qwen3-0.6B).
+    It is a tenth in Qwen3-4B, a third in Qwen3-0.6B.
     """
     return 4 * batch_size * shape[0] + shape[1]
 

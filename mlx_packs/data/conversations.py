@@ -1,7 +1,6 @@
 """Conversations as the chat template renders them, and where the answers stand in the text.
 
-What is supervised is decided on the text that the template renders, never by encoding parts again:
-the conversation is rendered once, and the spans of the answers are found in its text.
+What is supervised is decided on the rendered text, never by encoding parts again.
 """
 
 import json
@@ -17,7 +16,7 @@ Span = tuple[int, int]  # of characters, the second excluded
 
 
 def check_messages(where: str, messages: Any, column: str) -> None:
-    """Raise a PackError unless the messages are a list of {role, content} that is not empty."""
+    """Check that the messages are a list of {role, content} that is not empty."""
 
     def fault(rule: str, value: Any) -> PackError:
         shown = json.dumps(value, ensure_ascii=False, default=str)
@@ -56,7 +55,7 @@ class Conversation:
         """Return the conversation of a row, whose tools may be a JSON text."""
         if not tokenizer.has_chat_template:
             raise PackError(
-                f"{where}: the base's tokenizer has no chat template; use rows with 'text', or a "
+                f"{where}: the base's tokenizer has no chat template. Use rows with 'text', or a "
                 "base that has one.",
                 "unsupported",
             )
@@ -66,6 +65,9 @@ class Conversation:
             except json.JSONDecodeError as error:
                 raise PackError(f"{where}: 'tools' is not valid JSON: {error}.", "data") from None
         return cls(where, messages, tools, tokenizer)
+
+    def _error(self, fault: str, flag: str | None = None) -> PackError:
+        return PackError(f"{self.where}: {fault}", "data", flag)
 
     def render(self, messages: Sequence[Mapping], add_generation_prompt: bool = False) -> str:
         """Return the text of some messages, with the same tools."""
@@ -81,9 +83,7 @@ class Conversation:
                 add_generation_prompt=add_generation_prompt,
             )
         except (TemplateError, TypeError, ValueError) as error:
-            raise PackError(
-                f"{self.where}: the chat template rejects this row: {error}", "data"
-            ) from None
+            raise self._error(f"the chat template rejects this row: {error}") from None
 
     def supervised(self, loss_on: str) -> tuple[str, list[Span]]:
         """Return the text, and the spans of it that are targets (none for ``all``)."""
@@ -94,9 +94,7 @@ class Conversation:
         if loss_on == "completion":
             return text, [(self._completion_start(text, answers), len(text))]
         if not answers:
-            raise PackError(
-                f"{self.where}: nothing to supervise: no message has role 'assistant'.", "data"
-            )
+            raise self._error("nothing to supervise: no message has role 'assistant'.")
         return text, [self._answer_span(i, text) for i in answers]
 
     def _completion_start(self, text: str, answers: list[int]) -> int:
@@ -106,10 +104,9 @@ class Conversation:
             return self._answer_span(0, text)[0]
         prompt = self.render(self.messages[:-1], add_generation_prompt=last in answers)
         if not text.startswith(prompt):
-            raise PackError(
-                f"{self.where}: the chat template renders the prompt differently when the answer "
-                "follows, so it cannot be told apart; use --loss-on assistant.",
-                "data",
+            raise self._error(
+                "the chat template renders the prompt differently when the answer follows, so it "
+                "cannot be told apart. Use --loss-on assistant.",
                 "loss_on",
             )
         return len(prompt)
@@ -117,9 +114,8 @@ class Conversation:
     def _answer_span(self, i: int, text: str) -> Span:
         """Return where answer ``i`` stands in the text, its end-of-turn token included.
 
-        Usually the template renders a conversation as its beginning plus more. Where it does not
-        (Qwen3 drops the thoughts of earlier turns), the answer is found by rendering another in its
-        place.
+        Where the template does not render a conversation as its beginning plus more (Qwen3 drops
+        the thoughts of earlier turns), the answer is found by rendering another in its place.
         """
 
         def attempt(messages: Sequence[Mapping], **options: bool) -> str | None:
@@ -142,9 +138,8 @@ class Conversation:
             if sentinel and text.startswith(start) and text.endswith(rest):
                 if len(text) > len(start) + len(rest):
                     return len(start), len(text) - len(rest)
-        raise PackError(
-            f"{self.where}: the chat template does not show where answer {i} stands; "
-            "use --loss-on completion or all.",
-            "data",
+        raise self._error(
+            f"the chat template does not show where answer {i} stands. Use --loss-on completion "
+            "or all.",
             "loss_on",
         )

@@ -1,8 +1,4 @@
-"""Rows as tokens, and which of them are targets.
-
-Each row is rendered as one text and encoded once (formats.py); a token is a target if it starts
-inside a supervised span of the text.
-"""
+"""Rows as tokens; a token is a target if it starts inside a supervised span of the row's text."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -103,9 +99,9 @@ def token_format(row: Row, columns: DataConfig) -> TokenFormat:
     """Return the format of a row that a causal model trains on."""
     row_format = format_of(row, columns)
     if not isinstance(row_format, TokenFormat):
-        raise PackError(
-            f"{row.where}: the rows are {row_format.name}, which encoders train on. Pass --task "
-            "embedding, and as --model a folder of sentence-transformers.",
+        raise row.error(
+            f"the rows are {row_format.name}, which encoders train on. Pass --task embedding, and "
+            "as --model a folder of sentence-transformers.",
             "conflict",
             "task",
         )
@@ -118,13 +114,7 @@ def encode(
     columns: DataConfig,
     options: EncodingOptions = DEFAULTS,
 ) -> Examples:
-    """Return tokens and targets of every row.
-
-    Args:
-        rows: of one format.
-        tokenizer: mlx-lm's wrapper, as `load_base` gives it.
-        columns: what the rows' columns are called.
-        options: what is supervised, and what becomes of long rows.
+    """Return tokens and targets of every row; all have one format.
 
     Raises:
         PackError: a row cannot be used; it names file and line.
@@ -141,14 +131,11 @@ def encode(
             "conflict",
         )
     common_format(rows, columns)
-    rendered: list[tuple[str, list[Span]]] = []
-    for row in rows:
-        text, spans = row_format.render(row, columns, loss_on, tokenizer)
+    rendered = [row_format.render(row, columns, loss_on, tokenizer) for row in rows]
+    texts = [text for text, _ in rendered]
+    for row, text in zip(rows, texts, strict=True):
         check_unicode(row, text)
-        rendered.append((text, spans))
-    encodings = _encodings(
-        tokenizer, [text for text, _ in rendered], row_format.special_tokens, loss_on, fim
-    )
+    encodings = _encodings(tokenizer, texts, row_format.special_tokens, loss_on, fim)
     examples = Examples([], row_format.name, loss_on)
     ends = set(tokenizer.eos_token_ids) | set(tokenizer.all_special_ids)
     pieces = _Pieces(tokenizer, options.max_seq_length, is_split, fim) if fim or is_split else None
@@ -169,10 +156,8 @@ def encode(
             _append(examples, rows[i], tokens, np.ones(len(tokens), dtype=bool), options)
         examples.cut += pieces.cut
     if not examples.items:
-        raise PackError(
-            f"{rows[0].where}: no row has a target within {options.max_seq_length} tokens.",
-            "data",
-            "max_seq_length",
+        raise rows[0].error(
+            f"no row has a target within {options.max_seq_length} tokens.", flag="max_seq_length"
         )
     return examples
 
@@ -197,7 +182,7 @@ def _encodings(
         option = "--fim-rate" if fim else f"--loss-on {loss_on}"
         raise PackError(
             f"{option}: the base's tokenizer is a slow one and does not say where its "
-            "tokens stand; use --loss-on all without --fim-rate, or a base with tokenizer.json.",
+            "tokens stand. Use --loss-on all without --fim-rate, or a base with tokenizer.json.",
             "unsupported",
         ) from None
 
@@ -214,7 +199,7 @@ class _Pieces:
     ) -> None:
         self.tokenizer, self.limit, self.fim, self.cut = tokenizer, limit, fim, 0
         self.ids = sentinels(tokenizer, fim.tokens) if fim else None
-        self.splits = is_split
+        self.is_split = is_split
         self.room = limit - SPARE if fim else limit
         self.plain: list[tuple[int, list[int]]] = []  # number of the row, tokens
         self.parts: dict[int, tuple[bool, tuple[str, str, str]]] = {}  # by index into `plain`
@@ -222,7 +207,7 @@ class _Pieces:
     def add(self, row: int, text: str, tokens: list[int], offsets: list | None) -> None:
         """Add a text; ``tokens`` are those of the whole, with what begins and ends it."""
         count, starts = len(tokens), [0]
-        if count > self.room and self.splits:
+        if count > self.room and self.is_split:
             starts = list(range(0, count - 1, self.room - 1))
             self.cut += count > self.limit
         for number, start in enumerate(starts):
@@ -234,12 +219,12 @@ class _Pieces:
                 parts = self.fim.parts(text[begin:end], row, number)
             if parts is not None:
                 self.parts[len(self.plain)] = parts[0], parts[1:]
-                self.cut += count > self.limit and not self.splits
+                self.cut += count > self.limit and not self.is_split
                 bos = self.tokenizer.bos_token_id
                 begins = not start and tokens[0] == bos and tuple(offsets[0]) == (0, 0)
                 self.plain.append((row, [bos] if begins else []))
             else:
-                self.plain.append((row, tokens[start:stop] if self.splits else tokens))
+                self.plain.append((row, tokens[start:stop] if self.is_split else tokens))
 
     def encoded(self) -> Iterator[tuple[int, list[int]]]:
         """Yield the number of the row and tokens of every piece."""
@@ -260,16 +245,13 @@ def _append(
     max_seq_length, vocab_size = options.max_seq_length, options.vocab_size
     target[:1] = False  # nothing predicts the first token
     if vocab_size is not None and tokens and max(tokens) >= vocab_size:
-        raise PackError(
-            f"{row.where}: token {max(tokens)} lies beyond the base's vocabulary of {vocab_size}: "
-            "the tokenizer belongs to another base; put the tokenizer files of this one beside its "
-            "weights.",
+        raise row.error(
+            f"token {max(tokens)} lies beyond the base's vocabulary of {vocab_size}: the tokenizer "
+            "belongs to another base. Put the tokenizer files of this one beside its weights.",
             "mismatch",
         )
     if not target.any():
-        raise PackError(
-            f"{row.where}: nothing to supervise (--loss-on {examples.loss_on}).", "data", "loss_on"
-        )
+        raise row.error(f"nothing to supervise (--loss-on {examples.loss_on}).", flag="loss_on")
     if len(tokens) > max_seq_length:
         examples.cut += 1
         tokens, target = tokens[:max_seq_length], target[:max_seq_length]

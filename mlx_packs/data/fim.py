@@ -1,8 +1,7 @@
 """Fill-in-the-middle: a text is cut in three, and its middle comes last, behind what surrounds it.
 
-A model that is trained to continue a text is trained by this to fill a gap. The order is that of the
-paper's joint training: prefix, suffix, middle (PSM), or with the suffix first, so that the middle
-follows its prefix (SPM). Cuts lie between any two characters.
+The order is that of the paper's joint training: prefix, suffix, middle (PSM), or with the suffix
+first, so that the middle follows its prefix (SPM). Cuts lie between any two characters.
 
 Bavarian et al.: https://arxiv.org/abs/2207.14255
 """
@@ -44,10 +43,7 @@ class FillInTheMiddle:
     tokens: tuple[str, ...] = ()
 
     def parts(self, text: str, row: int, piece: int) -> tuple[bool, str, str, str] | None:
-        """Return whether the suffix comes first, prefix, middle, suffix.
-
-        None where a piece of a row stays as it is.
-        """
+        """Return whether the suffix comes first, prefix, middle, suffix; None leaves it as it is."""
         random = np.random.default_rng([self.seed, row, piece])
         chosen, suffix_first = random.random(2) < (self.rate, self.spm_rate)
         if not chosen or not text:
@@ -57,7 +53,7 @@ class FillInTheMiddle:
 
 
 def sentinels(tokenizer: Any, names: Sequence[str] = ()) -> tuple[int, int, int, int]:
-    """Ids of what stands before prefix, suffix, middle, and behind the middle."""
+    """Return the ids of what stands before prefix, suffix, middle, and behind the middle."""
     plain = tokenizer._tokenizer
 
     def ids(spelled: Sequence[str]) -> list[int] | None:
@@ -73,7 +69,7 @@ def sentinels(tokenizer: Any, names: Sequence[str] = ()) -> tuple[int, int, int,
     elif (known := next(filter(None, map(ids, SPELLINGS)), None)) is None:
         raise PackError(
             "--fim-rate: the base's tokenizer has no tokens for prefix, suffix and middle that are "
-            "known here; name three of its tokens: --fim-tokens PREFIX,SUFFIX,MIDDLE.",
+            "known here. Name three of its tokens: --fim-tokens PREFIX,SUFFIX,MIDDLE.",
             "unsupported",
         )
     return (*known, tokenizer.eos_token_id)[:4]

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 from ..config.choices import LOSSES
 from ..config.schema import DataConfig
-from ..errors import PackError
+from ..errors import Code, PackError
 from .conversations import Conversation, Span, check_messages
 
 _PROMPT_TOKENS = 32  # that are to be continued; of a short text at most half
@@ -24,13 +24,13 @@ class Row:
     where: str
     value: Mapping
 
+    def error(self, fault: str, code: Code = "data", flag: str | None = None) -> PackError:
+        """Return an error that names this row."""
+        return PackError(f"{self.where}: {fault}", code, flag)
+
 
 class RowFormat(ABC):
-    """A kind of row, recognized by its columns.
-
-    Attributes:
-        name: what reports, manifests and messages call it.
-    """
+    """A kind of row, recognized by its columns; ``name`` is what reports and manifests call it."""
 
     name: ClassVar[str]
 
@@ -62,11 +62,7 @@ class TokenFormat(RowFormat):
     def render(
         self, row: Row, names: DataConfig, loss_on: str, tokenizer: Any
     ) -> tuple[str, list[Span]]:
-        """Return the text of a row and the spans of it that are targets (none for ``all``).
-
-        Raises:
-            PackError: the row cannot be used; it names the row.
-        """
+        """Return the text of a row and the spans of it that are targets (none for ``all``)."""
 
     @abstractmethod
     def prompt(self, row: Row, names: DataConfig, tokenizer: Any) -> tuple[str, list[int]]:
@@ -153,7 +149,7 @@ class Text(TokenFormat):
         """Return the text as it is."""
         text = _text_of(row, names.text_feature)
         if not text:
-            raise PackError(f"{row.where}: '{names.text_feature}' is empty.", "data")
+            raise row.error(f"'{names.text_feature}' is empty.")
         return text, []
 
     def prompt(self, row: Row, names: DataConfig, tokenizer: Any) -> tuple[str, list[int]]:
@@ -170,7 +166,7 @@ class Text(TokenFormat):
         """``all``; a text has no prompt that could be left out."""
         if loss_on not in (None, "all"):
             raise PackError(
-                f"--loss-on {loss_on}: text rows have no prompt; use --loss-on all.", "conflict"
+                f"--loss-on {loss_on}: rows of text have no prompt. Use --loss-on all.", "conflict"
             )
         return "all"
 
@@ -213,8 +209,7 @@ class PairFormat(RowFormat):
         score = row.value[self.score_column]
         is_number = isinstance(score, (int, float)) and not isinstance(score, bool)
         if not is_number or not math.isfinite(score):
-            message = f"'{self.score_column}' must be a number, but is {score!r:.60}."
-            raise PackError(f"{row.where}: {message}", "data")
+            raise row.error(f"'{self.score_column}' must be a number, but is {score!r:.60}.")
         return float(score)
 
 
@@ -247,31 +242,27 @@ FORMATS: tuple[RowFormat, ...] = (*TOKEN_FORMATS, *PAIR_FORMATS)
 
 
 def format_of(row: Row, names: DataConfig, formats: Sequence[RowFormat] = FORMATS) -> RowFormat:
-    """Return the first of ``formats`` that a row matches."""
+    """Return the first of ``formats`` that a row matches; a row without one is an error."""
     for row_format in formats:
         if row_format.matches(row, names):
             return row_format
     wanted = " or ".join("{" + ", ".join(each.columns(names)) + "}" for each in formats)
-    message = f"must have the columns {wanted}, but has {sorted(row.value) or 'none'}."
+    fault = f"must have the columns {wanted}, but has {sorted(row.value) or 'none'}."
     if any(isinstance(each, TokenFormat) for each in formats):
-        hint = (
-            "Other names: --chat-feature, --prompt-feature, --completion-feature, --text-feature."
-        )
-        raise PackError(f"{row.where}: {message} {hint}", "data")
-    raise PackError(f"{row.where}: {message} Other rows are for --task lm.", "data", "task")
+        flags = "--chat-feature, --prompt-feature, --completion-feature, --text-feature"
+        raise row.error(f"{fault} Other names: {flags}.")
+    raise row.error(f"{fault} Other rows are for --task lm.", flag="task")
 
 
 def common_format(
     rows: Sequence[Row], names: DataConfig, formats: Sequence[RowFormat] = FORMATS
 ) -> RowFormat:
-    """Return the format that all rows have."""
+    """Return the format that all rows have; two that differ are an error."""
     first = format_of(rows[0], names, formats)
     for row in rows[1:]:
         if (other := format_of(row, names, formats)) is not first:
-            raise PackError(
-                f"{row.where}: mixed formats: this row is {other.name}, but {rows[0].where} is "
-                f"{first.name}.",
-                "data",
+            raise row.error(
+                f"mixed formats: this row is {other.name}, but {rows[0].where} is {first.name}."
             )
     return first
 
@@ -281,12 +272,11 @@ def check_unicode(row: Row, text: str) -> None:
     try:
         text.encode()
     except UnicodeEncodeError:
-        message = "holds half of a surrogate pair (\\ud800 to \\udfff)."
-        raise PackError(f"{row.where}: {message}", "data") from None
+        raise row.error("holds half of a surrogate pair (\\ud800 to \\udfff).") from None
 
 
 def _text_of(row: Row, column: str) -> str:
-    """Return the text of a column. Raises: PackError if it holds something else."""
+    """Return the text of a column; what is no text is an error."""
     if not isinstance(text := row.value[column], str):
-        raise PackError(f"{row.where}: '{column}' must be a text, but is {text!r:.60}.", "data")
+        raise row.error(f"'{column}' must be a text, but is {text!r:.60}.")
     return text

@@ -1,7 +1,4 @@
-"""Rows of sentence pairs as tokens, and their batches; the columns are sentence-transformers'.
-
-``{"sentence1", "sentence2", "score"}``, ``{"anchor", "positive"}``, or these with ``"negative"``.
-"""
+"""Rows of sentence pairs as tokens, and their batches; the columns are sentence-transformers'."""
 
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -26,8 +23,7 @@ _COLUMNS = DataConfig()  # pairs have the names of sentence-transformers
 class Pairs:
     """Tokens of the rows of a split, by column.
 
-    Args:
-        format: of the rows.
+    Attributes:
         tokens: one list a column.
         texts: int64 [N, C], equal where two texts are.
         scores: float32 [N], or None.
@@ -89,14 +85,14 @@ def choose_loss(wanted: str, pairs: Pairs, where: str) -> str:
         )
         raise PackError(
             f"--loss {loss}: needs {{{', '.join(fitting.columns(_COLUMNS))}}}, but {where} "
-            f"has {pairs.format.name}; use --loss {' or '.join(possible)}.",
+            f"has {pairs.format.name}. Use --loss {' or '.join(possible)}.",
             "conflict",
         )
     if LOSSES[loss].scores_are_cosines and np.abs(pairs.scores).max() > 1:
         worst = float(pairs.scores[np.abs(pairs.scores).argmax()])
         others = [name for name in possible if not LOSSES[name].scores_are_cosines]
         raise PackError(
-            f"{where}: a score is {worst:g}, but a cosine lies in -1 to 1; divide the "
+            f"{where}: a score is {worst:g}, but a cosine lies in -1 to 1. Divide the "
             f"scores by the largest, or use --loss {' or '.join(others)}.",
             "data",
             "loss",
@@ -105,7 +101,7 @@ def choose_loss(wanted: str, pairs: Pairs, where: str) -> str:
 
 
 def check_loss_settings(loss: str, train: TrainConfig) -> None:
-    """Raise a PackError for a setting that is not at its default and that this loss does not have."""
+    """Check that no setting which this loss does not have is changed."""
     for name in train.changed(vars(train)):
         losses = [each for each, facts in LOSSES.items() if name in facts.settings]
         if losses and loss not in losses:
@@ -120,7 +116,7 @@ def check_loss_settings(loss: str, train: TrainConfig) -> None:
 class PairBatch:
     """A batch of B rows; what is missing to B is rows of one token and weight 0.
 
-    Args:
+    Attributes:
         columns: int32 [B, T] each, T by column.
         lengths: int32 [C, B].
         weights: float32 [B].
@@ -153,25 +149,23 @@ def make_pair_batch(
         width = 32 << max(0, (longest - 1).bit_length() - 5) if powers else longest
         columns.append(padded(chosen, min(padded_length(width, limit), limit)))
         lengths.append([len(text) for text in chosen])
-    weights = np.zeros(batch_size, dtype=np.float32)
-    weights[: len(rows)] = 1
+    weights = (np.arange(batch_size) < len(rows)).astype(np.float32)
     scores = None
     if pairs.scores is not None:
-        scores = np.zeros(batch_size, dtype=np.float32)
-        scores[: len(rows)] = pairs.scores[list(rows)]
+        scores = np.pad(pairs.scores[list(rows)], (0, missing))
     numbers = tuple(int(i) for i in rows)
     return PairBatch(tuple(columns), np.array(lengths, np.int32), weights, scores, numbers)
 
 
 @dataclass(frozen=True)
 class PairSampler(Sampler):
-    """The same of pairs; ``distinct``: no text stands twice in a batch, in whatever column.
+    """The same of pairs; with ``texts`` none stands twice in a batch, in whatever column.
 
     The other rows of a batch are negatives then. A row that finds no place waits for a later batch,
     and what would be alone in one is left out of the epoch, unless a row has its own negative.
 
-    Args:
-        texts: int [N, C], equal where two texts are.
+    Attributes:
+        texts: int [N, C], equal where two texts are; None is not checked.
         has_negatives: whether every row has a negative of its own.
     """
 

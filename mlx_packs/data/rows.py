@@ -22,7 +22,7 @@ _HELD_OUT_SHARE, _HELD_OUT_MOST = 0.05, 100
 class Splits:
     """The rows of each split.
 
-    Args:
+    Attributes:
         rows: by split, each of `SPLITS`.
         source: where they come from, as messages name it.
         format: of the first row; whether the others have it is checked where they are encoded.
@@ -35,7 +35,7 @@ class Splits:
     notes: list[str] = field(default_factory=list)
 
     def present(self) -> list[str]:
-        """Return the splits that have rows."""
+        """Return the splits that have rows; train and a held-out one must."""
         present = [split for split in SPLITS if self.rows[split]]
         if "train" not in present:
             raise PackError(f"--data {self.source}: the train split is empty.", "data")
@@ -64,7 +64,10 @@ def load_rows(config: DataConfig) -> Splits:
         rows, source = _hf_collection(config)
     else:
         rows, source = _local_or_hub(config.data), str(config.data)
-    splits = Splits(rows, source, _first_format(rows, source, config))
+    firsts = [rows[split][0] for split in SPLITS if rows[split]]
+    if not firsts:
+        raise PackError(f"--data {source}: there are no rows.", "data")
+    splits = Splits(rows, source, common_format(firsts, config))
     if config.hf_dataset is None:
         _hold_out(splits)
     return splits
@@ -85,10 +88,10 @@ def _local_or_hub(data: str) -> dict[str, list[Row]]:
 
 
 def _folder_rows(path: Path) -> dict[str, list[Row]]:
-    """Return the rows of each split of a folder. Raises: PackError if there are none at all."""
+    """Return the rows of each split of a folder; none at all is an error."""
     rows: dict[str, list[Row]] = {}
     for split in SPLITS:
-        files = [path / (split + s) for s in _SUFFIXES if (path / (split + s)).is_file()]
+        files = [file for s in _SUFFIXES if (file := path / (split + s)).is_file()]
         if len(files) > 1:
             raise PackError(
                 f"{path}: {files[0].name} and {files[1].name} both hold {split}.",
@@ -101,14 +104,6 @@ def _folder_rows(path: Path) -> dict[str, list[Row]]:
             f"{path}: must hold train.jsonl (and valid.jsonl, test.jsonl).", "not-found", "data"
         )
     return rows
-
-
-def _first_format(rows: Mapping[str, list[Row]], source: str, columns: DataConfig) -> RowFormat:
-    """Return the format of the first row, which must be that of every split."""
-    firsts = [rows[split][0] for split in SPLITS if rows[split]]
-    if not firsts:
-        raise PackError(f"--data {source}: there are no rows.", "data")
-    return common_format(firsts, columns)
 
 
 def _hold_out(splits: Splits) -> None:
@@ -139,8 +134,7 @@ def read_rows(file: Path) -> list[Row]:
         raise PackError(f"{file}: holds no rows.", "data")
     for row in rows:
         if not isinstance(row.value, Mapping):
-            kind = type(row.value).__name__
-            raise PackError(f"{row.where}: must be a JSON object, but is a {kind}.", "data")
+            raise row.error(f"must be a JSON object, but is a {type(row.value).__name__}.")
     return rows
 
 
@@ -181,12 +175,12 @@ def _parquet_rows(file: Path) -> list[Row]:
 
 
 def _hf_load(name: str, /, **arguments: Any) -> Any:
-    """Return what `datasets.load_dataset` loads. Raises: PackError with the reason if it cannot."""
+    """Return what `datasets.load_dataset` loads."""
     try:
         import datasets
     except ImportError:
         raise PackError(
-            f"--data {name}: no such folder or file here; to take it from the Hugging Face Hub, "
+            f"--data {name}: no such folder or file here. To take it from the Hugging Face Hub, "
             "run `pip install datasets`.",
             "dependency",
         ) from None

@@ -39,12 +39,9 @@ ALL = Draw()
 
 @dataclass(frozen=True)
 class Sampler:
-    """Which examples each batch of a run holds, epoch after epoch.
+    """Which examples each batch of a run holds, epoch after epoch: a function of the fields alone.
 
-    The batches are a function of these fields alone, so that a resumed run continues where it
-    stopped.
-
-    Args:
+    Attributes:
         lengths: tokens of each example, int [N].
         batch_size: examples of a batch; with ``packing`` packed sequences.
         inputs: most inputs of a sequence; of a next-token model one less than its tokens.

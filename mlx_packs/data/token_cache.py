@@ -66,14 +66,13 @@ def encode_cached(
     options: EncodingOptions,
     least_bytes: int = WORTHWHILE_BYTES,
 ) -> tuple[Examples, Path | None]:
-    """`encoding.encode`, or what it gave for the same before; and the file, if there is one.
+    """Return `encoding.encode`, or what it gave for the same before; and the file, if there is one.
 
     Splits of less than ``least_bytes`` are encoded each time, and so is what the key cannot cover.
     """
-    folder = cache_folder()
-    if folder is None or _estimated_bytes(rows) < least_bytes:
-        return encode(rows, tokenizer, columns, options), None
-    key = cache_key(rows, tokenizer, columns, options)
+    folder, key = cache_folder(), None
+    if folder is not None and _estimated_bytes(rows) >= least_bytes:
+        key = cache_key(rows, tokenizer, columns, options)
     if key is None:
         return encode(rows, tokenizer, columns, options), None
     file = folder / f"{key}.safetensors"
@@ -99,8 +98,8 @@ def cache_key(
     rows: list[Row], tokenizer: Any, columns: DataConfig, options: EncodingOptions
 ) -> str | None:
     """Return a hash of all that the tokens depend on; None where something of it cannot be seen."""
-    backend = getattr(tokenizer._tokenizer, "backend_tokenizer", None)
     plain = tokenizer._tokenizer
+    backend = getattr(plain, "backend_tokenizer", None)
     if backend is None or not type(plain).__module__.startswith("transformers."):
         return None  # a slow tokenizer, or one that brings its own code
     template = str(plain.chat_template)
@@ -159,17 +158,11 @@ def _read(
     loss_on = row_format.resolve_loss_on(options.loss_on)
     try:
         header, start = read_header(file)
-        parts = {
-            name: np.memmap(
-                file,
-                dtype,
-                "r",
-                start + header[name]["data_offsets"][0],
-                tuple(header[name]["shape"]),
-            )
-            for name, (stored, dtype) in _DTYPES.items()
-            if header[name]["dtype"] == stored
-        }
+        parts = {}
+        for name, (stored, dtype) in _DTYPES.items():
+            if (tensor := header[name])["dtype"] == stored:
+                offset, shape = start + tensor["data_offsets"][0], tuple(tensor["shape"])
+                parts[name] = np.memmap(file, dtype, "r", offset, shape)
         if not np.array_equal(_digest(key, parts), parts["digest"]):
             return None
     except (PackError, OSError, ValueError, KeyError, TypeError):
