@@ -98,9 +98,7 @@ def _adapter_lines(pack: "Pack") -> list[str]:
         f"base    {base['id']} · {base['model_type']} · {base['num_layers']} blocks · "
         f"{quantization_name(base['quantization'])} · fingerprint {base['fingerprint'][:12]}",
     ]
-    count = (
-        f"{m['adapters']['parameters']:,} parameters ({m['adapters'].get('dtype') or 'float32'})"
-    )
+    count = f"{m['adapters']['parameters']:,} weights ({m['adapters'].get('dtype') or 'float32'})"
     if modules:
         lines.append(
             f"lora    rank {', '.join(map(str, ranks))} · scale {', '.join(map(str, scales))} · "

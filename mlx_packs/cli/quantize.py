@@ -52,8 +52,8 @@ if TYPE_CHECKING:
 @option(
     "--bits-for",
     multiple=True,
-    metavar="REGEX=N",
-    help="Quantize the modules whose path matches REGEX to affine with N bits. Repeatable.",
+    metavar="REGEX=BITS",
+    help="Quantize the modules whose path matches REGEX to affine with so many bits. Repeatable.",
 )
 @option(
     "--format",
@@ -108,7 +108,7 @@ def _options(
 def _bits_for(text: str) -> tuple[str, int]:
     expression, _, bits = text.rpartition("=")
     if not expression or not bits.isdecimal():
-        raise PackError(f"--bits-for {text}: must be REGEX=N, as in 'down_proj=8'.")
+        raise PackError(f"--bits-for {text}: must be REGEX=BITS, as in 'down_proj=8'.")
     return expression, int(bits)
 
 

@@ -318,7 +318,7 @@ def test_inspect_prints_a_result_without_error_of_the_perplexity(pack, run):
         pack,
         lambda m: (m["eval"].pop("ppl_before_se"), m["eval"].update(ppl_after_se=None)),
     )
-    assert "held-out PPL 10.00 → 5.00 on 2 test rows" in run("inspect", "p")[1]
+    assert "held-out PPL 10.00 → 5.00 on 2 test examples" in run("inspect", "p")[1]
 
 
 def test_model_card_signs_the_change_of_perplexity(full_pack):
