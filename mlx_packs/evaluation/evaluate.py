@@ -28,11 +28,9 @@ class Evaluator(Protocol):
 
     def score(self) -> Any:
         """Score the base as it is now, with its active pack if it has one."""
-        ...
 
     def report(self, base: Any, pack: Any | None) -> EvalReport | EmbeddingReport:
         """Return what the scores of the base, and of the base with the pack, say together."""
-        ...
 
 
 EVALUATORS: dict[str, Callable[[Base, Sequence[Row], EvalSettings], Evaluator]] = registered(

@@ -10,10 +10,10 @@ On a GPU the same formula is used with the dtype of the checkpoint. It was **not
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import astuple, dataclass, replace
 
 from .. import runtime
-from ..bases.geometry import BLOCK_PROJECTIONS, Heads
+from ..bases.geometry import Heads
 from ..bases.quantization import QuantizeOptions, format_for
 from ..bases.weight_formats import named_format
 from ..config.choices import ARCHITECTURES
@@ -27,6 +27,7 @@ from .headers import Headers, Tensors, tensor_bytes
 from .plan import (
     MemoryPlan,
     Shape,
+    accumulates,
     moment_parts,
     optimizer_bytes,
     plan_adapters,
@@ -93,42 +94,23 @@ class _Sizes:
     modules: dict[str, tuple[int, int]]
 
     @property
-    def weights(self) -> int:
-        return sum(out * width for out, width in self.modules.values())
-
-    @property
     def projections(self) -> dict[str, tuple[int, int]]:
         """Those of ``modules`` that are in blocks."""
         return {path: shape for path, shape in self.modules.items() if "layers" in path}
 
-    @property
-    def block_weights(self) -> int:
-        """How many weights the linear layers of a block have."""
-        return sum(
-            math.prod(self.modules[_projection_path(0, name)])
-            for names in BLOCK_PROJECTIONS.values()
-            for name in names
-        )
-
-
-def _projection_path(block: int, name: str) -> str:
-    parent = "self_attn" if name in BLOCK_PROJECTIONS["attention"] else "mlp"
-    return f"model.layers.{block}.{parent}.{name}"
-
 
 def _sizes(config: Mapping, tensors: Tensors) -> _Sizes:
-    """Raises: PackError for a family or a config that the formula does not know."""
+    """Return the sizes of a base, or raise a PackError where the formula does not know it."""
     family = config.get("model_type")
     if family not in FAMILIES:
         others = [t for facts in ARCHITECTURES.values() for t in facts.model_types]
         raise PackError(
-            f"no plan for model_type '{family}'; known are {', '.join((*FAMILIES, *others))}.",
+            f"no plan for model_type '{family}'. Known are {', '.join((*FAMILIES, *others))}.",
             "unsupported",
         )
     heads = Heads.of(dict(config))
     blocks, vocab = config.get("num_hidden_layers"), config.get("vocab_size")
-    numbers = (*asdict(heads).values(), blocks, vocab)
-    if not all(isinstance(n, int) and n > 0 for n in numbers):
+    if not all(isinstance(n, int) and n > 0 for n in (*astuple(heads), blocks, vocab)):
         raise PackError(
             "no plan: config.json lacks a size (hidden, FFN, heads, blocks or vocab).",
             "unsupported",
@@ -136,17 +118,17 @@ def _sizes(config: Mapping, tensors: Tensors) -> _Sizes:
     hidden, ffn = heads.hidden, heads.ffn
     queries, keys = heads.heads * heads.head_dim, heads.kv_heads * heads.head_dim
     shapes = {
-        "q_proj": (queries, hidden),
-        "k_proj": (keys, hidden),
-        "v_proj": (keys, hidden),
-        "o_proj": (hidden, queries),
-        "gate_proj": (ffn, hidden),
-        "up_proj": (ffn, hidden),
-        "down_proj": (hidden, ffn),
+        "self_attn.q_proj": (queries, hidden),
+        "self_attn.k_proj": (keys, hidden),
+        "self_attn.v_proj": (keys, hidden),
+        "self_attn.o_proj": (hidden, queries),
+        "mlp.gate_proj": (ffn, hidden),
+        "mlp.up_proj": (ffn, hidden),
+        "mlp.down_proj": (hidden, ffn),
     }
     modules = {"model.embed_tokens": (vocab, hidden)}
     for i in range(blocks):
-        modules |= {_projection_path(i, name): shape for name, shape in shapes.items()}
+        modules |= {f"model.layers.{i}.{name}": shape for name, shape in shapes.items()}
     if "lm_head.weight" in tensors and not config.get("tie_word_embeddings"):
         modules["lm_head"] = (vocab, hidden)
     norms = any(name.endswith("self_attn.q_norm.weight") for name in tensors)
@@ -154,7 +136,7 @@ def _sizes(config: Mapping, tensors: Tensors) -> _Sizes:
 
 
 def activation_bytes(config: Mapping, train: TrainConfig) -> int:
-    """Return the bytes of an activation: 4 on a CPU, on a GPU as configured or as stored."""
+    """Return the bytes of a number: 4 on a CPU, on a GPU as configured or as stored."""
     if runtime.on_cpu():
         return 4
     if train.compute_dtype != "auto":
@@ -196,10 +178,9 @@ class _Step:
         tokens: Inputs of the batch.
         targets: Target slots of the batch.
         scores: Attention scores of a token: heads x T.
-        ranks: Rank by projection of each block from the first adapted one.
-        pending: Bytes of gradients that wait for the update.
+        ranks: As of `PlannedAdapters`.
+        waiting: Bytes of gradients that wait for the update.
         unpacks: Whether weights are dequantized by slices, which wait for each other.
-        nf4: Whether they are NF4.
     """
 
     sizes: _Sizes
@@ -208,7 +189,7 @@ class _Step:
     scores: int
     ranks: list[dict[str, int]]
     recompute: str
-    pending: int
+    waiting: int
     unpacks: bool
     nf4: bool
 
@@ -224,7 +205,7 @@ class _Step:
             working["mlp"] += 15 * min(stream_count() * tiling().elements, tokens * sizes.ffn)
         return {
             moment: moment_parts(
-                self.pending,
+                self.waiting,
                 itemsize * (tokens * saved),
                 itemsize * logits.get(moment, 0),
                 itemsize * (tokens * flying + working.get(moment, 0)),
@@ -277,23 +258,19 @@ class _Step:
         return saved + (q + k) * self.sizes.head_norms  # what q_norm and k_norm read
 
     def _loss_numbers(self) -> float:
-        """Return the numbers in flight in the loss.
-
-        They are slices of logits, states [M, D] and slices of the head.
-        """
+        """Return the numbers in flight in the loss: slices of logits and head, states [M, D]."""
         sizes, targets = self.sizes, self.targets
         columns = min(stream_count() * loss_columns(targets, sizes.hidden), sizes.vocab)
         head = 1.25 * columns * sizes.hidden if self.unpacks else 0
         return 12.5 * targets * columns + 3 * targets * sizes.hidden + head
 
     def _dense_slices(self) -> float:
-        """Return the dense weights in flight while products dequantize theirs.
-
-        Recomputed blocks wait for each.
-        """
-        if self.recompute != "none":
+        """Return the dense weights in flight while products dequantize theirs."""
+        if self.recompute != "none":  # recomputed blocks wait for each
             return 0
-        return min((10 if self.nf4 else 5) * tiling().slice_weights, self.sizes.block_weights)
+        in_blocks = sum(map(math.prod, self.sizes.projections.values()))
+        block_weights = in_blocks // self.sizes.blocks
+        return min((10 if self.nf4 else 5) * tiling().slice_weights, block_weights)
 
 
 def _score_block() -> float:
@@ -306,12 +283,7 @@ def estimate(
 ) -> MemoryPlan:
     """Return the peak memory of training with these settings, by part.
 
-    Args:
-        headers: Of the base.
-        lora: The adapters.
-        train: Matmul path ``auto`` counts as quantized, recomputation ``auto`` as keeping all.
-        shape: (T, M) of a batch: inputs of a row, target slots of the batch. By default T is all
-            of max_seq_length, and every position is a target.
+    By default batches have all of max_seq_length, and every position is a target.
 
     Raises:
         PackError: A family or an objective that the formula does not know.
@@ -320,45 +292,36 @@ def estimate(
         return _estimate_full(headers, lora, train, shape)
     if train.objective != "transformer":
         raise PackError(
-            f"no plan for the objective {train.objective}; known is transformer.",
+            f"no plan for the objective {train.objective}. Known is transformer.",
             "unsupported",
             "objective",
         )
     sizes = _sizes(headers.config, headers.tensors)
     itemsize = activation_bytes(headers.config, train)
     adapters = plan_adapters(sizes.projections, sizes.blocks, lora, train.method)
-    tracked, weights = adapters.tracked, adapters.weights
     length, targets = shape or _largest_shape(train)
     quantized = headers.is_quantized or train.quantize != "none"
     nf4 = train.quantize == "nf4" or headers.is_nf4
     # NF4 has no kernel on a CPU that multiplies quantized weights
     no_kernel = nf4 and train.matmul_path in ("quantized", "auto") and runtime.on_cpu()
-    policy = recompute_policies(train)[0]
-    accumulates = train.grad_accumulation_steps > 1
     step = _Step(
         sizes,
         tokens=train.batch_size * length,
         targets=targets,
         scores=sizes.heads * length,
-        ranks=tracked,
-        recompute=policy,
-        # in recomputed blocks the last one is the worst, and all other gradients are there
-        pending=4 * weights * (accumulates or policy == "block"),
+        ranks=adapters.ranks,
+        recompute=recompute_policies(train)[0],
+        waiting=adapters.waiting(train),
         unpacks=quantized and (no_kernel or train.matmul_path == "transient"),
         nf4=nf4,
     )
-    # every gradient is there before the first update, whose temporaries span 1.3 blocks
-    update = moment_parts(4 * weights * (1 + accumulates), working=1.3 * 4 * weights / len(tracked))
     path = "quantized" if train.matmul_path == "auto" else train.matmul_path
-    return MemoryPlan(
+    return adapters.plan(
+        train,
         base=_base_bytes(sizes, headers, train, itemsize),
-        adapters=4 * weights,
-        optimizer=optimizer_bytes(adapters.shapes, train),
-        moments={**step.moments(itemsize), "update": update},
+        base_weights=sum(map(math.prod, sizes.modules.values())),
+        moments=step.moments(itemsize),
         matmul_path=path if quantized else "dense",
-        recompute=policy,
-        adapter_weights=weights,
-        base_weights=sizes.weights,
     )
 
 
@@ -368,7 +331,7 @@ def _largest_shape(train: TrainConfig) -> Shape:
 
 
 def smallest_shape(train: TrainConfig) -> Shape:
-    """Return the shape of the smallest batch that a run has, whatever its examples are."""
+    """Return the shape of the smallest batch that a run has."""
     length = padded_length(1, train.max_seq_length - 1)
     return length, padded_targets(1, train.batch_size * length)
 
@@ -409,13 +372,11 @@ def _estimate_full(
     trainable = sum(math.prod(shape) for shape in paths.values())
     largest = max(math.prod(shape) for shape in paths.values())
     _, targets = shape or _largest_shape(train)
-    accumulates = train.grad_accumulation_steps > 1
-    recomputed = plan.recompute == "block"
     moments = {}
     for moment, of_plan in plan.moments.items():
         parts = dict(of_plan)
-        pending = accumulates + (recomputed and moment in ("mlp", "attention"))
-        copies = 1 + accumulates if moment == "update" else pending
+        recomputed = plan.recompute == "block" and moment in ("mlp", "attention")
+        copies = accumulates(train) + (recomputed or moment == "update")
         parts["gradients"] = 4 * trainable * copies
         if moment == "loss" and lora.num_layers <= 0:
             parts["logits"] = 4 * (

@@ -21,6 +21,7 @@ from .headers import Headers, Tensors, tensors_of
 from .plan import (
     MemoryPlan,
     Shape,
+    accumulates,
     moment_parts,
     optimizer_bytes,
     plan_adapters,
@@ -43,15 +44,11 @@ def describe(config: Mapping) -> Tensors:
 
 
 def run_settings(headers: Headers, train: TrainConfig) -> TrainConfig:
-    """Return the settings with texts as long as the encoder reads them.
-
-    Raises:
-        PackError: They ask for quantization.
-    """
+    """Return the settings with texts as long as the encoder reads them."""
     if train.quantize != "none":
         raise PackError(
-            f"--quantize {train.quantize}: an encoder is trained in float32; without it"
-            " the plan says why.",
+            f"--quantize {train.quantize}: an encoder is trained in float32. Leave it out, and the "
+            "plan says why.",
             "conflict",
         )
     folder = Path(headers.name).expanduser()
@@ -117,12 +114,7 @@ def estimate(
 ) -> MemoryPlan:
     """Return the peak memory of training an encoder, by part.
 
-    Args:
-        headers: Of the base.
-        lora: The adapters.
-        train: The run's settings.
-        shape: (tokens of a text, texts of a row); by default texts are as long as max_seq_length
-            and positions allow, and a row has 2, of triplets 3.
+    By default texts are as long as max_seq_length and positions allow.
 
     Raises:
         PackError: The config lacks a size.
@@ -139,48 +131,35 @@ def estimate(
         for i in range(blocks)
         for name, shape in _block_shapes(config).items()
     }
-    is_full = train.trains_base  # activations are then those of adapters
-    adapters = plan_adapters(projections, blocks, lora, "lora" if is_full else train.method)
-    tracked, weights = adapters.tracked, adapters.weights
+    method = train.method
+    if train.trains_base:  # all blocks, with the activations of adapters
+        lora, method = replace(lora, num_layers=-1), "lora"
+    adapters = plan_adapters(projections, blocks, lora, method)
     loss = _loss_of(train)
     length, columns = shape or (train.max_seq_length, loss.texts)
     length = min(length, config.get("max_position_embeddings") or train.max_seq_length)
     texts, at_once = train.batch_size, columns
     if loss.by_parts:
         texts, at_once = min(texts, train.mini_batch_size), _AHEAD
-    policy = recompute_policies(train)[0]
     step = _Step(
         hidden,
         ffn,
         tokens=texts * length,
         columns=at_once,
         scores=heads * length,
-        ranks=[sum(ranks.values()) for ranks in tracked],
-        all_blocks=len(tracked) == blocks,
-        recompute=policy,
+        ranks=[sum(ranks.values()) for ranks in adapters.ranks],
+        all_blocks=len(adapters.ranks) == blocks,
+        recompute=recompute_policies(train)[0],
     )
-    accumulates = train.grad_accumulation_steps > 1
-    pending = 4 * weights * (accumulates or policy == "block")
     logits = 0
     if loss.compares_all:
         logits = 6 * train.batch_size**2 * max(1, columns - 1)
-    base_weights = sum(math.prod(shape) for shape in _weight_shapes(headers))
-    plan = MemoryPlan(
-        base=4 * base_weights,
-        adapters=4 * weights,
-        optimizer=optimizer_bytes(adapters.shapes, train),
-        moments={
-            "backward": moment_parts(pending, 4 * step.saved(), 4 * logits, 4 * step.flying()),
-            "update": moment_parts(
-                4 * weights * (1 + accumulates), working=1.3 * 4 * weights / len(tracked)
-            ),
-        },
-        matmul_path="dense",
-        recompute=policy,
-        adapter_weights=weights,
-        base_weights=base_weights,
+    backward = moment_parts(
+        adapters.waiting(train), 4 * step.saved(), 4 * logits, 4 * step.flying()
     )
-    return _full(plan, headers, train) if is_full else plan
+    base_weights = sum(math.prod(shape) for shape in _weight_shapes(headers))
+    plan = adapters.plan(train, 4 * base_weights, base_weights, {"backward": backward})
+    return _full(plan, headers, train) if train.trains_base else plan
 
 
 def _loss_of(train: TrainConfig) -> LossFacts:
@@ -193,7 +172,7 @@ def _weight_shapes(headers: Headers) -> list[tuple[int, ...]]:
 
 
 def smallest_shape(train: TrainConfig) -> Shape:
-    """Return the shape of the smallest batch that a run has, whatever its examples are."""
+    """Return the shape of the smallest batch that a run has."""
     return padded_length(1, train.max_seq_length - 1), _loss_of(train).texts
 
 
@@ -210,9 +189,8 @@ def _full(plan: MemoryPlan, headers: Headers, train: TrainConfig) -> MemoryPlan:
     which are kept; activations are those of adapters.
     """
     trainable = 4 * plan.base_weights
-    accumulates = train.grad_accumulation_steps > 1
-    pending = trainable * (accumulates or plan.recompute == "block")
-    gradients = {"backward": pending, "update": trainable * (1 + accumulates)}
+    waits = accumulates(train) or plan.recompute == "block"
+    gradients = {"backward": trainable * waits, "update": trainable * (1 + accumulates(train))}
     moments = {at: {**parts, "gradients": gradients[at]} for at, parts in plan.moments.items()}
     return replace(
         plan,

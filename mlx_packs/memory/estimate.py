@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Protocol
 
 from .. import runtime
@@ -17,8 +18,6 @@ from .plan import ERROR, MemoryPlan, Shape, fit, recompute_policies
 SHORTEST, LEAST_RANK = 256, 4  # a plan proposes nothing smaller
 _HELPS = 0.98  # a remedy takes less than this share
 
-_Settings = tuple[LoRAConfig, TrainConfig]
-
 
 class Estimator(Protocol):
     """What is known of the memory of one architecture: a module.
@@ -31,29 +30,23 @@ class Estimator(Protocol):
 
     def describe(self, config: Mapping) -> Tensors:
         """Return the headers of the dense checkpoint that a config describes."""
-        ...
 
     def estimate(
         self, headers: Headers, lora: LoRAConfig, train: TrainConfig, shape: Shape | None = None
     ) -> MemoryPlan:
         """Return the peak memory of training on batches of one shape."""
-        ...
 
     def smallest_shape(self, train: TrainConfig) -> Shape:
         """Return the shape of the smallest batch that a run has."""
-        ...
 
     def resized(self, shape: Shape, before: TrainConfig, after: TrainConfig) -> Shape:
         """Return the shape that a batch has after a change of batch size or maximal length."""
-        ...
 
     def run_settings(self, headers: Headers, train: TrainConfig) -> TrainConfig:
         """Return the settings that `packs train` would take for such a base."""
-        ...
 
     def why_not_quantized(self, headers: Headers, plan: MemoryPlan) -> str:
         """Return the reason why a small base is better trained unquantized."""
-        ...
 
 
 ESTIMATORS: dict[str, Estimator] = registered(
@@ -79,7 +72,7 @@ def estimate(
         headers: Of the base.
         lora: The adapters.
         train: Matmul path ``auto`` counts as quantized, recomputation ``auto`` as keeping all.
-        shapes: Shapes of the run's batches (`plan.Shape`), by default the largest possible.
+        shapes: Of the run's batches, by default the largest possible.
 
     Raises:
         PackError: No plan is possible for such a base.
@@ -124,11 +117,7 @@ def check_least(headers: Headers, lora: LoRAConfig, train: TrainConfig) -> None:
     """
     plan = least(headers, lora, train)
     if fit(plan, runtime.total_memory()) == "no":
-
-        def peak(lora: LoRAConfig, train: TrainConfig) -> int:
-            return least(headers, lora, train).peak_bytes
-
-        ways = remedies(peak, lora, train, dense=not headers.is_quantized)
+        ways = remedies(headers, lora, train, partial(least, headers))
         raise _too_large(plan, ways, "at least ")
 
 
@@ -148,7 +137,7 @@ def plan_run(
         headers: Of the base as it is loaded (`Headers.of`).
         lora: The adapters.
         train: The run's settings.
-        shapes: Shapes of its batches (`plan.Shape`).
+        shapes: Of its batches.
         force: Whether a plan that does not fit is taken all the same.
 
     Raises:
@@ -168,9 +157,8 @@ def plan_run(
         return {cheapest.matmul_path: cheapest}
     resized = estimator_of(headers.config).resized
 
-    def peak(lora: LoRAConfig, less: TrainConfig) -> int:
-        smaller = {resized(shape, train, less) for shape in shapes}
-        return estimate(headers, lora, less, smaller).peak_bytes
+    def plan_of(lora: LoRAConfig, less: TrainConfig) -> MemoryPlan:
+        return estimate(headers, lora, less, {resized(shape, train, less) for shape in shapes})
 
     planned = replace(
         train,
@@ -178,7 +166,7 @@ def plan_run(
         recompute=cheapest.recompute,
         grad_checkpoint=False,
     )
-    raise _too_large(cheapest, remedies(peak, lora, planned, not headers.is_quantized))
+    raise _too_large(cheapest, remedies(headers, lora, planned, plan_of))
 
 
 def _first_fitting(
@@ -194,65 +182,54 @@ def _first_fitting(
 
 
 def _too_large(plan: MemoryPlan, ways: list[str], bound: str = "") -> PackError:
-    choice = f"{', '.join(ways[:-1])} or {ways[-1]}" if len(ways) > 1 else ways[0]
     return PackError(
         f"training would take {bound}{size(plan.peak_bytes)} (± {ERROR:.0%}) of "
-        f"{size(runtime.total_memory())}: take {choice}; --force tries anyway.",
+        f"{size(runtime.total_memory())}. Take {any_of(ways)}, or pass --force to try anyway.",
         "memory",
     )
 
 
+def any_of(ways: list[str]) -> str:
+    """Return what `remedies` names as a choice in words."""
+    return f"{', '.join(ways[:-1])} or {ways[-1]}" if len(ways) > 1 else ways[0]
+
+
 def remedies(
-    peak: Callable[[LoRAConfig, TrainConfig], int],
+    headers: Headers,
     lora: LoRAConfig,
     train: TrainConfig,
-    dense: bool,
+    plan_of: Callable[[LoRAConfig, TrainConfig], MemoryPlan],
 ) -> list[str]:
     """Return what would take less memory, the mildest first.
 
     Args:
-        peak: Bytes with these settings, on ``train.matmul_path``.
+        headers: Of the base.
         lora: The adapters.
-        train: The run's settings.
-        dense: Whether the base is stored dense, so that it could be quantized.
+        train: The run's settings, with a matmul path.
+        plan_of: Estimates a run with other settings.
     """
-    if train.trains_base:
-        ways = _less_than_full(lora, train, dense)
-    else:
-        transient = replace(train, matmul_path="transient")
-        ways = {
-            "--quantize nf4": (lora, replace(transient, quantize="nf4")),
-            "--matmul-path transient": (lora, transient),
-            **_smaller_batches(lora, train, replace(train, recompute="block")),
-            "a smaller --rank": (replace(lora, rank=max(lora.rank // 2, LEAST_RANK)), train),
-        }
-        if not dense or train.quantize != "none":
-            del ways["--quantize nf4"]
-        if train.matmul_path != "dense" or dense and train.quantize == "none":
-            del ways["--matmul-path transient"]
-    before = peak(lora, train)
-    helpful = [way for way, settings in ways.items() if peak(*settings) < _HELPS * before]
-    return [*helpful, "a smaller base"]
-
-
-def _smaller_batches(
-    lora: LoRAConfig, train: TrainConfig, recomputed: TrainConfig
-) -> dict[str, _Settings]:
     shorter = max(train.max_seq_length // 2, SHORTEST)
-    return {
+    smaller_batches = {
         "a smaller --batch-size": (lora, replace(train, batch_size=-(-train.batch_size // 2))),
-        "--recompute block": (lora, recomputed),
+        "--recompute block": (lora, replace(train, recompute="block")),
         "a smaller --max-seq-length": (lora, replace(train, max_seq_length=shorter)),
     }
-
-
-def _less_than_full(lora: LoRAConfig, train: TrainConfig, dense: bool) -> dict[str, _Settings]:
-    """Return settings that take less than full fine-tuning, which has no rank, with these."""
-    adapters = replace(train, method="lora", matmul_path="dense" if dense else "quantized")
-    recomputed = replace(train, recompute="block", grad_checkpoint=False)
-    return {
-        "--method lora": (lora, adapters),
-        **_smaller_batches(lora, train, recomputed),
-        "--optimizer adamw_8bit": (lora, replace(train, optimizer="adamw_8bit")),
-        "a smaller --num-layers": (replace(lora, num_layers=1), train),
-    }
+    if train.trains_base:
+        path = "quantized" if headers.is_quantized else "dense"
+        ways = {
+            "--method lora": (lora, replace(train, method="lora", matmul_path=path)),
+            **smaller_batches,
+            "--optimizer adamw_8bit": (lora, replace(train, optimizer="adamw_8bit")),
+            "a smaller --num-layers": (replace(lora, num_layers=1), train),
+        }
+    else:
+        less_rank = replace(lora, rank=max(lora.rank // 2, LEAST_RANK))
+        ways = {**smaller_batches, "a smaller --rank": (less_rank, train)}
+        transient = replace(train, matmul_path="transient")
+        if train.quantize == "none" and not headers.is_quantized:
+            ways = {"--quantize nf4": (lora, replace(transient, quantize="nf4")), **ways}
+        elif train.matmul_path == "dense":
+            ways = {"--matmul-path transient": (lora, transient), **ways}
+    enough = _HELPS * plan_of(lora, train).peak_bytes
+    helpful = [way for way, settings in ways.items() if plan_of(*settings).peak_bytes < enough]
+    return [*helpful, "a smaller base"]

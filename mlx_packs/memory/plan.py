@@ -114,12 +114,18 @@ def recompute_policies(train: TrainConfig) -> tuple[str, ...]:
     return tuple(POLICIES) if train.recomputes == "auto" else (train.recomputes,)
 
 
+def accumulates(train: TrainConfig) -> bool:
+    """Return whether a run adds up the gradients of several batches, in a copy of their size."""
+    return train.grad_accumulation_steps > 1
+
+
 @dataclass(frozen=True)
 class PlannedAdapters:
     """The adapters that a run would attach.
 
     Attributes:
-        ranks: Rank by projection of each block of the base.
+        ranks: Rank by projection of each block from the first adapted one: those with a backward
+            pass.
         shapes: Shapes of the parameters of all adapters.
     """
 
@@ -131,10 +137,34 @@ class PlannedAdapters:
         """Number of trainable parameters."""
         return sum(map(math.prod, self.shapes))
 
-    @property
-    def tracked(self) -> list[dict[str, int]]:
-        """``ranks`` of the blocks from the first adapted one, which have a backward pass."""
-        return self.ranks[next(i for i, ranks in enumerate(self.ranks) if ranks) :]
+    def waiting(self, train: TrainConfig) -> int:
+        """Return the bytes of gradients that wait for the update at the worst moment."""
+        # in recomputed blocks the last one is the worst, and all other gradients are there
+        waits = accumulates(train) or recompute_policies(train)[0] == "block"
+        return 4 * self.weights * waits
+
+    def plan(
+        self,
+        train: TrainConfig,
+        base: int,
+        base_weights: int,
+        moments: Mapping[str, Mapping[str, int]],
+        matmul_path: str = "dense",
+    ) -> MemoryPlan:
+        """Return the plan of training these adapters; ``moments`` are those before the update."""
+        size = 4 * self.weights
+        # every gradient is there before the first update, whose temporaries span 1.3 blocks
+        update = moment_parts(size * (1 + accumulates(train)), working=1.3 * size / len(self.ranks))
+        return MemoryPlan(
+            base=base,
+            adapters=size,
+            optimizer=optimizer_bytes(self.shapes, train),
+            moments={**moments, "update": update},
+            matmul_path=matmul_path,
+            recompute=recompute_policies(train)[0],
+            adapter_weights=self.weights,
+            base_weights=base_weights,
+        )
 
 
 def plan_adapters(
@@ -147,7 +177,7 @@ def plan_adapters(
             The third name of a path is the number of its block.
         blocks: How many blocks the base has.
         lora: What is to be adapted.
-        method: The kind of the adapters.
+        method: One of `adapters.method.METHODS`.
 
     Raises:
         PackError: No such projection or not so many blocks.
@@ -170,7 +200,8 @@ def plan_adapters(
     for path, spec in specs.items():
         if spec.rank:
             ranks[_block_of(path)][path.split(".", 3)[3]] = spec.rank
-    return PlannedAdapters(ranks, METHODS[method].adapter_shapes(specs))
+    lowest = next(i for i, of_block in enumerate(ranks) if of_block)
+    return PlannedAdapters(ranks[lowest:], METHODS[method].adapter_shapes(specs))
 
 
 def _block_of(path: str) -> int:

@@ -5,10 +5,12 @@ time (recomputed blocks), length of examples, rank. Ways are compared by the sam
 other end, with the precision of the base between what is learned (rank, length) and what it costs.
 """
 
+import itertools
 import shlex
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 from .. import runtime
@@ -23,6 +25,7 @@ from .decoder import activation_bytes
 from .estimate import (
     LEAST_RANK,
     SHORTEST,
+    any_of,
     estimate,
     estimator_of,
     matmul_paths,
@@ -43,9 +46,6 @@ class Option:
     Attributes:
         method: lora, qlora, lora-fp32, or full (the baseline).
         quantize: How the base is quantized on loading.
-        lora: The adapters.
-        train: The run's settings.
-        plan: Its memory.
         fit: As of `plan.fit`.
         why: What was given up, and what takes most, in one line.
     """
@@ -113,11 +113,9 @@ class Option:
         defaults = defaults or Recipe()
         before = {**vars(defaults.train), **vars(defaults.lora)}
         wanted = {**vars(self.train), **vars(self.lora)}
-        full = self.train.trains_base
+        unused = adapter_settings() if self.train.trains_base else ()
         for name in fields_where(TrainConfig, LoRAConfig, memory=True):
-            if full and name in adapter_settings():
-                continue
-            if name in _ALWAYS or wanted[name] != before[name]:
+            if name not in unused and (name in _ALWAYS or wanted[name] != before[name]):
                 words += _flag(name, wanted[name])
         return shlex.join(words)
 
@@ -167,19 +165,14 @@ def recommend(
 ) -> list[Option]:
     """Return ways of training a base within ``memory`` bytes, the best first.
 
-    Args:
-        headers: Of the base.
-        memory: Bytes that a run may take.
-        lora: The adapters wanted.
-        train: The settings wanted.
-        specified: Names of settings that do not give way. Of batch_size, recompute, max_seq_length
-            and rank, the others do in this order until it fits; matmul_path and quantize are tried.
+    Settings that are not ``specified`` give way until it fits, in this order: batch_size,
+    recompute, max_seq_length, rank; of matmul_path and quantize all are tried.
 
     Raises:
         PackError: No plan is possible.
     """
     if memory <= 0:
-        raise PackError(f"--memory must be positive, but got {memory / 1e9:g} GB.")
+        raise PackError(f"--memory {memory / 1e9:g}: must be above 0 GB.")
     estimator = estimator_of(headers.config)
     train = _of_task(headers, train or TrainConfig(), specified)
     train = estimator.run_settings(headers, train)
@@ -213,14 +206,13 @@ def _harm(option: Option, small: bool) -> tuple:
     if option.fit == "no":
         return 2, option.plan.peak_bytes
     path, train = option.plan.matmul_path, option.train
-    # MLX's quantized products on a CPU take ten times as long as dense ones (README, "Measured")
-    slow = runtime.on_cpu() and path == "quantized"
     dense_first = list(reversed(MATMUL_PATHS)).index(path)
     return (
         option.fit == "tight",
         -option.lora.rank,
         -train.max_seq_length,
-        slow,
+        # MLX's quantized products on a CPU take ten times as long as dense ones (README, "Measured")
+        runtime.on_cpu() and path == "quantized",
         _METHODS[small].index(option.method),
         -train.batch_size,
         list(POLICIES).index(train.recomputes),
@@ -271,13 +263,14 @@ def _option(request: _Request, way: _Way) -> Option:
         fitting = fit(plan, request.memory)
         tried.append(Option(way.method, way.quantize, lora, smaller, plan, fitting, ""))
         if fitting == "fits":
+            best = tried[-1]
             break
     else:  # a smaller rank frees little: it goes only where nothing else is tight
-        tried.sort(
-            key=lambda o: (o.fit == "no", o.fit == "tight" and -o.lora.rank, o.plan.peak_bytes)
+        best = min(
+            tried,
+            key=lambda o: (o.fit == "no", o.fit == "tight" and -o.lora.rank, o.plan.peak_bytes),
         )
-        tried = tried[:1]
-    return replace(tried[-1], why=_why(request, tried[-1]))
+    return replace(best, why=_why(request, best))
 
 
 def _smaller_settings(request: _Request) -> Iterator[tuple[dict[str, Any], int]]:
@@ -292,17 +285,11 @@ def _smaller_settings(request: _Request) -> Iterator[tuple[dict[str, Any], int]]
         lengths = [train.max_seq_length]
     least = 2 if request.in_batch else 1
     batches = [train.batch_size] if "batch_size" in specified else _halved(train.batch_size, least)
-    recomputed = recompute_policies(train)
-    shapes = [(policy, batch) for policy in recomputed for batch in batches]
+    steps = [(policy, batch) for policy in recompute_policies(train) for batch in batches]
     if request.in_batch:  # examples are each other's negatives: rather recompute
-        shapes = [(policy, batch) for batch in batches for policy in recomputed]
-    for rank in ranks:
-        for length in lengths:
-            for policy, batch in shapes:
-                yield (
-                    {"batch_size": batch, "max_seq_length": length, "recompute": policy},
-                    rank,
-                )
+        steps.sort(key=lambda step: -step[1])
+    for rank, length, (policy, batch) in itertools.product(ranks, lengths, steps):
+        yield {"batch_size": batch, "max_seq_length": length, "recompute": policy}, rank
 
 
 def _halved(largest: int, least: int) -> list[int]:
@@ -330,7 +317,7 @@ def _why(request: _Request, option: Option) -> str:
     if option.fit == "no":
         smaller = f" with {', '.join(gave)}" if gave else ""
         return f"does not fit{smaller}: {share}"
-    why = "; ".join([", ".join(gave), share] if gave else [share])
+    why = f"{', '.join(gave)}; {share}" if gave else share
     return why if option.fits else f"tight, {ERROR:.0%} more would not fit: {why}"
 
 
@@ -342,7 +329,11 @@ def _full_option(request: _Request) -> Option:
     examples of an encoder's batch are each other's negatives: its batch is the one wanted.
     """
     wanted, specified = request.train, request.specified
-    smallest = not request.in_batch and "batch_size" not in specified
+    changes: dict[str, Any] = {}
+    if not request.in_batch and "batch_size" not in specified:
+        changes["batch_size"] = 1
+    if "recompute" not in specified:
+        changes |= {"recompute": "block", "grad_checkpoint": False}
     train = replace(
         wanted,
         method="full",
@@ -350,12 +341,10 @@ def _full_option(request: _Request) -> Option:
         keep=(),
         double_quant=True,
         matmul_path="dense",
-        batch_size=1 if smallest else wanted.batch_size,
         compute_dtype="auto",
-        recompute=wanted.recompute if "recompute" in specified else "block",
         cache_frozen="off",
-        grad_checkpoint=False if "recompute" not in specified else wanted.grad_checkpoint,
         train_fp16_fallback=False,
+        **changes,
     )
     layers = LoRAConfig(num_layers=request.lora.num_layers)
     plan = estimate(request.headers, layers, train)
@@ -388,25 +377,19 @@ def table(
         rank = "-" if o.train.trains_base else o.lora.rank
         lines.append(
             f"{o.kind:<13} {o.plan.matmul_path:<9}{rank:>4} {batch:>8} "
-            f"{o.train.recomputes:>9} {size(o.plan.peak_bytes):>8} {_ANSWERS[o.fit]}"
+            f"{o.train.recomputes:>9} {size(o.plan.peak_bytes):>8} {'yes' if o.fits else o.fit}"
         )
     lines += ["", f"{'parts of ' + best.kind:<24} {'at the peak':>12} {'at most':>9}"]
     largest = best.plan.largest_parts()
     for name, now in best.plan.parts().items():
-        lines.append(f"  {name:<22} {_part(now):>12} {_part(largest[name]):>9}")
+        at_peak, at_most = (size(count) if count else "0" for count in (now, largest[name]))
+        lines.append(f"  {name:<22} {at_peak:>12} {at_most:>9}")
     lines += [f"  {'peak, at ' + best.plan.moment:<22} {size(best.plan.peak_bytes):>12}", ""]
     lines += _notes(best, estimator_of(headers.config).ASSUMED, width)
     if best.fit == "no":
-
-        def peak(lora: LoRAConfig, train: TrainConfig) -> int:
-            return estimate(headers, lora, train).peak_bytes
-
-        dense = not headers.is_quantized
-        ways = [*remedies(peak, best.lora, best.train, dense), "more memory"]
-        lines.append(f"try:    {', '.join(ways[:-1])} or {ways[-1]}")
-    else:
-        lines.append(f"try:    {best.command(headers.name, configs, defaults)}")
-    return lines
+        ways = remedies(headers, best.lora, best.train, partial(estimate, headers))
+        return [*lines, f"try:    {any_of([*ways, 'more memory'])}"]
+    return [*lines, f"try:    {best.command(headers.name, configs, defaults)}"]
 
 
 def _notes(best: Option, assumed: str, width: int) -> list[str]:
@@ -430,10 +413,3 @@ def _notes(best: Option, assumed: str, width: int) -> list[str]:
             break_on_hyphens=False,
         )
     ]
-
-
-_ANSWERS = {"fits": "yes", "tight": "tight", "no": "no"}
-
-
-def _part(count: int) -> str:
-    return size(count) if count else "0"

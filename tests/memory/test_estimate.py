@@ -1,6 +1,7 @@
 """Estimates: counts by hand and against real geometries, directions, measured peaks."""
 
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -124,11 +125,8 @@ def test_remedies_name_only_what_is_not_so_already_and_helps():
     small, tiny = dense_headers("qwen3-0.6b"), read_headers("tiny")
 
     def ways(headers: Headers, lora: dict, **train) -> list[str]:
-        def peak(lora, train):
-            return estimate(headers, lora, train).peak_bytes
-
         settings = TrainConfig(**{"matmul_path": "dense", **train})
-        return remedies(peak, LoRAConfig(**lora), settings, headers is small)
+        return remedies(headers, LoRAConfig(**lora), settings, partial(estimate, headers))
 
     smallest = {"batch_size": 1, "max_seq_length": 256, "grad_checkpoint": True}
     assert ways(small, {"rank": 4}, **smallest) == ["--quantize nf4", "a smaller base"]

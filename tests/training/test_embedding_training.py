@@ -3,6 +3,8 @@ other commands make of its packs."""
 
 import json
 import signal
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +17,7 @@ from mlx_packs.convert.interop import export_pack
 from mlx_packs.convert.merge import merge_pack
 from mlx_packs.evaluation.embeddings import pearson, retrieval, spearman
 from mlx_packs.files import sha256
-from mlx_packs.memory.estimate import estimate
+from mlx_packs.memory.estimate import estimate, remedies
 from mlx_packs.memory.headers import Headers, tensors_of
 from mlx_packs.memory.read import read_headers
 from mlx_packs.memory.recommend import recommend, table
@@ -31,6 +33,7 @@ from tests.helpers.encoders import (
     write_pairs,
 )
 from tests.helpers.errors import check, raises
+from tests.helpers.headers import dense_headers
 
 TEXTS = ["how do i fix a car?", "steps to repair the vehicle", "a"]
 LORA = LoRAConfig(rank=8)
@@ -547,6 +550,16 @@ def test_a_plan_counts_what_a_batch_holds():
     assert peak(batch_size=256, loss="cached-mnrl", mini_batch_size=16) < plain
     assert peak(LoRAConfig(rank=8, num_layers=1), batch_size=32) < 0.6 * plain
     assert plain == peak(batch_size=32, loss="auto", quantize="none")
+
+
+def test_full_fine_tuning_that_does_not_fit_is_not_sent_to_fewer_layers():
+    """`--method full` trains all of an encoder, and rejects --num-layers."""
+    headers, train = minilm(), TrainConfig(task="embedding", method="full", matmul_path="dense")
+    ways = remedies(headers, LoRAConfig(), train, partial(estimate, headers))
+    assert "a smaller --batch-size" in ways and "a smaller --num-layers" not in ways
+    causal = dense_headers("small")
+    ways = remedies(causal, LoRAConfig(), replace(train, task="lm"), partial(estimate, causal))
+    assert "a smaller --num-layers" in ways
 
 
 def test_a_plan_of_a_folder_reads_how_long_texts_are(run, encoder, tiny):
