@@ -1,7 +1,4 @@
-"""The files of a base: found by name, checked to be complete, identified by a fingerprint.
-
-Offline first: a local folder never touches the network, a cached hub id is used as it is cached.
-"""
+"""The files of a base: found by name (offline first), checked, identified by a fingerprint."""
 
 import hashlib
 import json
@@ -40,7 +37,7 @@ def resolve_checkpoint(name: str | Path) -> Path:
     if str(name) == TINY:
         return tiny_checkpoint()
     if not str(name):
-        raise PackError("--model: is empty; name a folder, a hub id (owner/name) or 'tiny'.")
+        raise PackError("--model: is empty. Name a folder, a hub id (owner/name) or 'tiny'.")
     path = Path(name).expanduser()
     if os.path.isdir(path):  # unlike Path.is_dir, False for a name that is too long
         if not (path / "config.json").is_file():
@@ -159,7 +156,7 @@ def check_files(path: Path) -> dict:
     if not files:
         other = foreign_weights(path)
         raise PackError(
-            f"{path}: has no model*.safetensors; is it a checkpoint folder?{other}",
+            f"{path}: has no model*.safetensors. Is it a checkpoint folder?{other}",
             "unsupported" if other else "not-found",
             "model",
         )
@@ -210,26 +207,22 @@ def check_record(path: Path, advance: Callable[[], None] | None = None) -> None:
 
     With ``advance``, which is called after each file, their hashes too.
     """
-    remedy = f"Copy or quantize it again, or remove {RECORD} if that was meant."
+
+    def differs(file: Path, fault: str) -> PackError:
+        remedy = f"Copy or quantize it again, or remove {RECORD} if that was meant."
+        return PackError(f"{file}: {fault} in {RECORD}. {remedy}", "unreadable")
+
     record = read_record(path) or {"files": {}}
     for name, facts in record["files"].items():
         file = path / name
         if not file.is_file():
-            raise PackError(
-                f"{path}: {name} is named in {RECORD} but missing. {remedy}", "unreadable"
-            )
+            raise differs(file, "is missing, but named")
         if (size := file.stat().st_size) != facts["bytes"]:
-            raise PackError(
-                f"{file}: has {size} bytes, but {facts['bytes']} in {RECORD}. {remedy}",
-                "unreadable",
-            )
+            raise differs(file, f"has {size} bytes, but {facts['bytes']}")
         if advance is not None:
             if (digest := sha256(file)) != facts["sha256"]:
-                raise PackError(
-                    f"{file}: has sha256 {digest[:12]}…, but {facts['sha256'][:12]}… in {RECORD}. "
-                    f"{remedy}",
-                    "unreadable",
-                )
+                expected = facts["sha256"]
+                raise differs(file, f"has sha256 {digest[:12]}…, but {expected[:12]}…")
             advance()
 
 

@@ -25,28 +25,18 @@ BLOCK_PROJECTIONS = {
 
 @dataclass(frozen=True)
 class Geometry:
-    """The sizes of one frozen linear.
-
-    Attributes:
-        in_features: D.
-        out_features: O.
-        bits: of a code; None for a dense weight.
-        group_size: weights that share a scale.
-        stored_width: of the stored tensor, in words or bytes.
-        slices: (name, width) of its output columns.
-        experts: how many weights of these sizes are stacked, where it is a switch linear.
-    """
+    """The sizes of one frozen linear."""
 
     path: str
-    in_features: int
-    out_features: int
-    bits: int | None
-    group_size: int | None
+    in_features: int  # D
+    out_features: int  # O
+    bits: int | None  # of a code; None for a dense weight
+    group_size: int | None  # weights that share a scale
     mode: str | None
-    stored_width: int
+    stored_width: int  # of the stored tensor, in words or bytes
     bias: bool
-    slices: tuple[tuple[str, int], ...]
-    experts: int | None = None
+    slices: tuple[tuple[str, int], ...]  # names and widths of its output columns
+    experts: int | None = None  # of a switch linear: how many such weights are stacked
 
     @property
     def name(self) -> str:
@@ -302,11 +292,7 @@ def check_num_layers(num_layers: int, blocks: int) -> None:
 def find_groups(
     model: nn.Module, config: dict, target_modules: Sequence[str], num_layers: int
 ) -> tuple[list[Group], list[GeometryError]]:
-    """Probe the projection groups of the targets.
-
-    Returns:
-        The groups, and an error for each module that could not be probed.
-    """
+    """Return the projection groups of the targets, and an error for each module that has none."""
     modules = dict(model.named_modules())
     groups: list[Group] = []
     faults: list[GeometryError] = []

@@ -119,11 +119,7 @@ def _load_decoder(request: _Request) -> BaseModel:
 
 
 def lazy_base(name: str | Path, trust_remote_code: bool = False) -> BaseModel:
-    """Return a base whose weights are not read, in their stored dtypes, without a tokenizer.
-
-    Raises:
-        PackError: as of `load_base_model`.
-    """
+    """Return a base whose weights are not read, in their stored dtypes, without a tokenizer."""
     path, config = _checkpoint(name)
     load = _LAZY_LOADERS[architecture_of(config.get("model_type"))]
     return load(str(name), path, config, trust_remote_code)
@@ -160,16 +156,13 @@ def load_model_of(
 
     Returns:
         The model, its config, and which tensor of the files each of its weights is.
-
-    Raises:
-        PackError: mlx-lm cannot read it.
     """
     from mlx_lm.utils import _get_classes, load_model
 
     stored = read_json(path / "config.json")
     if "model_file" in stored and not trust_remote_code:
         raise PackError(
-            f"{path}: brings code of its own; --trust-remote-code runs it.",
+            f"{path}: brings code of its own. --trust-remote-code runs it.",
             "conflict",
             "trust_remote_code",
         )

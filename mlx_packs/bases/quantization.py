@@ -18,20 +18,15 @@ from .weight_formats import AFFINE_BITS, MLXFormat, NF4Format, WeightFormat
 class QuantizeOptions:
     """What is to be quantized, and how it is written.
 
-    Attributes:
-        weight_format: of every module that the other options do not name.
-        keep: modules left dense: leaf (lm_head), tail or path.
-        bits_for: (regular expression, bits): paths that it finds become affine with so many bits,
-            in groups of 64 unless the format is MLX's own.
-        layout: ``mlx``, or ``bitsandbytes`` for transformers.
-        max_shard_gb: in 10^9 bytes; no more than one shard is lost by an interruption.
+    ``bits_for`` has pairs of a regular expression and bits: paths that it finds become affine with
+    so many bits, in groups of 64 unless the format is MLX's own.
     """
 
-    weight_format: WeightFormat = NF4Format()
-    keep: tuple[str, ...] = ()
+    weight_format: WeightFormat = NF4Format()  # of modules that the other options do not name
+    keep: tuple[str, ...] = ()  # modules left dense: leaf (lm_head), tail or path
     bits_for: tuple[tuple[str, int], ...] = ()
-    layout: str = "mlx"
-    max_shard_gb: float = 1.0
+    layout: str = "mlx"  # or bitsandbytes, for transformers
+    max_shard_gb: float = 1.0  # in 10^9 bytes; an interruption loses one shard at most
 
     def check(self) -> None:
         """Check all options; the error has all faults."""
@@ -95,15 +90,11 @@ def format_for(
 
     Args:
         path: of the module.
-        shape: [O, D] of its weight.
+        shape: [O, D] of its weight; of stacked experts [E, O, D].
         options: as requested.
-        kind: ``linear``, ``embedding``, or ``other`` for what else can be quantized, such as
-            stacked experts [E, O, D].
+        kind: ``linear``, ``embedding``, or ``other`` for what else can be quantized.
         advice: of the model's family (mlx-lm's ``quant_predicate``): False for dense, or bits and
             group_size. Options that name the module take precedence.
-
-    Raises:
-        PackError: ``bits_for`` finds a module whose width does not fit.
     """
     weight_format, width = options.weight_format, shape[-1]
     if any(is_named(path, name) for name in options.keep):
@@ -167,8 +158,7 @@ def quantize_weights(
 ) -> dict[str, mx.array]:
     """Quantize a dense checkpoint as its weights are read; one dense weight exists at a time.
 
-    Returns:
-        The weights, quantized ones instead of dense; the model has MLX's modules for native ones.
+    The model gets MLX's modules for native formats.
     """
     native = {}
     for path, weight_format in formats_for(model, options)[0].items():

@@ -22,20 +22,12 @@ _PROMPTS = "config_sentence_transformers.json"
 
 @dataclass(frozen=True)
 class SentenceConfig:
-    """How texts become vectors.
+    """How texts become vectors."""
 
-    Attributes:
-        pooling: of the states of the tokens.
-        normalize: whether vectors have length 1.
-        max_seq_length: tokens of a text with [CLS] and [SEP]; None is as many as there are
-            positions.
-        lower_case: whether texts are lower-cased before the tokenizer's own steps.
-    """
-
-    pooling: str = "mean"
-    normalize: bool = False
-    max_seq_length: int | None = None
-    lower_case: bool = False
+    pooling: str = "mean"  # of the states of the tokens, one of `POOLING`
+    normalize: bool = False  # to length 1
+    max_seq_length: int | None = None  # with [CLS] and [SEP]; None is the number of positions
+    lower_case: bool = False  # before the tokenizer's own steps
 
     def to_json(self) -> dict:
         """Return its entry in a pack's manifest."""

@@ -36,19 +36,12 @@ _INFINITY = {  # as a word, without its sign; what lies above is NaN
 
 @dataclass(frozen=True)
 class WeightFormat(ABC):
-    """How a weight is quantized.
+    """How a weight is quantized."""
 
-    Attributes:
-        mode: its name in config.json.
-        bits: of a code.
-        group_size: weights that share a scale.
-        native: whether MLX's own modules multiply by it.
-    """
-
-    mode: str
-    bits: int
-    group_size: int
-    native: ClassVar[bool]
+    mode: str  # its name in config.json
+    bits: int  # of a code
+    group_size: int  # weights that share a scale
+    native: ClassVar[bool]  # whether MLX's own modules multiply by it
 
     @property
     @abstractmethod
@@ -61,11 +54,9 @@ class WeightFormat(ABC):
 
     @abstractmethod
     def nbytes(self, shape: Shape, scale_itemsize: int) -> int:
-        """Return the bytes of a quantized weight: of all arrays that `outline` gives.
+        """Return the bytes of all arrays that `outline` gives for a weight of this shape.
 
-        Args:
-            shape: of the dense weight.
-            scale_itemsize: bytes of a scale that has the dtype of the weights.
+        ``scale_itemsize``: bytes of a scale that has the dtype of the weights.
         """
 
     @abstractmethod
@@ -77,15 +68,12 @@ class WeightFormat(ABC):
         """Return the tensors that stand for a weight called ``name`` (with its ``.weight``).
 
         Slices of rows are quantized and evaluated one after another: beside the weight and the
-        result, a few times a million weights are in memory.
+        result, a few times a million weights are in memory. NaN and infinity are errors.
 
         Args:
             name: of the weight.
             w: [O, D], for native formats also [E, O, D].
             layout: ``mlx``, or ``bitsandbytes`` for the names that transformers reads.
-
-        Raises:
-            PackError: a weight is NaN or infinite.
         """
 
     @abstractmethod

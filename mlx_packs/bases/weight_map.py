@@ -18,10 +18,8 @@ _MIXTRAL = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}
 def weight_map(stored: Mapping[str, mx.array], named: Mapping[str, mx.array]) -> dict[str, Source]:
     """Return the tensor of the files for each ``.weight`` of the model, where that is certain.
 
-    Args:
-        stored: tensors by the names of the files.
-        named: tensors by the names of the model; those that only changed their name are the same
-            objects.
+    ``stored`` has the names of the files, ``named`` those of the model; tensors that only changed
+    their name are the same objects.
     """
     by_object = {id(tensor): name for name, tensor in stored.items()}
     weights = {name: t for name, t in named.items() if name.endswith(".weight")}

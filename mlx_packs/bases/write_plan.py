@@ -43,26 +43,16 @@ class Item:
 
 @dataclass(frozen=True)
 class WritePlan:
-    """What `write` does.
-
-    Attributes:
-        tensors: of the source, lazy.
-        shards: the items of each new file.
-        config: the new config.json.
-        fingerprint: of the source.
-        left_dense: modules that are not quantized though they could be, and why.
-        quantization: of the whole, for the record.
-        merged: the pack that was merged into it, if any.
-    """
+    """What `write` does."""
 
     options: QuantizeOptions
-    tensors: dict[str, mx.array]
-    shards: dict[str, list[Item]]
-    config: dict
-    fingerprint: str
-    left_dense: dict[str, str]
-    quantization: dict | None
-    merged: dict | None = None
+    tensors: dict[str, mx.array]  # of the source, lazy
+    shards: dict[str, list[Item]]  # by file
+    config: dict  # the new config.json
+    fingerprint: str  # of the source
+    left_dense: dict[str, str]  # modules that could be quantized, and why they are not
+    quantization: dict | None  # of the whole, for the record
+    merged: dict | None = None  # the pack that was merged into it, if any
 
     @property
     def items(self) -> list[Item]:

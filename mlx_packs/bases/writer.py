@@ -125,7 +125,7 @@ def _write(out: Path, source: Path, plan: WritePlan, display: Display) -> tuple[
 def output_folder(folder: str, source: Path, overwrite: bool) -> Path:
     """Return the folder to write; only one that `packs quantize` or `merge` wrote is replaced."""
     if not folder.strip():
-        raise PackError("--out: is empty; name a folder.")
+        raise PackError("--out: is empty. Name a folder.")
     out = Path(folder).expanduser()
     resolved = out.resolve()
     if source.resolve().is_relative_to(resolved):

@@ -23,33 +23,20 @@ _COUNTED_BATCHES = 2000
 
 @dataclass(frozen=True)
 class Batch:
-    """A fixed-shape batch of B sequences of T inputs and M target slots.
+    """A fixed-shape batch of B sequences of T inputs and M target slots."""
 
-    Args:
-        tokens: int32 [B, T].
-        positions: int32 [M], index into the B x T flattened inputs whose hidden state predicts the
-            target.
-        targets: int32 [M].
-        weights: float32 [M], 0 where padding.
-        owners: int32 [M], index into ``examples`` (-1 where padding).
-        examples: indices of the examples that it holds, in the order in which they stand.
-        starts: where the inputs of each begin in the B x T flattened ones.
-        count: number of real targets.
-        segments: int32 [B, T], number of the segment in its sequence, from 0 and rising; what is
-            left of a sequence is a segment of its own. None where a sequence is one example.
-        states: uint8 [B, T, bytes], what enters the first adapted block (frozen_activations.py),
-            or None.
-    """
-
-    tokens: np.ndarray
-    positions: np.ndarray
-    targets: np.ndarray
-    weights: np.ndarray
-    owners: np.ndarray
-    examples: tuple[int, ...]
-    starts: tuple[int, ...]
-    count: int
+    tokens: np.ndarray  # int32 [B, T]
+    positions: np.ndarray  # int32 [M], which of the B x T inputs predicts the target
+    targets: np.ndarray  # int32 [M]
+    weights: np.ndarray  # float32 [M], 0 where padding
+    owners: np.ndarray  # int32 [M], index into `examples`, -1 where padding
+    examples: tuple[int, ...]  # indices of the examples, in the order in which they stand
+    starts: tuple[int, ...]  # where the inputs of each begin among the B x T
+    count: int  # real targets
+    # int32 [B, T], number of the segment in its sequence, from 0 and rising; what is left of a
+    # sequence is a segment of its own. None where a sequence is one example.
     segments: np.ndarray | None = None
+    # uint8 [B, T, bytes], what enters the first adapted block (frozen_activations.py), or None
     states: np.ndarray | None = None
 
 
@@ -92,12 +79,7 @@ def make_batch(
 ) -> Batch:
     """Lay out the examples of these indices as a batch, missing ones as empty sequences.
 
-    Args:
-        examples: all of them.
-        indices: those of the batch.
-        batch_size: B.
-        limit: most inputs of a sequence.
-        shapes: (T, M) that the batch may have; None allows any.
+    A sequence has ``limit`` inputs at most; None of ``shapes`` (T, M) allows any.
     """
     chosen = [examples[i] for i in indices]
     longest = max(len(e.tokens) for e in chosen) - 1

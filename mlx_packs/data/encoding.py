@@ -19,36 +19,22 @@ ENCODING_VERSION = 1
 
 @dataclass(frozen=True)
 class Example:
-    """Tokens of one row, or of a piece of it, and which of them are targets.
+    """Tokens of one row, or of a piece of it, and which of them are targets."""
 
-    Args:
-        tokens: int32 [L].
-        target: bool [L], True where the token is to be predicted.
-        where: the row that messages name.
-    """
-
-    tokens: np.ndarray
-    target: np.ndarray
-    where: str
+    tokens: np.ndarray  # int32 [L]
+    target: np.ndarray  # bool [L], True where the token is to be predicted
+    where: str  # the row that messages name
 
 
 @dataclass
 class Examples:
-    """The examples of a split; a row that was split has one for each of its pieces.
-
-    Args:
-        items: the examples.
-        format: the name of the rows' format.
-        loss_on: what is supervised.
-        cut: how many rows were longer than the maximum.
-        dropped: how many lost every target by that.
-    """
+    """The examples of a split; a row that was split has one for each of its pieces."""
 
     items: Sequence[Example]
-    format: str
+    format: str  # of the rows
     loss_on: str
-    cut: int = 0
-    dropped: int = 0
+    cut: int = 0  # rows that were longer than the maximum
+    dropped: int = 0  # rows that lost every target by that
 
     @cached_property
     def lengths(self) -> np.ndarray:
@@ -71,25 +57,14 @@ class Examples:
 
 @dataclass(frozen=True)
 class EncodingOptions:
-    """How rows become tokens and targets.
+    """How rows become tokens and targets."""
 
-    Args:
-        loss_on: ``all`` tokens, the last ``completion``, or all ``assistant`` turns; None is the
-            default of the rows' format.
-        max_seq_length: longer examples are cut; those that lose every target are dropped.
-        vocab_size: token ids must lie below it; None does not check.
-        ce_last_k: keep only the last K targets of an example; None keeps all.
-        long_rows: of a text that is too long, ``cut`` keeps the beginning, and ``split`` makes
-            several examples.
-        fim: rearranges texts to fill in the middle.
-    """
-
-    loss_on: str | None = None
-    max_seq_length: int = 2048
-    vocab_size: int | None = None
-    ce_last_k: int | None = None
-    long_rows: str = "cut"
-    fim: FillInTheMiddle | None = None
+    loss_on: str | None = None  # as --loss-on; None is the default of the rows' format
+    max_seq_length: int = 2048  # what is longer is cut, and dropped where no target is left
+    vocab_size: int | None = None  # token ids must lie below it; None does not check
+    ce_last_k: int | None = None  # keep only the last K targets of an example; None keeps all
+    long_rows: str = "cut"  # of a long text the beginning, or `split` it into several examples
+    fim: FillInTheMiddle | None = None  # rearranges texts to fill in the middle
 
 
 DEFAULTS = EncodingOptions()

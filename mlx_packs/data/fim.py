@@ -28,19 +28,12 @@ SPARE = 12
 
 @dataclass(frozen=True)
 class FillInTheMiddle:
-    """How many rows are rearranged, and how.
+    """How many rows are rearranged, and how."""
 
-    Args:
-        rate: share of them.
-        spm_rate: share of those whose suffix comes first.
-        seed: with the number of the row, it decides which, and where they are cut.
-        tokens: the sentinels' names; empty for those of `SPELLINGS` that the tokenizer knows.
-    """
-
-    rate: float
-    spm_rate: float = 0.5
-    seed: int = 0
-    tokens: tuple[str, ...] = ()
+    rate: float  # share of the rows
+    spm_rate: float = 0.5  # share of those whose suffix comes first
+    seed: int = 0  # with the number of the row, it decides which, and where they are cut
+    tokens: tuple[str, ...] = ()  # sentinels; empty for those of `SPELLINGS` that are known
 
     def parts(self, text: str, row: int, piece: int) -> tuple[bool, str, str, str] | None:
         """Return whether the suffix comes first, prefix, middle, suffix; None leaves it as it is."""

@@ -48,15 +48,10 @@ class RowFormat(ABC):
 
 
 class TokenFormat(RowFormat):
-    """Rows that a causal model trains on.
+    """Rows that a causal model trains on."""
 
-    Attributes:
-        loss_on: what is supervised by default.
-        special_tokens: whether the tokenizer adds what begins and ends a text.
-    """
-
-    loss_on: ClassVar[str]
-    special_tokens: ClassVar[bool] = False
+    loss_on: ClassVar[str]  # what is supervised by default
+    special_tokens: ClassVar[bool] = False  # whether the tokenizer adds what begins and ends a text
 
     @abstractmethod
     def render(

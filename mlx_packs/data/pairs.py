@@ -21,20 +21,13 @@ _COLUMNS = DataConfig()  # pairs have the names of sentence-transformers
 
 @dataclass
 class Pairs:
-    """Tokens of the rows of a split, by column.
-
-    Attributes:
-        tokens: one list a column.
-        texts: int64 [N, C], equal where two texts are.
-        scores: float32 [N], or None.
-        cut: how many texts were too long.
-    """
+    """Tokens of the rows of a split, by column."""
 
     format: PairFormat
-    tokens: list[list[np.ndarray]]
-    texts: np.ndarray
-    scores: np.ndarray | None
-    cut: int
+    tokens: list[list[np.ndarray]]  # a list for each column
+    texts: np.ndarray  # int64 [N, C], equal where two texts are
+    scores: np.ndarray | None  # float32 [N]
+    cut: int  # texts that were too long
 
     def __len__(self) -> int:
         return len(self.texts)
@@ -114,21 +107,13 @@ def check_loss_settings(loss: str, train: TrainConfig) -> None:
 
 @dataclass(frozen=True)
 class PairBatch:
-    """A batch of B rows; what is missing to B is rows of one token and weight 0.
+    """A batch of B rows; what is missing to B is rows of one token and weight 0."""
 
-    Attributes:
-        columns: int32 [B, T] each, T by column.
-        lengths: int32 [C, B].
-        weights: float32 [B].
-        scores: float32 [B] or None.
-        examples: indices of the pairs that it holds.
-    """
-
-    columns: tuple[np.ndarray, ...]
-    lengths: np.ndarray
-    weights: np.ndarray
-    scores: np.ndarray | None
-    examples: tuple[int, ...]
+    columns: tuple[np.ndarray, ...]  # int32 [B, T], T by column
+    lengths: np.ndarray  # int32 [C, B]
+    weights: np.ndarray  # float32 [B]
+    scores: np.ndarray | None  # float32 [B]
+    examples: tuple[int, ...]  # indices of the pairs
 
     @property
     def count(self) -> int:
@@ -163,14 +148,10 @@ class PairSampler(Sampler):
 
     The other rows of a batch are negatives then. A row that finds no place waits for a later batch,
     and what would be alone in one is left out of the epoch, unless a row has its own negative.
-
-    Attributes:
-        texts: int [N, C], equal where two texts are; None is not checked.
-        has_negatives: whether every row has a negative of its own.
     """
 
-    texts: np.ndarray | None = None
-    has_negatives: bool = False
+    texts: np.ndarray | None = None  # int [N, C], equal where two texts are
+    has_negatives: bool = False  # whether every row has a negative of its own
 
     @classmethod
     def of(

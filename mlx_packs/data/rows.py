@@ -20,19 +20,12 @@ _HELD_OUT_SHARE, _HELD_OUT_MOST = 0.05, 100
 
 @dataclass
 class Splits:
-    """The rows of each split.
+    """The rows of each split."""
 
-    Attributes:
-        rows: by split, each of `SPLITS`.
-        source: where they come from, as messages name it.
-        format: of the first row; whether the others have it is checked where they are encoded.
-        notes: what was decided for the user.
-    """
-
-    rows: dict[str, list[Row]]
-    source: str
-    format: RowFormat
-    notes: list[str] = field(default_factory=list)
+    rows: dict[str, list[Row]]  # of each of `SPLITS`
+    source: str  # where they come from, as messages name it
+    format: RowFormat  # of the first row; the others are checked where they are encoded
+    notes: list[str] = field(default_factory=list)  # what was decided for the user
 
     def present(self) -> list[str]:
         """Return the splits that have rows; train and a held-out one must."""

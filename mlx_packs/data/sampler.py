@@ -39,23 +39,14 @@ ALL = Draw()
 
 @dataclass(frozen=True)
 class Sampler:
-    """Which examples each batch of a run holds, epoch after epoch: a function of the fields alone.
+    """Which examples each batch of a run holds, epoch after epoch: a function of the fields alone."""
 
-    Attributes:
-        lengths: tokens of each example, int [N].
-        batch_size: examples of a batch; with ``packing`` packed sequences.
-        inputs: most inputs of a sequence; of a next-token model one less than its tokens.
-        seed: of the order.
-        packing: whether a sequence of a batch holds as many examples as fit.
-        draw: which of the examples.
-    """
-
-    lengths: np.ndarray
-    batch_size: int
-    inputs: int
-    seed: int = 0
-    packing: bool = False
-    draw: Draw = ALL
+    lengths: np.ndarray  # tokens of each example, int [N]
+    batch_size: int  # examples of a batch; with `packing` packed sequences
+    inputs: int  # most of a sequence; of a next-token model one less than its tokens
+    seed: int = 0  # of the order
+    packing: bool = False  # whether a sequence of a batch holds as many examples as fit
+    draw: Draw = ALL  # which of the examples
 
     def batches(self, start: int = 0) -> Iterator[Order]:
         """Yield the examples of each batch without end, from batch number ``start``."""
@@ -138,10 +129,7 @@ class Sampler:
 def first_fit(inputs: np.ndarray, rows: np.ndarray, limit: int) -> list[np.ndarray]:
     """Pack examples into sequences of ``limit`` inputs: the longest first, each where it first fits.
 
-    Args:
-        inputs: of each example, ``limit`` at most.
-        rows: the examples to pack.
-        limit: most inputs of a sequence.
+    ``inputs`` has the length of every example, ``rows`` the examples to pack.
     """
     rows = rows[np.argsort(-inputs[rows], kind="stable")]
     free = np.full(len(rows), limit)
