@@ -10,7 +10,7 @@ import dataclasses
 import hashlib
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib.metadata import version
 from pathlib import Path
 
@@ -53,7 +53,7 @@ class FrozenActivations(Inputs):
 
     Args:
         attached: the adapters.
-        head: the model as hidden states and head; None if it is not split.
+        part: the model, or its hidden states.
         examples: the training examples of the run.
         sampler: of a run of one phase, in whose first epoch each example is computed.
         example_states: states of some tokens.
@@ -67,7 +67,7 @@ class FrozenActivations(Inputs):
     def __init__(
         self,
         attached: Attached,
-        head: Head | None,
+        part: Callable[..., mx.array],
         examples: Examples,
         sampler: Sampler,
         example_states: mx.array,
@@ -77,8 +77,7 @@ class FrozenActivations(Inputs):
         self.rows_computed = 0
         self.rows_found = len(store.stored())
         self._blocks = frozen_blocks(attached)
-        self._model = attached.model
-        self._part = head.hidden if head is not None else attached.model
+        self._model, self._part = attached.model, part
         self._examples, self._sampler = examples, sampler
         self._dtype = example_states.dtype
         self._token_bytes = example_states.shape[-1] * example_states.dtype.size
@@ -148,10 +147,10 @@ class FrozenActivations(Inputs):
         memory = store.most_memory_bytes
         in_memory = "all" if memory == store.total_bytes else size(memory)
         place = ", kept on disk" if store.is_on_disk else f", {store.note}" if store.note else ""
-        earlier = f", {self.rows_found:,} rows from an earlier run" if self.rows_found else ""
+        earlier = f", {self.rows_found:,} from an earlier run" if self.rows_found else ""
         return (
             f"{self._blocks} of {len(self._model.layers)} blocks lie below the adapters: computed "
-            f"once for each row · {size(store.total_bytes)}, {in_memory} in memory{place}{earlier}"
+            f"once for each example · {size(store.total_bytes)}, {in_memory} in memory{place}{earlier}"
         )
 
     def close(self) -> None:
@@ -216,15 +215,32 @@ def open_frozen_activations(
     """
     if train.cache_frozen == "off" or train.trains_base:
         return None
+    model, frozen = attached.model, frozen_blocks(attached)
+    part = model if head is None else head.hidden
+    inputs = train.max_seq_length - 1
+    sampler = Sampler(examples.lengths, train.batch_size, inputs, train.seed, train.packing)
     try:
-        cache = _open(attached, head, train, examples, matmul_path, plan_bytes, display)
+        _check_worthwhile(frozen, len(model.layers), train, sampler)
+        stand_ins = _stand_ins(model, frozen)
+        states = _example_states(attached, part, stand_ins)
+        key = _key(attached, train, examples, matmul_path, frozen, states)
+        row_bytes = (examples.lengths - 1) * states.shape[-1] * states.dtype.size
+        store = _open_store(row_bytes, memory_budget(plan_bytes), key, display)
     except _Impossible as reason:
         if train.cache_frozen == "on":
             raise PackError(
-                f"--cache-frozen on: {reason}; leave it out, or pass off.", reason.code
+                f"--cache-frozen on: {reason}. Leave it out, or pass off.", reason.code
             ) from None
         display.line("cache", f"frozen activations are not cached: {reason}", VERBOSE)
         return None
+    try:
+        cache = FrozenActivations(attached, part, examples, sampler, states, store)
+        attached.swap(stand_ins)
+        model.train(model.training)  # new modules join the mode of the rest
+        cache.drop_if_foreign()
+    except BaseException:  # an interruption too: the file must be free for the next run
+        store.close()
+        raise
     display.line("cache", cache.summary())
     return cache
 
@@ -257,36 +273,6 @@ class _Impossible(Exception):
         self.code: Code = code
 
 
-def _open(
-    attached: Attached,
-    head: Head | None,
-    train: TrainConfig,
-    examples: Examples,
-    matmul_path: str,
-    plan_bytes: int | None,
-    display: Display,
-) -> FrozenActivations:
-    """Return the cache, with its stand-ins in the model. Raises: _Impossible."""
-    frozen = frozen_blocks(attached)
-    inputs = train.max_seq_length - 1
-    sampler = Sampler(examples.lengths, train.batch_size, inputs, train.seed, train.packing)
-    _check_worthwhile(frozen, len(attached.model.layers), train, sampler)
-    stand_ins = _stand_ins(attached.model, frozen)
-    states = _example_states(attached, head, stand_ins)
-    key = _key(attached, train, examples, matmul_path, frozen, states)
-    row_bytes = (examples.lengths - 1) * states.shape[-1] * states.dtype.size
-    store = _open_store(row_bytes, memory_budget(plan_bytes), key, display)
-    try:
-        cache = FrozenActivations(attached, head, examples, sampler, states, store)
-        attached.swap(stand_ins)
-        attached.model.train(attached.model.training)  # new modules join the mode of the rest
-        cache.drop_if_foreign()
-    except BaseException:  # an interruption too: the file must be free for the next run
-        store.close()
-        raise
-    return cache
-
-
 def _check_worthwhile(frozen: int, blocks: int, train: TrainConfig, sampler: Sampler) -> None:
     if not frozen:
         raise _Impossible(
@@ -298,7 +284,7 @@ def _check_worthwhile(frozen: int, blocks: int, train: TrainConfig, sampler: Sam
     if frozen < _WORTHWHILE * (3 * blocks - 2 * frozen):
         raise _Impossible(f"only {frozen} of {blocks} blocks lie below the adapters")
     if train.iters <= (batches := len(sampler.epoch(0))):
-        raise _Impossible(f"{train.iters} batches take no row twice (an epoch has {batches})")
+        raise _Impossible(f"{train.iters} batches take no example twice (an epoch has {batches})")
 
 
 def _open_store(row_bytes: np.ndarray, memory: int, key: str, display: Display) -> StateStore:
@@ -307,7 +293,7 @@ def _open_store(row_bytes: np.ndarray, memory: int, key: str, display: Display) 
     room = 0 if file is None else _disk_budget(file)
     if needed > max(memory, room):
         raise _Impossible(
-            f"the states of all rows take {size(needed)}, but there is room for {size(memory)} in "
+            f"the states of all examples take {size(needed)}, but there is room for {size(memory)} in "
             f"memory and {size(room)} on disk",
             "memory",
         )
@@ -321,7 +307,7 @@ def _open_store(row_bytes: np.ndarray, memory: int, key: str, display: Display) 
     if needed > memory and not store.is_on_disk:
         store.close()
         raise _Impossible(
-            f"the states of all rows take {size(needed)} and are {store.note}", "memory"
+            f"the states of all examples take {size(needed)} and are {store.note}", "memory"
         )
     return store
 
@@ -335,14 +321,16 @@ def _stand_ins(model: nn.Module, frozen: int) -> StandIns:
     ]
 
 
-def _example_states(attached: Attached, head: Head | None, stand_ins: StandIns) -> mx.array:
-    """Return the states of some tokens. Raises: _Impossible if the model takes no states."""
+def _example_states(
+    attached: Attached, part: Callable[..., mx.array], stand_ins: StandIns
+) -> mx.array:
+    """Return the states of some tokens, if the model takes states."""
     model, training = attached.model, attached.model.training
     blocks = [(path, stand_in["block"]) for path, stand_in in stand_ins]
     replace_modules(model, stand_ins)
     model.eval()
     try:
-        return _probe(attached, head)
+        return _probe(attached, part)
     except (TypeError, ValueError, AttributeError, IndexError, KeyError) as error:
         reason = " ".join(str(error).split())
         raise _Impossible(f"its blocks do not take states: {reason}") from None
@@ -351,14 +339,9 @@ def _example_states(attached: Attached, head: Head | None, stand_ins: StandIns) 
         model.train(training)
 
 
-def _probe(attached: Attached, head: Head | None) -> mx.array:
-    """Check that two rows with adapters that are not zero come out as they do without a cache.
-
-    Returns:
-        The states of these rows.
-    """
+def _probe(attached: Attached, part: Callable[..., mx.array]) -> mx.array:
+    """Return the states of two rows, which must come out as they do without a cache."""
     model = attached.model
-    part = head.hidden if head is not None else model
     tokens = np.random.default_rng(0).integers(0, attached.base.vocab_size, _PROBE)
     tokens = mx.array(tokens)
     padded = mx.pad(tokens, ((0, 0), (0, _PROBE_PADDING)))

@@ -474,7 +474,7 @@ def test_too_large_states_are_rejected_or_left(monkeypatch):
     ("changes", "num_layers", "reason"),
     [
         ({}, 1, None),
-        ({"iters": 4}, 1, "take no row twice (an epoch has 4)"),
+        ({"iters": 4}, 1, "take no example twice (an epoch has 4)"),
         ({"iters": 5}, 1, None),
         ({}, 4, "the first block carries adapters"),
         ({}, 3, None),
@@ -487,7 +487,7 @@ def test_auto_caches_where_it_pays_and_says_why_not(changes, num_layers, reason)
     ((text, level),) = opened.lines
     assert (opened.cache is None) == (reason is not None)
     if reason is None:
-        assert level == NORMAL and "lie below the adapters: computed once for each row" in text
+        assert level == NORMAL and "lie below the adapters: computed once for each example" in text
     else:
         assert level == VERBOSE and reason in text
 
