@@ -87,8 +87,12 @@ def check_shapes(
     Raises:
         PackError: listing what is missing, unexpected or misshaped.
     """
-    faults = [f"{name}: missing" for name in expected if name not in actual]
-    faults += [f"{name}: not expected" for name in actual if name not in expected]
+    faults = [
+        f"{n}: is missing, must be {shape}" for n, shape in expected.items() if n not in actual
+    ]
+    faults += [
+        f"{n}: is {shape}, must be absent" for n, shape in actual.items() if n not in expected
+    ]
     faults += [
         f"{name}: is {actual[name]}, must be {shape}"
         for name, shape in expected.items()

@@ -14,6 +14,7 @@ import mlx.optimizers as optimizers
 from mlx.utils import tree_flatten, tree_unflatten
 
 from ..adapters.method import Trainable
+from ..adapters.spec import check_shapes
 from ..errors import PackError
 from ..files import atomic_folder, save_tensors, to_json
 from ..runtime import mx
@@ -54,23 +55,14 @@ class Window:
 
 @dataclass
 class TrainingState:
-    """Progress of a run, without its tensors: a checkpoint stores it as ``state.json``.
+    """Progress of a run, without its tensors: a checkpoint stores it as ``state.json``."""
 
-    Attributes:
-        batches: number of batches taken.
-        updates: number of optimizer updates.
-        trained_tokens: number of targets in those batches (pairs with ``--task embedding``).
-        train_s: seconds spent in steps.
-        grad_norm: gradient norm of the last update.
-        window: sums for the next report.
-    """
-
-    batches: int = 0
+    batches: int = 0  # taken
     updates: int = 0
-    trained_tokens: int = 0
-    train_s: float = 0.0
-    grad_norm: float = 0.0
-    window: Window = field(default_factory=Window)
+    trained_tokens: int = 0  # targets in those batches; pairs with ``--task embedding``
+    train_s: float = 0.0  # spent in steps
+    grad_norm: float = 0.0  # of the last update
+    window: Window = field(default_factory=Window)  # for the next report
 
     def count(self, loss: float, targets: int, norm: float | None, seconds: float) -> None:
         """Count a batch; ``norm`` is the gradient norm of its update, None without an update."""
@@ -116,8 +108,12 @@ def load_checkpoint(
     except (OSError, ValueError, TypeError, RuntimeError) as error:
         raise _damaged(folder, error) from None
     arrays = _with_current_names(arrays, optimizer)
-    _check_optimizer_state(folder / OPTIMIZER, arrays, optimizer)
+    expected = {name: a.shape for name, a in tree_flatten(optimizer.state)} | {"random": (2,)}
+    file = folder / OPTIMIZER
+    check_shapes(expected, {name: a.shape for name, a in arrays.items()}, str(file))
     key = arrays.pop("random")
+    if key.dtype != mx.uint32:
+        raise PackError(f"{file}: random is {key.dtype}, but must be uint32.", "mismatch")
     trainable.load(tensors, str(folder / ADAPTERS))
     set_random_state(key)
     optimizer.state = tree_unflatten(list(arrays.items()))
@@ -131,11 +127,7 @@ def set_random_state(key: mx.array) -> None:
 
 
 def read_training_state(folder: Path) -> TrainingState:
-    """Return the progress stored in a checkpoint.
-
-    Raises:
-        PackError: if the checkpoint is damaged.
-    """
+    """Return the progress stored in a checkpoint."""
     try:
         state = _from_json(TrainingState, json.loads((folder / STATE).read_text(encoding="utf-8")))
         if state.batches and not state.train_s:
@@ -178,24 +170,3 @@ def _with_current_names(
 
     current = {unwrapped(name): name for name, _ in tree_flatten(optimizer.state)}
     return {current.get(unwrapped(name), name): array for name, array in arrays.items()}
-
-
-def _check_optimizer_state(
-    file: Path, arrays: dict[str, mx.array], optimizer: optimizers.Optimizer
-) -> None:
-    """Compare a stored optimizer state with a fresh one."""
-    expected = {name: tuple(a.shape) for name, a in tree_flatten(optimizer.state)}
-    expected["random"] = (2,)
-    shapes = {name: tuple(a.shape) for name, a in arrays.items()}
-    faults = [
-        f"{name}: is {shapes.get(name, 'missing')}, must be {expected.get(name, 'absent')}"
-        for name in sorted(set(expected) | set(shapes))
-        if shapes.get(name) != expected.get(name)
-    ]
-    if "random" in arrays and arrays["random"].dtype != mx.uint32:
-        faults.append(f"random: is {arrays['random'].dtype}, must be uint32")
-    if faults:
-        more = f" (and {len(faults) - 3} more)" if len(faults) > 3 else ""
-        raise PackError(
-            f"{file}: does not fit the optimizer: {'; '.join(faults[:3])}{more}.", "mismatch"
-        )

@@ -36,39 +36,25 @@ def score_phases(
 
 @dataclass
 class Fit:
-    """Training through the phases of a run, and its outcome besides the trained parameters.
-
-    Attributes:
-        curve: the lines of metrics.jsonl, which an observer adds.
-        state: how far the run is.
-        scores: on the held-out examples, by phase: before the first phase and after each; empty
-            where they are not known.
-        measured: seconds, throughput and peak memory.
-        shapes: the different shapes of batches.
-        traces: number of compiled traces.
-    """
+    """Training through the phases of a run, and its outcome besides the trained parameters."""
 
     run: Run
     trainable: Trainable
     objective: Objective
     dataset: Dataset
     observers: Sequence[Observer]
-    curve: list[dict]
+    curve: list[dict]  # the lines of metrics.jsonl, which an observer adds
     state: TrainingState = field(default_factory=TrainingState)
+    # Before the first phase and after each; empty where they are not known.
     scores: list[Scores] = field(default_factory=list)
-    measured: dict = field(default_factory=dict)
-    shapes: set[tuple] = field(default_factory=set)
-    traces: int = 0
+    measured: dict = field(default_factory=dict)  # seconds, throughput and peak memory
+    shapes: set[tuple] = field(default_factory=set)  # of batches
+    traces: int = 0  # compiled
 
     def train(self, before: Scores) -> None:
         """Train every phase that is not over; a checkpoint is saved at the end of each.
 
-        Args:
-            before: the scores of the base alone.
-
-        Raises:
-            PackError: if a loss or gradient is not finite; the last checkpoint remains.
-            Interrupted: after Ctrl-C, once a checkpoint is saved.
+        ``before`` are the scores of the base alone.
         """
         run, display = self.run, self.run.display
         mx.random.seed(run.train.seed)

@@ -18,19 +18,12 @@ Loss = Callable[..., tuple[mx.array, mx.array]]
 
 @dataclass(frozen=True)
 class Graph:
-    """A loss that is stepped.
-
-    Attributes:
-        stepper: takes its steps.
-        loss: the loss as it was first passed.
-        names: the layers that take part in it.
-        source: what the user passed; held so that its id stays its own.
-    """
+    """A loss that is stepped."""
 
     stepper: Stepper
-    loss: Loss
-    names: frozenset[str]
-    source: object
+    loss: Loss  # as it was first passed
+    names: frozenset[str]  # of the layers that take part in it
+    source: object  # what the user passed; held so that its id stays its own
 
 
 class GraphCache:

@@ -16,14 +16,10 @@ LMBatch = tuple[mx.array, mx.array, mx.array]
 
 
 class LMLoss:
-    """Cross-entropy of the logits that a forward computes.
-
-    Attributes:
-        vocab_size: last axis of the logits, known after the first call.
-    """
+    """Cross-entropy of the logits that a forward computes."""
 
     def __init__(self, forward: Forward, z_loss: float, label_smoothing: float) -> None:
-        self.vocab_size = 0
+        self.vocab_size = 0  # last axis of the logits, known after the first call
         self._forward = forward
         self._z_loss, self._label_smoothing = z_loss, label_smoothing
 
@@ -48,11 +44,7 @@ class LMLoss:
         return (loss * weights.reshape(-1)).sum(), weights.sum()
 
     def check_targets(self, targets: mx.array) -> None:
-        """Check that token ids are among the logits.
-
-        Raises:
-            PackError: naming one that is not.
-        """
+        """Check that token ids are among the logits."""
         lowest, highest = targets.min().item(), targets.max().item()
         if lowest < 0 or highest >= self.vocab_size:
             token = lowest if lowest < 0 else highest
@@ -76,11 +68,7 @@ class UserLoss:
 
 
 def sequence_forward(layers: Sequence[RegisteredLayer], inputs: mx.array) -> Forward:
-    """Layers applied one after the other.
-
-    Raises:
-        PackError: naming the first layer whose width does not fit.
-    """
+    """Return layers applied one after the other, after a check of their widths."""
     if not isinstance(inputs, mx.array | np.ndarray) or inputs.shape[-1:] != (
         layers[0].in_features,
     ):
@@ -108,12 +96,7 @@ def sequence_forward(layers: Sequence[RegisteredLayer], inputs: mx.array) -> For
 def lm_batch(
     inputs: mx.array, targets: mx.array, mask: mx.array | None, weights: mx.array | None
 ) -> LMBatch:
-    """Inputs, targets and weights; a position without a target gets token 0 with weight 0.
-
-    Raises:
-        PackError: for targets that are no token ids, for a mask or weights of another shape, for
-            weights that are negative or not finite, and if no target is left.
-    """
+    """Return inputs, targets, weights; a position without a target gets token 0 with weight 0."""
     tokens = np.array(targets)
     if tokens.dtype.kind not in "iu":
         raise PackError(f"targets: must be token ids, but are {tokens.dtype}.", flag="targets")

@@ -45,20 +45,15 @@ def _deferred_interrupts() -> Iterator[list[int]]:
 
 @dataclass
 class Loop:
-    """The loop over the batches of a phase.
-
-    Attributes:
-        state: progress of the run; the loop advances it.
-        validation: batches of the validation split; none without one.
-    """
+    """The loop over the batches of a phase."""
 
     run: Run
     phase: RunPhase
     trainable: Trainable
     objective: Objective
     stepper: Stepper
-    state: TrainingState
-    validation: Sequence[Batch]
+    state: TrainingState  # the loop advances it
+    validation: Sequence[Batch]  # empty where the phase is not validated
     observers: Sequence[Observer]
 
     def train(self, batches: Iterator[Batch]) -> None:

@@ -21,26 +21,15 @@ OWN = fields_where(TrainConfig, phase=True)  # settings that a phase may have of
 
 @dataclass(frozen=True)
 class RunPhase:
-    """A phase with every setting resolved.
+    """A phase with every setting resolved."""
 
-    Attributes:
-        name: empty where the run has no phases.
-        train: the run's settings, with those of the phase in their places.
-        sources: where its examples are.
-        replay: share of its examples that earlier phases have trained on.
-        carries_optimizer: whether it continues with the optimizer's state.
-        start: batches of the run before it.
-        updates_before: updates before it that the optimizer's state has seen; its schedule begins
-            there.
-    """
-
-    name: str
-    train: TrainConfig
-    sources: tuple[DataConfig, ...]
-    replay: float = 0.0
-    carries_optimizer: bool = False
-    start: int = 0
-    updates_before: int = 0
+    name: str  # empty where the run has no phases
+    train: TrainConfig  # of the run, with those of the phase in their places
+    sources: tuple[DataConfig, ...]  # where its examples are
+    replay: float = 0.0  # share of its examples that earlier phases have trained on
+    carries_optimizer: bool = False  # whether it continues with the optimizer's state
+    start: int = 0  # batches of the run before it
+    updates_before: int = 0  # that the optimizer's state has seen; its schedule begins there
 
     @property
     def stop(self) -> int:
@@ -73,11 +62,7 @@ class RunPhase:
 
 
 def resolve_phases(train: TrainConfig, columns: DataConfig) -> tuple[RunPhase, ...]:
-    """Return the phases of a run, each checked by itself; nothing is loaded.
-
-    Raises:
-        PackError: Naming the phase and what is wrong with it.
-    """
+    """Return the phases of a run, each checked by itself; nothing is loaded."""
     if not train.phases:
         make_optimizer(train)  # a wrong argument shows before anything is loaded
         return (RunPhase("", train, (columns,)),)

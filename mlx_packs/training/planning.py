@@ -38,9 +38,6 @@ def check_headers(name: str | Path, run: Run) -> None:
     """Check that a base could fit whatever the examples are, before a weight is read.
 
     Where headers cannot be read or no plan is possible, loading reports what is wrong.
-
-    Raises:
-        PackError: if the least that a run takes is more than the machine has, unless forced.
     """
     if run.force:
         return
@@ -56,11 +53,7 @@ def plan_memory(
 ) -> dict[str, MemoryPlan]:
     """Return the plan of each matmul path that fits best; empty where no plan is possible.
 
-    Args:
-        run: the run.
-        base: its loaded base, without adapters.
-        train: its settings, with what ``auto`` stands for in the task.
-        shapes: shapes of its batches.
+    ``train`` has what ``auto`` stands for in the task.
 
     Raises:
         PackError: if nothing is within what the machine has, unless forced.

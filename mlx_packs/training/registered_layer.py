@@ -81,11 +81,7 @@ def check_name(name: object) -> None:
 def adapt(
     name: str, linear: nn.Module, lora: LoRAConfig, seed: int, called: set[str]
 ) -> RegisteredLayer:
-    """Freeze a linear and put a fresh adapter (B = 0) beside it; seed and name decide A.
-
-    Raises:
-        PackError: for a module that is no linear.
-    """
+    """Freeze a linear and put a fresh adapter (B = 0) beside it; seed and name decide A."""
     if isinstance(linear, (RegisteredLayer, AdaptedLinear)):
         raise PackError(f"{name}: carries an adapter already.", "conflict", "linear")
     if type(linear) not in (nn.Linear, *LINEARS):

@@ -11,35 +11,23 @@ from .phases import RunPhase
 
 @dataclass(frozen=True)
 class Run:
-    """A training run: what to train on what, and where.
+    """A training run: what to train on what, and where."""
 
-    Attributes:
-        base: a loaded base, or what `load_base` takes.
-        phases: the phases that ``train`` resolves to, at least one.
-        pack: folder of the pack.
-        folder: the run folder.
-        overwrite: whether a pack and a run that are there may be replaced.
-        resume: whether to continue from the last checkpoint of ``folder``.
-        resume_adapter_file: adapters to start from.
-        report_to: experiment trackers, separated by commas.
-        force: whether to train although the memory plan exceeds the machine.
-    """
-
-    base: Base | str | Path
+    base: Base | str | Path  # a loaded base, or what `load_base` takes
     lora: LoRAConfig
     train: TrainConfig
     columns: DataConfig
-    phases: tuple[RunPhase, ...]
-    pack: Path
-    folder: Path
+    phases: tuple[RunPhase, ...]  # that ``train`` resolves to, at least one
+    pack: Path  # its folder
+    folder: Path  # the run folder
     display: Display
-    overwrite: bool = False
-    resume: bool = False
-    resume_adapter_file: str | None = None
-    report_to: str | None = None
-    project_name: str | None = None
+    overwrite: bool = False  # whether a pack and a run that are there may be replaced
+    resume: bool = False  # whether to continue from the last checkpoint of ``folder``
+    resume_adapter_file: str | None = None  # adapters to start from
+    report_to: str | None = None  # experiment trackers, separated by commas
+    project_name: str | None = None  # of the trackers
     trust_remote_code: bool = False
-    force: bool = False
+    force: bool = False  # whether to train although the memory plan exceeds the machine
 
     @property
     def goal(self) -> RunPhase:

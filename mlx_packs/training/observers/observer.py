@@ -9,19 +9,12 @@ from ..settings import Run
 
 @dataclass(frozen=True)
 class ObservedRun:
-    """What observers are made from.
-
-    Attributes:
-        run: its settings and folders.
-        unit: what the run counts, ``tokens`` or ``pairs``.
-        recipe: the run's configuration as in config.json.
-        curve: the lines of metrics.jsonl so far.
-    """
+    """What observers are made from."""
 
     run: Run
-    unit: str
-    recipe: dict
-    curve: list[dict] = field(default_factory=list)
+    unit: str  # what the run counts: tokens, pairs
+    recipe: dict  # its configuration as in config.json
+    curve: list[dict] = field(default_factory=list)  # the lines of metrics.jsonl so far
 
 
 class Observer:

@@ -11,11 +11,7 @@ if TYPE_CHECKING:
 
 
 def check_report_to(report_to: str | None, project: str | None) -> None:
-    """Check before anything is loaded that the trackers are known and installed.
-
-    Raises:
-        PackError: if one is not, or if there is a project without a tracker.
-    """
+    """Check before anything is loaded that the trackers are known and installed."""
     if project is not None and not report_to:
         raise PackError(
             "--project-name: belongs to an experiment tracker. Pass --report-to too.", "conflict"

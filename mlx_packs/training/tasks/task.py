@@ -26,22 +26,14 @@ from ..settings import Run
 
 @dataclass(frozen=True)
 class Summary:
-    """What a run did, in the task's terms.
+    """What a run did, in the task's terms."""
 
-    Attributes:
-        eval: scores before and after, for the manifest and the report; ``split`` and ``rows`` say
-            of what.
-        objective: what was trained, for the manifest.
-        facts: other parts of the manifest.
-        held_out: further facts of the held-out examples, for the report.
-        report: other keys of the report.
-    """
-
+    # Scores before and after, for manifest and report; ``split`` and ``rows`` name the examples.
     eval: dict
-    objective: dict
-    facts: dict = field(default_factory=dict)
-    held_out: dict = field(default_factory=dict)
-    report: dict = field(default_factory=dict)
+    objective: dict  # what was trained, for the manifest
+    facts: dict = field(default_factory=dict)  # other parts of the manifest
+    held_out: dict = field(default_factory=dict)  # more about the held-out examples, for the report
+    report: dict = field(default_factory=dict)  # other keys of the report
 
 
 class Task(ABC):

@@ -152,11 +152,7 @@ def encode_phases(
     train: TrainConfig,
     display: Display,
 ) -> PhasedDataset:
-    """Encode the examples of every phase.
-
-    Raises:
-        PackError: if a setting needs texts, and no phase has any.
-    """
+    """Encode the examples of every phase."""
     for_texts = {"--fim-rate": train.fim_rate, "--long-rows split": train.long_rows == "split"}
     formats = {read.format for read in splits}
     if not any(isinstance(row_format, Text) for row_format in formats):
