@@ -57,6 +57,12 @@ class ModuleSpec:
         return sum(self.widths)
 
     @property
+    def size(self) -> str:
+        """Widths of input and output in words, and the number of experts."""
+        experts = "" if self.experts is None else f" x {self.experts} experts"
+        return f"{self.in_features} -> {self.out_features}{experts}"
+
+    @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Tensors on disk by name: [in, r] and [r, out], or mlx-lm's [E, r, in] and [E, out, r]."""
         a, b = (self.in_features, self.rank), (self.rank, self.out_features)

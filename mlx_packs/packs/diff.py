@@ -7,15 +7,14 @@ and singular vectors are those of the cores, and nothing as large as a weight is
 Subspace similarity (phi of equation 4): LoRA, section 7.2, https://arxiv.org/abs/2106.09685
 """
 
-import math
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from ..adapters.spec import ModuleSpec, factor_names
+from ..adapters.spec import ModuleSpec, check_shapes, ranks_of
+from ..adapters.tensors import read_factors
 from ..bases.files import quantization_name
 from ..errors import PackError
 from ..runtime import mx
@@ -24,35 +23,8 @@ from .pack import Pack
 
 Factors = tuple[np.ndarray, np.ndarray]  # [E, in, r] with the scale in it, [E, r, out]; E experts
 
-
-@dataclass(frozen=True)
-class _Difference:
-    """Squared norms of two deltas and of their difference, and their product; they can be added."""
-
-    a: float = 0.0
-    b: float = 0.0
-    between: float = 0.0
-    product: float = 0.0
-
-    def __add__(self, other: "_Difference") -> "_Difference":
-        return _Difference(
-            self.a + other.a,
-            self.b + other.b,
-            self.between + other.between,
-            self.product + other.product,
-        )
-
-    def to_json(self) -> dict:
-        """Return Frobenius norms, ``relative`` to that of A; ``cosine`` is None if a delta is zero."""
-        norm_a, norm_b, distance = (math.sqrt(v) for v in (self.a, self.b, self.between))
-        both = norm_a * norm_b
-        return {
-            "norm_a": norm_a,
-            "norm_b": norm_b,
-            "distance": distance,
-            "relative": distance / norm_a if norm_a else None,
-            "cosine": max(-1.0, min(1.0, self.product / both)) if both else None,
-        }
+# Of two deltas |A|^2, |B|^2, |A - B|^2 and <A, B> [4]; those of several projections add up.
+Sums = np.ndarray
 
 
 def diff(a: str | Path | Pack, b: str | Path | Pack) -> dict:
@@ -62,10 +34,6 @@ def diff(a: str | Path | Pack, b: str | Path | Pack) -> dict:
     ``overlap_in`` and ``overlap_out`` are phi of the LoRA paper for the directions that the deltas
     read and write, at both packs' full ranks: 1 where the smaller subspace lies in the larger one,
     ``chance`` (input, output) for random ones.
-
-    Args:
-        a: a pack or its folder.
-        b: another.
 
     Returns:
         ``a``, ``b``, ``shared`` (same, a, b of each fact), ``same_base``, ``total``, ``layers``,
@@ -77,17 +45,17 @@ def diff(a: str | Path | Pack, b: str | Path | Pack) -> dict:
     packs = [p if isinstance(p, Pack) else Pack.open(p) for p in (a, b)]
     specs = [pack.specs for pack in packs]
     tensors = [pack.load_tensors() for pack in packs]
-    modules, sums, incomparable = [], {}, {}
+    modules, layers, incomparable = [], {}, {}
     for path in sorted({*specs[0], *specs[1]}, key=_reading_order):
         spec = [s.get(path) for s in specs]
         if reason := _unlike(*spec):
             incomparable[path] = reason
             continue
         factors = [_factors(s, t) if s else None for s, t in zip(spec, tensors, strict=True)]
-        difference, overlap = _compare(*factors)
-        sums.setdefault(_layer(path), []).append(difference)
+        sums, overlap = _compare(*factors)
         ranks = {"rank_a": spec[0].rank if spec[0] else 0, "rank_b": spec[1].rank if spec[1] else 0}
-        modules.append({"path": path, **ranks, **difference.to_json(), **overlap})
+        modules.append({"path": path, **ranks, **_distances(sums), **overlap})
+        layers.setdefault(_layer(path), []).append((sums, overlap))
     for pack, spec, stored in zip(packs, specs, tensors, strict=True):
         incomparable |= dict.fromkeys(replaced_of(pack.manifest), "is stored in full")
         factors = {name for path in spec for name in spec[path].shapes}
@@ -100,22 +68,14 @@ def diff(a: str | Path | Pack, b: str | Path | Pack) -> dict:
             f"{reason}.",
             "mismatch",
         )
-    layers = {name: sum(parts, _Difference()) for name, parts in sums.items()}
     shared = _shared(*packs)
     return {
         "a": _facts(packs[0]),
         "b": _facts(packs[1]),
         "same_base": shared["base"]["same"] and shared["quantization"]["same"],
         "shared": shared,
-        "total": sum(layers.values(), _Difference()).to_json() | _mean_overlap(modules),
-        "layers": [
-            {
-                "layer": name,
-                **difference.to_json(),
-                **_mean_overlap(m for m in modules if _layer(m["path"]) == name),
-            }
-            for name, difference in layers.items()
-        ],
+        "total": _total([part for parts in layers.values() for part in parts]),
+        "layers": [{"layer": name, **_total(parts)} for name, parts in layers.items()],
         "modules": modules,
         "only_in_a": [path for path in specs[0] if path not in specs[1]],
         "only_in_b": [path for path in specs[1] if path not in specs[0]],
@@ -125,47 +85,35 @@ def diff(a: str | Path | Pack, b: str | Path | Pack) -> dict:
 
 def _factors(spec: ModuleSpec, tensors: Mapping[str, mx.array]) -> Factors:
     """Return both factors in float64, the scale of each slice in the first."""
-    arrays = []
-    for name in factor_names(spec.path):
-        if name not in tensors or tuple(tensors[name].shape) != spec.shapes[name]:
-            has = tuple(tensors[name].shape) if name in tensors else "missing"
-            raise PackError(
-                f"{name}: is {has}, but the manifest says {spec.shapes[name]}.", "mismatch"
-            )
-        arrays.append(np.asarray(tensors[name].astype(mx.float32)).astype(np.float64))
-    a, b = arrays if spec.experts is not None else (array[None] for array in arrays)
-    if spec.experts is not None:
-        a, b = a.swapaxes(-1, -2), b.swapaxes(-1, -2)
+    stored = {name: tensors[name].shape for name in spec.shapes if name in tensors}
+    check_shapes(spec.shapes, stored, spec.path)
+    a, b = (np.asarray(x.astype(mx.float32), np.float64) for x in read_factors(spec, tensors))
+    if spec.experts is None:
+        a, b = a[None], b[None]
     scale = np.concatenate([np.full(s.rank, s.scale) for s in spec.slices])
     return a * scale, b
 
 
-def _compare(a: Factors | None, b: Factors | None) -> tuple[_Difference, dict]:
+def _compare(a: Factors | None, b: Factors | None) -> tuple[Sums, dict]:
     """Return norms, product and subspace overlaps of two deltas; None is a delta of zero."""
     no_overlap = {"overlap_in": None, "overlap_out": None, "chance": None}
     if a is None or b is None:
         square = _squared_norm(*(a or b))
-        alone = _Difference(a=square) if b is None else _Difference(b=square)
-        return alone + _Difference(between=square), no_overlap
-    difference, overlaps = _Difference(), []
+        return square * np.array([b is None, a is None, True, False]), no_overlap
+    sums, overlaps = np.zeros(4), []
     for expert in range(len(a[0])):
         (a_in, a_out), (b_in, b_out) = ((f[expert] for f in pack) for pack in (a, b))
         r = a_in.shape[1]
         left = np.linalg.qr(np.concatenate([a_in, b_in], axis=1), mode="r")  # [k, ra + rb]
         right = np.linalg.qr(np.concatenate([a_out, b_out], axis=0).T, mode="r")  # [l, ra + rb]
         of_a, of_b = left[:, :r] @ right[:, :r].T, left[:, r:] @ right[:, r:].T  # [k, l]
-        difference += _Difference(
-            float(np.sum(of_a**2)),
-            float(np.sum(of_b**2)),
-            float(np.sum((of_a - of_b) ** 2)),
-            float(np.sum(of_a * of_b)),
-        )
+        sums += [np.sum(x) for x in (of_a**2, of_b**2, (of_a - of_b) ** 2, of_a * of_b)]
         overlaps.append(_overlap(of_a, of_b, a_in.shape[0], a_out.shape[1]))
     overlaps = [overlap for overlap in overlaps if overlap is not None]
     if not overlaps:  # a delta of zero has no directions
-        return difference, no_overlap
+        return sums, no_overlap
     means = np.mean(overlaps, axis=0)
-    return difference, {
+    return sums, {
         "overlap_in": float(means[0]),
         "overlap_out": float(means[1]),
         "chance": means[2:].tolist(),
@@ -194,13 +142,26 @@ def _directions(core: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return u[:, nonzero], vt[nonzero].T
 
 
-def _mean_overlap(modules: Iterable[dict]) -> dict:
-    """Return mean overlaps over the projections that both packs adapt."""
-    both = [m for m in modules if m["overlap_in"] is not None]
+def _distances(sums: Sums) -> dict:
+    """Return Frobenius norms, ``relative`` to that of A; ``cosine`` is None if a delta is zero."""
+    norm_a, norm_b, distance = np.sqrt(sums[:3]).tolist()
+    both = norm_a * norm_b
     return {
-        key: float(np.mean([m[key] for m in both])) if both else None
-        for key in ("overlap_in", "overlap_out")
+        "norm_a": norm_a,
+        "norm_b": norm_b,
+        "distance": distance,
+        "relative": distance / norm_a if norm_a else None,
+        "cosine": float(np.clip(sums[3] / both, -1, 1)) if both else None,
     }
+
+
+def _total(parts: list[tuple[Sums, dict]]) -> dict:
+    """Return distances of several projections, and mean overlaps of those that both packs adapt."""
+    total = _distances(sum(sums for sums, _ in parts))
+    for key in ("overlap_in", "overlap_out"):
+        overlaps = [overlap[key] for _, overlap in parts if overlap[key] is not None]
+        total[key] = float(np.mean(overlaps)) if overlaps else None
+    return total
 
 
 def _unlike(a: ModuleSpec | None, b: ModuleSpec | None) -> str | None:
@@ -211,11 +172,7 @@ def _unlike(a: ModuleSpec | None, b: ModuleSpec | None) -> str | None:
         return ", ".join(places) + (": its delta is of the base too" if "dora" in kinds else "")
     if a is None or b is None:
         return None
-    shapes = [(s.in_features, sum(s.widths), s.experts) for s in (a, b)]
-    if shapes[0] == shapes[1]:
-        return None
-    in_a, in_b = (f"{i} -> {o}" + (f" x {e} experts" if e else "") for i, o, e in shapes)
-    return f"{in_a} in A, {in_b} in B"
+    return None if a.size == b.size else f"{a.size} in A, {b.size} in B"
 
 
 def _layer(path: str) -> str:
@@ -232,12 +189,11 @@ def _reading_order(path: str) -> list:
 
 def _facts(pack: Pack) -> dict:
     base = pack.manifest["base"]
-    ranks = sorted({s.rank for spec in pack.specs.values() for s in spec.slices if s.rank})
     return {
         "pack": pack.name,
         "base": base["id"],
         "fingerprint": base["fingerprint"],
-        "ranks": ranks,
+        "ranks": ranks_of(pack.specs),
         "parameters": pack.manifest["adapters"]["parameters"],
     }
 

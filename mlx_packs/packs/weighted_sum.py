@@ -9,7 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..adapters.spec import ModuleSpec, SliceSpec, Specs, factor_names
+from ..adapters.spec import ModuleSpec, SliceSpec, Specs
+from ..adapters.tensors import name_factors, read_factors
 from ..bases.files import quantization_name
 from ..errors import PackError
 from ..runtime import mx
@@ -169,18 +170,15 @@ def _sum_spec(path: str, parts: list[_Part]) -> ModuleSpec:
     specs = [part.specs[path] for part in parts]
     first = specs[0]
     for part, spec in zip(parts, specs, strict=True):
-        if (spec.in_features, sum(spec.widths), spec.experts) != (
-            first.in_features,
-            sum(first.widths),
-            first.experts,
-        ):
+        if spec.size != first.size:
             raise PackError(
-                f"{part.pack.name}: {path}: its shape differs from that in {parts[0].pack.name}.",
+                f"{part.pack.name}: {path} is {spec.size}, but in {parts[0].pack.name} it is "
+                f"{first.size}.",
                 "mismatch",
             )
     if any(spec.widths != first.widths for spec in specs):
         rank, leaf = sum(spec.rank for spec in specs), path.rpartition(".")[2]
-        single = SliceSpec(leaf, sum(first.widths), rank, float(rank))
+        single = SliceSpec(leaf, first.out_features, rank, float(rank))
         return ModuleSpec(path, first.in_features, (single,), first.experts)
     slices = []
     for parallel in zip(*(spec.slices for spec in specs), strict=True):
@@ -191,23 +189,16 @@ def _sum_spec(path: str, parts: list[_Part]) -> ModuleSpec:
 
 def _sum_tensors(spec: ModuleSpec, parts: list[_Part]) -> dict[str, mx.array]:
     """Return A and B as on disk: slice by slice, and in each slice the packs in order."""
-    names = factor_names(spec.path)
-    experts = spec.experts is not None
     columns: list[list[mx.array]] = [[] for _ in spec.slices]
     rows: list[list[mx.array]] = [[] for _ in spec.slices]
     for part in parts:
-        tensors = part.pack.load_tensors()
-        a, b = (tensors[name].astype(mx.float32) for name in names)
-        if experts:
-            a, b = a.swapaxes(-1, -2), b.swapaxes(-1, -2)
+        a, b = read_factors(spec, part.pack.load_tensors())
         at = 0
         for i, s in enumerate(part.specs[spec.path].slices):
             ranks, to = slice(at, at + s.rank), min(i, len(spec.slices) - 1)
-            columns[to].append(a[..., ranks])
-            rows[to].append(part.weight * s.scale * b[..., ranks, :])
+            columns[to].append(a[..., ranks].astype(mx.float32))
+            rows[to].append(part.weight * s.scale * b[..., ranks, :].astype(mx.float32))
             at += s.rank
     a = mx.concatenate([x for arrays in columns for x in arrays], axis=-1)
     b = mx.concatenate([x for arrays in rows for x in arrays], axis=-2)
-    if experts:
-        a, b = a.swapaxes(-1, -2), b.swapaxes(-1, -2)
-    return dict(zip(names, (a, b), strict=True))
+    return name_factors(spec, a, b)
