@@ -2,18 +2,15 @@
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from ..adapters.spec import ModuleSpec, SliceSpec, Specs
 from ..config.choices import ARCHITECTURES, ArchitectureFacts, architecture_of
 from ..config.parse import current_keys
 from ..config.schema import COLUMN_SETTINGS
 from ..errors import PackError
-
-if TYPE_CHECKING:  # importing these loads MLX, and `packs list` reads manifests alone
-    from ..adapters.spec import ModuleSpec, Specs
 
 FORMAT_VERSION = 1
 MANIFEST = "pack.json"
@@ -61,90 +58,116 @@ _KINDS = {
     "a list with something in it": lambda v: isinstance(v, list) and bool(v),
     "a mapping or null": lambda v: v is None or isinstance(v, dict),
 }
-_REQUIRED = {
+# What is at a key, a part before what is in it. ``*`` stands for each entry of a mapping or a list;
+# where the kind ends in ``?`` there may be nothing, or null.
+_KEYS = {
     "base": "a mapping",
-    "base.id": "text",
-    "base.fingerprint": "text",
-    "base.model_type": "text",
+    **dict.fromkeys(("base.id", "base.fingerprint", "base.model_type"), "text"),
     "base.quantization": "a mapping or null",
     "base.num_layers": "an integer of 0 or more",
     "adapters": "a mapping",
     "adapters.parameters": "an integer of 0 or more",
+    "adapters.dtype": "text?",
     "adapters.groups": "a list",
+    "adapters.groups.*": "a list of texts",
     "adapters.modules": "a list",
+    "adapters.modules.*": "a mapping",
+    "adapters.modules.*.path": "text",
+    "adapters.modules.*.in_features": "an integer above 0",
+    "adapters.modules.*.base_key": "text or a list of texts?",
+    "adapters.modules.*.head": "true or false?",
+    "adapters.modules.*.experts": "an integer above 0?",
+    "adapters.modules.*.slices": "a list with something in it",
+    "adapters.modules.*.slices.*": "a mapping",
+    "adapters.modules.*.slices.*.name": "text",
+    "adapters.modules.*.slices.*.width": "an integer above 0",
+    "adapters.modules.*.slices.*.rank": "an integer of 0 or more",
+    "adapters.modules.*.slices.*.alpha": "a number",
+    "adapters.replaced": "a list?",
+    "adapters.replaced.*": "a mapping",
+    "adapters.replaced.*.name": "text",
+    "adapters.replaced.*.shape": "a list of integers",
+    **dict.fromkeys(("method", "profile", "license"), "text?"),
+    "objective": "a mapping?",
+    **{f"objective.{key}": "text?" for key in "loss_on task loss pooling graph note".split()},
+    "objective.normalize": "true or false?",
+    "objective.stack": "a list of texts?",
+    **dict.fromkeys(("objective.ppl_before", "objective.ppl_after"), "a number?"),
+    "data": "a mapping?",
+    "data.source": "text?",
+    "data.rows": "a mapping?",
+    "data.rows.*": "an integer of 0 or more",
+    "recipe": "a mapping?",
+    "recipe.max_seq_length": "an integer above 1?",
+    "recipe.train_fp16_fallback": "true or false?",
+    **{f"recipe.{key}": "text?" for key in ("quantize", *COLUMN_SETTINGS)},
+    "versions": "a mapping?",
+    "measured": "a mapping?",
+    "measured.created": "text?",
+    "gates": "a mapping?",
+    "gates.*": "a mapping",
+    **dict.fromkeys(("gates.*.limit", "gates.*.value"), "a number"),
+    "gates.*.passed": "true or false",
+    "phases": "a list?",
+    "phases.*": "a mapping",
+    **dict.fromkeys(("phases.*.name", "phases.*.data", "phases.*.optimizer_state"), "text"),
+    "phases.*.steps": "an integer of 0 or more",
+    "phases.*.replay": "a number",
+    **{f"phases.*.{when}": "a mapping" for when in ("before", "after")},
+    **{f"phases.*.{when}.*": "a mapping" for when in ("before", "after")},
+    **{f"phases.*.{when}.*.ppl": "a number" for when in ("before", "after")},
+    "sum_of": "a list?",
+    "sum_of.*": "a mapping",
+    "sum_of.*.pack": "text",
+    "sum_of.*.weight": "a number",
+    "eval": "a mapping?",
+    "eval.split": "text?",
+    "eval.rows": "an integer of 0 or more?",
+    **dict.fromkeys(("eval.ppl_before_se", "eval.ppl_after_se"), "a number?"),
+    **{f"eval.{n}_{when}": "a number?" for n in ("ppl", *METRICS) for when in ("before", "after")},
+}
+_FILES = {
     "files": "a mapping",
+    "files.*": "a mapping",
+    "files.*.bytes": "an integer of 0 or more",
+    "files.*.sha256": "text",
 }
-# What may be missing or null. A part stands before what is in it.
-_OPTIONAL = {
-    "method": "text",
-    "profile": "text",
-    "adapters.dtype": "text",
-    "license": "text",
-    "objective": "a mapping",
-    "objective.loss_on": "text",
-    "objective.task": "text",
-    "objective.loss": "text",
-    "objective.pooling": "text",
-    "objective.normalize": "true or false",
-    "objective.graph": "text",
-    "objective.note": "text",
-    "objective.stack": "a list of texts",
-    "objective.ppl_before": "a number",
-    "objective.ppl_after": "a number",
-    "data": "a mapping",
-    "data.source": "text",
-    "data.rows": "a mapping",
-    "recipe": "a mapping",
-    "recipe.max_seq_length": "an integer above 1",
-    "recipe.train_fp16_fallback": "true or false",
-    **{f"recipe.{key}": "text" for key in ("quantize", *COLUMN_SETTINGS)},
-    "versions": "a mapping",
-    "measured": "a mapping",
-    "measured.created": "text",
-    "gates": "a mapping",
-    "phases": "a list",
-    "sum_of": "a list",
-    "eval": "a mapping",
-    "eval.split": "text",
-    "eval.rows": "an integer of 0 or more",
-    **{
-        f"eval.{key}": "a number"
-        for key in "ppl_before ppl_before_se ppl_after ppl_after_se".split()
-    },
-    **{f"eval.{name}_{when}": "a number" for name in METRICS for when in ("before", "after")},
+_QUANTIZATION = {
+    "bits": "an integer above 0",
+    "group_size": "an integer above 0",
+    "keep": "a list of texts?",
 }
-
-_PHASE = {
-    "name": "text",
-    "data": "text",
-    "steps": "an integer of 0 or more",
-    "replay": "a number",
-    "optimizer_state": "text",
-    "before": "a mapping",
-    "after": "a mapping",
-}
-_GATE = {"limit": "a number", "value": "a number", "passed": "true or false"}
 
 
 def _check(key: str, value: object, kind: str) -> None:
     """Raise a ValueError that names the key, unless a value is of a kind."""
-    if not _KINDS[kind](value):
+    if kind.endswith("?") and (value is _MISSING or value is None):
+        return
+    if not _KINDS[kind.removesuffix("?")](value):
         problem = "is missing" if value is _MISSING else f"is {repr(value)[:60]}"
-        raise ValueError(f"{key} must be {kind}, but {problem}")
+        raise ValueError(f"{key} must be {kind.removesuffix('?')}, but {problem}")
 
 
-def _look_up(manifest: dict, key: str) -> object:
-    value: object = manifest
-    for part in key.split("."):
-        value = value.get(part, _MISSING) if isinstance(value, dict) else _MISSING
-    return value
+def _values(value: object, parts: list[str], where: str) -> Iterator[tuple[str, object]]:
+    """Yield the places that a key stands for, and what is there; none without its mapping."""
+    if not parts:
+        yield where, value
+        return
+    part, *rest = parts
+    entries: dict[str, object] = {}
+    if isinstance(value, list) and part == "*":
+        entries = {f"[{i}]": entry for i, entry in enumerate(value)}
+    elif isinstance(value, dict):
+        names = value if part == "*" else [part]
+        entries = {f".{name}": value.get(name, _MISSING) for name in names}
+    for name, entry in entries.items():
+        yield from _values(entry, rest, where + name)
 
 
-def _check_keys(key: str, value: object, kinds: Mapping[str, str]) -> None:
-    """Check a mapping and its keys."""
-    _check(key, value, "a mapping")
-    for name, kind in kinds.items():
-        _check(f"{key}.{name}", value.get(name, _MISSING), kind)
+def _check_keys(mapping: dict, keys: Mapping[str, str], where: str = "") -> None:
+    for key, kind in keys.items():
+        for place, value in _values(mapping, key.split("."), where):
+            _check(place.removeprefix("."), value, kind)
 
 
 def read_manifest(file: Path) -> dict:
@@ -177,96 +200,57 @@ def read_manifest(file: Path) -> dict:
 
 
 def check_manifest(manifest: dict, with_files: bool = True) -> None:
-    """Check every key that is read.
-
-    Args:
-        manifest: as in a file.
-        with_files: whether it must name the files of a pack.
+    """Check every key that is read; ``with_files`` those of the pack's files, too.
 
     Raises:
         ValueError: a key is missing or faulty.
     """
-    for key, kind in _REQUIRED.items():
-        if key == "files" and not with_files:
-            continue
-        _check(key, _look_up(manifest, key), kind)
-    for key, kind in _OPTIONAL.items():
-        if (value := _look_up(manifest, key)) is not _MISSING and value is not None:
-            _check(key, value, kind)
-    if (q := manifest["base"]["quantization"]) is not None:
-        check_quantization("base.quantization", q)
-    for split, rows in ((manifest.get("data") or {}).get("rows") or {}).items():
-        _check(f"data.rows.{split}", rows, "an integer of 0 or more")
-    for name, gate in (manifest.get("gates") or {}).items():
-        _check_keys(f"gates.{name}", gate, _GATE)
-    for i, phase in enumerate(manifest.get("phases") or ()):
-        _check_keys(f"phases[{i}]", phase, _PHASE)
-        for when in ("before", "after"):
-            for name, score in phase[when].items():
-                _check_keys(f"phases[{i}].{when}.{name}", score, {"ppl": "a number"})
-    files = manifest["files"] if with_files else {}
-    for name in (ADAPTERS, *files) if with_files else ():
-        kinds = {"bytes": "an integer of 0 or more", "sha256": "text"}
-        _check_keys(f"files.{name}", files.get(name, _MISSING), kinds)
-    for i, part in enumerate(manifest.get("sum_of") or ()):
-        _check_keys(f"sum_of[{i}]", part, {"pack": "text", "weight": "a number"})
-    _check_adapters(manifest["adapters"])
+    _check_keys(manifest, _KEYS)
+    if with_files:
+        _check_keys(manifest, _FILES)
+        _check(f"files.{ADAPTERS}", manifest["files"].get(ADAPTERS, _MISSING), "a mapping")
+    if (quantization := manifest["base"]["quantization"]) is not None:
+        check_quantization("base.quantization", quantization)
+    modules, replaced = (manifest["adapters"].get(key) for key in ("modules", "replaced"))
+    if not modules and not replaced:
+        raise ValueError("adapters.modules must be a list with something in it, but is []")
+    for i, module in enumerate(modules):
+        _check_module(f"adapters.modules[{i}]", module)
+    for i, tensor in enumerate(replaced or []):
+        if not tensor["name"].rpartition(".")[0]:
+            raise ValueError(
+                f"adapters.replaced[{i}].name must be of a module's tensor, but is "
+                f"{tensor['name']!r}"
+            )
 
 
-def check_quantization(key: str, q: object) -> None:
+def check_quantization(key: str, quantization: object) -> None:
     """Check what MLX needs to know of quantized weights.
 
     Raises:
         ValueError: an entry is missing or faulty.
     """
-    _check_keys(key, q, {"bits": "an integer above 0", "group_size": "an integer above 0"})
-    _check(f"{key}.mode", q.get("mode", "affine"), "text")
-    _check(f"{key}.keep", q.get("keep") or [], "a list of texts")
+    _check(key, quantization, "a mapping")
+    _check_keys(quantization, _QUANTIZATION, key)
+    _check(f"{key}.mode", quantization.get("mode", "affine"), "text")
 
 
-def _check_adapters(adapters: dict) -> None:
-    for i, group in enumerate(adapters["groups"]):
-        _check(f"adapters.groups[{i}]", group, "a list of texts")
-    for i, module in enumerate(adapters["modules"]):
-        _check_module(f"adapters.modules[{i}]", module)
-    replaced = adapters.get("replaced")
-    _check("adapters.replaced", [] if replaced is None else replaced, "a list")
-    if not adapters["modules"] and not replaced:
-        raise ValueError("adapters.modules must be a list with something in it, but is []")
-    for i, tensor in enumerate(replaced or []):
-        where, kinds = f"adapters.replaced[{i}]", {"name": "text", "shape": "a list of integers"}
-        _check_keys(where, tensor, kinds)
-        if not tensor["name"].rpartition(".")[0]:
-            raise ValueError(
-                f"{where}.name must be of a module's tensor, but is {tensor['name']!r}"
-            )
-
-
-def _check_module(key: str, module: object) -> None:
-    kinds = {"path": "text", "in_features": "an integer above 0"}
-    _check_keys(key, module, {**kinds, "slices": "a list with something in it"})
+def _check_module(key: str, module: dict) -> None:
+    """Check how the facts of an adapter go together."""
     kind = module.get("kind", "lora")
     if kind not in _ADAPTER_KINDS:
         raise ValueError(f"{key}.kind must be one of {', '.join(_ADAPTER_KINDS)}, but is {kind!r}")
-    if (origin := module.get("base_key")) is not None:
-        _check(f"{key}.base_key", origin, "text or a list of texts")
-    if module.get("head") is not None:
-        _check(f"{key}.head", module["head"], "true or false")
-    if kind != "lora" and ("experts" in module or len(module["slices"]) > 1):
+    has_experts = module.get("experts") is not None
+    if kind != "lora" and (has_experts or len(module["slices"]) > 1):
         raise ValueError(f"{key}: {kind} has one slice and no experts")
-    if "experts" in module:
-        _check(f"{key}.experts", module["experts"], "an integer above 0")
-        if len(module["slices"]) > 1:
-            raise ValueError(f"{key}: a switch linear has one slice, not {len(module['slices'])}")
+    if has_experts and len(module["slices"]) > 1:
+        raise ValueError(f"{key}: a switch linear has one slice, not {len(module['slices'])}")
     for i, part in enumerate(module["slices"]):
-        where = f"{key}.slices[{i}]"
-        kinds = {"name": "text", "width": "an integer above 0", "rank": "an integer of 0 or more"}
-        _check_keys(where, part, kinds)
-        alpha_kind = "a finite number above 0" if part["rank"] else "a number"
-        _check(f"{where}.alpha", part.get("alpha", _MISSING), alpha_kind)
+        if part["rank"]:
+            _check(f"{key}.slices[{i}].alpha", part["alpha"], "a finite number above 0")
 
 
-def spec_json(spec: "ModuleSpec", origin: str | list[str] | None = None) -> dict:
+def spec_json(spec: ModuleSpec, origin: str | list[str] | None = None) -> dict:
     """Return a module of the manifest.
 
     Args:
@@ -285,10 +269,8 @@ def spec_json(spec: "ModuleSpec", origin: str | list[str] | None = None) -> dict
     }
 
 
-def specs_of(manifest: dict) -> "Specs":
+def specs_of(manifest: dict) -> Specs:
     """Return the adapters of a manifest."""
-    from ..adapters.spec import ModuleSpec, SliceSpec
-
     modules = manifest["adapters"]["modules"]
     return {
         m["path"]: ModuleSpec(
@@ -324,7 +306,7 @@ def architecture_facts(manifest: dict) -> ArchitectureFacts:
     return ARCHITECTURES[architecture_of(manifest["base"]["model_type"])]
 
 
-def adapter_config_of(specs: "Specs") -> dict | None:
+def adapter_config_of(specs: Specs) -> dict | None:
     """Return ``adapter_config.json`` for stock mlx-lm, or None where it cannot express adapters.
 
     It has one rank and one scale, either LoRA or DoRA, and adapters of embeddings act on a tied
