@@ -93,16 +93,11 @@ def check_shapes(
     Raises:
         PackError: listing what is missing, unexpected or misshaped.
     """
+    names = [n for n in expected if n not in actual] + [n for n in actual if n not in expected]
+    names += [n for n in expected if n in actual and actual[n] != expected[n]]
     faults = [
-        f"{n}: is missing, must be {shape}" for n, shape in expected.items() if n not in actual
-    ]
-    faults += [
-        f"{n}: is {shape}, must be absent" for n, shape in actual.items() if n not in expected
-    ]
-    faults += [
-        f"{name}: is {actual[name]}, must be {shape}"
-        for name, shape in expected.items()
-        if actual.get(name, shape) != shape
+        f"{name}: is {actual.get(name, 'missing')}, must be {expected.get(name, 'absent')}"
+        for name in names
     ]
     if faults:
         more = f" (and {len(faults) - 3} more)" if len(faults) > 3 else ""

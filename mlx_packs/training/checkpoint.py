@@ -113,7 +113,7 @@ def load_checkpoint(
     check_shapes(expected, {name: a.shape for name, a in arrays.items()}, str(file))
     key = arrays.pop("random")
     if key.dtype != mx.uint32:
-        raise PackError(f"{file}: random is {key.dtype}, but must be uint32.", "mismatch")
+        raise PackError(f"{file}: random: is {key.dtype}, must be uint32.", "mismatch")
     trainable.load(tensors, str(folder / ADAPTERS))
     set_random_state(key)
     optimizer.state = tree_unflatten(list(arrays.items()))
