@@ -27,11 +27,7 @@ if TYPE_CHECKING:
 @options.setting("max_pack_mb", type=float)
 @options.execution
 def apply(
-    pack: Path,
-    model: str,
-    dry_run: bool,
-    max_pack_mb: float | None,
-    trust_remote_code: bool,
+    pack: Path, model: str, dry_run: bool, max_pack_mb: float | None, trust_remote_code: bool
 ) -> None:
     """Check that a pack fits a base model.
 

@@ -48,11 +48,7 @@ def export(pack: Path, to: str, out: str) -> None:
 @options.trust_remote_code
 @options.as_json
 def import_(
-    folder: Path,
-    out: str,
-    model: str | None,
-    overwrite: bool,
-    trust_remote_code: bool,
+    folder: Path, out: str, model: str | None, overwrite: bool, trust_remote_code: bool
 ) -> None:
     """Convert an adapter of PEFT or mlx-lm to a pack.
 

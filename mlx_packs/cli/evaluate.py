@@ -85,11 +85,7 @@ def evaluate(
 @options.matmul_path("quantized", "transient", "dense")
 @options.execution
 def eval_tasks(
-    packs: tuple[str, ...],
-    model: str,
-    tasks: str,
-    trust_remote_code: bool,
-    **settings,
+    packs: tuple[str, ...], model: str, tasks: str, trust_remote_code: bool, **settings
 ) -> None:
     """Run tasks of lm-evaluation-harness with packs and without.
 

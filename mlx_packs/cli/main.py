@@ -5,6 +5,7 @@ Exit codes: 0 done, 1 a gate failed, 2 wrong use or bad input (in one line), 130
 
 import errno
 import importlib
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -44,6 +45,9 @@ COMMANDS = {
         "import": "convert:import_",
     },
 }
+
+# RuntimeErrors of MLX (Metal, CUDA or host) that are no defect of the program
+_OUT_OF_MEMORY = re.compile("malloc|memory|resource limit", re.IGNORECASE)
 
 
 class Commands(click.Group):
@@ -115,7 +119,7 @@ def user_errors() -> Iterator[None]:
         message = f"{error.filename or 'input or output'}: {error.strerror or error}"
         raise PackError(message, "unwritable" if full else "unreadable") from error
     except (RuntimeError, MemoryError) as error:
-        if not _is_out_of_memory(error):
+        if isinstance(error, RuntimeError) and not _OUT_OF_MEMORY.search(str(error)):
             raise
         reason = " ".join(str(error).split())[:120]
         raise PackError(
@@ -145,13 +149,6 @@ def _usage_error(error: click.ClickException) -> PackError:
     return PackError(f"{name}: {error.message}", flag=param.name)
 
 
-def _is_out_of_memory(error: Exception) -> bool:
-    """Return whether MLX (Metal, CUDA or host) is out of memory; it raises RuntimeErrors."""
-    text = str(error).lower()
-    signs = ("malloc", "memory", "resource limit")
-    return isinstance(error, MemoryError) or any(sign in text for sign in signs)
-
-
 @click.group(
     cls=Commands,
     context_settings={
@@ -169,11 +166,7 @@ def packs() -> None:
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    """Run the `packs` command as a program.
-
-    Args:
-        args: the command line without the program's name; None takes that of the process.
-    """
+    """Run the `packs` command as a program."""
     packs(args, prog_name="packs")
 
 

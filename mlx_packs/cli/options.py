@@ -172,10 +172,7 @@ def out(sentence: str) -> Callable:
 def data(sentence: str = "Examples to evaluate on") -> Callable:
     """Add the examples that a command evaluates on."""
     return option(
-        "--data",
-        default="tiny",
-        metavar="DATA",
-        help=f"{sentence}: a folder, a file, or 'tiny'.",
+        "--data", default="tiny", metavar="DATA", help=f"{sentence}: a folder, a file, or 'tiny'."
     )
 
 

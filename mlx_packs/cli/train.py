@@ -77,12 +77,7 @@ def _default_text(name: str) -> str:
 @option("-v", "--verbose", is_flag=True, help="Also print the reasons for automatic choices.")
 @option("-q", "--quiet", is_flag=True, help="Print the result line only.")
 def train(
-    configs: tuple[str, ...],
-    force: bool,
-    show_mask: bool,
-    verbose: bool,
-    quiet: bool,
-    **flags,
+    configs: tuple[str, ...], force: bool, show_mask: bool, verbose: bool, quiet: bool, **flags
 ) -> None:
     """Fine-tune a model and write the result as a pack.
 

@@ -42,17 +42,23 @@ def typed_value(value: Any, kind: Any, key: str, where: str = "") -> Any:
     Raises:
         PackError: the value is of another type.
     """
-    origin = typing.get_origin(kind)
+    origin, parts = typing.get_origin(kind), typing.get_args(kind)
     if origin in (typing.Union, types.UnionType):
-        return _one_of(value, typing.get_args(kind), key, where)
+        kinds = tuple(part for part in parts if part is not types.NoneType)
+        if value is None and types.NoneType in parts:
+            return None
+        if len(kinds) == 1:
+            return typed_value(value, kinds[0], key, where)
+        if isinstance(value, kinds):
+            return value
+        raise _mistyped(" or ".join(_KINDS[kind] for kind in kinds), value, key, where)
     if origin is tuple:
-        return _items(value, typing.get_args(kind)[0], key, where)
+        return _items(value, parts[0], key, where)
     if origin is dict:
         value = _pairs(value, key, where) if isinstance(value, str) else value
         if not isinstance(value, Mapping):
             raise _mistyped("a mapping", value, key, where)
-        kind = typing.get_args(kind)[1]
-        return {str(k): typed_value(v, kind, f"{key}.{k}", where) for k, v in value.items()}
+        return {str(k): typed_value(v, parts[1], f"{key}.{k}", where) for k, v in value.items()}
     if kind in _NUMBERS and isinstance(value, (int, float, str)) and not isinstance(value, bool):
         try:
             number = float(value)
@@ -60,41 +66,22 @@ def typed_value(value: Any, kind: Any, key: str, where: str = "") -> Any:
                 return kind(number)
         except (ValueError, OverflowError):
             pass
-    elif kind in (bool, str, dict, list) and isinstance(value, kind):
+    elif kind not in _NUMBERS and isinstance(value, kind):
         return value
-    raise _mistyped(_KINDS[kind], value, key, where)
-
-
-def _one_of(value: Any, kinds: tuple, key: str, where: str) -> Any:
-    if value is None and type(None) in kinds:
-        return None
-    kinds = tuple(kind for kind in kinds if kind is not type(None))
-    for kind in kinds:
-        try:
-            return typed_value(value, kind, key, where)
-        except PackError:
-            if len(kinds) == 1:
-                raise
-    raise _mistyped(" or ".join(_KINDS[kind] for kind in kinds), value, key, where)
+    elif dataclasses.is_dataclass(kind) and isinstance(value, Mapping):
+        settings = {str(k): v for k, v in value.items()}
+        return build(kind, settings, f"{where}: {key}" if where else key)
+    raise _mistyped(_KINDS.get(kind, "a mapping"), value, key, where)
 
 
 def _items(value: Any, kind: Any, key: str, where: str) -> tuple:
     items = value.split(",") if isinstance(value, str) else value
     if not isinstance(items, (list, tuple)):
         raise _mistyped("a list", value, key, where)
-    if dataclasses.is_dataclass(kind):
-        return tuple(_part(v, kind, f"{key}[{i}]", where) for i, v in enumerate(items))
     items = [item.strip() if isinstance(item, str) else item for item in items]
-    return tuple(typed_value(item, kind, key, where) for item in items if item != "")
-
-
-def _part(value: Any, cls: type[S], key: str, where: str) -> S:
-    """Settings inside a setting, from their mapping; settings themselves stay."""
-    if isinstance(value, cls):
-        return value
-    if not isinstance(value, Mapping):
-        raise _mistyped("a mapping", value, key, where)
-    return build(cls, {str(k): v for k, v in value.items()}, f"{where}: {key}" if where else key)
+    return tuple(
+        typed_value(item, kind, f"{key}[{i}]", where) for i, item in enumerate(items) if item != ""
+    )
 
 
 def _pairs(text: str, key: str, where: str) -> dict[str, str]:
@@ -144,24 +131,16 @@ def setting_error(text: str, key: str, where: str = "", code: Code = "invalid") 
         where: the file; empty for flags and Python.
         code: the kind of error.
     """
-    spelled = flag_of(key) if key.isidentifier() else key
-    message = f"{where}: {key}: {text}" if where else f"{spelled}: {text}"
-    return PackError(message, code, re.split(r"[.\[]", key, maxsplit=1)[0])
+    place = f"{where}: {key}" if where else flag_of(key) if key.isidentifier() else key
+    return PackError(f"{place}: {text}", code, re.split(r"[.\[]", key, maxsplit=1)[0])
 
 
 def _mistyped(expected: str, value: Any, key: str, where: str) -> PackError:
     return setting_error(f"must be {expected}, but is {value!r}.", key, where)
 
 
-def unknown_setting(key: Any, valid: Iterable[str], where: str = "", parent: str = "") -> PackError:
-    """Return the error for a key of a file, or of Python, that is no setting.
-
-    Args:
-        key: the key.
-        valid: the keys of which the nearest is named.
-        where: the file; empty for Python.
-        parent: the mapping that the key stands in (``lora_parameters.``).
-    """
+def unknown_setting(key: Any, valid: Iterable[str], where: str, parent: str = "") -> PackError:
+    """Return the error for a key that is no setting; ``parent`` is the mapping that it stands in."""
     renamed = RENAMED_KEYS.get(key)
     hint = f"It is called '{renamed}' now." if renamed else did_you_mean(str(key), list(valid))
     message = f"{where and where + ': '}{parent}{key}: is not a setting. {hint}"

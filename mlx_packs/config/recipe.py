@@ -12,6 +12,7 @@ from .mlx_lm import from_mlx_lm
 from .parse import build, read_yaml, unknown_setting
 from .schema import DataConfig, LoRAConfig, TrainConfig
 
+ADAPTER_SETTINGS = fields_where(LoRAConfig, method="lora")  # without meaning for method full
 _output = partial(option, section="Output")
 _data = partial(option, section="Model and data")
 
@@ -66,7 +67,7 @@ class Recipe:
 
     def to_json(self) -> dict:
         """Return all settings that have a meaning by name, as `resolve` reads them."""
-        left_out = adapter_settings() if self.train.trains_base else ()
+        left_out = ADAPTER_SETTINGS if self.train.trains_base else ()
         settings = {
             **{k: v for k, v in sorted(self.run.items()) if v not in (None, False)},
             **{
@@ -85,11 +86,6 @@ class Recipe:
 
 _PARTS = {"lora": LoRAConfig, "train": TrainConfig, "data": DataConfig, "run": RunOptions}
 _OWNERS = {f.name: part for part, cls in _PARTS.items() for f in dataclasses.fields(cls)}
-
-
-def adapter_settings() -> tuple[str, ...]:
-    """Return the settings of adapters, which have no meaning for method full."""
-    return fields_where(LoRAConfig, method="lora")
 
 
 def _merged(layers: Sequence[Mapping], where: str) -> dict:
@@ -151,19 +147,14 @@ def tiny_recipe() -> dict:
 
 
 def check_method(lora: LoRAConfig, train: TrainConfig, names: Collection[str] = ()) -> None:
-    """Check that no setting of adapters stands beside ``method: full``.
+    """Raise a PackError for a setting of adapters beside ``method: full``.
 
     Args:
         lora: settings of the adapters, whose defaults are allowed.
         train: settings of the training.
         names: settings that were specified, which are not allowed even at their defaults.
-
-    Raises:
-        PackError: naming the first of them.
     """
-    if not train.trains_base:
-        return
-    for name in adapter_settings():
+    for name in ADAPTER_SETTINGS if train.trains_base else ():
         if name in names or lora.changed([name]):
             raise PackError(
                 f"{flag_of(name)}: is a setting of adapters, and --method full trains none. Leave "

@@ -352,9 +352,7 @@ class TrainConfig(TrainConflicts):
         5.0, "Margin of the triplet loss.", metavar="MARGIN", at_least=0
     )
     triplet_distance: str = _embedding(
-        "euclidean",
-        "Distance function of the triplet loss.",
-        choices=DISTANCES,
+        "euclidean", "Distance function of the triplet loss.", choices=DISTANCES
     )
     seed: int = _step(
         0,

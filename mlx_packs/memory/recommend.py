@@ -17,7 +17,7 @@ from .. import runtime
 from ..bases.families import check_task, tasks_of
 from ..config.choices import ARCHITECTURES, MATMUL_PATHS, POLICIES, TASKS, architecture_of
 from ..config.fields import fields_where
-from ..config.recipe import Recipe, adapter_settings
+from ..config.recipe import ADAPTER_SETTINGS, Recipe
 from ..config.schema import LoRAConfig, TrainConfig
 from ..display import shown_count, size
 from ..errors import PackError
@@ -113,7 +113,7 @@ class Option:
         defaults = defaults or Recipe()
         before = {**vars(defaults.train), **vars(defaults.lora)}
         wanted = {**vars(self.train), **vars(self.lora)}
-        unused = adapter_settings() if self.train.trains_base else ()
+        unused = ADAPTER_SETTINGS if self.train.trains_base else ()
         for name in fields_where(TrainConfig, LoRAConfig, memory=True):
             if name not in unused and (name in _ALWAYS or wanted[name] != before[name]):
                 words += _flag(name, wanted[name])
