@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import mlx.nn as nn
-from mlx.utils import tree_map
 
 from .. import runtime
 from ..config.choices import ARCHITECTURES, architecture_of, registered
@@ -85,10 +84,12 @@ def _load_decoder(request: _Request) -> BaseModel:
     """Load a causal language model, dense or quantized, or quantize it while it is read."""
     name, path, stored = request.name, request.path, request.config
     quantize, double_quant, keep = request.quantize, request.double_quant, request.keep
-    as_stored = stored_as_asked(stored, quantize)
     options = None
-    if quantize != "none" and not as_stored:
+    if quantize != "none":
         options = QuantizeOptions(named_format(quantize, double_quant), keep)
+    as_stored = stored_as_asked(stored, quantize)
+    if as_stored:
+        options = None
     if options and (kind := quantized_as(path, stored)):
         raise quantized_already(quantize, kind)
     dtype = _activation_dtype(stored, request.compute_dtype)
@@ -260,13 +261,11 @@ def _cast(model: nn.Module, dtype: mx.Dtype) -> None:
     """Take the floating tensors of a model to a dtype, but for the parts of NF4 weights."""
     half = (mx.float16, mx.bfloat16)
     changed = half if runtime.on_cpu() else (*half, mx.float32)
-    exempt = {id(v) for m in model.modules() if isinstance(m, NF4) for v in m.values()}
-    model.update(
-        tree_map(
-            lambda a: a.astype(dtype) if a.dtype in changed and id(a) not in exempt else a,
-            model.parameters(),
-        )
-    )
+
+    def is_cast(module: nn.Module, name: str, value: object) -> bool:
+        return not isinstance(module, NF4) and nn.Module.valid_parameter_filter(module, name, value)
+
+    model.apply(lambda a: a.astype(dtype) if a.dtype in changed else a, is_cast)
 
 
 def _dense_dtype(weights: Weights) -> mx.Dtype:

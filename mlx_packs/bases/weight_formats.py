@@ -44,9 +44,9 @@ class WeightFormat(ABC):
     native: ClassVar[bool]  # whether MLX's own modules multiply by it
 
     @property
-    @abstractmethod
     def divisor(self) -> int:
         """What must divide the width of a weight."""
+        return self.group_size
 
     @abstractmethod
     def faults(self) -> list[str]:
@@ -115,21 +115,12 @@ class MLXFormat(WeightFormat):
     group_size: int = 64
     native = True
 
-    @property
-    def divisor(self) -> int:
-        """What must divide the width of a weight."""
-        return self.group_size
-
     def faults(self) -> list[str]:
         """Return what is wrong with the bits or the group size."""
-        faults = []
-        if self.mode == "affine" and self.group_size not in AFFINE_GROUP_SIZES:
-            faults.append(
-                f"--group-size: must be one of {AFFINE_GROUP_SIZES} but is {self.group_size}."
-            )
-        if self.mode == "affine" and self.bits not in AFFINE_BITS:
-            faults.append(f"--bits: must be one of {AFFINE_BITS} but is {self.bits}.")
-        return faults
+        if self.mode != "affine":
+            return []
+        faults = _fault("--group-size", self.group_size, AFFINE_GROUP_SIZES)
+        return faults + _fault("--bits", self.bits, AFFINE_BITS)
 
     def nbytes(self, shape: Shape, scale_itemsize: int) -> int:
         """Return the bytes of codes, scales and biases."""
@@ -183,9 +174,7 @@ class NF4Format(WeightFormat):
 
     def faults(self) -> list[str]:
         """Return what is wrong with the block size."""
-        if self.group_size in BLOCK_SIZES:
-            return []
-        return [f"--group-size: must be one of {BLOCK_SIZES} but is {self.group_size}."]
+        return _fault("--group-size", self.group_size, BLOCK_SIZES)
 
     def nbytes(self, shape: Shape, scale_itemsize: int) -> int:
         """Return the bytes of codes and absmax, which are float32 or 8-bit."""
@@ -236,6 +225,10 @@ class NF4Format(WeightFormat):
     def is_stored(self, quantization: Mapping) -> bool:
         """Return whether a checkpoint is NF4, as written here or by bitsandbytes."""
         return "nf4" in (quantization.get("mode"), quantization.get("bnb_4bit_quant_type"))
+
+
+def _fault(flag: str, value: int, valid: tuple[int, ...]) -> list[str]:
+    return [] if value in valid else [f"{flag}: must be one of {valid} but is {value}."]
 
 
 FORMATS: dict[str, WeightFormat] = registered(
@@ -297,7 +290,7 @@ def check_finite(name: str, w: mx.array) -> None:
         magnitudes = bits[start : start + _SLICE] & (2 ** (8 * word.size - 1) - 1)
         if magnitudes.max().item() >= infinity:
             raise PackError(
-                f"{name}: has NaN or infinite weights; such a model cannot be used.", "unreadable"
+                f"{name}: has NaN or infinite weights. Such a model cannot be used.", "unreadable"
             )
 
 

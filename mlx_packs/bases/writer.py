@@ -114,7 +114,7 @@ def _write(out: Path, source: Path, plan: WritePlan, display: Display) -> tuple[
             raise Interrupted(f"interrupted, but {out} was complete.") from None
         done = len(_finished(partial, plan))
         raise Interrupted(
-            f"interrupted; {done} of {len(plan.shards)} shards are kept in {partial}, and the same "
+            f"interrupted. {done} of {len(plan.shards)} shards are kept in {partial}, and the same "
             "command continues from there."
         ) from None
     except PackError:
@@ -170,8 +170,9 @@ def plan_quantized(
         tensors = _by_names_of_transformers(source, tensors, formats)
     items = []
     for name, tensor in tensors.items():
-        fmt = formats.get(name.removesuffix(".weight")) if name.endswith(".weight") else None
-        items.append(Item.of(name, tensor, fmt, options.layout))
+        path, _, parameter = name.rpartition(".")
+        weight_format = formats.get(path) if parameter == "weight" else None
+        items.append(Item.of(name, tensor, weight_format, options.layout))
     if not any(item.weight_format for item in items):
         raise PackError(f"{source}: nothing is left to quantize with these options.", "conflict")
     shards = in_shards(items, options.max_shard_gb)

@@ -243,7 +243,7 @@ def test_select_targets_by_default_are_all_in_the_blocks():
         (("q_pro",), -1, "unknown", ("'q_proj'", "down_proj", "v_proj")),
         (("model.embed_tokens",), -1, "unsupported", ("model.embed_tokens", "Embedding")),
         (("oj",), -1, "unknown", ("oj",)),
-        ((), 3, "invalid", ("3", "2 blocks")),
+        ((), 3, "mismatch", ("3", "2 blocks")),
     ],
 )
 def test_select_targets_names_what_exists(targets, num_layers, code, names):
