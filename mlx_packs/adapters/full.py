@@ -14,6 +14,7 @@ from ..bases.families import check_trainable
 from ..bases.files import quantization_name
 from ..bases.geometry import Group, block_prefixes, check_num_layers
 from ..bases.model import BaseModel
+from ..config.choices import MATMUL_PATHS, MatmulPathFacts
 from ..errors import PackError
 from ..nn.quantized import QUANTIZED
 from ..runtime import mx
@@ -119,7 +120,7 @@ def unfreeze(base: BaseModel, num_layers: int = -1, matmul_path: str = "auto") -
 def check_dense(base: BaseModel, matmul_path: str) -> None:
     """Raise a PackError unless the weights of a base are dense, or are to be."""
     quantized = any(isinstance(m, QUANTIZED) for m in base.model.modules())
-    if quantized and matmul_path != "dense":
+    if quantized and not MATMUL_PATHS.get(matmul_path, MatmulPathFacts()).keeps_dense:
         raise PackError(
             f"--method full: {base.name} is {quantization_name(base.quantization)}, and quantized "
             "weights cannot be trained. Pass --matmul-path dense to train dense copies of them, or take "

@@ -14,6 +14,7 @@ import mlx.nn as nn
 from ..bases.families import check_trainable
 from ..bases.geometry import BLOCK_PROJECTIONS, Geometry, Group, block_prefixes, find_groups
 from ..bases.model import BaseModel
+from ..config.choices import POLICIES
 from ..config.schema import LoRAConfig
 from ..errors import PackError
 from ..nn.blocks import GroupedAttention, GroupedMLP, is_grouped_attention, is_grouped_mlp
@@ -70,14 +71,15 @@ class Attached:
         replace_modules(self.model, modules)
 
     def recompute(self, policy: str) -> None:
-        """Set what the backward pass computes again: ``none``, ``selective`` or ``block``.
+        """Set what the backward pass computes again, one of `config.choices.POLICIES`.
 
-        ``selective`` acts in blocks with grouped projections; other families keep all.
+        Operations are computed again in blocks with grouped projections; other families keep all.
         """
+        facts = POLICIES[policy]
         for module in self.model.modules():
             if isinstance(module, (GroupedAttention, GroupedMLP)):
-                module.recompute = policy != "none"
-        if policy == "block":
+                module.recompute = facts.operations
+        if facts.blocks:
             prefixes = block_prefixes(self.model)
             self.swap(
                 [(p, RecomputedBlock(b)) for p, b in zip(prefixes, self.model.layers, strict=True)]

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 @option("--rounds", default=3, metavar="N", help="Number of timing rounds.")
 @options.limit
 @options.loss_on
-@options.matmul_path("auto", "quantized", "transient", "dense")
+@options.matmul_path("auto")
 @options.setting("max_ppl_ratio", type=float)
 @options.setting("min_tps_ratio", type=float)
 @options.setting("max_pack_mb", type=float)

@@ -82,7 +82,7 @@ def evaluate(
 @options.setting("batch_size", default=8, type=click.IntRange(1))
 @option("--task-path", metavar="DIR", help="Folder with custom tasks in YAML.")
 @option("--chat", is_flag=True, help="Put each question into the chat template of the base model.")
-@options.matmul_path("quantized", "transient", "dense")
+@options.matmul_path()
 @options.execution
 def eval_tasks(
     packs: tuple[str, ...], model: str, tasks: str, trust_remote_code: bool, **settings

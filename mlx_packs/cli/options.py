@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from ..config.choices import MATMUL_PATHS
 from ..config.fields import SECTIONS, facts_of, flags_of
 from ..config.recipe import RunOptions
 from ..config.schema import DataConfig, LoRAConfig, TrainConfig
@@ -181,12 +182,13 @@ def packs(sentence: str, metavar: str = "PACK") -> Callable:
     return option("--pack", "packs", multiple=True, metavar=metavar, help=sentence)
 
 
-def matmul_path(default: str, *others: str) -> Callable:
+def matmul_path(*auto: str) -> Callable:
     """Add how a command that does not train uses frozen weights."""
+    choices = (*auto, *MATMUL_PATHS)
     return option(
         "--matmul-path",
-        default=default,
-        type=click.Choice([default, *others]),
+        default=choices[0],
+        type=click.Choice(choices),
         help="How frozen weights are used: quantized, dequantized on the fly (transient), or dense.",
     )
 

@@ -67,6 +67,7 @@ class LossFacts:
 class MatmulPathFacts:
     """What is known of a way to multiply by quantized weights without MLX."""
 
+    in_place: bool = False  # whether the base's own modules do it
     dequantizes: bool = False  # whether each use of a weight makes a dense one
     keeps_dense: bool = False  # whether a dense copy of every weight is kept
 
@@ -117,7 +118,7 @@ WEIGHT_FORMATS = ("affine4", "affine8", "nf4")  # that --quantize makes
 WEIGHT_MODES = ("nf4", "affine")  # kinds of formats, of `packs quantize --mode`
 # The cheapest in memory first.
 MATMUL_PATHS = {
-    "quantized": MatmulPathFacts(),
+    "quantized": MatmulPathFacts(in_place=True),
     "transient": MatmulPathFacts(dequantizes=True),
     "dense": MatmulPathFacts(keeps_dense=True),
 }

@@ -16,7 +16,12 @@ from .. import runtime
 from ..bases.geometry import Heads
 from ..bases.quantization import QuantizeOptions, format_for
 from ..bases.weight_formats import named_format
-from ..config.choices import ARCHITECTURES
+from ..config.choices import (
+    ARCHITECTURES,
+    MATMUL_PATHS,
+    POLICIES,
+    PolicyFacts,
+)
 from ..config.schema import LoRAConfig, TrainConfig
 from ..data.batches import padded_length, padded_targets
 from ..errors import PackError
@@ -165,7 +170,7 @@ def _base_bytes(sizes: _Sizes, headers: Headers, train: TrainConfig, itemsize: i
             quantized.add(path)
             total -= tensor_bytes(stored, widen)
             total += weight_format.nbytes(shape, itemsize)
-    if train.matmul_path == "dense":
+    if MATMUL_PATHS[_path_of(train)].keeps_dense:
         total += sum(math.prod(s) * itemsize for p, s in sizes.modules.items() if p in quantized)
     return total
 
@@ -188,7 +193,7 @@ class _Step:
     targets: int
     scores: int
     ranks: list[dict[str, int]]
-    recompute: str
+    policy: PolicyFacts
     waiting: int
     unpacks: bool
     nf4: bool
@@ -223,12 +228,12 @@ class _Step:
         d, f, q = self.sizes.hidden, self.sizes.ffn, self.sizes.queries
         blocks = [self._saved(ranks) for ranks in self.ranks]
         saved = sum(blocks)
-        before = len(blocks) * d if self.recompute == "block" else saved
-        if self.recompute == "block":
+        before = len(blocks) * d if self.policy.blocks else saved
+        if self.policy.blocks:
             saved = before + max(blocks)
         if runtime.on_cpu():  # SwiGLU by pieces, which `moments` adds
-            mlp = 4 * d + (4 * f + 2 * q if self.recompute == "none" else 5 * f)
-        elif self.recompute == "none":
+            mlp = 4 * d + (4 * f + 2 * q if not self.policy.operations else 5 * f)
+        elif not self.policy.operations:
             mlp = 4 * d + (4 if self.unpacks else 6) * f + 2 * q
         else:
             mlp = 4 * d + (15.5 if self.unpacks else 18) * f
@@ -248,7 +253,7 @@ class _Step:
         gate_up = bool(adapted & {"gate_proj", "up_proj"})
         # two residual streams, and what the gradients of A are made of
         saved = d * (2 + qkv + gate_up) + q * ("o_proj" in adapted) + sum(ranks.values())
-        if self.recompute != "none":
+        if self.policy.operations:
             return saved + q + 2 * k + 2 * f  # outputs of the frozen products
         # attention probabilities are saved if they are one piece
         one_piece = self.tokens * self.scores <= stream_count() * _score_block()
@@ -266,7 +271,7 @@ class _Step:
 
     def _dense_slices(self) -> float:
         """Return the dense weights in flight while products dequantize theirs."""
-        if self.recompute != "none":  # recomputed blocks wait for each
+        if self.policy.operations:  # recomputed blocks wait for each
             return 0
         in_blocks = sum(map(math.prod, self.sizes.projections.values()))
         block_weights = in_blocks // self.sizes.blocks
@@ -302,27 +307,32 @@ def estimate(
     length, targets = shape or _largest_shape(train)
     quantized = headers.is_quantized or train.quantize != "none"
     nf4 = train.quantize == "nf4" or headers.is_nf4
+    path_facts = MATMUL_PATHS[_path_of(train)]
     # NF4 has no kernel on a CPU that multiplies quantized weights
-    no_kernel = nf4 and train.matmul_path in ("quantized", "auto") and runtime.on_cpu()
+    no_kernel = nf4 and runtime.on_cpu() and not path_facts.keeps_dense
     step = _Step(
         sizes,
         tokens=train.batch_size * length,
         targets=targets,
         scores=sizes.heads * length,
         ranks=adapters.ranks,
-        recompute=recompute_policies(train)[0],
+        policy=POLICIES[recompute_policies(train)[0]],
         waiting=adapters.waiting(train),
-        unpacks=quantized and (no_kernel or train.matmul_path == "transient"),
+        unpacks=quantized and (no_kernel or path_facts.dequantizes),
         nf4=nf4,
     )
-    path = "quantized" if train.matmul_path == "auto" else train.matmul_path
     return adapters.plan(
         train,
         base=_base_bytes(sizes, headers, train, itemsize),
         base_weights=sum(map(math.prod, sizes.modules.values())),
         moments=step.moments(itemsize),
-        matmul_path=path if quantized else "dense",
+        matmul_path=_path_of(train) if quantized else "dense",
     )
+
+
+def _path_of(train: TrainConfig) -> str:
+    """Return the matmul path of a run; ``auto`` counts as quantized."""
+    return "quantized" if train.matmul_path == "auto" else train.matmul_path
 
 
 def _largest_shape(train: TrainConfig) -> Shape:
@@ -375,7 +385,7 @@ def _estimate_full(
     moments = {}
     for moment, of_plan in plan.moments.items():
         parts = dict(of_plan)
-        recomputed = plan.recompute == "block" and moment in ("mlp", "attention")
+        recomputed = POLICIES[plan.recompute].blocks and moment in ("mlp", "attention")
         copies = accumulates(train) + (recomputed or moment == "update")
         parts["gradients"] = 4 * trainable * copies
         if moment == "loss" and lora.num_layers <= 0:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from ..bases.encoder import Encoder, check_config, tensor_name
 from ..bases.sentence_config import SentenceConfig, read_sentence_config
-from ..config.choices import LOSSES, LossFacts
+from ..config.choices import LOSSES, POLICIES, LossFacts, PolicyFacts
 from ..config.schema import LoRAConfig, TrainConfig
 from ..data.batches import padded_length
 from ..display import size
@@ -89,7 +89,7 @@ class _Step:
     scores: int
     ranks: list[int]
     all_blocks: bool
-    recompute: str
+    policy: PolicyFacts
 
     def saved(self) -> int:
         """Return the numbers that are kept for the backward pass."""
@@ -97,7 +97,7 @@ class _Step:
         # GELU and what came out; and the probabilities.
         block = 9 * self.hidden + 2 * self.ffn + self.scores
         blocks = [block + rank for rank in self.ranks]
-        if self.recompute == "block":
+        if self.policy.blocks:
             inputs = self.columns * self.hidden * len(blocks)
             return self.tokens * (inputs + _AHEAD * max(blocks))
         # the forward of blocks below the adapters is in flight, one block's worth
@@ -149,7 +149,7 @@ def estimate(
         scores=heads * length,
         ranks=[sum(ranks.values()) for ranks in adapters.ranks],
         all_blocks=len(adapters.ranks) == blocks,
-        recompute=recompute_policies(train)[0],
+        policy=POLICIES[recompute_policies(train)[0]],
     )
     logits = 0
     if loss.compares_all:
@@ -189,7 +189,7 @@ def _full(plan: MemoryPlan, headers: Headers, train: TrainConfig) -> MemoryPlan:
     which are kept; activations are those of adapters.
     """
     trainable = 4 * plan.base_weights
-    waits = accumulates(train) or plan.recompute == "block"
+    waits = accumulates(train) or POLICIES[plan.recompute].blocks
     gradients = {"backward": trainable * waits, "update": trainable * (1 + accumulates(train))}
     moments = {at: {**parts, "gradients": gradients[at]} for at, parts in plan.moments.items()}
     return replace(

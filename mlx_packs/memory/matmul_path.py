@@ -9,6 +9,7 @@ into memory is not taken, and the measurement of one that is far behind ends ear
 import time
 from collections.abc import Callable, Set
 from dataclasses import dataclass
+from functools import partial
 
 import mlx.nn as nn
 
@@ -16,14 +17,12 @@ from .. import runtime
 from ..config.choices import MATMUL_PATHS
 from ..nn.quantized import (
     EMBEDDINGS,
+    PATHS,
     dense_dtype,
-    dense_weight,
-    quantized_matmul,
+    dense_module,
     quantized_modules,
-    transient_matmul,
     true_shape,
 )
-from ..ops.matmul import dense_matmul
 from ..runtime import mx
 
 Measure = Callable[[nn.Module, int], dict[str, float]]
@@ -105,14 +104,6 @@ def _seconds(multiply: Callable[[mx.array], mx.array], x: mx.array) -> float:
     return first if first > 0.5 else min(once(), once())
 
 
-def _path_seconds(path: str, module: nn.Module, x: mx.array, dense: mx.array) -> float:
-    if path == "dense":
-        return _seconds(lambda v: dense_matmul(v, dense), x)
-    if path == "transient":
-        return _seconds(lambda v: transient_matmul(v, module), x)
-    return _seconds(lambda v: quantized_matmul(v, module), x)
-
-
 def _measured(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """Return the quantized weights that a step multiplies: no embedding that is only looked up."""
     modules = quantized_modules(model)
@@ -169,12 +160,12 @@ def choose_matmul_path(
     if planned is None:
         free = runtime.total_memory() - mx.get_active_memory()
         fits = dense_bytes(model) < _DENSE_SHARE * free
-        planned = {path for path in MATMUL_PATHS if path != "dense" or fits}
+        planned = {p for p, facts in MATMUL_PATHS.items() if fits or not facts.keeps_dense}
     candidates = {path: ms for path, ms in step_ms.items() if path in planned}
     left_out = [path for path in step_ms if path not in planned]
     reason = f"{' and '.join(left_out)} would not fit" if left_out else ""
-    if left_out == ["dense"]:
-        reason = f"dense would need {dense_bytes(model) / 1e9:.1f} GB more"
+    if left_out and all(MATMUL_PATHS[path].keeps_dense for path in left_out):
+        reason = f"{' and '.join(left_out)} would need {dense_bytes(model) / 1e9:.1f} GB more"
     matmul_path = min(candidates, key=candidates.__getitem__)
     return MatmulPathChoice(matmul_path, step_ms, reason, tuple(kinds))
 
@@ -189,15 +180,21 @@ def _by_kind(modules: list[tuple[str, nn.Module]]) -> dict[tuple, list[tuple[str
 def product_seconds(module: nn.Module, rows: int) -> dict[str, float]:
     """Return the seconds of one product of ``rows`` tokens by each path.
 
-    The quantized one is extrapolated where it is far behind.
+    One whose time is in proportion to the rows is extrapolated where it is far behind.
     """
     sample = min(rows, _MEASURED_ROWS)
-    weight = dense_weight(module)
+    dense = dense_module(module)
+    weight = dense.weight
     x = mx.random.normal((sample, weight.shape[1]), key=mx.random.key(0)).astype(weight.dtype)
     mx.eval(x, weight)
-    seconds = {path: _path_seconds(path, module, x, weight) for path in ("dense", "transient")}
-    small = max(1, sample // 16)
-    guess = _path_seconds("quantized", module, x[:small], weight) * sample / small
-    far_behind = guess > _FAR_BEHIND * min(seconds.values())
-    seconds["quantized"] = guess if far_behind else _path_seconds("quantized", module, x, weight)
+    seconds: dict[str, float] = {}
+    for path, facts in reversed(MATMUL_PATHS.items()):
+        measured = dense if facts.keeps_dense else module
+        product = partial(PATHS[path].product, module=measured)
+        if facts.in_place:
+            few = max(1, sample // 16)
+            seconds[path] = _seconds(product, x[:few]) * sample / few
+            if seconds[path] > _FAR_BEHIND * min(seconds.values()):
+                continue
+        seconds[path] = _seconds(product, x)
     return {path: value * rows / sample for path, value in seconds.items()}

@@ -140,7 +140,7 @@ class PlannedAdapters:
     def waiting(self, train: TrainConfig) -> int:
         """Return the bytes of gradients that wait for the update at the worst moment."""
         # in recomputed blocks the last one is the worst, and all other gradients are there
-        waits = accumulates(train) or recompute_policies(train)[0] == "block"
+        waits = accumulates(train) or POLICIES[recompute_policies(train)[0]].blocks
         return 4 * self.weights * waits
 
     def plan(

@@ -212,7 +212,7 @@ def _harm(option: Option, small: bool) -> tuple:
         -option.lora.rank,
         -train.max_seq_length,
         # MLX's quantized products on a CPU take ten times as long as dense ones (README, "Measured")
-        runtime.on_cpu() and path == "quantized",
+        runtime.on_cpu() and MATMUL_PATHS[path].in_place,
         _METHODS[small].index(option.method),
         -train.batch_size,
         list(POLICIES).index(train.recomputes),

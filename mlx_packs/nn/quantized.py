@@ -7,11 +7,13 @@ once and keep. Which is fastest depends on device, rows and shape: `auto` measur
 
 import itertools
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_unflatten
 
+from ..config.choices import MATMUL_PATHS, registered
 from ..ops import nf4
 from ..ops.affine import dequantize
 from ..ops.linear_cross_entropy import FrozenHead, HeadSlice
@@ -265,15 +267,58 @@ def count_weights(model: nn.Module) -> int:
     return count
 
 
+def _stored_dense_matmul(x: mx.array, module: nn.Module) -> mx.array:
+    """Compute ``x @ W.T`` for a module whose weight is dense."""
+    return dense_matmul(x, module.weight)
+
+
+def _unchanged(module: nn.Module) -> None:
+    """Return nothing: every module stays."""
+
+
+def _transient(module: nn.Module) -> nn.Module | None:
+    """Return a module that dequantizes for each use; NF4 does so by itself."""
+    if type(module) is nn.QuantizedLinear:
+        return TransientLinear(module)
+    return TransientEmbedding(module) if type(module) is nn.QuantizedEmbedding else None
+
+
+def _dense(module: nn.Module) -> nn.Module | None:
+    """Return a dense module; of a linear that is dense anyway one that streams share, if any do."""
+    if type(module) is nn.Linear and stream_count() > 1:
+        return _shared(module)
+    if type(module) not in QUANTIZED:
+        return None
+    # on a CPU activations are float32, whatever the format dequantizes to
+    return dense_module(module, mx.float32 if on_cpu() else None)
+
+
+@dataclass(frozen=True)
+class MatmulPath:
+    """A way to multiply by frozen weights."""
+
+    modules: tuple[type[nn.Module], ...]  # that multiply so
+    product: Callable[[mx.array, nn.Module], mx.array]  # x @ W.T
+    # What replaces a base's module; None where it stays, as subclasses do: they compute something
+    # of their own with the product.
+    replacement: Callable[[nn.Module], nn.Module | None]
+
+
+PATHS: dict[str, MatmulPath] = registered(
+    MATMUL_PATHS,
+    {
+        "quantized": MatmulPath(QUANTIZED, quantized_matmul, _unchanged),
+        "transient": MatmulPath(
+            (TransientLinear, TransientEmbedding), transient_matmul, _transient
+        ),
+        "dense": MatmulPath((nn.Linear, nn.Embedding, HalfLinear), _stored_dense_matmul, _dense),
+    },
+)
+
+
 def matmul_path_of(module: nn.Module) -> str | None:
     """Return the matmul path of a frozen linear or embedding; None for other modules."""
-    if isinstance(module, (TransientLinear, TransientEmbedding)):
-        return "transient"
-    if isinstance(module, QUANTIZED):
-        return "quantized"
-    if isinstance(module, (nn.Linear, nn.Embedding, HalfLinear)):
-        return "dense"
-    return None
+    return next((name for name, path in PATHS.items() if isinstance(module, path.modules)), None)
 
 
 def replace_modules(model: nn.Module, modules: list[tuple[str, nn.Module]]) -> None:
@@ -289,28 +334,15 @@ def replace_modules(model: nn.Module, modules: list[tuple[str, nn.Module]]) -> N
 def apply_matmul_path(model: nn.Module, matmul_path: str) -> list[tuple[str, nn.Module]]:
     """Make every quantized module of ``model`` compute by ``matmul_path``.
 
-    By ``dense`` linears that are dense anyway become some that streams share, if there are several.
-
     Returns:
         (path, original module) of those replaced; `replace_modules` puts them back.
     """
-    linears = []
-    if matmul_path == "dense" and stream_count() > 1:
-        linears = [(path, m) for path, m in model.named_modules() if type(m) is nn.Linear]
-    originals = quantized_modules(model) if matmul_path != "quantized" else []
-    # a subclass computes something of its own with the product: it stays as it is
-    originals = [(path, m) for path, m in originals if type(m) in QUANTIZED]
-    if matmul_path == "transient":  # NF4 dequantizes for each use by itself
-        originals = [(path, m) for path, m in originals if not isinstance(m, NF4)]
-    replaced = [(path, _shared(module)) for path, module in linears]
-    for path, module in originals:
-        if matmul_path == "dense":
-            # on a CPU activations are float32, whatever the format dequantizes to
-            replaced.append((path, dense_module(module, mx.float32 if on_cpu() else None)))
-        elif isinstance(module, EMBEDDINGS):
-            replaced.append((path, TransientEmbedding(module)))
-        else:
-            replaced.append((path, TransientLinear(module)))
+    replacement = PATHS[matmul_path].replacement
+    originals, replaced = [], []
+    for path, module in model.named_modules():
+        if (other := replacement(module)) is not None:
+            originals.append((path, module))
+            replaced.append((path, other))
     replace_modules(model, replaced)
     mx.eval([m.parameters() for _, m in replaced])
-    return linears + originals
+    return originals

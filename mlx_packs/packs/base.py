@@ -16,6 +16,7 @@ from ..adapters.lora import Attached
 from ..bases.files import TINY
 from ..bases.loading import load_base_model
 from ..bases.model import BaseModel
+from ..config.choices import MATMUL_PATHS
 from ..errors import PackError
 from ..nn.quantized import apply_matmul_path, replace_modules
 from ..runtime import mx
@@ -69,7 +70,7 @@ class ActivePack:
         """Whether nothing of the base was copied, so that its slots can be kept."""
         if self.slots.beyond_lora or self.attached.notes:
             return False
-        return self.matmul_path == "quantized"
+        return MATMUL_PATHS[self.matmul_path].in_place
 
 
 @dataclass
@@ -136,7 +137,7 @@ class Base(BaseModel):
 
     def _activate(self, pack: Pack, matmul_path: str) -> None:
         slots = next((s for s in self.idle_slots if s.fits(pack)), None)
-        if slots is None or matmul_path != "quantized":
+        if slots is None or not MATMUL_PATHS[matmul_path].in_place:
             attached = pack.attach(self, matmul_path)
             slots = AdapterSlots(pack.beyond_lora, attached, *attached.installed_modules())
             mx.eval([module.parameters() for _, module in slots.modules])  # DoRA's norms

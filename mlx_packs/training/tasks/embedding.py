@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from ... import runtime
 from ...adapters.method import Trainable
 from ...bases.encoder import Encoder
-from ...config.choices import LOSSES
+from ...config.choices import LOSSES, POLICIES, PolicyFacts
 from ...config.fields import fields_where
 from ...config.schema import COLUMN_SETTINGS, TrainConfig
 from ...data.pairs import (
@@ -126,9 +126,10 @@ class EmbeddingTask(Task):
             raise PackError(
                 "--num-layers: --method full trains all of an encoder. Leave it out.", "conflict"
             )
-        if train.recomputes == "selective":
+        policy = POLICIES.get(train.recomputes, PolicyFacts())
+        if policy.operations and not policy.blocks:
             raise PackError(
-                "--recompute selective: an encoder's blocks have only none and block.",
+                f"--recompute {train.recomputes}: an encoder's blocks have only none and block.",
                 "unsupported",
             )
 
