@@ -6,7 +6,7 @@ stdout carries results alone. Rich honours NO_COLOR and the width of the termina
 
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 from rich.console import Console
 from rich.markup import escape
@@ -33,16 +33,11 @@ class Display:
     def line(self, label: str, text: str, level: int = NORMAL) -> None:
         """Print ``label   text``, the label in bold, at ``level`` and above."""
         if self.level >= level:
-            self.console.print(f"[bold]{label:<7}[/bold] {escape(printable(text))}")
+            self.console.print(_labelled(label, text))
 
-    @contextmanager
-    def working(self, label: str, text: str) -> Iterator[None]:
+    def working(self, label: str, text: str) -> AbstractContextManager:
         """Show a spinner on a terminal while something of unknown length runs."""
-        if not self.live:
-            yield
-            return
-        with self.console.status(f"[bold]{label:<7}[/bold] {escape(printable(text))}"):
-            yield
+        return self.console.status(_labelled(label, text)) if self.live else nullcontext()
 
     @contextmanager
     def task(self, label: str, total: int, unit: str = "", done: int = 0) -> Iterator["Task"]:
@@ -55,10 +50,12 @@ class Display:
             done: steps that were done before.
         """
         task = Task(self, label, total, unit, done)
-        try:
+        with task.bar or nullcontext():
             yield task
-        finally:
-            task.close()
+
+
+def _labelled(label: str, text: str) -> str:
+    return f"[bold]{label:<7}[/bold] {escape(printable(text))}"
 
 
 class Task:
@@ -82,7 +79,6 @@ class Task:
                 console=display.console,
                 transient=True,
             )
-            self.bar.start()
             self.id = self.bar.add_task(label, total=total, completed=done, text=unit)
 
     def advance(self, text: str | None = None) -> None:
@@ -98,11 +94,6 @@ class Task:
             left = pace * (self.total - self.done)
             text = f" {text}" if text else ""
             self.display.line(self.label, f"{self.done}/{self.total}{text}  {clock(left)} left")
-
-    def close(self) -> None:
-        """Remove the bar."""
-        if self.bar is not None:
-            self.bar.stop()
 
 
 def clock(seconds: float) -> str:

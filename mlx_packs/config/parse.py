@@ -101,7 +101,7 @@ def build(cls: type[S], values: Mapping[str, Any], where: str = "") -> S:
     Args:
         cls: the configuration.
         values: by the names of its fields.
-        where: the file that they stand in; empty for flags and Python.
+        where: the file; empty for flags and Python.
 
     Raises:
         PackError: a key is unknown, or a value is wrong.

@@ -51,37 +51,27 @@ class RunOptions(Settings):
 
 @dataclass(frozen=True)
 class Recipe:
-    """All settings of a run, resolved: what the manifest of its pack records.
-
-    Attributes:
-        lora: settings of the adapters.
-        train: settings of the training.
-        data: settings of the data.
-        run: the settings of `RunOptions` that were specified.
-    """
+    """All settings of a run, resolved: what the manifest of its pack records."""
 
     lora: LoRAConfig = LoRAConfig()
     train: TrainConfig = TrainConfig()
     data: DataConfig = DataConfig()
-    run: dict = field(default_factory=dict)
+    run: dict = field(default_factory=dict)  # the settings of `RunOptions` that were specified
 
     def to_json(self) -> dict:
         """Return all settings that have a meaning by name, as `resolve` reads them."""
-        left_out = ADAPTER_SETTINGS if self.train.trains_base else ()
+        unused = set(ADAPTER_SETTINGS if self.train.trains_base else ())
+        if not self.train.phases:  # an empty list would be a fault
+            unused.add("phases")
         settings = {
             **{k: v for k, v in sorted(self.run.items()) if v not in (None, False)},
-            **{
-                f.name: getattr(part, f.name)
-                for part in (self.data, self.lora, self.train)
-                for f in dataclasses.fields(part)
-                if f.name not in left_out
-            },
+            **vars(self.data),
+            **vars(self.lora),
+            **vars(self.train),
             "max_grad_norm": self.train.max_grad_norm or 0.0,  # None would read as its default
             "phases": [phase.to_json() for phase in self.train.phases],
         }
-        if not self.train.phases:  # an empty list would be a fault
-            del settings["phases"]
-        return settings
+        return {name: value for name, value in settings.items() if name not in unused}
 
 
 _PARTS = {"lora": LoRAConfig, "train": TrainConfig, "data": DataConfig, "run": RunOptions}
