@@ -18,7 +18,7 @@ from ..nn.quantized import EMBEDDINGS
 from ..runtime import mx
 
 Tensors = dict[str, mx.array]
-Delta = Callable[[np.ndarray], np.ndarray]
+Delta = Callable[[np.ndarray], np.ndarray]  # x [n, in], or token ids [n], -> [n, out] in float64
 CONFIG = "adapter_config.json"
 _PICKLES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt")
 _TOLERANCE = 1e-5  # of the largest number; factors are products of float32
@@ -71,7 +71,7 @@ def check_no_pickle(path: Path) -> None:
         pickles = sorted(f for f in path.iterdir() if f.suffix in _PICKLES)
     if pickles:
         raise PackError(
-            f"{pickles[0]}: is a pickle, which can run any code when it is read; it was not "
+            f"{pickles[0]}: is a pickle, which can run any code when it is read. It was not "
             "opened. Save the adapter as safetensors with the tool that made it.",
             "unsupported",
         )
@@ -98,18 +98,25 @@ def is_positive(value: object) -> bool:
     return isinstance(value, (int, float)) and value is not True and 0 < value < 2**53
 
 
-def check_magnitudes(adapter: ExternalAdapter, where: Path) -> None:
-    """Check that an adapter that is DoRA by its config has magnitudes.
+def check_complete(adapter: ExternalAdapter, is_dora: bool, where: Path) -> None:
+    """Check that every module has both factors, and magnitudes if the config says DoRA.
 
     Raises:
-        PackError: a module has none.
+        PackError: a tensor is missing.
     """
-    if path := next((p for p in adapter.scales if f"{p}.m" not in adapter.tensors), None):
-        raise PackError(
-            f"{where}: {path}: is DoRA by {CONFIG}, but has no magnitudes. Save the "
-            "adapter again with the tool that made it.",
-            "unreadable",
-        )
+    if not adapter.scales:
+        raise PackError(f"{where}: has no adapter (no lora_a).", "unreadable")
+    needed = {"lora_a": "lora_a", "lora_b": "lora_b"}
+    if is_dora:
+        needed["m"] = f"magnitudes, though it is DoRA by {CONFIG}"
+    for path in {name.rpartition(".")[0]: None for name in adapter.tensors}:
+        for part, described in needed.items():
+            if f"{path}.{part}" not in adapter.tensors:
+                raise PackError(
+                    f"{where}: {path}: has no {described}. Save the adapter again with the tool "
+                    "that made it.",
+                    "unreadable",
+                )
 
 
 def specs_for(base: BaseModel, adapter: ExternalAdapter, where: Path) -> Specs:
@@ -123,8 +130,6 @@ def specs_for(base: BaseModel, adapter: ExternalAdapter, where: Path) -> Specs:
     tied = "lm_head" not in modules
     specs: Specs = {}
     for path in sorted(adapter.scales, key=_by_number):
-        if not {f"{path}.lora_a", f"{path}.lora_b"} <= set(adapter.tensors):
-            raise PackError(f"{where}: {path}: has only one of its two factors.", "unreadable")
         module = modules.get(path)
         kind = "dora" if f"{path}.m" in adapter.tensors else "lora"
         head = None
@@ -132,7 +137,7 @@ def specs_for(base: BaseModel, adapter: ExternalAdapter, where: Path) -> Specs:
             if kind == "dora":
                 raise PackError(
                     f"{where}: {path}: is DoRA on an embedding, whose norm PEFT takes over another "
-                    "axis than mlx-lm; it cannot be converted.",
+                    "axis than mlx-lm. It cannot be converted.",
                     "unsupported",
                 )
             kind, head = "embedding", adapter.head if tied else None
@@ -179,6 +184,12 @@ def common_scale(specs: Iterable[ModuleSpec]) -> float:
     return scales.pop() if len(scales) == 1 else 1.0
 
 
+def low_rank_delta(a: mx.array, b: mx.array, scale: float) -> Delta:
+    """Return what a module adds: scale * (x a) b of a [in, r] and b [r, out], of token ids a[x]."""
+    a, b = (np.array(factor.astype(mx.float32), dtype=np.float64) for factor in (a, b))
+    return lambda x: scale * ((a[x] if x.ndim == 1 else x @ a) @ b)
+
+
 def _factors(spec: ModuleSpec, scale: float) -> mx.array | None:
     """Return by what each row of lora_b is multiplied so that ``scale`` is right; None if by 1."""
     ratios = [s.scale / scale for s in spec.slices for _ in range(s.rank)]
@@ -207,13 +218,6 @@ def verify_numerically(
 
     A square projection transposed by mistake has the right shape; only numbers tell.
 
-    Args:
-        specs: the modules of the pack.
-        tensors: the pack's.
-        deltas: by path, a function of x [n, in] (or token ids [n]) that gives the other tool's
-            delta [n, out] in float64, from the other tool's own tensors.
-        where: the file, for errors.
-
     Raises:
         PackError: a module computes other numbers.
     """
@@ -233,17 +237,13 @@ def verify_numerically(
         if not np.abs(ours - theirs).max() <= _TOLERANCE * largest:  # NaN must fail
             raise PackError(
                 f"{where}: {path}: converted, it computes other numbers than before. This is a "
-                "defect of the conversion; please report it.",
+                "defect of the conversion. Please report it.",
                 "mismatch",
             )
 
 
 def save_folder(stored: StoredAdapter, folder: Path, convention: str) -> list[str]:
-    """Write tensors as safetensors of a convention (``mlx``, ``pt``), and adapter_config.json.
-
-    Returns:
-        The names of the files.
-    """
+    """Write tensors as safetensors of a convention (``mlx``, ``pt``) and the config; their names."""
     file = folder / stored.file.name
     write_tensors(file, stored.tensors, stored.tensors.items(), convention)
     (folder / CONFIG).write_text(to_json(stored.config), encoding="utf-8")

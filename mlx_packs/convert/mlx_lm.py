@@ -20,10 +20,11 @@ from .external import (
     ExternalAdapter,
     StoredAdapter,
     Tensors,
-    check_magnitudes,
+    check_complete,
     common_scale,
     folded,
     is_positive,
+    low_rank_delta,
     save_folder,
 )
 
@@ -50,7 +51,7 @@ class MlxLm:
             )
         if kind not in ("lora", "dora"):
             raise PackError(
-                f"{where}: fine_tune_type {kind!r} is not known; it must be lora or dora.",
+                f"{where}: fine_tune_type must be lora or dora, but is {kind!r}.",
                 "unsupported",
             )
         parameters = config.get("lora_parameters")
@@ -68,30 +69,21 @@ class MlxLm:
 
         Without ``ranks``, what is zero at the end of both factors goes.
         """
-        adapter, tensors, where = ExternalAdapter(), stored.tensors, stored.file
-        for name in tensors:
+        adapter = ExternalAdapter(dict(stored.tensors))
+        for name in stored.tensors:
             path, _, leaf = name.rpartition(".")
             if leaf not in _LEAVES:
                 raise PackError(
-                    f"{where}: {name}: is of a kind that cannot be converted; mlx-lm's "
+                    f"{stored.file}: {name}: is of a kind that cannot be converted. mlx-lm's "
                     "adapters have lora_a, lora_b and m.",
                     "unsupported",
                 )
-            if leaf == "m":
-                adapter.tensors[name] = tensors[name]
-                continue
-            other = tensors.get(f"{path}.{'lora_b' if leaf == 'lora_a' else 'lora_a'}")
-            if other is None:
-                raise PackError(f"{where}: {path}: has only one of its two factors.", "unreadable")
             adapter.scales[path] = float(stored.config["lora_parameters"]["scale"])
+        check_complete(adapter, stored.config.get("fine_tune_type") == "dora", stored.file)
         for path in adapter.scales:
-            a, b = tensors[f"{path}.lora_a"], tensors[f"{path}.lora_b"]
+            a, b = stored.tensors[f"{path}.lora_a"], stored.tensors[f"{path}.lora_b"]
             rank = (ranks or {}).get(path) or _used_rank(a, b)
             adapter.tensors |= _cut(path, a, b, rank)
-        if not adapter.scales:
-            raise PackError(f"{where}: has no adapter (no lora_a).", "unreadable")
-        if stored.config.get("fine_tune_type") == "dora":
-            check_magnitudes(adapter, where)
         return adapter
 
     def fit(self, adapter: ExternalAdapter, base: BaseModel, where: Path) -> None:
@@ -139,18 +131,13 @@ class MlxLm:
         if stored.config["fine_tune_type"] == "full":
             return {}
         scale = stored.config["lora_parameters"]["scale"]
-
-        def delta(path: str) -> Delta:
-            a, b = (
-                np.array(stored.tensors[f"{path}.{part}"].astype(mx.float32), dtype=np.float64)
-                for part in ("lora_a", "lora_b")
-            )
-            return lambda x: scale * ((a[x] if x.ndim == 1 else x @ a) @ b)
-
+        paths = (name.removesuffix(".lora_a") for name in stored.tensors if name.endswith("lora_a"))
+        factors = {
+            path: (stored.tensors[f"{path}.lora_a"], stored.tensors[f"{path}.lora_b"])
+            for path in paths
+        }
         return {
-            path: delta(path)
-            for path, _, leaf in (name.rpartition(".") for name in stored.tensors)
-            if leaf == "lora_a" and stored.tensors[f"{path}.lora_a"].ndim == 2
+            path: low_rank_delta(a, b, scale) for path, (a, b) in factors.items() if a.ndim == 2
         }
 
 
@@ -173,7 +160,7 @@ def _check_pack(pack: Pack) -> None:
             )
     if len({spec.kind == "dora" for spec in specs.values()}) > 1:
         raise PackError(
-            f"{where}: is DoRA on some modules and LoRA on others; mlx-lm has one "
+            f"{where}: is DoRA on some modules and LoRA on others, and mlx-lm has one "
             "fine_tune_type for all.",
             "unsupported",
         )

@@ -2,7 +2,7 @@
 
 PEFT keeps A as [r, in] and B as [out, r] under the names that transformers has for modules; the
 scale is alpha / r of each module, or alpha / sqrt(r) with rsLoRA. Anything that changes the model
-in a way that a pack cannot carry is refused by name.
+in a way that a pack cannot store is rejected by name.
 """
 
 import math
@@ -26,10 +26,11 @@ from .external import (
     Delta,
     ExternalAdapter,
     StoredAdapter,
-    check_magnitudes,
+    check_complete,
     common_scale,
     folded,
     is_positive,
+    low_rank_delta,
     save_folder,
 )
 
@@ -54,8 +55,7 @@ _SAME_NAMES = (
 ).split()
 _LEAVES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 _PART = re.compile(
-    r"(?P<path>.+)\.(?P<part>lora_A|lora_B|lora_embedding_A|lora_embedding_B|lora_magnitude_vector)"
-    r"(\.default)?(\.weight)?"
+    r"(?P<path>.+)\.lora_(embedding_)?(?P<part>A|B|magnitude_vector)(\.default)?(\.weight)?"
 )
 
 
@@ -88,19 +88,19 @@ class Peft:
         if kind != "LORA":
             raise PackError(
                 f"{where}: peft_type is {kind!r}, whose tensors are no low-rank factors of a "
-                "weight; only LORA (with rsLoRA and DoRA) can be converted.",
+                "weight. Only LORA (with rsLoRA and DoRA) can be converted.",
                 "unsupported",
             )
         for key, reason in _UNSUPPORTED.items():
             if config.get(key):
                 raise PackError(
-                    f"{where}: {key}: the adapter {reason}; a pack cannot store that.",
+                    f"{where}: {key}: the adapter {reason}. A pack cannot store that.",
                     "unsupported",
                 )
         if config.get("bias", "none") != "none":
             raise PackError(
                 f"{where}: bias is {config['bias']!r}: the adapter trains biases of the "
-                "base; a pack cannot store that.",
+                "base. A pack cannot store that.",
                 "unsupported",
             )
         start = config.get("init_lora_weights")
@@ -131,7 +131,7 @@ class Peft:
                 _read_part(adapter, stored, name, match, model_type)
             elif re.search(r"\.(lora|ia3|hada|lokr|oft|boft|vera|token_adapter|trainable)_?", bare):
                 raise PackError(
-                    f"{where}: {name}: is of a kind that cannot be converted; a LORA "
+                    f"{where}: {name}: is of a kind that cannot be converted. A LORA "
                     "adapter has lora_A and lora_B.",
                     "unsupported",
                 )
@@ -139,13 +139,7 @@ class Peft:
                 bare = re.sub(r"\.(modules_to_save(\.default)?|base_layer)\.", ".", bare)
                 path = path_here(bare, model_type)
                 adapter.full_tensors[path] = _transposed(bare, tensor, model_type)
-        paths = (name.rpartition(".")[0] for name in adapter.tensors)
-        if path := next((path for path in paths if path not in adapter.scales), None):
-            raise PackError(f"{where}: {path}: has no lora_A.", "unreadable")
-        if not adapter.scales:
-            raise PackError(f"{where}: has no adapter (no lora_A).", "unreadable")
-        if stored.config.get("use_dora"):
-            check_magnitudes(adapter, where)
+        check_complete(adapter, bool(stored.config.get("use_dora")), where)
         return adapter
 
     def fit(self, adapter: ExternalAdapter, base: BaseModel, where: Path) -> None:
@@ -195,22 +189,16 @@ class Peft:
 
     def deltas(self, stored: StoredAdapter, model_type: str) -> dict[str, Delta]:
         """Return scaling * B (A x) of each module."""
-        factors: dict[str, dict[str, np.ndarray]] = {}
+        factors: dict[str, dict[str, mx.array]] = {}
         for name, tensor in stored.tensors.items():
             if match := _PART.fullmatch(name.removeprefix(_PREFIX)):
-                numbers = np.array(tensor.astype(mx.float32), dtype=np.float64)
-                factors.setdefault(match["path"], {})[match["part"]] = numbers
-
-        def delta(path: str, parts: dict[str, np.ndarray]) -> Delta:
-            if "lora_embedding_A" in parts:
-                a, b = parts["lora_embedding_A"], parts["lora_embedding_B"]
-                scale = _scale_in(stored.config, path, a.shape[0])
-                return lambda ids: scale * (a.T[ids] @ b.T)
-            a, b = parts["lora_A"], parts["lora_B"]
+                factors.setdefault(match["path"], {})[match["part"]] = tensor
+        deltas = {}
+        for path, parts in factors.items():
+            a, b = parts["A"], parts["B"]
             scale = _scale_in(stored.config, path, a.shape[0])
-            return lambda x: scale * ((x @ a.T) @ b.T)
-
-        return {path_here(path, model_type): delta(path, p) for path, p in factors.items()}
+            deltas[path_here(path, model_type)] = low_rank_delta(a.T, b.T, scale)
+        return deltas
 
 
 def _check_pattern(pattern: object, key: str, where: Path) -> None:
@@ -247,11 +235,11 @@ def _read_part(
     tensor, path, part = stored.tensors[name], path_here(match["path"], model_type), match["part"]
     if ".experts." in f"{path}.":
         raise PackError(
-            f"{stored.file}: {name}: adapts one expert, and mlx-lm stacks the experts of a layer; "
-            "expert adapters of PEFT cannot be converted.",
+            f"{stored.file}: {name}: adapts one expert, and mlx-lm stacks the experts of a layer. "
+            "Expert adapters of PEFT cannot be converted.",
             "unsupported",
         )
-    if part == "lora_magnitude_vector":
+    if part == "magnitude_vector":
         adapter.tensors[f"{path}.m"] = tensor.flatten()
         return
     if tensor.ndim != 2:
@@ -260,7 +248,7 @@ def _read_part(
             "linear).",
             "unsupported",
         )
-    if part.endswith("A"):
+    if part == "A":
         adapter.tensors[f"{path}.lora_a"] = mx.contiguous(tensor.T)
         adapter.scales[path] = _scale_in(stored.config, match["path"], tensor.shape[0])
     else:
@@ -299,7 +287,7 @@ def _drop_tied_head(adapter: ExternalAdapter, base: BaseModel, where: Path) -> N
         only = "lm_head" if table is None else "the embedding"
         reason = f"it stores {only} alone" if table is None or head is None else "the two differ"
         raise PackError(
-            f"{where}: {base.name} ties its head to the embedding, but {reason}; one "
+            f"{where}: {base.name} ties its head to the embedding, but {reason}. One "
             "table cannot be both.",
             "mismatch",
         )
@@ -320,7 +308,7 @@ def _check_specs(pack: Pack, model_type: str, specs: Specs) -> None:
 
     if model_type not in _SAME_NAMES:
         raise unsupported(
-            f"what transformers calls the modules of {model_type} is not known here; PEFT export "
+            f"what transformers calls the modules of {model_type} is not known here. PEFT export "
             f"knows {', '.join(_SAME_NAMES)}."
         )
     for path, spec in specs.items():
@@ -342,7 +330,7 @@ def _check_specs(pack: Pack, model_type: str, specs: Specs) -> None:
             )
     if len({spec.kind == "dora" for spec in specs.values()}) > 1:
         raise unsupported(
-            "is DoRA on some modules and LoRA on others; PEFT has one use_dora for all."
+            "is DoRA on some modules and LoRA on others, and PEFT has one use_dora for all."
         )
 
 
