@@ -10,7 +10,8 @@ import math
 from pathlib import Path
 
 from mlx_packs import Pack
-from mlx_packs.convert.merge_decoder import merge_fidelity
+from mlx_packs.convert.fidelity import Fidelity, default_limit
+from mlx_packs.convert.merge_decoder import compare_next_tokens
 from mlx_packs.convert.merge_plan import MergeRequest
 from mlx_packs.display import QUIET, Display
 from mlx_packs.evaluation.rows import columns_of
@@ -49,8 +50,9 @@ def table(packs: list[Pack], model: str, data: str, rows: int) -> list[str]:
                 trust_remote_code=False,
                 display=Display(QUIET),
             )
-            fidelity, _, _ = merge_fidelity(request)
-            verdict = "passes" if fidelity.kl_mean <= fidelity.limit(None) else "**refused**"
+            fidelity = Fidelity(**compare_next_tokens(request).scores)
+            limit = default_limit(fidelity.kl_of_pack)
+            verdict = "passes" if fidelity.kl_mean <= limit else "**refused**"
             lines.append(
                 f"| {_name(pack)}, moves the base by {fidelity.kl_of_pack:.2g} | {name} | "
                 f"{fidelity.kl_mean:.2g} | {fidelity.kl_mean / fidelity.kl_of_pack:.1%} | "

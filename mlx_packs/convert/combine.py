@@ -7,7 +7,7 @@ becomes the nearest pack of the requested rank (Eckart and Young, by SVD).
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
@@ -22,19 +22,23 @@ from ..config.schema import DataConfig
 from ..display import QUIET, Display
 from ..errors import PackError
 from ..evaluation.rows import columns_of
-from ..files import sha256
 from ..nn.lora import adapter_key
 from ..nn.quantized import dense_weight
 from ..packs.base import load_base_for
 from ..packs.folder import check_output
-from ..packs.manifest import ADAPTERS
 from ..packs.pack import Pack
 from ..packs.weighted_sum import check_addable, check_distinct, weighted_sum
 from ..runtime import mx
-from .fidelity import ROWS, Fidelity, FidelityMeter, Modules, check_max_drift
+from .fidelity import (
+    ROWS,
+    FidelityMeter,
+    Modules,
+    check_max_drift,
+    default_limit,
+    first_that_passes,
+)
 from .merge_decoder import dense_modules
 from .merge_plan import Change
-from .merger import first_that_passes
 
 _EXACT_SVD = 512  # of the smaller side; above it the range is found by random projections
 _OVERSAMPLED, _ITERATIONS = 16, 4
@@ -141,20 +145,18 @@ def combine_packs(  # noqa: PLR0913 - a public facade
     opened = _open(packs)
     first = opened[0][0]
     base = load_base_for(first, model, trust_remote_code)
-    combination = _combination(base, opened, method, rank, density or 0.5, seed)
+    combination = _Combination(base, opened, method, rank, density or 0.5, seed)
     combined = combination.pack(rank)
     columns = columns or columns_of(first, data)
     meter = FidelityMeter(base, first, columns, rows, display or Display(QUIET))
     dense = meter.with_modules(combination.modules())
 
-    def fidelity_of(pack: Pack) -> Fidelity:
-        return meter.compare(dense, meter.with_pack(pack))
-
     def kl_of(rank: int) -> float:
-        return fidelity_of(combination.pack(rank)).kl_mean
+        return meter.compare(dense, meter.with_pack(combination.pack(rank))).kl_mean
 
-    fidelity = fidelity_of(combined)
-    limit, setting = fidelity.limit(max_drift), str(rank or "all")
+    fidelity = meter.compare(dense, meter.with_pack(combined))
+    limit = default_limit(fidelity.kl_of_pack) if max_drift is None else max_drift
+    setting = str(rank or "all")
     others = {str(more): partial(kl_of, more) for more in combination.doublings(rank)}
     tried, passes = first_that_passes(setting, fidelity.kl_mean, limit, others)
     passed = passes == setting
@@ -164,7 +166,7 @@ def combine_packs(  # noqa: PLR0913 - a public facade
         "out": str(out),
         "model": base_files.public_name(str(model)),
         **combination.facts,
-        **fidelity.to_json(),
+        **asdict(fidelity),
         "max_drift": limit,
         "passed": passed,
         "passes": int(passes) if passes and passes != "all" else passes,
@@ -173,14 +175,33 @@ def combine_packs(  # noqa: PLR0913 - a public facade
     }
 
 
-@dataclass(frozen=True)
 class _Combination:
     """Packs of one base, the deltas that a method makes of them, and facts for a manifest."""
 
-    base: BaseModel
-    packs: Packs
-    deltas: dict[str, mx.array]
-    facts: dict
+    def __init__(
+        self,
+        base: BaseModel,
+        packs: Packs,
+        method: str,
+        rank: int | None,
+        density: float,
+        seed: int,
+    ) -> None:
+        self.base, self.packs = base, packs
+        self.deltas = _deltas(packs, method, density, seed)
+        self.facts = {
+            "method": method,
+            **({"rank": rank} if rank else {}),
+            **({"density": density, "seed": seed} if method in ("ties", "dare") else {}),
+            "packs": [
+                {
+                    "name": pack.short_name if pack.path else None,
+                    "weight": weight,
+                    "sha256": pack.adapters_hash,
+                }
+                for pack, weight in packs
+            ],
+        }
 
     def pack(self, rank: int | None) -> Pack:
         """Return the pack of a rank; None keeps all ranks."""
@@ -247,26 +268,6 @@ def _check_settings(
         raise PackError(
             f"weights must be numbers other than 0, but one is {bad[0]}.", flag="weighted_packs"
         )
-
-
-def _combination(
-    base: BaseModel, packs: Packs, method: str, rank: int | None, density: float, seed: int
-) -> _Combination:
-    """Return what a method makes of packs, and the facts of it for a manifest."""
-    facts = {
-        "method": method,
-        **({"rank": rank} if rank else {}),
-        **({"density": density, "seed": seed} if method in ("ties", "dare") else {}),
-        "packs": [
-            {
-                "name": pack.short_name if pack.path else None,
-                "weight": weight,
-                "sha256": sha256(pack.path / ADAPTERS) if pack.path else None,
-            }
-            for pack, weight in packs
-        ],
-    }
-    return _Combination(base, packs, _deltas(packs, method, density, seed), facts)
 
 
 def _deltas(opened: Packs, method: str, density: float, seed: int) -> dict[str, mx.array]:

@@ -5,13 +5,13 @@ of it remains cannot be read off the weights; it is measured on examples.
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from functools import partial
 
 import mlx.nn as nn
 
-from ..bases.model import BaseModel
 from ..config.schema import DataConfig, TrainConfig
 from ..data.batches import Batch, evaluation_batches
 from ..data.encoding import EncodingOptions, encode
@@ -20,22 +20,42 @@ from ..errors import PackError
 from ..evaluation.perplexity import perplexity
 from ..evaluation.rows import evaluation_rows
 from ..memory.matmul_path import choose_matmul_path
-from ..nn.quantized import apply_matmul_path, replace_modules
+from ..nn.quantized import replace_modules
 from ..objectives.causal_lm import Head, as_arrays, forward, split_head
+from ..packs.base import Base, activated
 from ..packs.pack import Pack
 from ..runtime import mx
 
 # The default limit, in nats a token. Without a share a small pack could be rounded away entirely.
 MAX_KL = 0.02
 MAX_SHARE = 0.1  # of what the pack itself moves the base by
-_NOISE = 2e-5  # of float32 products in another order, and of bf16 weights
+NOISE = 2e-5  # of float32 products in another order, and of bf16 weights
 ROWS = 32
 _LOGIT_BYTES = 1 << 28  # of logits that wait for their counterpart
 
 Modules = list[tuple[str, nn.Module]]
-Variant = Callable[
-    [], AbstractContextManager[None]
-]  # installs modules into a base and removes them
+Variant = Callable[[], AbstractContextManager[None]]  # installs modules into a base, removes them
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How far a merged model is from the base with the pack attached.
+
+    Attributes:
+        scores: for the report.
+        recorded: those of the scores that the written folder records.
+        distance: what ``limit`` limits.
+        limit: largest distance that passes.
+        tried: the distance of every setting that was tried.
+        passes: the cheapest of them within the limit.
+    """
+
+    scores: dict[str, float]
+    recorded: tuple[str, ...]
+    distance: float
+    limit: float
+    tried: dict[str, float]
+    passes: str | None
 
 
 @dataclass(frozen=True)
@@ -62,16 +82,6 @@ class Fidelity:
     rows: int
     targets: int
 
-    def to_json(self) -> dict:
-        """Return the fields as the reports of merge and combine have them."""
-        return asdict(self)
-
-    def limit(self, max_drift: float | None) -> float:
-        """Return what was asked for; None is a tenth of what the pack does, and 0.02 at most."""
-        if max_drift is not None:
-            return max_drift
-        return max(_NOISE, min(MAX_KL, MAX_SHARE * self.kl_of_pack))
-
 
 def check_max_drift(max_drift: float | None) -> None:
     """Check a limit of the KL; JSON has no infinity either.
@@ -83,11 +93,37 @@ def check_max_drift(max_drift: float | None) -> None:
         raise PackError(f"--max-drift must be a number of 0 or more, but is {max_drift}.")
 
 
+def default_limit(moved: float, largest: float = MAX_KL, noise: float = NOISE) -> float:
+    """Return the limit of a drift: a tenth of what the pack moves the base by, and ``largest``."""
+    return max(noise, min(largest, MAX_SHARE * moved))
+
+
+def first_that_passes(
+    setting: str, distance: float, limit: float, others: Mapping[str, Callable[[], float]]
+) -> tuple[dict[str, float], str | None]:
+    """Return the distances of the settings tried, and the first within the limit.
+
+    Args:
+        setting: what was asked for.
+        distance: its distance.
+        limit: the largest distance that passes.
+        others: settings that are tried in turn if it does not, each with what measures it.
+    """
+    tried = {setting: distance}
+    if distance <= limit:
+        return tried, setting
+    for other, measure in others.items():
+        tried[other] = measure()
+        if tried[other] <= limit:
+            return tried, other
+    return tried, None
+
+
 class FidelityMeter:
     """Compares variants of a base model on the same examples, cut as the pack was trained."""
 
     def __init__(
-        self, base: BaseModel, pack: Pack, columns: DataConfig, rows: int, display: Display
+        self, base: Base, pack: Pack, columns: DataConfig, rows: int, display: Display
     ) -> None:
         """Read at most ``rows`` test examples and choose the fastest matmul path for them.
 
@@ -112,50 +148,17 @@ class FidelityMeter:
         size = self.batches[-1].tokens.size
         self.matmul_path = choose_matmul_path(base.model, size).matmul_path
 
-    def with_pack(self, pack: Pack) -> Variant:
-        """Return the base with a pack attached."""
-
-        @contextmanager
-        def variant() -> Iterator[None]:
-            attached = pack.attach(self.base, matmul_path=self.matmul_path)
-            try:
-                yield
-            finally:
-                attached.detach()
-
-        return variant
-
-    def without_pack(self) -> Variant:
-        """Return the base alone."""
-
-        @contextmanager
-        def variant() -> Iterator[None]:
-            originals = apply_matmul_path(self.base.model, self.matmul_path)
-            try:
-                yield
-            finally:
-                replace_modules(self.base.model, originals)
-
-        return variant
+    def with_pack(self, pack: Pack | None) -> Variant:
+        """Return the base with a pack attached, or alone."""
+        return partial(activated, self.base, pack, self.matmul_path)
 
     def with_modules(self, modules: Modules) -> Variant:
         """Return the base with other modules."""
-        own = dict(self.base.model.named_modules())
-        originals = [(path, own[path]) for path, _ in modules]
-
-        @contextmanager
-        def variant() -> Iterator[None]:
-            replace_modules(self.base.model, modules)
-            try:
-                yield
-            finally:
-                replace_modules(self.base.model, originals)
-
-        return variant
+        return partial(_replaced, self.base.model, modules)
 
     def compare(self, first: Variant, second: Variant) -> Fidelity:
         """Return KL and perplexity of the second variant against the first."""
-        model, plain = self.base.model, self.without_pack()
+        model, plain = self.base.model, self.with_pack(None)
         model.eval()
         kl = kl_base = same = nll_before = nll_after = 0.0
         targets = rows = 0
@@ -184,6 +187,17 @@ class FidelityMeter:
             rows=rows,
             targets=targets,
         )
+
+
+@contextmanager
+def _replaced(model: nn.Module, modules: Modules) -> Iterator[None]:
+    own = dict(model.named_modules())
+    originals = [(path, own[path]) for path, _ in modules]
+    replace_modules(model, modules)
+    try:
+        yield
+    finally:
+        replace_modules(model, originals)
 
 
 def _not_negative(kl: float) -> float:

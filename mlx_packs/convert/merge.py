@@ -1,11 +1,12 @@
 """Merge a pack into its base: a checkpoint of the base's own names and dtypes that needs no pack.
 
 The merge is planned from lazy tensors (`merge_plan`), compared with the attached pack before a file
-is written (`merger`), and written atomically, tensor by tensor (`bases.writer`). It is rejected
+is written (`MERGERS`), and written atomically, tensor by tensor (`bases.writer`). It is rejected
 where quantization would erase the pack's effect.
 """
 
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from ..bases import files as base_files
@@ -16,14 +17,14 @@ from ..display import QUIET, Display
 from ..errors import PackError
 from ..evaluation.rows import columns_of
 from ..packs.pack import Pack
-from .fidelity import ROWS, check_max_drift
-from .merge_decoder import DecoderMerger
-from .merge_encoder import EncoderMerger
+from .fidelity import ROWS, Outcome, check_max_drift
+from .merge_decoder import compare_next_tokens
+from .merge_encoder import compare_embeddings
 from .merge_plan import DTYPES, REQUANTIZE, MergeRequest, plan_merge
-from .merger import Merger, Outcome
 
-MERGERS: dict[str, Merger] = registered(
-    ARCHITECTURES, {"decoder": DecoderMerger(), "encoder": EncoderMerger()}
+# Each compares a merged model, before it is written, with the pack attached.
+MERGERS: dict[str, Callable[[MergeRequest], Outcome]] = registered(
+    ARCHITECTURES, {"decoder": compare_next_tokens, "encoder": compare_embeddings}
 )
 
 
@@ -88,9 +89,7 @@ def merge_pack(  # noqa: PLR0913 - a public facade
     _check(request)
     source, _ = pack.check_checkpoint(model)
     writer.output_folder(str(out), source, overwrite)
-    merger = MERGERS[architecture_of(pack.manifest["base"]["model_type"])]
-    merger.check(request)
-    outcome = merger.compare(request)
+    outcome = MERGERS[architecture_of(pack.manifest["base"]["model_type"])](request)
     report = _report(request, outcome, out)
     if not report["passed"]:
         return report

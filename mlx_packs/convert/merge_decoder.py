@@ -13,34 +13,21 @@ from ..packs.base import load_base_for
 from ..packs.manifest import replaced_of
 from ..packs.pack import Pack
 from ..runtime import mx, on_cpu
-from .fidelity import Fidelity, FidelityMeter, Modules
+from .fidelity import (
+    Fidelity,
+    FidelityMeter,
+    Modules,
+    Outcome,
+    default_limit,
+    first_that_passes,
+)
 from .merge_plan import Change, MergeRequest, dtype_of, plan_changes
-from .merger import Outcome, first_that_passes
 
 _CHEAPEST_FIRST = ("affine8", "none")  # what is tried where a merge is too far off
 
 
-class DecoderMerger:
-    """Compares next tokens, and perplexity."""
-
-    def check(self, request: MergeRequest) -> None:
-        """Accept every request."""
-
-    def compare(self, request: MergeRequest) -> Outcome:
-        """Return the merge fidelity, and the cheapest setting within the limit."""
-        fidelity, tried, passes = merge_fidelity(request)
-        return Outcome(
-            scores=fidelity.to_json(),
-            recorded=("kl_mean", "ppl_ratio"),
-            distance=fidelity.kl_mean,
-            limit=fidelity.limit(request.max_drift),
-            tried=tried,
-            passes=passes,
-        )
-
-
-def merge_fidelity(request: MergeRequest) -> tuple[Fidelity, dict[str, float], str | None]:
-    """Return the fidelity of a merge, the mean KL of each setting tried, and which one passes."""
+def compare_next_tokens(request: MergeRequest) -> Outcome:
+    """Return the fidelity of a merge, and the cheapest setting within the limit."""
     pack, dtype = request.pack, request.dtype
     planned = plan_changes(request)
     base = load_base_for(pack, request.model, request.trust_remote_code)
@@ -58,9 +45,18 @@ def merge_fidelity(request: MergeRequest) -> tuple[Fidelity, dict[str, float], s
     others = {finer: partial(kl_of, finer, dtype) for finer in _finer(request.requantize)}
     if any(change.weight.dtype != mx.float32 for change in planned.changes):
         others["none --dtype float32"] = partial(kl_of, "none", "float32")
-    limit = fidelity.limit(request.max_drift)
+    limit = request.max_drift
+    if limit is None:
+        limit = default_limit(fidelity.kl_of_pack)
     tried, passes = first_that_passes(request.requantize, fidelity.kl_mean, limit, others)
-    return fidelity, tried, passes
+    return Outcome(
+        scores=dataclasses.asdict(fidelity),
+        recorded=("kl_mean", "ppl_ratio"),
+        distance=fidelity.kl_mean,
+        limit=limit,
+        tried=tried,
+        passes=passes,
+    )
 
 
 def _finer(requantize: str) -> tuple[str, ...]:

@@ -4,6 +4,7 @@ What is to be written is loaded as an encoder of its own first.
 """
 
 import dataclasses
+from functools import partial
 
 import numpy as np
 
@@ -15,62 +16,53 @@ from ..errors import PackError
 from ..evaluation.rows import evaluation_rows
 from ..packs.base import Base, load_base_for
 from ..runtime import mx
+from .fidelity import Outcome, default_limit, first_that_passes
 from .merge_plan import MergeRequest, plan_merge
-from .merger import Outcome, first_that_passes
 
 _BATCH = 32
-# Of 1 - cosine: the largest limit, the share of what the pack moves, and rounding itself.
-_MOST, _SHARE, _ROUNDING = 1e-3, 0.1, 1e-6
+_LARGEST, _NOISE = 1e-3, 1e-6  # of 1 - cosine: the largest limit, and rounding itself
 
 
-class EncoderMerger:
-    """Compares embeddings; what is written stays dense."""
+def compare_embeddings(request: MergeRequest) -> Outcome:
+    """Return the mean of 1 - cosine of the embeddings; what is written stays dense.
 
-    def check(self, request: MergeRequest) -> None:
-        """Check that the weights stay dense.
-
-        Raises:
-            PackError: they are to be quantized.
-        """
-        if request.requantize != "none":
-            raise PackError(
-                f"--requantize {request.requantize}: an encoder is written dense, as transformers "
-                "reads it.",
-                "unsupported",
-            )
-
-    def compare(self, request: MergeRequest) -> Outcome:
-        """Return the mean of 1 - cosine of the embeddings.
-
-        The default limit is a tenth of what the pack itself moves them by, and 0.001 at most.
-        """
-        texts = _texts(request)
-        base = load_base_for(request.pack, request.model, request.trust_remote_code)
-        with request.display.working("drift", f"{len(texts)} texts"):
-            plain = base.encode(texts, _BATCH)
-            with base.applied(request.pack):
-                attached = base.encode(texts, _BATCH)
-
-            def distance_of(dtype: str) -> float:
-                plan = plan_merge(dataclasses.replace(request, dtype=dtype))
-                return _distance(attached, _embeddings(_as_written(plan, base), base, texts))
-
-            moved, distance = _distance(plain, attached), distance_of(request.dtype)
-            limit = request.max_drift
-            if limit is None:
-                limit = max(min(_MOST, _SHARE * moved), _ROUNDING)
-            others = {}
-            if request.dtype != "float32":
-                others["none --dtype float32"] = lambda: distance_of("float32")
-            tried, passes = first_that_passes("none", distance, limit, others)
-        return Outcome(
-            scores={"drift_mean": distance, "drift_of_pack": moved, "texts": len(texts)},
-            recorded=("drift_mean",),
-            distance=distance,
-            limit=limit,
-            tried=tried,
-            passes=passes,
+    Raises:
+        PackError: the weights are to be quantized.
+    """
+    if request.requantize != "none":
+        raise PackError(
+            f"--requantize {request.requantize}: an encoder is written dense, as transformers "
+            "reads it.",
+            "unsupported",
         )
+    texts = _texts(request)
+    base = load_base_for(request.pack, request.model, request.trust_remote_code)
+    with request.display.working("drift", f"{len(texts)} texts"):
+        plain = base.encode(texts, _BATCH)
+        with base.applied(request.pack):
+            attached = base.encode(texts, _BATCH)
+
+        def distance_of(dtype: str) -> float:
+            model = _as_written(plan_merge(dataclasses.replace(request, dtype=dtype)), base)
+            tokens = tokens_of(base.tokenizer, texts, model.longest)
+            return _distance(attached, embedded(model, tokens, _BATCH))
+
+        moved, distance = _distance(plain, attached), distance_of(request.dtype)
+        limit = request.max_drift
+        if limit is None:
+            limit = default_limit(moved, _LARGEST, _NOISE)
+        others = {}
+        if request.dtype != "float32":
+            others["none --dtype float32"] = partial(distance_of, "float32")
+        tried, passes = first_that_passes("none", distance, limit, others)
+    return Outcome(
+        scores={"drift_mean": distance, "drift_of_pack": moved, "texts": len(texts)},
+        recorded=("drift_mean",),
+        distance=distance,
+        limit=limit,
+        tried=tried,
+        passes=passes,
+    )
 
 
 def _texts(request: MergeRequest) -> list[str]:
@@ -94,10 +86,6 @@ def _as_written(plan: WritePlan, base: Base) -> Encoder:
     model.load_weights([(name, tensor.astype(mx.float32)) for name, tensor in named if name])
     model.eval()
     return model
-
-
-def _embeddings(model: Encoder, base: Base, texts: list[str]) -> np.ndarray:
-    return embedded(model, tokens_of(base.tokenizer, texts, model.longest), _BATCH)
 
 
 def _distance(one: np.ndarray, other: np.ndarray) -> float:

@@ -11,7 +11,6 @@ from collections import Counter
 from collections.abc import Collection, Mapping
 from pathlib import Path
 
-import numpy as np
 from mlx.utils import tree_flatten
 
 from ..adapters.spec import ModuleSpec, Specs
