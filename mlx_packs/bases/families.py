@@ -29,7 +29,7 @@ UNTRAINABLE_ON_METAL = {
 }
 MIXTURES_SINCE = (0, 32)  # of mlx-lm
 # Encoders of other families that people train with sentence-transformers, by model_type.
-_OTHER_ENCODERS = (
+_UNSUPPORTED_TYPES = (
     "albert camembert deberta deberta-v2 distilbert electra gte_new jina_bert modernbert mpnet "
     "new nomic_bert roberta t5 xlm-roberta"
 ).split()
@@ -41,7 +41,7 @@ def check_supported(config: Mapping, where: str | Path = "config.json") -> None:
     Raises:
         PackError: it is; the message begins with ``where``.
     """
-    if (model_type := config.get("model_type")) in _OTHER_ENCODERS:
+    if (model_type := config.get("model_type")) in _UNSUPPORTED_TYPES:
         raise PackError(
             f"{where}: has model_type '{model_type}'; of encoders only "
             f"{', '.join(ARCHITECTURES['encoder'].model_types)} is supported.",

@@ -1,0 +1,59 @@
+"""A name of `config.choices` that has no code, or code that has no name, fails at import."""
+
+import ast
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+from mlx_packs.config import choices
+
+PACKAGE = Path(choices.__file__).parents[1]
+LISTINGS = {name for name in vars(choices) if name.isupper() and len(name) > 1}
+# A task names its class, policies are their facts, and two objectives are unpacked at import.
+WITHOUT_REGISTRY = {"TASKS", "POLICIES", "OBJECTIVES"}
+
+
+def registries() -> list[tuple[str, str]]:
+    """Listing and module of every call of `registered`."""
+    calls = []
+    for file in sorted(PACKAGE.rglob("*.py")):
+        module = ".".join(("mlx_packs", *file.relative_to(PACKAGE).with_suffix("").parts))
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) == "registered":
+                calls.append((ast.unparse(node.args[0]).removeprefix("choices."), module))
+    return sorted(set(calls))
+
+
+def imported_again(module: str) -> None:
+    """Run a module as its import does, beside the one that is loaded."""
+    spec = importlib.util.find_spec(module)
+    spec.loader.exec_module(importlib.util.module_from_spec(spec))
+
+
+@pytest.mark.parametrize(("listing", "module"), registries())
+def test_a_registry_has_the_names_of_its_listing_alone(monkeypatch, listing, module):
+    imported_again(module)
+    names = getattr(choices, listing)
+    first = next(iter(names))
+    if isinstance(names, dict):
+        changes = {"another": {**names, "another": names[first]}}
+        changes[first] = {name: facts for name, facts in names.items() if name != first}
+    else:
+        changes = {"another": (*names, "another"), first: names[1:]}
+    for faulty, changed in changes.items():
+        monkeypatch.setattr(choices, listing, changed)
+        with pytest.raises(RuntimeError, match=f"registered in one place only: {faulty}"):
+            imported_again(module)
+
+
+def test_every_listing_has_a_registry():
+    assert {listing for listing, _ in registries()} == LISTINGS - WITHOUT_REGISTRY
+
+
+def test_a_name_is_of_one_architecture():
+    types = [t for facts in choices.ARCHITECTURES.values() for t in facts.model_types]
+    assert len(types) == len(set(types))
+    assert {choices.architecture_of(t) for t in types} == {"encoder"}
+    assert choices.architecture_of("qwen3") == choices.architecture_of(None) == "decoder"
+    assert {facts.architecture for facts in choices.TASKS.values()} == set(choices.ARCHITECTURES)
