@@ -24,9 +24,7 @@ UNTRAINABLE = {
     "prism_hadamard_qwen35": "its projections are HadamardQuantizedLinear, which carry no adapters",
     "recurrent_gemma": "mlx-lm's Model is not set up as a module and cannot be frozen",
 }
-UNTRAINABLE_ON_METAL = {
-    "rwkv7": "its kernel for Metal (the recurrence) has no gradient",
-}
+UNTRAINABLE_ON_METAL = {"rwkv7": "its kernel for Metal (the recurrence) has no gradient"}
 MIXTURES_SINCE = (0, 32)  # of mlx-lm
 # Encoders of other families that people train with sentence-transformers, by model_type.
 _UNSUPPORTED_TYPES = (

@@ -16,14 +16,7 @@ from ..runtime import mx
 from .bitsandbytes import from_bitsandbytes
 from .encoder import load_encoder
 from .families import check_supported
-from .files import (
-    TINY,
-    check_files,
-    fingerprint,
-    quantized_as,
-    resolve_checkpoint,
-    text_config,
-)
+from .files import TINY, check_files, fingerprint, quantized_as, resolve_checkpoint, text_config
 from .model import BaseModel
 from .nf4 import check_stored_nf4, nf4_quantization, place_nf4, quantized_already, stored_as_asked
 from .quantization import QuantizeOptions, quantize_weights

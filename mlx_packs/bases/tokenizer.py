@@ -22,9 +22,7 @@ def load_tokenizer(path: Path, config: dict, trust_remote_code: bool) -> Any:
         if not (path / "tokenizer.json").is_file():  # it then logs each thing that it tries
             transformers_logging.set_verbosity(transformers_logging.CRITICAL)
         tokenizer = load_tokenizer(
-            path,
-            {"trust_remote_code": trust_remote_code},
-            eos_token_ids=config.get("eos_token_id"),
+            path, {"trust_remote_code": trust_remote_code}, eos_token_ids=config.get("eos_token_id")
         )
     except (OSError, ValueError, KeyError, TypeError, ImportError, StrictDataclassError) as error:
         raise unreadable_tokenizer(path, reason_of(error)) from None

@@ -232,8 +232,7 @@ def _fault(flag: str, value: int, valid: tuple[int, ...]) -> list[str]:
 
 
 FORMATS: dict[str, WeightFormat] = registered(
-    WEIGHT_FORMATS,
-    {"affine4": MLXFormat(bits=4), "affine8": MLXFormat(bits=8), "nf4": NF4Format()},
+    WEIGHT_FORMATS, {"affine4": MLXFormat(bits=4), "affine8": MLXFormat(bits=8), "nf4": NF4Format()}
 )
 CLASSES: dict[str, type[WeightFormat]] = registered(
     WEIGHT_MODES, {"nf4": NF4Format, "affine": MLXFormat}

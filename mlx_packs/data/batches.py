@@ -16,6 +16,7 @@ from .. import runtime
 from .encoding import Example, Examples
 from .sampler import Order, Sampler
 
+Shape = tuple[int, int]  # (T, M) of a batch
 # Of the batches of a run that is compiled: each shape costs a compilation of its own.
 MOST_SHAPES = 8
 _COUNTED_BATCHES = 2000
@@ -41,7 +42,7 @@ class Batch:
 
 
 def padded_length(longest: int, limit: int) -> int:
-    """T for a batch: the next multiple of 8, of 16 above 256, of 32 above 512, and so on.
+    """Return T for a batch: the next multiple of 8, of 16 above 256, of 32 above 512, and so on.
 
     Where each T is compiled, it is the next of 32, 64, 96, 128, 192, 256, 384, 512, 768, ...
     """
@@ -52,18 +53,16 @@ def padded_length(longest: int, limit: int) -> int:
 
 
 def padded_targets(count: int, slots: int) -> int:
-    """M for a batch: the least number of quarters of the B x T positions that has room, one or more.
+    """Return M for a batch: as many quarters of the B x T positions as needed, but one at least.
 
-    Where nothing is compiled, it is a number of 32nds.
+    Where nothing is compiled, they are 32nds.
     """
     parts = 4 if runtime.COMPILES else 32
     return next(m for k in range(1, parts + 1) if (m := slots * k // parts) >= max(count, 1))
 
 
-def fitting_shape(
-    shape: tuple[int, int], batch_size: int, shapes: Collection[tuple[int, int]] | None
-) -> tuple[int, int]:
-    """Return the cheapest of ``shapes`` (T, M) that holds a batch of ``shape``; None allows any."""
+def fitting_shape(shape: Shape, batch_size: int, shapes: Collection[Shape] | None) -> Shape:
+    """Return the cheapest of ``shapes`` that holds a batch of ``shape``; None allows any."""
     if shapes is None:
         return shape
     fitting = [s for s in shapes if s[0] >= shape[0] and s[1] >= shape[1]]
@@ -75,11 +74,11 @@ def make_batch(
     indices: Sequence[int],
     batch_size: int,
     limit: int,
-    shapes: Collection[tuple[int, int]] | None = None,
+    shapes: Collection[Shape] | None = None,
 ) -> Batch:
     """Lay out the examples of these indices as a batch, missing ones as empty sequences.
 
-    A sequence has ``limit`` inputs at most; None of ``shapes`` (T, M) allows any.
+    A sequence has ``limit`` inputs at most; ``shapes`` None allows any.
     """
     chosen = [examples[i] for i in indices]
     longest = max(len(e.tokens) for e in chosen) - 1
@@ -145,10 +144,7 @@ def _laid_out(
 
 
 def lay_out(
-    examples: Examples,
-    sampler: Sampler,
-    order: Order,
-    shapes: Collection[tuple[int, int]] | None = None,
+    examples: Examples, sampler: Sampler, order: Order, shapes: Collection[Shape] | None = None
 ) -> Batch:
     """Return the batch of one of the sampler's orders; unpacked, it has one of ``shapes``."""
     if sampler.packing:
@@ -157,10 +153,7 @@ def lay_out(
 
 
 def training_batches(
-    examples: Examples,
-    sampler: Sampler,
-    start: int = 0,
-    shapes: Collection[tuple[int, int]] | None = None,
+    examples: Examples, sampler: Sampler, start: int = 0, shapes: Collection[Shape] | None = None
 ) -> Iterator[Batch]:
     """Yield the sampler's batches without end, from batch number ``start``."""
     return (lay_out(examples, sampler, order, shapes) for order in sampler.batches(start))
@@ -179,21 +172,18 @@ def prefetched(batches: Iterator[Batch]) -> Iterator[Batch]:
 
 
 def batch_shapes(
-    examples: Examples,
-    sampler: Sampler,
-    count: int,
-    shapes: Collection[tuple[int, int]] | None = None,
-) -> set[tuple[int, int]]:
-    """(T, M) of the first ``count`` batches of `training_batches`, without laying them out."""
+    examples: Examples, sampler: Sampler, count: int, shapes: Collection[Shape] | None = None
+) -> set[Shape]:
+    """Return the shapes of the first ``count`` batches of `training_batches`, without laying them out."""
     free = _shape_counts(examples, sampler, count)
     if sampler.packing:
         return set(free)
     return {fitting_shape(shape, sampler.batch_size, shapes) for shape in free}
 
 
-def _shape_counts(examples: Examples, sampler: Sampler, count: int) -> Counter[tuple[int, int]]:
+def _shape_counts(examples: Examples, sampler: Sampler, count: int) -> Counter[Shape]:
     """Return how many of the first ``count`` batches have each shape, where any is allowed."""
-    shapes: Counter[tuple[int, int]] = Counter()
+    shapes: Counter[Shape] = Counter()
     for order in itertools.islice(sampler.batches(), count):
         rows = np.concatenate(order) if sampler.packing else order
         longest = max(int(examples.lengths[rows].max()) - 1, 1)
@@ -203,8 +193,8 @@ def _shape_counts(examples: Examples, sampler: Sampler, count: int) -> Counter[t
     return shapes
 
 
-def few_shapes(examples: Examples, sampler: Sampler) -> frozenset[tuple[int, int]]:
-    """At most `MOST_SHAPES` shapes (T, M), one of which holds any batch of unpacked examples.
+def few_shapes(examples: Examples, sampler: Sampler) -> frozenset[Shape]:
+    """Return at most `MOST_SHAPES` shapes, one of which holds any batch of unpacked examples.
 
     It begins with those of the first batches and joins the two that add the least padding. It does
     not depend on the number of batches, so that a run resumed for more has the same ones.
@@ -216,21 +206,20 @@ def few_shapes(examples: Examples, sampler: Sampler) -> frozenset[tuple[int, int
     longest = padded_length(int(lengths.max()) - 1, sampler.inputs)
     counts[longest, batch_size * longest] += 0  # a later epoch may put any examples together
 
-    def joined(one: tuple[int, int], other: tuple[int, int]) -> tuple[tuple[int, int], int]:
-        both = max(one[0], other[0]), max(one[1], other[1])
-        cost = _shape_cost(both, batch_size)
-        added = sum(counts[s] * (cost - _shape_cost(s, batch_size)) for s in (one, other))
-        return both, added
+    def joined(one: Shape, other: Shape) -> Shape:
+        return max(one[0], other[0]), max(one[1], other[1])
+
+    def added_cost(pair: tuple[Shape, Shape]) -> int:
+        cost = _shape_cost(joined(*pair), batch_size)
+        return sum(counts[s] * (cost - _shape_cost(s, batch_size)) for s in pair)
 
     while len(counts) > MOST_SHAPES:
-        pairs = itertools.combinations(sorted(counts), 2)
-        one, other = min(pairs, key=lambda pair: joined(*pair)[1])
-        both = joined(one, other)[0]
-        counts[both] = counts.pop(one) + counts.pop(other)
+        one, other = min(itertools.combinations(sorted(counts), 2), key=added_cost)
+        counts[joined(one, other)] = counts.pop(one) + counts.pop(other)
     return frozenset(counts)
 
 
-def _shape_cost(shape: tuple[int, int], batch_size: int) -> int:
+def _shape_cost(shape: Shape, batch_size: int) -> int:
     """Return what a batch of a shape (T, M) costs: M targets cost what M / 4 tokens do in the blocks.
 
     It is a tenth in Qwen3-4B, a third in Qwen3-0.6B.

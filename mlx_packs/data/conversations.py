@@ -3,7 +3,6 @@
 What is supervised is decided on the rendered text, never by encoding parts again.
 """
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,56 +14,14 @@ _SENTINEL = "\ue000\ue001\ue002"  # private use: in no template and no sane text
 Span = tuple[int, int]  # of characters, the second excluded
 
 
-def check_messages(where: str, messages: Any, column: str) -> None:
-    """Check that the messages are a list of {role, content} that is not empty."""
-
-    def fault(rule: str, value: Any) -> PackError:
-        shown = json.dumps(value, ensure_ascii=False, default=str)
-        shown = shown if len(shown) < 60 else shown[:60] + "…"
-        return PackError(f"{where}: {rule} Shown: {shown}", "data")
-
-    if messages == []:
-        raise fault(f"'{column}' must hold at least one message.", messages)
-    if not isinstance(messages, list):
-        kind = type(messages).__name__
-        raise fault(f"'{column}' must be a list of {{role, content}}, but is a {kind}.", messages)
-    for message in messages:
-        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-            raise fault("every message must be an object with a 'role'.", message)
-        content = message.get("content")
-        if not isinstance(content, str) and not (content is None and message.get("tool_calls")):
-            raise fault("the 'content' of a message must be a text.", message)
-
-
 @dataclass(frozen=True)
 class Conversation:
-    """Messages, the tools that they may call, and the tokenizer whose template renders them.
+    """Messages, the tools that they may call, and the tokenizer whose template renders them."""
 
-    ``where`` is the row that errors name.
-    """
-
-    where: str
+    where: str  # the row that errors name
     messages: Sequence[Mapping]
     tools: list | None
     tokenizer: Any
-
-    @classmethod
-    def of(
-        cls, where: str, messages: Sequence[Mapping], tools: Any, tokenizer: Any
-    ) -> "Conversation":
-        """Return the conversation of a row, whose tools may be a JSON text."""
-        if not tokenizer.has_chat_template:
-            raise PackError(
-                f"{where}: the base's tokenizer has no chat template. Use rows with 'text', or a "
-                "base that has one.",
-                "unsupported",
-            )
-        if isinstance(tools, str):
-            try:
-                tools = json.loads(tools)
-            except json.JSONDecodeError as error:
-                raise PackError(f"{where}: 'tools' is not valid JSON: {error}.", "data") from None
-        return cls(where, messages, tools, tokenizer)
 
     def _error(self, fault: str, flag: str | None = None) -> PackError:
         return PackError(f"{self.where}: {fault}", "data", flag)

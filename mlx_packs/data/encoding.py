@@ -84,10 +84,7 @@ def token_format(row: Row, columns: DataConfig) -> TokenFormat:
 
 
 def encode(
-    rows: Sequence[Row],
-    tokenizer: Any,
-    columns: DataConfig,
-    options: EncodingOptions = DEFAULTS,
+    rows: Sequence[Row], tokenizer: Any, columns: DataConfig, options: EncodingOptions = DEFAULTS
 ) -> Examples:
     """Return tokens and targets of every row; all have one format.
 

@@ -3,6 +3,7 @@
 To add a format, write its class and name it in `FORMATS`.
 """
 
+import json
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -12,7 +13,7 @@ from typing import Any, ClassVar
 from ..config.choices import LOSSES
 from ..config.schema import DataConfig
 from ..errors import Code, PackError
-from .conversations import Conversation, Span, check_messages
+from .conversations import Conversation, Span
 
 _PROMPT_TOKENS = 32  # that are to be continued; of a short text at most half
 
@@ -80,14 +81,42 @@ class Chat(TokenFormat):
 
     def messages(self, row: Row, names: DataConfig) -> list[Mapping]:
         """Return the messages of a row, as the chat template takes them."""
-        messages = row.value[names.chat_feature]
-        check_messages(row.where, messages, names.chat_feature)
+        column = names.chat_feature
+        messages = row.value[column]
+
+        def fault(rule: str, value: Any) -> PackError:
+            shown = json.dumps(value, ensure_ascii=False, default=str)
+            shown = shown if len(shown) < 60 else shown[:60] + "…"
+            return row.error(f"{rule} Shown: {shown}")
+
+        if messages == []:
+            raise fault(f"'{column}' must hold at least one message.", messages)
+        if not isinstance(messages, list):
+            rule = f"'{column}' must be a list of {{role, content}}, but is a"
+            raise fault(f"{rule} {type(messages).__name__}.", messages)
+        for message in messages:
+            if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+                raise fault("every message must be an object with a 'role'.", message)
+            content = message.get("content")
+            if not isinstance(content, str) and not (content is None and message.get("tool_calls")):
+                raise fault("the 'content' of a message must be a text.", message)
         return messages
 
     def conversation(self, row: Row, names: DataConfig, tokenizer: Any) -> Conversation:
-        """Return the messages of a row with their tools."""
-        messages = self.messages(row, names)
-        return Conversation.of(row.where, messages, row.value.get("tools"), tokenizer)
+        """Return the messages of a row with their tools, which may be a JSON text."""
+        messages, tools = self.messages(row, names), row.value.get("tools")
+        if not tokenizer.has_chat_template:
+            raise row.error(
+                "the base's tokenizer has no chat template. Use rows with 'text', or a base that "
+                "has one.",
+                "unsupported",
+            )
+        if isinstance(tools, str):
+            try:
+                tools = json.loads(tools)
+            except json.JSONDecodeError as error:
+                raise row.error(f"'tools' is not valid JSON: {error}.") from None
+        return Conversation(row.where, messages, tools, tokenizer)
 
     def render(
         self, row: Row, names: DataConfig, loss_on: str, tokenizer: Any

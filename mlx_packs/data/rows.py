@@ -202,14 +202,12 @@ def _hf_rows(name: str, split: str, loaded: Iterable[Mapping]) -> list[Row]:
 
 
 def _hf_collection(config: DataConfig) -> tuple[dict[str, list[Row]], str]:
-    """Return the rows of mlx-lm's ``hf_dataset`` key, and where they come from.
-
-    It holds one data set or several, each with splits and column names.
-    """
+    """Return the rows of mlx-lm's ``hf_dataset`` key, one or several, and where they come from."""
     entries = config.hf_dataset if isinstance(config.hf_dataset, list) else [config.hf_dataset]
     features = {name: getattr(config, name) for name in COLUMN_SETTINGS}
     known = {"path", "name", "train_split", "valid_split", "test_split", "config", *features}
     rows: dict[str, list[Row]] = {split: [] for split in SPLITS}
+    paths = []
     for entry in entries:
         if not isinstance(entry, Mapping):
             message = f"hf_dataset: must hold keys such as 'path', but got {entry!r}."
@@ -221,21 +219,18 @@ def _hf_collection(config: DataConfig) -> tuple[dict[str, list[Row]], str]:
         path = entry.get("path") or entry.get("name")
         if not path:
             raise PackError("hf_dataset: every entry needs a 'path'.", "invalid", "hf_dataset")
-        splits = {
-            "train": entry.get("train_split", "train[:80%]"),
-            "valid": entry.get("valid_split", "train[-10%:]"),
-        }
-        if "test_split" in entry:
-            splits["test"] = entry["test_split"]
+        paths.append(str(path))
+        parts = {"train": "train[:80%]", "valid": "train[-10%:]"}
+        parts |= {split: entry[f"{split}_split"] for split in SPLITS if f"{split}_split" in entry}
         arguments = entry.get("config") or {}
         renames = {entry[name]: features[name] for name in features if name in entry}
-        for split, part in splits.items():
+        for split, part in parts.items():
             loaded = _hf_load(path, split=part, **arguments)
             rows[split] += [
                 Row(r.where, {renames.get(k, k): v for k, v in r.value.items()})
                 for r in _hf_rows(path, split, loaded)
             ]
-    return rows, ", ".join(str(entry.get("path") or entry.get("name")) for entry in entries)
+    return rows, ", ".join(paths)
 
 
 def fingerprint(rows: list[Row]) -> str:
