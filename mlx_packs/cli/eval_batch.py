@@ -32,12 +32,11 @@ if TYPE_CHECKING:
 @option(
     "--sequence-length",
     type=int,
-    metavar="N",
     help="Maximum number of tokens per example, and length of the timed prompts.",
     default_text="as the packs were trained",
 )
-@option("--max-tokens", default=32, metavar="N", help="Number of tokens to generate per prompt.")
-@option("--rounds", default=3, metavar="N", help="Number of timing rounds.")
+@option("--max-tokens", default=32, help="Number of tokens to generate per prompt.")
+@option("--rounds", default=3, help="Number of timing rounds.")
 @options.limit
 @options.loss_on
 @options.matmul_path("auto")
@@ -73,10 +72,14 @@ def eval_batch(
         base = load_base_for(chosen[0] if chosen else None, model, trust_remote_code)
     display.line("base", base.summary())
     compared = evaluate_batch(base, chosen, batch_sizes=batch_sizes, display=display, **settings)
+    lines, failures = _lines(compared), failed(compared)
     if csv_path is not None:
         atomic_write(csv_path, as_csv(compared))
-    print_report([one.to_json() for one in compared], _lines(compared, csv_path))
-    exit_if_failed(failed(compared))
+        lines.append(f"csv     {csv_path}")
+    if any(one.gates for one in compared):
+        lines.append(f"gates   {'FAILED' if failures else 'ok'}")
+    print_report([one.to_json() for one in compared], lines)
+    exit_if_failed(failures)
 
 
 def _writable(file: str | None) -> Path | None:
@@ -97,13 +100,11 @@ def _batch_sizes(text: str) -> list[int]:
         raise PackError(f"--batch-size {text}: must be numbers above 0, as in 1,4,8.") from None
 
 
-def _lines(compared: Sequence["Compared"], csv_path: Path | None) -> list[str]:
+def _lines(compared: Sequence["Compared"]) -> list[str]:
     """Return a table of quality and one of speed, and how they were measured."""
-    from ..evaluation.compare import failed
-
     first = compared[0]
     quality = [one for one in compared if one.batch_size == first.batch_size]
-    lines = [
+    return [
         f"data    {first.rows} examples of at most {first.sequence_length} tokens · "
         f"{first.targets:,} targets · evaluated {first.scoring}, {first.scoring_path}",
         *_table(["", "PPL", "ratio", "accuracy", "MB"], [_quality(one) for one in quality]),
@@ -114,11 +115,6 @@ def _lines(compared: Sequence["Compared"], csv_path: Path | None) -> list[str]:
             [_speed(one) for one in compared],
         ),
     ]
-    if csv_path is not None:
-        lines.append(f"csv     {csv_path}")
-    if any(one.gates for one in compared):
-        lines.append(f"gates   {'FAILED' if failed(compared) else 'ok'}")
-    return lines
 
 
 def _quality(one: "Compared") -> list[str]:

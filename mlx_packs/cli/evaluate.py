@@ -68,14 +68,12 @@ def evaluate(
 @option(
     "--num-fewshot",
     type=click.IntRange(0),
-    metavar="N",
     help="Number of solved examples before each question.",
     default_text="that of the task",
 )
 @option(
     "--limit",
     type=click.IntRange(1),
-    metavar="N",
     help="Number of examples to evaluate of each task.",
     default_text="all",
 )

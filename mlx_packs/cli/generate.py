@@ -25,7 +25,6 @@ from .output import print_report, wants_json
 @option(
     "--max-tokens",
     default=100,
-    metavar="N",
     type=click.IntRange(1),
     help="Maximum number of tokens to generate.",
 )
@@ -37,7 +36,7 @@ from .output import print_report, wants_json
     type=click.FloatRange(0),
     help="Sampling temperature; 0 always takes the likeliest token.",
 )
-@option("--seed", default=0, metavar="N", help="Random seed of sampling.")
+@option("--seed", default=0, help="Random seed of sampling.")
 @options.execution
 def generate(
     model: str,

@@ -21,13 +21,7 @@ _fidelity = options.add(
         default_text="0.02 and a tenth of the pack's own",
     ),
     options.data("Examples to compare on"),
-    option(
-        "--rows",
-        default=32,
-        metavar="N",
-        type=click.IntRange(1),
-        help="Number of examples to compare on.",
-    ),
+    option("--rows", default=32, type=click.IntRange(1), help="Number of examples to compare on."),
 )
 
 
@@ -89,7 +83,7 @@ def merge(pack: Path, model: str, out: str, **settings) -> None:
     metavar="{linear,svd,ties,dare}",
     help="Method that combines the deltas; linear keeps all ranks.",
 )
-@option("--rank", type=int, metavar="N", help="Rank of the result of svd, ties and dare.")
+@option("--rank", type=int, help="Rank of the result of svd, ties and dare.")
 @option(
     "--density",
     type=float,
@@ -97,7 +91,7 @@ def merge(pack: Path, model: str, out: str, **settings) -> None:
     help="Share of the deltas that ties and dare keep.",
     default_text="0.5",
 )
-@option("--seed", default=0, metavar="N", help="Random seed of what dare drops.")
+@option("--seed", default=0, help="Random seed of what dare drops.")
 @options.model
 @_fidelity
 @options.overwrite

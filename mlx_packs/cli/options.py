@@ -49,6 +49,8 @@ class Option(click.Option):
         self.default_text = default_text
         if isinstance(self.type, click.Choice):
             self.metavar = "{" + ",".join(self.type.choices) + "}"
+        elif isinstance(self.type, click.types.IntParamType):
+            self.metavar = self.metavar or "N"
 
     def get_help_extra(self, ctx: click.Context) -> "OptionHelpExtra":
         """Return the text in brackets after the help."""
@@ -160,9 +162,7 @@ loss_on = setting(
     help="Tokens to evaluate: all, those of the completion (the last answer), or those of every "
     "assistant message.",
 )
-limit = option(
-    "--limit", default=-1, metavar="N", help="Number of examples to evaluate; -1 uses all."
-)
+limit = option("--limit", default=-1, help="Number of examples to evaluate; -1 uses all.")
 
 
 def out(sentence: str) -> Callable:

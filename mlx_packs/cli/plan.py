@@ -83,11 +83,6 @@ def plan(memory: float | None, device: str | None, configs: tuple[str, ...], **f
 
 
 def _check_machine(memory: float | None, device: str | None) -> None:
-    """Check the machine to plan for.
-
-    Raises:
-        PackError: another device without its memory, or no amount of memory.
-    """
     if device is not None and memory is None:
         raise PackError(
             f"--device {device}: needs the memory of that machine. Add --memory GB.", "conflict"

@@ -17,38 +17,26 @@ if TYPE_CHECKING:
 
 
 @click.command()
-@option(
-    "--model",
-    required=True,
-    metavar="MODEL",
-    help="Checkpoint to quantize: a folder or a Hugging Face id.",
+@options.setting(
+    "model", required=True, help="Checkpoint to quantize: a folder or a Hugging Face id."
 )
 @options.out("Folder to write the quantized checkpoint to.")
 @option("--mode", type=click.Choice(WEIGHT_MODES), default="nf4", help="Kind of quantization.")
-@option(
-    "--double-quant/--no-double-quant",
-    default=None,
-    help="With --mode nf4: store the scales in 8 bits.",
-    default_text="double-quant",
-)
+@options.setting("double_quant", "double-quant")
 @option(
     "--bits",
     type=int,
-    metavar="N",
     help="With --mode affine: bits per weight (2, 3, 4, 5, 6 or 8).",
     default_text="4",
 )
 @option(
     "--group-size",
     type=int,
-    metavar="N",
     help="Number of weights that share a scale: 32, 64 or 128; with --mode nf4 also 256.",
     default_text="64",
 )
-@option("--block", type=int, metavar="N", help="With --mode nf4: another name of --group-size.")
-@option(
-    "--keep", metavar="NAMES", help="Modules to leave dense: names or paths, separated by commas."
-)
+@option("--block", type=int, help="With --mode nf4: another name of --group-size.")
+@options.setting("keep")
 @option(
     "--bits-for",
     multiple=True,

@@ -299,7 +299,7 @@ class TrainConfig(TrainConflicts):
     )
     keep: tuple[str, ...] = _memory(
         (),
-        "With --quantize: names of modules to leave dense, separated by commas.",
+        "Modules to leave dense when quantizing: names or paths, separated by commas.",
         memory=True,
         task="lm",
     )
