@@ -60,10 +60,7 @@ def possible_heads(model: nn.Module) -> Iterator[Head]:
 
 
 def as_arrays(batch: Batch) -> Arrays:
-    """Return what the step takes of a batch: tokens [B, T], positions, targets, weights [M].
-
-    Of a packed batch also its segments [B, T].
-    """
+    """Return tokens [B, T], positions, targets, weights [M]; of a packed batch segments [B, T]."""
     parts = [batch.tokens, batch.positions, batch.targets, batch.weights]
     if batch.segments is not None:
         parts.append(batch.segments)
@@ -99,17 +96,11 @@ def forward(
 
 @dataclass(frozen=True)
 class LossOptions:
-    """What the loss of a target is, besides its negative log-likelihood.
+    """What the loss of a target is, besides its negative log-likelihood."""
 
-    Attributes:
-        z_loss: weight of logsumexp^2.
-        label_smoothing: share of each target that is spread over the vocabulary.
-        gradient: whether one will be asked for.
-    """
-
-    z_loss: float = 0.0
-    label_smoothing: float = 0.0
-    gradient: bool = True
+    z_loss: float = 0.0  # weight of logsumexp^2
+    label_smoothing: float = 0.0  # share of each target that is spread over the vocabulary
+    gradient: bool = True  # whether one will be asked for
 
 
 _PLAIN = LossOptions()
@@ -124,7 +115,7 @@ def target_loss(
     segments: mx.array | None = None,
     options: LossOptions = _PLAIN,
 ) -> tuple[mx.array, mx.array]:
-    """Loss [M] float32 of each target and whether it ranks first [M].
+    """Return the loss [M] float32 of each target, and whether it ranks first [M].
 
     Args:
         model: the model.
@@ -164,7 +155,7 @@ def loss_sum(
     segments: mx.array | None = None,
     options: LossOptions = _PLAIN,
 ) -> mx.array:
-    """Sum of the targets' losses, weighted [M]; the caller divides by their number."""
+    """Return the sum of the targets' losses, weighted [M]."""
     loss, _ = target_loss(model, head, tokens, positions, targets, segments, options)
     return (loss * weights).sum()
 
@@ -173,19 +164,14 @@ class TokenInputs(Inputs):
     """Batches of tokens as they are."""
 
     def arrays(self, batch: Batch) -> Arrays:
-        """Tokens, positions, targets, weights, and of a packed batch its segments."""
+        """Return the tokens and what else the step takes."""
         return as_arrays(batch)
 
 
 class CausalLM(Objective):
     """The next token of each input.
 
-    Args:
-        model: what is trained.
-        head: the model as hidden states and head, None where it cannot be split.
-        inputs: how batches become arrays.
-        score: scores batches (`evaluation` has scorers); an objective that only trains needs none.
-        options: what the loss of a target is.
+    ``score`` scores batches; an objective that only trains needs none.
     """
 
     unit = "tokens"

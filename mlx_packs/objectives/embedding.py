@@ -1,9 +1,9 @@
 """Losses of embeddings, with sentence-transformers' numbers.
 
 Each takes embeddings [B, D] by column and weights [B] (0 where a row is padding), and gives the
-mean loss of the batch times its number of rows, so that batches of one update add up.
+mean loss of the batch times its number of examples, so that batches of one update add up.
 
-Cosine similarity: https://arxiv.org/abs/1908.10084. Ranking by the other rows of a batch:
+Cosine similarity: https://arxiv.org/abs/1908.10084. Ranking by the other examples of a batch:
 https://arxiv.org/abs/1705.00652. CoSENT: https://kexue.fm/archives/8847. Triplets:
 https://arxiv.org/abs/1703.07737. Gradients by mini-batches: https://arxiv.org/abs/2101.06983
 """
@@ -28,10 +28,10 @@ def cosine_loss(embeddings: Sequence[mx.array], weights: mx.array, scores: mx.ar
 
 
 def cosent_loss(
-    embeddings: Sequence[mx.array], weights: mx.array, scores: mx.array, scale: float
+    embeddings: Sequence[mx.array], weights: mx.array, scores: mx.array, similarity_scale: float
 ) -> mx.array:
     """Semantics: B * log(1 + sum of exp(scale * (cos_i - cos_j)) where scores_i < scores_j)."""
-    logits = scale * cosines(*embeddings)
+    logits = similarity_scale * cosines(*embeddings)
     differences = logits[:, None] - logits[None]
     ordered = (scores[:, None] < scores[None]) & ((weights[:, None] * weights[None]) > 0)
     differences = mx.where(ordered, differences, _HIDDEN).flatten()
@@ -39,26 +39,34 @@ def cosent_loss(
     return total * weights.sum()
 
 
-def ranking_loss(embeddings: Sequence[mx.array], weights: mx.array, scale: float) -> mx.array:
+def ranking_loss(
+    embeddings: Sequence[mx.array], weights: mx.array, similarity_scale: float
+) -> mx.array:
     """Each anchor's positive among all positives and negatives of the batch.
 
     Semantics: sum of -log softmax(scale * cos(anchor_i, candidates))[positive_i].
     """
     anchors, *candidates = (unit(column) for column in embeddings)
-    logits = scale * (anchors @ mx.concatenate(candidates).T)  # [B, B x candidates of a row]
-    there = mx.concatenate([weights] * len(candidates)) > 0
-    right = mx.diagonal(logits)  # its positive is the first B columns' own
-    log_sums = mx.logsumexp(mx.where(there[None], logits, _HIDDEN), axis=1)
-    return (weights * (log_sums - right)).sum()
+    logits = similarity_scale * (
+        anchors @ mx.concatenate(candidates).T
+    )  # [B, B x candidates of a row]
+    is_example = mx.concatenate([weights] * len(candidates)) > 0
+    positives = mx.diagonal(logits)  # those of the anchors are the first B columns
+    log_sums = mx.logsumexp(mx.where(is_example[None], logits, _HIDDEN), axis=1)
+    return (weights * (log_sums - positives)).sum()
 
 
 def triplet_loss(
-    embeddings: Sequence[mx.array], weights: mx.array, margin: float, distance: str
+    embeddings: Sequence[mx.array],
+    weights: mx.array,
+    triplet_margin: float,
+    triplet_distance: str,
 ) -> mx.array:
     """Semantics: sum(weights * max(0, d(anchor, positive) - d(anchor, negative) + margin))."""
     anchor, positive, negative = embeddings
-    far = _DISTANCES[distance]
-    return (weights * mx.maximum(far(anchor, positive) - far(anchor, negative) + margin, 0)).sum()
+    distance = _DISTANCES[triplet_distance]
+    difference = distance(anchor, positive) - distance(anchor, negative)
+    return (weights * mx.maximum(difference + triplet_margin, 0)).sum()
 
 
 def cosines(a: mx.array, b: mx.array) -> mx.array:
@@ -115,39 +123,23 @@ def embed_in_parts(
     return embeddings
 
 
-def _ranking(
-    embeddings: Sequence[mx.array], weights: mx.array, scores: mx.array | None, train: TrainConfig
-) -> mx.array:
-    return ranking_loss(embeddings, weights, train.similarity_scale)
-
-
-# Each takes embeddings by column, weights, scores (None where the rows have none) and settings.
+# Each takes embeddings by column, weights, the scores of scored examples, and its settings.
 _LOSSES: dict[str, Callable[..., mx.array]] = registered(
     LOSSES,
     {
-        "cosine": lambda embeddings, weights, scores, train: cosine_loss(
-            embeddings, weights, scores
-        ),
-        "cosent": lambda embeddings, weights, scores, train: cosent_loss(
-            embeddings, weights, scores, train.similarity_scale
-        ),
-        "mnrl": _ranking,
-        "cached-mnrl": _ranking,
-        "triplet": lambda embeddings, weights, scores, train: triplet_loss(
-            embeddings, weights, train.triplet_margin, train.triplet_distance
-        ),
+        "cosine": cosine_loss,
+        "cosent": cosent_loss,
+        "mnrl": ranking_loss,
+        "cached-mnrl": ranking_loss,
+        "triplet": triplet_loss,
     },
 )
 
 
 class EmbeddingObjective(Objective):
-    """A loss of embeddings by name, with its settings.
+    """A loss of embeddings by its name in `config.choices.LOSSES`, with its settings.
 
-    Args:
-        model: the encoder.
-        loss: one of `config.choices.LOSSES`.
-        train: the settings of the loss.
-        score: scores batches (`evaluation` has scorers); an objective that only trains needs none.
+    ``score`` scores batches; an objective that only trains needs none.
     """
 
     unit = "pairs"
@@ -176,23 +168,19 @@ class EmbeddingObjective(Objective):
         weights: mx.array,
         *rest: mx.array,
     ) -> tuple[mx.array, mx.array]:
-        """Sum of the loss over the rows, and the number of rows that are not padding."""
-        return self._sum([first, second], lengths, weights, rest), weights.sum()
-
-    def _sum(
-        self, columns: list[mx.array], lengths: mx.array, weights: mx.array, rest: Arrays
-    ) -> mx.array:
+        """Sum of the loss over the examples, and the number of those that are not padding."""
         train, facts = self._train, LOSSES[self._name]
-        columns = columns if facts.scored else [*columns, *rest]
+        scores, others = (rest, ()) if facts.scored else ((), rest)
+        columns = [first, second, *others]
         if facts.by_parts:
             embeddings = embed_in_parts(self.model, columns, lengths, train.mini_batch_size)
         else:
             embeddings = [self.model(*column) for column in zip(columns, lengths, strict=True)]
-        scores = rest[0] if facts.scored else None
-        return _LOSSES[self._name](embeddings, weights, scores, train)
+        settings = {n: getattr(train, n) for n in facts.settings if n != "mini_batch_size"}
+        return _LOSSES[self._name](embeddings, weights, *scores, **settings), weights.sum()
 
     def mean_loss(self, batches: Sequence[PairBatch]) -> float:
-        """Loss per row of some batches, without gradients; nan of none."""
+        """Return the loss per example of some batches, without gradients; nan of none."""
         total = sum(self.loss(*self.arrays(batch))[0].item() for batch in batches)
         count = sum(batch.count for batch in batches)
         return total / count if count else math.nan

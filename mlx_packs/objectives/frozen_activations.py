@@ -51,17 +51,8 @@ StandIns = list[tuple[str, FrozenBlock]]
 class FrozenActivations(Inputs):
     """States of the examples of a run; `arrays` replaces `as_arrays`.
 
-    Args:
-        attached: the adapters.
-        part: the model, or its hidden states.
-        examples: the training examples of the run.
-        sampler: of a run of one phase, in whose first epoch each example is computed.
-        example_states: states of some tokens.
-        store: keeps the states of each example.
-
-    Attributes:
-        rows_computed: number of examples that were computed.
-        rows_found: number of examples whose states an earlier run had stored.
+    ``part`` is the model or its hidden states, ``sampler`` that of a run of one phase, in whose
+    first epoch each example is computed.
     """
 
     def __init__(
@@ -75,7 +66,7 @@ class FrozenActivations(Inputs):
     ) -> None:
         self.store = store
         self.rows_computed = 0
-        self.rows_found = len(store.stored())
+        self.rows_found = len(store.stored())  # by an earlier run
         self._blocks = frozen_blocks(attached)
         self._model, self._part = attached.model, part
         self._examples, self._sampler = examples, sampler
@@ -201,14 +192,7 @@ def open_frozen_activations(
 ) -> FrozenActivations | None:
     """Return the cache that ``train.cache_frozen`` asks for; None if there is none.
 
-    Args:
-        attached: what is trained.
-        head: the model as hidden states and head; None if it is not split.
-        train: the settings of the run.
-        examples: its training examples.
-        matmul_path: how the frozen weights are used.
-        plan_bytes: peak of the memory plan; None without a plan.
-        display: where the decision is shown.
+    ``plan_bytes`` is the peak of the memory plan.
 
     Raises:
         PackError: if the cache is requested and impossible.
@@ -257,10 +241,7 @@ def frozen_blocks(attached: Attached) -> int:
 
 
 def memory_budget(plan_bytes: int | None) -> int:
-    """Return the bytes of states that fit into memory beside a run that peaks at ``plan_bytes``.
-
-    They are the process's, not MLX's.
-    """
+    """Return the bytes of states that the process can hold beside a run of this peak in MLX."""
     total = runtime.host_memory()
     return max(0, int(_MEMORY_SHARE * (total - (total // 2 if plan_bytes is None else plan_bytes))))
 

@@ -41,10 +41,7 @@ class Score(Protocol):
 
 
 class Inputs(Protocol):
-    """How batches become arrays.
-
-    Inherit from it to get the defaults of `prefetch` and `close`.
-    """
+    """How batches become arrays; `prefetch` and `close` have defaults."""
 
     def arrays(self, batch: Any) -> Arrays:
         """Return the arrays of a batch for `Objective.loss`; each set of shapes is compiled."""
@@ -78,10 +75,5 @@ class Objective(Inputs, Protocol):
         ...
 
     def score(self, batches: Sequence[Any], advance: Callable[[], None] | None = None) -> Score:
-        """Score the model on batches, in evaluation mode and without gradients.
-
-        Args:
-            batches: Batches as the task's data set makes them.
-            advance: Called after each batch.
-        """
+        """Score the model in evaluation mode; ``advance`` is called after each batch."""
         ...

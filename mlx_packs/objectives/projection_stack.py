@@ -39,19 +39,12 @@ _PROXY = (
 
 @dataclass(frozen=True)
 class Graph:
-    """What the loss of a run is taken of.
+    """What the loss of a run is taken of."""
 
-    Attributes:
-        base: the base; its model is the graph, under the base's own paths.
-        lora: which of its modules carry adapters.
-        inputs: how batches become arrays.
-        facts: what the manifest records of it.
-    """
-
-    base: BaseModel
-    lora: LoRAConfig
+    base: BaseModel  # its model is the graph, under the base's own paths
+    lora: LoRAConfig  # which of its modules carry adapters
     inputs: Inputs = field(default_factory=TokenInputs)
-    facts: dict = field(default_factory=lambda: {"graph": TRANSFORMER})
+    facts: dict = field(default_factory=lambda: {"graph": TRANSFORMER})  # for the manifest
 
     @property
     def is_proxy(self) -> bool:
@@ -78,10 +71,7 @@ class Graph:
 
 
 def graph_of(base: BaseModel, lora: LoRAConfig, train: TrainConfig) -> Graph:
-    """Return the graph of ``train.objective`` over a base, whose other weights are not read for it.
-
-    Raises: PackError if nothing of the graph is trainable, or if adapters are requested elsewhere.
-    """
+    """Return the graph of ``train.objective`` over a base, whose other weights are not read."""
     if train.objective == TRANSFORMER:
         return Graph(base, lora)
     check_bare(base)

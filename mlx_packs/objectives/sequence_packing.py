@@ -24,12 +24,6 @@ def prepare_packing(
 ) -> None:
     """Let learned positions start again in each segment, and check that packing is exact.
 
-    Args:
-        attached: what is trained.
-        head: the model as hidden states and head; None if it is not split.
-        max_seq_length: most tokens of a packed sequence.
-        vocab_size: of the model.
-
     Raises:
         PackError: for a model whose packed examples would see each other.
     """
@@ -44,8 +38,8 @@ def prepare_packing(
     if reason := why_not_packed(model, head, max_seq_length - 1, vocab_size):
         family = attached.base.config.get("model_type", attached.base.name)
         raise PackError(
-            f"--packing: a {family} model does not compute packed examples exactly ({reason}); "
-            "train with --no-packing.",
+            f"--packing: a {family} model does not compute packed examples exactly ({reason}). "
+            "Train with --no-packing.",
             "unsupported",
         )
 

@@ -28,11 +28,6 @@ class StateStore:
         file: where rows are stored beyond the process; without it they live in memory alone.
         key: a hash (hex) of all that the rows depend on.
         warn: is called if writing to the file ends while rows are put; those that are there stay.
-
-    Attributes:
-        memory_bytes: bytes of the rows in memory now.
-        is_on_disk: whether rows are put into the file.
-        note: why they are not.
     """
 
     def __init__(
@@ -44,9 +39,9 @@ class StateStore:
         warn: Callable[[str], None] = lambda text: None,
     ) -> None:
         self.memory_limit = memory_limit
-        self.memory_bytes = 0
-        self.is_on_disk = False
-        self.note = ""
+        self.memory_bytes = 0  # of the rows in memory now
+        self.is_on_disk = False  # whether rows are put into the file
+        self.note = ""  # why they are not
         self._warn = warn
         self._in_memory: dict[int, np.ndarray] = {}
         self._sizes = row_bytes.astype(np.int64)
