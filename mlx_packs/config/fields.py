@@ -6,7 +6,6 @@ list of field names is kept by hand.
 
 import dataclasses
 import math
-import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
@@ -149,11 +148,4 @@ def fields_where(*configs: type[Settings], **facts: Any) -> tuple[str, ...]:
         for config in configs
         for field in dataclasses.fields(config)
         if all(getattr(facts_of(field), name) == value for name, value in facts.items())
-    )
-
-
-def flags_as_keys(text: str) -> str:
-    """Return a message in terms of a file: ``--max-seq-length`` is ``max_seq_length``."""
-    return re.sub(
-        r"(?<![\w-])--(?:no-)?([a-z][a-z0-9-]*)", lambda match: match[1].replace("-", "_"), text
     )

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ..errors import Code, PackError, did_you_mean, flag_of
-from .fields import Settings, flags_as_keys
+from .fields import Settings
 
 S = TypeVar("S", bound=Settings)
 
@@ -118,8 +118,7 @@ def build(cls: type[S], values: Mapping[str, Any], where: str = "") -> S:
     except PackError as error:
         if not where:
             raise
-        message = f"{where}: {flags_as_keys(error.message)}"
-        raise PackError(message, error.code, error.flag) from None
+        raise PackError(f"{where}: {error}", error.code, error.flag) from None
 
 
 def setting_error(text: str, key: str, where: str = "", code: Code = "invalid") -> PackError:

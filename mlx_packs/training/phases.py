@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import mlx.optimizers as optimizers
 
 from ..bases.files import public_name
-from ..config.fields import fields_where, flags_as_keys
+from ..config.fields import fields_where
 from ..config.schema import DataConfig, Phase, TrainConfig
 from ..data import rows as rows_of
 from ..errors import PackError, flag_of
@@ -78,7 +78,7 @@ def resolve_phases(train: TrainConfig, columns: DataConfig) -> tuple[RunPhase, .
         try:
             phases.append(_resolve(name, phase, train, columns, phases[-1] if phases else None))
         except PackError as error:
-            text = f"phases[{i}] ({name}): {flags_as_keys(error.message)}"
+            text = f"phases[{i}] ({name}): {error}"
             raise PackError(text, error.code, error.flag) from None
     return tuple(phases)
 
