@@ -84,36 +84,19 @@ class _Residual(nn.Module):
         return self.LayerNorm(self.dense(x) + before)
 
 
-class _Attention(nn.Module):
-    def __init__(self, dims: int, heads: int, eps: float) -> None:
-        super().__init__()
-        self.self = _SelfAttention(dims, heads)
-        self.output = _Residual(dims, dims, eps)
-
-    def __call__(self, x: mx.array, mask: mx.array | None) -> mx.array:
-        return self.output(self.self(x, mask), x)
-
-
-class _Intermediate(nn.Module):
-    def __init__(self, dims: int, ffn: int, activation: Callable[[mx.array], mx.array]) -> None:
-        super().__init__()
-        self.dense = nn.Linear(dims, ffn)
-        self._activation = activation
-
-    def __call__(self, x: mx.array) -> mx.array:
-        return self._activation(self.dense(x))
-
-
 class _Layer(nn.Module):
     def __init__(self, dims: int, heads: int, ffn: int, eps: float, activation: Callable) -> None:
         super().__init__()
-        self.attention = _Attention(dims, heads, eps)
-        self.intermediate = _Intermediate(dims, ffn, activation)
+        self.attention, self.intermediate = nn.Module(), nn.Module()  # for the tensors' names
+        self.attention.self = _SelfAttention(dims, heads)
+        self.attention.output = _Residual(dims, dims, eps)
+        self.intermediate.dense = nn.Linear(dims, ffn)
         self.output = _Residual(ffn, dims, eps)
+        self._activation = activation
 
     def __call__(self, x: mx.array, mask: mx.array | None) -> mx.array:
-        x = self.attention(x, mask)
-        return self.output(self.intermediate(x), x)
+        x = self.attention.output(self.attention.self(x, mask), x)
+        return self.output(self._activation(self.intermediate.dense(x)), x)
 
 
 class Encoder(nn.Module):

@@ -210,12 +210,12 @@ class Group:
 
 def linears(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """Return every linear and switch linear that can have adapters, in the order of the model."""
-    every = [(path, m) for path, m in model.named_modules() if _is_linear(m)][::-1]
-    return [(path, m) for path, m in every if path.rpartition(".")[2] not in _READ_AS_DATA]
-
-
-def _is_linear(module: nn.Module) -> bool:
-    return isinstance(module, (nn.Linear, *LINEARS)) or is_switch_linear(module)
+    return [
+        (path, module)
+        for path, module in reversed(model.named_modules())
+        if (isinstance(module, (nn.Linear, *LINEARS)) or is_switch_linear(module))
+        and path.rpartition(".")[2] not in _READ_AS_DATA
+    ]
 
 
 # Parts of the paths of linears that choose the highest of their outputs: routers, and the indexer
@@ -223,12 +223,8 @@ def _is_linear(module: nn.Module) -> bool:
 _CHOOSERS = ("gate", "indexer")
 # Linears of Gemma 3n and Kimi K3 that are never called: the block reads their weight itself.
 _READ_AS_DATA = (
-    "prediction_coefs",
-    "correction_coefs",
-    "self_attention_res_proj",
-    "mlp_res_proj",
-    "output_attn_res_proj",
-)
+    "prediction_coefs correction_coefs self_attention_res_proj mlp_res_proj output_attn_res_proj"
+).split()
 
 
 def chooses(path: str) -> bool:
@@ -282,7 +278,7 @@ def select_targets(
 
 
 def check_num_layers(num_layers: int, blocks: int) -> None:
-    """Raise a PackError if a base has fewer blocks than are to be trained."""
+    """Check that a base has as many blocks as are to be trained."""
     if num_layers > blocks:
         raise PackError(
             f"--num-layers {num_layers}: the base has only {blocks} blocks.", "mismatch"

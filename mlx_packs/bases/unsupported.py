@@ -11,17 +11,7 @@ INSTEAD = (
 )
 
 # `quant_method` of a config.json that mlx-lm or this program reads, at least in part.
-_READ = (
-    "bitsandbytes",
-    "awq",
-    "gptq",
-    "mxfp4",
-    "mxfp8",
-    "fp8",
-    "compressed-tensors",
-    "modelopt",
-    "bitnet",
-)
+_READ = "bitsandbytes awq gptq mxfp4 mxfp8 fp8 compressed-tensors modelopt bitnet".split()
 
 _PICKLED = (
     "pickled weights of PyTorch, which are never opened",
