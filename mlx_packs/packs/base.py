@@ -33,7 +33,7 @@ _IDLE_SLOTS = 4
 class AdapterSlots:
     """Modules that hold adapters of one shape, and the base's own in their places.
 
-    beyond_lora: what else they hold, as `Pack.beyond_lora`; such slots serve one pack only.
+    With something ``beyond_lora`` in them (as of `Pack`) they serve one pack only.
     """
 
     beyond_lora: str
@@ -46,10 +46,6 @@ class AdapterSlots:
         if self.beyond_lora or pack.beyond_lora:
             return False
         return self.attached.specs == pack.specs
-
-    def clear(self) -> None:
-        """Drop the adapters; `Attached.load` sets them all."""
-        self.attached.clear()
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,13 +60,6 @@ class ActivePack:
     def attached(self) -> Attached:
         """The adapters on the base."""
         return self.slots.attached
-
-    @property
-    def is_light(self) -> bool:
-        """Whether nothing of the base was copied, so that its slots can be kept."""
-        if self.slots.beyond_lora or self.attached.notes:
-            return False
-        return MATMUL_PATHS[self.matmul_path].in_place
 
 
 @dataclass
@@ -109,10 +98,6 @@ class Base(BaseModel):
         A pack of the same targets, ranks and scales is put into the adapters that are there: traces
         stay good. For others the base's modules are swapped. Base weights are never touched.
 
-        Args:
-            pack: as for `applied`.
-            matmul_path: as for `applied`.
-
         Raises:
             PackError: the pack does not fit; the active pack then stays.
         """
@@ -150,17 +135,18 @@ class Base(BaseModel):
         self.active = ActivePack(pack, slots, matmul_path)
 
     def _deactivate(self) -> None:
-        """Put the base's own modules back; keep the adapter slots, if they are light."""
+        """Put the base's own modules back; keep the adapter slots, if nothing was copied for them."""
         active, self.active = self.active, None
         if active is None:
             return
-        if not active.is_light:
+        has_copies = active.slots.beyond_lora or active.attached.notes
+        if has_copies or not MATMUL_PATHS[active.matmul_path].in_place:
             active.attached.detach()
             return
         if self.model.training:
             self.model.eval()  # as detaching does; idle slots must not come back in training
         replace_modules(self.model, active.slots.own)
-        active.slots.clear()
+        active.attached.clear()
         self.idle_slots.insert(0, active.slots)
         del self.idle_slots[_IDLE_SLOTS:]
 
@@ -181,9 +167,8 @@ def load_base(
     times slower than fp32. On a GPU they keep their dtype.
 
     Args:
-        name: ``"tiny"``, a checkpoint folder or a hub id. Affine 2 to 8 bits, mixed bits by
-            module, bf16/fp16/fp32, sharded or not: whatever mlx-lm's loader reads.
-            NF4 as `packs quantize` and as bitsandbytes write it.
+        name: ``"tiny"``, a checkpoint folder or a hub id: whatever mlx-lm's loader reads, and NF4
+            as `packs quantize` and as bitsandbytes write it.
         quantize: ``"affine4"``, ``"affine8"`` or ``"nf4"`` quantizes a dense checkpoint tensor by
             tensor as it is read. A base that is NF4 already stays as it is.
         trust_remote_code: whether to run Python code that comes with the checkpoint.

@@ -11,10 +11,7 @@ from .pack import Pack, is_converted_on_loading
 
 
 def check_fit(pack: Pack, model: str) -> dict:
-    """Check a saved pack against a base; loads no weights of either.
-
-    Returns:
-        What was checked.
+    """Return what `packs apply` reports of a saved pack; loads no weights of it or of the base.
 
     Raises:
         PackError: something does not fit.
@@ -41,11 +38,7 @@ def check_fit(pack: Pack, model: str) -> dict:
 def _check_geometry(pack: Pack, model: str, path: Path, config: dict) -> bool:
     """Compare the adapters with the shapes in a checkpoint's headers.
 
-    Returns:
-        False where the headers cannot tell, as mlx-lm renames or converts these tensors.
-
-    Raises:
-        PackError: a shape differs.
+    Return False where they cannot tell, as mlx-lm renames or converts these tensors.
     """
     stored: dict[str, dict] = {}
     for file in weight_files(path):

@@ -8,11 +8,7 @@ from .manifest import ADAPTER_CONFIG, ADAPTERS, MANIFEST, read_manifest
 
 
 def open_folder(folder: Path) -> dict:
-    """Return the manifest of a pack's folder, after checking the sizes of its files.
-
-    Raises:
-        PackError: it is not a pack, or a file is missing or has another size.
-    """
+    """Return the manifest of a pack's folder, after checking the sizes of its files."""
     file = folder / MANIFEST
     if not folder.is_dir():
         raise PackError(f"{folder}: no such pack folder.", "not-found")
@@ -22,11 +18,19 @@ def open_folder(folder: Path) -> dict:
         kind = "an mlx-lm adapter" if (folder / ADAPTERS).is_file() else "not a pack"
         raise PackError(f"{folder}: is {kind}: it has no {MANIFEST}.{hint}", "not-found")
     manifest = read_manifest(file)
+    check_sizes(folder, manifest)
+    return manifest
+
+
+def check_sizes(folder: Path, manifest: dict) -> None:
+    """Raise a PackError if a file of a pack is missing or has another size."""
     for name, facts in manifest["files"].items():
         size, digest = facts["bytes"], facts["sha256"]
-        if Path(name).name != name:
-            raise PackError(f"{file}: names a file outside the pack: {name!r}.", "unreadable")
         part = folder / name
+        if part.name != name:
+            raise PackError(
+                f"{folder / MANIFEST}: names a file outside the pack: {name!r}.", "unreadable"
+            )
         if not part.is_file() or (part.is_symlink() and not _is_hub_blob(part)):
             raise PackError(f"{part}: is named in {MANIFEST} but is not a file here.", "not-found")
         if part.stat().st_size != size:
@@ -35,15 +39,10 @@ def open_folder(folder: Path) -> dict:
                 f"{size} (sha256 {digest[:12]}…). Copy the pack again.",
                 "unreadable",
             )
-    return manifest
 
 
 def verify_hashes(folder: Path, manifest: dict) -> None:
-    """Hash every file of a pack.
-
-    Raises:
-        PackError: a hash differs from the manifest's.
-    """
+    """Raise a PackError if the hash of a file differs from the manifest's."""
     for name, facts in manifest["files"].items():
         check_hash(folder / name, facts["sha256"], str(folder / name))
 
@@ -59,16 +58,10 @@ def check_hash(file: Path, expected: str, where: str) -> None:
 
 
 def check_output(folder: Path, overwrite: bool) -> None:
-    """Check that a pack may be written to a folder.
-
-    Raises:
-        PackError: something else is there, or a pack and not ``overwrite``.
-    """
-    if not folder.exists():
-        return
-    if not folder.is_dir():
+    """Raise a PackError if something else is at a pack's folder, or a pack and not ``overwrite``."""
+    if folder.exists() and not folder.is_dir():
         raise PackError(f"--out {folder}: is a file. Choose another path.", "exists")
-    if not any(folder.iterdir()):
+    if not folder.exists() or not any(folder.iterdir()):
         return
     if not (folder / MANIFEST).is_file():
         raise PackError(

@@ -38,13 +38,7 @@ _TRIES = 3  # of a download in which nothing comes
 
 
 def split_name(name: str) -> tuple[str, str]:
-    """Split ``owner/name`` or ``owner/name@revision`` into both parts.
-
-    A revision is a branch, a tag or a commit; without one it is ``main``.
-
-    Raises:
-        PackError: it is neither.
-    """
+    """Split ``owner/name`` or ``owner/name@revision``; without a revision it is ``main``."""
     repo, at, revision = name.partition("@")
     if not re.fullmatch(HUB_ID, repo, re.ASCII) or ".." in repo or "--" in repo:
         raise PackError(
@@ -78,11 +72,7 @@ def fetch(name: str, out: str | Path | None, overwrite: bool, show: Display) -> 
 
 
 def cached(name: str) -> Path:
-    """Return the folder of a hub id in the cache; it is fetched if it is not there.
-
-    Raises:
-        PackError: it cannot be fetched.
-    """
+    """Return the folder of a hub id in the cache; it is fetched if it is not there."""
     repo, revision = split_name(name)
     folders = [f.parent for f in _cache(repo).glob(f"[!.]*/{PIN}")]
     pins = {folder: read_pin(folder) or {} for folder in folders}
@@ -164,11 +154,7 @@ def _fetch(pin: dict, listed: list[str], folder: Path, show: Display) -> None:
 
 
 def _fetch_files(pin: dict, listed: list[str], partial: Path, show: Display) -> dict:
-    """Download the manifest and what it names into a folder, each file checked.
-
-    Returns:
-        Size and hash of each file.
-    """
+    """Download the manifest and what it names, each file checked; their sizes and hashes."""
     name = f"{pin['repo']}@{pin['revision']}"
     _download(pin, partial / MANIFEST, None, show)
     manifest = read_manifest(partial / MANIFEST)
@@ -202,11 +188,7 @@ def _clear(partial: Path) -> None:
 def _download(pin: dict, file: Path, expected: int | None, show: Display) -> None:
     """Fetch a file of a commit, from where an earlier try stopped.
 
-    Args:
-        pin: its repository and commit.
-        file: where to write it.
-        expected: its bytes by the manifest; None for the manifest itself.
-        show: progress output.
+    It must have the ``expected`` bytes; for the manifest they are not known.
     """
     from huggingface_hub import get_hf_file_metadata, hf_hub_url
     from huggingface_hub.errors import HfHubHTTPError
@@ -274,11 +256,7 @@ def _receive(url: str, file: IO[bytes], total: int, bar: Task) -> None:
 
 
 def check_names(manifest: dict, where: str) -> None:
-    """Check that a manifest names only files that a pack may have.
-
-    Raises:
-        PackError: it names another.
-    """
+    """Raise a PackError if a manifest names files that a pack may not have."""
     for name in manifest["files"]:
         if name in (MANIFEST, PIN) or not re.fullmatch(_FILE, name):
             raise PackError(

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ..errors import PackError
+from .folder import check_sizes
 from .manifest import MANIFEST, METRICS, read_manifest, read_pin
 
 _ID_DIGITS = 7  # of a commit, beside the name of a pack of the Hub
@@ -13,11 +14,7 @@ _ID_DIGITS = 7  # of a commit, beside the name of a pack of the Hub
 def list_packs(folder: str | Path | None = ".", hub_cache: bool = False) -> list[dict]:
     """List every pack below a folder, or in the Hub's caches; neither tensors nor hashes are read.
 
-    Links to folders are not followed, hidden folders are skipped.
-
-    Args:
-        folder: searched with all below it; None searches the caches alone.
-        hub_cache: whether to search the Hub's caches.
+    Links to folders are not followed, hidden folders are skipped. Without a ``folder`` only the caches are searched.
 
     Returns:
         An object for each, by name: ``pack`` (folder), ``name``, ``error`` (None if it is
@@ -95,7 +92,7 @@ def _entry(name: str, folder: Path) -> dict:
             "created": measured.get("created"),
             "license": manifest.get("license"),
         }
-        entry["error"] = _fault(folder, files)
+        check_sizes(folder, manifest)
     except PackError as error:
         entry["error"] = error.message.removeprefix(f"{folder}{os.sep}")
     except OSError as error:
@@ -108,20 +105,6 @@ def _metric(result: dict) -> dict:
     name = next((name for name in METRICS if f"{name}_after" in result), None)
     values = {when: result.get(f"{name}_{when}") for when in ("before", "after")}
     return {} if name is None else {"metric": name} | {f"metric_{k}": v for k, v in values.items()}
-
-
-def _fault(folder: Path, files: dict) -> str | None:
-    """Return what is wrong with the files of a pack, by their sizes; None if nothing is."""
-    for name, facts in files.items():
-        if Path(name).name != name:
-            return f"names a file outside the pack: {name!r}"
-        try:
-            size = (folder / name).stat().st_size
-        except OSError:
-            return f"{name} is missing"
-        if size != facts["bytes"]:
-            return f"{name} has {size:,} bytes of {facts['bytes']:,}"
-    return None
 
 
 def table(entries: list[dict], width: int) -> list[str]:

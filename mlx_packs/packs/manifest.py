@@ -171,11 +171,7 @@ def _check_keys(mapping: dict, keys: Mapping[str, str], where: str = "") -> None
 
 
 def read_manifest(file: Path) -> dict:
-    """Return the manifest in a file, with every key checked that this program reads.
-
-    Raises:
-        PackError: a key is faulty, or the format is newer than this program.
-    """
+    """Return the manifest in a file, with every key checked that this program reads."""
     try:
         manifest = json.loads(file.read_text(encoding="utf-8"))
         _check("it", manifest, "a mapping")
@@ -251,41 +247,30 @@ def _check_module(key: str, module: dict) -> None:
 
 
 def spec_json(spec: ModuleSpec, origin: str | list[str] | None = None) -> dict:
-    """Return a module of the manifest.
-
-    Args:
-        spec: the module's adapter.
-        origin: the tensor of the base's files that its adapter changes, if that is certain.
-    """
-    rest = {} if spec.experts is None else {"experts": spec.experts}
-    rest |= {} if spec.kind == "lora" else {"kind": spec.kind}
-    rest |= {} if spec.head is None else {"head": spec.head}
-    return {
+    """Return a module of the manifest; ``origin`` is the tensor of the base's files, if certain."""
+    module = {
         "path": spec.path,
         "in_features": spec.in_features,
-        **({} if origin is None else {"base_key": origin}),
-        **rest,
+        "base_key": origin,
+        "experts": spec.experts,
+        "kind": None if spec.kind == "lora" else spec.kind,
+        "head": spec.head,
         "slices": [asdict(s) for s in spec.slices],
     }
+    return {key: value for key, value in module.items() if value is not None}
 
 
 def specs_of(manifest: dict) -> Specs:
     """Return the adapters of a manifest."""
-    modules = manifest["adapters"]["modules"]
-    return {
-        m["path"]: ModuleSpec(
-            m["path"],
-            int(m["in_features"]),
-            tuple(
-                SliceSpec(s["name"], int(s["width"]), int(s["rank"]), float(s["alpha"]))
-                for s in m["slices"]
-            ),
-            m.get("experts"),
-            m.get("kind", "lora"),
-            m.get("head"),
+    specs = {}
+    for module in manifest["adapters"]["modules"]:
+        slices = tuple(
+            SliceSpec(s["name"], s["width"], s["rank"], float(s["alpha"])) for s in module["slices"]
         )
-        for m in modules
-    }
+        optional = module.get("experts"), module.get("kind", "lora"), module.get("head")
+        path = module["path"]
+        specs[path] = ModuleSpec(path, module["in_features"], slices, *optional)
+    return specs
 
 
 def replaced_of(manifest: dict) -> dict[str, tuple[int, ...]]:
@@ -309,8 +294,7 @@ def architecture_facts(manifest: dict) -> ArchitectureFacts:
 def adapter_config_of(specs: Specs) -> dict | None:
     """Return ``adapter_config.json`` for stock mlx-lm, or None where it cannot express adapters.
 
-    It has one rank and one scale, either LoRA or DoRA, and adapters of embeddings act on a tied
-    head.
+    It has one rank and one scale, LoRA or DoRA, and adapters of embeddings act on a tied head.
     """
     kinds = {spec.kind == "dora" for spec in specs.values()}
     if len(kinds) != 1 or any(spec.head is False for spec in specs.values()):
@@ -348,8 +332,7 @@ def adapter_config(manifest: dict) -> dict | None:
 def read_pin(folder: Path) -> dict | None:
     """Return where a pulled pack comes from (repo, revision, commit); None if it was not pulled.
 
-    ``manifest_sha256``, of the manifest as it was pulled, is present unless an older program wrote
-    the file.
+    ``manifest_sha256``, of the manifest as pulled, is missing if an older program wrote the file.
     """
     try:
         pin = json.loads((folder / PIN).read_text(encoding="utf-8"))

@@ -119,11 +119,8 @@ def _writable(pack: Pack) -> Iterator[Pack]:
 def prepare(pack: Pack, license: str | None = None) -> tuple[Pack, list[str]]:
     """Rewrite a saved pack in its folder, where others should not see it as it is.
 
-    Returns:
-        The pack, and a line for each change.
-
-    Raises:
-        PackError: a path of this machine is in a file other than the manifest.
+    Return the pack and a line for each change. Paths of this machine in files other than the
+    manifest are an error.
     """
     manifest, changed = _without_paths(copy.deepcopy(pack.manifest))
     if license and license != manifest.get("license"):

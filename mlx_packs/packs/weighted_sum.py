@@ -21,11 +21,7 @@ Weighted = list[tuple[Pack, float]]
 
 
 def open_weighted(text: str | Path) -> tuple[Pack, float]:
-    """Return a pack and its weight from ``DIR`` or ``DIR=0.7``.
-
-    Raises:
-        PackError: the weight is not a number, or there is no such pack.
-    """
+    """Return a pack and its weight from ``DIR`` or ``DIR=0.7``."""
     folder, sign, weight = str(text).rpartition("=")
     if not sign or Path(text).expanduser().is_dir():
         return Pack.open(text), 1.0
@@ -106,11 +102,7 @@ def weighted_sum(packs: Sequence[tuple[Pack, float]]) -> Pack:
 
 
 def check_distinct(packs: Sequence[Pack]) -> None:
-    """Check that no two of the packs are one folder, one object, or the same sum.
-
-    Raises:
-        PackError: two are.
-    """
+    """Raise a PackError if two of the packs are one folder, one object, or the same sum."""
     seen = set()
     for pack in packs:
         if pack.identity in seen:
@@ -119,11 +111,7 @@ def check_distinct(packs: Sequence[Pack]) -> None:
 
 
 def check_addable(packs: Sequence[Pack]) -> None:
-    """Check that packs are sums of low-rank deltas for one base.
-
-    Raises:
-        PackError: one is for another base than the first, or is not such a sum.
-    """
+    """Raise a PackError unless packs are sums of low-rank deltas for one base."""
     first = packs[0]
     for pack in packs:
         if reason := pack.beyond_lora:

@@ -52,8 +52,11 @@ def test_list_finds_packs_at_any_depth_with_what_they_are(shelf):
     [
         (lambda p: (p / "pack.json").write_text("{"), "pack.json: is not a manifest"),
         (lambda p: (p / "pack.json").write_text('{"format_version": 9}'), "format 9 is newer"),
-        (lambda p: (p / "adapters.safetensors").unlink(), "adapters.safetensors is missing"),
-        (lambda p: (p / "README.md").write_text("x"), "README.md has 1 bytes of"),
+        (
+            lambda p: (p / "adapters.safetensors").unlink(),
+            "adapters.safetensors: is named in pack.json but is not a file here",
+        ),
+        (lambda p: (p / "README.md").write_text("x"), "README.md: has 1 bytes, but"),
         (lambda p: (p / "pack.json").write_bytes(b"\xff\xfe"), "pack.json: is not a manifest"),
     ],
 )
