@@ -92,14 +92,8 @@ class Unfrozen:
 def unfreeze(base: BaseModel, num_layers: int = -1, matmul_path: str = "auto") -> Unfrozen:
     """Make the weights of a base trainable, as float32 copies.
 
-    Args:
-        base: without adapters.
-        num_layers: the last N blocks alone, as in mlx-lm; -1 is every floating weight, the
-            embedding and the head too.
-        matmul_path: ``dense`` dequantizes a quantized base and trains its dense weights.
-
-    Raises:
-        PackError: the base is quantized and not to be dense, or cannot be trained.
+    Of the last ``num_layers`` blocks alone, as in mlx-lm; -1 is every floating weight, the embedding
+    and the head too. With ``matmul_path`` dense a quantized base is dequantized first.
     """
     check_trainable(base.name, base.model)
     check_dense(base, matmul_path)

@@ -50,18 +50,10 @@ def attach_inference_only(
         replaced: names of tensors that are stored in full.
         tensors: by name on disk, of the shapes that the pack promises.
         where: the pack, for errors.
-
-    Raises:
-        PackError: naming the first module that does not fit.
     """
     attached.swap(full_tensor_modules(attached.model, replaced, tensors, where))
     modules = dict(attached.model.named_modules())
-    attached.swap(
-        [
-            (path, _adapted(path, modules.get(path), spec, tensors, where))
-            for path, spec in specs.items()
-        ]
-    )
+    attached.swap([(p, _adapted(modules.get(p), s, tensors, where)) for p, s in specs.items()])
 
 
 def full_tensor_modules(
@@ -100,12 +92,9 @@ def _bare(module: nn.Module | None) -> nn.Module | None:
 
 
 def _adapted(
-    path: str,
-    module: nn.Module | None,
-    spec: ModuleSpec,
-    tensors: Mapping[str, mx.array],
-    where: str,
+    module: nn.Module | None, spec: ModuleSpec, tensors: Mapping[str, mx.array], where: str
 ) -> nn.Module:
+    path = spec.path
     types, kind = _KINDS[spec.kind]
     if not isinstance(module, types):
         actual = "nothing" if module is None else f"a {type(module).__name__}"

@@ -7,6 +7,7 @@ their names and shapes on disk are mlx-lm's, per projection (`Attached.tensors`)
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from types import MappingProxyType
 
 import mlx.nn as nn
@@ -34,7 +35,6 @@ class Attached:
     Attributes:
         slots: the adapters in memory, by path of the projection.
         frozen: the base's own modules, by path of the projection.
-        notes: what a user should know of them.
     """
 
     method = "lora"
@@ -261,16 +261,13 @@ def _swap_in_adapters(attached: Attached, dropout: float, seed: int) -> None:
 
     Blocks without adapters are replaced too: ours never have all T x T scores in memory.
     """
-
-    def lora_of(members: list[Geometry | None]) -> GroupedLoRA | None:
-        return _make_lora(attached, members, dropout, seed)
-
+    make_lora = partial(_make_lora, attached, dropout=dropout, seed=seed)
     modules = dict(attached.model.named_modules())
     lone = [group.members[0] for group in attached.groups if group.block is None]
     wrapped = [
         (g.path, _adapted(modules[g.path], lora, attached.specs[g.path]))
         for g in lone
-        if (lora := lora_of([g])) is not None
+        if (lora := make_lora([g])) is not None
     ]
     attached.swap(wrapped)
 
@@ -285,7 +282,7 @@ def _swap_in_adapters(attached: Attached, dropout: float, seed: int) -> None:
         attention = is_grouped_attention(modules[path])
         make = GroupedAttention if attention else GroupedMLP
         *shared, last = BLOCK_PROJECTIONS["attention" if attention else "mlp"]
-        loras = lora_of([by_name.get(n) for n in shared]), lora_of([by_name.get(last)])
+        loras = make_lora([by_name.get(n) for n in shared]), make_lora([by_name.get(last)])
         swapped.append((path, make(modules[path], *loras)))
     attached.swap(swapped)
     order = {path: i for i, path in enumerate(attached.specs)}

@@ -42,15 +42,15 @@ class Trainable(Protocol):
 
     @property
     def base(self) -> BaseModel:
-        """Return the base that it is attached to."""
+        """The base that it is attached to."""
 
     @property
     def model(self) -> nn.Module:
-        """Return the model whose trainable parameters these are."""
+        """The model of the base."""
 
     @property
     def details(self) -> str:
-        """Return its kind and extent, for one line of output."""
+        """Its kind and extent, for one line of output."""
 
     def tensors(self) -> dict[str, mx.array]:
         """Return the trainable parameters in float32, by name on disk."""
@@ -82,11 +82,7 @@ class Method(Protocol):
     """A way to train a base; `config.choices.METHODS` has what is known of it without MLX."""
 
     def check(self, base: BaseModel, matmul_path: str) -> None:
-        """Check that a base can be trained so.
-
-        Raises:
-            PackError: if it cannot.
-        """
+        """Raise a PackError if a base cannot be trained so."""
 
     def attach(
         self, base: BaseModel, lora: LoRAConfig, train: TrainConfig, matmul_path: str

@@ -16,11 +16,7 @@ from .spec import ModuleSpec, SliceSpec, Specs
 
 
 def plan_specs(groups: list[Group], lora: LoRAConfig) -> Specs:
-    """Return rank and alpha of every slice under a LoRAConfig.
-
-    Raises:
-        PackError: a rank is above a width, or a pattern fits no projection.
-    """
+    """Return rank and alpha of every slice under a LoRAConfig, which must fit the projections."""
     specs: Specs = {}
     used: set[str] = set()
     for geometry in (g for group in groups for g in group.members):
@@ -56,13 +52,10 @@ def _match(pattern: Mapping[str, float], path: str) -> str | None:
 
 
 def without_narrow(groups: list[Group], lora: LoRAConfig) -> tuple[list[Group], list[str]]:
-    """Leave out the linears that are not named and too narrow for the rank.
+    """Return the groups without linears that are not named and too narrow, and notes on those.
 
     Such are gates and steps by head of a recurrence or a mixture. If that were all of them, they
     stay, and `plan_specs` reports what is wrong with the rank. So does a projection of a grouped block.
-
-    Returns:
-        The groups, and notes on what was left out.
     """
 
     def is_narrow(group: Group) -> bool:
@@ -89,14 +82,7 @@ def experts_note(model: nn.Module) -> list[str]:
 def fp16_copies(
     base: BaseModel, faults: list[GeometryError]
 ) -> tuple[list[tuple[Geometry, nn.Module]], list[str]]:
-    """Make an fp16 copy of each module that could not be probed.
-
-    Returns:
-        Geometry and copy of each module, and notes on them.
-
-    Raises:
-        PackError: one cannot be dequantized either.
-    """
+    """Return geometry and fp16 copy of each module that could not be probed, and notes on them."""
     copies, notes = [], []
     modules = dict(base.model.named_modules())
     for fault in faults:

@@ -9,15 +9,12 @@ from ..errors import PackError
 def chat_prompt(
     base: BaseModel, messages: Sequence[Mapping], tools: Sequence[Mapping] | None = None
 ) -> list[int]:
-    """Return the tokens of a conversation up to the assistant's next turn.
+    """Return the tokens of a conversation up to the assistant's next turn, by the chat template.
 
     Args:
-        base: Whose chat template is used.
-        messages: With ``role`` and ``content``.
-        tools: Descriptions of the functions that may be called.
-
-    Raises:
-        PackError: The base has no chat template.
+        base: the base, with its tokenizer.
+        messages: mappings with ``role`` and ``content``.
+        tools: descriptions of the functions that may be called.
     """
     if not base.tokenizer.has_chat_template:
         raise PackError(
@@ -35,11 +32,7 @@ def stream(
     temperature: float = 0.0,
     seed: int = 0,
 ) -> Iterator[str]:
-    """Yield pieces of the text that follows ``prompt``; greedy at temperature 0.
-
-    Raises:
-        PackError: The prompt has a token that the base lacks.
-    """
+    """Yield pieces of the text that follows ``prompt``; greedy at temperature 0."""
     from mlx_lm import stream_generate
     from mlx_lm.sample_utils import make_sampler
 
@@ -87,14 +80,14 @@ def stream_batch(
     ended the next takes its place.
 
     Args:
-        base: Which generates.
-        prompts: Tokens of each.
-        max_tokens: For each prompt, or one number for all.
-        batch_size: How many are generated together.
-        stop: Whether a text ends at the end of its turn; else it has ``max_tokens`` tokens.
+        base: the base, alone or with a pack.
+        prompts: tokens of each.
+        max_tokens: for each prompt, or one number for all.
+        batch_size: how many are generated together.
+        stop: whether a text ends at the end of its turn; else it has ``max_tokens`` tokens.
 
     Raises:
-        PackError: The model's cache cannot be batched, or a prompt is empty.
+        PackError: the model's cache cannot be batched, or a prompt is empty.
     """
     from mlx_lm.generate import BatchGenerator
     from mlx_lm.models.cache import make_prompt_cache

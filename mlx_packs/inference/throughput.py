@@ -19,12 +19,11 @@ class Speed:
     """Medians over the rounds, of a batch of prompts that are completed together.
 
     Attributes:
-        batch_size: How many prompts.
-        prompt_tps: Tokens of all prompts, by the time until each has its first token.
-        decode_tps: Tokens of all completions after the first, per second.
-        first_token_ms: The time until each prompt has its first token.
+        prompt_tps: tokens of all prompts, by the time until each has its first token.
+        decode_tps: tokens of all completions after the first, per second.
+        first_token_ms: the time until each prompt has its first token.
         tps_ratio: decode_tps over that of the first model in the same round.
-        peak_gb: Of MLX's arrays, weights included.
+        peak_gb: of MLX's arrays, weights included.
     """
 
     batch_size: int
@@ -50,11 +49,7 @@ def generation_path(measured: str) -> str:
 
 
 def check_max_tokens(max_tokens: int) -> None:
-    """Check that completions are long enough to have a throughput.
-
-    Raises:
-        PackError: They are not.
-    """
+    """Raise a PackError if completions are too short to have a throughput."""
     if max_tokens < 2:
         raise PackError(f"--max-tokens {max_tokens}: must be 2 or more.")
 
@@ -100,17 +95,14 @@ def measure_throughput(
     down or speeds up favours none.
 
     Args:
-        base: Which generates.
-        packs: What is compared.
-        prompts: Tokens of each, all of one length.
-        max_tokens: Of each completion.
-        rounds: How often each is measured.
-        matmul_path: How the frozen weights are used.
-        advance: Called after each measurement.
-        measure: Times one model.
-
-    Raises:
-        PackError: Completions are too short.
+        base: the base.
+        packs: what is compared.
+        prompts: tokens of each, all of one length.
+        max_tokens: of each completion, 2 or more.
+        rounds: how often each is measured.
+        matmul_path: how the frozen weights are used.
+        advance: called after each measurement.
+        measure: times one model.
     """
     check_max_tokens(max_tokens)
     timings: list[list[Timing]] = [[] for _ in packs]
