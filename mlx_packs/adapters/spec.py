@@ -1,6 +1,6 @@
 """Which adapters a base has: slices, modules, and the names of their tensors on disk."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from ..errors import PackError
@@ -83,6 +83,11 @@ def factor_names(path: str) -> tuple[str, str]:
 def ranks_of(specs: Specs) -> list[int]:
     """Return the ranks of all slices that have an adapter, each once."""
     return sorted({s.rank for spec in specs.values() for s in spec.slices if s.rank})
+
+
+def leaf_names(paths: Iterable[str]) -> list[str]:
+    """Return the last parts of paths, each once: q_proj, v_proj."""
+    return sorted({path.rpartition(".")[2] for path in paths})
 
 
 def check_shapes(

@@ -4,6 +4,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 
+from ..adapters.spec import leaf_names, ranks_of
 from ..bases.files import TINY
 from .manifest import HUB_ID, METRICS, adapter_config, architecture_facts, replaced_of, specs_of
 
@@ -12,9 +13,7 @@ def model_card(manifest: dict, name: str) -> str:
     """Return README.md of a pack: what it is, its results, how to use it."""
     base = manifest["base"]
     specs = specs_of(manifest)
-    ranks = sorted({s.rank for spec in specs.values() for s in spec.slices if s.rank})
-    targets = sorted({path.rsplit(".", 1)[-1] for path in specs})
-    what = f"rank {', '.join(map(str, ranks))} on {', '.join(targets)}"
+    what = f"rank {', '.join(map(str, ranks_of(specs)))} on {', '.join(leaf_names(specs))}"
     if not specs:
         what = f"{len(replaced_of(manifest))} of its tensors fine-tuned in full"
     lines = [
@@ -27,21 +26,16 @@ def model_card(manifest: dict, name: str) -> str:
         "",
     ]
     result = manifest.get("eval") or {}
+    change = format_change(result)
     before, after = (format_result(result, when) for when in ("before", "after"))
     if before and after:
-        change = result["ppl_after"] / result["ppl_before"] - 1
-        lines += [
-            f"Held-out perplexity: {before} before, {after} with the pack ({change:+.0%}), on "
-            f"{result.get('rows', '?')} rows of `{result.get('split', '?')}`.",
-            "",
-        ]
-    elif moved := format_change(result):
-        lines += [
-            f"Held-out {moved}, on {result.get('rows', '?')} rows of `{result.get('split', '?')}`.",
-            "",
-        ]
+        ratio = result["ppl_after"] / result["ppl_before"] - 1
+        change = f"perplexity: {before} before, {after} with the pack ({ratio:+.0%})"
+    if change:
+        examples = f"{result.get('rows', '?')} examples of `{result.get('split', '?')}`"
+        lines += [f"Held-out {change}, on {examples}.", ""]
     if phases := manifest.get("phases"):
-        lines += ["Learned in phases:", "", *(f"- {line}" for line in phase_lines(phases)), ""]
+        lines += ["Trained in phases:", "", *(f"- {line}" for line in phase_lines(phases)), ""]
     lines += [f"{line}\n" for line in graph_lines(manifest.get("objective") or {})]
     lines += ["```", _card_command(manifest), "```", ""]
     lines += [f"Base fingerprint: `{base['fingerprint']}`"]
@@ -54,23 +48,15 @@ def model_card(manifest: dict, name: str) -> str:
 def _card_metadata(manifest: dict) -> list[str]:
     """Return the YAML that the Hub reads; a base is named there only if it is a hub id."""
     base = manifest["base"]["id"]
-    license, is_lora = manifest.get("license"), bool(manifest["adapters"]["modules"])
-    return [
-        "---",
-        "library_name: mlx",
-        *([f"license: {json.dumps(license)}"] if license else []),
-        *(
-            [
-                f"base_model: {json.dumps(base)}",
-                f"base_model_relation: {'adapter' if is_lora else 'finetune'}",
-            ]
-            if re.fullmatch(HUB_ID, base, re.ASCII)
-            else []
-        ),
-        f"pipeline_tag: {architecture_facts(manifest).hub_task}",
-        f"tags: [mlx, {'lora, ' * is_lora}mlx-packs]",
-        "---",
-    ]
+    is_lora = bool(manifest["adapters"]["modules"])
+    lines = ["---", "library_name: mlx"]
+    if license := manifest.get("license"):
+        lines.append(f"license: {json.dumps(license)}")
+    if re.fullmatch(HUB_ID, base, re.ASCII):
+        lines.append(f"base_model: {json.dumps(base)}")
+        lines.append(f"base_model_relation: {'adapter' if is_lora else 'finetune'}")
+    lines.append(f"pipeline_tag: {architecture_facts(manifest).hub_task}")
+    return [*lines, f"tags: [mlx, {'lora, ' * is_lora}mlx-packs]", "---"]
 
 
 def _card_data(data: Mapping) -> list[str]:
@@ -81,7 +67,7 @@ def _card_data(data: Mapping) -> list[str]:
     rows = data.get("rows") or {}
     lines = ["", f"Data `{data.get('source', '?')}`, by fingerprint:", ""]
     for split, value in prints.items():
-        count = f", {rows[split]:,} rows" if split in rows else ""
+        count = f", {rows[split]:,} examples" if split in rows else ""
         lines.append(f"- {split}{count}: `{value}`")
     return lines
 

@@ -8,12 +8,12 @@ Subspace similarity (phi of equation 4): LoRA, section 7.2, https://arxiv.org/ab
 """
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
 
-from ..adapters.spec import ModuleSpec, check_shapes, ranks_of
+from ..adapters.spec import ModuleSpec, check_shapes, leaf_names, ranks_of
 from ..adapters.tensors import read_factors
 from ..bases.files import quantization_name
 from ..errors import PackError
@@ -208,7 +208,7 @@ def _shared(a: Pack, b: Pack) -> dict[str, dict]:
     bases = [pack.manifest["base"] for pack in (a, b)]
     add("base", *(base["fingerprint"] for base in bases))
     add("quantization", *(quantization_name(base["quantization"]) for base in bases))
-    add("targets", *(_last_names(pack.specs) for pack in (a, b)))
+    add("targets", *(leaf_names(pack.specs) for pack in (a, b)))
     add("data", *(pack.part("data").get("fingerprint") for pack in (a, b)))
     add("objective", *(pack.part("objective") for pack in (a, b)))
     recipes = [pack.part("recipe") for pack in (a, b)]
@@ -219,10 +219,6 @@ def _shared(a: Pack, b: Pack) -> dict[str, dict]:
     if facts["adapters"]["a"] is None:  # neither of two sums is on disk
         facts["adapters"]["same"] = a.identity == b.identity
     return facts
-
-
-def _last_names(paths: Iterable[str]) -> list[str]:
-    return sorted({path.rpartition(".")[2] for path in paths})
 
 
 def lines(report: dict) -> list[str]:
@@ -249,7 +245,7 @@ def lines(report: dict) -> list[str]:
         )
     for name, key in (("A", "only_in_a"), ("B", "only_in_b")):
         if paths := report[key]:
-            table.append(f"only {name}  {len(paths)} projections: {', '.join(_last_names(paths))}")
+            table.append(f"only {name}  {len(paths)} projections: {', '.join(leaf_names(paths))}")
     if reasons := report["not_comparable"]:
         table += [f"unlike  {path}: {reason}" for path, reason in list(reasons.items())[:3]]
         table.append(f"unlike  {len(reasons)} in all, which are in no figure above")

@@ -4,9 +4,10 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from ..adapters.spec import ranks_of
 from ..errors import PackError
 from .folder import check_sizes
-from .manifest import MANIFEST, METRICS, read_manifest, read_pin
+from .manifest import MANIFEST, METRICS, read_manifest, read_pin, specs_of
 
 _ID_DIGITS = 7  # of a commit, beside the name of a pack of the Hub
 
@@ -76,16 +77,15 @@ def _entry(name: str, folder: Path) -> dict:
     entry = {"pack": str(folder), "name": name, "error": None, **entry, "hub": read_pin(folder)}
     try:
         manifest = read_manifest(folder / MANIFEST)
-        base, adapters, files = (manifest[key] for key in ("base", "adapters", "files"))
-        slices = [s for module in adapters["modules"] for s in module["slices"]]
-        own = (folder / MANIFEST).stat().st_size
+        base = manifest["base"]
+        sizes = [facts["bytes"] for facts in manifest["files"].values()]
         result, measured = (manifest.get(key) or {} for key in ("eval", "measured"))
         entry |= {
             **{key: base[key] for key in ("fingerprint", "model_type", "quantization")},
             "base": base["id"],
-            "ranks": sorted({s["rank"] for s in slices if s["rank"]}),
-            "parameters": adapters["parameters"],
-            "pack_mb": round((own + sum(facts["bytes"] for facts in files.values())) / 1e6, 3),
+            "ranks": ranks_of(specs_of(manifest)),
+            "parameters": manifest["adapters"]["parameters"],
+            "pack_mb": round(((folder / MANIFEST).stat().st_size + sum(sizes)) / 1e6, 3),
             "ppl_before": result.get("ppl_before"),
             "ppl_after": result.get("ppl_after"),
             **_metric(result),
@@ -110,43 +110,34 @@ def _metric(result: dict) -> dict:
 def table(entries: list[dict], width: int) -> list[str]:
     """Return the list as a table, in lines of at most ``width`` columns (60 or more)."""
     gap = "  " if width >= 80 else " "
-    rows = [("pack", "base", "MB", "rank", "PPL", "made"), *map(_cells, entries)]
-    wide = [max(len(row[i]) for row in rows) for i in range(6)]
-    left = width - sum(wide[2:]) - 5 * len(gap)
-    base = min(wide[1], max(8, left - wide[0], left * 2 // 5))
-    wide[:2] = [min(wide[0], left - base), base]
+    rows = [["pack", "base", "MB", "rank", "PPL", "created"], *map(_cells, entries)]
+    widths = [max(len(row[i]) for row in rows) for i in range(6)]
+    left = width - sum(widths[2:]) - 5 * len(gap)
+    base = min(widths[1], max(8, left - widths[0], left * 2 // 5))
+    widths[:2] = [min(widths[0], left - base), base]
     lines = []
     for row, entry in zip(rows, [None, *entries], strict=True):
+        cells = [_cut(cell, column) for cell, column in zip(row, widths, strict=True)]
+        name, base_name = f"{cells[0]:<{widths[0]}}", f"{cells[1]:<{widths[1]}}"
         if entry is not None and entry["error"]:
-            name = _cut(row[0], wide[0])
-            lines.append(_cut(f"{name:<{wide[0]}}{gap}damaged: {entry['error']}", width))
+            lines.append(_cut(f"{name}{gap}damaged: {entry['error']}", width))
             continue
-        cells = [_cut(cell, wide[i]) for i, cell in enumerate(row)]
-        shown = [
-            f"{c:<{w}}" if i < 2 else f"{c:>{w}}"
-            for i, (c, w) in enumerate(zip(cells, wide, strict=True))
-        ]
-        lines.append(gap.join(shown).rstrip())
+        numbers = [f"{cell:>{column}}" for cell, column in zip(cells[2:], widths[2:], strict=True)]
+        lines.append(gap.join([name, base_name, *numbers]).rstrip())
     return lines
 
 
-def _cells(entry: dict) -> tuple[str, ...]:
+def _cells(entry: dict) -> list[str]:
     if entry["error"]:
-        return (entry["name"], "", "", "", "", "")
+        return [entry["name"], "", "", "", "", ""]
     ranks, before, after = entry["ranks"], entry["ppl_before"], entry["ppl_after"]
-    some = [f"{ranks[0]}" if len(ranks) == 1 else f"{ranks[0]}-{ranks[-1]}"] if ranks else ["full"]
-    measured = before is not None and after is not None
-    moved = f"{_short(before)}→{_short(after)}" if measured else "-"
+    rank = "-".join(map(str, dict.fromkeys([ranks[0], ranks[-1]]))) if ranks else "full"
+    change = "-" if before is None or after is None else f"{_short(before)}→{_short(after)}"
     if (name := entry["metric"]) and entry["metric_before"] is not None:
-        moved = f"{METRICS[name]} {entry['metric_before']:.2f}→{entry['metric_after']:.2f}"
-    return (
-        entry["name"],
-        entry["base"].rsplit("/", 1)[-1],
-        f"{entry['pack_mb']:.1f}",
-        *some,
-        moved,
-        (entry["created"] or "-")[:10],
-    )
+        change = f"{METRICS[name]} {entry['metric_before']:.2f}→{entry['metric_after']:.2f}"
+    base = entry["base"].rsplit("/", 1)[-1]
+    created = (entry["created"] or "-")[:10]
+    return [entry["name"], base, f"{entry['pack_mb']:.1f}", rank, change, created]
 
 
 def _short(value: float) -> str:

@@ -349,7 +349,7 @@ def test_push_writes_a_card_that_the_hub_understands(hub, here):
     card = ModelCard(text).data
     assert card.library_name == "mlx" and card.base_model == BASE["id"] and "lora" in card.tags
     assert card.license == "apache-2.0" and card.to_dict()["base_model_relation"] == "adapter"
-    for part in ("10.00 before, 5.00 with the pack", BASE["fingerprint"], "1,200 rows: `abc`"):
+    for part in ("10.00 before, 5.00 with the pack", BASE["fingerprint"], "1,200 examples: `abc`"):
         assert part in text
     Pack.open("p").verify()
 

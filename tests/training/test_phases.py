@@ -312,7 +312,7 @@ def test_the_manifest_has_both_phases_and_what_each_did_to_the_others_rows(whole
     assert set(manifest["data"]["fingerprint"]) == set(manifest["data"]["rows"])
     assert [p["data"] for p in manifest["recipe"]["phases"]] == ["broad", "narrow"]
     assert len(phase_lines(manifest["phases"])) == 2
-    assert "Learned in phases" in (whole.pack.path / "README.md").read_text()
+    assert "Trained in phases" in (whole.pack.path / "README.md").read_text()
     assert whole.report["phases"] == manifest["phases"] and whole.report["steps"] == 4
 
 
