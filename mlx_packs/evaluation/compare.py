@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 
-from ..adapters.lora import Attached
 from ..bases.files import text_config
 from ..config.schema import DataConfig, TrainConfig
 from ..data.batches import Batch, evaluation_batches, make_packed_batch, padded_length
@@ -123,7 +122,7 @@ def evaluate_batch(  # noqa: PLR0913 - a public facade
         The base and then the packs, each at every batch size.
 
     Raises:
-        PackError: rows cannot be used, a pack is of another base, or a size makes no sense.
+        PackError: examples cannot be used, a pack is of another base, or a size makes no sense.
     """
     display = display or Display(QUIET)
     limits = gate_limits(
@@ -135,7 +134,9 @@ def evaluate_batch(  # noqa: PLR0913 - a public facade
     _check_models(base, models[1:], limits)
     length = _sequence_length(sequence_length, models[1:], base, max_tokens)
     columns = columns or columns_of(models[1] if models[1:] else None, data)
-    loss_on = loss_on or _common([pack.part("objective").get("loss_on") for pack in models[1:]])
+    trained_on = {pack.part("objective").get("loss_on") for pack in models[1:]}
+    if loss_on is None and len(trained_on) == 1:
+        (loss_on,) = trained_on
     options = EncodingOptions(loss_on, length, base.vocab_size)
     examples = encode(evaluation_rows(columns, split, limit), base.tokenizer, columns, options)
     batches, scoring = _scoring_batches(base, examples, max(batch_sizes), length)
@@ -144,7 +145,7 @@ def evaluate_batch(  # noqa: PLR0913 - a public facade
         scoring_path = choose_matmul_path(base.model, batches[-1].tokens.size).matmul_path
         generating_path = generation_path(scoring_path)
     with display.task("score", len(models) * len(batches), "batches") as bar:
-        scores = _score_all(base, models, batches, scoring_path, bar.advance)
+        scores = _score_all(base, models[1:], batches, scoring_path, bar.advance)
     tokens = [example.tokens for example in examples.items]
     with display.task("speed", len(batch_sizes) * len(models) * (rounds + 1), "runs") as bar:
         prompts = [cut_prompts(tokens, size, length) for size in batch_sizes]
@@ -172,7 +173,7 @@ def named_packs(packs: Sequence | Mapping) -> list[tuple[str, Pack]]:
     if isinstance(packs, Mapping):
         if BASE in packs:
             raise PackError(
-                f"packs: '{BASE}' is what the base is called; choose another name.",
+                f"packs: '{BASE}' is what the base is called. Choose another name.",
                 "conflict",
                 "pack",
             )
@@ -233,11 +234,6 @@ def _sequence_length(wanted: int | None, packs: Sequence[Pack], base: Base, max_
     return length
 
 
-def _common(values: Sequence[str | None]) -> str | None:
-    """Return the value that all have, else None."""
-    return values[0] if values and all(value == values[0] for value in values) else None
-
-
 def _scoring_batches(
     base: Base, examples: Examples, batch_size: int, length: int
 ) -> tuple[list[Batch], str]:
@@ -254,25 +250,23 @@ def _scoring_batches(
 
 def _score_all(
     base: Base,
-    models: Sequence[Pack | None],
+    packs: Sequence[Pack],
     batches: list[Batch],
     matmul_path: str,
     advance: Callable[[], None],
 ) -> list[ExampleScores]:
-    """Score every model on the batches; packs of one shape share the traces of the first."""
-    scores: list[ExampleScores] = []
-    scorers: dict[Attached, Scorer] = {}
+    """Score the base and every pack; packs of one shape share the traces of the first."""
+    with activated(base, None, matmul_path):
+        scorer = Scorer(base.model, split_head(base.model))
+        scores = [scorer.examples(batches, advance)]
+    attached = None
     try:
-        for pack in models:
-            if pack is None:
-                with activated(base, None, matmul_path):
-                    scorer = Scorer(base.model, split_head(base.model))
-                    scores.append(scorer.examples(batches, advance))
-                continue
+        for pack in packs:
             base.swap_pack(pack, matmul_path)
-            if (attached := base.active.attached) not in scorers:
-                scorers = {attached: Scorer(base.model, split_head(base.model))}
-            scores.append(scorers[attached].examples(batches, advance))
+            if base.active.attached is not attached:
+                attached = base.active.attached
+                scorer = Scorer(base.model, split_head(base.model))
+            scores.append(scorer.examples(batches, advance))
     finally:
         base.swap_pack(None)
     return scores
@@ -286,9 +280,13 @@ def _compared(
     limits: Mapping[str, float],
     conditions: Mapping[str, Any],
 ) -> Compared:
-    """Return the figures of a model, whose scores stand second, behind those of the base alone."""
+    """Return the figures of a model; ``scores`` are those of the base alone, and its own."""
     score, difference = scores[1].score, Difference.between(*scores)
-    pack_mb = pack_megabytes(pack) if pack else 0.0
+    pack_mb = 0.0
+    if pack and pack.path:
+        pack_mb = pack.size_mb
+    elif pack:  # it was never saved
+        pack_mb = sum(tensor.nbytes for tensor in pack.load_tensors().values()) / 1e6
     values = {
         "max_ppl_ratio": difference.ppl_ratio,
         "min_tps_ratio": speed.tps_ratio,
@@ -310,13 +308,6 @@ def _compared(
         **asdict(speed),
         **conditions,
     )
-
-
-def pack_megabytes(pack: Pack) -> float:
-    """Size of a pack's folder, or of the tensors of one that was never saved."""
-    if pack.path:
-        return pack.size_mb
-    return sum(tensor.nbytes for tensor in pack.load_tensors().values()) / 1e6
 
 
 def failed(compared: Sequence[Compared]) -> list[str]:

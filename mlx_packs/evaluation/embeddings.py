@@ -1,4 +1,4 @@
-"""How good embeddings are on held-out rows: correlation with scores, retrieval, triplets.
+"""How good embeddings are on held-out examples: correlation with scores, retrieval, triplets.
 
 The numbers are those of sentence-transformers' EmbeddingSimilarityEvaluator,
 InformationRetrievalEvaluator and TripletEvaluator with the cosine.
@@ -26,7 +26,7 @@ Metrics = dict[str, float]
 
 @dataclass(frozen=True)
 class EmbeddingScore:
-    """Validation rows in the loop: the loss, as far as it was asked for, and the metrics."""
+    """Validation examples in the loop: the loss, as far as it was asked for, and the metrics."""
 
     nll: float
     metrics: Metrics
@@ -42,7 +42,7 @@ class EmbeddingScore:
 
 @dataclass(frozen=True)
 class EmbeddingReport:
-    """Base and base with pack on the same rows: metrics by name."""
+    """Base and base with pack on the same examples: metrics by name."""
 
     rows: int
     format: str
@@ -57,21 +57,21 @@ class EmbeddingReport:
         """Return the report for people."""
         metrics = {"base": self.base, "pack": self.pack}
         lines = [f"{name}    {format_metrics(own)}" for name, own in metrics.items() if own]
-        return [*lines, f"rows    {self.rows} {self.format}"]
+        return [*lines, f"data    {self.rows} examples ({self.format})"]
 
 
 def check_scores(pairs: Pairs, where: str) -> None:
-    """Raise a PackError where the scores of held-out rows do not vary: nothing correlates then."""
+    """Raise a PackError where the scores of examples do not vary: nothing correlates then."""
     if pairs.scores is not None and len(np.unique(pairs.scores)) < 2:
         raise PackError(
-            f"{where}: all {len(pairs)} held-out rows have the same score; a "
+            f"{where}: all {len(pairs)} held-out examples have the same score. A "
             "correlation needs different ones (valid.jsonl).",
             "data",
         )
 
 
 def score_pairs(model: Encoder, pairs: Pairs, batch_size: int) -> Metrics:
-    """Return the metrics that the rows allow. The model must be in evaluation mode.
+    """Return the metrics that the examples allow. The model must be in evaluation mode.
 
     Semantics: correlations of the cosine with the score; or retrieval of each anchor's positives
     among all positives; with negatives also how often the positive is nearer.
@@ -117,7 +117,7 @@ def _ranks(x: np.ndarray) -> np.ndarray:
 def retrieval(vectors: np.ndarray, anchors: np.ndarray, positives: np.ndarray) -> Metrics:
     """MRR@10, NDCG@10 and recall@1 of each anchor's positives among all positives.
 
-    An anchor that occurs in several rows has several positives.
+    An anchor that occurs in several examples has several positives.
 
     Args:
         vectors: [M, D] of length 1.
@@ -167,7 +167,7 @@ class EmbeddingEvaluator:
         check_scores(self._pairs, str(settings.columns.data))
 
     def score(self) -> Metrics:
-        """Return the metrics that the rows allow."""
+        """Return the metrics that the examples allow."""
         return score_pairs(self._base.model, self._pairs, self._batch_size)
 
     def report(self, base: Metrics, pack: Metrics | None) -> EmbeddingReport:

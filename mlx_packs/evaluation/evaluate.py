@@ -15,13 +15,10 @@ from .rows import EvalSettings, check_limit, columns_of, evaluation_rows
 
 
 class Evaluator(Protocol):
-    """What is measured of one architecture, on some rows.
+    """What is measured of one architecture, on some examples.
 
-    It is made of a base, the rows, and an `EvalSettings`; it raises a PackError where a setting has
-    no meaning for the architecture, or a row cannot be used.
-
-    Attributes:
-        matmul_path: how the frozen weights are used while it scores.
+    It is made of a base, examples, and an `EvalSettings`; it raises a PackError where a setting has
+    no meaning for the architecture, or an example cannot be used.
     """
 
     matmul_path: str
@@ -52,7 +49,7 @@ def evaluate(  # noqa: PLR0913 - a public facade
 ) -> EvalReport | EmbeddingReport:
     """Perplexity and token accuracy of a base, and of the base with a pack, on the same examples.
 
-    Of an encoder: correlations, retrieval or triplet accuracy, by the rows' columns.
+    Of an encoder: correlations, retrieval or triplet accuracy, by the examples' columns.
 
     Args:
         base: a loaded base without an active pack.
@@ -62,14 +59,14 @@ def evaluate(  # noqa: PLR0913 - a public facade
         batch_size: examples of a batch.
         max_seq_length: longer examples are cut; None is as the pack was trained, else 2048.
         loss_on: which tokens are targets, as in training; None is as the pack was trained, else the
-            default of the rows' format.
+            default of the examples' format.
         limit: at most so many examples; -1 takes all.
         matmul_path: how the frozen weights are used; ``auto`` is measured.
-        columns: what the rows' columns are called, and in place of ``data`` where they are; None
-            is as the pack was trained.
+        columns: what the examples' columns are called, and in place of ``data`` where they are;
+            None is as the pack was trained.
 
     Raises:
-        PackError: rows cannot be used, the pack is of another base, or the base has an active pack.
+        PackError: examples cannot be used, the pack is of another base, or the base has an active pack.
     """
     check_no_pack(base)
     check_limit(limit)

@@ -90,7 +90,7 @@ def _task_manager(tasks: Sequence[str], task_path: str | Path | None) -> Any:
         from lm_eval.tasks import TaskManager
     except ImportError as error:
         raise PackError(
-            f"lm_eval: cannot be imported ({error}); run `pip install 'mlx-packs[lm-eval]'`.",
+            f"lm_eval: cannot be imported ({error}). Run `pip install 'mlx-packs[lm-eval]'`.",
             "dependency",
         ) from None
     if task_path is not None and not Path(task_path).is_dir():
@@ -181,7 +181,8 @@ def language_model(base: Base, batch_size: int = 8) -> Any:
             options = [request.args[1] for request in requests]
             if any(o.get("do_sample") and o.get("temperature", 1) for o in options):
                 raise PackError(
-                    "lm_eval: the task asks for sampled answers; answers are greedy.", "unsupported"
+                    "lm_eval: the task asks for sampled answers, but answers are greedy.",
+                    "unsupported",
                 )
             most = [int(o.get("max_gen_toks", _ANSWER_TOKENS)) for o in options]
             prompts = [

@@ -127,7 +127,7 @@ class EvalReport:
         if self.difference is not None:
             ratio = format_perplexity(self.difference.ppl_ratio, self.difference.ppl_ratio_se, 3)
             lines.append(
-                f"ratio   {ratio}, paired by row, on {self.rows} rows, "
+                f"ratio   {ratio}, paired by example, on {self.rows} examples, "
                 f"{self.targets:,} target tokens"
             )
         return lines
@@ -150,7 +150,7 @@ class Scorer:
         arrays: what the forward takes of a batch.
 
     Attributes:
-        traces: how many MLX has compiled.
+        traces: number of traces that MLX has compiled.
     """
 
     def __init__(
@@ -185,7 +185,7 @@ class Scorer:
             PackError: there is none.
         """
         if not batches:
-            raise PackError("--data: there are no rows to evaluate.", "data")
+            raise PackError("--data: there are no examples to evaluate.", "data")
         self.model.eval()
         order: list[int] = []
         parts = []

@@ -1,4 +1,4 @@
-"""Which rows a base and its packs are evaluated on."""
+"""Which examples a base and its packs are evaluated on."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,15 +12,7 @@ from ..packs.pack import Pack
 
 @dataclass(frozen=True)
 class EvalSettings:
-    """How rows are evaluated.
-
-    Args:
-        columns: what the rows' columns are called, and where the rows are.
-        batch_size: examples of a batch.
-        max_seq_length: longer examples are cut.
-        loss_on: which tokens are targets; None is the default of the rows' format.
-        matmul_path: how the frozen weights are used; ``auto`` is measured.
-    """
+    """How examples are evaluated; see `evaluate.evaluate`."""
 
     columns: DataConfig
     batch_size: int
@@ -30,7 +22,7 @@ class EvalSettings:
 
 
 def columns_of(pack: Pack | None, data: str | Path, **specified: str) -> DataConfig:
-    """Rows in ``data`` with their columns named as specified, else as the pack was trained.
+    """Return where examples are, with columns named as specified, else as the pack was trained.
 
     The embedded data set has the default names whatever a pack was trained on.
     """
@@ -42,13 +34,10 @@ def columns_of(pack: Pack | None, data: str | Path, **specified: str) -> DataCon
 def evaluation_rows(columns: DataConfig, split: str, limit: int = -1) -> list[Row]:
     """Return the rows of a file, or of a folder's ``split`` (``valid`` where it has no ``test``).
 
-    Args:
-        columns: where the rows are.
-        split: that of a folder.
-        limit: takes the first rows; -1 takes all.
+    ``limit`` takes the first of them; -1 takes all.
 
     Raises:
-        PackError: there are no such rows.
+        PackError: there are none.
     """
     first = slice(None if limit < 0 else limit)
     if Path(columns.data).is_file():
@@ -57,7 +46,7 @@ def evaluation_rows(columns: DataConfig, split: str, limit: int = -1) -> list[Ro
     if split == "test" and not rows["test"]:
         split = "valid"
     if not rows.get(split):
-        raise PackError(f"--data {columns.data}: has no {split} rows.", "data", "split")
+        raise PackError(f"--data {columns.data}: has no {split} examples.", "data", "split")
     return rows[split][first]
 
 

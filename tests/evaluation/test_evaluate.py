@@ -67,7 +67,7 @@ def test_an_encoder_has_no_targets_and_no_matmul_path(
         evaluate(loaded_encoder, None, held_out_data["encoder"], **{setting: value})
     report = evaluate(loaded_encoder, None, held_out_data["encoder"], matmul_path="dense")
     assert report.format == "triplets" and report.pack is None
-    assert [line.split()[0] for line in report.lines()] == ["base", "rows"]
+    assert [line.split()[0] for line in report.lines()] == ["base", "data"]
 
 
 def test_rows_of_another_architecture_are_named(shared_tiny, loaded_encoder, held_out_data):
