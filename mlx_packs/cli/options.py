@@ -28,14 +28,7 @@ SETTINGS = {
 
 
 class Option(click.Option):
-    """An option with a section of the help, and a default in words where its value explains nothing.
-
-    Args:
-        names: flags, and perhaps the parameter of the function.
-        section: where `SectionedCommand` lists it.
-        default_text: the default in words.
-        settings: as of `click.Option`.
-    """
+    """An option in a section of `SectionedCommand`, whose help may show the default in words."""
 
     def __init__(
         self,
@@ -92,12 +85,9 @@ def add(*decorators: Callable) -> Callable:
 
 
 def setting(name: str, default_text: str | None = None, **overrides) -> Callable:
-    """Add the option of a setting of a run, as its field describes it.
+    """Add the option of a setting of a run, as its field describes it but for ``overrides``.
 
-    Args:
-        name: of the setting.
-        default_text: the default in words.
-        overrides: what differs here. Without ``type``, `config.parse.build` types the value.
+    Without a ``type`` it gives a text, which `config.parse.build` types.
     """
     field = SETTINGS[name]
     facts, flags = facts_of(field), flags_of(field)

@@ -21,8 +21,6 @@ _SEARCHED = {
     "matmul_path": "all",
     "quantize": "none, nf4 and affine4",
 }
-
-
 _SETTINGS = [
     name for name, field in options.SETTINGS.items() if facts_of(field).memory or name == "model"
 ]

@@ -21,8 +21,6 @@ Examples:
   Continue that run after an interruption:
     packs train --out packs/notes --resume
 """
-
-
 _TINY = tiny_recipe()
 
 
@@ -104,7 +102,7 @@ def train(
     if show_mask:
         if not TASKS[recipe.train.task].masks:
             raise PackError(
-                "--show-mask: shows the tokens that the loss is on; examples of "
+                "--show-mask: shows the tokens that the loss is on. Examples of "
                 f"--task {recipe.train.task} have none.",
                 "conflict",
             )

@@ -142,11 +142,7 @@ DISTANCES = ("euclidean", "cosine", "manhattan")
 
 
 def registered(names: Iterable[str], code: Mapping[str, T]) -> dict[str, T]:
-    """Registry with the code of every name, in the order of the names.
-
-    Args:
-        names: one of the listings of this module.
-        code: what each name stands for.
+    """Return the code of every name of a listing of this module, in its order.
 
     Raises:
         RuntimeError: a name has no code, or code has no name.

@@ -18,7 +18,7 @@ _ANY = object()
 _BITS_AND_BYTES = {  # BitsAndBytesConfig: the one value that is understood
     "load_in_4bit": True,
     "load_in_8bit": False,
-    "bnb_4bit_quant_type": _ANY,
+    "bnb_4bit_quant_type": "nf4",
     "bnb_4bit_compute_dtype": _ANY,
     "bnb_4bit_use_double_quant": _ANY,
     "bnb_4bit_quant_storage": _ANY,  # changes no value
@@ -84,16 +84,13 @@ def _bnb_4bit(part: Mapping, where: str) -> dict:
 
 def _bits_and_bytes(values: Mapping, where: str) -> dict:
     """Settings of transformers' BitsAndBytesConfig; its defaults are fp4, float32, single."""
-    for key, value in values.items():
+    for key, value in {"bnb_4bit_quant_type": "fp4", **values}.items():
         if key not in _BITS_AND_BYTES:
             raise unknown_setting(key, _BITS_AND_BYTES, where)
         valid = _BITS_AND_BYTES[key]
         if valid is not _ANY and value != valid:
             hint = " For 8 bits write quantize: affine8." if key == "load_in_8bit" else ""
             raise _unsupported(where, key, value, f"Only {valid} is.{hint}")
-    kind = values.get("bnb_4bit_quant_type", "fp4")
-    if kind != "nf4":
-        raise _unsupported(where, "bnb_4bit_quant_type", kind, "Only nf4 is.")
     keep = (*_DENSE_IN_TRANSFORMERS, *(values.get("llm_int8_skip_modules") or ()))
     return {
         "quantize": "nf4",
