@@ -25,7 +25,7 @@ from mlx_packs.config.choices import MATMUL_PATHS
 from mlx_packs.errors import PackError
 from mlx_packs.nn.lora import GroupedLoRA
 from mlx_packs.nn.quantized import dense_weight, true_shape
-from mlx_packs.objectives.causal_lm import as_arrays, loss_sum, split_head
+from mlx_packs.objectives.causal_lm import CausalLM, as_arrays, split_head
 from mlx_packs.ops.attention import attention
 from mlx_packs.ops.exponential import swiglu
 from mlx_packs.ops.matmul import dense_matmul
@@ -216,7 +216,7 @@ class Profile:
 
         def call(states):
             supplied = dataclasses.replace(head, hidden=lambda *_, **__: states)
-            return [loss_sum(self.model, supplied, *self.arrays)]
+            return [CausalLM(self.model, supplied).loss(*self.arrays)[0]]
 
         vocab_size = self.ours.attached.base.vocab_size
         self.add(

@@ -23,7 +23,7 @@ from mlx_packs.bases.geometry import Heads
 from mlx_packs.config.choices import MATMUL_PATHS, POLICIES
 from mlx_packs.errors import PackError
 from mlx_packs.memory.matmul_path import dense_bytes
-from mlx_packs.objectives.causal_lm import as_arrays, loss_sum, split_head
+from mlx_packs.objectives.causal_lm import CausalLM, as_arrays, split_head
 from mlx_packs.packs.base import Base
 from mlx_packs.runtime import mx
 
@@ -105,7 +105,7 @@ def measure(options: argparse.Namespace) -> tuple[Timeline, dict[str, int], str,
 
     def forward() -> float:
         start = time.perf_counter()
-        mx.eval(loss_sum(base.model, split_head(base.model), *arrays))
+        mx.eval(CausalLM(base.model, split_head(base.model)).loss(*arrays)[0])
         return time.perf_counter() - start
 
     forward_s = min(forward(), forward())

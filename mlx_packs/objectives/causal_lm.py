@@ -127,37 +127,15 @@ def target_loss(
         options: what the loss is (ops/linear_cross_entropy.py).
     """
     z_loss, smoothing = options.z_loss, options.label_smoothing
+    states = forward(model, model if head is None else head.hidden, tokens, segments)
+    states = states.reshape(-1, states.shape[-1])[positions]  # logits already without a head
     if head is not None and head.frozen is not None:
-        states = _rows(forward(model, head.hidden, tokens, segments), positions)
         return linear_cross_entropy(
             states, targets, head.frozen, z_loss, smoothing, options.gradient
         )
-    if head is None:
-        logits = _rows(forward(model, model, tokens, segments), positions)
-    else:
-        logits = head.logits(_rows(forward(model, head.hidden, tokens, segments), positions))
+    logits = states if head is None else head.logits(states)
     loss = cross_entropy(logits, targets, z_loss, smoothing)
     return loss, mx.argmax(logits, axis=-1) == targets
-
-
-def _rows(x: mx.array, positions: mx.array) -> mx.array:
-    """[B, T, D] to its rows [M, D] at these flat positions."""
-    return x.reshape(-1, x.shape[-1])[positions]
-
-
-def loss_sum(
-    model: nn.Module,
-    head: Head | None,
-    tokens: mx.array,
-    positions: mx.array,
-    targets: mx.array,
-    weights: mx.array,
-    segments: mx.array | None = None,
-    options: LossOptions = _PLAIN,
-) -> mx.array:
-    """Return the sum of the targets' losses, weighted [M]."""
-    loss, _ = target_loss(model, head, tokens, positions, targets, segments, options)
-    return (loss * weights).sum()
 
 
 class TokenInputs(Inputs):
@@ -209,10 +187,10 @@ class CausalLM(Objective):
         weights: mx.array,
         *segments: mx.array,
     ) -> tuple[mx.array, mx.array]:
-        """Sum of the weighted losses of the targets, and the sum of their weights."""
-        arrays = tokens, positions, targets, weights, *segments
-        total = loss_sum(self.model, self.head, *arrays, options=self._options)
-        return total, weights.sum()
+        """Return the sum of the weighted losses of the targets, and the sum of their weights."""
+        arrays = tokens, positions, targets, *segments
+        loss, _ = target_loss(self.model, self.head, *arrays, options=self._options)
+        return (loss * weights).sum(), weights.sum()
 
     def score(self, batches: Sequence[Batch], advance: Callable[[], None] | None = None) -> Score:
         """Perplexity and accuracy on batches."""

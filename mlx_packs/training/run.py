@@ -13,7 +13,7 @@ from ..adapters.method import METHODS, Trainable
 from ..bases.files import TINY, check_files, resolve_checkpoint
 from ..config.recipe import Recipe, check_method, resolve, tiny_recipe
 from ..config.schema import DataConfig, LoRAConfig, TrainConfig
-from ..display import QUIET, Display
+from ..display import QUIET, VERBOSE, Display, shown_count
 from ..errors import PackError
 from ..files import make_folder
 from ..gates import Gates, evaluate_gates, gate_limits
@@ -22,7 +22,9 @@ from ..objectives.objective import Objective
 from ..ops import _backend
 from ..optim import unused_learning_rate
 from ..packs.base import Base, load_base
+from ..packs.manifest import adapter_config_of
 from ..packs.pack import Pack, round_adapters
+from ..runtime import mx
 from .dataset import Dataset
 from .fit import Fit, score_phases
 from .folders import output_folders
@@ -42,7 +44,6 @@ from .planning import (
 from .result import TrainRun
 from .run_folder import check_resumable, clear_run, write_identity
 from .settings import Run
-from .setup import describe, load_adapters
 from .tasks.task import Summary, Task, make_task
 
 
@@ -154,10 +155,10 @@ def run(run: Run) -> TrainRun:
     method = METHODS[run.train.method]
     trainable = method.attach(target, lora, run.train, memory.choice.matmul_path)
     try:
-        describe(trainable, run.display, base_weights)
+        _describe(trainable, run.display, base_weights)
         paths = matmul_paths_by_name(trainable, memory.choice)
         if run.resume_adapter_file is not None:
-            load_adapters(trainable, Path(run.resume_adapter_file))
+            _load_adapters(trainable, Path(run.resume_adapter_file))
         trainable.recompute(memory.recompute)
         with closing(task.objective(trainable, memory)) as objective:
             observers, fit = _train(run, recipe, identity, trainable, objective, dataset)
@@ -234,6 +235,32 @@ def _fit_into_memory(
     if recompute == "auto":
         recompute = plan.recompute if plan else task.unplanned_recompute
     return MemoryChoice(plan, choice, recompute)
+
+
+def _describe(trainable: Trainable, display: Display, base_weights: int) -> None:
+    """Show what is trained, and its share of the base's weights."""
+    count = trainable.parameter_count()
+    share = f"{100 * count / base_weights:.3g} % of {shown_count(base_weights)} weights"
+    display.line(trainable.method, f"{count:,} trainable parameters, {share} · {trainable.details}")
+    for note in trainable.notes:
+        display.line("note", note)
+    if trainable.specs and adapter_config_of(trainable.specs) is None:
+        display.line(
+            "note",
+            "ranks or scales differ between projections: stock mlx-lm cannot open this pack",
+        )
+    for group in trainable.groups:
+        for geometry in group.members:
+            display.line("", geometry.describe(), VERBOSE)
+
+
+def _load_adapters(trainable: Trainable, file: Path) -> None:
+    """Set the trainable parameters from a file of exactly these tensors."""
+    try:
+        tensors = mx.load(str(file))
+    except (RuntimeError, ValueError) as error:
+        raise PackError(f"--resume-adapter-file {file}: {error}", "unreadable") from None
+    trainable.load(tensors, str(file))
 
 
 def _train(

@@ -9,11 +9,12 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_packs.adapters.lora import attach
 from mlx_packs.config.schema import LoRAConfig
 from mlx_packs.nn.quantized import quantized_modules, replace_modules
-from mlx_packs.objectives.causal_lm import loss_sum, split_head
+from mlx_packs.objectives.causal_lm import split_head
 from mlx_packs.runtime import mx
 from tests.helpers.errors import raises
 from tests.helpers.models import base_of
 from tests.helpers.packs import merged_weights
+from tests.helpers.steps import loss_sum
 
 FAMILIES = ("qwen3", "qwen2", "llama", "gpt2")
 TOKENS = mx.array([[5, 9, 3, 77, 12, 40], [1, 2, 3, 4, 5, 6]])

@@ -23,14 +23,14 @@ from mlx_packs.memory.estimate import estimate
 from mlx_packs.memory.headers import Headers
 from mlx_packs.memory.plan import ERROR
 from mlx_packs.nn.quantized import apply_matmul_path, count_weights
-from mlx_packs.objectives.causal_lm import as_arrays, loss_sum, split_head
+from mlx_packs.objectives.causal_lm import as_arrays, split_head
 from mlx_packs.optim import make_optimizer
 from mlx_packs.runtime import mx
 from tests.helpers.errors import check, raises
 from tests.helpers.memory import active_bytes
 from tests.helpers.models import base_of
 from tests.helpers.rows import chat, write_rows
-from tests.helpers.steps import lm_stepper
+from tests.helpers.steps import lm_stepper, loss_sum
 
 FAMILIES = {
     "qwen3": {},

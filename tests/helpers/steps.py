@@ -11,7 +11,7 @@ from mlx_packs import LoRAConfig, TrainConfig
 from mlx_packs.adapters.lora import Attached, attach
 from mlx_packs.data.batches import Batch
 from mlx_packs.data.encoding import Example
-from mlx_packs.objectives.causal_lm import CausalLM, Head, as_arrays, loss_sum, split_head
+from mlx_packs.objectives.causal_lm import CausalLM, Head, as_arrays, split_head
 from mlx_packs.optim import make_optimizer
 from mlx_packs.runtime import mx
 from mlx_packs.training.step import Stepper
@@ -34,6 +34,11 @@ def fill_b(attached: Attached) -> None:
     """Give B random values: with B at zero, A would get no gradient."""
     for slot in attached.slots.values():
         slot.lora.lora_b[:] = [0.1 * mx.random.normal(b.shape) for b in slot.lora.lora_b]
+
+
+def loss_sum(model: nn.Module, head: Head | None, *arrays: mx.array) -> mx.array:
+    """The sum of the targets' losses, weighted."""
+    return CausalLM(model, head).loss(*arrays)[0]
 
 
 def lm_stepper(

@@ -18,7 +18,7 @@ from mlx_packs.display import NORMAL, QUIET, VERBOSE, Display
 from mlx_packs.errors import PackError
 from mlx_packs.nn.frozen_blocks import FrozenBlock, frozen_output
 from mlx_packs.objectives import frozen_activations
-from mlx_packs.objectives.causal_lm import as_arrays, loss_sum, split_head
+from mlx_packs.objectives.causal_lm import as_arrays, split_head
 from mlx_packs.objectives.frozen_activations import (
     frozen_blocks,
     memory_budget,
@@ -41,7 +41,7 @@ from tests.helpers.families import family_base
 from tests.helpers.family_sweep import FAMILIES, sweep
 from tests.helpers.interpreter import run_python
 from tests.helpers.models import base_of
-from tests.helpers.steps import assert_same, lm_stepper, loss_and_gradients
+from tests.helpers.steps import assert_same, lm_stepper, loss_and_gradients, loss_sum
 
 # Blocks that return more than states, or take more, and one whose random logits are not finite.
 UNSUPPORTED = (

@@ -14,7 +14,6 @@ from mlx_packs.data.batches import make_batch
 from mlx_packs.data.encoding import Example
 from mlx_packs.memory.estimate import estimate
 from mlx_packs.memory.headers import Headers
-from mlx_packs.objectives.causal_lm import loss_sum
 from mlx_packs.objectives.projection_stack import graph_of
 from mlx_packs.optim import make_optimizer
 from mlx_packs.runtime import mx
@@ -22,7 +21,7 @@ from tests.helpers.checkpoints import write_checkpoint, write_quantized
 from tests.helpers.errors import raises
 from tests.helpers.memory import active_bytes
 from tests.helpers.models import base_of
-from tests.helpers.steps import lm_stepper
+from tests.helpers.steps import lm_stepper, loss_sum
 
 STACK = TrainConfig(objective="projection-stack")
 SQUARE = {"head_dim": 16}  # 4 heads of 16 are as wide as the 64 of the hidden states

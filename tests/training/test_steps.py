@@ -9,11 +9,11 @@ from mlx_packs.adapters.lora import attach
 from mlx_packs.data.batches import make_batch
 from mlx_packs.data.encoding import Example
 from mlx_packs.memory.matmul_path import dense_bytes
-from mlx_packs.objectives.causal_lm import as_arrays, loss_sum, split_head
+from mlx_packs.objectives.causal_lm import as_arrays, split_head
 from mlx_packs.optim import make_optimizer
 from mlx_packs.runtime import mx
 from tests.helpers.models import base_of
-from tests.helpers.steps import examples_of, largest_difference, lm_stepper, update
+from tests.helpers.steps import examples_of, largest_difference, lm_stepper, loss_sum, update
 
 
 def small_examples() -> list[Example]:
