@@ -18,11 +18,13 @@ from mlx_packs.errors import PackError, printable
 from mlx_packs.ops import _backend
 from mlx_packs.packs.base import Base, load_base
 from mlx_packs.runtime import mx
+from mlx_packs.training.tasks.causal_lm import SamplePrompt
 from tests.helpers.emulation import Emulated, emulation
 from tests.helpers.encoders import write_encoder
 from tests.helpers.rows import CHATS, write_rows
 from tests.helpers.runs import LORA, TRAIN
 
+_COMPLETE = SamplePrompt.complete
 os.environ["MLX_PACKS_CACHE"] = "off"  # nothing is left in the home of who runs the tests
 
 # Mixtures cannot be trained there; test_families.py holds that they are refused.
@@ -153,6 +155,20 @@ def nothing_launched(request) -> Iterator[Emulated]:
         yield Emulated(request.param, built)
         assert not _backend.record()["fallbacks"]
         assert not built
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _no_sample_text() -> Iterator[None]:
+    """Runs complete no sample prompt, which takes as long as their steps."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SamplePrompt, "complete", lambda *_: "")
+        yield
+
+
+@pytest.fixture
+def sample_text(monkeypatch):
+    """Runs complete their sample prompt, as for a user."""
+    monkeypatch.setattr(SamplePrompt, "complete", _COMPLETE)
 
 
 @pytest.fixture(autouse=True)

@@ -219,7 +219,7 @@ def slow(*values):
     ("recompute", "changes"),
     [
         ("none", {}),
-        ("block", {}),
+        slow("block", {}),
         slow("selective", {}),
         slow("none", {"num_layers": 2}),
         slow("none", {"batch_size": 1, "length": 32}),

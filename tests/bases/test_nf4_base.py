@@ -22,6 +22,7 @@ from mlx_packs.packs.base import load_base_for
 from mlx_packs.runtime import mx
 from tests.helpers.errors import check, raises
 from tests.helpers.packs import merged_weights
+from tests.helpers.rows import CHATS, write_rows
 
 
 def save_checkpoint(folder: Path, tensors: dict, **config) -> Path:
@@ -114,8 +115,9 @@ def test_a_bitsandbytes_checkpoint_is_read_without_quantizing_again(bf16_tiny, t
     assert mx.array_equal(base.model(TOKENS), result.model(TOKENS)).item()
     asked = load_base(folder, "nf4", keep=("lm_head", "embed_tokens"))  # as a bnb_4bit recipe does
     assert asked.quantization == base.quantization
-    train = TrainConfig(iters=1, batch_size=1, max_seq_length=64, val_batches=0, test_batches=1)
-    train_pack(str(folder), "tiny", LoRAConfig(rank=2), train, tmp_path / "p")
+    data = write_rows(tmp_path / "d", train=CHATS, valid=CHATS[:2])
+    train = TrainConfig(iters=1, batch_size=1, max_seq_length=64, matmul_path="dense")
+    train_pack(str(folder), data, LoRAConfig(rank=2), train, tmp_path / "p")
     with load_base_for(Pack.open(tmp_path / "p"), folder).applied(tmp_path / "p"):
         pass
 
@@ -133,12 +135,12 @@ def test_modules_are_left_dense_by_name(bf16_tiny, tmp_path):
         iters=1,
         batch_size=1,
         max_seq_length=64,
-        val_batches=0,
-        test_batches=1,
+        matmul_path="transient",
         quantize="affine4",
         keep=("down_proj",),
     )
-    train_pack(str(bf16_tiny), "tiny", LoRAConfig(rank=2), train, tmp_path / "p")
+    data = write_rows(tmp_path / "d", train=CHATS, valid=CHATS[:2])
+    train_pack(str(bf16_tiny), data, LoRAConfig(rank=2), train, tmp_path / "p")
     again = load_base_for(Pack.open(tmp_path / "p"), bf16_tiny)
     assert type(again.model.layers[0].mlp.down_proj) is nn.Linear
 
@@ -235,8 +237,10 @@ def test_a_pack_is_trained_saved_and_applied_on_nf4(bf16_tiny, stored, tmp_path)
         test_batches=1,
         quantize="nf4",
         double_quant=False,
+        matmul_path="quantized",
     )
-    run = train_pack(str(bf16_tiny), "tiny", LoRAConfig(rank=2), train, tmp_path / "p")
+    data = write_rows(tmp_path / "d", train=CHATS, valid=CHATS[:2])
+    run = train_pack(str(bf16_tiny), data, LoRAConfig(rank=2), train, tmp_path / "p")
     manifest = run.pack.manifest
     assert manifest["base"]["quantization"] == {
         "group_size": 64,
@@ -253,8 +257,8 @@ def test_a_pack_is_trained_saved_and_applied_on_nf4(bf16_tiny, stored, tmp_path)
         pack.attach(load_base(bf16_tiny, "nf4"))
     with raises("mismatch", None, str(stored)):
         load_base_for(pack, stored)
-    train = TrainConfig(iters=1, batch_size=1, max_seq_length=64, val_batches=0, test_batches=1)
-    run = train_pack(str(stored), "tiny", LoRAConfig(rank=2), train, tmp_path / "q")
+    train = TrainConfig(iters=1, batch_size=1, max_seq_length=64, matmul_path="quantized")
+    run = train_pack(str(stored), data, LoRAConfig(rank=2), train, tmp_path / "q")
     with load_base_for(Pack.open(tmp_path / "q"), stored).applied(tmp_path / "q"):
         pass
 

@@ -1,6 +1,7 @@
 """Base and packs side by side: figures, tables, gates."""
 
 import csv
+import functools
 import json
 import math
 import shutil
@@ -51,6 +52,7 @@ def packs_here(packs_folder, tmp_path, monkeypatch) -> Path:
     return tmp_path / "here"
 
 
+@functools.cache
 def stock_perplexity(adapter: Path | None) -> float:
     """By mlx-lm's own loader, forward and loss, row by row."""
     import mlx.nn as nn

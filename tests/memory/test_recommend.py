@@ -1,6 +1,7 @@
 """`packs plan`: what is recommended, in which order, and the commands that it prints."""
 
 import dataclasses
+import functools
 import json
 import shlex
 from pathlib import Path
@@ -22,10 +23,16 @@ MEMORIES = (8, 16, 24, 64)  # GB
 RECIPE = {"batch_size": 2, "lora_parameters": {"rank": 32, "scale": 2.0}, "grad_checkpoint": True}
 
 
-def best_by_memory(name: str, device: str) -> list[Option]:
-    """The first recommendation for each of ``MEMORIES``, and for one that fits everything."""
+@functools.cache
+def by_memory(name: str, device: str) -> list[list[Option]]:
+    """The recommendations for each of ``MEMORIES``, and for one that fits everything."""
     with runtime.assumed_device(device):
-        return [recommend(dense_headers(name), int(gb * 1e9))[0] for gb in (*MEMORIES, 4096)]
+        return [recommend(dense_headers(name), int(gb * 1e9)) for gb in (*MEMORIES, 4096)]
+
+
+def best_by_memory(name: str, device: str) -> list[Option]:
+    """The first of them for each memory."""
+    return [options[0] for options in by_memory(name, device)]
 
 
 def learned(option: Option) -> tuple:
@@ -62,13 +69,11 @@ def test_a_small_base_is_not_to_be_quantized():
 
 
 def test_what_fits_comes_first_and_what_is_learned_before_precision():
-    with runtime.assumed_device("gpu"):
-        for gb in MEMORIES:
-            *ways, full = recommend(dense_headers("qwen3-4b"), int(gb * 1e9))
-            states = [("fits", "tight", "no").index(option.fit) for option in ways]
-            assert states == sorted(states) and full.method == "full"
-            fitting = [(-o.lora.rank, -o.train.max_seq_length) for o in ways if o.fits]
-            assert fitting == sorted(fitting)
+    for *ways, full in by_memory("qwen3-4b", "gpu"):
+        states = [("fits", "tight", "no").index(option.fit) for option in ways]
+        assert states == sorted(states) and full.method == "full"
+        fitting = [(-o.lora.rank, -o.train.max_seq_length) for o in ways if o.fits]
+        assert fitting == sorted(fitting)
 
 
 def nf4(memory: float, specified: frozenset = frozenset()) -> Option:
@@ -301,6 +306,7 @@ def test_the_table_of_bases_says_what_each_way_needs():
     assert line.startswith("| 8 GB | ") and "**lora-fp32, batch " in line
 
 
+@pytest.mark.slow
 def test_the_table_of_bases_in_the_docs_is_what_is_planned():
     from benchmarks.plan_table import CONFIGS, headers_of, rows
 

@@ -15,6 +15,8 @@ MODELS = {
     "llama3_8b": (4096, 14336, 4096, 1024),
     "mistral_7b": (4096, 14336, 4096, 1024),
 }
+SLOW = ("qwen3_8b", "qwen3_14b", "mistral_7b")  # between or the same as the others
+NAMES = [pytest.param(n, marks=pytest.mark.slow if n in SLOW else ()) for n in MODELS]
 RANKS = (1, 4, 8, 16, 32, 33, 64)
 ROWS = (1, 8, 2048)
 DTYPES = (mx.float32, mx.bfloat16, mx.float16)
@@ -61,7 +63,7 @@ def trace_all(name: str, language: str, ranks: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize("language", ["metal", "cuda"])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", NAMES)
 def test_grouped_lora_compiles_at_every_geometry(name, language):
     trace_all(name, language, (16,))
 
@@ -73,7 +75,7 @@ def test_grouped_lora_compiles_at_every_rank(language):
 
 
 @pytest.mark.parametrize("language", ["metal", "cuda"])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", NAMES)
 def test_multi_lora_and_nf4_compile_at_every_geometry(name, language):
     with emulation(language, compile_only=True) as built:
         for depth, widths in groups(name):

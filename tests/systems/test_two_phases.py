@@ -9,11 +9,13 @@ import time
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 from mlx.utils import tree_flatten
 
 from mlx_packs import LoRAConfig, Pack, load_base
 from mlx_packs.adapters.lora import attach
 from mlx_packs.bases.files import tiny_checkpoint
+from mlx_packs.cli.main import packs
 from mlx_packs.packs.base import Base, load_base_for
 from mlx_packs.runtime import mx
 from tests.helpers.models import model_of
@@ -71,39 +73,11 @@ def note_data(tmp_path_factory) -> Path:
 def note_run(llama, note_data, tmp_path_factory) -> tuple[Path, dict]:
     """The note's recipe, trained as it stands but for the size of the run."""
     out = tmp_path_factory.mktemp("out") / "p"
-    result = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "mlx_packs",
-            "train",
-            "-c",
-            RECIPE,
-            "--model",
-            llama,
-            "--data",
-            note_data,
-            "--out",
-            out,
-            "--iters",
-            "6",
-            "--grad-accumulation-steps",
-            "1",
-            "--warmup-steps",
-            "0",
-            "--max-seq-length",
-            "64",
-            "--batch-size",
-            "4",
-            "--learning-rate",
-            "5e-3",
-            "--json",
-        ],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert result.returncode == 0, result.stderr
+    short = "--iters 6 --grad-accumulation-steps 1 --warmup-steps 0 --max-seq-length 64"
+    short += " --batch-size 4 --learning-rate 5e-3 --json"
+    paths = ("-c", RECIPE, "--model", llama, "--data", note_data, "--out", out)
+    result = CliRunner().invoke(packs, ["train", *map(str, paths), *short.split()])
+    assert result.exit_code == 0, result.stderr
     return out, json.loads(result.stdout)
 
 

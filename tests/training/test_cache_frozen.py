@@ -7,7 +7,6 @@ import pytest
 
 from mlx_packs import LoRAConfig, TrainConfig, train_pack
 from mlx_packs.runtime import mx
-from mlx_packs.training.tasks.causal_lm import SamplePrompt
 from tests.helpers.cached_model import changed
 from tests.helpers.errors import check
 from tests.helpers.observers import observe
@@ -33,9 +32,8 @@ ANSWERS = ("Yes.", "No, not at all.", "I will see.", "Ask me again.", "Fine", "G
 
 
 @pytest.fixture
-def varied_chats(tmp_path, monkeypatch):
-    """A handful of short rows; no text is sampled."""
-    monkeypatch.setattr(SamplePrompt, "complete", lambda *_: "")
+def varied_chats(tmp_path):
+    """A handful of short rows."""
     chats = [chat("Is it so?", answer) for answer in ANSWERS]
     return write_rows(tmp_path / "rows", train=chats, test=chats[:1])
 
@@ -48,8 +46,15 @@ def adapters(run) -> dict[str, mx.array]:
     return mx.load(str(run.pack.path / "adapters.safetensors"))
 
 
-@pytest.mark.parametrize("packing", [False, True], ids=["unpacked", "packed"])
-@pytest.mark.parametrize("stop", [2, 5], ids=["first epoch", "later"])
+@pytest.mark.parametrize(
+    ("stop", "packing"),
+    [
+        pytest.param(2, False, id="first epoch, unpacked", marks=pytest.mark.slow),
+        pytest.param(2, True, id="first epoch, packed"),
+        pytest.param(5, False, id="later, unpacked", marks=pytest.mark.slow),
+        pytest.param(5, True, id="later, packed", marks=pytest.mark.slow),
+    ],
+)
 def test_resumed_run_with_a_cache_equals_an_unbroken_one(
     tiny, varied_chats, tmp_path, monkeypatch, packing, stop
 ):
@@ -110,14 +115,22 @@ def test_the_command_line_rejects_on_in_one_line(varied_chats, tmp_path, run):
     assert "Traceback" not in err and not (tmp_path / "p").exists()
 
 
+POLICIES = ({"recompute": "none"}, {"recompute": "selective"}, {"grad_checkpoint": True})
+COMBINATIONS = [*itertools.product((False, True), ("off", "on"), POLICIES)]
+
+
 @pytest.mark.parametrize(
-    "last_k", [pytest.param(None, marks=pytest.mark.slow), 2], ids=["all", "last 2"]
+    ("last_k", "combinations"),
+    [
+        pytest.param(2, [COMBINATIONS[i] for i in (0, 4, 8, 9)], id="last 2, some"),
+        pytest.param(2, COMBINATIONS, id="last 2", marks=pytest.mark.slow),
+        pytest.param(None, COMBINATIONS, id="all", marks=pytest.mark.slow),
+    ],
 )
-def test_every_combination_learns_the_same(tiny, varied_chats, tmp_path, last_k):
+def test_every_combination_learns_the_same(tiny, varied_chats, tmp_path, last_k, combinations):
     """An update of a whole epoch does not depend on how its rows are laid out or recomputed."""
-    policies = ({"recompute": "none"}, {"recompute": "selective"}, {"grad_checkpoint": True})
     results = []
-    for packing, cache, policy in itertools.product((False, True), ("off", "on"), policies):
+    for packing, cache, policy in combinations:
         batches = 2 if packing else 3  # of an epoch
         train = changed(
             RUN,

@@ -433,6 +433,7 @@ def killed(folder, where: str, *flags: str) -> int:
     ).returncode
 
 
+@pytest.mark.slow
 def test_a_run_killed_in_each_phase_and_between_goes_on_to_the_same_bits(
     phase_data, whole, tmp_path
 ):

@@ -10,7 +10,6 @@ from click.testing import CliRunner
 from mlx_packs import LoRAConfig, Pack, TrainConfig, evaluate, runtime, train_pack
 from mlx_packs.cli.main import packs
 from mlx_packs.cli.train import train as train_command
-from mlx_packs.data.rows import tiny_path
 from mlx_packs.runtime import mx
 from tests.helpers.errors import raises
 from tests.helpers.observers import observe
@@ -22,18 +21,15 @@ QUICK = TrainConfig(
 )
 
 
+pytestmark = pytest.mark.usefixtures("sample_text")
+
+
 @pytest.fixture
-def embedded_rows(tmp_path):
-    """A handful of the embedded rows."""
-
-    def head(split: str, n: int) -> list[dict]:
-        lines = (tiny_path() / f"{split}.jsonl").read_text().split("\n")
-        short = sorted((line for line in lines if line), key=len)[:n]
-        return [json.loads(line) for line in short]
-
-    return write_rows(
-        tmp_path / "rows", train=head("train", 12), valid=head("valid", 4), test=head("test", 4)
-    )
+def numbers(tmp_path):
+    """Short rows of each split."""
+    words = "one two three four five six seven eight nine ten eleven twelve".split()
+    rows = [chat(f"Say {word}.", f"{word}, I say, {word}.") for word in words]
+    return write_rows(tmp_path / "rows", train=rows, valid=rows[:4], test=rows[4:8])
 
 
 def pack_bytes(pack: Pack) -> dict[str, bytes]:
@@ -45,47 +41,48 @@ def pack_bytes(pack: Pack) -> dict[str, bytes]:
     return files
 
 
-def test_two_runs_with_one_seed_give_the_same_bytes(tiny, embedded_rows, tmp_path):
+def test_two_runs_with_one_seed_give_the_same_bytes(tiny, numbers, tmp_path):
     lora = LoRAConfig(rank=4, dropout=0.1)
-    first = train_pack(tiny, embedded_rows, lora, QUICK, tmp_path / "a" / "p").pack
-    second = train_pack(tiny, embedded_rows, lora, QUICK, tmp_path / "b" / "p").pack
+    first = train_pack(tiny, numbers, lora, QUICK, tmp_path / "a" / "p").pack
+    second = train_pack(tiny, numbers, lora, QUICK, tmp_path / "b" / "p").pack
     assert pack_bytes(first) == pack_bytes(second)
 
 
-def test_run_reports_what_it_wrote_and_learns(tiny, embedded_rows, tmp_path):
+def test_run_reports_what_it_wrote_and_learns(tiny, numbers, tmp_path):
     train = TrainConfig(iters=12, batch_size=4, learning_rate=1e-3, matmul_path="dense")
-    run = train_pack(tiny, embedded_rows, LORA, train, tmp_path / "p")
+    run = train_pack(tiny, numbers, LORA, train, tmp_path / "p")
     report = run.report
     assert report["ppl_after"] < report["ppl_before"]
+    assert all(report["sample"].values())
     assert {
         *("pack run steps ppl_before ppl_after ppl_before_se ppl_after_se trained_tokens").split(),
         *("tokens_per_s train_s peak_gb pack_mb matmul_path plan_peak_gb gates").split(),
     } <= set(report)
     lines = (tmp_path / "p-run" / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["batch"] for line in lines] == [10, 12]
-    again = evaluate(tiny, tmp_path / "p", embedded_rows, matmul_path="dense")
+    again = evaluate(tiny, tmp_path / "p", numbers, matmul_path="dense")
     assert abs(again.pack.ppl / report["ppl_after"] - 1) < 1e-4
     assert abs(again.base.ppl / report["ppl_before"] - 1) < 1e-4
 
 
 @pytest.mark.slow
-def test_resumed_run_equals_an_unbroken_one(tiny, embedded_rows, tmp_path):
+def test_resumed_run_equals_an_unbroken_one(tiny, numbers, tmp_path):
     lora = LoRAConfig(rank=4, dropout=0.2)
     long = TrainConfig(**{**vars(QUICK), "lr_schedule": "constant"})
     short = TrainConfig(**{**vars(long), "iters": 2})
-    whole = train_pack(tiny, embedded_rows, lora, long, tmp_path / "whole")
-    train_pack(tiny, embedded_rows, lora, short, tmp_path / "broken")
+    whole = train_pack(tiny, numbers, lora, long, tmp_path / "whole")
+    train_pack(tiny, numbers, lora, short, tmp_path / "broken")
     resumed = train_pack(
-        tiny, embedded_rows, lora, long, tmp_path / "broken", resume=True, overwrite=True
+        tiny, numbers, lora, long, tmp_path / "broken", resume=True, overwrite=True
     )
     for name, tensor in whole.pack.tensors.items():
         assert mx.array_equal(tensor, resumed.pack.tensors[name]).item(), name
 
 
-def test_interrupted_run_goes_on_to_the_same_weights(tiny, embedded_rows, tmp_path, monkeypatch):
+def test_interrupted_run_goes_on_to_the_same_weights(tiny, numbers, tmp_path, monkeypatch):
     lora = LoRAConfig(rank=4, dropout=0.2)
     train = TrainConfig(**{**vars(QUICK), "grad_accumulation_steps": 2, "save_every": 100})
-    whole = train_pack(tiny, embedded_rows, lora, train, tmp_path / "whole")
+    whole = train_pack(tiny, numbers, lora, train, tmp_path / "whole")
 
     def interrupt(line):
         if line["batch"] == 1:  # in the middle of an update, which is finished first
@@ -94,32 +91,34 @@ def test_interrupted_run_goes_on_to_the_same_weights(tiny, embedded_rows, tmp_pa
     with monkeypatch.context() as patch:
         observe(patch, on_step=interrupt)
         with raises("interrupted", None, "step-000002"):
-            train_pack(tiny, embedded_rows, lora, train, tmp_path / "broken")
+            train_pack(tiny, numbers, lora, train, tmp_path / "broken")
     assert not (tmp_path / "broken").exists()
-    resumed = train_pack(tiny, embedded_rows, lora, train, tmp_path / "broken", resume=True)
+    resumed = train_pack(tiny, numbers, lora, train, tmp_path / "broken", resume=True)
     for name, tensor in whole.pack.tensors.items():
         assert mx.array_equal(tensor, resumed.pack.tensors[name]).item(), name
 
 
-def test_resume_refuses_another_recipe(tiny, embedded_rows, tmp_path):
-    train_pack(tiny, embedded_rows, LORA, QUICK, tmp_path / "p")
+def test_resume_refuses_another_recipe(tiny, numbers, tmp_path):
+    train_pack(tiny, numbers, LORA, QUICK, tmp_path / "p")
     other = TrainConfig(**{**vars(QUICK), "learning_rate": 2e-3})
     with raises("mismatch", "learning_rate", "0.001", "0.002"):
-        train_pack(tiny, embedded_rows, LORA, other, tmp_path / "p", resume=True)
+        train_pack(tiny, numbers, LORA, other, tmp_path / "p", resume=True)
 
 
 @pytest.mark.slow
-def test_evaluation_cadence_does_not_change_training(tiny, embedded_rows, tmp_path):
+def test_evaluation_cadence_does_not_change_training(tiny, numbers, tmp_path):
     lora = LoRAConfig(rank=4, dropout=0.2)
-    often = train_pack(tiny, embedded_rows, lora, QUICK, tmp_path / "often")
+    often = train_pack(tiny, numbers, lora, QUICK, tmp_path / "often")
     seldom = TrainConfig(**{**vars(QUICK), "steps_per_eval": 1000})
-    never = train_pack(tiny, embedded_rows, lora, seldom, tmp_path / "seldom")
+    never = train_pack(tiny, numbers, lora, seldom, tmp_path / "seldom")
     for name, tensor in often.pack.tensors.items():
         assert mx.array_equal(tensor, never.pack.tensors[name]).item(), name
 
 
-def test_size_gate_fails_with_exit_code_1_and_names_the_gate(embedded_rows, tmp_path):
-    arguments = f"--data {embedded_rows} --iters 1 --batch-size 2 --matmul-path dense --out {tmp_path / 'p'}"
+def test_size_gate_fails_with_exit_code_1_and_names_the_gate(numbers, tmp_path):
+    arguments = (
+        f"--data {numbers} --iters 1 --batch-size 2 --matmul-path dense --out {tmp_path / 'p'}"
+    )
     result = CliRunner().invoke(
         train_command, [*arguments.split(), "--max-pack-mb", "0.001", "--json"]
     )
@@ -131,8 +130,10 @@ def test_size_gate_fails_with_exit_code_1_and_names_the_gate(embedded_rows, tmp_
 
 
 @pytest.mark.slow
-def test_gates_are_held_at_the_end_and_their_results_are_in_the_manifest(embedded_rows, tmp_path):
-    arguments = f"--data {embedded_rows} --iters 1 --batch-size 2 --matmul-path dense --out {tmp_path / 'p'}"
+def test_gates_are_held_at_the_end_and_their_results_are_in_the_manifest(numbers, tmp_path):
+    arguments = (
+        f"--data {numbers} --iters 1 --batch-size 2 --matmul-path dense --out {tmp_path / 'p'}"
+    )
     limits = "--max-ppl-ratio 0.001 --min-tps-ratio 0.001 --max-pack-mb 50"
     result = CliRunner().invoke(train_command, [*arguments.split(), *limits.split(), "--json"])
     assert result.exit_code == 1
@@ -168,9 +169,9 @@ def test_single_rows_and_last_k_targets_train(tiny, tmp_path):
 
 
 @pytest.mark.parametrize("adapted", ["", "--target-modules q_proj"])
-def test_json_says_which_path_every_kind_of_weight_ran_on_and_why(embedded_rows, tmp_path, adapted):
+def test_json_says_which_path_every_kind_of_weight_ran_on_and_why(numbers, tmp_path, adapted):
     arguments = (
-        f"--data {embedded_rows} --out {tmp_path / 'p'} --iters 2 --batch-size 1 --rank 2 {adapted}"
+        f"--data {numbers} --out {tmp_path / 'p'} --iters 2 --batch-size 1 --rank 2 {adapted}"
     )
     result = CliRunner().invoke(train_command, [*arguments.split(), "--json", "-v"])
     assert result.exit_code == 0, result.stderr
@@ -186,7 +187,7 @@ def test_json_says_which_path_every_kind_of_weight_ran_on_and_why(embedded_rows,
 
 
 def test_a_run_has_its_own_cache_limit_and_leaves_that_of_before(
-    tiny, embedded_rows, tmp_path, monkeypatch
+    tiny, numbers, tmp_path, monkeypatch
 ):
     seen = []
 
@@ -203,7 +204,7 @@ def test_a_run_has_its_own_cache_limit_and_leaves_that_of_before(
                 **{**vars(QUICK), "steps_per_report": 1, "clear_cache_threshold": threshold}
             )
             with pytest.raises(KeyboardInterrupt):
-                train_pack(tiny, embedded_rows, LORA, config, tmp_path / str(limit))
+                train_pack(tiny, numbers, LORA, config, tmp_path / str(limit))
             assert seen.pop() == limit and mx.set_cache_limit(5 << 20) == 5 << 20
     finally:
         mx.set_cache_limit(before)
