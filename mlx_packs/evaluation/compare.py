@@ -96,7 +96,7 @@ def evaluate_batch(  # noqa: PLR0913 - a public facade
     max_pack_mb: float | None = None,
     display: Display | None = None,
 ) -> list[Compared]:
-    """PPL, token accuracy, speed, memory and size of a base and of packs on it.
+    """Return PPL, accuracy, speed, memory and size of a base, then of packs, at every batch size.
 
     Args:
         base: a loaded base without an active pack.
@@ -118,9 +118,6 @@ def evaluate_batch(  # noqa: PLR0913 - a public facade
         max_pack_mb: gate.
         display: where progress goes.
 
-    Returns:
-        The base and then the packs, each at every batch size.
-
     Raises:
         PackError: examples cannot be used, a pack is of another base, or a size makes no sense.
     """
@@ -135,8 +132,7 @@ def evaluate_batch(  # noqa: PLR0913 - a public facade
     length = _sequence_length(sequence_length, models[1:], base, max_tokens)
     columns = columns or columns_of(models[1] if models[1:] else None, data)
     trained_on = {pack.part("objective").get("loss_on") for pack in models[1:]}
-    if loss_on is None and len(trained_on) == 1:
-        (loss_on,) = trained_on
+    loss_on = loss_on or (trained_on.pop() if len(trained_on) == 1 else None)
     options = EncodingOptions(loss_on, length, base.vocab_size)
     examples = encode(evaluation_rows(columns, split, limit), base.tokenizer, columns, options)
     batches, scoring = _scoring_batches(base, examples, max(batch_sizes), length)
