@@ -257,7 +257,7 @@ def embedded(model: Encoder, rows: Sequence[np.ndarray], batch_size: int) -> np.
     vectors = np.zeros((len(rows), model.dims), dtype=np.float32)
     for start in range(0, len(rows), batch_size):
         chosen = order[start : start + batch_size]
-        alike = lengths[chosen].min() == lengths[chosen].max()
+        one_length = lengths[chosen].min() == lengths[chosen].max()
         tokens = mx.array(padded([rows[i] for i in chosen]))
-        vectors[chosen] = np.array(model(tokens, None if alike else mx.array(lengths[chosen])))
+        vectors[chosen] = np.array(model(tokens, None if one_length else mx.array(lengths[chosen])))
     return vectors

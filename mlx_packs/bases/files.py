@@ -10,7 +10,7 @@ from pathlib import Path
 from ..errors import PackError
 from ..files import FLOATS, TINY_FOLDER, read_header, read_json, sha256
 from .bitsandbytes import METHOD
-from .unsupported import check_method, foreign_file, foreign_weights
+from .unsupported import check_method, unsupported_file, unsupported_weights
 
 TINY = "tiny"
 RECORD = "quantization.json"  # that `packs quantize` leaves: what was asked, a hash of every shard
@@ -42,14 +42,14 @@ def resolve_checkpoint(name: str | Path) -> Path:
     if os.path.isdir(path):  # unlike Path.is_dir, False for a name that is too long
         if not (path / "config.json").is_file():
             raise PackError(
-                f"{path}: is not a checkpoint, it has no config.json.{foreign_weights(path)}",
+                f"{path}: is not a checkpoint, it has no config.json.{unsupported_weights(path)}",
                 "not-found",
                 "model",
             )
         return path
     if os.path.exists(path):
         raise PackError(
-            f"{path}: must be a checkpoint folder, but is a file.{foreign_file(path)}",
+            f"{path}: must be a checkpoint folder, but is a file.{unsupported_file(path)}",
             "unsupported",
             "model",
         )
@@ -66,10 +66,10 @@ def _hub_snapshot(repo: str) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError, RepositoryNotFoundError
 
-    wanted = {"repo_id": repo, "allow_patterns": CHECKPOINT_FILES}
+    request = {"repo_id": repo, "allow_patterns": CHECKPOINT_FILES}
     cached = "not in the Hugging Face cache"
     try:
-        path = Path(snapshot_download(**wanted, local_files_only=True))
+        path = Path(snapshot_download(**request, local_files_only=True))
         if is_complete(path):
             return path
         cached = "only in part in the Hugging Face cache"
@@ -80,7 +80,7 @@ def _hub_snapshot(repo: str) -> Path:
             f"--model {repo}: no such folder, and {_first_line(error)}", "not-found"
         ) from None
     try:
-        path = Path(snapshot_download(**wanted))  # without network, what is cached of it
+        path = Path(snapshot_download(**request))  # without network, what is cached of it
         if is_complete(path):
             return path
         reason = "some of its files are missing"
@@ -154,7 +154,7 @@ def check_files(path: Path) -> dict:
     """Check that all weights of a checkpoint are there and readable by MLX; return its config.json."""
     files = weight_files(path)
     if not files:
-        other = foreign_weights(path)
+        other = unsupported_weights(path)
         raise PackError(
             f"{path}: has no model*.safetensors. Is it a checkpoint folder?{other}",
             "unsupported" if other else "not-found",

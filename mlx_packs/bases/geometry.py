@@ -158,7 +158,7 @@ def _check_config(path: str, name: str, in_features: int, out_features: int, c: 
     """Check a projection of the Llama family against heads, head_dim, hidden and FFN width."""
     attention = c.heads * c.head_dim if c.heads and c.head_dim else None
     kv = c.kv_heads * c.head_dim if c.kv_heads and c.head_dim else None
-    stated = {
+    sizes = {
         "q_proj": (c.hidden, attention),
         "k_proj": (c.hidden, kv),
         "v_proj": (c.hidden, kv),
@@ -167,13 +167,13 @@ def _check_config(path: str, name: str, in_features: int, out_features: int, c: 
         "up_proj": (c.hidden, c.ffn),
         "down_proj": (c.ffn, c.hidden),
     }.get(name, (None, None))
-    sides = zip(("input", "output"), (in_features, out_features), stated, strict=True)
+    sides = zip(("input", "output"), (in_features, out_features), sizes, strict=True)
     for side, actual, expected in sides:
         if expected is not None and actual != expected:
             raise GeometryError(
                 path,
                 f"its true shape is [{out_features}, {in_features}], but the config states "
-                f"[{stated[1]}, {stated[0]}] (heads {c.heads}, KV heads {c.kv_heads}, head_dim "
+                f"[{sizes[1]}, {sizes[0]}] (heads {c.heads}, KV heads {c.kv_heads}, head_dim "
                 f"{c.head_dim}, hidden {c.hidden}, FFN {c.ffn}): the {side} does not fit.",
             )
 
@@ -227,8 +227,8 @@ _READ_AS_DATA = (
 ).split()
 
 
-def chooses(path: str) -> bool:
-    """Return whether a linear decides what a token sees: which experts, or which keys."""
+def is_router(path: str) -> bool:
+    """Return whether a linear is a router or indexer: it chooses experts or keys for a token."""
     return any(part in _CHOOSERS or part.endswith("router") for part in path.split("."))
 
 
@@ -255,7 +255,7 @@ def select_targets(
     every = linears(model)
     inside = [(path, m) for path, m in every if path.startswith(blocks)]
     if not target_modules:
-        return [(p, m) for p, m in inside if not is_switch_linear(m) and not chooses(p)]
+        return [(p, m) for p, m in inside if not is_switch_linear(m) and not is_router(p)]
     chosen: dict[str, nn.Module] = {}
     for target in target_modules:
         matched = [(p, m) for p, m in inside if is_named(p, target)]

@@ -18,7 +18,7 @@ from .encoder import load_encoder
 from .families import check_supported
 from .files import TINY, check_files, fingerprint, quantized_as, resolve_checkpoint, text_config
 from .model import BaseModel
-from .nf4 import check_stored_nf4, nf4_quantization, place_nf4, quantized_already, stored_as_asked
+from .nf4 import already_quantized, check_stored_nf4, nf4_quantization, place_nf4, stored_as_asked
 from .quantization import QuantizeOptions, quantize_weights
 from .tokenizer import load_encoder_tokenizer, load_tokenizer
 from .unsupported import reason_of, unreadable
@@ -84,7 +84,7 @@ def _load_decoder(request: _Request) -> BaseModel:
     if as_stored:
         options = None
     if options and (kind := quantized_as(path, stored)):
-        raise quantized_already(quantize, kind)
+        raise already_quantized(quantize, kind)
     dtype = _activation_dtype(stored, request.compute_dtype)
 
     def prepare(model: nn.Module, weights: Weights) -> Weights:
@@ -240,12 +240,12 @@ _LAZY_LOADERS: dict[str, Callable[[str, Path, dict, bool], BaseModel]] = registe
 )
 
 
-def _activation_dtype(config: dict, wanted: str) -> mx.Dtype:
+def _activation_dtype(config: dict, requested: str) -> mx.Dtype:
     """Return the dtype of hidden states: float32 on a CPU, else as asked for or as stored."""
     if runtime.on_cpu():
         return mx.float32
-    if wanted != "auto":
-        return {"float16": mx.float16, "float32": mx.float32, "bfloat16": mx.bfloat16}[wanted]
+    if requested != "auto":
+        return {"float16": mx.float16, "float32": mx.float32, "bfloat16": mx.bfloat16}[requested]
     named = str(text_config(config).get("torch_dtype") or text_config(config).get("dtype"))
     return {"float16": mx.float16, "float32": mx.float32}.get(named, mx.bfloat16)
 

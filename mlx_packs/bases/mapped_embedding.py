@@ -61,11 +61,11 @@ def map_embedding(folder: Path, key: str | None, module: nn.Module) -> MappedEmb
     if key is None:
         return "its tensor in the files is not known"
     path = key.removesuffix(".weight")
-    wanted = [name for name in ("weight", "scales", "biases") if module.get(name) is not None]
+    parameters = [name for name in ("weight", "scales", "biases") if module.get(name) is not None]
     parts = {}
     for file in weight_files(folder):
         header, start = read_header(file)
-        for name in wanted:
+        for name in parameters:
             if (tensor := header.get(f"{path}.{name}")) is None:
                 continue
             kind, shape = tensor["dtype"], tuple(tensor["shape"])
@@ -73,6 +73,6 @@ def map_embedding(folder: Path, key: str | None, module: nn.Module) -> MappedEmb
                 return f"{path}.{name} lies in the files as {kind} {list(shape)}"
             offset = start + int(tensor["data_offsets"][0])
             parts[name] = np.memmap(file, _KINDS[kind], "r", offset, shape), kind
-    if missing := [name for name in wanted if name not in parts]:
+    if missing := [name for name in parameters if name not in parts]:
         return f"it was quantized while it was loaded: the files have no {path}.{missing[0]}"
     return MappedEmbedding(parts, module)

@@ -104,10 +104,10 @@ def stored_as_asked(config: Mapping, quantize: str) -> bool:
         return False
     if FORMATS[quantize].is_stored(quantization):
         return True
-    raise quantized_already(quantize, quantization_name(quantization))
+    raise already_quantized(quantize, quantization_name(quantization))
 
 
-def quantized_already(quantize: str, kind: str) -> PackError:
+def already_quantized(quantize: str, kind: str) -> PackError:
     """Return the error for quantizing a base that is quantized already."""
     return PackError(
         f"--quantize {quantize}: the base is quantized already ({kind}). Train on it as it is, or "

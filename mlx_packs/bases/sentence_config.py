@@ -94,20 +94,20 @@ def _modules(path: Path) -> tuple[str, bool]:
 def _pooling(file: Path) -> str:
     """Return the one kind of pooling that a config of the Pooling module turns on."""
     config = _read(file)
-    on = config.get("pooling_mode")
-    if on is None:  # before sentence-transformers 5 a switch for each
+    methods = config.get("pooling_mode")
+    if methods is None:  # before sentence-transformers 5 a switch for each
         names = {"mean_tokens": "mean", "cls_token": "cls", "max_tokens": "max"}
         switches = {k.removeprefix("pooling_mode_"): v for k, v in config.items()}
-        on = [names.get(key, key) for key, value in switches.items() if value is True]
-        on = [name for name in on if name != "include_prompt"]
-    on = [on] if isinstance(on, str) else list(on or [])
-    if len(on) != 1 or on[0] not in POOLING:
+        methods = [names.get(key, key) for key, value in switches.items() if value is True]
+        methods = [name for name in methods if name != "include_prompt"]
+    methods = [methods] if isinstance(methods, str) else list(methods or [])
+    if len(methods) != 1 or methods[0] not in POOLING:
         raise PackError(
-            f"{file}: pools by {' and '.join(map(str, on)) or 'nothing'}. Supported is one of "
-            f"{', '.join(POOLING)}.",
+            f"{file}: pools by {' and '.join(map(str, methods)) or 'nothing'}. Supported is one "
+            f"of {', '.join(POOLING)}.",
             "unsupported",
         )
-    return on[0]
+    return methods[0]
 
 
 def _read(file: Path, kind: type = dict) -> Any:

@@ -39,7 +39,7 @@ _WEIGHTS = (
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
 
 
-def foreign_weights(path: Path) -> str:
+def unsupported_weights(path: Path) -> str:
     """Return what a folder without model*.safetensors has, and what works instead, or nothing."""
     if (path / "pack.json").is_file():
         return " It is a pack: name it with --pack, and its base with --model."
@@ -51,7 +51,7 @@ def foreign_weights(path: Path) -> str:
     return ""
 
 
-def foreign_file(path: Path) -> str:
+def unsupported_file(path: Path) -> str:
     """Return what a file is that is named where a folder is meant, and what works instead."""
     for pattern, kind, works in _WEIGHTS:
         if path.match(pattern):

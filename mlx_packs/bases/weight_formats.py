@@ -245,27 +245,29 @@ def named_format(name: str, double_quant: bool = True) -> WeightFormat:
         raise PackError(
             f"--quantize {name}: is not a format. {did_you_mean(name, list(FORMATS))}", "unknown"
         )
-    known = FORMATS[name]
-    return replace(known, double_quant=double_quant) if isinstance(known, NF4Format) else known
+    weight_format = FORMATS[name]
+    if isinstance(weight_format, NF4Format):
+        return replace(weight_format, double_quant=double_quant)
+    return weight_format
 
 
 def specified_format(mode: str, **settings: int | bool | None) -> WeightFormat:
     """Return a format of a mode with these settings; None is the default of the format."""
-    known = CLASSES[mode]
-    specified = {name: value for name, value in settings.items() if value is not None}
-    own = {f.name for f in fields(known) if f.init}
-    if misplaced := [name for name in specified if name not in own]:
+    format_class = CLASSES[mode]
+    chosen = {name: value for name, value in settings.items() if value is not None}
+    valid = {f.name for f in fields(format_class) if f.init}
+    if misplaced := [name for name in chosen if name not in valid]:
         flags = ", ".join(f"--{name.replace('_', '-')}" for name in misplaced)
         raise PackError(f"{flags}: not with --mode {mode}.", "conflict")
-    return known(**specified)
+    return format_class(**chosen)
 
 
 def format_name(quantization: Mapping | None) -> str:
     """Return the name of the format that a config's quantization is in, or ``none``."""
     q = quantization or {}
-    has = q.get("mode", "affine"), q.get("bits"), q.get("group_size")
-    for name, known in FORMATS.items():
-        if has == (known.mode, known.bits, known.group_size):
+    stored = q.get("mode", "affine"), q.get("bits"), q.get("group_size")
+    for name, weight_format in FORMATS.items():
+        if stored == (weight_format.mode, weight_format.bits, weight_format.group_size):
             return name
     return "none"
 
@@ -301,15 +303,15 @@ def _by_slices(
     Slices are put in their place at once; to join them in the end would take the memory twice.
     """
     check_finite(name, w)
-    whole = [mx.zeros(part.shape, part.dtype) for part in quantize(w)]
-    ends = [0] * len(whole)
+    results = [mx.zeros(part.shape, part.dtype) for part in quantize(w)]
+    ends = [0] * len(results)
     rows = max(1, _SLICE // (w.size // len(w)) // multiple) * multiple
     for start in range(0, len(w), rows):
         for i, part in enumerate(quantize(w[start : start + rows])):
-            whole[i][ends[i] : ends[i] + len(part)] = part
+            results[i][ends[i] : ends[i] + len(part)] = part
             ends[i] += len(part)
-        mx.eval(whole)
-    return whole
+        mx.eval(results)
+    return results
 
 
 def _native_names(name: str, arrays: tuple[mx.array, ...] | list[mx.array]) -> Tensors:

@@ -40,10 +40,10 @@ def _alike(name: str, tensor: mx.array, free: Mapping[str, mx.array]) -> str | N
     """Return the one tensor of this name, or of this name but for a prefix, of these sizes."""
     if name in free:
         return name
-    alike = [other for other in free if name.endswith(f".{other}") or other.endswith(f".{name}")]
-    if len(alike) != 1 or sorted(free[alike[0]].shape) != sorted(tensor.shape):
+    similar = [other for other in free if name.endswith(f".{other}") or other.endswith(f".{name}")]
+    if len(similar) != 1 or sorted(free[similar[0]].shape) != sorted(tensor.shape):
         return None
-    return alike[0]
+    return similar[0]
 
 
 def _experts(name: str, tensor: mx.array, free: Mapping[str, mx.array]) -> list[str] | None:

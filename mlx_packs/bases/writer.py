@@ -177,28 +177,28 @@ def plan_quantized(
         raise PackError(f"{source}: nothing is left to quantize with these options.", "conflict")
     shards = in_shards(items, options.max_shard_gb)
     config = _new_config(config, options, formats, list(dense), items)
-    stated = options.weight_format.to_config()
     fingerprint = base_files.fingerprint(source)
-    return WritePlan(options, tensors, shards, config, fingerprint, dense, stated)
+    quantization = options.weight_format.to_config()
+    return WritePlan(options, tensors, shards, config, fingerprint, dense, quantization)
 
 
 def _by_names_of_transformers(
-    source: Path, ours: dict[str, mx.array], formats: dict[str, WeightFormat]
+    source: Path, of_model: dict[str, mx.array], formats: dict[str, WeightFormat]
 ) -> dict[str, mx.array]:
     """Return the tensors as the files name them, if quantized ones have the same name here."""
-    theirs: dict[str, mx.array] = {}
+    tensors: dict[str, mx.array] = {}
     for file in base_files.weight_files(source):
-        theirs |= mx.load(str(file))
+        tensors |= mx.load(str(file))
     for path in formats:
         name = f"{path}.weight"
-        if name not in theirs or theirs[name].shape != ours[name].shape:
+        if name not in tensors or tensors[name].shape != of_model[name].shape:
             raise PackError(
                 f"{source}: --format bitsandbytes: its files have no {name} of shape "
-                f"{list(ours[name].shape)}. This family is written with --format mlx only.",
+                f"{list(of_model[name].shape)}. This family is written with --format mlx only.",
                 "unsupported",
                 "format",
             )
-    return theirs
+    return tensors
 
 
 def _new_config(
@@ -213,13 +213,17 @@ def _new_config(
     if options.layout == "bitsandbytes":
         dtype = next(item.dtype for item in items if item.weight_format)
         skipped = list(dict.fromkeys(["lm_head", *dense]))
-        stated = bitsandbytes.config_of(weight_format.double_quant, dtype, skipped)
-        return dict(sorted({**config, "quantization_config": stated}.items()))
-    stated = weight_format.to_config()
+        quantization = bitsandbytes.config_of(weight_format.double_quant, dtype, skipped)
+        return dict(sorted({**config, "quantization_config": quantization}.items()))
+    quantization = weight_format.to_config()
     if not weight_format.native:
-        stated |= {path: False for path in dense}
-    stated |= {path: f.to_config() for path, f in formats.items() if f != weight_format}
-    return dict(sorted({**config, "quantization": stated, "quantization_config": stated}.items()))
+        quantization |= {path: False for path in dense}
+    quantization |= {path: f.to_config() for path, f in formats.items() if f != weight_format}
+    return dict(
+        sorted(
+            {**config, "quantization": quantization, "quantization_config": quantization}.items()
+        )
+    )
 
 
 def _begin(partial: Path, plan: WritePlan) -> list[str]:

@@ -14,7 +14,7 @@ from pathlib import Path
 from mlx.utils import tree_flatten
 
 from ..adapters.spec import ModuleSpec, Specs
-from ..bases.geometry import chooses
+from ..bases.geometry import is_router
 from ..bases.model import BaseModel
 from ..config.choices import ARCHITECTURES, architecture_of
 from ..errors import PackError
@@ -317,7 +317,7 @@ def _check_specs(pack: Pack, model_type: str, specs: Specs) -> None:
                 "parameter of another layout and PEFT adapts by target_parameters. Export it to "
                 "mlx-lm, or merge it."
             )
-        if chooses(path):
+        if is_router(path):
             raise unsupported(
                 f"{path}: adapts a router, which is not a linear in transformers. Export it to "
                 "mlx-lm, or merge it."

@@ -40,7 +40,7 @@ class Conversation:
                 add_generation_prompt=add_generation_prompt,
             )
         except (TemplateError, TypeError, ValueError) as error:
-            raise self._error(f"the chat template rejects this row: {error}") from None
+            raise self._error(f"the chat template rejects this example: {error}") from None
 
     def supervised(self, loss_on: str) -> tuple[str, list[Span]]:
         """Return the text, and the spans of it that are targets (none for ``all``)."""

@@ -75,8 +75,8 @@ def token_format(row: Row, columns: DataConfig) -> TokenFormat:
     row_format = format_of(row, columns)
     if not isinstance(row_format, TokenFormat):
         raise row.error(
-            f"the rows are {row_format.name}, which encoders train on. Pass --task embedding, and "
-            "as --model a folder of sentence-transformers.",
+            f"the examples are {row_format.name}, which encoders train on. Pass --task embedding, "
+            "and as --model a folder of sentence-transformers.",
             "conflict",
             "task",
         )
@@ -92,13 +92,13 @@ def encode(
         PackError: a row cannot be used; it names file and line.
     """
     if not rows:
-        raise PackError("--data: the split has no rows.", "data")
+        raise PackError("--data: the split has no examples.", "data")
     row_format = token_format(rows[0], columns)
     loss_on = row_format.resolve_loss_on(options.loss_on)
     fim, is_split = options.fim, options.long_rows == "split"
     if not isinstance(row_format, Text) and (fim is not None or is_split):
         raise PackError(
-            f"--{'fim-rate' if fim else 'long-rows split'}: is for rows of text, but "
+            f"--{'fim-rate' if fim else 'long-rows split'}: is for text examples, but "
             f"{rows[0].where} is {row_format.name}.",
             "conflict",
         )
@@ -129,7 +129,8 @@ def encode(
         examples.cut += pieces.cut
     if not examples.items:
         raise rows[0].error(
-            f"no row has a target within {options.max_seq_length} tokens.", flag="max_seq_length"
+            f"no example has a target within {options.max_seq_length} tokens.",
+            flag="max_seq_length",
         )
     return examples
 
@@ -204,9 +205,9 @@ class _Pieces:
         encoded = iter(continued(self.tokenizer, texts))
         for i, (row, tokens) in enumerate(self.plain):
             if i in self.parts:
-                three = next(encoded), next(encoded), next(encoded)
+                encodings = next(encoded), next(encoded), next(encoded)
                 room = self.limit - len(tokens)
-                tokens = tokens + arranged(self.ids, self.parts[i][0], three, room)
+                tokens = tokens + arranged(self.ids, self.parts[i][0], encodings, room)
             yield row, tokens
 
 

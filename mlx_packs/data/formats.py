@@ -107,8 +107,8 @@ class Chat(TokenFormat):
         messages, tools = self.messages(row, names), row.value.get("tools")
         if not tokenizer.has_chat_template:
             raise row.error(
-                "the base's tokenizer has no chat template. Use rows with 'text', or a base that "
-                "has one.",
+                "the base's tokenizer has no chat template. Use examples with 'text', or a base "
+                "that has one.",
                 "unsupported",
             )
         if isinstance(tools, str):
@@ -190,7 +190,7 @@ class Text(TokenFormat):
         """``all``; a text has no prompt that could be left out."""
         if loss_on not in (None, "all"):
             raise PackError(
-                f"--loss-on {loss_on}: rows of text have no prompt. Use --loss-on all.", "conflict"
+                f"--loss-on {loss_on}: text examples have no prompt. Use --loss-on all.", "conflict"
             )
         return "all"
 
@@ -270,12 +270,12 @@ def format_of(row: Row, names: DataConfig, formats: Sequence[RowFormat] = FORMAT
     for row_format in formats:
         if row_format.matches(row, names):
             return row_format
-    wanted = " or ".join("{" + ", ".join(each.columns(names)) + "}" for each in formats)
-    fault = f"must have the columns {wanted}, but has {sorted(row.value) or 'none'}."
+    columns = " or ".join("{" + ", ".join(each.columns(names)) + "}" for each in formats)
+    fault = f"must have the columns {columns}, but has {sorted(row.value) or 'none'}."
     if any(isinstance(each, TokenFormat) for each in formats):
         flags = "--chat-feature, --prompt-feature, --completion-feature, --text-feature"
         raise row.error(f"{fault} Other names: {flags}.")
-    raise row.error(f"{fault} Other rows are for --task lm.", flag="task")
+    raise row.error(f"{fault} Other examples are for --task lm.", flag="task")
 
 
 def common_format(
@@ -286,7 +286,7 @@ def common_format(
     for row in rows[1:]:
         if (other := format_of(row, names, formats)) is not first:
             raise row.error(
-                f"mixed formats: this row is {other.name}, but {rows[0].where} is {first.name}."
+                f"mixed formats: this example is {other.name}, but {rows[0].where} is {first.name}."
             )
     return first
 
@@ -296,7 +296,7 @@ def check_unicode(row: Row, text: str) -> None:
     try:
         text.encode()
     except UnicodeEncodeError:
-        raise row.error("holds half of a surrogate pair (\\ud800 to \\udfff).") from None
+        raise row.error("has half of a surrogate pair (\\ud800 to \\udfff).") from None
 
 
 def _text_of(row: Row, column: str) -> str:

@@ -45,7 +45,7 @@ def encode_pairs(rows: Sequence[Row], tokenizer: Any, limit: int) -> Pairs:
         PackError: a row cannot be used; it names file and line.
     """
     if not rows:
-        raise PackError("--data: the split has no rows.", "data")
+        raise PackError("--data: the split has no examples.", "data")
     row_format = common_format(rows, _COLUMNS, PAIR_FORMATS)
     numbers: dict[str, int] = {}
     texts = []
@@ -67,10 +67,10 @@ def encode_pairs(rows: Sequence[Row], tokenizer: Any, limit: int) -> Pairs:
     return Pairs(row_format, tokens, texts, scores, int(is_cut[texts].sum()))
 
 
-def choose_loss(wanted: str, pairs: Pairs, where: str) -> str:
+def choose_loss(requested: str, pairs: Pairs, where: str) -> str:
     """Return the loss as asked for, or the one that ``auto`` stands for."""
     possible = pairs.format.losses
-    loss = possible[0] if wanted == "auto" else wanted
+    loss = possible[0] if requested == "auto" else requested
     if loss not in possible:
         fitting = min(
             (each for each in PAIR_FORMATS if loss in each.losses),

@@ -34,7 +34,7 @@ class Splits:
             raise PackError(f"--data {self.source}: the train split is empty.", "data")
         if present == ["train"]:
             raise PackError(
-                f"--data {self.source}: one row is too few: some must be held out (valid.jsonl).",
+                f"--data {self.source}: one example is too few. Add a valid.jsonl to evaluate on.",
                 "data",
             )
         return present
@@ -59,7 +59,7 @@ def load_rows(config: DataConfig) -> Splits:
         rows, source = _local_or_hub(config.data), str(config.data)
     firsts = [rows[split][0] for split in SPLITS if rows[split]]
     if not firsts:
-        raise PackError(f"--data {source}: there are no rows.", "data")
+        raise PackError(f"--data {source}: there are no examples.", "data")
     splits = Splits(rows, source, common_format(firsts, config))
     if config.hf_dataset is None:
         _hold_out(splits)
@@ -106,7 +106,7 @@ def _hold_out(splits: Splits) -> None:
         return
     n = max(1, min(_HELD_OUT_MOST, int(len(train) * _HELD_OUT_SHARE)))
     splits.rows["train"], splits.rows["valid"] = train[:-n], train[-n:]
-    splits.notes.append(f"no valid rows: the last {n} training rows are held out")
+    splits.notes.append(f"no valid examples: the last {n} training examples are held out")
 
 
 def read_rows(file: Path) -> list[Row]:
@@ -124,7 +124,7 @@ def read_rows(file: Path) -> list[Row]:
     except UnicodeDecodeError as error:
         raise PackError(f"{file}: is not UTF-8 text (byte {error.start}).", "unreadable") from None
     if not rows:
-        raise PackError(f"{file}: holds no rows.", "data")
+        raise PackError(f"{file}: has no examples.", "data")
     for row in rows:
         if not isinstance(row.value, Mapping):
             raise row.error(f"must be a JSON object, but is a {type(row.value).__name__}.")
@@ -141,7 +141,7 @@ def _json_rows(file: Path) -> list[Row]:
             raise PackError(f"{file}:{error.lineno}: {message}", "unreadable") from None
         if not isinstance(values, list):
             kind = type(values).__name__
-            raise PackError(f"{file}: must hold a list of rows, but is a {kind}.", "data")
+            raise PackError(f"{file}: must be a list of examples, but is a {kind}.", "data")
         return [Row(f"{file}[{i}]", v) for i, v in enumerate(values)]
     rows = []
     # not splitlines(): U+2028 may stand inside a JSON string
@@ -205,7 +205,7 @@ def _hf_collection(config: DataConfig) -> tuple[dict[str, list[Row]], str]:
     """Return the rows of mlx-lm's ``hf_dataset`` key, one or several, and where they come from."""
     entries = config.hf_dataset if isinstance(config.hf_dataset, list) else [config.hf_dataset]
     features = {name: getattr(config, name) for name in COLUMN_SETTINGS}
-    known = {"path", "name", "train_split", "valid_split", "test_split", "config", *features}
+    valid_keys = {"path", "name", "train_split", "valid_split", "test_split", "config", *features}
     rows: dict[str, list[Row]] = {split: [] for split in SPLITS}
     paths = []
     for entry in entries:
@@ -213,8 +213,8 @@ def _hf_collection(config: DataConfig) -> tuple[dict[str, list[Row]], str]:
             message = f"hf_dataset: must hold keys such as 'path', but got {entry!r}."
             raise PackError(message, "invalid", "hf_dataset")
         for key in entry:
-            if key not in known:
-                message = f"hf_dataset: unknown key '{key}'. {did_you_mean(key, list(known))}"
+            if key not in valid_keys:
+                message = f"hf_dataset: unknown key '{key}'. {did_you_mean(key, list(valid_keys))}"
                 raise PackError(message, "unknown", "hf_dataset")
         path = entry.get("path") or entry.get("name")
         if not path:

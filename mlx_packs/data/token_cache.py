@@ -104,7 +104,7 @@ def cache_key(
         return None  # a slow tokenizer, or one that brings its own code
     template = str(plain.chat_template)
     special = getattr(tokenizer, "_chat_template", None)
-    known = {
+    facts = {
         "encoding": ENCODING_VERSION,
         "versions": [version(name) for name in ("mlx-lm", "transformers", "tokenizers")],
         "class": type(plain).__qualname__,
@@ -118,7 +118,7 @@ def cache_key(
     }
     digest = hashlib.sha256()
     try:
-        digest.update(json.dumps(known, sort_keys=True, default=str).encode())
+        digest.update(json.dumps(facts, sort_keys=True, default=str).encode())
         for row in rows:  # as they are: the order of keys shows in what a template renders
             line = json.dumps(row.value, ensure_ascii=False)
             digest.update(line.encode(errors="surrogatepass") + b"\n")

@@ -10,7 +10,7 @@ import pytest
 
 from mlx_packs import Pack, load_base
 from mlx_packs.bases.files import tiny_checkpoint
-from mlx_packs.bases.geometry import chooses
+from mlx_packs.bases.geometry import is_router
 from mlx_packs.config.choices import architecture_of
 from mlx_packs.convert import peft as peft_format
 from mlx_packs.convert.interop import export_pack, import_adapter
@@ -233,5 +233,5 @@ def test_mlx_lm_and_transformers_name_the_modules_of_a_family_alike(family):
     sizes |= {"n_ctx": 1024, "num_attention_heads": config.num_attention_heads}
     module = importlib.import_module(f"mlx_lm.models.{MODEL_REMAPPING.get(family, family)}")
     here = module.Model(module.ModelArgs.from_dict(sizes))
-    ours = {n for n, m in here.named_modules() if isinstance(m, nn.Linear) and not chooses(n)}
+    ours = {n for n, m in here.named_modules() if isinstance(m, nn.Linear) and not is_router(n)}
     assert {peft_format.path_there(path, family) for path in ours} <= there and ours
