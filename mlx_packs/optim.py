@@ -9,9 +9,9 @@ import mlx.optimizers as optimizers
 
 from .config import choices
 from .config.choices import registered
-from .config.parse import typed_value
+from .config.parse import setting_error, typed_value
 from .config.schema import TrainConfig
-from .errors import Code, PackError, did_you_mean
+from .errors import did_you_mean
 from .ops.blockwise import decode, encode
 from .runtime import mx
 from .schedules import SCHEDULES
@@ -91,35 +91,27 @@ def _mlx_lm_schedule(values: dict) -> "Schedule":
     name, arguments = values.get("name"), values.get("arguments")
     known = {"name", "arguments", "warmup", "warmup_init"}
     if unknown := {str(key) for key in values} - known:
-        key = min(unknown)
-        raise _fault(
-            f"lr_schedule.{key}: is not a setting. {did_you_mean(key, list(known))}", "unknown"
-        )
+        text = f"is not a setting. {did_you_mean(min(unknown), list(known))}"
+        raise setting_error(text, f"lr_schedule.{min(unknown)}", code="unknown")
     if name not in _MLX_SCHEDULES:
-        raise _fault(
-            f"lr_schedule.name: must be one of {', '.join(_MLX_SCHEDULES)}, but is {name!r}.",
-            "unknown",
-        )
+        text = f"must be one of {', '.join(_MLX_SCHEDULES)}, but is {name!r}."
+        raise setting_error(text, "lr_schedule.name", code="unknown")
     if not isinstance(arguments, (list, tuple)) or not arguments:
-        raise _fault(
-            "lr_schedule.arguments: must be a list that starts with the learning rate, but is "
-            f"{arguments!r}."
-        )
+        text = f"must be a list that starts with the learning rate, but is {arguments!r}."
+        raise setting_error(text, "lr_schedule.arguments")
     numbers = [_number(a, f"lr_schedule.arguments[{i}]") for i, a in enumerate(arguments)]
     if numbers[0] <= 0:
-        raise _fault(
-            f"lr_schedule.arguments[0]: is the learning rate and must be above 0, but is "
-            f"{numbers[0]}."
-        )
+        text = f"is the learning rate and must be above 0, but is {numbers[0]}."
+        raise setting_error(text, "lr_schedule.arguments[0]")
     warmup = typed_value(values.get("warmup") or 0, int, "lr_schedule.warmup")
     start = _number(values.get("warmup_init") or 0.0, "lr_schedule.warmup_init")
     for key, value in (("warmup", warmup), ("warmup_init", start)):
         if value < 0:
-            raise _fault(f"lr_schedule.{key}: must be at least 0, but is {value}.")
+            raise setting_error(f"must be at least 0, but is {value}.", f"lr_schedule.{key}")
     try:
         main = getattr(optimizers, name)(*numbers)
     except (TypeError, ValueError) as error:
-        raise _fault(f"lr_schedule.arguments: {name}({arguments}): {error}") from None
+        raise setting_error(f"{name}({arguments}): {error}", "lr_schedule.arguments") from None
     if not warmup:
         return main
     rise = optimizers.linear_schedule(start, numbers[0], warmup)
@@ -158,11 +150,11 @@ def make_optimizer(config: TrainConfig, since: int = 0) -> optimizers.Optimizer:
         updated = trial.apply_gradients({"w": mx.ones((2, 2))}, {"w": mx.ones((2, 2))})["w"]
         is_finite = mx.isfinite(updated).all().item()
     except (TypeError, ValueError, RuntimeError, ArithmeticError, IndexError) as error:
-        raise _fault(f"{where}: {error}") from None
+        raise setting_error(str(error), where) from None
     if not is_finite:
-        raise _fault(
-            f"{where}: the first update with {arguments} and lr_schedule {config.lr_schedule} is "
-            "not finite. Check these values."
+        values = f"{arguments} and lr_schedule {config.lr_schedule}"
+        raise setting_error(
+            f"the first update with {values} is not finite. Check these values.", where
         )
     rate = schedule(config)
     if since:
@@ -172,26 +164,25 @@ def make_optimizer(config: TrainConfig, since: int = 0) -> optimizers.Optimizer:
 
 def carry_state(old: optimizers.Optimizer, new: optimizers.Optimizer) -> None:
     """Continue with another optimizer of the same kind: all of its state but the learning rate."""
-    rate = new.state["learning_rate"]
-    new.state = {**old.state, "learning_rate": rate}
+    new.state = {**old.state, "learning_rate": new.state["learning_rate"]}
 
 
 def _arguments(config: TrainConfig) -> dict:
     """Return the arguments of the chosen optimizer, each typed as its default is."""
     for key, values in config.optimizer_config.items():
         if key not in OPTIMIZERS:
-            hint = did_you_mean(str(key), list(OPTIMIZERS))
-            raise _fault(f"optimizer_config.{key}: is not an optimizer. {hint}", "unknown")
+            text = f"is not an optimizer. {did_you_mean(str(key), list(OPTIMIZERS))}"
+            raise setting_error(text, f"optimizer_config.{key}", code="unknown")
         if not isinstance(values, Mapping | None):
-            raise _fault(f"optimizer_config.{key}: must be a mapping, but is {values!r}.")
+            raise setting_error(f"must be a mapping, but is {values!r}.", f"optimizer_config.{key}")
     where = f"optimizer_config.{config.optimizer}"
     parameters = inspect.signature(OPTIMIZERS[config.optimizer]).parameters
     defaults = {name: p.default for name, p in parameters.items() if name != "learning_rate"}
     arguments = config.optimizer_config.get(config.optimizer) or {}
     for key in arguments:
         if key not in defaults:
-            hint = did_you_mean(str(key), list(defaults))
-            raise _fault(f"{where}.{key}: is not an argument. {hint}", "unknown")
+            text = f"is not an argument. {did_you_mean(str(key), list(defaults))}"
+            raise setting_error(text, f"{where}.{key}", code="unknown")
     typed = {key: _as_default(v, defaults[key], f"{where}.{key}") for key, v in arguments.items()}
     if config.optimizer == "adafactor":  # by default it ignores the learning rate
         return {"relative_step": False, "scale_parameter": False, "warmup_init": False} | typed
@@ -202,7 +193,7 @@ def _as_default(value: Any, default: Any, key: str) -> Any:
     """``value`` of the kind of ``default``: number, switch, or a list of as many numbers."""
     if isinstance(default, (list, tuple)):
         if not isinstance(value, (list, tuple)) or len(value) != len(default):
-            raise _fault(f"{key}: must be a list of {len(default)} numbers, but is {value!r}.")
+            raise setting_error(f"must be a list of {len(default)} numbers, but is {value!r}.", key)
         return [_number(v, f"{key}[{i}]") for i, v in enumerate(value)]
     if default is None and value is None:
         return None
@@ -214,10 +205,5 @@ def _as_default(value: Any, default: Any, key: str) -> Any:
 def _number(value: Any, key: str) -> float:
     number = typed_value(value, float, key)
     if not math.isfinite(number):
-        raise _fault(f"{key}: must be finite, but is {number}.")
+        raise setting_error(f"must be finite, but is {number}.", key)
     return number
-
-
-def _fault(message: str, code: Code = "invalid") -> PackError:
-    """Error of the setting that the message begins with: ``lr_schedule.name: ...``."""
-    return PackError(message, code, message.split(":")[0].split(".")[0])

@@ -33,11 +33,7 @@ def is_grouped_mlp(module: nn.Module) -> bool:
 
 
 class GroupedAttention(nn.Module):
-    """Self-attention whose q, k, v are one projection group and whose o is another.
-
-    Attributes:
-        recompute: whether the backward computes all between the two groups again.
-    """
+    """Self-attention whose q, k, v are one projection group and whose o is another."""
 
     def __init__(
         self, attention: nn.Module, qkv: GroupedLoRA | None, o: GroupedLoRA | None
@@ -50,7 +46,7 @@ class GroupedAttention(nn.Module):
         self.scale = attention.scale
         self.qkv_lora = qkv
         self.o_lora = o
-        self.recompute = False
+        self.recompute = False  # whether the backward computes all between the two groups again
 
     def __call__(self, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
         """Map x [B, T, D] to [B, T, D]; mask and cache are as in mlx-lm."""
@@ -111,11 +107,7 @@ class GroupedAttention(nn.Module):
 
 
 class GroupedMLP(nn.Module):
-    """SwiGLU whose gate and up are one projection group and whose down is another.
-
-    Attributes:
-        recompute: whether the backward computes the product of gate and up again.
-    """
+    """SwiGLU whose gate and up are one projection group and whose down is another."""
 
     def __init__(
         self, mlp: nn.Module, gate_up: GroupedLoRA | None, down: GroupedLoRA | None
@@ -125,7 +117,7 @@ class GroupedMLP(nn.Module):
             self[name] = child
         self.gate_up_lora = gate_up
         self.down_lora = down
-        self.recompute = False
+        self.recompute = False  # whether the backward computes the product of gate and up again
 
     def __call__(self, x: mx.array) -> mx.array:
         """Map x [B, T, D] to [B, T, D]."""

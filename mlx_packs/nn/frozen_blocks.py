@@ -14,16 +14,11 @@ from .wrapped import WrappedBlock
 
 
 class Injection:
-    """What the frozen blocks of one model do now.
-
-    Attributes:
-        states: [B, T, D], returned in place of all that they compute; None computes it.
-        stops: whether the forward ends at the last of them.
-    """
+    """What the frozen blocks of one model do now."""
 
     def __init__(self) -> None:
-        self.states: mx.array | None = None
-        self.stops = False
+        self.states: mx.array | None = None  # [B, T, D], in place of all that they compute
+        self.stops = False  # whether the forward ends at the last of them
 
 
 class _Stopped(Exception):

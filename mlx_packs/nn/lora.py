@@ -13,14 +13,11 @@ from ..ops.grouped_lora import grouped_lora
 
 @dataclass(frozen=True)
 class AdapterShape:
-    """The adapter of one slice: output width, rank, and scale = alpha / rank.
-
-    ``experts``: how many there are of it, one for each expert of a mixture.
-    """
+    """The adapter of one slice, or of that slice in each expert of a mixture."""
 
     out_features: int
     rank: int
-    scale: float
+    scale: float  # alpha / rank
     experts: int | None = None
 
     @property
@@ -32,7 +29,7 @@ class AdapterShape:
 class InputDropout:
     """Dropout whose mask can be drawn again: with a ``key``, every call gives the same mask.
 
-    A recomputed block runs twice, and both runs must drop the same inputs (nn/blocks.py).
+    A recomputed block runs twice, and both runs must drop the same inputs (nn/recompute.py).
     """
 
     def __init__(self, p: float) -> None:
@@ -79,13 +76,8 @@ class GroupedLoRA(nn.Module):
         """Return the outputs of all projections, [..., O_i] each, with the deltas of adapted ones."""
         if self.training and self.dropout.p:
             x = self.dropout(x)
-        summed = grouped_lora(
-            x,
-            [outputs[i] for i in self._slots],
-            self.lora_a,
-            self.lora_b,
-            self._scales,
-        )
+        adapted = [outputs[i] for i in self._slots]
+        summed = grouped_lora(x, adapted, self.lora_a, self.lora_b, self._scales)
         result = list(outputs)
         for i, y in zip(self._slots, summed, strict=True):
             result[i] = y

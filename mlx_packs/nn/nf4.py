@@ -9,13 +9,11 @@ import mlx.nn as nn
 from ..ops import nf4
 from ..ops.nf4 import NF4Weight
 
-BITS, MODE = 4, "nf4"
-
 
 class _NF4Module(nn.Module):
     """The arrays of an `NF4Weight`, by the names that a checkpoint has for them."""
 
-    bits, mode = BITS, MODE
+    bits, mode = 4, "nf4"
 
     def __init__(self, weight: NF4Weight, dtype: mx.Dtype) -> None:
         super().__init__()
@@ -34,13 +32,8 @@ class _NF4Module(nn.Module):
         """The weight as ops/nf4.py takes it; it changes when parameters are loaded."""
         known = self._nf4_weight
         if known.weight is not self.weight or known.absmax is not self.absmax:
-            known = NF4Weight(
-                self.weight,
-                self.absmax,
-                self.get("nested_absmax"),
-                self.get("offset"),
-                self.group_size,
-            )
+            nested = self.get("nested_absmax"), self.get("offset")
+            known = NF4Weight(self.weight, self.absmax, *nested, self.group_size)
             self._nf4_weight = known
         return known
 
@@ -62,10 +55,7 @@ class _NF4Module(nn.Module):
 class NF4Linear(_NF4Module):
     """A frozen linear with an NF4 weight [O, D] and perhaps a bias [O].
 
-    Args:
-        weight: the weight.
-        bias: added to the product.
-        dtype: of the dense weight where one is needed; the product is in the dtype of x.
+    A dense weight, where one is needed, has ``dtype``; the product has the dtype of x.
     """
 
     def __init__(

@@ -52,13 +52,13 @@ def dense_weight(module: nn.Module) -> mx.array:
     if "scales" not in module:
         return module.weight
     return mx.dequantize(
-        module.weight,
-        module.scales,
-        module.get("biases"),
-        group_size=module.group_size,
-        bits=module.bits,
-        mode=module.mode,
+        module.weight, module.scales, module.get("biases"), **_quantization(module)
     )
+
+
+def _quantization(module: nn.Module) -> dict:
+    """Return how one of MLX's quantized modules is quantized, as MLX's functions take it."""
+    return {"group_size": module.group_size, "bits": module.bits, "mode": module.mode}
 
 
 def _dequantized_rows(
@@ -69,9 +69,8 @@ def _dequantized_rows(
     arrays = [module[name][at] for name in names]
     if after is not None:
         arrays = mx.depends(arrays, after)
-    weight, scales, *biases = arrays
-    how = module.group_size, module.bits, module.mode
-    return dequantize(weight, scales, biases[0] if biases else None, *how)
+    weight, scales, biases = arrays if "biases" in module else (*arrays, None)
+    return dequantize(weight, scales, biases, **_quantization(module))
 
 
 def quantized_matmul(x: mx.array, module: nn.Module) -> mx.array:
@@ -79,26 +78,14 @@ def quantized_matmul(x: mx.array, module: nn.Module) -> mx.array:
     if isinstance(module, NF4):
         return nf4.matmul(x, module.nf4_weight)
     return mx.quantized_matmul(
-        x,
-        module.weight,
-        module.scales,
-        module.get("biases"),
-        transpose=True,
-        group_size=module.group_size,
-        bits=module.bits,
-        mode=module.mode,
+        x, module.weight, module.scales, module.get("biases"), **_quantization(module)
     )
 
 
 def transient_matmul(x: mx.array, module: nn.Module) -> mx.array:
     """Compute ``x @ W.T`` for a quantized module, dequantizing W for this one use.
 
-    Args:
-        x: [..., D].
-        module: quantized linear or embedding with a weight of [O, D].
-
-    Returns:
-        [..., O] in the dtype of x. The gradient reaches x only; the weight is frozen.
+    The result is in the dtype of x. The gradient reaches x only; the weight is frozen.
     """
     if isinstance(module, NF4):  # for more than a few rows that is what the op does anyway
         return nf4.matmul(x, module.nf4_weight)
@@ -168,16 +155,8 @@ class DenseLinear(nn.Linear):
         return y + self.bias if "bias" in self else y
 
 
-def _shared(linear: nn.Linear) -> DenseLinear:
-    """Return a frozen linear with the same arrays, for the streams."""
-    shared = DenseLinear(1, 1, bias="bias" in linear)
-    shared.update(linear.parameters())
-    shared.freeze()
-    return shared
-
-
 def dense_module(module: nn.Module, dtype: mx.Dtype | None = None) -> nn.Module:
-    """Return a frozen nn.Linear or nn.Embedding with the dequantized weight of ``module``."""
+    """Return a frozen nn.Linear or nn.Embedding with the weight of ``module``, dequantized."""
     weight = dense_weight(module)
     if dtype is not None:
         weight = weight.astype(dtype)
@@ -197,8 +176,10 @@ def frozen_head(module: nn.Module) -> FrozenHead | None:
 
     By the transient path, and from NF4, a slice is dense while it is used.
     """
-    if isinstance(module, (TransientLinear, TransientEmbedding)):
-        return _quantized_head(module["linear" if "linear" in module else "embedding"], dense=True)
+    if isinstance(module, TransientLinear):
+        return _quantized_head(module.linear, dense=True)
+    if isinstance(module, TransientEmbedding):
+        return _quantized_head(module.embedding, dense=True)
     if isinstance(module, QUANTIZED):
         return _quantized_head(module, dense=isinstance(module, NF4))
     if type(module) in (nn.Linear, DenseLinear, nn.Embedding, HalfLinear):
@@ -239,10 +220,10 @@ def _quantized_head(module: nn.Module, dense: bool) -> FrozenHead:
     def part(start: int, stop: int) -> HeadSlice:
         biases = module.get("biases")
         arrays = [p if p is None else p[start:stop] for p in (module.weight, module.scales, biases)]
-        how = {"group_size": module.group_size, "bits": module.bits, "mode": module.mode}
+        how = _quantization(module)
         bias = module.bias[start:stop] if "bias" in module else None
         return HeadSlice(
-            lambda h: _biased(mx.quantized_matmul(h, *arrays, transpose=True, **how), bias),
+            lambda h: _biased(mx.quantized_matmul(h, *arrays, **how), bias),
             lambda p: mx.quantized_matmul(p, *arrays, transpose=False, **how),
         )
 
@@ -286,7 +267,7 @@ def _transient(module: nn.Module) -> nn.Module | None:
 def _dense(module: nn.Module) -> nn.Module | None:
     """Return a dense module; of a linear that is dense anyway one that streams share, if any do."""
     if type(module) is nn.Linear and stream_count() > 1:
-        return _shared(module)
+        return dense_module(module)
     if type(module) not in QUANTIZED:
         return None
     # on a CPU activations are float32, whatever the format dequantizes to

@@ -27,17 +27,12 @@ def recomputed(
     (`mx.checkpoint` enforces neither order, and then those of several blocks are held until the
     end of the step.)
 
-    Args:
-        function: what is computed.
-        modules: whose trainable parameters ``function`` uses; other arrays that it closes over
-            get no gradient.
-        *args: gradients reach every floating array among them.
-        **kwargs: likewise.
+    Gradients reach every floating array among the arguments and the trainable parameters of
+    ``modules``; other arrays that ``function`` closes over get none.
     """
     names = [[name for name, _ in tree_flatten(m.trainable_parameters())] for m in modules]
     parameters = [a for m in modules for _, a in tree_flatten(m.trainable_parameters())]
-    inputs: list[mx.array] = []
-    tree_map(lambda leaf: inputs.append(leaf) if _is_differentiable(leaf) else None, (args, kwargs))
+    inputs = [leaf for _, leaf in tree_flatten((args, kwargs)) if _is_differentiable(leaf)]
     dropouts = [
         lora.dropout
         for m in modules
@@ -76,8 +71,7 @@ def recomputed(
         primals = [primals] if isinstance(primals, mx.array) else list(primals)
         cotangents = [cotangents] if isinstance(cotangents, mx.array) else list(cotangents)
         _, gradients = mx.vjp(call, mx.depends(primals, cotangents), cotangents)
-        of_parameters = gradients[: len(parameters)]
-        of_inputs = gradients[len(parameters) :]
+        of_parameters, of_inputs = gradients[: len(parameters)], gradients[len(parameters) :]
         if of_parameters and of_inputs:
             of_inputs = mx.depends(of_inputs, of_parameters)
         return [*of_parameters, *of_inputs]

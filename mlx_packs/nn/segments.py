@@ -19,16 +19,13 @@ class SegmentCache:
         segments: int [B, T], rising along a sequence.
         offset: position of the first input.
         head_axes: number of axes between B and T in the attention scores, and so in the mask.
-
-    Attributes:
-        unwindowed: the last mask without a window; an attention that gets it may use ``segments``
-            in its place.
     """
 
     def __init__(self, segments: mx.array, offset: int = 0, head_axes: int = 1) -> None:
         self.segments = segments
         self.offset = offset
         self.head_axes = head_axes
+        # the last mask without a window; an attention that gets it may use the segments instead
         self.unwindowed: mx.array | None = None
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
@@ -68,9 +65,8 @@ def segment_caches(model: nn.Module, segments: mx.array, offset: int = 0) -> lis
 def places_in_segments(segments: mx.array) -> mx.array:
     """Return the place of each input in its segment, from 0: int32 [B, T] of segments [B, T]."""
     places = mx.broadcast_to(mx.arange(segments.shape[1]), segments.shape)
-    begins = mx.concatenate(
-        [mx.ones_like(segments[:, :1]), segments[:, 1:] != segments[:, :-1]], axis=1
-    )
+    changes = segments[:, 1:] != segments[:, :-1]
+    begins = mx.concatenate([mx.ones_like(segments[:, :1]), changes], axis=1)
     return places - mx.cummax(mx.where(begins, places, 0), axis=1)
 
 

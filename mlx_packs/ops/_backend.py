@@ -37,13 +37,13 @@ _log = logging.getLogger("mlx_packs")
 
 CheckInstance = Callable[[str], str | None]
 Plans = Callable[[], tuple[Sequence[Launch], Sequence[Launch]]]
+Decision = tuple[str, str | None]  # a backend, and why it is plain MLX where a kernel could be
 
 _forced: str | None = None
 _checked: set[tuple] = set()  # backend, op, instance: agreed with their reference
 _fallbacks: dict[str, str] = {}  # by op: why its kernels are off in this process
-_decided: dict[tuple, str] = {}  # what computes a call, by everything that this depends on
-_calls: dict[tuple, str] = {}  # op, instance, rows, sizes to what computed it, since `start_record`
-_reasons: dict[tuple, str] = {}  # the same to why plain MLX
+_decided: dict[tuple, Decision] = {}  # by everything that this depends on
+_calls: dict[tuple, Decision] = {}  # by op, instance, rows, sizes, since `start_record`
 
 
 def detect() -> str:
@@ -102,22 +102,19 @@ def start_record() -> None:
 def record() -> dict:
     """Return what computed the calls since `start_record`, for reports.
 
-    Returns:
-        ``backend``; ``kernels``, what ran as kernels; ``plain_mlx``, what plain MLX was chosen for,
-        with one reason; ``fallbacks``, ops whose kernel failed in this process, and why.
+    They are ``backend``; ``kernels``, what ran as kernels; ``plain_mlx``, what plain MLX was chosen
+    for, with one reason; ``fallbacks``, ops whose kernel failed in this process, and why.
     """
-    name = forced() or detect()
     by_kernel: dict[str, list[int]] = {}
     plain: dict[str, tuple[list[int], str]] = {}
-    for call, choice in _calls.items():
-        op, instance, rows, sizes = call
+    for (op, instance, rows, sizes), (choice, reason) in _calls.items():
         kind = f"{op} {_words(instance)} · {_words(sizes)}"
         if choice != "reference":
             by_kernel.setdefault(kind, []).append(rows)
-        elif call in _reasons:
-            plain.setdefault(kind, ([], _reasons[call]))[0].append(rows)
+        elif reason is not None:
+            plain.setdefault(kind, ([], reason))[0].append(rows)
     return {
-        "backend": name,
+        "backend": forced() or detect(),
         "kernels": {kind: _span(rows) for kind, rows in by_kernel.items()},
         "plain_mlx": {kind: f"{_span(rows)}: {why}" for kind, (rows, why) in plain.items()},
         "fallbacks": dict(_fallbacks),
@@ -187,54 +184,50 @@ def choose(
     if name == "reference":
         return name
     call = (op, instance, rows, sizes)
-    if unsupported is not None:
-        _calls[call], _reasons[call] = "reference", unsupported
-        return "reference"
-    choice = _decided.get((name, wanted, call))
-    if choice is None:
-        choice = _decide(name, wanted, call, check, plans)
-        _decided[(name, wanted, call)] = choice
-    _calls[call] = choice
-    return choice
+    decision = _decided.get((name, wanted, call))
+    if decision is None:
+        if unsupported is None:
+            decision = _decide(name, wanted, op, instance, check, plans)
+        else:
+            decision = "reference", unsupported
+        _decided[(name, wanted, call)] = decision
+    _calls[call] = decision
+    return decision[0]
 
 
-def _decide(name: str, wanted: str | None, call: tuple, check: CheckInstance, plans: Plans) -> str:
-    op, instance, _, _ = call
+def _decide(
+    name: str, wanted: str | None, op: str, instance: tuple, check: CheckInstance, plans: Plans
+) -> Decision:
     if op in _fallbacks:
-        return "reference"
+        return "reference", None
     if wanted is None:
         chip = chip_here()
         plain, kernel = (1e6 * seconds(plan, chip) for plan in plans())
         if plain < kernel:
-            _reasons[call] = f"{plain:.0f} us, kernel {kernel:.0f} us ({chip.name})"
-            return "reference"
+            return "reference", f"{plain:.0f} us, kernel {kernel:.0f} us ({chip.name})"
     if (name, op, instance) not in _checked:
         try:
             fault = check(name)
         except Exception as error:  # compilers and devices raise what they like
             fault = f"{type(error).__name__}: {' '.join(str(error).split())}"
         if fault is not None:
-            fall_back(op, f"{name} kernel ({_words(instance)}): {fault}")
-            return "reference"
+            _fall_back(op, f"{name} kernel ({_words(instance)}): {fault}")
+            return "reference", None
         _checked.add((name, op, instance))
-    return name
+    return name, None
 
 
-def fall_back(op: str, reason: str) -> None:
-    """Compute an op by its reference for the rest of this process, and log a warning once.
-
-    Steps that were compiled before keep the kernels that passed their check.
-    """
-    if op not in _fallbacks:
-        _fallbacks[op] = reason
-        _decided.clear()
-        short = reason if len(reason) < 240 else reason[:240] + " …"
-        _log.warning("packs: %s is computed by plain MLX from here on: %s", op, short)
+def _fall_back(op: str, reason: str) -> None:
+    """Compute an op by its reference for the rest of this process, and log a warning once."""
+    _fallbacks[op] = reason
+    _decided.clear()  # steps that were compiled before keep the kernels that passed their check
+    short = reason if len(reason) < 240 else reason[:240] + " …"
+    _log.warning("packs: %s is computed by plain MLX from here on: %s", op, short)
 
 
 def forget() -> None:
     """Clear all verdicts, as in a new process."""
-    for known in (_checked, _fallbacks, _decided, _calls, _reasons):
+    for known in (_checked, _fallbacks, _decided, _calls):
         known.clear()
 
 

@@ -110,15 +110,13 @@ class _Seen(NamedTuple):
         width, room, least = keys_length, sizes.score_bytes, sizes.least_queries
         if on_cpu and pair_bytes * length * keys_length > room:
             width, room = min(sizes.block_keys, keys_length), sizes.block_bytes
-        fitting = room // (pair_bytes * width) // least * least
-        rows = max(least, fitting)
-        causal = isinstance(self.mask, str)
+        rows = max(least, room // (pair_bytes * width) // least * least)
         firsts = None if self.segments is None else _first_keys(self.segments)
         blocks = []
         for start in range(0, length, rows):
             stop = min(start + rows, length)
             first = int(firsts[start]) if firsts is not None else 0
-            last = stop + keys_length - length if causal else keys_length
+            last = stop + keys_length - length if isinstance(self.mask, str) else keys_length
             cuts = [first, *range((first // width + 1) * width, last, width), last]
             blocks.append([_Block(start, stop, *keys) for keys in itertools.pairwise(cuts)])
         return blocks, width
@@ -160,25 +158,6 @@ def _folded(x: mx.array, kv_heads: int) -> mx.array:
     """Return [B, H, T, D] as [B, KV, H / KV * T, D]: query heads of a KV head are more rows."""
     batch, heads, length, width = x.shape
     return x.reshape(batch, kv_heads, heads // kv_heads * length, width)
-
-
-def _scores(queries: mx.array, keys: mx.array, scale: float, mask: mx.array | None) -> mx.array:
-    """Return the scores of a block times log2(e), float32 [B, KV, H / KV * n, keys].
-
-    Those of hidden keys are finite, so that a block may hide all of its keys from a query.
-    """
-    batch, heads, n, _ = queries.shape
-    queries, keys = queries.astype(mx.float32), keys.astype(mx.float32)
-    scores = (_folded(queries, keys.shape[1]) * (scale * _LOG2_E)) @ keys.swapaxes(-1, -2)
-    shape, least = scores.shape, mx.finfo(mx.float32).min
-    if mask is None:
-        return scores
-    # an addition, since MLX's choice between two arrays takes three times as long on CPUs
-    if mask.dtype == mx.bool_:
-        added = mx.where(mask, 0.0, least)
-    else:
-        added = mx.maximum(mask.astype(mx.float32) * _LOG2_E, least)
-    return (scores.reshape(batch, heads, n, -1) + added).reshape(shape)
 
 
 class _Partial(NamedTuple):
@@ -273,10 +252,23 @@ class _Attention:
         return [_Heads(*own) for own in zip(*split, strict=True)]
 
     def _scores(self, at: _Block, queries: mx.array, keys: mx.array) -> mx.array:
-        offset = keys.shape[2] - queries.shape[2]
-        part = queries[:, :, at.start : at.stop]
-        mask = self.seen.block(at, offset)
-        return _scores(part, keys[:, :, at.first : at.last], self.scale, mask)
+        """Return the scores of a block times log2(e), float32 [B, KV, H / KV * n, keys].
+
+        Those of hidden keys are finite, so that a block may hide all of its keys from a query.
+        """
+        mask = self.seen.block(at, keys.shape[2] - queries.shape[2])
+        queries = queries[:, :, at.start : at.stop].astype(mx.float32)
+        keys = keys[:, :, at.first : at.last].astype(mx.float32)
+        scores = _folded(queries, keys.shape[1]) * (self.scale * _LOG2_E) @ keys.swapaxes(-1, -2)
+        if mask is None:
+            return scores
+        least = mx.finfo(mx.float32).min
+        # an addition, since MLX's choice between two arrays takes three times as long on CPUs
+        if mask.dtype == mx.bool_:
+            added = mx.where(mask, 0.0, least)
+        else:
+            added = mx.maximum(mask.astype(mx.float32) * _LOG2_E, least)
+        return (scores.reshape(*queries.shape[:3], -1) + added).reshape(scores.shape)
 
     def _fused(self, queries: mx.array, keys: mx.array, values: mx.array) -> mx.array:
         """Return the output by MLX's own attention, block by block."""
@@ -389,9 +381,7 @@ class _Slices:
     """
 
     def __init__(self, like: mx.array, width: int) -> None:
-        self.width = width
-        self.shape = like.shape
-        self.dtype = like.dtype
+        self.width, self.shape, self.dtype = width, like.shape, like.dtype
         self.parts: dict[int, mx.array] = {}
 
     def add(self, part: mx.array, at: _Block) -> mx.array:

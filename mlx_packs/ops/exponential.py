@@ -82,8 +82,7 @@ def _by_rows(
 ) -> list[mx.array]:
     """Return the ``count`` results of a function of single elements, computed by rows of [N, D].
 
-    Rows wait for those before them, so that temporaries stay in the processor's cache and take no
-    memory of the size of all rows.
+    Rows wait for those before them, so that temporaries stay in the processor's cache.
     """
     rows, width = arrays[0].shape
     step = max(1, tiling().elements // width)

@@ -18,29 +18,19 @@ from .tiling import tiling
 
 
 class HeadSlice(NamedTuple):
-    """Rows W [v, D] of a head.
+    """Rows W [v, D] of a head."""
 
-    Attributes:
-        logits: h [n, D] to h @ W^T [n, v] (and its bias).
-        back: p [n, v] to p @ W [n, D].
-    """
-
-    logits: Callable[[mx.array], mx.array]
-    back: Callable[[mx.array], mx.array]
+    logits: Callable[[mx.array], mx.array]  # h [n, D] to h @ W^T [n, v] (and its bias)
+    back: Callable[[mx.array], mx.array]  # p [n, v] to p @ W [n, D]
 
 
 class FrozenHead(NamedTuple):
-    """A head of V rows of D.
-
-    Attributes:
-        part: Rows [start, stop).
-        rows: Tokens [n] to W[tokens].
-    """
+    """A head of ``vocab_size`` rows of ``width``."""
 
     vocab_size: int
     width: int
-    part: Callable[[int, int], HeadSlice]
-    rows: Callable[[mx.array], mx.array]
+    part: Callable[[int, int], HeadSlice]  # rows [start, stop)
+    rows: Callable[[mx.array], mx.array]  # tokens [n] to W[tokens]
 
 
 def cross_entropy(
@@ -48,16 +38,7 @@ def cross_entropy(
 ) -> mx.array:
     """Return the loss of each target from all logits; by default the negative log-likelihood.
 
-    Semantics: as `linear_cross_entropy`.
-
-    Args:
-        logits: [N, V], any float dtype.
-        targets: [N], token ids.
-        z_loss: Weight of lse^2.
-        label_smoothing: Share of the target spread over all tokens.
-
-    Returns:
-        [N], float32.
+    Semantics: as `linear_cross_entropy`, of logits [N, V] and targets [N]; [N], float32.
     """
     logits = logits.astype(mx.float32)
     picked = mx.take_along_axis(logits, targets[:, None], axis=-1)[:, 0]
@@ -93,25 +74,15 @@ def columns(rows: int, width: int) -> int:
 
 
 class _Running(NamedTuple):
-    """The state of N rows over the slices so far, all float32 but ``best``.
+    """The state of N rows over the slices so far, all float32 but ``best``."""
 
-    Attributes:
-        largest: [N, 1], maximum of the logits.
-        total: [N, 1], sum of exp(logit - largest).
-        sum_of: [N, 1], sum of the logits.
-        picked: [N], logit of the target.
-        best: [N], token of the largest logit.
-        expected: [N, D], sum of exp(logit - largest) * W.
-        mean_row: [1, D], sum of W.
-    """
-
-    largest: mx.array
-    total: mx.array
-    sum_of: mx.array
-    picked: mx.array
-    best: mx.array
-    expected: mx.array
-    mean_row: mx.array
+    largest: mx.array  # [N, 1], maximum of the logits
+    total: mx.array  # [N, 1], sum of exp(logit - largest)
+    logit_sum: mx.array  # [N, 1]
+    picked: mx.array  # [N], logit of the target
+    best: mx.array  # [N], token of the largest logit
+    expected: mx.array  # [N, D], sum of exp(logit - largest) * W
+    row_sum: mx.array  # [1, D], sum of W
 
     def merged(self, other: "_Running") -> "_Running":
         """Return the state over the slices of both; of two largest logits the first is the best."""
@@ -123,11 +94,11 @@ class _Running(NamedTuple):
         return _Running(
             largest,
             self.total * own + other.total * others,
-            self.sum_of + other.sum_of,
+            self.logit_sum + other.logit_sum,
             self.picked + other.picked,
             mx.where(better, other.best, first),
             self.expected * own + other.expected * others,
-            self.mean_row + other.mean_row,
+            self.row_sum + other.row_sum,
         )
 
 
@@ -177,14 +148,14 @@ def linear_cross_entropy(
         if z_loss:
             loss = loss + z_loss * lse.square()
         if smooth:
-            loss = loss + label_smoothing * (seen.picked - seen.sum_of[:, 0] / head.vocab_size)
+            loss = loss + label_smoothing * (seen.picked - seen.logit_sum[:, 0] / head.vocab_size)
         hit = seen.best == targets
         if not gradient:
             return loss, hit
         d_hidden = seen.expected * (mx.reciprocal(seen.total) * (1 + 2 * z_loss * lse[:, None]))
         d_hidden = d_hidden - (1 - label_smoothing) * head.rows(targets).astype(mx.float32)
         if smooth:
-            d_hidden = d_hidden - label_smoothing / head.vocab_size * seen.mean_row
+            d_hidden = d_hidden - label_smoothing / head.vocab_size * seen.row_sum
         return loss, hit, d_hidden.astype(h.dtype)
 
     if not gradient:
@@ -219,14 +190,17 @@ def _of_slice(
     inside = (targets >= start) & (targets < start + width)
     at = mx.clip(targets - start, 0, width - 1)[:, None]
     unused = mx.zeros((1,))
+    expected = row_sum = unused
+    if gradient:
+        expected = part.back(weights.astype(hidden.dtype)).astype(mx.float32)
+    if gradient and smooth:
+        row_sum = part.back(mx.ones((1, width), hidden.dtype)).astype(mx.float32)
     return _Running(
         largest,
         weights.sum(axis=-1, keepdims=True),
         logits.sum(axis=-1, keepdims=True) if smooth else unused,
         mx.where(inside, mx.take_along_axis(logits, at, axis=-1)[:, 0], 0),
         mx.argmax(logits, axis=-1) + start,
-        part.back(weights.astype(hidden.dtype)).astype(mx.float32) if gradient else unused,
-        part.back(mx.ones((1, width), hidden.dtype)).astype(mx.float32)
-        if smooth and gradient
-        else unused,
+        expected,
+        row_sum,
     )
