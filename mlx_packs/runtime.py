@@ -12,7 +12,7 @@ import resource
 import struct
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -42,22 +42,17 @@ class Blas:
 
 
 def _candidates() -> list[tuple[str, str]]:
-    """Return (library file, symbol prefix) in the order to try.
-
-    ``MLX_PACKS_BLAS=/lib.so`` is the only one.
-    """
+    """Return (library file, symbol prefix) in the order to try."""
     wanted = os.environ.get(BLAS_VARIABLE, "auto")
     if wanted not in ("auto", ""):
         return [(wanted, ""), (wanted, "scipy_")]
-    candidates: list[tuple[str, str]] = []
+    system = [(name, "") for name in _SYSTEM_BLAS]
     try:
         import scipy_openblas32
-
-        folder = Path(scipy_openblas32.get_lib_dir())
-        candidates += [(str(p), "scipy_") for p in sorted(folder.glob("libscipy_openblas*.so"))]
     except ImportError:
-        pass
-    return candidates + [(name, "") for name in _SYSTEM_BLAS]
+        return system
+    folder = Path(scipy_openblas32.get_lib_dir())
+    return [(str(p), "scipy_") for p in sorted(folder.glob("libscipy_openblas*.so"))] + system
 
 
 def _open_blas() -> tuple[str, list[int], int | None] | None:
@@ -280,18 +275,14 @@ def memory_limits(cache_bytes: int = 0) -> Iterator[None]:
     The buffer cache is limited to `cache_limit`, or ``cache_bytes`` if that is more. On Macs what
     the run uses stays resident (wired), up to what Metal recommends.
     """
-    cache = mx.set_cache_limit(max(cache_limit(), cache_bytes))
-    wired = None
-    try:
+    with ExitStack() as restored:
+        cache = mx.set_cache_limit(max(cache_limit(), cache_bytes))
+        restored.callback(mx.set_cache_limit, cache)
         recommended = mx.device_info().get("max_recommended_working_set_size")
         if recommended and mx.metal.is_available() and not on_cpu():
-            wired = mx.set_wired_limit(recommended)
+            restored.callback(mx.set_wired_limit, mx.set_wired_limit(recommended))
+            restored.callback(mx.synchronize)
         yield
-    finally:
-        mx.set_cache_limit(cache)
-        if wired is not None:
-            mx.synchronize()
-            mx.set_wired_limit(wired)
 
 
 def peak_process_bytes() -> int:

@@ -16,34 +16,24 @@ _FLOATS = (mx.float32, mx.float16, mx.bfloat16)
 
 @dataclass(frozen=True)
 class Check:
-    """One set of inputs for a kernel and its reference; both give a list of arrays.
-
-    Attributes:
-        exact: All sums are small integers, so that any order gives the same bits.
-        alone: The kernel is the reference; some roundings of its inputs' dtype are all its error.
-    """
+    """One set of inputs for a kernel and its reference; both give a list of arrays."""
 
     name: str
     kernel: Op
     reference: Op
     inputs: Sequence[mx.array]
-    exact: bool = False
-    alone: bool = False
+    exact: bool = False  # all sums are small integers, so that any order gives the same bits
+    alone: bool = False  # the kernel is the reference, off by roundings of its inputs' dtype alone
 
 
 @dataclass(frozen=True)
 class Instance:
-    """A kernel instance that people are likely to meet, for the doctor and for tests.
-
-    Attributes:
-        checks: By backend, small inputs with tails.
-        workload: By backend, inputs of a real size.
-    """
+    """A kernel instance that people are likely to meet, for the doctor and for tests."""
 
     op: str
     name: str
-    checks: Callable[[str], list[Check]]
-    workload: Callable[[str], Check]
+    checks: Callable[[str], list[Check]]  # by backend, small inputs with tails
+    workload: Callable[[str], Check]  # by backend, inputs of a real size
 
 
 @dataclass(frozen=True)

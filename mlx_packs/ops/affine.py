@@ -17,20 +17,9 @@ def dequantize(
     bits: int,
     mode: str,
 ) -> mx.array:
-    """Return what `mx.dequantize` gives, bit-identical.
+    """Return what `mx.dequantize` gives, bit-identical: [O, D] of weight [O, D * bits / 32], uint32.
 
     It is for slices, since on CPUs it takes three times their memory.
-
-    Args:
-        weight: [O, D * bits / 32], uint32.
-        scales: [O, D / group_size].
-        biases: [O, D / group_size], or None for modes without.
-        group_size: Weights that share a scale.
-        bits: Of a weight.
-        mode: As MLX names it.
-
-    Returns:
-        [O, D] in the dtype of scales, bfloat16 for modes without biases.
     """
     if not (on_cpu() and mode == "affine" and bits in (4, 8) and scales.dtype == mx.float32):
         return mx.dequantize(weight, scales, biases, group_size=group_size, bits=bits, mode=mode)

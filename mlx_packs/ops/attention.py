@@ -122,10 +122,7 @@ class _Seen(NamedTuple):
         return blocks, width
 
     def block(self, at: _Block, offset: int) -> mx.array | None:
-        """Return the mask of a block, broadcastable to [B, H, queries, keys].
-
-        Query t is at the position of key t + offset.
-        """
+        """Return the mask of a block for [B, H, queries, keys]; query t is at key t + offset."""
         if self.mask is None:
             return None
         if not isinstance(self.mask, str):
@@ -161,17 +158,11 @@ def _folded(x: mx.array, kv_heads: int) -> mx.array:
 
 
 class _Partial(NamedTuple):
-    """The state of a block of queries over the keys so far, float32.
+    """The state of a block of queries over the keys so far, float32."""
 
-    Attributes:
-        largest: The largest score, [..., 1].
-        total: The sum of 2^(score - largest), [..., 1].
-        output: The sum of 2^(score - largest) * value, [..., D].
-    """
-
-    largest: mx.array
-    total: mx.array
-    output: mx.array
+    largest: mx.array  # the largest score, [..., 1]
+    total: mx.array  # sum of 2^(score - largest), [..., 1]
+    output: mx.array  # sum of 2^(score - largest) * value, [..., D]
 
     def merged(self, other: "_Partial") -> "_Partial":
         """Return the state over the keys of both."""
@@ -190,18 +181,13 @@ def _powers(scores: mx.array) -> tuple[mx.array, mx.array, mx.array]:
 
 
 class _Heads(NamedTuple):
-    """The arrays [B, heads, T, ...] that one CPU stream reads.
-
-    Attributes:
-        d_output: In the backward pass the gradient of its output.
-        shared: In the backward pass its sum of output * gradient.
-    """
+    """The arrays [B, heads, T, ...] that one CPU stream reads."""
 
     queries: mx.array
     keys: mx.array
     values: mx.array
-    d_output: mx.array | None = None
-    shared: mx.array | None = None
+    d_output: mx.array | None = None  # in the backward pass the gradient of its output
+    shared: mx.array | None = None  # in the backward pass its sum of output * gradient
 
 
 @dataclass(frozen=True)
@@ -209,18 +195,14 @@ class _Attention:
     """Attention over some blocks, and its gradient.
 
     MLX computes what is independent side by side; each block is made to wait for the one before.
-
-    Attributes:
-        width: The most keys of a block.
-        parts: Parts of the heads whose blocks are computed at once.
     """
 
     scale: float
     seen: _Seen
     blocks: list[list[_Block]]
-    width: int
+    width: int  # the most keys of a block
     on_cpu: bool
-    parts: int
+    parts: int  # of the heads, whose blocks are computed at once
 
     @property
     def only(self) -> bool:
@@ -375,10 +357,7 @@ def _joined(parts: list[mx.array], axis: int) -> mx.array:
 
 
 class _Slices:
-    """A sum in float32 like ``like`` [B, KV, S, D] in slices of ``width`` keys.
-
-    Adding to a few keys copies no more than a slice.
-    """
+    """A float32 sum like ``like`` [B, KV, S, D]; adding to a few keys copies no more than a slice."""
 
     def __init__(self, like: mx.array, width: int) -> None:
         self.width, self.shape, self.dtype = width, like.shape, like.dtype

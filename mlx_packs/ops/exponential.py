@@ -37,12 +37,9 @@ def _by_formula(x: mx.array) -> bool:
 
 
 def exp(x: mx.array) -> mx.array:
-    """Return e to the power of x. It has no gradient of its own: callers know theirs.
+    """Return e to the power of x, of any float dtype, without a gradient: callers know theirs.
 
     Semantics: mx.exp(x), within 4e-7 relative for -87 <= x <= 88; clipped to that range.
-
-    Args:
-        x: Any shape and float dtype; the result has the same.
     """
     if not _by_formula(x):
         return mx.exp(x)
@@ -58,9 +55,6 @@ def exp2(x: mx.array) -> mx.array:
     It takes two thirds of the operations of `exp`.
 
     Semantics: mx.power(2, x), within 4e-7 relative for -126 <= x; 2^-126 below.
-
-    Args:
-        x: Any shape and float dtype; the result has the same.
     """
     if not _by_formula(x):
         return mx.exp(x * _LN_2)
@@ -125,13 +119,9 @@ def _swiglu_vjp(
 
 
 def swiglu(gate: mx.array, up: mx.array) -> mx.array:
-    """Return the gated unit of SwiGLU (https://arxiv.org/abs/2002.05202).
+    """Return the gated unit of SwiGLU (https://arxiv.org/abs/2002.05202), in any float dtype.
 
-    Semantics: gate * sigmoid(gate) * up
-
-    Args:
-        gate: Any shape and float dtype; the result has the same.
-        up: Of the same shape and dtype.
+    Semantics: gate * sigmoid(gate) * up, all of one shape
     """
     if not _by_formula(gate):
         return nn.silu(gate) * up
@@ -173,10 +163,7 @@ def _gelu_vjp(x: mx.array, cotangent: mx.array, _: mx.array) -> mx.array:
 def gelu(x: mx.array) -> mx.array:
     """Return the unit of BERT (https://arxiv.org/abs/1606.08415); the backward keeps only ``x``.
 
-    Semantics: x * (1 + erf(x / sqrt(2))) / 2
-
-    Args:
-        x: Any shape and float dtype; the result has the same.
+    Semantics: x * (1 + erf(x / sqrt(2))) / 2, in any float dtype
     """
     if not _by_formula(x):
         return nn.gelu(x)

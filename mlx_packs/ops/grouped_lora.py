@@ -57,11 +57,7 @@ def reference(
     lora_b: Sequence[mx.array],
     scales: Sequence[float],
 ) -> list[mx.array]:
-    """Return the same by plain MLX.
-
-    There are products with the A's, one over all of them where rows are many, then ``addmm`` for
-    each slice.
-    """
+    """Return the same by plain MLX: one product with all A's where rows are many, then ``addmm``."""
     layout = _layout_of(outputs, lora_b, scales)
     if not any(layout.ranks):
         return list(outputs)

@@ -90,14 +90,7 @@ def _slices(shape: tuple[int, int], rows: int) -> Iterator[tuple[int, int]]:
 def dense_matmul(x: mx.array, weight: mx.array) -> mx.array:
     """Return the product with a dense weight; CPU streams share the rows, in both directions.
 
-    Semantics: y = x @ weight.T
-
-    Args:
-        x: [..., D].
-        weight: [O, D].
-
-    Returns:
-        [..., O].
+    Semantics: y = x @ weight.T, [..., O] of [..., D] and [O, D]
     """
     rows = x.reshape(-1, x.shape[-1])
     count = stream_count()

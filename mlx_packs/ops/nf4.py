@@ -157,11 +157,8 @@ def matmul(x: mx.array, weight: NF4Weight) -> mx.array:
     not rounded to the dtype of x.
 
     Args:
-        x: [..., D], any float dtype; products accumulate in float32.
+        x: [..., D], any float dtype; products accumulate in float32. The result [..., O] has it.
         weight: [O, D].
-
-    Returns:
-        [..., O] in the dtype of x.
     """
     depth = weight.shape[1]
     if x.shape[-1] != depth:
@@ -170,16 +167,7 @@ def matmul(x: mx.array, weight: NF4Weight) -> mx.array:
 
 
 def rows(weight: NF4Weight, index: mx.array, dtype: mx.Dtype = mx.bfloat16) -> mx.array:
-    """Return some rows of the weight, for a look-up in an embedding.
-
-    Args:
-        weight: [O, D].
-        index: Integers of any shape.
-        dtype: Of the result.
-
-    Returns:
-        [*index.shape, D]; only these rows are dequantized.
-    """
+    """Return rows [*index.shape, D] of the weight; only these are dequantized."""
     _, depth = weight.shape
     codes = _levels_of_byte()[weight.weight[index]].reshape(*index.shape, depth)
     if depth % weight.block_size == 0:
@@ -233,10 +221,8 @@ def _by_block(values: mx.array, factors: mx.array, block_size: int) -> mx.array:
 
 
 def _normalized(values: mx.array, block_size: int) -> tuple[mx.array, mx.array]:
-    """Return values over the largest magnitude of their block, and those magnitudes.
-
-    As bitsandbytes has it: whole blocks times the reciprocal, a short last one divided.
-    """
+    """Return values over the largest magnitude of their block, and those magnitudes."""
+    # as bitsandbytes has it: whole blocks times the reciprocal, a short last one divided
     whole = values.size // block_size * block_size
     scaled, absmax = [], []
     if whole:

@@ -9,34 +9,19 @@ from ..runtime import on_cpu
 
 @dataclass(frozen=True)
 class Tiling:
-    """Sizes of the pieces on one kind of device.
+    """Sizes of the pieces on one kind of device."""
 
-    Attributes:
-        slice_weights: Weights of a quantized matrix that are dense at a time.
-        score_bytes: Of one block of attention scores.
-        logit_bytes: Of one slice of logits.
-        slice_rows: Rows of a slice are a multiple of this, so that blocks of up to 256 weights are
-            complete for every even width.
-        stream_work: Multiplications that are worth a stream: a tenth of a millisecond.
-        least_queries: Queries of a block of scores are a multiple of this.
-        block_keys: On a CPU the most keys of a block of scores where there are several.
-        block_bytes: Of such a block: it stays in the cache.
-        least_columns: Of a slice of logits.
-        elements: Of an array of single elements that is computed by rows: 1 MB.
-        streams: CPU streams; None for what the machine allows.
-    """
-
-    slice_weights: int
-    score_bytes: int
-    logit_bytes: int
-    slice_rows: int = 128
-    stream_work: int = 1 << 22
-    least_queries: int = 32
-    block_keys: int = 512
-    block_bytes: int = 1 << 20
-    least_columns: int = 256
-    elements: int = 1 << 18
-    streams: int | None = None
+    slice_weights: int  # of a quantized matrix, which are dense at a time
+    score_bytes: int  # of one block of attention scores
+    logit_bytes: int  # of one slice of logits
+    slice_rows: int = 128  # rows of a slice are a multiple: complete blocks of up to 256 weights
+    stream_work: int = 1 << 22  # multiplications that are worth a stream: a tenth of a millisecond
+    least_queries: int = 32  # queries of a block of scores are a multiple
+    block_keys: int = 512  # on a CPU the most keys of a block of scores where there are several
+    block_bytes: int = 1 << 20  # of such a block: it stays in the cache
+    least_columns: int = 256  # of a slice of logits
+    elements: int = 1 << 18  # of an array of single elements that is computed by rows: 1 MB
+    streams: int | None = None  # on a CPU; None for what the machine allows
 
 
 CPU = Tiling(slice_weights=1 << 20, score_bytes=2 << 20, logit_bytes=1 << 20)
