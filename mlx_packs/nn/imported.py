@@ -12,27 +12,18 @@ class DoRALinear(nn.Module):
 
     Semantics: y = m / ||W + D|| * (x (W + D)^T) + bias, rows' norms, D = scale * (A B)^T
 
-    Args:
-        linear: any linear of the base, quantized or dense.
-        weight: [O, D], what it multiplies by.
-        lora_a: [D, R].
-        lora_b: [R, O].
-        m: [O], the magnitudes.
-        scale: alpha / rank.
-        bias: [O] of the linear, if it has one.
-
     DoRA: https://arxiv.org/abs/2402.09353
     """
 
     def __init__(
         self,
-        linear: nn.Module,
-        weight: mx.array,
-        lora_a: mx.array,
-        lora_b: mx.array,
-        m: mx.array,
-        scale: float,
-        bias: mx.array | None,
+        linear: nn.Module,  # quantized or dense
+        weight: mx.array,  # [O, D], what it multiplies by
+        lora_a: mx.array,  # [D, R]
+        lora_b: mx.array,  # [R, O]
+        m: mx.array,  # [O], the magnitudes
+        scale: float,  # alpha / rank
+        bias: mx.array | None,  # [O]
     ) -> None:
         super().__init__()
         self.linear = linear

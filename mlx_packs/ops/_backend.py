@@ -16,6 +16,7 @@ from pathlib import Path
 
 from ..errors import PackError
 from ..runtime import mx, on_cpu
+from ._check import Check, first_fault
 from ._cost import Launch, chip_here, seconds
 
 BACKENDS = ("reference", "metal", "cuda")
@@ -35,7 +36,7 @@ THREADS = 256  # of a group, unless a kernel has its own number
 _PACKAGE = Path(__file__).parents[1]
 _log = logging.getLogger("mlx_packs")
 
-CheckInstance = Callable[[str], str | None]
+Checks = Callable[[str], Sequence[Check]]
 Plans = Callable[[], tuple[Sequence[Launch], Sequence[Launch]]]
 Decision = tuple[str, str | None]  # a backend, and why it is plain MLX where a kernel could be
 
@@ -163,7 +164,7 @@ def choose(
     instance: tuple,
     rows: int,
     sizes: tuple,
-    check: CheckInstance,
+    checks: Checks,
     plans: Plans,
     unsupported: str | None = None,
 ) -> str:
@@ -174,8 +175,7 @@ def choose(
         instance: What the device compiles as one program, a named tuple: dtype, ranks, tile.
         rows: The cost depends on them, and on ``sizes``.
         sizes: A named tuple.
-        check: Compares the instance with its reference on the given backend; what is wrong, or
-            None. It may raise whatever a compiler or a device raises.
+        checks: By backend, inputs for which the instance is compared with its reference.
         plans: Launches of plain MLX and of the kernel, for the cost model.
         unsupported: Why the op has no kernel for this call; the reference computes it.
     """
@@ -187,7 +187,7 @@ def choose(
     decision = _decided.get((name, wanted, call))
     if decision is None:
         if unsupported is None:
-            decision = _decide(name, wanted, op, instance, check, plans)
+            decision = _decide(name, wanted, op, instance, checks, plans)
         else:
             decision = "reference", unsupported
         _decided[(name, wanted, call)] = decision
@@ -196,7 +196,7 @@ def choose(
 
 
 def _decide(
-    name: str, wanted: str | None, op: str, instance: tuple, check: CheckInstance, plans: Plans
+    name: str, wanted: str | None, op: str, instance: tuple, checks: Checks, plans: Plans
 ) -> Decision:
     if op in _fallbacks:
         return "reference", None
@@ -207,7 +207,7 @@ def _decide(
             return "reference", f"{plain:.0f} us, kernel {kernel:.0f} us ({chip.name})"
     if (name, op, instance) not in _checked:
         try:
-            fault = check(name)
+            fault = first_fault(checks(name))
         except Exception as error:  # compilers and devices raise what they like
             fault = f"{type(error).__name__}: {' '.join(str(error).split())}"
         if fault is not None:

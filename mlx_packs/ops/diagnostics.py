@@ -47,34 +47,33 @@ def examine_kernel(instance: Instance) -> dict:
     timed in float32 alone: half precision on a CPU is far slower.
     """
     backend = _backend.forced() or _backend.detect()
-    report = {
-        "op": instance.op,
-        "instance": instance.name,
-        "backend": backend,
-        "max_error": None,
-        "ok": False,
-        "fault": None,
-        "kernel_us": None,
-        "reference_us": None,
-    }
+    max_error = fault = kernel_us = reference_us = None
     try:
         checks = instance.checks(backend)
         if backend == "reference":  # no error of a plain op is forgiven but rounding
             checks = [replace(c, kernel=c.reference, exact=False, alone=True) for c in checks]
         findings = [examine(check) for check in checks]
-        report["fault"] = next((f.fault for f in findings if f.fault is not None), None)
+        fault = next((f.fault for f in findings if f.fault is not None), None)
         errors = [finding.max_error for finding in findings]
         if all(map(math.isfinite, errors)):
-            report["max_error"] = max(errors)
+            max_error = max(errors)
         workload = instance.workload(backend)
         if backend != "reference" or workload.inputs[0].dtype == mx.float32:
-            report["reference_us"] = _microseconds(workload.reference, workload)
-        if backend != "reference" and report["fault"] is None:
-            report["kernel_us"] = _microseconds(workload.kernel, workload)
+            reference_us = _microseconds(workload.reference, workload)
+        if backend != "reference" and fault is None:
+            kernel_us = _microseconds(workload.kernel, workload)
     except Exception as error:  # compilers and devices raise what they like
-        report["fault"] = f"{type(error).__name__}: {' '.join(str(error).split())}"
-    report["ok"] = report["fault"] is None
-    return report
+        fault = f"{type(error).__name__}: {' '.join(str(error).split())}"
+    return {
+        "op": instance.op,
+        "instance": instance.name,
+        "backend": backend,
+        "max_error": max_error,
+        "ok": fault is None,
+        "fault": fault,
+        "kernel_us": kernel_us,
+        "reference_us": reference_us,
+    }
 
 
 def _microseconds(op: Callable, workload: Check) -> float:

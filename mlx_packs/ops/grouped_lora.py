@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from ..runtime import mx
 from ._backend import THREADS, Kernel, choose, dtype_name, table, tiles
-from ._check import Check, Instance, first_fault, seeded
+from ._check import Check, Instance, seeded
 from ._cost import Launch, casts, product
 
 OP = "grouped_lora"
@@ -51,11 +51,7 @@ def grouped_lora(
 
 
 def reference(
-    x: mx.array,
-    outputs: Sequence[mx.array],
-    lora_a: Sequence[mx.array],
-    lora_b: Sequence[mx.array],
-    scales: Sequence[float],
+    x: mx.array, outputs: Arrays, lora_a: Arrays, lora_b: Arrays, scales: Sequence[float]
 ) -> list[mx.array]:
     """Return the same by plain MLX: one product with all A's where rows are many, then ``addmm``."""
     layout = _layout_of(outputs, lora_b, scales)
@@ -112,12 +108,9 @@ class Layout:
         return [sum(self.ranks[:i]) for i in range(len(self.ranks))]
 
 
-def _layout_of(
-    outputs: Sequence[mx.array], lora_b: Sequence[mx.array], scales: Sequence[float]
-) -> Layout:
-    return _layout(
-        tuple(y.shape[-1] for y in outputs), tuple(b.shape for b in lora_b), tuple(scales)
-    )
+def _layout_of(outputs: Arrays, lora_b: Arrays, scales: Sequence[float]) -> Layout:
+    strides = tuple(y.shape[-1] for y in outputs)
+    return _layout(strides, tuple(b.shape for b in lora_b), tuple(scales))
 
 
 @functools.cache
@@ -255,9 +248,9 @@ def _shape_name(layout: Layout) -> str:
 def by_kernel(
     backend: str,
     x: mx.array,
-    outputs: Sequence[mx.array],
-    lora_a: Sequence[mx.array],
-    lora_b: Sequence[mx.array],
+    outputs: Arrays,
+    lora_a: Arrays,
+    lora_b: Arrays,
     scales: Sequence[float],
 ) -> list[mx.array]:
     """Return `grouped_lora` by the kernels of a backend, whatever the cost model estimates."""
@@ -292,24 +285,21 @@ def _differentiable(backend: str, layout: Layout) -> Callable[..., tuple[mx.arra
     return op
 
 
-def _ranks(layout: Layout) -> list[int]:
-    return [layout.ranks[i] for i in layout.adapted]
-
-
-def _rank_template(layout: Layout) -> dict[str, int]:
-    return {f"R{j}": r for j, r in enumerate(four(_ranks(layout), 0))}
+def rank_template(ranks: Sequence[int]) -> dict[str, int]:
+    """Return the template arguments for the ranks of adapted slices."""
+    return {f"R{j}": rank for j, rank in enumerate(four(ranks, 0))}
 
 
 def _down(backend: str, layout: Layout, x: mx.array, a: Arrays) -> mx.array:
     rows, depth = x.shape
     rows4, chunk = row_tile(rows), down_chunk(tiles(rows, 4 * row_tile(rows)), depth)
-    parts = tiles(depth, chunk)
+    parts, ranks = tiles(depth, chunk), [r for r in layout.ranks if r]
     (h,) = _DOWN.launch(
         backend,
         [x, *four(a, a[0]), table((rows, depth, chunk))],
-        {"T": x.dtype, "ROWS4": rows4, **_rank_template(layout)},
+        {"T": x.dtype, "ROWS4": rows4, **rank_template(ranks)},
         (tiles(rows, 4 * rows4), parts, 1),
-        [((parts, rows, sum(_ranks(layout))), mx.float32)],
+        [((parts, rows, sum(ranks)), mx.float32)],
     )
     return h
 
@@ -376,7 +366,7 @@ def _backward_in(
     (dx,) = _X_GRADIENT.launch(
         backend,
         [dh, *four(a, a[0]), sizes],
-        {"T": x.dtype, "ROWS4": row_tile(rows), **_rank_template(layout)},
+        {"T": x.dtype, "ROWS4": row_tile(rows), **rank_template([r for r in layout.ranks if r])},
         (tiles(depth, THREADS), tiles(rows, 4 * row_tile(rows)), 1),
         [((rows, depth), x.dtype)],
     )
@@ -405,7 +395,7 @@ class Sizes(NamedTuple):
     widths: tuple[int, ...]
 
 
-def _backend_of(x: mx.array, outputs: Sequence[mx.array], layout: Layout) -> str:
+def _backend_of(x: mx.array, outputs: Arrays, layout: Layout) -> str:
     if x.size == 0 or not any(layout.ranks) or any(y.dtype != x.dtype for y in outputs):
         return "reference"
     rows = x.size // x.shape[-1]
@@ -416,7 +406,7 @@ def _backend_of(x: mx.array, outputs: Sequence[mx.array], layout: Layout) -> str
         instance,
         rows,
         sizes,
-        lambda backend: first_fault(checks(backend, *instance)),
+        lambda backend: checks(backend, *instance),
         lambda: plans(x.dtype.size, rows, x.shape[-1], layout.ranks, layout.widths),
         unsupported(layout.ranks),
     )
@@ -464,8 +454,16 @@ def check_of(
     strides = [0] * (max(output_of) + 1)
     for m, width in zip(output_of, widths, strict=True):
         strides[m] += width
-    layout = _layout(tuple(strides), tuple(zip(ranks, widths, strict=True)), tuple(scales))
-    m, s = len(strides), len(layout.adapted)
+    adapted = [i for i, rank in enumerate(ranks) if rank]
+    m, s = len(strides), len(adapted)
+
+    def factors(present: Arrays) -> tuple[Arrays, Arrays]:
+        """Return A and B of every slice; those of rank 0 are empty."""
+        a = [mx.zeros((depth, 0)) for _ in ranks]
+        b = [mx.zeros((0, width)) for width in widths]
+        for at, i in enumerate(adapted):
+            a[i], b[i] = present[at], present[s + at]
+        return a, b
 
     def kernel(x: mx.array, *rest: mx.array) -> list[mx.array]:
         return by_kernel(backend, x, rest[:m], *factors(rest[m:]), scales)
@@ -473,17 +471,9 @@ def check_of(
     def plain(x: mx.array, *rest: mx.array) -> list[mx.array]:
         return reference(x, rest[:m], *factors(rest[m:]), scales)
 
-    def factors(present: Arrays) -> tuple[Arrays, Arrays]:
-        """Return A and B of every slice; those of rank 0 are empty."""
-        a, b = iter(present[:s]), iter(present[s:])
-        return (
-            [next(a) if r else mx.zeros((depth, 0)) for r in ranks],
-            [next(b) if r else mx.zeros((0, w)) for r, w in zip(ranks, widths, strict=True)],
-        )
-
     shapes = [(rows, depth), *((rows, stride) for stride in strides)]
-    shapes += [(depth, ranks[i]) for i in layout.adapted]
-    shapes += [(ranks[i], widths[i]) for i in layout.adapted]
+    shapes += [(depth, ranks[i]) for i in adapted]
+    shapes += [(ranks[i], widths[i]) for i in adapted]
     drawn = seeded(shapes, exact)
     drawn[: 1 + m] = [v.astype(dtype) for v in drawn[: 1 + m]]
     name = f"{'exact' if exact else 'random'} {rows} x {depth}"
@@ -543,14 +533,11 @@ def forward_plans(
     row_tiles = tiles(n, 4 * row_tile(n))
     parts = tiles(d, down_chunk(row_tiles, d))
     hidden = 4 * parts * n * total
-    down = Launch(
-        "down", e * n * d + 4 * d * total + hidden, 2 * n * d * total, 4 * row_tiles * d * total
-    )
+    moved = e * n * d + 4 * d * total + hidden
+    down = Launch("down", moved, 2 * n * d * total, 4 * row_tiles * d * total)
     area = sum(r * o for r, o in adapted)
-    up = Launch(
-        "up", 2 * e * n * sum(widths) + 4 * area + hidden, 2 * n * area, 4 * row_tiles * area
-    )
-    return plain, [down, up]
+    moved = 2 * e * n * sum(widths) + 4 * area + hidden
+    return plain, [down, Launch("up", moved, 2 * n * area, 4 * row_tiles * area)]
 
 
 def backward_plans(
@@ -585,32 +572,17 @@ def backward_plans(
     column_tiles = max(tiles(o, DEPTH) for _, o in adapted)
     row_tiles = tiles(n, 4 * BACKWARD_ROWS4)
     dh = 4 * n * total
-    kernel = [
-        Launch(
-            "backward_out",
-            e * n * sum(widths) + column_tiles * dh + 4 * chunks * area,
-            4 * n * area,
-            4 * row_tiles * area,
-        ),
-    ]
+    moved = e * n * sum(widths) + column_tiles * dh + 4 * chunks * area
+    kernel = [Launch("backward_out", moved, 4 * n * area, 4 * row_tiles * area)]
     if column_tiles > 1:
         kernel += [Launch("sum of dh", (column_tiles + 1) * dh)]
     if chunks > 1:
         kernel += [Launch("sum of dB", 4 * (chunks + 1) * r * o) for r, o in adapted]
-    kernel += [
-        Launch(
-            "a_gradient",
-            e * n * d + dh + 4 * chunks * d * total,
-            2 * n * d * total,
-            dh * tiles(d, THREADS),
-        ),
-        Launch(
-            "x_gradient",
-            e * n * d + dh + 4 * d * total,
-            2 * n * d * total,
-            4 * tiles(n, 4 * row_tile(n)) * d * total,
-        ),
-    ]
+    flops = 2 * n * d * total
+    moved = e * n * d + dh + 4 * chunks * d * total
+    kernel += [Launch("a_gradient", moved, flops, dh * tiles(d, THREADS))]
+    moved = e * n * d + dh + 4 * d * total
+    kernel += [Launch("x_gradient", moved, flops, 4 * tiles(n, 4 * row_tile(n)) * d * total)]
     if chunks > 1:
         kernel += [Launch("sum of dA", 4 * (chunks + 1) * d * total)]
     return plain, kernel

@@ -161,9 +161,7 @@ def linear_cross_entropy(
     if not gradient:
         return forward(hidden)
 
-    @mx.custom_function
-    def loss_of(h: mx.array) -> tuple[mx.array, ...]:
-        return forward(h)
+    loss_of = mx.custom_function(forward)
 
     @loss_of.vjp
     def loss_vjp(

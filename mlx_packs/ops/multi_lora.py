@@ -13,9 +13,18 @@ from typing import NamedTuple
 
 from ..runtime import mx
 from ._backend import THREADS, Kernel, choose, dtype_name, table, tiles
-from ._check import Check, Instance, first_fault, seeded
+from ._check import Check, Instance, seeded
 from ._cost import Launch, casts
-from .grouped_lora import DEPTH, FEW_ROWS4, check_widths, down_chunk, four, row_tile, unsupported
+from .grouped_lora import (
+    DEPTH,
+    FEW_ROWS4,
+    check_widths,
+    down_chunk,
+    four,
+    rank_template,
+    row_tile,
+    unsupported,
+)
 
 OP = "multi_lora"
 Arrays = Sequence[mx.array]
@@ -68,10 +77,10 @@ def multi_lora(
 
 def reference(
     x: mx.array,
-    outputs: Sequence[mx.array],
-    lora_a: Sequence[mx.array],
-    lora_b: Sequence[mx.array],
-    scales: Sequence[mx.array],
+    outputs: Arrays,
+    lora_a: Arrays,
+    lora_b: Arrays,
+    scales: Arrays,
     pack: mx.array,
 ) -> list[mx.array]:
     """Return the same by plain MLX, for slices with a rank: two gathered products for each."""
@@ -229,11 +238,7 @@ def _down(backend: str, x: mx.array, a: Arrays, pack: mx.array) -> mx.array:
     (h,) = _DOWN.launch(
         backend,
         [x, pack, *four(a, a[0]), table((rows, depth, chunk, a[0].shape[0]))],
-        {
-            "T": x.dtype,
-            "ROWS4": row_tile(rows),
-            **{f"R{i}": rank for i, rank in enumerate(four(ranks, 0))},
-        },
+        {"T": x.dtype, "ROWS4": row_tile(rows), **rank_template(ranks)},
         (_row_tiles(rows), parts, sequences),
         [((sequences, parts, rows, sum(ranks)), mx.float32)],
     )
@@ -285,7 +290,7 @@ def _backend_of(x: mx.array, outputs: Arrays, lora_a: Arrays) -> str:
         instance,
         rows,
         sizes,
-        lambda backend: first_fault(checks(backend, *instance)),
+        lambda backend: checks(backend, *instance),
         lambda: plans(x.dtype.size, sequences, rows, depth, packs, ranks, widths),
         unsupported(ranks),
     )
@@ -378,23 +383,13 @@ def plans(
     plain += casts("cast x", e, [n * d])
     reads = sequences * tiles(rows, PLAIN_TILE)
     for r, o in zip(ranks, widths, strict=True):
+        down = 4 * (n * d + used * d * r + n * r)
+        up = 4 * (n * r + used * r * o + n * o)
         plain += [
-            Launch(
-                "x A",
-                4 * (n * d + used * d * r + n * r),
-                2 * n * d * r,
-                4 * reads * d * r,
-                matmul=True,
-            ),
+            Launch("x A", down, 2 * n * d * r, 4 * reads * d * r, matmul=True),
             Launch("scales of packs", 12 * sequences),
             Launch("scale it", 8 * n * r),
-            Launch(
-                "h B",
-                4 * (n * r + used * r * o + n * o),
-                2 * n * r * o,
-                4 * reads * r * o,
-                matmul=True,
-            ),
+            Launch("h B", up, 2 * n * r * o, 4 * reads * r * o, matmul=True),
             *casts("cast delta", e, [n * o]),
             Launch("add", 3 * e * n * o),
             Launch("keep rows without a pack", 3 * e * n * o),
@@ -403,16 +398,7 @@ def plans(
     row_tiles = sequences * _row_tiles(rows)
     computed = row_tiles * 4 * row_tile(rows)  # rows, with those of no use in a tile of four
     hidden = 4 * tiles(d, down_chunk(row_tiles, d)) * n * total
-    down = Launch(
-        "down",
-        e * n * d + 4 * used * d * total + hidden,
-        2 * computed * d * total,
-        4 * row_tiles * d * total,
-    )
-    up = Launch(
-        "up",
-        2 * e * n * sum(widths) + 4 * used * area + hidden,
-        2 * computed * area,
-        4 * row_tiles * area,
-    )
-    return plain, [down, up]
+    moved = e * n * d + 4 * used * d * total + hidden
+    down = Launch("down", moved, 2 * computed * d * total, 4 * row_tiles * d * total)
+    moved = 2 * e * n * sum(widths) + 4 * used * area + hidden
+    return plain, [down, Launch("up", moved, 2 * computed * area, 4 * row_tiles * area)]

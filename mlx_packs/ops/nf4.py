@@ -16,7 +16,7 @@ import numpy as np
 
 from ..runtime import mx
 from ._backend import THREADS, Kernel, choose, dtype_name, table, tiles
-from ._check import Check, Instance, first_fault, normal, sparse_signs
+from ._check import Check, Instance, normal, sparse_signs
 from ._cost import Launch, casts, product
 from .blockwise import count_below, dynamic_map, nearest
 from .matmul import sliced_matmul
@@ -419,7 +419,7 @@ def _dequantize_backend(weight: NF4Weight, dtype: mx.Dtype) -> str:
         instance,
         weight.shape[0],
         Sizes(weight.shape),
-        lambda backend: first_fault(checks(backend, *instance[1:5], rows=MATVEC_ROWS + 1)),
+        lambda backend: checks(backend, *instance[1:5], rows=MATVEC_ROWS + 1),
         lambda: dequantize_plans(dtype.size, weight.shape, *form),
     )
 
@@ -439,7 +439,7 @@ def _matvec_backend(x: mx.array, weight: NF4Weight) -> str:
         instance,
         rows,
         Sizes(weight.shape),
-        lambda backend: first_fault(checks(backend, *instance[1:5], rows=rows_of_check)),
+        lambda backend: checks(backend, *instance[1:5], rows=rows_of_check),
         lambda: matvec_plans(x.dtype.size, rows, weight.shape, *form),
     )
 
@@ -530,10 +530,7 @@ def dequantize_plans(
             Launch("times nested absmax", 8 * blocks),
             Launch("add offset", 8 * blocks),
         ]
-    plain += [
-        Launch("look up levels", 4.5 * n),
-        Launch("times absmax", 8 * n + 4 * blocks),
-    ]
+    plain += [Launch("look up levels", 4.5 * n), Launch("times absmax", 8 * n + 4 * blocks)]
     plain += casts("cast", itemsize, [n])
     packed = _packed_bytes(n, block_size, double_quant)
     return plain, [Launch("dequantize", packed + itemsize * n, (UNPACK_FLOPS + 2) * n)]
@@ -550,14 +547,9 @@ def matvec_plans(
     row_tiles, tile = tiles(rows, _row_tile(rows)), _row_tile(rows)
     packed = _packed_bytes(n, block_size, double_quant)
     x = itemsize * rows * depth
-    simdgroups = tiles(outputs, MATVEC_OUTPUTS)
-    kernel = Launch(
-        "matvec",
-        packed + x + itemsize * rows * outputs,
-        row_tiles * (UNPACK_FLOPS + 2 * tile) * n,
-        row_tiles * packed + simdgroups * x,
-    )
-    return dense, [kernel]
+    flops = row_tiles * (UNPACK_FLOPS + 2 * tile) * n
+    again = row_tiles * packed + tiles(outputs, MATVEC_OUTPUTS) * x
+    return dense, [Launch("matvec", packed + x + itemsize * rows * outputs, flops, again)]
 
 
 def _packed_bytes(n: int, block_size: int, double_quant: bool) -> float:
