@@ -18,7 +18,7 @@ from ..bases.model import BaseModel
 from ..config.choices import POLICIES
 from ..config.schema import LoRAConfig
 from ..errors import PackError
-from ..nn.blocks import GroupedAttention, GroupedMLP, is_grouped_attention, is_grouped_mlp
+from ..nn.blocks import GroupedAttention, GroupedMLP, grouped_class
 from ..nn.experts import AdaptedSwitchLinear
 from ..nn.lora import AdaptedLinear, AdapterShape, GroupedLoRA, adapter_key
 from ..nn.quantized import apply_matmul_path, replace_modules
@@ -272,16 +272,15 @@ def _swap_in_adapters(attached: Attached, dropout: float, seed: int) -> None:
     attached.swap(wrapped)
 
     blocks: dict[str, dict[str, Geometry]] = {
-        path: {} for path, m in modules.items() if is_grouped_attention(m) or is_grouped_mlp(m)
+        path: {} for path, m in modules.items() if grouped_class(m) is not None
     }
     for group in attached.groups:
         if group.block is not None:
             blocks[group.block].update({g.name: g for g in group.members})
     swapped = []
     for path, by_name in blocks.items():
-        attention = is_grouped_attention(modules[path])
-        make = GroupedAttention if attention else GroupedMLP
-        *shared, last = BLOCK_PROJECTIONS["attention" if attention else "mlp"]
+        make = grouped_class(modules[path])
+        *shared, last = BLOCK_PROJECTIONS["attention" if make is GroupedAttention else "mlp"]
         loras = make_lora([by_name.get(n) for n in shared]), make_lora([by_name.get(last)])
         swapped.append((path, make(modules[path], *loras)))
     attached.swap(swapped)

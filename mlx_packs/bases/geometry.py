@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import mlx.nn as nn
 
 from ..errors import PackError, did_you_mean
-from ..nn.blocks import is_grouped_attention, is_grouped_mlp
+from ..nn.blocks import grouped_class
 from ..nn.experts import is_switch_linear
 from ..nn.quantized import LINEARS, NF4Linear
 from .quantization import is_named
@@ -296,7 +296,7 @@ def find_groups(
     for path, module in select_targets(model, target_modules, num_layers):
         parent, _, name = path.rpartition(".")
         block = modules.get(parent)
-        grouped = block is not None and (is_grouped_attention(block) or is_grouped_mlp(block))
+        grouped = block is not None and grouped_class(block) is not None
         try:
             geometry = probe(path, module, config, grouped)
         except GeometryError as fault:

@@ -22,16 +22,6 @@ from .segments import SegmentCache
 _GROUPED_MODULES = ("mlx_lm.models.qwen3", "mlx_lm.models.qwen2", "mlx_lm.models.llama")
 
 
-def is_grouped_attention(module: nn.Module) -> bool:
-    """Return whether `GroupedAttention` computes what this attention computes."""
-    return type(module).__module__ in _GROUPED_MODULES and type(module).__name__ == "Attention"
-
-
-def is_grouped_mlp(module: nn.Module) -> bool:
-    """Return whether `GroupedMLP` computes what this feed-forward computes."""
-    return type(module).__module__ in _GROUPED_MODULES and type(module).__name__ == "MLP"
-
-
 class GroupedAttention(nn.Module):
     """Self-attention whose q, k, v are one projection group and whose o is another."""
 
@@ -134,3 +124,10 @@ class GroupedMLP(nn.Module):
         inner = swiglu(gate, up) if self.training else nn.silu(gate) * up
         output = self.down_proj(inner)
         return output if self.down_lora is None else self.down_lora(inner, [output])[0]
+
+
+def grouped_class(module: nn.Module) -> type[GroupedAttention] | type[GroupedMLP] | None:
+    """Return the class that computes what an attention or feed-forward of mlx-lm computes, if any."""
+    if type(module).__module__ not in _GROUPED_MODULES:
+        return None
+    return {"Attention": GroupedAttention, "MLP": GroupedMLP}.get(type(module).__name__)

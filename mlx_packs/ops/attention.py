@@ -142,10 +142,9 @@ class _Seen(NamedTuple):
 
 def _first_keys(segments: mx.array) -> np.ndarray | None:
     """Return the first key [T] that a query at t sees in any row; None in a compiled step."""
-    try:
-        numbers = np.array(segments)
-    except ValueError:  # a traced array has no values
+    if runtime.is_traced(segments):
         return None
+    numbers = np.array(segments)
     starts = np.diff(numbers, axis=1, prepend=numbers[:, :1] - 1) != 0
     firsts = np.maximum.accumulate(np.where(starts, np.arange(numbers.shape[1]), 0), axis=1)
     return firsts.min(axis=0)
@@ -241,7 +240,8 @@ class _Attention:
         mask = self.seen.block(at, keys.shape[2] - queries.shape[2])
         queries = queries[:, :, at.start : at.stop].astype(mx.float32)
         keys = keys[:, :, at.first : at.last].astype(mx.float32)
-        scores = _folded(queries, keys.shape[1]) * (self.scale * _LOG2_E) @ keys.swapaxes(-1, -2)
+        folded = _folded(queries, keys.shape[1]) * (self.scale * _LOG2_E)
+        scores = folded @ keys.swapaxes(-1, -2)
         if mask is None:
             return scores
         least = mx.finfo(mx.float32).min

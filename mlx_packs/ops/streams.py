@@ -21,10 +21,7 @@ Piece = TypeVar("Piece")
 
 
 def stream_count() -> int:
-    """Return how many pieces are computed at once.
-
-    They are two on a CPU where one product leaves a core idle.
-    """
+    """Return how many pieces are computed at once: two on a CPU where a product leaves a core idle."""
     if not on_cpu() or COMPILES:
         return 1
     return tiling().streams or (2 if core_is_idle() else 1)
@@ -37,11 +34,6 @@ def core_is_idle() -> bool:
     return (BLAS.threads == 1 or BLAS.name == "reference") and len(os.sched_getaffinity(0)) > 1
 
 
-def stream(number: int) -> AbstractContextManager:
-    """Return a context whose operations run on this stream; 0 is the current stream."""
-    return mx.stream(second_stream()) if number else nullcontext()
-
-
 @cache
 def second_stream() -> mx.ThreadLocalStream:
     """Return the stream beside the current one, of each thread its own."""
@@ -49,11 +41,15 @@ def second_stream() -> mx.ThreadLocalStream:
 
 
 def rounds(pieces: Iterable[Piece]) -> Iterator[list[tuple[AbstractContextManager, Piece]]]:
-    """Yield pieces in order, as many as there are streams at a time, each with its stream."""
+    """Yield pieces in order, as many as there are streams at a time, each with its stream.
+
+    The first stream is the current one.
+    """
     group: list[tuple[AbstractContextManager, Piece]] = []
     count = stream_count()
     for piece in pieces:
-        group.append((stream(len(group)), piece))
+        stream = mx.stream(second_stream()) if group else nullcontext()
+        group.append((stream, piece))
         if len(group) == count:
             yield group
             group = []
