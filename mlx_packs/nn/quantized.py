@@ -15,9 +15,8 @@ from mlx.utils import tree_unflatten
 
 from ..config.choices import MATMUL_PATHS, registered
 from ..ops import nf4
-from ..ops.affine import dequantize
 from ..ops.linear_cross_entropy import FrozenHead, HeadSlice
-from ..ops.matmul import dense_matmul, sliced_matmul
+from ..ops.matmul import dense_matmul, dequantize, sliced_matmul
 from ..ops.streams import stream_count
 from ..runtime import on_cpu
 from .nf4 import NF4Embedding, NF4Linear

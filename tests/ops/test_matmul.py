@@ -2,7 +2,7 @@
 
 import pytest
 
-from mlx_packs.ops import affine
+from mlx_packs.ops import matmul
 from mlx_packs.runtime import mx
 
 
@@ -12,7 +12,7 @@ def test_dequantize_is_that_of_mlx_to_the_bit(bits, group_size):
     packed = mx.quantize(mx.random.normal((70, 384)), group_size, bits)
     for part in (packed, [p[3:41] for p in packed], [p[mx.array([7, 0, 7])] for p in packed]):
         expected = mx.dequantize(*part, group_size=group_size, bits=bits)
-        result = affine.dequantize(*part, group_size, bits, "affine")
+        result = matmul.dequantize(*part, group_size, bits, "affine")
         assert result.dtype == expected.dtype and mx.array_equal(result, expected).item()
 
 
@@ -21,11 +21,11 @@ def test_other_modes_are_mlx_s(mode):
     weight, scales = mx.quantize(mx.random.normal((8, 128)), mode=mode)
     group, bits = {"mxfp4": (32, 4), "nvfp4": (16, 4), "mxfp8": (32, 8)}[mode]
     expected = mx.dequantize(weight, scales, mode=mode)
-    result = affine.dequantize(weight, scales, None, group, bits, mode)
+    result = matmul.dequantize(weight, scales, None, group, bits, mode)
     assert result.dtype == expected.dtype and mx.array_equal(result, expected).item()
 
 
 def test_four_bits_in_float32_take_the_vectorized_way_on_a_cpu(monkeypatch):
     packed = mx.quantize(mx.random.normal((4, 64)), 64, 4)
-    monkeypatch.setattr(affine.mx, "dequantize", None)
-    affine.dequantize(*packed, 64, 4, "affine")
+    monkeypatch.setattr(matmul.mx, "dequantize", None)
+    matmul.dequantize(*packed, 64, 4, "affine")
