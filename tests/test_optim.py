@@ -54,7 +54,7 @@ def test_schedule_has_the_rate_of_its_formula_at_every_update(name):
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_schedule_rises_in_a_line_to_its_peak_and_follows_its_formula_from_there(name):
+def test_schedule_rises_linearly_to_its_peak_then_follows_its_formula(name):
     rise = PEAK * np.arange(1, 11) / 11
     follow = PEAK * SHARES[name](np.arange(40, dtype=float), 40)
     wanted = np.concatenate([rise, follow])
@@ -101,7 +101,7 @@ def test_every_optimizer_that_config_accepts_is_registered(name):
     assert isinstance(make_optimizer(TrainConfig(optimizer=name)), REGISTERED[name])
 
 
-def test_a_registry_without_code_for_a_name_or_a_name_for_code_cannot_be_built():
+def test_registered_rejects_a_name_without_code_and_code_without_a_name():
     assert list(registered(("a", "b"), {"b": 2, "a": 1})) == ["a", "b"]
     for code in ({"a": 1}, {"a": 1, "b": 2, "c": 3}):
         with pytest.raises(RuntimeError, match="b|c"):
@@ -185,7 +185,7 @@ def test_schedule_mapping_overrides_rate_and_warmup_under_it():
 
 
 @pytest.mark.parametrize(("rate", "warns"), [("1e-4", False), ("3e-3", True)])
-def test_learning_rate_beside_a_schedule_mapping_is_reported_as_unused(rate, warns):
+def test_unused_learning_rate_names_one_beside_a_schedule_mapping(rate, warns):
     train = resolve({"lr_schedule": COSINE, "learning_rate": rate}).train
     assert bool(unused_learning_rate(train)) == warns
 

@@ -52,7 +52,7 @@ def test_inspect_does_not_import_transformers():
     "first",
     ["mlx_packs.nn.quantized", "mlx_packs.ops.nf4", "mlx_packs.train", "mlx_packs.cli.main"],
 )
-def test_the_watchdog_switch_is_set_before_mlx_is_imported_and_the_users_own_stays(first, preset):
+def test_watchdog_variable_is_set_before_mlx_and_keeps_a_users_value(first, preset):
     """`find_spec` of a finder that finds nothing sees the environment when MLX is asked for."""
     code = f"""
 import os, sys
@@ -221,7 +221,7 @@ def test_wheel_and_wheel_from_sdist_carry_the_same_files_and_train(tmp_path):
 
 
 @pytest.mark.slow
-def test_checkpoint_of_one_true_qwen3_4b_block_trains_from_the_command_line(tmp_path):
+def test_train_runs_on_a_checkpoint_of_one_real_qwen3_4b_block(tmp_path):
     script = [sys.executable, ROOT / "examples" / "random_checkpoint.py", "--blocks", "1"]
     subprocess.run([*script, "--out", "block"], cwd=tmp_path, check=True, capture_output=True)
     options = "--model block --data tiny --iters 4 --batch-size 2 --max-seq-length 64"

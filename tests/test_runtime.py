@@ -22,7 +22,7 @@ def stand_in_for_metal(monkeypatch) -> list[int]:
     return wired
 
 
-def test_on_a_mac_memory_is_wired_for_the_run_and_released_whatever_ends_it(monkeypatch):
+def test_memory_limits_wire_memory_on_a_mac_until_the_run_ends(monkeypatch):
     wired = stand_in_for_metal(monkeypatch)
     with runtime.memory_limits():
         assert wired == [0, 1000]
@@ -32,29 +32,29 @@ def test_on_a_mac_memory_is_wired_for_the_run_and_released_whatever_ends_it(monk
     assert wired == [0, 1000, 0, 1000, 0]
 
 
-def test_a_refused_wired_limit_leaves_the_cache_limit_of_before(monkeypatch):
+def test_memory_limits_restore_the_cache_limit_when_wiring_fails(monkeypatch):
     stand_in_for_metal(monkeypatch)
 
-    def refuse(_):
-        raise ValueError("refused")
+    def reject(_):
+        raise ValueError("rejected")
 
-    monkeypatch.setattr(mx, "set_wired_limit", refuse)
+    monkeypatch.setattr(mx, "set_wired_limit", reject)
     before = mx.set_cache_limit(5 << 20)
     try:
-        with pytest.raises(ValueError, match="refused"), runtime.memory_limits():
+        with pytest.raises(ValueError, match="rejected"), runtime.memory_limits():
             pass
         assert mx.set_cache_limit(before) == 5 << 20
     finally:
         mx.set_cache_limit(before)
 
 
-def test_without_metal_nothing_is_wired(monkeypatch):
+def test_memory_limits_wire_nothing_without_metal(monkeypatch):
     monkeypatch.setattr(mx, "set_wired_limit", None)
     with runtime.memory_limits():
         pass
 
 
-def test_on_a_mac_that_computes_on_its_cpu_nothing_is_wired(monkeypatch):
+def test_memory_limits_wire_nothing_on_the_cpu_of_a_mac(monkeypatch):
     wired = stand_in_for_metal(monkeypatch)
     monkeypatch.setattr(runtime, "on_cpu", lambda: True)
     with runtime.memory_limits():

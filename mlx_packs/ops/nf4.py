@@ -124,20 +124,20 @@ def quantize(w: mx.array, block_size: int = 64, double_quant: bool = True) -> NF
     above = [(scaled > middle).view(mx.uint8) for middle in middles]
     codes = functools.reduce(mx.add, above).reshape(outputs, depth // 2, 2)
     weight = (codes[..., 0] << 4) | codes[..., 1]
-    packed = NF4Weight(weight, absmax, block_size=block_size)
-    return quantize_absmax(packed) if double_quant else packed
+    quantized = NF4Weight(weight, absmax, block_size=block_size)
+    return quantize_absmax(quantized) if double_quant else quantized
 
 
-def quantize_absmax(packed: NF4Weight) -> NF4Weight:
+def quantize_absmax(quantized: NF4Weight) -> NF4Weight:
     """Return a weight with float32 absmax as one with codes of them, the second quantization."""
-    blocks = packed.absmax.size
-    offset = _sum(packed.absmax)[None] / blocks
-    left = mx.pad(packed.absmax - offset, (0, -blocks % NESTED_BLOCK_SIZE))
+    blocks = quantized.absmax.size
+    offset = _sum(quantized.absmax)[None] / blocks
+    left = mx.pad(quantized.absmax - offset, (0, -blocks % NESTED_BLOCK_SIZE))
     left = left.reshape(-1, NESTED_BLOCK_SIZE)
     nested_absmax = mx.abs(left).max(axis=1)
     codes = count_below(left * (1 / nested_absmax)[:, None], _absmax_edges())  # of 0 / 0 it is 0
     codes = codes.flatten()[:blocks]
-    return NF4Weight(packed.weight, codes, nested_absmax, offset, packed.block_size)
+    return NF4Weight(quantized.weight, codes, nested_absmax, offset, quantized.block_size)
 
 
 def dequantize(weight: NF4Weight, dtype: mx.Dtype = mx.bfloat16) -> mx.array:
@@ -201,8 +201,8 @@ def _dense_rows(
         return unpack(weight, after.dtype)
     depth, size = weight.shape[1], weight.block_size
     blocks = mx.arange(start * depth // size, tiles(stop * depth, size))
-    packed = mx.depends([weight.weight[start:stop], _absmax(weight, blocks)], after)
-    return unpack(NF4Weight(*packed, block_size=size), after.dtype)
+    arrays = mx.depends([weight.weight[start:stop], _absmax(weight, blocks)], after)
+    return unpack(NF4Weight(*arrays, block_size=size), after.dtype)
 
 
 def _absmax(weight: NF4Weight, block: mx.array) -> mx.array:
@@ -354,11 +354,11 @@ def _product(
 def _dequantized(backend: str, weight: NF4Weight, dtype: mx.Dtype) -> mx.array:
     if backend == "reference":
         return reference_dequantize(weight, dtype)
-    packed, template = _packed(weight, dtype)
-    words = packed[0].size
+    inputs, template = _kernel_inputs(weight, dtype)
+    words = inputs[0].size
     (w,) = _DEQUANTIZE.launch(
         backend,
-        [*packed, table((words,))],
+        [*inputs, table((words,))],
         template,
         (tiles(words, THREADS), 1, 1),
         [(weight.shape, dtype)],
@@ -368,12 +368,12 @@ def _dequantized(backend: str, weight: NF4Weight, dtype: mx.Dtype) -> mx.array:
 
 def _matvec(backend: str, weight: NF4Weight, x: mx.array) -> mx.array:
     rows, (outputs, depth) = x.shape[0], weight.shape
-    packed, template = _packed(weight, x.dtype)
+    inputs, template = _kernel_inputs(weight, x.dtype)
     tile = _row_tile(rows)
     outputs_of_group = MATVEC_OUTPUTS * MATVEC_THREADS // LANES
     (y,) = _MATVEC.launch(
         backend,
-        [x, *packed, table((rows, depth, outputs))],
+        [x, *inputs, table((rows, depth, outputs))],
         {**template, "ROWS": tile},
         (tiles(outputs, outputs_of_group), tiles(rows, tile), 1),
         [((rows, outputs), x.dtype)],
@@ -381,7 +381,7 @@ def _matvec(backend: str, weight: NF4Weight, x: mx.array) -> mx.array:
     return y
 
 
-def _packed(weight: NF4Weight, dtype: mx.Dtype) -> tuple[list[mx.array], dict]:
+def _kernel_inputs(weight: NF4Weight, dtype: mx.Dtype) -> tuple[list[mx.array], dict]:
     """Return the inputs of both kernels but the sizes, and their template arguments."""
     word = _word_dtype(weight.shape[1])
     nested, offset = dynamic_map(), dynamic_map()  # without double quantization they are not read
@@ -485,15 +485,15 @@ def _drawn_weight(
     if not exact:
         return quantize(normal((outputs, depth), 1), block_size, double_quant)
     signs = sparse_signs((outputs, depth), 1)
-    packed = quantize(signs, block_size, double_quant=False)
-    blocks = packed.absmax.size
+    quantized = quantize(signs, block_size, double_quant=False)
+    blocks = quantized.absmax.size
     powers = 2.0 ** (mx.arange(blocks) % 3)
     if not double_quant:
-        return NF4Weight(packed.weight, powers, block_size=block_size)
+        return NF4Weight(quantized.weight, powers, block_size=block_size)
     values = mx.arange(blocks) % 2  # of the map: 0 or 1
     codes = nearest(values.astype(mx.float32), dynamic_map())
     nested = 2.0 ** (mx.arange(tiles(blocks, NESTED_BLOCK_SIZE)) % 3)
-    return NF4Weight(packed.weight, codes, nested, mx.array([2.0]), block_size)
+    return NF4Weight(quantized.weight, codes, nested, mx.array([2.0]), block_size)
 
 
 def instances() -> list[Instance]:
@@ -532,8 +532,8 @@ def dequantize_plans(
         ]
     plain += [Launch("look up levels", 4.5 * n), Launch("times absmax", 8 * n + 4 * blocks)]
     plain += casts("cast", itemsize, [n])
-    packed = _packed_bytes(n, block_size, double_quant)
-    return plain, [Launch("dequantize", packed + itemsize * n, (UNPACK_FLOPS + 2) * n)]
+    stored = _quantized_bytes(n, block_size, double_quant)
+    return plain, [Launch("dequantize", stored + itemsize * n, (UNPACK_FLOPS + 2) * n)]
 
 
 def matvec_plans(
@@ -545,14 +545,14 @@ def matvec_plans(
     dense = dequantize_plans(itemsize, shape, block_size, double_quant)[1]
     dense += [product("MLX's product", itemsize, rows, depth, outputs)]
     row_tiles, tile = tiles(rows, _row_tile(rows)), _row_tile(rows)
-    packed = _packed_bytes(n, block_size, double_quant)
+    stored = _quantized_bytes(n, block_size, double_quant)
     x = itemsize * rows * depth
     flops = row_tiles * (UNPACK_FLOPS + 2 * tile) * n
-    again = row_tiles * packed + tiles(outputs, MATVEC_OUTPUTS) * x
-    return dense, [Launch("matvec", packed + x + itemsize * rows * outputs, flops, again)]
+    again = row_tiles * stored + tiles(outputs, MATVEC_OUTPUTS) * x
+    return dense, [Launch("matvec", stored + x + itemsize * rows * outputs, flops, again)]
 
 
-def _packed_bytes(n: int, block_size: int, double_quant: bool) -> float:
+def _quantized_bytes(n: int, block_size: int, double_quant: bool) -> float:
     blocks = tiles(n, block_size)
     absmax = blocks + 4 * tiles(blocks, NESTED_BLOCK_SIZE) if double_quant else 4 * blocks
     return n / 2 + absmax

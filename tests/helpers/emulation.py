@@ -47,7 +47,7 @@ class Emulated(NamedTuple):
     built: list
 
     def launches(self) -> Counter[str]:
-        """How often each kernel ran, by its name without what it was made for."""
+        """How often each kernel ran, by its name without the ranks."""
         names = "down up backward_out a_gradient x_gradient".split()
         return Counter(
             next(

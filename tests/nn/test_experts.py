@@ -32,7 +32,7 @@ RANK = 2
 TOKENS = mx.array([[(5 * i + 3) % 127 for i in range(37)]])
 
 
-def test_experts_routers_and_indexers_carry_adapters_only_where_named():
+def test_experts_routers_and_indexers_have_adapters_only_where_named():
     base = family_base("deepseek_v32")
     attached = attach(base, LoRAConfig(rank=RANK))
     assert not any("switch_mlp" in p or "indexer" in p for p in attached.specs)
@@ -118,7 +118,7 @@ def test_stock_mlx_lm_opens_a_pack_with_experts(family, tokens, tmp_path):
 
 
 def test_train_inspect_apply_and_generate_with_experts(run, tmp_path):
-    """The whole way on a checkpoint on disk, with recomputed blocks and dropout."""
+    """The commands one after another on a checkpoint on disk, with recomputed blocks and dropout."""
     from mlx_lm.utils import save_config
 
     tiny, folder, pack = tiny_checkpoint(), tmp_path / "moe", tmp_path / "pack"

@@ -73,11 +73,11 @@ def test_attention_and_its_gradients_are_those_of_mlx(name, mask):
 
 @every_mask
 @every_shape
-def test_many_blocks_are_as_one(name, mask, small_blocks):
+def test_attention_in_many_blocks_is_that_of_mlx(name, mask, small_blocks):
     check_against_mlx(name, mask)
 
 
-def test_a_block_may_hide_all_of_its_keys_by_minus_infinity(small_blocks):
+def test_attention_allows_a_block_with_all_keys_hidden(small_blocks):
     q, k, v = (mx.random.normal((1, 2, 24, 8)) for _ in range(3))
     near = mx.abs(mx.arange(24)[:, None] - mx.arange(24)[None]) < 3
     hidden = mx.where(near, 0.0, -float("inf"))
@@ -111,13 +111,13 @@ def check_segments() -> None:
         assert mx.allclose(gradient, reference, rtol=1e-4, atol=1e-5).item()
 
 
-def test_segments_in_many_blocks_are_the_mask_that_they_stand_for(small_blocks):
+def test_segments_in_many_blocks_equal_their_mask(small_blocks):
     check_segments()
 
 
 @pytest.fixture
 def off_cpu():
-    """The way of Metal with many blocks of queries, computed here."""
+    """The path of Metal with many blocks of queries, computed here."""
     with runtime.assumed_device("gpu"), forced_tiling(replace(GPU, score_bytes=0)):
         yield
 
@@ -130,15 +130,15 @@ def small_blocks_off_cpu(off_cpu):
 
 @every_mask
 @every_shape
-def test_blocks_off_the_cpu_are_as_one(name, mask, small_blocks_off_cpu):
+def test_attention_in_many_blocks_off_the_cpu_is_that_of_mlx(name, mask, small_blocks_off_cpu):
     check_against_mlx(name, mask)
 
 
-def test_segments_off_the_cpu_are_the_mask_that_they_stand_for(small_blocks_off_cpu):
+def test_segments_off_the_cpu_equal_their_mask(small_blocks_off_cpu):
     check_segments()
 
 
-def test_gradients_of_many_blocks_in_bfloat16_are_as_good_as_those_of_mlx(off_cpu):
+def test_bfloat16_gradients_of_many_blocks_are_as_accurate_as_mlxs(off_cpu):
     q = mx.random.normal((1, 4, 1024, 32))
     k, v = (mx.random.normal((1, 2, 1024, 32)) for _ in range(2))
     fused = mx.fast.scaled_dot_product_attention
@@ -157,7 +157,7 @@ def test_gradients_of_many_blocks_in_bfloat16_are_as_good_as_those_of_mlx(off_cp
         assert error.item() < 1.5 * accepted.item()
 
 
-def test_a_forward_off_the_cpu_has_the_scores_of_one_block_at_a_time(off_cpu):
+def test_attention_off_the_cpu_holds_the_scores_of_one_block(off_cpu):
     q = mx.random.normal((1, 8, 1024, 32))
     k, v = (mx.random.normal((1, 2, 1024, 32)) for _ in range(2))
     mx.eval(q, k, v)
@@ -167,7 +167,7 @@ def test_a_forward_off_the_cpu_has_the_scores_of_one_block_at_a_time(off_cpu):
     assert mx.get_peak_memory() - before < 0.5 * 4 * 8 * 1024 * 1024
 
 
-def test_memory_of_a_long_row_is_that_of_a_few_blocks():
+def test_attention_of_a_long_row_holds_a_few_blocks():
     q, w = (mx.random.normal((1, 8, 2048, 32)) for _ in range(2))
     k, v = (mx.random.normal((1, 2, 2048, 32)) for _ in range(2))
     mx.eval(q, k, v, w)

@@ -30,9 +30,7 @@ def test_reference_is_the_default_on_a_cpu_and_can_be_named():
 @pytest.mark.parametrize(
     ("name", "kind"), [("metal", "unsupported"), ("cuda", "unsupported"), ("vulkan", "unknown")]
 )
-def test_a_backend_that_is_not_here_is_an_error_by_every_way_to_name_it(
-    name, kind, monkeypatch, run
-):
+def test_an_unavailable_backend_is_an_error_however_it_is_named(name, kind, monkeypatch, run):
     with raises(kind, "backend", f"--backend {name}"), mp.backend(name):
         pass
     assert _backend.forced() is None  # the failed one left nothing behind
@@ -48,7 +46,7 @@ def test_a_backend_that_is_not_here_is_an_error_by_every_way_to_name_it(
     check(run.error, kind, "backend", f"--backend {name}")
 
 
-def test_leaving_a_backend_neither_raises_nor_hides_an_error(monkeypatch, run):
+def test_backend_context_neither_raises_nor_hides_an_error_on_exit(monkeypatch, run):
     monkeypatch.setenv("MLX_PACKS_BACKEND", "metal")
     with pytest.raises(KeyError), mp.backend("reference"):
         raise KeyError("of the body")
@@ -59,16 +57,14 @@ def test_leaving_a_backend_neither_raises_nor_hides_an_error(monkeypatch, run):
         pass
 
 
-def test_backend_of_one_command_does_not_outlive_it(run):
+def test_backend_of_a_command_ends_with_it(run):
     assert run("generate", "--prompt", "x", "--max-tokens", 1, "--backend", "reference")[0] == 0
     assert _backend.forced() is None
 
 
 @pytest.mark.parametrize("forced", [False, True])
 @pytest.mark.parametrize("kind", ["compile", "exception", "wrong"])
-def test_a_failing_kernel_falls_back_once_with_a_reason_and_right_numbers(
-    kind, forced, monkeypatch, caplog
-):
+def test_a_failing_kernel_falls_back_once_with_its_reason(kind, forced, monkeypatch, caplog):
     expected = call()
     with emulation("metal"), caplog.at_level(logging.WARNING, "mlx_packs"):
         monkeypatch.setitem(_backend.MAKERS, "metal", failing_maker(kind, _backend.MAKERS["metal"]))
@@ -84,7 +80,7 @@ def test_a_failing_kernel_falls_back_once_with_a_reason_and_right_numbers(
         assert len(caplog.records) == 1 and reason in caplog.records[0].getMessage()
 
 
-def test_chooser_takes_kernels_for_few_rows_and_plain_mlx_where_the_cost_model_says_so(monkeypatch):
+def test_choose_follows_the_cost_model_and_records_its_reason(monkeypatch):
     with emulation("metal") as built:
         monkeypatch.setattr(_backend, "chip_here", lambda: _cost.chip_named("Apple M3 Max"))
         call()
@@ -101,7 +97,7 @@ def test_chooser_takes_kernels_for_few_rows_and_plain_mlx_where_the_cost_model_s
         assert set(_backend.record()["plain_mlx"]) == {text}
 
 
-def test_launches_that_no_kernel_can_hold_take_the_reference_and_say_so():
+def test_choose_records_why_a_launch_is_unsupported():
     with emulation("metal") as built, _backend.backend("metal"):
         x, y = mx.ones((3, 80)), mx.ones((3, 96))
         grouped_lora.grouped_lora(x, [y], [mx.ones((80, 65))], [mx.ones((65, 96))], [1.0])
@@ -110,7 +106,7 @@ def test_launches_that_no_kernel_can_hold_take_the_reference_and_say_so():
         assert reason == "3 rows: more slices or ranks than a launch can hold"
 
 
-def test_examine_sees_a_wrong_value_a_wrong_gradient_and_a_nan():
+def test_examine_finds_a_wrong_value_a_wrong_gradient_and_a_nan():
     x = mx.random.normal((4, 8))
 
     def right(v):

@@ -8,7 +8,7 @@ from mlx_packs.runtime import mx
 
 
 @pytest.mark.parametrize("signed", [True, False])
-def test_map_is_sorted_and_has_its_decades(signed):
+def test_dynamic_map_is_sorted_and_has_its_decades(signed):
     table = np.array(dynamic_map(signed))
     assert table.size == 256 and (np.diff(table) > 0).all() and table[-1] == 1 and 0 in table
     positive = table[(table > 0) & (table < 1)]
@@ -17,7 +17,7 @@ def test_map_is_sorted_and_has_its_decades(signed):
     assert (table.min() < 0) == signed
 
 
-def test_nearest_is_the_nearest():
+def test_nearest_returns_the_nearest_entry():
     table = dynamic_map()
     values = mx.random.uniform(-1, 1, (500,))
     distance = np.abs(np.array(values)[:, None] - np.array(table)[None])
@@ -27,7 +27,7 @@ def test_nearest_is_the_nearest():
 
 @pytest.mark.parametrize("signed", [True, False])
 @pytest.mark.parametrize("shape", [(300,), (7, 33), (2, 256), (1,), (0,)])
-def test_decoding_gives_back_what_the_codes_can_hold(shape, signed):
+def test_decode_restores_encoded_values_within_precision(shape, signed):
     values = mx.random.normal(shape)
     values = values if signed else values.square()
     codes, scales = encode(values, signed)

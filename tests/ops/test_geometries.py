@@ -29,7 +29,7 @@ def groups(name: str) -> list[tuple[int, tuple[int, ...]]]:
 
 
 def check_launches(built) -> None:
-    """What the emulator saw of each launch; it refuses more than these limits by itself."""
+    """What the emulator saw of each launch; it rejects more than its own limits."""
     for kernel in built:
         for report in kernel.reports:
             assert report.threads_per_group <= 1024 and report.threadgroup_bytes <= 32768
@@ -90,7 +90,7 @@ def test_multi_lora_and_nf4_compile_at_every_geometry(name, language):
                     multi_lora.by_kernel(language, x, y, a, b, scales, pack)
                 for width in widths:
                     for double_quant in (False, True):
-                        weight = packed(width, depth, double_quant)
+                        weight = quantized_weight(width, depth, double_quant)
                         nf4._dequantized(language, weight, dtype)
                         for rows in nf4.ROW_TILES:
                             nf4._matvec(language, weight, mx.zeros((rows, depth), dtype))
@@ -101,7 +101,7 @@ def test_multi_lora_and_nf4_compile_at_every_geometry(name, language):
         check_launches(built)
 
 
-def packed(outputs: int, depth: int, double_quant: bool) -> nf4.NF4Weight:
+def quantized_weight(outputs: int, depth: int, double_quant: bool) -> nf4.NF4Weight:
     """A weight of zeros in the blocks of 64 that QLoRA takes."""
     blocks = outputs * depth // 64
     codes = mx.zeros((outputs, depth // 2), mx.uint8)

@@ -32,7 +32,7 @@ def plain(x, outputs, a, b, scales):
 
 @pytest.mark.parametrize("rows", [(3, 7), (1,), (65,)])
 @pytest.mark.parametrize("name", GROUPS)
-def test_grouped_lora_equals_projections_one_by_one_with_all_gradients(name, rows):
+def test_grouped_lora_equals_single_projections_with_gradients(name, rows):
     x, outputs, a, b, scales = inputs(name, rows, mx.float32)
     weights = [mx.random.normal(y.shape) for y in outputs]
 
@@ -65,7 +65,7 @@ def test_grouped_lora_in_low_precision_is_no_worse_than_the_plain_op(dtype):
         assert error <= allowed + epsilon * mx.abs(exact).max().item()
 
 
-def test_slices_of_a_fused_output_equal_separate_outputs_with_all_gradients():
+def test_grouped_lora_of_a_fused_output_equals_separate_outputs():
     x = mx.random.normal((5, 40))
     widths, ranks = (24, 16, 8), (4, 0, 2)
     y = mx.random.normal((5, sum(widths)))
@@ -94,7 +94,7 @@ def test_slices_of_a_fused_output_equal_separate_outputs_with_all_gradients():
         assert gradient.size == 0 or mx.allclose(gradient, exact, atol=1e-4).item()
 
 
-def test_slices_that_do_not_fill_the_outputs_are_refused():
+def test_grouped_lora_rejects_slices_that_do_not_fill_the_outputs():
     x, y = mx.zeros((2, 8)), mx.zeros((2, 12))
     with pytest.raises(ValueError, match=r"slices of \[8\] columns must fill outputs of \[12\]"):
         grouped_lora(x, [y], [mx.zeros((8, 2))], [mx.zeros((2, 8))], [1.0])
@@ -129,17 +129,17 @@ def by_dtype(cases, some) -> list:
 
 
 @pytest.mark.parametrize(("dtype", "name"), by_dtype(WORKLOADS, ON_SOME))
-def test_kernel_is_no_worse_than_the_plain_op_in_outputs_and_all_gradients(emulated, dtype, name):
+def test_grouped_lora_kernel_is_no_worse_than_the_reference(emulated, dtype, name):
     assert examine(check_of(emulated.backend, dtype, *WORKLOADS[name], exact=False)).fault is None
 
 
 @pytest.mark.parametrize(("dtype", "rank"), by_dtype((1, 4, 8, 16, 33, 64), (8, 33)))
-def test_kernel_gives_exact_sums_bit_for_bit_at_every_rank(emulated, dtype, rank):
+def test_grouped_lora_kernel_is_exact_at_every_rank(emulated, dtype, rank):
     check = check_of(emulated.backend, dtype, 18, 140, (rank, rank), (70, 64), (0, 1), exact=True)
     assert examine(check).fault is None
 
 
-def test_public_op_runs_its_kernels_forward_and_backward(emulated):
+def test_grouped_lora_runs_its_kernels_forward_and_backward(emulated):
     x, outputs, a, b, scales = inputs("mixed_ranks", (3, 7), mx.float32)
     grouped_lora(x, outputs, a, b, scales)  # the first call compares them with the reference
     before = emulated.launches()
@@ -163,7 +163,7 @@ def test_public_op_runs_its_kernels_forward_and_backward(emulated):
         assert mx.allclose(gradient, wanted, rtol=1e-4, atol=1e-3).item()
 
 
-def test_a_zero_rank_slice_of_a_fused_output_is_kept_to_the_bit(emulated):
+def test_grouped_lora_keeps_a_zero_rank_slice_bit_identical(emulated):
     y = mx.concatenate([mx.ones((3, 8)), mx.full((3, 8), -0.0)], axis=1)
     a, b = [mx.ones((8, 2)), mx.ones((8, 0))], [mx.ones((2, 8)), mx.ones((0, 8))]
     result = grouped_lora(mx.ones((3, 8)), [y], a, b, [1.0, 0.0])[0]
@@ -171,7 +171,7 @@ def test_a_zero_rank_slice_of_a_fused_output_is_kept_to_the_bit(emulated):
     assert mx.array_equal(result[:, 8:].view(mx.uint32), y[:, 8:].view(mx.uint32)).item()
 
 
-def test_an_empty_batch_and_no_rank_at_all_launch_nothing(nothing_launched):
+def test_grouped_lora_launches_nothing_for_an_empty_batch_or_no_rank(nothing_launched):
     y = mx.ones((2, 0, 12))
     result = grouped_lora(mx.ones((2, 0, 8)), [y], [mx.ones((8, 2))], [mx.ones((2, 12))], [1.0])
     assert result[0].shape == (2, 0, 12)

@@ -1,4 +1,4 @@
-"""Cross-entropy by chunks against the whole logits, values and the gradient of the states."""
+"""Cross-entropy by slices of the vocabulary against all logits, values and gradients."""
 
 from dataclasses import replace
 
@@ -22,14 +22,14 @@ def test_cross_entropy_is_that_of_mlx():
     assert mx.allclose(gradient, wanted, atol=1e-6).item()
 
 
-VOCABULARY = 150  # of no whole number of slices
+VOCABULARY = 150  # does not divide into slices
 
 
 def heads() -> dict:
     """Frozen heads of 64 columns, and the call that gives the logits of each."""
     linear, biased = (nn.Linear(64, VOCABULARY, bias=bias) for bias in (False, True))
     half = HalfLinear(linear.weight.astype(mx.float16), None)
-    packed = nn.QuantizedLinear.from_linear(biased, 32, 4)
+    quantized = nn.QuantizedLinear.from_linear(biased, 32, 4)
     table = nn.QuantizedEmbedding.from_embedding(nn.Embedding(VOCABULARY, 64), 32, 4)
     nf4 = NF4Embedding.from_embedding(nn.Embedding(VOCABULARY, 64))
     mxfp4 = nn.QuantizedLinear.from_linear(linear, 32, 4, mode="mxfp4")
@@ -38,12 +38,12 @@ def heads() -> dict:
         "linear": (linear, linear),
         "biased": (biased, biased),
         "half": (half, half),
-        "packed": (packed, packed),
+        "quantized": (quantized, quantized),
         "tied": (table, table.as_linear),
         "nf4": (nf4, nf4.as_linear),
         "mxfp4": (mxfp4, mxfp4),
         "dense_tied": (dense, dense.as_linear),
-        "transient": (TransientLinear(packed), packed),
+        "transient": (TransientLinear(quantized), quantized),
         "transient_tied": (TransientEmbedding(table), table.as_linear),
     }
 
@@ -56,7 +56,9 @@ def small_slices():
 
 @pytest.mark.parametrize("name", heads())
 @pytest.mark.parametrize(("z_loss", "smoothing"), [(0, 0), (1e-2, 0), (0, 0.1), (1e-2, 0.1)])
-def test_slices_of_the_vocabulary_give_the_whole(name, z_loss, smoothing, small_slices):
+def test_linear_cross_entropy_by_slices_equals_that_of_all_logits(
+    name, z_loss, smoothing, small_slices
+):
     mx.random.seed(1)
     layer, call = heads()[name]
     head = frozen_head(layer)
@@ -67,14 +69,16 @@ def test_slices_of_the_vocabulary_give_the_whole(name, z_loss, smoothing, small_
     def sliced(h):
         return (linear_cross_entropy(h, targets, head, z_loss, smoothing)[0] * weight).sum()
 
-    def whole(h):
+    def of_all_logits(h):
         logits = call(h).astype(mx.float32)
         lse = mx.logsumexp(logits, axis=-1)
         own = mx.take_along_axis(logits, targets[:, None], axis=-1)[:, 0]
         spread = smoothing * (own - logits.mean(axis=-1))
         return ((lse - own + z_loss * lse**2 + spread) * weight).sum()
 
-    (value, gradient), (expected, wanted) = (mx.value_and_grad(f)(states) for f in (sliced, whole))
+    (value, gradient), (expected, wanted) = (
+        mx.value_and_grad(f)(states) for f in (sliced, of_all_logits)
+    )
     assert abs(value.item() - expected.item()) < 1e-4
     assert mx.allclose(gradient, wanted, atol=1e-5).item()
     by_logits = cross_entropy(call(states), targets, z_loss, smoothing)
@@ -82,7 +86,7 @@ def test_slices_of_the_vocabulary_give_the_whole(name, z_loss, smoothing, small_
 
 
 @pytest.mark.parametrize("rows", [1, 33, 100])
-def test_hits_are_those_of_the_whole_logits(rows, small_slices):
+def test_linear_cross_entropy_hits_are_those_of_all_logits(rows, small_slices):
     head = nn.Linear(64, VOCABULARY)
     states = mx.random.normal((rows, 64))
     targets = mx.where(mx.arange(rows) % 2 == 0, mx.argmax(head(states), axis=-1), 3)
@@ -91,12 +95,12 @@ def test_hits_are_those_of_the_whole_logits(rows, small_slices):
     assert mx.allclose(loss, cross_entropy(head(states), targets), atol=1e-5).item()
 
 
-def test_a_head_that_learns_is_not_sliced():
+def test_frozen_head_is_none_for_other_modules():
     assert frozen_head(nn.Sequential(nn.Linear(4, 4))) is None
 
 
 @pytest.mark.parametrize("matmul_path", ["dense", "transient"])
-def test_logits_and_head_are_never_whole(matmul_path):
+def test_linear_cross_entropy_never_holds_all_logits_or_the_dense_head(matmul_path):
     vocab, rows, width = 32768, 512, 256
     table = nn.Embedding(vocab, width)
     if matmul_path == "transient":
@@ -108,4 +112,4 @@ def test_logits_and_head_are_never_whole(matmul_path):
     mx.reset_peak_memory()
     mx.eval(mx.value_and_grad(lambda h: linear_cross_entropy(h, targets, head)[0].sum())(states))
     used = mx.get_peak_memory() - before
-    assert used < vocab * rows * 4 / 2  # whole logits; all of the dense head is half of that
+    assert used < vocab * rows * 4 / 2  # all logits; the dense head is half of that

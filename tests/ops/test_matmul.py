@@ -1,4 +1,4 @@
-"""Dequantizing by array operations against MLX's own, to the bit."""
+"""Dequantizing by array operations is bit-identical to MLX's own."""
 
 import pytest
 
@@ -8,16 +8,20 @@ from mlx_packs.runtime import mx
 
 @pytest.mark.parametrize("group_size", [32, 64, 128])
 @pytest.mark.parametrize("bits", [2, 3, 4, 5, 6, 8])
-def test_dequantize_is_that_of_mlx_to_the_bit(bits, group_size):
-    packed = mx.quantize(mx.random.normal((70, 384)), group_size, bits)
-    for part in (packed, [p[3:41] for p in packed], [p[mx.array([7, 0, 7])] for p in packed]):
+def test_dequantize_is_bit_identical_to_mlx(bits, group_size):
+    quantized = mx.quantize(mx.random.normal((70, 384)), group_size, bits)
+    for part in (
+        quantized,
+        [p[3:41] for p in quantized],
+        [p[mx.array([7, 0, 7])] for p in quantized],
+    ):
         expected = mx.dequantize(*part, group_size=group_size, bits=bits)
         result = matmul.dequantize(*part, group_size, bits, "affine")
         assert result.dtype == expected.dtype and mx.array_equal(result, expected).item()
 
 
 @pytest.mark.parametrize("mode", ["mxfp4", "nvfp4", "mxfp8"])
-def test_other_modes_are_mlx_s(mode):
+def test_dequantize_of_other_modes_is_mlxs_own(mode):
     weight, scales = mx.quantize(mx.random.normal((8, 128)), mode=mode)
     group, bits = {"mxfp4": (32, 4), "nvfp4": (16, 4), "mxfp8": (32, 8)}[mode]
     expected = mx.dequantize(weight, scales, mode=mode)
@@ -25,7 +29,7 @@ def test_other_modes_are_mlx_s(mode):
     assert result.dtype == expected.dtype and mx.array_equal(result, expected).item()
 
 
-def test_four_bits_in_float32_take_the_vectorized_way_on_a_cpu(monkeypatch):
-    packed = mx.quantize(mx.random.normal((4, 64)), 64, 4)
+def test_dequantize_of_four_bits_on_a_cpu_is_vectorized(monkeypatch):
+    quantized = mx.quantize(mx.random.normal((4, 64)), 64, 4)
     monkeypatch.setattr(matmul.mx, "dequantize", None)
-    matmul.dequantize(*packed, 64, 4, "affine")
+    matmul.dequantize(*quantized, 64, 4, "affine")

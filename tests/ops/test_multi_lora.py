@@ -99,7 +99,7 @@ def test_a_pack_of_lower_rank_is_padded_with_zeros():
         assert mx.allclose(ours, wanted, atol=1e-5).item()
 
 
-def test_shapes_that_do_not_fit_are_all_reported():
+def test_multi_lora_reports_every_shape_mismatch():
     x, outputs, a, b, scales, pack = inputs(4, 1)
     with pytest.raises(ValueError) as error:
         multi_lora(x, outputs, a, [b[0], b[1][:2]], [scales[0][:2], scales[1]], pack[:3])
@@ -122,7 +122,7 @@ def each_backend(request) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_sequence_without_a_pack_keeps_its_output_to_the_bit(each_backend, dtype):
+def test_multi_lora_keeps_outputs_without_a_pack_bit_identical(each_backend, dtype):
     x, outputs, a, b, scales, _ = inputs(3, 2, dtype)
     special = mx.array([-0.0, 0.0, float("inf"), float("nan")]).astype(dtype)
     outputs = [mx.concatenate([special, y.flatten()[4:]]).reshape(y.shape) for y in outputs]
@@ -134,7 +134,7 @@ def test_a_sequence_without_a_pack_keeps_its_output_to_the_bit(each_backend, dty
         assert not mx.array_equal(result[1], y[1]).item()
 
 
-def test_a_number_that_is_no_pack_counts_as_none(each_backend):
+def test_multi_lora_counts_an_invalid_pack_as_none(each_backend):
     x, outputs, a, b, scales, _ = inputs(4, 1)
     wild = mx.array([PACKS, 1, -7, 2**31 - 1], dtype=mx.int32)
     tame = mx.array([-1, 1, -1, -1], dtype=mx.int32)
@@ -143,7 +143,7 @@ def test_a_number_that_is_no_pack_counts_as_none(each_backend):
         assert mx.array_equal(ours, theirs).item()
 
 
-def test_one_pack_for_all_equals_grouped_lora(each_backend):
+def test_multi_lora_of_one_pack_equals_grouped_lora(each_backend):
     x, outputs, a, b, _, _ = inputs(2, 2)
     x, *outputs = (sparse_signs(v.shape, i) for i, v in enumerate((x, *outputs)))
     a, b = ([sparse_signs(v.shape, i) for i, v in enumerate(m)] for m in (a, b))
@@ -154,7 +154,7 @@ def test_one_pack_for_all_equals_grouped_lora(each_backend):
         assert mx.array_equal(ours, theirs).item()
 
 
-def test_longer_pack_and_scales_change_nothing(each_backend):
+def test_multi_lora_ignores_padding_of_pack_and_scales(each_backend):
     x, outputs, a, b, scales, pack = inputs(3, 1)
     longer = [mx.pad(s, (0, 5)) for s in scales], mx.pad(pack, (0, 5))
     result, wanted = multi_lora(x, outputs, a, b, *longer), looped(x, outputs, a, b, scales, pack)
@@ -173,9 +173,7 @@ WORKLOADS = {  # pack of each sequence, rows, D, packs, ranks, widths
 
 @pytest.mark.parametrize("name", WORKLOADS)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_kernel_is_no_worse_than_the_reference_and_exact_sums_agree_to_the_bit(
-    emulated, dtype, name
-):
+def test_multi_lora_kernel_passes_its_random_and_exact_checks(emulated, dtype, name):
     for exact in (False, True):
         assert (
             examine(check_of(emulated.backend, dtype, Workload(*WORKLOADS[name]), exact)).fault
@@ -183,13 +181,13 @@ def test_kernel_is_no_worse_than_the_reference_and_exact_sums_agree_to_the_bit(
         )
 
 
-def test_arrays_of_fewer_than_8_numbers_reach_the_kernel(emulated):
+def test_multi_lora_kernel_takes_arrays_of_fewer_than_8_numbers(emulated):
     x, outputs, a, b, scales, pack = inputs(1, 1, ranks=(1,), widths=(2,))
     few = x[..., :2], outputs, [a[0][:, :2]], b, scales, pack
     assert mx.allclose(multi_lora(*few)[0], looped(*few)[0], atol=1e-5).item()
 
 
-def test_public_op_runs_the_kernel_and_a_rank_0_slice_keeps_its_output(emulated):
+def test_multi_lora_runs_its_kernel_and_keeps_a_rank_0_slice(emulated):
     batch = inputs(8, 3, ranks=(4, 0, 2), widths=(48, 16, 40))
     result, wanted = multi_lora(*batch), looped(*batch)
     assert result[1] is batch[1][1]
@@ -200,7 +198,7 @@ def test_public_op_runs_the_kernel_and_a_rank_0_slice_keeps_its_output(emulated)
     assert text.endswith("sequences 8, inputs 40, widths 48/40, packs 3")
 
 
-def test_gradients_through_the_kernel_are_those_of_the_reference(emulated):
+def test_multi_lora_gradients_through_the_kernel_equal_the_references(emulated):
     batch = inputs(5, 2)
     for result, wanted in zip(
         gradients(multi_lora, *batch), gradients(reference, *batch), strict=True
@@ -208,7 +206,7 @@ def test_gradients_through_the_kernel_are_those_of_the_reference(emulated):
         assert mx.array_equal(result, wanted).item()
 
 
-def test_nothing_to_add_launches_nothing(nothing_launched):
+def test_multi_lora_launches_nothing_when_there_is_no_delta(nothing_launched):
     x, outputs, a, b, scales, _ = inputs(0, 3)
     assert multi_lora(x, outputs, a, b, scales, mx.zeros((0,), mx.int32)) == outputs
     x, outputs, a, b, scales, pack = inputs(2, 3, ranks=(0, 0))
@@ -218,14 +216,14 @@ def test_nothing_to_add_launches_nothing(nothing_launched):
     assert not _backend.record()["kernels"]
 
 
-def test_a_rank_that_no_launch_holds_is_left_to_plain_mlx(nothing_launched):
+def test_multi_lora_leaves_an_unsupported_rank_to_plain_mlx(nothing_launched):
     batch = inputs(2, 1, ranks=(65,), widths=(80,))
     assert mx.array_equal(multi_lora(*batch)[0], reference(*batch)[0]).item()
     (text,) = _backend.record()["plain_mlx"]
     assert text.startswith("multi_lora float32, ranks 65")
 
 
-def test_doctor_is_given_every_dtype_and_shape_once_and_the_reference_passes_alone():
+def test_instances_are_distinct_and_the_reference_passes_them_alone():
     result = instances()
     assert len({instance.name for instance in result}) == len(result) == 12
     for instance in result[2::4] + result[3::4]:  # one of decode and one of prefill in each dtype
@@ -234,7 +232,7 @@ def test_doctor_is_given_every_dtype_and_shape_once_and_the_reference_passes_alo
             assert examine(alone).fault is None
 
 
-def test_the_plan_counts_a_read_of_a_and_b_for_each_sequence_of_a_decode_step():
+def test_plans_count_reads_of_a_and_b_for_each_sequence():
     d, r, o = 2560, 16, 4096
     for sequences in (1, 64):
         for plan in plans(2, sequences, 1, d, 4, (r,), (o,)):

@@ -39,16 +39,16 @@ SHAPES = {  # O, D
 }
 
 
-def by_definition(packed: nf4.NF4Weight) -> np.ndarray:
+def by_definition(quantized: nf4.NF4Weight) -> np.ndarray:
     """level * absmax of every element, in float32."""
-    numbers = np.arange(2 * packed.weight.size)
-    byte = np.array(packed.weight).ravel()[numbers // 2]
+    numbers = np.arange(2 * quantized.weight.size)
+    byte = np.array(quantized.weight).ravel()[numbers // 2]
     codes = np.where(numbers % 2 == 0, byte // 16, byte % 16)
-    absmax = np.array(packed.absmax)
-    if packed.double_quant:
-        nested = np.array(packed.nested_absmax)[np.arange(absmax.size) // 256]
-        absmax = dynamic_map()[absmax] * nested + np.array(packed.offset)
-    return (LEVELS[codes] * absmax[numbers // packed.block_size]).reshape(packed.shape)
+    absmax = np.array(quantized.absmax)
+    if quantized.double_quant:
+        nested = np.array(quantized.nested_absmax)[np.arange(absmax.size) // 256]
+        absmax = dynamic_map()[absmax] * nested + np.array(quantized.offset)
+    return (LEVELS[codes] * absmax[numbers // quantized.block_size]).reshape(quantized.shape)
 
 
 def dynamic_map() -> np.ndarray:
@@ -69,7 +69,7 @@ def random_weight(name: str) -> mx.array:
     return mx.random.normal(SHAPES[name], key=mx.random.key(3))
 
 
-def test_absmax_map_is_that_of_bitsandbytes():
+def test_dynamic_map_is_that_of_bitsandbytes():
     values = np.array(blockwise.dynamic_map())
     assert values.shape == (256,) and values.dtype == np.float32 and (np.diff(values) > 0).all()
     assert np.allclose(values, dynamic_map(), rtol=3e-7, atol=0)
@@ -111,28 +111,28 @@ def test_quantize_takes_the_nearest_level_and_the_nearest_absmax(name, block_siz
 @pytest.mark.parametrize("block_size", nf4.BLOCK_SIZES)
 @pytest.mark.parametrize("name", SHAPES)
 def test_dequantize_equals_the_definition(name, block_size, double_quant):
-    packed = nf4.quantize(random_weight(name), block_size, double_quant)
-    dense = by_definition(packed)
-    assert np.allclose(np.array(nf4.dequantize(packed, mx.float32)), dense, rtol=1e-6, atol=1e-7)
+    quantized = nf4.quantize(random_weight(name), block_size, double_quant)
+    dense = by_definition(quantized)
+    assert np.allclose(np.array(nf4.dequantize(quantized, mx.float32)), dense, rtol=1e-6, atol=1e-7)
     for dtype in (mx.bfloat16, mx.float16):
-        low = nf4.dequantize(packed, dtype)
-        assert low.dtype == dtype and low.shape == packed.shape
+        low = nf4.dequantize(quantized, dtype)
+        assert low.dtype == dtype and low.shape == quantized.shape
         assert mx.allclose(low, mx.array(dense), rtol=mx.finfo(dtype).eps, atol=1e-6).item()
 
 
-def test_first_of_two_neighbours_is_in_the_high_half_of_the_byte():
-    packed = nf4.NF4Weight(mx.array([[0x7F, 0x0E]], dtype=mx.uint8), mx.array([2.0]))
-    row = np.array(nf4.dequantize(packed, mx.float32))[0]
+def test_dequantize_reads_the_high_half_of_a_byte_first():
+    quantized = nf4.NF4Weight(mx.array([[0x7F, 0x0E]], dtype=mx.uint8), mx.array([2.0]))
+    row = np.array(nf4.dequantize(quantized, mx.float32))[0]
     assert np.array_equal(row, 2 * LEVELS[[7, 15, 0, 14]])
 
 
-def test_round_trip_of_a_normal_weight_is_close_and_takes_4_127_bits():
+def test_quantize_of_a_normal_weight_is_close_in_4_127_bits():
     w = mx.random.normal((256, 512))
     for double_quant, bits in ((False, 4.5), (True, 4.127)):
-        packed = nf4.quantize(w, double_quant=double_quant)
-        error = nf4.dequantize(packed, mx.float32) - w
+        quantized = nf4.quantize(w, double_quant=double_quant)
+        error = nf4.dequantize(quantized, mx.float32) - w
         assert (mx.sqrt((error**2).mean()) / mx.sqrt((w**2).mean())).item() < 0.1
-        assert packed.nbytes * 8 / w.size == pytest.approx(bits, abs=1e-3)
+        assert quantized.nbytes * 8 / w.size == pytest.approx(bits, abs=1e-3)
 
 
 @pytest.mark.parametrize("double_quant", [False, True])
@@ -143,35 +143,37 @@ def test_zeros_stay_zeros(double_quant):
 
 
 def test_matmul_equals_the_dense_product_with_its_gradient_for_x():
-    packed = nf4.quantize(random_weight("blocks_across_rows"))
-    dense = mx.array(by_definition(packed))
+    quantized = nf4.quantize(random_weight("blocks_across_rows"))
+    dense = mx.array(by_definition(quantized))
     x, cotangent = mx.random.normal((2, 3, 72)), mx.random.normal((2, 3, 7))
-    (y,), (dx,) = mx.vjp(lambda x: nf4.matmul(x, packed), [x], [cotangent])
+    (y,), (dx,) = mx.vjp(lambda x: nf4.matmul(x, quantized), [x], [cotangent])
     assert mx.allclose(y, x @ dense.T, atol=1e-5).item()
     assert mx.allclose(dx, cotangent @ dense, atol=1e-5).item()
 
 
-def test_an_empty_batch_gives_an_empty_product():
-    packed = nf4.quantize(random_weight("blocks_across_rows"))
-    assert nf4.matmul(mx.zeros((2, 0, 72), mx.bfloat16), packed).shape == (2, 0, 7)
+def test_matmul_of_an_empty_batch_is_empty():
+    quantized = nf4.quantize(random_weight("blocks_across_rows"))
+    assert nf4.matmul(mx.zeros((2, 0, 72), mx.bfloat16), quantized).shape == (2, 0, 7)
 
 
-def test_what_does_not_fit_is_refused_with_all_faults():
-    packed = nf4.quantize(random_weight("whole_blocks"))
+def test_nf4_rejects_mismatched_arrays_naming_all_faults():
+    quantized = nf4.quantize(random_weight("whole_blocks"))
     with pytest.raises(ValueError, match=r"'block_size' must be one of .* but got 48"):
-        nf4.NF4Weight(packed.weight, packed.absmax, block_size=48)
+        nf4.NF4Weight(quantized.weight, quantized.absmax, block_size=48)
     text = r"'absmax' must be uint8 \[24\] but got float32 \[3\]; .*'offset' .* but got None"
     with pytest.raises(ValueError, match=text):
-        nf4.NF4Weight(packed.weight, mx.zeros(3), packed.nested_absmax)
+        nf4.NF4Weight(quantized.weight, mx.zeros(3), quantized.nested_absmax)
     with pytest.raises(ValueError, match=r"'weight' must be uint8 \[O, D / 2\]"):
-        nf4.NF4Weight(packed.weight.flatten(), packed.absmax, packed.nested_absmax, packed.offset)
+        nf4.NF4Weight(
+            quantized.weight.flatten(), quantized.absmax, quantized.nested_absmax, quantized.offset
+        )
     with pytest.raises(ValueError, match="must be even but got 7"):
         nf4.quantize(mx.zeros((4, 7)))
     with pytest.raises(ValueError, match=r"x must have 256 columns but its shape is \[?\(?3, 255"):
-        nf4.matmul(mx.zeros((3, 255)), packed)
+        nf4.matmul(mx.zeros((3, 255)), quantized)
 
 
-def test_cost_model_takes_matvec_for_one_row_and_a_dense_weight_for_many():
+def test_matvec_plans_favour_the_kernel_for_one_row_only():
     for chip in CHIPS:
         for rows, matvec_wins in ((1, True), (32, False)):
             dense, matvec = nf4.matvec_plans(2, rows, (4096, 2560), 64, True)
@@ -190,19 +192,19 @@ WORKLOADS = {  # rows, D, O, block size, double quantization
 
 @pytest.mark.parametrize("name", WORKLOADS)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_kernel_is_no_worse_than_the_plain_op_and_exact_where_sums_are(emulated, dtype, name):
+def test_nf4_kernels_pass_their_random_and_exact_checks(emulated, dtype, name):
     for exact in (True, False):
         assert examine(nf4.check_of(emulated.backend, dtype, *WORKLOADS[name], exact)).fault is None
 
 
 @pytest.mark.parametrize("double_quant", [False, True])
-def test_public_functions_run_the_kernels(emulated, double_quant):
-    packed = nf4.quantize(random_weight("blocks_across_rows"), double_quant=double_quant)
-    dense = nf4.reference_dequantize(packed, mx.float32)
-    assert mx.allclose(nf4.dequantize(packed, mx.float32), dense, rtol=1e-6).item()
+def test_dequantize_and_matmul_run_their_kernels(emulated, double_quant):
+    quantized = nf4.quantize(random_weight("blocks_across_rows"), double_quant=double_quant)
+    dense = nf4.reference_dequantize(quantized, mx.float32)
+    assert mx.allclose(nf4.dequantize(quantized, mx.float32), dense, rtol=1e-6).item()
     for rows in (3, nf4.MATVEC_ROWS + 1):
         x = mx.random.normal((rows, 1, 72))
-        loss = mx.checkpoint(lambda x: (nf4.matmul(x, packed) ** 2).sum())
+        loss = mx.checkpoint(lambda x: (nf4.matmul(x, quantized) ** 2).sum())
         value, gradient = mx.value_and_grad(loss)(x)
         y = x @ dense.T
         assert mx.allclose(value, (y**2).sum(), rtol=1e-5).item()
@@ -211,13 +213,13 @@ def test_public_functions_run_the_kernels(emulated, double_quant):
     assert kinds == ["nf4 dequantize", "nf4 matvec"]
 
 
-def test_an_empty_batch_launches_no_product(emulated):
-    packed = nf4.quantize(random_weight("blocks_across_rows"))
-    assert nf4.matmul(mx.zeros((0, 72)), packed).shape == (0, 7)
+def test_matmul_of_an_empty_batch_launches_no_product(emulated):
+    quantized = nf4.quantize(random_weight("blocks_across_rows"))
+    assert nf4.matmul(mx.zeros((0, 72)), quantized).shape == (0, 7)
     assert set(emulated.launches()) == {"mlx_packs_nf4_dequantize"}
 
 
-def test_the_doctor_asks_about_every_dtype_both_forms_and_one_and_many_rows(emulated):
+def test_instances_cover_dtypes_double_quantization_and_rows(emulated):
     instances = nf4.instances()
     assert len({instance.name for instance in instances}) == len(instances) == 12
     one = next(i for i in instances if i.name == "bfloat16 nf4 double 2560 to 4096 rows 1")

@@ -39,7 +39,7 @@ def noise(*shape: int) -> mx.array:
 
 
 def operations() -> dict:
-    """Name to a function with gradients and its inputs; 33 rows are no whole number of pieces."""
+    """Name to a function with gradients and its inputs; 33 rows do not divide into pieces."""
     mx.random.seed(3)
     linear = nn.Linear(64, 176, bias=False)
     affine = nn.QuantizedLinear.from_linear(linear, 32, 4)
@@ -62,7 +62,7 @@ def operations() -> dict:
         "transient": (lambda x: transient_matmul(x, affine), [noise(33, 64)]),
         "nf4": (lambda x: transient_matmul(x, nf4), [noise(33, 64)]),
         "dense": (dense, [noise(3, 11, 64)]),
-        "dense_learns": (matmul.dense_matmul, [noise(3, 11, 64), noise(176, 64)]),
+        "dense_trainable": (matmul.dense_matmul, [noise(3, 11, 64), noise(176, 64)]),
         "swiglu": (exponential.swiglu, [noise(33, 64), noise(33, 64)]),
         "loss": (loss, [noise(33, 64)]),
         "causal": (attention("causal"), heads),
@@ -87,7 +87,7 @@ def computed(name: str, count: int, monkeypatch) -> tuple[list[mx.array], int]:
 
 
 @pytest.mark.parametrize("name", operations())
-def test_two_streams_give_the_numbers_of_one(name, monkeypatch):
+def test_two_streams_give_the_results_of_one(name, monkeypatch):
     expected, unused = computed(name, 1, monkeypatch)
     results, used = computed(name, 2, monkeypatch)
     assert unused == 0
@@ -98,7 +98,7 @@ def test_two_streams_give_the_numbers_of_one(name, monkeypatch):
     assert all(mx.array_equal(one, two).item() for one, two in zip(results, again, strict=True))
 
 
-def test_the_first_of_two_best_tokens_is_the_hit_whichever_stream_finds_it():
+def test_linear_cross_entropy_on_two_streams_ranks_the_first_best_token():
     weight = mx.zeros((64, 8))
     weight[[20, 40]] = 1  # slices of 16 rows: one for each stream
     linear = nn.Linear(8, 64, bias=False)
@@ -111,7 +111,7 @@ def test_the_first_of_two_best_tokens_is_the_hit_whichever_stream_finds_it():
     assert hits.tolist() == [True, False, False]
 
 
-def test_streams_are_for_cpus_without_compiled_steps_that_have_a_core_to_spare(monkeypatch):
+def test_stream_count_is_two_on_an_uncompiled_cpu_with_an_idle_core(monkeypatch):
     monkeypatch.setattr(streams, "core_is_idle", lambda: True)
     assert streams.stream_count() == 2
     monkeypatch.setattr(streams, "core_is_idle", lambda: False)
@@ -140,7 +140,7 @@ def test_a_core_is_idle_beside_a_blas_of_one_thread(name, threads, cores, idle, 
     assert streams.core_is_idle.__wrapped__() == idle
 
 
-def test_operations_of_another_thread_have_a_second_stream_of_their_own():
+def test_another_thread_has_a_second_stream_of_its_own():
     x, y = noise(33, 64), noise(33, 64)
     results = []
 
