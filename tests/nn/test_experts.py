@@ -159,4 +159,4 @@ def test_train_inspect_apply_and_generate_with_experts(run, tmp_path):
             entry["experts"] = 5
     (pack / "pack.json").write_text(json.dumps(manifest))
     assert run("apply", pack, "--model", folder, "--dry-run")[0] == 2
-    check(run.error, "mismatch", None, "adapters.safetensors: ", "[4, 2, 32]", "[5, 2, 32]")
+    check(run.error, "mismatch", None, "adapters.safetensors: ", "(4, 2, 32)", "(5, 2, 32)")
