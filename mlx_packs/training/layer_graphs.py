@@ -75,14 +75,14 @@ class GraphCache:
             if self._called != names:
                 other = ", ".join(sorted(self._called ^ names))
                 raise PackError(
-                    f"layers: {other} took part in one step of this function and not in another; "
-                    "make it two functions.",
+                    f"layers: {other} took part in one step of this function and not in another. "
+                    "Make it two functions.",
                     "conflict",
                     "layers",
                 )
             return result
 
-        module = adapters_module(self._layers, [n for n in self._layers if n in names])
+        module = adapters_module(layer for n, layer in self._layers.items() if n in names)
         stepper = Stepper(module, checked, self._optimizer, self._max_grad_norm)
         if len(self._graphs) == _MOST_GRAPHS:
             oldest = next(k for k, graph in self._graphs.items() if not graph.stepper.waiting)
@@ -95,7 +95,7 @@ class GraphCache:
         loss(*batch)
         if not self._called:
             raise PackError(
-                "layers: no registered layer takes part in this loss; call what register returned, "
+                "layers: no registered layer takes part in this loss. Call what register returned, "
                 "not the linear itself.",
                 "not-found",
                 "layers",

@@ -72,13 +72,11 @@ class LayerTrainer:
         )
         if optimizer is not None:
             _check_defaults(self.train, _OF_STEPS, "the optimizer that was passed has its own")
-            if not isinstance(optimizer, optimizers.Optimizer) or isinstance(
-                optimizer, optimizers.MultiOptimizer
-            ):
+            is_multi = isinstance(optimizer, optimizers.MultiOptimizer)
+            if is_multi or not isinstance(optimizer, optimizers.Optimizer):
+                kind = type(optimizer).__name__
                 raise PackError(
-                    f"optimizer: must be one of mlx.optimizers, but is a "
-                    f"{type(optimizer).__name__}.",
-                    flag="optimizer",
+                    f"optimizer: must be one of mlx.optimizers, but is a {kind}.", flag="optimizer"
                 )
         self.optimizer = make_optimizer(self.train) if optimizer is None else optimizer
         self.updates: dict[str, int] = {}
@@ -117,16 +115,12 @@ class LayerTrainer:
         lora = dataclasses.replace(self.lora, **{k: v for k, v in own.items() if v is not None})
         self._layers[name] = adapt(name, linear, lora, self.train.seed, self._called)
         self.updates[name] = 0
-        self.optimizer.init(adapters_module(self._layers, [name]).trainable_parameters())
+        self.optimizer.init(adapters_module([self._layers[name]]).trainable_parameters())
         self._graphs.clear()
         return self._layers[name]
 
     def layer(self, name: str) -> RegisteredLayer:
-        """Return a registered layer.
-
-        Raises:
-            PackError: naming the nearest.
-        """
+        """Return a registered layer; the error for another name suggests the nearest."""
         if name not in self._layers:
             hint = did_you_mean(str(name), list(self._layers)) if self._layers else ""
             raise PackError(f"'{name}' is not registered. {hint}".rstrip(), "unknown", "layers")
@@ -194,9 +188,9 @@ class LayerTrainer:
             arrays: the arrays of a batch.
         """
         if not callable(loss):
+            kind = type(loss).__name__
             raise PackError(
-                f"loss: must be a function of the arrays that follow it, but is a "
-                f"{type(loss).__name__}.",
+                f"loss: must be a function of the arrays that follow it, but is a {kind}.",
                 flag="loss",
             )
         if not arrays:
@@ -247,7 +241,7 @@ class LayerTrainer:
         if isinstance(layer, str):
             return self.layer(layer)
         for registered in self._layers.values():
-            if layer is registered or layer is registered.adapted or layer is registered.linear:
+            if layer is registered or layer is registered.linear:
                 return registered
         is_foreign = isinstance(layer, RegisteredLayer)
         name = f"'{layer.name}'" if is_foreign else f"a {type(layer).__name__}"
@@ -289,7 +283,7 @@ class LayerTrainer:
     @contextmanager
     def _unchanged_on_error(self) -> Iterator[None]:
         """Restore adapters, optimizer and random state after an exception."""
-        module = adapters_module(self._layers, self._layers)
+        module = adapters_module(self._layers.values())
         before = tree_map(lambda a: a, (module.trainable_parameters(), self.optimizer.state))
         key = mx.random.state[0]
         try:
@@ -333,7 +327,7 @@ class LayerTrainer:
         load_slots(self._slots(), tensors, where)
 
     def _slots(self) -> dict[str, Slot]:
-        return {n: Slot(o.adapted.lora, 0, o.spec) for n, o in self._layers.items()}
+        return {n: Slot(o.lora, 0, o.spec) for n, o in self._layers.items()}
 
     def save_adapters(self, file: str | Path) -> None:
         """Write the adapters as one safetensors file; alphas are in its metadata."""

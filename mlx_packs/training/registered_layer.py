@@ -2,7 +2,7 @@
 
 import dataclasses
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 import mlx.nn as nn
 
@@ -18,15 +18,16 @@ from ..runtime import mx
 _NAME = re.compile(r"[\w-]+(\.[\w-]+)*")
 
 
-class RegisteredLayer(nn.Module):
+class RegisteredLayer(AdaptedLinear):
     """A registered linear with its adapter: call it where your graph has the linear.
 
     ``called`` receives the layer's name at each call.
     """
 
-    def __init__(self, spec: ModuleSpec, adapted: AdaptedLinear, called: set[str]) -> None:
-        super().__init__()
-        self.adapted = adapted
+    def __init__(
+        self, linear: nn.Module, lora: GroupedLoRA, spec: ModuleSpec, called: set[str]
+    ) -> None:
+        super().__init__(linear, lora, spec.widths)
         self.spec = spec
         self._called = called
 
@@ -34,11 +35,6 @@ class RegisteredLayer(nn.Module):
     def name(self) -> str:
         """The name that the layer is registered under."""
         return self.spec.path
-
-    @property
-    def linear(self) -> nn.Module:
-        """The frozen linear."""
-        return self.adapted.linear
 
     @property
     def in_features(self) -> int:
@@ -66,7 +62,7 @@ class RegisteredLayer(nn.Module):
                 f"{self.name}: expects inputs of width {self.in_features}, but got {shown(x)}."
             )
         self._called.add(self.name)
-        return self.adapted(x)
+        return super().__call__(x)
 
 
 def check_name(name: object) -> None:
@@ -82,7 +78,7 @@ def adapt(
     name: str, linear: nn.Module, lora: LoRAConfig, seed: int, called: set[str]
 ) -> RegisteredLayer:
     """Freeze a linear and put a fresh adapter (B = 0) beside it; seed and name decide A."""
-    if isinstance(linear, (RegisteredLayer, AdaptedLinear)):
+    if isinstance(linear, AdaptedLinear):
         raise PackError(f"{name}: carries an adapter already.", "conflict", "linear")
     if type(linear) not in (nn.Linear, *LINEARS):
         raise PackError(
@@ -90,7 +86,13 @@ def adapt(
             f"{type(linear).__name__}.",
             flag="linear",
         )
-    spec = _spec(name, linear, lora)
+    try:
+        geometry = probe(name, linear, {})
+    except GeometryError as error:
+        raise PackError(f"{name}: {error.fault}", "unsupported", "linear") from None
+    leaf = name.rpartition(".")[2]
+    geometry = dataclasses.replace(geometry, slices=((leaf, geometry.out_features),))
+    spec = plan_specs([Group(None, (geometry,))], lora)[name]
     (part,) = spec.slices
     adapter = GroupedLoRA(
         spec.in_features,
@@ -99,30 +101,19 @@ def adapt(
         [adapter_key(seed, f"{name}.{part.name}")],
     )
     linear.freeze()
-    layer = RegisteredLayer(spec, AdaptedLinear(linear, adapter, spec.widths), called)
+    layer = RegisteredLayer(linear, adapter, spec, called)
     layer.eval()
     return layer
 
 
-def _spec(name: str, linear: nn.Module, lora: LoRAConfig) -> ModuleSpec:
-    """Return the adapter of a linear, checked against the linear's own tensors."""
-    try:
-        geometry = probe(name, linear, {})
-    except GeometryError as error:
-        raise PackError(f"{name}: {error.fault}", "unsupported", "linear") from None
-    leaf = name.rpartition(".")[2]
-    geometry = dataclasses.replace(geometry, slices=((leaf, geometry.out_features),))
-    return plan_specs([Group(None, (geometry,))], lora)[name]
-
-
-def adapters_module(layers: Mapping[str, RegisteredLayer], names: Iterable[str]) -> nn.Module:
-    """Return some layers as one module, whose trainable parameters are their adapters.
+def adapters_module(layers: Iterable[RegisteredLayer]) -> nn.Module:
+    """Return layers as one module, whose trainable parameters are their adapters.
 
     Keys have no dot, since the names of an optimizer's state are split at them.
     """
     module = nn.Module()
-    for name in names:
-        module["/" + name.replace(".", "/")] = layers[name].adapted
+    for layer in layers:
+        module["/" + layer.name.replace(".", "/")] = layer
     return module
 
 
