@@ -88,11 +88,7 @@ def from_bitsandbytes(weights: dict[str, mx.array], where: str) -> dict[str, mx.
                 f"{where}: {name}: 4-bit is read for the weights of modules only. {_REMEDY}",
                 "unsupported",
             )
-        path = name.removesuffix(".weight")
-        renamed |= {name: weight.weight, f"{path}.absmax": weight.absmax}
-        if weight.double_quant:
-            renamed[f"{path}.nested_absmax"] = weight.nested_absmax
-            renamed[f"{path}.offset"] = weight.offset
+        renamed |= weight.tensors(name.removesuffix(".weight"))
     return renamed
 
 

@@ -103,11 +103,6 @@ class Encoder(nn.Module):
     """Tokens to one vector a text.
 
     Semantics: pool(layers(words[tokens] + positions + type)), / its length if ``normalize``.
-
-    Attributes:
-        sentence_config: how texts become vectors.
-        dims: width of a vector.
-        longest: tokens of a text at most.
     """
 
     def __init__(self, config: dict, sentence_config: SentenceConfig) -> None:
@@ -123,7 +118,8 @@ class Encoder(nn.Module):
             for _ in range(config["num_hidden_layers"])
         ]
         self.sentence_config = sentence_config
-        self.dims = dims
+        self.dims = dims  # width of a vector
+        # tokens of a text at most
         self.longest = min(sentence_config.max_seq_length or positions, positions)
 
     @property
@@ -132,11 +128,9 @@ class Encoder(nn.Module):
         return self.encoder.layer
 
     def __call__(self, tokens: mx.array, lengths: mx.array | None = None) -> mx.array:
-        """Return one vector a row, float32 [B, D].
+        """Return one vector a row, float32 [B, D], of tokens [B, T].
 
-        Args:
-            tokens: [B, T].
-            lengths: [B], how many tokens of each row are not padding; None is all.
+        ``lengths`` [B]: how many tokens of each row are not padding; None is all.
         """
         valid = None
         if lengths is not None:

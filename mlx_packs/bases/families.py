@@ -34,25 +34,17 @@ _UNSUPPORTED_TYPES = (
 
 
 def check_supported(config: Mapping, where: str | Path = "config.json") -> None:
-    """Check that a config.json is of no encoder that is not supported.
-
-    Raises:
-        PackError: it is; the message begins with ``where``.
-    """
+    """Check that a config.json is of no encoder that is not supported."""
     if (model_type := config.get("model_type")) in _UNSUPPORTED_TYPES:
         raise PackError(
-            f"{where}: has model_type '{model_type}'; of encoders only "
+            f"{where}: has model_type '{model_type}'. Of encoders only "
             f"{', '.join(ARCHITECTURES['encoder'].model_types)} is supported.",
             "unsupported",
         )
 
 
 def check_architecture(command: str, wanted: str, name: str | Path, model_type: str) -> None:
-    """Check that a base is of the architecture that a command takes.
-
-    Raises:
-        PackError: it is of another.
-    """
+    """Check that a base is of the architecture that a command takes."""
     if (actual := architecture_of(model_type)) != wanted:
         raise PackError(
             f"{command}: takes {ARCHITECTURES[wanted].described}, but {name} is a {model_type}. "
@@ -63,11 +55,7 @@ def check_architecture(command: str, wanted: str, name: str | Path, model_type: 
 
 
 def check_task(task: str, name: str | Path, model_type: str) -> None:
-    """Check that a base is of the architecture that a task trains.
-
-    Raises:
-        PackError: it is of another; the message names its tasks.
-    """
+    """Check that a base is of the architecture that a task trains."""
     wanted, fitting = TASKS[task].architecture, tasks_of(model_type)
     if task not in fitting:
         raise PackError(
@@ -97,11 +85,7 @@ def why_untrainable(family: str) -> str | None:
 
 
 def check_trainable(name: str, model: nn.Module) -> None:
-    """Check that a model is of a family that can be trained.
-
-    Raises:
-        PackError: with the reason why it cannot.
-    """
+    """Check that a model is of a family that can be trained."""
     family = family_of(model)
     reason = why_untrainable(family)
     if reason is None and any(is_switch_linear(m) for m in model.modules()):

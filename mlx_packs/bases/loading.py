@@ -141,12 +141,9 @@ def _lazy_decoder(name: str, path: Path, stored: dict, trust_remote_code: bool) 
 def load_model_of(
     path: Path, trust_remote_code: bool, prepare: Callable[[nn.Module, Weights], Weights]
 ) -> tuple[nn.Module, dict, dict[str, Source]]:
-    """Load a model by mlx-lm's loader, its weights lazy.
+    """Load a decoder by mlx-lm's loader, its weights lazy.
 
-    Args:
-        path: the folder of a decoder.
-        trust_remote_code: run code that the checkpoint brings.
-        prepare: gets the model and its weights by the model's names, and returns those to load.
+    ``prepare`` gets the model and its weights by the model's names, and returns those to load.
 
     Returns:
         The model, its config, and which tensor of the files each of its weights is.

@@ -29,11 +29,8 @@ class MappedEmbedding:
         self._dtypes = {name: module[name].dtype for name in parts}
         self._quantization = None
         if isinstance(module, nn.QuantizedEmbedding):
-            self._quantization = {
-                "group_size": module.group_size,
-                "bits": module.bits,
-                "mode": module.mode,
-            }
+            settings = ("group_size", "bits", "mode")
+            self._quantization = {name: getattr(module, name) for name in settings}
 
     def __call__(self, tokens: np.ndarray) -> mx.array:
         """Return rows [..., D] of tokens [...]."""

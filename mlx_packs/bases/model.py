@@ -51,11 +51,7 @@ class BaseModel:
         return architecture_of(self.config["model_type"])
 
     def check_architecture(self, command: str, wanted: str) -> None:
-        """Check that it is of the architecture that a command takes.
-
-        Raises:
-            PackError: it is of another.
-        """
+        """Check that it is of the architecture that a command takes."""
         check_architecture(command, wanted, self.name, self.config["model_type"])
 
     def encode(self, texts: Sequence[str], batch_size: int = 32) -> np.ndarray:

@@ -23,12 +23,8 @@ def place_nf4(
 ) -> None:
     """Put an NF4 module wherever the weights are NF4; the tensors are loaded into it later.
 
-    Args:
-        model: with dense modules.
-        weights: by the names of the model, lazy.
-        dtype: of the dense weight where one is needed.
-        config: config.json; one that names NF4 must have absmax beside all codes.
-        where: the checkpoint, which errors name.
+    ``weights`` have the names of the model; ``dtype`` is of the dense weight where one is needed. A
+    config.json that names NF4 must have absmax beside all codes.
     """
     if FORMATS["nf4"].is_stored(stored_quantization(config)):
         _check_no_codes_alone(weights, where)
@@ -121,11 +117,7 @@ def check_stored_nf4(
 ) -> None:
     """Check that an NF4 base is stored as --quantize nf4 asks for; it then stays as it is.
 
-    Args:
-        modules: paths of its NF4 modules, and whether each is double-quantized.
-        name: of the base.
-        double_quant: as requested.
-        keep: modules that are to be dense.
+    ``modules``: paths of its NF4 modules, and whether each is double-quantized.
     """
     if other := next((path for path, double in modules if double != double_quant), None):
         stored = "single" if double_quant else "double"

@@ -1,8 +1,5 @@
 """How texts become vectors: the configuration of a sentence-transformers folder.
 
-Pooling is configured in ``modules.json`` and ``1_Pooling/config.json``, how long a text may be in
-``sentence_bert_config.json`` (or with the tokenizer).
-
 Sentence-BERT: https://arxiv.org/abs/1908.10084
 """
 

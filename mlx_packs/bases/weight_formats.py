@@ -70,10 +70,8 @@ class WeightFormat(ABC):
         Slices of rows are quantized and evaluated one after another: beside the weight and the
         result, a few times a million weights are in memory. NaN and infinity are errors.
 
-        Args:
-            name: of the weight.
-            w: [O, D], for native formats also [E, O, D].
-            layout: ``mlx``, or ``bitsandbytes`` for the names that transformers reads.
+        ``w`` is [O, D], for native formats also [E, O, D]; ``layout`` is ``mlx``, or
+        ``bitsandbytes`` for the names that transformers reads.
         """
 
     @abstractmethod
@@ -322,9 +320,4 @@ def _native_names(name: str, arrays: tuple[mx.array, ...] | list[mx.array]) -> T
 def _nf4_names(name: str, weight: NF4Weight, dtype: str, layout: str) -> Tensors:
     if layout == "bitsandbytes":
         return to_bitsandbytes(name, weight, dtype)
-    path = name.removesuffix(".weight")
-    tensors = {name: weight.weight, f"{path}.absmax": weight.absmax}
-    if weight.double_quant:
-        tensors[f"{path}.nested_absmax"] = weight.nested_absmax
-        tensors[f"{path}.offset"] = weight.offset
-    return tensors
+    return weight.tensors(name.removesuffix(".weight"))

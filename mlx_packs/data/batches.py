@@ -220,10 +220,8 @@ def few_shapes(examples: Examples, sampler: Sampler) -> frozenset[Shape]:
 
 
 def _shape_cost(shape: Shape, batch_size: int) -> int:
-    """Return what a batch of a shape (T, M) costs: M targets cost what M / 4 tokens do in the blocks.
-
-    It is a tenth in Qwen3-4B, a third in Qwen3-0.6B.
-    """
+    """Return what a batch of a shape costs; a target counts as a quarter of a token."""
+    # of the blocks: it is a tenth in Qwen3-4B, a third in Qwen3-0.6B
     return 4 * batch_size * shape[0] + shape[1]
 
 

@@ -86,11 +86,7 @@ def token_format(row: Row, columns: DataConfig) -> TokenFormat:
 def encode(
     rows: Sequence[Row], tokenizer: Any, columns: DataConfig, options: EncodingOptions = DEFAULTS
 ) -> Examples:
-    """Return tokens and targets of every row; all have one format.
-
-    Raises:
-        PackError: a row cannot be used; it names file and line.
-    """
+    """Return tokens and targets of every row; all must have one format."""
     if not rows:
         raise PackError("--data: the split has no examples.", "data")
     row_format = token_format(rows[0], columns)

@@ -196,15 +196,10 @@ class Text(TokenFormat):
 
 
 class PairFormat(RowFormat):
-    """Rows of sentence-transformers, which an encoder trains on.
-
-    Attributes:
-        text_columns: the columns with texts.
-        score_column: the column with a score, None where rows have none.
-    """
+    """Rows of sentence-transformers, which an encoder trains on."""
 
     text_columns: ClassVar[tuple[str, ...]]
-    score_column: ClassVar[str | None] = None
+    score_column: ClassVar[str | None] = None  # None where rows have no score
 
     @property
     def has_negatives(self) -> bool:

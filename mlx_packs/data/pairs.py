@@ -39,11 +39,7 @@ class Pairs:
 
 
 def encode_pairs(rows: Sequence[Row], tokenizer: Any, limit: int) -> Pairs:
-    """Return the tokens of the pairs of a split, each text cut to ``limit``.
-
-    Raises:
-        PackError: a row cannot be used; it names file and line.
-    """
+    """Return the tokens of the pairs of a split, each text cut to ``limit``."""
     if not rows:
         raise PackError("--data: the split has no examples.", "data")
     row_format = common_format(rows, _COLUMNS, PAIR_FORMATS)

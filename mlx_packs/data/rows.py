@@ -46,7 +46,7 @@ def tiny_path() -> Path:
 
 
 def load_rows(config: DataConfig) -> Splits:
-    """Rows of train, valid and test from a folder, a file, a Hugging Face id or ``tiny``.
+    """Return the rows of train, valid and test from a folder, a file, a Hugging Face id or ``tiny``.
 
     Without valid and test rows, the last 5 % of the training rows (100 at most) are held out.
 
@@ -110,11 +110,7 @@ def _hold_out(splits: Splits) -> None:
 
 
 def read_rows(file: Path) -> list[Row]:
-    """Return the rows of a .jsonl, .json or .parquet file.
-
-    Raises:
-        PackError: the file is empty, cannot be read, or a line is not a JSON object.
-    """
+    """Return the rows of a .jsonl, .json or .parquet file."""
     if file.suffix not in _SUFFIXES:
         raise PackError(f"{file}: must end in {', '.join(_SUFFIXES)}.", "unsupported", "data")
     try:

@@ -90,6 +90,12 @@ class NF4Weight:
         """[O, D] of the weight that is quantized."""
         return self.weight.shape[0], 2 * self.weight.shape[1]
 
+    def tensors(self, path: str) -> dict[str, mx.array]:
+        """Return its arrays, by the names that they have in the files of a module at ``path``."""
+        parts = ("weight", "absmax", "nested_absmax", "offset")
+        arrays = {f"{path}.{part}": getattr(self, part) for part in parts}
+        return {name: array for name, array in arrays.items() if array is not None}
+
     @property
     def double_quant(self) -> bool:
         """Whether the absmax are codes themselves."""
