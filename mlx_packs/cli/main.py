@@ -16,11 +16,7 @@ from ..errors import Interrupted, PackError, did_you_mean, flag_of
 
 # Section of `packs --help` -> command -> "module:attribute" of this package.
 COMMANDS = {
-    "Train": {
-        "train": "train:train",
-        "plan": "plan:plan",
-        "doctor": "doctor:doctor",
-    },
+    "Train": {"train": "train:train", "plan": "plan:plan", "doctor": "doctor:doctor"},
     "Inspect": {
         "inspect": "inspect:inspect",
         "list": "inspect:list_packs",
@@ -33,10 +29,7 @@ COMMANDS = {
         "eval-tasks": "evaluate:eval_tasks",
         "generate": "generate:generate",
     },
-    "Share": {
-        "push": "share:push",
-        "pull": "share:pull",
-    },
+    "Share": {"push": "share:push", "pull": "share:pull"},
     "Convert": {
         "merge": "merge:merge",
         "combine": "merge:combine",

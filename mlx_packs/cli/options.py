@@ -98,7 +98,7 @@ def setting(name: str, default_text: str | None = None, **overrides) -> Callable
     elif facts.choices:
         described["metavar"] = "{" + ",".join(facts.choices) + "}"
     else:
-        kinds = {int: "N", float: "X", tuple[str, ...]: "NAMES"}
+        kinds = {int: "N", int | None: "N", float: "X", tuple[str, ...]: "NAMES"}
         described["metavar"] = facts.metavar or kinds.get(field.type, "TEXT")
     return option(*flags, **described | overrides)
 

@@ -380,7 +380,6 @@ class TrainConfig(TrainConflicts):
         None,
         "Keep only the last N checkpoints of the run folder.",
         shown_default="all",
-        metavar="N",
         at_least=1,
         resumable=True,
     )
