@@ -25,7 +25,6 @@ from mlx_packs.errors import PackError
 from mlx_packs.optim import make_optimizer, schedule
 from mlx_packs.runtime import mx
 from mlx_packs.training import run as training
-from mlx_packs.training import setup as prepare
 from mlx_packs.training.folders import output_folders
 from tests.helpers.errors import raises
 from tests.helpers.models import base_of, model_of
@@ -434,7 +433,7 @@ def test_train_pack_takes_the_other_half_from_the_tiny_recipe(monkeypatch, tmp_p
 @pytest.mark.parametrize(("pattern", "warns"), [({}, False), ({"down_proj": 2}, True)])
 def test_training_says_when_stock_mlx_lm_cannot_open_the_pack(capsys, pattern, warns):
     attached = attach(base_of("qwen3"), LoRAConfig(rank=4, rank_pattern=pattern))
-    prepare.describe(attached, Display(NORMAL), base_weights=100_000)
+    training._describe(attached, Display(NORMAL), base_weights=100_000)
     assert ("stock mlx-lm cannot open" in capsys.readouterr().err) == warns
 
 
