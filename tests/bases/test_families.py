@@ -148,7 +148,7 @@ def test_the_table_says_what_is_true_of_the_installed_mlx_lm():
 
 
 @pytest.mark.parametrize("family", [f for f in UNTRAINABLE if f in architectures()])
-def test_what_is_said_to_be_untrainable_is_refused_by_name_and_does_not_train(family, monkeypatch):
+def test_untrainable_families_are_rejected_by_name_and_do_not_train(family, monkeypatch):
     if architectures()[family] is None:
         with pytest.raises(SystemExit):
             importlib.import_module(f"mlx_lm.models.{family}")
@@ -172,7 +172,7 @@ def test_what_is_said_to_be_untrainable_is_refused_by_name_and_does_not_train(fa
         check(family, None)
 
 
-def test_a_family_whose_kernel_for_metal_has_no_gradient_is_refused_there_alone(monkeypatch):
+def test_family_without_gradient_on_metal_is_rejected_there_alone(monkeypatch):
     base = family_base("rwkv7")
     check_trainable("base", base.model)
     monkeypatch.setattr(mx, "default_device", lambda: mx.gpu)

@@ -313,7 +313,7 @@ def test_an_absmax_of_bitsandbytes_that_is_not_finite_is_named(
         load_base(folder)
 
 
-def test_quantizing_what_is_quantized_and_a_flag_without_its_mode_are_refused(stored, run):
+def test_quantize_rejects_quantized_bases_and_flags_of_other_modes(stored, run):
     with raises("conflict", "quantize", "affine4", "nf4 4-bit g64 double"):
         load_base(stored, "affine4")
     assert load_base(stored, "nf4").quantization == load_base(stored).quantization

@@ -102,7 +102,7 @@ def test_a_damaged_tokenizer_is_named(llama_folder):
     check_unsupported("unreadable", ("tokenizer.json", "config.json"), load_base, llama_folder)
 
 
-def test_a_tokenizer_of_a_larger_vocabulary_is_named_before_a_row_of_the_table_is_read(tmp_path):
+def test_tokenizer_of_a_larger_vocabulary_is_rejected_before_rows_are_read(tmp_path):
     base = load_base(write_checkpoint(tmp_path / "base", "llama", vocab_size=500))
     beyond = max(
         base.tokenizer.encode("Of whom the world was not worthy", add_special_tokens=False)

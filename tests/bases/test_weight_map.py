@@ -77,7 +77,7 @@ def test_merging_changes_exactly_the_tensors_that_the_manifest_names(family, tmp
     assert all(f"base key {key}" in shown for key in keys)
 
 
-def test_gpt2_and_a_language_model_among_others_have_other_names_in_their_files(tmp_path):
+def test_weight_map_of_gpt2_and_of_a_model_among_others(tmp_path):
     gpt2 = load_base(write_checkpoint(tmp_path / "gpt2", "gpt2"))
     assert gpt2.weight_map["model.h.1.attn.c_attn.weight"] == "h.1.attn.c_attn.weight"
     assert gpt2.weight_map["model.wte.weight"] == "wte.weight"

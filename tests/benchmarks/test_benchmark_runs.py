@@ -314,7 +314,7 @@ def test_generating_is_timed_where_all_say_the_same(tmp_path):
 
 def test_generating_something_else_gives_no_speed(tmp_path, capsys):
     calls = {"a": lambda: {"tokens": [1, 2]}, "b": lambda: {"tokens": [1, 3]}}
-    with pytest.raises(generate.TextsDiffer, match="b says something else than a from token 1"):
+    with pytest.raises(generate.TextsDiffer, match="^b .* a .* 1"):
         generate.race(calls, rounds=1)
 
 

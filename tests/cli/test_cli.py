@@ -188,7 +188,7 @@ def test_manifest_and_card_hold_no_path_of_this_machine(answers):
         assert str(answers) not in (answers / "pack" / name).read_text()
 
 
-def test_attached_merged_and_stock_mlx_lm_give_the_same_logits_on_the_tiny_base(answers):
+def test_attached_merged_and_stock_mlx_lm_give_the_same_logits(answers):
     import mlx.nn as nn
     from mlx_lm.utils import load
 

@@ -153,7 +153,7 @@ def test_stock_mlx_lm_loads_an_export_and_gives_the_same_logits(kind, bases, tmp
     assert np.abs(result - attached_logits(pack, bases[family])).max() < 1e-4
 
 
-def test_stock_mlx_lm_generates_with_a_pack_and_with_an_export_of_several_ranks(bases, tmp_path):
+def test_stock_mlx_lm_generates_with_a_pack_and_an_export_of_ranks(bases, tmp_path):
     from mlx_lm import generate, load
 
     pack = pack_with(bases["qwen3"], tmp_path / "pack", rank=4, target_modules=("q_proj",))
@@ -189,7 +189,7 @@ def test_what_peft_reads_is_what_peft_expects(bases, tmp_path):
     assert config["alpha_pattern"][r"^model\.layers\.0\.self_attn\.v_proj"] == 1.7
 
 
-def test_the_last_blocks_are_named_by_layers_to_transform_and_gpt2_by_its_own(bases, tmp_path):
+def test_last_blocks_are_layers_to_transform_in_peft_but_for_gpt2(bases, tmp_path):
     pack = pack_with(bases["llama"], tmp_path / "p", rank=2, num_layers=1)
     export_pack(pack, "peft", tmp_path / "llama")
     config = json.loads((tmp_path / "llama" / "adapter_config.json").read_text())
@@ -334,7 +334,7 @@ def test_an_adapter_on_an_untied_embedding_goes_both_ways(bases, tmp_path):
         assert is_the_same(Pack.open(tmp_path / f"{to}-back"), pack)
 
 
-def test_on_a_tied_embedding_peft_acts_on_the_input_and_mlx_lm_on_the_head_too(bases, tmp_path):
+def test_tied_embedding_is_input_alone_in_peft_and_head_too_in_mlx_lm(bases, tmp_path):
     folder = write_peft(tmp_path / "in", {Q0: 4}, SIZES, tensors=embedding_adapter())
     import_adapter(folder, tmp_path / "peft", bases["tied"])
     peft = Pack.open(tmp_path / "peft")
@@ -578,7 +578,7 @@ def test_damaged_poisoned_and_misplaced_files_are_named(bases, tmp_path):
     check_rejected(tmp_path / "nowhere", tmp_path / "pack", None, "not-found", "nowhere")
 
 
-def test_a_changed_export_is_read_by_its_own_config_and_a_forged_note_is_caught(bases, tmp_path):
+def test_import_of_a_changed_export_reads_its_own_config(bases, tmp_path):
     pack = pack_with(bases["qwen3"], tmp_path / "pack", **RAGGED)
     export_pack(pack, "peft", tmp_path / "out")
     config = json.loads((tmp_path / "out" / "adapter_config.json").read_text())

@@ -37,7 +37,7 @@ TARGETS = {
 
 
 @pytest.mark.parametrize("family", ["qwen3", "llama", "gpt2", "qwen3_moe"])
-def test_a_dense_base_keeps_its_names_and_dtypes_and_computes_what_was_attached(family, tmp_path):
+def test_merge_of_a_dense_base_keeps_names_and_dtypes_and_the_forward(family, tmp_path):
     base = write_checkpoint(tmp_path / "base", family)
     pack = random_pack(load_base(base), targets=TARGETS.get(family, ("q_proj", "down_proj"))).save(
         tmp_path / "pack"
@@ -94,7 +94,7 @@ def test_a_quantized_base_becomes_dense_or_takes_more_bits(mode, requantize, tol
         assert report["changed"] == 4  # the others keep their four bits
 
 
-def test_a_dense_base_is_quantized_as_a_whole_and_an_8_bit_one_becomes_smaller(tmp_path):
+def test_merge_quantizes_a_dense_base_and_shrinks_an_8_bit_one(tmp_path):
     dense = write_checkpoint(tmp_path / "dense")
     pack = random_pack(load_base(dense)).save(tmp_path / "pack")
     for way in ("affine4", "nf4"):
@@ -176,9 +176,7 @@ def faint(tmp_path):
     return base, random_pack(load_base(base), 4, size=0.02).save(tmp_path / "pack")
 
 
-def test_a_pack_that_four_bits_would_erase_is_refused_and_the_bits_that_pass_named(
-    faint, tmp_path, run
-):
+def test_merge_that_four_bits_would_erase_names_the_bits_that_pass(faint, tmp_path, run):
     base, pack = faint
     args = ("merge", pack.path, "--model", base, "--rows", 2, "--out", tmp_path / "out")
     code, out, err = run(*args, "--requantize", "same", "--json")

@@ -92,9 +92,7 @@ def test_batches_that_are_not_compiled_have_little_padding(ragged_examples, monk
     assert (room <= 1.1 * targets) != compiles
 
 
-def test_a_compiled_run_has_at_most_eight_shapes_in_any_epoch_and_the_same_rows(
-    ragged_examples, compiled
-):
+def test_compiled_run_has_at_most_eight_shapes_and_the_same_rows(ragged_examples, compiled):
     pairs = sampler_of(ragged_examples, 2)
     free = batch_shapes(ragged_examples, pairs, 1000)
     few = few_shapes(ragged_examples, pairs)
@@ -186,7 +184,7 @@ def test_packed_batches_resume_from_any_batch(ragged_examples, start):
         assert np.array_equal(a.segments, b.segments)
 
 
-def test_compiled_packed_batches_have_one_width_and_at_most_four_sizes_of_targets(
+def test_compiled_packed_batches_have_one_width_and_four_sizes_of_targets(
     ragged_examples, compiled
 ):
     batches = packed_epochs(ragged_examples, 40)

@@ -287,7 +287,7 @@ def test_encode_completion_of_a_lone_answer_leaves_out_its_header(tokenizer):
     assert learned(tokenizer, row, loss_on="completion") == ["I begin.<|im_end|>\n"]
 
 
-def test_encode_assistant_finds_answers_of_characters_that_take_several_tokens(tokenizer):
+def test_encode_assistant_finds_characters_of_several_tokens(tokenizer):
     row = chat("née 🙂", "🙂 é\u2028漢", "🙂", "naïve 🤷🏽‍♀️")
     assert learned(tokenizer, row) == ["🙂 é\u2028漢<|im_end|>", "naïve 🤷🏽‍♀️<|im_end|>"]
 

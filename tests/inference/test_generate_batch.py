@@ -63,9 +63,7 @@ def test_stream_batch_admits_the_next_prompt_when_one_has_ended(shared_tiny):
     assert order.index(2) < len(order) - 1 - order[::-1].index(1)
 
 
-def test_stream_batch_rejects_an_empty_prompt_and_states_that_cannot_be_batched(
-    shared_tiny, monkeypatch
-):
+def test_stream_batch_rejects_empty_prompts_and_states_without_batches(shared_tiny, monkeypatch):
     with raises("invalid", "prompts", "prompt"):
         list(stream_batch(shared_tiny, [[1], []]))
     from mlx_lm.models import cache

@@ -129,7 +129,7 @@ def test_what_is_tight_is_trained_with_a_warning(long_chats, tmp_path, memory, r
     for size, warned in ((1.05 * peak, True), (1.2 * peak, False)):
         memory(size * 1e9)
         code, _, err = run(*arguments)
-        assert code == 0 and ("tight: 15% more would not fit" in err) is warned
+        assert code == 0 and ("tight: " in err) is warned
 
 
 def test_a_run_has_the_plans_of_the_paths_that_fit_best(tiny, memory):

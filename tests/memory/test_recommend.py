@@ -119,7 +119,7 @@ def test_rows_are_planned_no_longer_than_the_base_reads():
     assert recommend(headers, int(64e9))[0].train.max_seq_length == 512
 
 
-def test_full_fine_tuning_takes_16_bytes_a_weight_beside_the_base_and_float32_activations():
+def test_full_fine_tuning_plans_16_bytes_a_weight_and_float32_activations():
     with runtime.assumed_device("gpu"):
         full = recommend(dense_headers("qwen3-4b"), int(16e9))[-1]
     weights, parts = full.plan.base_weights, full.plan.parts()

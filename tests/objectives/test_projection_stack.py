@@ -157,7 +157,7 @@ def test_num_layers_adapts_the_last_projections_of_the_whole_stack():
     assert result.facts["stack"] == [O_PROJ.format(0), O_PROJ.format(1)]
 
 
-def test_projections_that_are_not_square_leave_the_head_alone_and_the_note_says_so():
+def test_stack_of_projections_that_are_not_square_is_the_head_alone():
     result = graph(base_of("qwen3"))  # 4 heads of 32 to 64 hidden, as 4096 to 2560 in Qwen3-4B
     assert result.lora.target_modules == ("lm_head",) and result.facts["stack"] == []
     assert (

@@ -96,7 +96,7 @@ def test_grouped_lora_of_a_fused_output_equals_separate_outputs():
 
 def test_grouped_lora_rejects_slices_that_do_not_fill_the_outputs():
     x, y = mx.zeros((2, 8)), mx.zeros((2, 12))
-    with pytest.raises(ValueError, match=r"slices of \[8\] columns must fill outputs of \[12\]"):
+    with pytest.raises(ValueError, match=r"\[8\].*\[12\]"):
         grouped_lora(x, [y], [mx.zeros((8, 2))], [mx.zeros((2, 8))], [1.0])
 
 

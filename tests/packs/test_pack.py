@@ -258,7 +258,7 @@ def test_double_quantization_is_what_the_manifest_says_and_else_single(pack, mor
     assert Pack.open(pack).quantize_options == {"double_quant": double, "keep": ()}
 
 
-def test_a_pack_that_is_open_is_called_by_its_folder_whatever_its_manifest_says(pack):
+def test_pack_that_is_open_is_called_by_its_folder(pack):
     edit(pack, _set("sum_of", None))
     assert Pack.open(pack).name == str(pack)
 
@@ -413,7 +413,7 @@ def test_whole_folder_puts_the_old_folder_back_when_it_cannot_be_replaced(tmp_pa
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.slow)])
-def test_half_precision_halves_a_pack_and_what_was_measured_is_what_is_opened(dtype, tmp_path, run):
+def test_half_precision_halves_a_pack_and_opens_as_it_was_measured(dtype, tmp_path, run):
     lora, few = LoRAConfig(rank=8, num_layers=2), {"iters": 3, "matmul_path": "dense"}
     few |= {"batch_size": 2, "max_seq_length": 96, "learning_rate": 2e-3}
     rows = [chat(f"Say {word}.", f"Yes, {word}.") for word in "one two six ten red sun".split()]

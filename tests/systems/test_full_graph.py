@@ -80,7 +80,7 @@ def test_the_default_is_the_true_forward_with_all_projections(graph_folder, trai
     assert report["ppl_after"] < report["ppl_before"]
 
 
-def test_the_stack_of_projections_is_named_in_the_manifest_and_evaluates_on_the_true_forward(
+def test_projection_stack_is_in_the_manifest_and_scored_on_the_true_forward(
     graph_folder, train_graph, run
 ):
     report = train_graph("llama", "stack", "--objective", "projection-stack")
@@ -125,9 +125,7 @@ def test_each_family_has_its_stack(graph_folder, train_graph, family, model_type
     assert len(report["objective"]["stack"]) == 2
 
 
-def test_without_square_projections_the_head_alone_is_trained_and_the_note_says_so(
-    graph_folder, train_graph
-):
+def test_projection_stack_without_square_projections_trains_the_head(graph_folder, train_graph):
     write_checkpoint(graph_folder / "narrow", "qwen3")  # 128 -> 64, as 4096 -> 2560 in Qwen3-4B
     report = train_graph("narrow", "head", "--objective", "projection-stack", iters=2)
     assert (
@@ -152,7 +150,7 @@ def test_where_nothing_is_left_to_train_the_objective_that_works_is_named(graph_
     check(run.error, "unsupported", "objective", "--objective transformer")
 
 
-def test_gpt2_learns_a_rank_for_each_slice_and_merges_into_base_shaped_fp32_shards(
+def test_gpt2_trains_a_rank_for_each_slice_and_merges_into_fp32_shards(
     graph_folder, train_graph, run
 ):
     train_graph("gpt2", "slices", "--target-modules", "c_attn", "--rank-pattern", SLICES)
@@ -216,7 +214,7 @@ def test_the_table_is_frozen_and_mapped_from_its_file(graph_folder, train_graph)
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_the_manifest_maps_adapters_to_the_bases_tensors_and_a_merge_changes_just_those(
+def test_manifest_maps_adapters_to_tensors_and_merge_changes_just_those(
     graph_folder, train_graph, run, family
 ):
     train_graph(family, f"keys-{family}", iters=2)

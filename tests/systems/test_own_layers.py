@@ -57,7 +57,7 @@ def test_one_optimizer_learns_for_any_number_of_layers_under_distinct_names(coun
         trainer.register("layers.0.proj", nn.Linear(64, 64))
 
 
-def test_three_layers_equal_plain_mlx_autograd_as_a_sequence_and_as_a_function():
+def test_three_layers_equal_plain_autograd_as_sequence_and_function():
     slowly = TrainConfig(iters=30, learning_rate=2e-4, lr_schedule="constant")
     (trainer, linears), (other, _) = (stack(3, settings=slowly) for _ in range(2))
     names, (x, y) = list(linears), batch()
@@ -97,7 +97,7 @@ def test_parameters_are_found_from_the_registered_modules():
     with raises("unknown", "layers", "layers[1]", "QuantizedLinear"):
         trainer.step_lm(["layers.0.proj", QUANTIZERS["affine"](nn.Linear(64, 64))], x, y)
     before, first = trainer.tensors(), trainer.layer("layers.0.proj")
-    with pytest.warns(UserWarning, match="layers.1.proj: takes no part in this step"):
+    with pytest.warns(UserWarning, match=r"layers\.1\.proj: "):
         trainer.step_lm(lambda x: first(x), x, y)
     assert trainer.updates == {"layers.0.proj": 1, "layers.1.proj": 0}
     for name, tensor in trainer.tensors().items():

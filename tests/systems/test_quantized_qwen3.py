@@ -144,7 +144,7 @@ def pruned(block_folder) -> str:
     return "pruned"
 
 
-def test_a_geometry_that_contradicts_the_config_is_refused_with_module_and_both_shapes(
+def test_geometry_that_contradicts_the_config_names_module_and_shapes(
     block_folder, train_block, pruned, run
 ):
     train_block(pruned, "no", "--trust-remote-code", code=2)
@@ -157,10 +157,9 @@ def test_the_fp16_fallback_trains_on_all_the_same_and_says_where(
     block_folder, train_block, pruned, run
 ):
     report, err = train_block(pruned, "fallback", "--trust-remote-code", "--train-fp16-fallback")
-    note = "geometry could not be probed, dequantized to fp16"
-    assert [f"model.layers.1.mlp.{n}_proj: {note}" in err for n in ("gate", "up", "down")] == [
-        True
-    ] * 3
+    notes = [line for line in err.splitlines() if "fp16" in line]
+    for name in ("gate", "up", "down"):
+        assert any(f"model.layers.1.mlp.{name}_proj: " in line for line in notes), name
     assert np.isfinite(report["ppl_after"])
     code, out, _ = run(
         "eval",

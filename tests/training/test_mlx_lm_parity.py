@@ -143,7 +143,7 @@ def test_every_matmul_path_has_mlx_lms_loss_and_gradients(matmul_path):
 
 
 @pytest.mark.parametrize("completion_only", [True, False])
-def test_padded_rows_have_mlx_lms_loss_and_gradients_once_its_mask_ends_at_the_row(completion_only):
+def test_padded_rows_equal_mlx_lm_once_its_mask_ends_at_the_row(completion_only):
     data = random_rows([WIDTH, 20, 11], completion_only)
     attached, start = our_side("qwen3")
     loss, gradients = our_loss_and_gradients(attached, our_batch(data))
@@ -157,7 +157,7 @@ def test_padded_rows_have_mlx_lms_loss_and_gradients_once_its_mask_ends_at_the_r
     assert_same(gradients, expected_gradients)
 
 
-def test_stock_mlx_lm_differs_by_one_pad_target_for_each_padded_row_and_nothing_else():
+def test_stock_mlx_lm_differs_by_one_pad_target_for_each_padded_row():
     data = random_rows([WIDTH, 20, 11], True)
     attached, start = our_side("qwen3")
     with_pads = our_batch(data, pad_is_target=True)

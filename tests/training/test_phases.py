@@ -107,7 +107,7 @@ def test_drawn_batches_resume_from_any_batch(two_phase_examples, packing, replay
         assert a.examples == b.examples and np.array_equal(a.tokens, b.tokens)
 
 
-def test_packed_rows_of_replay_hold_no_own_rows_and_are_a_share_of_packed_rows(two_phase_examples):
+def test_packed_rows_of_replay_are_a_share_and_hold_no_own_rows(two_phase_examples):
     sampler = drawn(two_phase_examples, Draw(90, None, 0.25), 4, 100, packing=True)
     stream = training_batches(two_phase_examples, sampler)
     for batch in islice(stream, 40):
