@@ -21,8 +21,8 @@ from .packs.base import load_base as load_base
 from .packs.diff import diff as diff
 from .packs.listing import list_packs as list_packs
 from .packs.pack import Pack as Pack
-from .packs.pull import pull as pull
-from .packs.push import push as push
+from .packs.share import pull as pull
+from .packs.share import push as push
 from .packs.weighted_sum import weighted_sum as weighted_sum
 from .training.layer_trainer import LayerTrainer as LayerTrainer
 from .training.result import TrainRun as TrainRun

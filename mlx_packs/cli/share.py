@@ -31,7 +31,7 @@ def push(pack: str, repo: str, **settings) -> None:
     that was pulled, to a copy.
     """
     from ..display import Display
-    from ..packs.push import push
+    from ..packs.share import push
 
     report = push(pack, repo, display=Display(), **settings)
     name = report["repo"] + (f"@{report['revision']}" if settings["revision"] else "")
@@ -62,7 +62,7 @@ def pull(repo: str, out: str, overwrite: bool) -> None:
     """
     from ..display import Display
     from ..packs.manifest import read_pin
-    from ..packs.pull import pull
+    from ..packs.share import pull
 
     if overwrite and out is None:
         text = "applies to --out DIR only. The cache is always updated."

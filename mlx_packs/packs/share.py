@@ -1,4 +1,4 @@
-"""Packs to the Hugging Face Hub: checked, prepared in their folders, uploaded byte for byte.
+"""Packs to and from the Hugging Face Hub, byte for byte; HF_ENDPOINT is the address of another Hub.
 
 What others see has no path of this machine, and a licence where one is known; otherwise manifest and
 card are rewritten in the pack's folder, so that its bytes are those on the Hub. A pack that was
@@ -19,7 +19,7 @@ from ..display import QUIET, Display
 from ..errors import PackError
 from ..files import atomic_folder, atomic_write, sha256, to_json
 from .card import model_card
-from .hub import cache_roots, check_names, errors_of_hub, http_errors, split_name
+from .hub import cache_roots, check_names, errors_of_hub, fetch, http_errors, split_name
 from .manifest import ADAPTER_CONFIG, CARD, HUB_ID, MAIN, MANIFEST, read_pin
 from .pack import Pack
 
@@ -30,6 +30,29 @@ if TYPE_CHECKING:
 _FOLDERS = re.compile(
     r"(?<![\w.~/:\\-])((~|[A-Za-z]:)?/(?!/)([^\s/'\"`,;]+/)+|[A-Za-z]:\\([^\s\\'\"`,;]+\\)+)"
 )
+
+
+def pull(
+    name: str,
+    out: str | Path | None = None,
+    *,
+    overwrite: bool = False,
+    display: Display | None = None,
+) -> Pack:
+    """Fetch a pack from the Hub, atomically.
+
+    A branch or tag is resolved to its commit first; ``hub.json`` beside the pack records both.
+
+    Args:
+        name: ``owner/name``, with ``@revision`` if it is not ``main``.
+        out: folder to write; without it the cache, where ``owner/name`` is found as a pack.
+        overwrite: whether a pack at ``out`` is replaced.
+        display: progress output.
+
+    Raises:
+        PackError: the Hub cannot be reached, the pack is not complete, or a hash differs.
+    """
+    return Pack.open(fetch(name, out, overwrite, display or Display(QUIET)))
 
 
 def push(
