@@ -44,17 +44,13 @@ class Attached:
         self, base: BaseModel, specs: Specs, groups: list[Group], notes: list[str]
     ) -> None:
         self.base = base
+        self.model = base.model
         self.specs = specs
         self.groups = groups
         self.notes = notes
         self.slots: dict[str, Slot] = {}
         self.frozen: dict[str, nn.Module] = {}
         self._originals: list[tuple[str, nn.Module]] = []
-
-    @property
-    def model(self) -> nn.Module:
-        """The model of the base."""
-        return self.base.model
 
     @property
     def details(self) -> str:
@@ -211,7 +207,7 @@ def _make_lora(
     keys: list[mx.array | None] = []
     firsts: dict[str, int] = {}
     for geometry in members:
-        spec = attached.specs.get(geometry.path) if geometry is not None else None
+        spec = geometry and attached.specs.get(geometry.path)
         if spec is None:
             shapes.append(None)
             keys.append(None)

@@ -28,6 +28,7 @@ class Trainable(Protocol):
 
     Attributes:
         method: name of the method that attached it.
+        model: the model of the base.
         specs: adapters by path; empty where none are attached.
         groups: projections that share one input, as probed.
         replaced: names and shapes of the base's tensors that a pack stores in full.
@@ -35,18 +36,12 @@ class Trainable(Protocol):
     """
 
     method: str
+    base: BaseModel
+    model: nn.Module
     specs: Specs
     groups: list[Group]
     replaced: Mapping[str, Shape]
     notes: list[str]
-
-    @property
-    def base(self) -> BaseModel:
-        """The base that it is attached to."""
-
-    @property
-    def model(self) -> nn.Module:
-        """The model of the base."""
 
     @property
     def details(self) -> str:
@@ -59,11 +54,7 @@ class Trainable(Protocol):
         """Return a context in which the model computes what the base alone does."""
 
     def load(self, tensors: Mapping[str, mx.array], where: str) -> None:
-        """Set all trainable parameters.
-
-        Raises:
-            PackError: listing every missing, unknown or misshaped tensor; nothing is changed.
-        """
+        """Set all trainable parameters; nothing is changed if a tensor does not fit."""
 
     def recompute(self, policy: str) -> None:
         """Set what the backward pass computes again: ``none``, ``selective`` or ``block``."""
@@ -134,10 +125,7 @@ class FullFineTuning:
 
 
 def trainable_modules(model: nn.Module) -> list[nn.Module]:
-    """Return the modules with trainable parameters of their own, in the order of the model.
-
-    They are the inputs of a compiled function whose result is to follow training.
-    """
+    """Return the modules with trainable parameters of their own, in the order of the model."""
     return [module for module in model.modules() if _has_trainable(module)]
 
 

@@ -85,6 +85,11 @@ def ranks_of(specs: Specs) -> list[int]:
     return sorted({s.rank for spec in specs.values() for s in spec.slices if s.rank})
 
 
+def by_number(path: str) -> list:
+    """Return a key that sorts paths by the numbers in them: layers.2 before layers.10."""
+    return [(0, int(part), "") if part.isdecimal() else (1, 0, part) for part in path.split(".")]
+
+
 def leaf_names(paths: Iterable[str]) -> list[str]:
     """Return the last parts of paths, each once: q_proj, v_proj."""
     return sorted({path.rpartition(".")[2] for path in paths})

@@ -7,7 +7,7 @@ from pathlib import Path
 import mlx.nn as nn
 import numpy as np
 
-from ..adapters.spec import ModuleSpec, SliceSpec, Specs
+from ..adapters.spec import ModuleSpec, SliceSpec, Specs, by_number
 from ..adapters.tensors import delta_of
 from ..bases.geometry import linears
 from ..bases.model import BaseModel
@@ -129,7 +129,7 @@ def specs_for(base: BaseModel, adapter: ExternalAdapter, where: Path) -> Specs:
     linear_paths = {path for path, _ in linears(base.model)}
     tied = "lm_head" not in modules
     specs: Specs = {}
-    for path in sorted(adapter.scales, key=_by_number):
+    for path in sorted(adapter.scales, key=by_number):
         module = modules.get(path)
         kind = "dora" if f"{path}.m" in adapter.tensors else "lora"
         head = None
@@ -171,11 +171,6 @@ def _sizes_of(
             "mismatch",
         )
     return a.shape[inputs], b.shape[outputs], rank
-
-
-def _by_number(path: str) -> list:
-    """Return a key that sorts blocks by their numbers."""
-    return [(0, int(part), "") if part.isdecimal() else (1, 0, part) for part in path.split(".")]
 
 
 def common_scale(specs: Iterable[ModuleSpec]) -> float:

@@ -87,7 +87,6 @@ def measure_throughput(
     rounds: int = 3,
     matmul_path: str = "quantized",
     advance: Callable[[], None] | None = None,
-    measure: Callable[[Base, Sequence[Sequence[int]], int], Timing] = time_generation,
 ) -> list[Speed]:
     """Return the throughput of the base with each pack (None: alone) on a batch of prompts.
 
@@ -102,7 +101,6 @@ def measure_throughput(
         rounds: how often each is measured.
         matmul_path: how the frozen weights are used.
         advance: called after each measurement.
-        measure: times one model.
     """
     check_max_tokens(max_tokens)
     timings: list[list[Timing]] = [[] for _ in packs]
@@ -110,7 +108,7 @@ def measure_throughput(
     for number in range(rounds + 1):
         for i in order if number % 2 else order[::-1]:
             with activated(base, packs[i], matmul_path):
-                timing = measure(base, prompts, max_tokens)
+                timing = time_generation(base, prompts, max_tokens)
             timings[i] += [timing] if number else []
             if advance is not None:
                 advance()

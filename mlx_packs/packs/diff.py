@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ..adapters.spec import ModuleSpec, check_shapes, leaf_names, ranks_of
+from ..adapters.spec import ModuleSpec, by_number, check_shapes, leaf_names, ranks_of
 from ..adapters.tensors import read_factors
 from ..bases.files import quantization_name
 from ..errors import PackError
@@ -46,7 +46,7 @@ def diff(a: str | Path | Pack, b: str | Path | Pack) -> dict:
     specs = [pack.specs for pack in packs]
     tensors = [pack.load_tensors() for pack in packs]
     modules, layers, incomparable = [], {}, {}
-    for path in sorted({*specs[0], *specs[1]}, key=_reading_order):
+    for path in sorted({*specs[0], *specs[1]}, key=by_number):
         spec = [s.get(path) for s in specs]
         if reason := _unlike(*spec):
             incomparable[path] = reason
@@ -181,12 +181,6 @@ def _layer(path: str) -> str:
     return match[1] if match else path
 
 
-def _reading_order(path: str) -> list:
-    return [
-        (part.isdecimal(), int(part) if part.isdecimal() else 0, part) for part in path.split(".")
-    ]
-
-
 def _facts(pack: Pack) -> dict:
     base = pack.manifest["base"]
     return {
@@ -200,23 +194,22 @@ def _facts(pack: Pack) -> dict:
 
 def _shared(a: Pack, b: Pack) -> dict[str, dict]:
     """Return facts of both manifests side by side; of a recipe only what differs."""
-    facts = {}
-
-    def add(key: str, of_a: object, of_b: object) -> None:
-        facts[key] = {"same": of_a == of_b, "a": of_a, "b": of_b}
-
-    bases = [pack.manifest["base"] for pack in (a, b)]
-    add("base", *(base["fingerprint"] for base in bases))
-    add("quantization", *(quantization_name(base["quantization"]) for base in bases))
-    add("targets", *(leaf_names(pack.specs) for pack in (a, b)))
-    add("data", *(pack.part("data").get("fingerprint") for pack in (a, b)))
-    add("objective", *(pack.part("objective") for pack in (a, b)))
-    recipes = [pack.part("recipe") for pack in (a, b)]
+    packs = (a, b)
+    bases = [pack.manifest["base"] for pack in packs]
+    recipes = [pack.part("recipe") for pack in packs]
     keys = [k for k in {**recipes[0], **recipes[1]} if recipes[0].get(k) != recipes[1].get(k)]
-    add("recipe", *({k: recipe.get(k) for k in keys} for recipe in recipes))
-    add("versions", *(pack.part("versions") for pack in (a, b)))
-    add("adapters", *(pack.adapters_hash for pack in (a, b)))
-    if facts["adapters"]["a"] is None:  # neither of two sums is on disk
+    values = {
+        "base": [base["fingerprint"] for base in bases],
+        "quantization": [quantization_name(base["quantization"]) for base in bases],
+        "targets": [leaf_names(pack.specs) for pack in packs],
+        "data": [pack.part("data").get("fingerprint") for pack in packs],
+        "objective": [pack.part("objective") for pack in packs],
+        "recipe": [{k: recipe.get(k) for k in keys} for recipe in recipes],
+        "versions": [pack.part("versions") for pack in packs],
+        "adapters": [pack.adapters_hash for pack in packs],
+    }
+    facts = {key: {"same": x == y, "a": x, "b": y} for key, (x, y) in values.items()}
+    if a.adapters_hash is None:  # neither of two sums is on disk
         facts["adapters"]["same"] = a.identity == b.identity
     return facts
 
