@@ -64,12 +64,9 @@ def check_no_pickle(path: Path) -> None:
     Raises:
         PackError: the path is a pickle, or a folder with no other adapter.
     """
-    pickles = []
-    if path.is_file() and path.suffix in _PICKLES:
-        pickles = [path]
-    elif path.is_dir() and not any(f.suffix == ".safetensors" for f in path.iterdir()):
-        pickles = sorted(f for f in path.iterdir() if f.suffix in _PICKLES)
-    if pickles:
+    files = [path] if path.is_file() else sorted(path.glob("*"))
+    pickles = [file for file in files if file.suffix in _PICKLES]
+    if pickles and not any(file.suffix == ".safetensors" for file in files):
         raise PackError(
             f"{pickles[0]}: is a pickle, which can run any code when it is read. It was not "
             "opened. Save the adapter as safetensors with the tool that made it.",
@@ -157,20 +154,14 @@ def _sizes_of(
     path: str, adapter: ExternalAdapter, experts: int | None, where: Path
 ) -> tuple[int, int, int]:
     """Return input size, output size and rank of a module's factors."""
-    a, b = (adapter.tensors[f"{path}.{part}"] for part in ("lora_a", "lora_b"))
-    if a.ndim != b.ndim or a.ndim != (3 if experts else 2):
+    a, b = (adapter.tensors[f"{path}.{part}"].shape for part in ("lora_a", "lora_b"))
+    inputs, ranks, axes = (0, 0, 2) if experts is None else (2, 2, 3)
+    if len(a) != axes or len(b) != axes or a[1] != b[ranks] or a[1] == 0:
         raise PackError(
-            f"{where}: {path}: factors are {list(a.shape)} and {list(b.shape)}.", "mismatch"
-        )
-    inputs, outputs, ranks = (0, 1, 0) if experts is None else (2, 1, 2)
-    rank = a.shape[1]
-    if rank != b.shape[ranks] or not rank:
-        raise PackError(
-            f"{where}: {path}: lora_a {list(a.shape)} and lora_b {list(b.shape)} "
-            "do not have one rank.",
+            f"{where}: {path}: lora_a {list(a)} and lora_b {list(b)} are no factors of one rank.",
             "mismatch",
         )
-    return a.shape[inputs], b.shape[outputs], rank
+    return a[inputs], b[1], a[1]
 
 
 def common_scale(specs: Iterable[ModuleSpec]) -> float:

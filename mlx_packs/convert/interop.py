@@ -216,9 +216,8 @@ def _restored(folder: Path, form: AdapterFormat, stored: StoredAdapter, sidecar:
     specs = specs_of(manifest)
     ranks = {path: spec.rank for path, spec in specs.items()}
     adapter = form.read(stored, manifest["base"]["model_type"], ranks)
-    tensors = dict(adapter.full_tensors)
+    tensors = adapter.full_tensors | adapter.tensors
     for path, spec in specs.items():
-        tensors |= {n: adapter.tensors[n] for n in spec.shapes if n in adapter.tensors}
         name = f"{path}.lora_b"
         if name in tensors:
             tensors[name] = unfolded(spec, tensors[name], form.scale_of(spec, stored.config))

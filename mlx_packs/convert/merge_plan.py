@@ -4,6 +4,7 @@ Everything is lazy: planning reads headers, and a tensor is computed when it is 
 """
 
 import dataclasses
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,6 +35,7 @@ REQUANTIZE = ("none", "same", *FORMATS)
 DTYPES = {"auto": None, "float32": mx.float32, "bfloat16": mx.bfloat16, "float16": mx.float16}
 _MATRICES = (nn.Linear, nn.Embedding, *QUANTIZED)
 _PARTS = ("scales", "biases", "absmax", "nested_absmax", "offset")
+_PART_NAME = re.compile(rf"(?P<place>.+?)\.(weight(\..*)?|{'|'.join(_PARTS)})")
 
 
 @dataclass(frozen=True)
@@ -313,7 +315,7 @@ def _items(
     """Return what the writer needs to know of each tensor, and the tensors, by name."""
     places = names.places
     by_name = {f"{places[c.path]}.weight": c for c in planned.changes}
-    parts = {n for c in planned.changes for n in names.tensors if _is_part(n, places[c.path])}
+    changed = {places[c.path] for c in planned.changes}
     full_tensors = {}
     for name, tensor in planned.tensors.items():
         path, _, parameter = name.rpartition(".")
@@ -321,8 +323,8 @@ def _items(
     sizes = _true_sizes(planned.base, places)
     items, tensors = [], {}
     for name, tensor in names.tensors.items():
-        change = by_name.get(name)
-        if name in parts and change is None:
+        change, part = by_name.get(name), _PART_NAME.fullmatch(name)
+        if change is None and part and part["place"] in changed:
             continue
         weight_format = None
         size = sizes.get(name, tensor.size)
@@ -335,14 +337,6 @@ def _items(
         items.append(Item.of(name, tensor, weight_format, layout, size))
         tensors[name] = tensor
     return items, tensors
-
-
-def _is_part(name: str, place: str) -> bool:
-    """Return whether a tensor of a file is a part of the weight of a module."""
-    if not name.startswith(f"{place}."):
-        return False
-    rest = name.removeprefix(f"{place}.")
-    return rest == "weight" or rest in _PARTS or rest.startswith("weight.")
 
 
 def _true_sizes(base: BaseModel, places: Mapping[str, str]) -> dict[str, int]:

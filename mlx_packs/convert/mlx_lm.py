@@ -83,7 +83,9 @@ class MlxLm:
         for path in adapter.scales:
             a, b = stored.tensors[f"{path}.lora_a"], stored.tensors[f"{path}.lora_b"]
             rank = (ranks or {}).get(path) or _used_rank(a, b)
-            adapter.tensors |= _cut(path, a, b, rank)
+            adapter.tensors[f"{path}.lora_a"] = mx.contiguous(a[:, :rank])
+            b = b[:rank] if a.ndim == 2 else b[..., :rank]
+            adapter.tensors[f"{path}.lora_b"] = mx.contiguous(b)
         return adapter
 
     def fit(self, adapter: ExternalAdapter, base: BaseModel, where: Path) -> None:
@@ -177,12 +179,6 @@ def _used_rank(a: mx.array, b: mx.array) -> int:
         return a.shape[1]
     last = np.flatnonzero(np.array(used | used_b))
     return int(last[-1]) + 1 if len(last) else 1
-
-
-def _cut(path: str, a: mx.array, b: mx.array, rank: int) -> Tensors:
-    if a.ndim == 2:
-        return {f"{path}.lora_a": mx.contiguous(a[:, :rank]), f"{path}.lora_b": b[:rank]}
-    return {f"{path}.lora_a": a[:, :rank], f"{path}.lora_b": mx.contiguous(b[..., :rank])}
 
 
 def _padded(spec: ModuleSpec, a: mx.array, b: mx.array, rank: int) -> Tensors:

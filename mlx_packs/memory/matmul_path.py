@@ -25,8 +25,6 @@ from ..nn.quantized import (
 )
 from ..runtime import mx
 
-Measure = Callable[[nn.Module, int], dict[str, float]]
-
 _MEASURED_ROWS = 512
 _FAR_BEHIND = 3.0  # times the best so far
 _DENSE_SHARE = 0.6  # of the memory that is left
@@ -34,11 +32,10 @@ _DENSE_SHARE = 0.6  # of the memory that is left
 
 @dataclass(frozen=True)
 class KindTimes:
-    """Times of the weights of one shape and quantization.
+    """Times of the weights of one shape (out, in) and quantization.
 
     Attributes:
         names: The last names of their paths.
-        shape: (out, in).
         count: How many a step multiplies.
         step_ms: Milliseconds a step that each matmul path would take for all of them.
     """
@@ -59,10 +56,8 @@ class MatmulPathChoice:
     """A matmul path, and why.
 
     Attributes:
-        matmul_path: The choice.
         step_ms: Milliseconds a step that each measured path would take.
         reason: Why a faster one was left out, or nothing was measured.
-        kinds: Times of each kind of weight.
     """
 
     matmul_path: str
@@ -72,12 +67,9 @@ class MatmulPathChoice:
 
     def line(self) -> str:
         """Return the times and the choice for the log."""
-        if not self.step_ms:
-            return f"{self.matmul_path} ({self.reason})"
-        parts = [f"{name} {ms:,.0f} ms" for name, ms in self.step_ms.items()]
-        return f"{' · '.join(parts)} → {self.matmul_path}" + (
-            f" ({self.reason})" if self.reason else ""
-        )
+        times = " · ".join(f"{name} {ms:,.0f} ms" for name, ms in self.step_ms.items())
+        choice = f"{times} → {self.matmul_path}" if times else self.matmul_path
+        return f"{choice} ({self.reason})" if self.reason else choice
 
 
 def dense_bytes(model: nn.Module) -> int:
@@ -104,22 +96,27 @@ def _seconds(multiply: Callable[[mx.array], mx.array], x: mx.array) -> float:
     return first if first > 0.5 else min(once(), once())
 
 
-def _measured(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Return the quantized weights that a step multiplies: no embedding that is only looked up."""
+def _by_kind(model: nn.Module) -> dict[tuple, list[tuple[str, nn.Module]]]:
+    """Return the quantized weights that a step multiplies, by what the time of a product depends on.
+
+    A head has another number of rows. An embedding that is only looked up is left out.
+    """
     modules = quantized_modules(model)
-    heads = [path for path, _ in modules if path.endswith("lm_head")] or "lm_head" in model
-    return [(p, m) for p, m in modules if not (heads and isinstance(m, EMBEDDINGS))]
-
-
-def _kind(path: str, module: nn.Module) -> tuple:
-    """Return what the time of a product depends on; a head has another number of rows."""
-    head = isinstance(module, EMBEDDINGS) or path.endswith("lm_head")
-    return true_shape(module), module.bits, module.group_size, module.mode, head
+    has_head = "lm_head" in model or any(path.endswith("lm_head") for path, _ in modules)
+    kinds: dict[tuple, list[tuple[str, nn.Module]]] = {}
+    for path, module in modules:
+        is_embedding = isinstance(module, EMBEDDINGS)
+        if is_embedding and has_head:
+            continue
+        is_head = is_embedding or path.endswith("lm_head")
+        kind = true_shape(module), module.bits, module.group_size, module.mode, is_head
+        kinds.setdefault(kind, []).append((path, module))
+    return kinds
 
 
 def weight_kinds(model: nn.Module) -> int:
     """Return how many kinds of quantized weights (shape, bits, group, mode) are to be measured."""
-    return len(_by_kind(_measured(model)))
+    return len(_by_kind(model))
 
 
 def choose_matmul_path(
@@ -128,7 +125,6 @@ def choose_matmul_path(
     head_rows: int | None = None,
     advance: Callable[[], None] | None = None,
     planned: Set[str] | None = None,
-    measure: Measure | None = None,
 ) -> MatmulPathChoice:
     """Measure the three matmul paths for steps of ``rows`` tokens and take the fastest that fits.
 
@@ -141,16 +137,15 @@ def choose_matmul_path(
         advance: Called after each kind of weight.
         planned: The paths that fit by the plan of the run; without a plan, ``dense`` must leave
             some of the free memory to the run.
-        measure: Seconds of a product by path; `product_seconds` by default.
     """
-    modules = _measured(model)
-    if not modules:
+    by_kind = _by_kind(model)
+    if not by_kind:
         return MatmulPathChoice("dense", {}, "the base is not quantized")
     kinds = []
-    for kind, of_kind in _by_kind(modules).items():
+    for kind, of_kind in by_kind.items():
         is_head = kind[-1]
         tokens = head_rows if is_head and head_rows else rows
-        seconds = (measure or product_seconds)(of_kind[0][1], tokens)
+        seconds = product_seconds(of_kind[0][1], tokens)
         ms = {path: 1e3 * seconds[path] * len(of_kind) for path in MATMUL_PATHS}
         names = sorted({path.rsplit(".", 1)[-1] for path, _ in of_kind})
         kinds.append(KindTimes(tuple(names), kind[0], len(of_kind), ms))
@@ -168,13 +163,6 @@ def choose_matmul_path(
         reason = f"{' and '.join(left_out)} would need {dense_bytes(model) / 1e9:.1f} GB more"
     matmul_path = min(candidates, key=candidates.__getitem__)
     return MatmulPathChoice(matmul_path, step_ms, reason, tuple(kinds))
-
-
-def _by_kind(modules: list[tuple[str, nn.Module]]) -> dict[tuple, list[tuple[str, nn.Module]]]:
-    kinds: dict[tuple, list[tuple[str, nn.Module]]] = {}
-    for path, module in modules:
-        kinds.setdefault(_kind(path, module), []).append((path, module))
-    return kinds
 
 
 def product_seconds(module: nn.Module, rows: int) -> dict[str, float]:
