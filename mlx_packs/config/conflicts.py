@@ -3,8 +3,8 @@
 import dataclasses
 from collections.abc import Iterator
 
-from .choices import METHODS, TASKS, MethodFacts
-from .fields import Fault, Settings, facts_of, fields_where
+from .choices import METHODS, MethodFacts
+from .fields import Fault, Settings, facts_of
 
 
 class TrainConflicts(Settings):
@@ -48,10 +48,10 @@ class TrainConflicts(Settings):
         yield from self._conflicts_of_memory()
         yield from self._conflicts_of_fim()
         yield from self._conflicts_of_objective()
-        # the other tasks check the settings of the default one
-        for task in (name for name in TASKS if name not in (self.task, type(self).task)):
-            for name in self.changed(fields_where(type(self), task=task)):
-                yield Fault(name, f"needs --task {task}.", "conflict")
+        for field in dataclasses.fields(self):
+            task = facts_of(field).task
+            if task not in (None, self.task) and self.changed([field.name]):
+                yield Fault(field.name, f"needs --task {task}.", "conflict")
         if self.trains_base:
             for name in self.unfit_for_dense():
                 text = f"{getattr(self, name)} does not go with --method full."

@@ -291,17 +291,15 @@ class TrainConfig(TrainConflicts):
         "Quantize the base model while loading it.",
         choices=("none", *WEIGHT_FORMATS),
         memory=True,
-        task="lm",
         dense=("none",),
     )
     double_quant: bool = _memory(
-        True, "Double quantization: store the scales of NF4 in 8 bits.", memory=True, task="lm"
+        True, "Double quantization: store the scales of NF4 in 8 bits.", memory=True
     )
     keep: tuple[str, ...] = _memory(
         (),
         "Modules to leave dense when quantizing: names or paths, separated by commas.",
         memory=True,
-        task="lm",
     )
     compute_dtype: str = _memory(
         "auto",
@@ -313,7 +311,6 @@ class TrainConfig(TrainConflicts):
     train_fp16_fallback: bool = _memory(
         False,
         "Dequantize to float16 only the modules whose geometry cannot be probed.",
-        task="lm",
         dense=(False,),
     )
     phases: tuple[Phase, ...] = _optimization(

@@ -217,8 +217,8 @@ MISPLACED = {
 
 @pytest.mark.parametrize("name", MISPLACED)
 def test_settings_of_the_next_token_are_refused(encoder, pair_data, tmp_path, name):
-    train = settings(**{name: MISPLACED[name]})
     with raises("conflict", name):
+        train = settings(**{name: MISPLACED[name]})
         train_pack(encoder, str(pair_data["pairs"]), LORA, train, tmp_path / "pack")
     assert not (tmp_path / "pack").exists() and not (tmp_path / "pack-run").exists()
 

@@ -7,7 +7,6 @@ from ... import runtime
 from ...adapters.method import Trainable
 from ...bases.encoder import Encoder
 from ...config.choices import LOSSES, POLICIES, PolicyFacts
-from ...config.fields import fields_where
 from ...config.schema import COLUMN_SETTINGS, TrainConfig
 from ...data.pairs import (
     PairBatch,
@@ -20,7 +19,7 @@ from ...data.pairs import (
     pair_batches,
 )
 from ...data.rows import Splits
-from ...errors import PackError
+from ...errors import PackError, flag_of
 from ...evaluation.embeddings import EmbeddingScore, check_scores, score_pairs
 from ...gates import gates_text
 from ...objectives.embedding import EmbeddingObjective
@@ -112,11 +111,9 @@ class EmbeddingTask(Task):
         """Accept no setting that means nothing for an encoder."""
         super().check(name, model_type)
         train, columns = self.run.train, self.run.columns
-        misplaced = train.changed(fields_where(TrainConfig, task="lm"))
-        misplaced += [key for key in train.unfit_for_dense() if key not in misplaced]
-        misplaced += columns.changed(COLUMN_SETTINGS)
+        misplaced = train.unfit_for_dense() + columns.changed(COLUMN_SETTINGS)
         if misplaced:
-            flags = ", ".join("--" + key.replace("_", "-") for key in misplaced)
+            flags = ", ".join(map(flag_of, misplaced))
             raise PackError(
                 f"{flags}: not with --task embedding, whose base is dense in float32 and "
                 "whose examples are sentence pairs. Leave it out.",
