@@ -87,11 +87,13 @@ class GroupedLoRA(nn.Module):
         """Return the same for the output [..., sum(widths)] of one projection of several slices."""
         if self.training and self.dropout.p:
             x = self.dropout(x)
-        a = [mx.zeros((x.shape[-1], 0))] * len(widths)
-        b = [mx.zeros((0, width)) for width in widths]
-        scales = [0.0] * len(widths)
-        for at, i in enumerate(self._slots):
-            a[i], b[i], scales[i] = self.lora_a[at], self.lora_b[at], self._scales[at]
+        empty_a = mx.zeros((x.shape[-1], 0))
+        a, b, scales = [], [], []
+        for i, width in enumerate(widths):
+            at = self._slots.index(i) if i in self._slots else None
+            a.append(empty_a if at is None else self.lora_a[at])
+            b.append(mx.zeros((0, width)) if at is None else self.lora_b[at])
+            scales.append(0.0 if at is None else self._scales[at])
         return grouped_lora(x, [output], a, b, scales)[0]
 
     def of_experts(

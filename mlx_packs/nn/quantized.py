@@ -69,7 +69,7 @@ def _dequantized_rows(
     if after is not None:
         arrays = mx.depends(arrays, after)
     weight, scales, biases = arrays if "biases" in module else (*arrays, None)
-    return dequantize(weight, scales, biases, **_quantization(module))
+    return dequantize(weight, scales, biases, module.group_size, module.bits, module.mode)
 
 
 def quantized_matmul(x: mx.array, module: nn.Module) -> mx.array:
@@ -209,6 +209,7 @@ def _biased(y: mx.array, bias: mx.array | None) -> mx.array:
 def _quantized_head(module: nn.Module, dense: bool) -> FrozenHead:
     """Return a head of quantized rows; ``dense`` slices of it are dequantized, then multiplied."""
     vocab_size, width = true_shape(module)
+    how = _quantization(module)
 
     def rows(at: slice | mx.array) -> mx.array:
         if isinstance(module, NF4):
@@ -219,7 +220,6 @@ def _quantized_head(module: nn.Module, dense: bool) -> FrozenHead:
     def part(start: int, stop: int) -> HeadSlice:
         biases = module.get("biases")
         arrays = [p if p is None else p[start:stop] for p in (module.weight, module.scales, biases)]
-        how = _quantization(module)
         bias = module.bias[start:stop] if "bias" in module else None
         return HeadSlice(
             lambda h: _biased(mx.quantized_matmul(h, *arrays, **how), bias),

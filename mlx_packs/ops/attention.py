@@ -142,9 +142,10 @@ class _Seen(NamedTuple):
 
 def _first_keys(segments: mx.array) -> np.ndarray | None:
     """Return the first key [T] that a query at t sees in any row; None in a compiled step."""
-    if runtime.is_traced(segments):
+    try:
+        numbers = np.array(segments)
+    except ValueError:  # a traced array has no values
         return None
-    numbers = np.array(segments)
     starts = np.diff(numbers, axis=1, prepend=numbers[:, :1] - 1) != 0
     firsts = np.maximum.accumulate(np.where(starts, np.arange(numbers.shape[1]), 0), axis=1)
     return firsts.min(axis=0)
