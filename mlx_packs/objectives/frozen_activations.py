@@ -150,14 +150,13 @@ class FrozenActivations(Inputs):
 
     def drop_if_foreign(self) -> None:
         """Compute some examples of an earlier run again; forget all if one differs from the store."""
-        row = next(
-            (int(r) for r in self.store.stored() if self.store.get(int(r)) is not None), None
-        )
-        if row is None:
+        rows = self.store.stored().tolist()
+        intact = next((row for row in rows if self.store.get(row) is not None), None)
+        if intact is None:
             self.rows_found = 0
             return
-        for other, computed in self.compute(int(self._batch_of[row])).items():
-            stored = self.store.get(other)
+        for row, computed in self.compute(int(self._batch_of[intact])).items():
+            stored = self.store.get(row)
             if stored is not None and not self._is_same(computed, stored):
                 self.store.forget()
                 self.rows_found = 0
@@ -232,12 +231,10 @@ def open_frozen_activations(
 def frozen_blocks(attached: Attached) -> int:
     """Return how many blocks lie below the first one that carries an adapter."""
     prefixes = block_prefixes(attached.model)
-    adapted = (
-        i
-        for i, prefix in enumerate(prefixes)
-        if any(path.startswith(prefix + ".") for path in attached.specs)
-    )
-    return next(adapted, len(prefixes))
+    for i, prefix in enumerate(prefixes):
+        if any(path.startswith(prefix + ".") for path in attached.specs):
+            return i
+    return len(prefixes)
 
 
 def memory_budget(plan_bytes: int | None) -> int:
@@ -323,8 +320,7 @@ def _example_states(
 def _probe(attached: Attached, part: Callable[..., mx.array]) -> mx.array:
     """Return the states of two rows, which must come out as they do without a cache."""
     model = attached.model
-    tokens = np.random.default_rng(0).integers(0, attached.base.vocab_size, _PROBE)
-    tokens = mx.array(tokens)
+    tokens = mx.array(np.random.default_rng(0).integers(0, attached.base.vocab_size, _PROBE))
     padded = mx.pad(tokens, ((0, 0), (0, _PROBE_PADDING)))
     states = frozen_output(model, lambda: forward(model, part, padded))
     if not isinstance(states, mx.array) or states.ndim != 3 or states.shape[:2] != padded.shape:

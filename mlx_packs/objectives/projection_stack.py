@@ -7,6 +7,7 @@ with the true forward, so a run under it is evaluated on the true forward all th
 """
 
 import dataclasses
+from collections import Counter
 from dataclasses import dataclass, field
 
 import mlx.nn as nn
@@ -105,9 +106,12 @@ def graph_of(base: BaseModel, lora: LoRAConfig, train: TrainConfig) -> Graph:
     model = ProjectionStack(blocks, stack, (table_path, table) if in_memory else None, head)
     model.freeze()
     mx.eval(model.parameters())
+    note = _PROXY
+    if left_out:
+        note += f"; without {left_out}" if stack else f"; the head alone, since {left_out}"
     facts = {
         "graph": STACK,
-        "note": "; ".join(part for part in (_PROXY, _fallback(stack, left_out)) if part),
+        "note": note,
         "stack": [path for path, _ in stack],
         "blocks": len(blocks),
         "head": head[0] if head else f"{table_path}, tied and frozen",
@@ -130,7 +134,7 @@ class _MappedInputs(Inputs):
 
 
 def _table(base: BaseModel, modules: dict[str, nn.Module]) -> tuple[str, nn.Module]:
-    """Path and module of the embedding table."""
+    """Return path and module of the embedding table."""
     for path, module in modules.items():
         if path.rpartition(".")[2] in _TABLES and isinstance(module, (nn.Embedding, *EMBEDDINGS)):
             return path, module
@@ -142,7 +146,7 @@ def _table(base: BaseModel, modules: dict[str, nn.Module]) -> tuple[str, nn.Modu
 
 
 def _head(base: BaseModel, modules: dict[str, nn.Module]) -> tuple[str, nn.Module] | None:
-    """Path and module of the head; None where the embedding table is it."""
+    """Return path and module of the head; None where the embedding table is it."""
     for path, module in modules.items():
         if path.rpartition(".")[2] == _HEAD and isinstance(module, (nn.Linear, *LINEARS)):
             return path, module
@@ -164,9 +168,8 @@ def _square(
     width = (true_shape(table) if isinstance(table, EMBEDDINGS) else table.weight.shape)[1]
     stack, faults = [], []
     for block in blocks:
-        path = next(
-            (f"{block}.{tail}" for tail in _PROJECTIONS if f"{block}.{tail}" in modules), ""
-        )
+        paths = [f"{block}.{tail}" for tail in _PROJECTIONS]
+        path = next((path for path in paths if path in modules), "")
         module = modules.get(path)
         if not isinstance(module, (nn.Linear, *LINEARS)):
             faults.append(f"no {' or '.join(tail.rpartition('.')[2] for tail in _PROJECTIONS)}")
@@ -181,14 +184,5 @@ def _square(
         else:
             sizes = f"{geometry.in_features} -> {geometry.out_features}"
             faults.append(f"{geometry.name} is {sizes}, not {width} -> {width}")
-    kinds = sorted(set(faults))
-    return stack, "; ".join(
-        f"{kind} in {faults.count(kind)} of {len(blocks)} blocks" for kind in kinds
-    )
-
-
-def _fallback(stack: list, left_out: str) -> str:
-    """Return the note about blocks that have no place in the stack."""
-    if not stack:
-        return f"the head alone, since {left_out}"
-    return f"without {left_out}" if left_out else ""
+    counts = sorted(Counter(faults).items())
+    return stack, "; ".join(f"{fault} in {n} of {len(blocks)} blocks" for fault, n in counts)

@@ -1,5 +1,6 @@
 """The output folders of a run: locked while it lasts; what is there already is not lost."""
 
+import itertools
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -7,7 +8,7 @@ from pathlib import Path
 
 from ..config.schema import DataConfig
 from ..errors import PackError
-from ..files import exclusive_writer, make_folder
+from ..files import exclusive_writer, make_folder, write_errors
 from ..packs.folder import check_output
 from .run_folder import checkpoints, is_run, run_folder
 
@@ -57,19 +58,12 @@ def output_folders(
 
 def _reserved(folder: Path) -> Path:
     """Create the run folder of the first free name, with a number if needed; return the pack's."""
-    free, n = folder, 1
-    while True:
-        try:
+    for n in itertools.count(1):
+        free = folder if n == 1 else folder.with_name(f"{folder.name}-{n}")
+        with write_errors(free), suppress(FileExistsError):
             if not free.exists():
                 run_folder(free).mkdir()
                 return free
-        except FileExistsError:
-            pass
-        except OSError as error:
-            reason = error.strerror or error
-            raise PackError(f"{free}: cannot be created ({reason}).", "unwritable") from None
-        n += 1
-        free = folder.with_name(f"{folder.name}-{n}")
 
 
 def _check_run(run: Path, overwrite: bool) -> None:

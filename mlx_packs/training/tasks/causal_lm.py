@@ -102,13 +102,8 @@ class CausalLMTask(Task):
             )
         self.scorer = Scorer(trainable.model, head, self.graph.inputs.arrays)
         inputs = self.frozen or self.graph.inputs
-        return CausalLM(
-            trainable.model,
-            head,
-            inputs,
-            self.scorer.score,
-            LossOptions(train.z_loss, train.label_smoothing),
-        )
+        options = LossOptions(train.z_loss, train.label_smoothing)
+        return CausalLM(trainable.model, head, inputs, self.scorer.score, options)
 
     def summary(
         self, trainable: Trainable, objective: CausalLM, fit: Fit, sources: Sequence[str]
@@ -125,11 +120,7 @@ class CausalLMTask(Task):
         phases = phase_reports(self.dataset, sources, fit)
         return Summary(
             eval=_changes(split, before, after),
-            objective={
-                "loss_on": self.dataset.loss_on,
-                "ce_last_k": run.train.ce_last_k,
-                **facts,
-            },
+            objective={"loss_on": self.dataset.loss_on, "ce_last_k": run.train.ce_last_k, **facts},
             facts={"phases": phases} if phases else {},
             report={
                 "phases": phases,

@@ -187,11 +187,7 @@ class EmbeddingTask(Task):
         return EmbeddingScore(objective.mean_loss(batches), metrics)
 
     def summary(
-        self,
-        trainable: Trainable,
-        objective: EmbeddingObjective,
-        fit: Fit,
-        sources: Sequence[str],
+        self, trainable: Trainable, objective: EmbeddingObjective, fit: Fit, sources: Sequence[str]
     ) -> Summary:
         """Metrics on the held-out pairs."""
         before, after = (scores[self.run.goal.name].metrics for scores in fit.scores)

@@ -37,26 +37,16 @@ class Summary:
 
 
 class Task(ABC):
-    """What is learned from which examples.
+    """What is learned from which examples."""
 
-    Attributes:
-        run: the run that the task was made for.
-        lazy_base: whether the base's weights are read when they are used, not before.
-        unplanned_recompute: activation checkpointing where no memory plan is possible.
-    """
-
-    lazy_base = False
-    unplanned_recompute = "selective"
+    lazy_base = False  # whether the base's weights are read when they are used, not before
+    unplanned_recompute = "selective"  # where no memory plan is possible
 
     def __init__(self, run: Run) -> None:
         self.run = run
 
     def check(self, name: str, model_type: str) -> None:
-        """Check that the base and the settings go with the task; called before and after loading.
-
-        Raises:
-            PackError: naming the base or the setting.
-        """
+        """Check that the base and the settings go with the task; called before and after loading."""
         check_task(self.run.train.task, name, model_type)
 
     def target(self, base: Base) -> tuple[Base, LoRAConfig]:
@@ -65,11 +55,7 @@ class Task(ABC):
 
     @abstractmethod
     def encode(self, base: Base, splits: Sequence[Splits]) -> Dataset:
-        """Encode the examples of every phase.
-
-        Raises:
-            PackError: naming file and line of an example that cannot be used.
-        """
+        """Encode the examples of every phase; errors name file and line of an example."""
 
     def planned_settings(self) -> TrainConfig:
         """Return the settings to plan memory for, with ``auto`` as the task resolves it."""
