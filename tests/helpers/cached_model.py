@@ -20,7 +20,13 @@ from tests.helpers.steps import examples_of, fill_b
 
 LENGTHS = (9, 17, 5, 30, 2, 21, 12)
 TRAIN = TrainConfig(
-    iters=40, batch_size=2, max_seq_length=48, cache_frozen="on", matmul_path="quantized", seed=3
+    iters=40,
+    batch_size=2,
+    max_seq_length=48,
+    cache_frozen="on",
+    matmul_path="quantized",
+    recompute="none",
+    seed=3,
 )
 BLOCKS = 4
 
