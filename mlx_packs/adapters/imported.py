@@ -42,14 +42,9 @@ def attach_inference_only(
     tensors: Mapping[str, mx.array],
     where: str,
 ) -> None:
-    """Put tensors that are stored in full, then DoRA and embeddings' adapters, on a base.
+    """Put the tensors ``replaced``, then DoRA and embeddings' adapters, on top of trainable kinds.
 
-    Args:
-        attached: the trainable kinds, in place.
-        specs: of the inference-only adapters.
-        replaced: names of tensors that are stored in full.
-        tensors: by name on disk, of the shapes that the pack promises.
-        where: the pack, for errors.
+    Tensors have names and shapes of the pack, which errors call ``where``.
     """
     attached.swap(full_tensor_modules(attached.model, replaced, tensors, where))
     modules = dict(attached.model.named_modules())

@@ -26,9 +26,7 @@ class ModuleSpec:
     """Adapters of one projection (several slices if it is fused).
 
     Attributes:
-        path: of the projection.
         in_features: width of its input; of an embedding the vocabulary.
-        slices: of its output.
         experts: how many experts a switch linear has, each with an adapter.
         kind: ``lora``; imported adapters may be ``dora`` or ``embedding``.
         head: whether the adapter of an embedding that is the head too acts there.
@@ -98,11 +96,7 @@ def leaf_names(paths: Iterable[str]) -> list[str]:
 def check_shapes(
     expected: Mapping[str, tuple[int, ...]], actual: Mapping[str, tuple[int, ...]], where: str
 ) -> None:
-    """Check names and shapes of tensors.
-
-    Raises:
-        PackError: listing what is missing, unexpected or misshaped.
-    """
+    """Raise a PackError that lists which tensors are missing, unexpected or misshaped."""
     names = [n for n in expected if n not in actual] + [n for n in actual if n not in expected]
     names += [n for n in expected if n in actual and actual[n] != expected[n]]
     faults = [

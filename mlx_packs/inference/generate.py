@@ -11,10 +11,7 @@ def chat_prompt(
 ) -> list[int]:
     """Return the tokens of a conversation up to the assistant's next turn, by the chat template.
 
-    Args:
-        base: the base, with its tokenizer.
-        messages: mappings with ``role`` and ``content``.
-        tools: descriptions of the functions that may be called.
+    Messages have ``role`` and ``content``; ``tools`` describe the functions that may be called.
     """
     if not base.tokenizer.has_chat_template:
         raise PackError(
@@ -77,14 +74,7 @@ def stream_batch(
     """Yield (index of the prompt, token) for many prompts, greedily, ``batch_size`` at a time.
 
     Batching is continuous, by mlx-lm: prompts of different lengths share a batch, and when one has
-    ended the next takes its place.
-
-    Args:
-        base: the base, alone or with a pack.
-        prompts: tokens of each.
-        max_tokens: for each prompt, or one number for all.
-        batch_size: how many are generated together.
-        stop: whether a text ends at the end of its turn; else it has ``max_tokens`` tokens.
+    ended the next takes its place. Without ``stop`` each text has exactly ``max_tokens`` tokens.
 
     Raises:
         PackError: the model's cache cannot be batched, or a prompt is empty.

@@ -91,16 +91,8 @@ def measure_throughput(
     """Return the throughput of the base with each pack (None: alone) on a batch of prompts.
 
     Each runs once to warm up; then they alternate, forth and back, so that a machine that slows
-    down or speeds up favours none.
-
-    Args:
-        base: the base.
-        packs: what is compared.
-        prompts: tokens of each, all of one length.
-        max_tokens: of each completion, 2 or more.
-        rounds: how often each is measured.
-        matmul_path: how the frozen weights are used.
-        advance: called after each measurement.
+    down or speeds up favours none. Prompts have one length; after each measurement ``advance`` is
+    called.
     """
     check_max_tokens(max_tokens)
     timings: list[list[Timing]] = [[] for _ in packs]

@@ -199,9 +199,6 @@ def load_base_for(
     """Load a pack's base, checked from headers first and quantized as the pack was trained.
 
     Without a pack, load the base as it is.
-
-    Raises:
-        PackError: the model is another base.
     """
     if pack is None:
         return load_base(model, trust_remote_code=trust_remote_code)

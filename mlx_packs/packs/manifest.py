@@ -196,11 +196,7 @@ def read_manifest(file: Path) -> dict:
 
 
 def check_manifest(manifest: dict, with_files: bool = True) -> None:
-    """Check every key that is read; ``with_files`` those of the pack's files, too.
-
-    Raises:
-        ValueError: a key is missing or faulty.
-    """
+    """Raise a ValueError if a key is missing or faulty; ``with_files`` those of files, too."""
     _check_keys(manifest, _KEYS)
     if with_files:
         _check_keys(manifest, _FILES)
@@ -221,11 +217,7 @@ def check_manifest(manifest: dict, with_files: bool = True) -> None:
 
 
 def check_quantization(key: str, quantization: object) -> None:
-    """Check what MLX needs to know of quantized weights.
-
-    Raises:
-        ValueError: an entry is missing or faulty.
-    """
+    """Raise a ValueError if what MLX needs to know of quantized weights is missing or faulty."""
     _check(key, quantization, "a mapping")
     _check_keys(quantization, _QUANTIZATION, key)
     _check(f"{key}.mode", quantization.get("mode", "affine"), "text")

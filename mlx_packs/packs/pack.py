@@ -66,12 +66,9 @@ class Pack:
 
     @classmethod
     def of(cls, attached: Trainable, dtype: str = "float32", **facts: object) -> "Pack":
-        """Return the pack of trained parameters.
+        """Return the pack of trained parameters, with tensors of a dtype.
 
-        Args:
-            attached: the parameters, on their base.
-            dtype: of its tensors; those of `round_adapters` lose nothing.
-            facts: optional parts of the manifest.
+        ``facts`` are optional parts of the manifest.
         """
         adapters = {
             "parameters": attached.parameter_count(),
@@ -94,15 +91,8 @@ class Pack:
     ) -> "Pack":
         """Return the pack of adapters that come from elsewhere, each checked against the base.
 
-        Args:
-            base: what they are for; none of its weights is read.
-            specs: the adapters.
-            tensors: their factors, by name on disk.
-            full_tensors: tensors of the base that are stored in full, by name.
-            facts: optional parts of the manifest.
-
-        Raises:
-            PackError: they do not fit the base.
+        Tensors have their names on disk; ``full_tensors`` replace those of the base. ``facts`` are
+        optional parts of the manifest.
         """
         full_tensors = full_tensors or {}
         factors = [shape for spec in specs.values() for shape in spec.shapes.values()]
@@ -134,11 +124,7 @@ class Pack:
         return cls(open_folder(folder), None, folder)
 
     def verify(self) -> None:
-        """Hash every file of a saved pack.
-
-        Raises:
-            PackError: a hash differs from the manifest's.
-        """
+        """Raise a PackError if the hash of a file of a saved pack differs from the manifest's."""
         verify_hashes(self.path, self.manifest)
 
     def load_tensors(self) -> Mapping[str, mx.array]:
@@ -237,11 +223,7 @@ class Pack:
         atomic_write(self.path / MANIFEST, to_json(self.manifest))
 
     def check_base(self, base: BaseModel) -> None:
-        """Compare the pack's base with a loaded one, and how encoders pool.
-
-        Raises:
-            PackError: they differ.
-        """
+        """Raise a PackError unless a base is the one that the pack was trained on."""
         self._check_base(base.name, base.fingerprint, base.config, base.quantization)
         self._check_reading(base)
 
@@ -287,14 +269,7 @@ class Pack:
                 )
 
     def check_checkpoint(self, model: str | Path) -> tuple[Path, dict]:
-        """Compare the pack's base with a checkpoint, from headers and config.json alone.
-
-        Returns:
-            The checkpoint's folder and config.
-
-        Raises:
-            PackError: it is another base.
-        """
+        """Return folder and config of a checkpoint, once its headers are those of the pack's base."""
         path, config = _read_checkpoint(model)
         stored = config.get("quantization")
         if not stored and (is_converted_on_loading(config) or self.quantize_for(config) != "none"):
@@ -315,11 +290,7 @@ class Pack:
         return {"double_quant": bool(q.get("double_quant")), "keep": tuple(q.get("keep") or ())}
 
     def attach(self, base: BaseModel, matmul_path: str = "quantized") -> Attached:
-        """Attach this pack to its base.
-
-        Raises:
-            PackError: it does not fit.
-        """
+        """Attach this pack to its base, which is checked."""
         self.check_base(base)
         tensors = self.load_tensors()
         fallback = bool(self.part("recipe").get("train_fp16_fallback"))
@@ -341,11 +312,7 @@ class Pack:
 
 
 def round_adapters(attached: Trainable, dtype: str) -> None:
-    """Round every adapter to a dtype, so that a pack of that dtype loses nothing.
-
-    Raises:
-        PackError: a number is too large for it.
-    """
+    """Round every adapter to a dtype, so that a pack of that dtype loses nothing."""
     rounded = {n: t.astype(getattr(mx, dtype)) for n, t in attached.tensors().items()}
     for name, tensor in rounded.items():
         if not mx.isfinite(tensor).all().item():

@@ -67,8 +67,7 @@ def weighted_sum(packs: Sequence[tuple[Pack, float]]) -> Pack:
     One pack with weight 1 is returned unchanged. Recipe and objective keep what all agree on.
 
     Raises:
-        PackError: there is no pack, one is listed twice or is for another base than the first, or
-            one is not a sum of low-rank deltas.
+        PackError: there is no pack, one is listed twice, or they cannot be added up.
     """
     if not packs:
         raise PackError("--pack: there is no pack to add up.")
