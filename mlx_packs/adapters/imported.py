@@ -5,7 +5,7 @@ with the rest.
 """
 
 import copy
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 import mlx.nn as nn
 
@@ -38,7 +38,7 @@ def is_inference_only(spec: ModuleSpec) -> bool:
 def attach_inference_only(
     attached: Attached,
     specs: Specs,
-    replaced: Iterable[str],
+    replaced: Collection[str],
     tensors: Mapping[str, mx.array],
     where: str,
 ) -> None:
@@ -46,6 +46,7 @@ def attach_inference_only(
 
     Tensors have names and shapes of the pack, which errors call ``where``.
     """
+    attached.inference_only = bool(specs or replaced)
     attached.swap(full_tensor_modules(attached.model, replaced, tensors, where))
     modules = dict(attached.model.named_modules())
     attached.swap([(p, _adapted(modules.get(p), s, tensors, where)) for p, s in specs.items()])

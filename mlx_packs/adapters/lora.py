@@ -35,6 +35,7 @@ class Attached:
     Attributes:
         slots: the adapters in memory, by path of the projection.
         frozen: the base's own modules, by path of the projection.
+        inference_only: whether there is more on the base, which is applied but not trained.
     """
 
     method = "lora"
@@ -50,7 +51,9 @@ class Attached:
         self.notes = notes
         self.slots: dict[str, Slot] = {}
         self.frozen: dict[str, nn.Module] = {}
+        self.inference_only = False
         self._originals: list[tuple[str, nn.Module]] = []
+        self._suspended: list[tuple[str, nn.Module]] = []
 
     @property
     def details(self) -> str:
@@ -87,10 +90,28 @@ class Attached:
             replace_modules(self.model, [self._originals.pop()])
         self.model.eval()
 
-    def installed_modules(self) -> tuple[list[tuple[str, nn.Module]], list[tuple[str, nn.Module]]]:
-        """Return the base's own modules that were replaced, and those installed instead."""
+    def suspend(self) -> None:
+        """Put the base's own modules back and drop the adapters, for `resume` with others."""
+        if self.model.training:
+            self.model.eval()  # as detaching does; the modules must not come back in training
+        self._suspended = self._suspended or self.installed_modules()
+        replace_modules(self.model, self._originals)
+        empty = mx.zeros(())
+        for slot in self.slots.values():
+            for factors in (slot.lora.lora_a, slot.lora.lora_b):
+                factors[:] = [empty] * len(factors)
+
+    def resume(self, tensors: Mapping[str, mx.array], where: str) -> None:
+        """Put the modules that `suspend` took off on the base again, with other adapters."""
+        self.load(tensors, where)
+        replace_modules(self.model, self._suspended)
+        if self.model.training:
+            self.model.eval()
+
+    def installed_modules(self) -> list[tuple[str, nn.Module]]:
+        """Return the modules that stand in for the base's own."""
         current = dict(self.model.named_modules())
-        return list(self._originals), [(path, current[path]) for path, _ in self._originals]
+        return [(path, current[path]) for path, _ in self._originals]
 
     def tensors(self) -> dict[str, mx.array]:
         """Return adapters by name on disk: ``<path>.lora_a`` [in, r], ``<path>.lora_b`` [r, out].
@@ -121,13 +142,6 @@ class Attached:
     def load(self, tensors: Mapping[str, mx.array], where: str) -> None:
         """Set all adapters from tensors named as on disk."""
         load_slots(self.slots, tensors, where)
-
-    def clear(self) -> None:
-        """Drop the arrays of all adapters; `load` sets them again."""
-        empty = mx.zeros(())
-        for slot in self.slots.values():
-            for factors in (slot.lora.lora_a, slot.lora.lora_b):
-                factors[:] = [empty] * len(factors)
 
     def parameter_count(self) -> int:
         """Return the number of trainable parameters."""

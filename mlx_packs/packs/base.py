@@ -1,16 +1,14 @@
 """A base model that packs are swapped on, in milliseconds and without loading anything again.
 
 Adapters of the same targets, ranks and scales are replaced in place, arrays alone. For others the
-modules around them are swapped; the slots of the last few packs are kept, without their adapters,
-so that going back and forth builds nothing.
+modules around them are swapped; those of the last few packs are kept, without their arrays, so that
+going back and forth builds nothing.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-
-import mlx.nn as nn
 
 from ..adapters.lora import Attached
 from ..bases.files import TINY
@@ -26,40 +24,16 @@ from .weighted_sum import as_pack
 OnePack = str | Path | Pack
 Packs = OnePack | Mapping[str | Path, float] | Sequence[tuple[OnePack, float]]
 
-_IDLE_SLOTS = 4
-
-
-@dataclass(frozen=True, eq=False)
-class AdapterSlots:
-    """Modules that hold adapters of one shape, and the base's own in their places.
-
-    With something ``beyond_lora`` in them (as of `Pack`) they serve one pack only.
-    """
-
-    beyond_lora: str
-    attached: Attached
-    own: list[tuple[str, nn.Module]]
-    modules: list[tuple[str, nn.Module]]
-
-    def fits(self, pack: Pack) -> bool:
-        """Return whether they are made for the pack's targets, ranks and scales."""
-        if self.beyond_lora or pack.beyond_lora:
-            return False
-        return self.attached.specs == pack.specs
+_SUSPENDED = 4  # adapters that are kept, without their arrays
 
 
 @dataclass(frozen=True, eq=False)
 class ActivePack:
-    """The pack on a base, the slots that hold its adapters, and how frozen weights are used."""
+    """The pack on a base, its adapters there, and how frozen weights are used."""
 
     pack: Pack
-    slots: AdapterSlots
+    attached: Attached
     matmul_path: str
-
-    @property
-    def attached(self) -> Attached:
-        """The adapters on the base."""
-        return self.slots.attached
 
 
 @dataclass
@@ -67,9 +41,7 @@ class Base(BaseModel):
     """A frozen base model with its tokenizer, on which packs are applied and swapped."""
 
     active: ActivePack | None = field(default=None, init=False, repr=False, compare=False)
-    idle_slots: list[AdapterSlots] = field(
-        default_factory=list, init=False, repr=False, compare=False
-    )
+    suspended: list[Attached] = field(default_factory=list, init=False, repr=False, compare=False)
 
     @contextmanager
     def applied(self, pack: Packs, matmul_path: str = "quantized") -> Iterator["Base"]:
@@ -106,9 +78,9 @@ class Base(BaseModel):
         if after is not None:
             after.check_base(self)
             tensors = after.load_tensors()
-            if before and before.matmul_path == matmul_path and before.slots.fits(after):
+            if before and before.matmul_path == matmul_path and _fits(before.attached, after):
                 before.attached.load(tensors, after.name)
-                self.active = ActivePack(after, before.slots, matmul_path)
+                self.active = ActivePack(after, before.attached, matmul_path)
                 return
         self._deactivate()
         if after is None:
@@ -121,34 +93,35 @@ class Base(BaseModel):
             raise
 
     def _activate(self, pack: Pack, matmul_path: str) -> None:
-        slots = next((s for s in self.idle_slots if s.fits(pack)), None)
-        if slots is None or not MATMUL_PATHS[matmul_path].in_place:
+        attached = next((other for other in self.suspended if _fits(other, pack)), None)
+        if attached is None or not MATMUL_PATHS[matmul_path].in_place:
             attached = pack.attach(self, matmul_path)
-            slots = AdapterSlots(pack.beyond_lora, attached, *attached.installed_modules())
-            mx.eval([module.parameters() for _, module in slots.modules])  # DoRA's norms
+            modules = attached.installed_modules()
+            mx.eval([module.parameters() for _, module in modules])  # DoRA's norms
         else:
-            slots.attached.load(pack.load_tensors(), pack.name)
-            self.idle_slots.remove(slots)
-            replace_modules(self.model, slots.modules)
-            if self.model.training:
-                self.model.eval()
-        self.active = ActivePack(pack, slots, matmul_path)
+            attached.resume(pack.load_tensors(), pack.name)
+            self.suspended.remove(attached)
+        self.active = ActivePack(pack, attached, matmul_path)
 
     def _deactivate(self) -> None:
-        """Put the base's own modules back; keep the adapter slots, if nothing was copied for them."""
+        """Put the base's own modules back; keep those for adapters, if nothing was copied."""
         active, self.active = self.active, None
         if active is None:
             return
-        has_copies = active.slots.beyond_lora or active.attached.notes
+        attached = active.attached
+        has_copies = attached.inference_only or attached.notes
         if has_copies or not MATMUL_PATHS[active.matmul_path].in_place:
-            active.attached.detach()
+            attached.detach()
             return
-        if self.model.training:
-            self.model.eval()  # as detaching does; idle slots must not come back in training
-        replace_modules(self.model, active.slots.own)
-        active.attached.clear()
-        self.idle_slots.insert(0, active.slots)
-        del self.idle_slots[_IDLE_SLOTS:]
+        attached.suspend()
+        self.suspended = [attached, *self.suspended[: _SUSPENDED - 1]]
+
+
+def _fits(attached: Attached, pack: Pack) -> bool:
+    """Return whether a pack has the targets, ranks and scales of adapters, and nothing else."""
+    if attached.inference_only or pack.beyond_lora:
+        return False
+    return attached.specs == pack.specs
 
 
 def load_base(

@@ -159,7 +159,7 @@ def test_dense_path_is_kept_while_packs_of_one_shape_are_swapped(shared_tiny, pa
             assert shared_tiny.active.attached is first
             assert isinstance(shared_tiny.model.layers[0].self_attn.k_proj, nn.Linear)
     assert same(logits(shared_tiny), plain) and all(
-        f.attached is not first for f in shared_tiny.idle_slots
+        attached is not first for attached in shared_tiny.suspended
     )
 
 
