@@ -33,10 +33,8 @@ def show_mask(recipe: Recipe, display: Display) -> None:
         console.print(Text(f"{example['where']}: {targets}", "bold"))
         text = Text()
         for span in example["spans"]:
-            if colour:
-                text.append(span["text"], "green" if span["learned"] else "dim")
-            else:
-                text.append(f"⟦{span['text']}⟧" if span["learned"] else span["text"])
+            shown = f"⟦{span['text']}⟧" if span["learned"] and not colour else span["text"]
+            text.append(shown, "green" if span["learned"] else "dim")
         console.print(text)
     display.line("mask", f"loss on {loss_on}; --loss-on all, completion or assistant")
 
