@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import click
 
 from ..display import size
+from ..gates import gates_text
 from . import options
 from .options import option
 from .output import print_report
@@ -116,8 +117,7 @@ def _adapter_lines(pack: "Pack") -> list[str]:
 
 
 def _training_lines(pack: "Pack") -> list[str]:
-    from ..gates import gates_text
-    from ..packs.card import format_change, format_result, graph_lines, phase_lines
+    from ..packs.card import format_change, graph_lines, phase_lines
 
     lines = []
     objective = pack.part("objective")
@@ -129,14 +129,9 @@ def _training_lines(pack: "Pack") -> list[str]:
         lines.append(f"data    {data.get('source')} · {rows or '?'} examples · {learned}")
     lines += [f"graph   {line}" for line in graph_lines(objective)]
     result = pack.part("eval")
-    before, after = (format_result(result, when) for when in ("before", "after"))
-    if before and after:
-        lines.append(
-            f"eval    held-out PPL {before} → {after} on {result.get('rows', '?')} "
-            f"{result.get('split', '?')} examples"
-        )
-    elif moved := format_change(result):
-        lines.append(f"eval    held-out {moved} on {result.get('rows', '?')} examples")
+    if change := format_change(result):
+        held_out = f"{result.get('rows', '?')} {result.get('split', '?')} examples"
+        lines.append(f"eval    held-out {change} on {held_out}")
     lines += [f"phase   {line}" for line in phase_lines(pack.manifest.get("phases") or ())]
     if gates := pack.part("gates"):
         lines.append(f"gates   {gates_text(gates).removeprefix(' · ')}")

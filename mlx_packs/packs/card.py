@@ -100,7 +100,10 @@ def format_metrics(metrics: Mapping[str, float]) -> str:
 
 
 def format_change(result: Mapping) -> str:
-    """Return metrics of embeddings before and after as text; empty without any."""
+    """Return perplexity or metrics of embeddings before and after as text; empty without any."""
+    ppl_before, ppl_after = (format_result(result, when) for when in ("before", "after"))
+    if ppl_before and ppl_after:
+        return f"PPL {ppl_before} → {ppl_after}"
     names = [n for n in METRICS if all(f"{n}_{when}" in result for when in ("before", "after"))]
     before, after = ({n: result[f"{n}_{when}"] for n in names} for when in ("before", "after"))
     return f"{format_metrics(before)} → {format_metrics(after)}" if names else ""

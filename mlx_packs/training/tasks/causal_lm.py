@@ -18,7 +18,7 @@ from ...objectives.frozen_activations import FrozenActivations, open_frozen_acti
 from ...objectives.projection_stack import TRANSFORMER, Graph, graph_of
 from ...objectives.sequence_packing import prepare_packing
 from ...packs.base import Base
-from ...packs.card import format_result, phase_lines
+from ...packs.card import format_change, phase_lines
 from ...packs.pack import Pack
 from ..fit import Fit
 from ..phases import OWN
@@ -137,8 +137,7 @@ class CausalLMTask(Task):
         drop = 1 - report["ppl_after"] / report["ppl_before"]
         held_out, objective, sample = report["held_out"], report["objective"], report["sample"]
         lines = [
-            f"done    held-out PPL {format_result(report, 'before')} → "
-            f"{format_result(report, 'after')} ({-drop:+.0%}) on "
+            f"done    held-out {format_change(report)} ({-drop:+.0%}) on "
             f"{held_out['rows']} {held_out['split']} examples{gates_text(report['gates'])}",
             *(f"phase   {line}" for line in phase_lines(report["phases"])),
         ]
