@@ -8,6 +8,7 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 from mlx.utils import tree_flatten
+from mlx_lm import load
 
 from mlx_packs import LoRAConfig, Pack, TrainConfig, evaluate, load_base, merge_pack, train_pack
 from mlx_packs.adapters.full import unfreeze
@@ -323,8 +324,6 @@ def test_the_pack_computes_what_was_measured_in_the_run(full_run, dense_tiny, fu
 
 
 def test_stock_mlx_lm_loads_the_pack_over_its_base(full_run, dense_tiny, tmp_path):
-    from mlx_lm import load
-
     export_pack(full_run.pack, "mlx-lm", tmp_path / "theirs")
     tokens = mx.array(TOKENS)
     base = load_base(dense_tiny)

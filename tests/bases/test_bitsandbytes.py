@@ -6,6 +6,7 @@ import json
 import numpy as np
 import pytest
 
+from mlx_packs.bases import loading
 from mlx_packs.bases.bitsandbytes import from_bitsandbytes, to_bitsandbytes
 from mlx_packs.bases.quantization import QuantizeOptions
 from mlx_packs.bases.writer import quantize
@@ -278,8 +279,6 @@ def transformers_model(bnb, request, tmp_path):
 
 
 def logits_here(folder, monkeypatch) -> np.ndarray:
-    from mlx_packs.bases import loading
-
     monkeypatch.setattr(loading, "load_tokenizer", lambda *_: None)
     return np.array(loading.load_base_model(folder).model(mx.arange(1, 33)[None]))
 

@@ -10,6 +10,7 @@ from importlib import metadata
 import mlx.nn as nn
 import pytest
 from mlx.utils import tree_flatten
+from mlx_lm.utils import _get_classes
 
 from mlx_packs.adapters import lora as adapters
 from mlx_packs.adapters.lora import attach
@@ -182,8 +183,6 @@ def test_family_without_gradient_on_metal_is_rejected_there_alone(monkeypatch):
 
 
 def test_mistral_is_grouped_as_llama_is():
-    from mlx_lm.utils import _get_classes
-
     model, _ = _get_classes({"model_type": "mistral"})
     assert model.__module__ == "mlx_lm.models.llama" and DOCUMENTED["llama"] == "grouped"
 

@@ -5,6 +5,8 @@ import shutil
 from pathlib import Path
 
 import pytest
+from mlx_lm.convert import convert
+from mlx_lm.utils import load_model
 
 from mlx_packs import files
 from mlx_packs.bases import files as base_files
@@ -76,8 +78,6 @@ def test_an_nf4_folder_is_the_base_that_is_quantized_on_loading(
 
 @pytest.mark.parametrize("bits, group_size", [(4, 64), (8, 32), (3, 64)])
 def test_affine_is_what_mlx_lm_convert_writes(dense_checkpoint, tmp_path, bits, group_size):
-    from mlx_lm.convert import convert
-
     convert(str(dense_checkpoint), tmp_path / "theirs", True, group_size, bits)
     options = QuantizeOptions(MLXFormat("affine", bits, group_size), max_shard_gb=SMALL_SHARDS)
     quantize.quantize(dense_checkpoint, tmp_path / "ours", options)
@@ -160,8 +160,6 @@ def test_a_folder_has_an_index_a_tokenizer_and_the_hash_of_every_shard(dense_che
 
 
 def test_stock_mlx_lm_loads_mixed_affine_bits(dense_checkpoint, tmp_path):
-    from mlx_lm.utils import load_model
-
     options = QuantizeOptions(MLXFormat(), bits_for=(("down_proj", 8),), keep=("lm_head",))
     quantize.quantize(dense_checkpoint, tmp_path / "q", options)
     model, _ = load_model(tmp_path / "q")

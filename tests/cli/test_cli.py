@@ -6,8 +6,10 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import mlx.nn as nn
 import pytest
 from click.testing import CliRunner, Result
+from mlx_lm.utils import load
 
 from mlx_packs import LoRAConfig, Pack, TrainConfig, load_base, train_pack
 from mlx_packs.bases.files import tiny_checkpoint
@@ -77,9 +79,6 @@ def test_eval_limit_counts_examples(answers, limit, rows):
 
 def test_eval_agrees_with_stock_mlx_lm_on_the_same_rows(answers):
     """Perplexity of base and pack by mlx-lm's loader and forward, row by row."""
-    import mlx.nn as nn
-    from mlx_lm.utils import load
-
     report = json.loads(
         invoke("eval", answers / "pack", "--data", answers / "rows", "--json").stdout
     )
@@ -189,9 +188,6 @@ def test_manifest_and_card_hold_no_path_of_this_machine(answers):
 
 
 def test_attached_merged_and_stock_mlx_lm_give_the_same_logits(answers):
-    import mlx.nn as nn
-    from mlx_lm.utils import load
-
     base = load_base("tiny")
     probe = mx.random.randint(0, 4000, (2, 48))
     plain = base.model(probe)

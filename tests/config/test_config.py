@@ -3,6 +3,7 @@
 import json
 
 import pytest
+import yaml
 
 from mlx_packs.config.parse import read_yaml
 from mlx_packs.config.recipe import Recipe, resolve
@@ -219,8 +220,6 @@ def test_read_yaml_reads_numbers_without_a_dot_wherever_they_stand(tmp_path):
 
 
 def test_read_yaml_does_not_change_pyyaml_itself(tmp_path):
-    import yaml
-
     before = {k: list(v) for k, v in yaml.SafeLoader.yaml_implicit_resolvers.items()}
     yaml_of(tmp_path, "a: 1e-5")
     assert before == {k: list(v) for k, v in yaml.SafeLoader.yaml_implicit_resolvers.items()}

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from mlx_lm import generate, load
 from mlx_lm.tuner.utils import load_adapters
 from mlx_lm.utils import load_model
 
@@ -154,8 +155,6 @@ def test_stock_mlx_lm_loads_an_export_and_gives_the_same_logits(kind, bases, tmp
 
 
 def test_stock_mlx_lm_generates_with_a_pack_and_an_export_of_ranks(bases, tmp_path):
-    from mlx_lm import generate, load
-
     pack = pack_with(bases["qwen3"], tmp_path / "pack", rank=4, target_modules=("q_proj",))
     ragged = pack_with(bases["qwen3"], tmp_path / "ragged", **RAGGED)
     export_pack(ragged, "mlx-lm", tmp_path / "out")

@@ -1,12 +1,15 @@
 """Packs beside peft and transformers themselves: the same logits in fp32, both ways."""
 
 import copy
+import importlib
 import json
 import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
+from mlx import nn
+from mlx_lm.utils import MODEL_REMAPPING
 
 from mlx_packs import Pack, load_base
 from mlx_packs.bases.files import tiny_checkpoint
@@ -217,11 +220,7 @@ def test_modules_to_save_and_embeddings_of_peft(transformers_base, tmp_path):
     "family", [f for f in peft_format._SAME_NAMES if architecture_of(f) == "decoder"]
 )
 def test_mlx_lm_and_transformers_name_the_modules_of_a_family_alike(family):
-    import importlib
-
     import torch
-    from mlx import nn
-    from mlx_lm.utils import MODEL_REMAPPING
     from transformers import AutoConfig, AutoModelForCausalLM
 
     some = {"num_experts": 4, "num_local_experts": 4, "head_dim": 128} if "mo" in family else {}

@@ -5,6 +5,8 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from mlx_packs import DataConfig, LoRAConfig, TrainConfig, train_pack
 from mlx_packs.bases.files import tiny_checkpoint
@@ -181,9 +183,6 @@ def test_what_is_too_much_goes_from_the_far_ends():
 
 
 def test_a_part_of_a_text_has_no_space_that_the_tokenizer_puts_before_a_text():
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
     vocab = {"<unk>": 0, "▁": 1, "a": 2, "b": 3, "\n": 4, "▁a": 5}
     metaspace = Tokenizer(models.BPE(vocab, [("▁", "a")], unk_token="<unk>"))
     metaspace.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always", split=False)

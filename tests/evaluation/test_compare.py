@@ -7,8 +7,10 @@ import math
 import shutil
 from pathlib import Path
 
+import mlx.nn as nn
 import numpy as np
 import pytest
+from mlx_lm.utils import load
 
 from mlx_packs import evaluate, evaluate_batch, load_base, weighted_sum
 from mlx_packs.bases.files import tiny_checkpoint
@@ -55,9 +57,6 @@ def packs_here(packs_folder, tmp_path, monkeypatch) -> Path:
 @functools.cache
 def stock_perplexity(adapter: Path | None) -> float:
     """By mlx-lm's own loader, forward and loss, row by row."""
-    import mlx.nn as nn
-    from mlx_lm.utils import load
-
     model, tokenizer = load(str(tiny_checkpoint()), adapter_path=adapter and str(adapter))
     total, count = 0.0, 0
     for row in ROWS:

@@ -5,18 +5,15 @@ import itertools
 
 import numpy as np
 
-from mlx_packs import LoRAConfig, TrainConfig
-from mlx_packs.adapters.lora import attach
+from mlx_packs import TrainConfig
 from mlx_packs.data.batches import Batch, training_batches
 from mlx_packs.data.encoding import Examples
 from mlx_packs.data.sampler import Sampler
 from mlx_packs.display import NORMAL, QUIET, Display
-from mlx_packs.objectives.causal_lm import split_head
 from mlx_packs.objectives.frozen_activations import open_frozen_activations
-from mlx_packs.objectives.sequence_packing import prepare_packing
 from mlx_packs.packs.base import Base
 from tests.helpers.models import SMALL_FAMILIES, base_of
-from tests.helpers.steps import examples_of, fill_b
+from tests.helpers.steps import adapted, examples_of
 
 LENGTHS = (9, 17, 5, 30, 2, 21, 12)
 TRAIN = TrainConfig(
@@ -57,13 +54,9 @@ class CachedModel:
 
     def __init__(self, base: Base | None = None, train: TrainConfig = TRAIN, num_layers: int = 1):
         base = base or base_of_blocks()
-        self.attached = attach(base, LoRAConfig(rank=2, num_layers=num_layers))
-        fill_b(self.attached)
-        self.attached.recompute(train.recomputes)
-        self.model, self.head = base.model, split_head(base.model)
-        if train.packing:
-            prepare_packing(self.attached, self.head, train.max_seq_length, base.vocab_size)
-        self.model.train()
+        length = train.max_seq_length if train.packing else None
+        self.attached, self.head = adapted(base, num_layers, train.recomputes, length)
+        self.model = base.model
         self.lines: list[tuple[str, int]] = []
         display = Display(QUIET)
         display.line = lambda label, text, level=NORMAL: self.lines.append((text, level))

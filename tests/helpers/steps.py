@@ -12,7 +12,9 @@ from mlx_packs.adapters.lora import Attached, attach
 from mlx_packs.data.batches import Batch
 from mlx_packs.data.encoding import Example
 from mlx_packs.objectives.causal_lm import CausalLM, Head, as_arrays, split_head
+from mlx_packs.objectives.sequence_packing import prepare_packing
 from mlx_packs.optim import make_optimizer
+from mlx_packs.packs.base import Base
 from mlx_packs.runtime import mx
 from mlx_packs.training.step import Stepper
 from tests.helpers.models import base_of
@@ -39,6 +41,30 @@ def fill_b(attached: Attached) -> None:
 def loss_sum(model: nn.Module, head: Head | None, *arrays: mx.array) -> mx.array:
     """The sum of the targets' losses, weighted."""
     return CausalLM(model, head).loss(*arrays)[0]
+
+
+def adapted(
+    base: Base,
+    num_layers: int = -1,
+    recompute: str = "none",
+    packed_length: int | None = None,
+) -> tuple[Attached, Head | None]:
+    """Adapters of rank 2 that are not zero, in training mode, and the head of their model.
+
+    Args:
+        base: its top blocks get the adapters.
+        num_layers: how many blocks; -1 is all.
+        recompute: activation checkpointing.
+        packed_length: of packed sequences; None is without packing.
+    """
+    attached = attach(base, LoRAConfig(rank=2, num_layers=num_layers))
+    fill_b(attached)
+    attached.recompute(recompute)
+    head = split_head(base.model)
+    if packed_length:
+        prepare_packing(attached, head, packed_length, base.vocab_size)
+    base.model.train()
+    return attached, head
 
 
 def lm_stepper(

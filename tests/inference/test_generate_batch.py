@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 from mlx_lm.generate import generate_step
+from mlx_lm.models import cache
 
 from mlx_packs.inference.generate import complete, complete_batch, stream_batch
 from mlx_packs.runtime import mx
@@ -66,7 +67,6 @@ def test_stream_batch_admits_the_next_prompt_when_one_has_ended(shared_tiny):
 def test_stream_batch_rejects_empty_prompts_and_states_without_batches(shared_tiny, monkeypatch):
     with raises("invalid", "prompts", "prompt"):
         list(stream_batch(shared_tiny, [[1], []]))
-    from mlx_lm.models import cache
 
     class Lone:
         pass

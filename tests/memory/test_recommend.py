@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.plan_table import CONFIGS, headers_of, rows
 from mlx_packs import LoRAConfig, TrainConfig, runtime
 from mlx_packs.cli.recipe import read_recipes, recipe_of
 from mlx_packs.cli.train import train as train_command
@@ -289,8 +290,6 @@ def test_a_plan_for_another_device_is_that_of_the_device(tmp_path, run):
 
 
 def test_the_table_of_bases_says_what_each_way_needs():
-    from benchmarks.plan_table import CONFIGS, headers_of, rows
-
     for name in ("llama-3-8b", "qwen3-4b"):
         config, real = CONFIGS[name], dense_headers(name).config
         assert all(
@@ -308,8 +307,6 @@ def test_the_table_of_bases_says_what_each_way_needs():
 
 @pytest.mark.slow
 def test_the_table_of_bases_in_the_docs_is_what_is_planned():
-    from benchmarks.plan_table import CONFIGS, headers_of, rows
-
     docs = (Path(__file__).parents[2] / "docs" / "systems.md").read_text(encoding="utf-8")
     with runtime.assumed_device("gpu"):
         for name in CONFIGS:

@@ -8,6 +8,9 @@ import shutil
 
 import mlx.nn as nn
 import pytest
+from mlx_lm.models.switch_layers import SwitchLinear
+from mlx_lm.tuner.utils import load_adapters
+from mlx_lm.utils import save_config
 
 from mlx_packs.adapters.lora import attach
 from mlx_packs.bases.files import tiny_checkpoint
@@ -75,8 +78,6 @@ def test_a_switch_linear_whose_tensors_contradict_is_named():
 
 @pytest.mark.parametrize("bits", [None, 4])
 def test_merged_experts_give_the_attached_forward(bits):
-    from mlx_lm.models.switch_layers import SwitchLinear
-
     base = family_base("gpt_oss", bits)  # its experts have a bias
     attached = attach(base, LoRAConfig(rank=RANK, target_modules=expert_paths(base.model)))
     randomized(attached)
@@ -96,8 +97,6 @@ def test_merged_experts_give_the_attached_forward(bits):
 @pytest.mark.parametrize("tokens", [5, 37])  # below 64 rows experts are not sorted
 @pytest.mark.parametrize("family", ["qwen3_moe", "nemotron_h", "longcat_flash"])
 def test_stock_mlx_lm_opens_a_pack_with_experts(family, tokens, tmp_path):
-    from mlx_lm.tuner.utils import load_adapters
-
     base = family_base(family, 4)
     targets, path = targets_of(base, RANK), expert_paths(base.model)[0]
     attached = attach(base, LoRAConfig(rank=RANK, target_modules=targets))
@@ -119,8 +118,6 @@ def test_stock_mlx_lm_opens_a_pack_with_experts(family, tokens, tmp_path):
 
 def test_train_inspect_apply_and_generate_with_experts(run, tmp_path):
     """The commands one after another on a checkpoint on disk, with recomputed blocks and dropout."""
-    from mlx_lm.utils import save_config
-
     tiny, folder, pack = tiny_checkpoint(), tmp_path / "moe", tmp_path / "pack"
     folder.mkdir()
     for file in tiny.glob("*token*"):

@@ -5,6 +5,7 @@ import threading
 
 import numpy as np
 import pytest
+from mlx_lm.models.phi import PhiAttention
 
 from mlx_packs import LoRAConfig, TrainConfig, train_pack
 from mlx_packs.adapters.lora import attach
@@ -117,8 +118,6 @@ def test_packing_is_rejected_where_a_row_sees_another(monkeypatch):
 
 def test_packing_is_rejected_where_a_far_position_is_computed_otherwise(monkeypatch):
     """As in families that scale their queries by position, far from the first one alone."""
-    from mlx_lm.models.phi import PhiAttention
-
     whole = PhiAttention.__call__
 
     def scaled(self, x, mask=None, cache=None):

@@ -1,5 +1,6 @@
 """Section 2 of docs/systems.md: QLoRA for an 8B Llama 3, in two phases (ADR-001)."""
 
+import importlib
 import json
 import shutil
 import signal
@@ -183,8 +184,6 @@ def test_adapters_of_8b_at_rank_16_take_168_mb_or_84_in_half_precision(dtype, mb
 
 def _described(family: str, config: dict):
     """A model of a config whose arrays are never computed."""
-    import importlib
-
     module = importlib.import_module(f"mlx_lm.models.{family}")
     config = {"model_type": family, "rms_norm_eps": 1e-5, **config}
     model = module.Model(module.ModelArgs.from_dict(config))

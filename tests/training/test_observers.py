@@ -6,6 +6,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from mlx_lm.tuner import callbacks
 
 from mlx_packs import TrainConfig, train_pack
 from mlx_packs.display import QUIET, Display
@@ -139,8 +140,6 @@ def test_the_progress_bar_is_closed_when_a_run_breaks_off(train_observed, monkey
 
 
 def test_trackers_report_the_lines_of_the_metrics_under_mlx_lms_names(tmp_path, monkeypatch):
-    from mlx_lm.tuner import callbacks
-
     calls = []
 
     class Recorder(callbacks.TrainingCallback):

@@ -9,6 +9,7 @@ from itertools import islice
 import mlx.optimizers as optimizers
 import numpy as np
 import pytest
+import yaml
 
 from mlx_packs import DataConfig, LoRAConfig, Phase, TrainConfig, train_pack
 from mlx_packs.data.batches import batch_shapes, few_shapes, training_batches
@@ -437,8 +438,6 @@ def killed(folder, where: str, *flags: str) -> int:
 def test_a_run_killed_in_each_phase_and_between_goes_on_to_the_same_bits(
     phase_data, whole, tmp_path
 ):
-    import yaml
-
     settings = {k: v for k, v in vars(phased(phase_data)).items() if v != getattr(TrainConfig(), k)}
     settings |= {"phases": [p.to_json() for p in phases(phase_data)]}
     settings |= {"rank": 2, "num_layers": 2, "dropout": 0.1}
