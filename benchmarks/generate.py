@@ -47,7 +47,7 @@ def write_pack(model: str, folder: Path, seed: int) -> Path:
 
 
 def spoken(model: nn.Module, tokenizer, prompt: list[int], tokens: int) -> dict:
-    """A greedy continuation of so many tokens, and mlx-lm's own rates of making it."""
+    """A greedy continuation of so many tokens, and the rates that mlx-lm reports."""
     last, output = None, []
     for last in mlx_lm.stream_generate(model, tokenizer, prompt, max_tokens=tokens):
         output.append(last.token)
@@ -55,7 +55,7 @@ def spoken(model: nn.Module, tokenizer, prompt: list[int], tokens: int) -> dict:
 
 
 def race(implementations: dict[str, Callable[[], dict]], rounds: int) -> dict[str, list[dict]]:
-    """What each implementation said and how fast, forth and back. Raises: TextsDiffer."""
+    """Rates of each implementation, alternating. Raises: TextsDiffer."""
     first, *others = implementations
     expected = implementations[first]()["tokens"]
     for name in others:

@@ -1,8 +1,8 @@
 """The implementations of the training benchmarks: mlx-lm's real trainer, as it is or patched, and ours.
 
 Both get the same rows, the same start of A and B, the same optimizer and learning rate, and no
-gradient clipping (mlx-lm has none). Each loads its own copy of the base, so that its memory can be
-told from the other's.
+gradient clipping (mlx-lm has none). Each loads its own copy of the base, so that its memory is
+measured separately.
 """
 
 import contextlib
@@ -107,7 +107,7 @@ def ours_name(matmul_path: str, recompute: str) -> str:
 class MlxLm(TrainingCallback):
     """mlx-lm's ``train()``, timed by its own clock: it reports after every step.
 
-    It learns from batches stock, and from those that are `patched.with_targets`; ``mend``
+    It learns from batches stock, and from those that are `patched.with_targets`; ``patch``
     switches the rest. ``reset`` takes adapters and optimizer back to where they started.
     """
 
@@ -130,9 +130,9 @@ class MlxLm(TrainingCallback):
         self.loss = train_info["train_loss"]
         self.trained_tokens = train_info["trained_tokens"]
 
-    def mend(self, mend: bool) -> None:
-        """Whether MLX's buffer cache is kept between steps."""
-        self.args.clear_cache_threshold = patched.KEEP_CACHE if mend else 0
+    def patch(self, is_patched: bool) -> None:
+        """Keep MLX's buffer cache between steps, or empty it as stock."""
+        self.args.clear_cache_threshold = patched.KEEP_CACHE if is_patched else 0
 
     def reset(self, adapters: Adapters) -> None:
         """Adapters as given and an optimizer that has seen nothing, in the arrays' own places."""

@@ -48,7 +48,7 @@ def measure(implementation: str, options: argparse.Namespace) -> dict:
     if implementation in (STOCK, PATCHED):
         peer = MlxLm(loaded, adapters)
         del adapters
-        peer.mend(implementation == PATCHED)
+        peer.patch(implementation == PATCHED)
 
         def batches():
             batch = rows.for_mlx_lm()
@@ -76,7 +76,7 @@ def measure(implementation: str, options: argparse.Namespace) -> dict:
 
 
 def _at_rest() -> dict:
-    """What is held before the first step; the peak counts from here."""
+    """Memory in use before the first step; the peak counts from here."""
     mx.clear_cache()
     mx.reset_peak_memory()
     return {"resident": mx.get_active_memory(), "rss": alone.rss_bytes()}

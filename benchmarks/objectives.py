@@ -1,6 +1,6 @@
-"""What the projection stack is worth: the same rows and steps as the true forward, judged by it.
+"""Quality of the projection stack: the same rows and steps as the true forward, evaluated by it.
 
-A small Llama with square o_proj and a head of its own is first taught Python's documentation (the
+A small Llama with square o_proj and a head of its own is first trained on Python's documentation (the
 texts that `pydoc` carries), then adapted to the embedded data under each objective. Perplexities
 are of held-out rows, by the true forward; the own one is of the graph that was trained.
 

@@ -1,5 +1,5 @@
-"""mlx-lm's trainer with what it is known to lose patched, so that what better kernels gain can be
-told from what any patched trainer would gain.
+"""mlx-lm's trainer with its known defects patched: separates the gain of better kernels from the
+gain of any patched trainer.
 
 Its loop, layers, adapters and compiled step stay. Patched, one by one:
 

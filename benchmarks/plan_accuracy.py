@@ -152,7 +152,7 @@ def run(case: Case, folder: Path) -> Result:
 
 
 def _block(folder: Path, dense: bool) -> Path:
-    """One block at the geometry of Qwen3-4B, made once; 4-bit or dense."""
+    """One block at the geometry of Qwen3-4B, created once; 4-bit or dense."""
     out = folder / ("qwen3-4b-block-dense" if dense else "qwen3-4b-block")
     if not out.exists():
         script = _CHECKOUT / "examples" / "random_checkpoint.py"

@@ -1,8 +1,8 @@
-"""Adapters on the top quarter of the blocks, 5 epochs: ours with the prefix cache against without.
+"""Adapters on the top quarter of the blocks, 5 epochs: ours with cached frozen activations and without.
 
 Both take the same rows in the same order; the time is that of the whole run, computing the cache
-included. Losses of all steps are held against each other first; if they differ, no time is printed
-and the exit is 1. Then the two implementations run by turns, in the order A B B A.
+included. Losses of all steps are compared first; if they differ, no time is printed and the exit is 1. Then
+the two implementations alternate, in the order A B B A.
 
     python -m benchmarks prefix --workload tiny
 """

@@ -1,7 +1,7 @@
 """Where a training step's time goes, part by part, and how far the step is from its roofline.
 
 Each part runs alone, forward and backward, on the modules and at the shapes of the run; the sum is
-held against the whole step, and what it does not explain is shown as such (embedding, additions,
+compared with the complete step, and what it does not explain is shown as such (embedding, additions,
 what alone is slower or faster than among the others). The roofline is the step's useful flops at
 the best rate of a dense product of this base, by all CPU streams, measured in the same run, or its bytes
 at the rate of a copy, whichever takes longer. Nothing is recomputed here.

@@ -59,7 +59,7 @@ def _libmlx_file() -> str:
 
 @contextmanager
 def _compile_on() -> Iterator[None]:
-    """`mx.compile` compiles; whether it did before is found by trying, and restored on leaving."""
+    """Let `mx.compile` compile; whether it did before is restored on leaving."""
     was_on = compiles()
     mx.enable_compile()
     try:

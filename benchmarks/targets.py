@@ -213,9 +213,8 @@ def run(name: str, arguments: list[str]) -> list[Record]:
         command = [sys.executable, "-m", "benchmarks", name, *arguments, "--history", str(file)]
         print(f"== {name} {' '.join(arguments)}", file=sys.stderr)
         code = subprocess.run(command, stdout=sys.stderr, cwd=_CHECKOUT).returncode
-        if (
-            code and not file.exists()
-        ):  # an implementation that failed has been told, the others count
+        # an implementation that failed has been reported, the others count
+        if code and not file.exists():
             raise alone.Failed(f"benchmarks {name} {' '.join(arguments)}: exit code {code}")
         return history.read(file)
 

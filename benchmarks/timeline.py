@@ -38,15 +38,12 @@ _PERIOD_S = 1e-3
 
 @dataclass(frozen=True)
 class Timeline:
-    """Seconds since the step began and bytes that MLX held then; what lay still, by part.
+    """Memory in use over the time of a step."""
 
-    forward_s: that the forward and the loss take when nothing else is asked for.
-    """
-
-    seconds: list[float]
-    bytes: list[int]
-    forward_s: float
-    still: dict[str, int]
+    seconds: list[float]  # since the step began
+    bytes: list[int]  # that MLX held then
+    forward_s: float  # seconds that the forward and the loss take alone
+    still: dict[str, int]  # bytes in use all the time, by part
 
     @property
     def peak(self) -> tuple[float, int]:
@@ -135,7 +132,7 @@ def _shape(rows: Rows) -> str:
 
 
 def plot(line: Timeline, limits: dict[str, int], title: str, file: Path) -> None:
-    """What lay still as bands, the step above them, marks, and the unwanted as bars beside it."""
+    """Constant parts as bands, the step above them, marks, and the unwanted as bars beside it."""
     with figures.saved(file) as (ax,):
         ms = [1e3 * s for s in line.seconds]
         below = 0.0

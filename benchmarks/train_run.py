@@ -3,7 +3,7 @@
 Ours trains for ``--iters`` batches; the mean held-out loss it reaches is the target. mlx-lm's real
 trainer then runs, with the same recipe, until it reaches that loss; between two evaluations the time is
 interpolated. The clock counts loading, tokenizing, training and writing the adapters. It stands
-still for imports, and for the evaluations at the held-out rows: a process of its own judges every implementation.
+still for imports and evaluations: a process of its own evaluates every implementation on the held-out examples.
 
     python -m benchmarks.train_run
 """
@@ -43,7 +43,7 @@ from . import alone, history, patched, report, stock
 from .history import Environment, Record, record
 from .implementations import PATCHED, SAME_BLAS, STOCK
 
-OURS, LOOK = "mlx_packs", "evaluation"
+OURS, EVALUATION = "mlx_packs", "evaluation"
 RANK, SCALE, RATE, WARMUP, BATCH_SIZE, MAX_LENGTH = 16, 2.0, 1e-3, 5, 4, 256
 MLX_LM_LAYERS = {"rank": RANK, "scale": SCALE, "dropout": 0.0}
 _FARTHER = 2  # mlx-lm gives up after so many times the batches of ours
@@ -75,7 +75,7 @@ def held_out_loss(options: argparse.Namespace) -> float:
 
 def evaluation(options: argparse.Namespace, *what: str) -> float:
     """The `held_out_loss`, by a process of its own with our BLAS. Raises: alone.Failed."""
-    arguments = ["--alone", LOOK, "--held-out", str(options.held_out), *what]
+    arguments = ["--alone", EVALUATION, "--held-out", str(options.held_out), *what]
     return alone.run("train_run", arguments, "auto")["loss"]
 
 
@@ -98,7 +98,7 @@ class Clock:
 
 
 def measure_ours(options: argparse.Namespace) -> dict:
-    """The whole of `train_pack`, and the held-out loss of the pack it made."""
+    """Train by `train_pack`, timed from beginning to end; held-out losses before and after."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "pack"
         clock = Clock()
@@ -152,7 +152,7 @@ class _Evaluations(TrainingCallback):
 
 def measure_mlx_lm(options: argparse.Namespace) -> dict:
     """mlx-lm's load, data sets, LoRA layers and trainer, until the target loss."""
-    mend = options.alone == PATCHED
+    is_patched = options.alone == PATCHED
     mx.random.seed(options.seed)
     np.random.seed(options.seed)
     with tempfile.TemporaryDirectory() as folder, stock.mlx(reference_blas=False):
@@ -179,17 +179,17 @@ def measure_mlx_lm(options: argparse.Namespace) -> dict:
             train(
                 model,
                 optimizers.AdamW(learning_rate=rate),
-                patched.RowsByLength(rows) if mend else CacheDataset(rows),
+                patched.RowsByLength(rows) if is_patched else CacheDataset(rows),
                 args=TrainingArgs(
                     batch_size=BATCH_SIZE,
                     iters=evaluations.limit + 1,
                     max_seq_length=MAX_LENGTH,
                     steps_per_report=options.eval_every,
-                    clear_cache_threshold=patched.KEEP_CACHE if mend else 0,
+                    clear_cache_threshold=patched.KEEP_CACHE if is_patched else 0,
                     adapter_file=str(Path(folder) / "adapters.safetensors"),
                 ),
                 loss=patched.loss,
-                iterate_batches=patched.batches if mend else iterate_batches,
+                iterate_batches=patched.batches if is_patched else iterate_batches,
                 training_callback=evaluations,
             )
         except _Reached:
@@ -281,7 +281,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def run(options: argparse.Namespace, arguments: list[str]) -> list[Record]:
-    """Ours, then each implementation of mlx-lm to the loss of ours; one that fails is left out, and told.
+    """Ours, then each implementation of mlx-lm to the loss of ours; one that fails is left out, and reported.
 
     Raises: alone.Failed if nothing is left to compare with.
     """
@@ -315,7 +315,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser().parse_args(arguments)
     try:
         if options.alone:
-            measured = {OURS: measure_ours, LOOK: lambda of: {"loss": held_out_loss(of)}}
+            measured = {OURS: measure_ours, EVALUATION: lambda of: {"loss": held_out_loss(of)}}
             print(json.dumps(measured.get(options.alone, measure_mlx_lm)(options)))
             return 0
         options.implementation = options.implementation or [

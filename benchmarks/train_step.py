@@ -2,7 +2,7 @@
 
 Everything runs inside mlx-lm's own ``train()``. It asks for its next batch, and while it waits the
 other implementations take their turns, in the order A B C C B A. Losses and counted tokens of all
-of them are held against each other first; if they differ, no speed is printed and the exit is 1.
+of them are compared first; if they differ, no speed is printed and the exit is 1.
 
     python -m benchmarks.train_step --workload tiny
 """
@@ -85,7 +85,7 @@ def race(
 
     def turn_of_peer(entry: Entry) -> Iterator[tuple[mx.array, ...]]:
         batch = batch_with_targets if entry.patched else stock_batch
-        peer.mend(entry.patched)
+        peer.patch(entry.patched)
         mx.clear_cache()
         with stock.mlx(reference_blas=entry.stock_blas):
             if entry.patched:

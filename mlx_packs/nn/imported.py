@@ -47,15 +47,9 @@ class DoRALinear(nn.Module):
 
 
 class AdaptedEmbedding(nn.Module):
-    """A frozen embedding [V, D] with an adapter on its table.
+    """A frozen embedding [V, D] with an adapter on its table, lora_a [V, R] and lora_b [R, D].
 
-    Args:
-        embedding: of the base, quantized or dense.
-        lora_a: [V, R].
-        lora_b: [R, D].
-        scale: alpha / rank.
-        head: whether it acts on the output too, where the table is the head (mlx-lm: it does;
-            PEFT: it does not).
+    With ``head`` it acts on the output too, where the table is the head: as in mlx-lm, not in PEFT.
     """
 
     def __init__(

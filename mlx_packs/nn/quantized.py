@@ -42,9 +42,7 @@ def dense_dtype(module: nn.Module) -> mx.Dtype:
 def dense_weight(module: nn.Module) -> mx.array:
     """Return the weight of a linear, an embedding or a stack of experts, dequantized if quantized.
 
-    Returns:
-        [out, in], of experts [E, out, in], in the dtype of the scales; NF4, whose scales are
-        float32, has the dtype that its module names.
+    It is [out, in], of experts [E, out, in], in the dtype of `dense_dtype`.
     """
     if isinstance(module, NF4):
         return module.dequantized()

@@ -32,20 +32,14 @@ class ProjectionStack(nn.Module):
     """Embedding rows, square projections one after the other, and the head.
 
     Semantics: x = embedding[tokens]; for P in projections: x = P(x); logits = head(x)
-
-    Args:
-        blocks: path of every block of the base, whether it has a projection in the stack or not.
-        projections: path and module of each projection [D, D], in the order of the blocks.
-        embedding: path and module of the table; None where its rows are injected instead.
-        head: path and module of the head; None where it is the table.
     """
 
     def __init__(
         self,
-        blocks: Sequence[str],
-        projections: Sequence[tuple[str, nn.Module]],
-        embedding: tuple[str, nn.Module] | None,
-        head: tuple[str, nn.Module] | None,
+        blocks: Sequence[str],  # paths of all, with a projection in the stack or without
+        projections: Sequence[tuple[str, nn.Module]],  # path and module, in the order of blocks
+        embedding: tuple[str, nn.Module] | None,  # None where its rows are injected instead
+        head: tuple[str, nn.Module] | None,  # None where it is the table
     ) -> None:
         super().__init__()
         named = [*projections, *(pair for pair in (embedding, head) if pair is not None)]

@@ -173,8 +173,8 @@ def choose(
     Args:
         op: Its name.
         instance: What the device compiles as one program, a named tuple: dtype, ranks, tile.
-        rows: The cost depends on them, and on ``sizes``.
-        sizes: A named tuple.
+        rows: The cost depends on them.
+        sizes: A named tuple of all else that the cost depends on.
         checks: By backend, inputs for which the instance is compared with its reference.
         plans: Launches of plain MLX and of the kernel, for the cost model.
         unsupported: Why the op has no kernel for this call; the reference computes it.
