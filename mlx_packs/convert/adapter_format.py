@@ -26,21 +26,12 @@ class AdapterFormat(Protocol):
         """Return whether an adapter_config.json is of this format."""
 
     def check_config(self, config: dict, where: Path) -> None:
-        """Check that a pack can store what a config asks for.
-
-        Raises:
-            PackError: it cannot.
-        """
+        """Raise a PackError unless a pack can store what a config asks for."""
 
     def read(
         self, stored: StoredAdapter, model_type: str, ranks: Mapping[str, int] | None = None
     ) -> ExternalAdapter:
-        """Return an adapter under a pack's names.
-
-        Args:
-            stored: as the other tool has it.
-            model_type: of the base.
-            ranks: by path, where they are known.
+        """Return an adapter under a pack's names; ``ranks`` by path where they are known.
 
         Raises:
             PackError: a tensor cannot be converted.
@@ -74,11 +65,7 @@ FORMATS: dict[str, AdapterFormat] = registered(ADAPTER_FORMATS, {"mlx-lm": MlxLm
 
 
 def format_of(config: dict, where: Path) -> str:
-    """Return the name of the format that recognises an adapter_config.json.
-
-    Raises:
-        PackError: none does.
-    """
+    """Return the name of the format that recognises an adapter_config.json."""
     for name, form in FORMATS.items():
         if form.recognises(config):
             return name

@@ -29,7 +29,6 @@ class StoredAdapter:
     """An adapter as the folder of another tool stores it, under that tool's names.
 
     Attributes:
-        tensors: by name.
         config: adapter_config.json.
         file: where the tensors are, for errors.
         notes: what a reader of the folder should know.
@@ -59,11 +58,7 @@ class ExternalAdapter:
 
 
 def check_no_pickle(path: Path) -> None:
-    """Check that there is an adapter besides pickles, which are never opened.
-
-    Raises:
-        PackError: the path is a pickle, or a folder with no other adapter.
-    """
+    """Raise a PackError where there is no adapter besides pickles, which are never opened."""
     files = [path] if path.is_file() else sorted(path.glob("*"))
     pickles = [file for file in files if file.suffix in _PICKLES]
     if pickles and not any(file.suffix == ".safetensors" for file in files):
@@ -96,11 +91,7 @@ def is_positive(value: object) -> bool:
 
 
 def check_complete(adapter: ExternalAdapter, is_dora: bool, where: Path) -> None:
-    """Check that every module has both factors, and magnitudes if the config says DoRA.
-
-    Raises:
-        PackError: a tensor is missing.
-    """
+    """Raise a PackError unless all modules have both factors, and magnitudes if it is DoRA."""
     if not adapter.scales:
         raise PackError(f"{where}: has no adapter (no lora_a).", "unreadable")
     needed = {"lora_a": "lora_a", "lora_b": "lora_b"}
@@ -203,9 +194,6 @@ def verify_numerically(
     """Compare what a pack adds with what the other tool computes, on random inputs.
 
     A square projection transposed by mistake has the right shape; only numbers tell.
-
-    Raises:
-        PackError: a module computes other numbers.
     """
     random = np.random.default_rng(0)
     for path, spec in specs.items():

@@ -45,7 +45,6 @@ class Outcome:
         scores: for the report.
         recorded: those of the scores that the written folder records.
         distance: what ``limit`` limits.
-        limit: largest distance that passes.
         tried: the distance of every setting that was tried.
         passes: the cheapest of them within the limit.
     """
@@ -68,9 +67,7 @@ class Fidelity:
         same_token: share of targets where both rank the same token first.
         ppl_before: perplexity of the first.
         ppl_after: perplexity of the second.
-        ppl_ratio: ppl_after / ppl_before.
         rows: number of examples.
-        targets: number of targets.
     """
 
     kl_mean: float
@@ -84,11 +81,7 @@ class Fidelity:
 
 
 def check_max_drift(max_drift: float | None) -> None:
-    """Check a limit of the KL; JSON has no infinity either.
-
-    Raises:
-        PackError: it is not a finite number of 0 or more.
-    """
+    """Raise a PackError for a limit that is no finite number of 0 or more; JSON has no infinity."""
     if max_drift is not None and not 0 <= max_drift < math.inf:
         raise PackError(f"--max-drift must be a number of 0 or more, but is {max_drift}.")
 
@@ -103,11 +96,7 @@ def first_that_passes(
 ) -> tuple[dict[str, float], str | None]:
     """Return the distances of the settings tried, and the first within the limit.
 
-    Args:
-        setting: what was asked for.
-        distance: its distance.
-        limit: the largest distance that passes.
-        others: settings that are tried in turn if it does not, each with what measures it.
+    If the setting that was asked for does not pass, ``others`` are measured in turn.
     """
     tried = {setting: distance}
     if distance <= limit:

@@ -24,11 +24,7 @@ _LARGEST, _NOISE = 1e-3, 1e-6  # of 1 - cosine: the largest limit, and rounding 
 
 
 def compare_embeddings(request: MergeRequest) -> Outcome:
-    """Return the mean of 1 - cosine of the embeddings; what is written stays dense.
-
-    Raises:
-        PackError: the weights are to be quantized.
-    """
+    """Return the mean of 1 - cosine of the embeddings; what is written stays dense."""
     if request.requantize != "none":
         raise PackError(
             f"--requantize {request.requantize}: an encoder is written dense, as transformers "

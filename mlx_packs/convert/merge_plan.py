@@ -180,11 +180,7 @@ class _Planner:
 
 
 def plan_changes(request: MergeRequest) -> Changes:
-    """Plan which weights of the base change, and how each is quantized.
-
-    Raises:
-        PackError: the pack cannot be merged into this base in this way.
-    """
+    """Return which weights of the base change, and how each is quantized."""
     base = lazy_base(request.model, request.trust_remote_code)
     _check_mergeable(request.pack)
     planner, tensors = _Planner(request, base), request.pack.load_tensors()
@@ -268,7 +264,6 @@ class _Names:
     """The tensors of a checkpoint under the names of its files, and where modules are among them.
 
     Attributes:
-        tensors: by name.
         places: the name of each changed module in the files, by path.
         transposed: paths whose weight is stored transposed (GPT-2's).
     """
@@ -281,9 +276,7 @@ class _Names:
 def plan_merge(request: MergeRequest, facts: Mapping | None = None) -> WritePlan:
     """Plan the merged checkpoint for the writer of `packs quantize`; reads headers only.
 
-    Args:
-        request: what to merge.
-        facts: for the record that the writer leaves in the folder.
+    ``facts`` are for the record that the writer leaves in the folder.
     """
     planned = plan_changes(request)
     base, source = planned.base, base_files.resolve_checkpoint(request.model)

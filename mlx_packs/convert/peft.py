@@ -271,11 +271,7 @@ def _table_of(names: Collection[str]) -> str | None:
 
 
 def _drop_tied_head(adapter: ExternalAdapter, base: BaseModel, where: Path) -> None:
-    """Drop the head of a base that ties it to the embedding: one table replaces both, or neither.
-
-    Raises:
-        PackError: input and head would differ.
-    """
+    """Drop the head of a base that ties it to the embedding: one table replaces both, or neither."""
     full = adapter.full_tensors
     if "lm_head" in dict(base.model.named_modules()) or not full:
         return

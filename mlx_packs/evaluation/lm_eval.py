@@ -206,11 +206,7 @@ def log_likelihoods(
 ) -> list[tuple[float, bool]]:
     """Log-likelihood of each continuation after its context, and whether it is the greedy one.
 
-    Args:
-        scorer: of the base as it is.
-        pairs: tokens of contexts and continuations.
-        batch_size: pairs that are scored together.
-        longest: most tokens of a pair; longer ones lose their beginning.
+    ``pairs`` are tokens of both; one of more than ``longest`` loses its beginning.
     """
     items = []
     for context, continuation in pairs:

@@ -146,7 +146,7 @@ class Scorer:
 
     Args:
         model: the base model, with or without adapters.
-        head: its head apart from its body, or None.
+        head: its head, as `split_head` gives it.
         arrays: what the forward takes of a batch.
 
     Attributes:
@@ -179,11 +179,7 @@ class Scorer:
     def examples(
         self, batches: Sequence[Batch], advance: Callable[[], None] | None = None
     ) -> ExampleScores:
-        """Score every example of the batches.
-
-        Raises:
-            PackError: there is none.
-        """
+        """Score every example of the batches, at least one."""
         if not batches:
             raise PackError("--data: there are no examples to evaluate.", "data")
         self.model.eval()

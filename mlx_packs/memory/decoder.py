@@ -177,11 +177,9 @@ def _base_bytes(sizes: _Sizes, headers: Headers, train: TrainConfig, itemsize: i
 
 @dataclass(frozen=True)
 class _Step:
-    """A training step of adapters.
+    """A training step of adapters on a batch.
 
     Attributes:
-        tokens: Inputs of the batch.
-        targets: Target slots of the batch.
         scores: Attention scores of a token: heads x T.
         ranks: As of `PlannedAdapters`.
         waiting: Bytes of gradients that wait for the update.

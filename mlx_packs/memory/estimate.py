@@ -73,9 +73,6 @@ def estimate(
         lora: The adapters.
         train: Matmul path ``auto`` counts as quantized, recomputation ``auto`` as keeping all.
         shapes: Of the run's batches, by default the largest possible.
-
-    Raises:
-        PackError: No plan is possible for such a base.
     """
     one = estimator_of(headers.config).estimate
     if shapes is None:
@@ -110,11 +107,7 @@ def least(headers: Headers, lora: LoRAConfig, train: TrainConfig) -> MemoryPlan:
 
 
 def check_least(headers: Headers, lora: LoRAConfig, train: TrainConfig) -> None:
-    """Check that a run on the smallest possible batches would fit into this machine.
-
-    Raises:
-        PackError: It would not (code ``memory``), or no plan is possible.
-    """
+    """Raise a PackError unless a run on the smallest possible batches fits into this machine."""
     plan = least(headers, lora, train)
     if fit(plan, runtime.total_memory()) == "no":
         ways = remedies(headers, lora, train, partial(least, headers))
@@ -131,14 +124,8 @@ def plan_run(
     """Return the plan of each matmul path that a run may take.
 
     Each has the first policy of recomputation that fits. Paths that do not fit, or not as well as
-    another one, are left out.
-
-    Args:
-        headers: Of the base as it is loaded (`Headers.of`).
-        lora: The adapters.
-        train: The run's settings.
-        shapes: Of its batches.
-        force: Whether a plan that does not fit is taken all the same.
+    another one, are left out; with ``force`` the cheapest is taken all the same. ``headers`` are
+    those of the base as it is loaded (`Headers.of`).
 
     Raises:
         PackError: Nothing fits (code ``memory``), or no plan is possible.
@@ -200,14 +187,7 @@ def remedies(
     train: TrainConfig,
     plan_of: Callable[[LoRAConfig, TrainConfig], MemoryPlan],
 ) -> list[str]:
-    """Return what would take less memory, the mildest first.
-
-    Args:
-        headers: Of the base.
-        lora: The adapters.
-        train: The run's settings, with a matmul path.
-        plan_of: Estimates a run with other settings.
-    """
+    """Return what would take less memory by ``plan_of``, the mildest first."""
     shorter = max(train.max_seq_length // 2, SHORTEST)
     smaller_batches = {
         "a smaller --batch-size": (lora, replace(train, batch_size=-(-train.batch_size // 2))),

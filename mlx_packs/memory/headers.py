@@ -57,11 +57,7 @@ class Headers:
         return Headers(self.name, self.config, dense)
 
     def check_quantize(self, train: TrainConfig) -> None:
-        """Check, as `load_base` does, that a quantized base is not to be quantized otherwise.
-
-        Raises:
-            PackError: It is.
-        """
+        """Raise a PackError, as `load_base` does, if a quantized base is to be quantized otherwise."""
         if not stored_as_asked(self.config, train.quantize):
             return
         tails = (".weight.absmax", ".absmax")
@@ -87,12 +83,7 @@ def tensors_of(model: nn.Module) -> Tensors:
 
 
 def tensor_bytes(tensor: Mapping, widen: bool) -> int:
-    """Return a tensor's bytes in memory.
-
-    Args:
-        tensor: Its header.
-        widen: Whether half precision becomes float32, as on CPUs.
-    """
+    """Return a tensor's bytes in memory; ``widen`` takes half precision to float32, as on CPUs."""
     each = _ITEM_BYTES.get(tensor["dtype"], 1)
     if widen and tensor["dtype"] in _HALF:
         each = 4

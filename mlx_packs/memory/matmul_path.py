@@ -133,7 +133,7 @@ def choose_matmul_path(
     Args:
         model: The base.
         rows: Tokens of a batch.
-        head_rows: Those that reach the head, by default all.
+        head_rows: Tokens that reach the head, by default all.
         advance: Called after each kind of weight.
         planned: The paths that fit by the plan of the run; without a plan, ``dense`` must leave
             some of the free memory to the run.

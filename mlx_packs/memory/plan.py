@@ -38,14 +38,10 @@ class MemoryPlan:
     Attributes:
         base: The frozen weights, quantized and dense.
         adapters: The trainable parameters.
-        optimizer: The optimizer's state.
         moments: What comes and goes, by moment (``loss``, ``mlp``, ``attention``, ``update``; of
             encoders ``backward``, ``update``): gradients; activations kept for the backward pass;
             logits in slices; working: temporaries in flight, dequantized weights among them.
-        matmul_path: How the frozen weights are used.
-        recompute: The policy of activation checkpointing.
         adapter_weights: Number of trainable parameters.
-        base_weights: Number of weights of the base.
     """
 
     base: int
@@ -121,12 +117,11 @@ def accumulates(train: TrainConfig) -> bool:
 
 @dataclass(frozen=True)
 class PlannedAdapters:
-    """The adapters that a run would attach.
+    """The adapters that a run would attach, with the shapes of their parameters.
 
     Attributes:
         ranks: Rank by projection of each block from the first adapted one: those with a backward
             pass.
-        shapes: Shapes of the parameters of all adapters.
     """
 
     ranks: list[dict[str, int]]
@@ -177,7 +172,7 @@ def plan_adapters(
             The third name of a path is the number of its block.
         blocks: How many blocks the base has.
         lora: What is to be adapted.
-        method: One of `adapters.method.METHODS`.
+        method: The name of a method that attaches adapters.
 
     Raises:
         PackError: No such projection or not so many blocks.

@@ -33,11 +33,7 @@ def read_headers(name: str | Path) -> Headers:
 
 
 def describe(name: str, config: dict) -> Headers:
-    """Return the headers of the dense checkpoint that a config describes.
-
-    Raises:
-        PackError: The architecture is not known.
-    """
+    """Return the headers of the dense checkpoint that a config describes."""
     return Headers(name, config, estimator_of(config).describe(config))
 
 
