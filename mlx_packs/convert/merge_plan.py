@@ -78,7 +78,7 @@ class _Planner:
     """Collects new weights and their formats by module, in the order in which they depend."""
 
     def __init__(self, request: MergeRequest, base: BaseModel) -> None:
-        self.request, self.base = request, base
+        self.request, self.base, self.dtype = request, base, DTYPES[request.dtype]
         self.modules = dict(base.model.named_modules())
         self.weights: dict[str, mx.array] = {}
         self.formats: dict[str, WeightFormat | None] = {}
@@ -118,38 +118,37 @@ class _Planner:
 
     def add_deltas(self, tensors: Mapping[str, mx.array]) -> None:
         """Add the delta of every adapter to its weight."""
-        pack, dtype = self.request.pack, DTYPES[self.request.dtype]
+        pack = self.request.pack
         for path, spec in pack.specs.items():
-            if (module := self.modules.get(path)) is None:
+            if path not in self.modules:
                 raise PackError(
                     f"{pack.path}: {path}: {self.request.model} has no such module.", "mismatch"
                 )
-            weight = self.weights.get(path, dense_weight(module))
-            merged = _merged(spec, tensors, weight)
-            self.weights[path] = merged.astype(dtype or dtype_of(module))
+            self.weights[path] = _merged(spec, tensors, self._weight(path))
 
     def cast(self) -> None:
         """Bring every weight to its dtype and choose its format."""
-        dtype = DTYPES[self.request.dtype]
-        for path in [*self.weights, *self.formats]:
-            module = self.modules[path]
-            if path not in self.weights:
-                self.weights[path] = dense_weight(module)
-            self.weights[path] = self.weights[path].astype(dtype or dtype_of(module))
+        for path in {**self.weights, **self.formats}:
+            dtype = self.dtype or dtype_of(self.modules[path])
+            self.weights[path] = self._weight(path).astype(dtype)
             self.formats.setdefault(path, self._format_for(path))
 
     def requantize_others(self) -> None:
         """Change modules of a quantized base without an adapter, where they become smaller."""
         if not self.base.quantization or self.request.requantize == "same":
             return
-        dtype = DTYPES[self.request.dtype]
         for path, module in self.modules.items():
             if path in self.weights or not (stored := format_of(module)):
                 continue
             wanted = self._format_for(path)
             if wanted is None or wanted.bits_per_weight < stored.bits_per_weight:
-                self.weights[path] = dense_weight(module).astype(dtype or dtype_of(module))
+                weight = dense_weight(module)
+                self.weights[path] = weight.astype(self.dtype or weight.dtype)
                 self.formats[path] = wanted
+
+    def _weight(self, path: str) -> mx.array:
+        """Return the new weight of a module as far as it is known, else its own, dense."""
+        return self.weights[path] if path in self.weights else dense_weight(self.modules[path])
 
     def _format_for(self, path: str) -> WeightFormat | None:
         """Return the format of the merged weight of a module; None is dense."""
