@@ -222,6 +222,7 @@ def main(arguments: list[str] | None = None) -> int:
                     max_seq_length=workload.length + 1,
                     matmul_path=path,
                     cache_frozen=cache,
+                    recompute="none",
                     seed=options.seed,
                 ),
                 LoRAConfig(rank=options.rank, alpha=SCALE * options.rank, num_layers=top),

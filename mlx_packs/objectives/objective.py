@@ -20,7 +20,6 @@ class Batch(Protocol):
     @property
     def count(self) -> int:
         """Number of targets, in the objective's unit."""
-        ...
 
 
 class Score(Protocol):
@@ -29,15 +28,12 @@ class Score(Protocol):
     @property
     def nll(self) -> float:
         """Mean loss per target; the loop stops where it is not finite."""
-        ...
 
     def log_entry(self) -> dict[str, float]:
         """Entries of the line in metrics.jsonl (``valid_loss`` and others)."""
-        ...
 
     def summary(self) -> str:
         """Return the same in one line for people."""
-        ...
 
 
 class Inputs(Protocol):
@@ -45,7 +41,6 @@ class Inputs(Protocol):
 
     def arrays(self, batch: Any) -> Arrays:
         """Return the arrays of a batch for `Objective.loss`; each set of shapes is compiled."""
-        ...
 
     def prefetch(self, batches: Iterator[Any]) -> Iterator[Any]:
         """Yield the same batches, with what can be computed on the CPU before their step."""
@@ -72,8 +67,6 @@ class Objective(Inputs, Protocol):
         Both are scalars. Sums and counts of the batches of one update are added before the
         division, so that N small batches equal one large one.
         """
-        ...
 
     def score(self, batches: Sequence[Any], advance: Callable[[], None] | None = None) -> Score:
         """Score the model in evaluation mode; ``advance`` is called after each batch."""
-        ...

@@ -13,23 +13,18 @@ class Dataset(Protocol):
 
     def counts(self) -> dict[str, int]:
         """Return the number of examples by split; in a run with phases ``<phase>/<split>``."""
-        ...
 
     def shapes(self) -> set[Shape]:
         """Shapes of all training batches, as the memory plan counts them."""
-        ...
 
     def batches(self, phase: RunPhase, start: int) -> Iterator[Batch]:
         """Training batches of a phase without end, from batch number ``start``."""
-        ...
 
     def validation(self, phase: RunPhase) -> Sequence[Any]:
         """Return what `Objective.score` scores while a phase trains; it may be empty."""
-        ...
 
     def held_out(self, phase: RunPhase) -> Sequence[Any]:
         """Return what `Objective.score` scores before and after the run, for a phase."""
-        ...
 
     def typical_rows(self) -> tuple[int, int] | None:
         """Rows of a typical batch that go through a frozen weight, and those through the head.

@@ -118,7 +118,7 @@ def lm_batch(
         scale = scale * factors
     if not scale.any():
         raise PackError(
-            "targets: there is none; all are -100, masked or of weight 0.", "data", "targets"
+            "targets: there is none. All are -100, masked or of weight 0.", "data", "targets"
         )
     tokens = np.where(scale > 0, tokens, 0)
     return mx.array(inputs), mx.array(tokens.astype(np.int64)), mx.array(scale)

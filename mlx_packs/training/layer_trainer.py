@@ -66,7 +66,7 @@ class LayerTrainer:
         optimizer: optimizers.Optimizer | None = None,
     ) -> None:
         self.lora, self.train = lora or LoRAConfig(), train or TrainConfig()
-        _check_defaults(self.lora, _OF_LORA, "it applies to base models; name layers with register")
+        _check_defaults(self.lora, _OF_LORA, "it applies to base models. Name layers with register")
         _check_defaults(
             self.train, [*_OF_OPTIMIZER, *_OF_STEPS], "a LayerTrainer has no use for it"
         )

@@ -158,7 +158,7 @@ class Loop:
             folder = latest_checkpoint(self.run.folder)
             last = f"The last good checkpoint is {folder}." if folder else "No checkpoint was due."
             raise PackError(
-                f"step {number}: {fault}; stopped. {last} "
+                f"step {number}: {fault}. Training stopped. {last} "
                 "Try a lower --learning-rate, or --max-grad-norm 1.",
                 "diverged",
             )

@@ -1,4 +1,4 @@
-"""What a training run gives."""
+"""The result of a training run."""
 
 from dataclasses import dataclass, field
 from pathlib import Path

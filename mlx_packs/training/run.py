@@ -4,7 +4,6 @@
 """
 
 import time
-from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
 
@@ -29,7 +28,7 @@ from .dataset import Dataset
 from .fit import Fit, score_phases
 from .folders import output_folders
 from .identity import check_resume, public_recipe, run_identity, start_of
-from .observers.observer import ObservedRun, Observer
+from .observers.observer import ObservedRun
 from .observers.registry import make_observers
 from .observers.trackers import check_report_to
 from .phases import resolve_phases
@@ -103,9 +102,7 @@ def train_pack(  # noqa: PLR0913 (the public face)
     phases = resolve_phases(train, columns)
     if data is not None and train.phases and all(phase.data for phase in train.phases):
         raise PackError(
-            f"data {data}: every phase names its own data. Leave it out here.",
-            "conflict",
-            "data",
+            f"data {data}: every phase names its own data. Leave it out here.", "conflict", "data"
         )
     check_report_to(report_to, project_name)
     with output_folders(out, phases[-1].sources[0], overwrite, resume) as (pack, folder):
@@ -131,11 +128,7 @@ def train_pack(  # noqa: PLR0913 (the public face)
 
 
 def run(run: Run) -> TrainRun:
-    """Train as a run asks for, in folders that are its own.
-
-    Raises:
-        PackError: For anything that a user can correct; nothing half-written stays.
-    """
+    """Train as a run asks for, in folders that are its own."""
     earlier = check_resumable(run.folder) if run.resume else None
     start = start_of(run.resume_adapter_file, earlier)
     task = make_task(run)
@@ -161,7 +154,7 @@ def run(run: Run) -> TrainRun:
             _load_adapters(trainable, Path(run.resume_adapter_file))
         trainable.recompute(memory.recompute)
         with closing(task.objective(trainable, memory)) as objective:
-            observers, fit = _train(run, recipe, identity, trainable, objective, dataset)
+            fit = _train(run, identity, trainable, objective, dataset)
             summary = task.summary(trainable, objective, fit, sources)
         pack = Pack.of(
             trainable,
@@ -181,13 +174,13 @@ def run(run: Run) -> TrainRun:
         trainable.detach()
     gates = _check_gates(run, task, pack, summary, memory)
     report = {
-        **_report(run, pack, objective.unit, fit, summary, memory),
+        **_report(run, pack, fit, summary, memory),
         "matmul_paths": paths,
         "method": trainable.method,
         "base_weights": base_weights,
         "gates": gates,
     }
-    for observer in observers:
+    for observer in fit.observers:
         observer.on_end(report)
     return TrainRun(pack, run.folder, report, fit.curve)
 
@@ -246,8 +239,7 @@ def _describe(trainable: Trainable, display: Display, base_weights: int) -> None
         display.line("note", note)
     if trainable.specs and adapter_config_of(trainable.specs) is None:
         display.line(
-            "note",
-            "ranks or scales differ between projections: stock mlx-lm cannot open this pack",
+            "note", "ranks or scales differ between projections: stock mlx-lm cannot open this pack"
         )
     for group in trainable.groups:
         for geometry in group.members:
@@ -264,17 +256,12 @@ def _load_adapters(trainable: Trainable, file: Path) -> None:
 
 
 def _train(
-    run: Run,
-    recipe: Recipe,
-    identity: dict,
-    trainable: Trainable,
-    objective: Objective,
-    dataset: Dataset,
-) -> tuple[Sequence[Observer], Fit]:
+    run: Run, identity: dict, trainable: Trainable, objective: Objective, dataset: Dataset
+) -> Fit:
     """Score the base, train, round to the pack's dtype, and score again."""
     with trainable.disabled():
         before = score_phases(objective, dataset, run.phases, run.display)
-    observed = ObservedRun(run, objective.unit, recipe.to_json())
+    observed = ObservedRun(run, objective.unit, identity["recipe"])
     observers = make_observers(observed)
     make_folder(run.folder)
     if not run.resume:
@@ -286,7 +273,7 @@ def _train(
         run.display.line("kernels", _backend.summary())
     round_adapters(trainable, run.train.pack_dtype)
     fit.scores.append(score_phases(objective, dataset, run.phases, run.display))
-    return observers, fit
+    return fit
 
 
 def _measured(fit: Fit, memory: MemoryChoice) -> dict:
@@ -313,9 +300,7 @@ def _check_gates(run: Run, task: Task, pack: Pack, summary: Summary, memory: Mem
     return results
 
 
-def _report(
-    run: Run, pack: Pack, unit: str, fit: Fit, summary: Summary, memory: MemoryChoice
-) -> dict:
+def _report(run: Run, pack: Pack, fit: Fit, summary: Summary, memory: MemoryChoice) -> dict:
     """Return what a run reports whatever its method and its task."""
     described = ("split", "rows", "targets")
     return {
@@ -329,7 +314,7 @@ def _report(
             **{key: summary.eval[key] for key in described if key in summary.eval},
             **summary.held_out,
         },
-        f"trained_{unit}": fit.state.trained_tokens,
+        f"trained_{fit.objective.unit}": fit.state.trained_tokens,
         **fit.measured,
         "process_peak_gb": runtime.peak_process_bytes() / 1e9,
         "pack_mb": pack.size_mb,

@@ -144,7 +144,7 @@ class CausalLMTask(Task):
         if "ppl_before" in objective:
             lines.append(
                 f"graph   the {objective['graph']}'s own PPL {objective['ppl_before']:,.2f} → "
-                f"{objective['ppl_after']:,.2f}; above is the whole base's"
+                f"{objective['ppl_after']:,.2f}. The PPL above is the base model's"
             )
         return [
             *lines,

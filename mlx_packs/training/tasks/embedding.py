@@ -131,7 +131,7 @@ class EmbeddingTask(Task):
             )
 
     def encode(self, base: Base, splits: Sequence[Splits]) -> PairDataset:
-        """Pairs of every split, and the loss that suits them; shows what was cut."""
+        """Encode the pairs of every split and choose their loss; show what was cut."""
         (read,), train, display = splits, self.run.train, self.run.display
         present, limit = read.present(), min(train.max_seq_length, base.model.longest)
         pairs = {}

@@ -1,4 +1,4 @@
-"""The seam for what is learned: a task is one class in one file, named in `config.choices.TASKS`.
+"""The seam for what is trained: a task is one class in one file, named in `config.choices.TASKS`.
 
 `training.run` makes one task for each run and calls its methods in the order in which they stand
 here. Methods with a body are defaults.
@@ -37,7 +37,7 @@ class Summary:
 
 
 class Task(ABC):
-    """What is learned from which examples."""
+    """What is trained on which examples."""
 
     lazy_base = False  # whether the base's weights are read when they are used, not before
     unplanned_recompute = "selective"  # where no memory plan is possible
