@@ -79,7 +79,7 @@ def test_total_memory_is_that_of_the_device(monkeypatch, tmp_path, on_cpu, info,
     assert runtime.total_memory() == total
 
 
-def test_cache_limit_on_a_gpu_is_less_than_a_fitting_plan_leaves_free(monkeypatch):
+def test_cache_limit_on_a_gpu_is_less_than_a_plan_leaves_free(monkeypatch):
     monkeypatch.setattr(runtime, "on_cpu", lambda: False)
     monkeypatch.setattr(runtime, "total_memory", lambda: 8 << 30)
     assert runtime.cache_limit() == 1 << 30

@@ -75,7 +75,7 @@ def modules_weight(base, path):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_gradients_of_every_a_and_b_equal_plain_per_projection_lora(family):
+def test_gradients_of_every_factor_equal_plain_lora(family):
     base = base_of(family)
     attached = attach(base, LoRAConfig(rank=3, alpha=6.0))
     tensors = randomize(attached)
@@ -141,7 +141,7 @@ def test_merged_weights_give_the_attached_forward(family):
     assert mx.abs(base.model(TOKENS) - expected).max().item() < 1e-4
 
 
-def test_merged_weights_do_not_depend_on_the_matmul_path_or_recomputation():
+def test_merged_weights_are_the_same_by_every_matmul_path_and_policy():
     base = base_of("qwen3")
     nn.quantize(base.model, group_size=32, bits=4)
     base.model.freeze()

@@ -364,9 +364,7 @@ def test_a_resumed_run_equals_the_unbroken_one_to_the_bit(
         train_pack(dense_tiny, full_data, train=lora, out=tmp_path / "b", resume=True)
 
 
-def test_the_command_goes_on_with_a_run_without_being_told_the_method(
-    dense_tiny, full_data, tmp_path, run
-):
+def test_resume_takes_the_method_of_the_run(dense_tiny, full_data, tmp_path, run):
     out = tmp_path / "p"
     common = ["--data", full_data, "--model", dense_tiny, "--max-seq-length", 48, "--batch-size", 2]
     arguments = ["--method", "full", "--val-batches", 0, "--iters", 1]

@@ -31,7 +31,7 @@ def changed(trainable) -> dict[str, mx.array]:
     return values
 
 
-def test_disabled_computes_what_the_base_does_and_then_what_was_trained(name):
+def test_disabled_computes_the_base_and_then_what_was_trained(name):
     base = base_of("llama")
     before = base.model(TOKENS)
     trainable = attached(name, base)
@@ -73,7 +73,7 @@ def test_a_base_is_the_same_after_detaching(name):
     assert not tree_flatten(base.model.trainable_parameters())
 
 
-def test_trainable_modules_have_all_trainable_parameters_and_no_others(name):
+def test_trainable_modules_have_exactly_the_trainable_parameters(name):
     base = base_of("llama")
     assert trainable_modules(base.model) == []
     trainable = attached(name, base)

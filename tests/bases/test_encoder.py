@@ -77,7 +77,7 @@ def test_embeddings_are_those_of_the_paper(tmp_path, pooling, normalize):
     assert np.abs(result - wanted).max() < 1e-5
 
 
-def test_an_embedding_depends_neither_on_the_batch_nor_on_the_order(small_encoder):
+def test_embedding_depends_on_neither_batch_nor_order(small_encoder):
     base = load_base(small_encoder)
     together = base.encode(TEXTS, batch_size=len(TEXTS))
     alone = np.concatenate([base.encode([text]) for text in TEXTS])

@@ -123,7 +123,7 @@ def test_a_step_has_the_gradients_of_plain_lora_and_detaches(family):
 
 
 @pytest.mark.parametrize("family", sweep([f for f in FAMILIES if f != "afm7"]))  # not quantizable
-def test_a_step_on_packed_weights_has_the_gradients_of_plain_lora(family):
+def test_step_on_quantized_weights_has_the_gradients_of_plain_lora(family):
     check(family, 4)
 
 
@@ -187,7 +187,7 @@ def test_mistral_is_grouped_as_llama_is():
     assert model.__module__ == "mlx_lm.models.llama" and DOCUMENTED["llama"] == "grouped"
 
 
-def test_mixtures_are_refused_with_an_mlx_lm_that_cannot_train_them(monkeypatch):
+def test_mixtures_are_rejected_where_mlx_lm_cannot_train_them(monkeypatch):
     base = family_base("qwen3_moe")
     monkeypatch.setattr(metadata, "version", lambda _: "0.31.3")
     with raises("unsupported", None, "mlx-lm 0.31.3"):

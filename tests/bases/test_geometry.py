@@ -275,7 +275,7 @@ def test_attach_without_fallback_refuses_a_broken_promise():
         attach(pruned_base())
 
 
-def test_attach_fp16_fallback_dequantizes_and_notes_the_faulty_modules_alone():
+def test_attach_fp16_fallback_dequantizes_faulty_modules_alone():
     base = pruned_base()
     tokens = mx.array([[1, 2, 3, 4]])
     before, originals = base.model(tokens), dict(base.model.named_modules())

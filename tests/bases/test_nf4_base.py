@@ -86,14 +86,14 @@ def test_bits_per_weight_in_memory(bf16_tiny, double_quant, wanted):
     )
 
 
-def test_a_stored_base_gives_the_logits_of_the_one_quantized_on_loading(bf16_tiny, stored):
+def test_stored_base_has_the_logits_of_one_quantized_on_loading(bf16_tiny, stored):
     base, result = load_base(stored), load_base(bf16_tiny, "nf4")
     assert base.quantization == result.quantization
     assert isinstance(base.model.model.embed_tokens, NF4Embedding)
     assert mx.array_equal(base.model(TOKENS), result.model(TOKENS)).item()
 
 
-def test_a_bitsandbytes_checkpoint_is_read_without_quantizing_again(bf16_tiny, tmp_path):
+def test_bitsandbytes_checkpoint_is_read_without_quantizing_again(bf16_tiny, tmp_path):
     result = load_base(bf16_tiny, "nf4", keep=("embed_tokens",))
     tensors = {}
     for name, tensor in tree_flatten(result.model.parameters()):
@@ -165,7 +165,7 @@ def test_a_linear_with_bias_is_its_dequantized_self():
     assert not packed.trainable_parameters() and "double-quantized" in repr(packed)
 
 
-def test_geometry_is_probed_and_packed_tensors_that_do_not_fit_are_named(bf16_tiny):
+def test_probe_names_quantized_tensors_that_do_not_fit(bf16_tiny):
     base = load_base(bf16_tiny, "nf4")
     module = base.model.layers[0].self_attn.q_proj
     result = probe("q_proj", module, base.config)
@@ -177,7 +177,7 @@ def test_geometry_is_probed_and_packed_tensors_that_do_not_fit_are_named(bf16_ti
 
 
 @pytest.mark.parametrize("matmul_path", ["quantized", "transient", "dense"])
-def test_gradients_of_all_adapters_are_those_on_the_dequantized_base(bf16_tiny, matmul_path):
+def test_gradients_on_nf4_are_those_on_the_dequantized_base(bf16_tiny, matmul_path):
     def gradients(base, path):
         attached = attach(base, LoRAConfig(rank=4), matmul_path=path)
         for slot in attached.slots.values():

@@ -79,7 +79,7 @@ def test_a_recipe_for_8_bit_bitsandbytes_names_our_8_bits(tmp_path, run):
     check(run.error, "unsupported", "load_in_8bit", "c.yaml: ", "affine8")
 
 
-def test_a_base_without_tokenizer_names_the_files_that_are_missing(llama_folder):
+def test_base_without_tokenizer_names_the_missing_files(llama_folder):
     for name in TOKENIZER:
         (llama_folder / name).unlink()
     check_unsupported(
@@ -102,7 +102,7 @@ def test_a_damaged_tokenizer_is_named(llama_folder):
     check_unsupported("unreadable", ("tokenizer.json", "config.json"), load_base, llama_folder)
 
 
-def test_tokenizer_of_a_larger_vocabulary_is_rejected_before_rows_are_read(tmp_path):
+def test_tokenizer_of_a_larger_vocabulary_is_rejected_first(tmp_path):
     base = load_base(write_checkpoint(tmp_path / "base", "llama", vocab_size=500))
     beyond = max(
         base.tokenizer.encode("Of whom the world was not worthy", add_special_tokens=False)

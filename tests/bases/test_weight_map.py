@@ -61,7 +61,7 @@ MADE = {
 
 
 @pytest.mark.parametrize("family", MADE)
-def test_merging_changes_exactly_the_tensors_that_the_manifest_names(family, tmp_path, run):
+def test_merge_changes_exactly_the_tensors_of_the_manifest(family, tmp_path, run):
     make = renamed if family == "qwen2_vl" else lambda f: write_checkpoint(f, family)
     base = make(tmp_path / "base")
     pack = random_pack(load_base(base), targets=MADE[family]).save(tmp_path / "pack")

@@ -90,7 +90,7 @@ def test_weights_of_a_random_base_are_centred_and_of_the_usual_size(config):
     assert mx.isfinite(base.model(mx.array([[1, 2, 3]]))).all().item()
 
 
-def test_the_mended_loss_is_that_of_mlx_lm_without_the_pad_after_a_row():
+def test_patched_loss_is_that_of_mlx_lm_without_the_pad():
     base = workloads.random_base(CONFIG, seed=0)
     tokens = mx.array(np.random.default_rng(0).integers(1, 128, (2, 33)))
     whole_rows = mx.array([[9, 33], [17, 33]])
@@ -108,7 +108,7 @@ def test_the_mended_loss_is_that_of_mlx_lm_without_the_pad_after_a_row():
     assert result.item() == pytest.approx(by_hand.item(), rel=1e-6)
 
 
-def test_mended_rows_are_sorted_by_their_tokens_and_batches_have_targets():
+def test_patched_rows_are_sorted_and_batches_have_targets():
     class Rows:
         rows = [{"t": [1] * n, "from": min(n - 1, 64)} for n in (9, 3, 70, 7, 5, 66)]
 
@@ -148,9 +148,7 @@ def test_memory_of_sides_alone_is_recorded_with_ratios(in_this_process, tmp_path
     assert "times mlx-lm stock's transient memory" in capsys.readouterr().out
 
 
-def test_memory_of_sides_that_compute_something_else_is_not_shown(
-    in_this_process, tmp_path, monkeypatch
-):
+def test_memory_of_different_results_is_not_shown(in_this_process, tmp_path, monkeypatch):
     step = implementations.Ours.step
     monkeypatch.setattr(implementations.Ours, "step", lambda *a: (0.0, 1.01 * step(*a)[1]))
     file = tmp_path / "h.jsonl"

@@ -168,7 +168,7 @@ def test_a_report_without_records_says_how_to_make_them(tmp_path, capsys):
     assert "benchmarks.train_step" in capsys.readouterr().err
 
 
-def test_a_peer_gets_mlxs_own_blas_and_compile_and_leaves_ours_as_they_were(monkeypatch):
+def test_stock_baseline_has_its_own_blas_and_compile_and_leaves_ours(monkeypatch):
     monkeypatch.undo()  # of _compile_on
     before = stock.compiles()
     left = mx.random.normal((64, 64))

@@ -197,7 +197,7 @@ def test_train_names_file_and_key_of_a_configuration(data_here, untouched, text,
     check(untouched(*COMMAND, "-c", "c.yaml"), code, flag, *names)
 
 
-def test_what_a_configuration_lacks_may_be_in_a_flag_or_another_file(data_here, untouched):
+def test_configuration_may_be_completed_by_flags_and_files(data_here, untouched):
     (data_here / "c.yaml").write_text("double_quant: false\n")
     (data_here / "more.yaml").write_text("quantize: nf4\n")
     args = (*COMMAND, "--model", "nowhere", "-c", "c.yaml")
@@ -210,7 +210,7 @@ def test_packs_names_the_nearest_command(untouched):
     check(untouched("trian"), "unknown", "command", "'trian'", "'train'")
 
 
-def test_train_never_writes_into_a_folder_that_holds_something_else(data_here, untouched):
+def test_train_never_writes_into_a_folder_of_something_else(data_here, untouched):
     (data_here / "o").mkdir()
     (data_here / "o" / "thesis.txt").write_text("mine")
     for overwrite in ((), ("--overwrite",)):
@@ -241,7 +241,7 @@ def test_train_unknown_or_absent_reporter_leaves_nothing(untouched, monkeypatch,
     check(untouched(*COMMAND, "--report-to", service), code, "report_to", service)
 
 
-def test_train_nan_loss_names_the_step_and_keeps_a_good_checkpoint(data_here, run):
+def test_train_nan_loss_names_the_step_and_keeps_a_checkpoint(data_here, run):
     # the rate grows a million times a step: the first is harmless, the later ones are not
     growing = "lr_schedule: {name: exponential_decay, arguments: [1e-3, 1e6]}"
     (data_here / "c.yaml").write_text(growing)

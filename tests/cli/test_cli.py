@@ -107,7 +107,7 @@ def test_generate_streams_and_the_pack_changes_the_text(answers):
 
 
 @pytest.mark.slow
-def test_doctor_names_the_machine_and_every_kernel_and_writes_a_report(tmp_path):
+def test_doctor_reports_the_machine_and_every_kernel(tmp_path):
     result = invoke("doctor", "--json", "--report", tmp_path / "report.json")
     report = json.loads(result.stdout)
     assert json.loads((tmp_path / "report.json").read_text()) == report

@@ -108,7 +108,7 @@ def test_patterns_and_rslora_give_pefts_scales(tiny):
         attached.detach()
 
 
-def test_a_bits_and_bytes_config_means_what_transformers_does_with_it():
+def test_bitsandbytes_config_means_what_it_does_in_transformers():
     resolved = recipe(BNB).train
     assert (resolved.quantize, resolved.double_quant, resolved.compute_dtype) == (
         "nf4",
@@ -154,7 +154,7 @@ def test_what_would_mean_something_else_is_an_error(values, code, key, shown):
         recipe(values)
 
 
-def test_train_takes_several_recipe_files_and_names_the_faulty_one(run, tmp_path):
+def test_train_takes_several_recipes_and_names_the_faulty_one(run, tmp_path):
     (tmp_path / "adapter_config.json").write_text(json.dumps(PEFT | {"use_dora": True}))
     (tmp_path / "bnb.json").write_text(json.dumps(BNB))
     code, out, _ = run("train", "-c", tmp_path / "bnb.json", "-c", tmp_path / "adapter_config.json")

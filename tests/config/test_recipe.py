@@ -50,7 +50,7 @@ def test_older_run_goes_on_with_its_own_settings(run, trained, older):
 
 
 @pytest.mark.parametrize("name", ["matmul_path", "cache_frozen"])
-def test_old_name_of_a_flag_or_key_is_unknown_and_the_new_one_named(run, tmp_path, name):
+def test_old_name_of_a_setting_is_unknown_and_the_new_one_named(run, tmp_path, name):
     old = OLD_KEYS[name]
     flag, new = (f"--{key.replace('_', '-')}" for key in (old, name))
     run("train", flag, "auto")

@@ -121,9 +121,7 @@ def test_experts_are_combined(tmp_path):
 
 
 @pytest.mark.parametrize("method", ["ties", pytest.param("dare", marks=pytest.mark.slow)])
-def test_a_rank_that_loses_too_much_is_refused_and_one_that_passes_is_named(
-    method, two_packs, tmp_path, run
-):
+def test_combine_gate_names_a_rank_that_passes(method, two_packs, tmp_path, run):
     base, a, b = two_packs
     args = (
         "combine",
@@ -147,7 +145,7 @@ def test_a_rank_that_loses_too_much_is_refused_and_one_that_passes_is_named(
     assert Pack.open(tmp_path / "c").manifest["combined"]["method"] == method
 
 
-def test_packs_of_two_bases_and_kinds_that_do_not_add_up_are_named(two_packs, tmp_path):
+def test_combine_rejects_packs_that_do_not_add_up(two_packs, tmp_path):
     base, a, _ = two_packs
     other = write_quantized(tmp_path / "q", base)
     c = random_pack(load_base(other)).save(tmp_path / "c")

@@ -202,7 +202,7 @@ def test_last_blocks_are_layers_to_transform_in_peft_but_for_gpt2(bases, tmp_pat
 
 
 @pytest.mark.parametrize("rslora", [False, True])
-def test_ranks_and_alphas_of_peft_are_by_module_and_tensors_are_trusted(rslora, bases, tmp_path):
+def test_import_of_peft_reads_ranks_and_alphas_by_module(rslora, bases, tmp_path):
     folder = write_peft(
         tmp_path / "in",
         {Q0: 3, DOWN1: 5},
@@ -304,7 +304,7 @@ def test_dora_is_carried_applied_merged_and_is_that_of_mlx_lm(bits, bases, tmp_p
         assert is_the_same(Pack.open(tmp_path / f"{to}-back"), pack)
 
 
-def test_detaching_dora_and_whole_modules_restores_the_base_to_the_bit(bases, tmp_path):
+def test_detach_of_dora_and_full_tensors_restores_the_base(bases, tmp_path):
     import_adapter(write_dora(tmp_path / "in"), tmp_path / "pack", bases["qwen3"])
     base = load_base(bases["qwen3"])
     before = logits(base)
@@ -367,7 +367,7 @@ def test_tied_embedding_is_input_alone_in_peft_and_head_too_in_mlx_lm(bases, tmp
     assert np.abs(np.array(stock(mx.arange(1, 33)[None])) - expected).max() < 1e-4
 
 
-def test_modules_to_save_are_carried_applied_and_merged_and_not_for_mlx_lm(bases, tmp_path):
+def test_modules_to_save_are_applied_and_merged_but_not_exported(bases, tmp_path):
     head = 0.1 * mx.random.normal((4096, 64), key=mx.random.key(5))
     whole = {"lm_head.weight": head, "model.norm.weight": mx.full((64,), 1.5)}
     folder = write_peft(
@@ -598,7 +598,7 @@ def test_import_of_a_changed_export_reads_its_own_config(bases, tmp_path):
     check_rejected(tmp_path / "out", tmp_path / "x", None, "unreadable", "../evil")
 
 
-def test_full_fine_tuning_of_mlx_lm_and_its_other_tensors_are_refused(bases, tmp_path):
+def test_import_rejects_full_fine_tuning_and_tensors_of_mlx_lm(bases, tmp_path):
     folder = tmp_path / "in"
     folder.mkdir()
     mx.save_safetensors(str(folder / "adapters.safetensors"), {f"{Q0}.weight": mx.ones((2, 2))})
@@ -618,7 +618,7 @@ def test_full_fine_tuning_of_mlx_lm_and_its_other_tensors_are_refused(bases, tmp
     )
 
 
-def test_a_family_whose_names_are_not_known_is_not_exported_to_peft(bases, tmp_path):
+def test_export_to_peft_rejects_an_unknown_family(bases, tmp_path):
     pack = pack_with(bases["qwen3"], tmp_path / "pack", rank=2)
     pack.manifest["base"]["model_type"] = "mamba2"
     with raises("unsupported", None, "mamba2"):

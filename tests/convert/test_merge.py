@@ -62,7 +62,7 @@ def test_a_tied_head_and_bf16_stay_what_they_are(tmp_path):
 
 
 @pytest.mark.parametrize("mode", ["affine", "nf4"])
-def test_same_requantizes_what_changed_and_leaves_every_other_byte(mode, tmp_path):
+def test_merge_same_requantizes_what_changed_alone(mode, tmp_path):
     dense = write_checkpoint(tmp_path / "dense")
     base = write_quantized(tmp_path / "base", dense, mode=mode)
     pack = random_pack(load_base(base)).save(tmp_path / "pack")
@@ -110,7 +110,7 @@ def test_merge_quantizes_a_dense_base_and_shrinks_an_8_bit_one(tmp_path):
 
 
 @pytest.mark.parametrize("requantize", ["none", "same"])
-def test_a_pack_of_a_base_that_was_quantized_on_loading_is_merged_into_that(requantize, tmp_path):
+def test_merge_into_a_base_that_was_quantized_on_loading(requantize, tmp_path):
     dense = write_checkpoint(tmp_path / "dense")
     pack = random_pack(load_base(dense, quantize="nf4")).save(tmp_path / "pack")
     report = merged(pack, dense, tmp_path / "out", requantize=requantize)

@@ -219,7 +219,7 @@ def test_modules_to_save_and_embeddings_of_peft(transformers_base, tmp_path):
 @pytest.mark.parametrize(
     "family", [f for f in peft_format._SAME_NAMES if architecture_of(f) == "decoder"]
 )
-def test_mlx_lm_and_transformers_name_the_modules_of_a_family_alike(family):
+def test_mlx_lm_and_transformers_name_modules_alike(family):
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 

@@ -65,7 +65,7 @@ def texts_of(tokenizer, tokens) -> tuple[bool, str, str, str] | None:
     return one == 1, first, second, third
 
 
-def test_rearranged_rows_hold_the_same_text_and_all_of_it_is_learned(fim_tokenizer):
+def test_rearranged_rows_have_the_same_text_all_of_it_trained(fim_tokenizer):
     fim = FillInTheMiddle(1.0, 0.5, seed=3)
     examples = encode(ROWS, fim_tokenizer, CONFIG, EncodingOptions(fim=fim))
     kinds = set()
@@ -116,7 +116,7 @@ def test_sentinels_are_found_by_their_known_spellings(names):
     assert list(sentinels(tokenizer)) == (wanted + [tokenizer.eos_token_id])[:4]
 
 
-def test_a_tokenizer_without_sentinels_is_refused_unless_they_are_named(bare):
+def test_tokenizer_without_sentinels_is_rejected_unless_named(bare):
     with raises("unsupported", "fim_rate", "--fim-tokens PREFIX,SUFFIX,MIDDLE"):
         encode(ROWS, bare, CONFIG, EncodingOptions(fim=FillInTheMiddle(0.5)))
     with raises("unknown", "fim_tokens", "a,b,<x>"):
@@ -182,7 +182,7 @@ def test_what_is_too_much_goes_from_the_far_ends():
     assert arranged(ids, False, parts, 5) == [90, 91, 92, 5, 93]
 
 
-def test_a_part_of_a_text_has_no_space_that_the_tokenizer_puts_before_a_text():
+def test_part_of_a_text_has_no_space_of_the_tokenizer():
     vocab = {"<unk>": 0, "▁": 1, "a": 2, "b": 3, "\n": 4, "▁a": 5}
     metaspace = Tokenizer(models.BPE(vocab, [("▁", "a")], unk_token="<unk>"))
     metaspace.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always", split=False)
@@ -259,7 +259,7 @@ def test_faults_are_one_line(run, tmp_path, flags, code, flag, names):
     assert not list(tmp_path.iterdir())
 
 
-def test_a_run_on_code_resumes_only_with_the_same_layout_of_its_rows(tmp_path, run):
+def test_run_on_code_resumes_with_the_same_layout_alone(tmp_path, run):
     rows = [{"text": text} for text in [*TEXTS, LONG.value["text"]]]
     data = write_rows(tmp_path / "d", train=rows, valid=rows[:2])
     settings = {

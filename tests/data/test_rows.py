@@ -255,7 +255,7 @@ def test_load_rows_hf_dataset_names_what_is_wrong(datasets_library, entry, code,
         load_rows(DataConfig(hf_dataset=entry))
 
 
-def test_encode_assistant_learns_every_answer_with_its_end_and_nothing_else(tokenizer):
+def test_encode_assistant_takes_each_answer_with_its_end_alone(tokenizer):
     row = chat("Hi.", "Hello!", "And?", "Bye.")
     row["messages"].insert(0, {"role": "system", "content": "Be kind."})
     assert learned(tokenizer, row) == ["Hello!<|im_end|>", "Bye.<|im_end|>"]
@@ -292,18 +292,18 @@ def test_encode_assistant_finds_characters_of_several_tokens(tokenizer):
     assert learned(tokenizer, row) == ["🙂 é\u2028漢<|im_end|>", "naïve 🤷🏽‍♀️<|im_end|>"]
 
 
-def test_encode_assistant_is_not_fooled_by_answers_that_repeat_the_template(tokenizer):
+def test_encode_assistant_tells_answers_from_their_template(tokenizer):
     row = chat("yes", "yes", "assistant\nyes", "assistant\nyes")
     assert learned(tokenizer, row) == ["yes<|im_end|>", "assistant\nyes<|im_end|>"]
 
 
-def test_encode_assistant_follows_a_template_that_drops_earlier_thoughts(with_template):
+def test_encode_assistant_follows_templates_that_drop_thoughts(with_template):
     row = chat("a?", "<think>\nhm\n</think>\n\nA", "b?", "<think>\nso\n</think>\n\nB")
     wanted = ["A<|im_end|>", "<think>\nso\n</think>\n\nB<|im_end|>"]
     assert learned(with_template(THINKING), row) == wanted
 
 
-def test_encode_assistant_follows_a_thinking_template_through_tool_calls(with_template):
+def test_encode_assistant_follows_thoughts_through_tool_calls(with_template):
     row = {"messages": TOOL_CHAT["messages"][1:]}
     assert learned(with_template(THINKING), row) == [
         "<tool_call>add</tool_call><|im_end|>",
@@ -364,7 +364,7 @@ def test_encode_all_learns_every_token_but_the_first(tokenizer):
     assert not example.target[0] and example.target[1:].all()
 
 
-def test_encode_completion_refuses_a_template_that_rewrites_the_prompt(with_template):
+def test_encode_completion_rejects_templates_that_rewrite_prompts(with_template):
     rewrites = "{{ messages | length }}{% for m in messages %}{{ m.content }}{% endfor %}"
     with raises("data", "loss_on", "rows:0"):
         encoded(with_template(rewrites), chat("a", "b"), loss_on="completion")

@@ -63,9 +63,7 @@ def assert_same(cached, wanted):
 @pytest.mark.parametrize(
     "options", [OPTIONS, EncodingOptions(loss_on="all", ce_last_k=3)], ids=["cut", "last k"]
 )
-def test_cached_tokens_are_those_encoded_and_are_not_encoded_again(
-    tokenizer, token_folder, no_encoding, options
-):
+def test_cached_tokens_are_those_encoded_once(tokenizer, token_folder, no_encoding, options):
     rows = [*ROWS, Row("x:long", chat("word " * 60, "too late"))]  # loses every target
     wanted = encode(rows, tokenizer, CONFIG, options)
     assert wanted.dropped == (options is OPTIONS)

@@ -127,7 +127,7 @@ def test_eval_batch_prints_tables_that_fit_60_columns(packs_here, run, monkeypat
     assert "±" in tables[0] and tables[-1].split()[-1].startswith("0.") and "gates   ok" in lines
 
 
-def test_a_failing_gate_exits_with_1_and_is_named_with_limit_and_value(packs_here, run):
+def test_eval_batch_failing_gate_exits_with_1_and_is_named(packs_here, run):
     code, out, err = run(
         "eval-batch",
         "--pack",
@@ -216,7 +216,7 @@ def test_row_scores_stand_in_the_order_of_the_data():
         assert batched.nll[i] == pytest.approx(alone.nll[0], rel=1e-5)
 
 
-def test_throughput_warms_up_alternates_forth_and_back_and_pairs_the_ratio(packs_here, monkeypatch):
+def test_throughput_warms_up_alternates_and_pairs_the_ratio(packs_here, monkeypatch):
     """The machine slows down by half from round to round; the ratio of each round does not."""
     base = load_base("tiny")
     pack = comparison.as_pack("a")
@@ -258,7 +258,7 @@ def test_named_packs_are_called_after_their_folders(packs_here):
     assert [name for name, _ in comparison.named_packs({"x": "a", "y": half})] == ["x", "y"]
 
 
-def test_named_packs_have_the_name_of_the_hub_and_never_that_of_the_base(packs_here):
+def test_packs_have_names_of_the_hub_and_never_the_bases(packs_here):
     for folder in ("base", "x/n", "y/n", "o--p/" + "a" * 40):
         shutil.copytree("a", folder)
     pin = {"repo": "o/p", "revision": "v2", "commit": "a" * 40}
@@ -290,7 +290,7 @@ def test_a_pack_called_base_is_held_to_the_gates(packs_here):
     assert len(comparison.failed(compared)) == 1
 
 
-def test_evaluate_gates_compares_values_with_limits_and_nan_never_passes():
+def test_evaluate_gates_compares_with_limits_and_fails_nan():
     limits = gate_limits(max_ppl_ratio=1.0, min_tps_ratio=0.9, max_pack_mb=None)
     assert set(limits) == {"max_ppl_ratio", "min_tps_ratio"}
     gates = evaluate_gates(limits, {"max_ppl_ratio": 1.0, "min_tps_ratio": 0.9})
@@ -346,7 +346,7 @@ def test_eval_batch_rejects_in_one_line(packs_here, run, args, code, flag, names
     check(run.error, code, flag, names)
 
 
-def test_eval_names_both_where_one_pack_of_a_sum_is_for_another_base(packs_here, run):
+def test_eval_names_both_bases_of_a_sum(packs_here, run):
     shutil.copytree("a", "other")
     manifest = json.loads(Path("other/pack.json").read_text())
     manifest["base"].update(fingerprint="e" * 64, id="elsewhere")

@@ -45,9 +45,7 @@ def test_limit_counts_examples(architecture, shared_tiny, loaded_encoder, held_o
             evaluate(base, None, held_out_data[architecture], limit=limit)
 
 
-def test_a_pack_is_scored_on_the_same_examples_and_leaves_the_base_as_it_was(
-    shared_tiny, held_out_data
-):
+def test_evaluate_scores_base_and_pack_on_the_same_examples(shared_tiny, held_out_data):
     pack = random_pack(shared_tiny, 0)
     alone = evaluate(shared_tiny, None, held_out_data["decoder"])
     both = evaluate(shared_tiny, pack, held_out_data["decoder"])

@@ -180,9 +180,7 @@ def test_sampled_answers_are_rejected(shared_tiny, stand_in):
 
 
 @pytest.mark.interop
-def test_the_harness_runs_tasks_with_a_pack_and_agrees_with_mlx_lm(
-    shared_tiny, tmp_path, monkeypatch
-):
+def test_harness_with_a_pack_agrees_with_mlx_lm(shared_tiny, tmp_path, monkeypatch):
     """The real lm_eval on tasks of a folder; likelihoods are those of mlx-lm's own adapter."""
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(q) + "\n" for q in QUESTIONS))

@@ -151,7 +151,7 @@ def test_an_unknown_family_has_no_plan():
     [pytest.param("gate_proj up_proj down_proj", marks=pytest.mark.slow), "q_proj o_proj"],
 )
 @pytest.mark.parametrize("recompute", [pytest.param("none", marks=pytest.mark.slow), "selective"])
-def test_blocks_keep_no_scores_whichever_of_their_projections_carry_adapters(
+def test_blocks_keep_no_scores_whichever_projections_are_adapted(
     targets, recompute, tiny, nothing_ahead
 ):
     """A step of one long row, whose T x T probabilities would be most of its memory."""

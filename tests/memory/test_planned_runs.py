@@ -163,9 +163,7 @@ def test_auto_takes_one_of_the_planned_paths(tiny, long_chats):
 
 
 @pytest.mark.slow
-def test_the_plan_takes_the_first_policy_of_recomputation_that_fits(
-    long_chats, tmp_path, memory, run
-):
+def test_plan_takes_the_first_policy_that_fits(long_chats, tmp_path, memory, run):
     arguments = short_run(long_chats, tmp_path / "p")
     peaks = {}
     for policy in ("none", "selective", "block"):

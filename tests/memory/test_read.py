@@ -43,7 +43,7 @@ def test_a_hub_that_cannot_be_reached_is_one_line(monkeypatch, run):
 
 
 @pytest.mark.parametrize("name", ["llama-3-8b", "qwen3-4b"])
-def test_a_config_alone_is_planned_as_the_dense_checkpoint_that_it_describes(name, tmp_path):
+def test_config_alone_is_planned_as_the_dense_checkpoint(name, tmp_path):
     complete = dense_headers(name)
     (tmp_path / "config.json").write_text(json.dumps(complete.config))
     described = read_headers(tmp_path)

@@ -56,7 +56,7 @@ def test_more_memory_never_recommends_less(name, device):
 @pytest.mark.parametrize(
     "name", ["small", "qwen3-4b", pytest.param("llama-3-8b", marks=pytest.mark.slow)]
 )
-def test_half_precision_of_a_gpu_never_recommends_less_than_a_cpu(name):
+def test_recommend_for_a_gpu_is_never_less_than_for_a_cpu(name):
     for on_cpu, on_gpu in zip(
         best_by_memory(name, "cpu"), best_by_memory(name, "gpu"), strict=True
     ):
@@ -69,7 +69,7 @@ def test_a_small_base_is_not_to_be_quantized():
     assert best.method == "lora-fp32" and best.fits and "small" in best.why
 
 
-def test_what_fits_comes_first_and_what_is_learned_before_precision():
+def test_recommend_puts_what_fits_first_and_rank_before_precision():
     for *ways, full in by_memory("qwen3-4b", "gpu"):
         states = [("fits", "tight", "no").index(option.fit) for option in ways]
         assert states == sorted(states) and full.method == "full"
@@ -120,7 +120,7 @@ def test_rows_are_planned_no_longer_than_the_base_reads():
     assert recommend(headers, int(64e9))[0].train.max_seq_length == 512
 
 
-def test_full_fine_tuning_plans_16_bytes_a_weight_and_float32_activations():
+def test_full_fine_tuning_is_planned_with_16_bytes_a_weight():
     with runtime.assumed_device("gpu"):
         full = recommend(dense_headers("qwen3-4b"), int(16e9))[-1]
     weights, parts = full.plan.base_weights, full.plan.parts()
@@ -231,7 +231,7 @@ def test_where_nothing_fits_it_says_what_is_left_to_do(run):
 
 
 @pytest.mark.parametrize("quantize", ["nf4", "affine8"])
-def test_plan_and_train_reject_quantizing_what_is_quantized_in_one_line(quantize, run, tmp_path):
+def test_plan_and_train_reject_quantizing_again(quantize, run, tmp_path):
     planned = run("plan", "--quantize", quantize)
     check(run.error, "conflict", "quantize")
     trained = run("train", "--quantize", quantize, "--out", tmp_path / "p")

@@ -59,7 +59,7 @@ def test_linears_narrower_than_the_rank_are_left_out_unless_named():
         attach(base, LoRAConfig(rank=8, target_modules=("shared_expert_gate",)))
 
 
-def test_a_module_that_cannot_have_an_adapter_is_named_with_its_type():
+def test_attach_names_a_module_without_adapter_and_its_type():
     with raises("unsupported", "target_modules", "embed_q", "MultiLinear"):
         attach(family_base("deepseek_v3"), LoRAConfig(target_modules=("embed_q",)))
     with raises("unsupported", "target_modules", "prediction_coefs", "Linear"):

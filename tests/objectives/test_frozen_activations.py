@@ -60,7 +60,7 @@ def states_folder(tmp_path, monkeypatch):
 @pytest.mark.parametrize("recompute", ["none", "selective", "block"])
 @pytest.mark.parametrize("packing", [False, True], ids=["unpacked", "packed"])
 @pytest.mark.parametrize("family", ["qwen3", "llama", "qwen3_moe", "olmo2", "gpt2"])
-def test_cached_states_have_the_loss_and_gradients_of_computed_ones(family, packing, recompute):
+def test_cached_states_have_loss_and_gradients_of_computed_ones(family, packing, recompute):
     opened = CachedModel(
         base_of_blocks(family), changed(TRAIN, packing=packing, recompute=recompute)
     )
@@ -115,7 +115,7 @@ def test_frozen_blocks_are_not_computed_where_states_are_given():
 
 
 @pytest.mark.parametrize("recompute", ["none", "block"])
-def test_the_backward_stops_at_the_first_adapted_block_even_without_a_cache(recompute):
+def test_backward_stops_at_the_first_adapted_block(recompute):
     opened = CachedModel(train=changed(TRAIN, cache_frozen="off", recompute=recompute))
     passed = []
 
@@ -245,7 +245,7 @@ def test_whatever_changes_the_states_has_a_file_of_its_own(states_folder):
     assert len(list(states_folder.glob("*.states"))) == 1 + len(runs)
 
 
-def test_tokens_matmul_path_config_and_weight_files_are_in_the_key(tmp_path):
+def test_cache_key_has_tokens_matmul_path_config_and_weights(tmp_path):
     opened = CachedModel()
 
     def key(examples, matmul_path="quantized"):
@@ -283,7 +283,7 @@ def test_damaged_files_are_made_again(states_folder, damage):
     assert file.read_bytes() == whole
 
 
-def test_states_of_another_base_under_the_same_name_are_made_again(states_folder):
+def test_states_of_another_base_of_the_name_are_computed_again(states_folder):
     base = base_of_blocks()
     filled(base)
     base.model.layers[0].mlp.up_proj.weight *= 1.5  # its fingerprint stays as it was
@@ -318,9 +318,7 @@ def test_a_file_in_use_is_left_to_the_other_run(states_folder):
     assert second.states(second.batches(1)[0]).any()
 
 
-def test_on_a_full_disk_what_is_kept_is_read_and_the_rest_is_left_as_it_is(
-    states_folder, monkeypatch
-):
+def test_full_disk_keeps_and_reads_what_is_there(states_folder, monkeypatch):
     monkeypatch.setattr(frozen_activations, "memory_budget", lambda plan: 0)
     opened = CachedModel()
     batches = opened.batches(4)
@@ -358,7 +356,7 @@ def test_a_cache_that_cannot_be_opened_lets_go_of_its_file(states_folder, monkey
     assert not list(states_folder.glob(".*.lock")), raised.traceback  # which holds on to the cache
 
 
-def test_a_file_that_is_there_has_room_whatever_else_is_on_the_disk(states_folder, monkeypatch):
+def test_existing_file_needs_no_room_on_the_disk(states_folder, monkeypatch):
     base = base_of_blocks()
     filled(base)
     usage = SimpleNamespace(free=0)
@@ -421,7 +419,7 @@ class _Peeks(nn.Module):
         return self.inner(tokens, *args, **kwargs) + self.inner.embed_tokens(tokens)
 
 
-def test_a_family_whose_upper_blocks_see_more_than_states_is_rejected():
+def test_family_whose_blocks_see_more_than_states_is_rejected():
     def base():
         peeking = base_of_blocks()
         peeking.model.model = _Peeks(peeking.model.model)

@@ -85,9 +85,7 @@ def plain_loss(frozen, tied: bool, scale: float, adapters, tokens, positions, ta
     ],
 )
 @pytest.mark.parametrize("quantized", [False, True])
-def test_loss_gradients_and_a_step_are_those_of_the_stack_in_plain_mlx(
-    family, changes, paths, quantized
-):
+def test_stack_has_the_loss_gradients_and_step_of_plain_mlx(family, changes, paths, quantized):
     base = base_of(family, **changes)
     if quantized:
         nn.quantize(base.model, group_size=32, bits=4)
@@ -201,7 +199,7 @@ def test_a_mistral_is_a_llama_by_another_name(tmp_path):
     assert result.facts["stack"] == [O_PROJ.format(0), O_PROJ.format(1)]
 
 
-def test_a_projection_whose_tensors_contradict_has_no_place_in_the_stack():
+def test_stack_leaves_out_projections_whose_tensors_contradict():
     base = base_of("llama", **SQUARE)
     nn.quantize(base.model, group_size=32, bits=4)
     o_proj = base.model.layers[0].self_attn.o_proj
@@ -316,7 +314,7 @@ def test_a_resumed_run_keeps_its_objective(stack_folder):
         train_stack(stack_folder, "broken", resume=True, objective="transformer")
 
 
-def test_a_run_interrupted_and_resumed_has_the_bits_of_an_unbroken_one(stack_folder):
+def test_stack_resumed_equals_an_unbroken_run(stack_folder):
     settings = {"lr_schedule": "constant"}
     train_stack(stack_folder, "bits-whole", **settings)
     train_stack(stack_folder, "bits", iters=3, **settings)

@@ -76,7 +76,7 @@ def test_packed_rows_are_scored_row_by_row_as_alone():
     assert packed.ppl_se == pytest.approx(alone.ppl_se, rel=1e-4)
 
 
-def test_segment_mask_lets_every_input_see_itself_and_its_own_past_alone():
+def test_segment_mask_shows_inputs_their_own_past_alone():
     segments = mx.array([[0, 0, 0, 1, 1, 2], [0, 1, 1, 1, 1, 1]])
     mask = np.array(SegmentCache(segments).make_mask(6, window_size=2))
     for b, row in enumerate(segments.tolist()):
@@ -116,7 +116,7 @@ def test_packing_is_rejected_where_a_row_sees_another(monkeypatch):
     check_rejected("llama", "at position 0")
 
 
-def test_packing_is_rejected_where_a_far_position_is_computed_otherwise(monkeypatch):
+def test_packing_is_rejected_where_far_positions_differ(monkeypatch):
     """As in families that scale their queries by position, far from the first one alone."""
     whole = PhiAttention.__call__
 

@@ -48,7 +48,7 @@ def packs(shared_tiny) -> dict[str, Pack]:
     }
 
 
-def test_applied_contexts_nest_and_each_end_restores_logits_to_the_bit(shared_tiny, packs):
+def test_applied_contexts_nest_and_restore_logits(shared_tiny, packs):
     plain, alone = logits(shared_tiny), {}
     for name, pack in packs.items():
         with shared_tiny.applied(pack):
@@ -76,7 +76,7 @@ def test_applied_restores_after_an_error_inside(shared_tiny, packs):
     assert same(logits(shared_tiny), plain) and shared_tiny.active is None
 
 
-def test_swap_pack_gives_what_a_fresh_attach_gives_and_touches_no_weight(shared_tiny, packs):
+def test_swap_pack_equals_a_fresh_attach_and_touches_no_weight(shared_tiny, packs):
     before = [(name, id(array)) for name, array in tree_flatten(shared_tiny.model.parameters())]
     modules = [(path, id(module)) for path, module in shared_tiny.model.named_modules()]
     for name in "abcacb":
@@ -125,7 +125,7 @@ def vars_of(base) -> dict:
     return {name: getattr(base, name) for name in names}
 
 
-def test_modules_that_were_taken_off_in_training_come_back_to_answer(shared_tiny, packs):
+def test_modules_removed_in_training_are_back_for_generation(shared_tiny, packs):
     with shared_tiny.applied(packs["a"]):
         wanted = logits(shared_tiny)
         shared_tiny.model.train()

@@ -80,7 +80,7 @@ def test_diff_equals_what_the_dense_deltas_say(tmp_path):
     assert (module["rank_a"], module["rank_b"]) == (3, 5)
 
 
-def test_a_pack_is_at_no_distance_from_itself_and_opposite_to_its_negative(tmp_path):
+def test_diff_of_a_pack_and_itself_or_its_negative(tmp_path):
     a = lone(tmp_path / "a", 3, 1)
     same = mp.diff(a, a)["total"]
     assert same["relative"] < 1e-12 and close(same["cosine"], 1) and close(same["overlap_in"], 1)

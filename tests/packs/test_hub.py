@@ -167,9 +167,7 @@ def test_what_is_left_of_another_commit_is_not_gone_on_with(pushed, hub, here):
 
 
 @pytest.mark.parametrize("left", [100, 10_000_000])
-def test_a_server_without_ranges_and_a_partial_that_is_too_long_start_again(
-    pushed, hub, here, left
-):
+def test_pull_starts_again_without_ranges_or_with_a_long_partial(pushed, hub, here, left):
     hub.no_ranges = True
     partial = here / f".q.pull-{hub.repos['me/p'].branches[MAIN][:12]}"
     partial.mkdir()
@@ -213,9 +211,7 @@ def test_a_file_of_another_size_is_refused_before_it_is_fetched(pushed, hub, her
         "a\n.json",
     ],
 )
-def test_a_manifest_that_names_anything_but_plain_files_is_refused(
-    pushed, hub, here, rejected, name
-):
+def test_pull_rejects_a_manifest_of_other_than_plain_files(pushed, hub, here, rejected, name):
     def change(manifest):
         manifest["files"][name] = {"bytes": 4, "sha256": "0" * 64}
 
@@ -225,7 +221,7 @@ def test_a_manifest_that_names_anything_but_plain_files_is_refused(
     assert {p.name for p in here.iterdir()} == {"p"}  # nothing of it is kept
 
 
-def test_a_repository_with_a_path_that_leads_elsewhere_is_refused(pushed, hub, here, rejected):
+def test_pull_rejects_paths_that_lead_elsewhere(pushed, hub, here, rejected):
     serve(hub, here / "p", **{"../evil.json": b"{}"})
     check(rejected("pull", "me/evil", "--out", "q"), "unreadable", None, "'../evil.json'")
     assert hub.fetched() == set()
@@ -375,7 +371,7 @@ def test_a_licence_is_given_or_the_bases_and_never_invented(hub, here, rejected)
 
 
 @pytest.mark.parametrize("out", ["q", None], ids=["folder", "cache"])
-def test_a_pulled_pack_is_pushed_from_a_copy_and_stays_what_was_pulled(pushed, hub, out):
+def test_push_of_a_pulled_pack_leaves_it_as_it_was(pushed, hub, out):
     pulled = mp.pull("me/p", out)
     before = contents(pulled.path)
     assert mp.push(pulled.path, "me/own", license="mit")["changed"]
@@ -418,7 +414,7 @@ def test_a_link_to_a_pack_stays_a_link_when_the_pack_is_written(hub, here):
 
 
 @pytest.mark.parametrize("harm", ["edited", "without its pin"])
-def test_a_pack_in_the_cache_that_is_not_what_came_is_fetched_again(pushed, hub, harm):
+def test_changed_pack_in_the_cache_is_fetched_again(pushed, hub, harm):
     folder = mp.pull("me/p").path
     if harm == "edited":
         manifest = json.loads((folder / "pack.json").read_text())

@@ -90,9 +90,7 @@ def test_a_manifest_cannot_steer_the_terminal(tmp_path, run, monkeypatch, comman
     assert code == 0 and "x?[2Jy" in out and "\x1b" not in out
 
 
-def test_a_manifest_cannot_steer_the_terminal_by_errors_json_or_new_lines(
-    tmp_path, run, monkeypatch, capsys
-):
+def test_manifest_cannot_steer_the_terminal_by_errors_or_json(tmp_path, run, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     write_pack(tmp_path / "p", base=BASE | {"id": "x\x1b[2J\n\x9by", "model_type": "qwen3\x7f"})
     code, out, err = run("apply", "p", "--dry-run")

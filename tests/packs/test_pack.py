@@ -252,7 +252,7 @@ def test_save_refuses_what_could_not_be_opened(full_pack, tmp_path):
 
 
 @pytest.mark.parametrize(("more", "double"), [({}, False), ({"double_quant": True}, True)])
-def test_double_quantization_is_what_the_manifest_says_and_else_single(pack, more, double):
+def test_double_quantization_is_as_in_the_manifest_or_single(pack, more, double):
     nf4 = {"mode": "nf4", "bits": 4, "group_size": 64, "keep": None, **more}
     edit(pack, _set("base.quantization", nf4))
     assert Pack.open(pack).quantize_options == {"double_quant": double, "keep": ()}
@@ -263,7 +263,7 @@ def test_pack_that_is_open_is_called_by_its_folder(pack):
     assert Pack.open(pack).name == str(pack)
 
 
-def test_attach_names_what_a_pack_brings_whole_but_is_no_tensor_of_the_base(pack, tiny):
+def test_attach_names_a_full_tensor_that_the_base_lacks(pack, tiny):
     edit(pack, _set("adapters.replaced", [{"name": "model.layers", "shape": [1]}]))
     replace_adapters(pack, lambda t: t.update({"model.layers": mx.ones((1,))}))
     with raises("mismatch", None, "model"):
@@ -391,7 +391,7 @@ def test_generate_json_is_alone_on_stdout(pack, run):
     )
 
 
-def test_whole_folder_puts_the_old_folder_back_when_it_cannot_be_replaced(tmp_path, monkeypatch):
+def test_old_folder_comes_back_when_it_cannot_be_replaced(tmp_path, monkeypatch):
     folder = tmp_path / "p"
     folder.mkdir()
     (folder / "old").write_text("1")

@@ -134,7 +134,7 @@ def test_projection_stack_without_square_projections_trains_the_head(graph_folde
     assert "the head alone, since o_proj is 128 -> 64" in report["objective"]["note"]
 
 
-def test_where_nothing_is_left_to_train_the_objective_that_works_is_named(graph_folder, run):
+def test_stack_without_trainable_weights_names_what_works(graph_folder, run):
     write_checkpoint(graph_folder / "tied", "qwen3", tie_word_embeddings=True)
     arguments = (
         "-q",
@@ -304,9 +304,7 @@ def test_layers_and_heads_of_the_manifest_are_the_bases_own(
     assert tuple(base[name] for name in names) == counts
 
 
-def test_a_4_bit_base_trains_both_objectives_and_the_same_pack_is_swapped(
-    graph_folder, train_graph
-):
+def test_4_bit_base_trains_both_objectives_and_swaps_the_pack(graph_folder, train_graph):
     write_quantized(graph_folder / "packed", graph_folder / "llama")
     train_graph("packed", "packed-stack", "--objective", "projection-stack", iters=2)
     base = load_base(graph_folder / "packed")

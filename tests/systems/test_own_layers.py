@@ -39,7 +39,7 @@ def batch():
 
 
 @pytest.mark.parametrize("count", [1, 3, 64])
-def test_one_optimizer_learns_for_any_number_of_layers_under_distinct_names(count):
+def test_one_optimizer_trains_layers_under_distinct_names(count):
     trainer, linears = stack(count)
     norm = nn.RMSNorm(64)
 

@@ -174,7 +174,7 @@ def test_the_fp16_fallback_trains_on_all_the_same_and_says_where(
     assert code == 0 and abs(json.loads(out)["pack"]["ppl"] / report["ppl_after"] - 1) < 1e-3
 
 
-def test_eval_batch_measures_ppl_and_speed_and_its_gates_end_with_1(block_folder, train_block, run):
+def test_eval_batch_measures_ppl_and_speed_and_fails_gates(block_folder, train_block, run):
     train_block("bf16", "evaluated")
     judge = (
         "eval-batch",
@@ -205,7 +205,7 @@ def test_eval_batch_measures_ppl_and_speed_and_its_gates_end_with_1(block_folder
         assert code == 1 and gate.replace("-", "_") in err.replace("-", "_")
 
 
-def test_the_size_gate_of_training_keeps_the_pack_and_ends_with_1(block_folder, train_block):
+def test_size_gate_of_training_keeps_the_pack(block_folder, train_block):
     report, err = train_block("bf16", "small", "--max-pack-mb", 0.001, code=1)
     assert report["gates"]["max_pack_mb"]["passed"] is False
     assert "--max-pack-mb" in err
@@ -226,9 +226,7 @@ def test_packs_are_lite_up_to_10_mb_and_heavy_beyond(block_folder, train_block, 
     assert sizes["lite"] < 10 < sizes["heavy"]
 
 
-def test_a_pack_fits_the_quantized_base_that_it_was_trained_on_and_no_other(
-    block_folder, pack_of_block, run
-):
+def test_pack_fits_its_own_quantized_base_alone(block_folder, pack_of_block, run):
     code, out, _ = run(
         "apply", pack_of_block[0], "--model", block_folder / "qwen3-4b", "--dry-run", "--json"
     )
@@ -237,9 +235,7 @@ def test_a_pack_fits_the_quantized_base_that_it_was_trained_on_and_no_other(
     check(run.error, "mismatch", None, str(block_folder / "bf16"))
 
 
-def test_taking_a_pack_off_leaves_the_quantized_base_as_it_was_to_the_bit(
-    block_folder, train_block, run
-):
+def test_detach_leaves_the_quantized_base_bit_identical(block_folder, train_block, run):
     write_quantized(block_folder / "4-bit", block_folder / "bf16")
     train_block("4-bit", "off")
     code, out, _ = run("apply", block_folder / "off", "--model", block_folder / "4-bit")
@@ -255,9 +251,7 @@ def test_a_bf16_checkpoint_trains_by_the_same_command(block_folder, train_block)
     }
 
 
-def test_the_runbook_says_what_a_pack_asks_of_a_base_and_it_is_asked(
-    block_folder, train_block, run
-):
+def test_runbook_says_what_a_pack_checks_of_a_base(block_folder, train_block, run):
     text = (ROOT / "runbook.md").read_text().partition("## Pack compatibility")[2]
     assert "another quantization of the same model is another base" in text
     write_quantized(block_folder / "packed", block_folder / "bf16")

@@ -162,7 +162,7 @@ def test_a_plan_for_8b_says_what_full_lora_and_qlora_need(tmp_path, run):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "mb"), [("float32", 167.8), ("bfloat16", 83.9)])
-def test_adapters_of_8b_at_rank_16_take_168_mb_or_84_in_half_precision(dtype, mb, tmp_path):
+def test_adapters_of_8b_at_rank_16_take_168_mb_or_84_in_half(dtype, mb, tmp_path):
     """With the true shapes; the base's weights are described, never allocated."""
     model, config = _described("llama", LLAMA_3)
     base = Base("meta-llama/Meta-Llama-3-8B", Path("nowhere"), model, None, config, "0" * 64)
@@ -192,7 +192,7 @@ def _described(family: str, config: dict):
 
 
 @pytest.mark.slow
-def test_the_example_of_two_phases_trains_and_shows_what_was_forgotten(tmp_path, run, monkeypatch):
+def test_two_phase_example_trains_and_shows_what_was_forgotten(tmp_path, run, monkeypatch):
     monkeypatch.chdir(ROOT)
     text = (ROOT / "examples" / "two_phases.yaml").read_text()
     short = tmp_path / "two_phases.yaml"
@@ -258,7 +258,7 @@ def test_a_run_killed_in_phase_one_is_resumed_to_the_same_bits(tmp_path, note_da
 
 
 @pytest.mark.slow
-def test_a_code_corpus_is_packed_split_and_learned_to_fill_gaps_in(tmp_path, run):
+def test_code_corpus_is_packed_split_and_trained_with_fim(tmp_path, run):
     long = [{"text": "".join(row["text"] for row in CODE)}]
     folder = write_rows(tmp_path / "d", train=[*CODE[:20], *long], valid=CODE[30:])
     code, out, err = run(

@@ -67,9 +67,7 @@ def test_resumed_run_with_a_cache_equals_an_unbroken_one(
         assert mx.array_equal(adapters(resumed)[name], tensor).item(), name
 
 
-def test_resumed_run_finds_its_states_on_disk_and_equals_an_unbroken_one(
-    tiny, varied_chats, tmp_path, monkeypatch
-):
+def test_resumed_run_finds_its_states_on_disk(tiny, varied_chats, tmp_path, monkeypatch):
     monkeypatch.setenv("MLX_PACKS_CACHE", str(tmp_path / "cache"))
     train_pack(tiny, varied_chats, LORA, changed(RUN, iters=6), tmp_path / "b")
     resumed = train_pack(tiny, varied_chats, LORA, RUN, tmp_path / "b", resume=True)

@@ -278,7 +278,7 @@ def test_settings_of_embeddings_are_refused_without_the_task():
             TrainConfig(task="embedding", **changes)
 
 
-def test_a_pair_of_base_and_task_that_does_not_go_names_the_one_that_does(run, encoder, pair_data):
+def test_base_that_does_not_fit_the_task_names_what_does(run, encoder, pair_data):
     assert run("train", "--model", encoder, "--data", pair_data["pairs"])[0] == 2
     check(run.error, "mismatch", "task", str(encoder), "bert", "--task embedding")
     assert run("train", "--task", "embedding", "--data", pair_data["pairs"])[0] == 2
@@ -379,9 +379,7 @@ def full_encoder_run(encoder, pair_data, tmp_path_factory):
     return train_pack(encoder, str(pair_data["pairs"]), train=train, out=out)
 
 
-def test_full_fine_tuning_of_an_encoder_is_a_pack_that_eval_finds_again(
-    full_encoder_run, encoder, pair_data
-):
+def test_full_fine_tuning_of_an_encoder_is_scored_by_eval(full_encoder_run, encoder, pair_data):
     report = full_encoder_run.report
     assert report["method"] == "full" and report["learned_weights"] == report["base_weights"]
     losses = [line["loss"] for line in full_encoder_run.curve if "loss" in line]
@@ -523,7 +521,7 @@ def test_a_plan_leaves_no_batch_without_negatives():
     assert result[0].fit == "no" and min(o.train.batch_size for o in result) == 2
 
 
-def test_a_plan_of_minilm_recommends_lora_in_float32_and_says_why_not_qlora():
+def test_plan_of_minilm_recommends_lora_in_float32():
     headers = minilm()
     for memory in (8, 16, 24, 64):
         best = recommend(headers, memory * 10**9)[0]
@@ -552,7 +550,7 @@ def test_a_plan_counts_what_a_batch_holds():
     assert plain == peak(batch_size=32, loss="auto", quantize="none")
 
 
-def test_full_fine_tuning_that_does_not_fit_is_not_sent_to_fewer_layers():
+def test_full_fine_tuning_is_not_sent_to_fewer_layers():
     """`--method full` trains all of an encoder, and rejects --num-layers."""
     headers, train = minilm(), TrainConfig(task="embedding", method="full", matmul_path="dense")
     ways = remedies(headers, LoRAConfig(), train, partial(estimate, headers))

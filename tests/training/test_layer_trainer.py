@@ -115,7 +115,7 @@ def test_a_sequence_equals_the_function_that_calls_it(kind):
     assert equal(one.tensors(), other.tensors())
 
 
-def test_accumulated_batches_equal_the_large_one_whatever_their_weights():
+def test_accumulated_batches_equal_one_large_weighted_batch():
     x, y = batch(8)
     weights = mx.array(np.random.default_rng(0).integers(0, 3, y.shape).astype(np.float32))
     whole = trainer_of(three(), train=settings(optimizer="sgd"))
@@ -140,7 +140,7 @@ def test_flush_makes_the_update_of_a_part_of_an_accumulation():
     assert largest_difference(one.tensors(), other.tensors()) < 1e-7
 
 
-def test_a_layer_that_takes_no_part_gets_no_update_and_is_reported():
+def test_layer_without_part_in_a_step_is_reported():
     trainer = trainer_of(three(), train=settings(optimizer_config={"adamw": {"weight_decay": 0.5}}))
     trainer.step_lm(list(SIZES), *batch())  # its moments are not zero any more
     before = trainer.tensors()
@@ -279,7 +279,7 @@ def test_a_resumed_run_equals_the_unbroken_one_bit_for_bit(tmp_path, optimizer):
     assert equal(resumed.tensors(), unbroken.tensors())
 
 
-def test_a_checkpoint_is_by_name_whatever_the_order_of_registering(tmp_path):
+def test_checkpoint_is_by_name_in_any_order(tmp_path):
     one, other = (
         trainer_of({n: nn.Linear(64, 64) for n in names}) for names in (("a", "b"), ("b", "a"))
     )
@@ -482,7 +482,7 @@ def test_a_setting_that_would_have_no_effect_is_rejected(arguments, error):
         LayerTrainer(**arguments)
 
 
-def test_waiting_gradients_are_not_mixed_with_another_loss_nor_lost(tmp_path):
+def test_waiting_gradients_are_neither_mixed_nor_lost(tmp_path):
     trainer = trainer_of(three(), train=settings(grad_accumulation_steps=2))
     trainer.step_lm(list(SIZES), *batch())
     with raises("conflict"):

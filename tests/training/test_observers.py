@@ -41,9 +41,7 @@ def names(run: Path) -> list[str]:
     return [folder.name for folder in checkpoints(run)]
 
 
-def test_keep_last_leaves_the_newest_checkpoints_and_a_resumed_run_goes_on(
-    train_observed, tmp_path
-):
+def test_keep_last_leaves_the_newest_checkpoints(train_observed, tmp_path):
     run = train_observed(4, keep_last=2)
     assert names(run) == ["step-000003", "step-000004"]
     assert latest_checkpoint(run).name == "step-000004"
@@ -139,7 +137,7 @@ def test_the_progress_bar_is_closed_when_a_run_breaks_off(train_observed, monkey
     assert ended == [True]
 
 
-def test_trackers_report_the_lines_of_the_metrics_under_mlx_lms_names(tmp_path, monkeypatch):
+def test_trackers_get_metrics_under_mlx_lms_names(tmp_path, monkeypatch):
     calls = []
 
     class Recorder(callbacks.TrainingCallback):

@@ -76,9 +76,7 @@ def drawn(examples, draw: Draw, batch_size: int = 4, inputs: int = 59, packing=F
 
 @pytest.mark.parametrize("replay", [0.05, 0.2, 0.5, 1.0])
 @pytest.mark.parametrize("batch_size", [1, 3, 4])
-def test_replayed_rows_are_an_exact_share_of_any_number_of_batches(
-    two_phase_examples, replay, batch_size
-):
+def test_replayed_rows_are_an_exact_share_of_batches(two_phase_examples, replay, batch_size):
     sampler = drawn(two_phase_examples, Draw(90, None, replay), batch_size)
     stream = training_batches(two_phase_examples, sampler)
     old = taken = 0
@@ -176,7 +174,7 @@ def test_what_a_phase_does_not_say_is_as_the_run_has_it(phase_data):
     assert {s.text_feature for phase in phases for s in phase.sources} == {"body"}
 
 
-def test_a_schedule_begins_with_its_phase_and_carried_moments_stay():
+def test_schedule_begins_with_its_phase():
     config = TrainConfig(
         phases=(
             Phase(iters=3, learning_rate=1e-2, lr_schedule="constant"),
@@ -202,7 +200,7 @@ def test_a_schedule_begins_with_its_phase_and_carried_moments_stay():
     assert isinstance(before, optimizers.AdamW)
 
 
-def test_rows_of_several_sources_and_of_all_legs_lie_one_behind_the_other(phase_data):
+def test_examples_of_all_sources_and_phases_are_concatenated(phase_data):
     both = [str(phase_data / "broad"), str(phase_data / "narrow")]
     config = TrainConfig(phases=(Phase(data=both[:1]), Phase(data=[both[0], both[0]])))
     phases = resolve_phases(config, DataConfig())
@@ -274,7 +272,7 @@ def test_flags_that_every_phase_overrides_are_refused(run, tmp_path, flag):
     check(run.error, "conflict", flag.split()[0][2:].replace("-", "_"))
 
 
-def test_data_beside_phases_that_have_their_own_is_refused_in_python_too(phase_data, tmp_path):
+def test_data_beside_phases_with_data_is_rejected_in_python(phase_data, tmp_path):
     with raises("conflict", "data"):
         train_pack("tiny", str(phase_data / "narrow"), LORA, phased(phase_data), tmp_path / "o")
 
@@ -287,7 +285,7 @@ def whole(phase_data, tmp_path_factory):
     )
 
 
-def test_the_manifest_has_both_phases_and_what_each_did_to_the_others_rows(whole):
+def test_manifest_has_both_phases_and_their_effects(whole):
     manifest = json.loads((whole.pack.path / "pack.json").read_text())
     first, second = manifest["phases"]
     assert (first["name"], first["data"], first["steps"], first["batches"]) == (
@@ -338,7 +336,7 @@ def test_inspect_shows_phases(whole, run):
     assert code == 0 and "phase   narrow: 2 updates on narrow, 25% replayed" in out
 
 
-def test_fresh_and_carried_states_differ_and_fresh_begins_at_step_zero(phase_data, whole, tmp_path):
+def test_fresh_optimizer_state_begins_at_step_zero(phase_data, whole, tmp_path):
     fresh = train_pack(
         "tiny",
         None,
@@ -374,7 +372,7 @@ def test_resume_refuses_other_phases(phase_data, whole):
         train_pack("tiny", None, LORA, other, whole.pack.path, resume=True)
 
 
-def test_resume_with_phases_refuses_other_iters_which_a_phase_may_take(phase_data, whole):
+def test_resume_with_phases_rejects_other_iters(phase_data, whole):
     with raises("mismatch", "iters", "600", "700"):
         train_pack("tiny", None, LORA, phased(phase_data, iters=700), whole.pack.path, resume=True)
 
@@ -435,9 +433,7 @@ def killed(folder, where: str, *flags: str) -> int:
 
 
 @pytest.mark.slow
-def test_a_run_killed_in_each_phase_and_between_goes_on_to_the_same_bits(
-    phase_data, whole, tmp_path
-):
+def test_run_killed_in_each_phase_resumes_bit_identically(phase_data, whole, tmp_path):
     settings = {k: v for k, v in vars(phased(phase_data)).items() if v != getattr(TrainConfig(), k)}
     settings |= {"phases": [p.to_json() for p in phases(phase_data)]}
     settings |= {"rank": 2, "num_layers": 2, "dropout": 0.1}

@@ -192,7 +192,7 @@ def test_read_metrics_of_a_run_that_logged_nothing(tmp_path):
     assert read_metrics(tmp_path, 5) == []
 
 
-def test_start_from_adapters_is_in_the_manifest_and_can_be_resumed(trained, tmp_path):
+def test_start_from_adapters_is_recorded_and_resumable(trained, tmp_path):
     start = trained / "o" / "adapters.safetensors"
     arguments = {"resume_adapter_file": str(start)}
     run = train_pack("tiny", trained / "d", LORA, TRAIN, tmp_path / "p", **arguments)
@@ -207,7 +207,7 @@ def test_start_from_adapters_is_in_the_manifest_and_can_be_resumed(trained, tmp_
     assert manifest["recipe"]["resume_adapter_file"] == recorded
 
 
-def test_runs_at_once_take_different_names_and_leave_nothing_that_is_empty(tmp_path, monkeypatch):
+def test_concurrent_runs_take_different_names(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     args = None, DataConfig(), False, False
     with output_folders(*args) as first, output_folders(*args) as second:

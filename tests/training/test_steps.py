@@ -24,7 +24,7 @@ def weights_after(batches, accumulate: int, recompute: bool = False) -> dict[str
     return update(batches, accumulate, recompute)[0]
 
 
-def test_accumulated_batches_equal_one_large_batch_whatever_their_lengths():
+def test_accumulated_batches_equal_one_large_batch():
     rows = small_examples()
     large = weights_after([make_batch(rows, range(4), 4, 64)], 1)
     parts = [make_batch(rows, [i], 1, 64) for i in range(4)]
@@ -37,7 +37,7 @@ def test_recomputed_blocks_give_the_same_step():
     assert largest_difference(kept, weights_after(batch, 1, recompute=True)) < 1e-6
 
 
-def test_recomputed_blocks_drop_the_same_inputs_in_forward_and_backward():
+def test_recomputed_blocks_drop_the_same_inputs_twice():
     """The gradient of a recomputed block with dropout is that of its own loss."""
     base = base_of("qwen3", num_hidden_layers=1)
     attached = attach(base, LoRAConfig(rank=2, dropout=0.4))

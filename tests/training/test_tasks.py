@@ -166,7 +166,7 @@ class OneWeight(nn.Module):
 
 
 @pytest.mark.parametrize("counts", [(2.0, 6.0), (0.5, 1.0)])
-def test_what_a_loss_counts_is_what_sums_and_gradients_are_divided_by(counts):
+def test_loss_and_gradients_are_divided_by_what_a_loss_counts(counts):
     def step(*batches: tuple[mx.array, mx.array]) -> tuple[float, float, float]:
         model = OneWeight()
         optimizer = optimizers.SGD(1.0)

@@ -130,7 +130,7 @@ def test_size_gate_fails_with_exit_code_1_and_names_the_gate(numbers, tmp_path):
 
 
 @pytest.mark.slow
-def test_gates_are_held_at_the_end_and_their_results_are_in_the_manifest(numbers, tmp_path):
+def test_gates_are_checked_and_recorded_in_the_manifest(numbers, tmp_path):
     arguments = (
         f"--data {numbers} --iters 1 --batch-size 2 --matmul-path dense --out {tmp_path / 'p'}"
     )
@@ -169,7 +169,7 @@ def test_single_rows_and_last_k_targets_train(tiny, tmp_path):
 
 
 @pytest.mark.parametrize("adapted", ["", "--target-modules q_proj"])
-def test_json_says_which_path_every_kind_of_weight_ran_on_and_why(numbers, tmp_path, adapted):
+def test_json_reports_the_matmul_path_of_each_weight(numbers, tmp_path, adapted):
     arguments = (
         f"--data {numbers} --out {tmp_path / 'p'} --iters 2 --batch-size 1 --rank 2 {adapted}"
     )
