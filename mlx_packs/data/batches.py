@@ -103,8 +103,8 @@ def make_packed_batch(
             at += len(chosen[-1].tokens) - 1
             segments[b, at:] = number + 1
     slots = padded_targets(sum(int(e.target.sum()) for e in chosen), batch_size * limit)
-    rows = np.concatenate(packed)
-    return _laid_out(chosen, starts, (batch_size, limit), slots, rows, segments)
+    indices = np.concatenate(packed)
+    return _laid_out(chosen, starts, (batch_size, limit), slots, indices, segments)
 
 
 def _laid_out(
@@ -185,10 +185,10 @@ def _shape_counts(examples: Examples, sampler: Sampler, count: int) -> Counter[S
     """Return how many of the first ``count`` batches have each shape, where any is allowed."""
     shapes: Counter[Shape] = Counter()
     for order in itertools.islice(sampler.batches(), count):
-        rows = np.concatenate(order) if sampler.packing else order
-        longest = max(int(examples.lengths[rows].max()) - 1, 1)
+        indices = np.concatenate(order) if sampler.packing else order
+        longest = max(int(examples.lengths[indices].max()) - 1, 1)
         width = sampler.inputs if sampler.packing else padded_length(longest, sampler.inputs)
-        targets = int(examples.target_counts[rows].sum())
+        targets = int(examples.target_counts[indices].sum())
         shapes[width, padded_targets(targets, sampler.batch_size * width)] += 1
     return shapes
 
@@ -246,4 +246,4 @@ def evaluation_batches(
     count = len(examples) if max_batches < 0 else min(len(examples), max_batches * batch_size)
     order = sorted(range(count), key=lambda i: examples.lengths[i])
     orders = (order[i : i + batch_size] for i in range(0, count, batch_size))
-    return [lay_out(examples, sampler, rows, shapes) for rows in orders]
+    return [lay_out(examples, sampler, indices, shapes) for indices in orders]

@@ -21,7 +21,7 @@ _COLUMNS = DataConfig()  # pairs have the names of sentence-transformers
 
 @dataclass
 class Pairs:
-    """Tokens of the rows of a split, by column."""
+    """Tokens of the pairs of a split, by column."""
 
     format: PairFormat
     tokens: list[list[np.ndarray]]  # a list for each column
@@ -34,7 +34,7 @@ class Pairs:
 
     @property
     def lengths(self) -> np.ndarray:
-        """Tokens of the longest text of each row, [N]."""
+        """Tokens of the longest text of each pair, [N]."""
         return np.array([[len(text) for text in column] for column in self.tokens]).max(axis=0)
 
 
@@ -53,7 +53,7 @@ def encode_pairs(rows: Sequence[Row], tokenizer: Any, limit: int) -> Pairs:
     if row_format.score_column is not None:
         scores = np.array([row_format.score(row) for row in rows], dtype=np.float32)
     texts = np.array(texts)
-    # a text that occurs in several rows is tokenized once; one more token shows what is cut
+    # a text that occurs in several pairs is tokenized once; one more token shows what is cut
     unique = tokens_of(tokenizer, list(numbers), limit + 1)
     is_cut = np.array([len(tokens) > limit for tokens in unique])
     if is_cut.any():
@@ -103,7 +103,7 @@ def check_loss_settings(loss: str, train: TrainConfig) -> None:
 
 @dataclass(frozen=True)
 class PairBatch:
-    """A batch of B rows; what is missing to B is rows of one token and weight 0."""
+    """A batch of B pairs; what is missing to B is pairs of one token and weight 0."""
 
     columns: tuple[np.ndarray, ...]  # int32 [B, T], T by column
     lengths: np.ndarray  # int32 [C, B]
@@ -118,23 +118,23 @@ class PairBatch:
 
 
 def make_pair_batch(
-    pairs: Pairs, rows: Sequence[int], batch_size: int, limit: int, powers: bool = False
+    pairs: Pairs, indices: Sequence[int], batch_size: int, limit: int, powers: bool = False
 ) -> PairBatch:
-    """Lay rows out as a batch; ``powers``: lengths are 32, 64, 128, ..., so that few occur."""
-    missing = batch_size - len(rows)
+    """Lay pairs out as a batch; ``powers``: lengths are 32, 64, 128, ..., so that few occur."""
+    missing = batch_size - len(indices)
     columns, lengths = [], []
     for column in pairs.tokens:
-        chosen = [column[i] for i in rows]
+        chosen = [column[i] for i in indices]
         chosen += [chosen[0][:1]] * missing
         longest = max(map(len, chosen))
         width = 32 << max(0, (longest - 1).bit_length() - 5) if powers else longest
         columns.append(padded(chosen, min(padded_length(width, limit), limit)))
         lengths.append([len(text) for text in chosen])
-    weights = (np.arange(batch_size) < len(rows)).astype(np.float32)
+    weights = (np.arange(batch_size) < len(indices)).astype(np.float32)
     scores = None
     if pairs.scores is not None:
-        scores = np.pad(pairs.scores[list(rows)], (0, missing))
-    numbers = tuple(int(i) for i in rows)
+        scores = np.pad(pairs.scores[list(indices)], (0, missing))
+    numbers = tuple(int(i) for i in indices)
     return PairBatch(tuple(columns), np.array(lengths, np.int32), weights, scores, numbers)
 
 
@@ -142,12 +142,12 @@ def make_pair_batch(
 class PairSampler(Sampler):
     """The same of pairs; with ``texts`` none stands twice in a batch, in whatever column.
 
-    The other rows of a batch are negatives then. A row that finds no place waits for a later batch,
-    and what would be alone in one is left out of the epoch, unless a row has its own negative.
+    The other pairs of a batch are negatives then. One that finds no place waits for a later batch,
+    and what would be alone in one is left out of the epoch, unless a pair has its own negative.
     """
 
     texts: np.ndarray | None = None  # int [N, C], equal where two texts are
-    has_negatives: bool = False  # whether every row has a negative of its own
+    has_negatives: bool = False  # whether every pair has a negative of its own
 
     @classmethod
     def of(
@@ -159,24 +159,24 @@ class PairSampler(Sampler):
         return cls(pairs.lengths, batch_size, inputs, seed, texts=texts, has_negatives=negatives)
 
     def epoch(self, number: int) -> list[np.ndarray]:
-        """Return the rows of each batch of an epoch."""
+        """Return the pairs of each batch of an epoch."""
         order = super().epoch(number)
         if self.texts is None:
             return order
         texts = self.texts.tolist()
         batches: list[np.ndarray] = []
-        waiting = deque(int(i) for rows in order for i in rows)
+        waiting = deque(int(i) for indices in order for i in indices)
         while waiting:
             batch: list[int] = []
             seen: set[int] = set()
             later: list[int] = []
             while waiting and len(batch) < self.batch_size:
-                row = waiting.popleft()
-                if seen.isdisjoint(texts[row]):
-                    batch.append(row)
-                    seen.update(texts[row])
+                pair = waiting.popleft()
+                if seen.isdisjoint(texts[pair]):
+                    batch.append(pair)
+                    seen.update(texts[pair])
                 else:
-                    later.append(row)
+                    later.append(pair)
             waiting.extendleft(reversed(later))
             if len(batch) > 1 or self.has_negatives:
                 batches.append(np.array(batch))
@@ -187,5 +187,5 @@ def pair_batches(
     pairs: Pairs, sampler: PairSampler, start: int = 0, powers: bool = False
 ) -> Iterator[PairBatch]:
     """Yield the sampler's batches without end, from batch number ``start``."""
-    for rows in sampler.batches(start):
-        yield make_pair_batch(pairs, rows, sampler.batch_size, sampler.inputs, powers)
+    for indices in sampler.batches(start):
+        yield make_pair_batch(pairs, indices, sampler.batch_size, sampler.inputs, powers)

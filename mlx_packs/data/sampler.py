@@ -62,8 +62,8 @@ class Sampler:
         random = np.random.default_rng([self.seed, number])
         first, lengths = self.draw.first, self.lengths[self.draw.first : self.draw.stop]
         if not self.packing:
-            return [rows + first for rows in self._by_length(lengths, random)]
-        return [[rows + first for rows in batch] for batch in self._packed(lengths, random)]
+            return [indices + first for indices in self._by_length(lengths, random)]
+        return [[indices + first for indices in batch] for batch in self._packed(lengths, random)]
 
     def _by_length(self, lengths: np.ndarray, random: np.random.Generator) -> list[np.ndarray]:
         """Batches of an epoch: shuffled, examples of like length together."""
@@ -86,7 +86,7 @@ class Sampler:
         inputs = lengths - 1
         count = max(1, round(int(inputs.sum()) / (self.inputs * _PACKED_WINDOW)))
         windows = np.array_split(order, count)
-        packed = [rows for part in windows for rows in first_fit(inputs, part, self.inputs)]
+        packed = [indices for part in windows for indices in first_fit(inputs, part, self.inputs)]
         packed = [packed[i] for i in random.permutation(len(packed))]
         return [packed[i : i + self.batch_size] for i in range(0, len(packed), self.batch_size)]
 
@@ -121,26 +121,26 @@ class Sampler:
         if self.packing:
             sampler = dataclasses.replace(self, seed=self.seed + kind, draw=draw)
             yield from itertools.chain.from_iterable(sampler.batches())
-        rows = np.arange(len(self.lengths))[draw.first : draw.stop]
+        indices = np.arange(len(self.lengths))[draw.first : draw.stop]
         for epoch in itertools.count():
-            yield from np.random.default_rng([self.seed, kind, epoch]).permutation(rows)
+            yield from np.random.default_rng([self.seed, kind, epoch]).permutation(indices)
 
 
-def first_fit(inputs: np.ndarray, rows: np.ndarray, limit: int) -> list[np.ndarray]:
+def first_fit(inputs: np.ndarray, indices: np.ndarray, limit: int) -> list[np.ndarray]:
     """Pack examples into sequences of ``limit`` inputs: the longest first, each where it first fits.
 
-    ``inputs`` has the length of every example, ``rows`` the examples to pack.
+    ``inputs`` has the length of every example, ``indices`` the examples to pack.
     """
-    rows = rows[np.argsort(-inputs[rows], kind="stable")]
-    free = np.full(len(rows), limit)
+    indices = indices[np.argsort(-inputs[indices], kind="stable")]
+    free = np.full(len(indices), limit)
     sequences: list[list[int]] = []
-    for row in rows:
-        at = int(np.argmax(free[: len(sequences) + 1] >= inputs[row]))  # the last one is empty
+    for i in indices:
+        at = int(np.argmax(free[: len(sequences) + 1] >= inputs[i]))  # the last one is empty
         if at == len(sequences):
             sequences.append([])
-        sequences[at].append(row)
-        free[at] -= inputs[row]
-    return [np.array(indices) for indices in sequences]
+        sequences[at].append(i)
+        free[at] -= inputs[i]
+    return [np.array(sequence) for sequence in sequences]
 
 
 def packing_fill(sampler: Sampler) -> tuple[int, float]:
