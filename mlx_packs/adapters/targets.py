@@ -30,8 +30,8 @@ def plan_specs(groups: list[Group], lora: LoRAConfig) -> Specs:
             limit = min(geometry.in_features, width)
             if rank > limit:
                 raise PackError(
-                    f"--rank {rank}: {path} is {geometry.in_features} x {width}, so its"
-                    f" rank can be at most {limit}."
+                    f"--rank {rank}: {path} is {geometry.in_features} x {width}. Its rank can be "
+                    f"at most {limit}."
                 )
             slices.append(SliceSpec(name, width, rank, 2.0 * rank if alpha is None else alpha))
         specs[geometry.path] = ModuleSpec(
@@ -39,10 +39,8 @@ def plan_specs(groups: list[Group], lora: LoRAConfig) -> Specs:
         )
     if unused := (set(lora.rank_pattern) | set(lora.alpha_pattern)) - used:
         pattern = sorted(unused)[0]
-        flag = "rank_pattern" if pattern in lora.rank_pattern else "alpha_pattern"
-        raise PackError(
-            f"--{flag.replace('_', '-')}: '{pattern}' fits no projection.", "unknown", flag
-        )
+        flag = "--rank-pattern" if pattern in lora.rank_pattern else "--alpha-pattern"
+        raise PackError(f"{flag}: '{pattern}' fits no projection.", "unknown")
     return specs
 
 

@@ -51,8 +51,8 @@ def _lines(report: dict) -> list[str]:
     tensors = []
     if report["projections"]:
         tensors.append(f"{report['projections']} projections")
-    if report["whole"]:
-        tensors.append(f"{report['whole']} tensors stored in full")
+    if report["full_tensors"]:
+        tensors.append(f"{report['full_tensors']} tensors stored in full")
     lines = [
         f"fits    {report['pack']} on {report['model']}: hashes, base fingerprint "
         f"{report['fingerprint'][:12]}, {', '.join(tensors)}, {report['pack_mb']} MB"

@@ -29,7 +29,7 @@ def check_fit(pack: Pack, model: str) -> dict:
         "geometry": "checked" if checked else "not in the headers",
         "fingerprint": pack.manifest["base"]["fingerprint"],
         "projections": len(pack.specs),
-        "whole": len(replaced_of(pack.manifest)),
+        "full_tensors": len(replaced_of(pack.manifest)),
         "dtype": sorted({t["dtype"] for t in header.values()}),
         "pack_mb": round(pack.size_mb, 3),
     }

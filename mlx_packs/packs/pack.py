@@ -225,7 +225,15 @@ class Pack:
     def check_base(self, base: BaseModel) -> None:
         """Raise a PackError unless a base is the one that the pack was trained on."""
         self._check_base(base.name, base.fingerprint, base.config, base.quantization)
-        self._check_reading(base)
+        pooling = getattr(base.model, "sentence_config", None)  # which decoders lack
+        trained = self.part("objective")
+        for name, value in (pooling.to_json() if pooling else {}).items():
+            if trained.get(name, value) != value:
+                raise PackError(
+                    f"{self.name}: was trained with {name} {trained[name]}, but "
+                    f"{base.name} has {name} {value} (its modules.json).",
+                    "mismatch",
+                )
 
     def _check_base(
         self, name: str, fingerprint: str, config: dict, quantization: Mapping | None
@@ -256,22 +264,15 @@ class Pack:
                 "quantize",
             )
 
-    def _check_reading(self, base: BaseModel) -> None:
-        """Check that an encoder pools as the one that the pack was trained on."""
-        trained = self.part("objective")
-        config = getattr(base.model, "sentence_config", None)  # which decoders lack
-        for name, value in (config.to_json() if config else {}).items():
-            if trained.get(name, value) != value:
-                raise PackError(
-                    f"{self.name}: was trained with {name} {trained[name]}, but "
-                    f"{base.name} has {name} {value} (its modules.json).",
-                    "mismatch",
-                )
-
     def check_checkpoint(self, model: str | Path) -> tuple[Path, dict]:
         """Return folder and config of a checkpoint, once its headers are those of the pack's base."""
-        path, config = _read_checkpoint(model)
-        stored = config.get("quantization")
+        path = resolve_checkpoint(model)
+        config = check_files(path)
+        if stored := config.get("quantization"):
+            try:
+                check_quantization("quantization", stored)
+            except ValueError as error:
+                raise PackError(f"{path / 'config.json'}: {error}.", "unreadable") from None
         if not stored and (is_converted_on_loading(config) or self.quantize_for(config) != "none"):
             stored = self.manifest["base"]["quantization"]  # as it will be once it is loaded
         self._check_base(str(model), fingerprint(path), config, stored)
@@ -365,18 +366,6 @@ def _manifest_of(base: BaseModel, adapters: dict, facts: Mapping[str, object]) -
         "versions": versions_line(),
         **facts,
     }
-
-
-def _read_checkpoint(model: str | Path) -> tuple[Path, dict]:
-    """Return the folder and config of a checkpoint whose files are complete."""
-    path = resolve_checkpoint(model)
-    config = check_files(path)
-    if config.get("quantization"):
-        try:
-            check_quantization("quantization", config["quantization"])
-        except ValueError as error:
-            raise PackError(f"{path / 'config.json'}: {error}.", "unreadable") from None
-    return path, config
 
 
 def is_converted_on_loading(config: dict) -> bool:
