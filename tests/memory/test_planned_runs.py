@@ -125,6 +125,7 @@ def short_run(rows: Path, out: Path) -> list:
 
 def test_what_is_tight_is_trained_with_a_warning(long_chats, tmp_path, memory, run):
     arguments = [*short_run(long_chats, tmp_path / "p"), "--batch-size", 1, "--recompute", "none"]
+    arguments += ["--max-seq-length", 64]
     peak = json.loads(run(*arguments)[1])["plan_peak_gb"]
     for size, warned in ((1.05 * peak, True), (1.2 * peak, False)):
         memory(size * 1e9)

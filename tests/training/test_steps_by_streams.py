@@ -77,8 +77,17 @@ def take_steps(family: str, path: str, recompute: str, accumulate: int):
 @pytest.mark.parametrize(
     "family", [f if f == "qwen3" else pytest.param(f, marks=pytest.mark.slow) for f in MODELS]
 )
-@pytest.mark.parametrize("path", ["dense", "transient"])
-@pytest.mark.parametrize(("recompute", "accumulate"), [("none", 1), ("selective", 2), ("block", 1)])
+@pytest.mark.parametrize(
+    ("path", "recompute", "accumulate"),
+    [
+        ("dense", "none", 1),
+        ("transient", "selective", 2),
+        ("dense", "block", 1),
+        pytest.param("transient", "none", 1, marks=pytest.mark.slow),
+        pytest.param("dense", "selective", 2, marks=pytest.mark.slow),
+        pytest.param("transient", "block", 1, marks=pytest.mark.slow),
+    ],
+)
 def test_steps_on_two_streams_are_those_on_one(family, path, recompute, accumulate):
     run = family, path, recompute, accumulate
     with streams(1):
