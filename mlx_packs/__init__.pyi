@@ -25,7 +25,7 @@ from .packs.share import pull as pull
 from .packs.share import push as push
 from .packs.weighted_sum import weighted_sum as weighted_sum
 from .training.layer_trainer import LayerTrainer as LayerTrainer
-from .training.result import TrainRun as TrainRun
+from .training.run import TrainRun as TrainRun
 from .training.run import train_pack as train_pack
 
 __version__: str

@@ -93,16 +93,11 @@ _DISTANCES: dict[str, Callable[[mx.array, mx.array], mx.array]] = registered(
 def embed_in_parts(
     model: Encoder, columns: Sequence[mx.array], lengths: mx.array, size: int
 ) -> list[mx.array]:
-    """Embeddings of columns, ``size`` texts at a time; the backward computes each part again.
+    """Return embeddings of C columns [B, T] with lengths [C, B], ``size`` texts at a time.
 
-    A part waits for the one before it, on the way back too, so that the activations of one are in
-    memory at a time. The numbers are those of one pass over all.
-
-    Args:
-        model: the encoder.
-        columns: int [B, T] each.
-        lengths: [C, B].
-        size: texts of a part.
+    The backward computes each part again. A part waits for the one before it, on the way back too,
+    so that the activations of one are in memory at a time. The numbers are those of one pass over
+    all.
     """
     turn = mx.zeros(())  # goes from part to part, and its gradient back
 

@@ -16,9 +16,9 @@ from mlx.utils import tree_flatten, tree_unflatten
 from ..adapters.method import Trainable
 from ..adapters.spec import check_shapes
 from ..errors import PackError
-from ..files import atomic_folder, save_tensors, to_json
+from ..files import atomic_folder, atomic_write, save_tensors, to_json
 from ..runtime import mx
-from .run_folder import point_to, step_folder
+from .run_folder import LATEST
 
 ADAPTERS = "adapters.safetensors"
 OPTIMIZER = "optimizer.safetensors"
@@ -79,14 +79,14 @@ def save_checkpoint(
     run: Path, trainable: Trainable, optimizer: optimizers.Optimizer, state: TrainingState
 ) -> Path:
     """Write a checkpoint into a run folder, let `latest` name it, and return its folder."""
-    folder = step_folder(run, state.batches)
+    folder = run / f"step-{state.batches:06d}"
     with atomic_folder(folder, replace=True) as partial:
         save_tensors(partial / ADAPTERS, trainable.tensors())
         arrays = dict(tree_flatten(optimizer.state))
         arrays["random"] = mx.random.state[0]
         save_tensors(partial / OPTIMIZER, arrays)
         (partial / STATE).write_text(to_json(asdict(state)))
-    point_to(folder)
+    atomic_write(run / LATEST, folder.name + "\n")
     return folder
 
 

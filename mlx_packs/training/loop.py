@@ -87,7 +87,9 @@ class Loop:
             seconds = time.perf_counter() - start
             self._check_finite(loss, norm, first + number)
             state.count(loss, batch.count, norm if update else None, seconds)
-            self._limit_cache()
+            limit = config.clear_cache_threshold
+            if limit is not None and mx.get_cache_memory() > limit:
+                mx.clear_cache()
             self._announce(loss)
             if number % config.steps_per_report == 0 or ends:
                 self._report()
@@ -162,11 +164,6 @@ class Loop:
                 "Try a lower --learning-rate, or --max-grad-norm 1.",
                 "diverged",
             )
-
-    def _limit_cache(self) -> None:
-        limit = self.phase.train.clear_cache_threshold
-        if limit is not None and mx.get_cache_memory() > limit:
-            mx.clear_cache()
 
 
 def interrupted(checkpoint: Path | None) -> Interrupted:

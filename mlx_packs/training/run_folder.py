@@ -11,6 +11,7 @@ from ..errors import PackError
 from ..files import atomic_write, to_json
 
 CONFIG = "config.json"
+LATEST = "latest"  # names a checkpoint
 METRICS = "metrics.jsonl"
 RUN_FORMAT = "mlx_packs run 1"
 _STEP = re.compile(r"step-\d{6,}")
@@ -21,16 +22,6 @@ def run_folder(pack: Path) -> Path:
     if pack.name in ("", ".."):
         raise PackError(f"--out {pack}: must name a folder of its own.", "invalid")
     return pack.with_name(pack.name + "-run")
-
-
-def step_folder(run: Path, batches: int) -> Path:
-    """Return the folder of the checkpoint after this many batches."""
-    return run / f"step-{batches:06d}"
-
-
-def point_to(checkpoint: Path) -> None:
-    """Let `latest` of a run folder name one of its checkpoints."""
-    atomic_write(checkpoint.parent / "latest", checkpoint.name + "\n")
 
 
 def checkpoints(run: Path) -> list[Path]:
@@ -44,7 +35,7 @@ def clear_run(run: Path) -> None:
     """Remove the checkpoints, the pointer and the metrics of an earlier run."""
     for folder in checkpoints(run):
         shutil.rmtree(folder)
-    for name in ("latest", METRICS):
+    for name in (LATEST, METRICS):
         (run / name).unlink(missing_ok=True)
 
 
@@ -86,7 +77,7 @@ def is_run(folder: Path) -> bool:
 
 def latest_checkpoint(run: Path) -> Path | None:
     """Return the checkpoint that `latest` names; None if it names none of this folder."""
-    pointer = run / "latest"
+    pointer = run / LATEST
     if not pointer.is_file():
         return None
     name = pointer.read_text(encoding="utf-8", errors="replace").strip()
@@ -99,7 +90,7 @@ def check_resumable(run: Path) -> dict:
         if not (folders := checkpoints(run)):
             raise PackError(f"--resume: {run} has no checkpoint to continue from.", "not-found")
         raise PackError(
-            f"--resume: {run / 'latest'} must name a checkpoint of this folder. The newest is "
+            f"--resume: {run / LATEST} must name a checkpoint of this folder. The newest is "
             f"{folders[-1].name}.",
             "unreadable",
         )

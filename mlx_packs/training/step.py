@@ -24,12 +24,6 @@ class Stepper:
             (`Objective.loss`).
         optimizer: initialized for the trainable parameters.
         max_grad_norm: gradients of a larger norm are scaled down to it; None or 0 never.
-
-    Attributes:
-        shapes: shapes of the arrays of all batches so far.
-        traces: number of functions that MLX has compiled.
-        waiting: number of batches whose gradients wait for the rest of their update.
-        whole: the compiled step of an update of one batch; loss and norm are not evaluated yet.
     """
 
     def __init__(
@@ -41,9 +35,9 @@ class Stepper:
     ) -> None:
         self.optimizer = optimizer
         self.state = [model.state, optimizer.state, mx.random.state]
-        self.shapes: set[tuple] = set()
-        self.traces = 0
-        self.waiting = 0
+        self.shapes: set[tuple] = set()  # of the arrays of all batches so far
+        self.traces = 0  # functions that MLX has compiled
+        self.waiting = 0  # batches whose gradients wait for the rest of their update
         self._pending: tuple = ()
         value_and_grad = nn.value_and_grad(model, loss)
 
@@ -76,20 +70,16 @@ class Stepper:
 
             return mx.compile(counted, inputs=self.state, outputs=self.state)
 
-        self.whole, self._gather, self._add = map(compiled, (whole, gather, add))
+        # an update of one batch; its loss and norm are not evaluated yet
+        self.whole = compiled(whole)
+        self._gather, self._add = compiled(gather), compiled(add)
         self._update = mx.compile(update, inputs=self.state, outputs=self.state)
 
     def __call__(self, batch: Arrays, count: int, last: bool, alone: bool) -> tuple[float, float]:
-        """Take a batch; the update comes with the ``last`` of an accumulation.
+        """Return the mean loss of a batch, and the gradient norm of its update (0 without one).
 
-        Args:
-            batch: its arrays.
-            count: number of its targets.
-            last: whether the update is made now.
-            alone: whether every update is of one batch; then all is one compiled function.
-
-        Returns:
-            The mean loss of this batch, and the gradient norm of the update (0 without one).
+        The update comes with the ``last`` of an accumulation; where every update is of one batch
+        (``alone``), all is one compiled function.
         """
         self.shapes.add(tuple(a.shape for a in batch))
         if alone:

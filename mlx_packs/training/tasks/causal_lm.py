@@ -5,9 +5,9 @@ from dataclasses import dataclass, replace
 
 from ...adapters.lora import attach
 from ...adapters.method import Trainable
-from ...config.schema import DataConfig, LoRAConfig
+from ...config.schema import LoRAConfig
 from ...data.encoding import token_format
-from ...data.rows import Row, Splits
+from ...data.rows import Splits
 from ...evaluation.perplexity import Score, Scorer
 from ...gates import gates_text
 from ...inference.generate import complete
@@ -39,11 +39,6 @@ class SamplePrompt:
 
     text: str
     tokens: list[int]
-
-    @classmethod
-    def of(cls, row: Row, base: Base, columns: DataConfig) -> "SamplePrompt":
-        """Return the beginning of a text, a completion's prompt, or a chat up to its answer."""
-        return cls(*token_format(row, columns).prompt(row, columns, base.tokenizer))
 
     def complete(self, base: Base) -> str:
         """Return the base's completion as it is now, sampled with a fixed seed."""
@@ -81,7 +76,8 @@ class CausalLMTask(Task):
         run = self.run
         self.dataset = encode_phases(run.phases, splits, base, run.train, run.display)
         split, _ = self.dataset.held_out_examples(run.goal)
-        self.sample = SamplePrompt.of(splits[-1].rows[split][0], base, run.goal.sources[0])
+        row, columns = splits[-1].rows[split][0], run.goal.sources[0]
+        self.sample = SamplePrompt(*token_format(row, columns).prompt(row, columns, base.tokenizer))
         return self.dataset
 
     def objective(self, trainable: Trainable, memory: MemoryChoice) -> CausalLM:
