@@ -1,7 +1,7 @@
 """Compiled steps of a `LayerTrainer`, one for each loss that it steps."""
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import mlx.optimizers as optimizers
@@ -26,7 +26,7 @@ class Graph:
     source: object  # what the user passed; held so that its id stays its own
 
 
-class GraphCache:
+class GraphCache(dict[object, Graph]):
     """The graphs that were stepped last, by the loss that they compute.
 
     ``called`` receives the name of each layer that is called.
@@ -39,20 +39,10 @@ class GraphCache:
         optimizer: optimizers.Optimizer,
         max_grad_norm: float | None,
     ) -> None:
+        super().__init__()
         self._layers, self._called = layers, called
         self._optimizer, self._max_grad_norm = optimizer, max_grad_norm
-        self._graphs: dict[object, Graph] = {}
         self._idle: set[str] = set()  # layers that were warned of
-
-    def __len__(self) -> int:
-        return len(self._graphs)
-
-    def __iter__(self) -> Iterator[Graph]:
-        return iter(self._graphs.values())
-
-    def clear(self) -> None:
-        """Forget all graphs, which hold the state of the optimizer as it was."""
-        self._graphs.clear()
 
     def graph(self, source: object, loss: Loss, batch: tuple) -> Graph:
         """Return the graph of a loss, made when its layers or its function are first passed.
@@ -60,9 +50,9 @@ class GraphCache:
         Which layers take part is found by calling the loss, without computing anything.
         """
         key = (type(loss), _key(source))
-        if key in self._graphs:
-            self._graphs[key] = self._graphs.pop(key)  # the newest is last
-            return self._graphs[key]
+        if key in self:
+            self[key] = self.pop(key)  # the newest is last
+            return self[key]
         if not self._layers:
             raise PackError("layers: none is registered.", "not-found", "layers")
         names = self._participants(loss, batch)
@@ -84,11 +74,10 @@ class GraphCache:
 
         module = adapters_module(layer for n, layer in self._layers.items() if n in names)
         stepper = Stepper(module, checked, self._optimizer, self._max_grad_norm)
-        if len(self._graphs) == _MOST_GRAPHS:
-            oldest = next(k for k, graph in self._graphs.items() if not graph.stepper.waiting)
-            del self._graphs[oldest]
-        self._graphs[key] = Graph(stepper, loss, names, source)
-        return self._graphs[key]
+        if len(self) == _MOST_GRAPHS:
+            del self[next(k for k, graph in self.items() if not graph.stepper.waiting)]
+        self[key] = Graph(stepper, loss, names, source)
+        return self[key]
 
     def _participants(self, loss: Loss, batch: tuple) -> frozenset[str]:
         self._called.clear()

@@ -31,7 +31,7 @@ from ..runtime import mx
 from .checkpoint import TrainingState, load_checkpoint, save_checkpoint, set_random_state
 from .layer_graphs import Graph, GraphCache
 from .layer_losses import Forward, LMLoss, UserLoss, lm_batch, sequence_forward
-from .registered_layer import RegisteredLayer, adapt, adapters_module, check_name
+from .registered_layer import LAYER_NAME, RegisteredLayer, adapt, adapters_module
 from .run_folder import check_unchanged, latest_checkpoint
 from .step import not_finite
 
@@ -103,7 +103,12 @@ class LayerTrainer:
         Raises:
             PackError: for a name that is used or malformed, or a module that is no linear.
         """
-        check_name(name)
+        if not isinstance(name, str) or not LAYER_NAME.fullmatch(name):
+            raise PackError(
+                "name: must consist of letters, digits, _, - and dots between them, but got "
+                f"{name!r}.",
+                flag="name",
+            )
         if name in self._layers:
             raise PackError(
                 f"{name}: is registered already. Choose another name.", "conflict", "name"

@@ -15,7 +15,7 @@ from ..nn.lora import AdaptedLinear, AdapterShape, GroupedLoRA, adapter_key
 from ..nn.quantized import LINEARS
 from ..runtime import mx
 
-_NAME = re.compile(r"[\w-]+(\.[\w-]+)*")
+LAYER_NAME = re.compile(r"[\w-]+(\.[\w-]+)*")
 
 
 class RegisteredLayer(AdaptedLinear):
@@ -63,15 +63,6 @@ class RegisteredLayer(AdaptedLinear):
             )
         self._called.add(self.name)
         return super().__call__(x)
-
-
-def check_name(name: object) -> None:
-    """Check that a layer can have this name."""
-    if not isinstance(name, str) or not _NAME.fullmatch(name):
-        raise PackError(
-            f"name: must consist of letters, digits, _, - and dots between them, but got {name!r}.",
-            flag="name",
-        )
 
 
 def adapt(

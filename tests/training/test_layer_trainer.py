@@ -541,4 +541,4 @@ def test_steps_are_the_same_compiled():
         mx.disable_compile()
     np.testing.assert_allclose(compiled_losses, losses, atol=1e-6)
     assert largest_difference(plain.tensors(), compiled.tensors()) < 1e-6
-    assert [g.stepper.traces for g in compiled._graphs] == [1]
+    assert [g.stepper.traces for g in compiled._graphs.values()] == [1]
