@@ -4,6 +4,7 @@ from pathlib import Path
 
 import click
 
+from ..display import Display
 from ..errors import PackError
 from . import options
 from .options import option
@@ -27,7 +28,6 @@ def doctor(file: Path | None, verbose: bool) -> None:
     The usual instances of every kernel are compared with plain MLX and timed. The exit code is 1 if
     one is wrong; training then falls back to plain MLX.
     """
-    from ..display import Display
     from ..files import atomic_write, to_json
     from ..ops.diagnostics import examine_all, kernel_instances
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from ..display import Display
 from ..errors import PackError
 from . import options
 from .options import option
@@ -59,7 +60,6 @@ def eval_batch(
     Reports perplexity and its paired ratio, token accuracy, speed of batched generation, memory and
     size. The base model is loaded once. The exit code is 1 if a pack fails a gate.
     """
-    from ..display import Display
     from ..evaluation.compare import as_csv, evaluate_batch, failed, named_packs
     from ..files import atomic_write
     from ..packs.base import load_base_for

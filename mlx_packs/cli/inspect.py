@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from ..display import size
+from ..display import Display, size
 from ..gates import gates_text
 from . import options
 from .options import option
@@ -34,7 +34,6 @@ def inspect(pack: Path, verbose: bool) -> None:
 
     if (pack / RECORD).is_file():
         from ..bases.writer import verify
-        from ..display import Display
 
         record = verify(pack, Display())
         print_report(record, _checkpoint_lines(pack, record))

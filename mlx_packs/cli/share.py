@@ -4,7 +4,7 @@ import shlex
 
 import click
 
-from ..display import size
+from ..display import Display, size
 from ..errors import PackError
 from . import options
 from .options import option
@@ -30,7 +30,6 @@ def push(pack: str, repo: str, **settings) -> None:
     or the Hub's metadata that its card lacks, is therefore added to the folder itself; of a pack
     that was pulled, to a copy.
     """
-    from ..display import Display
     from ..packs.share import push
 
     report = push(pack, repo, display=Display(), **settings)
@@ -60,7 +59,6 @@ def pull(repo: str, out: str, overwrite: bool) -> None:
     downloaded, and their hashes are checked before DIR is created. After an interruption the same
     command continues.
     """
-    from ..display import Display
     from ..packs.manifest import read_pin
     from ..packs.share import pull
 
