@@ -10,7 +10,7 @@ import math
 from pathlib import Path
 
 from mlx_packs import Pack
-from mlx_packs.convert.fidelity import Fidelity, default_limit
+from mlx_packs.convert.fidelity import Fidelity, drift_limit
 from mlx_packs.convert.merge_decoder import compare_next_tokens
 from mlx_packs.convert.merge_plan import MergeRequest
 from mlx_packs.display import QUIET, Display
@@ -51,7 +51,7 @@ def table(packs: list[Pack], model: str, data: str, rows: int) -> list[str]:
                 display=Display(QUIET),
             )
             fidelity = Fidelity(**compare_next_tokens(request).scores)
-            limit = default_limit(fidelity.kl_of_pack)
+            limit = drift_limit(None, fidelity.kl_of_pack)
             verdict = "passes" if fidelity.kl_mean <= limit else "**refused**"
             lines.append(
                 f"| {_name(pack)}, moves the base by {fidelity.kl_of_pack:.2g} | {name} | "

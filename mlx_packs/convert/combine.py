@@ -34,7 +34,7 @@ from .fidelity import (
     FidelityMeter,
     Modules,
     check_max_drift,
-    default_limit,
+    drift_limit,
     first_that_passes,
 )
 from .merge_decoder import dense_modules
@@ -155,7 +155,7 @@ def combine_packs(  # noqa: PLR0913 - a public facade
         return meter.compare(dense, meter.with_pack(combination.pack(rank))).kl_mean
 
     fidelity = meter.compare(dense, meter.with_pack(combined))
-    limit = default_limit(fidelity.kl_of_pack) if max_drift is None else max_drift
+    limit = drift_limit(max_drift, fidelity.kl_of_pack)
     setting = str(rank or "all")
     others = {str(more): partial(kl_of, more) for more in combination.doublings(rank)}
     tried, passes = first_that_passes(setting, fidelity.kl_mean, limit, others)

@@ -44,14 +44,13 @@ class Outcome:
     Attributes:
         scores: for the report.
         recorded: those of the scores that the written folder records.
-        distance: what ``limit`` limits.
+        limit: largest distance that passes.
         tried: the distance of every setting that was tried.
         passes: the cheapest of them within the limit.
     """
 
     scores: dict[str, float]
     recorded: tuple[str, ...]
-    distance: float
     limit: float
     tried: dict[str, float]
     passes: str | None
@@ -86,8 +85,12 @@ def check_max_drift(max_drift: float | None) -> None:
         raise PackError(f"--max-drift must be a number of 0 or more, but is {max_drift}.")
 
 
-def default_limit(moved: float, largest: float = MAX_KL, noise: float = NOISE) -> float:
-    """Return the limit of a drift: a tenth of what the pack moves the base by, and ``largest``."""
+def drift_limit(
+    max_drift: float | None, moved: float, largest: float = MAX_KL, noise: float = NOISE
+) -> float:
+    """Return ``max_drift``; None is a tenth of what the pack moves the base by, at most ``largest``."""
+    if max_drift is not None:
+        return max_drift
     return max(noise, min(largest, MAX_SHARE * moved))
 
 

@@ -124,7 +124,7 @@ def import_adapter(
     if not folder.is_dir():
         raise PackError(f"{folder}: no such folder.", "not-found")
     if (folder / MANIFEST).is_file():
-        raise PackError(f"{folder}: is a pack already; there is nothing to import.", "conflict")
+        raise PackError(f"{folder}: is a pack already. There is nothing to import.", "conflict")
     config = read_json(plain_file(folder, CONFIG))
     name = format_of(config, folder / CONFIG)
     form = FORMATS[name]

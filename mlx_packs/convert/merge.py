@@ -122,7 +122,7 @@ def _report(request: MergeRequest, outcome: Outcome, out: str | Path) -> dict:
         "dtype": request.dtype,
         **outcome.scores,
         "max_drift": outcome.limit,
-        "passed": outcome.distance <= outcome.limit,
+        "passed": outcome.passes == request.requantize,
         "passes": outcome.passes,
         "tried": outcome.tried,
     }

@@ -18,7 +18,7 @@ from .fidelity import (
     FidelityMeter,
     Modules,
     Outcome,
-    default_limit,
+    drift_limit,
     first_that_passes,
 )
 from .merge_plan import Change, MergeRequest, dtype_of, plan_changes
@@ -45,14 +45,11 @@ def compare_next_tokens(request: MergeRequest) -> Outcome:
     others = {finer: partial(kl_of, finer, dtype) for finer in _finer(request.requantize)}
     if any(change.weight.dtype != mx.float32 for change in planned.changes):
         others["none --dtype float32"] = partial(kl_of, "none", "float32")
-    limit = request.max_drift
-    if limit is None:
-        limit = default_limit(fidelity.kl_of_pack)
+    limit = drift_limit(request.max_drift, fidelity.kl_of_pack)
     tried, passes = first_that_passes(request.requantize, fidelity.kl_mean, limit, others)
     return Outcome(
         scores=dataclasses.asdict(fidelity),
         recorded=("kl_mean", "ppl_ratio"),
-        distance=fidelity.kl_mean,
         limit=limit,
         tried=tried,
         passes=passes,

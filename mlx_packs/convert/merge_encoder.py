@@ -16,7 +16,7 @@ from ..errors import PackError
 from ..evaluation.rows import evaluation_rows
 from ..packs.base import Base, load_base_for
 from ..runtime import mx
-from .fidelity import Outcome, default_limit, first_that_passes
+from .fidelity import Outcome, drift_limit, first_that_passes
 from .merge_plan import MergeRequest, plan_merge
 
 _BATCH = 32
@@ -44,9 +44,7 @@ def compare_embeddings(request: MergeRequest) -> Outcome:
             return _distance(attached, embedded(model, tokens, _BATCH))
 
         moved, distance = _distance(plain, attached), distance_of(request.dtype)
-        limit = request.max_drift
-        if limit is None:
-            limit = default_limit(moved, _LARGEST, _NOISE)
+        limit = drift_limit(request.max_drift, moved, _LARGEST, _NOISE)
         others = {}
         if request.dtype != "float32":
             others["none --dtype float32"] = partial(distance_of, "float32")
@@ -54,7 +52,6 @@ def compare_embeddings(request: MergeRequest) -> Outcome:
     return Outcome(
         scores={"drift_mean": distance, "drift_of_pack": moved, "texts": len(texts)},
         recorded=("drift_mean",),
-        distance=distance,
         limit=limit,
         tried=tried,
         passes=passes,

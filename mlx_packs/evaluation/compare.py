@@ -320,14 +320,13 @@ def failed(compared: Sequence[Compared]) -> list[str]:
 def as_csv(compared: Sequence[Compared]) -> str:
     """Return a line for each model and batch size; gates as ``NAME_passed``."""
     rows = []
-    names = dict.fromkeys(name for each in compared for name in each.gates)
     for each in compared:
         row = each.to_json()
         gates = row.pop("gates")
-        passed = {f"{name}_passed": gates.get(name, {}).get("passed", "") for name in names}
-        rows.append(row | passed)
+        rows.append(row | {f"{name}_passed": gate["passed"] for name, gate in gates.items()})
+    columns = list(dict.fromkeys(name for row in rows for name in row))
     text = io.StringIO()
-    writer = csv.DictWriter(text, list(rows[0]), lineterminator="\n")
+    writer = csv.DictWriter(text, columns, restval="", lineterminator="\n")
     writer.writeheader()
     writer.writerows(rows)
     return text.getvalue()
