@@ -222,7 +222,7 @@ def read_tensors(file: Path) -> dict[str, "mx.array"]:
     header, _ = read_header(file)
     if bad := next((n for n, t in header.items() if t["dtype"] not in FLOATS), None):
         raise PackError(
-            f"{file}: {bad} is {header[bad]['dtype']}; adapters are F32, F16 or BF16.",
+            f"{file}: {bad} is {header[bad]['dtype']}. Adapters are F32, F16 or BF16.",
             "unsupported",
         )
     try:

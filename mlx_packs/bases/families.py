@@ -80,7 +80,7 @@ def why_untrainable(family: str) -> str | None:
     """Return why a family cannot be trained on this device; None if it can."""
     on_metal = mx.default_device() == mx.gpu and mx.metal.is_available()
     if on_metal and family in UNTRAINABLE_ON_METAL:
-        return f"{UNTRAINABLE_ON_METAL[family]}; a CPU or CUDA trains it"
+        return f"{UNTRAINABLE_ON_METAL[family]}. A CPU or CUDA trains it"
     return UNTRAINABLE.get(family)
 
 
@@ -88,8 +88,12 @@ def check_trainable(name: str, model: nn.Module) -> None:
     """Check that a model is of a family that can be trained."""
     family = family_of(model)
     reason = why_untrainable(family)
-    if reason is None and any(is_switch_linear(m) for m in model.modules()):
-        reason = _why_no_mixture()
+    is_old = version_of_mlx_lm() < MIXTURES_SINCE
+    if reason is None and is_old and any(is_switch_linear(m) for m in model.modules()):
+        reason = (
+            f"in mlx-lm {metadata.version('mlx-lm')} gradients reach the indices of a mixture's "
+            "experts, which MLX refuses. Upgrade mlx-lm (0.32 needs Python 3.11)"
+        )
     if reason:
         raise PackError(f"{name}: mlx-lm's {family} cannot be trained: {reason}.", "unsupported")
 
@@ -98,12 +102,3 @@ def version_of_mlx_lm() -> tuple[int, int]:
     """Return the major and minor version of the mlx-lm that is installed."""
     major, minor = metadata.version("mlx-lm").split(".")[:2]
     return int(major), int(minor)
-
-
-def _why_no_mixture() -> str | None:
-    if version_of_mlx_lm() >= MIXTURES_SINCE:
-        return None
-    return (
-        f"in mlx-lm {metadata.version('mlx-lm')} gradients reach the indices of a mixture's "
-        "experts, which MLX refuses; upgrade mlx-lm (0.32 needs Python 3.11)"
-    )

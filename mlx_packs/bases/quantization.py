@@ -74,7 +74,7 @@ def check_names(options: QuantizeOptions, paths: Collection[str]) -> None:
     for expression, _ in options.bits_for:
         if not any(re.search(expression, path) for path in paths):
             raise PackError(
-                f"--bits-for {expression}: finds no module; there are {', '.join(leaves)}.",
+                f"--bits-for {expression}: finds no module. There are {', '.join(leaves)}.",
                 "unknown",
             )
 

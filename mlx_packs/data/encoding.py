@@ -170,8 +170,8 @@ class _Pieces:
         self.ids = sentinels(tokenizer, fim.tokens) if fim else None
         self.is_split = is_split
         self.room = limit - SPARE if fim else limit
-        self.plain: list[tuple[int, list[int]]] = []  # number of the row, tokens
-        self.parts: dict[int, tuple[bool, tuple[str, str, str]]] = {}  # by index into `plain`
+        # number of the row, tokens (of a rearranged piece those before it), `fim.parts`
+        self.pieces: list[tuple[int, list[int], tuple[bool, str, str, str] | None]] = []
 
     def add(self, row: int, text: str, tokens: list[int], offsets: list | None) -> None:
         """Add a text; ``tokens`` are those of the whole, with what begins and ends it."""
@@ -181,29 +181,27 @@ class _Pieces:
             self.cut += count > self.limit
         for number, start in enumerate(starts):
             stop = min(start + self.room, count)
-            parts = None
+            piece, parts = tokens[start:stop] if self.is_split else tokens, None
             if self.fim:
                 begin = offsets[start][0] if start else 0
                 end = offsets[stop][0] if stop < len(offsets) else len(text)
                 parts = self.fim.parts(text[begin:end], row, number)
             if parts is not None:
-                self.parts[len(self.plain)] = parts[0], parts[1:]
                 self.cut += count > self.limit and not self.is_split
                 bos = self.tokenizer.bos_token_id
                 begins = not start and tokens[0] == bos and tuple(offsets[0]) == (0, 0)
-                self.plain.append((row, [bos] if begins else []))
-            else:
-                self.plain.append((row, tokens[start:stop] if self.is_split else tokens))
+                piece = [bos] if begins else []
+            self.pieces.append((row, piece, parts))
 
     def encoded(self) -> Iterator[tuple[int, list[int]]]:
         """Yield the number of the row and tokens of every piece."""
-        texts = [text for _, parts in self.parts.values() for text in parts]
+        texts = [text for *_, parts in self.pieces if parts for text in parts[1:]]
         encoded = iter(continued(self.tokenizer, texts))
-        for i, (row, tokens) in enumerate(self.plain):
-            if i in self.parts:
+        for row, tokens, parts in self.pieces:
+            if parts:
                 encodings = next(encoded), next(encoded), next(encoded)
                 room = self.limit - len(tokens)
-                tokens = tokens + arranged(self.ids, self.parts[i][0], encodings, room)
+                tokens = tokens + arranged(self.ids, parts[0], encodings, room)
             yield row, tokens
 
 
