@@ -87,7 +87,7 @@ def eval_tasks(
 ) -> None:
     """Run tasks of lm-evaluation-harness with packs and without.
 
-    Install the harness by pip install 'mlx-packs[lm-eval]'; it downloads its data from the Hub.
+    Install the harness with pip install 'mlx-packs[lm-eval]'; it downloads its data from the Hub.
     Several packs are evaluated as one: the sum of their deltas, each times its WEIGHT.
     """
     from ..evaluation.lm_eval import evaluate_tasks
