@@ -140,11 +140,6 @@ class Pack:
         return specs_of(self.manifest)
 
     @property
-    def method(self) -> str:
-        """What was trained: ``lora``, or ``full``, which stores full tensors."""
-        return self.manifest.get("method") or "lora"
-
-    @property
     def adapters_hash(self) -> str | None:
         """The SHA-256 of the file of a saved pack's adapters."""
         return (self.manifest.get("files") or {}).get(ADAPTERS, {}).get("sha256")

@@ -163,14 +163,13 @@ def _sum_spec(path: str, parts: list[_Part]) -> ModuleSpec:
                 f"{first.size}.",
                 "mismatch",
             )
-    if any(spec.widths != first.widths for spec in specs):
-        rank, leaf = sum(spec.rank for spec in specs), path.rpartition(".")[2]
-        single = SliceSpec(leaf, first.out_features, rank, float(rank))
-        return ModuleSpec(path, first.in_features, (single,), first.experts)
-    slices = []
-    for parallel in zip(*(spec.slices for spec in specs), strict=True):
-        rank = sum(s.rank for s in parallel)
-        slices.append(SliceSpec(parallel[0].name, parallel[0].width, rank, float(rank)))
+    if all(spec.widths == first.widths for spec in specs):
+        places = [(s.name, s.width) for s in first.slices]
+        ranks = [sum(spec.slices[i].rank for spec in specs) for i in range(len(places))]
+    else:
+        places = [(path.rpartition(".")[2], first.out_features)]
+        ranks = [sum(spec.rank for spec in specs)]
+    slices = [SliceSpec(*place, r, float(r)) for place, r in zip(places, ranks, strict=True)]
     return ModuleSpec(path, first.in_features, tuple(slices), first.experts)
 
 
