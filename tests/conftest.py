@@ -127,6 +127,17 @@ def rejected(run):
 
 
 @pytest.fixture
+def nothing_is_loaded(monkeypatch) -> None:
+    """Loading weights raises."""
+
+    def load(*_, **__):
+        raise AssertionError("weights were loaded")
+
+    for place in ("mlx_packs.training.run.load_base", "mlx_packs.bases.loading.load_model_of"):
+        monkeypatch.setattr(place, load)
+
+
+@pytest.fixture
 def nothing_ahead() -> Iterator[None]:
     """MLX allocates nothing ahead of what it computes, whatever else the machine does."""
     limit = mx.set_memory_limit(0)

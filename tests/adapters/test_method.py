@@ -24,7 +24,7 @@ def attached(name: str, base):
     return METHODS[name].attach(base, LORA, train, "dense")
 
 
-def changed(trainable) -> dict[str, mx.array]:
+def change_values(trainable) -> dict[str, mx.array]:
     """Set all trainable parameters to other values; return them."""
     values = {n: t + 0.1 * mx.random.normal(t.shape) for n, t in trainable.tensors().items()}
     trainable.load(values, "test")
@@ -35,7 +35,7 @@ def test_disabled_computes_the_base_and_then_what_was_trained(name):
     base = base_of("llama")
     before = base.model(TOKENS)
     trainable = attached(name, base)
-    values = changed(trainable)
+    values = change_values(trainable)
     trained = base.model(TOKENS)
     with trainable.disabled():
         assert mx.allclose(base.model(TOKENS), before, atol=1e-5).item()
@@ -48,7 +48,7 @@ def test_disabled_computes_the_base_and_then_what_was_trained(name):
 
 def test_disabled_restores_after_an_error(name):
     trainable = attached(name, base_of("llama"))
-    values = changed(trainable)
+    values = change_values(trainable)
     with pytest.raises(KeyboardInterrupt), trainable.disabled():
         raise KeyboardInterrupt
     assert all(mx.array_equal(t, values[n]).item() for n, t in trainable.tensors().items())
@@ -66,7 +66,7 @@ def test_a_base_is_the_same_after_detaching(name):
     base = base_of("llama")
     before = base.model(TOKENS)
     trainable = attached(name, base)
-    changed(trainable)
+    change_values(trainable)
     trainable.detach()
     trainable.detach()
     assert mx.array_equal(base.model(TOKENS), before).item()

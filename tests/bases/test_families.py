@@ -80,7 +80,7 @@ def _value_and_grad(model: nn.Module):
     return nn.value_and_grad(model, loss)
 
 
-def check(family: str, bits: int | None) -> None:
+def check_step(family: str, bits: int | None) -> None:
     """Attach, hold one step against plain LoRA on every projection and expert, detach."""
     base = family_base(family, bits)
     before = base.model(TOKENS)
@@ -119,12 +119,12 @@ def check(family: str, bits: int | None) -> None:
 
 @pytest.mark.parametrize("family", sweep(FAMILIES))
 def test_a_step_has_the_gradients_of_plain_lora_and_detaches(family):
-    check(family, None)
+    check_step(family, None)
 
 
 @pytest.mark.parametrize("family", sweep([f for f in FAMILIES if f != "afm7"]))  # not quantizable
 def test_step_on_quantized_weights_has_the_gradients_of_plain_lora(family):
-    check(family, 4)
+    check_step(family, 4)
 
 
 @pytest.mark.parametrize("family", sweep(FAMILIES))
@@ -170,7 +170,7 @@ def test_untrainable_families_are_rejected_by_name_and_do_not_train(family, monk
         "prism_hadamard_qwen35": "no projection gets an adapter",
     }
     with pytest.raises((RuntimeError, ValueError, PackError), match=faults[family]):
-        check(family, None)
+        check_step(family, None)
 
 
 def test_family_without_gradient_on_metal_is_rejected_there_alone(monkeypatch):

@@ -97,7 +97,7 @@ def hub_cache(tmp_path, monkeypatch):
     return put
 
 
-def logits(model) -> mx.array:
+def logits_of_model(model) -> mx.array:
     return model(TOKENS).astype(mx.float32)
 
 
@@ -122,7 +122,7 @@ def test_load_base_computes_what_mlx_lm_computes(checkpoint, stored):
     base = load_base(folder)
     reference, _ = load_model(folder)
     reference.set_dtype(mx.float32)
-    assert mx.allclose(logits(base.model), logits(reference), atol=1e-4)
+    assert mx.allclose(logits_of_model(base.model), logits_of_model(reference), atol=1e-4)
     assert not base.model.trainable_parameters()["model"]["layers"][0]["self_attn"]["q_proj"]
     if bits := stored.get("bits"):
         assert base.model.layers[0].self_attn.q_proj.bits == bits

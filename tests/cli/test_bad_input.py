@@ -15,6 +15,7 @@ from mlx_packs.bases.files import tiny_checkpoint
 from mlx_packs.errors import PackError
 from mlx_packs.runtime import mx
 from tests.helpers.errors import check, raises
+from tests.helpers.packs import edit_manifest
 from tests.helpers.rows import CHATS, chat, write_rows
 from tests.helpers.runs import LORA, TRAIN
 
@@ -312,12 +313,6 @@ def trained_pack(trained_copy) -> Path:
     return trained_copy / "o"
 
 
-def edit(pack: Path, change) -> None:
-    manifest = json.loads((pack / "pack.json").read_text())
-    change(manifest)
-    (pack / "pack.json").write_text(json.dumps(manifest))
-
-
 def _slice(manifest: dict) -> dict:
     return manifest["adapters"]["modules"][0]["slices"][0]
 
@@ -331,7 +326,7 @@ USES = (
 
 @pytest.mark.parametrize("use", USES, ids=lambda use: use[0])
 def test_pack_of_another_base_is_rejected(trained_pack, untouched, use):
-    edit(trained_pack, lambda m: m["base"].update(fingerprint="0" * 64, id="other"))
+    edit_manifest(trained_pack, lambda m: m["base"].update(fingerprint="0" * 64, id="other"))
     check(untouched(*use), "mismatch", None, "o: ", "other", "000000000000", "tiny")
 
 
@@ -375,12 +370,12 @@ def test_pack_with_truncated_adapters_is_rejected(trained_pack, untouched):
     ],
 )
 def test_pack_with_a_wrong_manifest_is_rejected(trained_pack, untouched, change, code, file, name):
-    edit(trained_pack, change)
+    edit_manifest(trained_pack, change)
     check(untouched("inspect", "o"), code, None, f"o/{file}: ", name)
 
 
 def test_pack_manifest_that_contradicts_the_adapters_is_rejected(trained_pack, untouched):
-    edit(trained_pack, lambda m: _slice(m).update(rank=1))
+    edit_manifest(trained_pack, lambda m: _slice(m).update(rank=1))
     check(untouched("apply", "o", "--dry-run"), "mismatch", None, "o", "(256, 1)")
 
 

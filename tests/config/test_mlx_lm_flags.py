@@ -368,33 +368,26 @@ def test_command_loss_on_overrides_mask_prompt_of_a_file(tmp_path, monkeypatch):
     assert passed["train"].loss_on == "all"
 
 
-def packs_train(*args: str):
+def invoke_train(*args: str):
     """`packs train ARGS`."""
     return CliRunner().invoke(command, list(args), standalone_mode=False)
-
-
-@pytest.fixture
-def nothing_is_loaded(monkeypatch):
-    """Loading weights fails the test."""
-    for place in ("mlx_packs.training.run.load_base", "mlx_packs.bases.loading.load_model_of"):
-        monkeypatch.setattr(place, lambda *_, **__: pytest.fail("weights were loaded"))
 
 
 @pytest.mark.parametrize("service", ["wandb", "swanlab", "nonsense", "wandb,nonsense"])
 def test_report_to_is_an_error_before_anything_is_loaded(monkeypatch, nothing_is_loaded, service):
     for name in ("wandb", "swanlab"):
         monkeypatch.setattr(f"mlx_lm.tuner.callbacks.{name}", None)
-    error = packs_train("--report-to", service).exception
+    error = invoke_train("--report-to", service).exception
     assert isinstance(error, PackError) and error.message.startswith(f"--report-to {service}: ")
 
 
 def test_project_name_without_report_to_is_an_error(nothing_is_loaded):
-    error = packs_train("--project-name", "p").exception
+    error = invoke_train("--project-name", "p").exception
     assert isinstance(error, PackError) and error.flag == "project_name"
 
 
 def test_show_mask_prints_json_and_loads_no_weights(nothing_is_loaded):
-    result = packs_train("--show-mask", "--json")
+    result = invoke_train("--show-mask", "--json")
     rows = json.loads(result.stdout)
     assert {"where", "learned", "total", "spans"} == set(rows[0]) and len(rows) == 5
     assert 0 < rows[0]["learned"] < rows[0]["total"]
@@ -406,13 +399,13 @@ def test_show_mask_passes_trust_remote_code(monkeypatch):
     monkeypatch.setattr(
         "mlx_packs.cli.mask.load_tokenizer", lambda *args: passed.append(args) or 1 / 0
     )
-    packs_train("--show-mask")
-    packs_train("--show-mask", "--trust-remote-code")
+    invoke_train("--show-mask")
+    invoke_train("--show-mask", "--trust-remote-code")
     assert [args[-1] for args in passed] == [False, True]
 
 
 def test_help_shows_what_the_tiny_base_changes():
-    recipe, shown = tiny_recipe(), " ".join(packs_train("--help").stdout.split())
+    recipe, shown = tiny_recipe(), " ".join(invoke_train("--help").stdout.split())
     assert recipe["iters"] != TrainConfig.iters
     assert f"Batches to train on. [default: 600; tiny: {recipe['iters']}]" in shown
     assert "dropout. [default: 0]" in shown

@@ -96,7 +96,7 @@ def test_embeddings_are_those_of_sentence_transformers(tmp_path, changes):
     assert np.abs(theirs - theirs[:1]).max() > 1e-2  # they are not all alike
 
 
-def adapted(minilm: Path):
+def adapt_minilm(minilm: Path):
     """Our base with random adapters on all projections, and its tensors."""
     base = load_base(minilm)
     attached = attach(base, LoRAConfig(rank=4, alpha=4 * SCALE), None, "dense", 0)
@@ -163,7 +163,7 @@ def torch_loss(name: str, model):
 def test_a_step_has_the_loss_and_gradients_of_sentence_transformers(minilm, name):
     import torch
 
-    base, attached, tensors = adapted(minilm)
+    base, attached, tensors = adapt_minilm(minilm)
     model, parameters = torch_adapted(minilm, tensors)
     rows = ROWS[name]
     columns = [key for key in rows[0] if key != "score"]

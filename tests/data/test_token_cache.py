@@ -49,7 +49,7 @@ def no_encoding(monkeypatch):
     return refuse
 
 
-def assert_same(cached, wanted):
+def assert_same_examples(cached, wanted):
     assert len(cached) == len(wanted)
     for name in ("format", "loss_on", "cut", "dropped", "targets"):
         assert getattr(cached, name) == getattr(wanted, name), name
@@ -67,16 +67,16 @@ def test_cached_tokens_are_those_encoded_once(tokenizer, token_folder, no_encodi
     rows = [*ROWS, Row("x:long", chat("word " * 60, "too late"))]  # loses every target
     wanted = encode(rows, tokenizer, CONFIG, options)
     assert wanted.dropped == (options is OPTIONS)
-    assert_same(encode_cached(rows, tokenizer, options)[0], wanted)
+    assert_same_examples(encode_cached(rows, tokenizer, options)[0], wanted)
     no_encoding()
     cached, file = encode_cached(rows, tokenizer, options)
-    assert_same(cached, wanted)
+    assert_same_examples(cached, wanted)
     assert [file] == list(token_folder.iterdir())
     assert isinstance(cached.items[-1].tokens.base.base, np.memmap)
     assert cached.items[-1].where == wanted.items[-1].where
 
 
-def changed(tokenizer):
+def other_requests(tokenizer):
     rows = [*ROWS[:-1], Row("x:29", chat("Say 29.", "no"))]
     reordered = [Row(r.where, {**r.value, "tools": [{"b": 1, "a": 2}]}) for r in ROWS]
     return {
@@ -99,7 +99,7 @@ def changed(tokenizer):
 def test_key_changes_with_everything_that_tokens_depend_on(tokenizer, monkeypatch):
     keys = [token_cache.cache_key(ROWS, tokenizer, CONFIG, OPTIONS)]
     assert keys[0] == token_cache.cache_key(list(ROWS), tokenizer, CONFIG, replace(OPTIONS))
-    for rows, config, options in changed(tokenizer).values():
+    for rows, config, options in other_requests(tokenizer).values():
         keys.append(token_cache.cache_key(rows, tokenizer, config, options))
     plain = tokenizer._tokenizer
     with monkeypatch.context() as patch:
@@ -153,10 +153,10 @@ def test_damaged_entry_is_encoded_again_and_replaced(tokenizer, token_folder, no
     file.unlink()  # not in place: it is mapped
     file.write_bytes(damaged)
     cached, _ = encode_cached(ROWS, tokenizer)
-    assert_same(cached, wanted)
+    assert_same_examples(cached, wanted)
     assert file.read_bytes() == whole
     no_encoding()
-    assert_same(encode_cached(ROWS, tokenizer)[0], wanted)
+    assert_same_examples(encode_cached(ROWS, tokenizer)[0], wanted)
 
 
 def test_cache_that_cannot_be_written_stops_nothing(tokenizer, tmp_path, token_folder, monkeypatch):

@@ -1,5 +1,7 @@
 """Packs of random adapters, on a base or without one."""
 
+import json
+from collections.abc import Callable
 from pathlib import Path
 
 from mlx_packs import LoRAConfig, Pack
@@ -65,6 +67,14 @@ def write_pack(folder: Path, width: int = 64, rank: int = 2, base: dict = BASE, 
     tensors = {f"{p}.lora_a": mx.random.normal((width, rank)) for p in paths}
     tensors |= {f"{p}.lora_b": mx.random.normal((rank, width)) for p in paths}
     return Pack(manifest, tensors).save(folder)
+
+
+def edit_manifest(folder: Path, change: Callable[[dict], object]) -> None:
+    """Change the manifest of a pack in place."""
+    file = folder / "pack.json"
+    manifest = json.loads(file.read_text())
+    change(manifest)
+    file.write_text(json.dumps(manifest))
 
 
 def merged_weights(attached: Attached) -> dict[str, mx.array]:

@@ -55,16 +55,6 @@ def test_the_estimate_is_within_its_error_of_the_measured_peak(
     assert report["plan_peak_gb"] == pytest.approx(report["peak_gb"], rel=ERROR)
 
 
-@pytest.fixture
-def nothing_is_loaded(monkeypatch):
-    """Loading weights raises."""
-
-    def load(*_, **__):
-        raise AssertionError("weights were loaded")
-
-    monkeypatch.setattr("mlx_packs.training.run.load_base", load)
-
-
 def test_a_base_that_cannot_fit_is_rejected_before_it_is_loaded(
     nothing_is_loaded, long_chats, tmp_path, memory, run
 ):

@@ -127,7 +127,7 @@ def gradients(base, name: str, rows: list[dict], size: int, **settings) -> tuple
 
 
 @pytest.fixture
-def adapted(tmp_path):
+def adapted_encoder(tmp_path):
     """A base with adapters that do something."""
     base = load_base(write_encoder(tmp_path))
     attached = attach(base, LoRAConfig(rank=4), None, "dense", 0)
@@ -141,10 +141,10 @@ def adapted(tmp_path):
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_rows_of_padding_change_neither_loss_nor_gradient(adapted, name):
+def test_rows_of_padding_change_neither_loss_nor_gradient(adapted_encoder, name):
     rows = LOSSES[name]()[:6]
-    loss, plain = gradients(adapted, name, rows, 6)
-    padded_loss, with_padding = gradients(adapted, name, rows, 9)
+    loss, plain = gradients(adapted_encoder, name, rows, 6)
+    padded_loss, with_padding = gradients(adapted_encoder, name, rows, 9)
     assert padded_loss == pytest.approx(loss, rel=1e-5)
     for key, wanted in plain.items():
         assert np.abs(with_padding[key] - wanted).max() < 1e-5 * (1 + np.abs(wanted).max())
@@ -152,9 +152,11 @@ def test_rows_of_padding_change_neither_loss_nor_gradient(adapted, name):
 
 @pytest.mark.parametrize("rows", [all_pairs(), all_triplets()], ids=["pairs", "triplets"])
 @pytest.mark.parametrize("size", [1, 3, 4, 50])
-def test_cached_ranking_has_the_gradients_of_the_whole_batch(adapted, rows, size):
-    loss, whole = gradients(adapted, "mnrl", rows[:8], 8)
-    cached_loss, cached = gradients(adapted, "cached-mnrl", rows[:8], 8, mini_batch_size=size)
+def test_cached_ranking_has_the_gradients_of_the_whole_batch(adapted_encoder, rows, size):
+    loss, whole = gradients(adapted_encoder, "mnrl", rows[:8], 8)
+    cached_loss, cached = gradients(
+        adapted_encoder, "cached-mnrl", rows[:8], 8, mini_batch_size=size
+    )
     assert cached_loss == pytest.approx(loss, rel=1e-6)
     assert set(cached) == set(whole)
     for key, wanted in whole.items():
@@ -199,13 +201,13 @@ def test_cached_ranking_drops_the_same_inputs_on_the_way_back(tmp_path):
     assert rise / 2e-2 == pytest.approx(length, rel=0.02)
 
 
-def test_cached_ranking_holds_the_activations_of_a_mini_batch(adapted):
+def test_cached_ranking_holds_the_activations_of_a_mini_batch(adapted_encoder):
     rows = all_pairs()[:96]
 
     def peak(name: str, **settings) -> int:
         before = active_bytes()
         mx.reset_peak_memory()
-        gradients(adapted, name, rows, 96, **settings)
+        gradients(adapted_encoder, name, rows, 96, **settings)
         return mx.get_peak_memory() - before
 
     assert peak("cached-mnrl", mini_batch_size=8) < 0.5 * peak("mnrl")

@@ -32,7 +32,7 @@ def graph(base, lora=None, train=STACK):
     return graph_of(base, lora or LoRAConfig(rank=4, alpha=12), train)
 
 
-def randomized(attached) -> None:
+def randomize(attached) -> None:
     """Adapters that change what they stand at."""
     tensors = attached.tensors()
     keys = mx.random.split(mx.random.key(5), len(tensors))
@@ -100,7 +100,7 @@ def test_stack_has_the_loss_gradients_and_step_of_plain_mlx(family, changes, pat
     result = graph(base)
     attached = attach(result.base, result.lora)
     assert list(attached.specs) == paths
-    randomized(attached)
+    randomize(attached)
     head = result.head()
     arrays = batch_of(result.inputs.arrays)
     tokens, positions, targets, weights = arrays

@@ -27,7 +27,7 @@ def with_full_norm(base, pack: Pack) -> Pack:
     return Pack({**pack.manifest, "adapters": adapters}, tensors)
 
 
-def logits(base) -> mx.array:
+def probe_logits(base) -> mx.array:
     values = base.model(mx.array(PROBE))
     mx.eval(values)
     return values
@@ -49,31 +49,31 @@ def packs(shared_tiny) -> dict[str, Pack]:
 
 
 def test_applied_contexts_nest_and_restore_logits(shared_tiny, packs):
-    plain, alone = logits(shared_tiny), {}
+    plain, alone = probe_logits(shared_tiny), {}
     for name, pack in packs.items():
         with shared_tiny.applied(pack):
-            alone[name] = logits(shared_tiny)
+            alone[name] = probe_logits(shared_tiny)
         assert not same(alone[name], plain)
     with shared_tiny.applied(packs["a"]):
         for inner in "bc":
             with shared_tiny.applied(packs[inner]):
-                assert same(logits(shared_tiny), alone[inner])
+                assert same(probe_logits(shared_tiny), alone[inner])
                 with shared_tiny.applied(packs["a"]):
-                    assert same(logits(shared_tiny), alone["a"])
-                assert same(logits(shared_tiny), alone[inner])
-            assert same(logits(shared_tiny), alone["a"])
-    assert same(logits(shared_tiny), plain) and shared_tiny.active is None
+                    assert same(probe_logits(shared_tiny), alone["a"])
+                assert same(probe_logits(shared_tiny), alone[inner])
+            assert same(probe_logits(shared_tiny), alone["a"])
+    assert same(probe_logits(shared_tiny), plain) and shared_tiny.active is None
 
 
 def test_applied_restores_after_an_error_inside(shared_tiny, packs):
-    plain = logits(shared_tiny)
+    plain = probe_logits(shared_tiny)
     with (
         pytest.raises(ZeroDivisionError),
         shared_tiny.applied(packs["a"]),
         shared_tiny.applied(packs["c"]),
     ):
         raise ZeroDivisionError
-    assert same(logits(shared_tiny), plain) and shared_tiny.active is None
+    assert same(probe_logits(shared_tiny), plain) and shared_tiny.active is None
 
 
 def test_swap_pack_equals_a_fresh_attach_and_touches_no_weight(shared_tiny, packs):
@@ -81,10 +81,10 @@ def test_swap_pack_equals_a_fresh_attach_and_touches_no_weight(shared_tiny, pack
     modules = [(path, id(module)) for path, module in shared_tiny.model.named_modules()]
     for name in "abcacb":
         shared_tiny.swap_pack(packs[name])
-        swapped = logits(shared_tiny)
+        swapped = probe_logits(shared_tiny)
         shared_tiny.swap_pack(None)
         attached = packs[name].attach(shared_tiny)
-        assert same(swapped, logits(shared_tiny))
+        assert same(swapped, probe_logits(shared_tiny))
         attached.detach()
     assert [
         (name, id(array)) for name, array in tree_flatten(shared_tiny.model.parameters())
@@ -107,7 +107,7 @@ def test_swap_pack_of_one_shape_replaces_arrays_alone(shared_tiny, packs):
 def test_swap_pack_rejects_another_base_and_keeps_the_active_pack(shared_tiny, packs):
     stranger = random_pack(Base(**{**vars_of(shared_tiny), "fingerprint": "f" * 64}), 3)
     with shared_tiny.applied(packs["a"]):
-        active = logits(shared_tiny)
+        active = probe_logits(shared_tiny)
         with raises(
             "mismatch", None, "tiny (fingerprint ffffffffffff)", shared_tiny.fingerprint[:12]
         ):
@@ -115,7 +115,7 @@ def test_swap_pack_rejects_another_base_and_keeps_the_active_pack(shared_tiny, p
         wrong = Pack({**packs["c"].manifest}, dict(list(packs["c"].tensors.items())[:-1]))
         with raises("mismatch", None, "missing"):
             shared_tiny.swap_pack(wrong)
-        assert same(logits(shared_tiny), active)
+        assert same(probe_logits(shared_tiny), active)
         with raises("conflict", None, shared_tiny.name):
             packs["b"].attach(shared_tiny)
 
@@ -127,12 +127,12 @@ def vars_of(base) -> dict:
 
 def test_modules_removed_in_training_are_back_for_generation(shared_tiny, packs):
     with shared_tiny.applied(packs["a"]):
-        wanted = logits(shared_tiny)
+        wanted = probe_logits(shared_tiny)
         shared_tiny.model.train()
     assert not any(module.training for module in shared_tiny.model.modules())
     with shared_tiny.applied(packs["a"]):
         assert not any(module.training for module in shared_tiny.model.modules())
-        assert same(logits(shared_tiny), wanted)
+        assert same(probe_logits(shared_tiny), wanted)
 
 
 @pytest.mark.slow
@@ -152,13 +152,13 @@ def test_memory_is_flat_over_a_thousand_swaps(shared_tiny, packs):
 
 
 def test_dense_path_is_kept_while_packs_of_one_shape_are_swapped(shared_tiny, packs):
-    plain = logits(shared_tiny)
+    plain = probe_logits(shared_tiny)
     with shared_tiny.applied(packs["a"], "dense"):
         first = shared_tiny.active.attached
         with shared_tiny.applied(packs["b"], "dense"):
             assert shared_tiny.active.attached is first
             assert isinstance(shared_tiny.model.layers[0].self_attn.k_proj, nn.Linear)
-    assert same(logits(shared_tiny), plain) and all(
+    assert same(probe_logits(shared_tiny), plain) and all(
         attached is not first for attached in shared_tiny.suspended
     )
 
@@ -259,21 +259,21 @@ def test_weighted_sum_of_slices_and_a_whole_projection_has_one_slice():
         wanted = 0.7 * parts[0] - 0.3 * parts[1]
         assert mx.allclose(delta_of(spec, total.load_tensors()), wanted, atol=1e-6).item()
     with base.applied(total):
-        logits(base)
+        probe_logits(base)
 
 
 def test_applied_takes_packs_with_weights(shared_tiny, packs, tmp_path):
-    plain = logits(shared_tiny)
+    plain = probe_logits(shared_tiny)
     for name in "ac":
         packs[name].save(tmp_path / name)
     with shared_tiny.applied({tmp_path / "a": 0.7, tmp_path / "c": 0.3}):
-        both = logits(shared_tiny)
+        both = probe_logits(shared_tiny)
     with shared_tiny.applied([(packs["a"], 0.7), (packs["c"], 0.3)]):
-        assert same(logits(shared_tiny), both)
-    assert not same(both, plain) and same(logits(shared_tiny), plain)
+        assert same(probe_logits(shared_tiny), both)
+    assert not same(both, plain) and same(probe_logits(shared_tiny), plain)
     summed = weighted_sum([(packs["a"], 0.7), (packs["c"], 0.3)]).save(tmp_path / "sum")
     with shared_tiny.applied(Pack.open(summed.path)):
-        assert same(logits(shared_tiny), both)
+        assert same(probe_logits(shared_tiny), both)
 
 
 def test_weighted_sum_of_one_pack_with_weight_1_is_that_pack(packs):
@@ -282,17 +282,17 @@ def test_weighted_sum_of_one_pack_with_weight_1_is_that_pack(packs):
 
 def test_what_a_pack_brings_whole_goes_with_it(shared_tiny, packs):
     plain, whole = packs["a"], with_full_norm(shared_tiny, packs["a"])
-    alone = logits(shared_tiny)
+    alone = probe_logits(shared_tiny)
     with shared_tiny.applied(plain):
-        expected = logits(shared_tiny)
+        expected = probe_logits(shared_tiny)
     for _ in range(2):
         with shared_tiny.applied(whole):
-            assert not mx.allclose(logits(shared_tiny), expected).item()
+            assert not mx.allclose(probe_logits(shared_tiny), expected).item()
             shared_tiny.swap_pack(plain)
-            assert mx.array_equal(logits(shared_tiny), expected).item()
+            assert mx.array_equal(probe_logits(shared_tiny), expected).item()
         with shared_tiny.applied(plain):
-            assert mx.array_equal(logits(shared_tiny), expected).item()
-    assert mx.array_equal(logits(shared_tiny), alone).item()
+            assert mx.array_equal(probe_logits(shared_tiny), expected).item()
+    assert mx.array_equal(probe_logits(shared_tiny), alone).item()
 
 
 def test_a_swap_leaves_nothing_of_dora_to_the_first_forward(shared_tiny, packs):

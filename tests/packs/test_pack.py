@@ -21,7 +21,7 @@ from mlx_packs.runtime import mx
 from tests.helpers.checkpoints import SIZES, write_files
 from tests.helpers.errors import check, raises
 from tests.helpers.models import model_of
-from tests.helpers.packs import random_pack
+from tests.helpers.packs import edit_manifest, random_pack
 from tests.helpers.rows import chat, write_rows
 
 EVAL = {
@@ -78,12 +78,6 @@ def pack(full_pack, here) -> Path:
     return Path(shutil.copytree(full_pack, here / "p"))
 
 
-def edit(pack: Path, change) -> None:
-    manifest = json.loads((pack / "pack.json").read_text())
-    change(manifest)
-    (pack / "pack.json").write_text(json.dumps(manifest))
-
-
 def replace_adapters(pack: Path, change) -> None:
     """Change the adapters and the manifest, so that the pack agrees with itself."""
     tensors = mx.load(str(pack / "adapters.safetensors"))
@@ -92,7 +86,7 @@ def replace_adapters(pack: Path, change) -> None:
     file = pack / "adapters.safetensors"
     mx.save_safetensors(str(file), tensors)
     facts = {"bytes": file.stat().st_size, "sha256": sha256(file)}
-    edit(pack, lambda m: m["files"].update({"adapters.safetensors": facts}))
+    edit_manifest(pack, lambda m: m["files"].update({"adapters.safetensors": facts}))
 
 
 def test_attach_refuses_the_base_in_another_quantization(quantized_folder):
@@ -118,7 +112,7 @@ def test_attach_refuses_a_quantized_base_for_a_pack_of_the_dense_one(quantized_f
 def test_commands_quantize_the_base_as_the_pack_was_trained(quantized_folder, here, run, recorded):
     pack = Path(shutil.copytree(quantized_folder / "p4", here / "p4"))
     if not recorded:
-        edit(pack, lambda m: m["recipe"].update(quantize="none"))
+        edit_manifest(pack, lambda m: m["recipe"].update(quantize="none"))
     rows = write_rows(here / "d", train=[{"text": "one two three"}], test=[{"text": "four five"}])
     model = ("--model", quantized_folder / "base")
     for dry in (("--dry-run",), ()):
@@ -156,7 +150,7 @@ def test_apply_dry_run_names_module_and_both_shapes(pack, rejected):
         module = next(x for x in m["adapters"]["modules"] if x["path"] == name)
         module["in_features"] += 32
 
-    edit(pack, grow)
+    edit_manifest(pack, grow)
     replace_adapters(
         pack,
         lambda t: t.update({f"{name}.lora_a": mx.pad(t[f"{name}.lora_a"], ((0, 32), (0, 0)))}),
@@ -171,7 +165,7 @@ def test_apply_dry_run_names_a_module_that_the_base_lacks(pack, rejected):
     def move(m):
         next(x for x in m["adapters"]["modules"] if x["path"] == old)["path"] = new
 
-    edit(pack, move)
+    edit_manifest(pack, move)
     replace_adapters(
         pack,
         lambda t: [t.update({f"{new}.{x}": t.pop(f"{old}.{x}")}) for x in ("lora_a", "lora_b")],
@@ -236,7 +230,7 @@ DAMAGED = [
 
 @pytest.mark.parametrize(("change", "key"), DAMAGED, ids=lambda v: v if isinstance(v, str) else "")
 def test_open_names_the_key_of_a_damaged_manifest(pack, change, key):
-    edit(pack, change)
+    edit_manifest(pack, change)
     with raises("unreadable", None, "p/pack.json: ", f"({key} must be "):
         Pack.open("p")
 
@@ -254,17 +248,17 @@ def test_save_refuses_what_could_not_be_opened(full_pack, tmp_path):
 @pytest.mark.parametrize(("more", "double"), [({}, False), ({"double_quant": True}, True)])
 def test_double_quantization_is_as_in_the_manifest_or_single(pack, more, double):
     nf4 = {"mode": "nf4", "bits": 4, "group_size": 64, "keep": None, **more}
-    edit(pack, _set("base.quantization", nf4))
+    edit_manifest(pack, _set("base.quantization", nf4))
     assert Pack.open(pack).quantize_options == {"double_quant": double, "keep": ()}
 
 
 def test_pack_that_is_open_is_called_by_its_folder(pack):
-    edit(pack, _set("sum_of", None))
+    edit_manifest(pack, _set("sum_of", None))
     assert Pack.open(pack).name == str(pack)
 
 
 def test_attach_names_a_full_tensor_that_the_base_lacks(pack, tiny):
-    edit(pack, _set("adapters.replaced", [{"name": "model.layers", "shape": [1]}]))
+    edit_manifest(pack, _set("adapters.replaced", [{"name": "model.layers", "shape": [1]}]))
     replace_adapters(pack, lambda t: t.update({"model.layers": mx.ones((1,))}))
     with raises("mismatch", None, "model"):
         Pack.open(pack).attach(tiny)
@@ -288,7 +282,7 @@ def test_a_header_that_lies_is_one_clear_line(pack, rejected, change, code, name
     text = json.dumps(header).encode()
     file.write_bytes(len(text).to_bytes(8, "little") + text + raw[8 + size :])
     facts = {"bytes": file.stat().st_size, "sha256": sha256(file)}
-    edit(pack, lambda m: m["files"].update({"adapters.safetensors": facts}))
+    edit_manifest(pack, lambda m: m["files"].update({"adapters.safetensors": facts}))
     check(rejected("diff", "p", "p"), code, None, "p/adapters.safetensors: ", name)
 
 
@@ -306,7 +300,7 @@ def test_open_of_a_newer_format_says_so_whatever_else_it_holds(pack, rejected):
 @pytest.mark.parametrize("part", ["versions", "objective", "measured", "data", "eval", "recipe"])
 @pytest.mark.parametrize("value", [None, {}], ids=["null", "empty"])
 def test_optional_parts_of_a_manifest_may_be_missing(pack, run, part, value):
-    edit(pack, _set(part, value))
+    edit_manifest(pack, _set(part, value))
     code, out, err = run("inspect", "p")
     assert code == 0 and "base    tiny" in out, err
     if part == "recipe":
@@ -314,7 +308,7 @@ def test_optional_parts_of_a_manifest_may_be_missing(pack, run, part, value):
 
 
 def test_inspect_prints_a_result_without_error_of_the_perplexity(pack, run):
-    edit(
+    edit_manifest(
         pack,
         lambda m: (m["eval"].pop("ppl_before_se"), m["eval"].update(ppl_after_se=None)),
     )

@@ -106,7 +106,7 @@ def their_loss_and_gradients(model, batch, lengths):
     return loss.item(), count.item(), dict(tree_flatten(gradients))
 
 
-def assert_same(ours: dict[str, mx.array], theirs: dict[str, mx.array]) -> None:
+def assert_within_tolerance(ours: dict[str, mx.array], theirs: dict[str, mx.array]) -> None:
     """Each tensor to TOLERANCE of its largest entry, and none is all zero."""
     assert set(ours) == set(theirs)
     for name, expected in theirs.items():
@@ -127,7 +127,7 @@ def test_full_rows_have_mlx_lms_loss_and_gradients(family, completion_only):
     )
     assert count == batch.count
     assert loss == pytest.approx(expected, rel=TOLERANCE)
-    assert_same(gradients, expected_gradients)
+    assert_within_tolerance(gradients, expected_gradients)
 
 
 @pytest.mark.parametrize("matmul_path", ["transient", "dense"])
@@ -139,7 +139,7 @@ def test_every_matmul_path_has_mlx_lms_loss_and_gradients(matmul_path):
         mlx_lm_side("qwen3", start), *their_batch(data)
     )
     assert loss == pytest.approx(expected, rel=TOLERANCE)
-    assert_same(gradients, expected_gradients)
+    assert_within_tolerance(gradients, expected_gradients)
 
 
 @pytest.mark.parametrize("completion_only", [True, False])
@@ -154,7 +154,7 @@ def test_padded_rows_equal_mlx_lm_once_its_mask_ends_at_the_row(completion_only)
     )
     assert count == our_batch(data).count
     assert loss == pytest.approx(expected, rel=TOLERANCE)
-    assert_same(gradients, expected_gradients)
+    assert_within_tolerance(gradients, expected_gradients)
 
 
 def test_stock_mlx_lm_differs_by_one_pad_target_for_each_padded_row():
@@ -168,7 +168,7 @@ def test_stock_mlx_lm_differs_by_one_pad_target_for_each_padded_row():
     )
     assert count == with_pads.count
     assert loss == pytest.approx(expected, rel=TOLERANCE)
-    assert_same(gradients, expected_gradients)
+    assert_within_tolerance(gradients, expected_gradients)
     attached.load(start, "test")
     without, _ = our_loss_and_gradients(attached, our_batch(data))
     assert without != pytest.approx(expected, rel=1e-3)
