@@ -76,11 +76,11 @@ class Commands(click.Group):
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the commands in their sections."""
         width = max(map(len, self.lazy))
+        limit = formatter.width - width - 4
         for section, names in COMMANDS.items():
             rows = [
-                (name.ljust(width), command.get_short_help_str(formatter.width - width - 4))
+                (name.ljust(width), self.get_command(ctx, name).get_short_help_str(limit))
                 for name in names
-                if (command := self.get_command(ctx, name))
             ]
             with formatter.section(section):
                 formatter.write_dl(rows)

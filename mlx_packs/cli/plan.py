@@ -61,7 +61,12 @@ def plan(memory: float | None, device: str | None, configs: tuple[str, ...], **f
     from ..memory.recommend import recommend, table
     from ..runtime import assumed_device, total_memory
 
-    _check_machine(memory, device)
+    if device is not None and memory is None:
+        raise PackError(
+            f"--device {device}: needs the memory of that machine. Add --memory GB.", "conflict"
+        )
+    if memory is not None and not (math.isfinite(memory) and memory > 0):
+        raise PackError(f"--memory {memory:g}: must be a positive number of GB.")
     flags = {k: v for k, v in flags.items() if v is not None}
     settings = read_recipes(configs, flags)
     recipe = recipe_of(flags, settings)
@@ -78,12 +83,3 @@ def plan(memory: float | None, device: str | None, configs: tuple[str, ...], **f
         width = min(100, shutil.get_terminal_size((100, 24)).columns)
         lines = table(choices, headers, limit, configs, unflagged, width)
     print_report(report, lines)
-
-
-def _check_machine(memory: float | None, device: str | None) -> None:
-    if device is not None and memory is None:
-        raise PackError(
-            f"--device {device}: needs the memory of that machine. Add --memory GB.", "conflict"
-        )
-    if memory is not None and not (math.isfinite(memory) and memory > 0):
-        raise PackError(f"--memory {memory:g}: must be a positive number of GB.")

@@ -1,11 +1,8 @@
-"""Names that settings accept, where a name stands for code elsewhere.
+"""Names that settings accept, where a name stands for code; configuration is read without MLX.
 
-Configuration is read without MLX, so it cannot import the code itself. Each name stands here once;
-the module that implements it builds its registry with `registered`, which fails at import unless
-every name has its code and all code has a name. To add a method, an optimizer, a weight format or a
-loss: write it, add it to its registry, add its name here. To add a task, write its class and add it
-here. Schedules are not here: their registry (`mlx_packs.schedules`) does not load MLX, so that it
-is read directly.
+Each name stands here once. The module that implements it builds its registry with `registered`,
+which fails at import unless every name has its code and all code has a name. Schedules are not here:
+their registry (`mlx_packs.schedules`) does not load MLX.
 """
 
 from collections.abc import Iterable, Mapping

@@ -1,7 +1,6 @@
 """Settings as fields of frozen dataclasses: what is true of a setting stands at its field.
 
-Help, flags, checks, and every "which settings ..." (`fields_where`) are read from there, so that no
-list of field names is kept by hand.
+Help, flags, checks, and every "which settings ..." (`fields_where`) are read from there.
 """
 
 import dataclasses

@@ -1,8 +1,4 @@
-"""Values of settings from files and flags: YAML is read, every value is typed.
-
-PyYAML gives ``1e-5`` as a text, and a flag gives everything as one, so each value is converted to
-the type of its field.
-"""
+"""Values of settings from files and flags, each converted to the type of its field."""
 
 import dataclasses
 import json

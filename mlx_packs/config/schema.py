@@ -1,7 +1,6 @@
 """Run configuration: settings of adapters, training and data, as frozen dataclasses.
 
-Each setting has its default, its help and all else that is true of it at its field (`Facts`) and
-nowhere else; the command line, the checks and the error messages are made from them.
+Command line, checks and error messages are made from the facts at each field (`Facts`).
 """
 
 import re
