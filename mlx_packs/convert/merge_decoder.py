@@ -23,7 +23,8 @@ from .fidelity import (
 )
 from .merge_plan import Change, MergeRequest, dtype_of, plan_changes
 
-_CHEAPEST_FIRST = ("affine8", "none")  # what is tried where a merge is too far off
+# What is tried where a merge is too far off, the cheapest first: after any other format both.
+_FINER = {"none": (), "affine8": ("none",)}
 
 
 def compare_next_tokens(request: MergeRequest) -> Outcome:
@@ -42,7 +43,8 @@ def compare_next_tokens(request: MergeRequest) -> Outcome:
         return fidelity_of(plan_changes(other).changes).kl_mean
 
     fidelity = fidelity_of(planned.changes)
-    others = {finer: partial(kl_of, finer, dtype) for finer in _finer(request.requantize)}
+    finer = _FINER.get(request.requantize, ("affine8", "none"))
+    others = {requantize: partial(kl_of, requantize, dtype) for requantize in finer}
     if any(change.weight.dtype != mx.float32 for change in planned.changes):
         others["none --dtype float32"] = partial(kl_of, "none", "float32")
     limit = drift_limit(request.max_drift, fidelity.kl_of_pack)
@@ -54,13 +56,6 @@ def compare_next_tokens(request: MergeRequest) -> Outcome:
         tried=tried,
         passes=passes,
     )
-
-
-def _finer(requantize: str) -> tuple[str, ...]:
-    """Return the settings with more bits than one, the cheapest first."""
-    if requantize not in _CHEAPEST_FIRST:
-        return _CHEAPEST_FIRST
-    return _CHEAPEST_FIRST[_CHEAPEST_FIRST.index(requantize) + 1 :]
 
 
 def dense_modules(base: BaseModel, changes: list[Change], pack: Pack | None = None) -> Modules:

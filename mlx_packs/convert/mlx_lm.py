@@ -130,17 +130,15 @@ class MlxLm:
 
     def deltas(self, stored: StoredAdapter, model_type: str) -> dict[str, Delta]:
         """Return scale * (x lora_a) lora_b of each module."""
-        if stored.config["fine_tune_type"] == "full":
-            return {}
-        scale = stored.config["lora_parameters"]["scale"]
-        paths = (name.removesuffix(".lora_a") for name in stored.tensors if name.endswith("lora_a"))
-        factors = {
-            path: (stored.tensors[f"{path}.lora_a"], stored.tensors[f"{path}.lora_b"])
-            for path in paths
-        }
-        return {
-            path: low_rank_delta(a, b, scale) for path, (a, b) in factors.items() if a.ndim == 2
-        }
+        deltas = {}
+        for name, a in stored.tensors.items():
+            if name.endswith(".lora_a") and a.ndim == 2:
+                path, scale = (
+                    name.removesuffix(".lora_a"),
+                    stored.config["lora_parameters"]["scale"],
+                )
+                deltas[path] = low_rank_delta(a, stored.tensors[f"{path}.lora_b"], scale)
+        return deltas
 
 
 def _check_pack(pack: Pack) -> None:

@@ -166,6 +166,8 @@ def named_packs(packs: Sequence | Mapping) -> list[tuple[str, Pack]]:
     Raises:
         PackError: a pack comes twice, or a mapping calls one as the base is called.
     """
+    opened = [as_pack(pack) for pack in (packs.values() if isinstance(packs, Mapping) else packs)]
+    check_distinct(opened)
     if isinstance(packs, Mapping):
         if BASE in packs:
             raise PackError(
@@ -173,11 +175,7 @@ def named_packs(packs: Sequence | Mapping) -> list[tuple[str, Pack]]:
                 "conflict",
                 "pack",
             )
-        named = [(name, as_pack(pack)) for name, pack in packs.items()]
-        check_distinct([pack for _, pack in named])
-        return named
-    opened = [as_pack(pack) for pack in packs]
-    check_distinct(opened)
+        return list(zip(packs, opened, strict=True))
     short = [BASE, *(pack.short_name for pack in opened)]
     names = [BASE]
     for pack, name in zip(opened, short[1:], strict=True):

@@ -190,14 +190,8 @@ class Scorer:
             owners, count = batch.owners[real], len(batch.examples)
             scored = self._forward(*self._arrays(batch))
             mx.eval(scored)
-            sums = [np.array(values, dtype=np.float64)[real] for values in scored]
-            parts.append(
-                (
-                    np.bincount(owners, sums[0], count),
-                    np.bincount(owners, minlength=count),
-                    np.bincount(owners, sums[1], count),
-                )
-            )
+            nll, hits = (np.array(values, dtype=np.float64)[real] for values in scored)
+            parts.append([np.bincount(owners, weights, count) for weights in (nll, None, hits)])
             order += batch.examples
             if advance is not None:
                 advance()
