@@ -41,11 +41,10 @@ class PhasedDataset:
         parts = [splits["train"] for splits in self.splits]
         if len(parts) == 1:
             return parts[0]
-        formats, losses = (
-            " + ".join(dict.fromkeys(getattr(part, key) for part in parts))
-            for key in ("format", "loss_on")
-        )
-        return Examples(_Joined([part.items for part in parts]), formats, losses)
+        formats = dict.fromkeys(part.format for part in parts)
+        losses = dict.fromkeys(part.loss_on for part in parts)
+        items = _Joined([part.items for part in parts])
+        return Examples(items, " + ".join(formats), " + ".join(losses))
 
     @property
     def loss_on(self) -> str:
@@ -68,15 +67,9 @@ class PhasedDataset:
 
     def sampler(self, phase: RunPhase) -> Sampler:
         """Return which of all training examples each batch of a phase holds."""
-        t = phase.train
-        return Sampler(
-            self.train.lengths,
-            t.batch_size,
-            t.max_seq_length - 1,
-            t.seed,
-            t.packing,
-            self.draw(phase),
-        )
+        t, draw = phase.train, self.draw(phase)
+        inputs = t.max_seq_length - 1
+        return Sampler(self.train.lengths, t.batch_size, inputs, t.seed, t.packing, draw)
 
     def allowed_shapes(self, phase: RunPhase) -> frozenset[tuple[int, int]] | None:
         """Return the shapes (T, M) of a phase's batches where each costs a compilation."""
@@ -87,14 +80,11 @@ class PhasedDataset:
 
     def shapes(self) -> set[tuple[int, int]]:
         """(T, M) of all batches of the run."""
-        return set().union(
-            *(
-                batch_shapes(
-                    self.train, self.sampler(phase), phase.train.iters, self.allowed_shapes(phase)
-                )
-                for phase in self.phases
-            )
-        )
+        shapes = set()
+        for phase in self.phases:
+            allowed = self.allowed_shapes(phase)
+            shapes |= batch_shapes(self.train, self.sampler(phase), phase.train.iters, allowed)
+        return shapes
 
     def batches(self, phase: RunPhase, start: int) -> Iterator[Batch]:
         """Batches of a phase without end, from batch number ``start``."""
