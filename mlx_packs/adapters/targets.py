@@ -23,7 +23,10 @@ def plan_specs(groups: list[Group], lora: LoRAConfig) -> Specs:
         slices = []
         for name, width in geometry.slices:
             path = geometry.path if len(geometry.slices) == 1 else f"{geometry.path}.{name}"
-            rank_key, alpha_key = _match(lora.rank_pattern, path), _match(lora.alpha_pattern, path)
+            rank_key, alpha_key = (
+                match_pattern(lora.rank_pattern, path),
+                match_pattern(lora.alpha_pattern, path),
+            )
             used |= {k for k in (rank_key, alpha_key) if k}
             rank = lora.rank_pattern[rank_key] if rank_key else lora.rank
             alpha = lora.alpha_pattern[alpha_key] if alpha_key else lora.alpha
@@ -44,7 +47,7 @@ def plan_specs(groups: list[Group], lora: LoRAConfig) -> Specs:
     return specs
 
 
-def _match(pattern: Mapping[str, float], path: str) -> str | None:
+def match_pattern(pattern: Mapping[str, float], path: str) -> str | None:
     """Return the first key of a pattern that fits a path, by PEFT's rule."""
     return next((key for key in pattern if re.match(rf"(.*\.)?({key})$", path)), None)
 
@@ -59,7 +62,7 @@ def without_narrow(groups: list[Group], lora: LoRAConfig) -> tuple[list[Group], 
     def is_narrow(group: Group) -> bool:
         (geometry, *others) = group.members
         limit = min(geometry.in_features, *geometry.widths)
-        named = _match(lora.rank_pattern, geometry.path)
+        named = match_pattern(lora.rank_pattern, geometry.path)
         return group.block is None and not others and not named and lora.rank > limit
 
     wide = [group for group in groups if not is_narrow(group)]

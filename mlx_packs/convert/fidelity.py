@@ -21,7 +21,7 @@ from ..evaluation.perplexity import perplexity
 from ..evaluation.rows import evaluation_rows
 from ..memory.matmul_path import choose_matmul_path
 from ..nn.quantized import replace_modules
-from ..objectives.causal_lm import Head, as_arrays, forward, split_head
+from ..objectives.causal_lm import as_arrays, forward, split_head
 from ..packs.base import Base, activated
 from ..packs.pack import Pack
 from ..runtime import mx
@@ -29,7 +29,7 @@ from ..runtime import mx
 # The default limit, in nats a token. Without a share a small pack could be rounded away entirely.
 MAX_KL = 0.02
 MAX_SHARE = 0.1  # of what the pack itself moves the base by
-NOISE = 2e-5  # of float32 products in another order, and of bf16 weights
+_NOISE = 2e-5  # of float32 products in another order, and of bf16 weights
 ROWS = 32
 _LOGIT_BYTES = 1 << 28  # of logits that wait for their counterpart
 
@@ -86,7 +86,7 @@ def check_max_drift(max_drift: float | None) -> None:
 
 
 def drift_limit(
-    max_drift: float | None, moved: float, largest: float = MAX_KL, noise: float = NOISE
+    max_drift: float | None, moved: float, largest: float = MAX_KL, noise: float = _NOISE
 ) -> float:
     """Return ``max_drift``; None is a tenth of what the pack moves the base by, at most ``largest``."""
     if max_drift is not None:
@@ -170,8 +170,8 @@ class FidelityMeter:
                     rows += len(batch.examples)
                     bar.advance()
         return Fidelity(
-            kl_mean=_not_negative(kl / targets),
-            kl_of_pack=_not_negative(kl_base / targets),
+            kl_mean=max(kl / targets, 0.0),  # rounding can make it negative; NaN stays
+            kl_of_pack=max(kl_base / targets, 0.0),
             same_token=same / targets,
             ppl_before=perplexity(nll_before, targets),
             ppl_after=perplexity(nll_after, targets),
@@ -192,11 +192,6 @@ def _replaced(model: nn.Module, modules: Modules) -> Iterator[None]:
         replace_modules(model, originals)
 
 
-def _not_negative(kl: float) -> float:
-    """Return 0 for a KL that rounding made negative. NaN stays."""
-    return 0.0 if kl < 0 else kl
-
-
 def _portions(batches: list[Batch], vocab_size: int) -> Iterator[list[Batch]]:
     """Yield as many batches at a time as their logits may wait for."""
     portion, size = [], 0
@@ -213,19 +208,16 @@ def _portions(batches: list[Batch], vocab_size: int) -> Iterator[list[Batch]]:
 def _log_probabilities(model: nn.Module, batches: list[Batch], variant: Variant) -> list[mx.array]:
     """Return log-probabilities [targets, V] float32 at each batch's targets."""
     with variant():
-        head = split_head(model)
-        arrays = [_at_targets(model, head, batch) for batch in batches]
+        head, arrays = split_head(model), []
+        for batch in batches:
+            tokens, *_ = as_arrays(batch)
+            positions = mx.array(batch.positions[batch.owners >= 0])
+            outputs = forward(model, model if head is None else head.hidden, tokens)
+            rows = outputs.reshape(-1, outputs.shape[-1])[positions]
+            logits = (rows if head is None else head.logits(rows)).astype(mx.float32)
+            arrays.append(logits - mx.logsumexp(logits, axis=-1, keepdims=True))
         mx.eval(arrays)
         return arrays
-
-
-def _at_targets(model: nn.Module, head: Head | None, batch: Batch) -> mx.array:
-    tokens, *_ = as_arrays(batch)
-    positions = mx.array(batch.positions[batch.owners >= 0])
-    outputs = forward(model, model if head is None else head.hidden, tokens)
-    rows = outputs.reshape(-1, outputs.shape[-1])[positions]
-    logits = (rows if head is None else head.logits(rows)).astype(mx.float32)
-    return logits - mx.logsumexp(logits, axis=-1, keepdims=True)
 
 
 def _kl(p: mx.array, q: mx.array) -> float:

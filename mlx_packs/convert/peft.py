@@ -14,6 +14,7 @@ from pathlib import Path
 from mlx.utils import tree_flatten
 
 from ..adapters.spec import ModuleSpec, Specs
+from ..adapters.targets import match_pattern
 from ..bases.geometry import is_router
 from ..bases.model import BaseModel
 from ..config.choices import ARCHITECTURES, architecture_of
@@ -222,7 +223,7 @@ def _check_pattern(pattern: object, key: str, where: Path) -> None:
 def _scale_in(config: dict, theirs: str, rank: int) -> float:
     """Return PEFT's scaling of one module of this rank."""
     patterns = config.get("alpha_pattern") or {}
-    key = next((k for k in patterns if re.match(rf"(.*\.)?({k})$", theirs)), None)
+    key = match_pattern(patterns, theirs)
     alpha = patterns[key] if key is not None else config["lora_alpha"]
     return alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
 
