@@ -4,6 +4,7 @@ import fcntl
 import hashlib
 import json
 import os
+import re
 import shutil
 import time
 from collections.abc import Iterable, Iterator, Mapping
@@ -173,6 +174,11 @@ def read_json(file: Path, kind: type = dict) -> Any:
             f"{file}: must be a {kind.__name__}, but is a {type(content).__name__}.", "unreadable"
         )
     return content
+
+
+def is_hub_id(name: str) -> bool:
+    """Return whether a name can be that of a model or data set on the Hub: ``owner/name``."""
+    return re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", name, re.ASCII) is not None
 
 
 def sha256(file: Path) -> str:

@@ -3,12 +3,11 @@
 import hashlib
 import json
 import os
-import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from ..errors import PackError
-from ..files import FLOATS, TINY_FOLDER, read_header, read_json, sha256
+from ..files import FLOATS, TINY_FOLDER, is_hub_id, read_header, read_json, sha256
 from .bitsandbytes import METHOD
 from .unsupported import check_method, unsupported_file, unsupported_weights
 
@@ -53,7 +52,7 @@ def resolve_checkpoint(name: str | Path) -> Path:
             "unsupported",
             "model",
         )
-    if not re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", str(name), re.ASCII):
+    if not is_hub_id(str(name)):
         hint = "" if "/" in str(name) else f" Its 4-bit form may be 'mlx-community/{name}'."
         raise PackError(
             f"--model {name}: no such folder, and not a hub id (owner/name).{hint}", "not-found"

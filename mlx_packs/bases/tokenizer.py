@@ -50,7 +50,7 @@ def load_encoder_tokenizer(
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
         works = tokenizer.is_fast and tokenizer.encode("a")
     except (OSError, ValueError, KeyError, TypeError, StrictDataclassError) as error:
-        reason = " ".join(str(error).split())[:300]
+        reason = reason_of(error)[:300]
         raise PackError(f"{path}: the tokenizer cannot be loaded: {reason}", "unreadable") from None
     if not works:
         raise PackError(

@@ -5,7 +5,6 @@ beside what the other tool reads, so that import restores the pack bit-identical
 tool has changed it, it is read by its own config.
 """
 
-import re
 from pathlib import Path
 
 from .. import __version__
@@ -13,7 +12,7 @@ from ..adapters.spec import check_shapes
 from ..bases.files import TINY
 from ..bases.loading import lazy_base
 from ..errors import PackError
-from ..files import atomic_folder, read_json, read_tensors, save_tensors, sha256, to_json
+from ..files import atomic_folder, is_hub_id, read_json, read_tensors, save_tensors, sha256, to_json
 from ..packs.manifest import (
     FORMAT_VERSION,
     MANIFEST,
@@ -161,7 +160,7 @@ def _base_name(model: str | Path | None, config: dict, folder: Path) -> str | Pa
         return model
     named = config.get("base_model_name_or_path") or config.get("model")
     # a path that a downloaded file names is not followed
-    is_id = isinstance(named, str) and re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", named)
+    is_id = isinstance(named, str) and is_hub_id(named)
     if named == TINY or (is_id and ".." not in named):
         return named
     raise PackError(

@@ -58,7 +58,9 @@ def encode_pairs(rows: Sequence[Row], tokenizer: Any, limit: int) -> Pairs:
     is_cut = np.array([len(tokens) > limit for tokens in unique])
     if is_cut.any():
         short = tokens_of(tokenizer, list(numbers), limit)
-        unique = [few if cut else all for all, few, cut in zip(unique, short, is_cut, strict=True)]
+        unique = [
+            part if cut else text for text, part, cut in zip(unique, short, is_cut, strict=True)
+        ]
     tokens = [[unique[i] for i in column] for column in texts.T]
     return Pairs(row_format, tokens, texts, scores, int(is_cut[texts].sum()))
 

@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import Any
 
 from ..config.schema import COLUMN_SETTINGS, DataConfig
 from ..errors import PackError, did_you_mean
-from ..files import TINY_FOLDER
+from ..files import TINY_FOLDER, is_hub_id
 from .formats import Row, RowFormat, common_format
 
 SPLITS = ("train", "valid", "test")
@@ -73,7 +72,7 @@ def _local_or_hub(data: str) -> dict[str, list[Row]]:
         return {"train": read_rows(path), "valid": [], "test": []}
     if path.is_dir():
         return _folder_rows(path)
-    if path.suffix not in _SUFFIXES and re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", data):
+    if path.suffix not in _SUFFIXES and is_hub_id(data):
         return _hf_dataset(data)
     raise PackError(
         f"--data {data}: no such folder or file, and not a data set id (owner/name).", "not-found"
