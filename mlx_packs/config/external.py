@@ -84,7 +84,8 @@ def _bnb_4bit(part: Mapping, where: str) -> dict:
 
 def _bits_and_bytes(values: Mapping, where: str) -> dict:
     """Settings of transformers' BitsAndBytesConfig; its defaults are fp4, float32, single."""
-    for key, value in {"bnb_4bit_quant_type": "fp4", **values}.items():
+    kind = values.get("bnb_4bit_quant_type", "fp4")
+    for key, value in {**values, "bnb_4bit_quant_type": kind}.items():
         if key not in _BITS_AND_BYTES:
             raise unknown_setting(key, _BITS_AND_BYTES, where)
         valid = _BITS_AND_BYTES[key]
