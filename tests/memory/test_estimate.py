@@ -155,7 +155,7 @@ def test_blocks_keep_no_scores_whichever_projections_are_adapted(
     targets, recompute, tiny, nothing_ahead
 ):
     """A step of one long row, whose T x T probabilities would be most of its memory."""
-    length = 512
+    length = 768
     lora = LoRAConfig(rank=8, target_modules=tuple(targets.split()))
     train = replace(DENSE, iters=1, batch_size=1, max_seq_length=length + 1, recompute=recompute)
     planned = estimate(Headers.of(tiny), lora, train, [(length, 256)])
@@ -167,12 +167,11 @@ def test_blocks_keep_no_scores_whichever_projections_are_adapted(
     optimizer.init(tiny.model.trainable_parameters())
     stepper = lm_stepper(tiny.model, optimizer, None)
     tiny.model.train()
-    rows = [Example(np.arange(length + 1, dtype=np.int32) % 1000, np.arange(length + 1) > 256, "x")]
+    rows = [Example(np.arange(length + 1, dtype=np.int32) % 1000, np.arange(length + 1) > 512, "x")]
     batch = make_batch(rows, [0], 1, length)
     mx.eval(tiny.model.parameters(), optimizer.state)
-    for _ in range(2):
-        mx.reset_peak_memory()
-        stepper(as_arrays(batch), batch.count, True, True)
+    mx.reset_peak_memory()
+    stepper(as_arrays(batch), batch.count, True, True)
     assert mx.get_peak_memory() - others < (1 + ERROR) * planned.peak_bytes
 
 
