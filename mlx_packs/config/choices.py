@@ -1,8 +1,8 @@
 """Names that settings accept, where a name stands for code; configuration is read without MLX.
 
-Each name stands here once. The module that implements it builds its registry with `registered`,
-which fails at import unless every name has its code and all code has a name. Schedules are not here:
-their registry (`mlx_packs.schedules`) does not load MLX.
+Each name stands here once, with the facts that others need to know of it. The module that implements
+it builds its registry with `registered`, which fails at import unless every name has its code and all
+code has a name. Schedules are not here: their registry (`mlx_packs.schedules`) does not load MLX.
 """
 
 from collections.abc import Iterable, Mapping
