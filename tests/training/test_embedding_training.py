@@ -326,7 +326,7 @@ def test_eval_gives_the_numbers_of_the_run(run, run_of_pairs, encoder, pair_data
     code, out, _ = run(
         "eval", pack, "--model", encoder, "--data", pair_data["triplets"], "--limit", 7
     )
-    assert code == 0 and "triplet accuracy" in out and "7 triplets" in out
+    assert code == 0 and "triplet accuracy" in out and "7 examples (triplets)" in out
     half = run("eval", "--pack", f"{pack}=0.5", "--model", encoder, "--data", pair_data["pairs"])
     assert half[0] == 0
     args = ("eval", pack, "--model", encoder, "--data", pair_data["pairs"])
