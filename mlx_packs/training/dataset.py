@@ -31,4 +31,3 @@ class Dataset(Protocol):
 
         The matmul path is chosen by them; None where there is no choice.
         """
-        return None

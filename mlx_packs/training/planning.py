@@ -13,10 +13,11 @@ from ..errors import PackError
 from ..memory.estimate import check_least, plan_run
 from ..memory.headers import Headers
 from ..memory.matmul_path import MatmulPathChoice, choose_matmul_path, weight_kinds
-from ..memory.plan import ERROR, MemoryPlan, Shape, fit
+from ..memory.plan import ERROR, MemoryPlan, fit
 from ..memory.read import read_headers
 from ..nn.quantized import matmul_path_of
 from ..packs.base import Base
+from .dataset import Dataset
 from .settings import Run
 
 
@@ -48,23 +49,42 @@ def check_headers(name: str | Path, run: Run) -> None:
             raise
 
 
-def plan_memory(
-    run: Run, base: Base, train: TrainConfig, shapes: set[Shape]
-) -> dict[str, MemoryPlan]:
-    """Return the plan of each matmul path that fits best; empty where no plan is possible.
+def fit_into_memory(
+    run: Run,
+    base: Base,
+    target: Base,
+    dataset: Dataset,
+    planned: TrainConfig,
+    unplanned_recompute: str,
+) -> MemoryChoice:
+    """Return the memory plan, the matmul path and the activation checkpointing of a run.
 
-    ``train`` has what ``auto`` stands for in the task.
+    Args:
+        run: the run.
+        base: its loaded base, without adapters.
+        target: the base that the loss goes through.
+        dataset: its examples.
+        planned: its settings, with what ``auto`` stands for in the task.
+        unplanned_recompute: activation checkpointing where no plan is possible.
 
     Raises:
         PackError: if nothing is within what the machine has, unless forced.
     """
+    plans, shapes = {}, dataset.shapes()
     try:
-        return plan_run(Headers.of(base), run.lora, train, shapes, run.force)
+        plans = plan_run(Headers.of(base), run.lora, planned, shapes, run.force)
     except PackError as error:
         if error.code == "memory":
             raise
         run.display.line("plan", f"{error.message} Memory is not checked.")
-        return {}
+    choice = choose_path(target, run.train, dataset.typical_rows(), plans, run.display)
+    plan = plans.get(choice.matmul_path)
+    if plan:
+        _show_plan(base, run, plan)
+    recompute = run.train.recomputes
+    if recompute == "auto":
+        recompute = plan.recompute if plan else unplanned_recompute
+    return MemoryChoice(plan, choice, recompute)
 
 
 def choose_path(
@@ -113,7 +133,7 @@ def matmul_paths_by_name(trainable: Trainable, choice: MatmulPathChoice) -> dict
     return names
 
 
-def show_plan(base: Base, run: Run, plan: MemoryPlan) -> None:
+def _show_plan(base: Base, run: Run, plan: MemoryPlan) -> None:
     """Show the estimate of the path that was chosen, and a warning if it is tight."""
     memory = runtime.total_memory()
     method = f"{'QLoRA' if base.quantization else 'LoRA'} r{run.lora.rank}"

@@ -34,14 +34,7 @@ from .observers.observer import ObservedRun
 from .observers.registry import make_observers
 from .observers.trackers import check_report_to
 from .phases import resolve_phases
-from .planning import (
-    MemoryChoice,
-    check_headers,
-    choose_path,
-    matmul_paths_by_name,
-    plan_memory,
-    show_plan,
-)
+from .planning import MemoryChoice, check_headers, fit_into_memory, matmul_paths_by_name
 from .run_folder import check_resumable, clear_run, write_identity
 from .settings import Run
 from .tasks.task import Summary, Task, make_task
@@ -182,7 +175,9 @@ def run(run: Run) -> TrainRun:
         check_resume(run.folder, identity, earlier)
     sources = [phase.public_source(read) for phase, read in zip(run.phases, splits, strict=True)]
     splits.clear()  # from here on only what they are encoded to is needed
-    memory = _fit_into_memory(run, task, base, target, dataset)
+    memory = fit_into_memory(
+        run, base, target, dataset, task.planned_settings(), task.unplanned_recompute
+    )
     base_weights = count_weights(base.model)
     method = METHODS[run.train.method]
     trainable = method.attach(target, lora, run.train, memory.choice.matmul_path)
@@ -252,21 +247,6 @@ def _open_base(run: Run, task: Task) -> Base:
     if unused := unused_learning_rate(train):
         run.display.line("note", unused)
     return base
-
-
-def _fit_into_memory(
-    run: Run, task: Task, base: Base, target: Base, dataset: Dataset
-) -> MemoryChoice:
-    """Return the memory plan, the matmul path and the activation checkpointing of a run."""
-    plans = plan_memory(run, base, task.planned_settings(), dataset.shapes())
-    choice = choose_path(target, run.train, dataset.typical_rows(), plans, run.display)
-    plan = plans.get(choice.matmul_path)
-    if plan:
-        show_plan(base, run, plan)
-    recompute = run.train.recomputes
-    if recompute == "auto":
-        recompute = plan.recompute if plan else task.unplanned_recompute
-    return MemoryChoice(plan, choice, recompute)
 
 
 def _describe(trainable: Trainable, display: Display, base_weights: int) -> None:
