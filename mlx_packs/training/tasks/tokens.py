@@ -148,7 +148,7 @@ def encode_phases(
     if not any(isinstance(row_format, Text) for row_format in formats):
         for option in (name for name, is_wanted in for_texts.items() if is_wanted):
             names = ", ".join(row_format.name for row_format in formats)
-            raise PackError(f"{option}: is for rows of text, but these are {names}.", "conflict")
+            raise PackError(f"{option}: is for texts, but these examples are {names}.", "conflict")
     encoded = []
     for phase, read in zip(phases, splits, strict=True):
         if phase.name:
