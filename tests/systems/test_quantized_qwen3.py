@@ -174,6 +174,7 @@ def test_the_fp16_fallback_trains_on_all_the_same_and_says_where(
     assert code == 0 and abs(json.loads(out)["pack"]["ppl"] / report["ppl_after"] - 1) < 1e-3
 
 
+@pytest.mark.slow
 def test_eval_batch_measures_ppl_and_speed_and_fails_gates(block_folder, train_block, run):
     train_block("bf16", "evaluated")
     judge = (
@@ -205,6 +206,7 @@ def test_eval_batch_measures_ppl_and_speed_and_fails_gates(block_folder, train_b
         assert code == 1 and gate.replace("-", "_") in err.replace("-", "_")
 
 
+@pytest.mark.slow
 def test_size_gate_of_training_keeps_the_pack(block_folder, train_block):
     report, err = train_block("bf16", "small", "--max-pack-mb", 0.001, code=1)
     assert report["gates"]["max_pack_mb"]["passed"] is False
