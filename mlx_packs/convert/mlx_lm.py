@@ -82,6 +82,8 @@ class MlxLm:
         check_complete(adapter, stored.config.get("fine_tune_type") == "dora", stored.file)
         for path in adapter.scales:
             a, b = stored.tensors[f"{path}.lora_a"], stored.tensors[f"{path}.lora_b"]
+            if a.ndim != b.ndim or a.ndim not in (2, 3):
+                continue  # such factors have no place on any base
             rank = (ranks or {}).get(path) or _used_rank(a, b)
             adapter.tensors[f"{path}.lora_a"] = mx.contiguous(a[:, :rank])
             b = b[:rank] if a.ndim == 2 else b[..., :rank]
@@ -168,8 +170,6 @@ def _check_pack(pack: Pack) -> None:
 
 def _used_rank(a: mx.array, b: mx.array) -> int:
     """Rank without what is zero in both factors at its end; 1 at least."""
-    if a.ndim not in (2, 3) or a.ndim != b.ndim:
-        return a.shape[1] if a.ndim > 1 else 1
     experts = a.ndim == 3
     used = mx.any(a != 0, axis=(0, 2)) if experts else mx.any(a != 0, axis=0)
     used_b = mx.any(b != 0, axis=(0, 1)) if experts else mx.any(b != 0, axis=1)

@@ -161,10 +161,9 @@ class Peft:
         for path, spec in specs.items():
             name = _PREFIX + path_there(path, model_type)
             b = folded(spec, ours[f"{path}.lora_b"], common_scale([spec]))
-            for part, tensor in (("A", ours[f"{path}.lora_a"]), ("B", b)):
-                is_embedding = spec.kind == "embedding"
-                key = f"lora_embedding_{part}" if is_embedding else f"lora_{part}.weight"
-                tensors[f"{name}.{key}"] = mx.contiguous(tensor.T)
+            infix, tail = ("embedding_", "") if spec.kind == "embedding" else ("", ".weight")
+            tensors[f"{name}.lora_{infix}A{tail}"] = mx.contiguous(ours[f"{path}.lora_a"].T)
+            tensors[f"{name}.lora_{infix}B{tail}"] = mx.contiguous(b.T)
             if spec.kind == "dora":
                 tensors[f"{name}.lora_magnitude_vector"] = ours[f"{path}.m"]
         config, full_modules = _config(pack, model_type, specs), set()
@@ -172,10 +171,10 @@ class Peft:
             path, _, parameter = name.rpartition(".")
             there, tensor = path_there(path, model_type), _transposed(name, ours[name], model_type)
             if path in specs:  # an embedding that has an adapter as well
-                tensors[f"{_PREFIX}{there}.base_layer.{parameter}"] = tensor
+                there += ".base_layer"
             else:
-                tensors[f"{_PREFIX}{there}.{parameter}"] = tensor
                 full_modules.add(there)
+            tensors[f"{_PREFIX}{there}.{parameter}"] = tensor
         config["modules_to_save"] = sorted(full_modules) or None
         return StoredAdapter(tensors, dict(sorted(config.items())), file, _notes(specs, config))
 

@@ -225,9 +225,9 @@ class _Step:
         """
         d, f, q = self.sizes.hidden, self.sizes.ffn, self.sizes.queries
         blocks = [self._saved(ranks) for ranks in self.ranks]
-        saved = sum(blocks)
-        before = len(blocks) * d if self.policy.blocks else saved
+        before = saved = sum(blocks)
         if self.policy.blocks:
+            before = len(blocks) * d
             saved = before + max(blocks)
         if runtime.on_cpu():  # SwiGLU by pieces, which `moments` adds
             mlp = 4 * d + (4 * f + 2 * q if not self.policy.operations else 5 * f)

@@ -611,6 +611,10 @@ def test_import_rejects_full_fine_tuning_and_tensors_of_mlx_lm(bases, tmp_path):
     mx.save_safetensors(str(folder / "adapters.safetensors"), tensors)
     (folder / "adapter_config.json").write_text(json.dumps({**config, "fine_tune_type": "dora"}))
     check_rejected(folder, tmp_path / "x", bases["qwen3"], "unreadable", Q0, "DoRA")
+    tensors = {f"{Q0}.lora_a": mx.ones(64), f"{Q0}.lora_b": mx.ones(128)}
+    mx.save_safetensors(str(folder / "adapters.safetensors"), tensors)
+    (folder / "adapter_config.json").write_text(json.dumps({**config, "fine_tune_type": "lora"}))
+    check_rejected(folder, tmp_path / "x", bases["qwen3"], "mismatch", Q0, "[64]")
     config["lora_parameters"] = {"alpha": 3}
     (folder / "adapter_config.json").write_text(json.dumps({**config, "fine_tune_type": "lora"}))
     check_rejected(
