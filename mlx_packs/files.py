@@ -261,11 +261,8 @@ def write_tensors(
 ) -> None:
     """Write safetensors atomically and one tensor at a time; none stays in memory.
 
-    Args:
-        file: where to write.
-        outline: arrays of the shapes and dtypes to come, by name; they are not evaluated.
-        tensors: all of them with their names, in any order.
-        kind: ``mlx`` or ``pt``, whose conventions the names follow.
+    ``outline`` has lazy arrays of the shapes and dtypes to come, by name; ``tensors`` come in any
+    order; ``kind`` is ``mlx`` or ``pt``, whose conventions the names follow.
     """
     from .runtime import mx
 

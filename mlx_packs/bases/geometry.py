@@ -131,7 +131,8 @@ def probe(path: str, module: nn.Module, config: dict, grouped: bool = False) -> 
                     f"weight {list(weight.shape)} at {bits} bits, group {group_size} asks for "
                     f"{name} {expected}, but they are {shape}.",
                 )
-    if "bias" in module and list(module.bias.shape) != [*stack, out_features]:
+    bias = "bias" in module
+    if bias and list(module.bias.shape) != [*stack, out_features]:
         raise GeometryError(path, f"bias {list(module.bias.shape)} for {out_features} outputs.")
     name = path.rsplit(".", 1)[-1]
     if grouped:
@@ -141,16 +142,7 @@ def probe(path: str, module: nn.Module, config: dict, grouped: bool = False) -> 
     else:
         slices = _own_slices(name, module) or _fused_slices(name, out_features, Heads.of(config))
     return Geometry(
-        path,
-        in_features,
-        out_features,
-        bits,
-        group_size,
-        mode,
-        stored_width,
-        "bias" in module,
-        slices,
-        *stack,
+        path, in_features, out_features, bits, group_size, mode, stored_width, bias, slices, *stack
     )
 
 

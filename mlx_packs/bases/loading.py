@@ -144,9 +144,7 @@ def load_model_of(
     """Load a decoder by mlx-lm's loader, its weights lazy.
 
     ``prepare`` gets the model and its weights by the model's names, and returns those to load.
-
-    Returns:
-        The model, its config, and which tensor of the files each of its weights is.
+    Returns the model, its config, and which tensor of the files each of its weights is.
     """
     from mlx_lm.utils import _get_classes, load_model
 

@@ -17,15 +17,12 @@ _KINDS = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16, "U32": np.uin
 class MappedEmbedding:
     """An embedding whose rows are read from its file when a batch has them.
 
-    Semantics: mapped(tokens) is bit-identical to ``module(mx.array(tokens))``.
-
-    Args:
-        parts: mapped [V, .] arrays by parameter, and their dtypes as safetensors spells them.
-        module: the embedding whose rows they are; its own arrays are not read.
+    Semantics: mapped(tokens) is bit-identical to ``module(mx.array(tokens))``, whose own arrays are
+    not read.
     """
 
     def __init__(self, parts: Mapping[str, tuple[np.ndarray, str]], module: nn.Module) -> None:
-        self._parts = dict(parts)
+        self._parts = dict(parts)  # [V, .] by parameter, and dtypes as safetensors spells them
         self._dtypes = {name: module[name].dtype for name in parts}
         self._quantization = None
         if isinstance(module, nn.QuantizedEmbedding):

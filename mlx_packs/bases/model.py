@@ -18,26 +18,16 @@ from .weight_map import Source
 
 @dataclass
 class BaseModel:
-    """A frozen checkpoint with its tokenizer; packs know how to be applied to it (`packs.base`).
+    """A frozen checkpoint with its tokenizer; packs know how to be applied to it (`packs.base`)."""
 
-    Attributes:
-        name: what the user called it.
-        path: its folder.
-        model: its modules, frozen.
-        tokenizer: None where only weights were asked for.
-        config: its config.json.
-        fingerprint: a hash of its tensors.
-        quantization: as config.json spells it; empty for a dense base.
-        weight_map: which tensor of the files each weight of the model is.
-    """
-
-    name: str
+    name: str  # what the user called it
     path: Path
     model: nn.Module
-    tokenizer: object
-    config: dict
-    fingerprint: str
-    quantization: dict = field(default_factory=dict)
+    tokenizer: object  # None where only weights were asked for
+    config: dict  # config.json
+    fingerprint: str  # a hash of its tensors
+    quantization: dict = field(default_factory=dict)  # as in config.json; empty for a dense base
+    # which tensor of the files each weight of the model is
     weight_map: dict[str, Source] = field(default_factory=dict, repr=False, compare=False)
 
     @property

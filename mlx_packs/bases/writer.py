@@ -49,18 +49,8 @@ def quantize(
 ) -> dict:
     """Write a quantized copy of a dense checkpoint; the folder appears when it is complete.
 
-    After an interruption the same call continues with the shard that was not finished.
-
-    Args:
-        model: a checkpoint folder or a hub id: bf16, fp16 or fp32, sharded or not.
-        out: folder to write.
-        options: what is quantized, and how.
-        overwrite: replace ``out`` if it exists.
-        trust_remote_code: run code that the checkpoint brings.
-        display: of progress.
-
-    Returns:
-        What was written, as `packs quantize --json` prints it.
+    After an interruption the same call continues with the shard that was not finished. Returns what
+    `packs quantize --json` prints.
 
     Raises:
         PackError: then nothing is left behind.

@@ -234,12 +234,8 @@ def evaluation_batches(
 ) -> list[Batch]:
     """Return every example once, by length.
 
-    Args:
-        examples: the held-out ones.
-        batch_size: examples of a batch.
-        max_seq_length: most tokens of an example.
-        max_batches: takes the first examples that fill so many batches; -1 takes all.
-        few: whether the batches have at most `MOST_SHAPES` shapes, since each costs a compilation.
+    ``max_batches`` takes the first examples that fill so many batches, -1 all of them. With ``few``
+    the batches have at most `MOST_SHAPES` shapes, since each costs a compilation.
     """
     sampler = Sampler(examples.lengths, batch_size, max_seq_length - 1)
     shapes = few_shapes(examples, sampler) if few else None
