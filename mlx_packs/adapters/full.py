@@ -42,6 +42,7 @@ class Unfrozen:
         self.specs: Specs = {}
         self.groups: list[Group] = []
         self.notes: list[str] = []
+        self.replaced = {name: place.own.shape for name, place in places.items()}
         self.swap = blocks.swap
         self.recompute = blocks.recompute
         self._blocks = blocks
@@ -51,11 +52,6 @@ class Unfrozen:
     def details(self) -> str:
         """Number of tensors, for one line of output."""
         return f"float32 · {len(self._places)} tensors"
-
-    @property
-    def replaced(self) -> dict[str, tuple[int, ...]]:
-        """Names and shapes of the base's tensors that a pack stores in full."""
-        return {name: tuple(place.own.shape) for name, place in self._places.items()}
 
     def detach(self) -> None:
         """Put the base's own arrays and modules back, frozen; can be called twice."""

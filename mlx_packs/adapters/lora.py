@@ -8,7 +8,6 @@ their names and shapes on disk are mlx-lm's, per projection (`Attached.tensors`)
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from types import MappingProxyType
 
 import mlx.nn as nn
 
@@ -39,7 +38,6 @@ class Attached:
     """
 
     method = "lora"
-    replaced: Mapping[str, tuple[int, ...]] = MappingProxyType({})  # `full.Unfrozen` has some
 
     def __init__(
         self, base: BaseModel, specs: Specs, groups: list[Group], notes: list[str]
@@ -49,6 +47,7 @@ class Attached:
         self.specs = specs
         self.groups = groups
         self.notes = notes
+        self.replaced: dict[str, tuple[int, ...]] = {}
         self.slots: dict[str, Slot] = {}
         self.frozen: dict[str, nn.Module] = {}
         self.inference_only = False

@@ -22,13 +22,7 @@ from ..data.sampler import first_fit
 from ..display import QUIET, Display
 from ..errors import PackError, flag_of
 from ..gates import Gates, evaluate_gates, failures, gate_limits
-from ..inference.throughput import (
-    Speed,
-    check_max_tokens,
-    cut_prompts,
-    generation_path,
-    measure_throughput,
-)
+from ..inference.throughput import Speed, cut_prompts, generation_path, measure_throughput
 from ..memory.matmul_path import choose_matmul_path
 from ..objectives.causal_lm import split_head
 from ..objectives.sequence_packing import why_not_packed
@@ -196,7 +190,8 @@ def _check_sizes(batch_sizes: Sequence[int], limit: int, rounds: int, max_tokens
     check_limit(limit)
     if rounds < 1:
         raise PackError(f"--rounds {rounds}: must be 1 or more.")
-    check_max_tokens(max_tokens)
+    if max_tokens < 2:
+        raise PackError(f"--max-tokens {max_tokens}: must be 2 or more.")
 
 
 def _check_models(base: Base, packs: Sequence[Pack], limits: Mapping[str, float]) -> None:

@@ -7,7 +7,6 @@ from statistics import median
 
 import numpy as np
 
-from ..errors import PackError
 from ..packs.base import Base, activated
 from ..packs.pack import Pack
 from ..runtime import mx, on_cpu
@@ -48,12 +47,6 @@ def generation_path(measured: str) -> str:
     return measured if on_cpu() else "quantized"
 
 
-def check_max_tokens(max_tokens: int) -> None:
-    """Raise a PackError if completions are too short to have a throughput."""
-    if max_tokens < 2:
-        raise PackError(f"--max-tokens {max_tokens}: must be 2 or more.")
-
-
 @dataclass(frozen=True)
 class Timing:
     """One round of one model: seconds to the first token of all, tokens per second, GB."""
@@ -91,10 +84,9 @@ def measure_throughput(
     """Return the throughput of the base with each pack (None: alone) on a batch of prompts.
 
     Each runs once to warm up; then they alternate, forth and back, so that a machine that slows
-    down or speeds up favours none. Prompts have one length; after each measurement ``advance`` is
-    called.
+    down or speeds up favours none. Prompts have one length, completions 2 or more tokens; after
+    each measurement ``advance`` is called.
     """
-    check_max_tokens(max_tokens)
     timings: list[list[Timing]] = [[] for _ in packs]
     order = list(range(len(packs)))
     for number in range(rounds + 1):

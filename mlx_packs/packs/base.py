@@ -5,7 +5,7 @@ modules around them are swapped; those of the last few packs are kept, without t
 going back and forth builds nothing.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,10 +19,7 @@ from ..errors import PackError
 from ..nn.quantized import apply_matmul_path, replace_modules
 from ..runtime import mx
 from .pack import Pack
-from .weighted_sum import as_pack
-
-OnePack = str | Path | Pack
-Packs = OnePack | Mapping[str | Path, float] | Sequence[tuple[OnePack, float]]
+from .weighted_sum import Packs, as_pack
 
 _SUSPENDED = 4  # adapters that are kept, without their arrays
 

@@ -15,7 +15,8 @@ _ID_DIGITS = 7  # of a commit, beside the name of a pack of the Hub
 def list_packs(folder: str | Path | None = ".", hub_cache: bool = False) -> list[dict]:
     """List every pack below a folder, or in the Hub's caches; neither tensors nor hashes are read.
 
-    Links to folders are not followed, hidden folders are skipped. Without a ``folder`` only the caches are searched.
+    Links to folders are not followed, hidden folders are skipped. Without a ``folder`` only the
+    caches are searched.
 
     Returns:
         An object for each, by name: ``pack`` (folder), ``name``, ``error`` (None if it is

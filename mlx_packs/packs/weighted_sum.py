@@ -17,7 +17,8 @@ from ..runtime import mx
 from .manifest import spec_json
 from .pack import Pack
 
-Weighted = list[tuple[Pack, float]]
+OnePack = str | Path | Pack
+Packs = OnePack | Mapping[str | Path, float] | Sequence[tuple[OnePack, float]]
 
 
 def open_weighted(text: str | Path) -> tuple[Pack, float]:
@@ -42,7 +43,7 @@ def _check_weight(weight: float, name: str | Path) -> None:
         )
 
 
-def as_pack(packs: "str | Path | Pack | Mapping[str | Path, float] | Weighted") -> Pack:
+def as_pack(packs: Packs) -> Pack:
     """Return a pack, a folder, or packs with weights (a mapping or pairs), as one pack."""
     if isinstance(packs, Pack):
         return packs
