@@ -88,8 +88,8 @@ class Unfrozen:
 def unfreeze(base: BaseModel, num_layers: int = -1, matmul_path: str = "auto") -> Unfrozen:
     """Make the weights of a base trainable, as float32 copies.
 
-    Of the last ``num_layers`` blocks alone, as in mlx-lm; -1 is every floating weight, the embedding
-    and the head too. With ``matmul_path`` dense a quantized base is dequantized first.
+    Of the last ``num_layers`` blocks alone, as in mlx-lm; -1 is every floating weight, embedding and
+    head too. With ``matmul_path`` dense a quantized base is dequantized first.
     """
     check_trainable(base.name, base.model)
     check_dense(base, matmul_path)
@@ -113,8 +113,8 @@ def check_dense(base: BaseModel, matmul_path: str) -> None:
     if quantized and not MATMUL_PATHS.get(matmul_path, MatmulPathFacts()).keeps_dense:
         raise PackError(
             f"--method full: {base.name} is {quantization_name(base.quantization)}, and quantized "
-            "weights cannot be trained. Pass --matmul-path dense to train dense copies of them, or take "
-            "--method lora, or a dense checkpoint.",
+            "weights cannot be trained. Pass --matmul-path dense to train dense copies of them, or "
+            "take --method lora, or a dense checkpoint.",
             "conflict",
         )
 

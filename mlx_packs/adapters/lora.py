@@ -121,7 +121,7 @@ class Attached:
 
     @contextmanager
     def disabled(self) -> Iterator[None]:
-        """Return a context in which the model computes what the base alone does: every B is zero."""
+        """Return a context in which the model computes what the base does: every B is zero."""
         with self.altered_b(lambda _, b: mx.zeros_like(b)):
             yield
 

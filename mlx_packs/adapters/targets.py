@@ -56,7 +56,8 @@ def without_narrow(groups: list[Group], lora: LoRAConfig) -> tuple[list[Group], 
     """Return the groups without linears that are not named and too narrow, and notes on those.
 
     Such are gates and steps by head of a recurrence or a mixture. If that were all of them, they
-    stay, and `plan_specs` reports what is wrong with the rank. So does a projection of a grouped block.
+    stay, and `plan_specs` reports what is wrong with the rank. So does a projection of a grouped
+    block.
     """
 
     def is_narrow(group: Group) -> bool:

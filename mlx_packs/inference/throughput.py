@@ -1,4 +1,4 @@
-"""Throughput of generation by a base, alone and with packs: batched, after a warm-up, alternating."""
+"""Throughput of batched generation by a base, alone and with packs alternating."""
 
 import time
 from collections.abc import Callable, Sequence

@@ -42,7 +42,7 @@ class Base(BaseModel):
 
     @contextmanager
     def applied(self, pack: Packs, matmul_path: str = "quantized") -> Iterator["Base"]:
-        """The base with a pack attached; on leaving it is bit-identical to before, nothing reloaded.
+        """The base with a pack attached; on leaving it is bit-identical to before, not reloaded.
 
         An inner pack replaces the outer one until it is left.
 

@@ -58,7 +58,7 @@ def check_hash(file: Path, expected: str, where: str) -> None:
 
 
 def check_output(folder: Path, overwrite: bool) -> None:
-    """Raise a PackError if something else is at a pack's folder, or a pack and not ``overwrite``."""
+    """Raise a PackError if something else is at ``folder``, or a pack and not ``overwrite``."""
     if folder.exists() and not folder.is_dir():
         raise PackError(f"--out {folder}: is a file. Choose another path.", "exists")
     if not folder.exists() or not any(folder.iterdir()):

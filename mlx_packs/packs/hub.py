@@ -102,7 +102,7 @@ def _pin(folder: Path, pin: dict) -> None:
 
 
 def cache_roots() -> list[Path]:
-    """Return the folders with packs of the Hub: what was pulled by name, and the Hub's own cache."""
+    """Return the folders with packs of the Hub: those pulled by name, and the Hub's own cache."""
     from huggingface_hub import constants
 
     return [Path(constants.HF_ASSETS_CACHE) / "mlx_packs", Path(constants.HF_HUB_CACHE)]

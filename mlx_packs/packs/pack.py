@@ -260,7 +260,7 @@ class Pack:
             )
 
     def check_checkpoint(self, model: str | Path) -> tuple[Path, dict]:
-        """Return folder and config of a checkpoint, once its headers are those of the pack's base."""
+        """Return folder and config of a checkpoint whose headers are those of the pack's base."""
         path = resolve_checkpoint(model)
         config = check_files(path)
         if stored := config.get("quantization"):

@@ -1,7 +1,7 @@
 """Packs to and from the Hugging Face Hub, byte for byte; HF_ENDPOINT is the address of another Hub.
 
-What others see has no path of this machine, and a licence where one is known; otherwise manifest and
-card are rewritten in the pack's folder, so that its bytes are those on the Hub. A pack that was
+What others see has no path of this machine, and a licence where one is known; otherwise manifest
+and card are rewritten in the pack's folder, so that its bytes are those on the Hub. A pack that was
 pulled is rewritten in a copy: what came from a commit stays unchanged.
 """
 
