@@ -180,7 +180,7 @@ FAULTS = {  # what is wrong -> change, code, what the message names
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_tensors_that_contradict_each_other_are_refused_by_name(fault):
+def test_tensors_that_contradict_each_other_are_rejected_by_name(fault):
     change, code, *names = FAULTS[fault]
     weight = packed_of("random", "whole_blocks", "float32", 64, True)
     theirs = to_bitsandbytes(NAME, weight, "float32")

@@ -267,7 +267,7 @@ def test_an_encoder_stays_in_float32(small_encoder):
             load_base(small_encoder, **{setting: value})
 
 
-def test_encode_refuses_what_is_no_text_and_a_causal_base(small_encoder, tiny):
+def test_encode_rejects_what_is_no_text_and_a_causal_base(small_encoder, tiny):
     base = load_base(small_encoder)
     for texts, name in (("one text", "texts"), (["a", 3], "texts[1]")):
         with raises("invalid", "texts", name):
@@ -287,7 +287,7 @@ def test_encode_refuses_what_is_no_text_and_a_causal_base(small_encoder, tiny):
         "quantize --out out",
     ],
 )
-def test_commands_of_causal_models_refuse_an_encoder(run, small_encoder, command):
+def test_commands_of_causal_models_reject_an_encoder(run, small_encoder, command):
     code, out, _ = run(*command.split(), "--model", small_encoder)
     assert code == 2 and out == ""
     check(run.error, "unsupported", None, str(small_encoder), "encoder")

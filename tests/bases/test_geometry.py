@@ -184,7 +184,7 @@ def test_probe_names_the_tensor_that_contradicts(linear, names):
     assert isinstance(error.value, GeometryError) and error.value.path == "model.layers.7.x"
 
 
-def test_probe_affine_without_zero_points_is_refused():
+def test_probe_affine_without_zero_points_is_rejected():
     linear = packed(40, 16)
     linear.biases = None
     with raises("unreadable", None, "biases [40, 2]", "None"):
@@ -270,7 +270,7 @@ def pruned_base():
 FAULTY = [f"model.layers.1.mlp.{n}_proj" for n in ("gate", "up", "down")]
 
 
-def test_attach_without_fallback_refuses_a_broken_promise():
+def test_attach_without_fallback_rejects_a_broken_promise():
     with raises("unreadable", None, "model.layers.1.mlp.", "[64, 64]"):
         attach(pruned_base())
 

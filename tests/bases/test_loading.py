@@ -139,7 +139,7 @@ def test_load_base_quantizes_a_dense_checkpoint(checkpoint, quantize, bits):
     assert base.quantization == {"group_size": 64, "bits": bits, "mode": "affine"}
 
 
-def test_load_base_refuses_to_quantize_twice(checkpoint):
+def test_load_base_rejects_quantizing_twice(checkpoint):
     with raises("conflict", "quantize", "affine4", "affine 4-bit g32"):
         load_base(checkpoint(bits=4), quantize="affine4")
     folder = checkpoint("unsaid", bits=4)
@@ -176,7 +176,7 @@ def test_what_a_checkpoint_is_quantized_as_has_a_name(config, name):
     assert quantization_name(stored_quantization(config)) == name
 
 
-def test_a_config_that_transformers_refuses_is_one_line(checkpoint):
+def test_a_config_that_transformers_rejects_is_one_line(checkpoint):
     folder = checkpoint(head_dim=33)
     with raises("unreadable", None, "tokenizer", "head_dim"):
         load_base(folder)
@@ -332,13 +332,13 @@ def test_load_base_names_folder_and_fault(checkpoint, no_network, fault):
         (9).to_bytes(8, "little") + b'{"a": {}}',
     ],
 )
-def test_read_header_refuses_what_is_no_safetensors(tmp_path, content):
+def test_read_header_rejects_what_is_no_safetensors(tmp_path, content):
     (tmp_path / "model.safetensors").write_bytes(content)
     with raises("unreadable", None, "model.safetensors"):
         read_header(tmp_path / "model.safetensors")
 
 
-def test_resolve_checkpoint_of_a_file_is_refused(tmp_path):
+def test_resolve_checkpoint_of_a_file_is_rejected(tmp_path):
     (tmp_path / "base").write_text("x")
     with raises("unsupported", "model", str(tmp_path / "base")):
         resolve_checkpoint(tmp_path / "base")

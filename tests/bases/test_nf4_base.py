@@ -279,7 +279,7 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("name", BROKEN)
-def test_broken_packed_tensors_are_named(stored, tmp_path, name):
+def test_broken_quantized_tensors_are_named(stored, tmp_path, name):
     part, change, named = BROKEN[name]
     tensors = mx.load(str(stored / "model.safetensors"))
     key = f"model.layers.0.self_attn.q_proj.{part}"

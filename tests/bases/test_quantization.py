@@ -44,9 +44,7 @@ def kinds(base) -> dict[str, tuple]:
         ("qwen3_moe", MOE, ("embed_tokens",)),
     ],
 )
-def test_quantizing_on_loading_packs_what_packs_quantize_packs(
-    tmp_path, family, changes, keep, asked
-):
+def test_quantizing_on_loading_is_that_of_packs_quantize(tmp_path, family, changes, keep, asked):
     dense = write_dense(tmp_path / "dense", family=family, **changes)
     report = quantize(dense, tmp_path / "q", QuantizeOptions(named_format(asked), keep))
     written, result = load_base(tmp_path / "q"), load_base(dense, asked, keep=keep)
@@ -54,7 +52,7 @@ def test_quantizing_on_loading_packs_what_packs_quantize_packs(
     assert mx.array_equal(written.model(TOKENS), result.model(TOKENS)).item()
 
 
-def test_routers_are_packed_as_their_family_advises(tmp_path):
+def test_routers_are_quantized_as_their_family_advises(tmp_path):
     dense = write_dense(tmp_path / "dense", family="qwen3_moe", **MOE)
     result = kinds(load_base(dense, "nf4"))
     router, expert = "model.layers.0.mlp.gate", "model.layers.0.mlp.switch_mlp.up_proj"
@@ -77,7 +75,7 @@ def test_advice_that_does_not_fit_or_leaves_something_out():
 
 
 @pytest.mark.parametrize("asked", ["nf4", "affine4"])
-def test_the_plan_counts_the_modules_that_are_packed(tmp_path, asked):
+def test_the_plan_counts_the_modules_that_are_quantized(tmp_path, asked):
     # 72 is even but no multiple of 64: NF4 packs such rows, affine does not
     dense = write_dense(
         tmp_path / "dense", intermediate_size=72, num_attention_heads=3, num_key_value_heads=3

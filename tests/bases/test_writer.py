@@ -312,7 +312,7 @@ def test_inspect_holds_every_shard_against_its_hash(dense_checkpoint, tmp_path, 
     check(run.error, "unreadable", None, str(shards[1]), "sha256", "quantization.json")
 
 
-def test_a_shard_of_another_size_is_refused_when_it_is_loaded(dense_checkpoint, tmp_path):
+def test_a_shard_of_another_size_is_rejected_when_it_is_loaded(dense_checkpoint, tmp_path):
     quantize.quantize(dense_checkpoint, tmp_path / "q", QuantizeOptions(max_shard_gb=SMALL_SHARDS))
     shard = sorted((tmp_path / "q").glob("model*.safetensors"))[2]
     shard.write_bytes(shard.read_bytes() + b"more")
@@ -348,7 +348,7 @@ def test_a_folder_that_is_there_is_replaced_only_with_overwrite(
     quantize_rejected("conflict", "out", (str(dense_checkpoint),), *args)
 
 
-def test_modules_with_bias_are_packed_and_the_bias_stays(tmp_path):
+def test_modules_with_bias_are_quantized_and_the_bias_stays(tmp_path):
     folder = write_dense(tmp_path / "dense", family="qwen2")
     quantize.quantize(folder, tmp_path / "q")
     result = tensors_of(tmp_path / "q")
@@ -388,7 +388,7 @@ def test_tensors_without_rows_or_numbers_are_checked_too():
         weight_formats.check_finite("scalar", mx.array(float("nan")))
 
 
-def test_what_is_quantized_already_is_refused_with_what_it_is(
+def test_what_is_quantized_already_is_rejected_with_what_it_is(
     dense_checkpoint, tmp_path, quantize_rejected, run
 ):
     config = json.loads((dense_checkpoint / "config.json").read_text())
@@ -411,7 +411,7 @@ def test_what_is_quantized_already_is_refused_with_what_it_is(
     quantize_rejected("conflict", "model", (".weight is U8",), "--model", tmp_path / "q")
 
 
-def test_a_damaged_source_is_refused(dense_checkpoint, quantize_rejected):
+def test_a_damaged_source_is_rejected(dense_checkpoint, quantize_rejected):
     file = dense_checkpoint / "model.safetensors"
     whole = file.read_bytes()
     file.write_bytes(whole[:-100])
@@ -483,7 +483,7 @@ def test_a_record_of_somebody_else_is_not_taken_for_ours(dense_checkpoint, run, 
     check(run.error, "unsupported", None, str(tmp_path / "q"), "quantization.json")
 
 
-def test_a_recipe_that_leaves_nothing_to_quantize_is_refused(dense_checkpoint, quantize_rejected):
+def test_a_recipe_that_leaves_nothing_to_quantize_is_rejected(dense_checkpoint, quantize_rejected):
     every = "q_proj,k_proj,v_proj,o_proj,up_proj,gate_proj,down_proj,embed_tokens,lm_head"
     quantize_rejected(
         "conflict", None, (str(dense_checkpoint),), "--model", dense_checkpoint, "--keep", every

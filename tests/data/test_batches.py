@@ -49,7 +49,7 @@ def epoch_of(examples, epoch: int, seed: int = 3) -> list[Batch]:
 
 
 @pytest.mark.parametrize("epoch", [0, 4])
-def test_training_batches_take_every_row_once_an_epoch(ragged_examples, epoch):
+def test_training_batches_take_every_example_once_an_epoch(ragged_examples, epoch):
     rows = [r for batch in epoch_of(ragged_examples, epoch) for r in batch.examples]
     assert sorted(rows) == list(range(203))
 
@@ -92,7 +92,7 @@ def test_batches_that_are_not_compiled_have_little_padding(ragged_examples, monk
     assert (room <= 1.1 * targets) != compiles
 
 
-def test_compiled_run_has_at_most_eight_shapes_and_the_same_rows(ragged_examples, compiled):
+def test_compiled_run_has_at_most_eight_shapes_and_the_same_examples(ragged_examples, compiled):
     pairs = sampler_of(ragged_examples, 2)
     free = batch_shapes(ragged_examples, pairs, 1000)
     few = few_shapes(ragged_examples, pairs)
@@ -125,7 +125,7 @@ def test_few_shapes_are_those_of_the_batches_where_they_are_few(ragged_examples)
     assert one == {(149, m) for _, m in one} | {(149, 149 * len(ragged_examples))}
 
 
-def test_make_batch_positions_and_targets_rebuild_the_rows(ragged_examples):
+def test_make_batch_positions_and_targets_rebuild_the_examples(ragged_examples):
     batch = epoch_of(ragged_examples, 0)[3]
     width = batch.tokens.shape[1]
     for b, row in enumerate(batch.examples):
@@ -165,7 +165,7 @@ def packed_epochs(examples, count: int, start: int = 0, seed: int = 3) -> list[B
     return [next(stream) for _ in range(count)]
 
 
-def test_packed_batches_take_every_row_once_an_epoch(ragged_examples):
+def test_packed_batches_take_every_example_once_an_epoch(ragged_examples):
     sampler = sampler_of(ragged_examples, 4, 400, packing=True)
     sizes = [len(sampler.epoch(number)) for number in range(3)]
     batches = packed_epochs(ragged_examples, sum(sizes))
@@ -195,7 +195,7 @@ def test_compiled_packed_batches_have_one_width_and_four_sizes_of_targets(
     )
 
 
-def test_packed_batch_rebuilds_the_rows(ragged_examples):
+def test_packed_batch_rebuilds_the_examples(ragged_examples):
     for batch in packed_epochs(ragged_examples, 11):
         flat, segments = batch.tokens.ravel(), batch.segments.ravel()
         left = np.ones(flat.size, bool)

@@ -126,7 +126,7 @@ def test_tokenizer_without_sentinels_is_rejected_unless_named(bare):
     assert sentinels(bare, NAMED) == (*ids, bare.eos_token_id)
 
 
-def test_split_rows_learn_every_token_once(bare):
+def test_split_rows_train_every_token_once(bare):
     whole = encode([LONG], bare, CONFIG, EncodingOptions(max_seq_length=100_000)).items[0].tokens
     rows = [ROWS[0], LONG, ROWS[1]]
     examples = encode(rows, bare, CONFIG, EncodingOptions(max_seq_length=100, long_rows="split"))

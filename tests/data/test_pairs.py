@@ -72,7 +72,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("fault", BAD)
-def test_rows_that_cannot_be_used_are_named(encoder_tokenizer, fault):
+def test_examples_that_cannot_be_used_are_named(encoder_tokenizer, fault):
     rows, names = BAD[fault]
     with raises("data", None, *names):
         encoded(encoder_tokenizer, rows)
@@ -82,7 +82,7 @@ def test_every_loss_has_a_format():
     assert {loss for row_format in PAIR_FORMATS for loss in row_format.losses} == set(LOSSES)
 
 
-def test_a_loss_must_fit_the_rows(encoder_tokenizer):
+def test_a_loss_must_fit_the_examples(encoder_tokenizer):
     scored, pairs = (
         encoded(encoder_tokenizer, all_scored()),
         encoded(encoder_tokenizer, all_pairs()),

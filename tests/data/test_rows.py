@@ -125,14 +125,14 @@ def test_load_rows_keeps_train_whole_beside_a_test_split(tmp_path):
     assert len(load_rows(DataConfig(data=str(folder))).rows["train"]) == 30
 
 
-def test_load_rows_refuses_two_files_of_one_split(tmp_path):
+def test_load_rows_rejects_two_files_of_one_split(tmp_path):
     write_rows(tmp_path, train=[{"text": "a"}])
     (tmp_path / "train.json").write_text('[{"text": "b"}]')
     with raises("conflict", "data", "train.jsonl", "train.json "):
         load_rows(DataConfig(data=str(tmp_path)))
 
 
-def test_load_rows_refuses_splits_of_different_formats(tmp_path):
+def test_load_rows_rejects_splits_of_different_formats(tmp_path):
     write_rows(tmp_path, train=[chat("a", "b")], test=[{"text": "c"}])
     with raises("data", None, "test.jsonl:1", "text", "train.jsonl:1", "chat"):
         load_rows(DataConfig(data=str(tmp_path)))
@@ -359,7 +359,7 @@ def test_encode_text_is_what_mlx_lm_encodes(tokenizer, text):
     )
 
 
-def test_encode_all_learns_every_token_but_the_first(tokenizer):
+def test_encode_all_trains_every_token_but_the_first(tokenizer):
     (example,) = encoded(tokenizer, chat("Hi.", "Hello!"), loss_on="all").items
     assert not example.target[0] and example.target[1:].all()
 
