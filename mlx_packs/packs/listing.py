@@ -58,15 +58,12 @@ def _packs_of_hub() -> Iterator[tuple[str, Path]]:
     from .hub import cache_roots
 
     pulled, snapshots = cache_roots()
-    for file in pulled.glob(f"*/[!.]*/{MANIFEST}"):
-        yield _hub_name(file.parent.parent.name, file.parent.name), file.parent
-    for file in snapshots.glob(f"models--*/snapshots/*/{MANIFEST}"):
-        repo = file.parents[2].name.removeprefix("models--")
-        yield _hub_name(repo, file.parent.name), file.parent
-
-
-def _hub_name(folder: str, commit: str) -> str:
-    return f"{folder.replace('--', '/', 1)}@{commit[:_ID_DIGITS]}"
+    packs = [(file.parents[1], file.parent) for file in pulled.glob(f"*/[!.]*/{MANIFEST}")]
+    in_snapshots = snapshots.glob(f"models--*/snapshots/*/{MANIFEST}")
+    packs += [(file.parents[2], file.parent) for file in in_snapshots]
+    for repo, folder in packs:
+        name = repo.name.removeprefix("models--").replace("--", "/", 1)
+        yield f"{name}@{folder.name[:_ID_DIGITS]}", folder
 
 
 def _entry(name: str, folder: Path) -> dict:

@@ -195,15 +195,13 @@ class Pack:
             if config := adapter_config(self.manifest):
                 (partial / ADAPTER_CONFIG).write_text(to_json(config))
             (partial / CARD).write_text(model_card(self.manifest, folder.name), encoding="utf-8")
-            names = [ADAPTERS, ADAPTER_CONFIG, CARD]
             files = {
                 name: {"bytes": (partial / name).stat().st_size, "sha256": sha256(partial / name)}
-                for name in names
+                for name in (ADAPTERS, ADAPTER_CONFIG, CARD)
                 if (partial / name).is_file()
             }
-            weight = files[ADAPTERS]["bytes"] / 1e6
-            profile = {"profile": "lite" if weight <= LITE_MB else "heavy"}
-            manifest = {**self.manifest, **profile, "files": files}
+            profile = "lite" if files[ADAPTERS]["bytes"] <= LITE_MB * 1e6 else "heavy"
+            manifest = {**self.manifest, "profile": profile, "files": files}
             try:
                 check_manifest(manifest)
             except ValueError as error:
