@@ -49,7 +49,8 @@ def test_two_runs_with_one_seed_give_the_same_bytes(tiny, numbers, tmp_path):
 
 
 def test_run_reports_what_it_wrote_and_learns(tiny, numbers, tmp_path):
-    train = TrainConfig(iters=12, batch_size=4, learning_rate=1e-3, matmul_path="dense")
+    settings = {"iters": 6, "batch_size": 4, "learning_rate": 2e-3, "steps_per_report": 4}
+    train = TrainConfig(**settings, matmul_path="dense")
     run = train_pack(tiny, numbers, LORA, train, tmp_path / "p")
     report = run.report
     assert report["ppl_after"] < report["ppl_before"]
@@ -59,7 +60,7 @@ def test_run_reports_what_it_wrote_and_learns(tiny, numbers, tmp_path):
         *("tokens_per_s train_s peak_gb pack_mb matmul_path plan_peak_gb gates").split(),
     } <= set(report)
     lines = (tmp_path / "p-run" / "metrics.jsonl").read_text().splitlines()
-    assert [json.loads(line)["batch"] for line in lines] == [10, 12]
+    assert [json.loads(line)["batch"] for line in lines] == [4, 6]
     again = evaluate(tiny, tmp_path / "p", numbers, matmul_path="dense")
     assert abs(again.pack.ppl / report["ppl_after"] - 1) < 1e-4
     assert abs(again.base.ppl / report["ppl_before"] - 1) < 1e-4
