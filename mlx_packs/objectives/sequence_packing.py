@@ -28,13 +28,9 @@ def prepare_packing(
         PackError: for a model whose packed examples would see each other.
     """
     model = attached.model
-    attached.swap(
-        [
-            (path, RestartedPositions(module))
-            for path, module in model.named_modules()
-            if path.rsplit(".", 1)[-1] in _LEARNED_POSITIONS
-        ]
-    )
+    modules = model.named_modules()
+    learned = [(p, m) for p, m in modules if p.rpartition(".")[2] in _LEARNED_POSITIONS]
+    attached.swap([(path, RestartedPositions(module)) for path, module in learned])
     if reason := why_not_packed(model, head, max_seq_length - 1, vocab_size):
         family = attached.base.config.get("model_type", attached.base.name)
         raise PackError(

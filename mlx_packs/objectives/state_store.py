@@ -22,12 +22,8 @@ _DAYS = 7  # that an unused file is kept
 class StateStore:
     """Rows of known sizes, each stored or not yet. Threads may share it.
 
-    Args:
-        row_bytes: size of each row.
-        memory_limit: bytes of the rows in memory.
-        file: where rows are stored beyond the process; without it they live in memory alone.
-        key: a hash (hex) of all that the rows depend on.
-        warn: is called if writing to the file ends while rows are put; those that are there stay.
+    Without ``file`` they live in memory alone. ``key`` is a hash (hex) of all that they depend on.
+    ``warn`` is called if writing to the file ends while rows are put; those that are there stay.
     """
 
     def __init__(

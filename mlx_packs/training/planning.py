@@ -59,13 +59,8 @@ def fit_into_memory(
 ) -> MemoryChoice:
     """Return the memory plan, the matmul path and the activation checkpointing of a run.
 
-    Args:
-        run: the run.
-        base: its loaded base, without adapters.
-        target: the base that the loss goes through.
-        dataset: its examples.
-        planned: its settings, with what ``auto`` stands for in the task.
-        unplanned_recompute: activation checkpointing where no plan is possible.
+    The loss goes through ``target``. ``planned`` are the settings with what ``auto`` stands for in
+    the task; without a plan ``auto`` checkpointing is ``unplanned_recompute``.
 
     Raises:
         PackError: if nothing is within what the machine has, unless forced.
