@@ -208,7 +208,7 @@ def remedies(
         transient = replace(train, matmul_path="transient")
         if train.quantize == "none" and not headers.is_quantized:
             ways = {"--quantize nf4": (lora, replace(transient, quantize="nf4")), **ways}
-        elif MATMUL_PATHS[train.matmul_path].keeps_dense:
+        elif MATMUL_PATHS.get(train.matmul_path, MatmulPathFacts()).keeps_dense:
             ways = {"--matmul-path transient": (lora, transient), **ways}
     enough = _HELPS * plan_of(lora, train).peak_bytes
     helpful = [way for way, settings in ways.items() if plan_of(*settings).peak_bytes < enough]
