@@ -7,7 +7,13 @@ from typing import Protocol
 
 from .. import runtime
 from ..bases.families import check_supported
-from ..config.choices import ARCHITECTURES, MATMUL_PATHS, architecture_of, registered
+from ..config.choices import (
+    ARCHITECTURES,
+    MATMUL_PATHS,
+    MatmulPathFacts,
+    architecture_of,
+    registered,
+)
 from ..config.schema import LoRAConfig, TrainConfig
 from ..display import size
 from ..errors import PackError
