@@ -12,7 +12,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from ..ops.attention import attention, scores_are_cut
+from ..ops.attention import attention, has_fused_gradient, scores_are_cut
 from ..ops.exponential import swiglu
 from .lora import GroupedLoRA
 from .recompute import recomputed
@@ -23,7 +23,12 @@ _GROUPED_MODULES = ("mlx_lm.models.qwen3", "mlx_lm.models.qwen2", "mlx_lm.models
 
 
 class GroupedAttention(nn.Module):
-    """Self-attention whose q, k, v are one projection group and whose o is another."""
+    """Self-attention whose q, k, v are one projection group and whose o is another.
+
+    Attributes:
+        recompute: whether the backward computes all between the two groups again; it does not where
+            MLX has a fused gradient, which keeps what enters and leaves attention, and no scores.
+    """
 
     def __init__(
         self, attention: nn.Module, qkv: GroupedLoRA | None, o: GroupedLoRA | None
@@ -43,7 +48,8 @@ class GroupedAttention(nn.Module):
         projected = [self.q_proj(x), self.k_proj(x), self.v_proj(x)]
         if self.qkv_lora is not None:
             projected = self.qkv_lora(x, projected)
-        if self.training and self.recompute:
+        width = projected[0].shape[-1] // self.n_heads
+        if self.training and self.recompute and not has_fused_gradient(x.dtype, width, mask):
             trainable = [self[name] for name in ("q_norm", "k_norm") if name in self]
             attended = recomputed(
                 lambda *qkv: self._attended(*qkv, mask, cache), trainable, *projected

@@ -8,6 +8,8 @@ block has all keys, and its forward is MLX's: the fused kernel, but on Metal the
 while gradients are traced. With CUDA forward and backward are MLX's.
 """
 
+import functools
+import io
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -54,7 +56,8 @@ def attention(
     """
     on_cpu = runtime.on_cpu()
     seen = _Seen(mask, segments)
-    if not on_cpu and mx.cuda.is_available():
+    fused = segments is None and has_fused_gradient(queries.dtype, queries.shape[-1], mask)
+    if fused or (not on_cpu and mx.cuda.is_available()):
         return mx.fast.scaled_dot_product_attention(
             queries, keys, values, scale=scale, mask=seen.full_mask()
         )
@@ -66,6 +69,33 @@ def attention(
     function = _Attention(scale, seen, blocks, width, on_cpu, parts).function()
     output = function(queries, keys, values)[0]
     return output.transpose(0, 2, 1, 3)
+
+
+def has_fused_gradient(dtype: mx.Dtype, width: int, mask: Mask) -> bool:
+    """Return whether MLX's own attention keeps no scores for its gradient on this device.
+
+    It is so on Metal since MLX 0.32.4, with heads of ``width`` and no array as a mask.
+    """
+    if runtime.on_cpu() or isinstance(mask, mx.array):
+        return False
+    return _has_fused_gradient(dtype, width, mask)
+
+
+@functools.cache
+def _has_fused_gradient(dtype: mx.Dtype, width: int, mask: str | None) -> bool:
+    """Return whether the gradient of MLX's attention is one primitive.
+
+    The graph of a gradient is laid out, not computed: its primitives tell.
+    """
+    x = mx.zeros((1, 1, 2, width), dtype)
+
+    def attend(q: mx.array, k: mx.array, v: mx.array) -> list[mx.array]:
+        return [mx.fast.scaled_dot_product_attention(q, k, v, scale=1.0, mask=mask)]
+
+    _, gradients = mx.vjp(attend, [x, x, x], [x])
+    graph = io.StringIO()
+    mx.export_to_dot(graph, *gradients)
+    return "ScaledDotProductAttentionVJP" in graph.getvalue()
 
 
 def scores_are_cut(heads: int, length: int) -> bool:

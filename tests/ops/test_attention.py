@@ -5,7 +5,8 @@ from dataclasses import replace
 import pytest
 
 from mlx_packs import runtime
-from mlx_packs.ops.attention import attention
+from mlx_packs.ops import attention as attention_module
+from mlx_packs.ops.attention import attention, has_fused_gradient
 from mlx_packs.ops.tiling import CPU, GPU, forced_tiling
 from mlx_packs.runtime import mx
 
@@ -176,3 +177,39 @@ def test_attention_of_a_long_row_holds_a_few_blocks():
     mx.eval(mx.vjp(lambda *a: [attention(*a, 0.2, "causal")], [q, k, v], [w]))
     scores = 4 * 8 * 2048 * 2048
     assert mx.get_peak_memory() - before < 0.35 * scores
+
+
+@pytest.fixture
+def fused_gradient(monkeypatch):
+    """A device with a fused gradient: the arguments of each call of MLX's own attention."""
+    calls = []
+    original = mx.fast.scaled_dot_product_attention
+
+    def recorded(q, k, v, **options):
+        calls.append((q.shape, options["mask"]))
+        return original(q, k, v, **options)
+
+    monkeypatch.setattr(runtime, "on_cpu", lambda: False)
+    monkeypatch.setattr("mlx_packs.ops.attention._has_fused_gradient", lambda *_: True)
+    monkeypatch.setattr(mx.fast, "scaled_dot_product_attention", recorded)
+    return calls
+
+
+@pytest.mark.parametrize("mask", ["none", "causal"])
+def test_attention_is_one_call_of_mlx_where_its_gradient_is_fused(mask, fused_gradient):
+    with forced_tiling(SMALL_BLOCKS):
+        q = mx.random.normal((1, 4, 33, 16))
+        attention(q, q, q, 0.2, masks((1, 4, 4, 33, 33, 16))[mask])
+    assert [shape for shape, _ in fused_gradient] == [(1, 4, 33, 16)]
+
+
+def test_attention_with_an_array_as_mask_stays_in_blocks(fused_gradient):
+    with forced_tiling(replace(GPU, score_bytes=0, least_queries=4)):
+        q = mx.random.normal((1, 4, 33, 16))
+        attention(q, q, q, 0.2, masks((1, 4, 4, 33, 33, 16))["boolean"])
+    assert len(fused_gradient) > 1
+
+
+def test_a_cpu_has_no_fused_gradient_of_attention():
+    assert not has_fused_gradient(mx.float32, 64, "causal")
+    assert not attention_module._has_fused_gradient(mx.float32, 64, "causal")
