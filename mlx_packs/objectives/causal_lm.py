@@ -114,8 +114,10 @@ def target_loss(
     targets: mx.array,
     segments: mx.array | None = None,
     options: LossOptions = _PLAIN,
-) -> tuple[mx.array, mx.array]:
+) -> tuple[mx.array, mx.array | None]:
     """Return the loss [M] float32 of each target, and whether it ranks first [M].
+
+    A frozen head does not say what ranks first where a gradient will be asked for.
 
     Args:
         model: the model.

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
+from ..runtime import on_cpu
 from .exponential import exp
 from .streams import rounds
 from .tiling import tiling
@@ -109,7 +110,7 @@ def linear_cross_entropy(
     z_loss: float = 0.0,
     label_smoothing: float = 0.0,
     gradient: bool = True,
-) -> tuple[mx.array, mx.array]:
+) -> tuple[mx.array, mx.array | None]:
     """Return the loss of each target under a frozen head and whether the head ranks it first.
 
     Semantics: logits = hidden @ W^T; lse = logsumexp(logits); nll = lse - logits[target];
@@ -124,7 +125,7 @@ def linear_cross_entropy(
         gradient: Whether the gradient of ``hidden`` will be asked for.
 
     Returns:
-        Loss [N] float32, hit [N] bool.
+        Loss [N] float32, hit [N] bool (None with a gradient: training does not read it).
     """
     step = columns(hidden.shape[0], head.width)
     smooth = label_smoothing > 0
@@ -149,14 +150,13 @@ def linear_cross_entropy(
             loss = loss + z_loss * lse.square()
         if smooth:
             loss = loss + label_smoothing * (seen.picked - seen.logit_sum[:, 0] / head.vocab_size)
-        hit = seen.best == targets
         if not gradient:
-            return loss, hit
+            return loss, seen.best == targets
         d_hidden = seen.expected * (mx.reciprocal(seen.total) * (1 + 2 * z_loss * lse[:, None]))
         d_hidden = d_hidden - (1 - label_smoothing) * head.rows(targets).astype(mx.float32)
         if smooth:
             d_hidden = d_hidden - label_smoothing / head.vocab_size * seen.row_sum
-        return loss, hit, d_hidden.astype(h.dtype)
+        return loss, d_hidden.astype(h.dtype)
 
     if not gradient:
         return forward(hidden)
@@ -167,9 +167,9 @@ def linear_cross_entropy(
     def loss_vjp(
         _: mx.array, cotangents: Sequence[mx.array], outputs: Sequence[mx.array]
     ) -> mx.array:
-        return (cotangents[0][:, None] * outputs[2]).astype(outputs[2].dtype)
+        return (cotangents[0][:, None] * outputs[1]).astype(outputs[1].dtype)
 
-    return tuple(loss_of(hidden)[:2])
+    return loss_of(hidden)[0], None
 
 
 def _of_slice(
@@ -181,12 +181,11 @@ def _of_slice(
     smooth: bool,
 ) -> _Running:
     """Return the state of one slice of the vocabulary, whose first token is ``start``."""
-    logits = part.logits(hidden).astype(mx.float32)
+    logits = part.logits(hidden)
     width = logits.shape[1]
-    largest = logits.max(axis=-1, keepdims=True)
-    weights = exp(logits - largest)
     inside = (targets >= start) & (targets < start + width)
-    at = mx.clip(targets - start, 0, width - 1)[:, None]
+    at = mx.clip(targets - start, 0, width - 1)
+    weights, total, largest = _weights(logits, at)
     unused = mx.zeros((1,))
     expected = row_sum = unused
     if gradient:
@@ -195,10 +194,29 @@ def _of_slice(
         row_sum = part.back(mx.ones((1, width), hidden.dtype)).astype(mx.float32)
     return _Running(
         largest,
-        weights.sum(axis=-1, keepdims=True),
-        logits.sum(axis=-1, keepdims=True) if smooth else unused,
-        mx.where(inside, mx.take_along_axis(logits, at, axis=-1)[:, 0], 0),
-        mx.argmax(logits, axis=-1) + start,
+        total,
+        logits.sum(axis=-1, keepdims=True).astype(mx.float32) if smooth else unused,
+        mx.where(inside, _picked(logits, at), 0),
+        unused if gradient else mx.argmax(logits, axis=-1) + start,
         expected,
         row_sum,
     )
+
+
+def _picked(logits: mx.array, at: mx.array) -> mx.array:
+    return mx.take_along_axis(logits, at[:, None], axis=-1)[:, 0].astype(mx.float32)
+
+
+def _weights(logits: mx.array, at: mx.array) -> tuple[mx.array, mx.array, mx.array]:
+    """Return exp(logit - reference) [n, v], their sum and the reference, [n, 1], in float32.
+
+    The reference is the largest logit. Where MLX fuses the cross-entropy (of any targets ``at``),
+    which reads the logits once, it is their logsumexp, and the sum is 1.
+    """
+    if on_cpu() or not hasattr(mx.fast, "cross_entropy"):
+        logits = logits.astype(mx.float32)
+        largest = logits.max(axis=-1, keepdims=True)
+        weights = exp(logits - largest)
+        return weights, weights.sum(axis=-1, keepdims=True), largest
+    lse = (mx.fast.cross_entropy(logits, at) + _picked(logits, at))[:, None]
+    return mx.exp(logits.astype(mx.float32) - lse), mx.ones_like(lse), lse

@@ -25,7 +25,7 @@ class Tiling:
 
 
 CPU = Tiling(slice_weights=1 << 20, score_bytes=2 << 20, logit_bytes=1 << 20)
-GPU = Tiling(slice_weights=1 << 26, score_bytes=64 << 20, logit_bytes=64 << 20)
+GPU = Tiling(slice_weights=1 << 26, score_bytes=64 << 20, logit_bytes=128 << 20)
 
 _forced: Tiling | None = None
 
