@@ -124,9 +124,29 @@ def swiglu(gate: mx.array, up: mx.array) -> mx.array:
     Semantics: gate * sigmoid(gate) * up, all of one shape
     """
     if not _by_formula(gate):
-        return nn.silu(gate) * up
+        return _plain_swiglu(gate, up)
     flat = (-1, gate.shape[-1])
     return _swiglu(gate.reshape(flat), up.reshape(flat)).reshape(gate.shape)
+
+
+@mx.custom_function
+def _plain_swiglu(gate: mx.array, up: mx.array) -> mx.array:
+    return nn.silu(gate) * up
+
+
+@_plain_swiglu.vjp
+def _plain_swiglu_vjp(
+    primals: Sequence[mx.array], cotangent: mx.array, _: mx.array
+) -> tuple[mx.array, mx.array]:
+    # After the gradient: a compiled step would keep silu(gate) from the forward pass instead. No
+    # value is used twice, so that each of the two gradients is one kernel there, in float32.
+    gate, up = mx.depends(list(primals), cotangent)
+    (again,) = mx.depends([primals[0]], cotangent)
+    wide, twice = gate.astype(mx.float32), again.astype(mx.float32)
+    slope = mx.sigmoid(wide) * (1 + wide * mx.sigmoid(-wide))
+    d_gate = (cotangent * up).astype(mx.float32) * slope
+    d_up = cotangent.astype(mx.float32) * (twice * mx.sigmoid(twice))
+    return d_gate.astype(gate.dtype), d_up.astype(up.dtype)
 
 
 def _erf(x: mx.array) -> mx.array:
