@@ -75,7 +75,8 @@ def reference(
                 continue
             h = next(hidden).astype(y.dtype)  # [N, R]
             flat = parts[j].reshape(-1, layout.widths[i])
-            delta = mx.addmm(flat, h, lora_b[i].astype(y.dtype), alpha=scales[i])
+            # B is scaled, not the product: the gradient of ``alpha`` would scale all of dy
+            delta = mx.addmm(flat, h, (scales[i] * lora_b[i]).astype(y.dtype))
             parts[j] = delta.reshape(*y.shape[:-1], layout.widths[i])
         summed.append(parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=-1))
     return summed
