@@ -5,14 +5,17 @@ so that N small batches equal one large one whatever their lengths.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import mlx.nn as nn
 import mlx.optimizers as optimizers
 from mlx.utils import tree_flatten, tree_map
 
+from .. import runtime
 from ..objectives.objective import Arrays, Loss
 from ..runtime import is_traced, mx
+
+_JOINED = 1 << 22  # numbers of gradients that are joined for their norm
 
 
 class Stepper:
@@ -43,11 +46,11 @@ class Stepper:
 
         def update(grads: dict, count: mx.array) -> mx.array:
             """Mean gradient over ``count`` targets, clipped; returns its norm before clipping."""
-            grads = tree_map(lambda g: g / count, grads)
-            norm = mx.sqrt(sum(g.square().sum() for _, g in tree_flatten(grads)))
+            norm = _norm([g for _, g in tree_flatten(grads)]) / count
+            factor = 1 / count
             if max_grad_norm:
-                shrink = mx.minimum(max_grad_norm / (norm + 1e-6), 1.0)
-                grads = tree_map(lambda g: g * shrink, grads)
+                factor = factor * mx.minimum(max_grad_norm / (norm + 1e-6), 1.0)
+            grads = tree_map(lambda g: g * factor, grads)
             optimizer.update(model, grads)
             return norm
 
@@ -101,6 +104,21 @@ class Stepper:
         self.waiting, self._pending = 0, ()
         mx.eval(self.state, norm)
         return norm.item()
+
+
+def _norm(arrays: Sequence[mx.array]) -> mx.array:
+    """Return the L2 norm of all numbers of some arrays, float32.
+
+    Where steps are compiled, as on a GPU, the small arrays, hundreds, are joined to large ones.
+    """
+    limit = _JOINED if runtime.COMPILES else 0
+    parts: list[list[mx.array]] = [[]]
+    for array in arrays:
+        if sum(a.size for a in parts[-1]) + array.size > limit:
+            parts.append([])
+        parts[-1].append(array.reshape(-1))
+    joined = [p[0] if len(p) == 1 else mx.concatenate(p) for p in parts if p]
+    return mx.sqrt(sum(numbers.square().sum() for numbers in joined))
 
 
 def not_finite(loss: float, norm: float) -> str | None:

@@ -12,6 +12,7 @@ from mlx_packs.memory.matmul_path import dense_bytes
 from mlx_packs.objectives.causal_lm import as_arrays, split_head
 from mlx_packs.optim import make_optimizer
 from mlx_packs.runtime import mx
+from mlx_packs.training import step
 from tests.helpers.models import base_of
 from tests.helpers.steps import examples_of, largest_difference, lm_stepper, loss_sum, update
 
@@ -56,8 +57,8 @@ def test_recomputed_blocks_drop_the_same_inputs_twice():
     flat, start = tree_flatten(grads), dict(tree_flatten(base.model.trainable_parameters()))
     direction = {name: g / mx.sqrt(sum(v.square().sum() for _, v in flat)) for name, g in flat}
     values = []
-    for step in (1e-2, -1e-2):
-        moved = [(name, start[name] + step * d) for name, d in direction.items()]
+    for size in (1e-2, -1e-2):
+        moved = [(name, start[name] + size * d) for name, d in direction.items()]
         base.model.load_weights(moved, strict=False)
         values.append(loss(*batch).item())
     slope = mx.sqrt(sum(g.square().sum() for _, g in flat)).item()
@@ -127,3 +128,13 @@ def test_three_hundred_steps_leave_memory_as_it_was(tmp_path):
     assert max(active[100:]) <= max(active[:20]) and max(active[290:]) <= max(active[10:20])
     assert 1 < len(stepper.shapes) <= len(batches)
     assert stepper.traces == 0 or runtime.COMPILES
+
+
+@pytest.mark.parametrize("compiles", [True, False])
+def test_norm_is_that_of_all_numbers(compiles, monkeypatch):
+    """Small arrays are joined where steps are compiled, and no large one with others."""
+    monkeypatch.setattr(runtime, "COMPILES", compiles)
+    monkeypatch.setattr(step, "_JOINED", 100)
+    arrays = [mx.random.normal(shape) for shape in ((3, 5), (70,), (20,), (11, 13), (2, 2))]
+    flat = mx.concatenate([a.reshape(-1) for a in arrays])
+    assert abs(step._norm(arrays).item() / mx.linalg.norm(flat).item() - 1) < 1e-6
