@@ -6,7 +6,7 @@ the other: its *segments*.
 
 import itertools
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -14,11 +14,13 @@ import numpy as np
 
 from .. import runtime
 from .encoding import Example, Examples
-from .sampler import Order, Sampler
+from .sampler import TILE, Order, Sampler
 
 Shape = tuple[int, int]  # (T, M) of a batch
-# Of the batches of a run that is compiled: each shape costs a compilation of its own.
-MOST_SHAPES = 8
+# Of the batches of a run that is compiled: each shape costs a compilation of its own, which takes
+# as long as some hundred tokens (0.4 s for 36 blocks), and memory for its graph.
+MOST_SHAPES = 48
+_COMPILATION_TOKENS = 300
 _COUNTED_BATCHES = 2000
 
 
@@ -44,21 +46,19 @@ class Batch:
 def padded_length(longest: int, limit: int) -> int:
     """Return T for a batch: the next multiple of 8, of 16 above 256, of 32 above 512, and so on.
 
-    Where each T is compiled, it is the next of 32, 64, 96, 128, 192, 256, 384, 512, 768, ...
+    Where steps are compiled, as on a GPU, it is the next multiple of 32, the edge of a tile.
     """
-    step, multiples = (32, 4) if runtime.COMPILES else (8, 32)
+    if runtime.COMPILES:
+        return min(-(-longest // TILE) * TILE, max(limit, 1))
+    step, multiples = 8, 32
     while longest > multiples * step:
         step *= 2
     return min(-(-longest // step) * step, max(limit, 1))
 
 
 def padded_targets(count: int, slots: int) -> int:
-    """Return M for a batch: as many quarters of the B x T positions as needed, but one at least.
-
-    Where nothing is compiled, they are 32nds.
-    """
-    parts = 4 if runtime.COMPILES else 32
-    return next(m for k in range(1, parts + 1) if (m := slots * k // parts) >= max(count, 1))
+    """Return M for a batch: as many 32nds of the B x T positions as needed, but one at least."""
+    return next(m for k in range(1, 33) if (m := slots * k // 32) >= max(count, 1))
 
 
 def fitting_shape(shape: Shape, batch_size: int, shapes: Collection[Shape] | None) -> Shape:
@@ -206,17 +206,38 @@ def few_shapes(examples: Examples, sampler: Sampler) -> frozenset[Shape]:
     longest = padded_length(int(lengths.max()) - 1, sampler.inputs)
     counts[longest, batch_size * longest] += 0  # a later epoch may put any examples together
 
-    def joined(one: Shape, other: Shape) -> Shape:
-        return max(one[0], other[0]), max(one[1], other[1])
+    return _joined_shapes(counts, batch_size)
 
-    def added_cost(pair: tuple[Shape, Shape]) -> int:
-        cost = _shape_cost(joined(*pair), batch_size)
-        return sum(counts[s] * (cost - _shape_cost(s, batch_size)) for s in pair)
 
-    while len(counts) > MOST_SHAPES:
-        one, other = min(itertools.combinations(sorted(counts), 2), key=added_cost)
-        counts[joined(one, other)] = counts.pop(one) + counts.pop(other)
-    return frozenset(counts)
+def _joined_shapes(counts: Mapping[Shape, int], batch_size: int) -> frozenset[Shape]:
+    """Return shapes of batches, given how many have each, after joining those that cost the least.
+
+    They are at most `MOST_SHAPES`, and no two of them whose padding costs less than a compilation.
+    """
+    shapes = np.array(sorted(counts))  # [n, 2]
+    numbers = np.array([counts[length, slots] for length, slots in shapes.tolist()])
+    alive = np.ones(len(shapes), dtype=bool)
+
+    def added(one: int) -> np.ndarray:
+        """Return what it adds to the cost of all batches to join a shape with each other one, [n]."""
+        alone = _shape_cost(shapes.T, batch_size) * numbers
+        joined = _shape_cost(np.maximum(shapes[one], shapes).T, batch_size)
+        costs = joined * (numbers[one] + numbers) - alone[one] - alone
+        return np.where(alive & (np.arange(len(shapes)) != one), costs, np.inf)
+
+    costs = np.stack([added(one) for one in range(len(shapes))])
+    while alive.sum() > 1:
+        one, other = np.unravel_index(costs.argmin(), costs.shape)
+        if alive.sum() <= MOST_SHAPES and costs[one, other] >= 4 * _COMPILATION_TOKENS:
+            break
+        shapes[one], numbers[one] = (
+            np.maximum(shapes[one], shapes[other]),
+            numbers[[one, other]].sum(),
+        )
+        alive[other] = False
+        costs[one] = costs[:, one] = added(one)
+        costs[other] = costs[:, other] = np.inf
+    return frozenset((length, slots) for length, slots in shapes[alive].tolist())
 
 
 def _shape_cost(shape: Shape, batch_size: int) -> int:

@@ -8,7 +8,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from .. import runtime
+
+TILE = 32  # lengths on a GPU are multiples of it
 _WINDOW = 32  # batches among which examples of like length are put together
+_COMPILED_WINDOW = 256  # where each padded length costs a compilation
 # Packed sequences that a window of shuffled examples fills; its last one is half full on average.
 _PACKED_WINDOW = 128
 
@@ -67,8 +71,10 @@ class Sampler:
 
     def _by_length(self, lengths: np.ndarray, random: np.random.Generator) -> list[np.ndarray]:
         """Batches of an epoch: shuffled, examples of like length together."""
-        order = random.permutation(len(lengths))
-        size, window = self.batch_size, self.batch_size * _WINDOW
+        order, size = random.permutation(len(lengths)), self.batch_size
+        window = size * _WINDOW
+        if runtime.COMPILES:  # those that are padded to the same length stay shuffled
+            lengths, window = -(-(lengths - 1) // TILE), size * _COMPILED_WINDOW
         batches = []
         for start in range(0, len(order), window):
             part = order[start : start + window]
