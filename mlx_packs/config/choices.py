@@ -123,7 +123,7 @@ MATMUL_PATHS = {
 POLICIES = {
     "none": PolicyFacts(),
     "selective": PolicyFacts(operations=True, described="cheap operations recomputed"),
-    "block": PolicyFacts(operations=True, blocks=True, described="blocks recomputed"),
+    "block": PolicyFacts(blocks=True, described="blocks recomputed"),
 }
 ADAPTER_FORMATS = ("mlx-lm", "peft")  # that packs export writes and packs import reads
 LOSSES: dict[str, LossFacts] = {

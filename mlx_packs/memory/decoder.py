@@ -216,6 +216,10 @@ class _Step:
             for moment, (saved, flying) in self._numbers_per_token().items()
         }
 
+    @property
+    def _recomputes(self) -> bool:
+        return self.policy.operations or self.policy.blocks
+
     def _numbers_per_token(self) -> dict[str, tuple[float, float]]:
         """Return (saved, in flight) in numbers per token at each moment.
 
@@ -230,11 +234,9 @@ class _Step:
             before = len(blocks) * d
             saved = before + max(blocks)
         if runtime.on_cpu():  # SwiGLU by pieces, which `moments` adds
-            mlp = 4 * d + (4 * f + 2 * q if not self.policy.operations else 5 * f)
-        elif not self.policy.operations:
-            mlp = 4 * d + (4 if self.unpacks else 6) * f + 2 * q
+            mlp = 4 * d + (5 * f if self._recomputes else 4 * f + 2 * q)
         else:
-            mlp = 4 * d + (15.5 if self.unpacks else 18) * f
+            mlp = 4 * d + (4 + self.policy.operations) * f + 2 * q
         attention = 2 * (q + self.sizes.keys)
         return {
             "loss": (before + 2 * d, 0),
@@ -251,13 +253,14 @@ class _Step:
         gate_up = bool(adapted & {"gate_proj", "up_proj"})
         # two residual streams, and what the gradients of A are made of
         saved = d * (2 + qkv + gate_up) + q * ("o_proj" in adapted) + sum(ranks.values())
-        if self.policy.operations:
+        if self._recomputes and runtime.on_cpu():
             return saved + q + 2 * k + 2 * f  # outputs of the frozen products
         # attention probabilities are saved if they are one piece
         one_piece = self.tokens * self.scores <= stream_count() * _score_block()
         scores = self.scores if runtime.on_cpu() and one_piece else 0
-        # q and k after RoPE, v, attended; gate, up, on GPUs silu(gate); the input of down
-        saved += 2 * q + 2 * k + scores + (3 - runtime.on_cpu()) * f + f * ("down_proj" in adapted)
+        # q and k after RoPE, v, attended; gate, up; the input of down, unless it is recomputed
+        down = "down_proj" in adapted and not self.policy.operations
+        saved += 2 * q + 2 * k + scores + 2 * f + f * down
         return saved + (q + k) * self.sizes.head_norms  # what q_norm and k_norm read
 
     def _loss_numbers(self) -> float:
@@ -265,11 +268,13 @@ class _Step:
         sizes, targets = self.sizes, self.targets
         columns = min(stream_count() * loss_columns(targets, sizes.hidden), sizes.vocab)
         head = 1.25 * columns * sizes.hidden if self.unpacks else 0
-        return 12.5 * targets * columns + 3 * targets * sizes.hidden + head
+        # on a GPU logits and their exponentials, in half precision; hidden states in float32
+        of_logits, of_states = (12.5, 3) if runtime.on_cpu() else (3, 6)
+        return of_logits * targets * columns + of_states * targets * sizes.hidden + head
 
     def _dense_slices(self) -> float:
         """Return the dense weights in flight while products dequantize theirs."""
-        if self.policy.operations:  # recomputed blocks wait for each
+        if self._recomputes:  # what is recomputed waits for each
             return 0
         in_blocks = sum(map(math.prod, self.sizes.projections.values()))
         block_weights = in_blocks // self.sizes.blocks

@@ -155,6 +155,14 @@ def test_merged_weights_are_the_same_by_every_matmul_path_and_policy():
         assert all(mx.allclose(weight, other[path], atol=1e-6).item() for other in result[1:])
 
 
+@pytest.mark.parametrize(("policy", "inner"), [("none", 0), ("selective", 4), ("block", 0)])
+def test_recomputed_blocks_recompute_nothing_inside(policy, inner):
+    base = base_of("qwen3")
+    attached = attach(base, LoRAConfig(rank=2))
+    attached.recompute(policy)
+    assert sum(bool(getattr(m, "recompute", False)) for m in base.model.modules()) == inner
+
+
 def test_attach_refuses_a_base_that_carries_adapters():
     base = base_of("qwen3")
     attached = attach(base, LoRAConfig(rank=2))
