@@ -5,6 +5,7 @@ out what its Metal build would. They stand on the code that trains: the same ada
 compiled step. No Mac is timed by them.
 """
 
+import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -75,6 +76,31 @@ def lazy_step(  # noqa: PLR0913 (one argument for each thing that a step depends
         results = stepper.whole(*arrays)
     updated = [model.trainable_parameters(), optimizer.state, results]
     return [array for _, array in tree_flatten(updated)], leaves
+
+
+def kernel_cost(
+    name: str, inputs: list[tuple], outputs: list[tuple], template: dict
+) -> tuple[int | None, float | None, bool]:
+    """Return what a launch of a kernel of ours costs, by its name and shapes.
+
+    Returns:
+        Bytes that it moves (None: every operand once), its operations (None: not known), and
+        whether simdgroup matrices compute them.
+    """
+    kind = name.partition("grouped_lora_")[2]
+    if kind == "down":  # x @ A of every rank
+        return None, 2 * math.prod(inputs[0]) * outputs[0][-1], False
+    if kind == "x_gradient":
+        return None, 2 * math.prod(outputs[0]) * inputs[0][-1], False
+    if kind == "a_gradient":
+        return None, 2 * math.prod(inputs[0]) * inputs[1][-1], False
+    sums = len(outputs) if kind.startswith("up") else len(inputs) - len(outputs) - 2
+    factors = sum(map(math.prod, inputs[sums:-3]))  # B of every slice
+    if kind.startswith("up"):
+        return None, 2 * inputs[0][0] * factors, False
+    if kind.startswith("backward_out"):  # gradients of h and of B
+        return None, 4 * inputs[0][0] * factors, False
+    return None, None, False
 
 
 def batch_shapes(
