@@ -195,7 +195,7 @@ def _of_slice(
     return _Running(
         largest,
         total,
-        logits.sum(axis=-1, keepdims=True).astype(mx.float32) if smooth else unused,
+        logits.astype(mx.float32).sum(axis=-1, keepdims=True) if smooth else unused,
         mx.where(inside, _picked(logits, at), 0),
         unused if gradient else mx.argmax(logits, axis=-1) + start,
         expected,

@@ -121,3 +121,20 @@ def test_linear_cross_entropy_never_holds_all_logits_or_the_dense_head(matmul_pa
     mx.eval(mx.value_and_grad(lambda h: linear_cross_entropy(h, targets, head)[0].sum())(states))
     used = mx.get_peak_memory() - before
     assert used < vocab * rows * 4 / 2  # all logits; the dense head is half of that
+
+
+def test_sums_of_half_precision_logits_are_float32(small_slices, monkeypatch):
+    """The mean logit of label smoothing: a sum in bfloat16 is off by a tenth of a unit."""
+    monkeypatch.setattr("mlx_packs.ops.linear_cross_entropy.on_cpu", lambda: False)
+    # on a GPU it accumulates in float32, on a CPU in the dtype of the logits
+    monkeypatch.setattr(mx.fast, "cross_entropy", cross_entropy)
+    mx.random.seed(2)
+    head = nn.Linear(64, VOCABULARY, bias=False)
+    head.weight = head.weight * 8
+    head.set_dtype(mx.bfloat16)
+    head.freeze()
+    targets = mx.random.randint(0, VOCABULARY, (33,))
+    states = (mx.random.normal((33, 64)) * 2 + 1).astype(mx.bfloat16)
+    loss, _ = linear_cross_entropy(states, targets, frozen_head(head), 0.0, 0.9)
+    expected = cross_entropy(head(states), targets, 0.0, 0.9)
+    assert mx.abs(loss - expected).max().item() < 5e-4
