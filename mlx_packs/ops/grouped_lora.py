@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ..runtime import mx
+from ..runtime import mx, on_cpu
 from ._backend import THREADS, Kernel, choose, dtype_name, table, tiles
 from ._check import Check, Instance, seeded
 from ._cost import Launch, casts, product
@@ -75,8 +75,10 @@ def reference(
                 continue
             h = next(hidden).astype(y.dtype)  # [N, R]
             flat = parts[j].reshape(-1, layout.widths[i])
-            # B is scaled, not the product: the gradient of ``alpha`` would scale all of dy
-            delta = mx.addmm(flat, h, (scales[i] * lora_b[i]).astype(y.dtype))
+            b, alpha = lora_b[i], scales[i]
+            if not on_cpu():  # there the gradient of ``alpha`` would be a pass over all of dy
+                b, alpha = alpha * b, 1.0
+            delta = mx.addmm(flat, h, b.astype(y.dtype), alpha=alpha)
             parts[j] = delta.reshape(*y.shape[:-1], layout.widths[i])
         summed.append(parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=-1))
     return summed

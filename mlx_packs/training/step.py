@@ -46,6 +46,10 @@ class Stepper:
 
         def update(grads: dict, count: mx.array) -> mx.array:
             """Mean gradient over ``count`` targets, clipped; returns its norm before clipping."""
+            if (
+                not runtime.COMPILES
+            ):  # one factor for both would change last bits, and spare nothing
+                grads, count = tree_map(lambda g: g / count, grads), 1
             norm = _norm([g for _, g in tree_flatten(grads)]) / count
             factor = 1 / count
             if max_grad_norm:

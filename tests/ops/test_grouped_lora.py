@@ -177,3 +177,22 @@ def test_grouped_lora_launches_nothing_for_an_empty_batch_or_no_rank(nothing_lau
     assert result[0].shape == (2, 0, 12)
     y = mx.ones((3, 12))
     assert grouped_lora(mx.ones((3, 8)), [y], [mx.ones((8, 0))], [mx.ones((0, 12))], [1.0]) == [y]
+
+
+def test_reference_is_the_same_where_b_is_scaled_before_the_product(monkeypatch):
+    """On a GPU; with a scale that is no power of two, values and gradients."""
+    x, y, a, b, cotangent = (
+        mx.random.normal(shape) for shape in ((7, 12), (7, 10), (12, 3), (3, 10), (7, 10))
+    )
+
+    def outputs_and_gradients() -> list[mx.array]:
+        def op(x, y, a, b):
+            return reference(x, [y], [a], [b], [1.7])
+
+        outputs, gradients = mx.vjp(op, [x, y, a, b], [cotangent])
+        return [*outputs, *gradients]
+
+    expected = outputs_and_gradients()
+    monkeypatch.setattr("mlx_packs.ops.grouped_lora.on_cpu", lambda: False)
+    for result, other in zip(outputs_and_gradients(), expected, strict=True):
+        assert mx.allclose(result, other, rtol=1e-5, atol=1e-5).item()

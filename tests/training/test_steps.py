@@ -138,3 +138,10 @@ def test_norm_is_that_of_all_numbers(compiles, monkeypatch):
     arrays = [mx.random.normal(shape) for shape in ((3, 5), (70,), (20,), (11, 13), (2, 2))]
     flat = mx.concatenate([a.reshape(-1) for a in arrays])
     assert abs(step._norm(arrays).item() / mx.linalg.norm(flat).item() - 1) < 1e-6
+
+
+def test_compiled_update_of_one_factor_is_that_of_mean_and_clipping(monkeypatch):
+    batches = [make_batch(small_examples(), range(4), 4, 64)]
+    apart = weights_after(batches, 1)
+    monkeypatch.setattr(runtime, "COMPILES", True)
+    assert largest_difference(apart, weights_after(batches, 1)) < 1e-6
