@@ -120,8 +120,12 @@ def _norm(arrays: Sequence[mx.array]) -> mx.array:
     for array in arrays:
         if sum(a.size for a in parts[-1]) + array.size > limit:
             parts.append([])
-        parts[-1].append(array.reshape(-1))
-    joined = [p[0] if len(p) == 1 else mx.concatenate(p) for p in parts if p]
+        parts[-1].append(array)
+    joined = [
+        part[0] if len(part) == 1 else mx.concatenate([a.reshape(-1) for a in part])
+        for part in parts
+        if part
+    ]
     return mx.sqrt(sum(numbers.square().sum() for numbers in joined))
 
 
