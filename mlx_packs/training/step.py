@@ -46,9 +46,8 @@ class Stepper:
 
         def update(grads: dict, count: mx.array) -> mx.array:
             """Mean gradient over ``count`` targets, clipped; returns its norm before clipping."""
-            if (
-                not runtime.COMPILES
-            ):  # one factor for both would change last bits, and spare nothing
+            # elsewhere one factor for mean and clipping would spare nothing, and change last bits
+            if not runtime.COMPILES:
                 grads, count = tree_map(lambda g: g / count, grads), 1
             norm = _norm([g for _, g in tree_flatten(grads)]) / count
             factor = 1 / count
