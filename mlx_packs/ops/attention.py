@@ -3,9 +3,9 @@
 Scores exist for one block of queries and keys at a time, forward and backward: the backward makes
 each block again from Q, K and V instead of keeping T x S probabilities; blocks of the same queries
 are merged by their largest score and their sum (https://arxiv.org/abs/2205.14135). Only where one
-block is all, on a CPU, it is saved. Keys that no query of a block sees are left out. On a GPU a
-block has all keys, and its forward is MLX's: the fused kernel, but on Metal the scores of a block
-while gradients are traced. With CUDA forward and backward are MLX's.
+block is all, on a CPU, it is saved. Keys that no query of a block sees are left out. With CUDA, and
+on Metal where MLX has a fused gradient (`has_fused_gradient`), forward and backward are MLX's. On
+Metal otherwise a block has all keys, and its forward is MLX's.
 """
 
 import functools
