@@ -1,7 +1,7 @@
 """Examples of all phases as tokens."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
@@ -34,6 +34,7 @@ class PhasedDataset:
 
     phases: tuple[RunPhase, ...]
     splits: list[dict[str, Examples]]
+    _allowed: dict[int, frozenset[tuple[int, int]]] = field(default_factory=dict, init=False)
 
     @cached_property
     def train(self) -> Examples:
@@ -76,7 +77,10 @@ class PhasedDataset:
         t = phase.train
         if t.packing or not runtime.COMPILES:
             return None
-        return few_shapes(self.train, self.sampler(phase))
+        number = self.phases.index(phase)  # the plan and the loop ask for them: seconds of many
+        if number not in self._allowed:
+            self._allowed[number] = few_shapes(self.train, self.sampler(phase))
+        return self._allowed[number]
 
     def shapes(self) -> set[tuple[int, int]]:
         """(T, M) of all batches of the run."""
