@@ -24,8 +24,8 @@ from mlx_packs.config.schema import LoRAConfig, TrainConfig
 from mlx_packs.data.batches import training_batches
 from mlx_packs.data.encoding import Example, Examples
 from mlx_packs.data.sampler import Sampler
-from mlx_packs.data.token_cache import CACHE_VARIABLE
 from mlx_packs.display import QUIET, Display
+from mlx_packs.files import CACHE_VARIABLE
 from mlx_packs.objectives.causal_lm import CausalLM, as_arrays, split_head
 from mlx_packs.objectives.frozen_activations import open_frozen_activations
 from mlx_packs.packs.base import Base

@@ -35,6 +35,13 @@ _DTYPES = {  # of MLX, and how safetensors calls them
     "float64": "F64",
 }
 FLOATS = ("F32", "F16", "BF16")  # dtypes of adapters and of dense weights
+CACHE_VARIABLE = "MLX_PACKS_CACHE"
+
+
+def cache_folder(part: str) -> Path | None:
+    """Return ``$MLX_PACKS_CACHE/<part>``; None if the variable is ``off``."""
+    named = os.environ.get(CACHE_VARIABLE) or "~/.cache/mlx_packs"
+    return None if named == "off" else Path(named).expanduser() / part
 
 
 @contextmanager

@@ -18,12 +18,11 @@ import numpy as np
 
 from ..config.schema import COLUMN_SETTINGS, DataConfig
 from ..errors import PackError
-from ..files import read_header, remove_unused, write_tensors
+from ..files import cache_folder, read_header, remove_unused, write_tensors
 from ..runtime import mx
 from .encoding import ENCODING_VERSION, EncodingOptions, Example, Examples, encode, token_format
 from .formats import Row
 
-CACHE_VARIABLE = "MLX_PACKS_CACHE"
 WORTHWHILE_BYTES = 2 << 20  # of rows: a second or two of encoding
 _DAYS = 30  # that an unused file is kept
 _DTYPES = {
@@ -53,12 +52,6 @@ class StoredExamples(Sequence):
         return Example(self.tokens[here], self.target[here], self.places[i])
 
 
-def cache_folder(part: str = "tokens") -> Path | None:
-    """Return ``$MLX_PACKS_CACHE/<part>``; None if the variable is ``off``."""
-    named = os.environ.get(CACHE_VARIABLE) or "~/.cache/mlx_packs"
-    return None if named == "off" else Path(named).expanduser() / part
-
-
 def encode_cached(
     rows: list[Row],
     tokenizer: Any,
@@ -70,7 +63,7 @@ def encode_cached(
 
     Splits of less than ``least_bytes`` are encoded each time, and so is what the key cannot cover.
     """
-    folder, key = cache_folder(), None
+    folder, key = cache_folder("tokens"), None
     if folder is not None and _estimated_bytes(rows) >= least_bytes:
         key = cache_key(rows, tokenizer, columns, options)
     if key is None:

@@ -25,9 +25,9 @@ from ..config.schema import TrainConfig
 from ..data.batches import Batch, lay_out
 from ..data.encoding import Examples
 from ..data.sampler import Sampler
-from ..data.token_cache import cache_folder
 from ..display import VERBOSE, Display, size
 from ..errors import Code, PackError
+from ..files import cache_folder
 from ..nn.frozen_blocks import FrozenBlock, Injection, frozen_output
 from ..nn.quantized import replace_modules
 from ..ops.streams import stream_count

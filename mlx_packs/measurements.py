@@ -1,0 +1,75 @@
+"""What was measured on this device, kept for later runs in the user's cache folder.
+
+A measurement is a JSON file of its own, found by its kind, by what was measured, and by all of the
+machine that a time depends on. Runs that measure the same at once write the same file, each
+atomically; a file that cannot be read, or is of something else, is as good as none.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+
+from . import __version__, runtime
+from .errors import PackError
+from .files import atomic_write, cache_folder, read_json, remove_unused, to_json
+from .runtime import mx
+
+_FORMAT = "mlx_packs measurement 1"
+_DAYS = 90  # that an unused measurement is kept
+
+
+def device() -> dict:
+    """Return what of this machine, and of the code that it runs, a measured time depends on."""
+    blas = runtime.BLAS
+    return {
+        "name": runtime.device_name(),
+        "cores": os.cpu_count(),
+        "memory": runtime.total_memory(),
+        "mlx": mx.__version__,
+        "mlx_packs": __version__,
+        "blas": [blas.name, blas.threads],
+    }
+
+
+def recall(kind: str, of: Mapping) -> dict | None:
+    """Return what was measured on this device before; None if it was not.
+
+    Args:
+        kind: what was measured, such as ``matmul-path``; part of a file's name.
+        of: all that the result depends on besides the device: shapes, dtypes. Values are JSON.
+    """
+    key = _key(kind, of)
+    if (file := _file(key)) is None or not file.is_file():
+        return None
+    try:
+        content = read_json(file)
+        os.utime(file)
+    except (PackError, OSError):
+        return None
+    result = content.pop("result", None)
+    return result if content == key and isinstance(result, dict) else None
+
+
+def remember(kind: str, of: Mapping, result: Mapping) -> None:
+    """Keep a result (JSON) for `recall`; a folder that cannot be written is left alone."""
+    key = _key(kind, of)
+    if (file := _file(key)) is None:
+        return
+    with suppress(PackError, OSError):
+        file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        atomic_write(file, to_json({**key, "result": result}))
+        remove_unused(file.parent, "*.json", _DAYS)
+
+
+def _key(kind: str, of: Mapping) -> dict:
+    """Return what a file says of its measurement, as JSON gives it back."""
+    return json.loads(json.dumps({"format": _FORMAT, "kind": kind, "device": device(), "of": of}))
+
+
+def _file(key: Mapping) -> Path | None:
+    folder = cache_folder("measurements")
+    digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()
+    return folder and folder / f"{key['kind']}-{digest[:16]}.json"
