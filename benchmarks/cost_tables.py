@@ -9,9 +9,17 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from mlx_packs.chips import CHIPS as ALL_CHIPS
 from mlx_packs.ops import grouped_lora, multi_lora, nf4
-from mlx_packs.ops._cost import CHIPS, Launch, seconds
+from mlx_packs.ops._cost import Launch, seconds
 
+CHIPS = [
+    ALL_CHIPS[name]
+    for name in (
+        *("Apple M1", "Apple M2 Pro", "Apple M3 Max", "Apple M4 Max", "Apple M5 Max"),
+        "NVIDIA H200",
+    )
+]
 KERNELS = Path(__file__).parent.parent / "kernels"
 # How the op decides where that is not by the row itself.
 DECIDES = {

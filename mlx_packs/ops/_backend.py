@@ -14,10 +14,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from ..chips import chip_here
 from ..errors import PackError
 from ..runtime import mx, on_cpu
 from ._check import Check, first_fault
-from ._cost import Launch, chip_here, seconds
+from ._cost import Launch, seconds
 
 BACKENDS = ("reference", "metal", "cuda")
 VARIABLE = "MLX_PACKS_BACKEND"

@@ -5,6 +5,7 @@ import logging
 import pytest
 
 import mlx_packs as mp
+from mlx_packs.chips import chip
 from mlx_packs.ops import _backend, _cost, grouped_lora
 from mlx_packs.ops._check import Check, examine
 from mlx_packs.runtime import mx
@@ -69,7 +70,7 @@ def test_a_failing_kernel_falls_back_once_with_its_reason(kind, forced, monkeypa
     with emulation("metal"), caplog.at_level(logging.WARNING, "mlx_packs"):
         monkeypatch.setitem(_backend.MAKERS, "metal", failing_maker(kind, _backend.MAKERS["metal"]))
         if not forced:
-            monkeypatch.setattr(_backend, "chip_here", lambda: _cost.chip_named("Apple M1"))
+            monkeypatch.setattr(_backend, "chip_here", lambda: chip("Apple M1"))
         with _backend.backend("metal" if forced else None):
             for _ in range(3):
                 assert mx.array_equal(call()[0], expected[0]).item()
@@ -82,7 +83,7 @@ def test_a_failing_kernel_falls_back_once_with_its_reason(kind, forced, monkeypa
 
 def test_choose_follows_the_cost_model_and_records_its_reason(monkeypatch):
     with emulation("metal") as built:
-        monkeypatch.setattr(_backend, "chip_here", lambda: _cost.chip_named("Apple M3 Max"))
+        monkeypatch.setattr(_backend, "chip_here", lambda: chip("Apple M3 Max"))
         call()
         text = "grouped_lora float32, ranks 4, outputs 0, row tile 4 · inputs 40, widths 24"
         assert built and _backend.record()["kernels"] == {text: "6 rows"}
@@ -131,15 +132,7 @@ def test_examine_finds_a_wrong_value_a_wrong_gradient_and_a_nan():
     assert examine(Check("case", right, right, [x])).fault is None
 
 
-def test_cost_model_knows_this_chip_or_one_in_proportion():
-    for name, like in (
-        ("Apple M3 Max", "Apple M3 Max"),
-        ("Apple M2 Max", "Apple M3 Max"),
-        ("Apple M1 Pro", "Apple M2 Pro"),
-        ("Apple M5", "Apple M1"),
-        ("NVIDIA H100 80GB HBM3", "NVIDIA H200"),
-    ):
-        assert _cost.chip_named(name).name == like
-    chip = _cost.chip_named("Apple M3 Max")
-    read = _cost.seconds([_cost.Launch("read", bytes=3e9)], chip)
+def test_seconds_of_a_read_are_its_launch_and_its_bytes():
+    m3_max = chip("Apple M3 Max")
+    read = _cost.seconds([_cost.Launch("read", bytes=3e9)], m3_max)
     assert read == pytest.approx(2.75e-6 + 3 / (400 * 0.75))

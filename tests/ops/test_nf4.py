@@ -3,9 +3,10 @@
 import numpy as np
 import pytest
 
+from mlx_packs.chips import CHIPS
 from mlx_packs.ops import _backend, blockwise, nf4
 from mlx_packs.ops._check import examine
-from mlx_packs.ops._cost import CHIPS, seconds
+from mlx_packs.ops._cost import seconds
 from mlx_packs.runtime import mx
 
 DTYPES = (mx.float32, mx.bfloat16, mx.float16)
@@ -174,7 +175,7 @@ def test_nf4_rejects_mismatched_arrays_naming_all_faults():
 
 
 def test_matvec_plans_favour_the_kernel_for_one_row_only():
-    for chip in CHIPS:
+    for chip in CHIPS.values():
         for rows, matvec_wins in ((1, True), (32, False)):
             dense, matvec = nf4.matvec_plans(2, rows, (4096, 2560), 64, True)
             assert (seconds(matvec, chip) < seconds(dense, chip)) == matvec_wins

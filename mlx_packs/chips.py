@@ -1,0 +1,187 @@
+"""What GPUs can do: rates, native bfloat16, matrix units; measured where the table has no entry.
+
+Rates of the table are the makers' figures, Apple's for the largest GPU that a name is sold with. What
+was measured on this machine (`measure`) is preferred to them.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cache
+
+from . import measurements
+from .runtime import mx, on_cpu
+
+# Shares of nominal rates that programs reach: copies 0.70 to 0.85 (locara.dev), products of MLX and
+# PyTorch 0.64 to 0.78 (pytorch/torch-performance-test-data#65, device-benchmarks#7).
+BANDWIDTH_REACHED = 0.75
+MATMUL_REACHED = 0.70
+
+_KIND = "rates"
+_NATIVE = 0.8  # of the rate of float16 that products in bfloat16 reach where it is native
+_REPEATS = 3
+
+
+@dataclass(frozen=True)
+class Chip:
+    """Nominal rates of a GPU.
+
+    Attributes:
+        name: as `mlx.core.device_info` has it.
+        gpu_cores: of the largest GPU of that name; None where it is not known.
+        bandwidth_gb_s: of its memory.
+        vector_tflops: float32 multiply-adds, each counted as two operations.
+        matrix_tflops: the rate of products in float16; more than ``vector_tflops`` where matrix
+            units compute them.
+        native_bf16: whether bfloat16 is computed as fast as float16.
+        launch_us: seconds, times a million, of a kernel that waits for the one before it.
+        measured: whether the rates are from this machine.
+    """
+
+    name: str
+    gpu_cores: int | None
+    bandwidth_gb_s: float
+    vector_tflops: float
+    matrix_tflops: float
+    native_bf16: bool = True
+    launch_us: float = 2.75
+    measured: bool = False
+
+    @property
+    def matrix_units(self) -> bool:
+        """Whether products run on units of their own (M5's neural accelerators, tensor cores)."""
+        return self.matrix_tflops > 2 * self.vector_tflops
+
+
+def _mac(name: str, cores: int, bandwidth: float, tflops: float, matrix: float = 1.0) -> Chip:
+    generation = int(name[1])
+    return Chip(f"Apple {name}", cores, bandwidth, tflops, matrix * tflops, generation >= 3)
+
+
+# Cores and bandwidth: Apple's newsroom and data sheets (support.apple.com/specs). Where a name is sold
+# with two memories (M3 Max 300 and 400, M4 Max 410 and 546, M5 Max 460 and 614 GB/s) the larger.
+# float32: Apple for M1 and M2; huggingface.js#1044 for M3 and M4, #2033 for M5.
+# M5: "over 4x the peak GPU compute for AI" of M4, by a neural accelerator in each core (Apple);
+# MLX uses them in products. On M1 to M4 simdgroup matrices run on the ordinary ALUs.
+# bfloat16 is emulated on M1 and M2 (jundot/omlx#3277; ml-explore/mlx#4216: 4-bit products on an M1
+# Max take 1.8 times as long as in float16). There is no M4 Ultra, and no M5 Ultra at this writing.
+# A launch on Macs was measured on an M3 Ultra (ml-explore/mlx#4521), that of NVIDIA's is assumed.
+_M5 = 4 * 18.4 / 22.8
+CHIPS = {
+    chip.name: chip
+    for chip in (
+        _mac("M1", 8, 68, 2.6),
+        _mac("M1 Pro", 16, 200, 5.2),
+        _mac("M1 Max", 32, 400, 10.4),
+        _mac("M1 Ultra", 64, 800, 21.0),
+        _mac("M2", 10, 100, 3.6),
+        _mac("M2 Pro", 19, 200, 6.8),
+        _mac("M2 Max", 38, 400, 13.6),
+        _mac("M2 Ultra", 76, 800, 27.2),
+        _mac("M3", 10, 100, 4.1),
+        _mac("M3 Pro", 18, 150, 7.4),
+        _mac("M3 Max", 40, 400, 14.2),
+        _mac("M3 Ultra", 80, 819, 28.4),
+        _mac("M4", 10, 120, 4.6),
+        _mac("M4 Pro", 20, 273, 9.2),
+        _mac("M4 Max", 40, 546, 18.4),
+        _mac("M5", 10, 153, 5.7, _M5),
+        _mac("M5 Pro", 20, 307, 11.4, _M5),
+        _mac("M5 Max", 40, 614, 22.8, _M5),
+        Chip("NVIDIA H100 80GB HBM3", 132, 3350, 67, 990, launch_us=2.0),
+        Chip("NVIDIA H200", 132, 4800, 67, 990, launch_us=2.0),
+    )
+}
+
+
+def chip(name: str | None = None) -> Chip | None:
+    """Return the table's entry for a GPU; None if it has none. Nothing is measured.
+
+    Args:
+        name: as MLX has it, such as ``Apple M3 Max``; this machine's by default.
+    """
+    return CHIPS.get(_name() if name is None else name)
+
+
+@cache
+def chip_here() -> Chip:
+    """Return this machine's GPU: measured before, by the table, or measured now and remembered.
+
+    The measurement takes about a second, once; it is of the default device, which is a GPU.
+    """
+    known = measurements.recall(_KIND, {"name": _name()})
+    if known is not None:
+        return _measured(**known)
+    return chip() or measure()
+
+
+def measure() -> Chip:
+    """Measure the rates of MLX's default device, and remember them for `chip_here`."""
+    rates = {
+        "copied_gb_s": _copied_gb_s(),
+        "float32_tflops": _product_tflops(mx.float32),
+        "float16_tflops": _product_tflops(mx.float16),
+        "bfloat16_tflops": _product_tflops(mx.bfloat16),
+    }
+    measurements.remember(_KIND, {"name": _name()}, rates)
+    chip_here.cache_clear()
+    return _measured(**rates)
+
+
+def _measured(
+    copied_gb_s: float, float32_tflops: float, float16_tflops: float, bfloat16_tflops: float
+) -> Chip:
+    """Return a chip of which programs reach what was measured."""
+    name = _name()
+    half = max(float16_tflops, bfloat16_tflops)
+    found = Chip(
+        name,
+        None,
+        copied_gb_s / BANDWIDTH_REACHED,
+        float32_tflops / MATMUL_REACHED,
+        half / MATMUL_REACHED,
+        bfloat16_tflops >= _NATIVE * float16_tflops,
+        measured=True,
+    )
+    if (listed := chip(name)) is None:
+        return found
+    # its matrix units may compute products in float32 too
+    return replace(
+        found,
+        gpu_cores=listed.gpu_cores,
+        vector_tflops=min(found.vector_tflops, listed.vector_tflops),
+        native_bf16=listed.native_bf16,
+        launch_us=listed.launch_us,
+    )
+
+
+def _copied_gb_s() -> float:
+    """Return the rate of reading and writing arrays that no cache holds."""
+    count = (8 if on_cpu() else 64) << 20
+    arrays = [mx.full((count,), float(i), mx.float16) for i in range(4)]
+    mx.eval(arrays)
+    return 4 * len(arrays) * count / _seconds(lambda: [a + 1 for a in arrays]) / 1e9
+
+
+def _product_tflops(dtype: mx.Dtype) -> float:
+    """Return the rate of square products in a dtype."""
+    size = 256 if on_cpu() else 2048
+    arrays = [mx.random.normal((size, size), key=mx.random.key(i)).astype(dtype) for i in range(4)]
+    mx.eval(arrays)
+    seconds = _seconds(lambda: [a @ arrays[0] for a in arrays])
+    return 2 * len(arrays) * size**3 / seconds / 1e12
+
+
+def _seconds(compute: Callable[[], list[mx.array]]) -> float:
+    """Return the least time of a few evaluations, after one that is not counted."""
+    mx.eval(compute())
+    seconds = []
+    for _ in range(_REPEATS):
+        start = time.perf_counter()
+        mx.eval(compute())
+        seconds.append(time.perf_counter() - start)
+    return min(seconds)
+
+
+def _name() -> str:
+    return str(mx.device_info().get("device_name", ""))
