@@ -19,6 +19,7 @@ from ..config.schema import LoRAConfig
 from ..errors import PackError
 from ..nn.blocks import GroupedAttention, GroupedMLP, grouped_class
 from ..nn.experts import AdaptedSwitchLinear
+from ..nn.gated_delta import gated_delta_layer
 from ..nn.lora import AdaptedLinear, AdapterShape, GroupedLoRA, adapter_key
 from ..nn.quantized import apply_matmul_path, replace_modules
 from ..nn.recompute import RecomputedBlock
@@ -268,7 +269,8 @@ def _adapted(linear: nn.Module, lora: GroupedLoRA, spec: ModuleSpec) -> nn.Modul
 def _swap_in_adapters(attached: Attached, dropout: float, seed: int) -> None:
     """Replace modules by ones with GroupedLoRA: lone projections first, then whole blocks.
 
-    Blocks without adapters are replaced too: ours never have all T x T scores in memory.
+    Blocks without adapters are replaced too: ours never have all T x T scores in memory, nor the
+    states of every token.
     """
     make_lora = partial(_make_lora, attached, dropout=dropout, seed=seed)
     modules = dict(attached.model.named_modules())
@@ -292,6 +294,7 @@ def _swap_in_adapters(attached: Attached, dropout: float, seed: int) -> None:
         *shared, last = BLOCK_PROJECTIONS["attention" if make is GroupedAttention else "mlp"]
         loras = make_lora([by_name.get(n) for n in shared]), make_lora([by_name.get(last)])
         swapped.append((path, make(modules[path], *loras)))
-    attached.swap(swapped)
+    recurrent = ((path, gated_delta_layer(module)) for path, module in modules.items())
+    attached.swap(swapped + [(path, layer) for path, layer in recurrent if layer is not None])
     order = {path: i for i, path in enumerate(attached.specs)}
     attached.slots = dict(sorted(attached.slots.items(), key=lambda item: order[item[0]]))

@@ -1,0 +1,385 @@
+"""The gated delta rule: the recurrence of Qwen3-Next and Qwen3.5, chunk by chunk, with its gradient.
+
+Semantics, for each head: S_t = a_t S_(t-1) + b_t (v_t - a_t S_(t-1) k_t) k_t^T;  y_t = S_t q_t,
+with the decay a_t = exp(log_decay_t) and the learning rate b_t = beta_t. Yang et al. 2024, "Gated
+Delta Networks" (https://arxiv.org/abs/2412.06464).
+
+Autodiff of a loop over tokens keeps every state. Here a chunk of C tokens is a few products: with
+the decay c_t from the beginning of the chunk, what all of its tokens add to the state is
+D = (I + L)^-1 (b V - b c K S^T), where L[t, s] = b_t c_t / c_s (k_t k_s) below the diagonal. All of
+this but the states is computed for every chunk at once; then the states follow each other, three
+launches a chunk. Segments of chunks keep the state that they begin with, and the backward pass
+computes them again. On Metal MLX's own kernels compute a segment where the cost model favours them.
+"""
+
+import functools
+import io
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import mlx.core as mx
+import numpy as np
+
+from .. import runtime
+from . import _backend
+from ._check import Check, normal
+from ._cost import Launch, chip_here
+
+CHUNK = 64  # tokens of a chunk, a power of two
+SEGMENT_BYTES = 512 << 20  # that a segment may have in flight
+MLX_SINCE = "0.32.4"  # which has mx.fast.gated_delta_update with a gradient
+_STEP_STATES = 5  # arrays of a state's size that autodiff keeps of a token
+
+Arrays = Sequence[mx.array]
+Segment = Callable[..., list[mx.array]]
+
+
+class Sizes(NamedTuple):
+    """The sizes that the cost and the memory of a call depend on."""
+
+    rows: int
+    length: int
+    key_heads: int
+    value_heads: int
+    key_width: int
+    value_width: int
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of one state of all rows and heads."""
+        return 4 * self.rows * self.value_heads * self.key_width * self.value_width
+
+    @property
+    def in_flight(self) -> int:
+        """Numbers that a token of one head has in flight in the backward pass of its segment.
+
+        They are rows of chunks, of keys and values, and its part of states (as measured).
+        """
+        width = max(self.key_width, self.value_width)
+        return 15 * CHUNK + 21 * width + 7 * self.key_width * self.value_width // CHUNK
+
+
+def reference(
+    q: mx.array,
+    k: mx.array,
+    v: mx.array,
+    log_decay: mx.array,
+    beta: mx.array,
+    state: mx.array,
+) -> list[mx.array]:
+    """Return outputs and the last state, token by token, with autodiff's gradient."""
+    repeats = v.shape[2] // q.shape[2]
+    dtype = q.dtype
+    q, k, v, beta, log_decay = _widened(q, k, v, beta, log_decay)
+    q, k = mx.repeat(q, repeats, 2), mx.repeat(k, repeats, 2)
+    decay = mx.exp(log_decay)
+    decay = decay[..., None, None] if decay.ndim == 3 else decay[..., None, :]
+    outputs = []
+    for t in range(q.shape[1]):
+        state = state * decay[:, t]
+        known = (state * k[:, t, :, None]).sum(-1)
+        added = (v[:, t] - known) * beta[:, t, :, None]
+        state = state + added[..., None] * k[:, t, :, None]
+        outputs.append((state * q[:, t, :, None]).sum(-1))
+    return [mx.stack(outputs, axis=1).astype(dtype), state]
+
+
+def gated_delta(
+    q: mx.array,
+    k: mx.array,
+    v: mx.array,
+    log_decay: mx.array,
+    beta: mx.array,
+    state: mx.array | None = None,
+    mask: mx.array | None = None,
+) -> tuple[mx.array, mx.array]:
+    """Return the outputs of the gated delta rule and the last state; all inputs get gradients.
+
+    Args:
+        q: queries [B, T, Hk, Dk].
+        k: keys [B, T, Hk, Dk]; key head i serves value heads i Hv / Hk and following.
+        v: values [B, T, Hv, Dv].
+        log_decay: at most 0, [B, T, Hv], or [B, T, Hv, Dk] for a decay of its own in each column.
+        beta: learning rates [B, T, Hv].
+        state: [B, Hv, Dv, Dk] in float32, by default zeros.
+        mask: boolean [B, T]; a token that is False leaves the state as it is, and its output is 0.
+
+    Returns:
+        Outputs [B, T, Hv, Dv] in the dtype of q, and the state after the last token.
+    """
+    if state is None:
+        wide = mx.float64 if q.dtype == mx.float64 else mx.float32
+        state = mx.zeros((v.shape[0], v.shape[2], v.shape[3], k.shape[3]), wide)
+    if mask is not None:
+        beta = mx.where(mask[..., None], beta, 0)
+        shown = mask.reshape(*mask.shape, *[1] * (log_decay.ndim - 2))
+        log_decay = mx.where(shown, log_decay, 0)
+    sizes = Sizes(*q.shape[:3], v.shape[2], k.shape[3], v.shape[3])
+    compute, token_bytes = _engine(sizes, log_decay.ndim == 4)
+    tokens = max(1, SEGMENT_BYTES // token_bytes)
+    if tokens > CHUNK:
+        tokens = tokens // CHUNK * CHUNK
+    outputs = []
+    for start in range(0, sizes.length, tokens):
+        cut = [x[:, start : start + tokens] for x in (q, k, v, log_decay, beta)]
+        output, state = compute(*cut, state)
+        outputs.append(output)
+    output = mx.concatenate(outputs, axis=1) if len(outputs) > 1 else outputs[0]
+    return output if mask is None else mx.where(mask[..., None, None], output, 0), state
+
+
+def _engine(sizes: Sizes, by_column: bool) -> tuple[Segment, int]:
+    """Return what computes a segment, and the bytes that each of its tokens has in flight."""
+    if by_column:
+        return _recomputed(reference), _STEP_STATES * sizes.state_bytes
+    if _choose(sizes) != "reference":
+        return _fused, sizes.state_bytes
+    return _recomputed(_chunked), 4 * sizes.rows * sizes.value_heads * sizes.in_flight
+
+
+class _Instance(NamedTuple):
+    """What MLX has compiled as one kernel."""
+
+    key_heads: int
+    value_heads: int
+    key_width: int
+    value_width: int
+
+
+def _choose(sizes: Sizes) -> str:
+    """Return the backend of a call: ``metal`` where MLX's kernels compute it, else ``reference``."""
+    instance = _Instance(*sizes[2:])
+    return _backend.choose(
+        "gated_delta",
+        instance,
+        sizes.rows * sizes.length,
+        sizes,
+        functools.partial(_checks, instance),
+        functools.partial(_plans, sizes),
+        _unsupported(instance),
+    )
+
+
+def _unsupported(instance: _Instance) -> str | None:
+    """Return why MLX has no kernel for a call."""
+    if not hasattr(mx.fast, "gated_delta_update"):
+        return f"needs MLX {MLX_SINCE}"
+    return None if has_fused_gradient(*instance) else "MLX has no kernel for these heads"
+
+
+@functools.cache
+def has_fused_gradient(key_heads: int, value_heads: int, key_width: int, value_width: int) -> bool:
+    """Return whether the gradient of MLX's own op is one primitive, not a loop, on this device.
+
+    The graph of a gradient is laid out, not computed: its primitives tell.
+    """
+    if runtime.on_cpu() or not hasattr(mx.fast, "gated_delta_update"):
+        return False
+    q = mx.zeros((1, 2, key_heads, key_width))
+    v = mx.zeros((1, 2, value_heads, value_width))
+    gates, state = mx.ones(v.shape[:3]), mx.zeros((1, value_heads, value_width, key_width))
+
+    def outputs(*arrays: mx.array) -> list[mx.array]:
+        return list(mx.fast.gated_delta_update(*arrays))
+
+    _, gradients = mx.vjp(outputs, [q, q, v, gates, gates, state], [v, state])
+    graph = io.StringIO()
+    mx.export_to_dot(graph, *gradients)
+    return "GatedDeltaUpdateVJP" in graph.getvalue()
+
+
+def _checks(instance: _Instance, backend: str) -> list[Check]:
+    """Return inputs for which MLX's kernels are compared with the loop over tokens."""
+    heads, width = instance.value_heads, instance.value_width
+    q, k = (
+        normal((2, 37, instance.key_heads, instance.key_width), seed) / instance.key_width**0.5
+        for seed in (0, 1)
+    )
+    v, gates = normal((2, 37, heads, width), 2), normal((2, 37, 2 * heads), 3)
+    log_decay, beta = mx.split(mx.sigmoid(gates), 2, axis=-1)
+    state = normal((2, heads, width, instance.key_width), 4)
+    return [Check("tokens", _fused, reference, [q, k, v, -log_decay, beta, state], alone=True)]
+
+
+def _plans(sizes: Sizes) -> tuple[list[Launch], list[Launch]]:
+    """Return the launches, forward and backward, of our products and of MLX's kernels.
+
+    MLX's backward pass stores the state of every token and reads it again, and adds the gradients
+    of q and k up in memory; on chips with matrix units it stores a state in 256 tokens.
+    """
+    rows, length, _, heads, wide, narrow = sizes
+    all_tokens = rows * heads * length
+    within = 2 * CHUNK * (5 * wide + 2 * narrow + 2 * CHUNK * CHUNK.bit_length())
+    flops = 3 * all_tokens * (within + 6 * wide * narrow)
+    ours = [Launch("products", 10 * all_tokens * sizes.in_flight, flops, matmul=True)]
+    ours += [Launch("states", 0.0)] * (10 * -(-length // CHUNK))
+    cached = 256 if chip_here().name.startswith("Apple M5") else 1
+    kept = sizes.state_bytes * length // cached
+    arrays = 4 * all_tokens * (2 * wide + 3 * narrow)
+    steps = 20 * all_tokens * wide * narrow
+    theirs = [
+        Launch("forward", arrays, steps // 3),
+        Launch("states", arrays + kept, steps // 3),
+        Launch("gradients", 2 * arrays + kept, steps, 2 * kept),
+    ]
+    return ours, theirs
+
+
+def _recomputed(compute: Segment) -> Segment:
+    """Return a segment that keeps its inputs alone; the backward pass computes it again.
+
+    The second computation waits for the gradient of the result, so that one segment is in memory
+    at a time.
+    """
+    kept = mx.custom_function(compute)
+
+    @kept.vjp
+    def backward(primals: Arrays, cotangents: Arrays, _: Arrays) -> list[mx.array]:
+        cotangents = list(cotangents)
+        return mx.vjp(compute, mx.depends(list(primals), cotangents), cotangents)[1]
+
+    return kept
+
+
+def _fused(
+    q: mx.array,
+    k: mx.array,
+    v: mx.array,
+    log_decay: mx.array,
+    beta: mx.array,
+    state: mx.array,
+) -> list[mx.array]:
+    """Return what MLX's kernels compute; in float32, since they round decays to the dtype of q."""
+    dtype = q.dtype
+    q, k, v, beta, log_decay = _widened(q, k, v, beta, log_decay)
+    output, state = mx.fast.gated_delta_update(q, k, v, mx.exp(log_decay), beta, state)
+    return [output.astype(dtype), state]
+
+
+def _widened(*arrays: mx.array) -> list[mx.array]:
+    return [x if x.dtype == mx.float64 else x.astype(mx.float32) for x in arrays]
+
+
+def _chunked(
+    q: mx.array,
+    k: mx.array,
+    v: mx.array,
+    log_decay: mx.array,
+    beta: mx.array,
+    state: mx.array,
+) -> list[mx.array]:
+    """Return outputs and the last state of a segment of any length, from products of chunks.
+
+    Arrays are [chunks, B, Hk, Hv / Hk, tokens of a chunk, width]: those of a chunk lie together.
+    """
+    batch, length, key_heads, _ = q.shape
+    dtype, value_heads = q.dtype, v.shape[2]
+    chunk = min(CHUNK, 1 << (length - 1).bit_length())
+
+    def cut(x: mx.array) -> mx.array:
+        x = mx.pad(x, [(0, 0), (0, -length % chunk), *[(0, 0)] * (x.ndim - 2)])
+        x = x.reshape(batch, -1, chunk, key_heads, x.shape[2] // key_heads, *x.shape[3:])
+        return x.transpose(1, 0, 3, 4, 2, *range(5, x.ndim))
+
+    q, k, v, beta, log_decay = map(cut, _widened(q, k, v, beta, log_decay))
+    beta, keys = beta[..., None], k.swapaxes(-1, -2)
+    since, between = mx.exp(mx.cumsum(log_decay, axis=-1))[..., None], _decays_between(log_decay)
+    until = between[..., -1, :, None]
+    lower = beta * (k @ keys) * between * mx.array(np.tri(chunk, k=-1, dtype=np.float32))
+    solved, _ = _solve(lower, mx.concatenate([beta * v, beta * since * k], axis=-1))
+    of_values, of_state = mx.split(solved, [v.shape[-1]], axis=-1)
+    state = state.reshape(batch, key_heads, -1, *state.shape[2:])
+    added, states, state = _scan(of_values, of_state, k * until, since[..., -1:, :], state)
+    output = (q * since) @ states.swapaxes(-1, -2) + ((q @ keys) * between) @ added
+    output = output.transpose(1, 0, 4, 2, 3, 5).reshape(batch, -1, value_heads, v.shape[-1])
+    state = state.reshape(batch, value_heads, *state.shape[3:])
+    return [output[:, :length].astype(dtype), state]
+
+
+def _decays_between(log_decay: mx.array) -> mx.array:
+    """Return the decays [..., C, C] from token s to token t of a chunk, 0 where s is later.
+
+    Each is a sum of its own: the difference of two sums loses the small behind the large.
+    """
+    size = log_decay.shape[-1]
+    seen, after = (mx.array(np.tri(size, k=k, dtype=bool)) for k in (0, -1))
+    sums = mx.cumsum(mx.where(after, log_decay[..., None], 0), axis=-2)
+    return mx.exp(mx.where(seen, sums, -mx.inf))
+
+
+@functools.cache
+def _blocks_below(size: int) -> list[np.ndarray]:
+    """Return masks [C, C] of the blocks below the diagonal that are merged, one for each level."""
+    places = np.arange(size)
+    levels = [places >> level for level in range(size.bit_length() - 1)]
+    return [(at[:, None] % 2 == 1) & (at[None] == at[:, None] - 1) for at in levels]
+
+
+def _inverse(lower: mx.array) -> mx.array:
+    """Return (I + lower)^-1 of strictly lower triangular matrices [..., C, C], C a power of two.
+
+    Blocks on the diagonal are merged in pairs: the inverse of [[A, 0], [B, D]] has
+    -D^-1 B A^-1 below. It is as accurate as substitution, where a series of powers is not.
+    """
+    size = lower.shape[-1]
+    inverse = mx.broadcast_to(mx.array(np.eye(size, dtype=np.float32)), lower.shape)
+    for level, mask in enumerate(_blocks_below(size)):
+        below = mx.where(mx.array(mask), lower, 0)
+        if level == 0:
+            inverse = inverse - below
+        else:
+            inverse = mx.addmm(inverse, inverse @ below, inverse, alpha=-1.0)
+    return inverse
+
+
+@mx.custom_function
+def _solve(lower: mx.array, right: mx.array) -> list[mx.array]:
+    """Return x of (I + lower) x = right, and the inverse."""
+    inverse = _inverse(lower)
+    return [inverse @ right, inverse]
+
+
+@_solve.vjp
+def _solve_backward(primals: Arrays, cotangents: Arrays, outputs: Arrays) -> list[mx.array]:
+    solved, inverse = outputs
+    of_right = inverse.swapaxes(-1, -2) @ cotangents[0]
+    return [-of_right @ solved.swapaxes(-1, -2), of_right]
+
+
+@mx.custom_function
+def _scan(
+    of_values: mx.array, of_state: mx.array, keys: mx.array, decay: mx.array, state: mx.array
+) -> list[mx.array]:
+    """Return what each chunk adds [N, ..., C, Dv], the states before them, and the last state.
+
+    Semantics: added = of_values - of_state @ state^T;  state = decay * state + added^T @ keys
+    """
+    added, states, state = [], [], state[None]
+    for u, w, k, kept in zip(*map(_by_chunk, (of_values, of_state, keys, decay)), strict=True):
+        states.append(state)
+        added.append(mx.addmm(u, w, state.swapaxes(-1, -2), alpha=-1.0))
+        state = mx.addmm(kept * state, added[-1].swapaxes(-1, -2), k)
+    return [mx.concatenate(added), mx.concatenate(states), state[0]]
+
+
+def _by_chunk(x: mx.array) -> list[mx.array]:
+    """Return views of the chunks; an index would copy each."""
+    return mx.split(x, x.shape[0])
+
+
+@_scan.vjp
+def _scan_backward(primals: Arrays, cotangents: Arrays, outputs: Arrays) -> list[mx.array]:
+    _, of_state, keys, decay, _ = primals
+    added, states, _ = outputs
+    of_added, of_states, of_last = cotangents
+    gradient = of_last[None]
+    by_added, by_state = [], []  # gradients of what a chunk adds, and of the state after it
+    cut = map(_by_chunk, (of_added, of_states, of_state, keys, decay))
+    for d_added, d_state, w, k, kept in reversed(list(zip(*cut, strict=True))):
+        by_state.insert(0, gradient)
+        by_added.insert(0, mx.addmm(d_added, k, gradient.swapaxes(-1, -2)))
+        carried = kept * gradient + d_state
+        gradient = mx.addmm(carried, by_added[0].swapaxes(-1, -2), w, alpha=-1.0)
+    by_added, by_state = mx.concatenate(by_added), mx.concatenate(by_state)
+    of_decay = (by_state * states).sum(axis=(-2, -1), keepdims=True)
+    return [by_added, -by_added @ states, added @ by_state, of_decay, gradient[0]]

@@ -1,0 +1,68 @@
+"""Gated delta layers in training: by chunks, as mlx-lm outside, and only while they are attached."""
+
+import sys
+
+import pytest
+
+from mlx_packs.adapters.lora import attach
+from mlx_packs.config.schema import LoRAConfig
+from mlx_packs.nn import gated_delta as layers
+from mlx_packs.nn.gated_delta import gated_delta_layer, has_gated_delta
+from mlx_packs.runtime import mx
+from tests.helpers.families import build, family_base
+from tests.helpers.family_sweep import sweep
+
+# families with one decay for each head, and with one for each column
+FAMILIES = ["qwen3_next", "qwen3_5", "qwen3_5_moe", "olmo_hybrid", "kimi_linear"]
+TOKENS = mx.array([[(7 * i + 2) % 127 for i in range(90)]])
+
+
+def count_calls(monkeypatch) -> list[tuple]:
+    calls = []
+
+    def counted(*args):
+        calls.append(args[0].shape)
+        return computed(*args)
+
+    computed = layers.gated_delta
+    monkeypatch.setattr(layers, "gated_delta", counted)
+    return calls
+
+
+@pytest.mark.parametrize("family", sweep(FAMILIES))
+def test_training_computes_by_chunks_what_mlx_lm_does(family, monkeypatch):
+    base = family_base(family)
+    home = sys.modules[f"mlx_lm.models.{'qwen3_5' if 'qwen3_5' in family else family}"]
+    theirs = home.gated_delta_update
+    before = base.model(TOKENS)
+    base.model.train()
+    expected = base.model(TOKENS)
+    base.model.eval()
+    calls = count_calls(monkeypatch)
+    attached = attach(base, LoRAConfig(rank=2))
+    assert mx.array_equal(base.model(TOKENS), before).item() and not calls
+    base.model.train()
+    assert mx.allclose(base.model(TOKENS), expected, rtol=1e-4, atol=1e-4).item()
+    assert len(calls) == 1 and calls[0][1] == TOKENS.shape[1]
+    attached.detach()
+    base.model.train()
+    assert mx.array_equal(base.model(TOKENS), expected).item() and len(calls) == 1
+    assert home.gated_delta_update is theirs
+
+
+def test_a_layer_that_fails_leaves_mlx_lm_as_it_was(monkeypatch):
+    model, _ = build("qwen3_next")
+    found = [m for m in model.modules() if gated_delta_layer(m) is not None]
+    home = sys.modules[type(found[0]).__module__]
+    theirs = home.gated_delta_update
+    layer = gated_delta_layer(found[0])
+    layer.train()
+    with pytest.raises(ValueError):
+        layer(mx.zeros((1, 4, 3)))
+    assert home.gated_delta_update is theirs
+
+
+def test_other_families_have_no_such_layer():
+    assert has_gated_delta(build("qwen3_next")[0])
+    for family in ("qwen3", "mamba2"):
+        assert not has_gated_delta(build(family)[0])
