@@ -16,6 +16,7 @@ import mlx_lm
 
 from mlx_packs.adapters.lora import attach
 from mlx_packs.bases.files import TINY, resolve_checkpoint
+from mlx_packs.bench.implementations import Adapters
 from mlx_packs.config.choices import MATMUL_PATHS
 from mlx_packs.config.schema import LoRAConfig
 from mlx_packs.errors import PackError
@@ -26,7 +27,7 @@ from mlx_packs.runtime import mx
 
 from . import history, report, stock
 from .history import Environment, Record, percentiles, record
-from .implementations import SAME_BLAS, STOCK, Adapters
+from .implementations import SAME_BLAS, STOCK
 
 RANK, SCALE = 16, 2.0
 QUESTION = "Continue the passage: In the beginning God created the heaven and the earth."

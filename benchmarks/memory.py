@@ -11,6 +11,8 @@ import json
 import sys
 
 from mlx_packs.bases.files import TINY
+from mlx_packs.bench.implementations import SCALE, Adapters, Ours, Rows
+from mlx_packs.bench.race import TOLERANCE, LossesDiffer, check_losses
 from mlx_packs.config.choices import MATMUL_PATHS, POLICIES
 from mlx_packs.errors import PackError
 from mlx_packs.packs.base import Base
@@ -18,8 +20,7 @@ from mlx_packs.runtime import mx
 
 from . import alone, history, patched, report, stock
 from .history import Environment, Record, record
-from .implementations import PATCHED, STOCK, Adapters, MlxLm, Ours, Rows, ours_name
-from .train_step import SCALE, TOLERANCE, LossesDiffer, check_losses
+from .implementations import PATCHED, STOCK, conditions, mlx_lm, ours_name
 from .workloads import WORKLOADS, activation_dtype, base_bytes, base_name, load
 
 STEPS = 2
@@ -46,9 +47,8 @@ def measure(implementation: str, options: argparse.Namespace) -> dict:
 
     losses: list[float] = []
     if implementation in (STOCK, PATCHED):
-        peer = MlxLm(loaded, adapters)
+        peer = mlx_lm(loaded, adapters)
         del adapters
-        peer.patch(implementation == PATCHED)
 
         def batches():
             batch = rows.for_mlx_lm()
@@ -58,7 +58,7 @@ def measure(implementation: str, options: argparse.Namespace) -> dict:
                 yield batch
                 losses.append(peer.loss)
 
-        with stock.mlx(reference_blas=False):
+        with conditions(peer, implementation == PATCHED, reference_blas=False):
             peer.train(batches())
     else:
         ours = Ours(loaded, adapters, implementation, options.recompute)

@@ -19,6 +19,8 @@ from mlx.utils import tree_map
 
 from mlx_packs.adapters.lora import attach
 from mlx_packs.bases.files import TINY
+from mlx_packs.bench.implementations import LEARNING_RATE, SCALE, Rows
+from mlx_packs.bench.race import TOLERANCE, LossesDiffer
 from mlx_packs.config.choices import MATMUL_PATHS
 from mlx_packs.config.schema import LoRAConfig, TrainConfig
 from mlx_packs.data.batches import training_batches
@@ -34,8 +36,6 @@ from mlx_packs.training.step import Stepper
 
 from . import history, report
 from .history import Environment, Record, record
-from .implementations import LEARNING_RATE, Rows
-from .train_step import SCALE, TOLERANCE, LossesDiffer
 from .workloads import QWEN3_4B, WORKLOADS, Workload, activation_dtype, base_name, load
 
 EPOCHS = 5

@@ -21,6 +21,7 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_map, tree_unflatten
 
 from mlx_packs.bases.files import TINY
+from mlx_packs.bench.implementations import SCALE, Adapters, Ours, Rows
 from mlx_packs.config.choices import MATMUL_PATHS
 from mlx_packs.errors import PackError
 from mlx_packs.nn.lora import GroupedLoRA
@@ -33,8 +34,7 @@ from mlx_packs.runtime import mx
 
 from . import history, report
 from .history import Environment, Record, percentiles, record
-from .implementations import Adapters, Ours, Rows, ours_name
-from .train_step import SCALE
+from .implementations import ours_name
 from .workloads import WORKLOADS, activation_dtype, base_name, load
 
 _COPY_BYTES = 1 << 28

@@ -20,6 +20,7 @@ from mlx.utils import tree_flatten
 
 from mlx_packs.bases.files import TINY
 from mlx_packs.bases.geometry import Heads
+from mlx_packs.bench.implementations import SCALE, Adapters, Ours, Rows
 from mlx_packs.config.choices import MATMUL_PATHS, POLICIES
 from mlx_packs.errors import PackError
 from mlx_packs.memory.matmul_path import dense_bytes
@@ -29,8 +30,7 @@ from mlx_packs.runtime import mx
 
 from . import figures, history, report
 from .history import Environment, Record, record
-from .implementations import Adapters, Ours, Rows, ours_name
-from .train_step import SCALE
+from .implementations import ours_name
 from .workloads import WORKLOADS, activation_dtype, base_bytes, base_name, load
 
 _PERIOD_S = 1e-3

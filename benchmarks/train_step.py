@@ -8,135 +8,21 @@ of them are compared first; if they differ, no speed is printed and the exit is 
 """
 
 import argparse
-import contextlib
 import sys
-from collections.abc import Iterator
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from mlx_packs.bases.files import TINY
+from mlx_packs.bench.implementations import SCALE, Adapters, MlxLm, Ours, Rows
+from mlx_packs.bench.race import TOLERANCE, Entry, LossesDiffer, race
 from mlx_packs.config.choices import MATMUL_PATHS, POLICIES
 from mlx_packs.errors import PackError
 from mlx_packs.packs.base import Base
-from mlx_packs.runtime import mx
 
 from . import history, patched, report, stock
 from .history import Environment, Record, percentiles, record
-from .implementations import (
-    PATCHED,
-    SAME_BLAS,
-    STOCK,
-    Adapters,
-    Entry,
-    MlxLm,
-    Ours,
-    Rows,
-    ours_name,
-)
+from .implementations import PATCHED, SAME_BLAS, STOCK, conditions, mlx_lm, ours_name
 from .workloads import WORKLOADS, activation_dtype, base_name, load
-
-CHECKED_STEPS = 2  # the second loss has gradients and optimizer in it
-TOLERANCE = {"float32": 1e-5, "float16": 1e-2, "bfloat16": 1e-2}  # of the loss, by activations
-SCALE = 2.0
-
-
-class LossesDiffer(Exception):
-    """The implementations do not compute the same thing, so their speeds say nothing."""
-
-
-@dataclass(frozen=True)
-class Turns:
-    """``rounds`` of forth and back, and how many steps an implementation takes each time it comes up."""
-
-    rounds: int
-    steps: int
-    mlx_lm_steps: int
-
-
-def race(
-    peer: MlxLm, adapters: Adapters, entries: list[Entry], turns: Turns, tolerance: float
-) -> None:
-    """Check that all entries compute the same on the peer's rows, then time them in turns.
-
-    mlx-lm steps with `mx.compile` on, stock, whatever mlx_packs has set; ours as mlx_packs has
-    it. Each turn starts as that implementation would find things alone: mlx-lm's trainer empties MLX's buffer
-    cache after every step; ours keeps it, and so takes one untimed step first, as does the patched
-    mlx-lm.
-    Raises: LossesDiffer before anything is timed.
-    """
-    peers = [e for e in entries if e.implementation is peer]
-    ours = [e for e in entries if e.implementation is not peer]
-    rows = peers[0].rows
-    stock_batch = rows.for_mlx_lm()
-    batch_with_targets = patched.with_targets(*stock_batch)
-
-    def checked(batch: tuple, losses: list[float]) -> Iterator[tuple[mx.array, ...]]:
-        """The peer's first steps on a batch, and what they lose."""
-        before = peer.trained_tokens
-        with stock.mlx(reference_blas=False):
-            for _ in range(CHECKED_STEPS):
-                yield batch
-                losses.append(peer.loss)
-        if (counted := peer.trained_tokens - before) != rows.targets * CHECKED_STEPS:
-            raise LossesDiffer(
-                f"mlx-lm counts {counted} targets in {CHECKED_STEPS} steps, "
-                f"ours {rows.targets} in each"
-            )
-
-    def turn_of_peer(entry: Entry) -> Iterator[tuple[mx.array, ...]]:
-        batch = batch_with_targets if entry.patched else stock_batch
-        peer.patch(entry.patched)
-        mx.clear_cache()
-        with stock.mlx(reference_blas=entry.stock_blas):
-            if entry.patched:
-                yield batch
-            for _ in range(turns.mlx_lm_steps):
-                with entry.memory():
-                    yield batch
-                entry.step_ms.append(peer.step_ms)
-
-    def batches() -> Iterator[tuple[mx.array, ...]]:
-        _say("checking mlx-lm")
-        expected: list[float] = []
-        yield from checked(stock_batch, expected)
-        for entry in (e for e in peers if e.patched):
-            _say(f"checking {entry.name}")
-            peer.reset(adapters)
-            results: list[float] = []
-            yield from checked(batch_with_targets, results)
-            check_losses(expected, results, entry.name, tolerance)
-        for entry in ours:
-            _say(f"checking {entry.name}")
-            batch = rows.for_ours()
-            results = [entry.implementation.step(batch)[1] for _ in expected]
-            check_losses(expected, results, entry.name, tolerance)
-        for turn in range(2 * turns.rounds):
-            for entry in entries if turn % 2 == 0 else entries[::-1]:
-                _say(f"turn {turn + 1} of {2 * turns.rounds}: {entry.name}")
-                if entry.implementation is peer:
-                    yield from turn_of_peer(entry)
-                else:
-                    _time_ours(entry, turns.steps)
-
-    with contextlib.closing(batches()) as schedule:
-        peer.train(schedule)
-
-
-def check_losses(expected: list[float], results: list[float], name: str, tolerance: float) -> None:
-    """Hold the losses of an implementation's first steps against mlx-lm's. Raises: LossesDiffer."""
-    if not all(abs(a - b) <= tolerance * a for a, b in zip(expected, results, strict=True)):
-        raise LossesDiffer(
-            f"losses of mlx-lm {expected} and of {name} {results} differ by "
-            f"more than {tolerance:g} of mlx-lm's"
-        )
-
-
-def _time_ours(entry: Entry, steps: int) -> None:
-    batch = entry.rows.for_ours()
-    entry.implementation.step(batch)
-    for _ in range(steps):
-        with entry.memory():
-            entry.step_ms.append(entry.implementation.step(batch)[0])
 
 
 def records(entries: list[Entry], task: str, dtype: str, rank: int) -> list[Record]:
@@ -154,14 +40,14 @@ def records(entries: list[Entry], task: str, dtype: str, rank: int) -> list[Reco
         about = {
             "dtype": dtype,
             "baseline": baseline.name,
-            "peak_mb": entry.peak_mb,
-            "stock_blas": entry.stock_blas,
+            "peak_mb": entry.peak_bytes / 1e6,
+            "stock_blas": entry.name == STOCK and stock.blas_is_replaced(),
             "note": note,
         }
         speed = entry.tokens_per_s
         ratio = percentiles(speed)["p50"] / base_speed
         new_records.append(
-            record(here, task, entry.name, shape, "step", "ms", entry.step_ms, **about)
+            record(here, task, entry.name, shape, "step", "ms", entry.all_ms, **about)
         )
         new_records.append(
             record(
@@ -197,19 +83,31 @@ def run(options: argparse.Namespace) -> list[Record]:
     rows = Rows.random(batch_size, length, vocab_size, options.seed)
     peer_rows = rows.first(options.mlx_lm_rows or workload.mlx_lm_rows or batch_size)
     _say("loading")
-    peer = MlxLm(fresh, adapters)
-    replaced = stock.blas_is_replaced()
-    entries = [Entry(STOCK, peer, peer_rows, stock_blas=replaced)]
-    if replaced:
-        entries.append(Entry(SAME_BLAS, peer, peer_rows))
-    entries.append(Entry(PATCHED, peer, peer_rows, patched=True))
+    peer = mlx_lm(fresh, adapters)
+    entries = _entries_of_mlx_lm(peer, peer_rows)
+    for entry in entries:
+        entry.steps = options.mlx_lm_steps or workload.mlx_lm_steps
     for path in options.matmul_path or workload.matmul_paths:
         ours = Ours(fresh, adapters, path, options.recompute)
-        entries.append(Entry(ours_name(path, options.recompute), ours, rows))
-    turns = Turns(options.rounds, options.steps, options.mlx_lm_steps or workload.mlx_lm_steps)
-    race(peer, adapters, entries, turns, TOLERANCE[dtype])
+        name = ours_name(path, options.recompute)
+        entries.append(Entry(name, ours, rows, rows.for_ours(), options.steps, untimed=1))
+    race(adapters, entries, range(2 * options.rounds), TOLERANCE[dtype], _say)
     task = f"train_step {base_name(options.workload, options.model)}"
     return records(entries, task, dtype, options.rank)
+
+
+def _entries_of_mlx_lm(peer: MlxLm, rows: Rows) -> list[Entry]:
+    """Stock, with our BLAS where that is another one, and patched, which keeps its buffers."""
+    batch = rows.for_mlx_lm()
+    replaced = stock.blas_is_replaced()
+    own = partial(conditions, peer, False)
+    # losses do not depend on the BLAS, and the reference takes long
+    entries = [Entry(STOCK, peer, rows, batch, around=partial(own, replaced), checked=not replaced)]
+    if replaced:
+        entries.append(Entry(SAME_BLAS, peer, rows, batch, around=partial(own, False)))
+    around = partial(conditions, peer, True, False)
+    targets = patched.with_targets(*batch)
+    return [*entries, Entry(PATCHED, peer, rows, targets, untimed=1, around=around)]
 
 
 def parser() -> argparse.ArgumentParser:

@@ -15,14 +15,14 @@ import time
 import numpy as np
 
 from mlx_packs import runtime
+from mlx_packs.bench.implementations import SCALE, Adapters, Ours, Rows
 from mlx_packs.config.choices import MATMUL_PATHS, POLICIES
 from mlx_packs.errors import PackError
 from mlx_packs.runtime import mx
 
 from . import alone, history, report
 from .history import Environment, Record, record
-from .implementations import Adapters, Ours, Rows, ours_name
-from .train_step import SCALE
+from .implementations import ours_name
 from .workloads import CONFIGS, activation_dtype, base_bytes, random_base
 
 

@@ -11,7 +11,7 @@ PACKAGE = Path(__file__).parents[1] / "mlx_packs"
 LAYERS = """
 errors runtime files display gates measurements chips
 schedules config ops optim nn bases adapters data objectives packs memory inference evaluation training
-convert cli
+convert bench cli
 """.split()
 ENTRY_POINTS = ("__init__", "__main__", "train")  # import what they like; nobody imports them
 

@@ -149,8 +149,8 @@ def test_memory_of_sides_alone_is_recorded_with_ratios(in_this_process, tmp_path
 
 
 def test_memory_of_different_results_is_not_shown(in_this_process, tmp_path, monkeypatch):
-    step = implementations.Ours.step
-    monkeypatch.setattr(implementations.Ours, "step", lambda *a: (0.0, 1.01 * step(*a)[1]))
+    step = memory.Ours.step
+    monkeypatch.setattr(memory.Ours, "step", lambda *a: (0.0, 1.01 * step(*a)[1]))
     file = tmp_path / "h.jsonl"
     assert memory.main(["--workload", "small", "--history", str(file)]) == 1
     assert not file.exists()
