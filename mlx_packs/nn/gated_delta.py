@@ -18,29 +18,26 @@ from ..ops.gated_delta import gated_delta
 _NAME = "gated_delta_update"
 
 
-def _update(  # noqa: PLR0913 (the signature of mlx-lm's function)
+def _update(
     q: mx.array,
     k: mx.array,
     v: mx.array,
     a: mx.array,
     b: mx.array,
-    A_log: mx.array,  # noqa: N803
+    A_log: mx.array,  # noqa: N803 - mlx-lm's name
     dt_bias: mx.array,
-    state: mx.array | None = None,
-    mask: mx.array | None = None,
-    *,
-    use_kernel: bool = True,
-    lower_bound: float | None = None,
-    allow_neg_eigval: bool = False,
+    *optional: mx.array | None,
+    **named: Any,
 ) -> tuple[mx.array, mx.array]:
-    """Return what mlx-lm's function of these arguments does."""
-    beta = mx.sigmoid(b) * (2.0 if allow_neg_eigval else 1.0)
+    """Return what mlx-lm's function of these arguments does: ``state`` and ``mask`` follow."""
+    options = dict(zip(("state", "mask"), optional, strict=False)) | named
+    beta = mx.sigmoid(b) * (2.0 if options.get("allow_neg_eigval") else 1.0)
     rate = mx.exp(A_log.astype(mx.float32))
-    if lower_bound is None:
+    if (lowest := options.get("lower_bound")) is None:
         log_decay = -rate * nn.softplus(a + dt_bias)
     else:
-        log_decay = lower_bound * mx.sigmoid(rate * (a.astype(mx.float32) + dt_bias))
-    return gated_delta(q, k, v, log_decay, beta, state, mask)
+        log_decay = lowest * mx.sigmoid(rate * (a.astype(mx.float32) + dt_bias))
+    return gated_delta(q, k, v, log_decay, beta, options.get("state"), options.get("mask"))
 
 
 def _home(module: nn.Module) -> ModuleType | None:

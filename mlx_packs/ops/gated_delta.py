@@ -21,9 +21,10 @@ import mlx.core as mx
 import numpy as np
 
 from .. import runtime
+from ..chips import chip_here
 from . import _backend
 from ._check import Check, normal
-from ._cost import Launch, chip_here
+from ._cost import Launch
 
 CHUNK = 64  # tokens of a chunk, a power of two
 SEGMENT_BYTES = 512 << 20  # that a segment may have in flight
@@ -213,7 +214,7 @@ def _plans(sizes: Sizes) -> tuple[list[Launch], list[Launch]]:
     flops = 3 * all_tokens * (within + 6 * wide * narrow)
     ours = [Launch("products", 10 * all_tokens * sizes.in_flight, flops, matmul=True)]
     ours += [Launch("states", 0.0)] * (10 * -(-length // CHUNK))
-    cached = 256 if chip_here().name.startswith("Apple M5") else 1
+    cached = 256 if chip_here().matrix_units else 1
     kept = sizes.state_bytes * length // cached
     arrays = 4 * all_tokens * (2 * wide + 3 * narrow)
     steps = 20 * all_tokens * wide * narrow
