@@ -137,8 +137,8 @@ class FidelityMeter:
                 f"--data {columns.data}: no example has a target, so nothing can be compared.",
                 "data",
             )
-        size = self.batches[-1].tokens.size
-        self.matmul_path = choose_matmul_path(base.model, size).matmul_path
+        tokens, steps = self.batches[-1].tokens.size, 2 * len(self.batches)
+        self.matmul_path = choose_matmul_path(base.model, tokens, steps=steps).matmul_path
 
     def with_pack(self, pack: Pack | None) -> Variant:
         """Return the base with a pack attached, or alone."""

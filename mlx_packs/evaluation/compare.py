@@ -132,7 +132,8 @@ def evaluate_batch(  # noqa: PLR0913 - a public facade
     batches, scoring = _scoring_batches(base, examples, max(batch_sizes), length)
     scoring_path = generating_path = matmul_path
     if matmul_path == "auto":
-        scoring_path = choose_matmul_path(base.model, batches[-1].tokens.size).matmul_path
+        tokens, steps = batches[-1].tokens.size, len(models) * len(batches)
+        scoring_path = choose_matmul_path(base.model, tokens, steps=steps).matmul_path
         generating_path = generation_path(scoring_path)
     with display.task("score", len(models) * len(batches), "batches") as bar:
         scores = _score_all(base, models[1:], batches, scoring_path, bar.advance)

@@ -216,8 +216,8 @@ class PerplexityEvaluator:
         self._batches = evaluation_batches(examples, settings.batch_size, length)
         self.matmul_path = settings.matmul_path
         if self.matmul_path == "auto":
-            tokens = self._batches[-1].tokens.size
-            self.matmul_path = choose_matmul_path(base.model, tokens).matmul_path
+            tokens, steps = self._batches[-1].tokens.size, len(self._batches)
+            self.matmul_path = choose_matmul_path(base.model, tokens, steps=steps).matmul_path
 
     def score(self) -> ExampleScores:
         """Score every example."""

@@ -1,33 +1,35 @@
-"""Choose how the frozen weights are used, by measuring it on this machine.
+"""Choose how the frozen weights are used: by times on this machine, remembered for later runs.
 
-For each distinct weight shape of the base the three paths run forward and backward on as many
-tokens as a batch of the run has; their times are added up over the base, which takes one path: a
-path for each kind of weight never won more than 3 % (benchmarks/LOG.md). A path that cannot fit
-into memory is not taken, and the measurement of one that is far behind ends early.
+The times of a base's kinds of weights are added up; it takes one path: a path for each kind never
+won more than 3 % (benchmarks/LOG.md). A path that cannot fit into memory is not taken. Work that is
+too short to measure for takes the path that a formula expects to be the fastest.
 """
 
-import time
-from collections.abc import Callable, Set
-from dataclasses import dataclass
-from functools import partial
+import math
+import os
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass, replace
 
 import mlx.nn as nn
 
-from .. import runtime
-from ..config.choices import MATMUL_PATHS
-from ..nn.quantized import (
-    EMBEDDINGS,
-    PATHS,
-    dense_dtype,
-    dense_module,
-    quantized_modules,
-    true_shape,
-)
+from .. import chips, runtime
+from ..config.choices import MATMUL_PATHS, MatmulPathFacts
+from ..measurements import recall, remember
+from ..nn.quantized import dense_dtype, quantized_modules, true_shape
+from ..ops import _cost
 from ..runtime import mx
+from .path_timing import WeightKind, time_paths, weight_kinds
 
-_MEASURED_ROWS = 512
-_FAR_BEHIND = 3.0  # times the best so far
+LIMIT_S = 1.6  # of a measurement; with what has begun by then it takes 2 s at most
+_SHARE = 0.1  # of the work that follows
+_LEAST_S = 0.1
 _DENSE_SHARE = 0.6  # of the memory that is left
+_LARGE = 1 << 20  # numbers of a weight whose rate is worth keeping
+# A second of a core: multiply-adds of a dense product by OpenBLAS and of MLX's quantized one, and
+# dequantized numbers
+_CPU_DENSE, _CPU_QUANTIZED, _CPU_DEQUANTIZED = 2e10, 1e9, 1e9
+# Of a dense product's rate that MLX's quantized one reaches on GPUs (mlx-lm PRs 406 and 1569)
+_GPU_QUANTIZED = 0.9
 
 
 @dataclass(frozen=True)
@@ -57,7 +59,7 @@ class MatmulPathChoice:
 
     Attributes:
         step_ms: Milliseconds a step that each measured path would take.
-        reason: Why a faster one was left out, or nothing was measured.
+        reason: Where the times are from, or why there are none; why another path was left out.
     """
 
     matmul_path: str
@@ -82,107 +84,155 @@ def dense_bytes(model: nn.Module) -> int:
     return total
 
 
-def _seconds(multiply: Callable[[mx.array], mx.array], x: mx.array) -> float:
-    """Return the seconds of a product and its input gradient; the best of two after a first run."""
-    cotangent = mx.random.normal(multiply(x).shape, key=mx.random.key(1)).astype(x.dtype)
-    mx.eval(cotangent)
-
-    def once() -> float:
-        start = time.perf_counter()
-        mx.eval(mx.vjp(multiply, [x], [cotangent]))  # both, or the forward would not run
-        return time.perf_counter() - start
-
-    first = once()
-    return first if first > 0.5 else min(once(), once())
-
-
-def _by_kind(model: nn.Module) -> dict[tuple, list[tuple[str, nn.Module]]]:
-    """Return the quantized weights that a step multiplies, by what the time of a product depends on.
-
-    A head has another number of rows. An embedding that is only looked up is left out.
-    """
-    modules = quantized_modules(model)
-    has_head = "lm_head" in model or any(path.endswith("lm_head") for path, _ in modules)
-    kinds: dict[tuple, list[tuple[str, nn.Module]]] = {}
-    for path, module in modules:
-        is_embedding = isinstance(module, EMBEDDINGS)
-        if is_embedding and has_head:
-            continue
-        is_head = is_embedding or path.endswith("lm_head")
-        kind = true_shape(module), module.bits, module.group_size, module.mode, is_head
-        kinds.setdefault(kind, []).append((path, module))
-    return kinds
-
-
-def weight_kinds(model: nn.Module) -> int:
-    """Return how many kinds of quantized weights (shape, bits, group, mode) are to be measured."""
-    return len(_by_kind(model))
-
-
 def choose_matmul_path(
     model: nn.Module,
-    rows: int,
-    head_rows: int | None = None,
-    advance: Callable[[], None] | None = None,
+    tokens: int,
+    head_tokens: int | None = None,
     planned: Set[str] | None = None,
+    steps: int | None = None,
 ) -> MatmulPathChoice:
-    """Measure the three matmul paths for steps of ``rows`` tokens and take the fastest that fits.
+    """Return the matmul path that is the fastest for a number of steps, of those that fit.
 
-    Times are for at most 512 tokens, scaled up.
+    The paths are timed on this device for `LIMIT_S` and a tenth of the work that follows at most,
+    or not at all where that was done before.
 
     Args:
         model: The base.
-        rows: Tokens of a batch.
-        head_rows: Tokens that reach the head, by default all.
-        advance: Called after each kind of weight.
+        tokens: Of a batch.
+        head_tokens: That reach the head, by default all.
         planned: The paths that fit by the plan of the run; without a plan, ``dense`` must leave
             some of the free memory to the run.
+        steps: How many follow; None is many.
     """
-    by_kind = _by_kind(model)
-    if not by_kind:
+    kinds = weight_kinds(model, tokens, head_tokens or tokens)
+    if not kinds:
         return MatmulPathChoice("dense", {}, "the base is not quantized")
-    kinds = []
-    for kind, of_kind in by_kind.items():
-        is_head = kind[-1]
-        tokens = head_rows if is_head and head_rows else rows
-        seconds = product_seconds(of_kind[0][1], tokens)
-        ms = {path: 1e3 * seconds[path] * len(of_kind) for path in MATMUL_PATHS}
-        names = sorted({path.rsplit(".", 1)[-1] for path, _ in of_kind})
-        kinds.append(KindTimes(tuple(names), kind[0], len(of_kind), ms))
-        if advance is not None:
-            advance()
-    step_ms = {path: sum(kind.step_ms[path] for kind in kinds) for path in MATMUL_PATHS}
-    if planned is None:
-        free = runtime.total_memory() - mx.get_active_memory()
-        fits = dense_bytes(model) < _DENSE_SHARE * free
-        planned = {p for p, facts in MATMUL_PATHS.items() if fits or not facts.keeps_dense}
-    candidates = {path: ms for path, ms in step_ms.items() if path in planned}
-    left_out = [path for path in step_ms if path not in planned]
-    reason = f"{' and '.join(left_out)} would not fit" if left_out else ""
-    if left_out and all(MATMUL_PATHS[path].keeps_dense for path in left_out):
-        reason = f"{' and '.join(left_out)} would need {dense_bytes(model) / 1e9:.1f} GB more"
-    matmul_path = min(candidates, key=candidates.__getitem__)
-    return MatmulPathChoice(matmul_path, step_ms, reason, tuple(kinds))
+    paths = [path for path in MATMUL_PATHS if path in (planned or _fitting(model))]
+    left_out = _left_out(model, paths)
+    if len(paths) == 1:
+        return MatmulPathChoice(paths[0], {}, left_out)
+    source, step_s = _times(kinds, paths, steps)
+    if step_s is None:
+        expected = _expected(kinds, paths)
+        best = min(expected, key=expected.__getitem__)
+        return MatmulPathChoice(best, {}, _joined(source, left_out))
+    times = tuple(
+        KindTimes(kind.names, kind.shape, kind.count, {path: 1e3 * s[path] for path in paths})
+        for kind, s in zip(kinds, step_s, strict=True)
+    )
+    step_ms = {path: sum(kind.step_ms[path] for kind in times) for path in paths}
+    best = min(step_ms, key=step_ms.__getitem__)
+    return MatmulPathChoice(best, step_ms, _joined(source, left_out), times)
 
 
-def product_seconds(module: nn.Module, rows: int) -> dict[str, float]:
-    """Return the seconds of one product of ``rows`` tokens by each path.
+def _fitting(model: nn.Module) -> Set[str]:
+    """Return the paths that leave some of the free memory to a run."""
+    free = runtime.total_memory() - mx.get_active_memory()
+    fits = dense_bytes(model) < _DENSE_SHARE * free
+    return {path for path, facts in MATMUL_PATHS.items() if fits or not facts.keeps_dense}
 
-    One whose time is in proportion to the rows is extrapolated where it is far behind.
+
+def _left_out(model: nn.Module, paths: Sequence[str]) -> str:
+    """Return why other paths are left out; empty where none is."""
+    others = [path for path in MATMUL_PATHS if path not in paths]
+    if others and all(MATMUL_PATHS[path].keeps_dense for path in others):
+        return f"{' and '.join(others)} would need {dense_bytes(model) / 1e9:.1f} GB more"
+    return f"{' and '.join(others)} would not fit" if others else ""
+
+
+def _joined(*parts: str) -> str:
+    return "; ".join(part for part in parts if part)
+
+
+def _times(
+    kinds: Sequence[WeightKind], paths: Sequence[str], steps: int | None
+) -> tuple[str, list[dict[str, float]] | None]:
+    """Return the seconds of a step by kind and path, None if not known, and where they are from."""
+    of = {"weights": [_facts(kind) for kind in kinds]}
+    if (step_s := _recalled(of, kinds, paths)) is not None:
+        return "measured before", step_s
+    limit = LIMIT_S
+    if steps is not None:
+        limit = min(limit, _SHARE * steps * min(_expected(kinds, paths).values()))
+    if limit < _LEAST_S:
+        return "by formula, since measuring would take longer than it could save", None
+    timing = time_paths(kinds, paths, limit)
+    if timing is None:
+        return f"by formula, since {limit:.1f} s were too short to measure", None
+    remember("matmul-path", of, {"step_s": timing.step_s})
+    _remember_rates(kinds, timing.step_s)
+    some = f", {timing.timed} of {len(kinds)} kinds of weights" * (timing.timed < len(kinds))
+    return f"measured in {timing.seconds:.1f} s{some}", timing.step_s
+
+
+def _facts(kind: WeightKind) -> list:
+    """Return what the time of a kind depends on, as JSON."""
+    return [*kind.shape, kind.count, kind.tokens, *kind.quantization, str(dense_dtype(kind.module))]
+
+
+def _recalled(
+    of: Mapping, kinds: Sequence[WeightKind], paths: Sequence[str]
+) -> list[dict[str, float]] | None:
+    """Return the times of an earlier measurement; None without one of all paths."""
+    step_s = (recall("matmul-path", of) or {}).get("step_s")
+    try:
+        if len(step_s) == len(kinds) and all(times[path] > 0 for times in step_s for path in paths):
+            return step_s
+    except (TypeError, KeyError):
+        pass
+    return None
+
+
+def _expected(kinds: Sequence[WeightKind], paths: Sequence[str]) -> dict[str, float]:
+    """Return the seconds of a step that each path is expected to take.
+
+    They are by the rates of this device, where it was measured, and else by nominal ones.
     """
-    sample = min(rows, _MEASURED_ROWS)
-    dense = dense_module(module)
-    weight = dense.weight
-    x = mx.random.normal((sample, weight.shape[1]), key=mx.random.key(0)).astype(weight.dtype)
-    mx.eval(x, weight)
-    seconds: dict[str, float] = {}
-    for path, facts in reversed(MATMUL_PATHS.items()):
-        measured = dense if facts.keeps_dense else module
-        product = partial(PATHS[path].product, module=measured)
-        if facts.in_place:
-            few = max(1, sample // 16)
-            seconds[path] = _seconds(product, x[:few]) * sample / few
-            if seconds[path] > _FAR_BEHIND * min(seconds.values()):
-                continue
-        seconds[path] = _seconds(product, x)
-    return {path: value * rows / sample for path, value in seconds.items()}
+    expected = dict.fromkeys(paths, 0.0)
+    for kind in kinds:
+        rates = _rates(kind)
+        for path in paths:
+            if expected.keys() <= rates.keys():
+                expected[path] += kind.multiply_adds / rates[path]
+            else:
+                products = _expected_on_cpu if runtime.on_cpu() else _expected_on_gpu
+                both = 2 * products(kind, MATMUL_PATHS[path])  # forward and backward
+                expected[path] += kind.count * both
+    return expected
+
+
+def _rates(kind: WeightKind) -> dict[str, float]:
+    """Return the multiply-adds per second by path that this device reached, as `recall` has them."""
+    rates = recall("matmul-rates", _rates_of(kind)) or {}
+    return {path: rate for path, rate in rates.items() if isinstance(rate, float) and rate > 0}
+
+
+def _rates_of(kind: WeightKind) -> dict:
+    return {"quantization": kind.quantization, "dtype": str(dense_dtype(kind.module))}
+
+
+def _remember_rates(kinds: Sequence[WeightKind], step_s: Sequence[Mapping[str, float]]) -> None:
+    """Keep the rates of the largest weight, which those of other bases will be like."""
+    i = max(range(len(kinds)), key=lambda i: math.prod(kinds[i].shape))
+    if math.prod(kinds[i].shape) >= _LARGE:
+        rates = {path: kinds[i].multiply_adds / seconds for path, seconds in step_s[i].items()}
+        remember("matmul-rates", _rates_of(kinds[i]), _rates(kinds[i]) | rates)
+
+
+def _expected_on_cpu(kind: WeightKind, facts: MatmulPathFacts) -> float:
+    rate = (os.cpu_count() or 1) * (_CPU_QUANTIZED if facts.in_place else _CPU_DENSE)
+    numbers = math.prod(kind.shape)
+    dequantized = numbers / _CPU_DEQUANTIZED if facts.dequantizes else 0.0
+    return kind.tokens * numbers / rate + dequantized
+
+
+def _expected_on_gpu(kind: WeightKind, facts: MatmulPathFacts) -> float:
+    (out, width), (bits, group_size, _) = kind.shape, kind.quantization
+    itemsize = dense_dtype(kind.module).size
+    quantized = out * width * (bits + 32 / group_size) / 8  # bytes
+    launches = [_cost.product("product", itemsize, kind.tokens, width, out)]
+    if facts.in_place:
+        launches = [replace(launches[0], flops=launches[0].flops / _GPU_QUANTIZED)]
+    if facts.dequantizes:
+        launches.append(_cost.Launch("dequantize", quantized + itemsize * out * width))
+    return _cost.seconds(launches, chips.chip_here())

@@ -5,6 +5,7 @@ a dense product; the backward dequantizes again, so nothing dense is kept. ``den
 once and keep. Which is fastest depends on device, rows and shape: `auto` measures (matmul_path.py).
 """
 
+import copy
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -166,6 +167,18 @@ def dense_module(module: nn.Module, dtype: mx.Dtype | None = None) -> nn.Module:
     dense.weight = weight
     dense.freeze()
     return dense
+
+
+def first_rows(module: nn.Module, count: int) -> nn.Module:
+    """Return a quantized linear or embedding with the first rows of its weight and no others."""
+    sizes = {"weight": count, "scales": count, "biases": count, "bias": count}
+    if isinstance(module, NF4):
+        sizes["absmax"] = -(-count * true_shape(module)[1] // module.group_size)
+        sizes["nested_absmax"] = -(-sizes["absmax"] // nf4.NESTED_BLOCK_SIZE)
+    part = copy.copy(module)
+    for name in sizes.keys() & module.keys():
+        part[name] = module[name][: sizes[name]]
+    return part
 
 
 def frozen_head(module: nn.Module) -> FrozenHead | None:

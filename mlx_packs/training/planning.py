@@ -7,17 +7,19 @@ from pathlib import Path
 
 from .. import runtime
 from ..adapters.method import Trainable
+from ..config.choices import MATMUL_PATHS
 from ..config.schema import TrainConfig
-from ..display import VERBOSE, Display, size
+from ..display import VERBOSE, size
 from ..errors import PackError
 from ..memory.estimate import check_least, plan_run
 from ..memory.headers import Headers
-from ..memory.matmul_path import MatmulPathChoice, choose_matmul_path, weight_kinds
+from ..memory.matmul_path import MatmulPathChoice, choose_matmul_path
 from ..memory.plan import ERROR, MemoryPlan, fit
 from ..memory.read import read_headers
 from ..nn.quantized import matmul_path_of
 from ..packs.base import Base
 from .dataset import Dataset
+from .run_folder import recorded_matmul_path
 from .settings import Run
 
 
@@ -72,7 +74,7 @@ def fit_into_memory(
         if error.code == "memory":
             raise
         run.display.line("plan", f"{error.message} Memory is not checked.")
-    choice = choose_path(target, run.train, dataset.typical_rows(), plans, run.display)
+    choice = choose_path(run, target, dataset.typical_rows(), plans)
     plan = plans.get(choice.matmul_path)
     if plan:
         _show_plan(base, run, plan)
@@ -83,27 +85,28 @@ def fit_into_memory(
 
 
 def choose_path(
-    base: Base,
-    train: TrainConfig,
-    rows: tuple[int, int] | None,
-    plans: Mapping[str, MemoryPlan],
-    display: Display,
+    run: Run, base: Base, rows: tuple[int, int] | None, plans: Mapping[str, MemoryPlan]
 ) -> MatmulPathChoice:
-    """Return the matmul path as asked for, or the fastest of those that are planned.
+    """Return the matmul path as asked for, that of a resumed run, or the fastest of the planned ones.
 
     ``rows`` are those of a typical batch that go through a weight and through the head; None where
     the base is dense for the task.
     """
     if rows is None:
         return MatmulPathChoice("dense", {}, "the base is not quantized")
-    if train.matmul_path != "auto":
-        choice = MatmulPathChoice(train.matmul_path, {}, "as asked")
+    asked = run.train.matmul_path
+    resumed = recorded_matmul_path(run.folder) if run.resume else None
+    if asked != "auto":
+        choice = MatmulPathChoice(asked, {}, "as asked")
+    elif resumed in (plans or MATMUL_PATHS):
+        choice = MatmulPathChoice(resumed, {}, "as the run began")
     else:
-        with display.task("path", weight_kinds(base.model), "kinds of weights measured") as bar:
-            choice = choose_matmul_path(base.model, *rows, bar.advance, frozenset(plans) or None)
-    display.line("path", choice.line())
+        with run.display.working("path", "measuring how frozen weights are used fastest"):
+            planned = frozenset(plans) or None
+            choice = choose_matmul_path(base.model, *rows, planned, run.goal.stop)
+    run.display.line("path", choice.line())
     for kind in choice.kinds:
-        display.line("", kind.line(), VERBOSE)
+        run.display.line("", kind.line(), VERBOSE)
     return choice
 
 

@@ -178,6 +178,8 @@ def run(run: Run) -> TrainRun:
     memory = fit_into_memory(
         run, base, target, dataset, task.planned_settings(), task.unplanned_recompute
     )
+    if run.train.matmul_path == "auto":
+        identity["matmul_path"] = memory.choice.matmul_path
     base_weights = count_weights(base.model)
     method = METHODS[run.train.method]
     trainable = method.attach(target, lora, run.train, memory.choice.matmul_path)

@@ -40,7 +40,10 @@ def clear_run(run: Path) -> None:
 
 
 def write_identity(run: Path, identity: dict) -> None:
-    """Write the ``recipe`` of a run, and the fingerprints of its ``base`` and ``data``."""
+    """Write the ``recipe`` of a run, and the fingerprints of its ``base`` and ``data``.
+
+    A resumed run takes the ``matmul_path`` that is there, the choice of ``auto``.
+    """
     atomic_write(run / CONFIG, to_json({"format": RUN_FORMAT, **identity}))
 
 
@@ -61,6 +64,12 @@ def read_identity(run: Path) -> dict:
             "unreadable",
         )
     return identity | {"recipe": current_keys(identity["recipe"])}
+
+
+def recorded_matmul_path(run: Path) -> str | None:
+    """Return the matmul path that ``auto`` chose when a run began; None if it chose none."""
+    path = read_identity(run).get("matmul_path")
+    return path if isinstance(path, str) else None
 
 
 def is_run(folder: Path) -> bool:

@@ -1,56 +1,55 @@
-"""Choosing how the frozen weights are multiplied."""
+"""Choosing how the frozen weights are multiplied, and remembering it."""
+
+import json
 
 import mlx.nn as nn
 import pytest
 
+from mlx_packs import chips, measurements, runtime
+from mlx_packs.files import CACHE_VARIABLE
 from mlx_packs.memory import matmul_path
-from mlx_packs.memory.matmul_path import choose_matmul_path, weight_kinds
+from mlx_packs.memory.matmul_path import LIMIT_S, choose_matmul_path
+from mlx_packs.memory.path_timing import Timing
 from mlx_packs.runtime import mx
 from tests.helpers.models import base_of
 
+EVERY = {"quantized", "transient", "dense"}
+STEP_S = {"quantized": 3.0, "transient": 2.0, "dense": 1.0}
 
-def quantized(**changes):
+
+def quantized(bits: int = 4, dtype: mx.Dtype = mx.float32, **changes):
     base = base_of("qwen3", **changes)
-    nn.quantize(base.model, group_size=32, bits=4)
+    base.model.set_dtype(dtype)
+    nn.quantize(base.model, group_size=32, bits=bits)
     base.model.freeze()
     return base.model
 
 
-def test_seconds_runs_forward_and_backward():
-    """Both products are in the graph that is evaluated."""
-    calls = []
-    x = mx.ones((4, 8))
-    weight = mx.ones((6, 8))
-
-    @mx.custom_function
-    def multiply(v):
-        calls.append("forward")
-        return v @ weight.T
-
-    @multiply.vjp
-    def multiply_vjp(primals, cotangent, _):
-        calls.append("backward")
-        return cotangent @ weight
-
-    matmul_path._seconds(multiply, x)
-    assert calls.count("backward") >= 2 and calls.count("forward") > calls.count("backward")
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "cache"))
+    return tmp_path / "cache" / "measurements"
 
 
-@pytest.mark.parametrize(("tied", "kinds"), [(True, 6), (False, 6)])
-def test_an_embedding_counts_as_a_head_only_where_it_is_one(tied, kinds):
-    model = quantized(tie_word_embeddings=tied)
-    assert weight_kinds(model) == kinds
+@pytest.fixture
+def limits(monkeypatch):
+    """The limits of all measurements, which take no time and find `STEP_S`."""
+    limits = []
+
+    def time_paths(kinds, paths, limit_s):
+        limits.append(limit_s)
+        return Timing([{path: STEP_S[path] for path in paths} for _ in kinds], len(kinds), 0.25)
+
+    monkeypatch.setattr(matmul_path, "time_paths", time_paths)
+    return limits
 
 
 def test_choice_names_every_path_with_its_time():
-    counted = []
-    choice = choose_matmul_path(quantized(), 64, 16, lambda: counted.append(1))
-    assert set(choice.step_ms) == {"quantized", "transient", "dense"}
+    choice = choose_matmul_path(quantized(), 64, 16)
+    assert set(choice.step_ms) == EVERY
     assert all(ms > 0 for ms in choice.step_ms.values())
     assert choice.step_ms[choice.matmul_path] == min(choice.step_ms.values())
-    assert len(counted) == weight_kinds(quantized())
-    assert choice.line().endswith(f"→ {choice.matmul_path}")
-    assert len(choice.kinds) == weight_kinds(quantized())
+    assert f"→ {choice.matmul_path} (measured in " in choice.line()
     for path, ms in choice.step_ms.items():
         assert ms == pytest.approx(sum(kind.step_ms[path] for kind in choice.kinds))
     measured = {name for kind in choice.kinds for name in kind.names}
@@ -58,16 +57,15 @@ def test_choice_names_every_path_with_its_time():
     assert sum(kind.count for kind in choice.kinds) == 2 * 7 + 1
 
 
-def test_the_fastest_path_that_is_planned_is_taken(monkeypatch):
-    seconds = {"quantized": 3.0, "transient": 2.0, "dense": 1.0}
-    monkeypatch.setattr(matmul_path, "product_seconds", lambda module, rows: seconds)
-
+def test_the_fastest_path_that_is_planned_is_taken(limits):
     def best(planned):
         return choose_matmul_path(quantized(), 64, planned=planned).matmul_path
 
     assert best({"quantized", "transient", "dense"}) == "dense"
     assert best({"quantized", "transient"}) == "transient"
+    assert len(limits) == 2
     assert best({"quantized"}) == "quantized"
+    assert len(limits) == 2, "one path is no choice"
 
 
 def test_dense_is_not_taken_where_it_does_not_fit(monkeypatch):
@@ -85,4 +83,115 @@ def test_scales_without_biases_are_measured_too():
     base = base_of("qwen3", hidden_size=64)
     nn.quantize(base.model, group_size=32, bits=4, mode="mxfp4")
     base.model.freeze()
-    assert choose_matmul_path(base.model, 32).matmul_path in ("quantized", "transient", "dense")
+    choice = choose_matmul_path(base.model, 32)
+    assert choice.matmul_path in EVERY and set(choice.step_ms) == EVERY
+
+
+def test_what_was_measured_before_is_not_measured_again(cache, limits):
+    model = quantized()
+    first, again = (choose_matmul_path(model, 64, 16) for _ in range(2))
+    assert limits == [LIMIT_S]
+    assert "(measured in 0.2 s)" in first.line() and "(measured before)" in again.line()
+    assert (again.matmul_path, again.step_ms) == (first.matmul_path, first.step_ms)
+    assert again.kinds == first.kinds
+    choose_matmul_path(quantized(), 64, 16, steps=1)
+    assert len(limits) == 1, "another base of the same geometry, and little work"
+    fewer = choose_matmul_path(model, 64, 16, {"quantized", "transient"})
+    assert fewer.matmul_path == "transient" and set(fewer.step_ms) == {"quantized", "transient"}
+    assert len(limits) == 1
+
+
+def test_other_work_and_devices_are_measured(cache, limits, monkeypatch):
+    choose_matmul_path(quantized(), 64, 16)
+    others = [
+        lambda: choose_matmul_path(quantized(), 65, 16),
+        lambda: choose_matmul_path(quantized(), 64, 17),
+        lambda: choose_matmul_path(quantized(bits=8), 64, 16),
+        lambda: choose_matmul_path(quantized(dtype=mx.bfloat16), 64, 16),
+        lambda: choose_matmul_path(quantized(intermediate_size=128), 64, 16),
+        lambda: choose_matmul_path(quantized(num_hidden_layers=1), 64, 16),
+    ]
+    for number, choose in enumerate(others, 2):
+        choose()
+        assert len(limits) == number
+    for change in (
+        lambda patch: patch.setattr(runtime, "device_name", lambda: "Apple M9 (metal)"),
+        lambda patch: patch.setattr(measurements.mx, "__version__", "9.9"),
+    ):
+        with monkeypatch.context() as patch:
+            before = len(limits)
+            change(patch)
+            choose_matmul_path(quantized(), 64, 16)
+            assert len(limits) == before + 1
+    before = len(limits)
+    choose_matmul_path(quantized(), 64, 16)
+    assert len(limits) == before
+
+
+def test_paths_that_were_not_measured_before_are(cache, limits):
+    choose_matmul_path(quantized(), 64, planned={"quantized", "transient"})
+    assert choose_matmul_path(quantized(), 64).matmul_path == "dense" and len(limits) == 2
+
+
+@pytest.mark.parametrize(
+    "step_s", ["x", None, [], [1.0] * 6, [{"quantized": 1.0}] * 6, [dict.fromkeys(EVERY, "1")] * 6]
+)
+def test_a_damaged_measurement_is_replaced(cache, limits, step_s):
+    choose_matmul_path(quantized(), 64)
+    (file,) = cache.glob("matmul-path-*.json")
+    content = json.loads(file.read_text())
+    file.write_text(json.dumps({**content, "result": {"step_s": step_s}}))
+    assert choose_matmul_path(quantized(), 64).matmul_path == "dense"
+    assert len(limits) == 2 and json.loads(file.read_text()) == content
+
+
+def test_a_measurement_takes_a_tenth_of_the_work_at_most(limits, monkeypatch):
+    monkeypatch.setattr(matmul_path, "_expected", lambda *_: {"quantized": 0.2, "dense": 0.1})
+    short = choose_matmul_path(quantized(), 64, steps=9)
+    assert not limits and not short.step_ms and short.matmul_path == "dense"
+    assert "by formula" in short.line()
+    for steps, limit in ((110, 1.1), (150, 1.5), (10_000, LIMIT_S), (None, LIMIT_S)):
+        choose_matmul_path(quantized(), 64, steps=steps)
+        assert limits[-1] == pytest.approx(limit)
+
+
+def test_without_time_for_a_repetition_the_formula_chooses(cache, monkeypatch):
+    monkeypatch.setattr(matmul_path, "time_paths", lambda *_: None)
+    choice = choose_matmul_path(quantized(), 64)
+    assert choice.line() == f"dense (by formula, since {LIMIT_S:.1f} s were too short to measure)"
+    assert not cache.exists()
+
+
+def test_formula_of_a_cpu_prefers_dense_then_transient():
+    kinds = matmul_path.weight_kinds(quantized(), 512, 64)
+    expected = matmul_path._expected(kinds, sorted(EVERY))
+    assert sorted(expected, key=expected.get) == ["dense", "transient", "quantized"]
+
+
+@pytest.mark.parametrize(("tokens", "fastest"), [(16, "quantized"), (4096, "transient")])
+def test_formula_of_a_gpu_dequantizes_for_many_tokens(monkeypatch, tokens, fastest):
+    monkeypatch.setattr(runtime, "on_cpu", lambda: False)
+    monkeypatch.setattr(chips, "chip_here", lambda: chips.chip("Apple M2 Pro"))
+    model = quantized(dtype=mx.bfloat16, hidden_size=512, intermediate_size=1536)
+    kinds = matmul_path.weight_kinds(model, tokens, tokens)
+    expected = matmul_path._expected(kinds, ["quantized", "transient"])
+    assert min(expected, key=expected.get) == fastest
+
+
+def test_formula_takes_the_rates_that_were_measured(cache, monkeypatch):
+    rates = {"quantized": 4e9, "transient": 2e9, "dense": 1e9}
+    monkeypatch.setattr(matmul_path, "_LARGE", 1)
+
+    def time_paths(kinds, paths, limit_s):
+        times = [{path: kind.multiply_adds / rates[path] for path in paths} for kind in kinds]
+        return Timing(times, len(kinds), 1.0)
+
+    monkeypatch.setattr(matmul_path, "time_paths", time_paths)
+    choose_matmul_path(quantized(), 64)
+    kinds = matmul_path.weight_kinds(quantized(), 128, 128)
+    work = sum(kind.multiply_adds for kind in kinds)
+    expected = matmul_path._expected(kinds, sorted(EVERY))
+    assert expected == pytest.approx({path: work / rate for path, rate in rates.items()})
+    assert choose_matmul_path(quantized(), 128, steps=1).matmul_path == "quantized"
+    other = matmul_path.weight_kinds(quantized(bits=8), 128, 128)
+    assert matmul_path._expected(other, sorted(EVERY)) != expected

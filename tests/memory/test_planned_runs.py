@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import huggingface_hub
@@ -10,14 +11,16 @@ import pytest
 from mlx_packs import LoRAConfig, TrainConfig, runtime, train_pack
 from mlx_packs.bases.files import tiny_checkpoint
 from mlx_packs.config.schema import DataConfig
-from mlx_packs.data.rows import load_rows
 from mlx_packs.display import QUIET, Display
 from mlx_packs.memory.estimate import plan_run
 from mlx_packs.memory.headers import Headers
+from mlx_packs.memory.matmul_path import MatmulPathChoice
 from mlx_packs.memory.plan import ERROR
+from mlx_packs.training import planning
 from mlx_packs.training.phases import resolve_phases
 from mlx_packs.training.planning import choose_path
-from mlx_packs.training.tasks.tokens import encode_phases
+from mlx_packs.training.run_folder import write_identity
+from mlx_packs.training.settings import Run
 from tests.helpers.errors import check, raises
 from tests.helpers.headers import dense_headers, write_headers
 from tests.helpers.rows import chat, write_rows
@@ -37,6 +40,19 @@ def memory(monkeypatch):
         monkeypatch.setattr(runtime, "total_memory", lambda: int(size))
 
     return set_memory
+
+
+@pytest.fixture
+def measured(monkeypatch) -> list:
+    """The calls that measure matmul paths; dense is the fastest."""
+    calls = []
+
+    def choose(*arguments):
+        calls.append(arguments)
+        return MatmulPathChoice("dense", {}, "")
+
+    monkeypatch.setattr(planning, "choose_matmul_path", choose)
+    return calls
 
 
 @pytest.mark.parametrize("recomputed", [pytest.param(False, marks=pytest.mark.slow), True])
@@ -87,13 +103,9 @@ def test_a_base_whose_headers_cannot_be_read_is_left_to_loading(monkeypatch, tmp
 
 
 def test_training_that_cannot_fit_is_rejected_unless_forced(
-    long_chats, tmp_path, monkeypatch, memory, run
+    long_chats, tmp_path, measured, memory, run
 ):
     memory(60e6)
-    measured = []
-    monkeypatch.setattr(
-        "mlx_packs.training.planning.choose_matmul_path", lambda *_: measured.append(1)
-    )
     out = tmp_path / "p"
     arguments = ["train", "--data", long_chats, "--out", out, "--iters", "1", "--recompute", "none"]
     code, _, err = run(*arguments)
@@ -142,15 +154,39 @@ def test_a_run_has_the_plans_of_the_paths_that_fit_best(tiny, memory):
     assert list(plans(least - 1, force=True)) == [cheapest]
 
 
-def test_auto_takes_one_of_the_planned_paths(tiny, long_chats):
-    train = TrainConfig(batch_size=4, max_seq_length=128, iters=4, recompute="none")
-    columns, display = DataConfig(data=str(long_chats)), Display(QUIET)
-    phases = resolve_phases(train, columns)
-    long_chats = encode_phases(phases, [load_rows(columns)], tiny, train, display).typical_rows()
-    plans = plan_run(Headers.of(tiny), LoRAConfig(), train, {(96, 300)})
-    for path in plans:
-        choice = choose_path(tiny, train, long_chats, {path: plans[path]}, display)
-        assert choice.matmul_path == path and len(choice.step_ms) == 3
+def run_of(base, folder: Path, **settings) -> Run:
+    train, columns = TrainConfig(**settings), DataConfig(data="tiny")
+    phases, pack = resolve_phases(train, columns), folder / "p"
+    return Run(base, LoRAConfig(), train, columns, phases, pack, folder / "p-run", Display(QUIET))
+
+
+def test_auto_is_measured_on_the_rows_and_batches_of_the_run(shared_tiny, tmp_path, measured):
+    plans = dict.fromkeys(("quantized", "dense"))
+    run = run_of(shared_tiny, tmp_path, iters=40)
+    assert choose_path(run, shared_tiny, (96, 30), plans).matmul_path == "dense"
+    assert measured == [(shared_tiny.model, 96, 30, {"quantized", "dense"}, 40)]
+    asked = run_of(shared_tiny, tmp_path, matmul_path="transient")
+    assert choose_path(asked, shared_tiny, (96, 30), plans).line() == "transient (as asked)"
+    assert choose_path(run, shared_tiny, None, {}).matmul_path == "dense" and len(measured) == 1
+
+
+@pytest.mark.parametrize(
+    ("recorded", "taken"),
+    [("quantized", "quantized"), ("transient", "dense"), (None, "dense"), (["x"], "dense")],
+)
+def test_a_resumed_run_takes_its_path_while_it_fits(
+    shared_tiny, tmp_path, measured, recorded, taken
+):
+    run = replace(run_of(shared_tiny, tmp_path), resume=True)
+    run.folder.mkdir()
+    identity = {"recipe": {}, "base": "", "data": {}}
+    write_identity(run.folder, identity | ({"matmul_path": recorded} if recorded else {}))
+    plans = dict.fromkeys(("quantized", "dense"))
+    choice = choose_path(run, shared_tiny, (96, 30), plans)
+    assert choice.matmul_path == taken
+    assert len(measured) == (recorded != "quantized")
+    asked = replace(run, train=replace(run.train, matmul_path="transient"))
+    assert choose_path(asked, shared_tiny, (96, 30), plans).matmul_path == "transient"
 
 
 @pytest.mark.slow

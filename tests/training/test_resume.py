@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from mlx_packs.config.schema import DataConfig
 from mlx_packs.errors import PackError
 from mlx_packs.files import exclusive_writer, sha256
 from mlx_packs.runtime import mx
+from mlx_packs.training import planning
 from mlx_packs.training.folders import output_folders
 from mlx_packs.training.run_folder import clear_run, is_run, latest_checkpoint, read_metrics
 from tests.helpers.errors import check, raises
@@ -128,6 +130,19 @@ def test_resume_rejects_a_damaged_optimizer(trained_copy, resumed, change, names
 @pytest.mark.parametrize("out", [".", "/", "..", "nope", "o-run/config.json/x"])
 def test_resume_of_no_run_is_refused(trained_copy, out):
     assert isinstance(packs_train("--out", out, "--resume"), PackError)
+
+
+def test_resume_takes_the_matmul_path_that_auto_chose(trained_copy, monkeypatch):
+    auto = replace(TRAIN, matmul_path="auto", iters=1)
+    report = train_pack("tiny", "d", LORA, auto, "a").report
+    config = trained_copy / "a-run" / "config.json"
+    identity = json.loads(config.read_text())
+    assert identity["matmul_path"] == report["matmul_path"]
+    identity["matmul_path"] = "transient"
+    config.write_text(json.dumps(identity))
+    monkeypatch.delattr(planning, "choose_matmul_path")
+    report = train_pack("tiny", "d", LORA, replace(auto, iters=2), "a", resume=True).report
+    assert report["matmul_path"] == json.loads(config.read_text())["matmul_path"] == "transient"
 
 
 def test_resume_needs_no_other_flag(trained_copy, trained):

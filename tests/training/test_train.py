@@ -10,6 +10,7 @@ from click.testing import CliRunner
 from mlx_packs import LoRAConfig, Pack, TrainConfig, evaluate, runtime, train_pack
 from mlx_packs.cli.main import packs
 from mlx_packs.cli.train import train as train_command
+from mlx_packs.memory import matmul_path
 from mlx_packs.runtime import mx
 from tests.helpers.errors import raises
 from tests.helpers.observers import observe
@@ -170,7 +171,8 @@ def test_single_rows_and_last_k_targets_train(tiny, tmp_path):
 
 
 @pytest.mark.parametrize("adapted", ["", "--target-modules q_proj"])
-def test_json_reports_the_matmul_path_of_each_weight(numbers, tmp_path, adapted):
+def test_json_reports_the_matmul_path_of_each_weight(numbers, tmp_path, adapted, monkeypatch):
+    monkeypatch.setattr(matmul_path, "_SHARE", 100)  # two batches are little to measure for
     arguments = (
         f"--data {numbers} --out {tmp_path / 'p'} --iters 2 --batch-size 1 --rank 2 {adapted}"
     )

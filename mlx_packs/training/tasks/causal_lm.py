@@ -173,7 +173,8 @@ class CausalLMTask(Task):
         base, display = self.base, self.run.display
         batches = self.dataset.held_out(self.run.goal)
         with display.working("eval", "loading the whole base model"):
-            matmul_path = choose_matmul_path(base.model, batches[-1].tokens.size).matmul_path
+            tokens, steps = batches[-1].tokens.size, 2 * len(batches)
+            matmul_path = choose_matmul_path(base.model, tokens, steps=steps).matmul_path
         fallback = self.run.train.train_fp16_fallback
         attached = attach(base, specs=proxy.specs, matmul_path=matmul_path, fp16_fallback=fallback)
         try:
