@@ -6,21 +6,22 @@ the other: its *segments*.
 
 import itertools
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
 
-from .. import runtime
 from .encoding import Example, Examples
-from .sampler import TILE, Order, Sampler
+from .sampler import Order, Sampler
+from .shapes import (
+    Shape,
+    fitting_shape,
+    joined_shapes,
+    padded_length,
+    padded_targets,
+)
 
-Shape = tuple[int, int]  # (T, M) of a batch
-# Of the batches of a run that is compiled: each shape costs a compilation of its own, which takes
-# as long as some hundred tokens (0.4 s for 36 blocks), and memory for its graph.
-MOST_SHAPES = 48
-_COMPILATION_TOKENS = 300
 _COUNTED_BATCHES = 2000
 
 
@@ -41,32 +42,6 @@ class Batch:
     segments: np.ndarray | None = None
     # uint8 [B, T, bytes], what enters the first adapted block (frozen_activations.py), or None
     states: np.ndarray | None = None
-
-
-def padded_length(longest: int, limit: int) -> int:
-    """Return T for a batch: the next multiple of 8, of 16 above 256, of 32 above 512, and so on.
-
-    Where steps are compiled, as on a GPU, it is the next multiple of 32, the edge of a tile.
-    """
-    if runtime.COMPILES:
-        return min(-(-longest // TILE) * TILE, max(limit, 1))
-    step, multiples = 8, 32
-    while longest > multiples * step:
-        step *= 2
-    return min(-(-longest // step) * step, max(limit, 1))
-
-
-def padded_targets(count: int, slots: int) -> int:
-    """Return M for a batch: as many 32nds of the B x T positions as needed, but one at least."""
-    return next(m for k in range(1, 33) if (m := slots * k // 32) >= max(count, 1))
-
-
-def fitting_shape(shape: Shape, batch_size: int, shapes: Collection[Shape] | None) -> Shape:
-    """Return the cheapest of ``shapes`` that holds a batch of ``shape``; None allows any."""
-    if shapes is None:
-        return shape
-    fitting = [s for s in shapes if s[0] >= shape[0] and s[1] >= shape[1]]
-    return min(fitting, key=lambda s: _shape_cost(s, batch_size))
 
 
 def make_batch(
@@ -206,44 +181,7 @@ def few_shapes(examples: Examples, sampler: Sampler) -> frozenset[Shape]:
     longest = padded_length(int(lengths.max()) - 1, sampler.inputs)
     counts[longest, batch_size * longest] += 0  # a later epoch may put any examples together
 
-    return _joined_shapes(counts, batch_size)
-
-
-def _joined_shapes(counts: Mapping[Shape, int], batch_size: int) -> frozenset[Shape]:
-    """Return shapes of batches, given how many have each, after joining those that cost the least.
-
-    They are at most `MOST_SHAPES`, and no two of them whose padding costs less than a compilation.
-    """
-    shapes = np.array(sorted(counts))  # [n, 2]
-    numbers = np.array([counts[length, slots] for length, slots in shapes.tolist()])
-    alive = np.ones(len(shapes), dtype=bool)
-
-    def added(one: int) -> np.ndarray:
-        """Return what it adds to the cost of all batches to join a shape with each other one, [n]."""
-        alone = _shape_cost(shapes.T, batch_size) * numbers
-        joined = _shape_cost(np.maximum(shapes[one], shapes).T, batch_size)
-        costs = joined * (numbers[one] + numbers) - alone[one] - alone
-        return np.where(alive & (np.arange(len(shapes)) != one), costs, np.inf)
-
-    costs = np.stack([added(one) for one in range(len(shapes))])
-    while alive.sum() > 1:
-        one, other = np.unravel_index(costs.argmin(), costs.shape)
-        if alive.sum() <= MOST_SHAPES and costs[one, other] >= 4 * _COMPILATION_TOKENS:
-            break
-        shapes[one], numbers[one] = (
-            np.maximum(shapes[one], shapes[other]),
-            numbers[[one, other]].sum(),
-        )
-        alive[other] = False
-        costs[one] = costs[:, one] = added(one)
-        costs[other] = costs[:, other] = np.inf
-    return frozenset((length, slots) for length, slots in shapes[alive].tolist())
-
-
-def _shape_cost(shape: Shape, batch_size: int) -> int:
-    """Return what a batch of a shape costs; a target counts as a quarter of a token."""
-    # of the blocks: it is a tenth in Qwen3-4B, a third in Qwen3-0.6B
-    return 4 * batch_size * shape[0] + shape[1]
+    return joined_shapes(counts, batch_size)
 
 
 def evaluation_batches(

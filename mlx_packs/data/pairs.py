@@ -12,9 +12,9 @@ from ..bases.tokenizer import tokens_of
 from ..config.choices import LOSSES
 from ..config.schema import DataConfig, TrainConfig
 from ..errors import PackError, flag_of
-from .batches import padded_length
 from .formats import PAIR_FORMATS, PairFormat, Row, check_unicode, common_format
 from .sampler import Sampler
+from .shapes import padded_length
 
 _COLUMNS = DataConfig()  # pairs have the names of sentence-transformers
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from .. import runtime
+from .shapes import TILE
 
-TILE = 32  # lengths on a GPU are multiples of it
 _WINDOW = 32  # batches among which examples of like length are put together
 _COMPILED_WINDOW = 256  # where each padded length costs a compilation
 # Packed sequences that a window of shuffled examples fills; its last one is half full on average.

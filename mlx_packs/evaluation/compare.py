@@ -16,9 +16,10 @@ import numpy as np
 
 from ..bases.files import text_config
 from ..config.schema import DataConfig, TrainConfig
-from ..data.batches import Batch, evaluation_batches, make_packed_batch, padded_length
+from ..data.batches import Batch, evaluation_batches, make_packed_batch
 from ..data.encoding import EncodingOptions, Examples, encode
 from ..data.sampler import first_fit
+from ..data.shapes import padded_length
 from ..display import QUIET, Display
 from ..errors import PackError, flag_of
 from ..gates import Gates, evaluate_gates, failures, gate_limits

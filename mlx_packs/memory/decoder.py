@@ -23,7 +23,7 @@ from ..config.choices import (
     PolicyFacts,
 )
 from ..config.schema import LoRAConfig, TrainConfig
-from ..data.batches import padded_length, padded_targets
+from ..data.shapes import padded_length, padded_targets
 from ..errors import PackError
 from ..ops.linear_cross_entropy import columns as loss_columns
 from ..ops.streams import stream_count

@@ -14,7 +14,7 @@ from ..bases.encoder import Encoder, check_config, tensor_name
 from ..bases.sentence_config import SentenceConfig, read_sentence_config
 from ..config.choices import LOSSES, POLICIES, LossFacts, PolicyFacts
 from ..config.schema import LoRAConfig, TrainConfig
-from ..data.batches import padded_length
+from ..data.shapes import padded_length
 from ..display import size
 from ..errors import PackError
 from .headers import Headers, Tensors, tensors_of

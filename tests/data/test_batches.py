@@ -8,18 +8,17 @@ import pytest
 
 from mlx_packs import runtime
 from mlx_packs.data.batches import (
-    MOST_SHAPES,
     Batch,
     batch_shapes,
     evaluation_batches,
     few_shapes,
     make_batch,
-    padded_length,
     prefetched,
     training_batches,
 )
 from mlx_packs.data.encoding import Example, Examples
 from mlx_packs.data.sampler import Sampler, first_fit, packing_fill
+from mlx_packs.data.shapes import MOST_SHAPES, padded_length
 
 
 @pytest.fixture(scope="module")

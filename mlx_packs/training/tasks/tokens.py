@@ -14,13 +14,13 @@ from ...data.batches import (
     batch_shapes,
     evaluation_batches,
     few_shapes,
-    padded_length,
     training_batches,
 )
 from ...data.encoding import EncodingOptions, Example, Examples
 from ...data.fim import FillInTheMiddle
 from ...data.formats import RowFormat, Text
 from ...data.sampler import Draw, Sampler, packing_fill
+from ...data.shapes import padded_length
 from ...data.token_cache import encode_cached
 from ...display import VERBOSE, Display
 from ...errors import PackError
