@@ -15,17 +15,25 @@ import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_flatten
 
+from mlx_packs import runtime
 from mlx_packs.adapters.lora import attach
 from mlx_packs.config.schema import LoRAConfig, TrainConfig
-from mlx_packs.data.batches import few_shapes, lay_out
+from mlx_packs.data.batches import few_shapes, lay_out, most_targets
 from mlx_packs.data.encoding import Example, Examples
+from mlx_packs.data.packing import aligned_batches
 from mlx_packs.data.sampler import Sampler
+from mlx_packs.data.shapes import sequence_inputs
+from mlx_packs.nn.blocks import attends_by_spans
 from mlx_packs.objectives.causal_lm import CausalLM, possible_heads
 from mlx_packs.ops import _check
+from mlx_packs.ops.span_attention import Spans
 from mlx_packs.optim import make_optimizer
 from mlx_packs.packs.base import Base
 from mlx_packs.runtime import mx
 from mlx_packs.training.step import Stepper
+
+_TYPICAL = math.log(300) - 0.7**2 / 2, 0.7  # of the logarithms of tokens: mean 300
+_EXAMPLES = 4000
 
 
 def lazy_step(  # noqa: PLR0913 (one argument for each thing that a step depends on)
@@ -51,7 +59,8 @@ def lazy_step(  # noqa: PLR0913 (one argument for each thing that a step depends
         rank: of the adapters on every projection of every block.
         path: matmul path: quantized, transient or dense.
         recompute: activation checkpointing: none, selective or block.
-        packed: whether sequences hold several examples.
+        packed: whether sequences hold several examples, of lengths as `_TYPICAL` draws them: what
+            attention costs depends on the sum of their squares.
 
     Returns:
         What the step computes: loss, gradient norm, the updated adapters and the optimizer's
@@ -68,12 +77,12 @@ def lazy_step(  # noqa: PLR0913 (one argument for each thing that a step depends
     stepper = Stepper(model, CausalLM(model, head).loss, optimizer, settings.max_grad_norm)
     integers = [(batch, length), (targets,), (targets,)]
     arrays = [mx.zeros(shape, mx.int32) for shape in integers] + [mx.ones((targets,))]
-    if packed:
-        arrays.append(mx.zeros((batch, length), mx.int32))
+    segments = [_typical_segments(model, batch, length)] if packed else []
+    arrays += [own for own in segments if isinstance(own, mx.array)]
     state = [model.parameters(), optimizer.state, mx.random.state[0]]
     leaves = [array for _, array in tree_flatten(state)] + arrays
     with _unchecked_kernels():
-        results = stepper.whole(*arrays)
+        results = stepper.whole(*arrays[:4], *segments)
     updated = [model.trainable_parameters(), optimizer.state, results]
     return [array for _, array in tree_flatten(updated)], leaves
 
@@ -117,10 +126,33 @@ def batch_shapes(
     """
     items = [_example(tokens, supervised) for tokens in lengths]
     examples = Examples(items, "text", "all tokens")
-    sampler = Sampler(examples.lengths, batch_size, max_length - 1, packing=packing)
-    shapes = None if packing else few_shapes(examples, sampler)
-    batches = (lay_out(examples, sampler, order, shapes) for order in sampler.epoch(0))
+    sampler = Sampler(
+        examples.lengths,
+        batch_size,
+        sequence_inputs(max_length),
+        packing=packing,
+        aligned=packing and runtime.COMPILES,
+    )
+    allowed = few_shapes(examples, sampler) if not packing else None
+    if sampler.aligned:
+        allowed = most_targets(examples, sampler)
+    batches = (lay_out(examples, sampler, order, allowed) for order in sampler.epoch(0))
     return [(*batch.tokens.shape, len(batch.positions)) for batch in batches]
+
+
+def _typical_segments(model: nn.Module, batch: int, length: int) -> mx.array | Spans:
+    """Return the segments of a packed batch of typical examples, as the model's attention has them.
+
+    Of the batches of an epoch it is the one whose attention costs what it costs on average.
+    """
+    if not attends_by_spans(model):
+        return mx.zeros((batch, length), mx.int32)
+    tokens = np.random.default_rng(0).lognormal(*_TYPICAL, _EXAMPLES).round()
+    inputs = tokens.clip(2, length).astype(int) - 1
+    packed = aligned_batches(inputs, batch, length, np.random.default_rng(0))
+    spans = [one.spans for one in packed if len(one.spans) == batch]
+    squares = np.array([sum(n * n for row in own for n in row) for own in spans])
+    return spans[np.abs(squares - squares.mean()).argmin()]
 
 
 def _unchecked_kernels() -> AbstractContextManager:

@@ -26,6 +26,7 @@ from mlx_packs.config.schema import LoRAConfig, TrainConfig
 from mlx_packs.data.batches import training_batches
 from mlx_packs.data.encoding import Example, Examples
 from mlx_packs.data.sampler import Sampler
+from mlx_packs.data.shapes import sequence_inputs
 from mlx_packs.display import QUIET, Display
 from mlx_packs.files import CACHE_VARIABLE
 from mlx_packs.objectives.causal_lm import CausalLM, as_arrays, split_head
@@ -112,7 +113,10 @@ class Implementation:
         start = time.perf_counter()
         train = self.train
         sampler = Sampler(
-            self.examples.lengths, train.batch_size, train.max_seq_length - 1, train.seed
+            self.examples.lengths,
+            train.batch_size,
+            sequence_inputs(train.max_seq_length),
+            train.seed,
         )
         batches = training_batches(self.examples, sampler)
         losses = []

@@ -6,13 +6,15 @@ the other: its *segments*.
 
 import itertools
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
 
+from ..ops.span_attention import Spans
 from .encoding import Example, Examples
+from .packing import Packed
 from .sampler import Order, Sampler
 from .shapes import (
     Shape,
@@ -20,9 +22,12 @@ from .shapes import (
     joined_shapes,
     padded_length,
     padded_targets,
+    sequence_inputs,
 )
 
 _COUNTED_BATCHES = 2000
+# What batches may be: shapes, or of aligned ones the targets that they have room for by spans.
+Allowed = Collection[Shape] | Mapping[Spans, int]
 
 
 @dataclass(frozen=True)
@@ -38,8 +43,9 @@ class Batch:
     starts: tuple[int, ...]  # where the inputs of each begin among the B x T
     count: int  # real targets
     # int32 [B, T], number of the segment in its sequence, from 0 and rising; what is left of a
-    # sequence is a segment of its own. None where a sequence is one example.
-    segments: np.ndarray | None = None
+    # sequence is a segment of its own. Or the inputs of each, where other batches have the same.
+    # None where a sequence is one example.
+    segments: np.ndarray | Spans | None = None
     # uint8 [B, T, bytes], what enters the first adapted block (frozen_activations.py), or None
     states: np.ndarray | None = None
 
@@ -65,21 +71,34 @@ def make_batch(
 
 
 def make_packed_batch(
-    examples: Sequence[Example], packed: Sequence[np.ndarray], batch_size: int, limit: int
+    examples: Sequence[Example],
+    packed: Packed,
+    batch_size: int,
+    limit: int,
+    most_targets: Mapping[Spans, int] | None = None,
 ) -> Batch:
-    """Lay out packed sequences of ``limit`` inputs, each given by its examples."""
+    """Lay out packed sequences of ``limit`` inputs.
+
+    Aligned ones are as many as there are, and have room for ``most_targets`` of their spans; of
+    others missing ones are empty sequences.
+    """
+    if packed.spans is not None:
+        batch_size = len(packed.sequences)
     segments = np.zeros((batch_size, limit), dtype=np.int32)
     chosen, starts = [], []
-    for b, indices in enumerate(packed):
+    for b, indices in enumerate(packed.sequences):
         at = 0
         for number, i in enumerate(indices):
             chosen.append(examples[i])
             starts.append(b * limit + at)
-            at += len(chosen[-1].tokens) - 1
+            at += packed.spans[b][number] if packed.spans else len(chosen[-1].tokens) - 1
             segments[b, at:] = number + 1
-    slots = padded_targets(sum(int(e.target.sum()) for e in chosen), batch_size * limit)
-    indices = np.concatenate(packed)
-    return _laid_out(chosen, starts, (batch_size, limit), slots, indices, segments)
+    count = sum(int(e.target.sum()) for e in chosen)
+    if most_targets:
+        count = max(count, most_targets[packed.spans])
+    slots = padded_targets(count, batch_size * limit)
+    segments = packed.spans or segments
+    return _laid_out(chosen, starts, (batch_size, limit), slots, packed.examples, segments)
 
 
 def _laid_out(
@@ -88,7 +107,7 @@ def _laid_out(
     shape: tuple[int, int],
     slots: int,
     indices: Sequence[int],
-    segments: np.ndarray | None = None,
+    segments: np.ndarray | Spans | None = None,
 ) -> Batch:
     """Return a batch with each example's inputs at its start, and room for ``slots`` targets."""
     tokens = np.zeros(shape[0] * shape[1], dtype=np.int32)
@@ -119,19 +138,19 @@ def _laid_out(
 
 
 def lay_out(
-    examples: Examples, sampler: Sampler, order: Order, shapes: Collection[Shape] | None = None
+    examples: Examples, sampler: Sampler, order: Order, allowed: Allowed | None = None
 ) -> Batch:
-    """Return the batch of one of the sampler's orders; unpacked, it has one of ``shapes``."""
-    if sampler.packing:
-        return make_packed_batch(examples.items, order, sampler.batch_size, sampler.inputs)
-    return make_batch(examples.items, order, sampler.batch_size, sampler.inputs, shapes)
+    """Return the batch of one of the sampler's orders; its shape is an allowed one."""
+    if isinstance(order, Packed):
+        return make_packed_batch(examples.items, order, sampler.batch_size, sampler.inputs, allowed)
+    return make_batch(examples.items, order, sampler.batch_size, sampler.inputs, allowed)
 
 
 def training_batches(
-    examples: Examples, sampler: Sampler, start: int = 0, shapes: Collection[Shape] | None = None
+    examples: Examples, sampler: Sampler, start: int = 0, allowed: Allowed | None = None
 ) -> Iterator[Batch]:
     """Yield the sampler's batches without end, from batch number ``start``."""
-    return (lay_out(examples, sampler, order, shapes) for order in sampler.batches(start))
+    return (lay_out(examples, sampler, order, allowed) for order in sampler.batches(start))
 
 
 def prefetched(batches: Iterator[Batch]) -> Iterator[Batch]:
@@ -147,25 +166,40 @@ def prefetched(batches: Iterator[Batch]) -> Iterator[Batch]:
 
 
 def batch_shapes(
-    examples: Examples, sampler: Sampler, count: int, shapes: Collection[Shape] | None = None
+    examples: Examples, sampler: Sampler, count: int, allowed: Allowed | None = None
 ) -> set[Shape]:
     """Return the shapes of the first ``count`` batches of `training_batches`, without laying them out."""
-    free = _shape_counts(examples, sampler, count)
-    if sampler.packing:
-        return set(free)
-    return {fitting_shape(shape, sampler.batch_size, shapes) for shape in free}
+    return set(_shape_counts(examples, sampler, count, allowed))
 
 
-def _shape_counts(examples: Examples, sampler: Sampler, count: int) -> Counter[Shape]:
-    """Return how many of the first ``count`` batches have each shape, where any is allowed."""
+def _shape_counts(
+    examples: Examples, sampler: Sampler, count: int, allowed: Allowed | None = None
+) -> Counter[Shape]:
+    """Return how many of the first ``count`` batches have each shape."""
     shapes: Counter[Shape] = Counter()
+    size = sampler.batch_size
     for order in itertools.islice(sampler.batches(), count):
-        indices = np.concatenate(order) if sampler.packing else order
-        longest = max(int(examples.lengths[indices].max()) - 1, 1)
-        width = sampler.inputs if sampler.packing else padded_length(longest, sampler.inputs)
-        targets = int(examples.target_counts[indices].sum())
-        shapes[width, padded_targets(targets, sampler.batch_size * width)] += 1
+        if isinstance(order, Packed):
+            targets = int(examples.target_counts[order.examples].sum())
+            if order.spans:
+                targets = max(targets, allowed[order.spans] if allowed else 0)
+                size = len(order.spans)
+            shapes[sampler.inputs, padded_targets(targets, size * sampler.inputs)] += 1
+            continue
+        width = padded_length(max(int(examples.lengths[order].max()) - 1, 1), sampler.inputs)
+        targets = int(examples.target_counts[order].sum())
+        shape = width, padded_targets(targets, size * width)
+        shapes[fitting_shape(shape, size, allowed)] += 1
     return shapes
+
+
+def most_targets(examples: Examples, sampler: Sampler) -> dict[Spans, int]:
+    """Return the most targets of a batch of the first epoch that has such spans."""
+    most: dict[Spans, int] = {}
+    for batch in sampler.epoch(0):
+        targets = int(examples.target_counts[batch.examples].sum())
+        most[batch.spans] = max(targets, most.get(batch.spans, 0))
+    return most
 
 
 def few_shapes(examples: Examples, sampler: Sampler) -> frozenset[Shape]:
@@ -196,7 +230,7 @@ def evaluation_batches(
     ``max_batches`` takes the first examples that fill so many batches, -1 all of them. With ``few``
     the batches have at most `MOST_SHAPES` shapes, since each costs a compilation.
     """
-    sampler = Sampler(examples.lengths, batch_size, max_seq_length - 1)
+    sampler = Sampler(examples.lengths, batch_size, sequence_inputs(max_seq_length))
     shapes = few_shapes(examples, sampler) if few else None
     count = len(examples) if max_batches < 0 else min(len(examples), max_batches * batch_size)
     order = sorted(range(count), key=lambda i: examples.lengths[i])

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from .. import runtime
+from .packing import Packed, aligned_batches, first_fit
 from .shapes import TILE
 
 _WINDOW = 32  # batches among which examples of like length are put together
@@ -16,8 +17,8 @@ _COMPILED_WINDOW = 256  # where each padded length costs a compilation
 # Packed sequences that a window of shuffled examples fills; its last one is half full on average.
 _PACKED_WINDOW = 128
 
-# What one batch holds: indices of examples [B], or a list of these, one for each packed sequence.
-Order = np.ndarray | list[np.ndarray]
+# What one batch holds: indices of examples [B], or packed sequences of them.
+Order = np.ndarray | Packed
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,7 @@ class Sampler:
     seed: int = 0  # of the order
     packing: bool = False  # whether a sequence of a batch holds as many examples as fit
     draw: Draw = ALL  # which of the examples
+    aligned: bool = False  # whether packed batches share the places of their examples
 
     def batches(self, start: int = 0) -> Iterator[Order]:
         """Yield the examples of each batch without end, from batch number ``start``."""
@@ -67,7 +69,10 @@ class Sampler:
         first, lengths = self.draw.first, self.lengths[self.draw.first : self.draw.stop]
         if not self.packing:
             return [indices + first for indices in self._by_length(lengths, random)]
-        return [[indices + first for indices in batch] for batch in self._packed(lengths, random)]
+        return [
+            batch._replace(sequences=[indices + first for indices in batch.sequences])
+            for batch in self._packed(lengths, random)
+        ]
 
     def _by_length(self, lengths: np.ndarray, random: np.random.Generator) -> list[np.ndarray]:
         """Batches of an epoch: shuffled, examples of like length together."""
@@ -82,24 +87,29 @@ class Sampler:
             batches += [part[i : i + size] for i in range(0, len(part), size)]
         return [batches[i] for i in random.permutation(len(batches))]
 
-    def _packed(self, lengths: np.ndarray, random: np.random.Generator) -> list[list[np.ndarray]]:
-        """Packed sequences of each batch of an epoch, each given by its examples.
+    def _packed(self, lengths: np.ndarray, random: np.random.Generator) -> list[Packed]:
+        """Packed sequences of each batch of an epoch.
 
-        The examples are shuffled and packed a window at a time, so that a sequence holds examples
+        Aligned, they are packed by `aligned_batches`, and shuffled. Otherwise the examples are shuffled and packed a window at a time, so that a sequence holds examples
         of any length and from any place; then the sequences are shuffled.
         """
-        order = random.permutation(len(lengths))
         inputs = lengths - 1
+        if self.aligned:
+            batches = aligned_batches(inputs, self.batch_size, self.inputs, random)
+            return [batches[i] for i in random.permutation(len(batches))]
+        order = random.permutation(len(lengths))
         count = max(1, round(int(inputs.sum()) / (self.inputs * _PACKED_WINDOW)))
         windows = np.array_split(order, count)
         packed = [indices for part in windows for indices in first_fit(inputs, part, self.inputs)]
         packed = [packed[i] for i in random.permutation(len(packed))]
-        return [packed[i : i + self.batch_size] for i in range(0, len(packed), self.batch_size)]
+        size = self.batch_size
+        return [Packed(packed[i : i + size]) for i in range(0, len(packed), size)]
 
     def _mixed(self) -> Iterator[Order]:
         """Full batches of own and replayed examples; each kind goes on epoch by epoch.
 
-        A packed sequence holds examples of one kind, and what is counted are sequences.
+        A packed sequence holds examples of one kind, and what is counted are sequences; these are
+        not aligned, since a batch may hold any of them.
         """
         own = self._one_by_one(Draw(self.draw.first, self.draw.stop), 0)
         replayed = self._one_by_one(Draw(0, self.draw.first), 1)
@@ -120,36 +130,20 @@ class Sampler:
                 counts = int(shares[i]), self.batch_size - int(shares[i])
                 parts = (itertools.islice(kind, n) for kind, n in zip(kinds, counts, strict=True))
                 batches[i] = list(itertools.chain.from_iterable(parts))
-            yield from (batch if self.packing else np.array(batch) for batch in batches)
+            yield from (Packed(batch) if self.packing else np.array(batch) for batch in batches)
 
     def _one_by_one(self, draw: Draw, kind: int) -> Iterator:
         """Examples, or packed sequences, of one kind without end."""
         if self.packing:
-            sampler = dataclasses.replace(self, seed=self.seed + kind, draw=draw)
-            yield from itertools.chain.from_iterable(sampler.batches())
+            sampler = dataclasses.replace(self, seed=self.seed + kind, draw=draw, aligned=False)
+            for batch in sampler.batches():
+                yield from batch.sequences
         indices = np.arange(len(self.lengths))[draw.first : draw.stop]
         for epoch in itertools.count():
             yield from np.random.default_rng([self.seed, kind, epoch]).permutation(indices)
 
 
-def first_fit(inputs: np.ndarray, indices: np.ndarray, limit: int) -> list[np.ndarray]:
-    """Pack examples into sequences of ``limit`` inputs: the longest first, each where it first fits.
-
-    ``inputs`` has the length of every example, ``indices`` the examples to pack.
-    """
-    indices = indices[np.argsort(-inputs[indices], kind="stable")]
-    free = np.full(len(indices), limit)
-    sequences: list[list[int]] = []
-    for i in indices:
-        at = int(np.argmax(free[: len(sequences) + 1] >= inputs[i]))  # the last one is empty
-        if at == len(sequences):
-            sequences.append([])
-        sequences[at].append(i)
-        free[at] -= inputs[i]
-    return [np.array(sequence) for sequence in sequences]
-
-
 def packing_fill(sampler: Sampler) -> tuple[int, float]:
     """Return how many packed sequences the first epoch has, and how full they are."""
-    count = sum(len(batch) for batch in sampler.epoch(0))
+    count = sum(len(batch.sequences) for batch in sampler.epoch(0))
     return count, float((sampler.lengths - 1).sum()) / (count * sampler.inputs)

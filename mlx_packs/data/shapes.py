@@ -14,6 +14,16 @@ MOST_SHAPES = 48
 COMPILATION_TOKENS = 300
 
 
+def sequence_inputs(max_seq_length: int) -> int:
+    """Return the most inputs of a sequence of examples of at most ``max_seq_length`` tokens.
+
+    It is one less, since the last token is only predicted; where steps are compiled, as on a GPU,
+    a padded one is added to a multiple of 32, so that products have whole tiles.
+    """
+    aligned = runtime.COMPILES and max_seq_length % TILE == 0
+    return max_seq_length - (not aligned)
+
+
 def padded_length(longest: int, limit: int) -> int:
     """Return T for a batch: the next multiple of 8, of 16 above 256, of 32 above 512, and so on.
 

@@ -18,8 +18,8 @@ from ..bases.files import text_config
 from ..config.schema import DataConfig, TrainConfig
 from ..data.batches import Batch, evaluation_batches, make_packed_batch
 from ..data.encoding import EncodingOptions, Examples, encode
-from ..data.sampler import first_fit
-from ..data.shapes import padded_length
+from ..data.packing import Packed, first_fit
+from ..data.shapes import padded_length, sequence_inputs
 from ..display import QUIET, Display
 from ..errors import PackError, flag_of
 from ..gates import Gates, evaluate_gates, failures, gate_limits
@@ -229,12 +229,12 @@ def _scoring_batches(
     base: Base, examples: Examples, batch_size: int, length: int
 ) -> tuple[list[Batch], str]:
     """Batches with every example once, and how they were made: ``packed`` or ``by length``."""
-    width = padded_length(int(examples.lengths.max()) - 1, length - 1)
+    width = padded_length(int(examples.lengths.max()) - 1, sequence_inputs(length))
     if why_not_packed(base.model, split_head(base.model), width, base.vocab_size):
         return evaluation_batches(examples, batch_size, length), "by length"
     packed = first_fit(examples.lengths - 1, np.arange(len(examples)), width)
     return [
-        make_packed_batch(examples.items, packed[i : i + batch_size], batch_size, width)
+        make_packed_batch(examples.items, Packed(packed[i : i + batch_size]), batch_size, width)
         for i in range(0, len(packed), batch_size)
     ], "packed"
 

@@ -23,7 +23,7 @@ from ..config.choices import (
     PolicyFacts,
 )
 from ..config.schema import LoRAConfig, TrainConfig
-from ..data.shapes import padded_length, padded_targets
+from ..data.shapes import padded_length, padded_targets, sequence_inputs
 from ..errors import PackError
 from ..ops.linear_cross_entropy import columns as loss_columns
 from ..ops.streams import stream_count
@@ -339,20 +339,20 @@ def _path_of(train: TrainConfig) -> str:
 
 
 def _largest_shape(train: TrainConfig) -> Shape:
-    length = train.max_seq_length - 1
+    length = sequence_inputs(train.max_seq_length)
     return length, train.batch_size * length
 
 
 def smallest_shape(train: TrainConfig) -> Shape:
     """Return the shape of the smallest batch that a run has."""
-    length = padded_length(1, train.max_seq_length - 1)
+    length = padded_length(1, sequence_inputs(train.max_seq_length))
     return length, padded_targets(1, train.batch_size * length)
 
 
 def resized(shape: Shape, before: TrainConfig, after: TrainConfig) -> Shape:
     """Return the shape that a batch has after a change of its batch size or maximal length."""
     length, targets = shape
-    cut = min(length, after.max_seq_length - 1)
+    cut = min(length, sequence_inputs(after.max_seq_length))
     share = after.batch_size * cut / (before.batch_size * length)
     return cut, int(targets * share)
 

@@ -14,6 +14,7 @@ import mlx.nn as nn
 
 from ..ops.attention import attention, has_fused_gradient, scores_are_cut
 from ..ops.exponential import swiglu
+from ..ops.span_attention import Spans, span_attention
 from .lora import GroupedLoRA
 from .recompute import recomputed
 from .segments import SegmentCache
@@ -49,7 +50,8 @@ class GroupedAttention(nn.Module):
         if self.qkv_lora is not None:
             projected = self.qkv_lora(x, projected)
         width = projected[0].shape[-1] // self.n_heads
-        if self.training and self.recompute and not has_fused_gradient(x.dtype, width, mask):
+        fused = _spans_of(cache, mask) or has_fused_gradient(x.dtype, width, mask)
+        if self.training and self.recompute and not fused:
             trainable = [self[name] for name in ("q_norm", "k_norm") if name in self]
             attended = recomputed(
                 lambda *qkv: self._attended(*qkv, mask, cache), trainable, *projected
@@ -63,7 +65,9 @@ class GroupedAttention(nn.Module):
         self, queries: mx.array, keys: mx.array, values: mx.array, mask: Any, cache: Any
     ) -> mx.array:
         """Return [B, T, heads * head_dim] of the three projections, [B, T, ...] each."""
-        rows, length, _ = queries.shape
+        batch, inputs, _ = queries.shape
+        spans = _spans_of(cache, mask)
+        rows, length = (1, batch * inputs) if spans else (batch, inputs)
         queries = queries.reshape(rows, length, self.n_heads, -1)
         keys = keys.reshape(rows, length, self.n_kv_heads, -1)
         values = values.reshape(rows, length, self.n_kv_heads, -1).transpose(0, 2, 1, 3)
@@ -72,9 +76,14 @@ class GroupedAttention(nn.Module):
         queries, keys = queries.transpose(0, 2, 1, 3), keys.transpose(0, 2, 1, 3)
         ours = cache is None or isinstance(cache, SegmentCache)
         ours = ours and (self.training or scores_are_cut(rows * self.n_heads, length))
-        attend = self._attend if ours else self._attend_as_mlx_lm
-        attended = attend(queries, keys, values, mask, cache)
-        return attended.transpose(0, 2, 1, 3).reshape(rows, length, -1)
+        if spans:  # positions run on, as they may: what counts is how far two of them are apart
+            queries = self.rope(queries, offset=cache.offset)
+            keys = self.rope(keys, offset=cache.offset)
+            attended = span_attention(queries, keys, values, self.scale, spans)
+        else:
+            attend = self._attend if ours else self._attend_as_mlx_lm
+            attended = attend(queries, keys, values, mask, cache)
+        return attended.transpose(0, 2, 1, 3).reshape(batch, inputs, -1)
 
     def _attend(
         self, queries: mx.array, keys: mx.array, values: mx.array, mask: Any, cache: Any
@@ -130,6 +139,28 @@ class GroupedMLP(nn.Module):
         inner = swiglu(gate, up) if self.training else nn.silu(gate) * up
         output = self.down_proj(inner)
         return output if self.down_lora is None else self.down_lora(inner, [output])[0]
+
+
+def _spans_of(cache: Any, mask: Any) -> Spans | None:
+    """Return the segments that attention is computed for one after the other, if it is."""
+    if isinstance(cache, SegmentCache) and mask is cache.unwindowed:
+        return cache.spans
+    return None
+
+
+def attends_by_spans(model: nn.Module) -> bool:
+    """Return whether a model's attention should be computed segment by segment when packed.
+
+    It is so for grouped projections on a device where MLX's own attention has a fused gradient.
+    """
+    attentions = [
+        module
+        for module in model.modules()
+        if isinstance(module, GroupedAttention) or grouped_class(module) is GroupedAttention
+    ]
+    return bool(attentions) and all(
+        has_fused_gradient(mx.bfloat16, attention.rope.dims, "causal") for attention in attentions
+    )
 
 
 def grouped_class(module: nn.Module) -> type[GroupedAttention] | type[GroupedMLP] | None:

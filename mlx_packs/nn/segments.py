@@ -10,19 +10,24 @@ from contextlib import contextmanager
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
+
+from ..ops.span_attention import Spans
 
 
 class SegmentCache:
     """Takes the place of mlx-lm's KV cache: keeps nothing and masks by segment.
 
     Args:
-        segments: int [B, T], rising along a sequence.
+        segments: int [B, T], rising along a sequence; or for each sequence the inputs of its
+            segments, `spans` then.
         offset: position of the first input.
         head_axes: number of axes between B and T in the attention scores, and so in the mask.
     """
 
-    def __init__(self, segments: mx.array, offset: int = 0, head_axes: int = 1) -> None:
-        self.segments = segments
+    def __init__(self, segments: mx.array | Spans, offset: int = 0, head_axes: int = 1) -> None:
+        self.spans = None if isinstance(segments, mx.array) else segments
+        self.segments = segment_numbers(segments)
         self.offset = offset
         self.head_axes = head_axes
         # the last mask without a window; an attention that gets it may use the segments instead
@@ -51,7 +56,9 @@ class SegmentCache:
         return mask
 
 
-def segment_caches(model: nn.Module, segments: mx.array, offset: int = 0) -> list[SegmentCache]:
+def segment_caches(
+    model: nn.Module, segments: mx.array | Spans, offset: int = 0
+) -> list[SegmentCache]:
     """Return as many caches as the model would make for itself."""
     from mlx_lm.models.cache import make_prompt_cache
 
@@ -60,6 +67,14 @@ def segment_caches(model: nn.Module, segments: mx.array, offset: int = 0) -> lis
         head_axes += model.args.num_attention_heads != model.args.num_key_value_heads
     cache = SegmentCache(segments, offset, head_axes)
     return [cache for _ in make_prompt_cache(model)]
+
+
+def segment_numbers(segments: mx.array | Spans) -> mx.array:
+    """Return the number of each input's segment, int32 [B, T]; spans cover their sequences."""
+    if isinstance(segments, mx.array):
+        return segments
+    rows = [np.repeat(np.arange(len(spans), dtype=np.int32), spans) for spans in segments]
+    return mx.array(np.stack(rows))
 
 
 def places_in_segments(segments: mx.array) -> mx.array:
@@ -84,10 +99,10 @@ class RestartedPositions(nn.Module):
 
 
 @contextmanager
-def restarting(model: nn.Module, segments: mx.array) -> Iterator[None]:
-    """Let every `RestartedPositions` of a model count within the segments [B, T]."""
+def restarting(model: nn.Module, segments: mx.array | Spans) -> Iterator[None]:
+    """Let every `RestartedPositions` of a model count within the segments."""
     tables = [m for m in model.modules() if isinstance(m, RestartedPositions)]
-    places = places_in_segments(segments) if tables else None
+    places = places_in_segments(segment_numbers(segments)) if tables else None
     for table in tables:
         table._places.append(places)
     try:

@@ -60,11 +60,16 @@ def possible_heads(model: nn.Module) -> Iterator[Head]:
 
 
 def as_arrays(batch: Batch) -> Arrays:
-    """Return tokens [B, T], positions, targets, weights [M]; of a packed batch segments [B, T]."""
-    parts = [batch.tokens, batch.positions, batch.targets, batch.weights]
-    if batch.segments is not None:
-        parts.append(batch.segments)
-    return tuple(mx.array(p) for p in parts)
+    """Return tokens [B, T], positions, targets, weights [M]; of a packed batch its segments too.
+
+    These are [B, T], or the inputs of each (data/packing.py), which are compiled into a step.
+    """
+    parts = batch.tokens, batch.positions, batch.targets, batch.weights
+    arrays = tuple(mx.array(p) for p in parts)
+    if batch.segments is None:
+        return arrays
+    aligned = isinstance(batch.segments, tuple)
+    return *arrays, batch.segments if aligned else mx.array(batch.segments)
 
 
 def forward(

@@ -25,6 +25,7 @@ from ..config.schema import TrainConfig
 from ..data.batches import Batch, lay_out
 from ..data.encoding import Examples
 from ..data.sampler import Sampler
+from ..data.shapes import sequence_inputs
 from ..display import VERBOSE, Display, size
 from ..errors import Code, PackError
 from ..files import cache_folder
@@ -76,7 +77,7 @@ class FrozenActivations(Inputs):
         self._batches = sampler.epoch(0)
         self._batch_of = np.empty(len(examples), np.int64)
         for number, rows in enumerate(self._batches):
-            self._batch_of[np.concatenate(rows) if sampler.packing else rows] = number
+            self._batch_of[rows.examples if sampler.packing else rows] = number
 
     def prefetch(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         """Yield the same batches, with their states where all of them are stored already."""
@@ -200,7 +201,7 @@ def open_frozen_activations(
         return None
     model, frozen = attached.model, frozen_blocks(attached)
     part = model if head is None else head.hidden
-    inputs = train.max_seq_length - 1
+    inputs = sequence_inputs(train.max_seq_length)
     sampler = Sampler(examples.lengths, train.batch_size, inputs, train.seed, train.packing)
     try:
         _check_worthwhile(frozen, len(model.layers), train, sampler)

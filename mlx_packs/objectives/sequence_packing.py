@@ -4,12 +4,16 @@ Nothing is assumed of a family: two short examples are packed, at the begin and 
 longest sequence of the run, and must come out as each does alone.
 """
 
+import itertools
+
 import mlx.nn as nn
 import numpy as np
 
 from ..adapters.method import Trainable
+from ..data.shapes import sequence_inputs
 from ..errors import PackError
-from ..nn.segments import RestartedPositions
+from ..nn.blocks import attends_by_spans
+from ..nn.segments import RestartedPositions, segment_numbers
 from ..runtime import mx
 from .causal_lm import Head, forward
 
@@ -31,7 +35,7 @@ def prepare_packing(
     modules = model.named_modules()
     learned = [(p, m) for p, m in modules if p.rpartition(".")[2] in _LEARNED_POSITIONS]
     attached.swap([(path, RestartedPositions(module)) for path, module in learned])
-    if reason := why_not_packed(model, head, max_seq_length - 1, vocab_size):
+    if reason := why_not_packed(model, head, sequence_inputs(max_seq_length), vocab_size):
         family = attached.base.config.get("model_type", attached.base.name)
         raise PackError(
             f"--packing: a {family} model does not compute packed examples exactly ({reason}). "
@@ -50,14 +54,16 @@ def why_not_packed(model: nn.Module, head: Head | None, limit: int, vocab_size: 
         return f"it keeps more than keys and values: {names}"
     part = head.hidden if head is not None else model
     tokens = mx.array(np.random.default_rng(0).integers(0, vocab_size, (2, sum(_PROBE))))
-    segments = mx.array([[number for number, n in enumerate(_PROBE) for _ in range(n)]] * 2)
+    spans = (_PROBE, _PROBE)
+    ways = [segment_numbers(spans), *([spans] if attends_by_spans(model) else [])]
     training = model.training
     model.eval()
     try:
         alone = mx.concatenate(
             [forward(model, part, row) for row in mx.split(tokens, [_PROBE[0]], axis=1)], axis=1
         )
-        for offset in {0, max(0, limit - sum(_PROBE))}:
+        offsets = {0, max(0, limit - sum(_PROBE))}
+        for offset, segments in itertools.product(offsets, ways):
             try:
                 packed = forward(model, part, tokens, segments, offset)
                 difference = relative_error(packed, alone)

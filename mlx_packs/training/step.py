@@ -87,7 +87,8 @@ class Stepper:
         The update comes with the ``last`` of an accumulation; where every update is of one batch
         (``alone``), all is one compiled function.
         """
-        self.shapes.add(tuple(a.shape for a in batch))
+        # segments that are compiled into a step are numbers, not an array
+        self.shapes.add(tuple(a.shape if isinstance(a, mx.array) else a for a in batch))
         if alone:
             loss, norm = self.whole(*batch)
             mx.eval(self.state, loss, norm)

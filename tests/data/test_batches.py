@@ -17,7 +17,7 @@ from mlx_packs.data.batches import (
     training_batches,
 )
 from mlx_packs.data.encoding import Example, Examples
-from mlx_packs.data.sampler import Sampler, first_fit, packing_fill
+from mlx_packs.data.sampler import Sampler, packing_fill
 from mlx_packs.data.shapes import MOST_SHAPES, padded_length
 
 
@@ -97,10 +97,10 @@ def test_compiled_run_has_few_shapes_and_the_same_examples(ragged_examples, comp
     free = batch_shapes(ragged_examples, pairs, 1000)
     few = few_shapes(ragged_examples, pairs)
     assert len(free) > MOST_SHAPES >= len(few)
-    stream = training_batches(ragged_examples, pairs, shapes=few)
+    stream = training_batches(ragged_examples, pairs, allowed=few)
     batches = [next(stream) for _ in range(1000)]
     assert {(b.tokens.shape[1], b.targets.size) for b in batches} <= few
-    assert batch_shapes(ragged_examples, pairs, 1000, shapes=few) <= few
+    assert batch_shapes(ragged_examples, pairs, 1000, allowed=few) <= few
     for batch, plain in zip(batches[:100], training_batches(ragged_examples, pairs), strict=False):
         assert batch.examples == plain.examples and batch.count == plain.count
         width, least = batch.tokens.shape[1], plain.tokens.shape[1]
@@ -226,12 +226,7 @@ def test_packed_rows_are_97_percent_full_on_lognormal_lengths(median, spread, li
     sampler = Sampler(lengths, 4, limit, seed=0, packing=True)
     count, fill = packing_fill(sampler)
     assert fill >= 0.97
-    assert count == sum(len(batch) for batch in sampler.epoch(0))
-
-
-def test_first_fit_puts_the_longest_first_where_it_first_fits():
-    inputs = np.array([3, 7, 2, 5, 4, 1])
-    assert [r.tolist() for r in first_fit(inputs, np.arange(6), 8)] == [[1, 5], [3, 0], [4, 2]]
+    assert count == sum(len(batch.sequences) for batch in sampler.epoch(0))
 
 
 def test_row_of_the_maximal_length_fills_a_packed_row():

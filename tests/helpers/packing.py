@@ -5,7 +5,7 @@ import numpy as np
 from mlx_packs.adapters.lora import Attached
 from mlx_packs.data.batches import Batch, make_packed_batch
 from mlx_packs.data.encoding import Example
-from mlx_packs.data.sampler import first_fit
+from mlx_packs.data.packing import Packed, aligned_batches, first_fit
 from mlx_packs.objectives.causal_lm import Head
 from tests.helpers.models import SMALL_FAMILIES, base_of
 from tests.helpers.steps import adapted, examples_of
@@ -17,9 +17,15 @@ ROWS = examples_of((9, 17, 5, 30, 2, 21, 12))
 def packed_batch(rows: list[Example] = ROWS, batch_size: int = 3) -> Batch:
     """All rows in one batch."""
     inputs = np.array([len(e.tokens) - 1 for e in rows])
-    return make_packed_batch(
-        rows, first_fit(inputs, np.arange(len(rows)), LIMIT), batch_size, LIMIT
-    )
+    packed = Packed(first_fit(inputs, np.arange(len(rows)), LIMIT))
+    return make_packed_batch(rows, packed, batch_size, LIMIT)
+
+
+def aligned_batch(rows: list[Example] = ROWS) -> Batch:
+    """All rows in one batch whose attention is computed segment by segment."""
+    inputs = np.array([len(e.tokens) - 1 for e in rows])
+    (packed,) = aligned_batches(inputs, len(rows), LIMIT, np.random.default_rng(0))
+    return make_packed_batch(rows, packed, len(rows), LIMIT)
 
 
 def attached_model(

@@ -15,13 +15,14 @@ from mlx_packs.evaluation.perplexity import Scorer
 from mlx_packs.nn.segments import SegmentCache, places_in_segments
 from mlx_packs.objectives.causal_lm import as_arrays, split_head
 from mlx_packs.objectives.sequence_packing import prepare_packing
+from mlx_packs.ops.span_attention import span_attention
 from mlx_packs.optim import make_optimizer
 from mlx_packs.runtime import mx
 from tests.helpers.errors import raises
 from tests.helpers.interpreter import run_python
 from tests.helpers.models import SMALL_FAMILIES, base_of
 from tests.helpers.observers import observe
-from tests.helpers.packing import LIMIT, ROWS, attached_model, packed_batch
+from tests.helpers.packing import LIMIT, ROWS, aligned_batch, attached_model, packed_batch
 from tests.helpers.rows import chat, write_rows
 from tests.helpers.steps import (
     assert_same,
@@ -37,6 +38,21 @@ def test_packed_rows_have_the_loss_and_gradients_of_rows_alone(family, recompute
     attached, head = attached_model(family, recompute)
     packed = packed_batch()
     assert packed.segments.max() > 2
+    alone = [make_batch(ROWS, [i], 1, LIMIT) for i in range(len(ROWS))]
+    loss, gradients = loss_and_gradients(attached.model, head, [packed])
+    expected, expected_gradients = loss_and_gradients(attached.model, head, alone)
+    assert abs(loss / expected - 1) < 1e-6
+    assert_same(gradients, expected_gradients)
+
+
+@pytest.mark.parametrize("policy", ["none", "selective", "block"])
+@pytest.mark.parametrize("family", SMALL_FAMILIES)
+def test_aligned_rows_have_the_loss_and_gradients_of_rows_alone(family, policy):
+    attached, head = attached_model(family, policy == "block")
+    if policy == "selective":
+        attached.recompute(policy)
+    packed = aligned_batch()
+    assert isinstance(packed.segments, tuple) and sum(map(len, packed.segments)) >= len(ROWS)
     alone = [make_batch(ROWS, [i], 1, LIMIT) for i in range(len(ROWS))]
     loss, gradients = loss_and_gradients(attached.model, head, [packed])
     expected, expected_gradients = loss_and_gradients(attached.model, head, alone)
@@ -191,6 +207,21 @@ def test_packed_run_says_how_full_it_is_and_plans_its_own_shapes(
     assert {width for width, _ in planned[0]} == {95}
 
 
+def test_aligned_run_learns_what_a_packed_run_learns(tiny, ragged_chats, tmp_path, monkeypatch):
+    """As on a GPU whose attention needs no mask, with another order of examples."""
+    plain = train_pack(tiny, ragged_chats, LoRAConfig(rank=2), PACKED, tmp_path / "plain").report
+    monkeypatch.setattr("mlx_packs.runtime.COMPILES", True)
+    monkeypatch.setattr("mlx_packs.training.tasks.tokens.attends_by_spans", lambda model: True)
+    seen = []
+    attend = "mlx_packs.nn.blocks.span_attention"
+    monkeypatch.setattr(attend, lambda *a: seen.append(a[-1]) or span_attention(*a))
+    report = train_pack(tiny, ragged_chats, LoRAConfig(rank=2), PACKED, tmp_path / "p").report
+    assert seen and all(sum(row) == 96 for spans in seen for row in spans)
+    assert report["ppl_before"] == pytest.approx(plain["ppl_before"], rel=1e-4)
+    assert report["ppl_after"] == pytest.approx(plain["ppl_after"], rel=0.1)
+    assert report["ppl_after"] < report["ppl_before"]
+
+
 @pytest.mark.parametrize("error", [KeyboardInterrupt, PackError])
 def test_no_thread_is_left_when_a_run_breaks_off(tiny, ragged_chats, tmp_path, monkeypatch, error):
     def fail(line):
@@ -209,6 +240,7 @@ def test_packed_steps_are_the_same_compiled_and_uncompiled():
     code = """
 from mlx_packs.config.schema import TrainConfig
 from mlx_packs.objectives.causal_lm import as_arrays
+from mlx_packs.ops.span_attention import span_attention
 from mlx_packs.optim import make_optimizer
 from mlx_packs.runtime import mx
 from tests.helpers.steps import largest_difference, lm_stepper

@@ -128,9 +128,9 @@ def test_without_replay_only_own_rows_are_drawn(two_phase_examples):
 def test_shapes_of_drawn_batches_are_those_that_were_foretold(two_phase_examples):
     sampler = drawn(two_phase_examples, Draw(90, None, 0.3), 2)
     few = few_shapes(two_phase_examples, sampler)
-    stream = training_batches(two_phase_examples, sampler, shapes=few)
+    stream = training_batches(two_phase_examples, sampler, allowed=few)
     result = {(b.tokens.shape[1], b.targets.size) for b in islice(stream, 200)}
-    assert result == batch_shapes(two_phase_examples, sampler, 200, shapes=few) <= few
+    assert result == batch_shapes(two_phase_examples, sampler, 200, allowed=few) <= few
 
 
 def test_a_run_without_phases_is_a_run_of_one_leg():

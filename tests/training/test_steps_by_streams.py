@@ -10,6 +10,7 @@ from mlx_packs.adapters.lora import attach
 from mlx_packs.config.schema import LoRAConfig, TrainConfig
 from mlx_packs.data.batches import make_batch, make_packed_batch
 from mlx_packs.data.encoding import Example
+from mlx_packs.data.packing import Packed
 from mlx_packs.evaluation.perplexity import Scorer
 from mlx_packs.objectives.causal_lm import as_arrays, split_head
 from mlx_packs.ops.tiling import CPU, forced_tiling
@@ -42,7 +43,7 @@ def batches() -> list:
     some = examples_of_lengths((30, 41, 64, 12, 90, 17, 5, 33, 70))
     unpacked = [make_batch(some, range(start, start + 3), 3, 128) for start in (0, 3, 6)]
     unpacked += [make_batch(some, [4], 1, 128), make_batch(some, [0, 1], 8, 128)]
-    packed = [np.array([0, 1]), np.array([2, 3]), np.array([4, 5])]
+    packed = Packed([np.array([0, 1]), np.array([2, 3]), np.array([4, 5])])
     return [*unpacked, make_packed_batch(some, packed, 3, 127), *unpacked]
 
 

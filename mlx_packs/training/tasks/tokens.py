@@ -4,26 +4,30 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
+import mlx.nn as nn
 import numpy as np
 
 from ... import runtime
 from ...config.schema import DataConfig, TrainConfig
 from ...data import rows as rows_of
 from ...data.batches import (
+    Allowed,
     Batch,
     batch_shapes,
     evaluation_batches,
     few_shapes,
+    most_targets,
     training_batches,
 )
 from ...data.encoding import EncodingOptions, Example, Examples
 from ...data.fim import FillInTheMiddle
 from ...data.formats import RowFormat, Text
 from ...data.sampler import Draw, Sampler, packing_fill
-from ...data.shapes import padded_length
+from ...data.shapes import padded_length, sequence_inputs
 from ...data.token_cache import encode_cached
 from ...display import VERBOSE, Display
 from ...errors import PackError
+from ...nn.blocks import attends_by_spans
 from ...packs.base import Base
 from ..phases import RunPhase
 
@@ -34,7 +38,8 @@ class PhasedDataset:
 
     phases: tuple[RunPhase, ...]
     splits: list[dict[str, Examples]]
-    _allowed: dict[int, frozenset[tuple[int, int]]] = field(default_factory=dict, init=False)
+    by_spans: bool = False  # whether the model's attention needs no mask of segments
+    _allowed: dict[int, Allowed] = field(default_factory=dict, init=False)
 
     @cached_property
     def train(self) -> Examples:
@@ -69,17 +74,19 @@ class PhasedDataset:
     def sampler(self, phase: RunPhase) -> Sampler:
         """Return which of all training examples each batch of a phase holds."""
         t, draw = phase.train, self.draw(phase)
-        inputs = t.max_seq_length - 1
-        return Sampler(self.train.lengths, t.batch_size, inputs, t.seed, t.packing, draw)
+        inputs = sequence_inputs(t.max_seq_length)
+        aligned = t.packing and self.by_spans and not draw.replay
+        return Sampler(self.train.lengths, t.batch_size, inputs, t.seed, t.packing, draw, aligned)
 
-    def allowed_shapes(self, phase: RunPhase) -> frozenset[tuple[int, int]] | None:
-        """Return the shapes (T, M) of a phase's batches where each costs a compilation."""
-        t = phase.train
-        if t.packing or not runtime.COMPILES:
+    def allowed_shapes(self, phase: RunPhase) -> Allowed | None:
+        """Return what a phase's batches may be where each shape costs a compilation."""
+        sampler = self.sampler(phase)
+        if not runtime.COMPILES or (sampler.packing and not sampler.aligned):
             return None
         number = self.phases.index(phase)  # the plan and the loop ask for them: seconds of many
         if number not in self._allowed:
-            self._allowed[number] = few_shapes(self.train, self.sampler(phase))
+            choose = most_targets if sampler.aligned else few_shapes
+            self._allowed[number] = choose(self.train, sampler)
         return self._allowed[number]
 
     def shapes(self) -> set[tuple[int, int]]:
@@ -114,7 +121,9 @@ class PhasedDataset:
         train = self.phases[-1].train
         lengths = np.sort(self.train.lengths)
         width = padded_length(int(lengths[len(lengths) // 2]), train.max_seq_length)
-        rows = train.batch_size * (train.max_seq_length - 1 if train.packing else width)
+        rows = train.batch_size * (
+            sequence_inputs(train.max_seq_length) if train.packing else width
+        )
         return rows, max(1, rows * self.train.targets // int(lengths.sum()))
 
 
@@ -161,7 +170,7 @@ def encode_phases(
             )
             display.line("phase", f"{phase.name}: {phase.train.iters:,} batches{replayed}")
         encoded.append(encode_splits(read, base, phase.sources[0], phase.train, display))
-    return PhasedDataset(tuple(phases), encoded)
+    return PhasedDataset(tuple(phases), encoded, attends_by_spans(base.model))
 
 
 def encode_splits(
@@ -184,7 +193,7 @@ def encode_splits(
     first = examples["train"]
     display.line(
         "data",
-        f"{splits.source} · {_counts(examples, train)} · {first.format} · {first.targets:,} "
+        f"{splits.source} · {_counts(examples, train, base.model)} · {first.format} · {first.targets:,} "
         f"supervised tokens (loss on {first.loss_on})",
     )
     if cut := _cut(examples, train):
@@ -194,13 +203,16 @@ def encode_splits(
     return examples
 
 
-def _counts(examples: dict[str, Examples], train: TrainConfig) -> str:
+def _counts(examples: dict[str, Examples], train: TrainConfig, model: nn.Module) -> str:
     """Return how many examples each split has, and how many sequences they are packed into."""
     first = examples["train"]
     if not train.packing:
         return " / ".join(f"{len(e):,} {split}" for split, e in examples.items()) + " examples"
-    inputs = train.max_seq_length - 1
-    sampler = Sampler(first.lengths, train.batch_size, inputs, train.seed, packing=True)
+    inputs = sequence_inputs(train.max_seq_length)
+    aligned = attends_by_spans(model)
+    sampler = Sampler(
+        first.lengths, train.batch_size, inputs, train.seed, packing=True, aligned=aligned
+    )
     number, fill = packing_fill(sampler)
     packed = f"{number:,} sequences of {train.max_seq_length} ({100 * fill:.1f} % full)"
     held_out = "".join(f" / {len(e):,} {s}" for s, e in examples.items() if s != "train")

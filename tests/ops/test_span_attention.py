@@ -1,0 +1,60 @@
+"""Attention of packed segments: the same as of each alone, forward and backward."""
+
+import pytest
+
+from mlx_packs.ops.span_attention import span_attention
+from mlx_packs.runtime import mx
+
+SPANS = [((7,),), ((3, 3, 3), (5, 4)), ((1, 1, 6), (8,)), ((2, 9, 2),)]
+
+
+def inputs(length: int, kv_heads: int) -> list[mx.array]:
+    keys = mx.random.split(mx.random.key(0), 3)
+    heads = (4, kv_heads, kv_heads)
+    return [
+        mx.random.normal((1, n, length, 8), key=key) for n, key in zip(heads, keys, strict=True)
+    ]
+
+
+def by_mask(queries, keys, values, spans):
+    """All scores, those of other segments and of later keys masked."""
+    lengths = [n for row in spans for n in row]
+    segment = mx.concatenate([mx.full((n,), i) for i, n in enumerate(lengths)])
+    places = mx.arange(len(segment))
+    mask = (segment[:, None] == segment) & (places[:, None] >= places)
+    return mx.fast.scaled_dot_product_attention(queries, keys, values, scale=0.3, mask=mask)
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+@pytest.mark.parametrize("spans", SPANS, ids=str)
+def test_span_attention_equals_masked_attention(spans, kv_heads):
+    arrays = inputs(sum(map(sum, spans)), kv_heads)
+    weight = mx.random.normal(arrays[0].shape, key=mx.random.key(1))
+
+    def total(attend):
+        def loss(*arrays):
+            return (attend(*arrays) * weight).sum()
+
+        return mx.value_and_grad(loss, argnums=(0, 1, 2))(*arrays)
+
+    value, gradients = total(lambda q, k, v: span_attention(q, k, v, 0.3, spans))
+    expected, expected_gradients = total(lambda q, k, v: by_mask(q, k, v, spans))
+    assert value.item() == pytest.approx(expected.item(), rel=1e-5)
+    for own, other in zip(gradients, expected_gradients, strict=True):
+        assert mx.allclose(own, other, atol=1e-5).item()
+
+
+def test_span_attention_has_no_scores_of_other_segments():
+    """Its operations grow with the sum of the squared lengths, not with the squared sum."""
+    arrays = inputs(64, 2)
+    shapes = set()
+    attend = mx.fast.scaled_dot_product_attention
+
+    def recorded(q, k, v, **options):
+        shapes.add((q.shape[0], q.shape[2], k.shape[2], options["mask"]))
+        return attend(q, k, v, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(mx.fast, "scaled_dot_product_attention", recorded)
+        span_attention(*arrays, 1.0, ((16, 16), (24, 8)))
+    assert shapes == {(2, 16, 16, "causal"), (1, 24, 24, "causal"), (1, 8, 8, "causal")}
