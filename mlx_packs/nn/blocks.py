@@ -7,6 +7,7 @@ is `ops.attention` in training, and on CPUs where the scores of rows without a K
 more than one block; otherwise it is bit-identical to mlx-lm's.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -46,9 +47,7 @@ class GroupedAttention(nn.Module):
 
     def __call__(self, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
         """Map x [B, T, D] to [B, T, D]; mask and cache are as in mlx-lm."""
-        projected = [self.q_proj(x), self.k_proj(x), self.v_proj(x)]
-        if self.qkv_lora is not None:
-            projected = self.qkv_lora(x, projected)
+        projected = _projected(x, [self.q_proj, self.k_proj, self.v_proj], self.qkv_lora)
         width = projected[0].shape[-1] // self.n_heads
         fused = _spans_of(cache, mask) or has_fused_gradient(x.dtype, width, mask)
         if self.training and self.recompute and not fused:
@@ -58,8 +57,7 @@ class GroupedAttention(nn.Module):
             )
         else:
             attended = self._attended(*projected, mask, cache)
-        output = self.o_proj(attended)
-        return output if self.o_lora is None else self.o_lora(attended, [output])[0]
+        return _projected(attended, [self.o_proj], self.o_lora)[0]
 
     def _attended(
         self, queries: mx.array, keys: mx.array, values: mx.array, mask: Any, cache: Any
@@ -126,9 +124,7 @@ class GroupedMLP(nn.Module):
 
     def __call__(self, x: mx.array) -> mx.array:
         """Map x [B, T, D] to [B, T, D]."""
-        gated = [self.gate_proj(x), self.up_proj(x)]
-        if self.gate_up_lora is not None:
-            gated = self.gate_up_lora(x, gated)
+        gated = _projected(x, [self.gate_proj, self.up_proj], self.gate_up_lora)
         if self.training and self.recompute:
             trainable = [m for m in (self.down_proj, self.down_lora) if m is not None]
             return recomputed(self._down, trainable, *gated)
@@ -137,8 +133,16 @@ class GroupedMLP(nn.Module):
     def _down(self, gate: mx.array, up: mx.array) -> mx.array:
         # outside training as in mlx-lm, so that attaching changes no bit of a logit
         inner = swiglu(gate, up) if self.training else nn.silu(gate) * up
-        output = self.down_proj(inner)
-        return output if self.down_lora is None else self.down_lora(inner, [output])[0]
+        return _projected(inner, [self.down_proj], self.down_lora)[0]
+
+
+def _projected(
+    x: mx.array, projections: Sequence[nn.Module], lora: GroupedLoRA | None
+) -> list[mx.array]:
+    """Return what a projection group makes of its input, with its adapters if it has any."""
+    if lora is None:
+        return [projection(x) for projection in projections]
+    return lora.project(x, projections)
 
 
 def _spans_of(cache: Any, mask: Any) -> Spans | None:

@@ -2,13 +2,14 @@
 
 import math
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import mlx.core as mx
 import mlx.nn as nn
 
-from ..ops.grouped_lora import grouped_lora
+from ..ops.grouped_lora import grouped_lora, shared_input, with_deltas
+from ..runtime import on_cpu
 
 
 @dataclass(frozen=True)
@@ -72,12 +73,27 @@ class GroupedLoRA(nn.Module):
         ]
         self.lora_b = [mx.zeros((*s.stack, s.rank, s.out_features)) for _, s in adapted]
 
+    def project(
+        self, x: mx.array, projections: Sequence[Callable[[mx.array], mx.array]]
+    ) -> list[mx.array]:
+        """Return what all projections make of x [..., D], [..., O_i] each, with their deltas."""
+        if on_cpu() or not self.training or self.dropout.p:
+            return self(x, [projection(x) for projection in projections])
+        x, hidden = shared_input(x, self.lora_a)
+        outputs = [projection(x) for projection in projections]
+        adapted = [outputs[i] for i in self._slots]
+        return self._replaced(outputs, with_deltas(adapted, hidden, self.lora_b, self._scales))
+
     def __call__(self, x: mx.array, outputs: Sequence[mx.array]) -> list[mx.array]:
         """Return the outputs of all projections, [..., O_i] each, with the deltas of adapted ones."""
         if self.training and self.dropout.p:
             x = self.dropout(x)
         adapted = [outputs[i] for i in self._slots]
         summed = grouped_lora(x, adapted, self.lora_a, self.lora_b, self._scales)
+        return self._replaced(outputs, summed)
+
+    def _replaced(self, outputs: Sequence[mx.array], summed: Sequence[mx.array]) -> list[mx.array]:
+        """Return all outputs, those of adapted projections replaced."""
         result = list(outputs)
         for i, y in zip(self._slots, summed, strict=True):
             result[i] = y

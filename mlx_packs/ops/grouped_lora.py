@@ -6,6 +6,7 @@ The reference comes first; below it the kernels of kernels/grouped_lora, whose R
 """
 
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -54,17 +55,57 @@ def reference(
     x: mx.array, outputs: Arrays, lora_a: Arrays, lora_b: Arrays, scales: Sequence[float]
 ) -> list[mx.array]:
     """Return the same by plain MLX: one product with all A's where rows are many, then ``addmm``."""
-    layout = _layout_of(outputs, lora_b, scales)
-    if not any(layout.ranks):
+    present = [a for a in lora_a if a.shape[1]]
+    if not present:
         return list(outputs)
     rows = x.reshape(-1, x.shape[-1])  # [N, D]
-    present = [a for a in lora_a if a.shape[1]]
     if _stacks(rows.shape[0], [a.shape[1] for a in present]):
-        stacked = mx.concatenate(present, axis=1).astype(x.dtype)
-        cuts = [layout.firsts[i] for i in layout.adapted[1:]]
-        hidden = iter(mx.split(rows @ stacked, cuts, axis=1))
+        hidden = rows @ mx.concatenate(present, axis=1).astype(x.dtype)
+        hidden = mx.split(hidden, _edges(present), axis=1)
     else:
-        hidden = iter([rows @ a.astype(x.dtype) for a in present])
+        hidden = [rows @ a.astype(x.dtype) for a in present]
+    return with_deltas(outputs, hidden, lora_b, scales)
+
+
+def shared_input(x: mx.array, lora_a: Arrays) -> tuple[mx.array, list[mx.array]]:
+    """Return x for the frozen projections, and its products with every A for `with_deltas`.
+
+    The gradient of x by the adapters is added to that by the projections in one product, where the
+    sum of two gradients would be a pass over both.
+
+    Args:
+        x: [..., D], any float dtype.
+        lora_a: [D, R_i] of each slice; masters in float32.
+
+    Returns:
+        [..., D], and [N, R_i] of each slice, in the dtype of x.
+    """
+    width = x.shape[-1]
+
+    @mx.custom_function
+    def shared(x: mx.array, a: mx.array) -> tuple[mx.array, mx.array]:
+        return x, x.reshape(-1, width) @ a
+
+    @shared.vjp
+    def shared_vjp(primals: Arrays, cotangents: Arrays, _: Arrays) -> tuple[mx.array, mx.array]:
+        (x, a), (dx, dh) = primals, cotangents
+        total = mx.addmm(dx.reshape(-1, width), dh, a.T)
+        return total.reshape(x.shape), x.reshape(-1, width).T @ dh
+
+    x, hidden = shared(x, mx.concatenate(lora_a, axis=1).astype(x.dtype))
+    return x, mx.split(hidden, _edges(lora_a), axis=1)
+
+
+def _edges(lora_a: Arrays) -> list[int]:
+    """Return where the columns of each A but the first begin."""
+    return list(itertools.accumulate(a.shape[1] for a in lora_a))[:-1]
+
+
+def with_deltas(
+    outputs: Arrays, hidden: Arrays, lora_b: Arrays, scales: Sequence[float]
+) -> list[mx.array]:
+    """Return `grouped_lora` from x @ A: ``hidden`` has [N, R] of every slice with a rank."""
+    layout, remaining = _layout_of(outputs, lora_b, scales), iter(hidden)
     summed = []
     for m, y in enumerate(outputs):
         slices = [i for i, at in enumerate(layout.output_of) if at == m]
@@ -73,7 +114,7 @@ def reference(
         for j, i in enumerate(slices):
             if layout.ranks[i] == 0:
                 continue
-            h = next(hidden).astype(y.dtype)  # [N, R]
+            h = next(remaining).astype(y.dtype)
             flat = parts[j].reshape(-1, layout.widths[i])
             b, alpha = lora_b[i], scales[i]
             if not on_cpu():  # there the gradient of ``alpha`` would be a pass over all of dy
