@@ -264,23 +264,25 @@ class _Attention:
         return [_Heads(*own) for own in zip(*split, strict=True)]
 
     def _scores(self, at: _Block, queries: mx.array, keys: mx.array) -> mx.array:
-        """Return the scores of a block times log2(e), float32 [B, KV, H / KV * n, keys].
+        """Return the scores of a block, [B, KV, H / KV * n, keys].
 
-        Those of hidden keys are finite, so that a block may hide all of its keys from a query.
+        On CPUs they are float32, times log2(e); on GPUs in the dtype of the queries, as MLX's own
+        are. Those of hidden keys are finite, so that a block may hide all keys from a query.
         """
+        dtype, unit = (mx.float32, _LOG2_E) if self.on_cpu else (queries.dtype, 1.0)
         mask = self.seen.block(at, keys.shape[2] - queries.shape[2])
-        queries = queries[:, :, at.start : at.stop].astype(mx.float32)
-        keys = keys[:, :, at.first : at.last].astype(mx.float32)
-        folded = _folded(queries, keys.shape[1]) * (self.scale * _LOG2_E)
+        queries = queries[:, :, at.start : at.stop].astype(dtype)
+        keys = keys[:, :, at.first : at.last].astype(dtype)
+        folded = _folded(queries, keys.shape[1]) * (self.scale * unit)
         scores = folded @ keys.swapaxes(-1, -2)
         if mask is None:
             return scores
-        least = mx.finfo(mx.float32).min
+        least = mx.finfo(dtype).min
         # an addition, since MLX's choice between two arrays takes three times as long on CPUs
         if mask.dtype == mx.bool_:
-            added = mx.where(mask, 0.0, least)
+            added = mx.where(mask, mx.array(0.0, dtype), mx.array(least, dtype))
         else:
-            added = mx.maximum(mask.astype(mx.float32) * _LOG2_E, least)
+            added = mx.maximum(mask.astype(dtype) * unit, least)
         return (scores.reshape(*queries.shape[:3], -1) + added).reshape(scores.shape)
 
     def _fused(self, queries: mx.array, keys: mx.array, values: mx.array) -> mx.array:
@@ -316,8 +318,7 @@ class _Attention:
         scores = self._scores(at, own.queries, own.keys)
         if self.on_cpu:
             return exp2(scores - saved).astype(own.queries.dtype)
-        powers, total, _ = _powers(scores)
-        return (powers * mx.reciprocal(total)).astype(own.queries.dtype)
+        return mx.softmax(scores, axis=-1, precise=True)
 
     def _forward(self, queries: mx.array, keys: mx.array, values: mx.array) -> Arrays:
         heads, outputs, saved = self._by_stream(queries, keys, values), [], []

@@ -210,6 +210,33 @@ def test_attention_with_an_array_as_mask_stays_in_blocks(fused_gradient):
     assert len(fused_gradient) > 1
 
 
+@pytest.fixture
+def older_gpu(monkeypatch):
+    """A GPU whose MLX keeps all scores for the gradient of attention."""
+    monkeypatch.setattr(runtime, "on_cpu", lambda: False)
+    monkeypatch.setattr("mlx_packs.ops.attention._has_fused_gradient", lambda *_: False)
+    with forced_tiling(replace(GPU, score_bytes=0, least_queries=4)):
+        yield
+
+
+@every_mask
+@every_shape
+def test_attention_by_blocks_of_a_gpu_equals_mlx(name, mask, older_gpu):
+    check_against_mlx(name, mask)
+
+
+def test_attention_by_blocks_of_a_gpu_has_no_float32_scores(older_gpu, monkeypatch):
+    softmax, dtypes = mx.softmax, set()
+    monkeypatch.setattr(
+        mx, "softmax", lambda scores, **how: dtypes.add(scores.dtype) or softmax(scores, **how)
+    )
+    q = mx.random.normal((1, 4, 33, 16)).astype(mx.bfloat16)
+    some = masks((1, 4, 4, 33, 33, 16))
+    for mask in (None, "causal", some["boolean"], some["additive"].astype(mx.bfloat16)):
+        mx.grad(lambda q, mask=mask: attention(q, q, q, 0.2, mask).sum())(q)
+    assert dtypes == {mx.bfloat16}
+
+
 def test_a_cpu_has_no_fused_gradient_of_attention():
     assert not has_fused_gradient(mx.float32, 64, "causal")
     assert not attention_module._has_fused_gradient(mx.float32, 64, "causal")
