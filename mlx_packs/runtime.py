@@ -227,6 +227,11 @@ def assumed_device(kind: str | None) -> Iterator[None]:
         _assumed = before
 
 
+def is_assumed() -> bool:
+    """Return whether a run is planned for another device than this one."""
+    return _assumed is not None
+
+
 def on_cpu() -> bool:
     """Return whether MLX computes on the CPU by default."""
     if _assumed is not None:

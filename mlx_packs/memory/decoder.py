@@ -51,7 +51,7 @@ def describe(config: Mapping) -> Tensors:
     names = {"float32": "F32", "float16": "F16"}
     dtype = names.get(config.get("torch_dtype") or config.get("dtype"), "BF16")
     head = {} if config.get("tie_word_embeddings") else {"lm_head.weight": {}}
-    shapes = {f"{path}.weight": list(s) for path, s in _sizes(config, head).modules.items()}
+    shapes = {f"{path}.weight": list(s) for path, s in sizes_of(config, head).modules.items()}
     hidden, shapes["model.norm.weight"] = config["hidden_size"], [config["hidden_size"]]
     heads = Heads.of(dict(config))
     for i in range(config["num_hidden_layers"]):
@@ -79,7 +79,7 @@ def why_not_quantized(headers: Headers, plan: MemoryPlan) -> str:
 
 
 @dataclass(frozen=True)
-class _Sizes:
+class Sizes:
     """Widths of a base of the Llama family, and where its modules are.
 
     Attributes:
@@ -104,7 +104,7 @@ class _Sizes:
         return {path: shape for path, shape in self.modules.items() if "layers" in path}
 
 
-def _sizes(config: Mapping, tensors: Tensors) -> _Sizes:
+def sizes_of(config: Mapping, tensors: Tensors) -> Sizes:
     """Return the sizes of a base, or raise a PackError where the formula does not know it."""
     family = config.get("model_type")
     if family not in FAMILIES:
@@ -137,7 +137,7 @@ def _sizes(config: Mapping, tensors: Tensors) -> _Sizes:
     if "lm_head.weight" in tensors and not config.get("tie_word_embeddings"):
         modules["lm_head"] = (vocab, hidden)
     norms = any(name.endswith("self_attn.q_norm.weight") for name in tensors)
-    return _Sizes(hidden, ffn, blocks, heads.heads, queries, keys, vocab, norms, modules)
+    return Sizes(hidden, ffn, blocks, heads.heads, queries, keys, vocab, norms, modules)
 
 
 def activation_bytes(config: Mapping, train: TrainConfig) -> int:
@@ -149,7 +149,7 @@ def activation_bytes(config: Mapping, train: TrainConfig) -> int:
     return 4 if (config.get("torch_dtype") or config.get("dtype")) == "float32" else 2
 
 
-def _base_bytes(sizes: _Sizes, headers: Headers, train: TrainConfig, itemsize: int) -> int:
+def _base_bytes(sizes: Sizes, headers: Headers, train: TrainConfig, itemsize: int) -> int:
     """Return the bytes of the frozen weights: stored or quantized on loading, and dense copies."""
     skipped = ("quant_map", "bitsandbytes__nf4", "bitsandbytes__fp4")
     widen = itemsize == 4
@@ -186,7 +186,7 @@ class _Step:
         unpacks: Whether weights are dequantized by slices, which wait for each other.
     """
 
-    sizes: _Sizes
+    sizes: Sizes
     tokens: int
     targets: int
     scores: int
@@ -304,7 +304,7 @@ def estimate(
             "unsupported",
             "objective",
         )
-    sizes = _sizes(headers.config, headers.tensors)
+    sizes = sizes_of(headers.config, headers.tensors)
     itemsize = activation_bytes(headers.config, train)
     adapters = plan_adapters(sizes.projections, sizes.blocks, lora, train.method)
     length, targets = shape or _largest_shape(train)
@@ -366,7 +366,7 @@ def _estimate_full(
     weights, which are kept. Inputs of linear layers are kept as for the smallest adapters on all
     of them. A trainable head has whole logits.
     """
-    sizes = _sizes(headers.config, headers.tensors)
+    sizes = sizes_of(headers.config, headers.tensors)
     of_adapters = replace(
         train,
         method="lora",

@@ -17,6 +17,7 @@ from ..config.choices import MATMUL_PATHS, MatmulPathFacts
 from ..measurements import recall, remember
 from ..nn.quantized import dense_dtype, quantized_modules, true_shape
 from ..ops import _cost
+from ..ops._backend import dtype_name
 from ..runtime import mx
 from .path_timing import WeightKind, time_paths, weight_kinds
 
@@ -190,7 +191,7 @@ def _expected(kinds: Sequence[WeightKind], paths: Sequence[str]) -> dict[str, fl
     """
     expected = dict.fromkeys(paths, 0.0)
     for kind in kinds:
-        rates = _rates(kind)
+        rates = matmul_rates(*_precision(kind))
         for path in paths:
             if expected.keys() <= rates.keys():
                 expected[path] += kind.multiply_adds / rates[path]
@@ -201,14 +202,23 @@ def _expected(kinds: Sequence[WeightKind], paths: Sequence[str]) -> dict[str, fl
     return expected
 
 
-def _rates(kind: WeightKind) -> dict[str, float]:
-    """Return the multiply-adds per second by path that this device reached, as `recall` has them."""
-    rates = recall("matmul-rates", _rates_of(kind)) or {}
+def matmul_rates(quantization: Sequence, dtype: str) -> dict[str, float]:
+    """Return the multiply-adds per second by path that this device reached, where it was measured.
+
+    Args:
+        quantization: Bits, group size and mode of the weights.
+        dtype: That they are dense in, such as ``float32``.
+    """
+    rates = recall("matmul-rates", _rates_of(quantization, dtype)) or {}
     return {path: rate for path, rate in rates.items() if isinstance(rate, float) and rate > 0}
 
 
-def _rates_of(kind: WeightKind) -> dict:
-    return {"quantization": kind.quantization, "dtype": str(dense_dtype(kind.module))}
+def _rates_of(quantization: Sequence, dtype: str) -> dict:
+    return {"quantization": list(quantization), "dtype": dtype}
+
+
+def _precision(kind: WeightKind) -> tuple[tuple[int, int, str], str]:
+    return kind.quantization, dtype_name(dense_dtype(kind.module))
 
 
 def _remember_rates(kinds: Sequence[WeightKind], step_s: Sequence[Mapping[str, float]]) -> None:
@@ -216,7 +226,8 @@ def _remember_rates(kinds: Sequence[WeightKind], step_s: Sequence[Mapping[str, f
     i = max(range(len(kinds)), key=lambda i: math.prod(kinds[i].shape))
     if math.prod(kinds[i].shape) >= _LARGE:
         rates = {path: kinds[i].multiply_adds / seconds for path, seconds in step_s[i].items()}
-        remember("matmul-rates", _rates_of(kinds[i]), _rates(kinds[i]) | rates)
+        precision = _precision(kinds[i])
+        remember("matmul-rates", _rates_of(*precision), matmul_rates(*precision) | rates)
 
 
 def _expected_on_cpu(kind: WeightKind, facts: MatmulPathFacts) -> float:

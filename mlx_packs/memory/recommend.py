@@ -33,6 +33,7 @@ from .estimate import (
 )
 from .headers import Headers
 from .plan import ERROR, MemoryPlan, fit, recompute_policies
+from .step_time import StepTime, predict
 
 SMALL_WEIGHTS = 1e9  # a base of fewer weights is better left unquantized, if that fits
 _METHODS = {True: ("lora-fp32", "lora", "qlora"), False: ("lora", "lora-fp32", "qlora")}  # if small
@@ -48,6 +49,7 @@ class Option:
         quantize: How the base is quantized on loading.
         fit: As of `plan.fit`.
         why: What was given up, and what takes most, in one line.
+        step: How long a step takes on this device; None where that is not known.
     """
 
     method: str
@@ -57,6 +59,7 @@ class Option:
     plan: MemoryPlan
     fit: str
     why: str
+    step: StepTime | None = None
 
     @property
     def fits(self) -> bool:
@@ -72,7 +75,8 @@ class Option:
         """Return the option as `packs plan --json` prints it.
 
         Sizes of ``parts`` are in bytes; they add up to the peak; ``parts_max`` is each when it is
-        largest. ``error`` is the share by which peak_gb may be off.
+        largest. ``error`` is the share by which peak_gb may be off. ``step_s`` is null where it is
+        not known; ``step_error`` is the share by which steps that were measured differed.
         """
         return {
             "method": self.method,
@@ -85,6 +89,9 @@ class Option:
             "optimizer": self.train.optimizer,
             "peak_gb": self.plan.peak_gb,
             "error": ERROR,
+            "step_s": self.step and self.step.seconds,
+            "step_error": self.step and self.step.error,
+            "step_source": self.step and self.step.source,
             "fits": self.fits,
             "fit": self.fit,
             "why": self.why,
@@ -187,7 +194,8 @@ def recommend(
     if small and best.method == "lora-fp32" and best.fits and not headers.is_quantized:
         reason = estimator.why_not_quantized(headers, best.plan)
         options[0] = replace(best, why=f"{reason}; {best.why}")
-    return [*options, _full_option(replace(request, lora=best.lora, train=best.train))]
+    options.append(_full_option(replace(request, lora=best.lora, train=best.train)))
+    return [replace(o, step=predict(headers, o.lora, o.train)) for o in options]
 
 
 def _of_task(headers: Headers, train: TrainConfig, specified: frozenset[str]) -> TrainConfig:
@@ -366,18 +374,21 @@ def table(
 ) -> list[str]:
     """Return options for people in lines of ``width`` columns, and the next command in one line."""
     best = options[0]
+    timed = any(option.step for option in options)
     lines = [
         f"base    {headers.name} · {shown_count(best.plan.base_weights)} weights · "
         f"memory {size(memory)}",
         "",
-        f"{'method':<13} {'path':<9}{'rank':>4} {'batch':>8} {'recompute':>9} {'peak':>8} fits",
+        f"{'method':<13} {'path':<9}{'rank':>4} {'batch':>8} {'recompute':>9} {'peak':>8} "
+        f"{'s/step ' * timed}fits",
     ]
     for o in options:
         batch = f"{o.train.batch_size} x {o.train.max_seq_length}"
         rank = "-" if o.train.trains_base else o.lora.rank
         lines.append(
             f"{o.kind:<13} {o.plan.matmul_path:<9}{rank:>4} {batch:>8} "
-            f"{o.train.recomputes:>9} {size(o.plan.peak_bytes):>8} {'yes' if o.fits else o.fit}"
+            f"{o.train.recomputes:>9} {size(o.plan.peak_bytes):>8} "
+            f"{_seconds(o.step) if timed else ''}{'yes' if o.fits else o.fit}"
         )
     lines += ["", f"{'parts of ' + best.kind:<24} {'at the peak':>12} {'at most':>9}"]
     largest = best.plan.largest_parts()
@@ -392,6 +403,11 @@ def table(
     return [*lines, f"try:    {best.command(headers.name, configs, defaults)}"]
 
 
+def _seconds(step: StepTime | None) -> str:
+    """Return a column of the table."""
+    return f"{f'{step.seconds:.3g}' if step else '-':>6} "
+
+
 def _notes(best: Option, assumed: str, width: int) -> list[str]:
     """Return what is to be known of the numbers, wrapped."""
     notes = {
@@ -401,6 +417,11 @@ def _notes(best: Option, assumed: str, width: int) -> list[str]:
         "cache": "not counted: the buffers that MLX has freed and keeps; it gives them back when "
         "memory is short.",
     }
+    if best.step:
+        within = f", ± {best.step.error:.0%} on those steps" if best.step.error else ""
+        notes["time"] = (
+            f"seconds a step: {best.step.source}{within}. Every example is of full length."
+        )
     return [
         line
         for label, text in notes.items()

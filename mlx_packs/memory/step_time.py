@@ -1,0 +1,254 @@
+"""Predict how long a training step takes: by rates of the chip, corrected by what was measured.
+
+    seconds = factor x (products / rate + attention / rate + other bytes / bandwidth) + overhead x blocks
+
+`packs bench` fits factor and overhead to the steps that it measured on this device. Without it they
+are 1 and the launches of a block, for chips whose rates are known. The shares and counts below are
+those of captured graphs of Qwen3 and Llama (docs/performance.md); no Mac was timed for them.
+"""
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from .. import chips, runtime
+from ..chips import BANDWIDTH_REACHED, MATMUL_REACHED, Chip
+from ..config.choices import MATMUL_PATHS, POLICIES, architecture_of
+from ..config.schema import LoRAConfig, TrainConfig
+from ..errors import PackError
+from ..measurements import recall, remember
+from .decoder import Sizes, activation_bytes, sizes_of
+from .headers import Headers
+from .matmul_path import matmul_rates
+from .plan import plan_adapters, recompute_policies
+
+_KIND = "step-times"
+_LAUNCHES = 170  # of a block, both ways; recomputed ones take a quarter more
+_OTHER_BYTES = 40  # times the widths of a block, forward and backward, beside its products
+_ATTENTION_REACHED = 0.6  # of the nominal rate
+_QUANTIZED = 0.9  # of a dense product's rate, that of a quantized one on GPUs
+_LEAST_ERROR = 0.1  # that a calibrated prediction claims
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a step of adapters computes, in operations (a multiply-add is two) and bytes.
+
+    Attributes:
+        products: Operations with frozen weights: outputs, gradients of inputs, recomputation.
+        adapters: Operations with A and B.
+        attention: Operations of causal attention.
+        bytes: That other operations move.
+        dequantized: Numbers of weights that a step dequantizes if each use does.
+    """
+
+    blocks: float
+    products: float
+    adapters: float
+    attention: float
+    bytes: float
+    dequantized: float
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """A prediction.
+
+    Attributes:
+        source: Where it is from, in words.
+        error: The share by which steps that were measured differ from it; None without any.
+    """
+
+    seconds: float
+    source: str
+    error: float | None = None
+
+
+@dataclass(frozen=True)
+class MeasuredStep:
+    """A step that was measured on this device, beside what rates alone predict for it."""
+
+    model: str
+    shape: tuple[int, int]
+    blocks: float
+    by_rates_s: float
+    measured_s: float
+    date: str
+
+
+def work(headers: Headers, lora: LoRAConfig, train: TrainConfig) -> Work | None:
+    """Return the work of a step with every token a target; None for what has no formula."""
+    if (
+        train.trains_base
+        or train.objective != "transformer"
+        or architecture_of(headers.config.get("model_type")) != "decoder"
+    ):
+        return None
+    try:
+        sizes = sizes_of(headers.config, headers.tensors)
+        ranks = plan_adapters(sizes.projections, sizes.blocks, lora, train.method).ranks
+    except PackError:  # a family without a formula
+        return None
+    return _work(sizes, ranks, train, activation_bytes(headers.config, train))
+
+
+def _work(
+    sizes: Sizes, ranks: Sequence[Mapping[str, int]], train: TrainConfig, itemsize: int
+) -> Work:
+    length = train.max_seq_length - 1
+    tokens = train.batch_size * length
+    again = POLICIES[recompute_policies(train)[0]].blocks
+    # blocks' worth of a forward pass, of those before the first adapter too, and of a backward pass
+    forward, backward = sizes.blocks + again * len(ranks), len(ranks)
+    block = sum(map(math.prod, sizes.projections.values())) / sizes.blocks
+    head = sizes.vocab * sizes.hidden
+    widths = {path.split(".", 3)[3]: sum(shape) for path, shape in sizes.projections.items()}
+    adapters = sum(rank * widths[name] for of_block in ranks for name, rank in of_block.items())
+    one_attention = 2 * train.batch_size * length**2 * sizes.queries
+    widest = sizes.hidden + sizes.ffn + sizes.queries + sizes.keys
+    share = (
+        forward + 3 * backward
+    ) / 4  # a backward pass moves three times what a forward pass does
+    return Work(
+        blocks=share,
+        products=2 * tokens * ((forward + backward) * block + 2 * head),
+        adapters=6 * tokens * adapters,
+        attention=one_attention * (forward + 2.5 * backward),
+        bytes=_OTHER_BYTES * itemsize * tokens * widest * share,
+        dequantized=(forward + backward) * block + 2 * head,
+    )
+
+
+def predict(headers: Headers, lora: LoRAConfig, train: TrainConfig) -> StepTime | None:
+    """Return how long a step takes on this device; None where nothing honest can be said.
+
+    That is so for devices that are only assumed, for what has no formula, for CPUs without and for
+    unknown chips before `packs bench`.
+
+    Args:
+        headers: Of the base.
+        lora: The adapters.
+        train: Batch size and length are those of every batch. Matmul path ``auto`` is quantized.
+    """
+    if runtime.is_assumed() or (needed := work(headers, lora, train)) is None:
+        return None
+    by_rates = _by_rates(needed, headers, train)
+    if by_rates is None:
+        return None
+    measured = measured_steps()
+    if measured:
+        factor, overhead, error = _fit(measured)
+        names = ", ".join(sorted({step.model for step in measured}))
+        source = f"calibrated by packs bench of {max(s.date for s in measured)} ({names})"
+        seconds = factor * by_rates + overhead * needed.blocks
+        return StepTime(seconds, source, max(error, _LEAST_ERROR))
+    if runtime.on_cpu() or (chip := chips.chip()) is None:
+        return None
+    seconds = by_rates + _LAUNCHES * chip.launch_us * 1e-6 * needed.blocks
+    return StepTime(seconds, f"predicted by rates of the {chip.name}, not measured")
+
+
+def measured_steps() -> list[MeasuredStep]:
+    """Return the steps that `packs bench` has measured on this device, if any."""
+    known = recall(_KIND, {}) or {}
+    try:
+        return [MeasuredStep(**{**step, "shape": tuple(step["shape"])}) for step in known["steps"]]
+    except (KeyError, TypeError):
+        return []
+
+
+def remember_steps(steps: Sequence[tuple[Headers, LoRAConfig, TrainConfig, str, float]]) -> int:
+    """Keep measured steps for `predict`; return how many have a formula.
+
+    Earlier ones of the same model and shape are replaced.
+
+    Args:
+        steps: Of each what was trained and how, the model's name and the seconds.
+    """
+    new = {}
+    today = time.strftime("%Y-%m-%d")
+    for headers, lora, train, model, seconds in steps:
+        if (needed := work(headers, lora, train)) is None:
+            continue
+        if (by_rates := _by_rates(needed, headers, train)) is None:
+            continue
+        shape = train.batch_size, train.max_seq_length - 1
+        step = MeasuredStep(model, shape, needed.blocks, by_rates, seconds, today)
+        new[model, shape] = vars(step)
+    if new:
+        before = {(step.model, step.shape): vars(step) for step in measured_steps()}
+        remember(_KIND, {}, {"steps": list((before | new).values())})
+    return len(new)
+
+
+def _fit(steps: Sequence[MeasuredStep]) -> tuple[float, float, float]:
+    """Return factor, overhead of a block and the largest relative error that fit best, none negative.
+
+    Errors count relative to what was measured.
+    """
+    rows = np.array([[s.by_rates_s / s.measured_s, s.blocks / s.measured_s] for s in steps])
+    ones = np.ones(len(steps))
+    solutions = [np.array([rows[:, 0].sum() / (rows[:, 0] ** 2).sum(), 0.0])]
+    if np.linalg.matrix_rank(rows, tol=1e-3 * np.abs(rows).max()) == 2:
+        solutions.append(np.linalg.lstsq(rows, ones, rcond=None)[0])
+    factor, overhead = min(
+        (s for s in solutions if s[0] > 0 and s[1] >= 0),
+        key=lambda s: ((rows @ s - 1) ** 2).sum(),
+    )
+    error = np.abs(rows @ [factor, overhead] - 1).max()
+    return float(factor), float(overhead), float(error)
+
+
+def _by_rates(needed: Work, headers: Headers, train: TrainConfig) -> float | None:
+    """Return the seconds of a step's work by the rates of this device; None if they are not known."""
+    chip = chips.known_chip()
+    if chip is None:
+        return None
+    on_cpu = runtime.on_cpu()
+    path = "quantized" if train.matmul_path == "auto" else train.matmul_path
+    quantized = headers.is_quantized or train.quantize != "none"
+    rates = matmul_rates(*_precision(headers, train)) if quantized else {}
+    nominal = chip.vector_tflops if on_cpu else chip.matrix_tflops
+    products = _product_seconds(needed, chip, path if quantized else "dense", nominal)
+    if path in rates:
+        products = needed.products / (2 * rates[path])
+    elif quantized and on_cpu:
+        return None
+    dense = needed.adapters / MATMUL_REACHED + needed.attention / _ATTENTION_REACHED
+    return products + dense / (1e12 * nominal) + needed.bytes / _bandwidth(chip)
+
+
+def _product_seconds(needed: Work, chip: Chip, path: str, tflops: float) -> float:
+    facts = MATMUL_PATHS[path]
+    seconds = needed.products / (1e12 * tflops * MATMUL_REACHED)
+    if facts.in_place:
+        seconds /= _QUANTIZED
+    if facts.dequantizes:
+        seconds += 2.6 * needed.dequantized / _bandwidth(chip)  # bytes: 4 bits in, 16 out
+    return seconds
+
+
+def _bandwidth(chip: Chip) -> float:
+    return 1e9 * chip.bandwidth_gb_s * BANDWIDTH_REACHED
+
+
+def _precision(headers: Headers, train: TrainConfig) -> tuple[tuple[int, int, str], str]:
+    """Return bits, group size and mode of a base's weights, and the dtype that they are dense in."""
+    if headers.is_nf4 or train.quantize == "nf4":
+        quantization = 4, 64, "nf4"
+    elif headers.is_quantized:
+        stored = headers.config.get("quantization") or {}
+        quantization = (
+            stored.get("bits", 4),
+            stored.get("group_size", 64),
+            stored.get("mode", "affine"),
+        )
+    else:
+        quantization = int(train.quantize[-1]), 64, "affine"
+    if activation_bytes(headers.config, train) == 4:
+        return quantization, "float32"
+    stored_dtype = headers.config.get("torch_dtype") or headers.config.get("dtype") or "bfloat16"
+    return quantization, stored_dtype if train.compute_dtype == "auto" else train.compute_dtype
