@@ -40,6 +40,7 @@ from .plan import (
 )
 
 FAMILIES = ("qwen3", "qwen2", "llama", "mistral")
+HYBRID_FAMILIES = ("qwen3_5", "qwen3_5_text", "qwen3_next")  # memory/hybrid.py
 _WHOLE_LOGITS = 15  # arrays of the size of all logits, where the head is trainable
 _UPDATED_AT_ONCE = 3  # arrays of the size of the largest trainable weight
 ASSUMED = "Every token is taken as a target."
@@ -109,10 +110,8 @@ def sizes_of(config: Mapping, tensors: Tensors) -> Sizes:
     family = config.get("model_type")
     if family not in FAMILIES:
         others = [t for facts in ARCHITECTURES.values() for t in facts.model_types]
-        raise PackError(
-            f"no plan for model_type '{family}'. Known are {', '.join((*FAMILIES, *others))}.",
-            "unsupported",
-        )
+        known = ", ".join((*FAMILIES, *HYBRID_FAMILIES, *others))
+        raise PackError(f"no plan for model_type '{family}'. Known are {known}.", "unsupported")
     heads = Heads.of(dict(config))
     blocks, vocab = config.get("num_hidden_layers"), config.get("vocab_size")
     if not all(isinstance(n, int) and n > 0 for n in (*astuple(heads), blocks, vocab)):
@@ -149,7 +148,7 @@ def activation_bytes(config: Mapping, train: TrainConfig) -> int:
     return 4 if (config.get("torch_dtype") or config.get("dtype")) == "float32" else 2
 
 
-def _base_bytes(sizes: Sizes, headers: Headers, train: TrainConfig, itemsize: int) -> int:
+def base_bytes(sizes: Sizes, headers: Headers, train: TrainConfig, itemsize: int) -> int:
     """Return the bytes of the frozen weights: stored or quantized on loading, and dense copies."""
     skipped = ("quant_map", "bitsandbytes__nf4", "bitsandbytes__fp4")
     widen = itemsize == 4
@@ -176,7 +175,7 @@ def _base_bytes(sizes: Sizes, headers: Headers, train: TrainConfig, itemsize: in
 
 
 @dataclass(frozen=True)
-class _Step:
+class Step:
     """A training step of adapters on a batch.
 
     Attributes:
@@ -199,9 +198,9 @@ class _Step:
     def moments(self, itemsize: int) -> dict[str, dict[str, int]]:
         """Return the parts at the moments of the forward and backward pass, in bytes."""
         sizes, tokens = self.sizes, self.tokens
-        logits = {"loss": self._loss_numbers()}
+        logits = {"loss": self.loss_numbers()}
         working = {
-            "mlp": self._dense_slices() if self.unpacks else 0,
+            "mlp": self.dense_slices() if self.unpacks else 0,
             "attention": 9 * min(stream_count() * _score_block(), tokens * self.scores),
         }
         if runtime.on_cpu():
@@ -263,7 +262,7 @@ class _Step:
         saved += 2 * q + 2 * k + scores + 2 * f + f * down
         return saved + (q + k) * self.sizes.head_norms  # what q_norm and k_norm read
 
-    def _loss_numbers(self) -> float:
+    def loss_numbers(self) -> float:
         """Return the numbers in flight in the loss: slices of logits and head, states [M, D]."""
         sizes, targets = self.sizes, self.targets
         columns = min(stream_count() * loss_columns(targets, sizes.hidden), sizes.vocab)
@@ -272,7 +271,7 @@ class _Step:
         of_logits, of_states = (12.5, 3) if runtime.on_cpu() else (3, 6)
         return of_logits * targets * columns + of_states * targets * sizes.hidden + head
 
-    def _dense_slices(self) -> float:
+    def dense_slices(self) -> float:
         """Return the dense weights in flight while products dequantize theirs."""
         if self._recomputes:  # what is recomputed waits for each
             return 0
@@ -296,15 +295,31 @@ def estimate(
     Raises:
         PackError: A family or an objective that the formula does not know.
     """
-    if train.trains_base:
-        return _estimate_full(headers, lora, train, shape)
-    if train.objective != "transformer":
+    check_objective(train)
+    return plan_step(headers, lora, train, shape, sizes_of(headers.config, headers.tensors), Step)
+
+
+def check_objective(train: TrainConfig) -> None:
+    """Raise a PackError for an objective that the formula does not know."""
+    if train.objective != "transformer" and not train.trains_base:
         raise PackError(
             f"no plan for the objective {train.objective}. Known is transformer.",
             "unsupported",
             "objective",
         )
-    sizes = sizes_of(headers.config, headers.tensors)
+
+
+def plan_step(
+    headers: Headers,
+    lora: LoRAConfig,
+    train: TrainConfig,
+    shape: Shape | None,
+    sizes: Sizes,
+    step_class: type[Step],
+) -> MemoryPlan:
+    """Return the peak memory of training a base of these sizes; `estimate` has the rest."""
+    if train.trains_base:
+        return _plan_full(headers, lora, train, shape, sizes, step_class)
     itemsize = activation_bytes(headers.config, train)
     adapters = plan_adapters(sizes.projections, sizes.blocks, lora, train.method)
     length, targets = shape or _largest_shape(train)
@@ -313,7 +328,7 @@ def estimate(
     path_facts = MATMUL_PATHS[_path_of(train)]
     # NF4 has no kernel on a CPU that multiplies quantized weights
     no_kernel = nf4 and runtime.on_cpu() and not path_facts.keeps_dense
-    step = _Step(
+    step = step_class(
         sizes,
         tokens=train.batch_size * length,
         targets=targets,
@@ -326,7 +341,7 @@ def estimate(
     )
     return adapters.plan(
         train,
-        base=_base_bytes(sizes, headers, train, itemsize),
+        base=base_bytes(sizes, headers, train, itemsize),
         base_weights=sum(map(math.prod, sizes.modules.values())),
         moments=step.moments(itemsize),
         matmul_path=_path_of(train) if quantized else "dense",
@@ -357,8 +372,13 @@ def resized(shape: Shape, before: TrainConfig, after: TrainConfig) -> Shape:
     return cut, int(targets * share)
 
 
-def _estimate_full(
-    headers: Headers, lora: LoRAConfig, train: TrainConfig, shape: Shape | None
+def _plan_full(
+    headers: Headers,
+    lora: LoRAConfig,
+    train: TrainConfig,
+    shape: Shape | None,
+    sizes: Sizes,
+    step_class: type[Step],
 ) -> MemoryPlan:
     """Return the peak memory of full fine-tuning.
 
@@ -366,7 +386,6 @@ def _estimate_full(
     weights, which are kept. Inputs of linear layers are kept as for the smallest adapters on all
     of them. A trainable head has whole logits.
     """
-    sizes = sizes_of(headers.config, headers.tensors)
     of_adapters = replace(
         train,
         method="lora",
@@ -377,7 +396,7 @@ def _estimate_full(
         compute_dtype="float32",
     )
     smallest = LoRAConfig(rank=1, num_layers=lora.num_layers)
-    plan = estimate(headers.without_scales(), smallest, of_adapters, shape)
+    plan = plan_step(headers.without_scales(), smallest, of_adapters, shape, sizes, step_class)
     paths = dict(sizes.modules)
     if lora.num_layers > 0:
         first = sizes.blocks - lora.num_layers
@@ -388,7 +407,7 @@ def _estimate_full(
     moments = {}
     for moment, of_plan in plan.moments.items():
         parts = dict(of_plan)
-        recomputed = POLICIES[plan.recompute].blocks and moment in ("mlp", "attention")
+        recomputed = POLICIES[plan.recompute].blocks and moment not in ("loss", "update")
         copies = accumulates(train) + (recomputed or moment == "update")
         parts["gradients"] = 4 * trainable * copies
         if moment == "loss" and lora.num_layers <= 0:
@@ -403,7 +422,7 @@ def _estimate_full(
     itemsize = activation_bytes(headers.config, train)
     return replace(
         plan,
-        base=_base_bytes(sizes, headers, of_adapters, itemsize),
+        base=base_bytes(sizes, headers, of_adapters, itemsize),
         adapters=4 * trainable,
         optimizer=optimizer_bytes(paths.values(), train),
         moments=moments,

@@ -17,7 +17,7 @@ from ..config.choices import (
 from ..config.schema import LoRAConfig, TrainConfig
 from ..display import size
 from ..errors import PackError
-from . import decoder, encoder
+from . import decoder, encoder, hybrid
 from .headers import Headers, Tensors
 from .plan import ERROR, MemoryPlan, Shape, fit, recompute_policies
 
@@ -63,6 +63,8 @@ ESTIMATORS: dict[str, Estimator] = registered(
 def estimator_of(config: Mapping) -> Estimator:
     """Return the estimator of a base's architecture."""
     check_supported(config)
+    if config.get("model_type") in hybrid.FAMILIES:
+        return hybrid
     return ESTIMATORS[architecture_of(config.get("model_type"))]
 
 

@@ -13,7 +13,8 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from ..ops.gated_delta import gated_delta
+from ..ops import _backend
+from ..ops.gated_delta import CHUNK, gated_delta
 
 _NAME = "gated_delta_update"
 
@@ -51,17 +52,20 @@ def _home(module: nn.Module) -> ModuleType | None:
 
 @functools.cache
 def _in_training(layer: type[nn.Module]) -> type[nn.Module]:
-    """Return a subclass of a layer's class whose recurrence is ours while it trains."""
+    """Return a subclass of a layer's class whose recurrence is ours in training.
+
+    Outside it is mlx-lm's to the bit where mlx-lm has a kernel or loops over few tokens.
+    """
 
     class GatedDelta(layer):
-        def __call__(self, *args: Any, **kwargs: Any) -> Any:
-            if not self.training:
-                return super().__call__(*args, **kwargs)
+        def __call__(self, x: mx.array, *args: Any, **kwargs: Any) -> Any:
+            if not self.training and (x.shape[1] <= CHUNK or _backend.detect() == "metal"):
+                return super().__call__(x, *args, **kwargs)
             home = sys.modules[layer.__module__]
             theirs = getattr(home, _NAME)
             setattr(home, _NAME, _update)
             try:
-                return super().__call__(*args, **kwargs)
+                return super().__call__(x, *args, **kwargs)
             finally:
                 setattr(home, _NAME, theirs)
 

@@ -49,6 +49,9 @@ def split_head(model: nn.Module) -> Head | None:
 
 def possible_heads(model: nn.Module) -> Iterator[Head]:
     """Yield the splits that the names of a model's modules suggest; `split_head` checks them."""
+    if isinstance(of_text := model.get("language_model"), nn.Module):
+        yield from possible_heads(of_text)
+        return
     inner = model.get("model", model.get("transformer"))
     if not isinstance(inner, nn.Module):
         return

@@ -117,9 +117,7 @@ def gated_delta(
         log_decay = mx.where(shown, log_decay, 0)
     sizes = Sizes(*q.shape[:3], v.shape[2], k.shape[3], v.shape[3])
     compute, token_bytes = _engine(sizes, log_decay.ndim == 4)
-    tokens = max(1, SEGMENT_BYTES // token_bytes)
-    if tokens > CHUNK:
-        tokens = tokens // CHUNK * CHUNK
+    tokens = _segment_tokens(token_bytes)
     outputs = []
     for start in range(0, sizes.length, tokens):
         cut = [x[:, start : start + tokens] for x in (q, k, v, log_decay, beta)]
@@ -127,6 +125,18 @@ def gated_delta(
         outputs.append(output)
     output = mx.concatenate(outputs, axis=1) if len(outputs) > 1 else outputs[0]
     return output if mask is None else mx.where(mask[..., None, None], output, 0), state
+
+
+def working_bytes(sizes: Sizes) -> int:
+    """Return the bytes that the backward pass of a call has in flight at most."""
+    token_bytes = 4 * sizes.rows * sizes.value_heads * sizes.in_flight
+    return token_bytes * min(sizes.length, _segment_tokens(token_bytes))
+
+
+def _segment_tokens(token_bytes: int) -> int:
+    """Return the tokens of a segment, whole chunks if they are more than one."""
+    tokens = max(1, SEGMENT_BYTES // token_bytes)
+    return tokens if tokens <= CHUNK else tokens // CHUNK * CHUNK
 
 
 def _engine(sizes: Sizes, by_column: bool) -> tuple[Segment, int]:

@@ -1,5 +1,6 @@
 """Small random models of several families."""
 
+import copy
 import importlib
 from pathlib import Path
 
@@ -75,3 +76,14 @@ def base_of(family: str, **changes) -> Base:
     """A Base around a small random model, without tokenizer."""
     model, config = model_of(family, **changes)
     return Base(family, Path("nowhere"), model, None, config, "0" * 64)
+
+
+def base_of_config(config: dict) -> Base:
+    """A Base around a random model of a config.json, without tokenizer."""
+    module = importlib.import_module(f"mlx_lm.models.{config['model_type']}")
+    mx.random.seed(3)
+    model = module.Model(module.ModelArgs.from_dict(copy.deepcopy(config)))
+    model.freeze()
+    model.eval()
+    mx.eval(model.parameters())
+    return Base(config["model_type"], Path("nowhere"), model, None, config, "0" * 64)

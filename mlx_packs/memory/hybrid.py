@@ -1,0 +1,211 @@
+"""Estimate the peak memory of training a dense Qwen3.5 or Qwen3-Next.
+
+Most of their blocks have the gated delta rule (`ops.gated_delta`) in place of attention. What a block
+keeps was read off measured peaks of small models on a CPU, one size changed at a time; it is all
+that autodiff keeps, since the families' own blocks recompute nothing by themselves.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from .. import runtime
+from ..bases.geometry import Heads
+from ..config.schema import LoRAConfig, TrainConfig
+from ..errors import PackError
+from ..ops import gated_delta
+from .decoder import (
+    ASSUMED,
+    HYBRID_FAMILIES,
+    Sizes,
+    Step,
+    check_objective,
+    plan_step,
+    resized,
+    run_settings,
+    smallest_shape,
+    why_not_quantized,
+)
+from .headers import Headers, Tensors
+from .plan import MemoryPlan, Shape, moment_parts
+
+__all__ = ["ASSUMED", "resized", "run_settings", "smallest_shape", "why_not_quantized"]
+
+FAMILIES = HYBRID_FAMILIES
+_LEFT_OUT = re.compile(r"(^|\.)(visual|vision_tower|mtp)\.")  # parts that mlx-lm does not load
+_HEAD_PREFIX = "language_model."
+_PREFIX = re.compile(r"^(model\.language_model\.|language_model\.model\.|model\.)")
+
+
+def describe(config: Mapping) -> Tensors:
+    """Return the headers of the dense checkpoint that a config describes."""
+    config = _text_config(config)
+    tied = config.get("tie_word_embeddings")
+    sizes = _sizes(config, {} if tied else {"lm_head.weight": {}})
+    hidden, width = sizes.hidden, Heads.of(config).head_dim
+    shapes = {f"{path}.weight": list(shape) for path, shape in sizes.modules.items()}
+    shapes["model.norm.weight"] = [hidden]
+    for i, recurrent in enumerate(sizes.recurrent):
+        block = f"model.layers.{i}"
+        for name in ("input_layernorm", "post_attention_layernorm"):
+            shapes[f"{block}.{name}.weight"] = [hidden]
+        if not recurrent:
+            for name in ("q_norm", "k_norm"):
+                shapes[f"{block}.self_attn.{name}.weight"] = [width]
+            continue
+        mixed = 2 * sizes.key_heads * sizes.key_width + sizes.values
+        shapes[f"{block}.linear_attn.conv1d.weight"] = [mixed, config["linear_conv_kernel_dim"], 1]
+        shapes[f"{block}.linear_attn.norm.weight"] = [sizes.value_width]
+        for name in ("A_log", "dt_bias"):
+            shapes[f"{block}.linear_attn.{name}"] = [sizes.value_heads]
+    dtype = {"float32": "F32", "float16": "F16"}.get(config.get("torch_dtype"), "BF16")
+    return {name: {"dtype": dtype, "shape": shape} for name, shape in shapes.items()}
+
+
+def estimate(
+    headers: Headers, lora: LoRAConfig, train: TrainConfig, shape: Shape | None = None
+) -> MemoryPlan:
+    """Return the peak memory of training with these settings, by part.
+
+    Raises:
+        PackError: A mixture of experts, or an objective that the formula does not know.
+    """
+    check_objective(train)
+    headers = _language_model(headers)
+    sizes = _sizes(headers.config, headers.tensors)
+    if not (lora.target_modules or train.trains_base):  # as `targets.without_narrow`
+        wide = {p: s for p, s in sizes.modules.items() if min(s) >= lora.rank}
+        sizes = replace(sizes, modules=wide)
+    return plan_step(headers, lora, train, shape, sizes, HybridStep)
+
+
+def _text_config(config: Mapping) -> dict:
+    """Return the config of the language model of a checkpoint that may have more."""
+    text = config.get("text_config") or {}
+    return {"dtype": config.get("dtype"), **config, **text, "model_type": config.get("model_type")}
+
+
+def _language_model(headers: Headers) -> Headers:
+    """Return the headers of the language model alone, by the names that it would have alone."""
+    tensors = {
+        _PREFIX.sub(
+            "model.", name.removeprefix(_HEAD_PREFIX) if "lm_head" in name else name
+        ): tensor
+        for name, tensor in headers.tensors.items()
+        if not _LEFT_OUT.search(name)
+    }
+    return Headers(headers.name, _text_config(headers.config), tensors)
+
+
+@dataclass(frozen=True)
+class HybridSizes(Sizes):
+    """Widths of a hybrid base.
+
+    Attributes:
+        recurrent: By block, whether it has the gated delta rule rather than attention.
+    """
+
+    recurrent: tuple[bool, ...]
+    key_heads: int
+    value_heads: int
+    key_width: int
+    value_width: int
+
+    @property
+    def values(self) -> int:
+        """Width of all value heads."""
+        return self.value_heads * self.value_width
+
+
+def _sizes(config: Mapping, tensors: Tensors) -> HybridSizes:
+    """Return the sizes of a base, or raise a PackError where the formula does not know it."""
+    if config.get("num_experts"):
+        raise PackError(
+            f"no plan for a mixture of experts ({config['model_type']}).", "unsupported"
+        )
+    try:
+        names = "key_heads value_heads key_head_dim value_head_dim"
+        heads = [config[f"linear_{'num_' if 'dim' not in n else ''}{n}"] for n in names.split()]
+        blocks, vocab = config["num_hidden_layers"], config["vocab_size"]
+        every = config["full_attention_interval"]
+    except KeyError as error:
+        raise PackError(f"no plan: config.json lacks {error}.", "unsupported") from None
+    known = Heads.of(dict(config))
+    hidden, ffn = known.hidden, known.ffn
+    queries, keys = known.heads * known.head_dim, known.kv_heads * known.head_dim
+    mixed, values, of_heads = 2 * heads[0] * heads[2], heads[1] * heads[3], heads[1]
+    recurrent = tuple((i + 1) % every != 0 for i in range(blocks))
+    attention = {"q_proj": (2 * queries, hidden), "k_proj": (keys, hidden)}
+    attention |= {"v_proj": (keys, hidden), "o_proj": (hidden, queries)}
+    if config["model_type"] == "qwen3_next":
+        widths = {"in_proj_qkvz": mixed + 2 * values, "in_proj_ba": 2 * of_heads}
+    else:
+        widths = {"in_proj_qkv": mixed + values, "in_proj_z": values}
+        widths |= {"in_proj_b": of_heads, "in_proj_a": of_heads}
+    rule = {name: (width, hidden) for name, width in widths.items()}
+    rule["out_proj"] = (hidden, values)
+    mlp = {"gate_proj": (ffn, hidden), "up_proj": (ffn, hidden), "down_proj": (hidden, ffn)}
+    modules = {"model.embed_tokens": (vocab, hidden)}
+    for i, is_recurrent in enumerate(recurrent):
+        kind, parts = ("linear_attn", rule) if is_recurrent else ("self_attn", attention)
+        block = f"model.layers.{i}"
+        modules |= {f"{block}.{kind}.{name}": shape for name, shape in parts.items()}
+        modules |= {f"{block}.mlp.{name}": shape for name, shape in mlp.items()}
+    if "lm_head.weight" in tensors and not config.get("tie_word_embeddings"):
+        modules["lm_head"] = (vocab, hidden)
+    return HybridSizes(
+        hidden, ffn, blocks, known.heads, queries, keys, vocab, True, modules, recurrent, *heads
+    )
+
+
+class HybridStep(Step):
+    """A training step of adapters on a hybrid base."""
+
+    sizes: HybridSizes
+
+    def moments(self, itemsize: int) -> dict[str, dict[str, int]]:
+        """Return the parts at the moments of the forward and backward pass, in bytes."""
+        sizes, tokens = self.sizes, self.tokens
+        d, f, length = sizes.hidden, sizes.ffn, self.scores // sizes.heads
+        kinds = sizes.recurrent[-len(self.ranks) :]
+        blocks = [self._kept(k, r) for k, r in zip(kinds, self.ranks, strict=True)]
+        before = saved = sum(blocks)
+        if self.policy.blocks:
+            before = len(blocks) * d
+            saved = before + max(blocks)
+        dense = itemsize * (self.dense_slices() if self.unpacks else 0)
+        rule = gated_delta.Sizes(
+            tokens // length,
+            length,
+            sizes.key_heads,
+            sizes.value_heads,
+            sizes.key_width,
+            sizes.value_width,
+        )
+        scores = 3 * self.scores if runtime.on_cpu() else 0
+        attention = scores + 2 * (sizes.queries + sizes.keys)
+        flying = {
+            "mlp": itemsize * tokens * (4 * d + 5 * f) + dense,
+            "attention": itemsize * tokens * attention,
+            "recurrence": gated_delta.working_bytes(rule),
+        }
+        # of a block that is computed again half of the feed-forward is gone before the recurrence
+        gone = {"recurrence": 3 * f} if self.policy.blocks else {}
+        moments = {
+            name: moment_parts(self.waiting, itemsize * tokens * (saved - gone.get(name, 0)), 0, b)
+            for name, b in flying.items()
+        }
+        at_loss = itemsize * tokens * (before + 2 * d)
+        moments["loss"] = moment_parts(self.waiting, at_loss, itemsize * self.loss_numbers())
+        return moments
+
+    def _kept(self, recurrent: bool, ranks: Mapping[str, int]) -> float:
+        """Return the numbers per token that a block holds from forward to backward."""
+        sizes = self.sizes
+        kept = 4 * sizes.hidden + 5 * sizes.ffn + sum(ranks.values())
+        if recurrent:
+            keys = sizes.key_heads * sizes.key_width
+            return kept + 6 * keys + 6 * sizes.values + 6 * sizes.value_heads
+        # probabilities, and half of what makes them; a fused gradient keeps neither
+        scores = 1.6 * self.scores if runtime.on_cpu() else 0
+        return kept + 4.7 * sizes.queries + 2.3 * sizes.keys + scores

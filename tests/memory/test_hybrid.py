@@ -1,0 +1,150 @@
+"""The plan of hybrid models against measured peaks, and against the parameters that mlx-lm makes."""
+
+import gc
+
+import numpy as np
+import pytest
+from mlx.utils import tree_flatten
+
+from mlx_packs import LoRAConfig, TrainConfig
+from mlx_packs.adapters.lora import attach
+from mlx_packs.data.batches import make_batch
+from mlx_packs.data.encoding import Example
+from mlx_packs.memory import hybrid
+from mlx_packs.memory.estimate import estimate
+from mlx_packs.memory.headers import Headers
+from mlx_packs.memory.plan import ERROR
+from mlx_packs.objectives.causal_lm import as_arrays, split_head
+from mlx_packs.optim import make_optimizer
+from mlx_packs.runtime import assumed_device, mx
+from tests.helpers.errors import raises
+from tests.helpers.families import family_base
+from tests.helpers.models import base_of_config
+from tests.helpers.steps import lm_stepper
+
+# hidden and FFN, value heads, blocks
+SHAPES = {"narrow": (128, 256, 4, 4), "wide": (192, 512, 8, 4), "eight_blocks": (96, 256, 4, 8)}
+VOCAB = 256
+
+
+def config_of(family: str, hidden: int, ffn: int, value_heads: int, blocks: int) -> dict:
+    text = {
+        "model_type": family,
+        "hidden_size": hidden,
+        "intermediate_size": ffn,
+        "num_hidden_layers": blocks,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 64,
+        "rms_norm_eps": 1e-6,
+        "vocab_size": VOCAB,
+        "linear_num_value_heads": value_heads,
+        "linear_num_key_heads": 2,
+        "linear_key_head_dim": 32,
+        "linear_value_head_dim": 32,
+        "linear_conv_kernel_dim": 4,
+        "full_attention_interval": 4,
+        "tie_word_embeddings": False,
+        "max_position_embeddings": 4096,
+    }
+    if family == "qwen3_5":
+        return {"model_type": family, "vocab_size": VOCAB, "text_config": text}
+    moe = dict.fromkeys("num_experts num_experts_per_tok decoder_sparse_step".split(), 0)
+    moe |= dict.fromkeys("shared_expert_intermediate_size moe_intermediate_size".split(), 32)
+    more = {"mlp_only_layers": [], "rope_theta": 1e4, "partial_rotary_factor": 0.25}
+    return text | moe | more
+
+
+def measured_and_planned(name: str, length: int, recompute: str = "none") -> tuple[int, int]:
+    """Peak bytes of a step of LoRA on a batch of one row, and the plan's."""
+    gc.collect()
+    others = mx.get_active_memory()
+    base = base_of_config(config_of("qwen3_5", *SHAPES[name]))
+    lora = LoRAConfig(rank=4)
+    train = TrainConfig(batch_size=1, recompute=recompute, matmul_path="dense")
+    plan = estimate(Headers.of(base), lora, train, [(length, length)])
+    attached = attach(base, lora)
+    attached.recompute(recompute)
+    base.model.train()
+    stepper = lm_stepper(base.model, make_optimizer(train))
+    tokens = np.random.default_rng(0).integers(0, VOCAB, length + 1).astype(np.int32)
+    example = Example(tokens, np.arange(length + 1) > 0, "row")
+    batch = make_batch([example], [0], 1, length)
+    for _ in range(2):
+        mx.reset_peak_memory()
+        stepper(as_arrays(batch), batch.count, True, True)
+    assert plan.adapters == 4 * attached.parameter_count()
+    return mx.get_peak_memory() - others, plan.peak_bytes
+
+
+@pytest.mark.parametrize(
+    ("name", "length", "recompute"),
+    [
+        ("narrow", 256, "none"),
+        ("wide", 128, "block"),
+        pytest.param("narrow", 1024, "none", marks=pytest.mark.slow),
+        pytest.param("narrow", 2048, "block", marks=pytest.mark.slow),
+        pytest.param("wide", 512, "none", marks=pytest.mark.slow),
+        pytest.param("wide", 1024, "block", marks=pytest.mark.slow),
+        pytest.param("eight_blocks", 512, "none", marks=pytest.mark.slow),
+    ],
+)
+def test_the_plan_is_within_its_error_of_the_measured_peak(name, length, recompute):
+    peak, planned = measured_and_planned(name, length, recompute)
+    assert planned == pytest.approx(peak, rel=ERROR)
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_next"])
+def test_described_headers_are_those_of_the_model(family):
+    config = config_of(family, *SHAPES["narrow"])
+    base = base_of_config(config)
+    own = {
+        name.removeprefix("language_model."): a.shape
+        for name, a in tree_flatten(base.model.parameters())
+    }
+    assert {n: tuple(t["shape"]) for n, t in hybrid.describe(config).items()} == own
+    described = Headers("described", config, hybrid.describe(config))
+    assert hybrid._language_model(Headers.of(base)).tensors.keys() == described.tensors.keys()
+    attached = attach(base, LoRAConfig(rank=8))
+    plan = estimate(described, LoRAConfig(rank=8), TrainConfig(matmul_path="dense"))
+    assert plan.adapter_weights == attached.parameter_count()
+
+
+def test_a_wide_vocabulary_is_never_whole():
+    config = config_of("qwen3_5", *SHAPES["narrow"])
+    base = base_of_config(config)
+    head = split_head(base.model)
+    assert head is not None and head.frozen is not None
+
+
+def test_parts_that_are_not_loaded_do_not_count():
+    config = config_of("qwen3_5", *SHAPES["narrow"])
+    tensors = hybrid.describe(config)
+    on_disk = {n.replace("model.", "model.language_model.", 1): t for n, t in tensors.items()}
+    extra = {"dtype": "BF16", "shape": [1 << 20]}
+    on_disk |= {"model.visual.blocks.0.weight": extra, "mtp.layers.0.weight": extra}
+    plans = [
+        estimate(Headers("base", config, t), LoRAConfig(rank=4), TrainConfig())
+        for t in (tensors, on_disk)
+    ]
+    assert plans[0] == plans[1]
+
+
+def test_a_gpu_keeps_no_scores_and_half_as_much():
+    config = config_of("qwen3_5", *SHAPES["wide"])
+    headers = Headers("base", config, hybrid.describe(config))
+    settings = headers, LoRAConfig(rank=4), TrainConfig(batch_size=1), [(4096, 4096)]
+    on_cpu = estimate(*settings)
+    with assumed_device("gpu"):
+        on_gpu = estimate(*settings)
+    assert on_gpu.largest_parts()["activations"] < 0.4 * on_cpu.largest_parts()["activations"]
+
+
+def test_full_fine_tuning_has_a_plan_and_mixtures_have_none():
+    base = family_base("qwen3_next")
+    with raises("unsupported", None, "mixture", "qwen3_next"):
+        estimate(Headers.of(base), LoRAConfig(rank=2), TrainConfig())
+    config = config_of("qwen3_5", *SHAPES["narrow"])
+    headers = Headers("base", config, hybrid.describe(config))
+    full = estimate(headers, LoRAConfig(), TrainConfig(method="full", matmul_path="dense"))
+    assert full.adapters == 4 * full.base_weights
