@@ -3,9 +3,10 @@
 import signal
 import threading
 import time
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from ..adapters.method import Trainable
@@ -17,7 +18,7 @@ from .observers.observer import Observer
 from .phases import RunPhase
 from .run_folder import latest_checkpoint
 from .settings import Run
-from .step import Stepper, not_finite
+from .step import StartedStep, Stepper, not_finite
 
 
 @contextmanager
@@ -43,9 +44,29 @@ def _deferred_interrupts() -> Iterator[list[int]]:
         signal.signal(signal.SIGINT, before)
 
 
+@dataclass(frozen=True)
+class _Taken:
+    """A batch whose step was started at a time, as `time.perf_counter` has it."""
+
+    batch: Batch
+    number: int  # in the run
+    updates: bool
+    step: StartedStep
+    start: float
+
+
 @dataclass
 class Loop:
-    """The loop over the batches of a phase."""
+    """The loop over the batches of a phase.
+
+    A GPU is given a step before the loss of the one before is read, so that it never waits for
+    Python; two steps are in flight at most. The peak of memory stays that of one: a step begins
+    with the weights that the last one ends with, and MLX allocates for ten command buffers of 50
+    dispatches before it waits for one of them (its transforms.cpp and metal/device.cpp), which is
+    part of a forward pass while the peak is at the end of one. Reports, scores, checkpoints and the
+    end wait for every step that was started, so none of them has a number or weight that was not
+    checked.
+    """
 
     run: Run
     phase: RunPhase
@@ -55,6 +76,8 @@ class Loop:
     state: TrainingState  # the loop advances it
     validation: Sequence[Batch]  # empty where the phase is not validated
     observers: Sequence[Observer]
+    _in_flight: deque[_Taken] = field(default_factory=deque, init=False)
+    _read_at: float = field(default=0.0, init=False)  # when the last step was over
 
     def train(self, batches: Iterator[Batch]) -> None:
         """Take batches up to the end of the phase: step, report, validate, save.
@@ -74,33 +97,49 @@ class Loop:
                 observer.on_phase_end()
 
     def _take(self, batches: Iterator[Batch], interrupts: list[int]) -> None:
-        config, state, first = self.phase.train, self.state, self.phase.start
-        alone = config.grad_accumulation_steps == 1
+        config, first = self.phase.train, self.phase.start
         due = False
-        while state.batches < self.phase.stop:
+        for number in range(self.state.batches - first + 1, config.iters + 1):
             batch = next(batches)
-            number = state.batches + 1 - first
             ends = number == config.iters
-            update = number % config.grad_accumulation_steps == 0 or ends
-            start = time.perf_counter()
-            loss, norm = self.stepper(self.objective.arrays(batch), batch.count, update, alone)
-            seconds = time.perf_counter() - start
-            self._check_finite(loss, norm, first + number)
-            state.count(loss, batch.count, norm if update else None, seconds)
-            limit = config.clear_cache_threshold
-            if limit is not None and mx.get_cache_memory() > limit:
-                mx.clear_cache()
-            self._announce(loss)
-            if number % config.steps_per_report == 0 or ends:
-                self._report()
-            if self.validation and number % config.steps_per_eval == 0 and not ends:
-                self._validate()
+            self._start(batch, number)
+            reports = number % config.steps_per_report == 0 or ends
+            validates = self.validation and number % config.steps_per_eval == 0 and not ends
             due = due or number % config.save_every == 0 or ends
+            waits = reports or validates or due or interrupts
+            self._read(leaving=0 if waits else self.stepper.ahead)
+            if reports:
+                self._report()
+            if validates:
+                self._validate()
             if (due or interrupts) and not self.stepper.waiting:
+                self._read(leaving=0)  # the interruption may be newer
                 folder = self._save(batch)
                 due = False
                 if interrupts and not (ends and self.phase is self.run.goal):
                     raise interrupted(folder)
+
+    def _start(self, batch: Batch, number: int) -> None:
+        """Start the step on a batch, given its number in the phase."""
+        several, start = self.phase.train.grad_accumulation_steps, time.perf_counter()
+        updates = number % several == 0 or number == self.phase.train.iters
+        arrays = self.objective.arrays(batch)
+        step = self.stepper.start(arrays, batch.count, updates, several == 1)
+        self._in_flight.append(_Taken(batch, self.phase.start + number, updates, step, start))
+
+    def _read(self, leaving: int) -> None:
+        """Wait for all steps in flight but the last ones; check, count and announce them."""
+        limit = self.phase.train.clear_cache_threshold
+        while len(self._in_flight) > leaving:
+            taken = self._in_flight.popleft()
+            loss, norm = taken.step.read()
+            self._check_finite(loss, norm, taken.number)
+            start, self._read_at = max(taken.start, self._read_at), time.perf_counter()
+            seconds = self._read_at - start
+            self.state.count(loss, taken.batch.count, norm if taken.updates else None, seconds)
+            if limit is not None and mx.get_cache_memory() > limit:
+                mx.clear_cache()
+            self._announce(loss)
 
     def _line(self, entries: dict[str, float]) -> dict:
         """Return a line for observers, with the number of batches and the phase's name."""

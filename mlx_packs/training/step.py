@@ -6,6 +6,7 @@ so that N small batches equal one large one whatever their lengths.
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import mlx.nn as nn
 import mlx.optimizers as optimizers
@@ -16,6 +17,26 @@ from ..objectives.objective import Arrays, Loss
 from ..runtime import is_traced, mx
 
 _JOINED = 1 << 22  # numbers of gradients that are joined for their norm
+
+
+@dataclass(frozen=True)
+class StartedStep:
+    """A step that MLX computes or has computed.
+
+    Attributes:
+        loss: the mean over the batch's targets, or their sum.
+        count: what the sum is divided by; 1 for a mean.
+        norm: of the gradient of its update; None without one.
+    """
+
+    loss: mx.array
+    count: int
+    norm: mx.array | None
+
+    def read(self) -> tuple[float, float]:
+        """Return mean loss and gradient norm (0 without an update), once the step is computed."""
+        norm = 0.0 if self.norm is None else self.norm.item()
+        return self.loss.item() / self.count, norm
 
 
 class Stepper:
@@ -37,6 +58,8 @@ class Stepper:
         max_grad_norm: float | None,
     ) -> None:
         self.optimizer = optimizer
+        self.ahead = int(runs_ahead())  # steps that may be in flight before one is read
+        self._evaluate = mx.async_eval if self.ahead else mx.eval
         self.state = [model.state, optimizer.state, mx.random.state]
         self.shapes: set[tuple] = set()  # of the arrays of all batches so far
         self.traces = 0  # functions that MLX has compiled
@@ -82,7 +105,11 @@ class Stepper:
         self._update = mx.compile(update, inputs=self.state, outputs=self.state)
 
     def __call__(self, batch: Arrays, count: int, last: bool, alone: bool) -> tuple[float, float]:
-        """Return the mean loss of a batch, and the gradient norm of its update (0 without one).
+        """Take a step; return the batch's mean loss and the gradient norm of its update (0 without)."""
+        return self.start(batch, count, last, alone).read()
+
+    def start(self, batch: Arrays, count: int, last: bool, alone: bool) -> StartedStep:
+        """Let MLX take a step on a batch of ``count`` targets; unless steps run ahead, it is over.
 
         The update comes with the ``last`` of an accumulation; where every update is of one batch
         (``alone``), all is one compiled function.
@@ -91,23 +118,31 @@ class Stepper:
         self.shapes.add(tuple(a.shape if isinstance(a, mx.array) else a for a in batch))
         if alone:
             loss, norm = self.whole(*batch)
-            mx.eval(self.state, loss, norm)
-            return loss.item(), norm.item()
+            self._evaluate(self.state, loss, norm)
+            return StartedStep(loss, 1, norm)
         if self.waiting:
             total, *pending = self._add(self._pending, batch)
         else:
             total, *pending = self._gather(*batch)
         self.waiting += 1
         self._pending = tuple(pending)
-        mx.eval(self._pending, total, mx.random.state)
-        return total.item() / count, self.flush() if last else 0.0
+        self._evaluate(self._pending, total, mx.random.state)
+        return StartedStep(total, count, self._update_waiting() if last else None)
 
     def flush(self) -> float:
         """Make the update of the gradients that wait, and return their norm."""
+        return self._update_waiting().item()
+
+    def _update_waiting(self) -> mx.array:
         norm = self._update(self._pending[1], self._pending[0])
         self.waiting, self._pending = 0, ()
-        mx.eval(self.state, norm)
-        return norm.item()
+        self._evaluate(self.state, norm)
+        return norm
+
+
+def runs_ahead() -> bool:
+    """Return whether MLX is given a step before the last one is over; the cores of a CPU are busy."""
+    return not runtime.on_cpu()
 
 
 def _norm(arrays: Sequence[mx.array]) -> mx.array:

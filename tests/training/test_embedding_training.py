@@ -146,9 +146,9 @@ def test_a_resumed_run_equals_an_unbroken_one_to_the_bit(
             signal.raise_signal(signal.SIGINT)
         return called(stepper, *_)
 
-    called = Stepper.__call__
+    called = Stepper.start
     with monkeypatch.context() as patch:
-        patch.setattr(Stepper, "__call__", interrupt)
+        patch.setattr(Stepper, "start", interrupt)
         with raises("interrupted", None, "step-000003"):
             train_pack(encoder, str(pair_data["pairs"]), lora, train, tmp_path / "cut")
     assert not (tmp_path / "cut").exists()

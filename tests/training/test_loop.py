@@ -1,0 +1,256 @@
+"""The loop over batches: what a GPU is given before what is read, and that nothing else changes."""
+
+import json
+import math
+import os
+import signal
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+
+from mlx_packs import LoRAConfig, runtime, train_pack
+from mlx_packs.files import sha256
+from mlx_packs.runtime import mx
+from mlx_packs.training import step
+from mlx_packs.training.checkpoint import TrainingState
+from mlx_packs.training.loop import Loop
+from mlx_packs.training.observers.observer import Observer
+from mlx_packs.training.phases import RunPhase
+from mlx_packs.training.run_folder import latest_checkpoint, read_metrics
+from mlx_packs.training.step import StartedStep, Stepper
+from tests.helpers.errors import raises
+from tests.helpers.observers import observe
+from tests.helpers.rows import CHATS, write_rows
+from tests.helpers.runs import TRAIN
+
+pytestmark = pytest.mark.usefixtures("sample_text")
+LORA = LoRAConfig(rank=2, num_layers=1, dropout=0.1)
+
+
+@pytest.fixture
+def on_gpu(monkeypatch):
+    """Steps run ahead as on a GPU; all else is that of this device."""
+    monkeypatch.setattr(step, "runs_ahead", lambda: True)
+
+
+class Recorder(Observer):
+    """A device that takes steps, and an observer: both write into one log."""
+
+    def __init__(self) -> None:
+        self.log: list[str] = []
+        self.waiting, self.ahead = 0, int(step.runs_ahead())
+        self.optimizer = SimpleNamespace(learning_rate=0.1)
+        self.started = 0
+
+    def start(self, batch, count, last, alone):
+        self.started += 1
+        self.waiting = 0 if last else self.waiting + 1
+        number = self.started
+        self.log.append(f"start {number}")
+        return SimpleNamespace(read=lambda: (self.log.append(f"read {number}"), (1.0, 2.0))[1])
+
+    def on_step(self, line):
+        self.log.append(f"step {line['batch']}")
+
+    def on_report(self, line, batches_per_s):
+        self.log.append(f"report {line['batch']}")
+
+    def on_validation(self, line, score, seconds):
+        self.log.append(f"validation {line['batch']}")
+
+
+def log_of(saves: list | None = None, **settings) -> list[str]:
+    """What happens in a phase of these settings, in its order."""
+    quiet = {"steps_per_report": 100, "steps_per_eval": 100, "save_every": 100}
+    train = replace(TRAIN, **{**quiet, "iters": 6, **settings})
+    recorder, phase = Recorder(), RunPhase("", train, ())
+    score = SimpleNamespace(nll=1.0, log_entry=dict)
+    loop = Loop(
+        run=SimpleNamespace(goal=phase),
+        phase=phase,
+        trainable=SimpleNamespace(model=SimpleNamespace(train=lambda: None)),
+        objective=SimpleNamespace(
+            unit="tokens", arrays=lambda batch: (), score=lambda batches: score
+        ),
+        stepper=recorder,
+        state=TrainingState(),
+        validation=["a batch"],
+        observers=[recorder],
+    )
+    loop._save = lambda batch: recorder.log.append(f"save {loop.state.batches}")
+    loop.train(iter([SimpleNamespace(count=3)] * train.iters))
+    assert loop.state.batches == train.iters and loop.state.trained_tokens == 3 * train.iters
+    assert loop.state.updates == math.ceil(train.iters / train.grad_accumulation_steps)
+    return recorder.log
+
+
+def steps(*events: str) -> list[str]:
+    """``s1`` is a start; ``r1`` is a read with the call of observers."""
+    log = []
+    for event in " ".join(events).split():
+        kind, number = event[0], event[1:]
+        log += [f"start {number}"] if kind == "s" else [f"read {number}", f"step {number}"]
+    return log
+
+
+def test_only_a_gpu_runs_ahead(monkeypatch):
+    for on_cpu in (True, False):
+        monkeypatch.setattr(runtime, "on_cpu", lambda on_cpu=on_cpu: on_cpu)
+        assert step.runs_ahead() is not on_cpu
+
+
+@pytest.mark.skipif(not runtime.on_cpu(), reason="steps run ahead here")
+def test_a_cpu_takes_one_step_after_the_other():
+    every = steps(*(f"s{n} r{n}" for n in range(1, 7)))
+    assert log_of() == [*every, "report 6", "save 6"]
+
+
+def test_a_gpu_has_the_next_step_before_one_is_read(on_gpu):
+    assert log_of() == [*steps("s1 s2 r1 s3 r2 s4 r3 s5 r4 s6 r5 r6"), "report 6", "save 6"]
+
+
+def test_reports_scores_and_checkpoints_wait_for_all_steps(on_gpu):
+    log = log_of(steps_per_report=2, steps_per_eval=3, save_every=5)
+    assert log == [
+        *(*steps("s1 s2 r1 r2"), "report 2"),
+        *(*steps("s3 r3"), "validation 3"),
+        *(*steps("s4 r4"), "report 4"),
+        *(*steps("s5 r5"), "save 5"),
+        *(*steps("s6 r6"), "report 6", "save 6"),
+    ]
+
+
+def test_a_checkpoint_waits_for_the_end_of_an_update(on_gpu):
+    log = log_of(save_every=2, grad_accumulation_steps=3)
+    assert log == [
+        *(*steps("s1 s2 r1 r2 s3 r3"), "save 3"),
+        *(*steps("s4 r4 s5 r5 s6 r6"), "report 6", "save 6"),
+    ]
+
+
+def test_seconds_of_steps_in_flight_are_counted_once(on_gpu, monkeypatch):
+    """Time passes in a step's start (1 s) and in reading it (10 s)."""
+    now = [100.0]
+
+    def passing(seconds, called):
+        def call(*args):
+            now[0] += seconds
+            return called(*args)
+
+        return call
+
+    monkeypatch.setattr("mlx_packs.training.loop.time.perf_counter", lambda: now[0])
+    start = Recorder.start
+
+    def timed(self, *args):
+        now[0] += 1
+        started = start(self, *args)
+        return SimpleNamespace(read=passing(10, started.read))
+
+    monkeypatch.setattr(Recorder, "start", timed)
+    seconds = []
+    count = TrainingState.count
+    monkeypatch.setattr(
+        TrainingState, "count", lambda self, *args: (seconds.append(args[-1]), count(self, *args))
+    )
+    log_of(iters=4)
+    assert seconds == [12, 11, 11, 10] and sum(seconds) == now[0] - 100
+
+
+@pytest.fixture
+def rows(tmp_path):
+    return write_rows(tmp_path / "rows", train=CHATS, valid=CHATS[:2])
+
+
+def files_of(run) -> dict[str, str]:
+    """Hashes of the tensors of all checkpoints."""
+    return {str(f.relative_to(run)): sha256(f) for f in sorted(run.rglob("*.safetensors"))}
+
+
+def lines_of(run) -> list[dict]:
+    """The lines of the metrics without what a clock decides."""
+    lines = read_metrics(run, 100)
+    return [
+        {k: v for k, v in line.items() if k not in ("tokens_per_s", "peak_gb")} for line in lines
+    ]
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_steps_ahead_change_no_byte(tiny, rows, tmp_path, monkeypatch, accumulate):
+    settings = {"iters": 5, "steps_per_report": 2, "save_every": 4, "steps_per_eval": 3}
+    train = replace(TRAIN, **settings, grad_accumulation_steps=accumulate)
+    announced = {"cpu": [], "gpu": []}
+    for device, lines in announced.items():
+        with monkeypatch.context() as patch:
+            patch.setattr(step, "runs_ahead", lambda device=device: device == "gpu")
+            observe(patch, on_step=lambda line, lines=lines: lines.append(line))
+            train_pack(tiny, rows, LORA, train, tmp_path / device)
+    cpu, gpu = tmp_path / "cpu-run", tmp_path / "gpu-run"
+    assert files_of(cpu) == files_of(gpu) and lines_of(cpu) == lines_of(gpu)
+    pairs = [[(line["batch"], line["loss"]) for line in lines] for lines in announced.values()]
+    assert pairs[0] == pairs[1] and [number for number, _ in pairs[0]] == [1, 2, 3, 4, 5]
+
+
+def test_a_gpu_is_given_steps_and_not_waited_for(tiny, rows, tmp_path, on_gpu, monkeypatch):
+    """To start a step evaluates nothing at once; the first step is read when the second started."""
+    log, whole, read = [], Stepper.start, StartedStep.read
+
+    def start(stepper, *args):
+        assert stepper._evaluate is mx.async_eval
+        log.append("start")
+        with monkeypatch.context() as patch:
+            patch.delattr(step.mx, "eval")
+            return whole(stepper, *args)
+
+    monkeypatch.setattr(Stepper, "start", start)
+    monkeypatch.setattr(StartedStep, "read", lambda self: (log.append("read"), read(self))[1])
+    train = replace(TRAIN, iters=3, save_every=3, steps_per_report=3)
+    train_pack(tiny, rows, LORA, train, tmp_path / "p")
+    assert log == ["start", "start", "read", "start", "read", "read"]
+
+
+@pytest.mark.parametrize("device", ["cpu", "gpu"])
+@pytest.mark.parametrize(("bad", "kept"), [(1, None), (4, "step-000003"), (6, "step-000003")])
+def test_a_loss_that_is_not_finite_has_its_number(
+    tiny, rows, tmp_path, monkeypatch, device, bad, kept
+):
+    monkeypatch.setattr(step, "runs_ahead", lambda: device == "gpu")
+    whole, announced, starts = Stepper.start, [], []
+
+    def start(stepper, arrays, *args):
+        starts.append(1)
+        tokens, positions, targets, weights = arrays
+        weights = weights * math.nan if len(starts) == bad else weights
+        return whole(stepper, (tokens, positions, targets, weights), *args)
+
+    monkeypatch.setattr(Stepper, "start", start)
+    observe(monkeypatch, on_step=lambda line: announced.append(line["batch"]))
+    train = replace(TRAIN, iters=6, save_every=3, steps_per_report=10)
+    with raises("diverged", None, f"step {bad}: the loss is nan", kept or "No checkpoint was due"):
+        train_pack(tiny, rows, LORA, train, tmp_path / "p")
+    assert announced == list(range(1, bad)) and not (tmp_path / "p").exists()
+    folder = latest_checkpoint(tmp_path / "p-run")
+    assert (folder and folder.name) == kept
+    for file in (tmp_path / "p-run").rglob("*.safetensors"):
+        assert all(mx.isfinite(array).all() for array in mx.load(str(file)).values())
+
+
+def test_a_run_on_a_gpu_that_is_interrupted_goes_on(tiny, rows, tmp_path, on_gpu, monkeypatch):
+    train = replace(TRAIN, iters=6, save_every=100, steps_per_report=4)
+    train_pack(tiny, rows, LORA, train, tmp_path / "whole")
+
+    def interrupt(line):
+        if line["batch"] == 2:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    with monkeypatch.context() as patch:
+        observe(patch, on_step=interrupt)
+        with raises("interrupted", None, "step-000003"):  # which was started by then
+            train_pack(tiny, rows, LORA, train, tmp_path / "cut")
+    state = json.loads((tmp_path / "cut-run" / "step-000003" / "state.json").read_text())
+    assert state["batches"] == state["window"]["batches"] == 3
+    train_pack(tiny, rows, LORA, train, tmp_path / "cut", resume=True)
+    last = "step-000006/adapters.safetensors"
+    assert files_of(tmp_path / "cut-run")[last] == files_of(tmp_path / "whole-run")[last]
+    assert lines_of(tmp_path / "cut-run") == lines_of(tmp_path / "whole-run")
