@@ -22,6 +22,7 @@ NAMES = (
     "plan_accuracy",
     "quantize",
     "cost_tables",
+    "graph",
     "report",
 )
 

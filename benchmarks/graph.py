@@ -1,8 +1,12 @@
-"""The step and the batches that an Apple GPU would get, laid out without evaluating them.
+"""Primitives, bytes and predicted seconds of training on Apple GPUs, from lazy graphs.
 
-A tool that prices graphs on machine models calls these two functions in a process where MLX lays
-out what its Metal build would. They stand on the code that trains: the same adapters, objective and
-compiled step. No Mac is timed by them.
+The functions here lay out the step and the batches that an Apple GPU would get, and evaluate
+nothing. They are called in a process where MLX lays out what its Metal build would
+(`apple_gpu.capture`), and stand on the code that trains: the same adapters, objective and compiled
+step. No Mac is timed by them.
+
+    python -m benchmarks graph                   # steps, and batches of one epoch
+    python -m benchmarks graph steps --model qwen3-4b --batch 4 --length 512 --supervised 0.3
 """
 
 import math
@@ -138,6 +142,12 @@ def batch_shapes(
         allowed = most_targets(examples, sampler)
     batches = (lay_out(examples, sampler, order, allowed) for order in sampler.epoch(0))
     return [(*batch.tokens.shape, len(batch.positions)) for batch in batches]
+
+
+def main(arguments: list[str] | None = None) -> int:
+    from .apple_gpu import command  # not for a process that only lays out steps
+
+    return command.main(arguments)
 
 
 def _typical_segments(model: nn.Module, batch: int, length: int) -> mx.array | Spans:

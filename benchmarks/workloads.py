@@ -35,6 +35,12 @@ QWEN3_4B = {
     "rope_theta": 1000000.0,
     "tie_word_embeddings": True,
 }
+QWEN3_0_6B = QWEN3_4B | {
+    "hidden_size": 1024,
+    "num_hidden_layers": 28,
+    "intermediate_size": 3072,
+    "num_attention_heads": 16,
+}
 LLAMA3_8B = {
     "model_type": "llama",
     "hidden_size": 4096,
@@ -49,7 +55,7 @@ LLAMA3_8B = {
     "rope_theta": 500000.0,
     "tie_word_embeddings": False,
 }
-CONFIGS = {"qwen3_4b": QWEN3_4B, "llama3_8b": LLAMA3_8B}
+CONFIGS = {"qwen3_4b": QWEN3_4B, "qwen3_0_6b": QWEN3_0_6B, "llama3_8b": LLAMA3_8B}
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,204 @@
+"""``python -m benchmarks graph``: its options and its parts."""
+
+import argparse
+import re
+import sys
+import textwrap
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import product
+
+from mlx_packs.config.choices import MATMUL_PATHS, POLICIES
+
+from .. import history
+from ..history import Record
+from ..workloads import CONFIGS
+from . import tables
+from .capture import MLX_LM, OURS, Failed, StepJob
+from .costs import Unpriced
+from .epoch import Examples, epochs
+from .libmlx import Unsupported, check_supported
+from .seconds import CHIPS, DEFAULT_CHIPS
+from .step import lay_out
+
+_LENGTHS = Examples(mean=300, sigma=0.7, supervised=1.0, count=4000, max_length=2048)
+
+
+def _steps(options: argparse.Namespace) -> list[Record]:
+    """A step of ours beside mlx-lm's and its checkpointed one."""
+    sizes = [(options.batch or 1, options.length or 2048)]
+    if not (options.batch or options.length):
+        sizes = [(1, 2048), (4, 512)]
+    jobs = [("quantized", "none"), ("transient", "none"), ("quantized", "block")]
+    if options.path or options.recompute:
+        policies = options.recompute or ["none"]
+        jobs = [(path, policy) for path in options.path or ["quantized"] for policy in policies]
+    records = []
+    for model in options.model or ["qwen3_4b", "qwen3_0_6b"]:
+        for batch, length in sizes:
+            size = {"config": CONFIGS[model], "batch": batch, "length": length}
+            size["rank"] = options.rank
+            theirs = [(MLX_LM, StepJob(**size, recompute=p)) for p in ("none", "block")]
+            for supervised in options.supervised or [1.0]:
+                ours = [
+                    (OURS, StepJob(**size, path=path, recompute=policy, supervised=supervised))
+                    for path, policy in jobs
+                ]
+                steps = lay_out(theirs + ours)
+                shape = (
+                    f"{model}, {batch} x {length}, {supervised:.0%} supervised, rank {options.rank}"
+                )
+                print(f"{shape}\n{tables.step_table(steps, options.chip)}\n", flush=True)
+                records += tables.step_records(steps, shape, options.chip)
+    print(tables.STEP_LEGEND)
+    return records
+
+
+def _batches(options: argparse.Namespace) -> list[Record]:
+    """An epoch over examples of lognormal lengths (`_LENGTHS`), padded and packed."""
+    records, count = [], options.examples or _LENGTHS.count
+    for model in options.model or ["qwen3_4b"]:
+        size = {"config": CONFIGS[model], "batch": options.batch or 4, "length": 0}
+        size["rank"] = options.rank
+        asked = [(MLX_LM, StepJob(**size))] + [
+            (OURS, StepJob(**size, path=path, packed=packed))
+            for path in options.path or ["quantized", "transient"]
+            for packed in (False, True)
+        ]
+        for supervised in options.supervised or [1.0, 0.3]:
+            examples = Examples(
+                _LENGTHS.mean, _LENGTHS.sigma, supervised, count, _LENGTHS.max_length
+            )
+            results = epochs(asked, examples)
+            shape = (
+                f"{model}, {size['batch']} sequences of at most {examples.max_length}, {count} "
+                f"examples, {supervised:.0%} supervised, rank {options.rank}"
+            )
+            print(f"{shape}\n{tables.epoch_table(results, options.chip)}\n", flush=True)
+            records += tables.epoch_records(results, shape, options.chip)
+    print(tables.EPOCH_LEGEND)
+    return records
+
+
+def _ops(options: argparse.Namespace) -> list[Record]:
+    """The ops of a block, by kind, those that take longest first; nothing is recorded."""
+    models, paths = options.model or ["qwen3_4b"], options.path or ["quantized"]
+    for model, path, recompute in product(models, paths, options.recompute or ["none"]):
+        size = {"config": CONFIGS[model], "batch": options.batch or 1, "rank": options.rank}
+        size["length"] = options.length or 2048
+        ours = StepJob(**size, path=path, recompute=recompute)
+        theirs = StepJob(**size, recompute="block" if recompute == "block" else "none")
+        steps, chip = lay_out([(OURS, ours), (MLX_LM, theirs)]), options.chip[0]
+        print(f"{model}, {size['batch']} x {size['length']}, one block on {chip}: {steps[0].name}")
+        print(f"beside {steps[1].name}\n{tables.ops_table(*steps, chip)}\n", flush=True)
+    return []
+
+
+@dataclass(frozen=True)
+class _Part:
+    """What can be asked for by name, and the options that it takes beside ``rank``, ``chip``."""
+
+    run: Callable[[argparse.Namespace], list[Record]]
+    options: frozenset[str]
+
+
+_PARTS = {
+    "steps": _Part(
+        _steps, frozenset({"model", "batch", "length", "supervised", "path", "recompute"})
+    ),
+    "batches": _Part(_batches, frozenset({"model", "batch", "supervised", "path", "examples"})),
+    "ops": _Part(_ops, frozenset({"model", "batch", "length", "path", "recompute"})),
+}
+_DEFAULT_PARTS = ("steps", "batches")
+
+
+def _several(known: Sequence[str]) -> Callable[[str], list[str]]:
+    """Return a parser of names with commas between them, ``qwen3-4b`` for ``qwen3_4b``."""
+
+    def plain(name: str) -> str:
+        return re.sub(r"[-. ]", "_", name.strip().lower())
+
+    def parse(text: str) -> list[str]:
+        names = {plain(name): name for name in known}
+        if unknown := [part for part in text.split(",") if plain(part) not in names]:
+            raise argparse.ArgumentTypeError(f"no '{unknown[0]}'; there are {', '.join(known)}")
+        return [names[plain(part)] for part in text.split(",")]
+
+    return parse
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"'{text}' is no number of 1 or more")
+    return int(text)
+
+
+def _shares(text: str) -> list[float]:
+    try:
+        shares = [float(part) for part in text.split(",")]
+    except ValueError:
+        shares = [0.0]
+    if not all(0 < share <= 1 for share in shares):
+        raise argparse.ArgumentTypeError(f"'{text}' has a share that is not above 0 and at most 1")
+    return shares
+
+
+def parser() -> argparse.ArgumentParser:
+    p = argparse.ArgumentParser(
+        "python -m benchmarks graph",
+        description="Primitives, bytes and predicted seconds of training on Apple GPUs.",
+        epilog="Without a PART, steps and batches run, or that of them which takes the options.",
+        allow_abbrev=False,
+    )
+    add = p.add_argument
+    add("part", nargs="?", metavar="PART", choices=_PARTS, help=f"of {', '.join(_PARTS)}")
+    for flag, parse, shown in (
+        ("--model", _several(list(CONFIGS)), f"of {', '.join(CONFIGS)}"),
+        ("--path", _several(MATMUL_PATHS), f"matmul paths, of {', '.join(MATMUL_PATHS)}"),
+        ("--recompute", _several(POLICIES), f"of {', '.join(POLICIES)}; steps and ops"),
+    ):
+        add(flag, type=parse, metavar="NAMES", help=shown)
+    add("--batch", type=_positive, metavar="N", help="sequences [1 and 4]")
+    add("--length", type=_positive, metavar="N", help="inputs of each; steps and ops [2048, 512]")
+    add("--supervised", type=_shares, metavar="SHARES", help="share of targets [1; batches 1, 0.3]")
+    add("--examples", type=_positive, metavar="N", help="of batches [4000]")
+    add("--rank", type=_positive, default=16, metavar="N", help="of all adapters [16]")
+    add(
+        "--chip",
+        type=_several(list(CHIPS)),
+        default=list(DEFAULT_CHIPS),
+        metavar="NAMES",
+        help=f"Macs, M1 to M5 Max [{', '.join(DEFAULT_CHIPS)}]",
+    )
+    history.add_option(p)
+    return p
+
+
+def _chosen_parts(p: argparse.ArgumentParser, options: argparse.Namespace) -> list[_Part]:
+    """Return the parts that are asked for, or those of the defaults that take all options."""
+    names = frozenset().union(*(part.options for part in _PARTS.values()))
+    used = {name for name in names if getattr(options, name) is not None}
+    asked = [options.part] if options.part else _DEFAULT_PARTS
+    parts = [_PARTS[name] for name in asked if used <= _PARTS[name].options]
+    if not parts:
+        lacking = {name: used - _PARTS[name].options for name in asked}
+        p.error("; ".join(f"{n} takes no --{', --'.join(sorted(o))}" for n, o in lacking.items()))
+    return parts
+
+
+def main(arguments: list[str] | None = None) -> int:
+    p = parser()
+    options = p.parse_args(arguments)
+    parts = _chosen_parts(p, options)
+    records = []
+    try:
+        check_supported()
+        for part in parts:
+            records += part.run(options)
+            print()
+    except (Failed, Unpriced, Unsupported) as error:
+        print(f"benchmarks: graph: {error}", file=sys.stderr)
+        return 2
+    print(textwrap.fill(tables.predicted(options.chip), 98))
+    history.append(records, options.history)
+    return 0

@@ -1,0 +1,262 @@
+"""What a step costs on an Apple GPU is counted from its graph, and few primitives are dispatched."""
+
+import mlx.core as mx
+import pytest
+
+from benchmarks import graph, history
+from benchmarks.apple_gpu import command, costs, lazy_graph, libmlx
+from benchmarks.apple_gpu import epoch as epoch_module
+from benchmarks.apple_gpu.capture import MLX_LM, OURS, Failed, StepJob, capture
+from benchmarks.apple_gpu.peak import Queue, evaluation_order, peak_bytes
+from benchmarks.apple_gpu.seconds import CHIPS, STEP_S, TRACE_S, seconds
+from benchmarks.apple_gpu.step import lay_out
+from benchmarks.workloads import QWEN3_4B
+from tests.helpers.memory import active_bytes
+
+# Primitives that a block of Qwen3-4B dispatches in a step of 1 x 2048, forward, backward and update,
+# and the GB that they move. `python -m benchmarks graph ops` shows them. Whoever adds some says why.
+LIMITS = {
+    ("quantized", "none"): (118, 4.85),
+    ("transient", "none"): (132, 5.65),
+    ("quantized", "block"): (156, 5.75),
+}
+MLX_LM_PRIMITIVES = {"none": 114, "block": 148}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _supported():
+    try:
+        libmlx.check_supported()
+    except libmlx.Unsupported as error:
+        pytest.skip(str(error))
+
+
+@pytest.fixture(scope="module")
+def steps():
+    """Steps of mlx-lm by recompute, and ours by matmul path and recompute."""
+    jobs = {(MLX_LM, policy): StepJob(QWEN3_4B, 1, 2048, recompute=policy)
+            for policy in MLX_LM_PRIMITIVES}  # fmt: skip
+    jobs |= {
+        (OURS, path, policy): StepJob(QWEN3_4B, 1, 2048, path=path, recompute=policy)
+        for path, policy in LIMITS
+    }
+    return dict(zip(jobs, lay_out([(key[0], job) for key, job in jobs.items()]), strict=True))
+
+
+@pytest.mark.parametrize("way", LIMITS, ids=" ".join)
+def test_a_block_dispatches_few_primitives(steps, way):
+    primitives, gigabytes = LIMITS[way]
+    block = steps[(OURS, *way)].block
+    assert block.primitives <= primitives
+    assert block.bytes / 1e9 <= gigabytes
+
+
+def test_mlx_lms_primitives_are_counted_alike(steps):
+    counted = {policy: steps[MLX_LM, policy].block.primitives for policy in MLX_LM_PRIMITIVES}
+    assert counted == MLX_LM_PRIMITIVES
+
+
+def test_a_block_has_the_products_of_a_right_step(steps):
+    """Forward and input gradient of all projections; recomputed, all but the last come again."""
+    last, others = 2560 * 9728, 2560 * (2 * 4096 + 2 * 1024 + 2 * 9728)
+    for (_, *path, policy), step in steps.items():
+        fused = {kind.split()[0] for kind in step.block_kinds}
+        assert {"ScaledDotProductAttentionVJP", "RMSNormVJP", "RoPE", "Compiled"} <= fused
+        if path == ["transient"]:
+            continue
+        kinds = [kind for kind in step.block_kinds if kind.startswith("QuantizedMatmul")]
+        operations = sum(step.block_kinds[kind].operations for kind in kinds)
+        times = 6 if policy == "block" else 4
+        assert operations == 2048 * (times * others + 4 * last)
+
+
+def test_recomputing_blocks_trades_time_for_memory(steps):
+    kept, recomputed = (steps[OURS, "quantized", policy].whole for policy in ("none", "block"))
+    assert recomputed.peak_bytes < 0.1 * kept.peak_bytes
+    assert 1.2 < recomputed.seconds["M3 Max"] / kept.seconds["M3 Max"] < 1.4
+
+
+def test_a_failed_capture_says_why_in_one_line():
+    with pytest.raises(Failed, match=r"^mlx_packs: \w+Error: .* \(\w+\.py:\d+\)$"):
+        capture(OURS, [StepJob(QWEN3_4B | {"num_hidden_layers": 1}, 1, 8, path="nowhere")])
+
+
+def graph_of(outputs: list[mx.array], leaves: list[mx.array]) -> costs.Graph:
+    nodes = lazy_graph.read(outputs, leaves)
+    return costs.priced(nodes, [lazy_graph.address(output) for output in outputs])
+
+
+def test_a_lazy_graph_is_read_as_mlx_laid_it_out():
+    x = mx.zeros((3, 4), mx.float16)
+    mx.eval(x)
+    y = mx.exp(x.T) @ mx.ones((3, 5), mx.float16)
+    nodes = lazy_graph.read([y[:, ::2]], [x])
+    names = [node.name for node in nodes]
+    assert names.index("leaf") < names.index("Exp") < names.index("Matmul")
+    by_name = {node.name: node for node in nodes}
+    assert by_name["Transpose"].attributes == [1, 0]
+    assert by_name["Slice"].attributes == [1, 2]
+    assert [out[1:] for out in by_name["Matmul"].outputs] == [([4, 5], "float16")]
+
+
+def test_views_are_free_and_broadcasts_are_read_once():
+    x, row = mx.zeros((64, 32)), mx.zeros((32,))
+    mx.eval(x, row)
+    ops = {op.name: op for op in graph_of([(x + row).T.reshape(-1)], [x, row]).ops}
+    assert ops["Add"].bytes == 4 * (64 * 32 + 32 + 64 * 32)
+    assert ops["Broadcast"].dispatches == ops["Transpose"].dispatches == 0
+    assert ops["Reshape"].dispatches == 1 and ops["Reshape"].bytes == 2 * 4 * 64 * 32
+
+
+def test_products_count_whole_tiles():
+    a, b = mx.zeros((33, 64), mx.bfloat16), mx.zeros((64, 16), mx.bfloat16)
+    mx.eval(a, b)
+    (op,) = [op for op in graph_of([a @ b], [a, b]).ops if op.name == "Matmul"]
+    assert op.operations == 2 * 64 * 32 * 64
+    assert op.bytes == 2 * (33 * 64 + 64 * 16 + 33 * 16)
+    chip = CHIPS["M3 Max"]
+    launch = 1e-6 * chip.launch_us
+    assert seconds(op, chip) == pytest.approx(launch + op.operations / (14.2e12 * 0.7))
+    op.operations = 0
+    assert seconds(op, chip) == pytest.approx(launch + op.bytes / (400e9 * 0.75))
+
+
+def test_a_costly_primitive_without_a_rule_is_rejected():
+    x = mx.zeros((8,))
+    with pytest.raises(costs.Unpriced, match="FFT"):
+        graph_of([mx.fft.fft(x)], [x])
+
+
+@pytest.fixture
+def evaluated_peak():
+    """The peak of an evaluation on this machine; if it waits, ten ops are in flight at most."""
+    limit = mx.set_memory_limit(0)
+    mx.set_memory_limit(limit)
+
+    def peak(make, waits: bool) -> int:
+        outputs = make()
+        mx.synchronize()
+        before = active_bytes()
+        mx.reset_peak_memory()
+        mx.set_memory_limit(0 if waits else limit)
+        mx.eval(outputs)
+        return mx.get_peak_memory() - before
+
+    yield peak
+    mx.set_memory_limit(limit)
+
+
+def test_the_estimated_peak_is_that_of_mlx(evaluated_peak):
+    """Of a chain whose arrays are read again in the opposite order."""
+    weights = [mx.random.normal((256, 256)) for _ in range(6)]
+    x = mx.random.normal((2048, 256))
+    mx.eval(weights, x)
+
+    def chain():
+        kept, h = [], x
+        for weight in weights:
+            h = mx.exp(h @ weight)
+            kept.append(h)
+        return [sum((h * k).sum() for k in reversed(kept))]
+
+    laid_out = graph_of(chain(), [*weights, x])
+    expected = peak_bytes(laid_out)
+    assert expected <= evaluated_peak(chain, waits=True) <= 1.2 * expected
+    in_flight = peak_bytes(laid_out, Queue(dispatches=9, elements=1 << 40))  # of MLX's CPU streams
+    assert expected < in_flight
+    assert evaluated_peak(chain, waits=False) <= 1.02 * in_flight
+
+
+def test_every_op_is_evaluated_after_what_it_reads():
+    x = mx.zeros((4, 4))
+    y = mx.exp(x) @ mx.sin(x)
+    laid_out = graph_of([y + y.sum(), mx.cos(y)], [x])
+    made = set()
+    for op in evaluation_order(laid_out):
+        sources = {id(a) for other in laid_out.ops for a in other.outputs}
+        assert {id(a) for a in op.inputs} & sources <= made
+        made |= {id(a) for a in op.outputs}
+    assert len(made) == len(laid_out.ops)
+
+
+def test_kernels_of_ours_are_priced_as_declared():
+    outputs = [(1, [8, 8], "float32")]
+    nodes = [
+        lazy_graph.Node("leaf", 0, [], [(0, [8, 8], "float32")]),
+        lazy_graph.Node("kernel:grouped_lora_down", 7, [0], outputs, [4096, 1e9, True]),
+    ]
+    (op,) = costs.priced(nodes, [1]).ops
+    assert (op.bytes, op.operations, op.rate) == (4096, 1e9, "kernel product")
+
+
+def test_an_epoch_sums_steps_and_compiles_each_shape_once(steps, monkeypatch):
+    step = steps[OURS, "quantized", "none"]
+    shapes = [(4, 64, 256), (4, 64, 256), (4, 32, 128)]
+    monkeypatch.setattr(epoch_module, "capture", lambda *_: [shapes])
+    monkeypatch.setattr(epoch_module, "lay_out", lambda asked: [step] * len(asked))
+    examples = epoch_module.Examples(40, 0.5, 0.5, 12, 64)
+    (result,) = epoch_module.epochs([(OURS, StepJob(QWEN3_4B, 4, 0))], examples)
+    whole = step.whole.seconds["M2 Pro"]
+    compiled = 2 * TRACE_S * step.whole.primitives
+    assert result.seconds["M2 Pro"] == pytest.approx(3 * whole + compiled)
+    assert (result.batches, result.shapes, result.targets) == (3, 2, examples.targets())
+    assert result.fill == sum(n - 1 for n in examples.lengths()) / (2 * 4 * 64 + 4 * 32)
+
+
+def test_the_command_prints_and_records_steps(steps, monkeypatch, tmp_path, capsys):
+    ways = [(MLX_LM, "none"), (MLX_LM, "block"), (OURS, "transient", "none")]
+    monkeypatch.setattr(command, "lay_out", lambda asked: [steps[way] for way in ways])
+    file = tmp_path / "history.jsonl"
+    arguments = ["steps", "--model", "qwen3-4b", "--batch", "1", "--path", "transient"]
+    assert graph.main([*arguments, "--chip", "m3-max,M4 Max", "--history", str(file)]) == 0
+    printed = capsys.readouterr().out
+    assert "no Mac was timed" in printed and max(map(len, printed.splitlines())) <= 100
+    records = [r for r in history.read(file) if r.implementation == "mlx_packs transient"]
+    values = {r.metric: r.p50 for r in records}
+    whole = steps[OURS, "transient", "none"].whole
+    assert values["primitives"] == whole.primitives
+    assert values["M3 Max"] == pytest.approx(whole.seconds["M3 Max"], rel=1e-3)
+    assert values["time over mlx-lm"] < 1 and "M2 Pro" not in values
+    assert {r.device for r in records} == {"Apple GPUs, predicted (no Mac timed)"}
+    assert STEP_S < values["M4 Max"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--model", "qwen9"], "no 'qwen9'; there are qwen3_4b"),
+        (["--batch", "0"], "'0' is no number of 1 or more"),
+        (["--supervised", "1.5"], "'1.5' has a share"),
+        (["batches", "--length", "512"], "batches takes no --length"),
+        (["--examples", "9", "--length", "512"], "steps takes no --examples"),
+    ],
+)
+def test_bad_options_are_named(arguments, message, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        graph.main(arguments)
+    assert message in capsys.readouterr().err
+
+
+def test_another_mlx_is_rejected_with_what_to_do(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(libmlx, "version", lambda _: "0.99")
+    file = tmp_path / "history.jsonl"
+    assert graph.main(["steps", "--history", str(file)]) == 2
+    assert "0.99 is installed: pip install 'mlx[cpu]==" in capsys.readouterr().err
+    assert not file.exists()
+
+
+@pytest.mark.slow
+def test_ops_and_batches_of_a_small_model(monkeypatch, tmp_path, capsys):
+    small = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 2}
+    small |= {"num_key_value_heads": 1, "head_dim": 64, "vocab_size": 512}
+    monkeypatch.setitem(command.CONFIGS, "qwen3_0_6b", QWEN3_4B | small)
+    file = tmp_path / "history.jsonl"
+    arguments = ["--model", "qwen3_0_6b", "--history", str(file)]
+    assert graph.main(["batches", "--examples", "40", "--path", "dense", *arguments]) == 0
+    records = history.read(file)
+    names = {r.implementation for r in records}
+    assert names == {"mlx-lm", "mlx_packs dense", "mlx_packs dense, packed"}
+    assert {r.p50 for r in records if r.metric == "batches"} >= {10}
+    assert graph.main(["ops", *arguments]) == 0
+    assert "RoPE bf16 > bf16" in capsys.readouterr().out
+    assert history.read(file) == records
