@@ -23,27 +23,35 @@ CHIPS = [
 KERNELS = Path(__file__).parent.parent / "kernels"
 # How the op decides where that is not by the row itself.
 DECIDES = {
-    "grouped_lora": " The op decides by the rows with backward, in generation too.",
     "nf4": " At each size the op compares its kernels with what plain MLX would do with them.",
 }
 BEGIN, END = "<!-- cost table -->", "<!-- end of cost table -->"
 Plans = tuple[Sequence[Launch], Sequence[Launch]]  # plain MLX, kernels
-WIDTHS = (4096, 1024, 1024)  # q, k and v of Qwen3-4B, whose width is 2560; all in bfloat16
+WIDTHS = (
+    4096,
+    1024,
+    1024,
+)  # q, k and v of Qwen3-4B, whose width is 2560; all in bfloat16, factors too
 
 
 def cases() -> dict[str, list[tuple[str, Plans]]]:
     """By op, what is computed and its two plans."""
-    forward, both = [], []
+    deltas = []
     for rank in (8, 16, 64):
-        for rows in (1, 8, 64, 512, 4096):
-            sizes = (2, rows, 2560, (rank,) * 3, WIDTHS)
-            case = f"rank {rank}, {rows:,} rows"
-            forward.append((f"forward, {case}", grouped_lora.forward_plans(*sizes)))
-            both.append((f"with backward, {case}", grouped_lora.plans(*sizes)))
+        for rows in (1, 8, 64):
+            for what, itemsize in (("", 2), (", factors in float32", 4)):
+                plans = grouped_lora.plans(2, itemsize, rows, 2560, (rank,) * 3, WIDTHS)
+                deltas.append((f"rank {rank}, {rows:,} rows{what}", plans))
     packs = [
         (
             f"rank {rank}, {sequences} x {rows:,} rows",
-            multi_lora.plans(2, sequences, rows, 2560, 4, (rank,) * 3, WIDTHS),
+            multi_lora.plans(
+                2,
+                2,
+                (sequences, rows),
+                multi_lora.Sizes(sequences, 2560, WIDTHS, 4),
+                (rank,) * 3,
+            ),
         )
         for rank in (16, 64)
         for sequences, rows in ((1, 1), (8, 1), (64, 1), (4, 128), (4, 1024))
@@ -51,7 +59,7 @@ def cases() -> dict[str, list[tuple[str, Plans]]]:
     products = [(f"rows {rows:,}", nf4_plans(rows)) for rows in (1, 4, 8, 16, 64, 512, 4096)]
     unpacked = nf4.dequantize_plans(2, (WIDTHS[0], 2560), 64, True)
     return {
-        "grouped_lora": forward + both,
+        "grouped_lora": deltas,
         "multi_lora": packs,
         "nf4": [*products, ("dequantize", unpacked)],
     }

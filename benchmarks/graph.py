@@ -103,16 +103,9 @@ def kernel_cost(
     kind = name.partition("grouped_lora_")[2]
     if kind == "down":  # x @ A of every rank
         return None, 2 * math.prod(inputs[0]) * outputs[0][-1], False
-    if kind == "x_gradient":
-        return None, 2 * math.prod(outputs[0]) * inputs[0][-1], False
-    if kind == "a_gradient":
-        return None, 2 * math.prod(inputs[0]) * inputs[1][-1], False
-    sums = len(outputs) if kind.startswith("up") else len(inputs) - len(outputs) - 2
-    factors = sum(map(math.prod, inputs[sums:-3]))  # B of every slice
     if kind.startswith("up"):
+        factors = sum(map(math.prod, inputs[len(outputs) : -3]))  # B of every slice
         return None, 2 * inputs[0][0] * factors, False
-    if kind.startswith("backward_out"):  # gradients of h and of B
-        return None, 4 * inputs[0][0] * factors, False
     return None, None, False
 
 

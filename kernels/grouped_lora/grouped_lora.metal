@@ -1,56 +1,109 @@
 // Low-rank terms of a projection group. Letters: N rows, D inputs, O outputs of a slice, R its rank,
-// RANKS the ranks of all slices together. Products accumulate in float. README.md has the plan.
+// RANKS the ranks of all slices together; T the activations' type, F the factors'. Products
+// accumulate in float. README.md has the plan.
 #include <metal_stdlib>
 using namespace metal;
 
-constant constexpr int THREADS = 256;
-constant constexpr int DEPTH = THREADS;  // columns of a staged tile, one for each thread
+// Arrays of a thread stay in registers if every index is known: all loops over them are unrolled.
+#define UNROLL _Pragma("clang loop unroll(full)")
+#define UNROLL_8 _Pragma("clang loop unroll_count(8)")
 
-// Four rows of one column.
+constant constexpr int THREADS = 256;     // of `down`
+constant constexpr int DEPTH = 256;       // columns of a staged tile of x
+constant constexpr int UP_THREADS = 64;   // of `up`; each has four columns
+constant constexpr int UP_COLUMNS = 256;
+constant constexpr int LANES = 32;        // of a simdgroup
+
 inline float4 zero4() { return float4(0.0f, 0.0f, 0.0f, 0.0f); }
 inline float4 add4(float4 a, float4 b) { return a + b; }
-inline float4 scaled_sum(float4 sum, float4 v, float scale) { return sum + v * scale; }
-inline float dot4(float4 a, float4 b) { return metal::dot(a, b); }
-inline float row_of(float4 v, int row) { return v[row]; }
-
-// Four rows of column `column` of x [N, width] as floats, zero outside.
-template <typename T>
-inline float4 load_rows(const device T* x, int rows, int width, int row, int column) {
-  const device T* at = x + size_t(row) * width + column;
-  const bool inside = column < width;
-  const float a = inside && row < rows ? float(at[0]) : 0.0f;
-  const float b = inside && row + 1 < rows ? float(at[size_t(width)]) : 0.0f;
-  const float c = inside && row + 2 < rows ? float(at[2 * size_t(width)]) : 0.0f;
-  const float d = inside && row + 3 < rows ? float(at[3 * size_t(width)]) : 0.0f;
-  return float4(a, b, c, d);
+inline float4 scaled_sum(float4 sum, float4 v, float scale) {
+  return metal::fma(v, float4(scale, scale, scale, scale), sum);
+}
+// The sum with the value of the lane whose number differs by the bit `distance`.
+inline float4 sum_with_lane(float4 v, int distance) {
+  return float4(
+      v[0] + metal::simd_shuffle_xor(v[0], ushort(distance)),
+      v[1] + metal::simd_shuffle_xor(v[1], ushort(distance)),
+      v[2] + metal::simd_shuffle_xor(v[2], ushort(distance)),
+      v[3] + metal::simd_shuffle_xor(v[3], ushort(distance)));
 }
 
-// tile [R][ROWS4] = scale * the sum over parts of h [parts, N, ranks], columns first.. of it
+// Four neighbours as floats; one load, which needs the alignment of a single number.
+template <typename T>
+inline float4 load4(const device T* at) {
+  return float4(float(at[0]), float(at[1]), float(at[2]), float(at[3]));
+}
+// The first `count` of four neighbours, then zeros.
+template <typename T>
+inline float4 load_some(const device T* at, int count) {
+  if (count >= 4) return load4(at);
+  const float a = count > 0 ? float(at[0]) : 0.0f;
+  const float b = count > 1 ? float(at[1]) : 0.0f;
+  return float4(a, b, count > 2 ? float(at[2]) : 0.0f, 0.0f);
+}
+
+// tile [DEPTH][ROWS4]: columns `column0`.. of rows `row0`.. of x [N, D], four rows of a column in a
+// float4, zero outside. A thread loads four columns of four rows.
+template <typename T, int ROWS4>
+inline void stage_rows(
+    const device T* x, threadgroup float4* tile, int rows, int depth, int row0, int column0,
+    uint index) {
+  constexpr int BLOCKS = DEPTH / 4;
+  for (int i = index; i < BLOCKS * ROWS4; i += THREADS) {
+    const int first = i % BLOCKS * 4, j = i / BLOCKS, row = row0 + 4 * j;
+    const int count = depth - column0 - first;
+    const device T* at = x + size_t(row) * depth + column0 + first;
+    const float4 a = load_some(at, row < rows ? count : 0);
+    const float4 b = load_some(at + size_t(depth), row + 1 < rows ? count : 0);
+    const float4 c = load_some(at + 2 * size_t(depth), row + 2 < rows ? count : 0);
+    const float4 d = load_some(at + 3 * size_t(depth), row + 3 < rows ? count : 0);
+    UNROLL for (int k = 0; k < 4; k++) {
+      tile[(first + k) * ROWS4 + j] = float4(a[k], b[k], c[k], d[k]);
+    }
+  }
+}
+
+// tile [R][ROWS4] = scale * the sum over parts of h [parts, N, ranks], columns first.. of it, four
+// rows in a float4. Unrolled, so that eight parts are loaded at once.
 template <int ROWS4, int R>
 inline void stage_hidden(
     const device float* h, threadgroup float4* tile, float scale, int parts, int rows, int ranks,
     int first, int row0, uint index) {
-  for (int i = index; i < R * ROWS4; i += THREADS) {
+  const size_t part = size_t(rows) * ranks;
+  for (int i = index; i < R * ROWS4; i += UP_THREADS) {
     const int r = i / ROWS4, row = row0 + 4 * (i % ROWS4);
+    const device float* at = h + size_t(row) * ranks + first + r;
     float4 sum = zero4();
-    for (int p = 0; p < parts; p++) {
-      sum = add4(sum, load_rows(h + size_t(p) * rows * ranks, rows, ranks, row, first + r));
+    UNROLL_8 for (int p = 0; p < parts; p++) {
+      const device float* here = at + p * part;
+      const float a = row < rows ? here[0] : 0.0f;
+      const float b = row + 1 < rows ? here[size_t(ranks)] : 0.0f;
+      const float c = row + 2 < rows ? here[2 * size_t(ranks)] : 0.0f;
+      const float d = row + 3 < rows ? here[3 * size_t(ranks)] : 0.0f;
+      sum = add4(sum, float4(a, b, c, d));
     }
     tile[i] = scaled_sum(zero4(), sum, scale);
   }
 }
 
+constexpr int power_of_two(int n) {
+  return n > 128 ? 256 : n > 64 ? 128 : n > 32 ? 64 : n > 16 ? 32 : n > 8 ? 16 : n > 4 ? 8
+       : n > 2 ? 4 : n;
+}
+
 // h [parts, N, RANKS] = x [N, D] times all A's [D, R] of the group, part by part of D.
-// A thread belongs to one rank of one slice; threads of neighbouring ranks read neighbours of A.
-template <typename T, int ROWS4, int R0, int R1, int R2, int R3>
+// A thread has WIDE neighbouring ranks of one slice, and every LANES_OF_K-th column of x.
+template <typename T, typename F, int ROWS4, int R0, int R1, int R2, int R3>
 inline void down(
-    const device T* x, const device float* a0, const device float* a1, const device float* a2,
-    const device float* a3, const device int* sizes, device float* h,
+    const device T* x, const device F* a0, const device F* a1, const device F* a2,
+    const device F* a3, const device int* sizes, device float* h,
     threadgroup float4* tile /* [DEPTH][ROWS4] */, uint3 group, uint index) {
-  constexpr int RANKS = R0 + R1 + R2 + R3, LANES = THREADS / RANKS;
+  constexpr int RANKS = R0 + R1 + R2 + R3, WIDE = (R0 | R1 | R2 | R3) % 4 == 0 ? 4 : 1;
+  constexpr int COLUMNS = RANKS / WIDE, STRIDE = power_of_two(COLUMNS);
+  constexpr int LANES_OF_K = THREADS / STRIDE, AHEAD = 4;
   const int rows = sizes[0], depth = sizes[1], chunk = sizes[2];
-  const int lane = index / RANKS, rank = index % RANKS;
-  const device float* a = a0;
+  const int lane = index / STRIDE, column = index % STRIDE, rank = column * WIDE;
+  const device F* a = a0;
   int width = R0, first = 0;
   if (rank >= R0) { a = a1; width = R1; first = R0; }
   if (rank >= R0 + R1) { a = a2; width = R2; first = R0 + R1; }
@@ -58,174 +111,89 @@ inline void down(
 
   const int row0 = group.x * 4 * ROWS4, begin = group.y * chunk;
   const int end = metal::min(depth, begin + chunk);
-  float4 sum[ROWS4];
-  for (int j = 0; j < ROWS4; j++) sum[j] = zero4();
-  for (int column = begin; column < end; column += DEPTH) {
-    for (int j = 0; j < ROWS4; j++) {
-      tile[index * ROWS4 + j] = load_rows(x, rows, depth, row0 + 4 * j, column + int(index));
-    }
+  float4 sum[WIDE][ROWS4];
+  UNROLL for (int v = 0; v < WIDE; v++) {
+    UNROLL for (int j = 0; j < ROWS4; j++) sum[v][j] = zero4();
+  }
+  for (int column0 = begin; column0 < end; column0 += DEPTH) {
+    stage_rows<T, ROWS4>(x, tile, rows, depth, row0, column0, index);
     threadgroup_barrier(mem_flags::mem_threadgroup);  // tile written
-    const int width_here = metal::min(DEPTH, end - column);
-    for (int k = lane < LANES ? lane : DEPTH; k < width_here; k += LANES) {
-      const float w = a[size_t(column + k) * width + rank - first];
-      for (int j = 0; j < ROWS4; j++) sum[j] = scaled_sum(sum[j], tile[k * ROWS4 + j], w);
+    const int width_here = column < COLUMNS ? metal::min(DEPTH, end - column0) : 0;
+    for (int k0 = lane; k0 < width_here; k0 += LANES_OF_K * AHEAD) {
+      float w[AHEAD][WIDE];
+      UNROLL for (int u = 0; u < AHEAD; u++) {
+        const int k = k0 + u * LANES_OF_K;
+        const device F* at = a + size_t(column0 + k) * width + rank - first;
+        const float4 four = load_some(at, k < width_here ? WIDE : 0);
+        UNROLL for (int v = 0; v < WIDE; v++) w[u][v] = four[v];
+      }
+      UNROLL for (int u = 0; u < AHEAD; u++) {
+        const int k = k0 + u * LANES_OF_K;
+        if (k < width_here) {
+          UNROLL for (int j = 0; j < ROWS4; j++) {
+            const float4 four_rows = tile[k * ROWS4 + j];
+            UNROLL for (int v = 0; v < WIDE; v++) {
+              sum[v][j] = scaled_sum(sum[v][j], four_rows, w[u][v]);
+            }
+          }
+        }
+      }
     }
     threadgroup_barrier(mem_flags::mem_threadgroup);  // tile read
   }
-  for (int j = 0; j < ROWS4; j++) tile[index * ROWS4 + j] = sum[j];
-  threadgroup_barrier(mem_flags::mem_threadgroup);  // sums of all lanes written
-  if (lane == 0) {
-    for (int j = 0; j < ROWS4; j++) {
-      float4 total = tile[rank * ROWS4 + j];
-      for (int l = 1; l < LANES; l++) {
-        total = add4(total, tile[(l * RANKS + rank) * ROWS4 + j]);
-      }
-      for (int i = 0; i < 4; i++) {
-        const int row = row0 + 4 * j + i;
-        if (row < rows) h[(size_t(group.y) * rows + row) * RANKS + rank] = row_of(total, i);
-      }
+  // Lanes of a simdgroup with the same ranks add up by shuffles, simdgroups through the tile.
+  constexpr int SPAN = STRIDE < LANES ? LANES : STRIDE;
+  UNROLL for (int v = 0; v < WIDE; v++) {
+    UNROLL for (int j = 0; j < ROWS4; j++) {
+      UNROLL for (int d = STRIDE; d < LANES; d *= 2) sum[v][j] = sum_with_lane(sum[v][j], d);
+      const int slot = index % SPAN;
+      if (slot < STRIDE) tile[(index / SPAN * STRIDE + slot) * ROWS4 + j] = sum[v][j];
     }
-  }
-}
-
-// Columns `offset`.. of out [N, stride] = those of y + scale * h B, for one slice with B [R, O].
-// A thread belongs to one column. R = 0 copies.
-template <typename T, int ROWS4, int R>
-inline void up_slice(
-    const device T* y, const device float* h, const device float* b, float scale, int rows,
-    int parts, int ranks, int first, int outputs, int stride, int offset, device T* out,
-    threadgroup float4* tile /* [R][ROWS4] */, int row0, int column, uint index) {
-  stage_hidden<ROWS4, R>(h, tile, scale, parts, rows, ranks, first, row0, index);
-  threadgroup_barrier(mem_flags::mem_threadgroup);  // tile written
-  if (column >= outputs) return;
-  float4 sum[ROWS4];
-  for (int j = 0; j < ROWS4; j++) sum[j] = zero4();
-  for (int r = 0; r < R; r++) {
-    const float w = b[size_t(r) * outputs + column];
-    for (int j = 0; j < ROWS4; j++) sum[j] = scaled_sum(sum[j], tile[r * ROWS4 + j], w);
-  }
-  for (int i = 0; i < 4 * ROWS4 && row0 + i < rows; i++) {
-    const size_t at = size_t(row0 + i) * stride + offset + column;
-    out[at] = R == 0 ? y[at] : T(float(y[at]) + row_of(sum[i / 4], i % 4));
-  }
-}
-
-// One read of dy gives both gradients of a slice: dh [tiles, N, RANKS] = scale * dy B^T, this tile of
-// columns, and db [chunks, R, O] = scale * h^T dy, this chunk of rows.
-template <typename T, int ROWS4, int R>
-inline void backward_out_slice(
-    const device T* dy, const device float* h, const device float* b, float scale, int rows,
-    int parts, int ranks, int first, int outputs, int stride, int offset, int chunk,
-    device float* dh, device float* db, threadgroup float4* tile /* [DEPTH][ROWS4] */,
-    threadgroup float4* hidden /* [R][ROWS4] */, uint3 group, uint index) {
-  constexpr int LANES = THREADS / R;
-  const int column0 = group.x * DEPTH, column = column0 + index;
-  const int rank = index / LANES, lane = index % LANES;
-  const int end = metal::min(rows, int(group.y + 1) * chunk);
-  const int width_here = metal::min(DEPTH, outputs - column0);
-  float sum_b[R];
-  for (int r = 0; r < R; r++) sum_b[r] = 0.0f;
-  for (int row0 = group.y * chunk; row0 < end; row0 += 4 * ROWS4) {
-    stage_hidden<ROWS4, R>(h, hidden, scale, parts, rows, ranks, first, row0, index);
-    for (int j = 0; j < ROWS4; j++) {
-      const bool inside = column < outputs;
-      tile[index * ROWS4 + j] =
-          load_rows(dy, rows, inside ? stride : 0, row0 + 4 * j, offset + column);
-    }
-    threadgroup_barrier(mem_flags::mem_threadgroup);  // tiles written
-    for (int r = 0; r < R; r++) {
-      for (int j = 0; j < ROWS4; j++) {
-        sum_b[r] += dot4(hidden[r * ROWS4 + j], tile[index * ROWS4 + j]);
+    threadgroup_barrier(mem_flags::mem_threadgroup);  // sums of simdgroups written
+    for (int i = index; i < COLUMNS * ROWS4; i += THREADS) {
+      const int row = row0 + 4 * (i % ROWS4);
+      float4 total = zero4();
+      UNROLL for (int p = 0; p < THREADS / SPAN; p++) {
+        total = add4(total, tile[p * STRIDE * ROWS4 + i]);
       }
-    }
-    float4 sum_h[ROWS4];
-    for (int j = 0; j < ROWS4; j++) sum_h[j] = zero4();
-    for (int k = rank < R ? lane : DEPTH; k < width_here; k += LANES) {
-      const float w = b[size_t(rank) * outputs + column0 + k];
-      for (int j = 0; j < ROWS4; j++) sum_h[j] = scaled_sum(sum_h[j], tile[k * ROWS4 + j], w);
-    }
-    threadgroup_barrier(mem_flags::mem_threadgroup);  // tiles read
-    for (int j = 0; j < ROWS4; j++) tile[index * ROWS4 + j] = sum_h[j];
-    threadgroup_barrier(mem_flags::mem_threadgroup);  // sums of all lanes written
-    for (int i = index; i < R * ROWS4; i += THREADS) {
-      const int r = i / ROWS4, j = i % ROWS4;
-      float4 total = tile[r * LANES * ROWS4 + j];
-      for (int l = 1; l < LANES; l++) {
-        total = add4(total, tile[(r * LANES + l) * ROWS4 + j]);
-      }
-      for (int n = 0; n < 4; n++) {
-        const int row = row0 + 4 * j + n;
-        if (row < rows) {
-          dh[(size_t(group.x) * rows + row) * ranks + first + r] = scale * row_of(total, n);
-        }
+      device float* at = h + (size_t(group.y) * rows + row) * RANKS + i / ROWS4 * WIDE + v;
+      UNROLL for (int n = 0; n < 4; n++) {
+        if (row + n < rows) at[size_t(n) * RANKS] = total[n];
       }
     }
     threadgroup_barrier(mem_flags::mem_threadgroup);  // sums read
   }
-  if (column < outputs) {
-    for (int r = 0; r < R; r++) {
-      db[(size_t(group.y) * R + r) * outputs + column] = sum_b[r];
-    }
-  }
 }
 
-// da [chunks, D, RANKS] = x^T dh for a block of ranks. A thread belongs to one column of x.
-template <typename T, int ROWS4, int RANKS, int BLOCK>
-inline void a_gradient(
-    const device T* x, const device float* dh, const device int* sizes, device float* da,
-    threadgroup float4* tile /* [BLOCK][ROWS4] */, uint3 group, uint index) {
-  const int rows = sizes[0], depth = sizes[1], chunk = sizes[2];
-  const int column = group.x * THREADS + index, first = group.z * BLOCK;
-  const int end = metal::min(rows, int(group.y + 1) * chunk);
-  float sum[BLOCK];
-  for (int r = 0; r < BLOCK; r++) sum[r] = 0.0f;
-  for (int row0 = group.y * chunk; row0 < end; row0 += 4 * ROWS4) {
-    stage_hidden<ROWS4, BLOCK>(dh, tile, 1.0f, 1, rows, RANKS, first, row0, index);
-    threadgroup_barrier(mem_flags::mem_threadgroup);  // tile written
-    for (int j = 0; j < ROWS4; j++) {
-      const float4 v = load_rows(x, rows, depth, row0 + 4 * j, column);
-      for (int r = 0; r < BLOCK; r++) sum[r] += dot4(tile[r * ROWS4 + j], v);
-    }
-    threadgroup_barrier(mem_flags::mem_threadgroup);  // tile read
-  }
-  if (column >= depth) return;
-  for (int r = 0; r < BLOCK && first + r < RANKS; r++) {
-    da[(size_t(group.y) * depth + column) * RANKS + first + r] = sum[r];
-  }
-}
-
-// The part of dx [N, D] that comes from one slice: dh A^T, columns `first`.. of the staged dh.
-template <int ROWS4, int R>
-inline void add_slice(
-    const device float* a, const threadgroup float4* tile, int first, int column,
-    thread float4* sum) {
-  for (int r = 0; r < R; r++) {
-    const float w = a[size_t(column) * R + r];
-    for (int j = 0; j < ROWS4; j++) {
-      sum[j] = scaled_sum(sum[j], tile[(first + r) * ROWS4 + j], w);
-    }
-  }
-}
-
-// dx [N, D] = the sum over slices of dh A^T. A thread belongs to one column.
-template <typename T, int ROWS4, int R0, int R1, int R2, int R3>
-inline void x_gradient(
-    const device float* dh, const device float* a0, const device float* a1,
-    const device float* a2, const device float* a3, const device int* sizes, device T* dx,
-    threadgroup float4* tile /* [RANKS][ROWS4] */, uint3 group, uint index) {
-  constexpr int RANKS = R0 + R1 + R2 + R3;
-  const int rows = sizes[0], depth = sizes[1];
-  const int column = group.x * THREADS + index, row0 = group.y * 4 * ROWS4;
-  stage_hidden<ROWS4, RANKS>(dh, tile, 1.0f, 1, rows, RANKS, 0, row0, index);
+// Columns `offset`.. of out [N, stride] = those of y + scale * h B, for one slice with B [R, O].
+// A thread has four columns, of which some may be past the end. R = 0 copies.
+template <typename T, typename F, int ROWS4, int R>
+inline void up_slice(
+    const device T* y, const device float* h, const device F* b, float scale, int rows,
+    int parts, int ranks, int first, int outputs, int stride, int offset, device T* out,
+    threadgroup float4* tile /* [R][ROWS4] */, int row0, int column, uint index) {
+  stage_hidden<ROWS4, R>(h, tile, scale, parts, rows, ranks, first, row0, index);
   threadgroup_barrier(mem_flags::mem_threadgroup);  // tile written
-  if (column >= depth) return;
-  float4 sum[ROWS4];
-  for (int j = 0; j < ROWS4; j++) sum[j] = zero4();
-  add_slice<ROWS4, R0>(a0, tile, 0, column, sum);
-  add_slice<ROWS4, R1>(a1, tile, R0, column, sum);
-  add_slice<ROWS4, R2>(a2, tile, R0 + R1, column, sum);
-  add_slice<ROWS4, R3>(a3, tile, R0 + R1 + R2, column, sum);
-  for (int i = 0; i < 4 * ROWS4 && row0 + i < rows; i++) {
-    dx[size_t(row0 + i) * depth + column] = T(row_of(sum[i / 4], i % 4));
+  const int count = outputs - column;
+  if (count <= 0) return;
+  float4 sum[ROWS4][4];
+  UNROLL for (int j = 0; j < ROWS4; j++) {
+    UNROLL for (int n = 0; n < 4; n++) sum[j][n] = zero4();
+  }
+  UNROLL_8 for (int r = 0; r < R; r++) {
+    const float4 w = load_some(b + size_t(r) * outputs + column, count);
+    UNROLL for (int j = 0; j < ROWS4; j++) {
+      const float4 four_rows = tile[r * ROWS4 + j];
+      UNROLL for (int n = 0; n < 4; n++) sum[j][n] = scaled_sum(sum[j][n], w, four_rows[n]);
+    }
+  }
+  UNROLL for (int i = 0; i < 4 * ROWS4; i++) {
+    if (row0 + i < rows) {
+      const size_t at = size_t(row0 + i) * stride + offset + column;
+      const float4 result = add4(load_some(y + at, R == 0 ? 0 : count), sum[i / 4][i % 4]);
+      UNROLL for (int k = 0; k < 4; k++) {
+        if (k < count) out[at + k] = R == 0 ? y[at + k] : T(result[k]);
+      }
+    }
   }
 }

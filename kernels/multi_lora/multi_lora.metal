@@ -9,10 +9,10 @@ inline int pack_of(const device int* pack, int sequence, int packs) {
 }
 
 // h [B, parts, N, RANKS]: x [B, N, D] times all A's [P, D, R] of the sequence's pack; zero without.
-template <typename T, int ROWS4, int R0, int R1, int R2, int R3>
+template <typename T, typename F, int ROWS4, int R0, int R1, int R2, int R3>
 inline void multi_down(
-    const device T* x, const device int* pack, const device float* a0, const device float* a1,
-    const device float* a2, const device float* a3, const device int* sizes, device float* h,
+    const device T* x, const device int* pack, const device F* a0, const device F* a1,
+    const device F* a2, const device F* a3, const device int* sizes, device float* h,
     threadgroup float4* tile /* [DEPTH][ROWS4] */, uint3 group, uint index) {
   constexpr int RANKS = R0 + R1 + R2 + R3;
   const int rows = sizes[0], depth = sizes[1], chunk = sizes[2], packs = sizes[3];
@@ -26,29 +26,31 @@ inline void multi_down(
     return;
   }
   const size_t first = size_t(p) * depth;  // row of the pack's A
-  down<T, ROWS4, R0, R1, R2, R3>(
+  down<T, F, ROWS4, R0, R1, R2, R3>(
       x + size_t(group.z) * rows * depth, a0 + first * R0, a1 + first * R1, a2 + first * R2,
       a3 + first * R3, sizes, h, tile, group, index);
 }
 
-// Column `column` of out [B, N, O] = that of y + scale * h B, for one slice with B [P, R, O] and one
+// Columns `column`.. of out [B, N, O], four of them = those of y + scale * h B, for one slice with B [P, R, O] and one
 // scale a pack. A sequence without a pack is copied: adding zero would turn -0 into 0.
-template <typename T, int ROWS4, int R, int RANKS>
+template <typename T, typename F, int ROWS4, int R, int RANKS>
 inline void multi_up_slice(
-    const device T* y, const device float* h, const device float* b, const device float* scales,
+    const device T* y, const device float* h, const device F* b, const device float* scales,
     int p, int rows, int parts, int first, int outputs, device T* out,
     threadgroup float4* tile /* [R][ROWS4] */, int column, uint3 group, uint index) {
   const int row0 = group.x * 4 * ROWS4;
   y += size_t(group.z) * rows * outputs;
   out += size_t(group.z) * rows * outputs;
   if (p < 0) {
-    for (int row = row0; column < outputs && row < rows && row < row0 + 4 * ROWS4; row++) {
+    for (int row = row0; row < rows && row < row0 + 4 * ROWS4; row++) {
       const size_t at = size_t(row) * outputs + column;
-      out[at] = y[at];
+      UNROLL for (int k = 0; k < 4; k++) {
+        if (column + k < outputs) out[at + k] = y[at + k];
+      }
     }
     return;
   }
-  up_slice<T, ROWS4, R>(
+  up_slice<T, F, ROWS4, R>(
       y, h + size_t(group.z) * parts * rows * RANKS, b + size_t(p) * R * outputs, scales[p], rows,
       parts, RANKS, first, outputs, outputs, 0, out, tile, row0, column, index);
 }

@@ -3,6 +3,9 @@
 #include <metal_stdlib>
 using namespace metal;
 
+// Arrays of a thread stay in registers if every index is known: all loops over them are unrolled.
+#define UNROLL _Pragma("clang loop unroll(full)")
+
 constant constexpr int LANES = 32;          // of a simdgroup
 constant constexpr int LEVELS = 16;         // a code is an index among them
 constant constexpr int NESTED_BLOCK = 256;  // coded absmax that share one of their own
@@ -46,7 +49,7 @@ inline void dequantize(
   if (word >= words) return;
   const W codes = weight[word];
   const float scale = absmax_of(absmax, map, nested, offset, word / (BLOCK / CODES));
-  for (int i = 0; i < CODES; i++) {
+  UNROLL for (int i = 0; i < CODES; i++) {
     w[size_t(word) * CODES + i] = T(scale * table[code_of(codes, i)]);
   }
 }
@@ -67,30 +70,30 @@ inline void matvec(
   stage_levels(levels, table, index);
   threadgroup_barrier(mem_flags::mem_threadgroup);  // table written
   float sum[ROWS][OUTPUTS];
-  for (int r = 0; r < ROWS; r++) {
-    for (int o = 0; o < OUTPUTS; o++) sum[r][o] = 0.0f;
+  UNROLL for (int r = 0; r < ROWS; r++) {
+    UNROLL for (int o = 0; o < OUTPUTS; o++) sum[r][o] = 0.0f;
   }
   for (int k = lane; k < words; k += LANES) {
     float level[OUTPUTS][CODES], scale[OUTPUTS];
-    for (int o = 0; o < OUTPUTS; o++) {
+    UNROLL for (int o = 0; o < OUTPUTS; o++) {
       const int word = metal::min(output0 + o, outputs - 1) * words + k;
       const W codes = weight[word];
       scale[o] = absmax_of(absmax, map, nested, offset, word / (BLOCK / CODES));
-      for (int i = 0; i < CODES; i++) level[o][i] = table[code_of(codes, i)];
+      UNROLL for (int i = 0; i < CODES; i++) level[o][i] = table[code_of(codes, i)];
     }
-    for (int r = 0; r < ROWS; r++) {
+    UNROLL for (int r = 0; r < ROWS; r++) {
       const device T* at = x + size_t(metal::min(row0 + r, rows - 1)) * depth + k * CODES;
       float v[CODES];
-      for (int i = 0; i < CODES; i++) v[i] = float(at[i]);
-      for (int o = 0; o < OUTPUTS; o++) {
+      UNROLL for (int i = 0; i < CODES; i++) v[i] = float(at[i]);
+      UNROLL for (int o = 0; o < OUTPUTS; o++) {
         float part = 0.0f;
-        for (int i = 0; i < CODES; i++) part += level[o][i] * v[i];
-        sum[r][o] += scale[o] * part;
+        UNROLL for (int i = 0; i < CODES; i++) part = metal::fma(level[o][i], v[i], part);
+        sum[r][o] = metal::fma(scale[o], part, sum[r][o]);
       }
     }
   }
-  for (int r = 0; r < ROWS; r++) {
-    for (int o = 0; o < OUTPUTS; o++) {
+  UNROLL for (int r = 0; r < ROWS; r++) {
+    UNROLL for (int o = 0; o < OUTPUTS; o++) {
       const float total = sum_of_lanes(sum[r][o]);
       if (lane == 0 && row0 + r < rows && output0 + o < outputs) {
         y[size_t(row0 + r) * outputs + output0 + o] = T(total);

@@ -18,7 +18,7 @@ from ..chips import chip_here
 from ..errors import PackError
 from ..runtime import mx, on_cpu
 from ._check import Check, first_fault
-from ._cost import Launch, seconds
+from ._cost import MARGIN, Launch, seconds
 
 BACKENDS = ("reference", "metal", "cuda")
 VARIABLE = "MLX_PACKS_BACKEND"
@@ -154,7 +154,7 @@ def _words(value: object) -> str:
     if hasattr(value, "_asdict"):
         parts = value._asdict().items()
         return ", ".join(
-            _words(v) if isinstance(v, (str, mx.Dtype)) else f"{key.replace('_', ' ')} {_words(v)}"
+            _words(v) if key in ("kernel", "dtype") else f"{key.replace('_', ' ')} {_words(v)}"
             for key, v in parts
         )
     return "/".join(map(_words, value)) if isinstance(value, tuple) else str(value)
@@ -204,7 +204,7 @@ def _decide(
     if wanted is None:
         chip = chip_here()
         plain, kernel = (1e6 * seconds(plan, chip) for plan in plans())
-        if plain < kernel:
+        if kernel > MARGIN * plain:
             return "reference", f"{plain:.0f} us, kernel {kernel:.0f} us ({chip.name})"
     if (name, op, instance) not in _checked:
         try:

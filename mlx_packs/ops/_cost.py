@@ -1,19 +1,23 @@
 """The cost of a launch: bytes against bandwidth, operations against rates, the launch itself.
 
-    seconds = launch + max(bytes / bandwidth, cached bytes / cache rate, operations / rate)
+    seconds = wait + max(bytes / bandwidth, cached bytes / cache rate, operations / rate)
 
-summed over launches, since each waits for the one before it. It decides between kernels and plain
-MLX where nothing was measured; the tables in kernels/*/README.md are printed from it.
+summed over launches. Those of one level need nothing of each other, and MLX lets Metal run them at
+once: all but the first wait a quarter of the time. It decides between kernels and plain MLX where nothing was measured; the
+tables in kernels/*/README.md are printed from it.
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..chips import BANDWIDTH_REACHED, MATMUL_REACHED, Chip
 
 # Shares of the nominal rates that are reached; those of memory and of products are in chips.py.
 VECTOR_REACHED = 0.30  # our kernels: multiply-adds on operands in threadgroup memory
 CACHE_FACTOR = 3.0  # rate of the last-level cache over that of memory
+BESIDE = 0.25  # of a launch's wait, for one that runs beside another; assumed
+MARGIN = 0.9  # of plain MLX's time that a kernel may take at most: less is within the model's error
+_PLAIN_TILE = 32  # columns that MLX's products compute at least, where they have many rows
 
 
 @dataclass(frozen=True)
@@ -25,12 +29,19 @@ class Launch:
     flops: float = 0.0
     cached_bytes: float = 0.0
     matmul: bool = False  # one of MLX's matrix products, at the matrix rate
+    beside: bool = False  # of the level of the launch before it
+
+
+def level(launches: Sequence[Launch]) -> list[Launch]:
+    """Return launches that need nothing of each other, as one level."""
+    return [replace(launch, beside=i > 0) for i, launch in enumerate(launches)]
 
 
 def product(what: str, itemsize: int, rows: int, depth: int, columns: int) -> Launch:
     """Return MLX's product of arrays [rows, depth] and [depth, columns]."""
     numbers = rows * depth + depth * columns + rows * columns
-    return Launch(what, itemsize * numbers, 2 * rows * depth * columns, matmul=True)
+    computed = max(columns, _PLAIN_TILE) if rows >= _PLAIN_TILE else columns
+    return Launch(what, itemsize * numbers, 2 * rows * depth * computed, matmul=True)
 
 
 def casts(what: str, itemsize: int, counts: Iterable[int]) -> list[Launch]:
@@ -39,7 +50,7 @@ def casts(what: str, itemsize: int, counts: Iterable[int]) -> list[Launch]:
 
 
 def seconds(plan: Sequence[Launch], chip: Chip) -> float:
-    """Return the expected seconds of a plan's launches, one after the other."""
+    """Return the expected seconds of a plan's launches, one level after the other."""
     total = 0.0
     for launch in plan:
         memory = launch.bytes / (chip.bandwidth_gb_s * 1e9 * BANDWIDTH_REACHED)
@@ -47,5 +58,6 @@ def seconds(plan: Sequence[Launch], chip: Chip) -> float:
         rate = chip.vector_tflops * VECTOR_REACHED
         if launch.matmul:
             rate = chip.matrix_tflops * MATMUL_REACHED
-        total += chip.launch_us * 1e-6 + max(memory, cached, launch.flops / (rate * 1e12))
+        total += max(memory, cached, launch.flops / (rate * 1e12))
+        total += chip.launch_us * 1e-6 * (BESIDE if launch.beside else 1.0)
     return total

@@ -12,14 +12,17 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from ..runtime import mx
-from ._backend import THREADS, Kernel, choose, dtype_name, table, tiles
+from ._backend import Kernel, choose, dtype_name, table, tiles
 from ._check import Check, Instance, seeded
-from ._cost import Launch, casts
+from ._cost import Launch, casts, level
 from .grouped_lora import (
     DEPTH,
     FEW_ROWS4,
+    UP_COLUMNS,
+    UP_THREADS,
     check_widths,
     down_chunk,
+    factor_dtype,
     four,
     rank_template,
     row_tile,
@@ -49,9 +52,9 @@ def multi_lora(
     Args:
         x: [B, T, D], any float dtype; products accumulate in float32.
         outputs: What the frozen projections made of the same input, [B, T, O_i] for each slice.
-        lora_a: [P, D, R_i] of each slice; masters in float32. R_i is the largest rank among the
+        lora_a: [P, D, R_i] of each slice, in float32 or the dtype of x. R_i is the largest rank among the
             packs, the others are padded with zeros. A slice with R_i = 0 keeps its output.
-        lora_b: [P, R_i, O_i] of each slice; masters in float32.
+        lora_b: [P, R_i, O_i] of each slice, likewise.
         scales: [P] or longer, of each slice: alpha / rank of the pack, by its own rank.
         pack: int32, [B] or longer; -1 is none. It is on the device and is not read here:
             the caller checks it. Any number that is no pack counts as none.
@@ -67,7 +70,7 @@ def multi_lora(
     if x.size == 0 or not adapted:
         return list(outputs)
     slices = [[v[i] for i in adapted] for v in (outputs, lora_a, lora_b, scales)]
-    backend = _backend_of(x, *slices[:2])
+    backend = _backend_of(x, *slices[:3])
     compute = reference if backend == "reference" else functools.partial(by_kernel, backend)
     summed = list(outputs)
     for i, y in zip(adapted, compute(x, *slices, pack), strict=True):
@@ -150,7 +153,7 @@ _DOWN = Kernel(
     ("x", "pack", "a0", "a1", "a2", "a3", "sizes"),
     ("h",),
     "{shared} float4 tile[DEPTH * ROWS4];\n"
-    "multi_down<T, ROWS4, R0, R1, R2, R3>"
+    "multi_down<T, F, ROWS4, R0, R1, R2, R3>"
     "(x, pack, a0, a1, a2, a3, sizes, h, tile, {group}, {thread});",
     includes=("grouped_lora",),
 )
@@ -166,11 +169,11 @@ def _up_kernel(ranks: tuple[int, ...]) -> Kernel:
     ]
     for i, rank in enumerate(ranks):
         lines += [
-            f"const int tiles{i} = (sizes[{3 + i}] + THREADS - 1) / THREADS;",
+            f"const int tiles{i} = (sizes[{3 + i}] + UP_COLUMNS - 1) / UP_COLUMNS;",
             f"if (int({{group}}.y) >= first_tile && int({{group}}.y) < first_tile + tiles{i})",
-            f"  multi_up_slice<T, ROWS4, {rank}, {sum(ranks)}>(y{i}, h, b{i}, scales{i}, p,"
+            f"  multi_up_slice<T, F, ROWS4, {rank}, {sum(ranks)}>(y{i}, h, b{i}, scales{i}, p,"
             f" sizes[0], sizes[1], {sum(ranks[:i])}, sizes[{3 + i}], out{i}, tile,"
-            " (int({group}.y) - first_tile) * THREADS + int({thread}), {group}, {thread});",
+            " (int({group}.y) - first_tile) * UP_COLUMNS + int({thread}) * 4, {group}, {thread});",
             f"first_tile += tiles{i};",
         ]
     slices = range(len(ranks))
@@ -181,6 +184,7 @@ def _up_kernel(ranks: tuple[int, ...]) -> Kernel:
         (*inputs, "h", "pack", "sizes"),
         tuple(f"out{i}" for i in slices),
         "\n".join(lines),
+        UP_THREADS,
         includes=("grouped_lora",),
     )
 
@@ -193,11 +197,17 @@ def by_kernel(
     lora_b: Arrays,
     scales: Arrays,
     pack: mx.array,
+    chunk: int | None = None,
 ) -> list[mx.array]:
-    """Return `multi_lora` by the kernels of a backend, whatever the cost model estimates."""
-    masters = [[v.astype(mx.float32) for v in part] for part in (lora_a, lora_b, scales)]
-    op = _differentiable(backend)
-    return list(op(x, pack.astype(mx.int32), *outputs, *masters[0], *masters[1], *masters[2]))
+    """Return `multi_lora` by the kernels of a backend, whatever the cost model estimates.
+
+    ``chunk`` is the columns of x of one group, a multiple of DEPTH, where a check chooses them.
+    """
+    dtype = factor_dtype(x.dtype, [*lora_a, *lora_b])
+    factors = [v.astype(dtype) for v in (*lora_a, *lora_b)]
+    scales = [v.astype(mx.float32) for v in scales]
+    op = _differentiable(backend, chunk)
+    return list(op(x, pack.astype(mx.int32), *outputs, *factors, *scales))
 
 
 def _by_kind(values: Arrays) -> list[Arrays]:
@@ -207,13 +217,13 @@ def _by_kind(values: Arrays) -> list[Arrays]:
 
 
 @functools.cache
-def _differentiable(backend: str) -> Callable[..., tuple[mx.array, ...]]:
+def _differentiable(backend: str, chunk: int | None) -> Callable[..., tuple[mx.array, ...]]:
     """Return (x, pack, *outputs, *A, *B, *scales) to sums; the gradient is that of plain MLX."""
 
     @mx.custom_function
     def op(x: mx.array, pack: mx.array, *rest: mx.array) -> tuple[mx.array, ...]:
         outputs, a, b, scales = _by_kind(rest)
-        h = _down(backend, x, a, pack)
+        h = _down(backend, x, a, pack, chunk)
         return tuple(_up(backend, outputs, b, scales, pack, h))
 
     @op.vjp
@@ -229,16 +239,16 @@ def _differentiable(backend: str) -> Callable[..., tuple[mx.array, ...]]:
     return op
 
 
-def _down(backend: str, x: mx.array, a: Arrays, pack: mx.array) -> mx.array:
+def _down(backend: str, x: mx.array, a: Arrays, pack: mx.array, chunk: int | None) -> mx.array:
     """Return h, [B, parts, T, sum(R)]: each part is the product over a chunk of D."""
     sequences, rows, depth = x.shape
     ranks = [v.shape[-1] for v in a]
-    chunk = down_chunk(sequences * _row_tiles(rows), depth)
+    chunk = chunk or down_chunk(sequences * _row_tiles(rows), depth)
     parts = tiles(depth, chunk)
     (h,) = _DOWN.launch(
         backend,
         [x, pack, *four(a, a[0]), table((rows, depth, chunk, a[0].shape[0]))],
-        {"T": x.dtype, "ROWS4": row_tile(rows), **rank_template(ranks)},
+        {"T": x.dtype, "F": a[0].dtype, "ROWS4": row_tile(rows), **rank_template(ranks)},
         (_row_tiles(rows), parts, sequences),
         [((sequences, parts, rows, sum(ranks)), mx.float32)],
     )
@@ -254,8 +264,13 @@ def _up(
     return _up_kernel(ranks).launch(
         backend,
         [*outputs, *b, *scales, h, pack, table((rows, parts, b[0].shape[0], *widths))],
-        {"T": outputs[0].dtype, "ROWS4": row_tile(rows), "TILE": max(ranks) * row_tile(rows)},
-        (_row_tiles(rows), sum(tiles(width, THREADS) for width in widths), sequences),
+        {
+            "T": outputs[0].dtype,
+            "F": b[0].dtype,
+            "ROWS4": row_tile(rows),
+            "TILE": max(ranks) * row_tile(rows),
+        },
+        (_row_tiles(rows), sum(tiles(width, UP_COLUMNS) for width in widths), sequences),
         [(y.shape, y.dtype) for y in outputs],
     )
 
@@ -264,6 +279,7 @@ class Compiled(NamedTuple):
     """What one program is compiled for."""
 
     dtype: mx.Dtype
+    factors: mx.Dtype
     ranks: tuple[int, ...]
     row_tile: int  # in fours
 
@@ -277,13 +293,14 @@ class Sizes(NamedTuple):
     packs: int
 
 
-def _backend_of(x: mx.array, outputs: Arrays, lora_a: Arrays) -> str:
+def _backend_of(x: mx.array, outputs: Arrays, lora_a: Arrays, lora_b: Arrays) -> str:
     if any(y.dtype != x.dtype for y in outputs):
         return "reference"
     sequences, rows, depth = x.shape
     ranks = tuple(a.shape[-1] for a in lora_a)
     packs, widths = lora_a[0].shape[0], tuple(y.shape[-1] for y in outputs)
-    instance = Compiled(x.dtype, ranks, row_tile(rows))
+    factors = factor_dtype(x.dtype, [*lora_a, *lora_b])
+    instance = Compiled(x.dtype, factors, ranks, row_tile(rows))
     sizes = Sizes(sequences, depth, widths, packs)
     return choose(
         OP,
@@ -291,16 +308,24 @@ def _backend_of(x: mx.array, outputs: Arrays, lora_a: Arrays) -> str:
         rows,
         sizes,
         lambda backend: checks(backend, *instance),
-        lambda: plans(x.dtype.size, sequences, rows, depth, packs, ranks, widths),
+        lambda: plans(x.dtype.size, lora_a[0].dtype.size, (sequences, rows), sizes, ranks),
         unsupported(ranks),
     )
 
 
-def checks(backend: str, dtype: mx.Dtype, ranks: tuple[int, ...], rows4: int) -> list[Check]:
-    """Return small inputs with tails in rows and columns, exact and random, for one instance."""
+def checks(
+    backend: str, dtype: mx.Dtype, factors: mx.Dtype, ranks: tuple[int, ...], rows4: int
+) -> list[Check]:
+    """Return small inputs with tails in rows and columns, exact and random, for one instance.
+
+    A group takes two tiles of the columns of x in one of them, and three in the other.
+    """
     rows = 1 if rows4 == FEW_ROWS4 else 4 * rows4 + 3
-    workload = Workload((2, -1, 0), rows, DEPTH + 44, 3, ranks, check_widths(ranks))
-    return [check_of(backend, dtype, workload, exact) for exact in (True, False)]
+    sizes = ((2, -1, 0), rows, 2 * DEPTH + 44, 3, ranks, check_widths(ranks), factors)
+    return [
+        check_of(backend, dtype, Workload(*sizes, chunk=2 * DEPTH), exact=True),
+        check_of(backend, dtype, Workload(*sizes, chunk=3 * DEPTH), exact=False),
+    ]
 
 
 class Workload(NamedTuple):
@@ -312,6 +337,8 @@ class Workload(NamedTuple):
     packs: int
     ranks: tuple[int, ...]
     widths: tuple[int, ...]
+    factors: mx.Dtype = mx.float32
+    chunk: int | None = None
 
 
 def check_of(backend: str, dtype: mx.Dtype, workload: Workload, exact: bool) -> Check:
@@ -319,12 +346,12 @@ def check_of(backend: str, dtype: mx.Dtype, workload: Workload, exact: bool) -> 
 
     ``pack`` and ``scales`` are long enough for kernels to read them in place.
     """
-    pack, rows, depth, packs, ranks, widths = workload
+    pack, rows, depth, packs, ranks, widths, factors, chunk = workload
     s, sequences = len(ranks), len(pack)
     index = mx.array([*pack, *[-1] * (8 - sequences)], dtype=mx.int32)
 
     def kernel(x: mx.array, *rest: mx.array) -> list[mx.array]:
-        return by_kernel(backend, x, *_by_kind(rest), index)
+        return by_kernel(backend, x, *_by_kind(rest), index, chunk)
 
     def plain(x: mx.array, *rest: mx.array) -> list[mx.array]:
         return reference(x, *_by_kind(rest), index)
@@ -333,7 +360,7 @@ def check_of(backend: str, dtype: mx.Dtype, workload: Workload, exact: bool) -> 
     shapes += [(packs, depth, rank) for rank in ranks]
     shapes += [(packs, rank, width) for rank, width in zip(ranks, widths, strict=True)]
     drawn = seeded(shapes, exact)
-    drawn[: 1 + s] = [v.astype(dtype) for v in drawn[: 1 + s]]
+    drawn = [v.astype(dtype if i <= s else factors) for i, v in enumerate(drawn)]
     drawn += [mx.array([2.0 ** ((i + p) % 4 - 1) for p in range(max(packs, 8))]) for i in range(s)]
     name = f"{'exact' if exact else 'random'} {sequences} x {rows} x {depth}"
     return Check(name, kernel, plain, drawn, exact)
@@ -351,12 +378,12 @@ def instances() -> list[Instance]:
 def _instance(dtype: mx.Dtype, sequences: int, rows: int) -> Instance:
     ranks, widths, packs = (16, 16, 16), (4096, 1024, 1024), 4
     workload = Workload(
-        tuple(b % packs for b in range(sequences)), rows, 2560, packs, ranks, widths
+        tuple(b % packs for b in range(sequences)), rows, 2560, packs, ranks, widths, dtype
     )
     return Instance(
         OP,
         f"{dtype_name(dtype)} rank 16 2560 to 4096/1024/1024 sequences {sequences} rows {rows}",
-        lambda backend: checks(backend, dtype, ranks, row_tile(rows)),
+        lambda backend: checks(backend, dtype, dtype, ranks, row_tile(rows)),
         lambda backend: check_of(backend, dtype, workload, exact=False),
     )
 
@@ -366,39 +393,47 @@ PLAIN_TILE = 64  # rows that share one read of a factor in MLX's gathered produc
 
 def plans(
     itemsize: int,
-    sequences: int,
-    rows: int,
-    depth: int,
-    packs: int,
+    factor_itemsize: int,
+    shape: tuple[int, int],
+    sizes: Sizes,
     ranks: Sequence[int],
-    widths: Sequence[int],
 ) -> tuple[list[Launch], list[Launch]]:
     """Return launches of plain MLX and of the kernels, forward; every sequence has a pack.
 
-    ``scales`` and ``pack`` are taken to need no copy.
+    ``shape`` is of x: sequences and rows. ``scales`` and ``pack`` are taken to need no copy.
     """
-    e, d, total = itemsize, depth, sum(ranks)
+    (sequences, rows), (_, d, widths, packs) = shape, sizes
+    e, f, total = itemsize, factor_itemsize, sum(ranks)
     n, used = sequences * rows, min(sequences, packs)
-    plain = [Launch(f"index of packs: {what}", 16 * sequences) for what in ("max", "min", "equal")]
-    plain += casts("cast x", e, [n * d])
+    pairs = list(zip(ranks, widths, strict=True))
     reads = sequences * tiles(rows, PLAIN_TILE)
-    for r, o in zip(ranks, widths, strict=True):
-        down = 4 * (n * d + used * d * r + n * r)
-        up = 4 * (n * r + used * r * o + n * o)
-        plain += [
-            Launch("x A", down, 2 * n * d * r, 4 * reads * d * r, matmul=True),
-            Launch("scales of packs", 12 * sequences),
-            Launch("scale it", 8 * n * r),
-            Launch("h B", up, 2 * n * r * o, 4 * reads * r * o, matmul=True),
-            *casts("cast delta", e, [n * o]),
-            Launch("add", 3 * e * n * o),
-            Launch("keep rows without a pack", 3 * e * n * o),
-        ]
-    area = sum(r * o for r, o in zip(ranks, widths, strict=True))
+
+    def gathered(what: str, depth: int, columns: int) -> Launch:
+        area = depth * columns
+        moved = 4 * (n * (depth + columns) + used * area)
+        return Launch(what, moved, 2 * n * area, 4 * reads * area, matmul=True)
+
+    first = [Launch("index of packs: max", 16 * sequences), *casts("cast x", e, [n * d])]
+    if f < 4:
+        first += [Launch("cast A and B", (4 + f) * packs * (d * r + r * o)) for r, o in pairs]
+    index = [Launch("index of packs: equal", 16 * sequences)]
+    index += [Launch("scales of packs", 12 * sequences)] * len(pairs)
+    steps = [
+        first,
+        [Launch("index of packs: min", 16 * sequences)],
+        [gathered("x A", d, r) for r in ranks] + index,
+        [Launch("scale it", 8 * n * r) for r in ranks],
+        [gathered("h B", r, o) for r, o in pairs],
+        casts("cast delta", e, [n * o for o in widths]),
+        [Launch("add", 3 * e * n * o) for o in widths],
+        [Launch("keep rows without a pack", 3 * e * n * o) for o in widths],
+    ]
+    area = sum(r * o for r, o in pairs)
     row_tiles = sequences * _row_tiles(rows)
     computed = row_tiles * 4 * row_tile(rows)  # rows, with those of no use in a tile of four
     hidden = 4 * tiles(d, down_chunk(row_tiles, d)) * n * total
-    moved = e * n * d + 4 * used * d * total + hidden
-    down = Launch("down", moved, 2 * computed * d * total, 4 * row_tiles * d * total)
-    moved = 2 * e * n * sum(widths) + 4 * used * area + hidden
-    return plain, [down, Launch("up", moved, 2 * computed * area, 4 * row_tiles * area)]
+    moved = e * n * d + f * used * d * total + hidden
+    down = Launch("down", moved, 2 * computed * d * total, f * row_tiles * d * total)
+    moved = 2 * e * n * sum(widths) + f * used * area + hidden
+    up = Launch("up", moved, 2 * computed * area, f * row_tiles * area)
+    return [launch for step in steps for launch in level(step)], [down, up]

@@ -11,6 +11,7 @@ from .lint import lint_llvm, lint_words, threadgroup_bytes
 from .report import Checks, KernelFault, Report
 from .toolchain import (
     HERE,
+    OPTIMIZED_FLAGS,
     STRICT_FLAGS,
     SYNTAX_FLAGS,
     CompileError,
@@ -73,6 +74,16 @@ def compile_call(language: str, definition: Definition, call: Call, checks: Chec
         threadgroup_bytes=used,
     )
     return Compiled(program, report, group, limit, toolchain)
+
+
+def private_arrays(definition: Definition, call: Call) -> list[str]:
+    """Arrays of a Metal thread that an optimizing compiler cannot keep in registers.
+
+    An index that it does not know puts an array into memory of the thread, which is device memory.
+    """
+    program = metal_source.prepare(definition, call)
+    llvm = _llvm(find_toolchain(), program, program.strict_text, METAL_SHIM, OPTIMIZED_FLAGS)
+    return re.findall(r"^\s*(%\S+ = alloca .*)$", llvm, re.MULTILINE)
 
 
 def _check_metal(toolchain: Toolchain, program: metal_source.MetalProgram) -> int:

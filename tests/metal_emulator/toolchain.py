@@ -34,6 +34,7 @@ STRICT_FLAGS = (
     *("-Werror=vla", "-Werror=array-bounds", "-Werror=shift-count-overflow"),
     *("-Werror=division-by-zero", "-Wno-c++17-extensions"),  # MLX uses `if constexpr`
 )
+OPTIMIZED_FLAGS = tuple("-O2" if flag == "-O0" else flag for flag in STRICT_FLAGS)
 # The language of the CUDA twins, read by the same linter.
 SYNTAX_FLAGS = (
     *_COMMON_FLAGS,

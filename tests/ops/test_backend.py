@@ -14,11 +14,11 @@ from tests.helpers.errors import check, raises
 
 
 def call() -> list[mx.array]:
-    """A call of an op with its seeded inputs."""
-    x, y = (mx.random.normal((6, w), key=mx.random.key(w)) for w in (40, 24))
+    """A call of an op with its seeded inputs, for which the cost model favours kernels."""
+    x, *y = (mx.random.normal((6, w), key=mx.random.key(w)) for w in (40, 24, 24))
     a = mx.random.normal((40, 4), key=mx.random.key(1))
     b = mx.random.normal((4, 24), key=mx.random.key(2))
-    return grouped_lora.grouped_lora(x, [y], [a], [b], [2.0])
+    return grouped_lora.grouped_lora(x, y, [a, a], [b, b], [2.0, 2.0])
 
 
 def test_reference_is_the_default_on_a_cpu_and_can_be_named():
@@ -85,7 +85,7 @@ def test_choose_follows_the_cost_model_and_records_its_reason(monkeypatch):
     with emulation("metal") as built:
         monkeypatch.setattr(_backend, "chip_here", lambda: chip("Apple M3 Max"))
         call()
-        text = "grouped_lora float32, ranks 4, outputs 0, row tile 4 · inputs 40, widths 24"
+        text = "grouped_lora float32, factors float32, ranks 4/4, outputs 0/1, row tile 4 · inputs 40, widths 24/24"
         assert built and _backend.record()["kernels"] == {text: "6 rows"}
         slow = _cost.Launch("kernel", bytes=1e9)
         monkeypatch.setattr(grouped_lora, "plans", lambda *_: ([], [slow]))

@@ -9,6 +9,7 @@ from mlx_packs.ops import _backend
 from mlx_packs.ops._check import examine, sparse_signs
 from mlx_packs.ops.grouped_lora import grouped_lora
 from mlx_packs.ops.multi_lora import (
+    Sizes,
     Workload,
     check_of,
     instances,
@@ -220,7 +221,7 @@ def test_multi_lora_leaves_an_unsupported_rank_to_plain_mlx(nothing_launched):
     batch = inputs(2, 1, ranks=(65,), widths=(80,))
     assert mx.array_equal(multi_lora(*batch)[0], reference(*batch)[0]).item()
     (text,) = _backend.record()["plain_mlx"]
-    assert text.startswith("multi_lora float32, ranks 65")
+    assert text.startswith("multi_lora float32, factors float32, ranks 65")
 
 
 def test_instances_are_distinct_and_the_reference_passes_them_alone():
@@ -235,5 +236,5 @@ def test_instances_are_distinct_and_the_reference_passes_them_alone():
 def test_plans_count_reads_of_a_and_b_for_each_sequence():
     d, r, o = 2560, 16, 4096
     for sequences in (1, 64):
-        for plan in plans(2, sequences, 1, d, 4, (r,), (o,)):
+        for plan in plans(2, 4, (sequences, 1), Sizes(sequences, d, (o,), 4), (r,)):
             assert sum(launch.cached_bytes for launch in plan) == 4 * sequences * r * (d + o)

@@ -46,10 +46,7 @@ def test_twenty_steps_have_the_losses_of_the_reference(language, four_chats, tmp
     assert by_kernels == pytest.approx(expected, rel=1e-5)
     assert {k.definition.name.removeprefix("mlx_packs_grouped_lora_") for k in built} >= {
         "down",
-        "a_gradient",
-        "x_gradient",
         "up_4at0_4at1_3at2",
-        "backward_out_4at0_4at1_3at2",
     }
     assert report["ops"]["backend"] == language and report["ops"]["kernels"]
     assert not report["ops"]["fallbacks"]

@@ -1,0 +1,113 @@
+"""The text of kernels: bugs planted in its loops are seen, arrays of a thread are registers."""
+
+import pytest
+
+from mlx_packs.ops import _backend, grouped_lora, multi_lora, nf4
+from mlx_packs.ops._check import first_fault
+from mlx_packs.runtime import mx
+from tests.helpers.emulation import emulation
+from tests.metal_emulator import kernel as emulated_kernels
+from tests.metal_emulator.passes import compile_call, private_arrays
+from tests.ops.test_geometries import quantized_weight
+
+# Bugs of the loop over the columns of x that no launch with one tile a group shows, and of `up`.
+MUTANTS = {
+    "every_second_tile_skipped": ("column0 += DEPTH", "column0 += 2 * DEPTH"),
+    "row_of_a_from_the_chunk": ("size_t(column0 + k)", "size_t(begin + k)"),
+    "column_of_x_from_the_chunk": ("row0, column0, index)", "row0, begin, index)"),
+    "half_of_the_columns_skipped": ("k0 += LANES_OF_K * AHEAD", "k0 += 2 * LANES_OF_K * AHEAD"),
+    "last_tile_as_wide_as_the_others": ("min(DEPTH, end - column0)", "min(DEPTH, depth)"),
+    "first_part_alone": ("p < parts", "p < 1"),
+}
+SURVIVORS = [*MUTANTS][:3]  # of the tests that ran one tile a group alone
+
+
+@pytest.fixture(params=["metal", pytest.param("cuda", marks=pytest.mark.slow)])
+def planted(request, monkeypatch):
+    """Plant a bug in grouped_lora's text; the language in which it is emulated."""
+    source = _backend.source
+    with emulation(request.param, orders=("forward",)):
+
+        def plant(mutant: str) -> str:
+            right, wrong = MUTANTS[mutant]
+
+            def mutated(op: str, suffix: str) -> str:
+                text = source(op, suffix)
+                assert op != "grouped_lora" or text.count(right) == 1
+                return text.replace(right, wrong)
+
+            monkeypatch.setattr(_backend, "source", mutated)
+            return request.param
+
+        yield plant
+
+
+def is_seen(check: list) -> bool:
+    """Whether a check fails: by its numbers, or by a fault of the emulator."""
+    try:
+        return first_fault(check) is not None
+    except Exception as fault:
+        return "KernelFault" in type(fault).__name__
+
+
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_self_checks_see_a_bug_of_a_loop(planted, mutant):
+    language = planted(mutant)
+    sizes = (mx.float32, mx.float32, (16, 16))
+    for rows4 in (grouped_lora.FEW_ROWS4, grouped_lora.MANY_ROWS4):
+        assert is_seen(grouped_lora.checks(language, *sizes, (0, 1), rows4))
+    assert is_seen(multi_lora.checks(language, *sizes, grouped_lora.FEW_ROWS4))
+
+
+@pytest.mark.parametrize("mutant", SURVIVORS)
+def test_a_large_workload_sees_a_bug_of_the_loop_over_tiles(planted, mutant):
+    workload = grouped_lora.Workload(1040, 600, (2,), (4,), (0,))
+    check = grouped_lora.check_of(planted(mutant), mx.float32, workload, exact=False)
+    assert is_seen([check])
+
+
+@pytest.fixture
+def arrays(monkeypatch):
+    """Arrays of a thread that are left after optimization, by name and template of the kernel."""
+    left: dict[tuple, list[str]] = {}
+
+    def compiled(language, definition, call, checks):
+        left[(definition.name, *call.template)] = private_arrays(definition, call)
+        return compile_call(language, definition, call, checks)
+
+    monkeypatch.setattr(emulated_kernels, "compile_call", compiled)
+    with emulation("metal", compile_only=True):
+        yield left
+
+
+@pytest.mark.parametrize("rank", [1, 16, pytest.param(64, marks=pytest.mark.slow)])
+def test_arrays_of_lora_kernels_stay_in_registers(arrays, rank):
+    widths = (4096, 1000)
+    for rows in (1, 8):
+        x, *y = (mx.zeros((rows, w), mx.bfloat16) for w in (2560, *widths))
+        a, b = [mx.zeros((2560, rank))] * 2, [mx.zeros((rank, w)) for w in widths]
+        grouped_lora.by_kernel("metal", x, y, a, b, (1.0, 1.0))
+        stacked = [[v[None] for v in part] for part in ([x, *y], a, b)]
+        scales, pack = [mx.ones((8,))] * 2, mx.zeros((8,), mx.int32)
+        (x, *y), a, b = stacked
+        multi_lora.by_kernel("metal", x, y, a, b, scales, pack)
+    assert len(arrays) == 8 and not any(arrays.values()), arrays
+
+
+def test_arrays_of_nf4_kernels_stay_in_registers(arrays):
+    weight = quantized_weight(64, 2560, True)
+    nf4._dequantized("metal", weight, mx.bfloat16)
+    for rows in nf4.ROW_TILES:
+        nf4._matvec("metal", weight, mx.zeros((rows, 2560), mx.bfloat16))
+    assert len(arrays) == 1 + len(nf4.ROW_TILES) and not any(arrays.values()), arrays
+
+
+def test_an_array_with_an_unknown_index_is_seen(arrays, monkeypatch):
+    source = _backend.source
+    monkeypatch.setattr(
+        _backend,
+        "source",
+        lambda *of: source(*of).replace("UNROLL for", "for"),
+    )
+    nf4._matvec("metal", quantized_weight(64, 2560, True), mx.zeros((1, 2560)))
+    assert all(arrays.values())
