@@ -11,7 +11,7 @@ from itertools import product
 from mlx_packs.config.choices import MATMUL_PATHS, POLICIES
 
 from .. import history
-from ..history import Record
+from ..history import Environment, Record
 from ..workloads import CONFIGS
 from . import tables
 from .capture import MLX_LM, OURS, Failed, StepJob
@@ -24,7 +24,7 @@ from .step import lay_out
 _LENGTHS = Examples(mean=300, sigma=0.7, supervised=1.0, count=4000, max_length=2048)
 
 
-def _steps(options: argparse.Namespace) -> list[Record]:
+def _steps(options: argparse.Namespace, here: Environment) -> list[Record]:
     """A step of ours beside mlx-lm's and its checkpointed one."""
     sizes = [(options.batch or 1, options.length or 2048)]
     if not (options.batch or options.length):
@@ -44,17 +44,17 @@ def _steps(options: argparse.Namespace) -> list[Record]:
                     (OURS, StepJob(**size, path=path, recompute=policy, supervised=supervised))
                     for path, policy in jobs
                 ]
-                steps = lay_out(theirs + ours)
+                steps = lay_out(theirs + ours, options.chip)
                 shape = (
                     f"{model}, {batch} x {length}, {supervised:.0%} supervised, rank {options.rank}"
                 )
                 print(f"{shape}\n{tables.step_table(steps, options.chip)}\n", flush=True)
-                records += tables.step_records(steps, shape, options.chip)
+                records += tables.step_records(here, steps, shape, options.chip)
     print(tables.STEP_LEGEND)
     return records
 
 
-def _batches(options: argparse.Namespace) -> list[Record]:
+def _batches(options: argparse.Namespace, here: Environment) -> list[Record]:
     """An epoch over examples of lognormal lengths (`_LENGTHS`), padded and packed."""
     records, count = [], options.examples or _LENGTHS.count
     for model in options.model or ["qwen3_4b"]:
@@ -69,18 +69,18 @@ def _batches(options: argparse.Namespace) -> list[Record]:
             examples = Examples(
                 _LENGTHS.mean, _LENGTHS.sigma, supervised, count, _LENGTHS.max_length
             )
-            results = epochs(asked, examples)
+            results = epochs(asked, examples, options.chip)
             shape = (
                 f"{model}, {size['batch']} sequences of at most {examples.max_length}, {count} "
                 f"examples, {supervised:.0%} supervised, rank {options.rank}"
             )
             print(f"{shape}\n{tables.epoch_table(results, options.chip)}\n", flush=True)
-            records += tables.epoch_records(results, shape, options.chip)
+            records += tables.epoch_records(here, results, shape, options.chip)
     print(tables.EPOCH_LEGEND)
     return records
 
 
-def _ops(options: argparse.Namespace) -> list[Record]:
+def _ops(options: argparse.Namespace, here: Environment) -> list[Record]:
     """The ops of a block, by kind, those that take longest first; nothing is recorded."""
     models, paths = options.model or ["qwen3_4b"], options.path or ["quantized"]
     for model, path, recompute in product(models, paths, options.recompute or ["none"]):
@@ -88,7 +88,7 @@ def _ops(options: argparse.Namespace) -> list[Record]:
         size["length"] = options.length or 2048
         ours = StepJob(**size, path=path, recompute=recompute)
         theirs = StepJob(**size, recompute="block" if recompute == "block" else "none")
-        steps, chip = lay_out([(OURS, ours), (MLX_LM, theirs)]), options.chip[0]
+        steps, chip = lay_out([(OURS, ours), (MLX_LM, theirs)], options.chip), options.chip[0]
         print(f"{model}, {size['batch']} x {size['length']}, one block on {chip}: {steps[0].name}")
         print(f"beside {steps[1].name}\n{tables.ops_table(*steps, chip)}\n", flush=True)
     return []
@@ -98,7 +98,7 @@ def _ops(options: argparse.Namespace) -> list[Record]:
 class _Part:
     """What can be asked for by name, and the options that it takes beside ``rank``, ``chip``."""
 
-    run: Callable[[argparse.Namespace], list[Record]]
+    run: Callable[[argparse.Namespace, Environment], list[Record]]
     options: frozenset[str]
 
 
@@ -190,11 +190,11 @@ def main(arguments: list[str] | None = None) -> int:
     p = parser()
     options = p.parse_args(arguments)
     parts = _chosen_parts(p, options)
-    records = []
+    records, here = [], Environment.here()
     try:
         check_supported()
         for part in parts:
-            records += part.run(options)
+            records += part.run(options, here)
             print()
     except (Failed, Unpriced, Unsupported) as error:
         print(f"benchmarks: graph: {error}", file=sys.stderr)

@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from .capture import EpochJob, StepJob, capture
-from .seconds import CHIPS
 from .step import lay_out
 
 _SHORTEST = 16
@@ -54,7 +53,9 @@ class Epoch:
         return 1e6 * self.seconds[chip] / self.targets
 
 
-def epochs(asked: Sequence[tuple[str, StepJob]], examples: Examples) -> list[Epoch]:
+def epochs(
+    asked: Sequence[tuple[str, StepJob]], examples: Examples, chips: Sequence[str]
+) -> list[Epoch]:
     """Return an epoch for each implementation and kind of step, whose size the batches decide.
 
     Raises: capture.Failed, costs.Unpriced.
@@ -66,13 +67,13 @@ def epochs(asked: Sequence[tuple[str, StepJob]], examples: Examples) -> list[Epo
         for (implementation, job), own in zip(asked, shapes, strict=True)
         for batch, length, slots in own
     ]
-    steps = iter(lay_out(sized))
+    steps = iter(lay_out(sized, chips))
     results = []
     for own in shapes:
         priced = [(next(steps), count) for count in own.values()]
         seconds = {
             chip: sum(step.trace_s + count * step.whole.seconds[chip] for step, count in priced)
-            for chip in CHIPS
+            for chip in chips
         }
         fill = sum(n - 1 for n in lengths) / sum(n * t * count for (n, t, _), count in own.items())
         name = priced[0][0].name

@@ -6,6 +6,8 @@ summed over dispatches, each of which waits for the one before it, and a fixed t
 and launches are those of `mlx_packs.chips`.
 """
 
+from collections.abc import Sequence
+
 from mlx_packs import chips
 from mlx_packs.chips import BANDWIDTH_REACHED, MATMUL_REACHED, Chip
 
@@ -47,15 +49,15 @@ def rate(kind: str, chip: Chip) -> float:
     return 1e12 * SHARES[kind] * nominal
 
 
-def assumptions(names: list[str]) -> str:
+def assumptions(names: Sequence[str]) -> str:
     """Return the constants of the model, for the chips that it is asked about."""
     rates = [
-        f"{name} {CHIPS[name].bandwidth_gb_s:g} GB/s, {CHIPS[name].matrix_tflops:g} TFLOP/s, "
-        f"{CHIPS[name].launch_us:g} us a dispatch"
+        f"{name} {CHIPS[name].bandwidth_gb_s:g} GB/s, {CHIPS[name].matrix_tflops:g} TFLOP/s"
         for name in names
     ]
+    launches = ", ".join(dict.fromkeys(f"{CHIPS[name].launch_us:g} us" for name in names))
     shares = [f"{kind} {share:g}" for kind, share in SHARES.items()]
     return (
         f"{'; '.join(rates)}; reached: bandwidth {BANDWIDTH_REACHED:g}, {', '.join(shares)}; "
-        f"{1e3 * STEP_S:g} ms a step, {1e6 * TRACE_S:g} us a primitive to compile"
+        f"{launches} a dispatch, {1e3 * STEP_S:g} ms a step, {1e6 * TRACE_S:g} us a primitive to compile"
     )

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from .capture import MLX_LM, OURS, Captured, StepJob, capture
 from .costs import Graph, Op, priced
 from .peak import Queue, peak_bytes
-from .seconds import CHIPS, STEP_S, TRACE_S, seconds
+from .seconds import CHIPS, DEFAULT_CHIPS, STEP_S, TRACE_S, seconds
 
 _FEW, _MORE = 2, 3  # blocks
 
@@ -79,7 +79,9 @@ class Step:
         return TRACE_S * self.whole.primitives
 
 
-def lay_out(asked: Sequence[tuple[str, StepJob]]) -> list[Step]:
+def lay_out(
+    asked: Sequence[tuple[str, StepJob]], chips: Sequence[str] = DEFAULT_CHIPS
+) -> list[Step]:
     """Return the steps of implementations, each implementation's in a process of its own.
 
     Raises: capture.Failed, costs.Unpriced.
@@ -87,12 +89,10 @@ def lay_out(asked: Sequence[tuple[str, StepJob]]) -> list[Step]:
 
     def of(implementation: str) -> list[Step]:
         jobs = [job for name, job in asked if name == implementation]
-        if not jobs:
-            return []
         cut = [_cut(job, blocks) for job in jobs for blocks in (_FEW, _MORE)]
         captured = capture(implementation, cut)
         pairs = zip(jobs, captured[::2], captured[1::2], strict=True)
-        return [_step(implementation, job, few, more) for job, few, more in pairs]
+        return [_step(implementation, job, few, more, chips) for job, few, more in pairs]
 
     names = list(dict.fromkeys(name for name, _ in asked))
     with ThreadPoolExecutor() as pool:
@@ -104,44 +104,44 @@ def _cut(job: StepJob, blocks: int) -> StepJob:
     return replace(job, config=job.config | {"num_hidden_layers": blocks})
 
 
-def _step(implementation: str, job: StepJob, few: Captured, more: Captured) -> Step:
+def _step(
+    implementation: str, job: StepJob, few: Captured, more: Captured, chips: Sequence[str]
+) -> Step:
     less, whole = (priced(captured.nodes, captured.outputs) for captured in (few, more))
-    block = costs_of(whole).plus(costs_of(less), -1)
-    kinds = _by_kind(whole)
-    for kind, costs in _by_kind(less).items():
-        kinds[kind] = kinds.get(kind, sums([])).plus(costs, -1)
-    kinds = {kind: costs for kind, costs in kinds.items() if costs.dispatches}
-    rest = costs_of(whole).plus(block, -_MORE)
-    in_flight = peak_bytes(whole, Queue()) - peak_bytes(whole)
+    less_costs, costs = (
+        replace(sums(graph.ops, chips), peak_bytes=peak_bytes(graph)) for graph in (less, whole)
+    )
+    block = costs.plus(less_costs, -1)
+    kinds = _by_kind(whole, chips)
+    for kind, own in _by_kind(less, chips).items():
+        kinds[kind] = kinds.get(kind, sums([], chips)).plus(own, -1)
+    kinds = {kind: own for kind, own in kinds.items() if own.dispatches}
+    in_flight = peak_bytes(whole, Queue()) - int(costs.peak_bytes)
+    rest = costs.plus(block, -_MORE)
     return Step(implementation, job, more.targets, block, kinds, rest, in_flight)
 
 
-def _by_kind(graph: Graph) -> dict[str, Costs]:
-    """Return the costs of ops by name and dtypes, peaks left out."""
+def _by_kind(graph: Graph, chips: Sequence[str]) -> dict[str, Costs]:
+    """Return the costs of ops by name and dtypes."""
     kinds: dict[str, list[Op]] = defaultdict(list)
     for op in graph.ops:
         if op.dispatches:
             inputs = dict.fromkeys(_short(a.dtype) for a in op.inputs if a.layout.size > 1)
             kinds[f"{op.name} {' '.join(inputs)} > {_short(op.outputs[0].dtype)}"].append(op)
-    return {kind: sums(ops) for kind, ops in kinds.items()}
+    return {kind: sums(ops, chips) for kind, ops in kinds.items()}
 
 
 def _short(dtype: str) -> str:
     return dtype.replace("bfloat", "bf").replace("float", "f").replace("int", "i")
 
 
-def costs_of(graph: Graph) -> Costs:
-    """Return the costs of all ops of a graph."""
-    return replace(sums(graph.ops), peak_bytes=peak_bytes(graph))
-
-
-def sums(ops: Sequence[Op]) -> Costs:
-    """Return the costs of ops; without a peak, which depends on the order of all."""
+def sums(ops: Sequence[Op], chips: Sequence[str]) -> Costs:
+    """Return the costs of ops, but for their peak, which depends on the order of all."""
     return Costs(
         primitives=sum(op.dispatches > 0 for op in ops),
         dispatches=sum(op.dispatches for op in ops),
         bytes=sum(op.bytes for op in ops),
         operations=sum(op.operations for op in ops),
         peak_bytes=0,
-        seconds={name: sum(seconds(op, chip) for op in ops) for name, chip in CHIPS.items()},
+        seconds={name: sum(seconds(op, CHIPS[name]) for op in ops) for name in chips},
     )

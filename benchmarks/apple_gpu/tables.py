@@ -15,8 +15,7 @@ CHECKPOINTED = f"{MLX_LM} --grad-checkpoint"
 def predicted(chips: Sequence[str]) -> str:
     """Return what figures are, and the constants that they depend on."""
     return (
-        "Predicted from the lazy graph by a machine model; no Mac was timed. "
-        f"{assumptions(list(chips))}."
+        f"Predicted from the lazy graph by a machine model; no Mac was timed. {assumptions(chips)}."
     )
 
 
@@ -55,10 +54,12 @@ Chips: seconds a step. ratio, ckpt: time over mlx-lm's and over its --grad-check
 where that is most."""
 
 
-def step_records(steps: Sequence[Step], shape: str, chips: Sequence[str]) -> list[Record]:
+def step_records(
+    here: Environment, steps: Sequence[Step], shape: str, chips: Sequence[str]
+) -> list[Record]:
     """Return what the table of steps shows."""
     default, checkpointed = (step.whole.seconds for step in steps[:2])
-    make, records = _recorder("graph", shape, chips), []
+    make, records = _recorder(here, "graph", shape, chips), []
     for step in steps:
         whole = step.whole
         values = {
@@ -100,9 +101,11 @@ that are no padding. us: microseconds a supervised token, with the compilation o
 ratio: time over mlx-lm's, on the chip where that is most."""
 
 
-def epoch_records(epochs: Sequence[Epoch], shape: str, chips: Sequence[str]) -> list[Record]:
+def epoch_records(
+    here: Environment, epochs: Sequence[Epoch], shape: str, chips: Sequence[str]
+) -> list[Record]:
     """Return what the table of epochs shows."""
-    make, records = _recorder("graph batches", shape, chips), []
+    make, records = _recorder(here, "graph batches", shape, chips), []
     for epoch in epochs:
         values = {
             ("batches", ""): epoch.batches,
@@ -150,14 +153,14 @@ def _aligned(rows: list[list[str]]) -> str:
 
 
 def _recorder(
-    task: str, shape: str, chips: Sequence[str]
+    here: Environment, task: str, shape: str, chips: Sequence[str]
 ) -> Callable[[str, str, str, float], Record]:
     """Return what makes a record of an implementation, a metric, its unit and its value."""
-    here = replace(Environment.here(), device="Apple GPUs, predicted (no Mac timed)")
+    nowhere = replace(here, device="Apple GPUs, predicted (no Mac timed)")
     fields = {"dtype": "bfloat16", "baseline": MLX_LM, "note": predicted(chips)}
 
     def make(implementation: str, metric: str, unit: str, value: float) -> Record:
-        made = record(here, task, implementation, shape, metric, unit, [value], **fields)
+        made = record(nowhere, task, implementation, shape, metric, unit, [value], **fields)
         return replace(made, blas="none", blas_threads=None)
 
     return make

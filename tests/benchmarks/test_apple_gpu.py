@@ -1,9 +1,11 @@
 """What a step costs on an Apple GPU is counted from its graph, and few primitives are dispatched."""
 
+import dataclasses
+
 import mlx.core as mx
 import pytest
 
-from benchmarks import graph, history
+from benchmarks import graph, history, report
 from benchmarks.apple_gpu import command, costs, lazy_graph, libmlx
 from benchmarks.apple_gpu import epoch as epoch_module
 from benchmarks.apple_gpu.capture import MLX_LM, OURS, Failed, StepJob, capture
@@ -193,9 +195,9 @@ def test_an_epoch_sums_steps_and_compiles_each_shape_once(steps, monkeypatch):
     step = steps[OURS, "quantized", "none"]
     shapes = [(4, 64, 256), (4, 64, 256), (4, 32, 128)]
     monkeypatch.setattr(epoch_module, "capture", lambda *_: [shapes])
-    monkeypatch.setattr(epoch_module, "lay_out", lambda asked: [step] * len(asked))
+    monkeypatch.setattr(epoch_module, "lay_out", lambda asked, _: [step] * len(asked))
     examples = epoch_module.Examples(40, 0.5, 0.5, 12, 64)
-    (result,) = epoch_module.epochs([(OURS, StepJob(QWEN3_4B, 4, 0))], examples)
+    (result,) = epoch_module.epochs([(OURS, StepJob(QWEN3_4B, 4, 0))], examples, ["M2 Pro"])
     whole = step.whole.seconds["M2 Pro"]
     compiled = 2 * TRACE_S * step.whole.primitives
     assert result.seconds["M2 Pro"] == pytest.approx(3 * whole + compiled)
@@ -205,7 +207,7 @@ def test_an_epoch_sums_steps_and_compiles_each_shape_once(steps, monkeypatch):
 
 def test_the_command_prints_and_records_steps(steps, monkeypatch, tmp_path, capsys):
     ways = [(MLX_LM, "none"), (MLX_LM, "block"), (OURS, "transient", "none")]
-    monkeypatch.setattr(command, "lay_out", lambda asked: [steps[way] for way in ways])
+    monkeypatch.setattr(command, "lay_out", lambda asked, _: [steps[way] for way in ways])
     file = tmp_path / "history.jsonl"
     arguments = ["steps", "--model", "qwen3-4b", "--batch", "1", "--path", "transient"]
     assert graph.main([*arguments, "--chip", "m3-max,M4 Max", "--history", str(file)]) == 0
@@ -219,6 +221,20 @@ def test_the_command_prints_and_records_steps(steps, monkeypatch, tmp_path, caps
     assert values["time over mlx-lm"] < 1 and "M2 Pro" not in values
     assert {r.device for r in records} == {"Apple GPUs, predicted (no Mac timed)"}
     assert STEP_S < values["M4 Max"]
+
+
+def test_a_run_has_one_date_so_that_a_report_shows_all_of_it(steps, monkeypatch, tmp_path):
+    here, days = history.Environment.here(), iter("123456789")
+    monkeypatch.setattr(
+        history.Environment, "here", lambda: dataclasses.replace(here, date=next(days))
+    )
+    ways = [(MLX_LM, "none"), (MLX_LM, "block"), (OURS, "transient", "none")]
+    monkeypatch.setattr(command, "lay_out", lambda asked, _: [steps[way] for way in ways])
+    file = tmp_path / "history.jsonl"
+    models = ["--model", "qwen3-4b,llama3-8b"]
+    assert graph.main(["steps", *models, "--path", "transient", "--history", str(file)]) == 0
+    (run,) = report.latest(history.read(file))
+    assert len({r.shape for r in run}) == 4
 
 
 @pytest.mark.parametrize(
