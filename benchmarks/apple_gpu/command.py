@@ -146,29 +146,40 @@ def _shares(text: str) -> list[float]:
 def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(
         "python -m benchmarks graph",
-        description="Primitives, bytes and predicted seconds of training on Apple GPUs.",
+        description="Primitives, bytes and predicted seconds of training on Apple GPUs. steps: one "
+        "training step beside mlx-lm's. batches: an epoch over examples of many lengths, padded and "
+        "packed. ops: a block by kind of op, not recorded.",
         epilog="Without a PART, steps and batches run, or that of them which takes the options.",
         allow_abbrev=False,
     )
     add = p.add_argument
-    add("part", nargs="?", metavar="PART", choices=_PARTS, help=f"of {', '.join(_PARTS)}")
-    for flag, parse, shown in (
-        ("--model", _several(list(CONFIGS)), f"of {', '.join(CONFIGS)}"),
-        ("--path", _several(MATMUL_PATHS), f"matmul paths, of {', '.join(MATMUL_PATHS)}"),
-        ("--recompute", _several(POLICIES), f"of {', '.join(POLICIES)}; steps and ops"),
+    add("part", nargs="?", metavar="PART", choices=_PARTS, help=f"one of {', '.join(_PARTS)}")
+    for flag, known, shown in (
+        ("--model", CONFIGS, "Models by geometry [qwen3_4b; steps: and qwen3_0_6b]"),
+        ("--path", MATMUL_PATHS, "Matmul paths of ours [quantized; steps, batches: and transient]"),
+        ("--recompute", POLICIES, "Activation checkpointing of ours, in steps and ops [none]"),
     ):
-        add(flag, type=parse, metavar="NAMES", help=shown)
-    add("--batch", type=_positive, metavar="N", help="sequences [1 and 4]")
-    add("--length", type=_positive, metavar="N", help="inputs of each; steps and ops [2048, 512]")
-    add("--supervised", type=_shares, metavar="SHARES", help="share of targets [1; batches 1, 0.3]")
-    add("--examples", type=_positive, metavar="N", help="of batches [4000]")
-    add("--rank", type=_positive, default=16, metavar="N", help="of all adapters [16]")
+        names = list(known)
+        add(flag, type=_several(names), metavar="NAMES", help=f"{shown}; of {', '.join(names)}")
+    for flag, shown in (
+        ("--batch", "Sequences of a batch [1; steps: and 4 of 512; batches: 4]"),
+        ("--length", "Inputs of a sequence, in steps and ops [2048]"),
+        ("--examples", "Examples of an epoch, in batches [4000]"),
+    ):
+        add(flag, type=_positive, metavar="N", help=shown)
+    add("--rank", type=_positive, default=16, metavar="N", help="Rank of all adapters [16]")
+    add(
+        "--supervised",
+        type=_shares,
+        metavar="SHARES",
+        help="Shares of the inputs that predict a target [1; batches: and 0.3]",
+    )
     add(
         "--chip",
         type=_several(list(CHIPS)),
         default=list(DEFAULT_CHIPS),
         metavar="NAMES",
-        help=f"Macs, M1 to M5 Max [{', '.join(DEFAULT_CHIPS)}]",
+        help=f"Chips of Macs, M1 to M5 Max [{', '.join(DEFAULT_CHIPS)}]; ops takes the first",
     )
     history.add_option(p)
     return p
