@@ -279,7 +279,7 @@ class TrainConfig(TrainConflicts):
     matmul_path: str = _memory(
         "auto",
         "How frozen weights are used: quantized, dequantized on the fly (transient), or dequantized "
-        "once (dense); auto benchmarks and picks.",
+        "once (dense); auto measures them, for 2 s at most, and remembers the fastest.",
         choices=("auto", *MATMUL_PATHS),
         memory=True,
         resumable=True,
