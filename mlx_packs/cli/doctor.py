@@ -25,8 +25,9 @@ from .output import exit_if_failed, print_report
 def doctor(file: Path | None, verbose: bool) -> None:
     """Check this machine and its kernels.
 
-    The usual instances of every kernel are compared with plain MLX and timed. The exit code is 1 if
-    one is wrong; training then falls back to plain MLX.
+    The usual instances of every kernel are compared with plain MLX and timed, alone and with their
+    gradients. The times are kept for this device, and where a kernel is slower plain MLX computes
+    from then on. The exit code is 1 if a kernel is wrong; its operation then takes plain MLX.
     """
     from ..files import atomic_write, to_json
     from ..ops.diagnostics import examine_all, kernel_instances
@@ -55,6 +56,8 @@ def report_lines(report: dict, verbose: bool) -> list[str]:
         f"{blas['gflops']:.0f} GFLOP/s fp32",
         f"memory  {memory['total_gb']:.1f} GB · this process {memory['process_peak_gb']:.2f} GB",
     ]
+    if chip := report["chip"]:
+        lines.insert(1, _chip_line(chip))
     kernels = report["kernels"]
     if kernels[0]["backend"] != "reference":
         lines.append(f"kernels {kernels[0]['backend']}, compared with plain MLX")
@@ -65,17 +68,34 @@ def report_lines(report: dict, verbose: bool) -> list[str]:
     return lines + _instance_lines(kernels)
 
 
+def _chip_line(chip: dict) -> str:
+    """Return the rates that the cost model takes, from what programs reached just now."""
+    units = (
+        "matrix units" if chip["matrix_tflops"] > 2 * chip["vector_tflops"] else "no matrix units"
+    )
+    bf16 = "native" if chip["native_bf16"] else "emulated"
+    return (
+        f"chip    {chip['bandwidth_gb_s']:,.0f} GB/s · {chip['vector_tflops']:.1f} TFLOP/s float32, "
+        f"{chip['matrix_tflops']:.1f} half · bfloat16 {bf16} · {units} (nominal, from measured rates)"
+    )
+
+
 def _instance_lines(kernels: list[dict]) -> list[str]:
     width = max(len(kernel["instance"]) for kernel in kernels)
-    lines = [f"        {'op':<13} {'instance':<{width}}  error    kernel us  plain us"]
+    lines = [
+        f"        {'op':<13} {'instance':<{width}}  error    kernel us  plain us  with gradients"
+        "       choice"
+    ]
     for k in kernels:
         error = "-      " if k["max_error"] is None else f"{k['max_error']:.1e}"
-        kernel_us, plain_us = (
-            "-" if k[key] is None else f"{k[key]:,.0f}" for key in ("kernel_us", "reference_us")
+        kernel_us, plain_us, kernel_gradient, plain_gradient = (
+            "-" if k[key] is None else f"{k[key]:,.{0 if k[key] >= 100 else 1}f}"
+            for key in ("kernel_us", "reference_us", "kernel_gradient_us", "reference_gradient_us")
         )
+        choice = {None: "-", "reference": "plain"}.get(k["choice"], "kernel")
         lines.append(
-            f"        {k['op']:<13} {k['instance']:<{width}}  {error}  "
-            f"{kernel_us:>9}  {plain_us:>8}  {_verdict(k)}"
+            f"        {k['op']:<13} {k['instance']:<{width}}  {error}  {kernel_us:>9}"
+            f"  {plain_us:>8}  {kernel_gradient:>9} {plain_gradient:>9}  {choice:<6}  {_verdict(k)}"
         )
     return lines
 

@@ -1,12 +1,14 @@
 """Choose what computes an op: plain MLX (the reference), or a Metal or CUDA kernel.
 
 An op asks `choose` before it launches a kernel. The default follows the device; a name forces one.
+What `packs doctor` measured on this device decides, else the cost model.
 A kernel instance (what the device compiles as one program) is compared with its reference when it
 is first used; if it does not compile or is wrong, its op stays with the reference in this process,
 and a warning is logged once.
 """
 
 import functools
+import hashlib
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,6 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from .. import measurements
 from ..chips import chip_here
 from ..errors import PackError
 from ..runtime import mx, on_cpu
@@ -33,19 +36,21 @@ _WORDS = {
     },
     "cuda": {"shared": "__shared__", "group": "blockIdx", "thread": "threadIdx.x"},
 }
+_MEASURED = "kernel"
 THREADS = 256  # of a group, unless a kernel has its own number
 _PACKAGE = Path(__file__).parents[1]
 _log = logging.getLogger("mlx_packs")
 
 Checks = Callable[[str], Sequence[Check]]
 Plans = Callable[[], tuple[Sequence[Launch], Sequence[Launch]]]
+Call = tuple[str, tuple, int, tuple]  # op, instance, rows, sizes
 Decision = tuple[str, str | None]  # a backend, and why it is plain MLX where a kernel could be
 
 _forced: str | None = None
 _checked: set[tuple] = set()  # backend, op, instance: agreed with their reference
 _fallbacks: dict[str, str] = {}  # by op: why its kernels are off in this process
 _decided: dict[tuple, Decision] = {}  # by everything that this depends on
-_calls: dict[tuple, Decision] = {}  # by op, instance, rows, sizes, since `start_record`
+_calls: dict[Call, Decision] = {}  # since `start_record`
 
 
 def detect() -> str:
@@ -188,7 +193,7 @@ def choose(
     decision = _decided.get((name, wanted, call))
     if decision is None:
         if unsupported is None:
-            decision = _decide(name, wanted, op, instance, checks, plans)
+            decision = _decide(name, wanted, call, checks, plans)
         else:
             decision = "reference", unsupported
         _decided[(name, wanted, call)] = decision
@@ -196,16 +201,12 @@ def choose(
     return decision[0]
 
 
-def _decide(
-    name: str, wanted: str | None, op: str, instance: tuple, checks: Checks, plans: Plans
-) -> Decision:
+def _decide(name: str, wanted: str | None, call: Call, checks: Checks, plans: Plans) -> Decision:
+    op, instance, *_ = call
     if op in _fallbacks:
         return "reference", None
-    if wanted is None:
-        chip = chip_here()
-        plain, kernel = (1e6 * seconds(plan, chip) for plan in plans())
-        if kernel > MARGIN * plain:
-            return "reference", f"{plain:.0f} us, kernel {kernel:.0f} us ({chip.name})"
+    if wanted is None and (reason := _loss(name, call, plans)) is not None:
+        return "reference", reason
     if (name, op, instance) not in _checked:
         try:
             fault = first_fault(checks(name))
@@ -216,6 +217,44 @@ def _decide(
             return "reference", None
         _checked.add((name, op, instance))
     return name, None
+
+
+def _loss(name: str, call: Call, plans: Plans) -> str | None:
+    """Return why plain MLX is faster for a call, by a measurement or else the cost model."""
+    if (times := measured(name, call)) is not None:
+        kernel, plain = times
+        return None if kernel < plain else f"{plain:.0f} us, kernel {kernel:.0f} us (measured)"
+    chip = chip_here()
+    plain, kernel = (1e6 * seconds(plan, chip) for plan in plans())
+    if kernel <= MARGIN * plain:
+        return None
+    return f"{plain:.0f} us, kernel {kernel:.0f} us ({chip.name})"
+
+
+def measured(name: str, call: Call) -> tuple[float, float] | None:
+    """Return the microseconds of a backend's kernel and of plain MLX, if this device has them."""
+    known = measurements.recall(_MEASURED, _subject(name, call))
+    return known and (known["kernel_us"], known["plain_us"])
+
+
+def keep_measured(name: str, call: Call, kernel_us: float, plain_us: float) -> None:
+    """Let measured times of a call, forward or with gradients as it is used, decide from now on."""
+    times = {"kernel_us": kernel_us, "plain_us": plain_us}
+    measurements.remember(_MEASURED, _subject(name, call), times)
+    _decided.clear()
+
+
+def _subject(name: str, call: Call) -> dict:
+    """Return what the times of a call depend on; numbers of rows count up to a power of two."""
+    op, instance, rows, sizes = call
+    return {
+        "backend": name,
+        "op": op,
+        "instance": _words(instance),
+        "rows": 1 << max(0, rows - 1).bit_length(),
+        "sizes": _words(sizes),
+        "text": _text_hash(name),
+    }
 
 
 def _fall_back(op: str, reason: str) -> None:
@@ -230,6 +269,15 @@ def forget() -> None:
     """Clear all verdicts, as in a new process."""
     for known in (_checked, _fallbacks, _decided, _calls):
         known.clear()
+
+
+@functools.cache
+def _text_hash(name: str) -> str:
+    """Return a hash of the text of all kernels of a backend."""
+    for root in (_PACKAGE / "_kernels", _PACKAGE.parent / "kernels"):
+        if files := sorted(root.glob(f"*/*.{_SUFFIX[name]}")):
+            return hashlib.sha256(b"\0".join(f.read_bytes() for f in files)).hexdigest()[:16]
+    return ""
 
 
 @functools.cache

@@ -28,12 +28,22 @@ class Check:
 
 @dataclass(frozen=True)
 class Instance:
-    """A kernel instance that people are likely to meet, for the doctor and for tests."""
+    """A kernel instance that people are likely to meet, for the doctor and for tests.
+
+    Attributes:
+        call: what `_backend.choose` is asked for the workload, after the op: the instance that is
+            compiled, rows, sizes.
+        checks: by backend, small inputs with tails.
+        workload: by backend, inputs of a real size.
+        trains: whether its gradient counts in the choice.
+    """
 
     op: str
     name: str
-    checks: Callable[[str], list[Check]]  # by backend, small inputs with tails
-    workload: Callable[[str], Check]  # by backend, inputs of a real size
+    call: tuple[tuple, int, tuple]
+    checks: Callable[[str], list[Check]]
+    workload: Callable[[str], Check]
+    trains: bool = False
 
 
 @dataclass(frozen=True)
@@ -46,13 +56,15 @@ class Finding:
 
 def examine(check: Check) -> Finding:
     """Return the result of a check: of outputs, and of gradients for every floating-point input."""
-    computed = _outputs_and_gradients(check.kernel, check.inputs)
-    plain = _outputs_and_gradients(check.reference, check.inputs)
+    computed = outputs_and_gradients(check.kernel, check.inputs)
+    plain = outputs_and_gradients(check.reference, check.inputs)
+    mx.eval(computed, plain)
     worst, fault = 0.0, None
     roundings = 8 * max(_rounding(v.dtype) for v in check.inputs if v.dtype in _FLOATS)
     with mx.stream(mx.cpu):  # GPUs have no float64
         doubles = [v.astype(mx.float64) if v.dtype in _FLOATS else v for v in check.inputs]
-        truth = _outputs_and_gradients(check.reference, doubles)
+        truth = outputs_and_gradients(check.reference, doubles)
+        mx.eval(truth)
         for name, value in computed.items():
             if check.exact:
                 error, allowed = _error(value, truth[name].astype(value.dtype)), 0.0
@@ -74,7 +86,8 @@ def first_fault(checks: Sequence[Check]) -> str | None:
     return next((fault for c in checks if (fault := examine(c).fault) is not None), None)
 
 
-def _outputs_and_gradients(op: Op, inputs: Sequence[mx.array]) -> dict[str, mx.array]:
+def outputs_and_gradients(op: Op, inputs: Sequence[mx.array]) -> dict[str, mx.array]:
+    """Return what an op makes of its inputs, and the gradient of each floating-point one."""
     floating = [i for i, v in enumerate(inputs) if v.dtype in (*_FLOATS, mx.float64)]
 
     def of_floats(*floats: mx.array) -> list[mx.array]:
@@ -90,7 +103,6 @@ def _outputs_and_gradients(op: Op, inputs: Sequence[mx.array]) -> dict[str, mx.a
     _, gradients = mx.vjp(of_floats, primals, cotangents)
     arrays = {f"output {i}": y for i, y in enumerate(outputs)}
     arrays |= {f"gradient {i}": g for i, g in zip(floating, gradients, strict=True)}
-    mx.eval(arrays)
     return arrays
 
 

@@ -1,23 +1,26 @@
-"""What this machine is, how fast it multiplies, and whether every kernel is right on it.
+"""What this machine is, how fast it multiplies, and whether every kernel is right and pays on it.
 
 The first thing to paste into a bug report.
 """
 
 import math
 import platform
-import statistics
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
+from functools import partial
 
-from .. import runtime
+from .. import chips, runtime
 from ..runtime import mx
 from . import _backend, grouped_lora, multi_lora, nf4
-from ._check import Check, Instance, examine
+from ._check import Check, Instance, Op, examine, outputs_and_gradients
 from .streams import stream_count
 
 OPS = (grouped_lora, multi_lora, nf4)
-_REPEATS = 5
+# In one evaluation: an evaluation alone takes 0.25 ms on a Mac (ml-explore/mlx#4265), more than most
+# calls.
+COPIES = 64
+_REPEATS = 3
 
 
 def matmul_gflops() -> float:
@@ -40,14 +43,17 @@ def kernel_instances() -> list[Instance]:
 
 
 def examine_kernel(instance: Instance) -> dict:
-    """Compare a kernel instance with its reference: errors on small inputs, time on real sizes.
+    """Compare a kernel instance with its reference: on small inputs and on real sizes, then times.
 
-    ``max_error`` is relative to the largest number, over outputs and gradients; the times are
-    medians of the forward pass. Without a GPU the reference itself is compared with float64, and
-    timed in float32 alone: half precision on a CPU is far slower.
+    ``max_error`` is relative to the largest number, over outputs and gradients of small inputs. The
+    times are of one call among `COPIES`, forward and with all gradients; ``choice`` is the faster
+    (with gradients for what is used in training), which `_backend.choose` takes from now on. Without
+    a GPU the reference itself is compared with float64, and timed in float32 alone: half precision
+    on a CPU is far slower.
     """
     backend = _backend.forced() or _backend.detect()
-    max_error = fault = kernel_us = reference_us = None
+    max_error = fault = None
+    times: dict[str, float | str] = {}
     try:
         checks = instance.checks(backend)
         if backend == "reference":  # no error of a plain op is forgiven but rounding
@@ -58,12 +64,15 @@ def examine_kernel(instance: Instance) -> dict:
         if all(map(math.isfinite, errors)):
             max_error = max(errors)
         workload = instance.workload(backend)
-        if backend != "reference" or workload.inputs[0].dtype == mx.float32:
-            reference_us = _microseconds(workload.reference, workload)
-        if backend != "reference" and fault is None:
-            kernel_us = _microseconds(workload.kernel, workload)
+        if backend != "reference":
+            fault = fault or examine(workload).fault
+            if fault is None:
+                times = _measure(backend, instance, workload)
+        elif workload.inputs[0].dtype == mx.float32:
+            times["reference_us"] = _microseconds(workload.reference, workload, copies=1)
     except Exception as error:  # compilers and devices raise what they like
         fault = f"{type(error).__name__}: {' '.join(str(error).split())}"
+    keys = ("kernel_us", "reference_us", "kernel_gradient_us", "reference_gradient_us", "choice")
     return {
         "op": instance.op,
         "instance": instance.name,
@@ -71,28 +80,49 @@ def examine_kernel(instance: Instance) -> dict:
         "max_error": max_error,
         "ok": fault is None,
         "fault": fault,
-        "kernel_us": kernel_us,
-        "reference_us": reference_us,
+        **dict.fromkeys(keys),
+        **times,
     }
 
 
-def _microseconds(op: Callable, workload: Check) -> float:
-    mx.eval(op(*workload.inputs))
+def _measure(backend: str, instance: Instance, workload: Check) -> dict[str, float | str]:
+    """Return the times of a correct kernel and of its reference; they decide from now on."""
+    times: dict[str, float | str] = {}
+    for side in ("kernel", "reference"):
+        op = getattr(workload, side)
+        times[f"{side}_us"] = _microseconds(op, workload)
+        gradients = partial(outputs_and_gradients, op)
+        times[f"{side}_gradient_us"] = _microseconds(
+            lambda *inputs, of=gradients: [of(inputs)], workload
+        )
+    kind = "gradient_us" if instance.trains else "us"
+    kernel, plain = times[f"kernel_{kind}"], times[f"reference_{kind}"]
+    _backend.keep_measured(backend, (instance.op, *instance.call), kernel, plain)
+    times["choice"] = backend if kernel < plain else "reference"
+    return times
+
+
+def _microseconds(op: Op, workload: Check, copies: int | None = None) -> float:
+    """Return the time of a call, one of many independent ones, each on inputs of its own."""
+    copies = copies or COPIES
+    inputs = [[v + 0 for v in workload.inputs] for _ in range(copies)]
+    mx.eval(inputs, [op(*values) for values in inputs])
     seconds = []
     for _ in range(_REPEATS):
         start = time.perf_counter()
-        mx.eval(op(*workload.inputs))
+        mx.eval([op(*values) for values in inputs])
         seconds.append(time.perf_counter() - start)
-    return 1e6 * statistics.median(seconds)
+    return 1e6 * min(seconds) / copies
 
 
 def examine_machine() -> dict:
-    """Device, versions, BLAS and memory of this machine."""
+    """Device, versions, BLAS and memory of this machine; rates of a GPU, measured and kept."""
     system = [platform.system(), platform.release(), platform.machine()]
     if mac := platform.mac_ver()[0]:
         system.append(f"macOS {mac}")
     return {
         "device": runtime.device_name(),
+        "chip": None if runtime.on_cpu() else asdict(chips.measure()),
         "system": " ".join(system),
         "versions": runtime.versions(),
         "blas": {

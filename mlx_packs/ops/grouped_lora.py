@@ -490,6 +490,7 @@ def _instance(
     return Instance(
         OP,
         f"{dtype_name(dtype)} rank {rank} {depth} to {'/'.join(map(str, widths))} rows {rows}",
+        (compiled, rows, Sizes(depth, widths)),
         lambda backend: checks(backend, *compiled),
         lambda backend: check_of(backend, dtype, workload, exact=False),
     )

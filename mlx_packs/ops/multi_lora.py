@@ -383,6 +383,11 @@ def _instance(dtype: mx.Dtype, sequences: int, rows: int) -> Instance:
     return Instance(
         OP,
         f"{dtype_name(dtype)} rank 16 2560 to 4096/1024/1024 sequences {sequences} rows {rows}",
+        (
+            Compiled(dtype, dtype, ranks, row_tile(rows)),
+            rows,
+            Sizes(sequences, 2560, widths, packs),
+        ),
         lambda backend: checks(backend, dtype, dtype, ranks, row_tile(rows)),
         lambda backend: check_of(backend, dtype, workload, exact=False),
     )

@@ -514,12 +514,18 @@ def instances() -> list[Instance]:
 
 def _instance(dtype: mx.Dtype, double_quant: bool, rows: int) -> Instance:
     kind = "nf4 double" if double_quant else "nf4"
-    few = min(rows, MATVEC_ROWS + 1)
+    shape, form = (4096, 2560), (dtype, _word_dtype(2560), 64, double_quant)
+    many = rows > MATVEC_ROWS
+    compiled = Compiled("dequantize", *form)
+    if not many:
+        compiled = Compiled("matvec", *form, _row_tile(rows))
     return Instance(
         OP,
         f"{dtype_name(dtype)} {kind} 2560 to 4096 rows {rows}",
-        lambda backend: checks(backend, dtype, _word_dtype(2560), 64, double_quant, few),
+        (compiled, shape[0] if many else rows, Sizes(shape)),
+        lambda backend: checks(backend, *form, min(rows, MATVEC_ROWS + 1)),
         lambda backend: check_of(backend, dtype, rows, 2560, 4096, 64, double_quant, exact=False),
+        trains=many,
     )
 
 

@@ -3,7 +3,7 @@
 import json
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import mlx.nn as nn
@@ -13,10 +13,12 @@ from mlx_lm.utils import load
 
 from mlx_packs import LoRAConfig, Pack, TrainConfig, load_base, train_pack
 from mlx_packs.bases.files import tiny_checkpoint
+from mlx_packs.chips import CHIPS
 from mlx_packs.cli.doctor import report_lines
 from mlx_packs.cli.main import packs
 from mlx_packs.nn.quantized import replace_modules
 from mlx_packs.ops import _backend, diagnostics
+from mlx_packs.ops.diagnostics import examine_kernel, examine_machine, kernel_instances
 from mlx_packs.ops.streams import stream_count
 from mlx_packs.runtime import mx
 from tests.helpers.emulation import emulation
@@ -126,6 +128,7 @@ def test_doctor_shows_a_failing_kernel_and_exits_with_1(monkeypatch):
     instances = [i for i in diagnostics.kernel_instances() if "float32 rank 8 4096" in i.name]
     monkeypatch.setattr(diagnostics, "kernel_instances", lambda: instances)
     monkeypatch.setattr(diagnostics, "matmul_gflops", lambda: 1.0)
+    monkeypatch.setattr(diagnostics, "COPIES", 1)
     with emulation("metal", orders=("forward",)):
         small = [replace(i, workload=lambda b, i=i: i.checks(b)[0]) for i in instances]
         monkeypatch.setattr(diagnostics, "kernel_instances", lambda: small)
@@ -138,6 +141,18 @@ def test_doctor_shows_a_failing_kernel_and_exits_with_1(monkeypatch):
         assert bad.exit_code == 1 and "  -        " in bad.stdout
         assert bad.stdout.count("ZeroDivisionError") == len(small)
         assert "a kernel is wrong on this machine" in bad.stderr
+
+
+def test_doctor_shows_the_rates_of_a_gpu():
+    report = examine_machine() | {"kernels": [examine_kernel(kernel_instances()[0])]}
+    assert report["chip"] is None
+    report["chip"] = asdict(CHIPS["Apple M5 Max"])
+    assert (
+        "614 GB/s · 22.8 TFLOP/s float32, 73.6 half · bfloat16 native · matrix units"
+        in (report_lines(report, verbose=False)[1])
+    )
+    report["chip"] = asdict(CHIPS["Apple M1"])
+    assert "bfloat16 emulated · no matrix units" in report_lines(report, verbose=False)[1]
 
 
 def test_doctor_rejects_a_report_in_a_folder_that_is_not_there(run, tmp_path):

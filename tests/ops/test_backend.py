@@ -1,12 +1,14 @@
 """Choosing a backend, and what happens on a machine where a kernel fails."""
 
 import logging
+from dataclasses import replace
 
 import pytest
 
 import mlx_packs as mp
 from mlx_packs.chips import chip
-from mlx_packs.ops import _backend, _cost, grouped_lora
+from mlx_packs.files import CACHE_VARIABLE
+from mlx_packs.ops import _backend, _cost, diagnostics, grouped_lora
 from mlx_packs.ops._check import Check, examine
 from mlx_packs.runtime import mx
 from tests.helpers.emulation import emulation, failing_maker
@@ -96,6 +98,78 @@ def test_choose_follows_the_cost_model_and_records_its_reason(monkeypatch):
         assert not _backend.record()["plain_mlx"]
         call()  # decided before, and recorded again
         assert set(_backend.record()["plain_mlx"]) == {text}
+
+
+@pytest.fixture
+def remembered(tmp_path, monkeypatch):
+    """What is measured is kept; the cost model would take a kernel for every call."""
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path))
+    monkeypatch.setattr(_backend, "chip_here", lambda: chip("Apple M3 Max"))
+    monkeypatch.setattr(grouped_lora, "plans", lambda *_: ([_cost.Launch("plain", 1e9)], []))
+
+
+def test_a_measured_loss_or_win_decides_before_the_cost_model(remembered, monkeypatch):
+    with emulation("metal") as built:
+        call()
+        assert built
+        (key,) = _backend._calls
+        _backend.keep_measured("metal", key, 9.0, 8.0)
+        _backend.forget()  # as in a new process
+        call()
+        (reason,) = _backend.record()["plain_mlx"].values()
+        assert reason == "6 rows: 8 us, kernel 9 us (measured)"
+        assert _backend.measured("metal", (*key[:2], 7, key[3])) == (9.0, 8.0)  # up to 8 rows
+        assert _backend.measured("metal", (*key[:2], 9, key[3])) is None
+        assert _backend.measured("cuda", key) is None
+        monkeypatch.setattr(grouped_lora, "plans", lambda *_: ([], [_cost.Launch("kernel", 1e9)]))
+        _backend.keep_measured("metal", key, 7.0, 8.0)
+        call()
+        assert _backend.record()["kernels"]
+        with _backend.backend("reference"):
+            assert _backend.choose(*key, None, None) == "reference"
+
+
+def test_doctor_keeps_times_of_many_copies_and_they_decide(remembered, monkeypatch):
+    instance = next(i for i in grouped_lora.instances() if i.name.endswith("rows 1"))
+    small = replace(instance, workload=lambda backend: instance.checks(backend)[0])
+    calls = {"kernel": 0, "reference": 0}
+
+    def counted(side, op):
+        def run(*inputs):
+            calls[side] += 1
+            return op(*inputs)
+
+        return run
+
+    monkeypatch.setattr(diagnostics, "_REPEATS", 1)
+    monkeypatch.setattr(diagnostics, "COPIES", 3)
+    with emulation("metal", orders=("forward",)):
+        workload = small.workload("metal")
+        sides = {side: counted(side, getattr(workload, side)) for side in calls}
+        watched = replace(small, workload=lambda _: replace(workload, **sides))
+        result = diagnostics.examine_kernel(watched)
+        assert result["ok"], result["fault"]
+        assert result["choice"] == "reference"  # the emulator is slow
+        assert min(calls.values()) >= 2 * 2 * 3  # warm and timed, forward and with gradients
+        kernel, plain = _backend.measured("metal", (instance.op, *instance.call))
+        assert (kernel, plain) == (result["kernel_us"], result["reference_us"])
+        assert result["kernel_gradient_us"] > 0 < result["reference_gradient_us"]
+        assert _backend.choose(instance.op, *instance.call, None, None) == "reference"
+
+
+def test_doctor_finds_an_error_that_small_inputs_do_not_show(remembered, monkeypatch):
+    instance = grouped_lora.instances()[0]
+    with emulation("metal", orders=("forward",)):
+        wrong = replace(instance.checks("metal")[1], kernel=lambda *v: [y + 1 for y in v[1:4]])
+        result = diagnostics.examine_kernel(replace(instance, workload=lambda _: wrong))
+        assert not result["ok"] and result["choice"] is None
+        assert _backend.measured("metal", (instance.op, *instance.call)) is None
+
+
+def test_usual_instances_ask_for_the_kernel_that_is_measured():
+    for op in diagnostics.OPS:
+        keys = [instance.call for instance in op.instances()]
+        assert len(set(keys)) == len(keys)
 
 
 def test_choose_records_why_a_launch_is_unsupported():
