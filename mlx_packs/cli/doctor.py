@@ -1,6 +1,7 @@
-"""`packs doctor`: this machine, and whether every kernel is correct on it."""
+"""`packs doctor`: this machine, and whether every kernel is correct and pays on it."""
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
@@ -9,6 +10,9 @@ from ..errors import PackError
 from . import options
 from .options import option
 from .output import exit_if_failed, print_report
+
+if TYPE_CHECKING:
+    from ..ops._check import Instance
 
 
 @click.command()
@@ -19,10 +23,16 @@ from .output import exit_if_failed, print_report
     metavar="FILE",
     help="Write the full report to FILE as JSON, to attach to an issue.",
 )
+@option(
+    "--model",
+    metavar="DIR",
+    help="Measure the kernels at the sizes of this base model instead of the usual ones.",
+)
+@option("--rank", type=int, default=16, show_default=True, help="Rank of the adapters on --model.")
 @options.backend
 @option("-v", "--verbose", is_flag=True, help="List every kernel instance, on a CPU too.")
 @options.as_json
-def doctor(file: Path | None, verbose: bool) -> None:
+def doctor(file: Path | None, model: str | None, rank: int, verbose: bool) -> None:
     """Check this machine and its kernels.
 
     The usual instances of every kernel are compared with plain MLX and timed, alone and with their
@@ -34,8 +44,9 @@ def doctor(file: Path | None, verbose: bool) -> None:
 
     if file is not None and not file.parent.is_dir():
         raise PackError(f"--report {file}: there is no folder {file.parent}.", "not-found")
-    with Display().task("kernels", len(kernel_instances()), "instances") as bar:
-        report = examine_all(bar.advance)
+    instances = kernel_instances() if model is None else instances_of(model, rank)
+    with Display().task("kernels", len(instances), "instances") as bar:
+        report = examine_all(instances, bar.advance)
     lines = report_lines(report, verbose)
     if file is not None:
         atomic_write(file, to_json(report))
@@ -43,6 +54,43 @@ def doctor(file: Path | None, verbose: bool) -> None:
     print_report(report, lines)
     if not all(kernel["ok"] for kernel in report["kernels"]):
         exit_if_failed(["a kernel is wrong on this machine. Please report it."])
+
+
+def instances_of(model: str, rank: int) -> list["Instance"]:
+    """Return the kernel instances that adapters of a rank on every block of a base ask for."""
+    from ..bases.geometry import find_groups
+    from ..bases.loading import lazy_base
+    from ..nn.quantized import NF4, dense_dtype
+    from ..ops import grouped_lora, nf4
+    from ..runtime import mx, on_cpu
+
+    if not 1 <= rank <= grouped_lora.MAX_RANK:
+        most = grouped_lora.MAX_RANK
+        raise PackError(f"--rank {rank}: must be from 1 to {most}.")
+    base = lazy_base(model)
+    modules = dict(base.model.named_modules())
+    instances: dict[str, Instance] = {}
+    for group in find_groups(base.model, base.config, (), -1)[0]:
+        if any(member.experts is not None for member in group.members):
+            continue
+        linears = [modules[member.path] for member in group.members]
+        dtype = (
+            linears[0].weight.dtype if group.members[0].bits is None else dense_dtype(linears[0])
+        )
+        dtype = mx.float32 if on_cpu() else dtype
+        widths = tuple(width for member in group.members for width in member.widths)
+        output_of = tuple(i for i, member in enumerate(group.members) for _ in member.widths)
+        sizes = (group.members[0].in_features, (rank,) * len(widths), widths, output_of)
+        found = []
+        if grouped_lora.unsupported(sizes[1]) is None:
+            found += [grouped_lora.instance_of(dtype, rows, *sizes) for rows in (1, 32)]
+        for linear in linears:
+            if isinstance(linear, NF4):
+                weight = linear.nf4_weight
+                form = (weight.shape, weight.block_size, weight.double_quant)
+                found += [nf4.instance_of(dtype, rows, *form) for rows in (1, 512)]
+        instances |= {f"{i.op} {i.name}": i for i in found}
+    return list(instances.values())
 
 
 def report_lines(report: dict, verbose: bool) -> list[str]:

@@ -6,7 +6,7 @@ The first thing to paste into a bug report.
 import math
 import platform
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 
@@ -38,7 +38,7 @@ def matmul_gflops() -> float:
 
 
 def kernel_instances() -> list[Instance]:
-    """Return every instance for `examine_kernel`."""
+    """Return the usual instances for `examine_kernel`."""
     return [instance for op in OPS for instance in op.instances()]
 
 
@@ -140,10 +140,10 @@ def examine_machine() -> dict:
     }
 
 
-def examine_all(advance: Callable[[], None] = lambda: None) -> dict:
+def examine_all(instances: Sequence[Instance], advance: Callable[[], None]) -> dict:
     """Return the machine and each kernel instance, ``kernels``; call ``advance`` after each."""
     report = examine_machine() | {"kernels": []}
-    for instance in kernel_instances():
+    for instance in instances:
         report["kernels"].append(examine_kernel(instance))
         advance()
     return report

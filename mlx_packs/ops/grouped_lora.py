@@ -473,7 +473,7 @@ def check_of(backend: str, dtype: mx.Dtype, workload: Workload, exact: bool) -> 
 def instances() -> list[Instance]:
     """Return instances of q, k, v of Qwen3-4B and of its o: one row, and 32."""
     return [
-        _instance(dtype, rank, depth, widths, rows)
+        instance_of(dtype, rows, depth, (rank,) * len(widths), widths)
         for dtype in (mx.float32, mx.bfloat16, mx.float16)
         for rank in (8, 16, 64)
         for depth, widths in ((2560, (4096, 1024, 1024)), (4096, (2560,)))
@@ -481,12 +481,19 @@ def instances() -> list[Instance]:
     ]
 
 
-def _instance(
-    dtype: mx.Dtype, rank: int, depth: int, widths: tuple[int, ...], rows: int
+def instance_of(
+    dtype: mx.Dtype,
+    rows: int,
+    depth: int,
+    ranks: tuple[int, ...],
+    widths: tuple[int, ...],
+    output_of: tuple[int, ...] | None = None,
 ) -> Instance:
-    ranks, output_of = (rank,) * len(widths), tuple(range(len(widths)))
+    """Return the instance of a group of these sizes; by default each slice is an output."""
+    output_of = output_of or tuple(range(len(widths)))
     compiled = Compiled(dtype, dtype, ranks, output_of, row_tile(rows))
     workload = Workload(rows, depth, ranks, widths, output_of, dtype)
+    rank = "/".join(map(str, sorted(set(ranks))))
     return Instance(
         OP,
         f"{dtype_name(dtype)} rank {rank} {depth} to {'/'.join(map(str, widths))} rows {rows}",

@@ -505,26 +505,31 @@ def _drawn_weight(
 def instances() -> list[Instance]:
     """Return instances of the q projection of Qwen3-4B, 2560 to 4096: one row, and 512."""
     return [
-        _instance(dtype, double_quant, rows)
+        instance_of(dtype, rows, (4096, 2560), 64, double_quant)
         for dtype in (mx.float32, mx.bfloat16, mx.float16)
         for double_quant in (False, True)
         for rows in (1, 512)
     ]
 
 
-def _instance(dtype: mx.Dtype, double_quant: bool, rows: int) -> Instance:
-    kind = "nf4 double" if double_quant else "nf4"
-    shape, form = (4096, 2560), (dtype, _word_dtype(2560), 64, double_quant)
+def instance_of(
+    dtype: mx.Dtype, rows: int, shape: tuple[int, int], block_size: int, double_quant: bool
+) -> Instance:
+    """Return the instance of a product with a weight [O, D]: by `matvec`, or dequantized."""
+    outputs, depth = shape
+    form = (dtype, _word_dtype(depth), block_size, double_quant)
     many = rows > MATVEC_ROWS
     compiled = Compiled("dequantize", *form)
     if not many:
         compiled = Compiled("matvec", *form, _row_tile(rows))
+    kind = "nf4 double" if double_quant else "nf4"
+    sizes = (rows, depth, outputs, block_size, double_quant)
     return Instance(
         OP,
-        f"{dtype_name(dtype)} {kind} 2560 to 4096 rows {rows}",
-        (compiled, shape[0] if many else rows, Sizes(shape)),
+        f"{dtype_name(dtype)} {kind} {depth} to {outputs} rows {rows}",
+        (compiled, outputs if many else rows, Sizes(shape)),
         lambda backend: checks(backend, *form, min(rows, MATVEC_ROWS + 1)),
-        lambda backend: check_of(backend, dtype, rows, 2560, 4096, 64, double_quant, exact=False),
+        lambda backend: check_of(backend, dtype, *sizes, exact=False),
         trains=many,
     )
 

@@ -21,6 +21,7 @@ from mlx_packs.ops import _backend, diagnostics
 from mlx_packs.ops.diagnostics import examine_kernel, examine_machine, kernel_instances
 from mlx_packs.ops.streams import stream_count
 from mlx_packs.runtime import mx
+from tests.helpers.checkpoints import write_checkpoint, write_quantized
 from tests.helpers.emulation import emulation
 from tests.helpers.errors import check
 from tests.helpers.packs import merged_weights
@@ -141,6 +142,24 @@ def test_doctor_shows_a_failing_kernel_and_exits_with_1(monkeypatch):
         assert bad.exit_code == 1 and "  -        " in bad.stdout
         assert bad.stdout.count("ZeroDivisionError") == len(small)
         assert "a kernel is wrong on this machine" in bad.stderr
+
+
+def test_doctor_takes_the_sizes_of_a_base(run):
+    code, out, _ = run("doctor", "--model", "tiny", "--rank", 8, "--json")
+    names = [kernel["instance"] for kernel in json.loads(out)["kernels"]]
+    assert code == 0 and names[0] == "float32 rank 8 256 to 512/128/128 rows 1", names
+    assert len(names) == len(set(names)) == 2 * 4  # q/k/v, o, gate/up, down; 1 and 32 rows
+    assert run("doctor", "--model", "tiny", "--rank", 65)[:2] == (2, "")
+    check(run.error, "invalid", "rank", "--rank 65")
+
+
+def test_doctor_measures_the_weights_of_an_nf4_base(tmp_path, run):
+    write_quantized(tmp_path / "nf4", write_checkpoint(tmp_path / "dense"), mode="nf4")
+    _, out, _ = run("doctor", "--model", tmp_path / "nf4", "--json")
+    kernels = json.loads(out)["kernels"]
+    assert all(kernel["ok"] for kernel in kernels)
+    ops = [kernel["op"] for kernel in kernels]
+    assert ops.count("grouped_lora") == 6 and ops.count("nf4") >= 6
 
 
 def test_doctor_shows_the_rates_of_a_gpu():
