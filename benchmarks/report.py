@@ -14,10 +14,15 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from . import figures, history
+from .apple_gpu import goals
 from .history import Record
 
 _CHECKOUT = Path(__file__).parent.parent
-READMES = (_CHECKOUT / "README.md", _CHECKOUT / "benchmarks" / "README.md")
+READMES = (
+    _CHECKOUT / "README.md",
+    _CHECKOUT / "benchmarks" / "README.md",
+    _CHECKOUT / "docs" / "performance.md",
+)
 _MARKED = re.compile(r"(<!-- measured: (.+?) -->\n).*?(<!-- end of measured -->)", re.DOTALL)
 
 
@@ -124,7 +129,10 @@ def with_tables(text: str, records: list[Record]) -> str:
 
     def table(results: re.Match) -> str:
         named = [r for r in records if r.task == results[2]]
-        shown = targets(named) if results[2] == "targets" else render(named)
+        if results[2] == "goals on Apple GPUs":
+            shown = goals.table(records)
+        else:
+            shown = targets(named) if results[2] == "targets" else render(named)
         return results[1] + (f"\n{shown}\n\n" if shown else "") + results[3]
 
     return _MARKED.sub(table, text)

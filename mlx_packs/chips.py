@@ -160,10 +160,11 @@ def _measured(
 
 def _copied_gb_s() -> float:
     """Return the rate of reading and writing arrays that no cache holds."""
-    count = (8 if on_cpu() else 64) << 20
-    arrays = [mx.full((count,), float(i), mx.float16) for i in range(4)]
+    count, dtype = (8 << 20, mx.float32) if on_cpu() else (64 << 20, mx.float16)
+    arrays = [mx.full((count,), float(i), dtype) for i in range(4)]
     mx.eval(arrays)
-    return 4 * len(arrays) * count / _seconds(lambda: [a + 1 for a in arrays]) / 1e9
+    moved = 2 * sum(array.nbytes for array in arrays)
+    return moved / _seconds(lambda: [a + 1 for a in arrays]) / 1e9
 
 
 def _product_tflops(dtype: mx.Dtype) -> float:

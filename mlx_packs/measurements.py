@@ -8,8 +8,8 @@ atomically; a file that cannot be read, or is of something else, is as good as n
 import hashlib
 import json
 import os
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from . import __version__, runtime
@@ -17,6 +17,7 @@ from .errors import PackError
 from .files import atomic_write, cache_folder, read_json, remove_unused, to_json
 from .runtime import mx
 
+_discarding = False
 _FORMAT = "mlx_packs measurement 1"
 _DAYS = 90  # that an unused measurement is kept
 
@@ -56,12 +57,23 @@ def recall(kind: str, of: Mapping) -> dict | None:
 def remember(kind: str, of: Mapping, result: Mapping) -> None:
     """Keep a result (JSON) for `recall`; a folder that cannot be written is left alone."""
     key = _key(kind, of)
-    if (file := _file(key)) is None:
+    if _discarding or (file := _file(key)) is None:
         return
     with suppress(PackError, OSError):
         file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         atomic_write(file, to_json({**key, "result": result}))
         remove_unused(file.parent, "*.json", _DAYS)
+
+
+@contextmanager
+def discarded() -> Iterator[None]:
+    """Keep nothing that is measured in a context, as on a machine that something slows down."""
+    global _discarding
+    before, _discarding = _discarding, True
+    try:
+        yield
+    finally:
+        _discarding = before
 
 
 def _key(kind: str, of: Mapping) -> dict:

@@ -9,6 +9,7 @@ import gc
 import io
 import tempfile
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,7 +34,7 @@ from ..data.encoding import Example
 from ..objectives.causal_lm import CausalLM, as_arrays, split_head
 from ..packs.base import Base
 from ..runtime import mx
-from ..training.step import Stepper
+from ..training.step import StartedStep, Stepper
 
 LEARNING_RATE = 1e-4
 SCALE = 2.0  # alpha / rank
@@ -205,6 +206,21 @@ class Ours:
         start = time.perf_counter()
         loss, _ = self.stepper(as_arrays(batch), batch.count, last=True, alone=True)
         return (time.perf_counter() - start) * 1e3, loss
+
+    def steps(self, batch: Batch, count: int) -> list[float]:
+        """Return the milliseconds of several steps; a GPU gets one before the last is read."""
+        started: deque[tuple[float, StartedStep]] = deque()
+        milliseconds, read = [], 0.0
+        for number in range(1, count + 1):
+            start = time.perf_counter()
+            step = self.stepper.start(as_arrays(batch), batch.count, last=True, alone=True)
+            started.append((start, step))
+            while len(started) > (self.stepper.ahead if number < count else 0):
+                start, step = started.popleft()
+                step.read()
+                since, read = max(start, read), time.perf_counter()
+                milliseconds.append(1e3 * (read - since))
+        return milliseconds
 
 
 def _with_own_class(blocks: list[nn.Module]) -> None:

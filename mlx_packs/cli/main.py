@@ -16,7 +16,12 @@ from ..errors import Interrupted, PackError, did_you_mean, flag_of
 
 # Section of `packs --help` -> command -> "module:attribute" of this package.
 COMMANDS = {
-    "Train": {"train": "train:train", "plan": "plan:plan", "doctor": "doctor:doctor"},
+    "Train": {
+        "train": "train:train",
+        "plan": "plan:plan",
+        "bench": "bench:bench",
+        "doctor": "doctor:doctor",
+    },
     "Inspect": {
         "inspect": "inspect:inspect",
         "list": "inspect:list_packs",

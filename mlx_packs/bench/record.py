@@ -1,0 +1,326 @@
+"""The record of `packs bench`: JSON that can be shared, a table, the text of a pull request.
+
+It has no path, no name of a user and none of a machine.
+"""
+
+import getpass
+import os
+import platform
+import re
+import shlex
+import socket
+import textwrap
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+import numpy as np
+
+from .. import runtime
+from ..bases.files import public_name
+from ..chips import BANDWIDTH_REACHED, MATMUL_REACHED
+from .conditions import unknown
+from .implementations import LEARNING_RATE
+from .run import BenchResult, median
+from .steps import MIN_ROUNDS, Comparison, Contest, Side
+
+FORMAT = "mlx_packs bench 1"
+CONTRIBUTED = "benchmarks/contributed"  # where a pull request adds the record
+_SHORTEST_NAME = 3  # of a user or machine that is taken out of texts
+_WIDTH = 80
+
+
+def to_record(result: BenchResult) -> dict:
+    """Return what was found as JSON; docs/performance.md describes every key."""
+    settings = result.settings
+    # half precision is emulated on CPUs
+    half = None if runtime.on_cpu() else _rounded(result.rates.matrix_tflops * MATMUL_REACHED)
+    return {
+        "format": FORMAT,
+        "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "machine": {
+            "device": runtime.device_name(),
+            "system": _system(),
+            "gpu_cores": result.before.gpu_cores,
+            "cpu_cores": os.cpu_count(),
+            "memory_gb": _rounded(runtime.total_memory() / 1e9),
+            "blas": Path(runtime.BLAS.name).name,
+            "versions": runtime.versions(),
+        },
+        "conditions": {
+            "before": asdict(result.before),
+            "after": asdict(result.after),
+            "unknown": unknown(result.before),
+            "disturbances": result.disturbances,
+        },
+        "settings": {
+            "minutes": settings.minutes,
+            "rank": settings.rank,
+            "optimizer": "adam",
+            "learning_rate": LEARNING_RATE,
+            "targets": "all tokens",
+        },
+        "seconds": _rounded(result.spent_s),
+        "rates": {
+            "copied_gb_s": _rounded(result.rates.bandwidth_gb_s * BANDWIDTH_REACHED),
+            "float32_tflops": _rounded(result.rates.vector_tflops * MATMUL_REACHED),
+            "half_tflops": half,
+        },
+        "steps": [_step(of, c) for of, comparisons in result.comparisons for c in comparisons],
+        "kernels": [_kernel(kernel) for kernel in result.kernels],
+        "calibrated": result.calibrated > 0,
+        "notes": notes(result),
+    }
+
+
+def notes(result: BenchResult) -> list[str]:
+    """Return what a reader of the figures must know."""
+    found = [f"The machine {what}: it can do more." for what in result.disturbances]
+    if result.after.thermal not in (None, "nominal", result.before.thermal):
+        found.append(f"At the end the thermal pressure was {result.after.thermal}.")
+    if missing := unknown(result.before):
+        found.append(f"Not known on this system: {', '.join(missing)}.")
+    if runtime.on_cpu():
+        found.append(
+            "This is a CPU: both sides multiply by the BLAS that mlx_packs binds, and neither is "
+            "compiled by mx.compile. Figures of a Mac's GPU are others."
+        )
+    compared = [c for _, comparisons in result.comparisons for c in comparisons]
+    if any(0 < len(c.ratios) < MIN_ROUNDS for c in compared):
+        found.append(f"Fewer than {MIN_ROUNDS} rounds: raise --minutes for figures to rely on.")
+    if any(c.recompute != "none" for c in compared):
+        found.append("Where blocks are recomputed both sides do, since memory is short.")
+    return found
+
+
+def differing(result: BenchResult) -> list[str]:
+    """Return what the two implementations disagree on."""
+    return [
+        f"{of.name} {c.shape[0]} x {c.shape[1]}: {c.fault}. Please report it."
+        for of, comparisons in result.comparisons
+        for c in comparisons
+        if c.differs
+    ]
+
+
+def wrong_kernels(result: BenchResult) -> list[str]:
+    """Return which kernels are wrong on this machine."""
+    return [
+        f"the kernel {kernel['op']} ({kernel['instance']}) is wrong. Please report it."
+        for kernel in result.kernels
+        if not kernel["ok"]
+    ]
+
+
+def table(record: dict) -> list[str]:
+    """Return a record for people, in lines of at most 80 columns."""
+    machine = record["machine"]
+    cores = f" · {machine['gpu_cores']} GPU cores" if machine["gpu_cores"] else ""
+    versions = machine["versions"]
+    lines = [
+        f"device  {machine['device']}{cores} · {machine['memory_gb']:g} GB",
+        f"system  {machine['system']} · mlx {versions['mlx']} · mlx-lm {versions['mlx-lm']}",
+        f"state   {_state(record['conditions']['before'])}",
+        f"        after {record['seconds']:,.0f} s: {_state(record['conditions']['after'])}",
+    ]
+    wrong = sum(not kernel["ok"] for kernel in record["kernels"])
+    count = len(record["kernels"])
+    lines.append(f"kernels {f'{wrong} of {count} wrong' if wrong else f'{count} instances right'}")
+    for model in dict.fromkeys(step["model"] for step in record["steps"]):
+        steps = [step for step in record["steps"] if step["model"] == model]
+        lines += ["", *_model_lines(steps)]
+    return [*lines, "", *_labelled("note", record["notes"])]
+
+
+def _model_lines(steps: Sequence[dict]) -> list[str]:
+    first = steps[0]
+    lines = [
+        f"{first['model'][:40]} · {first['weights']} · {first['dtype']} · rank {first['rank']}",
+        f"{'':10}{'mlx-lm':^12} |{'mlx_packs':^25}|{'':17} |{'s a step':>10}",
+        f"{'batch':<10}{'tok/s':>7}{'GB':>5} |{'tok/s':>8}{'GB':>5} {'path':<11}|"
+        f"{'times as fast':>17} |{'took':>6}{'plan':>5}",
+    ]
+    for step in steps:
+        shape = f"{step['batch_size']} x {step['length']}"
+        if step["fault"]:
+            lines += textwrap.wrap(
+                f"{shape:<10}{step['fault']}", _WIDTH, subsequent_indent=" " * 10
+            )
+            continue
+        theirs, ours, ratio = step["mlx_lm"], step["mlx_packs"], step["ratio"]
+        planned = ours["predicted_step_s"]
+        path = step["matmul_path"] + "*" * (step["recompute"] == "block")
+        times = f"{_short(ratio['p50'])} ({_short(ratio['p20'])}-{_short(ratio['p80'])})"
+        lines.append(
+            f"{shape:<10}{_short(theirs['tokens_per_s']):>7}{_short(theirs['peak_gb']):>5} |"
+            f"{_short(ours['tokens_per_s']):>8}{_short(ours['peak_gb']):>5} {path:<11}|"
+            f"{times:>17} |{_short(ours['step_s']['p50']):>6}"
+            f"{'-' if planned is None else _short(planned):>5}"
+        )
+    return lines
+
+
+def _labelled(label: str, texts: Sequence[str]) -> list[str]:
+    """Return texts in lines after a label."""
+    return [
+        line
+        for text in texts
+        for line in textwrap.wrap(
+            text, _WIDTH, initial_indent=f"{label:<8}", subsequent_indent=" " * 8
+        )
+    ]
+
+
+def pull_request(record: dict, file: str) -> str:
+    """Return the Markdown of a pull request that adds a record, which is in a file of this name."""
+    machine, name = record["machine"], file_name(record)
+    chip = machine["device"].split(" (")[0]
+    cores = f"{machine['gpu_cores']} GPU cores, " if machine["gpu_cores"] else ""
+    rows = [
+        f"| {s['model']} | {s['batch_size']} x {s['length']} | {s['matmul_path']} | "
+        f"{_short(s['mlx_lm']['tokens_per_s'])} | {_short(s['mlx_packs']['tokens_per_s'])} | "
+        f"{_short(s['ratio']['p50'])} ({_short(s['ratio']['p20'])} to {_short(s['ratio']['p80'])}) | "
+        f"{_short(s['mlx_lm']['peak_gb'])} | {_short(s['mlx_packs']['peak_gb'])} |"
+        for s in record["steps"]
+        if not s["fault"]
+    ]
+    lines = [
+        f"# [benchmarks] Add a record of {chip}",
+        "",
+        f"`packs bench` on {chip}, {cores}{machine['memory_gb']:g} GB, {machine['system']}, "
+        f"{record['date'][:10]}.",
+        "",
+        "| model | batch | path | mlx-lm tokens/s | mlx_packs tokens/s | times as fast | "
+        "mlx-lm GB | mlx_packs GB |",
+        "|---|---|---|--:|--:|--:|--:|--:|",
+        *rows,
+        "",
+        *(f"- {note}" for note in record["notes"]),
+        "",
+        "## How to open it",
+        "",
+        f"1. Read `{file}`: no path, no name of a user and none of a machine should be in it.",
+        "2. In your fork of the repository, on a new branch:",
+        "",
+        "   ```bash",
+        f"   cp {shlex.quote(file)} {CONTRIBUTED}/{name}",
+        "   python -m pytest -q tests/benchmarks/test_contributed.py",
+        f"   git add {CONTRIBUTED}/{name}",
+        f'   git commit -m "[benchmarks] Add a record of {chip}"',
+        "   ```",
+        "",
+        "3. Push the branch, and open a pull request with the text above this heading.",
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def file_name(record: dict) -> str:
+    """Return a name for the file of a record, such as ``apple-m3-max-2026-11-22T1940.json``."""
+    chip = re.sub(r"[^a-z0-9]+", "-", record["machine"]["device"].split(" (")[0].lower())
+    return f"{chip.strip('-')[:40]}-{record['date'][:16].replace(':', '')}.json"
+
+
+def _step(of: Contest, compared: Comparison) -> dict:
+    config, timed = of.base.config, compared.ours is not None
+    return {
+        "model": anonymous(public_name(of.name)),
+        "model_type": config.get("model_type"),
+        "weights": _weights(of),
+        "blocks": len(of.base.model.layers),
+        "dtype": of.dtype,
+        "rank": of.adapters.rank,
+        "batch_size": compared.shape[0],
+        "length": compared.shape[1],
+        "targets": compared.targets,
+        "matmul_path": compared.choice.matmul_path,
+        "matmul_ms": {path: _rounded(ms) for path, ms in compared.choice.step_ms.items()},
+        "recompute": compared.recompute,
+        "rounds": len(compared.ratios),
+        "mlx_lm": _side(compared.mlx_lm, compared.targets) if timed else None,
+        "mlx_packs": _side(compared.ours, compared.targets)
+        | {
+            "predicted_step_s": compared.predicted and _rounded(compared.predicted.seconds),
+            "predicted_by": compared.predicted and compared.predicted.source,
+            "planned_peak_gb": compared.plan and _rounded(compared.plan.peak_gb),
+        }
+        if timed
+        else None,
+        "ratio": _percentiles(compared.ratios) if timed else None,
+        "fault": anonymous(compared.fault) or None,
+    }
+
+
+def _side(side: Side, targets: int) -> dict:
+    return {
+        "step_s": _percentiles(side.step_s),
+        "steps": len(side.step_s),
+        "tokens_per_s": _rounded(targets / median(side.step_s)),
+        "peak_gb": _rounded(side.peak_bytes / 1e9),
+    }
+
+
+def _weights(of: Contest) -> str:
+    quantization = of.base.quantization
+    if not quantization:
+        return "dense"
+    return f"{quantization.get('mode', 'affine')} {quantization.get('bits', 4)} bits"
+
+
+def _kernel(kernel: dict) -> dict:
+    return kernel | {"fault": kernel["fault"] and anonymous(kernel["fault"])}
+
+
+def _state(conditions: dict) -> str:
+    """Return the state of the machine in words; what is not known is left out."""
+    parts = []
+    if conditions["power"]:
+        saving = ", Low Power Mode" if conditions["low_power_mode"] else ""
+        parts.append(f"on {conditions['power']}{saving}")
+    if conditions["thermal"]:
+        parts.append(f"heat {conditions['thermal']}")
+    if conditions["gpu_utilization"] is not None:
+        parts.append(f"GPU {conditions['gpu_utilization']} %")
+    if conditions["load"] is not None:
+        parts.append(f"load {conditions['load']:.2f} per core")
+    return " · ".join(parts) or "not known"
+
+
+def _system() -> str:
+    if mac := platform.mac_ver()[0]:
+        return f"macOS {mac} {platform.machine()}"
+    return f"{platform.system()} {platform.machine()}"
+
+
+def anonymous(text: str) -> str:
+    """Return a text without paths, and without the names of this user and this machine."""
+    text = re.sub(r"(?<![\w.])(?:~|[A-Za-z]:)?/[^\s'\":,;()]+", "(path)", text)
+    for name in _own_names():
+        text = re.sub(rf"(?i)(?<![a-z0-9]){re.escape(name)}(?![a-z0-9])", "(name)", text)
+    return text
+
+
+def _own_names() -> list[str]:
+    names = {socket.gethostname(), socket.gethostname().split(".")[0], Path.home().name}
+    try:
+        names.add(getpass.getuser())
+    except (KeyError, OSError):  # a user without an entry
+        pass
+    return sorted((n for n in names if len(n) >= _SHORTEST_NAME), key=len, reverse=True)
+
+
+def _percentiles(values: Sequence[float]) -> dict[str, float]:
+    shares = np.percentile(values, (20, 50, 80))
+    return {f"p{p}": _rounded(v) for p, v in zip((20, 50, 80), shares, strict=True)}
+
+
+def _rounded(value: float) -> float:
+    return float(f"{value:.4g}")
+
+
+def _short(value: float) -> str:
+    """Return a number with two or three digits: 0.03, 0.85, 3.14, 16.4, 1622."""
+    return (
+        f"{value:.0f}" if value >= 99.95 else f"{value:.1f}" if value >= 9.995 else f"{value:.2f}"
+    )

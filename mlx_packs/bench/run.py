@@ -1,0 +1,182 @@
+"""`packs bench`: what this machine is and does, ours against mlx-lm on it, in one record."""
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+
+from .. import chips, measurements
+from ..bases.files import TINY
+from ..display import Display
+from ..files import CACHE_VARIABLE, cache_folder
+from ..memory.step_time import remember_steps
+from ..ops.diagnostics import examine_all, kernel_instances
+from ..packs.base import load_base
+from ..runtime import on_cpu
+from .conditions import Conditions, disturbances, read_conditions
+from .steps import Comparison, Contest, Shape, compare_steps, contest
+
+SHAPES = {"gpu": ((1, 512), (4, 512), (1, 2048)), "cpu": ((1, 64), (4, 64), (1, 256))}
+_TINY_SHARE = 0.2  # of the time, beside another base
+
+
+@dataclass(frozen=True)
+class BenchSettings:
+    """What is to be timed.
+
+    Attributes:
+        model: A base beside the embedded one, if it is another.
+        shapes: Examples of a batch, tokens of each.
+        minutes: That all of it may take.
+        rank: Of the adapters, on all projections.
+    """
+
+    model: str = TINY
+    shapes: tuple[Shape, ...] = ()
+    minutes: float = 10.0
+    rank: int = 16
+    trust_remote_code: bool = False
+
+
+@dataclass(frozen=True)
+class BenchResult:
+    """What was found.
+
+    Attributes:
+        before: The state of the machine before anything ran.
+        after: The same at the end.
+        rates: What it computes and copies.
+        kernels: Of `ops.diagnostics.examine_kernel`, for each instance.
+        comparisons: By contest, one for each shape.
+        calibrated: How many steps `packs plan` predicts from now.
+        uncalibrated: Why none was kept.
+        spent_s: Seconds that it took.
+    """
+
+    settings: BenchSettings
+    before: Conditions
+    after: Conditions
+    rates: chips.Chip
+    kernels: list[dict]
+    comparisons: list[tuple[Contest, list[Comparison]]]
+    calibrated: int
+    uncalibrated: str
+    spent_s: float
+
+    @property
+    def disturbances(self) -> list[str]:
+        """What made the machine slower than it can be: before anything ran, or its power since."""
+        since = Conditions(power=self.after.power, low_power_mode=self.after.low_power_mode)
+        return list(dict.fromkeys([*disturbances(self.before), *disturbances(since)]))
+
+
+def default_shapes() -> tuple[Shape, ...]:
+    """Return the shapes that suit this device."""
+    return SHAPES["cpu" if on_cpu() else "gpu"]
+
+
+def run_bench(
+    settings: BenchSettings,
+    before: Conditions,
+    display: Display,
+    clock: Callable[[], float] = time.monotonic,
+    read: Callable[[], Conditions] = read_conditions,
+) -> BenchResult:
+    """Examine this machine and time training steps on it.
+
+    Args:
+        settings: what is to be timed.
+        before: the state of the machine now.
+        display: progress output.
+        clock: seconds.
+        read: returns the state of the machine.
+
+    Raises:
+        PackError: a base cannot be loaded, or not be trained by both.
+    """
+    start = clock()
+    end = start + 60 * settings.minutes
+    settings = replace(settings, shapes=settings.shapes or default_shapes())
+    contests = _contests(settings, display)
+    with measurements.discarded() if disturbances(before) else nullcontext():
+        with display.task("kernels", len(kernel_instances()), "instances") as bar:
+            kernels = examine_all(bar.advance)["kernels"]
+        rates = chips.measure()
+        comparisons = _compare(contests, settings.shapes, end, clock, display)
+    spent_s = clock() - start
+    after = read()
+    return _calibrated(
+        BenchResult(settings, before, after, rates, kernels, comparisons, 0, "", spent_s)
+    )
+
+
+def _compare(
+    contests: Sequence[Contest],
+    shapes: Sequence[Shape],
+    end: float,
+    clock: Callable[[], float],
+    display: Display,
+) -> list[tuple[Contest, list[Comparison]]]:
+    """Time every shape on every base; the time that is left is shared among those to come."""
+    weights = [_TINY_SHARE if of.name == TINY else 1.0 for of in contests]
+    left = sum(weights) * len(shapes)
+    compared = []
+    for of, weight in zip(contests, weights, strict=True):
+        comparisons = []
+        for shape in shapes:
+            share = max(0.0, end - clock()) * weight / left
+            left -= weight
+            label = f"{of.name} {shape[0]} x {shape[1]}"
+            with display.working("bench", f"{label}: mlx-lm and mlx_packs, {share:.0f} s"):
+                comparisons.append(compare_steps(of, shape, share, end, clock))
+            display.line("bench", f"{label}: {outcome(comparisons[-1])}")
+        compared.append((of, comparisons))
+    return compared
+
+
+def outcome(comparison: Comparison) -> str:
+    """Return the result of a shape in a few words."""
+    if comparison.fault:
+        return comparison.fault
+    count = len(comparison.ratios)
+    rounds = f"{count} round{'s' * (count > 1)}"
+    return f"{median(comparison.ratios):.2f} times as fast as mlx-lm, {rounds}"
+
+
+def median(values: Sequence[float]) -> float:
+    """Return the median."""
+    ordered, middle = sorted(values), len(values) // 2
+    return ordered[middle] if len(values) % 2 else (ordered[middle - 1] + ordered[middle]) / 2
+
+
+def _contests(settings: BenchSettings, display: Display) -> list[Contest]:
+    """Load the bases, that of the user last, and check them before anything is timed."""
+    names = list(dict.fromkeys([TINY, settings.model]))
+    contests = []
+    for name in names:
+        with display.working("base", f"loading {name}"):
+            base = load_base(name, trust_remote_code=settings.trust_remote_code)
+            contests.append(contest(name, base, settings.rank))
+    return contests
+
+
+def _calibrated(result: BenchResult) -> BenchResult:
+    """Let `packs plan` predict by what was measured, unless something disturbed it."""
+    if result.disturbances:
+        return replace(result, uncalibrated=f"the machine {' and '.join(result.disturbances)}")
+    if cache_folder("measurements") is None:
+        return replace(result, uncalibrated=f"{CACHE_VARIABLE} is off")
+    steps = [
+        (
+            of.headers,
+            of.lora,
+            of.train(c.shape, c.choice.matmul_path, c.recompute),
+            of.name,
+            median(c.ours.step_s),
+        )
+        for of, comparisons in result.comparisons
+        for c in comparisons
+        if c.ours is not None
+    ]
+    kept = remember_steps(steps)
+    return replace(result, calibrated=kept, uncalibrated="" if kept else "nothing was timed")

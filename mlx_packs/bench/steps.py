@@ -1,0 +1,241 @@
+"""Time steps of ours against mlx-lm's on one base and several shapes, within a number of seconds."""
+
+import copy
+import math
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import mlx.nn as nn
+import numpy as np
+from mlx.utils import tree_flatten
+
+from ..config.schema import LoRAConfig, TrainConfig
+from ..errors import PackError
+from ..memory.estimate import estimate, plan_run
+from ..memory.headers import Headers
+from ..memory.matmul_path import MatmulPathChoice, choose_matmul_path
+from ..memory.plan import MemoryPlan
+from ..memory.step_time import StepTime, predict
+from ..packs.base import Base
+from ..runtime import memory_limits, mx, total_memory
+from .implementations import SCALE, Adapters, MlxLm, Ours, Rows
+from .race import TOLERANCE, Entry, LossesDiffer, race
+
+MIN_ROUNDS = 3
+_TURN_S = 0.5  # of a turn, where a step is shorter
+_SEED = 0
+# What mlx-lm's step takes beside the weights, times ours, by policy of recomputation: captured graphs
+# of Qwen3 and Llama (docs/performance.md)
+_MORE_MEMORY = {"none": 2.0, "block": 4.0}
+_OUT_OF_MEMORY = re.compile("malloc|memory|resource limit", re.IGNORECASE)
+
+Shape = tuple[int, int]  # examples, tokens of each
+
+
+@dataclass(frozen=True)
+class Side:
+    """Steps of one implementation.
+
+    Attributes:
+        step_s: Seconds of every timed step.
+        peak_bytes: Of MLX's arrays that it needs on its own, the weights of the base included.
+    """
+
+    step_s: list[float]
+    peak_bytes: int
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One shape of one base.
+
+    Attributes:
+        shape: Examples of a batch, tokens of each; all are targets.
+        recompute: The policy of recomputation of both.
+        choice: The matmul path of ours, and why.
+        plan: Its planned memory; None where there is no plan.
+        predicted: What `packs plan` would have said of it before; None where it says nothing.
+        ratios: How many times as fast ours was, round by round.
+        fault: Why there is no speed; empty if there is one.
+        differs: Whether that is since the implementations disagree.
+    """
+
+    shape: Shape
+    recompute: str
+    choice: MatmulPathChoice
+    plan: MemoryPlan | None
+    predicted: StepTime | None
+    mlx_lm: Side | None = None
+    ours: Side | None = None
+    ratios: tuple[float, ...] = ()
+    fault: str = ""
+    differs: bool = False
+
+    @property
+    def targets(self) -> int:
+        """Supervised tokens of a step."""
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True)
+class Contest:
+    """A base on which both are timed.
+
+    Attributes:
+        name: What records call it.
+    """
+
+    name: str
+    base: Base
+    headers: Headers
+    adapters: Adapters
+    dtype: str
+
+    @property
+    def base_bytes(self) -> int:
+        """Bytes of the frozen weights, which both share here."""
+        return sum(array.nbytes for _, array in tree_flatten(self.base.model.parameters()))
+
+    @property
+    def lora(self) -> LoRAConfig:
+        """Their settings as those of a run."""
+        return LoRAConfig(rank=self.adapters.rank, alpha=SCALE * self.adapters.rank)
+
+    def train(self, shape: Shape, path: str, recompute: str) -> TrainConfig:
+        """Return the settings of a run whose batches have a shape."""
+        return TrainConfig(
+            batch_size=shape[0],
+            max_seq_length=shape[1] + 1,
+            matmul_path=path,
+            recompute=recompute,
+        )
+
+
+def contest(name: str, base: Base, rank: int) -> Contest:
+    """Return the contest on a base.
+
+    Raises:
+        PackError: mlx-lm does not train it, or ours does not.
+    """
+    base.check_architecture("bench", "decoder")
+    headers = Headers.of(base)
+    if headers.is_nf4:
+        raise PackError(
+            f"--model {name}: is NF4, which mlx-lm does not train. Name a dense base or one of "
+            "mlx-lm's 4 bits.",
+            "unsupported",
+        )
+    adapters = Adapters.random(base, rank, SCALE, _SEED)
+    dtype = str(base.model(mx.zeros((1, 8), mx.int32)).dtype).removeprefix("mlx.core.")  # lazy
+    return Contest(name, base, headers, adapters, dtype)
+
+
+def compare_steps(
+    of: Contest,
+    shape: Shape,
+    share_s: float,
+    end: float,
+    clock: Callable[[], float],
+    say: Callable[[str], None] = lambda _: None,
+) -> Comparison:
+    """Time both on batches of a shape, alternating, for about ``share_s`` seconds.
+
+    A round that has begun is finished; none begins that would end after ``end``, as `clock` has it,
+    but the first.
+    """
+    until = min(clock() + share_s, end)
+    comparison, path = _planned(of, shape)
+    if comparison.fault:
+        return comparison
+    try:
+        entries = _entries(of, shape, path, comparison.recompute)
+        turns = _turns(entries, until, end, clock)
+        race(of.adapters, entries, turns, TOLERANCE[of.dtype], say)
+    except LossesDiffer as error:
+        return replace(comparison, fault=f"losses differ: {error}", differs=True)
+    except (RuntimeError, MemoryError) as error:
+        if isinstance(error, RuntimeError) and not _OUT_OF_MEMORY.search(str(error)):
+            raise
+        return replace(comparison, fault="the memory of this machine was not enough")
+    finally:
+        mx.clear_cache()
+    if not entries[0].step_ms:
+        return replace(comparison, fault="no time was left after losses were compared")
+    mlx_lm, ours = (
+        Side([ms / 1e3 for ms in entry.all_ms], of.base_bytes + entry.peak_bytes)
+        for entry in entries
+    )
+    rounds = zip(entries[0].step_ms, entries[1].step_ms, strict=True)
+    ratios = tuple(float(np.median(theirs) / np.median(mine)) for theirs, mine in rounds)
+    return replace(comparison, mlx_lm=mlx_lm, ours=ours, ratios=ratios)
+
+
+def _planned(of: Contest, shape: Shape) -> tuple[Comparison, str]:
+    """Return what is known before anything runs, and the matmul path of ours."""
+    recompute = "none"
+    fault = ""
+    try:
+        recompute, fault = _fitting_policy(of, shape)
+        train = of.train(shape, "auto", recompute)
+        plans = plan_run(of.headers, of.lora, train, {(shape[1], math.prod(shape))}, force=True)
+    except PackError:  # a family without a plan
+        plans = {}
+    tokens = math.prod(shape)
+    if fault:
+        choice = MatmulPathChoice("quantized" if of.headers.is_quantized else "dense", {}, "")
+    else:
+        choice = choose_matmul_path(of.base.model, tokens, planned=frozenset(plans) or None)
+    path = choice.matmul_path
+    predicted = predict(of.headers, of.lora, of.train(shape, path, recompute))
+    plan = plans.get(path)
+    return Comparison(shape, recompute, choice, plan, predicted, fault=fault), path
+
+
+def _fitting_policy(of: Contest, shape: Shape) -> tuple[str, str]:
+    """Return the policy of recomputation with which both should fit, and why none would."""
+    memory, needed = total_memory(), 0.0
+    for policy, more in _MORE_MEMORY.items():
+        train = of.train(shape, "quantized" if of.headers.is_quantized else "dense", policy)
+        parts = estimate(of.headers, of.lora, train, {(shape[1], math.prod(shape))}).parts()
+        weights = parts.pop("base")
+        needed = weights + more * sum(parts.values())
+        if needed <= memory:
+            return policy, ""
+    return policy, f"mlx-lm would take about {needed / 1e9:.0f} GB of {memory / 1e9:.0f}"
+
+
+def _entries(of: Contest, shape: Shape, path: str, recompute: str) -> list[Entry]:
+    """Return mlx-lm's side and ours; both use the same weights of the base."""
+    rows = Rows.random(*shape, of.base.vocab_size, _SEED, offset=1)
+
+    def fresh() -> Base:
+        return replace(of.base, model=_shared(of.base.model))
+
+    peer = MlxLm(fresh, of.adapters, recompute=recompute == "block")
+    ours = Ours(fresh, of.adapters, path, recompute)
+    return [
+        Entry("mlx-lm", peer, rows, rows.for_mlx_lm()),
+        Entry("mlx_packs", ours, rows, rows.for_ours(), untimed=1, around=memory_limits),
+    ]
+
+
+def _shared(model: nn.Module) -> nn.Module:
+    """Return modules of their own with the same arrays; MLX copies no data."""
+    return copy.deepcopy(model)
+
+
+def _turns(
+    entries: Sequence[Entry], until: float, end: float, clock: Callable[[], float]
+) -> Iterator[int]:
+    """Yield the numbers of rounds that there is time for; set the steps of a turn before the first."""
+    left = until - clock()
+    for entry in entries:
+        step_s = entry.checked_ms[-1] / 1e3
+        most = left / (MIN_ROUNDS * len(entries) * step_s) - entry.untimed
+        entry.steps = max(1, math.floor(min(math.ceil(_TURN_S / step_s), most)))
+    number, last = 0, 0.0
+    while clock() + last <= (until if number else end):
+        start = clock()
+        yield number
+        number, last = number + 1, clock() - start

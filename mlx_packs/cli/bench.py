@@ -1,0 +1,131 @@
+"""`packs bench`: ours against mlx-lm on this machine."""
+
+import math
+import re
+from pathlib import Path
+
+import click
+
+from ..display import Display
+from ..errors import PackError
+from . import options
+from .options import option
+from .output import exit_if_failed, print_report
+
+
+@click.command()
+@option(
+    "--model",
+    default="tiny",
+    metavar="MODEL",
+    help="Base to time beside the bundled one: a folder or Hub id that mlx-lm trains too.",
+)
+@option(
+    "--shapes",
+    metavar="NxN,NxN",
+    help="Batches to time: examples x tokens.",
+    default_text="1x512,4x512,1x2048; on a CPU 1x64,4x64,1x256",
+)
+@option("--minutes", default=10.0, metavar="N", help="Time that all of it may take.")
+@option("--rank", default=16, help="Rank of the adapters, on all linear layers.")
+@option(
+    "--out",
+    metavar="FILE",
+    help="File to write the record to, as JSON.",
+    default_text="packs-bench-<chip>-<date>.json here",
+)
+@option(
+    "--contribute",
+    is_flag=True,
+    help="Also write the text of a pull request beside it. Nothing is sent.",
+)
+@options.trust_remote_code
+@options.as_json
+def bench(
+    model: str,
+    shapes: str | None,
+    minutes: float,
+    rank: int,
+    out: str | None,
+    contribute: bool,
+    trust_remote_code: bool,
+) -> None:
+    """Time training steps of mlx-lm and mlx-packs on this machine.
+
+    Both take the same steps on the same batches, alternating, after their losses were found equal.
+    Kernels are checked as `packs doctor` does. Afterwards `packs plan` and the choice of the matmul
+    path go by what was measured here. The exit code is 1 if losses differ or a kernel is wrong.
+    """
+    from ..bench.conditions import disturbances, read_conditions
+    from ..bench.record import (
+        differing,
+        file_name,
+        pull_request,
+        table,
+        to_record,
+        wrong_kernels,
+    )
+    from ..bench.run import BenchSettings, run_bench
+    from ..files import atomic_write, to_json
+
+    if not (math.isfinite(minutes) and minutes > 0):
+        raise PackError(f"--minutes {minutes:g}: must be a number above 0.")
+    if rank < 1:
+        raise PackError(f"--rank {rank}: must be at least 1.")
+    settings = BenchSettings(model, _shapes(shapes), minutes, rank, trust_remote_code)
+    _check_out(out)
+    before = read_conditions()
+    found = disturbances(before)
+    if contribute and found:
+        raise PackError(
+            f"--contribute: this machine {' and '.join(found)}, so its figures would mislead "
+            "others. Change that, or leave out --contribute.",
+            "conflict",
+        )
+    display = Display()
+    for what in found:
+        display.line("note", f"this machine {what}: figures are lower than it can do")
+    result = run_bench(settings, before, display)
+    record = to_record(result)
+    file = Path(out).expanduser() if out else Path(f"packs-bench-{file_name(record)}")
+    failures = differing(result) + wrong_kernels(result)
+    lines = table(record)
+    lines.append(_calibration(result.calibrated, result.uncalibrated))
+    atomic_write(file, to_json(record))
+    lines.append(f"record  {file}")
+    if contribute and not failures:
+        text = file.with_suffix(".md")
+        atomic_write(text, pull_request(record, file.name))
+        lines.append(f"        {text}: the text of a pull request; nothing was sent")
+    print_report(record, lines)
+    exit_if_failed(failures)
+
+
+def _shapes(text: str | None) -> tuple[tuple[int, int], ...]:
+    """Return the shapes that a text names."""
+    if text is None:
+        return ()
+    matched = [re.fullmatch(r"\s*(\d+)\s*[xX]\s*(\d+)\s*", part) for part in text.split(",")]
+    shapes = [(int(m[1]), int(m[2])) if m else (0, 0) for m in matched]
+    if any(rows < 1 or length < 2 for rows, length in shapes):
+        raise PackError(
+            f"--shapes {text}: must be examples x tokens of batches, as in 1x512,4x512; at least 1x2."
+        )
+    if len(set(shapes)) < len(shapes):
+        raise PackError(f"--shapes {text}: names a shape twice.")
+    return tuple(shapes)
+
+
+def _check_out(out: str | None) -> None:
+    """Check that the record can be written, before minutes are spent."""
+    file = Path(out).expanduser() if out else Path("packs-bench.json")
+    if not file.parent.is_dir():
+        raise PackError(f"--out {out}: there is no folder {file.parent}.", "not-found")
+    if out and file.exists():
+        raise PackError(f"--out {out}: already exists. Choose another file.", "exists")
+
+
+def _calibration(steps: int, reason: str) -> str:
+    if reason:
+        return f"plan    not calibrated: {reason}"
+    return f"plan    packs plan now predicts seconds a step by {steps} steps measured here"

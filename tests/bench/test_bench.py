@@ -1,0 +1,390 @@
+"""`packs bench`: a record of the embedded base, its text, what it refuses, and what goes by it."""
+
+import getpass
+import json
+import re
+import shlex
+import socket
+from functools import partial
+from itertools import count
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from mlx_packs import chips, runtime
+from mlx_packs.bench import conditions, race, record, run, steps
+from mlx_packs.bench.conditions import Conditions
+from mlx_packs.bench.run import BenchSettings
+from mlx_packs.cli.main import packs
+from mlx_packs.display import QUIET, Display
+from mlx_packs.errors import PackError
+from mlx_packs.files import CACHE_VARIABLE
+from mlx_packs.memory import matmul_path, step_time
+from mlx_packs.packs.base import load_base
+
+DOCUMENT = Path(__file__).parents[2] / "docs" / "performance.md"
+KERNEL = {
+    "op": "nf4",
+    "instance": "float32 small",
+    "backend": "reference",
+    "max_error": 1e-7,
+    "ok": True,
+    "fault": None,
+    "kernel_us": None,
+    "reference_us": 12.5,
+}
+QUIET_MACHINE = Conditions(load=0.1)
+
+
+def clock_of(seconds: float):
+    """A clock that goes forward by ``seconds`` whenever it is read."""
+    return partial(next, count(0.0, seconds))
+
+
+def fake_race(adapters, entries, turns, tolerance, say):
+    """Steps of mlx-lm take 20 ms, ours 10 ms."""
+    for entry in entries:
+        entry.checked_ms = [30.0, 10.0]
+    for _ in turns:
+        entries[0].step_ms.append([20.0] * entries[0].steps)
+        entries[1].step_ms.append([10.0] * entries[1].steps)
+
+
+def examined(*kernels: dict):
+    return lambda advance: {"kernels": [dict(kernel) for kernel in kernels]}
+
+
+def quick(patch: pytest.MonkeyPatch, cache: Path) -> None:
+    """Nothing but steps takes time: kernels are known, rates too, products are timed for 0.1 s."""
+    patch.setenv(CACHE_VARIABLE, str(cache))
+    patch.setattr(run, "kernel_instances", lambda: [0])
+    patch.setattr(run, "examine_all", examined(KERNEL))
+    patch.setattr(chips, "_seconds", lambda compute: 0.001)
+    patch.setattr(conditions, "BUSY_CPU", 1e9)
+    patch.setattr(matmul_path, "LIMIT_S", 0.3)
+    patch.setattr(steps, "_TURN_S", 0.0)
+    patch.setattr(run, "run_bench", partial(run.run_bench, clock=clock_of(1.0)))
+    chips.chip_here.cache_clear()
+
+
+@pytest.fixture(scope="module")
+def benched(tmp_path_factory):
+    """The output of `packs bench --contribute` in a folder of its own, and the folder."""
+    folder = tmp_path_factory.mktemp("bench")
+    with pytest.MonkeyPatch.context() as patch:
+        quick(patch, folder / "cache")
+        patch.chdir(folder)
+        options = "bench --shapes 1x4,2x4 --rank 2 --minutes 0.7 --contribute --out r.json"
+        result = CliRunner().invoke(packs, options.split(), catch_exceptions=False)
+    chips.chip_here.cache_clear()
+    assert result.exit_code == 0, result.output
+    return result, folder
+
+
+@pytest.fixture
+def quickly(tmp_path, monkeypatch):
+    quick(monkeypatch, tmp_path / "cache")
+    monkeypatch.chdir(tmp_path)
+    yield tmp_path
+    chips.chip_here.cache_clear()
+
+
+@pytest.fixture
+def never_runs(monkeypatch):
+    def forbidden(*_, **__):
+        raise AssertionError("it ran")
+
+    monkeypatch.setattr(run, "run_bench", forbidden)
+
+
+@pytest.fixture
+def calibrated(benched, monkeypatch):
+    """The cache that `packs bench` left."""
+    monkeypatch.setenv(CACHE_VARIABLE, str(benched[1] / "cache"))
+    chips.chip_here.cache_clear()
+    yield
+    chips.chip_here.cache_clear()
+
+
+def keys_of(value, prefix="") -> set[str]:
+    """Paths of all keys of JSON; of a list those of its elements."""
+    if isinstance(value, list):
+        return {key for element in value for key in keys_of(element, prefix)}
+    if not isinstance(value, dict):
+        return set()
+    keys = {f"{prefix}{key}" for key in value}
+    return keys.union(*(keys_of(v, f"{prefix}{key}.") for key, v in value.items()), set())
+
+
+def test_the_record_has_both_sides_of_every_shape(benched):
+    written = json.loads((benched[1] / "r.json").read_text())
+    assert written["format"] == "mlx_packs bench 1" and written["calibrated"] is True
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ", written["date"])
+    assert [(s["batch_size"], s["length"], s["targets"]) for s in written["steps"]] == [
+        (1, 4, 4),
+        (2, 4, 8),
+    ]
+    for step in written["steps"]:
+        assert step["model"] == "tiny" and step["fault"] is None and step["rounds"] >= 3
+        for side in (step["mlx_lm"], step["mlx_packs"]):
+            assert 0 < side["step_s"]["p20"] <= side["step_s"]["p50"] <= side["step_s"]["p80"]
+            assert side["tokens_per_s"] == pytest.approx(
+                step["targets"] / side["step_s"]["p50"], rel=0.01
+            )
+            assert side["peak_gb"] > 0.004 and side["steps"] >= step["rounds"]
+        assert step["ratio"]["p20"] <= step["ratio"]["p50"] <= step["ratio"]["p80"]
+        assert step["mlx_packs"]["planned_peak_gb"] > 0.004
+        assert step["mlx_packs"]["predicted_step_s"] is None  # a CPU that was not measured before
+    assert written["kernels"] == [KERNEL]
+    assert {"mlx", "mlx-lm", "mlx-packs"} <= set(written["machine"]["versions"])
+
+
+def test_every_key_of_the_record_is_documented(benched):
+    written = json.loads((benched[1] / "r.json").read_text())
+    document = DOCUMENT.read_text(encoding="utf-8")
+    described = set(re.findall(r"`([\w.-]+)`", document))
+    open_keys = {"machine.versions", "steps.matmul_ms"}
+    undocumented = {
+        key
+        for key in keys_of(written)
+        if key.rpartition(".")[0] not in open_keys and key.rpartition(".")[2] not in described
+    }
+    assert not undocumented
+
+
+def test_the_table_fits_80_columns_and_names_the_files(benched):
+    result, folder = benched
+    lines = result.stdout.splitlines()
+    assert max(map(len, lines)) <= 80, max(lines, key=len)
+    assert any(line.startswith("1 x 4 ") for line in lines)
+    assert "kernels 1 instances right" in lines
+    assert "packs plan now predicts seconds a step by 2 steps measured here" in result.stdout
+    assert {f.name for f in folder.iterdir()} == {"r.json", "r.md", "cache"}
+
+
+def test_the_pull_request_says_what_to_add_and_where(benched):
+    _, folder = benched
+    text = (folder / "r.md").read_text()
+    written = json.loads((folder / "r.json").read_text())
+    body, how = text.split("## How to open it")
+    assert body.startswith("# [benchmarks] Add a record of ") and "| tiny | 1 x 4 |" in body
+    copied = next(line for line in how.splitlines() if line.strip().startswith("cp "))
+    assert shlex.split(copied) == [
+        "cp",
+        "r.json",
+        f"benchmarks/contributed/{record.file_name(written)}",
+    ]
+    assert all(f"- {note}" in body for note in written["notes"])
+
+
+def test_no_path_and_no_name_is_in_what_is_shared(benched):
+    _, folder = benched
+    for file in ("r.json", "r.md"):
+        text = (folder / file).read_text()
+        for secret in (str(Path.home()), str(folder), socket.gethostname()):
+            assert secret not in text
+        assert not re.search(r"(?<![\w.])/(?:home|Users|tmp|work|root|usr|var)\b", text)
+
+
+def test_names_and_paths_in_texts_are_replaced(monkeypatch):
+    monkeypatch.setattr(socket, "gethostname", lambda: "annas-mac.local")
+    monkeypatch.setattr(getpass, "getuser", lambda: "anna")
+    monkeypatch.setattr(Path, "home", lambda: Path("/Users/anna.b"))
+    text = "RuntimeError: /Users/anna.b/x/kernel.metal:3: Anna's file ~/models/qwen on annas-mac"
+    assert record.anonymous(text) == "RuntimeError: (path):3: (name)'s file (path) on (name)"
+    assert record.anonymous("mlx-community/Qwen3-4B-4bit") == "mlx-community/Qwen3-4B-4bit"
+    assert record.anonymous("hannah at 3 GB/s") == "hannah at 3 GB/s"
+
+
+def test_a_kernel_fault_is_anonymous_in_the_record_and_exits_with_1(quickly, monkeypatch):
+    wrong = KERNEL | {"ok": False, "fault": f"error in {Path.home()}/kernels/nf4.metal"}
+    monkeypatch.setattr(run, "examine_all", examined(KERNEL, wrong))
+    monkeypatch.setattr(steps, "race", fake_race)
+    options = ["bench", "--shapes", "1x4", "--rank", "2", "--minutes", "0.2", "--contribute"]
+    result = CliRunner().invoke(packs, options)
+    assert result.exit_code == 1 and "the kernel nf4" in result.stderr
+    (file,) = quickly.glob("packs-bench-*.json")
+    assert json.loads(file.read_text())["kernels"][1]["fault"] == "error in (path)"
+    assert "kernels 1 of 2 wrong" in result.stdout and not list(quickly.glob("*.md"))
+
+
+def test_losses_that_differ_give_no_speed_and_exit_with_1(quickly, monkeypatch):
+    step = steps.Ours.step
+    monkeypatch.setattr(steps.Ours, "step", lambda *a: (1.0, 1.01 * step(*a)[1]))
+    options = ["bench", "--shapes", "1x4", "--rank", "2", "--minutes", "0.2", "--json"]
+    result = CliRunner().invoke(packs, options)
+    assert result.exit_code == 1 and "Please report it" in result.stderr
+    (compared,) = json.loads(result.stdout)["steps"]
+    assert compared["fault"].startswith("losses differ") and compared["mlx_packs"] is None
+    assert json.loads(result.stdout)["calibrated"] is False
+
+
+def bench_of(before: Conditions = QUIET_MACHINE, tick: float = 1.0, **settings) -> run.BenchResult:
+    settings = {"shapes": ((1, 4),), "rank": 2, "minutes": 1.0} | settings
+    quiet = Display(QUIET)
+    go = run.run_bench.func
+    return go(BenchSettings(**settings), before, quiet, clock_of(tick), lambda: QUIET_MACHINE)
+
+
+def entries_of(mlx_lm_ms: float, ours_ms: float) -> list[race.Entry]:
+    entries = [race.Entry(name, None, None, ()) for name in ("mlx-lm", "mlx_packs")]
+    entries[0].checked_ms, entries[1].checked_ms = [99e3, mlx_lm_ms], [99e3, ours_ms]
+    entries[1].untimed = 1
+    return entries
+
+
+def test_rounds_go_on_until_the_time_is_spent():
+    times = []
+
+    def clock():
+        return 10.0 * len(times)  # a round takes 10 seconds
+
+    for number in steps._turns(entries_of(4e3, 2e3), until=95.0, end=200.0, clock=clock):
+        times.append(number)
+    assert times == list(range(9))  # a tenth would end at 100
+
+
+def test_a_turn_has_several_short_steps_and_one_long_step(monkeypatch):
+    for seconds, ours, expected in (
+        (600.0, 20.0, (5, 25)),
+        (600.0, 9e3, (5, 1)),
+        (1.25, 20.0, (2, 9)),
+    ):
+        entries = entries_of(100.0, ours)
+        next(steps._turns(entries, until=seconds, end=seconds, clock=lambda: 0.0))
+        assert (entries[0].steps, entries[1].steps) == expected
+
+
+def test_a_round_is_taken_late_but_none_after_the_end():
+    late = steps._turns(entries_of(1.0, 1.0), until=10.0, end=99.0, clock=lambda: 50.0)
+    assert list(late) == [0]
+    assert list(steps._turns(entries_of(1.0, 1.0), until=10.0, end=40.0, clock=lambda: 50.0)) == []
+
+
+def test_a_short_time_is_said_and_what_has_none_is_left_out(quickly, monkeypatch):
+    monkeypatch.setattr(steps, "race", fake_race)
+    result = bench_of(shapes=((1, 4), (2, 4)), minutes=0.3, tick=2.5)
+    first, second = result.comparisons[0][1]
+    assert first.ratios == (2.0,) and second.fault.startswith("no time was left")
+    assert any("Fewer than 3 rounds" in note for note in record.notes(result))
+    lines = record.table(record.to_record(result))
+    assert any(line.startswith("2 x 4     no time was left") for line in lines)
+
+
+def test_memory_that_is_not_enough_is_a_line_of_the_record(quickly, monkeypatch):
+    def fails(*_, **__):
+        raise RuntimeError("[metal::malloc] Attempting to allocate 99 bytes")
+
+    monkeypatch.setattr(steps, "race", fails)
+    ((_, (compared,)),) = bench_of().comparisons
+    assert compared.fault == "the memory of this machine was not enough"
+
+
+def test_blocks_are_recomputed_by_both_where_memory_is_short(monkeypatch):
+    of, shape = steps.contest("tiny", load_base("tiny"), 2), (8, 256)
+
+    def need(policy: str, more: float) -> float:
+        train = of.train(shape, "quantized", policy)
+        parts = steps.estimate(of.headers, of.lora, train, {(256, 2048)}).parts()
+        return parts.pop("base") + more * sum(parts.values())
+
+    assert need("block", 4.0) < need("none", 2.0)
+    for memory, policy in ((need("none", 2.0), "none"), (need("block", 4.0), "block"), (1e6, None)):
+        monkeypatch.setattr(steps, "total_memory", lambda memory=memory: memory + 1)
+        chosen, fault = steps._fitting_policy(of, shape)
+        assert bool(fault) == (policy is None) and (fault or chosen == policy)
+    assert fault.startswith("mlx-lm would take about")
+
+
+def test_recomputed_blocks_of_mlx_lm_leave_ours_alone(shared_tiny):
+    of = steps.contest("tiny", shared_tiny, 2)
+    kind = type(shared_tiny.model.layers[0])
+    call = kind.__call__
+    entries = steps._entries(of, (1, 4), "dense", "block")
+    race.race(of.adapters, entries, range(1), race.TOLERANCE[of.dtype])
+    assert kind.__call__ is call and len(entries[0].step_ms) == 1
+    peer_block = entries[0].implementation.model.layers[0]
+    assert type(peer_block) is not kind and type(peer_block).__call__ is not call
+    assert (
+        entries[1].implementation.attached.base.model.layers[0] is not shared_tiny.model.layers[0]
+    )
+
+
+def test_a_disturbed_machine_is_noted_and_calibrates_nothing(quickly, monkeypatch):
+    monkeypatch.setattr(steps, "race", fake_race)
+    result = bench_of(before=Conditions(power="battery"))
+    assert result.uncalibrated == "the machine runs on battery" and not result.calibrated
+    assert not list((quickly / "cache").rglob("*.json"))
+    assert "The machine runs on battery: it can do more." in record.notes(result)
+
+
+def test_a_disturbed_machine_contributes_nothing(quickly, never_runs, rejected, monkeypatch):
+    monkeypatch.setattr(conditions, "read_conditions", lambda: Conditions(power="battery"))
+    error = rejected("bench", "--contribute")
+    assert (error.code, error.flag) == ("conflict", "contribute")
+    assert "runs on battery" in error.message and not list(quickly.iterdir())
+
+
+@pytest.mark.parametrize(
+    "options, flag, code",
+    [
+        (["--shapes", "1*4"], "shapes", "invalid"),
+        (["--shapes", "0x4"], "shapes", "invalid"),
+        (["--shapes", "2x1"], "shapes", "invalid"),
+        (["--shapes", ""], "shapes", "invalid"),
+        (["--shapes", "1x4,1x4"], "shapes", "invalid"),
+        (["--minutes", "0"], "minutes", "invalid"),
+        (["--minutes", "nan"], "minutes", "invalid"),
+        (["--rank", "0"], "rank", "invalid"),
+        (["--out", "no/r.json"], "out", "not-found"),
+        (["--out", "taken.json"], "out", "exists"),
+    ],
+)
+def test_wrong_options_are_one_line(quickly, never_runs, rejected, options, flag, code):
+    (quickly / "taken.json").write_text("mine")
+    error = rejected("bench", *options)
+    assert (error.code, error.flag) == (code, flag)
+    assert [f.name for f in quickly.iterdir()] == ["taken.json"]
+
+
+def test_a_base_that_mlx_lm_cannot_train_is_rejected_first(quickly, rejected, encoder):
+    error = rejected("bench", "--model", encoder)
+    assert error.code == "unsupported" and not list(quickly.glob("*.json"))
+
+
+def test_an_nf4_base_is_rejected():
+    base = load_base("tiny")
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(PackError, match="NF4"):
+        patch.setattr(steps.Headers, "is_nf4", True)
+        steps.contest("tiny", base, 2)
+
+
+def test_the_plan_predicts_by_what_was_measured(calibrated, run):
+    code, out, _ = run("plan", "--memory", "16")
+    text = " ".join(out.split())
+    assert code == 0 and "s/step" in out and "calibrated by packs bench of 20" in text
+    options = json.loads(run("plan", "--memory", "16", "--json")[1])
+    assert options[0]["step_s"] > 0 and options[0]["step_source"].endswith("(tiny)")
+    elsewhere = json.loads(run("plan", "--memory", "16", "--device", "gpu", "--json")[1])
+    assert all(option["step_s"] is None for option in elsewhere)
+
+
+def test_the_path_of_a_short_run_goes_by_what_was_measured(calibrated, shared_tiny, monkeypatch):
+    rates = matmul_path.matmul_rates((4, 64, "affine"), "float32")
+    assert set(rates) == {"quantized", "transient", "dense"}
+
+    def choice():
+        return matmul_path.choose_matmul_path(shared_tiny.model, 128, steps=1)
+
+    from mlx_packs import measurements
+
+    of = {"quantization": [4, 64, "affine"], "dtype": "float32"}
+    for best in rates:
+        faster = {path: 1e12 if path == best else 1e9 for path in rates}
+        measurements.remember("matmul-rates", of, faster)
+        assert choice().matmul_path == best and "formula" in choice().reason
+    measurements.remember("matmul-rates", of, rates)
+    monkeypatch.setattr(runtime, "device_name", lambda: "another (cpu)")
+    assert matmul_path.matmul_rates((4, 64, "affine"), "float32") == {}
+    assert step_time.measured_steps() == []

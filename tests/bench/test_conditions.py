@@ -1,0 +1,113 @@
+"""The state of a machine, from what the tools of macOS print."""
+
+import pytest
+
+from mlx_packs import runtime
+from mlx_packs.bench.conditions import Conditions, disturbances, read_conditions, unknown
+
+BATTERY = "pmset -g batt"
+THERM = "pmset -g therm"
+SETTINGS = "pmset -g"
+PRESSURE = "notifyutil -g com.apple.system.thermalpressurelevel"
+GPU = "ioreg -r -d 1 -w 0 -c IOAccelerator"
+# What a plugged in, cool and idle MacBook Pro prints
+IDLE = {
+    BATTERY: "Now drawing from 'AC Power'\n -InternalBattery-0 (id=24576099)\t100%; charged; "
+    "0:00 remaining present: true\n",
+    THERM: "Note: No thermal warning level has been recorded\nNote: No performance warning level "
+    "has been recorded\nNote: No CPU power status has been recorded\n",
+    SETTINGS: "System-wide power settings:\nCurrently in use:\n standby              1\n "
+    "powernap             1\n lowpowermode         0\n sleep                1\n",
+    PRESSURE: "com.apple.system.thermalpressurelevel 0\n",
+    GPU: "+-o AGXAcceleratorG15X  <class AGXAcceleratorG15X, id 0x100000453, registered, matched, "
+    "active, busy 0 (2 ms), retain 92>\n    {\n"
+    '      "IOReportLegend" = ({"IOReportChannels"=((1,2,"Device Utilization %"))})\n'
+    '      "PerformanceStatistics" = {"In use system memory (driver)"=0,"Alloc system memory"='
+    '3187949568,"Tiler Utilization %"=3,"recoveryCount"=0,"Renderer Utilization %"=3,'
+    '"Device Utilization %"=4,"SplitSceneCount"=0,"In use system memory"=863010816}\n'
+    '      "model" = "Apple M3 Max"\n      "gpu-core-count" = 40\n    }\n    \n',
+}
+UNPLUGGED = (
+    "Now drawing from 'Battery Power'\n -InternalBattery-0 (id=24576099)\t61%; discharging; 3:42 "
+    "remaining present: true\n"
+)
+INTEL = "2026-11-22 11:00:04 -0400 CPU Power notify\n\tCPU_Scheduler_Limit \t= 100\n"
+INTEL += "\tCPU_Available_CPUs \t= 8\n\tCPU_Speed_Limit \t= 62\n"
+
+
+def conditions(**changes) -> Conditions:
+    printed = IDLE | {globals()[name]: text for name, text in changes.items()}
+    return read_conditions(lambda command: printed[" ".join(command)], "darwin")
+
+
+def test_an_idle_mac_has_no_disturbance(monkeypatch):
+    monkeypatch.setattr(runtime, "_assumed", "gpu")
+    found = conditions()
+    assert (found.power, found.low_power_mode, found.thermal) == ("AC", False, "nominal")
+    assert (found.gpu_utilization, found.gpu_cores, found.cpu_speed_limit) == (4, 40, None)
+    assert found.load >= 0 and disturbances(found) == [] and unknown(found) == []
+
+
+@pytest.mark.parametrize(
+    "changes, said",
+    [
+        ({"BATTERY": UNPLUGGED}, "runs on battery"),
+        ({"SETTINGS": " lowpowermode         1\n"}, "is in Low Power Mode"),
+        ({"SETTINGS": " standby 1\n powermode            1\n"}, "is in Low Power Mode"),
+        (
+            {"PRESSURE": "com.apple.system.thermalpressurelevel 2\n"},
+            "is hot (thermal pressure heavy)",
+        ),
+        ({"THERM": INTEL}, "limits its speed to 62 %"),
+        (
+            {"GPU": IDLE[GPU].replace('"Device Utilization %"=4', '"Device Utilization %"=87')},
+            "has another program on its GPU (87 % in use)",
+        ),
+    ],
+    ids=["battery", "low-power", "power-mode", "hot", "slowed", "gpu"],
+)
+def test_what_slows_a_mac_down_is_said(changes, said, monkeypatch):
+    monkeypatch.setattr(runtime, "_assumed", "gpu")
+    assert disturbances(conditions(**changes)) == [said]
+
+
+def test_a_desktop_and_high_power_mode_are_no_disturbance(monkeypatch):
+    monkeypatch.setattr(runtime, "_assumed", "gpu")
+    found = conditions(BATTERY="Now drawing from 'AC Power'\n", SETTINGS=" powermode 2\n")
+    assert found.power == "AC" and found.low_power_mode is False and disturbances(found) == []
+
+
+def test_what_a_mac_does_not_say_is_unknown():
+    nothing = read_conditions(lambda command: None, "darwin")
+    assert unknown(nothing) == ["power", "low power mode", "heat", "use of the GPU"]
+    garbage = read_conditions(lambda command: "permission denied 12\n", "darwin")
+    assert unknown(garbage) == unknown(nothing)
+    # that no warning was recorded is no reading
+    assert conditions(PRESSURE="").thermal is None
+    assert conditions(PRESSURE="", THERM="Thermal Warning Level = 1\n").thermal == "heavy"
+    assert conditions(PRESSURE="com.apple.system.thermalpressurelevel 99\n").thermal is None
+
+
+def test_elsewhere_only_the_load_is_known():
+    def read(command):
+        raise AssertionError("nothing is run")
+
+    found = read_conditions(read, "linux")
+    assert found == Conditions(load=found.load) and len(unknown(found)) == 4
+
+
+def test_a_busy_processor_counts_where_it_computes(monkeypatch):
+    monkeypatch.setattr(runtime, "_assumed", "cpu")
+    assert disturbances(Conditions(load=0.9)) == ["is busy with other programs (0.9 per core)"]
+    assert disturbances(Conditions(load=0.1)) == []
+    monkeypatch.setattr(runtime, "_assumed", "gpu")
+    assert disturbances(Conditions(load=0.9)) == []
+
+
+def test_a_tool_that_is_not_there_or_hangs_prints_nothing(monkeypatch):
+    from mlx_packs.bench import conditions as module
+
+    monkeypatch.setattr(module, "_SECONDS", 0.1)
+    assert module._output(["/nowhere/tool"]) is None
+    assert module._output(["sleep", "5"]) is None
+    assert module._output(["echo", "text"]) == "text\n"
