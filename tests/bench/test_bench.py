@@ -21,6 +21,7 @@ from mlx_packs.display import QUIET, Display
 from mlx_packs.errors import PackError
 from mlx_packs.files import CACHE_VARIABLE
 from mlx_packs.memory import matmul_path, step_time
+from mlx_packs.ops import diagnostics
 from mlx_packs.packs.base import load_base
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "performance.md"
@@ -33,6 +34,9 @@ KERNEL = {
     "fault": None,
     "kernel_us": None,
     "reference_us": 12.5,
+    "kernel_gradient_us": None,
+    "reference_gradient_us": None,
+    "choice": None,
 }
 QUIET_MACHINE = Conditions(load=0.1)
 
@@ -151,6 +155,8 @@ def test_every_key_of_the_record_is_documented(benched):
         if key.rpartition(".")[0] not in open_keys and key.rpartition(".")[2] not in described
     }
     assert not undocumented
+    instance = next(i for i in diagnostics.kernel_instances() if i.op == "nf4")
+    assert set(diagnostics.examine_kernel(instance)) == set(KERNEL) <= described
 
 
 def test_the_table_fits_80_columns_and_names_the_files(benched):
