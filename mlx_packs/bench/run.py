@@ -10,7 +10,8 @@ from ..bases.files import TINY
 from ..display import Display
 from ..files import CACHE_VARIABLE, cache_folder
 from ..memory.step_time import remember_steps
-from ..ops.diagnostics import examine_all, kernel_instances
+from ..ops._check import Instance
+from ..ops.diagnostics import examine_all
 from ..packs.base import load_base
 from ..runtime import on_cpu
 from .conditions import Conditions, disturbances, read_conditions
@@ -78,6 +79,7 @@ def default_shapes() -> tuple[Shape, ...]:
 def run_bench(
     settings: BenchSettings,
     before: Conditions,
+    instances: Sequence[Instance],
     display: Display,
     clock: Callable[[], float] = time.monotonic,
     read: Callable[[], Conditions] = read_conditions,
@@ -87,6 +89,7 @@ def run_bench(
     Args:
         settings: what is to be timed.
         before: the state of the machine now.
+        instances: of kernels that are checked and timed.
         display: progress output.
         clock: seconds.
         read: returns the state of the machine.
@@ -99,8 +102,8 @@ def run_bench(
     settings = replace(settings, shapes=settings.shapes or default_shapes())
     contests = _contests(settings, display)
     with measurements.discarded() if disturbances(before) else nullcontext():
-        with display.task("kernels", len(kernel_instances()), "instances") as bar:
-            kernels = examine_all(bar.advance)["kernels"]
+        with display.task("kernels", len(instances), "instances") as bar:
+            kernels = examine_all(instances, bar.advance)["kernels"]
         rates = chips.measure()
         comparisons = _compare(contests, settings.shapes, end, clock, display)
     spent_s = clock() - start

@@ -3,6 +3,7 @@
 import math
 import re
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
@@ -11,6 +12,9 @@ from ..errors import PackError
 from . import options
 from .options import option
 from .output import exit_if_failed, print_report
+
+if TYPE_CHECKING:
+    from ..ops._check import Instance
 
 
 @click.command()
@@ -85,7 +89,7 @@ def bench(
     display = Display()
     for what in found:
         display.line("note", f"this machine {what}: figures are lower than it can do")
-    result = run_bench(settings, before, display)
+    result = run_bench(settings, before, _instances(model, rank), display)
     record = to_record(result)
     file = Path(out).expanduser() if out else Path(f"packs-bench-{file_name(record)}")
     failures = differing(result) + wrong_kernels(result)
@@ -99,6 +103,20 @@ def bench(
         lines.append(f"        {text}: the text of a pull request; nothing was sent")
     print_report(record, lines)
     exit_if_failed(failures)
+
+
+def _instances(model: str, rank: int) -> list["Instance"]:
+    """Return the usual kernel instances, and those of the base beside the bundled one."""
+    from ..bases.files import TINY
+    from ..ops.diagnostics import kernel_instances
+    from ..ops.grouped_lora import MAX_RANK
+    from .doctor import instances_of
+
+    usual = kernel_instances()
+    if model == TINY or rank > MAX_RANK:
+        return usual
+    known = {(instance.op, instance.name) for instance in usual}
+    return usual + [i for i in instances_of(model, rank) if (i.op, i.name) not in known]
 
 
 def _shapes(text: str | None) -> tuple[tuple[int, int], ...]:

@@ -8,6 +8,7 @@ import socket
 from functools import partial
 from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from click.testing import CliRunner
@@ -55,15 +56,19 @@ def fake_race(adapters, entries, turns, tolerance, say):
         entries[1].step_ms.append([10.0] * entries[1].steps)
 
 
-def examined(*kernels: dict):
-    return lambda advance: {"kernels": [dict(kernel) for kernel in kernels]}
+def examine(patch: pytest.MonkeyPatch, *kernels: dict) -> None:
+    """Let kernels be found as given."""
+    found = iter(kernels)
+    instances = [SimpleNamespace(op=k["op"], name=k["instance"]) for k in kernels]
+    patch.setattr(diagnostics, "kernel_instances", lambda: instances)
+    patch.setattr(diagnostics, "examine_kernel", lambda _: dict(next(found)))
+    patch.setattr(diagnostics, "examine_machine", dict)
 
 
 def quick(patch: pytest.MonkeyPatch, cache: Path) -> None:
     """Nothing but steps takes time: kernels are known, rates too, products are timed for 0.1 s."""
     patch.setenv(CACHE_VARIABLE, str(cache))
-    patch.setattr(run, "kernel_instances", lambda: [0])
-    patch.setattr(run, "examine_all", examined(KERNEL))
+    examine(patch, KERNEL)
     patch.setattr(chips, "_seconds", lambda compute: 0.001)
     patch.setattr(conditions, "BUSY_CPU", 1e9)
     patch.setattr(matmul_path, "LIMIT_S", 0.3)
@@ -205,7 +210,7 @@ def test_names_and_paths_in_texts_are_replaced(monkeypatch):
 
 def test_a_kernel_fault_is_anonymous_in_the_record_and_exits_with_1(quickly, monkeypatch):
     wrong = KERNEL | {"ok": False, "fault": f"error in {Path.home()}/kernels/nf4.metal"}
-    monkeypatch.setattr(run, "examine_all", examined(KERNEL, wrong))
+    examine(monkeypatch, KERNEL, wrong)
     monkeypatch.setattr(steps, "race", fake_race)
     options = ["bench", "--shapes", "1x4", "--rank", "2", "--minutes", "0.2", "--contribute"]
     result = CliRunner().invoke(packs, options)
@@ -230,7 +235,8 @@ def bench_of(before: Conditions = QUIET_MACHINE, tick: float = 1.0, **settings) 
     settings = {"shapes": ((1, 4),), "rank": 2, "minutes": 1.0} | settings
     quiet = Display(QUIET)
     go = run.run_bench.func
-    return go(BenchSettings(**settings), before, quiet, clock_of(tick), lambda: QUIET_MACHINE)
+    clock = clock_of(tick)
+    return go(BenchSettings(**settings), before, [0], quiet, clock, lambda: QUIET_MACHINE)
 
 
 def entries_of(mlx_lm_ms: float, ours_ms: float) -> list[race.Entry]:
