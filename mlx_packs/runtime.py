@@ -10,6 +10,7 @@ import os
 import platform
 import resource
 import struct
+import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -244,6 +245,14 @@ def device_name() -> str:
     info = mx.device_info()
     kind = "cpu" if on_cpu() else ("metal" if mx.metal.is_available() else "cuda")
     return f"{info.get('device_name', platform.processor() or 'unknown')} ({kind})"
+
+
+def processor_name() -> str:
+    """Return the name of the chip as the system has it, without MLX: ``Apple M3 Max``."""
+    if sys.platform != "darwin":
+        return platform.processor()
+    command = ["sysctl", "-n", "machdep.cpu.brand_string"]
+    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
 
 
 def total_memory() -> int:

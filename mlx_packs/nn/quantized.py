@@ -29,9 +29,13 @@ QUANTIZED = (*LINEARS, *EMBEDDINGS)
 
 
 def true_shape(module: nn.Module) -> tuple[int, int]:
-    """Return [out, in] of the weight of a quantized linear or embedding."""
+    """Return [out, in] of the weight of a linear or embedding, adapted ones included."""
+    while "linear" in module:
+        module = module["linear"]
     if isinstance(module, NF4):
         return module.nf4_weight.shape
+    if "scales" not in module:
+        return module.weight.shape
     return module.weight.shape[0], module.weight.shape[1] * 32 // module.bits
 
 

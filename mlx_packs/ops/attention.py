@@ -22,6 +22,7 @@ from .. import runtime
 from .exponential import exp2
 from .streams import rounds, stream_count
 from .tiling import tiling
+from .watchdog import AttentionSizes, attention_calls, watched_chip
 
 Mask = mx.array | str | None
 Arrays = Sequence[mx.array]
@@ -58,9 +59,7 @@ def attention(
     seen = _Seen(mask, segments)
     fused = segments is None and has_fused_gradient(queries.dtype, queries.shape[-1], mask)
     if fused or (not on_cpu and mx.cuda.is_available()):
-        return mx.fast.scaled_dot_product_attention(
-            queries, keys, values, scale=scale, mask=seen.full_mask()
-        )
+        return mlx_attention(queries, keys, values, scale, seen.full_mask())
     batch, heads, length, _ = queries.shape
     count = stream_count()
     even = keys.shape[1] % count == 0 and seen.same_for_all_heads
@@ -69,6 +68,40 @@ def attention(
     function = _Attention(scale, seen, blocks, width, on_cpu, parts).function()
     output = function(queries, keys, values)[0]
     return output.transpose(0, 2, 1, 3)
+
+
+def mlx_attention(
+    queries: mx.array, keys: mx.array, values: mx.array, scale: float, mask: Mask
+) -> mx.array:
+    """Return MLX's own attention, in several calls where one would keep a display waiting."""
+    chip = watched_chip()
+    rows = heads = 1
+    if chip is not None and not isinstance(mask, mx.array):
+        count, all_heads, length, width = queries.shape
+        sizes = AttentionSizes(count, all_heads, keys.shape[1], length, width)
+        rows, heads = attention_calls(sizes, chip)
+
+    def attend(*arrays: mx.array) -> mx.array:
+        return mx.fast.scaled_dot_product_attention(*arrays, scale=scale, mask=mask)
+
+    def by_heads(*arrays: mx.array) -> mx.array:
+        return _in_parts(attend, arrays, heads, axis=1)
+
+    return _in_parts(by_heads, (queries, keys, values), rows, axis=0)
+
+
+def _in_parts(function: Callable[..., mx.array], arrays: Arrays, count: int, axis: int) -> mx.array:
+    """Return what a function makes of parts of arrays along an axis, joined.
+
+    Parts of an array that has less than there are parts serve several.
+    """
+    if count == 1:
+        return function(*arrays)
+    parts = []
+    for array in arrays:
+        own = mx.split(array, min(count, array.shape[axis]), axis)
+        parts.append([part for part in own for _ in range(count // len(own))])
+    return mx.concatenate([function(*part) for part in zip(*parts, strict=True)], axis)
 
 
 def has_fused_gradient(dtype: mx.Dtype, width: int, mask: Mask) -> bool:

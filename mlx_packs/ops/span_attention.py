@@ -9,6 +9,8 @@ from collections.abc import Sequence
 
 import mlx.core as mx
 
+from .attention import mlx_attention
+
 # For each packed sequence the inputs of its segments; they cover it.
 Spans = tuple[tuple[int, ...], ...]
 
@@ -38,7 +40,7 @@ def span_attention(
     outputs = []
     for (_, count), *own in zip(runs, *parts, strict=True):
         q, k, v = (_segments(x, count) for x in own)
-        output = mx.fast.scaled_dot_product_attention(q, k, v, scale=scale, mask="causal")
+        output = mlx_attention(q, k, v, scale, "causal")
         # [count, H, length, D] to [1, count * length, H, D], as MLX's attention lays it out
         outputs.append(output.transpose(0, 2, 1, 3).flatten(0, 1)[None])
     joined = mx.concatenate(outputs, axis=1) if len(outputs) > 1 else outputs[0]

@@ -26,6 +26,7 @@ from ..packs.base import Base, load_base
 from ..packs.manifest import adapter_config_of
 from ..packs.pack import Pack, round_adapters
 from ..runtime import mx
+from .command_buffers import limit_command_buffers
 from .dataset import Dataset
 from .fit import Fit, score_phases
 from .folders import output_folders
@@ -78,7 +79,6 @@ class TrainRun:
         return self.report
 
 
-@runtime.memory_limits()
 def train_pack(  # noqa: PLR0913 (the public face)
     base: Base | str | Path = TINY,
     data: str | Path | None = None,
@@ -138,27 +138,28 @@ def train_pack(  # noqa: PLR0913 (the public face)
         )
     check_report_to(report_to, project_name)
     with output_folders(out, phases[-1].sources[0], overwrite, resume) as (pack, folder):
-        return run(
-            Run(
-                base=base,
-                lora=lora,
-                train=train,
-                columns=columns,
-                phases=phases,
-                pack=pack,
-                folder=folder,
-                display=display,
-                overwrite=overwrite,
-                resume=resume,
-                resume_adapter_file=resume_adapter_file,
-                report_to=report_to,
-                project_name=project_name,
-                trust_remote_code=trust_remote_code,
-                force=force,
-            )
+        asked = Run(
+            base=base,
+            lora=lora,
+            train=train,
+            columns=columns,
+            phases=phases,
+            pack=pack,
+            folder=folder,
+            display=display,
+            overwrite=overwrite,
+            resume=resume,
+            resume_adapter_file=resume_adapter_file,
+            report_to=report_to,
+            project_name=project_name,
+            trust_remote_code=trust_remote_code,
+            force=force,
         )
+        limit_command_buffers(asked)  # before MLX uses the GPU
+        return run(asked)
 
 
+@runtime.memory_limits()
 def run(run: Run) -> TrainRun:
     """Train as a run asks for, in folders that are its own."""
     earlier = check_resumable(run.folder) if run.resume else None

@@ -1,0 +1,83 @@
+"""How long single operations take on a Mac's GPU, and in how many calls none is too long.
+
+macOS ends the process whose GPU work keeps the display waiting (ml-explore/mlx#3267). MLX commits
+operations to the GPU in command buffers and divides none between two, so that whatever is longer
+than `LONGEST_S` is computed in several calls: attention by rows and KV heads, feed-forwards by
+tokens. `memory.command_buffers` keeps the calls in buffers of their own.
+"""
+
+import functools
+import math
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import mlx.core as mx
+
+from .. import runtime
+from ..chips import MATMUL_REACHED, Chip, known_chip
+
+LONGEST_S = 1.0  # that an operation, and a command buffer, should take
+_ATTENTION_REACHED = 0.6  # of the nominal rate of products
+_QUANTIZED_REACHED = 0.9 * MATMUL_REACHED
+_EMULATED_BF16 = 1.8  # times as long take 4-bit products on an M1 Max (ml-explore/mlx#4216)
+_BACKWARD = 2.5  # times the operations of attention's forward pass has its gradient
+
+
+class AttentionSizes(NamedTuple):
+    """The sizes of a call of causal attention."""
+
+    rows: int
+    heads: int
+    kv_heads: int
+    length: int
+    width: int
+
+
+def attention_seconds(sizes: AttentionSizes, chip: Chip) -> float:
+    """Return the seconds of the gradient of MLX's causal attention; the forward pass takes less."""
+    operations = 2 * sizes.rows * sizes.heads * sizes.length**2 * sizes.width
+    return _BACKWARD * operations / (1e12 * chip.matrix_tflops * _ATTENTION_REACHED)
+
+
+def attention_calls(sizes: AttentionSizes, chip: Chip) -> tuple[int, int]:
+    """Return in how many parts rows, and heads, are computed, so that no call is too long.
+
+    Parts have as many heads each, of whole groups or of one. A call has one head of one row at
+    least, however long that is.
+    """
+    needed = attention_seconds(sizes, chip) / LONGEST_S
+    rows = _enough((n for n in range(1, sizes.rows + 1) if sizes.rows % n == 0), needed)
+    of_heads = (
+        n
+        for n in range(1, sizes.heads + 1)
+        if sizes.heads % n == 0 and (sizes.kv_heads % n == 0 or n % sizes.kv_heads == 0)
+    )
+    return rows, _enough(of_heads, needed / rows)
+
+
+def product_seconds(tokens: int, out: int, width: int, chip: Chip, half: bool = False) -> float:
+    """Return the seconds of a product with a quantized weight; ``half`` is in float16."""
+    slower = 1.0 if half or chip.native_bf16 else _EMULATED_BF16
+    rate = 1e12 * chip.matrix_tflops * _QUANTIZED_REACHED
+    return slower * 2 * tokens * out * width / rate
+
+
+def product_calls(tokens: int, out: int, width: int, chip: Chip, half: bool = False) -> int:
+    """Return in how many calls the tokens of a product are computed, so that none is too long."""
+    return max(1, math.ceil(product_seconds(tokens, out, width, chip, half) / LONGEST_S))
+
+
+def _enough(counts: Iterable[int], needed: float) -> int:
+    """Return the first of rising numbers that is enough, or the largest."""
+    known = list(counts)
+    return next((n for n in known if n >= needed), known[-1])
+
+
+def watched_chip() -> Chip | None:
+    """Return the chip whose GPU computes, if macOS watches it and its rates are known."""
+    if runtime.on_cpu() or not mx.metal.is_available():
+        return None
+    return _chip_of_process()
+
+
+_chip_of_process = functools.cache(known_chip)

@@ -1,0 +1,38 @@
+"""Keep what a Mac's GPU computes at once short, before MLX first uses the GPU."""
+
+import os
+
+from .. import runtime
+from ..errors import PackError
+from ..memory.command_buffers import VARIABLE, chip_named, plan_buffers
+from ..memory.headers import Headers
+from ..memory.read import read_headers
+from ..packs.base import Base
+from ..runtime import mx
+from .settings import Run
+
+
+def limit_command_buffers(run: Run) -> None:
+    """Set MLX's limit of operations where command buffers would be too long, and say so.
+
+    A limit in the environment stands. MLX reads it once, so that a process that has used the GPU
+    keeps what it had.
+    """
+    if runtime.on_cpu() or not mx.metal.is_available():
+        return
+    asked = os.environ.get(VARIABLE, "")
+    limit = int(asked) if asked.isdecimal() else None
+    try:
+        base = run.base
+        headers = Headers.of(base) if isinstance(base, Base) else read_headers(base)
+        chip = chip_named(runtime.processor_name())
+        planned = plan_buffers(headers, run.train, chip, limit)
+    except PackError:  # loading reports what is wrong; a family without a formula has no plan
+        return
+    line = planned.line()
+    if planned.limit is not None:
+        os.environ[VARIABLE] = str(planned.limit)
+        if isinstance(run.base, Base) or mx.get_peak_memory():
+            line += ", which has to be in the environment when Python starts"
+    if line:
+        run.display.line("gpu", line)
