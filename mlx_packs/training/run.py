@@ -12,15 +12,17 @@ from typing import TYPE_CHECKING
 from .. import runtime
 from ..adapters.method import METHODS, Trainable
 from ..bases.files import TINY, check_files, resolve_checkpoint
+from ..config.choices import architecture_of
 from ..config.recipe import Recipe, check_method, resolve, tiny_recipe
 from ..config.schema import DataConfig, LoRAConfig, TrainConfig
 from ..display import QUIET, VERBOSE, Display, shown_count
 from ..errors import PackError
 from ..files import make_folder
 from ..gates import Gates, evaluate_gates, gate_limits
+from ..nn.gated_delta import has_gated_delta
 from ..nn.quantized import count_weights
 from ..objectives.objective import Objective
-from ..ops import _backend
+from ..ops import _backend, features
 from ..optim import unused_learning_rate
 from ..packs.base import Base, load_base
 from ..packs.manifest import adapter_config_of
@@ -167,6 +169,7 @@ def run(run: Run) -> TrainRun:
     task = make_task(run)
     splits = [phase.load_rows() for phase in run.phases]
     base = _open_base(run, task)
+    _say_what_mlx_lacks(base, run)
     target, lora = task.target(base)
     dataset = task.encode(base, splits)
     origin = {"model": base.name, "resume_adapter_file": start}
@@ -250,6 +253,15 @@ def _open_base(run: Run, task: Task) -> Base:
     if unused := unused_learning_rate(train):
         run.display.line("note", unused)
     return base
+
+
+def _say_what_mlx_lacks(base: Base, run: Run) -> None:
+    """Show which kernels of a newer MLX a run on a GPU goes without."""
+    if architecture_of(base.config["model_type"]) != "decoder":
+        return
+    recurrent = (features.GATED_DELTA,) if has_gated_delta(base.model) else ()
+    if line := features.missing((features.ATTENTION, features.CROSS_ENTROPY, *recurrent)):
+        run.display.line("mlx", line)
 
 
 def _describe(trainable: Trainable, display: Display, base_weights: int) -> None:

@@ -1,6 +1,7 @@
 """The settings of a small run on the tiny base that several test modules share."""
 
 from mlx_packs import LoRAConfig, TrainConfig
+from mlx_packs.display import QUIET, Display
 
 LORA = LoRAConfig(rank=2, num_layers=1)
 TRAIN = TrainConfig(
@@ -13,3 +14,14 @@ TRAIN = TrainConfig(
     lr_schedule="constant",
     learning_rate=1e-3,
 )
+
+
+class Lines(Display):
+    """A display that prints nothing and keeps its lines."""
+
+    def __init__(self):
+        super().__init__(QUIET)
+        self.lines = []
+
+    def line(self, label, text, level=1):
+        self.lines.append(f"{label} {text}")

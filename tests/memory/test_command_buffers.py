@@ -8,7 +8,6 @@ import pytest
 from mlx_packs import LoRAConfig, TrainConfig, runtime
 from mlx_packs.chips import chip
 from mlx_packs.config.schema import DataConfig
-from mlx_packs.display import QUIET, Display
 from mlx_packs.memory import command_buffers
 from mlx_packs.memory.command_buffers import (
     VARIABLE,
@@ -28,6 +27,7 @@ from mlx_packs.training.settings import Run
 from tests.helpers.headers import dense_headers, write_headers
 from tests.helpers.interpreter import run_python
 from tests.helpers.models import base_of
+from tests.helpers.runs import Lines
 
 M1 = chip("Apple M1")
 
@@ -119,17 +119,6 @@ def test_a_feed_forward_in_calls_is_the_same(monkeypatch):
     assert mx.allclose(attached_mlp(x), expected, atol=1e-5).item()
     attached_mlp.eval()
     assert attached_mlp._ends(x) == []
-
-
-class Lines(Display):
-    """A display that keeps its lines."""
-
-    def __init__(self):
-        super().__init__(QUIET)
-        self.lines = []
-
-    def line(self, label, text, level=1):
-        self.lines.append(f"{label} {text}")
 
 
 @pytest.fixture
