@@ -76,7 +76,7 @@ def check_supported() -> None:
     if sys.platform != "linux" or platform.machine() != "x86_64":
         raise Unsupported(
             f"needs MLX's CPU build on Linux x86-64, and this is {sys.platform} "
-            f"{platform.machine()}. A Mac measures: python -m benchmarks train_step."
+            f"{platform.machine()}. A Mac measures: packs bench."
         )
     if (installed := version("mlx")) != MLX:
         raise Unsupported(
