@@ -63,9 +63,9 @@ class Loop:
     Python; two steps are in flight at most. The peak of memory stays that of one: a step begins
     with the weights that the last one ends with, and MLX allocates for ten command buffers of 50
     dispatches before it waits for one of them (its transforms.cpp and metal/device.cpp), which is
-    part of a forward pass while the peak is at the end of one. Reports, scores, checkpoints and the
-    end wait for every step that was started, so none of them has a number or weight that was not
-    checked.
+    part of a forward pass while the peak is at the end of one; only steps shorter than that can be
+    in memory together. Reports, scores, checkpoints and the end wait for every step that was
+    started, so none of them has a number or weight that was not checked.
     """
 
     run: Run
