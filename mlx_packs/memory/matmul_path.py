@@ -239,7 +239,7 @@ def _expected_on_cpu(kind: WeightKind, facts: MatmulPathFacts) -> float:
 
 def _expected_on_gpu(kind: WeightKind, facts: MatmulPathFacts) -> float:
     (out, width), (bits, group_size, _) = kind.shape, kind.quantization
-    itemsize = dense_dtype(kind.module).size
+    itemsize = 4 if dense_dtype(kind.module) == mx.float32 else 2
     quantized = out * width * (bits + 32 / group_size) / 8  # bytes
     launches = [_cost.product("product", itemsize, kind.tokens, width, out)]
     if facts.in_place:
