@@ -126,6 +126,12 @@ def contest(name: str, base: Base, rank: int) -> Contest:
             "mlx-lm's 4 bits.",
             "unsupported",
         )
+    try:
+        _shared(base.model)
+    except TypeError as error:  # a module with a compiled function
+        raise PackError(
+            f"--model {name}: its modules cannot be copied ({error}).", "unsupported"
+        ) from None
     adapters = Adapters.random(base, rank, SCALE, _SEED)
     dtype = str(base.model(mx.zeros((1, 8), mx.int32)).dtype).removeprefix("mlx.core.")  # lazy
     return Contest(name, base, headers, adapters, dtype)

@@ -5,6 +5,7 @@ import json
 import re
 import shlex
 import socket
+from dataclasses import replace
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -24,6 +25,7 @@ from mlx_packs.files import CACHE_VARIABLE
 from mlx_packs.memory import matmul_path, step_time
 from mlx_packs.ops import diagnostics
 from mlx_packs.packs.base import load_base
+from mlx_packs.runtime import mx
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "performance.md"
 KERNEL = {
@@ -370,6 +372,29 @@ def test_an_nf4_base_is_rejected():
     with pytest.MonkeyPatch.context() as patch, pytest.raises(PackError, match="NF4"):
         patch.setattr(steps.Headers, "is_nf4", True)
         steps.contest("tiny", base, 2)
+
+
+def test_a_base_whose_modules_cannot_be_copied_is_rejected(tiny):
+    tiny.model.model.compiled = mx.compile(lambda x: x + 1)
+    with pytest.raises(PackError, match="cannot be copied") as error:
+        steps.contest("tiny", tiny, 2)
+    assert error.value.code == "unsupported"
+
+
+def test_the_record_of_a_mac_has_its_gpu_and_no_note_on_cpus(quickly, monkeypatch):
+    monkeypatch.setattr(steps, "race", fake_race)
+    state = Conditions("AC", False, "nominal", None, 3, 40, 0.3)
+    result = bench_of(before=state)
+    monkeypatch.setattr(runtime, "_assumed", "gpu")
+    monkeypatch.setattr(runtime, "device_name", lambda: "Apple M3 Max (metal)")
+    hot = replace(result, after=replace(state, thermal="heavy"))
+    written = record.to_record(hot)
+    assert written["machine"]["gpu_cores"] == 40 and written["rates"]["half_tflops"] > 0
+    assert record.file_name(written).startswith("apple-m3-max-20")
+    assert written["notes"] == ["At the end the thermal pressure was heavy."]
+    lines = record.table(written)
+    assert lines[0].startswith("device  Apple M3 Max (metal) · 40 GPU cores · ")
+    assert lines[2] == "state   on AC · heat nominal · GPU 3 % · load 0.30 per core"
 
 
 def test_the_plan_predicts_by_what_was_measured(calibrated, run):
