@@ -121,6 +121,17 @@ def batch_shapes(
         packing: whether sequences hold several examples.
         max_length: most tokens of a sequence.
     """
+    steps = batch_steps(lengths, supervised, batch_size, packing, max_length)
+    return [step[:3] for step in steps]
+
+
+def batch_steps(
+    lengths: Sequence[int], supervised: float, batch_size: int, packing: bool, max_length: int
+) -> list[tuple[int, int, int, int]]:
+    """Return `batch_shapes`, and with each a number: steps of a shape are compiled once a number.
+
+    Packed batches whose examples stand elsewhere have different ones.
+    """
     items = [_example(tokens, supervised) for tokens in lengths]
     examples = Examples(items, "text", "all tokens")
     sampler = Sampler(
@@ -133,8 +144,14 @@ def batch_shapes(
     allowed = few_shapes(examples, sampler) if not packing else None
     if sampler.aligned:
         allowed = most_targets(examples, sampler)
-    batches = (lay_out(examples, sampler, order, allowed) for order in sampler.epoch(0))
-    return [(*batch.tokens.shape, len(batch.positions)) for batch in batches]
+    numbers: dict[Spans | None, int] = {}
+    steps = []
+    for order in sampler.epoch(0):
+        batch = lay_out(examples, sampler, order, allowed)
+        spans = batch.segments if isinstance(batch.segments, tuple) else None
+        number = numbers.setdefault(spans, len(numbers))
+        steps.append((*batch.tokens.shape, len(batch.positions), number))
+    return steps
 
 
 def main(arguments: list[str] | None = None) -> int:

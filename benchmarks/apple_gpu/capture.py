@@ -48,7 +48,7 @@ class StepJob:
 
 @dataclass(frozen=True)
 class EpochJob:
-    """The batches of one epoch over examples of some lengths (`benchmarks.graph.batch_shapes`)."""
+    """The batches of one epoch over examples of some lengths (`benchmarks.graph.batch_steps`)."""
 
     lengths: list[int]
     supervised: float
@@ -71,7 +71,7 @@ class Failed(Exception):
 
 
 def capture(implementation: str, jobs: list[StepJob | EpochJob]) -> list[Captured | list[tuple]]:
-    """Return the graph of each step and the (sequences, inputs, targets) of each epoch.
+    """Return the graph of each step and the batches (`benchmarks.graph.batch_steps`) of each epoch.
 
     Raises: Failed; Unsupported is one.
     """
@@ -97,7 +97,7 @@ def capture(implementation: str, jobs: list[StepJob | EpochJob]) -> list[Capture
 
 def _result(result: dict | list) -> Captured | list[tuple]:
     if isinstance(result, list):
-        return [tuple(shape) for shape in result]
+        return [tuple(batch) for batch in result]
     return Captured([Node(*node) for node in result["nodes"]], result["outputs"], result["targets"])
 
 
@@ -133,8 +133,8 @@ class _Ours:
         model, config = _model(job.config), job.config | quantized
         return self.graph.lazy_step(model, config, targets=job.targets, **size, **options)
 
-    def shapes(self, job: EpochJob) -> list[tuple[int, int, int]]:
-        return self.graph.batch_shapes(**asdict(job))
+    def batches(self, job: EpochJob) -> list[tuple[int, int, int, int]]:
+        return self.graph.batch_steps(**asdict(job))
 
 
 class _MlxLM:
@@ -148,8 +148,9 @@ class _MlxLM:
         size = {"batch": job.batch, "length": job.length, "rank": job.rank}
         return self.module.lazy_step(_model(job.config), recompute=job.recompute, **size)
 
-    def shapes(self, job: EpochJob) -> list[tuple[int, int, int]]:
-        return self.module.batch_shapes(job.lengths, job.batch_size, job.max_length)
+    def batches(self, job: EpochJob) -> list[tuple[int, int, int, int]]:
+        shapes = self.module.batch_shapes(job.lengths, job.batch_size, job.max_length)
+        return [(*shape, 0) for shape in shapes]
 
 
 _IMPLEMENTATIONS = {OURS: _Ours, MLX_LM: _MlxLM}
@@ -161,7 +162,7 @@ def _results(request: dict) -> list:
     results = []
     for fields in request["jobs"]:
         if fields.pop("kind") == "epoch":
-            results.append(implementation.shapes(EpochJob(**fields)))
+            results.append(implementation.batches(EpochJob(**fields)))
             continue
         job = StepJob(**fields)
         job = replace(job, targets=implementation.targets(job))

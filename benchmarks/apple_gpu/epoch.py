@@ -34,16 +34,17 @@ class Examples:
 
 @dataclass(frozen=True)
 class Epoch:
-    """What an epoch of one implementation costs, with the compilation of every shape.
+    """What an epoch of one implementation costs, with the compilation of every step.
 
     Args:
+        steps: how many different ones are compiled.
         fill: share of the inputs of its batches that belong to examples.
         seconds: by chip.
     """
 
     name: str
     batches: int
-    shapes: int
+    steps: int
     fill: float
     targets: int
     seconds: dict[str, float]
@@ -61,36 +62,40 @@ def epochs(
     Raises: capture.Failed, costs.Unpriced.
     """
     lengths, targets = examples.lengths(), examples.targets()
-    shapes = _shapes(asked, lengths, examples)
-    sized = [
-        (implementation, replace(job, batch=batch, length=length, targets=slots))
-        for (implementation, job), own in zip(asked, shapes, strict=True)
-        for batch, length, slots in own
-    ]
-    steps = iter(lay_out(sized, chips))
+    batches = _batches(asked, lengths, examples)
+    sized = {
+        (implementation, replace(job, batch=batch, length=length, targets=slots)): None
+        for (implementation, job), own in zip(asked, batches, strict=True)
+        for batch, length, slots, _ in own
+    }
+    priced = dict(zip(sized, lay_out(list(sized), chips), strict=True))
     results = []
-    for own in shapes:
-        priced = [(next(steps), count) for count in own.values()]
+    for (implementation, job), own in zip(asked, batches, strict=True):
+        counted = [
+            (priced[implementation, replace(job, batch=n, length=t, targets=m)], count)
+            for (n, t, m, _), count in own.items()
+        ]
         seconds = {
-            chip: sum(step.trace_s + count * step.whole.seconds[chip] for step, count in priced)
+            chip: sum(step.trace_s + count * step.whole.seconds[chip] for step, count in counted)
             for chip in chips
         }
-        fill = sum(n - 1 for n in lengths) / sum(n * t * count for (n, t, _), count in own.items())
-        name = priced[0][0].name
+        inputs = sum(n * t * count for (n, t, *_), count in own.items())
+        fill = sum(n - 1 for n in lengths) / inputs
+        name = counted[0][0].name
         results.append(Epoch(name, sum(own.values()), len(own), fill, targets, seconds))
     return results
 
 
-def _shapes(
+def _batches(
     asked: Sequence[tuple[str, StepJob]], lengths: list[int], examples: Examples
-) -> list[Counter[tuple[int, int, int]]]:
-    """Return how many batches each has of each shape: sequences, inputs, targets."""
-    shapes: dict[tuple[str, int, bool], Counter] = {}
+) -> list[Counter[tuple[int, int, int, int]]]:
+    """Return how many batches each has by compiled step (`benchmarks.graph.batch_steps`)."""
+    batches: dict[tuple[str, int, bool], Counter] = {}
     for implementation, job in asked:
         key = implementation, job.batch, job.packed
-        if key not in shapes:
+        if key not in batches:
             epoch = EpochJob(
                 lengths, examples.supervised, job.batch, job.packed, examples.max_length
             )
-            shapes[key] = Counter(capture(implementation, [epoch])[0])
-    return [shapes[implementation, job.batch, job.packed] for implementation, job in asked]
+            batches[key] = Counter(map(tuple, capture(implementation, [epoch])[0]))
+    return [batches[implementation, job.batch, job.packed] for implementation, job in asked]

@@ -80,13 +80,13 @@ def step_records(
 
 def epoch_table(epochs: Sequence[Epoch], chips: Sequence[str]) -> str:
     """Return a table of epochs, of which mlx-lm's is the first."""
-    rows = [["", "batches", "shapes", "fill", *(f"{chip} us" for chip in chips), "ratio"]]
+    rows = [["", "batches", "steps", "fill", *(f"{chip} us" for chip in chips), "ratio"]]
     for epoch in epochs:
         rows.append(
             [
                 _short(epoch.name),
                 f"{epoch.batches:,}",
-                f"{epoch.shapes}",
+                f"{epoch.steps}",
                 f"{epoch.fill:.2f}",
                 *(f"{epoch.target_us(chip):,.0f}" for chip in chips),
                 f"{ratio(epoch.seconds, epochs[0].seconds, chips):.3f}",
@@ -97,7 +97,7 @@ def epoch_table(epochs: Sequence[Epoch], chips: Sequence[str]) -> str:
 
 EPOCH_LEGEND = """\
 One epoch; lengths of examples are lognormal, mean 300 tokens, sigma 0.7. fill: share of the inputs
-that are no padding. us: microseconds a supervised token, with the compilation of every shape.
+that are no padding. us: microseconds a supervised token, with the compilation of every step.
 ratio: time over mlx-lm's, on the chip where that is most."""
 
 
@@ -109,7 +109,7 @@ def epoch_records(
     for epoch in epochs:
         values = {
             ("batches", ""): epoch.batches,
-            ("shapes", ""): epoch.shapes,
+            ("compiled steps", ""): epoch.steps,
             ("fill", ""): epoch.fill,
             **{(chip, "us a target"): epoch.target_us(chip) for chip in chips},
             (f"time over {MLX_LM}", ""): ratio(epoch.seconds, epochs[0].seconds, chips),

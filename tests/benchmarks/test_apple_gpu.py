@@ -193,18 +193,18 @@ def test_kernels_of_ours_are_priced_as_declared():
     assert (op.bytes, op.operations, op.rate) == (4096, 1e9, "kernel product")
 
 
-def test_an_epoch_sums_steps_and_compiles_each_shape_once(steps, monkeypatch):
+def test_an_epoch_sums_batches_and_compiles_each_step_once(steps, monkeypatch):
     step = steps[OURS, "quantized", "none"]
-    shapes = [(4, 64, 256), (4, 64, 256), (4, 32, 128)]
-    monkeypatch.setattr(epoch_module, "capture", lambda *_: [shapes])
+    batches = [(4, 64, 256, 0), (4, 64, 256, 0), (4, 64, 256, 1), (4, 32, 128, 0)]
+    monkeypatch.setattr(epoch_module, "capture", lambda *_: [batches])
     monkeypatch.setattr(epoch_module, "lay_out", lambda asked, _: [step] * len(asked))
     examples = epoch_module.Examples(40, 0.5, 0.5, 12, 64)
     (result,) = epoch_module.epochs([(OURS, StepJob(QWEN3_4B, 4, 0))], examples, ["M2 Pro"])
     whole = step.whole.seconds["M2 Pro"]
-    compiled = 2 * TRACE_S * step.whole.primitives
-    assert result.seconds["M2 Pro"] == pytest.approx(3 * whole + compiled)
-    assert (result.batches, result.shapes, result.targets) == (3, 2, examples.targets())
-    assert result.fill == sum(n - 1 for n in examples.lengths()) / (2 * 4 * 64 + 4 * 32)
+    compiled = 3 * TRACE_S * step.whole.primitives
+    assert result.seconds["M2 Pro"] == pytest.approx(4 * whole + compiled)
+    assert (result.batches, result.steps, result.targets) == (4, 3, examples.targets())
+    assert result.fill == sum(n - 1 for n in examples.lengths()) / (3 * 4 * 64 + 4 * 32)
 
 
 def test_the_command_prints_and_records_steps(steps, monkeypatch, tmp_path, capsys):

@@ -4,7 +4,8 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from benchmarks.graph import batch_shapes, lazy_step
+from benchmarks.graph import batch_shapes, batch_steps, lazy_step
+from mlx_packs import runtime
 from mlx_packs.data.sampler import Sampler
 from tests.helpers.models import model_of
 
@@ -57,3 +58,12 @@ def test_batch_shapes_of_packed_rows_are_full_sequences():
     shapes = batch_shapes([33] * 16, 1.0, 2, True, 65)
     assert [(rows, length) for rows, length, _ in shapes] == [(2, 64)] * 4
     assert all(targets == 128 for *_, targets in shapes)
+
+
+def test_packed_batches_on_a_gpu_are_counted_by_the_places_of_examples(monkeypatch):
+    monkeypatch.setattr(runtime, "COMPILES", True)
+    lengths = np.random.default_rng(0).integers(2, 64, 400).tolist()
+    steps = batch_steps(lengths, 1.0, 2, True, 64)
+    numbers = {number for *_, number in steps}
+    assert 1 < len(numbers) < len(steps) and numbers == set(range(len(numbers)))
+    assert batch_shapes(lengths, 1.0, 2, True, 64) == [step[:3] for step in steps]
