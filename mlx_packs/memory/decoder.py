@@ -40,7 +40,13 @@ from .plan import (
 )
 
 FAMILIES = ("qwen3", "qwen2", "llama", "mistral")
-HYBRID_FAMILIES = ("qwen3_5", "qwen3_5_text", "qwen3_next")  # memory/hybrid.py
+HYBRID_FAMILIES = (
+    "qwen3_5",
+    "qwen3_5_text",
+    "qwen3_5_moe",
+    "qwen3_5_moe_text",
+    "qwen3_next",
+)  # memory/hybrid.py
 _WHOLE_LOGITS = 15  # arrays of the size of all logits, where the head is trainable
 _UPDATED_AT_ONCE = 3  # arrays of the size of the largest trainable weight
 ASSUMED = "Every token is taken as a target."
@@ -103,6 +109,11 @@ class Sizes:
     def projections(self) -> dict[str, tuple[int, int]]:
         """Those of ``modules`` that are in blocks."""
         return {path: shape for path, shape in self.modules.items() if "layers" in path}
+
+    @property
+    def weights(self) -> int:
+        """Number of weights of linear layers and embeddings."""
+        return sum(map(math.prod, self.modules.values()))
 
 
 def sizes_of(config: Mapping, tensors: Tensors) -> Sizes:
@@ -342,7 +353,7 @@ def plan_step(
     return adapters.plan(
         train,
         base=base_bytes(sizes, headers, train, itemsize),
-        base_weights=sum(map(math.prod, sizes.modules.values())),
+        base_weights=sizes.weights,
         moments=step.moments(itemsize),
         matmul_path=_path_of(train) if quantized else "dense",
     )

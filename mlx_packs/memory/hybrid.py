@@ -1,4 +1,4 @@
-"""Estimate the peak memory of training a dense Qwen3.5 or Qwen3-Next.
+"""Estimate the peak memory of training a Qwen3.5 or Qwen3-Next, dense or a mixture of experts.
 
 Most of their blocks have the gated delta rule (`ops.gated_delta`) in place of attention. What a block
 keeps was read off measured peaks of small models on a CPU, one size changed at a time; it is all
@@ -33,6 +33,7 @@ __all__ = ["ASSUMED", "resized", "run_settings", "smallest_shape", "why_not_quan
 
 FAMILIES = HYBRID_FAMILIES
 _LEFT_OUT = re.compile(r"(^|\.)(visual|vision_tower|mtp)\.")  # parts that mlx-lm does not load
+_OF_EXPERTS = {"gate_proj", "up_proj", "down_proj"}
 _HEAD_PREFIX = "language_model."
 _PREFIX = re.compile(r"^(model\.language_model\.|language_model\.model\.|model\.)")
 
@@ -47,6 +48,13 @@ def describe(config: Mapping) -> Tensors:
     shapes["model.norm.weight"] = [hidden]
     for i, recurrent in enumerate(sizes.recurrent):
         block = f"model.layers.{i}"
+        if experts := sizes.experts:
+            inner = [experts, sizes.expert_ffn, hidden]
+            for name in ("gate_proj", "up_proj"):
+                shapes[f"{block}.mlp.switch_mlp.{name}.weight"] = inner
+            shapes[f"{block}.mlp.switch_mlp.down_proj.weight"] = [experts, *inner[:0:-1]]
+            shapes[f"{block}.mlp.gate.weight"] = [experts, hidden]
+            shapes[f"{block}.mlp.shared_expert_gate.weight"] = [1, hidden]
         for name in ("input_layernorm", "post_attention_layernorm"):
             shapes[f"{block}.{name}.weight"] = [hidden]
         if not recurrent:
@@ -68,11 +76,13 @@ def estimate(
     """Return the peak memory of training with these settings, by part.
 
     Raises:
-        PackError: A mixture of experts, or an objective that the formula does not know.
+        PackError: Adapters on experts, or an objective that the formula does not know.
     """
     check_objective(train)
     headers = _language_model(headers)
     sizes = _sizes(headers.config, headers.tensors)
+    if sizes.experts and (train.trains_base or set(lora.target_modules) & _OF_EXPERTS):
+        raise PackError("no plan for training the experts of a mixture.", "unsupported")
     if not (lora.target_modules or train.trains_base):  # as `targets.without_narrow`
         wide = {p: s for p, s in sizes.modules.items() if min(s) >= lora.rank}
         sizes = replace(sizes, modules=wide)
@@ -102,7 +112,10 @@ class HybridSizes(Sizes):
     """Widths of a hybrid base.
 
     Attributes:
+        ffn: Width of the feed-forward, or of the shared expert of a mixture.
         recurrent: By block, whether it has the gated delta rule rather than attention.
+        experts: Of a mixture, beside the shared one.
+        routed: Experts of a token.
     """
 
     recurrent: tuple[bool, ...]
@@ -110,6 +123,22 @@ class HybridSizes(Sizes):
     value_heads: int
     key_width: int
     value_width: int
+    experts: int = 0
+    routed: int = 0
+    expert_ffn: int = 0
+
+    @property
+    def weights(self) -> int:
+        """Number of weights of linear layers, embeddings and experts."""
+        of_experts = self.experts * self.hidden * (3 * self.expert_ffn + 1)
+        return super().weights + self.blocks * of_experts
+
+    @property
+    def feed_forward(self) -> float:
+        """Numbers per token that a feed-forward keeps for its backward pass."""
+        if not self.experts:
+            return 5 * self.ffn
+        return self.routed * (3.5 * self.expert_ffn + 1.7 * self.hidden) + 4.2 * self.ffn
 
     @property
     def values(self) -> int:
@@ -119,10 +148,6 @@ class HybridSizes(Sizes):
 
 def _sizes(config: Mapping, tensors: Tensors) -> HybridSizes:
     """Return the sizes of a base, or raise a PackError where the formula does not know it."""
-    if config.get("num_experts"):
-        raise PackError(
-            f"no plan for a mixture of experts ({config['model_type']}).", "unsupported"
-        )
     try:
         names = "key_heads value_heads key_head_dim value_head_dim"
         heads = [config[f"linear_{'num_' if 'dim' not in n else ''}{n}"] for n in names.split()]
@@ -130,8 +155,10 @@ def _sizes(config: Mapping, tensors: Tensors) -> HybridSizes:
         every = config["full_attention_interval"]
     except KeyError as error:
         raise PackError(f"no plan: config.json lacks {error}.", "unsupported") from None
-    known = Heads.of(dict(config))
+    known, mixture = Heads.of(dict(config)), _mixture(config)
     hidden, ffn = known.hidden, known.ffn
+    if mixture:
+        ffn = config["shared_expert_intermediate_size"]
     queries, keys = known.heads * known.head_dim, known.kv_heads * known.head_dim
     mixed, values, of_heads = 2 * heads[0] * heads[2], heads[1] * heads[3], heads[1]
     recurrent = tuple((i + 1) % every != 0 for i in range(blocks))
@@ -150,12 +177,21 @@ def _sizes(config: Mapping, tensors: Tensors) -> HybridSizes:
         kind, parts = ("linear_attn", rule) if is_recurrent else ("self_attn", attention)
         block = f"model.layers.{i}"
         modules |= {f"{block}.{kind}.{name}": shape for name, shape in parts.items()}
-        modules |= {f"{block}.mlp.{name}": shape for name, shape in mlp.items()}
+        shared = "mlp.shared_expert" if mixture else "mlp"
+        modules |= {f"{block}.{shared}.{name}": shape for name, shape in mlp.items()}
     if "lm_head.weight" in tensors and not config.get("tie_word_embeddings"):
         modules["lm_head"] = (vocab, hidden)
-    return HybridSizes(
-        hidden, ffn, blocks, known.heads, queries, keys, vocab, True, modules, recurrent, *heads
-    )
+    widths = hidden, ffn, blocks, known.heads, queries, keys, vocab
+    return HybridSizes(*widths, True, modules, recurrent, *heads, *mixture)
+
+
+def _mixture(config: Mapping) -> tuple[int, ...]:
+    """Return experts, those of a token and their width; nothing for a dense base."""
+    if not config.get("num_experts"):
+        return ()
+    if config.get("mlp_only_layers") or config.get("decoder_sparse_step", 1) > 1:
+        raise PackError("no plan for a mixture of experts in some blocks alone.", "unsupported")
+    return config["num_experts"], config["num_experts_per_tok"], config["moe_intermediate_size"]
 
 
 class HybridStep(Step):
@@ -166,7 +202,7 @@ class HybridStep(Step):
     def moments(self, itemsize: int) -> dict[str, dict[str, int]]:
         """Return the parts at the moments of the forward and backward pass, in bytes."""
         sizes, tokens = self.sizes, self.tokens
-        d, f, length = sizes.hidden, sizes.ffn, self.scores // sizes.heads
+        d, length = sizes.hidden, self.scores // sizes.heads
         kinds = sizes.recurrent[-len(self.ranks) :]
         blocks = [self._kept(k, r) for k, r in zip(kinds, self.ranks, strict=True)]
         before = saved = sum(blocks)
@@ -185,12 +221,12 @@ class HybridStep(Step):
         scores = 3 * self.scores if runtime.on_cpu() else 0
         attention = scores + 2 * (sizes.queries + sizes.keys)
         flying = {
-            "mlp": itemsize * tokens * (4 * d + 5 * f) + dense,
+            "mlp": itemsize * tokens * (4 * d + sizes.feed_forward) + dense,
             "attention": itemsize * tokens * attention,
             "recurrence": gated_delta.working_bytes(rule),
         }
         # of a block that is computed again half of the feed-forward is gone before the recurrence
-        gone = {"recurrence": 3 * f} if self.policy.blocks else {}
+        gone = {"recurrence": 0.6 * sizes.feed_forward} if self.policy.blocks else {}
         moments = {
             name: moment_parts(self.waiting, itemsize * tokens * (saved - gone.get(name, 0)), 0, b)
             for name, b in flying.items()
@@ -202,7 +238,7 @@ class HybridStep(Step):
     def _kept(self, recurrent: bool, ranks: Mapping[str, int]) -> float:
         """Return the numbers per token that a block holds from forward to backward."""
         sizes = self.sizes
-        kept = 4 * sizes.hidden + 5 * sizes.ffn + sum(ranks.values())
+        kept = 4 * sizes.hidden + sizes.feed_forward + sum(ranks.values())
         if recurrent:
             keys = sizes.key_heads * sizes.key_width
             return kept + 6 * keys + 6 * sizes.values + 6 * sizes.value_heads

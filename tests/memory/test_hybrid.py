@@ -24,6 +24,13 @@ from tests.helpers.steps import lm_stepper
 
 # hidden and FFN, value heads, blocks
 SHAPES = {"narrow": (128, 256, 4, 4), "wide": (192, 512, 8, 4), "eight_blocks": (96, 256, 4, 8)}
+SHAPES["mixture"] = (128, 64, 4, 4)
+MIXTURE = {  # with the FFN of a shape as that of the shared expert
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "decoder_sparse_step": 1,
+    "moe_intermediate_size": 96,
+}
 VOCAB = 256
 
 
@@ -47,10 +54,11 @@ def config_of(family: str, hidden: int, ffn: int, value_heads: int, blocks: int)
         "tie_word_embeddings": False,
         "max_position_embeddings": 4096,
     }
-    if family == "qwen3_5":
+    if family == "qwen3_5_moe":
+        text |= MIXTURE | {"shared_expert_intermediate_size": ffn}
+    if family.startswith("qwen3_5"):
         return {"model_type": family, "vocab_size": VOCAB, "text_config": text}
-    moe = dict.fromkeys("num_experts num_experts_per_tok decoder_sparse_step".split(), 0)
-    moe |= dict.fromkeys("shared_expert_intermediate_size moe_intermediate_size".split(), 32)
+    moe = MIXTURE | {"shared_expert_intermediate_size": ffn}
     more = {"mlp_only_layers": [], "rope_theta": 1e4, "partial_rotary_factor": 0.25}
     return text | moe | more
 
@@ -59,7 +67,8 @@ def measured_and_planned(name: str, length: int, recompute: str = "none") -> tup
     """Peak bytes of a step of LoRA on a batch of one row, and the plan's."""
     gc.collect()
     others = mx.get_active_memory()
-    base = base_of_config(config_of("qwen3_5", *SHAPES[name]))
+    family = "qwen3_5_moe" if name == "mixture" else "qwen3_5"
+    base = base_of_config(config_of(family, *SHAPES[name]))
     lora = LoRAConfig(rank=4)
     train = TrainConfig(batch_size=1, recompute=recompute, matmul_path="dense")
     plan = estimate(Headers.of(base), lora, train, [(length, length)])
@@ -82,6 +91,9 @@ def measured_and_planned(name: str, length: int, recompute: str = "none") -> tup
     [
         ("narrow", 256, "none"),
         ("wide", 128, "block"),
+        ("mixture", 256, "none"),
+        pytest.param("mixture", 512, "block", marks=pytest.mark.slow),
+        pytest.param("mixture", 1024, "none", marks=pytest.mark.slow),
         pytest.param("narrow", 1024, "none", marks=pytest.mark.slow),
         pytest.param("narrow", 2048, "block", marks=pytest.mark.slow),
         pytest.param("wide", 512, "none", marks=pytest.mark.slow),
@@ -94,7 +106,7 @@ def test_the_plan_is_within_its_error_of_the_measured_peak(name, length, recompu
     assert planned == pytest.approx(peak, rel=ERROR)
 
 
-@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_next"])
+@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5_moe", "qwen3_next"])
 def test_described_headers_are_those_of_the_model(family):
     config = config_of(family, *SHAPES["narrow"])
     base = base_of_config(config)
@@ -140,11 +152,19 @@ def test_a_gpu_keeps_no_scores_and_half_as_much():
     assert on_gpu.largest_parts()["activations"] < 0.4 * on_cpu.largest_parts()["activations"]
 
 
-def test_full_fine_tuning_has_a_plan_and_mixtures_have_none():
-    base = family_base("qwen3_next")
-    with raises("unsupported", None, "mixture", "qwen3_next"):
-        estimate(Headers.of(base), LoRAConfig(rank=2), TrainConfig())
+def test_full_fine_tuning_of_a_dense_base_has_a_plan():
     config = config_of("qwen3_5", *SHAPES["narrow"])
     headers = Headers("base", config, hybrid.describe(config))
     full = estimate(headers, LoRAConfig(), TrainConfig(method="full", matmul_path="dense"))
     assert full.adapters == 4 * full.base_weights
+
+
+def test_training_experts_has_no_plan():
+    headers = Headers.of(family_base("qwen3_next"))
+    with raises("unsupported", None, "experts"):
+        estimate(headers, LoRAConfig(rank=2, target_modules=("down_proj",)), TrainConfig())
+    with raises("unsupported", None, "experts"):
+        estimate(headers, LoRAConfig(), TrainConfig(method="full", matmul_path="dense"))
+    dense = {**headers.config, "decoder_sparse_step": 2}
+    with raises("unsupported", None, "some blocks"):
+        estimate(Headers("base", dense, headers.tensors), LoRAConfig(rank=2), TrainConfig())
