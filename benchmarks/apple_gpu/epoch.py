@@ -63,18 +63,15 @@ def epochs(
     """
     lengths, targets = examples.lengths(), examples.targets()
     batches = _batches(asked, lengths, examples)
-    sized = {
-        (implementation, replace(job, batch=batch, length=length, targets=slots)): None
-        for (implementation, job), own in zip(asked, batches, strict=True)
-        for batch, length, slots, _ in own
-    }
-    priced = dict(zip(sized, lay_out(list(sized), chips), strict=True))
+    shapes = [(i, shape) for i, own in enumerate(batches) for shape in {b[:3]: None for b in own}]
+    sized = [
+        (asked[i][0], replace(asked[i][1], batch=batch, length=length, targets=slots))
+        for i, (batch, length, slots) in shapes
+    ]
+    priced = dict(zip(shapes, lay_out(sized, chips), strict=True))
     results = []
-    for (implementation, job), own in zip(asked, batches, strict=True):
-        counted = [
-            (priced[implementation, replace(job, batch=n, length=t, targets=m)], count)
-            for (n, t, m, _), count in own.items()
-        ]
+    for i, own in enumerate(batches):
+        counted = [(priced[i, batch[:3]], count) for batch, count in own.items()]
         seconds = {
             chip: sum(step.trace_s + count * step.whole.seconds[chip] for step, count in counted)
             for chip in chips
