@@ -418,17 +418,20 @@ def checks(
 
     A group takes two tiles of the columns of x in one of them, and three in the other.
     """
-    rows = 3 if rows4 == FEW_ROWS4 else 4 * rows4 + 3
-    sizes = (rows, 2 * DEPTH + 44, ranks, check_widths(ranks), output_of, factors)
+    few, more = (3, 4) if rows4 == FEW_ROWS4 else (4 * rows4 + 3, 4 * rows4 + 2)
+    sizes = (ranks, check_widths(ranks), output_of, factors)
+    aligned, unaligned = 2 * DEPTH + 44, 2 * DEPTH + 46
+    two_tiles = Workload(few, aligned, *sizes, chunk=2 * DEPTH)
+    three_tiles = Workload(more, unaligned, *sizes, chunk=3 * DEPTH)
     return [
-        check_of(backend, dtype, Workload(*sizes, chunk=2 * DEPTH), exact=True),
-        check_of(backend, dtype, Workload(*sizes, chunk=3 * DEPTH), exact=False),
+        check_of(backend, dtype, two_tiles, exact=True),
+        check_of(backend, dtype, three_tiles, exact=False),
     ]
 
 
 def check_widths(ranks: Sequence[int]) -> tuple[int, ...]:
     """Return columns of slices, of which none is a whole number of tiles."""
-    return tuple(max(rank, (UP_COLUMNS + 41, 36, 20, 52)[i % 4]) for i, rank in enumerate(ranks))
+    return tuple(max(rank, (UP_COLUMNS + 43, 37, 22, 52)[i % 4]) for i, rank in enumerate(ranks))
 
 
 class Workload(NamedTuple):

@@ -320,11 +320,14 @@ def checks(
 
     A group takes two tiles of the columns of x in one of them, and three in the other.
     """
-    rows = 1 if rows4 == FEW_ROWS4 else 4 * rows4 + 3
-    sizes = ((2, -1, 0), rows, 2 * DEPTH + 44, 3, ranks, check_widths(ranks), factors)
+    few, more = (1, 4) if rows4 == FEW_ROWS4 else (4 * rows4 + 3, 4 * rows4 + 2)
+    sizes = (3, ranks, check_widths(ranks), factors)
+    aligned, unaligned = 2 * DEPTH + 44, 2 * DEPTH + 46
+    two_tiles = Workload((2, -1, 0), few, aligned, *sizes, chunk=2 * DEPTH)
+    three_tiles = Workload((2, -1, 0), more, unaligned, *sizes, chunk=3 * DEPTH)
     return [
-        check_of(backend, dtype, Workload(*sizes, chunk=2 * DEPTH), exact=True),
-        check_of(backend, dtype, Workload(*sizes, chunk=3 * DEPTH), exact=False),
+        check_of(backend, dtype, two_tiles, exact=True),
+        check_of(backend, dtype, three_tiles, exact=False),
     ]
 
 

@@ -18,6 +18,8 @@ MUTANTS = {
     "half_of_the_columns_skipped": ("k0 += LANES_OF_K * AHEAD", "k0 += 2 * LANES_OF_K * AHEAD"),
     "last_tile_as_wide_as_the_others": ("min(DEPTH, end - column0)", "min(DEPTH, depth)"),
     "first_part_alone": ("p < parts", "p < 1"),
+    "second_of_a_tail_dropped": ("count > 1 ?", "count > 2 ?"),
+    "third_row_instead_of_fourth": ("at + 3 * size_t(depth)", "at + 2 * size_t(depth)"),
 }
 SURVIVORS = [*MUTANTS][:3]  # of the tests that ran one tile a group alone
 
