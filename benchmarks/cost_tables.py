@@ -10,8 +10,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mlx_packs.chips import CHIPS as ALL_CHIPS
-from mlx_packs.ops import grouped_lora, multi_lora, nf4
+from mlx_packs.ops import grouped_lora, lora_qmv, multi_lora, nf4
 from mlx_packs.ops._cost import Launch, seconds
+from mlx_packs.runtime import mx
 
 CHIPS = [
     ALL_CHIPS[name]
@@ -23,6 +24,7 @@ CHIPS = [
 KERNELS = Path(__file__).parent.parent / "kernels"
 # How the op decides where that is not by the row itself.
 DECIDES = {
+    "lora_qmv": " Both read the weights, which is left out of the times.",
     "nf4": " At each size the op compares its kernels with what plain MLX would do with them.",
 }
 BEGIN, END = "<!-- cost table -->", "<!-- end of cost table -->"
@@ -58,8 +60,14 @@ def cases() -> dict[str, list[tuple[str, Plans]]]:
     ]
     products = [(f"rows {rows:,}", nf4_plans(rows)) for rows in (1, 4, 8, 16, 64, 512, 4096)]
     unpacked = nf4.dequantize_plans(2, (WIDTHS[0], 2560), 64, True)
+    decoded = [
+        (i.name.removeprefix("bfloat16 "), lora_qmv.plans(i.call[1], i.call[0], i.call[2]))
+        for i in lora_qmv.instances()
+        if i.call[0].dtype == mx.bfloat16
+    ]
     return {
         "grouped_lora": deltas,
+        "lora_qmv": decoded,
         "multi_lora": packs,
         "nf4": [*products, ("dequantize", unpacked)],
     }

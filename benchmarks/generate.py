@@ -21,6 +21,7 @@ from mlx_packs.config.choices import MATMUL_PATHS
 from mlx_packs.config.schema import LoRAConfig
 from mlx_packs.errors import PackError
 from mlx_packs.inference.generate import chat_prompt
+from mlx_packs.nn.lora import factors_cast
 from mlx_packs.packs.base import load_base
 from mlx_packs.packs.pack import Pack
 from mlx_packs.runtime import mx
@@ -118,7 +119,11 @@ def run(options: argparse.Namespace) -> list[Record]:
         return call
 
     def of_ours(base) -> Callable[[], dict]:
-        return lambda: spoken(base.model, base.tokenizer, prompt, tokens)
+        def call() -> dict:
+            with factors_cast(base.model):  # as `inference.generate.stream` does
+                return spoken(base.model, base.tokenizer, prompt, tokens)
+
+        return call
 
     replaced = stock.blas_is_replaced()
     implementations = {STOCK: of_peer(replaced)} | ({SAME_BLAS: of_peer(False)} if replaced else {})

@@ -12,6 +12,10 @@ from .options import option
 from .output import exit_if_failed, print_report
 
 if TYPE_CHECKING:
+    import mlx.core as mx
+    import mlx.nn as nn
+
+    from ..bases.geometry import Group
     from ..ops._check import Instance
 
 
@@ -89,8 +93,34 @@ def instances_of(model: str, rank: int) -> list["Instance"]:
                 weight = linear.nf4_weight
                 form = (weight.shape, weight.block_size, weight.double_quant)
                 found += [nf4.instance_of(dtype, rows, *form) for rows in (1, 512)]
+        found += _decoding_instances(dtype, group, modules, rank)
         instances |= {f"{i.op} {i.name}": i for i in found}
     return list(instances.values())
+
+
+def _decoding_instances(
+    dtype: "mx.Dtype", group: "Group", modules: dict[str, "nn.Module"], rank: int
+) -> list["Instance"]:
+    """Return instances of `lora_qmv` for a group of a base, with 1 row and 8."""
+    from ..nn.lora import common_format
+    from ..ops import lora_qmv
+
+    names = [member.path.rpartition(".")[2] for member in group.members]
+    form = common_format([modules[member.path] for member in group.members])
+    if form is None:
+        return []
+    block = modules.get(group.block or "", {})
+    norms = [block.get(name.replace("_proj", "_norm")) for name in names]
+    heads = tuple(0 if norm is None else norm.weight.size for norm in norms)
+    widths = tuple(sum(member.widths) for member in group.members)
+    gated = names == ["gate_proj", "up_proj"]
+    compiled = lora_qmv.Compiled(dtype, *form, 1, (rank,) * len(names), heads, gated)
+    if lora_qmv.unsupported(compiled, widths):
+        return []
+    return [
+        lora_qmv.instance_of(compiled._replace(row_tile=rows), group.members[0].in_features, widths)
+        for rows in (1, 8)
+    ]
 
 
 def report_lines(report: dict, verbose: bool) -> list[str]:

@@ -33,19 +33,21 @@ def stream(
     from mlx_lm import stream_generate
     from mlx_lm.sample_utils import make_sampler
 
+    from ..nn.lora import factors_cast
     from ..runtime import mx
 
     _check_tokens(base, prompt)
     mx.random.seed(seed)
     base.model.eval()
-    for piece in stream_generate(
+    pieces = stream_generate(
         base.model,
         base.tokenizer,
         list(prompt),
         max_tokens=max_tokens,
         sampler=make_sampler(temp=temperature),
-    ):
-        yield piece.text
+    )
+    with factors_cast(base.model):
+        yield from (piece.text for piece in pieces)
 
 
 def _check_tokens(base: BaseModel, prompt: Sequence[int]) -> None:
@@ -82,6 +84,8 @@ def stream_batch(
     from mlx_lm.generate import BatchGenerator
     from mlx_lm.models.cache import make_prompt_cache
 
+    from ..nn.lora import factors_cast
+
     base.model.eval()
     if other := next((c for c in make_prompt_cache(base.model) if not hasattr(c, "merge")), None):
         raise PackError(
@@ -103,10 +107,11 @@ def stream_batch(
     try:
         numbers = generator.insert([list(prompt) for prompt in prompts], limits)
         order = {number: i for i, number in enumerate(numbers)}
-        while responses := generator.next_generated():
-            for response in responses:
-                if response.finish_reason != "stop":
-                    yield order[response.uid], response.token
+        with factors_cast(base.model):
+            while responses := generator.next_generated():
+                for response in responses:
+                    if response.finish_reason != "stop":
+                        yield order[response.uid], response.token
     finally:
         generator.close()
 

@@ -4,7 +4,8 @@
 they replace, under the same names and with the same call, so that `mlx_lm.generate` and its KV
 caches work on them. What changes: q, k, v (and gate, up) share one pass over their input. Attention
 is `ops.attention` in training, and on CPUs where the scores of rows without a KV cache would be
-more than one block; otherwise it is bit-identical to mlx-lm's.
+more than one block; otherwise it is bit-identical to mlx-lm's. While text is generated on a GPU, a
+group with adapters takes in the norms of q and k, or SwiGLU (ops/lora_qmv.py).
 """
 
 from collections.abc import Sequence
@@ -49,7 +50,12 @@ class GroupedAttention(nn.Module):
 
     def __call__(self, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
         """Map x [B, T, D] to [B, T, D]; mask and cache are as in mlx-lm."""
-        projected = _projected(x, [self.q_proj, self.k_proj, self.v_proj], self.qkv_lora)
+        projections = [self.q_proj, self.k_proj, self.v_proj]
+        norms = [self.q_norm, self.k_norm, None] if "q_norm" in self else []
+        if (decoded := _decoded(x, projections, self.qkv_lora, norms=norms)) is not None:
+            attended = self._attended(*decoded, mask, cache, normed=True)
+            return _projected(attended, [self.o_proj], self.o_lora)[0]
+        projected = _projected(x, projections, self.qkv_lora)
         width = projected[0].shape[-1] // self.n_heads
         fused = _spans_of(cache, mask) or has_fused_gradient(x.dtype, width, mask)
         if self.training and self.recompute and not fused:
@@ -62,7 +68,13 @@ class GroupedAttention(nn.Module):
         return _projected(attended, [self.o_proj], self.o_lora)[0]
 
     def _attended(
-        self, queries: mx.array, keys: mx.array, values: mx.array, mask: Any, cache: Any
+        self,
+        queries: mx.array,
+        keys: mx.array,
+        values: mx.array,
+        mask: Any,
+        cache: Any,
+        normed: bool = False,
     ) -> mx.array:
         """Return [B, T, heads * head_dim] of the three projections, [B, T, ...] each."""
         batch, inputs, _ = queries.shape
@@ -71,7 +83,7 @@ class GroupedAttention(nn.Module):
         queries = queries.reshape(rows, length, self.n_heads, -1)
         keys = keys.reshape(rows, length, self.n_kv_heads, -1)
         values = values.reshape(rows, length, self.n_kv_heads, -1).transpose(0, 2, 1, 3)
-        if "q_norm" in self:
+        if "q_norm" in self and not normed:
             queries, keys = self.q_norm(queries), self.k_norm(keys)
         queries, keys = queries.transpose(0, 2, 1, 3), keys.transpose(0, 2, 1, 3)
         ours = cache is None or isinstance(cache, SegmentCache)
@@ -142,7 +154,10 @@ class GroupedMLP(nn.Module):
         return list(range(length, x.shape[1], length))
 
     def _forward(self, x: mx.array) -> mx.array:
-        gated = _projected(x, [self.gate_proj, self.up_proj], self.gate_up_lora)
+        projections = [self.gate_proj, self.up_proj]
+        if (decoded := _decoded(x, projections, self.gate_up_lora, gated=True)) is not None:
+            return _projected(decoded[0], [self.down_proj], self.down_lora)[0]
+        gated = _projected(x, projections, self.gate_up_lora)
         if self.training and self.recompute:
             trainable = [m for m in (self.down_proj, self.down_lora) if m is not None]
             return recomputed(self._down, trainable, *gated)
@@ -161,6 +176,13 @@ def _projected(
     if lora is None:
         return [projection(x) for projection in projections]
     return lora.project(x, projections)
+
+
+def _decoded(
+    x: mx.array, projections: Sequence[nn.Module], lora: GroupedLoRA | None, **then: Any
+) -> list[mx.array] | None:
+    """Return what a kernel for decoding makes of a group and of what follows it, if one does."""
+    return None if lora is None else lora.decoded(x, projections, **then)
 
 
 def _spans_of(cache: Any, mask: Any) -> Spans | None:

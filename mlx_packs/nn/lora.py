@@ -1,15 +1,22 @@
 """GroupedLoRA: the adapters of one projection group, and the module that carries a group of one."""
 
 import math
+import operator
 import zlib
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 import mlx.core as mx
 import mlx.nn as nn
 
 from ..ops.grouped_lora import grouped_lora, shared_input, with_deltas
+from ..ops.lora_qmv import MAX_ROWS, prepare
+from ..ops.lora_qmv_launches import AffineWeight, Factors, Format, Launches, Norm
 from ..runtime import on_cpu
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -43,6 +50,14 @@ class InputDropout:
         return mx.where(mask, x * (1 / (1 - self.p)), 0)
 
 
+@dataclass
+class _Kept:
+    """What a group computes once for a text, from these factors."""
+
+    masters: Sequence[mx.array] = ()
+    values: dict[tuple, Any] = field(default_factory=dict)
+
+
 class GroupedLoRA(nn.Module):
     """Adapters of the projections that read one input; some of them may have none.
 
@@ -65,6 +80,7 @@ class GroupedLoRA(nn.Module):
         bound = 1 / math.sqrt(in_features)
         adapted = [(i, s) for i, s in enumerate(shapes) if s is not None]
         self._slots = [i for i, _ in adapted]
+        self._kept: _Kept | None = None
         self._scales = [s.scale for _, s in adapted]
         self.dropout = InputDropout(dropout)
         self.lora_a = [
@@ -77,6 +93,8 @@ class GroupedLoRA(nn.Module):
         self, x: mx.array, projections: Sequence[Callable[[mx.array], mx.array]]
     ) -> list[mx.array]:
         """Return what all projections make of x [..., D], [..., O_i] each, with their deltas."""
+        if (decoded := self.decoded(x, projections)) is not None:
+            return decoded
         if on_cpu() or not self.training or self.dropout.p:
             return self(x, [projection(x) for projection in projections])
         x, hidden = shared_input(x, self.lora_a)
@@ -89,7 +107,7 @@ class GroupedLoRA(nn.Module):
         if self.training and self.dropout.p:
             x = self.dropout(x)
         adapted = [outputs[i] for i in self._slots]
-        summed = grouped_lora(x, adapted, self.lora_a, self.lora_b, self._scales)
+        summed = grouped_lora(x, adapted, *self.factors(x.dtype))
         return self._replaced(outputs, summed)
 
     def _replaced(self, outputs: Sequence[mx.array], summed: Sequence[mx.array]) -> list[mx.array]:
@@ -98,6 +116,71 @@ class GroupedLoRA(nn.Module):
         for i, y in zip(self._slots, summed, strict=True):
             result[i] = y
         return result
+
+    def decoded(
+        self,
+        x: mx.array,
+        projections: Sequence[Callable[[mx.array], mx.array]],
+        norms: Sequence[nn.Module | None] = (),
+        gated: bool = False,
+    ) -> list[mx.array] | None:
+        """Return what `project` does for few rows of a text; None: compute it otherwise.
+
+        Args:
+            x: [..., D].
+            projections: all that read x.
+            norms: RMSNorm of the heads of each output, or none at all.
+            gated: whether to return silu(y[0]) * y[1] alone.
+
+        Returns:
+            [..., O] each, inside of `factors_cast`, from affine weights, on a GPU where a kernel is
+            chosen.
+        """
+        if self._kept is None or self.training or x.size > MAX_ROWS * x.shape[-1]:
+            return None
+        key = ("launches", x.shape, x.dtype, gated)
+        launches = self._once(key, lambda: self._launches(x, projections, norms, gated))
+        return None if launches is None else launches(x)
+
+    def _launches(
+        self,
+        x: mx.array,
+        projections: Sequence[Callable],
+        norms: Sequence[nn.Module | None],
+        gated: bool,
+    ) -> Launches | None:
+        form = common_format(projections)
+        if not self._slots or form is None:
+            return None
+        if any(n is not None and type(n) is not nn.RMSNorm for n in norms):
+            return None
+        weights = [AffineWeight(m.weight, m.scales, m.biases) for m in projections]
+        of_heads = [None if n is None else Norm(n.weight, n.eps) for n in norms]
+        present = zip(self.lora_a, self.lora_b, self._scales, strict=True)
+        present = dict(zip(self._slots, present, strict=True))
+        slots = [present.get(i, (None, None, 0.0)) for i in range(len(projections))]
+        factors = Factors.of(*zip(*slots, strict=True), x.dtype)
+        return prepare(x.shape, x.dtype, weights, form, factors, of_heads, gated)
+
+    def factors(self, dtype: mx.Dtype) -> tuple[list[mx.array], list[mx.array], list[float]]:
+        """Return A's, B's and scales; inside of `factors_cast` in a dtype, with B's scaled."""
+        if self._kept is None or self.training:
+            return self.lora_a, self.lora_b, self._scales
+
+        def cast() -> tuple[list[mx.array], list[mx.array], list[float]]:
+            scaled = [(b * s).astype(dtype) for b, s in zip(self.lora_b, self._scales, strict=True)]
+            return [a.astype(dtype) for a in self.lora_a], scaled, [1.0] * len(scaled)
+
+        return self._once(("factors", dtype), cast)
+
+    def _once(self, key: tuple, compute: Callable[[], T]) -> T:
+        """Return what a function computes, once inside of `factors_cast` for the same factors."""
+        kept, masters = self._kept, [*self.lora_a, *self.lora_b]
+        if len(masters) != len(kept.masters) or not all(map(operator.is_, masters, kept.masters)):
+            kept.masters, kept.values = masters, {}
+        if key not in kept.values:
+            kept.values[key] = compute()
+        return kept.values[key]
 
     def fused(self, x: mx.array, output: mx.array, widths: Sequence[int]) -> mx.array:
         """Return the same for the output [..., sum(widths)] of one projection of several slices."""
@@ -121,9 +204,37 @@ class GroupedLoRA(nn.Module):
         if self.training and self.dropout.p:
             x = self.dropout(x)
         chosen = {"rhs_indices": indices, "sorted_indices": sorted_indices}
-        hidden = mx.gather_mm(x, self.lora_a[0].astype(x.dtype), **chosen)  # [..., 1, R]
-        hidden = (self._scales[0] * hidden).astype(output.dtype)
-        return output + mx.gather_mm(hidden, self.lora_b[0].astype(output.dtype), **chosen)
+        (a,), (b,), (scale,) = self.factors(x.dtype)
+        hidden = mx.gather_mm(x, a.astype(x.dtype), **chosen)  # [..., 1, R]
+        hidden = (scale * hidden).astype(output.dtype) if scale != 1 else hidden
+        return output + mx.gather_mm(hidden.astype(output.dtype), b.astype(output.dtype), **chosen)
+
+
+@contextmanager
+def factors_cast(model: nn.Module) -> Iterator[None]:
+    """Return a context, in which nothing is trained, that casts factors on a GPU once, not a call.
+
+    Factors that are replaced meanwhile are cast again. On a CPU activations are float32 as they are.
+    """
+    groups = [] if on_cpu() else [m for m in model.modules() if isinstance(m, GroupedLoRA)]
+    for group in groups:
+        group._kept = _Kept()
+    try:
+        yield
+    finally:
+        for group in groups:
+            group._kept = None
+
+
+def common_format(projections: Sequence[Callable]) -> Format | None:
+    """Return how projections that do nothing but multiply are quantized; None: not all in one way."""
+    forms = {
+        Format(p.group_size, p.bits)
+        if type(p) is nn.QuantizedLinear and p.mode == "affine" and "bias" not in p
+        else None
+        for p in projections
+    }
+    return forms.pop() if len(forms) == 1 else None
 
 
 class AdaptedLinear(nn.Module):
@@ -140,9 +251,14 @@ class AdaptedLinear(nn.Module):
 
     def __call__(self, x: mx.array) -> mx.array | list[mx.array]:
         """Map x [..., D] to [..., O], or to its slices."""
+        alone = len(self._widths) == 1
+        if alone and (decoded := self.lora.decoded(x, [self.linear])) is not None:
+            return decoded[0]
         output = self.linear(x)
         if isinstance(output, (list, tuple)):
             return self.lora(x, output)
+        if alone:
+            return self.lora(x, [output])[0]
         return self.lora.fused(x, output, self._widths)
 
 

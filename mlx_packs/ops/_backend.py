@@ -321,14 +321,29 @@ class Kernel:
         Inputs of fewer than 8 numbers are padded: MLX puts shorter ones into Metal's ``constant``
         address space, and the functions take ``device`` pointers.
         """
-        return _built(backend, self)(
-            inputs=[v if v.size >= 8 else mx.pad(v.flatten(), (0, 8 - v.size)) for v in inputs],
+        return self.prepared(backend, template, groups, outputs)(inputs=list(map(padded, inputs)))
+
+    def prepared(
+        self,
+        backend: str,
+        template: Mapping[str, int | mx.Dtype],
+        groups: tuple[int, int, int],
+        outputs: Sequence[tuple[Sequence[int], mx.Dtype]],
+    ) -> Callable[..., list[mx.array]]:
+        """Return `launch` for many calls: of ``inputs`` that are `padded`, a list."""
+        return functools.partial(
+            _built(backend, self),
             template=list(template.items()),
             grid=(groups[0] * self.threads, groups[1], groups[2]),
             threadgroup=(self.threads, 1, 1),
             output_shapes=[tuple(shape) for shape, _ in outputs],
             output_dtypes=[dtype for _, dtype in outputs],
         )
+
+
+def padded(value: mx.array) -> mx.array:
+    """Return an array that has 8 numbers at least, as kernels need it."""
+    return value if value.size >= 8 else mx.pad(value.flatten(), (0, 8 - value.size))
 
 
 @functools.cache

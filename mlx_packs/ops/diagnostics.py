@@ -12,11 +12,11 @@ from functools import partial
 
 from .. import chips, runtime
 from ..runtime import mx
-from . import _backend, grouped_lora, multi_lora, nf4
+from . import _backend, grouped_lora, lora_qmv, multi_lora, nf4
 from ._check import Check, Instance, Op, examine, outputs_and_gradients
 from .streams import stream_count
 
-OPS = (grouped_lora, multi_lora, nf4)
+OPS = (grouped_lora, lora_qmv, multi_lora, nf4)
 # In one evaluation: an evaluation alone takes 0.25 ms on a Mac (ml-explore/mlx#4265), more than most
 # calls.
 COPIES = 64

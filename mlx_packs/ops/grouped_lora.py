@@ -122,7 +122,9 @@ def with_deltas(
             flat = parts[j].reshape(-1, layout.widths[i])
             b, alpha = lora_b[i], scales[i]
             few = h.shape[0] <= MOST_ROWS
-            if not (on_cpu() or few):  # the gradient of ``alpha`` would be a pass over all of dy
+            if alpha != 1 and not (
+                on_cpu() or few
+            ):  # the gradient of ``alpha`` would be a pass over all of dy
                 b, alpha = alpha * b, 1.0
             delta = mx.addmm(flat, h, b.astype(y.dtype), alpha=alpha)
             parts[j] = delta.reshape(*y.shape[:-1], layout.widths[i])

@@ -10,6 +10,7 @@ import pytest
 from benchmarks import __main__ as benchmarks_main
 from benchmarks import (
     bench_grouped_lora,
+    bench_lora_qmv,
     bench_multi_lora,
     bench_nf4,
     cost_tables,
@@ -186,6 +187,7 @@ def test_stock_baseline_has_its_own_blas_and_compile_and_leaves_ours(monkeypatch
     "task, bench, shape",
     [
         ("grouped_lora", bench_grouped_lora, "qwen3_0_6b q/k/v, 1 rows, rank 8, forward"),
+        ("lora_qmv", bench_lora_qmv, "qwen3_0_6b q/k/v of 8 blocks, 1 rows"),
         ("multi_lora", bench_multi_lora, "1 x 1 rows, rank 16"),
         ("nf4", bench_nf4, "qwen3_0_6b q, 1 rows"),
     ],

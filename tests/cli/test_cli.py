@@ -148,7 +148,7 @@ def test_doctor_takes_the_sizes_of_a_base(run):
     code, out, _ = run("doctor", "--model", "tiny", "--rank", 8, "--json")
     names = [kernel["instance"] for kernel in json.loads(out)["kernels"]]
     assert code == 0 and names[0] == "float32 rank 8 256 to 512/128/128 rows 1", names
-    assert len(names) == len(set(names)) == 2 * 4  # q/k/v, o, gate/up, down; 1 and 32 rows
+    assert len(names) == len(set(names)) == 4 * 4  # q/k/v, o, gate/up, down; 1 and 32 rows, 1 and 8
     assert run("doctor", "--model", "tiny", "--rank", 65)[:2] == (2, "")
     check(run.error, "invalid", "rank", "--rank 65")
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from mlx_packs.ops import grouped_lora, multi_lora, nf4
+from mlx_packs.ops import grouped_lora, lora_qmv, multi_lora, nf4
 from mlx_packs.runtime import mx
 from tests.helpers.emulation import emulation
 
@@ -94,6 +94,23 @@ def test_multi_lora_and_nf4_compile_at_every_geometry(name, language):
             "mlx_packs_nf4_dequantize",
             "mlx_packs_nf4_matvec",
         }
+        check_launches(built)
+
+
+@pytest.mark.parametrize("language", ["metal", "cuda"])
+@pytest.mark.parametrize("name", NAMES)
+def test_lora_qmv_compiles_at_every_geometry(name, language):
+    with emulation(language, compile_only=True) as built:
+        for depth, widths in groups(name):
+            heads = (128, 128, 0) if len(widths) == 3 else (0,) * len(widths)
+            instance = lora_qmv.Compiled(
+                mx.bfloat16, 64, 4, 1, (16,) * len(widths), heads, len(widths) == 2
+            )
+            for rows in (1, 8):
+                sized = instance._replace(row_tile=rows)
+                check = lora_qmv.check_of(language, sized, rows, depth, widths, exact=False)
+                check.kernel(*check.inputs)
+        assert sum(len(kernel.reports) for kernel in built) == 2 * 4 * 2
         check_launches(built)
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from mlx_packs.ops import _backend, grouped_lora, multi_lora, nf4
+from mlx_packs.ops import _backend, grouped_lora, lora_qmv, multi_lora, nf4
 from mlx_packs.ops._check import first_fault
 from mlx_packs.runtime import mx
 from tests.helpers.emulation import emulation
@@ -102,6 +102,15 @@ def test_arrays_of_nf4_kernels_stay_in_registers(arrays):
     for rows in nf4.ROW_TILES:
         nf4._matvec("metal", weight, mx.zeros((rows, 2560), mx.bfloat16))
     assert len(arrays) == 1 + len(nf4.ROW_TILES) and not any(arrays.values()), arrays
+
+
+@pytest.mark.parametrize("rows", [1, pytest.param(2, marks=pytest.mark.slow), 8])
+def test_arrays_of_lora_qmv_kernels_stay_in_registers(arrays, rows):
+    for ranks, heads, gated in (((16, 5), (128, 0), False), ((16, 16), (0, 0), True)):
+        instance = lora_qmv.Compiled(mx.bfloat16, 64, 4, rows, ranks, heads, gated)
+        check = lora_qmv.check_of("metal", instance, rows, 2560, (256, 256), exact=False)
+        check.kernel(*check.inputs)
+    assert len(arrays) == 4 and not any(arrays.values()), arrays
 
 
 def test_an_array_with_an_unknown_index_is_seen(arrays, monkeypatch):

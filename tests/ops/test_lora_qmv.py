@@ -1,0 +1,186 @@
+"""Few rows by quantized weights with low-rank deltas: plain MLX by definition, kernels against it."""
+
+import pytest
+
+from mlx_packs.chips import CHIPS
+from mlx_packs.ops import _backend
+from mlx_packs.ops import lora_qmv as op
+from mlx_packs.ops._check import examine
+from mlx_packs.ops._cost import MARGIN, seconds
+from mlx_packs.ops.lora_qmv_launches import (
+    AffineWeight,
+    Factors,
+    Format,
+    Norm,
+    Task,
+    reference,
+)
+from mlx_packs.runtime import mx
+
+BF16, FP16, FP32 = mx.bfloat16, mx.float16, mx.float32
+
+
+def group(dtype=FP32):
+    """x, weights, A's, B's and scales of three projections, of which the second has no adapter."""
+    x = mx.random.normal((2, 3, 128)).astype(dtype)
+    weights = [
+        AffineWeight(*mx.quantize(mx.random.normal((o, 128)).astype(dtype), 64, 4))
+        for o in (64, 32, 40)
+    ]
+    a = [mx.random.normal((128, 4)), None, mx.random.normal((128, 3))]
+    b = [mx.random.normal((4, 64)), None, mx.random.normal((3, 40))]
+    return x, weights, a, b, [2.0, 0.0, 0.5]
+
+
+def by_definition(x, weights, a, b, scales) -> list[mx.array]:
+    outputs = []
+    for w, p, q, s in zip(weights, a, b, scales, strict=True):
+        y = x @ mx.dequantize(*w, 64, 4).T
+        outputs.append(y if p is None else y + s * (x @ p) @ q)
+    return outputs
+
+
+def close(ours: list[mx.array], wanted: list[mx.array]) -> bool:
+    return all(
+        y.shape == z.shape and mx.allclose(y, z, rtol=1e-4, atol=1e-3).item()
+        for y, z in zip(ours, wanted, strict=True)
+    )
+
+
+def test_reference_is_the_product_with_deltas_norms_and_swiglu():
+    x, weights, a, b, scales = group()
+    wanted = by_definition(x, weights, a, b, scales)
+    factors = Factors.of(a, b, scales, FP32)
+    assert factors.ranks == (4, 0, 3) and factors.down.shape == (7, 128)
+    form, rows = Format(64, 4), x.reshape(-1, 128)
+    flat = [y.reshape(6, -1) for y in wanted]
+    task = Task(form, factors.ranks, (None,) * 3, False)
+    assert close(reference(rows, weights, factors, task), flat)
+    weight = mx.random.normal((32,))
+    task = task._replace(norms=(Norm(weight, 0.1), Norm(weight, 0.1), None))
+    heads = [y.reshape(6, -1, 32) for y in flat[:2]]
+    normed = [
+        (y / mx.sqrt(y.square().mean(-1, keepdims=True) + 0.1) * weight).reshape(6, -1)
+        for y in heads
+    ]
+    assert close(reference(rows, weights, factors, task), [*normed, flat[2]])
+
+
+def test_prepared_launches_are_two_and_compute_the_group(emulated):
+    x, weights, a, b, scales = group()
+    factors = Factors.of(a, b, scales, FP32)
+    launches = op.prepare(x.shape, FP32, weights, Format(64, 4), factors)  # checks the kernels
+    before = emulated.launches()
+    outputs = launches(x)
+    assert sorted((emulated.launches() - before).values()) == [1, 1]
+    assert close(outputs, by_definition(x, weights, a, b, scales))
+    assert close(launches(-x), [-y for y in outputs])
+
+
+def test_other_calls_are_left_to_plain_mlx(nothing_launched):
+    x, weights, a, b, scales = group()
+    factors, form = Factors.of(a, b, scales, FP32), Format(64, 4)
+    assert op.prepare((9, 128), FP32, weights, form, factors) is None  # rows
+    assert op.prepare((0, 128), FP32, weights, form, factors) is None
+    assert op.prepare(x.shape, BF16, weights, form, factors) is None  # scales in float32
+    assert op.prepare(x.shape, FP32, weights, Format(64, 3), factors) is None
+    norms = [Norm(mx.ones((40,)), 0.1), None, None]  # 64 columns are no whole number of heads
+    assert op.prepare(x.shape, FP32, weights, form, factors, norms) is None
+    wide = [mx.zeros((128, 65))] * 3, [mx.zeros((65, o)) for o in (64, 32, 40)]
+    wide = Factors.of(*wide, scales, FP32)
+    assert op.prepare(x.shape, FP32, weights, form, wide) is None
+    reasons = " ".join(_backend.record()["plain_mlx"].values())
+    for part in ("3 bits", "heads", "more slices or ranks"):
+        assert part in reasons
+
+
+WORKLOADS = {  # instance, rows, D, widths
+    "qwen3_4b_qkv": ((BF16, 64, 4, 1, (16, 16, 16), (0, 0, 0), False), 1, 2560, (20, 12, 12)),
+    "qwen3_4b_qkv_normed": (
+        (BF16, 64, 4, 1, (16,) * 3, (128, 128, 0), False),
+        1,
+        2560,
+        (256, 128, 19),
+    ),
+    "qwen3_4b_gate_up": ((BF16, 64, 4, 1, (16, 16), (0, 0), True), 1, 2560, (70, 70)),
+    "qwen3_4b_down": ((BF16, 64, 4, 1, (16,), (0,), False), 1, 9728, (9,)),
+    "qwen3_4b_o_8_rows": ((FP16, 64, 4, 8, (8,), (0,), False), 8, 4096, (13,)),
+    "qwen3_0_6b_qkv_rank_33": (
+        (FP16, 64, 4, 1, (33, 1, 64), (0,) * 3, False),
+        1,
+        1024,
+        (21, 7, 66),
+    ),
+    "qwen3_0_6b_down_5_rows": ((BF16, 64, 4, 8, (5,), (0,), False), 5, 3072, (11,)),
+    "uneven_widths": ((BF16, 32, 4, 1, (2, 0, 2), (0,) * 3, False), 1, 64, (4096, 1024, 1024)),
+    "only_q_and_v": ((BF16, 64, 4, 2, (4, 0, 4), (0,) * 3, False), 2, 896, (64, 32, 32)),
+    "gate_alone": ((FP32, 64, 4, 4, (7, 0), (0, 0), True), 3, 192, (65, 65)),
+    "no_adapter_on_k_but_a_norm": (
+        (FP16, 64, 4, 4, (3, 0, 3), (64, 64, 0), False),
+        4,
+        320,
+        (128, 64, 64),
+    ),
+    "heads_of_256": ((FP32, 64, 4, 1, (2,), (256,), False), 1, 128, (512,)),
+    "8_bits_groups_of_32": ((BF16, 32, 8, 1, (4,), (0,), False), 1, 608, (10,)),
+    "8_bits_groups_of_128": ((FP16, 128, 8, 8, (4, 4), (0, 0), False), 6, 640, (10, 3)),
+    "groups_of_128": ((BF16, 128, 4, 1, (4,), (0,), False), 1, 1152, (5,)),
+    "one_output": ((FP32, 32, 4, 1, (1,), (0,), False), 1, 32, (1,)),
+}
+
+
+QUICK = ("qwen3_4b_qkv_normed", "qwen3_4b_gate_up", "qwen3_4b_down", "qwen3_4b_o_8_rows")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in WORKLOADS]
+)
+def test_lora_qmv_kernels_pass_their_random_and_exact_checks(emulated, name):
+    fields, *sizes = WORKLOADS[name]
+    instance = op.Compiled(*fields)
+    for exact in (False,) if instance.gated or any(instance.heads) else (True, False):
+        assert examine(op.check_of(emulated.backend, instance, *sizes, exact)).fault is None
+
+
+@pytest.mark.parametrize(
+    "rows", [pytest.param(n, marks=() if n == 3 else pytest.mark.slow) for n in range(1, 9)]
+)
+def test_lora_qmv_kernels_are_exact_for_up_to_8_rows(emulated, rows):
+    instance = op.Compiled(FP16, 32, 4, op.row_tile(rows), (3, 2), (0, 0), False)
+    check = op.check_of(emulated.backend, instance, rows, 352, (9, 5), exact=True)
+    assert examine(check).fault is None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+def test_lora_qmv_kernels_round_once(emulated, dtype):
+    """Their error is that of the result in its dtype, and of sums in float32."""
+    for fields, *sizes in WORKLOADS.values():
+        instance = op.Compiled(*fields)._replace(dtype=dtype)
+        if sizes[1] > 1200:
+            continue
+        check = op.check_of(emulated.backend, instance, *sizes, exact=False)
+        outputs = check.kernel(*check.inputs)
+        with mx.stream(mx.cpu):
+            truth = check.reference(check.inputs[0].astype(mx.float64))
+            for y, exact in zip(outputs, truth, strict=True):
+                off = mx.abs(y.astype(mx.float64) - exact)
+                assert (off <= 0.6 * mx.finfo(dtype).eps * mx.abs(exact) + 1e-4).all().item()
+
+
+def test_plans_favour_the_kernels_where_a_level_of_launches_goes():
+    qkv = op.Compiled(BF16, 64, 4, 1, (16,) * 3, (128, 128, 0), False)
+    gate_up = op.Compiled(BF16, 64, 4, 1, (16, 16), (0, 0), True)
+    cases = ((qkv, (2560, (4096, 1024, 1024))), (gate_up, (2560, (9728, 9728))))
+    for chip in CHIPS.values():
+        for instance, sizes in cases:
+            plain, kernel = op.plans(1, instance, op.Sizes(*sizes))
+            assert len(kernel) == 2 and seconds(kernel, chip) < MARGIN * seconds(plain, chip)
+
+
+def test_instances_are_those_of_qwen3_4b(emulated):
+    instances = op.instances()
+    assert len({i.name for i in instances}) == len(instances) == 16
+    one = instances[0]
+    assert all(examine(check).fault is None for check in one.checks(emulated.backend))
+    assert one.workload(emulated.backend).inputs[0].shape == (1, 2560)
