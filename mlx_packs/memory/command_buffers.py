@@ -13,6 +13,7 @@ from itertools import chain
 
 from ..chips import BANDWIDTH_REACHED, CHIPS, Chip
 from ..config.schema import TrainConfig
+from ..data.shapes import sequence_inputs
 from ..ops.watchdog import (
     LONGEST_S,
     AttentionSizes,
@@ -139,12 +140,12 @@ class _Step:
 
     @property
     def _tokens(self) -> int:
-        return self.train.batch_size * (self.train.max_seq_length - 1)
+        return self.train.batch_size * (sequence_inputs(self.train.max_seq_length))
 
     @property
     def _attention(self) -> AttentionSizes:
         width = self.sizes.queries // self.sizes.heads
-        rows, length = self.train.batch_size, self.train.max_seq_length - 1
+        rows, length = self.train.batch_size, sequence_inputs(self.train.max_seq_length)
         return AttentionSizes(rows, self.sizes.heads, self.sizes.keys // width, length, width)
 
     @property

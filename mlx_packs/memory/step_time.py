@@ -18,6 +18,7 @@ from .. import chips, runtime
 from ..chips import BANDWIDTH_REACHED, MATMUL_REACHED, Chip
 from ..config.choices import MATMUL_PATHS, POLICIES, architecture_of
 from ..config.schema import LoRAConfig, TrainConfig
+from ..data.shapes import sequence_inputs
 from ..errors import PackError
 from ..measurements import recall, remember
 from .decoder import Sizes, activation_bytes, sizes_of
@@ -98,7 +99,7 @@ def work(headers: Headers, lora: LoRAConfig, train: TrainConfig) -> Work | None:
 def _work(
     sizes: Sizes, ranks: Sequence[Mapping[str, int]], train: TrainConfig, itemsize: int
 ) -> Work:
-    length = train.max_seq_length - 1
+    length = sequence_inputs(train.max_seq_length)
     tokens = train.batch_size * length
     again = POLICIES[recompute_policies(train)[0]].blocks
     # blocks' worth of a forward pass, of those before the first adapter too, and of a backward pass
@@ -175,7 +176,7 @@ def remember_steps(steps: Sequence[tuple[Headers, LoRAConfig, TrainConfig, str, 
             continue
         if (by_rates := _by_rates(needed, headers, train)) is None:
             continue
-        shape = train.batch_size, train.max_seq_length - 1
+        shape = train.batch_size, sequence_inputs(train.max_seq_length)
         step = MeasuredStep(model, shape, needed.blocks, by_rates, seconds, today)
         new[model, shape] = vars(step)
     if new:
