@@ -11,7 +11,7 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from ..runtime import mx
+from ..runtime import mx, on_cpu
 from ._backend import Kernel, choose, dtype_name, table, tiles
 from ._check import Check, Instance, seeded
 from ._cost import Launch, casts, level
@@ -90,11 +90,12 @@ def reference(
     pack = pack[: x.shape[0]]
     index = mx.clip(pack, 0, lora_a[0].shape[0] - 1)
     present = (pack == index)[:, None, None]
-    if x.dtype != mx.float64:
-        x = x.astype(mx.float32)
+    if x.dtype != mx.float64 and (on_cpu() or factor_dtype(x.dtype, [*lora_a, *lora_b]) != x.dtype):
+        x = x.astype(mx.float32)  # the only dtype of gather_mm on a CPU
     summed = []
     for y, a, b, scale in zip(outputs, lora_a, lora_b, scales, strict=True):
-        h = _gathered_product(x, a, index) * scale[index][:, None, None]  # [B, T, R]
+        scales_of_rows = scale[index][:, None, None].astype(x.dtype)
+        h = _gathered_product(x, a, index) * scales_of_rows  # [B, T, R]
         delta = _gathered_product(h, b, index).astype(y.dtype)
         summed.append(mx.where(present, y + delta, y))
     return summed
@@ -104,7 +105,7 @@ def _gathered_product(x: mx.array, factors: mx.array, index: mx.array) -> mx.arr
     """Return x[b] @ factors[index[b]] without a copy of the factors for each sequence."""
     if x.dtype == mx.float64:  # of checks alone; gather_mm has none
         return x @ factors[index]
-    return mx.gather_mm(x, factors.astype(mx.float32), rhs_indices=index)
+    return mx.gather_mm(x, factors.astype(x.dtype), rhs_indices=index)
 
 
 def _check_shapes(
@@ -418,21 +419,20 @@ def plans(
 
     def gathered(what: str, depth: int, columns: int) -> Launch:
         area = depth * columns
-        moved = 4 * (n * (depth + columns) + used * area)
-        return Launch(what, moved, 2 * n * area, 4 * reads * area, matmul=True)
+        moved = f * (n * (depth + columns) + used * area)
+        return Launch(what, moved, 2 * n * area, f * reads * area, matmul=True)
 
-    first = [Launch("index of packs: max", 16 * sequences), *casts("cast x", e, [n * d])]
-    if f < 4:
-        first += [Launch("cast A and B", (4 + f) * packs * (d * r + r * o)) for r, o in pairs]
+    half = e if f == 4 else 4  # with factors as narrow as x nothing is cast
+    first = [Launch("index of packs: max", 16 * sequences), *casts("cast x", half, [n * d])]
     index = [Launch("index of packs: equal", 16 * sequences)]
     index += [Launch("scales of packs", 12 * sequences)] * len(pairs)
     steps = [
         first,
         [Launch("index of packs: min", 16 * sequences)],
         [gathered("x A", d, r) for r in ranks] + index,
-        [Launch("scale it", 8 * n * r) for r in ranks],
+        [Launch("scale it", 2 * f * n * r) for r in ranks],
         [gathered("h B", r, o) for r, o in pairs],
-        casts("cast delta", e, [n * o for o in widths]),
+        casts("cast delta", half, [n * o for o in widths]),
         [Launch("add", 3 * e * n * o) for o in widths],
         [Launch("keep rows without a pack", 3 * e * n * o) for o in widths],
     ]

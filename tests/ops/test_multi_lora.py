@@ -88,6 +88,26 @@ def test_multi_lora_in_low_precision_is_no_worse_than_the_loop(dtype):
         assert error <= allowed + mx.finfo(dtype).eps * mx.abs(exact).max().item()
 
 
+@pytest.mark.parametrize("factors", [mx.bfloat16, mx.float32])
+def test_reference_on_a_gpu_casts_no_factors_of_its_dtype(factors, monkeypatch):
+    x, outputs, a, b, scales, pack = inputs(5, 2, mx.bfloat16)
+    a, b = ([v.astype(factors) for v in part] for part in (a, b))
+    expected = reference(x, outputs, a, b, scales, pack)
+    gather_mm, seen = mx.gather_mm, set()
+
+    def of_a_gpu(x, factors, **chosen):
+        seen.add((x.dtype, factors.dtype))
+        product = gather_mm(x.astype(mx.float32), factors.astype(mx.float32), **chosen)
+        return product.astype(x.dtype)
+
+    monkeypatch.setattr(mx, "gather_mm", of_a_gpu)
+    monkeypatch.setattr("mlx_packs.ops.multi_lora.on_cpu", lambda: False)
+    result = reference(x, outputs, a, b, scales, pack)
+    assert seen == {(factors, factors)}
+    for ours, wanted in zip(result, expected, strict=True):
+        assert mx.allclose(ours, wanted, rtol=0.05, atol=0.05).item()
+
+
 def test_a_pack_of_lower_rank_is_padded_with_zeros():
     x, outputs, a, b, scales, _ = inputs(2, 3)
     pack = mx.array([1, 1])
