@@ -72,6 +72,8 @@ def prepare(dtype, rows, depth, widths, rank, what) -> op_race.Calls:
     )
     a = [mx.random.normal((depth, rank), key=mx.random.key(9)) * 0.02 for _ in widths]
     b = [mx.random.normal((rank, w), key=mx.random.key(8)) * 0.1 for w in widths]
+    if what == "forward":  # as in generation
+        a, b = ([v.astype(dtype) for v in part] for part in (a, b))
     mx.eval(x, outputs, a, b)
     calls = implementations(widths, rank)
     if what == "gradients":

@@ -67,8 +67,10 @@ def prepare(dtype: mx.Dtype, sequences: int, rows: int, rank: int) -> op_race.Ca
         mx.random.normal((sequences, rows, w), key=mx.random.key(i)).astype(dtype)
         for i, w in enumerate((DEPTH, *WIDTHS))
     )
-    a = [mx.random.normal((PACKS, DEPTH, rank), key=mx.random.key(9)) * 0.02] * len(WIDTHS)
+    factors = mx.random.normal((PACKS, DEPTH, rank), key=mx.random.key(9)) * 0.02
+    a = [factors.astype(dtype)] * len(WIDTHS)
     b = [mx.random.normal((PACKS, rank, w), key=mx.random.key(8)) * 0.1 for w in WIDTHS]
+    b = [factors.astype(dtype) for factors in b]
     scales = [mx.full((8,), SCALE)] * len(WIDTHS)  # 8 or more: read in place
     pack = mx.array([i % PACKS for i in range(max(8, sequences))], dtype=mx.int32)
     mx.eval(x, outputs, a, b, scales, pack)

@@ -206,6 +206,18 @@ def test_examine_finds_a_wrong_value_a_wrong_gradient_and_a_nan():
     assert examine(Check("case", right, right, [x])).fault is None
 
 
+def test_launches_of_a_level_wait_once_and_a_kernel_must_win_a_tenth(monkeypatch):
+    m3_max, launch = chip("Apple M3 Max"), _cost.Launch("nothing", 0)
+    after_another, beside = [launch] * 5, _cost.level([launch] * 5)
+    assert _cost.seconds(after_another, m3_max) == pytest.approx(5 * 2.75e-6)
+    assert _cost.seconds(beside, m3_max) == pytest.approx((1 + 4 * _cost.BESIDE) * 2.75e-6)
+    monkeypatch.setattr(_backend, "chip_here", lambda: m3_max)
+    key = ("op", (mx.float32,), 1, ())
+    for slower, reason in ((0.8, None), (0.95, "10 us, kernel 10 us (Apple M3 Max)")):
+        plans = [[_cost.Launch("read", size * 2.175e6)] for size in (1.0, slower)]
+        assert _backend._loss("metal", key, lambda plans=plans: plans) == reason
+
+
 def test_seconds_of_a_read_are_its_launch_and_its_bytes():
     m3_max = chip("Apple M3 Max")
     read = _cost.seconds([_cost.Launch("read", bytes=3e9)], m3_max)
