@@ -2,9 +2,12 @@
 
 import getpass
 import json
+import os
 import re
 import shlex
 import socket
+import subprocess
+import sys
 from dataclasses import replace
 from functools import partial
 from itertools import count
@@ -26,6 +29,7 @@ from mlx_packs.memory import matmul_path, step_time
 from mlx_packs.ops import diagnostics
 from mlx_packs.packs.base import load_base
 from mlx_packs.runtime import mx
+from mlx_packs.training import step
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "performance.md"
 KERNEL = {
@@ -136,17 +140,19 @@ def test_the_record_has_both_sides_of_every_shape(benched):
         (1, 4, 4),
         (2, 4, 8),
     ]
-    for step in written["steps"]:
-        assert step["model"] == "tiny" and step["fault"] is None and step["rounds"] >= 3
-        for side in (step["mlx_lm"], step["mlx_packs"]):
+    for compared in written["steps"]:
+        assert compared["model"] == "tiny" and compared["fault"] is None and compared["rounds"] >= 3
+        for side in (compared["mlx_lm"], compared["mlx_packs"]):
             assert 0 < side["step_s"]["p20"] <= side["step_s"]["p50"] <= side["step_s"]["p80"]
             assert side["tokens_per_s"] == pytest.approx(
-                step["targets"] / side["step_s"]["p50"], rel=0.01
+                compared["targets"] / side["step_s"]["p50"], rel=0.01
             )
-            assert side["peak_gb"] > 0.004 and side["steps"] >= step["rounds"]
-        assert step["ratio"]["p20"] <= step["ratio"]["p50"] <= step["ratio"]["p80"]
-        assert step["mlx_packs"]["planned_peak_gb"] > 0.004
-        assert step["mlx_packs"]["predicted_step_s"] is None  # a CPU that was not measured before
+            assert side["peak_gb"] > 0.004 and side["steps"] >= compared["rounds"]
+        assert compared["ratio"]["p20"] <= compared["ratio"]["p50"] <= compared["ratio"]["p80"]
+        assert compared["mlx_packs"]["planned_peak_gb"] > 0.004
+        assert (
+            compared["mlx_packs"]["predicted_step_s"] is None
+        )  # a CPU that was not measured before
     assert written["kernels"] == [KERNEL]
     assert {"mlx", "mlx-lm", "mlx-packs"} <= set(written["machine"]["versions"])
 
@@ -223,8 +229,8 @@ def test_a_kernel_fault_is_anonymous_in_the_record_and_exits_with_1(quickly, mon
 
 
 def test_losses_that_differ_give_no_speed_and_exit_with_1(quickly, monkeypatch):
-    step = steps.Ours.step
-    monkeypatch.setattr(steps.Ours, "step", lambda *a: (1.0, 1.01 * step(*a)[1]))
+    one = steps.Ours.step
+    monkeypatch.setattr(steps.Ours, "step", lambda *a: (1.0, 1.01 * one(*a)[1]))
     options = ["bench", "--shapes", "1x4", "--rank", "2", "--minutes", "0.2", "--json"]
     result = CliRunner().invoke(packs, options)
     assert result.exit_code == 1 and "Please report it" in result.stderr
@@ -395,6 +401,34 @@ def test_the_record_of_a_mac_has_its_gpu_and_no_note_on_cpus(quickly, monkeypatc
     lines = record.table(written)
     assert lines[0].startswith("device  Apple M3 Max (metal) · 40 GPU cores · ")
     assert lines[2] == "state   on AC · heat nominal · GPU 3 % · load 0.30 per core"
+
+
+@pytest.mark.parametrize("ahead", [True, False])
+def test_several_steps_learn_as_single_ones_do(shared_tiny, monkeypatch, ahead):
+    monkeypatch.setattr(step, "runs_ahead", lambda: ahead)
+    of = steps.contest("tiny", shared_tiny, 2)
+    single, several = (steps._entries(of, (1, 4), "dense", "none")[1] for _ in range(2))
+    losses = [single.implementation.step(single.batch)[1] for _ in range(4)]
+    times = several.implementation.steps(several.batch, 3)
+    assert len(times) == 3 and all(ms > 0 for ms in times)
+    assert several.implementation.step(several.batch)[1] == losses[3] != losses[0]
+
+
+@pytest.mark.slow
+def test_bench_runs_as_a_user_starts_it(tmp_path):
+    options = ["bench", "--minutes", "0.5", "--shapes", "1x8", "--out", "r.json"]
+    done = subprocess.run(
+        [sys.executable, "-m", "mlx_packs", *options],
+        cwd=tmp_path,
+        env={**os.environ, CACHE_VARIABLE: str(tmp_path / "cache")},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    (compared,) = json.loads((tmp_path / "r.json").read_text())["steps"]
+    assert compared["ratio"]["p50"] > 0 and compared["matmul_path"] in done.stdout
+    assert 0.3 * 60 < json.loads((tmp_path / "r.json").read_text())["seconds"] < 2 * 60
 
 
 def test_the_plan_predicts_by_what_was_measured(calibrated, run):
