@@ -4,6 +4,7 @@ Rates of the table are the makers' figures, Apple's for the largest GPU that a n
 was measured on this machine (`measure`) is preferred to them.
 """
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -18,8 +19,10 @@ BANDWIDTH_REACHED = 0.75
 MATMUL_REACHED = 0.70
 
 _KIND = "rates"
+_RATES = ("copied_gb_s", "float32_tflops", "float16_tflops", "bfloat16_tflops", "launch_us")
 _NATIVE = 0.8  # of the rate of float16 that products in bfloat16 reach where it is native
 _REPEATS = 3
+_CHAIN = 500  # operations
 
 
 @dataclass(frozen=True)
@@ -114,25 +117,25 @@ def chip_here() -> Chip:
 
 def known_chip() -> Chip | None:
     """Return this machine's device, measured before or by the table; None if neither is known."""
-    rates = measurements.recall(_KIND, {"name": _name()})
-    return _measured(**rates) if rates is not None else chip()
+    rates = measurements.recall(_KIND, {"name": _name()}) or {}
+    return _measured(**rates) if rates.keys() == set(_RATES) else chip()
 
 
 def measure() -> Chip:
     """Measure the rates of MLX's default device, and remember them for `chip_here`."""
-    rates = {
-        "copied_gb_s": _copied_gb_s(),
-        "float32_tflops": _product_tflops(mx.float32),
-        "float16_tflops": _product_tflops(mx.float16),
-        "bfloat16_tflops": _product_tflops(mx.bfloat16),
-    }
+    products = [_product_tflops(dtype) for dtype in (mx.float32, mx.float16, mx.bfloat16)]
+    rates = dict(zip(_RATES, [_copied_gb_s(), *products, _launch_us()], strict=True))
     measurements.remember(_KIND, {"name": _name()}, rates)
     chip_here.cache_clear()
     return _measured(**rates)
 
 
 def _measured(
-    copied_gb_s: float, float32_tflops: float, float16_tflops: float, bfloat16_tflops: float
+    copied_gb_s: float,
+    float32_tflops: float,
+    float16_tflops: float,
+    bfloat16_tflops: float,
+    launch_us: float,
 ) -> Chip:
     """Return a chip of which programs reach what was measured."""
     name = _name()
@@ -144,6 +147,7 @@ def _measured(
         float32_tflops / MATMUL_REACHED,
         half / MATMUL_REACHED,
         bfloat16_tflops >= _NATIVE * float16_tflops,
+        launch_us,
         measured=True,
     )
     if (listed := chip(name)) is None:
@@ -154,7 +158,6 @@ def _measured(
         gpu_cores=listed.gpu_cores,
         vector_tflops=min(found.vector_tflops, listed.vector_tflops),
         native_bf16=listed.native_bf16,
-        launch_us=listed.launch_us,
     )
 
 
@@ -174,6 +177,20 @@ def _product_tflops(dtype: mx.Dtype) -> float:
     mx.eval(arrays)
     seconds = _seconds(lambda: [a @ arrays[0] for a in arrays])
     return 2 * len(arrays) * size**3 / seconds / 1e12
+
+
+def _launch_us() -> float:
+    """Return the microseconds of an operation on one number that waits for the one before it."""
+    one = mx.array([1.0])
+    best = math.inf
+    for _ in range(_REPEATS + 1):
+        value = one
+        for _ in range(_CHAIN):
+            value = value + one
+        start = time.perf_counter()
+        mx.eval(value)
+        best = min(best, time.perf_counter() - start)
+    return 1e6 * best / _CHAIN
 
 
 def _seconds(compute: Callable[[], list[mx.array]]) -> float:

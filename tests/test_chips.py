@@ -2,7 +2,7 @@
 
 import pytest
 
-from mlx_packs import chips
+from mlx_packs import chips, measurements
 from mlx_packs.chips import CHIPS, chip, chip_here, measure
 from mlx_packs.files import CACHE_VARIABLE
 from mlx_packs.runtime import mx
@@ -27,6 +27,7 @@ def gpu(tmp_path, monkeypatch):
 
     monkeypatch.setattr(chips, "_copied_gb_s", lambda: rates["copied_gb_s"])
     monkeypatch.setattr(chips, "_product_tflops", product)
+    monkeypatch.setattr(chips, "_launch_us", lambda: 4.5)
 
     def named(name: str) -> dict:
         monkeypatch.setattr(mx, "device_info", lambda: {"device_name": name})
@@ -70,6 +71,13 @@ def test_an_unknown_chip_is_measured_once_and_remembered(gpu, name):
     assert chip_here() == here and len(gpu.measured) == count == 3
 
 
+def test_rates_of_other_names_are_measured_again(gpu):
+    gpu("Apple M9")
+    measurements.remember("rates", {"name": "Apple M9"}, {"copied_gb_s": 1.0, "tflops": 2.0})
+    assert chips.known_chip() is None
+    assert chip_here().bandwidth_gb_s == pytest.approx(120) and chips.known_chip() == chip_here()
+
+
 def test_emulated_bfloat16_of_an_unknown_chip_is_seen(gpu):
     gpu("Apple M9")["bfloat16_tflops"] = 11.0
     assert not chip_here().native_bf16
@@ -81,10 +89,11 @@ def test_a_known_chip_is_not_measured_unless_asked_for(gpu):
     measured = measure()
     assert chip_here() == measured and measured.measured
     assert measured.bandwidth_gb_s == pytest.approx(120)  # a laptop that throttles, say
-    assert (measured.gpu_cores, measured.vector_tflops) == (40, 10.0)
+    assert (measured.gpu_cores, measured.vector_tflops, measured.launch_us) == (40, 10.0, 4.5)
     assert chip() == chip("Apple M3 Max")  # the table is the table
 
 
 def test_rates_are_measured_on_this_machine():
     assert chips._copied_gb_s() > 0.01
     assert chips._product_tflops(mx.float32) > 1e-4
+    assert 0.01 < chips._launch_us() < 1e4

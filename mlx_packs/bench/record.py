@@ -66,6 +66,7 @@ def to_record(result: BenchResult) -> dict:
             "copied_gb_s": _rounded(result.rates.bandwidth_gb_s * BANDWIDTH_REACHED),
             "float32_tflops": _rounded(result.rates.vector_tflops * MATMUL_REACHED),
             "half_tflops": half,
+            "launch_us": _rounded(result.rates.launch_us),
         },
         "steps": [_step(of, c) for of, comparisons in result.comparisons for c in comparisons],
         "kernels": [_kernel(kernel) for kernel in result.kernels],

@@ -17,7 +17,7 @@ from mlx_packs.memory.step_time import predict, remember_steps
 
 LORA = LoRAConfig(rank=16)
 RATES = {"copied_gb_s": 10.0, "float32_tflops": 0.1}
-RATES |= {"float16_tflops": 0.1, "bfloat16_tflops": 0.1}
+RATES |= {"float16_tflops": 0.1, "bfloat16_tflops": 0.1, "launch_us": 5.0}
 PATH_RATES = {"dense": 4e10, "transient": 2e10, "quantized": 2e9}
 
 
@@ -32,7 +32,7 @@ def cache(tmp_path, monkeypatch):
 @pytest.fixture
 def measured_rates(cache):
     """Rates of products and memory, as this device's earlier runs have measured them."""
-    measurements.remember("rates", {"name": chips._name()}, RATES)
+    measurements.remember(chips._KIND, {"name": chips._name()}, RATES)
     of = {"quantization": [4, 64, "affine"], "dtype": "float32"}
     measurements.remember("matmul-rates", of, PATH_RATES)
 
