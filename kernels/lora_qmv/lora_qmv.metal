@@ -153,15 +153,15 @@ inline void up(
 }
 
 // out [N, O] = silu(gate) * up, of which each is y + h b; COLUMNS of a row for each lane.
-template <typename T, int R0, int R1, int COLUMNS>
+template <typename T, int R0, int R1, int RANKS, int COLUMNS>
 inline void swiglu(
     const device float* y0, const device float* y1, const device float* h, const device T* b0,
     const device T* b1, int outputs, int row, int column0, int lane, device T* out) {
   UNROLL for (int j = 0; j < COLUMNS; j++) {
     const int column = column0 + lane + LANES * j;
     if (column < outputs) {
-      const float gate = adapted<T, R0, 0, R0 + R1>(y0, h, b0, outputs, row, column);
-      const float up = adapted<T, R1, R0, R0 + R1>(y1, h, b1, outputs, row, column);
+      const float gate = adapted<T, R0, 0, RANKS>(y0, h, b0, outputs, row, column);
+      const float up = adapted<T, R1, R0, RANKS>(y1, h, b1, outputs, row, column);
       out[size_t(row) * outputs + column] = T(gate / (1.0f + exponential(-gate)) * up);
     }
   }

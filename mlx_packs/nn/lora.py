@@ -138,7 +138,7 @@ class GroupedLoRA(nn.Module):
         """
         if self._kept is None or self.training or x.size > MAX_ROWS * x.shape[-1]:
             return None
-        key = ("launches", x.shape, x.dtype, gated)
+        key = ("launches", x.shape, x.dtype, bool(norms), gated)
         launches = self._once(key, lambda: self._launches(x, projections, norms, gated))
         return None if launches is None else launches(x)
 

@@ -196,7 +196,7 @@ def _up_kernel(ranks: tuple[int, ...], heads: tuple[int, ...], gated: bool) -> K
     if gated:
         b = [f"b{adapted[0]}" if name == "h" else name for name in b]  # of rank 0 it is not read
         lines += [
-            f"swiglu<T, {ranks[0]}, {ranks[1]}, {COLUMNS}>"
+            f"swiglu<T, {ranks[0]}, {ranks[1]}, {_columns_of_h(ranks)}, {COLUMNS}>"
             f"(y0, y1, h, {b[0]}, {b[1]}, sizes[2], row, place * {columns}, lane, out0);"
         ]
     for i in () if gated else taken:
@@ -206,7 +206,7 @@ def _up_kernel(ranks: tuple[int, ...], heads: tuple[int, ...], gated: bool) -> K
         lines += [
             f"const int places{i} = (sizes[{2 + i}] + {each - 1}) / {each};",
             f"if (place >= 0 && place < places{i})",
-            f"  up<T, {ranks[i]}, {sum(ranks[:i])}, {sum(ranks)}, {each // LANES},"
+            f"  up<T, {ranks[i]}, {sum(ranks[:i])}, {_columns_of_h(ranks)}, {each // LANES},"
             f" {'true' if heads[i] else 'false'}>(y{i}, h, {factor}, {norm},"
             f" eps[{i}], sizes[{2 + i}], row, place * {each}, lane, out{i});",
             f"place -= places{i};",
@@ -228,6 +228,11 @@ def _second(ranks: Sequence[int], heads: Sequence[int], gated: bool) -> list[int
     return [i for i in range(len(ranks)) if ranks[i] or heads[i] or gated]
 
 
+def _columns_of_h(ranks: Sequence[int]) -> int:
+    """Return the ranks of all slices, or 8: shorter inputs would be copied (`padded`)."""
+    return max(8, sum(ranks))
+
+
 Launches = Callable[[mx.array], list[mx.array]]
 
 
@@ -244,16 +249,17 @@ def prepared(  # noqa: PLR0913 (what a launch depends on)
     rows = math.prod(leading)
     widths = [w.weight.shape[0] for w in weights]
     finished = tuple(_is_finished(task, i) for i in range(len(weights)))
-    groups = tiles(sum(task.ranks), SIMDGROUPS)
+    ranks = _columns_of_h(task.ranks)
+    groups = tiles(ranks, SIMDGROUPS)
     groups += sum(tiles(width, SIMDGROUPS * OUTPUTS) for width in widths)
     template = {
         "T": dtype,
         "GROUP": task.form.group_size,
         "BITS": task.form.bits,
         "ROWS": row_tile(rows),
-        "RANKS": sum(task.ranks),
+        "RANKS": ranks,
     }
-    made = [((rows, sum(task.ranks)), mx.float32)]
+    made = [((rows, ranks), mx.float32)]
     for width, whole in zip(widths, finished, strict=True):
         made.append(((*leading, width), dtype if whole else mx.float32))
     first = _product_kernel(finished).prepared(backend, template, (groups, 1, 1), made)
@@ -272,7 +278,8 @@ def prepared(  # noqa: PLR0913 (what a launch depends on)
     parts = [padded(part) for w in weights for part in w]
     up = [padded(b) for b in factors.up if b is not None]
     norms = [padded(norm.weight) for norm in task.norms if norm is not None]
-    of_first, of_second = [*parts, padded(factors.down), sizes], [*up, *norms]
+    down = mx.pad(factors.down, ((0, ranks - len(factors.down)), (0, 0)))
+    of_first, of_second = [*parts, down, sizes], [*up, *norms]
 
     def launch(x: mx.array) -> list[mx.array]:
         h, *y = map(padded, first(inputs=[x, *of_first]))

@@ -98,8 +98,8 @@ MUTANTS = {
     ),
     "sigmoid_of_the_negative": ("exponential(-gate)", "exponential(gate)", GATED),
     "up_from_the_ranks_of_gate": (
-        "adapted<T, R1, R0, R0 + R1>",
-        "adapted<T, R1, 0, R0 + R1>",
+        "adapted<T, R1, R0, RANKS>",
+        "adapted<T, R1, 0, RANKS>",
         GATED,
     ),
 }
