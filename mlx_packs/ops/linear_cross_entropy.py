@@ -7,6 +7,7 @@ dequantized once and multiplied twice, and the backward pass recomputes nothing.
 """
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -16,6 +17,10 @@ from ..runtime import on_cpu
 from .exponential import exp
 from .streams import rounds
 from .tiling import tiling
+
+# The sum of a row's weights in float16: probabilities below 6e-8 would be zero, and in a large
+# vocabulary they are a share that counts.
+_FLOAT16_TOTAL = 1024.0
 
 
 class HeadSlice(NamedTuple):
@@ -156,7 +161,8 @@ def linear_cross_entropy(
         d_hidden = d_hidden - (1 - label_smoothing) * head.rows(targets).astype(mx.float32)
         if smooth:
             d_hidden = d_hidden - label_smoothing / head.vocab_size * seen.row_sum
-        return loss, d_hidden.astype(h.dtype)
+        # in float16 it is rounded once it is scaled with the loss, or small ones would be zero
+        return loss, d_hidden if h.dtype == mx.float16 else d_hidden.astype(h.dtype)
 
     if not gradient:
         return forward(hidden)
@@ -165,9 +171,9 @@ def linear_cross_entropy(
 
     @loss_of.vjp
     def loss_vjp(
-        _: mx.array, cotangents: Sequence[mx.array], outputs: Sequence[mx.array]
+        primal: mx.array, cotangents: Sequence[mx.array], outputs: Sequence[mx.array]
     ) -> mx.array:
-        return (cotangents[0][:, None] * outputs[1]).astype(outputs[1].dtype)
+        return (cotangents[0][:, None] * outputs[1]).astype(primal.dtype)
 
     return loss_of(hidden)[0], None
 
@@ -211,7 +217,7 @@ def _weights(logits: mx.array, at: mx.array) -> tuple[mx.array, mx.array, mx.arr
     """Return exp(logit - reference) [n, v], their sum and the reference, [n, 1], in float32.
 
     The reference is the largest logit. Where MLX fuses the cross-entropy (of any targets ``at``),
-    which reads the logits once, it is their logsumexp, and the sum is 1.
+    which reads the logits once, it is their logsumexp, and the sum is 1 (in float16 more).
     """
     if on_cpu() or not hasattr(mx.fast, "cross_entropy"):
         logits = logits.astype(mx.float32)
@@ -219,4 +225,7 @@ def _weights(logits: mx.array, at: mx.array) -> tuple[mx.array, mx.array, mx.arr
         weights = exp(logits - largest)
         return weights, weights.sum(axis=-1, keepdims=True), largest
     lse = (mx.fast.cross_entropy(logits, at) + _picked(logits, at))[:, None]
-    return mx.exp(logits.astype(mx.float32) - lse), mx.ones_like(lse), lse
+    total = mx.ones_like(lse)
+    if logits.dtype == mx.float16:
+        lse, total = lse - math.log(_FLOAT16_TOTAL), total * _FLOAT16_TOTAL
+    return mx.exp(logits.astype(mx.float32) - lse), total, lse

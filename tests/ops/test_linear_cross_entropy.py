@@ -1,5 +1,6 @@
 """Cross-entropy by slices of the vocabulary against all logits, values and gradients."""
 
+import math
 from dataclasses import replace
 
 import mlx.nn as nn
@@ -138,3 +139,41 @@ def test_sums_of_half_precision_logits_are_float32(small_slices, monkeypatch):
     loss, _ = linear_cross_entropy(states, targets, frozen_head(head), 0.0, 0.9)
     expected = cross_entropy(head(states), targets, 0.0, 0.9)
     assert mx.abs(loss - expected).max().item() < 5e-4
+
+
+def test_small_gradients_of_float16_are_rounded_once_scaled(monkeypatch):
+    monkeypatch.setattr("mlx_packs.ops.linear_cross_entropy.on_cpu", lambda: False)
+    head = nn.Linear(64, VOCABULARY, bias=False)
+    head.weight = (head.weight * 2.0**-20).astype(mx.float16)
+    head.freeze()
+    states, targets = mx.random.normal((33, 64)), mx.random.randint(0, VOCABULARY, (33,))
+    gradients = []
+    for dtype in (mx.float16, mx.float32):
+        head.weight = head.weight.astype(dtype)
+
+        def loss(h):
+            return (linear_cross_entropy(h, targets, frozen_head(head))[0] * 2.0**20).sum()
+
+        gradients.append(mx.grad(loss)(states.astype(dtype)).astype(mx.float32))
+    half, full = gradients
+    assert (mx.linalg.norm(half - full) / mx.linalg.norm(full)).item() < 0.01
+
+
+def test_float16_keeps_a_long_tail_of_the_vocabulary(monkeypatch):
+    """4,095 tokens of probability 2e-8 each, which float16 takes for zero."""
+    monkeypatch.setattr("mlx_packs.ops.linear_cross_entropy.on_cpu", lambda: False)
+    # on a GPU it accumulates in float32
+    monkeypatch.setattr(mx.fast, "cross_entropy", cross_entropy)
+    head = nn.Linear(64, 4096, bias=False)
+    rows = mx.zeros((4096, 64))
+    rows[0, 0], rows[1:, 1] = 17.75, 1.0
+    head.weight = rows.astype(mx.float16)
+    head.freeze()
+    states = mx.zeros((1, 64), mx.float16)
+    states[0, 0] = 1.0
+
+    def loss(h):
+        return 2.0**7 * linear_cross_entropy(h, mx.array([0]), frozen_head(head))[0].sum()
+
+    expected = 2.0**7 * 4095 * math.exp(-17.75)
+    assert abs(mx.grad(loss)(states)[0, 1].item() / expected - 1) < 0.01
