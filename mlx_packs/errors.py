@@ -19,7 +19,7 @@ Code = Literal[
     "memory",  # more than the machine has
     "dependency",  # a package that is not installed, or too old
     "busy",  # another process writes there
-    "diverged",  # a loss or gradient that is not finite
+    "diverged",  # a loss, gradient or weight that is not finite
     "network",
     "interrupted",
 ]
@@ -74,6 +74,20 @@ class Interrupted(PackError):
 
     def __init__(self, message: str) -> None:
         super().__init__(message, "interrupted")
+
+
+class Float16Overflow(PackError):
+    """Numbers that float16 does not hold; a run goes back to bfloat16.
+
+    Args:
+        fault: where they are, and what is wrong, before the words "in float16".
+        saved: whether a checkpoint is there to go on from.
+    """
+
+    def __init__(self, fault: str, saved: bool = False) -> None:
+        fault = f"{fault} in float16"
+        super().__init__(f"{fault}. Pass --compute-dtype bfloat16.", "diverged", "compute_dtype")
+        self.fault, self.saved = fault, saved
 
 
 def flag_of(setting: str) -> str:

@@ -6,19 +6,21 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import mlx.nn as nn
+from mlx.utils import tree_flatten, tree_map_with_path
 
 from .. import runtime
 from ..config.choices import ARCHITECTURES, architecture_of, registered
-from ..errors import PackError
+from ..errors import Float16Overflow, PackError
 from ..files import read_json
 from ..nn.quantized import NF4
 from ..runtime import mx
 from .bitsandbytes import from_bitsandbytes
 from .encoder import load_encoder
 from .families import check_supported
-from .files import TINY, check_files, fingerprint, quantized_as, resolve_checkpoint, text_config
+from .files import TINY, check_files, fingerprint, quantized_as, resolve_checkpoint
 from .model import BaseModel
 from .nf4 import already_quantized, check_stored_nf4, nf4_quantization, place_nf4, stored_as_asked
+from .precision import DTYPES, dense_dtype, dtype_of, stored_dtype
 from .quantization import QuantizeOptions, quantize_weights
 from .tokenizer import load_encoder_tokenizer, load_tokenizer
 from .unsupported import reason_of, unreadable
@@ -100,15 +102,19 @@ def _load_decoder(request: _Request) -> BaseModel:
     quantization = config.get("quantization") or nf4_quantization(model)
     if options:
         quantization = options.weight_format.to_config() | ({"keep": list(keep)} if keep else {})
+    names: list[str] = []
     if runtime.on_cpu() or request.compute_dtype != "auto":
-        _cast(model, dtype)
+        names = _cast(model, dtype)
     model.freeze()
     model.eval()
     if not request.lazy:
         mx.eval(model.parameters())
+        if names and dtype == mx.float16:
+            _check_range(model, names)
     tokenizer = load_tokenizer(path, config, request.trust_remote_code)
+    found, dtype_name = fingerprint(path), dtype_of(model)
     return BaseModel(
-        name, path, model, tokenizer, config, fingerprint(path), dict(quantization), sources
+        name, path, model, tokenizer, config, found, dict(quantization), sources, dtype_name
     )
 
 
@@ -126,7 +132,7 @@ def _lazy_encoder(name: str, path: Path, config: dict, trust_remote_code: bool) 
 
 def _lazy_decoder(name: str, path: Path, stored: dict, trust_remote_code: bool) -> BaseModel:
     def prepare(model: nn.Module, weights: Weights) -> Weights:
-        place_nf4(model, weights, _dense_dtype(weights), stored, path)
+        place_nf4(model, weights, dense_dtype(weights), stored, path)
         return weights
 
     model, config, sources = load_model_of(path, trust_remote_code, prepare)
@@ -239,28 +245,35 @@ def _activation_dtype(config: dict, requested: str) -> mx.Dtype:
     """Return the dtype of hidden states: float32 on a CPU, else as asked for or as stored."""
     if runtime.on_cpu():
         return mx.float32
-    if requested != "auto":
-        return {"float16": mx.float16, "float32": mx.float32, "bfloat16": mx.bfloat16}[requested]
-    named = str(text_config(config).get("torch_dtype") or text_config(config).get("dtype"))
-    return {"float16": mx.float16, "float32": mx.float32}.get(named, mx.bfloat16)
+    return DTYPES[stored_dtype(config) if requested == "auto" else requested]
 
 
-def _cast(model: nn.Module, dtype: mx.Dtype) -> None:
-    """Take the floating tensors of a model to a dtype, but for the parts of NF4 weights."""
+def _cast(model: nn.Module, dtype: mx.Dtype) -> list[str]:
+    """Take the floating tensors of a model to a dtype, and return their names.
+
+    The parts of NF4 weights stay as they are, and on a GPU what the model itself keeps apart
+    (mlx-lm's ``cast_predicate``).
+    """
     half = (mx.float16, mx.bfloat16)
     changed = half if runtime.on_cpu() else (*half, mx.float32)
+    casts = getattr(model, "cast_predicate", None)
+    kept = tuple(f"{path}." for path, m in model.named_modules() if isinstance(m, NF4))
+    names = []
 
-    def is_cast(module: nn.Module, name: str, value: object) -> bool:
-        return not isinstance(module, NF4) and nn.Module.valid_parameter_filter(module, name, value)
+    def converted(name: str, value: mx.array) -> mx.array:
+        own = casts is not None and not runtime.on_cpu() and not casts(name)
+        if value.dtype not in changed or own or name.startswith(kept):
+            return value
+        names.append(name)
+        return value.astype(dtype)
 
-    model.apply(lambda a: a.astype(dtype) if a.dtype in changed else a, is_cast)
+    model.update(tree_map_with_path(converted, model.parameters()))
+    return names
 
 
-def _dense_dtype(weights: Weights) -> mx.Dtype:
-    """Return the dtype of most tensors of a checkpoint that are not quantized, such as norms."""
-    dtypes = [
-        w.dtype
-        for name, w in weights.items()
-        if name.endswith((".weight", ".bias")) and w.dtype in (mx.float32, mx.float16, mx.bfloat16)
-    ]
-    return max(set(dtypes), key=dtypes.count) if dtypes else mx.bfloat16
+def _check_range(model: nn.Module, names: Sequence[str]) -> None:
+    """Raise Float16Overflow if one of these tensors was too large for float16."""
+    tensors = dict(tree_flatten(model.parameters()))
+    fits = mx.stack([mx.isfinite(tensors[name]).all() for name in names]).tolist()
+    if not all(fits):
+        raise Float16Overflow(f"{names[fits.index(False)]} overflows")

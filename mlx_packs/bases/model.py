@@ -29,6 +29,7 @@ class BaseModel:
     quantization: dict = field(default_factory=dict)  # as in config.json; empty for a dense base
     # which tensor of the files each weight of the model is
     weight_map: dict[str, Source] = field(default_factory=dict, repr=False, compare=False)
+    compute_dtype: str = "float32"  # of hidden states
 
     @property
     def vocab_size(self) -> int:

@@ -77,7 +77,11 @@ def plan(memory: float | None, device: str | None, configs: tuple[str, ...], **f
     with assumed_device(device):
         choices = recommend(headers, limit, recipe.lora, recipe.train, specified(settings, flags))
         report = [
-            {**choice.to_json(), "command": choice.command(model, configs, unflagged)}
+            {
+                **choice.to_json(),
+                "compute_dtype": choice.dtype(headers.config).to_json(),
+                "command": choice.command(model, configs, unflagged),
+            }
             for choice in choices
         ]
         width = min(100, shutil.get_terminal_size((100, 24)).columns)

@@ -14,6 +14,7 @@ from dataclasses import astuple, dataclass, replace
 
 from .. import runtime
 from ..bases.geometry import Heads
+from ..bases.precision import DTYPES, choose_compute_dtype
 from ..bases.quantization import QuantizeOptions, format_for
 from ..bases.weight_formats import named_format
 from ..config.choices import (
@@ -152,11 +153,7 @@ def sizes_of(config: Mapping, tensors: Tensors) -> Sizes:
 
 def activation_bytes(config: Mapping, train: TrainConfig) -> int:
     """Return the bytes of a number: 4 on a CPU, on a GPU as configured or as stored."""
-    if runtime.on_cpu():
-        return 4
-    if train.compute_dtype != "auto":
-        return 4 if train.compute_dtype == "float32" else 2
-    return 4 if (config.get("torch_dtype") or config.get("dtype")) == "float32" else 2
+    return DTYPES[choose_compute_dtype(config, train.compute_dtype).name].size
 
 
 def base_bytes(sizes: Sizes, headers: Headers, train: TrainConfig, itemsize: int) -> int:

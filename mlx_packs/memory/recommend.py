@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from .. import runtime
 from ..bases.families import check_task, tasks_of
+from ..bases.precision import ComputeDtype, choose_compute_dtype
 from ..config.choices import ARCHITECTURES, MATMUL_PATHS, POLICIES, TASKS, architecture_of
 from ..config.fields import fields_where
 from ..config.recipe import ADAPTER_SETTINGS, Recipe
@@ -70,6 +71,11 @@ class Option:
     def kind(self) -> str:
         """The method, and how the base is quantized for it."""
         return " ".join([self.method, *[self.quantize] * (self.quantize != "none")])
+
+    def dtype(self, config: Mapping) -> ComputeDtype:
+        """Return the dtype of activations of a base with this config."""
+        train = self.train
+        return choose_compute_dtype(config, train.compute_dtype, train.trains_base)
 
     def to_json(self) -> dict:
         """Return the option as `packs plan --json` prints it.
@@ -374,10 +380,12 @@ def table(
 ) -> list[str]:
     """Return options for people in lines of ``width`` columns, and the next command in one line."""
     best = options[0]
+    dtype = best.dtype(headers.config)
     timed = any(option.step for option in options)
     lines = [
         f"base    {headers.name} · {shown_count(best.plan.base_weights)} weights · "
         f"memory {size(memory)}",
+        f"dtype   {dtype.name}: {dtype.why}",
         "",
         f"{'method':<13} {'path':<9}{'rank':>4} {'batch':>8} {'recompute':>9} {'peak':>8} "
         f"{'s/step ' * timed}fits",

@@ -1,0 +1,93 @@
+"""The dtype that a base computes in, and why: as asked, as stored, or what the chip is fast at."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import mlx.nn as nn
+from mlx.utils import tree_flatten
+
+from .. import chips, runtime
+from ..config.choices import architecture_of
+from ..runtime import mx
+from .files import text_config
+
+DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
+STORED = "as stored"
+
+
+@dataclass(frozen=True)
+class ComputeDtype:
+    """The dtype of activations.
+
+    Attributes:
+        name: ``float32``, ``float16`` or ``bfloat16``.
+        why: the reason, for people.
+        cast: what `load_base` is to cast a base to; ``auto`` is nothing.
+    """
+
+    name: str
+    why: str
+    cast: str = "auto"
+
+    def to_json(self) -> dict[str, str]:
+        """Return name and reason, as reports and manifests have them."""
+        return {"name": self.name, "why": self.why}
+
+
+def choose_compute_dtype(
+    config: Mapping, requested: str = "auto", trains_base: bool = False
+) -> ComputeDtype:
+    """Return what a run on this device computes a base in.
+
+    ``auto`` is the stored dtype, but float16 for a bfloat16 base on a chip that emulates bfloat16.
+    A CPU, an encoder, and full fine-tuning compute in float32.
+
+    Args:
+        config: config.json of the base.
+        requested: ``auto``, or one of `DTYPES`.
+        trains_base: whether the base's own weights are trained.
+    """
+    if trains_base:
+        return ComputeDtype("float32", "weights are trained in it", requested)
+    if architecture_of(config.get("model_type")) == "encoder":
+        return ComputeDtype("float32", "encoders compute in it", requested)
+    if runtime.on_cpu():
+        return ComputeDtype("float32", "CPUs are far slower in half precision", requested)
+    if requested != "auto":
+        return ComputeDtype(requested, "as asked", requested)
+    stored = stored_dtype(config)
+    if stored == "bfloat16" and (chip := _chip_without_bfloat16()):
+        return ComputeDtype("float16", f"{chip} has no native bfloat16", "float16")
+    return ComputeDtype(stored, STORED)
+
+
+def stored_dtype(config: Mapping) -> str:
+    """Return the dtype that config.json names for weights; bfloat16 where it names none."""
+    text = text_config(dict(config))
+    named = str(text.get("torch_dtype") or text.get("dtype"))
+    return named if named in DTYPES else "bfloat16"
+
+
+def dtype_of(model: nn.Module) -> str:
+    """Return the dtype of most tensors of a model that are not quantized, such as norms."""
+    return str(dense_dtype(dict(tree_flatten(model.parameters())))).removeprefix("mlx.core.")
+
+
+def dense_dtype(weights: Mapping[str, mx.array]) -> mx.Dtype:
+    """Return the dtype of most tensors of a checkpoint that are not quantized, such as norms."""
+    dtypes = [
+        w.dtype
+        for name, w in weights.items()
+        if name.endswith((".weight", ".bias")) and w.dtype in DTYPES.values()
+    ]
+    return max(set(dtypes), key=dtypes.count) if dtypes else mx.bfloat16
+
+
+def _chip_without_bfloat16() -> str | None:
+    """Return the name of this machine's GPU if it has no native bfloat16, else None.
+
+    A GPU that is only assumed, as by `packs plan --device gpu`, is never measured.
+    """
+    has_gpu = mx.default_device() != mx.Device(mx.cpu)
+    chip = chips.chip() or (chips.chip_here() if has_gpu else None)
+    return None if chip is None or chip.native_bf16 else chip.name
