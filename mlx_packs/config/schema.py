@@ -302,7 +302,9 @@ class TrainConfig(TrainConflicts):
     )
     compute_dtype: str = _memory(
         "auto",
-        "Dtype of activations; auto is the stored one. A CPU always computes in float32.",
+        "Dtype of activations; auto is the stored one, or float16 where the chip has no native "
+        "bfloat16 (M1, M2). The loss of float16 is scaled; a run that overflows goes on in bfloat16. "
+        "A CPU always computes in float32.",
         choices=("auto", "bfloat16", "float16", "float32"),
         memory=True,
         dense=("auto", "float32"),

@@ -16,8 +16,9 @@ from mlx.utils import tree_flatten, tree_unflatten
 from ..adapters.method import Trainable
 from ..adapters.spec import check_shapes
 from ..errors import PackError
-from ..files import atomic_folder, atomic_write, save_tensors, to_json
+from ..files import atomic_folder, atomic_write, read_header, save_tensors, to_json
 from ..runtime import mx
+from .loss_scale import KEY, is_scaled
 from .run_folder import LATEST
 
 ADAPTERS = "adapters.safetensors"
@@ -107,6 +108,8 @@ def load_checkpoint(
         arrays = mx.load(str(folder / OPTIMIZER))
     except (OSError, ValueError, TypeError, RuntimeError) as error:
         raise _damaged(folder, error) from None
+    if not is_scaled(optimizer):  # a run that began in float16 may go on in another dtype
+        arrays = {name: a for name, a in arrays.items() if not name.startswith(f"{KEY}.")}
     arrays = _with_current_names(arrays, optimizer)
     expected = {name: a.shape for name, a in tree_flatten(optimizer.state)} | {"random": (2,)}
     file = folder / OPTIMIZER
@@ -118,6 +121,14 @@ def load_checkpoint(
     set_random_state(key)
     optimizer.state = tree_unflatten(list(arrays.items()))
     return state
+
+
+def has_loss_scale(folder: Path) -> bool:
+    """Return whether a checkpoint is of a run in float16, whose loss is scaled."""
+    try:
+        return any(name.startswith(f"{KEY}.") for name in read_header(folder / OPTIMIZER)[0])
+    except (PackError, OSError):
+        return False  # loading it says what is wrong
 
 
 def set_random_state(key: mx.array) -> None:

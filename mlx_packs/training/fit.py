@@ -1,5 +1,6 @@
 """Train through the phases of a run: from its start or its last checkpoint to its end."""
 
+import math
 from collections.abc import Sequence
 from contextlib import closing, suppress
 from dataclasses import asdict, dataclass, field
@@ -10,12 +11,14 @@ from .. import runtime
 from ..adapters.method import Trainable
 from ..data.batches import prefetched
 from ..display import VERBOSE, Display
+from ..errors import Float16Overflow
 from ..objectives.objective import Objective, Score
 from ..optim import carry_state
 from ..runtime import mx
 from .checkpoint import TrainingState, load_checkpoint, read_training_state
 from .dataset import Dataset
 from .loop import Loop, interrupted
+from .loss_scale import add_scale, scale_facts
 from .observers.observer import Observer
 from .phases import RunPhase
 from .run_folder import latest_checkpoint, read_metrics
@@ -34,6 +37,12 @@ def score_phases(
         return {name: objective.score(batches, bar.advance) for name, batches in held_out.items()}
 
 
+def check_scores(scores: Scores, saved: bool) -> None:
+    """Raise Float16Overflow if a score is not finite; ``saved`` is whether a checkpoint is there."""
+    if not all(math.isfinite(score.nll) for score in scores.values()):
+        raise Float16Overflow("the loss of the held-out examples overflows", saved)
+
+
 @dataclass
 class Fit:
     """Training through the phases of a run, and its outcome besides the trained parameters."""
@@ -44,6 +53,7 @@ class Fit:
     dataset: Dataset
     observers: Sequence[Observer]
     curve: list[dict]  # the lines of metrics.jsonl, which an observer adds
+    float16: bool  # whether the base computes in it, and the loss is scaled
     state: TrainingState = field(default_factory=TrainingState)
     # Before the first phase and after each; empty where they are not known.
     scores: list[Scores] = field(default_factory=list)
@@ -72,6 +82,8 @@ class Fit:
                 continue
             previous, optimizer = optimizer, phase.optimizer()
             optimizer.init(self.trainable.model.trainable_parameters())
+            if self.float16:
+                add_scale(optimizer)
             if checkpoint is not None:
                 self.state = load_checkpoint(checkpoint, self.trainable, optimizer)
                 checkpoint = None
@@ -88,7 +100,20 @@ class Fit:
             "train_s": state.train_s,
             f"{unit}_per_s": state.trained_tokens / state.train_s,
             "peak_gb": mx.get_peak_memory() / 1e9,
+            **(scale_facts(optimizer) if self.float16 and optimizer else {}),
         }
+
+    def score(self) -> Scores:
+        """Return the scores on the held-out examples of each phase, by its name.
+
+        Raises:
+            Float16Overflow: one is not finite, and the base computes in float16.
+        """
+        run = self.run
+        scores = score_phases(self.objective, self.dataset, run.phases, run.display)
+        if self.float16:
+            check_scores(scores, saved=True)
+        return scores
 
     def _train_phase(self, phase: RunPhase, optimizer: optimizers.Optimizer) -> None:
         run, objective, settings = self.run, self.objective, phase.train
@@ -117,7 +142,7 @@ class Fit:
         """Return the scores after a phase that is not the last, logged for a resumed run."""
         run = self.run
         try:
-            scores = score_phases(self.objective, self.dataset, run.phases, run.display)
+            scores = self.score()
         except KeyboardInterrupt:
             raise interrupted(latest_checkpoint(run.folder)) from None
         held_out = {name: asdict(score) for name, score in scores.items()}

@@ -1,5 +1,7 @@
 """The loop over batches: step, report, validate, save."""
 
+import copy
+import math
 import signal
 import threading
 import time
@@ -8,12 +10,14 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NoReturn
 
 from ..adapters.method import Trainable
-from ..errors import Interrupted, PackError
-from ..objectives.objective import Batch, Objective
+from ..errors import Float16Overflow, Interrupted, PackError
+from ..objectives.objective import Batch, Objective, Score
 from ..runtime import mx
-from .checkpoint import TrainingState, Window, save_checkpoint
+from .checkpoint import TrainingState, Window, save_checkpoint, set_random_state
+from .loss_scale import remove_scale, scale_facts
 from .observers.observer import Observer
 from .phases import RunPhase
 from .run_folder import latest_checkpoint
@@ -51,6 +55,7 @@ class _Taken:
     batch: Batch
     number: int  # in the run
     updates: bool
+    random: mx.array  # state before the step
     step: StartedStep
     start: float
 
@@ -78,12 +83,15 @@ class Loop:
     observers: Sequence[Observer]
     _in_flight: deque[_Taken] = field(default_factory=deque, init=False)
     _read_at: float = field(default=0.0, init=False)  # when the last step was over
+    # The last update that was read, and the random state then: an overflow in float16 leads there.
+    _updated: tuple[TrainingState, mx.array] | None = field(default=None, init=False)
 
     def train(self, batches: Iterator[Batch]) -> None:
         """Take batches up to the end of the phase: step, report, validate, save.
 
         Raises:
             PackError: if a loss or gradient is not finite; the last checkpoint remains.
+            Float16Overflow: if that happens in float16; the last update is saved.
             Interrupted: after Ctrl-C, once a checkpoint is saved.
         """
         done = self.state.batches - self.phase.start
@@ -123,17 +131,21 @@ class Loop:
         """Start the step on a batch, given its number in the phase."""
         several, start = self.phase.train.grad_accumulation_steps, time.perf_counter()
         updates = number % several == 0 or number == self.phase.train.iters
-        arrays = self.objective.arrays(batch)
+        arrays, random = self.objective.arrays(batch), mx.random.state[0]
         step = self.stepper.start(arrays, batch.count, updates, several == 1)
-        self._in_flight.append(_Taken(batch, self.phase.start + number, updates, step, start))
+        number += self.phase.start
+        self._in_flight.append(_Taken(batch, number, updates, random, step, start))
 
     def _read(self, leaving: int) -> None:
         """Wait for all steps in flight but the last ones; check, count and announce them."""
-        limit = self.phase.train.clear_cache_threshold
+        config = self.phase.train
+        limit, several = config.clear_cache_threshold, config.grad_accumulation_steps
         while len(self._in_flight) > leaving:
             taken = self._in_flight.popleft()
+            if (taken.number - 1 - self.phase.start) % several == 0:
+                self._mark_update(taken.random)
             loss, norm = taken.step.read()
-            self._check_finite(loss, norm, taken.number)
+            norm = self._checked_norm(loss, norm, taken.number)
             start, self._read_at = max(taken.start, self._read_at), time.perf_counter()
             seconds = self._read_at - start
             self.state.count(loss, taken.batch.count, norm if taken.updates else None, seconds)
@@ -169,6 +181,7 @@ class Loop:
                 f"{unit}_per_s": window.targets_per_s,
                 f"trained_{unit}": self.state.trained_tokens,
                 "peak_gb": mx.get_peak_memory() / 1e9,
+                **(scale_facts(self.stepper.optimizer) if self.stepper.scaled else {}),
             }
         )
         for observer in self.observers:
@@ -176,7 +189,7 @@ class Loop:
 
     def _validate(self) -> None:
         start = time.perf_counter()
-        score = self.objective.score(self.validation)
+        score = self._score(self.validation)
         self.trainable.model.train()
         seconds = time.perf_counter() - start
         line = self._line(score.log_entry())
@@ -185,24 +198,60 @@ class Loop:
 
     def _save(self, batch: Batch) -> Path:
         """Checkpoint the model if it still works: the loss before an update does not tell."""
-        self._check_finite(self.objective.score([batch]).nll, 0.0, self.state.batches)
+        self._check_finite(self._score([batch]).nll, 0.0, self.state.batches)
         self.trainable.model.train()
-        folder = save_checkpoint(
-            self.run.folder, self.trainable, self.stepper.optimizer, self.state
-        )
+        return self._write_checkpoint(self.state)
+
+    def _write_checkpoint(self, state: TrainingState) -> Path:
+        folder = save_checkpoint(self.run.folder, self.trainable, self.stepper.optimizer, state)
         for observer in self.observers:
             observer.on_checkpoint(folder)
         return folder
 
-    def _check_finite(self, loss: float, norm: float, number: int) -> None:
-        if fault := not_finite(loss, norm):
-            folder = latest_checkpoint(self.run.folder)
-            last = f"The last good checkpoint is {folder}." if folder else "No checkpoint was due."
-            raise PackError(
-                f"step {number}: {fault}. Training stopped. {last} "
-                "Try a lower --learning-rate, or --max-grad-norm 1.",
-                "diverged",
+    def _score(self, batches: Sequence[Batch]) -> Score:
+        """Score batches once every step was read; in float16 the score is finite."""
+        if not self.stepper.waiting:
+            self._mark_update(mx.random.state[0])
+        score = self.objective.score(batches)
+        if self.stepper.scaled and not math.isfinite(score.nll):
+            self._leave_float16(f"after batch {self.state.batches}: the loss is {score.nll}")
+        return score
+
+    def _mark_update(self, random: mx.array) -> None:
+        """Remember the state of the run at an update, where its loss is scaled."""
+        if self.stepper.scaled:
+            self._updated = copy.deepcopy(self.state), random
+
+    def _checked_norm(self, loss: float, norm: float, number: int) -> float:
+        """Return the gradient norm of the last update, once the result of a batch is checked."""
+        if self.stepper.scaled and math.isfinite(loss) and math.isinf(norm):
+            self.run.display.line(
+                "dtype", f"batch {number}: a gradient overflows in float16, its update is skipped"
             )
+            return self.state.grad_norm
+        self._check_finite(loss, norm, number)
+        return norm
+
+    def _check_finite(self, loss: float, norm: float, number: int) -> None:
+        if (fault := not_finite(loss, norm)) is None:
+            return
+        if self.stepper.scaled:
+            self._leave_float16(f"batch {number}: {fault}")
+        folder = latest_checkpoint(self.run.folder)
+        last = f"The last good checkpoint is {folder}." if folder else "No checkpoint was due."
+        raise PackError(
+            f"step {number}: {fault}. Training stopped. {last} "
+            "Try a lower --learning-rate, or --max-grad-norm 1.",
+            "diverged",
+        )
+
+    def _leave_float16(self, fault: str) -> NoReturn:
+        """Save the last update, after which nothing has changed, and raise Float16Overflow."""
+        state, random = self._updated
+        set_random_state(random)
+        remove_scale(self.stepper.optimizer)
+        self._write_checkpoint(state)
+        raise Float16Overflow(fault, saved=True)
 
 
 def interrupted(checkpoint: Path | None) -> Interrupted:

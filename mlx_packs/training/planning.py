@@ -95,7 +95,8 @@ def choose_path(
     if rows is None:
         return MatmulPathChoice("dense", {}, "the base is not quantized")
     asked = run.train.matmul_path
-    resumed = recorded_matmul_path(run.folder) if run.resume else None
+    goes_on = run.resume and not run.overflow  # in another dtype, others may be faster
+    resumed = recorded_matmul_path(run.folder) if goes_on else None
     if asked != "auto":
         choice = MatmulPathChoice(asked, {}, "as asked")
     elif resumed in (plans or MATMUL_PATHS):

@@ -3,20 +3,22 @@
 `run` is the one road of every task and every method; it reads from top to bottom.
 """
 
+import gc
 import time
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from .. import runtime
 from ..adapters.method import METHODS, Trainable
 from ..bases.files import TINY, check_files, resolve_checkpoint
+from ..bases.precision import STORED, ComputeDtype
 from ..config.choices import architecture_of
 from ..config.recipe import Recipe, check_method, resolve, tiny_recipe
 from ..config.schema import DataConfig, LoRAConfig, TrainConfig
 from ..display import QUIET, VERBOSE, Display, shown_count
-from ..errors import PackError
+from ..errors import Float16Overflow, PackError
 from ..files import make_folder
 from ..gates import Gates, evaluate_gates, gate_limits
 from ..nn.gated_delta import has_gated_delta
@@ -30,7 +32,7 @@ from ..packs.pack import Pack, round_adapters
 from ..runtime import mx
 from .command_buffers import limit_command_buffers
 from .dataset import Dataset
-from .fit import Fit, score_phases
+from .fit import Fit, check_scores, score_phases
 from .folders import output_folders
 from .identity import check_resume, public_recipe, run_identity, start_of
 from .observers.observer import ObservedRun
@@ -38,6 +40,7 @@ from .observers.registry import make_observers
 from .observers.trackers import check_report_to
 from .phases import resolve_phases
 from .planning import MemoryChoice, check_headers, fit_into_memory, matmul_paths_by_name
+from .precision import run_dtype, show_dtype
 from .run_folder import check_resumable, clear_run, write_identity
 from .settings import Run
 from .tasks.task import Summary, Task, make_task
@@ -163,12 +166,27 @@ def train_pack(  # noqa: PLR0913 (the public face)
 
 @runtime.memory_limits()
 def run(run: Run) -> TrainRun:
-    """Train as a run asks for, in folders that are its own."""
+    """Train as a run asks for, in folders that are its own.
+
+    After an overflow in float16 it goes on in bfloat16 from the last update, as if resumed.
+    """
+    try:
+        return _run(run)
+    except Float16Overflow as overflow:
+        if isinstance(run.base, Base):  # it is the caller's
+            raise
+        fault, saved = overflow.fault, overflow.saved
+    run.display.line("dtype", f"{fault}; the run goes on in bfloat16")
+    gc.collect()  # the base in float16, which the exception held
+    return _run(replace(run, resume=run.resume or saved, overflow=fault))
+
+
+def _run(run: Run) -> TrainRun:
     earlier = check_resumable(run.folder) if run.resume else None
     start = start_of(run.resume_adapter_file, earlier)
     task = make_task(run)
     splits = [phase.load_rows() for phase in run.phases]
-    base = _open_base(run, task)
+    base, dtype = _open_base(run, task)
     _say_what_mlx_lacks(base, run)
     target, lora = task.target(base)
     dataset = task.encode(base, splits)
@@ -194,7 +212,7 @@ def run(run: Run) -> TrainRun:
             _load_adapters(trainable, Path(run.resume_adapter_file))
         trainable.recompute(memory.recompute)
         with closing(task.objective(trainable, memory)) as objective:
-            fit = _train(run, identity, trainable, objective, dataset)
+            fit = _train(run, identity, trainable, objective, dataset, dtype)
             summary = task.summary(trainable, objective, fit, sources)
         pack = Pack.of(
             trainable,
@@ -208,13 +226,14 @@ def run(run: Run) -> TrainRun:
             recipe=public_recipe(recipe, base),
             **summary.facts,
             eval=summary.eval,
-            measured=_measured(fit, memory),
+            measured={"compute_dtype": dtype.to_json(), **_measured(fit, memory)},
         ).save(run.pack, overwrite=run.overwrite or run.resume)
     finally:
         trainable.detach()
     gates = _check_gates(run, task, pack, summary, memory)
     report = {
         **_report(run, pack, fit, summary, memory),
+        "compute_dtype": dtype.to_json(),
         "matmul_paths": paths,
         "method": trainable.method,
         "base_weights": base_weights,
@@ -225,18 +244,25 @@ def run(run: Run) -> TrainRun:
     return TrainRun(pack, run.folder, report, fit.curve)
 
 
-def _open_base(run: Run, task: Task) -> Base:
-    """Return the base, quantized as requested; reject it unread where it cannot fit."""
+def _open_base(run: Run, task: Task) -> tuple[Base, ComputeDtype]:
+    """Return the base, quantized as requested, and its dtype; reject it unread if it cannot fit."""
     train, base = run.train, run.base
     if isinstance(base, Base):
-        if train.quantize != "none":
-            raise PackError(
-                "--quantize: this base is loaded already. Pass the option to load_base instead.",
-                "conflict",
-            )
+        for flag, value, default in (
+            ("--quantize", train.quantize, "none"),
+            ("--compute-dtype", train.compute_dtype, "auto"),
+        ):
+            if value != default:
+                raise PackError(
+                    f"{flag}: this base is loaded already. Pass the option to load_base instead.",
+                    "conflict",
+                )
+        dtype = ComputeDtype(base.compute_dtype, "the base was loaded in it")
     else:
-        task.check(str(base), check_files(resolve_checkpoint(base))["model_type"])
+        config = check_files(resolve_checkpoint(base))
+        task.check(str(base), config["model_type"])
         check_headers(base, run)
+        dtype = run_dtype(run, config)
         with run.display.working("base", f"loading {base}"):
             base = load_base(
                 base,
@@ -244,15 +270,18 @@ def _open_base(run: Run, task: Task) -> Base:
                 run.trust_remote_code,
                 double_quant=train.double_quant,
                 keep=train.keep,
-                compute_dtype=train.compute_dtype,
+                compute_dtype=dtype.cast,
                 lazy=task.lazy_base,
             )
+        if dtype.cast == "auto" and dtype.why == STORED:  # config.json may not say it
+            dtype = replace(dtype, name=base.compute_dtype)
     task.check(base.name, base.config["model_type"])
     METHODS[train.method].check(base, train.matmul_path)
     run.display.line("base", base.summary())
+    show_dtype(run, dtype)
     if unused := unused_learning_rate(train):
         run.display.line("note", unused)
-    return base
+    return base, dtype
 
 
 def _say_what_mlx_lacks(base: Base, run: Run) -> None:
@@ -289,24 +318,32 @@ def _load_adapters(trainable: Trainable, file: Path) -> None:
     trainable.load(tensors, str(file))
 
 
-def _train(
-    run: Run, identity: dict, trainable: Trainable, objective: Objective, dataset: Dataset
+def _train(  # noqa: PLR0913 - the parts of a run
+    run: Run,
+    identity: dict,
+    trainable: Trainable,
+    objective: Objective,
+    dataset: Dataset,
+    dtype: ComputeDtype,
 ) -> Fit:
     """Score the base, train, round to the pack's dtype, and score again."""
+    float16 = dtype.name == "float16"
     with trainable.disabled():
         before = score_phases(objective, dataset, run.phases, run.display)
+        if float16:
+            check_scores(before, saved=False)
     observed = ObservedRun(run, objective.unit, identity["recipe"])
     observers = make_observers(observed)
     make_folder(run.folder)
     if not run.resume:
         clear_run(run.folder)
     write_identity(run.folder, identity)
-    fit = Fit(run, trainable, objective, dataset, observers, observed.curve)
+    fit = Fit(run, trainable, objective, dataset, observers, observed.curve, float16)
     fit.train(before)
     if _backend.detect() != "reference":
         run.display.line("kernels", _backend.summary())
     round_adapters(trainable, run.train.pack_dtype)
-    fit.scores.append(score_phases(objective, dataset, run.phases, run.display))
+    fit.scores.append(fit.score())
     return fit
 
 

@@ -27,6 +27,7 @@ class Run:
     report_to: str | None = None  # experiment trackers, separated by commas
     project_name: str | None = None  # of the trackers
     trust_remote_code: bool = False
+    overflow: str = ""  # why a run that began in float16 goes on in bfloat16
     force: bool = False  # whether to train although the memory plan exceeds the machine
 
     @property

@@ -15,6 +15,7 @@ from mlx.utils import tree_flatten, tree_map
 from .. import runtime
 from ..objectives.objective import Arrays, Loss
 from ..runtime import is_traced, mx
+from .loss_scale import KEY, guarded_update, is_scaled, scaled
 
 _JOINED = 1 << 22  # numbers of gradients that are joined for their norm
 
@@ -46,7 +47,8 @@ class Stepper:
         model: has the trainable parameters.
         loss: of the arrays of a batch: the sum over its targets, and what the sum is divided by
             (`Objective.loss`).
-        optimizer: initialized for the trainable parameters.
+        optimizer: initialized for the trainable parameters; a scale of the loss is part of its
+            state (loss_scale.py).
         max_grad_norm: gradients of a larger norm are scaled down to it; None or 0 never.
     """
 
@@ -65,10 +67,14 @@ class Stepper:
         self.traces = 0  # functions that MLX has compiled
         self.waiting = 0  # batches whose gradients wait for the rest of their update
         self._pending: tuple = ()
-        value_and_grad = nn.value_and_grad(model, loss)
+        self.scaled = is_scaled(optimizer)
+        value_and_grad = nn.value_and_grad(model, scaled(loss, optimizer) if self.scaled else loss)
 
         def update(grads: dict, count: mx.array) -> mx.array:
             """Mean gradient over ``count`` targets, clipped; returns its norm before clipping."""
+            targets = count
+            if self.scaled:
+                count = count * optimizer.state[KEY]["scale"]
             # elsewhere one factor for mean and clipping would spare nothing, and change last bits
             if not runtime.COMPILES:
                 grads, count = tree_map(lambda g: g / count, grads), 1
@@ -77,15 +83,21 @@ class Stepper:
             if max_grad_norm:
                 factor = factor * mx.minimum(max_grad_norm / (norm + 1e-6), 1.0)
             grads = tree_map(lambda g: g * factor, grads)
+            if self.scaled:
+                return guarded_update(model, optimizer, grads, norm, targets)
             optimizer.update(model, grads)
             return norm
 
+        def total_and_grad(*batch: mx.array) -> tuple:
+            values, grads = value_and_grad(*batch)
+            return values[1] if self.scaled else values, grads
+
         def whole(*batch: mx.array) -> tuple:
-            (total, count), grads = value_and_grad(*batch)
+            (total, count), grads = total_and_grad(*batch)
             return total / count, update(grads, count)
 
         def gather(*batch: mx.array) -> tuple:
-            (total, count), grads = value_and_grad(*batch)
+            (total, count), grads = total_and_grad(*batch)
             return total, count, grads
 
         def add(pending: tuple, batch: Arrays) -> tuple:

@@ -39,7 +39,7 @@ class Recorder(Observer):
 
     def __init__(self) -> None:
         self.log: list[str] = []
-        self.waiting, self.ahead = 0, int(step.runs_ahead())
+        self.waiting, self.ahead, self.scaled = 0, int(step.runs_ahead()), False
         self.optimizer = SimpleNamespace(learning_rate=0.1)
         self.started = 0
 

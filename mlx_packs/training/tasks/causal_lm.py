@@ -23,6 +23,7 @@ from ...packs.pack import Pack
 from ..fit import Fit
 from ..phases import OWN
 from ..planning import MemoryChoice
+from ..precision import check_forward
 from .task import Summary, Task, cost
 from .tokens import PhasedDataset, encode_phases
 
@@ -84,6 +85,7 @@ class CausalLMTask(Task):
         """Return the loss of the targets. The sample prompt is completed here, before training."""
         train, head = self.run.train, self.graph.head()
         if not self.graph.is_proxy:
+            check_forward(self.base, self.sample.tokens)
             if train.packing:  # no token of a proxy sees another
                 prepare_packing(trainable, head, train.max_seq_length, self.base.vocab_size)
             self.sample_before = self.sample.complete(self.base)

@@ -1,0 +1,50 @@
+"""The dtype of a run: chosen when it begins, kept when it is resumed, left after an overflow."""
+
+from collections.abc import Mapping
+
+from ..bases.precision import ComputeDtype, choose_compute_dtype
+from ..errors import Float16Overflow
+from ..packs.base import Base
+from ..runtime import mx
+from .checkpoint import has_loss_scale
+from .run_folder import latest_checkpoint
+from .settings import Run
+
+_PROBED = 512  # tokens
+
+
+def run_dtype(run: Run, config: Mapping) -> ComputeDtype:
+    """Return the dtype of a run on a base that is to be loaded.
+
+    A resumed run stays in float16, or out of it, as its last checkpoint is.
+    """
+    if run.overflow:
+        return ComputeDtype("bfloat16", run.overflow, "bfloat16")
+    dtype = choose_compute_dtype(config, run.train.compute_dtype, run.train.trains_base)
+    checkpoint = latest_checkpoint(run.folder) if run.resume else None
+    if checkpoint is None or dtype.name == "float32":
+        return dtype
+    was_float16 = has_loss_scale(checkpoint)
+    if was_float16 == (dtype.name == "float16"):
+        return dtype
+    name = "float16" if was_float16 else "bfloat16"
+    return ComputeDtype(name, f"as of {checkpoint.name}", name)
+
+
+def show_dtype(run: Run, dtype: ComputeDtype) -> None:
+    """Show the dtype of a run, unless it is the one that every run on a CPU has."""
+    if dtype.name == "float32" and run.train.compute_dtype in ("auto", "float32"):
+        return
+    asked = run.train.compute_dtype
+    instead = f" instead of {asked}" if asked not in ("auto", dtype.name) else ""
+    scaled = " · the loss is scaled" if dtype.name == "float16" else ""
+    run.display.line("dtype", f"{dtype.name}{instead}: {dtype.why}{scaled}")
+
+
+def check_forward(base: Base, tokens: list[int]) -> None:
+    """Raise Float16Overflow if a base computes in float16, and its logits of tokens are not finite."""
+    if base.compute_dtype != "float16":
+        return
+    logits = base.model(mx.array([tokens[:_PROBED]]))
+    if not mx.isfinite(logits).all().item():
+        raise Float16Overflow("the forward pass overflows")
