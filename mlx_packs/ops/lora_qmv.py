@@ -170,16 +170,21 @@ def check_of(
 ) -> Check:
     """Return a seeded row or more for a group with seeded weights and factors of these sizes."""
     dtype, form = instance.dtype, Format(instance.group_size, instance.bits)
-    weights = [_seeded_weight(width, depth, form, dtype, i) for i, width in enumerate(widths)]
+    least = (
+        -4 if exact else -4 - form.bits
+    )  # random sums of any size stay within float16, gated too
+    weights = [
+        _seeded_weight(width, depth, form, dtype, i, least) for i, width in enumerate(widths)
+    ]
     shapes = [(rows, depth), *((depth, r) for r in instance.ranks)]
     shapes += [(r, width) for r, width in zip(instance.ranks, widths, strict=True)]
     x, *drawn = seeded(shapes, exact)
     a, b = drawn[: len(widths)], drawn[len(widths) :]
     a, b = ([v if v.size else None for v in part] for part in (a, b))
-    scales = [2.0 if exact else 0.5] * len(widths)
+    scales = [2.0 if exact else 0.03] * len(widths)
     factors = Factors.of(a, b, scales, dtype)
     norms = [
-        Norm((1 + seeded([(head,)], True)[0] / 4).astype(dtype), 500.0) if head else None
+        Norm((1 + seeded([(head,)], True)[0] / 4).astype(dtype), 2.0) if head else None
         for head in instance.heads
     ]
     task = Task(form, instance.ranks, norms, instance.gated)
@@ -202,14 +207,16 @@ def check_of(
 
 
 def _seeded_weight(
-    outputs: int, depth: int, form: Format, dtype: mx.Dtype, seed: int
+    outputs: int, depth: int, form: Format, dtype: mx.Dtype, seed: int, least: int
 ) -> AffineWeight:
-    """Return random codes, scales and biases; the latter are powers of two, so that sums are exact."""
+    """Return random codes, and as scales and biases powers of two, 2^least and more."""
     keys = [mx.random.key(4 * seed + i) for i in range(4)]
     codes = outputs, depth * form.bits // 32
     low, high = (mx.random.randint(0, 1 << 16, codes, mx.uint32, key) for key in keys[:2])
     groups = outputs, depth // form.group_size
-    scales, biases = (2.0 ** mx.random.randint(-4, -1, groups, key=key) for key in keys[2:])
+    scales, biases = (
+        2.0 ** mx.random.randint(least, least + 3, groups, key=key) for key in keys[2:]
+    )
     return AffineWeight(low + (high << 16), scales.astype(dtype), (-8 * biases).astype(dtype))
 
 
