@@ -87,6 +87,7 @@ def notes(result: BenchResult) -> list[str]:
             "This is a CPU: both sides multiply by the BLAS that mlx_packs binds, and neither is "
             "compiled by mx.compile. Figures of a Mac's GPU are others."
         )
+    found += [anonymous(of.note) for of, _ in result.comparisons if of.note]
     compared = [c for _, comparisons in result.comparisons for c in comparisons]
     if any(0 < len(c.ratios) < MIN_ROUNDS for c in compared):
         found.append(f"Fewer than {MIN_ROUNDS} rounds: raise --minutes for figures to rely on.")

@@ -6,18 +6,22 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
 from .. import chips, measurements
-from ..bases.files import TINY
+from ..bases.files import TINY, check_files, resolve_checkpoint
+from ..bases.precision import choose_compute_dtype
 from ..display import Display
+from ..errors import Float16Overflow
 from ..files import CACHE_VARIABLE, cache_folder
 from ..memory.step_time import remember_steps
 from ..ops._check import Instance
 from ..ops.diagnostics import examine_all
-from ..packs.base import load_base
+from ..packs.base import Base, load_base
 from ..runtime import on_cpu
+from ..training.precision import check_forward
 from .conditions import Conditions, disturbances, read_conditions
 from .steps import Comparison, Contest, Shape, compare_steps, contest
 
 SHAPES = {"gpu": ((1, 512), (4, 512), (1, 2048)), "cpu": ((1, 64), (4, 64), (1, 256))}
+_PROBED = 64  # tokens of a forward pass in float16
 _TINY_SHARE = 0.2  # of the time, beside another base
 
 
@@ -158,9 +162,22 @@ def _contests(settings: BenchSettings, display: Display) -> list[Contest]:
     contests = []
     for name in names:
         with display.working("base", f"loading {name}"):
-            base = load_base(name, trust_remote_code=settings.trust_remote_code)
-            contests.append(contest(name, base, settings.rank))
+            base, note = _load(name, settings.trust_remote_code)
+            contests.append(contest(name, base, settings.rank, note))
     return contests
+
+
+def _load(name: str, trust_remote_code: bool) -> tuple[Base, str]:
+    """Return a base in the dtype that a run computes it in, and why if that is not the stored one."""
+    dtype = choose_compute_dtype(check_files(resolve_checkpoint(name)))
+    if dtype.cast != "auto":
+        try:
+            base = load_base(name, "none", trust_remote_code, compute_dtype=dtype.cast)
+            check_forward(base, list(range(_PROBED)))
+            return base, f"{dtype.why}: both compute {name} in {dtype.name}, as packs train does."
+        except Float16Overflow:  # as a run does, too
+            pass
+    return load_base(name, "none", trust_remote_code), ""
 
 
 def _calibrated(result: BenchResult) -> BenchResult:

@@ -84,13 +84,19 @@ class Contest:
 
     Attributes:
         name: What records call it.
+        note: Why it is computed in another dtype than the stored one; empty if it is not.
     """
 
     name: str
     base: Base
     headers: Headers
     adapters: Adapters
-    dtype: str
+    note: str = ""
+
+    @property
+    def dtype(self) -> str:
+        """The dtype of activations."""
+        return self.base.compute_dtype
 
     @property
     def base_bytes(self) -> int:
@@ -112,7 +118,7 @@ class Contest:
         )
 
 
-def contest(name: str, base: Base, rank: int) -> Contest:
+def contest(name: str, base: Base, rank: int, note: str = "") -> Contest:
     """Return the contest on a base.
 
     Raises:
@@ -133,8 +139,7 @@ def contest(name: str, base: Base, rank: int) -> Contest:
             f"--model {name}: its modules cannot be copied ({error}).", "unsupported"
         ) from None
     adapters = Adapters.random(base, rank, SCALE, _SEED)
-    dtype = str(base.model(mx.zeros((1, 8), mx.int32)).dtype).removeprefix("mlx.core.")  # lazy
-    return Contest(name, base, headers, adapters, dtype)
+    return Contest(name, base, headers, adapters, note)
 
 
 def compare_steps(

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from .. import chips, runtime
+from ..bases.precision import choose_compute_dtype
 from ..chips import BANDWIDTH_REACHED, MATMUL_REACHED, Chip
 from ..config.choices import MATMUL_PATHS, POLICIES, architecture_of
 from ..config.schema import LoRAConfig, TrainConfig
@@ -249,7 +250,4 @@ def _precision(headers: Headers, train: TrainConfig) -> tuple[tuple[int, int, st
         )
     else:
         quantization = int(train.quantize[-1]), 64, "affine"
-    if activation_bytes(headers.config, train) == 4:
-        return quantization, "float32"
-    stored_dtype = headers.config.get("torch_dtype") or headers.config.get("dtype") or "bfloat16"
-    return quantization, stored_dtype if train.compute_dtype == "auto" else train.compute_dtype
+    return quantization, choose_compute_dtype(headers.config, train.compute_dtype).name

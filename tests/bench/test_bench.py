@@ -18,12 +18,13 @@ import pytest
 from click.testing import CliRunner
 
 from mlx_packs import chips, runtime
+from mlx_packs.bases.precision import ComputeDtype
 from mlx_packs.bench import conditions, race, record, run, steps
 from mlx_packs.bench.conditions import Conditions
 from mlx_packs.bench.run import BenchSettings
 from mlx_packs.cli.main import packs
 from mlx_packs.display import QUIET, Display
-from mlx_packs.errors import PackError
+from mlx_packs.errors import Float16Overflow, PackError
 from mlx_packs.files import CACHE_VARIABLE
 from mlx_packs.memory import matmul_path, step_time
 from mlx_packs.ops import diagnostics
@@ -371,6 +372,28 @@ def test_wrong_options_are_one_line(quickly, never_runs, rejected, options, flag
 def test_a_base_that_mlx_lm_cannot_train_is_rejected_first(quickly, rejected, encoder):
     error = rejected("bench", "--model", encoder)
     assert error.code == "unsupported" and not list(quickly.glob("*.json"))
+
+
+@pytest.mark.parametrize("overflows", [False, True])
+def test_a_chip_without_bfloat16_computes_both_in_float16(monkeypatch, tiny, overflows):
+    half = ComputeDtype("float16", "Apple M1 has no native bfloat16", "float16")
+    monkeypatch.setattr(run, "choose_compute_dtype", lambda config: half)
+    loaded = []
+
+    def load(*_, compute_dtype="auto"):
+        loaded.append(compute_dtype)
+        tiny.compute_dtype = "float16" if compute_dtype == "float16" else "bfloat16"
+        return tiny
+
+    def overflow(*_):
+        raise Float16Overflow("the forward pass overflows")
+
+    monkeypatch.setattr(run, "load_base", load)
+    if overflows:
+        monkeypatch.setattr(run, "check_forward", overflow)
+    (of,) = run._contests(BenchSettings(rank=2), Display(QUIET))
+    assert loaded == ["float16", "auto"][: 1 + overflows]
+    assert of.dtype == ("bfloat16" if overflows else "float16") and bool(of.note) == (not overflows)
 
 
 def test_an_nf4_base_is_rejected():
