@@ -119,7 +119,12 @@ def test_doctor_reports_the_machine_and_every_kernel(tmp_path):
     assert {"device", "versions", "blas", "memory", "kernels"} <= set(report)
     assert report["versions"]["mlx"] and report["blas"]["gflops"] > 0
     assert report["blas"]["streams"] == stream_count()
-    assert {k["op"] for k in report["kernels"]} == {"grouped_lora", "multi_lora", "nf4"}
+    assert {k["op"] for k in report["kernels"]} == {
+        "grouped_lora",
+        "lora_qmv",
+        "multi_lora",
+        "nf4",
+    }
     for kernel in report["kernels"]:
         assert {"op", "instance", "backend", "max_error", "ok"} <= set(kernel)
         assert kernel["ok"] and kernel["backend"] == "reference" and kernel["max_error"] > 0
