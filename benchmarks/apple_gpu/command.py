@@ -29,7 +29,12 @@ def _steps(options: argparse.Namespace, here: Environment) -> list[Record]:
     sizes = [(options.batch or 1, options.length or 2048)]
     if not (options.batch or options.length):
         sizes = [(1, 2048), (4, 512)]
-    jobs = [("quantized", "none"), ("transient", "none"), ("quantized", "block")]
+    jobs = [
+        ("quantized", "none"),
+        ("transient", "none"),
+        ("quantized", "block"),
+        ("transient", "block"),
+    ]
     if options.path or options.recompute:
         policies = options.recompute or ["none"]
         jobs = [(path, policy) for path in options.path or ["quantized"] for policy in policies]
