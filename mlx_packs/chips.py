@@ -140,7 +140,7 @@ def _measured(
     """Return a chip of which programs reach what was measured."""
     name = _name()
     half = max(float16_tflops, bfloat16_tflops)
-    found = Chip(
+    measured = Chip(
         name,
         None,
         copied_gb_s / BANDWIDTH_REACHED,
@@ -151,12 +151,12 @@ def _measured(
         measured=True,
     )
     if (listed := chip(name)) is None:
-        return found
+        return measured
     # its matrix units may compute products in float32 too
     return replace(
-        found,
+        measured,
         gpu_cores=listed.gpu_cores,
-        vector_tflops=min(found.vector_tflops, listed.vector_tflops),
+        vector_tflops=min(measured.vector_tflops, listed.vector_tflops),
         native_bf16=listed.native_bf16,
     )
 

@@ -91,13 +91,13 @@ def table(records: Sequence[Record]) -> str:
 
 def _worst(goal: Goal, records: dict[tuple[str, str, str], Record]) -> tuple[float, Record] | None:
     """The largest figure over shapes, each by the implementation of ours that is best there."""
-    found = []
+    best = []
     for shape in goal.shapes:
         figures = list(_figures(goal, shape, records))
         if not figures:
             return None
-        found.append(min(figures, key=lambda figure: figure[0]))
-    return max(found, key=lambda figure: figure[0])
+        best.append(min(figures, key=lambda figure: figure[0]))
+    return max(best, key=lambda figure: figure[0])
 
 
 def _figures(

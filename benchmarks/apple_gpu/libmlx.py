@@ -179,12 +179,12 @@ def _functions(library: Path) -> dict[str, tuple[int, int]]:
         return {}
     names = int(sections[table["link"]]["offset"])
     symbols = np.frombuffer(data, _SYMBOL, int(table["size"]) // _SYMBOL.itemsize, table["offset"])
-    found = {}
+    addresses = {}
     for symbol in symbols[(symbols["info"] & 15 == 2) & (symbols["section"] > 0)]:
         begin = names + int(symbol["name"])
         name = data[begin : data.index(b"\0", begin)].decode()
-        found[name] = int(symbol["value"]), int(symbol["size"])
-    return found
+        addresses[name] = int(symbol["value"]), int(symbol["size"])
+    return addresses
 
 
 def _overwrite(library: Path) -> None:

@@ -160,7 +160,7 @@ def _recorder(
     fields = {"dtype": "bfloat16", "baseline": MLX_LM, "note": predicted(chips)}
 
     def make(implementation: str, metric: str, unit: str, value: float) -> Record:
-        made = record(nowhere, task, implementation, shape, metric, unit, [value], **fields)
-        return replace(made, blas="none", blas_threads=None)
+        entry = record(nowhere, task, implementation, shape, metric, unit, [value], **fields)
+        return replace(entry, blas="none", blas_threads=None)
 
     return make

@@ -74,20 +74,20 @@ def read_conditions(read: Read | None = None, system: str = sys.platform) -> Con
 
 def disturbances(conditions: Conditions) -> list[str]:
     """Return what makes figures of this machine lower than it can do, as ends of ``the machine …``."""
-    found = []
+    causes = []
     if conditions.power == "battery":
-        found.append("runs on battery")
+        causes.append("runs on battery")
     if conditions.low_power_mode:
-        found.append("is in Low Power Mode")
+        causes.append("is in Low Power Mode")
     if conditions.thermal not in (None, "nominal"):
-        found.append(f"is hot (thermal pressure {conditions.thermal})")
+        causes.append(f"is hot (thermal pressure {conditions.thermal})")
     if (limit := conditions.cpu_speed_limit) is not None and limit < 100:
-        found.append(f"limits its speed to {limit} %")
+        causes.append(f"limits its speed to {limit} %")
     if (used := conditions.gpu_utilization) is not None and used >= BUSY_GPU:
-        found.append(f"has another program on its GPU ({used} % in use)")
+        causes.append(f"has another program on its GPU ({used} % in use)")
     if on_cpu() and (conditions.load or 0) >= BUSY_CPU:
-        found.append(f"is busy with other programs ({conditions.load:.1f} per core)")
-    return found
+        causes.append(f"is busy with other programs ({conditions.load:.1f} per core)")
+    return causes
 
 
 def unknown(conditions: Conditions) -> list[str]:
@@ -113,8 +113,8 @@ def _thermal(pressure: str, therm: str) -> str | None:
 
 
 def _number(pattern: str, text: str) -> int | None:
-    found = re.search(pattern, text)
-    return int(found[1]) if found else None
+    match = re.search(pattern, text)
+    return int(match[1]) if match else None
 
 
 def _output(command: Sequence[str]) -> str | None:

@@ -77,23 +77,23 @@ def to_record(result: BenchResult) -> dict:
 
 def notes(result: BenchResult) -> list[str]:
     """Return what a reader of the figures must know."""
-    found = [f"The machine {what}: it can do more." for what in result.disturbances]
+    notes = [f"The machine {what}: it can do more." for what in result.disturbances]
     if result.after.thermal not in (None, "nominal", result.before.thermal):
-        found.append(f"At the end the thermal pressure was {result.after.thermal}.")
+        notes.append(f"At the end the thermal pressure was {result.after.thermal}.")
     if missing := unknown(result.before):
-        found.append(f"Not known on this system: {', '.join(missing)}.")
+        notes.append(f"Not known on this system: {', '.join(missing)}.")
     if runtime.on_cpu():
-        found.append(
+        notes.append(
             "This is a CPU: both sides multiply by the BLAS that mlx_packs binds, and neither is "
             "compiled by mx.compile. Figures of a Mac's GPU are others."
         )
-    found += [anonymous(of.note) for of, _ in result.comparisons if of.note]
+    notes += [anonymous(of.note) for of, _ in result.comparisons if of.note]
     compared = [c for _, comparisons in result.comparisons for c in comparisons]
     if any(0 < len(c.ratios) < MIN_ROUNDS for c in compared):
-        found.append(f"Fewer than {MIN_ROUNDS} rounds: raise --minutes for figures to rely on.")
+        notes.append(f"Fewer than {MIN_ROUNDS} rounds: raise --minutes for figures to rely on.")
     if any(c.recompute != "none" for c in compared):
-        found.append("Where blocks are recomputed both sides do, since memory is short.")
-    return found
+        notes.append("Where blocks are recomputed both sides do, since memory is short.")
+    return notes
 
 
 def differing(result: BenchResult) -> list[str]:

@@ -79,15 +79,15 @@ def bench(
     settings = BenchSettings(model, _shapes(shapes), minutes, rank, trust_remote_code)
     _check_out(out)
     before = read_conditions()
-    found = disturbances(before)
-    if contribute and found:
+    causes = disturbances(before)
+    if contribute and causes:
         raise PackError(
-            f"--contribute: this machine {' and '.join(found)}, so its figures would mislead "
+            f"--contribute: this machine {' and '.join(causes)}, so its figures would mislead "
             "others. Change that, or leave out --contribute.",
             "conflict",
         )
     display = Display()
-    for what in found:
+    for what in causes:
         display.line("note", f"this machine {what}: figures are lower than it can do")
     result = run_bench(settings, before, _instances(model, rank), display)
     record = to_record(result)
