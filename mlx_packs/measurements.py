@@ -14,7 +14,8 @@ from pathlib import Path
 
 from . import __version__, runtime
 from .errors import PackError
-from .files import atomic_write, cache_folder, read_json, remove_unused, to_json
+from .files import atomic_write, cache_folder, remove_unused, to_json
+from .reading import read_json
 from .runtime import mx
 
 _discarding = False

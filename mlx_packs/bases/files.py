@@ -7,7 +7,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from ..errors import PackError
-from ..files import FLOATS, TINY_FOLDER, is_hub_id, read_header, read_json, sha256
+from ..files import TINY_FOLDER, is_hub_id
+from ..reading import FLOATS, read_header, read_json, sha256
 from .bitsandbytes import METHOD
 from .unsupported import check_method, unsupported_file, unsupported_weights
 

@@ -11,8 +11,8 @@ from mlx.utils import tree_flatten, tree_map_with_path
 from .. import runtime
 from ..config.choices import ARCHITECTURES, architecture_of, registered
 from ..errors import Float16Overflow, PackError
-from ..files import read_json
 from ..nn.quantized import NF4
+from ..reading import read_json
 from ..runtime import mx
 from .bitsandbytes import from_bitsandbytes
 from .encoder import load_encoder

@@ -6,7 +6,7 @@ from pathlib import Path
 import mlx.nn as nn
 import numpy as np
 
-from ..files import read_header
+from ..reading import read_header
 from ..runtime import mx
 from .files import weight_files
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import PackError
-from ..files import read_json
+from ..reading import read_json
 
 POOLING = ("mean", "cls", "max")
 MODULES = "modules.json"

@@ -21,11 +21,11 @@ from ..files import (
     exclusive_writer,
     make_folder,
     replace_folder,
-    sha256,
     to_json,
     write_errors,
     write_tensors,
 )
+from ..reading import sha256
 from ..runtime import mx
 from . import bitsandbytes
 from . import files as base_files

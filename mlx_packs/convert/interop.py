@@ -12,7 +12,7 @@ from ..adapters.spec import check_shapes
 from ..bases.files import TINY
 from ..bases.loading import lazy_base
 from ..errors import PackError
-from ..files import atomic_folder, is_hub_id, read_json, read_tensors, save_tensors, sha256, to_json
+from ..files import atomic_folder, is_hub_id, save_tensors, to_json
 from ..packs.manifest import (
     FORMAT_VERSION,
     MANIFEST,
@@ -22,6 +22,7 @@ from ..packs.manifest import (
     specs_of,
 )
 from ..packs.pack import Pack
+from ..reading import read_json, read_tensors, sha256
 from ..runtime import mx
 from .adapter_format import FORMATS, AdapterFormat, format_of
 from .external import (

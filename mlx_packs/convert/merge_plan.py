@@ -24,11 +24,11 @@ from ..bases.write_plan import Item, WritePlan, in_shards
 from ..config.schema import DataConfig
 from ..display import Display
 from ..errors import PackError
-from ..files import read_json
 from ..nn.experts import is_switch_linear
 from ..nn.quantized import QUANTIZED, dense_weight
 from ..packs.manifest import replaced_of
 from ..packs.pack import Pack
+from ..reading import read_json
 from ..runtime import mx
 
 REQUANTIZE = ("none", "same", *FORMATS)

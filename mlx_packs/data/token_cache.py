@@ -18,7 +18,8 @@ import numpy as np
 
 from ..config.schema import COLUMN_SETTINGS, DataConfig
 from ..errors import PackError
-from ..files import cache_folder, read_header, remove_unused, write_tensors
+from ..files import cache_folder, remove_unused, write_tensors
+from ..reading import read_header
 from ..runtime import mx
 from .encoding import ENCODING_VERSION, EncodingOptions, Example, Examples, encode, token_format
 from .formats import Row

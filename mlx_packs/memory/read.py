@@ -6,7 +6,7 @@ from pathlib import Path
 
 from ..bases.files import TINY, check_files, is_complete, resolve_checkpoint, weight_files
 from ..errors import PackError
-from ..files import read_header, read_json
+from ..reading import read_header, read_json
 from .estimate import estimator_of
 from .headers import Headers, Tensors
 

@@ -5,7 +5,7 @@ from pathlib import Path
 from ..adapters.spec import ModuleSpec, check_shapes
 from ..bases.files import weight_files
 from ..errors import PackError
-from ..files import read_header
+from ..reading import read_header
 from .manifest import ADAPTERS, architecture_facts, replaced_of, shapes_of
 from .pack import Pack, is_converted_on_loading
 

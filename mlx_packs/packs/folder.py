@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from ..errors import PackError
-from ..files import sha256
+from ..reading import sha256
 from .manifest import ADAPTER_CONFIG, ADAPTERS, MANIFEST, read_manifest
 
 

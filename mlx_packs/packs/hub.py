@@ -16,15 +16,8 @@ from typing import IO
 
 from ..display import Display, Task, size
 from ..errors import PackError
-from ..files import (
-    atomic_write,
-    exclusive_writer,
-    make_folder,
-    read_header,
-    replace_folder,
-    sha256,
-    to_json,
-)
+from ..files import atomic_write, exclusive_writer, make_folder, replace_folder, to_json
+from ..reading import read_header, sha256
 from .folder import check_hash, check_output, open_folder, verify_hashes
 from .manifest import ADAPTERS, HUB_ID, MAIN, MANIFEST, PIN, read_manifest, read_pin
 

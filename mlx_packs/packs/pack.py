@@ -21,7 +21,8 @@ from ..bases.geometry import Group, Heads, block_prefixes
 from ..bases.model import BaseModel
 from ..bases.weight_formats import format_name
 from ..errors import PackError
-from ..files import atomic_folder, atomic_write, read_tensors, save_tensors, sha256, to_json
+from ..files import atomic_folder, atomic_write, save_tensors, to_json
+from ..reading import read_tensors, sha256
 from ..runtime import mx
 from .card import model_card
 from .folder import check_output, open_folder, verify_hashes

@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING
 
 from ..display import QUIET, Display
 from ..errors import PackError
-from ..files import atomic_folder, atomic_write, sha256, to_json
+from ..files import atomic_folder, atomic_write, to_json
+from ..reading import sha256
 from .card import model_card
 from .hub import cache_roots, check_names, errors_of_hub, fetch, http_errors, split_name
 from .manifest import ADAPTER_CONFIG, CARD, HUB_ID, MAIN, MANIFEST, read_pin

@@ -16,7 +16,8 @@ from mlx.utils import tree_flatten, tree_unflatten
 from ..adapters.method import Trainable
 from ..adapters.spec import check_shapes
 from ..errors import PackError
-from ..files import atomic_folder, atomic_write, read_header, save_tensors, to_json
+from ..files import atomic_folder, atomic_write, save_tensors, to_json
+from ..reading import read_header
 from ..runtime import mx
 from .loss_scale import KEY, is_scaled
 from .run_folder import LATEST

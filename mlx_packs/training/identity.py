@@ -10,8 +10,8 @@ from ..config.recipe import Recipe
 from ..config.schema import TrainConfig
 from ..data import rows as rows_of
 from ..errors import PackError
-from ..files import sha256
 from ..packs.base import Base
+from ..reading import sha256
 from .phases import RunPhase
 from .run_folder import check_unchanged
 

@@ -24,9 +24,10 @@ from ..adapters.tensors import Slot, load_slots, merged_weight, slot_tensors
 from ..config.fields import fields_where
 from ..config.schema import LoRAConfig, TrainConfig
 from ..errors import PackError, did_you_mean
-from ..files import atomic_write, make_folder, read_tensors, save_tensors, to_json, write_errors
+from ..files import atomic_write, make_folder, save_tensors, to_json, write_errors
 from ..optim import make_optimizer
 from ..packs.manifest import spec_json
+from ..reading import read_tensors
 from ..runtime import mx
 from .checkpoint import TrainingState, load_checkpoint, save_checkpoint, set_random_state
 from .layer_graphs import Graph, GraphCache

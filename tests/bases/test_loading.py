@@ -19,8 +19,8 @@ from mlx_packs.bases.files import (
     tiny_checkpoint,
     weight_files,
 )
-from mlx_packs.files import read_header
 from mlx_packs.packs.base import load_base
+from mlx_packs.reading import read_header
 from mlx_packs.runtime import mx
 from tests.helpers.errors import raises
 from tests.helpers.models import model_of

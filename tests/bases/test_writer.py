@@ -14,9 +14,9 @@ from mlx_packs.bases import weight_formats
 from mlx_packs.bases import writer as quantize
 from mlx_packs.bases.quantization import QuantizeOptions
 from mlx_packs.bases.weight_formats import MLXFormat, NF4Format
-from mlx_packs.files import sha256
 from mlx_packs.ops import nf4
 from mlx_packs.packs.base import load_base
+from mlx_packs.reading import sha256
 from mlx_packs.runtime import mx
 from tests.helpers.checkpoints import TOKENIZER_FILES, TOKENS, write_dense
 from tests.helpers.errors import check, raises

@@ -18,7 +18,7 @@ from mlx_packs.convert.external import folded, verify_numerically
 from mlx_packs.convert.interop import ORIGINALS, SIDECAR, export_pack, import_adapter
 from mlx_packs.convert.merge import merge_pack
 from mlx_packs.convert.peft import Peft
-from mlx_packs.files import read_header, sha256
+from mlx_packs.reading import read_header, sha256
 from mlx_packs.runtime import mx
 from tests.helpers.checkpoints import (
     attached_logits,

@@ -14,8 +14,8 @@ from mlx_packs.bases import writer
 from mlx_packs.bases.quantization import QuantizeOptions
 from mlx_packs.bases.writer import quantize, verify
 from mlx_packs.convert.merge import merge_pack
-from mlx_packs.files import sha256
 from mlx_packs.packs.manifest import ADAPTERS
+from mlx_packs.reading import sha256
 from mlx_packs.runtime import mx
 from tests.helpers.checkpoints import (
     SIZES,

@@ -14,8 +14,8 @@ from mlx_packs.bases.quantization import QuantizeOptions
 from mlx_packs.bases.weight_formats import MLXFormat, NF4Format
 from mlx_packs.bases.writer import quantize, verify
 from mlx_packs.convert.merge import merge_pack
-from mlx_packs.files import read_header
 from mlx_packs.packs.base import load_base_for
+from mlx_packs.reading import read_header
 from mlx_packs.runtime import mx
 from tests.helpers.models import model_of
 

@@ -14,9 +14,9 @@ from huggingface_hub import ModelCard, constants
 
 import mlx_packs as mp
 from mlx_packs import Pack
-from mlx_packs.files import sha256
 from mlx_packs.packs.hub import MAIN, split_name
 from mlx_packs.packs.share import prepare
+from mlx_packs.reading import sha256
 from mlx_packs.runtime import mx
 from tests.helpers.errors import check, raises
 from tests.helpers.local_hub import LocalHub, Repo, local_hub

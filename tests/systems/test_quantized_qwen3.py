@@ -13,7 +13,7 @@ from click.testing import CliRunner
 
 from mlx_packs import Pack
 from mlx_packs.cli.main import packs
-from mlx_packs.files import read_header
+from mlx_packs.reading import read_header
 from mlx_packs.runtime import mx
 from tests.helpers.checkpoints import write_checkpoint, write_quantized
 from tests.helpers.errors import check

@@ -16,12 +16,12 @@ from mlx_packs.bases.sentence_config import SentenceConfig
 from mlx_packs.convert.interop import export_pack
 from mlx_packs.convert.merge import merge_pack
 from mlx_packs.evaluation.embeddings import pearson, retrieval, spearman
-from mlx_packs.files import sha256
 from mlx_packs.memory.estimate import estimate, remedies
 from mlx_packs.memory.headers import Headers, tensors_of
 from mlx_packs.memory.read import read_headers
 from mlx_packs.memory.recommend import recommend, table
 from mlx_packs.packs.manifest import check_manifest
+from mlx_packs.reading import sha256
 from mlx_packs.runtime import mx
 from mlx_packs.training.step import Stepper
 from tests.helpers.encoders import (

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from mlx_packs import LoRAConfig, runtime, train_pack
-from mlx_packs.files import sha256
+from mlx_packs.reading import sha256
 from mlx_packs.runtime import mx
 from mlx_packs.training import step
 from mlx_packs.training.checkpoint import TrainingState
