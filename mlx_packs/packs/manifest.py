@@ -1,8 +1,6 @@
 """The manifest of a pack: what every key must be, and what stock mlx-lm reads of it."""
 
 import json
-import math
-from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 
@@ -11,6 +9,7 @@ from ..config.choices import ARCHITECTURES, ArchitectureFacts, architecture_of
 from ..config.parse import current_keys
 from ..config.schema import COLUMN_SETTINGS
 from ..errors import PackError
+from ..kinds import MISSING, check_keys, check_kind
 
 FORMAT_VERSION = 1
 MANIFEST = "pack.json"
@@ -30,36 +29,9 @@ METRICS = {
     "recall_at_1": "recall@1",
 }
 
-_MISSING = object()
 _ADAPTER_KINDS = ("lora", "dora", "embedding")
 
 
-def _is_int(value: object, least: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and least <= value < 2**53
-
-
-def _is_number(value: object) -> bool:
-    return _is_int(value, -(2**53)) or (isinstance(value, float) and math.isfinite(value))
-
-
-_KINDS = {
-    "text": lambda v: isinstance(v, str),
-    "true or false": lambda v: isinstance(v, bool),
-    "an integer of 0 or more": lambda v: _is_int(v, 0),
-    "an integer above 0": lambda v: _is_int(v, 1),
-    "an integer above 1": lambda v: _is_int(v, 2),
-    "a number": _is_number,
-    "a finite number above 0": lambda v: _is_number(v) and v > 0,
-    "a mapping": lambda v: isinstance(v, dict),
-    "a list": lambda v: isinstance(v, list),
-    "a list of texts": lambda v: isinstance(v, list) and all(isinstance(x, str) for x in v),
-    "text or a list of texts": lambda v: isinstance(v, str) or _KINDS["a list of texts"](v),
-    "a list of integers": lambda v: isinstance(v, list) and all(_is_int(x, 0) for x in v),
-    "a list with something in it": lambda v: isinstance(v, list) and bool(v),
-    "a mapping or null": lambda v: v is None or isinstance(v, dict),
-}
-# What is at a key, a part before what is in it. ``*`` stands for each entry of a mapping or a list;
-# where the kind ends in ``?`` there may be nothing, or null.
 _KEYS = {
     "base": "a mapping",
     **dict.fromkeys(("base.id", "base.fingerprint", "base.model_type"), "text"),
@@ -139,44 +111,13 @@ _QUANTIZATION = {
 }
 
 
-def _check(key: str, value: object, kind: str) -> None:
-    """Raise a ValueError that names the key, unless a value is of a kind."""
-    if kind.endswith("?") and (value is _MISSING or value is None):
-        return
-    if not _KINDS[kind.removesuffix("?")](value):
-        problem = "is missing" if value is _MISSING else f"is {repr(value)[:60]}"
-        raise ValueError(f"{key} must be {kind.removesuffix('?')}, but {problem}")
-
-
-def _values(value: object, parts: list[str], where: str) -> Iterator[tuple[str, object]]:
-    """Yield the places that a key stands for, and what is there; none without its mapping."""
-    if not parts:
-        yield where, value
-        return
-    part, *rest = parts
-    entries: dict[str, object] = {}
-    if isinstance(value, list) and part == "*":
-        entries = {f"[{i}]": entry for i, entry in enumerate(value)}
-    elif isinstance(value, dict):
-        names = value if part == "*" else [part]
-        entries = {f".{name}": value.get(name, _MISSING) for name in names}
-    for name, entry in entries.items():
-        yield from _values(entry, rest, where + name)
-
-
-def _check_keys(mapping: dict, keys: Mapping[str, str], where: str = "") -> None:
-    for key, kind in keys.items():
-        for place, value in _values(mapping, key.split("."), where):
-            _check(place.removeprefix("."), value, kind)
-
-
 def read_manifest(file: Path) -> dict:
     """Return the manifest in a file, with every key checked that this program reads."""
     try:
         manifest = json.loads(file.read_text(encoding="utf-8"))
-        _check("it", manifest, "a mapping")
-        version = manifest.get("format_version", _MISSING)
-        _check("format_version", version, "an integer above 0")
+        check_kind("it", manifest, "a mapping")
+        version = manifest.get("format_version", MISSING)
+        check_kind("format_version", version, "an integer above 0")
         if version <= FORMAT_VERSION:
             check_manifest(manifest)
             manifest |= {
@@ -197,10 +138,10 @@ def read_manifest(file: Path) -> dict:
 
 def check_manifest(manifest: dict, with_files: bool = True) -> None:
     """Raise a ValueError if a key is missing or faulty; ``with_files`` those of files, too."""
-    _check_keys(manifest, _KEYS)
+    check_keys(manifest, _KEYS)
     if with_files:
-        _check_keys(manifest, _FILES)
-        _check(f"files.{ADAPTERS}", manifest["files"].get(ADAPTERS, _MISSING), "a mapping")
+        check_keys(manifest, _FILES)
+        check_kind(f"files.{ADAPTERS}", manifest["files"].get(ADAPTERS, MISSING), "a mapping")
     if (quantization := manifest["base"]["quantization"]) is not None:
         check_quantization("base.quantization", quantization)
     modules, replaced = (manifest["adapters"].get(key) for key in ("modules", "replaced"))
@@ -218,9 +159,9 @@ def check_manifest(manifest: dict, with_files: bool = True) -> None:
 
 def check_quantization(key: str, quantization: object) -> None:
     """Raise a ValueError if what MLX needs to know of quantized weights is missing or faulty."""
-    _check(key, quantization, "a mapping")
-    _check_keys(quantization, _QUANTIZATION, key)
-    _check(f"{key}.mode", quantization.get("mode", "affine"), "text")
+    check_kind(key, quantization, "a mapping")
+    check_keys(quantization, _QUANTIZATION, key)
+    check_kind(f"{key}.mode", quantization.get("mode", "affine"), "text")
 
 
 def _check_module(key: str, module: dict) -> None:
@@ -235,7 +176,7 @@ def _check_module(key: str, module: dict) -> None:
         raise ValueError(f"{key}: a switch linear has one slice, not {len(module['slices'])}")
     for i, part in enumerate(module["slices"]):
         if part["rank"]:
-            _check(f"{key}.slices[{i}].alpha", part["alpha"], "a finite number above 0")
+            check_kind(f"{key}.slices[{i}].alpha", part["alpha"], "a finite number above 0")
 
 
 def spec_json(spec: ModuleSpec, origin: str | list[str] | None = None) -> dict:
