@@ -9,6 +9,7 @@ import hashlib
 import json
 import re
 import threading
+from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -47,6 +48,7 @@ class LocalHub:
     ``requests``: method, path and Range of each.   ``tokens``: Authorization seen, by host.
     ``cut``, ``hold``: bytes of a file to send before its connection is closed (once), or stands
     still until the hub is closed.   ``elsewhere``: address that LFS files are redirected to.
+    ``tamper``: what becomes of every JSON answer.
     """
 
     url: str = ""
@@ -55,6 +57,7 @@ class LocalHub:
     requests: list[tuple[str, str, str | None]] = field(default_factory=list)
     tokens: dict[str, set[str | None]] = field(default_factory=dict)
     elsewhere: str = ""
+    tamper: Callable[[bytes], bytes] | None = None
     no_ranges: bool = False
     forbidden: bool = False
     cut: dict[str, int] = field(default_factory=dict)
@@ -145,7 +148,10 @@ class _Handler(BaseHTTPRequestHandler):
         self._fail(404, "EntryNotFound")
 
     def _json(self, value, status: int = 200) -> None:
-        self._bytes(json.dumps(value).encode(), status, {"Content-Type": "application/json"})
+        data = json.dumps(value).encode()
+        if self.hub.tamper:
+            data = self.hub.tamper(data)
+        self._bytes(data, status, {"Content-Type": "application/json"})
 
     def _fail(self, status: int, code: str) -> None:
         self._bytes(b'{"error": "no"}', status, {"X-Error-Code": code})

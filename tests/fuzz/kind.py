@@ -1,0 +1,163 @@
+"""What is fuzzed: a kind makes a valid subject once, and says what to run over a mutant of it.
+
+The subject stands in the folder ``subject`` of a sandbox, which is the current folder; commands may
+write to ``out`` alone.
+"""
+
+import os
+import random
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tests.fuzz.mutate import Mutator
+
+SUBJECT, OUT = "subject", "out"
+_PLACES = ("missing", "empty", "folder", "fifo", "link out", "link to itself", "unreadable")
+
+
+@dataclass(frozen=True)
+class Call:
+    """One use of a mutant.
+
+    Attributes:
+        name: for reports.
+        args: of `packs`, which runs in this process through click.
+        function: of the library, instead of ``args``.
+        gated: whether a gate may fail (exit code 1).
+    """
+
+    name: str
+    args: tuple[str, ...] = ()
+    function: Callable[[], object] | None = None
+    gated: bool = False
+
+
+def command(*args: str, gated: bool = False) -> Call:
+    """Return the call of `packs ARGS`."""
+    return Call(f"packs {' '.join(args)}", args, gated=gated)
+
+
+def library(function: Callable[[], object], name: str) -> Call:
+    """Return the call of a function."""
+    return Call(name, function=function)
+
+
+@dataclass
+class Case:
+    """One mutant of a subject.
+
+    Attributes:
+        files: the valid subject, by relative path.
+        rng: of this case, from kind, seed and number alone.
+        mutator: draws the changes.
+    """
+
+    files: dict[str, bytes]
+    rng: random.Random
+    mutator: Mutator
+    changed: set[str] = field(default_factory=set)
+
+    @property
+    def notes(self) -> list[str]:
+        """What was changed."""
+        return self.mutator.notes
+
+    def write(self, name: str, data: bytes) -> None:
+        """Replace a file of the subject, or add one."""
+        self.changed.add(name)
+        file = Path(SUBJECT, name)
+        _remove(file)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(data)
+
+    def edit(self, name: str, change: Callable[[bytes], bytes]) -> None:
+        """Replace a file by what a mutator makes of it."""
+        self.mutator.note(name)
+        self.write(name, change(self.files[name]))
+
+    def replace(self, name: str) -> None:
+        """Put something else in the place of a file: nothing, a folder, a FIFO, a link."""
+        self.changed.add(name)
+        file, place = Path(SUBJECT, name), self.rng.choice(_PLACES)
+        self.mutator.note(f"{name} is {place}")
+        _remove(file)
+        if place == "empty":
+            file.write_bytes(b"")
+        elif place == "folder":
+            (file / "x").mkdir(parents=True)
+        elif place == "fifo":
+            os.mkfifo(file)
+        elif place == "link out":
+            file.symlink_to(Path("..", *[".."] * name.count("/"), "elsewhere", "file"))
+        elif place == "link to itself":
+            file.symlink_to(file.name)
+        elif place == "unreadable":
+            file.write_bytes(self.files[name])
+            file.chmod(0)
+
+    def restore(self, whole: bool) -> None:
+        """Make the subject valid again: what this case changed, or the ``whole`` folder."""
+        if whole:
+            shutil.rmtree(SUBJECT)
+        for name in self.files if whole else self.changed:
+            file = Path(SUBJECT, name)
+            _remove(file)
+            if name in self.files:
+                file.parent.mkdir(parents=True, exist_ok=True)
+                file.write_bytes(self.files[name])
+
+
+class Kind:
+    """A kind of input.
+
+    Attributes:
+        name: of the kind.
+        words: names that mean something to the reader, which a mutant may put elsewhere.
+        share: of the mutants that go through a whole command, which takes longer.
+        in_place: whether calls write into the subject.
+    """
+
+    name = ""
+    words: tuple[str, ...] = ()
+    share = 0.02
+    in_place = False
+
+    def make(self, folder: Path) -> None:
+        """Write the valid subject into a folder that does not exist, and load what calls need."""
+        raise NotImplementedError
+
+    def mutate(self, case: Case) -> None:
+        """Change files of the subject."""
+        raise NotImplementedError
+
+    def cheap(self) -> list[Call]:
+        """Return what takes a few milliseconds."""
+        raise NotImplementedError
+
+    def whole(self) -> list[Call]:
+        """Return commands that take longer."""
+        return []
+
+    def calls(self, case: Case) -> list[Call]:
+        """Return what is run over a mutant: one of the cheap calls, now and then a whole one."""
+        calls = [case.rng.choice(self.cheap())]
+        if self.whole() and case.rng.random() < self.share:
+            calls.append(case.rng.choice(self.whole()))
+        return calls[-1:] if self.in_place else calls
+
+    def left(self) -> list[str]:
+        """Return what a call that failed has left behind; hidden files and a run may stay."""
+        names = [file.name for file in Path(OUT).iterdir()]
+        return sorted(name for name in names if name[0] != "." and not name.endswith("-run"))
+
+    def close(self) -> None:
+        """Release what `make` started."""
+
+
+def _remove(file: Path) -> None:
+    if file.is_dir() and not file.is_symlink():
+        shutil.rmtree(file)
+    else:
+        file.unlink(missing_ok=True)

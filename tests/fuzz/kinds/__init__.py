@@ -1,0 +1,20 @@
+"""The kinds of input that are fuzzed: one file and one entry for each."""
+
+from tests.fuzz.kind import Kind
+from tests.fuzz.kinds.base_bnb import BaseBnb
+from tests.fuzz.kinds.base_config import BaseConfig
+from tests.fuzz.kinds.base_dense import BaseDense
+from tests.fuzz.kinds.base_enc import BaseEnc
+from tests.fuzz.kinds.base_rec import BaseRec
+from tests.fuzz.kinds.base_st import BaseSt
+from tests.fuzz.kinds.base_tok import BaseTok
+from tests.fuzz.kinds.ckpt import CkptKind
+from tests.fuzz.kinds.hub import HubKind
+from tests.fuzz.kinds.imports import ImportKind
+from tests.fuzz.kinds.jsonl import JsonlKind
+from tests.fuzz.kinds.pack import PackKind
+from tests.fuzz.kinds.recipes import YamlKind
+
+_BASES = (BaseBnb, BaseConfig, BaseDense, BaseEnc, BaseRec, BaseSt, BaseTok)
+_KINDS = (*_BASES, CkptKind, HubKind, ImportKind, JsonlKind, PackKind, YamlKind)
+KINDS: dict[str, type[Kind]] = {kind.name: kind for kind in _KINDS}

@@ -1,0 +1,63 @@
+"""The run folder of a training, which is resumed."""
+
+import shutil
+from pathlib import Path
+
+from mlx_packs import load_base, train_pack
+from tests.fuzz.kind import SUBJECT, Call, Case, Kind, command, library
+from tests.fuzz.subjects import write_base, write_chats
+from tests.helpers.runs import LORA, TRAIN
+
+
+class CkptKind(Kind):
+    """A run folder, whose pack is not there yet."""
+
+    name = "ckpt"
+    words = (
+        "step-000001",
+        "step-000002",
+        "step-000009",
+        "latest",
+        "batches",
+        "adam",
+        "random",
+        "window",
+    )
+    in_place = True
+
+    def make(self, folder: Path) -> None:
+        """Train two steps and remove the pack."""
+        self.base = load_base(write_base(folder.with_name("base")).name)
+        write_chats(folder.with_name("data"))
+        folder.mkdir()
+        train_pack("base", "data", LORA, TRAIN, folder / "o")
+        shutil.rmtree(folder / "o")
+
+    def mutate(self, case: Case) -> None:
+        """Change a file of the newest checkpoint, or one of the run."""
+        mutator, rng = case.mutator, case.rng
+        names = [name for name in case.files if rng.random() < 0.9 or "step-000002" in name]
+        name = rng.choice(names)
+        if rng.random() < 0.03:
+            case.replace(name)
+        elif name.endswith(".safetensors"):
+            case.edit(name, mutator.safetensors)
+        elif name.endswith(".json"):
+            case.edit(name, mutator.json)
+        else:
+            case.edit(name, mutator.bytes)
+
+    def _resume(self) -> None:
+        train_pack(self.base, "data", LORA, TRAIN, f"{SUBJECT}/o", resume=True)
+
+    def cheap(self) -> list[Call]:
+        """Return resuming on a base that is loaded."""
+        return [library(self._resume, "resume")]
+
+    def whole(self) -> list[Call]:
+        """Return resuming as a user does."""
+        return [command("train", "--out", f"{SUBJECT}/o", "--resume", "-q")]
+
+    def left(self) -> list[str]:
+        """Return the pack, if a failure wrote one."""
+        return ["o"] if Path(SUBJECT, "o").exists() else []

@@ -1,0 +1,136 @@
+"""Configuration files: ours, mlx-lm's, PEFT's, QLoRA's and bitsandbytes'."""
+
+import json
+from pathlib import Path
+
+import yaml
+
+from mlx_packs.cli.recipe import read_recipes, recipe_of
+from tests.fuzz.kind import SUBJECT, Call, Case, Kind, command, library
+from tests.fuzz.subjects import write_base, write_chats
+
+OURS = {
+    "model": "base",
+    "data": "data",
+    "rank": 4,
+    "alpha": 8.0,
+    "dropout": 0.1,
+    "target_modules": ["q_proj", "v_proj"],
+    "rank_pattern": {"q_proj": 2},
+    "num_layers": 1,
+    "batch_size": 1,
+    "iters": 1,
+    "learning_rate": 1e-4,
+    "lr_schedule": {"name": "cosine_decay", "warmup": 2, "arguments": [1e-4, 10]},
+    "optimizer": "adamw",
+    "optimizer_config": {"adamw": {"weight_decay": 0.1, "betas": [0.9, 0.99]}},
+    "max_seq_length": 32,
+    "max_grad_norm": 1.0,
+    "seed": 3,
+    "packing": False,
+    "recompute": "none",
+    "loss_on": "completion",
+}
+MLX_LM = {
+    "fine_tune_type": "lora",
+    "lora_parameters": {"keys": ["self_attn.q_proj"], "rank": 4, "scale": 2.0, "dropout": 0.0},
+    "num_layers": 1,
+    "iters": 1,
+    "batch_size": 1,
+    "grad_checkpoint": False,
+    "hf_dataset": {"path": "x/y", "prompt_feature": "a"},
+    "train": True,
+}
+PEFT = {
+    "peft_type": "LORA",
+    "r": 4,
+    "lora_alpha": 8,
+    "lora_dropout": 0.0,
+    "target_modules": ["q_proj"],
+    "task_type": "CAUSAL_LM",
+    "bias": "none",
+}
+PHASES = {
+    "batch_size": 1,
+    "phases": [
+        {"name": "a", "data": "data", "iters": 1},
+        {"name": "b", "data": "data", "iters": 1, "learning_rate": 1e-5, "replay": 0.5},
+    ],
+}
+TRICKS = (
+    "a: &a [1, 1]\nb: &b [*a, *a, *a, *a, *a, *a, *a, *a]\nc: &c [*b, *b, *b, *b, *b, *b, *b, *b]\nd: &d [*c, *c, *c, *c, *c, *c]\nrank_pattern: [*d, *d, *d, *d, *d, *d, *d, *d, *d]",
+    "rank: !!python/object/apply:os.system ['touch outside/evil']",
+    "rank: &x [*x]",
+    "? [a, b]\n: 1",
+    "rank: 0x7fffffffffffffffffff",
+    "rank: 1_000\nrank: 2",
+    "rank: 2026-01-01",
+    "rank: 190:20:30",
+    "<<: {rank: 2}",
+    "--- {rank: 2}\n--- {rank: 3}",
+    "rank: !!binary aGk=",
+    "!!set {rank}",
+    "rank: .inf",
+    "? rank\n",
+    "%YAML 9.9\n---\nrank: 1",
+    'rank: "\\e]0;owned\\a"',
+    '"\\e[31m": 1',
+    "data: !!str 1\n\x85rank: 1",
+)
+
+
+class YamlKind(Kind):
+    """A configuration file of a run."""
+
+    name = "yaml"
+    words = (
+        *OURS,
+        *MLX_LM,
+        "phases",
+        "quantize",
+        "nf4",
+        "matmul_path",
+        "cache_frozen",
+        "task",
+        "embedding",
+    )
+
+    def make(self, folder: Path) -> None:
+        """Write a file of each tool."""
+        folder.mkdir()
+        (folder / "ours.yaml").write_text(yaml.safe_dump(OURS))
+        write_base(folder.with_name("base"))
+        write_chats(folder.with_name("data"))
+
+    file = f"{SUBJECT}/ours.yaml"
+
+    def mutate(self, case: Case) -> None:
+        """Write a mutant as YAML or JSON."""
+        rng = case.rng
+        tree = rng.choices((OURS, MLX_LM, PEFT, PHASES), (5, 3, 2, 2))[0]
+        name = rng.choice(("ours.yaml", "ours.yaml", "ours.json"))
+        self.file = f"{SUBJECT}/{name}"
+        if rng.random() < 0.1:
+            trick = rng.choice(TRICKS)
+            case.mutator.note(trick)
+            return case.write(name, trick.encode())
+        if rng.random() < 0.2:
+            return case.write(name, case.mutator.bytes(yaml.safe_dump(tree).encode()))
+        return case.write(name, case.mutator.json(json.dumps(tree).encode()))
+
+    def _read(self) -> None:
+        recipe_of({}, read_recipes([self.file]))
+
+    def cheap(self) -> list[Call]:
+        """Return reading it as a recipe."""
+        return [library(self._read, f"recipe of {self.file}")]
+
+    def whole(self) -> list[Call]:
+        """Return what begins with it."""
+        flags = ("-c", self.file, "--model", "base", "--data", "data")
+        short = "--iters 1 --batch-size 1 --out out/p -q"
+        return [
+            command("plan", "-c", self.file, "--model", "base", "--memory", "1"),
+            command("train", *flags, "--show-mask"),
+            command("train", *flags, *short.split()),
+        ]

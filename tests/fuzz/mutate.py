@@ -1,0 +1,290 @@
+"""Mutants of bytes, JSON, YAML and safetensors, each drawn from a random generator.
+
+A `Mutator` remembers in ``notes`` what it changed, so that a failure can say what was wrong.
+"""
+
+import copy
+import json
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+DEEP = 100_000  # beyond every recursion limit
+LONG = 5_000  # digits, beyond what Python converts to an integer
+CONTROLS = "\x00 \x07 \x1b]0;owned\x07 \x1b[31m \x7f \x9b31m \u202e \u2066 \u200f \ud800".split(" ")
+# Of an integer where a format has eight bytes for one.
+EDGES = (0, 1, 7, 2**31 - 1, 2**31, 2**32, 2**40, 2**53, 2**63 - 1, 2**63, 2**64 - 1)
+
+
+class Raw(str):
+    """Text that stands in a mutant as it is, whether it is JSON or not."""
+
+
+class Pairs(list):
+    """Keys and values of an object in which a key stands twice."""
+
+
+NUMBERS = (0, 1, -1, 2, 3, 255, 0.5, -0.5, 1e-30, 5e-324, 1e308, 2**31, -(2**31), 2**32, 2**53)
+NUMBERS += (2**63, -(2**63), 2**64, 10**30, float("nan"), float("inf"), -float("inf"))
+TEXTS = ("", " ", "x", "0", "1e5", "NaN", "none", "tiny", "..", ".", "/", "~", "../../outside/evil")
+TEXTS += ("/dev/zero", "/dev/stdin", "a" * 300, "b" * 100_000, "{{ 1 / 0 }}", "%s%n", "é\u0301")
+TEXTS += tuple(f"x{control}y" for control in CONTROLS)
+OTHERS = (None, True, False, [], {}, [[]], [None], [0] * 1000, {"": None}, {"a": {"b": []}})
+RAWS = (Raw("9" * LONG), Raw("-" + "9" * LONG), Raw("1e999"), Raw("1" + "0" * 400), Raw("nul"))
+RAWS += (Raw("[" * DEEP + "]" * DEEP), Raw('{"a":' * DEEP + "1" + "}" * DEEP), Raw("[" * DEEP))
+RAWS += (Raw('"\\ud800"'), Raw('{"a":1,"a":[]}'), Raw('"\\u0000"'), Raw("[" * 900 + "]" * 900))
+
+
+def dumps(value: Any) -> str:
+    """Return JSON, with `Raw` texts and `Pairs` as they are."""
+    if isinstance(value, Raw):
+        return str(value)
+    if isinstance(value, (Pairs, dict)):
+        pairs = value.items() if isinstance(value, dict) else value
+        return "{" + ",".join(f"{dumps(k)}:{dumps(v)}" for k, v in pairs) + "}"
+    if isinstance(value, list):
+        return "[" + ",".join(map(dumps, value)) + "]"
+    return json.dumps(value)
+
+
+def places(tree: Any) -> list[tuple[Any, Any]]:
+    """Return every (container, key or index) of a tree."""
+    found, todo = [], [tree]
+    while todo:
+        node = todo.pop()
+        if isinstance(node, (dict, list)):
+            keys = list(node) if isinstance(node, dict) else range(len(node))
+            found += [(node, key) for key in keys]
+            todo += [node[key] for key in keys]
+    return found
+
+
+class Mutator:
+    """Draws mutants; ``words`` are names that a mutant may put in the place of others."""
+
+    def __init__(self, rng: random.Random, words: Sequence[str] = ()):
+        self.rng, self.words, self.notes = rng, tuple(words), []
+
+    def note(self, text: str) -> None:
+        """Remember a change."""
+        self.notes.append(text if len(text) < 120 else f"{text[:100]}… ({len(text)} characters)")
+
+    def value(self) -> Any:
+        """Return a value that is wrong in most places."""
+        kinds = (NUMBERS, TEXTS, OTHERS, RAWS, self.words or TEXTS)
+        return copy.deepcopy(self.rng.choice(self.rng.choices(kinds, (4, 4, 3, 1, 2))[0]))
+
+    def near(self, value: Any) -> Any:
+        """Return a value that is almost another one."""
+        rng = self.rng
+        if isinstance(value, bool) or value is None:
+            return rng.choice([True, False, None, 0, 1, "true"])
+        if isinstance(value, (int, float)):
+            near = (value + 1, value - 1, -value, value * 2, value * 1000, value / 2, str(value))
+            return rng.choice(near)
+        if isinstance(value, str):
+            at = rng.randrange(len(value) + 1)
+            middle = rng.choice([*CONTROLS, "x", ".", "/", "é", "0"])
+            cut = rng.choice([value[:-1], value.upper(), value[:at] + middle + value[at:]])
+            return rng.choice([cut, *self.words[:1], [value], {value: value}])
+        if isinstance(value, list):
+            return rng.choice([value[:-1], value * 2, [value], value[::-1], dict(enumerate(value))])
+        return rng.choice([list(value), list(value.values()), [value], {**value, "more": 1}])
+
+    def tree(self, tree: Any, changes: int | None = None) -> Any:
+        """Return a tree with one to three changes: values, keys, types, depth, duplicates."""
+        tree = copy.deepcopy(tree)
+        for _ in range(changes or self.rng.choice((1, 1, 1, 2, 3))):
+            found = places(tree)
+            if not found or self.rng.random() < 0.01:
+                self.note("the whole becomes another value")
+                return self.value()
+            self._change(*self.rng.choice(found), found)
+        return tree
+
+    def _change(self, holder: Any, key: Any, found: list) -> None:
+        rng, value = self.rng, holder[key]
+        kind = rng.choices(
+            ("value", "near", "delete", "rename", "double", "copy", "wrap", "grow"),
+            (8, 6, 4, 3, 1, 3, 1, 1),
+        )[0]
+        if kind == "value":
+            holder[key] = self.value()
+        elif kind == "near":
+            holder[key] = self.near(value)
+        elif kind == "delete":
+            del holder[key]
+        elif kind == "rename" and isinstance(holder, dict):
+            name = self.near(str(key)) if rng.random() < 0.5 else rng.choice(TEXTS + self.words)
+            holder[name if isinstance(name, str) else "x"] = holder.pop(key)
+        elif kind == "double" and isinstance(value, dict) and value:
+            first = next(iter(value))
+            holder[key] = Pairs([*value.items(), (first, self.value())])
+        elif kind == "copy":
+            other, name = rng.choice(found)
+            holder[key] = (
+                copy.deepcopy(other[name])
+                if name in range(len(other)) or isinstance(other, dict) and name in other
+                else None
+            )
+        elif kind == "wrap":
+            for _ in range(rng.choice((1, 50))):
+                value = [value]
+            holder[key] = value
+        else:
+            kind = "grow"
+            holder[key] = [copy.deepcopy(value)] * rng.choice((2, 300))
+        self.note(
+            f"{kind} at {key!r}: {holder[key]!r}"
+            if kind in ("value", "near", "copy")
+            else f"{kind} at {key!r}"
+        )
+
+    def json(self, data: bytes) -> bytes:
+        """Return a mutant of a JSON file: of its tree, or now and then of its bytes."""
+        if self.rng.random() < 0.15:
+            return self.bytes(data)
+        text = dumps(self.tree(json.loads(data)))
+        if self.rng.random() < 0.03:
+            self.note("a byte order mark")
+            return b"\xef\xbb\xbf" + text.encode(errors="surrogatepass")
+        return text.encode(errors="surrogatepass")
+
+    def bytes(self, data: bytes) -> bytes:
+        """Return a mutant of bytes: flips, cuts, inserts, splices, known bad values."""
+        data = bytearray(data)
+        for _ in range(self.rng.choice((1, 1, 2, 4))):
+            change = self.rng.choice(_BYTE_CHANGES)
+            at = self.rng.randrange(len(data) + 1)
+            change(self.rng, data, at)
+            self.note(f"bytes: {change.__name__.strip('_')} at {at}")
+        return bytes(data)
+
+    def safetensors(self, data: bytes) -> bytes:
+        """Return a mutant of a safetensors file: of its header, its length, its numbers."""
+        length = int.from_bytes(data[:8], "little")
+        header, body = json.loads(data[8 : 8 + length]), data[8 + length :]
+        kind = self.rng.choices(
+            ("tree", "tensor", "length", "numbers", "body", "bytes"), (4, 6, 1, 2, 2, 2)
+        )[0]
+        if kind == "bytes":
+            return self.bytes(data)
+        if kind == "length":
+            length = self.rng.choice((*EDGES, length - 1, length + 1, length + len(body)))
+            self.note(f"header of {length} bytes")
+            return length.to_bytes(8, "little") + data[8:]
+        if kind == "body":
+            return data[: 8 + length] + self.bytes(body)
+        if kind == "numbers":
+            return data[: 8 + length] + self._numbers(bytearray(body))
+        header = self.tree(header) if kind == "tree" else self._tensor(header)
+        text = dumps(header).encode(errors="surrogatepass")
+        return len(text).to_bytes(8, "little") + text + body
+
+    def _tensor(self, header: dict) -> dict:
+        """Change what a header says of one tensor, in ways that a reader may believe."""
+        rng, header = self.rng, copy.deepcopy(header)
+        name = rng.choice([name for name in header if name != "__metadata__"])
+        tensor, other = header[name], header[rng.choice(list(header))]
+        shape = tensor["shape"]
+        kind = rng.choice(("dtype", "shape", "size", "offsets", "drop", "name", "other"))
+        if kind == "dtype":
+            tensor["dtype"] = rng.choice(
+                "BOOL U8 I8 F8_E4M3 I16 U16 F16 BF16 I32 U32 F32 F64 I64 U64 C64 x".split()
+            )
+        elif kind == "shape":
+            tensor["shape"] = rng.choice([shape[::-1], shape[1:], [1, *shape], [], [0, *shape]])
+        elif kind == "size" and shape:
+            shape[rng.randrange(len(shape))] = rng.choice((*EDGES, -1, 0.5, shape[0] * 2, True))
+        elif kind == "offsets":
+            begin, end = tensor["data_offsets"]
+            edge = rng.choice(EDGES)
+            ways = (
+                [end, begin],
+                [begin, end + 4],
+                [begin + 1, end + 1],
+                [0, edge],
+                [edge, edge],
+                [-4, end],
+            )
+            tensor["data_offsets"] = rng.choice(ways)
+        elif kind == "drop":
+            del header[name]
+        elif kind == "name":
+            header[rng.choice([*TEXTS, name[:-1], f"{name}.x", *self.words])] = header.pop(name)
+        elif "shape" in other:
+            header[name] = copy.deepcopy(other)
+        self.note(f"tensor {name}: {kind} {header.get(name, '')}")
+        return header
+
+    def _numbers(self, body: bytearray) -> bytes:
+        """Fill a part of the numbers with NaN, infinities, the largest or zeros."""
+        fill = self.rng.choice(
+            (b"\xff\xff\xff\xff", b"\x00\x00\x80\x7f", b"\xff\xff\x7f\x7f", bytes(4))
+        )
+        count = self.rng.choice((1, 1, 16, len(body) // 4))
+        at = self.rng.randrange(max(1, len(body) // 4)) * 4
+        body[at : at + 4 * count] = (fill * count)[: len(body) - at]
+        self.note(f"{count} numbers at {at} are {fill.hex()}")
+        return bytes(body)
+
+
+def _flip(rng: random.Random, data: bytearray, at: int) -> None:
+    if at < len(data):
+        data[at] ^= 1 << rng.randrange(8)
+
+
+def _set(rng: random.Random, data: bytearray, at: int) -> None:
+    data[at : at + 1] = bytes(
+        [rng.choice((0, 9, 10, 27, 34, 44, 58, 91, 92, 123, 125, 127, 155, 255))]
+    )
+
+
+def _cut_end(rng: random.Random, data: bytearray, at: int) -> None:
+    del data[at:]
+
+
+def _cut(rng: random.Random, data: bytearray, at: int) -> None:
+    del data[at : at + rng.choice((1, 2, 8, 100))]
+
+
+def _insert(rng: random.Random, data: bytearray, at: int) -> None:
+    data[at:at] = rng.randbytes(rng.choice((1, 4, 100)))
+
+
+def _insert_known(rng: random.Random, data: bytearray, at: int) -> None:
+    data[at:at] = rng.choice(_KNOWN)
+
+
+def _splice(rng: random.Random, data: bytearray, at: int) -> None:
+    start = rng.randrange(len(data) + 1)
+    data[at:at] = data[start : start + rng.choice((4, 40, 400))]
+
+
+def _overwrite(rng: random.Random, data: bytearray, at: int) -> None:
+    data[at : at + 8] = rng.choice(EDGES).to_bytes(8, "little")
+
+
+_KNOWN = (
+    b"\x00",
+    b"\xff\xfe",
+    b"\x80",
+    b"\xed\xa0\x80",
+    b"\x1b[31m",
+    b"\xe2\x80\xae",
+    b"\r",
+    b"\n\n",
+)
+_KNOWN += (
+    b"[" * 2000,
+    b"9" * LONG,
+    b"NaN",
+    b"\\ud800",
+    b"../../outside/evil",
+    b"!!python/name:os",
+    b"&a [*a]",
+)
+_BYTE_CHANGES: tuple[Callable, ...] = (
+    *(_flip, _flip, _set, _set, _cut_end, _cut),
+    *(_insert, _insert_known, _insert_known, _splice, _overwrite),
+)

@@ -1,0 +1,450 @@
+"""Run mutants and judge each call: how it ended, what it printed, wrote, took of memory and time."""
+
+import gc
+import io
+import json
+import logging
+import os
+import random
+import re
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from click.testing import CliRunner
+from huggingface_hub import constants
+
+from mlx_packs.cli.main import packs
+from mlx_packs.errors import PackError
+from mlx_packs.runtime import mx
+from tests.fuzz.kind import OUT, SUBJECT, Call, Case, Kind
+from tests.fuzz.kinds import KINDS
+from tests.fuzz.mutate import Mutator
+
+HANG_S = 10
+STUCK_S = 60  # a library that does not return to Python; its process is killed
+SPARE_BYTES = 200e6  # beside twice the subject
+_SPACE_BYTES = 8 << 30  # of addresses, so that no mutant takes the machine down
+ROOT = Path(__file__).parents[2]
+# C0 but tab and line feed, C1, marks and overrides of bidirectional text
+_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]")
+
+
+class Hang(BaseException):
+    """A call took longer than `HANG_S`."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """What a call did that none may do."""
+
+    kind: str
+    seed: int
+    number: int
+    call: str
+    fault: str  # traceback, hang, memory, outside, half-written, control, exit, lines, crash
+    where: str  # the line that raised, or what is wrong
+    notes: tuple[str, ...] = ()
+    details: str = ""
+
+    def line(self) -> str:
+        """Return one line, and how to run it again."""
+        again = f"python -m tests.fuzz --kind {self.kind} --seed {self.seed} --only {self.number}"
+        return f"{self.fault} · {self.where} · `{self.call[:80]}` · {'; '.join(self.notes)[:300]}\n    {again}"
+
+
+@dataclass
+class Report:
+    """Counts of calls of a kind by how they ended, and the failures."""
+
+    kind: str
+    cases: int = 0
+    calls: int = 0
+    accepted: int = 0
+    rejected: int = 0
+    failures: list[Failure] = field(default_factory=list)
+
+    def row(self) -> str:
+        """Return a row of a Markdown table; `HEADER` stands above it."""
+        count = Counter(failure.fault for failure in self.failures)
+        sites = len({f.where for f in self.failures if f.fault == "traceback"})
+        others = ", ".join(
+            f"{n} {fault}" for fault, n in count.items() if fault not in ("traceback", "hang")
+        )
+        return (
+            f"| {self.kind} | {self.cases:,} | {self.calls:,} | {self.accepted:,} | {self.rejected:,} "
+            f"| {count['traceback']} at {sites} sites | {count['hang']} | {others or 0} |"
+        )
+
+
+HEADER = """| kind | cases | calls | exit 0 | exit 2 | tracebacks | over 10 s | others |
+|---|---|---|---|---|---|---|---|"""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a call ended."""
+
+    code: int | None
+    output: str
+    error: BaseException | None
+    more_bytes: int
+
+
+@contextmanager
+def sandbox() -> Iterator[Path]:
+    """Stand in an empty folder that has everything a user has: home, caches, temporary files."""
+    keep = dict(vars(constants))
+    environment, here = dict(os.environ), Path.cwd()
+    with tempfile.TemporaryDirectory(prefix="fuzz-") as folder:
+        root = Path(folder).resolve()
+        for name in ("home", "tmp", "elsewhere", "outside", OUT):
+            (root / name).mkdir()
+        (root / "elsewhere" / "file").write_text('{"secret": 1}')
+        os.environ |= {"HOME": str(root / "home"), "TMPDIR": str(root / "tmp"), "COLUMNS": "100"}
+        os.environ["MLX_PACKS_CACHE"] = "off"
+        os.chdir(root)
+        vars(constants).update(_HUB | {name: str(root / "home" / name) for name in _CACHES})
+        try:
+            with limited_addresses():
+                yield root
+        finally:
+            os.chdir(here)
+            os.environ.clear()
+            os.environ.update(environment)
+            vars(constants).update(keep)
+
+
+_CACHES = ("HF_HUB_CACHE", "HF_ASSETS_CACHE")
+_HUB = {"HF_HUB_OFFLINE": True, "HF_HUB_DISABLE_XET": True} | dict.fromkeys(_CACHES)
+
+
+@contextmanager
+def limited_addresses() -> Iterator[None]:
+    """Let allocations beyond `_SPACE_BYTES` fail, where the system can."""
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    try:
+        with suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_AS, (_addresses() + _SPACE_BYTES, before[1]))
+        yield
+    finally:
+        with suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_AS, before)
+
+
+class Fuzzer:
+    """The mutants of a kind in a sandbox."""
+
+    def __init__(self, kind: Kind, seed: int, root: Path):
+        self.kind, self.seed, self.root = kind, seed, root
+        kind.make(root / SUBJECT)
+        self.files = {
+            str(file.relative_to(root / SUBJECT)): file.read_bytes()
+            for file in sorted((root / SUBJECT).rglob("*"))
+            if file.is_file()
+        }
+        self._check_valid()
+        self.limit = 2 * sum(map(len, self.files.values())) + SPARE_BYTES
+
+    def _case(self, number: int) -> Case:
+        rng = random.Random(f"{self.kind.name} {self.seed} {number}")
+        return Case(self.files, rng, Mutator(rng, self.kind.words))
+
+    def _check_valid(self) -> None:
+        """Run every call over the valid subject, which must be accepted; loads what is lazy."""
+        for call in [*self.kind.cheap(), *self.kind.whole()]:
+            outcome = run_call(call)
+            if outcome.code not in ((0, 1) if call.gated else (0,)):
+                text = outcome.output + _trace(outcome.error)
+                raise RuntimeError(f"{call.name}: the valid subject is not accepted: {text}")
+            self._tidy()
+            self._case(0).restore(self.kind.in_place)
+
+    def run(self, number: int, report: Report) -> None:
+        """Run one mutant and count it in the report."""
+        case = self._case(number)
+        try:
+            self.kind.mutate(case)
+            for call in self.kind.calls(case):
+                before = self._snapshot()
+                outcome = run_call(call)
+                report.calls += 1
+                report.accepted += outcome.code in (0, 1)
+                report.rejected += outcome.code == 2
+                for fault, where in self._faults(call, outcome, before):
+                    details = _trace(outcome.error)
+                    failure = Failure(
+                        self.kind.name,
+                        self.seed,
+                        number,
+                        call.name,
+                        fault,
+                        where,
+                        tuple(case.notes),
+                        details,
+                    )
+                    report.failures.append(failure)
+                self._tidy()
+        finally:
+            case.restore(self.kind.in_place)
+        report.cases += 1
+
+    def _faults(self, call: Call, outcome: Outcome, before: dict) -> Iterator[tuple[str, str]]:
+        """Yield what a call may not do, and where."""
+        if isinstance(outcome.error, Hang):
+            yield "hang", _site(outcome.error)
+        elif outcome.error is not None:
+            yield "traceback", f"{_site(outcome.error)} {type(outcome.error).__name__}"
+        elif outcome.code not in ((0, 1, 2) if call.gated else (0, 2)):
+            yield "exit", f"exit code {outcome.code}"
+        if outcome.code == 2 and not outcome.output.rstrip("\n").rpartition("\n")[2].startswith(
+            "packs: "
+        ):
+            yield "lines", f"ends with {outcome.output[-200:]!r}"
+        if "memory is exhausted" in outcome.output:
+            yield "memory", "allocates without bounds"
+        elif outcome.more_bytes > self.limit:
+            yield "memory", f"took {outcome.more_bytes / 1e6:.0f} MB"
+        if control := _CONTROLS.search(outcome.output):
+            yield (
+                "control",
+                f"prints {outcome.output[max(0, control.start() - 60) : control.end()]!r}",
+            )
+        if changed := {path for path, _ in self._snapshot().items() ^ before.items()}:
+            yield "outside", f"changes {', '.join(sorted(changed))[:200]}"
+        if outcome.code != 0 and (left := self.kind.left()):
+            yield "half-written", f"leaves {left[:5]}"
+
+    def _snapshot(self) -> dict[str, tuple]:
+        return snapshot(self.root, {OUT, SUBJECT} if self.kind.in_place else {OUT})
+
+    def _tidy(self) -> None:
+        os.chdir(self.root)
+        shutil.rmtree(OUT, ignore_errors=True)
+        Path(OUT).mkdir()
+
+
+def run_call(call: Call) -> Outcome:
+    """Run a call with an eye on the time and the memory."""
+    logs = io.StringIO()
+    handler = logging.StreamHandler(logs)
+    loggers = [logging.getLogger(), logging.getLogger("transformers")]
+    for logger in loggers:
+        logger.addHandler(handler)
+    begin = _reset_peak()
+    code, output, error = None, "", None
+    try:
+        with _printed() as printed, warnings.catch_warnings(), _time_limit():
+            warnings.simplefilter("ignore")
+            code, output, error = _command(call.args) if call.args else _library(call)
+    except BaseException as raised:  # noqa: BLE001 (a Hang, a Rust panic)
+        if isinstance(raised, KeyboardInterrupt):
+            raise
+        error = raised
+    finally:
+        for logger in loggers:
+            logger.removeHandler(handler)
+    return Outcome(code, printed[0] + logs.getvalue() + output, error, _peak() - begin)
+
+
+def _command(args: tuple[str, ...]) -> tuple[int, str, BaseException | None]:
+    result = CliRunner().invoke(packs, list(args), prog_name="packs")
+    error = result.exception
+    return result.exit_code, result.output, None if isinstance(error, SystemExit) else error
+
+
+def _library(call: Call) -> tuple[int | None, str, BaseException | None]:
+    text = io.StringIO()
+    try:
+        assert call.function is not None
+        call.function()
+    except PackError as error:
+        error.show(text)
+        return 2, text.getvalue(), None
+    except Exception as error:  # noqa: BLE001
+        return None, "", error
+    return 0, "", None
+
+
+@contextmanager
+def _time_limit() -> Iterator[None]:
+    def stop(*_: object) -> None:
+        raise Hang
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, HANG_S)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+@contextmanager
+def _printed() -> Iterator[list[str]]:
+    """Take what is printed beside Python: by C++, by Rust."""
+    text = [""]
+    sys.stdout.flush()
+    sys.stderr.flush()
+    kept = os.dup(1), os.dup(2)
+    with tempfile.TemporaryFile(dir=_SHM) as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+        try:
+            yield text
+        finally:
+            os.dup2(kept[0], 1)
+            os.dup2(kept[1], 2)
+            os.close(kept[0])
+            os.close(kept[1])
+            file.seek(0)
+            text[0] = file.read().decode(errors="replace")
+
+
+_SHM = "/dev/shm" if os.path.isdir("/dev/shm") else None
+
+
+def snapshot(root: Path, without: set[str]) -> dict[str, tuple]:
+    """Return every file below a folder but for some, by what changes when it is written."""
+    files, todo = {}, [str(root)]
+    while todo:
+        with os.scandir(todo.pop()) as entries:
+            for entry in entries:
+                facts = entry.stat(follow_symlinks=False)
+                if entry.is_dir(follow_symlinks=False):
+                    if entry.name not in without or os.path.dirname(entry.path) != str(root):
+                        todo.append(entry.path)
+                        files[entry.path] = (facts.st_ino,)
+                else:
+                    files[entry.path] = (facts.st_ino, facts.st_size, facts.st_mtime_ns)
+    return files
+
+
+def _site(error: BaseException) -> str:
+    """Return the last line of the package in a traceback."""
+    frames = traceback.extract_tb(error.__traceback__)
+    ours = [f for f in frames if "/mlx_packs/" in f.filename] or frames
+    if not ours:
+        return "?"
+    return f"{ours[-1].filename.rpartition('/mlx_packs/')[2]}:{ours[-1].lineno}"
+
+
+def _trace(error: BaseException | None) -> str:
+    return "" if error is None else "".join(traceback.format_exception(error))[-3000:]
+
+
+def _status(key: str) -> int:
+    with suppress(OSError), open("/proc/self/status", "rb") as file:
+        for line in file:
+            if line.startswith(key.encode()):
+                return int(line.split()[1]) * 1024
+    return 0
+
+
+def _addresses() -> int:
+    return _status("VmSize:") or 64 << 30
+
+
+def _reset_peak() -> int:
+    """Forget the process's peak of memory, where the system can; the memory in use."""
+    with suppress(OSError), open("/proc/self/clear_refs", "w") as file:
+        file.write("5")
+    return _peak()
+
+
+def _peak() -> int:
+    return _status("VmHWM:") or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _RSS_UNIT
+
+
+_RSS_UNIT = 1 if sys.platform == "darwin" else 1024
+
+
+def fuzz(name: str, cases: range, seed: int, journal: Path | None = None) -> Report:
+    """Run mutants of a kind in this process; with a ``journal``, a line after each."""
+    report = Report(name)
+    kind = KINDS[name]()
+    with sandbox() as root:
+        try:
+            fuzzer = Fuzzer(kind, seed, root)
+            gc.collect()
+            gc.freeze()
+            for number in cases:
+                one = Report(name)
+                fuzzer.run(number, one)
+                _add(report, one)
+                if journal is not None:
+                    with journal.open("a") as file:
+                        file.write(json.dumps(asdict(one)) + "\n")
+        finally:
+            gc.unfreeze()
+            kind.close()
+            mx.clear_cache()
+    return report
+
+
+def _add(report: Report, other: Report) -> None:
+    for count in ("cases", "calls", "accepted", "rejected"):
+        setattr(report, count, getattr(report, count) + getattr(other, count))
+    report.failures += other.failures
+
+
+def supervise(name: str, cases: int, seed: int, first: int = 0) -> Report:
+    """Run mutants in another process; one that crashes or never returns is a failure."""
+    report = Report(name)
+    end = first + cases
+    with tempfile.TemporaryDirectory() as folder:
+        journal = Path(folder, "journal")
+        while first + report.cases < end:
+            journal.write_text("")
+            start = first + report.cases
+            args = f"--kind {name} --seed {seed} --first {start} --cases {end - start}"
+            child = subprocess.Popen(
+                [sys.executable, "-m", "tests.fuzz", *args.split(), "--journal", str(journal)],
+                cwd=ROOT,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            stuck = _wait(child, journal)
+            errors = child.communicate()[1]
+            for line in journal.read_text().splitlines():
+                one = json.loads(line)
+                one["failures"] = [Failure(**f) for f in one["failures"]]
+                _add(report, Report(**one))
+            at = first + report.cases
+            if at == start and not stuck and child.returncode > 0:
+                raise RuntimeError(f"{name}: cannot be set up:\n{errors[-3000:]}")
+            if at < end:
+                fault = (
+                    ("hang", f"over {STUCK_S} s")
+                    if stuck
+                    else ("crash", f"exit {child.returncode}")
+                )
+                report.failures.append(Failure(name, seed, at, "?", *fault, details=errors[-3000:]))
+                report.cases += 1
+    return report
+
+
+def _wait(child: subprocess.Popen, journal: Path) -> bool:
+    """Wait for a process; kill it and return True once its journal stands still."""
+    seen, since = -1, time.monotonic()
+    while child.poll() is None:
+        time.sleep(0.2)
+        size = journal.stat().st_size
+        if size != seen:
+            seen, since = size, time.monotonic()
+        if time.monotonic() - since > STUCK_S:
+            child.kill()
+            return True
+    return False

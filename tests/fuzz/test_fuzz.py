@@ -1,0 +1,79 @@
+"""Mutants of every kind of input: each is accepted or rejected in one line, and nothing else."""
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from mlx_packs.errors import PackError
+from tests.fuzz import runner
+from tests.fuzz.kind import OUT, SUBJECT, Kind, command, library
+from tests.fuzz.runner import Fuzzer, Report, sandbox
+
+SEED = 18
+
+
+class Misbehaving(Kind):
+    """A kind whose one call does as told; its subject is a text."""
+
+    name = "misbehaving"
+    deed = None
+
+    def make(self, folder):
+        folder.mkdir()
+        (folder / "a.txt").write_text("text")
+
+    def mutate(self, case):
+        case.edit("a.txt", case.mutator.bytes)
+
+    def cheap(self):
+        return [command("list", SUBJECT) if self.deed is None else library(self.deed, "deed")]
+
+
+def _error(text):
+    def deed():
+        raise PackError(text)
+
+    return deed
+
+
+def _half_written():
+    Path(OUT, "pack").mkdir()
+    raise PackError("no")
+
+
+DEEDS = {
+    "traceback": lambda: {}["x"],
+    "hang": lambda: time.sleep(60),
+    "memory": lambda: bytearray(os.urandom(1) * 300_000_000),
+    "outside": lambda: Path("elsewhere", "file").write_text("changed"),
+    "half-written": _half_written,
+    "control": lambda: os.write(2, b"\x1b[31mred"),
+}
+
+
+@pytest.mark.parametrize("fault", DEEDS)
+def test_a_misbehaving_call_is_noticed(fault, monkeypatch):
+    if fault == "hang":
+        monkeypatch.setattr(runner, "HANG_S", 0.2)
+    kind = Misbehaving()
+    with sandbox() as root:
+        fuzzer = Fuzzer(kind, SEED, root)
+        kind.deed = DEEDS[fault]
+        report = Report(kind.name)
+        fuzzer.run(0, report)
+    assert [failure.fault for failure in report.failures] == [fault]
+
+
+def test_a_mutant_is_a_function_of_kind_seed_and_number():
+    with sandbox() as root:
+        fuzzer = Fuzzer(Misbehaving(), SEED, root)
+        mutants = [_mutant(fuzzer, number) for number in (0, 1, 0)]
+    assert mutants[0] == mutants[2] != mutants[1]
+
+
+def _mutant(fuzzer: Fuzzer, number: int) -> bytes:
+    case = fuzzer._case(number)
+    fuzzer.kind.mutate(case)
+    return Path(SUBJECT, "a.txt").read_bytes()

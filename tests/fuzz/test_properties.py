@@ -1,0 +1,132 @@
+"""Properties of what reads and prints strangers' text, over inputs that hypothesis draws."""
+
+import json
+from datetime import timedelta
+
+import pytest
+import yaml
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from mlx_packs.config.parse import build, read_yaml
+from mlx_packs.config.recipe import resolve
+from mlx_packs.config.schema import LoRAConfig, TrainConfig
+from mlx_packs.data.rows import read_rows
+from mlx_packs.errors import PackError, printable
+from mlx_packs.files import is_hub_id, read_header, read_json
+from mlx_packs.packs.hub import split_name
+from mlx_packs.packs.manifest import check_manifest, read_manifest, read_pin
+
+settings.register_profile(
+    "fuzz",
+    derandomize=True,
+    database=None,
+    max_examples=100,
+    deadline=timedelta(seconds=5),
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+settings.load_profile("fuzz")
+
+SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20)
+JSON = st.recursive(
+    SCALARS,
+    lambda inner: (
+        st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4)
+    ),
+    max_leaves=12,
+)
+NAMES = st.sampled_from(
+    sorted({*vars(TrainConfig()), *vars(LoRAConfig()), "lora_parameters", "phases"})
+)
+
+
+@given(
+    st.text(
+        alphabet=st.characters(min_codepoint=32, max_codepoint=0x2FF, exclude_categories=["Cc"])
+    )
+)
+def test_printable_leaves_ordinary_text_alone(text):
+    assert printable(text) == text
+
+
+def reads(function, *args) -> object:
+    """What a reader returns; None if it rejects its input in one line."""
+    try:
+        return function(*args)
+    except PackError as error:
+        assert "\n" not in printable(error.message)
+        return None
+
+
+@given(st.binary(max_size=200))
+def test_bytes_are_a_safetensors_header_or_an_error(tmp_path, data):
+    file = tmp_path / "x.safetensors"
+    file.write_bytes(data)
+    reads(read_header, file)
+
+
+@given(JSON, st.integers(0, 40))
+def test_json_is_a_safetensors_header_or_an_error(tmp_path, value, size):
+    text = json.dumps(value).encode()
+    file = tmp_path / "x.safetensors"
+    file.write_bytes(len(text).to_bytes(8, "little") + text + bytes(size))
+    if (result := reads(read_header, file)) is not None:
+        header, start = result
+        ends = [tensor["data_offsets"][1] for tensor in header.values()]
+        assert start == 8 + len(text) and max(ends, default=0) <= size
+
+
+@pytest.mark.parametrize("reader", [read_json, read_manifest, read_yaml, read_pin])
+@given(data=st.binary(max_size=60) | JSON.map(lambda v: json.dumps(v).encode()))
+def test_any_bytes_are_read_or_rejected(tmp_path, reader, data):
+    file = tmp_path / "hub.json"
+    file.write_bytes(data)
+    value = reads(reader, tmp_path if reader is read_pin else file)
+    assert value is None or isinstance(value, dict)
+
+
+@given(JSON)
+def test_any_value_is_a_manifest_or_a_value_error(value):
+    content = value if isinstance(value, dict) else {"base": value, "adapters": value}
+    with pytest.raises(ValueError):
+        check_manifest(content)
+
+
+@given(st.lists(JSON, min_size=1, max_size=3))
+def test_rows_are_read_as_they_are_written(tmp_path, values):
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps(value) + "\n" for value in values), encoding="utf-8")
+    rows = reads(read_rows, file)
+    if all(isinstance(value, dict) for value in values):
+        assert rows is not None
+        assert json.dumps([row.value for row in rows]) == json.dumps(values)
+    else:
+        assert rows is None
+
+
+@given(st.dictionaries(NAMES | st.text(max_size=8), JSON, max_size=3))
+def test_a_recipe_of_any_values_is_complete_or_an_error(values):
+    recipe = reads(resolve, values)
+    if recipe is not None:
+        assert resolve(recipe.to_json()) == recipe
+
+
+@given(st.fixed_dictionaries({}, optional={"rank": SCALARS, "alpha": SCALARS, "dropout": SCALARS}))
+def test_settings_that_are_built_have_their_types(values):
+    config = reads(build, LoRAConfig, values)
+    assert config is None or (type(config.rank) is int and isinstance(config.dropout, float))
+
+
+@given(NAMES, st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.booleans())
+def test_yaml_and_json_files_mean_the_same(tmp_path, name, value):
+    files = tmp_path / "c.yaml", tmp_path / "c.json"
+    files[0].write_text(yaml.safe_dump({name: value}))
+    files[1].write_text(json.dumps({name: value}))
+    assert read_yaml(files[0]) == read_yaml(files[1])
+
+
+@given(st.from_regex(r"[\w.@/-]{0,30}", fullmatch=True) | st.text(max_size=30))
+def test_a_name_of_the_hub_never_leads_outside(name):
+    if (result := reads(split_name, name)) is not None:
+        repo, revision = result
+        assert is_hub_id(repo) and ".." not in repo + revision and not revision.startswith("/")
