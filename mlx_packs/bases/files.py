@@ -1,6 +1,5 @@
-"""The files of a base: found by name (offline first), checked, identified by a fingerprint."""
+"""The files of a base: found by name (offline first) and checked."""
 
-import hashlib
 import json
 import os
 from collections.abc import Callable, Mapping
@@ -14,7 +13,6 @@ from .unsupported import check_method, unsupported_file, unsupported_weights
 
 TINY = "tiny"
 RECORD = "quantization.json"  # that `packs quantize` leaves: what was asked, a hash of every shard
-_SAMPLE_BYTES = 4096
 # what mlx-lm downloads; code among it is run only with trust_remote_code
 CHECKPOINT_FILES = (
     "*.json model*.safetensors *.jinja *.txt *.jsonl tokenizer.model *.tiktoken tiktoken.model *.py"
@@ -127,27 +125,6 @@ def _missing_shards(path: Path) -> list[str]:
             f"{index}: is not an index of shards (no 'weight_map').", "unreadable"
         ) from None
     return sorted(named - {f.name for f in weight_files(path)})
-
-
-def fingerprint(path: Path) -> str:
-    """Hash a checkpoint's tensors: names, dtypes, shapes and a sample of each one's bytes.
-
-    It does not depend on how the tensors are spread over shards, and reads 4 KiB a tensor.
-    """
-    entries = {}
-    for file in weight_files(path):
-        header, start = read_header(file)
-        with file.open("rb") as f:
-            for name, tensor in header.items():
-                begin, end = tensor["data_offsets"]
-                middle = begin + max(0, (end - begin - _SAMPLE_BYTES) // 2)
-                f.seek(start + middle)
-                sample = f.read(min(_SAMPLE_BYTES, end - begin))
-                entries[name] = (tensor["dtype"], tensor["shape"], sample)
-    digest = hashlib.sha256()
-    for name, (dtype, shape, sample) in sorted(entries.items()):
-        digest.update(f"{name} {dtype} {shape}\n".encode() + sample)
-    return digest.hexdigest()
 
 
 def check_files(path: Path) -> dict:

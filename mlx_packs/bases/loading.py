@@ -17,7 +17,8 @@ from ..runtime import mx
 from .bitsandbytes import from_bitsandbytes
 from .encoder import load_encoder
 from .families import check_supported
-from .files import TINY, check_files, fingerprint, quantized_as, resolve_checkpoint
+from .files import TINY, check_files, quantized_as, resolve_checkpoint
+from .fingerprint import fingerprint
 from .model import BaseModel
 from .nf4 import already_quantized, check_stored_nf4, nf4_quantization, place_nf4, stored_as_asked
 from .precision import DTYPES, dense_dtype, dtype_of, stored_dtype
@@ -112,9 +113,9 @@ def _load_decoder(request: _Request) -> BaseModel:
         if names and dtype == mx.float16:
             _check_range(model, names)
     tokenizer = load_tokenizer(path, config, request.trust_remote_code)
-    found, dtype_name = fingerprint(path), dtype_of(model)
+    hashed, dtype_name = fingerprint(path), dtype_of(model)
     return BaseModel(
-        name, path, model, tokenizer, config, found, dict(quantization), sources, dtype_name
+        name, path, model, tokenizer, config, hashed, dict(quantization), sources, dtype_name
     )
 
 

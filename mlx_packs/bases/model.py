@@ -25,7 +25,7 @@ class BaseModel:
     model: nn.Module
     tokenizer: object  # None where only weights were asked for
     config: dict  # config.json
-    fingerprint: str  # a hash of its tensors
+    fingerprint: str  # of its tensors (`bases.fingerprint`)
     quantization: dict = field(default_factory=dict)  # as in config.json; empty for a dense base
     # which tensor of the files each weight of the model is
     weight_map: dict[str, Source] = field(default_factory=dict, repr=False, compare=False)

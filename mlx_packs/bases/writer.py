@@ -31,6 +31,7 @@ from . import bitsandbytes
 from . import files as base_files
 from .families import check_architecture, check_supported
 from .files import RECORD
+from .fingerprint import fingerprint
 from .loading import load_model_of
 from .quantization import QuantizeOptions, formats_for
 from .weight_formats import WeightFormat, check_finite
@@ -167,9 +168,8 @@ def plan_quantized(
         raise PackError(f"{source}: nothing is left to quantize with these options.", "conflict")
     shards = in_shards(items, options.max_shard_gb)
     config = _new_config(config, options, formats, list(dense), items)
-    fingerprint = base_files.fingerprint(source)
     quantization = options.weight_format.to_config()
-    return WritePlan(options, tensors, shards, config, fingerprint, dense, quantization)
+    return WritePlan(options, tensors, shards, config, fingerprint(source), dense, quantization)
 
 
 def _by_names_of_transformers(

@@ -48,6 +48,8 @@ def apply(
 
 
 def _lines(report: dict) -> list[str]:
+    from ..bases.fingerprint import short_fingerprint
+
     tensors = []
     if report["projections"]:
         tensors.append(f"{report['projections']} projections")
@@ -55,7 +57,7 @@ def _lines(report: dict) -> list[str]:
         tensors.append(f"{report['full_tensors']} tensors stored in full")
     lines = [
         f"fits    {report['pack']} on {report['model']}: hashes, base fingerprint "
-        f"{report['fingerprint'][:12]}, {', '.join(tensors)}, {report['pack_mb']} MB"
+        f"{short_fingerprint(report['fingerprint'])}, {', '.join(tensors)}, {report['pack_mb']} MB"
     ]
     for output in (facts.output for facts in ARCHITECTURES.values()):
         if (change := report.get(f"largest_{output}_change")) is not None:

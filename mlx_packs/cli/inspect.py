@@ -47,13 +47,14 @@ def inspect(pack: Path, verbose: bool) -> None:
 
 def _checkpoint_lines(folder: Path, record: dict) -> list[str]:
     from ..bases.files import quantization_name
+    from ..bases.fingerprint import short_fingerprint
 
     total = sum(facts["bytes"] for facts in record["files"].values())
     kind = quantization_name(record["quantization"])
     return [
         f"base    {folder} ({size(total)}) · {kind} · format {record['format']}",
         bits_line(record),
-        f"source  fingerprint {record['source'][:12]} · mlx {record['versions'].get('mlx')}",
+        f"source  fingerprint {short_fingerprint(record['source'])} · mlx {record['versions'].get('mlx')}",
         *_file_lines(record["files"]),
     ]
 
@@ -87,6 +88,7 @@ def _pack_lines(pack: "Pack", verbose: bool) -> list[str]:
 
 def _adapter_lines(pack: "Pack") -> list[str]:
     from ..bases.files import quantization_name
+    from ..bases.fingerprint import short_fingerprint
     from ..packs.manifest import read_pin, replaced_of
 
     m = pack.manifest
@@ -96,7 +98,8 @@ def _adapter_lines(pack: "Pack") -> list[str]:
     lines = [
         f"pack    {pack.path} ({pack.size_mb:.2f} MB, {m.get('profile')})",
         f"base    {base['id']} · {base['model_type']} · {base['num_layers']} blocks · "
-        f"{quantization_name(base['quantization'])} · fingerprint {base['fingerprint'][:12]}",
+        f"{quantization_name(base['quantization'])} · fingerprint "
+        f"{short_fingerprint(base['fingerprint'])}",
     ]
     count = f"{m['adapters']['parameters']:,} weights ({m['adapters'].get('dtype') or 'float32'})"
     if modules:

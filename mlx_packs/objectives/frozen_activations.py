@@ -19,7 +19,6 @@ import numpy as np
 
 from .. import runtime
 from ..adapters.lora import Attached
-from ..bases.files import weight_files
 from ..bases.geometry import block_prefixes
 from ..config.schema import TrainConfig
 from ..data.batches import Batch, lay_out
@@ -38,7 +37,7 @@ from .objective import Arrays, Inputs
 from .sequence_packing import TOLERANCE, relative_error
 from .state_store import StateStore
 
-_FORMAT = 1
+_FORMAT = 2
 _WORTHWHILE = 0.1  # least share of a step's time to save, counting blocks
 _MEMORY_SHARE = 0.5  # of what the plan leaves
 _DISK_SHARE = 0.25  # of what is free
@@ -361,7 +360,6 @@ def _key(
         "format": _FORMAT,
         "base": [
             base.fingerprint,
-            [[f.name, f.stat().st_size, f.stat().st_mtime_ns] for f in weight_files(base.path)],
             base.config,
             base.quantization,
             train.quantize,

@@ -16,6 +16,7 @@ import numpy as np
 from ..adapters.spec import ModuleSpec, by_number, check_shapes, leaf_names, ranks_of
 from ..adapters.tensors import read_factors
 from ..bases.files import quantization_name
+from ..bases.fingerprint import same_fingerprint
 from ..errors import PackError
 from ..runtime import mx
 from .manifest import replaced_of
@@ -209,6 +210,7 @@ def _shared(a: Pack, b: Pack) -> dict[str, dict]:
         "adapters": [pack.adapters_hash for pack in packs],
     }
     facts = {key: {"same": x == y, "a": x, "b": y} for key, (x, y) in values.items()}
+    facts["base"]["same"] = same_fingerprint(*bases)
     if a.adapters_hash is None:  # neither of two sums is on disk
         facts["adapters"]["same"] = a.identity == b.identity
     return facts

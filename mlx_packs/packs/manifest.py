@@ -35,6 +35,7 @@ _ADAPTER_KINDS = ("lora", "dora", "embedding")
 _KEYS = {
     "base": "a mapping",
     **dict.fromkeys(("base.id", "base.fingerprint", "base.model_type"), "text"),
+    "base.sampled_fingerprint": "text?",
     "base.quantization": "a mapping or null",
     "base.num_layers": "an integer of 0 or more",
     "adapters": "a mapping",

@@ -16,7 +16,14 @@ from ..adapters.imported import attach_inference_only, is_inference_only
 from ..adapters.lora import Attached, attach
 from ..adapters.method import Trainable
 from ..adapters.spec import Specs, check_shapes
-from ..bases.files import check_files, fingerprint, quantization_name, resolve_checkpoint
+from ..bases.files import check_files, quantization_name, resolve_checkpoint
+from ..bases.fingerprint import (
+    fingerprint,
+    is_fingerprint_of,
+    is_sampled,
+    sampled_fingerprint,
+    short_fingerprint,
+)
 from ..bases.geometry import Group, Heads, block_prefixes
 from ..bases.model import BaseModel
 from ..bases.weight_formats import format_name
@@ -218,7 +225,8 @@ class Pack:
 
     def check_base(self, base: BaseModel) -> None:
         """Raise a PackError unless a base is the one that the pack was trained on."""
-        self._check_base(base.name, base.fingerprint, base.config, base.quantization)
+        current = base.path, base.fingerprint
+        self._check_base(base.name, current, base.config, base.quantization)
         pooling = getattr(base.model, "sentence_config", None)  # which decoders lack
         trained = self.part("objective")
         for name, value in (pooling.to_json() if pooling else {}).items():
@@ -230,9 +238,12 @@ class Pack:
                 )
 
     def _check_base(
-        self, name: str, fingerprint: str, config: dict, quantization: Mapping | None
+        self, name: str, current: tuple[Path, str], config: dict, quantization: Mapping | None
     ) -> None:
-        """Compare model type, fingerprint, quantization; without one the base is dense."""
+        """Compare model type, fingerprint, quantization; without one the base is dense.
+
+        ``current`` are folder and fingerprint of the base.
+        """
         ours, where = self.manifest["base"], self.name
         if ours["model_type"] != config["model_type"]:
             raise PackError(
@@ -240,11 +251,13 @@ class Pack:
                 f"{name} is a {config['model_type']}.",
                 "mismatch",
             )
-        if ours["fingerprint"] != fingerprint:
+        path, value = current
+        if not is_fingerprint_of(path, ours["fingerprint"], value, where):
+            value = sampled_fingerprint(path) if is_sampled(ours["fingerprint"]) else value
             raise PackError(
                 f"{where}: was trained on {ours['id']} (fingerprint "
-                f"{ours['fingerprint'][:12]}), but {name} is another base (fingerprint "
-                f"{fingerprint[:12]}).",
+                f"{short_fingerprint(ours['fingerprint'])}), but {name} is another base "
+                f"(fingerprint {short_fingerprint(value)}).",
                 "mismatch",
             )
         was, now = (quantization_name(q) for q in (ours["quantization"], quantization))
@@ -269,7 +282,7 @@ class Pack:
                 raise PackError(f"{path / 'config.json'}: {error}.", "unreadable") from None
         if not stored and (is_converted_on_loading(config) or self.quantize_for(config) != "none"):
             stored = self.manifest["base"]["quantization"]  # as it will be once it is loaded
-        self._check_base(str(model), fingerprint(path), config, stored)
+        self._check_base(str(model), (path, fingerprint(path)), config, stored)
         return path, config
 
     def quantize_for(self, config: dict) -> str:
@@ -348,6 +361,7 @@ def _manifest_of(base: BaseModel, adapters: dict, facts: Mapping[str, object]) -
         "base": {
             "id": base.public_name,
             "fingerprint": base.fingerprint,
+            "sampled_fingerprint": sampled_fingerprint(base.path),
             "model_type": base.config["model_type"],
             "quantization": base.quantization or None,
             "num_layers": len(block_prefixes(base.model)),

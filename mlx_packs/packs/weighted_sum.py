@@ -12,6 +12,7 @@ from pathlib import Path
 from ..adapters.spec import ModuleSpec, SliceSpec, Specs
 from ..adapters.tensors import name_factors, read_factors
 from ..bases.files import quantization_name
+from ..bases.fingerprint import is_sampled, same_fingerprint, short_fingerprint
 from ..errors import PackError
 from ..runtime import mx
 from .manifest import spec_json
@@ -89,7 +90,7 @@ def weighted_sum(packs: Sequence[tuple[Pack, float]]) -> Pack:
     manifest = {
         "format_version": first.manifest["format_version"],
         "method": "lora",
-        "base": first.manifest["base"],
+        "base": _base_of([part.pack for part in parts]),
         "adapters": {
             "parameters": sum(tensor.size for tensor in tensors.values()),
             "groups": _sum_groups(parts),
@@ -99,6 +100,13 @@ def weighted_sum(packs: Sequence[tuple[Pack, float]]) -> Pack:
         "sum_of": [{"pack": p.pack.short_name, "weight": p.weight} for p in parts],
     }
     return Pack(manifest, tensors, parts=tuple((p.pack.identity, p.weight) for p in parts))
+
+
+def _base_of(packs: Sequence[Pack]) -> dict:
+    """Return the base of packs that have one, by the manifest that identifies it best."""
+    return min(
+        (p.manifest["base"] for p in packs), key=lambda base: is_sampled(base["fingerprint"])
+    )
 
 
 def check_distinct(packs: Sequence[Pack]) -> None:
@@ -121,10 +129,11 @@ def check_addable(packs: Sequence[Pack]) -> None:
                 "unsupported",
             )
         bases = [pack.manifest["base"], first.manifest["base"]]
-        if any(bases[0][key] != bases[1][key] for key in ("fingerprint", "quantization")):
+        same_quantization = bases[0]["quantization"] == bases[1]["quantization"]
+        if not same_quantization or not same_fingerprint(*bases):
             theirs, ours = (
                 f"{base['id']} as {quantization_name(base['quantization'])} (fingerprint "
-                f"{base['fingerprint'][:12]})"
+                f"{short_fingerprint(base['fingerprint'])})"
                 for base in bases
             )
             raise PackError(

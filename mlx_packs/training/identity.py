@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ..bases.files import public_name
+from ..bases.fingerprint import is_fingerprint_of
 from ..config.fields import fields_where
 from ..config.recipe import Recipe
 from ..config.schema import TrainConfig
@@ -52,13 +53,18 @@ def run_identity(
     }
 
 
-def check_resume(run: Path, identity: dict, earlier: dict) -> None:
+def check_resume(run: Path, base: Path, identity: dict, earlier: dict) -> None:
     """Check that a resumed run is the same run: base, data and everything that shapes a step.
 
-    ``identity`` is that of the run as requested, ``earlier`` that of the run as it began.
+    ``base`` is the folder of the base, ``identity`` that of the run as requested, ``earlier`` that
+    of the run as it began.
     """
-    for key, other, flag in (("base", "another base", "model"), ("data", "other examples", "data")):
-        if earlier[key] != identity[key]:
+    same_base = is_fingerprint_of(base, earlier["base"], identity["base"], f"--resume: {run}")
+    for key, same, other, flag in (
+        ("base", same_base, "another base", "model"),
+        ("data", earlier["data"] == identity["data"], "other examples", "data"),
+    ):
+        if not same:
             raise PackError(
                 f"--resume: {run} was trained on {other}. Resume with the original {key}.",
                 "mismatch",

@@ -194,7 +194,7 @@ def _run(run: Run) -> TrainRun:
     recipe = Recipe(run.lora, run.train, run.columns, origin)
     identity = run_identity(recipe, base, run.phases, splits)
     if earlier is not None:
-        check_resume(run.folder, identity, earlier)
+        check_resume(run.folder, base.path, identity, earlier)
     sources = [phase.public_source(read) for phase, read in zip(run.phases, splits, strict=True)]
     splits.clear()  # from here on only what they are encoded to is needed
     memory = fit_into_memory(

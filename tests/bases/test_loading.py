@@ -12,7 +12,6 @@ from mlx.utils import tree_flatten
 from mlx_lm.utils import load_model
 
 from mlx_packs.bases.files import (
-    fingerprint,
     quantization_name,
     resolve_checkpoint,
     stored_quantization,
@@ -186,19 +185,6 @@ def test_load_base_tiny_speaks_and_has_grouped_heads(tiny):
     attention = tiny.model.layers[0].self_attn
     assert attention.n_heads > attention.n_kv_heads and tiny.quantization["bits"] == 4
     assert tiny.tokenizer.has_chat_template and tiny.vocab_size == 4096
-
-
-def test_fingerprint_does_not_depend_on_shards(checkpoint):
-    assert fingerprint(checkpoint("one")) == fingerprint(checkpoint("three", shards=3))
-
-
-def test_fingerprint_follows_every_tensor(checkpoint):
-    folder = checkpoint()
-    before = fingerprint(folder)
-    tensors = mx.load(str(folder / "model.safetensors"))
-    tensors["model.layers.1.mlp.up_proj.weight"] += 1e-3
-    mx.save_safetensors(str(folder / "model.safetensors"), tensors)
-    assert fingerprint(folder) != before
 
 
 def test_load_base_of_a_folder_never_touches_the_network(checkpoint, no_network):

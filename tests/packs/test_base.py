@@ -108,9 +108,7 @@ def test_swap_pack_rejects_another_base_and_keeps_the_active_pack(shared_tiny, p
     stranger = random_pack(Base(**{**vars_of(shared_tiny), "fingerprint": "f" * 64}), 3)
     with shared_tiny.applied(packs["a"]):
         active = probe_logits(shared_tiny)
-        with raises(
-            "mismatch", None, "tiny (fingerprint ffffffffffff)", shared_tiny.fingerprint[:12]
-        ):
+        with raises("mismatch", None, "tiny (fingerprint ffffffffffff)", "is another base"):
             shared_tiny.swap_pack(stranger)
         wrong = Pack({**packs["c"].manifest}, dict(list(packs["c"].tensors.items())[:-1]))
         with raises("mismatch", None, "missing"):

@@ -1,0 +1,229 @@
+"""The fingerprint of a base: a hash of every byte of its tensors, kept between processes.
+
+A fingerprint is ``sha256:`` and 64 digits. It is the SHA-256 of a JSON list of ``[name, dtype, shape,
+hashes]``, sorted; ``hashes`` are the SHA-256 of the tensor's bytes, 16 MiB each. So it does not
+depend on how tensors are spread over files, and threads share the work. Older versions of this
+package hashed 4 KiB of each tensor; such a fingerprint has no prefix and is compared as it was made.
+"""
+
+import hashlib
+import json
+import logging
+import os
+import time
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from functools import lru_cache
+from pathlib import Path
+from typing import NamedTuple
+
+from ..errors import PackError
+from ..files import atomic_write, cache_folder, read_header, read_json, remove_unused, to_json
+from .files import weight_files
+
+_PREFIX = "sha256:"
+_PIECE_BYTES = 16 << 20  # of a tensor that are hashed as one
+_BUFFER_BYTES = 1 << 20
+_THREADS = 8
+_SAMPLE_BYTES = 4096
+_DAYS = 90  # that an unused entry of the cache is kept
+_SETTLED_SECONDS = 3  # a file younger than a clock's step may change again with the same times
+_FORMAT = "mlx_packs fingerprint 1"
+_log = logging.getLogger("mlx_packs")
+
+FileState = tuple[str, int, int, int, int]  # path, size, mtime_ns, ctime_ns, inode
+
+
+class _Piece(NamedTuple):
+    """Consecutive bytes of a tensor in a file."""
+
+    file: Path
+    offset: int
+    size: int
+
+
+def fingerprint(path: Path) -> str:
+    """Return the fingerprint of a checkpoint folder's tensors.
+
+    What was hashed before is not read again while path, size, times and inode of every file stay.
+
+    Raises:
+        PackError: a file is damaged, or changes while it is read.
+    """
+    files = weight_files(path)
+    states = [_state(file) for file in files]
+    if known := _recall(path, states):
+        return known
+    began = time.time_ns()
+    value = _hash_tensors(files)
+    if [_state(file) for file in files] != states:
+        raise PackError(
+            f"{path}: its weights changed while they were read. Wait until they are written.",
+            "unreadable",
+        )
+    newest = max((time_ns for state in states for time_ns in state[2:4]), default=began)
+    if began - newest > _SETTLED_SECONDS * 1e9:
+        _remember(path, states, value)
+    return value
+
+
+def sampled_fingerprint(path: Path) -> str:
+    """Return what older versions called a fingerprint: a hash of 4 KiB of each tensor."""
+    return _sampled(tuple(_state(file) for file in weight_files(path)))
+
+
+def short_fingerprint(value: str) -> str:
+    """Return the twelve digits of a fingerprint that people compare."""
+    return value.removeprefix(_PREFIX)[:12]
+
+
+def is_sampled(value: str) -> bool:
+    """Return whether a fingerprint is of a sample alone, as older versions made it."""
+    return not value.startswith(_PREFIX)
+
+
+def is_fingerprint_of(path: Path, recorded: str, current: str, where: str) -> bool:
+    """Return whether a recorded fingerprint is that of a checkpoint, whose own is ``current``.
+
+    ``where`` recorded it; that a sample alone could be compared is logged once for each.
+    """
+    if not is_sampled(recorded):
+        return recorded == current
+    if recorded == current:
+        return True
+    if recorded != sampled_fingerprint(path):
+        return False
+    _say_sampled(where)
+    return True
+
+
+def same_fingerprint(a: Mapping, b: Mapping) -> bool:
+    """Return whether two manifests' ``base`` name the same tensors, as far as both can tell."""
+    if is_sampled(a["fingerprint"]) == is_sampled(b["fingerprint"]):
+        return a["fingerprint"] == b["fingerprint"]
+    old, new = (a, b) if is_sampled(a["fingerprint"]) else (b, a)
+    return old["fingerprint"] == new.get("sampled_fingerprint")
+
+
+@lru_cache(maxsize=256)
+def _say_sampled(where: str) -> None:
+    _log.warning(
+        "%s: is of an older version, which recorded a sample of its base (4 KiB of each tensor). "
+        "That sample matches; the rest cannot be compared.",
+        where,
+    )
+
+
+def _state(file: Path) -> FileState:
+    """Return what changes when the bytes of a file do."""
+    stat = file.stat()
+    return str(file.resolve()), stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino
+
+
+def _hash_tensors(files: list[Path]) -> str:
+    """Read and hash all tensors of safetensors files, in threads."""
+    tensors: list[list] = []
+    pieces: list[_Piece] = []
+    owners: list[int] = []
+    for file in files:
+        header, start = read_header(file)
+        for name, tensor in header.items():
+            begin, end = tensor["data_offsets"]
+            for offset in range(begin, end, _PIECE_BYTES):
+                pieces.append(_Piece(file, start + offset, min(_PIECE_BYTES, end - offset)))
+                owners.append(len(tensors))
+            tensors.append([name, tensor["dtype"], tensor["shape"], []])
+    jobs = _jobs(pieces)
+    with ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1)) as pool:
+        hashes = [digest for digests in pool.map(_hash_pieces, jobs) for digest in digests]
+    for owner, digest in zip(owners, hashes, strict=True):
+        tensors[owner][3].append(digest)
+    text = json.dumps(sorted(tensors), separators=(",", ":"))
+    return _PREFIX + hashlib.sha256(text.encode()).hexdigest()
+
+
+def _jobs(pieces: list[_Piece]) -> list[list[_Piece]]:
+    """Return the pieces in their order, in lists of one file and at most 16 MiB or one piece."""
+    jobs: list[list[_Piece]] = []
+    size = 0
+    for piece in pieces:
+        if not jobs or jobs[-1][0].file != piece.file or size + piece.size > _PIECE_BYTES:
+            jobs.append([])
+            size = 0
+        jobs[-1].append(piece)
+        size += piece.size
+    return jobs
+
+
+def _hash_pieces(pieces: list[_Piece]) -> list[str]:
+    """Return the SHA-256 of each piece.
+
+    They are read rather than mapped: mapped pages count in the peak of a process, and a mapped file
+    that is cut short kills the process.
+    """
+    digests = []
+    buffer = memoryview(bytearray(_BUFFER_BYTES))
+    with pieces[0].file.open("rb", buffering=0) as f:
+        for piece in pieces:
+            digest, left = hashlib.sha256(), piece.size
+            f.seek(piece.offset)
+            while left:
+                count = f.readinto(buffer[: min(left, _BUFFER_BYTES)])
+                if not count:
+                    raise PackError(f"{piece.file}: was cut short while it was read.", "unreadable")
+                digest.update(buffer[:count])
+                left -= count
+            digests.append(digest.hexdigest())
+    return digests
+
+
+@lru_cache(maxsize=64)
+def _sampled(states: tuple[FileState, ...]) -> str:
+    entries = {}
+    for file in (Path(state[0]) for state in states):
+        header, start = read_header(file)
+        with file.open("rb") as f:
+            for name, tensor in header.items():
+                begin, end = tensor["data_offsets"]
+                middle = begin + max(0, (end - begin - _SAMPLE_BYTES) // 2)
+                f.seek(start + middle)
+                sample = f.read(min(_SAMPLE_BYTES, end - begin))
+                entries[name] = (tensor["dtype"], tensor["shape"], sample)
+    digest = hashlib.sha256()
+    for name, (dtype, shape, sample) in sorted(entries.items()):
+        digest.update(f"{name} {dtype} {shape}\n".encode() + sample)
+    return digest.hexdigest()
+
+
+def _entry(path: Path) -> Path | None:
+    """Return where the fingerprint of a folder is kept; None without a cache."""
+    folder = cache_folder("fingerprints")
+    digest = hashlib.sha256(os.fsencode(path.resolve())).hexdigest()
+    return folder and folder / f"{digest[:32]}.json"
+
+
+def _recall(path: Path, states: list[FileState]) -> str | None:
+    """Return the fingerprint that was kept of files in this state."""
+    if (entry := _entry(path)) is None or not entry.is_file():
+        return None
+    try:
+        content = read_json(entry)
+        os.utime(entry)
+    except (PackError, OSError):
+        return None
+    value = content.get("fingerprint")
+    is_current = content.get("format") == _FORMAT and content.get("files") == list(
+        map(list, states)
+    )
+    return value if is_current and isinstance(value, str) else None
+
+
+def _remember(path: Path, states: list[FileState], value: str) -> None:
+    """Keep a fingerprint; a folder that cannot be written is left alone."""
+    if (entry := _entry(path)) is None:
+        return
+    with suppress(PackError, OSError):
+        entry.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        atomic_write(entry, to_json({"format": _FORMAT, "files": states, "fingerprint": value}))
+        remove_unused(entry.parent, "*.json", _DAYS)

@@ -1,0 +1,283 @@
+"""The fingerprint of a base: every byte of its tensors, kept while its files stay as they are."""
+
+import hashlib
+import json
+import logging
+import os
+import shutil
+import time
+from pathlib import Path
+
+import pytest
+
+from mlx_packs import train_pack
+from mlx_packs.bases import fingerprint as fingerprints
+from mlx_packs.bases.files import tiny_checkpoint
+from mlx_packs.bases.fingerprint import fingerprint, sampled_fingerprint
+from mlx_packs.files import read_header
+from mlx_packs.packs.base import load_base
+from mlx_packs.packs.pack import Pack
+from mlx_packs.packs.weighted_sum import weighted_sum
+from mlx_packs.runtime import mx
+from tests.helpers.errors import check, raises
+from tests.helpers.packs import edit_manifest, random_pack
+from tests.helpers.rows import CHATS, write_rows
+from tests.helpers.runs import LORA, TRAIN
+
+TENSORS = {
+    "a.weight": mx.arange(5000, dtype=mx.float32),
+    "b.weight": mx.arange(12, dtype=mx.uint32).reshape(3, 4),
+    "empty": mx.zeros((0, 4)),
+    "one": mx.array(1, mx.float16),
+}
+
+
+def checkpoint(folder: Path, shards: int = 1) -> Path:
+    folder.mkdir()
+    tensors = list(TENSORS.items())
+    for i in range(shards):
+        mx.save_safetensors(str(folder / f"model-{i}.safetensors"), dict(tensors[i::shards]))
+    return folder
+
+
+def written_out(folder: Path, piece: int) -> str:
+    """What the module's docstring says a fingerprint is, in its own words."""
+    tensors = []
+    for file in folder.glob("model*.safetensors"):
+        header, start = read_header(file)
+        for name, tensor in header.items():
+            begin, end = tensor["data_offsets"]
+            data = file.read_bytes()[start + begin : start + end]
+            parts = [data[at : at + piece] for at in range(0, len(data), piece)]
+            hashes = [hashlib.sha256(part).hexdigest() for part in parts]
+            tensors.append([name, tensor["dtype"], tensor["shape"], hashes])
+    text = json.dumps(sorted(tensors), separators=(",", ":"))
+    return "sha256:" + hashlib.sha256(text.encode()).hexdigest()
+
+
+def flip(file: Path, *places: int) -> None:
+    with file.open("r+b") as f:
+        for place in places:
+            f.seek(place)
+            byte = f.read(1)[0]
+            f.seek(place)
+            f.write(bytes([byte ^ 255]))
+
+
+def flip_beyond_the_sample(folder: Path) -> None:
+    """Invert 200 bytes of the embedding that the fingerprint of older versions did not read."""
+    file = folder / "model.safetensors"
+    header, start = read_header(file)
+    begin = start + header["model.embed_tokens.weight"]["data_offsets"][0]
+    flip(file, *range(begin, begin + 200))
+
+
+@pytest.mark.parametrize("buffer", [7, 1 << 20])
+@pytest.mark.parametrize("piece", [1000, 4096, 16 << 20])
+def test_a_fingerprint_is_what_its_docstring_says(tmp_path, monkeypatch, piece, buffer):
+    monkeypatch.setattr(fingerprints, "_PIECE_BYTES", piece)
+    monkeypatch.setattr(fingerprints, "_BUFFER_BYTES", buffer)
+    folder = checkpoint(tmp_path / "base")
+    assert fingerprint(folder) == written_out(folder, piece)
+    assert fingerprint(checkpoint(tmp_path / "sharded", shards=3)) == fingerprint(folder)
+
+
+def test_every_byte_counts(tmp_path):
+    folder = checkpoint(tmp_path / "base")
+    file = folder / "model-0.safetensors"
+    header, start = read_header(file)
+    seen = {fingerprint(folder)}
+    ends = [tensor["data_offsets"] for tensor in header.values()]
+    places = {start + place for begin, end in ends if end > begin for place in (begin, end - 1)}
+    places |= set(range(start, file.stat().st_size, 997))
+    for place in places:
+        flip(file, place)
+        seen.add(fingerprint(folder))
+        flip(file, place)
+    assert len(seen) == 1 + len(places) and fingerprint(folder) in seen
+
+
+def test_names_dtypes_and_shapes_count(tmp_path):
+    folder = tmp_path / "base"
+    folder.mkdir()
+    seen = set()
+    for name, tensor in (
+        ("a", mx.zeros((4, 2))),
+        ("b", mx.zeros((4, 2))),
+        ("a", mx.zeros((2, 4))),
+        ("a", mx.zeros((4, 2), mx.uint32)),
+    ):
+        mx.save_safetensors(str(folder / "model.safetensors"), {name: tensor})
+        seen.add(fingerprint(folder))
+    assert len(seen) == 4
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch) -> Path:
+    """A cache, which takes files that were written a moment ago."""
+    monkeypatch.setenv("MLX_PACKS_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(fingerprints, "_SETTLED_SECONDS", -1)
+    return tmp_path / "cache" / "fingerprints"
+
+
+def bytes_read() -> int:
+    """Bytes that this process has asked the system for, of whatever file."""
+    return int(Path("/proc/self/io").read_text().split()[1])
+
+
+def test_the_second_fingerprint_reads_no_weights(tmp_path, cache, monkeypatch):
+    folder = shutil.copytree(tiny_checkpoint(), tmp_path / "base")
+    first = fingerprint(folder)
+    counting = Path("/proc/self/io").exists()
+    before = bytes_read() if counting else 0
+    monkeypatch.setattr(fingerprints, "_hash_tensors", lambda files: pytest.fail("read again"))
+    assert fingerprint(folder) == first
+    if counting:
+        assert bytes_read() - before < 10_000 < (folder / "model.safetensors").stat().st_size
+
+
+def test_a_file_changed_in_place_is_noticed_by_its_ctime(tmp_path, cache):
+    folder = checkpoint(tmp_path / "base")
+    file = folder / "model-0.safetensors"
+    first, stat = fingerprint(folder), file.stat()
+    time.sleep(0.05)  # more than a step of the file system's clock
+    flip(file, stat.st_size - 1)
+    os.utime(file, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    after = file.stat()
+    assert (after.st_mtime_ns, after.st_size, after.st_ino) == (
+        stat.st_mtime_ns,
+        stat.st_size,
+        stat.st_ino,
+    )
+    assert fingerprint(folder) not in (first, None)
+    assert len(list(cache.iterdir())) == 1  # a folder has one entry
+
+
+def test_a_file_that_was_just_written_is_not_kept(tmp_path, cache, monkeypatch):
+    monkeypatch.setattr(fingerprints, "_SETTLED_SECONDS", 3600)
+    fingerprint(checkpoint(tmp_path / "base"))
+    assert not cache.exists()
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{}", '{"format": 1}', "[" * 100_000])
+def test_a_damaged_entry_of_the_cache_is_made_again(tmp_path, cache, content):
+    folder = checkpoint(tmp_path / "base")
+    first = fingerprint(folder)
+    (entry,) = cache.iterdir()
+    text = entry.read_text()
+    entry.write_text(content)
+    assert fingerprint(folder) == first and entry.read_text() == text
+
+
+def test_without_a_cache_nothing_is_kept(tmp_path, cache, monkeypatch):
+    monkeypatch.setenv("MLX_PACKS_CACHE", "off")
+    folder = checkpoint(tmp_path / "base")
+    assert fingerprint(folder) == fingerprint(folder) and not cache.exists()
+
+
+def test_a_cache_that_cannot_be_written_stops_nothing(tmp_path, monkeypatch):
+    (tmp_path / "cache").write_text("a file")
+    monkeypatch.setenv("MLX_PACKS_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(fingerprints, "_SETTLED_SECONDS", -1)
+    folder = checkpoint(tmp_path / "base")
+    assert fingerprint(folder) == fingerprint(folder)
+
+
+def test_weights_that_change_while_they_are_read_are_rejected(tmp_path, monkeypatch):
+    folder = checkpoint(tmp_path / "base")
+    hash_tensors = fingerprints._hash_tensors
+
+    def slow(files):
+        value = hash_tensors(files)
+        os.utime(files[0], (1, 1))
+        return value
+
+    monkeypatch.setattr(fingerprints, "_hash_tensors", slow)
+    with raises("unreadable", None, str(folder)):
+        fingerprint(folder)
+
+
+def test_a_file_that_is_cut_short_meanwhile_is_one_line(tmp_path, monkeypatch):
+    folder = checkpoint(tmp_path / "base")
+    file = folder / "model-0.safetensors"
+    read = fingerprints.read_header
+
+    def cutting(path):
+        header = read(path)
+        os.truncate(path, path.stat().st_size - 100)
+        return header
+
+    monkeypatch.setattr(fingerprints, "read_header", cutting)
+    with raises("unreadable", None, str(file)):
+        fingerprint(folder)
+
+
+@pytest.fixture
+def base_here(here) -> Path:
+    """A copy ``bx`` of the tiny base in the current folder, with rows ``d``."""
+    write_rows(here / "d", train=CHATS, valid=CHATS[:2])
+    return shutil.copytree(tiny_checkpoint(), here / "bx")
+
+
+def test_apply_and_resume_notice_200_bytes_beyond_the_sample(base_here, rejected):
+    train_pack("bx", "d", LORA, TRAIN, "o")
+    sample = sampled_fingerprint(base_here)
+    flip_beyond_the_sample(base_here)
+    assert sampled_fingerprint(base_here) == sample
+    check(rejected("apply", "o", "--model", "bx", "--dry-run"), "mismatch", None, "another base")
+    check(rejected("generate", "--pack", "o", "--model", "bx", "--prompt", "Hi"), "mismatch")
+    check(rejected("eval", "o", "--model", "bx", "--data", "d"), "mismatch")
+    check(rejected("merge", "o", "--model", "bx", "--out", "m"), "mismatch")
+    with raises("mismatch", None, "another base"), load_base("bx").applied("o"):
+        pass
+    with raises("mismatch", "model", "--resume", "another base"):
+        train_pack("bx", "d", LORA, TRAIN, "o", resume=True)
+
+
+def of_an_older_version(pack: Path, base: Path) -> None:
+    """Give a pack the fingerprint that an older version recorded."""
+
+    def edit(manifest: dict) -> None:
+        manifest["base"]["fingerprint"] = sampled_fingerprint(base)
+        del manifest["base"]["sampled_fingerprint"]
+
+    edit_manifest(pack, edit)
+
+
+def test_packs_and_runs_of_older_versions_open_and_resume(base_here, run, caplog):
+    whole = train_pack("bx", "d", LORA, TRAIN, "o").pack.load_tensors()
+    of_an_older_version(Path("o"), base_here)
+    fingerprints._say_sampled.cache_clear()
+    with caplog.at_level(logging.WARNING, "mlx_packs"):
+        base = load_base("bx")
+        for _ in range(3):
+            with base.applied("o"):
+                pass
+    assert len([r for r in caplog.records if r.getMessage().startswith("o: ")]) == 1
+    assert run("apply", "o", "--model", "bx", "--dry-run")[0] == 0
+
+    config = Path("o-run/config.json")
+    identity = json.loads(config.read_text()) | {"base": sampled_fingerprint(base_here)}
+    config.write_text(json.dumps(identity))
+    shutil.rmtree("o")
+    resumed = train_pack("bx", "d", LORA, TRAIN, "o", resume=True).pack
+    assert {n: t.tolist() for n, t in resumed.load_tensors().items()} == {
+        n: t.tolist() for n, t in whole.items()
+    }
+    assert json.loads(config.read_text())["base"] == fingerprint(base_here)
+
+    of_an_older_version(Path("o"), base_here)
+    flip(base_here / "model.safetensors", (base_here / "model.safetensors").stat().st_size - 1)
+    assert run("apply", "o", "--model", "bx", "--dry-run")[0] == 2  # the last tensor is small
+
+
+def test_packs_of_older_and_newer_versions_add_up(shared_tiny, tmp_path):
+    new = random_pack(shared_tiny, 1).save(tmp_path / "new")
+    random_pack(shared_tiny, 2).save(tmp_path / "old")
+    of_an_older_version(tmp_path / "old", shared_tiny.path)
+    old = Pack.open(tmp_path / "old")
+    total = weighted_sum([(old, 0.5), (new, 0.5)])
+    assert total.manifest["base"]["fingerprint"] == shared_tiny.fingerprint
+    old.manifest["base"]["fingerprint"] = "0" * 64
+    with raises("mismatch"):
+        weighted_sum([(old, 0.5), (new, 0.5)])
