@@ -6,12 +6,12 @@ first and suffer from the second unseen. Here each can be undone for a while.
 """
 
 import ctypes
-import platform
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
-from mlx_packs import runtime
+from mlx_packs import elf, runtime
+from mlx_packs.blas import gemm_slots
 from mlx_packs.runtime import mx
 
 REFERENCE_BLAS = "reference (MLX wheel)"
@@ -37,8 +37,7 @@ def mlx(reference_blas: bool) -> Iterator[None]:
 @contextmanager
 def _reference_blas() -> Iterator[None]:
     """Matrix products by the library of MLX's own wheel; the real one is back on leaving."""
-    base = min(start for start, _, _, offset in runtime._libmlx_maps() if offset == 0)
-    slots = runtime._gemm_slots(base, runtime._JUMP_SLOT[platform.machine()])
+    slots = gemm_slots()
     libmlx = ctypes.CDLL(_libmlx_file())
     bound = {symbol: slot.value for symbol, slot in slots.items()}
     try:
@@ -53,8 +52,7 @@ def _reference_blas() -> Iterator[None]:
 
 def _libmlx_file() -> str:
     """The path that libmlx.so was loaded from."""
-    lines = Path("/proc/self/maps").read_text().splitlines()
-    return next(line.split(maxsplit=5)[5] for line in lines if line.endswith("/libmlx.so"))
+    return elf.library_segments("libmlx.so", elf.own_maps())[0].path
 
 
 @contextmanager

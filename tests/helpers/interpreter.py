@@ -13,6 +13,7 @@ def run_python(code: str, **environment: str) -> str:
         text=True,
         env={**os.environ, **environment},
         check=False,
+        timeout=120,
     )
     assert result.returncode == 0, result.stderr
     return result.stdout.strip()
