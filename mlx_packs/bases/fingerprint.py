@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ..errors import PackError
-from ..files import atomic_write, cache_folder, read_header, read_json, remove_unused, to_json
+from ..files import atomic_write, cache_folder, remove_unused, to_json
+from ..reading import read_header, read_json
 from .files import weight_files
 
 _PREFIX = "sha256:"
