@@ -13,9 +13,10 @@ from mlx_packs.config.recipe import resolve
 from mlx_packs.config.schema import LoRAConfig, TrainConfig
 from mlx_packs.data.rows import read_rows
 from mlx_packs.errors import PackError, printable
-from mlx_packs.files import is_hub_id, read_header, read_json
+from mlx_packs.files import is_hub_id
 from mlx_packs.packs.hub import split_name
 from mlx_packs.packs.manifest import check_manifest, read_manifest, read_pin
+from mlx_packs.reading import read_header, read_json
 
 settings.register_profile(
     "fuzz",
