@@ -1,17 +1,19 @@
 """Atomic writes: files and folders appear under their name only when they are complete."""
 
-import fcntl
+import errno
+import itertools
 import json
 import os
 import re
-import shutil
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
+from . import filesystem
 from .errors import PackError
+from .leftovers import OLD, discard, hidden_name, lock_text, recover, sweep, temporary
 from .reading import read_header
 
 if TYPE_CHECKING:
@@ -35,6 +37,9 @@ _DTYPES = {  # of MLX, and how safetensors calls them
     "float64": "F64",
 }
 CACHE_VARIABLE = "MLX_PACKS_CACHE"
+_ATTEMPTS = 20  # at replacing a folder that others replace too
+_SWEEP_S = 0.05  # that a process which looks for dead locks may hold one
+_OVERTAKEN = (errno.ENOENT, errno.EEXIST, errno.ENOTEMPTY)
 
 
 def cache_folder(part: str) -> Path | None:
@@ -45,49 +50,76 @@ def cache_folder(part: str) -> Path | None:
 
 @contextmanager
 def atomic_folder(path: Path, replace: bool = False) -> Iterator[Path]:
-    """Yield a temporary folder beside ``path``, renamed to it on success, removed on failure.
+    """Yield a temporary folder beside ``path``, which gets that name on success.
 
-    Without ``replace`` an existing ``path`` is an error.
+    At every instant ``path`` is the old folder or the new one, complete; a process that is killed
+    leaves what the next one removes. Without ``replace`` an existing ``path`` is an error.
     """
+    recover(path)
     if path.exists() and not replace:
         raise PackError(f"{path}: already exists. Choose another path.", "exists")
     if path.is_symlink():  # the link stays, and leads to what is written
         path = path.resolve()
-    partial = path.with_name(f".{path.name}.partial-{os.getpid()}")
-    try:
-        with write_errors(path):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            shutil.rmtree(partial, ignore_errors=True)
-            partial.mkdir()
-            yield partial
-            for file in partial.rglob("*"):
-                if file.is_file():
-                    _sync(file)
-            replace_folder(partial, path)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
+    make_folder(path.parent)
+    with write_errors(path), temporary(path, Path.mkdir) as partial:
+        yield partial
+        replace_folder(partial, path)
 
 
 def replace_folder(partial: Path, path: Path) -> None:
-    """Rename a finished folder to ``path``; the one that it replaces stays on failure."""
-    old = path.with_name(f".{path.name}.old-{os.getpid()}")
-    try:
-        if path.exists():
-            os.rename(path, old)
+    """Give a finished folder the name ``path``, durably; then remove the one that had it.
+
+    The names are exchanged at once. Where kernel or file system cannot do that, the old folder is
+    moved away first, to a name from which `recover` puts it back; it stays on failure.
+    """
+    filesystem.sync_tree(partial)
+    for attempts_left in reversed(range(_ATTEMPTS)):
+        try:
+            old = _put_in_place(partial, path)
+            break
+        except OSError as error:  # another writer was faster, as long as the new folder is there
+            if error.errno not in _OVERTAKEN or not partial.exists() or not attempts_left:
+                raise
+    filesystem.sync(path.parent)
+    if old is not None:
+        with suppress(OSError):
+            discard(old, path)
+
+
+def _put_in_place(partial: Path, path: Path) -> Path | None:
+    """Rename a folder to ``path``; return where the one is that had this name, if there was one."""
+    if not path.exists():
         os.rename(partial, path)
-    except BaseException:  # an interruption too
-        if old.exists() and not path.exists():
-            os.rename(old, path)
-        raise
-    shutil.rmtree(old, ignore_errors=True)
+        return None
+    if filesystem.exchange(partial, path):
+        return partial
+    old = hidden_name(path, OLD)
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        with suppress(BlockingIOError):
+            filesystem.lock(descriptor)  # tells who recovers that this is no leftover yet
+        try:
+            os.rename(path, old)
+            os.rename(partial, path)
+        except BaseException:  # an interruption too
+            if old.exists() and not path.exists():
+                os.rename(old, path)
+            raise
+    finally:
+        os.close(descriptor)
+    return old
 
 
 @contextmanager
 def exclusive_writer(path: Path) -> Iterator[None]:
-    """Let one process at a time write ``path``, by a lock file beside it; others do not wait."""
+    """Let one process at a time write ``path``, by a lock file beside it; others do not wait.
+
+    What dead processes left in that folder is removed first, their lock files too.
+    """
     lock = path.with_name(f".{path.name}.lock")
     with _locked(lock, path):
         try:
+            sweep(path.parent, [path.name])
             yield
         finally:
             lock.unlink(missing_ok=True)
@@ -95,24 +127,26 @@ def exclusive_writer(path: Path) -> Iterator[None]:
 
 def _locked(lock: Path, path: Path) -> IO:
     """Open the lock file and lock it until it is closed."""
+    start = time.monotonic()
     while True:
         with write_errors(path):
-            file = lock.open("a")
+            file = lock.open("ab", buffering=0)
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            has_lock = filesystem.lock(file.fileno())
             # who had the lock may have removed this file since it was opened here
-            if os.path.samestat(os.fstat(file.fileno()), os.stat(lock)):
+            if not has_lock or filesystem.is_named(file.fileno(), lock):
+                with suppress(OSError):  # it holds on a full disk too
+                    file.truncate(0)
+                    file.write(lock_text())
                 return file
         except BlockingIOError:
-            file.close()
-            raise PackError(
-                f"{path}: another process is writing it. Wait for it, or choose another path.",
-                "busy",
-            ) from None
-        except FileNotFoundError:
-            pass
-        except OSError:
-            return file  # a file system without locks
+            if time.monotonic() - start > _SWEEP_S:
+                file.close()
+                raise PackError(
+                    f"{path}: another process is writing it. Wait for it, or choose another path.",
+                    "busy",
+                ) from None
+            time.sleep(0.005)
         file.close()
 
 
@@ -126,21 +160,18 @@ def write_errors(path: Path, flag: str | None = None) -> Iterator[None]:
         raise PackError(f"{path}: cannot be written ({reason}).", "unwritable", flag) from None
 
 
-def _sync(file: Path) -> None:
-    with file.open("rb") as f:
-        os.fsync(f.fileno())
-
-
 def atomic_write(path: Path, text: str) -> None:
-    """Write a text file atomically."""
-    partial = path.with_name(f".{path.name}.partial-{os.getpid()}")
-    try:
-        with write_errors(path):
-            partial.write_text(text, encoding="utf-8")
-            _sync(partial)
-            os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)
+    """Write a text file atomically and durably."""
+    with write_errors(path), temporary(path, Path.touch) as partial:
+        partial.write_text(text, encoding="utf-8")
+        replace_file(partial, path)
+
+
+def replace_file(partial: Path, path: Path) -> None:
+    """Give a finished file the name ``path``, durably."""
+    filesystem.sync(partial)
+    os.replace(partial, path)
+    filesystem.sync(path.parent)
 
 
 def append_line(path: Path, line: str) -> None:
@@ -150,7 +181,8 @@ def append_line(path: Path, line: str) -> None:
 
 
 def remove_unused(folder: Path, pattern: str, days: int) -> None:
-    """Remove the files of a cache that no run has used for some days."""
+    """Remove the files of a cache that no run has used for some days, and leftovers."""
+    sweep(folder)
     oldest = time.time() - days * 24 * 3600
     for file in folder.glob(pattern):
         with suppress(OSError):  # another process was faster
@@ -159,9 +191,12 @@ def remove_unused(folder: Path, pattern: str, days: int) -> None:
 
 
 def make_folder(path: Path) -> None:
-    """Create a folder and those above it."""
+    """Create a folder and those above it, durably."""
     with write_errors(path):
+        created = list(itertools.takewhile(lambda p: not p.exists(), (path, *path.parents)))
         path.mkdir(parents=True, exist_ok=True)
+        for folder in created:
+            filesystem.sync(folder.parent)
 
 
 def to_json(value: object) -> str:
@@ -208,20 +243,15 @@ def write_tensors(
         header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
-    partial = file.with_name(f"{file.name}.partial-{os.getpid()}")
-    try:
-        with write_errors(file):
-            with partial.open("wb") as f:
-                f.write(len(text).to_bytes(8, "little") + text)
-                for name, tensor in tensors:
-                    begin, end = header[name]["data_offsets"]
-                    assert tensor.dtype == outline[name].dtype and tensor.nbytes == end - begin
-                    f.seek(8 + len(text) + begin)
-                    f.write(tensor.flatten().view(mx.uint8))
-                os.fsync(f.fileno())
-            os.replace(partial, file)
-    finally:
-        partial.unlink(missing_ok=True)
+    with write_errors(file), temporary(file, Path.touch) as partial:
+        with partial.open("wb") as f:
+            f.write(len(text).to_bytes(8, "little") + text)
+            for name, tensor in tensors:
+                begin, end = header[name]["data_offsets"]
+                assert tensor.dtype == outline[name].dtype and tensor.nbytes == end - begin
+                f.seek(8 + len(text) + begin)
+                f.write(tensor.flatten().view(mx.uint8))
+        replace_file(partial, file)
 
 
 def dtype_name(tensor: "mx.array") -> str:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from ..errors import PackError
 from ..files import TINY_FOLDER, is_hub_id
+from ..leftovers import recover
 from ..reading import FLOATS, read_header, read_json, sha256
 from .bitsandbytes import METHOD
 from .unsupported import check_method, unsupported_file, unsupported_weights
@@ -37,6 +38,7 @@ def resolve_checkpoint(name: str | Path) -> Path:
     if not str(name):
         raise PackError("--model: is empty. Name a folder, a hub id (owner/name) or 'tiny'.")
     path = Path(name).expanduser()
+    recover(path)
     if os.path.isdir(path):  # unlike Path.is_dir, False for a name that is too long
         if not (path / "config.json").is_file():
             raise PackError(

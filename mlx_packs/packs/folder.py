@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from ..errors import PackError
+from ..leftovers import recover
 from ..reading import sha256
 from .manifest import ADAPTER_CONFIG, ADAPTERS, MANIFEST, read_manifest
 
@@ -10,6 +11,7 @@ from .manifest import ADAPTER_CONFIG, ADAPTERS, MANIFEST, read_manifest
 def open_folder(folder: Path) -> dict:
     """Return the manifest of a pack's folder, after checking the sizes of its files."""
     file = folder / MANIFEST
+    recover(folder)
     if not folder.is_dir():
         raise PackError(f"{folder}: no such pack folder.", "not-found")
     if not file.is_file():
@@ -59,6 +61,7 @@ def check_hash(file: Path, expected: str, where: str) -> None:
 
 def check_output(folder: Path, overwrite: bool) -> None:
     """Raise a PackError if something else is at ``folder``, or a pack and not ``overwrite``."""
+    recover(folder)
     if folder.exists() and not folder.is_dir():
         raise PackError(f"--out {folder}: is a file. Choose another path.", "exists")
     if not folder.exists() or not any(folder.iterdir()):

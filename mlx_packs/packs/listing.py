@@ -6,6 +6,7 @@ from pathlib import Path
 
 from ..adapters.spec import ranks_of
 from ..errors import PackError
+from ..leftovers import recovered
 from .folder import check_sizes
 from .manifest import MANIFEST, METRICS, read_manifest, read_pin, specs_of
 
@@ -47,6 +48,7 @@ def list_packs(folder: str | Path | None = ".", hub_cache: bool = False) -> list
 
 def _packs_below(top: Path) -> Iterator[Path]:
     for path, folders, files in os.walk(top):
+        folders += recovered(Path(path))
         if MANIFEST in files:
             folders.clear()
             yield Path(path)

@@ -17,10 +17,11 @@ from ..adapters.method import Trainable
 from ..adapters.spec import check_shapes
 from ..errors import PackError
 from ..files import atomic_folder, atomic_write, save_tensors, to_json
+from ..filesystem import sync
 from ..reading import read_header
 from ..runtime import mx
 from .loss_scale import KEY, is_scaled
-from .run_folder import LATEST
+from .run_folder import LATEST, METRICS
 
 ADAPTERS = "adapters.safetensors"
 OPTIMIZER = "optimizer.safetensors"
@@ -88,6 +89,10 @@ def save_checkpoint(
         arrays["random"] = mx.random.state[0]
         save_tensors(partial / OPTIMIZER, arrays)
         (partial / STATE).write_text(to_json(asdict(state)))
+        if (run / METRICS).is_file():
+            sync(
+                run / METRICS, through_drive=False
+            )  # the lines up to here; the folder is synced next
     atomic_write(run / LATEST, folder.name + "\n")
     return folder
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from ..config.schema import DataConfig
 from ..errors import PackError
 from ..files import exclusive_writer, make_folder, write_errors
+from ..leftovers import sweep
 from ..packs.folder import check_output
 from .run_folder import checkpoints, is_run, run_folder
 
@@ -47,6 +48,8 @@ def output_folders(
             created.insert(0, run_folder(folder).absolute())
         run = run_folder(folder)
         with exclusive_writer(run):
+            sweep(folder.parent, [folder.name])
+            sweep(run)
             if out is not None and not resume:
                 _check_run(run, overwrite)
             yield folder, run

@@ -10,7 +10,6 @@ neither the registered linears nor other weights that the graph reads.
 
 import dataclasses
 import json
-import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -24,7 +23,8 @@ from ..adapters.tensors import Slot, load_slots, merged_weight, slot_tensors
 from ..config.fields import fields_where
 from ..config.schema import LoRAConfig, TrainConfig
 from ..errors import PackError, did_you_mean
-from ..files import atomic_write, make_folder, save_tensors, to_json, write_errors
+from ..files import atomic_write, make_folder, replace_file, save_tensors, to_json, write_errors
+from ..leftovers import temporary
 from ..optim import make_optimizer
 from ..packs.manifest import spec_json
 from ..reading import read_tensors
@@ -339,14 +339,10 @@ class LayerTrainer:
         """Write the adapters as one safetensors file; alphas are in its metadata."""
         file = Path(file).expanduser()
         make_folder(file.parent)
-        partial = file.with_name(f".{file.name}.partial-{os.getpid()}.safetensors")
         alphas = {name: layer.alpha for name, layer in self._layers.items()}
-        try:
-            with write_errors(file):
-                save_tensors(partial, self.tensors(), {"alpha": json.dumps(alphas)})
-                os.replace(partial, file)
-        finally:
-            partial.unlink(missing_ok=True)
+        with write_errors(file), temporary(file, Path.touch, ".safetensors") as partial:
+            save_tensors(partial, self.tensors(), {"alpha": json.dumps(alphas)})
+            replace_file(partial, file)
 
     def load_adapters(self, file: str | Path) -> None:
         """Set all adapters from a file; the optimizer stays as it is.

@@ -2,13 +2,13 @@
 
 import json
 import re
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
 from ..config.parse import current_keys
 from ..errors import PackError
 from ..files import atomic_write, to_json
+from ..leftovers import discard, recovered
 
 CONFIG = "config.json"
 LATEST = "latest"  # names a checkpoint
@@ -26,6 +26,7 @@ def run_folder(pack: Path) -> Path:
 
 def checkpoints(run: Path) -> list[Path]:
     """Return the checkpoints of a run folder, oldest first."""
+    recovered(run)
     entries = run.iterdir() if run.is_dir() else []
     folders = [f for f in entries if _STEP.fullmatch(f.name) and f.is_dir() and not f.is_symlink()]
     return sorted(folders, key=lambda folder: int(folder.name.removeprefix("step-")))
@@ -34,7 +35,7 @@ def checkpoints(run: Path) -> list[Path]:
 def clear_run(run: Path) -> None:
     """Remove the checkpoints, the pointer and the metrics of an earlier run."""
     for folder in checkpoints(run):
-        shutil.rmtree(folder)
+        discard(folder, folder)
     for name in (LATEST, METRICS):
         (run / name).unlink(missing_ok=True)
 

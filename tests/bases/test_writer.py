@@ -8,7 +8,7 @@ import pytest
 from mlx_lm.convert import convert
 from mlx_lm.utils import load_model
 
-from mlx_packs import files
+from mlx_packs import files, filesystem
 from mlx_packs.bases import files as base_files
 from mlx_packs.bases import weight_formats
 from mlx_packs.bases import writer as quantize
@@ -265,6 +265,7 @@ def test_interruption_between_renames_keeps_the_old_folder(tmp_path, monkeypatch
             raise KeyboardInterrupt
         real(*names)
 
+    monkeypatch.setattr(filesystem, "exchange", lambda *_: False)
     monkeypatch.setattr(files.os, "rename", second)
     with pytest.raises(KeyboardInterrupt):
         files.replace_folder(tmp_path / "new", tmp_path / "q")

@@ -9,7 +9,16 @@ import mlx.nn as nn
 import pytest
 from mlx.utils import tree_flatten
 
-from mlx_packs import DataConfig, LoRAConfig, Pack, TrainConfig, evaluate, load_base, train_pack
+from mlx_packs import (
+    DataConfig,
+    LoRAConfig,
+    Pack,
+    TrainConfig,
+    evaluate,
+    filesystem,
+    load_base,
+    train_pack,
+)
 from mlx_packs.adapters.lora import attach
 from mlx_packs.bases import loading
 from mlx_packs.errors import PackError
@@ -397,6 +406,7 @@ def test_old_folder_comes_back_when_it_cannot_be_replaced(tmp_path, monkeypatch)
             raise OSError(5, "Input/output error")
         rename(source, target)
 
+    monkeypatch.setattr(filesystem, "exchange", lambda *_: False)
     monkeypatch.setattr(os, "rename", fail)
     with (
         raises("unwritable", None, "p"),

@@ -1,6 +1,7 @@
 """Observers of a run: what each is told, retention of checkpoints, experiment trackers."""
 
 import json
+import os
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -86,11 +87,11 @@ def test_a_checkpoint_that_cannot_be_removed_ends_no_run(tmp_path, monkeypatch):
     display = Display(QUIET)
     monkeypatch.setattr(display, "line", lambda label, text: lines.append(text))
 
-    def denied(self, target):
+    def denied(*_):
         raise PermissionError(13, "Permission denied")
 
     with monkeypatch.context() as patch:
-        patch.setattr(Path, "rename", denied)
+        patch.setattr(os, "rename", denied)
         Retention(tmp_path, 1, display).on_checkpoint(tmp_path / "step-000002")
     assert names(tmp_path) == ["step-000001", "step-000002"]
     assert len(lines) == 1 and "step-000001" in lines[0]

@@ -1,10 +1,9 @@
 """Removal of old checkpoints (``--keep-last``)."""
 
-import os
-import shutil
 from pathlib import Path
 
 from ...display import Display
+from ...leftovers import discard
 from ..run_folder import checkpoints
 from .observer import ObservedRun, Observer
 
@@ -31,10 +30,7 @@ class Retention(Observer):
         existing = checkpoints(self._run)
         until_now = existing[: existing.index(folder) + 1]
         for old in until_now[: -self._keep_last]:
-            removed = old.with_name(f".{old.name}.old-{os.getpid()}")
             try:
-                old.rename(removed)  # so that no partial checkpoint has its name
+                discard(old, old)
             except OSError as error:  # training is worth more than space on the disk
                 self._display.line("note", f"{old}: cannot be removed ({error.strerror or error})")
-                continue
-            shutil.rmtree(removed, ignore_errors=True)

@@ -1,0 +1,244 @@
+"""Temporary names beside what is written, and what dead processes left of them.
+
+``.NAME.partial-HOST-RANDOM`` is a file or folder that becomes ``NAME``, or was it and is being
+removed: it is deleted once nobody uses it. ``.NAME.old-HOST-RANDOM`` was ``NAME`` and is complete:
+it is put back if nothing took its place. ``.NAME.lock`` says that a process writes ``NAME``. Who
+uses one holds a lock on it, which ends with the process. Locks of other hosts may not be seen here
+(network folders, shared folders of virtual machines), so what is theirs is left alone for a day.
+"""
+
+import hashlib
+import os
+import platform
+import re
+import secrets
+import shutil
+import time
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from . import filesystem
+from .errors import PackError
+
+PARTIAL, OLD = "partial", "old"
+_NAME = re.compile(
+    r"\.(?P<target>.+)\.(?P<kind>partial|old)-"
+    r"(?:(?P<host>[0-9a-f]{6})-[0-9a-f]{10}|(?P<pid>\d{1,7}))(?:\.safetensors)?"
+)
+_STALE_S = 24 * 3600  # that what another host left is left alone
+_WAIT_S = 2.0  # for a live process between two renames
+
+
+@dataclass(frozen=True)
+class _Leftover:
+    """A temporary file or folder, and the name that it stands for.
+
+    Attributes:
+        host: of the process that made it; empty for versions that put their ``pid`` in the name.
+    """
+
+    path: Path
+    target: Path
+    kind: str
+    host: str
+    pid: int
+
+    def is_dead(self, has_lock: bool) -> bool:
+        """Return whether nobody uses it, given whether its lock could be had."""
+        if self.pid:
+            return not _is_process(self.pid)
+        return _is_unused(self.path, self.host, has_lock)
+
+
+def hidden_name(path: Path, kind: str, suffix: str = "") -> Path:
+    """Return a name beside ``path`` that no other process takes, on whatever host."""
+    return path.with_name(f".{path.name}.{kind}-{_host()}-{secrets.token_hex(5)}{suffix}")
+
+
+@contextmanager
+def temporary(path: Path, create: Callable[[Path], object], suffix: str = "") -> Iterator[Path]:
+    """Yield a file or folder beside ``path`` that ``create`` makes; it is removed at the end.
+
+    It is locked meanwhile. What dead processes left in that folder is removed first.
+    """
+    sweep(path.parent, [path.name])
+    descriptor = None
+    while descriptor is None:
+        partial = hidden_name(path, PARTIAL, suffix)
+        create(partial)
+        descriptor = _locked(partial)  # None if another process took it for a leftover
+    try:
+        yield partial
+    finally:
+        remove(partial)
+        os.close(descriptor)
+
+
+def sweep(folder: Path, names: Collection[str] | None = None) -> None:
+    """Remove what dead processes left in a folder, and put back what they moved away.
+
+    Temporary names of versions that put a process id in them count for the targets ``names`` alone;
+    None is any, for a folder of our own.
+    """
+    for leftover in _leftovers(folder):
+        if leftover.host or names is None or leftover.target.name in names:
+            with suppress(OSError):
+                _settle(leftover)
+    for lock in folder.glob(".*.lock"):
+        _remove_dead_lock(lock)
+
+
+def recover(path: Path) -> None:
+    """Put a folder back that a killed process moved away and did not replace.
+
+    Raises:
+        PackError: the folder above may not be written.
+    """
+    start, waited = time.monotonic(), False
+    while not (os.path.exists(path) or waited):  # unlike Path.exists, False for a name too long
+        old = [x for x in _leftovers(path.parent) if x.kind == OLD and x.target.name == path.name]
+        if not old:
+            return
+        waited = time.monotonic() - start > _WAIT_S
+        try:
+            if not _settle(old[0], waited):  # a live process is between two renames
+                time.sleep(0.02)
+        except FileNotFoundError:  # another process was faster
+            pass
+        except OSError as error:
+            raise PackError(
+                f"{path}: is at {old[0].path} since a process was killed that replaced it, and "
+                f"cannot be put back ({error.strerror or error}). Rename it.",
+                "unwritable",
+            ) from None
+
+
+def recovered(folder: Path) -> list[str]:
+    """Put back what killed processes moved away in a folder, where that may be; return the names."""
+    missing = {x.target for x in _leftovers(folder) if x.kind == OLD and not x.target.exists()}
+    for target in missing:
+        with suppress(PackError):  # a list shows what it can
+            recover(target)
+    return sorted(target.name for target in missing if target.is_dir())
+
+
+def discard(folder: Path, target: Path) -> None:
+    """Remove a folder, by a temporary name of ``target`` so that half of it is nowhere in its place."""
+    doomed = hidden_name(target, PARTIAL)
+    os.rename(folder, doomed)
+    remove(doomed)
+
+
+def remove(path: Path) -> None:
+    """Remove a file or folder, as far as that is possible."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        with suppress(OSError):
+            path.unlink()
+
+
+def _settle(leftover: _Leftover, waited: bool = False) -> bool:
+    """Put a leftover back or remove it if its process is dead; return whether that was done.
+
+    After ``waited`` it counts as dead unless its lock is seen to be held.
+    """
+    try:
+        descriptor = os.open(leftover.path, os.O_RDONLY | os.O_NONBLOCK)
+    except OSError:  # another process was faster
+        return False
+    try:
+        is_dead = leftover.is_dead(filesystem.lock(descriptor)) or waited
+        if not is_dead or not filesystem.is_named(descriptor, leftover.path):
+            return False
+        if leftover.kind == OLD and not leftover.target.exists():
+            os.rename(leftover.path, leftover.target)
+            filesystem.sync(leftover.target.parent)
+        elif leftover.kind == OLD:
+            discard(leftover.path, leftover.target)
+        else:
+            remove(leftover.path)
+        return True
+    except BlockingIOError:  # a live process uses it
+        return False
+    finally:
+        os.close(descriptor)
+
+
+def lock_text() -> bytes:
+    """Return what a lock file of this host holds, which tells it from those of other programs."""
+    return f"mlx_packs lock {_host()}\n".encode()
+
+
+def _remove_dead_lock(file: Path) -> None:
+    """Remove a lock file of this program that nobody holds."""
+    try:
+        descriptor = os.open(file, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError:
+        return
+    try:
+        text = os.read(descriptor, 64)
+        match = re.fullmatch(rb"mlx_packs lock ([0-9a-f]{6})\n", text)
+        if match is None or not filesystem.is_named(descriptor, file):
+            return
+        if _is_unused(file, match[1].decode(), filesystem.lock(descriptor)):
+            file.unlink()
+    except OSError:  # a live process has it
+        pass
+    finally:
+        os.close(descriptor)
+
+
+def _locked(path: Path) -> int | None:
+    """Open and lock a file or folder that was just made; None if it is gone or another's."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY)
+    except FileNotFoundError:
+        return None
+    with suppress(BlockingIOError):
+        filesystem.lock(descriptor)
+        if filesystem.is_named(descriptor, path):
+            return descriptor
+    os.close(descriptor)
+    return None
+
+
+def _leftovers(folder: Path) -> list[_Leftover]:
+    """Return what is in a folder under temporary names, what was renamed last first."""
+    dated = []
+    with suppress(OSError, ValueError), os.scandir(folder) as entries:
+        for entry in entries:
+            if match := _NAME.fullmatch(entry.name):
+                target, host = folder / match["target"], match["host"] or ""
+                pid = int(match["pid"] or 0)
+                leftover = _Leftover(folder / entry.name, target, match["kind"], host, pid)
+                dated.append((entry.stat(follow_symlinks=False).st_ctime_ns, leftover))
+    return [leftover for _, leftover in sorted(dated, key=lambda pair: pair[0], reverse=True)]
+
+
+def _is_unused(path: Path, host: str, has_lock: bool) -> bool:
+    return (has_lock and host == _host()) or _age_s(path) > _STALE_S
+
+
+def _host() -> str:
+    return hashlib.sha256(platform.node().encode()).hexdigest()[:6]
+
+
+def _is_process(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:  # of another user
+        pass
+    return True
+
+
+def _age_s(path: Path) -> float:
+    """Return the seconds since a file, or anything in a folder, was last written."""
+    times = [path.stat().st_mtime]
+    with suppress(OSError):
+        times += [file.lstat().st_mtime for file in path.rglob("*")]
+    return time.time() - max(times)
