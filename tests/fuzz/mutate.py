@@ -20,7 +20,7 @@ class Raw(str):
     """Text that stands in a mutant as it is, whether it is JSON or not."""
 
 
-class Pairs(list):
+class Pairs(tuple):
     """Keys and values of an object in which a key stands twice."""
 
 

@@ -25,7 +25,7 @@ from pathlib import Path
 from click.testing import CliRunner
 from huggingface_hub import constants
 
-from mlx_packs.cli.main import packs
+from mlx_packs.cli.main import packs, user_errors
 from mlx_packs.errors import PackError
 from mlx_packs.runtime import mx
 from tests.fuzz.kind import OUT, SUBJECT, Call, Case, Kind
@@ -180,7 +180,7 @@ class Fuzzer:
                 before = self._snapshot()
                 outcome = run_call(call)
                 report.calls += 1
-                report.accepted += outcome.code in (0, 1)
+                report.accepted += outcome.error is None and outcome.code in (0, 1)
                 report.rejected += outcome.code == 2
                 for fault, where in self._faults(call, outcome, before):
                     details = _trace(outcome.error)
@@ -268,7 +268,8 @@ def _library(call: Call) -> tuple[int | None, str, BaseException | None]:
     text = io.StringIO()
     try:
         assert call.function is not None
-        call.function()
+        with user_errors():
+            call.function()
     except PackError as error:
         error.show(text)
         return 2, text.getvalue(), None

@@ -4,6 +4,10 @@ import shutil
 from pathlib import Path
 
 from mlx_packs import load_base, train_pack
+from mlx_packs.adapters.method import METHODS
+from mlx_packs.optim import make_optimizer
+from mlx_packs.training.checkpoint import load_checkpoint
+from mlx_packs.training.run_folder import check_resumable, latest_checkpoint, read_metrics
 from tests.fuzz.kind import SUBJECT, Call, Case, Kind, command, library
 from tests.fuzz.subjects import write_base, write_chats
 from tests.helpers.runs import LORA, TRAIN
@@ -24,14 +28,16 @@ class CkptKind(Kind):
         "window",
     )
     in_place = True
+    share = 0.05
 
     def make(self, folder: Path) -> None:
         """Train two steps and remove the pack."""
-        self.base = load_base(write_base(folder.with_name("base")).name)
+        base = load_base(write_base(folder.with_name("base")))
         write_chats(folder.with_name("data"))
         folder.mkdir()
         train_pack("base", "data", LORA, TRAIN, folder / "o")
         shutil.rmtree(folder / "o")
+        self.trainable = METHODS["lora"].attach(base, LORA, TRAIN, "dense")
 
     def mutate(self, case: Case) -> None:
         """Change a file of the newest checkpoint, or one of the run."""
@@ -47,15 +53,20 @@ class CkptKind(Kind):
         else:
             case.edit(name, mutator.bytes)
 
-    def _resume(self) -> None:
-        train_pack(self.base, "data", LORA, TRAIN, f"{SUBJECT}/o", resume=True)
+    def _load(self) -> None:
+        run = Path(SUBJECT, "o-run")
+        check_resumable(run)
+        optimizer = make_optimizer(TRAIN)
+        optimizer.init(self.trainable.model.trainable_parameters())
+        state = load_checkpoint(latest_checkpoint(run), self.trainable, optimizer)
+        read_metrics(run, state.batches)
 
     def cheap(self) -> list[Call]:
-        """Return resuming on a base that is loaded."""
-        return [library(self._resume, "resume")]
+        """Return what a resumed run reads."""
+        return [library(self._load, "load_checkpoint")]
 
     def whole(self) -> list[Call]:
-        """Return resuming as a user does."""
+        """Return resuming."""
         return [command("train", "--out", f"{SUBJECT}/o", "--resume", "-q")]
 
     def left(self) -> list[str]:
