@@ -160,10 +160,11 @@ def write_errors(path: Path, flag: str | None = None) -> Iterator[None]:
         raise PackError(f"{path}: cannot be written ({reason}).", "unwritable", flag) from None
 
 
-def atomic_write(path: Path, text: str) -> None:
-    """Write a text file atomically and durably."""
+def atomic_write(path: Path, text: str | Iterable[str]) -> None:
+    """Write a text file atomically and durably; parts of ``text`` need not be in memory at once."""
     with write_errors(path), temporary(path, Path.touch) as partial:
-        partial.write_text(text, encoding="utf-8")
+        with partial.open("w", encoding="utf-8") as f:
+            f.writelines([text] if isinstance(text, str) else text)
         replace_file(partial, path)
 
 

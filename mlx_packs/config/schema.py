@@ -433,6 +433,12 @@ class DataConfig(Settings):
     prompt_feature: str = _column("prompt", "Column with the prompt.")
     completion_feature: str = _column("completion", "Column with the completion.")
     text_feature: str = _column("text", "Column with plain text.")
+    on_bad_row: str = _data(
+        "stop",
+        "Examples that cannot be used: stop with an error that names file and line, skip them and "
+        "count them, or also write them to bad-rows.jsonl in the run folder (quarantine).",
+        choices=("stop", "skip", "quarantine"),
+    )
     hf_dataset: dict | list | None = _data(
         None, "Hugging Face datasets with splits and columns, as in mlx-lm.", flags=(), phase=True
     )

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..errors import PackError
+from .bad_rows import Reason, RowError
 
 _SENTINEL = "\ue000\ue001\ue002"  # private use: in no template and no sane text
 
@@ -23,8 +23,8 @@ class Conversation:
     tools: list | None
     tokenizer: Any
 
-    def _error(self, fault: str, flag: str | None = None) -> PackError:
-        return PackError(f"{self.where}: {fault}", "data", flag)
+    def _error(self, fault: str, reason: Reason, flag: str | None = None) -> RowError:
+        return RowError(self.where, fault, reason, flag=flag)
 
     def render(self, messages: Sequence[Mapping], add_generation_prompt: bool = False) -> str:
         """Return the text of some messages, with the same tools."""
@@ -39,8 +39,16 @@ class Conversation:
                 tokenize=False,
                 add_generation_prompt=add_generation_prompt,
             )
-        except (TemplateError, TypeError, ValueError) as error:
-            raise self._error(f"the chat template rejects this example: {error}") from None
+        except (
+            TemplateError,
+            ArithmeticError,
+            LookupError,
+            RecursionError,
+            TypeError,
+            ValueError,
+        ) as error:
+            fault = f"the chat template rejects this example: {error}"
+            raise self._error(fault, "rejected by the chat template") from None
 
     def supervised(self, loss_on: str) -> tuple[str, list[Span]]:
         """Return the text, and the spans of it that are targets (none for ``all``)."""
@@ -51,7 +59,7 @@ class Conversation:
         if loss_on == "completion":
             return text, [(self._completion_start(text, answers), len(text))]
         if not answers:
-            raise self._error("nothing to supervise: no message has role 'assistant'.")
+            raise self._error("nothing to supervise: no message has role 'assistant'.", "no target")
         return text, [self._answer_span(i, text) for i in answers]
 
     def _completion_start(self, text: str, answers: list[int]) -> int:
@@ -64,6 +72,7 @@ class Conversation:
             raise self._error(
                 "the chat template renders the prompt differently when the answer follows, so it "
                 "cannot be told apart. Use --loss-on assistant.",
+                "rejected by the chat template",
                 "loss_on",
             )
         return len(prompt)
@@ -78,7 +87,7 @@ class Conversation:
         def attempt(messages: Sequence[Mapping], **options: bool) -> str | None:
             try:
                 return self.render(messages, **options)
-            except PackError:  # some templates reject a part of a conversation
+            except RowError:  # some templates reject a part of a conversation
                 return None
 
         messages = self.messages
@@ -98,5 +107,6 @@ class Conversation:
         raise self._error(
             f"the chat template does not show where answer {i} stands. Use --loss-on completion "
             "or all.",
+            "rejected by the chat template",
             "loss_on",
         )

@@ -1,29 +1,36 @@
 """Rows as tokens; a token is a target if it starts inside a supervised span of the row's text."""
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from ..config.schema import DataConfig
 from ..errors import PackError
+from .bad_rows import BadRows, RowError
 from .conversations import Span
 from .fim import SPARE, FillInTheMiddle, arranged, continued, sentinels
-from .formats import Row, Text, TokenFormat, check_unicode, common_format, format_of
+from .fingerprint import Fingerprint
+from .formats import (
+    Row,
+    RowFormat,
+    Text,
+    TokenFormat,
+    check_format,
+    check_unicode,
+    first_format,
+)
+from .sources import Rows, as_rows
+from .token_store import Example, StoredExamples, TokenStore
 
 # Part of the token cache's key: raise it whenever the same rows give other tokens or targets.
 ENCODING_VERSION = 1
-
-
-@dataclass(frozen=True)
-class Example:
-    """Tokens of one row, or of a piece of it, and which of them are targets."""
-
-    tokens: np.ndarray  # int32 [L]
-    target: np.ndarray  # bool [L], True where the token is to be predicted
-    where: str  # the row that messages name
+# Of rows that are rendered and tokenized at a time: enough for all cores, and some MB of tokens.
+_CHUNK_ROWS, _CHUNK_CHARACTERS = 1024, 1 << 19
 
 
 @dataclass
@@ -35,6 +42,15 @@ class Examples:
     loss_on: str
     cut: int = 0  # rows that were longer than the maximum
     dropped: int = 0  # rows that lost every target by that
+    bad: BadRows = field(default_factory=BadRows)  # rows that were left out
+    fingerprint: str | None = None  # of the rows that were rendered
+
+    @classmethod
+    def stored(cls, items: StoredExamples, *facts: Any) -> "Examples":
+        """Return examples of a store; ``facts`` are the fields behind ``items``."""
+        examples = cls(items, *facts)
+        examples.lengths, examples.target_counts = items.lengths, items.parts["target_counts"]
+        return examples
 
     @cached_property
     def lengths(self) -> np.ndarray:
@@ -70,97 +86,213 @@ class EncodingOptions:
 DEFAULTS = EncodingOptions()
 
 
-def token_format(row: Row, columns: DataConfig) -> TokenFormat:
-    """Return the format of a row that a causal model trains on."""
-    row_format = format_of(row, columns)
+def encode(
+    rows: Sequence[Row],
+    tokenizer: Any,
+    columns: DataConfig,
+    options: EncodingOptions = DEFAULTS,
+    row_format: RowFormat | None = None,
+) -> Examples:
+    """Return tokens and targets of every row; all must have one format.
+
+    Rows are read, rendered and tokenized some at a time, and their text is not kept.
+
+    Args:
+        rows: of one split.
+        tokenizer: of the base, as mlx-lm wraps it.
+        columns: what the columns are called, and what happens to rows that cannot be used.
+        options: how rows become tokens and targets.
+        row_format: of the rows; None is that of the first one.
+
+    Raises:
+        RowError: a row cannot be used, unless ``columns.on_bad_row`` leaves such rows out.
+    """
+    first, row_format = checked_format(rows, columns, row_format)
+    fim, is_split = options.fim, options.long_rows == "split"
+    if not isinstance(row_format, Text) and (fim is not None or is_split):
+        raise PackError(
+            f"--{'fim-rate' if fim else 'long-rows split'}: is for text examples, but "
+            f"{first.where} is {row_format.name}.",
+            "conflict",
+        )
+    encoder = _Encoder(as_rows(rows), tokenizer, columns, options, row_format, first.where)
+    encoder.encode()
+    return encoder.examples()
+
+
+def checked_format(
+    rows: Sequence[Row], columns: DataConfig, row_format: RowFormat | None
+) -> tuple[Row, TokenFormat]:
+    """Return the first usable row, and the format of all rows, which a causal model trains on."""
+    if not len(rows):
+        raise PackError("--data: the split has no examples.", "data")
+    first = rows[0]
+    if row_format is None:
+        first, row_format = first_format(rows, columns)
     if not isinstance(row_format, TokenFormat):
-        raise row.error(
+        raise first.conflict(
             f"the examples are {row_format.name}, which encoders train on. Pass --task embedding, "
             "and as --model a folder of sentence-transformers.",
             "conflict",
             "task",
         )
-    return row_format
+    return first, row_format
 
 
-def encode(
-    rows: Sequence[Row], tokenizer: Any, columns: DataConfig, options: EncodingOptions = DEFAULTS
-) -> Examples:
-    """Return tokens and targets of every row; all must have one format."""
-    if not rows:
-        raise PackError("--data: the split has no examples.", "data")
-    row_format = token_format(rows[0], columns)
-    loss_on = row_format.resolve_loss_on(options.loss_on)
-    fim, is_split = options.fim, options.long_rows == "split"
-    if not isinstance(row_format, Text) and (fim is not None or is_split):
-        raise PackError(
-            f"--{'fim-rate' if fim else 'long-rows split'}: is for text examples, but "
-            f"{rows[0].where} is {row_format.name}.",
-            "conflict",
+class _Rendered(NamedTuple):
+    """A row as text: its number, the text, and which spans of it are targets."""
+
+    index: int
+    text: str
+    spans: list[Span]
+
+
+class _Encoder:
+    """Encodes rows chunk by chunk: one is tokenized in a thread while the next is rendered."""
+
+    def __init__(
+        self,
+        rows: Rows,
+        tokenizer: Any,
+        columns: DataConfig,
+        options: EncodingOptions,
+        row_format: TokenFormat,
+        first: str,
+    ) -> None:
+        self.rows, self.tokenizer, self.columns, self.options = rows, tokenizer, columns, options
+        self.format, self.first = row_format, first
+        self.loss_on = row_format.resolve_loss_on(options.loss_on)
+        self.ends = set(tokenizer.eos_token_ids) | set(tokenizer.all_special_ids)
+        fim, is_split = options.fim, options.long_rows == "split"
+        self.pieces = _Pieces(tokenizer, options.max_seq_length, is_split, fim)
+        self.in_pieces = fim is not None or is_split
+        self.bad = BadRows(columns.on_bad_row == "stop")
+        self.fingerprint = Fingerprint()
+        self.store = TokenStore()
+        self.cut = self.dropped = 0
+
+    def encode(self) -> None:
+        """Encode all rows into the store."""
+        with ThreadPoolExecutor(1, "tokenizer") as thread:
+            waiting: tuple[list[_Rendered], Future] | None = None
+            for chunk in self._chunks():
+                ahead = thread.submit(self._encodings, [each.text for each in chunk])
+                if self.in_pieces:  # which are tokenized where they are stored
+                    wait([ahead])
+                if waiting:
+                    self._store(waiting[0], waiting[1].result())
+                waiting = chunk, ahead
+            if waiting:
+                self._store(waiting[0], waiting[1].result())
+
+    def examples(self) -> Examples:
+        """Return what was encoded."""
+        self.bad.check_some_left(len(self.rows))
+        if not len(self.store):
+            raise PackError(
+                f"{self.rows.where(0)}: no example has a target within "
+                f"{self.options.max_seq_length} tokens.",
+                "data",
+                "max_seq_length",
+            )
+        return Examples.stored(
+            self.store.examples(self.rows.places()),
+            self.format.name,
+            self.loss_on,
+            self.cut + self.pieces.cut,
+            self.dropped,
+            self.bad.in_order(),
+            self.fingerprint.hexdigest(),
         )
-    common_format(rows, columns)
-    rendered = [row_format.render(row, columns, loss_on, tokenizer) for row in rows]
-    texts = [text for text, _ in rendered]
-    for row, text in zip(rows, texts, strict=True):
-        check_unicode(row, text)
-    encodings = _encodings(tokenizer, texts, row_format.special_tokens, loss_on, fim)
-    examples = Examples([], row_format.name, loss_on)
-    ends = set(tokenizer.eos_token_ids) | set(tokenizer.all_special_ids)
-    pieces = _Pieces(tokenizer, options.max_seq_length, is_split, fim) if fim or is_split else None
-    for i, (row, (text, spans)) in enumerate(zip(rows, rendered, strict=True)):
-        tokens = list(encodings["input_ids"][i])
-        if row_format.special_tokens and tokens[-1:] != [tokenizer.eos_token_id]:
-            tokens.append(tokenizer.eos_token_id)
-        if pieces is not None:
-            pieces.add(i, text, tokens, encodings["offset_mapping"][i] if fim else None)
-            continue
-        if loss_on == "all":
-            target = np.ones(len(tokens), dtype=bool)
-        else:
-            target = _targets(encodings["offset_mapping"][i], tokens, spans, ends)
-        _append(examples, row, tokens, target, options)
-    if pieces is not None:
-        for i, tokens in pieces.encoded():
-            _append(examples, rows[i], tokens, np.ones(len(tokens), dtype=bool), options)
-        examples.cut += pieces.cut
-    if not examples.items:
-        raise rows[0].error(
-            f"no example has a target within {options.max_seq_length} tokens.",
-            flag="max_seq_length",
-        )
-    return examples
 
+    def _chunks(self) -> Iterator[list[_Rendered]]:
+        """Yield rows as texts, some at a time."""
+        chunk, size = [], 0
+        for i, row in enumerate(self.rows):
+            try:
+                check_format(row, self.format, self.first, self.columns)
+                text, spans = self.format.render(row, self.columns, self.loss_on, self.tokenizer)
+                check_unicode(row, text)
+                self.fingerprint.add(row)
+            except RowError as error:
+                self.bad.add(i, error)
+                continue
+            chunk.append(_Rendered(i, text, spans))
+            size += len(text)
+            if len(chunk) == _CHUNK_ROWS or size >= _CHUNK_CHARACTERS:
+                yield chunk
+                chunk, size = [], 0
+        if chunk:
+            yield chunk
 
-def _encodings(
-    tokenizer: Any,
-    texts: list[str],
-    special_tokens: bool,
-    loss_on: str,
-    fim: FillInTheMiddle | None,
-) -> dict[str, list]:
-    """Return the tokens of texts, and where each stands in its text if that is needed."""
-    try:
-        return tokenizer._tokenizer(
-            texts,
-            add_special_tokens=special_tokens,
-            return_offsets_mapping=loss_on != "all" or fim is not None,
-            return_attention_mask=False,
-            verbose=False,  # of rows that are longer than it was made for
-        )
-    except NotImplementedError:
-        option = "--fim-rate" if fim else f"--loss-on {loss_on}"
-        raise PackError(
-            f"{option}: the base's tokenizer is a slow one and does not say where its "
-            "tokens stand. Use --loss-on all without --fim-rate, or a base with tokenizer.json.",
-            "unsupported",
-        ) from None
+    def _encodings(self, texts: list[str]) -> dict[str, list]:
+        """Return the tokens of texts, and where each stands in its text if that is needed."""
+        fim = self.options.fim
+        try:
+            return self.tokenizer._tokenizer(
+                texts,
+                add_special_tokens=self.format.special_tokens,
+                return_offsets_mapping=self.loss_on != "all" or fim is not None,
+                return_attention_mask=False,
+                verbose=False,  # of rows that are longer than it was made for
+            )
+        except NotImplementedError:
+            option = "--fim-rate" if fim else f"--loss-on {self.loss_on}"
+            raise PackError(
+                f"{option}: the base's tokenizer is a slow one and does not say where its "
+                "tokens stand. Use --loss-on all without --fim-rate, or a base with tokenizer.json.",
+                "unsupported",
+            ) from None
+
+    def _store(self, chunk: list[_Rendered], encodings: Mapping[str, list]) -> None:
+        """Add the examples of a chunk to the store."""
+        offsets = encodings.get("offset_mapping") or itertools.repeat(None)
+        end = [self.tokenizer.eos_token_id] if self.format.special_tokens else []
+        for (row, text, spans), tokens, places in zip(chunk, encodings["input_ids"], offsets):  # noqa: B905
+            if tokens[-1:] != end:
+                tokens = [*tokens, *end]
+            if self.in_pieces:
+                self.pieces.add(row, text, tokens, places)
+            elif self.loss_on == "all":
+                self._append(row, tokens, np.ones(len(tokens), dtype=bool))
+            else:
+                self._append(row, tokens, _targets(places, tokens, spans, self.ends))
+        for row, tokens in self.pieces.encoded():
+            self._append(row, tokens, np.ones(len(tokens), dtype=bool))
+
+    def _append(self, row: int, tokens: list[int], target: np.ndarray) -> None:
+        """Add an example, cut to the maximal length; without a target left it is counted alone."""
+        options = self.options
+        length, vocab_size = options.max_seq_length, options.vocab_size
+        target[:1] = False  # nothing predicts the first token
+        if vocab_size is not None and tokens and max(tokens) >= vocab_size:
+            raise PackError(
+                f"{self.rows.where(row)}: token {max(tokens)} lies beyond the base's vocabulary of "
+                f"{vocab_size}: the tokenizer belongs to another base. Put the tokenizer files of "
+                "this one beside its weights.",
+                "mismatch",
+            )
+        if not target.any():
+            fault = f"nothing to supervise (--loss-on {self.loss_on})."
+            error = RowError(self.rows.where(row), fault, "no target", flag="loss_on")
+            return self.bad.add(row, error)
+        if len(tokens) > length:
+            self.cut += 1
+            tokens, target = tokens[:length], target[:length]
+            if not target.any():
+                self.dropped += 1
+                return None
+        if options.ce_last_k is not None:
+            target[np.flatnonzero(target)[: -options.ce_last_k]] = False
+        self.store.add(row, np.array(tokens, dtype=np.int32), target)
+        return None
 
 
 class _Pieces:
     """Texts as pieces of at most so many tokens, some of them rearranged to fill in the middle.
 
     A piece begins with the last token of the one before it, so that every token is a target once.
-    ``cut`` counts the texts that were too long, unless `_append` counts them.
+    ``cut`` counts the texts that were too long, unless the encoder counts them.
     """
 
     def __init__(
@@ -194,40 +326,16 @@ class _Pieces:
             self.pieces.append((row, piece, parts))
 
     def encoded(self) -> Iterator[tuple[int, list[int]]]:
-        """Yield the number of the row and tokens of every piece."""
-        texts = [text for *_, parts in self.pieces if parts for text in parts[1:]]
+        """Yield the number of the row and tokens of every piece added since the last call."""
+        added, self.pieces = self.pieces, []
+        texts = [text for *_, parts in added if parts for text in parts[1:]]
         encoded = iter(continued(self.tokenizer, texts))
-        for row, tokens, parts in self.pieces:
+        for row, tokens, parts in added:
             if parts:
                 encodings = next(encoded), next(encoded), next(encoded)
                 room = self.limit - len(tokens)
                 tokens = tokens + arranged(self.ids, parts[0], encodings, room)
             yield row, tokens
-
-
-def _append(
-    examples: Examples, row: Row, tokens: list[int], target: np.ndarray, options: EncodingOptions
-) -> None:
-    """Add an example, cut to the maximal length; without a target left it is counted alone."""
-    max_seq_length, vocab_size = options.max_seq_length, options.vocab_size
-    target[:1] = False  # nothing predicts the first token
-    if vocab_size is not None and tokens and max(tokens) >= vocab_size:
-        raise row.error(
-            f"token {max(tokens)} lies beyond the base's vocabulary of {vocab_size}: the tokenizer "
-            "belongs to another base. Put the tokenizer files of this one beside its weights.",
-            "mismatch",
-        )
-    if not target.any():
-        raise row.error(f"nothing to supervise (--loss-on {examples.loss_on}).", flag="loss_on")
-    if len(tokens) > max_seq_length:
-        examples.cut += 1
-        tokens, target = tokens[:max_seq_length], target[:max_seq_length]
-        if not target.any():
-            examples.dropped += 1
-            return
-    if options.ce_last_k is not None:
-        target[np.flatnonzero(target)[: -options.ce_last_k]] = False
-    examples.items.append(Example(np.array(tokens, dtype=np.int32), target, row.where))
 
 
 def _targets(

@@ -4,7 +4,6 @@ To add a format, write its class and name it in `FORMATS`.
 """
 
 import json
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,8 +12,10 @@ from typing import Any, ClassVar
 from ..config.choices import LOSSES
 from ..config.schema import DataConfig
 from ..errors import Code, PackError
+from .bad_rows import Reason, RowError
 from .conversations import Conversation, Span
 
+_MOST_SCORE = 3e38  # of float32
 _PROMPT_TOKENS = 32  # that are to be continued; of a short text at most half
 
 
@@ -25,9 +26,19 @@ class Row:
     where: str
     value: Mapping
 
-    def error(self, fault: str, code: Code = "data", flag: str | None = None) -> PackError:
-        """Return an error that names this row."""
+    def error(
+        self, fault: str, reason: Reason, flag: str | None = None, code: Code = "data"
+    ) -> RowError:
+        """Return the error of a row that cannot be used, which ``--on-bad-row`` may leave out."""
+        return RowError(self.where, fault, reason, code, flag)
+
+    def conflict(self, fault: str, code: Code, flag: str | None = None) -> PackError:
+        """Return an error that this row shows, but that is not its own: a setting or the base."""
         return PackError(f"{self.where}: {fault}", code, flag)
+
+    def text(self) -> str:
+        """Return the row as it stands in its file, or as JSON."""
+        return json.dumps(self.value, ensure_ascii=False, default=str)
 
 
 class RowFormat(ABC):
@@ -87,7 +98,7 @@ class Chat(TokenFormat):
         def fault(rule: str, value: Any) -> PackError:
             shown = json.dumps(value, ensure_ascii=False, default=str)
             shown = shown if len(shown) < 60 else shown[:60] + "…"
-            return row.error(f"{rule} Shown: {shown}")
+            return row.error(f"{rule} Shown: {shown}", "wrong type")
 
         if messages == []:
             raise fault(f"'{column}' must hold at least one message.", messages)
@@ -106,7 +117,7 @@ class Chat(TokenFormat):
         """Return the messages of a row with their tools, which may be a JSON text."""
         messages, tools = self.messages(row, names), row.value.get("tools")
         if not tokenizer.has_chat_template:
-            raise row.error(
+            raise row.conflict(
                 "the base's tokenizer has no chat template. Use examples with 'text', or a base "
                 "that has one.",
                 "unsupported",
@@ -114,8 +125,8 @@ class Chat(TokenFormat):
         if isinstance(tools, str):
             try:
                 tools = json.loads(tools)
-            except json.JSONDecodeError as error:
-                raise row.error(f"'tools' is not valid JSON: {error}.") from None
+            except (ValueError, RecursionError) as error:
+                raise row.error(f"'tools' is not valid JSON: {error}.", "wrong type") from None
         return Conversation(row.where, messages, tools, tokenizer)
 
     def render(
@@ -173,7 +184,7 @@ class Text(TokenFormat):
         """Return the text as it is."""
         text = _text_of(row, names.text_feature)
         if not text:
-            raise row.error(f"'{names.text_feature}' is empty.")
+            raise row.error(f"'{names.text_feature}' is empty.", "empty")
         return text, []
 
     def prompt(self, row: Row, names: DataConfig, tokenizer: Any) -> tuple[str, list[int]]:
@@ -227,8 +238,9 @@ class PairFormat(RowFormat):
         """Return the score of a row."""
         score = row.value[self.score_column]
         is_number = isinstance(score, (int, float)) and not isinstance(score, bool)
-        if not is_number or not math.isfinite(score):
-            raise row.error(f"'{self.score_column}' must be a number, but is {score!r:.60}.")
+        if not is_number or not abs(score) <= _MOST_SCORE:  # not even NaN
+            fault = f"'{self.score_column}' must be a number, but is {_shown(score)}."
+            raise row.error(fault, "wrong type")
         return float(score)
 
 
@@ -262,28 +274,52 @@ FORMATS: tuple[RowFormat, ...] = (*TOKEN_FORMATS, *PAIR_FORMATS)
 
 def format_of(row: Row, names: DataConfig, formats: Sequence[RowFormat] = FORMATS) -> RowFormat:
     """Return the first of ``formats`` that a row matches; a row without one is an error."""
+    if not isinstance(row.value, Mapping):
+        fault = f"must be a JSON object, but is a {type(row.value).__name__}."
+        raise row.error(fault, "not an object")
     for row_format in formats:
         if row_format.matches(row, names):
             return row_format
     columns = " or ".join("{" + ", ".join(each.columns(names)) + "}" for each in formats)
-    fault = f"must have the columns {columns}, but has {sorted(row.value) or 'none'}."
+    fault = f"must have the columns {columns}, but has {_shown(sorted(row.value)) if row.value else 'none'}."
     if any(isinstance(each, TokenFormat) for each in formats):
         flags = "--chat-feature, --prompt-feature, --completion-feature, --text-feature"
-        raise row.error(f"{fault} Other names: {flags}.")
-    raise row.error(f"{fault} Other examples are for --task lm.", flag="task")
+        raise row.error(f"{fault} Other names: {flags}.", "missing columns")
+    raise row.error(f"{fault} Other examples are for --task lm.", "missing columns", "task")
 
 
-def common_format(
+def check_format(
+    row: Row,
+    row_format: RowFormat,
+    first: str,
+    names: DataConfig,
+    formats: Sequence[RowFormat] = FORMATS,
+) -> None:
+    """Raise an error where a row is of another format than that of the row called ``first``."""
+    if (other := format_of(row, names, formats)) is not row_format:
+        raise row.error(
+            f"mixed formats: this example is {other.name}, but {first} is {row_format.name}.",
+            "another format",
+        )
+
+
+def first_format(
     rows: Sequence[Row], names: DataConfig, formats: Sequence[RowFormat] = FORMATS
-) -> RowFormat:
-    """Return the format that all rows have; two that differ are an error."""
-    first = format_of(rows[0], names, formats)
-    for row in rows[1:]:
-        if (other := format_of(row, names, formats)) is not first:
-            raise row.error(
-                f"mixed formats: this example is {other.name}, but {rows[0].where} is {first.name}."
-            )
-    return first
+) -> tuple[Row, RowFormat]:
+    """Return the first row that can be read and has one of ``formats``, and that format.
+
+    Raises:
+        RowError: that of the first row, if it stops the run (``names.on_bad_row``) or no row has one.
+    """
+    first = None
+    for row in rows:
+        try:
+            return row, format_of(row, names, formats)
+        except RowError as error:
+            if names.on_bad_row == "stop":
+                raise
+            first = first or error
+    raise first or PackError("--data: the split has no examples.", "data")
 
 
 def check_unicode(row: Row, text: str) -> None:
@@ -291,11 +327,20 @@ def check_unicode(row: Row, text: str) -> None:
     try:
         text.encode()
     except UnicodeEncodeError:
-        raise row.error("has half of a surrogate pair (\\ud800 to \\udfff).") from None
+        fault = "has half of a surrogate pair (\\ud800 to \\udfff)."
+        raise row.error(fault, "half a surrogate pair") from None
 
 
 def _text_of(row: Row, column: str) -> str:
     """Return the text of a column; what is no text is an error."""
     if not isinstance(text := row.value[column], str):
-        raise row.error(f"'{column}' must be a text, but is {text!r:.60}.")
+        raise row.error(f"'{column}' must be a text, but is {_shown(text)}.", "wrong type")
     return text
+
+
+def _shown(value: Any) -> str:
+    """Return the beginning of a value; not even an integer of a million digits is an error."""
+    try:
+        return f"{value!r:.60}"
+    except (ValueError, RecursionError):
+        return f"a {type(value).__name__}"

@@ -1,8 +1,10 @@
 """Rows of sentence pairs as tokens, and their batches; the columns are sentence-transformers'."""
 
+import hashlib
+from array import array
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -12,11 +14,30 @@ from ..bases.tokenizer import tokens_of
 from ..config.choices import LOSSES
 from ..config.schema import DataConfig, TrainConfig
 from ..errors import PackError, flag_of
-from .formats import PAIR_FORMATS, PairFormat, Row, check_unicode, common_format
+from .bad_rows import BadRows, RowError
+from .fingerprint import Fingerprint
+from .formats import PAIR_FORMATS, PairFormat, Row, check_format, check_unicode, first_format
 from .sampler import Sampler
 from .shapes import padded_length
+from .token_store import StoredExamples, TokenStore
 
+_TEXTS_AT_A_TIME = 1024
 _COLUMNS = DataConfig()  # pairs have the names of sentence-transformers
+
+
+class TextColumn(Sequence):
+    """The tokens of one column of pairs: texts by number, each of which is stored once."""
+
+    def __init__(self, texts: StoredExamples, numbers: np.ndarray) -> None:
+        self.texts, self.numbers = texts, numbers
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    def __getitem__(self, i: int | slice) -> "np.ndarray | TextColumn":
+        if isinstance(i, slice):
+            return TextColumn(self.texts, self.numbers[i])
+        return self.texts[int(self.numbers[i])].tokens
 
 
 @dataclass
@@ -24,10 +45,12 @@ class Pairs:
     """Tokens of the pairs of a split, by column."""
 
     format: PairFormat
-    tokens: list[list[np.ndarray]]  # a list for each column
+    tokens: Sequence[Sequence[np.ndarray]]  # one for each column, int32 [L] for each pair
     texts: np.ndarray  # int64 [N, C], equal where two texts are
     scores: np.ndarray | None  # float32 [N]
     cut: int  # texts that were too long
+    bad: BadRows = field(default_factory=BadRows)  # rows that were left out
+    fingerprint: str | None = None  # of the rows in use
 
     def __len__(self) -> int:
         return len(self.texts)
@@ -35,34 +58,84 @@ class Pairs:
     @property
     def lengths(self) -> np.ndarray:
         """Tokens of the longest text of each pair, [N]."""
-        return np.array([[len(text) for text in column] for column in self.tokens]).max(axis=0)
+        return np.array([_lengths(column) for column in self.tokens]).max(axis=0)
 
 
-def encode_pairs(rows: Sequence[Row], tokenizer: Any, limit: int) -> Pairs:
+def _lengths(column: Sequence[np.ndarray]) -> np.ndarray:
+    if isinstance(column, TextColumn):
+        return column.texts.lengths[column.numbers]
+    return np.array([len(text) for text in column])
+
+
+def encode_pairs(
+    rows: Sequence[Row], tokenizer: Any, limit: int, on_bad_row: str = "stop"
+) -> Pairs:
     """Return the tokens of the pairs of a split, each text cut to ``limit``."""
-    if not rows:
+    if not len(rows):
         raise PackError("--data: the split has no examples.", "data")
-    row_format = common_format(rows, _COLUMNS, PAIR_FORMATS)
-    numbers: dict[str, int] = {}
-    texts = []
-    for row in rows:
-        for text in (texts_of_row := row_format.texts(row, _COLUMNS)):
-            check_unicode(row, text)
-        texts.append([numbers.setdefault(text, len(numbers)) for text in texts_of_row])
-    scores = None
-    if row_format.score_column is not None:
-        scores = np.array([row_format.score(row) for row in rows], dtype=np.float32)
-    texts = np.array(texts)
-    # a text that occurs in several pairs is tokenized once; one more token shows what is cut
-    unique = tokens_of(tokenizer, list(numbers), limit + 1)
-    is_cut = np.array([len(tokens) > limit for tokens in unique])
-    if is_cut.any():
-        short = tokens_of(tokenizer, list(numbers), limit)
-        unique = [
-            part if cut else text for text, part, cut in zip(unique, short, is_cut, strict=True)
-        ]
-    tokens = [[unique[i] for i in column] for column in texts.T]
-    return Pairs(row_format, tokens, texts, scores, int(is_cut[texts].sum()))
+    first, row_format = first_format(rows, replace(_COLUMNS, on_bad_row=on_bad_row), PAIR_FORMATS)
+    bad, fingerprint = BadRows(on_bad_row == "stop"), Fingerprint()
+    texts, numbers, scores = _Texts(tokenizer, limit), array("q"), array("f")
+    for i, row in enumerate(rows):
+        try:
+            check_format(row, row_format, first.where, _COLUMNS, PAIR_FORMATS)
+            for text in (texts_of_row := row_format.texts(row, _COLUMNS)):
+                check_unicode(row, text)
+            if row_format.score_column is not None:
+                scores.append(row_format.score(row))
+            fingerprint.add(row)
+        except RowError as error:
+            bad.add(i, error)
+            continue
+        numbers.extend(map(texts.number, texts_of_row))
+    bad.check_some_left(len(rows))
+    by_pair = np.array(numbers).reshape(-1, len(row_format.text_columns))
+    stored, is_cut = texts.stored()
+    return Pairs(
+        row_format,
+        [TextColumn(stored, column) for column in by_pair.T],
+        by_pair,
+        np.array(scores, np.float32) if scores else None,
+        int(is_cut[by_pair].sum()),
+        bad,
+        fingerprint.hexdigest(),
+    )
+
+
+class _Texts:
+    """Different texts, tokenized some at a time; one that occurs in several pairs is kept once."""
+
+    def __init__(self, tokenizer: Any, limit: int) -> None:
+        self._tokenizer, self._limit = tokenizer, limit
+        self._numbers: dict[bytes, int] = {}  # by hash: the texts themselves are not kept
+        self._waiting: list[str] = []
+        self._store, self._is_cut = TokenStore(), array("b")
+
+    def number(self, text: str) -> int:
+        """Return the number of a text, which is the same for equal ones."""
+        key = hashlib.blake2b(text.encode(), digest_size=16).digest()
+        number = self._numbers.setdefault(key, len(self._numbers))
+        if number == len(self._store) + len(self._waiting):
+            self._waiting.append(text)
+            if len(self._waiting) == _TEXTS_AT_A_TIME:
+                self._encode()
+        return number
+
+    def stored(self) -> tuple[StoredExamples, np.ndarray]:
+        """Return the tokens of each text, and whether it was cut, bool [texts]."""
+        self._encode()
+        return self._store.examples(str), np.array(self._is_cut, bool)
+
+    def _encode(self) -> None:
+        texts, self._waiting = self._waiting, []
+        # one more token shows what is cut
+        for text, tokens in zip(
+            texts, tokens_of(self._tokenizer, texts, self._limit + 1), strict=True
+        ):
+            if is_cut := len(tokens) > self._limit:
+                (tokens,) = tokens_of(self._tokenizer, [text], self._limit)
+            self._is_cut.append(is_cut)
+            self._store.add(len(self._store), tokens, np.zeros(0, bool))
 
 
 def choose_loss(requested: str, pairs: Pairs, where: str) -> str:

@@ -1,8 +1,9 @@
 """Rows from files and data sets: JSONL, JSON, parquet, Hugging Face."""
 
-import hashlib
+import itertools
 import json
-from collections.abc import Iterable, Mapping
+import stat
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,11 @@ from typing import Any
 from ..config.schema import COLUMN_SETTINGS, DataConfig
 from ..errors import PackError, did_you_mean
 from ..files import TINY_FOLDER, is_hub_id
-from .formats import Row, RowFormat, common_format
+from .bad_rows import BadRows, shown_counts
+from .fingerprint import fingerprint
+from .formats import Row, RowFormat, check_format, first_format
+from .json_lines import MOST_DEPTH, JsonLines, is_deep
+from .sources import Joined, Listed, Numbered, Parquet, Rows
 
 SPLITS = ("train", "valid", "test")
 _SUFFIXES = (".jsonl", ".json", ".parquet")
@@ -19,16 +24,27 @@ _HELD_OUT_SHARE, _HELD_OUT_MOST = 0.05, 100
 
 @dataclass
 class Splits:
-    """The rows of each split."""
+    """The rows of each split.
 
-    rows: dict[str, list[Row]]  # of each of `SPLITS`
-    source: str  # where they come from, as messages name it
-    format: RowFormat  # of the first row; the others are checked where they are encoded
-    notes: list[str] = field(default_factory=list)  # what was decided for the user
+    Attributes:
+        rows: of each of `SPLITS`.
+        source: where they come from, as messages name it.
+        format: of the first row; the others are checked where they are encoded.
+        notes: what was decided for the user.
+        fingerprints: of the rows in use, by split, where encoding has computed them.
+        bad: the rows that encoding has left out, by split.
+    """
+
+    rows: dict[str, Sequence[Row]]
+    source: str
+    format: RowFormat
+    notes: list[str] = field(default_factory=list)
+    fingerprints: dict[str, str] = field(default_factory=dict)
+    bad: dict[str, BadRows] = field(default_factory=dict)
 
     def present(self) -> list[str]:
         """Return the splits that have rows; train and a held-out one must."""
-        present = [split for split in SPLITS if self.rows[split]]
+        present = [split for split in SPLITS if len(self.rows[split])]
         if "train" not in present:
             raise PackError(f"--data {self.source}: the train split is empty.", "data")
         if present == ["train"]:
@@ -37,6 +53,32 @@ class Splits:
                 "data",
             )
         return present
+
+    def note_encoded(self, split: str, fingerprint: str | None, bad: BadRows) -> None:
+        """Keep what encoding has seen of a split: the hash of its rows, and those left out."""
+        if fingerprint is not None:
+            self.fingerprints[split] = fingerprint
+        if bad.errors:
+            self.bad[split] = bad
+
+    def bad_lines(self) -> list[str]:
+        """Return which rows were left out, a line for each split that has some."""
+        return [
+            f"{len(bad):,} of {len(self.rows[split]):,} {split} examples left out: "
+            f"{shown_counts(bad.counts())}; the first is {bad.errors[0][1].where}"
+            for split, bad in self.bad.items()
+        ]
+
+    def first_usable(self, split: str) -> Row:
+        """Return the first row of a split that encoding has not left out."""
+        bad = {i for i, _ in self.bad[split].errors} if split in self.bad else set()
+        return self.rows[split][next(i for i in itertools.count() if i not in bad)]
+
+    def fingerprint(self, split: str) -> str:
+        """Return a hash of the content of a split's rows in use, whatever file they stand in."""
+        if split not in self.fingerprints:
+            self.fingerprints[split] = fingerprint(self.rows[split])
+        return self.fingerprints[split]
 
 
 def tiny_path() -> Path:
@@ -56,19 +98,23 @@ def load_rows(config: DataConfig) -> Splits:
         rows, source = _hf_collection(config)
     else:
         rows, source = _local_or_hub(config.data), str(config.data)
-    firsts = [rows[split][0] for split in SPLITS if rows[split]]
-    if not firsts:
+    present = [split for split in SPLITS if len(rows[split])]
+    if not present:
         raise PackError(f"--data {source}: there are no examples.", "data")
-    splits = Splits(rows, source, common_format(firsts, config))
+    first, row_format = first_format(rows[present[0]], config)
+    if config.on_bad_row == "stop":
+        for split in present[1:]:
+            check_format(rows[split][0], row_format, first.where, config)
+    splits = Splits(rows, source, row_format)
     if config.hf_dataset is None:
         _hold_out(splits)
     return splits
 
 
-def _local_or_hub(data: str) -> dict[str, list[Row]]:
+def _local_or_hub(data: str) -> dict[str, Sequence[Row]]:
     """Return the rows of each split of a folder, a file (training rows), or a Hub data set."""
     path = tiny_path() if data == "tiny" else Path(data).expanduser()
-    if path.is_file():
+    if path.exists() and not path.is_dir():
         return {"train": read_rows(path), "valid": [], "test": []}
     if path.is_dir():
         return _folder_rows(path)
@@ -79,11 +125,11 @@ def _local_or_hub(data: str) -> dict[str, list[Row]]:
     )
 
 
-def _folder_rows(path: Path) -> dict[str, list[Row]]:
+def _folder_rows(path: Path) -> dict[str, Sequence[Row]]:
     """Return the rows of each split of a folder; none at all is an error."""
-    rows: dict[str, list[Row]] = {}
+    rows: dict[str, Sequence[Row]] = {}
     for split in SPLITS:
-        files = [file for s in _SUFFIXES if (file := path / (split + s)).is_file()]
+        files = [file for s in _SUFFIXES if (file := path / (split + s)).exists()]
         if len(files) > 1:
             raise PackError(
                 f"{path}: {files[0].name} and {files[1].name} both hold {split}.",
@@ -91,7 +137,7 @@ def _folder_rows(path: Path) -> dict[str, list[Row]]:
                 "data",
             )
         rows[split] = read_rows(files[0]) if files else []
-    if not any(rows.values()):
+    if not any(map(len, rows.values())):
         raise PackError(
             f"{path}: must hold train.jsonl (and valid.jsonl, test.jsonl).", "not-found", "data"
         )
@@ -101,65 +147,67 @@ def _folder_rows(path: Path) -> dict[str, list[Row]]:
 def _hold_out(splits: Splits) -> None:
     """Make the last training rows the validation split, if nothing is held out."""
     train = splits.rows["train"]
-    if splits.rows["valid"] or splits.rows["test"] or len(train) < 2:
+    if len(splits.rows["valid"]) or len(splits.rows["test"]) or len(train) < 2:
         return
     n = max(1, min(_HELD_OUT_MOST, int(len(train) * _HELD_OUT_SHARE)))
     splits.rows["train"], splits.rows["valid"] = train[:-n], train[-n:]
     splits.notes.append(f"no valid examples: the last {n} training examples are held out")
 
 
-def read_rows(file: Path) -> list[Row]:
-    """Return the rows of a .jsonl, .json or .parquet file."""
+def read_rows(file: Path) -> Rows:
+    """Return the rows of a .jsonl, .json or .parquet file.
+
+    Those of .jsonl and .parquet are read and checked when they are needed.
+    """
     if file.suffix not in _SUFFIXES:
         raise PackError(f"{file}: must end in {', '.join(_SUFFIXES)}.", "unsupported", "data")
+    _check_regular(file)
+    readers = {".jsonl": JsonLines, ".json": _json_rows, ".parquet": Parquet}
     try:
-        rows = _parquet_rows(file) if file.suffix == ".parquet" else _json_rows(file)
+        rows = readers[file.suffix](file)
     except OSError as error:
         raise PackError(f"{file}: cannot be read ({error.strerror}).", "unreadable") from None
+    if not len(rows):
+        raise PackError(f"{file}: has no examples.", "data")
+    return rows
+
+
+def _check_regular(file: Path) -> None:
+    """Raise a PackError for what would not be read to an end: a pipe, a device; and for a folder."""
+    try:
+        mode = file.stat().st_mode
+    except OSError as error:
+        raise PackError(f"{file}: cannot be read ({error.strerror}).", "unreadable") from None
+    if not stat.S_ISREG(mode):
+        kind = "a folder" if stat.S_ISDIR(mode) else "a pipe, socket or device"
+        raise PackError(f"{file}: is {kind}, but must be a file.", "unreadable", "data")
+
+
+def _json_rows(file: Path) -> Rows:
+    """Return the rows of a JSON list, which is in memory as a whole."""
+    try:
+        values = json.loads(file.read_text(encoding="utf-8-sig"))
     except UnicodeDecodeError as error:
         raise PackError(f"{file}: is not UTF-8 text (byte {error.start}).", "unreadable") from None
-    if not rows:
-        raise PackError(f"{file}: has no examples.", "data")
-    for row in rows:
-        if not isinstance(row.value, Mapping):
-            raise row.error(f"must be a JSON object, but is a {type(row.value).__name__}.")
-    return rows
+    except json.JSONDecodeError as error:
+        message = f"is not valid JSON: {error.msg}."
+        raise PackError(f"{file}:{error.lineno}: {message}", "unreadable") from None
+    except RecursionError:
+        raise _too_deep(file) from None
+    except ValueError:  # Python's limit for turning text into integers
+        message = "an integer has more than 4300 digits. Write it as a text."
+        raise PackError(f"{file}: {message}", "unreadable") from None
+    if not isinstance(values, list):
+        kind = type(values).__name__
+        raise PackError(f"{file}: must be a list of examples, but is a {kind}.", "data")
+    if is_deep(values):
+        raise _too_deep(file)
+    return Listed([Row(f"{file}[{i}]", v) for i, v in enumerate(values)])
 
 
-def _json_rows(file: Path) -> list[Row]:
-    text = file.read_text(encoding="utf-8-sig")  # Windows editors begin with a byte order mark
-    if file.suffix == ".json":
-        try:
-            values = json.loads(text)
-        except json.JSONDecodeError as error:
-            message = f"is not valid JSON: {error.msg}."
-            raise PackError(f"{file}:{error.lineno}: {message}", "unreadable") from None
-        if not isinstance(values, list):
-            kind = type(values).__name__
-            raise PackError(f"{file}: must be a list of examples, but is a {kind}.", "data")
-        return [Row(f"{file}[{i}]", v) for i, v in enumerate(values)]
-    rows = []
-    # not splitlines(): U+2028 may stand inside a JSON string
-    for number, line in enumerate(text.split("\n"), 1):
-        if not line.strip():
-            continue
-        try:
-            rows.append(Row(f"{file}:{number}", json.loads(line)))
-        except json.JSONDecodeError as error:
-            shown = line if len(line) < 60 else line[:60] + "…"
-            message = f"is not valid JSON ({error.msg} at column {error.colno}). Shown: {shown}"
-            raise PackError(f"{file}:{number}: {message}", "unreadable") from None
-    return rows
-
-
-def _parquet_rows(file: Path) -> list[Row]:
-    try:
-        import pyarrow.parquet as parquet
-    except ImportError:
-        raise PackError(
-            f"{file}: reading parquet needs `pip install pyarrow`.", "dependency"
-        ) from None
-    return [Row(f"{file}[{i}]", v) for i, v in enumerate(parquet.read_table(file).to_pylist())]
+def _too_deep(file: Path) -> PackError:
+    message = f"lists and objects are nested more than {MOST_DEPTH} deep."
+    return PackError(f"{file}: {message}", "unreadable")
 
 
 def _hf_load(name: str, /, **arguments: Any) -> Any:
@@ -181,7 +229,7 @@ def _hf_load(name: str, /, **arguments: Any) -> Any:
         ) from None
 
 
-def _hf_dataset(name: str) -> dict[str, list[Row]]:
+def _hf_dataset(name: str) -> dict[str, Sequence[Row]]:
     """Return every split of a data set of the Hub that has our name (or is called validation)."""
     loaded = _hf_load(name)
     splits = {split: loaded[split] for split in SPLITS if split in loaded}
@@ -189,19 +237,15 @@ def _hf_dataset(name: str) -> dict[str, list[Row]]:
         splits.setdefault("valid", loaded["validation"])
     if "train" not in splits:
         raise PackError(f"--data {name}: has no train split, only {', '.join(loaded)}.", "data")
-    return {split: _hf_rows(name, split, splits.get(split, ())) for split in SPLITS}
+    return {split: Numbered(f"{name}/{split}", splits.get(split, ())) for split in SPLITS}
 
 
-def _hf_rows(name: str, split: str, loaded: Iterable[Mapping]) -> list[Row]:
-    return [Row(f"{name}/{split}[{i}]", dict(v)) for i, v in enumerate(loaded)]
-
-
-def _hf_collection(config: DataConfig) -> tuple[dict[str, list[Row]], str]:
+def _hf_collection(config: DataConfig) -> tuple[dict[str, Sequence[Row]], str]:
     """Return the rows of mlx-lm's ``hf_dataset`` key, one or several, and where they come from."""
     entries = config.hf_dataset if isinstance(config.hf_dataset, list) else [config.hf_dataset]
     features = {name: getattr(config, name) for name in COLUMN_SETTINGS}
     valid_keys = {"path", "name", "train_split", "valid_split", "test_split", "config", *features}
-    rows: dict[str, list[Row]] = {split: [] for split in SPLITS}
+    parts: dict[str, list[Rows]] = {split: [] for split in SPLITS}
     paths = []
     for entry in entries:
         if not isinstance(entry, Mapping):
@@ -215,23 +259,11 @@ def _hf_collection(config: DataConfig) -> tuple[dict[str, list[Row]], str]:
         if not path:
             raise PackError("hf_dataset: every entry needs a 'path'.", "invalid", "hf_dataset")
         paths.append(str(path))
-        parts = {"train": "train[:80%]", "valid": "train[-10%:]"}
-        parts |= {split: entry[f"{split}_split"] for split in SPLITS if f"{split}_split" in entry}
+        shares = {"train": "train[:80%]", "valid": "train[-10%:]"}
+        shares |= {split: entry[f"{split}_split"] for split in SPLITS if f"{split}_split" in entry}
         arguments = entry.get("config") or {}
         renames = {entry[name]: features[name] for name in features if name in entry}
-        for split, part in parts.items():
-            loaded = _hf_load(path, split=part, **arguments)
-            rows[split] += [
-                Row(r.where, {renames.get(k, k): v for k, v in r.value.items()})
-                for r in _hf_rows(path, split, loaded)
-            ]
-    return rows, ", ".join(paths)
-
-
-def fingerprint(rows: list[Row]) -> str:
-    """Return a hash of the rows' content, whatever file they stand in."""
-    digest = hashlib.sha256()
-    for row in rows:
-        line = json.dumps(row.value, sort_keys=True, ensure_ascii=False, default=str)
-        digest.update(line.encode(errors="surrogatepass") + b"\n")
-    return digest.hexdigest()
+        for split, share in shares.items():
+            loaded = _hf_load(path, split=share, **arguments)
+            parts[split].append(Numbered(f"{path}/{split}", loaded, renames))
+    return {split: Joined(of_split) for split, of_split in parts.items()}, ", ".join(paths)

@@ -8,7 +8,7 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
@@ -18,78 +18,64 @@ import numpy as np
 
 from ..config.schema import COLUMN_SETTINGS, DataConfig
 from ..errors import PackError
-from ..files import cache_folder, remove_unused, write_tensors
+from ..files import cache_folder, remove_unused, replace_file
+from ..leftovers import temporary
 from ..reading import read_header
-from ..runtime import mx
-from .encoding import ENCODING_VERSION, EncodingOptions, Example, Examples, encode, token_format
-from .formats import Row
+from .bad_rows import BadRows
+from .encoding import ENCODING_VERSION, EncodingOptions, Examples, checked_format, encode
+from .formats import Row, RowFormat
+from .sources import Rows, as_rows
+from .token_store import DTYPES, StoredExamples, blocks
 
 WORTHWHILE_BYTES = 2 << 20  # of rows: a second or two of encoding
 _DAYS = 30  # that an unused file is kept
 _DTYPES = {
-    "ends": ("I64", np.int64),  # [R], where each example ends
-    "rows": ("I64", np.int64),  # [R], which of the given rows it is
+    **DTYPES,
     "counts": ("I64", np.int64),  # cut, dropped
-    "tokens": ("I32", np.int32),  # [sum of lengths]
-    "target": ("BOOL", np.bool_),  # the same
+    "bad": ("U8", np.uint8),  # `BadRows.to_json`
+    "fingerprint": ("U8", np.uint8),  # [32], of the rows
     "digest": ("U8", np.uint8),  # [32], SHA-256 of the key and all of the above
 }
-
-
-class StoredExamples(Sequence):
-    """Examples that lie one behind the other in a file; each is made when it is read."""
-
-    def __init__(self, parts: dict[str, np.ndarray], places: list[str]) -> None:
-        self.tokens, self.target = np.asarray(parts["tokens"]), np.asarray(parts["target"])
-        self.edges = [0, *parts["ends"].tolist()]
-        self.places = [places[i] for i in parts["rows"]]
-
-    def __len__(self) -> int:
-        return len(self.places)
-
-    def __getitem__(self, i: int) -> Example:
-        i = range(len(self))[i]
-        here = slice(self.edges[i], self.edges[i + 1])
-        return Example(self.tokens[here], self.target[here], self.places[i])
+_MAPPED = ("tokens", "target")
 
 
 def encode_cached(
-    rows: list[Row],
+    rows: Sequence[Row],
     tokenizer: Any,
     columns: DataConfig,
     options: EncodingOptions,
     least_bytes: int = WORTHWHILE_BYTES,
+    row_format: RowFormat | None = None,
 ) -> tuple[Examples, Path | None]:
     """Return `encoding.encode`, or what it gave for the same before; and the file, if there is one.
 
     Splits of less than ``least_bytes`` are encoded each time, and so is what the key cannot cover.
     """
+    rows = as_rows(rows)
     folder, key = cache_folder("tokens"), None
-    if folder is not None and _estimated_bytes(rows) >= least_bytes:
-        key = cache_key(rows, tokenizer, columns, options)
+    if folder is not None and rows.nbytes(0, len(rows)) >= least_bytes:
+        key = cache_key(rows, tokenizer, columns, options, row_format)
     if key is None:
-        return encode(rows, tokenizer, columns, options), None
+        return encode(rows, tokenizer, columns, options, row_format), None
     file = folder / f"{key}.safetensors"
-    if (stored := _read(file, key, rows, columns, options)) is not None:
+    if (stored := _read(file, key, rows, columns, options, row_format)) is not None:
         os.utime(file)
         return stored, file
-    examples = encode(rows, tokenizer, columns, options)
+    examples = encode(rows, tokenizer, columns, options, row_format)
     try:
-        _write(file, key, rows, examples)
+        _write(file, key, examples)
     except (PackError, OSError):  # a full or read-only disk must not stop a run
         return examples, None
     remove_unused(folder, "*.safetensors", _DAYS)
-    return _read(file, key, rows, columns, options) or examples, file
-
-
-def _estimated_bytes(rows: list[Row]) -> int:
-    """Return the bytes of all rows, from a hundred of them."""
-    sample = rows[:: max(1, len(rows) // 100)]
-    return sum(len(str(row.value)) for row in sample) * len(rows) // max(1, len(sample))
+    return _read(file, key, rows, columns, options, row_format) or examples, file
 
 
 def cache_key(
-    rows: list[Row], tokenizer: Any, columns: DataConfig, options: EncodingOptions
+    rows: Sequence[Row],
+    tokenizer: Any,
+    columns: DataConfig,
+    options: EncodingOptions,
+    row_format: RowFormat | None = None,
 ) -> str | None:
     """Return a hash of all that the tokens depend on; None where something of it cannot be seen."""
     plain = tokenizer._tokenizer
@@ -109,58 +95,86 @@ def cache_key(
         "today": time.strftime("%Y-%m-%d") if "strftime_now" in template else None,
         "columns": [getattr(columns, name) for name in COLUMN_SETTINGS],
         "options": asdict(options),
+        "format": row_format and row_format.name,
     }
-    digest = hashlib.sha256()
-    try:
-        digest.update(json.dumps(facts, sort_keys=True, default=str).encode())
-        for row in rows:  # as they are: the order of keys shows in what a template renders
-            line = json.dumps(row.value, ensure_ascii=False)
-            digest.update(line.encode(errors="surrogatepass") + b"\n")
-    except (TypeError, ValueError):  # a value that JSON does not have
+    if (content := as_rows(rows).content_key()) is None:
         return None
-    return digest.hexdigest()
+    text = json.dumps(facts, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode() + content).hexdigest()
 
 
-def _digest(key: str, parts: dict[str, np.ndarray]) -> np.ndarray:
+def _digest(key: str, parts: Mapping[str, np.ndarray]) -> np.ndarray:
     digest = hashlib.sha256(key.encode())
     for name in _DTYPES:
         if name != "digest":
-            digest.update(np.ascontiguousarray(parts[name]).data)
+            for block in blocks(parts[name]):
+                digest.update(np.ascontiguousarray(block).data)
     return np.frombuffer(digest.digest(), np.uint8)
 
 
-def _write(file: Path, key: str, rows: list[Row], examples: Examples) -> None:
-    index = {row.where: i for i, row in enumerate(rows)}
+def _write(file: Path, key: str, examples: Examples) -> None:
+    """Write encoded examples as safetensors, atomically and a block at a time."""
+    bad = json.dumps(examples.bad.to_json()).encode()
     parts = {
-        "ends": np.cumsum(examples.lengths, dtype=np.int64),
-        "rows": np.array([index[e.where] for e in examples.items], np.int64),
+        **examples.items.parts,
         "counts": np.array([examples.cut, examples.dropped], np.int64),
-        "tokens": np.concatenate([e.tokens for e in examples.items]),
-        "target": np.concatenate([e.target for e in examples.items]),
+        "bad": np.frombuffer(bad, np.uint8),
+        "fingerprint": np.frombuffer(bytes.fromhex(examples.fingerprint), np.uint8),
     }
     parts["digest"] = _digest(key, parts)
+    header, end = {}, 0
+    order = sorted(_DTYPES, key=lambda name: -np.dtype(_DTYPES[name][1]).itemsize)  # aligned
+    for name in order:
+        begin, end = end, end + parts[name].nbytes
+        offsets = [begin, end]
+        header[name] = {
+            "dtype": _DTYPES[name][0],
+            "shape": [len(parts[name])],
+            "data_offsets": offsets,
+        }
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
     file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)  # rows may be private
-    tensors = {name: mx.array(part) for name, part in parts.items()}
-    write_tensors(file, tensors, tensors.items())
+    with temporary(file, Path.touch) as partial:
+        with partial.open("wb") as f:
+            f.write(len(text).to_bytes(8, "little") + text)
+            for name in order:
+                for block in blocks(parts[name]):
+                    f.write(np.ascontiguousarray(block).data)
+        replace_file(partial, file)
 
 
 def _read(
-    file: Path, key: str, rows: list[Row], columns: DataConfig, options: EncodingOptions
+    file: Path,
+    key: str,
+    rows: Rows,
+    columns: DataConfig,
+    options: EncodingOptions,
+    row_format: RowFormat | None,
 ) -> Examples | None:
     """Return the examples of a file, mapped; None without a complete file of this key."""
-    row_format = token_format(rows[0], columns)
-    loss_on = row_format.resolve_loss_on(options.loss_on)
+    if not file.exists():
+        return None
+    _, token_format = checked_format(rows, columns, row_format)
+    loss_on = token_format.resolve_loss_on(options.loss_on)
     try:
         header, start = read_header(file)
         parts = {}
         for name, (stored, dtype) in _DTYPES.items():
-            if (tensor := header[name])["dtype"] == stored:
-                offset, shape = start + tensor["data_offsets"][0], tuple(tensor["shape"])
-                parts[name] = np.memmap(file, dtype, "r", offset, shape)
+            tensor = header[name]
+            (length,) = tensor["shape"]
+            if tensor["dtype"] != stored or start % 8:
+                return None
+            offset = start + tensor["data_offsets"][0]
+            parts[name] = np.memmap(file, dtype, "r", offset, (length,))
         if not np.array_equal(_digest(key, parts), parts["digest"]):
             return None
+        entries = json.loads(parts["bad"].tobytes())
     except (PackError, OSError, ValueError, KeyError, TypeError):
         return None
+    bad = BadRows.from_json(entries, rows, columns.on_bad_row == "stop")
     cut, dropped = parts["counts"].tolist()
-    items = StoredExamples(parts, [row.where for row in rows])
-    return Examples(items, row_format.name, loss_on, cut, dropped)
+    fingerprint = parts["fingerprint"].tobytes().hex()
+    parts = {name: part if name in _MAPPED else np.array(part) for name, part in parts.items()}
+    items = StoredExamples(parts, rows.places())
+    return Examples.stored(items, token_format.name, loss_on, cut, dropped, bad, fingerprint)

@@ -46,7 +46,7 @@ def run_identity(
         "recipe": recipe.to_json(),
         "base": base.fingerprint,
         "data": {
-            phase.manifest_key(split): rows_of.fingerprint(read.rows[split])
+            phase.manifest_key(split): read.fingerprint(split)
             for phase, read in zip(phases, splits, strict=True)
             for split in read.present()
         },

@@ -4,7 +4,7 @@ A run without ``phases`` has one phase without a name.
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import mlx.optimizers as optimizers
@@ -13,6 +13,8 @@ from ..bases.files import public_name
 from ..config.fields import fields_where
 from ..config.schema import DataConfig, Phase, TrainConfig
 from ..data import rows as rows_of
+from ..data.bad_rows import LeftOut
+from ..data.sources import Joined
 from ..errors import PackError, flag_of
 from ..optim import make_optimizer
 
@@ -49,7 +51,7 @@ class RunPhase:
         parts = [rows_of.load_rows(source) for source in self.sources]
         if len(parts) == 1:
             return parts[0]
-        rows = {split: [r for p in parts for r in p.rows[split]] for split in rows_of.SPLITS}
+        rows = {split: Joined([p.rows[split] for p in parts]) for split in rows_of.SPLITS}
         notes = [f"{part.source}: {note}" for part in parts for note in part.notes]
         source = " + ".join(part.source for part in parts)
         return rows_of.Splits(rows, source, parts[0].format, notes)
@@ -59,6 +61,17 @@ class RunPhase:
         one = len(self.sources) == 1
         names = [splits.source] if one else [source.data for source in self.sources]
         return " + ".join(map(public_name, names))
+
+
+def left_out_rows(
+    phases: Sequence[RunPhase], splits: Sequence[rows_of.Splits]
+) -> dict[str, LeftOut]:
+    """Return the rows of all phases that encoding has left out, by split as a manifest names it."""
+    return {
+        phase.manifest_key(split): (bad, read.rows[split])
+        for phase, read in zip(phases, splits, strict=True)
+        for split, bad in read.bad.items()
+    }
 
 
 def resolve_phases(train: TrainConfig, columns: DataConfig) -> tuple[RunPhase, ...]:

@@ -5,6 +5,7 @@
 
 import gc
 import time
+from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -17,6 +18,7 @@ from ..bases.precision import STORED, ComputeDtype
 from ..config.choices import architecture_of
 from ..config.recipe import Recipe, check_method, resolve, tiny_recipe
 from ..config.schema import DataConfig, LoRAConfig, TrainConfig
+from ..data.bad_rows import LeftOut, write_quarantine
 from ..display import QUIET, VERBOSE, Display, shown_count
 from ..errors import Float16Overflow, PackError
 from ..files import make_folder
@@ -38,7 +40,7 @@ from .identity import check_resume, public_recipe, run_identity, start_of
 from .observers.observer import ObservedRun
 from .observers.registry import make_observers
 from .observers.trackers import check_report_to
-from .phases import resolve_phases
+from .phases import left_out_rows, resolve_phases
 from .planning import MemoryChoice, check_headers, fit_into_memory, matmul_paths_by_name
 from .precision import run_dtype, show_dtype
 from .run_folder import check_resumable, clear_run, write_identity
@@ -196,6 +198,7 @@ def _run(run: Run) -> TrainRun:
     if earlier is not None:
         check_resume(run.folder, base.path, identity, earlier)
     sources = [phase.public_source(read) for phase, read in zip(run.phases, splits, strict=True)]
+    left_out = left_out_rows(run.phases, splits)
     splits.clear()  # from here on only what they are encoded to is needed
     memory = fit_into_memory(
         run, base, target, dataset, task.planned_settings(), task.unplanned_recompute
@@ -212,7 +215,7 @@ def _run(run: Run) -> TrainRun:
             _load_adapters(trainable, Path(run.resume_adapter_file))
         trainable.recompute(memory.recompute)
         with closing(task.objective(trainable, memory)) as objective:
-            fit = _train(run, identity, trainable, objective, dataset, dtype)
+            fit = _train(run, identity, trainable, objective, dataset, dtype, left_out)
             summary = task.summary(trainable, objective, fit, sources)
         pack = Pack.of(
             trainable,
@@ -233,6 +236,7 @@ def _run(run: Run) -> TrainRun:
     gates = _check_gates(run, task, pack, summary, memory)
     report = {
         **_report(run, pack, fit, summary, memory),
+        "bad_rows": {key: bad.counts() for key, (bad, _) in left_out.items()},
         "compute_dtype": dtype.to_json(),
         "matmul_paths": paths,
         "method": trainable.method,
@@ -325,6 +329,7 @@ def _train(  # noqa: PLR0913 - the parts of a run
     objective: Objective,
     dataset: Dataset,
     dtype: ComputeDtype,
+    left_out: Mapping[str, LeftOut],
 ) -> Fit:
     """Score the base, train, round to the pack's dtype, and score again."""
     float16 = dtype.name == "float16"
@@ -338,6 +343,8 @@ def _train(  # noqa: PLR0913 - the parts of a run
     if not run.resume:
         clear_run(run.folder)
     write_identity(run.folder, identity)
+    if run.columns.on_bad_row == "quarantine":
+        write_quarantine(run.folder, left_out.values())
     fit = Fit(run, trainable, objective, dataset, observers, observed.curve, float16)
     fit.train(before)
     if _backend.detect() != "reference":

@@ -151,3 +151,23 @@ def test_batches_from_the_middle_are_those_of_the_whole_run(encoder_tokenizer, d
     alone = 21 % 4  # the row that is left over is alone in a batch
     assert first == [*range(21)] or (distinct and len(first) == len(set(first)) == 21 - alone)
     assert rows[:epoch] != rows[epoch : 2 * epoch]  # another order in the next epoch
+
+
+def test_pairs_leave_out_bad_rows_too(encoder_tokenizer):
+    good = [{"sentence1": "a cat", "sentence2": f"dog {i}", "score": i / 4} for i in range(4)]
+    bad = [
+        {"sentence1": "a", "sentence2": 5, "score": 1},
+        {"sentence1": "a", "sentence2": "b", "score": float("nan")},
+        {"sentence1": "a", "sentence2": "b", "score": 10**400},
+        {"anchor": "a", "positive": "b"},
+    ]
+    rows = [Row(f"x:{i}", row) for i, row in enumerate([bad[0], *good, *bad[1:]])]
+    pairs = encode_pairs(rows, encoder_tokenizer, 16, "skip")
+    wanted = encode_pairs([Row("x", row) for row in good], encoder_tokenizer, 16)
+    assert pairs.scores.tolist() == wanted.scores.tolist()
+    assert pairs.texts.tolist() == wanted.texts.tolist()
+    assert pairs.bad.counts() == {"wrong type": 3, "another format": 1}
+    assert pairs.fingerprint == wanted.fingerprint
+    for row in (rows[0], *rows[5:]):
+        with raises("data", None, row.where):
+            encode_pairs([rows[1], row], encoder_tokenizer, 16)

@@ -162,19 +162,58 @@ def test_read_rows_ignores_a_byte_order_mark(tmp_path):
     assert data.read_rows(tmp_path / "rows.jsonl")[0].value == {"text": "a"}
 
 
-def test_read_rows_parquet_reads_through_pyarrow_or_says_what_to_install(tmp_path, monkeypatch):
-    table = types.SimpleNamespace(to_pylist=lambda: [{"text": "a"}])
+class ParquetFile:
+    """A stand-in for pyarrow's: two groups of rows, read two at a time."""
+
+    values = [{"text": letter} for letter in "abcde"]
+
+    def __init__(self, file, memory_map):
+        if file.read_bytes() != b"PAR1":
+            raise ValueError("magic bytes not found in footer.\nEither the file is corrupted")
+        edges = [(0, 3), (3, 5)]
+        self.groups = [self.values[start:stop] for start, stop in edges]
+        facts = [types.SimpleNamespace(num_rows=len(g), total_byte_size=9) for g in self.groups]
+        self.metadata = types.SimpleNamespace(num_row_groups=2, row_group=facts.__getitem__)
+
+    def iter_batches(self, size, row_groups):
+        for values in (self.groups[i] for i in row_groups):
+            for start in range(0, len(values), 2):
+                yield Batch(values[start : start + 2])
+
+
+class Batch(list):
+    num_rows = property(len)
+    to_pylist = list.copy
+
+    def slice(self, start, length):
+        return Batch(self[start : start + length])
+
+
+@pytest.fixture
+def parquet_library(monkeypatch):
+    module, package = types.ModuleType("pyarrow.parquet"), types.ModuleType("pyarrow")
+    module.ParquetFile, package.parquet = ParquetFile, module
+    monkeypatch.setitem(sys.modules, "pyarrow", package)
+    monkeypatch.setitem(sys.modules, "pyarrow.parquet", module)
+
+
+def test_read_rows_parquet_is_read_a_batch_at_a_time(tmp_path, parquet_library):
     (tmp_path / "rows.parquet").write_bytes(b"PAR1")
+    rows = data.read_rows(tmp_path / "rows.parquet")
+    for start, stop in ((0, 5), (1, 2), (2, 4), (3, 5), (4, 4)):
+        part = list(rows[start:stop])
+        assert [row.value for row in part] == ParquetFile.values[start:stop]
+        assert [row.where for row in part] == [rows.where(i) for i in range(start, stop)]
+    assert rows[-1].where.endswith("rows.parquet[4]") and rows.nbytes(0, 5) == 18
+
+
+def test_read_rows_parquet_says_what_is_wrong(tmp_path, parquet_library, monkeypatch):
+    (tmp_path / "rows.parquet").write_bytes(b"text")
+    with raises("unreadable", None, "rows.parquet", "magic bytes not found in footer. Either"):
+        data.read_rows(tmp_path / "rows.parquet")
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     with raises("dependency", None, "rows.parquet", "`pip install pyarrow`"):
         data.read_rows(tmp_path / "rows.parquet")
-    module = types.ModuleType("pyarrow.parquet")
-    module.read_table = lambda file: table
-    package = types.ModuleType("pyarrow")
-    package.parquet = module
-    monkeypatch.setitem(sys.modules, "pyarrow", package)
-    monkeypatch.setitem(sys.modules, "pyarrow.parquet", module)
-    assert data.read_rows(tmp_path / "rows.parquet")[0].value == {"text": "a"}
 
 
 @pytest.fixture
@@ -226,7 +265,7 @@ def test_load_rows_hf_dataset_follows_its_own_split_names(datasets_library):
     columns = DataConfig(hf_dataset=entry, prompt_feature="q", completion_feature="a")
     rows = load_rows(columns).rows
     assert [r.value["a"] for r in rows["valid"]] == ["four"]
-    assert rows["test"] == []
+    assert len(rows["test"]) == 0
 
 
 def test_load_rows_hf_dataset_renames_columns_and_joins_entries(datasets_library):

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from ...adapters.lora import attach
 from ...adapters.method import Trainable
 from ...config.schema import LoRAConfig
-from ...data.encoding import token_format
+from ...data.formats import TOKEN_FORMATS, format_of
 from ...data.rows import Splits
 from ...evaluation.perplexity import Score, Scorer
 from ...gates import gates_text
@@ -24,7 +24,7 @@ from ..fit import Fit
 from ..phases import OWN
 from ..planning import MemoryChoice
 from ..precision import check_forward
-from .task import Summary, Task, cost
+from .task import Summary, Task, bad_rows_lines, cost
 from .tokens import PhasedDataset, encode_phases
 
 SAMPLE_TOKENS = 40
@@ -77,8 +77,9 @@ class CausalLMTask(Task):
         run = self.run
         self.dataset = encode_phases(run.phases, splits, base, run.train, run.display)
         split, _ = self.dataset.held_out_examples(run.goal)
-        row, columns = splits[-1].rows[split][0], run.goal.sources[0]
-        self.sample = SamplePrompt(*token_format(row, columns).prompt(row, columns, base.tokenizer))
+        row, columns = splits[-1].first_usable(split), run.goal.sources[0]
+        row_format = format_of(row, columns, TOKEN_FORMATS)
+        self.sample = SamplePrompt(*row_format.prompt(row, columns, base.tokenizer))
         return self.dataset
 
     def objective(self, trainable: Trainable, memory: MemoryChoice) -> CausalLM:
@@ -146,6 +147,7 @@ class CausalLMTask(Task):
             )
         return [
             *lines,
+            *bad_rows_lines(report),
             f"speed   {report['tokens_per_s']:,.0f} supervised tokens/s · {cost(report)}",
             f"sample  {_shortened(sample['prompt'])}",
             f"before  {_shortened(sample['before'])}",

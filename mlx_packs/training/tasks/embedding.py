@@ -28,7 +28,7 @@ from ...packs.card import format_change
 from ..fit import Fit
 from ..phases import RunPhase
 from ..planning import MemoryChoice
-from .task import Summary, Task, cost
+from .task import Summary, Task, bad_rows_lines, cost
 
 
 class EvalPairs(list[PairBatch]):
@@ -137,7 +137,9 @@ class EmbeddingTask(Task):
         pairs = {}
         with display.task("data", len(present), "splits") as bar:
             for split in present:
-                pairs[split] = encode_pairs(read.rows[split], base.tokenizer, limit)
+                on_bad_row = self.run.columns.on_bad_row
+                pairs[split] = encode_pairs(read.rows[split], base.tokenizer, limit, on_bad_row)
+                read.note_encoded(split, pairs[split].fingerprint, pairs[split].bad)
                 bar.advance()
         first = pairs["train"]
         loss = choose_loss(train.loss, first, f"--data {read.source}")
@@ -157,7 +159,7 @@ class EmbeddingTask(Task):
         )
         if cut := sum(part.cut for part in pairs.values()):
             display.line("data", f"longer than {limit} tokens (--max-seq-length): {cut} texts cut")
-        for note in read.notes:
+        for note in (*read.notes, *read.bad_lines()):
             display.line("data", note)
         check_scores(self.dataset.held_out(self.run.goal).pairs, f"--data {read.source}")
         if validation := self.dataset.validation(self.run.goal):
@@ -212,6 +214,7 @@ class EmbeddingTask(Task):
         return [
             f"done    held-out {format_change(report)} on {held_out['rows']} {held_out['split']} "
             f"examples{gates_text(report['gates'])}",
+            *bad_rows_lines(report),
             f"speed   {report['pairs_per_s']:,.0f} pairs/s · {cost(report)}",
             f"pack    {report['pack']} ({report['pack_mb']:.1f} MB)    try: packs eval "
             f"{report['pack']} --model {model} --data …",

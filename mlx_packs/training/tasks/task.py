@@ -13,6 +13,7 @@ from ...adapters.method import Trainable
 from ...bases.families import check_task
 from ...config.choices import TASKS
 from ...config.schema import LoRAConfig, TrainConfig
+from ...data.bad_rows import shown_counts
 from ...data.rows import Splits
 from ...display import clock
 from ...objectives.objective import Objective
@@ -91,6 +92,14 @@ def cost(report: Mapping) -> str:
         f"{clock(report['train_s'])} for {report['steps']} updates · MLX peak "
         f"{report['peak_gb']:.2f} GB{planned}, process RSS {report['process_peak_gb']:.2f} GB"
     )
+
+
+def bad_rows_lines(report: Mapping) -> list[str]:
+    """Return how many examples of each split were left out and why, for people."""
+    return [
+        f"bad     {sum(counts.values()):,} {split} examples left out: {shown_counts(counts)}"
+        for split, counts in report.get("bad_rows", {}).items()
+    ]
 
 
 def make_task(run: Run) -> Task:

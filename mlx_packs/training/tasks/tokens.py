@@ -50,7 +50,10 @@ class PhasedDataset:
         formats = dict.fromkeys(part.format for part in parts)
         losses = dict.fromkeys(part.loss_on for part in parts)
         items = _Joined([part.items for part in parts])
-        return Examples(items, " + ".join(formats), " + ".join(losses))
+        joined = Examples(items, " + ".join(formats), " + ".join(losses))
+        joined.lengths = np.concatenate([part.lengths for part in parts])
+        joined.target_counts = np.concatenate([part.target_counts for part in parts])
+        return joined
 
     @property
     def loss_on(self) -> str:
@@ -186,7 +189,9 @@ def encode_splits(
                 base.tokenizer,
                 columns,
                 encoding_options(train, split, splits.format, base.vocab_size),
+                row_format=splits.format,
             )
+            splits.note_encoded(split, examples[split].fingerprint, examples[split].bad)
             if file is not None:
                 display.line("data", f"tokens of {split} are in {file}", VERBOSE)
             bar.advance()
@@ -198,7 +203,7 @@ def encode_splits(
     )
     if cut := _cut(examples, train):
         display.line("data", cut)
-    for note in splits.notes:
+    for note in (*splits.notes, *splits.bad_lines()):
         display.line("data", note)
     return examples
 

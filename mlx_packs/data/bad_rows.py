@@ -1,0 +1,144 @@
+"""Examples that cannot be used: an error that names their row, or a record of what was left out."""
+
+import json
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal, Protocol
+
+from ..errors import Code, PackError
+from ..files import atomic_write
+
+QUARANTINE = "bad-rows.jsonl"  # of a run folder
+Reason = Literal[
+    "not UTF-8",
+    "not JSON",
+    "too deep",
+    "integer too long",
+    "line too long",
+    "not an object",
+    "missing columns",
+    "another format",
+    "wrong type",
+    "empty",
+    "half a surrogate pair",
+    "rejected by the chat template",
+    "no target",
+]
+
+
+class Place(Protocol):
+    """A row, as far as it is reported."""
+
+    @property
+    def where(self) -> str:
+        """Return the place of the row, as messages name it."""
+
+    def text(self) -> str:
+        """Return the row as it stands in its file."""
+
+
+class RowError(PackError):
+    """An example cannot be used; ``--on-bad-row`` decides whether that stops the run.
+
+    Args:
+        where: the row, as ``train.jsonl:17``.
+        fault: what is wrong with it.
+        reason: the kind of fault, by which rows are counted.
+        code: as of `PackError`.
+        flag: as of `PackError`.
+    """
+
+    def __init__(
+        self,
+        where: str,
+        fault: str,
+        reason: Reason,
+        code: Code = "data",
+        flag: str | None = None,
+    ) -> None:
+        super().__init__(f"{where}: {fault}", code, flag)
+        self.where, self.fault, self.reason = where, fault, reason
+
+
+@dataclass
+class BadRows:
+    """The rows of a split that cannot be used, in their order.
+
+    Attributes:
+        stops: whether the first one is raised as an error (``--on-bad-row stop``).
+        errors: the index of each row, and its error.
+    """
+
+    stops: bool = True
+    errors: list[tuple[int, RowError]] = field(default_factory=list)
+
+    def add(self, index: int, error: RowError) -> None:
+        """Record a row, or raise its error."""
+        if self.stops:
+            raise error
+        error.__traceback__ = None  # of a million rows the frames would stay
+        self.errors.append((index, error))
+
+    def __len__(self) -> int:
+        return len(self.errors)
+
+    def counts(self) -> dict[str, int]:
+        """Return the number of rows by reason, the most frequent first."""
+        return dict(Counter(error.reason for _, error in self.errors).most_common())
+
+    def check_some_left(self, count: int) -> None:
+        """Raise a PackError where all of ``count`` rows are bad."""
+        if self.errors and len(self.errors) == count:
+            first = self.errors[0][1]
+            raise PackError(
+                f"--on-bad-row: none of {count:,} examples can be used ({shown_counts(self.counts())}). "
+                f"The first: {first.message}",
+                "data",
+                "data",
+            )
+
+    def to_json(self) -> list:
+        """Return the rows for a cache, without their places; `from_json` reads it."""
+        return [[i, e.fault, e.reason, e.code, e.flag] for i, e in self.errors]
+
+    @classmethod
+    def from_json(cls, entries: Iterable, rows: Sequence[Place], stops: bool) -> "BadRows":
+        """Return the recorded bad rows among ``rows``; with ``stops`` the first one is raised."""
+        bad = cls(stops)
+        for index, fault, reason, code, flag in entries:
+            bad.add(index, RowError(rows[index].where, fault, reason, code, flag))
+        return bad
+
+    def in_order(self) -> "BadRows":
+        """Return the same, by index: what is wrong with a row may show after later ones."""
+        return BadRows(self.stops, sorted(self.errors, key=lambda entry: entry[0]))
+
+    def lines(self, rows: Sequence[Place]) -> Iterator[str]:
+        """Yield each bad row as a line of JSON: file, line, reason, message and its text."""
+        for index, error in self.errors:
+            file, line = split_place(error.where)
+            entry = {"file": file, "line": line, "reason": error.reason, "message": error.fault}
+            yield json.dumps({**entry, "text": rows[index].text()}, ensure_ascii=True) + "\n"
+
+
+def split_place(where: str) -> tuple[str, int | None]:
+    """Return file and number of a place: ``train.jsonl:17`` and ``train.json[16]``."""
+    name, _, number = where.removesuffix("]").rpartition("[" if where.endswith("]") else ":")
+    return (name, int(number)) if name and number.isdecimal() else (where, None)
+
+
+def shown_counts(counts: Mapping[str, int]) -> str:
+    """Return the number of rows by reason for people: ``2 not JSON, 1 no target``."""
+    return ", ".join(f"{count:,} {reason}" for reason, count in counts.items())
+
+
+LeftOut = tuple[BadRows, Sequence[Place]]  # bad rows, and the rows that they are among
+
+
+def write_quarantine(folder: Path, splits: Iterable[LeftOut]) -> Path:
+    """Write the bad rows of some splits to the quarantine file of a run folder, atomically."""
+    file = folder / QUARANTINE
+    atomic_write(file, (line for bad, rows in splits for line in bad.lines(rows)))
+    return file

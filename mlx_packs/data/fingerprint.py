@@ -1,0 +1,33 @@
+"""A hash of the content of rows, by which a resumed run knows them again."""
+
+import hashlib
+import json
+from collections.abc import Iterable
+
+from .formats import Row
+
+_CANONICAL = json.JSONEncoder(sort_keys=True, ensure_ascii=False, default=str)
+
+
+class Fingerprint:
+    """A hash of rows in their order, whatever file they stand in and however it is written."""
+
+    def __init__(self) -> None:
+        self._digest = hashlib.sha256()
+
+    def add(self, row: Row) -> None:
+        """Add a row."""
+        line = _CANONICAL.encode(row.value)
+        self._digest.update(line.encode(errors="surrogatepass") + b"\n")
+
+    def hexdigest(self) -> str:
+        """Return the hash of all rows so far."""
+        return self._digest.hexdigest()
+
+
+def fingerprint(rows: Iterable[Row]) -> str:
+    """Return the hash of rows."""
+    result = Fingerprint()
+    for row in rows:
+        result.add(row)
+    return result.hexdigest()

@@ -1,0 +1,183 @@
+"""JSONL files whose rows are read and parsed when they are needed.
+
+In memory are 8 bytes a row: where it begins. The text stays in the file.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator, Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from ..errors import PackError
+from .bad_rows import RowError
+from .formats import Row
+from .sources import Rows
+
+# Of one row: while it is encoded, its tokens take a hundred times as much.
+MOST_LINE_BYTES = 16 << 20
+MOST_DEPTH = 100  # of lists and objects within one another
+_BLOCK_BYTES = 1 << 20  # that are read at a time
+_BOM = b"\xef\xbb\xbf"  # Windows editors begin with it
+_COMPRESSED = {b"\x1f\x8b": "gzip", b"(\xb5/\xfd": "zstd", b"PK\x03\x04": "zip", b"BZh": "bzip2"}
+
+
+class LineRow(Row):
+    """A line of a JSONL file, parsed when its value is first read."""
+
+    def __init__(self, where: str, line: bytes) -> None:
+        object.__setattr__(self, "where", where)
+        object.__setattr__(self, "line", line)
+
+    @cached_property
+    def value(self) -> Mapping:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """The columns of the row.
+
+        Raises:
+            RowError: the line is no JSON, or exceeds a limit.
+        """
+        return parse_line(self.where, self.line)
+
+    def text(self) -> str:
+        """Return the line as it stands in its file; bytes that are not UTF-8 are escaped."""
+        return self.line.strip().decode(errors="backslashreplace")
+
+
+def parse_line(where: str, line: bytes) -> Any:
+    """Return the JSON value of a line.
+
+    As in Python, the last of equal keys counts, and NaN and Infinity are numbers.
+
+    Raises:
+        RowError: it is no JSON, or is deeper or longer than allowed.
+    """
+    if len(line) > MOST_LINE_BYTES:
+        fault = (
+            f"the line is longer than {MOST_LINE_BYTES >> 20} MiB. Split it into several examples."
+        )
+        raise RowError(where, fault, "line too long")
+    try:
+        text = line.decode()
+        value = json.loads(text)
+        too_deep = text.count("[") + text.count("{") > MOST_DEPTH and is_deep(value)
+    except UnicodeDecodeError as error:
+        fault = f"is not UTF-8 text (byte {error.start + 1} of the line)."
+        raise RowError(where, fault, "not UTF-8", "unreadable") from None
+    except json.JSONDecodeError as error:
+        shown = text if len(text) < 60 else text[:60] + "…"
+        fault = f"is not valid JSON ({error.msg} at column {error.colno}). Shown: {shown.strip()}"
+        raise RowError(where, fault, "not JSON", "unreadable") from None
+    except ValueError:  # Python's limit for turning text into integers
+        fault = "an integer has more than 4300 digits. Write it as a text."
+        raise RowError(where, fault, "integer too long", "unreadable") from None
+    except RecursionError:
+        too_deep = True
+    if too_deep:
+        fault = f"lists and objects are nested more than {MOST_DEPTH} deep."
+        raise RowError(where, fault, "too deep", "unreadable")
+    return value
+
+
+def is_deep(value: object) -> bool:
+    """Return whether a value of JSON has more levels of lists and objects than allowed."""
+    level = [value]
+    for _ in range(MOST_DEPTH + 1):
+        values = (each.values() if isinstance(each, dict) else each for each in level)
+        level = [v for inner in values for v in inner if isinstance(v, (dict, list))]
+        if not level:
+            return False
+    return True
+
+
+class JsonLines(Rows):
+    """The rows of a JSONL file; blank lines are none."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+        with file.open("rb") as f:
+            self._status = _status(f.fileno())
+            _check_uncompressed(file, f.read(4))
+            f.seek(0)
+            self._scan(f)
+
+    def _scan(self, f: BinaryIO) -> None:
+        """Find where the rows begin, which lines are blank, and the hash of the file."""
+        digest = hashlib.sha256()
+        lines, doubts = [np.array([], np.int64)], [np.array([], bool)]
+        size, begins = 0, True  # whether a line begins with the block
+        while block := f.read(4 * _BLOCK_BYTES):
+            digest.update(block)
+            data = np.frombuffer(block, np.uint8)
+            found = np.flatnonzero(data == 10) + 1
+            if begins:
+                found = np.concatenate([[0], found])
+            begins = len(found) > 0 and bool(found[-1] == len(data))
+            found = found[: len(found) - begins]
+            lines.append(size + found)
+            doubts.append(data[found] <= 32)  # what a blank line may begin with
+            size += len(block)
+        starts, blank = np.concatenate(lines), np.concatenate(doubts)
+        lengths = np.diff(starts, append=size)
+        for i in np.flatnonzero(blank & (lengths > 1)):
+            f.seek(int(starts[i]))
+            blank[i] = not f.read(min(int(lengths[i]), MOST_LINE_BYTES)).strip()
+        self._starts = np.append(starts[~blank], size)
+        numbers = np.flatnonzero(blank)
+        self._rows_before_blanks = numbers - np.arange(len(numbers))
+        self._key = digest.digest()
+
+    def __len__(self) -> int:
+        return len(self._starts) - 1
+
+    def read(self, start: int, stop: int) -> Iterator[Row]:
+        """Yield the rows from ``start`` to ``stop``, a block of lines in memory at a time."""
+        with self.file.open("rb") as f:
+            if _status(f.fileno()) != self._status:
+                raise PackError(
+                    f"{self.file}: was changed while it is being read. Start again.", "unreadable"
+                )
+            while start < stop:
+                begin = int(self._starts[start])
+                end = int(np.searchsorted(self._starts, begin + _BLOCK_BYTES, "right")) - 1
+                end = min(max(end, start + 1), stop)
+                edges = (self._starts[start : end + 1] - begin).tolist()
+                f.seek(begin)
+                # of a line that is too long anyway the beginning
+                block = f.read(min(edges[-1], max(_BLOCK_BYTES, MOST_LINE_BYTES + 1)))
+                for i, (low, high) in enumerate(zip(edges, edges[1:], strict=False), start):
+                    line = block[low:high]
+                    yield LineRow(self.where(i), line.removeprefix(_BOM) if i == 0 else line)
+                start = end
+
+    def where(self, i: int) -> str:
+        """Return file and line of a row."""
+        blanks = self._rows_before_blanks
+        before = np.searchsorted(blanks, i, "right") if len(blanks) else 0
+        return f"{self.file}:{i + 1 + before}"
+
+    def nbytes(self, start: int, stop: int) -> int:
+        """Return the bytes of these rows."""
+        return int(self._starts[stop] - self._starts[start])
+
+    def content_key(self) -> bytes:
+        """Return the SHA-256 of the file."""
+        return self._key
+
+
+def _status(handle: int) -> tuple[int, int, int]:
+    """Return what changes when a file does."""
+    status = os.fstat(handle)
+    return status.st_size, status.st_mtime_ns, status.st_ino
+
+
+def _check_uncompressed(file: Path, beginning: bytes) -> None:
+    """Raise a PackError for a compressed file under the name of a JSONL file."""
+    for magic, name in _COMPRESSED.items():
+        if beginning.startswith(magic):
+            raise PackError(
+                f"{file}: is compressed ({name}), not JSON. Decompress it first.", "unreadable"
+            )

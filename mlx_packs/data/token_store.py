@@ -1,0 +1,161 @@
+"""Encoded examples, one behind the other in two arrays; large ones are files mapped into memory."""
+
+import io
+import mmap
+import tempfile
+from array import array
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from ..errors import PackError
+from ..files import cache_folder
+
+_IN_MEMORY = 4 << 20  # bytes of a spool that are no file
+_BLOCK_BYTES = 16 << 20
+# What a split is encoded to, in the order of a file: wide types first.
+DTYPES = {
+    "ends": ("I64", np.int64),  # [N], where each example ends
+    "rows": ("I64", np.int64),  # [N], which of the rows it is
+    "tokens": ("I32", np.int32),  # [sum of lengths]
+    "target_counts": ("I32", np.int32),  # [N], targets of each example
+    "target": ("BOOL", np.bool_),  # [sum of lengths], True where the token is to be predicted
+}
+
+
+@dataclass(frozen=True)
+class Example:
+    """Tokens of one row, or of a piece of it, and which of them are targets."""
+
+    tokens: np.ndarray  # int32 [L]
+    target: np.ndarray  # bool [L], True where the token is to be predicted
+    where: str  # the row that messages name
+
+
+class StoredExamples(Sequence):
+    """Examples of which each is made when it is asked for.
+
+    Args:
+        parts: the arrays of `DTYPES`.
+        where: returns the place of a row.
+    """
+
+    def __init__(self, parts: Mapping[str, np.ndarray], where: Callable[[int], str]) -> None:
+        self.parts, self._where = parts, where
+        self._tokens, self._target = np.asarray(parts["tokens"]), np.asarray(parts["target"])
+        self._edges = np.concatenate([[0], parts["ends"]])
+        self._rows = parts["rows"]
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, i: int) -> Example:
+        i = range(len(self))[i]
+        here = slice(self._edges[i], self._edges[i + 1])
+        return Example(self._tokens[here], self._target[here], self._where(int(self._rows[i])))
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """Tokens of each example, int64 [N]."""
+        return np.diff(self._edges)
+
+
+class TokenStore:
+    """Collects examples; more than some MB of them go to files without a name."""
+
+    def __init__(self) -> None:
+        self._tokens, self._target = _Spool(), _Spool()
+        self._ends, self._rows, self._counts = array("q"), array("q"), array("i")
+        self._end = 0
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def add(self, row: int, tokens: np.ndarray, target: np.ndarray) -> None:
+        """Add an example of a row: tokens int32 [L], target bool [L]."""
+        self._tokens.write(tokens)
+        self._target.write(target)
+        self._end += len(tokens)
+        self._ends.append(self._end)
+        self._rows.append(row)
+        self._counts.append(np.count_nonzero(target))
+
+    def examples(self, where: Callable[[int], str]) -> StoredExamples:
+        """Return what was added; ``where`` returns the place of a row."""
+        parts = {
+            "ends": np.frombuffer(self._ends, np.int64),
+            "rows": np.frombuffer(self._rows, np.int64),
+            "tokens": self._tokens.mapped(np.int32),
+            "target_counts": np.frombuffer(self._counts, np.int32),
+            "target": self._target.mapped(np.bool_),
+        }
+        return StoredExamples(parts, where)
+
+
+class _Spool:
+    """Bytes that are appended: in memory while they are few, then in a file without a name."""
+
+    def __init__(self) -> None:
+        self._file = io.BytesIO()
+        self._in_memory = True
+
+    def write(self, data: np.ndarray) -> None:
+        """Append the bytes of an array."""
+        try:
+            if self._in_memory and self._file.tell() + data.nbytes > _IN_MEMORY:
+                begun, self._file = self._file, tempfile.TemporaryFile(dir=_spool_folder())
+                self._in_memory = False
+                self._file.write(begun.getbuffer())
+            self._file.write(data)
+        except OSError as error:
+            raise _no_room(error) from None
+
+    def mapped(self, dtype: type) -> np.ndarray:
+        """Return the bytes as an array, mapped where they are in a file."""
+        if self._in_memory:
+            data = self._file.getvalue()
+            return np.frombuffer(data, dtype) if data else np.empty(0, dtype)
+        try:
+            self._file.flush()
+        except OSError as error:
+            raise _no_room(error) from None
+        return np.memmap(self._file, dtype, "r")  # the mapping outlives the file's handle
+
+
+def _spool_folder() -> Path | None:
+    """Return the folder of the token cache, or None for the system's temporary one."""
+    folder = cache_folder("tokens")
+    try:
+        if folder is not None:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # rows may be private
+    except OSError:
+        return None
+    return folder
+
+
+def _no_room(error: OSError) -> PackError:
+    folder = _spool_folder() or tempfile.gettempdir()
+    return PackError(
+        f"{folder}: the tokens of the examples cannot be written ({error.strerror}). Make room, or "
+        "set MLX_PACKS_CACHE to a folder on another disk.",
+        "unwritable",
+    )
+
+
+def blocks(part: np.ndarray) -> Iterator[np.ndarray]:
+    """Yield an array in blocks of some MB; the pages of a mapped one do not stay in memory."""
+    step = max(1, _BLOCK_BYTES // part.itemsize)
+    for start in range(0, len(part), step):
+        yield part[start : start + step]
+        release(part)
+
+
+def release(part: np.ndarray) -> None:
+    """Let the system take back the memory of an array that is mapped from a file."""
+    base: object = part
+    while isinstance(base, np.ndarray):
+        base = base.base
+    if isinstance(base, mmap.mmap) and hasattr(base, "madvise"):
+        base.madvise(mmap.MADV_DONTNEED)

@@ -1,0 +1,128 @@
+"""`--on-bad-row`: rows that cannot be used stop a run, or are left out and counted."""
+
+import json
+
+import pytest
+
+from mlx_packs.config.schema import DataConfig
+from mlx_packs.data.encoding import EncodingOptions, encode
+from mlx_packs.data.formats import Row
+from mlx_packs.data.json_lines import JsonLines
+from mlx_packs.data.rows import load_rows
+from mlx_packs.data.token_cache import encode_cached
+from tests.helpers.errors import raises
+from tests.helpers.rows import chat, write_rows
+
+GOOD = [chat(f"Say {i}.", "Yes, I will.") for i in range(8)]
+BAD = {
+    "not JSON": b'{"messages": ',
+    "not UTF-8": b'{"messages": "\xff"}',
+    "too deep": b'{"messages": ' + b"[" * 200 + b"]" * 200 + b"}",
+    "integer too long": b'{"messages": ' + b"1" * 5000 + b"}",
+    "not an object": b"[]",
+    "missing columns": b'{"words": "a"}',
+    "another format": b'{"text": "a"}',
+    "wrong type": b'{"messages": 5}',
+    "half a surrogate pair": json.dumps(chat("a", "b \ud800")).encode(),
+    "rejected by the chat template": json.dumps({**chat("a", "b"), "tools": 5}).encode(),
+    "no target": json.dumps(chat("a")).encode(),
+}
+SKIP, STOP = DataConfig(on_bad_row="skip"), DataConfig()
+
+
+@pytest.fixture
+def bad_file(tmp_path):
+    """Good rows with a bad one of each kind before each of them, and one more behind."""
+    lines = [json.dumps(row).encode() for row in GOOD]
+    for i, line in enumerate(BAD.values()):
+        lines.insert(2 * i, line)
+    file = tmp_path / "train.jsonl"
+    file.write_bytes(b"\n".join(lines))
+    return file
+
+
+def test_skip_leaves_out_every_kind_of_bad_row(bad_file, tokenizer):
+    rows = JsonLines(bad_file)
+    examples = encode(rows, tokenizer, SKIP)
+    wanted = encode([Row("x", row) for row in GOOD], tokenizer, STOP)
+    assert [e.tokens.tolist() for e in examples.items] == [e.tokens.tolist() for e in wanted.items]
+    assert examples.fingerprint == wanted.fingerprint
+    assert examples.bad.counts() == dict.fromkeys(BAD, 1)
+    assert [i for i, _ in examples.bad.errors] == sorted(i for i, _ in examples.bad.errors)
+    assert [e.where for e in examples.items][0] == f"{bad_file}:2"
+
+
+@pytest.mark.parametrize("reason", BAD)
+def test_stop_names_the_row(tmp_path, tokenizer, reason):
+    file = tmp_path / "train.jsonl"
+    file.write_bytes(json.dumps(GOOD[0]).encode() + b"\n\n" + BAD[reason])
+    unreadable = ("not JSON", "not UTF-8", "too deep", "integer too long")
+    with raises("unreadable" if reason in unreadable else "data", None, f"{file}:3") as caught:
+        encode(JsonLines(file), tokenizer, STOP)
+    assert caught.value.reason == reason
+
+
+def test_split_of_bad_rows_alone_is_an_error(tmp_path, tokenizer):
+    rows = [Row(f"x:{i}", {"text": 5}) for i in range(3)]
+    with raises("data", "data", "none of 3", "3 wrong type", "x:0"):
+        encode(rows, tokenizer, SKIP)
+    (tmp_path / "train.jsonl").write_text("{\n[\n")
+    with raises("unreadable", None, "train.jsonl:1"):
+        load_rows(DataConfig(data=str(tmp_path), on_bad_row="skip"))
+
+
+def test_a_setting_that_fits_no_row_stops_whatever_the_policy(tokenizer):
+    rows = [Row("x:0", GOOD[0])]
+    with raises("mismatch", None, "x:0", "vocabulary"):
+        encode(rows, tokenizer, SKIP, EncodingOptions(vocab_size=9))
+
+
+def test_cached_tokens_remember_what_was_left_out(bad_file, tokenizer, tmp_path, monkeypatch):
+    monkeypatch.setenv("MLX_PACKS_CACHE", str(tmp_path / "cache"))
+    results = [
+        encode_cached(JsonLines(bad_file), tokenizer, SKIP, EncodingOptions(), 1) for _ in range(2)
+    ]
+    (first, file), (second, same) = results
+    assert file == same and file is not None
+    assert first.bad.counts() == second.bad.counts()
+    for (i, one), (j, other) in zip(first.bad.errors, second.bad.errors, strict=True):
+        assert (i, one.message, one.code) == (j, other.message, other.code)
+    with raises("unreadable", None, f"{bad_file}:1"):
+        encode_cached(JsonLines(bad_file), tokenizer, STOP, EncodingOptions(), 1)
+
+
+@pytest.mark.parametrize("policy", ["skip", "quarantine"])
+def test_run_counts_and_keeps_what_it_leaves_out(here, run, policy):
+    write_rows(here / "d", train=GOOD, valid=GOOD[:2])
+    train, valid = (here / "d" / f"{split}.jsonl" for split in ("train", "valid"))
+    train.write_bytes(BAD["not JSON"] + b"\n" + train.read_bytes() + BAD["no target"] + b"\n")
+    valid.write_bytes(valid.read_bytes() + BAD["not UTF-8"])
+    args = ["train", "--data", "d", "--iters", "2", "--rank", "2", "--num-layers", "1"]
+    args += ["--matmul-path", "dense", "--batch-size", "2", "--max-seq-length", "64"]
+    args += ["--save-every", "1", "--out", "p", "--on-bad-row", policy]
+    code, out, err = run(*args)
+    assert code == 0 and "2 of 10 train examples left out: 1 not JSON, 1 no target" in err
+    assert "bad     1 valid examples left out: 1 not UTF-8" in out
+    kept = here / "p-run" / "bad-rows.jsonl"
+    assert kept.exists() == (policy == "quarantine")
+    if policy == "quarantine":
+        entries = [json.loads(line) for line in kept.read_text().splitlines()]
+        assert [(e["file"], e["line"], e["reason"]) for e in entries] == [
+            ("d/train.jsonl", 1, "not JSON"),
+            ("d/train.jsonl", 10, "no target"),
+            ("d/valid.jsonl", 3, "not UTF-8"),
+        ]
+        assert entries[0]["text"] == BAD["not JSON"].decode().strip()
+        assert entries[2]["text"] == '{"messages": "\\xff"}'
+        code, out, _ = run(*args, "--resume", "--json")
+        assert code == 0 and json.loads(out)["bad_rows"]["valid"] == {"not UTF-8": 1}
+        train.write_bytes(train.read_bytes().replace(b"Say 3", b"Say 4"))
+        assert run(*args, "--resume")[0] == 2
+
+
+def test_run_on_bad_rows_stops_by_default(here, run):
+    write_rows(here / "d", train=GOOD, valid=GOOD[:2])
+    (here / "d" / "valid.jsonl").write_bytes(b"{\n")
+    code, _, err = run("train", "--data", "d", "--out", "p")
+    assert code == 2 and "d/valid.jsonl:1: is not valid JSON" in err
+    assert not (here / "p").exists() and not (here / "p-run").exists()
