@@ -92,12 +92,13 @@ def _bits_and_bytes(values: Mapping, where: str) -> dict:
         if valid is not _ANY and value != valid:
             hint = " For 8 bits write quantize: affine8." if key == "load_in_8bit" else ""
             raise _unsupported(where, key, value, f"Only {valid} is.{hint}")
-    keep = (*_DENSE_IN_TRANSFORMERS, *(values.get("llm_int8_skip_modules") or ()))
+    skipped = values.get("llm_int8_skip_modules") or ()
+    skipped = typed_value(skipped, tuple[str, ...], "llm_int8_skip_modules", where)
     return {
         "quantize": "nf4",
         "double_quant": values.get("bnb_4bit_use_double_quant", False),
         "compute_dtype": _dtype(values.get("bnb_4bit_compute_dtype", "float32"), where),
-        "keep": tuple(dict.fromkeys(keep)),
+        "keep": tuple(dict.fromkeys((*_DENSE_IN_TRANSFORMERS, *skipped))),
     }
 
 
@@ -134,20 +135,25 @@ def _peft(values: Mapping, where: str) -> dict:
     return {
         **{name: values[key] for key, name in _PEFT.items() if values.get(key)},
         "rank": values.get("r") or 8,
-        **_peft_alpha(values),
+        **_peft_alpha(values, where),
         **_peft_targets(values, where),
     }
 
 
-def _peft_alpha(values: Mapping) -> dict:
+def _peft_alpha(values: Mapping, where: str) -> dict:
     """Alpha by PEFT's scale, which with rsLoRA is alpha / sqrt(r) (ours is alpha / r)."""
-    rank, alpha = values.get("r") or 8, values.get("lora_alpha") or 8
-    ranks, alphas = values.get("rank_pattern") or {}, dict(values.get("alpha_pattern") or {})
-    if values.get("use_rslora"):
+
+    def typed(key: str, kind: Any, default: Any) -> Any:
+        return typed_value(values.get(key) or default, kind, key, where)
+
+    rank, alpha = typed("r", int, 8), typed("lora_alpha", float, 8)
+    ranks = typed("rank_pattern", dict[str, int], {})
+    alphas = typed("alpha_pattern", dict[str, float], {})
+    if values.get("use_rslora"):  # a rank below 0 is rejected where it is built
         alphas |= {key: alpha for key in ranks if key not in alphas}
-        alphas = {key: a * math.sqrt(ranks.get(key, rank)) for key, a in alphas.items()}
-        alpha = alpha * math.sqrt(rank)
-    return {"alpha": float(alpha)} | ({"alpha_pattern": alphas} if alphas else {})
+        alphas = {key: a * math.sqrt(max(0, ranks.get(key, rank))) for key, a in alphas.items()}
+        alpha = alpha * math.sqrt(max(0, rank))
+    return {"alpha": alpha} | ({"alpha_pattern": alphas} if alphas else {})
 
 
 def _peft_targets(values: Mapping, where: str) -> dict:
@@ -158,7 +164,7 @@ def _peft_targets(values: Mapping, where: str) -> dict:
         problem = f"'{targets}' is a pattern" if targets else "is empty (PEFT has defaults)"
         text = f"{problem}. List the names of the modules, or write all-linear."
         raise setting_error(text, "target_modules", where, "unsupported")
-    return {"target_modules": list(targets)}
+    return {"target_modules": typed_value(targets, tuple[str, ...], "target_modules", where)}
 
 
 def _check_bias(values: Mapping, where: str) -> None:
