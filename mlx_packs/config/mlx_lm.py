@@ -56,7 +56,7 @@ def _set_by(flat: dict, key: str, setting: str, value: str, where: str) -> None:
 
 def _take_method(flat: dict, where: str) -> None:
     """``fine_tune_type`` as ``method``."""
-    kind = flat.pop("fine_tune_type", None)
+    kind = typed_value(flat.pop("fine_tune_type", None), str | None, "fine_tune_type", where)
     if kind is None:
         return
     if kind not in METHODS:
@@ -93,6 +93,6 @@ def _bytes(size: str, where: str) -> int:
     number, unit = re.fullmatch(r"([\d.]*)\s*(.*)", size.strip(), re.DOTALL).groups()
     try:
         return int(float(number) * _SIZES[unit.upper()])
-    except (ValueError, KeyError):
+    except (ValueError, KeyError, OverflowError):
         text = f"must be a size such as 500M or 2GB, but is '{size}'."
         raise setting_error(text, "clear_cache_threshold", where) from None

@@ -55,7 +55,7 @@ def _print_failures(report: Report, details: bool) -> None:
     for failure in {(f.fault, f.where): f for f in reversed(report.failures)}.values():
         click.echo(f"{report.kind}: {count[failure.fault, failure.where]} x {failure.line()}")
         if details:
-            click.echo(failure.details)
+            click.echo(f"{failure.details!r}" if failure.fault == "control" else failure.details)
 
 
 main()

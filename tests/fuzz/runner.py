@@ -183,7 +183,7 @@ class Fuzzer:
                 report.accepted += outcome.error is None and outcome.code in (0, 1)
                 report.rejected += outcome.code == 2
                 for fault, where in self._faults(call, outcome, before):
-                    details = _trace(outcome.error)
+                    details = _trace(outcome.error) or outcome.output[-3000:]
                     failure = Failure(
                         self.kind.name,
                         self.seed,
@@ -217,10 +217,7 @@ class Fuzzer:
         elif outcome.more_bytes > self.limit:
             yield "memory", f"took {outcome.more_bytes / 1e6:.0f} MB"
         if control := _CONTROLS.search(outcome.output):
-            yield (
-                "control",
-                f"prints {outcome.output[max(0, control.start() - 60) : control.end()]!r}",
-            )
+            yield "control", f"prints {control[0]!r}"
         if changed := {path for path, _ in self._snapshot().items() ^ before.items()}:
             yield "outside", f"changes {', '.join(sorted(changed))[:200]}"
         if outcome.code != 0 and (left := self.kind.left()):

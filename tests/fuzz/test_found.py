@@ -3,6 +3,7 @@
 import pytest
 
 from mlx_packs.config.external import translate
+from mlx_packs.config.recipe import resolve
 from tests.helpers.errors import raises
 
 PEFT = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj"]}
@@ -27,3 +28,13 @@ BNB = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
 def test_config_of_another_tool_with_a_wrong_type(values, key):
     with raises("invalid", key, "c.json: "):
         translate(values, "c.json")
+
+
+@pytest.mark.parametrize(
+    "values",
+    [{"fine_tune_type": ["lora"]}, {"clear_cache_threshold": "9" * 400 + "GB"}],
+    ids=lambda values: next(iter(values)),
+)
+def test_setting_of_mlx_lm_with_a_wrong_value(values):
+    with raises("invalid", next(iter(values)), "c.yaml: "):
+        resolve(values, "c.yaml")
