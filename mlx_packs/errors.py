@@ -1,6 +1,8 @@
 """Errors that a user can act on; the command line prints them as one line and exits with 2."""
 
 import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import IO, Any, Literal
 
 import click
@@ -88,6 +90,55 @@ class Float16Overflow(PackError):
         fault = f"{fault} in float16"
         super().__init__(f"{fault}. Pass --compute-dtype bfloat16.", "diverged", "compute_dtype")
         self.fault, self.saved = fault, saved
+
+
+# What Python raises over a defect of the program, if one of its own lines raises it.
+_DEFECTS = (AssertionError, AttributeError, LookupError, NameError, ZeroDivisionError)
+_SHOWN = 300  # characters of what a library says
+
+
+@contextmanager
+def library_errors(to_error: Callable[[str], PackError]) -> Iterator[None]:
+    """Raise what a library raises over somebody else's file as an error that names the file.
+
+    A defect of this program that comes to light inside keeps its traceback.
+
+    Args:
+        to_error: the error for a reason: what the library says, without a full stop.
+    """
+    try:
+        yield
+    except PackError:
+        raise
+    except BaseException as error:
+        # a panic of a library in Rust is no Exception
+        is_fault = isinstance(error, Exception) or type(error).__name__ == "PanicException"
+        if not is_fault or _is_defect(error):
+            raise
+        raise to_error(reason_of(error)) from error
+
+
+def _is_defect(error: BaseException) -> bool:
+    """Return whether a line of this program raised an error that means a defect of it."""
+    frame = error.__traceback__
+    while frame is not None and frame.tb_next is not None:
+        frame = frame.tb_next
+    package = __name__.partition(".")[0]
+    is_own = frame is not None and frame.tb_frame.f_globals.get("__name__", "").startswith(package)
+    return is_own and isinstance(error, _DEFECTS)
+
+
+def reason_of(error: BaseException) -> str:
+    """Return what a library says in an error, in one line without a full stop at its end."""
+    if isinstance(error, RecursionError):
+        return "it is nested too deep"
+    if isinstance(error, UnboundLocalError):  # mlx-lm's, of AWQ and GPTQ without their tensors
+        return "none of its tensors is quantized"
+    text = " ".join(str(error).split())
+    if isinstance(error, KeyError):
+        text = f"there is no {text}"
+    text = text or type(error).__name__
+    return (text if len(text) <= _SHOWN else text[:_SHOWN] + " …").rstrip(".")
 
 
 def flag_of(setting: str) -> str:

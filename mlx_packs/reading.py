@@ -1,23 +1,154 @@
-"""Reading of files: JSON, and tensors as safetensors, each checked as far as it is read."""
+"""Bounded readers of files that somebody else wrote.
+
+Only regular files are opened; size, depth and numbers are limited before they cost anything; every
+fault is one line that names the file.
+"""
 
 import hashlib
 import json
+import math
+import os
+import re
+import stat
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
-from .errors import PackError
+from .errors import PackError, library_errors
+from .kinds import check_keys, check_kind
 
 if TYPE_CHECKING:
     import mlx.core as mx
 
 FLOATS = ("F32", "F16", "BF16")  # dtypes of adapters and of dense weights
+DOCUMENT_BYTES = 64 << 20  # of a JSON file; the index of a base with 140,000 tensors has 15 MB
+YAML_BYTES = 256 << 10  # PyYAML reads about 0.1 MB/s
+HEADER_BYTES = 100_000_000  # of a safetensors header, as the safetensors library has it
+_DEPTH = 100  # of mappings and lists in each other
+_CONTAINERS = 2_000_000  # mappings and lists of a document; 64 bytes each at least
+_DIGITS = 100  # of an integer; all such are floats, too
+_YAML_NODES = 100_000  # values of a YAML file, those behind an alias counted each time
+_AXES = 32  # of a tensor
+_BITS = {  # of a number of each dtype of safetensors
+    **dict.fromkeys(("BOOL", "U8", "I8", "F8_E5M2", "F8_E4M3", "F8_E8M0"), 8),
+    **dict.fromkeys(("F8_E4M3FNUZ", "F8_E5M2FNUZ"), 8),
+    **dict.fromkeys(("U16", "I16", "F16", "BF16"), 16),
+    **dict.fromkeys(("U32", "I32", "F32"), 32),
+    **dict.fromkeys(("U64", "I64", "F64", "C64"), 64),
+    **{"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6},
+}
+_KINDS = (
+    (stat.S_ISDIR, "a folder"),
+    (stat.S_ISFIFO, "a named pipe"),
+    (stat.S_ISSOCK, "a socket"),
+    (stat.S_ISCHR, "a device"),
+    (stat.S_ISBLK, "a device"),
+)
 
 
-def read_json(file: Path, kind: type = dict) -> Any:
-    """Return the content of a JSON file, which must be of a kind: ``dict`` or ``list``."""
+def check_regular(file: Path, limit: int | None = None) -> int:
+    """Return the size of a file; a link is followed.
+
+    Raises:
+        PackError: it is a folder, a named pipe, a socket or a device, or larger than ``limit``.
+        OSError: there is none.
+    """
+    return _checked_size(file, os.stat(file), limit)
+
+
+def _checked_size(file: Path, facts: os.stat_result, limit: int | None) -> int:
+    if not stat.S_ISREG(facts.st_mode):
+        kind = next((kind for is_kind, kind in _KINDS if is_kind(facts.st_mode)), "no file")
+        raise PackError(f"{file}: is {kind}. Put a regular file in its place.", "unreadable")
+    if limit is not None and facts.st_size > limit:
+        raise PackError(
+            f"{file}: has {facts.st_size:,} bytes, but at most {limit:,} are read of such a file.",
+            "unreadable",
+        )
+    return facts.st_size
+
+
+def open_regular(file: Path, limit: int | None = None) -> IO[bytes]:
+    """Open a regular file for reading, as `check_regular` checks it; never waits for a pipe."""
+    check_regular(file, limit)
+    # it may have been exchanged meanwhile: what was opened counts
+    opened = os.fdopen(os.open(file, os.O_RDONLY | os.O_NONBLOCK), "rb")
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
+        _checked_size(file, os.fstat(opened.fileno()), limit)
+    except BaseException:
+        opened.close()
+        raise
+    return opened
+
+
+def read_text(file: Path, limit: int = DOCUMENT_BYTES) -> str:
+    """Return the text of a UTF-8 file of at most ``limit`` bytes."""
+    with open_regular(file, limit) as f:
+        content = f.read(limit + 1)
+    if len(content) > limit:  # it grew
+        raise PackError(f"{file}: is being written. Wait for that.", "unreadable")
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise PackError(
+            f"{file}: is not UTF-8 (byte {error.start}). Save it as UTF-8.", "unreadable"
+        ) from None
+
+
+def parse_json(text: str) -> Any:
+    """Return the value of a JSON text.
+
+    Raises:
+        ValueError: it is not JSON, deeper than 100, or has a number or a text that nothing holds.
+    """
+    containers = text.count("[") + text.count("{")
+    if containers > _CONTAINERS:
+        raise ValueError(f"it has more than {_CONTAINERS:,} lists and mappings")
+    too_deep = ValueError(f"it is nested more than {_DEPTH} deep")
+    try:
+        value = json.loads(text, parse_int=_integer)
+    except RecursionError:
+        raise too_deep from None
+    if containers > _DEPTH and _depth(value) > _DEPTH:
+        raise too_deep
+    if re.search(r"\\u[dD][89a-fA-F]", text):  # half of a pair; both halves are one character
+        _check_unicode(value)
+    return value
+
+
+def _integer(digits: str) -> int:
+    _check_digits(digits)
+    return int(digits)
+
+
+def _check_digits(digits: str) -> None:
+    if len(digits) > _DIGITS:
+        raise ValueError(f"an integer has {len(digits):,} digits")
+
+
+def _depth(value: Any) -> int:
+    """Return how many lists and mappings are in each other, at most one more than allowed."""
+    depth, level = 0, [value]
+    while level and depth <= _DEPTH:
+        level = [item for item in level if isinstance(item, (dict, list))]
+        depth += bool(level)
+        level = [v for item in level for v in (item.values() if isinstance(item, dict) else item)]
+    return depth
+
+
+def _check_unicode(value: Any) -> None:
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        half = ascii(error.object[error.start])
+        raise ValueError(f"the text has half of a character ({half})") from None
+
+
+def read_json(file: Path, kind: type = dict, limit: int = DOCUMENT_BYTES) -> Any:
+    """Return the content of a JSON file, which must be of a kind: ``dict`` or ``list``."""
+    text = read_text(file, limit)
+    try:
+        content = parse_json(text)
+    except ValueError as error:
         raise PackError(f"{file}: is not valid JSON: {error}.", "unreadable") from None
     if not isinstance(content, kind):
         raise PackError(
@@ -26,10 +157,61 @@ def read_json(file: Path, kind: type = dict) -> Any:
     return content
 
 
+def read_yaml(file: Path) -> Any:
+    """Return the content of a YAML file: PyYAML's safe types, and ``1e-5`` is a number."""
+    text = read_text(file, YAML_BYTES)
+    with library_errors(
+        lambda reason: PackError(f"{file}: is not valid YAML: {reason}.", "unreadable")
+    ):
+        loader = _yaml_loader()(text)
+        node = loader.get_single_node()
+        if node is None:
+            return None
+        _count_nodes(node, {}, 0)
+        content = loader.construct_document(node)
+        _check_unicode(json.loads(json.dumps(content, default=str, skipkeys=True)))
+    return content
+
+
+def _yaml_loader() -> type:
+    """PyYAML's safe loader with the numbers of YAML 1.2: ``1e-5`` is a float wherever it stands."""
+    import yaml
+
+    class Loader(yaml.SafeLoader):
+        pass
+
+    number = re.compile(r"[-+]?(\d[\d_]*\.?[\d_]*|\.\d[\d_]*)[eE][-+]?\d+")
+    Loader.add_implicit_resolver("tag:yaml.org,2002:float", number, list("-+.0123456789"))
+    return Loader
+
+
+def _count_nodes(node: Any, counts: dict[int, int], depth: int) -> int:
+    """Return how many values a node stands for; a ValueError if they are too many, or endless."""
+    if depth > _DEPTH:
+        raise ValueError(f"it is nested more than {_DEPTH} deep")
+    if isinstance(node.value, str):
+        if node.tag.endswith(":int"):
+            _check_digits(node.value)
+        return 1
+    if id(node) in counts:
+        if counts[id(node)] == 0:
+            raise ValueError("an alias stands in what it stands for")
+        return counts[id(node)]
+    counts[id(node)] = 0
+    parts = [part for item in node.value for part in (item if isinstance(item, tuple) else (item,))]
+    total = 1
+    for part in parts:
+        total += _count_nodes(part, counts, depth + 1)
+        if total > _YAML_NODES:
+            raise ValueError(f"it has more than {_YAML_NODES:,} values")
+    counts[id(node)] = total
+    return total
+
+
 def sha256(file: Path) -> str:
     """Return the SHA-256 of a file's bytes."""
     digest = hashlib.sha256()
-    with file.open("rb") as f:
+    with open_regular(file) as f:
         while block := f.read(1 << 20):
             digest.update(block)
     return digest.hexdigest()
@@ -38,32 +220,74 @@ def sha256(file: Path) -> str:
 def read_header(file: Path) -> tuple[dict[str, dict], int]:
     """Return the header of a safetensors file and the offset at which its data starts.
 
-    The header maps a name to its dtype, shape and data_offsets.
+    The header maps a name to its dtype, shape and data_offsets. All are checked as the safetensors
+    library does: known dtypes, offsets that are those of the shapes, no gap and no overlap.
 
     Raises:
-        PackError: the file is truncated or is not safetensors.
+        PackError: the file is truncated, damaged or is not safetensors.
     """
-    size = file.stat().st_size
-    with file.open("rb") as f:
+    with open_regular(file) as f:
+        size = os.fstat(f.fileno()).st_size
         length = int.from_bytes(f.read(8), "little")
         if size < 8 or length > size - 8:
             raise PackError(f"{file}: is truncated or not a safetensors file.", "unreadable")
-        try:
-            header = json.loads(f.read(length))
-            header.pop("__metadata__", None)
-            if any(not t["dtype"] or min(t["shape"], default=0) < 0 for t in header.values()):
-                raise ValueError
-            data = max((int(t["data_offsets"][1]) for t in header.values()), default=0)
-        except (ValueError, KeyError, TypeError, AttributeError, IndexError):
+        if length > HEADER_BYTES:
             raise PackError(
-                f"{file}: is not a safetensors file (its header is not JSON).", "unreadable"
-            ) from None
-    end = 8 + length + data
-    if size < end:
+                f"{file}: its header has {length:,} bytes, but safetensors allows {HEADER_BYTES:,}.",
+                "unreadable",
+            )
+        content = f.read(length)
+    try:
+        header = parse_json(content.decode())
+        if not isinstance(header, dict):
+            raise ValueError("it is no mapping")
+        metadata = header.pop("__metadata__", None) or {}  # null is what MLX writes without any
+        check_kind("__metadata__", metadata, "a mapping")
+        check_keys(metadata, {"*": "text"}, "__metadata__")
+        end = 8 + length + _data_bytes(header)
+    except ValueError as error:
         raise PackError(
-            f"{file}: is truncated: {size} bytes of {end}. Copy or download it again.", "unreadable"
+            f"{file}: is not a safetensors file (its header: {error}). Copy or download it again.",
+            "unreadable",
+        ) from None
+    if size != end:
+        fault = (
+            f"is truncated: {size} bytes of {end}"
+            if size < end
+            else (f"has {size - end} bytes behind its last tensor")
         )
+        raise PackError(f"{file}: {fault}. Copy or download it again.", "unreadable")
     return header, 8 + length
+
+
+def _data_bytes(header: dict) -> int:
+    """Return the bytes of all tensors of a header; a ValueError if they do not lie side by side."""
+    spans = []
+    for name, tensor in header.items():
+        match tensor:
+            case {
+                "dtype": str(dtype),
+                "shape": list(shape),
+                "data_offsets": [int(begin), int(end)],
+            }:
+                pass
+            case _:
+                raise ValueError(f"{name} must have dtype, shape and two data_offsets")
+        if dtype not in _BITS:
+            raise ValueError(f"{name} has the dtype {dtype!r}, which is unknown")
+        sizes = [axis for axis in shape if type(axis) is int and 0 <= axis < 2**53]
+        if sizes != shape or len(shape) > _AXES:
+            raise ValueError(f"{name} has the shape {repr(shape)[:60]}")
+        if math.prod(shape) * _BITS[dtype] != 8 * (end - begin) or begin < 0:
+            raise ValueError(f"{name} {dtype} {shape} does not take the bytes {begin} to {end}")
+        spans.append((begin, end, name))
+    last = 0
+    for begin, end, name in sorted(spans):
+        if begin != last:
+            kind = "overlaps another tensor" if begin < last else "has a gap before it"
+            raise ValueError(f"{name} {kind}")
+        last = end
+    return last
 
 
 def read_tensors(file: Path) -> dict[str, "mx.array"]:

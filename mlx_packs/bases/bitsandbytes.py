@@ -11,6 +11,7 @@ import numpy as np
 from ..errors import PackError
 from ..ops.blockwise import dynamic_map
 from ..ops.nf4 import BLOCK_SIZES, LEVELS, NESTED_BLOCK_SIZE, NF4Weight
+from ..reading import parse_json
 from ..runtime import mx
 
 METHOD = "bitsandbytes"  # quant_method in a config.json
@@ -18,6 +19,8 @@ _STATE = ".quant_state.bitsandbytes__"
 _PARTS = ("absmax", "quant_map", "nested_absmax", "nested_quant_map")
 _DTYPES = ("float32", "float16", "bfloat16")  # of what was quantized
 _STATE_BYTES = 256  # more than any state takes; blanks after JSON mean nothing
+_LONGEST_STATE = 1 << 16
+_LARGEST_OFFSET = 3.4e38  # of float32
 _REMEDY = "Download the checkpoint again, or `packs quantize` the one that is not quantized."
 
 
@@ -111,10 +114,15 @@ def _check_kinds(weights: dict[str, mx.array], where: str) -> None:
 
 
 def _state(state: mx.array) -> dict:
+    if state.dtype != mx.uint8 or state.size > _LONGEST_STATE:
+        raise ValueError(f"its quant_state must be at most {_LONGEST_STATE} bytes of JSON.")
     try:
-        return dict(json.loads(np.array(state).tobytes()))
-    except (ValueError, TypeError):
-        raise ValueError("its quant_state is no JSON.") from None
+        values = parse_json(np.array(state).tobytes().decode())
+    except ValueError as error:
+        raise ValueError(f"its quant_state is no JSON: {error}.") from None
+    if not isinstance(values, dict):
+        raise ValueError("its quant_state must be a mapping.")
+    return values
 
 
 def _weight(
@@ -146,7 +154,7 @@ def _weight(
             raise ValueError(f"nested_blocksize must be {NESTED_BLOCK_SIZE} but is {size!r}.")
         _check_dtype("nested_dtype", state.get("nested_dtype"), ("float32",))
         value = state.get("nested_offset")
-        if not isinstance(value, (int, float)) or not np.isfinite(value):
+        if not isinstance(value, (int, float)) or not abs(value) < _LARGEST_OFFSET:
             raise ValueError(f"nested_offset must be a finite number but is {value!r}.")
         offset = mx.array([value], dtype=mx.float32)
     codes = weight.flatten().view(mx.uint8).reshape(shape[0], shape[1] // 2)

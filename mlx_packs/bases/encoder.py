@@ -9,17 +9,19 @@ BERT: https://arxiv.org/abs/1810.04805
 import math
 import re
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_flatten
 
-from ..errors import PackError
+from ..errors import PackError, library_errors
 from ..ops.exponential import gelu
 from ..runtime import mx
 from .files import weight_files
 from .sentence_config import SentenceConfig, read_sentence_config
+from .unsupported import unreadable
 
 _ACTIVATIONS = {
     "gelu": gelu,
@@ -209,7 +211,9 @@ def load_encoder(path: Path, config: dict, lazy: bool = False) -> Encoder:
     model = make_encoder(path, config)
     tensors: dict[str, mx.array] = {}
     for file in weight_files(path):
-        for stored, tensor in mx.load(str(file)).items():
+        with library_errors(partial(unreadable, path, config)):
+            stored_tensors = mx.load(str(file))
+        for stored, tensor in stored_tensors.items():
             if name := tensor_name(stored):
                 tensors[name] = tensor if lazy else tensor.astype(mx.float32)
     shapes = {name: tuple(a.shape) for name, a in tree_flatten(model.parameters())}

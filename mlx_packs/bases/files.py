@@ -1,19 +1,21 @@
 """The files of a base: found by name (offline first) and checked."""
 
-import json
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from ..errors import PackError
 from ..files import TINY_FOLDER, is_hub_id
+from ..kinds import check_keys
 from ..leftovers import recover
-from ..reading import FLOATS, read_header, read_json, sha256
+from ..reading import FLOATS, check_regular, read_header, read_json, sha256
 from .bitsandbytes import METHOD
+from .config_file import CONFIG, read_config
 from .unsupported import check_method, unsupported_file, unsupported_weights
 
 TINY = "tiny"
 RECORD = "quantization.json"  # that `packs quantize` leaves: what was asked, a hash of every shard
+_TEXT_BYTES = 256 << 20
 # what mlx-lm downloads; code among it is run only with trust_remote_code
 CHECKPOINT_FILES = (
     "*.json model*.safetensors *.jinja *.txt *.jsonl tokenizer.model *.tiktoken tiktoken.model *.py"
@@ -120,15 +122,16 @@ def _missing_shards(path: Path) -> list[str]:
     index = path / "model.safetensors.index.json"
     if not index.is_file():
         return []
+    content = read_json(index)
     try:
-        named = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-    except (ValueError, KeyError, TypeError, AttributeError):
-        raise PackError(
-            f"{index}: is not an index of shards (no 'weight_map').", "unreadable"
-        ) from None
+        check_keys(content, {"weight_map": "a mapping", "weight_map.*": "text"})
+    except ValueError as error:
+        raise PackError(f"{index}: is not an index of shards: {error}.", "unreadable") from None
+    named = set(content["weight_map"].values())
     return sorted(named - {f.name for f in weight_files(path)})
 
 
+_TEXT_BYTES = 256 << 20
 def check_files(path: Path) -> dict:
     """Check that all weights of a checkpoint are there and readable by MLX; return its config.json."""
     files = weight_files(path)
@@ -139,46 +142,54 @@ def check_files(path: Path) -> dict:
             "unsupported" if other else "not-found",
             "model",
         )
+    check_readable(path)
+    check_record(path)
+    tensors: dict[str, Mapping] = {}
     for file in files:
-        read_header(file)
+        tensors |= read_header(file)[0]
     if missing := _missing_shards(path):
         raise PackError(
             f"{path}: shard {missing[0]} is named in the index but missing.", "unreadable"
         )
-    check_record(path)
-    file = path / "config.json"
-    config = read_json(file)
-    if "model_type" not in config:
-        raise PackError(f"{file}: has no 'model_type'.", "unreadable")
+    config = read_config(path / CONFIG, tensors)
     check_method(path, config)
     return config
 
 
+def check_readable(path: Path) -> None:
+    """Check that what is read of a checkpoint folder, here or by a library, is regular files.
+
+    Texts are limited to 256 MiB; the largest tokenizer known has 35 MB.
+    """
+    for pattern in (*CHECKPOINT_FILES, "additional_chat_templates/*"):
+        for file in path.glob(pattern):
+            if file.is_symlink() and not file.exists():
+                continue  # a cache of the Hub without this file
+            check_regular(file, None if file.suffix == ".safetensors" else _TEXT_BYTES)
+
+
 _RECORD_KEYS = {
-    "files": dict,
-    "format": str,
-    "source": str,
-    "versions": dict,
-    "quantization": (dict, type(None)),
-    "quantized": int,
-    "dense": int,
-    "bits_per_weight": (int, float),
-    "bits_per_quantized_weight": (int, float),
+    "files": "a mapping with something in it",
+    "files.*": "a mapping",
+    "files.*.bytes": "an integer of 0 or more",
+    "files.*.sha256": "text",
+    **dict.fromkeys(("format", "source"), "text"),
+    "versions": "a mapping",
+    "quantization": "a mapping or null",
+    **dict.fromkeys(("quantized", "dense"), "an integer of 0 or more"),
+    **dict.fromkeys(("bits_per_weight", "bits_per_quantized_weight"), "a number"),
 }
 
 
 def read_record(path: Path) -> dict | None:
     """Return what `packs quantize` wrote about a folder; None if it did not write this folder."""
     try:
-        record = json.loads((path / RECORD).read_text(encoding="utf-8"))
-        complete = all(isinstance(record[key], kind) for key, kind in _RECORD_KEYS.items())
-        complete = complete and all(
-            isinstance(each["bytes"], int) and isinstance(each["sha256"], str)
-            for each in record["files"].values()
-        )
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        record = read_json(path / RECORD)
+        check_keys(record, _RECORD_KEYS)
+    except (OSError, PackError, ValueError):
         return None  # not there, or a file of somebody else
-    return record if complete and record["files"] else None
+    is_plain = all(Path(name).name == name for name in record["files"])
+    return record if is_plain else None
 
 
 def check_record(path: Path, advance: Callable[[], None] | None = None) -> None:
@@ -207,7 +218,15 @@ def check_record(path: Path, advance: Callable[[], None] | None = None) -> None:
 
 def text_config(config: dict) -> dict:
     """Return the part of a config that describes the language model."""
-    return config if "vocab_size" in config else config.get("text_config", config)
+    return config if "vocab_size" in config else config.get("text_config") or config
+
+
+def vocab_size_of(config: dict, where: str | Path) -> int:
+    """Return how many tokens a base knows; ``where`` is the base, for errors."""
+    size = text_config(config).get("vocab_size")
+    if size is None:
+        raise PackError(f"{where}: its config.json has no vocab_size.", "unreadable")
+    return size
 
 
 def stored_quantization(config: Mapping) -> dict:

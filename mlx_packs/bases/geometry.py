@@ -87,11 +87,15 @@ class Heads:
     def of(cls, config: dict) -> "Heads":
         """Read the sizes from a config.json."""
         text = config.get("text_config") or config
-        heads = text.get("num_attention_heads", text.get("n_head"))
-        hidden = text.get("hidden_size", text.get("n_embd"))
-        head_dim = text.get("head_dim") or (hidden // heads if hidden and heads else None)
-        kv_heads = text.get("num_key_value_heads") or heads
-        return cls(hidden, text.get("intermediate_size"), heads, kv_heads, head_dim)
+
+        def size(*keys: str) -> int | None:
+            value = next((text[key] for key in keys if text.get(key)), None)
+            return value if isinstance(value, int) else None  # some families have one a block
+
+        hidden, heads = size("hidden_size", "n_embd"), size("num_attention_heads", "n_head")
+        head_dim = size("head_dim") or (hidden // heads if hidden and heads else None)
+        kv_heads = size("num_key_value_heads") or heads
+        return cls(hidden, size("intermediate_size"), heads, kv_heads, head_dim)
 
 
 def probe(path: str, module: nn.Module, config: dict, grouped: bool = False) -> Geometry:

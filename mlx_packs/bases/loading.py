@@ -3,6 +3,7 @@
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import mlx.nn as nn
@@ -10,11 +11,11 @@ from mlx.utils import tree_flatten, tree_map_with_path
 
 from .. import runtime
 from ..config.choices import ARCHITECTURES, architecture_of, registered
-from ..errors import Float16Overflow, PackError
+from ..errors import Float16Overflow, PackError, library_errors
 from ..nn.quantized import NF4
-from ..reading import read_json
 from ..runtime import mx
 from .bitsandbytes import from_bitsandbytes
+from .config_file import CONFIG, read_config
 from .encoder import load_encoder
 from .families import check_supported
 from .files import TINY, check_files, quantized_as, resolve_checkpoint
@@ -24,7 +25,7 @@ from .nf4 import already_quantized, check_stored_nf4, nf4_quantization, place_nf
 from .precision import DTYPES, dense_dtype, dtype_of, stored_dtype
 from .quantization import QuantizeOptions, quantize_weights
 from .tokenizer import load_encoder_tokenizer, load_tokenizer
-from .unsupported import reason_of, unreadable
+from .unsupported import unreadable
 from .weight_formats import named_format
 from .weight_map import Source, weight_map
 
@@ -155,7 +156,7 @@ def load_model_of(
     """
     from mlx_lm.utils import _get_classes, load_model
 
-    stored = read_json(path / "config.json")
+    stored = read_config(path / CONFIG)
     if "model_file" in stored and not trust_remote_code:
         raise PackError(
             f"{path}: brings code of its own. --trust-remote-code runs it.",
@@ -188,19 +189,13 @@ def load_model_of(
 
         return make, arguments_class
 
-    try:
+    with library_errors(partial(unreadable, path, stored)):
         model, config = load_model(
             path,
             lazy=True,
             get_model_classes=classes,
             **({"trust_remote_code": True} if known else {}),
         )
-    except (ValueError, KeyError, TypeError, UnboundLocalError) as error:
-        raise unreadable(path, stored, reason_of(error)) from None
-    except RuntimeError as error:
-        raise PackError(
-            f"{path}: cannot be read: {' '.join(str(error).split())}", "unreadable"
-        ) from None
     vars(model).pop("sanitize", None)
     return model, config, sources
 

@@ -11,7 +11,7 @@ from ..config.choices import architecture_of
 from ..errors import PackError
 from .encoder import embedded
 from .families import check_architecture
-from .files import public_name, quantization_name, text_config, weight_files
+from .files import public_name, quantization_name, text_config, vocab_size_of, weight_files
 from .tokenizer import tokens_of
 from .weight_map import Source
 
@@ -34,7 +34,7 @@ class BaseModel:
     @property
     def vocab_size(self) -> int:
         """Number of rows of the embedding table."""
-        return int(text_config(self.config)["vocab_size"])
+        return vocab_size_of(self.config, self.name)
 
     @property
     def architecture(self) -> str:

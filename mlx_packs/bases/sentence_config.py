@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import PackError
+from ..kinds import check_kind
 from ..reading import read_json
 
 POOLING = ("mean", "cls", "max")
@@ -63,7 +64,12 @@ def _modules(path: Path) -> tuple[str, bool]:
             raise PackError(
                 f"{file}: every module must have a 'type', but got {module}.", "unreadable"
             )
-        kind, place = module["type"].rpartition(".")[2], str(module.get("path") or "")
+        kind, place = module["type"].rpartition(".")[2], module.get("path") or ""
+        if not isinstance(place, str) or Path(place).is_absolute() or ".." in Path(place).parts:
+            raise PackError(
+                f"{file}: the path of a module must lie in the folder, but is {place!r}.",
+                "unreadable",
+            )
         kinds.append(kind)
         if kind == "Transformer" and place:
             raise PackError(
@@ -92,6 +98,10 @@ def _pooling(file: Path) -> str:
     """Return the one kind of pooling that a config of the Pooling module turns on."""
     config = _read(file)
     methods = config.get("pooling_mode")
+    try:
+        check_kind("pooling_mode", methods, "text or a list of texts?")
+    except ValueError as error:
+        raise PackError(f"{file}: {error}.", "unreadable") from None
     if methods is None:  # before sentence-transformers 5 a switch for each
         names = {"mean_tokens": "mean", "cls_token": "cls", "max_tokens": "max"}
         switches = {k.removeprefix("pooling_mode_"): v for k, v in config.items()}

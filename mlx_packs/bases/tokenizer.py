@@ -2,18 +2,18 @@
 
 import os
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from ..errors import PackError
-from .unsupported import reason_of, unreadable_tokenizer
+from ..errors import PackError, library_errors
+from .unsupported import unreadable_tokenizer
 
 
 def load_tokenizer(path: Path, config: dict, trust_remote_code: bool) -> Any:
     """Load the tokenizer of a decoder, as mlx-lm wraps it."""
-    from huggingface_hub.errors import StrictDataclassError  # of a config that transformers refuses
     from mlx_lm.utils import load_tokenizer
     from transformers.utils import logging as transformers_logging
 
@@ -21,15 +21,20 @@ def load_tokenizer(path: Path, config: dict, trust_remote_code: bool) -> Any:
     try:
         if not (path / "tokenizer.json").is_file():  # it then logs each thing that it tries
             transformers_logging.set_verbosity(transformers_logging.CRITICAL)
-        tokenizer = load_tokenizer(
-            path, {"trust_remote_code": trust_remote_code}, eos_token_ids=config.get("eos_token_id")
-        )
-    except (OSError, ValueError, KeyError, TypeError, ImportError, StrictDataclassError) as error:
-        raise unreadable_tokenizer(path, reason_of(error)) from None
+        with library_errors(partial(unreadable_tokenizer, path)):
+            tokenizer = load_tokenizer(
+                path,
+                {"trust_remote_code": trust_remote_code},
+                eos_token_ids=config.get("eos_token_id"),
+            )
+            tokens = tokenizer.encode("a b", add_special_tokens=False)
+            tokenizer.decode(tokens)
     finally:
         transformers_logging.set_verbosity(verbosity)
+    if not all(isinstance(token, int) for token in tokenizer.eos_token_ids):
+        raise unreadable_tokenizer(path, "eos_token_id is no number")
     # without its files, transformers makes an empty tokenizer of the kind that the config names
-    if not tokenizer.encode("a b", add_special_tokens=False):
+    if not tokens:
         raise unreadable_tokenizer(path, "it knows no token")
     return tokenizer
 
@@ -38,20 +43,15 @@ def load_encoder_tokenizer(
     path: Path, config: dict, lower_case: bool, trust_remote_code: bool
 ) -> Any:
     """Load the WordPiece tokenizer of an encoder, from tokenizer.json or vocab.txt."""
-    from huggingface_hub.errors import StrictDataclassError
-
     # as mlx-lm does: that there is no torch is no news
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     from transformers import AutoTokenizer
 
     if not (path / "tokenizer.json").is_file() and not (path / "vocab.txt").is_file():
         raise PackError(f"{path}: has neither tokenizer.json nor vocab.txt.", "not-found")
-    try:
+    with library_errors(partial(unreadable_tokenizer, path)):
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
         works = tokenizer.is_fast and tokenizer.encode("a")
-    except (OSError, ValueError, KeyError, TypeError, StrictDataclassError) as error:
-        reason = reason_of(error)[:300]
-        raise PackError(f"{path}: the tokenizer cannot be loaded: {reason}", "unreadable") from None
     if not works:
         raise PackError(
             f"{path}: the tokenizer cannot be loaded: it is no fast WordPiece.", "unsupported"

@@ -71,28 +71,20 @@ def check_method(path: Path, config: Mapping) -> None:
             )
 
 
-def reason_of(error: Exception) -> str:
-    """Return an error of another library in one line."""
-    if isinstance(error, UnboundLocalError):  # mlx-lm's, of AWQ and GPTQ without their tensors
-        return "none of its tensors is quantized"
-    text = " ".join(str(error).split())
-    return f"there is no {text}" if isinstance(error, KeyError) else text
-
-
 def unreadable(path: Path, config: Mapping, reason: str) -> PackError:
     """Return the error of a checkpoint that mlx-lm's loader rejects for a reason."""
-    reason = reason if len(reason) < 400 else reason[:400] + " …"
     method = (config.get("quantization_config") or {}).get("quant_method")
     if method is not None and not config.get("quantization"):
         return PackError(
             f"{path}: is quantized by {method} in a way that mlx-lm does not read "
-            f"({reason.rstrip('.')}). {INSTEAD}",
+            f"({reason}). {INSTEAD}",
             "unsupported",
         )
-    if reason.endswith("not supported."):
-        reason += " docs/families.md lists the architectures that train."
-        return PackError(f"{path}: {reason}", "unsupported")
-    return PackError(f"{path}: tensors and config.json do not fit: {reason}", "unreadable")
+    if reason.endswith("not supported"):
+        return PackError(
+            f"{path}: {reason}. docs/families.md lists the architectures that train.", "unsupported"
+        )
+    return PackError(f"{path}: tensors and config.json do not fit: {reason}.", "unreadable")
 
 
 def unreadable_tokenizer(path: Path, reason: str) -> PackError:
@@ -106,7 +98,6 @@ def unreadable_tokenizer(path: Path, reason: str) -> PackError:
             "model that the weights are of.",
             "not-found",
         )
-    reason = reason[:200].rstrip(".")
     if "tokenizer.json" in names:
         return PackError(
             f"{where}: {reason}. Get tokenizer.json and config.json again.", "unreadable"

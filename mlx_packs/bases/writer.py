@@ -25,7 +25,7 @@ from ..files import (
     write_errors,
     write_tensors,
 )
-from ..reading import sha256
+from ..reading import read_json, sha256
 from ..runtime import mx
 from . import bitsandbytes
 from . import files as base_files
@@ -236,10 +236,10 @@ def _begins_with(record: Path, request: dict) -> bool:
     """Return whether a record, of a run that ended or not, is of this request."""
     expected = json.loads(to_json(request))
     try:
-        content = json.loads(record.read_text(encoding="utf-8"))
-        return all(content[key] == value for key, value in expected.items())
-    except (OSError, ValueError, KeyError, TypeError):
+        content = read_json(record)
+    except (OSError, PackError):
         return False
+    return all(content.get(key) == value for key, value in expected.items())
 
 
 def _finished(partial: Path, plan: WritePlan) -> list[str]:

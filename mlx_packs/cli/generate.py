@@ -51,7 +51,8 @@ def generate(
     from ..inference.generate import chat_prompt, stream
     from ..packs.base import load_base_for
 
-    prompt = sys.stdin.read() if prompt == "-" else prompt
+    prompt = _text("--prompt", sys.stdin.buffer.read() if prompt == "-" else prompt)
+    system = _text("--system", system or "")
     if not prompt.strip():
         raise PackError("--prompt: is empty.")
     pack = options.one_pack(packs)
@@ -73,3 +74,11 @@ def generate(
         "model": model,
     }
     print_report(report, [""])
+
+
+def _text(flag: str, given: str | bytes) -> str:
+    """Return a text of the command line or of a pipe, which must be UTF-8."""
+    try:
+        return (given if isinstance(given, bytes) else given.encode()).decode()
+    except UnicodeError:
+        raise PackError(f"{flag}: is not UTF-8.") from None

@@ -1,12 +1,15 @@
 """`packs train --show-mask`: which tokens of some examples the loss is on."""
 
+from functools import partial
 from typing import TYPE_CHECKING
 
-from ..bases.files import TINY, check_files, resolve_checkpoint, text_config
+from ..bases.files import TINY, check_files, resolve_checkpoint, vocab_size_of
 from ..bases.tokenizer import load_tokenizer
+from ..bases.unsupported import unreadable
 from ..config.recipe import Recipe
 from ..data.encoding import Example, encode
 from ..display import Display
+from ..errors import library_errors
 from ..training.phases import resolve_phases
 from ..training.tasks.tokens import encoding_options
 from .output import print_report, wants_json
@@ -72,7 +75,7 @@ def _tokenizer(model: str, trust_remote_code: bool) -> tuple["TokenizerWrapper",
     from mlx_lm.utils import load_config
 
     path = resolve_checkpoint(model)
-    check_files(path)
-    config = load_config(path)
-    tokenizer = load_tokenizer(path, config, trust_remote_code)
-    return tokenizer, int(text_config(config)["vocab_size"])
+    stored = check_files(path)
+    with library_errors(partial(unreadable, path, stored)):
+        config = load_config(path)
+    return load_tokenizer(path, config, trust_remote_code), vocab_size_of(stored, path)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from ..config.choices import TASKS
 from ..config.external import translate
-from ..config.parse import read_yaml
+from ..config.parse import read_settings
 from ..config.recipe import Recipe, RunOptions, check_method, resolve, specified, tiny_recipe
 from ..config.schema import LoRAConfig
 from ..errors import PackError
@@ -23,7 +23,7 @@ def read_recipes(files: Sequence[str], flags: Mapping | None = None) -> dict:
     settings: dict = {}
     fault = None
     for file in files:
-        own = translate(read_yaml(file), file)
+        own = translate(read_settings(file), file)
         try:
             resolve(own, file)
         except PackError as error:

@@ -1,7 +1,6 @@
 """Values of settings from files and flags, each converted to the type of its field."""
 
 import dataclasses
-import json
 import re
 import types
 import typing
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ..errors import Code, PackError, did_you_mean, flag_of
+from ..reading import read_json, read_yaml
 from .fields import Settings
 
 S = TypeVar("S", bound=Settings)
@@ -147,37 +147,21 @@ def current_keys(values: Mapping) -> dict:
     return {RENAMED_KEYS.get(key, key): value for key, value in values.items()}
 
 
-def read_yaml(path: str | Path) -> dict:
+def read_settings(path: str | Path) -> dict:
     """Return the mapping in a YAML or JSON file.
 
     Raises:
         PackError: the file cannot be read, or contains something else.
     """
-    import yaml
-
     path = Path(path)
     try:
-        text = path.read_text(encoding="utf-8")
-        values = json.loads(text) if path.suffix == ".json" else yaml.load(text, _yaml_loader())
+        values = read_json(path, object) if path.suffix == ".json" else read_yaml(path)
     except OSError as error:
         code = "not-found" if isinstance(error, FileNotFoundError) else "unreadable"
         raise PackError(f"{path}: cannot be read ({error.strerror}).", code, "config") from None
-    except (yaml.YAMLError, json.JSONDecodeError, UnicodeDecodeError) as error:
-        line = " ".join(str(error).split())
-        raise PackError(f"{path}: is not valid YAML: {line}", "unreadable", "config") from None
+    except PackError as error:
+        raise PackError(error.message, error.code, "config") from error
     if not isinstance(values, dict | None):
         message = f"{path}: must be a mapping of settings, but is a {type(values).__name__}."
         raise PackError(message, "unreadable", "config")
     return values or {}
-
-
-def _yaml_loader() -> type:
-    """PyYAML's safe loader with the numbers of YAML 1.2: ``1e-5`` is a float wherever it stands."""
-    import yaml
-
-    class Loader(yaml.SafeLoader):
-        pass
-
-    number = re.compile(r"[-+]?(\d[\d_]*\.?[\d_]*|\.\d[\d_]*)[eE][-+]?\d+")
-    Loader.add_implicit_resolver("tag:yaml.org,2002:float", number, list("-+.0123456789"))
-    return Loader

@@ -9,7 +9,7 @@ from ..errors import PackError, flag_of
 from ..files import TINY_FOLDER
 from .fields import Settings, fields_where, option
 from .mlx_lm import from_mlx_lm
-from .parse import build, read_yaml, unknown_setting
+from .parse import build, read_settings, unknown_setting
 from .schema import DataConfig, LoRAConfig, TrainConfig
 
 ADAPTER_SETTINGS = fields_where(LoRAConfig, method="lora")  # without meaning for method full
@@ -133,7 +133,7 @@ def resolve(values: Mapping, where: str = "", under: Sequence[Mapping] = ()) -> 
 
 def tiny_recipe() -> dict:
     """Return the defaults of the bundled base."""
-    return read_yaml(TINY_FOLDER / "recipe.yaml")
+    return read_settings(TINY_FOLDER / "recipe.yaml")
 
 
 def check_method(lora: LoRAConfig, train: TrainConfig, names: Collection[str] = ()) -> None:

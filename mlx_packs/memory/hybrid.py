@@ -13,6 +13,7 @@ from .. import runtime
 from ..bases.geometry import Heads
 from ..config.schema import LoRAConfig, TrainConfig
 from ..errors import PackError
+from ..kinds import check_keys
 from ..ops import gated_delta
 from .decoder import (
     ASSUMED,
@@ -35,6 +36,24 @@ FAMILIES = HYBRID_FAMILIES
 _LEFT_OUT = re.compile(r"(^|\.)(visual|vision_tower|mtp)\.")  # parts that mlx-lm does not load
 _OF_EXPERTS = {"gate_proj", "up_proj", "down_proj"}
 _HEAD_PREFIX = "language_model."
+_HEAD_KEYS = (
+    "linear_num_key_heads",
+    "linear_num_value_heads",
+    "linear_key_head_dim",
+    "linear_value_head_dim",
+)
+_KEYS = (
+    *_HEAD_KEYS,
+    "linear_conv_kernel_dim",
+    *("num_hidden_layers", "vocab_size", "full_attention_interval"),
+    *("hidden_size", "num_attention_heads"),
+)
+_MIXTURE_KEYS = (
+    "num_experts",
+    "num_experts_per_tok",
+    "moe_intermediate_size",
+    "shared_expert_intermediate_size",
+)
 _PREFIX = re.compile(r"^(model\.language_model\.|language_model\.model\.|model\.)")
 
 
@@ -148,13 +167,14 @@ class HybridSizes(Sizes):
 
 def _sizes(config: Mapping, tensors: Tensors) -> HybridSizes:
     """Return the sizes of a base, or raise a PackError where the formula does not know it."""
+    mixture_keys = _MIXTURE_KEYS if config.get("num_experts") else ("intermediate_size",)
     try:
-        names = "key_heads value_heads key_head_dim value_head_dim"
-        heads = [config[f"linear_{'num_' if 'dim' not in n else ''}{n}"] for n in names.split()]
-        blocks, vocab = config["num_hidden_layers"], config["vocab_size"]
-        every = config["full_attention_interval"]
-    except KeyError as error:
-        raise PackError(f"no plan: config.json lacks {error}.", "unsupported") from None
+        check_keys(dict(config), dict.fromkeys((*_KEYS, *mixture_keys), "an integer above 0"))
+    except ValueError as error:
+        raise PackError(f"no plan: in config.json {error}.", "unsupported") from None
+    heads = [config[key] for key in _HEAD_KEYS]
+    blocks, vocab = config["num_hidden_layers"], config["vocab_size"]
+    every = config["full_attention_interval"]
     known, mixture = Heads.of(dict(config)), _mixture(config)
     hidden, ffn = known.hidden, known.ffn
     if mixture:

@@ -4,9 +4,10 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
+from ..bases.config_file import CONFIG, read_config
 from ..bases.files import TINY, check_files, is_complete, resolve_checkpoint, weight_files
 from ..errors import PackError
-from ..reading import read_header, read_json
+from ..reading import read_header
 from .estimate import estimator_of
 from .headers import Headers, Tensors
 
@@ -24,7 +25,7 @@ def read_headers(name: str | Path) -> Headers:
     if path is None:
         return Headers(str(name), *_from_hub(str(name)))
     if not weight_files(path):
-        return describe(str(name), _config_of_dense(path / "config.json"))
+        return describe(str(name), _config_of_dense(path / CONFIG))
     config = check_files(path)
     tensors: dict[str, Mapping] = {}
     for file in weight_files(path):
@@ -39,7 +40,7 @@ def describe(name: str, config: dict) -> Headers:
 
 def _config_of_dense(file: Path) -> dict:
     """Return the config in ``file``; raises PackError if it is that of a quantized checkpoint."""
-    config = read_json(file)
+    config = read_config(file)
     if config.get("quantization_config", config.get("quantization")):
         raise PackError(
             f"{file}: is alone and does not say how each weight is quantized. A plan "
@@ -68,8 +69,7 @@ def _from_hub(repo: str) -> tuple[dict, Tensors]:
     unreachable = (OSError, ValueError, errors.HTTPError, errors.SafetensorsParsingError)
     try:
         headers = huggingface_hub.get_safetensors_metadata(repo)
-        file = huggingface_hub.hf_hub_download(repo, "config.json")
-        config = read_json(Path(file))
+        file = huggingface_hub.hf_hub_download(repo, CONFIG)
     except errors.RepositoryNotFoundError:
         raise PackError(
             f"--model {repo}: no folder of that name, and the Hub has no such model (or it is "
@@ -88,4 +88,4 @@ def _from_hub(repo: str) -> tuple[dict, Tensors]:
         for file in headers.files_metadata.values()
         for name, t in file.tensors.items()
     }
-    return config, tensors
+    return read_config(Path(file), tensors), tensors

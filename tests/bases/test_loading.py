@@ -252,7 +252,7 @@ BROKEN = {
     "config_empty": (
         lambda f: (f / "config.json").write_text("{}"),
         "unreadable",
-        "'model_type'",
+        "model_type",
     ),
     "config_list": (
         lambda f: (f / "config.json").write_text("[]"),

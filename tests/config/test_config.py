@@ -5,7 +5,7 @@ import json
 import pytest
 import yaml
 
-from mlx_packs.config.parse import read_yaml
+from mlx_packs.config.parse import read_settings
 from mlx_packs.config.recipe import Recipe, resolve
 from mlx_packs.config.schema import DataConfig, LoRAConfig, TrainConfig
 from mlx_packs.errors import PackError
@@ -14,7 +14,7 @@ from tests.helpers.errors import raises
 
 def yaml_of(tmp_path, text: str) -> dict:
     (tmp_path / "c.yaml").write_text(text)
-    return read_yaml(tmp_path / "c.yaml")
+    return read_settings(tmp_path / "c.yaml")
 
 
 def test_resolve_of_nothing_is_the_defaults():
@@ -241,9 +241,9 @@ def test_read_yaml_names_the_file(tmp_path, text, shown):
 def test_read_yaml_missing_file_or_folder(tmp_path):
     for path, code in ((tmp_path / "none.yaml", "not-found"), (tmp_path, "unreadable")):
         with raises(code, "config", str(path)):
-            read_yaml(path)
+            read_settings(path)
 
 
 def test_read_yaml_reads_json(tmp_path):
     (tmp_path / "c.json").write_text('{"iters": 5}')
-    assert read_yaml(tmp_path / "c.json") == {"iters": 5}
+    assert read_settings(tmp_path / "c.json") == {"iters": 5}

@@ -8,7 +8,7 @@ import pytest
 
 from mlx_packs.adapters.lora import attach
 from mlx_packs.config.external import translate
-from mlx_packs.config.parse import read_yaml
+from mlx_packs.config.parse import read_settings
 from mlx_packs.config.recipe import resolve
 from tests.helpers.errors import check, raises
 
@@ -74,7 +74,7 @@ def recipe(values):
 
 
 def test_the_qlora_example_means_what_the_layout_says():
-    resolved = recipe(read_yaml(EXAMPLES / "llama3_8b_qlora.yaml"))
+    resolved = recipe(read_settings(EXAMPLES / "llama3_8b_qlora.yaml"))
     assert resolved.lora.rank == 16 and resolved.lora.alpha == 16 and resolved.lora.dropout == 0.05
     assert list(resolved.lora.target_modules) == TARGETS
     assert (resolved.train.quantize, resolved.train.double_quant) == ("nf4", True)

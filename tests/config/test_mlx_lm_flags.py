@@ -17,7 +17,7 @@ from mlx_packs.adapters.lora import attach
 from mlx_packs.bases.geometry import select_targets
 from mlx_packs.cli.train import train as command
 from mlx_packs.config.external import translate
-from mlx_packs.config.parse import read_yaml
+from mlx_packs.config.parse import read_settings
 from mlx_packs.config.recipe import resolve, tiny_recipe
 from mlx_packs.config.schema import DataConfig, LoRAConfig, TrainConfig
 from mlx_packs.display import NORMAL, Display
@@ -240,7 +240,7 @@ hf_dataset:
 @pytest.fixture
 def from_yaml(tmp_path):
     (tmp_path / "lora.yaml").write_text(YAML)
-    return resolve(read_yaml(tmp_path / "lora.yaml"))
+    return resolve(read_settings(tmp_path / "lora.yaml"))
 
 
 def test_resolve_reads_a_whole_yaml_of_mlx_lm(from_yaml):
@@ -432,7 +432,7 @@ def test_training_says_when_stock_mlx_lm_cannot_open_the_pack(capsys, pattern, w
 
 def test_examples_make_packs_that_stock_mlx_lm_opens():
     for file in TABLE.parent.glob("*.yaml"):
-        recipe = resolve(translate(read_yaml(file), str(file)), str(file))
+        recipe = resolve(translate(read_settings(file), str(file)), str(file))
         assert not recipe.lora.rank_pattern
 
 

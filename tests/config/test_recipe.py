@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from mlx_packs.config.parse import read_yaml
+from mlx_packs.config.parse import read_settings
 from mlx_packs.config.recipe import resolve
 from mlx_packs.packs.pack import Pack
 from mlx_packs.training.run_folder import read_identity
@@ -57,6 +57,6 @@ def test_old_name_of_a_setting_is_unknown_and_the_new_one_named(run, tmp_path, n
     check(run.error, "unknown", old, new)
     (tmp_path / "c.yaml").write_text(f"{old}: auto\n")
     with raises("unknown", old, name):
-        resolve(read_yaml(tmp_path / "c.yaml"), "c.yaml")
+        resolve(read_settings(tmp_path / "c.yaml"), "c.yaml")
     with raises("unknown", None, name):
         resolve({old: "auto"})
