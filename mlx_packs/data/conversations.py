@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ..bases.chat_template import render_chat
+from ..errors import PackError
 from .bad_rows import Reason, RowError
 
 _SENTINEL = "\ue000\ue001\ue002"  # private use: in no template and no sane text
@@ -30,25 +32,20 @@ class Conversation:
         """Return the text of some messages, with the same tools."""
         if not messages:
             return ""
-        from jinja2.exceptions import TemplateError
+        return self._rendered(messages, tokenize=False, add_generation_prompt=add_generation_prompt)
 
+    def prompt_tokens(self, messages: Sequence[Mapping]) -> list[int]:
+        """Return the tokens of some messages, up to the assistant's next turn."""
+        return self._rendered(messages, tokenize=True, add_generation_prompt=True)
+
+    def _rendered(self, messages: Sequence[Mapping], **options: Any) -> Any:
+        """Return what the chat template makes; an error that is about this row names it."""
         try:
-            return self.tokenizer.apply_chat_template(
-                messages,
-                tools=self.tools,
-                tokenize=False,
-                add_generation_prompt=add_generation_prompt,
-            )
-        except (
-            TemplateError,
-            ArithmeticError,
-            LookupError,
-            RecursionError,
-            TypeError,
-            ValueError,
-        ) as error:
-            fault = f"the chat template rejects this example: {error}"
-            raise self._error(fault, "rejected by the chat template") from None
+            return render_chat(self.tokenizer, messages, tools=self.tools, **options)
+        except PackError as error:
+            if error.code != "data":
+                raise
+            raise self._error(error.message, "rejected by the chat template") from error
 
     def supervised(self, loss_on: str) -> tuple[str, list[Span]]:
         """Return the text, and the spans of it that are targets (none for ``all``)."""

@@ -141,10 +141,7 @@ class Chat(TokenFormat):
         roles = [message["role"] for message in conversation.messages]
         first = roles.index("assistant") if "assistant" in roles else 0
         messages = list(conversation.messages)[: max(1, first)]
-        tokens = tokenizer.apply_chat_template(
-            messages, tools=conversation.tools, add_generation_prompt=True
-        )
-        return messages[-1].get("content") or "", tokens
+        return messages[-1].get("content") or "", conversation.prompt_tokens(messages)
 
     def texts(self, row: Row, names: DataConfig) -> list[str]:
         """Return the content of each message."""

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from ..bases.chat_template import render_chat
 from ..bases.files import text_config
 from ..data.batches import evaluation_batches
 from ..data.encoding import Example, Examples
@@ -153,7 +154,8 @@ def language_model(base: Base, batch_size: int = 8) -> Any:
         def apply_chat_template(
             self, chat_history: list, add_generation_prompt: bool = True
         ) -> str:
-            return tokenizer.apply_chat_template(
+            return render_chat(
+                tokenizer,
                 chat_history,
                 tokenize=False,
                 add_generation_prompt=add_generation_prompt,

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 
+from ..bases.chat_template import render_chat
 from ..bases.model import BaseModel
 from ..errors import PackError
 
@@ -17,8 +18,8 @@ def chat_prompt(
         raise PackError(
             f"{base.name}: the tokenizer has no chat template. Use --raw.", "unsupported", "raw"
         )
-    return base.tokenizer.apply_chat_template(
-        list(messages), tools=tools, add_generation_prompt=True
+    return render_chat(
+        base.tokenizer, messages, tokenize=True, tools=tools, add_generation_prompt=True
     )
 
 

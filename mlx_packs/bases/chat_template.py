@@ -1,0 +1,363 @@
+"""Chat templates: programs of somebody else, rendered within limits of time and size.
+
+transformers renders them in jinja's sandbox, which keeps them from running other code. Here the
+same environment counts as well: every turn of a loop and every call takes from a budget of CPU time,
+and every text and list that a template makes is held against a limit before it is made.
+"""
+
+import functools
+import re
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
+from contextlib import contextmanager
+from contextvars import ContextVar
+from pathlib import Path
+from types import GeneratorType
+from typing import Any, Literal, overload
+
+from jinja2 import nodes
+from jinja2.compiler import CodeGenerator, Frame
+from jinja2.environment import Template
+from jinja2.exceptions import SecurityError, TemplateSyntaxError
+from jinja2.runtime import Context
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace
+
+from ..errors import PackError, library_errors, reason_of
+
+SECONDS = 5.0  # of CPU time for one conversation
+CHARACTERS = 1 << 22  # of what a template makes, beside what it is given
+_TIMES_GIVEN = 8  # the limit grows by so many times what it is given
+_ITEM = 8  # an entry of a list counts as so many characters
+_TICKS = 64  # between two looks at the clock
+_INTEGER_BITS = 1 << 16
+_REMEDY = "Take the template that the model's publisher has, or examples with 'text'."
+# Methods of texts, and filters, whose result can be far longer than what goes in.
+_PADS = frozenset(("center", "ljust", "rjust", "zfill"))
+_FORMATS = frozenset(("format", "format_map"))
+_GROWS = frozenset("batch expandtabs indent slice tojson translate urlize wordwrap xmlattr".split())
+_GROWTH = 16  # of these: by so much less than what goes in times what they are given
+
+
+class _LimitReached(Exception):  # noqa: N818
+    """A template that takes too long or makes too much."""
+
+
+class _Meter:
+    """What one rendering may still take.
+
+    Args:
+        given: characters of what the template is given.
+    """
+
+    def __init__(self, given: int) -> None:
+        self.limit = CHARACTERS + _TIMES_GIVEN * given
+        self._deadline = time.thread_time() + SECONDS
+        self._ticks = 0
+
+    def tick(self) -> None:
+        """Count a turn of a loop, or a call."""
+        self._ticks += 1
+        if self._ticks % _TICKS == 0 and time.thread_time() > self._deadline:
+            raise _LimitReached(f"takes more than {SECONDS:.0f} seconds")
+
+    def check_size(self, size: int) -> None:
+        """Check so many characters, before they are made."""
+        if size > self.limit:
+            raise _LimitReached(f"makes a text or list of more than {self.limit:,} characters")
+
+    def checked(self, value: Any) -> Any:
+        """Return a value that is not too large."""
+        self.check_size(_weight(value, self.limit))
+        return value
+
+
+_METER: ContextVar[_Meter | None] = ContextVar("meter", default=None)
+
+
+def _meter() -> _Meter:
+    return _METER.get() or _Meter(0)
+
+
+def _weight(value: Any, limit: float = float("inf")) -> int:
+    """Return the characters of a value, parts that occur twice counted twice; stops at a limit."""
+    total, rest = 0, [value]
+    while rest and total <= limit:
+        part = rest.pop()
+        if isinstance(part, str):
+            total += len(part)
+        elif isinstance(part, Mapping):
+            total += _ITEM * len(part)
+            rest += [*part.keys(), *part.values()]
+        elif isinstance(part, (list, tuple)):
+            total += _ITEM * len(part)
+            if total <= limit:
+                rest += part
+        elif isinstance(part, Namespace):
+            rest.append(object.__getattribute__(part, "_Namespace__attrs"))
+        else:
+            total += _ITEM
+    return total
+
+
+class _CodeGenerator(CodeGenerator):
+    """Compiles templates so that loops, lists and joined texts are counted."""
+
+    def visit_For(self, node: nodes.For, frame: Frame) -> None:  # noqa: N802
+        tick = nodes.Call(nodes.EnvironmentAttribute("tick"), [], [], None, None)
+        node.body.insert(0, nodes.ExprStmt(tick, lineno=node.lineno))
+        node.set_environment(self.environment)
+        super().visit_For(node, frame)
+
+    def visit_List(self, node: nodes.List, frame: Frame) -> None:  # noqa: N802
+        self._checked(super().visit_List, node, frame)
+
+    def visit_Dict(self, node: nodes.Dict, frame: Frame) -> None:  # noqa: N802
+        self._checked(super().visit_Dict, node, frame)
+
+    def visit_Tuple(self, node: nodes.Tuple, frame: Frame) -> None:  # noqa: N802
+        if node.ctx == "load":
+            self._checked(super().visit_Tuple, node, frame)
+        else:
+            super().visit_Tuple(node, frame)
+
+    def _checked(self, visit: Callable, node: nodes.Expr, frame: Frame) -> None:
+        self.write("environment.checked(")
+        visit(node, frame)
+        self.write(")")
+
+    def visit_Concat(self, node: nodes.Concat, frame: Frame) -> None:  # noqa: N802
+        self.write("environment.joined((")
+        for part in node.nodes:
+            self.visit(part, frame)
+            self.write(", ")
+        self.write("))")
+
+
+class _Environment(ImmutableSandboxedEnvironment):
+    """The sandbox of transformers, with what a template takes counted."""
+
+    code_generator_class = _CodeGenerator
+    intercepted_binops = frozenset(("+", "*", "**", "%"))
+
+    @classmethod
+    def like(cls, environment: ImmutableSandboxedEnvironment) -> "_Environment":
+        """Return a copy of an environment that counts."""
+        copy = object.__new__(cls)
+        vars(copy).update(vars(environment), overlayed=True, linked_to=environment)
+        copy.extensions = {name: e.bind(copy) for name, e in environment.extensions.items()}
+        copy.filters = {name: _metered(name, f) for name, f in environment.filters.items()}
+        copy.globals = {k: v for k, v in environment.globals.items() if k != "lipsum"}
+        return copy
+
+    @staticmethod
+    def tick() -> None:
+        """Count a turn of a loop."""
+        _meter().tick()
+
+    @staticmethod
+    def checked(value: Any) -> Any:
+        """Return a value that is not too large."""
+        return _meter().checked(value)
+
+    @staticmethod
+    def concat(parts: Iterator[str]) -> str:
+        """Return the parts of a text as one."""
+        meter, total, kept = _meter(), 0, []
+        for part in parts:
+            total += len(part)
+            meter.check_size(total)
+            kept.append(part)
+        return "".join(kept)
+
+    @staticmethod
+    def joined(parts: tuple) -> str:
+        """Return what ``~`` makes of its operands."""
+        texts = [str(part) for part in parts]
+        _meter().check_size(sum(map(len, texts)))
+        return "".join(texts)
+
+    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+        """Return the result of an operator, if it is not too large."""
+        meter = _meter()
+        meter.tick()
+        if operator == "*":
+            for one, times in ((left, right), (right, left)):
+                if isinstance(one, (str, list, tuple)) and isinstance(times, int):
+                    meter.check_size(max(0, times) * _weight(one))
+        if operator == "%" and isinstance(left, str):
+            _check_format(meter, left, right)
+        if operator in ("*", "**") and isinstance(left, int) and isinstance(right, int):
+            grows = abs(left) > 1 and operator == "**"
+            bits = (
+                left.bit_length() * abs(right) if grows else left.bit_length() + right.bit_length()
+            )
+            if bits > _INTEGER_BITS:
+                raise _LimitReached(f"makes an integer of more than {_INTEGER_BITS:,} bits")
+        return meter.checked(super().call_binop(context, operator, left, right))
+
+    def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805
+        """Return what a call gives, if it is not too large."""
+        meter = _meter()
+        meter.tick()
+        method = getattr(__obj, "__wrapped__", __obj)
+        subject = getattr(method, "__self__", None)
+        if isinstance(subject, str):
+            _check_text(meter, method.__name__, subject, args, kwargs)
+        return meter.checked(super().call(__context, __obj, *args, **kwargs))
+
+
+def _metered(name: str, function: Callable) -> Callable:
+    """Return a filter that checks what it makes."""
+    skipped = 1 if hasattr(function, "jinja_pass_arg") else 0  # the context, before the value
+
+    @functools.wraps(function)
+    def metered(*args: Any, **kwargs: Any) -> Any:
+        meter = _meter()
+        meter.tick()
+        before, (value, *rest) = args[:skipped], args[skipped:]
+        if isinstance(value, GeneratorType):
+            value = _listed(meter, value)
+        if name == "join":
+            separator = str(rest[0] if rest else kwargs.get("d", ""))
+            items = len(value) if isinstance(value, Sized) else 0
+            meter.check_size(_weight(value, meter.limit) + len(separator) * items)
+        else:
+            _check_text(meter, name, value, rest, kwargs)
+        return meter.checked(function(*before, value, *rest, **kwargs))
+
+    return metered
+
+
+def _listed(meter: _Meter, items: Iterator) -> list:
+    """Return what a filter generates, such as map, as a list."""
+    kept, total = [], 0
+    for item in items:
+        meter.tick()
+        total += _ITEM + _weight(item, meter.limit)
+        meter.check_size(total)
+        kept.append(item)
+    return kept
+
+
+def _check_text(
+    meter: _Meter, name: str, subject: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> None:
+    """Check how much a method of a text, or a filter, will make."""
+    given = [*args, *kwargs.values()]
+    if name == "replace" and len(given) > 1 and isinstance(subject, str):
+        old, new = str(given[0]), str(given[1])
+        meter.check_size(len(subject) + subject.count(old) * len(new))
+    elif name == "join" and given and isinstance(given[0], (list, tuple)):
+        meter.check_size(_weight(given[0]) + len(subject) * len(given[0]))
+    elif name in _PADS:
+        meter.check_size(max((n for n in given if isinstance(n, int)), default=0))
+    elif name in _FORMATS and isinstance(subject, str):
+        _check_format(meter, subject, given)
+    elif name in _GROWS:
+        sizes = (abs(n) if isinstance(n, int) else _weight(n, meter.limit) for n in given)
+        meter.check_size(_weight(subject, meter.limit) * max(sizes, default=0) // _GROWTH)
+
+
+def _check_format(meter: _Meter, text: str, given: Any) -> None:
+    """Check what a format string makes: each place may take all that is given."""
+    if re.search(r"\d{7}|%[^%a-zA-Z]*\*", text):
+        raise _LimitReached("formats numbers with too many digits")
+    places = text.count("%") + text.count("{")
+    meter.check_size(len(text) + places * _weight(given, meter.limit))
+
+
+@functools.lru_cache(maxsize=32)
+def _compiled(text: str) -> Template:
+    """Return a template that counts, compiled."""
+    return _Environment.like(_plain_template("").environment).from_string(text)
+
+
+@functools.cache
+def _plain() -> Callable[[str], Template]:
+    """Return the compiler of transformers, which from then on is ours inside `_metering`."""
+    from importlib import metadata
+
+    from transformers.utils import chat_template_utils
+
+    compiler = getattr(chat_template_utils, "_compile_jinja_template", None)
+    if compiler is None:
+        raise PackError(
+            f"transformers {metadata.version('transformers')}: chat templates cannot be limited "
+            "with it. Install transformers 5.",
+            "dependency",
+        )
+
+    @functools.wraps(compiler)
+    def dispatch(text: str) -> Template:
+        return compiler(text) if _METER.get() is None else _compiled(text)
+
+    chat_template_utils._compile_jinja_template = dispatch
+    return compiler
+
+
+def _plain_template(text: str) -> Template:
+    return _plain()(text)
+
+
+@contextmanager
+def _metering(given: int) -> Iterator[None]:
+    """Count what templates take that are rendered inside."""
+    _plain()
+    token = _METER.set(_Meter(given))
+    try:
+        yield
+    finally:
+        _METER.reset(token)
+
+
+def template_file(tokenizer: Any) -> Path:
+    """Return the file that a tokenizer's chat template is in."""
+    folder = Path(str(getattr(tokenizer, "name_or_path", "")))
+    names = ("chat_template.jinja", "chat_template.json", "tokenizer_config.json")
+    return next((folder / name for name in names if (folder / name).is_file()), folder / names[-1])
+
+
+@overload
+def render_chat(
+    tokenizer: Any, messages: Sequence[Mapping], *, tokenize: Literal[False], **options: Any
+) -> str: ...
+@overload
+def render_chat(
+    tokenizer: Any, messages: Sequence[Mapping], *, tokenize: Literal[True], **options: Any
+) -> list[int]: ...
+def render_chat(
+    tokenizer: Any, messages: Sequence[Mapping], *, tokenize: bool, **options: Any
+) -> str | list[int]:
+    """Return a conversation as a tokenizer's chat template renders it: its text, or its tokens.
+
+    Args:
+        tokenizer: as mlx-lm wraps it.
+        messages: mappings with ``role`` and ``content``.
+        tokenize: whether tokens are returned.
+        options: of ``apply_chat_template``: ``tools``, ``add_generation_prompt`` and others.
+
+    Raises:
+        PackError: the template rejects this conversation (code ``data``); or it is no template,
+            takes too long, makes too much, or does what the sandbox forbids (``unreadable``).
+    """
+    file = template_file(tokenizer)
+
+    def faulty(fault: str) -> PackError:
+        return PackError(f"{file}: the chat template {fault}. {_REMEDY}", "unreadable")
+
+    def rejects(reason: str) -> PackError:
+        return PackError(f"{file}: the chat template rejects this conversation: {reason}.", "data")
+
+    given = _weight([messages, options.get("tools")])
+    with library_errors(rejects), _metering(given):
+        try:
+            return tokenizer.apply_chat_template(list(messages), tokenize=tokenize, **options)
+        except _LimitReached as error:
+            raise faulty(str(error)) from None
+        except TemplateSyntaxError as error:
+            raise faulty(f"is not valid Jinja in line {error.lineno}: {reason_of(error)}") from None
+        except SecurityError as error:
+            raise faulty(f"does what is not allowed: {reason_of(error)}") from None
+        except (MemoryError, RecursionError):
+            raise faulty("does not come to an end") from None

@@ -1,0 +1,205 @@
+"""Chat templates of a stranger: limits of time and size, and one line that names the template."""
+
+import shutil
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from mlx_packs.bases import chat_template
+from mlx_packs.bases.chat_template import render_chat
+from mlx_packs.bases.files import tiny_checkpoint
+from mlx_packs.data.conversations import Conversation
+from mlx_packs.errors import PackError
+from mlx_packs.inference.generate import chat_prompt
+from tests.helpers.errors import check, raises
+
+CONVERSATION = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes."}]
+LOOP = "{% for i in range(99999) %}%s{% endfor %}"
+ENDLESS = {
+    "loops": LOOP.replace("%s", LOOP).replace("%s", ""),
+    "loops over a list": "{% set r = [1] * 99999 %}"
+    "{% for i in r %}{% for j in r %}{% endfor %}{% endfor %}",
+    "text": "{{ 'a' * 600000000 }}",
+    "more text than memory": "{{ 'a' * 20000000000 }}",
+    "text that is never shown": "{% if false %}{{ 'a' * 600000000 }}{% endif %}x",
+    "number times text": "{{ 600000000 * 'a' }}",
+    "power": "{{ 10 ** 1000000000 }}",
+    "squares": "{% set n = namespace(x=9) %}{% for i in range(50) %}{% set n.x = n.x * n.x %}{% endfor %}",
+    "doubled": "{% set n = namespace(x='a') %}"
+    "{% for i in range(60) %}{% set n.x = n.x ~ n.x %}{% endfor %}{{ n.x }}",
+    "added": "{% set n = namespace(x='a') %}"
+    "{% for i in range(60) %}{% set n.x = n.x + n.x %}{% endfor %}{{ n.x }}",
+    "nested lists": "{% set n = namespace(x=[1]) %}"
+    "{% for i in range(60) %}{% set n.x = [n.x, n.x] %}{% endfor %}{{ n.x }}",
+    "nested mappings": "{% set n = namespace(x={}) %}"
+    "{% for i in range(60) %}{% set n.x = {'a': n.x, 'b': n.x} %}{% endfor %}{{ n.x }}",
+    "output": LOOP.replace("%s", "{{ 'a' * 1000 }}"),
+    "set block": "{% set x %}" + LOOP.replace("%s", "{{ 'a' * 1000 }}") + "{% endset %}",
+    "macros": "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",
+    "recursion": "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+    "recursive loop": "{% for x in [1, 2] recursive %}{{ loop([1, 2]) }}{% endfor %}",
+    "center": "{{ 'a' | center(600000000) }}",
+    "ljust": "{{ 'a'.ljust(600000000) }}",
+    "printf": "{{ '%600000000d' % 1 }}",
+    "printf filter": "{{ '%*d' | format(600000000, 1) }}",
+    "format": "{{ '{:>600000000}'.format(1) }}",
+    "repeated places": "{{ ('{0}' * 1000000).format('a' * 100000) }}",
+    "replace": "{{ ('a' * 100000) | replace('a', 'b' * 100000) }}",
+    "replace method": "{{ ('a' * 100000).replace('a', 'b' * 100000) }}",
+    "join": "{{ range(99999) | join('b' * 100000) }}",
+    "join of characters": "{{ ('a' * 100000) | join('b' * 100000) }}",
+    "join method": "{{ ('b' * 100000).join(['a'] * 100000) }}",
+    "join of map": "{{ range(99999) | map('replace', '', 'a' * 1000) | join }}",
+    "tabs": "{{ ('\\t' * 100000).expandtabs(100000) }}",
+    "indent": "{{ ('\\n' * 100000) | indent(100000) }}",
+    "tojson": "{{ ([1] * 100000) | tojson(indent=100000) }}",
+    "slice": "{{ [1] | slice(1000000000) | list }}",
+    "keys": "{{ dict.fromkeys(range(99999), 'a' * 100000) }}",
+    "lorem": "{{ lipsum(n=1000000) }}",
+}
+
+
+@pytest.fixture
+def with_template(tokenizer, monkeypatch):
+    """The tiny tokenizer with another template."""
+
+    def go(text: str):
+        monkeypatch.setattr(tokenizer._tokenizer, "chat_template", text)
+        return tokenizer
+
+    monkeypatch.setattr(chat_template, "SECONDS", 0.3)
+    return go
+
+
+@pytest.mark.parametrize("text", [pytest.param(text, id=name) for name, text in ENDLESS.items()])
+def test_a_template_without_end_or_measure_is_stopped(with_template, text):
+    start = time.thread_time()
+    try:
+        shown = render_chat(with_template(text), CONVERSATION, tokenize=False)
+    except PackError as error:
+        assert error.code in ("unreadable", "data")
+        assert "chat_template.jinja: the chat template" in error.message
+        assert "\n" not in error.message and len(error.message) < 400
+    else:
+        assert shown == "x"  # what is in no branch that is taken
+    assert time.thread_time() - start < 3  # of 5 seconds for users, 0.3 here
+
+
+FAULTS = {
+    "{% for %}": ("unreadable", "line 1"),
+    "{{ 'a' }": ("unreadable", "line 1"),
+    "{{ nobody.name.first }}": ("data", "nobody"),
+    "{{ raise_exception('Roles must alternate') }}": ("data", "Roles must alternate"),
+    "{{ ''.__class__.__mro__ }}": ("unreadable", "__class__"),
+    "{{ messages.append(1) }}": ("unreadable", "append"),
+    "{{ 1 / 0 }}": ("data", "division"),
+    "{{ messages[0] + 1 }}": ("data", ""),
+    "{{ [] | first | upper | nothing }}": ("unreadable", "nothing"),
+    "{% include '/etc/passwd' %}": ("data", ""),
+    "{% extends 'x' %}": ("data", ""),
+    "{{ '\\ud800' }}": ("data", ""),
+    "(" * 5000 + "{{" + "(" * 5000: ("unreadable", ""),
+    "{{ " + "not " * 50_000 + "1 }}": ("unreadable", "end"),
+}
+
+
+@pytest.mark.parametrize(("text", "expected"), FAULTS.items())
+def test_a_template_with_a_fault_is_one_line(with_template, text, expected):
+    code, name = expected
+    with raises(code, None, "chat_template.jinja", name) as caught:
+        render_chat(with_template(text), CONVERSATION, tokenize=True)
+    assert "\n" not in caught.value.message and len(caught.value.message) < 600
+
+
+def test_a_template_that_is_no_text_is_one_line(with_template):
+    for template in (5, ["a"], {"a": "b"}, {"default": 5}):
+        with pytest.raises(PackError, match="chat template"):
+            render_chat(with_template(template), CONVERSATION, tokenize=False)
+
+
+def test_limits_change_no_rendered_byte(tokenizer):
+    template = tokenizer._tokenizer.chat_template
+    for messages in (CONVERSATION, CONVERSATION * 50, CONVERSATION[:1]):
+        for options in ({}, {"add_generation_prompt": True}, {"tools": [{"name": "a"}]}):
+            for tokenize in (False, True):
+                plain = tokenizer.apply_chat_template(messages, tokenize=tokenize, **options)
+                assert render_chat(tokenizer, messages, tokenize=tokenize, **options) == plain
+    assert tokenizer._tokenizer.chat_template == template
+
+
+USES = """
+{%- macro line(role, text) -%}<{{ role }}>{{ text | trim }}</{{ role }}>{%- endmacro -%}
+{%- set ns = namespace(seen=[], text='', system=none) -%}
+{%- for m in messages if m.content is string -%}
+  {%- if loop.first and m.role == 'system' %}{% set ns.system = m.content %}{% continue %}{% endif -%}
+  {%- set ns.seen = ns.seen + [m.role] -%}
+  {%- set ns.text = ns.text ~ line(m['role'], m.content) ~ ('%03d|' % loop.index) -%}
+  {{- '{:>6}'.format(loop.index) + ' ' * 2 + m.content.replace('\\n', ' ').split(' ')[-1] | upper }}
+{% endfor -%}
+{{ ns.text }}{{ ns.seen | join(', ') }}{{ {'a': 1, 'b': [1, (2, 3)]} | tojson(indent=2) }}
+{% for x in messages | map(attribute='role') | unique | sort recursive %}{{ x }}{{ 2 ** 10 }}{% endfor %}
+{% generation %}{{ messages | length }}{% endgeneration %}{{ '%s of %s' | format(1, 2) }}
+{%- set block %}{{ messages[-1].role | center(20) }}{% endset %}{{ block | indent(4) }}
+{% filter upper %}{{ messages | selectattr('role', 'equalto', 'user') | list | length }}x{% endfilter %}
+{% for role in ['a', 'b'] %}{{ loop.cycle('x', 'y') }}{{ cycler('m', 'n').next() }}{% else %}none{% endfor %}
+"""
+
+
+def test_what_templates_use_is_rendered_as_by_transformers(with_template):
+    tokenizer = with_template(USES)
+    plain = tokenizer.apply_chat_template(CONVERSATION * 3, tokenize=False)
+    assert "YES" in plain
+    assert render_chat(tokenizer, CONVERSATION * 3, tokenize=False) == plain
+
+
+def test_a_long_conversation_is_within_the_limits(with_template):
+    tokenizer = with_template(
+        "{% for m in messages %}{{ m.content | replace('a', 'bb') }}{% endfor %}"
+    )
+    messages = [{"role": "user", "content": "a" * 1000}] * 5000
+    assert len(render_chat(tokenizer, messages, tokenize=False)) == 10**7
+
+
+def test_others_who_render_are_not_limited(with_template):
+    tokenizer = with_template("{{ 'a' * 9000000 }}")
+    with raises("unreadable"):
+        render_chat(tokenizer, CONVERSATION, tokenize=False)
+    assert len(tokenizer.apply_chat_template(CONVERSATION, tokenize=False)) == 9_000_000
+
+
+def test_a_row_that_the_template_rejects_is_named(with_template):
+    tokenizer = with_template("{{ raise_exception('no') }}")
+    with raises("data", None, "d.jsonl:3: ", "chat_template.jinja", "no"):
+        Conversation("d.jsonl:3", CONVERSATION, None, tokenizer).supervised("all")
+
+
+def test_an_answer_is_not_looked_for_with_a_template_that_does_not_end(with_template):
+    """Where an answer stands is found by several renderings; the first that is stopped is the last."""
+    tokenizer = with_template(
+        "{% if add_generation_prompt %}" + ENDLESS["loops"] + "{% endif %}{{ messages | length }}"
+    )
+    with raises("unreadable", None, "chat_template.jinja", "seconds"):
+        Conversation("d.jsonl:3", CONVERSATION, None, tokenizer).supervised("assistant")
+
+
+def test_the_template_of_a_prompt_is_named(with_template):
+    base = SimpleNamespace(tokenizer=with_template("{{ 1 / 0 }}"), name="tiny")
+    with raises("data", None, "chat_template.jinja"):
+        chat_prompt(base, CONVERSATION[:1])
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "train --model b --data d --show-mask",
+        "train --model b --data d --out p -q",
+        "generate --model b --prompt Hi",
+        "eval o --model b --data d",
+    ],
+)
+def test_commands_name_the_template(trained_copy, rejected, command):
+    shutil.copytree(tiny_checkpoint(), "b")
+    Path("b/chat_template.jinja").write_text("{{ 'a' * 20000000000 }}")
+    check(rejected(*command.split()), "unreadable", None, "b/chat_template.jinja: ")
