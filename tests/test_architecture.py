@@ -131,3 +131,58 @@ def test_only_facades_take_more_than_eight_parameters():
                 if len([a for a in arguments if a.arg not in ("self", "cls")]) > 8:
                     facades.add(node.name)
     assert facades == FACADES
+
+
+# Who reads a file otherwise than by `reading`, and why.
+OWN_READERS = {
+    "ops/_backend.py": "the program's own kernels",
+    "runtime.py": "/proc and /sys",
+    "__init__.py": "the program's own stub",
+    "convert/merge_plan.py": "mx.load, of files that were checked",
+    "bases/writer.py": "mx.load, of files that were checked",
+    "bases/encoder.py": "mx.load, of files that were checked",
+    "bases/mapped_embedding.py": "mapped, of files that were checked",
+    "data/token_cache.py": "a cache that it writes",
+    "objectives/state_store.py": "a file that it makes",
+    "files.py": "what was just written",
+    # not yet
+    **dict.fromkeys(("packs/manifest.py", "packs/share.py"), "a pack"),
+    **dict.fromkeys(("data/rows.py", "data/formats.py"), "rows"),
+    **dict.fromkeys(("training/checkpoint.py", "training/run_folder.py"), "a run"),
+    **dict.fromkeys(("training/layer_trainer.py", "training/run.py"), "a run"),
+}
+READS = {"open", "read_text", "read_bytes", "safe_open"}
+PARSERS = {
+    "json.loads",
+    "json.load",
+    "yaml.load",
+    "yaml.safe_load",
+    "mx.load",
+    "np.load",
+    "np.memmap",
+}
+WRITES = {"w", "wb", "a", "ab"}
+
+
+def reads_of(file: Path) -> Iterator[int]:
+    """Lines of a module that open or parse a file; what was just written as text does not count."""
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if not isinstance(node, ast.Call):
+            continue
+        function = ast.unparse(node.func)
+        owner, _, name = function.rpartition(".")
+        modes = {arg.value for arg in node.args if isinstance(arg, ast.Constant)}
+        written = [ast.unparse(arg).startswith(("json.dumps", "to_json")) for arg in node.args]
+        reads = name in READS and owner != "Pack" and not modes & WRITES
+        if reads or (function in PARSERS and not any(written)):
+            yield node.lineno
+
+
+def test_files_of_others_are_read_by_one_module():
+    lines = {
+        file.relative_to(PACKAGE).as_posix(): lines
+        for file in sorted(PACKAGE.rglob("*.py"))
+        if (lines := list(reads_of(file)))
+    }
+    lines.pop("reading.py")
+    assert set(lines) <= set(OWN_READERS), lines
