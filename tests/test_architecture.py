@@ -141,6 +141,7 @@ OWN_READERS = {
     "convert/merge_plan.py": "mx.load, of files that were checked",
     "bases/writer.py": "mx.load, of files that were checked",
     "bases/encoder.py": "mx.load, of files that were checked",
+    "bases/fingerprint.py": "weights, of files that were checked",
     "bases/mapped_embedding.py": "mapped, of files that were checked",
     "data/token_cache.py": "a cache that it writes",
     "objectives/state_store.py": "a file that it makes",

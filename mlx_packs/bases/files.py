@@ -132,6 +132,8 @@ def _missing_shards(path: Path) -> list[str]:
 
 
 _TEXT_BYTES = 256 << 20
+
+
 def check_files(path: Path) -> dict:
     """Check that all weights of a checkpoint are there and readable by MLX; return its config.json."""
     files = weight_files(path)
