@@ -137,6 +137,7 @@ def test_only_facades_take_more_than_eight_parameters():
 OWN_READERS = {
     "ops/_backend.py": "the program's own kernels",
     "runtime.py": "/proc and /sys",
+    "elf.py": "libraries of this process",
     "__init__.py": "the program's own stub",
     "convert/merge_plan.py": "mx.load, of files that were checked",
     "bases/writer.py": "mx.load, of files that were checked",
