@@ -146,10 +146,11 @@ OWN_READERS = {
     "bases/mapped_embedding.py": "mapped, of files that were checked",
     "data/token_cache.py": "a cache that it writes",
     "objectives/state_store.py": "a file that it makes",
-    "files.py": "what was just written",
+    **dict.fromkeys(("files.py", "filesystem.py", "leftovers.py"), "what it writes, and locks"),
+    "data/token_store.py": "a file that it makes",
     # not yet
     **dict.fromkeys(("packs/manifest.py", "packs/share.py"), "a pack"),
-    **dict.fromkeys(("data/rows.py", "data/formats.py"), "rows"),
+    **dict.fromkeys(("data/rows.py", "data/formats.py", "data/json_lines.py"), "rows"),
     **dict.fromkeys(("training/checkpoint.py", "training/run_folder.py"), "a run"),
     **dict.fromkeys(("training/layer_trainer.py", "training/run.py"), "a run"),
 }
