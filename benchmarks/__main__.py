@@ -14,6 +14,7 @@ NAMES = (
     "swap",
     "ops",
     "steady",
+    "soak",
     "profile",
     "timeline",
     "whole",
