@@ -20,15 +20,21 @@ def names_of(component: dict) -> list[str]:
     for entry in component.get("licenses", ()):
         stated = entry.get("license", {})
         name = entry.get("expression") or stated.get("id") or stated.get("name", "")
-        if "license file: " not in name:
+        if not name.startswith("declared license "):  # its text, without a name
             names.append(name.removeprefix("License :: ").removeprefix("OSI Approved :: "))
     return list(dict.fromkeys(names))
 
 
 def texts_of(component: dict) -> list[str]:
     """Return the texts of a component's licence files."""
-    texts = [entry.get("license", {}).get("text") for entry in component.get("licenses", ())]
-    return [base64.b64decode(t["content"]).decode("utf-8", "replace").strip() for t in texts if t]
+    texts = []
+    for entry in component.get("licenses", ()):
+        if text := entry.get("license", {}).get("text"):
+            content = text["content"]
+            if text.get("encoding") == "base64":
+                content = base64.b64decode(content).decode("utf-8", "replace")
+            texts.append(content.strip())
+    return texts
 
 
 def document(sbom: dict) -> str:
