@@ -9,7 +9,7 @@ PACKAGE = Path(__file__).parents[1] / "mlx_packs"
 
 # A package (or module at the top) imports only from those above it, and from itself.
 LAYERS = """
-errors elf fork blas runtime kinds reading filesystem leftovers files display gates measurements chips
+errors elf fork blas runtime kinds reading hashes filesystem leftovers files display gates measurements chips
 schedules config ops optim nn bases adapters data objectives packs memory inference evaluation training
 convert bench cli
 """.split()

@@ -9,6 +9,8 @@ from ..config.choices import ARCHITECTURES, ArchitectureFacts, architecture_of
 from ..config.parse import current_keys
 from ..config.schema import COLUMN_SETTINGS
 from ..errors import PackError
+from ..files import to_json
+from ..hashes import check_seal, sealed, without_seal
 from ..kinds import MISSING, check_keys, check_kind
 
 FORMAT_VERSION = 1
@@ -113,13 +115,18 @@ _QUANTIZATION = {
 
 
 def read_manifest(file: Path) -> dict:
-    """Return the manifest in a file, with every key checked that this program reads."""
+    """Return the manifest in a file, with every key checked that this program reads.
+
+    Its own hash, which manifests of early versions lack, is checked and left out.
+    """
     try:
         manifest = json.loads(file.read_text(encoding="utf-8"))
         check_kind("it", manifest, "a mapping")
         version = manifest.get("format_version", MISSING)
         check_kind("format_version", version, "an integer above 0")
         if version <= FORMAT_VERSION:
+            check_seal(manifest)
+            manifest = without_seal(manifest)
             check_manifest(manifest)
             manifest |= {
                 part: current_keys(manifest[part])
@@ -135,6 +142,11 @@ def read_manifest(file: Path) -> dict:
             "unsupported",
         )
     return manifest
+
+
+def manifest_text(manifest: dict) -> str:
+    """Return what the file of a manifest contains: itself, and its hash."""
+    return to_json(sealed(manifest))
 
 
 def check_manifest(manifest: dict, with_files: bool = True) -> None:

@@ -29,7 +29,8 @@ from ..bases.model import BaseModel
 from ..bases.weight_formats import format_name
 from ..errors import PackError
 from ..files import atomic_folder, atomic_write, save_tensors, to_json
-from ..reading import read_tensors, sha256
+from ..hashes import file_facts
+from ..reading import read_tensors
 from ..runtime import mx
 from .card import model_card
 from .folder import check_output, open_folder, verify_hashes
@@ -45,6 +46,7 @@ from .manifest import (
     adapter_config,
     check_manifest,
     check_quantization,
+    manifest_text,
     read_pin,
     replaced_of,
     shapes_of,
@@ -203,25 +205,22 @@ class Pack:
             if config := adapter_config(self.manifest):
                 (partial / ADAPTER_CONFIG).write_text(to_json(config))
             (partial / CARD).write_text(model_card(self.manifest, folder.name), encoding="utf-8")
-            files = {
-                name: {"bytes": (partial / name).stat().st_size, "sha256": sha256(partial / name)}
-                for name in (ADAPTERS, ADAPTER_CONFIG, CARD)
-                if (partial / name).is_file()
-            }
+            written = (ADAPTERS, ADAPTER_CONFIG, CARD)
+            files = file_facts(partial, (n for n in written if (partial / n).is_file()))
             profile = "lite" if files[ADAPTERS]["bytes"] <= LITE_MB * 1e6 else "heavy"
             manifest = {**self.manifest, "profile": profile, "files": files}
             try:
                 check_manifest(manifest)
             except ValueError as error:
                 raise PackError(f"{folder}: the manifest would be faulty ({error}).") from None
-            (partial / MANIFEST).write_text(to_json(manifest), encoding="utf-8")
+            (partial / MANIFEST).write_text(manifest_text(manifest), encoding="utf-8")
         self.path, self.manifest = folder, manifest
         return self
 
     def note(self, **facts: object) -> None:
         """Add facts to the manifest of a saved pack; its other files stay as they are."""
         self.manifest = {**self.manifest, **facts}
-        atomic_write(self.path / MANIFEST, to_json(self.manifest))
+        atomic_write(self.path / MANIFEST, manifest_text(self.manifest))
 
     def check_base(self, base: BaseModel) -> None:
         """Raise a PackError unless a base is the one that the pack was trained on."""

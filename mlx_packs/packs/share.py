@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING
 
 from ..display import QUIET, Display
 from ..errors import PackError
-from ..files import atomic_folder, atomic_write, to_json
+from ..files import atomic_folder, atomic_write
 from ..reading import sha256
 from .card import model_card
 from .hub import cache_roots, check_names, errors_of_hub, fetch, http_errors, split_name
-from .manifest import ADAPTER_CONFIG, CARD, HUB_ID, MAIN, MANIFEST, read_pin
+from .manifest import ADAPTER_CONFIG, CARD, HUB_ID, MAIN, MANIFEST, manifest_text, read_pin
 from .pack import Pack
 
 if TYPE_CHECKING:
@@ -171,7 +171,7 @@ def _rewritten(pack: Pack, manifest: dict) -> Pack:
         card = partial / CARD  # a link is replaced, never written through
         atomic_write(card, model_card(manifest, pack.path.resolve().name))
         manifest["files"][CARD] = {"bytes": card.stat().st_size, "sha256": sha256(card)}
-        atomic_write(partial / MANIFEST, to_json(manifest))
+        atomic_write(partial / MANIFEST, manifest_text(manifest))
     return Pack.open(pack.path)
 
 

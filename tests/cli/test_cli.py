@@ -16,6 +16,7 @@ from mlx_packs.bases.files import tiny_checkpoint
 from mlx_packs.chips import CHIPS
 from mlx_packs.cli.doctor import report_lines
 from mlx_packs.cli.main import packs
+from mlx_packs.hashes import sealed
 from mlx_packs.nn.quantized import replace_modules
 from mlx_packs.ops import _backend, diagnostics
 from mlx_packs.ops.diagnostics import examine_kernel, examine_machine, kernel_instances
@@ -47,7 +48,7 @@ def invoke(*arguments) -> Result:
 
 def test_inspect_prints_the_manifest_with_hashes(answers):
     manifest = json.loads(invoke("inspect", answers / "pack", "--json").stdout)
-    assert manifest == json.loads((answers / "pack" / "pack.json").read_text())
+    assert sealed(manifest) == json.loads((answers / "pack" / "pack.json").read_text())
     assert set(manifest["files"]) == {"adapters.safetensors", "adapter_config.json", "README.md"}
     text = invoke("inspect", answers / "pack").stdout
     assert "rank 4 · scale 2.0" in text and manifest["files"]["README.md"]["sha256"] in text

@@ -14,6 +14,7 @@ from mlx_packs.bases import writer
 from mlx_packs.bases.quantization import QuantizeOptions
 from mlx_packs.bases.writer import quantize, verify
 from mlx_packs.convert.merge import merge_pack
+from mlx_packs.hashes import file_facts
 from mlx_packs.packs.manifest import ADAPTERS
 from mlx_packs.reading import sha256
 from mlx_packs.runtime import mx
@@ -28,7 +29,7 @@ from tests.helpers.checkpoints import (
 )
 from tests.helpers.errors import raises
 from tests.helpers.models import model_of
-from tests.helpers.packs import random_pack
+from tests.helpers.packs import edit_manifest, random_pack
 
 TARGETS = {
     "gpt2": ("c_attn", "attn.c_proj"),
@@ -282,10 +283,8 @@ def test_nan_in_the_pack_stops_the_merge(faint, tmp_path):
     name = next(iter(bad))
     bad[name] = mx.full(bad[name].shape, float("nan"))
     mx.save_safetensors(str(pack.path / ADAPTERS), bad)
-    manifest = json.loads((pack.path / "pack.json").read_text())
-    manifest["files"][ADAPTERS]["sha256"] = sha256(pack.path / ADAPTERS)
-    manifest["files"][ADAPTERS]["bytes"] = (pack.path / ADAPTERS).stat().st_size
-    (pack.path / "pack.json").write_text(json.dumps(manifest))
+    facts = file_facts(pack.path, [ADAPTERS])
+    edit_manifest(pack.path, lambda m: m["files"].update(facts))
     with raises("unreadable", None, name):
         merge_pack(Pack.open(pack.path), base, tmp_path / "out")
     assert not (tmp_path / "out").exists()

@@ -24,7 +24,7 @@ from mlx_packs.objectives.causal_lm import split_head
 from mlx_packs.runtime import mx
 from tests.helpers.errors import check, raises
 from tests.helpers.models import base_of
-from tests.helpers.packs import random_pack
+from tests.helpers.packs import edit_manifest, random_pack
 from tests.helpers.rows import chat, write_rows
 
 ROWS = [
@@ -336,9 +336,7 @@ def test_eval_batch_rejects_in_one_line(packs_here, run, args, code, flag, names
     monkeypatch.delattr(comparison, "_score_all")  # before anything is scored
     Path("empty.jsonl").write_text("")
     shutil.copytree("a", "stranger")
-    manifest = json.loads(Path("stranger/pack.json").read_text())
-    manifest["base"]["fingerprint"] = "f" * 64
-    Path("stranger/pack.json").write_text(json.dumps(manifest))
+    edit_manifest(Path("stranger"), lambda m: m["base"].update(fingerprint="f" * 64))
     more = () if "--data" in args else ("--data", "rows")
     status, out, err = run("eval-batch", *args, *more)
     lines = [line for line in err.splitlines() if line.startswith("packs: ")]
@@ -348,9 +346,8 @@ def test_eval_batch_rejects_in_one_line(packs_here, run, args, code, flag, names
 
 def test_eval_names_both_bases_of_a_sum(packs_here, run):
     shutil.copytree("a", "other")
-    manifest = json.loads(Path("other/pack.json").read_text())
-    manifest["base"].update(fingerprint="e" * 64, id="elsewhere")
-    Path("other/pack.json").write_text(json.dumps(manifest))
+    other = {"fingerprint": "e" * 64, "id": "elsewhere"}
+    edit_manifest(Path("other"), lambda m: m["base"].update(other))
     assert run("eval", "--pack", "a=0.5", "--pack", "other=0.5")[0] == 2
     check(run.error, "mismatch", None, "other", "elsewhere", "tiny")
 

@@ -8,6 +8,7 @@ from mlx_packs import LoRAConfig, Pack
 from mlx_packs.adapters.lora import Attached, attach
 from mlx_packs.adapters.tensors import merged_weight
 from mlx_packs.bases.model import BaseModel
+from mlx_packs.hashes import sealed
 from mlx_packs.runtime import mx
 
 BASE = {
@@ -70,11 +71,11 @@ def write_pack(folder: Path, width: int = 64, rank: int = 2, base: dict = BASE, 
 
 
 def edit_manifest(folder: Path, change: Callable[[dict], object]) -> None:
-    """Change the manifest of a pack in place."""
+    """Change the manifest of a pack in place, as if it had been written so."""
     file = folder / "pack.json"
     manifest = json.loads(file.read_text())
     change(manifest)
-    file.write_text(json.dumps(manifest))
+    file.write_text(json.dumps(sealed(manifest)))
 
 
 def merged_weights(attached: Attached) -> dict[str, mx.array]:

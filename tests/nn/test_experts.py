@@ -28,7 +28,7 @@ from tests.helpers.families import (
     randomized,
     targets_of,
 )
-from tests.helpers.packs import merged_weights
+from tests.helpers.packs import edit_manifest, merged_weights
 from tests.helpers.rows import write_rows
 
 RANK = 2
@@ -150,10 +150,11 @@ def test_train_inspect_apply_and_generate_with_experts(run, tmp_path):
     )
     assert code == 0, err
 
-    manifest = json.loads((pack / "pack.json").read_text())
-    for entry in manifest["adapters"]["modules"]:
-        if "experts" in entry:
-            entry["experts"] = 5
-    (pack / "pack.json").write_text(json.dumps(manifest))
+    def more_experts(manifest):
+        for entry in manifest["adapters"]["modules"]:
+            if "experts" in entry:
+                entry["experts"] = 5
+
+    edit_manifest(pack, more_experts)
     assert run("apply", pack, "--model", folder, "--dry-run")[0] == 2
     check(run.error, "mismatch", None, "adapters.safetensors: ", "(4, 2, 32)", "(5, 2, 32)")

@@ -14,6 +14,7 @@ from huggingface_hub import ModelCard, constants
 
 import mlx_packs as mp
 from mlx_packs import Pack
+from mlx_packs.hashes import sealed
 from mlx_packs.packs.hub import MAIN, split_name
 from mlx_packs.packs.share import prepare
 from mlx_packs.reading import sha256
@@ -66,7 +67,7 @@ def serve(hub: LocalHub, pack: Path, change=None, **files: bytes) -> str:
     if change is not None:
         manifest = json.loads(result["pack.json"])
         change(manifest)
-        result["pack.json"] = json.dumps(manifest).encode()
+        result["pack.json"] = json.dumps(sealed(manifest)).encode()
     return hub.repos.setdefault("me/evil", Repo()).commit(result)
 
 
