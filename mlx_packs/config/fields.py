@@ -42,6 +42,7 @@ class Facts:
     phase: bool = False  # whether a phase of a run may have its own
     column: bool = False  # whether it names a column of the data
     memory: bool = False  # whether the peak memory of a run depends on it
+    disk: bool = False  # whether the disk space of a run depends on it
     # Whether it may differ when a run is resumed. "without-dropout": a change keeps the results up
     # to rounding, but dropout would draw other masks.
     resumable: bool | Literal["without-dropout"] = False

@@ -153,7 +153,7 @@ class TrainConfig(TrainConflicts):
         choices=tuple(METHODS),
         memory=True,
     )
-    iters: int = _schedule(600, "Batches to train on.", at_least=1, resumable=True)
+    iters: int = _schedule(600, "Batches to train on.", at_least=1, resumable=True, disk=True)
     batch_size: int = _optimization(
         4,
         "Examples per batch.",
@@ -360,10 +360,14 @@ class TrainConfig(TrainConflicts):
     )
     steps_per_report: int = _output(10, "Batches between log lines.", at_least=1, resumable=True)
     steps_per_eval: int = _evaluation(
-        200, "Batches between evaluations on the validation examples.", at_least=1
+        200, "Batches between evaluations on the validation examples.", at_least=1, disk=True
     )
     val_batches: int = _evaluation(
-        25, "Validation batches per evaluation; -1 uses all, 0 none.", at_least=0, or_all=True
+        25,
+        "Validation batches per evaluation; -1 uses all, 0 none.",
+        at_least=0,
+        or_all=True,
+        disk=True,
     )
     test_batches: int = _evaluation(
         -1,
@@ -372,14 +376,16 @@ class TrainConfig(TrainConflicts):
         or_all=True,
     )
     save_every: int = _output(
-        100, "Batches between checkpoints in the run folder.", at_least=1, resumable=True
+        100, "Batches between checkpoints in the run folder.", at_least=1, resumable=True, disk=True
     )
-    keep_last: int | None = _output(
-        None,
-        "Keep only the last N checkpoints of the run folder.",
-        shown_default="all",
+    keep_last: int = _output(
+        3,
+        "Checkpoints of the run folder to keep: the last N, and the one with the lowest validation "
+        "loss; -1 keeps all.",
         at_least=1,
+        or_all=True,
         resumable=True,
+        disk=True,
     )
     clear_cache_threshold: int | None = _memory(
         None,
@@ -394,6 +400,7 @@ class TrainConfig(TrainConflicts):
         "Dtype of the adapters in the pack; the final evaluation uses it too.",
         choices=("float32", "bfloat16", "float16"),
         resumable=True,
+        disk=True,
     )
     max_pack_mb: float | None = _gate(
         None, "Gate: exit with code 1 if the pack is larger than MB megabytes.", metavar="MB"

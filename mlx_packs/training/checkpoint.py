@@ -1,14 +1,16 @@
-"""Checkpoints: all that the next step depends on, written atomically.
+"""Checkpoints: all that the next step depends on, written atomically, with the hash of every file.
 
 A checkpoint holds the adapters, the optimizer's state, the random state, and how many batches were
-taken (the order of the data is a function of the seed).
+taken (the order of the data is a function of the seed). ``state.json`` has the hashes of the other
+files, and one of itself.
 """
 
-import json
 import math
+import re
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from types import NoneType
+from typing import Any, get_args
 
 import mlx.optimizers as optimizers
 from mlx.utils import tree_flatten, tree_unflatten
@@ -16,17 +18,21 @@ from mlx.utils import tree_flatten, tree_unflatten
 from ..adapters.method import Trainable
 from ..adapters.spec import check_shapes
 from ..errors import PackError
-from ..files import atomic_folder, atomic_write, save_tensors, to_json
+from ..files import atomic_folder, save_tensors, to_json
 from ..filesystem import sync
-from ..reading import read_header
+from ..hashes import SEAL, check_files, check_seal, file_facts, sealed
+from ..reading import read_header, read_json
 from ..runtime import mx
 from .loss_scale import KEY, is_scaled
-from .run_folder import LATEST, METRICS
 
 ADAPTERS = "adapters.safetensors"
 OPTIMIZER = "optimizer.safetensors"
 STATE = "state.json"
-_ADDED_LATER = {"grad_norm", "window"}  # absent from the checkpoints of early versions
+METRICS = "metrics.jsonl"  # of the run, beside its checkpoints
+_ADDED_LATER = {"grad_norm", "window", "valid_loss"}  # absent in early versions
+_FILES = "files"  # in the state: size and hash of each
+_PREFIX = "step-"
+NAME = re.compile(_PREFIX + r"\d{6,}")  # of a checkpoint
 
 
 @dataclass
@@ -66,6 +72,7 @@ class TrainingState:
     train_s: float = 0.0  # spent in steps
     grad_norm: float = 0.0  # of the last update
     window: Window = field(default_factory=Window)  # for the next report
+    valid_loss: float | None = None  # of exactly these weights; None where it was not measured
 
     def count(self, loss: float, targets: int, norm: float | None, seconds: float) -> None:
         """Count a batch; ``norm`` is the gradient norm of its update, None without an update."""
@@ -73,6 +80,7 @@ class TrainingState:
         if norm is not None:
             self.updates += 1
             self.grad_norm = norm
+            self.valid_loss = None
         self.trained_tokens += targets
         self.train_s += seconds
         self.window.add(loss, targets, seconds)
@@ -81,20 +89,41 @@ class TrainingState:
 def save_checkpoint(
     run: Path, trainable: Trainable, optimizer: optimizers.Optimizer, state: TrainingState
 ) -> Path:
-    """Write a checkpoint into a run folder, let `latest` name it, and return its folder."""
-    folder = run / f"step-{state.batches:06d}"
+    """Write a checkpoint into a run folder and return its folder."""
+    folder = run / f"{_PREFIX}{state.batches:06d}"
     with atomic_folder(folder, replace=True) as partial:
         save_tensors(partial / ADAPTERS, trainable.tensors())
         arrays = dict(tree_flatten(optimizer.state))
         arrays["random"] = mx.random.state[0]
         save_tensors(partial / OPTIMIZER, arrays)
-        (partial / STATE).write_text(to_json(asdict(state)))
-        if (run / METRICS).is_file():
-            sync(
-                run / METRICS, through_drive=False
-            )  # the lines up to here; the folder is synced next
-    atomic_write(run / LATEST, folder.name + "\n")
+        content = {**asdict(state), _FILES: file_facts(partial, (ADAPTERS, OPTIMIZER))}
+        (partial / STATE).write_text(to_json(sealed(content)), encoding="utf-8")
+        if (run / METRICS).is_file():  # the lines up to here; the folder is synced next
+            sync(run / METRICS, through_drive=False)
     return folder
+
+
+def batches_of(checkpoint: Path) -> int:
+    """Return the number of batches in the name of a checkpoint."""
+    return int(checkpoint.name.removeprefix(_PREFIX))
+
+
+def check_checkpoint(folder: Path) -> bool:
+    """Check every file of a checkpoint; return whether it has hashes, as early versions did not.
+
+    Raises:
+        PackError: a file is missing or damaged.
+    """
+    _, facts = _read_state(folder)
+    try:
+        if facts is None:
+            for name in (ADAPTERS, OPTIMIZER):
+                read_header(folder / name)
+        else:
+            check_files(folder, facts)
+    except (OSError, ValueError) as error:
+        raise _damaged(folder, error) from None
+    return facts is not None
 
 
 def load_checkpoint(
@@ -145,13 +174,35 @@ def set_random_state(key: mx.array) -> None:
 
 def read_training_state(folder: Path) -> TrainingState:
     """Return the progress stored in a checkpoint."""
+    return _read_state(folder)[0]
+
+
+def _read_state(folder: Path) -> tuple[TrainingState, dict | None]:
+    """Return the progress, and size and hash of the other files; None without hashes."""
     try:
-        state = _from_json(TrainingState, json.loads((folder / STATE).read_text(encoding="utf-8")))
+        content, facts = read_json(folder / STATE), None
+        if SEAL in content or _FILES in content:
+            check_seal(content)
+            del content[SEAL]
+            facts = _checked_facts(content.pop(_FILES))
+        state = _from_json(TrainingState, content)
         if state.batches and not state.train_s:
             raise ValueError(f"{STATE}: train_s must be positive after {state.batches} batches")
-        return state
-    except (OSError, ValueError, TypeError) as error:
+        if state.batches != batches_of(folder):
+            raise ValueError(f"{STATE} is of batch {state.batches}")
+        return state, facts
+    except (OSError, ValueError, TypeError, KeyError) as error:
         raise _damaged(folder, error) from None
+
+
+def _checked_facts(facts: object) -> dict:
+    """Return size and hash of each file of a checkpoint, if that is what they are."""
+    if not isinstance(facts, dict) or set(facts) != {ADAPTERS, OPTIMIZER}:
+        raise ValueError(f"{STATE}: {_FILES} must name {ADAPTERS} and {OPTIMIZER}")
+    for name, entry in facts.items():
+        if not isinstance(entry, dict) or set(entry) != {"bytes", "sha256"}:
+            raise ValueError(f"{STATE}: {_FILES}.{name} must have bytes and sha256")
+    return facts
 
 
 def _damaged(folder: Path, error: Exception) -> PackError:
@@ -165,9 +216,13 @@ def _from_json(cls: type, value: object, prefix: str = "") -> Any:
         raise ValueError(f"{STATE} must hold {', '.join(prefix + name for name in kinds)}")
     entries = dict(value)
     for key, number in entries.items():
-        if kinds[key] is Window:
+        kind = kinds[key]
+        optional = NoneType in get_args(kind)
+        if kind is Window:
             entries[key] = _from_json(Window, number, f"{key}.")
-        elif type(number) not in (int, kinds[key]) or not math.isfinite(number) or number < 0:
+        elif optional and number is None:
+            continue
+        elif type(number) not in (int, kind, *get_args(kind)) or not 0 <= number < math.inf:
             raise ValueError(
                 f"{STATE}: {prefix}{key} must be a number of 0 or more, but is {number!r}"
             )

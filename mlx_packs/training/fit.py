@@ -68,12 +68,15 @@ class Fit:
         """
         run, display = self.run, self.run.display
         mx.random.seed(run.train.seed)
-        checkpoint = latest_checkpoint(run.folder) if run.resume else None
-        if checkpoint is not None:
+        checkpoint = None
+        if (point := run.resume_point) is not None:
+            checkpoint = point.folder
             self.state = read_training_state(checkpoint)
             self.curve.extend(read_metrics(run.folder, self.state.batches))
+            for fault in point.damaged:
+                display.line("note", fault)
             batches = f"batch {self.state.batches} of {run.goal.stop}"
-            display.line("resume", f"{run.folder}: {batches}")
+            display.line("resume", f"{run.folder}: {batches} ({point.why})")
         self.scores, optimizer = [before], None
         mx.reset_peak_memory()
         for phase in run.phases:

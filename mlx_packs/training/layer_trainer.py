@@ -33,7 +33,7 @@ from .checkpoint import TrainingState, load_checkpoint, save_checkpoint, set_ran
 from .layer_graphs import Graph, GraphCache
 from .layer_losses import Forward, LMLoss, UserLoss, lm_batch, sequence_forward
 from .registered_layer import LAYER_NAME, RegisteredLayer, adapt, adapters_module
-from .run_folder import check_unchanged, latest_checkpoint
+from .run_folder import check_unchanged, resume_point
 from .step import not_finite
 
 LAYERS = "layers.json"
@@ -377,17 +377,16 @@ class LayerTrainer:
         return save_checkpoint(run, self, self.optimizer, self._state)
 
     def resume(self, folder: str | Path) -> None:
-        """Continue from the last checkpoint of a folder, bit-identically.
+        """Continue from the newest checkpoint of a folder that is not damaged, bit-identically.
 
         Raises:
             PackError: if it is of other layers or settings, or of another optimizer.
         """
         run = Path(folder).expanduser()
-        if (checkpoint := latest_checkpoint(run)) is None:
-            raise PackError(f"{run}: has no checkpoint to continue from.", "not-found")
+        checkpoint = resume_point(run).folder
         try:
             then = json.loads((run / LAYERS).read_text(encoding="utf-8"))
-        except (OSError, ValueError):
+        except (OSError, ValueError, RecursionError):
             raise PackError(f"{run / LAYERS}: cannot be read as JSON.", "unreadable") from None
         now = json.loads(to_json(self._identity()))
         check_unchanged(str(run), then if isinstance(then, dict) else {}, now)

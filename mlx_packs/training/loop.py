@@ -190,6 +190,7 @@ class Loop:
     def _validate(self) -> None:
         start = time.perf_counter()
         score = self._score(self.validation)
+        self.state.valid_loss = score.nll if math.isfinite(score.nll) else None
         self.trainable.model.train()
         seconds = time.perf_counter() - start
         line = self._line(score.log_entry())

@@ -7,7 +7,6 @@ from ..errors import Float16Overflow
 from ..packs.base import Base
 from ..runtime import mx
 from .checkpoint import has_loss_scale
-from .run_folder import latest_checkpoint
 from .settings import Run
 
 _PROBED = 512  # tokens
@@ -16,14 +15,14 @@ _PROBED = 512  # tokens
 def run_dtype(run: Run, config: Mapping) -> ComputeDtype:
     """Return the dtype of a run on a base that is to be loaded.
 
-    A resumed run stays in float16, or out of it, as its last checkpoint is.
+    A resumed run stays in float16, or out of it, as its checkpoint is.
     """
     if run.overflow:
         return ComputeDtype("bfloat16", run.overflow, "bfloat16")
     dtype = choose_compute_dtype(config, run.train.compute_dtype, run.train.trains_base)
-    checkpoint = latest_checkpoint(run.folder) if run.resume else None
-    if checkpoint is None or dtype.name == "float32":
+    if run.resume_point is None or dtype.name == "float32":
         return dtype
+    checkpoint = run.resume_point.folder
     was_float16 = has_loss_scale(checkpoint)
     if was_float16 == (dtype.name == "float16"):
         return dtype

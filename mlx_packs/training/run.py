@@ -43,7 +43,7 @@ from .observers.trackers import check_report_to
 from .phases import left_out_rows, resolve_phases
 from .planning import MemoryChoice, check_headers, fit_into_memory, matmul_paths_by_name
 from .precision import run_dtype, show_dtype
-from .run_folder import check_resumable, clear_run, write_identity
+from .run_folder import check_resumable, clear_run, resume_point, write_identity
 from .settings import Run
 from .tasks.task import Summary, Task, make_task
 
@@ -121,7 +121,7 @@ def train_pack(  # noqa: PLR0913 (the public face)
         report_to: Experiment trackers: wandb, swanlab or both (comma).
         project_name: The trackers' project.
         trust_remote_code: Allow executing Python code shipped with the base.
-        force: Train even if the estimate is more memory than there is.
+        force: Train even if the estimate is more memory or disk than there is.
         display: Where messages for people go; nowhere by default.
 
     Returns:
@@ -185,6 +185,7 @@ def run(run: Run) -> TrainRun:
 
 def _run(run: Run) -> TrainRun:
     earlier = check_resumable(run.folder) if run.resume else None
+    run = replace(run, resume_point=resume_point(run.folder) if run.resume else None)
     start = start_of(run.resume_adapter_file, earlier)
     task = make_task(run)
     splits = [phase.load_rows() for phase in run.phases]

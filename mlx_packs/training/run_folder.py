@@ -1,20 +1,29 @@
-"""The run folder: step-NNNNNN checkpoints, the pointer `latest`, metrics.jsonl, config.json."""
+"""The run folder: step-NNNNNN checkpoints, metrics.jsonl, config.json."""
 
 import json
-import re
+import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from types import NoneType
 
 from ..config.parse import current_keys
 from ..errors import PackError
 from ..files import atomic_write, to_json
+from ..hashes import check_seal, sealed, without_seal
 from ..leftovers import discard, recovered
+from .checkpoint import (
+    ADAPTERS,
+    METRICS,
+    NAME,
+    batches_of,
+    check_checkpoint,
+    read_training_state,
+)
 
 CONFIG = "config.json"
-LATEST = "latest"  # names a checkpoint
-METRICS = "metrics.jsonl"
 RUN_FORMAT = "mlx_packs run 1"
-_STEP = re.compile(r"step-\d{6,}")
+_POINTER = "latest"  # which early versions wrote
 
 
 def run_folder(pack: Path) -> Path:
@@ -28,15 +37,15 @@ def checkpoints(run: Path) -> list[Path]:
     """Return the checkpoints of a run folder, oldest first."""
     recovered(run)
     entries = run.iterdir() if run.is_dir() else []
-    folders = [f for f in entries if _STEP.fullmatch(f.name) and f.is_dir() and not f.is_symlink()]
-    return sorted(folders, key=lambda folder: int(folder.name.removeprefix("step-")))
+    folders = [f for f in entries if NAME.fullmatch(f.name) and f.is_dir() and not f.is_symlink()]
+    return sorted(folders, key=batches_of)
 
 
 def clear_run(run: Path) -> None:
-    """Remove the checkpoints, the pointer and the metrics of an earlier run."""
+    """Remove the checkpoints and the metrics of an earlier run."""
     for folder in checkpoints(run):
         discard(folder, folder)
-    for name in (LATEST, METRICS):
+    for name in (_POINTER, METRICS):
         (run / name).unlink(missing_ok=True)
 
 
@@ -45,26 +54,52 @@ def write_identity(run: Path, identity: dict) -> None:
 
     A resumed run takes the ``matmul_path`` that is there, the choice of ``auto``.
     """
-    atomic_write(run / CONFIG, to_json({"format": RUN_FORMAT, **identity}))
+    atomic_write(run / CONFIG, to_json(sealed({"format": RUN_FORMAT, **identity})))
 
 
 def read_identity(run: Path) -> dict:
     """Return the identity that `write_identity` wrote."""
+    identity = _parsed_identity(run)
+    try:
+        check_seal(identity)
+    except ValueError as error:
+        raise PackError(
+            f"{run / CONFIG}: {error}. {_without_identity(run)}", "unreadable"
+        ) from None
+    recipe = current_keys(identity["recipe"])
+    if recipe.get("keep_last", 0) is None:  # as early versions had it
+        recipe["keep_last"] = -1
+    return without_seal(identity) | {"recipe": recipe}
+
+
+def _parsed_identity(run: Path) -> dict:
+    """Return what is in the file of a run's identity, with the types that it must have."""
     file = run / CONFIG
     try:
         identity = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         raise PackError(
-            f"{file}: cannot be read as JSON. This is no run folder.", "unreadable"
+            f"{file}: cannot be read as JSON. {_without_identity(run)}", "unreadable"
         ) from None
     kinds = {"recipe": dict, "base": str, "data": dict}
     has_format = isinstance(identity, dict) and identity.get("format") == RUN_FORMAT
     if not has_format or not all(isinstance(identity.get(k), kind) for k, kind in kinds.items()):
         raise PackError(
-            f"{file}: is not that of a run (it needs format '{RUN_FORMAT}', recipe, base, data).",
+            f"{file}: is not that of a run (it needs format '{RUN_FORMAT}', recipe, base, data). "
+            f"{_without_identity(run)}",
             "unreadable",
         )
-    return identity | {"recipe": current_keys(identity["recipe"])}
+    return identity
+
+
+def _without_identity(run: Path) -> str:
+    """Return what is left to do with a run whose identity cannot be read."""
+    if not (folders := checkpoints(run)):
+        return "This is no run folder."
+    return (
+        "Restore it from a backup, or start a new run from the adapters with "
+        f"--resume-adapter-file {folders[-1] / ADAPTERS}."
+    )
 
 
 def recorded_matmul_path(run: Path) -> str | None:
@@ -80,30 +115,81 @@ def is_run(folder: Path) -> bool:
     if not any(folder.iterdir()):
         return True
     try:
-        return bool(read_identity(folder))
+        return bool(_parsed_identity(folder))
     except PackError:
         return False
 
 
+@dataclass(frozen=True)
+class ResumePoint:
+    """The checkpoint that a resumed run continues from: the newest that is not damaged.
+
+    Attributes:
+        has_hashes: whether damage would have been noticed; early versions wrote no hashes.
+        damaged: what is wrong with each newer checkpoint.
+    """
+
+    folder: Path
+    has_hashes: bool
+    damaged: tuple[str, ...] = ()
+
+    @property
+    def why(self) -> str:
+        """Which checkpoint it is and why, in words."""
+        newest = "the newest that is not damaged" if self.damaged else "the newest checkpoint"
+        unchecked = "" if self.has_hashes else "; an early version wrote it, without hashes"
+        return f"{self.folder.name}, {newest}{unchecked}"
+
+
+def resume_point(run: Path) -> ResumePoint:
+    """Return where a run is resumed; every file of newer checkpoints and of this one is checked.
+
+    Raises:
+        PackError: there is no checkpoint, or all are damaged.
+    """
+    damaged: list[str] = []
+    for folder in reversed(checkpoints(run)):
+        try:
+            return ResumePoint(folder, check_checkpoint(folder), tuple(damaged))
+        except PackError as error:
+            damaged.append(error.message)
+    if damaged:
+        others = f" So are {len(damaged) - 1} older ones." if damaged[1:] else ""
+        raise PackError(
+            f"--resume: {damaged[0]}{others} Start again with --overwrite.", "unreadable"
+        )
+    raise PackError(f"--resume: {run} has no checkpoint to continue from.", "not-found")
+
+
 def latest_checkpoint(run: Path) -> Path | None:
-    """Return the checkpoint that `latest` names; None if it names none of this folder."""
-    pointer = run / LATEST
-    if not pointer.is_file():
+    """Return the newest checkpoint that is not damaged; None without one."""
+    try:
+        return resume_point(run).folder
+    except PackError:
         return None
-    name = pointer.read_text(encoding="utf-8", errors="replace").strip()
-    return run / name if _STEP.fullmatch(name) and (run / name).is_dir() else None
+
+
+def best_checkpoint(run: Path, after: int = 0) -> Path | None:
+    """Return the checkpoint with the least validation loss; None where none was measured.
+
+    A validation (``--steps-per-eval``) counts for the checkpoint of the same batch. ``after`` leaves
+    out earlier batches: each phase of a run has validation examples of its own.
+    """
+    best, least = None, math.inf
+    for folder in checkpoints(run):
+        try:
+            loss = read_training_state(folder).valid_loss
+        except PackError:
+            continue
+        if loss is not None and loss < least and batches_of(folder) > after:
+            best, least = folder, loss
+    return best
 
 
 def check_resumable(run: Path) -> dict:
     """Return the identity of a run; it must have a checkpoint to continue from."""
-    if latest_checkpoint(run) is None:
-        if not (folders := checkpoints(run)):
-            raise PackError(f"--resume: {run} has no checkpoint to continue from.", "not-found")
-        raise PackError(
-            f"--resume: {run / LATEST} must name a checkpoint of this folder. The newest is "
-            f"{folders[-1].name}.",
-            "unreadable",
-        )
+    if not checkpoints(run):
+        raise PackError(f"--resume: {run} has no checkpoint to continue from.", "not-found")
     return read_identity(run)
 
 
@@ -120,16 +206,30 @@ def check_unchanged(where: str, then: Mapping, now: Mapping) -> None:
 
 
 def read_metrics(run: Path, batches: int) -> list[dict]:
-    """Return the lines of metrics.jsonl up to a batch; later ones are removed from the file."""
-    file, lines = run / METRICS, []
+    """Return the lines of metrics.jsonl up to a batch; later ones are removed from the file.
+
+    So are lines that a crash cut short, or that are damaged so that they are no line of a run.
+    """
+    file = run / METRICS
     if not file.is_file():
-        return lines
-    for text in file.read_text(encoding="utf-8", errors="replace").splitlines():
-        try:
-            line = json.loads(text)
-            if line["batch"] <= batches:
-                lines.append(line)
-        except (ValueError, KeyError, TypeError):
-            continue  # a line that a crash cut short
+        return []
+    texts = file.read_text(encoding="utf-8", errors="replace").splitlines()
+    lines = [line for line in map(_metrics_line, texts) if line and line["batch"] <= batches]
     atomic_write(file, "".join(json.dumps(line) + "\n" for line in lines))
     return lines
+
+
+def _metrics_line(text: str) -> dict | None:
+    """Return a line of metrics.jsonl: numbers by name, and perhaps a phase, or scores by phase."""
+    try:
+        line = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(line, dict) or type(line.get("batch")) is not int:
+        return None
+    scores = line.get("held_out", {})
+    if not isinstance(scores, dict) or not all(isinstance(s, dict) for s in scores.values()):
+        return None
+    values = {k: v for k, v in line.items() if k not in ("phase", "held_out")}
+    numbers = [*values.values(), *(n for score in scores.values() for n in score.values())]
+    return line if all(type(number) in (int, float, NoneType) for number in numbers) else None

@@ -7,6 +7,7 @@ from ..config.schema import DataConfig, LoRAConfig, TrainConfig
 from ..display import Display
 from ..packs.base import Base
 from .phases import RunPhase
+from .run_folder import ResumePoint
 
 
 @dataclass(frozen=True)
@@ -22,7 +23,8 @@ class Run:
     folder: Path  # the run folder
     display: Display
     overwrite: bool = False  # whether a pack and a run that are there may be replaced
-    resume: bool = False  # whether to continue from the last checkpoint of ``folder``
+    resume: bool = False  # whether to continue from a checkpoint of ``folder``
+    resume_point: ResumePoint | None = None  # which one, once it is chosen
     resume_adapter_file: str | None = None  # adapters to start from
     report_to: str | None = None  # experiment trackers, separated by commas
     project_name: str | None = None  # of the trackers

@@ -14,6 +14,7 @@ from mlx_packs import train_pack
 from mlx_packs.bases.files import tiny_checkpoint
 from mlx_packs.errors import PackError
 from mlx_packs.runtime import mx
+from mlx_packs.training.run_folder import latest_checkpoint
 from tests.helpers.errors import check, raises
 from tests.helpers.packs import edit_manifest
 from tests.helpers.rows import CHATS, chat, write_rows
@@ -248,7 +249,7 @@ def test_train_nan_loss_names_the_step_and_keeps_a_checkpoint(data_here, run):
     (data_here / "c.yaml").write_text(growing)
     code, out, err = run(*COMMAND, "-c", "c.yaml", "--save-every", "1", "--iters", "9")
     assert (code, out, err.count("\n")) == (2, "", 1)
-    latest = (data_here / "o-run" / "latest").read_text().strip()
+    latest = latest_checkpoint(data_here / "o-run").name
     check(run.error, "diverged", None, f"o-run/{latest}")
     step = int(re.match(r"step (\d+): ", run.error.message)[1])
     assert 1 < step < 9 and int(latest.removeprefix("step-")) < step
@@ -400,6 +401,7 @@ def test_error_beside_a_pack(trained_pack, untouched, args, code, flag, name):
 @pytest.mark.parametrize("name", ["state.json", "optimizer.safetensors", "adapters.safetensors"])
 def test_resume_rejects_a_damaged_checkpoint(trained_pack, data_here, name):
     shutil.rmtree(trained_pack)
+    shutil.rmtree(data_here / "o-run" / "step-000001", ignore_errors=True)
     (data_here / "o-run" / "step-000002" / name).write_bytes(b"{")
     with raises("unreadable", None, "o-run/step-000002"):
         train_pack("tiny", "d", LORA, TRAIN, out="o", resume=True)

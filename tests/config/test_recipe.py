@@ -26,6 +26,7 @@ def older(trained_copy) -> Path:
         for part in parts:
             values[part] = {OLD_KEYS.get(key, key): v for key, v in values[part].items()}
             assert "base_path" in values[part]
+        del values["sha256"]
         (trained_copy / file).write_text(json.dumps(values))
     return trained_copy
 

@@ -19,6 +19,8 @@ from mlx_packs.bases.files import tiny_checkpoint
 from mlx_packs.cli.main import packs
 from mlx_packs.packs.base import Base, load_base_for
 from mlx_packs.runtime import mx
+from mlx_packs.training.checkpoint import batches_of
+from mlx_packs.training.run_folder import checkpoints, latest_checkpoint
 from tests.helpers.models import model_of
 from tests.helpers.rows import chat, write_rows
 
@@ -239,11 +241,11 @@ def test_a_run_killed_in_phase_one_is_resumed_to_the_same_bits(tmp_path, note_da
     )
     command = [sys.executable, "-m", "mlx_packs", "train", "-c", "p.yaml", "-q", "--out"]
     broken = subprocess.Popen([*command, "broken"], cwd=tmp_path)
-    pointer = tmp_path / "broken-run" / "latest"
-    while not pointer.exists() and broken.poll() is None:
+    run = tmp_path / "broken-run"
+    while not checkpoints(run) and broken.poll() is None:
         time.sleep(0.02)
     broken.send_signal(signal.SIGINT)
-    assert broken.wait() == 130 and 1 <= int(pointer.read_text()[5:]) < 20
+    assert broken.wait() == 130 and 1 <= batches_of(latest_checkpoint(run)) < 20
     assert (
         subprocess.run([*command, "broken", "--resume"], cwd=tmp_path, check=False).returncode == 0
     )

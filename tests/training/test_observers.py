@@ -3,6 +3,7 @@
 import json
 import os
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from types import ModuleType
 
@@ -12,9 +13,10 @@ from mlx_lm.tuner import callbacks
 from mlx_packs import TrainConfig, train_pack
 from mlx_packs.display import QUIET, Display
 from mlx_packs.errors import PackError
+from mlx_packs.training.checkpoint import TrainingState
 from mlx_packs.training.observers.observer import Observer
 from mlx_packs.training.observers.retention import Retention
-from mlx_packs.training.run_folder import checkpoints, latest_checkpoint
+from mlx_packs.training.run_folder import best_checkpoint, checkpoints, latest_checkpoint
 from tests.helpers.errors import check, raises
 from tests.helpers.observers import observe
 from tests.helpers.rows import CHATS, write_rows
@@ -42,42 +44,69 @@ def names(run: Path) -> list[str]:
     return [folder.name for folder in checkpoints(run)]
 
 
-def test_keep_last_leaves_the_newest_checkpoints(train_observed, tmp_path):
-    run = train_observed(4, keep_last=2)
-    assert names(run) == ["step-000003", "step-000004"]
-    assert latest_checkpoint(run).name == "step-000004"
+def test_keep_last_leaves_the_newest_checkpoints_and_the_best(train_observed, tmp_path):
+    run = train_observed(5, keep_last=2, steps_per_eval=2)
+    best = best_checkpoint(run)
+    assert best.name in ("step-000002", "step-000004")
+    assert names(run) == sorted({best.name, "step-000004", "step-000005"})
+    assert latest_checkpoint(run).name == "step-000005"
     assert not [path for path in run.iterdir() if path.name.startswith(".")]
-    assert names(train_observed(5, resume=True, keep_last=2)) == ["step-000004", "step-000005"]
-    assert names(train_observed(6, resume=True, keep_last=None)) == [
-        f"step-{n:06d}" for n in (4, 5, 6)
+    resumed = names(train_observed(7, resume=True, keep_last=1, steps_per_eval=2))
+    assert resumed == sorted({best_checkpoint(run).name, "step-000007"})
+    assert names(train_observed(9, resume=True, keep_last=-1, steps_per_eval=2)) == [
+        *resumed,
+        "step-000008",
+        "step-000009",
     ]
 
 
-def test_all_checkpoints_are_kept_by_default(train_observed):
-    assert TrainConfig().keep_last is None
-    assert names(train_observed(3)) == ["step-000001", "step-000002", "step-000003"]
+def test_three_checkpoints_are_kept_by_default(train_observed):
+    run = train_observed(5, val_batches=0)
+    assert names(run) == ["step-000003", "step-000004", "step-000005"]
+    assert best_checkpoint(run) is None
 
 
-def test_keep_last_is_at_least_one(run):
-    with raises("invalid", "keep_last", "0"):
-        TrainConfig(keep_last=0)
-    assert run("train", "--keep-last", 0)[0] == 2
+@pytest.mark.parametrize("keep_last", [0, -2])
+def test_keep_last_is_at_least_one_or_all(run, keep_last):
+    with raises("invalid", "keep_last", str(keep_last)):
+        TrainConfig(keep_last=keep_last)
+    assert run("train", "--keep-last", keep_last)[0] == 2
     check(run.error, "invalid", "keep_last")
 
 
-def test_retention_removes_older_checkpoints_of_the_run_alone(tmp_path):
+def write_states(folder: Path, losses: dict[int, float | None]) -> dict[int, Path]:
+    """Write checkpoints that have a state alone, with these validation losses."""
+    folders = {}
+    for batches, loss in losses.items():
+        folders[batches] = folder / f"step-{batches:06d}"
+        folders[batches].mkdir()
+        state = TrainingState(batches, train_s=1.0, valid_loss=loss)
+        (folders[batches] / "state.json").write_text(json.dumps(asdict(state)))
+    return folders
+
+
+def test_retention_removes_checkpoints_of_the_run_alone(tmp_path):
     batches = (7, 8, 9, 999_999, 1_000_000, 1_000_001)
-    folders = {n: tmp_path / f"step-{n:06d}" for n in batches}
-    for folder in folders.values():
-        folder.mkdir()
+    folders = write_states(tmp_path, dict.fromkeys(batches))
     for foreign in ("step-1", "step-by-step", "notes"):
         (tmp_path / foreign).mkdir()
     assert checkpoints(tmp_path) == list(folders.values())
-    Retention(tmp_path, 2, Display(QUIET)).on_checkpoint(folders[9])  # the later ones are replaced
-    assert checkpoints(tmp_path) == [folders[n] for n in batches[1:]]
-    Retention(tmp_path, 1, Display(QUIET)).on_checkpoint(folders[1_000_000])
-    assert checkpoints(tmp_path) == [folders[1_000_000], folders[1_000_001]]
+    Retention(tmp_path, 2, Display(QUIET)).on_checkpoint(folders[1_000_000])
+    assert checkpoints(tmp_path) == [folders[999_999], folders[1_000_000]]
     assert {"step-1", "step-by-step", "notes"} <= {path.name for path in tmp_path.iterdir()}
+
+
+def test_the_best_checkpoint_is_of_the_phase(tmp_path):
+    losses = {2: 1.0, 3: None, 4: 3.0, 6: 2.0, 8: 2.0, 9: 2.5}
+    folders = write_states(tmp_path, losses)
+    assert best_checkpoint(tmp_path) == folders[2]
+    assert best_checkpoint(tmp_path, after=3) == folders[6]  # the earlier of two
+    assert best_checkpoint(tmp_path, after=9) is None
+    (folders[2] / "state.json").write_text("{}")
+    assert best_checkpoint(tmp_path) == folders[6]
+    retention = Retention(tmp_path, 1, Display(QUIET), starts=(0, 7))
+    retention.on_checkpoint(folders[9])
+    assert checkpoints(tmp_path) == [folders[8], folders[9]]
 
 
 def test_a_checkpoint_that_cannot_be_removed_ends_no_run(tmp_path, monkeypatch):

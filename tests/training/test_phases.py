@@ -20,6 +20,7 @@ from mlx_packs.packs.card import phase_lines
 from mlx_packs.packs.manifest import check_manifest
 from mlx_packs.runtime import mx
 from mlx_packs.training.phases import resolve_phases
+from mlx_packs.training.run_folder import latest_checkpoint
 from mlx_packs.training.tasks.tokens import PhasedDataset
 from tests.helpers.errors import check, raises
 from tests.helpers.rows import chat, write_rows
@@ -442,11 +443,11 @@ def test_run_killed_in_each_phase_resumes_bit_identically(phase_data, whole, tmp
     (tmp_path / "p.yaml").write_text(yaml.safe_dump(settings))
     assert killed(tmp_path, "1", "-c", "p.yaml") == 130
     run = tmp_path / "o-run"
-    assert (run / "latest").read_text() == "step-000002\n"
+    assert latest_checkpoint(run).name == "step-000002"
     assert killed(tmp_path, "between", "--resume") == 130
-    assert (run / "latest").read_text() == "step-000004\n"
+    assert latest_checkpoint(run).name == "step-000004"
     assert killed(tmp_path, "5", "--resume") == 130
-    assert (run / "latest").read_text() == "step-000006\n"
+    assert latest_checkpoint(run).name == "step-000006"
     assert killed(tmp_path, "nowhere", "--resume") == 0
 
     for file in ("adapters.safetensors", "optimizer.safetensors"):

@@ -37,7 +37,7 @@ class Observer:
         """The validation split was scored, in this many seconds; ``line`` logs the score."""
 
     def on_checkpoint(self, folder: Path) -> None:
-        """A checkpoint is complete, and `latest` names it."""
+        """A checkpoint is complete."""
 
     def on_phase_end(self) -> None:
         """The batches of a phase are over, or an error or an interruption ended them."""

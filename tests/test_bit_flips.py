@@ -1,0 +1,92 @@
+"""One flipped bit in any file of a checkpoint, a pack or a base is noticed, or harmless."""
+
+import random
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mlx_packs import Pack
+from mlx_packs.errors import PackError
+from mlx_packs.runtime import mx
+from mlx_packs.training.checkpoint import read_training_state
+from mlx_packs.training.run_folder import check_resumable, latest_checkpoint, read_metrics
+from tests.helpers.damage import bits_to_flip, flip_bit
+
+SAMPLE, ALL = 14, 340  # flips of the files of each kind, in the default suite and in the slow set
+
+
+def check_flips(files: Iterable[Path], count: int, result: Callable[[], object]) -> int:
+    """Flip bits of files one at a time: ``result`` stays, or raises a PackError of one line.
+
+    Return how many flips were noticed.
+    """
+    files, rng, noticed = sorted(files), random.Random(18), 0
+    expected = result()
+    for file in files:
+        for bit in bits_to_flip(file, -(-count // len(files)), rng):
+            flip_bit(file, bit)
+            try:
+                assert result() == expected, f"{file.name}: bit {bit} changed the result"
+            except PackError as error:
+                assert "\n" not in error.message
+                noticed += 1
+            finally:
+                flip_bit(file, bit)
+    assert result() == expected
+    return noticed
+
+
+def tensors_of(file: Path) -> dict[str, tuple]:
+    """Return the bytes of the tensors in a file, with dtype and shape."""
+    return {
+        n: (str(t.dtype), t.shape, np.array(t.reshape(-1).view(mx.uint8)).tobytes())
+        for n, t in mx.load(str(file)).items()
+    }
+
+
+COUNTS = [SAMPLE, pytest.param(ALL, marks=pytest.mark.slow)]
+
+
+@pytest.mark.parametrize("count", COUNTS)
+def test_flips_in_a_checkpoint_are_noticed_or_harmless(trained_copy, count):
+    run = trained_copy / "o-run"
+    newest = run / "step-000002"
+
+    def loaded():
+        if latest_checkpoint(run) != newest:
+            raise PackError(f"falls back to {latest_checkpoint(run).name}")
+        arrays = {file.name: tensors_of(file) for file in newest.glob("*.safetensors")}
+        return read_training_state(newest), arrays
+
+    assert check_flips(newest.iterdir(), count, loaded) > 0.9 * count
+
+
+@pytest.mark.parametrize("count", COUNTS)
+def test_flips_in_the_identity_of_a_run_are_noticed(trained_copy, count):
+    run = trained_copy / "o-run"
+    assert check_flips([run / "config.json"], count, lambda: check_resumable(run)) > 0.8 * count
+
+
+@pytest.mark.parametrize("count", COUNTS)
+def test_flips_in_the_metrics_of_a_run_stop_nothing(trained_copy, count):
+    file = trained_copy / "o-run" / "metrics.jsonl"
+    text, lines = file.read_bytes(), read_metrics(file.parent, 2)
+    for bit in bits_to_flip(file, count // 2, random.Random(18)):
+        file.write_bytes(text)
+        flip_bit(file, bit)
+        read = read_metrics(file.parent, 2)
+        assert sum(line in lines for line in read) >= len(lines) - 2  # a newline may join two
+
+
+@pytest.mark.parametrize("count", COUNTS)
+def test_flips_in_a_pack_are_noticed_or_harmless(trained_copy, count):
+    folder = trained_copy / "o"
+
+    def opened():
+        pack = Pack.open(folder)
+        pack.load_tensors()
+        return pack.manifest, tensors_of(folder / "adapters.safetensors")
+
+    assert check_flips(folder.iterdir(), count, opened) > 0.9 * count

@@ -1,0 +1,176 @@
+"""Damaged run folders: the newest checkpoint that is not damaged is taken, and the log says which."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from mlx_packs import LoRAConfig, TrainConfig, train_pack
+from mlx_packs.reading import sha256
+from mlx_packs.training.checkpoint import read_training_state
+from mlx_packs.training.layer_trainer import LayerTrainer
+from mlx_packs.training.run_folder import checkpoints, is_run, latest_checkpoint, resume_point
+from tests.helpers.damage import flip_bit, remove_hashes
+from tests.helpers.errors import raises
+from tests.helpers.runs import LORA, TRAIN, Lines
+
+RUN = Path("o-run")
+LONGER = TrainConfig(**{**vars(TRAIN), "iters": 3})
+FILES = ("adapters.safetensors", "optimizer.safetensors", "state.json")
+
+
+@pytest.fixture(scope="module")
+def unbroken(trained, tmp_path_factory) -> dict[str, str]:
+    """Hashes of the pack's adapters and of the last optimizer after three batches in one go."""
+    out = tmp_path_factory.mktemp("unbroken") / "o"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(trained)
+        train_pack("tiny", "d", LORA, LONGER, out)
+    return hashes(out)
+
+
+def hashes(out: Path) -> dict[str, str]:
+    last = out.with_name(f"{out.name}-run") / "step-000003"
+    return {str(n): sha256(f) for n, f in enumerate([out / FILES[0], last / FILES[1]])}
+
+
+@pytest.fixture
+def resumed(trained_copy):
+    """Resume the copied run to its third batch; its lines on the terminal, and its pack."""
+
+    def resume():
+        display = Lines()
+        train_pack("tiny", "d", LORA, LONGER, "o", resume=True, display=display)
+        return [line for line in display.lines if line.startswith(("resume", "note"))]
+
+    return resume
+
+
+def flip_last(file: Path) -> None:
+    flip_bit(file, 8 * (file.stat().st_size - 3))
+
+
+@pytest.mark.parametrize("text", ["", "step-000001"])
+def test_a_pointer_of_an_early_version_has_no_say(resumed, unbroken, text):
+    (RUN / "latest").write_text(text)
+    (line,) = resumed()
+    assert line == "resume o-run: batch 2 of 3 (step-000002, the newest checkpoint)"
+    assert hashes(Path("o")) == unbroken
+
+
+def test_a_kill_after_the_first_checkpoint_can_be_resumed(trained_copy, resumed, unbroken):
+    shutil.rmtree(RUN / "step-000002")  # nothing else names a checkpoint
+    assert {path.name for path in RUN.iterdir()} == {"step-000001", "config.json", "metrics.jsonl"}
+    assert "step-000001, the newest checkpoint" in resumed()[0]
+    assert hashes(Path("o")) == unbroken
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("damage", [flip_last, Path.unlink, lambda file: os.truncate(file, 9)])
+def test_a_damaged_newest_checkpoint_is_passed_over(trained_copy, name, damage):
+    damage(RUN / "step-000002" / name)
+    point = resume_point(RUN)
+    assert point.folder.name == "step-000001" and point.has_hashes
+    (fault,) = point.damaged
+    assert fault.startswith(f"{RUN / 'step-000002'}") and name in fault and "\n" not in fault
+
+
+def test_a_run_resumes_from_before_a_damaged_checkpoint(resumed, unbroken):
+    flip_last(RUN / "step-000002" / "adapters.safetensors")
+    note, line = resumed()
+    assert note.startswith("note o-run/step-000002: ") and "adapters.safetensors" in note
+    assert line == "resume o-run: batch 1 of 3 (step-000001, the newest that is not damaged)"
+    assert hashes(Path("o")) == unbroken
+
+
+def test_a_changed_counter_is_noticed(trained_copy):
+    file = RUN / "step-000002" / "state.json"
+    state = json.loads(file.read_text())
+    for key, value in (("updates", 3), ("batches", 9), ("trained_tokens", 1)):
+        file.write_text(json.dumps({**state, key: value}))
+        assert latest_checkpoint(RUN).name == "step-000001"
+    file.write_text(json.dumps(state))  # another layout is harmless
+    assert latest_checkpoint(RUN).name == "step-000002"
+
+
+def test_a_checkpoint_under_another_name_is_not_taken(trained_copy):
+    shutil.copytree(RUN / "step-000001", RUN / "step-000007")
+    assert resume_point(RUN).folder.name == "step-000002"
+
+
+def test_all_checkpoints_damaged_is_one_error(trained_copy, resumed):
+    for folder in checkpoints(RUN):
+        flip_last(folder / "adapters.safetensors")
+    with raises("unreadable", "resume", "step-000002", "adapters.safetensors", "--overwrite"):
+        resumed()
+
+
+def test_a_damaged_later_checkpoint_confuses_no_later_resume(trained_copy, resumed, unbroken):
+    shutil.copytree(RUN / "step-000002", RUN / "step-000008")
+    assert "step-000008" in resumed()[0]
+    assert [folder.name for folder in checkpoints(RUN)] == [f"step-{n:06d}" for n in (1, 2, 3)]
+    assert hashes(Path("o")) == unbroken
+    assert resumed() == ["resume o-run: batch 3 of 3 (step-000003, the newest checkpoint)"]
+
+
+def test_checkpoints_without_hashes_resume(trained_copy, resumed, unbroken):
+    for folder in checkpoints(RUN):
+        remove_hashes(folder)
+    (RUN / "latest").write_text("step-000002\n")
+    (line,) = resumed()
+    assert line.endswith(
+        "(step-000002, the newest checkpoint; an early version wrote it, without hashes)"
+    )
+    assert hashes(Path("o")) == unbroken
+
+
+def test_a_torn_checkpoint_without_hashes_is_passed_over(trained_copy):
+    for folder in checkpoints(RUN):
+        remove_hashes(folder)
+    os.truncate(RUN / "step-000002" / "optimizer.safetensors", 5000)
+    assert resume_point(RUN).folder.name == "step-000001"
+
+
+def test_a_damaged_identity_is_one_line_that_saves_the_adapters(trained_copy, resumed):
+    file = RUN / "config.json"
+    file.write_text(file.read_text().replace('"seed": 0', '"seed": 1'))
+    with raises("unreadable", None, "config.json", "--resume-adapter-file o-run/step-000002/"):
+        resumed()
+    assert is_run(RUN)  # so that --overwrite may replace it
+
+
+DAMAGED_LINES = [
+    '{"batch": "1", "loss": 2.0}',
+    '{"batch": 1, "loss": "high"}',
+    '{"batch": 1, "held_out": {"": {"nll": "x"}}}',
+    '{"batch": 1, "held_out": 3}',
+    "[" * 100_000,
+    '"batch"',
+    "\x00\x85",
+]
+
+
+def test_damaged_metrics_are_harmless(trained_copy, resumed, unbroken):
+    with (RUN / "metrics.jsonl").open("a") as f:
+        f.writelines(line + "\n" for line in DAMAGED_LINES)
+    resumed()
+    assert hashes(Path("o")) == unbroken
+    lines = [json.loads(text) for text in (RUN / "metrics.jsonl").read_text().splitlines()]
+    assert [entry["batch"] for entry in lines] == [1, 2, 3]
+
+
+def test_own_layers_resume_from_an_undamaged_checkpoint(tmp_path):
+    trainer = LayerTrainer(LoRAConfig(rank=2))
+    with raises("not-found", None, str(tmp_path)):
+        trainer.resume(tmp_path)
+
+
+def test_the_validation_loss_is_that_of_these_weights(trained, tmp_path):
+    train = TrainConfig(**{**vars(TRAIN), "iters": 4, "steps_per_eval": 2, "keep_last": -1})
+    run = train_pack("tiny", trained / "d", LORA, train, tmp_path / "p").run
+    losses = [read_training_state(folder).valid_loss for folder in checkpoints(run)]
+    logged = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    (valid,) = [line["valid_loss"] for line in logged if "valid_loss" in line]
+    assert losses == [None, valid, None, None]
