@@ -5,6 +5,7 @@ import itertools
 import json
 import os
 import re
+import shutil
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -189,6 +190,14 @@ def remove_unused(folder: Path, pattern: str, days: int) -> None:
         with suppress(OSError):  # another process was faster
             if file.stat().st_mtime < oldest:
                 file.unlink()
+
+
+def free_bytes(path: Path) -> int | None:
+    """Return the free bytes of the disk that a path is on, or will be; None if it does not tell."""
+    existing = next(p for p in (path.absolute(), *path.absolute().parents) if p.exists())
+    with suppress(OSError):
+        return shutil.disk_usage(existing).free
+    return None
 
 
 def make_folder(path: Path) -> None:

@@ -22,7 +22,9 @@ _SEARCHED = {
     "quantize": "none, nf4 and affine4",
 }
 _SETTINGS = [
-    name for name, field in options.SETTINGS.items() if facts_of(field).memory or name == "model"
+    name
+    for name, field in options.SETTINGS.items()
+    if facts_of(field).memory or facts_of(field).disk or name == "model"
 ]
 
 
@@ -49,7 +51,7 @@ def _default_text(name: str) -> str:
 @options.add(*(options.setting(name, _default_text(name)) for name in _SETTINGS))
 @options.as_json
 def plan(memory: float | None, device: str | None, configs: tuple[str, ...], **flags) -> None:
-    """Estimate peak memory and suggest a training command.
+    """Estimate peak memory and disk space, and suggest a training command.
 
     Only config.json and the headers of the tensors are read, also of a model on the Hub. Settings
     from flags and files stay as they are. Of the others, batch size, activation checkpointing,

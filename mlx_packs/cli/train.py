@@ -63,7 +63,7 @@ def _default_text(name: str) -> str:
     "--force",
     section="Memory and speed",
     is_flag=True,
-    help="Train even if the memory plan says that the run cannot fit.",
+    help="Train even if the plan says that the run cannot fit into memory or on the disk.",
 )
 @option(
     "--show-mask",

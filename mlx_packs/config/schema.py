@@ -36,6 +36,7 @@ _memory = partial(option, section="Memory and speed")
 _evaluation = partial(option, section="Evaluation and gates", resumable=True)
 _gate = partial(_evaluation, above=0)
 _output = partial(option, section="Output")
+_kept = partial(_output, resumable=True, disk=True)
 _embedding = partial(option, section="Embedding", task="embedding")
 _phase = partial(option, section="Optimization", flags=())
 
@@ -375,17 +376,12 @@ class TrainConfig(TrainConflicts):
         at_least=1,
         or_all=True,
     )
-    save_every: int = _output(
-        100, "Batches between checkpoints in the run folder.", at_least=1, resumable=True, disk=True
-    )
-    keep_last: int = _output(
+    save_every: int = _kept(100, "Batches between checkpoints in the run folder.", at_least=1)
+    keep_last: int = _kept(
         3,
-        "Checkpoints of the run folder to keep: the last N, and the one with the lowest validation "
-        "loss; -1 keeps all.",
+        "Keep the last N checkpoints, and the one with the least validation loss; -1 keeps all.",
         at_least=1,
         or_all=True,
-        resumable=True,
-        disk=True,
     )
     clear_cache_threshold: int | None = _memory(
         None,
@@ -395,12 +391,10 @@ class TrainConfig(TrainConflicts):
         at_least=0,
         resumable=True,
     )
-    pack_dtype: str = _output(
+    pack_dtype: str = _kept(
         "float32",
         "Dtype of the adapters in the pack; the final evaluation uses it too.",
         choices=("float32", "bfloat16", "float16"),
-        resumable=True,
-        disk=True,
     )
     max_pack_mb: float | None = _gate(
         None, "Gate: exit with code 1 if the pack is larger than MB megabytes.", metavar="MB"

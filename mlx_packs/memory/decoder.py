@@ -436,4 +436,5 @@ def _plan_full(
         moments=moments,
         matmul_path="dense",
         adapter_weights=trainable,
+        tensors=len(paths),
     )

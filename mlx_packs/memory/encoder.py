@@ -198,6 +198,7 @@ def _full(plan: MemoryPlan, headers: Headers, train: TrainConfig) -> MemoryPlan:
         optimizer=optimizer_bytes(_weight_shapes(headers), train),
         moments=moments,
         adapter_weights=plan.base_weights,
+        tensors=len(_weight_shapes(headers)),
     )
 
 

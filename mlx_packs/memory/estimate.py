@@ -114,12 +114,13 @@ def least(headers: Headers, lora: LoRAConfig, train: TrainConfig) -> MemoryPlan:
     return min(plans, key=lambda plan: plan.peak_bytes)
 
 
-def check_least(headers: Headers, lora: LoRAConfig, train: TrainConfig) -> None:
-    """Raise a PackError unless a run on the smallest possible batches fits into this machine."""
+def check_least(headers: Headers, lora: LoRAConfig, train: TrainConfig) -> MemoryPlan:
+    """Return the plan of `least`; raise a PackError unless it fits into this machine."""
     plan = least(headers, lora, train)
     if fit(plan, runtime.total_memory()) == "no":
         ways = remedies(headers, lora, train, partial(least, headers))
         raise _too_large(plan, ways, "at least ")
+    return plan
 
 
 def plan_run(

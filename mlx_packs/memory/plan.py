@@ -42,6 +42,7 @@ class MemoryPlan:
             encoders ``backward``, ``update``): gradients; activations kept for the backward pass;
             logits in slices; working: temporaries in flight, dequantized weights among them.
         adapter_weights: Number of trainable parameters.
+        tensors: Number of arrays that they are in.
     """
 
     base: int
@@ -52,6 +53,7 @@ class MemoryPlan:
     recompute: str
     adapter_weights: int
     base_weights: int
+    tensors: int
 
     @property
     def moment(self) -> str:
@@ -159,6 +161,7 @@ class PlannedAdapters:
             recompute=recompute_policies(train)[0],
             adapter_weights=self.weights,
             base_weights=base_weights,
+            tensors=len(self.shapes),
         )
 
 

@@ -23,6 +23,7 @@ from ..config.schema import LoRAConfig, TrainConfig
 from ..display import shown_count, size
 from ..errors import PackError
 from .decoder import activation_bytes
+from .disk import disk_note, plan_disk
 from .estimate import (
     LEAST_RANK,
     SHORTEST,
@@ -104,6 +105,7 @@ class Option:
             "moment": self.plan.moment,
             "parts": self.plan.parts(),
             "parts_max": self.plan.largest_parts(),
+            "disk": plan_disk(self.plan, self.train).to_json(),
             "adapter_weights": self.plan.adapter_weights,
             "base_weights": self.plan.base_weights,
         }
@@ -127,7 +129,8 @@ class Option:
         before = {**vars(defaults.train), **vars(defaults.lora)}
         wanted = {**vars(self.train), **vars(self.lora)}
         unused = ADAPTER_SETTINGS if self.train.trains_base else ()
-        for name in fields_where(TrainConfig, LoRAConfig, memory=True):
+        names = fields_where(TrainConfig, LoRAConfig, memory=True)
+        for name in (*names, *fields_where(TrainConfig, disk=True)):
             if name not in unused and (name in _ALWAYS or wanted[name] != before[name]):
                 words += _flag(name, wanted[name])
         return shlex.join(words)
@@ -404,7 +407,7 @@ def table(
         at_peak, at_most = (size(count) if count else "0" for count in (now, largest[name]))
         lines.append(f"  {name:<22} {at_peak:>12} {at_most:>9}")
     lines += [f"  {'peak, at ' + best.plan.moment:<22} {size(best.plan.peak_bytes):>12}", ""]
-    lines += _notes(best, estimator_of(headers.config).ASSUMED, width)
+    lines += _notes(best, headers, width)
     if best.fit == "no":
         ways = remedies(headers, best.lora, best.train, partial(estimate, headers))
         return [*lines, f"try:    {any_of([*ways, 'more memory'])}"]
@@ -416,9 +419,11 @@ def _seconds(step: StepTime | None) -> str:
     return f"{f'{step.seconds:.3g}' if step else '-':>6} "
 
 
-def _notes(best: Option, assumed: str, width: int) -> list[str]:
+def _notes(best: Option, headers: Headers, width: int) -> list[str]:
     """Return what is to be known of the numbers, wrapped."""
+    assumed = estimator_of(headers.config).ASSUMED
     notes = {
+        "disk": disk_note(headers, best.plan, best.lora, best.train),
         "why": f"{best.kind}: {best.why}",
         "error": f"± {ERROR:.0%} against runs on a CPU (benchmarks/plan_accuracy.py); on a GPU "
         f"the formula is not measured. {assumed}",

@@ -9,7 +9,6 @@ same.
 import dataclasses
 import hashlib
 import json
-import shutil
 from collections.abc import Callable, Iterator
 from importlib.metadata import version
 from pathlib import Path
@@ -27,7 +26,7 @@ from ..data.sampler import Sampler
 from ..data.shapes import sequence_inputs
 from ..display import VERBOSE, Display, size
 from ..errors import Code, PackError
-from ..files import cache_folder
+from ..files import cache_folder, free_bytes
 from ..nn.frozen_blocks import FrozenBlock, Injection, frozen_output
 from ..nn.quantized import replace_modules
 from ..ops.streams import stream_count
@@ -188,10 +187,11 @@ def open_frozen_activations(
     matmul_path: str,
     plan_bytes: int | None,
     display: Display,
+    disk_bytes: int = 0,
 ) -> FrozenActivations | None:
     """Return the cache that ``train.cache_frozen`` asks for; None if there is none.
 
-    ``plan_bytes`` is the peak of the memory plan.
+    ``plan_bytes`` is the peak of the memory plan; ``disk_bytes`` stay free for the run's own files.
 
     Raises:
         PackError: if the cache is requested and impossible.
@@ -208,7 +208,7 @@ def open_frozen_activations(
         states = _example_states(attached, part, stand_ins)
         key = _key(attached, train, examples, matmul_path, frozen, states)
         row_bytes = (examples.lengths - 1) * states.shape[-1] * states.dtype.size
-        store = _open_store(row_bytes, memory_budget(plan_bytes), key, display)
+        store = _open_store(row_bytes, memory_budget(plan_bytes), key, display, disk_bytes)
     except _Impossible as reason:
         if train.cache_frozen == "on":
             raise PackError(
@@ -265,10 +265,12 @@ def _check_worthwhile(frozen: int, blocks: int, train: TrainConfig, sampler: Sam
         raise _Impossible(f"{train.iters} batches take no example twice (an epoch has {batches})")
 
 
-def _open_store(row_bytes: np.ndarray, memory: int, key: str, display: Display) -> StateStore:
+def _open_store(
+    row_bytes: np.ndarray, memory: int, key: str, display: Display, disk_bytes: int
+) -> StateStore:
     needed, folder = int(row_bytes.sum()), cache_folder("prefix")
     file = None if folder is None else folder / f"{key}.states"
-    room = 0 if file is None else _disk_budget(file)
+    room = 0 if file is None else _disk_budget(file, disk_bytes)
     if needed > max(memory, room):
         raise _Impossible(
             f"the states of all examples take {size(needed)}, but there is room for {size(memory)} in "
@@ -339,11 +341,11 @@ def _probe(attached: Attached, part: Callable[..., mx.array]) -> mx.array:
     return states
 
 
-def _disk_budget(file: Path) -> int:
+def _disk_budget(file: Path, reserved: int) -> int:
     """Return the bytes that a file may have: what it has already, and a share of what is free."""
-    folder = next(p for p in file.parents if p.exists())
+    free = free_bytes(file) or 0
     own = file.stat().st_blocks * 512 if file.is_file() else 0
-    return own + int(_DISK_SHARE * shutil.disk_usage(folder).free)
+    return own + max(0, min(int(_DISK_SHARE * free), free - reserved))
 
 
 def _key(

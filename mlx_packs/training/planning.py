@@ -11,6 +11,7 @@ from ..config.choices import MATMUL_PATHS
 from ..config.schema import TrainConfig
 from ..display import VERBOSE, size
 from ..errors import PackError
+from ..memory.disk import DiskPlan, check_disk, plan_disk
 from ..memory.estimate import check_least, plan_run
 from ..memory.headers import Headers
 from ..memory.matmul_path import MatmulPathChoice, choose_matmul_path
@@ -19,17 +20,18 @@ from ..memory.read import read_headers
 from ..nn.quantized import matmul_path_of
 from ..packs.base import Base
 from .dataset import Dataset
-from .run_folder import recorded_matmul_path
+from .run_folder import checkpoints, recorded_matmul_path
 from .settings import Run
 
 
 @dataclass(frozen=True)
 class MemoryChoice:
-    """How a run fits into memory: the plan (None where none is possible) and what it decided."""
+    """How a run fits: the plans (None where none is possible) and what they decided."""
 
     plan: MemoryPlan | None
     choice: MatmulPathChoice
     recompute: str
+    disk: DiskPlan | None = None
 
     @property
     def peak_gb(self) -> float | None:
@@ -45,10 +47,18 @@ def check_headers(name: str | Path, run: Run) -> None:
     if run.force:
         return
     try:
-        check_least(read_headers(name), run.lora, run.train)
+        least = check_least(read_headers(name), run.lora, run.train)
     except PackError as error:
         if error.code == "memory":
             raise
+        return
+    _check_disk(run, plan_disk(least, run.train))
+
+
+def _check_disk(run: Run, disk: DiskPlan) -> None:
+    """Check that a run fits on the disk in the place of its own earlier checkpoints."""
+    files = (file for folder in checkpoints(run.folder) for file in folder.iterdir())
+    check_disk(disk, run.folder, sum(file.stat().st_size for file in files))
 
 
 def fit_into_memory(
@@ -65,7 +75,7 @@ def fit_into_memory(
     the task; without a plan ``auto`` checkpointing is ``unplanned_recompute``.
 
     Raises:
-        PackError: if nothing is within what the machine has, unless forced.
+        PackError: if nothing is within the memory and the disk that there are, unless forced.
     """
     plans, shapes = {}, dataset.shapes()
     try:
@@ -73,15 +83,18 @@ def fit_into_memory(
     except PackError as error:
         if error.code == "memory":
             raise
-        run.display.line("plan", f"{error.message} Memory is not checked.")
+        run.display.line("plan", f"{error.message} Memory and disk are not checked.")
     choice = choose_path(run, target, dataset.typical_rows(), plans)
-    plan = plans.get(choice.matmul_path)
+    plan, disk = plans.get(choice.matmul_path), None
     if plan:
-        _show_plan(base, run, plan)
+        disk = plan_disk(plan, planned)
+        _show_plan(base, run, plan, disk)
+        if not run.force:
+            _check_disk(run, disk)
     recompute = run.train.recomputes
     if recompute == "auto":
         recompute = plan.recompute if plan else unplanned_recompute
-    return MemoryChoice(plan, choice, recompute)
+    return MemoryChoice(plan, choice, recompute, disk)
 
 
 def choose_path(
@@ -132,15 +145,16 @@ def matmul_paths_by_name(trainable: Trainable, choice: MatmulPathChoice) -> dict
     return names
 
 
-def _show_plan(base: Base, run: Run, plan: MemoryPlan) -> None:
-    """Show the estimate of the path that was chosen, and a warning if it is tight."""
+def _show_plan(base: Base, run: Run, plan: MemoryPlan, disk: DiskPlan) -> None:
+    """Show the estimates for the path that was chosen, and a warning if memory is tight."""
     memory = runtime.total_memory()
     method = f"{'QLoRA' if base.quantization else 'LoRA'} r{run.lora.rank}"
     method = "full fine-tuning" if run.train.trains_base else method
     run.display.line(
         "plan",
         f"{method} · {plan.adapter_weights:,} weights · recompute {plan.recompute} · "
-        f"{size(plan.peak_bytes)} of {size(memory)} (estimate ± {ERROR:.0%})",
+        f"{size(plan.peak_bytes)} of {size(memory)} (estimate ± {ERROR:.0%}) · "
+        f"disk {disk.summary()}",
     )
     warnings = {"tight": f"tight: {ERROR:.0%} more would not fit", "no": "does not fit, forced"}
     if warning := warnings.get(fit(plan, memory)):

@@ -402,6 +402,7 @@ def _report(run: Run, pack: Pack, fit: Fit, summary: Summary, memory: MemoryChoi
         "learned_weights": pack.manifest["adapters"]["parameters"],
         "ops": _backend.record(),
         "plan_peak_gb": memory.peak_gb,
+        "plan_disk": memory.disk.to_json() if memory.disk else None,
         "batch_shapes": len(fit.shapes),
         "traces": fit.traces,
     }

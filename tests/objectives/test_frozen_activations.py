@@ -3,7 +3,6 @@
 import json
 import os
 import shutil
-from types import SimpleNamespace
 
 import mlx.nn as nn
 import numpy as np
@@ -358,8 +357,7 @@ def test_a_cache_that_cannot_be_opened_lets_go_of_its_file(states_folder, monkey
 def test_existing_file_needs_no_room_on_the_disk(states_folder, monkeypatch):
     base = base_of_blocks()
     filled(base)
-    usage = SimpleNamespace(free=0)
-    monkeypatch.setattr(frozen_activations.shutil, "disk_usage", lambda _: usage)
+    monkeypatch.setattr(frozen_activations, "free_bytes", lambda _: 0)
     assert filled(base).cache.rows_found == len(LENGTHS)
 
 

@@ -98,6 +98,7 @@ class CausalLMTask(Task):
                 memory.choice.matmul_path,
                 memory.plan.peak_bytes if memory.plan else None,
                 self.run.display,
+                memory.disk.total_bytes if memory.disk else 0,
             )
         self.scorer = Scorer(trainable.model, head, self.graph.inputs.arrays)
         inputs = self.frozen or self.graph.inputs

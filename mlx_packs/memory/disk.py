@@ -1,0 +1,116 @@
+"""Estimate the disk space of a run: checkpoints, the pack, cached frozen activations."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..config.schema import LoRAConfig, TrainConfig
+from ..display import size
+from ..errors import PackError
+from ..files import free_bytes
+from .decoder import activation_bytes
+from .headers import Headers
+from .plan import MemoryPlan
+
+# Measured: an entry in the header of safetensors and one of a manifest, by tensor; the rest.
+_ENTRY_BYTES, _MANIFEST_BYTES = 110, 170
+_STATE_BYTES, _PACK_BYTES = 1_000, 5_700
+_COPIES = 3  # of each trainable parameter in a checkpoint: itself and two moments
+_ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclass(frozen=True)
+class DiskPlan:
+    """The most that a run has on disk at a time, in bytes.
+
+    Attributes:
+        checkpoint: One checkpoint.
+        checkpoints: How many there are at most, the one that is being written among them.
+        pack: The pack.
+    """
+
+    checkpoint: int
+    checkpoints: int
+    pack: int
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of all checkpoints and the pack."""
+        return self.checkpoint * self.checkpoints + self.pack
+
+    def to_json(self) -> dict:
+        """Return the plan as reports have it."""
+        return {
+            "total_gb": self.total_bytes / 1e9,
+            "checkpoint_bytes": self.checkpoint,
+            "checkpoints": self.checkpoints,
+            "pack_bytes": self.pack,
+        }
+
+    def summary(self) -> str:
+        """Return the same in words."""
+        plural = "s" if self.checkpoints > 1 else ""
+        return (
+            f"{size(self.total_bytes)} ({self.checkpoints} checkpoint{plural} of "
+            f"{size(self.checkpoint)}, pack {size(self.pack)})"
+        )
+
+
+def plan_disk(plan: MemoryPlan, train: TrainConfig) -> DiskPlan:
+    """Return the disk space of a run with this memory plan."""
+    entries = plan.tensors * _ENTRY_BYTES
+    adapters = _ITEM_BYTES[train.pack_dtype] * plan.adapter_weights
+    return DiskPlan(
+        checkpoint=plan.adapters + plan.optimizer + _COPIES * entries + _STATE_BYTES,
+        checkpoints=_most_checkpoints(train),
+        pack=adapters + entries + plan.tensors * _MANIFEST_BYTES + _PACK_BYTES,
+    )
+
+
+def _most_checkpoints(train: TrainConfig) -> int:
+    """Return how many checkpoints a run has at a time: those it keeps, the best, and a new one."""
+    lengths = [phase.iters or train.iters for phase in train.phases] or [train.iters]
+    written = sum(-(-length // train.save_every) for length in lengths)
+    if train.keep_last == -1:
+        return written
+    scored = train.val_batches != 0 and train.steps_per_eval < max(lengths)
+    return min(written, train.keep_last + scored + 1)
+
+
+def disk_note(headers: Headers, plan: MemoryPlan, lora: LoRAConfig, train: TrainConfig) -> str:
+    """Return the disk space of a run in words, with that of cached frozen activations by token."""
+    text = plan_disk(plan, train).summary()
+    if cached := _cached_bytes_per_token(headers, lora, train):
+        text += (
+            f"; cached frozen activations: {size(1000 * cached)} for 1,000 tokens of the examples, in "
+            "a quarter of the free disk at most"
+        )
+    return text
+
+
+def _cached_bytes_per_token(headers: Headers, lora: LoRAConfig, train: TrainConfig) -> int:
+    """Return the bytes of a token in the cache of frozen activations; 0 where there is no cache.
+
+    There is one where blocks lie below the adapters.
+    """
+    config = headers.config
+    hidden, blocks = config.get("hidden_size"), config.get("num_hidden_layers")
+    if not isinstance(hidden, int) or not isinstance(blocks, int):
+        return 0
+    cached = not train.trains_base and train.cache_frozen != "off" and train.task == "lm"
+    return hidden * activation_bytes(config, train) * (cached and 0 < lora.num_layers < blocks)
+
+
+def check_disk(plan: DiskPlan, folder: Path, present: int = 0) -> None:
+    """Raise a PackError if a run does not fit on the disk of its folder.
+
+    ``present`` are the bytes there that its own files will take the place of.
+    """
+    free = free_bytes(folder)
+    if free is not None and plan.total_bytes > free + present:
+        raise PackError(
+            f"{folder}: the run would take {plan.summary()} of disk, but {size(free + present)} are "
+            "free. Free some space, choose another --out, take a smaller --keep-last, or pass --force "
+            "to try anyway.",
+            "unwritable",
+            "out",
+        )

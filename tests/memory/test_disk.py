@@ -1,0 +1,136 @@
+"""Disk space of runs: what a plan says, what is there, and what is rejected at the start."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from mlx_packs import LoRAConfig, Phase, TrainConfig, train_pack
+from mlx_packs.memory import disk
+from mlx_packs.memory.disk import plan_disk
+from mlx_packs.memory.estimate import estimate
+from mlx_packs.memory.read import read_headers
+from mlx_packs.training.observers.retention import Retention
+from mlx_packs.training.run_folder import checkpoints
+from tests.helpers.checkpoints import write_checkpoint
+from tests.helpers.errors import check, raises
+from tests.helpers.headers import dense_headers, write_headers
+from tests.helpers.rows import CHATS, write_rows
+from tests.helpers.runs import LORA, TRAIN, Lines
+
+PAIRS = [{"sentence1": "a b", "sentence2": "b a", "score": n / 4} for n in range(4)]
+SETTINGS = replace(TRAIN, iters=5, steps_per_eval=1, keep_last=2, steps_per_report=5)
+
+
+def bytes_of(folder: Path) -> int:
+    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+
+
+@pytest.fixture
+def counts(monkeypatch) -> list[int]:
+    """How many checkpoints there are each time before old ones are removed."""
+    counted, remove = [], Retention.on_checkpoint
+
+    def on_checkpoint(self, folder):
+        counted.append(len(checkpoints(folder.parent)))
+        remove(self, folder)
+
+    monkeypatch.setattr(Retention, "on_checkpoint", on_checkpoint)
+    return counted
+
+
+@pytest.mark.parametrize(
+    ("base", "changes"),
+    [
+        ("tiny", {}),
+        ("tiny", {"optimizer": "adamw_8bit", "pack_dtype": "bfloat16"}),
+        ("small", {"method": "full"}),
+        ("encoder", {"task": "embedding"}),
+    ],
+    ids=lambda value: "-".join(map(str, value.values())) if isinstance(value, dict) else value,
+)
+def test_the_plan_is_within_a_few_percent_of_the_files(base, changes, encoder, tmp_path, counts):
+    names = {"tiny": "tiny", "encoder": str(encoder)}
+    name = names.get(base) or str(write_checkpoint(tmp_path / "base"))
+    rows = PAIRS if base == "encoder" else CHATS
+    data = write_rows(tmp_path / "d", train=rows, valid=rows[:2])
+    train = replace(SETTINGS, **changes)
+    lora = LoRAConfig() if base != "small" else LoRAConfig(rank=16)
+    display = Lines()
+    run = train_pack(name, data, lora, train, tmp_path / "p", display=display)
+    plan = run.report["plan_disk"]
+    for folder in checkpoints(run.run):
+        assert plan["checkpoint_bytes"] == pytest.approx(bytes_of(folder), rel=0.03)
+    assert plan["pack_bytes"] == pytest.approx(bytes_of(run.pack.path), rel=0.03)
+    assert max(counts) <= plan["checkpoints"] <= max(counts) + 1
+    total = plan["checkpoints"] * plan["checkpoint_bytes"] + plan["pack_bytes"]
+    assert plan["total_gb"] == total / 1e9
+    (line,) = [line for line in display.lines if line.startswith("plan ")]
+    assert f"disk {total / 1e6:.1f} MB ({plan['checkpoints']} checkpoints of " in line
+
+
+@pytest.mark.parametrize(
+    ("changes", "count"),
+    [
+        ({}, 5),  # three, the best, and the one that is written
+        ({"val_batches": 0}, 4),
+        ({"steps_per_eval": 600}, 4),
+        ({"keep_last": 1}, 3),
+        ({"keep_last": -1}, 6),
+        ({"iters": 101}, 2),
+        ({"iters": 50}, 1),
+        ({"phases": (Phase(iters=150), Phase(iters=50))}, 3),
+    ],
+)
+def test_the_number_of_checkpoints_at_a_time(changes, count):
+    headers = read_headers("tiny")
+    plan = estimate(headers, LORA, TrainConfig())
+    assert plan_disk(plan, TrainConfig(**changes)).checkpoints == count
+
+
+@pytest.fixture
+def full_disk(monkeypatch):
+    """A disk with a megabyte left."""
+    monkeypatch.setattr(disk, "free_bytes", lambda _: 1_000_000)
+
+
+def test_a_run_that_the_disk_cannot_hold_is_rejected(trained, here, full_disk, run):
+    arguments = ["train", "--data", trained / "d", "--out", "p", "--iters", 2, "--save-every", 1]
+    code, out, err = run(*arguments)
+    assert (code, out) == (2, "") and "packs: " in err.splitlines()[-1]
+    check(run.error, "unwritable", "out", "p-run", "1.0 MB", "--keep-last", "--force")
+    assert not list(here.iterdir())
+    assert run(*arguments, "--force", "--iters", 1, "-q")[0] == 0
+
+
+def test_a_base_that_is_not_loaded_yet_is_left_alone(trained, here, full_disk, nothing_is_loaded):
+    with raises("unwritable", "out", "p-run"):
+        train_pack("tiny", trained / "d", LoRAConfig(), TRAIN, "p")
+
+
+def test_checkpoints_that_are_replaced_count_as_free(trained_copy, monkeypatch):
+    needed = train_pack("tiny", "d", LORA, TRAIN, "p").report["plan_disk"]["total_gb"] * 1e9
+    present = sum(bytes_of(folder) for folder in checkpoints(Path("p-run")))
+    monkeypatch.setattr(disk, "free_bytes", lambda _: needed - present + 50)
+    train_pack("tiny", "d", LORA, TRAIN, "p", overwrite=True)
+    monkeypatch.setattr(disk, "free_bytes", lambda _: needed - present - 50)
+    with raises("unwritable", "out"):
+        train_pack("tiny", "d", LORA, TRAIN, "p", overwrite=True)
+
+
+def test_packs_plan_has_the_disk_space(tmp_path, run):
+    base = write_headers(tmp_path / "base", dense_headers("llama-3-8b"))
+    arguments = ["plan", "--model", base, "--memory", 64, "--rank", 16, "--keep-last", 1]
+    code, out, _ = run(*arguments, "--json")
+    best = json.loads(out)[0]
+    weights = best["adapter_weights"]
+    assert code == 0 and best["disk"]["checkpoint_bytes"] == pytest.approx(12 * weights, rel=0.01)
+    assert best["disk"]["checkpoints"] == 3
+    assert best["disk"]["pack_bytes"] == pytest.approx(4 * weights, rel=0.01)
+    assert "--keep-last 1" in best["command"]
+    text = run(*arguments)[1]
+    assert "disk    " in text and "3 checkpoints of" in text and "cached frozen" not in text
+    assert "16.4 MB for 1,000 tokens" in run(*arguments, "--num-layers", 8)[1].replace(
+        "\n        ", " "
+    )
