@@ -86,11 +86,16 @@ def read_text(file: Path, limit: int = DOCUMENT_BYTES) -> str:
         content = f.read(limit + 1)
     if len(content) > limit:  # it grew
         raise PackError(f"{file}: is being written. Wait for that.", "unreadable")
+    return decode(content, str(file))
+
+
+def decode(content: bytes, where: str) -> str:
+    """Return UTF-8 bytes as text, without a byte order mark; errors call them ``where``."""
     try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise PackError(
-            f"{file}: is not UTF-8 (byte {error.start}). Save it as UTF-8.", "unreadable"
+            f"{where}: is not UTF-8 (byte {error.start}). Save it as UTF-8.", "unreadable"
         ) from None
 
 
@@ -226,6 +231,17 @@ def read_header(file: Path) -> tuple[dict[str, dict], int]:
     Raises:
         PackError: the file is truncated, damaged or is not safetensors.
     """
+    header, start, _ = _read_header(file)
+    return header, start
+
+
+def read_metadata(file: Path) -> dict[str, str]:
+    """Return the metadata in the header of a safetensors file, which is checked as a whole."""
+    return _read_header(file)[2]
+
+
+def _read_header(file: Path) -> tuple[dict[str, dict], int, dict[str, str]]:
+    """Return header, offset of the data, and metadata."""
     with open_regular(file) as f:
         size = os.fstat(f.fileno()).st_size
         length = int.from_bytes(f.read(8), "little")
@@ -257,7 +273,7 @@ def read_header(file: Path) -> tuple[dict[str, dict], int]:
             else (f"has {size - end} bytes behind its last tensor")
         )
         raise PackError(f"{file}: {fault}. Copy or download it again.", "unreadable")
-    return header, 8 + length
+    return header, 8 + length, metadata
 
 
 def _data_bytes(header: dict) -> int:

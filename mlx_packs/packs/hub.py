@@ -6,25 +6,33 @@ is there; huggingface_hub's own ones start again, or keep it in steps of 10 MB.
 """
 
 import glob
+import io
 import re
 import shutil
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
 from typing import IO
 
 from ..display import Display, Task, size
 from ..errors import PackError
-from ..files import atomic_write, exclusive_writer, make_folder, replace_folder, to_json
-from ..reading import read_header, sha256
+from ..files import (
+    atomic_write,
+    exclusive_writer,
+    make_folder,
+    replace_folder,
+    to_json,
+    write_errors,
+)
+from ..reading import DOCUMENT_BYTES, decode, read_header, sha256
 from .folder import check_hash, check_output, open_folder, verify_hashes
-from .manifest import ADAPTERS, HUB_ID, MAIN, MANIFEST, PIN, read_manifest, read_pin
+from .manifest import ADAPTERS, HUB_ID, MAIN, MANIFEST, PIN, parse_manifest, read_pin
 
 _REVISION = r"[\w][\w.-]*(/[\w][\w.-]*)*"
 _FILE = r"[A-Za-z0-9][\w.-]*\.(safetensors|json)|README\.md"
+_LONGEST_NAME = 128  # of a file: there is room for it on every file system
 _USUAL = (".gitattributes", MANIFEST, PIN)  # in a repository beside what a manifest names
-_MAX_MANIFEST_BYTES = 64 << 20
 _STEP = 1_000_000  # bytes between two signs of progress
 _INCOMPLETE = "cannot be pulled completely (the same command resumes it)"
 _TRIES = 3  # of a download in which nothing comes
@@ -53,6 +61,8 @@ def fetch(name: str, out: str | Path | None, overwrite: bool, show: Display) -> 
     folder = _cache(repo) / commit if out is None else Path(out).expanduser()
     if folder.name in ("", ".."):
         raise PackError(f"--out {out}: must name the folder that the pack becomes.")
+    with write_errors(folder, "out"), suppress(FileNotFoundError):
+        _partial(folder, commit).lstat()  # whose name may be too long
     if folder.is_symlink():
         raise PackError(f"--out {folder}: is a symbolic link. Name a folder.", "exists")
     pin = {"repo": repo, "revision": revision, "commit": commit}
@@ -129,12 +139,25 @@ def _fetch(pin: dict, listed: list[str], folder: Path, show: Display) -> None:
 
     What was fetched stays after a failure, and the download resumes if the commit is the same.
     """
+    name = f"{pin['repo']}@{pin['revision']}"
+    partial = _partial(folder, pin["commit"])
+    with errors_of_hub(name, "cannot be pulled"):
+        manifest, files = _fetch_manifest(pin, name, show)
+    if missing := [file for file in files if file not in listed]:
+        raise PackError(f"{name}: {MANIFEST} names {missing[0]}, which is not there.", "not-found")
+    _check_space(name, files, partial)
+    if beyond := sorted(set(listed) - {*files, *_USUAL}):
+        more = f" and {len(beyond) - 5} more" if len(beyond) > 5 else ""
+        show.line("left", f"{', '.join(beyond[:5])}{more}: not of the pack, not fetched")
     make_folder(folder.parent)
-    partial = folder.with_name(f".{folder.name}.pull-{pin['commit'][:12]}")
-    with exclusive_writer(folder), errors_of_hub(f"{pin['repo']}@{pin['revision']}", _INCOMPLETE):
+    with exclusive_writer(folder), errors_of_hub(name, _INCOMPLETE):
         _clear(partial)
         try:
-            files = _fetch_files(pin, listed, partial, show)
+            (partial / MANIFEST).write_bytes(manifest)
+            for file, facts in files.items():
+                _download(pin, partial / file, facts["bytes"], show)
+                check_hash(partial / file, facts["sha256"], f"{name}: {file}")
+            read_header(partial / ADAPTERS)
         except PackError:  # rejected, not interrupted
             shutil.rmtree(partial)
             raise
@@ -146,25 +169,40 @@ def _fetch(pin: dict, listed: list[str], folder: Path, show: Display) -> None:
             shutil.rmtree(other, ignore_errors=True)  # of commits that are past
 
 
-def _fetch_files(pin: dict, listed: list[str], partial: Path, show: Display) -> dict:
-    """Download the manifest and what it names, each file checked; their sizes and hashes."""
-    name = f"{pin['repo']}@{pin['revision']}"
-    _download(pin, partial / MANIFEST, None, show)
-    manifest = read_manifest(partial / MANIFEST)
+def _partial(folder: Path, commit: str) -> Path:
+    """Return where the files of a commit are downloaded to, beside the folder of the pack."""
+    return folder.with_name(f".{folder.name}.pull-{commit[:12]}")
+
+
+def _fetch_manifest(pin: dict, name: str, show: Display) -> tuple[bytes, dict]:
+    """Download a manifest into memory; its bytes, and sizes and hashes of the files that it names."""
+    url, total = _locate(pin, MANIFEST)
+    if total is None or total > DOCUMENT_BYTES:
+        raise PackError(f"{name}: {MANIFEST} has {total} bytes, which none has.", "unreadable")
+    content = io.BytesIO()
+    _receive_all(url, content, total, show)
+    where = f"{name}: {MANIFEST}"
+    manifest = parse_manifest(decode(content.getvalue(), where), where)
     check_names(manifest, name)
     files = manifest["files"]
     total = sum(facts["bytes"] for facts in files.values())
     show.line("pull", f"{name} · commit {pin['commit'][:12]} · {len(files)} files · {size(total)}")
-    if beyond := sorted(set(listed) - {*files, *_USUAL}):
-        more = f" and {len(beyond) - 5} more" if len(beyond) > 5 else ""
-        show.line("left", f"{', '.join(beyond[:5])}{more}: not of the pack, not fetched")
-    if missing := [file for file in files if file not in listed]:
-        raise PackError(f"{name}: {MANIFEST} names {missing[0]}, which is not there.", "not-found")
-    for file, facts in files.items():
-        _download(pin, partial / file, facts["bytes"], show)
-        check_hash(partial / file, facts["sha256"], f"{name}: {file}")
-    read_header(partial / ADAPTERS)
-    return files
+    return content.getvalue(), files
+
+
+def _check_space(name: str, files: dict, partial: Path) -> None:
+    """Raise a PackError unless the disk has room for what is still to be downloaded."""
+    there = next(folder for folder in partial.absolute().parents if folder.is_dir())
+    parts = [(facts["bytes"], partial / file) for file, facts in files.items()]
+    missing = sum(
+        max(0, total - (part.stat().st_size if part.is_file() else 0)) for total, part in parts
+    )
+    if missing > (free := shutil.disk_usage(there).free):
+        raise PackError(
+            f"{name}: needs {size(missing)} more on the disk, but {there} has {size(free)} free. "
+            "Make room there, or name a folder on another disk with --out.",
+            "unwritable",
+        )
 
 
 def _clear(partial: Path) -> None:
@@ -178,42 +216,48 @@ def _clear(partial: Path) -> None:
     (partial / MANIFEST).unlink(missing_ok=True)
 
 
-def _download(pin: dict, file: Path, expected: int | None, show: Display) -> None:
-    """Fetch a file of a commit, from where an earlier try stopped.
-
-    It must have the ``expected`` bytes; for the manifest they are not known.
-    """
+def _locate(pin: dict, name: str) -> tuple[str, int | None]:
+    """Return the address of a file of a commit, and its size if the Hub says it."""
     from huggingface_hub import get_hf_file_metadata, hf_hub_url
-    from huggingface_hub.errors import HfHubHTTPError
 
+    url = hf_hub_url(pin["repo"], name, revision=pin["commit"])
+    return url, get_hf_file_metadata(url).size
+
+
+def _download(pin: dict, file: Path, expected: int, show: Display) -> None:
+    """Fetch a file of a commit, which must have the expected size, from where a try stopped."""
     if file.is_file() and file.stat().st_size == expected:
         return
-    repo, name = pin["repo"], file.name
-    url = hf_hub_url(repo, name, revision=pin["commit"])
-    total = get_hf_file_metadata(url).size
-    if expected is None and (total is None or total > _MAX_MANIFEST_BYTES):
-        raise PackError(f"{repo}: {name} has {total} bytes, which no manifest has.", "unreadable")
-    if expected is not None and total not in (None, expected):
+    url, total = _locate(pin, file.name)
+    if total not in (None, expected):
         raise PackError(
-            f"{repo}: {name} has {total} bytes, but {MANIFEST} says {expected}.", "unreadable"
+            f"{pin['repo']}: {file.name} has {total} bytes, but {MANIFEST} says {expected}.",
+            "unreadable",
         )
-    total = total if expected is None else expected
     with file.open("ab", buffering=0) as f:  # what has arrived stays, however this ends
-        if f.tell() > total:
+        if f.tell() > expected:
             f.truncate(f.seek(0))
-        with show.task("pull", -(-total // _STEP), f"MB {name}", f.tell() // _STEP) as bar:
-            tries = 0
-            while f.tell() < total:
-                before = f.tell()
-                try:
-                    _receive(url, f, total, bar)
-                except (ConnectionError, *HfHubHTTPError.__bases__[:1]) as error:
-                    if isinstance(error, HfHubHTTPError):  # an answer, which is an error
-                        raise
-                    tries = 0 if f.tell() > before else tries + 1
-                    if tries == _TRIES:
-                        raise
-                    time.sleep(tries)
+        _receive_all(url, f, expected, show)
+
+
+def _receive_all(url: str, file: IO[bytes], total: int, show: Display) -> None:
+    """Append to a file what it lacks, again from where it stands if the connection ends."""
+    from huggingface_hub.errors import HfHubHTTPError
+
+    name = url.rpartition("/")[2]
+    with show.task("pull", -(-total // _STEP), f"MB {name}", file.tell() // _STEP) as bar:
+        tries = 0
+        while file.tell() < total:
+            before = file.tell()
+            try:
+                _receive(url, file, total, bar)
+            except (ConnectionError, *HfHubHTTPError.__bases__[:1]) as error:
+                if isinstance(error, HfHubHTTPError):  # an answer, which is an error
+                    raise
+                tries = 0 if file.tell() > before else tries + 1
+                if tries == _TRIES:
+                    raise
+                time.sleep(tries)
 
 
 def _receive(url: str, file: IO[bytes], total: int, bar: Task) -> None:
@@ -249,14 +293,26 @@ def _receive(url: str, file: IO[bytes], total: int, bar: Task) -> None:
 
 
 def check_names(manifest: dict, where: str) -> None:
-    """Raise a PackError if a manifest names files that a pack may not have."""
+    """Raise a PackError if a manifest names files that a pack may not have on every disk.
+
+    A Mac's disk ignores case and the normal form of Unicode. Two names must not be one file there.
+    """
+    taken = {name: name for name in (MANIFEST, PIN)}
     for name in manifest["files"]:
-        if name in (MANIFEST, PIN) or not re.fullmatch(_FILE, name):
+        if len(name) > _LONGEST_NAME or not re.fullmatch(_FILE, name, re.ASCII):
+            shown = f"{name[:40]}…" if len(name) > _LONGEST_NAME else name
             raise PackError(
-                f"{where}: {MANIFEST} names {name!r}. A pack has only safetensors, JSON and its "
-                "card, under plain names.",
+                f"{where}: {MANIFEST} names {shown!r}. A pack has only safetensors, JSON and its "
+                f"card, under plain names of at most {_LONGEST_NAME} characters.",
                 "unsupported",
             )
+        if other := taken.get(name.lower()):
+            raise PackError(
+                f"{where}: {MANIFEST} names {name!r}, which is {other!r} on a disk that ignores "
+                "case. Rename one of them.",
+                "unsupported",
+            )
+        taken[name.lower()] = name
 
 
 def http_errors() -> tuple[type[Exception], ...]:

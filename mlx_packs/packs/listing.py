@@ -8,7 +8,7 @@ from ..adapters.spec import ranks_of
 from ..errors import PackError
 from ..leftovers import recovered
 from .folder import check_sizes
-from .manifest import MANIFEST, METRICS, read_manifest, read_pin, specs_of
+from .manifest import MANIFEST, METRICS, check_pin, read_manifest, specs_of
 
 _ID_DIGITS = 7  # of a commit, beside the name of a pack of the Hub
 
@@ -29,7 +29,7 @@ def list_packs(folder: str | Path | None = ".", hub_cache: bool = False) -> list
     Raises:
         PackError: there is no such folder.
     """
-    packs = []
+    packs: list[tuple[str, Path, OSError | None]] = []
     if folder is not None:
         top = Path(folder).expanduser()
         if not top.is_dir():
@@ -39,20 +39,31 @@ def list_packs(folder: str | Path | None = ".", hub_cache: bool = False) -> list
                 "not-found",
                 "folder",
             )
-        packs += [(str(path.relative_to(top)), path) for path in _packs_below(top)]
-        packs = [(top.resolve().name if name == "." else name, path) for name, path in packs]
+        for path, fault in _packs_below(top):
+            name = top.resolve().name if path == top else str(path.relative_to(top))
+            packs.append((name, path, fault))
     if hub_cache:
-        packs += _packs_of_hub()
-    return [_entry(name, path) for name, path in sorted(packs)]
+        packs += [(name, path, None) for name, path in _packs_of_hub()]
+    return [_entry(*pack) for pack in sorted(packs, key=lambda pack: pack[:2])]
 
 
-def _packs_below(top: Path) -> Iterator[Path]:
-    for path, folders, files in os.walk(top):
-        folders += recovered(Path(path))
-        if MANIFEST in files:
-            folders.clear()
-            yield Path(path)
-        folders[:] = [name for name in folders if not name.startswith(".")]
+def _packs_below(top: Path) -> Iterator[tuple[Path, OSError | None]]:
+    """Yield each folder with a manifest, and each that cannot be read with the reason."""
+    waiting = [top]
+    while waiting:
+        path = waiting.pop()
+        try:
+            recovered(path)
+            with os.scandir(path) as entries:
+                is_folder = {e.name: e.is_dir(follow_symlinks=False) for e in entries}
+        except OSError as error:
+            yield path, error
+            continue
+        if is_folder.get(MANIFEST) is False:
+            yield path, None
+        else:
+            visible = [name for name, is_one in is_folder.items() if is_one and name[0] != "."]
+            waiting += [path / name for name in visible]
 
 
 def _packs_of_hub() -> Iterator[tuple[str, Path]]:
@@ -68,14 +79,20 @@ def _packs_of_hub() -> Iterator[tuple[str, Path]]:
         yield f"{name}@{folder.name[:_ID_DIGITS]}", folder
 
 
-def _entry(name: str, folder: Path) -> dict:
-    """Return the entry of a pack; with an error where its manifest or a file is damaged."""
+def _entry(name: str, folder: Path, fault: OSError | None) -> dict:
+    """Return the entry of a pack; with an error where its manifest or a file is damaged.
+
+    ``fault`` says why the folder cannot be read.
+    """
     entry = dict.fromkeys(
         "base fingerprint model_type quantization ranks parameters pack_mb ppl_before ppl_after "
         "metric metric_before metric_after created license".split()
     )
-    entry = {"pack": str(folder), "name": name, "error": None, **entry, "hub": read_pin(folder)}
+    entry = {"pack": str(folder), "name": name, "error": None, **entry, "hub": None}
     try:
+        if fault is not None:
+            raise fault
+        entry["hub"] = check_pin(folder)
         manifest = read_manifest(folder / MANIFEST)
         base = manifest["base"]
         sizes = [facts["bytes"] for facts in manifest["files"].values()]
@@ -96,7 +113,7 @@ def _entry(name: str, folder: Path) -> dict:
     except PackError as error:
         entry["error"] = error.message.removeprefix(f"{folder}{os.sep}")
     except OSError as error:
-        entry["error"] = f"{MANIFEST}: {error.strerror or error}"
+        entry["error"] = f"{Path(error.filename or MANIFEST).name}: {error.strerror or error}"
     return entry
 
 

@@ -1,6 +1,7 @@
 """The manifest of a pack: what every key must be, and what stock mlx-lm reads of it."""
 
-import json
+import os
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from ..errors import PackError
 from ..files import to_json
 from ..hashes import check_seal, sealed, without_seal
 from ..kinds import MISSING, check_keys, check_kind
+from ..reading import parse_json, read_json, read_text
 
 FORMAT_VERSION = 1
 MANIFEST = "pack.json"
@@ -115,12 +117,17 @@ _QUANTIZATION = {
 
 
 def read_manifest(file: Path) -> dict:
-    """Return the manifest in a file, with every key checked that this program reads.
+    """Return the manifest in a file, with every key checked that this program reads."""
+    return parse_manifest(read_text(file), str(file))
+
+
+def parse_manifest(text: str, where: str) -> dict:
+    """Return a manifest, with every key checked; errors call it ``where``.
 
     Its own hash, which manifests of early versions lack, is checked and left out.
     """
     try:
-        manifest = json.loads(file.read_text(encoding="utf-8"))
+        manifest = parse_json(text)
         check_kind("it", manifest, "a mapping")
         version = manifest.get("format_version", MISSING)
         check_kind("format_version", version, "an integer above 0")
@@ -134,10 +141,10 @@ def read_manifest(file: Path) -> dict:
                 if manifest.get(part)
             }
     except (ValueError, RecursionError) as error:
-        raise PackError(f"{file}: is not a manifest ({error}).", "unreadable") from None
+        raise PackError(f"{where}: is not a manifest ({error}).", "unreadable") from None
     if version > FORMAT_VERSION:
         raise PackError(
-            f"{file}: format {version} is newer than this program's ({FORMAT_VERSION}). Upgrade "
+            f"{where}: format {version} is newer than this program's ({FORMAT_VERSION}). Upgrade "
             "mlx-packs.",
             "unsupported",
         )
@@ -280,11 +287,18 @@ def read_pin(folder: Path) -> dict | None:
 
     ``manifest_sha256``, of the manifest as pulled, is missing if an older program wrote the file.
     """
-    try:
-        pin = json.loads((folder / PIN).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    with suppress(PackError, OSError):  # the pack does not need it
+        return check_pin(folder)
+    return None
+
+
+def check_pin(folder: Path) -> dict | None:
+    """Return what `read_pin` does; raises a PackError or OSError if the file is damaged."""
+    file = folder / PIN
+    if not os.path.lexists(file):
         return None
+    pin = read_json(file)
     keys = ("repo", "revision", "commit")
-    if not isinstance(pin, dict) or not all(isinstance(pin.get(key), str) for key in keys):
-        return None
+    if not all(isinstance(pin.get(key), str) for key in keys):
+        raise PackError(f"{file}: has no {', '.join(keys)}. Pull the pack again.", "unreadable")
     return {key: pin[key] for key in (*keys, "manifest_sha256") if isinstance(pin.get(key), str)}

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from ..display import QUIET, Display
 from ..errors import PackError
 from ..files import atomic_folder, atomic_write
-from ..reading import sha256
+from ..reading import DOCUMENT_BYTES, open_regular, read_metadata, sha256
 from .card import model_card
 from .hub import cache_roots, check_names, errors_of_hub, fetch, http_errors, split_name
 from .manifest import ADAPTER_CONFIG, CARD, HUB_ID, MAIN, MANIFEST, manifest_text, read_pin
@@ -180,7 +180,7 @@ def _has_metadata(card: Path, manifest: dict) -> bool:
     if not card.is_file():
         return False
     metadata = model_card(manifest, "").split("\n---\n", 1)[0]
-    return card.read_text(encoding="utf-8", errors="replace").startswith(metadata + "\n---\n")
+    return _text_of(card).startswith(metadata + "\n---\n")
 
 
 def _license_of_base(pack: Pack, api: "HfApi") -> str | None:
@@ -229,11 +229,10 @@ def _home() -> str:
 
 def _text_of(file: Path) -> str:
     """Return the text of a file: all of it, or the metadata of a safetensors header."""
-    if file.suffix != ".safetensors":
-        return file.read_text(encoding="utf-8", errors="replace")
-    with file.open("rb") as f:
-        header = json.loads(f.read(int.from_bytes(f.read(8), "little")))
-    return json.dumps(header.get("__metadata__") or {})
+    if file.suffix == ".safetensors":
+        return json.dumps(read_metadata(file))
+    with open_regular(file, DOCUMENT_BYTES) as f:
+        return f.read().decode(errors="replace")
 
 
 @contextmanager

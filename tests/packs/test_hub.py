@@ -21,7 +21,7 @@ from mlx_packs.reading import sha256
 from mlx_packs.runtime import mx
 from tests.helpers.errors import check, raises
 from tests.helpers.local_hub import LocalHub, Repo, local_hub
-from tests.helpers.packs import BASE, EVAL, random_pack, write_pack
+from tests.helpers.packs import BASE, EVAL, edit_manifest, random_pack, write_pack
 
 # huggingface_hub's upload of LFS files uses an argument that its HTTP library will drop
 pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")
@@ -222,6 +222,60 @@ def test_pull_rejects_a_manifest_of_other_than_plain_files(pushed, hub, here, re
     assert {p.name for p in here.iterdir()} == {"p"}  # nothing of it is kept
 
 
+@pytest.mark.parametrize(
+    "names",
+    [
+        ["Pack.json"],
+        ["HUB.JSON"],
+        ["Adapters.safetensors"],
+        ["a.json", "A.json"],
+        ["caf\u00e9.json"],
+        ["cafe\u0301.json"],
+        ["\u212aelvin.json", "kelvin.json"],
+        ["x" * 300 + ".json"],
+        ["\x1b[31m.json"],
+        ["\u202e.json"],
+    ],
+    ids=ascii,
+)
+def test_names_that_no_disk_may_have_are_rejected_at_once(pushed, hub, here, rejected, names):
+    def change(manifest):
+        manifest["files"] |= {
+            n: {"bytes": 2, "sha256": hashlib.sha256(b"{}").hexdigest()} for n in names
+        }
+
+    serve(hub, here / "p", change, **dict.fromkeys(names, b"{}"))
+    check(rejected("pull", "me/evil", "--out", "q"), "unsupported", None, "pack.json names")
+    assert hub.fetched() == {"pack.json"} and {p.name for p in here.iterdir()} == {"p"}
+    check(rejected("pull", "me/evil"), "unsupported")
+    assert {p.name for p in here.iterdir()} == {"p"}  # nor anything in the cache
+
+
+@pytest.mark.parametrize("out", ["q" * 240, "q/" * 3000 + "q"], ids=["name", "path"])
+def test_a_folder_whose_name_is_too_long_is_refused_at_once(pushed, hub, here, rejected, out):
+    check(rejected("pull", "me/p", "--out", out), "unwritable", "out", "too long")
+    assert hub.fetched() == set() and {p.name for p in here.iterdir()} == {"p"}
+
+
+def test_pull_refuses_what_the_disk_has_no_room_for(pushed, hub, here, rejected, monkeypatch):
+    def change(manifest):
+        manifest["files"]["more.json"] = {"bytes": 2**52, "sha256": "0" * 64}
+
+    serve(hub, here / "p", change, **{"more.json": b"{}"})
+    check(
+        rejected("pull", "me/evil", "--out", "q/r"), "unwritable", None, "4503599.6 GB", str(here)
+    )
+    assert hub.fetched() == {"pack.json"} and {p.name for p in here.iterdir()} == {"p"}
+    total = sum(facts["bytes"] for facts in pushed.manifest["files"].values())
+    disk = shutil.disk_usage(here)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: disk._replace(free=total - 1))
+    check(rejected("pull", "me/p", "--out", "q"), "unwritable")
+    partial = here / f".q.pull-{hub.repos['me/p'].branches[MAIN][:12]}"
+    partial.mkdir()
+    shutil.copy(here / "p" / "README.md", partial)  # what is here already needs no room
+    assert mp.pull("me/p", "q").path == Path("q")
+
+
 def test_pull_rejects_paths_that_lead_elsewhere(pushed, hub, here, rejected):
     serve(hub, here / "p", **{"../evil.json": b"{}"})
     check(rejected("pull", "me/evil", "--out", "q"), "unreadable", None, "'../evil.json'")
@@ -251,6 +305,17 @@ def test_symlinks_here_are_not_written_through(pushed, hub, here, rejected):
     (partial / "adapters.safetensors").symlink_to(target)
     check(rejected("pull", "me/p", "--out", "r"), "exists", None, "adapters.safetensors")
     assert target.read_text() == "mine"
+
+
+def test_a_name_that_a_mac_takes_for_another_is_not_pushed(hub, here, rejected):
+    write_pack(here / "p")
+    (here / "p" / "Readme.json").write_bytes(b"{}")
+    (here / "p" / "README.json").write_bytes(b"{}")
+    facts = {"bytes": 2, "sha256": hashlib.sha256(b"{}").hexdigest()}
+    more = dict.fromkeys(("Readme.json", "README.json"), facts)
+    edit_manifest(here / "p", lambda manifest: manifest["files"].update(more))
+    check(rejected("push", "p", "me/p"), "unsupported", None, "README.json", "ignores case")
+    assert hub.requests == []
 
 
 def test_a_symlink_in_a_pack_is_not_pushed(hub, here, rejected):

@@ -1,8 +1,11 @@
 """`packs list`: every pack below a folder or in the Hub's caches, from manifests alone."""
 
+import errno
 import json
+import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,9 +15,22 @@ import mlx_packs as mp
 from mlx_packs import Pack
 from mlx_packs.display import Display
 from tests.helpers.errors import raises
-from tests.helpers.packs import BASE, EVAL, write_pack
+from tests.helpers.packs import BASE, EVAL, edit_manifest, write_pack
 
 MEASURED = {"created": "2026-11-21T10:00:00Z"}
+ONE = {"bytes": 1, "sha256": "0" * 64}
+
+
+def write_sparse(file: Path, size: int) -> None:
+    """Write a file of so many zeros, which take no space."""
+    with file.open("wb") as f:
+        f.truncate(size)
+
+
+def replaced(file: Path, make: Callable[[Path], object]) -> None:
+    """Make something else in the place of a file."""
+    file.unlink(missing_ok=True)
+    make(file)
 
 
 @pytest.fixture
@@ -57,7 +73,7 @@ def test_list_finds_packs_at_any_depth_with_what_they_are(shelf):
             "adapters.safetensors: is named in pack.json but is not a file here",
         ),
         (lambda p: (p / "README.md").write_text("x"), "README.md: has 1 bytes, but"),
-        (lambda p: (p / "pack.json").write_bytes(b"\xff\xfe"), "pack.json: is not a manifest"),
+        (lambda p: (p / "pack.json").write_bytes(b"\xff\xfe"), "pack.json: is not UTF-8"),
     ],
 )
 def test_a_damaged_pack_is_shown_as_such_among_the_others(shelf, run, harm, told):
@@ -67,6 +83,68 @@ def test_a_damaged_pack_is_shown_as_such_among_the_others(shelf, run, harm, told
     (entry,) = [e for e in json.loads(run("list", shelf, "--json")[1]) if e["error"]]
     assert entry["name"] == "b" and told in entry["error"]
     assert entry["error"][:30] in out
+
+
+DEEP = "[" * 200_000 + "]" * 200_000
+
+
+HARMS = {
+    "deep": lambda p: (p / "pack.json").write_text(DEEP),
+    "digits": lambda p: (p / "pack.json").write_text('{"format_version": ' + "9" * 5000 + "}"),
+    "loop": lambda p: replaced(p / "pack.json", lambda file: file.symlink_to(file)),
+    "pipe": lambda p: replaced(p / "pack.json", os.mkfifo),
+    "device": lambda p: replaced(p / "pack.json", lambda file: file.symlink_to("/dev/zero")),
+    "huge": lambda p: replaced(p / "pack.json", lambda file: write_sparse(file, 1 << 36)),
+    "nowhere": lambda p: replaced(p / "pack.json", lambda file: file.symlink_to("nowhere")),
+    "deep pin": lambda p: (p / "hub.json").write_text(DEEP),
+    "kinds of pin": lambda p: (p / "hub.json").write_text('{"repo": 1}'),
+    "bytes of pin": lambda p: (p / "hub.json").write_bytes(b"\xff"),
+    "pipe as pin": lambda p: replaced(p / "hub.json", os.mkfifo),
+    "device as pin": lambda p: replaced(p / "hub.json", lambda file: file.symlink_to("/dev/zero")),
+    "pipe of adapters": lambda p: replaced(p / "adapters.safetensors", os.mkfifo),
+    "loop of card": lambda p: replaced(p / "README.md", lambda file: file.symlink_to(file)),
+    "long name": lambda p: edit_manifest(p, lambda m: m["files"].update({"x" * 3000: ONE})),
+    "name with 0": lambda p: edit_manifest(p, lambda m: m["files"].update({"a\0b": ONE})),
+    "half a pair": lambda p: edit_manifest(p, lambda m: m["files"].update({"\ud800": ONE})),
+}
+
+
+@pytest.mark.parametrize("harm", HARMS)
+def test_one_bad_pack_is_listed_with_its_fault_among_the_others(shelf, run, harm):
+    HARMS[harm](shelf / "b")
+    code, out, err = run("list", shelf)
+    assert code == 0 and out.count("damaged: ") == 1 and "deep/c" in out, err
+    (entry,) = [e for e in json.loads(run("list", shelf, "--json")[1]) if e["error"]]
+    assert entry["name"] == "b"
+
+
+def test_a_folder_that_cannot_be_read_is_listed(shelf, run, monkeypatch):
+    scan = os.scandir
+
+    def scandir(folder):
+        if Path(folder).name == "deep":
+            raise PermissionError(errno.EACCES, "Permission denied", str(folder))
+        return scan(folder)
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    code, out, _ = run("list", shelf)
+    assert code == 0 and "deep  damaged: deep: Permission denied" in out and "Some-4bit" in out
+
+
+def test_packs_below_a_thousand_folders_are_listed(tmp_path, run, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for _ in range(1200):
+        os.mkdir("d")
+        os.chdir("d")
+    monkeypatch.chdir(tmp_path)
+    write_pack(tmp_path / "p")
+    code, out, err = run("list")
+    assert code == 0 and "Some-4bit" in out, err
+    for _ in range(1200):  # shutil's way is recursive
+        os.chdir("d")
+    for _ in range(1200):
+        os.chdir("..")
+        os.rmdir("d")
 
 
 def test_the_table_fits_60_columns_and_uses_more(shelf, run, monkeypatch):
