@@ -138,10 +138,15 @@ class Pack:
         verify_hashes(self.path, self.manifest)
 
     def load_tensors(self) -> Mapping[str, mx.array]:
-        """Return the adapters, after checking hashes and that every number is finite."""
+        """Return the adapters, after checking hashes, shapes, and that every number is finite."""
         if self.tensors is None:
             self.verify()
-            self.tensors = read_tensors(self.path / ADAPTERS)
+            file = self.path / ADAPTERS
+            tensors = read_tensors(file)
+            shapes = shapes_of(self.manifest)
+            stored = {name: tensors[name].shape for name in shapes if name in tensors}
+            check_shapes(shapes, stored, str(file))
+            self.tensors = tensors
         return self.tensors
 
     @property

@@ -297,6 +297,33 @@ def test_a_header_that_lies_is_one_clear_line(pack, rejected, change, code, name
     check(rejected("diff", "p", "p"), code, None, "p/adapters.safetensors: ", name)
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda tensors: tensors.pop(sorted(tensors)[0]),
+        lambda tensors: tensors.update({sorted(tensors)[0]: mx.zeros((3, 5))}),
+        lambda tensors: tensors.update({sorted(tensors)[0]: mx.zeros((2,))}),
+    ],
+    ids=["missing", "shape", "axes"],
+)
+@pytest.mark.parametrize(
+    "command",
+    [
+        "export p --to peft --out o",
+        "export p --to mlx-lm --out o",
+        "diff p p",
+        "combine p=0.5 q=0.5 --out o --rows 1",
+        "generate --pack p=0.5 --prompt x",
+    ],
+)
+def test_tensors_that_are_not_the_manifests_are_rejected(pack, here, rejected, change, command):
+    shutil.copytree(pack, here / "q")
+    replace_adapters(pack, change)
+    name = min(mx.load(str(here / "q" / "adapters.safetensors")))
+    check(rejected(*command.split()), "mismatch", None, "p/adapters.safetensors: ", name)
+    assert not (here / "o").exists()
+
+
 @pytest.mark.parametrize("content", ["[]", "3", "null", "[" * 100_000, '{"format_version": 0}'])
 def test_open_refuses_json_that_is_no_manifest(pack, rejected, content):
     (pack / "pack.json").write_text(content)
