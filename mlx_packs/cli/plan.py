@@ -83,9 +83,16 @@ def plan(memory: float | None, device: str | None, configs: tuple[str, ...], **f
                 **choice.to_json(),
                 "compute_dtype": choice.dtype(headers.config).to_json(),
                 "command": choice.command(model, configs, unflagged),
+                "code": headers.code,
             }
             for choice in choices
         ]
         width = min(100, shutil.get_terminal_size((100, 24)).columns)
         lines = table(choices, headers, limit, configs, unflagged, width)
+    if headers.code is not None:
+        lines.insert(
+            1,
+            f"code    the base brings code of its own ({headers.code}), which was not run. Read it; "
+            "training needs --trust-remote-code.",
+        )
     print_report(report, lines)

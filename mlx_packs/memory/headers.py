@@ -33,6 +33,11 @@ class Headers:
         return cls(base.name, base.config, tensors_of(base.model))
 
     @property
+    def code(self) -> str | None:
+        """The Python file that comes with the base and replaces mlx-lm's model; None without one."""
+        return str(self.config["model_file"]) if "model_file" in self.config else None
+
+    @property
     def is_quantized(self) -> bool:
         """Whether any weight is quantized."""
         return any(name.endswith(_QUANTIZED_TAILS) for name in self.tensors)

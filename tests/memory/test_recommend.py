@@ -230,6 +230,20 @@ def test_where_nothing_fits_it_says_what_is_left_to_do(run):
     assert "--batch-size" in last and "--recompute" not in last and "--quantize" not in last
 
 
+def test_plan_says_that_a_base_brings_code(run, tmp_path):
+    write_headers(tmp_path / "plain", dense_headers("small"))
+    headers = dense_headers("small")
+    own = dataclasses.replace(headers, config=headers.config | {"model_file": "own\x1b.py"})
+    write_headers(tmp_path / "own", own)
+    outputs = {name: run("plan", "--model", tmp_path / name)[1] for name in ("plain", "own")}
+    assert "code    " not in outputs["plain"]
+    line = outputs["own"].splitlines()[1]
+    assert line.startswith("code    ") and "own?.py" in line and "--trust-remote-code" in line
+    reports = {n: json.loads(run("plan", "--model", tmp_path / n, "--json")[1]) for n in outputs}
+    assert {o["code"] for o in reports["plain"]} == {None}
+    assert {o["code"] for o in reports["own"]} == {"own\x1b.py"}
+
+
 @pytest.mark.parametrize("quantize", ["nf4", "affine8"])
 def test_plan_and_train_reject_quantizing_again(quantize, run, tmp_path):
     planned = run("plan", "--quantize", quantize)
