@@ -20,6 +20,7 @@ import numpy as np
 
 from . import elf, fork
 from .elf import ElfError
+from .terminal import echo
 
 BLAS_VARIABLE = "MLX_PACKS_BLAS"
 SLOW = "slow, about 40 times"
@@ -176,7 +177,7 @@ def bind() -> Blas:
         hint = "none found (pip install scipy-openblas32, or apt install libopenblas0)"
         if named := os.environ.get(BLAS_VARIABLE, "auto").removeprefix("auto"):
             hint = f"{BLAS_VARIABLE}={named} has no CBLAS or cannot be loaded"
-            print(f"mlx_packs: {hint}; matrix products will be slow.", file=sys.stderr)
+            echo(f"mlx_packs: {hint}; matrix products will be slow.", err=True)
         return Blas("reference", False, f"{SLOW}: {hint}")
     name, addresses, threads = library
     proven = _in_a_thread(lambda: _proven(slots, addresses))

@@ -4,6 +4,7 @@ Colour and movement only on a terminal, plain lines otherwise; everything goes t
 stdout carries results alone. Rich honours NO_COLOR and the width of the terminal.
 """
 
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -12,7 +13,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-from .errors import printable
+from .terminal import Guarded, guarded, printable, unguarded
 
 QUIET, NORMAL, VERBOSE = 0, 1, 2
 _PLAIN_SECONDS = 5.0
@@ -27,7 +28,9 @@ class Display:
 
     def __init__(self, level: int = NORMAL) -> None:
         self.level = level
-        self.console = Console(stderr=True, highlight=False, soft_wrap=True)
+        # a bar redirects what libraries print to the console, whose own file must be the terminal
+        file = unguarded(sys.stderr) if isinstance(sys.stderr, Guarded) else None
+        self.console = Console(file=file, stderr=True, highlight=False, soft_wrap=True)
         self.live = self.console.is_terminal and level > QUIET
 
     def line(self, label: str, text: str, level: int = NORMAL) -> None:
@@ -37,7 +40,7 @@ class Display:
 
     def working(self, label: str, text: str) -> AbstractContextManager:
         """Show a spinner on a terminal while something of unknown length runs."""
-        return self.console.status(_labelled(label, text)) if self.live else nullcontext()
+        return self._moving(self.console.status(_labelled(label, text)) if self.live else None)
 
     @contextmanager
     def task(self, label: str, total: int, unit: str = "", done: int = 0) -> Iterator["Task"]:
@@ -50,12 +53,24 @@ class Display:
             done: steps that were done before.
         """
         task = Task(self, label, total, unit, done)
-        with task.bar or nullcontext():
+        with self._moving(task.bar):
             yield task
+
+    @contextmanager
+    def _moving(self, shown: AbstractContextManager | None) -> Iterator[None]:
+        """Show a bar or spinner, if there is one, above which libraries may print."""
+        is_guarded = isinstance(sys.stderr, Guarded)
+        with shown or nullcontext(), guarded() if shown and is_guarded else nullcontext():
+            yield
+
+
+def _plain(text: str) -> str:
+    """Return text without what would steer a terminal, or rich."""
+    return escape(printable(text))
 
 
 def _labelled(label: str, text: str) -> str:
-    return f"[bold]{label:<7}[/bold] {escape(printable(text))}"
+    return f"[bold]{label:<7}[/bold] {_plain(text)}"
 
 
 class Task:
@@ -79,7 +94,7 @@ class Task:
                 console=display.console,
                 transient=True,
             )
-            self.id = self.bar.add_task(label, total=total, completed=done, text=unit)
+            self.id = self.bar.add_task(label, total=total, completed=done, text=_plain(unit))
 
     def advance(self, text: str | None = None) -> None:
         """Count one more step; ``text`` stands beside the bar."""
@@ -87,7 +102,7 @@ class Task:
         if self.bar is not None:
             self.bar.update(self.id, completed=self.done)
             if text is not None:
-                self.bar.update(self.id, text=text)
+                self.bar.update(self.id, text=_plain(text))
         elif time.monotonic() - self.last_line > _PLAIN_SECONDS and self.display.level > QUIET:
             self.last_line = time.monotonic()
             pace = (self.last_line - self.start) / (self.done - self.initial)

@@ -7,6 +7,8 @@ from typing import IO, Any, Literal
 
 import click
 
+from .terminal import echo, printable
+
 Code = Literal[
     "invalid",  # a value breaks a rule
     "unknown",  # a name that is not among the valid ones
@@ -66,7 +68,7 @@ class PackError(click.ClickException):
 
     def show(self, file: IO[Any] | None = None) -> None:
         """Print the error as one line, without control characters from files."""
-        click.echo(f"packs: {printable(self.message)}", file=file, err=file is None)
+        echo(f"packs: {printable(self.message)}", file=file, err=file is None)
 
 
 class Interrupted(PackError):
@@ -144,11 +146,6 @@ def reason_of(error: BaseException) -> str:
 def flag_of(setting: str) -> str:
     """Return the flag of a setting: ``max_seq_length`` is ``--max-seq-length``."""
     return "--" + setting.replace("_", "-")
-
-
-def printable(text: str) -> str:
-    """Return text for a terminal without control characters, which could steer it."""
-    return re.sub(r"[\x00-\x1f\x7f-\x9f]", "?", text)
 
 
 def did_you_mean(name: str, valid: list[str]) -> str:

@@ -16,6 +16,7 @@ from . import filesystem
 from .errors import PackError
 from .leftovers import OLD, discard, hidden_name, lock_text, recover, sweep, temporary
 from .reading import read_header
+from .terminal import escaped
 
 if TYPE_CHECKING:
     import mlx.core as mx
@@ -210,8 +211,8 @@ def make_folder(path: Path) -> None:
 
 
 def to_json(value: object) -> str:
-    """Return indented JSON, which people and diffs can read."""
-    return json.dumps(value, indent=2, ensure_ascii=False, sort_keys=False) + "\n"
+    """Return indented JSON, which people and diffs can read, and terminals can show."""
+    return escaped(json.dumps(value, indent=2, ensure_ascii=False, sort_keys=False)) + "\n"
 
 
 def is_hub_id(name: str) -> bool:

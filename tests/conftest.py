@@ -14,10 +14,11 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_packs import train_pack
 from mlx_packs.bases.families import MIXTURES_SINCE, version_of_mlx_lm
 from mlx_packs.cli.main import main
-from mlx_packs.errors import PackError, printable
+from mlx_packs.errors import PackError
 from mlx_packs.ops import _backend
 from mlx_packs.packs.base import Base, load_base
 from mlx_packs.runtime import mx
+from mlx_packs.terminal import printable
 from mlx_packs.training.tasks.causal_lm import SamplePrompt
 from tests.helpers.emulation import Emulated, emulation
 from tests.helpers.encoders import write_encoder

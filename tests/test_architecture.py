@@ -9,7 +9,7 @@ PACKAGE = Path(__file__).parents[1] / "mlx_packs"
 
 # A package (or module at the top) imports only from those above it, and from itself.
 LAYERS = """
-errors elf fork blas runtime kinds reading hashes filesystem leftovers files display gates measurements chips
+terminal errors elf fork blas runtime kinds reading hashes filesystem leftovers files display gates measurements chips
 schedules config ops optim nn bases adapters data objectives packs memory inference evaluation training
 convert bench cli
 """.split()
@@ -135,6 +135,7 @@ def test_only_facades_take_more_than_eight_parameters():
 
 # Who reads a file otherwise than by `reading`, and why.
 OWN_READERS = {
+    "packs/hub.py": "what it downloads, to append to it",
     "ops/_backend.py": "the program's own kernels",
     "runtime.py": "/proc and /sys",
     "elf.py": "libraries of this process",
@@ -149,7 +150,6 @@ OWN_READERS = {
     **dict.fromkeys(("files.py", "filesystem.py", "leftovers.py"), "what it writes, and locks"),
     "data/token_store.py": "a file that it makes",
     # not yet
-    **dict.fromkeys(("packs/manifest.py", "packs/share.py"), "a pack"),
     **dict.fromkeys(("data/rows.py", "data/formats.py", "data/json_lines.py"), "rows"),
     **dict.fromkeys(("training/checkpoint.py", "training/run_folder.py"), "a run"),
     **dict.fromkeys(("training/layer_trainer.py", "training/run.py"), "a run"),
@@ -176,7 +176,8 @@ def reads_of(file: Path) -> Iterator[int]:
         owner, _, name = function.rpartition(".")
         modes = {arg.value for arg in node.args if isinstance(arg, ast.Constant)}
         written = [ast.unparse(arg).startswith(("json.dumps", "to_json")) for arg in node.args]
-        reads = name in READS and owner != "Pack" and not modes & WRITES
+        is_bounded = function == "read_text"  # that of `reading`, not of a path
+        reads = name in READS and owner != "Pack" and not modes & WRITES and not is_bounded
         if reads or (function in PARSERS and not any(written)):
             yield node.lineno
 
@@ -189,3 +190,50 @@ def test_files_of_others_are_read_by_one_module():
     }
     lines.pop("reading.py")
     assert set(lines) <= set(OWN_READERS), lines
+
+
+# What writes to a terminal, all of it through `terminal.echo` or of text that is `printable`.
+OUTPUT = {"terminal.py", "display.py", "cli/output.py"}
+
+
+def writes_to_a_terminal(node: ast.AST) -> bool:
+    """Whether a node prints, imports rich, or takes stdout or stderr in its hands."""
+    if isinstance(node, ast.Call):
+        return ast.unparse(node.func) in (
+            "print",
+            "click.echo",
+            "click.secho",
+            "click.echo_via_pager",
+        )
+    if isinstance(node, ast.ImportFrom):
+        names = {alias.name for alias in node.names}
+        is_stream = node.module == "sys" and bool(names & {"stdout", "stderr"})
+        is_echo = node.module == "click" and bool(names & {"echo", "secho"})
+        return is_stream or is_echo or (node.module or "").split(".")[0] == "rich"
+    if isinstance(node, ast.Import):
+        return any(alias.name.split(".")[0] == "rich" for alias in node.names)
+    return isinstance(node, ast.Attribute) and ast.unparse(node) in ("sys.stdout", "sys.stderr")
+
+
+def test_only_three_modules_write_to_a_terminal():
+    writers = {
+        file.relative_to(PACKAGE).as_posix()
+        for file in PACKAGE.rglob("*.py")
+        if any(map(writes_to_a_terminal, ast.walk(ast.parse(file.read_text(encoding="utf-8")))))
+    }
+    # the harness prints, and stdout is for results
+    assert writers - {"evaluation/lm_eval.py"} == OUTPUT
+
+
+def test_raw_text_is_found_wherever_it_is_printed():
+    for text in (
+        "print(x)",
+        "click.echo(x)",
+        "from click import echo",
+        "from sys import stdout",
+        "import rich.console",
+        "def f():\n    from rich import print",
+        "sys.stderr.write(x)",
+    ):
+        assert any(map(writes_to_a_terminal, ast.walk(ast.parse(text)))), text
+    assert not any(map(writes_to_a_terminal, ast.walk(ast.parse("echo(x)\nsys.stdin.read()"))))

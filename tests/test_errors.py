@@ -2,7 +2,7 @@
 
 import pytest
 
-from mlx_packs.errors import PackError, did_you_mean, printable
+from mlx_packs.errors import PackError, did_you_mean
 
 
 @pytest.mark.parametrize(
@@ -38,10 +38,6 @@ def test_flag_that_is_named_wins_over_the_one_in_the_message():
 def test_show_prints_one_line_that_cannot_steer_a_terminal(capsys):
     PackError("--out \x1b]0;x\n: is there.").show()
     assert capsys.readouterr() == ("", "packs: --out ?]0;x?: is there.\n")
-
-
-def test_printable_keeps_text_and_drops_controls():
-    assert printable("é → a\tb\x9b") == "é → a?b?"
 
 
 def test_did_you_mean_names_the_nearest_or_all():

@@ -6,6 +6,7 @@ from contextlib import nullcontext
 import click
 
 from ..errors import PackError
+from ..terminal import echo
 from . import options
 from .options import option
 from .output import print_report, wants_json
@@ -47,7 +48,10 @@ def generate(
     raw: bool,
     **sampling,
 ) -> None:
-    """Generate text with packs or without, as a stream."""
+    """Generate text with packs or without, as a stream.
+
+    Control characters in the text are shown as "?"; --json has them all, escaped.
+    """
     from ..inference.generate import chat_prompt, stream
     from ..packs.base import load_base_for
 
@@ -66,7 +70,7 @@ def generate(
         for piece in stream(base, tokens, **sampling):
             pieces.append(piece)
             if not wants_json():
-                click.echo(piece, nl=False)
+                echo(piece, end="")
     report = {
         "prompt": prompt,
         "text": "".join(pieces),

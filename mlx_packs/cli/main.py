@@ -13,6 +13,7 @@ import click
 
 from ..config.parse import RENAMED_KEYS
 from ..errors import Interrupted, PackError, did_you_mean, flag_of
+from ..terminal import guard, guarded
 
 # Section of `packs --help` -> command -> "module:attribute" of this package.
 COMMANDS = {
@@ -97,7 +98,7 @@ class Commands(click.Group):
 
     def invoke(self, ctx: click.Context) -> object:
         """Parse and run a command."""
-        with user_errors():
+        with guarded(), user_errors():
             return super().invoke(ctx)
 
 
@@ -165,6 +166,7 @@ def packs() -> None:
 
 def main(args: Sequence[str] | None = None) -> None:
     """Run the `packs` command as a program."""
+    guard()  # to the end: the traceback of a defect may quote a file
     packs(args, prog_name="packs")
 
 

@@ -12,7 +12,7 @@ from ..display import Display
 from ..errors import library_errors
 from ..training.phases import resolve_phases
 from ..training.tasks.tokens import encoding_options
-from .output import print_report, wants_json
+from .output import print_report, print_spans, wants_json
 
 if TYPE_CHECKING:
     from mlx_lm.tokenizer_utils import TokenizerWrapper
@@ -26,19 +26,10 @@ def show_mask(recipe: Recipe, display: Display) -> None:
     if wants_json():
         print_report(masked, [])
         return
-    from rich.console import Console
-    from rich.text import Text
-
-    console = Console(highlight=False, soft_wrap=True)
-    colour = console.is_terminal and not console.no_color
     for example in masked:
         targets = f"{example['learned']} of {example['total']} tokens are trained on"
-        console.print(Text(f"{example['where']}: {targets}", "bold"))
-        text = Text()
-        for span in example["spans"]:
-            shown = f"⟦{span['text']}⟧" if span["learned"] and not colour else span["text"]
-            text.append(shown, "green" if span["learned"] else "dim")
-        console.print(text)
+        spans = [(span["text"], span["learned"]) for span in example["spans"]]
+        print_spans(f"{example['where']}: {targets}", spans)
     display.line("mask", f"loss on {loss_on}; --loss-on all, completion or assistant")
 
 

@@ -1,12 +1,11 @@
 """What commands print: a report as JSON or as lines, and the gates that failed."""
 
-import json
-import re
 from collections.abc import Iterable, Sequence
 
 import click
 
-from ..errors import printable
+from ..files import to_json
+from ..terminal import echo, printable, printable_text
 
 JSON = "mlx_packs.json"  # in `click.Context.meta`
 
@@ -19,15 +18,29 @@ def wants_json() -> bool:
 def print_report(report: dict | list, lines: Iterable[str]) -> None:
     """Print a report as JSON after --json, else lines about it; neither can steer a terminal."""
     if not wants_json():
-        click.echo("\n".join(map(printable, lines)))
+        echo("\n".join(map(printable, lines)))
         return
-    text = json.dumps(report, indent=2, ensure_ascii=False)
-    click.echo(re.sub(r"[\x7f-\x9f]", lambda control: f"\\u{ord(control[0]):04x}", text))
+    echo(to_json(report), end="")
+
+
+def print_spans(title: str, spans: Iterable[tuple[str, bool]]) -> None:
+    """Print texts one after the other below a title: those marked green, or between ⟦ and ⟧."""
+    from rich.console import Console
+    from rich.text import Text
+
+    console = Console(highlight=False, soft_wrap=True)
+    colour = console.is_terminal and not console.no_color
+    console.print(Text(printable(title), "bold"))
+    line = Text()
+    for text, marked in spans:
+        shown = printable_text(text)
+        line.append(f"⟦{shown}⟧" if marked and not colour else shown, "green" if marked else "dim")
+    console.print(line)
 
 
 def exit_if_failed(failures: Sequence[str]) -> None:
     """Print a line for each gate that failed and exit with code 1; return if none did."""
     for failure in failures:
-        click.echo(f"packs: {failure}", err=True)
+        echo(f"packs: {printable(failure)}", err=True)
     if failures:
         raise click.exceptions.Exit(1)

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from ..adapters.spec import leaf_names, ranks_of
 from ..bases.files import TINY
+from ..terminal import printable_text
 from .manifest import HUB_ID, METRICS, adapter_config, architecture_facts, replaced_of, specs_of
 
 
@@ -42,7 +43,7 @@ def model_card(manifest: dict, name: str) -> str:
     if license := manifest.get("license"):
         lines += ["", f"Licence: {license}"]
     lines += _card_data(manifest.get("data") or {})
-    return "\n".join(lines) + "\n"
+    return printable_text("\n".join(lines) + "\n")
 
 
 def _card_metadata(manifest: dict) -> list[str]:

@@ -1,0 +1,112 @@
+"""What may reach a terminal: every line of the program, and every message of a library, goes here.
+
+Data, templates, manifests, names of files and generated text come from strangers, and a terminal
+obeys what is in them: escape sequences move the cursor, rename the window, write the clipboard or
+answer as if the user had typed, and bidi controls show a line in another order than it has. Each
+such character is replaced by ``?``, always and not on terminals alone: what a file or a pipe
+receives is looked at later, with ``cat``, ``less -R``, ``tee`` or the log viewer of a CI system.
+The price is that ``packs generate > file`` loses carriage returns and marks of direction;
+``--json`` loses nothing, because JSON can escape them.
+
+What shapes visible text stays: joiners, combining marks, variation selectors, zero-width spaces.
+"""
+
+import json
+import re
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import IO, Any
+
+import click
+
+# C0 and C1 controls besides tab and newline, marks of direction, separators of lines, embeddings
+# and isolates, annotations and tags (which hide text), halves of surrogate pairs (which stand for
+# bytes that are not UTF-8, and would be written as these bytes)
+_STEERING = (
+    "\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u206f\ufff9-\ufffb"
+    "\U000e0000-\U000e007f\ud800-\udfff"
+)
+_IN_TEXT = re.compile(f"[{_STEERING}]")
+_IN_LINE = re.compile(f"[\t\n{_STEERING}]")
+_BAR = re.compile(r"\r|(\x1b\[A)+\Z")  # how tqdm goes to the start of a line, or up
+
+
+def printable(line: str) -> str:
+    """Return text for one line of a terminal, without characters that could steer it."""
+    return _IN_LINE.sub("?", line)
+
+
+def printable_text(text: str) -> str:
+    """Return text for a terminal as `printable` does, but with its newlines and tabs.
+
+    Characters are replaced one by one, so pieces of a stream may be passed as they come.
+    """
+    return _IN_TEXT.sub("?", text)
+
+
+def escaped(document: str) -> str:
+    """Return a JSON document in which characters that could steer a terminal are escaped."""
+    return _IN_TEXT.sub(lambda match: json.dumps(match[0])[1:-1], document)
+
+
+def echo(text: str, err: bool = False, file: IO[Any] | None = None, end: str = "\n") -> None:
+    """Write text to stdout, stderr or a file, without characters that could steer a terminal."""
+    click.echo(printable_text(text) + end, file=file, nl=False, err=err)
+
+
+class Guarded:
+    """A text stream that removes what could steer a terminal from all that is written to it.
+
+    Args:
+        stream: where the text goes.
+        bars: whether to pass on the two movements with which libraries draw progress bars.
+    """
+
+    def __init__(self, stream: IO[str], bars: bool = False) -> None:
+        self.stream = stream
+        self.bars = bars
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
+
+    @property
+    def rich_proxied_file(self) -> IO[str]:
+        """The stream itself, for rich, whose consoles are given text that is clean already."""
+        return unguarded(self.stream)
+
+    def write(self, text: str) -> int:
+        """Write what is left of a text; its length."""
+        movement = _BAR.match(text) if self.bars else None
+        start = movement.end() if movement else 0
+        self.stream.write(text[:start] + printable_text(text[start:]))
+        return len(text)
+
+    def writelines(self, lines: Iterator[str]) -> None:
+        """Write several texts."""
+        for line in lines:
+            self.write(line)
+
+
+def unguarded(stream: IO[str]) -> IO[str]:
+    """Return the stream below a guarded one; for output that is clean and has colours."""
+    return unguarded(stream.stream) if isinstance(stream, Guarded) else stream
+
+
+def guard() -> None:
+    """Guard stdout and stderr of this process against what libraries print of a stranger's files."""
+    if not isinstance(sys.stdout, Guarded):
+        sys.stdout = Guarded(sys.stdout)  # pyright: ignore[reportAttributeAccessIssue]
+    if not isinstance(sys.stderr, Guarded):
+        sys.stderr = Guarded(sys.stderr, bars=True)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+@contextmanager
+def guarded() -> Iterator[None]:
+    """Guard stdout and stderr for a while."""
+    before = sys.stdout, sys.stderr
+    guard()
+    try:
+        yield
+    finally:
+        sys.stdout, sys.stderr = before
