@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,12 @@ def load_tokenizer(path: Path, config: dict, trust_remote_code: bool) -> Any:
     if not tokens:
         raise unreadable_tokenizer(path, "it knows no token")
     return tokenizer
+
+
+def tokenizer_errors(tokenizer: Any) -> AbstractContextManager[None]:
+    """Raise what a tokenizer raises over a text as an error that names the tokenizer's folder."""
+    folder = Path(str(getattr(tokenizer, "name_or_path", "")))
+    return library_errors(partial(unreadable_tokenizer, folder))
 
 
 def load_encoder_tokenizer(
@@ -75,11 +82,12 @@ def tokens_of(tokenizer: Any, texts: Sequence[str], limit: int) -> list[np.ndarr
     """Return the tokens of each text with [CLS] and [SEP], cut to ``limit``."""
     if not texts:
         return []
-    encoding = tokenizer(
-        list(texts),
-        truncation=True,
-        max_length=limit,
-        return_attention_mask=False,
-        return_token_type_ids=False,
-    )
+    with tokenizer_errors(tokenizer):
+        encoding = tokenizer(
+            list(texts),
+            truncation=True,
+            max_length=limit,
+            return_attention_mask=False,
+            return_token_type_ids=False,
+        )
     return [np.array(ids, dtype=np.int32) for ids in encoding["input_ids"]]

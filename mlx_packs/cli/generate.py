@@ -52,7 +52,7 @@ def generate(
 
     Control characters in the text are shown as "?"; --json has them all, escaped.
     """
-    from ..inference.generate import chat_prompt, stream
+    from ..inference.generate import chat_prompt, raw_prompt, stream
     from ..packs.base import load_base_for
 
     prompt = _text("--prompt", sys.stdin.buffer.read() if prompt == "-" else prompt)
@@ -64,7 +64,7 @@ def generate(
     base.check_architecture("generate", "decoder")
     messages = [{"role": "system", "content": system}] if system else []
     messages.append({"role": "user", "content": prompt})
-    tokens = base.tokenizer.encode(prompt) if raw else chat_prompt(base, messages)
+    tokens = raw_prompt(base, prompt) if raw else chat_prompt(base, messages)
     pieces = []
     with base.applied(pack) if pack else nullcontext():
         for piece in stream(base, tokens, **sampling):

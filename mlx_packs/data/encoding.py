@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ..bases.tokenizer import tokenizer_errors
 from ..config.schema import DataConfig
 from ..errors import PackError
 from .bad_rows import BadRows, RowError
@@ -228,21 +229,23 @@ class _Encoder:
     def _encodings(self, texts: list[str]) -> dict[str, list]:
         """Return the tokens of texts, and where each stands in its text if that is needed."""
         fim = self.options.fim
-        try:
-            return self.tokenizer._tokenizer(
-                texts,
-                add_special_tokens=self.format.special_tokens,
-                return_offsets_mapping=self.loss_on != "all" or fim is not None,
-                return_attention_mask=False,
-                verbose=False,  # of rows that are longer than it was made for
-            )
-        except NotImplementedError:
-            option = "--fim-rate" if fim else f"--loss-on {self.loss_on}"
-            raise PackError(
-                f"{option}: the base's tokenizer is a slow one and does not say where its "
-                "tokens stand. Use --loss-on all without --fim-rate, or a base with tokenizer.json.",
-                "unsupported",
-            ) from None
+        with tokenizer_errors(self.tokenizer):
+            try:
+                return self.tokenizer._tokenizer(
+                    texts,
+                    add_special_tokens=self.format.special_tokens,
+                    return_offsets_mapping=self.loss_on != "all" or fim is not None,
+                    return_attention_mask=False,
+                    verbose=False,  # of rows that are longer than it was made for
+                )
+            except NotImplementedError:
+                option = "--fim-rate" if fim else f"--loss-on {self.loss_on}"
+                raise PackError(
+                    f"{option}: the base's tokenizer is a slow one and does not say where its "
+                    "tokens stand. Use --loss-on all without --fim-rate, or a base with "
+                    "tokenizer.json.",
+                    "unsupported",
+                ) from None
 
     def _store(self, chunk: list[_Rendered], encodings: Mapping[str, list]) -> None:
         """Add the examples of a chunk to the store."""

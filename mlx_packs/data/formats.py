@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from ..bases.tokenizer import tokenizer_errors
 from ..config.choices import LOSSES
 from ..config.schema import DataConfig
 from ..errors import Code, PackError
@@ -186,7 +187,8 @@ class Text(TokenFormat):
 
     def prompt(self, row: Row, names: DataConfig, tokenizer: Any) -> tuple[str, list[int]]:
         """Return the beginning of the text."""
-        tokens = tokenizer.encode(row.value[names.text_feature])
+        with tokenizer_errors(tokenizer):
+            tokens = tokenizer.encode(row.value[names.text_feature])
         tokens = tokens[: max(1, min(_PROMPT_TOKENS, len(tokens) // 2))]
         return tokenizer.decode(tokens), tokens
 

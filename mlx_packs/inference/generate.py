@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from ..bases.chat_template import render_chat
 from ..bases.model import BaseModel
+from ..bases.tokenizer import tokenizer_errors
 from ..errors import PackError
 
 
@@ -21,6 +22,12 @@ def chat_prompt(
     return render_chat(
         base.tokenizer, messages, tokenize=True, tools=tools, add_generation_prompt=True
     )
+
+
+def raw_prompt(base: BaseModel, text: str) -> list[int]:
+    """Return the tokens of a text, without the chat template."""
+    with tokenizer_errors(base.tokenizer):
+        return base.tokenizer.encode(text)
 
 
 def stream(

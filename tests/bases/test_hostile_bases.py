@@ -13,6 +13,7 @@ from mlx_packs.bases.sentence_config import read_sentence_config
 from mlx_packs.bases.tokenizer import load_encoder_tokenizer, load_tokenizer
 from mlx_packs.errors import PackError
 from tests.helpers.errors import check, raises
+from tests.helpers.rows import write_rows
 
 TINY = json.loads((tiny_checkpoint() / "config.json").read_text())
 TEMPLATE = "chat_template.jinja"
@@ -200,6 +201,23 @@ def test_a_tokenizer_that_no_library_reads_is_one_line(base, name, text):
         assert "\n" not in error.message and len(error.message) < 700
     else:
         assert name != "tokenizer.json"
+
+
+def test_a_tokenizer_that_fails_on_a_text_names_its_folder(base, rejected):
+    letters = [chr(code) for code in range(33, 127)]
+    vocab = {word: i for i, word in enumerate([*letters, *(f"##{letter}" for letter in letters)])}
+    model = {"type": "WordPiece", "unk_token": "?u", "continuing_subword_prefix": "##"}
+    model |= {"max_input_chars_per_word": 99, "vocab": vocab}
+    parts = {"added_tokens": [], "pre_tokenizer": {"type": "Whitespace"}, "model": model}
+    (base / "tokenizer.json").write_text(json.dumps({"version": "1.0", **parts}))
+    load_tokenizer(base, TINY, False)
+    write_rows(base.parent / "d", train=[{"text": "\u00e9"}] * 4, valid=[{"text": "\u00e9"}] * 4)
+    raw = rejected("generate", "--model", "b", "--prompt", "\u00e9", "--raw")
+    check(raw, "unreadable", None, "b: the tokenizer", "UNK")
+    chat = rejected("generate", "--model", "b", "--prompt", "\u00e9")
+    check(chat, "data", None, "b/chat_template.jinja", "UNK")
+    train = rejected("train", "--model", "b", "--data", "d", "--show-mask")
+    check(train, "unreadable", None, "b: the tokenizer", "UNK")
 
 
 def test_a_generation_config_with_another_end_is_one_line(base, rejected):
