@@ -25,7 +25,7 @@ from jinja2.utils import Namespace
 
 from ..errors import PackError, library_errors, reason_of
 
-SECONDS = 5.0  # of CPU time for one conversation
+SECONDS = 2.0  # of CPU time for one conversation
 CHARACTERS = 1 << 22  # of what a template makes, beside what it is given
 _TIMES_GIVEN = 8  # the limit grows by so many times what it is given
 _ITEM = 8  # an entry of a list counts as so many characters

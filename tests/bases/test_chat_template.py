@@ -84,7 +84,7 @@ def test_a_template_without_end_or_measure_is_stopped(with_template, text):
         assert "\n" not in error.message and len(error.message) < 400
     else:
         assert shown == "x"  # what is in no branch that is taken
-    assert time.thread_time() - start < 3  # of 5 seconds for users, 0.3 here
+    assert time.thread_time() - start < 3  # of 2 seconds for users, 0.3 here
 
 
 FAULTS = {
