@@ -103,12 +103,12 @@ def test_a_folder_of_another_writer_is_replaced_too(tmp_path, both_ways, monkeyp
 
 def test_files_are_synced_before_a_rename_and_folders_after(tmp_path, both_ways, monkeypatch):
     write(tmp_path / "x", "old")
-    events, fsync, rename = [], os.fsync, os.rename
+    events, sync, rename = [], filesystem.sync, os.rename
     exchange = filesystem.exchange
 
-    def synced(descriptor):
-        events.append(("sync", Path(os.readlink(f"/proc/self/fd/{descriptor}")).name))
-        fsync(descriptor)
+    def synced(path, **options):
+        events.append(("sync", path.name))
+        sync(path, **options)
 
     def renamed(source, target):
         events.append(("rename", Path(target).name))
@@ -118,7 +118,7 @@ def test_files_are_synced_before_a_rename_and_folders_after(tmp_path, both_ways,
         events.append(("rename", other.name))
         return exchange(one, other)
 
-    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(filesystem, "sync", synced)
     monkeypatch.setattr(os, "rename", renamed)
     monkeypatch.setattr(filesystem, "exchange", exchanged)
     write(tmp_path / "x", "new")

@@ -1,0 +1,235 @@
+"""Processes are killed at 300 points: runs end as if nothing had been, a pack is the old or the new.
+
+Points are every kind of file operation that a command makes, before it, after it and in its middle,
+and moments in between.
+"""
+
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from mlx_packs import Pack
+from mlx_packs.bases.files import RECORD
+from mlx_packs.bases.writer import verify
+from mlx_packs.leftovers import recover
+from mlx_packs.training.checkpoint import ADAPTERS, OPTIMIZER
+from mlx_packs.training.run_folder import checkpoints
+from tests.crash.cases import OVERWRITES, RUNS, Places, hidden_names, weights_of
+from tests.crash.operations import MOMENTS
+from tests.crash.server import Ended, Kill, Server
+from tests.helpers.local_hub import LocalHub, Repo, local_hub
+
+RUN_POINTS, OVERWRITE_POINTS, EXPORT_POINTS = 25, 8, 8
+TIMES = 4  # one point of so many is a moment, not an operation
+
+
+def points(unbroken: Ended, count: int) -> Iterator[Kill]:
+    """Yield so many places to kill at, spread over the operations of a run and over its time.
+
+    Each kind of operation has its share, however rare it is.
+    """
+    kinds = unbroken.kinds
+    for n in range(count // TIMES):
+        yield Kill(after_s=unbroken.seconds * (n + 0.5) / (count // TIMES))
+    left = count - count // TIMES
+    at_kind = {
+        kind: [i + 1 for i, k in enumerate(kinds) if k == kind] for kind in sorted(set(kinds))
+    }
+    for n in range(left):
+        places = list(at_kind.values())[n % len(at_kind)]
+        rounds, this = -(-left // len(at_kind)), n // len(at_kind)
+        at = places[min(len(places) - 1, (2 * this + 1) * len(places) // (2 * rounds))]
+        yield Kill(at, MOMENTS[(n + this) % len(MOMENTS)])
+
+
+@dataclass
+class Killer:
+    """Runs commands in folders of their own, and kills them."""
+
+    server: Server
+    folder: Path
+    hub: str = ""
+    number: int = 0
+
+    def fresh(self, copy: Path | None = None) -> Path:
+        """Return a new folder, empty or a copy."""
+        self.number += 1
+        folder = self.folder / str(self.number)
+        if copy:
+            shutil.copytree(copy, folder, symlinks=True)
+        else:
+            folder.mkdir()
+        return folder
+
+    def run(self, args: list[str], folder: Path, kill: Kill | None = None, **options) -> Ended:
+        return self.server.run(args, folder, kill, hub=self.hub, **options)
+
+    def completed(self, args: list[str], folder: Path) -> Ended:
+        """Run a command to its end, which is good."""
+        ended = self.run(args, folder)
+        assert ended.code == 0, ended.text
+        return ended
+
+
+@pytest.fixture
+def killer(server, tmp_path) -> Killer:
+    return Killer(server, tmp_path)
+
+
+def visible(folder: Path) -> set[str]:
+    return {
+        str(path.relative_to(folder)) for path in folder.rglob("*") if "cache" not in path.parts
+    }
+
+
+def check_run(killer: Killer, args: list[str], unbroken: Path, kill: Kill) -> None:
+    """Kill a run, resume it, and compare the result with that of the unbroken run."""
+    folder = killer.fresh()
+    ended = killer.run(args, folder, kill)
+    assert ended.code in (None, 0), ended.text  # by its time it may have been over
+    resumed = killer.run([*args, "--resume"], folder)
+    if resumed.code == 2 and not checkpoints(folder / "x-run"):
+        resumed = killer.run([*args, "--overwrite"], folder)  # killed before there was anything
+    assert resumed.code == 0, resumed.text
+    assert weights_of(folder / "x") == weights_of(unbroken / "x")
+    Pack.open(folder / "x").verify()
+    assert not hidden_names(folder)
+    assert visible(folder) == visible(unbroken)
+
+
+def check_overwrite(
+    killer: Killer, args: list[str], old: Path, new: Path, kill: Kill, exchange: bool
+) -> None:
+    """Kill a command that replaces ``x``: the old one or the new is there; the next run ends."""
+    folder = killer.fresh(copy=old)
+    ended = killer.run(args, folder, kill, exchange=exchange)
+    assert ended.code in (None, 0), ended.text
+    if exchange:
+        assert (folder / "x").is_dir()
+    check_whole(folder / "x")
+    assert weights_of(folder / "x") in (weights_of(old / "x"), weights_of(new / "x"))
+    again = killer.run(args, folder, exchange=exchange)
+    assert again.code == 0, again.text
+    assert weights_of(folder / "x") == weights_of(new / "x")
+    check_whole(folder / "x")
+    assert not hidden_names(folder)
+
+
+def check_whole(folder: Path) -> None:
+    """Read a pack or a checkpoint as commands do, and check every hash."""
+    recover(folder)
+    if (folder / RECORD).is_file():
+        verify(folder)
+    else:
+        Pack.open(folder).verify()
+
+
+def at_points(kills: Iterator[Kill], whole: Ended, check: Callable[[Kill], None]) -> None:
+    """Call a check for every place to kill at, and say which one failed."""
+    for kill in kills:
+        try:
+            check(kill)
+        except AssertionError as error:
+            kind = whole.kinds[kill.at - 1] if kill.at else "a moment"
+            raise AssertionError(f"{kill}, {kind}: {error}") from error
+
+
+def kill_run(killer: Killer, args: list[str], count: int) -> None:
+    unbroken = killer.fresh()
+    whole = killer.completed(args, unbroken)
+    at_points(points(whole, count), whole, lambda kill: check_run(killer, args, unbroken, kill))
+
+
+def kill_overwrite(killer: Killer, name: str, places: Places, count: int, exchange: bool) -> None:
+    case, old = OVERWRITES[name], killer.fresh()
+    killer.completed(case.old(places), old)
+    new = killer.fresh(copy=old)
+    args = case.new(places)
+    whole = killer.run(args, new, exchange=exchange)
+    assert whole.code == 0 and weights_of(new / "x") != weights_of(old / "x"), whole.text
+    at_points(
+        points(whole, count),
+        whole,
+        lambda kill: check_overwrite(killer, args, old, new, kill, exchange),
+    )
+
+
+def kill_export(killer: Killer, places: Places, count: int) -> None:
+    """Export replaces nothing: its folder is there whole, or not at all."""
+    args = ["export", str(places.packs[0]), "--to", "peft", "--out", "x"]
+    unbroken = killer.fresh()
+    whole = killer.completed(args, unbroken)
+
+    def check(kill: Kill) -> None:
+        folder = killer.fresh()
+        killer.run(args, folder, kill)
+        if not (folder / "x").exists():
+            killer.completed(args, folder)
+        assert contents(folder / "x") == contents(unbroken / "x")
+        killer.completed(["import", "x", "--out", "y"], folder)
+        assert not hidden_names(folder)
+
+    at_points(points(whole, count), whole, check)
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in folder.iterdir()}
+
+
+@pytest.fixture
+def hub(places) -> Iterator[LocalHub]:
+    """A stand-in of the Hub with the packs me/old and me/new."""
+    with local_hub() as hub:
+        for name, pack in zip(("me/old", "me/new"), places.packs, strict=True):
+            hub.repos[name] = Repo()
+            hub.repos[name].commit(contents(pack))
+        yield hub
+
+
+def test_ten_points(killer, places):
+    kill_run(killer, RUNS["plain"](places), 4)
+    kill_overwrite(killer, "import", places, 3, exchange=True)
+    kill_overwrite(killer, "import", places, 3, exchange=False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", RUNS)
+def test_killed_runs_end_bit_identical(killer, places, name):
+    kill_run(killer, RUNS[name](places), RUN_POINTS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("exchange", [True, False], ids=["exchange", "two renames"])
+@pytest.mark.parametrize("name", OVERWRITES)
+def test_a_killed_overwrite_leaves_old_or_new(killer, places, hub, name, exchange):
+    killer.hub = hub.url
+    kill_overwrite(killer, name, places, OVERWRITE_POINTS, exchange)
+
+
+@pytest.mark.slow
+def test_a_killed_export_leaves_nothing_half(killer, places):
+    kill_export(killer, places, EXPORT_POINTS)
+
+
+@pytest.mark.slow
+def test_a_full_disk_stops_a_run(killer, places):
+    """Full when the adapters are written, or the state of their optimizer."""
+    args, unbroken = RUNS["plain"](places), killer.fresh()
+    killer.completed(args, unbroken)
+    newest = checkpoints(unbroken / "x-run")[-1]
+    sizes = {name: (newest / name).stat().st_size for name in (ADAPTERS, OPTIMIZER)}
+    for limit in (sizes[ADAPTERS] - 100, sizes[OPTIMIZER] - 100):
+        folder = killer.fresh()
+        failed = killer.run(args, folder, largest_file=limit)
+        assert failed.code == 2 and "cannot be written" in failed.text, failed.text
+        assert "Traceback" not in failed.text and not (folder / "x").exists()
+        assert not hidden_names(folder)
+        killer.completed([*args, "--overwrite"], folder)
+        assert weights_of(folder / "x") == weights_of(unbroken / "x")
+
+
+def test_there_are_300_points():
+    assert len(RUNS) * RUN_POINTS + 2 * len(OVERWRITES) * OVERWRITE_POINTS + EXPORT_POINTS >= 300
