@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from huggingface_hub import constants
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlx_packs import train_pack
@@ -22,6 +23,7 @@ from mlx_packs.terminal import printable
 from mlx_packs.training.tasks.causal_lm import SamplePrompt
 from tests.helpers.emulation import Emulated, emulation
 from tests.helpers.encoders import write_encoder
+from tests.helpers.local_hub import LocalHub, local_hub
 from tests.helpers.rows import CHATS, write_rows
 from tests.helpers.runs import LORA, TRAIN
 
@@ -87,6 +89,20 @@ def here(tmp_path, monkeypatch) -> Path:
     """An empty folder, which is the current one."""
     monkeypatch.chdir(tmp_path)
     return tmp_path
+
+
+@pytest.fixture
+def hub(here, monkeypatch) -> Iterator[LocalHub]:
+    """The stand-in in the Hub's place, with caches of its own."""
+    with local_hub() as found:
+        monkeypatch.setattr(constants, "ENDPOINT", found.url)
+        template = found.url + "/{repo_id}/resolve/{revision}/{filename}"
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+        monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setattr(constants, "HF_ASSETS_CACHE", str(here / "hf" / "assets"))
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(here / "hf" / "hub"))
+        yield found
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from pathlib import Path, PurePosixPath
 from typing import IO
 
 from ..display import Display, Task, size
-from ..errors import PackError
+from ..errors import PackError, reason_of
 from ..files import (
     atomic_write,
     exclusive_writer,
@@ -120,18 +120,27 @@ def _resolve(repo: str, revision: str) -> tuple[str, list[str]]:
     from huggingface_hub import HfApi
     from huggingface_hub.constants import HF_HUB_ETAG_TIMEOUT
 
-    info = HfApi().model_info(repo, revision=revision, timeout=HF_HUB_ETAG_TIMEOUT)
-    if not re.fullmatch(r"[0-9a-f]{7,64}", info.sha or ""):
-        raise PackError(f"{repo}@{revision}: the Hub names no commit ({info.sha}).", "network")
-    listed = [file.rfilename for file in info.siblings or []]
+    def unreadable(reason: str) -> PackError:
+        text = f"the Hub's answer about it cannot be read ({reason})"
+        return PackError(f"{repo}@{revision}: {text}. Try again later.", "network")
+
+    try:
+        info = HfApi().model_info(repo, revision=revision, timeout=HF_HUB_ETAG_TIMEOUT)
+        commit, listed = info.sha, [file.rfilename for file in info.siblings or []]
+    except (KeyError, TypeError, AttributeError) as error:  # huggingface_hub checks no types
+        raise unreadable(reason_of(error)) from None
+    if not isinstance(commit, str) or not re.fullmatch(r"[0-9a-f]{7,64}", commit):
+        raise PackError(f"{repo}@{revision}: the Hub names no commit ({commit}).", "network")
     for name in listed:
+        if not isinstance(name, str):
+            raise unreadable(f"a file is called {name!r}")
         if PurePosixPath(name).is_absolute() or ".." in re.split(r"[/\\]", name):
             raise PackError(
                 f"{repo}@{revision}: names a file outside the pack: {name!r}.", "unreadable"
             )
     if MANIFEST not in listed:
         raise PackError(f"{repo}@{revision}: is not a pack: it has no {MANIFEST}.", "not-found")
-    return info.sha, listed
+    return commit, listed
 
 
 def _fetch(pin: dict, listed: list[str], folder: Path, show: Display) -> None:

@@ -133,7 +133,8 @@ class Mutator:
             holder[key] = value
         else:
             kind = "grow"
-            holder[key] = [copy.deepcopy(value)] * rng.choice((2, 300))
+            often = 300 if len(dumps(value)) < 1000 else 2
+            holder[key] = [copy.deepcopy(value)] * rng.choice((2, often))
         self.note(
             f"{kind} at {key!r}: {holder[key]!r}"
             if kind in ("value", "near", "copy")

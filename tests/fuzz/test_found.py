@@ -1,10 +1,14 @@
 """Inputs that fuzzing found to end in a traceback, hang or worse: each is rejected in one line now."""
 
+import json
+
 import pytest
 
 from mlx_packs.config.external import translate
 from mlx_packs.config.recipe import resolve
+from mlx_packs.packs.share import pull
 from tests.helpers.errors import raises
+from tests.helpers.local_hub import Repo
 
 PEFT = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj"]}
 BNB = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
@@ -38,3 +42,23 @@ def test_config_of_another_tool_with_a_wrong_type(values, key):
 def test_setting_of_mlx_lm_with_a_wrong_value(values):
     with raises("invalid", next(iter(values)), "c.yaml: "):
         resolve(values, "c.yaml")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"siblings": [1.5]},
+        {"siblings": 5},
+        {"siblings": [{"name": "pack.json"}]},
+        {"siblings": [{"rfilename": ["pack.json"]}]},
+        {"sha": 4294967296},
+        {"sha": {"a": 1}},
+    ],
+    ids=str,
+)
+def test_answer_of_the_hub_with_a_wrong_type(hub, tmp_path, change):
+    hub.repos["me/p"] = Repo()
+    hub.repos["me/p"].commit({"pack.json": b"{}"})
+    hub.tamper = lambda data: json.dumps(json.loads(data) | change).encode()
+    with raises("network", None, "me/p@main: "):
+        pull("me/p", tmp_path / "p")

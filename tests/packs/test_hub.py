@@ -20,27 +20,13 @@ from mlx_packs.packs.share import prepare
 from mlx_packs.reading import sha256
 from mlx_packs.runtime import mx
 from tests.helpers.errors import check, raises
-from tests.helpers.local_hub import LocalHub, Repo, local_hub
+from tests.helpers.local_hub import LocalHub, Repo
 from tests.helpers.packs import BASE, EVAL, edit_manifest, random_pack, write_pack
 
 # huggingface_hub's upload of LFS files uses an argument that its HTTP library will drop
 pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")
 
 NAMES = {"pack.json", "adapters.safetensors", "adapter_config.json", "README.md"}
-
-
-@pytest.fixture
-def hub(here, monkeypatch):
-    """The stand-in in the Hub's place, with caches of its own."""
-    with local_hub() as found:
-        monkeypatch.setattr(constants, "ENDPOINT", found.url)
-        template = found.url + "/{repo_id}/resolve/{revision}/{filename}"
-        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
-        monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
-        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-        monkeypatch.setattr(constants, "HF_ASSETS_CACHE", str(here / "hf" / "assets"))
-        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(here / "hf" / "hub"))
-        yield found
 
 
 @pytest.fixture(scope="module")
